@@ -1,0 +1,1 @@
+"""QuantForge: the discovery system."""

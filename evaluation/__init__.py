@@ -1,0 +1,1 @@
+"""Perplexity, operator error, reports, and the command line."""

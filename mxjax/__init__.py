@@ -1,0 +1,1 @@
+"""mxjax: strict MXFP4 post-training quantization of decoder LLMs in JAX."""

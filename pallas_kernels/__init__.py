@@ -1,0 +1,1 @@
+"""Pallas kernels with the same contract as the reference functions."""
