@@ -1,0 +1,171 @@
+"""Token generation without a cache, as the evaluation contract asks."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.models.transformer import CausalLM
+
+
+def generate(
+  model: CausalLM,
+  params: Mapping[str, Any],
+  tokens: jax.Array,
+  *,
+  max_new_tokens: int,
+  temperature: float = 0.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+  key: jax.Array | None = None,
+  eos_id: int | None = None,
+) -> jax.Array:
+  """Continues prompts, recomputing the whole prefix for every token.
+
+  The tokens lie in a buffer of the final length, so every step has the same shapes
+  and compiles once; what lies behind the current position cannot leak forward
+  because attention is causal.
+
+  Args:
+    model: The model.
+    params: Its params, float or quantized.
+    tokens: Prompts of equal length, int32 `[B, T]`, T at least 1.
+    max_new_tokens: Tokens to append, at least 0.
+    temperature: 0 takes the most likely token; otherwise logits are divided by it.
+    top_k: Sample among the k most likely tokens only.
+    top_p: Sample among the fewest tokens whose probability reaches this only.
+    key: Random key, needed when `temperature` is positive.
+    eos_id: Token after which a row is filled with itself, or None.
+
+  Returns:
+    Prompts and continuations, int32 `[B, T + max_new_tokens]`.
+
+  Raises:
+    ValueError: An argument is out of range, or the length exceeds the model's.
+  """
+  _check(model, tokens, max_new_tokens, temperature, top_k, top_p, key)
+  batch, start = tokens.shape
+  choose = functools.partial(_choose, temperature, top_k, top_p, key)
+  buffer = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, max_new_tokens)))
+  is_done = jnp.zeros(batch, bool)
+  for position in range(start, start + max_new_tokens):
+    chosen = choose(_next_logits(model, params, buffer, position - 1), position)
+    if eos_id is not None:
+      chosen = jnp.where(is_done, eos_id, chosen)
+      is_done |= chosen == eos_id
+      if bool(is_done.all()):
+        return buffer.at[:, position:].set(jnp.full((batch, 1), eos_id, jnp.int32))
+    buffer = buffer.at[:, position].set(chosen)
+  return buffer
+
+
+def _choose(
+  temperature: float,
+  top_k: int | None,
+  top_p: float | None,
+  key: jax.Array | None,
+  logits: jax.Array,
+  position: int,
+) -> jax.Array:
+  """Takes the likeliest token of each row, or draws with the key of a position."""
+  if key is None or temperature == 0:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  key = jax.random.fold_in(key, position)
+  return sample(key, logits, temperature, top_k=top_k, top_p=top_p)
+
+
+def sample(
+  key: jax.Array,
+  logits: jax.Array,
+  temperature: float,
+  *,
+  top_k: int | None = None,
+  top_p: float | None = None,
+) -> jax.Array:
+  """Draws one token a row.
+
+  Args:
+    key: Random key.
+    logits: float32 `[B, V]`.
+    temperature: Positive divisor of the logits.
+    top_k: Keep the k most likely tokens (and any tied with the last), or None.
+    top_p: Of those, keep the fewest whose probability reaches this, or None.
+
+  Returns:
+    Token ids, int32 `[B]`.
+  """
+  scores = logits / temperature
+  if top_k is not None:
+    last_kept = jax.lax.top_k(scores, min(top_k, scores.shape[-1]))[0][:, -1:]
+    scores = jnp.where(scores < last_kept, -jnp.inf, scores)
+  if top_p is not None:
+    scores = _keep_nucleus(scores, top_p)
+  return jax.random.categorical(key, scores, axis=-1).astype(jnp.int32)
+
+
+def _keep_nucleus(scores: jax.Array, top_p: float) -> jax.Array:
+  """Sets scores outside the smallest set of probability `top_p` to -inf."""
+  ordered = jnp.sort(scores, axis=-1, descending=True)
+  probabilities = jax.nn.softmax(ordered, axis=-1)
+  # A token stays if those before it fall short; so the first one always stays.
+  before = jnp.cumsum(probabilities, axis=-1) - probabilities
+  last_kept = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
+  return jnp.where(scores < last_kept, -jnp.inf, scores)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _run_layer(
+  model: CausalLM, layer_params: Mapping[str, Any], hidden: jax.Array
+) -> jax.Array:
+  """One layer; equal layers share the compiled function."""
+  return model.layer(layer_params, hidden)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _run_head(
+  model: CausalLM, params: Mapping[str, Any], hidden: jax.Array, position: jax.Array
+) -> jax.Array:
+  """Logits `[B, V]` of one position."""
+  row = jax.lax.dynamic_slice_in_dim(hidden, position, 1, axis=1)
+  return model.logits(params, row)[:, 0]
+
+
+def _next_logits(
+  model: CausalLM, params: Mapping[str, Any], buffer: jax.Array, position: int
+) -> jax.Array:
+  """Logits `[B, V]` of the token after `position`."""
+  hidden = model.embed(params, buffer)
+  for index in range(model.num_layers):
+    hidden = _run_layer(model, params[model.layer_name(index)], hidden)
+  outside = {name: value for name, value in params.items() if "layers_" not in name}
+  return _run_head(model, outside, hidden, jnp.asarray(position, jnp.int32))
+
+
+def _check(
+  model: CausalLM,
+  tokens: jax.Array,
+  max_new_tokens: int,
+  temperature: float,
+  top_k: int | None,
+  top_p: float | None,
+  key: jax.Array | None,
+) -> None:
+  """Refuses arguments that have no meaning, before anything is compiled."""
+  length = tokens.shape[-1] + max_new_tokens
+  limit = model.config.max_positions
+  problems = {
+    f"tokens of shape [batch >= 1, length >= 1], got {tokens.shape}": tokens.ndim != 2
+    or 0 in tokens.shape,
+    f"max_new_tokens >= 0, got {max_new_tokens}": max_new_tokens < 0,
+    f"at most {limit} positions, got {length}": length > limit,
+    f"temperature >= 0, got {temperature}": temperature < 0,
+    f"top_k >= 1, got {top_k}": top_k is not None and top_k < 1,
+    f"0 < top_p <= 1, got {top_p}": top_p is not None and not 0 < top_p <= 1,
+    "a random key with a positive temperature, got none": temperature > 0
+    and key is None,
+  }
+  found = [text for text, is_present in problems.items() if is_present]
+  if found:
+    raise ValueError(f"generate: expected {'; '.join(found)}; correct the arguments.")

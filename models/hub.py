@@ -1,0 +1,54 @@
+"""Resolution of a model's name to a file or folder on this machine."""
+
+import pathlib
+
+from mxjax.models import embedded
+
+PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+"""Files fetched from the hub: no torch pickles, no duplicates in other formats."""
+
+
+def resolve(source: str | pathlib.Path | None) -> pathlib.Path:
+  """Finds a model, downloading it if it is a hub id.
+
+  Args:
+    source: None for the embedded model, a `.gguf` file, a folder, or a hub id such
+      as `"meta-llama/Llama-3.2-1B"`.
+
+  Returns:
+    A `.gguf` file or a folder.
+
+  Raises:
+    FileNotFoundError: The file or folder is absent, the hub cannot be reached, or it
+      has no such model.
+  """
+  if source is None:
+    return embedded.gguf_path()
+  path = pathlib.Path(source)
+  if path.exists():
+    return path
+  name = str(source)
+  if isinstance(source, pathlib.Path) or path.suffix == ".gguf" or name.count("/") != 1:
+    raise FileNotFoundError(
+      f"{name}: expected a .gguf file, a folder or a hub id `owner/name`, got no such "
+      "path; check the spelling."
+    )
+  return _download(name)
+
+
+def _download(name: str) -> pathlib.Path:
+  """Fetches a snapshot of a hub repository, or finds it in the cache."""
+  import huggingface_hub
+  from huggingface_hub import errors
+
+  known = (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError)
+  try:
+    return pathlib.Path(
+      huggingface_hub.snapshot_download(name, allow_patterns=PATTERNS)
+    )
+  except (*known, errors.HFValidationError) as error:
+    raise FileNotFoundError(
+      f"{name}: expected a folder here or a reachable hub repository, got "
+      f"{type(error).__name__} ({str(error).splitlines()[0]}); check the id and the "
+      "network, or pass a local folder, a .gguf file or None for the embedded model."
+    ) from error

@@ -1,0 +1,145 @@
+"""What parameters a config implies, and the checked way from stored tensors to them."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.models.config import ModelConfig
+
+Path = tuple[str, ...]
+"""Keys from the root of the params to a leaf."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+  """A tensor in a file, read when asked.
+
+  Attributes:
+    name: Its name in the file, for messages.
+    shape: Its shape, `[out, in]` for linears.
+    read: Returns the values, a numpy array of `shape` in their final dtype.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  read: Callable[[], np.ndarray]
+
+
+def parameter_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
+  """Lists every parameter of an unquantized model.
+
+  Args:
+    config: The model's description.
+
+  Returns:
+    The shape of each leaf by its path, in forward order.
+  """
+  width, vocabulary = config.hidden_size, config.vocab_size
+  shapes: dict[Path, tuple[int, ...]] = {
+    ("embed_tokens", "weight"): (vocabulary, width)
+  }
+  layer = dict(_layer_shapes(config))
+  for index in range(config.num_layers):
+    shapes |= {(f"layers_{index}", *path): shape for path, shape in layer.items()}
+  shapes["norm", "weight"] = (width,)
+  if not config.tie_embeddings:
+    shapes["lm_head", "weight"] = (vocabulary, width)
+  return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> Iterator[tuple[Path, tuple[int, ...]]]:
+  """Yields path and shape of each parameter of one layer."""
+  width, hidden = config.hidden_size, config.intermediate_size
+  queries = config.num_heads * config.head_dim
+  values = config.num_kv_heads * config.head_dim
+  linears = [
+    ("self_attn", "q_proj", queries, width, config.attention_bias),
+    ("self_attn", "k_proj", values, width, config.attention_bias),
+    ("self_attn", "v_proj", values, width, config.attention_bias),
+    ("self_attn", "o_proj", width, queries, config.attention_bias),
+    ("mlp", "gate_proj", hidden, width, config.mlp_bias),
+    ("mlp", "up_proj", hidden, width, config.mlp_bias),
+    ("mlp", "down_proj", width, hidden, config.mlp_bias),
+  ]
+  yield ("input_layernorm", "weight"), (width,)
+  yield ("post_attention_layernorm", "weight"), (width,)
+  for block, name, out_features, in_features, has_bias in linears:
+    yield (block, name, "weight"), (out_features, in_features)
+    if has_bias:
+      yield (block, name, "bias"), (out_features,)
+
+
+def assemble(
+  stored: Mapping[Path, StoredTensor], config: ModelConfig, source: str
+) -> dict[str, Any]:
+  """Reads the params of a config, one tensor at a time.
+
+  Args:
+    stored: What the file has, by params path.
+    config: The model's description.
+    source: File or folder, for messages.
+
+  Returns:
+    Nested dict of `jax.Array`, in the dtypes that `StoredTensor.read` gives.
+
+  Raises:
+    ValueError: Tensors are missing, unexpected or of another shape than `config`
+      implies (all are named), or hold NaN or inf (all are named and counted).
+  """
+  expected = parameter_shapes(config)
+  _check_shapes(stored, expected, source)
+  params: dict[str, Any] = {}
+  broken = []
+  for path in expected:
+    # A copy: the memory map must not be needed once the params exist.
+    value = jnp.array(stored[path].read())
+    count = int(_count_nonfinite(value))
+    if count:
+      broken.append(f"{stored[path].name} has {count} of {value.size}")
+    _insert(params, path, value)
+  if broken:
+    raise ValueError(
+      f"{source}: expected finite weights, got NaN or inf: {'; '.join(broken)}; "
+      "download the checkpoint again or repair those tensors."
+    )
+  return params
+
+
+def _check_shapes(
+  stored: Mapping[Path, StoredTensor],
+  expected: Mapping[Path, tuple[int, ...]],
+  source: str,
+) -> None:
+  """Raises one error that names every tensor out of place."""
+  problems = [f"{'.'.join(path)} is missing" for path in expected if path not in stored]
+  problems += [
+    f"{stored[path].name} is unexpected" for path in stored if path not in expected
+  ]
+  problems += [
+    f"{stored[path].name} has shape {list(stored[path].shape)}, not {list(shape)}"
+    for path, shape in expected.items()
+    if path in stored and stored[path].shape != shape
+  ]
+  if problems:
+    raise ValueError(
+      f"{source}: expected the {len(expected)} tensors its config implies, got "
+      f"{len(stored)}: {'; '.join(problems)}; use the config that belongs to these "
+      "weights."
+    )
+
+
+@jax.jit
+def _count_nonfinite(value: jax.Array) -> jax.Array:
+  """Counts NaN and inf entries."""
+  return jnp.sum(~jnp.isfinite(value), dtype=jnp.int32)
+
+
+def _insert(params: dict[str, Any], path: Path, value: jax.Array) -> None:
+  """Puts a leaf at a path, making the dicts on the way."""
+  for key in path[:-1]:
+    params = params.setdefault(key, {})
+  params[path[-1]] = value

@@ -1,0 +1,199 @@
+"""Text to token ids and back, from a GGUF vocabulary or a `tokenizer.json`."""
+
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mxjax.models import gguf
+
+if TYPE_CHECKING:
+  import tokenizers
+
+PRE_TOKENIZERS = ("smollm",)
+"""Values of `tokenizer.ggml.pre` whose split is known here."""
+CONTROL_TOKEN = 3
+"""The token type of special tokens in GGUF."""
+
+
+class Tokenizer:
+  """A byte-level BPE tokenizer that never adds special tokens by itself.
+
+  Special tokens that are spelled out in the text, such as `<|im_start|>`, become
+  their ids, as in transformers.
+
+  Attributes:
+    bos_id: Token that begins a text, or None.
+    eos_id: Token that ends a text, or None.
+    chat_template: Jinja template of a conversation, or None.
+  """
+
+  bos_id: int | None
+  eos_id: int | None
+  chat_template: str | None
+
+  def __init__(
+    self,
+    backend: "tokenizers.Tokenizer",
+    *,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+    chat_template: str | None = None,
+  ) -> None:
+    """Wraps a tokenizer of the `tokenizers` package."""
+    self._backend = backend
+    self.bos_id = bos_id
+    self.eos_id = eos_id
+    self.chat_template = chat_template
+
+  def encode(self, text: str) -> np.ndarray:
+    """Encodes a text.
+
+    Args:
+      text: Any string; the empty one gives no ids.
+
+    Returns:
+      int32 `[n]`.
+    """
+    ids = self._backend.encode(text, add_special_tokens=False).ids
+    return np.asarray(ids, dtype=np.int32)
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Decodes ids, special tokens included.
+
+    Args:
+      ids: A sequence or 1-D array of token ids.
+
+    Returns:
+      The text; bytes that are no UTF-8 become U+FFFD.
+    """
+    return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+  @property
+  def vocab_size(self) -> int:
+    """Number of ids, special tokens included."""
+    return self._backend.get_vocab_size(with_added_tokens=True)
+
+  @functools.cached_property
+  def fingerprint(self) -> str:
+    """Sha256 (hex) of vocabulary, merges, special tokens and splitting rules.
+
+    Padding, truncation and templates of special tokens are left out: `encode` does
+    not use them.
+    """
+    state = json.loads(self._backend.to_str())
+    keys = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+    text = json.dumps({key: state[key] for key in keys}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+  @classmethod
+  def from_gguf(cls, path: pathlib.Path) -> "Tokenizer":
+    """Builds the tokenizer from the vocabulary and merges in a GGUF file.
+
+    Args:
+      path: The file.
+
+    Returns:
+      The tokenizer.
+
+    Raises:
+      NotImplementedError: The file names another splitting rule.
+    """
+    reader = gguf.open_reader(path)
+    get = functools.partial(gguf.field, reader)
+    _check_gguf_kind(path, get("tokenizer.ggml.model"), get("tokenizer.ggml.pre"))
+    tokens, merges = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.merges")
+    types = get("tokenizer.ggml.token_type")
+    special = [
+      t for t, kind in zip(tokens, types, strict=True) if kind == CONTROL_TOKEN
+    ]
+    return cls(
+      _byte_level_bpe(tokens, merges, special),
+      bos_id=get("tokenizer.ggml.bos_token_id"),
+      eos_id=get("tokenizer.ggml.eos_token_id"),
+      chat_template=get("tokenizer.chat_template"),
+    )
+
+  @classmethod
+  def from_folder(cls, folder: pathlib.Path) -> "Tokenizer":
+    """Reads the tokenizer that transformers saved in a folder.
+
+    Args:
+      folder: Holds `tokenizer.json`, and perhaps `tokenizer_config.json` and
+        `chat_template.jinja`.
+
+    Returns:
+      The tokenizer.
+
+    Raises:
+      FileNotFoundError: There is no `tokenizer.json`.
+    """
+    import tokenizers
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+      raise FileNotFoundError(
+        f"{folder}: expected a file tokenizer.json, got none; save the fast tokenizer "
+        "of the model there."
+      )
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    settings_path = folder / "tokenizer_config.json"
+    settings = json.loads(settings_path.read_text()) if settings_path.is_file() else {}
+    return cls(
+      backend,
+      bos_id=_special_id(backend, settings.get("bos_token")),
+      eos_id=_special_id(backend, settings.get("eos_token")),
+      chat_template=_chat_template(folder, settings),
+    )
+
+
+def _check_gguf_kind(path: pathlib.Path, model: str | None, pre: str | None) -> None:
+  """Refuses vocabularies whose split this file does not know."""
+  if model != "gpt2" or pre not in PRE_TOKENIZERS:
+    raise NotImplementedError(
+      f"{path}: expected a gpt2 tokenizer with pre-tokenizer "
+      f"{', '.join(PRE_TOKENIZERS)}, got {model} with {pre}; load the tokenizer from "
+      "the model's Hugging Face folder."
+    )
+
+
+def _byte_level_bpe(
+  tokens: list[str], merges: list[str], special: list[str]
+) -> "tokenizers.Tokenizer":
+  """Builds the split of SmolLM: single digits, then GPT-2's byte-level words."""
+  import tokenizers
+  from tokenizers import decoders, models, pre_tokenizers
+
+  vocabulary = {token: i for i, token in enumerate(tokens)}
+  pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+  backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+  digits = pre_tokenizers.Digits(individual_digits=True)
+  words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+  backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+  backend.decoder = decoders.ByteLevel()
+  backend.add_special_tokens(
+    [tokenizers.AddedToken(t, special=True, normalized=False) for t in special]
+  )
+  return backend
+
+
+def _special_id(backend: "tokenizers.Tokenizer", token: Any) -> int | None:
+  """Returns the id of a token given as a string or as a saved AddedToken."""
+  content = token.get("content") if isinstance(token, dict) else token
+  return None if content is None else backend.token_to_id(content)
+
+
+def _chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
+  """Finds the template: transformers 5 saves it apart, 4 in the settings."""
+  path = folder / "chat_template.jinja"
+  if path.is_file():
+    return path.read_text(encoding="utf-8")
+  template = settings.get("chat_template")
+  if isinstance(template, list):
+    named = {entry["name"]: entry["template"] for entry in template}
+    return named.get("default")
+  return template

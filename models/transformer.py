@@ -1,0 +1,301 @@
+"""The decoder as linen modules: parameter names, init and capture, no arithmetic.
+
+This is the only file that imports flax. Parameter names are those of Hugging Face,
+nested: `params["layers_0"]["self_attn"]["q_proj"]["weight"]` is `[out, in]`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from mxjax import mlp_recovery, value_recovery
+from mxjax.models import functional
+from mxjax.models.config import ModelConfig
+from mxjax.quantized_linear import linear
+
+CALIBRATION = "calibration"
+"""The linen collection that receives the taps."""
+
+PROJECTION_TAPS: dict[tuple[str, str], str] = {
+  ("self_attn", "q_proj"): "qkv_input",
+  ("self_attn", "k_proj"): "qkv_input",
+  ("self_attn", "v_proj"): "qkv_input",
+  ("self_attn", "o_proj"): "o_input",
+  ("mlp", "gate_proj"): "gate_up_input",
+  ("mlp", "up_proj"): "gate_up_input",
+  ("mlp", "down_proj"): "down_input",
+}
+"""The seven target linears of a layer in forward order, and the tap of their input."""
+
+
+def _leaf(
+  module: nn.Module, name: str, initializer: nn.initializers.Initializer, *shape: int
+) -> Any:
+  """Reads a parameter, or creates it in bfloat16 while initializing.
+
+  `Module.param` refuses a leaf that is not an array, such as a quantized weight;
+  `get_variable` does not. A leaf that is absent outside init still raises there.
+  """
+  if module.has_variable("params", name):
+    return module.get_variable("params", name)
+  return module.param(name, initializer, shape, jnp.bfloat16)
+
+
+def _tap(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
+  """Records `value` if the caller made the collection mutable, and returns it."""
+  if module.is_mutable_collection(CALIBRATION) and not module.is_initializing():
+    module.put_variable(CALIBRATION, name, value)
+  return value
+
+
+def _run(module: nn.Module, params: Mapping[str, Any], x: jax.Array) -> jax.Array:
+  """Applies an unbound module to its own params."""
+  return cast(jax.Array, module.apply({"params": params}, x))
+
+
+class Linear(nn.Module):
+  """A linear layer whose weight may be an array or a quantized leaf.
+
+  Attributes:
+    in_features: Width of the input.
+    out_features: Width of the output.
+    use_bias: Whether a `bias` `[out_features]` is added.
+  """
+
+  in_features: int
+  out_features: int
+  use_bias: bool = False
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps `[..., in_features]` to `[..., out_features]`, same dtype."""
+    normal = nn.initializers.normal(0.02)
+    weight = _leaf(self, "weight", normal, self.out_features, self.in_features)
+    y = linear(x, weight)
+    if not self.use_bias:
+      return y
+    bias = _leaf(self, "bias", nn.initializers.zeros, self.out_features)
+    return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias.shape)
+
+
+class Embedding(nn.Module):
+  """The embedding matrix, used as a table and, when tied, as the head."""
+
+  config: ModelConfig
+
+  def setup(self) -> None:
+    """Reads or creates the weight, `[vocab_size, hidden_size]`."""
+    shape = self.config.vocab_size, self.config.hidden_size
+    self.weight = _leaf(self, "weight", nn.initializers.normal(0.02), *shape)
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Looks up int32 `[B, T]`; ids outside the vocabulary give NaN rows."""
+    rows = jnp.take(self.weight, tokens, axis=0, mode="fill")
+    return rows.astype(self.config.dtype)
+
+  def attend(self, hidden: jax.Array) -> jax.Array:
+    """Scores hidden states `[B, T, d]` against every row: `[B, T, V]`."""
+    return linear(hidden, self.weight)
+
+
+class RMSNorm(nn.Module):
+  """An RMS norm with a scale."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Normalizes `[..., d]`, same dtype."""
+    weight = _leaf(self, "weight", nn.initializers.ones, self.config.hidden_size)
+    return functional.rms_norm(x, weight, self.config.norm_eps)
+
+
+class Attention(nn.Module):
+  """Causal grouped-query attention with rotary positions."""
+
+  config: ModelConfig
+
+  def setup(self) -> None:
+    """Names the projections."""
+    config = self.config
+    width, bias = config.hidden_size, config.attention_bias
+    query_width = config.num_heads * config.head_dim
+    value_width = config.num_kv_heads * config.head_dim
+    self.q_proj = Linear(width, query_width, bias)
+    self.k_proj = Linear(width, value_width, bias)
+    self.v_proj = Linear(width, value_width, bias)
+    self.o_proj = Linear(query_width, width, bias)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps normalized hidden states `[B, T, d]` to the residual update."""
+    config = self.config
+    _tap(self, "qkv_input", x)
+    frequencies = functional.inverse_frequencies(
+      config.head_dim, config.rope_theta, config.rope_scaling
+    )
+    by_head = (*x.shape[:2], -1, config.head_dim)
+    queries = functional.rotary(self.q_proj(x).reshape(by_head), frequencies)
+    keys = functional.rotary(self.k_proj(x).reshape(by_head), frequencies)
+    values = _tap(self, "value", self.v_proj(x).reshape(by_head))
+    if self.has_variable("params", "value_recovery"):
+      recovery = self.get_variable("params", "value_recovery")
+      values = value_recovery.apply(values, recovery)
+    outputs = functional.causal_attention(queries, keys, values)
+    return self.o_proj(_tap(self, "o_input", outputs))
+
+
+class MLP(nn.Module):
+  """The gated MLP."""
+
+  config: ModelConfig
+
+  def setup(self) -> None:
+    """Names the projections."""
+    config = self.config
+    width, hidden, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    self.gate_proj = Linear(width, hidden, bias)
+    self.up_proj = Linear(width, hidden, bias)
+    self.down_proj = Linear(hidden, width, bias)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps normalized hidden states `[B, T, d]` to the residual update."""
+    _tap(self, "gate_up_input", x)
+    gate = _tap(self, "gate", self.gate_proj(x))
+    up = _tap(self, "up", self.up_proj(x))
+    if self.has_variable("params", "mlp_recovery"):
+      recovery = self.get_variable("params", "mlp_recovery")
+      product = mlp_recovery.apply(gate, up, recovery)
+    else:
+      product = functional.gated_product(gate, up)
+    return self.down_proj(_tap(self, "down_input", product))
+
+
+class DecoderLayer(nn.Module):
+  """One pre-norm decoder layer."""
+
+  config: ModelConfig
+
+  def setup(self) -> None:
+    """Names the parts."""
+    self.input_layernorm = RMSNorm(self.config)
+    self.self_attn = Attention(self.config)
+    self.post_attention_layernorm = RMSNorm(self.config)
+    self.mlp = MLP(self.config)
+
+  def __call__(self, hidden: jax.Array) -> jax.Array:
+    """Maps hidden states `[B, T, d]` to hidden states, same dtype."""
+    hidden = hidden + self.self_attn(self.input_layernorm(hidden))
+    return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class CausalLM(nn.Module):
+  """A decoder language model.
+
+  `model.apply({"params": params}, tokens)` runs all of it. The methods `embed`,
+  `layer`, `layer_with_taps` and `logits` run it in pieces, on an unbound model, with
+  the same result; they are pure and jit-able. A model is hashable, so it can be a
+  static argument of a jitted function.
+
+  Attributes:
+    config: The model's description.
+  """
+
+  config: ModelConfig
+
+  def setup(self) -> None:
+    """Names the parts; the list names its members layers_0, layers_1, ..."""
+    config = self.config
+    self.embed_tokens = Embedding(config)
+    self.layers = [DecoderLayer(config) for _ in range(config.num_layers)]
+    self.norm = RMSNorm(config)
+    if not config.tie_embeddings:
+      self.lm_head = Linear(config.hidden_size, config.vocab_size)
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Computes logits.
+
+    Args:
+      tokens: int32 `[B, T]`, ids below `vocab_size`.
+
+    Returns:
+      float32 `[B, T, V]`; row t scores the token after t.
+    """
+    hidden = self.embed_tokens(tokens)
+    for layer in self.layers:
+      hidden = layer(hidden)
+    tied = self.config.tie_embeddings
+    head = self.embed_tokens.attend if tied else self.lm_head
+    return head(self.norm(hidden)).astype(jnp.float32)
+
+  @property
+  def num_layers(self) -> int:
+    """The number of decoder layers."""
+    return self.config.num_layers
+
+  @property
+  def projection_taps(self) -> dict[tuple[str, str], str]:
+    """`PROJECTION_TAPS`: a layer's target linears and the tap of their input."""
+    return PROJECTION_TAPS
+
+  @nn.nowrap
+  def layer_name(self, index: int) -> str:
+    """Returns the key of layer `index` in the params."""
+    return f"layers_{index}"
+
+  @nn.nowrap
+  def embed(self, params: Mapping[str, Any], tokens: jax.Array) -> jax.Array:
+    """Looks up tokens, int32 `[B, T]`: hidden states `[B, T, d]`, compute dtype."""
+    return _run(Embedding(self.config, parent=None), params["embed_tokens"], tokens)
+
+  @nn.nowrap
+  def layer(self, layer_params: Mapping[str, Any], hidden: jax.Array) -> jax.Array:
+    """Runs one decoder layer.
+
+    Args:
+      layer_params: The value of one `layers_i` key of the params.
+      hidden: `[B, T, d]`, compute dtype.
+
+    Returns:
+      Hidden states, same shape and dtype.
+    """
+    return _run(DecoderLayer(self.config, parent=None), layer_params, hidden)
+
+  @nn.nowrap
+  def layer_with_taps(
+    self, layer_params: Mapping[str, Any], hidden: jax.Array
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Runs one decoder layer and returns what its linears saw.
+
+    Args:
+      layer_params: The value of one `layers_i` key of the params.
+      hidden: `[B, T, d]`, compute dtype.
+
+    Returns:
+      Hidden states, and the taps: `qkv_input`, `o_input`, `gate_up_input`,
+      `down_input` `[B, T, in]`; `value` `[B, T, kv_heads, head_dim]` before its
+      correction; `gate`, `up` `[B, T, intermediate]`.
+    """
+    decoder_layer = DecoderLayer(self.config, parent=None)
+    output, state = decoder_layer.apply(
+      {"params": layer_params}, hidden, mutable=[CALIBRATION]
+    )
+    taps = cast(dict[str, dict[str, jax.Array]], state[CALIBRATION])
+    return cast(jax.Array, output), taps["self_attn"] | taps["mlp"]
+
+  @nn.nowrap
+  def logits(self, params: Mapping[str, Any], hidden: jax.Array) -> jax.Array:
+    """Applies the final norm and the head.
+
+    Args:
+      params: The model's params; only norm, head and embedding are read.
+      hidden: `[B, T, d]`, the output of the last layer, or any positions of it.
+
+    Returns:
+      float32 `[B, T, V]`.
+    """
+    normal = _run(RMSNorm(self.config, parent=None), params["norm"], hidden)
+    head = "embed_tokens" if self.config.tie_embeddings else "lm_head"
+    return linear(normal, params[head]["weight"]).astype(jnp.float32)

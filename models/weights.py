@@ -1,0 +1,112 @@
+"""Loader of Hugging Face folders: `config.json` and safetensors, single or sharded."""
+
+import functools
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mxjax.models import llama
+from mxjax.models.config import ModelConfig
+from mxjax.models.parameters import Path, StoredTensor, assemble
+from mxjax.models.safetensors_file import SafetensorsFile
+
+SINGLE_FILE = "model.safetensors"
+"""Weights of a small checkpoint."""
+INDEX_FILE = "model.safetensors.index.json"
+"""Names the shard of every tensor of a large one."""
+
+
+def load_folder(
+  folder: pathlib.Path, *, dtype: str = "float32"
+) -> tuple[ModelConfig, dict[str, Any]]:
+  """Loads a model saved by transformers.
+
+  Args:
+    folder: Holds `config.json` and `model.safetensors`, or the sharded files and
+      their index.
+    dtype: Compute dtype of the config; the params keep the dtype of the file.
+
+  Returns:
+    The config and the params, nested dict of `jax.Array` with Hugging Face names.
+
+  Raises:
+    FileNotFoundError: A file is absent.
+    ValueError: The config is not supported, a file is truncated, or tensors are
+      missing, unexpected, mis-shaped, of a foreign dtype or not finite.
+  """
+  config = llama.from_hf_config(_read_json(folder / "config.json"), dtype=dtype)
+  stored = {path: tensor for path, tensor in _stored_tensors(folder)}
+  if config.tie_embeddings:
+    _drop_tied_head(stored, folder)
+  return config, assemble(stored, config, str(folder))
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+  """Reads a JSON file that must be there."""
+  if not path.is_file():
+    raise FileNotFoundError(
+      f"{path.parent}: expected a file {path.name}, got none; point to a folder saved "
+      "by transformers' save_pretrained."
+    )
+  return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+  """Lists the safetensors files of a folder and checks that all are there."""
+  if (folder / SINGLE_FILE).is_file():
+    return [folder / SINGLE_FILE]
+  index = _read_json(folder / INDEX_FILE)
+  files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+  missing = [path.name for path in files if not path.is_file()]
+  if missing:
+    raise FileNotFoundError(
+      f"{folder}: expected the {len(files)} shards of {INDEX_FILE}, got all but "
+      f"{', '.join(missing)}; download the missing files."
+    )
+  return files
+
+
+def _stored_tensors(folder: pathlib.Path) -> Iterator[tuple[Path, StoredTensor]]:
+  """Yields the tensors of all files by params path."""
+  for path in _weight_files(folder):
+    file = SafetensorsFile(path)
+    for name in file.entries:
+      # Old checkpoints store this buffer; the config determines it.
+      if name.endswith("rotary_emb.inv_freq"):
+        continue
+      read = functools.partial(file.read, name)
+      yield params_path(name), StoredTensor(name, file.shape(name), read)
+
+
+def params_path(name: str) -> Path:
+  """Translates a tensor name of Hugging Face to a path in the params.
+
+  Args:
+    name: For example `model.layers.0.mlp.up_proj.weight`.
+
+  Returns:
+    For example `("layers_0", "mlp", "up_proj", "weight")`.
+  """
+  keys = name.split(".")
+  if keys[0] == "model":
+    keys = keys[1:]
+  if keys[0] == "layers" and len(keys) > 1:
+    keys = [f"layers_{keys[1]}", *keys[2:]]
+  return tuple(keys)
+
+
+def _drop_tied_head(stored: dict[Path, StoredTensor], folder: pathlib.Path) -> None:
+  """Removes a stored copy of the embedding; a different head is an error."""
+  head = stored.pop(("lm_head", "weight"), None)
+  embedding = stored.get(("embed_tokens", "weight"))
+  if head is None or embedding is None:
+    return
+  if not np.array_equal(head.read(), embedding.read()):
+    raise ValueError(
+      f"{folder}: expected lm_head.weight to equal the embedding because "
+      "tie_word_embeddings is true, got other values; set it to false in config.json "
+      "or remove the tensor."
+    )

@@ -1,0 +1,175 @@
+r"""One-code refinement of dynamic A4: change one element of a block, or none.
+
+With `W` the float weights in the installed coordinates and `W^` the decoded ones, the
+output error of rounding a block `x` to `q` is `||W^ q - W x||^2`. Changing coordinate
+i of the nearest vector `q_0` to the legal value c changes it by exactly
+
+.. math::
+  \Delta(i,c) = 2\delta_{ic}\,[G_Q d_0 - K_Q x]_i + \delta_{ic}^2\,[G_Q]_{ii}, \qquad
+  \delta_{ic} = c - [q_0]_i
+
+The best negative change is taken; ties go to the lowest coordinate, then the lowest
+code. Paper: Eq. hires-code-score and Discrete Realization (Appendix).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax import mxfp4
+from mxjax.precision import HIGHEST
+
+CANDIDATES = tuple(
+  (code, (-1.0 if code >= 8 else 1.0) * mxfp4.MAGNITUDES[code & 7])
+  for code in range(16)
+  if code != 8
+)
+"""(code, value) in code order. Code 8 (-0) scores as code 0 and is never lower."""
+
+
+class Refined(NamedTuple):
+  """Refined blocks, feature-major.
+
+  Attributes:
+    elements: Element values in units of the scale, float32 `[blocks, 32, n]`.
+    exponent: int32 `[blocks, n]`.
+    nearest: The nearest element values, before the change.
+    score: The smallest Delta of each block, float32 `[blocks, n]`; the change was
+      made where it is negative.
+    nearest_objective: ||W^ q_0 - W x||^2 - ||(W^ - W) x||^2 at the nearest vector,
+      float32 `[blocks, n]`: add the score where negative for the refined one.
+  """
+
+  elements: jax.Array
+  exponent: jax.Array
+  nearest: jax.Array
+  score: jax.Array
+  nearest_objective: jax.Array
+
+
+def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """G_Q = W^'W^ and K_Q = W^'(W - W^) of each block.
+
+  Args:
+    weight: Float weights in the installed coordinates, `[blocks, 32, rows]`.
+    decoded: Decoded W4 weights, same shape and dtype.
+
+  Returns:
+    gram and cross, `[blocks, 32, 32]` each, in the dtype of the operands.
+  """
+  gram = jnp.einsum("bim,bjm->bij", decoded, decoded, precision=HIGHEST)
+  cross = jnp.einsum("bim,bjm->bij", decoded, weight - decoded, precision=HIGHEST)
+  return gram, cross
+
+
+def pack_symmetric(gram: jax.Array) -> jax.Array:
+  """Upper triangle, diagonal included, row by row: `[..., 32, 32]` to `[..., 528]`."""
+  rows, columns = np.triu_indices(gram.shape[-1])
+  return gram[..., rows, columns]
+
+
+def unpack_symmetric(packed: jax.Array) -> jax.Array:
+  """The inverse of `pack_symmetric`, by mirroring."""
+  size = mxfp4.BLOCK_SIZE
+  rows, columns = np.triu_indices(size)
+  index = np.zeros((size, size), np.int32)
+  index[rows, columns] = np.arange(len(rows))
+  index = np.maximum(index, index.T)
+  return packed[..., index]
+
+
+def _rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
+  """x * y rounded on its own.
+
+  XLA:CPU contracts a * b + c to a fused multiply-add, whose unrounded product would
+  break exact ties differently from other backends; a select stops it.
+  """
+  product = x * y
+  return jnp.where(product == product, product, jnp.nan)
+
+
+def code_score(
+  delta: jax.Array, slope: jax.Array, curvature: jax.Array
+) -> jax.Array:
+  """Delta(i, c) = 2 delta slope + delta^2 curvature, the one score of all backends."""
+  return _rounded_product(2.0 * delta, slope) + _rounded_product(
+    delta * delta, curvature
+  )
+
+
+def best_code(
+  nearest: jax.Array, scale: jax.Array, slope: jax.Array, curvature: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """The lowest-scoring legal value of each coordinate, lowest code first.
+
+  Args:
+    nearest: Element values, `[..., 32, n]`, in units of the scale.
+    scale: 2^e, broadcastable.
+    slope: [G_Q d_0 - K_Q x]_i, same shape as `nearest`.
+    curvature: [G_Q]_ii, broadcastable.
+
+  Returns:
+    Scores and values, the shape of `nearest`.
+  """
+  best = jnp.full(nearest.shape, jnp.inf, nearest.dtype)
+  value = nearest
+  for _, candidate in CANDIDATES:
+    score = code_score((candidate - nearest) * scale, slope, curvature)
+    is_better = score < best
+    best = jnp.where(is_better, score, best)
+    value = jnp.where(is_better, jnp.asarray(candidate, nearest.dtype), value)
+  return best, value
+
+
+def refine(
+  x: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+) -> Refined:
+  """Encodes and refines transformed activations.
+
+  Args:
+    x: `[blocks, 32, n]` in the installed coordinates, feature-major, float32.
+    gram: G_Q, `[blocks, 32, 32]`, float32.
+    cross: K_Q, `[blocks, 32, 32]`, float32.
+    rules: Codec rules.
+
+  Returns:
+    The refined elements and the objective they reach.
+  """
+  exponent = mxfp4.block_exponent(x, rules)
+  scale = mxfp4.scale_of(exponent, rules)[..., None, :].astype(x.dtype)
+  index = mxfp4.magnitude_index(x, exponent[..., None, :], rules)
+  nearest = jnp.copysign(mxfp4.magnitude(index).astype(x.dtype), x)
+  difference = nearest * scale - x
+  pulled = jnp.einsum("bij,bjn->bin", gram, difference, precision=HIGHEST)
+  mismatch = jnp.einsum("bij,bjn->bin", cross, x, precision=HIGHEST)
+  curvature = jnp.diagonal(gram, axis1=-2, axis2=-1)[..., None]
+  scores, values = best_code(nearest, scale, pulled - mismatch, curvature)
+  score = scores.min(-2)
+  coordinate = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 2)
+  ties = jnp.where(scores == score[..., None, :], coordinate, mxfp4.BLOCK_SIZE)
+  chosen = coordinate == ties.min(-2, keepdims=True)
+  accept = chosen & (score < 0)[..., None, :]
+  return Refined(
+    elements=jnp.where(accept, values, nearest),
+    exponent=exponent,
+    nearest=nearest,
+    score=score,
+    nearest_objective=(difference * (pulled - 2.0 * mismatch)).sum(-2),
+  )
+
+
+def refined_blocks(
+  x: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+) -> jax.Array:
+  """Decoded refined activations, `[blocks, 32, n]`: the dynamic A4 rule of HiRes."""
+  result = refine(x, gram, cross, rules)
+  scale = mxfp4.scale_of(result.exponent, rules)[..., None, :].astype(x.dtype)
+  return result.elements * scale

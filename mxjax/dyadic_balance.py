@@ -1,0 +1,224 @@
+r"""Weight-activation balance: the diagonal D = Diag(2^u) of Stage I.
+
+Paper: Eq. bilateral-risk, Eq. serb-proposal and Eq. serb-realized-loss. Nothing here
+forms an `[n, m]` output: with `E = X^ - X` and `F = W^ - W` the numerator of J_b is
+
+.. math::
+  \operatorname{tr}(\hat W'\hat W\,E'E) + 2\operatorname{tr}(\hat W'F\,E'X)
+    + \operatorname{tr}(F'F\,X'X)
+
+a sum of nonnegative error terms in which nothing cancels.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mxjax import code_refinement, gptq, input_maps, mxfp4, precision, projections
+
+SUBGROUPS = 8
+"""Four-coordinate subgroups of a block, each with one scale."""
+BOUND = 1 / 8
+"""Largest |u|, and the factor on the centered log ratio (both literal, A26)."""
+RISK_FLOOR = 2.0**-12
+STEPS = (1.0, 0.5, 0.0)
+"""The trials: full step, half step, identity."""
+LOSS_FLOOR = 2.0**-1022
+
+
+class Trial(NamedTuple):
+  """Weights of one trial of the balance, ready to measure activations against.
+
+  Attributes:
+    gram: G_Q of the block-local GPTQ weights, float32 `[blocks, 32, 32]`.
+    cross: K_Q, float32 `[blocks, 32, 32]`.
+    weight_term: tr(F'F X'X) of the scaled operands, float64 `[blocks]`.
+  """
+
+  gram: jax.Array
+  cross: jax.Array
+  weight_term: jax.Array
+
+
+def _subgroup_traces(left: jax.Array, right: jax.Array) -> jax.Array:
+  """tr(L_g R_g) over the eight diagonal 4 x 4 tiles of `[blocks, 32, 32]` pairs."""
+  width = mxfp4.BLOCK_SIZE // SUBGROUPS
+  tiles = left * right.mT
+  shape = (-1, SUBGROUPS, width, SUBGROUPS, width)
+  return jnp.einsum("bgigj->bg", tiles.reshape(shape))
+
+
+def bilateral_risks(
+  activation_moment: jax.Array,
+  activation_error: jax.Array,
+  weight_gram: jax.Array,
+  weight_error: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """r_A = tr(G_W C_E) and r_W = tr(G_E C_X) of each subgroup.
+
+  Paper: Eq. bilateral-risk.
+
+  Args:
+    activation_moment: C_X = X'X / n, float64 `[blocks, 32, 32]`.
+    activation_error: C_E = E_X'E_X / n, same shape.
+    weight_gram: G_W = W'W.
+    weight_error: G_E = E_W'E_W.
+
+  Returns:
+    Two arrays `[blocks, 8]`.
+  """
+  return (
+    _subgroup_traces(weight_gram, activation_error),
+    _subgroup_traces(weight_error, activation_moment),
+  )
+
+
+def propose(
+  activation_risk: jax.Array,
+  weight_risk: jax.Array,
+  *,
+  median: Literal["middle", "lower"] = "middle",
+) -> jax.Array:
+  """The proposed log2 scales u of each block.
+
+  Paper: Eq. serb-proposal, by 80 bisection steps; a block in which some regularized
+  risk is not positive proposes zero (reading A10).
+
+  Args:
+    activation_risk: r_A, float64 `[blocks, 8]`.
+    weight_risk: r_W, same shape.
+    median: The mean of the two middle values, or the lower of them (reading A8).
+
+  Returns:
+    u, float64 `[blocks, 8]`, zero sum, |u| <= 1/8. Positive entries expand the
+    activation coordinate.
+  """
+  precision.require_float64("dyadic_balance.propose", activation_risk, weight_risk)
+  ordered = jnp.sort(activation_risk + weight_risk, axis=-1)
+  upper = SUBGROUPS // 2
+  middle = ordered[:, upper - 1]
+  if median == "middle":
+    middle = 0.5 * (middle + ordered[:, upper])
+  floor = RISK_FLOOR * middle[:, None]
+  left, right = activation_risk + floor, weight_risk + floor
+  positive = ((left > 0) & (right > 0)).all(-1, keepdims=True)
+  ratio = jnp.where(positive, left, 1.0) / jnp.where(positive, right, 1.0)
+  log_ratio = jnp.log2(ratio)
+  centered = log_ratio - log_ratio.mean(-1, keepdims=True)
+  step = projections.project_zero_sum_box_bisection(BOUND * centered, BOUND)
+  return jnp.where(positive, step, 0.0)
+
+
+def diagonal(log2_scale: jax.Array) -> jax.Array:
+  """D's diagonal 2^u, each component broadcast to four coordinates: `[blocks, 32]`."""
+  width = mxfp4.BLOCK_SIZE // SUBGROUPS
+  return jnp.repeat(jnp.exp2(log2_scale), width, axis=-1)
+
+
+def prepare_trial(
+  weight: jax.Array,
+  activation_moment: jax.Array,
+  log2_scale: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+) -> Trial:
+  """Encodes the weights of one trial: GPTQ of each block alone (reading A11).
+
+  Args:
+    weight: Stage-I transformed weights before rescaling, float64 `[blocks, 32, m]`.
+    activation_moment: X'X / n in the same coordinates, float64 `[blocks, 32, 32]`.
+    log2_scale: The trial's u, float64 `[blocks, 8]`.
+    rules: Codec rules.
+
+  Returns:
+    The trial.
+  """
+  scale = diagonal(log2_scale)
+  scaled = (weight / scale[..., None]).astype(jnp.float32)
+  moment = activation_moment * scale[:, :, None] * scale[:, None, :]
+  result = gptq.reconstruct_local(scaled, moment.astype(jnp.float32), rules)
+  gram, cross = code_refinement.tables(scaled, result.decoded)
+  error = (result.decoded - scaled).astype(jnp.float64)
+  error_gram = jnp.einsum("bim,bjm->bij", error, error)
+  return Trial(gram, cross, (error_gram * moment).sum((-2, -1)))
+
+
+def trial_objective(
+  blocks: jax.Array,
+  transform: jax.Array,
+  log2_scales: jax.Array,
+  grams: jax.Array,
+  crosses: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+) -> jax.Array:
+  """The activation-dependent part of J_b's numerator, summed over columns.
+
+  This is `tr(W^'W^ E'E) + 2 tr(W^'F E'X)` for the refined codes. The refinement
+  scores already hold it token by token, so no error moments are formed:
+  `e'G e - 2 e'K x` at the nearest vector plus the accepted change.
+
+  Args:
+    blocks: Raw inputs, float32 `[blocks, 32, n]`.
+    transform: T, float32 `[blocks, 32, 32]`.
+    log2_scales: One u for each trial, float64 `[trials, blocks, 8]`.
+    grams: float32 `[trials, blocks, 32, 32]`.
+    crosses: float32 `[trials, blocks, 32, 32]`.
+    rules: Codec rules.
+
+  Returns:
+    float64 `[trials, blocks]`.
+  """
+  mapped = input_maps.BlockDense(transform).apply(blocks)
+  totals = []
+  for u, gram, cross in zip(log2_scales, grams, crosses, strict=True):
+    scale = diagonal(u).astype(jnp.float32)[..., None]
+    result = code_refinement.refine(mapped * scale, gram, cross, rules)
+    objective = result.nearest_objective + jnp.minimum(result.score, 0.0)
+    totals.append(objective.astype(jnp.float64).sum(-1))
+  return jnp.stack(totals)
+
+
+def loss_from_moments(
+  error: jax.Array,
+  error_signal: jax.Array,
+  signal: jax.Array,
+  weight: jax.Array,
+  decoded: jax.Array,
+) -> jax.Array:
+  """J_b from 32 x 32 moments: the definition that the fast path must equal.
+
+  Paper: Eq. serb-realized-loss.
+
+  Args:
+    error: E'E, float64 `[blocks, 32, 32]`, with E = X^ - X.
+    error_signal: E'X, same shape.
+    signal: X'X, same shape.
+    weight: W, float64 `[blocks, 32, m]`.
+    decoded: W^, same shape.
+
+  Returns:
+    float64 `[blocks]`.
+  """
+  gap = decoded - weight
+  gram = lambda a, b: jnp.einsum("bim,bjm->bij", a, b)
+  trace = lambda a, b: (a * b).sum((-2, -1))
+  numerator = (
+    trace(gram(decoded, decoded), error)
+    + 2.0 * trace(gram(decoded, gap), error_signal)
+    + trace(gram(gap, gap), signal)
+  )
+  return numerator / jnp.maximum(trace(gram(weight, weight), signal), LOSS_FLOOR)
+
+
+def accept(losses: jax.Array) -> jax.Array:
+  """The accepted step of each block from J_b of (full, half, identity).
+
+  Args:
+    losses: `[3, blocks]` in the order of `STEPS`.
+
+  Returns:
+    1, 0.5 or 0, `[blocks]`: the largest step whose loss does not exceed identity's.
+  """
+  full, half, identity = losses
+  zero = jnp.zeros_like(full)
+  return jnp.where(full <= identity, 1.0, jnp.where(half <= identity, 0.5, zero))

@@ -1,0 +1,229 @@
+r"""GPTQ to legal Block32 MXFP4 codes.
+
+Columns are reconstructed in order; the rounding error of each is compensated in the
+ones after it through U, the upper Cholesky factor of the damped inverse Hessian. A
+block's exponent is fixed when the block is reached, from the weights as compensated
+so far, and stays frozen while its 32 columns are rounded.
+
+Paper: Eq. recon and Discrete Realization; reading A12 and A13 of the specification.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mxjax import mxfp4
+from mxjax.precision import HIGHEST
+
+DAMPING = 0.01
+"""Damping in units of the mean diagonal of the Hessian."""
+DAMPING_GROWTH = 10.0
+DAMPING_TRIES = 4
+
+
+class Factor(NamedTuple):
+  """The stabilized factorization of an inverse Hessian.
+
+  Attributes:
+    upper: U with (H + damping mean(diag H) I)^{-1} = U^T U, `[..., d, d]`.
+    damping: The relative damping that was needed, `[...]`; NaN where none of the
+      tries made the Hessian positive definite.
+  """
+
+  upper: jax.Array
+  damping: jax.Array
+
+
+class Reconstruction(NamedTuple):
+  """Legal codes, feature-major.
+
+  Attributes:
+    codes: uint8 in 0..15, `[blocks, 32, rows]`.
+    exponent: int32 `[blocks, rows]`.
+    decoded: The decoded weights in the working dtype, `[blocks, 32, rows]`.
+  """
+
+  codes: jax.Array
+  exponent: jax.Array
+  decoded: jax.Array
+
+  def tensor(self) -> mxfp4.MXTensor:
+    """Packs to an `MXTensor` of logical shape `[rows, 32 * blocks]`."""
+    return mxfp4.MXTensor(
+      codes=mxfp4.pack(mxfp4.from_blocks(self.codes)),
+      scales=(self.exponent.T + mxfp4.SCALE_BIAS).astype(jnp.uint8),
+    )
+
+
+def _upper_factor(hessian: jax.Array, damping: jax.Array) -> jax.Array:
+  """U of one damping value, without forming an inverse: reverse, factor, solve."""
+  size = hessian.shape[-1]
+  mean = jnp.trace(hessian, axis1=-2, axis2=-1) / size
+  identity = jnp.broadcast_to(jnp.eye(size, dtype=hessian.dtype), hessian.shape)
+  # A Hessian that is zero throughout has no curvature: every choice is as good.
+  shift = jnp.where(mean > 0, damping * mean, 1)[..., None, None]
+  damped = hessian + shift * identity
+  lower = jnp.linalg.cholesky(damped[..., ::-1, ::-1])
+  upper = lower[..., ::-1, ::-1]
+  return jax.lax.linalg.triangular_solve(
+    upper, identity, left_side=True, lower=False
+  )
+
+
+def factor(hessian: jax.Array, damping: float = DAMPING) -> Factor:
+  """Factors the damped inverse Hessian, raising the damping tenfold if it must.
+
+  Args:
+    hessian: X^T X / n, float32 or float64 `[..., d, d]`.
+    damping: First relative damping.
+
+  Returns:
+    The factor and the damping that was used, which the caller reports.
+  """
+  tries = [damping * DAMPING_GROWTH**attempt for attempt in range(DAMPING_TRIES)]
+  used = jnp.full(hessian.shape[:-2], damping, hessian.dtype)
+  upper = _upper_factor(hessian, used)
+
+  def is_good(matrix: jax.Array) -> jax.Array:
+    return jnp.isfinite(matrix).all((-2, -1))
+
+  for value in tries[1:]:
+
+    def retry(
+      upper: jax.Array, used: jax.Array, value: float = value
+    ) -> tuple[jax.Array, jax.Array]:
+      good = is_good(upper)
+      attempt = jnp.where(good, used, jnp.full_like(used, value))
+      again = _upper_factor(hessian, attempt)
+      return jnp.where(good[..., None, None], upper, again), attempt
+
+    upper, used = jax.lax.cond(
+      is_good(upper).all(), lambda upper, used: (upper, used), retry, upper, used
+    )
+  return Factor(upper, jnp.where(is_good(upper), used, jnp.nan))
+
+
+def _round_group(
+  weight: jax.Array, upper: jax.Array, exponent: jax.Array, rules: mxfp4.Rules
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Rounds the 32 columns of one group, all rows at once.
+
+  Args:
+    weight: `[..., 32, rows]`, compensated for all earlier groups.
+    upper: The group's diagonal block of U, `[..., 32, 32]`.
+    exponent: int32 `[..., rows]`.
+    rules: Codec rules.
+
+  Returns:
+    Codes, decoded values and scaled errors (w - q) / U_jj, `[..., 32, rows]` each.
+  """
+  scale = mxfp4.scale_of(exponent, rules).astype(weight.dtype)
+
+  def column(
+    j: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    codes, decoded, errors = state
+    coupling = jax.lax.dynamic_index_in_dim(upper, j, axis=-1, keepdims=False)
+    pivot = jax.lax.dynamic_index_in_dim(coupling, j, axis=-1, keepdims=True)
+    target = jax.lax.dynamic_index_in_dim(weight, j, axis=-2, keepdims=False)
+    # Columns not reached yet have zero error, so no mask is needed.
+    target -= jnp.einsum("...i,...im->...m", coupling, errors, precision=HIGHEST)
+    index = mxfp4.magnitude_index(target, exponent, rules)
+    value = jnp.copysign(mxfp4.magnitude(index).astype(weight.dtype), target) * scale
+    code = index | (jnp.signbit(target).astype(jnp.int32) << 3)
+    error = (target - value) / pivot
+    put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, j, -2)
+    return (
+      put(codes, code.astype(jnp.uint8)),
+      put(decoded, value),
+      put(errors, error),
+    )
+
+  zeros = jnp.zeros_like(weight)
+  return jax.lax.fori_loop(
+    0,
+    mxfp4.BLOCK_SIZE,
+    column,
+    (jnp.zeros(weight.shape, jnp.uint8), zeros, zeros),
+  )
+
+
+def reconstruct_local(
+  weight: jax.Array, hessian: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
+) -> Reconstruction:
+  """GPTQ of every block alone, with that block's own Hessian (reading A11).
+
+  Args:
+    weight: `[blocks, 32, rows]`, float32 or float64.
+    hessian: `[blocks, 32, 32]`, same dtype.
+    rules: Codec rules.
+
+  Returns:
+    Codes of every block; no error is carried from block to block.
+  """
+  exponent = mxfp4.block_exponent(weight, rules)
+  upper = factor(hessian).upper
+  codes, decoded, _ = _round_group(weight, upper, exponent, rules)
+  return Reconstruction(codes, exponent, decoded)
+
+
+def reconstruct(
+  weight: jax.Array, upper: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
+) -> Reconstruction:
+  """GPTQ of a whole linear, natural column order, fresh scales.
+
+  Args:
+    weight: `[blocks, 32, rows]`, feature-major, float32 or float64.
+    upper: U of `factor`, `[d, d]` with d = 32 * blocks, same dtype.
+    rules: Codec rules.
+
+  Returns:
+    The legal codes and decoded weights.
+  """
+  blocks, size, rows = weight.shape
+
+  def group(
+    errors: jax.Array, item: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, Reconstruction]:
+    index, target = item
+    start = index * size
+    columns = jax.lax.dynamic_slice_in_dim(upper, start, size, axis=1)
+    target -= jnp.einsum("di,dm->im", columns, errors, precision=HIGHEST)
+    exponent = mxfp4.block_exponent(target, rules)
+    diagonal = jax.lax.dynamic_slice_in_dim(columns, start, size, axis=0)
+    codes, decoded, error = _round_group(target, diagonal, exponent, rules)
+    errors = jax.lax.dynamic_update_slice_in_dim(errors, error, start, axis=0)
+    return errors, Reconstruction(codes, exponent, decoded)
+
+  errors = jnp.zeros((blocks * size, rows), weight.dtype)
+  _, result = jax.lax.scan(
+    group, errors, (jnp.arange(blocks, dtype=jnp.int32), weight)
+  )
+  return result
+
+
+def round_to_nearest(
+  weight: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
+) -> Reconstruction:
+  """RTN in the same form as `reconstruct`; weight `[blocks, 32, rows]`."""
+  exponent = mxfp4.block_exponent(weight, rules)
+  index = mxfp4.magnitude_index(weight, exponent[..., None, :], rules)
+  codes = (index | (jnp.signbit(weight).astype(jnp.int32) << 3)).astype(jnp.uint8)
+  scale = mxfp4.scale_of(exponent, rules)[..., None, :].astype(weight.dtype)
+  values = jnp.copysign(mxfp4.magnitude(index).astype(weight.dtype), weight)
+  return Reconstruction(codes, exponent, values * scale)
+
+
+def reconstruction_loss(
+  weight: jax.Array, decoded: jax.Array, hessian: jax.Array
+) -> jax.Array:
+  """tr((W - Q) H (W - Q)^T): the objective of Eq. recon, a scalar.
+
+  Args:
+    weight: `[blocks, 32, rows]`.
+    decoded: Same shape.
+    hessian: `[d, d]`.
+  """
+  error = (weight - decoded).reshape(-1, weight.shape[-1])
+  return jnp.einsum("dm,de,em->", error, hessian, error, precision=HIGHEST)

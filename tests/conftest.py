@@ -1,0 +1,62 @@
+"""Strict JAX modes for every test, and the golden vectors."""
+
+import hashlib
+import os
+import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+import numpy as np
+import pytest
+
+from mxjax import precision
+
+ROOT = pathlib.Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared"
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+VECTORS_SHA256 = "cbc62b5727d2e9fca4b696f6213a0a4028f0a746c7f92cac4f768b88ae534556"
+
+
+def pytest_configure(config):
+  del config
+  jax.config.update("jax_numpy_dtype_promotion", "strict")
+  jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+class Vectors:
+  """Golden arrays by name, float64 oracle values made without JAX."""
+
+  def __init__(self, path):
+    data = path.read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    assert digest == VECTORS_SHA256, f"{path} changed: {digest}"
+    self._arrays = np.load(path)
+
+  def __getitem__(self, name):
+    return self._arrays[name]
+
+  def cases(self, group):
+    """Names of the second level below a group."""
+    names = {key.split("/")[1] for key in self._arrays.files if key.startswith(group)}
+    return sorted(names)
+
+
+@pytest.fixture(scope="session")
+def vectors():
+  return Vectors(GOLDEN / "vectors.npz")
+
+
+@pytest.fixture
+def float64():
+  with precision.float64_scope():
+    yield
+
+
+@pytest.fixture(scope="session")
+def shared():
+  """The folder of reference data beside the checkout; tests skip without it."""
+  if not SHARED.is_dir():
+    pytest.skip(f"no reference data at {SHARED}")
+  return SHARED
