@@ -12,6 +12,7 @@ The best negative change is taken; ties go to the lowest coordinate, then the lo
 code. Paper: Eq. hires-code-score and Discrete Realization (Appendix).
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -49,6 +50,7 @@ class Refined(NamedTuple):
   nearest_objective: jax.Array
 
 
+@jax.jit
 def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]:
   """G_Q = W^'W^ and K_Q = W^'(W - W^) of each block.
 
@@ -123,6 +125,7 @@ def best_code(
   return best, value
 
 
+@functools.partial(jax.jit, static_argnames="rules")
 def refine(
   x: jax.Array,
   gram: jax.Array,

@@ -10,6 +10,7 @@ forms an `[n, m]` output: with `E = X^ - X` and `F = W^ - W` the numerator of J_
 a sum of nonnegative error terms in which nothing cancels.
 """
 
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -49,6 +50,7 @@ def _subgroup_traces(left: jax.Array, right: jax.Array) -> jax.Array:
   return jnp.einsum("bgigj->bg", tiles.reshape(shape))
 
 
+@jax.jit
 def bilateral_risks(
   activation_moment: jax.Array,
   activation_error: jax.Array,
@@ -74,6 +76,7 @@ def bilateral_risks(
   )
 
 
+@functools.partial(jax.jit, static_argnames="median")
 def propose(
   activation_risk: jax.Array,
   weight_risk: jax.Array,
@@ -116,6 +119,7 @@ def diagonal(log2_scale: jax.Array) -> jax.Array:
   return jnp.repeat(jnp.exp2(log2_scale), width, axis=-1)
 
 
+@functools.partial(jax.jit, static_argnames="rules")
 def prepare_trial(
   weight: jax.Array,
   activation_moment: jax.Array,
@@ -143,6 +147,7 @@ def prepare_trial(
   return Trial(gram, cross, (error_gram * moment).sum((-2, -1)))
 
 
+@functools.partial(jax.jit, static_argnames="rules")
 def trial_objective(
   blocks: jax.Array,
   transform: jax.Array,

@@ -8,6 +8,7 @@ so far, and stays frozen while its 32 columns are rounded.
 Paper: Eq. recon and Discrete Realization; reading A12 and A13 of the specification.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -71,6 +72,7 @@ def _upper_factor(hessian: jax.Array, damping: jax.Array) -> jax.Array:
   )
 
 
+@functools.partial(jax.jit, static_argnames="damping")
 def factor(hessian: jax.Array, damping: float = DAMPING) -> Factor:
   """Factors the damped inverse Hessian, raising the damping tenfold if it must.
 
@@ -149,6 +151,7 @@ def _round_group(
   )
 
 
+@functools.partial(jax.jit, static_argnames="rules")
 def reconstruct_local(
   weight: jax.Array, hessian: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> Reconstruction:
@@ -168,6 +171,7 @@ def reconstruct_local(
   return Reconstruction(codes, exponent, decoded)
 
 
+@functools.partial(jax.jit, static_argnames="rules")
 def reconstruct(
   weight: jax.Array, upper: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> Reconstruction:
@@ -203,6 +207,7 @@ def reconstruct(
   return result
 
 
+@functools.partial(jax.jit, static_argnames="rules")
 def round_to_nearest(
   weight: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> Reconstruction:
@@ -215,6 +220,7 @@ def round_to_nearest(
   return Reconstruction(codes, exponent, values * scale)
 
 
+@jax.jit
 def reconstruction_loss(
   weight: jax.Array, decoded: jax.Array, hessian: jax.Array
 ) -> jax.Array:

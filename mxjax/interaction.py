@@ -11,6 +11,7 @@ directed one the antisymmetric part `(Z - Z^T) / sqrt 2`.
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -72,6 +73,7 @@ class PairSolution(NamedTuple):
   interaction: jax.Array
 
 
+@functools.partial(jax.jit, static_argnames="rules")
 def rotated_error_moment(
   blocks: jax.Array, chart: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> jax.Array:
@@ -122,6 +124,7 @@ def _off_diagonal(matrix: jax.Array) -> jax.Array:
   return matrix * keep.reshape((1,) * (matrix.ndim - 2) + keep.shape)
 
 
+@jax.jit
 def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
   r"""The pairwise construction in one pass.
 
@@ -203,6 +206,7 @@ def correction(interaction: jax.Array) -> jax.Array:
   return shifted * jnp.exp(-log_volume / size)[..., None, None]
 
 
+@jax.jit
 def shaping_transform(chart: jax.Array, interaction: jax.Array) -> jax.Array:
   """T = R_H G P_ref, float64 `[blocks, 32, 32]` (Eq. hires-transform)."""
   precision.require_float64("interaction.shaping_transform", chart, interaction)

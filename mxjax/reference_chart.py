@@ -3,6 +3,7 @@ r"""Reference coordinates of Stage I.
 Paper: Eq. hires-reference-chart and Eq. hires-spectral-cap.
 """
 
+import functools
 import math
 
 import jax
@@ -18,6 +19,7 @@ MAX_CONDITION = 8.0
 """The bound kappa of the spectral cap."""
 
 
+@jax.jit
 def block_moment(blocks: jax.Array) -> jax.Array:
   """Uncentered second moment of each block, summed in float64.
 
@@ -88,6 +90,7 @@ def ridge(moment: jax.Array) -> jax.Array:
   )
 
 
+@functools.partial(jax.jit, static_argnames="max_condition")
 def reference_chart(
   activation_moment: jax.Array,
   weight_moment: jax.Array,
