@@ -5,6 +5,7 @@ from typing import Any
 
 from mxjax.models import gguf, hub, weights
 from mxjax.models.config import ModelConfig, RopeScaling
+from mxjax.models.generation import generate
 from mxjax.models.tokenizer import Tokenizer
 from mxjax.models.transformer import PROJECTION_TAPS, CausalLM
 
@@ -15,6 +16,7 @@ __all__ = [
   "RopeScaling",
   "Tokenizer",
   "from_pretrained",
+  "generate",
   "load_tokenizer",
 ]
 

@@ -4,8 +4,8 @@ import pathlib
 
 from mxjax.models import embedded
 
-PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-"""Files fetched from the hub: no torch pickles, no duplicates in other formats."""
+PATTERNS = ["*.json", "model*.safetensors", "*.jinja"]
+"""Files fetched from the hub: no pickles, no `consolidated` second copy."""
 
 
 def resolve(source: str | pathlib.Path | None) -> pathlib.Path:
@@ -41,12 +41,16 @@ def _download(name: str) -> pathlib.Path:
   import huggingface_hub
   from huggingface_hub import errors
 
-  known = (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError)
   try:
     return pathlib.Path(
       huggingface_hub.snapshot_download(name, allow_patterns=PATTERNS)
     )
-  except (*known, errors.HFValidationError) as error:
+  except (
+    errors.LocalEntryNotFoundError,
+    errors.HfHubHTTPError,
+    errors.HFValidationError,
+    ConnectionError,
+  ) as error:
     raise FileNotFoundError(
       f"{name}: expected a folder here or a reachable hub repository, got "
       f"{type(error).__name__} ({str(error).splitlines()[0]}); check the id and the "

@@ -60,12 +60,14 @@ class CellMoments:
     gram: Sums of `omega D'D`, `[cells, 3, 3]`.
     target: Sums of `omega D'e`, `[cells, 3]`.
     product_square: Sums of `omega m^2`, `[cells]`.
+    error_square: Sums of `omega e^2`, `[cells]`; only errors need it.
   """
 
   count: jax.Array
   gram: jax.Array
   target: jax.Array
   product_square: jax.Array
+  error_square: jax.Array
 
 
 def column_weights(down_weight: jax.Array) -> jax.Array:
@@ -141,7 +143,19 @@ def cell_moments(
     gram=gram,
     target=jnp.stack([total(w * error) for w in weighted], -1),
     product_square=total(weighted[2] * product),
+    error_square=total(weights[None, None, :] * error * error),
   )
+
+
+def _normal_equations(
+  sums: CellMoments, deviation: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """G_c and z_c with the shift column scaled by sigma_g."""
+  one = jnp.ones_like(deviation)
+  scale = jnp.stack([deviation, one, one])
+  gram = sums.gram * scale[None, :, None] * scale[None, None, :]
+  target = sums.target * scale[None, :]
+  return gram / sums.count[:, None, None], target / sums.count[:, None]
 
 
 def solve_cells(sums: CellMoments, deviation: jax.Array) -> jax.Array:
@@ -162,11 +176,7 @@ def solve_cells(sums: CellMoments, deviation: jax.Array) -> jax.Array:
     theta_c, float64 `[cells, 3]`, in the order (alpha, beta, eta).
   """
   precision.require_float64("mlp_recovery.solve_cells", sums.gram, deviation)
-  one = jnp.ones_like(deviation)
-  column_scale = jnp.stack([deviation, one, one])
-  count = sums.count[:, None, None]
-  gram = sums.gram * column_scale[None, :, None] * column_scale[None, None, :] / count
-  target = sums.target * column_scale[None, :] / sums.count[:, None]
+  gram, target = _normal_equations(sums, deviation)
   ridge = (
     2.0**-8 * jnp.trace(gram, axis1=-2, axis2=-1) / 3.0
     + 2.0**-20 * sums.product_square / sums.count
@@ -202,6 +212,28 @@ def aggregate(cell_estimates: jax.Array) -> jax.Array:
   cells = cell_estimates.shape[0]
   shrunk = jnp.sign(center) * jnp.maximum(jnp.abs(center) - spread / cells**0.5, 0.0)
   return shrunk * jnp.minimum(1.0, L1_BOUND / (jnp.abs(shrunk).sum() + 2.0**-20))
+
+
+def linearized_errors(
+  sums: CellMoments, deviation: jax.Array, theta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Weighted relative squared error of the product, before and as the fit predicts.
+
+  Args:
+    sums: Moments of the cells.
+    deviation: sigma_g.
+    theta: Coefficients, float64 `[3]`.
+
+  Returns:
+    Two float64 scalars relative to E[omega m^2], means over cells; the second is
+    the first-order prediction, not a measurement of the corrected product.
+  """
+  gram, target = _normal_equations(sums, deviation)
+  before = sums.error_square / sums.count
+  change = jnp.einsum("i,cij,j->c", theta, gram, theta)
+  after = before - 2.0 * jnp.einsum("ci,i->c", target, theta) + change
+  total = (sums.product_square / sums.count).sum()
+  return before.sum() / total, after.sum() / total
 
 
 def apply(gate: jax.Array, up: jax.Array, recovery: MlpRecovery) -> jax.Array:

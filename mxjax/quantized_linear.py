@@ -1,21 +1,114 @@
 """The typed leaf of a quantized linear, and the one function that looks at it."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 
-from mxjax import precision
+from mxjax import code_refinement, mxfp4
+from mxjax.input_maps import InputMap
+from mxjax.precision import HIGHEST
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-  """Computes `x @ weight.T`.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Nearest:
+  """Dynamic A4 by the nearest code."""
+
+  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+    """Decoded A4 of mapped inputs `[blocks, 32, n]`, float32."""
+    return mxfp4.round_blocks(blocks, rules)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OneCode:
+  """Dynamic A4 with one-code refinement (Eq. hires-code-score).
+
+  Attributes:
+    gram: G_Q, its upper triangle row by row, float32 `[blocks, 528]`.
+    cross: K_Q, float32 `[blocks, 32, 32]`.
+  """
+
+  gram: jax.Array
+  cross: jax.Array
+
+  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+    """Decoded A4 of mapped inputs `[blocks, 32, n]`, float32."""
+    gram = code_refinement.unpack_symmetric(self.gram)
+    return code_refinement.refined_blocks(blocks, gram, self.cross, rules)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedLinear:
+  """A strict W4A4 linear in place of a weight `[out_features, in_features]`.
+
+  Attributes:
+    weight: Packed weights in the coordinates of `input_map`.
+    input_map: The online map of the inputs, or None.
+    rounding: The dynamic A4 rule.
+    rules: Scale and tie rules of both operands (static).
+  """
+
+  weight: mxfp4.MXTensor
+  input_map: InputMap | None
+  rounding: Nearest | OneCode
+  rules: mxfp4.Rules = dataclasses.field(
+    default=mxfp4.PAPER_RULES, metadata={"static": True}
+  )
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """`(out_features, in_features)`, as of the array it replaces."""
+    return self.weight.shape
+
+
+def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
+  """The legal A4 operand of a quantized linear, decoded.
+
+  Args:
+    x: Inputs, `[..., in_features]`.
+    weight: The linear.
+
+  Returns:
+    float32 `[in_features, n]`, feature-major, n the product of the leading axes.
+  """
+  mxfp4.check_width("quantized_linear.linear", x.shape[-1])
+  rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+  blocks = mxfp4.to_blocks(rows)
+  if weight.input_map is not None:
+    blocks = weight.input_map.apply(blocks)
+  rounded = weight.rounding.round(blocks, weight.rules)
+  return rounded.reshape(x.shape[-1], -1)
+
+
+def linear(x: jax.Array, weight: jax.Array | QuantizedLinear) -> jax.Array:
+  """Computes `x @ weight.T`, strictly W4A4 where the leaf is quantized.
 
   Args:
     x: Inputs, `[..., in_features]`, float32 or bfloat16.
-    weight: `[out_features, in_features]`.
+    weight: An array `[out_features, in_features]` or a quantized leaf.
 
   Returns:
     Outputs, `[..., out_features]`, in the dtype of `x`.
+
+  Raises:
+    ValueError: The quantized leaf's width is not a multiple of 32.
   """
-  return jnp.einsum(
-    "...d,md->...m", x, weight.astype(x.dtype), precision=precision.HIGHEST
-  )
+  if not isinstance(weight, QuantizedLinear):
+    return jnp.einsum(
+      "...d,md->...m", x, weight.astype(x.dtype), precision=HIGHEST
+    )
+  # Every decoded MXFP4 value is exact in bfloat16 and float32 alike.
+  operand = quantized_inputs(x, weight).astype(x.dtype)
+  decoded = mxfp4.decode(weight.weight, x.dtype, weight.rules)
+  y = jnp.einsum("dn,md->nm", operand, decoded, precision=HIGHEST)
+  return y.reshape(*x.shape[:-1], decoded.shape[0])
+
+
+def stored_bytes(weight: QuantizedLinear) -> int:
+  """Bytes of every array of the leaf: codes, scales, map and rounding tables."""
+  leaves = jax.tree.leaves(weight)
+  return sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves)

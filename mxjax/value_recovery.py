@@ -37,6 +37,7 @@ class ValueMoments:
     target: The sum S_y of float values.
     value_square: The sum S_xx.
     product: The sum S_xy.
+    target_square: The sum S_yy; only errors need it, not the fit.
   """
 
   count: jax.Array
@@ -44,6 +45,7 @@ class ValueMoments:
   target: jax.Array
   value_square: jax.Array
   product: jax.Array
+  target_square: jax.Array
 
 
 def moments(values: jax.Array, targets: jax.Array) -> ValueMoments:
@@ -67,6 +69,7 @@ def moments(values: jax.Array, targets: jax.Array) -> ValueMoments:
     target=y.sum(axes),
     value_square=(x * x).sum(axes),
     product=(x * y).sum(axes),
+    target_square=(y * y).sum(axes),
   )
 
 
@@ -97,6 +100,31 @@ def solve(sums: ValueMoments) -> ValueRecovery:
     scale=jnp.where(is_constant, 1.0, scale),
     offset=jnp.where(is_constant, 0.0, offset),
   )
+
+
+def errors(
+  sums: ValueMoments, recovery: ValueRecovery
+) -> tuple[jax.Array, jax.Array]:
+  """Relative squared error of the values before and after a correction.
+
+  Args:
+    sums: Float64 moments, `[kv_heads]` each.
+    recovery: Float64 coefficients.
+
+  Returns:
+    Two float64 scalars, ||v - v*||^2 / ||v*||^2 over all heads.
+  """
+  total = sums.target_square.sum()
+  before = sums.value_square - 2.0 * sums.product + sums.target_square
+  a, b = recovery.scale, recovery.offset
+  after = (
+    a * a * sums.value_square
+    + 2.0 * a * b * sums.value
+    + b * b * sums.count
+    - 2.0 * (a * sums.product + b * sums.target)
+    + sums.target_square
+  )
+  return before.sum() / total, after.sum() / total
 
 
 def apply(values: jax.Array, recovery: ValueRecovery) -> jax.Array:

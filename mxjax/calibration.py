@@ -1,0 +1,106 @@
+"""Calibration: the model, used only to measure, and the tokens it is measured on."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+Params = Mapping[str, Any]
+
+
+class CausalLanguageModel(Protocol):
+  """What the pipeline needs of a model: pure functions of params, by layer.
+
+  `mxjax.models.CausalLM` is one; any hashable object with these members is another.
+  """
+
+  @property
+  def num_layers(self) -> int:
+    """The number of decoder layers."""
+    ...
+
+  @property
+  def projection_taps(self) -> dict[tuple[str, str], str]:
+    """Target linears of a layer in forward order, and the tap of their input."""
+    ...
+
+  def layer_name(self, index: int) -> str:
+    """The key of layer `index` in the params."""
+    ...
+
+  def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
+    """Hidden states `[B, T, d]` of int32 tokens `[B, T]`."""
+    ...
+
+  def layer(self, layer_params: Params, hidden: jax.Array) -> jax.Array:
+    """One decoder layer, `[B, T, d]` to `[B, T, d]`."""
+    ...
+
+  def layer_with_taps(
+    self, layer_params: Params, hidden: jax.Array
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """One decoder layer and the named values inside it."""
+    ...
+
+  def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+    """float32 logits `[B, T, V]` of final hidden states."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+  """Exact token ids and the model that measures them.
+
+  Attributes:
+    model: The model the params belong to.
+    tokens: Integer ids, `[sequences, length]`; kept as int32.
+    vocab_size: Ids must be below this; taken from `model.config` when None.
+
+  Raises:
+    ValueError: No tokens, not two axes, too short, or ids outside the vocabulary.
+    TypeError: Not integers.
+  """
+
+  model: CausalLanguageModel
+  tokens: Any
+  vocab_size: int | None = None
+
+  def __post_init__(self) -> None:
+    """Checks and normalizes the tokens once, at the door."""
+    tokens = np.asarray(self.tokens)
+    place = "Calibration"
+    if tokens.size == 0 or tokens.ndim != 2:
+      raise ValueError(
+        f"{place}: expected token ids [sequences, length], got shape {tokens.shape}; "
+        "pass at least one full sequence, such as 128 of 2048 tokens."
+      )
+    if not np.issubdtype(tokens.dtype, np.integer):
+      raise TypeError(
+        f"{place}: expected integer token ids, got {tokens.dtype}; tokenize the text."
+      )
+    if tokens.shape[1] < 4:
+      raise ValueError(
+        f"{place}: sequences of {tokens.shape[1]} tokens are too short, at least 4 "
+        "are needed for the four quarters of the MLP fit; use longer sequences."
+      )
+    vocab = self.vocab_size or getattr(
+      getattr(self.model, "config", None), "vocab_size", None
+    )
+    bad = (tokens < 0) | (tokens >= (vocab or np.inf))
+    if bad.any():
+      row, column = np.argwhere(bad)[0]
+      raise ValueError(
+        f"{place}: {int(bad.sum())} token ids are outside the vocabulary of {vocab}, "
+        f"the first is {tokens[row, column]} at [{row}, {column}]; use the model's own "
+        "tokenizer."
+      )
+    object.__setattr__(self, "tokens", np.ascontiguousarray(tokens, np.int32))
+
+  @property
+  def fingerprint(self) -> str:
+    """SHA-256 of shape and exact ids, hex; it goes into every result."""
+    header = f"int32{self.tokens.shape}".encode()
+    return hashlib.sha256(header + self.tokens.tobytes()).hexdigest()

@@ -1,0 +1,160 @@
+"""The measured view of one linear's calibration input: the only data a hook sees.
+
+Linears that read the same tensor (q, k, v; gate, up) share one view, so what one of
+them has reduced (raw Hessian, moments) is cached for the others. All reductions run
+one sequence at a time in the order of the calibration set, whatever the chunk size,
+so results do not depend on it.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mxjax import mxfp4, precision, reference_chart
+
+Step = Callable[..., Any]
+
+
+@functools.partial(
+  jax.jit, static_argnames=("step", "rules"), donate_argnames="carry"
+)
+def _reduce_chunk(
+  step: Step,
+  rules: mxfp4.Rules,
+  carry: Any,
+  blocks: jax.Array,
+  first: jax.Array,
+  args: tuple[Any, ...],
+) -> Any:
+  def body(carry: Any, item: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+    sequence, index = item
+    return step(carry, sequence, index, rules, *args), None
+
+  indices = first + jnp.arange(blocks.shape[0], dtype=jnp.int32)
+  return jax.lax.scan(body, carry, (blocks, indices))[0]
+
+
+def _hessian_step(
+  carry: jax.Array, blocks: jax.Array, index: jax.Array, rules: mxfp4.Rules
+) -> jax.Array:
+  del index, rules
+  flat = blocks.reshape(-1, blocks.shape[-1])
+  return carry + jnp.einsum("dn,en->de", flat, flat, precision=precision.HIGHEST)
+
+
+def _fold_moment_step(
+  carry: jax.Array, blocks: jax.Array, index: jax.Array, rules: mxfp4.Rules
+) -> jax.Array:
+  del rules
+  return carry.at[index % 2].add(reference_chart.block_moment(blocks))
+
+
+class LinearInputs:
+  """Calibration inputs of one linear, feature-major.
+
+  Attributes:
+    rules: Codec rules of the contract.
+    record: What hooks want the report to show about this linear.
+  """
+
+  def __init__(
+    self,
+    chunks: Sequence[jax.Array],
+    rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+    *,
+    cache: dict[str, jax.Array] | None = None,
+  ) -> None:
+    """Wraps captured activations.
+
+    Args:
+      chunks: float32 arrays `[sequences, blocks, 32, tokens]` in calibration order.
+      rules: Codec rules of the contract.
+      cache: Reductions shared with other linears that read the same tensor.
+    """
+    self._chunks = chunks
+    self._cache = {} if cache is None else cache
+    self.rules = rules
+    self.record: dict[str, Any] = {}
+
+  def sibling(self) -> "LinearInputs":
+    """The view of another linear on the same tensor: same cache, own record."""
+    return LinearInputs(self._chunks, self.rules, cache=self._cache)
+
+  @property
+  def blocks(self) -> int:
+    """Physical blocks of the input axis."""
+    return self._chunks[0].shape[1]
+
+  @property
+  def sequences(self) -> int:
+    """Calibration sequences."""
+    return sum(chunk.shape[0] for chunk in self._chunks)
+
+  @property
+  def tokens(self) -> int:
+    """Calibration tokens in all."""
+    return self.sequences * self._chunks[0].shape[-1]
+
+  @property
+  def fold_tokens(self) -> tuple[int, int]:
+    """Tokens of the even and the odd sequences (reading A6)."""
+    length = self._chunks[0].shape[-1]
+    odd = self.sequences // 2
+    return (self.sequences - odd) * length, odd * length
+
+  def probe(self, tokens: int) -> jax.Array:
+    """The first tokens of the first sequence, float32 `[blocks, 32, tokens]`."""
+    return self._chunks[0][0, :, :, :tokens]
+
+  def reduce(self, step: Step, init: Any, *args: Any) -> Any:
+    """Folds `step` over sequences in calibration order.
+
+    Args:
+      step: A module-level function `(carry, blocks [blocks, 32, T], index, rules,
+        *args)` to the next carry; it is jitted once for each shape.
+      init: The first carry; its buffers are donated.
+      *args: Arrays passed to every step.
+
+    Returns:
+      The last carry.
+    """
+    carry, first = init, 0
+    for chunk in self._chunks:
+      carry = _reduce_chunk(step, self.rules, carry, chunk, jnp.int32(first), args)
+      first += chunk.shape[0]
+    return carry
+
+  def _cached(self, name: str, compute: Callable[[], jax.Array]) -> jax.Array:
+    if name not in self._cache:
+      self._cache[name] = compute()
+    return self._cache[name]
+
+  def hessian(self) -> jax.Array:
+    """The raw Hessian X'X / n, float32 `[d, d]`, computed once for all siblings."""
+    width = self.blocks * mxfp4.BLOCK_SIZE
+
+    def compute() -> jax.Array:
+      total = self.reduce(_hessian_step, jnp.zeros((width, width), jnp.float32))
+      return total / self.tokens
+
+    return self._cached("hessian", compute)
+
+  def fold_moments(self) -> jax.Array:
+    """X'X / n of every block by fold, float64 `[2, blocks, 32, 32]`."""
+
+    def compute() -> jax.Array:
+      shape = (2, self.blocks, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE)
+      return self.reduce(_fold_moment_step, jnp.zeros(shape, jnp.float64))
+
+    totals = self._cached("fold_moments", compute)
+    counts = jnp.asarray(self.fold_tokens, jnp.float64)
+    return totals / jnp.maximum(counts, 1.0)[:, None, None, None]
+
+  def moment(self) -> jax.Array:
+    """X'X / n of every block over all tokens, float64 `[blocks, 32, 32]`."""
+    even, odd = self.fold_tokens
+    folds = self.fold_moments()
+    return (folds[0] * even + folds[1] * odd) / self.tokens

@@ -1,0 +1,33 @@
+"""The quantizers, one readable file each, and their names."""
+
+from mxjax.methods.brq import BRQ
+from mxjax.methods.gptq import GPTQ
+from mxjax.methods.hires import HIRES, HiRes
+from mxjax.methods.rtn import RTN
+from mxjax.program import Program
+
+METHODS: dict[str, Program] = {
+  program.name: program for program in (RTN, GPTQ, BRQ, HIRES)
+}
+
+
+def get(method: str | Program) -> Program:
+  """Looks a program up by name, or passes one through.
+
+  Args:
+    method: A name in `METHODS` or a program.
+
+  Raises:
+    ValueError: An unknown name.
+  """
+  if isinstance(method, Program):
+    return method
+  if method not in METHODS:
+    raise ValueError(
+      f"methods: unknown method {method!r}; use one of {', '.join(METHODS)} or pass a "
+      "Program."
+    )
+  return METHODS[method]
+
+
+__all__ = ["BRQ", "GPTQ", "HIRES", "METHODS", "RTN", "HiRes", "Program", "get"]

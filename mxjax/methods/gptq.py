@@ -1,0 +1,78 @@
+"""GPTQ: second-order reconstruction of the weights, nearest activations.
+
+The original works on integer groups with lagged scales; under our contract groups are
+physical Block32 blocks, a block's exponent comes from its compensated weights when it
+is reached (`fresh`), columns go in natural order, and the Hessian is that of the float
+model's inputs before A4. The paper does not state order or scale source: both are
+assumptions.
+"""
+
+import dataclasses
+
+import jax
+
+from mxjax import gptq
+from mxjax.input_maps import InputMap
+from mxjax.linear_inputs import LinearInputs
+from mxjax.program import Program, Realized
+from mxjax.quantized_linear import Nearest
+
+
+def reconstruct(
+  weight: jax.Array,
+  inputs: LinearInputs,
+  input_map: InputMap | None,
+  damping: float = gptq.DAMPING,
+) -> gptq.Reconstruction:
+  """GPTQ in the coordinates of a map, from the shared raw Hessian.
+
+  Args:
+    weight: Folded weights, float32 `[blocks, 32, out_features]`.
+    inputs: The linear's calibration inputs in native coordinates.
+    input_map: The installed map, or None.
+    damping: First relative damping; what was needed goes into `inputs.record`.
+
+  Returns:
+    Legal codes.
+
+  Raises:
+    ValueError: No damping tried made the Hessian positive definite.
+  """
+  hessian = _conjugated(inputs.hessian(), input_map)
+  factor = gptq.factor(hessian, damping=damping)
+  used = float(factor.damping)
+  if used != used:
+    raise ValueError(
+      f"gptq: the Hessian of {inputs.tokens} tokens and width {len(hessian)} is not "
+      f"positive definite with damping up to "
+      f"{damping * gptq.DAMPING_GROWTH ** (gptq.DAMPING_TRIES - 1):g}; calibrate with "
+      "more tokens and check the inputs for overflow."
+    )
+  inputs.record["damping"] = used
+  return gptq.reconstruct(weight, factor.upper, inputs.rules)
+
+
+@jax.jit
+def _conjugated(hessian: jax.Array, input_map: InputMap | None) -> jax.Array:
+  return hessian if input_map is None else input_map.conjugate(hessian)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gptq(Program):
+  """GPTQ weights and nearest activations in the coordinates of `shape`.
+
+  Attributes:
+    damping: Relative damping of the Hessian.
+  """
+
+  name: str = "gptq"
+  damping: float = gptq.DAMPING
+
+  def realize(
+    self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
+  ) -> Realized:
+    """See `Program.realize`."""
+    return Realized(reconstruct(weight, inputs, input_map, self.damping), Nearest())
+
+
+GPTQ = Gptq()

@@ -1,0 +1,284 @@
+"""HiRes: geometric shaping, discrete realization, structural recovery.
+
+Paper: Section HiRes and Appendix "Algorithm Details". The file reads in the order of
+Algorithm 1: `shape` is Stage I (chart, interaction, balance), `realize` is Stage II
+(GPTQ and one-code refinement), `recover` is Stage III.
+"""
+
+import dataclasses
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mxjax import (
+  code_refinement,
+  dyadic_balance,
+  gptq,
+  input_maps,
+  interaction,
+  mxfp4,
+  reference_chart,
+)
+from mxjax.linear_inputs import LinearInputs
+from mxjax.methods.gptq import reconstruct
+from mxjax.program import Program, Realized
+from mxjax.quantized_linear import Nearest, OneCode
+from mxjax.recovery import ATTENTION, MLP, RecoveryFit
+
+
+class _Anchor(NamedTuple):
+  """Constants of the anchor pass; `[blocks, 32, 32]`, folds first.
+
+  Attributes:
+    chart: P_ref, float64.
+    rotated: R_H P_ref, float32: native to anchor coordinates.
+    weight_folds: C_W by fold, float64.
+    weight_cross_folds: K_W by fold, float64.
+  """
+
+  chart: jax.Array
+  rotated: jax.Array
+  weight_folds: jax.Array
+  weight_cross_folds: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def _prepare_anchor(
+  weight: jax.Array, moment: jax.Array, rules: mxfp4.Rules
+) -> _Anchor:
+  """The chart, and the weight side of the anchor encoding (row parity, A7)."""
+  weight_moment = reference_chart.block_moment(weight) / weight.shape[-1]
+  chart = reference_chart.reference_chart(moment, weight_moment)
+  rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, jnp.float64)[None]
+  inverse = jnp.linalg.inv(chart).mT
+  moments, crosses = [], []
+  for fold in (0, 1):
+    part = weight[..., fold::2]
+    count = max(part.shape[-1], 1)
+    raw = reference_chart.block_moment(part) / count
+    moments.append(inverse @ raw @ inverse.mT)
+    error = interaction.rotated_error_moment(
+      part, (rotation @ inverse).astype(jnp.float32), rules
+    )
+    crosses.append(interaction.unrotate(error).mT / count)
+  return _Anchor(
+    chart=chart,
+    rotated=(rotation @ chart).astype(jnp.float32),
+    weight_folds=jnp.stack(moments),
+    weight_cross_folds=jnp.stack(crosses),
+  )
+
+
+def _anchor_step(
+  carry: jax.Array,
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  rotated: jax.Array,
+) -> jax.Array:
+  """Adds a sequence's rotated error-signal moment to its fold (parity, A6)."""
+  moment = interaction.rotated_error_moment(blocks, rotated, rules)
+  return carry.at[index % 2].add(moment)
+
+
+def _error_step(
+  carry: jax.Array,
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  transform: jax.Array,
+) -> jax.Array:
+  """Adds a sequence's nearest-code error moment E'E in the coordinates of T."""
+  del index
+  mapped = input_maps.BlockDense(transform).apply(blocks)
+  error = mxfp4.round_blocks(mapped, rules) - mapped
+  return carry + reference_chart.block_moment(error)
+
+
+def _trial_step(
+  carry: jax.Array,
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  transform: jax.Array,
+  scales: jax.Array,
+  grams: jax.Array,
+  crosses: jax.Array,
+) -> jax.Array:
+  """Adds a sequence's part of J_b's numerator for every trial."""
+  del index
+  return carry + dyadic_balance.trial_objective(
+    blocks, transform, scales, grams, crosses, rules
+  )
+
+@functools.partial(jax.jit, static_argnames="use_interaction")
+def _transform(
+  anchor: _Anchor,
+  activation_folds: jax.Array,
+  errors: jax.Array,
+  counts: jax.Array,
+  *,
+  use_interaction: bool,
+) -> tuple[jax.Array, jax.Array]:
+  """T, and the Frobenius norm of K in each block."""
+  chart = anchor.chart
+  crosses = interaction.unrotate(errors / counts[:, None, None, None])
+  statistics = interaction.AnchorStatistics(
+    activation=chart[None] @ activation_folds @ chart.mT[None],
+    weight=anchor.weight_folds,
+    activation_cross=crosses,
+    weight_cross=anchor.weight_cross_folds,
+  )
+  pairs = interaction.solve_pairs(statistics).interaction
+  if not use_interaction:
+    pairs = jnp.zeros_like(pairs)
+  norm = jnp.sqrt((pairs * pairs).sum((-2, -1)))
+  return interaction.shaping_transform(chart, pairs), norm
+
+
+class _Trials(NamedTuple):
+  """The three trials of the balance of every block, `[3, ...]` in order of STEPS.
+
+  Attributes:
+    scales: u of each trial, float64 `[3, blocks, 8]`.
+    weights: Encoded weights of each trial.
+    signal: ||X W'||^2 / n, float64 `[blocks]`.
+  """
+
+  scales: jax.Array
+  weights: dyadic_balance.Trial
+  signal: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def _prepare_trials(
+  weight: jax.Array,
+  moment: jax.Array,
+  transform: jax.Array,
+  error_moment: jax.Array,
+  rules: mxfp4.Rules,
+) -> _Trials:
+  """Risks of the nearest encoder (A5), the proposal, and its encoded weights."""
+  mapped_moment = transform @ moment @ transform.mT
+  folded = input_maps.BlockDense(transform).fold(weight.astype(jnp.float64))
+  narrow = folded.astype(jnp.float32)
+  weight_error = mxfp4.round_blocks(narrow, rules) - narrow
+  gram = reference_chart.block_moment(folded)
+  risks = dyadic_balance.bilateral_risks(
+    mapped_moment, error_moment, gram, reference_chart.block_moment(weight_error)
+  )
+  proposal = dyadic_balance.propose(*risks)
+  scales = jnp.stack([step * proposal for step in dyadic_balance.STEPS])
+  weights = jax.lax.map(
+    lambda u: dyadic_balance.prepare_trial(folded, mapped_moment, u, rules), scales
+  )
+  return _Trials(scales, weights, (gram * mapped_moment).sum((-2, -1)))
+
+
+@jax.jit
+def _accept(
+  trials: _Trials, objective: jax.Array, tokens: jax.Array, transform: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """U = D T of the accepted steps, the steps, and J_b of the three trials."""
+  total = objective / tokens + trials.weights.weight_term
+  floor = dyadic_balance.LOSS_FLOOR
+  losses = total / jnp.maximum(trials.signal, floor)[None]
+  steps = dyadic_balance.accept(losses)
+  scale = dyadic_balance.diagonal(trials.scales[0] * steps[:, None])
+  return scale[..., None] * transform, steps, losses
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def _rounding(
+  weight: jax.Array, decoded: jax.Array, rule: Literal["full", "sensitivity"]
+) -> OneCode:
+  gram, cross = code_refinement.tables(weight, decoded)
+  if rule == "sensitivity":
+    cross = jnp.zeros_like(cross)
+  return OneCode(code_refinement.pack_symmetric(gram), cross)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiRes(Program):
+  """The frozen three-stage quantizer; each option is one row of an ablation.
+
+  Attributes:
+    use_interaction: Fit K; off means G = I.
+    use_balance: Try D; off means D = I.
+    weights: Reconstruct with `gptq`, or round with `rtn`.
+    rounding: Activations by the `full` one-code rule, by its `sensitivity` term
+      alone (K_Q = 0), or by the `nearest` code.
+    damping: Relative damping of GPTQ.
+  """
+
+  name: str = "hires"
+  recover: tuple[RecoveryFit, ...] = (ATTENTION, MLP)
+  use_interaction: bool = True
+  use_balance: bool = True
+  weights: Literal["gptq", "rtn"] = "gptq"
+  rounding: Literal["full", "sensitivity", "nearest"] = "full"
+  damping: float = gptq.DAMPING
+
+  def shape(
+    self, weight: jax.Array, inputs: LinearInputs
+  ) -> input_maps.InputMap | None:
+    """Stage I: T from chart and interaction, then D from three trials."""
+    moment = inputs.moment()
+    anchor = _prepare_anchor(weight, moment, inputs.rules)
+    zeros = jnp.zeros((2, *moment.shape), jnp.float64)
+    errors = inputs.reduce(_anchor_step, zeros, anchor.rotated)
+    counts = jnp.maximum(jnp.asarray(inputs.fold_tokens, jnp.float64), 1.0)
+    transform, norm = _transform(
+      anchor,
+      inputs.fold_moments(),
+      errors,
+      counts,
+      use_interaction=self.use_interaction,
+    )
+    inputs.record["interaction_norm"] = norm.tolist()
+    if self.use_balance:
+      transform = self._balanced(weight, inputs, moment, transform)
+    return input_maps.BlockDense(transform.astype(jnp.float32))
+
+  def _balanced(
+    self,
+    weight: jax.Array,
+    inputs: LinearInputs,
+    moment: jax.Array,
+    transform: jax.Array,
+  ) -> jax.Array:
+    narrow = transform.astype(jnp.float32)
+    errors = inputs.reduce(_error_step, jnp.zeros_like(moment), narrow)
+    trials = _prepare_trials(
+      weight, moment, transform, errors / inputs.tokens, inputs.rules
+    )
+    objective = inputs.reduce(
+      _trial_step,
+      jnp.zeros((len(dyadic_balance.STEPS), inputs.blocks), jnp.float64),
+      narrow,
+      trials.scales,
+      trials.weights.gram,
+      trials.weights.cross,
+    )
+    tokens = jnp.asarray(inputs.tokens, jnp.float64)
+    balanced, steps, losses = _accept(trials, objective, tokens, transform)
+    inputs.record["balance_steps"] = steps.tolist()
+    inputs.record["balance_losses"] = losses.tolist()
+    return balanced
+
+  def realize(
+    self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
+  ) -> Realized:
+    """Stage II: GPTQ in the installed coordinates, then the one-code tables."""
+    if self.weights == "gptq":
+      result = reconstruct(weight, inputs, input_map, self.damping)
+    else:
+      result = gptq.round_to_nearest(weight, inputs.rules)
+    if self.rounding == "nearest":
+      return Realized(result, Nearest())
+    return Realized(result, _rounding(weight, result.decoded, self.rounding))
+
+
+HIRES = HiRes()

@@ -1,0 +1,127 @@
+"""A PTQ program: the hooks that every quantizer is made of.
+
+RTN, GPTQ, HiRes and every ablation of it are programs, run by one pipeline under one
+contract. Nothing is special-cased by name.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mxjax import gptq, mxfp4
+from mxjax.calibration import Calibration, Params
+from mxjax.input_maps import InputMap
+from mxjax.linear_inputs import LinearInputs
+from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
+from mxjax.recovery import RecoveryFit
+
+
+class Realized(NamedTuple):
+  """What `realize` returns: legal weights and the activation rule.
+
+  Attributes:
+    weight: Legal codes of the weights in the installed coordinates.
+    rounding: The dynamic A4 rule.
+  """
+
+  weight: gptq.Reconstruction
+  rounding: Nearest | OneCode
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+  """Base program: no map, round to nearest, no recovery.
+
+  Attributes:
+    name: How results name it.
+    recover: Recovery fits in order, each measured on the state the previous left.
+  """
+
+  name: str = "rtn"
+  recover: tuple[RecoveryFit, ...] = ()
+
+  def prepare(self, params: Params, calib: Calibration) -> Params:
+    """Rewrites the float model before anything else, preserving its function."""
+    del calib
+    return params
+
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
+    """Chooses the input map of one linear.
+
+    Args:
+      weight: Float weights, float32 `[blocks, 32, out_features]`, feature-major.
+      inputs: The linear's calibration inputs.
+
+    Returns:
+      A map of `input_maps`, or None for the native coordinates.
+    """
+    del weight, inputs
+    return None
+
+  def realize(
+    self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
+  ) -> Realized:
+    """Chooses legal W4 codes and the A4 rule in the installed coordinates.
+
+    Args:
+      weight: Folded weights, float32 `[blocks, 32, out_features]`.
+      inputs: The linear's calibration inputs in native coordinates; `input_map`
+        conjugates their Hessian.
+      input_map: What `shape` returned.
+
+    Returns:
+      Codes and rounding.
+    """
+    del input_map
+    return Realized(gptq.round_to_nearest(weight, inputs.rules), Nearest())
+
+  def quantize_linear(
+    self, weight: jax.Array, inputs: LinearInputs
+  ) -> QuantizedLinear:
+    """`shape`, fold, `realize`; overridden where the two interleave.
+
+    Args:
+      weight: Float weights, `[out_features, in_features]`.
+      inputs: The linear's calibration inputs.
+
+    Returns:
+      The leaf that replaces the weight.
+    """
+    blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
+    input_map = self.shape(blocks, inputs)
+    realized = self.realize(fold(blocks, input_map), inputs, input_map)
+    return QuantizedLinear(
+      weight=_pack(realized.weight),
+      input_map=input_map,
+      rounding=realized.rounding,
+      rules=inputs.rules,
+    )
+
+  def describe(self) -> Mapping[str, Any]:
+    """Name and options, JSON-ready, for results and checkpoints."""
+    options = {
+      field.name: getattr(self, field.name)
+      for field in dataclasses.fields(self)
+      if field.name not in ("name", "recover")
+    }
+    return {
+      "name": self.name,
+      "recover": [fit.name for fit in self.recover],
+      "options": options,
+    }
+
+
+@jax.jit
+def _pack(result: gptq.Reconstruction) -> mxfp4.MXTensor:
+  return result.tensor()
+
+
+@jax.jit
+def fold(blocks: jax.Array, input_map: InputMap | None) -> jax.Array:
+  """Folds weights into a map's coordinates: solved in float64, returned in float32."""
+  if input_map is None:
+    return blocks
+  return input_map.fold(blocks.astype(jnp.float64)).astype(jnp.float32)

@@ -1,0 +1,155 @@
+"""What a quantization run measured, for reports and results."""
+
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax import code_refinement, mxfp4
+from mxjax.linear_inputs import LinearInputs
+from mxjax.precision import HIGHEST
+from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
+
+PROBE_TOKENS = 256
+"""Calibration tokens on which each linear's error is measured for the report."""
+
+
+def peak_memory_bytes() -> int:
+  """The largest resident memory of this process so far, in bytes."""
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclasses.dataclass
+class StageClock:
+  """Wall seconds and peak memory by stage."""
+
+  seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+  peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+  @contextmanager
+  def stage(self, name: str) -> Iterator[None]:
+    """Adds the time of the `with` block to a stage."""
+    start = time.perf_counter()
+    yield
+    spent = time.perf_counter() - start
+    self.seconds[name] = self.seconds.get(name, 0.0) + spent
+    self.peak_bytes[name] = peak_memory_bytes()
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationRecord:
+  """Everything a report shows about a run, JSON-ready through `to_dict`.
+
+  Attributes:
+    program: Name and options.
+    contract_hash: SHA-256 of the contract.
+    calibration: Fingerprint and shape of the calibration tokens.
+    layers: One dict a layer: `linears` by path, `recovery` by fit.
+    clock: Time and memory by stage.
+    sanity: The gate's comparison, or None where it was not run.
+  """
+
+  program: dict[str, Any]
+  contract_hash: str
+  calibration: dict[str, Any]
+  layers: list[dict[str, Any]]
+  clock: StageClock
+  sanity: dict[str, Any] | None = None
+
+  def to_dict(self) -> dict[str, Any]:
+    """A JSON-ready form."""
+    return dataclasses.asdict(self)
+
+
+def _relative_error(
+  x: jax.Array, weight: jax.Array, operand: jax.Array, decoded: jax.Array
+) -> jax.Array:
+  """||X^ W^' - X W'||^2 / ||X W'||^2, features on axis 0 of every operand."""
+  dot = lambda a, b: jnp.einsum("dn,dm->nm", a, b, precision=HIGHEST)
+  exact = dot(x, weight)
+  error = dot(operand, decoded) - exact
+  return jnp.square(error).sum() / jnp.square(exact).sum()
+
+
+@jax.jit
+def _probe(
+  x: jax.Array, weight: jax.Array, leaf: QuantizedLinear
+) -> dict[str, jax.Array]:
+  flat = lambda blocks: blocks.reshape(-1, blocks.shape[-1])
+  rules = leaf.rules
+  native = flat(weight)
+  errors = {
+    "rtn": _relative_error(
+      flat(x), native, flat(mxfp4.round_blocks(x, rules)),
+      flat(mxfp4.round_blocks(weight, rules)),
+    )
+  }
+  mapped, folded = x, weight
+  if leaf.input_map is not None:
+    mapped, folded = leaf.input_map.apply(x), leaf.input_map.fold(weight)
+  nearest = flat(mxfp4.round_blocks(mapped, rules))
+  decoded = mxfp4.decode(leaf.weight, jnp.float32, rules).T
+  pair = flat(mapped), flat(folded)
+  errors["mapped_rtn"] = _relative_error(
+    *pair, nearest, flat(mxfp4.round_blocks(folded, rules))
+  )
+  errors["mapped_nearest"] = _relative_error(*pair, nearest, decoded)
+  errors["final"] = errors["mapped_nearest"]
+  result = {"edit_rate": jnp.float32(0)}
+  if isinstance(leaf.rounding, OneCode):
+    refined = leaf.rounding.round(mapped, rules)
+    errors["final"] = _relative_error(*pair, flat(refined), decoded)
+    gram = code_refinement.unpack_symmetric(leaf.rounding.gram)
+    score = code_refinement.refine(mapped, gram, leaf.rounding.cross, rules).score
+    result["edit_rate"] = (score < 0).mean(dtype=jnp.float32)
+  exponent = mxfp4.block_exponent(mapped, rules)
+  limit = 6.0 * mxfp4.scale_of(exponent, rules)[..., None, :]
+  result["saturated_activations"] = (jnp.abs(mapped) > limit).mean(dtype=jnp.float32)
+  codes = mxfp4.unpack(leaf.weight.codes) & jnp.uint8(7)
+  result["top_code_weights"] = (codes == 7).mean(dtype=jnp.float32)
+  result["activation_exponents"] = jnp.bincount(exponent.ravel() + 127, length=256)
+  weight_exponents = leaf.weight.scales.ravel().astype(jnp.int32)
+  result["weight_exponents"] = jnp.bincount(weight_exponents, length=256)
+  return result | {f"error_{name}": value for name, value in errors.items()}
+
+
+def _histogram(counts: np.ndarray) -> dict[str, int]:
+  return {str(e - 127): int(counts[e]) for e in np.flatnonzero(counts)}
+
+
+def linear_record(
+  weight: jax.Array, leaf: QuantizedLinear, inputs: LinearInputs
+) -> dict[str, Any]:
+  """Measures one quantized linear on a few calibration tokens.
+
+  Args:
+    weight: The float weight, `[out_features, in_features]`.
+    leaf: What replaced it.
+    inputs: Its calibration inputs, whose record is included.
+
+  Returns:
+    Relative squared output errors (`error_rtn` in native coordinates,
+    `error_mapped_rtn` after the map, `error_mapped_nearest` with the final weights,
+    `error_final` with the final A4 rule), edit rate, exponent histograms, saturation
+    rates, and whatever the program's hooks recorded.
+  """
+  blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
+  probed = _probe(inputs.probe(PROBE_TOKENS), blocks, leaf)
+  record: dict[str, Any] = dict(inputs.record)
+  record["shape"] = list(weight.shape)
+  record["map"] = type(leaf.input_map).__name__ if leaf.input_map else "none"
+  record["rounding"] = "nearest" if isinstance(leaf.rounding, Nearest) else "one-code"
+  for name, value in probed.items():
+    array = np.asarray(value)
+    record[name] = _histogram(array) if array.ndim else float(array)
+  return record
+
+

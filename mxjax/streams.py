@@ -1,0 +1,129 @@
+"""Hidden states of the calibration set, carried through the model layer by layer.
+
+Each sequence goes through a layer by itself (`lax.map` inside a chunk), so the bits do
+not depend on how many sequences share a device call.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mxjax import mxfp4
+from mxjax.calibration import CausalLanguageModel, Params
+from mxjax.recovery import RecoveryFit
+
+Stream = list[jax.Array]
+"""Chunks `[sequences, T, d]` in calibration order, compute dtype."""
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _embed(model: CausalLanguageModel, params: Params, tokens: jax.Array) -> jax.Array:
+  return model.embed(params, tokens)
+
+
+def start(
+  model: CausalLanguageModel, params: Params, tokens: Any, chunk: int
+) -> Stream:
+  """Embeds the calibration tokens, int32 `[S, T]`, in chunks of sequences."""
+  return [
+    _embed(model, params, jnp.asarray(tokens[first : first + chunk]))
+    for first in range(0, len(tokens), chunk)
+  ]
+
+
+@functools.partial(
+  jax.jit, static_argnames=("model", "blocked", "plain"), donate_argnames="hidden"
+)
+def capture(
+  model: CausalLanguageModel,
+  layer: Params,
+  hidden: jax.Array,
+  blocked: tuple[str, ...],
+  plain: tuple[str, ...],
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Runs a chunk through a float layer and keeps what its linears saw.
+
+  Args:
+    model: The model.
+    layer: The float layer's params.
+    hidden: `[sequences, T, d]`; its buffer is donated.
+    blocked: Taps returned feature-major, float32 `[sequences, blocks, 32, T]`.
+    plain: Taps returned as they are, `[sequences, T, ...]`.
+
+  Returns:
+    The layer's output and the taps.
+  """
+
+  def one(sequence: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    output, taps = model.layer_with_taps(layer, sequence[None])
+    kept = {t: mxfp4.to_blocks(taps[t][0].astype(jnp.float32)) for t in blocked}
+    return output[0], kept | {t: taps[t][0] for t in plain}
+
+  return jax.lax.map(one, hidden)
+
+
+@functools.partial(
+  jax.jit, static_argnames=("model", "fit"), donate_argnames=("hidden", "moments")
+)
+def _measure(
+  model: CausalLanguageModel,
+  fit: RecoveryFit,
+  layer: Params,
+  float_layer: Params,
+  constants: Any,
+  hidden: jax.Array,
+  float_taps: dict[str, jax.Array],
+  moments: Any,
+  first: jax.Array,
+) -> tuple[jax.Array, Any]:
+  def one(moments: Any, item: Any) -> tuple[Any, jax.Array]:
+    sequence, targets, index = item
+    with jax.enable_x64(False):
+      output, taps = model.layer_with_taps(layer, sequence[None])
+    targets = jax.tree.map(lambda a: a[None], targets)
+    moments = fit.measure(moments, constants, float_layer, taps, targets, index)
+    return moments, output[0]
+
+  indices = first + jnp.arange(hidden.shape[0], dtype=jnp.int32)
+  moments, output = jax.lax.scan(one, moments, (hidden, float_taps, indices))
+  return output, moments
+
+
+def measure(
+  model: CausalLanguageModel,
+  fit: RecoveryFit,
+  layer: Params,
+  float_layer: Params,
+  stream: Stream,
+  float_taps: Sequence[dict[str, jax.Array]],
+) -> tuple[Stream, Any]:
+  """Runs a quantized layer on a stream and gathers a fit's moments.
+
+  Must be called inside `precision.float64_scope()`; the model itself runs outside it.
+
+  Args:
+    model: The model.
+    fit: The recovery fit.
+    layer: The layer in the state the fit is measured on.
+    float_layer: The float layer.
+    stream: Hidden states entering the layer in that state; consumed.
+    float_taps: The float trajectory's taps, one dict a chunk.
+
+  Returns:
+    Hidden states leaving the layer, and the moments.
+  """
+  sequences = sum(chunk.shape[0] for chunk in stream)
+  constants, moments = fit.prepare(float_layer, float_taps[0], sequences)
+  outputs, first = [], 0
+  for hidden, taps in zip(stream, float_taps, strict=True):
+    targets = {name: taps[name] for name in fit.float_taps}
+    output, moments = _measure(
+      model, fit, layer, float_layer, constants, hidden, targets, moments,
+      jnp.int32(first),
+    )
+    outputs.append(output)
+    first += hidden.shape[0]
+  return outputs, moments

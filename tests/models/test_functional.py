@@ -1,0 +1,118 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.models import RopeScaling, functional
+
+LENGTH = 9
+SCALING = RopeScaling(
+  factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64
+)
+
+
+def dense_attention(queries, keys, values):
+  """Float64 numpy: every score at once."""
+  q, k, v = (np.asarray(a, np.float64) for a in (queries, keys, values))
+  group = q.shape[2] // k.shape[2]
+  k, v = k.repeat(group, axis=2), v.repeat(group, axis=2)
+  scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
+  scores = np.where(np.tri(q.shape[1], dtype=bool), scores, -np.inf)
+  weights = np.exp(scores - scores.max(-1, keepdims=True))
+  weights /= weights.sum(-1, keepdims=True)
+  return np.einsum("bhts,bshd->bthd", weights, v).reshape(*q.shape[:2], -1)
+
+
+def attend(query_chunk):
+  """Attention with a fixed chunk, compiled as a whole."""
+  return jax.jit(
+    functools.partial(functional.causal_attention, query_chunk=query_chunk)
+  )
+
+
+@pytest.fixture
+def qkv():
+  random = np.random.default_rng(0)
+  return [
+    jnp.asarray(random.standard_normal((2, LENGTH, heads, 8)), jnp.float32)
+    for heads in (6, 2, 2)
+  ]
+
+
+@pytest.mark.parametrize("query_chunk", [1, 4, 8, 9, 10, 512])
+def test_attention_equals_the_dense_form_at_every_chunk_boundary(qkv, query_chunk):
+  got = attend(query_chunk)(*qkv)
+  np.testing.assert_allclose(got, dense_attention(*qkv), atol=2e-6)
+
+
+def test_attention_does_not_look_ahead(qkv):
+  queries, keys, values = qkv
+  before = attend(4)(queries, keys, values)
+  changed = attend(4)(queries, keys.at[:, 6:].set(1e3), values.at[:, 6:].set(-1e3))
+  np.testing.assert_array_equal(before[:, :6], changed[:, :6])
+  assert not np.allclose(before[:, 6:], changed[:, 6:])
+
+
+def test_bfloat16_attention_has_float32_softmax(qkv):
+  narrow = [a.astype(jnp.bfloat16) for a in qkv]
+  got = attend(512)(*narrow)
+  assert got.dtype == jnp.bfloat16
+  np.testing.assert_allclose(
+    got.astype(jnp.float32), dense_attention(*narrow), atol=0.02, rtol=0.02
+  )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rms_norm_works_under_strict_promotion(dtype):
+  x = jax.random.normal(jax.random.key(0), (2, 3, 16)).astype(dtype)
+  weight = jnp.arange(16, dtype=jnp.bfloat16)
+  got = functional.rms_norm(x, weight, 1e-5)
+  assert got.dtype == dtype
+  wide = np.asarray(x.astype(jnp.float32), np.float64)
+  want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * np.arange(16)
+  tolerance = 1e-6 if dtype == jnp.float32 else 1e-2
+  np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=tolerance)
+
+
+def test_rms_norm_of_bfloat16_sums_in_float32():
+  # 1 + 4095 * 2**-8: a bfloat16 sum would stop growing.
+  x = jnp.full((1, 4096), 2.0**-4, jnp.bfloat16).at[0, 0].set(1.0)
+  got = functional.rms_norm(x, jnp.ones(4096, jnp.bfloat16), 0.0)
+  assert float(got[0, 0]) == pytest.approx((17 / 4096) ** -0.5, rel=4e-3)
+
+
+def test_frequencies_form_the_geometric_series():
+  frequencies = functional.inverse_frequencies(8, 10000.0)
+  assert frequencies.dtype == np.float32
+  np.testing.assert_allclose(frequencies, [1.0, 0.1, 0.01, 0.001], rtol=1e-6)
+
+
+def test_llama3_scaling_keeps_short_and_stretches_long_wavelengths():
+  plain = functional.inverse_frequencies(16, 10000.0)
+  scaled = functional.inverse_frequencies(16, 10000.0, SCALING)
+  assert scaled.dtype == np.float32
+  ratio, wavelengths = scaled / plain, 2 * np.pi / plain
+  np.testing.assert_array_equal(ratio[wavelengths < 16], 1.0)
+  np.testing.assert_allclose(ratio[wavelengths > 64], 1 / 8)
+  between = ratio[(wavelengths >= 16) & (wavelengths <= 64)]
+  assert between.size
+  assert np.all((between > 1 / 8) & (between < 1))
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+  frequencies = functional.inverse_frequencies(8, 100.0)
+  one = jax.random.normal(jax.random.key(3), (1, 1, 1, 8))
+  turned = functional.rotary(jnp.tile(one, (1, 6, 1, 1)), frequencies)[0, :, 0]
+  np.testing.assert_array_equal(turned[0], one[0, 0, 0])
+  np.testing.assert_allclose(turned[1] @ turned[3], turned[2] @ turned[4], rtol=1e-5)
+  np.testing.assert_allclose(
+    jnp.linalg.norm(turned, axis=-1), jnp.full(6, jnp.linalg.norm(one)), rtol=1e-6
+  )
+
+
+def test_gated_product():
+  gate, up = jnp.array([0.0, 2.0]), jnp.array([3.0, 3.0])
+  want = [0.0, 6.0 / (1.0 + np.exp(-2.0))]
+  np.testing.assert_allclose(functional.gated_product(gate, up), want, rtol=1e-6)

@@ -1,0 +1,126 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.models import generation
+from mxjax.models.generation import generate, sample
+
+
+def greedy_by_hand(model, params, tokens, count):
+  """Appends the argmax of a plain forward pass over exactly the prefix."""
+  run = jax.jit(lambda x: model.apply({"params": params}, x)[:, -1].argmax(-1))
+  for _ in range(count):
+    best = run(tokens)
+    tokens = np.concatenate([tokens, np.asarray(best, np.int32)[:, None]], axis=1)
+  return tokens
+
+
+def test_greedy_equals_recomputing_the_bare_prefix(tiny):
+  model, params, tokens = tiny
+  prompts = tokens[:, :5]
+  got = generate(model, params, prompts, max_new_tokens=4)
+  assert got.dtype == jnp.int32
+  np.testing.assert_array_equal(got, greedy_by_hand(model, params, prompts, 4))
+  again = generate(model, params, prompts, max_new_tokens=4)
+  np.testing.assert_array_equal(got, again)
+
+
+def test_the_padding_behind_a_position_does_not_leak(tiny):
+  model, params, tokens = tiny
+  long = generate(model, params, tokens[:, :5], max_new_tokens=20)
+  short = generate(model, params, tokens[:, :5], max_new_tokens=3)
+  np.testing.assert_array_equal(long[:, :8], short)
+
+
+def test_one_step_shape_compiles_once(tiny):
+  model, params, tokens = tiny
+  before = generation._run_layer._cache_size()
+  generate(model, params, tokens[:, :17], max_new_tokens=4)
+  assert generation._run_layer._cache_size() - before == 1
+
+
+def test_no_new_tokens_returns_the_prompt(tiny):
+  model, params, tokens = tiny
+  np.testing.assert_array_equal(
+    generate(model, params, tokens, max_new_tokens=0), tokens
+  )
+
+
+def test_after_the_end_token_a_row_holds_only_it(tiny):
+  model, params, tokens = tiny
+  free = np.asarray(generate(model, params, tokens[:, :5], max_new_tokens=8))
+  eos = int(free[0, 6])
+  got = np.asarray(generate(model, params, tokens[:, :5], max_new_tokens=8, eos_id=eos))
+  for row, plain in zip(got, free, strict=True):
+    ends = np.flatnonzero(plain[5:] == eos)
+    stop = 5 + int(ends[0]) if ends.size else plain.size
+    np.testing.assert_array_equal(row[:stop], plain[:stop])
+    assert np.all(row[stop:] == eos)
+
+
+def test_sampling_is_a_function_of_the_key(tiny):
+  model, params, tokens = tiny
+
+  def draw(seed):
+    key = jax.random.key(seed)
+    return generate(
+      model, params, tokens[:, :5], max_new_tokens=8, temperature=2.0, key=key
+    )
+
+  np.testing.assert_array_equal(draw(0), draw(0))
+  assert not np.array_equal(draw(0), draw(1))
+
+
+@pytest.fixture(scope="module")
+def draws():
+  """Samples 4,000 tokens from logits 0..9 with given limits."""
+  logits = jnp.tile(jnp.arange(10.0)[None], (4000, 1))
+
+  def draw(**limits):
+    return np.asarray(sample(jax.random.key(0), logits, 4.0, **limits))
+
+  return draw
+
+
+def test_top_k_keeps_the_k_most_likely(draws):
+  assert set(draws(top_k=3)) == {7, 8, 9}
+  assert set(draws(top_k=100)) == set(range(10))
+
+
+def test_top_p_keeps_the_fewest_that_reach_it(draws):
+  probabilities = np.asarray(jax.nn.softmax(jnp.arange(10.0) / 4.0))
+  two = float(probabilities[-2:].sum())
+  assert set(draws(top_p=two - 1e-3)) == {8, 9}
+  assert set(draws(top_p=two + 1e-3)) == {7, 8, 9}
+  assert set(draws(top_p=1e-6)) == {9}
+  assert set(draws(top_p=1.0)) == set(range(10))
+
+
+def test_frequencies_follow_the_temperature(draws):
+  counts = np.bincount(draws(), minlength=10) / 4000
+  want = np.asarray(jax.nn.softmax(jnp.arange(10.0) / 4.0))
+  np.testing.assert_allclose(counts, want, atol=0.03)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    ({"max_new_tokens": 1000}, "at most 256 positions, got 1005"),
+    ({"max_new_tokens": -1}, "max_new_tokens >= 0, got -1"),
+    ({"temperature": 1.0}, "random key"),
+    ({"temperature": -1.0}, "temperature >= 0"),
+    ({"top_k": 0}, "top_k >= 1, got 0"),
+    ({"top_p": 0.0}, "0 < top_p <= 1"),
+  ],
+)
+def test_arguments_without_meaning_are_refused(tiny, arguments, message):
+  model, params, tokens = tiny
+  with pytest.raises(ValueError, match=message):
+    generate(model, params, tokens[:, :5], **({"max_new_tokens": 1} | arguments))
+
+
+def test_an_empty_prompt_is_refused(tiny):
+  model, params, _ = tiny
+  with pytest.raises(ValueError, match="tokens of shape"):
+    generate(model, params, jnp.zeros((1, 0), jnp.int32), max_new_tokens=1)

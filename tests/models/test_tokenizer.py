@@ -1,0 +1,137 @@
+import json
+
+import numpy as np
+import pytest
+
+from mxjax import models
+
+TEXT = (
+  'In 2024, 3,141 owls (Bubo bubo) weren\'t counted:  naïve "estimates"…\n'
+  "\tdef f(x): return x**2  # tab & café\n東京 😀\n"
+)
+# Made with the tokenizer that counts 303,415 tokens in WikiText-2's test split.
+IDS = [
+  *(788, 216, 34, 32, 34, 36, 28, 216, 35, 28, 33, 36, 33, 27933, 365, 50, 611, 95),
+  *(10569, 95, 25, 11535, 982, 17288, 42, 216, 15486, 46494, 476, 381, 21597, 18),
+  *(2829, 198, 197, 1604, 275, 24, 104, 727, 1003, 1792, 828, 34, 216, 907, 10147),
+  *(1456, 37366, 198, 30679, 126, 16736, 122, 40303, 218, 198),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(gguf_path):
+  return models.load_tokenizer(gguf_path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """A folder with a hand-made byte-level tokenizer of five tokens."""
+  state = {
+    "version": "1.0",
+    "added_tokens": [
+      {
+        "id": 4,
+        "content": "<end>",
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+      }
+    ],
+    "normalizer": None,
+    "pre_tokenizer": {
+      "type": "ByteLevel",
+      "add_prefix_space": False,
+      "trim_offsets": True,
+      "use_regex": True,
+    },
+    "post_processor": None,
+    "decoder": {
+      "type": "ByteLevel",
+      "add_prefix_space": False,
+      "trim_offsets": True,
+      "use_regex": True,
+    },
+    "model": {
+      "type": "BPE",
+      "vocab": {"a": 0, "b": 1, "Ġ": 2, "ab": 3},
+      "merges": [["a", "b"]],
+    },
+  }
+  (tmp_path / "tokenizer.json").write_text(json.dumps(state), encoding="utf-8")
+  return tmp_path
+
+
+def test_known_text_has_known_ids(tokenizer):
+  ids = tokenizer.encode(TEXT)
+  assert ids.dtype == np.int32
+  assert ids.tolist() == IDS
+  assert tokenizer.decode(ids) == TEXT
+
+
+def test_metadata_of_the_embedded_tokenizer(tokenizer):
+  assert tokenizer.vocab_size == 49152
+  assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
+  assert "<|im_start|>" in tokenizer.chat_template
+
+
+def test_no_special_token_is_added_but_spelled_ones_are_known(tokenizer):
+  assert tokenizer.encode("").shape == (0,)
+  spelled = tokenizer.encode("<|im_start|>user\nHi<|im_end|>")
+  assert (spelled[0], spelled[-1]) == (1, 2)
+  assert tokenizer.decode(spelled) == "<|im_start|>user\nHi<|im_end|>"
+
+
+def test_wikitext_has_the_known_token_count(tokenizer, shared):
+  text = (shared / "data/wikitext2/wiki.test.raw").read_text(encoding="utf-8")
+  assert tokenizer.encode(text).shape == (303_415,)
+
+
+def test_a_folder_gives_its_tokenizer(folder):
+  tokenizer = models.load_tokenizer(folder)
+  assert tokenizer.encode("ab a<end>").tolist() == [3, 2, 0, 4]
+  assert tokenizer.vocab_size == 5
+  assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.chat_template) == (None,) * 3
+
+
+@pytest.mark.parametrize("token", ["<end>", {"content": "<end>", "special": True}])
+@pytest.mark.parametrize("template", ["T", [{"name": "default", "template": "T"}]])
+def test_settings_of_a_folder_are_read(folder, token, template):
+  settings = {"eos_token": token, "bos_token": None, "chat_template": template}
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  tokenizer = models.load_tokenizer(folder)
+  assert (tokenizer.eos_id, tokenizer.chat_template) == (4, "T")
+  (folder / "chat_template.jinja").write_text("apart")
+  assert models.load_tokenizer(folder).chat_template == "apart"
+
+
+def test_a_folder_without_tokenizer_says_so(tmp_path):
+  with pytest.raises(FileNotFoundError, match="expected a file tokenizer.json"):
+    models.load_tokenizer(tmp_path)
+
+
+def test_fingerprint_follows_the_rules_not_the_file_layout(folder):
+  before = models.load_tokenizer(folder).fingerprint
+  path = folder / "tokenizer.json"
+  state = json.loads(path.read_text(encoding="utf-8"))
+  path.write_text(json.dumps(state, indent=2), encoding="utf-8")
+  assert models.load_tokenizer(folder).fingerprint == before
+  state["model"]["vocab"] |= {"a": 1, "b": 0}
+  path.write_text(json.dumps(state), encoding="utf-8")
+  assert models.load_tokenizer(folder).fingerprint != before
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", None])
+def test_another_split_in_a_gguf_file_is_refused_by_name(tmp_path, pre):
+  gguf = pytest.importorskip("gguf")
+  writer = gguf.GGUFWriter(tmp_path / "other.gguf", "llama")
+  writer.add_tokenizer_model("gpt2")
+  if pre:
+    writer.add_tokenizer_pre(pre)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  with pytest.raises(NotImplementedError, match=f"smollm, got gpt2 with {pre}"):
+    models.load_tokenizer(tmp_path / "other.gguf")

@@ -1,0 +1,205 @@
+import dataclasses
+import functools
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax import models
+from mxjax.mlp_recovery import MlpRecovery
+from mxjax.models import transformer
+from mxjax.models.parameters import parameter_shapes
+from mxjax.value_recovery import ValueRecovery
+
+
+def with_leaf(params, layer, block, name, leaf):
+  """A copy of the params with one more or another leaf."""
+  changed = {**params[layer], block: {**params[layer][block], name: leaf}}
+  return {**params, layer: changed}
+
+
+def test_logits_equal_transformers(each_golden, tmp_path):
+  model, params = models.from_pretrained(each_golden.save(tmp_path / "hf"))
+  logits = model.apply({"params": params}, each_golden.tokens)
+  assert logits.dtype == jnp.float32
+  np.testing.assert_allclose(logits, each_golden.logits, atol=1e-4)
+
+
+def test_layer_by_layer_equals_apply(each_golden, tmp_path):
+  model, params = models.from_pretrained(each_golden.save(tmp_path / "hf"))
+  hidden = model.embed(params, each_golden.tokens)
+  layer = jax.jit(model.layer)
+  for index in range(model.num_layers):
+    hidden = layer(params[model.layer_name(index)], hidden)
+  whole = jax.jit(lambda p, x: model.apply({"params": p}, x))
+  np.testing.assert_allclose(
+    model.logits(params, hidden), whole(params, each_golden.tokens), atol=1e-6
+  )
+
+
+def test_init_makes_the_tree_that_the_loaders_expect(each_golden, tmp_path):
+  model, params = models.from_pretrained(each_golden.save(tmp_path / "hf"))
+  abstract = jax.eval_shape(model.init, jax.random.key(0), each_golden.tokens)
+  assert set(abstract) == {"params"}
+  leaves = flax.traverse_util.flatten_dict(abstract["params"])
+  shapes = {path: leaf.shape for path, leaf in leaves.items()}
+  assert shapes == parameter_shapes(model.config)
+  assert jax.tree.structure(params) == jax.tree.structure(abstract["params"])
+  assert {leaf.dtype for leaf in leaves.values()} == {jnp.dtype("bfloat16")}
+
+
+def test_init_params_run(tiny):
+  model, _, tokens = tiny
+  variables = model.init(jax.random.key(0), tokens)
+  assert bool(jnp.isfinite(model.apply(variables, tokens)).all())
+
+
+def test_model_is_causal(tiny):
+  model, params, tokens = tiny
+  changed = tokens.copy()
+  changed[:, 20:] = (changed[:, 20:] + 1) % model.config.vocab_size
+  before = model.apply({"params": params}, tokens)
+  after = model.apply({"params": params}, changed)
+  np.testing.assert_array_equal(before[:, :20], after[:, :20])
+  assert not np.allclose(before[:, 20:], after[:, 20:])
+
+
+def test_equal_configs_share_one_compilation(tiny):
+  model, params, tokens = tiny
+  traces = []
+
+  @functools.partial(jax.jit, static_argnames="model")
+  def run(model, layer_params, hidden):
+    traces.append(model)
+    return model.layer(layer_params, hidden)
+
+  hidden = model.embed(params, tokens)
+  run(model, params["layers_0"], hidden)
+  run(models.CausalLM(model.config), params["layers_1"], hidden)
+  assert len(traces) == 1
+
+
+def test_bfloat16_compute_stays_close_and_ends_in_float32(golden, tmp_path):
+  model, params = models.from_pretrained(golden.save(tmp_path / "hf"), dtype="bfloat16")
+  hidden = model.layer(params["layers_0"], model.embed(params, golden.tokens))
+  assert hidden.dtype == jnp.bfloat16
+  logits = model.apply({"params": params}, golden.tokens)
+  assert logits.dtype == jnp.float32
+  np.testing.assert_allclose(logits, golden.logits, atol=0.1)
+
+
+def test_a_float64_scope_around_a_layer_changes_nothing(tiny, float64):
+  model, params, tokens = tiny
+  output, taps = model.layer_with_taps(params["layers_0"], model.embed(params, tokens))
+  assert {a.dtype for a in (output, *taps.values())} == {jnp.dtype("float32")}
+  with jax.enable_x64(False):
+    want = model.layer(params["layers_0"], model.embed(params, tokens))
+  np.testing.assert_allclose(output, want, atol=1e-6)
+
+
+def test_token_ids_outside_the_vocabulary_are_not_clipped(tiny):
+  model, params, _ = tiny
+  hidden = model.embed(params, jnp.array([[5, model.config.vocab_size]], jnp.int32))
+  assert bool(jnp.isfinite(hidden[0, 0]).all())
+  assert bool(jnp.isnan(hidden[0, 1]).all())
+
+
+def test_a_missing_leaf_is_an_error(tiny):
+  model, params, tokens = tiny
+  layer = params["layers_1"]
+  broken = {**layer, "mlp": {k: v for k, v in layer["mlp"].items() if k != "up_proj"}}
+  with pytest.raises(flax.errors.ScopeParamNotFoundError, match="up_proj"):
+    model.apply({"params": {**params, "layers_1": broken}}, tokens)
+
+
+def test_taps_are_what_the_linears_saw(tiny):
+  model, params, tokens = tiny
+  layer, hidden = params["layers_0"], model.embed(params, tokens)
+  output, taps = jax.jit(model.layer_with_taps)(layer, hidden)
+  np.testing.assert_allclose(output, model.layer(layer, hidden), atol=1e-6)
+  assert set(taps) == {*model.projection_taps.values(), "value", "gate", "up"}
+  for name, tap in [("gate_proj", "gate"), ("up_proj", "up")]:
+    weight = layer["mlp"][name]["weight"]
+    want = np.asarray(taps["gate_up_input"]) @ np.asarray(weight).T
+    np.testing.assert_allclose(taps[tap], want, atol=1e-5)
+  value = (
+    np.asarray(taps["qkv_input"]) @ np.asarray(layer["self_attn"]["v_proj"]["weight"]).T
+  )
+  assert taps["value"].shape == (*tokens.shape, 2, 8)
+  np.testing.assert_allclose(taps["value"].reshape(value.shape), value, atol=1e-5)
+  product = jax.nn.silu(taps["gate"]) * taps["up"]
+  np.testing.assert_allclose(taps["down_input"], product, atol=1e-6)
+  residual = taps["o_input"] @ layer["self_attn"]["o_proj"]["weight"].T
+  residual += taps["down_input"] @ layer["mlp"]["down_proj"]["weight"].T
+  np.testing.assert_allclose(output, hidden + residual, atol=1e-5)
+
+
+def test_taps_name_the_seven_projections_in_forward_order(tiny):
+  model, params, _ = tiny
+  assert [name for _, name in model.projection_taps] == [
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+  ]
+  for block, name in model.projection_taps:
+    assert "weight" in params["layers_1"][block][name]
+
+
+def test_capture_is_absent_unless_asked(tiny):
+  model, params, tokens = tiny
+  assert isinstance(model.apply({"params": params}, tokens), jax.Array)
+  _, state = model.apply({"params": params}, tokens, mutable=[transformer.CALIBRATION])
+  taps = state["calibration"]["layers_1"]["self_attn"]
+  assert taps["qkv_input"].shape == (*tokens.shape, 32)
+
+
+def test_value_recovery_acts_after_the_tap(tiny):
+  model, params, tokens = tiny
+  recovery = ValueRecovery(scale=jnp.array([2.0, 1.0]), offset=jnp.array([0.0, 0.5]))
+  hidden = model.embed(params, tokens)
+  changed = with_leaf(params, "layers_0", "self_attn", "value_recovery", recovery)
+  _, before = model.layer_with_taps(params["layers_0"], hidden)
+  _, after = model.layer_with_taps(changed["layers_0"], hidden)
+  np.testing.assert_array_equal(before["value"], after["value"])
+  # Attention is linear in the values and its weights sum to one.
+  plain, corrected = (
+    np.asarray(taps["o_input"]).reshape(*tokens.shape, 2, 2, 8)
+    for taps in (before, after)
+  )
+  scale, offset = (np.reshape(v, (2, 1, 1)) for v in ([2.0, 1.0], [0.0, 0.5]))
+  np.testing.assert_allclose(corrected, scale * plain + offset, atol=1e-5)
+
+
+def test_mlp_recovery_acts_after_the_taps(tiny):
+  model, params, tokens = tiny
+  values = dict(gate_shift=0.0, gate_scale=0.0, up_scale=0.25, gate_deviation=1.0)
+  recovery = MlpRecovery(**{k: jnp.asarray(v) for k, v in values.items()})
+  changed = with_leaf(params, "layers_0", "mlp", "mlp_recovery", recovery)
+  hidden = model.embed(params, tokens)
+  _, before = model.layer_with_taps(params["layers_0"], hidden)
+  _, after = model.layer_with_taps(changed["layers_0"], hidden)
+  np.testing.assert_array_equal(before["up"], after["up"])
+  np.testing.assert_allclose(
+    after["down_input"], 1.25 * before["down_input"], rtol=1e-5, atol=1e-7
+  )
+
+
+def test_a_weight_may_be_any_pytree(tiny, monkeypatch):
+  @jax.tree_util.register_dataclass
+  @dataclasses.dataclass(frozen=True)
+  class Halved:
+    double: jax.Array
+
+  plain = transformer.linear
+  monkeypatch.setattr(
+    transformer,
+    "linear",
+    lambda x, w: plain(x, w.double / 2 if isinstance(w, Halved) else w),
+  )
+  model, params, tokens = tiny
+  weight = params["layers_0"]["mlp"]["up_proj"]["weight"]
+  changed = with_leaf(
+    params, "layers_0", "mlp", "up_proj", {"weight": Halved(2 * weight)}
+  )
+  run = jax.jit(lambda p: model.apply({"params": p}, tokens))
+  np.testing.assert_allclose(run(changed), run(params), atol=1e-6)
