@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mxjax import mxfp4, precision, reference_chart
+from mxjax import execution, mxfp4, precision, reference_chart
 
 Step = Callable[..., Any]
 
@@ -121,9 +121,11 @@ class LinearInputs:
     Returns:
       The last carry.
     """
-    carry, first = init, 0
+    (carry, args), first = execution.finish((init, args)), 0
     for chunk in self._chunks:
-      carry = _reduce_chunk(step, self.rules, carry, chunk, jnp.int32(first), args)
+      carry = execution.finish(
+        _reduce_chunk(step, self.rules, carry, chunk, jnp.int32(first), args)
+      )
       first += chunk.shape[0]
     return carry
 

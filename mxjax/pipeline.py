@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import precision, run_folder, sanity, streams
+from mxjax import execution, precision, run_folder, sanity, streams
 from mxjax.calibration import Calibration, CausalLanguageModel, Params
 from mxjax.contract import PAPER_CONTRACT, Contract
 from mxjax.linear_inputs import LinearInputs
@@ -122,7 +122,7 @@ def _quantize_layer(
     inputs = views[model.projection_taps[block, name]].sibling()
     weight = jnp.asarray(layer[block][name]["weight"])
     try:
-      leaf = program.quantize_linear(weight, inputs)
+      leaf = execution.finish(program.quantize_linear(weight, inputs))
     except ValueError as error:
       raise ValueError(f"{path}/{block}/{name}: {error}") from error
     records[f"{block}/{name}"] = linear_record(weight, leaf, inputs)
@@ -192,7 +192,7 @@ def quantize_with_record(
     announce("calibration", 0)
     with clock.stage("calibration"):
       outputs = [
-        streams.capture(model, layer, hidden, blocked, plain)
+        execution.finish(streams.capture(model, layer, hidden, blocked, plain))
         for hidden in float_stream
       ]
       float_stream = [output for output, _ in outputs]

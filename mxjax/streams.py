@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mxjax import mxfp4
+from mxjax import execution, mxfp4
 from mxjax.calibration import CausalLanguageModel, Params
 from mxjax.recovery import RecoveryFit
 
@@ -29,7 +29,7 @@ def start(
 ) -> Stream:
   """Embeds the calibration tokens, int32 `[S, T]`, in chunks of sequences."""
   return [
-    _embed(model, params, jnp.asarray(tokens[first : first + chunk]))
+    execution.finish(_embed(model, params, jnp.asarray(tokens[first : first + chunk])))
     for first in range(0, len(tokens), chunk)
   ]
 
@@ -120,9 +120,11 @@ def measure(
   outputs, first = [], 0
   for hidden, taps in zip(stream, float_taps, strict=True):
     targets = {name: taps[name] for name in fit.float_taps}
-    output, moments = _measure(
-      model, fit, layer, float_layer, constants, hidden, targets, moments,
-      jnp.int32(first),
+    output, moments = execution.finish(
+      _measure(
+        model, fit, layer, float_layer, constants, hidden, targets, moments,
+        jnp.int32(first),
+      )
     )
     outputs.append(output)
     first += hidden.shape[0]
