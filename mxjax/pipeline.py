@@ -177,7 +177,7 @@ def quantize_with_record(
   plain = tuple(sorted({name for fit in fits for name in fit.float_taps}))
   start = lambda: streams.start(model, params, calib.tokens, chunk)
   float_stream, fit_streams = start(), [start() for _ in fits]
-  result = {k: v for k, v in params.items() if not k.startswith("layers_")}
+  result = streams.outer_params(params)
   steps = 2 + len(fits)
 
   for index in range(model.num_layers):

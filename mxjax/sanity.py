@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import streams
 from mxjax.calibration import CausalLanguageModel, Params
 
 MAX_EXCESS_NATS = 2.5
@@ -53,13 +54,6 @@ class SanityReport:
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _layer(
-  model: CausalLanguageModel, layer: Params, hidden: jax.Array
-) -> jax.Array:
-  return model.layer(layer, hidden)
-
-
-@functools.partial(jax.jit, static_argnames="model")
 def _log_probabilities(
   model: CausalLanguageModel, params: Params, hidden: jax.Array
 ) -> jax.Array:
@@ -69,11 +63,8 @@ def _log_probabilities(
 def _run(
   model: CausalLanguageModel, params: Params, tokens: jax.Array
 ) -> jax.Array:
-  hidden = model.embed(params, tokens)
-  for index in range(model.num_layers):
-    hidden = _layer(model, params[model.layer_name(index)], hidden)
-  outer = {k: v for k, v in params.items() if not k.startswith("layers_")}
-  return _log_probabilities(model, outer, hidden)
+  hidden = streams.final_hidden(model, params, tokens)
+  return _log_probabilities(model, streams.outer_params(params), hidden)
 
 
 def compare(

@@ -29,7 +29,7 @@ def start(
 ) -> Stream:
   """Embeds the calibration tokens, int32 `[S, T]`, in chunks of sequences."""
   return [
-    execution.finish(_embed(model, params, jnp.asarray(tokens[first : first + chunk])))
+    execution.finish(_embed(model, outer_params(params), jnp.asarray(tokens[first : first + chunk])))
     for first in range(0, len(tokens), chunk)
   ]
 
@@ -129,3 +129,34 @@ def measure(
     outputs.append(output)
     first += hidden.shape[0]
   return outputs, moments
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _layer(
+  model: CausalLanguageModel, layer: Params, hidden: jax.Array
+) -> jax.Array:
+  return model.layer(layer, hidden)
+
+
+def final_hidden(
+  model: CausalLanguageModel, params: Params, tokens: jax.Array
+) -> jax.Array:
+  """Runs tokens `[B, T]` through all layers, one compiled function for all of them.
+
+  Args:
+    model: The model.
+    params: Its params, float or quantized.
+    tokens: int32 `[B, T]`.
+
+  Returns:
+    Hidden states `[B, T, d]` leaving the last layer.
+  """
+  hidden = execution.finish(_embed(model, outer_params(params), tokens))
+  for index in range(model.num_layers):
+    hidden = execution.finish(_layer(model, params[model.layer_name(index)], hidden))
+  return hidden
+
+
+def outer_params(params: Params) -> dict[str, Any]:
+  """The params outside the decoder layers: embedding, final norm, head."""
+  return {k: v for k, v in params.items() if not k.startswith("layers_")}
