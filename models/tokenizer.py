@@ -118,6 +118,21 @@ class Tokenizer:
       chat_template=get("tokenizer.chat_template"),
     )
 
+  def save(self, folder: pathlib.Path) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json` for `from_folder`.
+
+    Args:
+      folder: An existing folder.
+    """
+    self._backend.save(str(folder / "tokenizer.json"))
+    settings = {
+      name: None if number is None else self._backend.id_to_token(number)
+      for name, number in (("bos_token", self.bos_id), ("eos_token", self.eos_id))
+    }
+    settings["chat_template"] = self.chat_template
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
   @classmethod
   def from_folder(cls, folder: pathlib.Path) -> "Tokenizer":
     """Reads the tokenizer that transformers saved in a folder.

@@ -1,1 +1,47 @@
-"""mxjax: strict MXFP4 post-training quantization of decoder LLMs in JAX."""
+"""mxjax: strict MXFP4 W4A4 post-training quantization of decoder LLMs in JAX.
+
+  >>> import mxjax
+  >>> tensor = mxjax.encode([[1.0, -6.0] + [0.0] * 30])
+  >>> tensor.shape
+  (1, 32)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from mxjax.calibration import Calibration
+from mxjax.checkpoint import restore_checkpoint, save_checkpoint
+from mxjax.contract import PAPER_CONTRACT, Contract
+from mxjax.mxfp4 import MXTensor, Rules, decode, encode
+from mxjax.pipeline import quantize
+from mxjax.program import Program
+from mxjax.quantized_linear import QuantizedLinear, linear
+
+if TYPE_CHECKING:
+  from mxjax.models import from_pretrained, load_tokenizer
+
+__all__ = [
+  "PAPER_CONTRACT",
+  "Calibration",
+  "Contract",
+  "MXTensor",
+  "Program",
+  "QuantizedLinear",
+  "Rules",
+  "decode",
+  "encode",
+  "from_pretrained",
+  "linear",
+  "load_tokenizer",
+  "quantize",
+  "restore_checkpoint",
+  "save_checkpoint",
+]
+
+
+def __getattr__(name: str) -> Any:
+  """Loads the model floor (and flax) only when a model is asked for."""
+  if name in ("from_pretrained", "load_tokenizer"):
+    from mxjax import models
+
+    return getattr(models, name)
+  raise AttributeError(f"module 'mxjax' has no attribute {name!r}")

@@ -102,5 +102,10 @@ class Calibration:
   @property
   def fingerprint(self) -> str:
     """SHA-256 of shape and exact ids, hex; it goes into every result."""
-    header = f"int32{self.tokens.shape}".encode()
-    return hashlib.sha256(header + self.tokens.tobytes()).hexdigest()
+    return token_fingerprint(self.tokens)
+
+
+def token_fingerprint(tokens: np.ndarray) -> str:
+  """SHA-256 of the shape and the exact int32 ids, hex."""
+  array = np.ascontiguousarray(tokens, np.int32)
+  return hashlib.sha256(f"int32{array.shape}".encode() + array.tobytes()).hexdigest()

@@ -50,7 +50,9 @@ _TYPES: dict[str, type] = {
 }
 """Every typed node a checkpoint may hold, by the name the manifest gives it."""
 
-_KEYS = ("contract", "contract_hash", "model_config", "nodes", "arrays", "digest")
+_KEYS = (
+  "contract", "contract_hash", "model_config", "nodes", "arrays", "files", "digest"
+)
 
 
 def _nodes(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -188,6 +190,22 @@ def _sync(folder: pathlib.Path) -> None:
         os.close(descriptor)
 
 
+def _files(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+  """Size and SHA-256 of every file of a checkpoint, by relative path."""
+  return {
+    file.relative_to(folder).as_posix(): {
+      "bytes": file.stat().st_size, "sha256": _file_sha256(file)
+    }
+    for file in sorted(folder.rglob("*"))
+    if file.is_file()
+  }
+
+
+def _file_sha256(file: pathlib.Path) -> str:
+  with open(file, "rb") as stream:
+    return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def _write(
   folder: pathlib.Path,
   manifest: dict[str, Any],
@@ -198,13 +216,17 @@ def _write(
   from orbax.checkpoint import v1 as ocp
 
   folder.mkdir()
-  text = json.dumps(manifest, indent=1) + "\n"
   if tokenizer_files:
     (folder / TOKENIZER).mkdir()
   for source in tokenizer_files:
     shutil.copyfile(source, folder / TOKENIZER / pathlib.Path(source).name)
   ocp.save(folder.absolute() / ARRAYS, _nested(arrays))
   _sync(folder)
+  manifest = {**manifest, "files": _files(folder)}
+  # What the file will say, so that tuples hash as the lists they become.
+  manifest = json.loads(json.dumps(manifest))
+  manifest["digest"] = _digest(manifest)
+  text = json.dumps(manifest, indent=1) + "\n"
   write_durably(folder / MANIFEST, text.encode())
 
 
@@ -264,9 +286,6 @@ def save_checkpoint(
       for name, array in arrays.items()
     },
   }
-  # What the file will say, so that tuples hash as the lists they become.
-  manifest = json.loads(json.dumps(manifest))
-  manifest["digest"] = _digest(manifest)
   existed = pathlib.Path(path).exists()
   folder = create_output(path)
   partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(4)}")
@@ -291,7 +310,7 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
 
   Returns:
     The manifest: `format_version`, `contract`, `contract_hash`, `model_config`,
-    `calibration`, `program`, `extra`, `nodes`, `arrays`, `digest`.
+    `calibration`, `program`, `extra`, `nodes`, `arrays`, `files`, `digest`.
 
   Raises:
     FileNotFoundError: No manifest there.
@@ -354,17 +373,38 @@ def _check_contract(
   )
 
 
+def _check_files(
+  folder: pathlib.Path, entries: Mapping[str, Any], *, verify: bool
+) -> None:
+  """Names every file that is absent, of another size or (verified) content."""
+  if not (folder / ARRAYS).is_dir():
+    raise FileNotFoundError(
+      f"restore_checkpoint: expected the arrays in {folder / ARRAYS}, got no such "
+      "folder; copy the whole checkpoint, not mxjax.json alone."
+    )
+  wrong = []
+  for name, entry in entries.items():
+    file = folder / name
+    if not file.is_file():
+      wrong.append(f"{name} is missing")
+    elif (size := file.stat().st_size) != entry["bytes"]:
+      wrong.append(f"{name} has {size} bytes, not {entry['bytes']}")
+    elif verify and _file_sha256(file) != entry["sha256"]:
+      wrong.append(f"{name} has another SHA-256")
+  if wrong:
+    raise ValueError(
+      f"restore_checkpoint: expected in {folder} the {len(entries)} files that "
+      f"{MANIFEST} lists, got damage: {'; '.join(wrong)}; copy the checkpoint again, "
+      "or quantize anew."
+    )
+
+
 def _load_arrays(
   folder: pathlib.Path, entries: Mapping[str, Any], sharding: jax.sharding.Sharding
 ) -> dict[str, jax.Array]:
   """The arrays by path, placed by `sharding`."""
   from orbax.checkpoint import v1 as ocp
 
-  if not (folder / ARRAYS).is_dir():
-    raise FileNotFoundError(
-      f"restore_checkpoint: expected the arrays in {folder / ARRAYS}, got no such "
-      "folder; copy the whole checkpoint, not mxjax.json alone."
-    )
   abstract = {
     path: jax.ShapeDtypeStruct(
       tuple(entry["shape"]), jnp.dtype(entry["dtype"]), sharding=sharding
@@ -409,7 +449,8 @@ def restore_checkpoint(
   Args:
     path: A folder written by `save_checkpoint`.
     contract: What the caller works under; the checkpoint's must be the same.
-    verify: Whether to check the SHA-256 of every array.
+    verify: Whether to check the SHA-256 of every file and every array; without it
+      only the sizes of the files are checked.
     sharding: Where the arrays go; the first device when None.
 
   Returns:
@@ -424,6 +465,7 @@ def restore_checkpoint(
   _check_contract(folder, manifest, contract)
   sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
   entries = manifest["arrays"]
+  _check_files(folder, manifest["files"], verify=verify)
   arrays = _load_arrays(folder, entries, sharding)
   if verify:
     _verify(folder, entries, arrays)

@@ -36,8 +36,8 @@ def write_durably(path: pathlib.Path, data: bytes) -> None:
     os.close(descriptor)
 
 
-def create_output(path: str | os.PathLike[str]) -> pathlib.Path:
-  """Makes an output folder that must not exist, or must be empty.
+def check_output(path: str | os.PathLike[str]) -> pathlib.Path:
+  """Checks that an output folder does not exist, or is empty; makes nothing.
 
   Raises:
     FileExistsError: The folder has something in it, which is never overwritten.
@@ -48,6 +48,16 @@ def create_output(path: str | os.PathLike[str]) -> pathlib.Path:
       f"output: {folder} exists and is not an empty folder; name another --out or "
       "remove it yourself, because results are never overwritten."
     )
+  return folder
+
+
+def create_output(path: str | os.PathLike[str]) -> pathlib.Path:
+  """Makes an output folder that must not exist, or must be empty.
+
+  Raises:
+    FileExistsError: The folder has something in it.
+  """
+  folder = check_output(path)
   folder.mkdir(parents=True, exist_ok=True)
   return folder
 
