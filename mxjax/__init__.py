@@ -1,9 +1,9 @@
 """mxjax: strict MXFP4 W4A4 post-training quantization of decoder LLMs in JAX.
 
-  >>> import mxjax
-  >>> tensor = mxjax.encode([[1.0, -6.0] + [0.0] * 30])
-  >>> tensor.shape
-  (1, 32)
+>>> import mxjax
+>>> tensor = mxjax.encode([[1.0, -6.0] + [0.0] * 30])
+>>> tensor.shape
+(1, 32)
 """
 
 from typing import TYPE_CHECKING, Any

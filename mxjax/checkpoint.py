@@ -25,7 +25,7 @@ from mxjax import input_maps, mxfp4, quantized_linear
 from mxjax.contract import PAPER_CONTRACT, Contract
 from mxjax.mlp_recovery import MlpRecovery
 from mxjax.quantized_linear import QuantizedLinear
-from mxjax.run_folder import create_output, write_durably
+from mxjax.run_folder import check_output, write_durably
 from mxjax.value_recovery import ValueRecovery
 
 FORMAT_VERSION = 1
@@ -34,7 +34,9 @@ ARRAYS = "arrays"
 TOKENIZER = "tokenizer"
 
 _MAPS = tuple(
-  value for value in vars(input_maps).values() if dataclasses.is_dataclass(value)
+  value
+  for value in vars(input_maps).values()
+  if isinstance(value, type) and dataclasses.is_dataclass(value)
 )
 _TYPES: dict[str, type] = {
   cls.__name__: cls
@@ -51,7 +53,13 @@ _TYPES: dict[str, type] = {
 """Every typed node a checkpoint may hold, by the name the manifest gives it."""
 
 _KEYS = (
-  "contract", "contract_hash", "model_config", "nodes", "arrays", "files", "digest"
+  "contract",
+  "contract_hash",
+  "model_config",
+  "nodes",
+  "arrays",
+  "files",
+  "digest",
 )
 
 
@@ -80,7 +88,7 @@ def _describe(node: Any, path: str, arrays: dict[str, Any]) -> dict[str, Any]:
   """The manifest entry of a node; its arrays are added to `arrays` by path."""
   if node is None:
     return {"type": "none"}
-  if isinstance(node, Mapping) and not node:
+  if isinstance(node, Mapping):  # `_nodes` stops only at empty ones.
     return {"type": "dict"}
   if isinstance(node, (jax.Array, np.ndarray)):
     array = jnp.asarray(node)
@@ -183,18 +191,23 @@ def _sync(folder: pathlib.Path) -> None:
   """Flushes every file and folder below to disk, deepest first."""
   for root, _, names in os.walk(folder, topdown=False):
     for place in (*(os.path.join(root, name) for name in names), root):
-      descriptor = os.open(place, os.O_RDONLY)
-      try:
-        os.fsync(descriptor)
-      finally:
-        os.close(descriptor)
+      _sync_one(place)
+
+
+def _sync_one(path: str | os.PathLike[str]) -> None:
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
 
 
 def _files(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
   """Size and SHA-256 of every file of a checkpoint, by relative path."""
   return {
     file.relative_to(folder).as_posix(): {
-      "bytes": file.stat().st_size, "sha256": _file_sha256(file)
+      "bytes": file.stat().st_size,
+      "sha256": _file_sha256(file),
     }
     for file in sorted(folder.rglob("*"))
     if file.is_file()
@@ -220,7 +233,7 @@ def _write(
     (folder / TOKENIZER).mkdir()
   for source in tokenizer_files:
     shutil.copyfile(source, folder / TOKENIZER / pathlib.Path(source).name)
-  ocp.save(folder.absolute() / ARRAYS, _nested(arrays))
+  ocp.save(str(folder.absolute() / ARRAYS), _nested(arrays))
   _sync(folder)
   manifest = {**manifest, "files": _files(folder)}
   # What the file will say, so that tuples hash as the lists they become.
@@ -281,24 +294,23 @@ def save_checkpoint(
     "nodes": nodes,
     "arrays": {
       name: {
-        "shape": list(array.shape), "dtype": str(array.dtype), "sha256": _sha256(array)
+        "shape": list(array.shape),
+        "dtype": str(array.dtype),
+        "sha256": _sha256(array),
       }
       for name, array in arrays.items()
     },
   }
-  existed = pathlib.Path(path).exists()
-  folder = create_output(path)
+  folder = check_output(path)
+  folder.parent.mkdir(parents=True, exist_ok=True)
   partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(4)}")
-  finished = False
   try:
     _write(partial, manifest, arrays, tokenizer_files or ())
     os.replace(partial, folder)
-    finished = True
   finally:
-    if not finished:
-      shutil.rmtree(partial, ignore_errors=True)
-      if not existed:
-        folder.rmdir()
+    # Gone already unless something failed.
+    shutil.rmtree(partial, ignore_errors=True)
+  _sync_one(folder.parent)
   return folder
 
 
@@ -412,7 +424,7 @@ def _load_arrays(
     for path, entry in entries.items()
   }
   try:
-    tree = ocp.load(folder.absolute() / ARRAYS, _nested(abstract))
+    tree = ocp.load(str(folder.absolute() / ARRAYS), _nested(abstract))
   except (KeyError, OSError, TypeError, ValueError) as error:
     first = str(error).strip().splitlines()[:1]
     raise ValueError(

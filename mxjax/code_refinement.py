@@ -83,7 +83,7 @@ def unpack_symmetric(packed: jax.Array) -> jax.Array:
 
 
 def _rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
-  """x * y rounded on its own.
+  """X * y rounded on its own.
 
   XLA:CPU contracts a * b + c to a fused multiply-add, whose unrounded product would
   break exact ties differently from other backends; a select stops it.
@@ -92,9 +92,7 @@ def _rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
   return jnp.where(product == product, product, jnp.nan)
 
 
-def code_score(
-  delta: jax.Array, slope: jax.Array, curvature: jax.Array
-) -> jax.Array:
+def code_score(delta: jax.Array, slope: jax.Array, curvature: jax.Array) -> jax.Array:
   """Delta(i, c) = 2 delta slope + delta^2 curvature, the one score of all backends."""
   return _rounded_product(2.0 * delta, slope) + _rounded_product(
     delta * delta, curvature

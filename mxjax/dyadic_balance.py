@@ -119,11 +119,31 @@ def diagonal(log2_scale: jax.Array) -> jax.Array:
   return jnp.repeat(jnp.exp2(log2_scale), width, axis=-1)
 
 
+def rescaled_moment(moment: jax.Array, log2_scale: jax.Array) -> jax.Array:
+  """D M D of moments `[blocks, 32, 32]` for the scales `[blocks, 8]`."""
+  scale = diagonal(log2_scale)
+  return moment * scale[..., :, None] * scale[..., None, :]
+
+
+@jax.jit
+def trial_factor(moment: jax.Array, log2_scale: jax.Array) -> jax.Array:
+  """GPTQ's factor of every block of a trial, float32 `[blocks, 32, 32]`.
+
+  Apart from `prepare_trial` because of rule 2 of `mxjax.execution`.
+
+  Args:
+    moment: X'X / n before rescaling, float64 `[blocks, 32, 32]`.
+    log2_scale: The trial's u, float64 `[blocks, 8]`.
+  """
+  return gptq.factor(rescaled_moment(moment, log2_scale).astype(jnp.float32)).upper
+
+
 @functools.partial(jax.jit, static_argnames="rules")
 def prepare_trial(
   weight: jax.Array,
   activation_moment: jax.Array,
   log2_scale: jax.Array,
+  upper: jax.Array,
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
 ) -> Trial:
   """Encodes the weights of one trial: GPTQ of each block alone (reading A11).
@@ -132,15 +152,15 @@ def prepare_trial(
     weight: Stage-I transformed weights before rescaling, float64 `[blocks, 32, m]`.
     activation_moment: X'X / n in the same coordinates, float64 `[blocks, 32, 32]`.
     log2_scale: The trial's u, float64 `[blocks, 8]`.
+    upper: `trial_factor` of the same moment and scales.
     rules: Codec rules.
 
   Returns:
     The trial.
   """
-  scale = diagonal(log2_scale)
-  scaled = (weight / scale[..., None]).astype(jnp.float32)
-  moment = activation_moment * scale[:, :, None] * scale[:, None, :]
-  result = gptq.reconstruct_local(scaled, moment.astype(jnp.float32), rules)
+  scaled = (weight / diagonal(log2_scale)[..., None]).astype(jnp.float32)
+  moment = rescaled_moment(activation_moment, log2_scale)
+  result = gptq.reconstruct_local(scaled, upper, rules)
   gram, cross = code_refinement.tables(scaled, result.decoded)
   error = (result.decoded - scaled).astype(jnp.float64)
   error_gram = jnp.einsum("bim,bjm->bij", error, error)

@@ -67,9 +67,7 @@ def _upper_factor(hessian: jax.Array, damping: jax.Array) -> jax.Array:
   damped = hessian + shift * identity
   lower = jnp.linalg.cholesky(damped[..., ::-1, ::-1])
   upper = lower[..., ::-1, ::-1]
-  return jax.lax.linalg.triangular_solve(
-    upper, identity, left_side=True, lower=False
-  )
+  return jax.lax.linalg.triangular_solve(upper, identity, left_side=True, lower=False)
 
 
 @functools.partial(jax.jit, static_argnames="damping")
@@ -153,20 +151,19 @@ def _round_group(
 
 @functools.partial(jax.jit, static_argnames="rules")
 def reconstruct_local(
-  weight: jax.Array, hessian: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
+  weight: jax.Array, upper: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> Reconstruction:
   """GPTQ of every block alone, with that block's own Hessian (reading A11).
 
   Args:
     weight: `[blocks, 32, rows]`, float32 or float64.
-    hessian: `[blocks, 32, 32]`, same dtype.
+    upper: U of `factor` of each block's Hessian, `[blocks, 32, 32]`, same dtype.
     rules: Codec rules.
 
   Returns:
     Codes of every block; no error is carried from block to block.
   """
   exponent = mxfp4.block_exponent(weight, rules)
-  upper = factor(hessian).upper
   codes, decoded, _ = _round_group(weight, upper, exponent, rules)
   return Reconstruction(codes, exponent, decoded)
 
@@ -201,9 +198,7 @@ def reconstruct(
     return errors, Reconstruction(codes, exponent, decoded)
 
   errors = jnp.zeros((blocks * size, rows), weight.dtype)
-  _, result = jax.lax.scan(
-    group, errors, (jnp.arange(blocks, dtype=jnp.int32), weight)
-  )
+  _, result = jax.lax.scan(group, errors, (jnp.arange(blocks, dtype=jnp.int32), weight))
   return result
 
 

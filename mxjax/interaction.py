@@ -151,9 +151,7 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
 
   a_mean, b_mean = _modes(a.mean(0)), _modes(b.mean(0))
   p_first, p_second = _modes(a[0] + b[0]), _modes(a[1] + b[1])
-  p_mean = PairModes(
-    *(0.5 * (x + y) for x, y in zip(p_first, p_second, strict=True))
-  )
+  p_mean = PairModes(*(0.5 * (x + y) for x, y in zip(p_first, p_second, strict=True)))
   excess = jnp.abs(p_mean.directed) - jnp.abs(p_mean.reciprocal)
   carrier = PairModes(jnp.zeros_like(excess), jnp.maximum(excess, 0.0))
   threshold = PairModes(
@@ -180,9 +178,7 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
   )
   # Each unordered pair stands twice in the matrices, hence the root of two.
   both = jnp.stack(z, axis=-3)
-  projected = projections.project_ball(
-    both, RADIUS * math.sqrt(2.0), axes=(-3, -2, -1)
-  )
+  projected = projections.project_ball(both, RADIUS * math.sqrt(2.0), axes=(-3, -2, -1))
   v = PairModes(projected[..., 0, :, :], projected[..., 1, :, :])
   return PairSolution(
     mean=p_mean,
@@ -211,6 +207,4 @@ def shaping_transform(chart: jax.Array, interaction: jax.Array) -> jax.Array:
   """T = R_H G P_ref, float64 `[blocks, 32, 32]` (Eq. hires-transform)."""
   precision.require_float64("interaction.shaping_transform", chart, interaction)
   rotation = input_maps.hadamard(chart.shape[-1], chart.dtype)
-  return jnp.einsum(
-    "ij,...jk->...ik", rotation, correction(interaction) @ chart
-  )
+  return jnp.einsum("ij,...jk->...ik", rotation, correction(interaction) @ chart)

@@ -18,9 +18,7 @@ from mxjax import execution, mxfp4, precision, reference_chart
 Step = Callable[..., Any]
 
 
-@functools.partial(
-  jax.jit, static_argnames=("step", "rules"), donate_argnames="carry"
-)
+@functools.partial(jax.jit, static_argnames=("step", "rules"), donate_argnames="carry")
 def _reduce_chunk(
   step: Step,
   rules: mxfp4.Rules,

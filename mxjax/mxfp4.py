@@ -349,7 +349,8 @@ def encode(x: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
 
 
 def decode(
-  tensor: MXTensor, dtype: jax.typing.DTypeLike = jnp.bfloat16,
+  tensor: MXTensor,
+  dtype: jax.typing.DTypeLike = jnp.bfloat16,
   rules: Rules = PAPER_RULES,
 ) -> jax.Array:
   """Decodes to `[..., d]`; exact in bfloat16 and float32 but for `mx43`.

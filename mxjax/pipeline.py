@@ -87,9 +87,7 @@ def check_params(
     )
 
 
-def targets(
-  model: CausalLanguageModel, contract: Contract
-) -> list[tuple[str, str]]:
+def targets(model: CausalLanguageModel, contract: Contract) -> list[tuple[str, str]]:
   """The target linears of a layer, in forward order."""
   return [path for path in model.projection_taps if path[1] in contract.targets]
 
@@ -160,15 +158,15 @@ def quantize_with_record(
   record = QuantizationRecord(
     program=dict(program.describe()),
     contract_hash=contract.hash,
-    calibration={
-      "fingerprint": calib.fingerprint, "shape": list(calib.tokens.shape)
-    },
+    calibration={"fingerprint": calib.fingerprint, "shape": list(calib.tokens.shape)},
     layers=[],
     clock=clock,
   )
   if folder:
     folder.journal(
-      "start", program=record.program, contract=record.contract_hash,
+      "start",
+      program=record.program,
+      contract=record.contract_hash,
       calibration=record.calibration,
     )
   params = program.prepare(params, calib)

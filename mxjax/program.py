@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mxjax import gptq, mxfp4
+from mxjax import execution, gptq, mxfp4
 from mxjax.calibration import Calibration, Params
 from mxjax.input_maps import InputMap
 from mxjax.linear_inputs import LinearInputs
@@ -78,9 +78,7 @@ class Program:
     del input_map
     return Realized(gptq.round_to_nearest(weight, inputs.rules), Nearest())
 
-  def quantize_linear(
-    self, weight: jax.Array, inputs: LinearInputs
-  ) -> QuantizedLinear:
+  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
     """`shape`, fold, `realize`; overridden where the two interleave.
 
     Args:
@@ -92,7 +90,8 @@ class Program:
     """
     blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
     input_map = self.shape(blocks, inputs)
-    realized = self.realize(fold(blocks, input_map), inputs, input_map)
+    folded = execution.finish(fold(blocks, input_map))
+    realized = self.realize(folded, inputs, input_map)
     return QuantizedLinear(
       weight=_pack(realized.weight),
       input_map=input_map,

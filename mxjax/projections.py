@@ -22,7 +22,6 @@ def project_zero_sum_box(x: jax.Array, bound: float) -> jax.Array:
     The projection, `[..., n]`, in the dtype of `x`.
 
   Example:
-
     >>> project_zero_sum_box(jnp.array([3.0, 0.0, 0.0]), 0.5).tolist()
     [0.5, -0.25, -0.25]
   """

@@ -98,9 +98,7 @@ def linear(x: jax.Array, weight: jax.Array | QuantizedLinear) -> jax.Array:
     ValueError: The quantized leaf's width is not a multiple of 32.
   """
   if not isinstance(weight, QuantizedLinear):
-    return jnp.einsum(
-      "...d,md->...m", x, weight.astype(x.dtype), precision=HIGHEST
-    )
+    return jnp.einsum("...d,md->...m", x, weight.astype(x.dtype), precision=HIGHEST)
   # Every decoded MXFP4 value is exact in bfloat16 and float32 alike.
   operand = quantized_inputs(x, weight).astype(x.dtype)
   decoded = mxfp4.decode(weight.weight, x.dtype, weight.rules)

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import code_refinement, mxfp4
+from mxjax import code_refinement, execution, mxfp4
 from mxjax.linear_inputs import LinearInputs
 from mxjax.precision import HIGHEST
+from mxjax.program import fold
 from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
 
 PROBE_TOKENS = 256
@@ -81,20 +82,20 @@ def _relative_error(
 
 @jax.jit
 def _probe(
-  x: jax.Array, weight: jax.Array, leaf: QuantizedLinear
+  x: jax.Array, weight: jax.Array, folded: jax.Array, leaf: QuantizedLinear
 ) -> dict[str, jax.Array]:
   flat = lambda blocks: blocks.reshape(-1, blocks.shape[-1])
   rules = leaf.rules
   native = flat(weight)
   errors = {
     "rtn": _relative_error(
-      flat(x), native, flat(mxfp4.round_blocks(x, rules)),
+      flat(x),
+      native,
+      flat(mxfp4.round_blocks(x, rules)),
       flat(mxfp4.round_blocks(weight, rules)),
     )
   }
-  mapped, folded = x, weight
-  if leaf.input_map is not None:
-    mapped, folded = leaf.input_map.apply(x), leaf.input_map.fold(weight)
+  mapped = x if leaf.input_map is None else leaf.input_map.apply(x)
   nearest = flat(mxfp4.round_blocks(mapped, rules))
   decoded = mxfp4.decode(leaf.weight, jnp.float32, rules).T
   pair = flat(mapped), flat(folded)
@@ -142,7 +143,8 @@ def linear_record(
     rates, and whatever the program's hooks recorded.
   """
   blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
-  probed = _probe(inputs.probe(PROBE_TOKENS), blocks, leaf)
+  folded = execution.finish(fold(blocks, leaf.input_map))
+  probed = execution.finish(_probe(inputs.probe(PROBE_TOKENS), blocks, folded, leaf))
   record: dict[str, Any] = dict(inputs.record)
   record["shape"] = list(weight.shape)
   record["map"] = type(leaf.input_map).__name__ if leaf.input_map else "none"
@@ -151,5 +153,3 @@ def linear_record(
     array = np.asarray(value)
     record[name] = _histogram(array) if array.ndim else float(array)
   return record
-
-

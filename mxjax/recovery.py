@@ -84,8 +84,13 @@ class AttentionFit:
     return (), value_recovery.ValueMoments(*zeros)
 
   def measure(
-    self, moments: Any, constants: Any, float_layer: Params, taps: Taps,
-    float_taps: Taps, index: jax.Array,
+    self,
+    moments: Any,
+    constants: Any,
+    float_layer: Params,
+    taps: Taps,
+    float_taps: Taps,
+    index: jax.Array,
   ) -> Any:
     """See `RecoveryFit.measure`: pairs of realized and float value outputs."""
     del constants, float_layer, index
@@ -136,8 +141,13 @@ class MlpFit:
     )
 
   def measure(
-    self, moments: Any, constants: Any, float_layer: Params, taps: Taps,
-    float_taps: Taps, index: jax.Array,
+    self,
+    moments: Any,
+    constants: Any,
+    float_layer: Params,
+    taps: Taps,
+    float_taps: Taps,
+    index: jax.Array,
   ) -> Any:
     """See `RecoveryFit.measure`: cell (sequence residue, quarter of positions)."""
     del float_taps

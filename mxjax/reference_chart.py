@@ -44,9 +44,7 @@ def _from_spectrum(log_spectrum: jax.Array, eigenvectors: jax.Array) -> jax.Arra
   return (eigenvectors * jnp.exp(log_spectrum)[..., None, :]) @ eigenvectors.mT
 
 
-def spectral_cap(
-  matrix: jax.Array, max_condition: float = MAX_CONDITION
-) -> jax.Array:
+def spectral_cap(matrix: jax.Array, max_condition: float = MAX_CONDITION) -> jax.Array:
   r"""Caps the condition number of a positive definite matrix at unit volume.
 
   Moves the log-eigenvalues to the nearest point of a zero-sum box, which sets the
@@ -68,7 +66,6 @@ def spectral_cap(
     The capped matrix, `[..., q, q]`, determinant 1, same dtype.
 
   Example:
-
     >>> capped = spectral_cap(jnp.diag(jnp.array([1e-3, 1.0, 1e3])))
     >>> bool(jnp.linalg.cond(capped) <= 8.001)
     True

@@ -60,9 +60,7 @@ def _log_probabilities(
   return jax.nn.log_softmax(model.logits(params, hidden), axis=-1)
 
 
-def _run(
-  model: CausalLanguageModel, params: Params, tokens: jax.Array
-) -> jax.Array:
+def _run(model: CausalLanguageModel, params: Params, tokens: jax.Array) -> jax.Array:
   hidden = streams.final_hidden(model, params, tokens)
   return _log_probabilities(model, streams.outer_params(params), hidden)
 

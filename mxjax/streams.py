@@ -29,7 +29,9 @@ def start(
 ) -> Stream:
   """Embeds the calibration tokens, int32 `[S, T]`, in chunks of sequences."""
   return [
-    execution.finish(_embed(model, outer_params(params), jnp.asarray(tokens[first : first + chunk])))
+    execution.finish(
+      _embed(model, outer_params(params), jnp.asarray(tokens[first : first + chunk]))
+    )
     for first in range(0, len(tokens), chunk)
   ]
 
@@ -122,7 +124,14 @@ def measure(
     targets = {name: taps[name] for name in fit.float_taps}
     output, moments = execution.finish(
       _measure(
-        model, fit, layer, float_layer, constants, hidden, targets, moments,
+        model,
+        fit,
+        layer,
+        float_layer,
+        constants,
+        hidden,
+        targets,
+        moments,
         jnp.int32(first),
       )
     )
@@ -132,9 +141,7 @@ def measure(
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _layer(
-  model: CausalLanguageModel, layer: Params, hidden: jax.Array
-) -> jax.Array:
+def _layer(model: CausalLanguageModel, layer: Params, hidden: jax.Array) -> jax.Array:
   return model.layer(layer, hidden)
 
 

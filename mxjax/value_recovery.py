@@ -102,9 +102,7 @@ def solve(sums: ValueMoments) -> ValueRecovery:
   )
 
 
-def errors(
-  sums: ValueMoments, recovery: ValueRecovery
-) -> tuple[jax.Array, jax.Array]:
+def errors(sums: ValueMoments, recovery: ValueRecovery) -> tuple[jax.Array, jax.Array]:
   """Relative squared error of the values before and after a correction.
 
   Args:

@@ -11,7 +11,7 @@ import dataclasses
 
 import jax
 
-from mxjax import gptq
+from mxjax import execution, gptq
 from mxjax.input_maps import InputMap
 from mxjax.linear_inputs import LinearInputs
 from mxjax.program import Program, Realized
@@ -38,8 +38,8 @@ def reconstruct(
   Raises:
     ValueError: No damping tried made the Hessian positive definite.
   """
-  hessian = _conjugated(inputs.hessian(), input_map)
-  factor = gptq.factor(hessian, damping=damping)
+  hessian = execution.finish(_conjugated(inputs.hessian(), input_map))
+  factor = execution.finish(gptq.factor(hessian, damping=damping))
   used = float(factor.damping)
   if used != used:
     raise ValueError(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from mxjax import (
   code_refinement,
   dyadic_balance,
+  execution,
   gptq,
   input_maps,
   interaction,
@@ -44,30 +45,66 @@ class _Anchor(NamedTuple):
   weight_cross_folds: jax.Array
 
 
+@jax.jit
+def _weight_moments(weight: jax.Array) -> jax.Array:
+  """W'W / m of the even and the odd rows (A7), float64 `[2, blocks, 32, 32]`."""
+  parts = [weight[..., fold::2] for fold in (0, 1)]
+  return jnp.stack(
+    [reference_chart.block_moment(p) / max(p.shape[-1], 1) for p in parts]
+  )
+
+
+@jax.jit
+def _chart(
+  moment: jax.Array, weight_moment: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """P_ref, R_H P_ref and R_H P_ref^-T, float64 `[blocks, 32, 32]`."""
+  chart = reference_chart.reference_chart(moment, weight_moment)
+  rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, jnp.float64)[None]
+  return chart, rotation @ chart, rotation @ jnp.linalg.inv(chart).mT
+
+
 @functools.partial(jax.jit, static_argnames="rules")
+def _weight_crosses(
+  weight: jax.Array, rotated_inverse: jax.Array, rules: mxfp4.Rules
+) -> jax.Array:
+  """K_W of the even and the odd rows, float64 `[2, blocks, 32, 32]`."""
+  crosses = []
+  for fold in (0, 1):
+    part = weight[..., fold::2]
+    error = interaction.rotated_error_moment(
+      part, rotated_inverse.astype(jnp.float32), rules
+    )
+    crosses.append(interaction.unrotate(error).mT / max(part.shape[-1], 1))
+  return jnp.stack(crosses)
+
+
+@jax.jit
+def _weight_folds(weight_moments: jax.Array, rotated_inverse: jax.Array) -> jax.Array:
+  """C_W by fold: the raw moments in the reference chart."""
+  mapped = rotated_inverse[None] @ weight_moments @ rotated_inverse.mT[None]
+  return interaction.unrotate(mapped)
+
+
 def _prepare_anchor(
   weight: jax.Array, moment: jax.Array, rules: mxfp4.Rules
 ) -> _Anchor:
-  """The chart, and the weight side of the anchor encoding (row parity, A7)."""
-  weight_moment = reference_chart.block_moment(weight) / weight.shape[-1]
-  chart = reference_chart.reference_chart(moment, weight_moment)
-  rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, jnp.float64)[None]
-  inverse = jnp.linalg.inv(chart).mT
-  moments, crosses = [], []
-  for fold in (0, 1):
-    part = weight[..., fold::2]
-    count = max(part.shape[-1], 1)
-    raw = reference_chart.block_moment(part) / count
-    moments.append(inverse @ raw @ inverse.mT)
-    error = interaction.rotated_error_moment(
-      part, (rotation @ inverse).astype(jnp.float32), rules
-    )
-    crosses.append(interaction.unrotate(error).mT / count)
+  """The chart, and the weight side of the anchor encoding.
+
+  Several jitted steps, not one: see rule 2 of `mxjax.execution`.
+  """
+  rows = weight.shape[-1]
+  moments = execution.finish(_weight_moments(weight))
+  even, odd = rows - rows // 2, rows // 2
+  total = (moments[0] * even + moments[1] * odd) / rows
+  chart, rotated, rotated_inverse = execution.finish(_chart(moment, total))
   return _Anchor(
     chart=chart,
-    rotated=(rotation @ chart).astype(jnp.float32),
-    weight_folds=jnp.stack(moments),
-    weight_cross_folds=jnp.stack(crosses),
+    rotated=rotated.astype(jnp.float32),
+    weight_folds=execution.finish(_weight_folds(moments, rotated_inverse)),
+    weight_cross_folds=execution.finish(
+      _weight_crosses(weight, rotated_inverse, rules)
+    ),
   )
 
 
@@ -113,6 +150,7 @@ def _trial_step(
     blocks, transform, scales, grams, crosses, rules
   )
 
+
 @functools.partial(jax.jit, static_argnames="use_interaction")
 def _transform(
   anchor: _Anchor,
@@ -153,16 +191,13 @@ class _Trials(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="rules")
-def _prepare_trials(
-  weight: jax.Array,
-  moment: jax.Array,
-  transform: jax.Array,
+def _propose(
+  folded: jax.Array,
+  mapped_moment: jax.Array,
   error_moment: jax.Array,
   rules: mxfp4.Rules,
-) -> _Trials:
-  """Risks of the nearest encoder (A5), the proposal, and its encoded weights."""
-  mapped_moment = transform @ moment @ transform.mT
-  folded = input_maps.BlockDense(transform).fold(weight.astype(jnp.float64))
+) -> tuple[jax.Array, jax.Array]:
+  """U of the three trials from nearest-code risks (A5), and ||X W'||^2 / n."""
   narrow = folded.astype(jnp.float32)
   weight_error = mxfp4.round_blocks(narrow, rules) - narrow
   gram = reference_chart.block_moment(folded)
@@ -171,10 +206,42 @@ def _prepare_trials(
   )
   proposal = dyadic_balance.propose(*risks)
   scales = jnp.stack([step * proposal for step in dyadic_balance.STEPS])
-  weights = jax.lax.map(
-    lambda u: dyadic_balance.prepare_trial(folded, mapped_moment, u, rules), scales
+  return scales, (gram * mapped_moment).sum((-2, -1))
+
+
+@jax.jit
+def _fold_float64(weight: jax.Array, transform: jax.Array) -> jax.Array:
+  return input_maps.BlockDense(transform).fold(weight.astype(jnp.float64))
+
+
+@jax.jit
+def _mapped_moment(moment: jax.Array, transform: jax.Array) -> jax.Array:
+  return transform @ moment @ transform.mT
+
+
+def _prepare_trials(
+  weight: jax.Array,
+  moment: jax.Array,
+  transform: jax.Array,
+  error_moment: jax.Array,
+  rules: mxfp4.Rules,
+) -> _Trials:
+  """The proposal and the encoded weights of its three trials."""
+  folded = execution.finish(_fold_float64(weight, transform))
+  mapped_moment = execution.finish(_mapped_moment(moment, transform))
+  scales, signal = execution.finish(
+    _propose(folded, mapped_moment, error_moment, rules)
   )
-  return _Trials(scales, weights, (gram * mapped_moment).sum((-2, -1)))
+  trials = []
+  for scale in scales:
+    upper = execution.finish(dyadic_balance.trial_factor(mapped_moment, scale))
+    trials.append(
+      execution.finish(
+        dyadic_balance.prepare_trial(folded, mapped_moment, scale, upper, rules)
+      )
+    )
+  weights = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trials)
+  return _Trials(scales, weights, signal)
 
 
 @jax.jit
@@ -237,6 +304,7 @@ class HiRes(Program):
       counts,
       use_interaction=self.use_interaction,
     )
+    execution.finish(transform)
     inputs.record["interaction_norm"] = norm.tolist()
     if self.use_balance:
       transform = self._balanced(weight, inputs, moment, transform)

@@ -16,9 +16,18 @@ from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
 from mxjax.value_recovery import ValueRecovery
 
 CONFIG = models.ModelConfig(
-  vocab_size=96, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4,
-  num_kv_heads=2, head_dim=16, norm_eps=1e-5, rope_theta=1e4, tie_embeddings=True,
-  max_positions=64, eos_ids=(2,),
+  vocab_size=96,
+  hidden_size=64,
+  intermediate_size=128,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=16,
+  norm_eps=1e-5,
+  rope_theta=1e4,
+  tie_embeddings=True,
+  max_positions=64,
+  eos_ids=(2,),
 )
 MODEL = models.CausalLM(CONFIG)
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
@@ -62,7 +71,9 @@ def params():
 @pytest.fixture
 def saved(params, tmp_path):
   return checkpoint.save_checkpoint(
-    tmp_path / "out", params, CONFIG,
+    tmp_path / "out",
+    params,
+    CONFIG,
     calibration={"fingerprint": "ab" * 32, "shape": (2, 12)},
     program={"name": "by hand"},
   )

@@ -5,9 +5,7 @@ import pytest
 
 from mxjax import code_refinement, mxfp4
 
-CASES = [
-  "gptq", "rtn", "nomismatch", "zeroW", "zerox", "m1", "ties", "signed_zero"
-]
+CASES = ["gptq", "rtn", "nomismatch", "zeroW", "zerox", "m1", "ties", "signed_zero"]
 
 
 def to_codes(elements):

@@ -4,7 +4,9 @@ import pytest
 
 from mxjax import code_refinement, dyadic_balance, gptq, mxfp4, reference_chart
 
-JB = [f"{kind}_{step}" for kind in ("rtn", "gptq") for step in ("full", "half", "identity")]
+JB = [
+  f"{kind}_{step}" for kind in ("rtn", "gptq") for step in ("full", "half", "identity")
+]
 
 
 def operands(vectors, name):
@@ -29,7 +31,8 @@ def losses_by_definition(x, w, steps, kind):
     ws = (w.astype(jnp.float64) / scale).astype(jnp.float32)
     if kind == "gptq":
       moment = reference_chart.block_moment(xs) / x.shape[-1]
-      w_hat = gptq.reconstruct_local(ws, moment.astype(jnp.float32)).decoded
+      upper = gptq.factor(moment.astype(jnp.float32)).upper
+      w_hat = gptq.reconstruct_local(ws, upper).decoded
       gram, cross = code_refinement.tables(ws, w_hat)
       x_hat = code_refinement.refined_blocks(xs, gram, cross)
     else:
@@ -82,10 +85,16 @@ def trial_losses(x, w, transform, steps):
   raw = reference_chart.block_moment(x) / n
   moment = transform @ raw @ transform.mT
   wt = jnp.linalg.solve(transform.mT, w.astype(jnp.float64))
-  trials = [dyadic_balance.prepare_trial(wt, moment, u) for u in steps]
+  trials = [
+    dyadic_balance.prepare_trial(wt, moment, u, dyadic_balance.trial_factor(moment, u))
+    for u in steps
+  ]
   objective = dyadic_balance.trial_objective(
-    x, transform.astype(jnp.float32), jnp.stack(steps),
-    jnp.stack([t.gram for t in trials]), jnp.stack([t.cross for t in trials]),
+    x,
+    transform.astype(jnp.float32),
+    jnp.stack(steps),
+    jnp.stack([t.gram for t in trials]),
+    jnp.stack([t.cross for t in trials]),
   )
   weight_terms = jnp.stack([t.weight_term for t in trials])
   signal = (jnp.einsum("bim,bjm->bij", wt, wt) * moment).sum((-2, -1))

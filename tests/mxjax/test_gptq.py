@@ -49,11 +49,16 @@ def test_the_factor_inverts_the_damped_hessian(float64):
   x = rng.standard_normal((3, 100, 32))
   hessian = jnp.asarray(np.einsum("bni,bnj->bij", x, x) / 100)
   upper, damping = gptq.factor(hessian)
-  damped = hessian + 0.01 * jnp.trace(hessian, axis1=1, axis2=2)[
-    :, None, None
-  ] / 32 * jnp.eye(32)[None]
-  np.testing.assert_allclose(upper.mT @ upper @ damped, np.broadcast_to(
-    np.eye(32), (3, 32, 32)), atol=1e-9)
+  damped = (
+    hessian
+    + 0.01
+    * jnp.trace(hessian, axis1=1, axis2=2)[:, None, None]
+    / 32
+    * jnp.eye(32)[None]
+  )
+  np.testing.assert_allclose(
+    upper.mT @ upper @ damped, np.broadcast_to(np.eye(32), (3, 32, 32)), atol=1e-9
+  )
   np.testing.assert_array_equal(np.tril(upper[0], -1), 0)
   np.testing.assert_array_equal(damping, 0.01)
 
@@ -76,7 +81,7 @@ def test_local_reconstruction_is_gptq_of_each_block_alone():
   weight = jnp.asarray(rng.standard_normal((3, 32, 20)).astype(np.float32))
   x = rng.standard_normal((3, 64, 32)).astype(np.float32)
   hessian = jnp.asarray(np.einsum("bni,bnj->bij", x, x) / 64)
-  together = gptq.reconstruct_local(weight, hessian)
+  together = gptq.reconstruct_local(weight, gptq.factor(hessian).upper)
   for b in range(3):
     alone = gptq.reconstruct(weight[b : b + 1], gptq.factor(hessian[b]).upper)
     np.testing.assert_array_equal(together.codes[b], alone.codes[0])

@@ -90,9 +90,7 @@ def test_encode_equals_exact_rationals(rules):
   tensor = mxfp4.encode(rows, rules)
   codes = np.asarray(mxfp4.unpack(tensor.codes))
   decoded = np.asarray(mxfp4.decode(tensor, jnp.float32, rules))
-  for row, got, scale, values in zip(
-    rows, codes, tensor.scales, decoded, strict=True
-  ):
+  for row, got, scale, values in zip(rows, codes, tensor.scales, decoded, strict=True):
     expected, exponent, factor = exact_block(row, rules)
     assert int(scale[0]) - 127 == exponent
     assert got.tolist() == expected
@@ -104,8 +102,9 @@ def test_encode_equals_exact_rationals(rules):
 
 
 @hypothesis.given(
-  st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False),
-           min_size=32, max_size=32)
+  st.lists(
+    st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=32, max_size=32
+  )
 )
 @hypothesis.settings(max_examples=200, deadline=None)
 def test_encode_equals_exact_rationals_on_any_finite_row(row):
@@ -117,12 +116,24 @@ def test_encode_equals_exact_rationals_on_any_finite_row(row):
 
 @pytest.mark.parametrize(
   "case",
-  ["gauss", "heavy", "outlier", "bf16", "zeros", "ties", "pow2", "range", "denormal",
-   "denormal_ties"],
+  [
+    "gauss",
+    "heavy",
+    "outlier",
+    "bf16",
+    "zeros",
+    "ties",
+    "pow2",
+    "range",
+    "denormal",
+    "denormal_ties",
+  ],
 )
 def test_golden_encodings(vectors, case):
   tensor = mxfp4.encode(vectors[f"enc/{case}/x"])
-  np.testing.assert_array_equal(mxfp4.unpack(tensor.codes), vectors[f"enc/{case}/codes"])
+  np.testing.assert_array_equal(
+    mxfp4.unpack(tensor.codes), vectors[f"enc/{case}/codes"]
+  )
   np.testing.assert_array_equal(tensor.scales, vectors[f"enc/{case}/exps"])
   for dtype in (jnp.float32, jnp.bfloat16):
     decoded = np.asarray(mxfp4.decode(tensor, dtype)).astype(np.float64)
@@ -200,9 +211,7 @@ def test_a_damaged_payload_is_named():
   with pytest.raises(ValueError, match=r"\(4, 2\), got \(4, 1\)"):
     mxfp4.check_legal(mxfp4.MXTensor(tensor.codes, tensor.scales[:, :1]))
   with pytest.raises(TypeError, match="uint8 codes"):
-    mxfp4.check_legal(
-      mxfp4.MXTensor(tensor.codes.astype(jnp.int32), tensor.scales)
-    )
+    mxfp4.check_legal(mxfp4.MXTensor(tensor.codes.astype(jnp.int32), tensor.scales))
 
 
 def test_the_even_column_is_the_low_nibble():

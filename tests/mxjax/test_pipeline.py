@@ -15,8 +15,16 @@ from mxjax.models import CausalLM, ModelConfig
 from mxjax.quantized_linear import QuantizedLinear
 
 CONFIG = ModelConfig(
-  vocab_size=61, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4,
-  num_kv_heads=2, head_dim=16, norm_eps=1e-5, tie_embeddings=True, rope_theta=1e4,
+  vocab_size=61,
+  hidden_size=64,
+  intermediate_size=96,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=16,
+  norm_eps=1e-5,
+  tie_embeddings=True,
+  rope_theta=1e4,
   max_positions=128,
 )
 
@@ -168,7 +176,8 @@ def test_recovery_in_one_pass_equals_separate_passes(model, params, tokens, hire
         leaf, _ = fit.solve(moments)
       jax.tree.map(
         lambda got, expected: np.testing.assert_allclose(got, expected, atol=2e-5),
-        leaf, hires.params[name][block][leaf_name],
+        leaf,
+        hires.params[name][block][leaf_name],
       )
 
 
@@ -195,8 +204,12 @@ def test_each_finished_layer_is_on_disk_with_its_checksum(
 ):
   seen = []
   mxjax.quantize(
-    params, Calibration(model, tokens), "rtn", check=False,
-    run_dir=tmp_path / "run", on_progress=seen.append,
+    params,
+    Calibration(model, tokens),
+    "rtn",
+    check=False,
+    run_dir=tmp_path / "run",
+    on_progress=seen.append,
   )
   journal = (tmp_path / "run/journal.jsonl").read_text().splitlines()
   lines = [json.loads(line) for line in journal]
@@ -213,8 +226,13 @@ def test_each_finished_layer_is_on_disk_with_its_checksum(
 def test_ablations_are_programs(model, params, tokens):
   calib = Calibration(model, tokens[:2])
   plain = dataclasses.replace(
-    methods.HIRES, name="ablation", use_interaction=False, use_balance=False,
-    weights="rtn", rounding="nearest", recover=(),
+    methods.HIRES,
+    name="ablation",
+    use_interaction=False,
+    use_balance=False,
+    weights="rtn",
+    rounding="nearest",
+    recover=(),
   )
   quantized = mxjax.quantize(params, calib, plain, check=False)
   assert "value_recovery" not in quantized["layers_0"]["self_attn"]

@@ -16,7 +16,8 @@ def test_golden_projections_by_both_algorithms(vectors, float64, width, bound):
   expected = vectors[f"proj/x{width}_{bound}"]
   tolerance = 1e-12 * max(1.0, float(jnp.abs(x).max()))
   for project in (
-    projections.project_zero_sum_box, projections.project_zero_sum_box_bisection
+    projections.project_zero_sum_box,
+    projections.project_zero_sum_box_bisection,
   ):
     got = project(x, float(BOUNDS[bound]))
     np.testing.assert_allclose(got, expected, atol=tolerance)

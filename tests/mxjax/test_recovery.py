@@ -16,7 +16,9 @@ def test_golden_value_fits(vectors, float64, case):
   np.testing.assert_allclose(got, vectors[f"attn/{case}/ab"], rtol=1e-10, atol=1e-12)
   applied = value_recovery.apply(
     v.astype(jnp.bfloat16),
-    value_recovery.ValueRecovery(*(a.astype(jnp.float32) for a in (fit.scale, fit.offset))),
+    value_recovery.ValueRecovery(
+      *(a.astype(jnp.float32) for a in (fit.scale, fit.offset))
+    ),
   )
   assert applied.dtype == jnp.bfloat16
   expected = vectors[f"attn/{case}/applied_bf16"]
@@ -41,7 +43,8 @@ def test_moments_of_parts_add_to_the_whole(float64):
   total = jax.tree.map(lambda a, b: a + b, *parts)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12),
-    total, value_recovery.moments(v, t),
+    total,
+    value_recovery.moments(v, t),
   )
 
 

@@ -8,7 +8,15 @@ import pytest
 from mxjax import input_maps, interaction, mxfp4, reference_chart
 
 CASES = [
-  "gauss", "heavy", "corr", "sparse", "wide_scale", "zeroX", "outlier", "zeroW", "rank1"
+  "gauss",
+  "heavy",
+  "corr",
+  "sparse",
+  "wide_scale",
+  "zeroX",
+  "outlier",
+  "zeroW",
+  "rank1",
 ]
 
 
@@ -45,8 +53,10 @@ def anchor_from(x, w, parity, chart):
     stats["kw"].append(interaction.unrotate(moment)[0].T / m)
   stacked = {k: jnp.stack(v)[:, None] for k, v in stats.items()}
   return interaction.AnchorStatistics(
-    activation=stacked["c"], weight=stacked["cw"],
-    activation_cross=stacked["kx"], weight_cross=stacked["kw"],
+    activation=stacked["c"],
+    weight=stacked["cw"],
+    activation_cross=stacked["kx"],
+    weight_cross=stacked["kw"],
   )
 
 
@@ -90,8 +100,12 @@ def golden_anchor(vectors, name):
 def test_golden_pairs_given_the_statistics(vectors, float64, case):
   name = f"shape/{case}/"
   got = interaction.solve_pairs(golden_anchor(vectors, name))
-  for field, golden in (("mean", "pbar"), ("threshold", "delta"),
-                        ("unprojected", "z"), ("projected", "v")):
+  for field, golden in (
+    ("mean", "pbar"),
+    ("threshold", "delta"),
+    ("unprojected", "z"),
+    ("projected", "v"),
+  ):
     modes = getattr(got, field)
     stacked = np.stack([pairs(modes.reciprocal[0]), pairs(modes.directed[0])], -1)
     rel(stacked, vectors[name + golden], 1e-12)
@@ -143,9 +157,7 @@ def test_the_product_is_preserved_by_every_map(float64):
     product = jnp.einsum("bin,bim->nm", mapped, input_map.fold(w))
     np.testing.assert_allclose(product, exact, atol=1e-10)
     flat = mapped.reshape(64, -1)
-    np.testing.assert_allclose(
-      input_map.conjugate(hessian), flat @ flat.T, atol=1e-9
-    )
+    np.testing.assert_allclose(input_map.conjugate(hessian), flat @ flat.T, atol=1e-9)
 
 
 def test_hadamard_refuses_other_sizes():
