@@ -67,7 +67,10 @@ def build_parser() -> argparse.ArgumentParser:
   )
   quantize.add_argument("--out", required=True, metavar="DIR", help="a new folder")
   quantize.add_argument(
-    "--chunk", type=int, default=1, help="sequences in a device call; bits do not change"
+    "--chunk",
+    type=int,
+    default=1,
+    help="sequences in a device call; bits do not change",
   )
   _add_data(quantize, calibrates=True)
 
@@ -118,7 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
   try:
     getattr(commands, options.command)(options)
   except (
-    ValueError, TypeError, OSError, NotImplementedError, FloatingPointError
+    ValueError,
+    TypeError,
+    OSError,
+    NotImplementedError,
+    FloatingPointError,
   ) as error:
     print(f"mxjax {options.command}: {error}", file=sys.stderr)
     return 2

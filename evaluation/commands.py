@@ -82,7 +82,10 @@ def quantize(options: argparse.Namespace) -> None:
   tokenizer = models.load_tokenizer(options.model)
   tokens = _calibration(options, tokenizer)
   subject = study.Subject(
-    model, params, _tests(options, tokenizer), options.replicates,
+    model,
+    params,
+    _tests(options, tokenizer),
+    options.replicates,
     options.operator_error,
   )
   with console.progress_bars() as begin:
@@ -110,7 +113,10 @@ def compare(options: argparse.Namespace) -> None:
   tokenizer = models.load_tokenizer(options.model)
   tokens = _calibration(options, tokenizer)
   subject = study.Subject(
-    model, params, _tests(options, tokenizer), options.replicates,
+    model,
+    params,
+    _tests(options, tokenizer),
+    options.replicates,
     options.operator_error,
   )
   with console.progress_bars() as begin:
@@ -218,9 +224,7 @@ def _continue(
   ids = tokenizer.encode(prompt)
   if not len(ids):
     raise ValueError("generate: the prompt is empty; give at least one word.")
-  output = models.generate(
-    model, params, ids[None], eos_id=tokenizer.eos_id, **options
-  )
+  output = models.generate(model, params, ids[None], eos_id=tokenizer.eos_id, **options)
   return tokenizer.decode(np.asarray(output[0]))
 
 

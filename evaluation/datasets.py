@@ -69,9 +69,7 @@ def _hub_text(name: str, needed_characters: int) -> str:
 
   repository, configuration, split, column = HUB_SETS[name]
   try:
-    rows = datasets.load_dataset(
-      repository, configuration, split=split, streaming=True
-    )
+    rows = datasets.load_dataset(repository, configuration, split=split, streaming=True)
     pieces, characters = [], 0
     for row in rows:
       pieces.append(row[column])
@@ -172,4 +170,3 @@ def _array_windows(
       f"{array.shape}; ask for fewer or shorter sequences."
     )
   return np.asarray(array[:count, :length], np.int32)
-

@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxjax.evaluation import report_run, svg
-from mxjax.evaluation.report_run import figure, grid, legend, table
+from mxjax.evaluation.report_html import (
+  WIDE,
+  colored_legend,
+  figure,
+  grid,
+  legend,
+  table,
+)
 from mxjax.evaluation.svg import Part, Series
 from mxjax.run_folder import write_durably
 
@@ -27,6 +34,8 @@ def _check(runs: Sequence[Run]) -> None:
       "first."
     )
   for index, run in enumerate(runs):
+    if "error" in run:
+      continue
     if missing := [key for key in _KEYS if key not in run]:
       raise ValueError(
         f"write_report: run {index} ({run.get('method', 'without a method')}) must "
@@ -95,8 +104,14 @@ def summary_table(runs: Sequence[Run]) -> str:
   columns.append(
     _marked(["–" if r is None else f"{r:.2f}×" for r in ratios], ratios, max)
   )
-  head = ("method", *(f"perplexity, {name}" for name in datasets), "operator error",
-          "size", "bits a weight", "smaller than BF16")
+  head = (
+    "method",
+    *(f"perplexity, {name}" for name in datasets),
+    "operator error",
+    "size",
+    "bits a weight",
+    "smaller than BF16",
+  )
   body = [_float_row(runs, datasets, sizes), *zip(*columns, strict=True)]
   return f'<div class="card">{table(head, body)}</div>'
 
@@ -138,7 +153,9 @@ def perplexity_chart(runs: Sequence[Run]) -> str:
     return ""
   chart = svg.bar_groups(groups, label="perplexity by method", width=516)
   return figure(
-    "Perplexity", chart, keys=_method_legend(runs, with_float=True),
+    "Perplexity",
+    chart,
+    keys=_method_legend(runs, with_float=True),
     note="Lower is better; the whisker is one spread over replicates.",
   )
 
@@ -151,8 +168,7 @@ def _method_legend(runs: Sequence[Run], *, with_float: bool) -> str:
   names = [(str(run["method"]), _color(i)) for i, run in enumerate(runs)]
   if with_float:
     names.insert(0, ("float model", FLOAT_COLOR))
-  spans = (f'<span class="c{c}">{html.escape(name)}</span>' for name, c in names)
-  return f'<div class="legend">{"".join(spans)}</div>'
+  return colored_legend(names)
 
 
 def size_chart(runs: Sequence[Run]) -> str:
@@ -165,7 +181,8 @@ def size_chart(runs: Sequence[Run]) -> str:
     linears = size["quantized_linears"]
     values = (
       *(linears[key] for key in ("codes", "scales", "maps", "rounding")),
-      size["recovery"], size["other"],
+      size["recovery"],
+      size["other"],
     )
     parts = zip(SIZE_PARTS, values, strict=True)
     items.append((name, [Part(part, v, i) for i, (part, v) in enumerate(parts)]))
@@ -188,25 +205,42 @@ def error_chart(runs: Sequence[Run]) -> str:
   if not any(item.points for item in series):
     return ""
   chart = svg.line_chart(
-    series, label="final error by layer", log=True, width=1086, height=240
+    series, label="final error by layer", log=True, width=WIDE, height=240
   )
   note = "Relative squared output error, geometric mean over the layer's linears."
   keys = _method_legend(runs, with_float=False)
   return figure("Final error by layer", chart, note=note, keys=keys, kind="wide")
 
 
+def _failures(runs: Sequence[Run]) -> str:
+  """A flagged line for each method that ended in an error."""
+  return "".join(
+    f'<p class="flag"><b>{html.escape(str(run.get("method", "a run")))}</b> gave no '
+    f"result: {html.escape(str(run['error']))}</p>"
+    for run in runs
+    if "error" in run
+  )
+
+
+def _summary(runs: Sequence[Run]) -> str:
+  if not runs:
+    return ""
+  figures = (perplexity_chart(runs), size_chart(runs), error_chart(runs))
+  lead = "Best value of each column in color. Sizes count every stored byte."
+  table_and_charts = summary_table(runs) + grid(f for f in figures if f)
+  return f'<p class="lead">{lead}</p>{table_and_charts}'
+
+
 def page(runs: Sequence[Run], *, title: str, subtitle: str) -> str:
   """The whole HTML document as text; see `write_report`."""
   _check(runs)
-  anchors = [f"run-{index}" for index in range(len(runs))]
+  good = [run for run in runs if "error" not in run]
   links = "".join(
-    f'<a href="#{anchor}">{html.escape(str(run["method"]))}</a>'
-    for anchor, run in zip(anchors, runs, strict=True)
+    f'<a href="#run-{index}">{html.escape(str(run["method"]))}</a>'
+    for index, run in enumerate(good)
   )
-  figures = (perplexity_chart(runs), size_chart(runs), error_chart(runs))
   sections = "".join(
-    report_run.run_section(run, anchor)
-    for run, anchor in zip(runs, anchors, strict=True)
+    report_run.run_section(run, f"run-{index}") for index, run in enumerate(good)
   )
   return f"""<!doctype html>
 <html lang="en">
@@ -219,10 +253,7 @@ def page(runs: Sequence[Run], *, title: str, subtitle: str) -> str:
 <body><main>
 <header><h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p>
 <nav aria-label="sections"><a href="#summary">Summary</a>{links}</nav></header>
-<section id="summary"><h2>Summary</h2>
-<p class="lead">Best value of each column in color. Sizes count every stored byte.</p>
-{summary_table(runs)}
-{grid(f for f in figures if f)}</section>
+<section id="summary"><h2>Summary</h2>{_failures(runs)}{_summary(good)}</section>
 {sections}
 <footer>Written by mxjax. Hover over a mark to read its value.</footer>
 </main></body>
@@ -242,7 +273,8 @@ def write_report(
     runs: One JSON-ready dict a method: `method`; `perplexity`, by dataset `mean`,
       `spread` and `values`; `float_perplexity`, a number or numbers by dataset;
       `operator_error` or None; `size` of `checkpoint.size_report` or None; and
-      `record`, of `QuantizationRecord.to_dict`.
+      `record`, of `QuantizationRecord.to_dict`. A run with an `error` instead is
+      shown with that sentence.
     title: Heading of the page.
     subtitle: A line under it, such as model, data and machine.
 

@@ -4,10 +4,12 @@ import html
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mxjax.evaluation import svg
+from mxjax.evaluation.report_html import WIDE, figure, grid, legend, section, table
+from mxjax.evaluation.report_recovery import Layers, recovery
 from mxjax.evaluation.svg import Part, Series
 
 STAGES = {
@@ -20,48 +22,7 @@ STEPS = {1.0: "full", 0.5: "half", 0.0: "identity"}
 INTERACTION_BOUND = 1 / 8
 MAX_COLORS = 7
 
-Layers = Sequence[Mapping[str, Any]]
 escape = html.escape
-
-
-def legend(names: Iterable[str]) -> str:
-  """A legend in palette order."""
-  spans = (f'<span class="c{i}">{escape(name)}</span>' for i, name in enumerate(names))
-  return f'<div class="legend">{"".join(spans)}</div>'
-
-
-def figure(
-  title: str, chart: str, *, note: str = "", keys: str = "", kind: str = ""
-) -> str:
-  """A titled chart with its legend and a sentence on how to read it."""
-  head = f"<h4>{escape(title)}</h4>"
-  if note:
-    head += f"<figcaption>{escape(note)}</figcaption>"
-  return f'<figure class="{kind}">{head}{keys}{chart}</figure>'
-
-
-def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-  """A table; cells are ready HTML, and one that begins with `<td` is kept whole."""
-  cell = lambda c: c if c.startswith("<td") else f"<td>{c}</td>"
-  lines = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in body)
-  heads = "".join(f"<th>{escape(h)}</th>" for h in head)
-  return (
-    f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>'
-    f"<tbody>{lines}</tbody></table></div>"
-  )
-
-
-def section(title: str, lead: str, content: str) -> str:
-  """A subsection, or nothing where there is nothing to show."""
-  if not content:
-    return ""
-  return f'<h3>{escape(title)}</h3><p class="lead">{escape(lead)}</p>{content}'
-
-
-def grid(figures: Iterable[str], kind: str = "") -> str:
-  """Figures side by side."""
-  inside = "".join(figures)
-  return f'<div class="grid {kind}">{inside}</div>' if inside else ""
 
 
 def kinds(layers: Layers) -> list[str]:
@@ -102,23 +63,24 @@ def errors(layers: Layers) -> str:
       _short(path),
       svg.line_chart(
         [Series(STAGES[key], lines[key], i) for i, key in enumerate(shown)],
-        label=f"error by layer of {path}", width=246, height=180, log=True,
+        label=f"error by layer of {path}",
+        width=246,
+        height=180,
+        log=True,
         y_range=limits,
       ),
     )
     for path, lines in data.items()
   ]
   keys = legend(STAGES[key] for key in shown)
-  note = "All panels share one logarithmic axis; a stage equal to a later one is left."
+  note = "One logarithmic axis for all; a stage equal to a later one is omitted."
   panels.append(
     f'<div class="card keys"><h4>Stages</h4>{keys}<p class="lead">{note}</p></div>'
   )
   return grid(panels, "small")
 
 
-def _by_kind(
-  layers: Layers, key: str, label: str, note: str, **options: Any
-) -> str:
+def _by_kind(layers: Layers, key: str, label: str, note: str, **options: Any) -> str:
   """One line a linear kind."""
   names = kinds(layers)[:MAX_COLORS]
   lines = [
@@ -163,20 +125,28 @@ def _interaction(layers: Layers) -> str:
   if not found:
     return ""
   line = Series(
-    "median", [(float(i), statistics.median(v)) for i, v in found], 0,
+    "median",
+    [(float(i), statistics.median(v)) for i, v in found],
+    0,
     [(float(i), min(v), max(v)) for i, v in found],
   )
   chart = svg.line_chart(
-    [line], label="interaction norm", zero=True, reference=(INTERACTION_BOUND, "bound")
+    [line],
+    label="interaction norm",
+    zero=True,
+    width=WIDE,
+    reference=(INTERACTION_BOUND, "bound 1/8"),
   )
   note = "Spectral norm of K over blocks: median, and the range from least to largest."
-  return figure("Interaction norm", chart, note=note)
+  return figure("Interaction norm", chart, note=note, kind="wide")
 
 
 def shaping(layers: Layers) -> str:
   """What the map and the code choice did, layer by layer."""
   edits = _by_kind(
-    layers, "edit_rate", "Edit rate",
+    layers,
+    "edit_rate",
+    "Edit rate",
     "Share of activation blocks in which one code was moved off the nearest.",
     y_format=svg.share,
   )
@@ -206,82 +176,23 @@ def ranges(layers: Layers) -> str:
     _histogram(layers, "weight_exponents", "Exponents of weight blocks"),
     _histogram(layers, "activation_exponents", "Exponents of activation blocks"),
     _by_kind(
-      layers, "saturated_activations", "Activations beyond the top code",
+      layers,
+      "saturated_activations",
+      "Activations beyond the top code",
       "Share of mapped inputs above 6 times their block's scale.",
-      y_format=svg.share, zero=True,
+      y_format=svg.share,
+      zero=True,
     ),
     _by_kind(
-      layers, "top_code_weights", "Weights at the top code",
-      "Share of weight codes with magnitude 6.", y_format=svg.share, zero=True,
+      layers,
+      "top_code_weights",
+      "Weights at the top code",
+      "Share of weight codes with magnitude 6.",
+      y_format=svg.share,
+      zero=True,
     ),
   )
   return grid(f for f in figures if f)
-
-
-def _fits(layers: Layers, name: str) -> list[tuple[int, Mapping[str, Any]]]:
-  return [
-    (index, layer["recovery"][name])
-    for index, layer in enumerate(layers)
-    if name in layer.get("recovery", {})
-  ]
-
-
-def _pair(
-  fits: Sequence[tuple[int, Mapping[str, Any]]], title: str, after: str, note: str
-) -> str:
-  names = {"error_before": "before", after: "after"}
-  lines = [
-    Series(name, [(float(i), fit[key]) for i, fit in fits if key in fit], color)
-    for color, (key, name) in enumerate(names.items())
-  ]
-  chart = svg.line_chart(lines, label=title, log=True)
-  return figure(title, chart, note=note, keys=legend(names.values()))
-
-
-def _per_head(
-  fits: Sequence[tuple[int, Mapping[str, Any]]], key: str, title: str, neutral: float
-) -> str:
-  points = [(float(index), value) for index, fit in fits for value in fit[key]]
-  chart = svg.line_chart(
-    [Series("head", points, 0)], label=title, dots=True,
-    reference=(neutral, f"{neutral:g} changes nothing"),
-  )
-  return figure(title, chart, note="One dot for each key-value head.")
-
-
-def _mlp(fits: Sequence[tuple[int, Mapping[str, Any]]]) -> list[str]:
-  names = {
-    "alpha": "alpha, gate shift", "beta": "beta, gate scale", "eta": "eta, up scale"
-  }
-  lines = [
-    Series(name, [(float(i), fit[key]) for i, fit in fits], color)
-    for color, (key, name) in enumerate(names.items())
-  ]
-  chart = svg.line_chart(lines, label="MLP coefficients", zero=True)
-  note = "Alpha in units of the gate's deviation; the sum of magnitudes is at most 1/8."
-  return [
-    figure("MLP coefficients", chart, note=note, keys=legend(names.values())),
-    _pair(
-      fits, "Error of the gated product", "error_after_linearized",
-      "Relative squared error; after is the linear prediction, not a measurement.",
-    ),
-  ]
-
-
-def recovery(layers: Layers) -> str:
-  """Coefficients and errors of the recovery fits, where the run had any."""
-  attention, mlp = _fits(layers, "attention"), _fits(layers, "mlp")
-  figures = []
-  if attention:
-    figures = [
-      _per_head(attention, "scale", "Value scale a", 1.0),
-      _per_head(attention, "offset", "Value offset b", 0.0),
-      _pair(
-        attention, "Error of the value outputs", "error_after",
-        "Relative squared error against the float trajectory.",
-      ),
-    ]
-  return grid(figures + (_mlp(mlp) if mlp else []))
 
 
 def damping(record: Mapping[str, Any]) -> str:
@@ -303,14 +214,16 @@ def damping(record: Mapping[str, Any]) -> str:
     counts[svg.number(value)] = counts.get(svg.number(value), 0) + 1
   wanted = svg.number(default)
   mark = lambda v: v if v == wanted else f'<td class="flag">{v} (not the default)</td>'
-  content = table(("relative damping", "linears"), (
-    (mark(value), str(count)) for value, count in counts.items()
-  ))
+  content = table(
+    ("relative damping", "linears"),
+    ((mark(value), str(count)) for value, count in counts.items()),
+  )
   if raised:
     rows = ((escape(name), svg.number(value)) for name, value in raised)
     content += (
-      f'<p class="flag">{len(raised)} of {len(used)} Hessians needed another damping '
-      f"than {wanted}.</p>{table(('linear', 'damping used'), rows)}"
+      f'<p class="flag">{len(raised)} of {len(used)} linears needed another damping '
+      f"than {wanted}.</p><details open><summary>Which</summary>"
+      f"{table(('linear', 'damping used'), rows)}</details>"
     )
   return f'<div class="card narrow">{content}</div>'
 
@@ -319,15 +232,20 @@ def cost(clock: Mapping[str, Any]) -> str:
   """Wall time and peak memory by stage."""
   charts: list[tuple[str, str, Callable[[float], str], str]] = [
     ("Time by stage", "seconds", svg.seconds, "Wall clock, compilation included."),
-    ("Peak memory", "peak_bytes", svg.size,
-     "Largest resident memory of the process when the stage last ended."),
+    (
+      "Peak memory",
+      "peak_bytes",
+      svg.size,
+      "Largest resident memory of the process when the stage last ended.",
+    ),
   ]
   return grid(
     figure(
       title,
       svg.rows(
         [(stage, [Part(title, value, 0)]) for stage, value in clock[key].items()],
-        label=title, y_format=form,
+        label=title,
+        y_format=form,
       ),
       note=note,
     )
@@ -366,7 +284,7 @@ def provenance(record: Mapping[str, Any]) -> str:
   cells = (
     (name, f'<td class="long mono">{escape(str(value))}</td>') for name, value in rows
   )
-  return f'<div class="card">{table(("what", "value"), cells)}</div>'
+  return f'<div class="card facts">{table(("what", "value"), cells)}</div>'
 
 
 def numbers(layers: Layers) -> str:
@@ -383,7 +301,17 @@ def numbers(layers: Layers) -> str:
     for layer in layers
     for path, linear in layer["linears"].items()
   )
-  head = ("linear", "shape", "map", "A4 rule", *STAGES.values(), "edit rate")
+  head = (
+    "linear",
+    "shape",
+    "map",
+    "A4 rule",
+    "native",
+    "mapped",
+    "with weights",
+    "final",
+    "edit rate",
+  )
   return (
     "<details><summary>Every linear in numbers</summary>"
     f'<div class="card">{table(head, rows)}</div></details>'
@@ -405,21 +333,33 @@ def run_section(run: Mapping[str, Any], anchor: str) -> str:
   name = escape(str(run["method"]))
   parts = (
     section(
-      "Error by layer", "Relative squared output error of each linear on calibration "
-      "tokens, after each stage.", errors(layers) + numbers(layers) if layers else "",
+      "Error by layer",
+      "Relative squared output error of each linear on calibration "
+      "tokens, after each stage.",
+      errors(layers) + numbers(layers) if layers else "",
     ),
-    section("Shaping and code choice", "What was decided for each block.",
-            shaping(layers)),
+    section(
+      "Shaping and code choice", "What was decided for each block.", shaping(layers)
+    ),
     section("Scales and saturation", "How the blocks use the format.", ranges(layers)),
-    section("Recovery", "Structural corrections fitted after quantization.",
-            recovery(layers)),
-    section("Damping", "Added to each Hessian's diagonal, relative to its mean, to "
-            "factor it.", damping(record)),
-    section("Time and memory", "What the run cost on its machine.",
-            cost(record["clock"])),
-    section("Sanity gate", "Logits against the float model right after quantization.",
-            sanity(record.get("sanity"))),
-    section("Provenance", "Results compare only under equal fingerprints.",
-            provenance(record)),
+    section(
+      "Recovery", "Structural corrections fitted after quantization.", recovery(layers)
+    ),
+    section(
+      "Damping",
+      "Added to each Hessian's diagonal, relative to its mean, to factor it.",
+      damping(record),
+    ),
+    section(
+      "Time and memory", "What the run cost on its machine.", cost(record["clock"])
+    ),
+    section(
+      "Sanity gate",
+      "Logits against the float model right after quantization.",
+      sanity(record.get("sanity")),
+    ),
+    section(
+      "Provenance", "Results compare only under equal fingerprints.", provenance(record)
+    ),
   )
   return f'<section class="run" id="{anchor}"><h2>{name}</h2>{"".join(parts)}</section>'

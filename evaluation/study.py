@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 
 from mxjax import checkpoint, methods, pipeline
-from mxjax.calibration import Calibration, CausalLanguageModel, Params, token_fingerprint
+from mxjax.calibration import (
+  Calibration,
+  CausalLanguageModel,
+  Params,
+  token_fingerprint,
+)
 from mxjax.evaluation.operator_error import operator_error
 from mxjax.evaluation.perplexity import perplexity
 from mxjax.program import Program

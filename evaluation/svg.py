@@ -47,7 +47,7 @@ def number(value: float) -> str:
   if 1e-3 <= abs(value) < 1e5:
     return f"{value:.4g}"
   mantissa, exponent = f"{value:.2e}".split("e")
-  return f"{mantissa}e{int(exponent)}"
+  return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def share(value: float) -> str:
@@ -216,7 +216,7 @@ def line_chart(
     dots: Dots alone, no lines.
     y_range: Vertical range; from the values when None.
     y_format: How vertical values are written.
-    reference: A dashed horizontal line and its name.
+    reference: A dashed horizontal line and its name, possibly empty.
 
   Returns:
     An `<svg>` element.
@@ -226,16 +226,19 @@ def line_chart(
   ys += [reference[0]] if reference else []
   xs = [x for s in series for x, _ in s.points] or [0.0]
   frame = Frame(
-    width=width, height=height, log=log, x=(min(xs) - 0.3, max(xs) + 0.3),
+    width=width,
+    height=height,
+    log=log,
+    x=(min(xs) - 0.3, max(xs) + 0.3),
     y=y_range or value_range(ys, log=log, zero=zero),
   )
   parts = [*_axes(frame, x_label, y_format), *_x_ticks(frame)]
+  for item in series:
+    parts += _drawn(item, frame, dots, x_label, y_format)
   if reference:
     y = frame.py(reference[0])
     parts.append(_line(frame.left, y, width - frame.right, y, "reference"))
     parts.append(text(width - frame.right, y - 4, reference[1], "end", "label"))
-  for item in series:
-    parts += _drawn(item, frame, dots, x_label, y_format)
   return _svg(width, height, label, parts)
 
 
@@ -264,14 +267,22 @@ def _drawn(
 
 
 def bar_groups(
-  groups: Sequence[tuple[str, Sequence[Part]]], *, label: str, width: int = 516,
-  height: int = 260, y_format: Format = number,
+  groups: Sequence[tuple[str, Sequence[Part]]],
+  *,
+  label: str,
+  width: int = 516,
+  height: int = 260,
+  y_format: Format = number,
 ) -> str:
   """Vertical bars side by side in named groups, with whiskers of one spread."""
   values = [p.value + p.spread for _, parts in groups for p in parts]
   finite = [v for v in values if math.isfinite(v)]
   frame = Frame(
-    width=width, height=height, x=(0, max(len(groups), 1)), top=22, bottom=26,
+    width=width,
+    height=height,
+    x=(0, max(len(groups), 1)),
+    top=22,
+    bottom=26,
     y=(0.0, 1.05 * max(finite, default=1.0) or 1.0),
   )
   result = _axes(frame, "", y_format)
@@ -302,13 +313,20 @@ def _bar(
 
 
 def columns(
-  items: Sequence[tuple[str, Sequence[Part]]], *, label: str, x_label: str,
-  width: int = 516, height: int = 220, y_format: Format = share,
+  items: Sequence[tuple[str, Sequence[Part]]],
+  *,
+  label: str,
+  x_label: str,
+  width: int = 516,
+  height: int = 220,
+  y_format: Format = share,
 ) -> str:
   """Stacked vertical columns; labels are thinned to what fits."""
   totals = [sum(p.value for p in parts) for _, parts in items]
   frame = Frame(
-    width=width, height=height, x=(0, max(len(items), 1)),
+    width=width,
+    height=height,
+    x=(0, max(len(items), 1)),
     y=(0.0, max(totals, default=0.0) or 1.0),
   )
   result = _axes(frame, x_label, y_format)
@@ -327,8 +345,13 @@ def columns(
 
 
 def rows(
-  items: Sequence[tuple[str, Sequence[Part]]], *, label: str, y_format: Format,
-  width: int = 516, left: int = 128, pitch: int = 30,
+  items: Sequence[tuple[str, Sequence[Part]]],
+  *,
+  label: str,
+  y_format: Format,
+  width: int = 516,
+  left: int = 128,
+  pitch: int = 30,
 ) -> str:
   """Stacked horizontal bars, their total written at the end."""
   height = pitch * len(items) + 8

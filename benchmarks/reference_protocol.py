@@ -1,0 +1,143 @@
+"""The reference protocol on SmolLM2-135M: fixed token ids in, one result file out.
+
+  python benchmarks/reference_protocol.py --data ../shared/data [--replicates 3]
+
+Operator error is measured on the first test window, perplexity on all windows asked
+for. One HiRes build gives three cumulative rows, because recovery leaves codes alone.
+The result file is rewritten after every row, and rows already in it are kept.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import time
+
+import numpy as np
+
+from mxjax import checkpoint, methods, models, pipeline
+from mxjax.calibration import Calibration
+from mxjax.evaluation.operator_error import operator_error
+from mxjax.evaluation.perplexity import perplexity
+from mxjax.records import peak_memory_bytes
+
+HIRES = methods.HIRES
+BUILDS = {
+  "rtn": methods.RTN,
+  "gptq": methods.GPTQ,
+  "brq": methods.BRQ,
+  "hires I + RTN weights, nearest": dataclasses.replace(
+    HIRES, weights="rtn", rounding="nearest", recover=()
+  ),
+  "hires I + GPTQ, nearest": dataclasses.replace(HIRES, rounding="nearest", recover=()),
+  "hires": HIRES,
+  "hires I + II, D = I": dataclasses.replace(HIRES, use_balance=False, recover=()),
+  "hires I + II, K = 0": dataclasses.replace(HIRES, use_interaction=False, recover=()),
+  "hires I + II, K = 0, D = I": dataclasses.replace(
+    HIRES, use_interaction=False, use_balance=False, recover=()
+  ),
+}
+
+
+def without(params, block, name):
+  """Params without one kind of recovery leaf."""
+  return {
+    key: layer
+    if not key.startswith("layers_")
+    else {**layer, block: {k: v for k, v in layer[block].items() if k != name}}
+    for key, layer in params.items()
+  }
+
+
+def variants(name, params):
+  """Cumulative states that one build contains."""
+  if name != "hires":
+    return {name: params}
+  attention = without(params, "mlp", "mlp_recovery")
+  return {
+    "hires I + II": without(attention, "self_attn", "value_recovery"),
+    "hires I + II + attention": attention,
+    "hires full": params,
+  }
+
+
+def balance_steps(record):
+  """Shares of full, half and identity over all blocks, or None."""
+  steps = [
+    step
+    for layer in record.layers
+    for linear in layer["linears"].values()
+    for step in linear.get("balance_steps", [])
+  ]
+  return {str(s): steps.count(s) / len(steps) for s in (1.0, 0.5, 0.0)} if steps else None
+
+
+def machine():
+  """What this was measured on."""
+  lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+  cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
+  packages = ("jax", "jaxlib", "flax", "numpy")
+  return {
+    "cpu": cpu or platform.processor(),
+    "cores": os.cpu_count(),
+    "load_at_start": os.getloadavg()[0],
+    "python": platform.python_version(),
+    "versions": {name: importlib.metadata.version(name) for name in packages},
+    "date": datetime.date.today().isoformat(),
+  }
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--data", default="../shared/data")
+  parser.add_argument("--builds", default=",".join(BUILDS))
+  parser.add_argument("--sequences", type=int, default=8)
+  parser.add_argument("--windows", type=int, default=8)
+  parser.add_argument("--replicates", type=int, default=3)
+  parser.add_argument("--out", default="benchmarks/results/reference_protocol.json")
+  options = parser.parse_args()
+  data = pathlib.Path(options.data)
+  calib = np.load(data / "c4/smollm2_calib_16x2048.npy")[: options.sequences]
+  tests = np.load(data / "wikitext2/smollm2_test_8x2048.npy")[: options.windows]
+  out = pathlib.Path(options.out)
+  result = json.loads(out.read_text()) if out.exists() else {"rows": {}}
+  command = "python benchmarks/reference_protocol.py --data DIR"
+  command += f" --sequences {options.sequences} --windows {options.windows}"
+  command += f" --replicates {options.replicates}"
+  result |= {"machine": machine(), "command": command}
+  model, params = models.from_pretrained(None)
+  for name in options.builds.split(","):
+    start = time.perf_counter()
+    built = pipeline.quantize_with_record(
+      params, Calibration(model, calib), BUILDS[name], check=False
+    )
+    seconds = time.perf_counter() - start
+    peak = peak_memory_bytes()
+    error = operator_error(model, params, built.params, tests[:1])
+    print(f"{name}: built in {seconds:.0f} s, operator error {error:.6f}", flush=True)
+    for row, quantized in variants(name, built.params).items():
+      entry = {
+        "operator_error": error,
+        "build_seconds": seconds,
+        "stage_seconds": built.record.clock.seconds,
+        "peak_bytes": peak,
+        "calibration": built.record.calibration,
+        "balance_steps": balance_steps(built.record),
+        "size": checkpoint.size_report(quantized),
+      }
+      if options.replicates:
+        entry["perplexity"] = perplexity(
+          model, quantized, tests, replicates=options.replicates
+        ).to_dict()
+        print(f"  {row}: {entry['perplexity']['values']}", flush=True)
+      result["rows"][row] = entry
+      out.parent.mkdir(parents=True, exist_ok=True)
+      out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,54 @@
+"""Small pieces of the report's HTML; every string given is escaped unless noted."""
+
+import html
+from collections.abc import Iterable, Sequence
+
+WIDE = 1086
+"""Pixels of a chart as wide as the page."""
+
+
+def legend(names: Iterable[str]) -> str:
+  """A legend in palette order."""
+  return colored_legend((name, color) for color, name in enumerate(names))
+
+
+def colored_legend(entries: Iterable[tuple[str, int]]) -> str:
+  """A legend of names and palette indices."""
+  span = lambda name, color: f'<span class="c{color}">{html.escape(name)}</span>'
+  spans = (span(name, color) for name, color in entries)
+  return f'<div class="legend">{"".join(spans)}</div>'
+
+
+def figure(
+  title: str, chart: str, *, note: str = "", keys: str = "", kind: str = ""
+) -> str:
+  """A titled chart with its legend and a sentence on how to read it."""
+  head = f"<h4>{html.escape(title)}</h4>"
+  if note:
+    head += f"<figcaption>{html.escape(note)}</figcaption>"
+  return f'<figure class="{kind}">{head}{keys}{chart}</figure>'
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+  """A table; cells are ready HTML, and one that begins with `<td` is kept whole."""
+  cell = lambda c: c if c.startswith("<td") else f"<td>{c}</td>"
+  lines = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in body)
+  heads = "".join(f"<th>{html.escape(h)}</th>" for h in head)
+  return (
+    f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>'
+    f"<tbody>{lines}</tbody></table></div>"
+  )
+
+
+def section(title: str, lead: str, content: str) -> str:
+  """A subsection, or nothing where there is nothing to show."""
+  if not content:
+    return ""
+  head = f"<h3>{html.escape(title)}</h3>"
+  return f'{head}<p class="lead">{html.escape(lead)}</p>{content}'
+
+
+def grid(figures: Iterable[str], kind: str = "") -> str:
+  """Figures side by side."""
+  inside = "".join(figures)
+  return f'<div class="grid {kind}">{inside}</div>' if inside else ""

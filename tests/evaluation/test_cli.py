@@ -1,0 +1,138 @@
+"""The commands on a tiny model folder with a real tokenizer file."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from safetensors.flax import save_file
+
+from mxjax.evaluation import cli
+from mxjax.models import CausalLM, ModelConfig
+
+TEXT = "the cat sat on the mat and the dog ran over the hill " * 40
+CONFIG = {
+  "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64,
+  "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+  "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+  "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256,
+  "tie_word_embeddings": True, "hidden_act": "silu", "bos_token_id": 1,
+  "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  path = tmp_path_factory.mktemp("model")
+  (path / "config.json").write_text(json.dumps(CONFIG))
+  model = CausalLM(
+    ModelConfig(
+      vocab_size=64, hidden_size=64, intermediate_size=96, num_layers=1, num_heads=4,
+      num_kv_heads=2, head_dim=16, norm_eps=1e-5, tie_embeddings=True,
+      rope_theta=1e4, max_positions=256,
+    )
+  )
+  params = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+  names = {}
+  for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+    name = jax.tree_util.keystr(keys, simple=True, separator=".")
+    names["model." + name.replace("layers_", "layers.")] = leaf
+  save_file(names, path / "model.safetensors")
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  backend.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(vocab_size=64, show_progress=False)
+  backend.train_from_iterator([TEXT], trainer)
+  backend.save(str(path / "tokenizer.json"))
+  (path / "text.txt").write_text(TEXT)
+  return path
+
+
+def arguments(folder, out, *extra):
+  text = str(folder / "text.txt")
+  return [
+    str(folder), "--out", str(out), "--calib", text, "--data", text,
+    "--sequences", "2", "--length", "32", "--windows", "2", "--window-length", "32",
+    "--json", *extra,
+  ]
+
+
+def last_json(capsys):
+  return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_quantize_evaluate_generate(folder, tmp_path, capsys):
+  out = tmp_path / "out"
+  options = arguments(folder, out, "--method", "gptq", "--operator-error")
+  assert cli.main(["quantize", *options]) == 0
+  row = last_json(capsys)[0]
+  assert row["method"] == "gptq"
+  assert (out / "report.html").read_text().startswith("<!")
+  assert (out / "run" / "journal.jsonl").is_file()
+
+  text = str(folder / "text.txt")
+  evaluate = [
+    "evaluate", str(out), "--data", text, "--windows", "2", "--window-length", "32",
+    "--json", "--operator-error", "--model", str(folder),
+  ]
+  assert cli.main(evaluate) == 0
+  again = last_json(capsys)
+  assert again["perplexity"]["text"]["values"] == row["perplexity"]["text"]["values"]
+  assert again["operator_error"] == row["operator_error"]
+
+  generate = ["generate", str(out), "--prompt", "the cat", "--max-new-tokens", "4"]
+  assert cli.main([*generate, "--json"]) == 0
+  assert last_json(capsys)["text"].startswith("the cat")
+
+
+def test_compare_writes_one_table_and_one_report(folder, tmp_path, capsys):
+  out = tmp_path / "out"
+  options = arguments(folder, out, "--methods", "rtn,brq")
+  assert cli.main(["compare", *options]) == 0
+  assert [row["method"] for row in last_json(capsys)] == ["rtn", "brq"]
+  rows = json.loads((out / "result.json").read_text())
+  assert rows[0]["record"]["layers"]
+
+
+@pytest.mark.parametrize(
+  ("extra", "message"),
+  [
+    (["--method", "awq"], "unknown method 'awq'"),
+    (["--calib", "absent.txt"], "absent.txt is neither a file nor one of"),
+    (["--sequences", "500"], "need 16000 tokens"),
+  ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+  folder, tmp_path, capsys, extra, message
+):
+  out = tmp_path / "out"
+  assert cli.main(["quantize", *arguments(folder, out), *extra]) == 2
+  error = capsys.readouterr().err
+  assert message in error
+  assert "Traceback" not in error
+  assert not out.exists()
+
+
+def test_an_existing_output_folder_is_refused(folder, tmp_path, capsys):
+  (tmp_path / "mine").write_text("keep")
+  assert cli.main(["quantize", *arguments(folder, tmp_path)]) == 2
+  assert "never overwritten" in capsys.readouterr().err
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["mine"]
+
+
+@pytest.mark.parametrize("command", ["quantize", "evaluate", "compare", "generate"])
+def test_help_explains_each_command(command, capsys):
+  with pytest.raises(SystemExit) as stop:
+    cli.main([command, "--help"])
+  assert stop.value.code == 0
+  assert len(capsys.readouterr().out) > 200
+
+
+def test_token_ids_out_of_range_are_named(folder, tmp_path, capsys):
+  path = tmp_path / "ids.npy"
+  np.save(path, np.full((2, 32), 64))
+  options = arguments(folder, tmp_path / "out", "--calib", str(path))
+  assert cli.main(["quantize", *options]) == 2
+  assert "outside the vocabulary of 64" in capsys.readouterr().err
