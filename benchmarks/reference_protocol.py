@@ -19,7 +19,7 @@ import time
 
 import numpy as np
 
-from mxjax import checkpoint, methods, models, pipeline
+from mxjax import methods, models, pipeline, sizes
 from mxjax.calibration import Calibration
 from mxjax.evaluation.operator_error import operator_error
 from mxjax.evaluation.perplexity import perplexity
@@ -127,7 +127,7 @@ def main():
         "peak_bytes": peak,
         "calibration": built.record.calibration,
         "balance_steps": balance_steps(built.record),
-        "size": checkpoint.size_report(quantized),
+        "size": sizes.size_report(quantized),
       }
       if options.replicates:
         entry["perplexity"] = perplexity(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mxjax import checkpoint, methods, models, run_folder
+from mxjax import checkpoint, methods, models, run_folder, sizes
 from mxjax.evaluation import console, datasets, report, study
 
 DEMO_METHODS = ("rtn", "gptq", "brq", "hires")
@@ -160,11 +160,9 @@ def _fresh_folder(path: pathlib.Path) -> pathlib.Path:
 
 def _finish(folder: pathlib.Path, rows: Sequence[dict[str, Any]], title: str) -> None:
   _write_json(folder / "result.json", rows)
-  good = [row for row in rows if "error" not in row]
-  if good:
-    report.write_report(
-      folder / "report.html", good, title=title, subtitle="strict MXFP4 W4A4"
-    )
+  report.write_report(
+    folder / "report.html", list(rows), title=title, subtitle="strict MXFP4 W4A4"
+  )
 
 
 def _print(
@@ -201,7 +199,7 @@ def evaluate(options: argparse.Namespace) -> None:
   row = {
     "checkpoint": str(folder),
     **subject.measure(quantized),
-    "size": checkpoint.size_report(quantized),
+    "size": sizes.size_report(quantized),
   }
   if options.json:
     print(json.dumps(row))

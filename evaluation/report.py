@@ -272,7 +272,7 @@ def write_report(
     path: The file, replaced if it exists, or a folder, which gets `report.html`.
     runs: One JSON-ready dict a method: `method`; `perplexity`, by dataset `mean`,
       `spread` and `values`; `float_perplexity`, a number or numbers by dataset;
-      `operator_error` or None; `size` of `checkpoint.size_report` or None; and
+      `operator_error` or None; `size` of `sizes.size_report` or None; and
       `record`, of `QuantizationRecord.to_dict`. A run with an `error` instead is
       shown with that sentence.
     title: Heading of the page.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mxjax import checkpoint, methods, pipeline
+from mxjax import methods, pipeline, sizes
 from mxjax.calibration import (
   Calibration,
   CausalLanguageModel,
@@ -93,7 +93,7 @@ def run_method(
     "method": program.name,
     "seconds": seconds,
     **subject.measure(result.params),
-    "size": checkpoint.size_report(result.params),
+    "size": sizes.size_report(result.params),
     "record": result.record.to_dict(),
   }
   return row, result.params

@@ -1,7 +1,6 @@
 """The typed leaf of a quantized linear, and the one function that looks at it."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -104,9 +103,3 @@ def linear(x: jax.Array, weight: jax.Array | QuantizedLinear) -> jax.Array:
   decoded = mxfp4.decode(weight.weight, x.dtype, weight.rules)
   y = jnp.einsum("dn,md->nm", operand, decoded, precision=HIGHEST)
   return y.reshape(*x.shape[:-1], decoded.shape[0])
-
-
-def stored_bytes(weight: QuantizedLinear) -> int:
-  """Bytes of every array of the leaf: codes, scales, map and rounding tables."""
-  leaves = jax.tree.leaves(weight)
-  return sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax import checkpoint, code_refinement, input_maps, models, mxfp4
+from mxjax import checkpoint, code_refinement, input_maps, models, mxfp4, sizes
 from mxjax.contract import PAPER_CONTRACT, Contract
 from mxjax.mlp_recovery import MlpRecovery
 from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
@@ -267,8 +267,8 @@ def test_what_is_absent_or_unknown_is_named(saved, tmp_path):
 
 
 def test_sizes_add_up(params):
-  sizes = checkpoint.size_report(params)
-  linears = sizes["quantized_linears"]
+  report = sizes.size_report(params)
+  linears = report["quantized_linears"]
   width, hidden, layers = 64, 128, 2
   weights = layers * (2 * width * width + 2 * width * 32 + 3 * width * hidden)
   assert linears["weights"] == weights
@@ -276,14 +276,14 @@ def test_sizes_add_up(params):
   assert linears["scales"] == weights // 32
   assert linears["maps"] == layers * 4 * 2 * 32 * 32 * 4
   assert linears["rounding"] == layers * 4 * 2 * (528 + 1024) * 4
-  assert sizes["recovery"] == layers * (2 * 2 + 4) * 4
+  assert report["recovery"] == layers * (2 * 2 + 4) * 4
   values = 96 * width + 5 * width
-  assert sizes["other"] == 2 * values
+  assert report["other"] == 2 * values
   held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-  assert sizes["total"] == held
-  assert sizes["bf16_total"] == 2 * (weights + values)
-  assert sizes["ratio"] == sizes["bf16_total"] / held
-  assert checkpoint.size_report(jax.eval_shape(lambda: params)) == sizes
+  assert report["total"] == held
+  assert report["bf16_total"] == 2 * (weights + values)
+  assert report["ratio"] == report["bf16_total"] / held
+  assert sizes.size_report(jax.eval_shape(lambda: params)) == report
 
 
 def test_importing_is_light():
