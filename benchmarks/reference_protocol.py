@@ -73,7 +73,9 @@ def balance_steps(record):
     for linear in layer["linears"].values()
     for step in linear.get("balance_steps", [])
   ]
-  return {str(s): steps.count(s) / len(steps) for s in (1.0, 0.5, 0.0)} if steps else None
+  return (
+    {str(s): steps.count(s) / len(steps) for s in (1.0, 0.5, 0.0)} if steps else None
+  )
 
 
 def machine():

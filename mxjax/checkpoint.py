@@ -9,7 +9,6 @@ without the model that made it.
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import pathlib
 import secrets

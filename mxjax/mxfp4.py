@@ -20,6 +20,7 @@ import math
 from typing import Literal, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -29,8 +30,9 @@ BLOCK_SIZE = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The E2M1 magnitudes, indexed by the low three bits of a code."""
 SCALE_BIAS = 127
-"""An E8M0 byte is the exponent plus this; byte 255 marks a block that was not finite."""
+"""An E8M0 byte is the exponent plus this."""
 NOT_FINITE = 255
+"""The E8M0 byte of a block that had inf or NaN; never legal in a payload."""
 
 ScaleRule = Literal["floor", "even", "rceil", "mx43"]
 TieRule = Literal["away", "even"]
@@ -162,7 +164,7 @@ def block_exponent(
   return jnp.where(finite, clipped, jnp.int32(128))
 
 
-def _thresholds(rules: Rules, dtype: np.dtype) -> tuple[float, ...]:
+def _thresholds(rules: Rules, dtype: np.dtype) -> tuple[np.floating, ...]:
   """The smallest scaled magnitudes of `dtype` that reach codes 1 to 7."""
   dtype = np.dtype(dtype)
   values = [fractions.Fraction(m) for m in MAGNITUDES]

@@ -157,7 +157,7 @@ class MlpFit:
     targets = [_float_linear(x, float_mlp[name]) for name in ("gate_proj", "up_proj")]
     arrays = (taps["gate"], taps["up"], *targets)
     quarters = [
-      mlp_recovery.cell_moments(*(a[:, part] for a in arrays), constants)
+      mlp_recovery.cell_moments(*(a[:, part] for a in arrays), weights=constants)
       for part in _quarters(x.shape[1])
     ]
     new = jax.tree.map(lambda *parts: jnp.concatenate(parts), *quarters)

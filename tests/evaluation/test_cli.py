@@ -14,11 +14,21 @@ from mxjax.models import CausalLM, ModelConfig
 
 TEXT = "the cat sat on the mat and the dog ran over the hill " * 40
 CONFIG = {
-  "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64,
-  "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
-  "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-  "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256,
-  "tie_word_embeddings": True, "hidden_act": "silu", "bos_token_id": 1,
+  "architectures": ["LlamaForCausalLM"],
+  "model_type": "llama",
+  "vocab_size": 64,
+  "hidden_size": 64,
+  "intermediate_size": 96,
+  "num_hidden_layers": 1,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 16,
+  "rms_norm_eps": 1e-5,
+  "rope_theta": 10000.0,
+  "max_position_embeddings": 256,
+  "tie_word_embeddings": True,
+  "hidden_act": "silu",
+  "bos_token_id": 1,
   "eos_token_id": 2,
 }
 
@@ -29,9 +39,17 @@ def folder(tmp_path_factory):
   (path / "config.json").write_text(json.dumps(CONFIG))
   model = CausalLM(
     ModelConfig(
-      vocab_size=64, hidden_size=64, intermediate_size=96, num_layers=1, num_heads=4,
-      num_kv_heads=2, head_dim=16, norm_eps=1e-5, tie_embeddings=True,
-      rope_theta=1e4, max_positions=256,
+      vocab_size=64,
+      hidden_size=64,
+      intermediate_size=96,
+      num_layers=1,
+      num_heads=4,
+      num_kv_heads=2,
+      head_dim=16,
+      norm_eps=1e-5,
+      tie_embeddings=True,
+      rope_theta=1e4,
+      max_positions=256,
     )
   )
   params = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
@@ -53,9 +71,23 @@ def folder(tmp_path_factory):
 def arguments(folder, out, *extra):
   text = str(folder / "text.txt")
   return [
-    str(folder), "--out", str(out), "--calib", text, "--data", text,
-    "--sequences", "2", "--length", "32", "--windows", "2", "--window-length", "32",
-    "--json", *extra,
+    str(folder),
+    "--out",
+    str(out),
+    "--calib",
+    text,
+    "--data",
+    text,
+    "--sequences",
+    "2",
+    "--length",
+    "32",
+    "--windows",
+    "2",
+    "--window-length",
+    "32",
+    "--json",
+    *extra,
   ]
 
 
@@ -74,8 +106,18 @@ def test_quantize_evaluate_generate(folder, tmp_path, capsys):
 
   text = str(folder / "text.txt")
   evaluate = [
-    "evaluate", str(out), "--data", text, "--windows", "2", "--window-length", "32",
-    "--json", "--operator-error", "--model", str(folder),
+    "evaluate",
+    str(out),
+    "--data",
+    text,
+    "--windows",
+    "2",
+    "--window-length",
+    "32",
+    "--json",
+    "--operator-error",
+    "--model",
+    str(folder),
   ]
   assert cli.main(evaluate) == 0
   again = last_json(capsys)

