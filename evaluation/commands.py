@@ -74,10 +74,10 @@ def _save(
     )
 
 
-def quantize(options: argparse.Namespace) -> None:
-  """`mxjax quantize`."""
-  methods.get(options.method)
-  folder = run_folder.check_output(options.out)
+def _prepare(
+  options: argparse.Namespace,
+) -> tuple[models.CausalLM, models.Tokenizer, study.Subject, np.ndarray]:
+  """Loads the model, the calibration tokens and the tests that options name."""
   model, params = models.from_pretrained(options.model)
   tokenizer = models.load_tokenizer(options.model)
   tokens = _calibration(options, tokenizer)
@@ -88,6 +88,14 @@ def quantize(options: argparse.Namespace) -> None:
     options.replicates,
     options.operator_error,
   )
+  return model, tokenizer, subject, tokens
+
+
+def quantize(options: argparse.Namespace) -> None:
+  """`mxjax quantize`."""
+  methods.get(options.method)
+  folder = run_folder.check_output(options.out)
+  model, tokenizer, subject, tokens = _prepare(options)
   with console.progress_bars() as begin:
     row, quantized = study.run_method(
       subject,
@@ -109,16 +117,7 @@ def compare(options: argparse.Namespace) -> None:
   for name in names:
     methods.get(name)
   folder = run_folder.check_output(options.out)
-  model, params = models.from_pretrained(options.model)
-  tokenizer = models.load_tokenizer(options.model)
-  tokens = _calibration(options, tokenizer)
-  subject = study.Subject(
-    model,
-    params,
-    _tests(options, tokenizer),
-    options.replicates,
-    options.operator_error,
-  )
+  _, _, subject, tokens = _prepare(options)
   with console.progress_bars() as begin:
     rows, _ = study.compare(subject, tokens, names, on_method=begin)
   folder.mkdir(parents=True, exist_ok=True)

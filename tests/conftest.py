@@ -48,6 +48,26 @@ def vectors():
   return Vectors(GOLDEN / "vectors.npz")
 
 
+@pytest.fixture(scope="session")
+def tiny_config():
+  """Two layers with grouped queries, every width a multiple of 32."""
+  from mxjax.models import ModelConfig
+
+  return ModelConfig(
+    vocab_size=61,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    rope_theta=1e4,
+    max_positions=128,
+  )
+
+
 @pytest.fixture
 def float64():
   with precision.float64_scope():

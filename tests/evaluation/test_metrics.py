@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,29 +8,15 @@ import pytest
 import mxjax
 from mxjax.evaluation.operator_error import operator_error, operator_errors
 from mxjax.evaluation.perplexity import perplexity, perturbed, window_losses
-from mxjax.models import CausalLM, ModelConfig
+from mxjax.models import CausalLM
 from mxjax.quantized_linear import linear
-
-CONFIG = ModelConfig(
-  vocab_size=50,
-  hidden_size=64,
-  intermediate_size=96,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=16,
-  norm_eps=1e-5,
-  tie_embeddings=False,
-  rope_theta=1e4,
-  max_positions=128,
-)
 
 
 @pytest.fixture(scope="module")
-def setting():
-  model = CausalLM(CONFIG)
+def setting(tiny_config):
+  model = CausalLM(dataclasses.replace(tiny_config, tie_embeddings=False))
   params = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
-  tokens = np.random.default_rng(0).integers(0, 50, (3, 40)).astype(np.int32)
+  tokens = np.random.default_rng(0).integers(0, 61, (3, 40)).astype(np.int32)
   calib = mxjax.Calibration(model, tokens)
   return model, params, tokens, mxjax.quantize(params, calib, "rtn", check=False)
 

@@ -11,27 +11,13 @@ import mxjax
 from mxjax import methods, mxfp4, pipeline, precision, recovery, streams
 from mxjax.calibration import Calibration
 from mxjax.evaluation.operator_error import operator_error, operator_errors
-from mxjax.models import CausalLM, ModelConfig
+from mxjax.models import CausalLM
 from mxjax.quantized_linear import QuantizedLinear
-
-CONFIG = ModelConfig(
-  vocab_size=61,
-  hidden_size=64,
-  intermediate_size=96,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=16,
-  norm_eps=1e-5,
-  tie_embeddings=True,
-  rope_theta=1e4,
-  max_positions=128,
-)
 
 
 @pytest.fixture(scope="module")
-def model():
-  return CausalLM(CONFIG)
+def model(tiny_config):
+  return CausalLM(tiny_config)
 
 
 @pytest.fixture(scope="module")
@@ -241,8 +227,8 @@ def test_ablations_are_programs(model, params, tokens):
 
 
 class TestBadInputs:
-  def test_a_width_that_is_not_a_multiple_of_32(self, params, tokens):
-    config = dataclasses.replace(CONFIG, intermediate_size=80)
+  def test_a_width_that_is_not_a_multiple_of_32(self, params, tokens, tiny_config):
+    config = dataclasses.replace(tiny_config, intermediate_size=80)
     model = CausalLM(config)
     odd = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
     with pytest.raises(ValueError, match="layers_0/mlp/down_proj has input width 80"):
