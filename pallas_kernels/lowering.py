@@ -111,23 +111,34 @@ def tail_mask(rows: int, tile: int, axis: int) -> jax.Array | None:
   return program_id(axis) * tile + lax.iota(jnp.int32, tile) < rows
 
 
-def load(ref: Any, mask: jax.Array | None = None) -> jax.Array:
-  """Reads a block; where `mask` (of its leading axis) is False, zeros."""
-  if mask is None:
-    return ref[...]
-  return triton.load(ref, mask=_expand(mask, ref.shape), other=0)
+def load(ref: Any, *masks: jax.Array | None) -> jax.Array:
+  """Reads a block; zeros where a mask, one for each leading axis, is False."""
+  shape = ref.shape
+  mask = _combine(masks, shape)
+  return ref[...] if mask is None else triton.load(ref, mask=mask, other=0)
 
 
-def store(ref: Any, value: jax.Array, mask: jax.Array | None = None) -> None:
-  """Writes a block; where `mask` (of its leading axis) is False, nothing."""
+def store(ref: Any, value: jax.Array, *masks: jax.Array | None) -> None:
+  """Writes a block; nothing where a mask, one for each leading axis, is False."""
+  mask = _combine(masks, value.shape)
   if mask is None:
     ref[...] = value
   else:
-    triton.store(ref, value, mask=_expand(mask, value.shape))
+    triton.store(ref, value, mask=mask)
 
 
-def _expand(mask: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  return jnp.broadcast_to(mask.reshape(-1, *([1] * (len(shape) - 1))), shape)
+def _combine(
+  masks: Sequence[jax.Array | None], shape: tuple[int, ...]
+) -> jax.Array | None:
+  """One mask of the full shape from masks of single axes, or None."""
+  result = None
+  for axis, mask in enumerate(masks):
+    if mask is not None:
+      ones = [1] * len(shape)
+      ones[axis] = -1
+      wide = jnp.broadcast_to(mask.reshape(ones), shape)
+      result = wide if result is None else result & wide
+  return result
 
 
 def dot_float32(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:

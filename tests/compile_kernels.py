@@ -48,7 +48,9 @@ def toolkit():
   """The folder of a CUDA toolkit with ptxas and libdevice, or None."""
   folders = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
   on_path = shutil.which("nvcc") or shutil.which("ptxas")
-  folders.append(str(pathlib.Path(on_path).resolve().parent.parent) if on_path else None)
+  folders.append(
+    str(pathlib.Path(on_path).resolve().parent.parent) if on_path else None
+  )
   for folder in filter(None, folders):
     home = pathlib.Path(folder)
     has_library = (home / "nvvm" / "libdevice" / "libdevice.10.bc").is_file()
@@ -77,14 +79,37 @@ def cases():
   import jax
   import jax.numpy as jnp
 
-  from mxjax.pallas_kernels import mxfp4_encode
+  from mxjax import mxfp4
+  from mxjax.pallas_kernels import matmul, mxfp4_encode
 
   f32, b16, u8 = jnp.float32, jnp.bfloat16, jnp.uint8
   array = jax.ShapeDtypeStruct
-  del functools, u8
+  packed = lambda n, d: mxfp4.MXTensor(array((n, d // 2), u8), array((n, d // 32), u8))
+  product = functools.partial(matmul.launch, dtype=b16)
   return {
     "encode float32": (mxfp4_encode.launch, array((2048, 4096), f32)),
     "encode bfloat16": (mxfp4_encode.launch, array((2048, 4096), b16)),
+    "matmul bfloat16 x packed, 2048 rows": (
+      product,
+      array((2048, 4096), b16),
+      packed(12288, 4096),
+    ),
+    "matmul packed x packed, 2048 rows": (
+      product,
+      packed(2048, 4096),
+      packed(4096, 4096),
+    ),
+    "matmul bfloat16 x packed, 1 row": (
+      product,
+      array((1, 4096), b16),
+      packed(4096, 4096),
+    ),
+    "matmul packed x packed, 16 rows": (product, packed(16, 4096), packed(12288, 4096)),
+    "matmul bfloat16 x packed, 48 rows": (
+      product,
+      array((48, 576), b16),
+      packed(1536, 576),
+    ),
   }
 
 
@@ -149,7 +174,9 @@ def compile_all(selected):
     seconds = time.perf_counter() - start
     for result in results or [{"error": "no PTX of ours was dumped"}]:
       bad = "error" in result or result["spills"] or result["tf32"]
-      print(f"{'FAIL' if bad else 'ok  '} {name:44s} {describe(result)} {seconds:.1f} s")
+      print(
+        f"{'FAIL' if bad else 'ok  '} {name:44s} {describe(result)} {seconds:.1f} s"
+      )
       faults += [name] if bad else []
   return faults
 
