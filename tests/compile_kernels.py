@@ -80,15 +80,30 @@ def cases():
   import jax.numpy as jnp
 
   from mxjax import mxfp4
-  from mxjax.pallas_kernels import matmul, mxfp4_encode
+  from mxjax.pallas_kernels import code_refinement, matmul, mxfp4_encode
 
   f32, b16, u8 = jnp.float32, jnp.bfloat16, jnp.uint8
   array = jax.ShapeDtypeStruct
   packed = lambda n, d: mxfp4.MXTensor(array((n, d // 2), u8), array((n, d // 32), u8))
+
+  def refine(x, *tables, decoded):
+    tile = code_refinement.Tile.of(x.shape[0], x.dtype)
+    prepare = functools.partial(code_refinement.tables, split=tile.split)
+    launch = functools.partial(code_refinement.launch, tile=tile, decoded=decoded)
+    return launch, x, jax.eval_shape(prepare, *tables)
+
+  tables = [array((128, 32, 32), f32)] * 3
+  codes = functools.partial(refine, decoded=False)
+  values = functools.partial(refine, decoded=True)
   product = functools.partial(matmul.launch, dtype=b16)
   return {
     "encode float32": (mxfp4_encode.launch, array((2048, 4096), f32)),
     "encode bfloat16": (mxfp4_encode.launch, array((2048, 4096), b16)),
+    "one code, split, codes": codes(array((2048, 4096), b16), *tables),
+    "one code, split, values": values(array((2048, 4096), b16), *tables),
+    "one code, float32, codes": codes(array((2048, 4096), f32), *tables),
+    "one code, float32, values, 1 row": values(array((1, 4096), b16), *tables),
+    "nearest, split, values": values(array((2048, 4096), b16), tables[0], None, None),
     "matmul bfloat16 x packed, 2048 rows": (
       product,
       array((2048, 4096), b16),
