@@ -80,7 +80,15 @@ def cases():
   import jax.numpy as jnp
 
   from mxjax import mxfp4
-  from mxjax.pallas_kernels import code_refinement, matmul, mxfp4_encode
+  from mxjax.mlp_recovery import MlpRecovery
+  from mxjax.pallas_kernels import (
+    code_refinement,
+    gptq,
+    matmul,
+    mxfp4_encode,
+    recovery,
+  )
+  from mxjax.value_recovery import ValueRecovery
 
   f32, b16, u8 = jnp.float32, jnp.bfloat16, jnp.uint8
   array = jax.ShapeDtypeStruct
@@ -104,6 +112,21 @@ def cases():
     "one code, float32, codes": codes(array((2048, 4096), f32), *tables),
     "one code, float32, values, 1 row": values(array((1, 4096), b16), *tables),
     "nearest, split, values": values(array((2048, 4096), b16), tables[0], None, None),
+    "GPTQ group of 32 columns": (
+      gptq.launch,
+      array((32, 12288), f32),
+      array((32, 32), f32),
+    ),
+    "MLP recovery": (
+      recovery.launch_product,
+      *[array((2048, 12288), b16)] * 2,
+      MlpRecovery(*[array((), f32)] * 4),
+    ),
+    "value recovery": (
+      recovery.launch_values,
+      array((2048, 8, 128), b16),
+      ValueRecovery(*[array((8,), f32)] * 2),
+    ),
     "matmul bfloat16 x packed, 2048 rows": (
       product,
       array((2048, 4096), b16),
