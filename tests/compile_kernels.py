@@ -10,7 +10,6 @@ with `libdevice` from a CUDA toolkit. Without them it says so and ends with code
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import os
 import pathlib
 import re
@@ -61,11 +60,15 @@ def toolkit():
 
 def obstacle():
   """Why nothing can be compiled here, or None."""
-  if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-    version = importlib.metadata.version("jax")
+  version = importlib.metadata.version("jax")
+  try:
+    plugin = importlib.metadata.version("jax-cuda13-plugin")
+  except importlib.metadata.PackageNotFoundError:
+    plugin = "none"
+  if plugin != version:
     return (
-      "the CUDA plugin of jax is not installed; to compile kernels: pip install "
-      f"--no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
+      f"jax {version} needs its own CUDA plugin and found {plugin}; `make kernels`, or "
+      f"pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
     )
   if toolkit() is None:
     return "no CUDA toolkit with ptxas and libdevice in CUDA_HOME or /usr/local/cuda"
