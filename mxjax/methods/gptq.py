@@ -14,6 +14,7 @@ import jax
 from mxjax import execution, gptq
 from mxjax.input_maps import InputMap
 from mxjax.linear_inputs import LinearInputs
+from mxjax.pallas_kernels import gptq as gptq_kernel
 from mxjax.program import Program, Realized
 from mxjax.quantized_linear import Nearest
 
@@ -49,7 +50,7 @@ def reconstruct(
       "more tokens and check the inputs for overflow."
     )
   inputs.record["damping"] = used
-  return gptq.reconstruct(weight, factor.upper, inputs.rules)
+  return gptq_kernel.reconstruct(weight, factor.upper, inputs.rules)
 
 
 @jax.jit
