@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from mxjax import execution
 from mxjax.evaluation import commands
 
 MODEL_HELP = (
@@ -118,6 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs a command; errors a user can mend become one line and exit code 2."""
   options = build_parser().parse_args(arguments)
+  execution.keep_freed_memory()
   try:
     getattr(commands, options.command)(options)
   except (

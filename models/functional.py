@@ -13,7 +13,7 @@ import numpy as np
 from mxjax import precision
 from mxjax.models.config import RopeScaling
 
-QUERY_CHUNK = 512
+QUERY_CHUNK = 256
 """Queries attended at once: bounds the score array to `QUERY_CHUNK * length`."""
 
 
