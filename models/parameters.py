@@ -56,21 +56,33 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[Path, tuple[int, ...]]]
   width, hidden = config.hidden_size, config.intermediate_size
   queries = config.num_heads * config.head_dim
   values = config.num_kv_heads * config.head_dim
+  qkv_bias = config.attention_bias or config.qkv_bias
   linears = [
-    ("self_attn", "q_proj", queries, width, config.attention_bias),
-    ("self_attn", "k_proj", values, width, config.attention_bias),
-    ("self_attn", "v_proj", values, width, config.attention_bias),
+    ("self_attn", "q_proj", queries, width, qkv_bias),
+    ("self_attn", "k_proj", values, width, qkv_bias),
+    ("self_attn", "v_proj", values, width, qkv_bias),
     ("self_attn", "o_proj", width, queries, config.attention_bias),
     ("mlp", "gate_proj", hidden, width, config.mlp_bias),
     ("mlp", "up_proj", hidden, width, config.mlp_bias),
     ("mlp", "down_proj", width, hidden, config.mlp_bias),
   ]
-  yield ("input_layernorm", "weight"), (width,)
-  yield ("post_attention_layernorm", "weight"), (width,)
+  for name in layer_norms(config):
+    yield (name, "weight"), (width,)
+  if config.qk_norm is not None:
+    per_head = config.qk_norm == "head"
+    yield ("self_attn", "q_norm", "weight"), (config.head_dim if per_head else queries,)
+    yield ("self_attn", "k_norm", "weight"), (config.head_dim if per_head else values,)
   for block, name, out_features, in_features, has_bias in linears:
     yield (block, name, "weight"), (out_features, in_features)
     if has_bias:
       yield (block, name, "bias"), (out_features,)
+
+
+def layer_norms(config: ModelConfig) -> tuple[str, str]:
+  """Names of a layer's norms: of attention first, then of the MLP."""
+  if config.is_post_norm:
+    return "post_attention_layernorm", "post_feedforward_layernorm"
+  return "input_layernorm", "post_attention_layernorm"
 
 
 def assemble(

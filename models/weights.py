@@ -3,14 +3,15 @@
 import functools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
-from mxjax.models import llama
+from mxjax.models import families
 from mxjax.models.config import ModelConfig
-from mxjax.models.parameters import Path, StoredTensor, assemble
+from mxjax.models.parameters import Path, StoredTensor, assemble, parameter_shapes
 from mxjax.models.safetensors_file import SafetensorsFile
 
 SINGLE_FILE = "model.safetensors"
@@ -37,7 +38,7 @@ def load_folder(
     ValueError: The config is not supported, a file is truncated, or tensors are
       missing, unexpected, mis-shaped, of a foreign dtype or not finite.
   """
-  config = llama.from_hf_config(_read_json(folder / "config.json"), dtype=dtype)
+  config = families.from_hf_config(_read_json(folder / "config.json"), dtype=dtype)
   stored = {path: tensor for path, tensor in _stored_tensors(folder)}
   if config.tie_embeddings:
     _drop_tied_head(stored, folder)
@@ -110,3 +111,51 @@ def _drop_tied_head(stored: dict[Path, StoredTensor], folder: pathlib.Path) -> N
       "tie_word_embeddings is true, got other values; set it to false in config.json "
       "or remove the tensor."
     )
+
+
+def tensor_name(path: Path) -> str:
+  """Translates a path in the params to the name of Hugging Face.
+
+  The inverse of `params_path`.
+
+  Args:
+    path: For example `("layers_0", "mlp", "up_proj", "weight")`.
+
+  Returns:
+    For example `model.layers.0.mlp.up_proj.weight`.
+  """
+  first, *rest = path
+  if first == "lm_head":
+    return ".".join(path)
+  return ".".join(["model", first.replace("layers_", "layers."), *rest])
+
+
+def save_folder(
+  folder: pathlib.Path, hf_config: Mapping[str, Any], params: Mapping[str, Any]
+) -> None:
+  """Writes a float model so that `load_folder` and transformers read it.
+
+  Args:
+    folder: Made if absent; `config.json` and `model.safetensors` are replaced.
+    hf_config: A config of a supported family, as JSON values.
+    params: Float params of that config, in the dtypes to store.
+
+  Raises:
+    NotImplementedError: The config is not of a supported family.
+    ValueError: The params are not those that the config implies.
+  """
+  from safetensors.flax import save_file
+
+  expected = parameter_shapes(families.from_hf_config(hf_config))
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  tensors = {tuple(str(key.key) for key in path): leaf for path, leaf in leaves}
+  if {path: leaf.shape for path, leaf in tensors.items()} != expected:
+    raise ValueError(
+      f"{folder}: expected params of the {len(expected)} shapes that the config "
+      f"implies, got {len(tensors)} leaves of other names or shapes; pass the config "
+      "that the params were made with."
+    )
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+  named = {tensor_name(path): leaf for path, leaf in tensors.items()}
+  save_file(named, folder / SINGLE_FILE, metadata={"format": "pt"})
