@@ -41,6 +41,11 @@ def _add_data(parser: argparse.ArgumentParser, *, calibrates: bool) -> None:
     help="also measure every linear on the float model's inputs, which separates "
     "methods that perplexity cannot",
   )
+  group.add_argument(
+    "--agreement",
+    action="store_true",
+    help="also compare every prediction with the float model's: KL and flips",
+  )
   parser.add_argument("--json", action="store_true", help="print JSON for machines")
 
 
@@ -81,7 +86,9 @@ def build_parser() -> argparse.ArgumentParser:
   )
   evaluate.add_argument("checkpoint", metavar="DIR")
   evaluate.add_argument(
-    "--model", metavar="MODEL", help="the float model, for --operator-error"
+    "--model",
+    metavar="MODEL",
+    help="the float model, for --operator-error and --agreement",
   )
   _add_data(evaluate, calibrates=False)
 

@@ -87,6 +87,7 @@ def _prepare(
     _tests(options, tokenizer),
     options.replicates,
     options.operator_error,
+    options.agreement,
   )
   return model, tokenizer, subject, tokens
 
@@ -190,10 +191,15 @@ def evaluate(options: argparse.Namespace) -> None:
   model, quantized, tokenizer, folder = _restore(options.checkpoint)
   tests = _tests(options, tokenizer)
   params: Mapping[str, Any] = {}
-  if options.operator_error:
+  if options.operator_error or options.agreement:
     _, params = models.from_pretrained(options.model)
   subject = study.Subject(
-    model, params, tests, options.replicates, options.operator_error
+    model,
+    params,
+    tests,
+    options.replicates,
+    options.operator_error,
+    options.agreement,
   )
   row = {
     "checkpoint": str(folder),
@@ -208,6 +214,11 @@ def evaluate(options: argparse.Namespace) -> None:
     console.STDOUT.print(f"perplexity, {name}: {result['mean']:.3f} ({values})")
   if row["operator_error"] is not None:
     console.STDOUT.print(f"operator error: {row['operator_error']:.6f}")
+  if row["agreement"] is not None:
+    console.STDOUT.print(
+      f"against the float model: KL {row['agreement']['kl_mean']:.4f} nats a token, "
+      f"{row['agreement']['flips']:.2%} of predictions flipped"
+    )
   console.STDOUT.print(f"size: {row['size']['total'] / 1e6:.1f} MB")
 
 

@@ -98,6 +98,7 @@ def last_json(capsys):
 def test_quantize_evaluate_generate(folder, tmp_path, capsys):
   out = tmp_path / "out"
   options = arguments(folder, out, "--method", "gptq", "--operator-error")
+  options.append("--agreement")
   assert cli.main(["quantize", *options]) == 0
   row = last_json(capsys)[0]
   assert row["method"] == "gptq"
@@ -116,6 +117,7 @@ def test_quantize_evaluate_generate(folder, tmp_path, capsys):
     "32",
     "--json",
     "--operator-error",
+    "--agreement",
     "--model",
     str(folder),
   ]
@@ -123,6 +125,8 @@ def test_quantize_evaluate_generate(folder, tmp_path, capsys):
   again = last_json(capsys)
   assert again["perplexity"]["text"]["values"] == row["perplexity"]["text"]["values"]
   assert again["operator_error"] == row["operator_error"]
+  assert again["agreement"] == row["agreement"]
+  assert 0 < row["agreement"]["kl_mean"] < 1
 
   generate = ["generate", str(out), "--prompt", "the cat", "--max-new-tokens", "4"]
   assert cli.main([*generate, "--json"]) == 0
