@@ -9,6 +9,7 @@ import numpy as np
 
 from mxjax import execution, streams
 from mxjax.calibration import CausalLanguageModel, Params
+from mxjax.evaluation.perplexity import WINDOWS_TOGETHER
 
 HEAD_CHUNK = 256
 """Tokens whose logits exist at once, twice: bounds memory for large vocabularies."""
@@ -81,13 +82,16 @@ def agreement(
   """
   outer = streams.outer_params(params), streams.outer_params(quantized)
   divergences, flips = [], []
-  for window in np.asarray(tokens, np.int32):
-    ids = jnp.asarray(window[None, :-1])
-    hidden = (
-      streams.final_hidden(model, params, ids),
-      streams.final_hidden(model, quantized, ids),
+  windows = [jnp.asarray(window[None, :-1]) for window in np.asarray(tokens, np.int32)]
+  for start in range(0, len(windows), WINDOWS_TOGETHER):
+    group = windows[start : start + WINDOWS_TOGETHER]
+    pairs = zip(
+      streams.final_hiddens(model, params, group),
+      streams.final_hiddens(model, quantized, group),
+      strict=True,
     )
-    divergence, is_flipped = execution.finish(_compare(model, outer, hidden))
-    divergences.append(np.asarray(divergence))
-    flips.append(np.asarray(is_flipped))
+    for hidden in pairs:
+      divergence, is_flipped = execution.finish(_compare(model, outer, hidden))
+      divergences.append(np.asarray(divergence))
+      flips.append(np.asarray(is_flipped))
   return Agreement(np.stack(divergences), np.stack(flips))

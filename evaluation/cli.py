@@ -1,4 +1,4 @@
-"""The command line: `mxjax quantize | evaluate | compare | generate | demo`."""
+"""The command line: `mxjax plan | quantize | evaluate | compare | generate | demo`."""
 
 import argparse
 import sys
@@ -49,6 +49,16 @@ def _add_data(parser: argparse.ArgumentParser, *, calibrates: bool) -> None:
   parser.add_argument("--json", action="store_true", help="print JSON for machines")
 
 
+def _add_on_disk(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "--on-disk",
+    action=argparse.BooleanOptionalAction,
+    default=None,
+    help="read each layer when it is needed instead of loading the model; by default "
+    "only where bfloat16 weights would fill half of the memory",
+  )
+
+
 def build_parser() -> argparse.ArgumentParser:
   """The parser of all commands."""
   parser = argparse.ArgumentParser(
@@ -58,6 +68,18 @@ def build_parser() -> argparse.ArgumentParser:
     "mxjax generate runs/smollm2 --prompt 'The moon is'",
   )
   commands_ = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+  plan = commands_.add_parser(
+    "plan",
+    help="what quantizing a model will take, from its config alone",
+    description="Prints parameters, blocks, storage, memory by stage, disk and passes "
+    "of HiRes on MODEL; reads no weights.",
+  )
+  plan.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+  plan.add_argument("--sequences", type=int, default=128, metavar="N")
+  plan.add_argument("--length", type=int, default=2048, metavar="T")
+  plan.add_argument("--chunk", type=int, default=1)
+  plan.add_argument("--json", action="store_true", help="print JSON for machines")
 
   quantize = commands_.add_parser(
     "quantize",
@@ -77,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     default=1,
     help="sequences in a device call; bits do not change",
   )
+  _add_on_disk(quantize)
   _add_data(quantize, calibrates=True)
 
   evaluate = commands_.add_parser(
@@ -100,6 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
   compare.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
   compare.add_argument("--methods", default="rtn,gptq,brq,hires")
   compare.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+  _add_on_disk(compare)
   _add_data(compare, calibrates=True)
 
   generate = commands_.add_parser("generate", help="continue a prompt")

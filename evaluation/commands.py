@@ -1,7 +1,9 @@
 """What each command does, one function a command."""
 
 import argparse
+import contextlib
 import json
+import os
 import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from mxjax import checkpoint, methods, models, run_folder, sizes
+from mxjax import checkpoint, layer_store, methods, models, run_folder, sizes
+from mxjax import plan as plan_module
 from mxjax.evaluation import console, datasets, report, study
 
 DEMO_METHODS = ("rtn", "gptq", "brq", "hires")
@@ -78,7 +81,9 @@ def _prepare(
   options: argparse.Namespace,
 ) -> tuple[models.CausalLM, models.Tokenizer, study.Subject, np.ndarray]:
   """Loads the model, the calibration tokens and the tests that options name."""
-  model, params = models.from_pretrained(options.model)
+  model, params = models.open_pretrained(options.model)
+  if not _stays_on_disk(options, params):
+    params = params.load()
   tokenizer = models.load_tokenizer(options.model)
   tokens = _calibration(options, tokenizer)
   subject = study.Subject(
@@ -92,12 +97,29 @@ def _prepare(
   return model, tokenizer, subject, tokens
 
 
+def _stays_on_disk(options: argparse.Namespace, params: models.LazyParams) -> bool:
+  """Whether layers are read when needed: as told, or when the memory is short."""
+  if options.on_disk is not None:
+    return options.on_disk
+  memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  return plan_module.plan(params.config).bf16 > memory // 2
+
+
 def quantize(options: argparse.Namespace) -> None:
   """`mxjax quantize`."""
   methods.get(options.method)
   folder = run_folder.check_output(options.out)
   model, tokenizer, subject, tokens = _prepare(options)
-  with console.progress_bars() as begin:
+  on_disk = isinstance(subject.params, models.LazyParams)
+  with contextlib.ExitStack() as stack:
+    store = None
+    if on_disk:
+      folder.parent.mkdir(parents=True, exist_ok=True)
+      scratch = tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f"{folder.name}.layers-"
+      )
+      store = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))
+    begin = stack.enter_context(console.progress_bars())
     row, quantized = study.run_method(
       subject,
       tokens,
@@ -105,11 +127,26 @@ def quantize(options: argparse.Namespace) -> None:
       run_dir=folder / "run",
       chunk=options.chunk,
       on_progress=begin(options.method),
+      store=store,
     )
-  row["float_perplexity"] = subject.float_perplexities()
-  _save(folder, row, quantized, model, tokenizer)
+    row["layers_on_disk"] = on_disk
+    row["float_perplexity"] = subject.float_perplexities()
+    _save(folder, row, quantized, model, tokenizer)
   _finish(folder, [row], f"{options.method} on {options.model or 'SmolLM2-135M'}")
   _print(options, [row], folder)
+
+
+def plan(options: argparse.Namespace) -> None:
+  """`mxjax plan`."""
+  config = models.load_config(options.model)
+  planned = plan_module.plan(
+    config, sequences=options.sequences, length=options.length, chunk=options.chunk
+  )
+  if options.json:
+    print(json.dumps(planned.to_dict()))
+    return
+  for table in console.plan_tables(planned, options.model or "SmolLM2-135M"):
+    console.STDOUT.print(table)
 
 
 def compare(options: argparse.Namespace) -> None:

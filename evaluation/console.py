@@ -14,7 +14,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from mxjax import pipeline
+from mxjax import pipeline, plan
 
 STDERR = Console(stderr=True)
 STDOUT = Console()
@@ -79,3 +79,44 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
       f"{row['size']['ratio']:.2f}",
     )
   return table
+
+
+def _size(count: float) -> str:
+  """Bytes in the largest binary unit that keeps them above one."""
+  for unit in ("B", "KiB", "MiB"):
+    if abs(count) < 1024:
+      return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+    count /= 1024
+  return f"{count:.3f} GiB"
+
+
+def plan_tables(planned: plan.Plan, name: str) -> list[Table]:
+  """What `mxjax plan` prints: storage, then the work."""
+  storage = Table(title=f"{name}: storage")
+  storage.add_column("what")
+  storage.add_column("size", justify="right")
+  rows = {
+    f"parameters, {planned.parameters / 1e9:.3f} G, in bfloat16": planned.bf16,
+    f"auxiliary, {planned.blocks:,} input blocks": planned.auxiliary,
+    "decoded layout (the paper's): bfloat16 + auxiliary": planned.decoded_total,
+    "packed codes": planned.codes,
+    "packed scales": planned.scales,
+    "embedding, norms, head, biases": planned.rest,
+    "packed layout (ours)": planned.packed_total,
+  }
+  for label, size in rows.items():
+    storage.add_row(label, _size(size))
+  storage.add_row(
+    "packed against bfloat16", f"{planned.bf16 / planned.packed_total:.2f} x smaller"
+  )
+  work = Table(title="a run, layers on disk")
+  work.add_column("what")
+  work.add_column("amount", justify="right")
+  for stage, size in planned.memory.items():
+    work.add_row(f"peak memory, {stage}", _size(size))
+  for place, size in planned.disk.items():
+    work.add_row(f"disk, {place}", _size(size))
+  work.add_row("passes through the model", str(planned.model_passes))
+  work.add_row("passes over each linear's inputs", str(planned.reductions))
+  work.add_row("products of the model passes", f"{planned.forward_flops:.3g} FLOP")
+  return [storage, work]

@@ -85,48 +85,21 @@ def layer_norms(config: ModelConfig) -> tuple[str, str]:
   return "input_layernorm", "post_attention_layernorm"
 
 
-def assemble(
-  stored: Mapping[Path, StoredTensor], config: ModelConfig, source: str
-) -> dict[str, Any]:
-  """Reads the params of a config, one tensor at a time.
-
-  Args:
-    stored: What the file has, by params path.
-    config: The model's description.
-    source: File or folder, for messages.
-
-  Returns:
-    Nested dict of `jax.Array`, in the dtypes that `StoredTensor.read` gives.
-
-  Raises:
-    ValueError: Tensors are missing, unexpected or of another shape than `config`
-      implies (all are named), or hold NaN or inf (all are named and counted).
-  """
-  expected = parameter_shapes(config)
-  _check_shapes(stored, expected, source)
-  params: dict[str, Any] = {}
-  broken = []
-  for path in expected:
-    # A copy: the memory map must not be needed once the params exist.
-    value = jnp.array(stored[path].read())
-    count = int(_count_nonfinite(value))
-    if count:
-      broken.append(f"{stored[path].name} has {count} of {value.size}")
-    _insert(params, path, value)
-  if broken:
-    raise ValueError(
-      f"{source}: expected finite weights, got NaN or inf: {'; '.join(broken)}; "
-      "download the checkpoint again or repair those tensors."
-    )
-  return params
-
-
-def _check_shapes(
+def check_shapes(
   stored: Mapping[Path, StoredTensor],
   expected: Mapping[Path, tuple[int, ...]],
   source: str,
 ) -> None:
-  """Raises one error that names every tensor out of place."""
+  """Raises one error that names every tensor out of place.
+
+  Args:
+    stored: What the file has, by params path.
+    expected: Shapes that the config implies.
+    source: File or folder, for messages.
+
+  Raises:
+    ValueError: Tensors are missing, unexpected or of another shape.
+  """
   problems = [f"{'.'.join(path)} is missing" for path in expected if path not in stored]
   problems += [
     f"{stored[path].name} is unexpected" for path in stored if path not in expected
@@ -144,13 +117,34 @@ def _check_shapes(
     )
 
 
+def check_finite(values: Mapping[str, jax.Array], source: str) -> None:
+  """Raises one error that names and counts what is not finite.
+
+  Args:
+    values: Arrays by the name to report.
+    source: File or folder, for messages.
+
+  Raises:
+    ValueError: There is NaN or inf.
+  """
+  counts = {name: int(_count_nonfinite(value)) for name, value in values.items()}
+  broken = [
+    f"{n} has {count} of {values[n].size}" for n, count in counts.items() if count
+  ]
+  if broken:
+    raise ValueError(
+      f"{source}: expected finite weights, got NaN or inf: {'; '.join(broken)}; "
+      "download the checkpoint again or repair those tensors."
+    )
+
+
 @jax.jit
 def _count_nonfinite(value: jax.Array) -> jax.Array:
   """Counts NaN and inf entries."""
   return jnp.sum(~jnp.isfinite(value), dtype=jnp.int32)
 
 
-def _insert(params: dict[str, Any], path: Path, value: jax.Array) -> None:
+def insert(params: dict[str, Any], path: Path, value: jax.Array) -> None:
   """Puts a leaf at a path, making the dicts on the way."""
   for key in path[:-1]:
     params = params.setdefault(key, {})
