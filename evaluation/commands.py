@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pathlib
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,8 @@ import numpy as np
 
 from mxjax import checkpoint, layer_store, methods, models, run_folder, sizes
 from mxjax import plan as plan_module
-from mxjax.evaluation import console, datasets, report, study
+from mxjax.evaluation import console, datasets, report, results, seven_tasks, study
+from mxjax.evaluation import tables as table_forms
 
 DEMO_METHODS = ("rtn", "gptq", "brq", "hires")
 DEMO_CALIBRATION = (8, 512)
@@ -32,6 +34,7 @@ def _calibration(
     length=options.length,
     split="calibration",
     seed=options.seed,
+    sampling=options.sampling,
   )
 
 
@@ -130,6 +133,11 @@ def quantize(options: argparse.Namespace) -> None:
       store=store,
     )
     row["layers_on_disk"] = on_disk
+    row["record"]["calibration"] |= {
+      "seed": options.seed,
+      "data": options.calib or "embedded",
+      "model": pathlib.Path(options.model or "SmolLM2-135M").name,
+    }
     row["float_perplexity"] = subject.float_perplexities()
     _save(folder, row, quantized, model, tokenizer)
   _finish(folder, [row], f"{options.method} on {options.model or 'SmolLM2-135M'}")
@@ -212,9 +220,10 @@ def _print(
   console.STDOUT.print(f"report: {folder / 'report.html'}")
 
 
-def _restore(
+def restore(
   path: str,
 ) -> tuple[models.CausalLM, dict[str, Any], models.Tokenizer, pathlib.Path]:
+  """Model, params and tokenizer of a folder written by `quantize`, and the folder."""
   folder = pathlib.Path(path)
   if (folder / "checkpoint").is_dir():
     folder = folder / "checkpoint"
@@ -225,7 +234,15 @@ def _restore(
 
 def evaluate(options: argparse.Namespace) -> None:
   """`mxjax evaluate`."""
-  model, quantized, tokenizer, folder = _restore(options.checkpoint)
+  if options.tasks:
+    _evaluate_tasks(options)
+    return
+  if options.checkpoint is None:
+    raise ValueError(
+      "evaluate: expected the folder of a quantized model, got none; name one, or pass "
+      "--tasks to evaluate a float model."
+    )
+  model, quantized, tokenizer, folder = restore(options.checkpoint)
   tests = _tests(options, tokenizer)
   params: Mapping[str, Any] = {}
   if options.operator_error or options.agreement:
@@ -259,6 +276,80 @@ def evaluate(options: argparse.Namespace) -> None:
   console.STDOUT.print(f"size: {row['size']['total'] / 1e6:.1f} MB")
 
 
+def _evaluate_tasks(options: argparse.Namespace) -> None:
+  """The tasks of a quantized or float model, with a result file."""
+  names = seven_tasks.parse_names(options.tasks)
+  folder = run_folder.check_output(options.out) if options.out else None
+  subject = _task_subject(options)
+  with console.task_bars() as progress:
+    result, items = seven_tasks.run(
+      subject,
+      names,
+      item_limit=options.items,
+      item_source=options.task_source,
+      texts={"wikitext2": options.wikitext2, "c4": options.c4},
+      windows=options.task_windows,
+      window_length=options.window_length,
+      on_progress=progress,
+    )
+  if folder:
+    results.write(folder, result, items)
+  if options.json:
+    print(json.dumps(result))
+    return
+  console.STDOUT.print(console.task_table(result))
+  if folder:
+    console.STDOUT.print(f"results: {folder / 'evaluation.json'}")
+
+
+def _task_subject(options: argparse.Namespace) -> seven_tasks.Subject:
+  """A folder of `quantize`, or else any float model."""
+  source = options.checkpoint
+  folder = pathlib.Path(source) if source else None
+  manifest = next(
+    (
+      place
+      for place in ((folder / "checkpoint", folder) if folder else ())
+      if (place / checkpoint.MANIFEST).is_file()
+    ),
+    None,
+  )
+  if manifest is None:
+    model, params = models.open_pretrained(source)
+    return seven_tasks.Subject(
+      model=model,
+      params=params.load(),
+      tokenizer=models.load_tokenizer(source),
+      name=options.name or (folder.name if folder else "SmolLM2-135M"),
+      method=results.FLOAT,
+      seed=None,
+      details={},
+    )
+  model, params, tokenizer, _ = restore(str(manifest))
+  facts = checkpoint.read_manifest(manifest)
+  calibration = facts["calibration"] or {}
+  return seven_tasks.Subject(
+    model=model,
+    params=params,
+    tokenizer=tokenizer,
+    name=options.name or calibration.get("model") or manifest.parent.name,
+    method=(facts["program"] or {}).get("name", "quantized"),
+    seed=calibration.get("seed"),
+    details={"calibration": calibration, "program": facts["program"]},
+  )
+
+
+def tables(options: argparse.Namespace) -> None:
+  """`mxjax tables`."""
+  found = results.read(options.results)
+  built = table_forms.build(found)
+  if options.out:
+    folder = run_folder.create_output(options.out)
+    written = table_forms.write(folder, built, found)
+    print("\n".join(str(path) for path in written), file=sys.stderr)
+  print(table_forms.markdown(built), end="")
+
+
 def _continue(
   model: models.CausalLM,
   params: Mapping[str, Any],
@@ -275,7 +366,7 @@ def _continue(
 
 def generate(options: argparse.Namespace) -> None:
   """`mxjax generate`."""
-  model, params, tokenizer, _ = _restore(options.checkpoint)
+  model, params, tokenizer, _ = restore(options.checkpoint)
   text = _continue(
     model,
     params,

@@ -7,7 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import (
   BarColumn,
+  MofNCompleteColumn,
   Progress,
+  TaskID,
   TextColumn,
   TimeElapsedColumn,
   TimeRemainingColumn,
@@ -43,6 +45,45 @@ def progress_bars() -> Iterator[Callable[[str], pipeline.OnProgress]]:
       return update
 
     yield begin
+
+
+@contextlib.contextmanager
+def task_bars() -> Iterator[Callable[[str, int, int], None]]:
+  """A bar for each task, with time spent and left."""
+  columns = (
+    TextColumn("{task.description:<14}"),
+    BarColumn(bar_width=24),
+    MofNCompleteColumn(),
+    TimeElapsedColumn(),
+    TextColumn("left"),
+    TimeRemainingColumn(),
+  )
+  with Progress(*columns, console=STDERR) as bars:
+    known: dict[str, TaskID] = {}
+
+    def update(name: str, done: int, total: int) -> None:
+      if name not in known:
+        known[name] = bars.add_task(name, total=total)
+      bars.update(known[name], completed=done)
+
+    yield update
+
+
+def task_table(result: dict[str, Any]) -> Table:
+  """What `evaluate --tasks` prints."""
+  table = Table(title=f"{result['method']} on {result['model']}")
+  for heading in ("task", "score", "±", "of", "seconds"):
+    table.add_column(heading, justify="left" if heading == "task" else "right")
+  for name, found in result["tasks"].items():
+    is_accuracy = "standard_error" in found
+    score = f"{100 * found['score']:.2f} %" if is_accuracy else f"{found['score']:.3f}"
+    error = f"{100 * found['standard_error']:.2f}" if is_accuracy else ""
+    official = found.get("official_items")
+    count = (
+      f"{found['items']} / {official}" if official else f"{found['items']} windows"
+    )
+    table.add_row(name, score, error, count, f"{found['seconds']:.0f}")
+  return table
 
 
 def _perplexity_cell(result: dict[str, Any]) -> str:

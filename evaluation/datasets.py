@@ -244,11 +244,12 @@ def load_tokens(
   source: str | None,
   tokenizer: TextTokenizer,
   *,
-  count: int,
+  count: int | None,
   length: int,
   split: str,
   seed: int | None = None,
   sampling: str | None = None,
+  at_most: bool = False,
 ) -> np.ndarray:
   """Token windows from any source.
 
@@ -262,11 +263,12 @@ def load_tokens(
       `.npy` holds token ids `[n, length]` used exactly as they are, `.jsonl` (or
       `.json`, possibly `.gz`) has a `text` in each line, anything else is plain text.
     tokenizer: Used for text.
-    count: Windows wanted.
+    count: Windows wanted; None is as many as there are, of arrays and `windows`.
     length: Tokens in a window.
     split: `calibration` or `test`; which part of hub data and of the embedded text.
     seed: Of the sample. With `windows`, None or 0 takes the first.
     sampling: One of `SAMPLINGS`, or None.
+    at_most: Whether fewer windows than `count` will do, but at least one.
 
   Returns:
     int32 `[count, length]`.
@@ -289,20 +291,32 @@ def load_tokens(
         "the path."
       )
     if path.suffix == ".npy":
-      return _array_windows(np.load(path), count, length, place)
+      array = np.load(path)
+      available = len(array) if array.ndim == 2 else 1
+      return _array_windows(array, _wanted(count, available, at_most), length, place)
   documents, joint = _documents(source, split)
   if sampling is None:
     by_field = {"c4": "documents", "wikitext2": "offsets"}
     calibrates = split == "calibration"
     sampling = by_field.get(source or "", "windows") if calibrates else "windows"
-  if sampling == "documents":
+  if count is None and sampling != "windows":
+    raise ValueError(f"{place}: expected a number of windows to sample, got none.")
+  if sampling == "documents" and count is not None:
     return document_windows(documents, tokenizer, count, length, seed or 0, place)
   text = joint.join(documents)
   is_hub = source in HUB_SETS
   ids = _with_prefix(tokenizer, text) if is_hub else tokenizer.encode(text)
-  if sampling == "offsets":
+  if sampling == "offsets" and count is not None:
     return offset_windows(ids, count, length, seed or 0, place)
+  count = _wanted(count, len(ids) // length, at_most)
   return _first_or_shuffled(ids, count, length, seed, place)
+
+
+def _wanted(count: int | None, available: int, at_most: bool) -> int:
+  """Windows to take of those there are; at least one, so that none is an error."""
+  if count is None:
+    return max(1, available)
+  return max(1, min(count, available)) if at_most else count
 
 
 def _documents(source: str | None, split: str) -> tuple[list[str], str]:
