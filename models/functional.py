@@ -94,18 +94,21 @@ def causal_attention(
   keys: jax.Array,
   values: jax.Array,
   *,
+  window: int | None = None,
   query_chunk: int = QUERY_CHUNK,
 ) -> jax.Array:
   """Grouped-query softmax attention over the past.
 
-  Queries go in chunks and each chunk sees only the keys up to its own end, so the
-  `length x length` scores never exist at once and nearly half the products are saved.
+  Queries go in chunks and each chunk sees only the keys from the start of its first
+  query's window up to its own end, so the `length x length` scores never exist at
+  once and nearly half the products are saved, or more with a window.
 
   Args:
     queries: `[batch, length, heads, head_dim]`, already rotated.
     keys: `[batch, length, kv_heads, head_dim]`, already rotated; query head h reads
       key-value head `h // (heads / kv_heads)`.
     values: `[batch, length, kv_heads, head_dim]`.
+    window: Tokens that a query sees, itself included; None for all of the past.
     query_chunk: Queries at a time; the result does not depend on it.
 
   Returns:
@@ -120,16 +123,22 @@ def causal_attention(
   chunks = []
   for start in range(0, length, query_chunk):
     stop = min(start + query_chunk, length)
-    past = keys[:, :, :stop], values[:, :, :stop]
-    chunks.append(_attend(grouped[:, :, :, start:stop], *past, start))
+    first = 0 if window is None else max(0, start - window + 1)
+    seen = keys[:, :, first:stop], values[:, :, first:stop]
+    chunks.append(_attend(grouped[:, :, :, start:stop], *seen, start, first, window))
   outputs = jnp.concatenate(chunks, axis=3).transpose(0, 3, 1, 2, 4)
   return outputs.reshape(batch, length, heads * head_dim)
 
 
 def _attend(
-  queries: jax.Array, keys: jax.Array, values: jax.Array, start: int
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  start: int,
+  first: int,
+  window: int | None,
 ) -> jax.Array:
-  """Attends queries `[b, k, g, t, d]` at positions from `start` to all keys given."""
+  """Attends queries `[b, k, g, t, d]` from position `start` to keys from `first`."""
   scores = jnp.einsum(
     "bkgtd,bksd->bkgts",
     queries,
@@ -137,10 +146,13 @@ def _attend(
     precision=precision.HIGHEST,
     preferred_element_type=jnp.float32,
   )
-  query_positions = start + np.arange(queries.shape[3])
-  is_past = np.arange(keys.shape[2])[None, :] <= query_positions[:, None]
+  query_positions = start + np.arange(queries.shape[3])[:, None]
+  key_positions = first + np.arange(keys.shape[2])[None, :]
+  is_seen = key_positions <= query_positions
+  if window is not None:
+    is_seen &= key_positions > query_positions - window
   scores = jnp.where(
-    is_past[None, None, None], scores * queries.shape[-1] ** -0.5, -jnp.inf
+    is_seen[None, None, None], scores * queries.shape[-1] ** -0.5, -jnp.inf
   )
   weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
   return jnp.einsum("bkgts,bksd->bkgtd", weights, values, precision=precision.HIGHEST)

@@ -14,6 +14,7 @@ from flax import linen as nn
 from mxjax import mlp_recovery, value_recovery
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
+from mxjax.models.parameters import layer_norms
 from mxjax.quantized_linear import linear
 
 CALIBRATION = "calibration"
@@ -102,15 +103,21 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-  """An RMS norm with a scale."""
+  """An RMS norm with a scale.
 
-  config: ModelConfig
+  Attributes:
+    width: Coordinates of a row.
+    eps: Added to the mean square.
+  """
+
+  width: int
+  eps: float
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Normalizes `[..., d]`, same dtype."""
-    weight = _leaf(self, "weight", nn.initializers.ones, self.config.hidden_size)
-    return functional.rms_norm(x, weight, self.config.norm_eps)
+    """Normalizes `[..., width]`, same dtype."""
+    weight = _leaf(self, "weight", nn.initializers.ones, self.width)
+    return functional.rms_norm(x, weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -121,29 +128,43 @@ class Attention(nn.Module):
   def setup(self) -> None:
     """Names the projections."""
     config = self.config
-    width, bias = config.hidden_size, config.attention_bias
+    width, bias = config.hidden_size, config.attention_bias or config.qkv_bias
     query_width = config.num_heads * config.head_dim
     value_width = config.num_kv_heads * config.head_dim
     self.q_proj = Linear(width, query_width, bias)
     self.k_proj = Linear(width, value_width, bias)
     self.v_proj = Linear(width, value_width, bias)
-    self.o_proj = Linear(query_width, width, bias)
+    self.o_proj = Linear(query_width, width, config.attention_bias)
+    if config.qk_norm is not None:
+      per_head = config.qk_norm == "head"
+      norm = lambda whole: RMSNorm(
+        config.head_dim if per_head else whole, config.norm_eps
+      )
+      self.q_norm, self.k_norm = norm(query_width), norm(value_width)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps normalized hidden states `[B, T, d]` to the residual update."""
+    """Maps what the layer feeds it, `[B, T, d]`, to its output, same shape."""
     config = self.config
     _tap(self, "qkv_input", x)
     frequencies = functional.inverse_frequencies(
       config.head_dim, config.rope_theta, config.rope_scaling
     )
     by_head = (*x.shape[:2], -1, config.head_dim)
-    queries = functional.rotary(self.q_proj(x).reshape(by_head), frequencies)
-    keys = functional.rotary(self.k_proj(x).reshape(by_head), frequencies)
+    queries, keys = self.q_proj(x), self.k_proj(x)
+    if config.qk_norm == "projection":
+      queries, keys = self.q_norm(queries), self.k_norm(keys)
+    queries, keys = queries.reshape(by_head), keys.reshape(by_head)
+    if config.qk_norm == "head":
+      queries, keys = self.q_norm(queries), self.k_norm(keys)
+    queries = functional.rotary(queries, frequencies)
+    keys = functional.rotary(keys, frequencies)
     values = _tap(self, "value", self.v_proj(x).reshape(by_head))
     if self.has_variable("params", "value_recovery"):
       recovery = self.get_variable("params", "value_recovery")
       values = value_recovery.apply(values, recovery)
-    outputs = functional.causal_attention(queries, keys, values)
+    outputs = functional.causal_attention(
+      queries, keys, values, window=config.sliding_window
+    )
     return self.o_proj(_tap(self, "o_input", outputs))
 
 
@@ -161,7 +182,7 @@ class MLP(nn.Module):
     self.down_proj = Linear(hidden, width, bias)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps normalized hidden states `[B, T, d]` to the residual update."""
+    """Maps what the layer feeds it, `[B, T, d]`, to its output, same shape."""
     _tap(self, "gate_up_input", x)
     gate = _tap(self, "gate", self.gate_proj(x))
     up = _tap(self, "up", self.up_proj(x))
@@ -174,21 +195,27 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-  """One pre-norm decoder layer."""
+  """One decoder layer; its norms stand before or after attention and MLP."""
 
   config: ModelConfig
 
   def setup(self) -> None:
-    """Names the parts."""
-    self.input_layernorm = RMSNorm(self.config)
-    self.self_attn = Attention(self.config)
-    self.post_attention_layernorm = RMSNorm(self.config)
-    self.mlp = MLP(self.config)
+    """Names the parts; `layer_norms` says what the norms are called."""
+    config = self.config
+    self.self_attn = Attention(config)
+    self.mlp = MLP(config)
+    for name in layer_norms(config):
+      setattr(self, name, RMSNorm(config.hidden_size, config.norm_eps))
 
   def __call__(self, hidden: jax.Array) -> jax.Array:
     """Maps hidden states `[B, T, d]` to hidden states, same dtype."""
-    hidden = hidden + self.self_attn(self.input_layernorm(hidden))
-    return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    norms = [getattr(self, name) for name in layer_norms(self.config)]
+    for norm, block in zip(norms, (self.self_attn, self.mlp), strict=True):
+      if self.config.is_post_norm:
+        hidden = hidden + norm(block(hidden))
+      else:
+        hidden = hidden + block(norm(hidden))
+    return hidden
 
 
 class CausalLM(nn.Module):
@@ -210,7 +237,7 @@ class CausalLM(nn.Module):
     config = self.config
     self.embed_tokens = Embedding(config)
     self.layers = [DecoderLayer(config) for _ in range(config.num_layers)]
-    self.norm = RMSNorm(config)
+    self.norm = RMSNorm(config.hidden_size, config.norm_eps)
     if not config.tie_embeddings:
       self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
@@ -296,6 +323,7 @@ class CausalLM(nn.Module):
     Returns:
       float32 `[B, T, V]`.
     """
-    normal = _run(RMSNorm(self.config, parent=None), params["norm"], hidden)
+    norm = RMSNorm(self.config.hidden_size, self.config.norm_eps, parent=None)
+    normal = _run(norm, params["norm"], hidden)
     head = "embed_tokens" if self.config.tie_embeddings else "lm_head"
     return linear(normal, params[head]["weight"]).astype(jnp.float32)

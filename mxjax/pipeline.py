@@ -9,7 +9,7 @@ conditional order of Eq. conditional-stage, yet all of it needs one pass over la
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
 import jax
@@ -53,7 +53,7 @@ class Result(NamedTuple):
     record: What was measured on the way.
   """
 
-  params: dict[str, Any]
+  params: MutableMapping[str, Any]
   record: QuantizationRecord
 
 
@@ -149,6 +149,7 @@ def quantize_with_record(
   run_dir: str | os.PathLike[str] | None = None,
   on_progress: OnProgress | None = None,
   check: bool = True,
+  store: MutableMapping[str, Any] | None = None,
 ) -> Result:
   """Like `mxjax.quantize`, with what was measured on the way; see there."""
   model = calib.model
@@ -175,7 +176,8 @@ def quantize_with_record(
   plain = tuple(sorted({name for fit in fits for name in fit.float_taps}))
   start = lambda: streams.start(model, params, calib.tokens, chunk)
   float_stream, fit_streams = start(), [start() for _ in fits]
-  result = streams.outer_params(params)
+  result: MutableMapping[str, Any] = {} if store is None else store
+  result.update(streams.outer_params(params))
   steps = 2 + len(fits)
 
   for index in range(model.num_layers):
@@ -233,7 +235,7 @@ def quantize(
   calib: Calibration,
   method: str | Program = "hires",
   **options: Any,
-) -> dict[str, Any]:
+) -> MutableMapping[str, Any]:
   """Quantizes the decoder linears of a model to strict MXFP4 W4A4.
 
   It streams the calibration set layer by layer, so it is not itself a function to
@@ -247,7 +249,8 @@ def quantize(
     method: A name in `mxjax.methods.METHODS` or a `Program`.
     **options: Keyword arguments of `quantize_with_record`: `contract`, `chunk`
       (sequences in a device call; the result does not depend on it), `run_dir` (where
-      finished layers and the journal go), `on_progress`, `check` (the sanity gate).
+      finished layers and the journal go), `on_progress`, `check` (the sanity gate),
+      `store` (a mapping that takes the finished layers, such as a `LayerStore`).
 
   Returns:
     The same tree with `QuantizedLinear` leaves in place of target weights, for the
