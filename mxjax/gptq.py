@@ -104,6 +104,26 @@ def factor(hessian: jax.Array, damping: float = DAMPING) -> Factor:
   return Factor(upper, jnp.where(is_good(upper), used, jnp.nan))
 
 
+def round_value(
+  target: jax.Array, exponent: jax.Array, scale: jax.Array, rules: mxfp4.Rules
+) -> tuple[jax.Array, jax.Array]:
+  """Rounds values at a frozen exponent, saturating.
+
+  Args:
+    target: float32 or float64, any shape.
+    exponent: int32, same rank, broadcastable.
+    scale: What decodes at that exponent, in the dtype of `target`.
+    rules: Codec rules.
+
+  Returns:
+    uint8 codes in 0..15 and decoded values, the shape of `target`.
+  """
+  index = mxfp4.magnitude_index(target, exponent, rules)
+  value = jnp.copysign(mxfp4.magnitude(index).astype(target.dtype), target) * scale
+  code = index | (jnp.signbit(target).astype(jnp.int32) << 3)
+  return code.astype(jnp.uint8), value
+
+
 def _round_group(
   weight: jax.Array, upper: jax.Array, exponent: jax.Array, rules: mxfp4.Rules
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -129,16 +149,10 @@ def _round_group(
     target = jax.lax.dynamic_index_in_dim(weight, j, axis=-2, keepdims=False)
     # Columns not reached yet have zero error, so no mask is needed.
     target -= jnp.einsum("...i,...im->...m", coupling, errors, precision=HIGHEST)
-    index = mxfp4.magnitude_index(target, exponent, rules)
-    value = jnp.copysign(mxfp4.magnitude(index).astype(weight.dtype), target) * scale
-    code = index | (jnp.signbit(target).astype(jnp.int32) << 3)
+    code, value = round_value(target, exponent, scale, rules)
     error = (target - value) / pivot
     put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, j, -2)
-    return (
-      put(codes, code.astype(jnp.uint8)),
-      put(decoded, value),
-      put(errors, error),
-    )
+    return put(codes, code), put(decoded, value), put(errors, error)
 
   zeros = jnp.zeros_like(weight)
   return jax.lax.fori_loop(
@@ -208,11 +222,9 @@ def round_to_nearest(
 ) -> Reconstruction:
   """RTN in the same form as `reconstruct`; weight `[blocks, 32, rows]`."""
   exponent = mxfp4.block_exponent(weight, rules)
-  index = mxfp4.magnitude_index(weight, exponent[..., None, :], rules)
-  codes = (index | (jnp.signbit(weight).astype(jnp.int32) << 3)).astype(jnp.uint8)
   scale = mxfp4.scale_of(exponent, rules)[..., None, :].astype(weight.dtype)
-  values = jnp.copysign(mxfp4.magnitude(index).astype(weight.dtype), weight)
-  return Reconstruction(codes, exponent, values * scale)
+  codes, decoded = round_value(weight, exponent[..., None, :], scale, rules)
+  return Reconstruction(codes, exponent, decoded)
 
 
 @jax.jit

@@ -93,7 +93,7 @@ class Program:
     folded = execution.finish(fold(blocks, input_map))
     realized = self.realize(folded, inputs, input_map)
     return QuantizedLinear(
-      weight=_pack(realized.weight),
+      weight=pack(realized.weight),
       input_map=input_map,
       rounding=realized.rounding,
       rules=inputs.rules,
@@ -114,7 +114,8 @@ class Program:
 
 
 @jax.jit
-def _pack(result: gptq.Reconstruction) -> mxfp4.MXTensor:
+def pack(result: gptq.Reconstruction) -> mxfp4.MXTensor:
+  """Packs legal codes to an `MXTensor` `[out_features, in_features]`."""
   return result.tensor()
 
 

@@ -4,10 +4,11 @@ from mxjax.methods.brq import BRQ
 from mxjax.methods.gptq import GPTQ
 from mxjax.methods.hires import HIRES, HiRes
 from mxjax.methods.rtn import RTN
+from mxjax.methods.wush import WUSH, WUSH_R, Wush
 from mxjax.program import Program
 
 METHODS: dict[str, Program] = {
-  program.name: program for program in (RTN, GPTQ, BRQ, HIRES)
+  program.name: program for program in (RTN, GPTQ, BRQ, WUSH, WUSH_R, HIRES)
 }
 
 
@@ -30,4 +31,16 @@ def get(method: str | Program) -> Program:
   return METHODS[method]
 
 
-__all__ = ["BRQ", "GPTQ", "HIRES", "METHODS", "RTN", "HiRes", "Program", "get"]
+__all__ = [
+  "BRQ",
+  "GPTQ",
+  "HIRES",
+  "METHODS",
+  "RTN",
+  "WUSH",
+  "WUSH_R",
+  "HiRes",
+  "Program",
+  "Wush",
+  "get",
+]

@@ -11,11 +11,20 @@ import dataclasses
 
 import jax
 
-from mxjax import execution, gptq
+from mxjax import execution, gptq, mxfp4
 from mxjax.input_maps import InputMap
 from mxjax.linear_inputs import LinearInputs
 from mxjax.program import Program, Realized
 from mxjax.quantized_linear import Nearest
+
+
+def not_definite(inputs: LinearInputs, damping: float) -> ValueError:
+  """The error of a Hessian that no damping up to `damping` makes definite."""
+  return ValueError(
+    f"gptq: the Hessian of {inputs.tokens} tokens and width "
+    f"{inputs.blocks * mxfp4.BLOCK_SIZE} is not positive definite with damping up to "
+    f"{damping:g}; calibrate with more tokens and check the inputs for overflow."
+  )
 
 
 def reconstruct(
@@ -42,11 +51,8 @@ def reconstruct(
   factor = execution.finish(gptq.factor(hessian, damping=damping))
   used = float(factor.damping)
   if used != used:
-    raise ValueError(
-      f"gptq: the Hessian of {inputs.tokens} tokens and width {len(hessian)} is not "
-      f"positive definite with damping up to "
-      f"{damping * gptq.DAMPING_GROWTH ** (gptq.DAMPING_TRIES - 1):g}; calibrate with "
-      "more tokens and check the inputs for overflow."
+    raise not_definite(
+      inputs, damping * gptq.DAMPING_GROWTH ** (gptq.DAMPING_TRIES - 1)
     )
   inputs.record["damping"] = used
   return gptq.reconstruct(weight, factor.upper, inputs.rules)

@@ -257,10 +257,22 @@ def _accept(
   return scale[..., None] * transform, steps, losses
 
 
+ActivationRule = Literal["full", "sensitivity", "nearest"]
+
+
 @functools.partial(jax.jit, static_argnames="rule")
-def _rounding(
-  weight: jax.Array, decoded: jax.Array, rule: Literal["full", "sensitivity"]
-) -> OneCode:
+def activation_rule(
+  weight: jax.Array, decoded: jax.Array, rule: ActivationRule
+) -> Nearest | OneCode:
+  """The dynamic A4 rule of a linear: nearest, or one-code with its tables.
+
+  Args:
+    weight: Folded weights, float32 `[blocks, 32, out_features]`.
+    decoded: Decoded W4 weights, same shape and dtype.
+    rule: `full`, `sensitivity` (K_Q = 0) or `nearest`.
+  """
+  if rule == "nearest":
+    return Nearest()
   gram, cross = code_refinement.tables(weight, decoded)
   if rule == "sensitivity":
     cross = jnp.zeros_like(cross)
@@ -285,7 +297,7 @@ class HiRes(Program):
   use_interaction: bool = True
   use_balance: bool = True
   weights: Literal["gptq", "rtn"] = "gptq"
-  rounding: Literal["full", "sensitivity", "nearest"] = "full"
+  rounding: ActivationRule = "full"
   damping: float = gptq.DAMPING
 
   def shape(
@@ -344,9 +356,7 @@ class HiRes(Program):
       result = reconstruct(weight, inputs, input_map, self.damping)
     else:
       result = gptq.round_to_nearest(weight, inputs.rules)
-    if self.rounding == "nearest":
-      return Realized(result, Nearest())
-    return Realized(result, _rounding(weight, result.decoded, self.rounding))
+    return Realized(result, activation_rule(weight, result.decoded, self.rounding))
 
 
 HIRES = HiRes()
