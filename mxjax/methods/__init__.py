@@ -3,12 +3,13 @@
 from mxjax.methods.brq import BRQ
 from mxjax.methods.gptq import GPTQ
 from mxjax.methods.hires import HIRES, HiRes
+from mxjax.methods.mr_gptq import MR_GPTQ
 from mxjax.methods.rtn import RTN
 from mxjax.methods.wush import WUSH, WUSH_R, Wush
 from mxjax.program import Program
 
 METHODS: dict[str, Program] = {
-  program.name: program for program in (RTN, GPTQ, BRQ, WUSH, WUSH_R, HIRES)
+  program.name: program for program in (RTN, GPTQ, MR_GPTQ, BRQ, WUSH, WUSH_R, HIRES)
 }
 
 
@@ -36,6 +37,7 @@ __all__ = [
   "GPTQ",
   "HIRES",
   "METHODS",
+  "MR_GPTQ",
   "RTN",
   "WUSH",
   "WUSH_R",
