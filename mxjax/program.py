@@ -6,16 +6,17 @@ contract. Nothing is special-cased by name.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mxjax import execution, gptq, mxfp4
 from mxjax.calibration import Calibration, Params
+from mxjax.contract import Contract
 from mxjax.input_maps import InputMap
 from mxjax.linear_inputs import LinearInputs
-from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
+from mxjax.quantized_linear import Nearest, QuantizedLinear, Rounding
 from mxjax.recovery import RecoveryFit
 
 
@@ -28,7 +29,7 @@ class Realized(NamedTuple):
   """
 
   weight: gptq.Reconstruction
-  rounding: Nearest | OneCode
+  rounding: Rounding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,15 +39,42 @@ class Program:
   Attributes:
     name: How results name it.
     recover: Recovery fits in order, each measured on the state the previous left.
+    upstream: Whether hooks see the inputs of the float model (reading A22) or those
+      that the layers quantized so far produce.
+    recovery_by: Each fit over the whole `model` before the next begins (reading A16),
+      or all fits of a `layer` before the next layer is reached.
   """
 
   name: str = "rtn"
   recover: tuple[RecoveryFit, ...] = ()
+  upstream: Literal["float", "quantized"] = "float"
+  recovery_by: Literal["model", "layer"] = "model"
 
   def prepare(self, params: Params, calib: Calibration) -> Params:
-    """Rewrites the float model before anything else, preserving its function."""
+    """Rewrites the float model before anything else, preserving its function.
+
+    What it returns is the float model of this run: its inputs calibrate, and operator
+    error is measured against it.
+    """
     del calib
     return params
+
+  def learn(
+    self, params: Params, calib: Calibration, contract: Contract
+  ) -> Mapping[str, Any]:
+    """Learns end to end, before any layer is quantized.
+
+    Args:
+      params: What `prepare` returned.
+      calib: Model and tokens.
+      contract: The contract that realization will follow.
+
+    Returns:
+      What hooks find as `inputs.learned`, by path such as
+      `layers_0/self_attn/q_proj`; nothing by default.
+    """
+    del params, calib, contract
+    return {}
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
     """Chooses the input map of one linear.

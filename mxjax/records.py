@@ -16,10 +16,18 @@ from mxjax import code_refinement, execution, mxfp4
 from mxjax.linear_inputs import LinearInputs
 from mxjax.precision import HIGHEST
 from mxjax.program import fold
-from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
+from mxjax.quantized_linear import Clipped, Nearest, OneCode, QuantizedLinear, Unrounded
 
 PROBE_TOKENS = 256
 """Calibration tokens on which each linear's error is measured for the report."""
+
+
+ROUNDING_NAMES = {
+  Nearest: "nearest",
+  OneCode: "one-code",
+  Clipped: "clipped",
+  Unrounded: "none",
+}
 
 
 def peak_memory_bytes() -> int:
@@ -105,9 +113,11 @@ def _probe(
   errors["mapped_nearest"] = _relative_error(*pair, nearest, decoded)
   errors["final"] = errors["mapped_nearest"]
   result = {"edit_rate": jnp.float32(0)}
+  gain = jnp.float32(1) if leaf.gain is None else leaf.gain
+  if not isinstance(leaf.rounding, Nearest) or leaf.gain is not None:
+    operand = leaf.rounding.round(mapped, rules)
+    errors["final"] = _relative_error(*pair, flat(operand), gain * decoded)
   if isinstance(leaf.rounding, OneCode):
-    refined = leaf.rounding.round(mapped, rules)
-    errors["final"] = _relative_error(*pair, flat(refined), decoded)
     gram = code_refinement.unpack_symmetric(leaf.rounding.gram)
     score = code_refinement.refine(mapped, gram, leaf.rounding.cross, rules).score
     result["edit_rate"] = (score < 0).mean(dtype=jnp.float32)
@@ -148,7 +158,9 @@ def linear_record(
   record: dict[str, Any] = dict(inputs.record)
   record["shape"] = list(weight.shape)
   record["map"] = type(leaf.input_map).__name__ if leaf.input_map else "none"
-  record["rounding"] = "nearest" if isinstance(leaf.rounding, Nearest) else "one-code"
+  record["rounding"] = ROUNDING_NAMES[type(leaf.rounding)]
+  if leaf.gain is not None:
+    record["gain"] = float(leaf.gain)
   for name, value in probed.items():
     array = np.asarray(value)
     record[name] = _histogram(array) if array.ndim else float(array)

@@ -108,8 +108,14 @@ class Gptq(Program):
     self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
   ) -> Realized:
     """See `Program.realize`."""
-    options = {"scales": self.scales, "order": self.order}
-    result = reconstruct(weight, inputs, input_map, self.damping, **options)
+    result = reconstruct(
+      weight,
+      inputs,
+      input_map,
+      self.damping,
+      scales=self.scales,
+      order=self.order,
+    )
     return Realized(result, Nearest())
 
 
