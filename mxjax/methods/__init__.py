@@ -5,11 +5,13 @@ from mxjax.methods.gptq import GPTQ
 from mxjax.methods.hires import HIRES, HiRes
 from mxjax.methods.mr_gptq import MR_GPTQ
 from mxjax.methods.rtn import RTN
+from mxjax.methods.torq import TORQ
 from mxjax.methods.wush import WUSH, WUSH_R, Wush
 from mxjax.program import Program
 
 METHODS: dict[str, Program] = {
-  program.name: program for program in (RTN, GPTQ, MR_GPTQ, BRQ, WUSH, WUSH_R, HIRES)
+  program.name: program
+  for program in (RTN, GPTQ, MR_GPTQ, BRQ, WUSH, WUSH_R, TORQ, HIRES)
 }
 
 
@@ -39,6 +41,7 @@ __all__ = [
   "METHODS",
   "MR_GPTQ",
   "RTN",
+  "TORQ",
   "WUSH",
   "WUSH_R",
   "HiRes",
