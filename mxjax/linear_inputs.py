@@ -55,9 +55,11 @@ class LinearInputs:
   """Calibration inputs of one linear, feature-major.
 
   Attributes:
+    name: The linear's name, such as `q_proj`; empty for a view that several share.
     rules: Codec rules of the contract.
     record: What hooks want the report to show about this linear.
-    learned: What `Program.learn` found for this linear, or None.
+    learned: What `Program.prepare` learned for this linear, or None.
+    group: What `Program.shape_group` returned for the linears on this tensor.
     sequences: Calibration sequences.
     blocks: Physical blocks of the input axis.
     length: Tokens of a sequence.
@@ -81,12 +83,14 @@ class LinearInputs:
       rules: Codec rules of the contract.
       extent: `(sequences, blocks, tokens)` over all chunks; needed with a function.
       cache: Reductions shared with other linears that read the same tensor.
-      learned: What `Program.learn` found for this linear.
+      learned: What `Program.prepare` learned for this linear.
     """
     self._source = chunks
     self._cache = {} if cache is None else cache
+    self.name = ""
     self.rules = rules
     self.learned = learned
+    self.group: Any = None
     self.record: dict[str, Any] = {}
     if extent is None:
       arrays = self._chunks
@@ -100,16 +104,21 @@ class LinearInputs:
       self._source = self._source()
     return self._source
 
-  def sibling(self, learned: Any = None) -> "LinearInputs":
-    """The view of another linear on the same tensor: same cache, own record."""
+  def sibling(self, name: str = "", learned: Any = None) -> "LinearInputs":
+    """The view of one linear on this tensor: same cache, own record.
+
+    The record begins with what `Program.shape_group` wrote into this one.
+    """
     extent = self.sequences, self.blocks, self.length
-    return LinearInputs(
+    view = LinearInputs(
       lambda: self._chunks,
       self.rules,
       extent=extent,
       cache=self._cache,
       learned=learned,
     )
+    view.name, view.group, view.record = name, self.group, dict(self.record)
+    return view
 
   @property
   def tokens(self) -> int:
@@ -131,6 +140,14 @@ class LinearInputs:
     stride = max(1, -(-self.tokens // tokens))
     places = range(0, self.tokens, stride)
     return self.gather([divmod(place, self.length) for place in places])
+
+  def sequence(self, index: int) -> jax.Array:
+    """One calibration sequence, float32 `[blocks, 32, tokens]`."""
+    for chunk in self._chunks:
+      if index < chunk.shape[0]:
+        return chunk[index]
+      index -= chunk.shape[0]
+    raise IndexError(f"linear_inputs: no sequence {index} of {self.sequences}")
 
   def gather(self, places: Sequence[tuple[int, int]]) -> jax.Array:
     """The tokens at (sequence, position), float32 `[blocks, 32, len(places)]`."""

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import execution, precision, run_folder, sanity, streams
+from mxjax import execution, mxfp4, precision, run_folder, sanity, streams
 from mxjax.calibration import Calibration, CausalLanguageModel, Params
 from mxjax.calibration_store import CalibrationStore
 from mxjax.contract import PAPER_CONTRACT, Contract
@@ -98,6 +98,27 @@ def targets(model: CausalLanguageModel, contract: Contract) -> list[tuple[str, s
   return [path for path in model.projection_taps if path[1] in contract.targets]
 
 
+def _shape_groups(
+  model: CausalLanguageModel,
+  layer: Params,
+  program: Program,
+  views: Mapping[str, LinearInputs],
+  contract: Contract,
+  path: str,
+) -> None:
+  """Runs `shape_group` for the linears on each tap, and keeps what it returns."""
+  for tap, view in views.items():
+    weights = {
+      name: mxfp4.to_blocks(jnp.asarray(layer[block][name]["weight"], jnp.float32))
+      for block, name in targets(model, contract)
+      if model.projection_taps[block, name] == tap
+    }
+    try:
+      view.group = program.shape_group(weights, view)
+    except ValueError as error:
+      raise ValueError(f"{path}/{tap}: {error}") from error
+
+
 def _quantize_layer(
   model: CausalLanguageModel,
   layer: Params,
@@ -111,10 +132,11 @@ def _quantize_layer(
   """Quantizes the targets of one layer; returns its new params and records."""
   new = {block: dict(layer[block]) for block in layer}
   records: dict[str, Any] = {}
+  _shape_groups(model, layer, program, views, contract, path)
   for block, name in targets(model, contract):
     announce(name)
     view = views[model.projection_taps[block, name]]
-    inputs = view.sibling(learned.get(f"{path}/{block}/{name}"))
+    inputs = view.sibling(name, learned.get(f"{path}/{block}/{name}"))
     weight = jnp.asarray(layer[block][name]["weight"])
     try:
       leaf = execution.finish(program.quantize_linear(weight, inputs))
@@ -207,8 +229,9 @@ def quantize_with_record(
       calibration=record.calibration,
     )
   with clock.stage("preparation"):
-    params = program.prepare(params, calib)
-    learned = program.learn(params, calib, contract)
+    prepared = program.prepare(params, calib, contract)
+    params, learned = prepared.params, prepared.learned
+    record = dataclasses.replace(record, preparation=dict(prepared.record))
   fits = program.recover
   blocked = tuple(sorted({model.projection_taps[p] for p in targets(model, contract)}))
   float_stream = FloatStream(

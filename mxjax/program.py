@@ -32,6 +32,22 @@ class Realized(NamedTuple):
   rounding: Rounding
 
 
+class Prepared(NamedTuple):
+  """What `prepare` returns.
+
+  Attributes:
+    params: The float model of this run: its inputs calibrate, and operator error is
+      measured against it.
+    learned: What hooks find as `inputs.learned`, by path such as
+      `layers_0/self_attn/q_proj`.
+    record: What the report should show, JSON-ready.
+  """
+
+  params: Params
+  learned: Mapping[str, Any] = {}
+  record: Mapping[str, Any] = {}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
   """Base program: no map, round to nearest, no recovery.
@@ -50,31 +66,31 @@ class Program:
   upstream: Literal["float", "quantized"] = "float"
   recovery_by: Literal["model", "layer"] = "model"
 
-  def prepare(self, params: Params, calib: Calibration) -> Params:
-    """Rewrites the float model before anything else, preserving its function.
-
-    What it returns is the float model of this run: its inputs calibrate, and operator
-    error is measured against it.
-    """
-    del calib
-    return params
-
-  def learn(
-    self, params: Params, calib: Calibration, contract: Contract
-  ) -> Mapping[str, Any]:
-    """Learns end to end, before any layer is quantized.
+  def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
+    """Rewrites the float model, or learns end to end, before anything else.
 
     Args:
-      params: What `prepare` returned.
+      params: Float params.
       calib: Model and tokens.
       contract: The contract that realization will follow.
 
     Returns:
-      What hooks find as `inputs.learned`, by path such as
-      `layers_0/self_attn/q_proj`; nothing by default.
+      A float model of the same function, and what was learned.
     """
-    del params, calib, contract
-    return {}
+    del calib, contract
+    return Prepared(params)
+
+  def shape_group(self, weights: Mapping[str, jax.Array], inputs: LinearInputs) -> Any:
+    """Learns what the linears that read one tensor share, before each is shaped.
+
+    Args:
+      weights: Their float weights by name, float32 `[blocks, 32, out_features]`.
+      inputs: Their calibration inputs.
+
+    Returns:
+      What `shape` and `realize` find as `inputs.group`; None by default.
+    """
+    del weights, inputs
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
     """Chooses the input map of one linear.

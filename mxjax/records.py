@@ -64,6 +64,7 @@ class QuantizationRecord:
     layers: One dict a layer: `linears` by path, `recovery` by fit.
     clock: Time and memory by stage.
     sanity: The gate's comparison, or None where it was not run.
+    preparation: What `Program.prepare` recorded.
   """
 
   program: dict[str, Any]
@@ -72,6 +73,7 @@ class QuantizationRecord:
   layers: list[dict[str, Any]]
   clock: StageClock
   sanity: dict[str, Any] | None = None
+  preparation: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def to_dict(self) -> dict[str, Any]:
     """A JSON-ready form."""

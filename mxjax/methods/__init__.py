@@ -1,5 +1,11 @@
 """The quantizers, one readable file each, and their names."""
 
+import dataclasses
+import json
+import typing
+from typing import Any, Literal
+
+from mxjax.methods.batquant import BATQUANT
 from mxjax.methods.brq import BRQ
 from mxjax.methods.gptq import GPTQ
 from mxjax.methods.hires import HIRES, HiRes
@@ -11,7 +17,7 @@ from mxjax.program import Program
 
 METHODS: dict[str, Program] = {
   program.name: program
-  for program in (RTN, GPTQ, MR_GPTQ, BRQ, WUSH, WUSH_R, TORQ, HIRES)
+  for program in (RTN, GPTQ, MR_GPTQ, BRQ, WUSH, WUSH_R, TORQ, BATQUANT, HIRES)
 }
 
 
@@ -19,22 +25,60 @@ def get(method: str | Program) -> Program:
   """Looks a program up by name, or passes one through.
 
   Args:
-    method: A name in `METHODS` or a program.
+    method: A program, a name in `METHODS`, or a name with options such as
+      `gptq:scales=static:order=activation`; the result carries the whole text as its
+      name.
 
   Raises:
-    ValueError: An unknown name.
+    ValueError: An unknown name or option, or a value of the wrong type.
   """
   if isinstance(method, Program):
     return method
-  if method not in METHODS:
+  name, *settings = method.split(":")
+  if name not in METHODS:
     raise ValueError(
-      f"methods: unknown method {method!r}; use one of {', '.join(METHODS)} or pass a "
+      f"methods: unknown method {name!r}; use one of {', '.join(METHODS)} or pass a "
       "Program."
     )
-  return METHODS[method]
+  if not settings:
+    return METHODS[name]
+  options = dict(_option(METHODS[name], text) for text in settings)
+  return dataclasses.replace(METHODS[name], name=method, **options)
+
+
+def _option(program: Program, text: str) -> tuple[str, Any]:
+  """One `option=value` of a program, with the value in the type of the field."""
+  key, equals, value = text.partition("=")
+  fields = {f.name for f in dataclasses.fields(program)} - {"name", "recover"}
+  if not equals or key not in fields:
+    raise ValueError(
+      f"methods: {program.name} has no option {text!r}; write one of "
+      f"{', '.join(sorted(fields))} as option=value."
+    )
+  hint = typing.get_type_hints(type(program))[key]
+  choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else None
+  try:
+    parsed = value if choices else json.loads(value, parse_constant=float)
+  except ValueError:
+    parsed = value
+  if isinstance(parsed, list):
+    parsed = tuple(parsed)
+  current = getattr(program, key)
+  wrong = choices is not None and parsed not in choices
+  if isinstance(current, bool) or isinstance(current, str):
+    wrong |= type(parsed) is not type(current)
+  elif isinstance(current, (int, float)):
+    wrong |= not isinstance(parsed, (int, float)) or isinstance(parsed, bool)
+  if wrong:
+    raise ValueError(
+      f"methods: option {key} of {program.name} cannot be {value!r}; its default is "
+      f"{current!r}" + (f" of {', '.join(map(str, choices))}." if choices else ".")
+    )
+  return key, float(parsed) if isinstance(current, float) else parsed
 
 
 __all__ = [
+  "BATQUANT",
   "BRQ",
   "GPTQ",
   "HIRES",
