@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mxjax import code_refinement, mxfp4
+from mxjax import code_refinement, mxfp4, straight_through
 from mxjax.input_maps import InputMap
 from mxjax.precision import HIGHEST
 
@@ -112,6 +112,22 @@ class QuantizedLinear:
     return self.weight.shape
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StraightThrough:
+  """A linear whose inputs are rounded with a gradient, for learning; never a result.
+
+  Attributes:
+    weight: Weights `[out_features, in_features]`, rounded already if they should be.
+    rules: Scale and tie rules of the inputs (static).
+  """
+
+  weight: jax.Array
+  rules: mxfp4.Rules = dataclasses.field(
+    default=mxfp4.PAPER_RULES, metadata={"static": True}
+  )
+
+
 def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
   """The legal A4 operand of a quantized linear, decoded.
 
@@ -131,12 +147,15 @@ def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
   return rounded.reshape(x.shape[-1], -1)
 
 
-def linear(x: jax.Array, weight: jax.Array | QuantizedLinear) -> jax.Array:
+def linear(
+  x: jax.Array, weight: jax.Array | QuantizedLinear | StraightThrough
+) -> jax.Array:
   """Computes `x @ weight.T`, strictly W4A4 where the leaf is quantized.
 
   Args:
     x: Inputs, `[..., in_features]`, float32 or bfloat16.
-    weight: An array `[out_features, in_features]` or a quantized leaf.
+    weight: An array `[out_features, in_features]`, a quantized leaf, or the
+      differentiable stand-in of one.
 
   Returns:
     Outputs, `[..., out_features]`, in the dtype of `x`.
@@ -144,6 +163,9 @@ def linear(x: jax.Array, weight: jax.Array | QuantizedLinear) -> jax.Array:
   Raises:
     ValueError: The quantized leaf's width is not a multiple of 32.
   """
+  if isinstance(weight, StraightThrough):
+    x = straight_through.round_rows(x, weight.rules)
+    weight = weight.weight
   if not isinstance(weight, QuantizedLinear):
     return jnp.einsum("...d,md->...m", x, weight.astype(x.dtype), precision=HIGHEST)
   # Every decoded MXFP4 value is exact in bfloat16 and float32 alike.

@@ -7,18 +7,33 @@ from typing import Any, Literal
 
 from mxjax.methods.batquant import BATQUANT
 from mxjax.methods.brq import BRQ
+from mxjax.methods.focus import FOCUS
 from mxjax.methods.gptq import GPTQ
 from mxjax.methods.hires import HIRES, HiRes
 from mxjax.methods.mr_gptq import MR_GPTQ
 from mxjax.methods.rtn import RTN
+from mxjax.methods.spinquant import SPINQUANT
 from mxjax.methods.torq import TORQ
 from mxjax.methods.wush import WUSH, WUSH_R, Wush
 from mxjax.program import Program
 
 METHODS: dict[str, Program] = {
   program.name: program
-  for program in (RTN, GPTQ, MR_GPTQ, BRQ, WUSH, WUSH_R, TORQ, BATQUANT, HIRES)
+  for program in (
+    RTN,
+    GPTQ,
+    MR_GPTQ,
+    BRQ,
+    WUSH,
+    TORQ,
+    BATQUANT,
+    SPINQUANT,
+    FOCUS,
+    WUSH_R,
+    HIRES,
+  )
 }
+"""The paper's nine baselines, WUSH with our refinement and recovery, and HiRes."""
 
 
 def get(method: str | Program) -> Program:
@@ -80,11 +95,13 @@ def _option(program: Program, text: str) -> tuple[str, Any]:
 __all__ = [
   "BATQUANT",
   "BRQ",
+  "FOCUS",
   "GPTQ",
   "HIRES",
   "METHODS",
   "MR_GPTQ",
   "RTN",
+  "SPINQUANT",
   "TORQ",
   "WUSH",
   "WUSH_R",

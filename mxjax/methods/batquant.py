@@ -112,7 +112,8 @@ def _optimizer(steps: int) -> optax.GradientTransformation:
   adam = lambda rate: optax.adamw(
     optax.cosine_decay_schedule(rate, max(steps, 1), FINAL_SHARE), weight_decay=0.01
   )
-  labels = lambda tree: Learnable(
+  label: Any = Learnable  # Holds names of optimizers here, in place of arrays.
+  labels = lambda tree: label(
     "factor", "factor", "clip", {name: "clip" for name in tree.weights}
   )
   return optax.multi_transform(
@@ -122,8 +123,8 @@ def _optimizer(steps: int) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnames="steps")
 def _update(
-  learnable: Learnable, state: Any, gradient: Operators, steps: int
-) -> tuple[Learnable, Any]:
+  learnable: Any, state: Any, gradient: Operators, steps: int
+) -> tuple[Any, Any]:
   """Chains the gradient through the inverses, then one optimizer step."""
   pullback = jax.vjp(_operators, learnable)[1]
   with jax.numpy_dtype_promotion("standard"):  # Optax mixes its counter with floats.
@@ -154,7 +155,7 @@ class BatQuant(Gptq):
     """See `Program.shape_group`: trains the map and the shares of one group."""
     clips = lambda *shape: jnp.full((2, *shape), self.clip_logit, jnp.float32)
     with jax.enable_x64(False):
-      learnable = Learnable(
+      learnable: Any = Learnable(
         shared=jnp.eye(8),
         private=jnp.tile(jnp.eye(4)[None], (inputs.blocks, 1, 1)),
         inputs=clips(inputs.blocks),
