@@ -90,6 +90,36 @@ def _relative_error(
   return jnp.square(error).sum() / jnp.square(exact).sum()
 
 
+def _local_objectives(
+  mapped: jax.Array, folded: jax.Array, decoded: jax.Array, leaf: QuantizedLinear
+) -> dict[str, jax.Array]:
+  """Block-local errors of the A4 rule in units of nearest rounding's.
+
+  Sensitivity-weighted: the sum of d'G_Q d with d = q - x. Mismatch-weighted: the sum
+  of ||W^ q - W x||^2, both over blocks and tokens.
+  """
+  if isinstance(leaf.rounding, Nearest):
+    return {"local_sensitivity": jnp.float32(1), "local_mismatch": jnp.float32(1)}
+  weights = decoded.reshape(folded.shape)
+  gram, cross = code_refinement.tables(folded, weights)
+  gap = weights - folded
+  gap_gram = jnp.einsum("bim,bjm->bij", gap, gap, precision=HIGHEST)
+  form = lambda a, matrix, b: jnp.einsum(
+    "bin,bij,bjn->", a, matrix, b, precision=HIGHEST
+  )
+
+  def sums(operand: jax.Array) -> tuple[jax.Array, jax.Array]:
+    moved = operand - mapped
+    sensitivity = form(moved, gram, moved)
+    mismatch = form(mapped, gap_gram, mapped) - 2.0 * form(moved, cross, mapped)
+    return sensitivity, sensitivity + mismatch
+
+  ours = sums(leaf.rounding.round(mapped, leaf.rules))
+  nearest = sums(mxfp4.round_blocks(mapped, leaf.rules))
+  ratios = [a / jnp.where(b > 0, b, 1.0) for a, b in zip(ours, nearest, strict=True)]
+  return {"local_sensitivity": ratios[0], "local_mismatch": ratios[1]}
+
+
 @jax.jit
 def _probe(
   x: jax.Array, weight: jax.Array, folded: jax.Array, leaf: QuantizedLinear
@@ -123,6 +153,7 @@ def _probe(
     gram = code_refinement.unpack_symmetric(leaf.rounding.gram)
     score = code_refinement.refine(mapped, gram, leaf.rounding.cross, rules).score
     result["edit_rate"] = (score < 0).mean(dtype=jnp.float32)
+  result |= _local_objectives(mapped, folded, decoded, leaf)
   exponent = mxfp4.block_exponent(mapped, rules)
   limit = 6.0 * mxfp4.scale_of(exponent, rules)[..., None, :]
   result["saturated_activations"] = (jnp.abs(mapped) > limit).mean(dtype=jnp.float32)

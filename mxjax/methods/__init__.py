@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from mxjax.methods.batquant import BATQUANT
 from mxjax.methods.brq import BRQ
-from mxjax.methods.focus import FOCUS
+from mxjax.methods.focus import FOCUS, RTN_RCEIL
 from mxjax.methods.gptq import GPTQ
 from mxjax.methods.hires import HIRES, HiRes
 from mxjax.methods.mr_gptq import MR_GPTQ
 from mxjax.methods.rtn import RTN
+from mxjax.methods.rtn_gain import RTN_GAIN
 from mxjax.methods.spinquant import SPINQUANT
 from mxjax.methods.torq import TORQ
 from mxjax.methods.wush import WUSH, WUSH_R, Wush
@@ -31,9 +32,14 @@ METHODS: dict[str, Program] = {
     FOCUS,
     WUSH_R,
     HIRES,
+    RTN_GAIN,
+    RTN_RCEIL,
   )
 }
-"""The paper's nine baselines, WUSH with our refinement and recovery, and HiRes."""
+"""The paper's nine baselines, WUSH with our refinement, HiRes, and two controls."""
+
+PAPER_METHODS = tuple(name for name in METHODS if "+" not in name)
+"""The ten rows of the paper's comparison, HiRes last."""
 
 
 def get(method: str | Program) -> Program:
@@ -89,7 +95,9 @@ def _option(program: Program, text: str) -> tuple[str, Any]:
       f"methods: option {key} of {program.name} cannot be {value!r}; its default is "
       f"{current!r}" + (f" of {', '.join(map(str, choices))}." if choices else ".")
     )
-  return key, float(parsed) if isinstance(current, float) else parsed
+  return key, float(typing.cast(float, parsed)) if isinstance(
+    current, float
+  ) else parsed
 
 
 __all__ = [
@@ -100,7 +108,10 @@ __all__ = [
   "HIRES",
   "METHODS",
   "MR_GPTQ",
+  "PAPER_METHODS",
   "RTN",
+  "RTN_GAIN",
+  "RTN_RCEIL",
   "SPINQUANT",
   "TORQ",
   "WUSH",

@@ -15,6 +15,7 @@ before crediting the learning.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -190,3 +191,5 @@ class Focus(Program):
 
 
 FOCUS = Focus()
+RTN_RCEIL = Focus(name="rtn+rceil", epochs=0, divisor_logit=math.inf)
+"""The control that belongs beside FOCUS: nothing learned, only its weight scales."""
