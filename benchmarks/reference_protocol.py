@@ -3,7 +3,8 @@
   python benchmarks/reference_protocol.py --data ../shared/data [--replicates 3]
 
 Operator error is measured on the first test window, perplexity on all windows asked
-for. One HiRes build gives three cumulative rows, because recovery leaves codes alone.
+for. A build with recovery gives a row before it and one after each fit, because
+recovery leaves codes alone.
 The result file is rewritten after every row, and rows already in it are kept.
 """
 
@@ -30,6 +31,8 @@ BUILDS = {
   "rtn": methods.RTN,
   "gptq": methods.GPTQ,
   "brq": methods.BRQ,
+  "wush": methods.WUSH,
+  "wush+r": methods.WUSH_R,
   "hires I + RTN weights, nearest": dataclasses.replace(
     HIRES, weights="rtn", rounding="nearest", recover=()
   ),
@@ -40,6 +43,11 @@ BUILDS = {
   "hires I + II, K = 0, D = I": dataclasses.replace(
     HIRES, use_interaction=False, use_balance=False, recover=()
   ),
+}
+
+CUMULATIVE = {
+  "hires": ("hires I + II", "hires I + II + attention", "hires full"),
+  "wush+r": ("wush + one-code", "wush + one-code + attention", "wush+r"),
 }
 
 
@@ -55,14 +63,11 @@ def without(params, block, name):
 
 def variants(name, params):
   """Cumulative states that one build contains."""
-  if name != "hires":
+  if name not in CUMULATIVE:
     return {name: params}
   attention = without(params, "mlp", "mlp_recovery")
-  return {
-    "hires I + II": without(attention, "self_attn", "value_recovery"),
-    "hires I + II + attention": attention,
-    "hires full": params,
-  }
+  states = (without(attention, "self_attn", "value_recovery"), attention, params)
+  return dict(zip(CUMULATIVE[name], states, strict=True))
 
 
 def balance_steps(record):

@@ -1,4 +1,4 @@
-"""The command line: `mxjax plan | quantize | evaluate | compare | generate | demo`."""
+"""The command line: `mxjax plan | quantize | evaluate | compare | ablate | ...`."""
 
 import argparse
 import sys
@@ -128,7 +128,10 @@ def build_parser() -> argparse.ArgumentParser:
   )
   quantize.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
   quantize.add_argument(
-    "--method", default="hires", help="rtn, gptq, brq or hires (default: hires)"
+    "--method",
+    default="hires",
+    help="rtn, gptq, mr-gptq, brq, wush, torq, batquant, spinquant, focus, wush+r or "
+    "hires (the default), with options as in gptq:scales=static",
   )
   quantize.add_argument("--out", required=True, metavar="DIR", help="a new folder")
   quantize.add_argument(
@@ -183,10 +186,46 @@ def build_parser() -> argparse.ArgumentParser:
     description="Quantizes MODEL by each method and ends in one table and one report.",
   )
   compare.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-  compare.add_argument("--methods", default="rtn,gptq,brq,hires")
-  compare.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+  compare.add_argument(
+    "--methods",
+    default="rtn,gptq,brq,hires",
+    help="comma list of names, each with options such as gptq:scales=static; paper for "
+    "the paper's ten, all for these and the controls",
+  )
+  compare.add_argument(
+    "--scale-rules",
+    default="floor",
+    help="comma list of floor (the contract), even and rceil: every method under each",
+  )
+  compare.add_argument(
+    "--out",
+    required=True,
+    metavar="DIR",
+    help="a new folder, or that of a run to go on with",
+  )
   _add_on_disk(compare)
   _add_data(compare, calibrates=True)
+
+  ablate = commands_.add_parser(
+    "ablate",
+    help="the paper's ablation studies of HiRes, with paired intervals",
+    description="Builds every row of a study on every calibration draw, and writes "
+    "OUT/tables.md and OUT/result.json. Finished rows are kept in OUT, so a killed run "
+    "goes on where it was.",
+  )
+  ablate.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+  ablate.add_argument(
+    "--study",
+    required=True,
+    help="comma list of stages, components, rules, recovery, encoding, geometry, "
+    "readings and controls, or all",
+  )
+  ablate.add_argument(
+    "--seeds", default="0,3,5", help="calibration draws (default: 0,3,5)"
+  )
+  ablate.add_argument("--out", required=True, metavar="DIR", help="a folder")
+  _add_data(ablate, calibrates=True)
+  ablate.set_defaults(replicates=3)
 
   generate = commands_.add_parser("generate", help="continue a prompt")
   generate.add_argument("checkpoint", metavar="DIR")

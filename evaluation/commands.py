@@ -13,11 +13,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from mxjax import checkpoint, layer_store, methods, models, run_folder, sizes
+from mxjax import checkpoint, layer_store, methods, models, mxfp4, run_folder, sizes
 from mxjax import plan as plan_module
-from mxjax.evaluation import console, datasets, report, results, seven_tasks, study
+from mxjax.contract import Contract
+from mxjax.evaluation import (
+  ablation,
+  console,
+  datasets,
+  report,
+  results,
+  seven_tasks,
+  study,
+)
 from mxjax.evaluation import tables as table_forms
+from mxjax.methods import ablations
 
+ROWS = "rows"
 DEMO_METHODS = ("rtn", "gptq", "brq", "hires")
 DEMO_CALIBRATION = (8, 512)
 DEMO_TEST = (8, 512)
@@ -130,7 +141,7 @@ def quantize(options: argparse.Namespace) -> None:
       run_dir=folder / "run",
       chunk=options.chunk,
       on_progress=begin(options.method),
-      store=store,
+      into=store,
     )
     row["layers_on_disk"] = on_disk
     row["record"]["calibration"] |= {
@@ -157,18 +168,69 @@ def plan(options: argparse.Namespace) -> None:
     console.STDOUT.print(table)
 
 
+def _method_names(text: str) -> list[str]:
+  """The methods of a comma list; `all` and `paper` stand for several."""
+  groups = {"all": tuple(methods.METHODS), "paper": methods.PAPER_METHODS}
+  names = [name.strip() for name in text.split(",") if name.strip()]
+  chosen = [one for name in names for one in groups.get(name, (name,))]
+  for name in chosen:
+    methods.get(name)
+  return list(dict.fromkeys(chosen))
+
+
+def _resumable(out: str) -> pathlib.Path:
+  """A folder of earlier rows to go on with, or one that is free."""
+  folder = pathlib.Path(out)
+  return folder if (folder / ROWS).is_dir() else run_folder.check_output(out)
+
+
 def compare(options: argparse.Namespace) -> None:
   """`mxjax compare`."""
-  names = [name.strip() for name in options.methods.split(",") if name.strip()]
-  for name in names:
-    methods.get(name)
-  folder = run_folder.check_output(options.out)
+  names = _method_names(options.methods)
+  rules = [mxfp4.Rules(scale_rule=rule) for rule in options.scale_rules.split(",")]
+  contracts = {
+    "" if rule == mxfp4.PAPER_RULES else f"[{rule.scale_rule}]": Contract(rules=rule)
+    for rule in rules
+  }
+  folder = _resumable(options.out)
   _, _, subject, tokens = _prepare(options)
   with console.progress_bars() as begin:
-    rows, _ = study.compare(subject, tokens, names, on_method=begin)
+    rows, _ = study.compare(
+      subject, tokens, names, folder=folder, contracts=contracts, on_method=begin
+    )
   folder.mkdir(parents=True, exist_ok=True)
+  if not any("error" in row for row in rows):
+    study.clear_store(folder)
   _finish(folder, rows, f"Comparison on {options.model or 'SmolLM2-135M'}")
   _print(options, rows, folder)
+
+
+def ablate(options: argparse.Namespace) -> None:
+  """`mxjax ablate`."""
+  names = [name.strip() for name in options.study.split(",") if name.strip()]
+  if names == ["all"]:
+    names = list(ablations.STUDIES)
+  for name in names:
+    ablation.study_rows(name)
+  seeds = [int(seed) for seed in options.seeds.split(",")]
+  folder = pathlib.Path(options.out)
+  if not any((folder / name).is_dir() for name in ablations.STUDIES):
+    run_folder.check_output(folder)
+  options.seed = seeds[0]
+  _, tokenizer, subject, _ = _prepare(options)
+  draws = {}
+  for seed in seeds:
+    options.seed = seed
+    draws[seed] = _calibration(options, tokenizer)
+  results, text = [], ""
+  for name in names:
+    with console.progress_bars() as begin:
+      results.append(ablation.run(name, subject, draws, folder, on_row=begin))
+    text += ablation.table(results[-1]) + "\n"
+    run_folder.write_durably(folder / "tables.md", text.encode())
+    _write_json(folder / "result.json", results)
+  study.clear_store(folder)
+  print(json.dumps(results) if options.json else text)
 
 
 def demo(options: argparse.Namespace) -> None:

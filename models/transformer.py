@@ -238,7 +238,9 @@ class CausalLM(nn.Module):
     self.embed_tokens = Embedding(config)
     self.layers = [DecoderLayer(config) for _ in range(config.num_layers)]
     self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-    if not config.tie_embeddings:
+    # A head among the params wins over the tie: rotated models need one of their own.
+    self.has_head = not config.tie_embeddings or self.has_variable("params", "lm_head")
+    if self.has_head:
       self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -253,8 +255,7 @@ class CausalLM(nn.Module):
     hidden = self.embed_tokens(tokens)
     for layer in self.layers:
       hidden = layer(hidden)
-    tied = self.config.tie_embeddings
-    head = self.embed_tokens.attend if tied else self.lm_head
+    head = self.lm_head if self.has_head else self.embed_tokens.attend
     return head(self.norm(hidden)).astype(jnp.float32)
 
   @property
@@ -325,5 +326,6 @@ class CausalLM(nn.Module):
     """
     norm = RMSNorm(self.config.hidden_size, self.config.norm_eps, parent=None)
     normal = _run(norm, params["norm"], hidden)
-    head = "embed_tokens" if self.config.tie_embeddings else "lm_head"
+    tied = self.config.tie_embeddings and "lm_head" not in params
+    head = "embed_tokens" if tied else "lm_head"
     return linear(normal, params[head]["weight"]).astype(jnp.float32)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mxjax import code_refinement, mxfp4
+from mxjax import code_refinement, mxfp4, straight_through
 from mxjax.input_maps import InputMap
 from mxjax.precision import HIGHEST
 
@@ -41,6 +41,52 @@ class OneCode:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Clipped:
+  """Dynamic A4 by the nearest code of values clipped to shares of the block's range.
+
+  Attributes:
+    low: Share of the block's smallest value that is kept, float32 `[blocks]`.
+    high: Share of its largest value, float32 `[blocks]`.
+  """
+
+  low: jax.Array
+  high: jax.Array
+
+  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+    """Decoded A4 of mapped inputs `[blocks, 32, n]`, float32."""
+    return mxfp4.round_blocks(clip_blocks(blocks, self.low, self.high), rules)
+
+
+def clip_blocks(blocks: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+  """Clips blocks `[blocks, 32, n]` to shares of their own smallest and largest value.
+
+  Args:
+    blocks: Values, any float dtype.
+    low: Share of the smallest value, `[blocks]` or `[blocks, n]`.
+    high: Share of the largest value, same shape.
+  """
+  share = lambda part: part[:, None, None] if part.ndim == 1 else part[:, None, :]
+  smallest = share(low) * blocks.min(-2, keepdims=True)
+  largest = share(high) * blocks.max(-2, keepdims=True)
+  return jnp.clip(blocks, smallest, largest)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unrounded:
+  """Inputs as they are: what A4 costs is measured against it. Not a legal A4 rule."""
+
+  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+    """The mapped inputs themselves, float32 `[blocks, 32, n]`."""
+    del rules
+    return blocks
+
+
+Rounding = Nearest | OneCode | Clipped | Unrounded
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class QuantizedLinear:
   """A strict W4A4 linear in place of a weight `[out_features, in_features]`.
 
@@ -48,12 +94,14 @@ class QuantizedLinear:
     weight: Packed weights in the coordinates of `input_map`.
     input_map: The online map of the inputs, or None.
     rounding: The dynamic A4 rule.
+    gain: A factor on the outputs, a float32 scalar, or None; only a control has one.
     rules: Scale and tie rules of both operands (static).
   """
 
   weight: mxfp4.MXTensor
   input_map: InputMap | None
-  rounding: Nearest | OneCode
+  rounding: Rounding
+  gain: jax.Array | None = None
   rules: mxfp4.Rules = dataclasses.field(
     default=mxfp4.PAPER_RULES, metadata={"static": True}
   )
@@ -62,6 +110,22 @@ class QuantizedLinear:
   def shape(self) -> tuple[int, ...]:
     """`(out_features, in_features)`, as of the array it replaces."""
     return self.weight.shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StraightThrough:
+  """A linear whose inputs are rounded with a gradient, for learning; never a result.
+
+  Attributes:
+    weight: Weights `[out_features, in_features]`, rounded already if they should be.
+    rules: Scale and tie rules of the inputs (static).
+  """
+
+  weight: jax.Array
+  rules: mxfp4.Rules = dataclasses.field(
+    default=mxfp4.PAPER_RULES, metadata={"static": True}
+  )
 
 
 def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
@@ -83,12 +147,15 @@ def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
   return rounded.reshape(x.shape[-1], -1)
 
 
-def linear(x: jax.Array, weight: jax.Array | QuantizedLinear) -> jax.Array:
+def linear(
+  x: jax.Array, weight: jax.Array | QuantizedLinear | StraightThrough
+) -> jax.Array:
   """Computes `x @ weight.T`, strictly W4A4 where the leaf is quantized.
 
   Args:
     x: Inputs, `[..., in_features]`, float32 or bfloat16.
-    weight: An array `[out_features, in_features]` or a quantized leaf.
+    weight: An array `[out_features, in_features]`, a quantized leaf, or the
+      differentiable stand-in of one.
 
   Returns:
     Outputs, `[..., out_features]`, in the dtype of `x`.
@@ -96,10 +163,15 @@ def linear(x: jax.Array, weight: jax.Array | QuantizedLinear) -> jax.Array:
   Raises:
     ValueError: The quantized leaf's width is not a multiple of 32.
   """
+  if isinstance(weight, StraightThrough):
+    x = straight_through.round_rows(x, weight.rules)
+    weight = weight.weight
   if not isinstance(weight, QuantizedLinear):
     return jnp.einsum("...d,md->...m", x, weight.astype(x.dtype), precision=HIGHEST)
   # Every decoded MXFP4 value is exact in bfloat16 and float32 alike.
   operand = quantized_inputs(x, weight).astype(x.dtype)
   decoded = mxfp4.decode(weight.weight, x.dtype, weight.rules)
   y = jnp.einsum("dn,md->nm", operand, decoded, precision=HIGHEST)
+  if weight.gain is not None:
+    y = y * weight.gain.astype(y.dtype)
   return y.reshape(*x.shape[:-1], decoded.shape[0])

@@ -45,7 +45,7 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
       linears["codes"] += _bytes(node.weight.codes)
       linears["scales"] += _bytes(node.weight.scales)
       linears["maps"] += _bytes(node.input_map)
-      linears["rounding"] += _bytes(node.rounding)
+      linears["rounding"] += _bytes((node.rounding, node.gain))
     elif isinstance(node, (ValueRecovery, MlpRecovery)):
       recovery += _bytes(node)
     else:

@@ -145,6 +145,37 @@ def _layer(model: CausalLanguageModel, layer: Params, hidden: jax.Array) -> jax.
   return model.layer(layer, hidden)
 
 
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="hidden")
+def _advance(model: CausalLanguageModel, layer: Params, hidden: jax.Array) -> jax.Array:
+  return jax.lax.map(lambda row: model.layer(layer, row[None])[0], hidden)
+
+
+def advance(model: CausalLanguageModel, layer: Params, stream: Stream) -> Stream:
+  """Carries a stream through one layer; the stream's buffers are donated."""
+  return [execution.finish(_advance(model, layer, hidden)) for hidden in stream]
+
+
+def check_finite(stream: Stream, place: str) -> None:
+  """Raises where a stream leaving `place` has NaN or inf.
+
+  Raises:
+    FloatingPointError: With the counts.
+  """
+  bad = sum(int((~jnp.isfinite(chunk)).sum()) for chunk in stream)
+  if bad:
+    total = sum(chunk.size for chunk in stream)
+    raise FloatingPointError(
+      f"quantize: {bad} of {total} hidden values leaving {place} are NaN or inf on the "
+      "calibration tokens; the float model itself overflows there, so check its "
+      "weights and its compute dtype."
+    )
+
+
+def copy(stream: Stream) -> Stream:
+  """A stream with buffers of its own, for a call that donates them."""
+  return [jnp.array(hidden, copy=True) for hidden in stream]
+
+
 def final_hiddens(
   model: CausalLanguageModel, params: Params, windows: Sequence[jax.Array]
 ) -> Stream:

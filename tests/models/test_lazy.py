@@ -93,7 +93,7 @@ def peak_while_quantizing(model, params, store):
     params,
     Calibration(model, TOKENS),
     methods.get("rtn"),
-    store=store,
+    into=store,
     on_progress=lambda now: sizes.append(live_bytes()),
   )
   return max(sizes) - before, result
