@@ -68,20 +68,23 @@ def _stretch(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
   return scaled.astype(np.float32)
 
 
-def rotary(x: jax.Array, frequencies: np.ndarray) -> jax.Array:
+def rotary(
+  x: jax.Array, frequencies: np.ndarray, start: int | jax.Array = 0
+) -> jax.Array:
   """Turns the halves of each head by an angle proportional to the position.
 
   Coordinate i is paired with coordinate i + head_dim/2, the layout of Hugging Face
-  checkpoints. Positions count from 0 on the sequence axis.
+  checkpoints. Positions count from `start` on the sequence axis.
 
   Args:
     x: Queries or keys, `[batch, length, heads, head_dim]`.
     frequencies: Radians per token, float32 `[head_dim / 2]`.
+    start: Position of the first vector, int32 if an array.
 
   Returns:
     The turned vectors, same shape and dtype.
   """
-  positions = jnp.arange(x.shape[1], dtype=jnp.float32)
+  positions = (start + jnp.arange(x.shape[1], dtype=jnp.int32)).astype(jnp.float32)
   angles = positions[:, None] * jnp.asarray(frequencies)[None, :]
   cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -130,11 +133,49 @@ def causal_attention(
   return outputs.reshape(batch, length, heads * head_dim)
 
 
+def cached_attention(
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  start: jax.Array,
+  *,
+  window: int | None = None,
+  query_chunk: int = QUERY_CHUNK,
+) -> jax.Array:
+  """Grouped-query softmax attention of the newest tokens over a cache.
+
+  Args:
+    queries: `[batch, new, heads, head_dim]`, rotated, at positions from `start`.
+    keys: `[batch, positions, kv_heads, head_dim]`, the new ones already in place;
+      what lies behind the newest token is not read.
+    values: Same shape.
+    start: Position of the first query, int32.
+    window: Newest keys that a query sees, itself included; None for all.
+    query_chunk: Queries at a time; the result does not depend on it.
+
+  Returns:
+    Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`.
+  """
+  batch, new, heads, head_dim = queries.shape
+  kv_heads = keys.shape[2]
+  grouped = queries.reshape(batch, new, kv_heads, heads // kv_heads, head_dim)
+  grouped = grouped.transpose(0, 2, 3, 1, 4)
+  past = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+  chunks = [
+    _attend(
+      grouped[:, :, :, first : first + query_chunk], *past, start + first, 0, window
+    )
+    for first in range(0, new, query_chunk)
+  ]
+  outputs = jnp.concatenate(chunks, axis=3).transpose(0, 3, 1, 2, 4)
+  return outputs.reshape(batch, new, heads * head_dim)
+
+
 def _attend(
   queries: jax.Array,
   keys: jax.Array,
   values: jax.Array,
-  start: int,
+  start: int | jax.Array,
   first: int,
   window: int | None,
 ) -> jax.Array:
@@ -146,8 +187,8 @@ def _attend(
     precision=precision.HIGHEST,
     preferred_element_type=jnp.float32,
   )
-  query_positions = start + np.arange(queries.shape[3])[:, None]
-  key_positions = first + np.arange(keys.shape[2])[None, :]
+  query_positions = start + np.arange(queries.shape[3], dtype=np.int32)[:, None]
+  key_positions = first + np.arange(keys.shape[2], dtype=np.int32)[None, :]
   is_seen = key_positions <= query_positions
   if window is not None:
     is_seen &= key_positions > query_positions - window

@@ -11,14 +11,17 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from mxjax import mlp_recovery, value_recovery
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import layer_norms
-from mxjax.quantized_linear import linear
+from mxjax.pallas_kernels import recovery as recovery_kernels
+from mxjax.quantized_linear import linear, take_rows
 
 CALIBRATION = "calibration"
 """The linen collection that receives the taps."""
+CACHE = "cache"
+"""The linen collection of an attention's past: `keys`, `values`
+`[B, positions, kv_heads, head_dim]` and `length`, the positions filled, int32."""
 
 PROJECTION_TAPS: dict[tuple[str, str], str] = {
   ("self_attn", "q_proj"): "qkv_input",
@@ -94,8 +97,7 @@ class Embedding(nn.Module):
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Looks up int32 `[B, T]`; ids outside the vocabulary give NaN rows."""
-    rows = jnp.take(self.weight, tokens, axis=0, mode="fill")
-    return rows.astype(self.config.dtype)
+    return take_rows(self.weight, tokens).astype(self.config.dtype)
 
   def attend(self, hidden: jax.Array) -> jax.Array:
     """Scores hidden states `[B, T, d]` against every row: `[B, T, V]`."""
@@ -150,22 +152,39 @@ class Attention(nn.Module):
       config.head_dim, config.rope_theta, config.rope_scaling
     )
     by_head = (*x.shape[:2], -1, config.head_dim)
+    start = self.get_variable(CACHE, "length", 0)
     queries, keys = self.q_proj(x), self.k_proj(x)
     if config.qk_norm == "projection":
       queries, keys = self.q_norm(queries), self.k_norm(keys)
     queries, keys = queries.reshape(by_head), keys.reshape(by_head)
     if config.qk_norm == "head":
       queries, keys = self.q_norm(queries), self.k_norm(keys)
-    queries = functional.rotary(queries, frequencies)
-    keys = functional.rotary(keys, frequencies)
+    queries = functional.rotary(queries, frequencies, start)
+    keys = functional.rotary(keys, frequencies, start)
     values = _tap(self, "value", self.v_proj(x).reshape(by_head))
     if self.has_variable("params", "value_recovery"):
       recovery = self.get_variable("params", "value_recovery")
-      values = value_recovery.apply(values, recovery)
-    outputs = functional.causal_attention(
-      queries, keys, values, window=config.sliding_window
-    )
+      values = recovery_kernels.recover_values(values, recovery)
+    window = config.sliding_window
+    if self.has_variable(CACHE, "length"):
+      past = self._remember(start, keys, values)
+      outputs = functional.cached_attention(queries, *past, start, window=window)
+    else:
+      outputs = functional.causal_attention(queries, keys, values, window=window)
     return self.o_proj(_tap(self, "o_input", outputs))
+
+  def _remember(
+    self, start: jax.Array, keys: jax.Array, values: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Writes new keys and values behind the cached ones; returns all of them."""
+    self.put_variable(CACHE, "length", start + keys.shape[1])
+    filled = []
+    for name, new in (("keys", keys), ("values", values)):
+      old = self.get_variable(CACHE, name)
+      index = (0, start, 0, 0)
+      filled.append(jax.lax.dynamic_update_slice(old, new.astype(old.dtype), index))
+      self.put_variable(CACHE, name, filled[-1])
+    return filled[0], filled[1]
 
 
 class MLP(nn.Module):
@@ -188,7 +207,7 @@ class MLP(nn.Module):
     up = _tap(self, "up", self.up_proj(x))
     if self.has_variable("params", "mlp_recovery"):
       recovery = self.get_variable("params", "mlp_recovery")
-      product = mlp_recovery.apply(gate, up, recovery)
+      product = recovery_kernels.gated_product(gate, up, recovery)
     else:
       product = functional.gated_product(gate, up)
     return self.down_proj(_tap(self, "down_input", product))
@@ -312,6 +331,37 @@ class CausalLM(nn.Module):
     )
     taps = cast(dict[str, dict[str, jax.Array]], state[CALIBRATION])
     return cast(jax.Array, output), taps["self_attn"] | taps["mlp"]
+
+  @nn.nowrap
+  def empty_cache(self, batch: int, positions: int) -> dict[str, Any]:
+    """The cache of one layer before any token, compute dtype, `positions` long."""
+    config = self.config
+    shape = batch, positions, config.num_kv_heads, config.head_dim
+    empty = {name: jnp.zeros(shape, config.dtype) for name in ("keys", "values")}
+    return {"self_attn": {**empty, "length": jnp.zeros((), jnp.int32)}}
+
+  @nn.nowrap
+  def layer_with_cache(
+    self,
+    layer_params: Mapping[str, Any],
+    cache: Mapping[str, Any],
+    hidden: jax.Array,
+  ) -> tuple[jax.Array, dict[str, Any]]:
+    """Runs one decoder layer on the next tokens of cached sequences.
+
+    Args:
+      layer_params: The value of one `layers_i` key of the params.
+      cache: That layer's cache, with room for the tokens.
+      hidden: `[B, T, d]`, compute dtype, of the T tokens after the cached ones.
+
+    Returns:
+      Hidden states, same shape and dtype, and the cache with the tokens in it.
+    """
+    decoder_layer = DecoderLayer(self.config, parent=None)
+    output, state = decoder_layer.apply(
+      {"params": layer_params, CACHE: cache}, hidden, mutable=[CACHE]
+    )
+    return cast(jax.Array, output), cast(dict[str, Any], state[CACHE])
 
   @nn.nowrap
   def logits(self, params: Mapping[str, Any], hidden: jax.Array) -> jax.Array:

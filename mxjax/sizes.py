@@ -7,10 +7,11 @@ from typing import Any
 import jax
 
 from mxjax.mlp_recovery import MlpRecovery
+from mxjax.mxfp4 import MXTensor
 from mxjax.quantized_linear import QuantizedLinear
 from mxjax.value_recovery import ValueRecovery
 
-_NODES = (QuantizedLinear, ValueRecovery, MlpRecovery)
+_NODES = (QuantizedLinear, MXTensor, ValueRecovery, MlpRecovery)
 
 
 def _bytes(tree: Any) -> int:
@@ -48,6 +49,9 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
       linears["rounding"] += _bytes((node.rounding, node.gain))
     elif isinstance(node, (ValueRecovery, MlpRecovery)):
       recovery += _bytes(node)
+    elif isinstance(node, MXTensor):
+      other += _bytes(node)
+      values += math.prod(node.shape)
     else:
       other += _bytes(node)
       values += sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(node))
