@@ -129,7 +129,11 @@ class Laboratory:
       admitted = admit(source, self.task.interface)
     except RejectedError as error:
       return Prepared(key, source, Status.REJECTED, str(error))
-    traced = self._bench.trace(self._completed(admitted))
+    return self._traced(admitted, self._completed(admitted))
+
+  def _traced(self, admitted: Program, completed: str) -> Prepared:
+    """Traces an admitted program whose missing hooks were filled in."""
+    traced, source = self._bench.trace(completed), admitted.source
     if traced.status != Status.OK:
       return Prepared(admitted.id, source, traced.status, traced.detail, admitted)
     computation = dict(traced.computation)

@@ -170,7 +170,7 @@ class Search:
       margins=self._task.margins,
       evaluator=self._lab.evaluator,
     )
-    self._emit("packet", hash=packet.hash, packet=packet.to_dict())
+    self._emit("packet", id=packet.hash, packet=packet.to_dict())
     self.ledger.reserve(1)
     outcome = self._lab.run([first])[0]
     self._settle(packet, first, outcome)
@@ -241,7 +241,7 @@ class Search:
     self._store.put_bytes("programs", f"{prepared.id}.py", proposal.source.encode())
     self._emit(
       "packet",
-      hash=attempt.packet.hash,
+      id=attempt.packet.hash,
       label=proposal.label,
       note=proposal.note,
       packet=attempt.packet.to_dict(),
