@@ -158,7 +158,7 @@ class Laboratory:
     if not missing:
       return admitted.source
     defaults = "\n".join([self.task.interface.header, *(h.default for h in missing)])
-    return with_functions(admitted.source, defaults)
+    return with_functions(admitted.source, defaults, replace=False)
 
   def full_call(self, prepared: Prepared) -> Call:
     """The call with every hook, active or not."""

@@ -214,8 +214,10 @@ def hook_keys(source: str, hooks: Iterable[str]) -> dict[str, str]:
   }
 
 
-def with_functions(source: str, code: str) -> str:
+def with_functions(source: str, code: str, *, replace: bool = True) -> str:
   """Source in which the functions of `code` replace those of the same name.
+
+  Without `replace`, only names that the source does not define are added.
 
   New functions and constants are put in front of the first hook's place; imports are
   merged. The result is ordinary source that any proposer can go on from.
@@ -226,7 +228,8 @@ def with_functions(source: str, code: str) -> str:
   for node in new.body:
     name = _name(node)
     if name in position:
-      tree.body[position[name]] = node
+      if replace:
+        tree.body[position[name]] = node
     elif ast.unparse(node) not in {ast.unparse(n) for n in tree.body}:
       added.append(node)
   first = next(

@@ -123,10 +123,12 @@ class Worker:
     return b"".join(parts)
 
   def _fail(self, status: Status, detail: str) -> None:
-    self.kill()
+    os.killpg(self._process.pid, signal.SIGKILL)
+    self._process.wait()
     self._errors.seek(0, os.SEEK_END)
     self._errors.seek(max(self._errors.tell() - self._limits.stderr_bytes, 0))
     tail = self._errors.read().decode(errors="replace").strip()
+    self.kill()
     if status == Status.CRASHED and any(sign in tail for sign in MEMORY_SIGNS):
       status = Status.MEMORY
     code = self._process.returncode
@@ -145,6 +147,7 @@ class Worker:
           pipe.close()
         except BrokenPipeError:
           continue
+    self._errors.close()
 
 
 @dataclasses.dataclass(frozen=True)
