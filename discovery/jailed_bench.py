@@ -25,11 +25,6 @@ class Lane:
       for phase in task.phases
     }
 
-  @property
-  def gate(self) -> RunWorker:
-    """The worker that checks artifacts: the first phase's."""
-    return next(iter(self._workers.values()))
-
   def run(
     self, call: Mapping[str, Any], artifacts: Mapping[str, tuple[str, bytes, bytes]]
   ) -> dict[str, Any]:
@@ -71,6 +66,7 @@ class JailedBench:
     workers: int = 1,
     trace_limits: jail.Limits = sandbox.TRACE_LIMITS,
     run_limits: jail.Limits = sandbox.RUN_LIMITS,
+    lane: Callable[[Task, str, jail.Limits], Any] | None = None,
   ) -> None:
     """Starts the tracer.
 
@@ -81,6 +77,7 @@ class JailedBench:
       workers: Calls that run side by side.
       trace_limits: For candidate Python.
       run_limits: For evaluator phases.
+      lane: Makes an evaluator elsewhere, such as `ray_lane.RayLane`.
 
     Raises:
       WorkerError: The level cannot be had on this machine.
@@ -89,7 +86,10 @@ class JailedBench:
     self._specs = {spec["name"]: spec for spec in task.interface.to_list()}
     self._tracer = Tracer(level, trace_limits)
     self.description: Mapping[str, Any] = dict(self._tracer.features)
-    self._lanes = [Lane(task, level, run_limits) for _ in range(workers)]
+    make_lane = lane or Lane
+    self._lanes = [make_lane(task, level, run_limits) for _ in range(workers)]
+    first = task.phases[0]
+    self._gate = RunWorker(task.spec, first, task.readable(first), level, run_limits)
     # Workers die with the thread that started them, so each lane keeps one thread.
     make = concurrent.futures.ThreadPoolExecutor
     self._threads = [make(max_workers=1) for _ in self._lanes]
@@ -104,8 +104,7 @@ class JailedBench:
       if raw.status != Status.OK:
         return Traced(raw.status, detail=raw.detail)
       try:
-        gate = self._threads[0].submit(self._lanes[0].gate.gate, todo, raw.hooks)
-        computation = gate.result()
+        computation = self._gate.gate(todo, raw.hooks)
       except WorkerError as error:
         return Traced(error.status, detail=str(error))
       for name, lowered in computation.items():
@@ -157,6 +156,7 @@ class JailedBench:
   def close(self) -> None:
     """Ends all workers."""
     self._tracer.close()
+    self._gate.close()
     for lane in self._lanes:
       lane.close()
     for thread in self._threads:
