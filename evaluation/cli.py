@@ -2,11 +2,14 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from mxjax import execution
 from mxjax.evaluation import commands
 
+Extend = Callable[[Any], None]
+"""Adds commands to the parser; each sets `run`, a function of its options."""
 MODEL_HELP = (
   "a Hugging Face folder, a .gguf file or a hub id; the embedded SmolLM2-135M when "
   "omitted"
@@ -97,8 +100,8 @@ def _add_on_disk(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def build_parser() -> argparse.ArgumentParser:
-  """The parser of all commands."""
+def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
+  """The parser of all commands; `extend` adds those of a higher floor."""
   parser = argparse.ArgumentParser(
     prog="mxjax",
     description="Strict MXFP4 W4A4 post-training quantization of decoder LLMs in JAX.",
@@ -244,15 +247,18 @@ def build_parser() -> argparse.ArgumentParser:
     "text, writes a report, and lets the HiRes model speak.",
   )
   demo.add_argument("--out", default="runs/demo", metavar="DIR", help="a new folder")
+  if extend:
+    extend(commands_)
   return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -> int:
   """Runs a command; errors a user can mend become one line and exit code 2."""
-  options = build_parser().parse_args(arguments)
+  options = build_parser(extend).parse_args(arguments)
   execution.keep_freed_memory()
   try:
-    getattr(commands, options.command)(options)
+    run = getattr(options, "run", None) or getattr(commands, options.command)
+    run(options)
   except (
     ValueError,
     TypeError,
