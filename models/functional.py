@@ -13,7 +13,7 @@ import numpy as np
 from mxjax import precision
 from mxjax.models.config import RopeScaling
 
-QUERY_CHUNK = 512
+QUERY_CHUNK = 256
 """Queries attended at once: bounds the score array to `QUERY_CHUNK * length`."""
 
 
@@ -97,18 +97,21 @@ def causal_attention(
   keys: jax.Array,
   values: jax.Array,
   *,
+  window: int | None = None,
   query_chunk: int = QUERY_CHUNK,
 ) -> jax.Array:
   """Grouped-query softmax attention over the past.
 
-  Queries go in chunks and each chunk sees only the keys up to its own end, so the
-  `length x length` scores never exist at once and nearly half the products are saved.
+  Queries go in chunks and each chunk sees only the keys from the start of its first
+  query's window up to its own end, so the `length x length` scores never exist at
+  once and nearly half the products are saved, or more with a window.
 
   Args:
     queries: `[batch, length, heads, head_dim]`, already rotated.
     keys: `[batch, length, kv_heads, head_dim]`, already rotated; query head h reads
       key-value head `h // (heads / kv_heads)`.
     values: `[batch, length, kv_heads, head_dim]`.
+    window: Tokens that a query sees, itself included; None for all of the past.
     query_chunk: Queries at a time; the result does not depend on it.
 
   Returns:
@@ -123,8 +126,9 @@ def causal_attention(
   chunks = []
   for start in range(0, length, query_chunk):
     stop = min(start + query_chunk, length)
-    past = keys[:, :, :stop], values[:, :, :stop]
-    chunks.append(_attend(grouped[:, :, :, start:stop], *past, start))
+    first = 0 if window is None else max(0, start - window + 1)
+    seen = keys[:, :, first:stop], values[:, :, first:stop]
+    chunks.append(_attend(grouped[:, :, :, start:stop], *seen, start, first, window))
   outputs = jnp.concatenate(chunks, axis=3).transpose(0, 3, 1, 2, 4)
   return outputs.reshape(batch, length, heads * head_dim)
 
@@ -135,6 +139,7 @@ def cached_attention(
   values: jax.Array,
   start: jax.Array,
   *,
+  window: int | None = None,
   query_chunk: int = QUERY_CHUNK,
 ) -> jax.Array:
   """Grouped-query softmax attention of the newest tokens over a cache.
@@ -145,6 +150,7 @@ def cached_attention(
       what lies behind the newest token is not read.
     values: Same shape.
     start: Position of the first query, int32.
+    window: Newest keys that a query sees, itself included; None for all.
     query_chunk: Queries at a time; the result does not depend on it.
 
   Returns:
@@ -156,7 +162,9 @@ def cached_attention(
   grouped = grouped.transpose(0, 2, 3, 1, 4)
   past = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
   chunks = [
-    _attend(grouped[:, :, :, first : first + query_chunk], *past, start + first)
+    _attend(
+      grouped[:, :, :, first : first + query_chunk], *past, start + first, 0, window
+    )
     for first in range(0, new, query_chunk)
   ]
   outputs = jnp.concatenate(chunks, axis=3).transpose(0, 3, 1, 2, 4)
@@ -164,9 +172,14 @@ def cached_attention(
 
 
 def _attend(
-  queries: jax.Array, keys: jax.Array, values: jax.Array, start: int | jax.Array
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  start: int | jax.Array,
+  first: int,
+  window: int | None,
 ) -> jax.Array:
-  """Attends queries `[b, k, g, t, d]` at positions from `start` to all keys given."""
+  """Attends queries `[b, k, g, t, d]` from position `start` to keys from `first`."""
   scores = jnp.einsum(
     "bkgtd,bksd->bkgts",
     queries,
@@ -174,11 +187,13 @@ def _attend(
     precision=precision.HIGHEST,
     preferred_element_type=jnp.float32,
   )
-  query_positions = start + np.arange(queries.shape[3], dtype=np.int32)
-  key_positions = np.arange(keys.shape[2], dtype=np.int32)
-  is_past = key_positions[None, :] <= query_positions[:, None]
+  query_positions = start + np.arange(queries.shape[3], dtype=np.int32)[:, None]
+  key_positions = first + np.arange(keys.shape[2], dtype=np.int32)[None, :]
+  is_seen = key_positions <= query_positions
+  if window is not None:
+    is_seen &= key_positions > query_positions - window
   scores = jnp.where(
-    is_past[None, None, None], scores * queries.shape[-1] ** -0.5, -jnp.inf
+    is_seen[None, None, None], scores * queries.shape[-1] ** -0.5, -jnp.inf
   )
   weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
   return jnp.einsum("bkgts,bksd->bkgtd", weights, values, precision=precision.HIGHEST)

@@ -13,6 +13,7 @@ from flax import linen as nn
 
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
+from mxjax.models.parameters import layer_norms
 from mxjax.pallas_kernels import recovery as recovery_kernels
 from mxjax.quantized_linear import linear, take_rows
 
@@ -104,15 +105,21 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-  """An RMS norm with a scale."""
+  """An RMS norm with a scale.
 
-  config: ModelConfig
+  Attributes:
+    width: Coordinates of a row.
+    eps: Added to the mean square.
+  """
+
+  width: int
+  eps: float
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Normalizes `[..., d]`, same dtype."""
-    weight = _leaf(self, "weight", nn.initializers.ones, self.config.hidden_size)
-    return functional.rms_norm(x, weight, self.config.norm_eps)
+    """Normalizes `[..., width]`, same dtype."""
+    weight = _leaf(self, "weight", nn.initializers.ones, self.width)
+    return functional.rms_norm(x, weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -123,16 +130,22 @@ class Attention(nn.Module):
   def setup(self) -> None:
     """Names the projections."""
     config = self.config
-    width, bias = config.hidden_size, config.attention_bias
+    width, bias = config.hidden_size, config.attention_bias or config.qkv_bias
     query_width = config.num_heads * config.head_dim
     value_width = config.num_kv_heads * config.head_dim
     self.q_proj = Linear(width, query_width, bias)
     self.k_proj = Linear(width, value_width, bias)
     self.v_proj = Linear(width, value_width, bias)
-    self.o_proj = Linear(query_width, width, bias)
+    self.o_proj = Linear(query_width, width, config.attention_bias)
+    if config.qk_norm is not None:
+      per_head = config.qk_norm == "head"
+      norm = lambda whole: RMSNorm(
+        config.head_dim if per_head else whole, config.norm_eps
+      )
+      self.q_norm, self.k_norm = norm(query_width), norm(value_width)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps normalized hidden states `[B, T, d]` to the residual update."""
+    """Maps what the layer feeds it, `[B, T, d]`, to its output, same shape."""
     config = self.config
     _tap(self, "qkv_input", x)
     frequencies = functional.inverse_frequencies(
@@ -140,17 +153,24 @@ class Attention(nn.Module):
     )
     by_head = (*x.shape[:2], -1, config.head_dim)
     start = self.get_variable(CACHE, "length", 0)
-    queries = functional.rotary(self.q_proj(x).reshape(by_head), frequencies, start)
-    keys = functional.rotary(self.k_proj(x).reshape(by_head), frequencies, start)
+    queries, keys = self.q_proj(x), self.k_proj(x)
+    if config.qk_norm == "projection":
+      queries, keys = self.q_norm(queries), self.k_norm(keys)
+    queries, keys = queries.reshape(by_head), keys.reshape(by_head)
+    if config.qk_norm == "head":
+      queries, keys = self.q_norm(queries), self.k_norm(keys)
+    queries = functional.rotary(queries, frequencies, start)
+    keys = functional.rotary(keys, frequencies, start)
     values = _tap(self, "value", self.v_proj(x).reshape(by_head))
     if self.has_variable("params", "value_recovery"):
       recovery = self.get_variable("params", "value_recovery")
       values = recovery_kernels.recover_values(values, recovery)
+    window = config.sliding_window
     if self.has_variable(CACHE, "length"):
       past = self._remember(start, keys, values)
-      outputs = functional.cached_attention(queries, *past, start)
+      outputs = functional.cached_attention(queries, *past, start, window=window)
     else:
-      outputs = functional.causal_attention(queries, keys, values)
+      outputs = functional.causal_attention(queries, keys, values, window=window)
     return self.o_proj(_tap(self, "o_input", outputs))
 
   def _remember(
@@ -181,7 +201,7 @@ class MLP(nn.Module):
     self.down_proj = Linear(hidden, width, bias)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps normalized hidden states `[B, T, d]` to the residual update."""
+    """Maps what the layer feeds it, `[B, T, d]`, to its output, same shape."""
     _tap(self, "gate_up_input", x)
     gate = _tap(self, "gate", self.gate_proj(x))
     up = _tap(self, "up", self.up_proj(x))
@@ -194,21 +214,27 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-  """One pre-norm decoder layer."""
+  """One decoder layer; its norms stand before or after attention and MLP."""
 
   config: ModelConfig
 
   def setup(self) -> None:
-    """Names the parts."""
-    self.input_layernorm = RMSNorm(self.config)
-    self.self_attn = Attention(self.config)
-    self.post_attention_layernorm = RMSNorm(self.config)
-    self.mlp = MLP(self.config)
+    """Names the parts; `layer_norms` says what the norms are called."""
+    config = self.config
+    self.self_attn = Attention(config)
+    self.mlp = MLP(config)
+    for name in layer_norms(config):
+      setattr(self, name, RMSNorm(config.hidden_size, config.norm_eps))
 
   def __call__(self, hidden: jax.Array) -> jax.Array:
     """Maps hidden states `[B, T, d]` to hidden states, same dtype."""
-    hidden = hidden + self.self_attn(self.input_layernorm(hidden))
-    return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    norms = [getattr(self, name) for name in layer_norms(self.config)]
+    for norm, block in zip(norms, (self.self_attn, self.mlp), strict=True):
+      if self.config.is_post_norm:
+        hidden = hidden + norm(block(hidden))
+      else:
+        hidden = hidden + block(norm(hidden))
+    return hidden
 
 
 class CausalLM(nn.Module):
@@ -230,8 +256,10 @@ class CausalLM(nn.Module):
     config = self.config
     self.embed_tokens = Embedding(config)
     self.layers = [DecoderLayer(config) for _ in range(config.num_layers)]
-    self.norm = RMSNorm(config)
-    if not config.tie_embeddings:
+    self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+    # A head among the params wins over the tie: rotated models need one of their own.
+    self.has_head = not config.tie_embeddings or self.has_variable("params", "lm_head")
+    if self.has_head:
       self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -246,8 +274,7 @@ class CausalLM(nn.Module):
     hidden = self.embed_tokens(tokens)
     for layer in self.layers:
       hidden = layer(hidden)
-    tied = self.config.tie_embeddings
-    head = self.embed_tokens.attend if tied else self.lm_head
+    head = self.lm_head if self.has_head else self.embed_tokens.attend
     return head(self.norm(hidden)).astype(jnp.float32)
 
   @property
@@ -347,6 +374,8 @@ class CausalLM(nn.Module):
     Returns:
       float32 `[B, T, V]`.
     """
-    normal = _run(RMSNorm(self.config, parent=None), params["norm"], hidden)
-    head = "embed_tokens" if self.config.tie_embeddings else "lm_head"
+    norm = RMSNorm(self.config.hidden_size, self.config.norm_eps, parent=None)
+    normal = _run(norm, params["norm"], hidden)
+    tied = self.config.tie_embeddings and "lm_head" not in params
+    head = "embed_tokens" if tied else "lm_head"
     return linear(normal, params[head]["weight"]).astype(jnp.float32)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mxjax import code_refinement, mxfp4
+from mxjax import code_refinement, mxfp4, straight_through
 from mxjax.input_maps import BlockDense, Hadamard, InputMap, hadamard
 from mxjax.pallas_kernels import code_refinement as refinement_kernel
 from mxjax.pallas_kernels import lowering, matmul
@@ -49,6 +49,52 @@ class OneCode:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Clipped:
+  """Dynamic A4 by the nearest code of values clipped to shares of the block's range.
+
+  Attributes:
+    low: Share of the block's smallest value that is kept, float32 `[blocks]`.
+    high: Share of its largest value, float32 `[blocks]`.
+  """
+
+  low: jax.Array
+  high: jax.Array
+
+  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+    """Decoded A4 of mapped inputs `[blocks, 32, n]`, float32."""
+    return mxfp4.round_blocks(clip_blocks(blocks, self.low, self.high), rules)
+
+
+def clip_blocks(blocks: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+  """Clips blocks `[blocks, 32, n]` to shares of their own smallest and largest value.
+
+  Args:
+    blocks: Values, any float dtype.
+    low: Share of the smallest value, `[blocks]` or `[blocks, n]`.
+    high: Share of the largest value, same shape.
+  """
+  share = lambda part: part[:, None, None] if part.ndim == 1 else part[:, None, :]
+  smallest = share(low) * blocks.min(-2, keepdims=True)
+  largest = share(high) * blocks.max(-2, keepdims=True)
+  return jnp.clip(blocks, smallest, largest)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unrounded:
+  """Inputs as they are: what A4 costs is measured against it. Not a legal A4 rule."""
+
+  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+    """The mapped inputs themselves, float32 `[blocks, 32, n]`."""
+    del rules
+    return blocks
+
+
+Rounding = Nearest | OneCode | Clipped | Unrounded
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class QuantizedLinear:
   """A strict W4A4 linear in place of a weight `[out_features, in_features]`.
 
@@ -56,12 +102,14 @@ class QuantizedLinear:
     weight: Packed weights in the coordinates of `input_map`.
     input_map: The online map of the inputs, or None.
     rounding: The dynamic A4 rule.
+    gain: A factor on the outputs, a float32 scalar, or None; only a control has one.
     rules: Scale and tie rules of both operands (static).
   """
 
   weight: mxfp4.MXTensor
   input_map: InputMap | None
-  rounding: Nearest | OneCode
+  rounding: Rounding
+  gain: jax.Array | None = None
   rules: mxfp4.Rules = dataclasses.field(
     default=mxfp4.PAPER_RULES, metadata={"static": True}
   )
@@ -70,6 +118,22 @@ class QuantizedLinear:
   def shape(self) -> tuple[int, ...]:
     """`(out_features, in_features)`, as of the array it replaces."""
     return self.weight.shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StraightThrough:
+  """A linear whose inputs are rounded with a gradient, for learning; never a result.
+
+  Attributes:
+    weight: Weights `[out_features, in_features]`, rounded already if they should be.
+    rules: Scale and tie rules of the inputs (static).
+  """
+
+  weight: jax.Array
+  rules: mxfp4.Rules = dataclasses.field(
+    default=mxfp4.PAPER_RULES, metadata={"static": True}
+  )
 
 
 def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
@@ -93,7 +157,7 @@ def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
 
 def linear(
   x: jax.Array,
-  weight: jax.Array | mxfp4.MXTensor | QuantizedLinear,
+  weight: jax.Array | mxfp4.MXTensor | QuantizedLinear | StraightThrough,
   *,
   implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -102,7 +166,8 @@ def linear(
   Args:
     x: Inputs, `[..., in_features]`, float32 or bfloat16.
     weight: An array `[out_features, in_features]`; a packed one, whose values are
-      used as they are with inputs that are not rounded; or a quantized leaf.
+      used as they are with inputs that are not rounded; a quantized leaf, or the
+      differentiable stand-in of one.
     implementation: For packed and quantized weights: `pallas`, `interpret` or `xla`,
       never another than asked for; None takes kernels on a GPU where they can.
 
@@ -113,6 +178,9 @@ def linear(
     NotImplementedError: Kernels were asked for and cannot run.
     ValueError: The quantized leaf's width is not a multiple of 32.
   """
+  if isinstance(weight, StraightThrough):
+    x = straight_through.round_rows(x, weight.rules)
+    weight = weight.weight
   if isinstance(weight, QuantizedLinear):
     return _quantized(x, weight, implementation)
   if isinstance(weight, mxfp4.MXTensor):
@@ -135,6 +203,8 @@ def _quantized(
     y = matmul.matmul(
       operand, weight.weight, dtype=x.dtype, implementation=implementation
     )
+  if weight.gain is not None:
+    y = y * weight.gain.astype(y.dtype)
   return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
