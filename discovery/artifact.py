@@ -189,6 +189,20 @@ def check(data: bytes, spec: Mapping[str, Any], *, batched: bool = False) -> Gat
   return Gated(spec["name"], digest, len(operations), constants)
 
 
+def gate(spec: Mapping[str, Any], unit: bytes, batched: bytes) -> str:
+  """Checks both forms of a hook; returns the identity of what they compute together.
+
+  Raises:
+    RefusedError: See `check`; or a form is missing.
+  """
+  identities = [check(unit, spec).computation]
+  if bool(spec["batched"]) != bool(batched):
+    raise RefusedError(f"{spec['name']}: one of its two forms is missing.")
+  if batched:
+    identities.append(check(batched, spec, batched=True).computation)
+  return hashlib.sha256("".join(identities).encode()).hexdigest()
+
+
 def check_independence(
   unit: Callable[..., Any], batched: Callable[..., Any], spec: Mapping[str, Any]
 ) -> None:

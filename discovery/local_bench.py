@@ -39,12 +39,10 @@ class LocalBench:
     try:
       for traced in tracing.trace(source, todo) if todo else ():
         spec = self._table.specs[traced.name]
-        gated = artifact.check(traced.unit, spec)
-        if traced.batched:
-          artifact.check(traced.batched, spec, batched=True)
-        computation[traced.name] = gated.computation
-        self._hooks[keys[traced.name]] = gated.computation
-        self._table.add(gated.computation, traced.name, traced.unit, traced.batched)
+        lowered = artifact.gate(spec, traced.unit, traced.batched)
+        computation[traced.name] = lowered
+        self._hooks[keys[traced.name]] = lowered
+        self._table.add(lowered, traced.name, traced.unit, traced.batched)
     except artifact.RefusedError as error:
       return Traced(Status.REFUSED, detail=str(error))
     except Exception as error:  # noqa: BLE001

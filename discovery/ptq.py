@@ -264,7 +264,7 @@ def default_identities() -> dict[str, str]:
   specs = ptq_interface.INTERFACE.to_list()
   traced = tracing.trace(ptq_interface.INTERFACE.default_source(), specs)
   return {
-    hook.name: artifact.check(hook.unit, spec).computation
+    hook.name: artifact.gate(spec, hook.unit, hook.batched)
     for hook, spec in zip(traced, specs, strict=True)
   }
 

@@ -45,16 +45,12 @@ def _gate(request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
   """Checks artifacts: `[unit, batched]` for every spec."""
   from mxjax.discovery import artifact
 
-  gated = []
-  for spec, unit, batched in zip(
-    request["specs"], blobs[0::2], blobs[1::2], strict=True
-  ):
-    checked = artifact.check(unit, spec)
-    if bool(spec["batched"]) != bool(batched):
-      raise artifact.RefusedError(f"{spec['name']}: one of its two forms is missing.")
-    if batched:
-      artifact.check(batched, spec, batched=True)
-    gated.append(checked.computation)
+  gated = [
+    artifact.gate(spec, unit, batched)
+    for spec, unit, batched in zip(
+      request["specs"], blobs[0::2], blobs[1::2], strict=True
+    )
+  ]
   return {"computation": gated}
 
 

@@ -152,6 +152,7 @@ class Search:
       config=dataclasses.asdict(self._config),
       task=dict(self._task.spec),
       evaluator=self._lab.evaluator,
+      target=self._task.target,
       proposer=self._proposer.name,
       margins=dict(self._task.margins),
     )
