@@ -29,7 +29,8 @@ CUSTOM_CALLS = frozenset(
   lapack_strsm_ffi lapack_dtrsm_ffi stablehlo.dynamic_top_k shape_assertion""".split()
 )
 FORBIDDEN_OPERATIONS = frozenset(
-  "infeed outfeed send recv create_token all_reduce all_gather rng rng_bit_generator".split()
+  """all_gather all_reduce create_token infeed outfeed recv rng rng_bit_generator
+  send""".split()
 )
 CHECK_ROWS = 48
 """Rows of the check that the batched form treats each row by itself."""

@@ -279,9 +279,7 @@ class LlmProposer:
         ]
     else:
       # The search books it as a rejected proposal: proposer calls, no evaluator call.
-      return Proposal(
-        source="", label="unusable answer", note=complaint, usage=usage
-      )
+      return Proposal(source="", label="unusable answer", note=complaint, usage=usage)
     return Proposal(
       source=answer.source,
       label=answer.label,

@@ -85,7 +85,9 @@ def find(folder: pathlib.Path, program: str) -> list[Story]:
   Raises:
     ValueError: None, or several programs.
   """
-  found = [s for s in stories(folder) if s.packet["packet"]["program"].startswith(program)]
+  found = [
+    s for s in stories(folder) if s.packet["packet"]["program"].startswith(program)
+  ]
   names = {s.packet["packet"]["program"] for s in found}
   if len(names) != 1:
     raise ValueError(

@@ -394,13 +394,11 @@ def _errors(
     if leaf.input_map is not None:
       mapped = leaf.input_map.apply(mapped)
     rounded = leaf.rounding.round(mapped, leaf.rules)
-    product = lambda a, b: jnp.einsum(
-      "bin,bim->nm", a, b, precision=precision.HIGHEST
-    )
+    product = lambda a, b: jnp.einsum("bin,bim->nm", a, b, precision=precision.HIGHEST)
     coded = mxfp4.to_blocks(mxfp4.decode(leaf.weight, jnp.float32))
     exact = product(mapped, folded[path])
     size = jnp.square(exact).sum()
-    share = lambda y: jnp.square(y - exact).sum() / size
+    share = lambda y, exact=exact, size=size: jnp.square(y - exact).sum() / size
     magnitudes = jnp.sort(jnp.abs(mapped), axis=1)
     middle = 0.5 * (magnitudes[:, 15] + magnitudes[:, 16])
     errors[path] = {

@@ -62,7 +62,8 @@ def searched(block):
   base = block_exponent(block)
   def cost(shift):
     exponent = jnp.clip(base + shift, -127, 127)
-    return jnp.sum(jnp.square(element(nearest_codes(block, exponent), exponent) - block))
+    decoded = element(nearest_codes(block, exponent), exponent)
+    return jnp.sum(jnp.square(decoded - block))
   costs = jnp.stack([cost(0), cost({first}), cost({second})])
   shifts = jnp.array([0, {first}, {second}], jnp.int32)
   exponent = jnp.clip(base + shifts[jnp.argmin(costs)], -127, 127)
@@ -239,7 +240,12 @@ def _activations(
 
 
 def _structure(
-  card: str, hook: str, template: str, key: str, residual: str, statement: str,
+  card: str,
+  hook: str,
+  template: str,
+  key: str,
+  residual: str,
+  statement: str,
   **more: Any,
 ) -> Card:
   gains: Mapping[str, Symbol] = {"log_ppl": "down"}
@@ -458,8 +464,7 @@ DECOYS = (
   _structure(
     "mlp-first-cell",
     "recover_mlp",
-    "\ndef recover_mlp(stats):\n"
-    "  return -0.1 * jnp.sign(stats['target'][0])\n",
+    "\ndef recover_mlp(stats):\n  return -0.1 * jnp.sign(stats['target'][0])\n",
     "mlp",
     "mlp_error",
     "the first cell shows which way gate and up err",

@@ -99,8 +99,7 @@ HOOKS = (
     },
     outputs=(Aval("float64", (2,)),),
     active_when=("attention", (True,)),
-    default="def recover_value(stats):\n"
-    "  return jnp.array([1.0, 0.0], jnp.float64)\n",
+    default="def recover_value(stats):\n  return jnp.array([1.0, 0.0], jnp.float64)\n",
     doc="Scale and offset of one key-value head's value outputs, from sums over pairs "
     "(realized value, float target).",
   ),

@@ -76,10 +76,11 @@ def _summary(folder: pathlib.Path, events: list[Event]) -> str:
     ["initial program", _code(programs[0]["program"]), f"{programs[0]['value']:.5g}"],
     ["champion", _code(champion), f"{best['value']:.5g} at call {best['call']}"],
     ["sandbox", html.escape(options["sandbox"]), ""],
-    ["configuration", html.escape(json.dumps(events[0]["config"])), ""],
     ["log", _code(events[-1]["hash"]), f"{len(events)} chained events"],
   ]
-  return "<h2>Run</h2>" + report_html.table(["", "", "target"], rows)
+  config = html.escape(json.dumps(events[0]["config"], indent=1))
+  more = f"<details><summary>configuration</summary><pre>{config}</pre></details>"
+  return "<h2>Run</h2>" + report_html.table(["", "", "target"], rows) + more
 
 
 def _code(identity: str) -> str:
@@ -88,10 +89,10 @@ def _code(identity: str) -> str:
 
 def _curves(folder: pathlib.Path, events: list[Event]) -> str:
   best, anytime = float("inf"), []
-  for event in events:
-    if event["event"] == "program":
-      best = min(best, event["value"])
-      anytime.append((float(event["call"]), best))
+  measured = [e for e in events if e["event"] == "program"]
+  for event in sorted(measured, key=lambda e: (e["call"], -e["value"])):
+    best = min(best, event["value"])
+    anytime.append((float(event["call"]), best))
   marks = heldout.unsealed(folder)
   scores = [(float(m["call"]), m["value"]) for m in marks if m["value"] is not None]
   chart = lambda name, points: svg.line_chart(
@@ -244,7 +245,11 @@ def _predictions(story: Story) -> str:
     state = ran[name]["status"] if name in ran else "not needed"
     for observable in names:
       seen = observed.get(name, {}).get(observable, state)
-      cells = [html.escape(name), html.escape(observable), f"<b>{html.escape(seen)}</b>"]
+      cells = [
+        html.escape(name),
+        html.escape(observable),
+        f"<b>{html.escape(seen)}</b>",
+      ]
       for account in accounts:
         said = account["predictions"].get(name, {}).get(observable, "")
         wrong = said and name in observed and said != seen

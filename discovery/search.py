@@ -322,7 +322,8 @@ class Search:
     chosen: tuple[Control, ...] = ()
     if residual is not None and config.policy != "none":
       policy = config.policy
-      if required is not None and required.response == "add_discriminator":
+      is_asked = required is not None and required.response == "add_discriminator"
+      if is_asked and required is not None and required.survivors:
         # The minimal set left several accounts standing: run everything allowed.
         policy = "all"
       try:
@@ -583,6 +584,8 @@ class Search:
     self._remember(attempt, finding, implemented)
 
   def _move(self, residual: Residual, status: str, packet: str) -> None:
+    if self.residuals.questions[residual.key].status in (status, "closed"):
+      return
     self.residuals.move(residual, status, packet)
     self._emit("residual", key=residual.key, status=status, packet=packet)
 

@@ -37,9 +37,7 @@ HEADER = "import jax\nimport jax.numpy as jnp\nimport numpy as np\n"
 
 def lowered(source):
   (traced,) = tracing.trace(HEADER + source, INTERFACE.to_list())
-  return artifact.gate(
-    INTERFACE.hook("encode").to_dict(), traced.unit, traced.batched
-  )
+  return artifact.gate(INTERFACE.hook("encode").to_dict(), traced.unit, traced.batched)
 
 
 RENAMED = (

