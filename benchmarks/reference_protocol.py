@@ -20,7 +20,7 @@ import time
 
 import numpy as np
 
-from mxjax import methods, models, pipeline, sizes
+from mxjax import execution, methods, models, pipeline, sizes
 from mxjax.calibration import Calibration
 from mxjax.evaluation.operator_error import operator_error
 from mxjax.evaluation.perplexity import perplexity
@@ -101,7 +101,7 @@ def machine():
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--data", default="../shared/data")
-  parser.add_argument("--builds", default=",".join(BUILDS))
+  parser.add_argument("--builds", nargs="+", default=list(BUILDS), metavar="NAME")
   parser.add_argument("--sequences", type=int, default=8)
   parser.add_argument("--windows", type=int, default=8)
   parser.add_argument("--replicates", type=int, default=3)
@@ -114,11 +114,11 @@ def main():
   result = json.loads(out.read_text()) if out.exists() else {"rows": {}}
   command = "python benchmarks/reference_protocol.py --data DIR"
   command += f" --sequences {options.sequences} --windows {options.windows}"
-  command += f" --replicates {options.replicates}"
-  result |= {"machine": machine(), "command": command}
+  command += f" --replicates {options.replicates} --builds"
+  execution.keep_freed_memory()
   model, params = models.from_pretrained(None)
-  for name in options.builds.split(","):
-    start = time.perf_counter()
+  for name in options.builds:
+    measured_on, start = machine(), time.perf_counter()
     built = pipeline.quantize_with_record(
       params, Calibration(model, calib), BUILDS[name], check=False
     )
@@ -128,6 +128,8 @@ def main():
     print(f"{name}: built in {seconds:.0f} s, operator error {error:.6f}", flush=True)
     for row, quantized in variants(name, built.params).items():
       entry = {
+        "command": f"{command} {name!r}",
+        "machine": measured_on,
         "operator_error": error,
         "build_seconds": seconds,
         "stage_seconds": built.record.clock.seconds,

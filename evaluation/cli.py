@@ -1,11 +1,15 @@
-"""The command line: `mxjax quantize | evaluate | compare | ablate | ...`."""
+"""The command line: `mxjax plan | quantize | evaluate | compare | ablate | ...`."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from mxjax import execution
 from mxjax.evaluation import commands
 
+Extend = Callable[[Any], None]
+"""Adds commands to the parser; each sets `run`, a function of its options."""
 MODEL_HELP = (
   "a Hugging Face folder, a .gguf file or a hub id; the embedded SmolLM2-135M when "
   "omitted"
@@ -23,6 +27,13 @@ def _add_data(parser: argparse.ArgumentParser, *, calibrates: bool) -> None:
     group.add_argument("--sequences", type=int, default=128, metavar="N")
     group.add_argument("--length", type=int, default=2048, metavar="T")
     group.add_argument("--seed", type=int, default=0, metavar="S")
+    group.add_argument(
+      "--sampling",
+      choices=("windows", "documents", "offsets"),
+      help="consecutive windows of the joined text; or the field's C4 sample (random "
+      "documents longer than the window, a random offset), the default for c4; or its "
+      "WikiText-2 sample (random offsets of the text), the default for wikitext2",
+    )
   group = parser.add_argument_group("evaluation")
   group.add_argument("--data", metavar="DATA", help=DATA_HELP)
   group.add_argument("--windows", type=int, default=8, metavar="N")
@@ -41,11 +52,56 @@ def _add_data(parser: argparse.ArgumentParser, *, calibrates: bool) -> None:
     help="also measure every linear on the float model's inputs, which separates "
     "methods that perplexity cannot",
   )
+  group.add_argument(
+    "--agreement",
+    action="store_true",
+    help="also compare every prediction with the float model's: KL and flips",
+  )
   parser.add_argument("--json", action="store_true", help="print JSON for machines")
 
 
-def build_parser() -> argparse.ArgumentParser:
-  """The parser of all commands."""
+def _add_tasks(parser: argparse.ArgumentParser) -> None:
+  group = parser.add_argument_group("tasks")
+  group.add_argument(
+    "--tasks",
+    metavar="NAMES",
+    help="all, or names of wikitext2, c4, arc_challenge, arc_easy, hellaswag, piqa and "
+    "winogrande with commas between",
+  )
+  group.add_argument("--items", type=int, metavar="N", help="first items only")
+  group.add_argument(
+    "--task-source",
+    choices=("embedded", "hub"),
+    default="embedded",
+    help="multiple-choice items from the data wheel or through datasets",
+  )
+  group.add_argument("--wikitext2", metavar="DATA", help="instead of the hub's")
+  group.add_argument("--c4", metavar="DATA", help="instead of the hub's")
+  group.add_argument(
+    "--task-windows",
+    type=int,
+    metavar="N",
+    help="first windows of wikitext2 and c4; all of one and 256 of the other when "
+    "omitted",
+  )
+  group.add_argument("--name", metavar="NAME", help="how results name the model")
+  group.add_argument(
+    "--out", metavar="DIR", help="a new folder for evaluation.json and items/"
+  )
+
+
+def _add_on_disk(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "--on-disk",
+    action=argparse.BooleanOptionalAction,
+    default=None,
+    help="read each layer when it is needed instead of loading the model; by default "
+    "only where bfloat16 weights would fill half of the memory",
+  )
+
+
+def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
+  """The parser of all commands; `extend` adds those of a higher floor."""
   parser = argparse.ArgumentParser(
     prog="mxjax",
     description="Strict MXFP4 W4A4 post-training quantization of decoder LLMs in JAX.",
@@ -53,6 +109,18 @@ def build_parser() -> argparse.ArgumentParser:
     "mxjax generate runs/smollm2 --prompt 'The moon is'",
   )
   commands_ = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+  plan = commands_.add_parser(
+    "plan",
+    help="what quantizing a model will take, from its config alone",
+    description="Prints parameters, blocks, storage, memory by stage, disk and passes "
+    "of HiRes on MODEL; reads no weights.",
+  )
+  plan.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+  plan.add_argument("--sequences", type=int, default=128, metavar="N")
+  plan.add_argument("--length", type=int, default=2048, metavar="T")
+  plan.add_argument("--chunk", type=int, default=1)
+  plan.add_argument("--json", action="store_true", help="print JSON for machines")
 
   quantize = commands_.add_parser(
     "quantize",
@@ -75,6 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
     default=1,
     help="sequences in a device call; bits do not change",
   )
+  _add_on_disk(quantize)
   _add_data(quantize, calibrates=True)
 
   evaluate = commands_.add_parser(
@@ -82,11 +151,37 @@ def build_parser() -> argparse.ArgumentParser:
     help="measure a checkpoint",
     description="Measures a folder written by `quantize`.",
   )
-  evaluate.add_argument("checkpoint", metavar="DIR")
   evaluate.add_argument(
-    "--model", metavar="MODEL", help="the float model, for --operator-error"
+    "checkpoint",
+    nargs="?",
+    metavar="DIR",
+    help="a folder written by `quantize`; with --tasks also any float model, the "
+    "embedded SmolLM2-135M when omitted",
+  )
+  evaluate.add_argument(
+    "--model",
+    metavar="MODEL",
+    help="the float model, for --operator-error and --agreement",
   )
   _add_data(evaluate, calibrates=False)
+  _add_tasks(evaluate)
+
+  tables = commands_.add_parser(
+    "tables",
+    help="the paper's tables from results of `evaluate --tasks`",
+    description="Prints complete results a model, Fit-7 across models, calibration "
+    "seeds with paired intervals, and alternative aggregates; missing cells stay "
+    "empty.",
+  )
+  tables.add_argument(
+    "results",
+    nargs="+",
+    metavar="RESULT",
+    help="evaluation.json files, or folders searched for them",
+  )
+  tables.add_argument(
+    "--out", metavar="DIR", help="a new folder for tables.md, tables.csv, tables.html"
+  )
 
   compare = commands_.add_parser(
     "compare",
@@ -111,6 +206,7 @@ def build_parser() -> argparse.ArgumentParser:
     metavar="DIR",
     help="a new folder, or that of a run to go on with",
   )
+  _add_on_disk(compare)
   _add_data(compare, calibrates=True)
 
   ablate = commands_.add_parser(
@@ -151,14 +247,18 @@ def build_parser() -> argparse.ArgumentParser:
     "text, writes a report, and lets the HiRes model speak.",
   )
   demo.add_argument("--out", default="runs/demo", metavar="DIR", help="a new folder")
+  if extend:
+    extend(commands_)
   return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -> int:
   """Runs a command; errors a user can mend become one line and exit code 2."""
-  options = build_parser().parse_args(arguments)
+  options = build_parser(extend).parse_args(arguments)
+  execution.keep_freed_memory()
   try:
-    getattr(commands, options.command)(options)
+    run = getattr(options, "run", None) or getattr(commands, options.command)
+    run(options)
   except (
     ValueError,
     TypeError,

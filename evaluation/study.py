@@ -20,6 +20,7 @@ from mxjax.calibration import (
   token_fingerprint,
 )
 from mxjax.contract import PAPER_CONTRACT, Contract
+from mxjax.evaluation.agreement import agreement
 from mxjax.evaluation.operator_error import operator_error
 from mxjax.evaluation.perplexity import perplexity
 from mxjax.program import Program
@@ -35,6 +36,8 @@ class Subject:
     tests: Windows by name, int32 `[windows, length]` each.
     replicates: Perplexity runs, those after the first with a perturbed embedding.
     with_operator_error: Whether to measure it, on the first window of the first test.
+    with_agreement: Whether to compare predictions with the float model's by token, on
+      the first test.
   """
 
   model: CausalLanguageModel
@@ -42,6 +45,7 @@ class Subject:
   tests: dict[str, np.ndarray]
   replicates: int = 1
   with_operator_error: bool = True
+  with_agreement: bool = False
 
   def float_perplexities(self) -> dict[str, float]:
     """Unperturbed perplexity of the float model on every test."""
@@ -70,9 +74,16 @@ class Subject:
     if self.with_operator_error and self.tests:
       window = next(iter(self.tests.values()))[:1]
       error = operator_error(self.model, reference or self.params, quantized, window)
+    compared = None
+    if self.with_agreement and self.tests:
+      windows = next(iter(self.tests.values()))
+      compared = agreement(
+        self.model, reference or self.params, quantized, windows
+      ).to_dict()
     return {
       "perplexity": results,
       "operator_error": error,
+      "agreement": compared,
       "tests": {n: token_fingerprint(t) for n, t in self.tests.items()},
       "evaluation_seconds": time.perf_counter() - start,
     }

@@ -86,26 +86,28 @@ def factor(hessian: jax.Array, damping: float = DAMPING) -> Factor:
   Returns:
     The factor and the damping that was used, which the caller reports.
   """
-  tries = [damping * DAMPING_GROWTH**attempt for attempt in range(DAMPING_TRIES)]
-  used = jnp.full(hessian.shape[:-2], damping, hessian.dtype)
-  upper = _upper_factor(hessian, used)
+  first = jnp.full(hessian.shape[:-2], damping, hessian.dtype)
 
-  def is_good(matrix: jax.Array) -> jax.Array:
-    return jnp.isfinite(matrix).all((-2, -1))
+  def is_good(upper: jax.Array) -> jax.Array:
+    return jnp.isfinite(upper).all((-2, -1))
 
-  for value in tries[1:]:
+  # One body for every try: XLA compiles the factorization once.
+  def attempt(
+    state: tuple[jax.Array, jax.Array, jax.Array],
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    tries, upper, used = state
+    good = is_good(upper)
+    growth = jnp.asarray(DAMPING_GROWTH, first.dtype) ** tries.astype(first.dtype)
+    used = jnp.where(good, used, first * growth)
+    again = _upper_factor(hessian, used)
+    return tries + 1, jnp.where(good[..., None, None], upper, again), used
 
-    def retry(
-      upper: jax.Array, used: jax.Array, value: float = value
-    ) -> tuple[jax.Array, jax.Array]:
-      good = is_good(upper)
-      attempt = jnp.where(good, used, jnp.full_like(used, value))
-      again = _upper_factor(hessian, attempt)
-      return jnp.where(good[..., None, None], upper, again), attempt
+  def is_wanted(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    tries, upper, _ = state
+    return (tries < DAMPING_TRIES) & ~is_good(upper).all()
 
-    upper, used = jax.lax.cond(
-      is_good(upper).all(), lambda upper, used: (upper, used), retry, upper, used
-    )
+  start = jnp.int32(0), jnp.full_like(hessian, jnp.nan), first
+  _, upper, used = jax.lax.while_loop(is_wanted, attempt, start)
   return Factor(upper, jnp.where(is_good(upper), used, jnp.nan))
 
 

@@ -9,7 +9,7 @@ conditional order of Eq. conditional-stage, yet all of it needs one pass over la
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ class Result(NamedTuple):
       rewrote them.
   """
 
-  params: dict[str, Any]
+  params: MutableMapping[str, Any]
   record: QuantizationRecord
   reference: Params
 
@@ -208,6 +208,7 @@ def quantize_with_record(
   store: str | os.PathLike[str] | None = None,
   on_progress: OnProgress | None = None,
   check: bool = True,
+  into: MutableMapping[str, Any] | None = None,
 ) -> Result:
   """Like `mxjax.quantize`, with what was measured on the way; see there."""
   model = calib.model
@@ -245,7 +246,8 @@ def quantize_with_record(
   start = lambda: streams.start(model, params, calib.tokens, chunk)
   fit_streams = [start() for _ in fits]
   upstream = start() if program.upstream == "quantized" else None
-  result = streams.outer_params(params)
+  result: MutableMapping[str, Any] = {} if into is None else into
+  result.update(streams.outer_params(params))
   steps = 2 + len(fits)
 
   for index in range(model.num_layers):
@@ -312,7 +314,7 @@ def quantize(
   calib: Calibration,
   method: str | Program = "hires",
   **options: Any,
-) -> dict[str, Any]:
+) -> MutableMapping[str, Any]:
   """Quantizes the decoder linears of a model to strict MXFP4 W4A4.
 
   It streams the calibration set layer by layer, so it is not itself a function to
@@ -328,7 +330,8 @@ def quantize(
       (sequences in a device call; the result does not depend on it), `run_dir` (where
       finished layers and the journal go), `store` (where what runs on the same model
       and tokens share is kept; the result does not depend on it), `on_progress`,
-      `check` (the sanity gate).
+      `check` (the sanity gate), `into` (a mapping that takes the finished layers, such
+      as a `LayerStore`).
 
   Returns:
     The same tree with `QuantizedLinear` leaves in place of target weights, for the

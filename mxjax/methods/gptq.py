@@ -18,6 +18,7 @@ import jax
 from mxjax import execution, gptq, mxfp4
 from mxjax.input_maps import InputMap
 from mxjax.linear_inputs import LinearInputs
+from mxjax.pallas_kernels import gptq as gptq_kernel
 from mxjax.program import Program, Realized
 from mxjax.quantized_linear import Nearest
 
@@ -72,7 +73,9 @@ def reconstruct(
   inputs.record["damping"] = used
   if columns is not None:
     return gptq.reconstruct_ordered(weight, factor.upper, columns, inputs.rules)
-  return gptq.reconstruct(weight, factor.upper, inputs.rules, scales=scales)
+  if scales != "fresh":
+    return gptq.reconstruct(weight, factor.upper, inputs.rules, scales=scales)
+  return gptq_kernel.reconstruct(weight, factor.upper, inputs.rules)
 
 
 @jax.jit

@@ -1,0 +1,306 @@
+"""The gate: what a serialized artifact must be before it may run, and its identity.
+
+Deserialization happens only here, and under a jail only in a worker that is thrown
+away at the first fault.
+"""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.discovery.tracing import avals, tracing_scope
+
+MAX_ARTIFACT_BYTES = 512 * 1024
+MAX_OPERATIONS = 4_000
+MAX_CONSTANT_BYTES = 40 * 1024
+"""Five 32 x 32 matrices in float64: enough for structure, too little for weights."""
+CUSTOM_CALLS = frozenset(
+  """Qr ProductOfElementaryHouseholderReflectors LuDecomposition cu_threefry2x32
+  lapack_sgeqrf_ffi lapack_dgeqrf_ffi lapack_sorgqr_ffi lapack_dorgqr_ffi
+  lapack_spotrf_ffi lapack_dpotrf_ffi lapack_sgetrf_ffi lapack_dgetrf_ffi
+  lapack_ssyevd_ffi lapack_dsyevd_ffi lapack_sgesdd_ffi lapack_dgesdd_ffi
+  lapack_strsm_ffi lapack_dtrsm_ffi stablehlo.dynamic_top_k shape_assertion""".split()
+)
+FORBIDDEN_OPERATIONS = frozenset(
+  "infeed outfeed send recv create_token all_reduce all_gather rng rng_bit_generator".split()
+)
+CHECK_ROWS = 48
+"""Rows of the check that the batched form treats each row by itself."""
+UNIT_TOLERANCE = 0.1
+"""Share of a row's values that rounding may decide otherwise in the two forms."""
+
+
+class RefusedError(ValueError):
+  """An artifact that may not run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gated:
+  """A hook that passed.
+
+  Attributes:
+    name: The hook.
+    computation: Hash of its canonical lowered program.
+    operations: StableHLO operations.
+    constant_bytes: Bytes of constants that are not one repeated value.
+  """
+
+  name: str
+  computation: str
+  operations: int
+  constant_bytes: int
+
+
+def canonical_module(text: str) -> str:
+  """StableHLO text without names that the source chose.
+
+  Comments, renamed variables and dead code are gone from it already; what is left to
+  remove is the module's name, names of private functions, and argument labels.
+  """
+  text = re.sub(r"module @[\w.]+", "module", text)
+  text = re.sub(r"(?m)^#loc.*$", "", text)
+  text = re.sub(r"\s*loc\([^)]*\)", "", text).strip()
+  text = re.sub(r'(,\s*)?jax\.(arg|result)_info = "[^"]*"', "", text)
+  head, *parts = re.split(r"(?m)^(?=  func\.func )", text)
+  named = {}
+  for part in parts:
+    match = re.search(r"@([\w.]+)", part)
+    if match:
+      named[match.group(1)] = part
+  # Functions are printed in order of name: visit them in order of first use instead.
+  order = ["main"] if "main" in named else list(named)[:1]
+  for name in order:
+    used = re.findall(r"@([\w.]+)", named[name])
+    order += [u for u in dict.fromkeys(used) if u in named and u not in order]
+  numbers = {name: f"@f{index}" for index, name in enumerate(order)}
+  rename = lambda match: numbers.get(match.group(1), match.group(0))
+  bodies = [re.sub(r"@([\w.]+)", rename, named[name]) for name in order]
+  return "\n".join([head, *(body.rstrip("} \n") for body in bodies)])
+
+
+def _constant_bytes(text: str) -> int:
+  """Bytes of all constants that are not one value repeated."""
+  total = 0
+  for kind in re.findall(
+    r'constant(?:\(\{[^}]*\}\))? dense<(?:"0x|\[)[^>]*> : tensor<([^>]*)>', text
+  ):
+    *shape, dtype = kind.split("x")
+    bits = int(re.sub(r"\D", "", dtype) or 8)
+    total += int(np.prod([int(n) for n in shape] or [1])) * max(bits, 8) // 8
+  return total
+
+
+def load(data: bytes, name: str) -> jax.export.Exported:
+  """Deserializes an artifact.
+
+  Raises:
+    RefusedError: Too long, or not an artifact.
+  """
+  if not 0 < len(data) <= MAX_ARTIFACT_BYTES:
+    raise RefusedError(
+      f"{name}: artifacts hold 1 to {MAX_ARTIFACT_BYTES} bytes, got {len(data)}."
+    )
+  try:
+    return jax.export.deserialize(bytearray(data))
+  except Exception as error:  # noqa: BLE001
+    # Damaged bytes fail in flatbuffers, MLIR or JAX, each with errors of its own.
+    raise RefusedError(f"{name}: not an artifact: {type(error).__name__}.") from error
+
+
+def _module_text(exported: jax.export.Exported, place: str) -> str:
+  try:
+    return str(exported.mlir_module())
+  except RuntimeError as error:
+    raise RefusedError(f"{place}: its module is damaged.") from error
+
+
+def _check_avals(
+  exported: jax.export.Exported, spec: Mapping[str, Any], place: str, lead: bool
+) -> None:
+  batched = spec["batched"] if lead else ()
+  arguments = [
+    avals(tree, ("n",) if name in batched else ()) for name, tree in spec["arguments"]
+  ]
+  wanted = [(tuple(a.shape), a.dtype) for a in jax.tree.leaves(arguments)]
+  axis = ("n",) if lead else ()
+  outputs = [((*axis, *shape), jnp.dtype(dtype)) for dtype, shape in spec["outputs"]]
+  show = lambda items: [(tuple(map(str, s)), str(d)) for s, d in items]
+  for what, got, expected in (
+    ("arguments", exported.in_avals, wanted),
+    ("results", exported.out_avals, outputs),
+  ):
+    found = show([(a.shape, a.dtype) for a in got])
+    if found != show(expected):
+      raise RefusedError(
+        f"{place}: expected {what} {show(expected)}, got {found}; return exactly the "
+        "declared shapes and dtypes."
+      )
+
+
+def check(data: bytes, spec: Mapping[str, Any], *, batched: bool = False) -> Gated:
+  """Applies every static rule to one artifact.
+
+  Args:
+    data: Serialized artifact.
+    spec: `Hook.to_dict()`.
+    batched: Whether it is the batched form.
+
+  Returns:
+    Identity and size.
+
+  Raises:
+    RefusedError: Naming the rule.
+  """
+  place = f"{spec['name']}{' (batched)' if batched else ''}"
+  exported = load(data, place)
+  if tuple(exported.platforms) != ("cpu",):
+    raise RefusedError(f"{place}: lowered for {exported.platforms}, not for cpu.")
+  if exported.ordered_effects or exported.unordered_effects:
+    raise RefusedError(f"{place}: has effects; hooks are pure functions.")
+  _check_avals(exported, spec, place, batched)
+  text = _module_text(exported, place)
+  names = re.findall(r"\bstablehlo\.(\w+)|\bchlo\.(\w+)", text)
+  operations = [a or b for a, b in names]
+  if bad := FORBIDDEN_OPERATIONS & set(operations):
+    raise RefusedError(f"{place}: operations {sorted(bad)} are not allowed.")
+  if len(operations) > MAX_OPERATIONS:
+    raise RefusedError(
+      f"{place}: {len(operations)} operations, at most {MAX_OPERATIONS}; use "
+      "lax.fori_loop or lax.scan instead of a Python loop."
+    )
+  calls = set(re.findall(r"custom_call @([\w.]+)", text))
+  if bad := calls - CUSTOM_CALLS:
+    raise RefusedError(f"{place}: custom calls {sorted(bad)} are not allowed.")
+  constants = _constant_bytes(text)
+  if constants > MAX_CONSTANT_BYTES:
+    raise RefusedError(
+      f"{place}: {constants} bytes of constants, at most {MAX_CONSTANT_BYTES}."
+    )
+  # The name is part of it: lowering drops arguments that a hook does not read.
+  named = f"{spec['name']}\n{canonical_module(text)}"
+  digest = hashlib.sha256(named.encode()).hexdigest()
+  return Gated(spec["name"], digest, len(operations), constants)
+
+
+def check_independence(
+  unit: Callable[..., Any], batched: Callable[..., Any], spec: Mapping[str, Any]
+) -> None:
+  """The batched form must treat every row by itself, as the unit does.
+
+  Rows are kept while their neighbours are replaced, on data drawn when the check runs.
+
+  Raises:
+    RefusedError: A row's result depends on other rows.
+  """
+  generator = np.random.default_rng(np.random.SeedSequence().entropy)
+
+  def sample(entry: list[Any], rows: tuple[int, ...]) -> np.ndarray:
+    dtype, shape = entry
+    values = generator.standard_normal((*rows, *shape)) * 2.0 ** generator.integers(
+      -6, 6
+    )
+    return values.astype(dtype)
+
+  def draw(name: str, tree: Any) -> Any:
+    rows = (CHECK_ROWS,) if name in spec["batched"] else ()
+    if isinstance(tree, dict):
+      return {key: sample(entry, rows) for key, entry in tree.items()}
+    return sample(tree, rows)
+
+  names = [name for name, _ in spec["arguments"]]
+  arguments = [draw(name, tree) for name, tree in spec["arguments"]]
+  others = [draw(name, tree) for name, tree in spec["arguments"]]
+  kept = np.arange(CHECK_ROWS) % 3 == 0
+
+  def mixed(name: str, mine: Any, other: Any) -> Any:
+    if name not in spec["batched"]:
+      return mine
+    choose = lambda a, b: np.where(kept.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+    return jax.tree.map(choose, mine, other)
+
+  changed = [
+    mixed(name, mine, other)
+    for name, mine, other in zip(names, arguments, others, strict=True)
+  ]
+  one = [
+    jax.tree.map(lambda a: a[0], value) if name in spec["batched"] else value
+    for name, value in zip(names, arguments, strict=True)
+  ]
+  with tracing_scope():
+    whole = [np.asarray(a) for a in batched(*arguments)]
+    again = [np.asarray(a) for a in batched(*changed)]
+    single = [np.asarray(a) for a in unit(*one)]
+  for rows, turned, first in zip(whole, again, single, strict=True):
+    # Equal shapes run equal code, so what does not depend on neighbours is equal to
+    # the bit; the unit runs other code and may differ in the last place.
+    is_float = rows.dtype.kind == "f"
+    if not np.array_equal(rows[kept], turned[kept], equal_nan=is_float):
+      raise RefusedError(
+        f"{spec['name']}: a row's result depends on its neighbours in the batch."
+      )
+    differs = ~np.isclose(rows[0].astype(float), first.astype(float), 1e-3, 1e-3)
+    if differs.mean() > UNIT_TOLERANCE:
+      raise RefusedError(f"{spec['name']}: the batched form is not the unit's.")
+
+
+class ArtifactTable:
+  """Executable hooks by identity, loaded on first use.
+
+  Attributes:
+    specs: `Hook.to_dict()` of every hook by name.
+  """
+
+  def __init__(self, specs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Starts empty."""
+    self.specs = specs
+    self._data: dict[str, tuple[str, bytes, bytes]] = {}
+    self._unit: dict[str, Callable[..., Any]] = {}
+    self._batched: dict[str, Callable[..., Any]] = {}
+
+  def __contains__(self, computation: str) -> bool:
+    """Whether the artifact was added."""
+    return computation in self._data
+
+  def add(self, computation: str, name: str, unit: bytes, batched: bytes) -> None:
+    """Adds the serialized forms of a hook."""
+    self._data.setdefault(computation, (name, unit, batched))
+
+  def unit(self, computation: str) -> Callable[..., Any]:
+    """The hook on one unit: arrays in declared order to a tuple of arrays."""
+    if computation not in self._unit:
+      name, data, _ = self._data[computation]
+      self._unit[computation] = _Callable(computation, load(data, name))
+    return self._unit[computation]
+
+  def batched(self, computation: str) -> Callable[..., Any]:
+    """The hook on a batch; checked once against the unit.
+
+    Raises:
+      RefusedError: Rows are not independent.
+    """
+    if computation not in self._batched:
+      name, _, data = self._data[computation]
+      function = _Callable(computation, load(data, name))
+      check_independence(
+        jax.jit(self.unit(computation)), jax.jit(function), self.specs[name]
+      )
+      self._batched[computation] = function
+    return self._batched[computation]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Callable:
+  """An artifact as a hashable function: equal identity, equal function."""
+
+  computation: str
+  exported: jax.export.Exported = dataclasses.field(compare=False, hash=False)
+
+  def __call__(self, *arguments: Any) -> tuple[jax.Array, ...]:
+    return tuple(self.exported.call(*arguments))

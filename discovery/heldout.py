@@ -1,0 +1,80 @@
+"""The held-out scorer: a process of its own that follows a run's log.
+
+It reads which program was the champion at every mark, scores it on data that the
+search never loads, and writes into a folder beside the run that the search never
+opens. The report unseals the scores only after the run is closed.
+"""
+
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+from mxjax.discovery import runs
+from mxjax.discovery import task as task_
+from mxjax.discovery.laboratory import Laboratory
+from mxjax.discovery.packet import condition
+from mxjax.discovery.residual import PRIMARY
+from mxjax.discovery.store import Store, read_events
+from mxjax.discovery.task import Status
+
+POLL_SECONDS = 1.0
+
+
+def sealed_folder(folder: pathlib.Path) -> pathlib.Path:
+  """Where the scores of a run go: beside it, not in it."""
+  return folder.with_name(folder.name + ".heldout")
+
+
+def follow(folder: pathlib.Path) -> None:
+  """Scores the champion of every mark until the run is closed."""
+  options = runs.read_options(folder)
+  holdout = task_.load(options.task).holdout()
+  if holdout is None:
+    return
+  store = Store(sealed_folder(folder))
+  bench = runs.make_bench(holdout, store, options.sandbox)
+  lab = Laboratory(holdout, bench, store)
+  done = 0
+  try:
+    while True:
+      events = read_events(folder) if (folder / "log.jsonl").exists() else []
+      marks = [event for event in events if event["event"] == "mark"]
+      for mark in marks[done:]:
+        score = _score(lab, folder, mark["champion"])
+        store.emit("heldout", call=mark["call"], champion=mark["champion"], **score)
+        done += 1
+      if events and events[-1]["event"] == "closed":
+        return
+      time.sleep(POLL_SECONDS)
+  finally:
+    bench.close()
+    store.close()
+
+
+def _score(lab: Laboratory, folder: pathlib.Path, program: str) -> dict[str, Any]:
+  source = (folder / "programs" / f"{program}.py").read_text()
+  prepared = lab.prepare(source)
+  if prepared.call is None:
+    return {"status": str(prepared.status), "value": None}
+  outcome = lab.run([condition(PRIMARY, "heldout", prepared.call, lab.evaluator)])[0]
+  value = outcome.values[lab.task.target] if outcome.status == Status.OK else None
+  return {"status": str(outcome.status), "value": value}
+
+
+def unsealed(folder: pathlib.Path) -> list[dict[str, Any]]:
+  """The scores of a closed run; empty while it is open or without a scorer.
+
+  Args:
+    folder: The run.
+  """
+  path = sealed_folder(folder) / "log.jsonl"
+  events = read_events(folder)
+  if not path.exists() or not events or events[-1]["event"] != "closed":
+    return []
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+  follow(pathlib.Path(sys.argv[1]))

@@ -1,0 +1,334 @@
+"""Walls around a worker: namespaces, Landlock, seccomp, limits. Linux on x86-64.
+
+Imports only the standard library, so that a worker can put the walls up before
+anything else runs in it. Every thread started later inherits them. What could not be
+put up is an error, never a weaker jail.
+"""
+
+import ctypes
+import dataclasses
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+LEVELS = ("strict", "standard", "off")
+SCRATCH_BYTES = 64 << 20
+
+_CLONE = {
+  "user": 0x10000000,
+  "mount": 0x00020000,
+  "pid": 0x20000000,
+  "network": 0x40000000,
+  "ipc": 0x08000000,
+  "uts": 0x04000000,
+}
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 38, 22
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_MS_REC_PRIVATE, _MS_NOSUID_NODEV = 0x4000 | 0x40000, 0x2 | 0x4
+_READ_FILE, _READ_DIR, _EXECUTE = 1 << 2, 1 << 3, 1 << 0
+_FILE_RIGHTS = _EXECUTE | 1 << 1 | _READ_FILE | 1 << 14 | 1 << 15
+_SYSCALLS_DENIED = {
+  # Processes and their memory.
+  **dict(fork=57, vfork=58, execve=59, execveat=322, ptrace=101, kill=62, tkill=200),
+  **dict(pidfd_open=434, pidfd_send_signal=424, process_vm_readv=310),
+  **dict(process_vm_writev=311, setsid=112, setpgid=109),
+  # The network.
+  **dict(socket=41, socketpair=53, connect=42, bind=49, listen=50, accept=43),
+  # Mounts and namespaces.
+  **dict(mount=165, umount2=166, pivot_root=155, chroot=161, unshare=272, setns=308),
+  **dict(open_tree=428, move_mount=429, fsopen=430, open_by_handle_at=304),
+  # The kernel.
+  **dict(bpf=321, perf_event_open=298, keyctl=250, add_key=248, request_key=249),
+  **dict(io_uring_setup=425, userfaultfd=323, init_module=175, finit_module=313),
+  **dict(kexec_load=246, memfd_create=319, name_to_handle_at=303, personality=135),
+}
+_CLONE_SYSCALL, _CLONE3_SYSCALL, _CLONE_THREAD = 56, 435, 0x10000
+
+
+class JailError(RuntimeError):
+  """A wall that this system cannot put up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What a worker may use.
+
+  Attributes:
+    seconds: Wall clock for one job; the supervisor kills.
+    cpu_seconds: CPU for the whole process; the kernel kills.
+    memory_bytes: Address space.
+    files: Open file descriptors.
+    message_bytes: Longest reply.
+    stderr_bytes: Output kept of a worker, from its end.
+  """
+
+  seconds: float = 30.0
+  cpu_seconds: int = 60
+  memory_bytes: int = 4 << 30
+  files: int = 128
+  message_bytes: int = 8 << 20
+  stderr_bytes: int = 4096
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(what: str, result: int) -> int:
+  if result < 0:
+    raise JailError(f"jail: {what}: {os.strerror(ctypes.get_errno())}.")
+  return result
+
+
+def die_with_parent() -> None:
+  """Asks the kernel to kill this process when its parent is gone."""
+  _call("pdeathsig", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+
+
+def enter_namespaces() -> None:
+  """New user, mount, pid, network, IPC and host-name namespaces for what is forked."""
+  uid, gid = os.geteuid(), os.getegid()
+  flags = 0
+  for flag in _CLONE.values():
+    flags |= flag
+  _call("namespaces", _libc.unshare(flags))
+  for name, text in (
+    ("setgroups", "deny"),
+    ("uid_map", f"65534 {uid} 1"),
+    ("gid_map", f"65534 {gid} 1"),
+  ):
+    with open(f"/proc/self/{name}", "w") as file:
+      file.write(text)
+  mount = _libc.mount
+  _call("private mounts", mount(None, b"/", None, _MS_REC_PRIVATE, None))
+
+
+def mount_scratch(path: str) -> None:
+  """A tmpfs of 64 MB, seen by this mount namespace alone, that ends with it."""
+  options = f"size={SCRATCH_BYTES},mode=700".encode()
+  result = _libc.mount(b"tmpfs", path.encode(), b"tmpfs", _MS_NOSUID_NODEV, options)
+  _call("scratch", result)
+
+
+class _Ruleset(ctypes.Structure):
+  _fields_ = [(name, ctypes.c_uint64) for name in ("fs", "net", "scoped")]
+
+
+class _PathRule(ctypes.Structure):
+  _pack_ = 1
+  _fields_ = [("access", ctypes.c_uint64), ("fd", ctypes.c_int32)]
+
+
+def landlock_version() -> int:
+  """The kernel's Landlock version; 0 without it."""
+  return max(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1), 0)
+
+
+def restrict_files(
+  readable: Iterable[str], writable: Iterable[str], listable: Iterable[str] = ()
+) -> int:
+  """Landlock: only these paths, and what lies below them; no TCP, no signals out.
+
+  Returns:
+    The version in force.
+  """
+  version = landlock_version()
+  if version < 1:
+    raise JailError("jail: this kernel has no Landlock; use a newer one or level off.")
+  rights = (1 << 13) - 1
+  rights |= (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)
+  rights |= 1 << 15 if version >= 5 else 0
+  ruleset = _Ruleset(rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+  size = 24 if version >= 6 else (16 if version >= 4 else 8)
+  fd = _libc.syscall(_LANDLOCK_CREATE, ctypes.byref(ruleset), size, 0)
+  _call("landlock", fd)
+  read = _READ_FILE | _READ_DIR
+  grants = [(path, read) for path in readable]
+  grants += [(path, _READ_DIR) for path in listable]
+  grants += [(path, rights & ~_EXECUTE) for path in writable]
+  for path, access in grants:
+    if not os.path.exists(path):
+      continue
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    if not os.path.isdir(path):
+      access &= _FILE_RIGHTS & rights
+    rule = _PathRule(access, handle)
+    result = _libc.syscall(_LANDLOCK_ADD, fd, 1, ctypes.byref(rule), 0) if access else 0
+    _call(f"landlock rule for {path}", result)
+    os.close(handle)
+  _call("no_new_privs", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+  _call("landlock", _libc.syscall(_LANDLOCK_RESTRICT, fd, 0))
+  os.close(fd)
+  return version
+
+
+def restrict_syscalls() -> None:
+  """Seccomp: no new processes, sockets, mounts or tracing; threads are allowed."""
+  if platform.machine() != "x86_64" or sys.maxsize < 2**32:
+    raise JailError(
+      f"jail: the syscall filter knows x86_64 only, this is {platform.machine()}; use "
+      "level off for trusted programs."
+    )
+  step = lambda code, yes, no, value: struct.pack("HBBI", code, yes, no, value)
+  load, equal, at_least, is_set, leave = 0x20, 0x15, 0x35, 0x45, 0x06
+  deny, missing, allow, kill = 0x00050001, 0x00050026, 0x7FFF0000, 0x80000000
+  program = [
+    step(load, 0, 0, 4),
+    step(equal, 1, 0, 0xC000003E),
+    step(leave, 0, 0, kill),
+    step(load, 0, 0, 0),
+    step(at_least, 0, 1, 0x40000000),
+    step(leave, 0, 0, kill),
+  ]
+  for number in _SYSCALLS_DENIED.values():
+    program += [step(equal, 0, 1, number), step(leave, 0, 0, deny)]
+  # glibc falls back from clone3 to clone, whose flags a filter can read.
+  program += [step(equal, 0, 1, _CLONE3_SYSCALL), step(leave, 0, 0, missing)]
+  program += [
+    step(equal, 0, 4, _CLONE_SYSCALL),
+    step(load, 0, 0, 16),
+    step(is_set, 1, 0, _CLONE_THREAD),
+    step(leave, 0, 0, deny),
+    step(leave, 0, 0, allow),
+    step(leave, 0, 0, allow),
+  ]
+  code = b"".join(program)
+  buffer = ctypes.create_string_buffer(code, len(code))
+
+  class Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("address", ctypes.c_void_p)]
+
+  wrapped = Filter(len(program), ctypes.addressof(buffer))
+  _call("no_new_privs", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+  _call("seccomp", _libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(wrapped), 0, 0))
+
+
+def drop_capabilities() -> None:
+  """Gives up what a user namespace hands its first process."""
+  header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+  _call("capset", _libc.capset(ctypes.byref(header), (ctypes.c_uint32 * 6)()))
+
+
+def set_limits(limits: Limits) -> None:
+  """Hard resource limits of this process."""
+  for kind, value in (
+    (resource.RLIMIT_AS, limits.memory_bytes),
+    (resource.RLIMIT_CPU, limits.cpu_seconds),
+    (resource.RLIMIT_FSIZE, SCRATCH_BYTES),
+    (resource.RLIMIT_NOFILE, limits.files),
+    (resource.RLIMIT_CORE, 0),
+  ):
+    resource.setrlimit(kind, (value, value))
+
+
+def interpreter_paths(packages: Iterable[str]) -> tuple[list[str], list[str]]:
+  """What an interpreter must read to import some packages, and list.
+
+  The standard library and the named packages with their metadata, not the whole of
+  site-packages: data wheels lie there too.
+
+  Returns:
+    Readable paths and listable folders.
+  """
+  stdlib = sysconfig.get_paths()["stdlib"]
+  readable = [
+    os.path.join(stdlib, name)
+    for name in os.listdir(stdlib)
+    if name not in ("site-packages", "dist-packages")
+  ]
+  readable += [os.path.realpath(sys.executable), sys.prefix + "/pyvenv.cfg"]
+  sites = [p for p in sys.path if p.endswith("-packages") and os.path.isdir(p)]
+  for site in sites:
+    for name in os.listdir(site):
+      top = name.split("-")[0].split(".")[0]
+      if top in packages or name.endswith((".dist-info", ".egg-info")):
+        readable.append(os.path.join(site, name))
+  return [*readable, *_system_paths()], [stdlib, *sites]
+
+
+def _system_paths() -> Iterator[str]:
+  """What JAX's CPU backend and the C library read."""
+  yield from ("/usr/lib", "/lib", "/lib64", "/usr/lib64", "/etc/ld.so.cache")
+  yield from ("/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/self")
+  yield from ("/sys/devices/system", "/dev/urandom", "/dev/null")
+
+
+def lock(
+  *,
+  level: str,
+  readable: Iterable[str],
+  listable: Iterable[str],
+  scratch: str,
+  limits: Limits,
+) -> dict[str, Any]:
+  """Puts up the walls of a level in the calling process, for good.
+
+  For `strict`, `enter_namespaces` and a fork must have come before.
+
+  Args:
+    level: `strict` or `standard`.
+    readable: Paths to read.
+    listable: Folders whose entries may be listed.
+    scratch: A folder; `strict` mounts a tmpfs there, `standard` uses it as it is.
+    limits: Resources.
+
+  Returns:
+    The features in force, for the execution identity.
+  """
+  if level == "strict":
+    mount_scratch(scratch)
+  os.chdir(scratch)
+  set_limits(limits)
+  version = restrict_files(readable, [scratch, "/dev/null"], listable)
+  if level == "strict":
+    drop_capabilities()
+  restrict_syscalls()
+  return {
+    "level": level,
+    "namespaces": sorted(_CLONE) if level == "strict" else [],
+    "landlock": version,
+    "seccomp": len(_SYSCALLS_DENIED),
+    "memory_bytes": limits.memory_bytes,
+  }
+
+
+def fork_into_jail(level: str) -> None:
+  """Forks; the parent waits and mirrors the child's end, the child returns.
+
+  In `strict` the child is the first process of its own pid namespace: when it ends,
+  or the waiting parent is killed, the kernel ends everything that it started.
+  """
+  if level == "strict":
+    enter_namespaces()
+  child = os.fork()
+  if child:
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+      # A core limit of zero and default handling: end as the child ended.
+      resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+      number = os.WTERMSIG(status)
+      if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+      os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status))
+  die_with_parent()
+
+
+def clean_environment() -> dict[str, str]:
+  """The whole environment of a worker: nothing is inherited."""
+  return {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/nonexistent",
+    "LANG": "C.UTF-8",
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+  }

@@ -1,0 +1,117 @@
+"""The run worker: executes artifacts on a phase's data; never sees candidate Python.
+
+Run as a script with `-I -B` and an empty environment: `run_worker.py CONFIG`, JSON.
+The walls go up before JAX is imported, so every thread has them. A worker serves many
+calls, because an artifact is a pure function and leaves nothing behind; its supervisor
+kills it at the first fault and starts another.
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+RUNTIME_ERRORS = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory", "bad_alloc")
+
+
+def _load(name: str) -> Any:
+  path = pathlib.Path(__file__).resolve().parent / f"{name}.py"
+  spec = importlib.util.spec_from_file_location(name, path)
+  assert spec is not None and spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module
+  spec.loader.exec_module(module)
+  return module
+
+
+def _enter(config: dict[str, Any]) -> dict[str, Any]:
+  """Puts the walls up and returns their features."""
+  jail = _load("jail")
+  jail.die_with_parent()
+  jail.fork_into_jail(config["level"])
+  sites = [path for path in sys.path if path]
+  return jail.lock(
+    level=config["level"],
+    readable=[*jail.interpreter_paths(())[0], *sites, *config["readable"]],
+    listable=[],
+    scratch=config["scratch"],
+    limits=jail.Limits(**config["limits"]),
+  )
+
+
+def _gate(request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
+  """Checks artifacts: `[unit, batched]` for every spec."""
+  from mxjax.discovery import artifact
+
+  gated = []
+  for spec, unit, batched in zip(
+    request["specs"], blobs[0::2], blobs[1::2], strict=True
+  ):
+    checked = artifact.check(unit, spec)
+    if bool(spec["batched"]) != bool(batched):
+      raise artifact.RefusedError(f"{spec['name']}: one of its two forms is missing.")
+    if batched:
+      artifact.check(batched, spec, batched=True)
+    gated.append(checked.computation)
+  return {"computation": gated}
+
+
+def _status(error: BaseException) -> tuple[str, str]:
+  """How a fault of a candidate is called."""
+  from mxjax.discovery.artifact import RefusedError
+  from mxjax.discovery.task import ContractError
+
+  detail = f"{type(error).__name__}: {error}"[:1000]
+  if isinstance(error, RefusedError):
+    return "refused", detail
+  if isinstance(error, ContractError):
+    return "contract", detail
+  if isinstance(error, FloatingPointError):
+    return "not_finite", detail
+  if isinstance(error, MemoryError) or any(t in detail for t in RUNTIME_ERRORS):
+    return "memory", detail
+  return "crashed", detail
+
+
+def main() -> None:
+  """Serves requests from stdin until it closes."""
+  config = json.loads(sys.argv[1])
+  sys.path[:0] = config["path"]
+  frames = _load("trace_worker")
+  replies = os.fdopen(os.dup(1), "wb")
+  os.dup2(2, 1)
+  features = _enter(config)
+  from mxjax.discovery import artifact, task
+
+  problem = task.load(config["task"])
+  specs = {spec["name"]: spec for spec in problem.interface.to_list()}
+  table = artifact.ArtifactTable(specs)
+  session: Any = None
+  frames.write_frame(replies, json.dumps(features).encode())
+  while data := frames.read_frame(sys.stdin.buffer):
+    head, *blobs = frames.unpack(data)
+    request = json.loads(head)
+    payload = b""
+    try:
+      if request["kind"] == "gate":
+        answer = {"status": "ok", **_gate(request, blobs)}
+      else:
+        for index, (computation, name) in enumerate(request["artifacts"]):
+          table.add(computation, name, blobs[2 * index], blobs[2 * index + 1])
+        if session is None:
+          session = problem.open(config["phase"])
+        call = task.Call(**request["call"])
+        result, payload = session.run(call, table, blobs[-1])
+        answer = {"status": "ok", **result}
+    except Exception as error:  # noqa: BLE001
+      # The supervisor turns it into a status; the message is its detail.
+      status, detail = _status(error)
+      answer = {"status": status, "detail": detail}
+    reply = json.dumps(answer, allow_nan=True).encode()
+    frames.write_frame(replies, frames.pack([reply, payload]))
+
+
+if __name__ == "__main__":
+  main()

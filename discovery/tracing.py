@@ -1,0 +1,122 @@
+"""Turns candidate source into serialized StableHLO. Runs inside the jail.
+
+This file imports nothing of mxjax: the jailed interpreter that executes candidate
+Python sees JAX, NumPy and the source text, and has nothing else to see.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+import jax.numpy as jnp
+
+PLATFORMS = ("cpu",)
+
+
+class TracedHook(NamedTuple):
+  """The artifacts of one hook.
+
+  Attributes:
+    name: The hook.
+    unit: Serialized `jax.export` artifact on one unit.
+    batched: The same under `vmap` with a symbolic batch size, or empty.
+  """
+
+  name: str
+  unit: bytes
+  batched: bytes
+
+
+@contextlib.contextmanager
+def tracing_scope() -> Iterator[None]:
+  """64-bit types and NumPy's promotion, whatever the process has set."""
+  with (
+    jax.enable_x64(True),
+    jax.numpy_dtype_promotion("standard"),
+    jax.numpy_rank_promotion("allow"),
+  ):
+    yield
+
+
+def _aval(entry: list[Any], lead: tuple[Any, ...] = ()) -> jax.ShapeDtypeStruct:
+  dtype, shape = entry
+  return jax.ShapeDtypeStruct((*lead, *shape), jnp.dtype(dtype))
+
+
+def avals(tree: Any, lead: tuple[Any, ...] = ()) -> Any:
+  """Abstract arrays of one argument: `[dtype, shape]` or a dictionary of them."""
+  if isinstance(tree, dict):
+    return {name: _aval(entry, lead) for name, entry in tree.items()}
+  return _aval(tree, lead)
+
+
+def _exported(function: Callable[..., Any], arguments: list[Any]) -> bytes:
+  exported = jax.export.export(jax.jit(function), platforms=PLATFORMS)(*arguments)
+  return bytes(exported.serialize())
+
+
+def _flat(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+  """The hook with its result as a plain tuple of arrays."""
+
+  def call(*arguments: Any) -> tuple[jax.Array, ...]:
+    result = function(*arguments)
+    leaves = tuple(result) if isinstance(result, tuple | list) else (result,)
+    for leaf in leaves:
+      if not isinstance(leaf, jax.Array):
+        raise TypeError(f"{name} must return arrays, got {type(leaf).__name__}")
+    return leaves
+
+  return call
+
+
+def trace_hook(function: Callable[..., Any], spec: dict[str, Any]) -> TracedHook:
+  """Exports one hook.
+
+  Raises:
+    ValueError: Two traces of it differ.
+  """
+  call = _flat(function, spec["name"])
+  names = [name for name, _ in spec["arguments"]]
+  trees = [tree for _, tree in spec["arguments"]]
+  with tracing_scope():
+    # A fresh wrapper each time: the same function would come from JAX's trace cache.
+    # One line for both: the artifact holds the line numbers of its tracing.
+    units = [
+      _exported(_flat(function, spec["name"]), [avals(tree) for tree in trees])
+      for _ in range(2)
+    ]
+    if units[0] != units[1]:
+      raise ValueError(f"{spec['name']} traces differently each time")
+    batched = b""
+    if spec["batched"]:
+      axes = tuple(0 if name in spec["batched"] else None for name in names)
+      (size,) = jax.export.symbolic_shape("n")
+      lead = [(size,) if name in spec["batched"] else () for name in names]
+      batched = _exported(
+        jax.vmap(call, in_axes=axes),
+        [avals(tree, extra) for tree, extra in zip(trees, lead, strict=True)],
+      )
+  return TracedHook(spec["name"], units[0], batched)
+
+
+def trace(source: str, hooks: list[dict[str, Any]]) -> list[TracedHook]:
+  """Executes candidate source and exports every hook it defines.
+
+  Args:
+    source: Python text; it is executed here, so call this only in a jail or on
+      source that is trusted.
+    hooks: `Interface.to_list()`.
+
+  Returns:
+    The artifacts in order of `hooks`; hooks that are not defined are left out.
+  """
+  namespace: dict[str, Any] = {"__name__": "candidate"}
+  with tracing_scope():
+    exec(compile(source, "<candidate>", "exec", dont_inherit=True), namespace)  # noqa: S102
+  return [
+    trace_hook(namespace[spec["name"]], spec)
+    for spec in hooks
+    if callable(namespace.get(spec["name"]))
+  ]
