@@ -25,8 +25,16 @@ def subject(tiny_model, tiny_params):
 
 @pytest.fixture(scope="module")
 def recovery(subject, tmp_path_factory):
-  folder = tmp_path_factory.mktemp("study")
-  return folder, ablation.run("recovery", subject, {0: draw(0), 3: draw(3)}, folder)
+  """The recovery study on RTN weights: the same fits, builds that take no time."""
+  rows = tuple(
+    (label, dataclasses.replace(methods.RTN, name=label, recover=program.recover))
+    for label, program in ablations.STUDIES["recovery"]
+  )
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(ablations.STUDIES, "recovery", rows)
+    folder = tmp_path_factory.mktemp("study")
+    draws = {0: draw(0), 3: draw(3)}
+    yield folder, ablation.run("recovery", subject, draws, folder)
 
 
 def test_rows_of_recovery_share_one_build_and_differ_in_what_is_fitted(recovery):
@@ -47,15 +55,10 @@ def test_rows_of_recovery_share_one_build_and_differ_in_what_is_fitted(recovery)
 
 def test_a_reused_build_is_the_program_itself(tiny_model, tiny_params):
   calib = Calibration(tiny_model, draw(0))
-  base = quantize_with_record(
-    tiny_params,
-    calib,
-    dataclasses.replace(methods.HIRES, name="hires I + II", recover=()),
-    check=False,
-  )
-  reused = ablations.reuse(methods.HIRES, base.params)
-  got = quantize_with_record(tiny_params, calib, reused, check=False)
-  alone = quantize_with_record(tiny_params, calib, methods.HIRES, check=False)
+  build = lambda program: quantize_with_record(tiny_params, calib, program, check=False)
+  program = dataclasses.replace(methods.RTN, recover=methods.HIRES.recover)
+  got = build(ablations.reuse(program, build(methods.RTN).params))
+  alone = build(program)
   assert got.record.program == alone.record.program
   for block, name in (("self_attn", "value_recovery"), ("mlp", "mlp_recovery")):
     left, right = (p.params["layers_1"][block][name] for p in (got, alone))
@@ -128,12 +131,14 @@ def row(*values, error=0.01):
   }
 
 
-def test_the_interval_is_the_exact_t_interval():
-  """The paper's own example: three differences and 4.303 (reading A25)."""
-  low, high = ablation.interval([-0.009132, -0.006444, -0.008489])
-  assert low == pytest.approx(-0.011509, abs=2e-6)
-  assert high == pytest.approx(-0.004535, abs=2e-6)
-  assert ablation.interval([1.0]) is None
+def test_the_interval_of_paired_draws_is_the_papers():
+  """Fresh less stale Fit-3 on Qwen over three seeds (the paper prints these ends)."""
+  differences = (-0.009132, -0.006444, -0.008489)
+  rows = [row(1.0, error=0.05 + change) for change in differences]
+  found = ablation.compare_operator_error(rows, [row(1.0, error=0.05)] * 3)
+  assert found.interval == pytest.approx((-0.011509, -0.004535), abs=2e-6)
+  alone = ablation.compare_operator_error(rows[:1], [row(1.0, error=0.05)])
+  assert alone.interval is None
 
 
 @pytest.mark.parametrize(
