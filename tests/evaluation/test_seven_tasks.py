@@ -1,7 +1,6 @@
 """The whole way on a small trained model: quantize, evaluate tasks, tables."""
 
 import json
-import pathlib
 
 import numpy as np
 import pytest
