@@ -3,8 +3,9 @@ PYTHON ?= python3
 PYTEST_FLAGS ?=
 VENV := .venv
 PEERS := .venv-peers
+CUDA_PLUGIN := .cuda-plugin
 
-.PHONY: install demo test check bench clean
+.PHONY: install demo test check kernels bench clean
 
 install: $(VENV)/.installed
 
@@ -25,6 +26,19 @@ test: install
 
 check: install
 	$(VENV)/bin/python tests/check.py
+
+# Compiles the kernels for an H200, without one: the CUDA plugin of jax (140 MB, none
+# of CUDA's libraries) goes into a folder that nothing else sees. Then `make check`
+# compiles them too. Needs ptxas and libdevice of a CUDA toolkit.
+$(CUDA_PLUGIN)/.installed: $(VENV)/.installed
+	rm -rf $(CUDA_PLUGIN)
+	version=$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)'); \
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(CUDA_PLUGIN) \
+	  jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
+	touch $@
+
+kernels: $(CUDA_PLUGIN)/.installed
+	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/compile_kernels.py
 
 # The peers' dependencies (torch) never enter the library's own environment.
 # torch goes first, so that no other requirement picks its version.

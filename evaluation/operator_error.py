@@ -56,11 +56,12 @@ def operator_errors(
   result: dict[str, float] = {}
   for index in range(model.num_layers):
     name = model.layer_name(index)
-    leaves = {
-      f"{block}/{linear_name}": quantized[name][block][linear_name]["weight"]
+    layer = quantized[name]
+    weights = {
+      f"{block}/{linear_name}": layer[block][linear_name]["weight"]
       for block, linear_name in model.projection_taps
-      if isinstance(quantized[name][block][linear_name]["weight"], QuantizedLinear)
     }
+    leaves = {p: w for p, w in weights.items() if isinstance(w, QuantizedLinear)}
     hidden, errors = execution.finish(
       _layer_errors(model, params[name], leaves, hidden)
     )

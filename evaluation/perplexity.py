@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,8 @@ from mxjax.calibration import CausalLanguageModel, Params
 PERTURBATION = 1e-6
 """Relative change of the embedding rows in a replicate."""
 HEAD_CHUNK = 512
+WINDOWS_TOGETHER = 16
+"""Windows that go through a layer while it is resident; no result depends on it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,23 +92,41 @@ def window_losses(
     on_window: Called with (done, windows) after each.
   """
   outer = streams.outer_params(params)
+  windows = [jnp.asarray(window[None]) for window in np.asarray(tokens, np.int32)]
   losses = []
-  for index, window in enumerate(np.asarray(tokens, np.int32)):
-    ids = jnp.asarray(window[None])
-    hidden = streams.final_hidden(model, params, ids)
-    losses_here = execution.finish(_losses(model, outer, hidden[:, :-1], ids[:, 1:]))
-    losses.append(np.asarray(losses_here, np.float64).mean())
-    if on_window:
-      on_window(index + 1, len(tokens))
+  for start in range(0, len(windows), WINDOWS_TOGETHER):
+    group = windows[start : start + WINDOWS_TOGETHER]
+    hiddens = streams.final_hiddens(model, params, group)
+    for ids, hidden in zip(group, hiddens, strict=True):
+      new = execution.finish(_losses(model, outer, hidden[:, :-1], ids[:, 1:]))
+      losses.append(np.asarray(new, np.float64).mean())
+      if on_window:
+        on_window(len(losses), len(windows))
   return np.asarray(losses)
 
 
-def perturbed(params: Params, seed: int) -> dict[str, Any]:
+class _Replaced(Mapping[str, Any]):
+  """Params with some top-level keys replaced; the others are read when asked for."""
+
+  def __init__(self, params: Params, changes: Mapping[str, Any]) -> None:
+    self._params, self._changes = params, changes
+
+  def __getitem__(self, key: str) -> Any:
+    return self._changes[key] if key in self._changes else self._params[key]
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._params)
+
+  def __len__(self) -> int:
+    return len(self._params)
+
+
+def perturbed(params: Params, seed: int) -> Params:
   """Params whose embedding rows are multiplied by 1 + 1e-6 N(0, 1), float32."""
   weight = jnp.asarray(params["embed_tokens"]["weight"], jnp.float32)
   noise = jax.random.normal(jax.random.key(seed), (weight.shape[0], 1), jnp.float32)
   changed = weight * (1.0 + PERTURBATION * noise)
-  return {**params, "embed_tokens": {"weight": changed}}
+  return _Replaced(params, {"embed_tokens": {"weight": changed}})
 
 
 def perplexity(

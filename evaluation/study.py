@@ -1,19 +1,26 @@
 """Quantize and measure: what `quantize`, `evaluate`, `compare` and `demo` share."""
 
 import dataclasses
+import json
+import os
+import pathlib
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.errors import JaxRuntimeError
 
-from mxjax import methods, pipeline, sizes
+from mxjax import methods, pipeline, run_folder, sizes
 from mxjax.calibration import (
   Calibration,
   CausalLanguageModel,
   Params,
   token_fingerprint,
 )
+from mxjax.contract import PAPER_CONTRACT, Contract
+from mxjax.evaluation.agreement import agreement
 from mxjax.evaluation.operator_error import operator_error
 from mxjax.evaluation.perplexity import perplexity
 from mxjax.program import Program
@@ -29,6 +36,8 @@ class Subject:
     tests: Windows by name, int32 `[windows, length]` each.
     replicates: Perplexity runs, those after the first with a perturbed embedding.
     with_operator_error: Whether to measure it, on the first window of the first test.
+    with_agreement: Whether to compare predictions with the float model's by token, on
+      the first test.
   """
 
   model: CausalLanguageModel
@@ -36,6 +45,7 @@ class Subject:
   tests: dict[str, np.ndarray]
   replicates: int = 1
   with_operator_error: bool = True
+  with_agreement: bool = False
 
   def float_perplexities(self) -> dict[str, float]:
     """Unperturbed perplexity of the float model on every test."""
@@ -44,8 +54,15 @@ class Subject:
       for name, tokens in self.tests.items()
     }
 
-  def measure(self, quantized: Params) -> dict[str, Any]:
-    """Perplexities and operator error of quantized params, JSON-ready."""
+  def measure(
+    self, quantized: Params, reference: Params | None = None
+  ) -> dict[str, Any]:
+    """Perplexities and operator error of quantized params, JSON-ready.
+
+    Args:
+      quantized: The params to measure.
+      reference: The float params they quantize, where a program rewrote them.
+    """
     start = time.perf_counter()
     results = {
       name: perplexity(
@@ -56,10 +73,17 @@ class Subject:
     error = None
     if self.with_operator_error and self.tests:
       window = next(iter(self.tests.values()))[:1]
-      error = operator_error(self.model, self.params, quantized, window)
+      error = operator_error(self.model, reference or self.params, quantized, window)
+    compared = None
+    if self.with_agreement and self.tests:
+      windows = next(iter(self.tests.values()))
+      compared = agreement(
+        self.model, reference or self.params, quantized, windows
+      ).to_dict()
     return {
       "perplexity": results,
       "operator_error": error,
+      "agreement": compared,
       "tests": {n: token_fingerprint(t) for n, t in self.tests.items()},
       "evaluation_seconds": time.perf_counter() - start,
     }
@@ -92,11 +116,43 @@ def run_method(
   row = {
     "method": program.name,
     "seconds": seconds,
-    **subject.measure(result.params),
+    **subject.measure(result.params, result.reference),
     "size": sizes.size_report(result.params),
     "record": result.record.to_dict(),
   }
   return row, result.params
+
+
+def check_row(
+  file: pathlib.Path,
+  row: Mapping[str, Any],
+  subject: Subject,
+  tokens: np.ndarray,
+  program: Program,
+  contract: Contract,
+) -> None:
+  """Refuses to take a finished row for the result of another setting.
+
+  Raises:
+    ValueError: With what differs, and what to do.
+  """
+  record = row["record"]
+  tests = {name: token_fingerprint(t) for name, t in subject.tests.items()}
+  replicates = {len(result["values"]) for result in row["perplexity"].values()}
+  made_of = token_fingerprint(tokens)
+  found = {
+    "calibration tokens": record["calibration"]["fingerprint"] != made_of,
+    "tests": row["tests"] != tests,
+    "options": record["program"] != json.loads(json.dumps(program.describe())),
+    "rules": record["contract_hash"] != contract.hash,
+    "replicates": replicates - {subject.replicates} != set(),
+    "operator error": subject.with_operator_error and row["operator_error"] is None,
+  }
+  if differing := [name for name, differs in found.items() if differs]:
+    raise ValueError(
+      f"{file} was made with other {', '.join(differing)}; name another --out, or "
+      "remove that file to make the row again."
+    )
 
 
 def compare(
@@ -104,30 +160,65 @@ def compare(
   tokens: np.ndarray,
   names: Sequence[str],
   *,
+  folder: str | os.PathLike[str] | None = None,
+  contracts: Mapping[str, Contract] | None = None,
   on_method: Callable[[str], pipeline.OnProgress | None] | None = None,
 ) -> tuple[list[dict[str, Any]], Params | None]:
   """Runs several methods on the same calibration tokens.
 
-  A method that collapses or meets a Hessian it cannot factor gets a row with its
-  `error`; the others go on.
+  A method that collapses, runs out of memory or meets a Hessian it cannot factor gets
+  a row with its `error`; the others go on. With a folder, float stream and raw
+  Hessians are computed once for all methods, each finished row is written, and rows
+  found there are kept: a killed run resumes, and a failed method is tried again.
 
   Args:
     subject: Model and tests.
     tokens: Calibration tokens.
     names: Methods in the order to run.
+    folder: Where rows and what methods share are kept, or None.
+    contracts: Every method runs under each; the key is appended to its name. The
+      paper's alone when None.
     on_method: Called with each name; what it returns follows that method's progress.
 
   Returns:
-    One row a method, and the params of the last method that succeeded.
+    One row a method and contract, and the params of the last method that succeeded
+    in this call.
   """
   programs = [methods.get(name) for name in names]
   float_perplexity = subject.float_perplexities()
+  path = pathlib.Path(folder) if folder is not None else None
   rows, last = [], None
   for program in programs:
-    progress = on_method(program.name) if on_method else None
-    try:
-      row, last = run_method(subject, tokens, program, on_progress=progress)
-    except (ValueError, FloatingPointError) as error:
-      row = {"method": program.name, "error": str(error)}
-    rows.append({**row, "float_perplexity": float_perplexity})
+    for mark, contract in (contracts or {"": PAPER_CONTRACT}).items():
+      label = f"{program.name} {mark}".strip()
+      file = path / "rows" / f"{label.replace(' ', '-')}.json" if path else None
+      if file and file.is_file():
+        row = json.loads(file.read_text())
+        check_row(file, row, subject, tokens, program, contract)
+        rows.append(row)
+        continue
+      try:
+        row, last = run_method(
+          subject,
+          tokens,
+          program,
+          contract=contract,
+          store=path / "store" if path else None,
+          on_progress=on_method(label) if on_method else None,
+        )
+      except (ValueError, FloatingPointError, MemoryError, JaxRuntimeError) as error:
+        rows.append(
+          {"method": label, "error": str(error), "float_perplexity": float_perplexity}
+        )
+        continue
+      row |= {"method": label, "float_perplexity": float_perplexity}
+      if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        run_folder.write_durably(file, json.dumps(row).encode())
+      rows.append(row)
   return rows, last
+
+
+def clear_store(folder: str | os.PathLike[str]) -> None:
+  """Removes what methods shared: it is large, and a finished study needs it no more."""
+  shutil.rmtree(pathlib.Path(folder) / "store", ignore_errors=True)

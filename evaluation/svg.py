@@ -300,7 +300,8 @@ def _bar(
 ) -> list[str]:
   left, right = frame.px(x + 0.08 * step), frame.px(x + 0.92 * step)
   value = part.value if math.isfinite(part.value) else frame.y[1]
-  top, base, middle = frame.py(value), frame.py(0), (left + right) / 2
+  # A negative value has a label and no bar: the axis begins at zero.
+  top, base, middle = frame.py(max(value, 0.0)), frame.py(0), (left + right) / 2
   written = y_format(part.value)
   title = f"{part.name}: {written}"
   result, above = [], top

@@ -6,18 +6,22 @@ from typing import Any
 from mxjax.models import gguf, hub, weights
 from mxjax.models.config import ModelConfig, RopeScaling
 from mxjax.models.generation import generate
+from mxjax.models.lazy import LazyParams
 from mxjax.models.tokenizer import Tokenizer
 from mxjax.models.transformer import PROJECTION_TAPS, CausalLM
 
 __all__ = [
   "PROJECTION_TAPS",
   "CausalLM",
+  "LazyParams",
   "ModelConfig",
   "RopeScaling",
   "Tokenizer",
   "from_pretrained",
   "generate",
+  "load_config",
   "load_tokenizer",
+  "open_pretrained",
 ]
 
 
@@ -41,10 +45,58 @@ def from_pretrained(
     NotImplementedError: The architecture or a feature of it is not supported.
     ValueError: Files are damaged or do not fit their config.
   """
+  model, params = open_pretrained(source, dtype=dtype)
+  return model, params.load()
+
+
+def open_pretrained(
+  source: str | pathlib.Path | None = None, *, dtype: str = "float32"
+) -> tuple[CausalLM, LazyParams]:
+  """Opens a model whose weights stay on disk until a layer is asked for.
+
+  Quantizing and measuring take such params like a dict and hold one layer at a time;
+  `model.apply` does not.
+
+  Args:
+    source: The same as for `from_pretrained`.
+    dtype: Compute dtype, "float32" or "bfloat16".
+
+  Returns:
+    A linen module and a mapping with the keys of its params.
+
+  Raises:
+    FileNotFoundError: There is no such model, or no network to fetch it.
+    NotImplementedError: The architecture or a feature of it is not supported.
+    ValueError: Files are damaged or do not fit their config; NaN and inf are found
+      when a layer is read.
+  """
   path = hub.resolve(source)
-  load = weights.load_folder if path.is_dir() else gguf.load_file
-  config, params = load(path, dtype=dtype)
-  return CausalLM(config), params
+  open_ = weights.open_folder if path.is_dir() else gguf.open_file
+  params = open_(path, dtype=dtype)
+  return CausalLM(params.config), params
+
+
+def load_config(
+  source: str | pathlib.Path | None = None, *, dtype: str = "float32"
+) -> ModelConfig:
+  """Reads the config of a model; of a hub id, nothing else is fetched.
+
+  Args:
+    source: The same as for `from_pretrained`, or a `config.json`.
+    dtype: Compute dtype, "float32" or "bfloat16".
+
+  Returns:
+    The model's description.
+
+  Raises:
+    FileNotFoundError: There is no such model, or no network to fetch it.
+    NotImplementedError: The architecture or a feature of it is not supported.
+    ValueError: A required field is absent.
+  """
+  path = hub.resolve(source, only_config=True)
+  if path.suffix == ".gguf":
+    return gguf.open_file(path, dtype=dtype).config
+  return weights.read_config(path, dtype=dtype)
 
 
 def load_tokenizer(source: str | pathlib.Path | None = None) -> Tokenizer:

@@ -7,6 +7,9 @@ from typing import Any
 COMPUTE_DTYPES = ("float32", "bfloat16")
 """Names accepted by `ModelConfig.dtype`."""
 
+QK_NORMS = (None, "head", "projection")
+"""Values of `ModelConfig.qk_norm`."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -32,7 +35,7 @@ class ModelConfig:
   """Everything that fixes the shape and the arithmetic of a decoder model.
 
   Attributes:
-    family: Model family, `"llama"`.
+    family: Model family, a key of `mxjax.models.families.FAMILIES`.
     vocab_size: Rows of the embedding.
     hidden_size: Width d of the residual stream.
     intermediate_size: Width of the gated MLP.
@@ -45,7 +48,14 @@ class ModelConfig:
     rope_scaling: Llama-3 scaling of them, or None.
     tie_embeddings: Whether the head is the embedding matrix.
     attention_bias: Whether q, k, v and o projections have a bias.
+    qkv_bias: Whether q, k and v have a bias and o has none (Qwen2).
     mlp_bias: Whether gate, up and down projections have a bias.
+    qk_norm: RMS norm of queries and keys before rotation: over each `"head"`
+      (Qwen3), over the whole `"projection"` (OLMo-2), or None.
+    is_post_norm: Whether attention and MLP read the residual stream as it is and
+      their outputs are normalized (OLMo-2), instead of their inputs.
+    sliding_window: Tokens that a query sees, itself included, or None for all of the
+      past (Mistral). Every layer has the same window.
     max_positions: Longest sequence the model was made for, in tokens.
     bos_id: Token that begins a text, or None.
     eos_ids: Tokens that end a text, possibly none.
@@ -65,7 +75,11 @@ class ModelConfig:
   rope_scaling: RopeScaling | None = None
   tie_embeddings: bool = False
   attention_bias: bool = False
+  qkv_bias: bool = False
   mlp_bias: bool = False
+  qk_norm: str | None = None
+  is_post_norm: bool = False
+  sliding_window: int | None = None
   max_positions: int
   bos_id: int | None = None
   eos_ids: tuple[int, ...] = ()
@@ -82,6 +96,16 @@ class ModelConfig:
       raise ValueError(
         f"ModelConfig: head_dim must be even for rotary embedding, got "
         f"{self.head_dim=}; correct the model's config."
+      )
+    if self.qk_norm not in QK_NORMS:
+      raise ValueError(
+        f"ModelConfig: qk_norm must be one of {QK_NORMS}, got {self.qk_norm!r}; "
+        "correct the model's config."
+      )
+    if self.sliding_window is not None and self.sliding_window < 1:
+      raise ValueError(
+        "ModelConfig: sliding_window must be positive or None, got "
+        f"{self.sliding_window}; correct the model's config."
       )
     if self.dtype not in COMPUTE_DTYPES:
       raise ValueError(

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.models.config import ModelConfig
-from mxjax.models.parameters import Path, StoredTensor, assemble
+from mxjax.models.lazy import LazyParams
+from mxjax.models.parameters import Path, StoredTensor
 
 if TYPE_CHECKING:
   from gguf import GGUFReader, ReaderTensor
@@ -38,29 +39,26 @@ LAYER_NAMES = {
 """Tensors of a layer, by their name between `blk.i.` and the last part."""
 
 
-def load_file(
-  path: pathlib.Path, *, dtype: str = "float32"
-) -> tuple[ModelConfig, dict[str, Any]]:
-  """Loads a GGUF file; quantized tensors are decoded and rounded to bfloat16.
+def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
+  """Opens a GGUF file, without decoding a tensor.
 
   Args:
     path: The file.
     dtype: Compute dtype of the config.
 
   Returns:
-    The config and the params, nested dict of bfloat16 `jax.Array` with Hugging Face
-    names and row order.
+    Its params with Hugging Face names and row order, each decoded and rounded to
+    bfloat16 when asked, and its config.
 
   Raises:
     FileNotFoundError: The file is absent.
     NotImplementedError: The architecture or its rotary scaling is not supported.
-    ValueError: The file is damaged, or tensors are missing, unexpected, mis-shaped or
-      not finite.
+    ValueError: The file is damaged, or tensors are missing, unexpected or mis-shaped.
   """
   reader = open_reader(path)
   tensors = {tensor.name: tensor for tensor in reader.tensors}
   config = read_config(reader, tensors, dtype=dtype)
-  return config, assemble(dict(_stored_tensors(tensors, config)), config, str(path))
+  return LazyParams(dict(_stored_tensors(tensors, config)), config, str(path))
 
 
 def open_reader(path: pathlib.Path) -> "GGUFReader":

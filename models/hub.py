@@ -8,15 +8,18 @@ PATTERNS = ["*.json", "model*.safetensors", "*.jinja"]
 """Files fetched from the hub: no pickles, no `consolidated` second copy."""
 
 
-def resolve(source: str | pathlib.Path | None) -> pathlib.Path:
+def resolve(
+  source: str | pathlib.Path | None, *, only_config: bool = False
+) -> pathlib.Path:
   """Finds a model, downloading it if it is a hub id.
 
   Args:
     source: None for the embedded model, a `.gguf` file, a folder, or a hub id such
       as `"meta-llama/Llama-3.2-1B"`.
+    only_config: Fetch no weights of a hub id.
 
   Returns:
-    A `.gguf` file or a folder.
+    A `.gguf` file or a folder, or whatever path was given.
 
   Raises:
     FileNotFoundError: The file or folder is absent, the hub cannot be reached, or it
@@ -33,17 +36,17 @@ def resolve(source: str | pathlib.Path | None) -> pathlib.Path:
       f"{name}: expected a .gguf file, a folder or a hub id `owner/name`, got no such "
       "path; check the spelling."
     )
-  return _download(name)
+  return _download(name, ["config.json"] if only_config else PATTERNS)
 
 
-def _download(name: str) -> pathlib.Path:
+def _download(name: str, patterns: list[str]) -> pathlib.Path:
   """Fetches a snapshot of a hub repository, or finds it in the cache."""
   import huggingface_hub
   from huggingface_hub import errors
 
   try:
     return pathlib.Path(
-      huggingface_hub.snapshot_download(name, allow_patterns=PATTERNS)
+      huggingface_hub.snapshot_download(name, allow_patterns=patterns)
     )
   except (
     errors.LocalEntryNotFoundError,

@@ -56,65 +56,50 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[Path, tuple[int, ...]]]
   width, hidden = config.hidden_size, config.intermediate_size
   queries = config.num_heads * config.head_dim
   values = config.num_kv_heads * config.head_dim
+  qkv_bias = config.attention_bias or config.qkv_bias
   linears = [
-    ("self_attn", "q_proj", queries, width, config.attention_bias),
-    ("self_attn", "k_proj", values, width, config.attention_bias),
-    ("self_attn", "v_proj", values, width, config.attention_bias),
+    ("self_attn", "q_proj", queries, width, qkv_bias),
+    ("self_attn", "k_proj", values, width, qkv_bias),
+    ("self_attn", "v_proj", values, width, qkv_bias),
     ("self_attn", "o_proj", width, queries, config.attention_bias),
     ("mlp", "gate_proj", hidden, width, config.mlp_bias),
     ("mlp", "up_proj", hidden, width, config.mlp_bias),
     ("mlp", "down_proj", width, hidden, config.mlp_bias),
   ]
-  yield ("input_layernorm", "weight"), (width,)
-  yield ("post_attention_layernorm", "weight"), (width,)
+  for name in layer_norms(config):
+    yield (name, "weight"), (width,)
+  if config.qk_norm is not None:
+    per_head = config.qk_norm == "head"
+    yield ("self_attn", "q_norm", "weight"), (config.head_dim if per_head else queries,)
+    yield ("self_attn", "k_norm", "weight"), (config.head_dim if per_head else values,)
   for block, name, out_features, in_features, has_bias in linears:
     yield (block, name, "weight"), (out_features, in_features)
     if has_bias:
       yield (block, name, "bias"), (out_features,)
 
 
-def assemble(
-  stored: Mapping[Path, StoredTensor], config: ModelConfig, source: str
-) -> dict[str, Any]:
-  """Reads the params of a config, one tensor at a time.
-
-  Args:
-    stored: What the file has, by params path.
-    config: The model's description.
-    source: File or folder, for messages.
-
-  Returns:
-    Nested dict of `jax.Array`, in the dtypes that `StoredTensor.read` gives.
-
-  Raises:
-    ValueError: Tensors are missing, unexpected or of another shape than `config`
-      implies (all are named), or hold NaN or inf (all are named and counted).
-  """
-  expected = parameter_shapes(config)
-  _check_shapes(stored, expected, source)
-  params: dict[str, Any] = {}
-  broken = []
-  for path in expected:
-    # A copy: the memory map must not be needed once the params exist.
-    value = jnp.array(stored[path].read())
-    count = int(_count_nonfinite(value))
-    if count:
-      broken.append(f"{stored[path].name} has {count} of {value.size}")
-    _insert(params, path, value)
-  if broken:
-    raise ValueError(
-      f"{source}: expected finite weights, got NaN or inf: {'; '.join(broken)}; "
-      "download the checkpoint again or repair those tensors."
-    )
-  return params
+def layer_norms(config: ModelConfig) -> tuple[str, str]:
+  """Names of a layer's norms: of attention first, then of the MLP."""
+  if config.is_post_norm:
+    return "post_attention_layernorm", "post_feedforward_layernorm"
+  return "input_layernorm", "post_attention_layernorm"
 
 
-def _check_shapes(
+def check_shapes(
   stored: Mapping[Path, StoredTensor],
   expected: Mapping[Path, tuple[int, ...]],
   source: str,
 ) -> None:
-  """Raises one error that names every tensor out of place."""
+  """Raises one error that names every tensor out of place.
+
+  Args:
+    stored: What the file has, by params path.
+    expected: Shapes that the config implies.
+    source: File or folder, for messages.
+
+  Raises:
+    ValueError: Tensors are missing, unexpected or of another shape.
+  """
   problems = [f"{'.'.join(path)} is missing" for path in expected if path not in stored]
   problems += [
     f"{stored[path].name} is unexpected" for path in stored if path not in expected
@@ -132,13 +117,34 @@ def _check_shapes(
     )
 
 
+def check_finite(values: Mapping[str, jax.Array], source: str) -> None:
+  """Raises one error that names and counts what is not finite.
+
+  Args:
+    values: Arrays by the name to report.
+    source: File or folder, for messages.
+
+  Raises:
+    ValueError: There is NaN or inf.
+  """
+  counts = {name: int(_count_nonfinite(value)) for name, value in values.items()}
+  broken = [
+    f"{n} has {count} of {values[n].size}" for n, count in counts.items() if count
+  ]
+  if broken:
+    raise ValueError(
+      f"{source}: expected finite weights, got NaN or inf: {'; '.join(broken)}; "
+      "download the checkpoint again or repair those tensors."
+    )
+
+
 @jax.jit
 def _count_nonfinite(value: jax.Array) -> jax.Array:
   """Counts NaN and inf entries."""
   return jnp.sum(~jnp.isfinite(value), dtype=jnp.int32)
 
 
-def _insert(params: dict[str, Any], path: Path, value: jax.Array) -> None:
+def insert(params: dict[str, Any], path: Path, value: jax.Array) -> None:
   """Puts a leaf at a path, making the dicts on the way."""
   for key in path[:-1]:
     params = params.setdefault(key, {})

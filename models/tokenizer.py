@@ -73,6 +73,14 @@ class Tokenizer:
     """
     return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
+  @functools.cached_property
+  def prefix_ids(self) -> tuple[int, ...]:
+    """Ids that the model's own tokenizer puts before a text, such as BOS of Llama-3.
+
+    `encode` leaves them out; who needs the field's conventions adds them.
+    """
+    return tuple(self._backend.encode("", add_special_tokens=True).ids)
+
   @property
   def vocab_size(self) -> int:
     """Number of ids, special tokens included."""

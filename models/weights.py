@@ -3,14 +3,16 @@
 import functools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
-from mxjax.models import llama
+from mxjax.models import families
 from mxjax.models.config import ModelConfig
-from mxjax.models.parameters import Path, StoredTensor, assemble
+from mxjax.models.lazy import LazyParams
+from mxjax.models.parameters import Path, StoredTensor, parameter_shapes
 from mxjax.models.safetensors_file import SafetensorsFile
 
 SINGLE_FILE = "model.safetensors"
@@ -19,10 +21,27 @@ INDEX_FILE = "model.safetensors.index.json"
 """Names the shard of every tensor of a large one."""
 
 
-def load_folder(
-  folder: pathlib.Path, *, dtype: str = "float32"
-) -> tuple[ModelConfig, dict[str, Any]]:
-  """Loads a model saved by transformers.
+def read_config(folder: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
+  """Reads the config of a folder saved by transformers; weights need not be there.
+
+  Args:
+    folder: Holds `config.json`, or is that file.
+    dtype: Compute dtype.
+
+  Returns:
+    The model's description.
+
+  Raises:
+    FileNotFoundError: There is no config.
+    NotImplementedError: The architecture or a feature of it is not supported.
+    ValueError: A required field is absent.
+  """
+  path = folder / "config.json" if folder.is_dir() else folder
+  return families.from_hf_config(_read_json(path), dtype=dtype)
+
+
+def open_folder(folder: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
+  """Opens a model saved by transformers, without reading a tensor.
 
   Args:
     folder: Holds `config.json` and `model.safetensors`, or the sharded files and
@@ -30,18 +49,18 @@ def load_folder(
     dtype: Compute dtype of the config; the params keep the dtype of the file.
 
   Returns:
-    The config and the params, nested dict of `jax.Array` with Hugging Face names.
+    Its params with Hugging Face names, each read when asked, and its config.
 
   Raises:
     FileNotFoundError: A file is absent.
-    ValueError: The config is not supported, a file is truncated, or tensors are
-      missing, unexpected, mis-shaped, of a foreign dtype or not finite.
+    NotImplementedError: The architecture or a feature of it is not supported.
+    ValueError: A file is truncated, or tensors are missing, unexpected or mis-shaped.
   """
-  config = llama.from_hf_config(_read_json(folder / "config.json"), dtype=dtype)
+  config = read_config(folder, dtype=dtype)
   stored = {path: tensor for path, tensor in _stored_tensors(folder)}
   if config.tie_embeddings:
     _drop_tied_head(stored, folder)
-  return config, assemble(stored, config, str(folder))
+  return LazyParams(stored, config, str(folder))
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -110,3 +129,51 @@ def _drop_tied_head(stored: dict[Path, StoredTensor], folder: pathlib.Path) -> N
       "tie_word_embeddings is true, got other values; set it to false in config.json "
       "or remove the tensor."
     )
+
+
+def tensor_name(path: Path) -> str:
+  """Translates a path in the params to the name of Hugging Face.
+
+  The inverse of `params_path`.
+
+  Args:
+    path: For example `("layers_0", "mlp", "up_proj", "weight")`.
+
+  Returns:
+    For example `model.layers.0.mlp.up_proj.weight`.
+  """
+  first, *rest = path
+  if first == "lm_head":
+    return ".".join(path)
+  return ".".join(["model", first.replace("layers_", "layers."), *rest])
+
+
+def save_folder(
+  folder: pathlib.Path, hf_config: Mapping[str, Any], params: Mapping[str, Any]
+) -> None:
+  """Writes a float model so that `open_folder` and transformers read it.
+
+  Args:
+    folder: Made if absent; `config.json` and `model.safetensors` are replaced.
+    hf_config: A config of a supported family, as JSON values.
+    params: Float params of that config, in the dtypes to store.
+
+  Raises:
+    NotImplementedError: The config is not of a supported family.
+    ValueError: The params are not those that the config implies.
+  """
+  from safetensors.flax import save_file
+
+  expected = parameter_shapes(families.from_hf_config(hf_config))
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  tensors = {tuple(str(key.key) for key in path): leaf for path, leaf in leaves}
+  if {path: leaf.shape for path, leaf in tensors.items()} != expected:
+    raise ValueError(
+      f"{folder}: expected params of the {len(expected)} shapes that the config "
+      f"implies, got {len(tensors)} leaves of other names or shapes; pass the config "
+      "that the params were made with."
+    )
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+  named = {tensor_name(path): leaf for path, leaf in tensors.items()}
+  save_file(named, folder / SINGLE_FILE, metadata={"format": "pt"})

@@ -44,6 +44,8 @@ _TYPES: dict[str, type] = {
     mxfp4.MXTensor,
     quantized_linear.Nearest,
     quantized_linear.OneCode,
+    quantized_linear.Clipped,
+    quantized_linear.Unrounded,
     ValueRecovery,
     MlpRecovery,
     *_MAPS,

@@ -3,13 +3,14 @@ r"""GPTQ to legal Block32 MXFP4 codes.
 Columns are reconstructed in order; the rounding error of each is compensated in the
 ones after it through U, the upper Cholesky factor of the damped inverse Hessian. A
 block's exponent is fixed when the block is reached, from the weights as compensated
-so far, and stays frozen while its 32 columns are rounded.
+so far, and stays frozen while its 32 columns are rounded. Other sources of the
+exponent and other column orders are options, because other systems use them.
 
 Paper: Eq. recon and Discrete Realization; reading A12 and A13 of the specification.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,10 @@ DAMPING = 0.01
 """Damping in units of the mean diagonal of the Hessian."""
 DAMPING_GROWTH = 10.0
 DAMPING_TRIES = 4
+PANEL = 128
+"""Columns after which the original code writes its compensation back."""
+
+ScaleSource = Literal["fresh", "lagged", "static"]
 
 
 class Factor(NamedTuple):
@@ -81,27 +86,49 @@ def factor(hessian: jax.Array, damping: float = DAMPING) -> Factor:
   Returns:
     The factor and the damping that was used, which the caller reports.
   """
-  tries = [damping * DAMPING_GROWTH**attempt for attempt in range(DAMPING_TRIES)]
-  used = jnp.full(hessian.shape[:-2], damping, hessian.dtype)
-  upper = _upper_factor(hessian, used)
+  first = jnp.full(hessian.shape[:-2], damping, hessian.dtype)
 
-  def is_good(matrix: jax.Array) -> jax.Array:
-    return jnp.isfinite(matrix).all((-2, -1))
+  def is_good(upper: jax.Array) -> jax.Array:
+    return jnp.isfinite(upper).all((-2, -1))
 
-  for value in tries[1:]:
+  # One body for every try: XLA compiles the factorization once.
+  def attempt(
+    state: tuple[jax.Array, jax.Array, jax.Array],
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    tries, upper, used = state
+    good = is_good(upper)
+    growth = jnp.asarray(DAMPING_GROWTH, first.dtype) ** tries.astype(first.dtype)
+    used = jnp.where(good, used, first * growth)
+    again = _upper_factor(hessian, used)
+    return tries + 1, jnp.where(good[..., None, None], upper, again), used
 
-    def retry(
-      upper: jax.Array, used: jax.Array, value: float = value
-    ) -> tuple[jax.Array, jax.Array]:
-      good = is_good(upper)
-      attempt = jnp.where(good, used, jnp.full_like(used, value))
-      again = _upper_factor(hessian, attempt)
-      return jnp.where(good[..., None, None], upper, again), attempt
+  def is_wanted(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    tries, upper, _ = state
+    return (tries < DAMPING_TRIES) & ~is_good(upper).all()
 
-    upper, used = jax.lax.cond(
-      is_good(upper).all(), lambda upper, used: (upper, used), retry, upper, used
-    )
+  start = jnp.int32(0), jnp.full_like(hessian, jnp.nan), first
+  _, upper, used = jax.lax.while_loop(is_wanted, attempt, start)
   return Factor(upper, jnp.where(is_good(upper), used, jnp.nan))
+
+
+def round_value(
+  target: jax.Array, exponent: jax.Array, scale: jax.Array, rules: mxfp4.Rules
+) -> tuple[jax.Array, jax.Array]:
+  """Rounds values at a frozen exponent, saturating.
+
+  Args:
+    target: float32 or float64, any shape.
+    exponent: int32, same rank, broadcastable.
+    scale: What decodes at that exponent, in the dtype of `target`.
+    rules: Codec rules.
+
+  Returns:
+    uint8 codes in 0..15 and decoded values, the shape of `target`.
+  """
+  index = mxfp4.magnitude_index(target, exponent, rules)
+  value = jnp.copysign(mxfp4.magnitude(index).astype(target.dtype), target) * scale
+  code = index | (jnp.signbit(target).astype(jnp.int32) << 3)
+  return code.astype(jnp.uint8), value
 
 
 def _round_group(
@@ -112,13 +139,13 @@ def _round_group(
   Args:
     weight: `[..., 32, rows]`, compensated for all earlier groups.
     upper: The group's diagonal block of U, `[..., 32, 32]`.
-    exponent: int32 `[..., rows]`.
+    exponent: int32 `[..., rows]` for the group, or `[..., 32, rows]` by column.
     rules: Codec rules.
 
   Returns:
     Codes, decoded values and scaled errors (w - q) / U_jj, `[..., 32, rows]` each.
   """
-  scale = mxfp4.scale_of(exponent, rules).astype(weight.dtype)
+  by_column = exponent.ndim == weight.ndim
 
   def column(
     j: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
@@ -129,16 +156,14 @@ def _round_group(
     target = jax.lax.dynamic_index_in_dim(weight, j, axis=-2, keepdims=False)
     # Columns not reached yet have zero error, so no mask is needed.
     target -= jnp.einsum("...i,...im->...m", coupling, errors, precision=HIGHEST)
-    index = mxfp4.magnitude_index(target, exponent, rules)
-    value = jnp.copysign(mxfp4.magnitude(index).astype(weight.dtype), target) * scale
-    code = index | (jnp.signbit(target).astype(jnp.int32) << 3)
+    frozen = exponent
+    if by_column:
+      frozen = jax.lax.dynamic_index_in_dim(exponent, j, axis=-2, keepdims=False)
+    scale = mxfp4.scale_of(frozen, rules).astype(weight.dtype)
+    code, value = round_value(target, frozen, scale, rules)
     error = (target - value) / pivot
     put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, j, -2)
-    return (
-      put(codes, code.astype(jnp.uint8)),
-      put(decoded, value),
-      put(errors, error),
-    )
+    return put(codes, code), put(decoded, value), put(errors, error)
 
   zeros = jnp.zeros_like(weight)
   return jax.lax.fori_loop(
@@ -168,38 +193,111 @@ def reconstruct_local(
   return Reconstruction(codes, exponent, decoded)
 
 
-@functools.partial(jax.jit, static_argnames="rules")
+def _group_exponent(
+  weight: jax.Array,
+  columns: jax.Array,
+  errors: jax.Array,
+  target: jax.Array,
+  start: jax.Array,
+  scales: ScaleSource,
+  rules: mxfp4.Rules,
+) -> jax.Array:
+  """The exponent of a group when it is reached, int32 `[rows]`."""
+  if scales == "static":
+    return mxfp4.block_exponent(weight, rules)
+  if scales == "fresh":
+    return mxfp4.block_exponent(target, rules)
+  # Errors of this panel have not reached the buffer that the scale is read from.
+  panel = start // PANEL * PANEL
+  earlier = jnp.arange(errors.shape[0], dtype=jnp.int32) < panel
+  known = jnp.where(earlier[:, None], errors, jnp.zeros_like(errors))
+  lagged = weight - jnp.einsum("di,dm->im", columns, known, precision=HIGHEST)
+  return mxfp4.block_exponent(lagged, rules)
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "scales"))
 def reconstruct(
-  weight: jax.Array, upper: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
+  weight: jax.Array,
+  upper: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+  *,
+  scales: ScaleSource = "fresh",
+  exponent: jax.Array | None = None,
 ) -> Reconstruction:
-  """GPTQ of a whole linear, natural column order, fresh scales.
+  """GPTQ of a whole linear, columns in the order given.
 
   Args:
     weight: `[blocks, 32, rows]`, feature-major, float32 or float64.
     upper: U of `factor`, `[d, d]` with d = 32 * blocks, same dtype.
     rules: Codec rules.
+    scales: Where a block's exponent comes from: `fresh`, the compensated weights when
+      the block is reached; `lagged`, the weights compensated by earlier panels of 128
+      columns only, as in the original code; `static`, the weights as they came.
+    exponent: Exponents by column, int32 `[blocks, 32, rows]`, in place of `scales`:
+      columns of one group then need not share a physical block.
 
   Returns:
-    The legal codes and decoded weights.
+    The legal codes and decoded weights, in the order of the columns; `exponent` is
+    by column where it was given so.
   """
   blocks, size, rows = weight.shape
 
   def group(
-    errors: jax.Array, item: tuple[jax.Array, jax.Array]
+    errors: jax.Array, item: tuple[jax.Array, jax.Array, jax.Array | None]
   ) -> tuple[jax.Array, Reconstruction]:
-    index, target = item
+    index, original, given = item
     start = index * size
     columns = jax.lax.dynamic_slice_in_dim(upper, start, size, axis=1)
-    target -= jnp.einsum("di,dm->im", columns, errors, precision=HIGHEST)
-    exponent = mxfp4.block_exponent(target, rules)
+    target = original - jnp.einsum("di,dm->im", columns, errors, precision=HIGHEST)
+    chosen = given
+    if chosen is None:
+      args = (original, columns, errors, target, start, scales, rules)
+      chosen = _group_exponent(*args)
     diagonal = jax.lax.dynamic_slice_in_dim(columns, start, size, axis=0)
-    codes, decoded, error = _round_group(target, diagonal, exponent, rules)
+    codes, decoded, error = _round_group(target, diagonal, chosen, rules)
     errors = jax.lax.dynamic_update_slice_in_dim(errors, error, start, axis=0)
-    return errors, Reconstruction(codes, exponent, decoded)
+    return errors, Reconstruction(codes, chosen, decoded)
 
   errors = jnp.zeros((blocks * size, rows), weight.dtype)
-  _, result = jax.lax.scan(group, errors, (jnp.arange(blocks, dtype=jnp.int32), weight))
+  indices = jnp.arange(blocks, dtype=jnp.int32)
+  _, result = jax.lax.scan(group, errors, (indices, weight, exponent))
   return result
+
+
+def descending_curvature(hessian: jax.Array) -> jax.Array:
+  """Columns by falling diagonal of the Hessian, int32 `[d]`; ties keep their order."""
+  return jnp.argsort(-jnp.diagonal(hessian), stable=True).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def reconstruct_ordered(
+  weight: jax.Array,
+  upper: jax.Array,
+  order: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+) -> Reconstruction:
+  """GPTQ in another column order; blocks and exponents stay where they are.
+
+  Exponents come from the weights as they came: a block whose columns are reached at
+  different times has no moment at which its compensated maximum is known.
+
+  Args:
+    weight: `[blocks, 32, rows]`, float32 or float64.
+    upper: U of `factor` of the Hessian in that order, `[d, d]`.
+    order: The column rounded at each step, int32 `[d]`.
+    rules: Codec rules.
+
+  Returns:
+    Legal codes, in the original order.
+  """
+  blocks, size, rows = weight.shape
+  exponent = mxfp4.block_exponent(weight, rules)
+  flat = weight.reshape(-1, rows)[order].reshape(weight.shape)
+  by_column = jnp.repeat(exponent, size, axis=0)[order].reshape(weight.shape)
+  result = reconstruct(flat, upper, rules, exponent=by_column)
+  back = jnp.argsort(order)
+  restore = lambda array: array.reshape(-1, rows)[back].reshape(blocks, size, rows)
+  return Reconstruction(restore(result.codes), exponent, restore(result.decoded))
 
 
 @functools.partial(jax.jit, static_argnames="rules")
@@ -208,11 +306,9 @@ def round_to_nearest(
 ) -> Reconstruction:
   """RTN in the same form as `reconstruct`; weight `[blocks, 32, rows]`."""
   exponent = mxfp4.block_exponent(weight, rules)
-  index = mxfp4.magnitude_index(weight, exponent[..., None, :], rules)
-  codes = (index | (jnp.signbit(weight).astype(jnp.int32) << 3)).astype(jnp.uint8)
   scale = mxfp4.scale_of(exponent, rules)[..., None, :].astype(weight.dtype)
-  values = jnp.copysign(mxfp4.magnitude(index).astype(weight.dtype), weight)
-  return Reconstruction(codes, exponent, values * scale)
+  codes, decoded = round_value(weight, exponent[..., None, :], scale, rules)
+  return Reconstruction(codes, exponent, decoded)
 
 
 @jax.jit

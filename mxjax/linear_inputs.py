@@ -7,11 +7,12 @@ so results do not depend on it.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mxjax import execution, mxfp4, precision, reference_chart
 
@@ -54,58 +55,113 @@ class LinearInputs:
   """Calibration inputs of one linear, feature-major.
 
   Attributes:
+    name: The linear's name, such as `q_proj`; empty for a view that several share.
     rules: Codec rules of the contract.
     record: What hooks want the report to show about this linear.
+    learned: What `Program.prepare` learned for this linear, or None.
+    group: What `Program.shape_group` returned for the linears on this tensor.
+    sequences: Calibration sequences.
+    blocks: Physical blocks of the input axis.
+    length: Tokens of a sequence.
   """
 
   def __init__(
     self,
-    chunks: Sequence[jax.Array],
+    chunks: Sequence[jax.Array] | Callable[[], Sequence[jax.Array]],
     rules: mxfp4.Rules = mxfp4.PAPER_RULES,
     *,
-    cache: dict[str, jax.Array] | None = None,
+    extent: tuple[int, int, int] | None = None,
+    cache: MutableMapping[str, jax.Array] | None = None,
+    learned: Any = None,
   ) -> None:
     """Wraps captured activations.
 
     Args:
-      chunks: float32 arrays `[sequences, blocks, 32, tokens]` in calibration order.
+      chunks: float32 arrays `[sequences, blocks, 32, tokens]` in calibration order,
+        or a function that captures them when a hook first asks for more than the
+        cache holds.
       rules: Codec rules of the contract.
+      extent: `(sequences, blocks, tokens)` over all chunks; needed with a function.
       cache: Reductions shared with other linears that read the same tensor.
+      learned: What `Program.prepare` learned for this linear.
     """
-    self._chunks = chunks
+    self._source = chunks
     self._cache = {} if cache is None else cache
+    self.name = ""
     self.rules = rules
+    self.learned = learned
+    self.group: Any = None
     self.record: dict[str, Any] = {}
-
-  def sibling(self) -> "LinearInputs":
-    """The view of another linear on the same tensor: same cache, own record."""
-    return LinearInputs(self._chunks, self.rules, cache=self._cache)
-
-  @property
-  def blocks(self) -> int:
-    """Physical blocks of the input axis."""
-    return self._chunks[0].shape[1]
+    if extent is None:
+      arrays = self._chunks
+      count = sum(chunk.shape[0] for chunk in arrays)
+      extent = count, arrays[0].shape[1], arrays[0].shape[-1]
+    self.sequences, self.blocks, self.length = extent
 
   @property
-  def sequences(self) -> int:
-    """Calibration sequences."""
-    return sum(chunk.shape[0] for chunk in self._chunks)
+  def _chunks(self) -> Sequence[jax.Array]:
+    if callable(self._source):
+      self._source = self._source()
+    return self._source
+
+  def sibling(self, name: str = "", learned: Any = None) -> "LinearInputs":
+    """The view of one linear on this tensor: same cache, own record.
+
+    The record begins with what `Program.shape_group` wrote into this one.
+    """
+    extent = self.sequences, self.blocks, self.length
+    view = LinearInputs(
+      lambda: self._chunks,
+      self.rules,
+      extent=extent,
+      cache=self._cache,
+      learned=learned,
+    )
+    view.name, view.group, view.record = name, self.group, dict(self.record)
+    return view
 
   @property
   def tokens(self) -> int:
     """Calibration tokens in all."""
-    return self.sequences * self._chunks[0].shape[-1]
+    return self.sequences * self.length
 
   @property
   def fold_tokens(self) -> tuple[int, int]:
     """Tokens of the even and the odd sequences (reading A6)."""
-    length = self._chunks[0].shape[-1]
     odd = self.sequences // 2
-    return (self.sequences - odd) * length, odd * length
+    return (self.sequences - odd) * self.length, odd * self.length
 
   def probe(self, tokens: int) -> jax.Array:
     """The first tokens of the first sequence, float32 `[blocks, 32, tokens]`."""
-    return self._chunks[0][0, :, :, :tokens]
+    return self.shared(f"probe_{tokens}", lambda: self._chunks[0][0, :, :, :tokens])
+
+  def sample(self, tokens: int) -> jax.Array:
+    """Tokens evenly spaced over the calibration set, `[blocks, 32, <= tokens]`."""
+    stride = max(1, -(-self.tokens // tokens))
+    places = range(0, self.tokens, stride)
+    return self.gather([divmod(place, self.length) for place in places])
+
+  def sequence(self, index: int) -> jax.Array:
+    """One calibration sequence, float32 `[blocks, 32, tokens]`."""
+    for chunk in self._chunks:
+      if index < chunk.shape[0]:
+        return chunk[index]
+      index -= chunk.shape[0]
+    raise IndexError(f"linear_inputs: no sequence {index} of {self.sequences}")
+
+  def gather(self, places: Sequence[tuple[int, int]]) -> jax.Array:
+    """The tokens at (sequence, position), float32 `[blocks, 32, len(places)]`."""
+    parts, first = [], 0
+    wanted = np.asarray(places, np.int32).reshape(-1, 2)
+    order = []
+    for chunk in self._chunks:
+      inside = (wanted[:, 0] >= first) & (wanted[:, 0] < first + chunk.shape[0])
+      order.append(np.flatnonzero(inside))
+      rows, positions = wanted[inside, 0] - first, wanted[inside, 1]
+      parts.append(jnp.moveaxis(chunk[rows, :, :, positions], 0, -1))
+      first += chunk.shape[0]
+    back = np.argsort(np.concatenate(order))
+    return jnp.concatenate(parts, axis=-1)[..., back]
 
   def reduce(self, step: Step, init: Any, *args: Any) -> Any:
     """Folds `step` over sequences in calibration order.
@@ -127,7 +183,8 @@ class LinearInputs:
       first += chunk.shape[0]
     return carry
 
-  def _cached(self, name: str, compute: Callable[[], jax.Array]) -> jax.Array:
+  def shared(self, name: str, compute: Callable[[], jax.Array]) -> jax.Array:
+    """A reduction under a name, computed once for all linears on this tensor."""
     if name not in self._cache:
       self._cache[name] = compute()
     return self._cache[name]
@@ -140,7 +197,7 @@ class LinearInputs:
       total = self.reduce(_hessian_step, jnp.zeros((width, width), jnp.float32))
       return total / self.tokens
 
-    return self._cached("hessian", compute)
+    return self.shared("hessian", compute)
 
   def fold_moments(self) -> jax.Array:
     """X'X / n of every block by fold, float64 `[2, blocks, 32, 32]`."""
@@ -149,7 +206,7 @@ class LinearInputs:
       shape = (2, self.blocks, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE)
       return self.reduce(_fold_moment_step, jnp.zeros(shape, jnp.float64))
 
-    totals = self._cached("fold_moments", compute)
+    totals = self.shared("fold_moments", compute)
     counts = jnp.asarray(self.fold_tokens, jnp.float64)
     return totals / jnp.maximum(counts, 1.0)[:, None, None, None]
 

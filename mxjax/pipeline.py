@@ -9,16 +9,19 @@ conditional order of Eq. conditional-stage, yet all of it needs one pass over la
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import execution, precision, run_folder, sanity, streams
+from mxjax import execution, mxfp4, precision, run_folder, sanity, streams
 from mxjax.calibration import Calibration, CausalLanguageModel, Params
+from mxjax.calibration_store import CalibrationStore
 from mxjax.contract import PAPER_CONTRACT, Contract
+from mxjax.float_stream import FloatStream, inputs_of
 from mxjax.linear_inputs import LinearInputs
 from mxjax.program import Program
 from mxjax.records import QuantizationRecord, StageClock, linear_record
@@ -51,10 +54,13 @@ class Result(NamedTuple):
   Attributes:
     params: The same tree with `QuantizedLinear` leaves.
     record: What was measured on the way.
+    reference: The float params that the program quantized: those given, unless it
+      rewrote them.
   """
 
-  params: dict[str, Any]
+  params: MutableMapping[str, Any]
   record: QuantizationRecord
+  reference: Params
 
 
 def check_params(
@@ -92,32 +98,45 @@ def targets(model: CausalLanguageModel, contract: Contract) -> list[tuple[str, s
   return [path for path in model.projection_taps if path[1] in contract.targets]
 
 
-def _inputs_by_tap(
-  model: CausalLanguageModel, taps: list[dict[str, jax.Array]], contract: Contract
-) -> dict[str, LinearInputs]:
-  names = {model.projection_taps[path] for path in targets(model, contract)}
-  return {
-    name: LinearInputs([chunk[name] for chunk in taps], contract.rules)
-    for name in names
-  }
+def _shape_groups(
+  model: CausalLanguageModel,
+  layer: Params,
+  program: Program,
+  views: Mapping[str, LinearInputs],
+  contract: Contract,
+  path: str,
+) -> None:
+  """Runs `shape_group` for the linears on each tap, and keeps what it returns."""
+  for tap, view in views.items():
+    weights = {
+      name: mxfp4.to_blocks(jnp.asarray(layer[block][name]["weight"], jnp.float32))
+      for block, name in targets(model, contract)
+      if model.projection_taps[block, name] == tap
+    }
+    try:
+      view.group = program.shape_group(weights, view)
+    except ValueError as error:
+      raise ValueError(f"{path}/{tap}: {error}") from error
 
 
 def _quantize_layer(
   model: CausalLanguageModel,
   layer: Params,
   program: Program,
-  taps: list[dict[str, jax.Array]],
+  views: Mapping[str, LinearInputs],
+  learned: Mapping[str, Any],
   contract: Contract,
   path: str,
   announce: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Quantizes the targets of one layer; returns its new params and records."""
   new = {block: dict(layer[block]) for block in layer}
-  views = _inputs_by_tap(model, taps, contract)
   records: dict[str, Any] = {}
+  _shape_groups(model, layer, program, views, contract, path)
   for block, name in targets(model, contract):
     announce(name)
-    inputs = views[model.projection_taps[block, name]].sibling()
+    view = views[model.projection_taps[block, name]]
+    inputs = view.sibling(name, learned.get(f"{path}/{block}/{name}"))
     weight = jnp.asarray(layer[block][name]["weight"])
     try:
       leaf = execution.finish(program.quantize_linear(weight, inputs))
@@ -128,15 +147,54 @@ def _quantize_layer(
   return new, records
 
 
-def _check_finite(stream: streams.Stream, place: str) -> None:
-  bad = sum(int((~jnp.isfinite(chunk)).sum()) for chunk in stream)
-  if bad:
-    total = sum(chunk.size for chunk in stream)
-    raise FloatingPointError(
-      f"quantize: {bad} of {total} hidden values leaving {place} are NaN or inf on the "
-      "calibration tokens; the float model itself overflows there, so check its "
-      "weights and its compute dtype."
-    )
+def _views(
+  float_stream: FloatStream,
+  model: CausalLanguageModel,
+  layer: Params,
+  contract: Contract,
+) -> dict[str, LinearInputs]:
+  """The inputs of a layer's targets by tap; linears on one tap share a view."""
+  views: dict[str, LinearInputs] = {}
+  for block, name in targets(model, contract):
+    tap = model.projection_taps[block, name]
+    if tap not in views:
+      width = layer[block][name]["weight"].shape[-1]
+      views[tap] = float_stream.inputs(tap, width, contract)
+  return views
+
+
+def _recover(
+  model: CausalLanguageModel,
+  program: Program,
+  layers: tuple[Params, Params],
+  fit_streams: list[streams.Stream],
+  taps: list[dict[str, jax.Array]],
+  stage: Callable[[str, int], AbstractContextManager[None]],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Fits and installs a layer's recovery; advances every stream of the program."""
+  float_layer, parent = layers
+  current, records = dict(parent), {}
+  by_layer = program.recovery_by == "layer"
+  for position, fit in enumerate(program.recover):
+    with stage(f"{fit.name} recovery", 2 + position), precision.float64_scope():
+      place = 0 if by_layer else position
+      entering = fit_streams[place]
+      state = fit.state(current, parent)
+      leaving, moments = streams.measure(
+        model,
+        fit,
+        state,
+        float_layer,
+        streams.copy(entering) if by_layer else entering,
+        taps,
+      )
+      if not by_layer:
+        fit_streams[place] = leaving
+      leaf, records[fit.name] = fit.solve(moments)
+      current = fit.install(current, leaf)
+  if by_layer and program.recover:
+    fit_streams[0] = streams.advance(model, current, fit_streams[0])
+  return current, records
 
 
 def quantize_with_record(
@@ -147,8 +205,10 @@ def quantize_with_record(
   contract: Contract = PAPER_CONTRACT,
   chunk: int = 1,
   run_dir: str | os.PathLike[str] | None = None,
+  store: str | os.PathLike[str] | None = None,
   on_progress: OnProgress | None = None,
   check: bool = True,
+  into: MutableMapping[str, Any] | None = None,
 ) -> Result:
   """Like `mxjax.quantize`, with what was measured on the way; see there."""
   model = calib.model
@@ -169,48 +229,69 @@ def quantize_with_record(
       contract=record.contract_hash,
       calibration=record.calibration,
     )
-  params = program.prepare(params, calib)
+  with clock.stage("preparation"):
+    prepared = program.prepare(params, calib, contract)
+    params, learned = prepared.params, prepared.learned
+    record = dataclasses.replace(record, preparation=dict(prepared.record))
   fits = program.recover
   blocked = tuple(sorted({model.projection_taps[p] for p in targets(model, contract)}))
-  plain = tuple(sorted({name for fit in fits for name in fit.float_taps}))
+  float_stream = FloatStream(
+    params,
+    calib,
+    chunk=chunk,
+    blocked=blocked,
+    plain=tuple(sorted({name for fit in fits for name in fit.float_taps})),
+    store=CalibrationStore(store, params, calib) if store is not None else None,
+  )
   start = lambda: streams.start(model, params, calib.tokens, chunk)
-  float_stream, fit_streams = start(), [start() for _ in fits]
-  result = streams.outer_params(params)
+  fit_streams = [start() for _ in fits]
+  upstream = start() if program.upstream == "quantized" else None
+  result: MutableMapping[str, Any] = {} if into is None else into
+  result.update(streams.outer_params(params))
   steps = 2 + len(fits)
 
   for index in range(model.num_layers):
     name = model.layer_name(index)
     layer = params[name]
 
-    def announce(stage: str, step: int, index: int = index) -> None:
+    def announce(label: str, step: int = 1, index: int = index) -> None:
       if on_progress:
         done = (index + step / steps) / model.num_layers
-        on_progress(Progress(index, model.num_layers, stage, done))
+        on_progress(Progress(index, model.num_layers, label, done))
 
-    announce("calibration", 0)
-    with clock.stage("calibration"):
-      outputs = [
-        execution.finish(streams.capture(model, layer, hidden, blocked, plain))
-        for hidden in float_stream
-      ]
-      float_stream = [output for output, _ in outputs]
-      taps = [kept for _, kept in outputs]
-      _check_finite(float_stream, name)
-    with clock.stage("quantization"), precision.float64_scope():
+    def stage(
+      label: str, step: int, announce: Callable[[str, int], None] = announce
+    ) -> AbstractContextManager[None]:
+      announce(label, step)
+      return clock.stage(label)
+
+    with stage("calibration", 0):
+      float_stream.enter(index)
+      views: Mapping[str, LinearInputs] = _views(float_stream, model, layer, contract)
+      if upstream is not None:
+        # The float layer on what the quantized layers pass on.
+        passed = streams.copy(upstream)
+        capture = lambda part, layer=layer: streams.capture(
+          model, layer, part, blocked, ()
+        )
+        seen = [execution.finish(capture(part))[1] for part in passed]
+        views = inputs_of(seen, contract)
+    with stage("quantization", 1), precision.float64_scope():
       quantized, linears = _quantize_layer(
-        model, layer, program, taps, contract, name, lambda s: announce(s, 1)
+        model, layer, program, views, learned, contract, name, announce
       )
       jax.block_until_ready(quantized)
-    layer_record: dict[str, Any] = {"name": name, "linears": linears, "recovery": {}}
-    for position, fit in enumerate(fits):
-      announce(f"{fit.name} recovery", 2 + position)
-      with clock.stage(f"{fit.name} recovery"), precision.float64_scope():
-        fit_streams[position], moments = streams.measure(
-          model, fit, quantized, layer, fit_streams[position], taps
-        )
-        leaf, fit_record = fit.solve(moments)
-        quantized = fit.install(quantized, leaf)
-        layer_record["recovery"][fit.name] = fit_record
+    if upstream is not None:
+      with stage("calibration", 0):
+        upstream = streams.advance(model, quantized, upstream)
+    recovery: dict[str, Any] = {}
+    if fits:
+      quantized, recovery = _recover(
+        model, program, (layer, quantized), fit_streams, float_stream.taps, stage
+      )
+    if index + 1 < model.num_layers:
+      float_stream.leave()
+    layer_record = {"name": name, "linears": linears, "recovery": recovery}
     result[name] = quantized
     record.layers.append(layer_record)
     if folder:
@@ -225,7 +306,7 @@ def quantize_with_record(
     report.check(program.name)
   if folder:
     folder.journal("finished", sanity=record.sanity, seconds=clock.seconds)
-  return Result(result, record)
+  return Result(result, record, params)
 
 
 def quantize(
@@ -233,7 +314,7 @@ def quantize(
   calib: Calibration,
   method: str | Program = "hires",
   **options: Any,
-) -> dict[str, Any]:
+) -> MutableMapping[str, Any]:
   """Quantizes the decoder linears of a model to strict MXFP4 W4A4.
 
   It streams the calibration set layer by layer, so it is not itself a function to
@@ -247,7 +328,10 @@ def quantize(
     method: A name in `mxjax.methods.METHODS` or a `Program`.
     **options: Keyword arguments of `quantize_with_record`: `contract`, `chunk`
       (sequences in a device call; the result does not depend on it), `run_dir` (where
-      finished layers and the journal go), `on_progress`, `check` (the sanity gate).
+      finished layers and the journal go), `store` (where what runs on the same model
+      and tokens share is kept; the result does not depend on it), `on_progress`,
+      `check` (the sanity gate), `into` (a mapping that takes the finished layers, such
+      as a `LayerStore`).
 
   Returns:
     The same tree with `QuantizedLinear` leaves in place of target weights, for the

@@ -6,16 +6,17 @@ contract. Nothing is special-cased by name.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mxjax import execution, gptq, mxfp4
 from mxjax.calibration import Calibration, Params
+from mxjax.contract import Contract
 from mxjax.input_maps import InputMap
 from mxjax.linear_inputs import LinearInputs
-from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
+from mxjax.quantized_linear import Nearest, QuantizedLinear, Rounding
 from mxjax.recovery import RecoveryFit
 
 
@@ -28,7 +29,23 @@ class Realized(NamedTuple):
   """
 
   weight: gptq.Reconstruction
-  rounding: Nearest | OneCode
+  rounding: Rounding
+
+
+class Prepared(NamedTuple):
+  """What `prepare` returns.
+
+  Attributes:
+    params: The float model of this run: its inputs calibrate, and operator error is
+      measured against it.
+    learned: What hooks find as `inputs.learned`, by path such as
+      `layers_0/self_attn/q_proj`.
+    record: What the report should show, JSON-ready.
+  """
+
+  params: Params
+  learned: Mapping[str, Any] = {}
+  record: Mapping[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,15 +55,42 @@ class Program:
   Attributes:
     name: How results name it.
     recover: Recovery fits in order, each measured on the state the previous left.
+    upstream: Whether hooks see the inputs of the float model (reading A22) or those
+      that the layers quantized so far produce.
+    recovery_by: Each fit over the whole `model` before the next begins (reading A16),
+      or all fits of a `layer` before the next layer is reached.
   """
 
   name: str = "rtn"
   recover: tuple[RecoveryFit, ...] = ()
+  upstream: Literal["float", "quantized"] = "float"
+  recovery_by: Literal["model", "layer"] = "model"
 
-  def prepare(self, params: Params, calib: Calibration) -> Params:
-    """Rewrites the float model before anything else, preserving its function."""
-    del calib
-    return params
+  def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
+    """Rewrites the float model, or learns end to end, before anything else.
+
+    Args:
+      params: Float params.
+      calib: Model and tokens.
+      contract: The contract that realization will follow.
+
+    Returns:
+      A float model of the same function, and what was learned.
+    """
+    del calib, contract
+    return Prepared(params)
+
+  def shape_group(self, weights: Mapping[str, jax.Array], inputs: LinearInputs) -> Any:
+    """Learns what the linears that read one tensor share, before each is shaped.
+
+    Args:
+      weights: Their float weights by name, float32 `[blocks, 32, out_features]`.
+      inputs: Their calibration inputs.
+
+    Returns:
+      What `shape` and `realize` find as `inputs.group`; None by default.
+    """
+    del weights, inputs
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
     """Chooses the input map of one linear.
@@ -93,7 +137,7 @@ class Program:
     folded = execution.finish(fold(blocks, input_map))
     realized = self.realize(folded, inputs, input_map)
     return QuantizedLinear(
-      weight=_pack(realized.weight),
+      weight=pack(realized.weight),
       input_map=input_map,
       rounding=realized.rounding,
       rules=inputs.rules,
@@ -114,7 +158,8 @@ class Program:
 
 
 @jax.jit
-def _pack(result: gptq.Reconstruction) -> mxfp4.MXTensor:
+def pack(result: gptq.Reconstruction) -> mxfp4.MXTensor:
+  """Packs legal codes to an `MXTensor` `[out_features, in_features]`."""
   return result.tensor()
 
 

@@ -5,8 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mxjax import code_refinement, mxfp4
-from mxjax.input_maps import InputMap
+from mxjax import code_refinement, mxfp4, straight_through
+from mxjax.input_maps import BlockDense, Hadamard, InputMap, hadamard
+from mxjax.pallas_kernels import code_refinement as refinement_kernel
+from mxjax.pallas_kernels import lowering, matmul
+from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.precision import HIGHEST
 
 
@@ -26,8 +29,9 @@ class OneCode:
   """Dynamic A4 with one-code refinement (Eq. hires-code-score).
 
   Attributes:
-    gram: G_Q, its upper triangle row by row, float32 `[blocks, 528]`.
-    cross: K_Q, float32 `[blocks, 32, 32]`.
+    gram: G_Q, its upper triangle row by row, `[blocks, 528]`, float32, or bfloat16
+      after `compact`.
+    cross: K_Q, `[blocks, 32, 32]`, likewise.
   """
 
   gram: jax.Array
@@ -35,8 +39,58 @@ class OneCode:
 
   def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
     """Decoded A4 of mapped inputs `[blocks, 32, n]`, float32."""
-    gram = code_refinement.unpack_symmetric(self.gram)
-    return code_refinement.refined_blocks(blocks, gram, self.cross, rules)
+    return code_refinement.refined_blocks(blocks, *self.tables(), rules)
+
+  def tables(self) -> tuple[jax.Array, jax.Array]:
+    """G_Q and K_Q as float32 `[blocks, 32, 32]`."""
+    gram = code_refinement.unpack_symmetric(self.gram).astype(jnp.float32)
+    return gram, self.cross.astype(jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Clipped:
+  """Dynamic A4 by the nearest code of values clipped to shares of the block's range.
+
+  Attributes:
+    low: Share of the block's smallest value that is kept, float32 `[blocks]`.
+    high: Share of its largest value, float32 `[blocks]`.
+  """
+
+  low: jax.Array
+  high: jax.Array
+
+  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+    """Decoded A4 of mapped inputs `[blocks, 32, n]`, float32."""
+    return mxfp4.round_blocks(clip_blocks(blocks, self.low, self.high), rules)
+
+
+def clip_blocks(blocks: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+  """Clips blocks `[blocks, 32, n]` to shares of their own smallest and largest value.
+
+  Args:
+    blocks: Values, any float dtype.
+    low: Share of the smallest value, `[blocks]` or `[blocks, n]`.
+    high: Share of the largest value, same shape.
+  """
+  share = lambda part: part[:, None, None] if part.ndim == 1 else part[:, None, :]
+  smallest = share(low) * blocks.min(-2, keepdims=True)
+  largest = share(high) * blocks.max(-2, keepdims=True)
+  return jnp.clip(blocks, smallest, largest)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unrounded:
+  """Inputs as they are: what A4 costs is measured against it. Not a legal A4 rule."""
+
+  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+    """The mapped inputs themselves, float32 `[blocks, 32, n]`."""
+    del rules
+    return blocks
+
+
+Rounding = Nearest | OneCode | Clipped | Unrounded
 
 
 @jax.tree_util.register_dataclass
@@ -48,12 +102,14 @@ class QuantizedLinear:
     weight: Packed weights in the coordinates of `input_map`.
     input_map: The online map of the inputs, or None.
     rounding: The dynamic A4 rule.
+    gain: A factor on the outputs, a float32 scalar, or None; only a control has one.
     rules: Scale and tie rules of both operands (static).
   """
 
   weight: mxfp4.MXTensor
   input_map: InputMap | None
-  rounding: Nearest | OneCode
+  rounding: Rounding
+  gain: jax.Array | None = None
   rules: mxfp4.Rules = dataclasses.field(
     default=mxfp4.PAPER_RULES, metadata={"static": True}
   )
@@ -62,6 +118,22 @@ class QuantizedLinear:
   def shape(self) -> tuple[int, ...]:
     """`(out_features, in_features)`, as of the array it replaces."""
     return self.weight.shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StraightThrough:
+  """A linear whose inputs are rounded with a gradient, for learning; never a result.
+
+  Attributes:
+    weight: Weights `[out_features, in_features]`, rounded already if they should be.
+    rules: Scale and tie rules of the inputs (static).
+  """
+
+  weight: jax.Array
+  rules: mxfp4.Rules = dataclasses.field(
+    default=mxfp4.PAPER_RULES, metadata={"static": True}
+  )
 
 
 def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
@@ -83,23 +155,123 @@ def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
   return rounded.reshape(x.shape[-1], -1)
 
 
-def linear(x: jax.Array, weight: jax.Array | QuantizedLinear) -> jax.Array:
+def linear(
+  x: jax.Array,
+  weight: jax.Array | mxfp4.MXTensor | QuantizedLinear | StraightThrough,
+  *,
+  implementation: Implementation | None = None,
+) -> jax.Array:
   """Computes `x @ weight.T`, strictly W4A4 where the leaf is quantized.
 
   Args:
     x: Inputs, `[..., in_features]`, float32 or bfloat16.
-    weight: An array `[out_features, in_features]` or a quantized leaf.
+    weight: An array `[out_features, in_features]`; a packed one, whose values are
+      used as they are with inputs that are not rounded; a quantized leaf, or the
+      differentiable stand-in of one.
+    implementation: For packed and quantized weights: `pallas`, `interpret` or `xla`,
+      never another than asked for; None takes kernels on a GPU where they can.
 
   Returns:
     Outputs, `[..., out_features]`, in the dtype of `x`.
 
   Raises:
+    NotImplementedError: Kernels were asked for and cannot run.
     ValueError: The quantized leaf's width is not a multiple of 32.
   """
-  if not isinstance(weight, QuantizedLinear):
-    return jnp.einsum("...d,md->...m", x, weight.astype(x.dtype), precision=HIGHEST)
-  # Every decoded MXFP4 value is exact in bfloat16 and float32 alike.
-  operand = quantized_inputs(x, weight).astype(x.dtype)
-  decoded = mxfp4.decode(weight.weight, x.dtype, weight.rules)
-  y = jnp.einsum("dn,md->nm", operand, decoded, precision=HIGHEST)
-  return y.reshape(*x.shape[:-1], decoded.shape[0])
+  if isinstance(weight, StraightThrough):
+    x = straight_through.round_rows(x, weight.rules)
+    weight = weight.weight
+  if isinstance(weight, QuantizedLinear):
+    return _quantized(x, weight, implementation)
+  if isinstance(weight, mxfp4.MXTensor):
+    return _weight_only(x, weight, implementation)
+  return jnp.einsum("...d,md->...m", x, weight.astype(x.dtype), precision=HIGHEST)
+
+
+def _quantized(
+  x: jax.Array, weight: QuantizedLinear, implementation: Implementation | None
+) -> jax.Array:
+  chosen = lowering.choose(implementation, "linear", _obstacle(x, weight))
+  if chosen == "xla":
+    # Every decoded MXFP4 value is exact in bfloat16 and float32 alike.
+    operand = quantized_inputs(x, weight).astype(x.dtype)
+    decoded = mxfp4.decode(weight.weight, x.dtype, weight.rules)
+    y = jnp.einsum("dn,md->nm", operand, decoded, precision=HIGHEST)
+  else:
+    mxfp4.check_width("quantized_linear.linear", x.shape[-1])
+    operand = _kernel_inputs(x.reshape(-1, x.shape[-1]), weight, chosen)
+    y = matmul.matmul(
+      operand, weight.weight, dtype=x.dtype, implementation=implementation
+    )
+  if weight.gain is not None:
+    y = y * weight.gain.astype(y.dtype)
+  return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _obstacle(x: jax.Array, weight: QuantizedLinear) -> str | None:
+  """Why the kernels cannot run a quantized leaf, or None."""
+  if weight.rules != mxfp4.PAPER_RULES:
+    return f"kernels know the paper's rules only, got {weight.rules}"
+  if not isinstance(weight.rounding, (Nearest, OneCode)):
+    return f"kernels do not know the rounding {type(weight.rounding).__name__}"
+  if x.dtype not in (jnp.float32, jnp.bfloat16):
+    return f"kernels take float32 or bfloat16 inputs, got {x.dtype}"
+  return None if x.size else f"there are no inputs in shape {x.shape}"
+
+
+def _kernel_inputs(
+  rows: jax.Array, weight: QuantizedLinear, implementation: Implementation
+) -> jax.Array:
+  """The legal A4 operand `[n, in_features]`, bfloat16, by the fused kernel."""
+  match weight.input_map:
+    case None:
+      matrix = None
+    case BlockDense(matrix=blocks):
+      matrix = blocks.astype(jnp.float32)
+    case Hadamard(size=mxfp4.BLOCK_SIZE, signs=None):
+      matrix = hadamard(mxfp4.BLOCK_SIZE)[None]
+    case other:
+      # A map across blocks runs before the kernel, in float32.
+      mapped = other.apply(mxfp4.to_blocks(rows.astype(jnp.float32)))
+      rows, matrix = mxfp4.from_blocks(mapped), None
+  rounding = weight.rounding
+  tables = rounding.tables() if isinstance(rounding, OneCode) else (None, None)
+  operand = refinement_kernel.refine(
+    rows, matrix, *tables, decoded=True, implementation=implementation
+  )
+  assert isinstance(operand, jax.Array)
+  return operand
+
+
+def _weight_only(
+  x: jax.Array, weight: mxfp4.MXTensor, implementation: Implementation | None
+) -> jax.Array:
+  obstacle = None
+  if x.dtype != jnp.bfloat16:
+    obstacle = f"a packed weight alone takes bfloat16 inputs, got {x.dtype}"
+  chosen = lowering.choose(implementation, "linear", obstacle)
+  if chosen == "xla":
+    decoded = mxfp4.decode(weight, x.dtype)
+    return jnp.einsum("...d,md->...m", x, decoded, precision=HIGHEST)
+  rows = x.reshape(-1, x.shape[-1])
+  y = matmul.matmul(rows, weight, dtype=x.dtype, implementation=implementation)
+  return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def take_rows(weight: jax.Array | mxfp4.MXTensor, index: jax.Array) -> jax.Array:
+  """Rows of a table that may be packed; an index outside gives NaN rows.
+
+  Args:
+    weight: `[rows, d]`, an array or packed.
+    index: int32, any shape.
+
+  Returns:
+    `[..., d]`, in the dtype of the array, bfloat16 (exact) if packed.
+  """
+  if not isinstance(weight, mxfp4.MXTensor):
+    return jnp.take(weight, index, axis=0, mode="fill")
+  fill = lambda a, value: jnp.take(a, index, axis=0, mode="fill", fill_value=value)
+  # A filled scale byte decodes to NaN.
+  return mxfp4.decode(
+    mxfp4.MXTensor(fill(weight.codes, 0), fill(weight.scales, mxfp4.NOT_FINITE))
+  )

@@ -16,10 +16,18 @@ from mxjax import code_refinement, execution, mxfp4
 from mxjax.linear_inputs import LinearInputs
 from mxjax.precision import HIGHEST
 from mxjax.program import fold
-from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
+from mxjax.quantized_linear import Clipped, Nearest, OneCode, QuantizedLinear, Unrounded
 
 PROBE_TOKENS = 256
 """Calibration tokens on which each linear's error is measured for the report."""
+
+
+ROUNDING_NAMES = {
+  Nearest: "nearest",
+  OneCode: "one-code",
+  Clipped: "clipped",
+  Unrounded: "none",
+}
 
 
 def peak_memory_bytes() -> int:
@@ -56,6 +64,7 @@ class QuantizationRecord:
     layers: One dict a layer: `linears` by path, `recovery` by fit.
     clock: Time and memory by stage.
     sanity: The gate's comparison, or None where it was not run.
+    preparation: What `Program.prepare` recorded.
   """
 
   program: dict[str, Any]
@@ -64,6 +73,7 @@ class QuantizationRecord:
   layers: list[dict[str, Any]]
   clock: StageClock
   sanity: dict[str, Any] | None = None
+  preparation: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def to_dict(self) -> dict[str, Any]:
     """A JSON-ready form."""
@@ -78,6 +88,36 @@ def _relative_error(
   exact = dot(x, weight)
   error = dot(operand, decoded) - exact
   return jnp.square(error).sum() / jnp.square(exact).sum()
+
+
+def _local_objectives(
+  mapped: jax.Array, folded: jax.Array, decoded: jax.Array, leaf: QuantizedLinear
+) -> dict[str, jax.Array]:
+  """Block-local errors of the A4 rule in units of nearest rounding's.
+
+  Sensitivity-weighted: the sum of d'G_Q d with d = q - x. Mismatch-weighted: the sum
+  of ||W^ q - W x||^2, both over blocks and tokens.
+  """
+  if isinstance(leaf.rounding, Nearest):
+    return {"local_sensitivity": jnp.float32(1), "local_mismatch": jnp.float32(1)}
+  weights = decoded.reshape(folded.shape)
+  gram, cross = code_refinement.tables(folded, weights)
+  gap = weights - folded
+  gap_gram = jnp.einsum("bim,bjm->bij", gap, gap, precision=HIGHEST)
+  form = lambda a, matrix, b: jnp.einsum(
+    "bin,bij,bjn->", a, matrix, b, precision=HIGHEST
+  )
+
+  def sums(operand: jax.Array) -> tuple[jax.Array, jax.Array]:
+    moved = operand - mapped
+    sensitivity = form(moved, gram, moved)
+    mismatch = form(mapped, gap_gram, mapped) - 2.0 * form(moved, cross, mapped)
+    return sensitivity, sensitivity + mismatch
+
+  ours = sums(leaf.rounding.round(mapped, leaf.rules))
+  nearest = sums(mxfp4.round_blocks(mapped, leaf.rules))
+  ratios = [a / jnp.where(b > 0, b, 1.0) for a, b in zip(ours, nearest, strict=True)]
+  return {"local_sensitivity": ratios[0], "local_mismatch": ratios[1]}
 
 
 @jax.jit
@@ -105,12 +145,15 @@ def _probe(
   errors["mapped_nearest"] = _relative_error(*pair, nearest, decoded)
   errors["final"] = errors["mapped_nearest"]
   result = {"edit_rate": jnp.float32(0)}
+  gain = jnp.float32(1) if leaf.gain is None else leaf.gain
+  if not isinstance(leaf.rounding, Nearest) or leaf.gain is not None:
+    operand = leaf.rounding.round(mapped, rules)
+    errors["final"] = _relative_error(*pair, flat(operand), gain * decoded)
   if isinstance(leaf.rounding, OneCode):
-    refined = leaf.rounding.round(mapped, rules)
-    errors["final"] = _relative_error(*pair, flat(refined), decoded)
     gram = code_refinement.unpack_symmetric(leaf.rounding.gram)
     score = code_refinement.refine(mapped, gram, leaf.rounding.cross, rules).score
     result["edit_rate"] = (score < 0).mean(dtype=jnp.float32)
+  result |= _local_objectives(mapped, folded, decoded, leaf)
   exponent = mxfp4.block_exponent(mapped, rules)
   limit = 6.0 * mxfp4.scale_of(exponent, rules)[..., None, :]
   result["saturated_activations"] = (jnp.abs(mapped) > limit).mean(dtype=jnp.float32)
@@ -148,7 +191,9 @@ def linear_record(
   record: dict[str, Any] = dict(inputs.record)
   record["shape"] = list(weight.shape)
   record["map"] = type(leaf.input_map).__name__ if leaf.input_map else "none"
-  record["rounding"] = "nearest" if isinstance(leaf.rounding, Nearest) else "one-code"
+  record["rounding"] = ROUNDING_NAMES[type(leaf.rounding)]
+  if leaf.gain is not None:
+    record["gain"] = float(leaf.gain)
   for name, value in probed.items():
     array = np.asarray(value)
     record[name] = _histogram(array) if array.ndim else float(array)

@@ -33,6 +33,15 @@ class RecoveryFit(Protocol):
     """Taps of the float trajectory that `measure` needs."""
     ...
 
+  def state(self, layer: Params, parent: Params) -> Params:
+    """The layer that the fit is measured on.
+
+    Args:
+      layer: The quantized layer with every earlier fit installed.
+      parent: The quantized layer without any.
+    """
+    ...
+
   def prepare(
     self, float_layer: Params, float_taps: Taps, sequences: int
   ) -> tuple[Any, Any]:
@@ -68,7 +77,16 @@ def _float32(tree: Any) -> Any:
   return jax.tree.map(lambda a: a.astype(jnp.float32), tree)
 
 
-class AttentionFit:
+class _OnLatestState:
+  """A fit measured on everything before it: the conditional order of the paper."""
+
+  def state(self, layer: Params, parent: Params) -> Params:
+    """See `RecoveryFit.state`."""
+    del parent
+    return layer
+
+
+class AttentionFit(_OnLatestState):
   """Scale and offset of each key-value head against the float trajectory."""
 
   name = "attention"
@@ -113,7 +131,7 @@ class AttentionFit:
     return _with_leaf(layer, "self_attn", "value_recovery", leaf)
 
 
-class MlpFit:
+class MlpFit(_OnLatestState):
   """Three scalars of each gated MLP against float weights on the realized input."""
 
   name = "mlp"

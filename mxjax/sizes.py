@@ -1,16 +1,17 @@
 """Bytes of a model by what they are for."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from mxjax.mlp_recovery import MlpRecovery
+from mxjax.mxfp4 import MXTensor
 from mxjax.quantized_linear import QuantizedLinear
 from mxjax.value_recovery import ValueRecovery
 
-_NODES = (QuantizedLinear, ValueRecovery, MlpRecovery)
+_NODES = (QuantizedLinear, MXTensor, ValueRecovery, MlpRecovery)
 
 
 def _bytes(tree: Any) -> int:
@@ -18,11 +19,18 @@ def _bytes(tree: Any) -> int:
   return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
+def _nodes(params: Mapping[str, Any]) -> Iterator[Any]:
+  """Typed nodes and arrays, one top-level key resident at a time."""
+  for key in params:
+    yield from jax.tree.leaves(params[key], is_leaf=lambda n: isinstance(n, _NODES))
+
+
 def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
   """Bytes by what they are for, beside the same model in bfloat16.
 
   Args:
-    params: Quantized or float params; `ShapeDtypeStruct` leaves do as well.
+    params: Quantized or float params, possibly on disk; `ShapeDtypeStruct` leaves do
+      as well.
 
   Returns:
     JSON-ready: `quantized_linears` (bytes of `codes`, `scales`, `maps`, `rounding`,
@@ -32,15 +40,18 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
   """
   linears = dict.fromkeys(("codes", "scales", "maps", "rounding"), 0)
   recovery = other = values = weights = 0
-  for node in jax.tree.leaves(params, is_leaf=lambda n: isinstance(n, _NODES)):
+  for node in _nodes(params):
     if isinstance(node, QuantizedLinear):
       weights += math.prod(node.shape)
       linears["codes"] += _bytes(node.weight.codes)
       linears["scales"] += _bytes(node.weight.scales)
       linears["maps"] += _bytes(node.input_map)
-      linears["rounding"] += _bytes(node.rounding)
+      linears["rounding"] += _bytes((node.rounding, node.gain))
     elif isinstance(node, (ValueRecovery, MlpRecovery)):
       recovery += _bytes(node)
+    elif isinstance(node, MXTensor):
+      other += _bytes(node)
+      values += math.prod(node.shape)
     else:
       other += _bytes(node)
       values += sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(node))

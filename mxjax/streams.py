@@ -145,25 +145,67 @@ def _layer(model: CausalLanguageModel, layer: Params, hidden: jax.Array) -> jax.
   return model.layer(layer, hidden)
 
 
-def final_hidden(
-  model: CausalLanguageModel, params: Params, tokens: jax.Array
-) -> jax.Array:
-  """Runs tokens `[B, T]` through all layers, one compiled function for all of them.
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="hidden")
+def _advance(model: CausalLanguageModel, layer: Params, hidden: jax.Array) -> jax.Array:
+  return jax.lax.map(lambda row: model.layer(layer, row[None])[0], hidden)
+
+
+def advance(model: CausalLanguageModel, layer: Params, stream: Stream) -> Stream:
+  """Carries a stream through one layer; the stream's buffers are donated."""
+  return [execution.finish(_advance(model, layer, hidden)) for hidden in stream]
+
+
+def check_finite(stream: Stream, place: str) -> None:
+  """Raises where a stream leaving `place` has NaN or inf.
+
+  Raises:
+    FloatingPointError: With the counts.
+  """
+  bad = sum(int((~jnp.isfinite(chunk)).sum()) for chunk in stream)
+  if bad:
+    total = sum(chunk.size for chunk in stream)
+    raise FloatingPointError(
+      f"quantize: {bad} of {total} hidden values leaving {place} are NaN or inf on the "
+      "calibration tokens; the float model itself overflows there, so check its "
+      "weights and its compute dtype."
+    )
+
+
+def copy(stream: Stream) -> Stream:
+  """A stream with buffers of its own, for a call that donates them."""
+  return [jnp.array(hidden, copy=True) for hidden in stream]
+
+
+def final_hiddens(
+  model: CausalLanguageModel, params: Params, windows: Sequence[jax.Array]
+) -> Stream:
+  """Runs windows through all layers, reading each layer once for all of them.
 
   Args:
     model: The model.
-    params: Its params, float or quantized.
-    tokens: int32 `[B, T]`.
+    params: Its params, float or quantized, possibly on disk.
+    windows: int32 `[B, T]` each.
 
   Returns:
-    Hidden states `[B, T, d]` leaving the last layer.
+    Hidden states `[B, T, d]` leaving the last layer, one array a window; a window's
+    bits do not depend on the others.
   """
-  hidden = execution.finish(_embed(model, outer_params(params), tokens))
+  outer = outer_params(params)
+  hidden = [execution.finish(_embed(model, outer, tokens)) for tokens in windows]
   for index in range(model.num_layers):
-    hidden = execution.finish(_layer(model, params[model.layer_name(index)], hidden))
+    layer = params[model.layer_name(index)]
+    hidden = [execution.finish(_layer(model, layer, states)) for states in hidden]
   return hidden
+
+
+def final_hidden(
+  model: CausalLanguageModel, params: Params, tokens: jax.Array
+) -> jax.Array:
+  """`final_hiddens` of one window, int32 `[B, T]`: `[B, T, d]`."""
+  return final_hiddens(model, params, [tokens])[0]
 
 
 def outer_params(params: Params) -> dict[str, Any]:
   """The params outside the decoder layers: embedding, final norm, head."""
-  return {k: v for k, v in params.items() if not k.startswith("layers_")}
+  # Not `items()`: of params on disk that would read every layer.
+  return {k: params[k] for k in params if not k.startswith("layers_")}

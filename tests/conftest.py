@@ -80,3 +80,33 @@ def shared():
   if not SHARED.is_dir():
     pytest.skip(f"no reference data at {SHARED}")
   return SHARED
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_config):
+  from mxjax.models import CausalLM
+
+  return CausalLM(tiny_config)
+
+
+@pytest.fixture(scope="session")
+def tiny_params(tiny_model):
+  """Weights larger than an init's, each with one loud channel: rounding matters."""
+  tokens = np.zeros((1, 4), np.int32)
+  params = tiny_model.init(jax.random.key(0), tokens)["params"]
+  rng = np.random.default_rng(0)
+
+  def louder(path, leaf):
+    if "proj" not in jax.tree_util.keystr(path):
+      return leaf
+    scale = np.ones(leaf.shape[-1])
+    scale[rng.integers(leaf.shape[-1])] = 6.0
+    loud = rng.standard_normal(leaf.shape) * 0.15 * scale
+    return jax.numpy.asarray(loud, "bfloat16")
+
+  return jax.tree_util.tree_map_with_path(louder, params)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokens():
+  return np.random.default_rng(1).integers(0, 61, (5, 32)).astype(np.int32)

@@ -1,33 +1,123 @@
 """The quantizers, one readable file each, and their names."""
 
+import dataclasses
+import json
+import typing
+from typing import Any, Literal
+
+from mxjax.methods.batquant import BATQUANT
 from mxjax.methods.brq import BRQ
+from mxjax.methods.focus import FOCUS, RTN_RCEIL
 from mxjax.methods.gptq import GPTQ
 from mxjax.methods.hires import HIRES, HiRes
+from mxjax.methods.mr_gptq import MR_GPTQ
 from mxjax.methods.rtn import RTN
+from mxjax.methods.rtn_gain import RTN_GAIN
+from mxjax.methods.spinquant import SPINQUANT
+from mxjax.methods.torq import TORQ
+from mxjax.methods.wush import WUSH, WUSH_R, Wush
 from mxjax.program import Program
 
 METHODS: dict[str, Program] = {
-  program.name: program for program in (RTN, GPTQ, BRQ, HIRES)
+  program.name: program
+  for program in (
+    RTN,
+    GPTQ,
+    MR_GPTQ,
+    BRQ,
+    WUSH,
+    TORQ,
+    BATQUANT,
+    SPINQUANT,
+    FOCUS,
+    WUSH_R,
+    HIRES,
+    RTN_GAIN,
+    RTN_RCEIL,
+  )
 }
+"""The paper's nine baselines, WUSH with our refinement, HiRes, and two controls."""
+
+PAPER_METHODS = tuple(name for name in METHODS if "+" not in name)
+"""The ten rows of the paper's comparison, HiRes last."""
 
 
 def get(method: str | Program) -> Program:
   """Looks a program up by name, or passes one through.
 
   Args:
-    method: A name in `METHODS` or a program.
+    method: A program, a name in `METHODS`, or a name with options such as
+      `gptq:scales=static:order=activation`; the result carries the whole text as its
+      name.
 
   Raises:
-    ValueError: An unknown name.
+    ValueError: An unknown name or option, or a value of the wrong type.
   """
   if isinstance(method, Program):
     return method
-  if method not in METHODS:
+  name, *settings = method.split(":")
+  if name not in METHODS:
     raise ValueError(
-      f"methods: unknown method {method!r}; use one of {', '.join(METHODS)} or pass a "
+      f"methods: unknown method {name!r}; use one of {', '.join(METHODS)} or pass a "
       "Program."
     )
-  return METHODS[method]
+  if not settings:
+    return METHODS[name]
+  options = dict(_option(METHODS[name], text) for text in settings)
+  return dataclasses.replace(METHODS[name], name=method, **options)
 
 
-__all__ = ["BRQ", "GPTQ", "HIRES", "METHODS", "RTN", "HiRes", "Program", "get"]
+def _option(program: Program, text: str) -> tuple[str, Any]:
+  """One `option=value` of a program, with the value in the type of the field."""
+  key, equals, value = text.partition("=")
+  fields = {f.name for f in dataclasses.fields(program)} - {"name", "recover"}
+  if not equals or key not in fields:
+    raise ValueError(
+      f"methods: {program.name} has no option {text!r}; write one of "
+      f"{', '.join(sorted(fields))} as option=value."
+    )
+  hint = typing.get_type_hints(type(program))[key]
+  choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else None
+  try:
+    parsed = value if choices else json.loads(value, parse_constant=float)
+  except ValueError:
+    parsed = value
+  if isinstance(parsed, list):
+    parsed = tuple(parsed)
+  current = getattr(program, key)
+  wrong = choices is not None and parsed not in choices
+  if isinstance(current, bool) or isinstance(current, str):
+    wrong |= type(parsed) is not type(current)
+  elif isinstance(current, (int, float)):
+    wrong |= not isinstance(parsed, (int, float)) or isinstance(parsed, bool)
+  if wrong:
+    raise ValueError(
+      f"methods: option {key} of {program.name} cannot be {value!r}; its default is "
+      f"{current!r}" + (f" of {', '.join(map(str, choices))}." if choices else ".")
+    )
+  return key, float(typing.cast(float, parsed)) if isinstance(
+    current, float
+  ) else parsed
+
+
+__all__ = [
+  "BATQUANT",
+  "BRQ",
+  "FOCUS",
+  "GPTQ",
+  "HIRES",
+  "METHODS",
+  "MR_GPTQ",
+  "PAPER_METHODS",
+  "RTN",
+  "RTN_GAIN",
+  "RTN_RCEIL",
+  "SPINQUANT",
+  "TORQ",
+  "WUSH",
+  "WUSH_R",
+  "HiRes",
+  "Program",
+  "Wush",
+  "get",
+]

@@ -3,19 +3,35 @@
 The original works on integer groups with lagged scales; under our contract groups are
 physical Block32 blocks, a block's exponent comes from its compensated weights when it
 is reached (`fresh`), columns go in natural order, and the Hessian is that of the float
-model's inputs before A4. The paper does not state order or scale source: both are
-assumptions.
+model's inputs before A4. The paper states neither order nor scale source nor whether
+inputs come from the float or the quantized model: all three are assumptions, and
+options here. Columns in order of activation are rounded with static exponents in
+their own physical blocks; with other exponents that order has no meaning and is
+refused. Unlike the original, dead inputs are not zeroed: damping handles them.
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 
-from mxjax import execution, gptq
+from mxjax import execution, gptq, mxfp4
 from mxjax.input_maps import InputMap
 from mxjax.linear_inputs import LinearInputs
+from mxjax.pallas_kernels import gptq as gptq_kernel
 from mxjax.program import Program, Realized
 from mxjax.quantized_linear import Nearest
+
+Order = Literal["natural", "activation"]
+
+
+def not_definite(inputs: LinearInputs, damping: float) -> ValueError:
+  """The error of a Hessian that no damping up to `damping` makes definite."""
+  return ValueError(
+    f"gptq: the Hessian of {inputs.tokens} tokens and width "
+    f"{inputs.blocks * mxfp4.BLOCK_SIZE} is not positive definite with damping up to "
+    f"{damping:g}; calibrate with more tokens and check the inputs for overflow."
+  )
 
 
 def reconstruct(
@@ -23,6 +39,9 @@ def reconstruct(
   inputs: LinearInputs,
   input_map: InputMap | None,
   damping: float = gptq.DAMPING,
+  *,
+  scales: gptq.ScaleSource = "fresh",
+  order: Order = "natural",
 ) -> gptq.Reconstruction:
   """GPTQ in the coordinates of a map, from the shared raw Hessian.
 
@@ -31,6 +50,8 @@ def reconstruct(
     inputs: The linear's calibration inputs in native coordinates.
     input_map: The installed map, or None.
     damping: First relative damping; what was needed goes into `inputs.record`.
+    scales: Where exponents come from.
+    order: Columns from first to last, or by falling diagonal of the Hessian.
 
   Returns:
     Legal codes.
@@ -39,17 +60,22 @@ def reconstruct(
     ValueError: No damping tried made the Hessian positive definite.
   """
   hessian = execution.finish(_conjugated(inputs.hessian(), input_map))
+  columns = None
+  if order == "activation":
+    columns = gptq.descending_curvature(hessian)
+    hessian = execution.finish(hessian[columns[:, None], columns[None, :]])
   factor = execution.finish(gptq.factor(hessian, damping=damping))
   used = float(factor.damping)
   if used != used:
-    raise ValueError(
-      f"gptq: the Hessian of {inputs.tokens} tokens and width {len(hessian)} is not "
-      f"positive definite with damping up to "
-      f"{damping * gptq.DAMPING_GROWTH ** (gptq.DAMPING_TRIES - 1):g}; calibrate with "
-      "more tokens and check the inputs for overflow."
+    raise not_definite(
+      inputs, damping * gptq.DAMPING_GROWTH ** (gptq.DAMPING_TRIES - 1)
     )
   inputs.record["damping"] = used
-  return gptq.reconstruct(weight, factor.upper, inputs.rules)
+  if columns is not None:
+    return gptq.reconstruct_ordered(weight, factor.upper, columns, inputs.rules)
+  if scales != "fresh":
+    return gptq.reconstruct(weight, factor.upper, inputs.rules, scales=scales)
+  return gptq_kernel.reconstruct(weight, factor.upper, inputs.rules)
 
 
 @jax.jit
@@ -63,16 +89,37 @@ class Gptq(Program):
 
   Attributes:
     damping: Relative damping of the Hessian.
+    scales: Where a block's exponent comes from.
+    order: Column order; `activation` needs static scales.
   """
 
   name: str = "gptq"
   damping: float = gptq.DAMPING
+  scales: gptq.ScaleSource = "fresh"
+  order: Order = "natural"
+
+  def __post_init__(self) -> None:
+    """Refuses an order that would tear physical blocks apart."""
+    if self.order == "activation" and self.scales != "static":
+      raise ValueError(
+        f"{self.name}: columns in order of activation need scales='static', got "
+        f"{self.scales!r}: a block whose columns are rounded at different times has no "
+        "moment to find its scale."
+      )
 
   def realize(
     self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
   ) -> Realized:
     """See `Program.realize`."""
-    return Realized(reconstruct(weight, inputs, input_map, self.damping), Nearest())
+    result = reconstruct(
+      weight,
+      inputs,
+      input_map,
+      self.damping,
+      scales=self.scales,
+      order=self.order,
+    )
+    return Realized(result, Nearest())
 
 
 GPTQ = Gptq()

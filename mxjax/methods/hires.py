@@ -219,14 +219,42 @@ def _mapped_moment(moment: jax.Array, transform: jax.Array) -> jax.Array:
   return transform @ moment @ transform.mT
 
 
+@jax.jit
+def _trial_of(
+  scaled: jax.Array, decoded: jax.Array, mapped_moment: jax.Array, scale: jax.Array
+) -> dyadic_balance.Trial:
+  gram, cross = code_refinement.tables(scaled, decoded)
+  error = (decoded - scaled).astype(jnp.float64)
+  moment = dyadic_balance.rescaled_moment(mapped_moment, scale)
+  term = (reference_chart.block_moment(error) * moment).sum((-2, -1))
+  return dyadic_balance.Trial(gram, cross, term)
+
+
+def _layer_trial(
+  folded: jax.Array,
+  mapped_moment: jax.Array,
+  transform: jax.Array,
+  scale: jax.Array,
+  inputs: LinearInputs,
+) -> dyadic_balance.Trial:
+  """One trial of the whole linear: GPTQ with the linear's own Hessian (A11b)."""
+  diagonal = dyadic_balance.diagonal(scale)[..., None]
+  scaled = (folded / diagonal).astype(jnp.float32)
+  input_map = input_maps.BlockDense((diagonal * transform).astype(jnp.float32))
+  result = execution.finish(reconstruct(scaled, inputs, input_map))
+  return execution.finish(_trial_of(scaled, result.decoded, mapped_moment, scale))
+
+
 def _prepare_trials(
   weight: jax.Array,
   moment: jax.Array,
   transform: jax.Array,
   error_moment: jax.Array,
-  rules: mxfp4.Rules,
+  inputs: LinearInputs,
+  balance_by: Literal["block", "layer"],
 ) -> _Trials:
   """The proposal and the encoded weights of its three trials."""
+  rules = inputs.rules
   folded = execution.finish(_fold_float64(weight, transform))
   mapped_moment = execution.finish(_mapped_moment(moment, transform))
   scales, signal = execution.finish(
@@ -234,6 +262,9 @@ def _prepare_trials(
   )
   trials = []
   for scale in scales:
+    if balance_by == "layer":
+      trials.append(_layer_trial(folded, mapped_moment, transform, scale, inputs))
+      continue
     upper = execution.finish(dyadic_balance.trial_factor(mapped_moment, scale))
     trials.append(
       execution.finish(
@@ -257,10 +288,22 @@ def _accept(
   return scale[..., None] * transform, steps, losses
 
 
+ActivationRule = Literal["full", "sensitivity", "nearest"]
+
+
 @functools.partial(jax.jit, static_argnames="rule")
-def _rounding(
-  weight: jax.Array, decoded: jax.Array, rule: Literal["full", "sensitivity"]
-) -> OneCode:
+def activation_rule(
+  weight: jax.Array, decoded: jax.Array, rule: ActivationRule
+) -> Nearest | OneCode:
+  """The dynamic A4 rule of a linear: nearest, or one-code with its tables.
+
+  Args:
+    weight: Folded weights, float32 `[blocks, 32, out_features]`.
+    decoded: Decoded W4 weights, same shape and dtype.
+    rule: `full`, `sensitivity` (K_Q = 0) or `nearest`.
+  """
+  if rule == "nearest":
+    return Nearest()
   gram, cross = code_refinement.tables(weight, decoded)
   if rule == "sensitivity":
     cross = jnp.zeros_like(cross)
@@ -277,6 +320,9 @@ class HiRes(Program):
     weights: Reconstruct with `gptq`, or round with `rtn`.
     rounding: Activations by the `full` one-code rule, by its `sensitivity` term
       alone (K_Q = 0), or by the `nearest` code.
+    balance_by: J_b of trials that quantize one `block` alone, or the whole linear
+      (`layer`), read from column slices (reading A11).
+    scales: Where GPTQ takes exponents from (reading A12).
     damping: Relative damping of GPTQ.
   """
 
@@ -285,7 +331,9 @@ class HiRes(Program):
   use_interaction: bool = True
   use_balance: bool = True
   weights: Literal["gptq", "rtn"] = "gptq"
-  rounding: Literal["full", "sensitivity", "nearest"] = "full"
+  rounding: ActivationRule = "full"
+  balance_by: Literal["block", "layer"] = "block"
+  scales: gptq.ScaleSource = "fresh"
   damping: float = gptq.DAMPING
 
   def shape(
@@ -320,7 +368,7 @@ class HiRes(Program):
     narrow = transform.astype(jnp.float32)
     errors = inputs.reduce(_error_step, jnp.zeros_like(moment), narrow)
     trials = _prepare_trials(
-      weight, moment, transform, errors / inputs.tokens, inputs.rules
+      weight, moment, transform, errors / inputs.tokens, inputs, self.balance_by
     )
     objective = inputs.reduce(
       _trial_step,
@@ -341,12 +389,10 @@ class HiRes(Program):
   ) -> Realized:
     """Stage II: GPTQ in the installed coordinates, then the one-code tables."""
     if self.weights == "gptq":
-      result = reconstruct(weight, inputs, input_map, self.damping)
+      result = reconstruct(weight, inputs, input_map, self.damping, scales=self.scales)
     else:
       result = gptq.round_to_nearest(weight, inputs.rules)
-    if self.rounding == "nearest":
-      return Realized(result, Nearest())
-    return Realized(result, _rounding(weight, result.decoded, self.rounding))
+    return Realized(result, activation_rule(weight, result.decoded, self.rounding))
 
 
 HIRES = HiRes()

@@ -98,6 +98,7 @@ def last_json(capsys):
 def test_quantize_evaluate_generate(folder, tmp_path, capsys):
   out = tmp_path / "out"
   options = arguments(folder, out, "--method", "gptq", "--operator-error")
+  options.append("--agreement")
   assert cli.main(["quantize", *options]) == 0
   row = last_json(capsys)[0]
   assert row["method"] == "gptq"
@@ -116,6 +117,7 @@ def test_quantize_evaluate_generate(folder, tmp_path, capsys):
     "32",
     "--json",
     "--operator-error",
+    "--agreement",
     "--model",
     str(folder),
   ]
@@ -123,10 +125,42 @@ def test_quantize_evaluate_generate(folder, tmp_path, capsys):
   again = last_json(capsys)
   assert again["perplexity"]["text"]["values"] == row["perplexity"]["text"]["values"]
   assert again["operator_error"] == row["operator_error"]
+  assert again["agreement"] == row["agreement"]
+  assert 0 < row["agreement"]["kl_mean"] < 1
 
   generate = ["generate", str(out), "--prompt", "the cat", "--max-new-tokens", "4"]
   assert cli.main([*generate, "--json"]) == 0
   assert last_json(capsys)["text"].startswith("the cat")
+
+
+def test_layers_on_disk_give_the_same_bits(folder, tmp_path, capsys):
+  rows = []
+  for flag in ("--on-disk", "--no-on-disk"):
+    out = tmp_path / flag.strip("-")
+    options = arguments(folder, out, "--method", "gptq", flag)
+    assert cli.main(["quantize", *options]) == 0
+    rows.append(last_json(capsys)[0])
+  manifests = [
+    json.loads((tmp_path / name / "checkpoint/mxjax.json").read_text())
+    for name in ("on-disk", "no-on-disk")
+  ]
+  assert manifests[0]["arrays"] == manifests[1]["arrays"]
+  assert manifests[0]["nodes"] == manifests[1]["nodes"]
+  assert [row["layers_on_disk"] for row in rows] == [True, False]
+  assert rows[0]["perplexity"] == rows[1]["perplexity"]
+  # The scratch folder is gone.
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["no-on-disk", "on-disk"]
+
+
+def test_plan_reads_the_config_alone(folder, tmp_path, capsys):
+  config = tmp_path / "config.json"
+  config.write_text((folder / "config.json").read_text())
+  assert cli.main(["plan", str(config), "--sequences", "4", "--json"]) == 0
+  planned = last_json(capsys)
+  # q, k, v and o, gate, up of width 64, down of 96.
+  assert planned["blocks"] == 6 * 2 + 3
+  assert cli.main(["plan", str(config)]) == 0
+  assert "packed layout" in capsys.readouterr().out
 
 
 def test_compare_writes_one_table_and_one_report(folder, tmp_path, capsys):
@@ -164,7 +198,9 @@ def test_an_existing_output_folder_is_refused(folder, tmp_path, capsys):
   assert sorted(p.name for p in tmp_path.iterdir()) == ["mine"]
 
 
-@pytest.mark.parametrize("command", ["quantize", "evaluate", "compare", "generate"])
+@pytest.mark.parametrize(
+  "command", ["plan", "quantize", "evaluate", "compare", "generate"]
+)
 def test_help_explains_each_command(command, capsys):
   with pytest.raises(SystemExit) as stop:
     cli.main([command, "--help"])

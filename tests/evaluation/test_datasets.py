@@ -1,4 +1,6 @@
+import gzip
 import json
+import random
 
 import numpy as np
 import pytest
@@ -7,6 +9,8 @@ from mxjax.evaluation import datasets
 
 
 class Letters:
+  prefix_ids = ()
+
   def encode(self, text):
     return np.asarray([ord(c) % 50 for c in text], np.int32)
 
@@ -70,3 +74,98 @@ def test_embedded_splits_share_no_passage():
   calibration = datasets.embedded_text("calibration")
   assert passages[0] in calibration
   assert not any(p in calibration for p in passages[len(passages) // 2 :][:50])
+
+
+@pytest.fixture
+def hub_copy(tmp_path, monkeypatch):
+  """Folders of the hub's layout in the working directory, read by `datasets`."""
+  hub = pytest.importorskip("datasets")
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(hub.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+  rng = np.random.default_rng(0)
+  words = lambda n: " ".join(rng.choice(["alpha", "beta", "gamma", "delta"], n))
+  texts = {
+    "calibration": [words(n) for n in (1, 20, 2, 30, 1, 40)],
+    "test": [words(30) for _ in range(3)],
+  }
+  for split, file in datasets.C4_FILES.items():
+    path = tmp_path / datasets.C4 / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"text": t, "url": "u"}) for t in texts[split]]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+  repository, configuration = datasets.WIKITEXT
+  for split in datasets.WIKITEXT_SPLITS.values():
+    path = tmp_path / repository / configuration / f"{split}-00000.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = ["", " = Title = \n", f" {split} {words(30)} \n"]
+    path.write_text("\n".join(json.dumps({"text": row}) for row in rows))
+  card = f"configs:\n- config_name: {configuration}\n  data_files:\n" + "".join(
+    f"  - split: {split}\n    path: {configuration}/{split}-*\n"
+    for split in datasets.WIKITEXT_SPLITS.values()
+  )
+  (tmp_path / repository / "README.md").write_text(f"---\n{card}---\n")
+  return texts
+
+
+@pytest.mark.filterwarnings("default")
+def test_c4_calibration_draws_as_the_field_does(hub_copy):
+  length, seed = 64, 3
+  got = load("c4", count=5, length=length, split="calibration", seed=seed)
+  # The loop of the GPTQ loaders on the global generator, written out.
+  random.seed(seed)
+  want = []
+  for _ in range(5):
+    while True:
+      document = hub_copy["calibration"][random.randint(0, 5)]
+      ids = Letters().encode(document)
+      if len(ids) > length:
+        break
+    start = random.randint(0, len(ids) - length - 1)
+    want.append(ids[start : start + length])
+  np.testing.assert_array_equal(got, want)
+  assert (got != load("c4", count=5, length=length, split="calibration")).any()
+
+
+@pytest.mark.filterwarnings("default")
+def test_c4_test_joins_validation_documents_by_spaces(hub_copy):
+  got = load("c4", count=4, length=20)
+  expected = Letters().encode(" ".join(hub_copy["test"]))[:80].reshape(4, 20)
+  np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.filterwarnings("default")
+def test_wikitext_joins_rows_by_blank_lines_and_begins_with_the_prefix(hub_copy):
+  class WithBos(Letters):
+    prefix_ids = (49,)
+
+  got = datasets.load_tokens("wikitext2", WithBos(), count=1, length=16, split="test")
+  text = "\n\n = Title = \n\n\n test "
+  assert got[0, 0] == 49
+  np.testing.assert_array_equal(got[0, 1:], Letters().encode(text)[:15])
+  sample = load("wikitext2", count=3, length=8, split="calibration", seed=1)
+  whole = datasets.hub_rows(*datasets.WIKITEXT, "train")
+  ids = Letters().encode("\n\n".join(row["text"] for row in whole))
+  draws = random.Random(1)
+  for window in sample:
+    start = draws.randint(0, len(ids) - 9)
+    np.testing.assert_array_equal(window, ids[start : start + 8])
+
+
+def test_a_file_can_be_sampled_like_c4(tmp_path):
+  path = tmp_path / "a.jsonl.gz"
+  lines = [json.dumps({"text": letter * n}) for letter, n in (("a", 5), ("b", 40))]
+  path.write_bytes(gzip.compress("\n".join(lines).encode()))
+  got = load(str(path), count=3, length=8, sampling="documents", seed=0)
+  np.testing.assert_array_equal(got, np.full((3, 8), ord("b") % 50))
+  with pytest.raises(ValueError, match="documents of more than 40 tokens, got 2"):
+    load(str(path), count=1, length=40, sampling="documents")
+  with pytest.raises(ValueError, match="expected a sampling of windows, documents"):
+    load(str(path), sampling="random")
+
+
+def test_hub_data_without_a_network_says_what_to_pass_for_every_set(monkeypatch):
+  hub = pytest.importorskip("datasets")
+  monkeypatch.setattr(hub.config, "HF_HUB_OFFLINE", True)
+  for name in datasets.HUB_SETS:
+    with pytest.raises(ConnectionError, match="pass a text, JSONL or .npy file"):
+      load(name, split="calibration")

@@ -13,22 +13,25 @@ SCALING = RopeScaling(
 )
 
 
-def dense_attention(queries, keys, values):
+def dense_attention(queries, keys, values, window=LENGTH):
   """Float64 numpy: every score at once."""
   q, k, v = (np.asarray(a, np.float64) for a in (queries, keys, values))
   group = q.shape[2] // k.shape[2]
   k, v = k.repeat(group, axis=2), v.repeat(group, axis=2)
   scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
-  scores = np.where(np.tri(q.shape[1], dtype=bool), scores, -np.inf)
+  distance = np.arange(q.shape[1])[:, None] - np.arange(k.shape[1])[None]
+  scores = np.where((distance >= 0) & (distance < window), scores, -np.inf)
   weights = np.exp(scores - scores.max(-1, keepdims=True))
   weights /= weights.sum(-1, keepdims=True)
   return np.einsum("bhts,bshd->bthd", weights, v).reshape(*q.shape[:2], -1)
 
 
-def attend(query_chunk):
+def attend(query_chunk, window=None):
   """Attention with a fixed chunk, compiled as a whole."""
   return jax.jit(
-    functools.partial(functional.causal_attention, query_chunk=query_chunk)
+    functools.partial(
+      functional.causal_attention, query_chunk=query_chunk, window=window
+    )
   )
 
 
@@ -45,6 +48,13 @@ def qkv():
 def test_attention_equals_the_dense_form_at_every_chunk_boundary(qkv, query_chunk):
   got = attend(query_chunk)(*qkv)
   np.testing.assert_allclose(got, dense_attention(*qkv), atol=2e-6)
+
+
+@pytest.mark.parametrize("query_chunk", [4, 512])
+@pytest.mark.parametrize("window", [1, 3, 20])
+def test_a_window_counts_the_query_itself(qkv, query_chunk, window):
+  got = attend(query_chunk, window)(*qkv)
+  np.testing.assert_allclose(got, dense_attention(*qkv, window), atol=2e-6)
 
 
 def test_attention_does_not_look_ahead(qkv):

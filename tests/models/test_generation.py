@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.models import generation
+from mxjax.models import functional, generation
 from mxjax.models.generation import generate, sample
 
 
@@ -124,3 +124,46 @@ def test_an_empty_prompt_is_refused(tiny):
   model, params, _ = tiny
   with pytest.raises(ValueError, match="tokens of shape"):
     generate(model, params, jnp.zeros((1, 0), jnp.int32), max_new_tokens=1)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_cache_changes_nothing_but_the_work(tiny, length):
+  model, params, tokens = tiny
+  prompts = tokens[:, :length]
+  plain = generate(model, params, prompts, max_new_tokens=6)
+  cached = generate(model, params, prompts, max_new_tokens=6, use_cache=True)
+  np.testing.assert_array_equal(cached, plain)
+
+
+def test_cached_logits_equal_those_of_the_whole_prefix(tiny):
+  model, params, tokens = tiny
+  want = model.apply({"params": params}, tokens)
+  cache = generation.empty_cache(model, *tokens.shape)
+  for first, last in ((0, 7), (7, 8), (8, 13)):
+    got, cache = generation.next_logits(model, params, cache, tokens[:, first:last])
+    np.testing.assert_allclose(got, want[:, last - 1], atol=2e-5)
+  assert int(cache[0]["self_attn"]["length"]) == 13
+
+
+def test_a_token_in_one_program_equals_layer_by_layer(tiny):
+  model, params, tokens = tiny
+  fill = lambda: generation.next_logits(
+    model, params, generation.empty_cache(model, *tokens.shape), tokens[:, :6]
+  )[1]
+  one, _ = generation._run_token(model, params, fill(), tokens[:, 6:7])
+  many, _ = generation.next_logits(model, params, fill(), tokens[:, 6:7])
+  np.testing.assert_allclose(one, many, atol=2e-5)
+
+
+def test_cached_attention_does_not_depend_on_the_chunk():
+  keys = jax.random.split(jax.random.key(0), 3)
+  queries = jax.random.normal(keys[0], (2, 7, 4, 8))
+  past = [jax.random.normal(key, (2, 20, 2, 8)) for key in keys[1:]]
+  start = jnp.asarray(9, jnp.int32)
+  whole = functional.cached_attention(queries, *past, start)
+  parts = functional.cached_attention(queries, *past, start, query_chunk=3)
+  np.testing.assert_allclose(whole, parts, atol=1e-6)
+  changed = [p.at[:, 16:].set(1e3) for p in past]
+  np.testing.assert_array_equal(
+    functional.cached_attention(queries, *changed, start), whole
+  )

@@ -76,13 +76,13 @@ def test_unpermute_undoes_the_order_of_llama_cpp(heads, columns):
   np.testing.assert_array_equal(gguf.unpermute(stored, heads), rows)
 
 
-def test_a_gguf_file_equals_the_hf_folder(each_golden, tmp_path):
-  rope = each_golden.config["rope_parameters"]
+def test_a_gguf_file_equals_the_hf_folder(llama_golden, tmp_path):
+  rope = llama_golden.config["rope_parameters"]
   if rope["rope_type"] != "default":
     pytest.skip("GGUF files with rotary scaling are refused")
-  narrow = {k: v.astype(jnp.bfloat16) for k, v in each_golden.weights.items()}
-  folder = each_golden.save(tmp_path / "hf", narrow)
-  model, params = models.from_pretrained(write(each_golden, tmp_path / "tiny.gguf"))
+  narrow = {k: v.astype(jnp.bfloat16) for k, v in llama_golden.weights.items()}
+  folder = llama_golden.save(tmp_path / "hf", narrow)
+  model, params = models.from_pretrained(write(llama_golden, tmp_path / "tiny.gguf"))
   want_model, want = models.from_pretrained(folder)
   assert model == want_model
   assert jax.tree.structure(params) == jax.tree.structure(want)

@@ -36,9 +36,9 @@ def save_shards(golden, folder):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_every_dtype_is_read_as_stored(each_golden, tmp_path, dtype):
-  stored = {k: v.astype(jnp.dtype(dtype)) for k, v in each_golden.weights.items()}
-  _, params = models.from_pretrained(each_golden.save(tmp_path / "hf", stored))
+def test_every_dtype_is_read_as_stored(family_golden, tmp_path, dtype):
+  stored = {k: v.astype(jnp.dtype(dtype)) for k, v in family_golden.weights.items()}
+  _, params = models.from_pretrained(family_golden.save(tmp_path / "hf", stored))
   leaves = flat(params)
   assert len(leaves) == len(stored)
   for name, value in stored.items():
@@ -136,7 +136,7 @@ def test_a_tied_head_may_be_stored_only_as_a_copy(golden, tmp_path):
 
 def test_an_unknown_architecture_lists_the_supported_ones(golden, tmp_path):
   folder = golden.save(tmp_path / "hf", architectures=["MambaForCausalLM"])
-  with pytest.raises(NotImplementedError, match="LlamaForCausalLM, got Mamba"):
+  with pytest.raises(NotImplementedError, match="LlamaForCausalLM, .* got Mamba"):
     models.from_pretrained(folder)
 
 

@@ -81,6 +81,42 @@ def test_refinement_equals_brute_force_over_512_candidates():
     assert (chosen != nearest[row] * scale[row]).sum() <= 1
 
 
+def enumerate_codes(nearest, scale, slope, curvature):
+  """The definition: fifteen scores in code order, the first lowest wins."""
+  best, value = np.full(nearest.shape, np.inf, np.float32), nearest
+  for candidate in (*mxfp4.MAGNITUDES, *(-m for m in mxfp4.MAGNITUDES[1:])):
+    delta = (np.float32(candidate) - nearest) * scale
+    score = np.asarray(code_refinement.code_score(delta, slope, curvature))
+    value = np.where(score < best, np.float32(candidate), value)
+    best = np.minimum(score, best)
+  return best, value
+
+
+@pytest.mark.parametrize("grain", [None, 0.25, 1.0])
+def test_two_scores_decide_what_fifteen_would(grain):
+  rng = np.random.default_rng(3)
+  shape = (32, 20_000)
+  nearest = rng.choice(mxfp4.MAGNITUDES, shape) * rng.choice([-1, 1], shape)
+  nearest = nearest.astype(np.float32)
+  scale = np.exp2(rng.integers(-20, 20, (1, shape[1]))).astype(np.float32)
+  slope = rng.standard_t(2, shape) * np.exp2(rng.integers(-6, 6, shape))
+  curvature = rng.chisquare(4, (32, 1))
+  if grain:  # many exact ties
+    slope, curvature = np.round(slope / grain) * grain, np.ceil(curvature)
+    curvature[:4] = 0
+    slope[:4] = 0
+  slope, curvature = slope.astype(np.float32), curvature.astype(np.float32)
+  operands = map(jnp.asarray, (nearest, scale, slope * scale, curvature))
+  got_score, got = map(np.asarray, code_refinement.best_code(*operands))
+  score, value = enumerate_codes(nearest, scale, slope * scale, curvature)
+  changes = score < 0
+  assert changes.mean() > 0.2
+  np.testing.assert_array_equal(got_score < 0, changes)
+  np.testing.assert_array_equal(got_score[changes], score[changes])
+  np.testing.assert_array_equal(got[changes], value[changes])
+  assert not np.signbit(got[changes & (got == 0)]).any()
+
+
 def test_refinement_never_raises_the_block_objective():
   for seed in range(5):
     x, w, w_hat = random_problem(seed, rows=7)

@@ -100,3 +100,77 @@ def test_codes_and_decoded_weights_agree():
     gptq.round_to_nearest(weight).tensor().codes,
     mxfp4.encode(mxfp4.from_blocks(weight)).codes,
   )
+
+
+def column_loop(weight, hessian, *, scales, order):
+  """GPTQ one column at a time on a whole inverse Hessian, in numpy float64."""
+  rows, width = weight.shape
+  damped = hessian + 0.01 * np.diag(hessian).mean() * np.eye(width)
+  inverse = np.linalg.inv(damped[np.ix_(order, order)])
+  upper = np.linalg.cholesky(inverse).T
+  grid = np.array(mxfp4.MAGNITUDES)
+  current = weight[:, order].copy()
+  panel_view = current.copy()
+  exponent_of = lambda block: np.floor(np.log2(np.abs(block).max(1))) - 2
+  decoded = np.zeros_like(weight)
+  exponents = np.stack([exponent_of(b) for b in np.split(weight, width // 32, 1)], 1)
+  for step, column in enumerate(order):
+    if step % 128 == 0:
+      panel_view = current.copy()
+    if scales != "static" and step % 32 == 0:
+      source = current if scales == "fresh" else panel_view
+      exponents[:, column // 32] = exponent_of(source[:, step : step + 32])
+    scale = 2.0 ** exponents[:, column // 32]
+    scaled = np.abs(current[:, step]) / scale
+    nearest = grid[(scaled[:, None] >= (grid[1:] + grid[:-1]) / 2).sum(1)]
+    decoded[:, column] = np.copysign(nearest, current[:, step]) * scale
+    error = (current[:, step] - decoded[:, column]) / upper[step, step]
+    current[:, step + 1 :] -= error[:, None] * upper[step, step + 1 :]
+  return decoded
+
+
+@pytest.mark.parametrize("scales", ["fresh", "lagged", "static"])
+def test_each_scale_source_is_that_of_a_column_loop(float64, scales):
+  rng = np.random.default_rng(4)
+  weight = rng.standard_t(4, (24, 192))
+  x = rng.standard_normal((400, 192)) @ (
+    np.eye(192) + 0.05 * rng.standard_normal((192, 192))
+  )
+  hessian = x.T @ x / 400
+  upper = gptq.factor(jnp.asarray(hessian)).upper
+  result = gptq.reconstruct(blocks_of(weight), upper, scales=scales)
+  expected = column_loop(weight, hessian, scales=scales, order=np.arange(192))
+  np.testing.assert_array_equal(mxfp4.from_blocks(result.decoded), expected)
+
+
+def test_the_scale_sources_differ(float64):
+  """Else the test above could not tell them apart."""
+  rng = np.random.default_rng(4)
+  weight = blocks_of(rng.standard_t(4, (24, 192)))
+  x = rng.standard_normal((400, 192)) + rng.standard_normal((400, 1))
+  upper = gptq.factor(jnp.asarray(x.T @ x / 400)).upper
+  exponents = {
+    scales: np.asarray(gptq.reconstruct(weight, upper, scales=scales).exponent)
+    for scales in ("fresh", "lagged", "static")
+  }
+  assert (exponents["fresh"] != exponents["static"]).any()
+  assert (exponents["fresh"] != exponents["lagged"]).any()
+  # In the first panel of 128 columns nothing has been written back yet.
+  np.testing.assert_array_equal(exponents["lagged"][:4], exponents["static"][:4])
+  assert (exponents["lagged"][4:] != exponents["static"][4:]).any()
+
+
+def test_columns_in_order_of_activation_keep_their_blocks(float64):
+  rng = np.random.default_rng(5)
+  weight = rng.standard_normal((24, 96))
+  x = rng.standard_normal((300, 96)) * rng.uniform(0.2, 3, 96)
+  hessian = x.T @ x / 300
+  order = gptq.descending_curvature(jnp.asarray(hessian))
+  assert (np.diff(np.diag(hessian)[order]) <= 0).all()
+  permuted = jnp.asarray(hessian[np.ix_(order, order)])
+  upper = gptq.factor(permuted).upper
+  result = gptq.reconstruct_ordered(blocks_of(weight), upper, order)
+  expected = column_loop(weight, hessian, scales="static", order=np.asarray(order))
+  np.testing.assert_array_equal(mxfp4.from_blocks(result.decoded), expected)
+  decoded = mxfp4.decode(result.tensor(), jnp.float32)
+  np.testing.assert_array_equal(decoded, expected.astype(np.float32))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mxjax
-from mxjax import methods, mxfp4, pipeline, precision, recovery, streams
+from mxjax import gptq, methods, mxfp4, pipeline, precision, recovery, streams
 from mxjax.calibration import Calibration
 from mxjax.evaluation.operator_error import operator_error, operator_errors
 from mxjax.models import CausalLM
@@ -16,26 +16,13 @@ from mxjax.quantized_linear import QuantizedLinear
 
 
 @pytest.fixture(scope="module")
-def model(tiny_config):
-  return CausalLM(tiny_config)
+def model(tiny_model):
+  return tiny_model
 
 
 @pytest.fixture(scope="module")
-def params(model):
-  tokens = jnp.zeros((1, 4), jnp.int32)
-  params = model.init(jax.random.key(0), tokens)["params"]
-  # Larger weights than an init's, and one loud channel, make rounding matter.
-  rng = np.random.default_rng(0)
-
-  def louder(path, leaf):
-    if "proj" not in jax.tree_util.keystr(path):
-      return leaf
-    scale = np.ones(leaf.shape[-1])
-    scale[rng.integers(leaf.shape[-1])] = 6.0
-    loud = rng.standard_normal(leaf.shape) * 0.15 * scale
-    return jnp.asarray(loud, jnp.bfloat16)
-
-  return jax.tree_util.tree_map_with_path(louder, params)
+def params(tiny_params):
+  return tiny_params
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +75,76 @@ def test_the_same_run_gives_the_same_bits(model, params, tokens, hires):
 def test_the_chunk_size_does_not_change_a_bit(model, params, tokens, hires, chunk):
   other = mxjax.quantize(params, Calibration(model, tokens), check=False, chunk=chunk)
   assert_same_bits(hires.params, other)
+
+
+@pytest.mark.parametrize("method", ["hires", "brq", "rtn"])
+def test_a_shared_store_does_not_change_a_bit(
+  model, params, tokens, tmp_path, method, monkeypatch
+):
+  """Filled by another method, then read by this one."""
+  calib = Calibration(model, tokens)
+  alone = mxjax.quantize(params, calib, method, check=False)
+  store = tmp_path / "store"
+  mxjax.quantize(params, calib, "gptq", check=False, store=store)
+  if method != "hires":
+    # Everything these need has been reduced already: the float model stays at rest.
+    monkeypatch.setattr(streams, "capture", None)
+  shared = mxjax.quantize(params, calib, method, check=False, store=store)
+  assert_same_bits(alone, shared)
+
+
+def test_a_store_keeps_other_tokens_apart(model, params, tokens, tmp_path):
+  store = tmp_path / "store"
+  mxjax.quantize(params, Calibration(model, tokens), "gptq", check=False, store=store)
+  other = Calibration(model, tokens[::-1].copy())
+  alone = mxjax.quantize(params, other, "gptq", check=False)
+  shared = mxjax.quantize(params, other, "gptq", check=False, store=store)
+  assert_same_bits(alone, shared)
+  assert len(list(store.iterdir())) == 2
+
+
+def test_quantized_upstream_shows_hooks_what_earlier_layers_pass_on(
+  model, params, tokens
+):
+  calib = Calibration(model, tokens)
+  options = {"name": "gptq", "upstream": "quantized"}
+  program = dataclasses.replace(methods.GPTQ, **options)
+  ours = mxjax.quantize(params, calib, program, check=False)
+  plain = mxjax.quantize(params, calib, "gptq", check=False)
+  assert_same_bits(ours["layers_0"], plain["layers_0"])
+  # Layer 1 by hand: the float layer on the outputs of the quantized layer 0.
+  entering = quantized_stream(model, ours, tokens)[1]
+  _, taps = model.layer_with_taps(params["layers_1"], entering)
+  x = np.asarray(taps["down_input"], np.float64).reshape(-1, 96)
+  hessian = jnp.asarray(x.T @ x / len(x), jnp.float32)
+  weight = params["layers_1"]["mlp"]["down_proj"]["weight"]
+  blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
+  expected = gptq.reconstruct(blocks, gptq.factor(hessian).upper).tensor()
+  got = ours["layers_1"]["mlp"]["down_proj"]["weight"].weight
+  assert (np.asarray(got.codes) == np.asarray(expected.codes)).mean() > 0.98
+  theirs = plain["layers_1"]["mlp"]["down_proj"]["weight"].weight
+  assert (np.asarray(got.codes) != np.asarray(theirs.codes)).mean() > 0.02
+
+
+def test_recovery_layer_by_layer_sees_corrected_layers(model, params, tokens, hires):
+  """The first layer's attention fit is the same; later ones see other inputs."""
+  program = dataclasses.replace(methods.HIRES, recovery_by="layer")
+  ours = mxjax.quantize(params, Calibration(model, tokens), program, check=False)
+  for index, same in ((0, True), (1, False)):
+    pick = lambda p, i=index: p[f"layers_{i}"]["self_attn"]["value_recovery"].scale
+    assert np.allclose(pick(ours), pick(hires.params), atol=1e-6) == same
+  # By hand: layer 1's attention fit on the whole of layer 0, MLP recovery included.
+  entering = quantized_stream(model, ours, tokens)[1]
+  parent = without(without(ours, "mlp", "mlp_recovery"), "self_attn", "value_recovery")
+  _, taps = model.layer_with_taps(parent["layers_1"], entering)
+  float_entering = quantized_stream(model, params, tokens)[1]
+  _, float_taps = model.layer_with_taps(params["layers_1"], float_entering)
+  x, y = (np.asarray(t["value"], np.float64) for t in (taps, float_taps))
+  leaf = ours["layers_1"]["self_attn"]["value_recovery"]
+  for head in range(x.shape[2]):
+    slope, offset = np.polyfit(x[:, :, head].ravel(), y[:, :, head].ravel(), 1)
+    np.testing.assert_allclose(leaf.scale[head], slope, atol=2e-5)
+    np.testing.assert_allclose(leaf.offset[head], offset, atol=2e-5)
 
 
 def test_methods_improve_in_order(model, params, tokens, hires):

@@ -144,22 +144,6 @@ def test_golden_spectral_cap(vectors, float64):
     np.testing.assert_allclose(jnp.linalg.det(got), 1.0, rtol=1e-9)
 
 
-def test_the_product_is_preserved_by_every_map(float64):
-  rng = np.random.default_rng(0)
-  x = jnp.asarray(rng.standard_normal((2, 32, 20)))
-  w = jnp.asarray(rng.standard_normal((2, 32, 12)))
-  exact = jnp.einsum("bin,bim->nm", x, w)
-  dense = input_maps.BlockDense(jnp.asarray(rng.standard_normal((2, 32, 32))))
-  maps = [dense, input_maps.Hadamard(32), input_maps.Hadamard(64)]
-  hessian = jnp.einsum("dn,en->de", x.reshape(64, -1), x.reshape(64, -1))
-  for input_map in maps:
-    mapped = input_map.apply(x)
-    product = jnp.einsum("bin,bim->nm", mapped, input_map.fold(w))
-    np.testing.assert_allclose(product, exact, atol=1e-10)
-    flat = mapped.reshape(64, -1)
-    np.testing.assert_allclose(input_map.conjugate(hessian), flat @ flat.T, atol=1e-9)
-
-
 def test_hadamard_refuses_other_sizes():
   with pytest.raises(ValueError, match="power of two, got 48"):
     input_maps.hadamard(48)

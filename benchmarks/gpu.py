@@ -1,0 +1,370 @@
+"""Kernels and the packed runtime on one GPU: correctness first, then speed.
+
+  python benchmarks/gpu.py [--budget 450] [--out benchmarks/results/gpu.json]
+  python benchmarks/gpu.py --smoke         # tiny shapes, kernels interpreted, any CPU
+
+Every kernel is compared with its reference on fresh inputs; then ceilings (copy
+bandwidth, bfloat16 product) are measured, and everything else beside them in the same
+run, medians after warm-up. A section that would begin after the budget is left out
+and named. The result file is rewritten after every section.
+"""
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+import secrets
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent)]
+
+import gpu_checks
+import gpu_models
+
+from mxjax.pallas_kernels import code_refinement, matmul, mxfp4_encode
+
+GOALS = {
+  "encode, share of copy bandwidth": (0.80, "at least"),
+  "HiRes forward, times BF16": (1.10, "at most"),
+  "HiRes decode, times BF16 tokens a second": (2.5, "at least"),
+  "8B build, minutes": (5.0, "at most"),
+}
+
+
+class Bench:
+  """What all sections share: sizes, results and the clock."""
+
+  def __init__(self, options):
+    self.smoke, self.out = options.smoke, pathlib.Path(options.out)
+    self.how = "interpret" if options.smoke else "pallas"
+    # None: the runtime's own choice, which is what a user gets.
+    self.runtime = "interpret" if options.smoke else None
+    self.start, self.budget = time.perf_counter(), options.budget
+    self.results, self.goals = {}, {}
+
+  def size(self, real, tiny):
+    return tiny if self.smoke else real
+
+  def seconds(self, function, *arguments, batches=5):
+    """Median seconds a call: batches of calls that take at least 20 ms."""
+    call = lambda: jax.block_until_ready(function(*arguments))
+    call(), call()
+    start = time.perf_counter()
+    call()
+    once = time.perf_counter() - start
+    count = 1 if self.smoke else min(max(1, int(0.02 / once)), 200)
+    times = []
+    for _ in range(1 if self.smoke else batches):
+      start = time.perf_counter()
+      for _ in range(count):
+        result = function(*arguments)
+      jax.block_until_ready(result)
+      times.append((time.perf_counter() - start) / count)
+    return statistics.median(times)
+
+  def save(self):
+    device = jax.devices()[0]
+    packages = ("jax", "jaxlib", "numpy")
+    document = {
+      "command": f"python benchmarks/gpu.py{' --smoke' if self.smoke else ''}",
+      "date": datetime.date.today().isoformat(),
+      "device": device.device_kind,
+      "platform": device.platform,
+      "load": os.getloadavg()[0],
+      "versions": {name: importlib.metadata.version(name) for name in packages},
+      "seconds": time.perf_counter() - self.start,
+      "goals": self.goals,
+      "results": self.results,
+    }
+    self.out.parent.mkdir(parents=True, exist_ok=True)
+    self.out.write_text(json.dumps(document, indent=1) + "\n")
+
+  def goal(self, name, value):
+    bound, sense = GOALS[name]
+    is_met = value >= bound if sense == "at least" else value <= bound
+    self.goals[name] = {"value": value, "goal": f"{sense} {bound}", "met": is_met}
+
+
+def checks(bench):
+  seed = secrets.randbits(32)
+  print(f"seed {seed}")
+  results = gpu_checks.run(bench.how, seed, bench.size(512, 40))
+  bench.failed = [name for name, result in results.items() if not result["passed"]]
+  return {"seed": seed, "kernels": results}
+
+
+def ceilings(bench):
+  """Copy bandwidth (read and written) and the rate of a square bfloat16 product."""
+  n = bench.size(1 << 29, 1 << 12)
+  # Negation reads and writes everything once and cannot be optimized away.
+  x = jnp.ones(n, jnp.bfloat16)
+  bench.copy = 4 * n / bench.seconds(jax.jit(lambda x: -x), x)
+  side = bench.size(8192, 64)
+  keys = jax.random.split(jax.random.key(0), 2)
+  a, b = (jax.random.normal(key, (side, side), jnp.bfloat16) for key in keys)
+  bench.gemm = 2 * side**3 / bench.seconds(jax.jit(lambda a, b: a @ b), a, b)
+  return {"copy_GBps": bench.copy / 1e9, "bf16_TFLOPs": bench.gemm / 1e12}
+
+
+def bandwidth(bench, function, arguments):
+  """Seconds, GB/s of operands and results, and the share of the copy rate."""
+  moved = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments))
+  moved += sum(
+    leaf.size * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(jax.eval_shape(function, *arguments))
+  )
+  seconds = bench.seconds(jax.jit(function), *arguments)
+  rate = moved / seconds
+  return {"ms": 1e3 * seconds, "GBps": rate / 1e9, "share_of_copy": rate / bench.copy}
+
+
+def memory_kernels(bench):
+  """Encode and the fused kernel against the copy bandwidth."""
+  rows, width = bench.size((16384, 8192), (32, 64))
+  results = {}
+  for dtype in (jnp.float32, jnp.bfloat16):
+    x = jax.random.normal(jax.random.key(0), (rows, width), dtype)
+    run = functools.partial(mxfp4_encode.encode, implementation=bench.how)
+    results[f"encode {jnp.dtype(dtype).name}"] = bandwidth(bench, run, (x,))
+  bench.goal(
+    "encode, share of copy bandwidth",
+    min(result["share_of_copy"] for result in results.values()),
+  )
+  leaf = gpu_models.random_linear(jax.random.key(1), 64, width, True)
+  tables = leaf.input_map.matrix, *leaf.rounding.tables()
+  for decoded in (False, True):
+    run = functools.partial(
+      code_refinement.refine, decoded=decoded, implementation=bench.how
+    )
+    name = f"one code bfloat16, {'values' if decoded else 'codes'}"
+    results[name] = bandwidth(bench, run, (x, *tables))
+  run = functools.partial(
+    code_refinement.refine, decoded=True, implementation=bench.how
+  )
+  results["transform and nearest bfloat16, values"] = bandwidth(
+    bench, run, (x, tables[0])
+  )
+  return results
+
+
+def products(bench):
+  """Packed products: kernel and library, prefill and decode shapes."""
+  m, d = bench.size((12288, 4096), (96, 64))
+  weight = gpu_models.random_linear(jax.random.key(2), m, d, True).weight
+  results = {}
+  for rows in bench.size((1, 4, 16, 64, 256, 2048), (1, 20)):
+    x = jax.random.normal(jax.random.key(3), (rows, d), jnp.bfloat16)
+    dense = jnp.ones((m, d), jnp.bfloat16)
+    plain = jax.jit(lambda x, w: jnp.einsum("nd,md->nm", x, w))
+    row = {"bf16 weight": 1e3 * bench.seconds(plain, x, dense)}
+    for how in (bench.how, "xla"):
+      run = jax.jit(
+        functools.partial(matmul.matmul, dtype=jnp.bfloat16, implementation=how)
+      )
+      row[how] = 1e3 * bench.seconds(run, x, weight)
+    packed = weight.codes.nbytes + weight.scales.nbytes
+    row["weight_GBps"] = packed / row[bench.how] / 1e6
+    row["TFLOPs"] = 2 * rows * m * d / row[bench.how] / 1e9
+    results[f"{rows} rows, ms"] = row
+  return results
+
+
+def prefill(bench, shape, key):
+  """The full forward of a random model, HiRes first, then BF16."""
+  tokens = bench.size(2048, 16)
+  attention, reason = gpu_models.fastest_attention()
+  hidden = jax.random.normal(key, (1, tokens, shape.hidden), jnp.bfloat16)
+  run_layer = jax.jit(
+    lambda p, h: gpu_models.forward_layer(shape, attention, bench.runtime, p, h)[0]
+  )
+  run_head = jax.jit(gpu_models.forward_head)
+  flop = shape.layers * (shape.linear_flop(tokens) + shape.attention_flop(tokens))
+  flop += 2 * tokens * shape.hidden * shape.vocabulary
+  result = {
+    "attention": f"{attention}: {reason}",
+    "tokens": tokens,
+    "TFLOP": flop / 1e12,
+  }
+  for kind in ("HiRes", "BF16"):
+    keys = jax.random.split(key, shape.layers)
+    layers = [gpu_models.random_layer(k, shape, kind == "HiRes") for k in keys]
+    head = gpu_models.random_head(key, shape)
+
+    def forward(hidden, layers=layers, head=head):
+      for layer in layers:
+        hidden = run_layer(layer, hidden)
+      return run_head(head, hidden)
+
+    seconds = bench.seconds(forward, hidden, batches=3)
+    stats = jax.devices()[0].memory_stats() or {}
+    result[kind] = {
+      "ms": 1e3 * seconds,
+      "layer_ms": 1e3 * bench.seconds(run_layer, layers[0], hidden),
+      "TFLOPs": flop / seconds / 1e12,
+      "params_GB": sum(a.nbytes for a in jax.tree.leaves((layers, head))) / 1e9,
+      # The process's peak so far: HiRes runs first because it needs less.
+      "peak_GB": stats.get("peak_bytes_in_use", 0) / 1e9,
+    }
+    del layers, head, forward
+  result["HiRes / BF16"] = result["HiRes"]["ms"] / result["BF16"]["ms"]
+  return result
+
+
+def decode(bench, shape, key):
+  """Tokens a second of some layers in one program, times their count, and a head."""
+  positions, some = bench.size((2048, 6), (8, 2))
+  result = {"layers_timed": some, "positions": positions}
+  for kind in ("HiRes", "BF16"):
+    keys = jax.random.split(key, some)
+    layers = [gpu_models.random_layer(k, shape, kind == "HiRes") for k in keys]
+    caches = [gpu_models.empty_cache(shape, positions) for _ in layers]
+    hidden = jax.random.normal(key, (1, 1, shape.hidden), jnp.bfloat16)
+
+    @jax.jit
+    def step(layers, caches, hidden):
+      for layer, cache in zip(layers, caches, strict=True):
+        # The written cache is not returned: returning would copy all of it.
+        hidden, _ = gpu_models.forward_layer(
+          shape, None, bench.runtime, layer, hidden, cache
+        )
+      return hidden
+
+    part = bench.seconds(step, layers, caches, hidden)
+    head = gpu_models.random_head(key, shape)
+    last = bench.seconds(jax.jit(gpu_models.forward_head), head, hidden)
+    total = part * shape.layers / some + last
+    result[kind] = {
+      "layers_ms": 1e3 * part,
+      "head_ms": 1e3 * last,
+      "tokens_per_second": 1 / total,
+    }
+  rates = [result[kind]["tokens_per_second"] for kind in ("HiRes", "BF16")]
+  result["HiRes / BF16"] = rates[0] / rates[1]
+  return result
+
+
+def build(bench, shape, key):
+  """HiRes of one layer by the pipeline itself, times the number of layers."""
+  from mxjax import methods, pipeline
+  from mxjax.calibration import Calibration
+  from mxjax.models import CausalLM, ModelConfig
+
+  sequences, length = bench.size((128, 2048), (2, 16))
+  config = ModelConfig(
+    vocab_size=bench.size(4096, shape.vocabulary),
+    hidden_size=shape.hidden,
+    intermediate_size=shape.intermediate,
+    num_layers=1,
+    num_heads=shape.heads,
+    num_kv_heads=shape.kv_heads,
+    head_dim=shape.head_dim,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_embeddings=True,
+    max_positions=4096,
+    dtype=bench.size("bfloat16", "float32"),
+  )
+  model = CausalLM(config)
+  tokens = np.random.default_rng(0).integers(0, config.vocab_size, (sequences, length))
+  params = jax.jit(model.init)(key, jnp.asarray(tokens[:1, :8], jnp.int32))["params"]
+
+  def quantize(tokens):
+    start = time.perf_counter()
+    result = pipeline.quantize_with_record(
+      params, Calibration(model, tokens), methods.HIRES, check=False
+    )
+    jax.block_until_ready(result.params)
+    return time.perf_counter() - start, result.record.clock.seconds
+
+  # Sequences are reduced one at a time, so few of them compile what many need; a
+  # model of many equal layers compiles once.
+  first, _ = quantize(tokens[: bench.size(8, 2)])
+  seconds, stages = (first, {}) if bench.smoke else quantize(tokens)
+  return {
+    "sequences": sequences,
+    "length": length,
+    "first_seconds_8_sequences_with_compilation": first,
+    "layer_seconds": seconds,
+    "stage_seconds": stages,
+    "layers": shape.layers,
+    "model_minutes_as_layers_times_count": seconds * shape.layers / 60,
+  }
+
+
+def sections(bench):
+  """Name, least seconds it needs, and the function, in order."""
+  small = gpu_models.TINY
+  eight = small if bench.smoke else gpu_models.QWEN3_8B
+  large = small if bench.smoke else gpu_models.QWEN3_32B
+  key = jax.random.key(7)
+
+  def prefill_8b():
+    result = prefill(bench, eight, key)
+    bench.goal("HiRes forward, times BF16", result["HiRes / BF16"])
+    return result
+
+  def decode_8b():
+    result = decode(bench, eight, key)
+    bench.goal("HiRes decode, times BF16 tokens a second", result["HiRes / BF16"])
+    return result
+
+  def build_8b():
+    result = build(bench, eight, key)
+    bench.goal("8B build, minutes", result["model_minutes_as_layers_times_count"])
+    return result
+
+  return [
+    ("checks", 0, lambda: checks(bench)),
+    ("ceilings", 0, lambda: ceilings(bench)),
+    ("memory-bound kernels", 10, lambda: memory_kernels(bench)),
+    ("packed products", 15, lambda: products(bench)),
+    (f"prefill {eight.name}", 30, prefill_8b),
+    (f"decode {eight.name}", 40, decode_8b),
+    (f"prefill {large.name} (32B)", 40, lambda: prefill(bench, large, key)),
+    (f"build {eight.name}", 60, build_8b),
+  ]
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--smoke", action="store_true")
+  parser.add_argument("--budget", type=float, default=450, help="seconds")
+  parser.add_argument("--out", default="")
+  options = parser.parse_args()
+  name = "gpu_smoke" if options.smoke else "gpu"
+  options.out = options.out or f"benchmarks/results/{name}.json"
+  if not options.smoke and jax.default_backend() != "gpu":
+    sys.exit("benchmarks/gpu.py needs a GPU; --smoke runs it interpreted on a CPU.")
+  bench = Bench(options)
+  print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
+  for name, needs, run in sections(bench):
+    elapsed = time.perf_counter() - bench.start
+    print(f"\n== {name} (after {elapsed:.0f} s)", flush=True)
+    if elapsed + needs > bench.budget and not bench.smoke:
+      bench.results[name] = "left out: no time"
+      print("left out: no time")
+    else:
+      bench.results[name] = run()
+      if name != "checks":
+        print(json.dumps(bench.results[name], indent=1), flush=True)
+    bench.save()
+  print("\n== goals" + (" (smoke: the numbers mean nothing)" if bench.smoke else ""))
+  for name, goal in bench.goals.items():
+    verdict = "met" if goal["met"] else "NOT met"
+    print(f"{verdict:7s} {name}: {goal['value']:.3f}, {goal['goal']}")
+  if bench.failed:
+    print(f"kernels that differ from their reference: {', '.join(bench.failed)}")
+  return 1 if bench.failed else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

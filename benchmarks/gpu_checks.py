@@ -1,0 +1,160 @@
+"""Correctness of every kernel against its reference, with fresh random inputs.
+
+Inputs are drawn anew at every run (the seed is in the result), with what breaks
+kernels planted in them: ties, zero blocks, outliers, cut tiles. Codes are compared bit
+for bit where the arithmetic is the same, by the objective reached where it is not.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax import code_refinement, gptq, mxfp4
+from mxjax.mlp_recovery import MlpRecovery
+from mxjax.pallas_kernels import code_refinement as refinement_kernel
+from mxjax.pallas_kernels import gptq as gptq_kernel
+from mxjax.pallas_kernels import matmul, mxfp4_encode, recovery
+from mxjax.value_recovery import ValueRecovery
+
+
+def activations(rng, rows, width, dtype):
+  """Heavy tails, one feature of outliers, ties at every exponent, zero blocks."""
+  x = rng.standard_t(3, (rows, width)).astype(np.float32)
+  x[:, rng.integers(width)] *= 50
+  ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0] * 4, np.float32)
+  exponents = (-10, 10) if dtype == jnp.float16 else (-30, 30)
+  for row in range(0, rows, 5):
+    block = rng.integers(width // 32) * 32
+    x[row, block : block + 32] = ties * 2.0 ** rng.integers(*exponents)
+  for row in range(1, rows, 7):
+    block = rng.integers(width // 32) * 32
+    x[row, block : block + 32] = 0
+  return jnp.asarray(x).astype(dtype)
+
+
+def tables(rng, blocks):
+  """A well-conditioned map and the tables of a random weight."""
+  rotation = np.linalg.qr(rng.standard_normal((blocks, 32, 32)))[0]
+  matrix = rotation * rng.uniform(0.5, 2, (blocks, 32, 1))
+  weight = jnp.asarray(rng.standard_normal((blocks, 32, 96)), jnp.float32)
+  gram, cross = code_refinement.tables(weight, mxfp4.round_blocks(weight))
+  return jnp.asarray(matrix, jnp.float32), gram, cross
+
+
+def objective(tensor, x, matrix, gram, cross):
+  """||W^ q - W y||^2 up to a constant, and ||W^ y||^2, float64 `[n, blocks]`."""
+  wide = [np.asarray(a, np.float64) for a in (matrix, gram, cross)]
+  rows = np.asarray(x.astype(jnp.float32), np.float64).reshape(x.shape[0], -1, 32)
+  y = np.einsum("nbj,bij->nbi", rows, wide[0])
+  q = np.asarray(mxfp4.decode(tensor, jnp.float32), np.float64).reshape(y.shape)
+  d = q - y
+  value = np.einsum("nbi,bij,nbj->nb", d, wide[1], d)
+  value -= 2 * np.einsum("nbi,bij,nbj->nb", d, wide[2], y)
+  return value, np.einsum("nbi,bij,nbj->nb", y, wide[1], y)
+
+
+def differing(got, want):
+  """Share of codes and number of scales that differ."""
+  codes = mxfp4.unpack(got.codes) != mxfp4.unpack(want.codes)
+  return float(codes.mean()), int((got.scales != want.scales).sum())
+
+
+def check_encode(rng, how, size):
+  worst = {}
+  for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+    x = activations(rng, size + 3, 96 if size < 64 else 1056, dtype)
+    x = jnp.where(jnp.isfinite(x), x, 0).astype(dtype)
+    encode = jax.jit(mxfp4_encode.encode, static_argnames="implementation")
+    # The reference on CPU: no compiler under test on both sides.
+    with jax.default_device(jax.devices("cpu")[0]):
+      want = mxfp4.encode(jax.device_get(x))
+    got = jax.device_get(encode(x, implementation=how))
+    worst[jnp.dtype(dtype).name] = differing(got, jax.device_get(want))
+  return {"differing": worst, "passed": all(v == (0.0, 0) for v in worst.values())}
+
+
+def check_refinement(rng, how, size):
+  shares, gaps = {}, {}
+  for dtype in (jnp.float32, jnp.bfloat16):
+    for rows in (5, size + 3):
+      x = activations(rng, rows, 96, dtype)
+      parts = tables(rng, 3)
+      refine = jax.jit(refinement_kernel.refine, static_argnames="implementation")
+      got = refine(x, *parts, implementation=how)
+      want = refine(x, *parts, implementation="xla")
+      reached, scale = objective(got, x, *parts)
+      reference, _ = objective(want, x, *parts)
+      name = f"{jnp.dtype(dtype).name}, {rows} rows"
+      shares[name] = differing(got, want)[0]
+      relative = np.abs(reached - reference) / np.maximum(scale, 1e-30)
+      gaps[name] = float(relative.max())
+  passed = max(shares.values()) < 2e-3 and max(gaps.values()) < 1e-4
+  return {"codes_differing": shares, "objective_gap": gaps, "passed": passed}
+
+
+def check_matmul(rng, how, size):
+  errors = {}
+  for rows in (1, 16, size + 3):
+    x = mxfp4.encode(activations(rng, rows, 256, jnp.float32))
+    weight = mxfp4.encode(activations(rng, 130, 256, jnp.float32))
+    exact = [np.asarray(mxfp4.decode(t, jnp.float32), np.float64) for t in (x, weight)]
+    bound = 256 * 2.0**-24 * (np.abs(exact[0]) @ np.abs(exact[1]).T)
+    for name, operand in (("packed", x), ("bfloat16", mxfp4.decode(x, jnp.bfloat16))):
+      run = jax.jit(matmul.matmul, static_argnames="implementation")
+      got = np.asarray(run(operand, weight, implementation=how), np.float64)
+      error = np.abs(got - exact[0] @ exact[1].T)
+      errors[f"{name}, {rows} rows"] = float((error / np.maximum(bound, 1e-30)).max())
+  return {"error_in_bounds": errors, "passed": max(errors.values()) <= 1}
+
+
+def check_gptq(rng, how, size):
+  width = 96
+  x = rng.standard_normal((4 * width, width)) @ (
+    np.eye(width) + 0.3 * rng.standard_normal((width, width))
+  )
+  hessian = jnp.asarray(x.T @ x / len(x), jnp.float32)
+  weight = jnp.asarray(rng.standard_t(4, (3, 32, size + 3)), jnp.float32)
+  upper = gptq.factor(hessian).upper
+  got = gptq_kernel.reconstruct(weight, upper, implementation=how)
+  want = gptq_kernel.reconstruct(weight, upper, implementation="xla")
+  loss = lambda r: float(gptq.reconstruction_loss(weight, r.decoded, hessian))
+  gap = abs(loss(got) / loss(want) - 1)
+  share = float((got.codes != want.codes).mean())
+  return {"codes_differing": share, "loss_gap": gap, "passed": gap < 5e-3}
+
+
+def check_recovery(rng, how, size):
+  scalars = MlpRecovery(*(jnp.float32(v) for v in (0.05, -0.03, 0.02, 1.7)))
+  heads = ValueRecovery(jnp.float32([1.1, 0.9]), jnp.float32([0.1, -0.2]))
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) * 4, jnp.bfloat16)
+  gate, up, values = draw(size + 3, 96), draw(size + 3, 96), draw(size + 3, 2, 64)
+  worst = 0.0
+  for function, operands in (
+    (recovery.gated_product, (gate, up, scalars)),
+    (recovery.recover_values, (values, heads)),
+  ):
+    got, want = (
+      np.asarray(function(*operands, implementation=i), np.float64)
+      for i in (how, "xla")
+    )
+    worst = max(worst, float((np.abs(got - want) / (np.abs(want) + 0.05)).max()))
+  return {"relative_error": worst, "passed": worst <= 2.0**-6}
+
+
+CHECKS = {
+  "encode": check_encode,
+  "one code": check_refinement,
+  "matmul": check_matmul,
+  "GPTQ": check_gptq,
+  "recovery": check_recovery,
+}
+
+
+def run(how, seed, size):
+  """Every check by name; `how` is `pallas` or `interpret`."""
+  results = {}
+  for name, check in CHECKS.items():
+    results[name] = check(np.random.default_rng(seed), how, size)
+    verdict = "ok  " if results[name]["passed"] else "FAIL"
+    print(f"{verdict} {name}: {results[name]}", flush=True)
+  return results

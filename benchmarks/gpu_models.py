@@ -1,0 +1,170 @@
+"""Random-weight models of real shapes, and one layer function for all kinds of leaf.
+
+Time does not depend on what weights hold, but it does depend on every layer having
+its own. Norms, rotary positions and products are the library's; attention is the
+fastest that this machine offers, so that the bfloat16 forward is a fair baseline.
+Qwen3's norms of queries and keys are left out on both sides.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from mxjax import mxfp4
+from mxjax.input_maps import BlockDense, hadamard
+from mxjax.mlp_recovery import MlpRecovery
+from mxjax.models import functional
+from mxjax.pallas_kernels import recovery
+from mxjax.quantized_linear import OneCode, QuantizedLinear, linear
+from mxjax.value_recovery import ValueRecovery
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """Widths of a decoder model."""
+
+  name: str
+  hidden: int
+  intermediate: int
+  layers: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  vocabulary: int
+
+  def linears(self):
+    """`[out, in]` of the seven linears of a layer."""
+    d, f, q = self.hidden, self.intermediate, self.heads * self.head_dim
+    kv = self.kv_heads * self.head_dim
+    return {
+      "q": (q, d),
+      "k": (kv, d),
+      "v": (kv, d),
+      "o": (d, q),
+      "gate": (f, d),
+      "up": (f, d),
+      "down": (d, f),
+    }
+
+  def weights(self):
+    """Weights of one layer's linears."""
+    return sum(m * d for m, d in self.linears().values())
+
+  def linear_flop(self, tokens):
+    """Of one layer's linears."""
+    return 2 * tokens * self.weights()
+
+  def attention_flop(self, tokens):
+    """Of one layer's causal attention, the masked half not counted."""
+    return 2 * tokens * tokens * self.heads * self.head_dim
+
+
+QWEN3_8B = Shape("Qwen3-8B-shaped", 4096, 12288, 36, 32, 8, 128, 151936)
+QWEN3_32B = Shape("Qwen3-32B-shaped", 5120, 25600, 64, 64, 8, 128, 151936)
+TINY = Shape("tiny", 64, 96, 2, 4, 2, 16, 61)
+
+
+@functools.partial(jax.jit, static_argnames=("m", "d", "quantized"))
+def random_linear(key, m, d, quantized):
+  """A bfloat16 weight, or a HiRes leaf with a map and refinement tables."""
+  keys = jax.random.split(key, 5)
+  if not quantized:
+    return jax.random.normal(keys[0], (m, d), jnp.bfloat16) * d**-0.5
+  blocks = d // 32
+  weight = mxfp4.MXTensor(
+    jax.random.bits(keys[0], (m, d // 2), jnp.uint8),
+    jnp.full((m, blocks), 118, jnp.uint8),
+  )
+  signs = jax.random.rademacher(keys[1], (blocks, 1, 32), jnp.float32)
+  rows, columns = jnp.triu_indices(32)
+  diagonal = (rows == columns).astype(jnp.float32)[None]
+  noise = jax.random.normal(keys[2], (blocks, 528), jnp.float32)
+  gram = 32 * diagonal + noise
+  cross = 0.1 * jax.random.normal(keys[3], (blocks, 32, 32), jnp.float32)
+  return QuantizedLinear(
+    weight, BlockDense(hadamard(32)[None] * signs), OneCode(gram, cross)
+  )
+
+
+def random_layer(key, shape, quantized):
+  """The params of one layer."""
+  keys = jax.random.split(key, 7)
+  params = {
+    name: random_linear(k, m, d, quantized)
+    for k, (name, (m, d)) in zip(keys, shape.linears().items(), strict=True)
+  }
+  params["norms"] = jnp.ones((2, shape.hidden), jnp.bfloat16)
+  if quantized:
+    one = jnp.ones((), jnp.float32)
+    params["mlp_recovery"] = MlpRecovery(0.01 * one, 0.01 * one, 0.01 * one, one)
+    heads = jnp.ones(shape.kv_heads, jnp.float32)
+    params["value_recovery"] = ValueRecovery(heads, 0.01 * heads)
+  return params
+
+
+def random_head(key, shape):
+  """Final norm and an untied bfloat16 head."""
+  head = jax.random.normal(key, (shape.vocabulary, shape.hidden), jnp.bfloat16)
+  return {"norm": jnp.ones(shape.hidden, jnp.bfloat16), "head": head * 0.02}
+
+
+def fastest_attention():
+  """`cudnn` where it runs, `xla` otherwise, and why."""
+  if jax.default_backend() != "gpu":
+    return "xla", "no GPU"
+  probe = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+  attend = functools.partial(
+    jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
+  )
+  try:
+    jax.block_until_ready(jax.jit(attend)(probe, probe, probe))
+  except (RuntimeError, NotImplementedError, ValueError) as error:
+    return "xla", f"cudnn failed: {str(error)[:200]}"
+  return "cudnn", "it ran"
+
+
+def forward_layer(shape, attention, implementation, params, hidden, cache=None):
+  """One decoder layer on `[1, T, d]`; with a cache, on the token behind it."""
+  multiply = functools.partial(linear, implementation=implementation)
+  frequencies = functional.inverse_frequencies(shape.head_dim, 1e6)
+  start = 0 if cache is None else cache["length"]
+  by_head = (*hidden.shape[:2], -1, shape.head_dim)
+  x = functional.rms_norm(hidden, params["norms"][0], 1e-6)
+  q = functional.rotary(multiply(x, params["q"]).reshape(by_head), frequencies, start)
+  k = functional.rotary(multiply(x, params["k"]).reshape(by_head), frequencies, start)
+  v = multiply(x, params["v"]).reshape(by_head)
+  if "value_recovery" in params:
+    v = recovery.recover_values(
+      v, params["value_recovery"], implementation=implementation
+    )
+  if cache is None:
+    out = jax.nn.dot_product_attention(
+      q, k, v, is_causal=True, implementation=attention
+    ).reshape(*hidden.shape[:2], -1)
+  else:
+    put = lambda a, b: jax.lax.dynamic_update_slice(a, b, (0, start, 0, 0))
+    cache = {"k": put(cache["k"], k), "v": put(cache["v"], v), "length": start + 1}
+    out = functional.cached_attention(q, cache["k"], cache["v"], start)
+  hidden = hidden + multiply(out, params["o"])
+  x = functional.rms_norm(hidden, params["norms"][1], 1e-6)
+  gate, up = multiply(x, params["gate"]), multiply(x, params["up"])
+  if "mlp_recovery" in params:
+    product = recovery.gated_product(
+      gate, up, params["mlp_recovery"], implementation=implementation
+    )
+  else:
+    product = functional.gated_product(gate, up)
+  return hidden + multiply(product, params["down"]), cache
+
+
+def forward_head(params, hidden):
+  """Logits of all positions, bfloat16."""
+  return linear(functional.rms_norm(hidden, params["norm"], 1e-6), params["head"])
+
+
+def empty_cache(shape, positions):
+  """A cache with all but the last position filled."""
+  room = jnp.zeros((1, positions, shape.kv_heads, shape.head_dim), jnp.bfloat16)
+  return {"k": room, "v": room + 1, "length": jnp.asarray(positions - 2, jnp.int32)}

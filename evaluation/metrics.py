@@ -1,0 +1,179 @@
+"""Damage against the float model, and the summaries built from it.
+
+Paper: Eq. fit7, Eq. robust-fit, Eq. fit3 and Eq. alternative-aggregates. Nothing here
+guesses: a summary of seven tasks needs seven results.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+PERPLEXITIES = ("wikitext2", "c4")
+"""Tasks measured by perplexity: lower is better."""
+ACCURACIES = ("arc_challenge", "arc_easy", "hellaswag", "piqa", "winogrande")
+"""Tasks measured by accuracy, as fractions: higher is better."""
+TASKS = (*PERPLEXITIES, *ACCURACIES)
+"""The seven tasks, in the order of the paper's tables."""
+FIT3_TASKS = ("wikitext2", "c4", "arc_challenge")
+"""The tasks of Fit-3."""
+
+Scores = Mapping[str, float]
+"""One model's results by task: perplexities, and accuracies as fractions."""
+
+
+def damage(task: str, score: float, reference: float) -> float:
+  """Relative loss of one task against the float model, negative for a gain.
+
+  Paper: Eq. fit7.
+
+  Args:
+    task: One of `TASKS`.
+    score: Of the quantized model, a perplexity or an accuracy.
+    reference: Of the float model, positive, in the same unit.
+
+  Returns:
+    `score / reference - 1` for a perplexity, `1 - score / reference` for an accuracy.
+
+  Raises:
+    ValueError: The task is unknown, or the reference is not positive.
+  """
+  if task not in TASKS or not reference > 0:
+    raise ValueError(
+      f"damage: expected a task of {', '.join(TASKS)} with a positive float score, got "
+      f"{task} with {reference}; check the result of the float model."
+    )
+  ratio = score / reference
+  return ratio - 1.0 if task in PERPLEXITIES else 1.0 - ratio
+
+
+def damages(
+  scores: Scores, references: Scores, tasks: Sequence[str] = TASKS
+) -> dict[str, float]:
+  """The damage of several tasks.
+
+  Args:
+    scores: Of the quantized model, by task.
+    references: Of the float model, by task.
+    tasks: The tasks wanted.
+
+  Returns:
+    Damage by task, in the order of `tasks`.
+
+  Raises:
+    ValueError: A task has no result on either side.
+  """
+  missing = [task for task in tasks if task not in scores or task not in references]
+  if missing:
+    raise ValueError(
+      f"damages: expected results of {', '.join(tasks)} for both models, got none of "
+      f"{', '.join(missing)}; evaluate these tasks first."
+    )
+  return {task: damage(task, scores[task], references[task]) for task in tasks}
+
+
+def mean_and_worst(values: Iterable[float]) -> float:
+  """Half the mean plus half the maximum; the form of every Fit. Needs a value."""
+  array = np.asarray(list(values), np.float64)
+  return float(0.5 * array.mean() + 0.5 * array.max())
+
+
+def fit7(scores: Scores, references: Scores) -> float:
+  """Mean and worst damage over the seven tasks. Paper: Eq. fit7."""
+  return mean_and_worst(damages(scores, references).values())
+
+
+def fit3(scores: Scores, references: Scores) -> float:
+  """Mean and worst damage over the tasks of Fit-3. Paper: Eq. fit3."""
+  return mean_and_worst(damages(scores, references, FIT3_TASKS).values())
+
+
+def robust_fit(fits: Iterable[float]) -> float:
+  """Mean and worst Fit-7 over models. Paper: Eq. robust-fit."""
+  return mean_and_worst(fits)
+
+
+def mean_damage(scores: Scores, references: Scores) -> float:
+  """Mean damage over the seven tasks. Paper: Eq. alternative-aggregates."""
+  return float(np.mean(list(damages(scores, references).values())))
+
+
+def worst_damage(
+  scores: Scores, references: Scores, tasks: Sequence[str] = TASKS
+) -> tuple[str, float]:
+  """The task with the largest damage, and that damage."""
+  by_task = damages(scores, references, tasks)
+  worst = max(by_task, key=lambda task: by_task[task])
+  return worst, by_task[worst]
+
+
+def acc5(scores: Scores) -> float:
+  """Mean of the five accuracies in percent. Paper: Eq. alternative-aggregates.
+
+  Raises:
+    ValueError: A task has no result.
+  """
+  missing = [task for task in ACCURACIES if task not in scores]
+  if missing:
+    raise ValueError(
+      f"acc5: expected results of {', '.join(ACCURACIES)}, got none of "
+      f"{', '.join(missing)}; evaluate these tasks first."
+    )
+  return 100.0 * float(np.mean([scores[task] for task in ACCURACIES]))
+
+
+class Interval(NamedTuple):
+  """Mean of paired differences and a t interval around it.
+
+  Attributes:
+    mean: Of the differences.
+    deviation: Their sample standard deviation, n - 1 in the denominator.
+    low: Lower end.
+    high: Upper end.
+    count: Pairs.
+  """
+
+  mean: float
+  deviation: float
+  low: float
+  high: float
+  count: int
+
+
+def paired_interval(
+  first: Sequence[float],
+  second: Sequence[float],
+  *,
+  level: float = 0.95,
+  critical: float | None = None,
+) -> Interval:
+  """A t interval of `first - second`, paired by position (calibration seed).
+
+  Args:
+    first: One value a seed.
+    second: The other method's values on the same seeds.
+    level: Coverage.
+    critical: The t quantile to use; None computes it. The paper rounds that of three
+      seeds to 4.303.
+
+  Returns:
+    The interval.
+
+  Raises:
+    ValueError: Fewer than two pairs, or unequal counts.
+  """
+  if len(first) != len(second) or len(first) < 2:
+    raise ValueError(
+      "paired_interval: expected at least two pairs, got "
+      f"{len(first)} and {len(second)} values; give both methods the same seeds."
+    )
+  differences = np.asarray(first, np.float64) - np.asarray(second, np.float64)
+  count = len(differences)
+  if critical is None:
+    from scipy import special
+
+    critical = float(special.stdtrit(count - 1, 0.5 + level / 2))
+  mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
+  half = critical * deviation / math.sqrt(count)
+  return Interval(mean, deviation, mean - half, mean + half, count)

@@ -1,0 +1,184 @@
+"""Evaluation results as files, and the checks before two of them are compared."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mxjax import run_folder
+from mxjax.evaluation import metrics
+
+KIND = "mxjax-evaluation"
+"""What the `kind` field of a result file says."""
+FLOAT = "BF16"
+"""Method name of the float model, which everything else is compared with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """One model under one method and calibration seed.
+
+  Attributes:
+    model: Name of the model.
+    method: Name of the method, `BF16` for the float model.
+    seed: Calibration seed, or None.
+    scores: Perplexities and accuracies (fractions) by task; absent where not measured.
+    counts: By task, `(evaluated, official)` windows or items; official 0 if unknown.
+    tokens: By task, the SHA-256 of the exact token ids.
+    source: Where it was read from, for messages.
+  """
+
+  model: str
+  method: str
+  seed: int | None
+  scores: Mapping[str, float]
+  counts: Mapping[str, tuple[int, int]]
+  tokens: Mapping[str, str]
+  source: str
+
+  @property
+  def partial(self) -> dict[str, tuple[int, int]]:
+    """Tasks of which only a part was evaluated."""
+    return {t: (n, of) for t, (n, of) in self.counts.items() if of and n < of}
+
+
+def to_json(
+  *,
+  model: str,
+  method: str,
+  seed: int | None,
+  tasks: Mapping[str, Mapping[str, Any]],
+  **details: Any,
+) -> dict[str, Any]:
+  """The content of a result file.
+
+  Args:
+    model: Name of the model.
+    method: Name of the method.
+    seed: Calibration seed, or None.
+    tasks: By task: `score`, `items`, `official_items`, `token_sha256` and whatever
+      else was measured.
+    **details: Anything else worth keeping, JSON-ready.
+
+  Returns:
+    A JSON-ready dict.
+  """
+  return {
+    "kind": KIND,
+    "model": model,
+    "method": method,
+    "seed": seed,
+    "tasks": {name: dict(values) for name, values in tasks.items()},
+    **details,
+  }
+
+
+def write(
+  folder: pathlib.Path,
+  result: Mapping[str, Any],
+  items: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> None:
+  """Writes `evaluation.json`, and `items/TASK.jsonl` with a line for each item."""
+  folder.mkdir(parents=True, exist_ok=True)
+  for task, rows in items.items():
+    (folder / "items").mkdir(exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    run_folder.write_durably(folder / "items" / f"{task}.jsonl", text.encode())
+  text = json.dumps(result, indent=1) + "\n"
+  run_folder.write_durably(folder / "evaluation.json", text.encode())
+
+
+def _files(places: Iterable[str]) -> list[pathlib.Path]:
+  """Result files named, or below the folders named."""
+  files: list[pathlib.Path] = []
+  for place in places:
+    path = pathlib.Path(place)
+    found = sorted(path.rglob("evaluation.json")) if path.is_dir() else [path]
+    if not found or not found[0].is_file():
+      raise FileNotFoundError(
+        f"results: expected a result file or a folder with some, got none at {place}; "
+        "name what `mxjax evaluate --tasks ... --out` wrote."
+      )
+    files += found
+  return list(dict.fromkeys(files))
+
+
+def read(places: Iterable[str]) -> list[Result]:
+  """Reads result files.
+
+  Args:
+    places: Files, or folders that are searched for `evaluation.json`.
+
+  Returns:
+    The results, in order.
+
+  Raises:
+    FileNotFoundError: There is none.
+    ValueError: A file is no result, or the same model, method and seed is there twice
+      with different numbers.
+  """
+  results: dict[tuple[str, str, int | None], Result] = {}
+  for path in _files(places):
+    new = _parse(path)
+    key = new.model, new.method, new.seed
+    old = results.get(key)
+    if old and any(
+      old.scores[task] != new.scores[task] for task in old.scores.keys() & new.scores
+    ):
+      raise ValueError(
+        f"results: {path} and {old.source} give different scores of {new.method} on "
+        f"{new.model} with seed {new.seed}; keep one of them."
+      )
+    if old:
+      new = dataclasses.replace(
+        new,
+        scores={**old.scores, **new.scores},
+        counts={**old.counts, **new.counts},
+        tokens={**old.tokens, **new.tokens},
+      )
+    results[key] = new
+  return list(results.values())
+
+
+def _parse(path: pathlib.Path) -> Result:
+  values = json.loads(path.read_text(encoding="utf-8"))
+  if not isinstance(values, dict) or values.get("kind") != KIND:
+    raise ValueError(
+      f"results: expected {path} to be of kind {KIND}, got another file; name what "
+      "`mxjax evaluate --tasks ... --out` wrote."
+    )
+  tasks = values["tasks"]
+  if unknown := sorted(set(tasks) - set(metrics.TASKS)):
+    raise ValueError(
+      f"results: expected tasks of {', '.join(metrics.TASKS)} in {path}, got "
+      f"{', '.join(unknown)}; remove them."
+    )
+  return Result(
+    model=values["model"],
+    method=values["method"],
+    seed=values["seed"],
+    scores={t: float(v["score"]) for t, v in tasks.items()},
+    counts={t: (v["items"], v.get("official_items") or 0) for t, v in tasks.items()},
+    tokens={t: v["token_sha256"] for t, v in tasks.items()},
+    source=str(path),
+  )
+
+
+def references(results: Sequence[Result]) -> dict[str, Result]:
+  """The float model's result of each model, after checking that the rest match it.
+
+  Raises:
+    ValueError: A method was evaluated on other tokens than the float model.
+  """
+  found = {r.model: r for r in results if r.method == FLOAT}
+  for result in results:
+    reference = found.get(result.model)
+    for task in result.tokens.keys() & (reference.tokens if reference else {}):
+      if reference and result.tokens[task] != reference.tokens[task]:
+        raise ValueError(
+          f"results: {result.source} and {reference.source} measured {task} on "
+          "different tokens, so a damage would mean nothing; evaluate both with the "
+          "same --items, --windows and data."
+        )
+  return found

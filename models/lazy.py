@@ -1,0 +1,98 @@
+"""Params that stay in their file: a layer is read when it is asked for.
+
+A mapping with the keys of a params dict, so that whatever takes params one layer at a
+time (the pipeline, perplexity, operator error) runs on a checkpoint larger than the
+memory. Nothing is cached: who keeps a layer holds it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from mxjax.models.config import ModelConfig
+from mxjax.models.parameters import (
+  Path,
+  StoredTensor,
+  check_finite,
+  check_shapes,
+  insert,
+  parameter_shapes,
+)
+
+
+class LazyParams(Mapping[str, Any]):
+  """The params of a checkpoint on disk.
+
+  `params["layers_3"]` reads the tensors of that layer, in the dtypes of the file, and
+  checks them; so does every other key of the first level. It is no pytree: jitted
+  functions take its values.
+
+  Attributes:
+    config: The model's description.
+  """
+
+  config: ModelConfig
+
+  def __init__(
+    self, stored: Mapping[Path, StoredTensor], config: ModelConfig, source: str
+  ) -> None:
+    """Checks names and shapes against the config; reads no tensor.
+
+    Args:
+      stored: What the file has, by params path.
+      config: The model's description.
+      source: File or folder, for messages.
+
+    Raises:
+      ValueError: Tensors are missing, unexpected or mis-shaped; all are named.
+    """
+    self.config = config
+    self._source = source
+    self._stored = stored
+    expected = parameter_shapes(config)
+    check_shapes(stored, expected, source)
+    self._paths: dict[str, list[Path]] = {}
+    for path in expected:
+      self._paths.setdefault(path[0], []).append(path)
+
+  def __getitem__(self, key: str) -> Any:
+    """Reads all tensors below a key.
+
+    Raises:
+      KeyError: There is no such key.
+      ValueError: A tensor is not finite, or its file is damaged.
+    """
+    tree: dict[str, Any] = {}
+    values = {}
+    for path in self._paths[key]:
+      # A copy: what is returned must not need the file, which may be on a slow disk.
+      value = jnp.array(self._stored[path].read())
+      values[self._stored[path].name] = value
+      insert(tree, path, value)
+    check_finite(values, self._source)
+    return tree[key]
+
+  def __iter__(self) -> Iterator[str]:
+    """The keys in forward order."""
+    return iter(self._paths)
+
+  def __len__(self) -> int:
+    """The number of keys."""
+    return len(self._paths)
+
+  def load(self) -> dict[str, Any]:
+    """Reads everything into a plain dict, which is a pytree.
+
+    Raises:
+      ValueError: Tensors are not finite; all are named and counted.
+    """
+    params: dict[str, Any] = {}
+    values = {}
+    for paths in self._paths.values():
+      for path in paths:
+        value = jnp.array(self._stored[path].read())
+        values[self._stored[path].name] = value
+        insert(params, path, value)
+    check_finite(values, self._source)
+    return params

@@ -1,0 +1,173 @@
+"""GPTQ whose inner 32 columns are one program for each tile of rows.
+
+The reference is `mxjax.gptq.reconstruct`. Between groups both subtract the errors of
+all earlier groups by one product; inside a group the reference runs a loop of small
+operations over all rows, which on a GPU is d launches, and this kernel keeps 32
+columns of some rows in registers, so that a linear takes d/32 launches.
+
+Inside a group the reference takes column j's compensation as one sum over the errors
+before it; here each error is subtracted from all later columns as soon as it is known.
+The terms are the same and their order differs, so a weight that lies on a rounding
+boundary to within float32 may take the other code.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mxjax import gptq, mxfp4
+from mxjax.pallas_kernels import codec, lowering
+from mxjax.pallas_kernels.lowering import Implementation
+from mxjax.precision import HIGHEST
+
+_BLOCK = mxfp4.BLOCK_SIZE
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """How the work is cut: weight rows a program, and warps."""
+
+  rows: int = 32
+  warps: int = 1
+
+
+def _group_kernel(
+  weight_ref: Any,
+  upper_ref: Any,
+  codes_ref: Any,
+  exponent_ref: Any,
+  error_ref: Any,
+  *,
+  tile: Tile,
+  rows: int,
+) -> None:
+  mask = lowering.tail_mask(rows, tile.rows, axis=0)
+  weight = lowering.load(weight_ref, None, mask)
+  magnitude = codec.bits(weight) & codec.SIGN
+  exponent = codec.block_exponent(jnp.max(magnitude, axis=0))[:, None]
+  scale = codec.scale_of(exponent)
+  lowering.store(exponent_ref, exponent.reshape(tile.rows), mask)
+  axis = lax.broadcasted_iota(jnp.int32, weight.shape, 0)
+
+  def column(j: jax.Array, weight: jax.Array) -> jax.Array:
+    here = lowering.columns(j, 1)
+    target = jnp.sum(jnp.where(axis == j, weight, 0.0), axis=0)[:, None]
+    index = codec.magnitude_index(codec.bits(target) & codec.SIGN, exponent)
+    code = index | ((codec.bits(target) >> 28) & 8)
+    coupling = upper_ref[here, :].reshape(_BLOCK)[:, None]
+    pivot = upper_ref[here, here]
+    error = (target - codec.element(code) * scale) / pivot
+    as_row = lambda a: a.reshape(1, tile.rows)
+    code_row = as_row(code.astype(jnp.uint8))
+    lowering.store(codes_ref.at[here, :], code_row, None, mask)
+    lowering.store(error_ref.at[here, :], as_row(error), None, mask)
+    return weight - coupling * as_row(error)
+
+  lax.fori_loop(0, _BLOCK, column, weight)
+
+
+def launch(
+  weight: jax.Array,
+  upper: jax.Array,
+  *,
+  tile: Tile = Tile(),
+  interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Rounds one group.
+
+  Args:
+    weight: float32 `[32, rows]`, compensated for all earlier groups.
+    upper: The group's diagonal block of U, float32 `[32, 32]`.
+    tile: How to cut the rows.
+    interpret: Whether to run the kernel without a GPU.
+
+  Returns:
+    uint8 codes `[32, rows]`, int32 exponents `[rows]` and float32 errors
+    (w - q) / U_jj `[32, rows]`.
+  """
+  rows = weight.shape[1]
+  column_spec = lowering.BlockSpec((_BLOCK, tile.rows), lambda i: (0, i))
+  return lowering.launch(
+    functools.partial(_group_kernel, tile=tile, rows=rows),
+    weight,
+    upper,
+    name="gptq_group",
+    grid=(-(-rows // tile.rows),),
+    in_specs=[column_spec, lowering.BlockSpec((_BLOCK, _BLOCK), lambda i: (0, 0))],
+    out_specs=[
+      column_spec,
+      lowering.BlockSpec((tile.rows,), lambda i: (i,)),
+      column_spec,
+    ],
+    out_shape=[
+      jax.ShapeDtypeStruct(weight.shape, jnp.uint8),
+      jax.ShapeDtypeStruct((rows,), jnp.int32),
+      jax.ShapeDtypeStruct(weight.shape, jnp.float32),
+    ],
+    warps=tile.warps,
+    interpret=interpret,
+  )
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def _reconstruct(
+  weight: jax.Array, upper: jax.Array, *, interpret: bool
+) -> gptq.Reconstruction:
+  blocks, size, rows = weight.shape
+
+  def group(
+    errors: jax.Array, item: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    index, target = item
+    start = index * size
+    columns = lax.dynamic_slice_in_dim(upper, start, size, axis=1)
+    target -= jnp.einsum("di,dm->im", columns, errors, precision=HIGHEST)
+    diagonal = lax.dynamic_slice_in_dim(columns, start, size, axis=0)
+    codes, exponent, error = launch(target, diagonal, interpret=interpret)
+    errors = lax.dynamic_update_slice_in_dim(errors, error, start, axis=0)
+    return errors, (codes, exponent)
+
+  errors = jnp.zeros((blocks * size, rows), weight.dtype)
+  groups = jnp.arange(blocks, dtype=jnp.int32), weight
+  _, (codes, exponent) = lax.scan(group, errors, groups)
+  wide = codes.astype(jnp.int32)
+  sign = jnp.where(wide >= 8, -1.0, 1.0).astype(weight.dtype)
+  elements = sign * mxfp4.magnitude(wide & 7).astype(weight.dtype)
+  scale = mxfp4.power_of_two(exponent).astype(weight.dtype)
+  return gptq.Reconstruction(codes, exponent, elements * scale[:, None, :])
+
+
+def reconstruct(
+  weight: jax.Array,
+  upper: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+  *,
+  implementation: Implementation | None = None,
+) -> gptq.Reconstruction:
+  """GPTQ of a whole linear; see `mxjax.gptq.reconstruct`, which defines it.
+
+  Args:
+    weight: `[blocks, 32, rows]`, feature-major; the kernel takes float32.
+    upper: U of `gptq.factor`, `[d, d]`, same dtype.
+    rules: Codec rules; the kernel knows the paper's.
+    implementation: See `lowering.choose`.
+
+  Returns:
+    The legal codes and decoded weights.
+
+  Raises:
+    NotImplementedError: The kernel was asked for and cannot run.
+  """
+  obstacle = None
+  if rules != mxfp4.PAPER_RULES:
+    obstacle = f"it knows the paper's rules only, got {rules}"
+  elif weight.dtype != jnp.float32 or upper.dtype != jnp.float32:
+    obstacle = f"it takes float32, got {weight.dtype} and {upper.dtype}"
+  chosen = lowering.choose(implementation, "pallas_kernels.gptq.reconstruct", obstacle)
+  if chosen == "xla":
+    return gptq.reconstruct(weight, upper, rules)
+  return _reconstruct(weight, upper, interpret=chosen == "interpret")

@@ -1,0 +1,152 @@
+"""The only file that knows the backend: Triton on NVIDIA GPUs, or interpret mode.
+
+Kernels are written against the few functions here, so that a move to another Pallas
+backend is a change of this file. Compiler parameters are always explicit: without
+them the default backend differs between JAX versions.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+Implementation = Literal["xla", "pallas", "interpret"]
+"""`xla` is the reference, `pallas` the compiled kernel, `interpret` the same kernel
+run operation by operation on any platform, for tests."""
+
+BlockSpec = pl.BlockSpec
+program_id = pl.program_id
+columns = pl.ds
+"""A half-open range of columns: (start, size)."""
+
+
+def target_platform() -> str:
+  """The platform the computation is for: of the abstract mesh if one is set.
+
+  A mesh with an abstract device is how code is compiled for a machine that is not
+  there; otherwise it is the default backend.
+  """
+  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+  platform = jax.default_backend() if device is None else device.platform
+  return "gpu" if platform in ("gpu", "cuda") else platform
+
+
+def choose(
+  implementation: Implementation | None, place: str, obstacle: str | None = None
+) -> Implementation:
+  """Picks an implementation before anything is launched; an explicit one stands.
+
+  Args:
+    implementation: The caller's choice, or None.
+    place: Name of the operation, for the message.
+    obstacle: Why the kernel cannot take these arguments, or None.
+
+  Returns:
+    The caller's choice; for None the kernel on a GPU that can, else the reference.
+
+  Raises:
+    NotImplementedError: The kernel was asked for and cannot run.
+    ValueError: The choice is not a known name.
+  """
+  if implementation not in (None, "xla", "pallas", "interpret"):
+    raise ValueError(
+      f"{place}: implementation must be None, 'xla', 'pallas' or 'interpret', got "
+      f"{implementation!r}."
+    )
+  platform = target_platform()
+  if implementation is None:
+    return "pallas" if platform == "gpu" and obstacle is None else "xla"
+  if implementation == "xla":
+    return "xla"
+  if obstacle is None and implementation == "pallas" and platform != "gpu":
+    obstacle = f"the platform is {platform} and compiled kernels need an NVIDIA GPU"
+  if obstacle is not None:
+    raise NotImplementedError(
+      f"{place}: implementation={implementation!r} cannot run because {obstacle}; "
+      "pass implementation='xla' or None."
+    )
+  return implementation
+
+
+def launch(
+  kernel: Callable[..., None],
+  *operands: jax.Array,
+  name: str,
+  grid: tuple[int, ...],
+  in_specs: Sequence[BlockSpec],
+  out_specs: Any,
+  out_shape: Any,
+  warps: int,
+  stages: int = 1,
+  interpret: bool = False,
+) -> Any:
+  """Runs a kernel over a grid; see `pl.pallas_call` for specs and shapes."""
+  call = pl.pallas_call(
+    kernel,
+    grid=grid,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    out_shape=out_shape,
+    name=f"mxjax_{name}",
+    interpret=interpret,
+    compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+  )
+  return call(*operands)
+
+
+def tail_mask(rows: int, tile: int, axis: int) -> jax.Array | None:
+  """Which rows of this program's tile exist, bool `[tile]`; None if all always do.
+
+  Args:
+    rows: Rows of the whole array.
+    tile: Rows of a tile.
+    axis: Grid axis that counts the tiles.
+  """
+  if rows % tile == 0:
+    return None
+  return program_id(axis) * tile + lax.iota(jnp.int32, tile) < rows
+
+
+def load(ref: Any, *masks: jax.Array | None) -> jax.Array:
+  """Reads a block; zeros where a mask, one for each leading axis, is False."""
+  shape = ref.shape
+  mask = _combine(masks, shape)
+  return ref[...] if mask is None else triton.load(ref, mask=mask, other=0)
+
+
+def store(ref: Any, value: jax.Array, *masks: jax.Array | None) -> None:
+  """Writes a block; nothing where a mask, one for each leading axis, is False."""
+  mask = _combine(masks, value.shape)
+  if mask is None:
+    ref[...] = value
+  else:
+    triton.store(ref, value, mask=mask)
+
+
+def _combine(
+  masks: Sequence[jax.Array | None], shape: tuple[int, ...]
+) -> jax.Array | None:
+  """One mask of the full shape from masks of single axes, or None."""
+  result = None
+  for axis, mask in enumerate(masks):
+    if mask is not None:
+      ones = [1] * len(shape)
+      ones[axis] = -1
+      wide = jnp.broadcast_to(mask.reshape(ones), shape)
+      result = wide if result is None else result & wide
+  return result
+
+
+def dot_float32(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
+  """Product of float32 tiles on FP32 units: the default would round to TF32."""
+  precision = lax.DotAlgorithmPreset.F32_F32_F32
+  return triton.dot(a, b, trans_b=transpose_b, precision=precision)
+
+
+def dot_bfloat16(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
+  """Product of bfloat16 tiles on tensor cores: exact products, float32 sums."""
+  return triton.dot(a, b, trans_b=transpose_b)

@@ -1,0 +1,215 @@
+"""Products with packed MXFP4 weights that decode nibbles in registers.
+
+`y = x W^T` with W packed, x bfloat16 or packed as well. A byte holds an even column
+in its low and an odd column in its high nibble, so the two nibbles of a tile are two
+dense planes of half the columns: no interleaving in registers, only two matrix
+products with the matching planes of x. Decoded values are exact in bfloat16 and the
+sums are float32, so only the order of summation differs from the reference,
+`mxfp4.decode` and a product.
+
+Weights are the left operand: what is decoded stays in registers on its way to the
+tensor cores. With few rows of x the time is that of reading 4.25 bits a weight, and
+the columns are split over programs so that enough of them read at once; the partial
+sums are added in a fixed order. With many rows the decoding is repeated for every
+tile of rows, and beyond `LIBRARY_ROWS` it is cheaper to decode once and to call the
+library's product: see docs/kernels.md for the count.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mxjax import mxfp4
+from mxjax.pallas_kernels import codec, lowering
+from mxjax.pallas_kernels.lowering import Implementation
+
+LIBRARY_ROWS = 256
+"""Rows of x from which None means decoding once and the library's product."""
+_HALF = mxfp4.BLOCK_SIZE // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """How the work is cut.
+
+  Attributes:
+    rows: Rows of x in a program, at least 16.
+    outputs: Rows of the weight in a program.
+    columns: Columns in a step, a multiple of 32.
+    splits: Programs that share the columns of one output tile.
+    warps: Warps of a program.
+    stages: Steps whose loads are in flight.
+  """
+
+  rows: int
+  outputs: int
+  columns: int
+  splits: int = 1
+  warps: int = 4
+  stages: int = 3
+
+  @classmethod
+  def of(cls, rows: int, outputs: int, width: int) -> "Tile":
+    """The tile for x `[rows, width]` and W `[outputs, width]`."""
+    columns = math.gcd(width, 128)
+    if rows > 64:
+      return cls(128, 128, min(columns, 64), warps=8)
+    tiles = -(-outputs // 64)
+    steps = width // columns
+    # Two programs for each of about 132 multiprocessors keep the memory busy.
+    wanted = max(1, 264 // tiles)
+    splits = max(n for n in range(1, steps + 1) if steps % n == 0 and n <= wanted)
+    return cls(16 if rows <= 16 else 64, 64, columns, splits)
+
+
+def _planes(codes: jax.Array, byte: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Decodes packed codes `[n, bytes]` to even and odd columns, bfloat16."""
+  pairs = codes.astype(jnp.int32)
+  scale = codec.spread(codec.scale(byte.astype(jnp.int32)), _HALF)
+  decode = lambda nibble: (codec.element(nibble) * scale).astype(jnp.bfloat16)
+  return decode(pairs & 15), decode(pairs >> 4)
+
+
+def _matmul_kernel(
+  *refs: Any, tile: Tile, shape: tuple[int, int, int], is_packed: bool
+) -> None:
+  *x_refs, codes_ref, scales_ref, out_ref = refs
+  rows, outputs, width = shape
+  size = tile.columns
+  row_mask = lowering.tail_mask(rows, tile.rows, axis=0)
+  output_mask = lowering.tail_mask(outputs, tile.outputs, axis=1)
+  steps = width // size // tile.splits
+  first = lowering.program_id(2) * steps
+
+  def packed(codes: Any, scales: Any, step: jax.Array, mask: jax.Array | None) -> Any:
+    half, blocks = size // 2, size // mxfp4.BLOCK_SIZE
+    return _planes(
+      lowering.load(codes.at[:, lowering.columns(step * half, half)], mask),
+      lowering.load(scales.at[:, lowering.columns(step * blocks, blocks)], mask),
+    )
+
+  def add(step: jax.Array, total: jax.Array) -> jax.Array:
+    step = first + step
+    left = packed(codes_ref, scales_ref, step, output_mask)
+    if is_packed:
+      right = packed(x_refs[0], x_refs[1], step, row_mask)
+    else:
+      half = lowering.columns(step * (size // 2), size // 2)
+      right = [lowering.load(ref.at[:, half], row_mask) for ref in x_refs]
+    for w, x in zip(left, right, strict=True):
+      total += lowering.dot_bfloat16(w, x, transpose_b=True)
+    return total
+
+  total = jnp.zeros((tile.outputs, tile.rows), jnp.float32)
+  total = lax.fori_loop(0, steps, add, total)
+  lowering.store(out_ref, total.T.astype(out_ref.dtype), row_mask, output_mask)
+
+
+def launch(
+  x: jax.Array | mxfp4.MXTensor,
+  weight: mxfp4.MXTensor,
+  *,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  tile: Tile | None = None,
+  interpret: bool = False,
+) -> jax.Array:
+  """Runs the kernel on x `[n, d]`, bfloat16 or packed, and W `[m, d]`: `[n, m]`."""
+  (rows, width), outputs = x.shape, weight.shape[0]
+  tile = Tile.of(rows, outputs, width) if tile is None else tile
+  spec = lowering.BlockSpec
+  half, blocks = width // 2, width // mxfp4.BLOCK_SIZE
+  if isinstance(x, mxfp4.MXTensor):
+    operands = [x.codes, x.scales]
+    in_specs = [
+      spec((tile.rows, half), lambda i, j, k: (i, 0)),
+      spec((tile.rows, blocks), lambda i, j, k: (i, 0)),
+    ]
+  else:
+    pairs = x.reshape(rows, half, 2)
+    operands = [pairs[..., 0], pairs[..., 1]]
+    in_specs = [spec((tile.rows, half), lambda i, j, k: (i, 0))] * 2
+  in_specs += [
+    spec((tile.outputs, half), lambda i, j, k: (j, 0)),
+    spec((tile.outputs, blocks), lambda i, j, k: (j, 0)),
+  ]
+  partial_dtype = dtype if tile.splits == 1 else jnp.float32
+  partials = lowering.launch(
+    functools.partial(
+      _matmul_kernel,
+      tile=tile,
+      shape=(rows, outputs, width),
+      is_packed=isinstance(x, mxfp4.MXTensor),
+    ),
+    *operands,
+    weight.codes,
+    weight.scales,
+    name="mxfp4_matmul",
+    grid=(-(-rows // tile.rows), -(-outputs // tile.outputs), tile.splits),
+    in_specs=in_specs,
+    out_specs=spec((None, tile.rows, tile.outputs), lambda i, j, k: (k, i, j)),
+    out_shape=jax.ShapeDtypeStruct((tile.splits, rows, outputs), partial_dtype),
+    warps=tile.warps,
+    stages=tile.stages,
+    interpret=interpret,
+  )
+  return partials[0] if tile.splits == 1 else partials.sum(0).astype(dtype)
+
+
+def _library(
+  x: jax.Array | mxfp4.MXTensor,
+  weight: mxfp4.MXTensor,
+  dtype: jax.typing.DTypeLike,
+  rules: mxfp4.Rules,
+) -> jax.Array:
+  """Decodes to bfloat16 (exact) and multiplies with float32 sums."""
+  operand = mxfp4.decode(x, jnp.bfloat16, rules) if isinstance(x, mxfp4.MXTensor) else x
+  decoded = mxfp4.decode(weight, jnp.bfloat16, rules)
+  total = jnp.einsum("nd,md->nm", operand, decoded, preferred_element_type=jnp.float32)
+  return total.astype(dtype)
+
+
+def matmul(
+  x: jax.Array | mxfp4.MXTensor,
+  weight: mxfp4.MXTensor,
+  *,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  implementation: Implementation | None = None,
+) -> jax.Array:
+  """Computes `x @ decode(weight).T` with float32 sums.
+
+  Args:
+    x: bfloat16 `[n, d]`, or packed.
+    weight: Packed `[m, d]`, the paper's scale rule.
+    dtype: Of the result.
+    implementation: See `lowering.choose`; None also prefers the library's product
+      from `LIBRARY_ROWS` rows up.
+
+  Returns:
+    `[n, m]`. A scale byte of 255 on either side gives NaN.
+
+  Raises:
+    NotImplementedError: A kernel was asked for and cannot run.
+    TypeError: x is neither bfloat16 nor packed.
+    ValueError: Widths differ.
+  """
+  if not isinstance(x, mxfp4.MXTensor) and x.dtype != jnp.bfloat16:
+    raise TypeError(
+      f"pallas_kernels.matmul: x must be bfloat16 or packed, got {x.dtype}."
+    )
+  if x.shape[-1] != weight.shape[-1] or len(x.shape) != 2 or len(weight.shape) != 2:
+    raise ValueError(
+      "pallas_kernels.matmul: expected x [n, d] and weight [m, d], got "
+      f"{x.shape} and {weight.shape}."
+    )
+  obstacle = None if x.shape[0] else "x has no rows"
+  chosen = lowering.choose(implementation, "pallas_kernels.matmul", obstacle)
+  if implementation is None and x.shape[0] >= LIBRARY_ROWS:
+    chosen = "xla"
+  if chosen == "xla":
+    return _library(x, weight, dtype, mxfp4.PAPER_RULES)
+  return launch(x, weight, dtype=dtype, interpret=chosen == "interpret")

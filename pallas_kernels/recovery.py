@@ -1,0 +1,188 @@
+"""The recovery operators in one pass with the elementwise work beside them.
+
+References: `mxjax.mlp_recovery.apply`, `mxjax.value_recovery.apply`. Gate and up
+outputs are read once and their corrected product is written once: 3 values of
+traffic an element. The value correction takes in the projection's bias and writes
+float32 arithmetic back in the dtype it read.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mxjax import mlp_recovery, value_recovery
+from mxjax.pallas_kernels import lowering
+from mxjax.pallas_kernels.lowering import Implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """How the work is cut: elements a program, and warps."""
+
+  elements: int = 1024
+  warps: int = 4
+
+
+def _product_kernel(
+  gate_ref: Any, up_ref: Any, scalars_ref: Any, out_ref: Any, *, size: int, tile: Tile
+) -> None:
+  mask = lowering.tail_mask(size, tile.elements, axis=0)
+  gate = lowering.load(gate_ref, mask).astype(jnp.float32)
+  up = lowering.load(up_ref, mask).astype(jnp.float32)
+  gate_scale, shift, up_scale = (scalars_ref[i] for i in range(3))
+  corrected = gate_scale * gate + shift
+  silu = corrected / (1.0 + jnp.exp(-corrected))
+  lowering.store(out_ref, (silu * (up_scale * up)).astype(out_ref.dtype), mask)
+
+
+def launch_product(
+  gate: jax.Array,
+  up: jax.Array,
+  recovery: mlp_recovery.MlpRecovery,
+  *,
+  tile: Tile = Tile(),
+  interpret: bool = False,
+) -> jax.Array:
+  """Runs the MLP kernel on arrays of one shape and dtype."""
+  shift = recovery.gate_shift * recovery.gate_deviation
+  scalars = [1.0 + recovery.gate_scale, shift, 1.0 + recovery.up_scale]
+  flat = lowering.BlockSpec((tile.elements,), lambda i: (i,))
+  out = lowering.launch(
+    functools.partial(_product_kernel, size=gate.size, tile=tile),
+    gate.reshape(-1),
+    up.reshape(-1),
+    jnp.stack([*scalars, shift]).astype(jnp.float32),
+    name="mlp_recovery",
+    grid=(-(-gate.size // tile.elements),),
+    in_specs=[flat, flat, lowering.BlockSpec((4,), lambda i: (0,))],
+    out_specs=flat,
+    out_shape=jax.ShapeDtypeStruct((gate.size,), gate.dtype),
+    warps=tile.warps,
+    interpret=interpret,
+  )
+  return out.reshape(gate.shape)
+
+
+def _affine_kernel(
+  values_ref: Any,
+  scale_ref: Any,
+  offset_ref: Any,
+  out_ref: Any,
+  *,
+  rows: int,
+  features: int,
+  tile: tuple[int, int],
+) -> None:
+  masks = (
+    lowering.tail_mask(rows, tile[0], axis=0),
+    lowering.tail_mask(features, tile[1], axis=1),
+  )
+  values = lowering.load(values_ref, *masks).astype(jnp.float32)
+  as_row = lambda ref: lowering.load(ref, masks[1])[None, :]
+  corrected = as_row(scale_ref) * values + as_row(offset_ref)
+  lowering.store(out_ref, corrected.astype(out_ref.dtype), *masks)
+
+
+def launch_values(
+  values: jax.Array,
+  recovery: value_recovery.ValueRecovery,
+  bias: jax.Array | None = None,
+  *,
+  interpret: bool = False,
+) -> jax.Array:
+  """Runs the value kernel on `[..., kv_heads, head_dim]`."""
+  heads, head_dim = values.shape[-2:]
+  features, tile = heads * head_dim, (8, 128)
+  rows = values.size // features
+  per_feature = lambda a: jnp.repeat(a.astype(jnp.float32), head_dim)
+  scale, offset = per_feature(recovery.scale), per_feature(recovery.offset)
+  if bias is not None:
+    offset = scale * bias.reshape(-1).astype(jnp.float32) + offset
+  both = lowering.BlockSpec(tile, lambda i, j: (i, j))
+  row = lowering.BlockSpec((tile[1],), lambda i, j: (j,))
+  out = lowering.launch(
+    functools.partial(_affine_kernel, rows=rows, features=features, tile=tile),
+    values.reshape(rows, features),
+    scale,
+    offset,
+    name="value_recovery",
+    grid=(-(-rows // tile[0]), -(-features // tile[1])),
+    in_specs=[both, row, row],
+    out_specs=both,
+    out_shape=jax.ShapeDtypeStruct((rows, features), values.dtype),
+    warps=4,
+    interpret=interpret,
+  )
+  return out.reshape(values.shape)
+
+
+def _obstacle(*arrays: jax.Array) -> str | None:
+  first = arrays[0]
+  if any(a.shape != first.shape or a.dtype != first.dtype for a in arrays):
+    return "operands must agree in shape and dtype"
+  if first.dtype not in (jnp.float32, jnp.bfloat16):
+    return f"it takes float32 or bfloat16, got {first.dtype}"
+  return None if first.size else f"there is nothing to do in shape {first.shape}"
+
+
+def gated_product(
+  gate: jax.Array,
+  up: jax.Array,
+  recovery: mlp_recovery.MlpRecovery,
+  *,
+  implementation: Implementation | None = None,
+) -> jax.Array:
+  """`silu((1 + beta) gate + alpha sigma_g) * (1 + eta) up` in float32.
+
+  Args:
+    gate: Gate outputs, `[..., hidden]`, float32 or bfloat16.
+    up: Up outputs, same shape and dtype.
+    recovery: Float32 scalars.
+    implementation: See `lowering.choose`.
+
+  Returns:
+    The product, rounded to the dtype of `gate`.
+
+  Raises:
+    NotImplementedError: The kernel was asked for and cannot run.
+  """
+  place = "pallas_kernels.gated_product"
+  chosen = lowering.choose(implementation, place, _obstacle(gate, up))
+  if chosen == "xla":
+    return mlp_recovery.apply(gate, up, recovery)
+  return launch_product(gate, up, recovery, interpret=chosen == "interpret")
+
+
+def recover_values(
+  values: jax.Array,
+  recovery: value_recovery.ValueRecovery,
+  bias: jax.Array | None = None,
+  *,
+  implementation: Implementation | None = None,
+) -> jax.Array:
+  """`a (values + bias) + b` of each head, in float32.
+
+  Args:
+    values: Value outputs, `[..., kv_heads, head_dim]`, float32 or bfloat16.
+    recovery: Float32 coefficients, `[kv_heads]`.
+    bias: The projection's bias, `[kv_heads * head_dim]`, if not added yet.
+    implementation: See `lowering.choose`.
+
+  Returns:
+    The corrected values, same shape and dtype.
+
+  Raises:
+    NotImplementedError: The kernel was asked for and cannot run.
+  """
+  place = "pallas_kernels.recover_values"
+  chosen = lowering.choose(implementation, place, _obstacle(values))
+  if chosen == "xla":
+    wide = values.astype(jnp.float32)
+    if bias is not None:
+      shape = (1,) * (values.ndim - 2) + values.shape[-2:]
+      wide = wide + bias.astype(jnp.float32).reshape(shape)
+    return value_recovery.apply(wide, recovery).astype(values.dtype)
+  return launch_values(values, recovery, bias, interpret=chosen == "interpret")

@@ -1,0 +1,261 @@
+"""Compiles every kernel for an H200 (sm_90a) without a GPU; part of `make check`.
+
+XLA's GPU compiler runs on any machine if it is told what device to compile for. What
+is shown is what `ptxas` says of the code that would run: registers, spills, and which
+matrix instructions are used. A spill, or TF32 where float32 was meant, is a failure.
+
+Needs the CUDA plugin of the installed jax (two wheels, no CUDA libraries) and `ptxas`
+with `libdevice` from a CUDA toolkit. Without them it says so and ends with code 77.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# The folder of this script holds one named mxjax too.
+sys.path[0] = str(ROOT)
+
+SKIPPED = 77
+ARCHITECTURE = "sm_90a"
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 151397597184
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+MATRIX = (r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k\d+)\.f32\.(\w+)", r"mma\.sync")
+
+
+def toolkit():
+  """The folder of a CUDA toolkit with ptxas and libdevice, or None."""
+  folders = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+  on_path = shutil.which("nvcc") or shutil.which("ptxas")
+  folders.append(
+    str(pathlib.Path(on_path).resolve().parent.parent) if on_path else None
+  )
+  for folder in filter(None, folders):
+    home = pathlib.Path(folder)
+    has_library = (home / "nvvm" / "libdevice" / "libdevice.10.bc").is_file()
+    if has_library and (home / "bin" / "ptxas").is_file():
+      return home
+  return None
+
+
+def obstacle():
+  """Why nothing can be compiled here, or None."""
+  version = importlib.metadata.version("jax")
+  try:
+    plugin = importlib.metadata.version("jax-cuda13-plugin")
+  except importlib.metadata.PackageNotFoundError:
+    plugin = "none"
+  if plugin != version:
+    return (
+      f"jax {version} needs its own CUDA plugin and found {plugin}; `make kernels`, or "
+      f"pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
+    )
+  if toolkit() is None:
+    return "no CUDA toolkit with ptxas and libdevice in CUDA_HOME or /usr/local/cuda"
+  return None
+
+
+def cases():
+  """Kernel launches by name: function and argument shapes."""
+  import functools
+
+  import jax
+  import jax.numpy as jnp
+
+  from mxjax import mxfp4
+  from mxjax.mlp_recovery import MlpRecovery
+  from mxjax.pallas_kernels import (
+    code_refinement,
+    gptq,
+    matmul,
+    mxfp4_encode,
+    recovery,
+  )
+  from mxjax.value_recovery import ValueRecovery
+
+  f32, b16, u8 = jnp.float32, jnp.bfloat16, jnp.uint8
+  array = jax.ShapeDtypeStruct
+  packed = lambda n, d: mxfp4.MXTensor(array((n, d // 2), u8), array((n, d // 32), u8))
+
+  def refine(x, *tables, decoded):
+    tile = code_refinement.Tile.of(x.shape[0], x.dtype)
+    prepare = functools.partial(code_refinement.tables, split=tile.split)
+    launch = functools.partial(code_refinement.launch, tile=tile, decoded=decoded)
+    return launch, x, jax.eval_shape(prepare, *tables)
+
+  tables = [array((128, 32, 32), f32)] * 3
+  codes = functools.partial(refine, decoded=False)
+  values = functools.partial(refine, decoded=True)
+  product = functools.partial(matmul.launch, dtype=b16)
+  return {
+    "encode float32": (mxfp4_encode.launch, array((2048, 4096), f32)),
+    "encode bfloat16": (mxfp4_encode.launch, array((2048, 4096), b16)),
+    "one code, split, codes": codes(array((2048, 4096), b16), *tables),
+    "one code, split, values": values(array((2048, 4096), b16), *tables),
+    "one code, float32, codes": codes(array((2048, 4096), f32), *tables),
+    "one code, float32, values, 1 row": values(array((1, 4096), b16), *tables),
+    "nearest, split, values": values(array((2048, 4096), b16), tables[0], None, None),
+    "GPTQ group of 32 columns": (
+      gptq.launch,
+      array((32, 12288), f32),
+      array((32, 32), f32),
+    ),
+    "MLP recovery": (
+      recovery.launch_product,
+      *[array((2048, 12288), b16)] * 2,
+      MlpRecovery(*[array((), f32)] * 4),
+    ),
+    "value recovery": (
+      recovery.launch_values,
+      array((2048, 8, 128), b16),
+      ValueRecovery(*[array((8,), f32)] * 2),
+    ),
+    "matmul bfloat16 x packed, 2048 rows": (
+      product,
+      array((2048, 4096), b16),
+      packed(12288, 4096),
+    ),
+    "matmul packed x packed, 2048 rows": (
+      product,
+      packed(2048, 4096),
+      packed(4096, 4096),
+    ),
+    "matmul bfloat16 x packed, 1 row": (
+      product,
+      array((1, 4096), b16),
+      packed(4096, 4096),
+    ),
+    "matmul packed x packed, 16 rows": (product, packed(16, 4096), packed(12288, 4096)),
+    "matmul bfloat16 x packed, 48 rows": (
+      product,
+      array((48, 576), b16),
+      packed(1536, 576),
+    ),
+  }
+
+
+def assemble(ptx, folder):
+  """Registers, spilled bytes and matrix instructions of one PTX file."""
+  cubin = folder / "kernel.cubin"
+  command = [toolkit() / "bin" / "ptxas", f"-arch={ARCHITECTURE}", "-v"]
+  done = subprocess.run(
+    [*map(str, command), "-o", str(cubin), str(ptx)],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  if done.returncode:
+    return {"error": done.stderr.strip()}
+  text = ptx.read_text()
+  numbers = lambda pattern: [int(n) for n in re.findall(pattern, done.stderr)]
+  wgmma = sorted({".".join(m) for m in re.findall(MATRIX[0], text)})
+  return {
+    "registers": max(numbers(r"Used (\d+) registers")),
+    "spills": sum(numbers(r"(\d+) bytes spill")),
+    "wgmma": wgmma,
+    "mma.sync": len(re.findall(MATRIX[1], text)),
+    "tf32": "tf32" in text,
+    "fma": text.count("fma.rn.f32"),
+  }
+
+
+def entries(dump):
+  """Dumped PTX files that hold a Pallas kernel (not XLA's own helpers)."""
+  return [
+    path
+    for path in sorted(dump.rglob("*.ptx"))
+    if re.search(r"\.entry\s+mxjax_", path.read_text())
+  ]
+
+
+def compile_all(selected):
+  """Compiles and prints; returns the names of those at fault."""
+  import jax
+  from jax.experimental import topologies
+
+  dump = pathlib.Path(os.environ["MXJAX_DUMP"])
+  topology = topologies.get_topology_desc(
+    platform="cuda", target_config=TARGET, topology="1x1x1"
+  )
+  mesh = topologies.make_mesh(topology, (1,), ("x",))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+  faults = []
+  for name, (function, *arguments) in cases().items():
+    if selected and selected not in name:
+      continue
+    start = time.perf_counter()
+    for path in dump.rglob("*"):
+      path.unlink()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      traced = jax.jit(function).lower(*jax.tree.map(place, arguments))
+      traced.compile()
+    found = entries(dump)
+    results = [assemble(path, dump) for path in found]
+    seconds = time.perf_counter() - start
+    for result in results or [{"error": "no PTX of ours was dumped"}]:
+      bad = "error" in result or result["spills"] or result["tf32"]
+      print(
+        f"{'FAIL' if bad else 'ok  '} {name:44s} {describe(result)} {seconds:.1f} s"
+      )
+      faults += [name] if bad else []
+  return faults
+
+
+def describe(result):
+  """One line of text."""
+  if "error" in result:
+    return result["error"]
+  words = [f"{result['registers']:3d} registers, {result['spills']} B spilled"]
+  words += result["wgmma"]
+  words += [f"{result['mma.sync']} mma.sync"] if result["mma.sync"] else []
+  words += [f"{result['fma']} fma"] if result["fma"] else []
+  words += ["TF32"] if result["tf32"] else []
+  return ", ".join(words)
+
+
+def main():
+  """Compiles the kernels whose name contains the first argument, or all."""
+  why_not = obstacle()
+  if why_not:
+    print(f"skipped, no kernel was compiled: {why_not}")
+    return SKIPPED
+  with contextlib.ExitStack() as stack:
+    dump = stack.enter_context(tempfile.TemporaryDirectory())
+    os.environ |= {
+      "JAX_PLATFORMS": "cpu",
+      "MXJAX_DUMP": dump,
+      "PATH": f"{toolkit() / 'bin'}{os.pathsep}{os.environ['PATH']}",
+      "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit()} --xla_dump_to={dump} "
+      "--xla_dump_emitter_re=.* --xla_gpu_autotune_level=0",
+    }
+    import jax
+
+    print(f"jax {jax.__version__}, {ARCHITECTURE}")
+    faults = compile_all(sys.argv[1] if len(sys.argv) > 1 else "")
+  print(f"{len(faults)} kernels at fault" if faults else "no spills")
+  return 1 if faults else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,144 @@
+"""Tables from result files; the paper's own rows give the paper's own tables."""
+
+import json
+import pathlib
+
+import pytest
+
+from mxjax.evaluation import cli, metrics, results, tables
+
+PAPER = json.loads(
+  (pathlib.Path(__file__).parent.parent / "golden" / "paper_results.json").read_text()
+)
+COLUMNS = dict(
+  zip(("WT2", "C4", "ARC-C", "ARC-E", "HS", "PIQA", "Wino"), metrics.TASKS, strict=True)
+)
+
+
+def save(folder, row, *, model, method, seed=None, percent=False, drop=(), tokens="t"):
+  """Writes a printed row as a result file."""
+  scored = {}
+  for name, task in COLUMNS.items():
+    if task in drop:
+      continue
+    unit = 100.0 if percent and task in metrics.ACCURACIES else 1.0
+    scored[task] = {
+      "score": float(row[name]) / unit,
+      "items": 5,
+      "official_items": 5,
+      "token_sha256": tokens,
+    }
+  value = results.to_json(model=model, method=method, seed=seed, tasks=scored)
+  results.write(folder / f"{model}-{method}-{seed}", value, {})
+
+
+@pytest.fixture
+def seven_models(tmp_path):
+  for model, table in PAPER["raw_seven_task"].items():
+    for row in table["rows"]:
+      percent = table["accuracy_unit"] == "percent"
+      save(tmp_path, row, model=model, method=row["Method"], percent=percent)
+  return tmp_path
+
+
+def by_title(found, start):
+  return next(table for table in found if table.title.startswith(start))
+
+
+def test_the_cross_model_table_of_the_paper(seven_models):
+  built = tables.build(results.read([str(seven_models)]))
+  table = by_title(built, "Fit-7 across models")
+  got = {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
+  assert len(got) == 10
+  for row in PAPER["cross_model_fit7"]:
+    for model in PAPER["raw_seven_task"]:
+      # From rounded inputs: the paper's own are not printed.
+      difference = float(got[row["Method"]][model]) - float(row[model])
+      assert abs(difference) < 2.1e-4
+    assert abs(float(got[row["Method"]]["Robust↓"]) - float(row["Robust"])) < 1.1e-4
+  assert len(built) == 7 + 2
+
+
+def test_a_missing_cell_stays_empty(tmp_path):
+  table = PAPER["raw_seven_task"]["Qwen-8B"]
+  reference, rtn = table["rows"][:2]
+  save(tmp_path, reference, model="Q", method="BF16", percent=True)
+  save(tmp_path, rtn, model="Q", method="RTN", percent=True, drop=("piqa",))
+  save(tmp_path, rtn, model="Other", method="RTN", percent=True)
+  built = tables.build(results.read([str(tmp_path)]))
+  complete = by_title(built, "Complete results on Q")
+  row = dict(zip(complete.head, complete.rows[1], strict=True))
+  assert row["Method"] == "RTN"
+  assert row["PIQA↑"] == row["Fit-7↓"] == ""
+  assert row["WT2↓"] == "11.834"
+  cross = by_title(built, "Fit-7 across").rows[0]
+  assert cross == ["RTN", "", "", "", ""]
+  aggregate = {tuple(r[:2]): r for r in by_title(built, "Alternative").rows}
+  # Fit-3 needs no PIQA, Acc5 does.
+  assert aggregate["Q", "RTN"][3] != "" and aggregate["Q", "RTN"][5] == ""
+  assert aggregate["Other", "RTN"][2:5] == ["", "", ""]
+  assert aggregate["Other", "RTN"][5] != ""
+
+
+def test_seeds_and_paired_differences_of_the_paper(tmp_path):
+  for row in PAPER["ablation_bf16"]:
+    save(tmp_path, row, model=row["Model"], method="BF16")
+  for row in PAPER["calib_seed_stability"]:
+    save(tmp_path, row, model=row["Model"], method=row["Method"], seed=int(row["Seed"]))
+  built = tables.build(results.read([str(tmp_path)]))
+  seeds = by_title(built, "Calibration seeds")
+  printed = {
+    (r["Model"], r["Method"], r["Seed"]): r for r in PAPER["calib_seed_stability"]
+  }
+  assert len(seeds.rows) == 12
+  for row in seeds.rows:
+    assert abs(float(row[-1]) - float(printed[tuple(row[:3])]["Fit-7"])) < 1.1e-6
+  paired = by_title(built, "Paired")
+  differences = {row[0]: row for row in paired.rows}
+  assert differences["Qwen"][1:4] == ["HiRes − WUSH", "0, 3, 5", "-0.017084"]
+  assert differences["Qwen"][4] == "[-0.023948, -0.010220]"
+  assert len(paired.rows) == 2
+
+
+def test_three_files_with_the_same_numbers(seven_models, tmp_path, capsys):
+  out = tmp_path / "out"
+  assert cli.main(["tables", str(seven_models), "--out", str(out)]) == 0
+  printed = capsys.readouterr().out
+  assert printed == (out / "tables.md").read_text()
+  assert "| HiRes | 10.055 | 16.299 | 54.85 | 77.61 |" in printed
+  assert "Complete results on Qwen-8B,HiRes,10.055" in (out / "tables.csv").read_text()
+  page = (out / "tables.html").read_text()
+  assert page.count("<table>") == 9
+  assert page.count("<svg") == 7
+  assert "54.85" in page
+  assert "http" not in page.replace("http://www.w3.org", "")
+
+
+class TestMistakes:
+  ROW = PAPER["ablation_bf16"][0]
+
+  def test_other_tokens_than_the_float_model(self, tmp_path):
+    save(tmp_path, self.ROW, model="Q", method="BF16")
+    save(tmp_path, self.ROW, model="Q", method="RTN", tokens="others")
+    with pytest.raises(ValueError, match="wikitext2 on different tokens"):
+      tables.build(results.read([str(tmp_path)]))
+
+  def test_two_files_that_contradict(self, tmp_path):
+    save(tmp_path / "a", self.ROW, model="Q", method="RTN")
+    save(tmp_path / "b", self.ROW | {"WT2": "9.0"}, model="Q", method="RTN")
+    with pytest.raises(ValueError, match="different scores of RTN on Q"):
+      results.read([str(tmp_path)])
+
+  def test_tasks_of_two_files_are_joined(self, tmp_path):
+    save(tmp_path / "a", self.ROW, model="Q", method="RTN", drop=("piqa",))
+    others = tuple(task for task in metrics.TASKS if task != "piqa")
+    save(tmp_path / "b", self.ROW, model="Q", method="RTN", drop=others)
+    (joined,) = results.read([str(tmp_path)])
+    assert set(joined.scores) == set(metrics.TASKS)
+
+  def test_another_file(self, tmp_path, capsys):
+    (tmp_path / "evaluation.json").write_text("[]")
+    assert cli.main(["tables", str(tmp_path)]) == 2
+    assert "kind mxjax-evaluation" in capsys.readouterr().err
+    assert cli.main(["tables", str(tmp_path / "none")]) == 2
+    assert "got none at" in capsys.readouterr().err

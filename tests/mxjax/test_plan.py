@@ -1,0 +1,89 @@
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax import methods, pipeline, plan, sizes
+from mxjax.models import CausalLM, families
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+CONFIGS = {
+  name: families.from_hf_config(values)
+  for name, values in json.loads((GOLDEN / "paper_configs.json").read_text()).items()
+}
+STORAGE = json.loads((GOLDEN / "paper_results.json").read_text())["storage"]
+MIB, GIB = 2**20, 2**30
+
+
+@pytest.mark.parametrize("row", STORAGE, ids=[row["Model"] for row in STORAGE])
+def test_the_papers_storage_table(row):
+  planned = plan.plan(CONFIGS[row["Model"]])
+  assert f"{planned.blocks:,}" == row["Input blocks"]
+  assert f"{planned.bf16 / GIB:.3f}" == row["BF16 GiB"]
+  assert f"{planned.auxiliary / MIB:.3f}" == row["Auxiliary MiB"]
+  assert f"{planned.decoded_total / GIB:.3f}" == row["Total GiB"]
+  increase = planned.decoded_total / planned.bf16 - 1
+  assert f"{100 * increase:.2f}%" == row["Increase"]
+
+
+def test_recovery_bytes_of_the_paper():
+  printed = {"Qwen3-8B": 2880, "Llama-3-8B": 2560, "Qwen3-32B": 5120}
+  for name, size in printed.items():
+    planned = plan.plan(CONFIGS[name])
+    assert planned.auxiliary - planned.blocks * plan.BLOCK_BYTES == size
+  assert plan.BLOCK_BYTES == 10_304
+
+
+def test_all_seven_models_of_the_paper_can_be_planned():
+  billions = {name: plan.plan(c).parameters / 1e9 for name, c in CONFIGS.items()}
+  expected = {
+    "Llama-3.2-3B": 3.21,
+    "Qwen3-4B": 4.02,
+    "Mistral-7B": 7.25,
+    "Qwen3-8B": 8.19,
+    "Llama-3-8B": 8.03,
+    "OLMo-2-13B": 13.7,
+    "Qwen3-32B": 32.8,
+  }
+  assert billions == pytest.approx(expected, rel=3e-3)
+
+
+def test_the_packed_layout_is_what_a_run_stores(tiny_config):
+  model = CausalLM(tiny_config)
+  tokens = np.arange(64, dtype=np.int32).reshape(2, 32) % 61
+  params = model.init(jax.random.key(0), jnp.asarray(tokens))["params"]
+  result = pipeline.quantize_with_record(
+    params, mxjax.Calibration(model, tokens), methods.HIRES, check=False
+  )
+  planned, measured = plan.plan(tiny_config), sizes.size_report(result.params)
+  linears = measured["quantized_linears"]
+  assert planned.codes == linears["codes"]
+  assert planned.scales == linears["scales"]
+  auxiliary = linears["maps"] + linears["rounding"] + measured["recovery"]
+  assert planned.auxiliary == auxiliary
+  assert planned.rest == measured["other"]
+  assert planned.packed_total == measured["total"]
+  assert planned.bf16 == measured["bf16_total"]
+  assert planned.target_weights == linears["weights"]
+
+
+def test_more_calibration_takes_more_memory_and_work_only():
+  small, large = (
+    plan.plan(CONFIGS["Qwen3-32B"], sequences=n, length=2048) for n in (8, 128)
+  )
+  assert small.memory["calibration"] < large.memory["calibration"]
+  assert 16 * small.forward_flops == large.forward_flops
+  assert small.packed_total == large.packed_total
+  # A 64-layer model, and yet less than its bfloat16 weights.
+  assert small.memory["quantization"] < small.bf16 / 2
+
+
+def test_a_width_that_no_block_divides_is_refused(tiny_config):
+  import dataclasses
+
+  with pytest.raises(ValueError, match="multiple of 32, got 80"):
+    plan.plan(dataclasses.replace(tiny_config, intermediate_size=80))

@@ -1,0 +1,121 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax import code_refinement, compact, mxfp4, sizes
+from mxjax.input_maps import BlockDense, Hadamard
+from mxjax.quantized_linear import (
+  Nearest,
+  OneCode,
+  QuantizedLinear,
+  linear,
+  take_rows,
+)
+
+run = jax.jit(linear, static_argnames="implementation")
+
+
+def leaf(kind, features=64, outputs=48, seed=0):
+  """A quantized linear with one of the maps and roundings."""
+  rng = np.random.default_rng(seed)
+  weight = jnp.asarray(rng.standard_normal((outputs, features)), jnp.float32)
+  blocks = features // 32
+  matrix = np.linalg.qr(rng.standard_normal((blocks, 32, 32)))[0]
+  gram, cross = code_refinement.tables(
+    mxfp4.to_blocks(weight), mxfp4.round_blocks(mxfp4.to_blocks(weight))
+  )
+  one_code = OneCode(code_refinement.pack_symmetric(gram), cross)
+  input_map, rounding = {
+    "rtn": (None, Nearest()),
+    "brq": (Hadamard(32), Nearest()),
+    "wide": (Hadamard(64), Nearest()),
+    "signed": (Hadamard(32, jnp.asarray(rng.choice([-1, 1], 64), jnp.int8)), Nearest()),
+    "wush": (BlockDense(jnp.asarray(matrix, jnp.bfloat16)), Nearest()),
+    "hires": (BlockDense(jnp.asarray(matrix, jnp.float32)), one_code),
+  }[kind]
+  return QuantizedLinear(mxfp4.encode(weight), input_map, rounding)
+
+
+def draw(shape, dtype=jnp.float32):
+  x = jax.random.t(jax.random.key(1), 4.0, shape, jnp.float32)
+  return x.astype(dtype)
+
+
+@pytest.mark.parametrize("kind", ["rtn", "brq", "wide", "signed", "wush", "hires"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_kernels_compute_the_linear_of_the_reference(kind, dtype):
+  x, weight = draw((2, 5, 64), dtype), leaf(kind)
+  got = run(x, weight, implementation="interpret")
+  want = run(x, weight, implementation="xla")
+  assert got.dtype == dtype and got.shape == (2, 5, 48)
+  error = np.asarray(got, np.float64) - np.asarray(want, np.float64)
+  # One code may differ where a product differs in its last bit.
+  tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
+  norms = np.linalg.norm(error, axis=-1) / np.linalg.norm(want, axis=-1)
+  assert np.median(norms) <= tolerance
+  assert (norms <= 10 * tolerance).mean() > 0.85
+
+
+def test_none_is_the_reference_without_a_gpu():
+  x, weight = draw((3, 64)), leaf("hires")
+  np.testing.assert_array_equal(run(x, weight), run(x, weight, implementation="xla"))
+
+
+def test_an_explicit_choice_never_falls_back():
+  x, weight = draw((3, 64)), leaf("rtn")
+  with pytest.raises(NotImplementedError, match="linear: .*need an NVIDIA GPU"):
+    linear(x, weight, implementation="pallas")
+  other = dataclasses.replace(weight, rules=mxfp4.Rules(scale_rule="even"))
+  with pytest.raises(NotImplementedError, match="paper's rules only"):
+    linear(x, other, implementation="interpret")
+  with pytest.raises(NotImplementedError, match="bfloat16 inputs, got float32"):
+    linear(x, weight.weight, implementation="interpret")
+
+
+def test_a_packed_weight_alone_is_used_as_it_is():
+  x, weight = draw((2, 3, 64), jnp.bfloat16), leaf("rtn").weight
+  want = (
+    np.asarray(x, np.float64)
+    @ np.asarray(mxfp4.decode(weight, jnp.float32), np.float64).T
+  )
+  for how in ("xla", "interpret"):
+    got = run(x, weight, implementation=how)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, 1e-2, 0.05)
+
+
+def test_rows_of_a_packed_table():
+  table = leaf("rtn").weight
+  index = jnp.asarray([[3, 47], [0, 48]], jnp.int32)
+  got = np.asarray(take_rows(table, index), np.float32)
+  want = np.asarray(mxfp4.decode(table, jnp.float32))
+  np.testing.assert_array_equal(got[0], want[[3, 47]])
+  np.testing.assert_array_equal(got[1, 0], want[0])
+  assert np.isnan(got[1, 1]).all()
+
+
+def test_compact_tables_keep_the_result_legal_and_close():
+  x, weight = draw((200, 64)), leaf("hires")
+  small = compact.compact({"q_proj": {"weight": weight}})["q_proj"]["weight"]
+  assert small.rounding.gram.dtype == small.rounding.cross.dtype == jnp.bfloat16
+  assert small.input_map is weight.input_map and small.weight is weight.weight
+  got, want = run(x, small), run(x, weight)
+  same = (np.asarray(got) == np.asarray(want)).all(-1)
+  assert 0.5 < same.mean()
+  error = np.linalg.norm(got - want) / np.linalg.norm(want)
+  nearest = dataclasses.replace(weight, rounding=Nearest())
+  assert error < 0.5 * np.linalg.norm(run(x, nearest) - want) / np.linalg.norm(want)
+
+
+def test_compact_packs_embedding_and_head_when_asked():
+  table = draw((96, 64), jnp.bfloat16)
+  params = {"embed_tokens": {"weight": table}, "norm": {"weight": table[0]}}
+  assert compact.compact(params)["embed_tokens"]["weight"] is table
+  packed = compact.compact(params, embeddings=True)
+  report = sizes.size_report(packed)
+  assert report["total"] == 96 * 64 * 17 // 32 + 128
+  assert report["bf16_total"] == 2 * (96 * 64 + 64)
+  again = compact.compact(packed, embeddings=True)["embed_tokens"]["weight"]
+  assert again is packed["embed_tokens"]["weight"]

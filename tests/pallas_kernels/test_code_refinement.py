@@ -1,0 +1,124 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax import code_refinement, mxfp4
+from mxjax.pallas_kernels import code_refinement as kernel
+
+refine = jax.jit(kernel.refine, static_argnames=("decoded", "implementation"))
+
+
+@functools.cache
+def problem(rows=70, blocks=3, seed=0):
+  """Heavy-tailed inputs, well-conditioned maps, weights with a real mismatch."""
+  rng = np.random.default_rng(seed)
+  x = rng.standard_t(4, (rows, 32 * blocks)).astype(np.float32)
+  x[3, :32] = 0
+  rotation = np.linalg.qr(rng.standard_normal((blocks, 32, 32)))[0]
+  matrix = rotation * rng.uniform(0.5, 2, (blocks, 32, 1))
+  w = jnp.asarray(rng.standard_normal((blocks, 32, 48)), jnp.float32)
+  gram, cross = code_refinement.tables(w, mxfp4.round_blocks(w))
+  return jnp.asarray(x), jnp.asarray(matrix, jnp.float32), gram, cross
+
+
+def objective(tensor, x, matrix, gram, cross):
+  """||W^ q - W y||^2 up to a constant, float64 `[n, blocks]`, and its scale."""
+  matrix, gram, cross = (np.asarray(a, np.float64) for a in (matrix, gram, cross))
+  rows = np.asarray(x, np.float64).reshape(x.shape[0], -1, 32)
+  y = np.einsum("nbj,bij->nbi", rows, np.broadcast_to(matrix, gram.shape))
+  q = np.asarray(mxfp4.decode(tensor, jnp.float32), np.float64).reshape(y.shape)
+  d = q - y
+  value = np.einsum("nbi,bij,nbj->nb", d, gram, d)
+  value -= 2 * np.einsum("nbi,bij,nbj->nb", d, cross, y)
+  return value, np.einsum("nbi,bij,nbj->nb", y, gram, y)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernel_reaches_the_objective_of_the_reference(dtype):
+  x, *tables = problem()
+  x = x.astype(dtype)
+  got = refine(x, *tables, implementation="interpret")
+  want = refine(x, *tables, implementation="xla")
+  np.testing.assert_array_equal(got.scales, want.scales)
+  assert (np.asarray(got.codes) != np.asarray(want.codes)).mean() < 1e-3
+  reached, scale = objective(got, x, *tables)
+  reference, _ = objective(want, x, *tables)
+  # Products that differ in the last bit may choose between codes as good as equal.
+  assert (np.abs(reached - reference) <= 1e-5 * scale).all()
+
+
+def test_exact_arithmetic_gives_the_codes_of_the_reference_ties_included():
+  rng = np.random.default_rng(1)
+  x = jnp.asarray(rng.integers(-12, 13, (300, 64)) / 2.0, jnp.bfloat16)
+  permutation = np.stack([np.eye(32)[rng.permutation(32)] for _ in range(2)])
+  matrix = jnp.asarray(permutation, jnp.float32)
+  w, w_hat = (
+    jnp.asarray(rng.integers(-2, 3, (2, 32, 4)), jnp.float32) for _ in range(2)
+  )
+  gram, cross = code_refinement.tables(w, w_hat)
+  want = refine(x, matrix, gram, cross, implementation="xla")
+  nearest = refine(x, matrix, implementation="xla")
+  assert (np.asarray(want.codes) != np.asarray(nearest.codes)).mean() > 0.01
+  for dtype in (jnp.bfloat16, jnp.float32):
+    got = refine(x.astype(dtype), matrix, gram, cross, implementation="interpret")
+    np.testing.assert_array_equal(got.codes, want.codes)
+    np.testing.assert_array_equal(got.scales, want.scales)
+
+
+def test_flat_coordinates_take_no_nan():
+  x, matrix, gram, cross = problem()
+  flat = gram.at[:, 7].set(0).at[:, :, 7].set(0)
+  for dtype in (jnp.float32, jnp.bfloat16):
+    args = x.astype(dtype), matrix, flat, cross
+    got = refine(*args, implementation="interpret")
+    want = refine(*args, implementation="xla")
+    reached, scale = objective(got, args[0], matrix, flat, cross)
+    reference, _ = objective(want, args[0], matrix, flat, cross)
+    assert (np.abs(reached - reference) <= 1e-5 * scale).all()
+
+
+@pytest.mark.parametrize("rows", [5, 70])
+def test_decoded_output_is_the_decoded_codes(rows):
+  x, *tables = problem()
+  x = x[:rows].astype(jnp.bfloat16)
+  codes = refine(x, *tables, implementation="interpret")
+  values = refine(x, *tables, decoded=True, implementation="interpret")
+  assert values.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(
+    values.astype(jnp.float32), mxfp4.decode(codes, jnp.float32)
+  )
+
+
+def test_without_tables_it_is_the_encoder():
+  x, *_ = problem()
+  got = refine(x, implementation="interpret")
+  want = mxfp4.encode(x)
+  np.testing.assert_array_equal(got.codes, want.codes)
+  np.testing.assert_array_equal(got.scales, want.scales)
+
+
+def test_one_map_serves_all_blocks():
+  x, matrix, *_ = problem()
+  x = x.astype(jnp.bfloat16)
+  shared = refine(x, matrix[:1], implementation="interpret")
+  spread = jnp.tile(matrix[:1], (3, 1, 1))
+  np.testing.assert_array_equal(
+    shared.codes, refine(x, spread, implementation="interpret").codes
+  )
+
+
+def test_three_terms_hold_a_float32_table():
+  _, matrix, *_ = problem()
+  terms = kernel.split3(matrix).astype(jnp.float32)
+  np.testing.assert_array_equal((terms[:, 0] + terms[:, 1]) + terms[:, 2], matrix)
+
+
+def test_tables_that_do_not_belong_together_are_refused():
+  x, matrix, gram, _ = problem()
+  with pytest.raises(ValueError, match="belong together"):
+    kernel.refine(x, matrix, gram)
+  with pytest.raises(NotImplementedError, match="float32 or bfloat16, got float16"):
+    kernel.refine(x.astype(jnp.float16), implementation="interpret")

@@ -1,0 +1,98 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax import mxfp4
+from mxjax.pallas_kernels import matmul as matmul_kernel
+from mxjax.pallas_kernels.matmul import Tile, matmul
+
+launch = jax.jit(matmul_kernel.launch, static_argnames=("tile", "interpret"))
+
+
+def problem(rows, outputs, width, seed=0, spread=20):
+  """Random operands whose block scales differ by many powers of two."""
+  rng = np.random.default_rng(seed)
+
+  def draw(n):
+    scales = np.exp2(rng.integers(-spread, spread, (n, width // 32))).repeat(32, 1)
+    return jnp.asarray(rng.standard_normal((n, width)) * scales, jnp.float32)
+
+  return mxfp4.encode(draw(rows)), mxfp4.encode(draw(outputs))
+
+
+def exact(x, weight):
+  """The product in float64, and the sum of magnitudes that bounds its rounding."""
+  x, w = (np.asarray(mxfp4.decode(t, jnp.float32), np.float64) for t in (x, weight))
+  return x @ w.T, np.abs(x) @ np.abs(w).T
+
+
+def check(got, want, size, terms):
+  # float32 sums of exact products: each addition rounds at most once.
+  assert (np.abs(np.asarray(got, np.float64) - want) <= terms * 2.0**-24 * size).all()
+
+
+@pytest.mark.parametrize(
+  ("rows", "outputs", "width", "is_packed"),
+  [(1, 64, 64, False), (5, 70, 96, True), (70, 40, 192, False)],
+)
+def test_the_kernel_equals_exact_products_summed(rows, outputs, width, is_packed):
+  x, weight = problem(rows, outputs, width)
+  operand = x if is_packed else mxfp4.decode(x, jnp.bfloat16)
+  got = jax.jit(matmul, static_argnames="implementation")(
+    operand, weight, implementation="interpret"
+  )
+  assert got.shape == (rows, outputs) and got.dtype == jnp.float32
+  check(got, *exact(x, weight), terms=width)
+  check(matmul(operand, weight, implementation="xla"), *exact(x, weight), terms=width)
+
+
+def test_splitting_the_columns_changes_only_the_order_of_sums():
+  x, weight = problem(7, 96, 256, seed=1)
+  got = launch(x, weight, tile=Tile(16, 32, 64, splits=2), interpret=True)
+  check(got, *exact(x, weight), terms=256)
+
+
+def test_integers_are_exact_whatever_the_order():
+  rng = np.random.default_rng(2)
+  x, w = (jnp.asarray(rng.integers(-4, 5, (n, 128)), jnp.float32) for n in (33, 40))
+  tensors = mxfp4.encode(x.at[:, ::32].set(4.0)), mxfp4.encode(w.at[:, ::32].set(4.0))
+  got = launch(*tensors, tile=Tile(16, 32, 32), interpret=True)
+  np.testing.assert_array_equal(got, exact(*tensors)[0])
+
+
+def test_every_code_at_every_scale_decodes_exactly():
+  codes = np.tile(np.arange(16, dtype=np.uint8), 2)
+  packed = np.broadcast_to(codes[::2] | (codes[1::2] << 4), (250, 16))
+  # Exponents that reach subnormals are the backend's to flush in a product.
+  weight = mxfp4.MXTensor(
+    jnp.asarray(packed), jnp.asarray(np.arange(3, 253, dtype=np.uint8)[:, None])
+  )
+  identity = jnp.eye(32, dtype=jnp.bfloat16)
+  got = launch(identity, weight, tile=Tile(32, 64, 32), interpret=True)
+  np.testing.assert_array_equal(got.T, mxfp4.decode(weight, jnp.float32))
+
+
+def test_a_block_marked_not_finite_gives_nan():
+  x, weight = problem(3, 32, 64)
+  broken = mxfp4.MXTensor(x.codes, x.scales.at[1, 0].set(mxfp4.NOT_FINITE))
+  got = np.asarray(matmul(broken, weight, implementation="interpret"))
+  assert np.isnan(got[1]).all() and np.isfinite(got[[0, 2]]).all()
+
+
+@pytest.mark.parametrize(
+  ("rows", "outputs", "width"), [(1, 4096, 4096), (2048, 96, 576)]
+)
+def test_tiles_divide_the_columns(rows, outputs, width):
+  tile = Tile.of(rows, outputs, width)
+  assert width % (tile.columns * tile.splits) == 0 and tile.columns % 32 == 0
+
+
+def test_operands_that_do_not_fit_are_refused():
+  x, weight = problem(2, 32, 64)
+  with pytest.raises(TypeError, match="bfloat16 or packed, got float32"):
+    matmul(jnp.ones((2, 64)), weight)
+  with pytest.raises(ValueError, match=r"expected x \[n, d\]"):
+    matmul(jnp.ones((2, 32), jnp.bfloat16), weight)
+  with pytest.raises(NotImplementedError, match="NVIDIA GPU"):
+    matmul(x, weight, implementation="pallas")

@@ -1,0 +1,79 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax import mxfp4
+from mxjax.pallas_kernels import mxfp4_encode
+
+encode = jax.jit(mxfp4_encode.encode, static_argnames=("rules", "implementation"))
+
+
+def hard_blocks(dtype):
+  """Ties, neighbours of ties, zeros of both signs, saturation, every exponent."""
+  info = jnp.finfo(dtype)
+  rng = np.random.default_rng(0)
+  middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.96875] * 4)
+  middles = np.asarray(jnp.asarray(middles, dtype))
+  up, down = (np.nextafter(middles, np.asarray(v, middles.dtype)) for v in (99, 0))
+  rows = [np.zeros(32), -np.zeros(32), middles, -middles, up, -up, down, -down]
+  rows += [rng.standard_normal(32) * 2.0**e for e in range(-20, 20)]
+  rows = [np.asarray(row, np.float64) for row in rows]
+  lowest = int(np.log2(float(info.tiny))) - info.nmant
+  for exponent in range(max(lowest, -140), int(info.maxexp) - 4, 3):
+    rows += [np.asarray(row, np.float64) * 2.0**exponent for row in rows[2:8]]
+  rows.append(np.where(np.arange(32) == 5, float(info.max), 1.0))
+  rows.append(np.where(np.arange(32) == 5, float(info.tiny), 0.0))
+  rows.append(np.arange(32) * float(info.smallest_subnormal))
+  table = np.clip(np.stack(rows), -float(info.max), float(info.max))
+  # numpy converts: XLA:CPU would flush subnormals on the way.
+  return jnp.asarray(table.astype(middles.dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_kernel_equals_the_reference_bit_for_bit(dtype):
+  x = hard_blocks(dtype)
+  assert x.shape[0] % mxfp4_encode.Tile().blocks  # the last tile is cut
+  got = encode(x, implementation="interpret")
+  want = encode(x, implementation="xla")
+  np.testing.assert_array_equal(got.scales, want.scales)
+  np.testing.assert_array_equal(got.codes, want.codes)
+
+
+def test_it_takes_any_leading_axes_and_widths():
+  x = jax.random.normal(jax.random.key(0), (3, 5, 96)) * 7
+  got = encode(x, implementation="interpret")
+  want = mxfp4.encode(x)
+  assert got.shape == x.shape
+  np.testing.assert_array_equal(got.codes, want.codes)
+  np.testing.assert_array_equal(got.scales, want.scales)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_block_that_is_not_finite_is_marked(value):
+  x = np.ones((4, 64), np.float32)
+  x[2, 40] = value
+  got = encode(jnp.asarray(x), implementation="interpret")
+  want = np.full((4, 2), 125, np.uint8)
+  want[2, 1] = mxfp4.NOT_FINITE
+  np.testing.assert_array_equal(got.scales, want)
+
+
+def test_an_explicit_choice_never_falls_back():
+  x = jnp.ones((2, 32))
+  with pytest.raises(NotImplementedError, match="need an NVIDIA GPU"):
+    mxfp4_encode.encode(x, implementation="pallas")
+  other = mxfp4.Rules(scale_rule="even")
+  for implementation in ("pallas", "interpret"):
+    with pytest.raises(NotImplementedError, match="paper's rules only"):
+      mxfp4_encode.encode(x, other, implementation=implementation)
+  with pytest.raises(ValueError, match="must be None, 'xla'"):
+    mxfp4_encode.encode(x, implementation="cuda")
+  np.testing.assert_array_equal(
+    mxfp4_encode.encode(x, other).codes, mxfp4.encode(x, other).codes
+  )
+
+
+def test_a_width_that_is_no_multiple_of_32_is_refused():
+  with pytest.raises(ValueError, match="pallas_kernels.encode"):
+    mxfp4_encode.encode(jnp.ones((2, 40)), implementation="interpret")

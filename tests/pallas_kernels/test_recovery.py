@@ -1,0 +1,51 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.mlp_recovery import MlpRecovery
+from mxjax.pallas_kernels import recovery
+from mxjax.value_recovery import ValueRecovery
+
+MLP = MlpRecovery(*(jnp.float32(v) for v in (0.05, -0.03, 0.02, 1.7)))
+VALUES = ValueRecovery(jnp.float32([1.1, 0.9, 1.0]), jnp.float32([0.1, -0.2, 0.0]))
+
+
+def draw(shape, dtype, seed=0):
+  return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype) * 4
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_product_equals_the_reference_to_one_rounding(dtype):
+  gate, up = draw((3, 7, 96), dtype), draw((3, 7, 96), dtype, seed=1)
+  run = lambda how: recovery.gated_product(gate, up, MLP, implementation=how)
+  got, want = run("interpret"), run("xla")
+  assert got.shape == gate.shape and got.dtype == dtype
+  tolerance = 4 * float(jnp.finfo(dtype).eps)
+  np.testing.assert_allclose(
+    np.asarray(got, np.float64), np.asarray(want, np.float64), tolerance, 1e-6
+  )
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_values_equal_the_reference_to_one_rounding(has_bias):
+  values = draw((2, 9, 3, 48), jnp.bfloat16)
+  bias = draw((144,), jnp.bfloat16, seed=2) if has_bias else None
+  run = lambda how: recovery.recover_values(values, VALUES, bias, implementation=how)
+  got, want = run("interpret"), run("xla")
+  assert got.shape == values.shape and got.dtype == jnp.bfloat16
+  np.testing.assert_allclose(
+    np.asarray(got, np.float64), np.asarray(want, np.float64), 0.01, 0.01
+  )
+  by_hand = np.asarray(values, np.float64)
+  by_hand += np.asarray(bias, np.float64).reshape(3, 48) if has_bias else 0
+  by_hand = by_hand * [[1.1], [0.9], [1.0]] + [[0.1], [-0.2], [0.0]]
+  np.testing.assert_allclose(np.asarray(got, np.float64), by_hand, 0.01, 0.01)
+
+
+def test_operands_that_disagree_are_refused():
+  gate = jnp.ones((2, 32))
+  with pytest.raises(NotImplementedError, match="agree in shape and dtype"):
+    recovery.gated_product(gate, gate[:1], MLP, implementation="interpret")
+  with pytest.raises(NotImplementedError, match="NVIDIA GPU"):
+    recovery.gated_product(gate, gate, MLP, implementation="pallas")
