@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mxjax.discovery import artifact, tracing
+from mxjax.discovery import artifact, faults, tracing
 from mxjax.discovery.laboratory import Traced
 from mxjax.discovery.program import hook_keys
-from mxjax.discovery.task import Call, ContractError, Outcome, Status, Task
+from mxjax.discovery.task import Call, Outcome, Status, Task
 
 
 class LocalBench:
@@ -80,7 +80,7 @@ def run_phases(
     return Outcome.from_dict(
       {"status": "ok", "values": values, "outputs": outputs, "detail": ""}
     )
-  except (artifact.RefusedError, ContractError) as error:
-    return Outcome(Status.CONTRACT, detail=str(error))
-  except (FloatingPointError, ValueError) as error:
-    return Outcome(Status.NOT_FINITE, detail=str(error)[:500])
+  except Exception as error:  # noqa: BLE001
+    # A fault of the candidate is its result; what it is called says which.
+    status, detail = faults.status_of(error)
+    return Outcome(status, detail=detail)
