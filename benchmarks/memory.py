@@ -42,14 +42,17 @@ def rows_of(variants):
   return rows
 
 
+STORAGES = {
+  "as the pipeline leaves it": {"tables": False},
+  "bfloat16 tables": {"tables": True},
+  "bfloat16 tables, int8 embeddings": {"tables": True, "embeddings": "int8"},
+  "bfloat16 tables, MXFP4 embeddings": {"tables": True, "embeddings": "mxfp4"},
+}
+
+
 def storages(params):
   """A model's params under each storage option."""
-  return {
-    "as the pipeline leaves it": params,
-    "bfloat16 tables": compact(params),
-    "packed embeddings": compact(params, tables=False, embeddings=True),
-    "bfloat16 tables, packed embeddings": compact(params, embeddings=True),
-  }
+  return {name: compact(params, **options) for name, options in STORAGES.items()}
 
 
 def shapes_of(shape):
@@ -67,27 +70,18 @@ def shapes_of(shape):
     one = {k: v for k, v in storage.items() if k != "layers_0"}
     return one | {f"layers_{i}": storage["layers_0"] for i in range(shape.layers)}
 
-  results = {}
-  for tables in (False, True):
-    for embeddings in (False, True):
-      name = ", ".join(
-        text
-        for text, is_on in (
-          ("bfloat16 tables", tables),
-          ("packed embeddings", embeddings),
-        )
-        if is_on
-      )
-      options = {"tables": tables, "embeddings": embeddings}
-      storage = jax.eval_shape(lambda options=options: compact(build(), **options))
-      results[name or "as the pipeline leaves it"] = all_layers(storage)
-  return results
+  return {
+    name: all_layers(
+      jax.eval_shape(lambda options=options: compact(build(), **options))
+    )
+    for name, options in STORAGES.items()
+  }
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--data", default="../shared/data")
-  parser.add_argument("--windows", type=int, default=8)
+  parser.add_argument("--windows", type=int, default=4)
   parser.add_argument("--length", type=int, default=512)
   parser.add_argument("--out", default="benchmarks/results/memory.json")
   options = parser.parse_args()
@@ -111,18 +105,18 @@ def main():
   path = pathlib.Path(options.data) / "wikitext2/smollm2_test_8x2048.npy"
   windows = np.load(path).reshape(-1, options.length)[: options.windows]
   result["perplexity"] = {}
+  out = pathlib.Path(options.out)
   for name, variant in {
     "float": params,
-    "float, packed embeddings": compact(params, embeddings=True),
+    "float, int8 embeddings": compact(params, embeddings="int8"),
+    "float, MXFP4 embeddings": compact(params, embeddings="mxfp4"),
     "one code": hires,
     "one code, bfloat16 tables": compact(hires),
-    "one code, bfloat16 tables, packed embeddings": compact(hires, embeddings=True),
   }.items():
     value = perplexity(model, variant, windows).values[0]
     result["perplexity"][name] = value
+    out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"  perplexity {value:8.3f} {name}", flush=True)
-  out = pathlib.Path(options.out)
-  out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,17 +7,22 @@ and evaluation under the contract runs without it.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from mxjax import mxfp4
-from mxjax.quantized_linear import OneCode, QuantizedLinear
+from mxjax.quantized_linear import ByteTable, OneCode, QuantizedLinear
+
+Embeddings = Literal["int8", "mxfp4"]
 
 
 def compact(
-  params: Mapping[str, Any], *, tables: bool = True, embeddings: bool = False
+  params: Mapping[str, Any],
+  *,
+  tables: bool = True,
+  embeddings: Embeddings | None = None,
 ) -> dict[str, Any]:
   """Returns params that take less memory and run through the same calls.
 
@@ -27,20 +32,37 @@ def compact(
       candidates of a code: every A4 operand stays legal, and at most near-ties are
       decided otherwise. Input maps stay float32, because weights were folded with
       exactly them.
-    embeddings: Pack the embedding, and an untied head, as MXFP4 (nearest), used
-      without rounding inputs. This changes the model: measure it.
+    embeddings: Store the embedding, and an untied head, as `int8` (symmetric, one
+      scale a row) or `mxfp4` (nearest), used without rounding inputs. This changes
+      the model: see docs/kernels.md for what it costs.
 
   Returns:
     New params; leaves that do not change are shared with the old ones.
+
+  Raises:
+    ValueError: `embeddings` is not a known name.
   """
+  if embeddings not in (None, "int8", "mxfp4"):
+    raise ValueError(
+      f"compact: embeddings must be None, 'int8' or 'mxfp4', got {embeddings!r}."
+    )
   result = dict(_narrow_tables(params) if tables else params)
-  if embeddings:
-    for name in ("embed_tokens", "lm_head"):
-      if name in result:
-        weight = result[name]["weight"]
-        if not isinstance(weight, mxfp4.MXTensor):
-          result[name] = {**result[name], "weight": mxfp4.encode(weight)}
+  for name in ("embed_tokens", "lm_head") if embeddings else ():
+    weight = result[name]["weight"] if name in result else None
+    if isinstance(weight, jax.Array):
+      narrow = byte_table(weight) if embeddings == "int8" else mxfp4.encode(weight)
+      result[name] = {**result[name], "weight": narrow}
   return result
+
+
+@jax.jit
+def byte_table(weight: jax.Array) -> ByteTable:
+  """Rounds each row `[rows, d]` to int8 with its largest magnitude at 127."""
+  wide = weight.astype(jnp.float32)
+  largest = jnp.abs(wide).max(axis=1)
+  scales = jnp.where(largest > 0, largest, 1.0) / 127.0
+  codes = jnp.round(wide / scales[:, None]).astype(jnp.int8)
+  return ByteTable(codes, scales)
 
 
 def _narrow_tables(node: Any) -> Any:

@@ -122,6 +122,25 @@ class QuantizedLinear:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class ByteTable:
+  """An embedding or head in eight bits, `codes * scales[:, None]`; never a target.
+
+  Attributes:
+    codes: int8 `[rows, features]`, in -127..127.
+    scales: float32 `[rows]`.
+  """
+
+  codes: jax.Array
+  scales: jax.Array
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """`(rows, features)`, as of the array it replaces."""
+    return self.codes.shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class StraightThrough:
   """A linear whose inputs are rounded with a gradient, for learning; never a result.
 
@@ -157,7 +176,7 @@ def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
 
 def linear(
   x: jax.Array,
-  weight: jax.Array | mxfp4.MXTensor | QuantizedLinear | StraightThrough,
+  weight: jax.Array | mxfp4.MXTensor | ByteTable | QuantizedLinear | StraightThrough,
   *,
   implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -165,9 +184,9 @@ def linear(
 
   Args:
     x: Inputs, `[..., in_features]`, float32 or bfloat16.
-    weight: An array `[out_features, in_features]`; a packed one, whose values are
-      used as they are with inputs that are not rounded; a quantized leaf, or the
-      differentiable stand-in of one.
+    weight: An array `[out_features, in_features]`; a packed one or a byte table,
+      whose values are used as they are with inputs that are not rounded; a quantized
+      leaf, or the differentiable stand-in of one.
     implementation: For packed and quantized weights: `pallas`, `interpret` or `xla`,
       never another than asked for; None takes kernels on a GPU where they can.
 
@@ -185,6 +204,11 @@ def linear(
     return _quantized(x, weight, implementation)
   if isinstance(weight, mxfp4.MXTensor):
     return _weight_only(x, weight, implementation)
+  if isinstance(weight, ByteTable):
+    # Bytes are exact in bfloat16; the scale of a row comes out of the product.
+    y = linear(x, weight.codes)
+    scales = weight.scales.reshape((1,) * (y.ndim - 1) + (-1,))
+    return (y.astype(jnp.float32) * scales).astype(x.dtype)
   return jnp.einsum("...d,md->...m", x, weight.astype(x.dtype), precision=HIGHEST)
 
 
@@ -258,16 +282,21 @@ def _weight_only(
   return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def take_rows(weight: jax.Array | mxfp4.MXTensor, index: jax.Array) -> jax.Array:
+def take_rows(
+  weight: jax.Array | mxfp4.MXTensor | ByteTable, index: jax.Array
+) -> jax.Array:
   """Rows of a table that may be packed; an index outside gives NaN rows.
 
   Args:
-    weight: `[rows, d]`, an array or packed.
+    weight: `[rows, d]`, an array, packed or a byte table.
     index: int32, any shape.
 
   Returns:
-    `[..., d]`, in the dtype of the array, bfloat16 (exact) if packed.
+    `[..., d]`, in the dtype of the array; packed, bfloat16 (exact); bytes, float32.
   """
+  if isinstance(weight, ByteTable):
+    codes = jnp.take(weight.codes, index, axis=0, mode="clip").astype(jnp.float32)
+    return codes * jnp.take(weight.scales, index, axis=0, mode="fill")[..., None]
   if not isinstance(weight, mxfp4.MXTensor):
     return jnp.take(weight, index, axis=0, mode="fill")
   fill = lambda a, value: jnp.take(a, index, axis=0, mode="fill", fill_value=value)

@@ -8,10 +8,10 @@ import jax
 
 from mxjax.mlp_recovery import MlpRecovery
 from mxjax.mxfp4 import MXTensor
-from mxjax.quantized_linear import QuantizedLinear
+from mxjax.quantized_linear import ByteTable, QuantizedLinear
 from mxjax.value_recovery import ValueRecovery
 
-_NODES = (QuantizedLinear, MXTensor, ValueRecovery, MlpRecovery)
+_NODES = (QuantizedLinear, MXTensor, ByteTable, ValueRecovery, MlpRecovery)
 
 
 def _bytes(tree: Any) -> int:
@@ -49,7 +49,7 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
       linears["rounding"] += _bytes((node.rounding, node.gain))
     elif isinstance(node, (ValueRecovery, MlpRecovery)):
       recovery += _bytes(node)
-    elif isinstance(node, MXTensor):
+    elif isinstance(node, (MXTensor, ByteTable)):
       other += _bytes(node)
       values += math.prod(node.shape)
     else:

@@ -167,3 +167,14 @@ def test_cached_attention_does_not_depend_on_the_chunk():
   np.testing.assert_array_equal(
     functional.cached_attention(queries, *changed, start), whole
   )
+
+
+def test_a_cached_window_equals_the_uncached_one():
+  keys = jax.random.split(jax.random.key(1), 3)
+  queries = jax.random.normal(keys[0], (1, 12, 4, 8))
+  past = [jax.random.normal(key, (1, 12, 2, 8)) for key in keys[1:]]
+  want = functional.causal_attention(queries, *past, window=5)
+  for first, last in ((0, 7), (7, 8), (8, 12)):
+    start = jnp.asarray(first, jnp.int32)
+    got = functional.cached_attention(queries[:, first:last], *past, start, window=5)
+    np.testing.assert_allclose(got, want[:, first:last], atol=1e-6)

@@ -113,9 +113,27 @@ def test_compact_packs_embedding_and_head_when_asked():
   table = draw((96, 64), jnp.bfloat16)
   params = {"embed_tokens": {"weight": table}, "norm": {"weight": table[0]}}
   assert compact.compact(params)["embed_tokens"]["weight"] is table
-  packed = compact.compact(params, embeddings=True)
+  packed = compact.compact(params, embeddings="mxfp4")
   report = sizes.size_report(packed)
   assert report["total"] == 96 * 64 * 17 // 32 + 128
   assert report["bf16_total"] == 2 * (96 * 64 + 64)
-  again = compact.compact(packed, embeddings=True)["embed_tokens"]["weight"]
+  again = compact.compact(packed, embeddings="mxfp4")["embed_tokens"]["weight"]
   assert again is packed["embed_tokens"]["weight"]
+
+
+def test_a_byte_table_is_close_in_both_its_uses():
+  table, x = draw((96, 64), jnp.bfloat16), draw((5, 64))
+  params = compact.compact({"embed_tokens": {"weight": table}}, embeddings="int8")
+  bytes_ = params["embed_tokens"]["weight"]
+  exact = np.asarray(table, np.float64)
+  half_step = np.abs(exact).max(1) / 254 * 1.001
+  index = jnp.asarray([95, 0, 7], jnp.int32)
+  rows = np.asarray(take_rows(bytes_, index), np.float64)
+  assert (np.abs(rows - exact[[95, 0, 7]]) <= half_step[[95, 0, 7], None]).all()
+  assert np.isnan(np.asarray(take_rows(bytes_, jnp.asarray([96], jnp.int32)))).all()
+  got, want = np.asarray(linear(x, bytes_)), np.asarray(x, np.float64) @ exact.T
+  bound = np.abs(np.asarray(x)).sum(1)[:, None] * half_step[None] + 1e-4
+  assert (np.abs(got - want) <= bound).all()
+  assert sizes.size_report(params)["total"] == 96 * 64 + 4 * 96
+  with pytest.raises(ValueError, match="'int8' or 'mxfp4', got 'int4'"):
+    compact.compact(params, embeddings="int4")
