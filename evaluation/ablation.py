@@ -180,7 +180,7 @@ def run(
           program,
           builds,
           contract=contract,
-          store=path.parent / "store",
+          store=path.parent / study.STORE,
           on_progress=progress,
         )
         run_folder.write_durably(file, (json.dumps(row, indent=1) + "\n").encode())

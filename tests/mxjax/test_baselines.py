@@ -1,6 +1,7 @@
 """Every baseline on a tiny model: identities, legality, and the float function kept."""
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -253,6 +254,12 @@ def test_layerwise_gradients_are_those_of_the_whole_model(
 def test_a_wrong_option_is_explained(text, message):
   with pytest.raises(ValueError, match=message):
     methods.get(text)
+
+
+@pytest.mark.parametrize("name", list(methods.METHODS))
+def test_every_description_is_strict_json(name):
+  described = methods.get(name).describe()
+  assert json.loads(json.dumps(described, allow_nan=False))["name"] == name
 
 
 def test_options_in_a_name_reach_the_program():
