@@ -72,7 +72,7 @@ def hf_config(config):
 
 def harness_rows(name):
   """Rows with the columns that the harness's own task file reads."""
-  rows = tasks._embedded_rows(tasks.datasets.embedded_file(tasks.TASKS[name].embedded))
+  rows = tasks.embedded_rows(tasks.datasets.embedded_file(tasks.TASKS[name].embedded))
   if name != "arc_easy":
     return rows
   letters = "ABCDE"

@@ -28,22 +28,19 @@ from mxjax.records import peak_memory_bytes
 
 HIRES = methods.HIRES
 BUILDS = {
-  "rtn": methods.RTN,
-  "gptq": methods.GPTQ,
-  "brq": methods.BRQ,
-  "wush": methods.WUSH,
-  "wush+r": methods.WUSH_R,
+  **methods.METHODS,
   "hires I + RTN weights, nearest": dataclasses.replace(
     HIRES, weights="rtn", rounding="nearest", recover=()
   ),
   "hires I + GPTQ, nearest": dataclasses.replace(HIRES, rounding="nearest", recover=()),
-  "hires": HIRES,
   "hires I + II, D = I": dataclasses.replace(HIRES, use_balance=False, recover=()),
   "hires I + II, K = 0": dataclasses.replace(HIRES, use_interaction=False, recover=()),
   "hires I + II, K = 0, D = I": dataclasses.replace(
     HIRES, use_interaction=False, use_balance=False, recover=()
   ),
 }
+
+HOURS = ("batquant", "spinquant")
 
 CUMULATIVE = {
   "hires": ("hires I + II", "hires I + II + attention", "hires full"),
@@ -101,7 +98,14 @@ def machine():
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--data", default="../shared/data")
-  parser.add_argument("--builds", nargs="+", default=list(BUILDS), metavar="NAME")
+  parser.add_argument(
+    "--builds",
+    nargs="+",
+    default=[name for name in BUILDS if name not in HOURS],
+    metavar="NAME",
+    help="rows, or methods with options such as batquant:tokens=256; all but "
+    f"{' and '.join(HOURS)} when omitted, which take hours on a CPU",
+  )
   parser.add_argument("--sequences", type=int, default=8)
   parser.add_argument("--windows", type=int, default=8)
   parser.add_argument("--replicates", type=int, default=3)
@@ -120,11 +124,14 @@ def main():
   for name in options.builds:
     measured_on, start = machine(), time.perf_counter()
     built = pipeline.quantize_with_record(
-      params, Calibration(model, calib), BUILDS[name], check=False
+      params,
+      Calibration(model, calib),
+      BUILDS.get(name) or methods.get(name),
+      check=False,
     )
     seconds = time.perf_counter() - start
     peak = peak_memory_bytes()
-    error = operator_error(model, params, built.params, tests[:1])
+    error = operator_error(model, built.reference, built.params, tests[:1])
     print(f"{name}: built in {seconds:.0f} s, operator error {error:.6f}", flush=True)
     for row, quantized in variants(name, built.params).items():
       entry = {

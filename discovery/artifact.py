@@ -29,7 +29,8 @@ CUSTOM_CALLS = frozenset(
   lapack_strsm_ffi lapack_dtrsm_ffi stablehlo.dynamic_top_k shape_assertion""".split()
 )
 FORBIDDEN_OPERATIONS = frozenset(
-  "infeed outfeed send recv create_token all_reduce all_gather rng rng_bit_generator".split()
+  """all_gather all_reduce create_token infeed outfeed recv rng rng_bit_generator
+  send""".split()
 )
 CHECK_ROWS = 48
 """Rows of the check that the batched form treats each row by itself."""
@@ -187,6 +188,20 @@ def check(data: bytes, spec: Mapping[str, Any], *, batched: bool = False) -> Gat
   named = f"{spec['name']}\n{canonical_module(text)}"
   digest = hashlib.sha256(named.encode()).hexdigest()
   return Gated(spec["name"], digest, len(operations), constants)
+
+
+def gate(spec: Mapping[str, Any], unit: bytes, batched: bytes) -> str:
+  """Checks both forms of a hook; returns the identity of what they compute together.
+
+  Raises:
+    RefusedError: See `check`; or a form is missing.
+  """
+  identities = [check(unit, spec).computation]
+  if bool(spec["batched"]) != bool(batched):
+    raise RefusedError(f"{spec['name']}: one of its two forms is missing.")
+  if batched:
+    identities.append(check(batched, spec, batched=True).computation)
+  return hashlib.sha256("".join(identities).encode()).hexdigest()
 
 
 def check_independence(

@@ -25,12 +25,12 @@ from mxjax import (
   reference_chart,
   value_recovery,
 )
+from mxjax.discovery.task import Artifacts, Call, ContractError
 from mxjax.linear_inputs import LinearInputs
 from mxjax.precision import HIGHEST
 from mxjax.program import Program, Realized
 from mxjax.quantized_linear import Nearest, QuantizedLinear
 from mxjax.recovery import AttentionFit, MlpFit, RecoveryFit
-from mxjax.discovery.task import Artifacts, Call, ContractError
 
 MAX_CONDITION = 1e4
 """Largest condition number of a block's map: beyond it folding loses float32 digits."""
@@ -61,7 +61,7 @@ def _require_finite(place: str, *arrays: np.ndarray) -> None:
 
 
 def legal(codes: jax.Array, exponent: jax.Array, blocks: jax.Array) -> jax.Array:
-  """Whether codes and exponents are a payload: `[..., 32, n]`, `[..., n]` to `[..., n]`.
+  """Whether codes `[..., 32, n]` and exponents `[..., n]` are a payload, `[..., n]`.
 
   Args:
     codes: uint8, values 0 to 15.

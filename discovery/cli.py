@@ -172,9 +172,11 @@ def resume(options: argparse.Namespace) -> None:
 
 
 def _go(folder: pathlib.Path, options: argparse.Namespace) -> None:
+  target = task_.load(runs.read_options(folder).task).target
+
   def show(event: dict[str, Any]) -> None:
     if event["event"] == "outcome" and event["charged"]:
-      value = next(iter(event["values"].values()), event["status"])
+      value = event["values"].get(target, event["status"])
       STDOUT.print(
         f"call {event['call']} {event['kind']} {event['condition']}: {value}",
         highlight=False,

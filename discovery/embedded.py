@@ -51,7 +51,8 @@ class EmbeddedProposer:
   def _options(self, context: Context) -> list[_Option]:
     """Applicable edits that were not tried on this parent already."""
     tried = {(e.parent, e.label) for e in context.history}
-    repeats = context.required and context.required.response == "add_discriminator"
+    need = context.required
+    repeats = need and need.response == "add_discriminator" and need.survivors
     options = []
     for card in self._cards:
       if not card.applies(context.parent.plan):
@@ -87,15 +88,15 @@ class EmbeddedProposer:
     if card is None:
       return live or options
     same_site = lambda o: set(o.card.hooks) & set(card.hooks)
-    match required.response:
+    match required.response if required.survivors else "new_account":
       case "extend":
         follow = {card.id, *card.follow_ups}
         answer = [o for o in live if o.card.id in follow and o.label != required.label]
       case "add_discriminator":
         answer = [o for o in live if o.label == required.label]
       case _:
-        # The gain, or the signature, is real and its account is not: another act on
-        # the same computation, with an account of its own.
+        # The gain or the signature is real and its account is not, or no account is
+        # left: another act on the same computation, with accounts of its own.
         answer = [o for o in live if same_site(o) and o.card.id != card.id]
     return answer or live or options
 

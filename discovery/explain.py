@@ -47,7 +47,7 @@ def stories(folder: pathlib.Path) -> list[Story]:
   by_packet: dict[str, list[Event]] = {p["id"]: [] for p in packets}
   programs: dict[str, Event] = {}
   for event in events:
-    if event.get("packet") in by_packet and event["event"] != "packet":
+    if event["event"] != "packet" and event.get("packet") in by_packet:
       by_packet[event["packet"]].append(event)
     if event["event"] == "program":
       programs.setdefault(event["program"], event)

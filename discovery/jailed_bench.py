@@ -40,8 +40,7 @@ class Lane:
       outcome = {"status": "ok", "values": values, "outputs": outputs, "detail": ""}
       return Outcome.from_dict(outcome).to_dict()
     except WorkerError as error:
-      status = Status.CONTRACT if error.status == Status.REFUSED else error.status
-      return Outcome(status, detail=str(error)[:1000]).to_dict()
+      return Outcome(error.status, detail=str(error)[:1000]).to_dict()
     except ValueError as error:
       return Outcome(Status.NOT_FINITE, detail=str(error)[:1000]).to_dict()
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mxjax.discovery import artifact, tracing
+from mxjax.discovery import artifact, faults, tracing
 from mxjax.discovery.laboratory import Traced
 from mxjax.discovery.program import hook_keys
-from mxjax.discovery.task import Call, ContractError, Outcome, Status, Task
+from mxjax.discovery.task import Call, Outcome, Status, Task
 
 
 class LocalBench:
@@ -39,12 +39,10 @@ class LocalBench:
     try:
       for traced in tracing.trace(source, todo) if todo else ():
         spec = self._table.specs[traced.name]
-        gated = artifact.check(traced.unit, spec)
-        if traced.batched:
-          artifact.check(traced.batched, spec, batched=True)
-        computation[traced.name] = gated.computation
-        self._hooks[keys[traced.name]] = gated.computation
-        self._table.add(gated.computation, traced.name, traced.unit, traced.batched)
+        lowered = artifact.gate(spec, traced.unit, traced.batched)
+        computation[traced.name] = lowered
+        self._hooks[keys[traced.name]] = lowered
+        self._table.add(lowered, traced.name, traced.unit, traced.batched)
     except artifact.RefusedError as error:
       return Traced(Status.REFUSED, detail=str(error))
     except Exception as error:  # noqa: BLE001
@@ -82,7 +80,7 @@ def run_phases(
     return Outcome.from_dict(
       {"status": "ok", "values": values, "outputs": outputs, "detail": ""}
     )
-  except (artifact.RefusedError, ContractError) as error:
-    return Outcome(Status.CONTRACT, detail=str(error))
-  except (FloatingPointError, ValueError) as error:
-    return Outcome(Status.NOT_FINITE, detail=str(error)[:500])
+  except Exception as error:  # noqa: BLE001
+    # A fault of the candidate is its result; what it is called says which.
+    status, detail = faults.status_of(error)
+    return Outcome(status, detail=detail)

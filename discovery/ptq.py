@@ -264,7 +264,7 @@ def default_identities() -> dict[str, str]:
   specs = ptq_interface.INTERFACE.to_list()
   traced = tracing.trace(ptq_interface.INTERFACE.default_source(), specs)
   return {
-    hook.name: artifact.check(hook.unit, spec).computation
+    hook.name: artifact.gate(spec, hook.unit, hook.batched)
     for hook, spec in zip(traced, specs, strict=True)
   }
 
@@ -398,7 +398,7 @@ def _errors(
     coded = mxfp4.to_blocks(mxfp4.decode(leaf.weight, jnp.float32))
     exact = product(mapped, folded[path])
     size = jnp.square(exact).sum()
-    share = lambda y: jnp.square(y - exact).sum() / size
+    share = lambda y, exact=exact, size=size: jnp.square(y - exact).sum() / size
     magnitudes = jnp.sort(jnp.abs(mapped), axis=1)
     middle = 0.5 * (magnitudes[:, 15] + magnitudes[:, 16])
     errors[path] = {

@@ -62,7 +62,8 @@ def searched(block):
   base = block_exponent(block)
   def cost(shift):
     exponent = jnp.clip(base + shift, -127, 127)
-    return jnp.sum(jnp.square(element(nearest_codes(block, exponent), exponent) - block))
+    decoded = element(nearest_codes(block, exponent), exponent)
+    return jnp.sum(jnp.square(decoded - block))
   costs = jnp.stack([cost(0), cost({first}), cost({second})])
   shifts = jnp.array([0, {first}, {second}], jnp.int32)
   exponent = jnp.clip(base + shifts[jnp.argmin(costs)], -127, 127)

@@ -13,8 +13,6 @@ import pathlib
 import sys
 from typing import Any
 
-RUNTIME_ERRORS = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory", "bad_alloc")
-
 
 def _load(name: str) -> Any:
   path = pathlib.Path(__file__).resolve().parent / f"{name}.py"
@@ -45,34 +43,13 @@ def _gate(request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
   """Checks artifacts: `[unit, batched]` for every spec."""
   from mxjax.discovery import artifact
 
-  gated = []
-  for spec, unit, batched in zip(
-    request["specs"], blobs[0::2], blobs[1::2], strict=True
-  ):
-    checked = artifact.check(unit, spec)
-    if bool(spec["batched"]) != bool(batched):
-      raise artifact.RefusedError(f"{spec['name']}: one of its two forms is missing.")
-    if batched:
-      artifact.check(batched, spec, batched=True)
-    gated.append(checked.computation)
+  gated = [
+    artifact.gate(spec, unit, batched)
+    for spec, unit, batched in zip(
+      request["specs"], blobs[0::2], blobs[1::2], strict=True
+    )
+  ]
   return {"computation": gated}
-
-
-def _status(error: BaseException) -> tuple[str, str]:
-  """How a fault of a candidate is called."""
-  from mxjax.discovery.artifact import RefusedError
-  from mxjax.discovery.task import ContractError
-
-  detail = f"{type(error).__name__}: {error}"[:1000]
-  if isinstance(error, RefusedError):
-    return "refused", detail
-  if isinstance(error, ContractError):
-    return "contract", detail
-  if isinstance(error, FloatingPointError):
-    return "not_finite", detail
-  if isinstance(error, MemoryError) or any(t in detail for t in RUNTIME_ERRORS):
-    return "memory", detail
-  return "crashed", detail
 
 
 def main() -> None:
@@ -83,7 +60,7 @@ def main() -> None:
   replies = os.fdopen(os.dup(1), "wb")
   os.dup2(2, 1)
   features = _enter(config)
-  from mxjax.discovery import artifact, task
+  from mxjax.discovery import artifact, faults, task
 
   problem = task.load(config["task"])
   specs = {spec["name"]: spec for spec in problem.interface.to_list()}
@@ -107,7 +84,9 @@ def main() -> None:
         answer = {"status": "ok", **result}
     except Exception as error:  # noqa: BLE001
       # The supervisor turns it into a status; the message is its detail.
-      status, detail = _status(error)
+      status, detail = faults.status_of(error)
+      if request["kind"] == "gate" and status == task.Status.CONTRACT:
+        status = task.Status.REFUSED
       answer = {"status": status, "detail": detail}
     reply = json.dumps(answer, allow_nan=True).encode()
     frames.write_frame(replies, frames.pack([reply, payload]))

@@ -9,14 +9,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from mxjax.discovery import checkers, controls, identity, verdict
+from mxjax.discovery import identity, registration, resolution, verdict
 from mxjax.discovery.frontier import ExecutableFrontier, ResidualFrontier
 from mxjax.discovery.laboratory import Laboratory, Prepared
 from mxjax.discovery.ledger import Ledger
-from mxjax.discovery.packet import Packet, condition
+from mxjax.discovery.packet import Condition, Packet, condition
 from mxjax.discovery.proposer import (
   Context,
-  Evidence,
   Experiment,
   Proposal,
   Proposer,
@@ -25,81 +24,14 @@ from mxjax.discovery.proposer import (
   Required,
   strip,
 )
-from mxjax.discovery.residual import (
-  PRIMARY,
-  SYMBOLS,
-  Control,
-  Explanation,
-  Residual,
-  Symbol,
-  consistent,
-  symbol,
-)
+from mxjax.discovery.registration import Attempt
+from mxjax.discovery.residual import PRIMARY, Residual
+from mxjax.discovery.settings import SearchConfig
 from mxjax.discovery.store import Store
-from mxjax.discovery.task import Call, Outcome, Status
+from mxjax.discovery.task import Outcome, Status
 
 MAX_ATTEMPTS = 2
 """Responses that may fail their check before the demand is dropped."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchConfig:
-  """What defines a run, with its arm; frozen into the log's first event.
-
-  Attributes:
-    seed: Seed of every draw.
-    budget: Evaluator calls.
-    evidence: What the proposer may condition on.
-    policy: How controls are selected; `none` runs candidates alone.
-    checker: How responses are checked.
-    compile_verdicts: Whether a verdict requires a response of the next program.
-    width: Proposals made from one state; their calls can run side by side.
-    frontier: Programs retained.
-    mark_every: Calls between two held-out observations.
-    reuse: Whether a repeated execution identity is free.
-    proposals_per_call: Proposer calls allowed for each evaluator call.
-    sequential: Skip registered controls that the primary run has made pointless: those
-      that separate no two explanations still standing. The paper runs them all.
-    shuffled_verdicts: Placebo: each finding is replaced by one drawn from all so far.
-    corruption: Placebo: rate at which a predicted symbol is redrawn.
-  """
-
-  seed: int = 0
-  budget: int = 240
-  evidence: Evidence = "verdict"
-  policy: controls.Policy = "minimal"
-  checker: checkers.Checker = "probe"
-  compile_verdicts: bool = True
-  width: int = 1
-  frontier: int = 8
-  mark_every: int = 20
-  reuse: bool = True
-  proposals_per_call: int = 6
-  sequential: bool = True
-  shuffled_verdicts: bool = False
-  corruption: float = 0.0
-
-
-@dataclasses.dataclass
-class _Attempt:
-  """One registered packet on its way through a round."""
-
-  proposal: Proposal
-  prepared: Prepared
-  parent: Record
-  residual: Residual | None
-  required: Required | None
-  packet: Packet
-  outcomes: dict[str, Outcome] = dataclasses.field(default_factory=dict)
-
-  skipped: frozenset[str] = frozenset()
-
-  def conditions(self, *, primary: bool) -> list[Any]:
-    return [
-      c
-      for c in self.packet.conditions
-      if (c.name == PRIMARY) == primary and c.name not in self.skipped
-    ]
 
 
 class Search:
@@ -152,6 +84,7 @@ class Search:
       config=dataclasses.asdict(self._config),
       task=dict(self._task.spec),
       evaluator=self._lab.evaluator,
+      target=self._task.target,
       proposer=self._proposer.name,
       margins=dict(self._task.margins),
     )
@@ -194,7 +127,7 @@ class Search:
     self._execute(attempts, primary=True)
     alive = [a for a in attempts if a.outcomes[PRIMARY].status == Status.OK]
     for attempt in alive:
-      self._trim(attempt)
+      self._skip(attempt)
     self._execute(alive, primary=False)
     for attempt in attempts:
       # Retain programs by measured performance.
@@ -213,7 +146,7 @@ class Search:
 
   # Select and propose.
 
-  def _register(self, position: int) -> _Attempt | None:
+  def _register(self, position: int) -> Attempt | None:
     """Selects, proposes and freezes one packet; None when nothing is to be run."""
     if self.ledger.left <= 0:
       return None
@@ -230,8 +163,20 @@ class Search:
     residual = next((q for q in questions if q.observable == proposal.residual), None)
     if required and required.residual.observable == proposal.residual:
       residual = required.residual
-    attempt = self._freeze(proposal, prepared, parent, residual, required, address)
-    if attempt is None:
+    try:
+      attempt = registration.freeze(
+        self._config,
+        self._lab,
+        self.ledger,
+        proposal,
+        prepared,
+        parent,
+        residual,
+        required,
+        address,
+      )
+    except ValueError as error:
+      self._note(proposal, prepared, parent, "indistinguishable", str(error))
       return None
     fresh = [c for c in attempt.packet.conditions if c.exec_id not in known]
     if not fresh and self._config.reuse:
@@ -286,118 +231,23 @@ class Search:
     self.ledger.proposer.update(proposal.usage)
     return dataclasses.replace(
       proposal,
-      explanations=tuple(self._corrupted(e, address) for e in proposal.explanations),
+      explanations=tuple(
+        registration.corrupted(e, self._config.corruption, self._config.seed, address)
+        for e in proposal.explanations
+      ),
     )
-
-  def _corrupted(self, account: Explanation, address: tuple[int, int]) -> Explanation:
-    """An explanation whose predicted symbols are redrawn at the placebo's rate."""
-    rate, seed = self._config.corruption, self._config.seed
-
-    def redrawn(name: str, observable: str, predicted: Symbol) -> Symbol:
-      where = (seed, *address, "corrupt", account.name, name, observable)
-      is_kept = identity.draw(*where) >= rate
-      return predicted if is_kept else identity.pick(SYMBOLS, *where, "symbol")
-
-    table = {
-      name: {o: redrawn(name, o, s) for o, s in predicted.items()}
-      for name, predicted in account.predictions.items()
-    }
-    return dataclasses.replace(account, predictions=table)
-
-  # Compile controls and freeze.
-
-  def _freeze(
-    self,
-    proposal: Proposal,
-    prepared: Prepared,
-    parent: Record,
-    residual: Residual | None,
-    required: Required | None,
-    address: tuple[int, int],
-  ) -> _Attempt | None:
-    """The packet, in full or, where the budget's end is near, the candidate alone."""
-    assert prepared.call is not None
-    config = self._config
-    chosen: tuple[Control, ...] = ()
-    if residual is not None and config.policy != "none":
-      policy = config.policy
-      if required is not None and required.response == "add_discriminator":
-        # The minimal set left several accounts standing: run everything allowed.
-        policy = "all"
-      try:
-        chosen = controls.select(
-          policy, proposal.explanations, proposal.controls, config.seed, *address
-        )
-      except ValueError as error:
-        self._note(proposal, prepared, parent, "indistinguishable", str(error))
-        return None
-    is_checked = required is not None and config.checker != "none"
-    make = lambda name, kind, call, cost=1: condition(
-      name, kind, call, self._lab.evaluator, cost
-    )
-    conditions = [make(PRIMARY, "candidate", prepared.call)]
-    conditions += [
-      make(c.name, "control", self._intervened(prepared.call, c, parent), c.cost)
-      for c in chosen
-    ]
-    if is_checked and checkers.needs_probe(config.checker):
-      back = checkers.reverted(
-        self._lab.full_call(prepared), self._full_parent(parent), proposal.declared
-      )
-      conditions.append(make("probe", "probe", self._lab.effective(back)))
-    common = {
-      "program": prepared.id,
-      "parent": parent.id,
-      "margins": self._task.margins,
-      "evaluator": self._lab.evaluator,
-    }
-    packet = Packet(
-      **common,
-      conditions=tuple(conditions),
-      residual=residual if config.policy != "none" else None,
-      explanations=proposal.explanations if config.policy != "none" else (),
-      allowed=tuple(c.name for c in proposal.controls),
-      policy=config.policy,
-      response_to=required.packet if required else None,
-      declared=proposal.declared,
-      checker=config.checker if is_checked else "none",
-    )
-    if self.ledger.price(packet.prices) > self.ledger.left:
-      packet = Packet(**common, conditions=tuple(conditions[:1]))
-      residual = required = None
-    return _Attempt(proposal, prepared, parent, packet.residual, required, packet)
-
-  def _intervened(self, call: Call, control: Control, parent: Record) -> Call:
-    """The call of a control; one that asks for the parent is told what it ran."""
-    intervention = dict(control.intervention)
-    if intervention.get("parent"):
-      before = self._lab.effective(self._full_parent(parent))
-      intervention["parent"] = {
-        "computation": dict(before.computation),
-        "plan": dict(before.plan),
-      }
-    return call._replace(intervention=intervention)
-
-  def _full_parent(self, parent: Record) -> Call:
-    return Call(parent.computation, parent.plan, {})
 
   # Execute.
 
-  def _trim(self, attempt: _Attempt) -> None:
-    """Drops controls that cannot tell the explanations still standing apart."""
-    packet = attempt.packet
-    if not self._config.sequential or packet.policy != "minimal":
-      return
-    seen = self._symbols(attempt.parent, attempt.outcomes[PRIMARY])
-    left = [e for e in packet.explanations if consistent(e.predicts(PRIMARY), seen)]
-    chosen = {c.name for c in packet.conditions if c.kind == "control"}
-    registered = [c for c in attempt.proposal.controls if c.name in chosen]
-    needed = controls.minimal(left, registered) if chosen else ()
-    attempt.skipped = frozenset(chosen - {c.name for c in needed})
+  def _skip(self, attempt: Attempt) -> None:
+    """Drops controls that the primary run has made pointless, and says so."""
+    if self._config.sequential and attempt.packet.policy == "minimal":
+      attempt.skipped = resolution.pointless(self._task, attempt)
     if attempt.skipped:
-      self._emit("skipped", packet=packet.hash, controls=sorted(attempt.skipped))
+      names = sorted(attempt.skipped)
+      self._emit("skipped", packet=attempt.packet.hash, controls=names)
 
-  def _execute(self, attempts: list[_Attempt], *, primary: bool) -> None:
+  def _execute(self, attempts: list[Attempt], *, primary: bool) -> None:
     """Runs conditions side by side and books them in the packets' order."""
     todo = [(a, c) for a in attempts for c in a.conditions(primary=primary)]
     outcomes = self._lab.run([c for _, c in todo])
@@ -405,7 +255,7 @@ class Search:
       attempt.outcomes[cond.name] = outcome
       self._settle(attempt.packet, cond, outcome)
 
-  def _settle(self, packet: Packet, cond: Any, outcome: Outcome) -> None:
+  def _settle(self, packet: Packet, cond: Condition, outcome: Outcome) -> None:
     entry = self.ledger.settle(
       cond.kind, cond.exec_id, cond.cost, packet.hash, cond.name, outcome.status
     )
@@ -453,33 +303,20 @@ class Search:
     )
     return record
 
-  def _conclude(self, attempt: _Attempt) -> Record | None:
+  def _conclude(self, attempt: Attempt) -> Record | None:
     outcome = attempt.outcomes[PRIMARY]
     if outcome.status != Status.OK:
       return None
     exec_id = attempt.packet.conditions[0].exec_id
     return self._retain(attempt.prepared, attempt.parent.id, exec_id, outcome)
 
-  def _resolve(self, attempt: _Attempt) -> verdict.Finding | None:
-    """Compares the packet's outcomes with its registered predictions."""
+  def _resolve(self, attempt: Attempt) -> verdict.Finding | None:
+    """The packet's finding; None without a question."""
     packet = attempt.packet
     if packet.residual is None or not packet.explanations:
       return None
-    observed = {
-      name: self._symbols(attempt.parent, outcome)
-      for name, outcome in attempt.outcomes.items()
-      if name != "probe" and outcome.status == Status.OK
-    }
-    statuses = [
-      attempt.outcomes[n].status for n in (PRIMARY, "probe") if n in attempt.outcomes
-    ]
-    finding = verdict.resolve(
-      packet.explanations,
-      observed,
-      self._task.target,
-      is_safe=all(status == Status.OK for status in statuses),
-      is_equivalent=self._is_equivalent(attempt, observed.get(PRIMARY, {})),
-    )
+    seen = resolution.observed(self._task, attempt)
+    finding = resolution.resolve(self._task, attempt, seen)
     self._findings.append(finding)
     if self._config.shuffled_verdicts:
       where = (self._config.seed, len(self._findings), "shuffled")
@@ -488,49 +325,18 @@ class Search:
       "verdict",
       packet=packet.hash,
       residual=packet.residual.key,
-      observed={k: dict(v) for k, v in observed.items()},
+      observed={name: dict(values) for name, values in seen.items()},
       response=finding.response,
       **dataclasses.asdict(finding),
     )
     return finding
 
-  def _symbols(self, parent: Record, outcome: Outcome) -> dict[str, Symbol]:
-    return {
-      name: symbol(outcome.values[name] - parent.values[name], margin)
-      for name, margin in self._task.margins.items()
-      if name in outcome.values and name in parent.values
-    }
-
-  def _is_equivalent(self, attempt: _Attempt, seen: dict[str, Symbol]) -> bool:
-    """The same execution, or nothing moved: neither observables nor outputs."""
-    if attempt.packet.conditions[0].exec_id == attempt.parent.exec_id:
-      return True
-    outputs = attempt.outcomes[PRIMARY].outputs
-    is_still = all(s == "same" for s in seen.values())
-    return bool(seen) and is_still and dict(outputs) == dict(attempt.parent.outputs)
-
-  def _verify(self, attempt: _Attempt) -> bool | None:
-    """Checks a response against source, lowered program or probe; None without one."""
-    packet, checker = attempt.packet, attempt.packet.checker
-    if checker == "none" or attempt.outcomes[PRIMARY].status != Status.OK:
-      return None if checker == "none" else False
-    program, outcome = attempt.prepared.program, attempt.outcomes[PRIMARY]
-    assert program is not None
-    if checker == "source":
-      parent = self._lab.prepare(attempt.parent.source).program
-      assert parent is not None
-      check = checkers.by_source(program, parent, packet.declared)
-    elif checker == "lowered":
-      check = checkers.by_lowering(
-        self._lab.full_call(attempt.prepared),
-        self._full_parent(attempt.parent),
-        packet.declared,
-      )
-    elif checker == "probe":
-      names = checkers.output_names(packet.declared, outcome.outputs)
-      check = checkers.by_probe(outcome, attempt.outcomes["probe"], names)
-    else:
-      check = checkers.by_layer_output(outcome, attempt.outcomes["probe"])
+  def _verify(self, attempt: Attempt) -> bool | None:
+    """Whether a demanded response was found; None where none was demanded."""
+    packet = attempt.packet
+    if packet.checker == "none":
+      return None
+    check = resolution.check(self._lab, attempt)
     self._emit(
       "check",
       packet=packet.hash,
@@ -541,7 +347,7 @@ class Search:
 
   def _compile(
     self,
-    attempt: _Attempt,
+    attempt: Attempt,
     record: Record | None,
     finding: verdict.Finding | None,
     implemented: bool | None,
@@ -582,6 +388,8 @@ class Search:
     self._remember(attempt, finding, implemented)
 
   def _move(self, residual: Residual, status: str, packet: str) -> None:
+    if self.residuals.questions[residual.key].status in (status, "closed"):
+      return
     self.residuals.move(residual, status, packet)
     self._emit("residual", key=residual.key, status=status, packet=packet)
 
@@ -589,7 +397,7 @@ class Search:
 
   def _remember(
     self,
-    attempt: _Attempt,
+    attempt: Attempt,
     finding: verdict.Finding | None,
     implemented: bool | None,
   ) -> None:

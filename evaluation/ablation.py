@@ -8,7 +8,6 @@ replicate; one inside the spread is a tie.
 
 import dataclasses
 import json
-import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from mxjax import pipeline, run_folder
 from mxjax.calibration import Params, token_fingerprint
 from mxjax.contract import PAPER_CONTRACT, Contract
 from mxjax.evaluation import study
+from mxjax.evaluation.metrics import paired_interval
 from mxjax.methods import ablations
 from mxjax.program import Program
 
@@ -46,16 +46,14 @@ class Comparison:
   verdict: str
 
 
-def interval(differences: Sequence[float]) -> tuple[float, float] | None:
-  """Exact two-sided 95 % Student t interval of a mean; None for fewer than two."""
-  if len(differences) < 2:
+def _interval(
+  ours: Sequence[float], theirs: Sequence[float]
+) -> tuple[float, float] | None:
+  """Ends of the paired 95 % interval; None for fewer than two draws."""
+  if len(ours) < 2:
     return None
-  from scipy import stats
-
-  values = np.asarray(differences, np.float64)
-  half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1)
-  half /= math.sqrt(len(values))
-  return float(values.mean() - half), float(values.mean() + half)
+  found = paired_interval(ours, theirs)
+  return found.low, found.high
 
 
 def compare_perplexity(
@@ -72,31 +70,28 @@ def compare_perplexity(
     np.asarray([row["perplexity"][test]["values"] for row in side])
     for side in (rows, reference)
   )
-  by_draw = (ours - theirs).mean(1)
   spread = float(max(np.ptp(ours, axis=1).max(), np.ptp(theirs, axis=1).max()))
-  mean = float(by_draw.mean())
+  mean = float((ours - theirs).mean())
   if ours.shape[1] < 2:
     verdict = "one replicate"
   elif abs(mean) <= spread:
     verdict = "tie"
   else:
     verdict = "better" if mean < 0 else "worse"
-  return Comparison(mean, interval(by_draw.tolist()), spread, verdict)
+  means = ours.mean(1).tolist(), theirs.mean(1).tolist()
+  return Comparison(mean, _interval(*means), spread, verdict)
 
 
 def compare_operator_error(
   rows: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]
 ) -> Comparison:
   """Compares operator errors, draw by draw; differences below 0.1 % are ties."""
-  pairs = [
-    (row["operator_error"], other["operator_error"])
-    for row, other in zip(rows, reference, strict=True)
-  ]
-  differences = [a - b for a, b in pairs]
-  mean = float(np.mean(differences))
-  spread = OPERATOR_TIE * float(np.mean([b for _, b in pairs]))
+  ours = [row["operator_error"] for row in rows]
+  theirs = [row["operator_error"] for row in reference]
+  mean = float(np.mean(ours) - np.mean(theirs))
+  spread = OPERATOR_TIE * float(np.mean(theirs))
   verdict = "tie" if abs(mean) <= spread else "better" if mean < 0 else "worse"
-  return Comparison(mean, interval(differences), spread, verdict)
+  return Comparison(mean, _interval(ours, theirs), spread, verdict)
 
 
 def _summary(record: Mapping[str, Any]) -> dict[str, float]:
@@ -185,7 +180,7 @@ def run(
           program,
           builds,
           contract=contract,
-          store=path.parent / "store",
+          store=path.parent / study.STORE,
           on_progress=progress,
         )
         run_folder.write_durably(file, (json.dumps(row, indent=1) + "\n").encode())

@@ -35,7 +35,9 @@ def _add_data(parser: argparse.ArgumentParser, *, calibrates: bool) -> None:
       "WikiText-2 sample (random offsets of the text), the default for wikitext2",
     )
   group = parser.add_argument_group("evaluation")
-  group.add_argument("--data", metavar="DATA", help=DATA_HELP)
+  group.add_argument(
+    "--data", metavar="DATA", help=f"{DATA_HELP}; several sets with commas between"
+  )
   group.add_argument("--windows", type=int, default=8, metavar="N")
   group.add_argument("--window-length", type=int, default=2048, metavar="T")
   group.add_argument(
@@ -227,6 +229,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     "--seeds", default="0,3,5", help="calibration draws (default: 0,3,5)"
   )
   ablate.add_argument("--out", required=True, metavar="DIR", help="a folder")
+  _add_on_disk(ablate)
   _add_data(ablate, calibrates=True)
   ablate.set_defaults(replicates=3)
 

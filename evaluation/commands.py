@@ -52,15 +52,21 @@ def _calibration(
 def _tests(
   options: argparse.Namespace, tokenizer: datasets.TextTokenizer
 ) -> dict[str, np.ndarray]:
-  tokens = datasets.load_tokens(
-    options.data,
-    tokenizer,
-    count=options.windows,
-    length=options.window_length,
-    split="test",
-  )
-  name = pathlib.Path(options.data).stem if options.data else "embedded test"
-  return {name: tokens}
+  tests: dict[str, np.ndarray] = {}
+  for source in options.data.split(",") if options.data else [None]:
+    name = pathlib.Path(source).stem if source else "embedded test"
+    if name in tests:
+      raise ValueError(
+        f"test data: two sets are named {name}; rename one of the files."
+      )
+    tests[name] = datasets.load_tokens(
+      source,
+      tokenizer,
+      count=options.windows,
+      length=options.window_length,
+      split="test",
+    )
+  return tests
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:
@@ -181,7 +187,8 @@ def _method_names(text: str) -> list[str]:
 def _resumable(out: str) -> pathlib.Path:
   """A folder of earlier rows to go on with, or one that is free."""
   folder = pathlib.Path(out)
-  return folder if (folder / ROWS).is_dir() else run_folder.check_output(out)
+  is_ours = any((folder / name).is_dir() for name in (ROWS, study.STORE))
+  return folder if is_ours else run_folder.check_output(out)
 
 
 def compare(options: argparse.Namespace) -> None:

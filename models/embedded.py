@@ -51,3 +51,26 @@ def _check_digest(path: pathlib.Path) -> None:
       f"{path}: expected sha256 {SHA256}, got {digest}; run `{INSTALL_COMMAND} "
       "--force-reinstall`."
     )
+
+
+def trained_folder(family: str) -> pathlib.Path:
+  """Finds a small trained model of a family, made by `examples/train_small.py`.
+
+  They are part of the source tree, not of the wheel.
+
+  Args:
+    family: A key of `mxjax.models.families.FAMILIES`.
+
+  Returns:
+    A folder that `from_pretrained` loads.
+
+  Raises:
+    FileNotFoundError: There is none of this family here.
+  """
+  folder = pathlib.Path(__file__).resolve().parent / "trained" / family
+  if (folder / "model.safetensors").is_file():
+    return folder
+  raise FileNotFoundError(
+    f"trained models: expected {folder}, got no such folder; use a source checkout, or "
+    f"train one with `python examples/train_small.py {family} --out {folder}`."
+  )

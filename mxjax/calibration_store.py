@@ -21,11 +21,12 @@ from mxjax.run_folder import flatten, write_durably
 
 
 def params_digest(params: Params) -> str:
-  """SHA-256 of every array of a float model, by path, hex."""
+  """SHA-256 of every array of a float model, by path, hex; one key at a time."""
   digest = hashlib.sha256()
-  for path, array in sorted(flatten(params).items()):
-    digest.update(f"{path} {array.dtype} {array.shape}".encode())
-    digest.update(np.ascontiguousarray(array).tobytes())
+  for name in sorted(params):
+    for path, array in sorted(flatten(params[name]).items()):
+      digest.update(f"{name}/{path} {array.dtype} {array.shape}".encode())
+      digest.update(np.ascontiguousarray(array).tobytes())
   return digest.hexdigest()
 
 

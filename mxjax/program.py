@@ -5,6 +5,7 @@ contract. Nothing is special-cased by name.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -146,7 +147,7 @@ class Program:
   def describe(self) -> Mapping[str, Any]:
     """Name and options, JSON-ready, for results and checkpoints."""
     options = {
-      field.name: getattr(self, field.name)
+      field.name: _plain(getattr(self, field.name))
       for field in dataclasses.fields(self)
       if field.name not in ("name", "recover")
     }
@@ -155,6 +156,12 @@ class Program:
       "recover": [fit.name for fit in self.recover],
       "options": options,
     }
+
+
+def _plain(value: Any) -> Any:
+  """A value as strict JSON has it: infinity becomes its name."""
+  is_odd = isinstance(value, float) and not math.isfinite(value)
+  return str(value) if is_odd else value
 
 
 @jax.jit

@@ -252,7 +252,7 @@ def _kernel_inputs(
       matrix = None
     case BlockDense(matrix=blocks):
       matrix = blocks.astype(jnp.float32)
-    case Hadamard(size=mxfp4.BLOCK_SIZE):
+    case Hadamard(size=mxfp4.BLOCK_SIZE, signs=None):
       matrix = hadamard(mxfp4.BLOCK_SIZE)[None]
     case other:
       # A map across blocks runs before the kernel, in float32.

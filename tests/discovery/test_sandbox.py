@@ -292,7 +292,8 @@ RUN_PROBES = {
   "7 device memory in a hook": (
     HEADER
     + "def geometry(x):\n"
-    + "  big = jax.lax.cumsum(jnp.ones((100_000, 1000, 1000)) * x[0], axis=0)\n"
+    + "  ones = jnp.ones((100_000, 1000, 1000), x.dtype)\n"
+    + "  big = jax.lax.cumsum(ones * x[0], axis=0)\n"
     + "  return x + jnp.sort(big, axis=0)[-1, -1, -1]\n",
     "memory",
     1,

@@ -9,7 +9,9 @@ import pytest
 import tokenizers
 from safetensors.flax import save_file
 
-from mxjax.evaluation import cli
+from mxjax import methods
+from mxjax.evaluation import cli, study
+from mxjax.methods import ablations
 from mxjax.models import CausalLM, ModelConfig
 
 TEXT = "the cat sat on the mat and the dog ran over the hill " * 40
@@ -170,6 +172,43 @@ def test_compare_writes_one_table_and_one_report(folder, tmp_path, capsys):
   assert [row["method"] for row in last_json(capsys)] == ["rtn", "brq"]
   rows = json.loads((out / "result.json").read_text())
   assert rows[0]["record"]["layers"]
+
+
+def test_compare_marks_rules_and_resumes(folder, tmp_path, capsys):
+  out = tmp_path / "out"
+  both = ("--data", f"{folder / 'text.txt'},{folder / 'other.txt'}")
+  (folder / "other.txt").write_text(TEXT[7:])
+  options = arguments(folder, out, "--methods", "rtn", *both)
+  assert cli.main(["compare", *options]) == 0
+  first = last_json(capsys)
+  assert list(first[0]["perplexity"]) == ["text", "other"]
+  options = arguments(
+    folder, out, "--methods", "rtn,rtn+rceil", "--scale-rules", "floor,even", *both
+  )
+  assert cli.main(["compare", *options]) == 0
+  rows = last_json(capsys)
+  names = ["rtn", "rtn [even]", "rtn+rceil", "rtn+rceil [even]"]
+  assert [row["method"] for row in rows] == names
+  assert rows[0] == first[0]
+  assert not (out / "store").exists()
+  page = (out / "report.html").read_text()
+  assert "rtn [even]" in page
+
+
+def test_ablate_writes_tables_and_resumes(folder, tmp_path, capsys, monkeypatch):
+  rows = (("one gain", methods.RTN_GAIN), ("strict RTN", methods.RTN))
+  monkeypatch.setitem(ablations.STUDIES, "controls", rows)
+  out = tmp_path / "out"
+  extra = ("--study", "controls", "--seeds", "0,3", "--replicates", "2")
+  command = ["ablate", *arguments(folder, out, *extra)]
+  assert cli.main(command) == 0
+  result = last_json(capsys)[0]
+  assert result["seeds"] == [0, 3]
+  table = (out / "tables.md").read_text()
+  assert "| one gain |" in table and "reference" in table
+  monkeypatch.setattr(study, "run_method", None)
+  assert cli.main(command) == 0
+  assert last_json(capsys)[0] == result
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_gradients_are_those_of_the_relaxation():
   slope_m = (rounded - inside * scaled) * scale / np.asarray(learned.factor)[:, None]
   expected = (slope_m * probe).sum(1)
   np.testing.assert_allclose(got.factor, expected, rtol=1e-4, atol=1e-4)
-  slope_c = -inside * scaled * scale / divisor * probe
+  slope_c = -(inside * scaled) * scale / divisor * probe
   by_group = slope_c.reshape(2, 4, 8, 8).sum(2) * share * (1 - share)
   np.testing.assert_allclose(got.logits, by_group, rtol=1e-4, atol=1e-4)
   assert not inside.all()

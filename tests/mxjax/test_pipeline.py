@@ -16,26 +16,13 @@ from mxjax.quantized_linear import QuantizedLinear
 
 
 @pytest.fixture(scope="module")
-def model(tiny_config):
-  return CausalLM(tiny_config)
+def model(tiny_model):
+  return tiny_model
 
 
 @pytest.fixture(scope="module")
-def params(model):
-  tokens = jnp.zeros((1, 4), jnp.int32)
-  params = model.init(jax.random.key(0), tokens)["params"]
-  # Larger weights than an init's, and one loud channel, make rounding matter.
-  rng = np.random.default_rng(0)
-
-  def louder(path, leaf):
-    if "proj" not in jax.tree_util.keystr(path):
-      return leaf
-    scale = np.ones(leaf.shape[-1])
-    scale[rng.integers(leaf.shape[-1])] = 6.0
-    loud = rng.standard_normal(leaf.shape) * 0.15 * scale
-    return jnp.asarray(loud, jnp.bfloat16)
-
-  return jax.tree_util.tree_map_with_path(louder, params)
+def params(tiny_params):
+  return tiny_params
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,8 @@ def leaf(kind, features=64, outputs=48, seed=0):
     "rtn": (None, Nearest()),
     "brq": (Hadamard(32), Nearest()),
     "wide": (Hadamard(64), Nearest()),
+    "signed": (Hadamard(32, jnp.asarray(rng.choice([-1, 1], 64), jnp.int8)), Nearest()),
+    "wush": (BlockDense(jnp.asarray(matrix, jnp.bfloat16)), Nearest()),
     "hires": (BlockDense(jnp.asarray(matrix, jnp.float32)), one_code),
   }[kind]
   return QuantizedLinear(mxfp4.encode(weight), input_map, rounding)
@@ -42,7 +44,7 @@ def draw(shape, dtype=jnp.float32):
   return x.astype(dtype)
 
 
-@pytest.mark.parametrize("kind", ["rtn", "brq", "wide", "hires"])
+@pytest.mark.parametrize("kind", ["rtn", "brq", "wide", "signed", "wush", "hires"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_kernels_compute_the_linear_of_the_reference(kind, dtype):
   x, weight = draw((2, 5, 64), dtype), leaf(kind)

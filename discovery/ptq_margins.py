@@ -1,0 +1,90 @@
+"""What is measured once for a PTQ contract, before any comparison.
+
+Strict-A4 perplexity of a small model is chaotic: perturbed replicates of one program
+differ. Their spread sets the registered margin of the target. Operator errors have no
+such noise; their margin is a small share of the initial program's.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mxjax.discovery import candidate, ptq
+from mxjax.discovery.local_bench import LocalBench
+from mxjax.discovery.task import Call, Outcome, Status
+from mxjax.evaluation.perplexity import perplexity
+
+REPLICATES = 4
+SPREADS = 2.0
+"""The margin in standard deviations of the difference of two programs."""
+OPERATOR_SHARE = 0.01
+
+
+def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
+  """The specification with `margins`, `initial` and `call_seconds` measured.
+
+  Runs the initial program, our own source, in this process: twice for the time of a
+  call once everything is compiled, and its perplexity over perturbed replicates.
+
+  Args:
+    spec: Options of the PTQ task.
+
+  Returns:
+    The completed specification; it becomes part of every execution identity.
+  """
+  options = {key: value for key, value in spec.items() if key != "task"}
+  task = ptq.PtqTask(**options)
+  bench = LocalBench(task)
+  plan = task.interface.default_plan
+  traced = bench.trace(task.interface.default_source())
+  active = {h.name for h in task.interface.hooks if h.is_active(plan)}
+  hooks = {k: v for k, v in traced.computation.items() if k in active}
+  call = Call(hooks, plan, {})
+  outcomes: list[Outcome] = []
+  start = 0.0
+  for _ in range(2):
+    start = time.perf_counter()
+    bench.run([call], lambda index, outcome, seconds: outcomes.append(outcome))
+  seconds = time.perf_counter() - start
+  first = outcomes[0]
+  if first.status != Status.OK:
+    raise ValueError(f"ptq: the initial program ended {first.status}: {first.detail}")
+  spread = _replicate_spread(task, call)
+  margins = {
+    name: OPERATOR_SHARE * max(abs(value), 1e-4)
+    for name, value in first.values.items()
+    if name != task.target and not name.startswith("layer_")
+  }
+  # Two programs, each a mean over the task's replicates.
+  noise = spread * (2.0 / task.replicates) ** 0.5
+  margins[task.target] = max(SPREADS * noise, 1e-4)
+  return {
+    **dict(spec),
+    "margins": margins,
+    "initial": dict(first.values),
+    "call_seconds": round(seconds, 1),
+  }
+
+
+def _replicate_spread(task: ptq.PtqTask, call: Call) -> float:
+  """Standard deviation of the log perplexity of the initial program's replicates."""
+  fit = ptq.Fit(task)
+  model, params = task.loaded()
+  _, payload = fit.run(call, _NoArtifacts(), b"")
+  quantized = ptq._unpack(payload, params, model, lambda: None)
+  measured = perplexity(model, quantized, task.tokens("measure"), replicates=REPLICATES)
+  return float(np.std(np.log(measured.values), ddof=1))
+
+
+class _NoArtifacts:
+  """The initial program runs native code only."""
+
+  def unit(self, computation: str) -> candidate.Function:
+    """Never asked."""
+    raise KeyError(computation)
+
+  def batched(self, computation: str) -> candidate.Function:
+    """Never asked."""
+    raise KeyError(computation)
