@@ -124,7 +124,8 @@ def _best_code(
     return code_refinement.code_score(delta, slope, curvature), code
 
   (score, code), (other_score, other) = candidate(below), candidate(below + 1)
-  better = (other_score < score) | ((other_score == score) & (other < code))
+  # On a tie the first stays: its code is the lower one.
+  better = other_score < score
   return jnp.where(better, other_score, score), jnp.where(better, other, code)
 
 

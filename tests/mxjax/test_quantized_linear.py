@@ -109,6 +109,28 @@ def test_compact_tables_keep_the_result_legal_and_close():
   assert error < 0.5 * np.linalg.norm(run(x, nearest) - want) / np.linalg.norm(want)
 
 
+def test_compact_tables_keep_the_gain_of_refinement():
+  weight = leaf("hires", outputs=96)
+  small = compact.compact({"w": weight})["w"]
+  gram, cross = weight.rounding.tables()
+  x = weight.input_map.apply(mxfp4.to_blocks(draw((300, 64))))
+
+  def objective(elements, exponent):
+    d = np.asarray(elements, np.float64) * np.exp2(exponent[:, None]) - np.asarray(x)
+    pulled = np.einsum("bij,bjn->bin", np.asarray(gram, np.float64), d)
+    mismatch = np.einsum("bij,bjn->bin", np.asarray(cross, np.float64), x)
+    return (d * (pulled - 2 * mismatch)).sum()
+
+  def gain(rounding):
+    refined = code_refinement.refine(x, *rounding.tables())
+    exponent = np.asarray(refined.exponent, np.float64)
+    before = objective(refined.nearest, exponent)
+    return before - objective(refined.elements, exponent)
+
+  assert gain(weight.rounding) > 0
+  assert gain(small.rounding) > 0.999 * gain(weight.rounding)
+
+
 def test_compact_packs_embedding_and_head_when_asked():
   table = draw((96, 64), jnp.bfloat16)
   params = {"embed_tokens": {"weight": table}, "norm": {"weight": table[0]}}

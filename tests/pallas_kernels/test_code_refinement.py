@@ -68,6 +68,23 @@ def test_exact_arithmetic_gives_the_codes_of_the_reference_ties_included():
     np.testing.assert_array_equal(got.scales, want.scales)
 
 
+def test_two_candidates_are_as_good_as_fifteen_on_a_grid_full_of_ties():
+  legal = [m for m in mxfp4.MAGNITUDES] + [-m for m in mxfp4.MAGNITUDES[1:]]
+  axes = legal, np.arange(-96, 97) / 8.0, [0.0, 1.0, 2.0, 5.0], [0.5, 1.0]
+  nearest, slope, curvature, scale = (
+    jnp.asarray(a.reshape(1, -1), jnp.float32) for a in np.meshgrid(*axes)
+  )
+  score, code = jax.jit(kernel._best_code)(nearest, scale, slope, curvature)
+  want, value = code_refinement.best_code(nearest, scale, slope, curvature)
+  np.testing.assert_array_equal(score, want)
+  # Where nothing improves, no code is changed and any will do.
+  changed = np.asarray(want) < 0
+  magnitude = np.array(mxfp4.MAGNITUDES)[np.asarray(code) & 7]
+  got = np.where(np.asarray(code) >= 8, -magnitude, magnitude)
+  np.testing.assert_array_equal(got[changed], np.asarray(value)[changed])
+  assert changed.sum() > 1000
+
+
 def test_flat_coordinates_take_no_nan():
   x, matrix, gram, cross = problem()
   flat = gram.at[:, 7].set(0).at[:, :, 7].set(0)
