@@ -13,7 +13,6 @@ from mxjax.methods import ablations
 from mxjax.pipeline import quantize_with_record
 from mxjax.quantized_linear import QuantizedLinear, Unrounded
 
-
 STUDIES = dict(ablations.STUDIES)
 """As the library has them: a fixture below puts a quicker one in place of another."""
 
