@@ -197,6 +197,7 @@ def quantize_with_record(
       ]
       float_stream = [output for output, _ in outputs]
       taps = [kept for _, kept in outputs]
+      del outputs
       _check_finite(float_stream, name)
     with clock.stage("quantization"), precision.float64_scope():
       quantized, linears = _quantize_layer(
@@ -218,6 +219,8 @@ def quantize_with_record(
     if folder:
       with clock.stage("writing"):
         folder.write_layer(name, quantized, layer_record)
+    # Before the next layer's inputs come: they are the largest thing in memory.
+    del taps
 
   if check:
     with clock.stage("sanity gate"):
