@@ -23,9 +23,9 @@ CROSS_BYTES = 4 * mxfp4.BLOCK_SIZE**2
 """K_Q of one input block, float32."""
 BLOCK_BYTES = MAP_BYTES + GRAM_BYTES + CROSS_BYTES
 """10,304: the matrices that HiRes keeps for one input block."""
-PROCESS_BYTES = 1400 * 2**20
-"""Python, JAX and compiled programs: about the peak of a CPU process that quantized
-several tiny models by HiRes, whose arrays are negligible. One run, not a law."""
+PROCESS_BYTES = 900 * 2**20
+"""Python, JAX and compiled programs of a HiRes run on CPU, rounded up: a process that
+quantized one tiny layer peaked at 0.84 GB (benchmarks/results/plan_memory.json)."""
 RECOVERY_FITS = 2
 """Streams of hidden states beside the float one: attention and MLP."""
 
