@@ -297,6 +297,8 @@ def quantize_with_record(
     if folder:
       with clock.stage("writing"):
         folder.write_layer(name, quantized, layer_record)
+    # Before the next layer's inputs come: they are the largest thing in memory.
+    del views
 
   if check:
     with clock.stage("sanity gate"):

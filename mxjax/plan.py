@@ -1,7 +1,7 @@
 """What quantizing a model will take, from its config alone.
 
-Counts are exact. Memory is the arrays that the pipeline holds in each stage, plus the
-process itself; `benchmarks/plan_memory.py` compares it with measured runs.
+Counts are exact. Memory is an estimate: the arrays that the pipeline holds in each
+stage, plus the process itself. `benchmarks/plan_memory.py` compares it with a run.
 
 Paper: Persistent storage (Appendix, Computational and Storage Costs).
 """
@@ -24,7 +24,8 @@ CROSS_BYTES = 4 * mxfp4.BLOCK_SIZE**2
 BLOCK_BYTES = MAP_BYTES + GRAM_BYTES + CROSS_BYTES
 """10,304: the matrices that HiRes keeps for one input block."""
 PROCESS_BYTES = 900 * 2**20
-"""Python, JAX and compiled programs, as measured on CPU."""
+"""Python, JAX and compiled programs of a HiRes run on CPU, rounded up: a process that
+quantized one tiny layer peaked at 0.84 GB (benchmarks/results/plan_memory.json)."""
 RECOVERY_FITS = 2
 """Streams of hidden states beside the float one: attention and MLP."""
 
@@ -178,8 +179,7 @@ def _memory(
   # Gate and up of one sequence, twice, and their products in float64.
   fitting = 8 * length * ffn * 8 // 4 + forward
   return {
-    # The taps of the layer before are let go only when the new ones are there.
-    "calibration": held + taps + forward,
+    "calibration": held + forward,
     "quantization": held + hessians + solving,
     "attention recovery": held + forward,
     "mlp recovery": held + fitting,
