@@ -18,7 +18,7 @@ from mxjax.discovery.ptq_templates import (
   ONE_CODE,
   VALUE,
 )
-from mxjax.discovery.residual import Control, Explanation, Symbol
+from mxjax.discovery.residual import Control, Explanation, Predicted, Symbol
 
 
 def _accounts(
@@ -32,7 +32,7 @@ def _accounts(
     told: What the focal account says.
     own: What the focal account predicts of the signature under the control.
   """
-  better = {"log_ppl": "down", observable: "down"}
+  better: Predicted = {"log_ppl": "down", observable: "down"}
   return (
     Explanation("measured", told, {"primary": better, control: {observable: own}}),
     Explanation(

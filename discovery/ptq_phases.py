@@ -68,7 +68,7 @@ class Fit:
     rounding = call.computation["encode_act"]
     outputs["encode_act"] = identity.digest([outputs.pop("tables"), rounding])[:16]
     buffer = io.BytesIO()
-    np.savez(buffer, **packed)
+    np.savez(buffer, **packed)  # pyright: ignore[reportArgumentType]
     return {"outputs": outputs}, buffer.getvalue()
 
 
@@ -139,9 +139,9 @@ def unpack(
       ("mlp", "mlp_recovery", mlp_recovery.MlpRecovery),
     ):
       fields = [f.name for f in dataclasses.fields(kind)]
-      found = [arrays.get(f"{index}/{block}/{leaf_name}/{f}") for f in fields]
-      if found[0] is not None:
-        layer[block][leaf_name] = kind(*found)
+      place = f"{index}/{block}/{leaf_name}"
+      if f"{place}/{fields[0]}" in arrays:
+        layer[block][leaf_name] = kind(*(arrays[f"{place}/{f}"] for f in fields))
     result[name] = layer
   return result
 

@@ -147,6 +147,7 @@ class Worker:
         try:
           pipe.close()
         except BrokenPipeError:
+          # The worker is dead; what was buffered for it goes nowhere.
           continue
     self._errors.close()
 
