@@ -224,7 +224,8 @@ class CandidateProgram(Program):
     tables = execution.finish(code_refinement.tables(weight, target))
     tables = self._told("encode_act", tables)
     function = self._artifacts.batched(hooks["encode_act"])
-    return Realized(result, HookRounding(*tables, function))
+    rounding = HookRounding(tables[0], tables[1], function)
+    return Realized(result, rounding)  # pyright: ignore[reportArgumentType]
 
   def _encode(
     self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
