@@ -81,7 +81,10 @@ def canonical_module(text: str) -> str:
     used = re.findall(r"@([\w.]+)", named[name])
     order += [u for u in dict.fromkeys(used) if u in named and u not in order]
   numbers = {name: f"@f{index}" for index, name in enumerate(order)}
-  rename = lambda match: numbers.get(match.group(1), match.group(0))
+
+  def rename(match: re.Match[str]) -> str:
+    return numbers.get(match.group(1), match.group(0))
+
   bodies = [re.sub(r"@([\w.]+)", rename, named[name]) for name in order]
   return "\n".join([head, *(body.rstrip("} \n") for body in bodies)])
 

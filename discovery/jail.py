@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 LEVELS = ("strict", "standard", "off")
+JAILED = LEVELS[:2]
 SCRATCH_BYTES = 64 << 20
 
 _CLONE = {
@@ -303,6 +304,8 @@ def fork_into_jail(level: str) -> None:
   In `strict` the child is the first process of its own pid namespace: when it ends,
   or the waiting parent is killed, the kernel ends everything that it started.
   """
+  if level not in JAILED:
+    raise JailError(f"jail: level {level!r} is not one of {', '.join(JAILED)}.")
   if level == "strict":
     enter_namespaces()
   child = os.fork()

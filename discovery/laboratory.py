@@ -177,7 +177,9 @@ class Laboratory:
 
   def run(self, conditions: Sequence[Condition]) -> list[Outcome]:
     """Outcomes in order; only what no run kept is executed, each identity once."""
-    kept = {c.exec_id: self._store.get("outcomes", c.exec_id) for c in conditions}
+    kept: dict[str, Any] = {
+      c.exec_id: self._store.get("outcomes", c.exec_id) for c in conditions
+    }
     todo = {c.exec_id: c.call for c in conditions if kept[c.exec_id] is None}
     names = list(todo)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mxjax.discovery import candidate, ptq
+from mxjax.discovery import candidate, ptq, ptq_phases
 from mxjax.discovery.local_bench import LocalBench
 from mxjax.discovery.task import Call, Outcome, Status
 from mxjax.evaluation.perplexity import perplexity
@@ -70,10 +70,10 @@ def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def _replicate_spread(task: ptq.PtqTask, call: Call) -> float:
   """Standard deviation of the log perplexity of the initial program's replicates."""
-  fit = ptq.Fit(task)
+  fit = ptq_phases.Fit(task)
   model, params = task.loaded()
   _, payload = fit.run(call, _NoArtifacts(), b"")
-  quantized = ptq._unpack(payload, params, model, lambda: None)
+  quantized = ptq_phases.unpack(payload, params, model, lambda: None)
   measured = perplexity(model, quantized, task.tokens("measure"), replicates=REPLICATES)
   return float(np.std(np.log(measured.values), ddof=1))
 

@@ -27,7 +27,7 @@ class RayLane:
     import dataclasses
 
     try:
-      import ray
+      import ray  # pyright: ignore[reportMissingImports]
     except ImportError as error:
       raise ImportError(
         "discover: --ray needs the optional extra; run `pip install mxjax[ray]`."

@@ -10,7 +10,6 @@ identity the moment it is known; replay reads it back instead of paying again.
 import json
 import os
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 from mxjax import run_folder
@@ -85,7 +84,7 @@ class Store:
     path = self.path / folder / f"{key}.json"
     return json.loads(path.read_bytes()) if path.exists() else None
 
-  def put(self, folder: str, key: str, value: Mapping[str, Any]) -> None:
+  def put(self, folder: str, key: str, value: Any) -> None:
     """Keeps JSON durably under a key."""
     path = self.path / folder / f"{key}.json"
     path.parent.mkdir(exist_ok=True)

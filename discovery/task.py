@@ -188,12 +188,12 @@ def load(spec: Mapping[str, Any]) -> Task:
     ValueError: An unknown task.
   """
   options = dict(spec)
-  name = options.pop("task")
+  name: str = options.pop("task")
   known = {
     "world": "mxjax.discovery.world:World",
     "ptq": "mxjax.discovery.ptq:PtqTask",
   }
-  module, _, function = known.get(name, name).partition(":")
+  module, _, function = str(known.get(name, name)).partition(":")
   if not function:
     raise ValueError(
       f"task: unknown task {name!r}; use one of {', '.join(known)} or "

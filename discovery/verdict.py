@@ -9,7 +9,13 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from mxjax.discovery.residual import PRIMARY, Explanation, Symbol, consistent
+from mxjax.discovery.residual import (
+  PRIMARY,
+  Explanation,
+  Predicted,
+  Symbol,
+  consistent,
+)
 
 Survivors = Literal["focal", "competitor", "several", "none"]
 
@@ -148,7 +154,9 @@ def resolve(
   else:
     survivors = "focal" if left[0] == focal.name else "competitor"
   primary = observed.get(PRIMARY, {})
-  signature = {k: s for k, s in focal.predicts(PRIMARY).items() if k != target}
+  signature: Predicted = {
+    k: s for k, s in focal.predicts(PRIMARY).items() if k != target
+  }
   verdict, reason = decide(
     is_safe=is_safe,
     is_equivalent=is_equivalent,

@@ -19,7 +19,7 @@ import numpy as np
 from mxjax.discovery import identity
 from mxjax.discovery.cards import Card
 from mxjax.discovery.interface import Aval, Hook, Interface
-from mxjax.discovery.residual import Control, Explanation, Residual
+from mxjax.discovery.residual import Control, Explanation, Predicted, Residual
 from mxjax.discovery.task import Artifacts, Call
 
 SITES = ("geometry", "balance", "weights", "activations", "attention", "mlp")
@@ -265,7 +265,8 @@ class World:
 
 def _card(site: str, operation: str) -> Card:
   excess = f"excess_{site}"
-  gains, keeps = {"loss": "down"}, {"loss": "same"}
+  gains: Predicted = {"loss": "down"}
+  keeps: Predicted = {"loss": "same"}
   return Card(
     id=f"{site}-{operation}",
     hooks=(site,),

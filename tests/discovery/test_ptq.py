@@ -7,7 +7,14 @@ import pytest
 
 import mxjax
 from mxjax import code_refinement, gptq, mxfp4
-from mxjax.discovery import candidate, ptq, ptq_cards, ptq_interface, tracing
+from mxjax.discovery import (
+  candidate,
+  candidate_codes,
+  ptq,
+  ptq_cards,
+  ptq_interface,
+  tracing,
+)
 from mxjax.discovery.artifact import ArtifactTable
 from mxjax.discovery.local_bench import LocalBench
 from mxjax.discovery.program import admit
@@ -106,7 +113,7 @@ def test_the_one_code_card_is_the_librarys_refinement():
   x = blocks(4)
   source = card("one-code").edit(SOURCE, {"rounds": 1})
   codes, exponent = hook("encode_act", source)(x, gram[0], cross[0])
-  got = candidate.decoded(codes.T, exponent)
+  got = candidate_codes.decoded(codes.T, exponent)
   expected = code_refinement.refined_blocks(x.T[None], gram, cross)[0]
   assert (np.asarray(got) != np.asarray(expected)).any(0).mean() < 0.02
 
@@ -116,10 +123,10 @@ def test_error_propagation_between_blocks_is_gptqs():
   x = generator.standard_normal((500, 96)) @ generator.standard_normal((96, 96))
   upper = gptq.factor(jnp.asarray(x.T @ x / 500, jnp.float32)).upper
   weight = jnp.asarray(generator.standard_normal((3, 32, 40)), jnp.float32)
-  diagonal = candidate._diagonal_blocks(upper)
+  diagonal = candidate_codes.diagonal_blocks(upper)
   function = hook("encode_weight", card("gptq").edit(SOURCE, {}))
-  codes, exponent, value, is_legal = candidate._encode_groups(
-    function, weight, diagonal, upper, candidate._inverses(diagonal), full=True
+  codes, exponent, value, is_legal = candidate_codes.encode_groups(
+    function, weight, diagonal, upper, candidate_codes.inverses(diagonal), full=True
   )
   expected = gptq.reconstruct(weight, upper)
   assert bool(is_legal.all())
@@ -139,7 +146,7 @@ def test_37_and_40_payloads_outside_the_contract_are_not_legal(
 ):
   x = jnp.ones((32, 1), jnp.float32)
   own = mxfp4.block_exponent(x)
-  found = candidate.legal(
+  found = candidate_codes.legal(
     jnp.full((32, 1), codes, jnp.uint8), own + jnp.int32(exponent), x
   )
   assert bool(found[0]) == expected

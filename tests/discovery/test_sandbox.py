@@ -23,7 +23,7 @@ TASK = world.World(seed=3)
 SPEC = TASK.interface.hook("geometry").to_dict()
 HEADER = "import jax\nimport jax.numpy as jnp\n"
 GOOD = HEADER + "def geometry(x):\n  return x + 0.25 * jnp.roll(x, 1)\n"
-LIMITS = jail.Limits(seconds=12.0, cpu_seconds=3, memory_bytes=3 << 30, files=64)
+LIMITS = jail.Limits(seconds=90.0, cpu_seconds=3, memory_bytes=3 << 30, files=64)
 LEVELS = ("strict", "standard")
 TEMP = tempfile.gettempdir()
 
@@ -359,7 +359,7 @@ class PastAdmission(Laboratory):
 
 def test_a_search_survives_every_probe_and_charges_by_rule(tmp_path):
   kept = store.Store(tmp_path)
-  run_limits = jail.Limits(seconds=25.0, memory_bytes=6 << 30, cpu_seconds=1 << 20)
+  run_limits = jail.Limits(seconds=45.0, memory_bytes=6 << 30, cpu_seconds=1 << 20)
   bench = JailedBench(TASK, kept, trace_limits=LIMITS, run_limits=run_limits)
   lab = PastAdmission(TASK, bench, kept)
   script = Scripted([(name, source) for name, (source, _, _) in RUN_PROBES.items()])
