@@ -68,7 +68,7 @@ def _random_model(seed: int) -> tuple[Any, dict[str, Any]]:
   )
   model = models.CausalLM(config)
   variables = model.init(jax.random.key(seed), jnp.zeros((1, 4), jnp.int32))
-  return model, variables["params"]
+  return model, dict(variables["params"])
 
 
 def load_windows(
@@ -213,7 +213,7 @@ class PtqTask:
     """Loads the model and the phase's tokens."""
     from mxjax.discovery.ptq_phases import Fit, Measure
 
-    return (Fit if phase == "fit" else Measure)(self)
+    return Fit(self) if phase == "fit" else Measure(self)
 
   def loaded(self) -> tuple[Any, dict[str, Any]]:
     """The model and its float params."""

@@ -194,7 +194,12 @@ class Tracer:
     self.features = json.loads(reply[1:])
 
   def _job(self, job: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-    request = {"level": self._level, "limits": dataclasses.asdict(self._limits), **job}
+    request = {
+      "level": self._level,
+      "limits": dataclasses.asdict(self._limits),
+      "scratch": tempfile.gettempdir(),
+      **job,
+    }
     answer = self._worker.ask(json.dumps(request).encode(), self._limits.seconds + 30)
     head, reply = unpack(answer)
     return json.loads(head), reply

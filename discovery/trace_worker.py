@@ -109,7 +109,7 @@ def _trace(tracing: Any, job: dict[str, Any]) -> bytes:
 def _supervise(job: dict[str, Any]) -> dict[str, Any]:
   """Runs one job; whatever it does, nothing of it is left when this returns."""
   limits = sys.modules["jail"].Limits(**job["limits"])
-  scratch = tempfile.mkdtemp(prefix="mxjax-trace-")
+  scratch = tempfile.mkdtemp(prefix="mxjax-trace-", dir=job["scratch"])
   result_read, result_write = os.pipe()
   output_read, output_write = os.pipe()
   child = os.fork()

@@ -7,6 +7,8 @@ admission policy on purpose: the walls must hold without it.
 import dataclasses
 import glob
 import os
+import pathlib
+import shutil
 import signal
 import tempfile
 
@@ -25,7 +27,16 @@ HEADER = "import jax\nimport jax.numpy as jnp\n"
 GOOD = HEADER + "def geometry(x):\n  return x + 0.25 * jnp.roll(x, 1)\n"
 LIMITS = jail.Limits(seconds=90.0, cpu_seconds=3, memory_bytes=3 << 30, files=64)
 LEVELS = ("strict", "standard")
-TEMP = tempfile.gettempdir()
+# A folder of this process: other runs on the machine leave theirs in the common one.
+TEMP = tempfile.mkdtemp(prefix="mxjax-probes-")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_scratch():
+  before, tempfile.tempdir = tempfile.tempdir, TEMP
+  yield
+  tempfile.tempdir = before
+  shutil.rmtree(TEMP)
 
 
 def remains():
@@ -394,7 +405,7 @@ def test_a_level_that_cannot_be_had_is_an_error_not_a_weaker_jail(monkeypatch):
 def test_a_killed_supervisor_takes_its_jobs_along(tmp_path):
   made = sandbox.Tracer("strict", LIMITS)
   pid = made._worker._process.pid
-  children = open(f"/proc/{pid}/task/{pid}/children").read().split()
+  children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
   os.kill(pid, signal.SIGKILL)
   made._worker._process.wait()
   assert not any(os.path.exists(f"/proc/{child}") for child in children)
