@@ -25,12 +25,12 @@ from mxjax import (
   reference_chart,
   value_recovery,
 )
+from mxjax.discovery.task import Artifacts, Call, ContractError
 from mxjax.linear_inputs import LinearInputs
 from mxjax.precision import HIGHEST
 from mxjax.program import Program, Realized
 from mxjax.quantized_linear import Nearest, QuantizedLinear
 from mxjax.recovery import AttentionFit, MlpFit, RecoveryFit
-from mxjax.discovery.task import Artifacts, Call, ContractError
 
 MAX_CONDITION = 1e4
 """Largest condition number of a block's map: beyond it folding loses float32 digits."""

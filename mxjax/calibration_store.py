@@ -23,9 +23,11 @@ from mxjax.run_folder import flatten, write_durably
 def params_digest(params: Params) -> str:
   """SHA-256 of every array of a float model, by path, hex."""
   digest = hashlib.sha256()
-  for path, array in sorted(flatten(params).items()):
-    digest.update(f"{path} {array.dtype} {array.shape}".encode())
-    digest.update(np.ascontiguousarray(array).tobytes())
+  # Key by key: params on disk are read one layer at a time, and are no pytree.
+  for key in sorted(params):
+    for path, array in sorted(flatten(params[key]).items()):
+      digest.update(f"{key}/{path} {array.dtype} {array.shape}".encode())
+      digest.update(np.ascontiguousarray(array).tobytes())
   return digest.hexdigest()
 
 
