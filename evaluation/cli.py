@@ -275,6 +275,14 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   return parser
 
 
+def _complain(options: argparse.Namespace, event: str, message: str) -> None:
+  """Says on stderr why a command ends early, in the form that was asked for."""
+  if getattr(options, "log", None) == "json":
+    long_work.emit(event, message=message)
+  else:
+    print(f"mxjax {options.command}: {message}", file=sys.stderr)
+
+
 def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -> int:
   """Runs a command; errors a user can mend become one line and exit code 2."""
   words = list(sys.argv[1:] if arguments is None else arguments)
@@ -285,7 +293,7 @@ def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -
     run = getattr(options, "run", None) or getattr(commands, options.command)
     return run(options) or 0
   except KeyboardInterrupt as error:
-    print(f"mxjax {options.command}: {str(error) or 'interrupted'}", file=sys.stderr)
+    _complain(options, "stopped", str(error) or "interrupted")
     return 130
   except (
     ValueError,
@@ -294,10 +302,7 @@ def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -
     NotImplementedError,
     FloatingPointError,
   ) as error:
-    if getattr(options, "log", None) == "json":
-      long_work.emit("error", message=str(error))
-    else:
-      print(f"mxjax {options.command}: {error}", file=sys.stderr)
+    _complain(options, "error", str(error))
     return 2
 
 

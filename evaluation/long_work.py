@@ -18,7 +18,18 @@ Begin = Callable[[str], pipeline.OnProgress]
 
 
 class Interrupted(KeyboardInterrupt):
-  """Work that was stopped by hand; the message says how to go on with it."""
+  """Work that was stopped by hand.
+
+  Attributes:
+    resume: The command that goes on with it.
+  """
+
+  resume: str
+
+  def __init__(self, message: str, resume: str) -> None:
+    """Says where it stopped, and how to go on."""
+    super().__init__(f"{message}; go on with: {resume}")
+    self.resume = resume
 
 
 def emit(event: str, stream: TextIO | None = None, **values: Any) -> None:

@@ -44,12 +44,9 @@ def quantize(options: argparse.Namespace) -> None:
       subject_name = options.model or "SmolLM2-135M"
       commands.finish(folder, [row], f"{options.method} on {subject_name}")
   except (KeyboardInterrupt, pipeline.Stopped) as error:
-    again = long_work.resume_command(options.arguments)
-    if options.log == "json":
-      long_work.emit("stopped", resume=again)
     raise long_work.Interrupted(
-      f"{str(error) or 'interrupted'}; finished layers are in {folder / RUN}, go on "
-      f"with: {again}"
+      f"{str(error) or 'interrupted'}; finished layers are in {folder / RUN}",
+      long_work.resume_command(options.arguments),
     ) from error
   if options.log == "json":
     long_work.emit("finished", out=str(folder))
