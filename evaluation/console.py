@@ -37,14 +37,8 @@ def progress_bars() -> Iterator[Callable[[str], pipeline.OnProgress]]:
 
     def begin(method: str) -> pipeline.OnProgress:
       task = bars.add_task("starting", total=1.0, method=method)
-      is_first = True
 
       def update(now: pipeline.Progress) -> None:
-        nonlocal is_first
-        if is_first:
-          # What an earlier process did took no time here: no speed comes of it.
-          bars.reset(task, completed=now.fraction)
-          is_first = False
         text = f"layer {now.layer + 1}/{now.layers}: {now.stage}"
         bars.update(task, completed=now.fraction, description=text)
 

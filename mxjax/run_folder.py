@@ -23,7 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.durable import file_sha256, read_arrays, write_arrays, write_durably
+from mxjax.durable import (
+  file_sha256,
+  read_arrays,
+  sync,
+  write_arrays,
+  write_durably,
+)
 from mxjax.journal import Journal
 from mxjax.typed_nodes import at, describe, nested, rebuild, walk
 
@@ -147,6 +153,8 @@ class RunFolder:
       self.discarded = self._clean()
       for name in FOLDERS:
         (self.path / name).mkdir(exist_ok=True)
+      for place in (self.path, self.path.absolute().parent):
+        sync(place)
     except BaseException:
       self.close()
       raise
@@ -377,5 +385,6 @@ class RunFolder:
       rows = np.concatenate([arrays[part] for part in sorted(arrays)])
       parts = [rows[first : first + chunk] for first in range(0, len(rows), chunk)]
       name = pathlib.Path(file).stem.partition("-")[2]
-      streams[name] = [jnp.asarray(part) for part in parts]
+      # Copies: the buffers of a stream are donated, numpy's must not be.
+      streams[name] = [jnp.array(part) for part in parts]
     return streams

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mxjax import checkpoint, mlp_recovery, run_folder, verify_linears
+from mxjax import checkpoint, mlp_recovery, mxfp4, run_folder, verify_linears
 from mxjax.checkpoint_manifest import damaged_files
 from mxjax.contract import PAPER_CONTRACT, Contract
 from mxjax.durable import file_sha256
@@ -136,22 +136,21 @@ def _params(
   for name, shape in expected.items():
     node = nodes.pop(name, None)
     is_target = name.startswith("layers_") and name.split("/")[-2] in contract.targets
+    found = tuple(getattr(node, "shape", ()))
     if node is None:
       audit.faults.append(f"{name} is missing.")
-    elif tuple(node.shape) != shape:
-      audit.faults.append(f"{name} has shape {tuple(node.shape)}, expected {shape}.")
-    elif is_target and not isinstance(node, QuantizedLinear):
-      audit.faults.append(f"{name} is a target of the contract and is not quantized.")
+    elif found != shape:
+      audit.faults.append(f"{name} has shape {found}, expected {shape}.")
     elif isinstance(node, QuantizedLinear):
       if node.rules != contract.rules:
         audit.faults.append(f"{name} has {node.rules}, not the contract's.")
       rng = np.random.default_rng([seed, linears])
       audit.faults += [f"{name}: {text}." for text in verify_linears.faults(node, rng)]
       linears += 1
-    elif not isinstance(node, QuantizedLinear):
-      bad = int((~np.isfinite(np.asarray(node, np.float32))).sum())
-      if bad:
-        audit.faults.append(f"{name} has {bad} NaN or inf of {node.size} values.")
+    elif is_target:
+      audit.faults.append(f"{name} is a target of the contract and is not quantized.")
+    else:
+      audit.faults += [f"{name} {text}." for text in _plain(node)]
   audit.counts["quantized linears"] = linears
   audit.counts["other tensors"] = len(expected) - linears
   recovered = 0
@@ -166,6 +165,18 @@ def _params(
     recovered += 1
     audit.faults += [f"{name}: {text}." for text in _recovery(node, config)]
   audit.counts["recovery leaves"] = recovered
+
+
+def _plain(node: Any) -> Iterator[str]:
+  """A tensor that is no linear: an array, or one packed to save memory."""
+  if isinstance(node, mxfp4.MXTensor):
+    try:
+      mxfp4.check_legal(node, "payload")
+    except (TypeError, ValueError) as error:
+      yield str(error).rstrip(".")
+    return
+  if bad := int((~np.isfinite(np.asarray(node, np.float32))).sum()):
+    yield f"has {bad} NaN or inf of {node.size} values"
 
 
 def _recovery(node: Any, config: ModelConfig) -> Iterator[str]:

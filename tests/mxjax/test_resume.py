@@ -114,9 +114,7 @@ def test_killed_at_every_durable_event(
       continue
     states.add(key)
     worked = []
-    resumed = run(
-      tiny_params, calib, place, resume=True, on_progress=worked.append
-    )
+    resumed = run(tiny_params, calib, place, resume=True, on_progress=worked.append)
     assert bits(resumed.params) == expected, place.name
     assert {p.layer for p in worked} == set(range(finished, 2)), place.name
     assert resumed.record.layers == result.record.layers
@@ -127,16 +125,16 @@ def test_killed_at_every_durable_event(
   assert seen == {0, 1, 2} and len(states) > 25
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(("code", "step"), [(errno.ENOSPC, 13), (errno.EIO, 40)])
 def test_a_disk_that_fails_at_any_event(
-  tiny_params, calib, undisturbed, tmp_path, monkeypatch, code
+  tiny_params, calib, undisturbed, tmp_path, monkeypatch, code, step
 ):
-  """Every fifth event in turn refuses; what is there goes on to the same bits."""
+  """Events in turn refuse; what is there goes on to the same bits."""
   expected = bits(undisturbed[0].params)
   with monkeypatch.context() as patch:
     total = Recorder(patch, lambda *_: None)
     run(tiny_params, calib, tmp_path / "count")
-  for at in range(3, len(total.names) - 3, 9 if code == errno.ENOSPC else 17):
+  for at in range(3, len(total.names) - 3, step):
     folder = tmp_path / f"run-{at}"
 
     def refuse(number, name, at=at):
