@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mxjax import execution
-from mxjax.evaluation import commands
+from mxjax.evaluation import commands, long_work, quantizing
 
 Extend = Callable[[Any], None]
 """Adds commands to the parser; each sets `run`, a function of its options."""
@@ -145,8 +145,31 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     default=1,
     help="sequences in a device call; bits do not change",
   )
+  quantize.add_argument(
+    "--resume",
+    action="store_true",
+    help="go on with the run in OUT, if there is one, to the same bits",
+  )
+  quantize.add_argument(
+    "--log",
+    choices=("bars", "json"),
+    default="bars",
+    help="progress on stderr: bars, or one JSON event a line for machines",
+  )
   _add_on_disk(quantize)
   _add_data(quantize, calibrates=True)
+  quantize.set_defaults(run=quantizing.quantize)
+
+  verify = commands_.add_parser(
+    "verify",
+    help="audit a folder of `quantize` as an outsider would",
+    description="Checks contract, checksums, coverage, payloads, maps, operands and "
+    "recovery of a quantized model; prints a sentence a fault and exits with 1.",
+  )
+  verify.add_argument("folder", metavar="DIR", help="a folder written by `quantize`")
+  verify.add_argument("--seed", type=int, default=0, metavar="S", help="of the inputs")
+  verify.add_argument("--json", action="store_true", help="print JSON for machines")
+  verify.set_defaults(run=quantizing.verify)
 
   evaluate = commands_.add_parser(
     "evaluate",
@@ -255,13 +278,26 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   return parser
 
 
+def _complain(options: argparse.Namespace, event: str, message: str) -> None:
+  """Says on stderr why a command ends early, in the form that was asked for."""
+  if getattr(options, "log", None) == "json":
+    long_work.emit(event, message=message)
+  else:
+    print(f"mxjax {options.command}: {message}", file=sys.stderr)
+
+
 def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -> int:
   """Runs a command; errors a user can mend become one line and exit code 2."""
-  options = build_parser(extend).parse_args(arguments)
+  words = list(sys.argv[1:] if arguments is None else arguments)
+  options = build_parser(extend).parse_args(words)
+  options.arguments = words
   execution.keep_freed_memory()
   try:
     run = getattr(options, "run", None) or getattr(commands, options.command)
-    run(options)
+    return run(options) or 0
+  except KeyboardInterrupt as error:
+    _complain(options, "stopped", str(error) or "interrupted")
+    return 130
   except (
     ValueError,
     TypeError,
@@ -269,9 +305,8 @@ def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -
     NotImplementedError,
     FloatingPointError,
   ) as error:
-    print(f"mxjax {options.command}: {error}", file=sys.stderr)
+    _complain(options, "error", str(error))
     return 2
-  return 0
 
 
 if __name__ == "__main__":

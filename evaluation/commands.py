@@ -1,7 +1,6 @@
 """What each command does, one function a command."""
 
 import argparse
-import contextlib
 import json
 import os
 import pathlib
@@ -13,7 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from mxjax import checkpoint, layer_store, methods, models, mxfp4, run_folder, sizes
+from mxjax import (
+  checkpoint,
+  methods,
+  models,
+  mxfp4,
+  run_folder,
+  sizes,
+)
 from mxjax import plan as plan_module
 from mxjax.contract import Contract
 from mxjax.evaluation import (
@@ -28,7 +34,7 @@ from mxjax.evaluation import (
 from mxjax.evaluation import tables as table_forms
 from mxjax.methods import ablations
 
-ROWS = "rows"
+ROWS, CHECKPOINT = "rows", "checkpoint"
 DEMO_METHODS = ("rtn", "gptq", "brq", "hires")
 DEMO_CALIBRATION = (8, 512)
 DEMO_TEST = (8, 512)
@@ -78,17 +84,18 @@ def _slim(row: Mapping[str, Any]) -> dict[str, Any]:
   return {key: value for key, value in row.items() if key != "record"}
 
 
-def _save(
+def save(
   folder: pathlib.Path,
   row: Mapping[str, Any],
   params: Mapping[str, Any],
   model: models.CausalLM,
   tokenizer: models.Tokenizer,
 ) -> None:
+  """Writes the checkpoint of a run, with its tokenizer."""
   with tempfile.TemporaryDirectory() as scratch:
     tokenizer.save(pathlib.Path(scratch))
     checkpoint.save_checkpoint(
-      folder / "checkpoint",
+      folder / CHECKPOINT,
       params,
       model.config,
       calibration=row["record"]["calibration"],
@@ -97,7 +104,7 @@ def _save(
     )
 
 
-def _prepare(
+def prepare(
   options: argparse.Namespace,
 ) -> tuple[models.CausalLM, models.Tokenizer, study.Subject, np.ndarray]:
   """Loads the model, the calibration tokens and the tests that options name."""
@@ -123,42 +130,6 @@ def _stays_on_disk(options: argparse.Namespace, params: models.LazyParams) -> bo
     return options.on_disk
   memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   return plan_module.plan(params.config).bf16 > memory // 2
-
-
-def quantize(options: argparse.Namespace) -> None:
-  """`mxjax quantize`."""
-  methods.get(options.method)
-  folder = run_folder.check_output(options.out)
-  model, tokenizer, subject, tokens = _prepare(options)
-  on_disk = isinstance(subject.params, models.LazyParams)
-  with contextlib.ExitStack() as stack:
-    store = None
-    if on_disk:
-      folder.parent.mkdir(parents=True, exist_ok=True)
-      scratch = tempfile.TemporaryDirectory(
-        dir=folder.parent, prefix=f"{folder.name}.layers-"
-      )
-      store = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))
-    begin = stack.enter_context(console.progress_bars())
-    row, quantized = study.run_method(
-      subject,
-      tokens,
-      options.method,
-      run_dir=folder / "run",
-      chunk=options.chunk,
-      on_progress=begin(options.method),
-      into=store,
-    )
-    row["layers_on_disk"] = on_disk
-    row["record"]["calibration"] |= {
-      "seed": options.seed,
-      "data": options.calib or "embedded",
-      "model": pathlib.Path(options.model or "SmolLM2-135M").name,
-    }
-    row["float_perplexity"] = subject.float_perplexities()
-    _save(folder, row, quantized, model, tokenizer)
-  _finish(folder, [row], f"{options.method} on {options.model or 'SmolLM2-135M'}")
-  _print(options, [row], folder)
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -200,7 +171,7 @@ def compare(options: argparse.Namespace) -> None:
     for rule in rules
   }
   folder = _resumable(options.out)
-  _, _, subject, tokens = _prepare(options)
+  _, _, subject, tokens = prepare(options)
   with console.progress_bars() as begin:
     rows, _ = study.compare(
       subject, tokens, names, folder=folder, contracts=contracts, on_method=begin
@@ -208,8 +179,8 @@ def compare(options: argparse.Namespace) -> None:
   folder.mkdir(parents=True, exist_ok=True)
   if not any("error" in row for row in rows):
     study.clear_store(folder)
-  _finish(folder, rows, f"Comparison on {options.model or 'SmolLM2-135M'}")
-  _print(options, rows, folder)
+  finish(folder, rows, f"Comparison on {options.model or 'SmolLM2-135M'}")
+  print_rows(options, rows, folder)
 
 
 def ablate(options: argparse.Namespace) -> None:
@@ -224,7 +195,7 @@ def ablate(options: argparse.Namespace) -> None:
   if not any((folder / name).is_dir() for name in ablations.STUDIES):
     run_folder.check_output(folder)
   options.seed = seeds[0]
-  _, tokenizer, subject, _ = _prepare(options)
+  _, tokenizer, subject, _ = prepare(options)
   draws = {}
   for seed in seeds:
     options.seed = seed
@@ -254,11 +225,11 @@ def demo(options: argparse.Namespace) -> None:
   with console.progress_bars() as begin:
     rows, quantized = study.compare(subject, tokens, DEMO_METHODS, on_method=begin)
   folder.mkdir(parents=True, exist_ok=True)
-  _finish(folder, rows, "mxjax demo: SmolLM2-135M")
+  finish(folder, rows, "mxjax demo: SmolLM2-135M")
   console.STDOUT.print(console.comparison_table(rows))
   console.STDOUT.print(f"report: {folder / 'report.html'}")
   if quantized is not None:
-    _save(folder, rows[-1], quantized, model, tokenizer)
+    save(folder, rows[-1], quantized, model, tokenizer)
     text = _continue(model, quantized, tokenizer, DEMO_PROMPT, max_new_tokens=24)
     console.STDOUT.print(f"{rows[-1]['method']} says: {text!r}", markup=False)
 
@@ -272,16 +243,18 @@ def _fresh_folder(path: pathlib.Path) -> pathlib.Path:
   return candidate
 
 
-def _finish(folder: pathlib.Path, rows: Sequence[dict[str, Any]], title: str) -> None:
+def finish(folder: pathlib.Path, rows: Sequence[dict[str, Any]], title: str) -> None:
+  """Writes result.json and report.html."""
   _write_json(folder / "result.json", rows)
   report.write_report(
     folder / "report.html", list(rows), title=title, subtitle="strict MXFP4 W4A4"
   )
 
 
-def _print(
+def print_rows(
   options: argparse.Namespace, rows: Sequence[dict[str, Any]], folder: pathlib.Path
 ) -> None:
+  """Prints rows as a table, or as JSON where asked for."""
   if options.json:
     print(json.dumps([_slim(row) for row in rows]))
     return

@@ -116,6 +116,9 @@ def run_method(
     subject.params, Calibration(subject.model, tokens), program, **options
   )
   seconds = time.perf_counter() - start
+  if result.record.resumed:
+    # The processes before this one worked on it too.
+    seconds = sum(result.record.clock.seconds.values())
   row = {
     "method": program.name,
     "seconds": seconds,

@@ -49,6 +49,18 @@ class FloatStream:
     model, tokens = self._calib.model, self._calib.tokens
     return streams.start(model, self._params, tokens, self._chunk)
 
+  def go_on(self, index: int, entering: streams.Stream) -> None:
+    """Takes the hidden states that enter layer `index`, which is entered next."""
+    self._index, self._next = index - 1, entering
+
+  @property
+  def leaving(self) -> streams.Stream:
+    """Hidden states entering the next layer; `leave` comes first."""
+    if self._next is not None:
+      return self._next
+    assert self._store is not None
+    return self._store.hidden(self._index + 1, self._chunk)
+
   def enter(self, index: int) -> None:
     """Moves to a layer; layers come in order."""
     self._entering, self._next, self._taps = self._next, None, None

@@ -7,24 +7,24 @@ measured on the model that has everything before it installed and nothing after,
 conditional order of Eq. conditional-stage, yet all of it needs one pass over layers.
 """
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import AbstractContextManager
+import platform
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from mxjax import execution, mxfp4, precision, run_folder, sanity, streams
-from mxjax.calibration import Calibration, CausalLanguageModel, Params
-from mxjax.calibration_store import CalibrationStore
+from mxjax import execution, layer_quantization, precision, run_folder, sanity, streams
+from mxjax.calibration import Calibration, Params
+from mxjax.calibration_store import CalibrationStore, params_digest
 from mxjax.contract import PAPER_CONTRACT, Contract
 from mxjax.float_stream import FloatStream, inputs_of
+from mxjax.layer_quantization import check_params, targets
 from mxjax.linear_inputs import LinearInputs
-from mxjax.program import Program
-from mxjax.records import QuantizationRecord, StageClock, linear_record
+from mxjax.program import Prepared, Program
+from mxjax.records import QuantizationRecord, StageClock
 
 SANITY_TOKENS = 256
 
@@ -48,6 +48,23 @@ class Progress(NamedTuple):
 OnProgress = Callable[[Progress], None]
 
 
+class Stopped(Exception):
+  """A run that was asked to stop did, after a finished layer.
+
+  Attributes:
+    layer: How many layers are finished.
+    layers: Layers in all.
+  """
+
+  layer: int
+  layers: int
+
+  def __init__(self, layer: int, layers: int) -> None:
+    """Says where."""
+    super().__init__(f"stopped after layer {layer} of {layers}")
+    self.layer, self.layers = layer, layers
+
+
 class Result(NamedTuple):
   """What `quantize_with_record` returns.
 
@@ -63,138 +80,232 @@ class Result(NamedTuple):
   reference: Params
 
 
-def check_params(
-  model: CausalLanguageModel, params: Params, contract: Contract
-) -> None:
-  """Checks every target weight before any work, collecting all complaints.
+def _identity(
+  params: Params, calib: Calibration, program: Program, contract: Contract
+) -> dict[str, Any]:
+  """What decides the bits of a result, JSON-ready."""
+  config = getattr(calib.model, "config", None)
+  return {
+    "program": dict(program.describe()),
+    "contract": contract.hash,
+    "calibration": {
+      "fingerprint": calib.fingerprint,
+      "shape": list(calib.tokens.shape),
+    },
+    "model": config.to_dict() if hasattr(config, "to_dict") else None,
+    "weights": params_digest(params),
+  }
 
-  Raises:
-    ValueError: A width that is not a multiple of 32, or NaN or inf in a weight; the
-      message names each layer, its shape and its counts.
-  """
-  complaints = []
-  for index in range(model.num_layers):
-    layer = params[model.layer_name(index)]
-    for block, name in targets(model, contract):
-      weight = layer[block][name]["weight"]
-      path = f"{model.layer_name(index)}/{block}/{name}"
-      if not isinstance(weight, (jax.Array, np.ndarray)):
-        complaints.append(f"{path} is already quantized")
-        continue
-      if weight.shape[-1] % contract.block_size:
-        complaints.append(f"{path} has input width {weight.shape[-1]}")
-      if bad := int((~jnp.isfinite(jnp.asarray(weight))).sum()):
-        complaints.append(f"{path} has {bad} NaN or inf of {weight.size} weights")
-  if complaints:
-    raise ValueError(
-      f"quantize: every target needs a float weight, finite, with an input width that "
-      f"is a multiple of {contract.block_size}; {'; '.join(complaints)}; mend the "
-      "checkpoint or leave these projections out of Contract.targets."
+
+def _environment() -> dict[str, Any]:
+  """What may decide low bits: a resumed run shows where it differs."""
+  device = jax.devices()[0]
+  return {
+    "jax": jax.__version__,
+    "machine": platform.machine(),
+    "platform": device.platform,
+    "device": device.device_kind,
+  }
+
+
+def _prepare(
+  folder: run_folder.RunFolder | None,
+  program: Program,
+  params: Params,
+  calib: Calibration,
+  contract: Contract,
+) -> Prepared:
+  """Runs `Program.prepare`, or reads what it made before the run was killed."""
+  if folder and (found := folder.read_prepared()):
+    return Prepared(
+      params if found.params is None else found.params, found.learned, found.record
     )
+  made = program.prepare(params, calib, contract)
+  rewritten = made.params is not params
+  if folder and (rewritten or made.learned):
+    folder.write_prepared(
+      made.params if rewritten else None, made.learned, dict(made.record)
+    )
+  return made
 
 
-def targets(model: CausalLanguageModel, contract: Contract) -> list[tuple[str, str]]:
-  """The target linears of a layer, in forward order."""
-  return [path for path in model.projection_taps if path[1] in contract.targets]
+class _Run:
+  """A pass over the layers: its streams, and what has been finished."""
 
+  def __init__(
+    self,
+    params: Params,
+    calib: Calibration,
+    program: Program,
+    contract: Contract,
+    chunk: int,
+    folder: run_folder.RunFolder | None,
+    store: str | os.PathLike[str] | None,
+  ) -> None:
+    """Prepares; no layer runs yet."""
+    self.model, self.calib, self.program = calib.model, calib, program
+    self.contract, self.chunk, self.folder = contract, chunk, folder
+    identity = _identity(params, calib, program, contract) if folder else {}
+    resumed = folder.begin(identity, _environment()) if folder else []
+    self.clock = StageClock()
+    with self.clock.stage("preparation"):
+      prepared = _prepare(folder, program, params, calib, contract)
+    self.params, self.learned = prepared.params, prepared.learned
+    self.record = QuantizationRecord(
+      program=dict(program.describe()),
+      contract_hash=contract.hash,
+      calibration={
+        "fingerprint": calib.fingerprint,
+        "shape": list(calib.tokens.shape),
+      },
+      layers=[],
+      clock=self.clock,
+      preparation=dict(prepared.record),
+      resumed=resumed,
+    )
+    taps = self.model.projection_taps
+    self.blocked = tuple(sorted({taps[p] for p in targets(self.model, contract)}))
+    self.float_stream = FloatStream(
+      self.params,
+      calib,
+      chunk=chunk,
+      blocked=self.blocked,
+      plain=tuple(sorted({name for fit in program.recover for name in fit.float_taps})),
+      store=CalibrationStore(store, self.params, calib) if store is not None else None,
+    )
+    self.fit_streams: list[streams.Stream] = []
+    self.upstream: streams.Stream | None = None
 
-def _shape_groups(
-  model: CausalLanguageModel,
-  layer: Params,
-  program: Program,
-  views: Mapping[str, LinearInputs],
-  contract: Contract,
-  path: str,
-) -> None:
-  """Runs `shape_group` for the linears on each tap, and keeps what it returns."""
-  for tap, view in views.items():
-    weights = {
-      name: mxfp4.to_blocks(jnp.asarray(layer[block][name]["weight"], jnp.float32))
-      for block, name in targets(model, contract)
-      if model.projection_taps[block, name] == tap
-    }
-    try:
-      view.group = program.shape_group(weights, view)
-    except ValueError as error:
-      raise ValueError(f"{path}/{tap}: {error}") from error
+  def restore(self, result: MutableMapping[str, Any]) -> None:
+    """Puts the finished layers into `result`, and the streams where they stood."""
+    result.update(streams.outer_params(self.params))
+    done = self.folder.finished if self.folder else []
+    count = len(done)
+    for event in done:
+      assert self.folder
+      result[event["name"]] = self.folder.read_layer(event)
+      self.record.layers.append(event["record"])
+    if done:
+      self.clock.go_on(**done[-1]["clock"])
+    if count == self.model.num_layers:
+      return
+    if self.folder and done:
+      held = self.folder.read_streams(self.chunk)
+      self.float_stream.go_on(count, held["float"])
+      self.fit_streams = [held[name] for name in self._fit_names()]
+      self.upstream = held.get("upstream")
+      return
+    start = lambda: streams.start(
+      self.model, self.params, self.calib.tokens, self.chunk
+    )
+    self.fit_streams = [start() for _ in self.program.recover]
+    self.upstream = start() if self.program.upstream == "quantized" else None
 
+  def _fit_names(self) -> list[str]:
+    fits = enumerate(self.program.recover)
+    return [f"recovery{position}-{fit.name}" for position, fit in fits]
 
-def _quantize_layer(
-  model: CausalLanguageModel,
-  layer: Params,
-  program: Program,
-  views: Mapping[str, LinearInputs],
-  learned: Mapping[str, Any],
-  contract: Contract,
-  path: str,
-  announce: Callable[[str], None],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Quantizes the targets of one layer; returns its new params and records."""
-  new = {block: dict(layer[block]) for block in layer}
-  records: dict[str, Any] = {}
-  _shape_groups(model, layer, program, views, contract, path)
-  for block, name in targets(model, contract):
-    announce(name)
-    view = views[model.projection_taps[block, name]]
-    inputs = view.sibling(name, learned.get(f"{path}/{block}/{name}"))
-    weight = jnp.asarray(layer[block][name]["weight"])
-    try:
-      leaf = execution.finish(program.quantize_linear(weight, inputs))
-    except ValueError as error:
-      raise ValueError(f"{path}/{block}/{name}: {error}") from error
-    records[f"{block}/{name}"] = linear_record(weight, leaf, inputs)
-    new[block][name] = {**layer[block][name], "weight": leaf}
-  return new, records
+  def _streams(self) -> dict[str, streams.Stream]:
+    """Everything that enters the next layer, by the name it has on disk."""
+    held = {"float": self.float_stream.leaving}
+    held |= dict(zip(self._fit_names(), self.fit_streams, strict=True))
+    return held if self.upstream is None else held | {"upstream": self.upstream}
 
+  def layer(
+    self,
+    index: int,
+    result: MutableMapping[str, Any],
+    on_progress: OnProgress | None,
+  ) -> None:
+    """Quantizes one layer, fits its recovery, advances every stream."""
+    model, program = self.model, self.program
+    name = model.layer_name(index)
+    float_layer = self.params[name]
+    steps = 2 + len(program.recover)
 
-def _views(
-  float_stream: FloatStream,
-  model: CausalLanguageModel,
-  layer: Params,
-  contract: Contract,
-) -> dict[str, LinearInputs]:
-  """The inputs of a layer's targets by tap; linears on one tap share a view."""
-  views: dict[str, LinearInputs] = {}
-  for block, name in targets(model, contract):
-    tap = model.projection_taps[block, name]
-    if tap not in views:
-      width = layer[block][name]["weight"].shape[-1]
-      views[tap] = float_stream.inputs(tap, width, contract)
-  return views
+    def announce(label: str, step: int = 1) -> None:
+      if on_progress:
+        done = (index + step / steps) / model.num_layers
+        on_progress(Progress(index, model.num_layers, label, done))
 
+    @contextlib.contextmanager
+    def stage(label: str, step: int) -> Iterator[None]:
+      announce(label, step)
+      with self.clock.stage(label):
+        yield
 
-def _recover(
-  model: CausalLanguageModel,
-  program: Program,
-  layers: tuple[Params, Params],
-  fit_streams: list[streams.Stream],
-  taps: list[dict[str, jax.Array]],
-  stage: Callable[[str, int], AbstractContextManager[None]],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Fits and installs a layer's recovery; advances every stream of the program."""
-  float_layer, parent = layers
-  current, records = dict(parent), {}
-  by_layer = program.recovery_by == "layer"
-  for position, fit in enumerate(program.recover):
-    with stage(f"{fit.name} recovery", 2 + position), precision.float64_scope():
-      place = 0 if by_layer else position
-      entering = fit_streams[place]
-      state = fit.state(current, parent)
-      leaving, moments = streams.measure(
+    with stage("calibration", 0):
+      views = self._views(index, float_layer)
+    with stage("quantization", 1), precision.float64_scope():
+      quantized, linears = layer_quantization.quantize_layer(
         model,
-        fit,
-        state,
         float_layer,
-        streams.copy(entering) if by_layer else entering,
-        taps,
+        program,
+        views,
+        self.learned,
+        self.contract,
+        name,
+        announce,
       )
-      if not by_layer:
-        fit_streams[place] = leaving
-      leaf, records[fit.name] = fit.solve(moments)
-      current = fit.install(current, leaf)
-  if by_layer and program.recover:
-    fit_streams[0] = streams.advance(model, current, fit_streams[0])
-  return current, records
+      jax.block_until_ready(quantized)
+    if self.upstream is not None:
+      with stage("calibration", 1):
+        self.upstream = streams.advance(model, quantized, self.upstream)
+    recovery: dict[str, Any] = {}
+    if program.recover:
+      quantized, recovery = layer_quantization.recover(
+        model,
+        program,
+        (float_layer, quantized),
+        self.fit_streams,
+        self.float_stream.taps,
+        stage,
+      )
+    is_last = index + 1 == model.num_layers
+    if not is_last:
+      self.float_stream.leave()
+    layer_record = {"name": name, "linears": linears, "recovery": recovery}
+    if self.folder:
+      with self.clock.stage("writing"):
+        self.folder.write_layer(
+          name,
+          quantized,
+          layer_record,
+          streams={} if is_last else self._streams(),
+          clock=dataclasses.asdict(self.clock),
+        )
+    result[name] = quantized
+    self.record.layers.append(layer_record)
+
+  def _views(self, index: int, layer: Params) -> Mapping[str, LinearInputs]:
+    """The inputs that the hooks see, by tap."""
+    self.float_stream.enter(index)
+    if self.upstream is None:
+      return layer_quantization.views(
+        self.float_stream, self.model, layer, self.contract
+      )
+    # The float layer on what the quantized layers pass on.
+    seen = [
+      execution.finish(streams.capture(self.model, layer, part, self.blocked, ()))[1]
+      for part in streams.copy(self.upstream)
+    ]
+    return inputs_of(seen, self.contract)
+
+  def finish(self, result: MutableMapping[str, Any], *, check: bool) -> Result:
+    """The sanity gate, and the end of the journal."""
+    record, folder = self.record, self.folder
+    ended = folder.event("finished") if folder else None
+    if ended and ended["sanity"]:
+      record = dataclasses.replace(record, sanity=ended["sanity"])
+    elif check:
+      with self.clock.stage("sanity gate"):
+        probe = self.calib.tokens[:1, :SANITY_TOKENS]
+        report = sanity.compare(self.model, self.params, result, probe)
+      record = dataclasses.replace(record, sanity=dataclasses.asdict(report))
+      report.check(self.program.name)
+    if folder and not ended:
+      folder.journal("finished", sanity=record.sanity, seconds=self.clock.seconds)
+    return Result(result, record, self.params)
 
 
 def quantize_with_record(
@@ -204,111 +315,30 @@ def quantize_with_record(
   *,
   contract: Contract = PAPER_CONTRACT,
   chunk: int = 1,
-  run_dir: str | os.PathLike[str] | None = None,
+  run_dir: str | os.PathLike[str] | run_folder.RunFolder | None = None,
+  resume: bool = False,
   store: str | os.PathLike[str] | None = None,
   on_progress: OnProgress | None = None,
+  stop: Callable[[], bool] | None = None,
   check: bool = True,
   into: MutableMapping[str, Any] | None = None,
 ) -> Result:
   """Like `mxjax.quantize`, with what was measured on the way; see there."""
-  model = calib.model
-  check_params(model, params, contract)
-  folder = run_folder.RunFolder(run_dir) if run_dir is not None else None
-  clock = StageClock()
-  record = QuantizationRecord(
-    program=dict(program.describe()),
-    contract_hash=contract.hash,
-    calibration={"fingerprint": calib.fingerprint, "shape": list(calib.tokens.shape)},
-    layers=[],
-    clock=clock,
-  )
-  if folder:
-    folder.journal(
-      "start",
-      program=record.program,
-      contract=record.contract_hash,
-      calibration=record.calibration,
-    )
-  with clock.stage("preparation"):
-    prepared = program.prepare(params, calib, contract)
-    params, learned = prepared.params, prepared.learned
-    record = dataclasses.replace(record, preparation=dict(prepared.record))
-  fits = program.recover
-  blocked = tuple(sorted({model.projection_taps[p] for p in targets(model, contract)}))
-  float_stream = FloatStream(
-    params,
-    calib,
-    chunk=chunk,
-    blocked=blocked,
-    plain=tuple(sorted({name for fit in fits for name in fit.float_taps})),
-    store=CalibrationStore(store, params, calib) if store is not None else None,
-  )
-  start = lambda: streams.start(model, params, calib.tokens, chunk)
-  fit_streams = [start() for _ in fits]
-  upstream = start() if program.upstream == "quantized" else None
-  result: MutableMapping[str, Any] = {} if into is None else into
-  result.update(streams.outer_params(params))
-  steps = 2 + len(fits)
-
-  for index in range(model.num_layers):
-    name = model.layer_name(index)
-    layer = params[name]
-
-    def announce(label: str, step: int = 1, index: int = index) -> None:
-      if on_progress:
-        done = (index + step / steps) / model.num_layers
-        on_progress(Progress(index, model.num_layers, label, done))
-
-    def stage(
-      label: str, step: int, announce: Callable[[str, int], None] = announce
-    ) -> AbstractContextManager[None]:
-      announce(label, step)
-      return clock.stage(label)
-
-    with stage("calibration", 0):
-      float_stream.enter(index)
-      views: Mapping[str, LinearInputs] = _views(float_stream, model, layer, contract)
-      if upstream is not None:
-        # The float layer on what the quantized layers pass on.
-        passed = streams.copy(upstream)
-        capture = lambda part, layer=layer: streams.capture(
-          model, layer, part, blocked, ()
-        )
-        seen = [execution.finish(capture(part))[1] for part in passed]
-        views = inputs_of(seen, contract)
-    with stage("quantization", 1), precision.float64_scope():
-      quantized, linears = _quantize_layer(
-        model, layer, program, views, learned, contract, name, announce
-      )
-      jax.block_until_ready(quantized)
-    if upstream is not None:
-      with stage("calibration", 0):
-        upstream = streams.advance(model, quantized, upstream)
-    recovery: dict[str, Any] = {}
-    if fits:
-      quantized, recovery = _recover(
-        model, program, (layer, quantized), fit_streams, float_stream.taps, stage
-      )
-    if index + 1 < model.num_layers:
-      float_stream.leave()
-    layer_record = {"name": name, "linears": linears, "recovery": recovery}
-    result[name] = quantized
-    record.layers.append(layer_record)
-    if folder:
-      with clock.stage("writing"):
-        folder.write_layer(name, quantized, layer_record)
-    # Before the next layer's inputs come: they are the largest thing in memory.
-    del views
-
-  if check:
-    with clock.stage("sanity gate"):
-      probe = calib.tokens[:1, :SANITY_TOKENS]
-      report = sanity.compare(model, params, result, probe)
-    record = dataclasses.replace(record, sanity=dataclasses.asdict(report))
-    report.check(program.name)
-  if folder:
-    folder.journal("finished", sanity=record.sanity, seconds=clock.seconds)
-  return Result(result, record, params)
+  check_params(calib.model, params, contract)
+  with contextlib.ExitStack() as stack:
+    folder = run_dir if isinstance(run_dir, run_folder.RunFolder) else None
+    if run_dir is not None and folder is None:
+      folder = run_folder.RunFolder(run_dir, resume=resume)
+      stack.enter_context(folder)
+    run = _Run(params, calib, program, contract, chunk, folder, store)
+    result: MutableMapping[str, Any] = {} if into is None else into
+    run.restore(result)
+    count = calib.model.num_layers
+    for index in range(len(run.record.layers), count):
+      run.layer(index, result, on_progress)
+      if stop and stop():
+        raise Stopped(index + 1, count)
+    return run.finish(result, check=check)
 
 
 def quantize(
@@ -330,10 +360,12 @@ def quantize(
     method: A name in `mxjax.methods.METHODS` or a `Program`.
     **options: Keyword arguments of `quantize_with_record`: `contract`, `chunk`
       (sequences in a device call; the result does not depend on it), `run_dir` (where
-      finished layers and the journal go), `store` (where what runs on the same model
-      and tokens share is kept; the result does not depend on it), `on_progress`,
-      `check` (the sanity gate), `into` (a mapping that takes the finished layers, such
-      as a `LayerStore`).
+      finished layers and the journal go), `resume` (go on with the run that is there,
+      to the same bits; what is unfinished is done again), `store` (where what runs on
+      the same model and tokens share is kept; the result does not depend on it),
+      `on_progress`, `stop` (asked after every layer; where it says yes, `Stopped` is
+      raised), `check` (the sanity gate), `into` (a mapping that takes the finished
+      layers, such as a `LayerStore`).
 
   Returns:
     The same tree with `QuantizedLinear` leaves in place of target weights, for the
@@ -343,6 +375,8 @@ def quantize(
     ValueError: A width, a weight or a Hessian that cannot be quantized, by layer.
     FloatingPointError: Activations that are not finite, or a collapsed model.
     FileExistsError: `run_dir` is not empty.
+    BlockingIOError: Another process is at work in `run_dir`.
+    Stopped: `stop` said so.
   """
   from mxjax import methods
 

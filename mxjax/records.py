@@ -52,6 +52,13 @@ class StageClock:
     self.seconds[name] = self.seconds.get(name, 0.0) + spent
     self.peak_bytes[name] = peak_memory_bytes()
 
+  def go_on(self, seconds: dict[str, float], peak_bytes: dict[str, int]) -> None:
+    """Adds what a process before this one spent on the same work."""
+    for name, spent in seconds.items():
+      self.seconds[name] = self.seconds.get(name, 0.0) + spent
+    for name, peak in peak_bytes.items():
+      self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak)
+
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationRecord:
@@ -65,6 +72,8 @@ class QuantizationRecord:
     clock: Time and memory by stage.
     sanity: The gate's comparison, or None where it was not run.
     preparation: What `Program.prepare` recorded.
+    resumed: One entry for every time that a killed run went on: after which `layer`,
+      what unfinished files were `discarded`, and what `changed` in the environment.
   """
 
   program: dict[str, Any]
@@ -74,6 +83,7 @@ class QuantizationRecord:
   clock: StageClock
   sanity: dict[str, Any] | None = None
   preparation: dict[str, Any] = dataclasses.field(default_factory=dict)
+  resumed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
   def to_dict(self) -> dict[str, Any]:
     """A JSON-ready form."""

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax import checkpoint, code_refinement, input_maps, models, mxfp4, sizes
+from mxjax import (
+  checkpoint,
+  checkpoint_manifest,
+  code_refinement,
+  input_maps,
+  models,
+  mxfp4,
+  sizes,
+)
 from mxjax.contract import PAPER_CONTRACT, Contract
 from mxjax.mlp_recovery import MlpRecovery
 from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
@@ -82,7 +90,7 @@ def saved(params, tmp_path):
 def edit(folder, **changes):
   """Changes the manifest and signs it again."""
   manifest = json.loads((folder / "mxjax.json").read_text()) | changes
-  manifest["digest"] = checkpoint._digest(manifest)
+  manifest["digest"] = checkpoint_manifest.manifest_digest(manifest)
   (folder / "mxjax.json").write_text(json.dumps(manifest))
 
 

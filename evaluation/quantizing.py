@@ -1,0 +1,112 @@
+"""`mxjax quantize` and `mxjax verify`: a run that may be killed, and its audit."""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mxjax import checkpoint, layer_store, methods, models, pipeline, run_folder
+from mxjax import verify as verify_module
+from mxjax.evaluation import commands, console, long_work, study
+
+RUN = "run"
+
+
+def quantize(options: argparse.Namespace) -> None:
+  """`mxjax quantize`."""
+  methods.get(options.method)
+  folder = pathlib.Path(options.out)
+  if not (options.resume and (folder / RUN).is_dir()):
+    run_folder.check_output(folder)
+  model, tokenizer, subject, tokens = commands.prepare(options)
+  try:
+    with contextlib.ExitStack() as stack:
+      opened = run_folder.RunFolder(folder / RUN, resume=options.resume)
+      run = stack.enter_context(opened)
+      _remove_unfinished(folder)
+      row, quantized = _run_method(options, run, subject, tokens, stack)
+      row["record"]["calibration"] |= {
+        "seed": options.seed,
+        "data": options.calib or "embedded",
+        "model": pathlib.Path(options.model or "SmolLM2-135M").name,
+      }
+      row["float_perplexity"] = subject.float_perplexities()
+      if (folder / commands.CHECKPOINT).exists():
+        checkpoint.check_saved(folder / commands.CHECKPOINT, quantized)
+      else:
+        commands.save(folder, row, quantized, model, tokenizer)
+      subject_name = options.model or "SmolLM2-135M"
+      commands.finish(folder, [row], f"{options.method} on {subject_name}")
+  except (KeyboardInterrupt, pipeline.Stopped) as error:
+    raise long_work.Interrupted(
+      f"{str(error) or 'interrupted'}; finished layers are in {folder / RUN}",
+      long_work.resume_command(options.arguments),
+    ) from error
+  if options.log == "json":
+    long_work.emit("finished", out=str(folder))
+  commands.print_rows(options, [row], folder)
+
+
+def _run_method(
+  options: argparse.Namespace,
+  run: run_folder.RunFolder,
+  subject: study.Subject,
+  tokens: np.ndarray,
+  stack: contextlib.ExitStack,
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+  """Quantizes and measures, visibly; what it needs lives as long as the stack."""
+  on_disk = isinstance(subject.params, models.LazyParams)
+  tell = lambda text: (
+    long_work.emit("message", text=text)
+    if options.log == "json"
+    else console.STDERR.print(text, markup=False)
+  )
+  store = None
+  if on_disk:
+    # Inside the run folder, so that what a killed process leaves is removed.
+    scratch = tempfile.TemporaryDirectory(dir=run.path, prefix="scratch-")
+    store = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))
+  begin = stack.enter_context(long_work.progress(options.log))
+  stop = stack.enter_context(long_work.stopper(tell))
+  for name in run.discarded:
+    tell(f"resume: discarded {name}, which was not finished")
+  row, quantized = study.run_method(
+    subject,
+    tokens,
+    options.method,
+    run_dir=run,
+    chunk=options.chunk,
+    on_progress=stop.follow(begin(options.method)),
+    stop=stop,
+    into=store,
+  )
+  row["layers_on_disk"] = on_disk
+  return row, quantized
+
+
+def _remove_unfinished(folder: pathlib.Path) -> None:
+  """Removes what a process that was killed while saving left beside the run."""
+  for place in folder.glob("*.partial*"):
+    if place.is_dir():
+      shutil.rmtree(place)
+    else:
+      place.unlink()
+
+
+def verify(options: argparse.Namespace) -> int:
+  """`mxjax verify`: 0 where everything holds, 1 where anything does not."""
+  found = verify_module.verify(options.folder, seed=options.seed)
+  if options.json:
+    print(json.dumps(found.to_dict()))
+  else:
+    for fault in found.faults:
+      print(fault)
+    for line in found.lines():
+      console.STDOUT.print(line, markup=False, highlight=False)
+  return 1 if found.faults else 0
