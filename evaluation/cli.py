@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mxjax import execution
-from mxjax.evaluation import commands, long_work, quantizing
+from mxjax.evaluation import commands, exporting, long_work, quantizing
 
 Extend = Callable[[Any], None]
 """Adds commands to the parser; each sets `run`, a function of its options."""
@@ -273,6 +273,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     "text, writes a report, and lets the HiRes model speak.",
   )
   demo.add_argument("--out", default="runs/demo", metavar="DIR", help="a new folder")
+  exporting.add_commands(commands_)
   if extend:
     extend(commands_)
   return parser

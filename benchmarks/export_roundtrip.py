@@ -1,0 +1,199 @@
+"""Exports quantized models and lets the programs they are meant for read them.
+
+Quantizing, exporting and our own numbers run in the project's environment; the reading
+side runs in one of its own, which has torch, transformers and compressed-tensors:
+
+  python -m venv .venv-consumer
+  .venv-consumer/bin/pip install torch==2.13.0
+  .venv-consumer/bin/pip install transformers==5.23.0 compressed-tensors==0.20.0
+  .venv/bin/python benchmarks/export_roundtrip.py --consumer .venv-consumer/bin/python
+
+For every export: do the library's decompressed weights equal ours bit for bit, does
+transformers load the same values, and what perplexity do both sides compute on the
+same tokens. Two of ours are compared with torch: weights alone (activations not
+rounded, which is also all that a dequant folder computes), and activations rounded as
+compressed-tensors does it. Strict floor-rule W4A4 has no counterpart on the other side
+and stands beside them. Writes benchmarks/results/export_roundtrip.json.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import platform
+import subprocess
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.flax import save_file
+
+from mxjax import checkpoint, export, models, mxfp4
+from mxjax.evaluation import cli, datasets, exporting
+from mxjax.evaluation.perplexity import perplexity
+from mxjax.export import dequant, features
+from mxjax.models.weights import tensor_name
+from mxjax.quantized_linear import QuantizedLinear, Unrounded
+
+HERE = pathlib.Path(__file__).parent
+RESULT = HERE / "results" / "export_roundtrip.json"
+TEXT = "The steam engine of 1712 pumped water: 12 strokes a minute.\n"
+EXPORTS = {
+  "rtn": [("compressed-tensors", ())],
+  "gptq": [("compressed-tensors", ()), ("dequant", ())],
+  "spinquant": [("compressed-tensors", ())],
+  "mr-gptq": [("compressed-tensors", ("--transforms",)), ("dequant", ())],
+  "hires": [
+    ("dequant", ()),
+    ("dequant", ("--dtype", "float32")),
+    ("compressed-tensors", ("--drop", "maps,refinement,recovery")),
+  ],
+}
+"""What is exported of each method, with further options."""
+
+
+def run(*arguments):
+  code = cli.main([str(part) for part in arguments])
+  assert code == 0, arguments
+
+
+def unrounded(params):
+  """The same model with inputs that are mapped but not rounded."""
+  return jax.tree.map(
+    lambda leaf: (
+      dataclasses.replace(leaf, rounding=Unrounded())
+      if isinstance(leaf, QuantizedLinear)
+      else leaf
+    ),
+    params,
+    is_leaf=lambda node: isinstance(node, QuantizedLinear),
+  )
+
+
+def decoded(params):
+  return {
+    tensor_name(path): mxfp4.decode(leaf.weight, jnp.bfloat16, leaf.rules)
+    for path, leaf in features.nodes(params)
+    if isinstance(leaf, QuantizedLinear)
+  }
+
+
+def ours(form, params, config, tokens, options):
+  """Our perplexities of what an export computes, and of the strict model."""
+  model = models.CausalLM(config)
+  of = lambda model, params: perplexity(model, params, tokens).mean
+  result = {
+    "strict_w4a4_floor": of(model, params),
+    "weight_only": of(model, unrounded(params)),
+  }
+  if form == "compressed-tensors":
+    result["activations_as_compressed_tensors"] = of(
+      model, exporting.runtime_params(params)
+    )
+    return result
+  dtype = options[options.index("--dtype") + 1] if "--dtype" in options else "bfloat16"
+  effective, new, error = dequant.effective_params(params, config, jnp.dtype(dtype))
+  result["effective_weights"] = of(models.CausalLM(new), effective)
+  result["largest_relative_rounding_error"] = error
+  return result
+
+
+def exports_of(source, method, scratch, tokens, options):
+  """Quantizes once, exports in every form; yields name, job entry and our numbers."""
+  out = scratch / method
+  model = [source] if source else []
+  arguments = ["quantize", *model, "--method", method, "--out", out, "--windows", 1]
+  arguments += ["--sequences", options.sequences, "--length", options.length]
+  run(*arguments, "--window-length", options.length)
+  params, config = checkpoint.restore_checkpoint(out / "checkpoint")
+  config = models.ModelConfig.from_dict(config)
+  for number, (form, extra) in enumerate(EXPORTS[method]):
+    folder = scratch / f"{method}-{number}"
+    run("export", out, "--format", form, "--out", folder, "--windows", options.windows,
+        "--window-length", options.length, *extra)  # fmt: skip
+    kept = params
+    if "--drop" in extra:
+      kept = export.drop(params, features.parse(extra[extra.index("--drop") + 1]))
+    entry = {"folder": str(folder), "format": form}
+    if form == "compressed-tensors":
+      entry["expected"] = str(scratch / f"{method}-{number}.expected.safetensors")
+      save_file(decoded(kept), entry["expected"])
+      again = export.read_compressed_tensors(folder).params
+      pairs = zip(jax.tree.leaves(again), jax.tree.leaves(kept), strict=True)
+      same = all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+      assert same, "our importer read other bits"
+    name = " ".join([method, form, *extra])
+    yield name, entry, ours(form, kept, config, tokens, extra)
+
+
+def roundtrip(source, methods, options):
+  with tempfile.TemporaryDirectory() as place:
+    scratch = pathlib.Path(place)
+    tokenizer = models.load_tokenizer(source)
+    tokens = datasets.load_tokens(
+      None, tokenizer, count=options.windows, length=options.length, split="test"
+    )
+    np.save(scratch / "tokens.npy", tokens)
+    job = {"tokens": str(scratch / "tokens.npy"), "text": TEXT, "folders": {}}
+    numbers = {}
+    for method in methods:
+      for name, entry, own in exports_of(source, method, scratch, tokens, options):
+        job["folders"][name], numbers[name] = entry, own
+    (scratch / "job.json").write_text(json.dumps(job))
+    command = [options.consumer, str(HERE / "export_consumer.py"), scratch / "job.json"]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    reply = json.loads(output.splitlines()[-1])
+    ids = tokenizer.encode(TEXT).tolist()
+    rows = {}
+    for name, theirs in reply["results"].items():
+      theirs["tokenizer_agrees"] = theirs.pop("text_ids") == ids
+      rows[name] = {"ours": numbers[name], "theirs": theirs, **compare(name, numbers[name], theirs)}  # fmt: skip # noqa: E501
+      print(json.dumps({name: rows[name]}, indent=1), flush=True)
+    return rows, reply["versions"]
+
+
+def compare(name, own, theirs):
+  """Relative differences of perplexities that should be one number."""
+  pairs = {
+    "weight_only": (own["weight_only"], theirs.get("perplexity_weight_only")),
+    "activations_rounded": (
+      own.get("activations_as_compressed_tensors"),
+      theirs.get("perplexity_as_loaded"),
+    ),
+    "effective_weights": (own.get("effective_weights"), theirs.get("perplexity")),
+  }
+  return {
+    "relative_difference": {
+      key: their / our - 1 for key, (our, their) in pairs.items() if our and their
+    }
+  }
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--consumer", required=True, help="python with torch")
+  parser.add_argument("--models", default="models/trained/llama")
+  parser.add_argument("--methods", default="rtn,gptq,spinquant,mr-gptq,hires")
+  parser.add_argument("--sequences", type=int, default=16)
+  parser.add_argument("--windows", type=int, default=8)
+  parser.add_argument("--length", type=int, default=256)
+  parser.add_argument("--out", type=pathlib.Path, default=RESULT)
+  options = parser.parse_args()
+  result = json.loads(options.out.read_text()) if options.out.is_file() else {}
+  for source in options.models.split(","):
+    rows, versions = roundtrip(
+      None if source == "embedded" else source, options.methods.split(","), options
+    )
+    name = "SmolLM2-135M-Instruct" if source == "embedded" else source
+    result[name] = {
+      "command": {k: str(v) for k, v in vars(options).items() if k != "consumer"},
+      "machine": f"{platform.machine()} CPU, Python {platform.python_version()}",
+      "versions": {"jax": jax.__version__, **versions},
+      "exports": {**result.get(name, {}).get("exports", {}), **rows},
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,106 @@
+"""Makes golden/exports.npz with compressed-tensors and transformers, without JAX.
+
+Run it in an environment of its own, so that torch is no dependency of the project:
+
+  python -m venv /tmp/torchenv
+  /tmp/torchenv/bin/pip install torch==2.13.0 transformers==5.23.0
+  /tmp/torchenv/bin/pip install compressed-tensors==0.20.0
+  /tmp/torchenv/bin/python tests/golden/make_exports.py
+
+`compressed/*`: random codes and scale bytes, and the bits of the bfloat16 weight that
+compressed-tensors decompresses them to; `encoded/*`: a bfloat16 weight and the packed
+tensors that the library compresses it to; `activations/*`: float32 rows and what its
+dynamic MXFP4 makes of them; `experts/*`: blocks and scales as gpt-oss has them, and
+the bits of what transformers decodes, `[E, columns, rows]`; `scheme`: the library's own
+JSON of its MXFP4 preset.
+"""
+
+import json
+import pathlib
+
+import numpy as np
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import (
+  QuantizationConfig,
+  QuantizationScheme,
+  preset_name_to_scheme,
+)
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+OUT = pathlib.Path(__file__).parent / "exports.npz"
+
+
+def bits(tensor):
+  return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def main():
+  rng = np.random.default_rng(0)
+  arrays = {}
+  scheme = preset_name_to_scheme("MXFP4", ["Linear"])
+  compressor = BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
+
+  # All exponents whose decoded values a bfloat16 holds, all codes, both nibbles.
+  packed = rng.integers(0, 256, (63, 64), dtype=np.uint8)
+  scale = np.arange(252, dtype=np.uint8).reshape(63, 4)
+  state = {
+    "weight_packed": torch.from_numpy(packed),
+    "weight_scale": torch.from_numpy(scale),
+  }
+  weight = compressor.decompress(state, scheme)["weight"]
+  arrays["compressed/packed"], arrays["compressed/scale"] = packed, scale
+  arrays["compressed/weight_bits"] = bits(weight.to(torch.bfloat16))
+
+  # A weight on the grid comes back as the codes it was made of.
+  exponents = rng.integers(-6, 3, (8, 2))
+  grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+  values = grid[rng.integers(0, 8, (8, 64))] * rng.choice([-1, 1], (8, 64))
+  values[:, ::32] = 6.0
+  # The library's encoder drops the sign of a zero; adding zero does as well.
+  wide = values * np.repeat(2.0**exponents, 32, axis=1) + 0.0
+  state = {
+    "weight": torch.from_numpy(wide).to(torch.bfloat16),
+    "weight_scale": torch.from_numpy(2.0**exponents).to(torch.bfloat16),
+  }
+  result = compressor.compress(state, scheme)
+  arrays["encoded/weight_bits"] = bits(state["weight"])
+  arrays["encoded/packed"] = result["weight_packed"].numpy()
+  arrays["encoded/scale"] = result["weight_scale"].numpy()
+
+  rows = rng.standard_normal((16, 64)).astype(np.float32)
+  # Ties of elements, and maxima at the edges of the scale rule.
+  rows[0, :8] = [6.0, 5.0, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25]
+  rows[1, 0], rows[1, 32] = 7.0, 6.99
+  x = torch.from_numpy(rows)
+  arguments = scheme.input_activations
+  scales, zero = compute_dynamic_scales_and_zp(x, arguments, torch.nn.Linear(64, 1))
+  arrays["activations/rows"] = rows
+  arrays["activations/rounded"] = fake_quantize(x, scales, zero, arguments).numpy()
+
+  blocks = rng.integers(0, 256, (2, 6, 2, 16), dtype=np.uint8)
+  scales = rng.integers(100, 140, (2, 6, 2), dtype=np.uint8)
+  decoded = convert_moe_packed_tensors(
+    torch.from_numpy(blocks), torch.from_numpy(scales)
+  )
+  arrays["experts/blocks"], arrays["experts/scales"] = blocks, scales
+  arrays["experts/decoded_bits"] = bits(decoded)
+
+  config = QuantizationConfig(
+    config_groups={
+      "group_0": QuantizationScheme(
+        **{**scheme.model_dump(), "format": "mxfp4-pack-quantized"}
+      )
+    },
+    format="mxfp4-pack-quantized",
+    quantization_status="compressed",
+    ignore=["lm_head"],
+  )
+  arrays["scheme"] = np.array(json.dumps(config.to_dict(), sort_keys=True))
+  np.savez_compressed(OUT, **arrays)
+
+
+if __name__ == "__main__":
+  main()
