@@ -118,7 +118,7 @@ def write_arrays(path: pathlib.Path, arrays: Mapping[str, Any]) -> str:
     for name in names:
       # As bytes: numpy's buffers do not know bfloat16.
       array = np.ascontiguousarray(arrays[name]).reshape(-1)
-      yield memoryview(array.view(np.uint8))
+      yield array.view(np.uint8).data
 
   return write_parts(path, parts())
 

@@ -92,7 +92,7 @@ def _identity(
       "fingerprint": calib.fingerprint,
       "shape": list(calib.tokens.shape),
     },
-    "model": config.to_dict() if hasattr(config, "to_dict") else None,
+    "model": None if config is None else config.to_dict(),
     "weights": params_digest(params),
   }
 
@@ -326,10 +326,10 @@ def quantize_with_record(
   """Like `mxjax.quantize`, with what was measured on the way; see there."""
   check_params(calib.model, params, contract)
   with contextlib.ExitStack() as stack:
-    folder = run_dir if isinstance(run_dir, run_folder.RunFolder) else None
-    if run_dir is not None and folder is None:
-      folder = run_folder.RunFolder(run_dir, resume=resume)
-      stack.enter_context(folder)
+    if run_dir is None or isinstance(run_dir, run_folder.RunFolder):
+      folder = run_dir
+    else:
+      folder = stack.enter_context(run_folder.RunFolder(run_dir, resume=resume))
     run = _Run(params, calib, program, contract, chunk, folder, store)
     result: MutableMapping[str, Any] = {} if into is None else into
     run.restore(result)

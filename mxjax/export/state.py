@@ -14,11 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from mxjax.checkpoint import _describe as describe
-from mxjax.checkpoint import _nested as nested
-from mxjax.checkpoint import _nodes as walk
-from mxjax.checkpoint import _rebuild as rebuild
-from mxjax.checkpoint import _sha256 as array_sha256
 from mxjax.export.folder import (
   SHARD_BYTES,
   Companions,
@@ -30,6 +25,7 @@ from mxjax.export.folder import (
   write_manifest,
   write_tensors,
 )
+from mxjax.typed_nodes import array_sha256, describe, nested, rebuild, walk
 
 FORMAT = "mxjax-safetensors"
 VERSION = 1
