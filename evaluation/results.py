@@ -174,8 +174,9 @@ def references(results: Sequence[Result]) -> dict[str, Result]:
   found = {r.model: r for r in results if r.method == FLOAT}
   for result in results:
     reference = found.get(result.model)
-    for task in result.tokens.keys() & (reference.tokens if reference else {}):
-      if reference and result.tokens[task] != reference.tokens[task]:
+    known = reference.tokens if reference else {}
+    for task, tokens in result.tokens.items():
+      if reference and known.get(task, tokens) != tokens:
         raise ValueError(
           f"results: {result.source} and {reference.source} measured {task} on "
           "different tokens, so a damage would mean nothing; evaluate both with the "
