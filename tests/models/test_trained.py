@@ -53,7 +53,7 @@ def test_the_log_describes_the_model(trained):
   assert log["command"]["family"] == model.config.family == folder.name
   losses = [loss for _, loss in log["losses"]]
   assert losses[-1] < losses[0] - 2
-  assert log["test_perplexity"] < log["test_perplexity_of_unigrams"] / 4
+  assert log["test_perplexity"] < log["test_perplexity_of_unigrams"] / 3
   widths = {leaf.shape[-1] for leaf in leaves if leaf.ndim == 2}
   assert all(width % 32 == 0 for width in widths)
 
@@ -64,7 +64,7 @@ def test_unseen_text_is_far_below_unigrams(trained):
   found = perplexity(model, params, test).mean
   # The log ends passages with a token of their own; here blank lines join them.
   assert found == pytest.approx(log["test_perplexity"], rel=0.35)
-  assert found < log["test_perplexity_of_unigrams"] / 4
+  assert found < log["test_perplexity_of_unigrams"] / 3
 
 
 @pytest.mark.slow
