@@ -122,7 +122,7 @@ def test_killed_at_every_durable_event(
       assert (place / name).read_bytes() == (folder / name).read_bytes()
     assert not list((place / "streams").iterdir())
     seen.add(finished)
-  assert seen == {0, 1, 2} and len(states) > 25
+  assert seen == {0, 1, 2} and len(states) > 15
 
 
 @pytest.mark.parametrize(("code", "step"), [(errno.ENOSPC, 13), (errno.EIO, 40)])
