@@ -241,11 +241,9 @@ def write_companions(
         shutil.copyfile(origin / name, folder / name)
   _name_tokenizer_class(folder / "tokenizer_config.json")
   if not (folder / "generation_config.json").is_file():
-    eos = list(config.eos_ids)
-    values = {"bos_token_id": config.bos_id, "eos_token_id": eos}
-    write_json(
-      folder / "generation_config.json", {k: v for k, v in values.items() if v}
-    )
+    tokens = {"bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids)}
+    known = {name: ids for name, ids in tokens.items() if ids not in (None, [])}
+    write_json(folder / "generation_config.json", known)
   return sorted(name for name in COMPANIONS if (folder / name).is_file())
 
 

@@ -1,4 +1,4 @@
-"""Exports against the written formats, golden files of the libraries, and themselves."""
+"""Exports against the formats, golden files of the libraries, and themselves."""
 
 import dataclasses
 import json
@@ -111,7 +111,7 @@ def with_leaf(params, leaf):
   return {**params, "layers_0": {**layer, "mlp": mlp}}
 
 
-# --- the formats, as the libraries that own them see them -----------------------
+# --- the formats, as the libraries that own them see them
 
 
 def test_the_library_decompresses_to_our_decoded_bits(golden):
@@ -181,7 +181,7 @@ def test_gpt_oss_experts_decode_to_transformers_bits(golden, tmp_path):
     export.read_gpt_oss_experts(tmp_path)
 
 
-# --- compressed-tensors ------------------------------------------------------------
+# --- compressed-tensors
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 6000])
@@ -351,7 +351,7 @@ def test_unknown_names_are_refused():
     features.parse("maps,colour")
 
 
-# --- dequant ------------------------------------------------------------------------
+# --- dequant
 
 
 MAPS = {
@@ -424,7 +424,7 @@ def test_dequant_of_plain_codes_is_exact_in_bfloat16(rtn, tiny_config, tmp_path)
   out = export.write_dequant(tmp_path / "out", source(rtn, tiny_config))
   tensors = tensors_in(out)
   leaf = rtn["layers_0"]["self_attn"]["v_proj"]["weight"]
-  # Adding zero: a product with a dense map would lose signed zeros, none is here.
+  # No product with a map here, which would lose the signs of zeros.
   np.testing.assert_array_equal(
     tensors["model.layers.0.self_attn.v_proj.weight"].view(np.uint16),
     np.asarray(mxfp4.decode(leaf.weight)).view(np.uint16),
@@ -440,7 +440,7 @@ def test_a_family_without_mlp_bias_cannot_take_the_mlp_recovery(
   qwen = dataclasses.replace(tiny_config, family="qwen3")
   assert set(dequant.cannot_hold(hires, qwen)) == {"mlp-recovery"}
   mistral = dataclasses.replace(tiny_config, family="mistral")
-  with pytest.raises(ValueError, match="family mistral cannot hold value-recovery"):
+  with pytest.raises(ValueError, match="family mistral cannot hold .*value-recovery"):
     export.write_dequant(tmp_path / "out", source(hires, mistral))
 
 
@@ -454,7 +454,7 @@ def test_a_rotated_head_unties_the_config(rtn, tiny_config, tmp_path):
   same(export.read_compressed_tensors(out).params["lm_head"], head)
 
 
-# --- our own state --------------------------------------------------------------------
+# --- our own state
 
 
 def test_own_state_round_trip_is_bit_for_bit(hires, tiny_config, tmp_path):
@@ -478,7 +478,7 @@ def test_a_changed_byte_of_own_state_is_named(rtn, tiny_config, tmp_path):
     export.read_state(out)
 
 
-# --- reading other people's ----------------------------------------------------------------
+# --- reading other people's
 
 
 @pytest.mark.parametrize(
