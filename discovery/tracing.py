@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.export
+import jax.extend.core
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 
 PLATFORMS = ("cpu",)
 
@@ -52,8 +54,25 @@ def avals(tree: Any, lead: tuple[Any, ...] = ()) -> Any:
   return _aval(tree, lead)
 
 
+def _without_dead_code(
+  function: Callable[..., Any], arguments: list[Any]
+) -> Callable[..., Any]:
+  """The function less what its results do not need.
+
+  Lowering drops dead code too, but with a symbolic batch size it leaves the
+  computation of the dead values' shapes.
+  """
+  closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+  used = [True] * len(closed.jaxpr.outvars)
+  jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
+  run = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, closed.consts))
+  tree = jax.tree.structure(shapes)
+  return lambda *values: jax.tree.unflatten(tree, run(*jax.tree.leaves(values)))
+
+
 def _exported(function: Callable[..., Any], arguments: list[Any]) -> bytes:
-  exported = jax.export.export(jax.jit(function), platforms=PLATFORMS)(*arguments)
+  live = _without_dead_code(function, arguments)
+  exported = jax.export.export(jax.jit(live), platforms=PLATFORMS)(*arguments)
   return bytes(exported.serialize())
 
 
