@@ -179,7 +179,7 @@ def test_killed_processes_go_on_to_the_same_checkpoint(model_folder, tmp_path, c
     if event["event"] == "progress" and event["layer"] == 1:
       first.send_signal(signal.SIGKILL)
       break
-  assert first.wait(60) == -signal.SIGKILL
+  assert first.wait(300) == -signal.SIGKILL
   first.stderr.close()
   second = start(model_folder, out, "--resume")
   seen = []
@@ -195,7 +195,7 @@ def test_killed_processes_go_on_to_the_same_checkpoint(model_folder, tmp_path, c
         seen.append({"event": "asked"})
     if event["event"] == "stopped":
       break
-  assert second.wait(60) == 130
+  assert second.wait(300) == 130
   assert second.stderr.read() == ""
   second.stderr.close()
   layers = [one["layer"] for one in seen if one["event"] == "progress"]
