@@ -92,9 +92,9 @@ FORBIDDEN = {
   ),
   "27 subclass walk": (
     "found = [c for c in ().__class__.__base__.__subclasses__() "
-    "if 'mxjax' in getattr(c, '__module__', '')]; found[0]"
+    "if str(getattr(c, '__module__', '')).split('.')[0] == 'mxjax']; found[0]"
   ),
-  "28 frames": "assert 'mxjax' in str(sorted(sys.modules))",
+  "28 frames": "assert any(n.split('.')[0] == 'mxjax' for n in sys.modules)",
   "28 garbage": (
     "import gc; assert any('secret-of-the-parent' in o for o in gc.get_objects() "
     "if isinstance(o, list) and all(isinstance(s, str) for s in o))"
