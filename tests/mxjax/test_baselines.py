@@ -118,9 +118,11 @@ def test_batquant_at_the_identity_is_gptq(build):
 
 
 def test_batquant_learns(build):
-  linears = build(FAST["batquant"]).record.layers[0]["linears"]
+  # All sequences in every step: first and last loss are then of the same tokens.
+  linears = build("batquant:steps=80:batch=64").record.layers[0]["linears"]
   losses = np.asarray([line["learning_losses"] for line in linears.values()])
-  assert losses[:, 1].mean() < 0.97 * losses[:, 0].mean()
+  assert (losses[:, 1] < losses[:, 0]).all()
+  assert losses[:, 1].mean() < 0.95 * losses[:, 0].mean()
   assert all(1 < line["map_condition"] < 1e4 for line in linears.values())
 
 
