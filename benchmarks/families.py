@@ -9,10 +9,9 @@ benchmarks/results/families.json; families that are not named keep their entry.
 
 import json
 import pathlib
-import platform
 import sys
 
-import jax
+import provenance
 
 from mxjax.evaluation import datasets, study
 from mxjax.models import embedded, families, from_pretrained, load_tokenizer
@@ -52,22 +51,13 @@ def measure(family):
 
 
 def main():
+  made = provenance.stamp()
   names = sys.argv[1:] or list(families.FAMILIES)
   report = json.loads(RESULT.read_text()) if RESULT.is_file() else {"families": {}}
   for name in names:
-    try:
-      report["families"][name] = measure(name)
-    except FileNotFoundError as error:
-      print(f"{name}: {error}")
-      continue
+    report["families"][name] = measure(name) | made
     print(name, json.dumps(report["families"][name]), flush=True)
-    report |= {
-      "calibration": CALIBRATION,
-      "test": TEST,
-      "jax": jax.__version__,
-      "platform": jax.devices()[0].platform,
-      "machine": platform.machine(),
-    }
+    report |= {"calibration": CALIBRATION, "test": TEST}
     RESULT.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import pathlib
-import platform
 import tempfile
 import time
 
@@ -29,6 +28,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import lm_eval
 import numpy as np
+import provenance
 import torch
 import transformers
 from lm_eval.models.huggingface import HFLM
@@ -176,6 +176,7 @@ def main():
   parser.add_argument("--tasks", default=",".join(tasks.TASKS))
   parser.add_argument("--out", type=pathlib.Path, default=RESULT)
   options = parser.parse_args()
+  made = provenance.stamp(packages=("lm_eval", "torch", "transformers"))
   names = options.tasks.split(",")
   model, params = models.from_pretrained()
   tokenizer = models.load_tokenizer()
@@ -201,13 +202,8 @@ def main():
     results[name] = compare(tasks.TASKS[name], items, rows, theirs[name])
     print(name, {k: v for k, v in results[name].items() if k != "disagreements"})
   report = {
+    **made,
     "model": "SmolLM2-135M-Instruct, bfloat16 weights, float32 arithmetic",
-    "versions": {
-      "lm_eval": lm_eval.__version__,
-      "torch": torch.__version__,
-      "transformers": transformers.__version__,
-      "python": platform.python_version(),
-    },
     "tasks": results,
     "harness_seconds": harness_seconds,
     "mxjax_seconds": seconds,

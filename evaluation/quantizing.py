@@ -13,7 +13,7 @@ import numpy as np
 
 from mxjax import checkpoint, layer_store, methods, models, pipeline, run_folder
 from mxjax import verify as verify_module
-from mxjax.evaluation import commands, console, long_work, study
+from mxjax.evaluation import console, long_work, outputs, sources, study
 
 RUN = "run"
 
@@ -24,7 +24,7 @@ def quantize(options: argparse.Namespace) -> None:
   folder = pathlib.Path(options.out)
   if not (options.resume and (folder / RUN).is_dir()):
     run_folder.check_output(folder)
-  model, tokenizer, subject, tokens = commands.prepare(options)
+  model, tokenizer, subject, tokens = sources.prepare(options)
   try:
     with contextlib.ExitStack() as stack:
       opened = run_folder.RunFolder(folder / RUN, resume=options.resume)
@@ -37,12 +37,12 @@ def quantize(options: argparse.Namespace) -> None:
         "model": pathlib.Path(options.model or "SmolLM2-135M").name,
       }
       row["float_perplexity"] = subject.float_perplexities()
-      if (folder / commands.CHECKPOINT).exists():
-        checkpoint.check_saved(folder / commands.CHECKPOINT, quantized)
+      if (folder / sources.CHECKPOINT).exists():
+        checkpoint.check_saved(folder / sources.CHECKPOINT, quantized)
       else:
-        commands.save(folder, row, quantized, model, tokenizer)
+        outputs.save(folder, row, quantized, model, tokenizer)
       subject_name = options.model or "SmolLM2-135M"
-      commands.finish(folder, [row], f"{options.method} on {subject_name}")
+      outputs.finish(folder, [row], f"{options.method} on {subject_name}")
   except (KeyboardInterrupt, pipeline.Stopped) as error:
     raise long_work.Interrupted(
       f"{str(error) or 'interrupted'}; finished layers are in {folder / RUN}",
@@ -50,7 +50,7 @@ def quantize(options: argparse.Namespace) -> None:
     ) from error
   if options.log == "json":
     long_work.emit("finished", out=str(folder))
-  commands.print_rows(options, [row], folder)
+  outputs.print_rows(options, [row], folder)
 
 
 def _run_method(
