@@ -6,12 +6,14 @@ shape, dtype and SHA-256, so that a checkpoint restores to the same tree, bit fo
 without the model that made it.
 """
 
+import contextlib
 import json
+import logging
 import os
 import pathlib
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,6 +62,34 @@ def _check_rules(params: Mapping[str, Any], contract: Contract) -> None:
     )
 
 
+def _save_arrays(folder: pathlib.Path, tree: Mapping[str, Any]) -> None:
+  """Writes arrays with Orbax, a file each, named by their paths.
+
+  Equal arrays give equal files: the default layout (OCDBT) gives its files random
+  names. Only `_CHECKPOINT_METADATA` and `commit_success.txt` hold the time of day.
+  """
+  from orbax.checkpoint import v1 as ocp
+
+  context = ocp.Context()
+  context.array.saving.use_ocdbt = False
+  # Orbax looks for version 2 when it checks a folder that is not OCDBT.
+  context.array.saving.use_zarr3 = False
+  with context, _unless_logged("Skipping merge of OCDBT checkpoints"):
+    ocp.save(str(folder.absolute()), tree)
+
+
+@contextlib.contextmanager
+def _unless_logged(start: str) -> Iterator[None]:
+  """Keeps one message of Orbax, of a layout that is not used here, from the log."""
+  logger = logging.getLogger("absl")
+  keep = lambda record: start not in record.getMessage()
+  logger.addFilter(keep)
+  try:
+    yield
+  finally:
+    logger.removeFilter(keep)
+
+
 def _write(
   folder: pathlib.Path,
   manifest: dict[str, Any],
@@ -67,14 +97,12 @@ def _write(
   tokenizer_files: Sequence[str | os.PathLike[str]],
 ) -> None:
   """Writes a checkpoint into a fresh folder, the manifest last."""
-  from orbax.checkpoint import v1 as ocp
-
   folder.mkdir()
   if tokenizer_files:
     (folder / TOKENIZER).mkdir()
   for source in tokenizer_files:
     shutil.copyfile(source, folder / TOKENIZER / pathlib.Path(source).name)
-  ocp.save(str(folder.absolute() / ARRAYS), nested(arrays))
+  _save_arrays(folder / ARRAYS, nested(arrays))
   sync_tree(folder)
   manifest = {**manifest, "files": list_files(folder)}
   # What the file will say, so that tuples hash as the lists they become.
