@@ -9,9 +9,6 @@ from mxjax.contract import Contract
 from mxjax.evaluation import ablation, console, outputs, sources, study
 from mxjax.methods import ablations
 
-ROWS = "rows"
-"""Where finished rows of a comparison are kept, inside its folder."""
-
 
 def compare(options: argparse.Namespace) -> None:
   """`mxjax compare`."""
@@ -47,7 +44,7 @@ def _method_names(text: str) -> list[str]:
 def _resumable(out: str) -> pathlib.Path:
   """A folder of earlier rows to go on with, or one that is free."""
   folder = pathlib.Path(out)
-  is_ours = any((folder / name).is_dir() for name in (ROWS, study.STORE))
+  is_ours = any((folder / name).is_dir() for name in (study.ROWS, study.STORE))
   return folder if is_ours else run_folder.check_output(out)
 
 
@@ -60,7 +57,7 @@ def ablate(options: argparse.Namespace) -> None:
     ablation.study_rows(name)
   seeds = [int(seed) for seed in options.seeds.split(",")]
   folder = pathlib.Path(options.out)
-  if not any((folder / name).is_dir() for name in ablations.STUDIES):
+  if not (folder / study.ROWS).is_dir():
     run_folder.check_output(folder)
   options.seed = seeds[0]
   _, tokenizer, subject, _ = sources.prepare(options)
