@@ -65,12 +65,6 @@ def perplexity_cell(row):
   return f"{found['mean']:.2f} ± {found['spread'] / 2:.2f}"
 
 
-def markdown(head, lines):
-  """A Markdown table."""
-  rows = [head, ["---"] * len(head), *lines]
-  return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
-
-
 def write(name, result, text):
   """The two result files."""
   (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -102,7 +96,7 @@ def compare(family, made):
     )
   head = ["method", "perplexity", "operator error", "KL, nats", "flips", "build, s"]
   result = {**made, "mxjax": said, "rows": [slim(row) for row in rows]}
-  write(f"compare_{family}", result, markdown(head, lines))
+  write(f"compare_{family}", result, provenance.markdown(head, lines))
 
 
 def ablate(family, made):
@@ -187,7 +181,7 @@ def rules(family, made):
   head = ["program [scale rule]", "perplexity", "operator error", "KL, nats"]
   head += ["KL repaired", "mean factor fitted"]
   result = {**made, "calibration": CALIBRATION, "test": TEST, "rows": summary}
-  write(f"rules_{family}", result, markdown(head, lines))
+  write(f"rules_{family}", result, provenance.markdown(head, lines))
 
 
 def main():

@@ -170,6 +170,23 @@ def compare(task, items, ours, theirs):
   }
 
 
+def table(report):
+  """The table of docs/evaluation.md."""
+  head = ["task", "items", "agreement", "accuracy, mxjax / harness"]
+  head += ["largest difference of a log-likelihood"]
+  lines = [
+    [
+      name,
+      f"{found['items']} of {found['official_items']:,}",
+      f"{100 * found['agreement']:.1f} %",
+      f"{100 * found['accuracy_mxjax']:.1f} / {100 * found['accuracy_harness']:.1f}",
+      f"{found['largest_log_likelihood_difference']:.1e}",
+    ]
+    for name, found in report["tasks"].items()
+  ]
+  return provenance.markdown(head, lines)
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--items", type=int, default=200, help="of each task, the first")
@@ -210,6 +227,7 @@ def main():
   }
   options.out.parent.mkdir(parents=True, exist_ok=True)
   options.out.write_text(json.dumps(report, indent=1) + "\n")
+  options.out.with_suffix(".md").write_text(table(report))
 
 
 if __name__ == "__main__":

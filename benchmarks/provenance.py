@@ -1,4 +1,4 @@
-"""What a result file says about how it was made: command, machine, versions, date."""
+"""What benchmarks write: how a result was made, and tables for the documents."""
 
 import datetime
 import importlib.metadata
@@ -50,3 +50,9 @@ def stamp(packages=(), hidden=()):
     },
     "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
   }
+
+
+def markdown(head, lines):
+  """A Markdown table of text cells."""
+  rows = [head, ["---"] * len(head), *lines]
+  return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
