@@ -98,7 +98,7 @@ def main():
     ]
     done = subprocess.run(
       [sys.executable, "-c", CODE, json.dumps(request)],
-      capture_output=True,
+      stdout=subprocess.PIPE,
       text=True,
       check=True,
     )
