@@ -16,7 +16,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +38,7 @@ __all__ = ["RunFolder", "check_output", "create_output", "flatten", "write_durab
 JOURNAL = "journal.jsonl"
 FOLDERS = ("layers", "prepared", "streams")
 VERSION = 1
-Streams = Mapping[str, list[jax.Array]]
+Streams = Mapping[str, Sequence[jax.Array | np.ndarray]]
 """Hidden states by the name of their stream, in chunks `[sequences, T, d]`."""
 
 
@@ -377,8 +377,15 @@ class RunFolder:
     """The params of a finished layer, bit for bit."""
     return self._read_tree(f"layers/{event['name']}", event["nodes"])
 
-  def read_streams(self, chunk: int) -> dict[str, list[jax.Array]]:
-    """Hidden states entering the next layer, by stream, in chunks of `chunk`."""
+  def read_streams(
+    self, chunk: int, place: Callable[[np.ndarray], jax.Array] = jnp.array
+  ) -> dict[str, list[jax.Array]]:
+    """Hidden states entering the next layer, by stream, in chunks of `chunk`.
+
+    Args:
+      chunk: Sequences in each.
+      place: Makes a device array of a chunk, with a buffer of its own.
+    """
     streams = {}
     for file in self.finished[-1]["streams"]:
       arrays = read_arrays(self.path / file)
@@ -386,5 +393,5 @@ class RunFolder:
       parts = [rows[first : first + chunk] for first in range(0, len(rows), chunk)]
       name = pathlib.Path(file).stem.partition("-")[2]
       # Copies: the buffers of a stream are donated, numpy's must not be.
-      streams[name] = [jnp.array(part) for part in parts]
+      streams[name] = [place(part) for part in parts]
     return streams
