@@ -96,9 +96,7 @@ class FloatStream:
     with jax.enable_x64(False):
       outputs = [
         execution.finish(
-          streams.capture(
-            model, layer, hidden, self._blocked, self._plain, self._mesh
-          )
+          streams.capture(model, layer, hidden, self._blocked, self._plain, self._mesh)
         )
         for hidden in self._hidden()
       ]

@@ -44,7 +44,7 @@ def _reduce_chunk(
   static_argnames=("step", "rules", "layout", "mesh"),
   donate_argnames="shares",
 )
-def _reduce_on_mesh(
+def _add_chunk(
   step: Step,
   rules: mxfp4.Rules,
   layout: meshes.Layout,
@@ -218,18 +218,29 @@ class LinearInputs:
     Returns:
       The last carry.
     """
-    mesh, layout = self.mesh, None
-    (carry, args), first = execution.finish((init, args)), 0
-    if mesh is not None:
-      args = meshes.replicate(args, mesh)
-      carry, layout = meshes.share(carry, mesh)
-      reduce = functools.partial(_reduce_on_mesh, step, self.rules, layout, mesh)
-    else:
-      reduce = functools.partial(_reduce_chunk, step, self.rules)
+    carry, args = execution.finish((init, args))
+    if self.mesh is not None:
+      return self._reduce_on_mesh(self.mesh, step, carry, args)
+    first = 0
     for chunk in self._chunks:
-      carry = execution.finish(reduce(carry, chunk, jnp.int32(first), args))
+      carry = execution.finish(
+        _reduce_chunk(step, self.rules, carry, chunk, jnp.int32(first), args)
+      )
       first += chunk.shape[0]
-    return carry if layout is None else meshes.collect(carry, layout, mesh)
+    return carry
+
+  def _reduce_on_mesh(
+    self, mesh: Mesh, step: Step, carry: Any, args: tuple[Any, ...]
+  ) -> Any:
+    args = meshes.replicate(args, mesh)
+    (shares, layout), first = meshes.share(carry, mesh), 0
+    for chunk in self._chunks:
+      index = jnp.int32(first)
+      shares = execution.finish(
+        _add_chunk(step, self.rules, layout, mesh, shares, chunk, index, args)
+      )
+      first += chunk.shape[0]
+    return meshes.collect(shares, layout, mesh)
 
   def shared(self, name: str, compute: Callable[[], jax.Array]) -> jax.Array:
     """A reduction under a name, computed once for all linears on this tensor."""

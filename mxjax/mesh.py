@@ -76,7 +76,7 @@ def make(data: int | None = None, model: int = 1) -> Mesh:
 
 def parse(text: str) -> Mesh:
   """The mesh of a word such as `data=4,model=2`; an axis left out has size 1."""
-  sizes = dict.fromkeys(AXES, 1)
+  sizes: dict[str, int] = dict.fromkeys(AXES, 1)
   for part in text.split(","):
     name, _, number = part.partition("=")
     if name.strip() not in sizes or not number.strip().isdecimal():
@@ -139,7 +139,7 @@ def check_sequences(mesh: Mesh | None, sequences: int, chunk: int) -> int:
   return mesh.size
 
 
-def lead(mesh: Mesh) -> jax.Device:
+def lead(mesh: Mesh) -> Any:
   """The device of this process that does what is not shared out."""
   return mesh.local_devices[0]
 
@@ -208,10 +208,17 @@ def _is_shared(weight: Any, mesh: Mesh) -> bool:
   return len(weight.shape) == 2 and weight.shape[0] % mesh.shape[MODEL] == 0
 
 
-def _map_weights(
+def map_weights(
   tree: Any, mesh: Mesh, shared: Callable[[Any], Any], whole: Callable[[Any], Any]
 ) -> Any:
-  """Maps nested dicts: weights with rows to share out, and every other leaf."""
+  """Maps nested dicts: weights with rows to share out, and the leaves of all else.
+
+  Args:
+    tree: Params, or nested dicts with anything that has shapes in their place.
+    mesh: The mesh.
+    shared: Applied to weights whose rows divide over the model axis.
+    whole: Applied to every other leaf.
+  """
   if not isinstance(tree, Mapping):
     return jax.tree.map(whole, tree)
   result = {}
@@ -220,7 +227,7 @@ def _map_weights(
     if is_weight and _is_shared(value, mesh):
       result[key] = shared(value)
     else:
-      result[key] = _map_weights(value, mesh, shared, whole)
+      result[key] = map_weights(value, mesh, shared, whole)
   return result
 
 
@@ -237,7 +244,7 @@ def place_rows(params: T, mesh: Mesh | None) -> T:
     return params
   whole = lambda a: place(a, mesh, P())
   by_row = lambda a: place(a, mesh, P(MODEL))
-  return _map_weights(params, mesh, lambda w: map_rows(by_row, whole, w), whole)
+  return map_weights(params, mesh, lambda w: map_rows(by_row, whole, w), whole)
 
 
 def call(
@@ -268,12 +275,12 @@ def call(
     run,
     mesh=mesh,
     in_specs=(
-      _map_weights(params, mesh, spec, whole),
+      map_weights(params, mesh, spec, whole),
       *(specs or [P(sharing.axes)] * len(arrays)),
     ),
     out_specs=P(sharing.axes),
     check_vma=False,
-  )(_map_weights(params, mesh, wrap, lambda a: a), *arrays)
+  )(map_weights(params, mesh, wrap, lambda a: a), *arrays)
 
 
 def by_row(

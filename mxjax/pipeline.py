@@ -10,7 +10,6 @@ conditional order of Eq. conditional-stage, yet all of it needs one pass over la
 import contextlib
 import dataclasses
 import os
-import platform
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -18,10 +17,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mxjax import execution, layer_quantization, precision, run_folder, sanity, streams
+from mxjax import (
+  distributed,
+  execution,
+  layer_quantization,
+  precision,
+  run_folder,
+  run_identity,
+  sanity,
+  streams,
+)
 from mxjax import mesh as meshes
 from mxjax.calibration import Calibration, Params
-from mxjax.calibration_store import CalibrationStore, params_digest
+from mxjax.calibration_store import CalibrationStore
 from mxjax.contract import PAPER_CONTRACT, Contract
 from mxjax.float_stream import FloatStream, inputs_of
 from mxjax.layer_quantization import check_params, targets
@@ -83,35 +91,6 @@ class Result(NamedTuple):
   reference: Params
 
 
-def _identity(
-  params: Params, calib: Calibration, program: Program, contract: Contract
-) -> dict[str, Any]:
-  """What decides the bits of a result, JSON-ready."""
-  config = getattr(calib.model, "config", None)
-  return {
-    "program": dict(program.describe()),
-    "contract": contract.hash,
-    "calibration": {
-      "fingerprint": calib.fingerprint,
-      "shape": list(calib.tokens.shape),
-    },
-    "model": None if config is None else config.to_dict(),
-    "weights": params_digest(params),
-  }
-
-
-def _environment(mesh: Mesh | None) -> dict[str, Any]:
-  """What may decide low bits: a resumed run shows where it differs."""
-  device = jax.devices()[0]
-  return {
-    "jax": jax.__version__,
-    "machine": platform.machine(),
-    "platform": device.platform,
-    "device": device.device_kind,
-    "mesh": meshes.describe(mesh),
-  }
-
-
 def _prepare(
   folder: run_folder.RunFolder | None,
   program: Program,
@@ -151,8 +130,11 @@ class _Run:
     self.model, self.calib, self.program = calib.model, calib, program
     self.contract, self.folder, self.mesh = contract, folder, mesh
     self.chunk = meshes.check_sequences(mesh, len(calib.tokens), chunk)
-    identity = _identity(params, calib, program, contract) if folder else {}
-    resumed = folder.begin(identity, _environment(mesh)) if folder else []
+    resumed = []
+    if folder:
+      identity = run_identity.identity(params, calib, program, contract)
+      distributed.check_same("model, data and options", identity, mesh)
+      resumed = folder.begin(identity, run_identity.environment(mesh))
     self.clock = StageClock()
     with self.clock.stage("preparation"):
       prepared = _prepare(folder, program, params, calib, contract)
@@ -266,6 +248,7 @@ class _Run:
         announce,
       )
       jax.block_until_ready(quantized)
+      distributed.check_same(f"the codes of {name}", quantized, self.mesh)
     if self.upstream is not None:
       with stage("calibration", 1):
         self.upstream = streams.advance(model, quantized, self.upstream, self.mesh)
@@ -367,7 +350,7 @@ def quantize_with_record(
     count = calib.model.num_layers
     for index in range(len(run.record.layers), count):
       run.layer(index, result, on_progress)
-      if stop and stop():
+      if stop and distributed.any_of(stop(), mesh):
         raise Stopped(index + 1, count)
     return run.finish(result, check=check)
 

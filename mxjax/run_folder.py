@@ -169,15 +169,20 @@ class RunFolder:
   def __exit__(self, *details: object) -> None:
     self.close()
 
+  @property
+  def events(self) -> list[dict[str, Any]]:
+    """What the journal holds, oldest first."""
+    return self._journal.events
+
   def event(self, name: str) -> dict[str, Any] | None:
     """The last event of a name, or None."""
-    found = [one for one in self._journal.events if one["event"] == name]
+    found = [one for one in self.events if one["event"] == name]
     return found[-1] if found else None
 
   @property
   def finished(self) -> list[dict[str, Any]]:
     """The events of the finished layers, in order."""
-    return [one for one in self._journal.events if one["event"] == "layer"]
+    return [one for one in self.events if one["event"] == "layer"]
 
   def _files(self) -> dict[str, str]:
     """SHA-256 of every file of the last state, by relative path."""
@@ -251,7 +256,7 @@ class RunFolder:
       "resume", layer=len(self.finished), discarded=self.discarded, changed=changed
     )
     keys = ("layer", "discarded", "changed")
-    events = [one for one in self._journal.events if one["event"] == "resume"]
+    events = [one for one in self.events if one["event"] == "resume"]
     return [{key: one[key] for key in keys} for one in events]
 
   def _compare(
@@ -382,9 +387,7 @@ class RunFolder:
   ) -> dict[str, list[jax.Array]]:
     """Hidden states entering the next layer, by stream, in chunks of `chunk`.
 
-    Args:
-      chunk: Sequences in each.
-      place: Makes a device array of a chunk, with a buffer of its own.
+    `place` makes a device array of a chunk, with a buffer of its own.
     """
     streams = {}
     for file in self.finished[-1]["streams"]:

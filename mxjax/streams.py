@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -87,9 +86,7 @@ def capture(
     The layer's output and the taps.
   """
 
-  def run(
-    layer: Params, hidden: jax.Array
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def run(layer: Params, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     def one(sequence: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
       output, taps = model.layer_with_taps(layer, sequence[None])
       kept = {t: mxfp4.to_blocks(taps[t][0].astype(jnp.float32)) for t in blocked}
@@ -221,9 +218,7 @@ def _layer(
   return meshes.call(model.layer, mesh, layer, hidden, sharing=meshes.EVALUATION)
 
 
-@functools.partial(
-  jax.jit, static_argnames=("model", "mesh"), donate_argnames="hidden"
-)
+@functools.partial(jax.jit, static_argnames=("model", "mesh"), donate_argnames="hidden")
 def _advance(
   model: CausalLanguageModel,
   layer: Params,

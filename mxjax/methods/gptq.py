@@ -106,7 +106,7 @@ def _solve_by_rows(
   scales: gptq.ScaleSource,
   mesh: Mesh,
 ) -> gptq.Reconstruction:
-  solve = lambda *arrays: _solve(*arrays, rules, scales)
+  solve = functools.partial(_solve, rules=rules, scales=scales)
   return meshes.by_row(solve, mesh, weight, upper, columns)
 
 
