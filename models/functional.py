@@ -4,6 +4,7 @@ Nothing here knows of parameters' names or of flax. Sums and softmax run in floa
 whatever the dtype of the operands, products at full precision.
 """
 
+import functools
 import math
 
 import jax
@@ -68,6 +69,20 @@ def _stretch(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
   return scaled.astype(np.float32)
 
 
+def _rotations(
+  frequencies: np.ndarray, length: int, start: int | jax.Array
+) -> tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]:
+  """Cosines and sines of the angles at `length` positions, float32 `[half, length]`."""
+  if isinstance(start, int):
+    # Constants: XLA:CPU would compute them anew for every head inside the loop.
+    positions = np.arange(start, start + length, dtype=np.float32)
+    angles = frequencies[:, None] * positions[None, :]
+    return np.cos(angles), np.sin(angles)
+  positions = (start + jnp.arange(length, dtype=jnp.int32)).astype(jnp.float32)
+  angles = jnp.asarray(frequencies)[:, None] * positions[None, :]
+  return jnp.cos(angles), jnp.sin(angles)
+
+
 def rotary(
   x: jax.Array, frequencies: np.ndarray, start: int | jax.Array = 0
 ) -> jax.Array:
@@ -84,12 +99,38 @@ def rotary(
   Returns:
     The turned vectors, same shape and dtype.
   """
-  positions = (start + jnp.arange(x.shape[1], dtype=jnp.int32)).astype(jnp.float32)
-  angles = positions[:, None] * jnp.asarray(frequencies)[None, :]
-  cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  cos, sin = (a[None, None] for a in _rotations(frequencies, x.shape[1], start))
+  first, second = jnp.split(_positions_last(x).astype(jnp.float32), 2, axis=2)
   turned = [first * cos - second * sin, second * cos + first * sin]
-  return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+  joined = jnp.concatenate(turned, axis=2).astype(x.dtype)
+  return joined.transpose(0, 3, 1, 2)
+
+
+def _positions_last(x: jax.Array) -> jax.Array:
+  """`[batch, length, heads, head_dim]` to `[batch, heads, head_dim, length]`.
+
+  The order in which linears make their outputs and quantized ones take their inputs:
+  between them, and inside rotary and attention, XLA finds nothing left to transpose.
+  """
+  return x.transpose(0, 2, 3, 1)
+
+
+def _by_group(
+  queries: jax.Array, keys: jax.Array, values: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Positions last, and the query heads of one key-value head side by side."""
+  queries, keys, values = (_positions_last(a) for a in (queries, keys, values))
+  batch, heads, head_dim, length = queries.shape
+  kv_heads = keys.shape[1]
+  shape = batch, kv_heads, heads // kv_heads, head_dim, length
+  return queries.reshape(shape), keys, values
+
+
+def _by_position(chunks: list[jax.Array]) -> jax.Array:
+  """Outputs `[b, k, g, t, d]` by chunk of positions to `[batch, length, features]`."""
+  features = jnp.concatenate(chunks, axis=3).transpose(0, 1, 2, 4, 3)
+  batch, *_, length = features.shape
+  return features.reshape(batch, -1, length).transpose(0, 2, 1)
 
 
 def causal_attention(
@@ -117,20 +158,25 @@ def causal_attention(
   Returns:
     Outputs, `[batch, length, heads * head_dim]`, in the dtype of `values`.
   """
-  batch, length, heads, head_dim = queries.shape
-  kv_heads = keys.shape[2]
-  grouped = queries.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-  # Heads before positions: the score product then needs no transpose of its output.
-  grouped = grouped.transpose(0, 2, 3, 1, 4)
-  keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+  length = queries.shape[1]
+  queries, keys, values = _by_group(queries, keys, values)
   chunks = []
   for start in range(0, length, query_chunk):
     stop = min(start + query_chunk, length)
     first = 0 if window is None else max(0, start - window + 1)
-    seen = keys[:, :, first:stop], values[:, :, first:stop]
-    chunks.append(_attend(grouped[:, :, :, start:stop], *seen, start, first, window))
-  outputs = jnp.concatenate(chunks, axis=3).transpose(0, 3, 1, 2, 4)
-  return outputs.reshape(batch, length, heads * head_dim)
+    positions = np.arange(start, stop)[:, None]
+    # Only the chunk's own keys can lie in its future: those before need no mask.
+    past, own = np.arange(first, start)[None, :], np.arange(start, stop)[None, :]
+    masks = [None, own <= positions]
+    if window is not None:
+      masks = [past > positions - window, masks[1] & (own > positions - window)]
+    parts = [
+      (keys[..., low:high], values[..., low:high], mask)
+      for low, high, mask in ((first, start, masks[0]), (start, stop, masks[1]))
+      if high > low
+    ]
+    chunks.append(_attend(queries[..., start:stop], parts))
+  return _by_position(chunks)
 
 
 def cached_attention(
@@ -156,47 +202,57 @@ def cached_attention(
   Returns:
     Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`.
   """
-  batch, new, heads, head_dim = queries.shape
-  kv_heads = keys.shape[2]
-  grouped = queries.reshape(batch, new, kv_heads, heads // kv_heads, head_dim)
-  grouped = grouped.transpose(0, 2, 3, 1, 4)
-  past = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
-  chunks = [
-    _attend(
-      grouped[:, :, :, first : first + query_chunk], *past, start + first, 0, window
+  new, past = queries.shape[1], np.arange(keys.shape[1], dtype=np.int32)[None, :]
+  queries, keys, values = _by_group(queries, keys, values)
+  chunks = []
+  for first in range(0, new, query_chunk):
+    stop = min(first + query_chunk, new)
+    positions = start + np.arange(first, stop, dtype=np.int32)[:, None]
+    is_seen = past <= positions
+    if window is not None:
+      is_seen &= past > positions - window
+    chunks.append(_attend(queries[..., first:stop], [(keys, values, is_seen)]))
+  return _by_position(chunks)
+
+
+Part = tuple[jax.Array, jax.Array, jax.Array | np.ndarray | None]
+"""Keys and values `[b, k, d, s]`, and which of them each query sees, bool `[t, s]`;
+None for all."""
+
+
+def _attend(queries: jax.Array, parts: list[Part]) -> jax.Array:
+  """Softmax attention of `[b, k, g, d, t]` over the keys of all parts together.
+
+  Weights are divided by their sum after the product with the values: an output has
+  fewer elements than its weights.
+  """
+  scale = queries.shape[3] ** -0.5
+  scores = []
+  for keys, _, is_seen in parts:
+    product = jnp.einsum(
+      "bkgdt,bkds->bkgts",
+      queries,
+      keys,
+      precision=precision.HIGHEST,
+      preferred_element_type=jnp.float32,
     )
-    for first in range(0, new, query_chunk)
-  ]
-  outputs = jnp.concatenate(chunks, axis=3).transpose(0, 3, 1, 2, 4)
-  return outputs.reshape(batch, new, heads * head_dim)
-
-
-def _attend(
-  queries: jax.Array,
-  keys: jax.Array,
-  values: jax.Array,
-  start: int | jax.Array,
-  first: int,
-  window: int | None,
-) -> jax.Array:
-  """Attends queries `[b, k, g, t, d]` from position `start` to keys from `first`."""
-  scores = jnp.einsum(
-    "bkgtd,bksd->bkgts",
-    queries,
-    keys,
-    precision=precision.HIGHEST,
-    preferred_element_type=jnp.float32,
+    if is_seen is not None:
+      product = jnp.where(is_seen[None, None, None], product, -jnp.inf)
+    scores.append(product)
+  top = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
+  weights = [jnp.exp((s - top) * scale) for s in scores]
+  total = sum(w.sum(-1, keepdims=True) for w in weights)
+  outputs = sum(
+    jnp.einsum(
+      "bkgts,bkds->bkgtd",
+      weight.astype(values.dtype),
+      values,
+      precision=precision.HIGHEST,
+      preferred_element_type=jnp.float32,
+    )
+    for weight, (_, values, _) in zip(weights, parts, strict=True)
   )
-  query_positions = start + np.arange(queries.shape[3], dtype=np.int32)[:, None]
-  key_positions = first + np.arange(keys.shape[2], dtype=np.int32)[None, :]
-  is_seen = key_positions <= query_positions
-  if window is not None:
-    is_seen &= key_positions > query_positions - window
-  scores = jnp.where(
-    is_seen[None, None, None], scores * queries.shape[-1] ** -0.5, -jnp.inf
-  )
-  weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-  return jnp.einsum("bkgts,bksd->bkgtd", weights, values, precision=precision.HIGHEST)
+  return (outputs / total).astype(parts[0][1].dtype)
 
 
 def gated_product(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -209,4 +265,7 @@ def gated_product(gate: jax.Array, up: jax.Array) -> jax.Array:
   Returns:
     The product, same shape and dtype.
   """
-  return jax.nn.silu(gate) * up
+  # Feature-major, as linears make and take it: a transpose fused with the exponential
+  # would cost XLA:CPU its vector instructions, twelve times the time of both alone.
+  rows, columns = (a.reshape(-1, a.shape[-1]).T for a in (gate, up))
+  return (jax.nn.silu(rows) * columns).T.reshape(gate.shape)

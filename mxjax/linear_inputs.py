@@ -21,6 +21,9 @@ from mxjax import mesh as meshes
 
 Step = Callable[..., Any]
 
+HESSIAN_TILE = 192
+"""Rows of a raw Hessian accumulated at once, from the diagonal on."""
+
 
 @functools.partial(jax.jit, static_argnames=("step", "rules"), donate_argnames="carry")
 def _reduce_chunk(
@@ -73,9 +76,21 @@ def _add_chunk(
 def _hessian_step(
   carry: jax.Array, blocks: jax.Array, index: jax.Array, rules: mxfp4.Rules
 ) -> jax.Array:
+  """Adds X'X of a sequence, the tiles on and above the diagonal only."""
   del index, rules
   flat = blocks.reshape(-1, blocks.shape[-1])
-  return carry + jnp.einsum("dn,en->de", flat, flat, precision=precision.HIGHEST)
+  for start in range(0, flat.shape[0], HESSIAN_TILE):
+    tile = flat[start : start + HESSIAN_TILE], flat[start:]
+    product = jnp.einsum("dn,en->de", *tile, precision=precision.HIGHEST)
+    carry = carry.at[start : start + HESSIAN_TILE, start:].add(product)
+  return carry
+
+
+@jax.jit
+def _mirrored(upper: jax.Array) -> jax.Array:
+  """The symmetric matrix `[d, d]` that has this upper triangle."""
+  rows, columns = (jax.lax.broadcasted_iota(jnp.int32, upper.shape, i) for i in (0, 1))
+  return jnp.where(rows <= columns, upper, upper.T)
 
 
 def _fold_moment_step(
@@ -254,7 +269,7 @@ class LinearInputs:
 
     def compute() -> jax.Array:
       total = self.reduce(_hessian_step, jnp.zeros((width, width), jnp.float32))
-      return total / self.tokens
+      return _mirrored(total) / self.tokens
 
     return self.shared("hessian", compute)
 

@@ -5,6 +5,7 @@ Eq. jolt-aggregate (Appendix, Structural Recovery).
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,8 @@ def cell_moments(
   """Accumulates the normal equations of cells.
 
   Args:
-    gate: Gate outputs g of the quantized model, `[cells, tokens, hidden]`.
+    gate: Gate outputs g of the quantized model, feature-major
+      `[hidden, cells, tokens]`.
     up: Up outputs u, same shape.
     gate_target: Gate outputs g* of the float weights on the same inputs.
     up_target: Up outputs u* of the float weights.
@@ -132,18 +134,20 @@ def cell_moments(
   slope = sigmoid + g * sigmoid * (1.0 - sigmoid)
   product = g * sigmoid * u
   error = g_star * jax.nn.sigmoid(g_star) * u_star - product
-  design = (slope * u, g * slope * u, product)
-  weighted = [weights[None, None, :] * column for column in design]
-  total = lambda a: a.sum((1, 2))
-  gram = jnp.stack(
-    [jnp.stack([total(w * c) for c in design], -1) for w in weighted], -2
-  )
+  columns = (slope * u, g * slope * u, product, error)
+
+  # omega is one number for all tokens of a coordinate, so it comes after their sum.
+  @functools.cache
+  def total(i: int, j: int) -> jax.Array:
+    return jnp.einsum("hc,h->c", (columns[i] * columns[j]).sum(-1), weights)
+
+  gram = [[total(min(i, j), max(i, j)) for j in range(3)] for i in range(3)]
   return CellMoments(
-    count=jnp.full(g.shape[0], g[0].size, jnp.float64),
-    gram=gram,
-    target=jnp.stack([total(w * error) for w in weighted], -1),
-    product_square=total(weighted[2] * product),
-    error_square=total(weights[None, None, :] * error * error),
+    count=jnp.full(g.shape[1], g[:, 0].size, jnp.float64),
+    gram=jnp.stack([jnp.stack(row, -1) for row in gram], -2),
+    target=jnp.stack([total(i, 3) for i in range(3)], -1),
+    product_square=total(2, 2),
+    error_square=total(3, 3),
   )
 
 
@@ -252,9 +256,10 @@ def apply(gate: jax.Array, up: jax.Array, recovery: MlpRecovery) -> jax.Array:
   Returns:
     The product, same shape and dtype as `gate`.
   """
-  g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
+  # Feature-major, as linears make and take it; see `models.functional.gated_product`.
+  g, u = (a.astype(jnp.float32).reshape(-1, a.shape[-1]).T for a in (gate, up))
   shift = recovery.gate_shift * recovery.gate_deviation
   product = jax.nn.silu((1.0 + recovery.gate_scale) * g + shift) * (
     (1.0 + recovery.up_scale) * u
   )
-  return product.astype(gate.dtype)
+  return product.T.reshape(gate.shape).astype(gate.dtype)

@@ -280,7 +280,14 @@ def linear(
     y = linear(x, weight.codes)
     scales = weight.scales.reshape((1,) * (y.ndim - 1) + (-1,))
     return (y.astype(jnp.float32) * scales).astype(x.dtype)
-  return jnp.einsum("...d,md->...m", x, weight.astype(x.dtype), precision=HIGHEST)
+  return _product(x, weight.astype(x.dtype))
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+  """`x @ weight.T`, made feature-major: see `models.functional.gated_product`."""
+  rows = x.reshape(-1, x.shape[-1])
+  y = jnp.einsum("nd,md->mn", rows, weight, precision=HIGHEST).T
+  return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _quantized(
@@ -291,7 +298,7 @@ def _quantized(
     # Every decoded MXFP4 value is exact in bfloat16 and float32 alike.
     operand = quantized_inputs(x, weight).astype(x.dtype)
     decoded = mxfp4.decode(weight.weight, x.dtype, weight.rules)
-    y = jnp.einsum("dn,md->nm", operand, decoded, precision=HIGHEST)
+    y = jnp.einsum("dn,md->mn", operand, decoded, precision=HIGHEST).T
   else:
     mxfp4.check_width("quantized_linear.linear", x.shape[-1])
     operand = _kernel_inputs(x.reshape(-1, x.shape[-1]), weight, chosen)
@@ -346,8 +353,7 @@ def _weight_only(
     obstacle = f"a packed weight alone takes bfloat16 inputs, got {x.dtype}"
   chosen = lowering.choose(implementation, "linear", obstacle)
   if chosen == "xla":
-    decoded = mxfp4.decode(weight, x.dtype)
-    return jnp.einsum("...d,md->...m", x, decoded, precision=HIGHEST)
+    return _product(x, mxfp4.decode(weight, x.dtype))
   rows = x.reshape(-1, x.shape[-1])
   y = matmul.matmul(rows, weight, dtype=x.dtype, implementation=implementation)
   return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -7,7 +7,7 @@ can therefore run in one pass over the layers, each on its own stream of hidden
 states, and find exactly what separate passes over the whole model would.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -173,12 +173,7 @@ class MlpFit(_OnLatestState):
     x = taps["gate_up_input"]
     float_mlp = float_layer["mlp"]
     targets = [_float_linear(x, float_mlp[name]) for name in ("gate_proj", "up_proj")]
-    arrays = (taps["gate"], taps["up"], *targets)
-    quarters = [
-      mlp_recovery.cell_moments(*(a[:, part] for a in arrays), weights=constants)
-      for part in _quarters(x.shape[1])
-    ]
-    new = jax.tree.map(lambda *parts: jnp.concatenate(parts), *quarters)
+    new = _quarter_moments((taps["gate"], taps["up"], *targets), constants)
     residue = index % cells.count.shape[0]
     add = jax.tree.map(lambda total, part: total.at[residue].add(part), cells, new)
     sums = mlp_recovery.gate_moments(taps["gate"])
@@ -207,11 +202,26 @@ class MlpFit(_OnLatestState):
     return _with_leaf(layer, "mlp", "mlp_recovery", leaf)
 
 
-def _quarters(length: int) -> list[slice]:
-  """Four runs of positions; the last takes what does not divide."""
-  step = length // mlp_recovery.CELL_QUARTERS
-  starts = [step * quarter for quarter in range(mlp_recovery.CELL_QUARTERS)]
-  return [slice(a, b) for a, b in zip(starts, [*starts[1:], length], strict=True)]
+def _quarter_moments(
+  arrays: Sequence[jax.Array], weights: jax.Array
+) -> mlp_recovery.CellMoments:
+  """Moments of the four quarters of a sequence, arrays `[1, T, hidden]`.
+
+  The last quarter takes the positions that do not divide.
+  """
+  length, quarters = arrays[0].shape[1], mlp_recovery.CELL_QUARTERS
+  whole = length - length % quarters
+  rows = [a[0].T for a in arrays]
+  cells = lambda a, count: a.reshape(a.shape[0], count, a.shape[1] // count)
+  moments = mlp_recovery.cell_moments(
+    *(cells(a[:, :whole], quarters) for a in rows), weights=weights
+  )
+  if whole == length:
+    return moments
+  rest = mlp_recovery.cell_moments(
+    *(cells(a[:, whole:], 1) for a in rows), weights=weights
+  )
+  return jax.tree.map(lambda a, b: a.at[-1].add(b[0]), moments, rest)
 
 
 def _float_linear(x: jax.Array, params: Params) -> jax.Array:

@@ -68,10 +68,10 @@ def test_golden_aggregates(vectors, float64, case):
 
 
 def cells_of(array, residues=8, quarters=4):
-  """[sequences, T, hidden] to [32, tokens, hidden] in (residue, quarter) order."""
+  """[sequences, T, hidden] to [hidden, 32, tokens] in (residue, quarter) order."""
   sequences, length, hidden = array.shape
   parts = array.reshape(sequences // residues, residues, quarters, -1, hidden)
-  return parts.transpose(1, 2, 0, 3, 4).reshape(residues * quarters, -1, hidden)
+  return parts.transpose(4, 1, 2, 0, 3).reshape(hidden, residues * quarters, -1)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
