@@ -84,7 +84,7 @@ def run(
   if not is_distributed(options):
     return command()
   if not distributed.is_supervised():
-    return distributed.supervise([sys.executable, "-m", MODULE, *words])
+    return distributed.supervise([sys.executable, "-P", "-m", MODULE, *words])
   try:
     code = command()
   except Exception as error:

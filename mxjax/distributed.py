@@ -43,7 +43,9 @@ def supervise(command: Sequence[str]) -> int:
     The child's exit code; `LOST` where it was aborted.
   """
   reading, writing = os.pipe()
-  environment = {**os.environ, _PIPE: str(reading)}
+  # The child finds what this process finds, wherever it was started.
+  path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+  environment = {**os.environ, _PIPE: str(reading), "PYTHONPATH": path}
   child = subprocess.Popen(command, env=environment, pass_fds=(reading,))
   os.close(reading)
 
