@@ -122,6 +122,9 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   plan.add_argument("--sequences", type=int, default=128, metavar="N")
   plan.add_argument("--length", type=int, default=2048, metavar="T")
   plan.add_argument("--chunk", type=int, default=1)
+  plan.add_argument(
+    "--mesh", metavar="AXES", help="memory of one of several devices: data=4,model=2"
+  )
   plan.add_argument("--json", action="store_true", help="print JSON for machines")
 
   quantize = commands_.add_parser(

@@ -21,6 +21,7 @@ from mxjax import (
   run_folder,
   sizes,
 )
+from mxjax import mesh as meshes
 from mxjax import plan as plan_module
 from mxjax.contract import Contract
 from mxjax.evaluation import (
@@ -142,7 +143,11 @@ def plan(options: argparse.Namespace) -> None:
   """`mxjax plan`."""
   config = models.load_config(options.model)
   planned = plan_module.plan(
-    config, sequences=options.sequences, length=options.length, chunk=options.chunk
+    config,
+    sequences=options.sequences,
+    length=options.length,
+    chunk=options.chunk,
+    **(meshes.sizes(options.mesh) if options.mesh else {}),
   )
   if options.json:
     print(json.dumps(planned.to_dict()))

@@ -63,7 +63,7 @@ def mesh_of(options: argparse.Namespace) -> Mesh | None:
       "or leave these out."
     )
   if options.mesh is not None:
-    return meshes.parse(options.mesh)
+    return meshes.make(**meshes.sizes(options.mesh))
   return meshes.make() if is_distributed(options) else None
 
 

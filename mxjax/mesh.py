@@ -74,18 +74,22 @@ def make(data: int | None = None, model: int = 1) -> Mesh:
   return Mesh(np.asarray(devices[:wanted]).reshape(data or 0, model), AXES)
 
 
-def parse(text: str) -> Mesh:
-  """The mesh of a word such as `data=4,model=2`; an axis left out has size 1."""
-  sizes: dict[str, int] = dict.fromkeys(AXES, 1)
+def sizes(text: str) -> dict[str, int]:
+  """The sizes in a word such as `data=4,model=2`; an axis left out has size 1.
+
+  Raises:
+    ValueError: The word names other axes, or no sizes.
+  """
+  found: dict[str, int] = dict.fromkeys(AXES, 1)
   for part in text.split(","):
     name, _, number = part.partition("=")
-    if name.strip() not in sizes or not number.strip().isdecimal():
+    if name.strip() not in found or not number.strip().isdecimal() or int(number) < 1:
       raise ValueError(
         f"mesh: expected sizes such as data=4,model=2, got {text!r}; the axes are "
         "data and model."
       )
-    sizes[name.strip()] = int(number)
-  return make(sizes[DATA], sizes[MODEL])
+    found[name.strip()] = int(number)
+  return found
 
 
 def normalize(mesh: Mesh | None) -> Mesh | None:

@@ -90,14 +90,14 @@ def test_normalize_orders_and_completes_the_axes():
   ("word", "message"),
   [
     ("data=3,model=5", "expected data x model devices out of"),
-    ("model=0", "expected data x model devices out of"),
+    ("model=0", "expected sizes such as data=4,model=2, got 'model=0'"),
     ("rows=2", "expected sizes such as data=4,model=2, got 'rows=2'"),
     ("data", "expected sizes such as data=4,model=2, got 'data'"),
   ],
 )
 def test_sizes_that_do_not_fit_are_refused(word, message):
   with pytest.raises(ValueError, match=message):
-    meshes.parse(word)
+    meshes.make(**meshes.sizes(word))
 
 
 def test_other_axes_are_refused():
