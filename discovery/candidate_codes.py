@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import execution, input_maps, mxfp4, reference_chart
+from mxjax import execution, float_bits, input_maps, mxfp4, reference_chart
 from mxjax.discovery.task import ContractError
 from mxjax.linear_inputs import LinearInputs
 from mxjax.precision import HIGHEST
@@ -60,7 +60,7 @@ def decoded(codes: jax.Array, exponent: jax.Array) -> jax.Array:
   """The one decoder: codes `[..., 32, n]` and exponents `[..., n]` to float32."""
   value = mxfp4.magnitude((codes & 7).astype(jnp.int32))
   sign = jnp.where(codes >= 8, jnp.float32(-1), jnp.float32(1))
-  return sign * value * mxfp4.power_of_two(exponent)[..., None, :]
+  return sign * value * float_bits.power_of_two(exponent)[..., None, :]
 
 
 @functools.partial(jax.jit, static_argnames=("function", "full"))

@@ -38,7 +38,7 @@ def check_params(
         continue
       if weight.shape[-1] % contract.block_size:
         complaints.append(f"{path} has input width {weight.shape[-1]}")
-      if bad := int((~jnp.isfinite(jnp.asarray(weight))).sum()):
+      if bad := int((~np.isfinite(np.asarray(weight, np.float32))).sum()):
         complaints.append(f"{path} has {bad} NaN or inf of {weight.size} weights")
   if complaints:
     raise ValueError(

@@ -171,14 +171,14 @@ def _probe(
   result["saturated_activations"] = (jnp.abs(mapped) > limit).mean(dtype=jnp.float32)
   codes = mxfp4.unpack(leaf.weight.codes) & jnp.uint8(7)
   result["top_code_weights"] = (codes == 7).mean(dtype=jnp.float32)
-  result["activation_exponents"] = jnp.bincount(exponent.ravel() + 127, length=256)
-  weight_exponents = leaf.weight.scales.ravel().astype(jnp.int32)
-  result["weight_exponents"] = jnp.bincount(weight_exponents, length=256)
+  result["activation_exponents"] = exponent
+  result["weight_exponents"] = leaf.weight.scales.astype(jnp.int32) - 127
   return result | {f"error_{name}": value for name, value in errors.items()}
 
 
-def _histogram(counts: np.ndarray) -> dict[str, int]:
-  return {str(e - 127): int(counts[e]) for e in np.flatnonzero(counts)}
+def _histogram(exponents: np.ndarray) -> dict[str, int]:
+  found, counts = np.unique(exponents, return_counts=True)
+  return {str(e): int(count) for e, count in zip(found, counts, strict=True)}
 
 
 def linear_record(
