@@ -33,19 +33,23 @@ from mxjax.calibration import Calibration
 from mxjax.models import CausalLM, ModelConfig
 
 RESULT = pathlib.Path(__file__).parent / "results" / "mesh_memory.json"
-SHAPES = (None, (2, 1), (4, 1), (8, 1), (4, 2), (2, 4), (1, 8))
+SHAPES = (None, (2, 1), (8, 1), (4, 2), (1, 8))
 PROGRAM = dataclasses.replace(
   methods.RTN, name="rtn+recovery", recover=(recovery.ATTENTION, recovery.MLP)
 )
 
 
 def held():
-  """Bytes of live arrays by device."""
+  """Bytes of live arrays by device, each buffer once: a shard is an array as well."""
   gc.collect()
-  total = [0] * DEVICES
+  buffers = {}
   for array in jax.live_arrays():
     for shard in array.addressable_shards:
-      total[shard.device.id] += shard.data.nbytes
+      place = shard.device.id, shard.data.unsafe_buffer_pointer()
+      buffers[place] = shard.data.nbytes
+  total = [0] * DEVICES
+  for (device, _), size in buffers.items():
+    total[device] += size
   return total
 
 
@@ -93,7 +97,7 @@ def measure(model, params, tokens, shape):
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--width", type=int, default=256)
-  parser.add_argument("--layers", type=int, default=4)
+  parser.add_argument("--layers", type=int, default=2)
   parser.add_argument("--sequences", type=int, default=16)
   parser.add_argument("--length", type=int, default=128)
   options = parser.parse_args()
