@@ -49,11 +49,11 @@ def quantize(options: argparse.Namespace) -> None:
         "model": pathlib.Path(options.model or "SmolLM2-135M").name,
       }
       row["float_perplexity"] = subject.float_perplexities()
+      if not (folder / commands.CHECKPOINT).exists():
+        commands.save(folder, row, quantized, model, tokenizer)
+      elif is_leader:
+        checkpoint.check_saved(folder / commands.CHECKPOINT, quantized)
       if is_leader:
-        if (folder / commands.CHECKPOINT).exists():
-          checkpoint.check_saved(folder / commands.CHECKPOINT, quantized)
-        else:
-          commands.save(folder, row, quantized, model, tokenizer)
         subject_name = options.model or "SmolLM2-135M"
         commands.finish(folder, [row], f"{options.method} on {subject_name}")
       distributed.wait_for_all(mesh)

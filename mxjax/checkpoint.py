@@ -19,9 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mxjax import distributed
 from mxjax import mesh as meshes
 from mxjax.checkpoint_manifest import (
   ARRAYS,
@@ -66,6 +68,19 @@ def _check_rules(params: Mapping[str, Any], contract: Contract) -> None:
     )
 
 
+def _save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
+  """Writes the arrays by Orbax, which all processes of a job must call."""
+  from orbax.checkpoint import v1 as ocp
+
+  held: Mapping[str, Any] = arrays
+  if jax.process_count() > 1:
+    # Of host arrays Orbax takes those of process 0; the others only tell shapes.
+    shape = lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape)
+    host = np.asarray if distributed.is_leader() else shape
+    held = {path: host(array) for path, array in arrays.items()}
+  ocp.save(str(folder.absolute() / ARRAYS), nested(held))
+
+
 def _write(
   folder: pathlib.Path,
   manifest: dict[str, Any],
@@ -73,20 +88,12 @@ def _write(
   tokenizer_files: Sequence[str | os.PathLike[str]],
 ) -> None:
   """Writes a checkpoint into a fresh folder, the manifest last."""
-  from orbax.checkpoint import v1 as ocp
-
   folder.mkdir()
   if tokenizer_files:
     (folder / TOKENIZER).mkdir()
   for source in tokenizer_files:
     shutil.copyfile(source, folder / TOKENIZER / pathlib.Path(source).name)
-  context = ocp.Context()
-  # Of several processes only the one that saves is here.
-  context.multiprocessing.primary_host = jax.process_index()
-  context.multiprocessing.active_processes = {jax.process_index()}
-  context.multiprocessing.barrier_sync_key_prefix = "mxjax"
-  with context:
-    ocp.save(str(folder.absolute() / ARRAYS), nested(arrays))
+  _save_arrays(folder, arrays)
   sync_tree(folder)
   manifest = {**manifest, "files": list_files(folder)}
   # What the file will say, so that tuples hash as the lists they become.
@@ -110,8 +117,8 @@ def save_checkpoint(
   """Writes quantized params and everything needed to read them back.
 
   The work happens in a folder beside `path` that takes its name only when every file
-  is on disk, so a save that fails leaves nothing behind. One process must hold all of
-  every array.
+  is on disk, so a save that fails leaves nothing behind. Where there are several
+  processes, all must call this, each holding all of every array; process 0 writes.
 
   Args:
     path: Output folder; must not exist, or be empty.
@@ -136,6 +143,12 @@ def save_checkpoint(
   _check_rules(params, contract)
   arrays: dict[str, jax.Array] = {}
   nodes = {name: describe(node, name, arrays) for name, node in walk(params)}
+  folder = pathlib.Path(path)
+  token = distributed.from_leader(secrets.randbits(31))
+  partial = folder.with_name(f"{folder.name}.partial-{token:08x}")
+  if not distributed.is_leader():
+    _save_arrays(partial, arrays)
+    return folder
   manifest: dict[str, Any] = {
     "format_version": FORMAT_VERSION,
     "contract": contract.to_dict(),
@@ -154,9 +167,8 @@ def save_checkpoint(
       for name, array in arrays.items()
     },
   }
-  folder = check_output(path)
+  check_output(path)
   folder.parent.mkdir(parents=True, exist_ok=True)
-  partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(4)}")
   try:
     _write(partial, manifest, arrays, tokenizer_files or ())
     os.replace(partial, folder)

@@ -130,6 +130,13 @@ def any_of(flag: bool, mesh: Mesh | None) -> bool:
   return bool(_gathered(np.asarray(flag, np.int32)).any())
 
 
+def from_leader(number: int) -> int:
+  """Process 0's value of a number below 2^31; all processes must ask."""
+  if jax.process_count() == 1:
+    return number
+  return int(_gathered(np.asarray(number, np.int32))[0])
+
+
 def wait_for_all(mesh: Mesh | None) -> None:
   """Returns when every process of a mesh has come here."""
   any_of(False, mesh)
