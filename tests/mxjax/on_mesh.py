@@ -25,7 +25,7 @@ from mxjax import mesh as meshes
 from mxjax.evaluation.perplexity import perplexity
 from mxjax.models import CausalLM, ModelConfig
 
-MESHES = ((8, 1), (4, 2), (1, 8))
+EVALUATED_ON = ((4, 2), (1, 8))
 # Both recovery fits, and layers that depend on the quantized ones before.
 LIGHT = dataclasses.replace(
   methods.RTN, name="light", recover=(recovery.ATTENTION, recovery.MLP)
@@ -63,11 +63,8 @@ def quantized(model, params, tokens):
     assert result.record.mesh == meshes.describe(mesh)
     return bits(result.params)
 
-  found = {}
-  for program in (LIGHT, UPSTREAM, methods.HIRES):
-    shapes = MESHES if program is not methods.HIRES else ((4, 2),)
-    found[program.name] = [digest(program), *(digest(program, s) for s in shapes)]
-  return found
+  cases = (LIGHT, (8, 1)), (UPSTREAM, (1, 8)), (methods.HIRES, (4, 2))
+  return {p.name: [digest(p), digest(p, shape)] for p, shape in cases}
 
 
 def resumed(model, params, tokens, folder):
@@ -88,13 +85,9 @@ def resumed(model, params, tokens, folder):
 
 def evaluated(model, params, windows):
   """Relative distance of perplexities to those of one device, by mesh."""
-  expected = np.asarray(perplexity(model, params, windows, replicates=2).values)
-  distance = lambda mesh: np.abs(
-    np.asarray(perplexity(model, params, windows, replicates=2, mesh=mesh).values)
-    / expected
-    - 1
-  )
-  return {str(s): distance(meshes.make(*s)).max() for s in MESHES}
+  alone = perplexity(model, params, windows).mean
+  on_mesh = lambda s: perplexity(model, params, windows, mesh=meshes.make(*s)).mean
+  return {str(shape): abs(on_mesh(shape) / alone - 1) for shape in EVALUATED_ON}
 
 
 def restored(params, model, folder):
