@@ -51,14 +51,13 @@ class Job:
       words = [*arguments(folder, out), "--log", "json", *more]
       words += ["--distributed", "--coordinator", f"127.0.0.1:{port}"]
       words += ["--processes", "2", "--process", str(i)]
-      self.processes.append(
-        subprocess.Popen(
-          [sys.executable, "-m", "mxjax.evaluation.cli", *words],
-          stdout=subprocess.DEVNULL,
-          stderr=open(log, "wb"),
-          env=environment,
+      command = [sys.executable, "-m", "mxjax.evaluation.cli", *words]
+      with open(log, "wb") as stream:
+        self.processes.append(
+          subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=stream, env=environment
+          )
         )
-      )
 
   def wait_for_layer(self, layer):
     """Returns when process 0 says that it is at work on a layer."""
