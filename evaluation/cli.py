@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mxjax import execution
-from mxjax.evaluation import commands, exporting, long_work, quantizing
+from mxjax import distributed, execution
+from mxjax.evaluation import commands, devices, exporting, long_work, quantizing
 
 Extend = Callable[[Any], None]
 """Adds commands to the parser; each sets `run`, a function of its options."""
@@ -122,6 +122,9 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   plan.add_argument("--sequences", type=int, default=128, metavar="N")
   plan.add_argument("--length", type=int, default=2048, metavar="T")
   plan.add_argument("--chunk", type=int, default=1)
+  plan.add_argument(
+    "--mesh", metavar="AXES", help="memory of one of several devices: data=4,model=2"
+  )
   plan.add_argument("--json", action="store_true", help="print JSON for machines")
 
   quantize = commands_.add_parser(
@@ -157,6 +160,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     help="progress on stderr: bars, or one JSON event a line for machines",
   )
   _add_on_disk(quantize)
+  devices.add_options(quantize, processes=True)
   _add_data(quantize, calibrates=True)
   quantize.set_defaults(run=quantizing.quantize)
 
@@ -188,6 +192,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     metavar="MODEL",
     help="the float model, for --operator-error and --agreement",
   )
+  devices.add_options(evaluate, processes=False)
   _add_data(evaluate, calibrates=False)
   _add_tasks(evaluate)
 
@@ -293,6 +298,11 @@ def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -
   options = build_parser(extend).parse_args(words)
   options.arguments = words
   execution.keep_freed_memory()
+  complain = lambda text: _complain(options, "error", text)
+  return devices.run(options, words, lambda: _run(options), complain)
+
+
+def _run(options: argparse.Namespace) -> int:
   try:
     run = getattr(options, "run", None) or getattr(commands, options.command)
     return run(options) or 0
@@ -306,6 +316,8 @@ def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -
     NotImplementedError,
     FloatingPointError,
   ) as error:
+    if devices.is_distributed(options) and distributed.lost_message(error):
+      raise
     _complain(options, "error", str(error))
     return 2
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from mxjax import (
   checkpoint,
@@ -20,12 +21,14 @@ from mxjax import (
   run_folder,
   sizes,
 )
+from mxjax import mesh as meshes
 from mxjax import plan as plan_module
 from mxjax.contract import Contract
 from mxjax.evaluation import (
   ablation,
   console,
   datasets,
+  devices,
   report,
   results,
   seven_tasks,
@@ -105,9 +108,12 @@ def save(
 
 
 def prepare(
-  options: argparse.Namespace,
+  options: argparse.Namespace, mesh: Mesh | None = None
 ) -> tuple[models.CausalLM, models.Tokenizer, study.Subject, np.ndarray]:
-  """Loads the model, the calibration tokens and the tests that options name."""
+  """Loads the model, the calibration tokens and the tests that options name.
+
+  `mesh` is where the subject will be quantized and measured.
+  """
   model, params = models.open_pretrained(options.model)
   if not _stays_on_disk(options, params):
     params = params.load()
@@ -120,6 +126,7 @@ def prepare(
     options.replicates,
     options.operator_error,
     options.agreement,
+    mesh,
   )
   return model, tokenizer, subject, tokens
 
@@ -136,7 +143,11 @@ def plan(options: argparse.Namespace) -> None:
   """`mxjax plan`."""
   config = models.load_config(options.model)
   planned = plan_module.plan(
-    config, sequences=options.sequences, length=options.length, chunk=options.chunk
+    config,
+    sequences=options.sequences,
+    length=options.length,
+    chunk=options.chunk,
+    **(meshes.sizes(options.mesh) if options.mesh else {}),
   )
   if options.json:
     print(json.dumps(planned.to_dict()))
@@ -263,19 +274,24 @@ def print_rows(
 
 
 def restore(
-  path: str,
+  path: str, mesh: Mesh | None = None
 ) -> tuple[models.CausalLM, dict[str, Any], models.Tokenizer, pathlib.Path]:
   """Model, params and tokenizer of a folder written by `quantize`, and the folder."""
   folder = pathlib.Path(path)
   if (folder / "checkpoint").is_dir():
     folder = folder / "checkpoint"
-  params, config = checkpoint.restore_checkpoint(folder)
+  params, config = checkpoint.restore_checkpoint(folder, mesh=mesh)
   model = models.CausalLM(models.ModelConfig.from_dict(config))
   return model, params, models.Tokenizer.from_folder(folder / "tokenizer"), folder
 
 
 def evaluate(options: argparse.Namespace) -> None:
   """`mxjax evaluate`."""
+  if options.tasks and options.mesh:
+    raise ValueError(
+      "evaluate: expected --mesh without --tasks, got both; tasks run on one device, "
+      "so leave --mesh out."
+    )
   if options.tasks:
     _evaluate_tasks(options)
     return
@@ -284,7 +300,8 @@ def evaluate(options: argparse.Namespace) -> None:
       "evaluate: expected the folder of a quantized model, got none; name one, or pass "
       "--tasks to evaluate a float model."
     )
-  model, quantized, tokenizer, folder = restore(options.checkpoint)
+  mesh = devices.mesh_of(options)
+  model, quantized, tokenizer, folder = restore(options.checkpoint, mesh)
   tests = _tests(options, tokenizer)
   params: Mapping[str, Any] = {}
   if options.operator_error or options.agreement:
@@ -296,6 +313,7 @@ def evaluate(options: argparse.Namespace) -> None:
     options.replicates,
     options.operator_error,
     options.agreement,
+    mesh,
   )
   row = {
     "checkpoint": str(folder),

@@ -74,6 +74,7 @@ class QuantizationRecord:
     preparation: What `Program.prepare` recorded.
     resumed: One entry for every time that a killed run went on: after which `layer`,
       what unfinished files were `discarded`, and what `changed` in the environment.
+    mesh: Sizes of the axes and number of processes, or None for one device.
   """
 
   program: dict[str, Any]
@@ -84,6 +85,7 @@ class QuantizationRecord:
   sanity: dict[str, Any] | None = None
   preparation: dict[str, Any] = dataclasses.field(default_factory=dict)
   resumed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  mesh: dict[str, int] | None = None
 
   def to_dict(self) -> dict[str, Any]:
     """A JSON-ready form."""
