@@ -20,13 +20,13 @@ import argparse
 import dataclasses
 import json
 import pathlib
-import platform
 import subprocess
 import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import provenance
 from safetensors.flax import save_file
 
 from mxjax import checkpoint, export, models, mxfp4
@@ -180,6 +180,7 @@ def main():
   parser.add_argument("--length", type=int, default=256)
   parser.add_argument("--out", type=pathlib.Path, default=RESULT)
   options = parser.parse_args()
+  made = provenance.stamp(hidden=("--consumer", "--out"))
   result = json.loads(options.out.read_text()) if options.out.is_file() else {}
   for source in options.models.split(","):
     rows, versions = roundtrip(
@@ -187,9 +188,8 @@ def main():
     )
     name = "SmolLM2-135M-Instruct" if source == "embedded" else source
     result[name] = {
-      "command": {k: str(v) for k, v in vars(options).items() if k != "consumer"},
-      "machine": f"{platform.machine()} CPU, Python {platform.python_version()}",
-      "versions": {"jax": jax.__version__, **versions},
+      **made,
+      "versions": made["versions"] | versions,
       "exports": {**result.get(name, {}).get("exports", {}), **rows},
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import pathlib
-import platform
 import tempfile
 import time
 
@@ -29,6 +28,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import lm_eval
 import numpy as np
+import provenance
 import torch
 import transformers
 from lm_eval.models.huggingface import HFLM
@@ -170,12 +170,30 @@ def compare(task, items, ours, theirs):
   }
 
 
+def table(report):
+  """The table of docs/evaluation.md."""
+  head = ["task", "items", "agreement", "accuracy, mxjax / harness"]
+  head += ["largest difference of a log-likelihood"]
+  lines = [
+    [
+      name,
+      f"{found['items']} of {found['official_items']:,}",
+      f"{100 * found['agreement']:.1f} %",
+      f"{100 * found['accuracy_mxjax']:.1f} / {100 * found['accuracy_harness']:.1f}",
+      f"{found['largest_log_likelihood_difference']:.1e}",
+    ]
+    for name, found in report["tasks"].items()
+  ]
+  return provenance.markdown(head, lines)
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--items", type=int, default=200, help="of each task, the first")
   parser.add_argument("--tasks", default=",".join(tasks.TASKS))
   parser.add_argument("--out", type=pathlib.Path, default=RESULT)
   options = parser.parse_args()
+  made = provenance.stamp(packages=("lm_eval", "torch", "transformers"))
   names = options.tasks.split(",")
   model, params = models.from_pretrained()
   tokenizer = models.load_tokenizer()
@@ -201,19 +219,15 @@ def main():
     results[name] = compare(tasks.TASKS[name], items, rows, theirs[name])
     print(name, {k: v for k, v in results[name].items() if k != "disagreements"})
   report = {
+    **made,
     "model": "SmolLM2-135M-Instruct, bfloat16 weights, float32 arithmetic",
-    "versions": {
-      "lm_eval": lm_eval.__version__,
-      "torch": torch.__version__,
-      "transformers": transformers.__version__,
-      "python": platform.python_version(),
-    },
     "tasks": results,
     "harness_seconds": harness_seconds,
     "mxjax_seconds": seconds,
   }
   options.out.parent.mkdir(parents=True, exist_ok=True)
   options.out.write_text(json.dumps(report, indent=1) + "\n")
+  options.out.with_suffix(".md").write_text(table(report))
 
 
 if __name__ == "__main__":

@@ -2,32 +2,41 @@
 
   python benchmarks/memory.py --data ../shared/data
 
-SmolLM2-135M is loaded and its bytes are counted in the arrays. For the 8B and 32B
-shapes the same count is made of shapes alone. The price of a packed embedding (and
-tied head) is shown on the float model, where nothing else is quantized; that of
-bfloat16 refinement tables on one-code linears with random rotations.
+SmolLM2-135M is loaded and its bytes are counted in the arrays. For the paper's 8B and
+32B models the same count is made of shapes alone. `mxjax plan` predicts all of them
+from their configs, and stands beside. The price of a packed embedding (and tied head)
+is shown on the float model, where nothing else is quantized; that of bfloat16
+refinement tables on one-code linears with random rotations.
 """
 
 import argparse
-import importlib.metadata
 import json
 import pathlib
 
-import gpu_models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import prefill_cpu
+import provenance
 
-from mxjax import models, sizes
+from mxjax import input_maps, models, mxfp4, plan, sizes
 from mxjax.compact import compact
+from mxjax.contract import PAPER_CONTRACT
 from mxjax.evaluation.perplexity import perplexity
+from mxjax.mlp_recovery import MlpRecovery
+from mxjax.models import families
+from mxjax.models.parameters import insert, parameter_shapes
+from mxjax.quantized_linear import OneCode, QuantizedLinear
+from mxjax.value_recovery import ValueRecovery
 
 GOAL = 0.45
+CONFIGS = pathlib.Path(__file__).parent.parent / "tests/golden/paper_configs.json"
+PREDICTED = ("Qwen3-8B", "Qwen3-32B")
+TARGETS = PAPER_CONTRACT.targets
 
 
-def rows_of(variants):
-  """Bytes of the kinds of storage, and the ratio to bfloat16."""
+def rows_of(variants, planned=None):
+  """Bytes of the kinds of storage, the ratio to bfloat16, and what plan says."""
   rows = {}
   for name, params in variants.items():
     report = sizes.size_report(params)
@@ -36,6 +45,8 @@ def rows_of(variants):
       "bf16_bytes": report["bf16_total"],
       "to_bf16": report["total"] / report["bf16_total"],
     }
+    if planned:
+      rows[name]["planned_bytes"] = planned.loaded[name]
     print(
       f"  {name:48s} {rows[name]['bytes'] / 1e6:9.1f} MB {rows[name]['to_bf16']:.3f}"
     )
@@ -43,7 +54,7 @@ def rows_of(variants):
 
 
 STORAGES = {
-  "as the pipeline leaves it": {"tables": False},
+  "as quantized": {"tables": False},
   "bfloat16 tables": {"tables": True},
   "bfloat16 tables, int8 embeddings": {"tables": True, "embeddings": "int8"},
   "bfloat16 tables, MXFP4 embeddings": {"tables": True, "embeddings": "mxfp4"},
@@ -55,24 +66,52 @@ def storages(params):
   return {name: compact(params, **options) for name, options in STORAGES.items()}
 
 
-def shapes_of(shape):
-  """HiRes params of a model as shapes; no memory is taken."""
-  key = jax.random.key(0)
+def with_recovery(params, config):
+  """Params with the recovery leaves of HiRes in every layer."""
+  heads = jnp.ones(config.num_kv_heads, jnp.float32)
+  one = jnp.ones((), jnp.float32)
+  result = dict(params)
+  for index in range(config.num_layers):
+    layer = result[f"layers_{index}"]
+    result[f"layers_{index}"] = {
+      **layer,
+      "self_attn": {
+        **layer["self_attn"],
+        "value_recovery": ValueRecovery(heads, heads),
+      },
+      "mlp": {**layer["mlp"], "mlp_recovery": MlpRecovery(one, one, one, one)},
+    }
+  return result
 
-  def build():
-    layers = gpu_models.random_layer(key, shape, True)
-    table = jnp.zeros((shape.vocabulary, shape.hidden), jnp.bfloat16)
-    weights = {"weight": table}
-    return {"layers_0": layers, "embed_tokens": weights, "lm_head": weights}
 
-  def all_layers(storage):
-    """Copies the only layer as often as the model has it."""
-    one = {k: v for k, v in storage.items() if k != "layers_0"}
-    return one | {f"layers_{i}": storage["layers_0"] for i in range(shape.layers)}
+def hires_linear(rows, width):
+  """A HiRes leaf of a shape."""
+  blocks = width // mxfp4.BLOCK_SIZE
+  square = jnp.zeros((blocks, 32, 32), jnp.float32)
+  return QuantizedLinear(
+    mxfp4.MXTensor(
+      jnp.zeros((rows, width // 2), jnp.uint8), jnp.zeros((rows, blocks), jnp.uint8)
+    ),
+    input_maps.BlockDense(square),
+    OneCode(jnp.zeros((blocks, 528), jnp.float32), square),
+  )
 
+
+def hires_model(config):
+  """HiRes params of a config, all zeros: only their shapes are looked at."""
+  params = {}
+  for path, shape in parameter_shapes(config).items():
+    is_target = len(path) > 2 and path[-1] == "weight" and path[-2] in TARGETS
+    leaf = hires_linear(*shape) if is_target else jnp.zeros(shape, jnp.bfloat16)
+    insert(params, path, leaf)
+  return with_recovery(params, config)
+
+
+def shapes_of(config):
+  """HiRes params of a config under each storage, as shapes; no memory is taken."""
   return {
-    name: all_layers(
-      jax.eval_shape(lambda options=options: compact(build(), **options))
+    name: jax.eval_shape(
+      lambda options=options: compact(hires_model(config), **options)
     )
     for name, options in STORAGES.items()
   }
@@ -85,23 +124,23 @@ def main():
   parser.add_argument("--length", type=int, default=512)
   parser.add_argument("--out", default="benchmarks/results/memory.json")
   options = parser.parse_args()
+  made = provenance.stamp(hidden=("--data", "--out"))
   model, params = models.from_pretrained(None)
-  result = {
-    "command": f"python benchmarks/memory.py --windows {options.windows} "
-    f"--length {options.length}",
-    "jax": importlib.metadata.version("jax"),
-    "goal": GOAL,
-    "sizes": {},
-  }
+  result = {**made, "goal": GOAL, "sizes": {}}
   nearest = prefill_cpu.quantize(params, "nearest")
   print("SmolLM2-135M, nearest")
   result["sizes"]["SmolLM2-135M, nearest"] = rows_of(storages(nearest))
   print("SmolLM2-135M, HiRes")
   hires = prefill_cpu.quantize(params, "one code")
-  result["sizes"]["SmolLM2-135M, HiRes"] = rows_of(storages(hires))
-  for shape in (gpu_models.QWEN3_8B, gpu_models.QWEN3_32B):
-    print(f"{shape.name}, HiRes, predicted")
-    result["sizes"][f"{shape.name}, HiRes"] = rows_of(shapes_of(shape))
+  planned = plan.plan(model.config)
+  result["sizes"]["SmolLM2-135M, HiRes"] = rows_of(
+    storages(with_recovery(hires, model.config)), planned
+  )
+  configs = json.loads(CONFIGS.read_text())
+  for name in PREDICTED:
+    print(f"{name}, HiRes, shapes only")
+    config = families.from_hf_config(configs[name])
+    result["sizes"][f"{name}, HiRes"] = rows_of(shapes_of(config), plan.plan(config))
   path = pathlib.Path(options.data) / "wikitext2/smollm2_test_8x2048.npy"
   windows = np.load(path).reshape(-1, options.length)[: options.windows]
   result["perplexity"] = {}

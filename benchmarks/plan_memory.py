@@ -16,6 +16,7 @@ import tempfile
 
 import jax.numpy as jnp
 import numpy as np
+import provenance
 from safetensors.flax import save_file
 
 from mxjax import plan
@@ -78,6 +79,7 @@ def main():
   parser.add_argument("--chunk", type=int, default=1)
   parser.add_argument("--on-disk", action=argparse.BooleanOptionalAction, default=True)
   options = parser.parse_args()
+  made = provenance.stamp()
   with tempfile.TemporaryDirectory() as scratch:
     folder = pathlib.Path(scratch)
     make_checkpoint(folder, options)
@@ -96,7 +98,7 @@ def main():
     ]
     done = subprocess.run(
       [sys.executable, "-c", CODE, json.dumps(request)],
-      capture_output=True,
+      stdout=subprocess.PIPE,
       text=True,
       check=True,
     )
@@ -108,7 +110,8 @@ def main():
     stages[stage] = {"planned": planned.memory[stage], "measured": measured[stage]}
   peak = max(measured.values())
   report = {
-    "command": vars(options),
+    **made,
+    "options": vars(options),
     "stages": stages,
     "planned_peak": highest,
     "measured_peak": peak,

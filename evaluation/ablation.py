@@ -7,6 +7,7 @@ replicate; one inside the spread is a tie.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -144,6 +145,8 @@ def run(
 ) -> dict[str, Any]:
   """Runs a study; rows already in the folder are kept, so a killed run resumes.
 
+  A program that stands in several studies is built once for all of them.
+
   Args:
     name: A key of `ablations.STUDIES`.
     subject: Model and tests; operator error is always measured.
@@ -161,16 +164,16 @@ def run(
   """
   rows_of = study_rows(name)
   _check_draws(draws)
-  path = pathlib.Path(folder) / name
+  path = pathlib.Path(folder) / study.ROWS
   path.mkdir(parents=True, exist_ok=True)
   subject = dataclasses.replace(subject, with_operator_error=True)
   results: dict[str, list[dict[str, Any]]] = {label: [] for label, _ in rows_of}
   for seed, tokens in draws.items():
     builds: dict[str, Params] = {}
-    for index, (label, program) in enumerate(rows_of):
-      file = path / f"seed{seed}-{index}.json"
+    for label, program in rows_of:
+      file = path / f"seed{seed}-{_digest(program)}.json"
       if file.is_file():
-        row = json.loads(file.read_text())
+        row = json.loads(file.read_text()) | {"label": label}
         study.check_row(file, row, subject, tokens, program, contract)
       else:
         progress = on_row(f"{label}, seed {seed}") if on_row else None
@@ -191,6 +194,12 @@ def run(
     "reference": rows_of[-1][0],
     "rows": results,
   }
+
+
+def _digest(program: Program) -> str:
+  """Names a row's file by its program."""
+  text = json.dumps(program.describe(), sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def study_rows(name: str) -> ablations.Rows:

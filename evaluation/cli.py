@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mxjax import distributed, execution
-from mxjax.evaluation import commands, devices, exporting, long_work, quantizing
+from mxjax.evaluation import (
+  commands,
+  comparing,
+  devices,
+  exporting,
+  long_work,
+  measuring,
+  quantizing,
+)
 
 Extend = Callable[[Any], None]
 """Adds commands to the parser; each sets `run`, a function of its options."""
@@ -126,6 +134,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     "--mesh", metavar="AXES", help="memory of one of several devices: data=4,model=2"
   )
   plan.add_argument("--json", action="store_true", help="print JSON for machines")
+  plan.set_defaults(run=commands.plan)
 
   quantize = commands_.add_parser(
     "quantize",
@@ -195,6 +204,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   devices.add_options(evaluate, processes=False)
   _add_data(evaluate, calibrates=False)
   _add_tasks(evaluate)
+  evaluate.set_defaults(run=measuring.evaluate)
 
   tables = commands_.add_parser(
     "tables",
@@ -212,6 +222,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   tables.add_argument(
     "--out", metavar="DIR", help="a new folder for tables.md, tables.csv, tables.html"
   )
+  tables.set_defaults(run=measuring.tables)
 
   compare = commands_.add_parser(
     "compare",
@@ -238,6 +249,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   )
   _add_on_disk(compare)
   _add_data(compare, calibrates=True)
+  compare.set_defaults(run=comparing.compare)
 
   ablate = commands_.add_parser(
     "ablate",
@@ -259,7 +271,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   ablate.add_argument("--out", required=True, metavar="DIR", help="a folder")
   _add_on_disk(ablate)
   _add_data(ablate, calibrates=True)
-  ablate.set_defaults(replicates=3)
+  ablate.set_defaults(run=comparing.ablate, replicates=3)
 
   generate = commands_.add_parser("generate", help="continue a prompt")
   generate.add_argument("checkpoint", metavar="DIR")
@@ -270,6 +282,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   generate.add_argument("--top-p", type=float)
   generate.add_argument("--seed", type=int, default=0)
   generate.add_argument("--json", action="store_true")
+  generate.set_defaults(run=commands.generate)
 
   demo = commands_.add_parser(
     "demo",
@@ -278,6 +291,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     "text, writes a report, and lets the HiRes model speak.",
   )
   demo.add_argument("--out", default="runs/demo", metavar="DIR", help="a new folder")
+  demo.set_defaults(run=commands.demo)
   exporting.add_commands(commands_)
   if extend:
     extend(commands_)
@@ -304,8 +318,7 @@ def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -
 
 def _run(options: argparse.Namespace) -> int:
   try:
-    run = getattr(options, "run", None) or getattr(commands, options.command)
-    return run(options) or 0
+    return options.run(options) or 0
   except KeyboardInterrupt as error:
     _complain(options, "stopped", str(error) or "interrupted")
     return 130

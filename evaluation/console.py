@@ -132,7 +132,7 @@ def _size(count: float) -> str:
 
 
 def plan_tables(planned: plan.Plan, name: str) -> list[Table]:
-  """What `mxjax plan` prints: storage, then the work."""
+  """What `mxjax plan` prints: storage, the loaded model, then the work."""
   storage = Table(title=f"{name}: storage")
   storage.add_column("what")
   storage.add_column("size", justify="right")
@@ -150,6 +150,12 @@ def plan_tables(planned: plan.Plan, name: str) -> list[Table]:
   storage.add_row(
     "packed against bfloat16", f"{planned.bf16 / planned.packed_total:.2f} x smaller"
   )
+  loaded = Table(title="loaded and packed, HiRes")
+  loaded.add_column("storage")
+  loaded.add_column("memory", justify="right")
+  loaded.add_column("to bfloat16", justify="right")
+  for label, size in planned.loaded.items():
+    loaded.add_row(label, _size(size), f"{size / planned.bf16:.3f}")
   work = Table(title="a run, layers on disk")
   work.add_column("what")
   work.add_column("amount", justify="right")
@@ -160,4 +166,4 @@ def plan_tables(planned: plan.Plan, name: str) -> list[Table]:
   work.add_row("passes through the model", str(planned.model_passes))
   work.add_row("passes over each linear's inputs", str(planned.reductions))
   work.add_row("products of the model passes", f"{planned.forward_flops:.3g} FLOP")
-  return [storage, work]
+  return [storage, loaded, work]

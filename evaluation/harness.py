@@ -24,7 +24,7 @@ from lm_eval.api.registry import (  # pyright: ignore[reportMissingImports]
 )
 
 from mxjax import models
-from mxjax.evaluation import commands, multiple_choice
+from mxjax.evaluation import multiple_choice, sources
 
 MAX_NEW_TOKENS = 256
 """Tokens generated where a task does not say how many."""
@@ -66,7 +66,7 @@ class MxjaxLM(LM):
         f"max_length, got {', '.join(unknown) or 'both models'}; correct --model_args."
       )
     if checkpoint:
-      self.model, self.params, self.tokenizer, _ = commands.restore(checkpoint)
+      self.model, self.params, self.tokenizer, _ = sources.restore(checkpoint)
     else:
       self.model, self.params = models.from_pretrained(pretrained, dtype=dtype)
       self.tokenizer = models.load_tokenizer(pretrained)

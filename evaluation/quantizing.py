@@ -22,7 +22,7 @@ from mxjax import (
   run_folder,
 )
 from mxjax import verify as verify_module
-from mxjax.evaluation import commands, console, devices, long_work, study
+from mxjax.evaluation import console, devices, long_work, outputs, sources, study
 
 RUN = "run"
 
@@ -35,7 +35,7 @@ def quantize(options: argparse.Namespace) -> None:
   is_leader = distributed.is_leader()
   if is_leader and not (options.resume and (folder / RUN).is_dir()):
     run_folder.check_output(folder)
-  model, tokenizer, subject, tokens = commands.prepare(options, mesh)
+  model, tokenizer, subject, tokens = sources.prepare(options, mesh)
   try:
     with contextlib.ExitStack() as stack:
       opened = followed_run.open_run(folder / RUN, resume=options.resume, mesh=mesh)
@@ -49,13 +49,13 @@ def quantize(options: argparse.Namespace) -> None:
         "model": pathlib.Path(options.model or "SmolLM2-135M").name,
       }
       row["float_perplexity"] = subject.float_perplexities()
-      if not (folder / commands.CHECKPOINT).exists():
-        commands.save(folder, row, quantized, model, tokenizer)
+      if not (folder / sources.CHECKPOINT).exists():
+        outputs.save(folder, row, quantized, model, tokenizer)
       elif is_leader:
-        checkpoint.check_saved(folder / commands.CHECKPOINT, quantized)
+        checkpoint.check_saved(folder / sources.CHECKPOINT, quantized)
       if is_leader:
         subject_name = options.model or "SmolLM2-135M"
-        commands.finish(folder, [row], f"{options.method} on {subject_name}")
+        outputs.finish(folder, [row], f"{options.method} on {subject_name}")
       distributed.wait_for_all(mesh)
   except (KeyboardInterrupt, pipeline.Stopped) as error:
     raise long_work.Interrupted(
@@ -66,7 +66,7 @@ def quantize(options: argparse.Namespace) -> None:
     return
   if options.log == "json":
     long_work.emit("finished", out=str(folder))
-  commands.print_rows(options, [row], folder)
+  outputs.print_rows(options, [row], folder)
 
 
 def _run_method(

@@ -27,6 +27,8 @@ from mxjax.evaluation.operator_error import operator_error
 from mxjax.evaluation.perplexity import perplexity
 from mxjax.program import Program
 
+ROWS = "rows"
+"""Where finished rows of a study are kept."""
 STORE = "store"
 """Where methods of one study share what they compute of the float model."""
 
@@ -207,7 +209,7 @@ def compare(
   for program in programs:
     for mark, contract in (contracts or {"": PAPER_CONTRACT}).items():
       label = f"{program.name} {mark}".strip()
-      file = path / "rows" / f"{label.replace(' ', '-')}.json" if path else None
+      file = path / ROWS / f"{label.replace(' ', '-')}.json" if path else None
       if file and file.is_file():
         row = json.loads(file.read_text())
         check_row(file, row, subject, tokens, program, contract)

@@ -45,6 +45,8 @@ class Plan:
     scales: E8M0 bytes of the targets.
     rest: What is not quantized: embedding, norms, head and biases, bfloat16.
     packed_total: Our layout: codes, scales, auxiliary and rest.
+    loaded: Bytes of the loaded model by storage option: as quantized, and after
+      `mxjax.compact` without and with narrower embeddings.
     memory: Peak resident bytes by stage, layers and results on disk.
     disk: Bytes written: the checkpoint, the run folder, and scratch of a run whose
       layers stay on disk.
@@ -63,6 +65,7 @@ class Plan:
   scales: int
   rest: int
   packed_total: int
+  loaded: dict[str, int]
   memory: dict[str, int]
   disk: dict[str, int]
   model_passes: int
@@ -139,6 +142,7 @@ def plan(
     scales=weights // contract.block_size,
     rest=rest,
     packed_total=packed_total,
+    loaded=_loaded(config, packed_total, layers * layer_blocks),
     memory=_memory(
       config, linears, (sequences, length), chunk, rest, packed_total, (data, model)
     ),
@@ -152,6 +156,20 @@ def plan(
     reductions=5,
     forward_flops=2 * weights * sequences * length * (1 + RECOVERY_FITS),
   )
+
+
+def _loaded(config: ModelConfig, packed_total: int, blocks: int) -> dict[str, int]:
+  """Bytes of a loaded HiRes model under each storage option of `mxjax.compact`."""
+  tables = packed_total - blocks * (GRAM_BYTES + CROSS_BYTES) // 2
+  d, copies = config.hidden_size, 1 if config.tie_embeddings else 2
+  narrower = lambda row: tables - copies * config.vocab_size * (2 * d - row)
+  return {
+    "as quantized": packed_total,
+    "bfloat16 tables": tables,
+    # A code for each value, and the row's float32 scale or one E8M0 byte a block.
+    "bfloat16 tables, int8 embeddings": narrower(d + 4),
+    "bfloat16 tables, MXFP4 embeddings": narrower(d // 2 + d // mxfp4.BLOCK_SIZE),
+  }
 
 
 def _memory(

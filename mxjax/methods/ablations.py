@@ -74,6 +74,7 @@ def _recovered(name: str, *fits: RecoveryFit) -> tuple[str, Program]:
 
 
 _FULL = ("full HiRes", HIRES)
+_NO_RECOVERY = _hires("hires I + II", recover=())
 
 STUDIES: dict[str, Rows] = {
   "stages": (
@@ -82,7 +83,7 @@ STUDIES: dict[str, Rows] = {
       "+ geometric shaping",
       _hires("hires I", weights="rtn", rounding="nearest", recover=()),
     ),
-    ("+ discrete realization", _hires("hires I + II", recover=())),
+    ("+ discrete realization", _NO_RECOVERY),
     ("+ structural recovery", HIRES),
   ),
   "components": (
@@ -104,14 +105,14 @@ STUDIES: dict[str, Rows] = {
     _FULL,
   ),
   "recovery": (
-    _recovered("none"),
+    ("none", _NO_RECOVERY),
     _recovered("attention only", ATTENTION),
     _recovered("MLP only", MLP),
     _recovered("stale MLP statistics", ATTENTION, STALE_MLP),
     _FULL,
   ),
   "encoding": (
-    _recovered("none"),
+    ("none", _NO_RECOVERY),
     _recovered("fitted before encoding", *BEFORE_ENCODING),
     _FULL,
   ),
@@ -129,7 +130,7 @@ STUDIES: dict[str, Rows] = {
       "RTN + recovery",
       dataclasses.replace(RTN, name="rtn, recovery", recover=(ATTENTION, MLP)),
     ),
-    ("HiRes without recovery", _hires("hires I + II", recover=())),
+    ("HiRes without recovery", _NO_RECOVERY),
     ("HiRes", HIRES),
     ("strict RTN", RTN),
   ),

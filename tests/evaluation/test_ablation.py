@@ -91,6 +91,16 @@ def test_a_finished_study_is_not_run_again(recovery, subject, monkeypatch):
   assert again == json.loads(json.dumps(result))
 
 
+def test_a_program_of_two_studies_is_built_once(recovery, subject, monkeypatch):
+  folder, result = recovery
+  program = dataclasses.replace(methods.RTN, name="none")
+  monkeypatch.setitem(ablations.STUDIES, "encoding", (("plain", program),))
+  monkeypatch.setattr(study, "run_method", None)
+  (row,) = ablation.run("encoding", subject, {0: draw(0)}, folder)["rows"]["plain"]
+  expected = result["rows"]["none"][0] | {"label": "plain"}
+  assert row == json.loads(json.dumps(expected))
+
+
 @pytest.mark.parametrize(
   ("change", "message"),
   [

@@ -110,6 +110,25 @@ def test_round_trip_is_bit_for_bit(params, saved):
   assert bool(jnp.isfinite(logits).all())
 
 
+def test_the_same_params_make_the_same_files(params, saved, tmp_path):
+  """All but the two in which Orbax writes down the time."""
+  again = checkpoint.save_checkpoint(tmp_path / "again", params, CONFIG)
+  timed = {"_CHECKPOINT_METADATA", "commit_success.txt"}
+
+  def contents(folder):
+    return {
+      file.relative_to(folder): file.read_bytes()
+      for file in (folder / "arrays").rglob("*")
+      if file.is_file() and file.name not in timed
+    }
+
+  first = contents(saved)
+  assert first == contents(again)
+  arrays = checkpoint.read_manifest(saved)["arrays"]
+  # A description and the values of each, beside what describes the whole.
+  assert len(first) >= 2 * len(arrays)
+
+
 def test_manifest_says_what_was_saved(saved):
   manifest = checkpoint.read_manifest(saved)
   assert manifest["format_version"] == 1

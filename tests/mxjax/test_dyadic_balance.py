@@ -1,8 +1,12 @@
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mxjax import code_refinement, dyadic_balance, gptq, mxfp4, reference_chart
+from mxjax.linear_inputs import LinearInputs
+from mxjax.methods.hires import HIRES
 
 JB = [
   f"{kind}_{step}" for kind in ("rtn", "gptq") for step in ("full", "half", "identity")
@@ -143,6 +147,23 @@ def test_block_losses_of_a_wide_layer(vectors, float64):
   np.testing.assert_allclose(losses, vectors["jb_layer/J_block"], rtol=2e-3)
   np.testing.assert_array_equal(
     dyadic_balance.accept(losses), vectors["jb_layer/accept_block"]
+  )
+
+
+@pytest.mark.parametrize("by", ["block", "layer"])
+def test_hires_balances_a_wide_layer_by_both_readings(vectors, float64, by):
+  """Trials that quantize one block alone, or the whole linear (reading A11)."""
+  x, w = (mxfp4.to_blocks(jnp.asarray(vectors[f"jb_layer/{k}"])) for k in ("X", "W"))
+  inputs = LinearInputs([x[None]])
+  identity = jnp.broadcast_to(jnp.eye(32, dtype=jnp.float64), (3, 32, 32))
+  program = dataclasses.replace(HIRES, balance_by=by)
+  program._balanced(w, inputs, inputs.moment(), identity)
+  losses = np.asarray(inputs.record["balance_losses"])
+  np.testing.assert_allclose(losses, vectors[f"jb_layer/J_{by}"], rtol=2e-3)
+  other = vectors[f"jb_layer/J_{'layer' if by == 'block' else 'block'}"]
+  assert np.abs(losses / other - 1).max() > 2e-2
+  np.testing.assert_array_equal(
+    inputs.record["balance_steps"], vectors[f"jb_layer/accept_{by}"]
   )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import mxjax
 from mxjax import methods, pipeline, plan, sizes
+from mxjax.compact import compact
 from mxjax.models import CausalLM, families
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -69,6 +70,15 @@ def test_the_packed_layout_is_what_a_run_stores(tiny_config):
   assert planned.packed_total == measured["total"]
   assert planned.bf16 == measured["bf16_total"]
   assert planned.target_weights == linears["weights"]
+  for label, options in {
+    "as quantized": {"tables": False},
+    "bfloat16 tables": {},
+    "bfloat16 tables, int8 embeddings": {"embeddings": "int8"},
+    "bfloat16 tables, MXFP4 embeddings": {"embeddings": "mxfp4"},
+  }.items():
+    loaded = sizes.size_report(compact(result.params, **options))["total"]
+    assert planned.loaded.pop(label) == loaded
+  assert not planned.loaded
 
 
 def test_more_calibration_takes_more_memory_and_work_only():

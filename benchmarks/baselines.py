@@ -1,0 +1,198 @@
+"""Every method and every ablation study on the small trained models.
+
+  python benchmarks/baselines.py compare llama
+  python benchmarks/baselines.py ablate llama
+  python benchmarks/baselines.py rules llama
+
+`compare` and `ablate` are the product's own commands, called as a person would;
+`rules` runs the controls under each scale rule, to see how much of what recovery
+repairs is the floor rule's shrinkage of block maxima. Rows are kept in runs/, so a
+killed run goes on where it was. Each writes benchmarks/results/NAME.json, rows without
+their records by layer, and NAME.md, the table that docs/baselines.md shows.
+"""
+
+import argparse
+import json
+import pathlib
+
+import numpy as np
+import provenance
+
+from mxjax import models, mxfp4
+from mxjax.contract import PAPER_CONTRACT, Contract
+from mxjax.evaluation import cli, datasets, study
+from mxjax.methods import ablations
+from mxjax.models import embedded
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+RUNS = pathlib.Path("runs/baselines")
+CALIBRATION, TEST = (16, 256), (16, 256)
+REPLICATES = 3
+SEEDS = "0,3,5"
+RULES = ("floor", "even", "rceil")
+
+
+def options_of(model, out):
+  """What `compare` and `ablate` share on the command line."""
+  words = [str(model), "--out", out]
+  words += ["--sequences", CALIBRATION[0], "--length", CALIBRATION[1]]
+  words += ["--windows", TEST[0], "--window-length", TEST[1]]
+  return [str(word) for word in [*words, "--replicates", REPLICATES]]
+
+
+def call(command, *words):
+  """Runs a command of mxjax in this process."""
+  arguments = [command, *words]
+  if code := cli.main(arguments):
+    raise SystemExit(f"mxjax {' '.join(arguments)} ended with {code}")
+  return "mxjax " + " ".join(arguments)
+
+
+def slim(row):
+  """A row without what it recorded by layer."""
+  return {key: value for key, value in row.items() if key != "record"}
+
+
+def linears_of(row):
+  """Records of all linears."""
+  layers = row["record"]["layers"]
+  return [linear for layer in layers for linear in layer["linears"].values()]
+
+
+def perplexity_cell(row):
+  """Mean and half range over replicates."""
+  (found,) = row["perplexity"].values()
+  return f"{found['mean']:.2f} ± {found['spread'] / 2:.2f}"
+
+
+def write(name, result, text):
+  """The two result files."""
+  (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+  (RESULTS / f"{name}.md").write_text(text)
+  print(text, flush=True)
+
+
+def compare(family, made):
+  """All methods from one calibration."""
+  out = RUNS / f"compare-{family}"
+  measured = ["--methods", "all", "--operator-error", "--agreement"]
+  said = call("compare", *options_of(f"models/trained/{family}", out), *measured)
+  rows = json.loads((out / "result.json").read_text())
+  (exact,) = next(r["float_perplexity"] for r in rows if "error" not in r).values()
+  lines = [["BF16 weights", f"{exact:.2f}", "0", "0", "0 %", "-"]]
+  for row in rows:
+    if "error" in row:
+      lines.append([row["method"], "failed: " + row["error"], "", "", "", ""])
+      continue
+    lines.append(
+      [
+        row["method"],
+        perplexity_cell(row),
+        f"{row['operator_error']:.6f}",
+        f"{row['agreement']['kl_mean']:.4f}",
+        f"{100 * row['agreement']['flips']:.1f} %",
+        f"{row['seconds']:.0f}",
+      ]
+    )
+  head = ["method", "perplexity", "operator error", "KL, nats", "flips", "build, s"]
+  result = {**made, "mxjax": said, "rows": [slim(row) for row in rows]}
+  write(f"compare_{family}", result, provenance.markdown(head, lines))
+
+
+def ablate(family, made):
+  """All studies over the calibration draws of the paper's table."""
+  out = RUNS / f"ablate-{family}"
+  words = ["--study", "all", "--seeds", SEEDS]
+  said = call("ablate", *options_of(f"models/trained/{family}", out), *words)
+  studies = json.loads((out / "result.json").read_text())
+  for one in studies:
+    one["rows"] = {
+      label: [slim(row) for row in rows] for label, rows in one["rows"].items()
+    }
+  text = (out / "tables.md").read_text().replace("## ", "### ")
+  write(f"ablate_{family}", {**made, "mxjax": said, "studies": studies}, text)
+
+
+def gain_of(row):
+  """Mean factor that a row's repair puts on outputs: of linears, or of values."""
+  gains = [linear["gain"] for linear in linears_of(row) if "gain" in linear]
+  for layer in row["record"]["layers"]:
+    gains += layer["recovery"].get("attention", {}).get("scale", [])
+  return float(np.mean(gains)) if gains else None
+
+
+def rules(family, made):
+  """RTN and HiRes with and without repairs, under every scale rule."""
+  folder = embedded.trained_folder(family)
+  model, params = models.from_pretrained(folder)
+  tokenizer = models.load_tokenizer(folder)
+  load = lambda split, shape: datasets.load_tokens(
+    None, tokenizer, count=shape[0], length=shape[1], split=split
+  )
+  subject = study.Subject(
+    model,
+    params,
+    {"passages": load("test", TEST)},
+    replicates=REPLICATES,
+    with_agreement=True,
+  )
+  programs = [program for _, program in ablations.STUDIES["controls"]]
+  contracts = {
+    f"[{rule}]": Contract(rules=mxfp4.Rules(scale_rule=rule)) for rule in RULES
+  }
+  assert contracts["[floor]"].hash == PAPER_CONTRACT.hash
+  rows, _ = study.compare(
+    subject,
+    load("calibration", CALIBRATION),
+    programs,
+    folder=RUNS / f"rules-{family}",
+    contracts=contracts,
+  )
+  found = {row["method"]: row for row in rows}
+  if failed := [row for row in rows if "error" in row]:
+    raise SystemExit(f"{failed[0]['method']}: {failed[0]['error']}")
+  repairs = {
+    f"{repaired} [{rule}]": f"{plain} [{rule}]"
+    for rule in RULES
+    for plain, repaired in (
+      ("rtn", "rtn+gain"),
+      ("rtn", "rtn, recovery"),
+      ("hires I + II", "hires"),
+    )
+  }
+  lines, summary = [], {}
+  for name, row in found.items():
+    kl, (ours,) = row["agreement"]["kl_mean"], row["perplexity"].values()
+    entry = slim(row) | {"mean_gain": gain_of(row)}
+    repaired = "-"
+    if name in repairs:
+      before = found[repairs[name]]
+      (theirs,) = before["perplexity"].values()
+      entry["log_perplexity_repaired"] = float(np.log(theirs["mean"] / ours["mean"]))
+      entry["kl_repaired"] = before["agreement"]["kl_mean"] - kl
+      share = 100 * entry["kl_repaired"] / before["agreement"]["kl_mean"]
+      repaired = f"{share:+.1f} %"
+    gain = "-" if entry["mean_gain"] is None else f"{entry['mean_gain']:.4f}"
+    lines.append(
+      [name, perplexity_cell(row), f"{row['operator_error']:.6f}", f"{kl:.4f}"]
+      + [repaired, gain]
+    )
+    summary[name] = entry
+  head = ["program [scale rule]", "perplexity", "operator error", "KL, nats"]
+  head += ["KL repaired", "mean factor fitted"]
+  result = {**made, "calibration": CALIBRATION, "test": TEST, "rows": summary}
+  write(f"rules_{family}", result, provenance.markdown(head, lines))
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("what", choices=("compare", "ablate", "rules"))
+  parser.add_argument("families", nargs="+", metavar="FAMILY")
+  options = parser.parse_args()
+  made = provenance.stamp()
+  for family in options.families:
+    {"compare": compare, "ablate": ablate, "rules": rules}[options.what](family, made)
+
+
+if __name__ == "__main__":
+  main()
