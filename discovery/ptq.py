@@ -88,6 +88,12 @@ def load_windows(
   )
 
 
+def _absolute(source: str | None) -> str | None:
+  """A path that exists here as it is known everywhere; a hub id as it is."""
+  is_local = source is not None and pathlib.Path(source).exists()
+  return str(pathlib.Path(source).resolve()) if source and is_local else source
+
+
 class PtqTask:
   """See `mxjax.discovery.task.Task`; built from JSON options.
 
@@ -127,6 +133,9 @@ class PtqTask:
     if unknown := set(options) - set(defaults):
       raise ValueError(f"ptq: unknown options {sorted(unknown)}.")
     self._options = {**defaults, **options}
+    # A worker stands in a folder of its own, and a run is resumed from any.
+    for name in ("model", "holdout", "text", "test_text"):
+      self._options[name] = _absolute(self._options[name])
     if self._options["calibration"][0] < 4:
       raise ValueError("ptq: at least 4 calibration sequences are needed.")
     self.spec: Mapping[str, Any] = {"task": "ptq", **self._options}
