@@ -26,6 +26,7 @@ from mxjax.discovery.interface import Interface
 from mxjax.discovery.residual import Residual
 from mxjax.discovery.task import Session
 from mxjax.evaluation import datasets
+from mxjax.mlp_recovery import CELL_RESIDUES
 
 RANDOM = "random:"
 """Prefix of a model source: `random:3` is a tiny model with random weights."""
@@ -120,7 +121,7 @@ class PtqTask:
       "layers": None,
       "holdout": None,
       "holdout_layers": None,
-      "calibration": [4, 128],
+      "calibration": [8, 128],
       "windows": [4, 128],
       "text": None,
       "test_text": None,
@@ -136,8 +137,11 @@ class PtqTask:
     # A worker stands in a folder of its own, and a run is resumed from any.
     for name in ("model", "holdout", "text", "test_text"):
       self._options[name] = _absolute(self._options[name])
-    if self._options["calibration"][0] < 4:
-      raise ValueError("ptq: at least 4 calibration sequences are needed.")
+    if self._options["calibration"][0] < CELL_RESIDUES:
+      raise ValueError(
+        f"ptq: recover_mlp is told of {CELL_RESIDUES} classes of sequences, so it "
+        f"needs at least as many, got calibration {self._options['calibration']}."
+      )
     self.spec: Mapping[str, Any] = {"task": "ptq", **self._options}
 
   @property
