@@ -15,6 +15,7 @@ from typing import Any
 
 from mxjax.discovery import cards, explain, jail, report, runs, sandbox, verify
 from mxjax.discovery import task as task_
+from mxjax.discovery.arms import ARMS, AS_IN_PAPER
 from mxjax.discovery.search import SearchConfig
 from mxjax.discovery.store import read_events
 from mxjax.evaluation import cli
@@ -78,7 +79,7 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--holdout-model", metavar="MODEL", help="held-out model of the ptq task")
   add("--budget", type=int, default=240, metavar="CALLS")
   add("--seed", type=int, default=0)
-  add("--arm", default="quantforge", choices=sorted(runs.ARMS))
+  add("--arm", default="quantforge", choices=sorted(ARMS))
   add("--width", type=int, default=1, help="proposals made from one state")
   add("--as-in-paper", action="store_true", help="run every registered control, and "
       "charge repeated executions")  # fmt: skip
@@ -105,10 +106,10 @@ def _options(options: argparse.Namespace) -> runs.RunOptions:
     "seed": options.seed,
     "budget": options.budget,
     "width": options.width,
-    **runs.ARMS[options.arm],
+    **ARMS[options.arm].changes,
   }
   if options.as_in_paper:
-    config |= {"sequential": False, "reuse": False}
+    config |= AS_IN_PAPER
   told: dict[str, Any] = {"kind": options.proposer}
   if options.proposer == "llm":
     if not (options.endpoint and options.endpoint_model):

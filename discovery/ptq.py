@@ -237,6 +237,18 @@ class PtqTask:
     """Perplexity runs averaged in the target."""
     return self._options["replicates"]
 
+  @property
+  def regimes(self) -> Mapping[str, tuple[str, ...]]:
+    """See `Task`."""
+    return ptq_interface.REGIMES
+
+  def ideal(self) -> float:
+    """Log perplexity of the float model."""
+    from mxjax.evaluation.perplexity import perplexity
+
+    model, params = self.loaded()
+    return float(np.log(perplexity(model, params, self.tokens("measure")).mean))
+
   def holdout(self) -> "PtqTask | None":
     """The task on the held-out model."""
     options = self._options

@@ -142,3 +142,10 @@ RESIDUALS: Mapping[str, str] = {
   "mlp_error": "recover_mlp",
 }
 """Measured questions and the hook whose computation each is about."""
+
+REGIMES: Mapping[str, tuple[str, ...]] = {
+  "Geometric shaping": ("transform", "balance"),
+  "Discrete realization": ("encode_weight", "encode_act", "curvature", "tables"),
+  "Structural recovery": ("attention", "mlp"),
+}
+"""The three stages of the paper's hierarchy, in order."""
