@@ -15,7 +15,7 @@ from typing import Any
 from mxjax.discovery import checkers, identity
 from mxjax.discovery.laboratory import Laboratory
 from mxjax.discovery.packet import condition
-from mxjax.discovery.program import with_functions
+from mxjax.discovery.program import admit, with_functions
 from mxjax.discovery.residual import PRIMARY
 from mxjax.discovery.task import Status
 
@@ -77,14 +77,15 @@ def make(task: Any) -> list[Case]:
 def _real(task: Any, source: str, count: int) -> list[Case]:
   """Edits by the task's cards in an order drawn once, the same for every checker."""
   options = [(card, params) for card in task.cards for params in card.params]
+  before = admit(source, task.interface).hooks
   cases: list[Case] = []
-  seen: set[str] = set()
   for card, params in identity.shuffled(options, "checker cases"):
-    if card.label(params) not in seen and len(cases) < count:
-      seen.add(card.label(params))
-      edited = card.edit(source, dict(params))
+    edited = card.edit(source, dict(params))
+    after = admit(edited, task.interface).hooks
+    # A card that only sets the plan leaves the declared hook as it was.
+    if any(after[hook] != before[hook] for hook in card.hooks):
       cases.append(Case(card.label(params), card.hooks, edited, True))
-  return cases
+  return cases[:count]
 
 
 def _apparent(

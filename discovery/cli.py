@@ -1,4 +1,4 @@
-"""`mxjax discover plan | run | resume | report | explain | verify | doctor`.
+"""`mxjax discover plan | run | resume | report | explain | verify | doctor | study`.
 
 This file is the console entry of the whole command line: discovery stands above
 evaluation, so it adds its commands to that floor's parser.
@@ -13,7 +13,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mxjax.discovery import cards, explain, jail, report, runs, sandbox, verify
+from mxjax.discovery import (
+  cards,
+  explain,
+  jail,
+  report,
+  runs,
+  sandbox,
+  study_cli,
+  verify,
+)
 from mxjax.discovery import task as task_
 from mxjax.discovery.arms import ARMS, AS_IN_PAPER
 from mxjax.discovery.search import SearchConfig
@@ -64,6 +73,8 @@ def register(commands: Any) -> None:
   doctor_ = verbs.add_parser("doctor", help="what this machine can do")
   doctor_.add_argument("--endpoint", metavar="URL")
   doctor_.set_defaults(run=doctor)
+  study_cli.add(verbs, _add_task)
+  verbs.choices["study"].set_defaults(run=study)
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +147,23 @@ def _calibrated(spec: dict[str, Any]) -> dict[str, Any]:
 
   STDOUT.print("measuring margins and thresholds of this contract, once")
   return dict(ptq_margins.calibrated(spec))
+
+
+def study(options: argparse.Namespace) -> None:
+  """`mxjax discover study`."""
+  made = _options(options)
+  spec = dict(made.task)
+  if spec["task"] == "world":
+    # Each run takes the world of its own seed.
+    del spec["seed"]
+  folder = pathlib.Path(options.out)
+  if options.plan:
+    study_cli.plan(options.name, study_cli.options(options, spec, made.proposer))
+    return
+  if (begun := study_cli.begun_task(folder)) is not None:
+    spec = begun
+  made_study = study_cli.options(options, _calibrated(spec), made.proposer)
+  study_cli.conduct(options.name, folder, made_study)
 
 
 def plan(options: argparse.Namespace) -> None:

@@ -42,7 +42,7 @@ def audit(lab: Laboratory, source: str) -> dict[str, Any]:
   outcomes = _run(lab, calls)
   whole = outcomes[""]
   executed = {n: _differs(outcomes[n], whole) for n in names}
-  pays = {n: _gain(outcomes[n], whole, task.target) > margin for n in names}
+  pays = {n: bool(_gain(outcomes[n], whole, task.target) > margin) for n in names}
   steps = [outcomes[f"first {count}"] for count in range(len(names))] + [whole]
   gains = [
     _gain(before, after, task.target)
@@ -52,7 +52,7 @@ def audit(lab: Laboratory, source: str) -> dict[str, Any]:
     "executed": executed,
     "pays": pays,
     "hierarchy": all(executed.values()),
-    "ordered": all(gain > margin for gain in gains),
+    "ordered": all(bool(gain > margin) for gain in gains),
   }
 
 

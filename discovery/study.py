@@ -208,7 +208,7 @@ class Folder:
     hidden = task.holdout()
     if hidden is not None:
       heldout.score_closed(folder, hidden, self.bench(hidden), self._archive)
-    return study_log.summarize(folder)
+    return study_log.summarize(folder, task)
 
   def landmarks(self, seed: int) -> dict[str, float]:
     """Held-out target of the initial program and of the ideal, and the gate between."""

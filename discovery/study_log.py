@@ -10,12 +10,14 @@ from mxjax.discovery import checkers, heldout
 from mxjax.discovery.compilation import holder_of
 from mxjax.discovery.residual import PRIMARY
 from mxjax.discovery.store import read_events
+from mxjax.discovery.task import Task
 from mxjax.discovery.verdict import OWED
+from mxjax.discovery.world import World
 
 Event = Mapping[str, Any]
 
 
-def summarize(folder: pathlib.Path) -> dict[str, Any]:
+def summarize(folder: pathlib.Path, task: Task) -> dict[str, Any]:
   """The numbers of a closed run, JSON-ready.
 
   An *explicit* verdict excludes a registered explanation. It is *effective* when it
@@ -26,7 +28,8 @@ def summarize(folder: pathlib.Path) -> dict[str, Any]:
   Returns:
     The ledger; `marks` as `[call, visible, held-out, call that found the champion]`;
     verdicts by name; `explicit` and `effective` counts; `followed`, the demands that
-    had a successor; the champion; and the SHA-256 of the log.
+    had a successor; the champion; where the truth is known, how often a focal account
+    was supported or excluded rightly; and the SHA-256 of the log.
   """
   events = read_events(folder)
   of = lambda name: [e for e in events if e["event"] == name]
@@ -49,7 +52,7 @@ def summarize(folder: pathlib.Path) -> dict[str, Any]:
     "followed": followed,
     "checked": len(of("check")),
     "implemented": sum(bool(e["implemented"]) for e in of("check")),
-    "judged": _judged(events),
+    "against_truth": _against_truth(events, task) if isinstance(task, World) else {},
     "log_sha256": hashlib.sha256((folder / "log.jsonl").read_bytes()).hexdigest(),
   }
 
@@ -109,16 +112,16 @@ def _answers(
   return any(mine.get(name) != before.get(name) for name in names)
 
 
-def _judged(events: Sequence[Event]) -> list[list[Any]]:
-  """`[label, verdict, controls run, focal account excluded]` of every verdict."""
-  packets = {e["id"]: e for e in events if e["event"] == "packet"}
-  rows = []
+def _against_truth(events: Sequence[Event], task: World) -> dict[str, list[int]]:
+  """`[right, wrong]` of focal accounts that were supported and that were excluded."""
+  labels = {e["id"]: e for e in events if e["event"] == "packet"}
+  counts = {"supported": [0, 0], "excluded": [0, 0]}
   for event in events:
     if event["event"] == "verdict":
-      packet = packets[event["packet"]]
-      focal = packet["packet"]["explanations"][0]["name"]
-      controls = len(set(event["observed"]) - {PRIMARY})
-      rows.append(
-        [packet["label"], event["verdict"], controls, focal in event["excluded"]]
-      )
-  return rows
+      packet = labels[event["packet"]]
+      is_true = task.focal_is_true(packet["label"])
+      if event["verdict"] == "supported":
+        counts["supported"][not is_true] += 1
+      if packet["packet"]["explanations"][0]["name"] in event["excluded"]:
+        counts["excluded"][is_true] += 1
+  return counts

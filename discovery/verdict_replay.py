@@ -195,7 +195,7 @@ def _successor(
     label=proposal.label,
     status=str(mine.status),
     change=change,
-    improves=change < -lab.task.margins[target],
+    improves=bool(change < -lab.task.margins[target]),
     implemented=checkers.by_probe(mine, without, names).implemented,
     repeats=repeats,
   )

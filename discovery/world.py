@@ -244,6 +244,11 @@ class World:
       for layer in range(LAYERS)
     }
 
+  def focal_is_true(self, label: str) -> bool:
+    """Whether an edit, by its label, really acts on what makes its site lose."""
+    site, operation = label.split("(")[0].split("-")
+    return self.truth[site][operation] == "mechanism" and "=-" not in label
+
   @property
   def regimes(self) -> Mapping[str, tuple[str, ...]]:
     """See `Task`."""
