@@ -29,7 +29,7 @@ HERE = pathlib.Path(__file__).parent
 DOCS = HERE.parent / "docs" / "studies.md"
 PTQ = {"calibration": [8, 64], "windows": [16, 128]}
 SEEDS = tuple(range(101, 109))
-TUNED = (1, 2, 3, 11, 12)
+TUNED = (1, 2, 3, 11, 12, 21, 22)
 
 
 def cpu():
