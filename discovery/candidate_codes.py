@@ -148,6 +148,11 @@ def _error_step(
   }
 
 
+@jax.jit
+def _folded(transform: jax.Array, weight: jax.Array) -> jax.Array:
+  return input_maps.BlockDense(transform).fold(weight)
+
+
 @functools.partial(jax.jit, static_argnames="rules")
 def _weight_stats(folded: jax.Array, rules: mxfp4.Rules) -> dict[str, jax.Array]:
   narrow = folded.astype(jnp.float32)
@@ -177,8 +182,8 @@ def measure_stats(
     for name in ("error", "cross", "signal")
   }
   moments = inputs.reduce(_error_step, start, transform.astype(jnp.float32))
-  fold = input_maps.BlockDense(transform.astype(jnp.float64)).fold
-  folded = execution.finish(jax.jit(fold)(weight.astype(jnp.float64)))
+  wide = transform.astype(jnp.float64)
+  folded = execution.finish(_folded(wide, weight.astype(jnp.float64)))
   return {
     "activation": moments["signal"] / inputs.tokens,
     "activation_error": moments["error"] / inputs.tokens,

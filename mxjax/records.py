@@ -203,7 +203,9 @@ def linear_record(
   record: dict[str, Any] = dict(inputs.record)
   record["shape"] = list(weight.shape)
   record["map"] = type(leaf.input_map).__name__ if leaf.input_map else "none"
-  record["rounding"] = ROUNDING_NAMES[type(leaf.rounding)]
+  rule = type(leaf.rounding)
+  # A rule that is not the library's, such as a candidate's own, goes by its class.
+  record["rounding"] = ROUNDING_NAMES.get(rule, rule.__name__)
   if leaf.gain is not None:
     record["gain"] = float(leaf.gain)
   for name, value in probed.items():
