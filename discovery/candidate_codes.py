@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import execution, input_maps, mxfp4, reference_chart
+from mxjax import execution, float_bits, input_maps, mxfp4, reference_chart
 from mxjax.discovery.task import ContractError
 from mxjax.linear_inputs import LinearInputs
 from mxjax.precision import HIGHEST
@@ -60,7 +60,7 @@ def decoded(codes: jax.Array, exponent: jax.Array) -> jax.Array:
   """The one decoder: codes `[..., 32, n]` and exponents `[..., n]` to float32."""
   value = mxfp4.magnitude((codes & 7).astype(jnp.int32))
   sign = jnp.where(codes >= 8, jnp.float32(-1), jnp.float32(1))
-  return sign * value * mxfp4.power_of_two(exponent)[..., None, :]
+  return sign * value * float_bits.power_of_two(exponent)[..., None, :]
 
 
 @functools.partial(jax.jit, static_argnames=("function", "full"))
@@ -148,6 +148,11 @@ def _error_step(
   }
 
 
+@jax.jit
+def _folded(transform: jax.Array, weight: jax.Array) -> jax.Array:
+  return input_maps.BlockDense(transform).fold(weight)
+
+
 @functools.partial(jax.jit, static_argnames="rules")
 def _weight_stats(folded: jax.Array, rules: mxfp4.Rules) -> dict[str, jax.Array]:
   narrow = folded.astype(jnp.float32)
@@ -177,8 +182,8 @@ def measure_stats(
     for name in ("error", "cross", "signal")
   }
   moments = inputs.reduce(_error_step, start, transform.astype(jnp.float32))
-  fold = input_maps.BlockDense(transform.astype(jnp.float64)).fold
-  folded = execution.finish(jax.jit(fold)(weight.astype(jnp.float64)))
+  wide = transform.astype(jnp.float64)
+  folded = execution.finish(_folded(wide, weight.astype(jnp.float64)))
   return {
     "activation": moments["signal"] / inputs.tokens,
     "activation_error": moments["error"] / inputs.tokens,

@@ -10,7 +10,7 @@ from mxjax import mlp_recovery, value_recovery
 from mxjax.discovery.candidate_codes import Function, map_units, require_finite
 from mxjax.recovery import AttentionFit, MlpFit
 
-MLP_CELLS = 16
+MLP_CELLS = mlp_recovery.CELL_RESIDUES * mlp_recovery.CELL_QUARTERS
 
 
 @dataclasses.dataclass(frozen=True)

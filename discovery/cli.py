@@ -1,4 +1,4 @@
-"""`mxjax discover plan | run | resume | report | explain | verify | doctor`.
+"""`mxjax discover plan | run | resume | report | explain | verify | doctor | study`.
 
 This file is the console entry of the whole command line: discovery stands above
 evaluation, so it adds its commands to that floor's parser.
@@ -13,8 +13,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mxjax.discovery import cards, explain, jail, report, runs, sandbox, verify
+from mxjax.discovery import (
+  cards,
+  explain,
+  jail,
+  report,
+  runs,
+  sandbox,
+  study_cli,
+  verify,
+)
 from mxjax.discovery import task as task_
+from mxjax.discovery.arms import ARMS, AS_IN_PAPER
 from mxjax.discovery.search import SearchConfig
 from mxjax.discovery.store import read_events
 from mxjax.evaluation import cli
@@ -63,6 +73,8 @@ def register(commands: Any) -> None:
   doctor_ = verbs.add_parser("doctor", help="what this machine can do")
   doctor_.add_argument("--endpoint", metavar="URL")
   doctor_.set_defaults(run=doctor)
+  study_cli.add(verbs, _add_task)
+  verbs.choices["study"].set_defaults(run=study)
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +90,7 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--holdout-model", metavar="MODEL", help="held-out model of the ptq task")
   add("--budget", type=int, default=240, metavar="CALLS")
   add("--seed", type=int, default=0)
-  add("--arm", default="quantforge", choices=sorted(runs.ARMS))
+  add("--arm", default="quantforge", choices=sorted(ARMS))
   add("--width", type=int, default=1, help="proposals made from one state")
   add("--as-in-paper", action="store_true", help="run every registered control, and "
       "charge repeated executions")  # fmt: skip
@@ -105,10 +117,10 @@ def _options(options: argparse.Namespace) -> runs.RunOptions:
     "seed": options.seed,
     "budget": options.budget,
     "width": options.width,
-    **runs.ARMS[options.arm],
+    **ARMS[options.arm].changes,
   }
   if options.as_in_paper:
-    config |= {"sequential": False, "reuse": False}
+    config |= AS_IN_PAPER
   told: dict[str, Any] = {"kind": options.proposer}
   if options.proposer == "llm":
     if not (options.endpoint and options.endpoint_model):
@@ -135,6 +147,23 @@ def _calibrated(spec: dict[str, Any]) -> dict[str, Any]:
 
   STDOUT.print("measuring margins and thresholds of this contract, once")
   return dict(ptq_margins.calibrated(spec))
+
+
+def study(options: argparse.Namespace) -> None:
+  """`mxjax discover study`."""
+  made = _options(options)
+  spec = dict(made.task)
+  if spec["task"] == "world":
+    # Each run takes the world of its own seed.
+    del spec["seed"]
+  folder = pathlib.Path(options.out)
+  if options.plan:
+    study_cli.plan(options.name, study_cli.options(options, spec, made.proposer))
+    return
+  if (begun := study_cli.begun_task(folder)) is not None:
+    spec = begun
+  made_study = study_cli.options(options, _calibrated(spec), made.proposer)
+  study_cli.conduct(options.name, folder, made_study)
 
 
 def plan(options: argparse.Namespace) -> None:

@@ -42,11 +42,37 @@ class EmbeddedProposer:
   def propose(self, context: Context) -> Proposal:
     """See `Proposer.propose`."""
     options = self._options(context)
+    if context.evidence == "none":
+      return self._blind(options, context)
     options = self._masked(options, context)
     if not options:
       raise ProposerError("no card left that was not tried on any kept program")
     scored = sorted(options, key=lambda o: (-self._score(o, context), o.label))
     return self._proposal(scored[0], context)
+
+  def _blind(self, options: list[_Option], context: Context) -> Proposal:
+    """Placebos: uniform over the library, whatever was seen before.
+
+    From the initial program one edit would reach a handful of programs, so there an
+    independent sample is a composition of edits of different hooks.
+    """
+    address = (context.seed, *context.address, len(context.history), "blind")
+    count = 1
+    if context.restarts:
+      count += int(identity.draw(*address, "count") * len(_hooks(options)))
+    chosen: list[_Option] = []
+    for option in identity.shuffled(options, *address):
+      taken = {hook for o in chosen for hook in o.card.hooks}
+      if len(chosen) < count and not taken & set(option.card.hooks):
+        chosen.append(option)
+    if not chosen:
+      raise ProposerError("no card left that was not tried on any kept program")
+    proposal = self._proposal(chosen[0], context)
+    source = proposal.source
+    for option in chosen[1:]:
+      source = option.card.edit(source, option.params)
+    label = "+".join(option.label for option in chosen)
+    return dataclasses.replace(proposal, source=source, label=label)
 
   def _options(self, context: Context) -> list[_Option]:
     """Applicable edits that were not tried on this parent already."""
@@ -148,3 +174,7 @@ class EmbeddedProposer:
       controls=card.controls,
       declared=card.hooks,
     )
+
+
+def _hooks(options: list[_Option]) -> set[str]:
+  return {hook for option in options for hook in option.card.hooks}

@@ -13,7 +13,7 @@ from typing import Any
 
 from mxjax.discovery import runs
 from mxjax.discovery import task as task_
-from mxjax.discovery.laboratory import Laboratory
+from mxjax.discovery.laboratory import Bench, Laboratory
 from mxjax.discovery.packet import condition
 from mxjax.discovery.residual import PRIMARY
 from mxjax.discovery.store import Store, read_events
@@ -40,17 +40,51 @@ def follow(folder: pathlib.Path) -> None:
   try:
     while True:
       events = read_events(folder) if (folder / "log.jsonl").exists() else []
-      marks = [event for event in events if event["event"] == "mark"]
-      for mark in marks[done:]:
-        score = _score(lab, folder, mark["champion"])
-        store.emit("heldout", call=mark["call"], champion=mark["champion"], **score)
-        done += 1
+      done = _score_marks(lab, store, folder, events, done)
       if events and events[-1]["event"] == "closed":
         return
       time.sleep(POLL_SECONDS)
   finally:
     bench.close()
     store.close()
+
+
+def score_closed(
+  folder: pathlib.Path, holdout: task_.Task, bench: Bench, archive: Store
+) -> None:
+  """Scores all marks of a closed run in this process, for studies of many runs.
+
+  Args:
+    folder: The run.
+    holdout: Its held-out task.
+    bench: Workers for that task.
+    archive: Held-out outcomes of other runs, see `Laboratory`.
+
+  Raises:
+    ValueError: The run is still open: a score could reach its search.
+  """
+  events = read_events(folder)
+  if events[-1]["event"] != "closed":
+    raise ValueError(f"heldout: {folder} is not closed; resume it first.")
+  store = Store(sealed_folder(folder))
+  lab = Laboratory(holdout, bench, store, archive=archive)
+  _score_marks(lab, store, folder, events, 0)
+  store.close()
+
+
+def _score_marks(
+  lab: Laboratory,
+  store: Store,
+  folder: pathlib.Path,
+  events: list[dict[str, Any]],
+  done: int,
+) -> int:
+  """Scores the marks after the first `done`; returns how many there are."""
+  marks = [event for event in events if event["event"] == "mark"]
+  for mark in marks[done:]:
+    score = _score(lab, folder, mark["champion"])
+    store.emit("heldout", call=mark["call"], champion=mark["champion"], **score)
+  return len(marks)
 
 
 def _score(lab: Laboratory, folder: pathlib.Path, program: str) -> dict[str, Any]:

@@ -88,7 +88,13 @@ class Laboratory:
   """
 
   def __init__(
-    self, task: Task, bench: Bench, store: Store, *, identity_by: str = "lowered"
+    self,
+    task: Task,
+    bench: Bench,
+    store: Store,
+    *,
+    identity_by: str = "lowered",
+    archive: Store | None = None,
   ) -> None:
     """Opens a laboratory.
 
@@ -97,9 +103,12 @@ class Laboratory:
       bench: The workers.
       store: Where what was paid for is kept.
       identity_by: `lowered`, or `source` for studies without the lowered identity.
+      archive: Outcomes of other runs, by execution identity. They save time and
+        nothing else: a run is charged for what it asks.
     """
     self.task = task
     self._bench, self._store, self._by = bench, store, identity_by
+    self._archive = archive
     self.evaluator = identity.digest(
       {
         "task": dict(task.spec),
@@ -177,16 +186,25 @@ class Laboratory:
 
   def run(self, conditions: Sequence[Condition]) -> list[Outcome]:
     """Outcomes in order; only what no run kept is executed, each identity once."""
-    kept: dict[str, Any] = {
-      c.exec_id: self._store.get("outcomes", c.exec_id) for c in conditions
-    }
+    kept: dict[str, Any] = {c.exec_id: self._kept(c.exec_id) for c in conditions}
     todo = {c.exec_id: c.call for c in conditions if kept[c.exec_id] is None}
     names = list(todo)
 
     def keep(index: int, outcome: Outcome, seconds: float) -> None:
       kept[names[index]] = {"outcome": outcome.to_dict(), "seconds": seconds}
-      self._store.put("outcomes", names[index], kept[names[index]])
+      for store in (self._store, self._archive):
+        if store is not None:
+          store.put("outcomes", names[index], kept[names[index]])
 
     if todo:
       self._bench.run(list(todo.values()), keep)
     return [Outcome.from_dict(kept[c.exec_id]["outcome"]) for c in conditions]
+
+  def _kept(self, exec_id: str) -> Any | None:
+    """What this run kept, or else the archive, whose entry becomes this run's."""
+    kept = self._store.get("outcomes", exec_id)
+    if kept is None and self._archive is not None:
+      kept = self._archive.get("outcomes", exec_id)
+      if kept is not None:
+        self._store.put("outcomes", exec_id, kept)
+    return kept

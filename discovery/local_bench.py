@@ -28,6 +28,12 @@ class LocalBench:
     self._sessions: dict[str, Any] = {}
     self._hooks: dict[str, str] = {}
 
+  def sibling(self, task: Task) -> "LocalBench":
+    """A bench for another task of the same interface, with this one's artifacts."""
+    other = LocalBench(task)
+    other._table, other._hooks = self._table, self._hooks
+    return other
+
   def trace(self, source: str) -> Traced:
     """Traces and gates every hook; see `Bench.trace`.
 

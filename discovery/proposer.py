@@ -6,8 +6,8 @@ from typing import Any, Literal, Protocol
 
 from mxjax.discovery.residual import Control, Explanation, Residual
 
-Evidence = Literal["score", "text", "reflect", "verdict"]
-"""What an arm may condition on: Score-only, TextMem, ReflectMem, QuantForge."""
+Evidence = Literal["none", "score", "text", "reflect", "verdict"]
+"""What an arm may read: nothing, or as Score-only, TextMem, ReflectMem, QuantForge."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +110,7 @@ class Context:
     donors: Other retained programs.
     evidence: The arm's evidence.
     stagnation: Packets since the best program last improved.
+    restarts: Whether every proposal revises the initial program, as in best-of-N.
   """
 
   seed: int
@@ -122,6 +123,7 @@ class Context:
   donors: tuple[Record, ...]
   evidence: Evidence
   stagnation: int
+  restarts: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,6 +200,6 @@ def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
   bare = dataclasses.replace(
     experiment, verdict="", reason="", excluded=(), survivors=(), implemented=None
   )
-  if evidence == "score":
+  if evidence in ("none", "score"):
     return dataclasses.replace(bare, note="", changes={})
   return bare

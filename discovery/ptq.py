@@ -26,6 +26,7 @@ from mxjax.discovery.interface import Interface
 from mxjax.discovery.residual import Residual
 from mxjax.discovery.task import Session
 from mxjax.evaluation import datasets
+from mxjax.mlp_recovery import CELL_RESIDUES
 
 RANDOM = "random:"
 """Prefix of a model source: `random:3` is a tiny model with random weights."""
@@ -88,6 +89,12 @@ def load_windows(
   )
 
 
+def _absolute(source: str | None) -> str | None:
+  """A path that exists here as it is known everywhere; a hub id as it is."""
+  is_local = source is not None and pathlib.Path(source).exists()
+  return str(pathlib.Path(source).resolve()) if source and is_local else source
+
+
 class PtqTask:
   """See `mxjax.discovery.task.Task`; built from JSON options.
 
@@ -114,7 +121,7 @@ class PtqTask:
       "layers": None,
       "holdout": None,
       "holdout_layers": None,
-      "calibration": [4, 128],
+      "calibration": [8, 128],
       "windows": [4, 128],
       "text": None,
       "test_text": None,
@@ -127,8 +134,14 @@ class PtqTask:
     if unknown := set(options) - set(defaults):
       raise ValueError(f"ptq: unknown options {sorted(unknown)}.")
     self._options = {**defaults, **options}
-    if self._options["calibration"][0] < 4:
-      raise ValueError("ptq: at least 4 calibration sequences are needed.")
+    # A worker stands in a folder of its own, and a run is resumed from any.
+    for name in ("model", "holdout", "text", "test_text"):
+      self._options[name] = _absolute(self._options[name])
+    if self._options["calibration"][0] < CELL_RESIDUES:
+      raise ValueError(
+        f"ptq: recover_mlp is told of {CELL_RESIDUES} classes of sequences, so it "
+        f"needs at least as many, got calibration {self._options['calibration']}."
+      )
     self.spec: Mapping[str, Any] = {"task": "ptq", **self._options}
 
   @property
@@ -223,6 +236,18 @@ class PtqTask:
   def replicates(self) -> int:
     """Perplexity runs averaged in the target."""
     return self._options["replicates"]
+
+  @property
+  def regimes(self) -> Mapping[str, tuple[str, ...]]:
+    """See `Task`."""
+    return ptq_interface.REGIMES
+
+  def ideal(self) -> float:
+    """Log perplexity of the float model."""
+    from mxjax.evaluation.perplexity import perplexity
+
+    model, params = self.loaded()
+    return float(np.log(perplexity(model, params, self.tokens("measure")).mean))
 
   def holdout(self) -> "PtqTask | None":
     """The task on the held-out model."""

@@ -107,16 +107,16 @@ HOOKS = (
     name="recover_mlp",
     arguments={
       "stats": {
-        "count": Aval("float64", (16,)),
-        "gram": Aval("float64", (16, 3, 3)),
-        "target": Aval("float64", (16, 3)),
+        "count": Aval("float64", (32,)),
+        "gram": Aval("float64", (32, 3, 3)),
+        "target": Aval("float64", (32, 3)),
       }
     },
     outputs=(Aval("float64", (3,)),),
     active_when=("mlp", (True,)),
     default="def recover_mlp(stats):\n  return jnp.zeros(3, jnp.float64)\n",
     doc="Gate shift, gate scale and up scale of one layer, from the normal equations "
-    "of 16 calibration cells.",
+    "of 32 calibration cells.",
   ),
 )
 
@@ -142,3 +142,10 @@ RESIDUALS: Mapping[str, str] = {
   "mlp_error": "recover_mlp",
 }
 """Measured questions and the hook whose computation each is about."""
+
+REGIMES: Mapping[str, tuple[str, ...]] = {
+  "Geometric shaping": ("transform", "balance"),
+  "Discrete realization": ("encode_weight", "encode_act", "curvature", "tables"),
+  "Structural recovery": ("attention", "mlp"),
+}
+"""The three stages of the paper's hierarchy, in order."""

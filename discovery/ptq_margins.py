@@ -1,8 +1,11 @@
 """What is measured once for a PTQ contract, before any comparison.
 
-Strict-A4 perplexity of a small model is chaotic: perturbed replicates of one program
-differ. Their spread sets the registered margin of the target. Operator errors have no
-such noise; their margin is a small share of the initial program's.
+Two things blur the target. Strict-A4 perplexity is chaotic: perturbed replicates of one
+program differ. And a small text is a sample: the damage that the initial program does
+differs from window to window, and a change below the standard error of its mean cannot
+be told from the choice of windows. The larger of the two is the registered margin.
+Operator errors have no such noise; their margin is a small share of the initial
+program's.
 """
 
 import time
@@ -51,7 +54,7 @@ def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
   first = outcomes[0]
   if first.status != Status.OK:
     raise ValueError(f"ptq: the initial program ended {first.status}: {first.detail}")
-  spread = _replicate_spread(task, call)
+  spread, sampling = _noise(task, call)
   margins = {
     name: OPERATOR_SHARE * max(abs(value), 1e-4)
     for name, value in first.values.items()
@@ -59,23 +62,32 @@ def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
   }
   # Two programs, each a mean over the task's replicates.
   noise = spread * (2.0 / task.replicates) ** 0.5
-  margins[task.target] = max(SPREADS * noise, 1e-4)
+  margins[task.target] = max(SPREADS * noise, sampling)
   return {
-    **dict(spec),
+    **task.spec,
     "margins": margins,
     "initial": dict(first.values),
     "call_seconds": round(seconds, 1),
   }
 
 
-def _replicate_spread(task: ptq.PtqTask, call: Call) -> float:
-  """Standard deviation of the log perplexity of the initial program's replicates."""
+def _noise(task: ptq.PtqTask, call: Call) -> tuple[float, float]:
+  """What blurs the initial program's log perplexity.
+
+  Returns:
+    The standard deviation over perturbed replicates, and the standard error over
+    windows of its excess over the float model, window by window.
+  """
   fit = ptq_phases.Fit(task)
   model, params = task.loaded()
   _, payload = fit.run(call, _NoArtifacts(), b"")
   quantized = ptq_phases.unpack(payload, params, model, lambda: None)
-  measured = perplexity(model, quantized, task.tokens("measure"), replicates=REPLICATES)
-  return float(np.std(np.log(measured.values), ddof=1))
+  tokens = task.tokens("measure")
+  measured = perplexity(model, quantized, tokens, replicates=REPLICATES)
+  exact = perplexity(model, params, tokens)
+  excess = np.subtract(measured.window_losses, exact.window_losses)
+  error = np.std(excess, ddof=1) / len(excess) ** 0.5
+  return float(np.std(np.log(measured.values), ddof=1)), float(error)
 
 
 class _NoArtifacts:

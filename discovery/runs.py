@@ -5,35 +5,22 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mxjax import run_folder
 from mxjax.discovery import task as task_
 from mxjax.discovery.embedded import EmbeddedProposer
 from mxjax.discovery.endpoint import Cassette, HttpClient, LlmProposer
+from mxjax.discovery.history import OnEvent
 from mxjax.discovery.human import HumanProposer
 from mxjax.discovery.jailed_bench import JailedBench
-from mxjax.discovery.laboratory import Laboratory
+from mxjax.discovery.laboratory import Bench, Laboratory
 from mxjax.discovery.local_bench import LocalBench
 from mxjax.discovery.memory import estimated_tokens, tokenizer_count
 from mxjax.discovery.proposer import Proposer, Record
 from mxjax.discovery.search import Search, SearchConfig
 from mxjax.discovery.store import Store
-
-ARMS: Mapping[str, Mapping[str, Any]] = {
-  "quantforge": {},
-  "score": {"evidence": "score", "policy": "none", "checker": "none"},
-  "text": {"evidence": "text", "policy": "none", "checker": "none"},
-  "reflect": {"evidence": "reflect", "policy": "none", "checker": "none"},
-  "no-compile": {"compile_verdicts": False, "checker": "none"},
-  "source": {"checker": "source"},
-  "layer-output": {"checker": "layer_output"},
-  "random-controls": {"policy": "random", "sequential": False},
-  "all-controls": {"policy": "all", "sequential": False},
-  "shuffled": {"shuffled_verdicts": True},
-}
-"""Named arms: what they change of `SearchConfig`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +119,7 @@ def run(
   *,
   workers: int = 1,
   ray: bool = False,
-  on_event: Callable[[dict[str, Any]], None] | None = None,
+  on_event: OnEvent | None = None,
 ) -> Record:
   """Starts or resumes the run of a folder; returns the champion.
 
@@ -148,13 +135,7 @@ def run(
   store = Store(folder)
   bench = make_bench(task, store, options.sandbox, workers=workers, ray=ray)
   try:
-    search = Search(
-      options.search,
-      Laboratory(task, bench, store),
-      make_proposer(options, task),
-      store,
-    )
-    champion = search.run(on_event)
+    champion = make_search(options, task, bench, store).run(on_event)
   finally:
     bench.close()
     store.close()
@@ -166,6 +147,26 @@ def run(
       f"`python -m mxjax.discovery.heldout {folder}` to see why."
     )
   return champion
+
+
+def make_search(
+  options: RunOptions,
+  task: task_.Task,
+  bench: Bench,
+  store: Store,
+  archive: Store | None = None,
+) -> Search:
+  """The search that options describe, nothing executed yet.
+
+  Args:
+    options: Of the run.
+    task: Its task.
+    bench: Workers for the task.
+    store: The run folder.
+    archive: See `Laboratory`.
+  """
+  lab = Laboratory(task, bench, store, archive=archive)
+  return Search(options.search, lab, make_proposer(options, task), store)
 
 
 def start_holdout(folder: pathlib.Path) -> "subprocess.Popen[bytes]":

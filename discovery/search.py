@@ -9,14 +9,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from mxjax.discovery import identity, registration, resolution, verdict
+from mxjax.discovery import compilation, identity, registration, resolution, verdict
 from mxjax.discovery.frontier import ExecutableFrontier, ResidualFrontier
+from mxjax.discovery.history import History
 from mxjax.discovery.laboratory import Laboratory, Prepared
 from mxjax.discovery.ledger import Ledger
 from mxjax.discovery.packet import Condition, Packet, condition
 from mxjax.discovery.proposer import (
   Context,
-  Experiment,
+  Evidence,
   Proposal,
   Proposer,
   ProposerError,
@@ -30,9 +31,6 @@ from mxjax.discovery.settings import SearchConfig
 from mxjax.discovery.store import Store
 from mxjax.discovery.task import Outcome, Status
 
-MAX_ATTEMPTS = 2
-"""Responses that may fail their check before the demand is dropped."""
-
 
 class Search:
   """One run.
@@ -40,7 +38,7 @@ class Search:
   Attributes:
     programs: The executable frontier.
     residuals: The residual frontier.
-    history: Experiments in order.
+    history: What happened, in order.
     ledger: What was paid.
   """
 
@@ -53,18 +51,18 @@ class Search:
     self.ledger = Ledger(config.budget, reuse=config.reuse)
     self.programs = ExecutableFrontier(self._task.target, config.frontier)
     self.residuals = ResidualFrontier()
-    self.history: list[Experiment] = []
+    self.history = History(store, self._task, config.mark_every)
     self._records: dict[str, Record] = {}
     self._findings: list[verdict.Finding] = []
-    self._round = self._proposals = self._marked = self._improved = 0
+    self._round = self._proposals = self._improved = 0
 
   def run(self, on_event: Callable[[dict[str, Any]], None] | None = None) -> Record:
     """Runs to the end of the budget; returns the champion."""
-    self._on_event = on_event
-    self._begin()
+    self.history.on_event = on_event
+    self.begin()
     reason = "budget"
     limit = self._config.budget * self._config.proposals_per_call
-    while self.ledger.left > 0:
+    while not self.is_spent:
       if self._proposals >= limit:
         reason = "proposals"
         break
@@ -73,13 +71,26 @@ class Search:
       except ProposerError as error:
         reason = f"proposer: {error}"
         break
-    self._emit("closed", reason=reason, ledger=self.ledger.totals())
+    self.history.emit("closed", reason=reason, ledger=self.ledger.totals())
     self._store.close()
     return self.programs.best
 
-  def _begin(self) -> None:
+  def record(self, program: str) -> Record:
+    """An executed program.
+
+    Raises:
+      KeyError: It was never executed in this run.
+    """
+    return self._records[program]
+
+  @property
+  def is_spent(self) -> bool:
+    """Whether no evaluator call is left."""
+    return self.ledger.left <= 0
+
+  def begin(self) -> None:
     """Freezes the configuration and measures the initial program: the first call."""
-    self._emit(
+    self.history.emit(
       "open",
       config=dataclasses.asdict(self._config),
       task=dict(self._task.spec),
@@ -103,7 +114,7 @@ class Search:
       margins=self._task.margins,
       evaluator=self._lab.evaluator,
     )
-    self._emit("packet", id=packet.hash, packet=packet.to_dict())
+    self.history.emit("packet", id=packet.hash, packet=packet.to_dict())
     self.ledger.reserve(1)
     outcome = self._lab.run([first])[0]
     self._settle(packet, first, outcome)
@@ -112,7 +123,7 @@ class Search:
         f"search: the initial program must run, got {outcome.status}: {outcome.detail}"
       )
     self._retain(prepared, "", first.exec_id, outcome)
-    self._mark()
+    self.history.mark(self.ledger.spent, self._records.values())
 
   def round(self) -> None:
     """One round: the steps of Algorithm errata in order."""
@@ -136,19 +147,14 @@ class Search:
       finding = self._resolve(attempt)
       implemented = self._verify(attempt)
       self._compile(attempt, record, finding, implemented)
-      self._mark()
+      self.history.mark(self.ledger.spent, self._records.values())
     self.ledger.release()
-
-  def _emit(self, name: str, /, **fields: Any) -> None:
-    event = self._store.emit(name, **fields)
-    if self._on_event:
-      self._on_event(event)
 
   # Select and propose.
 
   def _register(self, position: int) -> Attempt | None:
     """Selects, proposes and freezes one packet; None when nothing is to be run."""
-    if self.ledger.left <= 0:
+    if self.is_spent:
       return None
     address = (self._round, position)
     parent = self._select(address)
@@ -157,7 +163,7 @@ class Search:
     proposal = self._ask(address, parent, questions, required)
     prepared = self._lab.prepare(proposal.source)
     if prepared.call is None:
-      self._note(proposal, prepared, parent, prepared.status, prepared.detail)
+      self.history.note(proposal, prepared, parent, prepared.status, prepared.detail)
       return None
     known = {e.exec_id for e in self.ledger.entries}
     residual = next((q for q in questions if q.observable == proposal.residual), None)
@@ -176,15 +182,17 @@ class Search:
         address,
       )
     except ValueError as error:
-      self._note(proposal, prepared, parent, "indistinguishable", str(error))
+      self.history.note(proposal, prepared, parent, "indistinguishable", str(error))
       return None
     fresh = [c for c in attempt.packet.conditions if c.exec_id not in known]
-    if not fresh and self._config.reuse:
-      self._note(proposal, prepared, parent, "duplicate", "everything in it ran before")
+    if not fresh:
+      self.history.note(
+        proposal, prepared, parent, "duplicate", "everything in it ran before"
+      )
       return None
     self.ledger.reserve(self.ledger.price(attempt.packet.prices))
     self._store.put_bytes("programs", f"{prepared.id}.py", proposal.source.encode())
-    self._emit(
+    self.history.emit(
       "packet",
       id=attempt.packet.hash,
       label=proposal.label,
@@ -195,6 +203,8 @@ class Search:
 
   def _select(self, address: tuple[int, int]) -> Record:
     """The champion in half of the rounds, any retained program in the others."""
+    if self._config.parents == "initial":
+      return next(iter(self._records.values()))
     seed, kept = self._config.seed, self.programs.records
     if identity.draw(seed, *address, "champion") < 0.5:
       return self.programs.best
@@ -212,18 +222,8 @@ class Search:
     self._proposals += 1
     kept = self._store.get("proposals", key)
     if kept is None:
-      evidence = self._config.evidence
-      context = Context(
-        seed=self._config.seed,
-        address=address,
-        target=self._task.target,
-        parent=parent,
-        residuals=questions,
-        required=required,
-        history=tuple(strip(e, evidence) for e in self.history),
-        donors=tuple(r for r in self.programs.records if r.id != parent.id),
-        evidence=evidence,
-        stagnation=len(self.history) - self._improved,
+      context = self.context(
+        address, parent, questions, required, self._config.evidence
       )
       kept = self._proposer.propose(context).to_dict()
       self._store.put("proposals", key, kept)
@@ -237,6 +237,29 @@ class Search:
       ),
     )
 
+  def context(
+    self,
+    address: tuple[int, int],
+    parent: Record,
+    questions: tuple[Residual, ...],
+    required: Required | None,
+    evidence: Evidence,
+  ) -> Context:
+    """What a proposer with this evidence would be told now."""
+    return Context(
+      seed=self._config.seed,
+      address=address,
+      target=self._task.target,
+      parent=parent,
+      residuals=questions,
+      required=required,
+      history=tuple(strip(e, evidence) for e in self.history.experiments),
+      donors=tuple(r for r in self.programs.records if r.id != parent.id),
+      evidence=evidence,
+      stagnation=len(self.history.experiments) - self._improved,
+      restarts=self._config.parents == "initial",
+    )
+
   # Execute.
 
   def _skip(self, attempt: Attempt) -> None:
@@ -245,7 +268,7 @@ class Search:
       attempt.skipped = resolution.pointless(self._task, attempt)
     if attempt.skipped:
       names = sorted(attempt.skipped)
-      self._emit("skipped", packet=attempt.packet.hash, controls=names)
+      self.history.emit("skipped", packet=attempt.packet.hash, controls=names)
 
   def _execute(self, attempts: list[Attempt], *, primary: bool) -> None:
     """Runs conditions side by side and books them in the packets' order."""
@@ -259,7 +282,7 @@ class Search:
     entry = self.ledger.settle(
       cond.kind, cond.exec_id, cond.cost, packet.hash, cond.name, outcome.status
     )
-    self._emit(
+    self.history.emit(
       "outcome",
       **dataclasses.asdict(entry),
       values=dict(outcome.values),
@@ -290,8 +313,8 @@ class Search:
     self._records.setdefault(record.id, record)
     opened = self.residuals.open(self._task.residuals(record.id, record.values))
     if self.programs.best.id != before:
-      self._improved = len(self.history) + 1
-    self._emit(
+      self._improved = len(self.history.experiments) + 1
+    self.history.emit(
       "program",
       program=record.id,
       parent=parent,
@@ -321,7 +344,7 @@ class Search:
     if self._config.shuffled_verdicts:
       where = (self._config.seed, len(self._findings), "shuffled")
       finding = identity.pick(self._findings, *where)
-    self._emit(
+    self.history.emit(
       "verdict",
       packet=packet.hash,
       residual=packet.residual.key,
@@ -337,7 +360,7 @@ class Search:
     if packet.checker == "none":
       return None
     check = resolution.check(self._lab, attempt)
-    self._emit(
+    self.history.emit(
       "check",
       packet=packet.hash,
       response_to=packet.response_to,
@@ -353,115 +376,15 @@ class Search:
     implemented: bool | None,
   ) -> None:
     """Turns the verdict into what later programs owe, and closes what was answered."""
-    owed, packet = self.residuals.required, attempt.packet
     if attempt.required is not None and implemented is not None:
-      owed.pop(attempt.parent.id, None)
-      tries = attempt.required.attempts + 1
-      if not implemented and tries < MAX_ATTEMPTS:
-        owed[attempt.parent.id] = dataclasses.replace(attempt.required, attempts=tries)
-      elif implemented and attempt.required.verdict == verdict.Verdict.SUPPORTED:
-        self._move(attempt.required.residual, "closed", packet.hash)
-    if finding is not None and packet.residual is not None:
-      if finding.verdict == verdict.Verdict.SUPPORTED:
-        self._move(packet.residual, "supported", packet.hash)
-      is_owed = finding.response not in (
-        verdict.Response.RETIRE,
-        verdict.Response.REJECT,
+      compilation.answer(self.residuals, self.history, attempt, implemented)
+    if finding is not None and attempt.packet.residual is not None:
+      compilation.demand(
+        self.residuals,
+        self.history,
+        attempt,
+        finding,
+        is_kept=record is not None and record in self.programs.records,
+        compiles=self._config.compile_verdicts,
       )
-      if is_owed and self._config.compile_verdicts:
-        is_kept = record is not None and record in self.programs.records
-        holder = attempt.prepared.id if is_kept else attempt.parent.id
-        if finding.response == verdict.Response.ADD_DISCRIMINATOR:
-          # The question is about the step from this parent: it is asked again there.
-          holder = attempt.parent.id
-        owed.setdefault(
-          holder,
-          Required(
-            packet.hash,
-            finding.verdict,
-            finding.response,
-            attempt.proposal.label,
-            finding.survivors,
-            packet.residual,
-          ),
-        )
-    self._remember(attempt, finding, implemented)
-
-  def _move(self, residual: Residual, status: str, packet: str) -> None:
-    if self.residuals.questions[residual.key].status in (status, "closed"):
-      return
-    self.residuals.move(residual, status, packet)
-    self._emit("residual", key=residual.key, status=status, packet=packet)
-
-  # History and marks.
-
-  def _remember(
-    self,
-    attempt: Attempt,
-    finding: verdict.Finding | None,
-    implemented: bool | None,
-  ) -> None:
-    outcome = attempt.outcomes[PRIMARY]
-    changes = {
-      name: value - attempt.parent.values[name]
-      for name, value in outcome.values.items()
-      if name in attempt.parent.values
-    }
-    target = self._task.target
-    gain = changes.get(target, 0.0) < -self._task.margins.get(target, 0.0)
-    self.history.append(
-      Experiment(
-        program=attempt.prepared.id,
-        parent=attempt.parent.id,
-        label=attempt.proposal.label,
-        note=attempt.proposal.note,
-        status=outcome.status,
-        changes=changes,
-        gain=gain,
-        verdict=finding.verdict if finding else "",
-        reason=finding.reason if finding else "",
-        excluded=finding.excluded if finding else (),
-        survivors=finding.survivors if finding else (),
-        implemented=implemented,
-        source=attempt.prepared.source,
-      )
-    )
-
-  def _note(
-    self,
-    proposal: Proposal,
-    prepared: Prepared,
-    parent: Record,
-    status: str,
-    detail: str,
-  ) -> None:
-    """Records a proposal that cost no evaluator call."""
-    self._emit(
-      "refused",
-      label=proposal.label,
-      program=prepared.id,
-      parent=parent.id,
-      status=str(status),
-      detail=detail,
-    )
-    self.history.append(
-      Experiment(
-        program=prepared.id,
-        parent=parent.id,
-        label=proposal.label,
-        note=detail,
-        status=str(status),
-        changes={},
-        gain=False,
-        source=proposal.source,
-      )
-    )
-
-  def _mark(self) -> None:
-    """Names the champion at every multiple of `mark_every` calls that was passed."""
-    every, target = self._config.mark_every, self._task.target
-    while self._marked + every <= self.ledger.spent:
-      self._marked += every
-      measured = [r for r in self._records.values() if r.call <= self._marked]
-      best = min(measured, key=lambda r: (r.values[target], r.call))
-      self._emit("mark", call=self._marked, champion=best.id, value=best.values[target])
+    self.history.remember(attempt, finding, implemented)

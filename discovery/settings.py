@@ -1,6 +1,7 @@
 """What defines a run."""
 
 import dataclasses
+from typing import Literal
 
 from mxjax.discovery.checkers import Checker
 from mxjax.discovery.controls import Policy
@@ -25,6 +26,7 @@ class SearchConfig:
     proposals_per_call: Proposer calls allowed for each evaluator call.
     sequential: Skip registered controls that the primary run has made pointless: those
       that separate no two explanations still standing. The paper runs them all.
+    parents: `frontier`, or `initial`: every proposal revises the initial program.
     shuffled_verdicts: Placebo: each finding is replaced by one drawn from all so far.
     corruption: Placebo: rate at which a predicted symbol is redrawn.
   """
@@ -41,5 +43,6 @@ class SearchConfig:
   reuse: bool = True
   proposals_per_call: int = 6
   sequential: bool = True
+  parents: Literal["frontier", "initial"] = "frontier"
   shuffled_verdicts: bool = False
   corruption: float = 0.0

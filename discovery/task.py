@@ -176,6 +176,15 @@ class Task(Protocol):
     """Open questions that a program's observables show."""
     ...
 
+  @property
+  def regimes(self) -> Mapping[str, tuple[str, ...]]:
+    """Stages of a whole quantizer in order: hooks and plan keys of each."""
+    ...
+
+  def ideal(self) -> float:
+    """The target of a program that loses nothing; gates are shares of the way there."""
+    ...
+
   def holdout(self) -> "Task | None":
     """The same task on data that search never sees, or None."""
     ...

@@ -52,6 +52,10 @@ RESPONSES: Mapping[Verdict, Response] = {
 }
 
 
+OWED = frozenset(Response) - {Response.RETIRE, Response.REJECT}
+"""Responses that a later program must carry; the others only forbid."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Finding:
   """A verdict with its grounds.

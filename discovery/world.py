@@ -35,6 +35,14 @@ OPERATIONS: Mapping[str, str] = {
 FULL = 0.5
 """Amplitude at which an operation has its whole effect."""
 AMPLITUDES = (0.25, 0.5, 1.0, -0.5)
+REGIMES: Mapping[str, tuple[str, ...]] = {
+  "Geometric shaping": ("geometry", "balance"),
+  "Discrete realization": ("weights", "activations"),
+  "Structural recovery": ("attention", "mlp"),
+}
+LAYERS = 4
+UNREAD = 0.1
+"""Chance that a layer does not read a site at all."""
 THRESHOLD = 0.5
 MARGIN = 0.004
 CHAOS = 0.001
@@ -178,6 +186,7 @@ class World:
     values = self._landscape(amplitudes, bool(call.plan["remeasure"]))
     noise = identity.draw(self._seed, self._transfer, sorted(outputs.items()), "chaos")
     values["loss"] += CHAOS * (2 * noise - 1)
+    values |= self._layers(amplitudes)
     return {"values": values, "outputs": outputs}, b""
 
   def _behaviour(
@@ -220,6 +229,40 @@ class World:
     else:
       raise ValueError(f"world: unknown intervention {kind!r}.")
     return changed
+
+  def _layers(self, amplitudes: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Sizes of four layers' outputs: each reads most sites, with weights of its own."""
+    sizes = {site: float(np.abs(a).sum()) for site, a in amplitudes.items()}
+    reads = lambda layer, site: identity.draw(self._seed, layer, site, "reads")
+    return {
+      f"layer_{layer}": 1.0
+      + sum(
+        weight * size
+        for site, size in sizes.items()
+        if (weight := reads(layer, site)) >= UNREAD
+      )
+      for layer in range(LAYERS)
+    }
+
+  def focal_is_true(self, label: str) -> bool:
+    """Whether an edit, by its label, really acts on what makes its site lose."""
+    site, operation = label.split("(")[0].split("-")
+    return self.truth[site][operation] == "mechanism" and "=-" not in label
+
+  @property
+  def regimes(self) -> Mapping[str, tuple[str, ...]]:
+    """See `Task`."""
+    return REGIMES
+
+  def ideal(self) -> float:
+    """The loss with the one right act at every site, chaos aside."""
+    amplitudes = {}
+    for site in SITES:
+      kinds = self.truth[site]
+      best = "capacity" if "capacity" in kinds.values() else "mechanism"
+      first = next(op for op in OPERATIONS if kinds[op] == best)
+      amplitudes[site] = np.array([FULL * (op == first) for op in OPERATIONS])
+    return self._landscape(amplitudes, remeasure=True)["loss"]
 
   def _gain(self, site: str) -> float:
     return 0.08 + 0.16 * identity.draw(self._seed, self._transfer, site, "gain")

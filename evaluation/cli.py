@@ -5,10 +5,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mxjax import execution
+from mxjax import distributed, execution
 from mxjax.evaluation import (
   commands,
   comparing,
+  devices,
   exporting,
   long_work,
   measuring,
@@ -129,6 +130,9 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   plan.add_argument("--sequences", type=int, default=128, metavar="N")
   plan.add_argument("--length", type=int, default=2048, metavar="T")
   plan.add_argument("--chunk", type=int, default=1)
+  plan.add_argument(
+    "--mesh", metavar="AXES", help="memory of one of several devices: data=4,model=2"
+  )
   plan.add_argument("--json", action="store_true", help="print JSON for machines")
   plan.set_defaults(run=commands.plan)
 
@@ -165,6 +169,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     help="progress on stderr: bars, or one JSON event a line for machines",
   )
   _add_on_disk(quantize)
+  devices.add_options(quantize, processes=True)
   _add_data(quantize, calibrates=True)
   quantize.set_defaults(run=quantizing.quantize)
 
@@ -196,6 +201,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     metavar="MODEL",
     help="the float model, for --operator-error and --agreement",
   )
+  devices.add_options(evaluate, processes=False)
   _add_data(evaluate, calibrates=False)
   _add_tasks(evaluate)
   evaluate.set_defaults(run=measuring.evaluate)
@@ -306,6 +312,11 @@ def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -
   options = build_parser(extend).parse_args(words)
   options.arguments = words
   execution.keep_freed_memory()
+  complain = lambda text: _complain(options, "error", text)
+  return devices.run(options, words, lambda: _run(options), complain)
+
+
+def _run(options: argparse.Namespace) -> int:
   try:
     return options.run(options) or 0
   except KeyboardInterrupt as error:
@@ -318,6 +329,8 @@ def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -
     NotImplementedError,
     FloatingPointError,
   ) as error:
+    if devices.is_distributed(options) and distributed.lost_message(error):
+      raise
     _complain(options, "error", str(error))
     return 2
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mxjax import mesh as meshes
 from mxjax import models
 from mxjax import plan as plan_module
 from mxjax.evaluation import console, datasets, outputs, sources, study
@@ -23,7 +24,11 @@ def plan(options: argparse.Namespace) -> None:
   """`mxjax plan`."""
   config = models.load_config(options.model)
   planned = plan_module.plan(
-    config, sequences=options.sequences, length=options.length, chunk=options.chunk
+    config,
+    sequences=options.sequences,
+    length=options.length,
+    chunk=options.chunk,
+    **(meshes.sizes(options.mesh) if options.mesh else {}),
   )
   if options.json:
     print(json.dumps(planned.to_dict()))

@@ -59,7 +59,10 @@ class Clock:
 
 @contextlib.contextmanager
 def progress(form: str) -> Iterator[Begin]:
-  """What follows a method's progress: `bars`, or events where the form is `json`."""
+  """What follows a method's progress: `bars`, events (`json`) or nothing (`none`)."""
+  if form == "none":
+    yield lambda method: lambda now: None
+    return
   if form != "json":
     with console.progress_bars() as begin:
       yield begin

@@ -8,12 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from mxjax import checkpoint, models, run_folder, sizes
-from mxjax.evaluation import console, results, seven_tasks, sources, study
+from mxjax.evaluation import console, devices, results, seven_tasks, sources, study
 from mxjax.evaluation import tables as table_forms
 
 
 def evaluate(options: argparse.Namespace) -> None:
   """`mxjax evaluate`."""
+  if options.tasks and options.mesh:
+    raise ValueError(
+      "evaluate: expected --mesh without --tasks, got both; tasks run on one device, "
+      "so leave --mesh out."
+    )
   if options.tasks:
     _evaluate_tasks(options)
     return
@@ -22,7 +27,8 @@ def evaluate(options: argparse.Namespace) -> None:
       "evaluate: expected the folder of a quantized model, got none; name one, or pass "
       "--tasks to evaluate a float model."
     )
-  model, quantized, tokenizer, folder = sources.restore(options.checkpoint)
+  mesh = devices.mesh_of(options)
+  model, quantized, tokenizer, folder = sources.restore(options.checkpoint, mesh)
   tests = sources.test_windows(options, tokenizer)
   params: Mapping[str, Any] = {}
   if options.operator_error or options.agreement:
@@ -34,6 +40,7 @@ def evaluate(options: argparse.Namespace) -> None:
     options.replicates,
     options.operator_error,
     options.agreement,
+    mesh,
   )
   row = {
     "checkpoint": str(folder),

@@ -8,8 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from mxjax import execution, streams
+from mxjax import mesh as meshes
 from mxjax.calibration import CausalLanguageModel, Params
 
 PERTURBATION = 1e-6
@@ -54,8 +57,20 @@ class Perplexity:
     return {**dataclasses.asdict(self), "mean": self.mean, "spread": self.spread}
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@functools.partial(jax.jit, static_argnames=("model", "mesh"))
 def _losses(
+  model: CausalLanguageModel,
+  params: Params,
+  hidden: jax.Array,
+  targets: jax.Array,
+  mesh: Mesh | None,
+) -> jax.Array:
+  run = functools.partial(_losses_here, model)
+  sharing = meshes.EVALUATION
+  return meshes.call(run, mesh, params, hidden, targets, sharing=sharing)
+
+
+def _losses_here(
   model: CausalLanguageModel, params: Params, hidden: jax.Array, targets: jax.Array
 ) -> jax.Array:
   """Negative log-likelihood `[B, T]`, the head applied a chunk of tokens at a time."""
@@ -82,6 +97,7 @@ def window_losses(
   tokens: Any,
   *,
   on_window: Callable[[int, int], None] | None = None,
+  mesh: Mesh | None = None,
 ) -> np.ndarray:
   """Mean negative log-likelihood of each window, nats, float64 `[windows]`.
 
@@ -90,18 +106,26 @@ def window_losses(
     params: Float or quantized params.
     tokens: int32 `[windows, length]`.
     on_window: Called with (done, windows) after each.
+    mesh: The devices that share windows and output rows, or None for one.
   """
-  outer = streams.outer_params(params)
-  windows = [jnp.asarray(window[None]) for window in np.asarray(tokens, np.int32)]
+  rows = np.asarray(tokens, np.int32)
+  count = mesh.shape[meshes.DATA] if mesh else 1
+  # The last window fills the devices up; what comes of its copies is dropped.
+  filled = np.concatenate([rows, np.repeat(rows[-1:], -len(rows) % count, axis=0)])
+  place = lambda a: meshes.place(a, mesh, P(meshes.DATA)) if mesh else jnp.asarray(a)
+  batches = [place(filled[i : i + count]) for i in range(0, len(filled), count)]
+  outer = meshes.place_rows(streams.outer_params(params), mesh)
   losses = []
-  for start in range(0, len(windows), WINDOWS_TOGETHER):
-    group = windows[start : start + WINDOWS_TOGETHER]
-    hiddens = streams.final_hiddens(model, params, group)
+  for start in range(0, len(batches), WINDOWS_TOGETHER):
+    group = batches[start : start + WINDOWS_TOGETHER]
+    hiddens = streams.final_hiddens(model, params, group, mesh)
     for ids, hidden in zip(group, hiddens, strict=True):
-      new = execution.finish(_losses(model, outer, hidden[:, :-1], ids[:, 1:]))
-      losses.append(np.asarray(new, np.float64).mean())
-      if on_window:
-        on_window(len(losses), len(windows))
+      new = _losses(model, outer, hidden[:, :-1], ids[:, 1:], mesh)
+      found = np.asarray(meshes.to_lead(execution.finish(new), mesh), np.float64)
+      for loss in found[: len(rows) - len(losses)]:
+        losses.append(loss.mean())
+        if on_window:
+          on_window(len(losses), len(rows))
   return np.asarray(losses)
 
 
@@ -136,6 +160,7 @@ def perplexity(
   *,
   replicates: int = 1,
   on_window: Callable[[int, int], None] | None = None,
+  mesh: Mesh | None = None,
 ) -> Perplexity:
   """Perplexity over fixed windows: exp of the mean loss of all predictions.
 
@@ -145,6 +170,8 @@ def perplexity(
     tokens: int32 `[windows, length]`.
     replicates: Runs in all; those after the first have a perturbed embedding.
     on_window: Called with (done, windows) after each window of each replicate.
+    mesh: Devices with the axes `data`, which windows are shared out over, and `model`,
+      over which weights lie by output rows; None for one device.
 
   Returns:
     The perplexities.
@@ -158,10 +185,12 @@ def perplexity(
       "perplexity: expected at least one replicate and windows [n, length >= 2], got "
       f"{replicates=} and shape {tokens.shape}; cut the text into windows first."
     )
-  runs = []
+  runs, mesh = [], meshes.normalize(mesh)
   for seed in range(replicates):
-    used = params if seed == 0 else perturbed(params, seed)
-    runs.append(window_losses(model, used, tokens, on_window=on_window))
+    used = params
+    if seed:
+      used = perturbed(meshes.on_lead(params, mesh), seed)
+    runs.append(window_losses(model, used, tokens, on_window=on_window, mesh=mesh))
   return Perplexity(
     values=tuple(float(np.exp(losses.mean())) for losses in runs),
     windows=tokens.shape[0],

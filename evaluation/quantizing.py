@@ -6,14 +6,23 @@ import json
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 
-from mxjax import checkpoint, layer_store, methods, models, pipeline, run_folder
+from mxjax import (
+  checkpoint,
+  distributed,
+  followed_run,
+  layer_store,
+  methods,
+  models,
+  pipeline,
+  run_folder,
+)
 from mxjax import verify as verify_module
-from mxjax.evaluation import console, long_work, outputs, sources, study
+from mxjax.evaluation import console, devices, long_work, outputs, sources, study
 
 RUN = "run"
 
@@ -22,14 +31,17 @@ def quantize(options: argparse.Namespace) -> None:
   """`mxjax quantize`."""
   methods.get(options.method)
   folder = pathlib.Path(options.out)
-  if not (options.resume and (folder / RUN).is_dir()):
+  mesh = devices.mesh_of(options)
+  is_leader = distributed.is_leader()
+  if is_leader and not (options.resume and (folder / RUN).is_dir()):
     run_folder.check_output(folder)
-  model, tokenizer, subject, tokens = sources.prepare(options)
+  model, tokenizer, subject, tokens = sources.prepare(options, mesh)
   try:
     with contextlib.ExitStack() as stack:
-      opened = run_folder.RunFolder(folder / RUN, resume=options.resume)
+      opened = followed_run.open_run(folder / RUN, resume=options.resume, mesh=mesh)
       run = stack.enter_context(opened)
-      _remove_unfinished(folder)
+      if is_leader:
+        _remove_unfinished(folder)
       row, quantized = _run_method(options, run, subject, tokens, stack)
       row["record"]["calibration"] |= {
         "seed": options.seed,
@@ -37,17 +49,21 @@ def quantize(options: argparse.Namespace) -> None:
         "model": pathlib.Path(options.model or "SmolLM2-135M").name,
       }
       row["float_perplexity"] = subject.float_perplexities()
-      if (folder / sources.CHECKPOINT).exists():
-        checkpoint.check_saved(folder / sources.CHECKPOINT, quantized)
-      else:
+      if not (folder / sources.CHECKPOINT).exists():
         outputs.save(folder, row, quantized, model, tokenizer)
-      subject_name = options.model or "SmolLM2-135M"
-      outputs.finish(folder, [row], f"{options.method} on {subject_name}")
+      elif is_leader:
+        checkpoint.check_saved(folder / sources.CHECKPOINT, quantized)
+      if is_leader:
+        subject_name = options.model or "SmolLM2-135M"
+        outputs.finish(folder, [row], f"{options.method} on {subject_name}")
+      distributed.wait_for_all(mesh)
   except (KeyboardInterrupt, pipeline.Stopped) as error:
     raise long_work.Interrupted(
       f"{str(error) or 'interrupted'}; finished layers are in {folder / RUN}",
       long_work.resume_command(options.arguments),
     ) from error
+  if not is_leader:
+    return
   if options.log == "json":
     long_work.emit("finished", out=str(folder))
   outputs.print_rows(options, [row], folder)
@@ -67,12 +83,15 @@ def _run_method(
     if options.log == "json"
     else console.STDERR.print(text, markup=False)
   )
-  store = None
+  store: MutableMapping[str, Any] = {}
+  is_leader = distributed.is_leader()
   if on_disk:
     # Inside the run folder, so that what a killed process leaves is removed.
-    scratch = tempfile.TemporaryDirectory(dir=run.path, prefix="scratch-")
+    place = run.path if is_leader else None
+    scratch = tempfile.TemporaryDirectory(dir=place, prefix="scratch-")
     store = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))
-  begin = stack.enter_context(long_work.progress(options.log))
+  form = options.log if is_leader else "none"
+  begin = stack.enter_context(long_work.progress(form))
   stop = stack.enter_context(long_work.stopper(tell))
   for name in run.discarded:
     tell(f"resume: discarded {name}, which was not finished")

@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from mxjax import checkpoint, models
 from mxjax import plan as plan_module
@@ -56,9 +57,12 @@ def test_windows(
 
 
 def prepare(
-  options: argparse.Namespace,
+  options: argparse.Namespace, mesh: Mesh | None = None
 ) -> tuple[models.CausalLM, models.Tokenizer, study.Subject, np.ndarray]:
-  """Loads the model, the calibration tokens and the tests that options name."""
+  """Loads the model, the calibration tokens and the tests that options name.
+
+  `mesh` is where the subject will be quantized and measured.
+  """
   model, params = models.open_pretrained(options.model)
   if not _stays_on_disk(options, params):
     params = params.load()
@@ -71,6 +75,7 @@ def prepare(
     options.replicates,
     options.operator_error,
     options.agreement,
+    mesh,
   )
   return model, tokenizer, subject, tokens
 
@@ -84,12 +89,12 @@ def _stays_on_disk(options: argparse.Namespace, params: models.LazyParams) -> bo
 
 
 def restore(
-  path: str,
+  path: str, mesh: Mesh | None = None
 ) -> tuple[models.CausalLM, dict[str, Any], models.Tokenizer, pathlib.Path]:
   """Model, params and tokenizer of a folder written by `quantize`, and the folder."""
   folder = pathlib.Path(path)
   if (folder / CHECKPOINT).is_dir():
     folder = folder / CHECKPOINT
-  params, config = checkpoint.restore_checkpoint(folder)
+  params, config = checkpoint.restore_checkpoint(folder, mesh=mesh)
   model = models.CausalLM(models.ModelConfig.from_dict(config))
   return model, params, models.Tokenizer.from_folder(folder / "tokenizer"), folder

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh
 
+from mxjax import mesh as meshes
 from mxjax import methods, pipeline, run_folder, sizes
 from mxjax.calibration import (
   Calibration,
@@ -43,6 +45,7 @@ class Subject:
     with_operator_error: Whether to measure it, on the first window of the first test.
     with_agreement: Whether to compare predictions with the float model's by token, on
       the first test.
+    mesh: Devices that share the work, or None for one.
   """
 
   model: CausalLanguageModel
@@ -51,11 +54,12 @@ class Subject:
   replicates: int = 1
   with_operator_error: bool = True
   with_agreement: bool = False
+  mesh: Mesh | None = None
 
   def float_perplexities(self) -> dict[str, float]:
     """Unperturbed perplexity of the float model on every test."""
     return {
-      name: perplexity(self.model, self.params, tokens).mean
+      name: perplexity(self.model, self.params, tokens, mesh=self.mesh).mean
       for name, tokens in self.tests.items()
     }
 
@@ -71,10 +75,12 @@ class Subject:
     start = time.perf_counter()
     results = {
       name: perplexity(
-        self.model, quantized, tokens, replicates=self.replicates
+        self.model, quantized, tokens, replicates=self.replicates, mesh=self.mesh
       ).to_dict()
       for name, tokens in self.tests.items()
     }
+    # What follows runs on one device, a layer at a time.
+    quantized = meshes.on_lead(quantized, self.mesh)
     error = None
     if self.with_operator_error and self.tests:
       window = next(iter(self.tests.values()))[:1]
@@ -115,7 +121,11 @@ def run_method(
   program = methods.get(method)
   start = time.perf_counter()
   result = pipeline.quantize_with_record(
-    subject.params, Calibration(subject.model, tokens), program, **options
+    subject.params,
+    Calibration(subject.model, tokens),
+    program,
+    mesh=subject.mesh,
+    **options,
   )
   seconds = time.perf_counter() - start
   if result.record.resumed:

@@ -7,8 +7,11 @@ without the model that made it.
 """
 
 import contextlib
+import dataclasses
+import functools
 import json
 import logging
+import math
 import os
 import pathlib
 import secrets
@@ -18,7 +21,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from mxjax import distributed
+from mxjax import mesh as meshes
 from mxjax.checkpoint_manifest import (
   ARRAYS,
   FORMAT_VERSION,
@@ -32,7 +40,7 @@ from mxjax.checkpoint_manifest import (
 )
 from mxjax.contract import PAPER_CONTRACT, Contract
 from mxjax.durable import sync, sync_tree, write_durably
-from mxjax.quantized_linear import QuantizedLinear
+from mxjax.quantized_linear import QuantizedLinear, map_rows
 from mxjax.run_folder import check_output
 from mxjax.typed_nodes import array_sha256, at, describe, nested, rebuild, walk
 
@@ -62,20 +70,27 @@ def _check_rules(params: Mapping[str, Any], contract: Contract) -> None:
     )
 
 
-def _save_arrays(folder: pathlib.Path, tree: Mapping[str, Any]) -> None:
+def _save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
   """Writes arrays with Orbax, a file each, named by their paths.
 
-  Equal arrays give equal files: the default layout (OCDBT) gives its files random
-  names. Only `_CHECKPOINT_METADATA` and `commit_success.txt` hold the time of day.
+  All processes of a job must call it. Equal arrays give equal files: the default layout
+  (OCDBT) gives its files random names. Only `_CHECKPOINT_METADATA` and
+  `commit_success.txt` hold the time of day.
   """
   from orbax.checkpoint import v1 as ocp
 
+  held: Mapping[str, Any] = arrays
+  if jax.process_count() > 1:
+    # Of host arrays Orbax takes those of process 0; the others only tell shapes.
+    shape = lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape)
+    host = np.asarray if distributed.is_leader() else shape
+    held = {path: host(array) for path, array in arrays.items()}
   context = ocp.Context()
   context.array.saving.use_ocdbt = False
   # Orbax looks for version 2 when it checks a folder that is not OCDBT.
   context.array.saving.use_zarr3 = False
   with context, _unless_logged("Skipping merge of OCDBT checkpoints"):
-    ocp.save(str(folder.absolute()), tree)
+    ocp.save(str(folder.absolute() / ARRAYS), nested(held))
 
 
 @contextlib.contextmanager
@@ -102,7 +117,7 @@ def _write(
     (folder / TOKENIZER).mkdir()
   for source in tokenizer_files:
     shutil.copyfile(source, folder / TOKENIZER / pathlib.Path(source).name)
-  _save_arrays(folder / ARRAYS, nested(arrays))
+  _save_arrays(folder, arrays)
   sync_tree(folder)
   manifest = {**manifest, "files": list_files(folder)}
   # What the file will say, so that tuples hash as the lists they become.
@@ -126,8 +141,8 @@ def save_checkpoint(
   """Writes quantized params and everything needed to read them back.
 
   The work happens in a folder beside `path` that takes its name only when every file
-  is on disk, so a save that fails leaves nothing behind. One process must hold all of
-  every array.
+  is on disk, so a save that fails leaves nothing behind. Where there are several
+  processes, all must call this, each holding all of every array; process 0 writes.
 
   Args:
     path: Output folder; must not exist, or be empty.
@@ -152,6 +167,12 @@ def save_checkpoint(
   _check_rules(params, contract)
   arrays: dict[str, jax.Array] = {}
   nodes = {name: describe(node, name, arrays) for name, node in walk(params)}
+  folder = pathlib.Path(path)
+  token = distributed.from_leader(secrets.randbits(31))
+  partial = folder.with_name(f"{folder.name}.partial-{token:08x}")
+  if not distributed.is_leader():
+    _save_arrays(partial, arrays)
+    return folder
   manifest: dict[str, Any] = {
     "format_version": FORMAT_VERSION,
     "contract": contract.to_dict(),
@@ -170,9 +191,8 @@ def save_checkpoint(
       for name, array in arrays.items()
     },
   }
-  folder = check_output(path)
+  check_output(path)
   folder.parent.mkdir(parents=True, exist_ok=True)
-  partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(4)}")
   try:
     _write(partial, manifest, arrays, tokenizer_files or ())
     os.replace(partial, folder)
@@ -210,20 +230,58 @@ def check_saved(path: str | os.PathLike[str], params: Mapping[str, Any]) -> None
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Listed:
+  """An array that a manifest lists, in the place of the array itself."""
+
+  path: str
+  shape: tuple[int, ...]
+  dtype: str
+
+
+def _shardings(
+  manifest: Mapping[str, Any], mesh: Mesh
+) -> dict[str, jax.sharding.Sharding]:
+  """Where each array goes on a mesh, by path: as `mesh.place_rows` would put it."""
+  listed = {
+    path: _Listed(path, tuple(entry["shape"]), entry["dtype"])
+    for path, entry in manifest["arrays"].items()
+  }
+  nodes = manifest["nodes"].items()
+  tree = nested({name: rebuild(node, name, listed) for name, node in nodes})
+  found: dict[str, jax.sharding.Sharding] = {}
+
+  def put(spec: P, one: _Listed) -> None:
+    found[one.path] = NamedSharding(mesh, spec)
+
+  whole = functools.partial(put, P())
+  by_row = functools.partial(put, P(meshes.MODEL))
+  rows = lambda weight: map_rows(by_row, whole, weight)
+  meshes.map_weights(tree, mesh, rows, whole)
+  return found
+
+
 def _load_arrays(
-  folder: pathlib.Path, entries: Mapping[str, Any], sharding: jax.sharding.Sharding
+  folder: pathlib.Path,
+  entries: Mapping[str, Any],
+  shardings: Mapping[str, jax.sharding.Sharding],
 ) -> dict[str, jax.Array]:
-  """The arrays by path, placed by `sharding`."""
+  """The arrays by path, placed; what is being read is never more than the largest."""
   from orbax.checkpoint import v1 as ocp
 
   abstract = {
     path: jax.ShapeDtypeStruct(
-      tuple(entry["shape"]), jnp.dtype(entry["dtype"]), sharding=sharding
+      tuple(entry["shape"]), jnp.dtype(entry["dtype"]), sharding=shardings[path]
     )
     for path, entry in entries.items()
   }
+  sizes = [math.prod(one.shape) * one.dtype.itemsize for one in abstract.values()]
+  context = ocp.Context()
+  # Orbax wants one byte more than it reads.
+  context.memory.read_concurrent_bytes = max(sizes, default=0) + 1
   try:
-    tree = ocp.load(str(folder.absolute() / ARRAYS), nested(abstract))
+    with context:
+      tree = ocp.load(str(folder.absolute() / ARRAYS), nested(abstract))
   except (KeyError, OSError, TypeError, ValueError) as error:
     first = str(error).strip().splitlines()[:1]
     raise ValueError(
@@ -240,7 +298,9 @@ def _verify(
   damaged = [
     path
     for path, entry in entries.items()
-    if array_sha256(arrays[path]) != entry["sha256"]
+    # Of an array between processes no one has all; the files have been checked.
+    if arrays[path].is_fully_addressable
+    and array_sha256(arrays[path]) != entry["sha256"]
   ]
   if damaged:
     raise ValueError(
@@ -256,6 +316,7 @@ def restore_checkpoint(
   contract: Contract = PAPER_CONTRACT,
   verify: bool = True,
   sharding: jax.sharding.Sharding | None = None,
+  mesh: Mesh | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Reads params back, bit for bit, with their types.
 
@@ -264,7 +325,10 @@ def restore_checkpoint(
     contract: What the caller works under; the checkpoint's must be the same.
     verify: Whether to check the SHA-256 of every file and every array; without it
       only the sizes of the files are checked.
-    sharding: Where the arrays go; the first device when None.
+    sharding: Where all arrays go; the first device when None.
+    mesh: Devices over whose `model` axis the weights are shared out by output rows, in
+      place of `sharding`; any number of them, whatever the checkpoint was saved from.
+      Each process reads its part of the arrays, one array at a time.
 
   Returns:
     The params, and the model config as a JSON dict.
@@ -276,10 +340,14 @@ def restore_checkpoint(
   folder = pathlib.Path(path)
   manifest = read_manifest(folder)
   check_contract(folder, manifest, contract)
-  sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  entries = manifest["arrays"]
+  entries, mesh = manifest["arrays"], meshes.normalize(mesh)
+  if mesh is not None:
+    shardings = _shardings(manifest, mesh)
+  else:
+    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shardings = dict.fromkeys(entries, sharding)
   check_files(folder, manifest["files"], verify=verify)
-  arrays = _load_arrays(folder, entries, sharding)
+  arrays = _load_arrays(folder, entries, shardings)
   if verify:
     _verify(folder, entries, arrays)
   params = nested(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax import mxfp4
-from mxjax.precision import HIGHEST
+from mxjax.precision import HIGHEST, block_products
 
 
 class Refined(NamedTuple):
@@ -162,8 +162,8 @@ def refine(
   index = mxfp4.magnitude_index(x, exponent[..., None, :], rules)
   nearest = jnp.copysign(mxfp4.magnitude(index).astype(x.dtype), x)
   difference = nearest * scale - x
-  pulled = jnp.einsum("bij,bjn->bin", gram, difference, precision=HIGHEST)
-  mismatch = jnp.einsum("bij,bjn->bin", cross, x, precision=HIGHEST)
+  pulled = block_products(gram, difference)
+  mismatch = block_products(cross, x)
   curvature = jnp.diagonal(gram, axis1=-2, axis2=-1)[..., None]
   scores, values = best_code(nearest, scale, pulled - mismatch, curvature)
   score = scores.min(-2)

@@ -8,8 +8,10 @@ what it passes on.
 from collections.abc import Mapping
 
 import jax
+from jax.sharding import Mesh
 
 from mxjax import execution, streams
+from mxjax import mesh as meshes
 from mxjax.calibration import Calibration, Params
 from mxjax.calibration_store import CalibrationStore
 from mxjax.contract import Contract
@@ -28,6 +30,7 @@ class FloatStream:
     blocked: tuple[str, ...],
     plain: tuple[str, ...] = (),
     store: CalibrationStore | None = None,
+    mesh: Mesh | None = None,
   ) -> None:
     """Plans the pass; nothing runs yet.
 
@@ -38,16 +41,18 @@ class FloatStream:
       blocked: Taps captured feature-major, as inputs of linears.
       plain: Taps captured as they are.
       store: Shared hidden states and reductions, or None.
+      mesh: The devices to share sequences out over, or None for one; not with a store.
     """
     self._params, self._calib, self._chunk = params, calib, chunk
     self._blocked, self._plain, self._store = blocked, plain, store
+    self._mesh = mesh
     self._index = -1
     self._taps: list[dict[str, jax.Array]] | None = None
     self._next: streams.Stream | None = None
 
   def _start(self) -> streams.Stream:
     model, tokens = self._calib.model, self._calib.tokens
-    return streams.start(model, self._params, tokens, self._chunk)
+    return streams.start(model, self._params, tokens, self._chunk, self._mesh)
 
   def go_on(self, index: int, entering: streams.Stream) -> None:
     """Takes the hidden states that enter layer `index`, which is entered next."""
@@ -86,12 +91,12 @@ class FloatStream:
       return self._taps
     model = self._calib.model
     name = model.layer_name(self._index)
-    layer = self._params[name]
+    layer = meshes.place_rows(self._params[name], self._mesh)
     # Hooks run with 64-bit types on; the model does not.
     with jax.enable_x64(False):
       outputs = [
         execution.finish(
-          streams.capture(model, layer, hidden, self._blocked, self._plain)
+          streams.capture(model, layer, hidden, self._blocked, self._plain, self._mesh)
         )
         for hidden in self._hidden()
       ]
@@ -116,14 +121,15 @@ class FloatStream:
       contract.rules,
       extent=(sequences, width // contract.block_size, length),
       cache=store.reductions(index, tap) if store else None,
+      mesh=self._mesh,
     )
 
 
 def inputs_of(
-  taps: list[dict[str, jax.Array]], contract: Contract
+  taps: list[dict[str, jax.Array]], contract: Contract, mesh: Mesh | None = None
 ) -> Mapping[str, LinearInputs]:
   """The inputs of linears from captured taps, by tap."""
   return {
-    name: LinearInputs([chunk[name] for chunk in taps], contract.rules)
+    name: LinearInputs([chunk[name] for chunk in taps], contract.rules, mesh=mesh)
     for name in taps[0]
   }

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax import mxfp4
-from mxjax.precision import HIGHEST
+from mxjax.precision import HIGHEST, block_products
 
 
 class InputMap(Protocol):
@@ -51,10 +51,6 @@ def hadamard(size: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
   return jnp.asarray(_sylvester(size), dtype)
 
 
-def _batched(matrices: jax.Array, blocks: jax.Array) -> jax.Array:
-  return jnp.einsum("bij,bjn->bin", matrices, blocks, precision=HIGHEST)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockDense:
@@ -68,7 +64,7 @@ class BlockDense:
 
   def apply(self, blocks: jax.Array) -> jax.Array:
     """See `InputMap.apply`."""
-    return _batched(self.matrix.astype(blocks.dtype), blocks)
+    return block_products(self.matrix.astype(blocks.dtype), blocks)
 
   def fold(self, blocks: jax.Array) -> jax.Array:
     """See `InputMap.fold`: solves with the transpose, column by column."""

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from mxjax import execution, mxfp4, precision, streams
 from mxjax.calibration import CausalLanguageModel, Params
@@ -37,7 +38,7 @@ def check_params(
         continue
       if weight.shape[-1] % contract.block_size:
         complaints.append(f"{path} has input width {weight.shape[-1]}")
-      if bad := int((~jnp.isfinite(jnp.asarray(weight))).sum()):
+      if bad := int((~np.isfinite(np.asarray(weight, np.float32))).sum()):
         complaints.append(f"{path} has {bad} NaN or inf of {weight.size} weights")
   if complaints:
     raise ValueError(
@@ -124,6 +125,7 @@ def recover(
   fit_streams: list[streams.Stream],
   taps: list[dict[str, jax.Array]],
   stage: Callable[[str, int], AbstractContextManager[None]],
+  mesh: Mesh | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Fits and installs a layer's recovery; advances every stream of the program."""
   float_layer, parent = layers
@@ -141,11 +143,12 @@ def recover(
         float_layer,
         streams.copy(entering) if by_layer else entering,
         taps,
+        mesh,
       )
       if not by_layer:
         fit_streams[place] = leaving
       leaf, records[fit.name] = fit.solve(moments)
       current = fit.install(current, leaf)
   if by_layer and program.recover:
-    fit_streams[0] = streams.advance(model, current, fit_streams[0])
+    fit_streams[0] = streams.advance(model, current, fit_streams[0], mesh)
   return current, records

@@ -15,7 +15,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mxjax import gptq, mxfp4
+from mxjax import float_bits, gptq, mxfp4
 
 SUBGROUPS = 4
 DIVISOR_LOGIT = 6.0
@@ -101,7 +101,7 @@ def relaxed(
   exponent, held = _exponent(weight, learned.factor, rules)
   # A zero block has no scale: dividing by one leaves it zero.
   empty = exponent <= -127
-  fixed = mxfp4.power_of_two(jnp.where(empty, 0, exponent))
+  fixed = float_bits.power_of_two(jnp.where(empty, 0, exponent))
   # Of value one, so that the scale is an exact power of two with slope S / m.
   scale = (fixed * (held / jax.lax.stop_gradient(held)))[..., None, :]
   scaled = jnp.clip(weight / (scale * _divisors(learned.logits)), -6.0, 6.0)
@@ -113,7 +113,7 @@ def realize(
 ) -> gptq.Reconstruction:
   """Legal codes of the learned scales; the divisors leave no other trace."""
   exponent, _ = _exponent(weight, learned.factor, rules)
-  scale = mxfp4.power_of_two(exponent)[..., None, :]
+  scale = float_bits.power_of_two(exponent)[..., None, :]
   divided = weight / _divisors(learned.logits)
   codes, decoded = gptq.round_value(
     divided, exponent[..., None, :], scale, _rules(rules)

@@ -13,8 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from mxjax import execution, mxfp4, precision, reference_chart
+from mxjax import mesh as meshes
 
 Step = Callable[..., Any]
 
@@ -37,6 +40,37 @@ def _reduce_chunk(
 
   indices = first + jnp.arange(blocks.shape[0], dtype=jnp.int32)
   return jax.lax.scan(body, carry, (blocks, indices))[0]
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=("step", "rules", "layout", "mesh"),
+  donate_argnames="shares",
+)
+def _add_chunk(
+  step: Step,
+  rules: mxfp4.Rules,
+  layout: meshes.Layout,
+  mesh: Mesh,
+  shares: list[jax.Array],
+  blocks: jax.Array,
+  first: jax.Array,
+  args: tuple[Any, ...],
+) -> list[jax.Array]:
+  def run(
+    _: None,
+    shares: list[jax.Array],
+    blocks: jax.Array,
+    first: jax.Array,
+    args: tuple[Any, ...],
+  ) -> list[jax.Array]:
+    index = first + jax.lax.axis_index(meshes.AXES)
+    new = step(layout.zeros(), blocks[0], index, rules, *args)
+    return meshes.add_in_order(shares, new)
+
+  whole, split = P(), P(meshes.AXES)
+  specs = split, split, whole, whole
+  return meshes.call(run, mesh, None, shares, blocks, first, args, specs=specs)
 
 
 def _hessian_step(
@@ -75,6 +109,8 @@ class LinearInputs:
     record: What hooks want the report to show about this linear.
     learned: What `Program.prepare` learned for this linear, or None.
     group: What `Program.shape_group` returned for the linears on this tensor.
+    mesh: Where the activations lie, if on several devices; everything that a hook
+      gets is on the lead all the same.
     sequences: Calibration sequences.
     blocks: Physical blocks of the input axis.
     length: Tokens of a sequence.
@@ -88,22 +124,25 @@ class LinearInputs:
     extent: tuple[int, int, int] | None = None,
     cache: MutableMapping[str, jax.Array] | None = None,
     learned: Any = None,
+    mesh: Mesh | None = None,
   ) -> None:
     """Wraps captured activations.
 
     Args:
       chunks: float32 arrays `[sequences, blocks, 32, tokens]` in calibration order,
         or a function that captures them when a hook first asks for more than the
-        cache holds.
+        cache holds. On a mesh each has one sequence a device.
       rules: Codec rules of the contract.
       extent: `(sequences, blocks, tokens)` over all chunks; needed with a function.
       cache: Reductions shared with other linears that read the same tensor.
       learned: What `Program.prepare` learned for this linear.
+      mesh: Where the chunks lie, if on several devices.
     """
     self._source = chunks
     self._cache = {} if cache is None else cache
     self.name = ""
     self.rules = rules
+    self.mesh = mesh
     self.learned = learned
     self.group: Any = None
     self.record: dict[str, Any] = {}
@@ -131,6 +170,7 @@ class LinearInputs:
       extent=extent,
       cache=self._cache,
       learned=learned,
+      mesh=self.mesh,
     )
     view.name, view.group, view.record = name, self.group, dict(self.record)
     return view
@@ -148,7 +188,7 @@ class LinearInputs:
 
   def probe(self, tokens: int) -> jax.Array:
     """The first tokens of the first sequence, float32 `[blocks, 32, tokens]`."""
-    return self.shared(f"probe_{tokens}", lambda: self._chunks[0][0, :, :, :tokens])
+    return self.shared(f"probe_{tokens}", lambda: self.sequence(0)[..., :tokens])
 
   def sample(self, tokens: int) -> jax.Array:
     """Tokens evenly spaced over the calibration set, `[blocks, 32, <= tokens]`."""
@@ -160,7 +200,7 @@ class LinearInputs:
     """One calibration sequence, float32 `[blocks, 32, tokens]`."""
     for chunk in self._chunks:
       if index < chunk.shape[0]:
-        return chunk[index]
+        return meshes.to_lead(chunk[index], self.mesh)
       index -= chunk.shape[0]
     raise IndexError(f"linear_inputs: no sequence {index} of {self.sequences}")
 
@@ -173,7 +213,8 @@ class LinearInputs:
       inside = (wanted[:, 0] >= first) & (wanted[:, 0] < first + chunk.shape[0])
       order.append(np.flatnonzero(inside))
       rows, positions = wanted[inside, 0] - first, wanted[inside, 1]
-      parts.append(jnp.moveaxis(chunk[rows, :, :, positions], 0, -1))
+      found = meshes.to_lead(chunk[rows, :, :, positions], self.mesh)
+      parts.append(jnp.moveaxis(found, 0, -1))
       first += chunk.shape[0]
     back = np.argsort(np.concatenate(order))
     return jnp.concatenate(parts, axis=-1)[..., back]
@@ -183,20 +224,38 @@ class LinearInputs:
 
     Args:
       step: A module-level function `(carry, blocks [blocks, 32, T], index, rules,
-        *args)` to the next carry; it is jitted once for each shape.
+        *args)` to the next carry; it is jitted once for each shape. What it adds to
+        the carry must not depend on it: on a mesh it is applied to zeros, and what it
+        returns is added.
       init: The first carry; its buffers are donated.
       *args: Arrays passed to every step.
 
     Returns:
       The last carry.
     """
-    (carry, args), first = execution.finish((init, args)), 0
+    carry, args = execution.finish((init, args))
+    if self.mesh is not None:
+      return self._reduce_on_mesh(self.mesh, step, carry, args)
+    first = 0
     for chunk in self._chunks:
       carry = execution.finish(
         _reduce_chunk(step, self.rules, carry, chunk, jnp.int32(first), args)
       )
       first += chunk.shape[0]
     return carry
+
+  def _reduce_on_mesh(
+    self, mesh: Mesh, step: Step, carry: Any, args: tuple[Any, ...]
+  ) -> Any:
+    args = meshes.replicate(args, mesh)
+    (shares, layout), first = meshes.share(carry, mesh), 0
+    for chunk in self._chunks:
+      index = jnp.int32(first)
+      shares = execution.finish(
+        _add_chunk(step, self.rules, layout, mesh, shares, chunk, index, args)
+      )
+      first += chunk.shape[0]
+    return meshes.collect(shares, layout, mesh)
 
   def shared(self, name: str, compute: Callable[[], jax.Array]) -> jax.Array:
     """A reduction under a name, computed once for all linears on this tensor."""

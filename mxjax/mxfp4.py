@@ -17,13 +17,15 @@ import dataclasses
 import fractions
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from mxjax import float_bits
 
 BLOCK_SIZE = 32
 """Values that share one scale, contiguous on the input axis."""
@@ -87,50 +89,6 @@ class MXTensor:
     return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
 
-class _FloatFormat(NamedTuple):
-  integer: type
-  mantissa_bits: int
-  bias: int
-
-
-_FORMATS = {
-  np.dtype(np.float32): _FloatFormat(np.int32, 23, 127),
-  np.dtype(np.float64): _FloatFormat(np.int64, 52, 1023),
-}
-
-
-def _format(x: jax.Array) -> _FloatFormat:
-  return _FORMATS[np.dtype(x.dtype)]
-
-
-def _bits(x: jax.Array) -> jax.Array:
-  return lax.bitcast_convert_type(x, _format(x).integer)
-
-
-def _magnitude_bits(x: jax.Array) -> jax.Array:
-  mask = np.iinfo(_format(x).integer).max
-  return _bits(x) & _format(x).integer(mask)
-
-
-def power_of_two(exponent: jax.Array) -> jax.Array:
-  """The float32 2^exponent from its bits; NaN for the not-finite mark 128.
-
-  2^-127 is subnormal, and a backend may flush a product with it to zero: values
-  below 2^-124 then vanish in arithmetic, never in a payload (`decode` is exact).
-
-  Args:
-    exponent: int32, any shape, in [-127, 128].
-
-  Returns:
-    float32, same shape.
-  """
-  field = (exponent.astype(jnp.int32) + SCALE_BIAS) << 23
-  subnormal = jnp.where(exponent == -127, jnp.int32(1 << 22), field)
-  return lax.bitcast_convert_type(
-    jnp.where(exponent > 127, jnp.int32(0x7FC00000), subnormal), jnp.float32
-  )
-
-
 def block_exponent(
   x: jax.Array, rules: Rules = PAPER_RULES, *, axis: int = -2
 ) -> jax.Array:
@@ -144,8 +102,8 @@ def block_exponent(
   Returns:
     int32 in [-127, 127], or 128 where the block has an inf or NaN; `axis` reduced.
   """
-  form = _format(x)
-  largest = jnp.max(_magnitude_bits(x), axis=axis)
+  form = float_bits.float_format(x)
+  largest = jnp.max(float_bits.magnitude_bits(x), axis=axis)
   field = largest >> form.integer(form.mantissa_bits)
   mantissa = largest & form.integer((1 << form.mantissa_bits) - 1)
   half = form.integer(1 << (form.mantissa_bits - 1))
@@ -187,14 +145,14 @@ def _scaled_bits(x: jax.Array, exponent: jax.Array) -> jax.Array:
   Dividing by a power of two subtracts from the exponent field. Subnormals have no
   field to subtract from: their integer mantissa is converted, which is exact.
   """
-  form = _format(x)
-  bits = _magnitude_bits(x)
+  form = float_bits.float_format(x)
+  bits = float_bits.magnitude_bits(x)
   shift = exponent.astype(form.integer) << form.integer(form.mantissa_bits)
   scaled = bits - shift
   if form.mantissa_bits == 23:
     # Above 2^-100 no subnormal reaches a code: the clamp only prevents overflow.
     mantissa_shift = (jnp.minimum(exponent, -100) + 149) << 23
-    subnormal = _bits(bits.astype(jnp.float32)) - mantissa_shift
+    subnormal = float_bits.bits(bits.astype(jnp.float32)) - mantissa_shift
     scaled = jnp.where(bits < (1 << 23), subnormal, scaled)
   return scaled
 
@@ -214,8 +172,9 @@ def magnitude_index(
   """
   scaled = _scaled_bits(x, exponent)
   index = jnp.zeros(x.shape, jnp.int32)
+  integer = float_bits.float_format(x).integer
   for threshold in _thresholds(rules, x.dtype):
-    edge = _format(x).integer(threshold.view(_format(x).integer))
+    edge = integer(threshold.view(integer))
     index += (scaled >= edge).astype(jnp.int32)
   return index
 
@@ -245,7 +204,7 @@ def round_elements(
 
 def scale_of(exponent: jax.Array, rules: Rules = PAPER_RULES) -> jax.Array:
   """The float32 factor that decodes elements at an exponent."""
-  scale = power_of_two(exponent)
+  scale = float_bits.power_of_two(exponent)
   return scale / 3.0 if rules.scale_rule == "mx43" else scale
 
 
@@ -306,8 +265,9 @@ def _encode(x: jax.Array, rules: Rules) -> MXTensor:
   blocks = x.reshape(*x.shape[:-1], -1, BLOCK_SIZE)
   exponent = block_exponent(blocks, rules, axis=-1)
   index = magnitude_index(blocks, exponent[..., None], rules)
+  integer = float_bits.float_format(x).integer
   sign = lax.shift_right_logical(
-    _bits(blocks), _format(x).integer(8 * x.dtype.itemsize - 1)
+    float_bits.bits(blocks), integer(8 * x.dtype.itemsize - 1)
   )
   codes = index | (sign.astype(jnp.int32) << 3)
   return MXTensor(

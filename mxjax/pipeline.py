@@ -10,15 +10,26 @@ conditional order of Eq. conditional-stage, yet all of it needs one pass over la
 import contextlib
 import dataclasses
 import os
-import platform
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
-from mxjax import execution, layer_quantization, precision, run_folder, sanity, streams
+from mxjax import (
+  distributed,
+  execution,
+  layer_quantization,
+  precision,
+  run_folder,
+  run_identity,
+  sanity,
+  streams,
+)
+from mxjax import mesh as meshes
 from mxjax.calibration import Calibration, Params
-from mxjax.calibration_store import CalibrationStore, params_digest
+from mxjax.calibration_store import CalibrationStore
 from mxjax.contract import PAPER_CONTRACT, Contract
 from mxjax.float_stream import FloatStream, inputs_of
 from mxjax.layer_quantization import check_params, targets
@@ -80,34 +91,6 @@ class Result(NamedTuple):
   reference: Params
 
 
-def _identity(
-  params: Params, calib: Calibration, program: Program, contract: Contract
-) -> dict[str, Any]:
-  """What decides the bits of a result, JSON-ready."""
-  config = getattr(calib.model, "config", None)
-  return {
-    "program": dict(program.describe()),
-    "contract": contract.hash,
-    "calibration": {
-      "fingerprint": calib.fingerprint,
-      "shape": list(calib.tokens.shape),
-    },
-    "model": None if config is None else config.to_dict(),
-    "weights": params_digest(params),
-  }
-
-
-def _environment() -> dict[str, Any]:
-  """What may decide low bits: a resumed run shows where it differs."""
-  device = jax.devices()[0]
-  return {
-    "jax": jax.__version__,
-    "machine": platform.machine(),
-    "platform": device.platform,
-    "device": device.device_kind,
-  }
-
-
 def _prepare(
   folder: run_folder.RunFolder | None,
   program: Program,
@@ -141,12 +124,17 @@ class _Run:
     chunk: int,
     folder: run_folder.RunFolder | None,
     store: str | os.PathLike[str] | None,
+    mesh: Mesh | None,
   ) -> None:
     """Prepares; no layer runs yet."""
     self.model, self.calib, self.program = calib.model, calib, program
-    self.contract, self.chunk, self.folder = contract, chunk, folder
-    identity = _identity(params, calib, program, contract) if folder else {}
-    resumed = folder.begin(identity, _environment()) if folder else []
+    self.contract, self.folder, self.mesh = contract, folder, mesh
+    self.chunk = meshes.check_sequences(mesh, len(calib.tokens), chunk)
+    resumed = []
+    if folder:
+      identity = run_identity.identity(params, calib, program, contract)
+      distributed.check_same("model, data and options", identity, mesh)
+      resumed = folder.begin(identity, run_identity.environment(mesh))
     self.clock = StageClock()
     with self.clock.stage("preparation"):
       prepared = _prepare(folder, program, params, calib, contract)
@@ -162,41 +150,47 @@ class _Run:
       clock=self.clock,
       preparation=dict(prepared.record),
       resumed=resumed,
+      mesh=meshes.describe(mesh),
     )
     taps = self.model.projection_taps
     self.blocked = tuple(sorted({taps[p] for p in targets(self.model, contract)}))
     self.float_stream = FloatStream(
       self.params,
       calib,
-      chunk=chunk,
+      chunk=self.chunk,
       blocked=self.blocked,
       plain=tuple(sorted({name for fit in program.recover for name in fit.float_taps})),
       store=CalibrationStore(store, self.params, calib) if store is not None else None,
+      mesh=mesh,
     )
+    self.results_on: Mesh | None = None
     self.fit_streams: list[streams.Stream] = []
     self.upstream: streams.Stream | None = None
 
   def restore(self, result: MutableMapping[str, Any]) -> None:
     """Puts the finished layers into `result`, and the streams where they stood."""
-    result.update(streams.outer_params(self.params))
+    outer = streams.outer_params(self.params)
+    result.update(meshes.place_rows(outer, self.results_on))
     done = self.folder.finished if self.folder else []
     count = len(done)
     for event in done:
       assert self.folder
-      result[event["name"]] = self.folder.read_layer(event)
+      layer = self.folder.read_layer(event)
+      result[event["name"]] = meshes.place_rows(layer, self.results_on)
       self.record.layers.append(event["record"])
     if done:
       self.clock.go_on(**done[-1]["clock"])
     if count == self.model.num_layers:
       return
     if self.folder and done:
-      held = self.folder.read_streams(self.chunk)
+      place = lambda part: streams.spread(part, self.mesh)
+      held = self.folder.read_streams(self.chunk, place)
       self.float_stream.go_on(count, held["float"])
       self.fit_streams = [held[name] for name in self._fit_names()]
       self.upstream = held.get("upstream")
       return
     start = lambda: streams.start(
-      self.model, self.params, self.calib.tokens, self.chunk
+      self.model, self.params, self.calib.tokens, self.chunk, self.mesh
     )
     self.fit_streams = [start() for _ in self.program.recover]
     self.upstream = start() if self.program.upstream == "quantized" else None
@@ -205,11 +199,17 @@ class _Run:
     fits = enumerate(self.program.recover)
     return [f"recovery{position}-{fit.name}" for position, fit in fits]
 
-  def _streams(self) -> dict[str, streams.Stream]:
+  def _streams(self) -> run_folder.Streams:
     """Everything that enters the next layer, by the name it has on disk."""
     held = {"float": self.float_stream.leaving}
     held |= dict(zip(self._fit_names(), self.fit_streams, strict=True))
-    return held if self.upstream is None else held | {"upstream": self.upstream}
+    if self.upstream is not None:
+      held["upstream"] = self.upstream
+    if self.mesh is None:
+      return held
+    # Between processes nobody has all of a stream: every process fetches it.
+    fetch = lambda part: np.asarray(meshes.to_lead(part, self.mesh))
+    return {name: [fetch(part) for part in stream] for name, stream in held.items()}
 
   def layer(
     self,
@@ -248,9 +248,10 @@ class _Run:
         announce,
       )
       jax.block_until_ready(quantized)
+      distributed.check_same(f"the codes of {name}", quantized, self.mesh)
     if self.upstream is not None:
       with stage("calibration", 1):
-        self.upstream = streams.advance(model, quantized, self.upstream)
+        self.upstream = streams.advance(model, quantized, self.upstream, self.mesh)
     recovery: dict[str, Any] = {}
     if program.recover:
       quantized, recovery = layer_quantization.recover(
@@ -260,6 +261,7 @@ class _Run:
         self.fit_streams,
         self.float_stream.taps,
         stage,
+        self.mesh,
       )
     is_last = index + 1 == model.num_layers
     if not is_last:
@@ -274,7 +276,7 @@ class _Run:
           streams={} if is_last else self._streams(),
           clock=dataclasses.asdict(self.clock),
         )
-    result[name] = quantized
+    result[name] = meshes.place_rows(quantized, self.results_on)
     self.record.layers.append(layer_record)
 
   def _views(self, index: int, layer: Params) -> Mapping[str, LinearInputs]:
@@ -285,11 +287,12 @@ class _Run:
         self.float_stream, self.model, layer, self.contract
       )
     # The float layer on what the quantized layers pass on.
-    seen = [
-      execution.finish(streams.capture(self.model, layer, part, self.blocked, ()))[1]
-      for part in streams.copy(self.upstream)
-    ]
-    return inputs_of(seen, self.contract)
+    layer = meshes.place_rows(layer, self.mesh)
+    capture = lambda part: streams.capture(
+      self.model, layer, part, self.blocked, (), self.mesh
+    )
+    seen = [execution.finish(capture(part))[1] for part in streams.copy(self.upstream)]
+    return inputs_of(seen, self.contract, self.mesh)
 
   def finish(self, result: MutableMapping[str, Any], *, check: bool) -> Result:
     """The sanity gate, and the end of the journal."""
@@ -300,7 +303,8 @@ class _Run:
     elif check:
       with self.clock.stage("sanity gate"):
         probe = self.calib.tokens[:1, :SANITY_TOKENS]
-        report = sanity.compare(self.model, self.params, result, probe)
+        quantized = meshes.on_lead(result, self.mesh)
+        report = sanity.compare(self.model, self.params, quantized, probe)
       record = dataclasses.replace(record, sanity=dataclasses.asdict(report))
       report.check(self.program.name)
     if folder and not ended:
@@ -322,21 +326,31 @@ def quantize_with_record(
   stop: Callable[[], bool] | None = None,
   check: bool = True,
   into: MutableMapping[str, Any] | None = None,
+  mesh: Mesh | None = None,
 ) -> Result:
   """Like `mxjax.quantize`, with what was measured on the way; see there."""
+  mesh = meshes.normalize(mesh)
+  if mesh is not None and store is not None:
+    raise ValueError(
+      "quantize: expected a store or a mesh, got both; what a store holds was computed "
+      "by one device, so leave one of them out."
+    )
+  params = meshes.on_lead(params, mesh)
   check_params(calib.model, params, contract)
   with contextlib.ExitStack() as stack:
     if run_dir is None or isinstance(run_dir, run_folder.RunFolder):
       folder = run_dir
     else:
       folder = stack.enter_context(run_folder.RunFolder(run_dir, resume=resume))
-    run = _Run(params, calib, program, contract, chunk, folder, store)
+    run = _Run(params, calib, program, contract, chunk, folder, store, mesh)
+    # A mapping of the caller's takes layers as they are; else they go on the mesh.
+    run.results_on = mesh if into is None else None
     result: MutableMapping[str, Any] = {} if into is None else into
     run.restore(result)
     count = calib.model.num_layers
     for index in range(len(run.record.layers), count):
       run.layer(index, result, on_progress)
-      if stop and stop():
+      if stop and distributed.any_of(stop(), mesh):
         raise Stopped(index + 1, count)
     return run.finish(result, check=check)
 
@@ -365,7 +379,9 @@ def quantize(
       the same model and tokens share is kept; the result does not depend on it),
       `on_progress`, `stop` (asked after every layer; where it says yes, `Stopped` is
       raised), `check` (the sanity gate), `into` (a mapping that takes the finished
-      layers, such as a `LayerStore`).
+      layers, such as a `LayerStore`), `mesh` (a `jax.sharding.Mesh` with the axes
+      `data` and `model`, whose devices share sequences and output rows; the codes are
+      those of one device, see `docs/scale.md`).
 
   Returns:
     The same tree with `QuantizedLinear` leaves in place of target weights, for the

@@ -93,6 +93,8 @@ def plan(
   length: int = 2048,
   chunk: int = 1,
   contract: Contract = PAPER_CONTRACT,
+  data: int = 1,
+  model: int = 1,
 ) -> Plan:
   """Plans a HiRes run.
 
@@ -102,6 +104,9 @@ def plan(
     length: Tokens in each.
     chunk: Sequences in a device call.
     contract: Targets and block size.
+    data: Devices along the mesh's data axis; memory is then that of the first device
+      of a process, which also solves what is not shared out.
+    model: Devices along its model axis.
 
   Returns:
     The plan.
@@ -138,7 +143,9 @@ def plan(
     rest=rest,
     packed_total=packed_total,
     loaded=_loaded(config, packed_total, layers * layer_blocks),
-    memory=_memory(config, linears, sequences, length, chunk, rest, packed_total),
+    memory=_memory(
+      config, linears, (sequences, length), chunk, rest, packed_total, (data, model)
+    ),
     disk={
       "checkpoint": packed_total,
       "run folder": packed_total - rest,
@@ -168,15 +175,17 @@ def _loaded(config: ModelConfig, packed_total: int, blocks: int) -> dict[str, in
 def _memory(
   config: ModelConfig,
   linears: list[tuple[int, int]],
-  sequences: int,
-  length: int,
+  extent: tuple[int, int],
   chunk: int,
   rest: int,
   packed_total: int,
+  mesh: tuple[int, int],
 ) -> dict[str, int]:
   """Peak resident bytes of every stage, with layers and results on disk."""
   itemsize = {"float32": 4, "bfloat16": 2}[config.dtype]
-  tokens = sequences * length
+  (sequences, length), devices, model = extent, mesh[0] * mesh[1], mesh[1]
+  # Every device has its own sequences.
+  tokens = sequences * length // devices
   d, ffn = config.hidden_size, config.intermediate_size
   queries = config.num_heads * config.head_dim
   values = config.num_kv_heads * config.head_dim
@@ -185,6 +194,9 @@ def _memory(
   # Inputs of the four groups of linears feature-major, and the float values.
   taps = 4 * tokens * (2 * d + queries + ffn) + itemsize * tokens * values
   held = PROCESS_BYTES + rest + streams + taps + layer
+  if devices > 1:
+    # The rows that lie on the mesh, and a layer gathered from all of them.
+    held += (rest + layer) // model + (layer if model > 1 else 0)
   widths = (d, queries, d, ffn)
   hessians = 4 * sum(width**2 for width in widths)
   widest = max(widths)
@@ -194,6 +206,9 @@ def _memory(
   forward = 4 * chunk * length * (6 * d + 3 * ffn) + scores
   # Conjugated Hessian, its factor and the solve; weights and errors of one linear.
   solving = 3 * 4 * widest**2 + 6 * 4 * largest
+  if devices > 1:
+    # A Hessian's contribution and the shares that arrive, while a total is made.
+    solving = max(solving, 2 * 4 * widest**2)
   # Gate and up of one sequence, twice, and their products in float64.
   fitting = 8 * length * ffn * 8 // 4 + forward
   return {

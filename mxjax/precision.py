@@ -40,3 +40,21 @@ def require_float64(place: str, *arrays: jax.Array) -> None:
         f"{place}: expected float64 operands, got {array.dtype}; call it inside "
         "`mxjax.precision.float64_scope()` with float64 arrays."
       )
+
+
+def block_products(matrices: jax.Array, blocks: jax.Array) -> jax.Array:
+  """Multiplies each block of columns by its own matrix, at full precision.
+
+  Args:
+    matrices: `[blocks, 32, 32]`.
+    blocks: `[blocks, 32, n]`, same dtype.
+
+  Returns:
+    `[blocks, 32, n]`.
+  """
+  rows = matrices.shape[-2]
+  if jax.default_backend() == "cpu":
+    # XLA:CPU (jaxlib 0.10) takes a second core for a product only from some size on,
+    # which 32 x 32 just misses; rows of zeros do not change the others' bits.
+    matrices = jnp.pad(matrices, ((0, 0), (0, 4), (0, 0)))
+  return jnp.einsum("bij,bjn->bin", matrices, blocks, precision=HIGHEST)[:, :rows]

@@ -1,6 +1,8 @@
 """The typed leaf of a quantized linear, and the one function that looks at it."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +157,68 @@ class StraightThrough:
   )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSharded:
+  """A weight whose output rows lie on several devices; only inside `shard_map`.
+
+  Both ways of use form every product over the whole input axis on one device, so no
+  sum is split.
+
+  Attributes:
+    weight: This device's rows of any leaf that `linear` takes.
+    axis: The mesh axis that the rows are shared out over (static).
+    gather: What travels: the `weights` of every device before the product, where each
+      device has inputs of its own; or the `outputs` after it, where all have the same
+      inputs (static).
+  """
+
+  weight: Any
+  axis: str = dataclasses.field(metadata={"static": True})
+  gather: Literal["weights", "outputs"] = dataclasses.field(metadata={"static": True})
+
+  def whole(self) -> Any:
+    """The weight with the rows of all devices."""
+    gather = lambda a: jax.lax.all_gather(a, self.axis, axis=0, tiled=True)
+    return map_rows(gather, lambda a: a, self.weight)
+
+  def linear(self, x: jax.Array) -> jax.Array:
+    """See `linear`."""
+    if self.gather == "weights":
+      return linear(x, self.whole())
+    y = linear(x, self.weight)
+    return jax.lax.all_gather(y, self.axis, axis=y.ndim - 1, tiled=True)
+
+  def take_rows(self, index: jax.Array) -> jax.Array:
+    """See `take_rows`: every device looks up its rows, the owner's are kept."""
+    if self.gather == "weights":
+      return take_rows(self.whole(), index)
+    rows = self.weight.shape[0]
+    owner = index // rows
+    is_here = owner == jax.lax.axis_index(self.axis)
+    # An index outside, here the number of rows, gives NaN.
+    found = take_rows(self.weight, jnp.where(is_here, index % rows, rows))
+    all_found = jax.lax.all_gather(found, self.axis)
+    last = all_found.shape[0] - 1
+    kept = jnp.clip(owner, 0, last)[None, ..., None]
+    return jnp.take_along_axis(all_found, kept, axis=0)[0]
+
+
+def map_rows(
+  by_row: Callable[[Any], Any], whole: Callable[[Any], Any], weight: Any
+) -> Any:
+  """Maps the arrays of a weight: those with a row for each output, and the others."""
+  match weight:
+    case QuantizedLinear():
+      others = jax.tree.map(whole, (weight.input_map, weight.rounding, weight.gain))
+      packed = map_rows(by_row, whole, weight.weight)
+      return QuantizedLinear(packed, *others, rules=weight.rules)
+    case mxfp4.MXTensor() | ByteTable():
+      return jax.tree.map(by_row, weight)
+    case _:
+      return by_row(weight)
+
+
 def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
   """The legal A4 operand of a quantized linear, decoded.
 
@@ -176,7 +240,12 @@ def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
 
 def linear(
   x: jax.Array,
-  weight: jax.Array | mxfp4.MXTensor | ByteTable | QuantizedLinear | StraightThrough,
+  weight: jax.Array
+  | mxfp4.MXTensor
+  | ByteTable
+  | QuantizedLinear
+  | StraightThrough
+  | RowSharded,
   *,
   implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -186,7 +255,7 @@ def linear(
     x: Inputs, `[..., in_features]`, float32 or bfloat16.
     weight: An array `[out_features, in_features]`; a packed one or a byte table,
       whose values are used as they are with inputs that are not rounded; a quantized
-      leaf, or the differentiable stand-in of one.
+      leaf, or the differentiable stand-in of one; any of them by rows on a mesh.
     implementation: For packed and quantized weights: `pallas`, `interpret` or `xla`,
       never another than asked for; None takes kernels on a GPU where they can.
 
@@ -197,6 +266,8 @@ def linear(
     NotImplementedError: Kernels were asked for and cannot run.
     ValueError: The quantized leaf's width is not a multiple of 32.
   """
+  if isinstance(weight, RowSharded):
+    return weight.linear(x)
   if isinstance(weight, StraightThrough):
     x = straight_through.round_rows(x, weight.rules)
     weight = weight.weight
@@ -289,17 +360,19 @@ def _weight_only(
 
 
 def take_rows(
-  weight: jax.Array | mxfp4.MXTensor | ByteTable, index: jax.Array
+  weight: jax.Array | mxfp4.MXTensor | ByteTable | RowSharded, index: jax.Array
 ) -> jax.Array:
   """Rows of a table that may be packed; an index outside gives NaN rows.
 
   Args:
-    weight: `[rows, d]`, an array, packed or a byte table.
+    weight: `[rows, d]`, an array, packed or a byte table; also by rows on a mesh.
     index: int32, any shape.
 
   Returns:
     `[..., d]`, in the dtype of the array; packed, bfloat16 (exact); bytes, float32.
   """
+  if isinstance(weight, RowSharded):
+    return weight.take_rows(index)
   if isinstance(weight, ByteTable):
     codes = jnp.take(weight.codes, index, axis=0, mode="clip").astype(jnp.float32)
     return codes * jnp.take(weight.scales, index, axis=0, mode="fill")[..., None]

@@ -74,6 +74,7 @@ class QuantizationRecord:
     preparation: What `Program.prepare` recorded.
     resumed: One entry for every time that a killed run went on: after which `layer`,
       what unfinished files were `discarded`, and what `changed` in the environment.
+    mesh: Sizes of the axes and number of processes, or None for one device.
   """
 
   program: dict[str, Any]
@@ -84,6 +85,7 @@ class QuantizationRecord:
   sanity: dict[str, Any] | None = None
   preparation: dict[str, Any] = dataclasses.field(default_factory=dict)
   resumed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  mesh: dict[str, int] | None = None
 
   def to_dict(self) -> dict[str, Any]:
     """A JSON-ready form."""
@@ -169,14 +171,14 @@ def _probe(
   result["saturated_activations"] = (jnp.abs(mapped) > limit).mean(dtype=jnp.float32)
   codes = mxfp4.unpack(leaf.weight.codes) & jnp.uint8(7)
   result["top_code_weights"] = (codes == 7).mean(dtype=jnp.float32)
-  result["activation_exponents"] = jnp.bincount(exponent.ravel() + 127, length=256)
-  weight_exponents = leaf.weight.scales.ravel().astype(jnp.int32)
-  result["weight_exponents"] = jnp.bincount(weight_exponents, length=256)
+  result["activation_exponents"] = exponent
+  result["weight_exponents"] = leaf.weight.scales.astype(jnp.int32) - 127
   return result | {f"error_{name}": value for name, value in errors.items()}
 
 
-def _histogram(counts: np.ndarray) -> dict[str, int]:
-  return {str(e - 127): int(counts[e]) for e in np.flatnonzero(counts)}
+def _histogram(exponents: np.ndarray) -> dict[str, int]:
+  found, counts = np.unique(exponents, return_counts=True)
+  return {str(e): int(count) for e, count in zip(found, counts, strict=True)}
 
 
 def linear_record(
@@ -201,7 +203,9 @@ def linear_record(
   record: dict[str, Any] = dict(inputs.record)
   record["shape"] = list(weight.shape)
   record["map"] = type(leaf.input_map).__name__ if leaf.input_map else "none"
-  record["rounding"] = ROUNDING_NAMES[type(leaf.rounding)]
+  rule = type(leaf.rounding)
+  # A rule that is not the library's, such as a candidate's own, goes by its class.
+  record["rounding"] = ROUNDING_NAMES.get(rule, rule.__name__)
   if leaf.gain is not None:
     record["gain"] = float(leaf.gain)
   for name, value in probed.items():

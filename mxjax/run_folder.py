@@ -16,7 +16,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +38,7 @@ __all__ = ["RunFolder", "check_output", "create_output", "flatten", "write_durab
 JOURNAL = "journal.jsonl"
 FOLDERS = ("layers", "prepared", "streams")
 VERSION = 1
-Streams = Mapping[str, list[jax.Array]]
+Streams = Mapping[str, Sequence[jax.Array | np.ndarray]]
 """Hidden states by the name of their stream, in chunks `[sequences, T, d]`."""
 
 
@@ -169,15 +169,20 @@ class RunFolder:
   def __exit__(self, *details: object) -> None:
     self.close()
 
+  @property
+  def events(self) -> list[dict[str, Any]]:
+    """What the journal holds, oldest first."""
+    return self._journal.events
+
   def event(self, name: str) -> dict[str, Any] | None:
     """The last event of a name, or None."""
-    found = [one for one in self._journal.events if one["event"] == name]
+    found = [one for one in self.events if one["event"] == name]
     return found[-1] if found else None
 
   @property
   def finished(self) -> list[dict[str, Any]]:
     """The events of the finished layers, in order."""
-    return [one for one in self._journal.events if one["event"] == "layer"]
+    return [one for one in self.events if one["event"] == "layer"]
 
   def _files(self) -> dict[str, str]:
     """SHA-256 of every file of the last state, by relative path."""
@@ -251,7 +256,7 @@ class RunFolder:
       "resume", layer=len(self.finished), discarded=self.discarded, changed=changed
     )
     keys = ("layer", "discarded", "changed")
-    events = [one for one in self._journal.events if one["event"] == "resume"]
+    events = [one for one in self.events if one["event"] == "resume"]
     return [{key: one[key] for key in keys} for one in events]
 
   def _compare(
@@ -377,8 +382,13 @@ class RunFolder:
     """The params of a finished layer, bit for bit."""
     return self._read_tree(f"layers/{event['name']}", event["nodes"])
 
-  def read_streams(self, chunk: int) -> dict[str, list[jax.Array]]:
-    """Hidden states entering the next layer, by stream, in chunks of `chunk`."""
+  def read_streams(
+    self, chunk: int, place: Callable[[np.ndarray], jax.Array] = jnp.array
+  ) -> dict[str, list[jax.Array]]:
+    """Hidden states entering the next layer, by stream, in chunks of `chunk`.
+
+    `place` makes a device array of a chunk, with a buffer of its own.
+    """
     streams = {}
     for file in self.finished[-1]["streams"]:
       arrays = read_arrays(self.path / file)
@@ -386,5 +396,5 @@ class RunFolder:
       parts = [rows[first : first + chunk] for first in range(0, len(rows), chunk)]
       name = pathlib.Path(file).stem.partition("-")[2]
       # Copies: the buffers of a stream are donated, numpy's must not be.
-      streams[name] = [jnp.array(part) for part in parts]
+      streams[name] = [place(part) for part in parts]
     return streams

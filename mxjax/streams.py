@@ -10,34 +10,59 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from mxjax import execution, mxfp4
+from mxjax import mesh as meshes
 from mxjax.calibration import CausalLanguageModel, Params
 from mxjax.recovery import RecoveryFit
 
 Stream = list[jax.Array]
-"""Chunks `[sequences, T, d]` in calibration order, compute dtype."""
+"""Chunks `[sequences, T, d]` in calibration order, compute dtype; on a mesh with one
+sequence a device."""
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def _embed(model: CausalLanguageModel, params: Params, tokens: jax.Array) -> jax.Array:
-  return model.embed(params, tokens)
+@functools.partial(jax.jit, static_argnames=("model", "mesh", "sharing"))
+def _embed(
+  model: CausalLanguageModel,
+  params: Params,
+  tokens: jax.Array,
+  mesh: Mesh | None,
+  sharing: meshes.Sharing = meshes.CALIBRATION,
+) -> jax.Array:
+  return meshes.call(model.embed, mesh, params, tokens, sharing=sharing)
 
 
 def start(
-  model: CausalLanguageModel, params: Params, tokens: Any, chunk: int
+  model: CausalLanguageModel,
+  params: Params,
+  tokens: Any,
+  chunk: int,
+  mesh: Mesh | None = None,
 ) -> Stream:
   """Embeds the calibration tokens, int32 `[S, T]`, in chunks of sequences."""
+  outer = meshes.place_rows(outer_params(params), mesh)
   return [
     execution.finish(
-      _embed(model, outer_params(params), jnp.asarray(tokens[first : first + chunk]))
+      _embed(model, outer, spread(tokens[first : first + chunk], mesh), mesh)
     )
     for first in range(0, len(tokens), chunk)
   ]
 
 
+def spread(part: Any, mesh: Mesh | None) -> jax.Array:
+  """A chunk `[sequences, ...]` as a device array of its own, on a mesh if there is one.
+
+  A copy: the buffers of a stream are donated, those of the host must not be.
+  """
+  return meshes.place(part, mesh, P(meshes.AXES)) if mesh else jnp.array(part)
+
+
 @functools.partial(
-  jax.jit, static_argnames=("model", "blocked", "plain"), donate_argnames="hidden"
+  jax.jit,
+  static_argnames=("model", "blocked", "plain", "mesh"),
+  donate_argnames="hidden",
 )
 def capture(
   model: CausalLanguageModel,
@@ -45,6 +70,7 @@ def capture(
   hidden: jax.Array,
   blocked: tuple[str, ...],
   plain: tuple[str, ...],
+  mesh: Mesh | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Runs a chunk through a float layer and keeps what its linears saw.
 
@@ -54,17 +80,21 @@ def capture(
     hidden: `[sequences, T, d]`; its buffer is donated.
     blocked: Taps returned feature-major, float32 `[sequences, blocks, 32, T]`.
     plain: Taps returned as they are, `[sequences, T, ...]`.
+    mesh: Where layer and chunk lie, if on several devices.
 
   Returns:
     The layer's output and the taps.
   """
 
-  def one(sequence: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    output, taps = model.layer_with_taps(layer, sequence[None])
-    kept = {t: mxfp4.to_blocks(taps[t][0].astype(jnp.float32)) for t in blocked}
-    return output[0], kept | {t: taps[t][0] for t in plain}
+  def run(layer: Params, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def one(sequence: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+      output, taps = model.layer_with_taps(layer, sequence[None])
+      kept = {t: mxfp4.to_blocks(taps[t][0].astype(jnp.float32)) for t in blocked}
+      return output[0], kept | {t: taps[t][0] for t in plain}
 
-  return jax.lax.map(one, hidden)
+    return jax.lax.map(one, hidden)
+
+  return meshes.call(run, mesh, layer, hidden)
 
 
 @functools.partial(
@@ -94,6 +124,44 @@ def _measure(
   return output, moments
 
 
+@functools.partial(
+  jax.jit,
+  static_argnames=("model", "fit", "layout", "mesh"),
+  donate_argnames=("hidden", "shares"),
+)
+def _measure_on_mesh(
+  model: CausalLanguageModel,
+  fit: RecoveryFit,
+  layout: meshes.Layout,
+  mesh: Mesh,
+  layers: dict[str, Params],
+  constants: Any,
+  hidden: jax.Array,
+  float_taps: dict[str, jax.Array],
+  shares: list[jax.Array],
+  first: jax.Array,
+) -> tuple[jax.Array, list[jax.Array]]:
+  def run(
+    layers: dict[str, Params],
+    constants: Any,
+    hidden: jax.Array,
+    targets: dict[str, jax.Array],
+    shares: list[jax.Array],
+    first: jax.Array,
+  ) -> tuple[jax.Array, list[jax.Array]]:
+    with jax.enable_x64(False):
+      output, taps = model.layer_with_taps(layers["quantized"], hidden)
+    index = first + jax.lax.axis_index(meshes.AXES)
+    zeros = layout.zeros()
+    new = fit.measure(zeros, constants, layers["float"], taps, targets, index)
+    return output, meshes.add_in_order(shares, new)
+
+  whole, split = P(), P(meshes.AXES)
+  arrays = constants, hidden, float_taps, shares, first
+  specs = whole, split, split, split, whole
+  return meshes.call(run, mesh, layers, *arrays, specs=specs)
+
+
 def measure(
   model: CausalLanguageModel,
   fit: RecoveryFit,
@@ -101,6 +169,7 @@ def measure(
   float_layer: Params,
   stream: Stream,
   float_taps: Sequence[dict[str, jax.Array]],
+  mesh: Mesh | None = None,
 ) -> tuple[Stream, Any]:
   """Runs a quantized layer on a stream and gathers a fit's moments.
 
@@ -113,46 +182,64 @@ def measure(
     float_layer: The float layer.
     stream: Hidden states entering the layer in that state; consumed.
     float_taps: The float trajectory's taps, one dict a chunk.
+    mesh: Where the stream lies, if on several devices.
 
   Returns:
     Hidden states leaving the layer, and the moments.
   """
   sequences = sum(chunk.shape[0] for chunk in stream)
   constants, moments = fit.prepare(float_layer, float_taps[0], sequences)
+  layout = None
+  if mesh is None:
+    step = functools.partial(_measure, model, fit, layer, float_layer, constants)
+  else:
+    moments, layout = meshes.share(moments, mesh)
+    layers = {"quantized": layer, "float": float_layer}
+    layers = meshes.place_rows(layers, mesh)
+    constants = meshes.replicate(constants, mesh)
+    step = functools.partial(
+      _measure_on_mesh, model, fit, layout, mesh, layers, constants
+    )
   outputs, first = [], 0
   for hidden, taps in zip(stream, float_taps, strict=True):
     targets = {name: taps[name] for name in fit.float_taps}
-    output, moments = execution.finish(
-      _measure(
-        model,
-        fit,
-        layer,
-        float_layer,
-        constants,
-        hidden,
-        targets,
-        moments,
-        jnp.int32(first),
-      )
-    )
+    output, moments = execution.finish(step(hidden, targets, moments, jnp.int32(first)))
     outputs.append(output)
     first += hidden.shape[0]
+  if mesh is not None and layout is not None:
+    moments = meshes.collect(moments, layout, mesh)
   return outputs, moments
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def _layer(model: CausalLanguageModel, layer: Params, hidden: jax.Array) -> jax.Array:
-  return model.layer(layer, hidden)
+@functools.partial(jax.jit, static_argnames=("model", "mesh"))
+def _layer(
+  model: CausalLanguageModel, layer: Params, hidden: jax.Array, mesh: Mesh | None
+) -> jax.Array:
+  return meshes.call(model.layer, mesh, layer, hidden, sharing=meshes.EVALUATION)
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="hidden")
-def _advance(model: CausalLanguageModel, layer: Params, hidden: jax.Array) -> jax.Array:
-  return jax.lax.map(lambda row: model.layer(layer, row[None])[0], hidden)
+@functools.partial(jax.jit, static_argnames=("model", "mesh"), donate_argnames="hidden")
+def _advance(
+  model: CausalLanguageModel,
+  layer: Params,
+  hidden: jax.Array,
+  mesh: Mesh | None = None,
+) -> jax.Array:
+  def run(layer: Params, hidden: jax.Array) -> jax.Array:
+    return jax.lax.map(lambda row: model.layer(layer, row[None])[0], hidden)
+
+  return meshes.call(run, mesh, layer, hidden)
 
 
-def advance(model: CausalLanguageModel, layer: Params, stream: Stream) -> Stream:
+def advance(
+  model: CausalLanguageModel,
+  layer: Params,
+  stream: Stream,
+  mesh: Mesh | None = None,
+) -> Stream:
   """Carries a stream through one layer; the stream's buffers are donated."""
-  return [execution.finish(_advance(model, layer, hidden)) for hidden in stream]
+  layer = meshes.place_rows(layer, mesh)
+  return [execution.finish(_advance(model, layer, hidden, mesh)) for hidden in stream]
 
 
 def check_finite(stream: Stream, place: str) -> None:
@@ -177,24 +264,31 @@ def copy(stream: Stream) -> Stream:
 
 
 def final_hiddens(
-  model: CausalLanguageModel, params: Params, windows: Sequence[jax.Array]
+  model: CausalLanguageModel,
+  params: Params,
+  windows: Sequence[jax.Array],
+  mesh: Mesh | None = None,
 ) -> Stream:
   """Runs windows through all layers, reading each layer once for all of them.
 
   Args:
     model: The model.
     params: Its params, float or quantized, possibly on disk.
-    windows: int32 `[B, T]` each.
+    windows: int32 `[B, T]` each; on a mesh one window for each device along `data`.
+    mesh: Where windows lie, if on several devices; params are put there.
 
   Returns:
     Hidden states `[B, T, d]` leaving the last layer, one array a window; a window's
     bits do not depend on the others.
   """
-  outer = outer_params(params)
-  hidden = [execution.finish(_embed(model, outer, tokens)) for tokens in windows]
+  outer = meshes.place_rows(outer_params(params), mesh)
+  hidden = [
+    execution.finish(_embed(model, outer, tokens, mesh, meshes.EVALUATION))
+    for tokens in windows
+  ]
   for index in range(model.num_layers):
-    layer = params[model.layer_name(index)]
-    hidden = [execution.finish(_layer(model, layer, states)) for states in hidden]
+    layer = meshes.place_rows(params[model.layer_name(index)], mesh)
+    hidden = [execution.finish(_layer(model, layer, states, mesh)) for states in hidden]
   return hidden
 
 

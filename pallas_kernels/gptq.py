@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax import gptq, mxfp4
+from mxjax import float_bits, gptq, mxfp4
 from mxjax.pallas_kernels import codec, lowering
 from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.precision import HIGHEST
@@ -137,7 +137,7 @@ def _reconstruct(
   wide = codes.astype(jnp.int32)
   sign = jnp.where(wide >= 8, -1.0, 1.0).astype(weight.dtype)
   elements = sign * mxfp4.magnitude(wide & 7).astype(weight.dtype)
-  scale = mxfp4.power_of_two(exponent).astype(weight.dtype)
+  scale = float_bits.power_of_two(exponent).astype(weight.dtype)
   return gptq.Reconstruction(codes, exponent, elements * scale[:, None, :])
 
 

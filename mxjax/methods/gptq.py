@@ -11,11 +11,14 @@ refused. Unlike the original, dead inputs are not zeroed: damping handles them.
 """
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax
+from jax.sharding import Mesh
 
 from mxjax import execution, gptq, mxfp4
+from mxjax import mesh as meshes
 from mxjax.input_maps import InputMap
 from mxjax.linear_inputs import LinearInputs
 from mxjax.pallas_kernels import gptq as gptq_kernel
@@ -71,11 +74,40 @@ def reconstruct(
       inputs, damping * gptq.DAMPING_GROWTH ** (gptq.DAMPING_TRIES - 1)
     )
   inputs.record["damping"] = used
+  if inputs.mesh is None:
+    return _solve(weight, factor.upper, columns, inputs.rules, scales)
+  others = meshes.replicate((factor.upper, columns), inputs.mesh)
+  weight = meshes.replicate(weight, inputs.mesh)
+  result = _solve_by_rows(weight, *others, inputs.rules, scales, inputs.mesh)
+  return meshes.to_lead(execution.finish(result), inputs.mesh)
+
+
+def _solve(
+  weight: jax.Array,
+  upper: jax.Array,
+  columns: jax.Array | None,
+  rules: mxfp4.Rules,
+  scales: gptq.ScaleSource,
+) -> gptq.Reconstruction:
+  """Codes of each output row, which depend on that row alone."""
   if columns is not None:
-    return gptq.reconstruct_ordered(weight, factor.upper, columns, inputs.rules)
+    return gptq.reconstruct_ordered(weight, upper, columns, rules)
   if scales != "fresh":
-    return gptq.reconstruct(weight, factor.upper, inputs.rules, scales=scales)
-  return gptq_kernel.reconstruct(weight, factor.upper, inputs.rules)
+    return gptq.reconstruct(weight, upper, rules, scales=scales)
+  return gptq_kernel.reconstruct(weight, upper, rules)
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "scales", "mesh"))
+def _solve_by_rows(
+  weight: jax.Array,
+  upper: jax.Array,
+  columns: jax.Array | None,
+  rules: mxfp4.Rules,
+  scales: gptq.ScaleSource,
+  mesh: Mesh,
+) -> gptq.Reconstruction:
+  solve = functools.partial(_solve, rules=rules, scales=scales)
+  return meshes.by_row(solve, mesh, weight, upper, columns)
 
 
 @jax.jit

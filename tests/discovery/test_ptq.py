@@ -21,7 +21,7 @@ from mxjax.discovery.program import admit
 from mxjax.discovery.task import Call, ContractError, Status
 from mxjax.evaluation.perplexity import perplexity
 
-OPTIONS = {"model": "random:0", "calibration": [4, 32], "windows": [2, 32]}
+OPTIONS = {"model": "random:0", "calibration": [8, 32], "windows": [2, 32]}
 INTERFACE = ptq_interface.INTERFACE
 SOURCE = INTERFACE.default_source()
 SPECS = {spec["name"]: spec for spec in INTERFACE.to_list()}

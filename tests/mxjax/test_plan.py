@@ -97,3 +97,14 @@ def test_a_width_that_no_block_divides_is_refused(tiny_config):
 
   with pytest.raises(ValueError, match="multiple of 32, got 80"):
     plan.plan(dataclasses.replace(tiny_config, intermediate_size=80))
+
+
+def test_devices_share_streams_and_taps_but_not_the_solve():
+  config = CONFIGS["Qwen3-32B"]
+  alone, on_eight = (plan.plan(config, data=n) for n in (1, 8))
+  assert alone == plan.plan(config)
+  for stage in ("calibration", "quantization", "attention recovery", "mlp recovery"):
+    assert on_eight.memory[stage] < alone.memory[stage]
+  widest = max(config.hidden_size, config.intermediate_size)
+  assert on_eight.memory["quantization"] > 3 * 4 * widest**2
+  assert on_eight.memory["saving"] == alone.memory["saving"]

@@ -1,0 +1,122 @@
+"""The paper's discovery studies, in the synthetic world or with the real evaluator.
+
+  python benchmarks/discovery_studies.py world [STUDY ...] [--out DIR] [--seeds N ...]
+  python benchmarks/discovery_studies.py ptq   [STUDY ...] [--out DIR] [--seeds N ...]
+  python benchmarks/discovery_studies.py docs
+
+Does what `mxjax discover study` does for every named study (all by default) in one
+folder, and writes what was found to results/studies_world.json or studies_ptq.json.
+Killed at any point it goes on where it stood when given the same folder. `docs` puts
+the tables of both files into docs/studies.md.
+"""
+
+import argparse
+import datetime
+import json
+import pathlib
+import platform
+import re
+import sys
+import time
+
+import jax
+import scipy
+
+from mxjax.discovery import ptq_margins, study, study_cli, study_tables
+from mxjax.models import embedded
+
+HERE = pathlib.Path(__file__).parent
+DOCS = HERE.parent / "docs" / "studies.md"
+PTQ = {"calibration": [8, 64], "windows": [16, 128]}
+SEEDS = tuple(range(101, 109))
+TUNED = (1, 2, 3, 11, 12, 21, 22)
+
+
+def cpu():
+  lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+  return next(line.split(": ")[1] for line in lines if "model name" in line)
+
+
+def task(world, folder):
+  if world == "world":
+    return {"task": "world"}
+  if (begun := study_cli.begun_task(folder)) is not None:
+    return begun
+  models = {
+    "model": str(embedded.trained_folder("llama")),
+    "holdout": str(embedded.trained_folder("qwen3")),
+  }
+  return dict(ptq_margins.calibrated({"task": "ptq", **models, **PTQ}))
+
+
+def conduct(options):
+  folder = pathlib.Path(options.out)
+  made = study.StudyOptions(
+    task=task(options.world, folder),
+    seeds=tuple(options.seeds),
+    tuning_seeds=TUNED,
+    budget=options.budget,
+  )
+  held = study.Folder(folder, made)
+  result = HERE / "results" / f"studies_{options.world}.json"
+  written = json.loads(result.read_text()) if result.exists() else {}
+  if written.get("frozen", {}).get("hash") != held.frozen["hash"]:
+    written = {"frozen": held.frozen, "studies": {}}
+  for name in options.studies or study.STUDIES:
+    start = time.perf_counter()
+    found = study.conduct(held, name, lambda line: print(line, flush=True))
+    written["studies"][name] = {
+      "command": f"python benchmarks/discovery_studies.py {options.world} {name} "
+      f"--seeds {' '.join(map(str, made.seeds))} --budget {made.budget}",
+      "date": datetime.date.today().isoformat(),
+      "cpu": cpu(),
+      "versions": {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "scipy": scipy.__version__,
+      },
+      "seconds_of_this_call": round(time.perf_counter() - start),
+      "results": found,
+    }
+    # One line a run keeps the file readable and its differences small.
+    text = re.sub(r"\n {5,}", " ", json.dumps(written, indent=1))
+    result.write_text(text + "\n")
+  held.close()
+
+
+def docs():
+  text = DOCS.read_text()
+  for world in ("world", "ptq"):
+    path = HERE / "results" / f"studies_{world}.json"
+    studies = json.loads(path.read_text())["studies"] if path.exists() else {}
+    for name in study.STUDIES:
+      mark = f"<!-- {world} {name} -->"
+      if mark not in text:
+        continue
+      body = "Not run."
+      if name in studies:
+        made = study_tables.tables(studies[name]["results"])
+        told = f"`{studies[name]['command']}`, {studies[name]['date']}, {path.name}."
+        body = "\n\n".join([told, *(table.markdown() for table in made)])
+      before, rest = text.split(mark, 1)
+      after = rest.split("<!-- end -->", 1)[1]
+      text = f"{before}{mark}\n\n{body}\n\n<!-- end -->{after}"
+  DOCS.write_text(text)
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("world", choices=("world", "ptq", "docs"))
+  parser.add_argument("studies", nargs="*")
+  parser.add_argument("--out", default=None)
+  parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+  parser.add_argument("--budget", type=int, default=240)
+  options = parser.parse_args()
+  if options.world == "docs":
+    return docs()
+  options.out = options.out or f"runs/studies_{options.world}"
+  conduct(options)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

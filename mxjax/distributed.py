@@ -1,0 +1,185 @@
+"""One job on several processes: `jax.distributed`, and what ends when one is lost.
+
+Every process runs the same program on the same inputs; the devices of all of them make
+up one mesh. Each solves what is not shared out for itself, and `check_same` compares
+the results. Only process 0 writes.
+
+Where process 0 dies, JAX aborts the others from C++, which no Python code outlives.
+A command therefore runs its work in a child, and `supervise` says what happened.
+"""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+LOST = 3
+"""Exit code of a process whose job has lost another."""
+_PIPE = "MXJAX_SUPERVISOR_PIPE"
+"""The environment variable that tells a child where it hears of its parent's end."""
+_SIGNS = ("gloo", "nccl", "coordination service", "heartbeat", "connection closed")
+LOST_MESSAGE = (
+  "another process of this job was lost or has ended, so this one cannot go on; find "
+  "out why in its output, then start all processes again with --resume: finished "
+  "layers are on disk"
+)
+
+
+def supervise(command: Sequence[str]) -> int:
+  """Runs a command in a child and waits; says so where it was aborted.
+
+  SIGINT and SIGTERM are passed on. The child ends when this process does.
+
+  Returns:
+    The child's exit code; `LOST` where it was aborted.
+  """
+  reading, writing = os.pipe()
+  # The child finds what this process finds, wherever it was started.
+  path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+  environment = {**os.environ, _PIPE: str(reading), "PYTHONPATH": path}
+  child = subprocess.Popen(command, env=environment, pass_fds=(reading,))
+  os.close(reading)
+
+  def forward(number: int, frame: FrameType | None) -> None:
+    del frame
+    child.send_signal(number)
+
+  before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+  try:
+    code = child.wait()
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+    os.close(writing)
+  if code == -signal.SIGABRT:
+    print(f"mxjax: {LOST_MESSAGE}", file=sys.stderr, flush=True)
+    return LOST
+  return code if code >= 0 else 128 - code
+
+
+def is_supervised() -> bool:
+  """Whether this process is the child of `supervise`."""
+  return _PIPE in os.environ
+
+
+def _end_with_parent() -> None:
+  # Reading returns when the parent's end is closed, however the parent died.
+  os.read(int(os.environ[_PIPE]), 1)
+  os._exit(128 + signal.SIGKILL)
+
+
+def connect(
+  coordinator: str | None = None,
+  processes: int | None = None,
+  process: int | None = None,
+) -> None:
+  """Joins the job; call it before anything else of JAX.
+
+  Args:
+    coordinator: `host:port` of process 0; what is None is taken from the cluster's
+      environment (Slurm, Kubernetes, Open MPI and others that JAX knows).
+    processes: How many there are.
+    process: Which one this is.
+
+  Raises:
+    ValueError: Not all was given, and the environment does not say it.
+  """
+  if is_supervised():
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+  try:
+    jax.distributed.initialize(coordinator, processes, process)
+  except (RuntimeError, ValueError) as error:
+    raise ValueError(
+      f"distributed: expected to join {processes or 'the'} processes at "
+      f"{coordinator or 'the coordinator of the cluster'}, got: {error}; pass "
+      "--coordinator HOST:PORT, --processes N and --process I on every one."
+    ) from error
+
+
+def is_leader() -> bool:
+  """Whether this process is the one that writes."""
+  return jax.process_index() == 0
+
+
+def _spans_processes(mesh: Mesh | None) -> bool:
+  return mesh is not None and len({d.process_index for d in mesh.devices.flat}) > 1
+
+
+def _gathered(value: np.ndarray) -> np.ndarray:
+  """The values of all processes, stacked."""
+  from jax.experimental import multihost_utils
+
+  # Uncommitted inputs of its own: 32-bit types are enough for all of them.
+  with jax.enable_x64(False):
+    return np.asarray(multihost_utils.process_allgather(value))
+
+
+def any_of(flag: bool, mesh: Mesh | None) -> bool:
+  """Whether the flag is set in any process of a mesh; all of them must ask."""
+  if not _spans_processes(mesh):
+    return flag
+  return bool(_gathered(np.asarray(flag, np.int32)).any())
+
+
+def from_leader(number: int) -> int:
+  """Process 0's value of a number below 2^31; all processes must ask."""
+  if jax.process_count() == 1:
+    return number
+  return int(_gathered(np.asarray(number, np.int32))[0])
+
+
+def wait_for_all(mesh: Mesh | None) -> None:
+  """Returns when every process of a mesh has come here."""
+  any_of(False, mesh)
+
+
+def check_same(what: str, tree: Any, mesh: Mesh | None) -> None:
+  """Checks that all processes of a mesh hold the same.
+
+  Args:
+    what: For the message.
+    tree: A pytree of arrays, numbers and texts.
+    mesh: The mesh; within one process nothing is compared.
+
+  Raises:
+    ValueError: Some process differs.
+  """
+  if not _spans_processes(mesh):
+    return
+  digest = hashlib.sha256()
+  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    digest.update(jax.tree_util.keystr(path).encode())
+    is_array = isinstance(leaf, (jax.Array, np.ndarray))
+    data = np.ascontiguousarray(leaf).tobytes() if is_array else repr(leaf).encode()
+    digest.update(data)
+  mine = np.frombuffer(digest.digest(), np.uint8).astype(np.int32)
+  all_digests = _gathered(mine)
+  differing = [i for i, one in enumerate(all_digests) if (one != all_digests[0]).any()]
+  if differing:
+    raise ValueError(
+      f"distributed: expected the same {what} in every process, got others in "
+      f"{', '.join(map(str, differing))} than in process 0; start all processes with "
+      "the same arguments, files, versions and kind of machine."
+    )
+
+
+def lost_message(error: BaseException) -> str | None:
+  """The sentence for an error that another process's end caused, else None."""
+  text = str(error).lower()
+  return LOST_MESSAGE if any(sign in text for sign in _SIGNS) else None
+
+
+def leave(code: int) -> NoReturn:
+  """Ends this process without waiting for the others, who learn of it at once."""
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)

@@ -1,0 +1,57 @@
+"""Floats as integers: fields, magnitudes and powers of two taken from their bits."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+class FloatFormat(NamedTuple):
+  """Where the fields of an IEEE format lie: its integer type, mantissa and bias."""
+
+  integer: type
+  mantissa_bits: int
+  bias: int
+
+
+_FORMATS = {
+  np.dtype(np.float32): FloatFormat(np.int32, 23, 127),
+  np.dtype(np.float64): FloatFormat(np.int64, 52, 1023),
+}
+
+
+def float_format(x: jax.Array) -> FloatFormat:
+  """The format of a float32 or float64 array."""
+  return _FORMATS[np.dtype(x.dtype)]
+
+
+def bits(x: jax.Array) -> jax.Array:
+  """The bits of a float array, int32 or int64."""
+  return lax.bitcast_convert_type(x, float_format(x).integer)
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+  """The bits of |x|: integers in the order of the magnitudes."""
+  integer = float_format(x).integer
+  return bits(x) & integer(np.iinfo(integer).max)
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+  """The float32 2^exponent from its bits; NaN for the not-finite mark 128.
+
+  2^-127 is subnormal, and a backend may flush a product with it to zero: values
+  below 2^-124 then vanish in arithmetic, never in a payload (`decode` is exact).
+
+  Args:
+    exponent: int32, any shape, in [-127, 128].
+
+  Returns:
+    float32, same shape.
+  """
+  field = (exponent.astype(jnp.int32) + 127) << 23
+  subnormal = jnp.where(exponent == -127, jnp.int32(1 << 22), field)
+  return lax.bitcast_convert_type(
+    jnp.where(exponent > 127, jnp.int32(0x7FC00000), subnormal), jnp.float32
+  )
