@@ -170,6 +170,34 @@ def compare(name, own, theirs):
   }
 
 
+def table(result):
+  """The table of docs/export.md."""
+  head = ["model", "export", "linears equal bit for bit", "compared", "ours", "theirs"]
+  head += ["relative difference"]
+  keys = {
+    "weight_only": ("weights alone", "weight_only", "perplexity_weight_only"),
+    "activations_rounded": (
+      "activations as compressed-tensors rounds them",
+      "activations_as_compressed_tensors",
+      "perplexity_as_loaded",
+    ),
+    "effective_weights": ("effective weights", "effective_weights", "perplexity"),
+  }
+  lines = []
+  for model, found in result.items():
+    for name, row in found["exports"].items():
+      theirs = row["theirs"]
+      equal = "-"
+      if "linears" in theirs:
+        equal = theirs["linears"] - len(theirs["library_bits_unequal"])
+        equal = f"{equal} of {theirs['expected_linears']}"
+      for key, difference in row["relative_difference"].items():
+        label, mine, other = keys[key]
+        values = [f"{row['ours'][mine]:.4f}", f"{theirs[other]:.4f}"]
+        lines.append([model, name, equal, label, *values, f"{difference:+.0e}"])
+  return provenance.markdown(head, lines)
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--consumer", required=True, help="python with torch")
@@ -193,6 +221,7 @@ def main():
       "exports": {**result.get(name, {}).get("exports", {}), **rows},
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(table(result))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ with tempfile.TemporaryDirectory() as scratch:
   store = layer_store.LayerStore(pathlib.Path(scratch)) if on_disk else None
   result = pipeline.quantize_with_record(
     params, Calibration(model, tokens), methods.get("hires"),
-    store=store, chunk=chunk, check=False,
+    into=store, chunk=chunk, check=False,
   )
 print(json.dumps(result.record.clock.peak_bytes))
 """

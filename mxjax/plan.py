@@ -25,7 +25,8 @@ BLOCK_BYTES = MAP_BYTES + GRAM_BYTES + CROSS_BYTES
 """10,304: the matrices that HiRes keeps for one input block."""
 PROCESS_BYTES = 900 * 2**20
 """Python, JAX and compiled programs of a HiRes run on CPU, rounded up: a process that
-quantized one tiny layer peaked at 0.84 GB (benchmarks/results/plan_memory.json)."""
+quantized one layer of width 128 on 64 tokens (`benchmarks/plan_memory.py --layers 1
+--width 128 --sequences 1 --length 64`) peaked at 0.84 GB."""
 RECOVERY_FITS = 2
 """Streams of hidden states beside the float one: attention and MLP."""
 
