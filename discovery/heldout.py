@@ -66,6 +66,8 @@ def score_closed(
   events = read_events(folder)
   if events[-1]["event"] != "closed":
     raise ValueError(f"heldout: {folder} is not closed; resume it first.")
+  if len(unsealed(folder)) == sum(event["event"] == "mark" for event in events):
+    return
   store = Store(sealed_folder(folder))
   lab = Laboratory(holdout, bench, store, archive=archive)
   _score_marks(lab, store, folder, events, 0)

@@ -76,19 +76,19 @@ def _signed_rank_interval(pairs: np.ndarray) -> tuple[float, float, float]:
   """Low, high and coverage of the interval between two Walsh averages.
 
   Leaving out the k smallest and k largest averages misses the center with twice the
-  probability that the signed-rank sum is below k.
+  probability that the signed-rank sum is at most k.
   """
   n = len(pairs)
   signs = np.array(list(itertools.product((0, 1), repeat=n)))
   sums = signs @ np.arange(1, n + 1)
-  below = lambda k: float((sums < k).mean())
-  left_out = max(k for k in range(n * n) if 2 * below(k) <= 1 - CONFIDENCE or k == 0)
+  missed = lambda k: 2 * float((sums <= k).mean())
+  left_out = max(k for k in range(n * n) if missed(k) <= 1 - CONFIDENCE or k == 0)
   rows, columns = np.triu_indices(n)
   walsh = np.sort((pairs[rows] + pairs[columns]) / 2)
   return (
     float(walsh[left_out]),
     float(walsh[-1 - left_out]),
-    1 - 2 * below(left_out),
+    1 - missed(left_out),
   )
 
 

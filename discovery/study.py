@@ -155,7 +155,9 @@ class Folder:
     kept = path / "frozen.json"
     if kept.exists():
       before = json.loads(kept.read_text())
-      changed = sorted(k for k in before if before[k] != self.frozen.get(k))
+      changed = [
+        key for key in before if key != "hash" and before[key] != self.frozen.get(key)
+      ]
       if changed:
         raise ValueError(
           f"study: {path} was frozen with other {', '.join(changed)}; use a new folder."

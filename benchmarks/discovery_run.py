@@ -1,0 +1,119 @@
+"""A complete search with the real evaluator: run, run again, killed and resumed.
+
+  python benchmarks/discovery_run.py [--out DIR] [--only first second killed]
+
+Quantizes the small trained Llama-family model 240 times, with the Qwen3-family model
+held out, from the RTN program with the embedded proposer, behind the strict jail. The
+third run is killed with SIGKILL after 10, 60 and 150 paid calls and resumed. Folders
+that are begun are resumed. Writes results/discovery_run.json: the ledger, the visible
+and the held-out curve, and the SHA-256 of every trajectory.
+"""
+
+import argparse
+import collections
+import datetime
+import hashlib
+import json
+import pathlib
+import platform
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+
+from mxjax.discovery import heldout, store
+from mxjax.models import embedded
+
+RESULT = pathlib.Path(__file__).parent / "results" / "discovery_run.json"
+OPTIONS = {"calibration": [8, 64], "windows": [16, 128]}
+KILLS = (10, 60, 150)
+CLI = [sys.executable, "-m", "mxjax.discovery.cli", "discover"]
+
+
+def paid(folder):
+  return len(list(folder.glob("outcomes/*.json")))
+
+
+def start(folder):
+  if (folder / "run.json").exists():
+    return [*CLI, "resume", str(folder)]
+  models = [
+    *("--model", str(embedded.trained_folder("llama"))),
+    *("--holdout-model", str(embedded.trained_folder("qwen3"))),
+  ]
+  options = ["--task-options", json.dumps(OPTIONS)]
+  return [*CLI, "run", "--task", "ptq", *models, *options, "--out", str(folder)]
+
+
+def is_closed(folder):
+  log = folder / "log.jsonl"
+  return log.exists() and store.read_events(folder)[-1]["event"] == "closed"
+
+
+def complete(folder, kills=()):
+  """Runs a folder to its end; returns seconds and the counts at which it was killed."""
+  begin, killed = time.perf_counter(), []
+  for count in kills:
+    if paid(folder) >= count:
+      continue
+    process = subprocess.Popen(start(folder))
+    while paid(folder) < count and process.poll() is None:
+      time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    killed.append(paid(folder))
+  if not is_closed(folder) or not heldout.unsealed(folder):
+    subprocess.run(start(folder), check=True)
+  return round(time.perf_counter() - begin), killed
+
+
+def summary(folder, seconds, killed):
+  events = store.read_events(folder)
+  of = lambda name: [e for e in events if e["event"] == name]
+  return {
+    "log_sha256": hashlib.sha256((folder / "log.jsonl").read_bytes()).hexdigest(),
+    "seconds_of_this_call": seconds,
+    "killed_after_outcomes": killed,
+    "ledger": events[-1]["ledger"],
+    "closed": events[-1]["reason"],
+    "evaluator": events[0]["evaluator"],
+    "proposer": events[0]["proposer"],
+    "visible": [[e["call"], e["value"]] for e in of("mark")],
+    "heldout": [[e["call"], e["value"]] for e in heldout.unsealed(folder)],
+    "verdicts": collections.Counter(e["verdict"] for e in of("verdict")),
+    "explicit": sum(bool(e["excluded"]) for e in of("verdict")),
+    "responses_implemented": [
+      sum(e["implemented"] for e in of("check")),
+      len(of("check")),
+    ],
+    "closures": sum(e["status"] == "closed" for e in of("residual")),
+  }
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--out", default="runs/discovery_run")
+  parser.add_argument("--only", nargs="+", default=["first", "second", "killed"])
+  options = parser.parse_args()
+  result = json.loads(RESULT.read_text()) if RESULT.exists() else {"runs": {}}
+  for name in options.only:
+    folder = pathlib.Path(options.out) / name
+    seconds, killed = complete(folder, KILLS if name == "killed" else ())
+    result["runs"][name] = summary(folder, seconds, killed)
+    hashes = {run["log_sha256"] for run in result["runs"].values()}
+    result |= {
+      "command": "python benchmarks/discovery_run.py",
+      "date": datetime.date.today().isoformat(),
+      "machine": platform.machine(),
+      "python": platform.python_version(),
+      "jax": jax.__version__,
+      **OPTIONS,
+      "same_trajectory": len(hashes) == 1,
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,79 @@
+"""Every edit card of the PTQ task, executed end to end on the initial program.
+
+  python benchmarks/edit_cards.py
+
+Admits, traces, gates and runs the first parameters of all cards on the small trained
+Llama-family model, and writes results/edit_cards.json: status and observables of each,
+beside the initial program's and the registered margins.
+"""
+
+import datetime
+import json
+import pathlib
+import platform
+
+import jax
+
+from mxjax.discovery import ptq, ptq_cards, ptq_margins
+from mxjax.discovery.local_bench import LocalBench
+from mxjax.discovery.program import admit
+from mxjax.discovery.task import Call
+from mxjax.models import embedded
+
+RESULT = pathlib.Path(__file__).parent / "results" / "edit_cards.json"
+SHOWN = ("log_ppl", "operator_error", "activation_error", "weight_error")
+
+
+def measure(task, bench, source):
+  program = admit(source, task.interface)
+  traced = bench.trace(source)
+  if not traced.computation:
+    return {"status": traced.status, "detail": traced.detail}
+  active = {h.name for h in task.interface.hooks if h.is_active(program.plan)}
+  hooks = {k: v for k, v in traced.computation.items() if k in active}
+  found = []
+  bench.run([Call(hooks, program.plan, {})], lambda *done: found.append(done))
+  _, outcome, seconds = found[0]
+  values = {name: round(outcome.values[name], 6) for name in SHOWN if outcome.values}
+  return {
+    "status": outcome.status,
+    "detail": outcome.detail,
+    "seconds": round(seconds, 1),
+    **values,
+  }
+
+
+def main():
+  options = ptq_margins.calibrated(
+    {
+      "model": str(embedded.trained_folder("llama")),
+      "calibration": [8, 64],
+      "windows": [16, 128],
+    }
+  )
+  task = ptq.PtqTask(**{k: v for k, v in options.items() if k != "task"})
+  bench, source = LocalBench(task), task.interface.default_source()
+  rows = {"(initial program)": measure(task, bench, source)}
+  for card in ptq_cards.CARDS:
+    params = dict(card.params[0])
+    row = measure(task, bench, card.edit(source, params))
+    kind = "useful" if card in ptq_cards.USEFUL else "decoy"
+    rows[card.label(params)] = {"kind": kind, **row}
+    print(card.label(params), row, flush=True)
+  result = {
+    "command": "python benchmarks/edit_cards.py",
+    "date": datetime.date.today().isoformat(),
+    "machine": platform.machine(),
+    "python": platform.python_version(),
+    "jax": jax.__version__,
+    "calibration": [8, 64],
+    "windows": [16, 128],
+    "ideal_log_ppl": round(task.ideal(), 6),
+    "margins": {name: task.margins[name] for name in SHOWN},
+    "cards": rows,
+  }
+  RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()
