@@ -10,15 +10,12 @@ The result file is rewritten after every row, and rows already in it are kept.
 
 import argparse
 import dataclasses
-import datetime
-import importlib.metadata
 import json
-import os
 import pathlib
-import platform
 import time
 
 import numpy as np
+import provenance
 
 from mxjax import execution, methods, models, pipeline, sizes
 from mxjax.calibration import Calibration
@@ -80,21 +77,6 @@ def balance_steps(record):
   )
 
 
-def machine():
-  """What this was measured on."""
-  lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-  cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
-  packages = ("jax", "jaxlib", "flax", "numpy")
-  return {
-    "cpu": cpu or platform.processor(),
-    "cores": os.cpu_count(),
-    "load_at_start": os.getloadavg()[0],
-    "python": platform.python_version(),
-    "versions": {name: importlib.metadata.version(name) for name in packages},
-    "date": datetime.date.today().isoformat(),
-  }
-
-
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--data", default="../shared/data")
@@ -122,7 +104,7 @@ def main():
   execution.keep_freed_memory()
   model, params = models.from_pretrained(None)
   for name in options.builds:
-    measured_on, start = machine(), time.perf_counter()
+    made, start = provenance.stamp(), time.perf_counter()
     built = pipeline.quantize_with_record(
       params,
       Calibration(model, calib),
@@ -136,7 +118,9 @@ def main():
     for row, quantized in variants(name, built.params).items():
       entry = {
         "command": f"{command} {name!r}",
-        "machine": measured_on,
+        "machine": made["machine"],
+        "versions": made["versions"],
+        "date": made["date"],
         "operator_error": error,
         "build_seconds": seconds,
         "stage_seconds": built.record.clock.seconds,

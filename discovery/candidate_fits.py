@@ -51,7 +51,7 @@ class HookMlpFit(MlpFit):
     gate_sums, by_cell = moments
     cells = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), by_cell)
     deviation = mlp_recovery.gate_deviation(gate_sums)
-    gram, target = mlp_recovery._normal_equations(cells, deviation)
+    gram, target = mlp_recovery.normal_equations(cells, deviation)
     if gram.shape[0] != MLP_CELLS:
       raise ValueError(f"ptq: expected {MLP_CELLS} cells, got {gram.shape[0]}.")
     stats = {"gram": gram[None], "target": target[None], "count": cells.count[None]}

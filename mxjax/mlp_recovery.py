@@ -5,7 +5,6 @@ Eq. jolt-aggregate (Appendix, Structural Recovery).
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -137,24 +136,35 @@ def cell_moments(
   columns = (slope * u, g * slope * u, product, error)
 
   # omega is one number for all tokens of a coordinate, so it comes after their sum.
-  @functools.cache
-  def total(i: int, j: int) -> jax.Array:
-    return jnp.einsum("hc,h->c", (columns[i] * columns[j]).sum(-1), weights)
-
-  gram = [[total(min(i, j), max(i, j)) for j in range(3)] for i in range(3)]
+  sums = {
+    (i, j): jnp.einsum("hc,h->c", (columns[i] * columns[j]).sum(-1), weights)
+    for i in range(4)
+    for j in range(i, 4)
+  }
+  gram = [[sums[min(i, j), max(i, j)] for j in range(3)] for i in range(3)]
   return CellMoments(
     count=jnp.full(g.shape[1], g[:, 0].size, jnp.float64),
     gram=jnp.stack([jnp.stack(row, -1) for row in gram], -2),
-    target=jnp.stack([total(i, 3) for i in range(3)], -1),
-    product_square=total(2, 2),
-    error_square=total(3, 3),
+    target=jnp.stack([sums[i, 3] for i in range(3)], -1),
+    product_square=sums[2, 2],
+    error_square=sums[3, 3],
   )
 
 
-def _normal_equations(
+def normal_equations(
   sums: CellMoments, deviation: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """G_c and z_c with the shift column scaled by sigma_g."""
+  """G_c and z_c of every cell with the shift column scaled by sigma_g.
+
+  Paper: Eq. jolt-cell-solve.
+
+  Args:
+    sums: Moments of the cells with the unscaled shift column.
+    deviation: sigma_g, float64 scalar.
+
+  Returns:
+    G_c `[cells, 3, 3]` and z_c `[cells, 3]`, float64, means over scalar pairs.
+  """
   one = jnp.ones_like(deviation)
   scale = jnp.stack([deviation, one, one])
   gram = sums.gram * scale[None, :, None] * scale[None, None, :]
@@ -180,7 +190,7 @@ def solve_cells(sums: CellMoments, deviation: jax.Array) -> jax.Array:
     theta_c, float64 `[cells, 3]`, in the order (alpha, beta, eta).
   """
   precision.require_float64("mlp_recovery.solve_cells", sums.gram, deviation)
-  gram, target = _normal_equations(sums, deviation)
+  gram, target = normal_equations(sums, deviation)
   ridge = (
     2.0**-8 * jnp.trace(gram, axis1=-2, axis2=-1) / 3.0
     + 2.0**-20 * sums.product_square / sums.count
@@ -232,7 +242,7 @@ def linearized_errors(
     Two float64 scalars relative to E[omega m^2], means over cells; the second is
     the first-order prediction, not a measurement of the corrected product.
   """
-  gram, target = _normal_equations(sums, deviation)
+  gram, target = normal_equations(sums, deviation)
   before = sums.error_square / sums.count
   change = jnp.einsum("i,cij,j->c", theta, gram, theta)
   after = before - 2.0 * jnp.einsum("ci,i->c", target, theta) + change
