@@ -17,12 +17,12 @@ import pathlib
 
 import numpy as np
 import provenance
+import trained
 
-from mxjax import models, mxfp4
+from mxjax import mxfp4
 from mxjax.contract import PAPER_CONTRACT, Contract
-from mxjax.evaluation import cli, datasets, study
+from mxjax.evaluation import cli, study
 from mxjax.methods import ablations
-from mxjax.models import embedded
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 RUNS = pathlib.Path("runs/baselines")
@@ -123,19 +123,7 @@ def gain_of(row):
 
 def rules(family, made):
   """RTN and HiRes with and without repairs, under every scale rule."""
-  folder = embedded.trained_folder(family)
-  model, params = models.from_pretrained(folder)
-  tokenizer = models.load_tokenizer(folder)
-  load = lambda split, shape: datasets.load_tokens(
-    None, tokenizer, count=shape[0], length=shape[1], split=split
-  )
-  subject = study.Subject(
-    model,
-    params,
-    {"passages": load("test", TEST)},
-    replicates=REPLICATES,
-    with_agreement=True,
-  )
+  subject, calibration = trained.subject(family, CALIBRATION, TEST, REPLICATES)
   programs = [program for _, program in ablations.STUDIES["controls"]]
   contracts = {
     f"[{rule}]": Contract(rules=mxfp4.Rules(scale_rule=rule)) for rule in RULES
@@ -143,7 +131,7 @@ def rules(family, made):
   assert contracts["[floor]"].hash == PAPER_CONTRACT.hash
   rows, _ = study.compare(
     subject,
-    load("calibration", CALIBRATION),
+    calibration,
     programs,
     folder=RUNS / f"rules-{family}",
     contracts=contracts,

@@ -10,9 +10,7 @@ and the held-out curve, and the SHA-256 of every trajectory.
 """
 
 import argparse
-import collections
 import datetime
-import hashlib
 import json
 import pathlib
 import platform
@@ -21,6 +19,7 @@ import subprocess
 import sys
 import time
 
+import discovery_log
 import jax
 
 from mxjax.discovery import heldout, store
@@ -70,25 +69,11 @@ def complete(folder, kills=()):
 
 
 def summary(folder, seconds, killed):
-  events = store.read_events(folder)
-  of = lambda name: [e for e in events if e["event"] == name]
   return {
-    "log_sha256": hashlib.sha256((folder / "log.jsonl").read_bytes()).hexdigest(),
+    **discovery_log.summary(folder),
+    "evaluator": store.read_events(folder)[0]["evaluator"],
     "seconds_of_this_call": seconds,
     "killed_after_outcomes": killed,
-    "ledger": events[-1]["ledger"],
-    "closed": events[-1]["reason"],
-    "evaluator": events[0]["evaluator"],
-    "proposer": events[0]["proposer"],
-    "visible": [[e["call"], e["value"]] for e in of("mark")],
-    "heldout": [[e["call"], e["value"]] for e in heldout.unsealed(folder)],
-    "verdicts": collections.Counter(e["verdict"] for e in of("verdict")),
-    "explicit": sum(bool(e["excluded"]) for e in of("verdict")),
-    "responses_implemented": [
-      sum(e["implemented"] for e in of("check")),
-      len(of("check")),
-    ],
-    "closures": sum(e["status"] == "closed" for e in of("residual")),
   }
 
 

@@ -7,13 +7,14 @@ whether the second run wrote the same bytes.
 
 import argparse
 import collections
-import hashlib
 import json
 import pathlib
 import tempfile
 import time
 
-from mxjax.discovery import heldout, runs, store, world
+import discovery_log
+
+from mxjax.discovery import runs, store, world
 
 RESULT = pathlib.Path(__file__).parent / "results" / "discovery_world.json"
 # What each explicit verdict says of the edit, in the words of the world's truth.
@@ -34,8 +35,7 @@ def run(folder: pathlib.Path, seed: int, holdout: str) -> tuple[str, float]:
   runs.write_options(folder, options)
   start = time.perf_counter()
   runs.run(folder)
-  digest = hashlib.sha256((folder / "log.jsonl").read_bytes()).hexdigest()
-  return digest, time.perf_counter() - start
+  return discovery_log.digest(folder), time.perf_counter() - start
 
 
 def judged(events: list, truth: dict) -> dict:
@@ -57,25 +57,11 @@ def main() -> None:
     first, second = pathlib.Path(scratch) / "first", pathlib.Path(scratch) / "second"
     digest, seconds = run(first, seed, "after")
     again, _ = run(second, seed, "off")
-    events = store.read_events(first)
-    of = lambda name: [e for e in events if e["event"] == name]
     result = {
       "command": f"python benchmarks/discovery_world.py --seed {seed}",
-      "proposer": events[0]["proposer"],
       "sandbox": "off",
-      "ledger": events[-1]["ledger"],
-      "closed": events[-1]["reason"],
-      "visible": [[e["call"], e["value"]] for e in of("mark")],
-      "heldout": [[e["call"], e["value"]] for e in heldout.unsealed(first)],
-      "verdicts": collections.Counter(e["verdict"] for e in of("verdict")),
-      "explicit": sum(bool(e["excluded"]) for e in of("verdict")),
-      "responses_implemented": [
-        sum(e["implemented"] for e in of("check")),
-        len(of("check")),
-      ],
-      "closures": sum(e["status"] == "closed" for e in of("residual")),
-      "against_the_truth": judged(events, world.World(seed).truth),
-      "log_sha256": digest,
+      **discovery_log.summary(first),
+      "against_the_truth": judged(store.read_events(first), world.World(seed).truth),
       "second_run_same_bytes": digest == again,
       "seconds_first_run_with_heldout": round(seconds, 1),
     }

@@ -14,9 +14,10 @@ import pathlib
 import sys
 
 import provenance
+import trained
 
-from mxjax.evaluation import datasets, study
-from mxjax.models import embedded, families, from_pretrained, load_tokenizer
+from mxjax.evaluation import study
+from mxjax.models import embedded, families
 
 RESULT = pathlib.Path(__file__).parent / "results" / "families.json"
 CALIBRATION, TEST = (8, 256), (32, 256)
@@ -26,19 +27,8 @@ REPLICATES = 3
 
 def measure(family):
   folder = embedded.trained_folder(family)
-  model, params = from_pretrained(folder)
-  tokenizer = load_tokenizer(folder)
-  load = lambda split, shape: datasets.load_tokens(
-    None, tokenizer, count=shape[0], length=shape[1], split=split
-  )
-  subject = study.Subject(
-    model,
-    params,
-    {"passages": load("test", TEST)},
-    replicates=REPLICATES,
-    with_agreement=True,
-  )
-  rows, _ = study.compare(subject, load("calibration", CALIBRATION), METHODS)
+  subject, calibration = trained.subject(family, CALIBRATION, TEST, REPLICATES)
+  rows, _ = study.compare(subject, calibration, METHODS)
   training = json.loads((folder / "training.json").read_text())
   result = {
     "parameters": training["parameters"],
