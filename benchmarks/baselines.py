@@ -1,11 +1,13 @@
 """Every method and every ablation study on the small trained models.
 
   python benchmarks/baselines.py compare llama
+  python benchmarks/baselines.py checks llama
   python benchmarks/baselines.py ablate llama
   python benchmarks/baselines.py rules llama
   python benchmarks/baselines.py smollm2 [--data ../shared/data] [--methods NAMES]
 
 `compare` and `ablate` are the product's own commands, called as a person would;
+`checks` compares variants of those methods whose rank differs from the paper's;
 `rules` runs the controls under each scale rule, to see how much of what recovery
 repairs is the floor rule's shrinkage of block maxima. `smollm2` runs the methods on the
 fixed token ids of DATA: 8 x 2048 calibration tokens of C4, 8 windows of WikiText-2 and
@@ -34,6 +36,11 @@ CALIBRATION, TEST = (16, 256), (16, 256)
 REPLICATES = 3
 SEEDS = "0,3,5"
 RULES = ("floor", "even", "rceil")
+CHECKS = (
+  *("rtn+rceil", "focus", "focus:batch=4:epochs=8"),
+  *("gptq", "spinquant:steps=0", "spinquant", "torq", "mr-gptq"),
+  *("brq", "wush", "wush+r", "hires"),
+)
 SMOLLM2 = (
   *("rtn", "gptq", "brq", "hires", "wush", "mr-gptq", "torq", "focus", "wush+r"),
   *("batquant:tokens=256:steps=40", "spinquant:batch=1:steps=10"),
@@ -80,10 +87,10 @@ def write(name, result, text):
   print(text, flush=True)
 
 
-def compare(family, made):
-  """All methods from one calibration."""
+def compare(family, made, what="compare", methods="all"):
+  """Methods from one calibration; rows of one family are computed once."""
   out = RUNS / f"compare-{family}"
-  measured = ["--methods", "all", "--operator-error", "--agreement"]
+  measured = ["--methods", methods, "--operator-error", "--agreement"]
   said = call("compare", *options_of(f"models/trained/{family}", out), *measured)
   rows = json.loads((out / "result.json").read_text())
   (exact,) = next(r["float_perplexity"] for r in rows if "error" not in r).values()
@@ -104,7 +111,12 @@ def compare(family, made):
     )
   head = ["method", "perplexity", "operator error", "KL, nats", "flips", "build, s"]
   result = {**made, "mxjax": said, "rows": [slim(row) for row in rows]}
-  write(f"compare_{family}", result, provenance.markdown(head, lines))
+  write(f"{what}_{family}", result, provenance.markdown(head, lines))
+
+
+def checks(family, made):
+  """Variants that tell why a rank differs."""
+  compare(family, made, "checks", ",".join(CHECKS))
 
 
 def ablate(family, made):
@@ -212,9 +224,12 @@ def smollm2(options, made):
   write("compare_smollm2", result, provenance.markdown(head, lines))
 
 
+COMMANDS = {"compare": compare, "checks": checks, "ablate": ablate, "rules": rules}
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("what", choices=("compare", "ablate", "rules", "smollm2"))
+  parser.add_argument("what", choices=(*COMMANDS, "smollm2"))
   parser.add_argument("families", nargs="*", metavar="FAMILY")
   parser.add_argument("--data", default="../shared/data")
   parser.add_argument("--methods", help="of smollm2, with commas between")
@@ -223,7 +238,7 @@ def main():
   if options.what == "smollm2":
     smollm2(options, made)
   for family in options.families:
-    {"compare": compare, "ablate": ablate, "rules": rules}[options.what](family, made)
+    COMMANDS[options.what](family, made)
 
 
 if __name__ == "__main__":
