@@ -75,9 +75,12 @@ def probe(code):
   return GOOD + "import os, sys\n" + code
 
 
-SOLVES = HEADER + """def geometry(x):
+SOLVES = (
+  HEADER
+  + """def geometry(x):
   return x + jnp.linalg.solve(2.0 * jnp.eye(2), jnp.ones(2)).sum()
 """
+)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/ns/user"), reason="no namespaces")
