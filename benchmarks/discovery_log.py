@@ -11,6 +11,23 @@ def digest(folder):
   return hashlib.sha256((folder / "log.jsonl").read_bytes()).hexdigest()
 
 
+def lineage(events):
+  """Label and measured value from the initial program to the champion."""
+  # A program may be proposed again: the first time counts.
+  programs = {e["program"]: e for e in events[::-1] if e["event"] == "program"}
+  labels = {
+    e["packet"]["program"]: e.get("label", "the initial program")
+    for e in events[::-1]
+    if e["event"] == "packet"
+  }
+  at = [e for e in events if e["event"] == "program"][-1]["champion"]
+  chain = []
+  while at:
+    chain.append([labels[at], programs[at]["value"]])
+    at = programs[at]["parent"]
+  return chain[::-1]
+
+
 def summary(folder):
   """Ledger, curves, verdicts and responses of a closed run."""
   events = store.read_events(folder)
@@ -20,6 +37,7 @@ def summary(folder):
     "ledger": events[-1]["ledger"],
     "closed": events[-1]["reason"],
     "proposer": events[0]["proposer"],
+    "lineage": lineage(events),
     "visible": [[e["call"], e["value"]] for e in of("mark")],
     "heldout": [[e["call"], e["value"]] for e in heldout.unsealed(folder)],
     "verdicts": collections.Counter(e["verdict"] for e in of("verdict")),

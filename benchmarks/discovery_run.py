@@ -5,8 +5,8 @@
 Quantizes the small trained Llama-family model 240 times, with the Qwen3-family model
 held out, from the RTN program with the embedded proposer, behind the strict jail. The
 third run is killed with SIGKILL after 10, 60 and 150 paid calls and resumed. Folders
-that are begun are resumed. Writes results/discovery_run.json: the ledger, the visible
-and the held-out curve, and the SHA-256 of every trajectory.
+that are begun are resumed. Writes results/discovery_run.json (the ledger, the lineage, the
+visible and the held-out curve, and the SHA-256 of every trajectory) and a table of it.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import time
 
 import discovery_log
 import jax
+import provenance
 
 from mxjax.discovery import heldout, store
 from mxjax.models import embedded
@@ -77,6 +78,28 @@ def summary(folder, seconds, killed):
   }
 
 
+def table(result):
+  """One line a run."""
+  lines = []
+  for name, run in result["runs"].items():
+    ledger, curves = run["ledger"], (run["visible"], run["heldout"])
+    calls = f"{ledger['candidate']} + {ledger['control']} + {ledger['probe']}"
+    lines.append(
+      [
+        name,
+        f"{calls} = {ledger['total']}",
+        f"{ledger['reused']}",
+        f"{ledger['proposer']['calls']}",
+        *(f"{curve[0][1]:.4f} to {curve[-1][1]:.4f}" for curve in curves),
+        ", ".join(map(str, run["killed_after_outcomes"])) or "-",
+        f"`{run['log_sha256'][:12]}`",
+      ]
+    )
+  head = ["run", "candidates + controls + probes", "reused", "proposals"]
+  head += ["visible log perplexity", "held out", "killed after", "log"]
+  return provenance.markdown(head, lines)
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--out", default="runs/discovery_run")
@@ -98,6 +121,7 @@ def main():
       "same_trajectory": len(hashes) == 1,
     }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    RESULT.with_suffix(".md").write_text(table(result))
 
 
 if __name__ == "__main__":

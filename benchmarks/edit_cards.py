@@ -3,8 +3,8 @@
   python benchmarks/edit_cards.py
 
 Admits, traces, gates and runs the first parameters of all cards on the small trained
-Llama-family model, and writes results/edit_cards.json: status and observables of each,
-beside the initial program's and the registered margins.
+Llama-family model, and writes results/edit_cards.json (status and observables of each,
+beside the initial program's and the registered margins) and a table of it.
 """
 
 import datetime
@@ -13,6 +13,7 @@ import pathlib
 import platform
 
 import jax
+import provenance
 
 from mxjax.discovery import ptq, ptq_cards, ptq_margins
 from mxjax.discovery.local_bench import LocalBench
@@ -41,6 +42,23 @@ def measure(task, bench, source):
     "seconds": round(seconds, 1),
     **values,
   }
+
+
+def table(result):
+  """One line a card."""
+  lines = [
+    [
+      f"`{label}`",
+      row.get("kind", "-"),
+      str(row["status"]),
+      *(f"{row[name]:.6f}" if name in row else "-" for name in SHOWN),
+    ]
+    for label, row in result["cards"].items()
+  ]
+  margins = [f"{result['margins'][name]:.6f}" for name in SHOWN]
+  lines.append(["margin of a change", "", "", *margins])
+  head = ["edit", "kind", "status", *(name.replace("_", " ") for name in SHOWN)]
+  return provenance.markdown(head, lines)
 
 
 def main():
@@ -73,6 +91,7 @@ def main():
     "cards": rows,
   }
   RESULT.write_text(json.dumps(result, indent=1) + "\n")
+  RESULT.with_suffix(".md").write_text(table(result))
 
 
 if __name__ == "__main__":
