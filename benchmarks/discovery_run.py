@@ -5,8 +5,8 @@
 Quantizes the small trained Llama-family model 240 times, with the Qwen3-family model
 held out, from the RTN program with the embedded proposer, behind the strict jail. The
 third run is killed with SIGKILL after 10, 60 and 150 paid calls and resumed. Folders
-that are begun are resumed. Writes results/discovery_run.json (the ledger, the lineage, the
-visible and the held-out curve, and the SHA-256 of every trajectory) and a table of it.
+that are begun are resumed. Writes results/discovery_run.json (the ledger, the lineage,
+the visible and the held-out curve, and the SHA-256 of every trajectory) and its table.
 """
 
 import argparse
