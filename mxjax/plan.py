@@ -30,6 +30,10 @@ PROCESS_BYTES = 700 * 10**6
 """Python, JAX and the some 200 compiled programs of a HiRes run on CPU, measured: a
 process that quantized one layer of width 128 on 64 tokens, whose arrays are 5 MB,
 peaked at 0.71 GB (`benchmarks/plan_memory.py floor`)."""
+PASS_BYTES = 7 * 10**6
+"""What the compiled program of a layer's pass grows by with every QUERIES_AT_ONCE
+positions, as attention is unrolled over them: two passes of SmolLM2-135M's layer
+compiled for 2,048 positions left a process 94 MB larger than for 256."""
 QUERIES_AT_ONCE = 256
 """As in the attention of `models.functional`."""
 RECOVERY_FITS = 2
@@ -223,6 +227,10 @@ class RunArrays:
     d, queries = self.config.hidden_size, self.config.num_heads * self.config.head_dim
     return d, queries, d, self.config.intermediate_size
 
+  def programs(self) -> int:
+    """What the compiled passes of a layer take more for longer sequences."""
+    return (1 + RECOVERY_FITS) * PASS_BYTES * (self.length // QUERIES_AT_ONCE)
+
   def streams(self) -> int:
     """Hidden states of the float model and of each recovery fit."""
     return (1 + RECOVERY_FITS) * self.tokens * self.config.hidden_size * self.itemsize
@@ -315,7 +323,8 @@ def _memory(
   devices, model = mesh
   layer = 2 * run.layer_weights
   packed = run.layer_weights // 2 + run.layer_weights // mxfp4.BLOCK_SIZE + auxiliary
-  base = PROCESS_BYTES + (rest + layer + packed if held is None else held)
+  process = PROCESS_BYTES + run.programs()
+  base = process + (rest + layer + packed if held is None else held)
   base += run.streams() + run.values()
   if devices > 1:
     # The rows that lie on the mesh, and a layer gathered from all of them.
@@ -329,5 +338,5 @@ def _memory(
     "quantization": measured + run.hessians() + run.solving(devices),
     "attention recovery": base + run.remeasuring(),
     "mlp recovery": base + run.fitting(),
-    "saving": PROCESS_BYTES + 2 * packed_total,
+    "saving": process + 2 * packed_total,
   }
