@@ -1,13 +1,18 @@
-"""Compares the memory that `mxjax plan` predicts with what a run measures.
+"""Compares the memory that `mxjax plan` predicts with what runs measure.
 
-  python benchmarks/plan_memory.py [--layers 6] [--on-disk | --no-on-disk]
+  python benchmarks/plan_memory.py [CASE ...]
 
-Writes a random sharded checkpoint, quantizes it by HiRes in a process of its own and
-compares the peak resident memory of each stage. Writes
-benchmarks/results/plan_memory.json.
+Quantizes by HiRes in a process of its own for each case, started as the command line
+starts (freed memory stays with the process), and compares the peak resident memory of
+each stage with the plan. All cases but the embedded model are random sharded
+checkpoints. The kernel keeps the highest mark only: what a stage measures is the
+highest of it and all before, of all layers, so the plan is compared in the same form.
+Without names all cases run. Writes benchmarks/results/plan_memory.json, a case at a
+time; those not named stay as they are.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -19,41 +24,75 @@ import numpy as np
 import provenance
 from safetensors.flax import save_file
 
-from mxjax import plan
+from mxjax import models, plan
 from mxjax.models import weights
 from mxjax.models.parameters import parameter_shapes
 
 RESULT = pathlib.Path(__file__).parent / "results" / "plan_memory.json"
+STAGES = ("calibration", "quantization", "attention recovery", "mlp recovery")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """One run; a width of 0 is the embedded model, of which `layers` are taken."""
+
+  layers: int = 3
+  width: int = 512
+  intermediate: int = 1536
+  vocabulary: int = 1024
+  sequences: int = 16
+  length: int = 1024
+  chunk: int = 1
+  on_disk: bool = True
+
+
+CASES = {
+  "floor": Case(layers=1, width=128, intermediate=384, sequences=1, length=64),
+  "small": Case(),
+  "chunk of two": Case(layers=2, chunk=2),
+  "many sequences": Case(layers=2, sequences=128),
+  "wide": Case(layers=2, width=2048, intermediate=6144, sequences=4),
+  "embedded model in memory": Case(
+    layers=2, width=0, sequences=8, length=2048, on_disk=False
+  ),
+}
 CODE = """
-import json, pathlib, sys, tempfile
+import dataclasses, json, pathlib, sys, tempfile
 import numpy as np
-from mxjax import layer_store, methods, models, pipeline
+from mxjax import execution, layer_store, methods, models, pipeline
 from mxjax.calibration import Calibration
-folder, on_disk, sequences, length, chunk = json.loads(sys.argv[1])
-model, params = models.open_pretrained(pathlib.Path(folder))
-params = params if on_disk else params.load()
-shape = (sequences, length)
-tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, shape)
+folder, case = json.loads(sys.argv[1])
+execution.keep_freed_memory()
+model, params = models.open_pretrained(folder and pathlib.Path(folder))
+config = dataclasses.replace(model.config, num_layers=case["layers"])
+model = type(model)(config)
+if not case["on_disk"]:
+  # The whole model is held, as always, also where fewer layers are quantized.
+  params = whole = params.load()
+  names = {model.layer_name(i) for i in range(config.num_layers)}
+  params = {k: v for k, v in whole.items() if k in names or not k.startswith("layers")}
+shape = case["sequences"], case["length"]
+tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape)
 with tempfile.TemporaryDirectory() as scratch:
-  store = layer_store.LayerStore(pathlib.Path(scratch)) if on_disk else None
+  store = None if not case["on_disk"] else layer_store.LayerStore(pathlib.Path(scratch))
   result = pipeline.quantize_with_record(
     params, Calibration(model, tokens), methods.get("hires"),
-    into=store, chunk=chunk, check=False,
+    into=store, chunk=case["chunk"], check=False,
   )
 print(json.dumps(result.record.clock.peak_bytes))
 """
 
 
-def make_checkpoint(folder, options):
+def make_checkpoint(folder, case):
   """Random weights, one shard a layer."""
   config = {
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 1024,
-    "hidden_size": options.width,
-    "intermediate_size": 3 * options.width,
-    "num_hidden_layers": options.layers,
-    "num_attention_heads": options.width // 64,
-    "max_position_embeddings": options.length,
+    "vocab_size": case.vocabulary,
+    "hidden_size": case.width,
+    "intermediate_size": case.intermediate,
+    "num_hidden_layers": case.layers,
+    "num_attention_heads": case.width // 64,
+    "max_position_embeddings": case.length,
   }
   (folder / "config.json").write_text(json.dumps(config))
   rng = np.random.default_rng(0)
@@ -70,32 +109,22 @@ def make_checkpoint(folder, options):
   (folder / weights.INDEX_FILE).write_text(json.dumps({"weight_map": index}))
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--layers", type=int, default=3)
-  parser.add_argument("--width", type=int, default=512)
-  parser.add_argument("--sequences", type=int, default=16)
-  parser.add_argument("--length", type=int, default=1024)
-  parser.add_argument("--chunk", type=int, default=1)
-  parser.add_argument("--on-disk", action=argparse.BooleanOptionalAction, default=True)
-  options = parser.parse_args()
-  made = provenance.stamp()
+def measure(case):
+  """A JSON-ready row: both peaks of every stage and their ratios."""
   with tempfile.TemporaryDirectory() as scratch:
-    folder = pathlib.Path(scratch)
-    make_checkpoint(folder, options)
+    folder = pathlib.Path(scratch) if case.width else None
+    if folder:
+      make_checkpoint(folder, case)
+    config = models.load_config(folder)
     planned = plan.plan(
-      weights.read_config(folder),
-      sequences=options.sequences,
-      length=options.length,
-      chunk=options.chunk,
+      # In memory a run holds all layers, however many of them the case quantizes.
+      config,
+      sequences=case.sequences,
+      length=case.length,
+      chunk=case.chunk,
+      on_disk=case.on_disk,
     )
-    request = [
-      str(folder),
-      options.on_disk,
-      options.sequences,
-      options.length,
-      options.chunk,
-    ]
+    request = [str(folder) if folder else None, dataclasses.asdict(case)]
     done = subprocess.run(
       [sys.executable, "-c", CODE, json.dumps(request)],
       stdout=subprocess.PIPE,
@@ -103,22 +132,38 @@ def main():
       check=True,
     )
   measured = json.loads(done.stdout)
-  # The kernel keeps the highest mark only: a stage is as high as those before it.
   highest, stages = 0, {}
-  for stage in ("calibration", "quantization", "attention recovery", "mlp recovery"):
+  for stage in STAGES:
     highest = max(highest, planned.memory[stage])
-    stages[stage] = {"planned": planned.memory[stage], "measured": measured[stage]}
+    # Of the last layer, hence at least what every stage of the one before reached.
+    stages[stage] = {
+      "planned": planned.memory[stage],
+      "planned_so_far": highest,
+      "measured": measured[stage],
+      "ratio": highest / measured[stage],
+    }
   peak = max(measured.values())
-  report = {
-    **made,
-    "options": vars(options),
+  return {
+    "case": dataclasses.asdict(case),
     "stages": stages,
     "planned_peak": highest,
     "measured_peak": peak,
     "ratio": highest / peak,
   }
-  RESULT.write_text(json.dumps(report, indent=1) + "\n")
-  print(json.dumps(report, indent=1))
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+  names = parser.parse_args().cases or list(CASES)
+  if unknown := sorted(set(names) - set(CASES)):
+    parser.error(f"expected cases of {', '.join(CASES)}, got {', '.join(unknown)}")
+  for name in names:
+    row = {**provenance.stamp(), **measure(CASES[name])}
+    print(name, json.dumps(row, indent=1))
+    rows = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+    rows = {known: rows[known] for known in CASES if known in rows} | {name: row}
+    RESULT.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

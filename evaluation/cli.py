@@ -124,12 +124,16 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     "plan",
     help="what quantizing a model will take, from its config alone",
     description="Prints parameters, blocks, storage, memory by stage, disk and passes "
-    "of HiRes on MODEL; reads no weights.",
+    "of HiRes on MODEL; reads no weights. Memory is what a process on CPU has "
+    "resident: Python, JAX and compiled programs, the model or the layer in work, "
+    "hidden states, captured inputs, Hessians and the temporaries of compiled "
+    "functions. Evaluating the quantized model afterwards is not in it.",
   )
   plan.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
   plan.add_argument("--sequences", type=int, default=128, metavar="N")
   plan.add_argument("--length", type=int, default=2048, metavar="T")
   plan.add_argument("--chunk", type=int, default=1)
+  _add_on_disk(plan)
   plan.add_argument(
     "--mesh", metavar="AXES", help="memory of one of several devices: data=4,model=2"
   )

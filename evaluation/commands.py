@@ -28,6 +28,7 @@ def plan(options: argparse.Namespace) -> None:
     sequences=options.sequences,
     length=options.length,
     chunk=options.chunk,
+    on_disk=sources.stays_on_disk(options, config),
     **(meshes.sizes(options.mesh) if options.mesh else {}),
   )
   if options.json:

@@ -156,7 +156,8 @@ def plan_tables(planned: plan.Plan, name: str) -> list[Table]:
   loaded.add_column("to bfloat16", justify="right")
   for label, size in planned.loaded.items():
     loaded.add_row(label, _size(size), f"{size / planned.bf16:.3f}")
-  work = Table(title="a run, layers on disk")
+  place = "on disk" if planned.on_disk else "in memory"
+  work = Table(title=f"a run, layers {place}")
   work.add_column("what")
   work.add_column("amount", justify="right")
   for stage, size in planned.memory.items():

@@ -64,7 +64,7 @@ def prepare(
   `mesh` is where the subject will be quantized and measured.
   """
   model, params = models.open_pretrained(options.model)
-  if not _stays_on_disk(options, params):
+  if not stays_on_disk(options, params.config):
     params = params.load()
   tokenizer = models.load_tokenizer(options.model)
   tokens = calibration(options, tokenizer)
@@ -80,12 +80,12 @@ def prepare(
   return model, tokenizer, subject, tokens
 
 
-def _stays_on_disk(options: argparse.Namespace, params: models.LazyParams) -> bool:
+def stays_on_disk(options: argparse.Namespace, config: models.ModelConfig) -> bool:
   """Whether layers are read when needed: as told, or when the memory is short."""
   if options.on_disk is not None:
     return options.on_disk
   memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-  return plan_module.plan(params.config).bf16 > memory // 2
+  return plan_module.plan(config).bf16 > memory // 2
 
 
 def restore(

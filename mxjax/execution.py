@@ -18,6 +18,13 @@ import jax
 
 T = TypeVar("T")
 
+FEW_TEMPORARIES = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""Compiler options of functions with large temporaries; the bits do not depend on it.
+
+XLA:CPU's default order starts everything as early as it can, such as the float32 copies
+of all weights of a layer: at width 2048 a layer's pass then takes three times the
+temporaries. With one computation in flight the other order costs no time."""
+
 # Parameters of glibc's mallopt, <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 

@@ -112,6 +112,11 @@ class FloatStream:
     """The layer's taps, one dict a chunk."""
     return self._capture()
 
+  def release_inputs(self) -> None:
+    """Lets the inputs of the layer's linears go; taps captured as they are stay."""
+    if self._taps is not None:
+      self._taps = [{name: chunk[name] for name in self._plain} for chunk in self._taps]
+
   def inputs(self, tap: str, width: int, contract: Contract) -> LinearInputs:
     """The inputs of the linears that read a tap of `width` features."""
     sequences, length = self._calib.tokens.shape

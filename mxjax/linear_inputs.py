@@ -25,7 +25,12 @@ HESSIAN_TILE = 192
 """Rows of a raw Hessian accumulated at once, from the diagonal on."""
 
 
-@functools.partial(jax.jit, static_argnames=("step", "rules"), donate_argnames="carry")
+@functools.partial(
+  jax.jit,
+  static_argnames=("step", "rules"),
+  donate_argnames="carry",
+  compiler_options=execution.FEW_TEMPORARIES,
+)
 def _reduce_chunk(
   step: Step,
   rules: mxfp4.Rules,
@@ -87,10 +92,13 @@ def _hessian_step(
 
 
 @jax.jit
-def _mirrored(upper: jax.Array) -> jax.Array:
-  """The symmetric matrix `[d, d]` that has this upper triangle."""
-  rows, columns = (jax.lax.broadcasted_iota(jnp.int32, upper.shape, i) for i in (0, 1))
-  return jnp.where(rows <= columns, upper, upper.T)
+def _mirrored(upper: jax.Array, places: jax.Array) -> jax.Array:
+  """The symmetric matrix `[d, d]` that has this upper triangle.
+
+  `places` are 0 to d - 1, int32: were they made in here, XLA:CPU would compile this
+  for minutes, on 400 MB, where d is a power of two.
+  """
+  return jnp.where(places[:, None] <= places[None, :], upper, upper.T)
 
 
 def _fold_moment_step(
@@ -269,7 +277,8 @@ class LinearInputs:
 
     def compute() -> jax.Array:
       total = self.reduce(_hessian_step, jnp.zeros((width, width), jnp.float32))
-      return _mirrored(total) / self.tokens
+      places = jnp.arange(width, dtype=jnp.int32)
+      return _mirrored(total, places) / self.tokens
 
     return self.shared("hessian", compute)
 

@@ -249,6 +249,9 @@ class _Run:
       )
       jax.block_until_ready(quantized)
       distributed.check_same(f"the codes of {name}", quantized, self.mesh)
+    # Inputs and Hessians of this layer are the largest arrays: recovery needs neither.
+    del views
+    self.float_stream.release_inputs()
     if self.upstream is not None:
       with stage("calibration", 1):
         self.upstream = streams.advance(model, quantized, self.upstream, self.mesh)

@@ -63,6 +63,7 @@ def spread(part: Any, mesh: Mesh | None) -> jax.Array:
   jax.jit,
   static_argnames=("model", "blocked", "plain", "mesh"),
   donate_argnames="hidden",
+  compiler_options=execution.FEW_TEMPORARIES,
 )
 def capture(
   model: CausalLanguageModel,
@@ -98,7 +99,10 @@ def capture(
 
 
 @functools.partial(
-  jax.jit, static_argnames=("model", "fit"), donate_argnames=("hidden", "moments")
+  jax.jit,
+  static_argnames=("model", "fit"),
+  donate_argnames=("hidden", "moments"),
+  compiler_options=execution.FEW_TEMPORARIES,
 )
 def _measure(
   model: CausalLanguageModel,
