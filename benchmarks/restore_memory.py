@@ -178,9 +178,8 @@ def restore(folder, processes, limit=0, environment=RETURNING):
 
 def table(result):
   """The table of docs/scale.md."""
-  head = ["processes", "held by each, MB", "peak above the start, MB"]
-  head += ["the same, memory handed back at once", "read, MB"]
-  head += [f"limit of {share:.0%} of the checkpoint" for share in LIMITS]
+  head = ["processes", "held by each, MB", "peak, MB", "peak, handed back, MB"]
+  head += ["read, MB", *(f"limit {share:.0%}" for share in LIMITS)]
   lines = []
   for row in result["restored"]:
     most = lambda each, key: f"{max(one[key] for one in each) / 1e6:.0f}"
