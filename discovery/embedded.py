@@ -13,7 +13,13 @@ from mxjax.discovery import cards as cards_
 from mxjax.discovery import identity
 from mxjax.discovery.cards import Card
 from mxjax.discovery.program import RejectedError
-from mxjax.discovery.proposer import Context, Experiment, Proposal, ProposerError
+from mxjax.discovery.proposer import (
+  Context,
+  ExhaustedError,
+  Experiment,
+  Proposal,
+  ProposerError,
+)
 
 NAME = "embedded-v1"
 OPTIMISM = 0.5
@@ -46,7 +52,7 @@ class EmbeddedProposer:
       return self._blind(options, context)
     options = self._masked(options, context)
     if not options:
-      raise ProposerError("no card left that was not tried on any kept program")
+      raise ExhaustedError("every card was tried on this parent")
     scored = sorted(options, key=lambda o: (-self._score(o, context), o.label))
     return self._proposal(scored[0], context)
 
@@ -66,7 +72,7 @@ class EmbeddedProposer:
       if len(chosen) < count and not taken & set(option.card.hooks):
         chosen.append(option)
     if not chosen:
-      raise ProposerError("no card left that was not tried on any kept program")
+      raise ExhaustedError("every card was tried on this parent")
     proposal = self._proposal(chosen[0], context)
     source = proposal.source
     for option in chosen[1:]:

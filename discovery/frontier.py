@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
+from mxjax.discovery import identity
 from mxjax.discovery.proposer import Record, Required
 from mxjax.discovery.residual import Residual
 
@@ -29,11 +30,25 @@ class ExecutableFrontier:
     """Keeps a program if it is among the best; says whether it was kept."""
     if any(kept.exec_id == record.exec_id for kept in self.records):
       return False
-    pool = sorted(
-      [*self.records, record], key=lambda r: (r.values[self._target], r.call)
-    )
-    self.records = pool[: self._size]
+    self.records = self._ranked([*self.records, record])[: self._size]
     return record in self.records
+
+  def parents(
+    self, executed: Iterable[Record], seed: int, address: tuple[int, int]
+  ) -> list[Record]:
+    """What to revise, and what to turn to when nothing is left to propose from it.
+
+    First the champion in half of the rounds and any retained program in the others;
+    after it the other retained programs, then all executed ones, best first.
+    """
+    first = self.best
+    if identity.draw(seed, *address, "champion") >= 0.5:
+      first = identity.pick(self.records, seed, *address, "parent")
+    ordered = [first, *self.records, *self._ranked(executed)]
+    return list({record.id: record for record in ordered}.values())
+
+  def _ranked(self, records: Iterable[Record]) -> list[Record]:
+    return sorted(records, key=lambda r: (r.values[self._target], r.call))
 
 
 @dataclasses.dataclass

@@ -179,13 +179,18 @@ class Proposer(Protocol):
     """One proposal.
 
     Raises:
-      ProposerError: It has nothing to propose; the run ends.
+      ExhaustedError: It has nothing left for this parent; the next one is asked for.
+      ProposerError: It cannot go on; the run ends.
     """
     ...
 
 
 class ProposerError(RuntimeError):
   """A proposer that cannot go on: no answer, no credit, no card left."""
+
+
+class ExhaustedError(ProposerError):
+  """Nothing is left to propose from this parent; another one may do."""
 
 
 def strip(experiment: Experiment, evidence: Evidence) -> Experiment:

@@ -191,8 +191,9 @@ def _residuals(events: list[Event]) -> str:
 
 
 def _lineage(told: list[Story], events: list[Event]) -> str:
-  programs = {e["program"]: e for e in events if e["event"] == "program"}
-  by_program = {s.packet["packet"]["program"]: s for s in told}
+  # A program may be proposed again, even by its own descendant: the first time counts.
+  programs = {e["program"]: e for e in events[::-1] if e["event"] == "program"}
+  by_program = {s.packet["packet"]["program"]: s for s in told[::-1]}
   at = [e for e in events if e["event"] == "program"][-1]["champion"]
   chain = []
   while at in by_program:

@@ -18,6 +18,7 @@ from mxjax.discovery.packet import Condition, Packet, condition
 from mxjax.discovery.proposer import (
   Context,
   Evidence,
+  ExhaustedError,
   Proposal,
   Proposer,
   ProposerError,
@@ -54,6 +55,7 @@ class Search:
     self.history = History(store, self._task, config.mark_every)
     self._records: dict[str, Record] = {}
     self._findings: list[verdict.Finding] = []
+    self._exhausted: set[str] = set()
     self._round = self._proposals = self._improved = 0
 
   def run(self, on_event: Callable[[dict[str, Any]], None] | None = None) -> Record:
@@ -61,9 +63,8 @@ class Search:
     self.history.on_event = on_event
     self.begin()
     reason = "budget"
-    limit = self._config.budget * self._config.proposals_per_call
     while not self.is_spent:
-      if self._proposals >= limit:
+      if self._proposals >= self._config.budget * self._config.proposals_per_call:
         reason = "proposals"
         break
       try:
@@ -157,10 +158,7 @@ class Search:
     if self.is_spent:
       return None
     address = (self._round, position)
-    parent = self._select(address)
-    required = self.residuals.required.get(parent.id)
-    questions = self.residuals.actionable(parent.id)
-    proposal = self._ask(address, parent, questions, required)
+    parent, questions, required, proposal = self._proposed(address)
     prepared = self._lab.prepare(proposal.source)
     if prepared.call is None:
       self.history.note(proposal, prepared, parent, prepared.status, prepared.detail)
@@ -201,14 +199,26 @@ class Search:
     )
     return attempt
 
-  def _select(self, address: tuple[int, int]) -> Record:
-    """The champion in half of the rounds, any retained program in the others."""
-    if self._config.parents == "initial":
-      return next(iter(self._records.values()))
-    seed, kept = self._config.seed, self.programs.records
-    if identity.draw(seed, *address, "champion") < 0.5:
-      return self.programs.best
-    return identity.pick(kept, seed, *address, "parent")
+  def _proposed(
+    self, address: tuple[int, int]
+  ) -> tuple[Record, tuple[Residual, ...], Required | None, Proposal]:
+    """The first parent from which there is something to propose, and the proposal."""
+    parents = list(self._records.values())[:1]
+    if self._config.parents == "frontier":
+      executed = self._records.values()
+      parents = self.programs.parents(executed, self._config.seed, address)
+    for parent in parents:
+      required = self.residuals.required.get(parent.id)
+      questions = self.residuals.actionable(parent.id)
+      try:
+        proposal = self._ask(address, parent, questions, required)
+      except ExhaustedError as error:
+        if parent.id not in self._exhausted:
+          self._exhausted.add(parent.id)
+          self.history.emit("exhausted", program=parent.id, detail=str(error))
+        continue
+      return parent, questions, required, proposal
+    raise ProposerError("nothing is left to propose from any executed program")
 
   def _ask(
     self,
@@ -219,7 +229,6 @@ class Search:
   ) -> Proposal:
     """The proposer's answer: from the store when it was paid for already."""
     key = f"{self._proposals:05d}"
-    self._proposals += 1
     kept = self._store.get("proposals", key)
     if kept is None:
       context = self.context(
@@ -227,6 +236,7 @@ class Search:
       )
       kept = self._proposer.propose(context).to_dict()
       self._store.put("proposals", key, kept)
+    self._proposals += 1
     proposal = Proposal.from_dict(kept)
     self.ledger.proposer.update(proposal.usage)
     return dataclasses.replace(

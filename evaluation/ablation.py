@@ -3,7 +3,7 @@
 Strict-A4 perplexity of small models is chaotic at the 1 % level, so every row has its
 perplexity over perturbed replicates and calibration draws, and its operator error,
 which no chaos reaches. Differences to the reference row are paired by draw and
-replicate; one inside the spread is a tie.
+replicate; one that the spread of either explains is a tie.
 """
 
 import dataclasses
@@ -57,6 +57,14 @@ def _interval(
   return found.low, found.high
 
 
+def _verdict(mean: float, spread: float, interval: tuple[float, float] | None) -> str:
+  """A difference counts when neither noise nor the choice of draws explains it."""
+  covers_zero = interval is not None and interval[0] <= 0 <= interval[1]
+  if abs(mean) <= spread or covers_zero:
+    return "tie"
+  return "better" if mean < 0 else "worse"
+
+
 def compare_perplexity(
   rows: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]], test: str
 ) -> Comparison:
@@ -73,14 +81,11 @@ def compare_perplexity(
   )
   spread = float(max(np.ptp(ours, axis=1).max(), np.ptp(theirs, axis=1).max()))
   mean = float((ours - theirs).mean())
+  interval = _interval(ours.mean(1).tolist(), theirs.mean(1).tolist())
+  verdict = _verdict(mean, spread, interval)
   if ours.shape[1] < 2:
     verdict = "one replicate"
-  elif abs(mean) <= spread:
-    verdict = "tie"
-  else:
-    verdict = "better" if mean < 0 else "worse"
-  means = ours.mean(1).tolist(), theirs.mean(1).tolist()
-  return Comparison(mean, _interval(*means), spread, verdict)
+  return Comparison(mean, interval, spread, verdict)
 
 
 def compare_operator_error(
@@ -91,8 +96,8 @@ def compare_operator_error(
   theirs = [row["operator_error"] for row in reference]
   mean = float(np.mean(ours) - np.mean(theirs))
   spread = OPERATOR_TIE * float(np.mean(theirs))
-  verdict = "tie" if abs(mean) <= spread else "better" if mean < 0 else "worse"
-  return Comparison(mean, _interval(ours, theirs), spread, verdict)
+  interval = _interval(ours, theirs)
+  return Comparison(mean, interval, spread, _verdict(mean, spread, interval))
 
 
 def _summary(record: Mapping[str, Any]) -> dict[str, float]:
@@ -274,8 +279,8 @@ def table(result: Mapping[str, Any]) -> str:
   note = (
     f"Calibration draws {seeds}; {replicates} perturbed replicates each. ± is half the "
     "range over draws and replicates. Differences are paired with the reference row; "
-    "brackets hold the exact 95 % t interval over draws; a difference no larger than "
-    "what perturbation alone does is a tie. Local errors are in units of nearest "
-    "rounding's."
+    "brackets hold the exact 95 % t interval over draws. A difference is a tie when its "
+    "interval holds zero or perturbation alone does as much. Local errors are in units "
+    "of nearest rounding's."
   )
   return f"## {result['study']}\n\n{body}\n\n{note}\n"

@@ -165,7 +165,8 @@ def refine(
   pulled = block_products(gram, difference)
   mismatch = block_products(cross, x)
   curvature = jnp.diagonal(gram, axis1=-2, axis2=-1)[..., None]
-  scores, values = best_code(nearest, scale, pulled - mismatch, curvature)
+  slope = pulled - mismatch
+  scores, values = best_code(nearest, scale, slope, curvature)
   score = scores.min(-2)
   coordinate = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 2)
   ties = jnp.where(scores == score[..., None, :], coordinate, mxfp4.BLOCK_SIZE)
@@ -176,7 +177,7 @@ def refine(
     exponent=exponent,
     nearest=nearest,
     score=score,
-    nearest_objective=(difference * (pulled - 2.0 * mismatch)).sum(-2),
+    nearest_objective=(difference * (slope - mismatch)).sum(-2),
   )
 
 

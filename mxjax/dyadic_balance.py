@@ -119,6 +119,12 @@ def diagonal(log2_scale: jax.Array) -> jax.Array:
   return jnp.repeat(jnp.exp2(log2_scale), width, axis=-1)
 
 
+def scaled_transform(transform: jax.Array, log2_scale: jax.Array) -> jax.Array:
+  """D T for T `[blocks, 32, 32]` and scales `[..., blocks, 8]`."""
+  trials = (1,) * (log2_scale.ndim - 2)
+  return diagonal(log2_scale)[..., None] * transform.reshape(trials + transform.shape)
+
+
 def rescaled_moment(moment: jax.Array, log2_scale: jax.Array) -> jax.Array:
   """D M D of moments `[blocks, 32, 32]` for the scales `[blocks, 8]`."""
   scale = diagonal(log2_scale)
@@ -170,8 +176,7 @@ def prepare_trial(
 @functools.partial(jax.jit, static_argnames="rules")
 def trial_objective(
   blocks: jax.Array,
-  transform: jax.Array,
-  log2_scales: jax.Array,
+  transforms: jax.Array,
   grams: jax.Array,
   crosses: jax.Array,
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
@@ -184,8 +189,7 @@ def trial_objective(
 
   Args:
     blocks: Raw inputs, float32 `[blocks, 32, n]`.
-    transform: T, float32 `[blocks, 32, 32]`.
-    log2_scales: One u for each trial, float64 `[trials, blocks, 8]`.
+    transforms: D T of each trial, float32 `[trials, blocks, 32, 32]`.
     grams: float32 `[trials, blocks, 32, 32]`.
     crosses: float32 `[trials, blocks, 32, 32]`.
     rules: Codec rules.
@@ -193,17 +197,16 @@ def trial_objective(
   Returns:
     float64 `[trials, blocks]`.
   """
-  mapped = input_maps.BlockDense(transform).apply(blocks)
 
   def one(trial: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-    log2_scale, gram, cross = trial
-    scale = diagonal(log2_scale).astype(jnp.float32)[..., None]
-    result = code_refinement.refine(mapped * scale, gram, cross, rules)
+    transform, gram, cross = trial
+    mapped = input_maps.BlockDense(transform).apply(blocks)
+    result = code_refinement.refine(mapped, gram, cross, rules)
     gain = jnp.where(result.score < 0, result.score, jnp.float32(0))
     return (result.nearest_objective + gain).astype(jnp.float64).sum(-1)
 
   # One after another: unrolled, XLA:CPU interleaves the trials and takes twice as long.
-  return jax.lax.map(one, (log2_scales, grams, crosses))
+  return jax.lax.map(one, (transforms, grams, crosses))
 
 
 def loss_from_moments(

@@ -139,15 +139,14 @@ def _trial_step(
   blocks: jax.Array,
   index: jax.Array,
   rules: mxfp4.Rules,
-  transform: jax.Array,
-  scales: jax.Array,
+  transforms: jax.Array,
   grams: jax.Array,
   crosses: jax.Array,
 ) -> jax.Array:
   """Adds a sequence's part of J_b's numerator for every trial."""
   del index
   return carry + dyadic_balance.trial_objective(
-    blocks, transform, scales, grams, crosses, rules
+    blocks, transforms, grams, crosses, rules
   )
 
 
@@ -238,9 +237,9 @@ def _layer_trial(
   inputs: LinearInputs,
 ) -> dyadic_balance.Trial:
   """One trial of the whole linear: GPTQ with the linear's own Hessian (A11b)."""
-  diagonal = dyadic_balance.diagonal(scale)[..., None]
-  scaled = (folded / diagonal).astype(jnp.float32)
-  input_map = input_maps.BlockDense((diagonal * transform).astype(jnp.float32))
+  scaled = (folded / dyadic_balance.diagonal(scale)[..., None]).astype(jnp.float32)
+  installed = dyadic_balance.scaled_transform(transform, scale)
+  input_map = input_maps.BlockDense(installed.astype(jnp.float32))
   result = execution.finish(reconstruct(scaled, inputs, input_map))
   return execution.finish(_trial_of(scaled, result.decoded, mapped_moment, scale))
 
@@ -284,8 +283,8 @@ def _accept(
   floor = dyadic_balance.LOSS_FLOOR
   losses = total / jnp.maximum(trials.signal, floor)[None]
   steps = dyadic_balance.accept(losses)
-  scale = dyadic_balance.diagonal(trials.scales[0] * steps[:, None])
-  return scale[..., None] * transform, steps, losses
+  accepted = trials.scales[0] * steps[:, None]
+  return dyadic_balance.scaled_transform(transform, accepted), steps, losses
 
 
 ActivationRule = Literal["full", "sensitivity", "nearest"]
@@ -373,8 +372,7 @@ class HiRes(Program):
     objective = inputs.reduce(
       _trial_step,
       jnp.zeros((len(dyadic_balance.STEPS), inputs.blocks), jnp.float64),
-      narrow,
-      trials.scales,
+      dyadic_balance.scaled_transform(transform, trials.scales).astype(jnp.float32),
       trials.weights.gram,
       trials.weights.cross,
     )

@@ -211,3 +211,32 @@ def test_a_ledger_reserves_settles_and_reuses():
   assert (totals["failed"], totals["reused"], totals["total"]) == (1, 1, 3)
   assert ledger.price([("a", 1), ("c", 2), ("c", 2)]) == 2
   assert Ledger(5, reuse=False).price([("c", 2), ("c", 2)]) == 4
+
+
+def test_an_exhausted_parent_gives_way_to_another(bench, tmp_path):
+  task = world.World(seed=3)
+  few = embedded.EmbeddedProposer(task.cards[:7], "loss")
+  running = run(tmp_path, bench, proposer=few, budget=60)
+  events = store.read_events(tmp_path)
+  exhausted = [e["program"] for e in events if e["event"] == "exhausted"]
+  assert exhausted
+  assert len(exhausted) == len(set(exhausted))
+  first = next(e["n"] for e in events if e["event"] == "exhausted")
+  assert any(e["event"] == "packet" and e["n"] > first for e in events)
+  assert running.ledger.spent == 60
+
+
+def test_parents_are_the_retained_programs_then_the_rest(finished):
+  running, folder = finished
+  programs = [
+    e["program"] for e in store.read_events(folder) if e["event"] == "program"
+  ]
+  executed = [running.record(p) for p in dict.fromkeys(programs)]
+  kept = running.programs.records
+  parents = running.programs.parents(executed, seed=3, address=(1, 0))
+  assert parents[0] in kept
+  assert {r.id for r in parents} == {r.id for r in executed}
+  values = [r.values["loss"] for r in parents[len(kept) :]]
+  assert values == sorted(values)
+  firsts = {running.programs.parents(executed, 3, (n, 0))[0].id for n in range(40)}
+  assert len(firsts) == len(kept)

@@ -178,6 +178,13 @@ def test_differences_are_paired_by_draw():
   assert found.verdict == "better"
 
 
+def test_a_difference_that_draws_do_not_agree_on_is_a_tie():
+  rows, reference = [row(9.0, 9.0), row(19.9, 19.9)], [row(10.0, 10.0), row(20.0, 20.0)]
+  found = ablation.compare_perplexity(rows, reference, "t")
+  assert found.interval[0] < 0 < found.interval[1]
+  assert found.verdict == "tie"
+
+
 @pytest.mark.parametrize(
   ("error", "verdict"), [(0.010009, "tie"), (0.01002, "worse"), (0.0099, "better")]
 )

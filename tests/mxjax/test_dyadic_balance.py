@@ -95,8 +95,7 @@ def trial_losses(x, w, transform, steps):
   ]
   objective = dyadic_balance.trial_objective(
     x,
-    transform.astype(jnp.float32),
-    jnp.stack(steps),
+    dyadic_balance.scaled_transform(transform, jnp.stack(steps)).astype(jnp.float32),
     jnp.stack([t.gram for t in trials]),
     jnp.stack([t.cross for t in trials]),
   )
