@@ -48,10 +48,14 @@ def save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
   saving.use_ocdbt = False
   # Orbax looks for version 2 when it checks a folder that is not OCDBT.
   saving.use_zarr3 = False
-  split = saving.StorageOptions(chunk_byte_size=CHUNK_BYTES)
-  saving.scoped_storage_options_creator = lambda _, array: (
-    split if array.ndim == 2 and array.shape[0] % _EVEN_ROWS == 0 else None
-  )
+  in_chunks = saving.StorageOptions(chunk_byte_size=CHUNK_BYTES)
+
+  def split(key: Any, value: Any) -> Any:
+    del key
+    is_even = value.ndim == 2 and value.shape[0] % _EVEN_ROWS == 0
+    return in_chunks if is_even else None
+
+  saving.scoped_storage_options_creator = split
   with context, _unless_logged("Skipping merge of OCDBT checkpoints"):
     ocp.save(str(folder.absolute() / ARRAYS), nested(held))
 

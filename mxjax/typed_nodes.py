@@ -149,4 +149,4 @@ def array_sha256(array: Any) -> str:
   if isinstance(array, jax.Array):
     array = meshes.apart(array)
   data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-  return hashlib.sha256(data).hexdigest()
+  return hashlib.sha256(data.data).hexdigest()
