@@ -82,10 +82,10 @@ def main():
   parser.add_argument("--out", default="runs/discovery_run")
   parser.add_argument("--only", nargs="+", default=["first", "second", "killed"])
   options = parser.parse_args()
-  result = json.loads(RESULT.read_text()) if RESULT.exists() else {"runs": {}}
   for name in options.only:
     folder = pathlib.Path(options.out) / name
     seconds, killed = complete(folder, KILLS if name == "killed" else ())
+    result = json.loads(RESULT.read_text()) if RESULT.exists() else {"runs": {}}
     result["runs"][name] = summary(folder, seconds, killed)
     hashes = {run["log_sha256"] for run in result["runs"].values()}
     result |= {

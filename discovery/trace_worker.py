@@ -6,6 +6,7 @@ milliseconds, and supervises. A child puts the walls up, executes the source, an
 back serialized artifacts; then it is gone.
 """
 
+import importlib
 import importlib.util
 import json
 import os
@@ -195,6 +196,9 @@ def main() -> None:
   sys.path[:0] = json.loads(sys.argv[1])
   _load("jail").die_with_parent()
   _load("tracing")
+  # JAX imports it when it first lowers a decomposition, and it imports whatever else
+  # is installed: behind the walls that would be too late.
+  importlib.import_module("scipy.linalg")
   # Replies go to a private copy of stdout: nothing printed can get between them.
   replies = os.fdopen(os.dup(1), "wb")
   os.dup2(2, 1)

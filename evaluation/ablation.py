@@ -279,8 +279,8 @@ def table(result: Mapping[str, Any]) -> str:
   note = (
     f"Calibration draws {seeds}; {replicates} perturbed replicates each. ± is half the "
     "range over draws and replicates. Differences are paired with the reference row; "
-    "brackets hold the exact 95 % t interval over draws. A difference is a tie when its "
-    "interval holds zero or perturbation alone does as much. Local errors are in units "
-    "of nearest rounding's."
+    "brackets hold the exact 95 % t interval over draws. A difference is a tie when "
+    "its interval holds zero or perturbation alone does as much. Local errors are in "
+    "units of nearest rounding's."
   )
   return f"## {result['study']}\n\n{body}\n\n{note}\n"
