@@ -1,6 +1,6 @@
 """One of two processes that restore a checkpoint, its part as JSON: test_mesh.py.
 
-  python restore_part.py FOLDER PORT PROCESS
+python restore_part.py FOLDER PORT PROCESS
 """
 
 import hashlib
