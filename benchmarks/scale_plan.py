@@ -3,7 +3,7 @@
   python benchmarks/scale_plan.py
 
 Memory is that of `mxjax plan` on a mesh. Operations are counted: products of the model
-passes, raw Hessians, GPTQ. Rates are those of the HiRes row of
+passes, raw Hessians, GPTQ, its factors. Rates are those of the HiRes row of
 benchmarks/results/reference_protocol.json, operations of SmolLM2-135M by the seconds of
 its stages; nothing is measured here. Writes benchmarks/results/scale_plan.json.
 """
@@ -82,7 +82,7 @@ CASES = (
 
 
 def operations(config, tokens):
-  """Operations of the whole run: model passes, raw Hessians, GPTQ."""
+  """Operations of the whole run: model passes, raw Hessians, GPTQ and its factors."""
   planned = plan.plan(config, sequences=1, length=tokens)
   d, ffn = config.hidden_size, config.intermediate_size
   queries = config.num_heads * config.head_dim
@@ -95,6 +95,8 @@ def operations(config, tokens):
     "Hessians": config.num_layers * sum(2 * tokens * width**2 for width in taps),
     # Each group of columns against the errors of all rows.
     "GPTQ": config.num_layers * sum(2 * rows * width**2 for rows, width in linears),
+    # A Cholesky factor and its inverse for each input, on the lead alone.
+    "factors": config.num_layers * sum(4 * width**3 // 3 for width in taps),
   }
 
 

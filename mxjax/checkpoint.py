@@ -6,27 +6,23 @@ shape, dtype and SHA-256, so that a checkpoint restores to the same tree, bit fo
 without the model that made it.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
-import logging
-import math
 import os
 import pathlib
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mxjax import distributed
 from mxjax import mesh as meshes
+from mxjax.checkpoint_arrays import load_arrays, save_arrays
 from mxjax.checkpoint_manifest import (
   ARRAYS,
   FORMAT_VERSION,
@@ -42,7 +38,7 @@ from mxjax.contract import PAPER_CONTRACT, Contract
 from mxjax.durable import sync, sync_tree, write_durably
 from mxjax.quantized_linear import QuantizedLinear, map_rows
 from mxjax.run_folder import check_output
-from mxjax.typed_nodes import array_sha256, at, describe, nested, rebuild, walk
+from mxjax.typed_nodes import array_sha256, describe, nested, rebuild, walk
 
 __all__ = [
   "ARRAYS",
@@ -70,41 +66,6 @@ def _check_rules(params: Mapping[str, Any], contract: Contract) -> None:
     )
 
 
-def _save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
-  """Writes arrays with Orbax, a file each, named by their paths.
-
-  All processes of a job must call it. Equal arrays give equal files: the default layout
-  (OCDBT) gives its files random names. Only `_CHECKPOINT_METADATA` and
-  `commit_success.txt` hold the time of day.
-  """
-  from orbax.checkpoint import v1 as ocp
-
-  held: Mapping[str, Any] = arrays
-  if jax.process_count() > 1:
-    # Of host arrays Orbax takes those of process 0; the others only tell shapes.
-    shape = lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape)
-    host = np.asarray if distributed.is_leader() else shape
-    held = {path: host(array) for path, array in arrays.items()}
-  context = ocp.Context()
-  context.array.saving.use_ocdbt = False
-  # Orbax looks for version 2 when it checks a folder that is not OCDBT.
-  context.array.saving.use_zarr3 = False
-  with context, _unless_logged("Skipping merge of OCDBT checkpoints"):
-    ocp.save(str(folder.absolute() / ARRAYS), nested(held))
-
-
-@contextlib.contextmanager
-def _unless_logged(start: str) -> Iterator[None]:
-  """Keeps one message of Orbax, of a layout that is not used here, from the log."""
-  logger = logging.getLogger("absl")
-  keep = lambda record: start not in record.getMessage()
-  logger.addFilter(keep)
-  try:
-    yield
-  finally:
-    logger.removeFilter(keep)
-
-
 def _write(
   folder: pathlib.Path,
   manifest: dict[str, Any],
@@ -117,7 +78,7 @@ def _write(
     (folder / TOKENIZER).mkdir()
   for source in tokenizer_files:
     shutil.copyfile(source, folder / TOKENIZER / pathlib.Path(source).name)
-  _save_arrays(folder, arrays)
+  save_arrays(folder, arrays)
   sync_tree(folder)
   manifest = {**manifest, "files": list_files(folder)}
   # What the file will say, so that tuples hash as the lists they become.
@@ -171,7 +132,7 @@ def save_checkpoint(
   token = distributed.from_leader(secrets.randbits(31))
   partial = folder.with_name(f"{folder.name}.partial-{token:08x}")
   if not distributed.is_leader():
-    _save_arrays(partial, arrays)
+    save_arrays(partial, arrays)
     return folder
   manifest: dict[str, Any] = {
     "format_version": FORMAT_VERSION,
@@ -261,37 +222,6 @@ def _shardings(
   return found
 
 
-def _load_arrays(
-  folder: pathlib.Path,
-  entries: Mapping[str, Any],
-  shardings: Mapping[str, jax.sharding.Sharding],
-) -> dict[str, jax.Array]:
-  """The arrays by path, placed; what is being read is never more than the largest."""
-  from orbax.checkpoint import v1 as ocp
-
-  abstract = {
-    path: jax.ShapeDtypeStruct(
-      tuple(entry["shape"]), jnp.dtype(entry["dtype"]), sharding=shardings[path]
-    )
-    for path, entry in entries.items()
-  }
-  sizes = [math.prod(one.shape) * one.dtype.itemsize for one in abstract.values()]
-  context = ocp.Context()
-  # Orbax wants one byte more than it reads.
-  context.memory.read_concurrent_bytes = max(sizes, default=0) + 1
-  try:
-    with context:
-      tree = ocp.load(str(folder.absolute() / ARRAYS), nested(abstract))
-  except (KeyError, OSError, TypeError, ValueError) as error:
-    first = str(error).strip().splitlines()[:1]
-    raise ValueError(
-      f"restore_checkpoint: the arrays in {folder / ARRAYS} are not the "
-      f"{len(entries)} that {MANIFEST} lists, or are damaged: {''.join(first)[:300]}; "
-      "copy the checkpoint again, or quantize anew."
-    ) from error
-  return {path: at(tree, path) for path in entries}
-
-
 def _verify(
   folder: pathlib.Path, entries: Mapping[str, Any], arrays: Mapping[str, jax.Array]
 ) -> None:
@@ -347,7 +277,7 @@ def restore_checkpoint(
     sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = dict.fromkeys(entries, sharding)
   check_files(folder, manifest["files"], verify=verify)
-  arrays = _load_arrays(folder, entries, shardings)
+  arrays = load_arrays(folder, entries, shardings)
   if verify:
     _verify(folder, entries, arrays)
   params = nested(

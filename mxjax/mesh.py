@@ -170,6 +170,16 @@ def _replicated(array: jax.Array, mesh: Mesh) -> jax.Array:
   return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P()))
 
 
+def apart(array: jax.Array) -> jax.Array:
+  """The same buffers as an array of their own.
+
+  What JAX copies to the host to answer for an array stays with it as long as it lives;
+  asked through this one, it goes with this one.
+  """
+  shards = [shard.data for shard in array.addressable_shards]
+  return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
 def to_lead(tree: T, mesh: Mesh | None) -> T:
   """Brings the arrays of a pytree to the lead, whole; host arrays stay."""
   if mesh is None:
@@ -179,7 +189,7 @@ def to_lead(tree: T, mesh: Mesh | None) -> T:
     if not isinstance(array, jax.Array):
       return array
     if array.is_fully_addressable:
-      return jax.device_put(array, lead(mesh))
+      return jax.device_put(apart(array), lead(mesh))
     return _replicated(array, mesh).addressable_data(0)
 
   return jax.tree.map(one, tree)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax import input_maps, mxfp4, quantized_linear
+from mxjax import mesh as meshes
 from mxjax.learned_scales import LearnedScales
 from mxjax.mlp_recovery import MlpRecovery
 from mxjax.quantized_linear import QuantizedLinear
@@ -144,5 +145,8 @@ def at(tree: Any, path: str) -> Any:
 
 
 def array_sha256(array: Any) -> str:
-  """SHA-256 of an array's values, hex."""
-  return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+  """SHA-256 of an array's values, hex; the host keeps nothing of them."""
+  if isinstance(array, jax.Array):
+    array = meshes.apart(array)
+  data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+  return hashlib.sha256(data.data).hexdigest()

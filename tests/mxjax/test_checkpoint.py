@@ -11,6 +11,7 @@ import pytest
 
 from mxjax import (
   checkpoint,
+  checkpoint_arrays,
   checkpoint_manifest,
   code_refinement,
   input_maps,
@@ -108,6 +109,20 @@ def test_round_trip_is_bit_for_bit(params, saved):
   logits, expected = apply(restored), apply(params)
   assert np.asarray(logits).tobytes() == np.asarray(expected).tobytes()
   assert bool(jnp.isfinite(logits).all())
+
+
+def test_portions_and_split_weights_change_nothing(params, tmp_path, monkeypatch):
+  monkeypatch.setattr(checkpoint_arrays, "CHUNK_BYTES", 2**10)
+  monkeypatch.setattr(checkpoint_arrays, "PORTION_BYTES", 2**16)
+  saved = checkpoint.save_checkpoint(tmp_path / "split", params, CONFIG)
+  files = list((saved / "arrays").rglob(f"{NAME.replace('/', '.')}/[0-9]*"))
+  assert len(files) == 2
+  restored, _ = checkpoint.restore_checkpoint(saved)
+  assert jax.tree.structure(restored) == jax.tree.structure(params)
+  for ours, theirs in zip(
+    jax.tree.leaves(restored), jax.tree.leaves(params), strict=True
+  ):
+    assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
 
 def test_the_same_params_make_the_same_files(params, saved, tmp_path):

@@ -1,17 +1,22 @@
 """Eight virtual devices give what one gives; sizes that do not fit are refused."""
 
+import hashlib
 import json
 import pathlib
+import socket
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mxjax
+from mxjax import checkpoint, checkpoint_arrays, mxfp4
 from mxjax import mesh as meshes
 from mxjax.calibration import Calibration
+from mxjax.quantized_linear import Nearest, QuantizedLinear
 
 MARGIN = 1e-6
 """Relative: products of few rows may be formed in another order by the backend."""
@@ -65,6 +70,42 @@ def test_checkpoints_restore_onto_any_number_of_devices(found):
   most = [max(found["restored"][size]["bytes"]) for size in ("1", "2", "4", "8")]
   assert most[0] == whole
   assert most == sorted(most, reverse=True) and most[3] < most[2] < most[1] < whole
+
+
+@pytest.mark.slow
+def test_a_process_reads_its_part_of_a_checkpoint(tmp_path, monkeypatch):
+  monkeypatch.setattr(checkpoint_arrays, "CHUNK_BYTES", 2**17)
+  codes = np.random.default_rng(0).integers(0, 256, (2048, 1024), np.uint8)
+  scales = jnp.full((2048, 64), 127, jnp.uint8)
+  tensor = mxfp4.MXTensor(jnp.asarray(codes), scales)
+  params = {"proj": {"weight": QuantizedLinear(tensor, None, Nearest())}}
+  folder = checkpoint.save_checkpoint(tmp_path / "checkpoint", params, {})
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = str(free.getsockname()[1])
+  script = pathlib.Path(__file__).with_name("restore_part.py")
+  processes = [
+    subprocess.Popen(
+      [sys.executable, str(script), str(folder), port, str(process)],
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for process in range(2)
+  ]
+  parts = [json.loads(process.communicate(timeout=300)[0]) for process in processes]
+  assert [part["rows"] for part in parts] == [[0, 1024], [1024, 2048]]
+  for part in parts:
+    rows = codes[slice(*part["rows"])]
+    assert part["codes"] == hashlib.sha256(rows.tobytes()).hexdigest()
+    assert rows.nbytes <= part["read"] < 1.2 * rows.nbytes
+
+
+def test_a_host_copy_does_not_stay_with_an_array():
+  array = jnp.arange(6.0).reshape(2, 3)
+  apart = meshes.apart(array)
+  assert apart is not array
+  assert apart.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
+  np.testing.assert_array_equal(apart, array)
 
 
 def test_a_mesh_of_one_device_changes_nothing(tiny_model, tiny_params, tiny_tokens):
