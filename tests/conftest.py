@@ -1,5 +1,6 @@
 """Strict JAX modes for every test, and the golden vectors."""
 
+import gc
 import hashlib
 import os
 import pathlib
@@ -23,6 +24,22 @@ def pytest_configure(config):
   del config
   jax.config.update("jax_numpy_dtype_promotion", "strict")
   jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+CACHES_UP_TO = 3 << 30
+"""Resident bytes of a test process above which compiled programs are dropped."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_caches():
+  """Thousands of compiled programs of earlier modules would fill a small machine."""
+  yield
+  statm = pathlib.Path("/proc/self/statm")
+  if not statm.is_file():
+    return
+  if int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > CACHES_UP_TO:
+    jax.clear_caches()
+    gc.collect()
 
 
 class Vectors:
