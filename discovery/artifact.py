@@ -36,6 +36,10 @@ CHECK_ROWS = 48
 """Rows of the check that the batched form treats each row by itself."""
 UNIT_TOLERANCE = 0.1
 """Share of a row's values that rounding may decide otherwise in the two forms."""
+ROW_TOLERANCE = 1 / 3
+"""Share of rows in which more may differ: one turned code can turn those after it."""
+UNIT_ROWS = range(0, CHECK_ROWS, 3)
+"""Rows on which the two forms are compared."""
 
 
 class RefusedError(ValueError):
@@ -243,13 +247,15 @@ def check_independence(
     choose = lambda a, b: np.where(kept.reshape(-1, *[1] * (a.ndim - 1)), a, b)
     return jax.tree.map(choose, mine, other)
 
-  one = [
-    jax.tree.map(lambda a: a[0], value) if name in spec["batched"] else value
-    for name, value in zip(names, arguments, strict=True)
-  ]
+  def row(index: int) -> list[Any]:
+    return [
+      jax.tree.map(lambda a: a[index], value) if name in spec["batched"] else value
+      for name, value in zip(names, arguments, strict=True)
+    ]
+
   with tracing_scope():
     whole = [np.asarray(a) for a in batched(*arguments)]
-    single = [np.asarray(a) for a in unit(*one)]
+    single = [[np.asarray(a) for a in unit(*row(i))] for i in UNIT_ROWS]
   # Both ways round, so that every row is once a neighbour that was replaced.
   for kept in (third, ~third):
     changed = [
@@ -266,10 +272,12 @@ def check_independence(
         raise RefusedError(
           f"{spec['name']}: a row's result depends on its neighbours in the batch."
         )
-  for rows, first in zip(whole, single, strict=True):
-    # The unit runs other code and may differ in the last place.
-    differs = ~np.isclose(rows[0].astype(float), first.astype(float), 1e-3, 1e-3)
-    if differs.mean() > UNIT_TOLERANCE:
+  for rows, units in zip(whole, zip(*single, strict=True), strict=True):
+    # The unit runs other code and may differ in the last place, which can turn a code
+    # and, where errors are carried on, the rest of its row. Few rows do.
+    pairs = zip(rows[UNIT_ROWS].astype(float), np.asarray(units, float), strict=True)
+    shares = [(~np.isclose(a, b, 1e-3, 1e-3)).mean() for a, b in pairs]
+    if np.mean([share > UNIT_TOLERANCE for share in shares]) > ROW_TOLERANCE:
       raise RefusedError(f"{spec['name']}: the batched form is not the unit's.")
 
 

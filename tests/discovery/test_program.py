@@ -202,7 +202,7 @@ def test_a_hook_that_traces_differently_each_time_fails():
     tracing.trace(f"{HEADER}\n{code}", INTERFACE.to_list())
 
 
-def test_damaged_artifacts_are_refused_not_run():
+def test_34_damaged_artifacts_are_refused_not_run():
   (traced,) = tracing.trace(HEADER + RTN, INTERFACE.to_list())
   for position in range(0, len(traced.unit), len(traced.unit) // 7):
     broken = bytearray(traced.unit)

@@ -15,7 +15,7 @@ from mxjax.discovery import (
   ptq_interface,
   tracing,
 )
-from mxjax.discovery.artifact import ArtifactTable
+from mxjax.discovery.artifact import ArtifactTable, check_independence
 from mxjax.discovery.local_bench import LocalBench
 from mxjax.discovery.program import admit
 from mxjax.discovery.task import Call, ContractError, Status
@@ -135,6 +135,17 @@ def test_error_propagation_between_blocks_is_gptqs():
   loss = lambda decoded: float(gptq.reconstruction_loss(weight, decoded, hessian))
   assert loss(value) == pytest.approx(loss(expected.decoded), rel=0.02)
   assert loss(value) < loss(gptq.round_to_nearest(weight).decoded)
+
+
+def test_a_hook_that_carries_errors_on_passes_every_draw_of_the_check():
+  """One turned code turns others of its row: a draw must not decide over the card."""
+  spec = SPECS["encode_weight"]
+  (traced,) = tracing.trace(card("gptq").edit(SOURCE, {}), [spec])
+  table = ArtifactTable(SPECS)
+  table.add("x", "encode_weight", traced.unit, traced.batched)
+  unit, batched = jax.jit(table.unit("x")), jax.jit(table.batched("x"))
+  for _ in range(25):
+    check_independence(unit, batched, spec)
 
 
 @pytest.mark.parametrize(
