@@ -10,8 +10,12 @@ import importlib.util
 import json
 import os
 import pathlib
+import resource
 import sys
 from typing import Any
+
+CACHES_UP_TO = 2 << 30
+"""Peak bytes of resident memory after which compiled programs are dropped."""
 
 
 def _load(name: str) -> Any:
@@ -37,6 +41,25 @@ def _enter(config: dict[str, Any]) -> dict[str, Any]:
     scratch=config["scratch"],
     limits=jail.Limits(**config["limits"]),
   )
+
+
+class _Caches:
+  """Drops compiled programs when they have filled much memory.
+
+  Every candidate leaves its own; only the peak can be read behind the walls, so the
+  limit moves with it.
+  """
+
+  def __init__(self) -> None:
+    self._limit = CACHES_UP_TO
+
+  def bound(self) -> None:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if peak > self._limit:
+      import jax
+
+      jax.clear_caches()
+      self._limit = peak + CACHES_UP_TO // 2
 
 
 def _gate(request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
@@ -66,6 +89,7 @@ def main() -> None:
   specs = {spec["name"]: spec for spec in problem.interface.to_list()}
   table = artifact.ArtifactTable(specs)
   session: Any = None
+  caches = _Caches()
   frames.write_frame(replies, json.dumps(features).encode())
   while data := frames.read_frame(sys.stdin.buffer):
     head, *blobs = frames.unpack(data)
@@ -90,6 +114,7 @@ def main() -> None:
       answer = {"status": status, "detail": detail}
     reply = json.dumps(answer, allow_nan=True).encode()
     frames.write_frame(replies, frames.pack([reply, payload]))
+    caches.bound()
 
 
 if __name__ == "__main__":
