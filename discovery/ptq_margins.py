@@ -8,7 +8,6 @@ Operator errors have no such noise; their margin is a small share of the initial
 program's.
 """
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,16 +25,17 @@ OPERATOR_SHARE = 0.01
 
 
 def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
-  """The specification with `margins`, `initial` and `call_seconds` measured.
+  """The specification with `margins` and `initial` measured.
 
-  Runs the initial program, our own source, in this process: twice for the time of a
-  call once everything is compiled, and its perplexity over perturbed replicates.
+  Runs the initial program, our own source, in this process, and measures its
+  perplexity over perturbed replicates.
 
   Args:
     spec: Options of the PTQ task.
 
   Returns:
-    The completed specification; it becomes part of every execution identity.
+    The completed specification. It becomes part of every execution identity, so
+    nothing that differs from run to run, such as a time, may be in it.
   """
   options = {key: value for key, value in spec.items() if key != "task"}
   task = ptq.PtqTask(**options)
@@ -46,11 +46,7 @@ def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
   hooks = {k: v for k, v in traced.computation.items() if k in active}
   call = Call(hooks, plan, {})
   outcomes: list[Outcome] = []
-  start = 0.0
-  for _ in range(2):
-    start = time.perf_counter()
-    bench.run([call], lambda index, outcome, seconds: outcomes.append(outcome))
-  seconds = time.perf_counter() - start
+  bench.run([call], lambda index, outcome, seconds: outcomes.append(outcome))
   first = outcomes[0]
   if first.status != Status.OK:
     raise ValueError(f"ptq: the initial program ended {first.status}: {first.detail}")
@@ -67,7 +63,6 @@ def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
     **task.spec,
     "margins": margins,
     "initial": dict(first.values),
-    "call_seconds": round(seconds, 1),
   }
 
 
