@@ -97,7 +97,7 @@ def _prepare_anchor(
   moments = execution.finish(_weight_moments(weight))
   even, odd = rows - rows // 2, rows // 2
   total = (moments[0] * even + moments[1] * odd) / rows
-  chart, rotated, rotated_inverse = execution.finish(_chart(moment, total))
+  chart, rotated, rotated_inverse = execution.by_blocks(_chart, moment, total)
   return _Anchor(
     chart=chart,
     rotated=rotated.astype(jnp.float32),
@@ -151,7 +151,7 @@ def _trial_step(
 
 
 @functools.partial(jax.jit, static_argnames="use_interaction")
-def _transform(
+def _pairs(
   anchor: _Anchor,
   activation_folds: jax.Array,
   errors: jax.Array,
@@ -159,7 +159,7 @@ def _transform(
   *,
   use_interaction: bool,
 ) -> tuple[jax.Array, jax.Array]:
-  """T, and the Frobenius norm of K in each block."""
+  """K, and its Frobenius norm in each block."""
   chart = anchor.chart
   crosses = interaction.unrotate(errors / counts[:, None, None, None])
   statistics = interaction.AnchorStatistics(
@@ -172,7 +172,7 @@ def _transform(
   if not use_interaction:
     pairs = jnp.zeros_like(pairs)
   norm = jnp.sqrt((pairs * pairs).sum((-2, -1)))
-  return interaction.shaping_transform(chart, pairs), norm
+  return pairs, norm
 
 
 class _Trials(NamedTuple):
@@ -344,14 +344,16 @@ class HiRes(Program):
     zeros = jnp.zeros((2, *moment.shape), jnp.float64)
     errors = inputs.reduce(_anchor_step, zeros, anchor.rotated)
     counts = jnp.maximum(jnp.asarray(inputs.fold_tokens, jnp.float64), 1.0)
-    transform, norm = _transform(
-      anchor,
-      inputs.fold_moments(),
-      errors,
-      counts,
-      use_interaction=self.use_interaction,
+    pairs, norm = execution.finish(
+      _pairs(
+        anchor,
+        inputs.fold_moments(),
+        errors,
+        counts,
+        use_interaction=self.use_interaction,
+      )
     )
-    execution.finish(transform)
+    transform = execution.by_blocks(interaction.shaping_transform, anchor.chart, pairs)
     inputs.record["interaction_norm"] = norm.tolist()
     if self.use_balance:
       transform = self._balanced(weight, inputs, moment, transform)
