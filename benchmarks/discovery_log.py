@@ -3,29 +3,12 @@
 import collections
 import hashlib
 
-from mxjax.discovery import heldout, store
+from mxjax.discovery import explain, heldout, store
 
 
 def digest(folder):
   """SHA-256 of a run's log: its trajectory."""
   return hashlib.sha256((folder / "log.jsonl").read_bytes()).hexdigest()
-
-
-def lineage(events):
-  """Label and measured value from the initial program to the champion."""
-  # A program may be proposed again: the first time counts.
-  programs = {e["program"]: e for e in events[::-1] if e["event"] == "program"}
-  labels = {
-    e["packet"]["program"]: e.get("label", "the initial program")
-    for e in events[::-1]
-    if e["event"] == "packet"
-  }
-  at = [e for e in events if e["event"] == "program"][-1]["champion"]
-  chain = []
-  while at:
-    chain.append([labels[at], programs[at]["value"]])
-    at = programs[at]["parent"]
-  return chain[::-1]
 
 
 def summary(folder):
@@ -37,7 +20,10 @@ def summary(folder):
     "ledger": events[-1]["ledger"],
     "closed": events[-1]["reason"],
     "proposer": events[0]["proposer"],
-    "lineage": lineage(events),
+    "lineage": [
+      [s.packet.get("label", "the initial program"), s.program["value"]]
+      for s in explain.lineage(explain.stories(folder), of("program")[-1]["champion"])
+    ],
     "visible": [[e["call"], e["value"]] for e in of("mark")],
     "heldout": [[e["call"], e["value"]] for e in heldout.unsealed(folder)],
     "verdicts": collections.Counter(e["verdict"] for e in of("verdict")),

@@ -79,6 +79,21 @@ def _story(
   )
 
 
+def lineage(told: Sequence[Story], champion: str) -> list[Story]:
+  """The packets from the initial program to `champion`, one a program.
+
+  A program may be proposed again, even by its own descendant: the first time counts.
+  """
+  first: dict[str, Story] = {}
+  for story in told:
+    first.setdefault(story.packet["packet"]["program"], story)
+  chain = []
+  while champion in first:
+    chain.append(first[champion])
+    champion = first[champion].packet["packet"]["parent"]
+  return chain[::-1]
+
+
 def find(folder: pathlib.Path, program: str) -> list[Story]:
   """The packets about a program, named by the first characters of its identity.
 

@@ -191,19 +191,13 @@ def _residuals(events: list[Event]) -> str:
 
 
 def _lineage(told: list[Story], events: list[Event]) -> str:
-  # A program may be proposed again, even by its own descendant: the first time counts.
-  programs = {e["program"]: e for e in events[::-1] if e["event"] == "program"}
-  by_program = {s.packet["packet"]["program"]: s for s in told[::-1]}
-  at = [e for e in events if e["event"] == "program"][-1]["champion"]
-  chain = []
-  while at in by_program:
-    chain.append(at)
-    at = by_program[at].packet["packet"]["parent"]
+  champion = [e for e in events if e["event"] == "program"][-1]["champion"]
   parts = []
-  for program in reversed(chain):
-    story = by_program[program]
+  for story in explain.lineage(told, champion):
+    program = story.packet["packet"]["program"]
     label = html.escape(story.packet.get("label", "the initial program"))
-    value = programs[program]["value"]
+    assert story.program is not None, "a parent was executed"
+    value = story.program["value"]
     parts.append(
       f"<details><summary>{_code(program)} {label}: {value:.5g}</summary>"
       f"{_diff(story.diff)}</details>"

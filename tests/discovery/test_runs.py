@@ -76,6 +76,19 @@ def test_the_report_is_one_file_without_scripts(finished):
     assert f"<h2>{part}" in page
 
 
+def test_a_lineage_ends_where_a_program_was_proposed_again():
+  """By its descendant and as its own edit; the first packet of each counts."""
+  proposed = [("a", ""), ("b", "a"), ("c", "b"), ("b", "c"), ("c", "c"), ("a", "c")]
+  told = [
+    explain.Story(
+      {"packet": {"program": program, "parent": parent}}, (), (), None, None, None, ""
+    )
+    for program, parent in proposed
+  ]
+  assert explain.lineage(told, "c") == told[:3]
+  assert explain.lineage(told, "a") == told[:1]
+
+
 def test_explain_tells_packet_prediction_and_change(finished, capsys):
   story = next(s for s in explain.stories(finished) if s.verdict)
   program = story.packet["packet"]["program"]
