@@ -5,7 +5,9 @@ away at the first fault.
 """
 
 import dataclasses
+import functools
 import hashlib
+import operator
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -218,12 +220,23 @@ def check_independence(
 ) -> None:
   """The batched form must treat every row by itself, as the unit does.
 
-  Rows are kept while their neighbours are replaced, on data drawn when the check runs.
+  Both are tried on data drawn when the check runs.
 
   Raises:
-    RefusedError: A row's result depends on other rows.
+    RefusedError: A row's result depends on other rows, or the forms are two functions.
   """
   generator = np.random.default_rng(np.random.SeedSequence().entropy)
+  draw = functools.partial(_draw, spec, generator)
+  _check_rows(batched, spec, draw(), draw())
+  # Where a drawn matrix is nearly singular rounding may decide most rows: only what
+  # differs in most draws is another function.
+  differing = sum(_forms_differ(unit, batched, spec, draw()) for _ in range(UNIT_DRAWS))
+  if 2 * differing > UNIT_DRAWS:
+    raise RefusedError(f"{spec['name']}: the batched form is not the unit's.")
+
+
+def _draw(spec: Mapping[str, Any], generator: np.random.Generator) -> list[Any]:
+  """Arguments of the batched form, each at a scale of its own."""
 
   def sample(entry: list[Any], rows: tuple[int, ...]) -> np.ndarray:
     dtype, shape = entry
@@ -232,33 +245,48 @@ def check_independence(
     )
     return values.astype(dtype)
 
-  def draw(name: str, tree: Any) -> Any:
+  def one(name: str, tree: Any) -> Any:
     rows = (CHECK_ROWS,) if name in spec["batched"] else ()
     if isinstance(tree, dict):
       return {key: sample(entry, rows) for key, entry in tree.items()}
     return sample(tree, rows)
 
-  names = [name for name, _ in spec["arguments"]]
-  arguments = [draw(name, tree) for name, tree in spec["arguments"]]
-  others = [draw(name, tree) for name, tree in spec["arguments"]]
-  third = np.arange(CHECK_ROWS) % 3 == 0
+  return [one(name, tree) for name, tree in spec["arguments"]]
 
-  def mixed(name: str, kept: np.ndarray, mine: Any, other: Any) -> Any:
-    if name not in spec["batched"]:
-      return mine
-    choose = lambda a, b: np.where(kept.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-    return jax.tree.map(choose, mine, other)
 
+def _call(function: Callable[..., Any], arguments: list[Any]) -> list[np.ndarray]:
   with tracing_scope():
-    whole = [np.asarray(a) for a in batched(*arguments)]
+    return [np.asarray(a) for a in function(*arguments)]
+
+
+def _by_argument(
+  spec: Mapping[str, Any], pick: Callable[..., Any], *draws: list[Any]
+) -> list[Any]:
+  """`pick` of every array that has rows; the others as the first draw has them."""
+  return [
+    jax.tree.map(pick, *trees) if name in spec["batched"] else trees[0]
+    for (name, _), *trees in zip(spec["arguments"], *draws, strict=True)
+  ]
+
+
+def _chosen(kept: np.ndarray, mine: np.ndarray, other: np.ndarray) -> np.ndarray:
+  """Rows of `mine` where `kept`, of `other` elsewhere."""
+  return np.where(kept.reshape(-1, *[1] * (mine.ndim - 1)), mine, other)
+
+
+def _check_rows(
+  batched: Callable[..., Any],
+  spec: Mapping[str, Any],
+  arguments: list[Any],
+  others: list[Any],
+) -> None:
+  """Keeps rows while their neighbours are replaced; raises where they notice."""
+  whole = _call(batched, arguments)
+  third = np.arange(CHECK_ROWS) % 3 == 0
   # Both ways round, so that every row is once a neighbour that was replaced.
   for kept in (third, ~third):
-    changed = [
-      mixed(name, kept, mine, other)
-      for name, mine, other in zip(names, arguments, others, strict=True)
-    ]
-    with tracing_scope():
-      again = [np.asarray(a) for a in batched(*changed)]
+    choose = functools.partial(_chosen, kept)
+    again = _call(batched, _by_argument(spec, choose, arguments, others))
     for rows, turned in zip(whole, again, strict=True):
       # Equal shapes run equal code, so what does not depend on neighbours is equal
       # to the bit.
@@ -268,29 +296,29 @@ def check_independence(
           f"{spec['name']}: a row's result depends on its neighbours in the batch."
         )
 
-  def row(arguments: list[Any], index: int) -> list[Any]:
-    return [
-      jax.tree.map(lambda a: a[index], value) if name in spec["batched"] else value
-      for name, value in zip(names, arguments, strict=True)
-    ]
 
-  def differ(arguments: list[Any]) -> bool:
-    with tracing_scope():
-      whole = [np.asarray(a) for a in batched(*arguments)]
-      single = [[np.asarray(a) for a in unit(*row(arguments, i))] for i in UNIT_ROWS]
-    for rows, units in zip(whole, zip(*single, strict=True), strict=True):
-      pairs = zip(rows[UNIT_ROWS].astype(float), np.asarray(units, float), strict=True)
-      shares = [(~np.isclose(a, b, 1e-3, 1e-3)).mean() for a, b in pairs]
-      if np.mean([share > UNIT_TOLERANCE for share in shares]) > ROW_TOLERANCE:
-        return True
-    return False
+def _forms_differ(
+  unit: Callable[..., Any],
+  batched: Callable[..., Any],
+  spec: Mapping[str, Any],
+  arguments: list[Any],
+) -> bool:
+  """Whether the two forms give other values on more than rounding's share of rows.
 
-  # The unit runs other code and may differ in the last place. That can turn a code,
-  # where errors are carried on the rest of its row, and where a drawn matrix is nearly
-  # singular most rows: only what differs in most draws is another function.
-  draws = [[draw(*entry) for entry in spec["arguments"]] for _ in range(UNIT_DRAWS)]
-  if 2 * sum(differ(arguments) for arguments in draws) > UNIT_DRAWS:
-    raise RefusedError(f"{spec['name']}: the batched form is not the unit's.")
+  The unit runs other code and may differ in the last place. That can turn a code and,
+  where errors are carried on, the rest of its row.
+  """
+  whole = _call(batched, arguments)
+  single = [
+    _call(unit, _by_argument(spec, operator.itemgetter(index), arguments))
+    for index in UNIT_ROWS
+  ]
+  for rows, units in zip(whole, zip(*single, strict=True), strict=True):
+    pairs = zip(rows[UNIT_ROWS].astype(float), np.asarray(units, float), strict=True)
+    shares = [(~np.isclose(a, b, 1e-3, 1e-3)).mean() for a, b in pairs]
+    if np.mean([share > UNIT_TOLERANCE for share in shares]) > ROW_TOLERANCE:
+      return True
+  return False
 
 
 class ArtifactTable:
