@@ -28,7 +28,7 @@ FEW_TEMPORARIES = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZE
 
 XLA:CPU's default order starts everything as early as it can, such as the float32 copies
 of all weights of a layer: at width 2048 a layer's pass then takes three times the
-temporaries. With one computation in flight the other order costs no time."""
+temporaries. What the other order costs in time has not been measured by itself."""
 
 # Parameters of glibc's mallopt, <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8

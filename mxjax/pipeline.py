@@ -238,14 +238,7 @@ class _Run:
       views = self._views(index, float_layer)
     with stage("quantization", 1), precision.float64_scope():
       quantized, linears = layer_quantization.quantize_layer(
-        model,
-        float_layer,
-        program,
-        views,
-        self.learned,
-        self.contract,
-        name,
-        announce,
+        model, float_layer, program, views, self.learned, self.contract, name, announce
       )
       jax.block_until_ready(quantized)
       distributed.check_same(f"the codes of {name}", quantized, self.mesh)
