@@ -4,7 +4,8 @@
 
 Quantizes the small trained Llama-family model 240 times, with the Qwen3-family model
 held out, from the RTN program with the embedded proposer, behind the strict jail. The
-third run is killed with SIGKILL after 10, 60 and 150 paid calls and resumed. Folders
+third run is killed with SIGKILL after 10, 60 and 150 paid calls and resumed. Every
+call of every run is executed; what XLA compiled is shared through DIR/compiled. Folders
 that are begun are resumed. Writes results/discovery_run.json (the ledger, the lineage,
 the visible and the held-out curve, and the SHA-256 of every trajectory) and its table.
 """
@@ -37,14 +38,25 @@ def paid(folder):
 
 
 def start(folder):
+  compiled = ["--compiled", str(folder.parent / "compiled")]
   if (folder / "run.json").exists():
-    return [*CLI, "resume", str(folder)]
+    return [*CLI, "resume", str(folder), *compiled]
   models = [
     *("--model", str(embedded.trained_folder("llama"))),
     *("--holdout-model", str(embedded.trained_folder("qwen3"))),
   ]
   options = ["--task-options", json.dumps(OPTIONS)]
-  return [*CLI, "run", "--task", "ptq", *models, *options, "--out", str(folder)]
+  return [
+    *CLI,
+    "run",
+    "--task",
+    "ptq",
+    *models,
+    *options,
+    "--out",
+    str(folder),
+    *compiled,
+  ]
 
 
 def is_closed(folder):

@@ -80,6 +80,9 @@ def register(commands: Any) -> None:
 def _add_workers(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--workers", type=int, default=1, metavar="N")
   parser.add_argument("--ray", action="store_true", help="workers on a Ray cluster")
+  parser.add_argument("--compiled", metavar="DIR", type=pathlib.Path,
+      help="where jailed workers share compiled programs, also with later runs; they "
+      "may write there")  # fmt: skip
 
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +216,13 @@ def _go(folder: pathlib.Path, options: argparse.Namespace) -> None:
     elif event["event"] == "verdict":
       STDOUT.print(f"  {event['verdict']} ({event['reason']})", highlight=False)
 
-  champion = runs.run(folder, workers=options.workers, ray=options.ray, on_event=show)
+  champion = runs.run(
+    folder,
+    workers=options.workers,
+    ray=options.ray,
+    compiled=options.compiled,
+    on_event=show,
+  )
   path = report.write(folder)
   totals = read_events(folder)[-1]["ledger"]
   STDOUT.print(f"champion {champion.id[:12]}, found at call {champion.call}")

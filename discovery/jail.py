@@ -266,6 +266,7 @@ def lock(
   listable: Iterable[str],
   scratch: str,
   limits: Limits,
+  writable: Iterable[str] = (),
 ) -> dict[str, Any]:
   """Puts up the walls of a level in the calling process, for good.
 
@@ -277,6 +278,7 @@ def lock(
     listable: Folders whose entries may be listed.
     scratch: A folder; `strict` mounts a tmpfs there, `standard` uses it as it is.
     limits: Resources.
+    writable: Folders outside the scratch folder that may be written.
 
   Returns:
     The features in force, for the execution identity.
@@ -285,7 +287,7 @@ def lock(
     mount_scratch(scratch)
   os.chdir(scratch)
   set_limits(limits)
-  version = restrict_files(readable, [scratch, "/dev/null"], listable)
+  version = restrict_files(readable, [scratch, "/dev/null", *writable], listable)
   if level == "strict":
     drop_capabilities()
   restrict_syscalls()

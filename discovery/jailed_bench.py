@@ -1,7 +1,9 @@
 """The bench of levels `strict` and `standard`: jailed tracing, jailed evaluation."""
 
 import concurrent.futures
+import functools
 import json
+import pathlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +20,12 @@ from mxjax.discovery.task import Call, Outcome, Status, Task
 class Lane:
   """One evaluator: a jailed worker for each phase."""
 
-  def __init__(self, task: Task, level: str, limits: jail.Limits) -> None:
+  def __init__(
+    self, task: Task, level: str, limits: jail.Limits, compiled: str = ""
+  ) -> None:
     """Describes the workers; they start when they are needed."""
     self._workers = {
-      phase: RunWorker(task.spec, phase, task.readable(phase), level, limits)
+      phase: RunWorker(task.spec, phase, task.readable(phase), level, limits, compiled)
       for phase in task.phases
     }
 
@@ -66,6 +70,7 @@ class JailedBench:
     trace_limits: jail.Limits = sandbox.TRACE_LIMITS,
     run_limits: jail.Limits = sandbox.RUN_LIMITS,
     lane: Callable[[Task, str, jail.Limits], Any] | None = None,
+    compiled: pathlib.Path | None = None,
   ) -> None:
     """Starts the tracer.
 
@@ -77,6 +82,7 @@ class JailedBench:
       trace_limits: For candidate Python.
       run_limits: For evaluator phases.
       lane: Makes an evaluator elsewhere, such as `ray_lane.RayLane`.
+      compiled: A folder in which lanes, and runs, share compiled programs.
 
     Raises:
       WorkerError: The level cannot be had on this machine.
@@ -85,7 +91,10 @@ class JailedBench:
     self._specs = {spec["name"]: spec for spec in task.interface.to_list()}
     self._tracer = Tracer(level, trace_limits)
     self.description: Mapping[str, Any] = dict(self._tracer.features)
-    make_lane = lane or Lane
+    if compiled is not None:
+      compiled.mkdir(parents=True, exist_ok=True)
+    kept = str(compiled.resolve()) if compiled else ""
+    make_lane = lane or functools.partial(Lane, compiled=kept)
     self._lanes = [make_lane(task, level, run_limits) for _ in range(workers)]
     first = task.phases[0]
     self._gate = RunWorker(task.spec, first, task.readable(first), level, run_limits)

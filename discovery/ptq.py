@@ -37,7 +37,16 @@ CODE = ("artifact.py", "candidate*.py", "ptq*.py", "tracing.py")
 
 @functools.lru_cache(maxsize=4)
 def load_model(source: str | None, layers: int | None) -> tuple[Any, dict[str, Any]]:
-  """A model and its params, cut to its first layers if asked."""
+  """A model and its params, cut to its first layers if asked.
+
+  The params are committed to the device: what calls an artifact returns committed
+  arrays, and a layer would be compiled again for those.
+  """
+  model, params = _load(source, layers)
+  return model, jax.device_put(params, jax.devices()[0])
+
+
+def _load(source: str | None, layers: int | None) -> tuple[Any, dict[str, Any]]:
   if source is not None and source.startswith(RANDOM):
     return _random_model(int(source.removeprefix(RANDOM)))
   model, params = models.from_pretrained(source)

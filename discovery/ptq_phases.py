@@ -62,7 +62,7 @@ class Fit:
     del payload
     program = candidate.CandidateProgram(call, artifacts, self._paths, self._defaults)
     result = pipeline.quantize_with_record(
-      self._params, self._calibration, program, check=False
+      self._params, self._calibration, program, check=False, probe=False
     )
     packed, outputs = _pack(result.params, self._model)
     rounding = call.computation["encode_act"]

@@ -40,7 +40,17 @@ def _enter(config: dict[str, Any]) -> dict[str, Any]:
     listable=[],
     scratch=config["scratch"],
     limits=jail.Limits(**config["limits"]),
+    writable=[config["compiled"]] if config["compiled"] else [],
   )
+
+
+def _keep_compiled(folder: str) -> None:
+  """Has JAX keep what it compiles, so that no other worker compiles it again."""
+  import jax
+
+  jax.config.update("jax_compilation_cache_dir", folder)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 class _Caches:
@@ -83,6 +93,8 @@ def main() -> None:
   replies = os.fdopen(os.dup(1), "wb")
   os.dup2(2, 1)
   features = _enter(config)
+  if config["compiled"]:
+    _keep_compiled(config["compiled"])
   from mxjax.discovery import artifact, faults, task
 
   problem = task.load(config["task"])

@@ -101,9 +101,25 @@ def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
 
 
 def make_bench(
-  task: task_.Task, store: Store, sandbox: str, *, workers: int = 1, ray: bool = False
+  task: task_.Task,
+  store: Store,
+  sandbox: str,
+  *,
+  workers: int = 1,
+  ray: bool = False,
+  compiled: pathlib.Path | None = None,
 ) -> LocalBench | JailedBench:
-  """The workers of a sandbox level."""
+  """The workers of a sandbox level.
+
+  Raises:
+    ValueError: Compiled programs are to be shared where workers cannot.
+  """
+  if compiled is not None and (ray or sandbox == "off"):
+    where = "a Ray cluster" if ray else "sandbox off"
+    raise ValueError(
+      f"discover: --compiled is for jailed workers of this machine, got {where}; leave "
+      "it out."
+    )
   if sandbox == "off":
     return LocalBench(task)
   lane = None
@@ -111,7 +127,9 @@ def make_bench(
     from mxjax.discovery.ray_lane import RayLane
 
     lane = RayLane
-  return JailedBench(task, store, level=sandbox, workers=workers, lane=lane)
+  return JailedBench(
+    task, store, level=sandbox, workers=workers, lane=lane, compiled=compiled
+  )
 
 
 def run(
@@ -119,6 +137,7 @@ def run(
   *,
   workers: int = 1,
   ray: bool = False,
+  compiled: pathlib.Path | None = None,
   on_event: OnEvent | None = None,
 ) -> Record:
   """Starts or resumes the run of a folder; returns the champion.
@@ -127,13 +146,17 @@ def run(
     folder: With `run.json`; a log in it is replayed first.
     workers: Calls side by side; the trajectory does not depend on it.
     ray: Whether workers are Ray actors.
+    compiled: A folder in which this run's workers, and other runs', find programs
+      compiled before; neither the trajectory nor any identity depends on it.
     on_event: Told every event.
   """
   options = read_options(folder)
   task = task_.load(options.task)
   scorer = start_holdout(folder) if options.holdout == "during" else None
   store = Store(folder)
-  bench = make_bench(task, store, options.sandbox, workers=workers, ray=ray)
+  bench = make_bench(
+    task, store, options.sandbox, workers=workers, ray=ray, compiled=compiled
+  )
   try:
     champion = make_search(options, task, bench, store).run(on_event)
   finally:

@@ -259,8 +259,12 @@ class RunWorker:
     readable: Sequence[str],
     level: str,
     limits: jail.Limits = RUN_LIMITS,
+    compiled: str = "",
   ) -> None:
-    """Describes the worker; it starts with the first request."""
+    """Describes the worker; it starts with the first request.
+
+    `compiled` is a folder that it may write, for programs that it compiled.
+    """
     self._config = {
       "task": dict(task),
       "phase": phase,
@@ -268,6 +272,7 @@ class RunWorker:
       "path": [str(HERE.parent), *_import_path()],
       "readable": [str(HERE.parent), *readable],
       "limits": dataclasses.asdict(limits),
+      "compiled": compiled,
     }
     self._limits = limits
     self._worker: Worker | None = None

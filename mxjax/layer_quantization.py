@@ -83,6 +83,8 @@ def quantize_layer(
   contract: Contract,
   path: str,
   announce: Callable[[str], None],
+  *,
+  probe: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Quantizes the targets of one layer; returns its new params and records."""
   new = {block: dict(layer[block]) for block in layer}
@@ -97,7 +99,7 @@ def quantize_layer(
       leaf = execution.finish(program.quantize_linear(weight, inputs))
     except ValueError as error:
       raise ValueError(f"{path}/{block}/{name}: {error}") from error
-    records[f"{block}/{name}"] = linear_record(weight, leaf, inputs)
+    records[f"{block}/{name}"] = linear_record(weight, leaf, inputs, probe=probe)
     new[block][name] = {**layer[block][name], "weight": leaf}
   return new, records
 

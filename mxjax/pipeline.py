@@ -125,8 +125,10 @@ class _Run:
     folder: run_folder.RunFolder | None,
     store: str | os.PathLike[str] | None,
     mesh: Mesh | None,
+    probe: bool,
   ) -> None:
     """Prepares; no layer runs yet."""
+    self.probe = probe
     self.model, self.calib, self.program = calib.model, calib, program
     self.contract, self.folder, self.mesh = contract, folder, mesh
     self.chunk = meshes.check_sequences(mesh, len(calib.tokens), chunk)
@@ -238,7 +240,9 @@ class _Run:
       views = self._views(index, float_layer)
     with stage("quantization", 1), precision.float64_scope():
       quantized, linears = layer_quantization.quantize_layer(
-        model, float_layer, program, views, self.learned, self.contract, name, announce
+        *(model, float_layer, program, views, self.learned, self.contract, name),
+        announce,
+        probe=self.probe,
       )
       jax.block_until_ready(quantized)
       distributed.check_same(f"the codes of {name}", quantized, self.mesh)
@@ -321,6 +325,7 @@ def quantize_with_record(
   on_progress: OnProgress | None = None,
   stop: Callable[[], bool] | None = None,
   check: bool = True,
+  probe: bool = True,
   into: MutableMapping[str, Any] | None = None,
   mesh: Mesh | None = None,
 ) -> Result:
@@ -338,7 +343,7 @@ def quantize_with_record(
       folder = run_dir
     else:
       folder = stack.enter_context(run_folder.RunFolder(run_dir, resume=resume))
-    run = _Run(params, calib, program, contract, chunk, folder, store, mesh)
+    run = _Run(params, calib, program, contract, chunk, folder, store, mesh, probe)
     # A mapping of the caller's takes layers as they are; else they go on the mesh.
     run.results_on = mesh if into is None else None
     result: MutableMapping[str, Any] = {} if into is None else into
@@ -374,8 +379,9 @@ def quantize(
       to the same bits; what is unfinished is done again), `store` (where what runs on
       the same model and tokens share is kept; the result does not depend on it),
       `on_progress`, `stop` (asked after every layer; where it says yes, `Stopped` is
-      raised), `check` (the sanity gate), `into` (a mapping that takes the finished
-      layers, such as a `LayerStore`), `mesh` (a `jax.sharding.Mesh` with the axes
+      raised), `check` (the sanity gate), `probe` (measures each linear on a few tokens
+      for the record), `into` (a mapping that takes the finished layers, such as a
+      `LayerStore`), `mesh` (a `jax.sharding.Mesh` with the axes
       `data` and `model`, whose devices share sequences and output rows; the codes are
       those of one device, see `docs/scale.md`).
 

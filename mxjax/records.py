@@ -103,15 +103,17 @@ def _relative_error(
 
 
 def _local_objectives(
-  mapped: jax.Array, folded: jax.Array, decoded: jax.Array, leaf: QuantizedLinear
+  mapped: jax.Array,
+  operands: tuple[jax.Array, jax.Array],
+  folded: jax.Array,
+  decoded: jax.Array,
 ) -> dict[str, jax.Array]:
   """Block-local errors of the A4 rule in units of nearest rounding's.
 
   Sensitivity-weighted: the sum of d'G_Q d with d = q - x. Mismatch-weighted: the sum
-  of ||W^ q - W x||^2, both over blocks and tokens.
+  of ||W^ q - W x||^2, both over blocks and tokens. `operands` are what the rule and
+  what nearest rounding make of `mapped`.
   """
-  if isinstance(leaf.rounding, Nearest):
-    return {"local_sensitivity": jnp.float32(1), "local_mismatch": jnp.float32(1)}
   weights = decoded.reshape(folded.shape)
   gram, cross = code_refinement.tables(folded, weights)
   gap = weights - folded
@@ -126,9 +128,8 @@ def _local_objectives(
     mismatch = form(mapped, gap_gram, mapped) - 2.0 * form(moved, cross, mapped)
     return sensitivity, sensitivity + mismatch
 
-  ours = sums(leaf.rounding.round(mapped, leaf.rules))
-  nearest = sums(mxfp4.round_blocks(mapped, leaf.rules))
-  ratios = [a / jnp.where(b > 0, b, 1.0) for a, b in zip(ours, nearest, strict=True)]
+  pairs = zip(*(sums(operand) for operand in operands), strict=True)
+  ratios = [a / jnp.where(b > 0, b, 1.0) for a, b in pairs]
   return {"local_sensitivity": ratios[0], "local_mismatch": ratios[1]}
 
 
@@ -148,24 +149,25 @@ def _probe(
     )
   }
   mapped = x if leaf.input_map is None else leaf.input_map.apply(x)
-  nearest = flat(mxfp4.round_blocks(mapped, rules))
+  nearest = mxfp4.round_blocks(mapped, rules)
   decoded = mxfp4.decode(leaf.weight, jnp.float32, rules).T
   pair = flat(mapped), flat(folded)
   errors["mapped_rtn"] = _relative_error(
-    *pair, nearest, flat(mxfp4.round_blocks(folded, rules))
+    *pair, flat(nearest), flat(mxfp4.round_blocks(folded, rules))
   )
-  errors["mapped_nearest"] = _relative_error(*pair, nearest, decoded)
+  errors["mapped_nearest"] = _relative_error(*pair, flat(nearest), decoded)
   errors["final"] = errors["mapped_nearest"]
   result = {"edit_rate": jnp.float32(0)}
+  result |= {"local_sensitivity": jnp.float32(1), "local_mismatch": jnp.float32(1)}
   gain = jnp.float32(1) if leaf.gain is None else leaf.gain
-  if not isinstance(leaf.rounding, Nearest) or leaf.gain is not None:
-    operand = leaf.rounding.round(mapped, rules)
+  is_nearest = isinstance(leaf.rounding, Nearest)
+  operand = nearest if is_nearest else leaf.rounding.round(mapped, rules)
+  if not is_nearest or leaf.gain is not None:
     errors["final"] = _relative_error(*pair, flat(operand), gain * decoded)
+  if not is_nearest:
+    result |= _local_objectives(mapped, (operand, nearest), folded, decoded)
   if isinstance(leaf.rounding, OneCode):
-    gram = code_refinement.unpack_symmetric(leaf.rounding.gram)
-    score = code_refinement.refine(mapped, gram, leaf.rounding.cross, rules).score
-    result["edit_rate"] = (score < 0).mean(dtype=jnp.float32)
-  result |= _local_objectives(mapped, folded, decoded, leaf)
+    result["edit_rate"] = (operand != nearest).any(-2).mean(dtype=jnp.float32)
   exponent = mxfp4.block_exponent(mapped, rules)
   limit = 6.0 * mxfp4.scale_of(exponent, rules)[..., None, :]
   result["saturated_activations"] = (jnp.abs(mapped) > limit).mean(dtype=jnp.float32)
@@ -182,24 +184,23 @@ def _histogram(exponents: np.ndarray) -> dict[str, int]:
 
 
 def linear_record(
-  weight: jax.Array, leaf: QuantizedLinear, inputs: LinearInputs
+  weight: jax.Array, leaf: QuantizedLinear, inputs: LinearInputs, *, probe: bool = True
 ) -> dict[str, Any]:
-  """Measures one quantized linear on a few calibration tokens.
+  """Describes one quantized linear and measures it on a few calibration tokens.
 
   Args:
     weight: The float weight, `[out_features, in_features]`.
     leaf: What replaced it.
     inputs: Its calibration inputs, whose record is included.
+    probe: Whether anything is measured.
 
   Returns:
-    Relative squared output errors (`error_rtn` in native coordinates,
+    Shape, names of map and rounding, whatever the program's hooks recorded, and where
+    measured: relative squared output errors (`error_rtn` in native coordinates,
     `error_mapped_rtn` after the map, `error_mapped_nearest` with the final weights,
     `error_final` with the final A4 rule), edit rate, exponent histograms, saturation
-    rates, and whatever the program's hooks recorded.
+    rates.
   """
-  blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
-  folded = execution.finish(fold(blocks, leaf.input_map))
-  probed = execution.finish(_probe(inputs.probe(PROBE_TOKENS), blocks, folded, leaf))
   record: dict[str, Any] = dict(inputs.record)
   record["shape"] = list(weight.shape)
   record["map"] = type(leaf.input_map).__name__ if leaf.input_map else "none"
@@ -208,6 +209,11 @@ def linear_record(
   record["rounding"] = ROUNDING_NAMES.get(rule, rule.__name__)
   if leaf.gain is not None:
     record["gain"] = float(leaf.gain)
+  if not probe:
+    return record
+  blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
+  folded = execution.finish(fold(blocks, leaf.input_map))
+  probed = execution.finish(_probe(inputs.probe(PROBE_TOKENS), blocks, folded, leaf))
   for name, value in probed.items():
     array = np.asarray(value)
     record[name] = _histogram(array) if array.ndim else float(array)
