@@ -23,6 +23,9 @@ T = TypeVar("T")
 BLOCKS_AT_ONCE = 48
 """Blocks in one call of a function that mixes products and decompositions."""
 
+LARGE_BYTES = 32 * 2**20
+"""An array of this size takes long enough to fill that fresh pages cost nothing."""
+
 FEW_TEMPORARIES = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """Compiler options of functions with large temporaries; the bits do not depend on it.
 
@@ -52,6 +55,25 @@ def keep_freed_memory() -> bool:
     return False
   settings = ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_MAX, 0), (_ARENA_MAX, 1))
   return all(mallopt(parameter, value) == 1 for parameter, value in settings)
+
+
+def make_room(nbytes: int) -> bool:
+  """Gives freed memory back to the kernel before a step with large arrays.
+
+  What `keep_freed_memory` keeps lies in pieces, and an array larger than each of them
+  would come on top: the factor of a Hessian of width 6,144 found 0.6 GB free and could
+  use none of it.
+
+  Args:
+    nbytes: Of one array; below `LARGE_BYTES` nothing happens.
+
+  Returns:
+    Whether anything was given back; False where the allocator is not glibc.
+  """
+  if nbytes < LARGE_BYTES or sys.platform != "linux":
+    return False
+  trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
+  return trim is not None and trim(0) == 1
 
 
 def finish(tree: T) -> T:

@@ -95,6 +95,7 @@ def quantize_layer(
     view = views[model.projection_taps[block, name]]
     inputs = view.sibling(name, learned.get(f"{path}/{block}/{name}"))
     weight = jnp.asarray(layer[block][name]["weight"])
+    execution.make_room(4 * weight.size)
     try:
       leaf = execution.finish(program.quantize_linear(weight, inputs))
     except ValueError as error:

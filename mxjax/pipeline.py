@@ -223,6 +223,7 @@ class _Run:
     model, program = self.model, self.program
     name = model.layer_name(index)
     float_layer = self.params[name]
+    largest = 4 * max(leaf.size for leaf in jax.tree.leaves(float_layer))
     steps = 2 + len(program.recover)
 
     def announce(label: str, step: int = 1) -> None:
@@ -233,6 +234,7 @@ class _Run:
     @contextlib.contextmanager
     def stage(label: str, step: int) -> Iterator[None]:
       announce(label, step)
+      execution.make_room(largest)
       with self.clock.stage(label):
         yield
 

@@ -62,12 +62,16 @@ def reconstruct(
   Raises:
     ValueError: No damping tried made the Hessian positive definite.
   """
-  hessian = execution.finish(_conjugated(inputs.hessian(), input_map))
+  raw = inputs.hessian()
+  execution.make_room(raw.nbytes)
+  hessian = execution.finish(_conjugated(raw, input_map))
   columns = None
   if order == "activation":
     columns = gptq.descending_curvature(hessian)
     hessian = execution.finish(hessian[columns[:, None], columns[None, :]])
+  execution.make_room(raw.nbytes)
   factor = execution.finish(gptq.factor(hessian, damping=damping))
+  del hessian
   used = float(factor.damping)
   if used != used:
     raise not_definite(

@@ -45,6 +45,26 @@ def test_workers_do_not_change_the_trajectory(finished, tmp_path):
   assert log(folder) == log(finished)
 
 
+def test_shared_compiled_programs_change_nothing(finished, tmp_path):
+  shared = tmp_path / "compiled"
+  counts = []
+  for name in ("fills", "finds"):
+    folder = tmp_path / name
+    options = ["--sandbox", "strict", "--compiled", str(shared)]
+    assert cli.main(start(folder, *options)) == 0
+    assert log(folder) == log(finished)
+    counts.append(len(list(shared.iterdir())))
+  assert counts[0] > 0
+  assert counts[1] == counts[0]
+
+
+def test_compiled_programs_are_not_shared_where_they_cannot_be(tmp_path, capsys):
+  options = ["--sandbox", "off", "--compiled", str(tmp_path / "compiled")]
+  assert cli.main(start(tmp_path / "run", *options)) != 0
+  assert "--compiled is for jailed workers" in capsys.readouterr().err
+  assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
 def test_a_killed_process_resumes_to_the_same_bytes(finished, tmp_path):
   folder = tmp_path / "killed"
   environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

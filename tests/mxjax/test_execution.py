@@ -1,4 +1,8 @@
-"""Functions of blocks called a few blocks at a time."""
+"""Functions of blocks called a few blocks at a time; room for large arrays."""
+
+import platform
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,3 +27,29 @@ def test_blocks_in_parts_are_the_blocks(blocks):
   assert sum(seen) == blocks
   assert max(seen) <= execution.BLOCKS_AT_ONCE
   assert len(seen) == -(-blocks // execution.BLOCKS_AT_ONCE)
+
+
+FRAGMENTED = """
+import numpy as np
+from mxjax import execution
+assert execution.keep_freed_memory()
+resident = lambda: 4096 * int(open("/proc/self/statm").read().split()[1])
+pieces = [np.ones(1 << 20, np.uint8) for _ in range(400)]
+full = resident()
+# Every other piece stays: what is free lies between them.
+kept = pieces[::2]
+del pieces
+print(full - resident() > 100e6)
+print(execution.make_room(execution.LARGE_BYTES - 1), full - resident() > 100e6)
+print(execution.make_room(execution.LARGE_BYTES), full - resident() > 100e6)
+"""
+
+
+@pytest.mark.skipif(
+  platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's"
+)
+def test_freed_memory_goes_back_before_a_large_array_only():
+  done = subprocess.run(
+    [sys.executable, "-c", FRAGMENTED], capture_output=True, text=True, check=True
+  )
+  assert done.stdout.split() == ["False", "False", "False", "True", "True"]
