@@ -1,10 +1,11 @@
 """Who suggests the next program: one protocol for rules, language models and people."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from mxjax.discovery.residual import Control, Explanation, Residual
+from mxjax.discovery.store import Store
 
 Evidence = Literal["none", "score", "text", "reflect", "verdict"]
 """What an arm may read: nothing, or as Score-only, TextMem, ReflectMem, QuantForge."""
@@ -191,6 +192,32 @@ class ProposerError(RuntimeError):
 
 class ExhaustedError(ProposerError):
   """Nothing is left to propose from this parent; another one may do."""
+
+
+def answer(store: Store, key: str, ask: Callable[[], Proposal]) -> Proposal:
+  """A proposer's answer, from the store when it was given already.
+
+  To have nothing left is an answer as well: a resumed run must meet it again where it
+  stood, with the same parent.
+
+  Args:
+    store: The run folder.
+    key: Which answer of the run it is, and for which parent.
+    ask: Asks the proposer.
+
+  Raises:
+    ExhaustedError: It has nothing for this parent, or had nothing.
+  """
+  kept = store.get("proposals", key)
+  if kept is None:
+    try:
+      kept = ask().to_dict()
+    except ExhaustedError as error:
+      kept = {"exhausted": str(error)}
+    store.put("proposals", key, kept)
+  if "exhausted" in kept:
+    raise ExhaustedError(kept["exhausted"])
+  return Proposal.from_dict(kept)
 
 
 def strip(experiment: Experiment, evidence: Evidence) -> Experiment:

@@ -24,6 +24,7 @@ from mxjax.discovery.proposer import (
   ProposerError,
   Record,
   Required,
+  answer,
   strip,
 )
 from mxjax.discovery.registration import Attempt
@@ -227,17 +228,15 @@ class Search:
     questions: tuple[Residual, ...],
     required: Required | None,
   ) -> Proposal:
-    """The proposer's answer: from the store when it was paid for already."""
-    key = f"{self._proposals:05d}"
-    kept = self._store.get("proposals", key)
-    if kept is None:
-      context = self.context(
-        address, parent, questions, required, self._config.evidence
-      )
-      kept = self._proposer.propose(context).to_dict()
-      self._store.put("proposals", key, kept)
+    evidence = self._config.evidence
+    proposal = answer(
+      self._store,
+      f"{self._proposals:05d}-{parent.id[:12]}",
+      lambda: self._proposer.propose(
+        self.context(address, parent, questions, required, evidence)
+      ),
+    )
     self._proposals += 1
-    proposal = Proposal.from_dict(kept)
     self.ledger.proposer.update(proposal.usage)
     return dataclasses.replace(
       proposal,

@@ -226,6 +226,22 @@ def test_an_exhausted_parent_gives_way_to_another(bench, tmp_path):
   assert running.ledger.spent == 60
 
 
+def test_a_run_resumes_past_an_exhausted_parent(bench, tmp_path):
+  task = world.World(seed=3)
+  few = embedded.EmbeddedProposer(task.cards[:7], "loss")
+  bench.stop_after = None
+  run(tmp_path / "whole", bench, proposer=few, budget=60)
+  events = store.read_events(tmp_path / "whole")
+  first = next(e["n"] for e in events if e["event"] == "exhausted")
+  paid = sum(e["charged"] for e in events[:first] if e["event"] == "outcome")
+  bench.executed, bench.stop_after = 0, paid + 3
+  with pytest.raises(KeyboardInterrupt):
+    run(tmp_path / "killed", bench, proposer=few, budget=60)
+  bench.stop_after = None
+  run(tmp_path / "killed", bench, proposer=few, budget=60)
+  assert log(tmp_path / "killed") == log(tmp_path / "whole")
+
+
 def test_parents_are_the_retained_programs_then_the_rest(finished):
   running, folder = finished
   programs = [
