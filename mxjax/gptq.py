@@ -9,6 +9,7 @@ exponent and other column orders are options, because other systems use them.
 Paper: Eq. recon and Discrete Realization; reading A12 and A13 of the specification.
 """
 
+import dataclasses
 import functools
 from typing import Literal, NamedTuple
 
@@ -25,7 +26,10 @@ DAMPING_TRIES = 4
 PANEL = 128
 """Columns after which the original code writes its compensation back."""
 
-ScaleSource = Literal["fresh", "lagged", "static"]
+ScaleSource = Literal["fresh", "lagged", "static", "searched"]
+SEARCHED = (0, 1)
+"""Exponents that `searched` tries, above the floor rule's: values between 6 and 8
+times the scale of the first are clipped to 6, the second has half as many codes."""
 
 
 class Factor(NamedTuple):
@@ -174,6 +178,27 @@ def _round_group(
   )
 
 
+def _round_searched(
+  weight: jax.Array, upper: jax.Array, rules: mxfp4.Rules
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """What `_round_group` returns at the best of the `SEARCHED` exponents, and those."""
+  if rules.scale_rule == "mx43":
+    raise ValueError(
+      "gptq: searched exponents are powers of two, got scale rule mx43; use fresh ones."
+    )
+  floor = mxfp4.block_exponent(weight, dataclasses.replace(rules, scale_rule="floor"))
+  exponents = [jnp.minimum(floor + step, mxfp4.SCALE_BIAS) for step in SEARCHED]
+  found = [_round_group(weight, upper, exponent, rules) for exponent in exponents]
+  best = jnp.stack([jnp.square(error).sum(-2) for _, _, error in found]).argmin(0)
+
+  def chosen(*tries: jax.Array) -> jax.Array:
+    place = best if tries[0].ndim == best.ndim else best[..., None, :]
+    return jnp.take_along_axis(jnp.stack(tries), place[None], axis=0)[0]
+
+  codes, decoded, error = (chosen(*tries) for tries in zip(*found, strict=True))
+  return codes, decoded, error, chosen(*exponents)
+
+
 @functools.partial(jax.jit, static_argnames="rules")
 def reconstruct_local(
   weight: jax.Array, upper: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
@@ -232,7 +257,9 @@ def reconstruct(
     rules: Codec rules.
     scales: Where a block's exponent comes from: `fresh`, the compensated weights when
       the block is reached; `lagged`, the weights compensated by earlier panels of 128
-      columns only, as in the original code; `static`, the weights as they came.
+      columns only, as in the original code; `static`, the weights as they came;
+      `searched`, the first of `SEARCHED` exponents whose compensated errors in the
+      block have the smallest sum of squares, whatever the scale rule.
     exponent: Exponents by column, int32 `[blocks, 32, rows]`, in place of `scales`:
       columns of one group then need not share a physical block.
 
@@ -250,11 +277,14 @@ def reconstruct(
     columns = jax.lax.dynamic_slice_in_dim(upper, start, size, axis=1)
     target = original - jnp.einsum("di,dm->im", columns, errors, precision=HIGHEST)
     chosen = given
-    if chosen is None:
-      args = (original, columns, errors, target, start, scales, rules)
-      chosen = _group_exponent(*args)
     diagonal = jax.lax.dynamic_slice_in_dim(columns, start, size, axis=0)
-    codes, decoded, error = _round_group(target, diagonal, chosen, rules)
+    if chosen is None and scales == "searched":
+      codes, decoded, error, chosen = _round_searched(target, diagonal, rules)
+    else:
+      if chosen is None:
+        args = (original, columns, errors, target, start, scales, rules)
+        chosen = _group_exponent(*args)
+      codes, decoded, error = _round_group(target, diagonal, chosen, rules)
     errors = jax.lax.dynamic_update_slice_in_dim(errors, error, start, axis=0)
     return errors, Reconstruction(codes, chosen, decoded)
 

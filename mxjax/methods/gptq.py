@@ -15,9 +15,10 @@ import functools
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from mxjax import execution, gptq, mxfp4
+from mxjax import code_descent, execution, gptq, mxfp4
 from mxjax import mesh as meshes
 from mxjax.input_maps import InputMap
 from mxjax.linear_inputs import LinearInputs
@@ -45,6 +46,7 @@ def reconstruct(
   *,
   scales: gptq.ScaleSource = "fresh",
   order: Order = "natural",
+  descent: int = 0,
 ) -> gptq.Reconstruction:
   """GPTQ in the coordinates of a map, from the shared raw Hessian.
 
@@ -55,6 +57,7 @@ def reconstruct(
     damping: First relative damping; what was needed goes into `inputs.record`.
     scales: Where exponents come from.
     order: Columns from first to last, or by falling diagonal of the Hessian.
+    descent: Passes of `code_descent` afterwards.
 
   Returns:
     Legal codes.
@@ -65,24 +68,27 @@ def reconstruct(
   raw = inputs.hessian()
   execution.make_room(raw.nbytes)
   hessian = execution.finish(_conjugated(raw, input_map))
-  columns = None
+  columns, ordered = None, hessian
   if order == "activation":
     columns = gptq.descending_curvature(hessian)
-    hessian = execution.finish(hessian[columns[:, None], columns[None, :]])
+    ordered = execution.finish(hessian[columns[:, None], columns[None, :]])
   execution.make_room(raw.nbytes)
-  factor = execution.finish(gptq.factor(hessian, damping=damping))
-  del hessian
+  factor = execution.finish(gptq.factor(ordered, damping=damping))
+  # What the solve does not read makes room for what it makes.
+  kept = hessian if descent else None
+  del hessian, ordered
   used = float(factor.damping)
   if used != used:
     raise not_definite(
       inputs, damping * gptq.DAMPING_GROWTH ** (gptq.DAMPING_TRIES - 1)
     )
   inputs.record["damping"] = used
+  operands = factor.upper, columns, kept, jnp.float32(used)
+  options = inputs.rules, scales, descent
   if inputs.mesh is None:
-    return _solve(weight, factor.upper, columns, inputs.rules, scales)
-  others = meshes.replicate((factor.upper, columns), inputs.mesh)
-  weight = meshes.replicate(weight, inputs.mesh)
-  result = _solve_by_rows(weight, *others, inputs.rules, scales, inputs.mesh)
+    return _solve(weight, *operands, *options)
+  weight, operands = meshes.replicate((weight, operands), inputs.mesh)
+  result = _solve_by_rows(weight, *operands, *options, inputs.mesh)
   return meshes.to_lead(execution.finish(result), inputs.mesh)
 
 
@@ -90,28 +96,39 @@ def _solve(
   weight: jax.Array,
   upper: jax.Array,
   columns: jax.Array | None,
+  hessian: jax.Array | None,
+  damping: jax.Array,
   rules: mxfp4.Rules,
   scales: gptq.ScaleSource,
+  descent: int,
 ) -> gptq.Reconstruction:
   """Codes of each output row, which depend on that row alone."""
   if columns is not None:
-    return gptq.reconstruct_ordered(weight, upper, columns, rules)
-  if scales != "fresh":
-    return gptq.reconstruct(weight, upper, rules, scales=scales)
-  return gptq_kernel.reconstruct(weight, upper, rules)
+    result = gptq.reconstruct_ordered(weight, upper, columns, rules)
+  elif scales != "fresh":
+    result = gptq.reconstruct(weight, upper, rules, scales=scales)
+  else:
+    result = gptq_kernel.reconstruct(weight, upper, rules)
+  if hessian is None:
+    return result
+  return code_descent.descend(weight, result, hessian, damping, rules, passes=descent)
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "scales", "mesh"))
+@functools.partial(jax.jit, static_argnames=("rules", "scales", "descent", "mesh"))
 def _solve_by_rows(
   weight: jax.Array,
   upper: jax.Array,
   columns: jax.Array | None,
+  hessian: jax.Array | None,
+  damping: jax.Array,
   rules: mxfp4.Rules,
   scales: gptq.ScaleSource,
+  descent: int,
   mesh: Mesh,
 ) -> gptq.Reconstruction:
-  solve = functools.partial(_solve, rules=rules, scales=scales)
-  return meshes.by_row(solve, mesh, weight, upper, columns)
+  solve = functools.partial(_solve, rules=rules, scales=scales, descent=descent)
+  others = upper, columns, hessian, damping
+  return meshes.by_row(solve, mesh, weight, *others)
 
 
 @jax.jit
