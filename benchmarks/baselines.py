@@ -4,6 +4,8 @@
   python benchmarks/baselines.py checks llama
   python benchmarks/baselines.py ablate llama
   python benchmarks/baselines.py rules llama
+  python benchmarks/baselines.py next llama qwen3 mistral olmo2
+  python benchmarks/baselines.py next-smollm2 [--data ../shared/data] [--draws 1 2 3]
   python benchmarks/baselines.py smollm2 [--data ../shared/data] [--methods NAMES]
 
 `compare` and `ablate` are the product's own commands, called as a person would;
@@ -11,7 +13,9 @@
 `rules` runs the controls under each scale rule, to see how much of what recovery
 repairs is the floor rule's shrinkage of block maxima. `smollm2` runs the methods on the
 fixed token ids of DATA: 8 x 2048 calibration tokens of C4, 8 windows of WikiText-2 and
-4 of C4 documents that calibration did not see. Where a published budget takes hours on
+4 of C4 documents that calibration did not see. `next` compares our own hires-next, and
+each of its two changes alone, with HiRes over calibration draws; `next-smollm2` both
+programs on shorter windows of the same ids, 4 x 1024 C4 tokens a draw. Where a published budget takes hours on
 a CPU the method has a smaller one, which its name says. Rows are kept in runs/, so a
 killed run goes on where it was. Each writes benchmarks/results/NAME.json, rows without
 their records by layer, and NAME.md, the table that docs/baselines.md shows.
@@ -27,7 +31,7 @@ import trained
 
 from mxjax import models, mxfp4
 from mxjax.contract import PAPER_CONTRACT, Contract
-from mxjax.evaluation import cli, study
+from mxjax.evaluation import ablation, cli, study
 from mxjax.methods import ablations
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -133,6 +137,49 @@ def ablate(family, made):
   write(f"ablate_{family}", {**made, "mxjax": said, "studies": studies}, text)
 
 
+def next_(family, made):
+  """HiRes against hires-next and each of its changes, over calibration draws."""
+  out = RUNS / f"next-{family}"
+  words = ["--study", "next", "--seeds", SEEDS, "--agreement"]
+  said = call("ablate", *options_of(f"models/trained/{family}", out), *words)
+  (study_,) = json.loads((out / "result.json").read_text())
+  study_["rows"] = {
+    label: [slim(row) for row in rows] for label, rows in study_["rows"].items()
+  }
+  text = (out / "tables.md").read_text().split("\n\n", 1)[1]
+  write(f"next_{family}", {**made, "mxjax": said, "study": study_}, text)
+
+
+def next_smollm2(options, made):
+  """HiRes and hires-next on SmolLM2, over draws of C4 tokens."""
+  data = pathlib.Path(options.data)
+  ids = np.load(data / "c4" / "smollm2_calib_16x2048.npy")[:, :1024]
+  wikitext = np.load(data / "wikitext2" / "smollm2_test_8x2048.npy")[:4, :1024]
+  model, params = models.from_pretrained(None)
+  subject = study.Subject(
+    model,
+    params,
+    {"WikiText-2": wikitext, "C4": ids[12:16]},
+    replicates=2,
+    with_agreement=True,
+  )
+  rows = {"hires-next": [], "hires": []}
+  for draw in options.draws:
+    found, _ = study.compare(
+      subject,
+      ids[4 * (draw - 1) : 4 * draw],
+      list(rows),
+      folder=RUNS / f"next-smollm2-{draw}",
+      on_method=print,
+    )
+    for row in found:
+      rows[row["method"]].append(slim(row) | {"linears": {}})
+  result = {"study": "next", "seeds": options.draws, "reference": "hires"}
+  result["rows"] = rows
+  text = ablation.table(result).split("\n\n", 1)[1]
+  write("next_smollm2", {**made, "study": result}, text)
+
+
 def gain_of(row):
   """Mean factor that a row's repair puts on outputs: of linears, or of values."""
   gains = [linear["gain"] for linear in linears_of(row) if "gain" in linear]
@@ -224,19 +271,27 @@ def smollm2(options, made):
   write("compare_smollm2", result, provenance.markdown(head, lines))
 
 
-COMMANDS = {"compare": compare, "checks": checks, "ablate": ablate, "rules": rules}
+COMMANDS = {
+  "compare": compare,
+  "checks": checks,
+  "ablate": ablate,
+  "rules": rules,
+  "next": next_,
+}
+SMOLLM2_COMMANDS = {"smollm2": smollm2, "next-smollm2": next_smollm2}
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("what", choices=(*COMMANDS, "smollm2"))
+  parser.add_argument("what", choices=(*COMMANDS, *SMOLLM2_COMMANDS))
   parser.add_argument("families", nargs="*", metavar="FAMILY")
   parser.add_argument("--data", default="../shared/data")
+  parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 3])
   parser.add_argument("--methods", help="of smollm2, with commas between")
   options = parser.parse_args()
   made = provenance.stamp()
-  if options.what == "smollm2":
-    smollm2(options, made)
+  if options.what in SMOLLM2_COMMANDS:
+    SMOLLM2_COMMANDS[options.what](options, made)
   for family in options.families:
     COMMANDS[options.what](family, made)
 

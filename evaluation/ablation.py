@@ -24,8 +24,8 @@ from mxjax.evaluation.metrics import paired_interval
 from mxjax.methods import ablations
 from mxjax.program import Program
 
-OPERATOR_TIE = 1e-3
-"""Relative difference of operator errors below which two builds are equal."""
+RELATIVE_TIE = 1e-3
+"""Relative difference of operator errors or KL below which two builds are equal."""
 _LINEAR_KEYS = ("edit_rate", "local_sensitivity", "local_mismatch", "error_final")
 OnRow = Callable[[str], pipeline.OnProgress | None]
 
@@ -92,10 +92,23 @@ def compare_operator_error(
   rows: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]
 ) -> Comparison:
   """Compares operator errors, draw by draw; differences below 0.1 % are ties."""
-  ours = [row["operator_error"] for row in rows]
-  theirs = [row["operator_error"] for row in reference]
+  return _compare(
+    *([row["operator_error"] for row in side] for side in (rows, reference))
+  )
+
+
+def compare_agreement(
+  rows: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]
+) -> Comparison:
+  """Compares mean KL to the float model, draw by draw; below 0.1 % is a tie."""
+  return _compare(
+    *([row["agreement"]["kl_mean"] for row in side] for side in (rows, reference))
+  )
+
+
+def _compare(ours: Sequence[float], theirs: Sequence[float]) -> Comparison:
   mean = float(np.mean(ours) - np.mean(theirs))
-  spread = OPERATOR_TIE * float(np.mean(theirs))
+  spread = RELATIVE_TIE * float(np.mean(theirs))
   interval = _interval(ours, theirs)
   return Comparison(mean, interval, spread, _verdict(mean, spread, interval))
 
@@ -249,7 +262,11 @@ def table(result: Mapping[str, Any]) -> str:
   head = ["row"]
   for test in tests:
     head += [f"perplexity, {test}", "difference"]
-  head += ["operator error", "difference", "local error, sensitivity / mismatch"]
+  head += ["operator error", "difference"]
+  has_agreement = all(row["agreement"] for found in rows.values() for row in found)
+  if has_agreement:
+    head += ["KL, nats", "difference"]
+  head.append("local error, sensitivity / mismatch")
   lines = [head, ["---"] * len(head)]
   for label, found in rows.items():
     cells = [label]
@@ -263,6 +280,10 @@ def table(result: Mapping[str, Any]) -> str:
     cells.append(f"{np.mean(errors):.6f}")
     comparison = compare_operator_error(found, reference)
     cells.append("reference" if found is reference else _cell(comparison))
+    if has_agreement:
+      cells.append(f"{np.mean([row['agreement']['kl_mean'] for row in found]):.4f}")
+      comparison = compare_agreement(found, reference)
+      cells.append("reference" if found is reference else _cell(comparison))
     local = [row["linears"] for row in found]
     cells.append(
       " / ".join(

@@ -15,6 +15,7 @@ from mxjax.calibration import Calibration, Params
 from mxjax.contract import Contract
 from mxjax.linear_inputs import LinearInputs
 from mxjax.methods.hires import HIRES
+from mxjax.methods.hires_next import HIRES_NEXT
 from mxjax.methods.rtn import RTN
 from mxjax.methods.rtn_gain import RTN_GAIN
 from mxjax.methods.wush import WUSH, WUSH_R
@@ -122,6 +123,15 @@ STUDIES: dict[str, Rows] = {
     ("static scales (A12)", _hires("hires, static scales", scales="static")),
     ("layer-by-layer recovery (A16)", _hires("hires, by layer", recovery_by="layer")),
     ("quantized upstream (A22)", _hires("hires, upstream", upstream="quantized")),
+    _FULL,
+  ),
+  "next": (
+    ("searched weight exponents", _hires("hires, searched", scales="searched")),
+    (
+      "descent",
+      dataclasses.replace(HIRES_NEXT, name="hires-next, fresh", scales="fresh"),
+    ),
+    ("hires-next", HIRES_NEXT),
     _FULL,
   ),
   "controls": (
