@@ -15,10 +15,11 @@ repairs is the floor rule's shrinkage of block maxima. `smollm2` runs the method
 fixed token ids of DATA: 8 x 2048 calibration tokens of C4, 8 windows of WikiText-2 and
 4 of C4 documents that calibration did not see. `next` compares our own hires-next, and
 each of its two changes alone, with HiRes over calibration draws; `next-smollm2` both
-programs on shorter windows of the same ids, 4 x 1024 C4 tokens a draw. Where a published budget takes hours on
-a CPU the method has a smaller one, which its name says. Rows are kept in runs/, so a
-killed run goes on where it was. Each writes benchmarks/results/NAME.json, rows without
-their records by layer, and NAME.md, the table that docs/baselines.md shows.
+programs on shorter windows of the same ids, 4 x 1024 C4 tokens a draw. Where a
+published budget takes hours on a CPU the method has a smaller one, which its name says.
+Rows are kept in runs/, so a killed run goes on where it was. Each writes
+benchmarks/results/NAME.json, rows without their records by layer, and NAME.md, the
+table that docs/baselines.md or docs/hires_next.md shows.
 """
 
 import argparse

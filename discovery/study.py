@@ -180,7 +180,12 @@ class Folder:
     key = identity.canonical(dict(task.spec))
     if key not in self._benches:
       if self.options.sandbox != "off":
-        made: Any = runs.make_bench(task, self._archive, self.options.sandbox)
+        made: Any = runs.make_bench(
+          task,
+          self._archive,
+          self.options.sandbox,
+          compiled=self.path / "compiled",
+        )
       elif self._local is not None:
         made = self._local.sibling(task)
       else:

@@ -193,6 +193,20 @@ def test_operator_errors_within_a_thousandth_are_ties(error, verdict):
   assert found.verdict == verdict
 
 
+def test_tables_compare_divergences_where_all_rows_have_them():
+  with_kl = lambda kl: row(10.0, 10.2) | {"agreement": {"kl_mean": kl}}
+  rows = {"ours": [with_kl(0.04), with_kl(0.05)], "full": [with_kl(0.06)] * 2}
+  result = {"study": "next", "seeds": [0, 3], "reference": "full", "rows": rows}
+  head, _, ours, reference = ablation.table(result).splitlines()[2:6]
+  assert "KL, nats" in head
+  assert "| 0.0450 | -0.015 [" in ours
+  assert "| 0.0600 | reference |" in reference
+  rows["full"][1] = row(10.0, 10.2) | {"agreement": None}
+  assert "KL" not in ablation.table(result)
+  found = ablation.compare_agreement(rows["ours"][:1], rows["full"][:1])
+  assert (found.verdict, found.mean) == ("better", pytest.approx(-0.02))
+
+
 def test_fits_before_encoding_see_unrounded_inputs(tiny_model, tiny_params):
   """Their coefficients differ from the deployed fit's, and the leaves stay legal."""
   calib = Calibration(tiny_model, draw(0))
