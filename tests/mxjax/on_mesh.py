@@ -63,7 +63,7 @@ def quantized(model, params, tokens):
     assert result.record.mesh == meshes.describe(mesh)
     return bits(result.params)
 
-  cases = (LIGHT, (8, 1)), (UPSTREAM, (1, 8)), (methods.HIRES, (4, 2))
+  cases = (LIGHT, (8, 1)), (UPSTREAM, (1, 8)), (methods.HIRES_NEXT, (4, 2))
   return {p.name: [digest(p), digest(p, shape)] for p, shape in cases}
 
 

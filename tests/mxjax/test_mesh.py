@@ -32,7 +32,7 @@ def found(tiny_config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["light", "upstream", "hires"])
+@pytest.mark.parametrize("name", ["light", "upstream", "hires-next"])
 def test_results_are_those_of_one_device(found, name):
   alone, on_mesh = found["quantized"][name]
   assert on_mesh == alone
