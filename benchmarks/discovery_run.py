@@ -108,7 +108,8 @@ def table(result):
       ]
     )
   head = ["run", "candidates + controls + probes", "reused", "proposals"]
-  head += ["visible log perplexity", "held out", "killed after", "log"]
+  head += ["visible log perplexity, call 20 to 240", "held out, the same"]
+  head += ["killed after", "log"]
   return provenance.markdown(head, lines)
 
 
