@@ -30,6 +30,10 @@ RUN_LIMITS = jail.Limits(
   seconds=600.0, cpu_seconds=1 << 20, memory_bytes=16 << 30, message_bytes=1 << 30
 )
 
+GATE_SECONDS = 120.0
+"""For the check of one program's artifacts. Reading a damaged one may never end: MLIR's
+reader follows its locations as a tree, of whatever size the bytes say."""
+
 
 class WorkerError(RuntimeError):
   """A worker that ended, hung or spoke nonsense; it is killed already.
@@ -115,7 +119,7 @@ class Worker:
     while left:
       wait = deadline - time.monotonic()
       if wait <= 0 or not select.select([fd], [], [], wait)[0]:
-        self._fail(Status.TIMEOUT, f"no answer within {self._limits.seconds:g} s")
+        self._fail(Status.TIMEOUT, "no answer before the deadline")
       data = os.read(fd, min(left, 1 << 20))
       if not data:
         self._fail(Status.CRASHED, "the worker ended")
@@ -287,9 +291,11 @@ class RunWorker:
       self._sent = set()
     return self._worker
 
-  def _ask(self, parts: list[bytes]) -> tuple[dict[str, Any], bytes]:
+  def _ask(
+    self, parts: list[bytes], seconds: float | None = None
+  ) -> tuple[dict[str, Any], bytes]:
     try:
-      answer = self._start().ask(pack(parts))
+      answer = self._start().ask(pack(parts), seconds)
       head, payload = unpack(answer)
       return strict_json(head), payload
     except WorkerError:
@@ -309,7 +315,8 @@ class RunWorker:
     """
     request = {"kind": "gate", "specs": [dict(spec) for spec in specs]}
     blobs = [blob for spec in specs for blob in hooks[spec["name"]]]
-    answer, _ = self._ask([json.dumps(request).encode(), *blobs])
+    seconds = min(GATE_SECONDS, self._limits.seconds)
+    answer, _ = self._ask([json.dumps(request).encode(), *blobs], seconds)
     if answer["status"] != "ok":
       raise WorkerError(Status(answer["status"]), answer["detail"])
     names = [spec["name"] for spec in specs]

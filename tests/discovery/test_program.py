@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import pytest
 
-from mxjax.discovery import artifact, program, tracing
+from mxjax.discovery import artifact, jail, program, sandbox, tracing, world
 from mxjax.discovery.interface import Aval, Hook, Interface
+from mxjax.discovery.task import Status
 
 ROW = Aval("float32", (32,))
 RTN = """
@@ -202,15 +203,37 @@ def test_a_hook_that_traces_differently_each_time_fails():
     tracing.trace(f"{HEADER}\n{code}", INTERFACE.to_list())
 
 
-def test_34_damaged_artifacts_are_refused_not_run():
+@pytest.mark.skipif(jail.landlock_version() < 1, reason="no Landlock")
+def test_34_damaged_artifacts_are_refused_and_the_gate_goes_on():
+  """In a worker, as always: a damaged one may crash its reader or keep it for ever."""
   (traced,) = tracing.trace(HEADER + RTN, INTERFACE.to_list())
-  for position in range(0, len(traced.unit), len(traced.unit) // 7):
-    broken = bytearray(traced.unit)
-    broken[position] ^= 0x5A
-    try:
-      artifact.check(bytes(broken), INTERFACE.hook("encode").to_dict())
-    except artifact.RefusedError:
-      continue
-  for cut in (0, 1, 100, len(traced.unit) // 2):
-    with pytest.raises(artifact.RefusedError):
-      artifact.load(traced.unit[:cut], "encode")
+  spec = INTERFACE.hook("encode").to_dict()
+  limits = jail.Limits(seconds=10.0, memory_bytes=4 << 30, cpu_seconds=1 << 20)
+  task = world.World(seed=3)
+  worker = sandbox.RunWorker(task.spec, task.phases[0], [], "standard", limits)
+
+  def gated(unit):
+    return worker.gate([spec], {"encode": (unit, traced.batched)})
+
+  whole = gated(traced.unit)
+  refusals = {Status.REFUSED, Status.CRASHED, Status.TIMEOUT, Status.MEMORY}
+  seen = []
+  try:
+    for position in range(0, len(traced.unit), len(traced.unit) // 7):
+      broken = bytearray(traced.unit)
+      broken[position] ^= 0x5A
+      try:
+        gated(bytes(broken))
+      except sandbox.WorkerError as error:
+        seen.append(error.status)
+    assert seen
+    assert set(seen) <= refusals
+    for cut in (1, 100, len(traced.unit) // 2):
+      with pytest.raises(sandbox.WorkerError) as caught:
+        gated(traced.unit[:cut])
+      assert caught.value.status == Status.REFUSED
+    assert gated(traced.unit) == whole
+  finally:
+    worker.close()
+  with pytest.raises(artifact.RefusedError):
+    artifact.load(b"", "encode")
