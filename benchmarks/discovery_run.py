@@ -46,17 +46,8 @@ def start(folder):
     *("--holdout-model", str(embedded.trained_folder("qwen3"))),
   ]
   options = ["--task-options", json.dumps(OPTIONS)]
-  return [
-    *CLI,
-    "run",
-    "--task",
-    "ptq",
-    *models,
-    *options,
-    "--out",
-    str(folder),
-    *compiled,
-  ]
+  where = ["--out", str(folder), *compiled]
+  return [*CLI, "run", "--task", "ptq", *models, *options, *where]
 
 
 def is_closed(folder):

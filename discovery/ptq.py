@@ -15,9 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import (
-  models,
-)
+from mxjax import models
 from mxjax.calibration import token_fingerprint
 from mxjax.contract import PAPER_CONTRACT
 from mxjax.discovery import identity, ptq_interface

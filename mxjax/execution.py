@@ -10,10 +10,9 @@ Two rules keep XLA:CPU (jaxlib 0.10.2) from hanging with every pool thread idle:
 """
 
 import ctypes
-import ctypes.util
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ BLOCKS_AT_ONCE = 48
 """Blocks in one call of a function that mixes products and decompositions."""
 
 LARGE_BYTES = 32 * 2**20
-"""An array of this size takes long enough to fill that fresh pages cost nothing."""
+"""From this size of an array on, memory is worth more than fresh pages cost."""
 
 FEW_TEMPORARIES = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """Compiler options of functions with large temporaries; the bits do not depend on it.
@@ -35,6 +34,13 @@ temporaries. What the other order costs in time has not been measured by itself.
 
 # Parameters of glibc's mallopt, <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+
+
+def _allocator(name: str) -> Any | None:
+  """A function of this process's own C library, None where it has none such."""
+  if sys.platform != "linux":
+    return None
+  return getattr(ctypes.CDLL(None), name, None)
 
 
 def keep_freed_memory() -> bool:
@@ -49,8 +55,7 @@ def keep_freed_memory() -> bool:
   Returns:
     Whether the allocator took the settings; False where it is not glibc.
   """
-  name = ctypes.util.find_library("c") if sys.platform == "linux" else None
-  mallopt = getattr(ctypes.CDLL(name), "mallopt", None) if name else None
+  mallopt = _allocator("mallopt")
   if mallopt is None:
     return False
   settings = ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_MAX, 0), (_ARENA_MAX, 1))
@@ -61,8 +66,7 @@ def make_room(nbytes: int) -> bool:
   """Gives freed memory back to the kernel before a step with large arrays.
 
   What `keep_freed_memory` keeps lies in pieces, and an array larger than each of them
-  would come on top: the factor of a Hessian of width 6,144 found 0.6 GB free and could
-  use none of it.
+  would come on top: the factor of a wide Hessian can use none of it.
 
   Args:
     nbytes: Of one array; below `LARGE_BYTES` nothing happens.
@@ -70,9 +74,7 @@ def make_room(nbytes: int) -> bool:
   Returns:
     Whether anything was given back; False where the allocator is not glibc.
   """
-  if nbytes < LARGE_BYTES or sys.platform != "linux":
-    return False
-  trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
+  trim = _allocator("malloc_trim") if nbytes >= LARGE_BYTES else None
   return trim is not None and trim(0) == 1
 
 

@@ -40,12 +40,7 @@ class HiResNext(HiRes):
     if self.weights != "gptq":
       return super().realize(weight, inputs, input_map)
     result = reconstruct(
-      weight,
-      inputs,
-      input_map,
-      self.damping,
-      scales=self.scales,
-      descent=self.descent,
+      weight, inputs, input_map, self.damping, scales=self.scales, descent=self.descent
     )
     return Realized(result, activation_rule(weight, result.decoded, self.rounding))
 
