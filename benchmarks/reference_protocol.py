@@ -91,6 +91,11 @@ def main():
   parser.add_argument("--sequences", type=int, default=8)
   parser.add_argument("--windows", type=int, default=8)
   parser.add_argument("--replicates", type=int, default=3)
+  parser.add_argument(
+    "--compiled",
+    metavar="DIR",
+    help="keep compiled programs here and use those of earlier runs; the row says so",
+  )
   parser.add_argument("--out", default="benchmarks/results/reference_protocol.json")
   options = parser.parse_args()
   data = pathlib.Path(options.data)
@@ -100,8 +105,12 @@ def main():
   result = json.loads(out.read_text()) if out.exists() else {"rows": {}}
   command = "python benchmarks/reference_protocol.py --data DIR"
   command += f" --sequences {options.sequences} --windows {options.windows}"
-  command += f" --replicates {options.replicates} --builds"
+  command += f" --replicates {options.replicates}"
   execution.keep_freed_memory()
+  if options.compiled:
+    command += " --compiled DIR"
+    execution.keep_compiled(options.compiled)
+  command += " --builds"
   model, params = models.from_pretrained(None)
   for name in options.builds:
     made, start = provenance.stamp(), time.perf_counter()

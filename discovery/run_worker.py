@@ -44,15 +44,6 @@ def _enter(config: dict[str, Any]) -> dict[str, Any]:
   )
 
 
-def _keep_compiled(folder: str) -> None:
-  """Has JAX keep what it compiles, so that no other worker compiles it again."""
-  import jax
-
-  jax.config.update("jax_compilation_cache_dir", folder)
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
 class _Caches:
   """Drops compiled programs when they have filled much memory.
 
@@ -93,9 +84,11 @@ def main() -> None:
   replies = os.fdopen(os.dup(1), "wb")
   os.dup2(2, 1)
   features = _enter(config)
-  if config["compiled"]:
-    _keep_compiled(config["compiled"])
+  from mxjax import execution
   from mxjax.discovery import artifact, faults, task
+
+  if config["compiled"]:
+    execution.keep_compiled(config["compiled"])
 
   problem = task.load(config["task"])
   specs = {spec["name"]: spec for spec in problem.interface.to_list()}

@@ -110,6 +110,17 @@ def _add_on_disk(parser: argparse.ArgumentParser) -> None:
   )
 
 
+def _add_compiled(*parsers: argparse.ArgumentParser) -> None:
+  for parser in parsers:
+    parser.add_argument(
+      "--compiled",
+      dest="compiled_kept",
+      metavar="DIR",
+      help="keep compiled programs here and use those of earlier commands on this "
+      "machine, which otherwise compile them anew; results do not depend on it",
+    )
+
+
 def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   """The parser of all commands; `extend` adds those of a higher floor."""
   parser = argparse.ArgumentParser(
@@ -287,6 +298,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   generate.add_argument("--seed", type=int, default=0)
   generate.add_argument("--json", action="store_true")
   generate.set_defaults(run=commands.generate)
+  _add_compiled(quantize, evaluate, compare, ablate, generate)
 
   demo = commands_.add_parser(
     "demo",
@@ -316,6 +328,8 @@ def main(arguments: Sequence[str] | None = None, extend: Extend | None = None) -
   options = build_parser(extend).parse_args(words)
   options.arguments = words
   execution.keep_freed_memory()
+  if folder := getattr(options, "compiled_kept", None):
+    execution.keep_compiled(folder)
   complain = lambda text: _complain(options, "error", text)
   return devices.run(options, words, lambda: _run(options), complain)
 

@@ -10,6 +10,8 @@ Two rules keep XLA:CPU (jaxlib 0.10.2) from hanging with every pool thread idle:
 """
 
 import ctypes
+import os
+import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -30,7 +32,7 @@ FEW_TEMPORARIES = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZE
 
 XLA:CPU's default order starts everything as early as it can, such as the float32 copies
 of all weights of a layer: at width 2048 a layer's pass then takes three times the
-temporaries. What the other order costs in time has not been measured by itself."""
+temporaries. In time the two orders are alike."""
 
 # Parameters of glibc's mallopt, <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -76,6 +78,22 @@ def make_room(nbytes: int) -> bool:
   """
   trim = _allocator("malloc_trim") if nbytes >= LARGE_BYTES else None
   return trim is not None and trim(0) == 1
+
+
+def keep_compiled(folder: str | os.PathLike[str]) -> None:
+  """Has JAX keep what it compiles, for this process and those that name the folder.
+
+  A HiRes build compiles some two hundred programs. What is found in the folder is not
+  compiled again; it must have been written on a machine with this one's processor, and
+  by nobody who may not run code here. Programs call this, the library never does.
+
+  Args:
+    folder: Made where it is missing; it grows, and may be removed at any time.
+  """
+  pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+  jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def finish(tree: T) -> T:

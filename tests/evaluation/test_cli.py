@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from safetensors.flax import save_file
 
-from mxjax import methods
+from mxjax import execution, methods
 from mxjax.evaluation import cli, study
 from mxjax.methods import ablations
 from mxjax.models import CausalLM, ModelConfig
@@ -253,3 +253,12 @@ def test_token_ids_out_of_range_are_named(folder, tmp_path, capsys):
   options = arguments(folder, tmp_path / "out", "--calib", str(path))
   assert cli.main(["quantize", *options]) == 2
   assert "outside the vocabulary of 64" in capsys.readouterr().err
+
+
+def test_compiled_programs_are_kept_where_a_command_says(tmp_path, monkeypatch):
+  kept = []
+  monkeypatch.setattr(execution, "keep_compiled", kept.append)
+  prompt = ["--prompt", "a"]
+  cli.main(["generate", str(tmp_path / "none"), *prompt, "--compiled", "here"])
+  cli.main(["generate", str(tmp_path / "none"), *prompt])
+  assert kept == ["here"]
