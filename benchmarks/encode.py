@@ -5,8 +5,11 @@ into E2M1 codes and one scale per 32 values. Before anything is timed its output
 checked to be MXFP4: scales are powers of two, and every code is a nearest one for its
 scale. Libraries choose scales by different rules, which are named in the results.
 
-Contenders take turns, so that a slow moment of the machine hits all of them. Results
-are written only if other processes left the cores alone while the runs were timed.
+Contenders take turns, so that a slow moment of the machine hits all of them. Two things
+that are no encoders run with them, to say how fast one can be here: the same array
+negated, which reads and writes it once, and the maximum over each block, which every
+encoder needs before it knows a scale. Results are written only if other processes left
+the cores alone while the runs were timed.
 """
 
 import dataclasses
@@ -190,6 +193,17 @@ def compressed_tensors_contenders(x: np.ndarray) -> list[Contender]:
   ]
 
 
+def ceilings(x: np.ndarray) -> dict[str, Callable[[], Any]]:
+  """What no encoder made of XLA's operations can be faster than."""
+  values = jax.device_put(x)
+  negated = jax.jit(lambda x: -x)
+  largest = jax.jit(lambda x: jnp.abs(x.reshape(len(x), -1, BLOCK)).max(-1))
+  return {
+    "negation, jit": lambda: jax.block_until_ready(negated(values)),
+    "maximum over blocks, jit": lambda: jax.block_until_ready(largest(values)),
+  }
+
+
 def rule_exponents(x: np.ndarray) -> dict[str, np.ndarray]:
   """The exponents that each known scale rule gives, in exact arithmetic."""
   largest = np.abs(x.astype(np.float64)).reshape(len(x), -1, BLOCK).max(-1)
@@ -226,16 +240,16 @@ def check(name: str, x: np.ndarray, payload: Payload) -> str:
   return rule if exceptions == 0 else f"{rule} but for {exceptions} blocks"
 
 
-def measure(contenders: list[Contender]) -> list[list[float]]:
-  """Seconds of every run, contenders in turn."""
-  for contender in contenders:
+def measure(calls: list[Callable[[], Any]]) -> list[list[float]]:
+  """Seconds of every run, calls in turn."""
+  for call in calls:
     for _ in range(WARMUPS):
-      contender.encode()
-  seconds: list[list[float]] = [[] for _ in contenders]
+      call()
+  seconds: list[list[float]] = [[] for _ in calls]
   for _ in range(RUNS):
-    for contender, times in zip(contenders, seconds, strict=True):
+    for call, times in zip(calls, seconds, strict=True):
       start = time.perf_counter()
-      contender.encode()
+      call()
       times.append(time.perf_counter() - start)
   return seconds
 
@@ -269,15 +283,17 @@ def main() -> None:
     *compressed_tensors_contenders(x),
   ]
   rules = [check(c.name, x, c.payload(c.encode())) for c in contenders]
+  bounds = ceilings(x)
   start, others = time.perf_counter(), cpu_seconds_of_others()
-  seconds = measure(contenders)
+  seconds = measure([*(c.encode for c in contenders), *bounds.values()])
   others = (cpu_seconds_of_others() - others) / (time.perf_counter() - start)
   medians = [statistics.median(times) for times in seconds]
-  best_peer = min(medians[1:])
+  seconds, limits = seconds[: len(contenders)], medians[len(contenders) :]
+  best_peer = min(medians[1 : len(contenders)])
   table = []
   print(f"{SHAPE} float32, {THREADS} threads, median of {RUNS} runs")
   for contender, rule, times, median in zip(
-    contenders, rules, seconds, medians, strict=True
+    contenders, rules, seconds, medians[: len(contenders)], strict=True
   ):
     row = {
       "name": contender.name,
@@ -295,6 +311,12 @@ def main() -> None:
       f"{row['median_ms']:9.2f} ms  {row['speed_over_best_peer']:6.2f}x best peer  "
       f"[{rule}; {contender.output}]"
     )
+  above = {
+    name: round(x.nbytes / median / 1e9, 3)
+    for name, median in zip(bounds, limits, strict=True)
+  }
+  for name, speed in above.items():
+    print(f"{name:36} {speed:7.3f} GB/s, no encoder")
   if others > OTHERS_AT_MOST:
     raise SystemExit(
       f"not written: other processes used {others:.2f} cores meanwhile, at most "
@@ -321,6 +343,7 @@ def main() -> None:
     "runs": RUNS,
     "warmups": WARMUPS,
     "results": table,
+    "ceilings_input_gb_per_s": above,
   }
   RESULTS.parent.mkdir(exist_ok=True)
   RESULTS.write_text(json.dumps(result, indent=2) + "\n")
