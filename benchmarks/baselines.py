@@ -49,6 +49,7 @@ CHECKS = (
 SMOLLM2 = (
   *("rtn", "gptq", "brq", "hires", "wush", "mr-gptq", "torq", "focus", "wush+r"),
   *("batquant:tokens=256:steps=40", "spinquant:batch=1:steps=10"),
+  "spinquant:steps=0",
 )
 
 
