@@ -6,10 +6,10 @@ checked to be MXFP4: scales are powers of two, and every code is a nearest one f
 scale. Libraries choose scales by different rules, which are named in the results.
 
 Contenders take turns, so that a slow moment of the machine hits all of them. Two things
-that are no encoders run with them, to say how fast one can be here: the same array
-negated, which reads and writes it once, and the maximum over each block, which every
-encoder needs before it knows a scale. Results are written only if other processes left
-the cores alone while the runs were timed.
+that are no encoders run with them, to compare with: the maximum over each block, which
+every encoder needs before it knows a scale, and the same array negated, which writes
+more than an encoder does. Results are written only if other processes left the cores
+alone while the runs were timed.
 """
 
 import dataclasses
@@ -193,14 +193,14 @@ def compressed_tensors_contenders(x: np.ndarray) -> list[Contender]:
   ]
 
 
-def ceilings(x: np.ndarray) -> dict[str, Callable[[], Any]]:
-  """What no encoder made of XLA's operations can be faster than."""
+def yardsticks(x: np.ndarray) -> dict[str, Callable[[], Any]]:
+  """The first step of any encoder by itself, and a copy that changes a bit."""
   values = jax.device_put(x)
   negated = jax.jit(lambda x: -x)
   largest = jax.jit(lambda x: jnp.abs(x.reshape(len(x), -1, BLOCK)).max(-1))
   return {
-    "negation, jit": lambda: jax.block_until_ready(negated(values)),
     "maximum over blocks, jit": lambda: jax.block_until_ready(largest(values)),
+    "negation, jit": lambda: jax.block_until_ready(negated(values)),
   }
 
 
@@ -283,17 +283,17 @@ def main() -> None:
     *compressed_tensors_contenders(x),
   ]
   rules = [check(c.name, x, c.payload(c.encode())) for c in contenders]
-  bounds = ceilings(x)
+  yards = yardsticks(x)
   start, others = time.perf_counter(), cpu_seconds_of_others()
-  seconds = measure([*(c.encode for c in contenders), *bounds.values()])
+  seconds = measure([*(c.encode for c in contenders), *yards.values()])
   others = (cpu_seconds_of_others() - others) / (time.perf_counter() - start)
   medians = [statistics.median(times) for times in seconds]
-  seconds, limits = seconds[: len(contenders)], medians[len(contenders) :]
-  best_peer = min(medians[1 : len(contenders)])
+  count = len(contenders)
+  best_peer = min(medians[1:count])
   table = []
   print(f"{SHAPE} float32, {THREADS} threads, median of {RUNS} runs")
   for contender, rule, times, median in zip(
-    contenders, rules, seconds, medians[: len(contenders)], strict=True
+    contenders, rules, seconds[:count], medians[:count], strict=True
   ):
     row = {
       "name": contender.name,
@@ -311,11 +311,11 @@ def main() -> None:
       f"{row['median_ms']:9.2f} ms  {row['speed_over_best_peer']:6.2f}x best peer  "
       f"[{rule}; {contender.output}]"
     )
-  above = {
+  beside = {
     name: round(x.nbytes / median / 1e9, 3)
-    for name, median in zip(bounds, limits, strict=True)
+    for name, median in zip(yards, medians[count:], strict=True)
   }
-  for name, speed in above.items():
+  for name, speed in beside.items():
     print(f"{name:36} {speed:7.3f} GB/s, no encoder")
   if others > OTHERS_AT_MOST:
     raise SystemExit(
@@ -343,7 +343,7 @@ def main() -> None:
     "runs": RUNS,
     "warmups": WARMUPS,
     "results": table,
-    "ceilings_input_gb_per_s": above,
+    "no_encoders_input_gb_per_s": beside,
   }
   RESULTS.parent.mkdir(exist_ok=True)
   RESULTS.write_text(json.dumps(result, indent=2) + "\n")
