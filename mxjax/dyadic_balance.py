@@ -26,6 +26,8 @@ RISK_FLOOR = 2.0**-12
 STEPS = (1.0, 0.5, 0.0)
 """The trials: full step, half step, identity."""
 LOSS_FLOOR = 2.0**-1022
+LISTED_AT_ONCE = 2
+"""Blocks taken together from a list: one at a time costs XLA:CPU twice as much each."""
 
 
 class Trial(NamedTuple):
@@ -42,12 +44,43 @@ class Trial(NamedTuple):
   weight_term: jax.Array
 
 
-def _subgroup_traces(left: jax.Array, right: jax.Array) -> jax.Array:
-  """tr(L_g R_g) over the eight diagonal 4 x 4 tiles of `[blocks, 32, 32]` pairs."""
+def subgroup_shape(blocks: int) -> tuple[int, int, int, int]:
+  """Shape of the diagonal 4 x 4 tiles of `[blocks, 32, 32]` moments."""
   width = mxfp4.BLOCK_SIZE // SUBGROUPS
-  tiles = left * right.mT
-  shape = (-1, SUBGROUPS, width, SUBGROUPS, width)
-  return jnp.einsum("bgigj->bg", tiles.reshape(shape))
+  return blocks, SUBGROUPS, width, width
+
+
+def subgroup_tiles(matrix: jax.Array) -> jax.Array:
+  """The eight diagonal 4 x 4 tiles of `[blocks, 32, 32]`, `[blocks, 8, 4, 4]`."""
+  width = mxfp4.BLOCK_SIZE // SUBGROUPS
+  tiles = matrix.reshape(-1, SUBGROUPS, width, SUBGROUPS, width)
+  return jnp.einsum("bgigj->bgij", tiles)
+
+
+@jax.jit
+def subgroup_moments(blocks: jax.Array) -> jax.Array:
+  """Second moments within subgroups, all that the risks read of an error.
+
+  Args:
+    blocks: `[blocks, 32, n]`, float32 or float64.
+
+  Returns:
+    The sum over columns of x_g x_g^T, float64 `[blocks, 8, 4, 4]`.
+  """
+  shape = subgroup_shape(blocks.shape[0])
+  width = shape[-1]
+  wide = blocks.astype(jnp.float64).reshape(*shape[:-1], -1)
+  # Ten sums: products of 4 x 4 are too small for a matrix product to be worth it.
+  sums = {
+    (i, j): (wide[:, :, i] * wide[:, :, j]).sum(-1)
+    for i in range(width)
+    for j in range(i, width)
+  }
+  rows = [
+    jnp.stack([sums[min(i, j), max(i, j)] for j in range(width)], axis=-1)
+    for i in range(width)
+  ]
+  return jnp.stack(rows, axis=-2)
 
 
 @jax.jit
@@ -63,16 +96,17 @@ def bilateral_risks(
 
   Args:
     activation_moment: C_X = X'X / n, float64 `[blocks, 32, 32]`.
-    activation_error: C_E = E_X'E_X / n, same shape.
-    weight_gram: G_W = W'W.
-    weight_error: G_E = E_W'E_W.
+    activation_error: The tiles of C_E = E_X'E_X / n, float64 `[blocks, 8, 4, 4]`.
+    weight_gram: G_W = W'W, as C_X.
+    weight_error: The tiles of G_E = E_W'E_W, as those of C_E.
 
   Returns:
     Two arrays `[blocks, 8]`.
   """
+  traces = lambda matrix, tiles: (subgroup_tiles(matrix) * tiles.mT).sum((-2, -1))
   return (
-    _subgroup_traces(weight_gram, activation_error),
-    _subgroup_traces(weight_error, activation_moment),
+    traces(weight_gram, activation_error),
+    traces(activation_moment, weight_error),
   )
 
 
@@ -173,6 +207,20 @@ def prepare_trial(
   return Trial(gram, cross, (error_gram * moment).sum((-2, -1)))
 
 
+def _objective(
+  blocks: jax.Array,
+  transform: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+  rules: mxfp4.Rules,
+) -> jax.Array:
+  """`trial_objective` of one trial, float64 `[blocks]`."""
+  mapped = input_maps.BlockDense(transform).apply(blocks)
+  result = code_refinement.refine(mapped, gram, cross, rules)
+  gain = jnp.where(result.score < 0, result.score, jnp.float32(0))
+  return (result.nearest_objective + gain).astype(jnp.float64).sum(-1)
+
+
 @functools.partial(jax.jit, static_argnames="rules")
 def trial_objective(
   blocks: jax.Array,
@@ -200,13 +248,49 @@ def trial_objective(
 
   def one(trial: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
     transform, gram, cross = trial
-    mapped = input_maps.BlockDense(transform).apply(blocks)
-    result = code_refinement.refine(mapped, gram, cross, rules)
-    gain = jnp.where(result.score < 0, result.score, jnp.float32(0))
-    return (result.nearest_objective + gain).astype(jnp.float64).sum(-1)
+    return _objective(blocks, transform, gram, cross, rules)
 
   # One after another: unrolled, XLA:CPU interleaves the trials and takes twice as long.
   return jax.lax.map(one, (transforms, grams, crosses))
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def listed_objective(
+  blocks: jax.Array,
+  order: jax.Array,
+  count: jax.Array,
+  transform: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+) -> jax.Array:
+  """`trial_objective` of one trial, computed for some of the blocks only.
+
+  Args:
+    blocks: Raw inputs, float32 `[blocks, 32, n]`.
+    order: All blocks, int32 `[blocks]`, the wanted ones first.
+    count: How many are wanted, int32.
+    transform: D T, float32 `[blocks, 32, 32]`.
+    gram: float32 `[blocks, 32, 32]`.
+    cross: float32 `[blocks, 32, 32]`.
+    rules: Codec rules.
+
+  Returns:
+    float64 `[blocks]`; entries not wanted mean nothing.
+  """
+  size = min(LISTED_AT_ONCE, blocks.shape[0])
+
+  def add(turn: jax.Array, objective: jax.Array) -> jax.Array:
+    # The last slice may begin earlier than asked, and do a block again.
+    places = jax.lax.dynamic_slice(order, (turn * size,), (size,))
+    some = _objective(
+      blocks[places], transform[places], gram[places], cross[places], rules
+    )
+    return objective.at[places].set(some)
+
+  turns = (count + (size - 1)) // size
+  zeros = jnp.zeros(blocks.shape[0], jnp.float64)
+  return jax.lax.fori_loop(jnp.int32(0), turns, add, zeros)
 
 
 def loss_from_moments(

@@ -1,8 +1,9 @@
 """HiRes: geometric shaping, discrete realization, structural recovery.
 
 Paper: Section HiRes and Appendix "Algorithm Details". The file reads in the order of
-Algorithm 1: `shape` is Stage I (chart, interaction, balance), `realize` is Stage II
-(GPTQ and one-code refinement), `recover` is Stage III.
+Algorithm 1: `shape` is Stage I (chart, interaction, and the balance of
+`hires_balance`), `realize` is Stage II (GPTQ and one-code refinement), `recover` is
+Stage III.
 """
 
 import dataclasses
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 
 from mxjax import (
   code_refinement,
-  dyadic_balance,
   execution,
   gptq,
   input_maps,
@@ -23,6 +23,7 @@ from mxjax import (
   reference_chart,
 )
 from mxjax.linear_inputs import LinearInputs
+from mxjax.methods import hires_balance
 from mxjax.methods.gptq import reconstruct
 from mxjax.program import Program, Realized
 from mxjax.quantized_linear import Nearest, OneCode
@@ -120,36 +121,6 @@ def _anchor_step(
   return carry.at[index % 2].add(moment)
 
 
-def _error_step(
-  carry: jax.Array,
-  blocks: jax.Array,
-  index: jax.Array,
-  rules: mxfp4.Rules,
-  transform: jax.Array,
-) -> jax.Array:
-  """Adds a sequence's nearest-code error moment E'E in the coordinates of T."""
-  del index
-  mapped = input_maps.BlockDense(transform).apply(blocks)
-  error = mxfp4.round_blocks(mapped, rules) - mapped
-  return carry + reference_chart.block_moment(error)
-
-
-def _trial_step(
-  carry: jax.Array,
-  blocks: jax.Array,
-  index: jax.Array,
-  rules: mxfp4.Rules,
-  transforms: jax.Array,
-  grams: jax.Array,
-  crosses: jax.Array,
-) -> jax.Array:
-  """Adds a sequence's part of J_b's numerator for every trial."""
-  del index
-  return carry + dyadic_balance.trial_objective(
-    blocks, transforms, grams, crosses, rules
-  )
-
-
 @functools.partial(jax.jit, static_argnames="use_interaction")
 def _pairs(
   anchor: _Anchor,
@@ -173,118 +144,6 @@ def _pairs(
     pairs = jnp.zeros_like(pairs)
   norm = jnp.sqrt((pairs * pairs).sum((-2, -1)))
   return pairs, norm
-
-
-class _Trials(NamedTuple):
-  """The three trials of the balance of every block, `[3, ...]` in order of STEPS.
-
-  Attributes:
-    scales: u of each trial, float64 `[3, blocks, 8]`.
-    weights: Encoded weights of each trial.
-    signal: ||X W'||^2 / n, float64 `[blocks]`.
-  """
-
-  scales: jax.Array
-  weights: dyadic_balance.Trial
-  signal: jax.Array
-
-
-@functools.partial(jax.jit, static_argnames="rules")
-def _propose(
-  folded: jax.Array,
-  mapped_moment: jax.Array,
-  error_moment: jax.Array,
-  rules: mxfp4.Rules,
-) -> tuple[jax.Array, jax.Array]:
-  """U of the three trials from nearest-code risks (A5), and ||X W'||^2 / n."""
-  narrow = folded.astype(jnp.float32)
-  weight_error = mxfp4.round_blocks(narrow, rules) - narrow
-  gram = reference_chart.block_moment(folded)
-  risks = dyadic_balance.bilateral_risks(
-    mapped_moment, error_moment, gram, reference_chart.block_moment(weight_error)
-  )
-  proposal = dyadic_balance.propose(*risks)
-  scales = jnp.stack([step * proposal for step in dyadic_balance.STEPS])
-  return scales, (gram * mapped_moment).sum((-2, -1))
-
-
-@jax.jit
-def _fold_float64(weight: jax.Array, transform: jax.Array) -> jax.Array:
-  return input_maps.BlockDense(transform).fold(weight.astype(jnp.float64))
-
-
-@jax.jit
-def _mapped_moment(moment: jax.Array, transform: jax.Array) -> jax.Array:
-  return transform @ moment @ transform.mT
-
-
-@jax.jit
-def _trial_of(
-  scaled: jax.Array, decoded: jax.Array, mapped_moment: jax.Array, scale: jax.Array
-) -> dyadic_balance.Trial:
-  gram, cross = code_refinement.tables(scaled, decoded)
-  error = (decoded - scaled).astype(jnp.float64)
-  moment = dyadic_balance.rescaled_moment(mapped_moment, scale)
-  term = (reference_chart.block_moment(error) * moment).sum((-2, -1))
-  return dyadic_balance.Trial(gram, cross, term)
-
-
-def _layer_trial(
-  folded: jax.Array,
-  mapped_moment: jax.Array,
-  transform: jax.Array,
-  scale: jax.Array,
-  inputs: LinearInputs,
-) -> dyadic_balance.Trial:
-  """One trial of the whole linear: GPTQ with the linear's own Hessian (A11b)."""
-  scaled = (folded / dyadic_balance.diagonal(scale)[..., None]).astype(jnp.float32)
-  installed = dyadic_balance.scaled_transform(transform, scale)
-  input_map = input_maps.BlockDense(installed.astype(jnp.float32))
-  result = execution.finish(reconstruct(scaled, inputs, input_map))
-  return execution.finish(_trial_of(scaled, result.decoded, mapped_moment, scale))
-
-
-def _prepare_trials(
-  weight: jax.Array,
-  moment: jax.Array,
-  transform: jax.Array,
-  error_moment: jax.Array,
-  inputs: LinearInputs,
-  balance_by: Literal["block", "layer"],
-) -> _Trials:
-  """The proposal and the encoded weights of its three trials."""
-  rules = inputs.rules
-  folded = execution.finish(_fold_float64(weight, transform))
-  mapped_moment = execution.finish(_mapped_moment(moment, transform))
-  scales, signal = execution.finish(
-    _propose(folded, mapped_moment, error_moment, rules)
-  )
-  trials = []
-  for scale in scales:
-    if balance_by == "layer":
-      trials.append(_layer_trial(folded, mapped_moment, transform, scale, inputs))
-      continue
-    upper = execution.finish(dyadic_balance.trial_factor(mapped_moment, scale))
-    trials.append(
-      execution.finish(
-        dyadic_balance.prepare_trial(folded, mapped_moment, scale, upper, rules)
-      )
-    )
-  weights = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trials)
-  return _Trials(scales, weights, signal)
-
-
-@jax.jit
-def _accept(
-  trials: _Trials, objective: jax.Array, tokens: jax.Array, transform: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """U = D T of the accepted steps, the steps, and J_b of the three trials."""
-  total = objective / tokens + trials.weights.weight_term
-  floor = dyadic_balance.LOSS_FLOOR
-  losses = total / jnp.maximum(trials.signal, floor)[None]
-  steps = dyadic_balance.accept(losses)
-  accepted = trials.scales[0] * steps[:, None]
-  return dyadic_balance.scaled_transform(transform, accepted), steps, losses
 
 
 ActivationRule = Literal["full", "sensitivity", "nearest"]
@@ -356,33 +215,10 @@ class HiRes(Program):
     transform = execution.by_blocks(interaction.shaping_transform, anchor.chart, pairs)
     inputs.record["interaction_norm"] = norm.tolist()
     if self.use_balance:
-      transform = self._balanced(weight, inputs, moment, transform)
+      transform = hires_balance.balanced(
+        weight, inputs, moment, transform, self.balance_by
+      )
     return input_maps.BlockDense(transform.astype(jnp.float32))
-
-  def _balanced(
-    self,
-    weight: jax.Array,
-    inputs: LinearInputs,
-    moment: jax.Array,
-    transform: jax.Array,
-  ) -> jax.Array:
-    narrow = transform.astype(jnp.float32)
-    errors = inputs.reduce(_error_step, jnp.zeros_like(moment), narrow)
-    trials = _prepare_trials(
-      weight, moment, transform, errors / inputs.tokens, inputs, self.balance_by
-    )
-    objective = inputs.reduce(
-      _trial_step,
-      jnp.zeros((len(dyadic_balance.STEPS), inputs.blocks), jnp.float64),
-      dyadic_balance.scaled_transform(transform, trials.scales).astype(jnp.float32),
-      trials.weights.gram,
-      trials.weights.cross,
-    )
-    tokens = jnp.asarray(inputs.tokens, jnp.float64)
-    balanced, steps, losses = _accept(trials, objective, tokens, transform)
-    inputs.record["balance_steps"] = steps.tolist()
-    inputs.record["balance_losses"] = losses.tolist()
-    return balanced
 
   def realize(
     self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None

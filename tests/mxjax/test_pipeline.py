@@ -230,7 +230,7 @@ def test_the_record_says_what_happened(hires):
   assert linear["damping"] == pytest.approx(0.01)
   assert linear["error_final"] <= linear["error_mapped_nearest"]
   assert set(linear["balance_steps"]) <= {0.0, 0.5, 1.0}
-  losses = np.asarray(linear["balance_losses"])
+  losses = np.asarray(linear["balance_losses"], float)
   chosen = np.asarray(linear["balance_steps"])
   index = np.select([chosen == 1, chosen == 0.5], [0, 1], 2)
   accepted = np.take_along_axis(losses, index[None], 0)[0]

@@ -1,0 +1,260 @@
+"""The balance D of Stage I, measured on a linear's calibration inputs.
+
+Paper: Appendix "Algorithm Details", dyadic balance. The file reads in order: risks of
+nearest codes give a proposal, three trials of it are encoded, and J_b of each decides.
+`mxjax.dyadic_balance` has the arithmetic.
+"""
+
+import functools
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mxjax import (
+  code_refinement,
+  dyadic_balance,
+  execution,
+  input_maps,
+  mxfp4,
+  reference_chart,
+)
+from mxjax.linear_inputs import LinearInputs
+from mxjax.methods.gptq import reconstruct
+
+BalanceBy = Literal["block", "layer"]
+
+
+def _error_step(
+  carry: jax.Array,
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  transform: jax.Array,
+) -> jax.Array:
+  """Adds a sequence's nearest-code error moments in the coordinates of T."""
+  del index
+  mapped = input_maps.BlockDense(transform).apply(blocks)
+  error = mxfp4.round_blocks(mapped, rules) - mapped
+  return carry + dyadic_balance.subgroup_moments(error)
+
+
+def _trial_step(
+  carry: jax.Array,
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  transforms: jax.Array,
+  grams: jax.Array,
+  crosses: jax.Array,
+) -> jax.Array:
+  """Adds a sequence's part of J_b's numerator for every trial."""
+  del index
+  return carry + dyadic_balance.trial_objective(
+    blocks, transforms, grams, crosses, rules
+  )
+
+
+def _listed_step(
+  carry: jax.Array,
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  order: jax.Array,
+  count: jax.Array,
+  transform: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+) -> jax.Array:
+  """Adds a sequence's part for one trial of the listed blocks."""
+  del index
+  return carry + dyadic_balance.listed_objective(
+    blocks, order, count, transform, gram, cross, rules
+  )
+
+
+class _Trials(NamedTuple):
+  """The three trials of the balance of every block, `[3, ...]` in order of STEPS.
+
+  Attributes:
+    scales: u of each trial, float64 `[3, blocks, 8]`.
+    transforms: D T of each trial, float32 `[3, blocks, 32, 32]`.
+    weights: Encoded weights of each trial.
+    signal: ||X W'||^2 / n, float64 `[blocks]`.
+  """
+
+  scales: jax.Array
+  transforms: jax.Array
+  weights: dyadic_balance.Trial
+  signal: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def _propose(
+  folded: jax.Array,
+  mapped_moment: jax.Array,
+  error_moments: jax.Array,
+  rules: mxfp4.Rules,
+) -> tuple[jax.Array, jax.Array]:
+  """U of the three trials from nearest-code risks (A5), and ||X W'||^2 / n."""
+  narrow = folded.astype(jnp.float32)
+  weight_error = mxfp4.round_blocks(narrow, rules) - narrow
+  gram = reference_chart.block_moment(folded)
+  risks = dyadic_balance.bilateral_risks(
+    mapped_moment, error_moments, gram, dyadic_balance.subgroup_moments(weight_error)
+  )
+  proposal = dyadic_balance.propose(*risks)
+  scales = jnp.stack([step * proposal for step in dyadic_balance.STEPS])
+  return scales, (gram * mapped_moment).sum((-2, -1))
+
+
+@jax.jit
+def _fold_float64(weight: jax.Array, transform: jax.Array) -> jax.Array:
+  return input_maps.BlockDense(transform).fold(weight.astype(jnp.float64))
+
+
+@jax.jit
+def _mapped_moment(moment: jax.Array, transform: jax.Array) -> jax.Array:
+  return transform @ moment @ transform.mT
+
+
+@jax.jit
+def _trial_of(
+  scaled: jax.Array, decoded: jax.Array, mapped_moment: jax.Array, scale: jax.Array
+) -> dyadic_balance.Trial:
+  gram, cross = code_refinement.tables(scaled, decoded)
+  error = (decoded - scaled).astype(jnp.float64)
+  moment = dyadic_balance.rescaled_moment(mapped_moment, scale)
+  term = (reference_chart.block_moment(error) * moment).sum((-2, -1))
+  return dyadic_balance.Trial(gram, cross, term)
+
+
+def _layer_trial(
+  folded: jax.Array,
+  mapped_moment: jax.Array,
+  transform: jax.Array,
+  scale: jax.Array,
+  inputs: LinearInputs,
+) -> dyadic_balance.Trial:
+  """One trial of the whole linear: GPTQ with the linear's own Hessian (A11b)."""
+  scaled = (folded / dyadic_balance.diagonal(scale)[..., None]).astype(jnp.float32)
+  installed = dyadic_balance.scaled_transform(transform, scale)
+  input_map = input_maps.BlockDense(installed.astype(jnp.float32))
+  result = execution.finish(reconstruct(scaled, inputs, input_map))
+  return execution.finish(_trial_of(scaled, result.decoded, mapped_moment, scale))
+
+
+def _prepare_trials(
+  weight: jax.Array,
+  moment: jax.Array,
+  transform: jax.Array,
+  error_moments: jax.Array,
+  inputs: LinearInputs,
+  balance_by: BalanceBy,
+) -> _Trials:
+  """The proposal and the encoded weights of its three trials."""
+  rules = inputs.rules
+  folded = execution.finish(_fold_float64(weight, transform))
+  mapped_moment = execution.finish(_mapped_moment(moment, transform))
+  scales, signal = execution.finish(
+    _propose(folded, mapped_moment, error_moments, rules)
+  )
+  trials = []
+  for scale in scales:
+    if balance_by == "layer":
+      trials.append(_layer_trial(folded, mapped_moment, transform, scale, inputs))
+      continue
+    upper = execution.finish(dyadic_balance.trial_factor(mapped_moment, scale))
+    trials.append(
+      execution.finish(
+        dyadic_balance.prepare_trial(folded, mapped_moment, scale, upper, rules)
+      )
+    )
+  weights = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trials)
+  transforms = dyadic_balance.scaled_transform(transform, scales).astype(jnp.float32)
+  return _Trials(scales, transforms, weights, signal)
+
+
+@jax.jit
+def _losses(
+  objective: jax.Array, weight_terms: jax.Array, signal: jax.Array, tokens: jax.Array
+) -> jax.Array:
+  """J_b of trials, float64 `[trials, blocks]`, from their summed objectives."""
+  total = objective / tokens + weight_terms
+  return total / jnp.maximum(signal, dyadic_balance.LOSS_FLOOR)[None]
+
+
+def _measure(trials: _Trials, inputs: LinearInputs) -> jax.Array:
+  """J_b of the three trials, float64 `[3, blocks]`.
+
+  The half step is measured where the full one is refused, and NaN elsewhere: there it
+  cannot be chosen, and measuring is most of what a trial costs.
+  """
+  weights, tokens = trials.weights, jnp.asarray(inputs.tokens, jnp.float64)
+
+  def losses(objective: jax.Array, tried: jax.Array) -> jax.Array:
+    return _losses(objective, weights.weight_term[tried], trials.signal, tokens)
+
+  ends, half = jnp.asarray([0, 2]), jnp.asarray([1])
+  zeros = jnp.zeros((len(ends), inputs.blocks), jnp.float64)
+  tables = (trials.transforms, weights.gram, weights.cross)
+  objective = inputs.reduce(_trial_step, zeros, *(table[ends] for table in tables))
+  of_full, of_identity = losses(objective, ends)
+  is_refused = ~(of_full <= of_identity)
+  objective = inputs.reduce(
+    _listed_step,
+    jnp.zeros(inputs.blocks, jnp.float64),
+    jnp.argsort(~is_refused, stable=True).astype(jnp.int32),
+    is_refused.sum(dtype=jnp.int32),
+    *(table[1] for table in tables),
+  )
+  of_half = jnp.where(is_refused, losses(objective[None], half)[0], jnp.nan)
+  return jnp.stack([of_full, of_half, of_identity])
+
+
+@jax.jit
+def _installed(
+  scales: jax.Array, losses: jax.Array, transform: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """D T of the accepted steps, and the steps."""
+  steps = dyadic_balance.accept(losses)
+  accepted = scales[0] * steps[:, None]
+  return dyadic_balance.scaled_transform(transform, accepted), steps
+
+
+def balanced(
+  weight: jax.Array,
+  inputs: LinearInputs,
+  moment: jax.Array,
+  transform: jax.Array,
+  balance_by: BalanceBy = "block",
+) -> jax.Array:
+  """D T with the largest step of D that does not raise a block's J_b.
+
+  Paper: Eq. serb-proposal and Eq. serb-realized-loss.
+
+  Args:
+    weight: Raw weights, float32 `[blocks, 32, out_features]`.
+    inputs: The linear's measured inputs; its record gets `balance_steps` and
+      `balance_losses`, J_b of the full step, the half step (None where it was not
+      needed) and identity.
+    moment: X'X / n of each block, float64 `[blocks, 32, 32]`.
+    transform: T, float64, same shape.
+    balance_by: Trials quantize one `block` alone or the whole linear, `layer` (A11).
+
+  Returns:
+    float64 `[blocks, 32, 32]`.
+  """
+  start = jnp.zeros(dyadic_balance.subgroup_shape(inputs.blocks), jnp.float64)
+  errors = inputs.reduce(_error_step, start, transform.astype(jnp.float32))
+  trials = _prepare_trials(
+    weight, moment, transform, errors / inputs.tokens, inputs, balance_by
+  )
+  losses = _measure(trials, inputs)
+  installed, steps = _installed(trials.scales, losses, transform)
+  inputs.record["balance_steps"] = steps.tolist()
+  inputs.record["balance_losses"] = [
+    [None if math.isnan(loss) else loss for loss in row] for row in losses.tolist()
+  ]
+  return installed
