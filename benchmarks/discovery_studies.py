@@ -49,6 +49,13 @@ def task(world, folder):
   return dict(ptq_margins.calibrated({"task": "ptq", **models, **PTQ}))
 
 
+def placeless(text, task):
+  """The text with models named by their place in the repository."""
+  for key in {"model", "holdout"} & set(task):
+    text = text.replace(task[key], f"models/trained/{pathlib.Path(task[key]).name}")
+  return text
+
+
 def conduct(options):
   folder = pathlib.Path(options.out)
   made = study.StudyOptions(
@@ -82,7 +89,7 @@ def conduct(options):
     }
     # One line a run keeps the file readable and its differences small.
     text = re.sub(r"\n {5,}", " ", json.dumps(written, indent=1))
-    result.write_text(text + "\n")
+    result.write_text(placeless(text, made.task) + "\n")
   held.close()
 
 

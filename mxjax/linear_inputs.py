@@ -108,6 +108,18 @@ def _fold_moment_step(
   return carry.at[index % 2].add(reference_chart.block_moment(blocks))
 
 
+@jax.jit
+def _mean_of_folds(totals: jax.Array, tokens: jax.Array) -> jax.Array:
+  """Sums `[2, blocks, 32, 32]` over their folds' tokens, float64 `[2]`."""
+  return totals / jnp.maximum(tokens, 1.0)[:, None, None, None]
+
+
+@jax.jit
+def _mean_of_all(folds: jax.Array, tokens: jax.Array) -> jax.Array:
+  """The mean over all tokens from the means of the folds."""
+  return (folds[0] * tokens[0] + folds[1] * tokens[1]) / tokens.sum()
+
+
 class LinearInputs:
   """Calibration inputs of one linear, feature-major.
 
@@ -290,11 +302,9 @@ class LinearInputs:
       return self.reduce(_fold_moment_step, jnp.zeros(shape, jnp.float64))
 
     totals = self.shared("fold_moments", compute)
-    counts = jnp.asarray(self.fold_tokens, jnp.float64)
-    return totals / jnp.maximum(counts, 1.0)[:, None, None, None]
+    return _mean_of_folds(totals, jnp.asarray(self.fold_tokens, jnp.float64))
 
   def moment(self) -> jax.Array:
     """X'X / n of every block over all tokens, float64 `[blocks, 32, 32]`."""
-    even, odd = self.fold_tokens
-    folds = self.fold_moments()
-    return (folds[0] * even + folds[1] * odd) / self.tokens
+    tokens = jnp.asarray(self.fold_tokens, jnp.float64)
+    return _mean_of_all(self.fold_moments(), tokens)

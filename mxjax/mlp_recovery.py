@@ -70,6 +70,7 @@ class CellMoments:
   error_square: jax.Array
 
 
+@jax.jit
 def column_weights(down_weight: jax.Array) -> jax.Array:
   r"""Coordinate weights from the energy of the float down projection.
 
@@ -94,6 +95,7 @@ def gate_moments(gate: jax.Array) -> GateMoments:
   )
 
 
+@jax.jit
 def gate_deviation(sums: GateMoments) -> jax.Array:
   r"""The regularized standard deviation sigma_g of the gate, float64 scalar.
 
@@ -172,6 +174,7 @@ def normal_equations(
   return gram / sums.count[:, None, None], target / sums.count[:, None]
 
 
+@jax.jit
 def solve_cells(sums: CellMoments, deviation: jax.Array) -> jax.Array:
   r"""Weighted ridge solution of every cell.
 
@@ -205,6 +208,7 @@ def _lower_median(x: jax.Array) -> jax.Array:
   return jnp.sort(x, axis=0)[(x.shape[0] - 1) // 2]
 
 
+@jax.jit
 def aggregate(cell_estimates: jax.Array) -> jax.Array:
   r"""Robust aggregate of the cell estimates, shrunk and bounded.
 
@@ -228,6 +232,7 @@ def aggregate(cell_estimates: jax.Array) -> jax.Array:
   return shrunk * jnp.minimum(1.0, L1_BOUND / (jnp.abs(shrunk).sum() + 2.0**-20))
 
 
+@jax.jit
 def linearized_errors(
   sums: CellMoments, deviation: jax.Array, theta: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

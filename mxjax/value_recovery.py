@@ -73,6 +73,7 @@ def moments(values: jax.Array, targets: jax.Array) -> ValueMoments:
   )
 
 
+@jax.jit
 def solve(sums: ValueMoments) -> ValueRecovery:
   r"""Fits scale and offset of each head by least squares.
 
@@ -102,6 +103,7 @@ def solve(sums: ValueMoments) -> ValueRecovery:
   )
 
 
+@jax.jit
 def errors(sums: ValueMoments, recovery: ValueRecovery) -> tuple[jax.Array, jax.Array]:
   """Relative squared error of the values before and after a correction.
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mxjax import (
   code_refinement,
@@ -63,49 +64,71 @@ def _listed_step(
   rules: mxfp4.Rules,
   order: jax.Array,
   count: jax.Array,
-  transform: jax.Array,
-  gram: jax.Array,
-  cross: jax.Array,
+  transforms: jax.Array,
+  grams: jax.Array,
+  crosses: jax.Array,
 ) -> jax.Array:
-  """Adds a sequence's part for one trial of the listed blocks."""
+  """Adds a sequence's part for the only trial given, in the listed blocks."""
   del index
   return carry + dyadic_balance.listed_objective(
-    blocks, order, count, transform, gram, cross, rules
+    blocks, order, count, transforms[0], grams[0], crosses[0], rules
   )
 
 
-class _Trials(NamedTuple):
-  """The three trials of the balance of every block, `[3, ...]` in order of STEPS.
+class _Tried(NamedTuple):
+  """Trials that are measured together, `[trials, blocks, ...]`.
 
   Attributes:
-    scales: u of each trial, float64 `[3, blocks, 8]`.
-    transforms: D T of each trial, float32 `[3, blocks, 32, 32]`.
-    weights: Encoded weights of each trial.
+    transforms: D T, float32 `[..., 32, 32]`.
+    weights: Encoded weights.
+  """
+
+  transforms: jax.Array
+  weights: dyadic_balance.Trial
+
+  def tables(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a step reads."""
+    return self.transforms, self.weights.gram, self.weights.cross
+
+
+class _Trials(NamedTuple):
+  """The three trials of the balance of every block.
+
+  Attributes:
+    full_scales: u of the full step, float64 `[blocks, 8]`.
+    ends: The full step and identity.
+    half: The half step.
     signal: ||X W'||^2 / n, float64 `[blocks]`.
   """
 
-  scales: jax.Array
-  transforms: jax.Array
-  weights: dyadic_balance.Trial
+  full_scales: jax.Array
+  ends: _Tried
+  half: _Tried
   signal: jax.Array
 
 
 @functools.partial(jax.jit, static_argnames="rules")
-def _propose(
-  folded: jax.Array,
-  mapped_moment: jax.Array,
-  error_moments: jax.Array,
-  rules: mxfp4.Rules,
-) -> tuple[jax.Array, jax.Array]:
-  """U of the three trials from nearest-code risks (A5), and ||X W'||^2 / n."""
+def _weight_side(folded: jax.Array, rules: mxfp4.Rules) -> tuple[jax.Array, jax.Array]:
+  """W'W, and the tiles of the nearest codes' E_W'E_W, of folded weights."""
   narrow = folded.astype(jnp.float32)
-  weight_error = mxfp4.round_blocks(narrow, rules) - narrow
-  gram = reference_chart.block_moment(folded)
+  error = mxfp4.round_blocks(narrow, rules) - narrow
+  return reference_chart.block_moment(folded), dyadic_balance.subgroup_moments(error)
+
+
+@jax.jit
+def _propose(
+  gram: jax.Array,
+  weight_error: jax.Array,
+  mapped_moment: jax.Array,
+  error_sums: jax.Array,
+  tokens: jax.Array,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+  """U of the three trials from nearest-code risks (A5), and ||X W'||^2 / n."""
   risks = dyadic_balance.bilateral_risks(
-    mapped_moment, error_moments, gram, dyadic_balance.subgroup_moments(weight_error)
+    mapped_moment, error_sums / tokens, gram, weight_error
   )
   proposal = dyadic_balance.propose(*risks)
-  scales = jnp.stack([step * proposal for step in dyadic_balance.STEPS])
+  scales = tuple(step * proposal for step in dyadic_balance.STEPS)
   return scales, (gram * mapped_moment).sum((-2, -1))
 
 
@@ -145,20 +168,41 @@ def _layer_trial(
   return execution.finish(_trial_of(scaled, result.decoded, mapped_moment, scale))
 
 
+@jax.jit
+def _arranged(
+  transform: jax.Array,
+  scales: tuple[jax.Array, ...],
+  trials: tuple[dyadic_balance.Trial, ...],
+) -> tuple[_Tried, _Tried]:
+  """Full step and identity, which every block needs, and the half step."""
+
+  def tried(*places: int) -> _Tried:
+    chosen = jnp.stack([scales[place] for place in places])
+    weights = [trials[place] for place in places]
+    return _Tried(
+      dyadic_balance.scaled_transform(transform, chosen).astype(jnp.float32),
+      jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights),
+    )
+
+  return tried(0, 2), tried(1)
+
+
 def _prepare_trials(
   weight: jax.Array,
   moment: jax.Array,
   transform: jax.Array,
-  error_moments: jax.Array,
+  error_sums: jax.Array,
   inputs: LinearInputs,
   balance_by: BalanceBy,
 ) -> _Trials:
   """The proposal and the encoded weights of its three trials."""
   rules = inputs.rules
+  tokens = jnp.asarray(inputs.tokens, jnp.float64)
   folded = execution.finish(_fold_float64(weight, transform))
   mapped_moment = execution.finish(_mapped_moment(moment, transform))
+  weight_side = execution.finish(_weight_side(folded, rules))
   scales, signal = execution.finish(
-    _propose(folded, mapped_moment, error_moments, rules)
+    _propose(*weight_side, mapped_moment, error_sums, tokens)
   )
   trials = []
   for scale in scales:
@@ -171,9 +215,8 @@ def _prepare_trials(
         dyadic_balance.prepare_trial(folded, mapped_moment, scale, upper, rules)
       )
     )
-  weights = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trials)
-  transforms = dyadic_balance.scaled_transform(transform, scales).astype(jnp.float32)
-  return _Trials(scales, transforms, weights, signal)
+  ends, half = execution.finish(_arranged(transform, scales, tuple(trials)))
+  return _Trials(scales[0], ends, half, signal)
 
 
 @jax.jit
@@ -185,41 +228,37 @@ def _losses(
   return total / jnp.maximum(signal, dyadic_balance.LOSS_FLOOR)[None]
 
 
-def _measure(trials: _Trials, inputs: LinearInputs) -> jax.Array:
+def _measure(trials: _Trials, inputs: LinearInputs) -> np.ndarray:
   """J_b of the three trials, float64 `[3, blocks]`.
 
   The half step is measured where the full one is refused, and NaN elsewhere: there it
   cannot be chosen, and measuring is most of what a trial costs.
   """
-  weights, tokens = trials.weights, jnp.asarray(inputs.tokens, jnp.float64)
+  tokens = jnp.asarray(inputs.tokens, jnp.float64)
 
-  def losses(objective: jax.Array, tried: jax.Array) -> jax.Array:
-    return _losses(objective, weights.weight_term[tried], trials.signal, tokens)
+  def losses(tried: _Tried, objective: jax.Array) -> np.ndarray:
+    terms = tried.weights.weight_term
+    return np.asarray(_losses(objective, terms, trials.signal, tokens))
 
-  ends, half = jnp.asarray([0, 2]), jnp.asarray([1])
-  zeros = jnp.zeros((len(ends), inputs.blocks), jnp.float64)
-  tables = (trials.transforms, weights.gram, weights.cross)
-  objective = inputs.reduce(_trial_step, zeros, *(table[ends] for table in tables))
-  of_full, of_identity = losses(objective, ends)
+  zeros = jnp.zeros((2, inputs.blocks), jnp.float64)
+  sums = inputs.reduce(_trial_step, zeros, *trials.ends.tables())
+  of_full, of_identity = losses(trials.ends, sums)
   is_refused = ~(of_full <= of_identity)
-  objective = inputs.reduce(
-    _listed_step,
-    jnp.zeros(inputs.blocks, jnp.float64),
-    jnp.argsort(~is_refused, stable=True).astype(jnp.int32),
-    is_refused.sum(dtype=jnp.int32),
-    *(table[1] for table in tables),
-  )
-  of_half = jnp.where(is_refused, losses(objective[None], half)[0], jnp.nan)
-  return jnp.stack([of_full, of_half, of_identity])
+  order = jnp.asarray(np.argsort(~is_refused, kind="stable").astype(np.int32))
+  count = jnp.asarray(is_refused.sum(), jnp.int32)
+  zeros = jnp.zeros(inputs.blocks, jnp.float64)
+  sums = inputs.reduce(_listed_step, zeros, order, count, *trials.half.tables())
+  of_half = np.where(is_refused, losses(trials.half, sums[None])[0], np.nan)
+  return np.stack([of_full, of_half, of_identity])
 
 
 @jax.jit
 def _installed(
-  scales: jax.Array, losses: jax.Array, transform: jax.Array
+  full_scales: jax.Array, losses: jax.Array, transform: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """D T of the accepted steps, and the steps."""
   steps = dyadic_balance.accept(losses)
-  accepted = scales[0] * steps[:, None]
+  accepted = full_scales * steps[:, None]
   return dyadic_balance.scaled_transform(transform, accepted), steps
 
 
@@ -248,11 +287,9 @@ def balanced(
   """
   start = jnp.zeros(dyadic_balance.subgroup_shape(inputs.blocks), jnp.float64)
   errors = inputs.reduce(_error_step, start, transform.astype(jnp.float32))
-  trials = _prepare_trials(
-    weight, moment, transform, errors / inputs.tokens, inputs, balance_by
-  )
+  trials = _prepare_trials(weight, moment, transform, errors, inputs, balance_by)
   losses = _measure(trials, inputs)
-  installed, steps = _installed(trials.scales, losses, transform)
+  installed, steps = _installed(trials.full_scales, jnp.asarray(losses), transform)
   inputs.record["balance_steps"] = steps.tolist()
   inputs.record["balance_losses"] = [
     [None if math.isnan(loss) else loss for loss in row] for row in losses.tolist()
