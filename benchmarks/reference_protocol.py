@@ -17,13 +17,25 @@ import time
 import numpy as np
 import provenance
 
-from mxjax import execution, methods, models, pipeline, sizes
+from mxjax import execution, input_maps, methods, models, pipeline, sizes
 from mxjax.calibration import Calibration
 from mxjax.evaluation.operator_error import operator_error
 from mxjax.evaluation.perplexity import perplexity
 from mxjax.records import peak_memory_bytes
 
 HIRES = methods.HIRES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotatedOneCode(methods.HiRes):
+  """Stage II on a block Hadamard in place of the fitted map."""
+
+  def shape(self, weight, inputs):
+    """See `Program.shape`."""
+    del weight, inputs
+    return input_maps.Hadamard()
+
+
 BUILDS = {
   **methods.METHODS,
   "hires I + RTN weights, nearest": dataclasses.replace(
@@ -35,6 +47,10 @@ BUILDS = {
   "hires I + II, K = 0, D = I": dataclasses.replace(
     HIRES, use_interaction=False, use_balance=False, recover=()
   ),
+  "hires I + II, layer-level J_b": dataclasses.replace(
+    HIRES, balance_by="layer", recover=()
+  ),
+  "Hadamard-32 + GPTQ, one-code": RotatedOneCode(name="rotated-one-code", recover=()),
 }
 
 HOURS = ("batquant", "spinquant")
