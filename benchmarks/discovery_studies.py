@@ -2,12 +2,14 @@
 
   python benchmarks/discovery_studies.py world [STUDY ...] [--out DIR] [--seeds N ...]
   python benchmarks/discovery_studies.py ptq   [STUDY ...] [--out DIR] [--seeds N ...]
+                                        [--only N ...]
   python benchmarks/discovery_studies.py docs
 
 Does what `mxjax discover study` does for every named study (all by default) in one
 folder, and writes what was found to results/studies_world.json or studies_ptq.json.
-Killed at any point it goes on where it stood when given the same folder. `docs` puts
-the tables of both files into docs/studies.md.
+Killed at any point it goes on where it stood when given the same folder. `--only` takes
+some of the folder's seeds, where time demands it. `docs` puts the tables of both files
+into docs/studies.md.
 """
 
 import argparse
@@ -73,10 +75,12 @@ def conduct(options):
     written = {"frozen": held.frozen, "studies": {}}
   for name in options.studies or study.STUDIES:
     start = time.perf_counter()
-    found = study.conduct(held, name, lambda line: print(line, flush=True))
+    tell = lambda line: print(line, flush=True)
+    found = study.conduct(held, name, tell, seeds=options.only or ())
     written["studies"][name] = {
       "command": f"python benchmarks/discovery_studies.py {options.world} {name} "
-      f"--seeds {' '.join(map(str, made.seeds))} --budget {made.budget}",
+      f"--seeds {' '.join(map(str, made.seeds))} --budget {made.budget}"
+      + (f" --only {' '.join(map(str, options.only))}" if options.only else ""),
       "date": datetime.date.today().isoformat(),
       "cpu": cpu(),
       "versions": {
@@ -119,6 +123,7 @@ def main():
   parser.add_argument("studies", nargs="*")
   parser.add_argument("--out", default=None)
   parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+  parser.add_argument("--only", type=int, nargs="+", help="some of the seeds")
   parser.add_argument("--budget", type=int, default=240)
   options = parser.parse_args()
   if options.world == "docs":

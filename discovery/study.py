@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mxjax import run_folder
@@ -236,15 +236,26 @@ def _is_closed(folder: pathlib.Path) -> bool:
   return path.exists() and read_events(folder)[-1]["event"] == "closed"
 
 
-def conduct(folder: Folder, name: str, tell: Told) -> dict[str, Any]:
+def conduct(
+  folder: Folder, name: str, tell: Told, *, seeds: Sequence[int] = ()
+) -> dict[str, Any]:
   """Runs or resumes a study; returns its results, JSON-ready.
 
   Args:
     folder: Where its runs lie.
     name: One of `STUDIES`.
     tell: Told a line for each finished part.
+    seeds: Only these of the folder's seeds, where time demands it; all if empty.
+
+  Raises:
+    ValueError: A seed is not among those that the folder was frozen with.
   """
-  study, seeds = STUDIES[name], folder.options.seeds
+  study, seeds = STUDIES[name], tuple(seeds) or folder.options.seeds
+  if unknown := set(seeds) - set(folder.options.seeds):
+    raise ValueError(
+      f"study: seeds {sorted(unknown)} are not among the frozen "
+      f"{list(folder.options.seeds)} of {folder.path}; name some of those."
+    )
   task = task_.load(folder.options.spec(seeds[0]))
   results: dict[str, Any] = {
     "study": name,
