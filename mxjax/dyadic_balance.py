@@ -20,6 +20,7 @@ from mxjax import code_refinement, gptq, input_maps, mxfp4, precision, projectio
 
 SUBGROUPS = 8
 """Four-coordinate subgroups of a block, each with one scale."""
+SUBGROUP_SIZE = mxfp4.BLOCK_SIZE // SUBGROUPS
 BOUND = 1 / 8
 """Largest |u|, and the factor on the centered log ratio (both literal, A26)."""
 RISK_FLOOR = 2.0**-12
@@ -46,14 +47,12 @@ class Trial(NamedTuple):
 
 def subgroup_shape(blocks: int) -> tuple[int, int, int, int]:
   """Shape of the diagonal 4 x 4 tiles of `[blocks, 32, 32]` moments."""
-  width = mxfp4.BLOCK_SIZE // SUBGROUPS
-  return blocks, SUBGROUPS, width, width
+  return blocks, SUBGROUPS, SUBGROUP_SIZE, SUBGROUP_SIZE
 
 
 def subgroup_tiles(matrix: jax.Array) -> jax.Array:
-  """The eight diagonal 4 x 4 tiles of `[blocks, 32, 32]`, `[blocks, 8, 4, 4]`."""
-  width = mxfp4.BLOCK_SIZE // SUBGROUPS
-  tiles = matrix.reshape(-1, SUBGROUPS, width, SUBGROUPS, width)
+  """The diagonal tiles of `[blocks, 32, 32]`, same dtype `[blocks, 8, 4, 4]`."""
+  tiles = matrix.reshape(-1, SUBGROUPS, SUBGROUP_SIZE, SUBGROUPS, SUBGROUP_SIZE)
   return jnp.einsum("bgigj->bgij", tiles)
 
 
@@ -61,14 +60,15 @@ def subgroup_tiles(matrix: jax.Array) -> jax.Array:
 def subgroup_moments(blocks: jax.Array) -> jax.Array:
   """Second moments within subgroups, all that the risks read of an error.
 
+  Paper: Eq. bilateral-risk.
+
   Args:
     blocks: `[blocks, 32, n]`, float32 or float64.
 
   Returns:
     The sum over columns of x_g x_g^T, float64 `[blocks, 8, 4, 4]`.
   """
-  shape = subgroup_shape(blocks.shape[0])
-  width = shape[-1]
+  width, shape = SUBGROUP_SIZE, subgroup_shape(blocks.shape[0])
   wide = blocks.astype(jnp.float64).reshape(*shape[:-1], -1)
   # Ten sums: products of 4 x 4 are too small for a matrix product to be worth it.
   sums = {
@@ -149,8 +149,7 @@ def propose(
 
 def diagonal(log2_scale: jax.Array) -> jax.Array:
   """D's diagonal 2^u, each component broadcast to four coordinates: `[blocks, 32]`."""
-  width = mxfp4.BLOCK_SIZE // SUBGROUPS
-  return jnp.repeat(jnp.exp2(log2_scale), width, axis=-1)
+  return jnp.repeat(jnp.exp2(log2_scale), SUBGROUP_SIZE, axis=-1)
 
 
 def scaled_transform(transform: jax.Array, log2_scale: jax.Array) -> jax.Array:
@@ -231,6 +230,8 @@ def trial_objective(
 ) -> jax.Array:
   """The activation-dependent part of J_b's numerator, summed over columns.
 
+  Paper: Eq. serb-realized-loss.
+
   This is `tr(W^'W^ E'E) + 2 tr(W^'F E'X)` for the refined codes. The refinement
   scores already hold it token by token, so no error moments are formed:
   `e'G e - 2 e'K x` at the nearest vector plus the accepted change.
@@ -265,6 +266,8 @@ def listed_objective(
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
 ) -> jax.Array:
   """`trial_objective` of one trial, computed for some of the blocks only.
+
+  Paper: Eq. serb-realized-loss.
 
   Args:
     blocks: Raw inputs, float32 `[blocks, 32, n]`.

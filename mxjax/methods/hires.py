@@ -190,7 +190,7 @@ class HiRes(Program):
   use_balance: bool = True
   weights: Literal["gptq", "rtn"] = "gptq"
   rounding: ActivationRule = "full"
-  balance_by: Literal["block", "layer"] = "block"
+  balance_by: hires_balance.BalanceBy = "block"
   scales: gptq.ScaleSource = "fresh"
   damping: float = gptq.DAMPING
 
