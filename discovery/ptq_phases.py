@@ -65,8 +65,6 @@ class Fit:
       self._params, self._calibration, program, check=False, probe=False
     )
     packed, outputs = _pack(result.params, self._model)
-    rounding = call.computation["encode_act"]
-    outputs["encode_act"] = identity.digest([outputs.pop("tables"), rounding])[:16]
     buffer = io.BytesIO()
     np.savez(buffer, **packed)  # pyright: ignore[reportArgumentType]
     return {"outputs": outputs}, buffer.getvalue()
@@ -105,7 +103,6 @@ def _pack(
     "transform": digests("map"),
     "balance": digests("map"),
     "encode_weight": digests("codes", "scales"),
-    "tables": digests("gram", "cross"),
     "recover_value": digests("value_recovery"),
     "recover_mlp": digests("mlp_recovery"),
   }
@@ -147,25 +144,39 @@ def unpack(
 
 
 @functools.partial(jax.jit, static_argnames="model")
+def _mapped(
+  model: Any, layer: Any, maps: Mapping[str, Any], hidden: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Output of a layer of the float model, and each linear's mapped input.
+
+  A program of its own: the inputs are the same to the bit whatever rounds them, and so
+  two rounding rules that agree are seen to agree.
+  """
+  output, taps = model.layer_with_taps(layer, hidden)
+  result = {}
+  for (block, name), tap in model.projection_taps.items():
+    x, input_map = taps[tap].astype(jnp.float32), maps[f"{block}/{name}"]
+    blocks = mxfp4.to_blocks(x.reshape(-1, x.shape[-1]))
+    mapped = blocks if input_map is None else input_map.apply(blocks)
+    result[f"{block}/{name}"] = mapped
+  return output, result
+
+
+@jax.jit
 def _errors(
-  model: Any, layer: Any, leaves: Any, folded: Any, hidden: jax.Array
-) -> tuple[jax.Array, dict[str, dict[str, jax.Array]]]:
-  """Relative squared errors of a layer's linears on the float model's inputs.
+  leaves: Mapping[str, QuantizedLinear], folded: Any, inputs: Mapping[str, jax.Array]
+) -> tuple[dict[str, dict[str, jax.Array]], dict[str, jax.Array]]:
+  """Relative squared errors of a layer's linears on given inputs, and those rounded.
 
   `total` is the operator error; `activation` rounds activations only, `weight` weights
   only; `contaminated` is the share of blocks whose largest magnitude is over 32 times
   the median one.
   """
-  output, taps = model.layer_with_taps(layer, hidden)
-  errors = {}
-  for (block, name), tap in model.projection_taps.items():
-    path = f"{block}/{name}"
-    leaf, x = leaves[path], taps[tap].astype(jnp.float32)
-    rows = x.reshape(-1, x.shape[-1])
-    mapped = mxfp4.to_blocks(rows)
-    if leaf.input_map is not None:
-      mapped = leaf.input_map.apply(mapped)
+  errors, activations = {}, {}
+  for path, leaf in leaves.items():
+    mapped = inputs[path]
     rounded = leaf.rounding.round(mapped, leaf.rules)
+    activations[path] = rounded
     product = lambda a, b: jnp.einsum("bin,bim->nm", a, b, precision=precision.HIGHEST)
     coded = mxfp4.to_blocks(mxfp4.decode(leaf.weight, jnp.float32))
     exact = product(mapped, folded[path])
@@ -179,7 +190,7 @@ def _errors(
       "weight": share(product(mapped, coded)),
       "contaminated": (magnitudes[:, -1] > 32 * middle).mean(dtype=jnp.float32),
     }
-  return output, errors
+  return errors, activations
 
 
 @jax.jit
@@ -206,7 +217,7 @@ class Measure:
     if call.intervention.get("kind") == "scope":
       rounding = self._scoped(call, artifacts)
     params = unpack(payload, self._params, model, rounding)
-    errors = self._operator_errors(params)
+    errors, rounded = self._operator_errors(params)
     mean = lambda key, keep=lambda path: True: float(
       np.mean([e[key] for path, e in errors.items() if keep(path)])
     )
@@ -229,7 +240,7 @@ class Measure:
         f"ptq: {bad} are not finite: the candidate's codes or coefficients overflow, "
         "or an activation payload is not legal."
       )
-    return {"values": values, "outputs": {}}, b""
+    return {"values": values, "outputs": {"encode_act": rounded}}, b""
 
   def _scoped(self, call: Call, artifacts: Artifacts) -> Any:
     """The activation hook under `scope`, which must be one for all linears."""
@@ -238,11 +249,14 @@ class Measure:
       raise ContractError("ptq: `scope` cannot divide an edit of encode_act.")
     return lambda: artifacts.batched(before)
 
-  def _operator_errors(self, params: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+  def _operator_errors(
+    self, params: Mapping[str, Any]
+  ) -> tuple[dict[str, dict[str, float]], str]:
+    """Errors by linear, and a digest of the A4 values that its hook made there."""
     model = self._model
     tokens = jnp.asarray(self._tokens[:1], jnp.int32)
     hidden = model.embed(streams.outer_params(self._params), tokens)
-    result = {}
+    result, digests = {}, []
     for index in range(model.num_layers):
       name = model.layer_name(index)
       leaves = {
@@ -258,9 +272,14 @@ class Measure:
         )
         for path, leaf in leaves.items()
       }
-      hidden, errors = execution.finish(
-        _errors(model, self._params[name], leaves, folded, hidden)
+      maps = {path: leaf.input_map for path, leaf in leaves.items()}
+      hidden, inputs = execution.finish(
+        _mapped(model, self._params[name], maps, hidden)
       )
+      errors, activations = execution.finish(_errors(leaves, folded, inputs))
       for path, values in errors.items():
         result[f"{name}/{path}"] = {k: float(v) for k, v in values.items()}
-    return result
+        # A zero's sign is no response: adding zero drops it.
+        bare = np.asarray(activations[path]) + np.float32(0)
+        digests.append([f"{name}/{path}", identity.digest(bare.tobytes())])
+    return result, identity.digest(digests)[:16]

@@ -118,6 +118,31 @@ def test_the_one_code_card_is_the_librarys_refinement():
   assert (np.asarray(got) != np.asarray(expected)).any(0).mean() < 0.02
 
 
+@pytest.mark.parametrize(
+  ("act", "is_changed"),
+  [
+    ("jnp.roll(jnp.roll(block, 3), -3)", False),
+    ("block + 0 * jnp.sum(block)", False),
+    ("jnp.where(block == jnp.max(block), 0.5 * block, block)", True),
+  ],
+)
+def test_the_output_of_the_activation_hook_is_what_it_executed(
+  bench, initial, act, is_changed
+):
+  code = (
+    "def encode_act(block, gram, cross):\n"
+    f"  block = {act}\n"
+    "  exponent = block_exponent(block)\n"
+    "  return nearest_codes(block, exponent), exponent\n"
+  )
+  source = mxjax.discovery.program.with_functions(SOURCE, code)
+  outcome = measure(bench, source)
+  assert outcome.status == Status.OK, outcome.detail
+  differs = outcome.outputs["encode_act"] != initial.outputs["encode_act"]
+  assert differs == is_changed
+  assert outcome.outputs["encode_weight"] == initial.outputs["encode_weight"]
+
+
 def test_error_propagation_between_blocks_is_gptqs():
   generator = np.random.default_rng(5)
   x = generator.standard_normal((500, 96)) @ generator.standard_normal((96, 96))
