@@ -1,13 +1,12 @@
 """The packets behind hires-next: its two changes, registered, controlled and judged.
 
-  python benchmarks/next_packets.py llama [--out DIR]
-  python benchmarks/next_packets.py smollm2 [--out DIR]
+  python benchmarks/next_packets.py [--out DIR]
 
 The discovery system runs what a person proposes: the cards' version of HiRes, then each
 change on the program before it, with competing accounts and the controls that separate
-them, and at last a placebo. Every registered control runs. The programs are then
-measured on the held-out model (llama only). Killed, it goes on where it stood. Writes
-results/next_packets_MODEL.json and .md.
+them, and at last a placebo. Every registered control runs. The search sees the small
+trained Llama-family model; the programs are then measured on the held-out Qwen3 one.
+Killed, it goes on where it stood. Writes results/next_packets.json and .md.
 """
 
 import argparse
@@ -29,15 +28,12 @@ from mxjax.discovery.store import Store
 from mxjax.models import embedded
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-SETTINGS = {
-  "llama": {
-    "model": str(embedded.trained_folder("llama")),
-    "holdout": str(embedded.trained_folder("qwen3")),
-    "calibration": [16, 256],
-    "windows": [16, 256],
-    "replicates": 3,
-  },
-  "smollm2": {"calibration": [8, 256], "windows": [8, 512]},
+TASK = {
+  "model": str(embedded.trained_folder("llama")),
+  "holdout": str(embedded.trained_folder("qwen3")),
+  "calibration": [16, 256],
+  "windows": [16, 256],
+  "replicates": 3,
 }
 SHOWN = ("log_ppl", "operator_error", "weight_error")
 
@@ -275,8 +271,6 @@ def packets(folder):
 def held_out(task, folder, sources):
   """The programs on the model that no packet saw."""
   other = task.holdout()
-  if other is None:
-    return {}
   store = Store(folder / "heldout")
   lab = Laboratory(other, LocalBench(other), store)
   found = {}
@@ -306,27 +300,26 @@ def tables(result):
   lines.append(["margin of a change", "", *margins, "", ""])
   names = [name.replace("_", " ") for name in SHOWN]
   head = ["packet", "condition", *names, "against its parent", "verdict"]
-  text = provenance.markdown(head, lines)
-  if result["held_out"]:
-    rows = [
-      [name, *(f"{values[key]:.6f}" for key in SHOWN)]
-      for name, values in result["held_out"].items()
-    ]
-    text += "\nHeld out:\n\n" + provenance.markdown(["program", *names], rows)
-  return text
+  rows = [
+    [name, *(f"{values[key]:.6f}" for key in SHOWN)]
+    for name, values in result["held_out"].items()
+  ]
+  return (
+    provenance.markdown(head, lines)
+    + "\nHeld out:\n\n"
+    + provenance.markdown(["program", *names], rows)
+  )
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("model", choices=sorted(SETTINGS))
-  parser.add_argument("--out", default=None)
-  options = parser.parse_args()
-  folder = pathlib.Path(options.out or f"runs/next_packets_{options.model}")
+  parser.add_argument("--out", default="runs/next_packets")
+  folder = pathlib.Path(parser.parse_args().out)
   kept = folder / "task.json"
   if kept.exists():
     spec = json.loads(kept.read_text())
   else:
-    spec = ptq_margins.calibrated(SETTINGS[options.model])
+    spec = ptq_margins.calibrated(TASK)
     folder.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(spec))
   task = ptq.PtqTask(**{key: value for key, value in spec.items() if key != "task"})
@@ -345,7 +338,7 @@ def main():
     "packets": packets(folder / "run"),
     "held_out": held_out(task, folder, proposer.sources),
   }
-  path = RESULTS / f"next_packets_{options.model}.json"
+  path = RESULTS / "next_packets.json"
   path.write_text(json.dumps(result, indent=1) + "\n")
   path.with_suffix(".md").write_text(tables(result))
 
