@@ -291,7 +291,7 @@ def main():
   parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 3])
   parser.add_argument("--methods", help="of smollm2, with commas between")
   options = parser.parse_args()
-  made = provenance.stamp()
+  made = provenance.stamp(hidden=("--data",))
   if options.what in SMOLLM2_COMMANDS:
     SMOLLM2_COMMANDS[options.what](options, made)
   for family in options.families:
