@@ -83,7 +83,6 @@ def encode_weight(block, curvature):
   return jax.lax.fori_loop(0, 96, step, codes), exponent
 """
 
-BETTER = {"log_ppl": "down", "weight_error": "down"}
 CONTROLS = (
   Control(
     "neighbour",
@@ -91,57 +90,52 @@ CONTROLS = (
     1,
     "each block is told its neighbour's curvature",
   ),
-  *(
-    Control(
-      part,
-      {"kind": "scope", "part": part, "parent": True},
-      1,
-      f"the change in {part} linears only",
-    )
-    for part in ("attention", "mlp")
+  Control(
+    "attention",
+    {"kind": "scope", "part": "attention", "parent": True},
+    1,
+    "the change in attention linears only",
   ),
 )
 
 
 def accounts(told, blind, one_place):
   """Why a change of the weights' codes should help: the focal account first."""
-  same = {"log_ppl": "same", "weight_error": "same"}
-  return (
-    Explanation(
-      "measured",
-      told,
-      {
-        "primary": BETTER,
-        "neighbour": {"weight_error": "up"},
-        "attention": {"weight_error": "down"},
-        "mlp": {"weight_error": "down"},
-      },
-    ),
-    Explanation(
-      "blind",
-      blind,
-      {
-        "primary": BETTER,
-        "neighbour": {"weight_error": "down"},
-        "attention": {"weight_error": "down"},
-      },
-    ),
-    Explanation(
-      "one place",
-      one_place,
-      {
-        "primary": BETTER,
-        "neighbour": {"weight_error": "up"},
-        "attention": {"weight_error": "same"},
-      },
-    ),
-    Explanation(
+  acting = (
+    ("measured", told, "up", "down"),
+    ("blind", blind, "down", "down"),
+    ("one place", one_place, "up", "same"),
+  )
+  other = (
+    (
       "local",
       "the weights' error falls and nothing that can be told from noise follows",
-      {"primary": {"log_ppl": "same", "weight_error": "down"}},
+      {"log_ppl": "same", "weight_error": "down"},
     ),
-    Explanation("nothing", "the change does nothing", {"primary": same}),
-    Explanation("harm", "it destroys something", {"primary": {"weight_error": "up"}}),
+    (
+      "nothing",
+      "the change does nothing",
+      {"log_ppl": "same", "weight_error": "same"},
+    ),
+    ("harm", "it destroys something", {"weight_error": "up"}),
+  )
+  return (
+    *(
+      Explanation(
+        name,
+        statement,
+        {
+          "primary": {"log_ppl": "down", "weight_error": "down"},
+          "neighbour": {"weight_error": neighbour},
+          "attention": {"weight_error": attention},
+        },
+      )
+      for name, statement, neighbour, attention in acting
+    ),
+    *(
+      Explanation(name, statement, {"primary": primary})
+      for name, statement, primary in other
+    ),
   )
 
 
