@@ -259,7 +259,7 @@ class LinearInputs:
     first = 0
     for chunk in self._chunks:
       carry = execution.finish(
-        _reduce_chunk(step, self.rules, carry, chunk, jnp.int32(first), args)
+        _reduce_chunk(step, self.rules, carry, chunk, np.int32(first), args)
       )
       first += chunk.shape[0]
     return carry
@@ -270,7 +270,7 @@ class LinearInputs:
     args = meshes.replicate(args, mesh)
     (shares, layout), first = meshes.share(carry, mesh), 0
     for chunk in self._chunks:
-      index = jnp.int32(first)
+      index = np.int32(first)
       shares = execution.finish(
         _add_chunk(step, self.rules, layout, mesh, shares, chunk, index, args)
       )

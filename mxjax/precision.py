@@ -42,6 +42,28 @@ def require_float64(place: str, *arrays: jax.Array) -> None:
       )
 
 
+def float32_sums(left: jax.Array, right: jax.Array) -> jax.Array:
+  """A matrix product summed in float32, for operands that bfloat16 may hold exactly.
+
+  Args:
+    left: `[m, d]`, bfloat16 or float32.
+    right: `[d, n]`, same dtype.
+
+  Returns:
+    float32 `[m, n]`.
+  """
+  if left.dtype == jnp.bfloat16:
+    # XLA:CPU (jaxlib 0.10.2) decides early who multiplies bfloat16, and fails when run
+    # if it has merged a transpose of the result into the product since then.
+    left, right = jax.lax.optimization_barrier((left, right))
+  product = jnp.einsum(
+    "md,dn->mn", left, right, precision=HIGHEST, preferred_element_type=jnp.float32
+  )
+  if left.dtype == jnp.bfloat16:
+    product = jax.lax.optimization_barrier(product)
+  return product
+
+
 def block_products(matrices: jax.Array, blocks: jax.Array) -> jax.Array:
   """Multiplies each block of columns by its own matrix, at full precision.
 

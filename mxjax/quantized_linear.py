@@ -12,7 +12,7 @@ from mxjax.input_maps import BlockDense, Hadamard, InputMap, hadamard
 from mxjax.pallas_kernels import code_refinement as refinement_kernel
 from mxjax.pallas_kernels import lowering, matmul
 from mxjax.pallas_kernels.lowering import Implementation
-from mxjax.precision import HIGHEST
+from mxjax.precision import HIGHEST, float32_sums
 
 
 @jax.tree_util.register_dataclass
@@ -295,10 +295,10 @@ def _quantized(
 ) -> jax.Array:
   chosen = lowering.choose(implementation, "linear", _obstacle(x, weight))
   if chosen == "xla":
-    # Every decoded MXFP4 value is exact in bfloat16 and float32 alike.
-    operand = quantized_inputs(x, weight).astype(x.dtype)
-    decoded = mxfp4.decode(weight.weight, x.dtype, weight.rules)
-    y = jnp.einsum("dn,md->mn", operand, decoded, precision=HIGHEST).T
+    dtype = _operand_dtype(x, weight)
+    operand = quantized_inputs(x, weight).astype(dtype)
+    decoded = mxfp4.decode(weight.weight, dtype, weight.rules)
+    y = float32_sums(decoded, operand).T.astype(x.dtype)
   else:
     mxfp4.check_width("quantized_linear.linear", x.shape[-1])
     operand = _kernel_inputs(x.reshape(-1, x.shape[-1]), weight, chosen)
@@ -308,6 +308,18 @@ def _quantized(
   if weight.gain is not None:
     y = y * weight.gain.astype(y.dtype)
   return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _operand_dtype(x: jax.Array, weight: QuantizedLinear) -> jax.typing.DTypeLike:
+  """What both operands are exact in, the narrowest type that processors multiply.
+
+  Legal values have two significant bits, so products of bfloat16 are exact and sums
+  are in float32 either way; where a processor multiplies bfloat16 it does so twice as
+  fast. A scale of `mx43` is a third of a power of two, and inputs that are not rounded
+  are no legal values.
+  """
+  is_legal = not isinstance(weight.rounding, Unrounded)
+  return jnp.bfloat16 if is_legal and weight.rules.scale_rule != "mx43" else x.dtype
 
 
 def _obstacle(x: jax.Array, weight: QuantizedLinear) -> str | None:

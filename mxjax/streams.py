@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -207,7 +208,7 @@ def measure(
   outputs, first = [], 0
   for hidden, taps in zip(stream, float_taps, strict=True):
     targets = {name: taps[name] for name in fit.float_taps}
-    output, moments = execution.finish(step(hidden, targets, moments, jnp.int32(first)))
+    output, moments = execution.finish(step(hidden, targets, moments, np.int32(first)))
     outputs.append(output)
     first += hidden.shape[0]
   if mesh is not None and layout is not None:

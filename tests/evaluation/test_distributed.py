@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -17,6 +18,26 @@ from mxjax.evaluation import cli
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = ROOT / "models" / "trained" / "llama"
 pytestmark = pytest.mark.slow
+
+# The command, but for a process that never gets past the start of a layer: layers of
+# this model take less time than a look at the log.
+HELD = """
+import pathlib, sys, time
+from mxjax import layer_quantization
+from mxjax.evaluation import cli
+
+layer, sign = sys.argv[1:3]
+quantize_layer = layer_quantization.quantize_layer
+
+def held(*args, **options):
+  if layer in args:
+    pathlib.Path(sign).touch()
+    time.sleep(600)
+  return quantize_layer(*args, **options)
+
+layer_quantization.quantize_layer = held
+sys.exit(cli.main(sys.argv[3:]))
+"""
 
 
 def arguments(folder, out):
@@ -38,20 +59,30 @@ def folder(tmp_path_factory):
 
 
 class Job:
-  """Both processes of a job, each with its output in a file."""
+  """Both processes of a job, each with its output in a file.
 
-  def __init__(self, folder, out, *more):
+  Attributes:
+    processes: The two; where `held` is given, its (process, layer) stays there.
+    logs: What each wrote.
+    sign: The file that is made when the held process has reached its layer.
+  """
+
+  def __init__(self, folder, out, *more, held=None):
     with socket.socket() as free:
       free.bind(("127.0.0.1", 0))
       port = free.getsockname()[1]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     self.logs = [folder / f"{out.name}-{port}-{i}.log" for i in range(2)]
+    self.sign = folder / f"{out.name}-{port}-held"
     self.processes = []
     for i, log in enumerate(self.logs):
       words = [*arguments(folder, out), "--log", "json", *more]
       words += ["--distributed", "--coordinator", f"127.0.0.1:{port}"]
       words += ["--processes", "2", "--process", str(i)]
       command = [sys.executable, "-m", "mxjax.evaluation.cli", *words]
+      if held and held[0] == i:
+        held_at = f"layers_{held[1]}", str(self.sign)
+        command = [sys.executable, "-c", HELD, *held_at, *words]
       with open(log, "wb") as stream:
         self.processes.append(
           subprocess.Popen(
@@ -59,15 +90,12 @@ class Job:
           )
         )
 
-  def wait_for_layer(self, layer):
-    """Returns when process 0 says that it is at work on a layer."""
-    wanted = f'"layer": {layer},'
-    while wanted not in self.logs[0].read_text():
-      assert self.processes[0].poll() is None, self.logs[0].read_text()
-      try:
-        self.processes[0].wait(0.05)
-      except subprocess.TimeoutExpired:
-        pass
+  def wait_until_held(self):
+    """Returns when the held process has reached its layer."""
+    while not self.sign.exists():
+      codes = [process.poll() for process in self.processes]
+      assert codes == [None, None], [log.read_text() for log in self.logs]
+      time.sleep(0.05)
 
   def ends(self):
     """The exit codes."""
@@ -77,8 +105,8 @@ class Job:
 def test_a_lost_process_ends_the_job_and_the_job_resumes(folder):
   out = folder / "lost"
   for lost, layer in ((1, 1), (0, 2)):
-    job = Job(folder, out, "--resume")
-    job.wait_for_layer(layer)
+    job = Job(folder, out, "--resume", held=(lost, layer))
+    job.wait_until_held()
     job.processes[lost].send_signal(signal.SIGKILL)
     codes = job.ends()
     left = 1 - lost
