@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import code_refinement, gptq, input_maps, mxfp4, precision, projections
+from mxjax.block_groups import in_groups
 
 SUBGROUPS = 8
 """Four-coordinate subgroups of a block, each with one scale."""
@@ -247,12 +248,14 @@ def trial_objective(
     float64 `[trials, blocks]`.
   """
 
-  def one(trial: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-    transform, gram, cross = trial
-    return _objective(blocks, transform, gram, cross, rules)
-
   # One after another: unrolled, XLA:CPU interleaves the trials and takes twice as long.
-  return jax.lax.map(one, (transforms, grams, crosses))
+  def group(blocks: jax.Array, *tables: jax.Array) -> jax.Array:
+    trials = tuple(table.swapaxes(0, 1) for table in tables)
+    one = lambda t: _objective(blocks, t[0], t[1], t[2], rules)
+    return jax.lax.map(one, trials).T
+
+  by_block = (table.swapaxes(0, 1) for table in (transforms, grams, crosses))
+  return in_groups(group, blocks, *by_block).T
 
 
 @functools.partial(jax.jit, static_argnames="rules")

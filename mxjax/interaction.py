@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import input_maps, mxfp4, precision, projections
+from mxjax.block_groups import in_groups
 
 RADIUS = 1 / 8
 """Bound on the joint Euclidean norm of a block's coefficients, hence on ||K||_2."""
@@ -87,14 +88,14 @@ def rotated_error_moment(
   Returns:
     float64 `[blocks, 32, 32]`, still in the rotated coordinates.
   """
-  mapped = input_maps.BlockDense(chart).apply(blocks)
-  error = mxfp4.round_blocks(mapped, rules) - mapped
-  return jnp.einsum(
-    "bin,bjn->bij",
-    error.astype(jnp.float64),
-    mapped.astype(jnp.float64),
-    precision=precision.HIGHEST,
-  )
+
+  def moment(blocks: jax.Array, chart: jax.Array) -> jax.Array:
+    mapped = input_maps.BlockDense(chart).apply(blocks)
+    error = mxfp4.round_blocks(mapped, rules) - mapped
+    wide = error.astype(jnp.float64), mapped.astype(jnp.float64)
+    return jnp.einsum("bin,bjn->bij", *wide, precision=precision.HIGHEST)
+
+  return in_groups(moment, blocks, chart)
 
 
 def unrotate(moment: jax.Array) -> jax.Array:

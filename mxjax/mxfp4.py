@@ -21,11 +21,12 @@ from typing import Literal
 
 import jax
 import jax.core
+import jax.dlpack
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mxjax import float_bits
+from mxjax import float_bits, native_encode
 
 BLOCK_SIZE = 32
 """Values that share one scale, contiguous on the input axis."""
@@ -276,19 +277,26 @@ def _encode(x: jax.Array, rules: Rules) -> MXTensor:
   )
 
 
-def encode(x: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
+def encode(
+  x: jax.Array,
+  rules: Rules = PAPER_RULES,
+  *,
+  implementation: native_encode.Implementation | None = None,
+) -> MXTensor:
   """Encodes the last axis in blocks of 32, exactly for every finite value.
 
   Args:
     x: `[..., d]` float32, bfloat16, float16 or (inside a 64-bit scope) float64, with
       `d` a multiple of 32. Subnormals follow the formula literally.
     rules: Scale and tie rules.
+    implementation: See `native_encode.choose`; the bits do not depend on it.
 
   Returns:
     The packed tensor. While tracing, a block with inf or NaN gets the illegal scale
     byte 255, which decodes to NaN and which `check_legal` names.
 
   Raises:
+    NotImplementedError: `native` was asked for and cannot run.
     TypeError: Not a floating-point array.
     ValueError: A width that is not a multiple of 32, or (outside a trace) inf or NaN.
   """
@@ -297,6 +305,11 @@ def encode(x: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
     raise TypeError(f"mxfp4.encode: expected a floating-point array, got {x.dtype}.")
   check_width("mxfp4.encode", x.shape[-1])
   wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+  names = rules.scale_rule, rules.tie_rule
+  if native_encode.choose(implementation, wide, *names) == "native":
+    payload = native_encode.encode(np.asarray(wide), rules.scale_rule)
+    if payload is not None:
+      return MXTensor(*map(jax.dlpack.from_dlpack, payload))
   tensor = _encode(wide, rules)
   if not isinstance(tensor.scales, jax.core.Tracer):
     bad = int((np.asarray(tensor.scales) == NOT_FINITE).sum())

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import precision, projections
+from mxjax.block_groups import in_groups
 
 RIDGE = 0.01
 """Relative part of lambda_A and lambda_B, in units of the mean diagonal."""
@@ -29,8 +30,12 @@ def block_moment(blocks: jax.Array) -> jax.Array:
   Returns:
     The *sum* over columns of x x^T, float64 `[blocks, 32, 32]`.
   """
-  wide = blocks.astype(jnp.float64)
-  return jnp.einsum("bin,bjn->bij", wide, wide, precision=precision.HIGHEST)
+
+  def moment(blocks: jax.Array) -> jax.Array:
+    wide = blocks.astype(jnp.float64)
+    return jnp.einsum("bin,bjn->bij", wide, wide, precision=precision.HIGHEST)
+
+  return in_groups(moment, blocks)
 
 
 def normalize_determinant(matrix: jax.Array) -> jax.Array:

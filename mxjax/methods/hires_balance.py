@@ -21,6 +21,7 @@ from mxjax import (
   mxfp4,
   reference_chart,
 )
+from mxjax.block_groups import in_groups
 from mxjax.linear_inputs import LinearInputs
 from mxjax.methods.gptq import reconstruct
 
@@ -36,9 +37,13 @@ def _error_step(
 ) -> jax.Array:
   """Adds a sequence's nearest-code error moments in the coordinates of T."""
   del index
-  mapped = input_maps.BlockDense(transform).apply(blocks)
-  error = mxfp4.round_blocks(mapped, rules) - mapped
-  return carry + dyadic_balance.subgroup_moments(error)
+
+  def moments(blocks: jax.Array, transform: jax.Array) -> jax.Array:
+    mapped = input_maps.BlockDense(transform).apply(blocks)
+    error = mxfp4.round_blocks(mapped, rules) - mapped
+    return dyadic_balance.subgroup_moments(error)
+
+  return carry + in_groups(moments, blocks, transform)
 
 
 def _trial_step(

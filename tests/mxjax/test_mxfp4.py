@@ -1,4 +1,5 @@
 import fractions
+import functools
 import math
 
 import hypothesis
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax import mxfp4, precision
+from mxjax import mxfp4, native_encode, precision
 
 F = fractions.Fraction
 GRID = [F(0), F(1, 2), F(1), F(3, 2), F(2), F(3), F(4), F(6)]
@@ -84,10 +85,17 @@ def adversarial_rows():
   return np.asarray(rows, np.float64).astype(np.float32)
 
 
-@pytest.mark.parametrize("rules", RULES, ids=str)
-def test_encode_equals_exact_rationals(rules):
+ENCODERS = [(rules, "xla") for rules in RULES] + [
+  (rules, "native")
+  for rules in RULES
+  if rules.scale_rule != "mx43" and rules.tie_rule == "away"
+]
+
+
+@pytest.mark.parametrize(("rules", "implementation"), ENCODERS, ids=str)
+def test_encode_equals_exact_rationals(rules, implementation):
   rows = adversarial_rows()
-  tensor = mxfp4.encode(rows, rules)
+  tensor = mxfp4.encode(rows, rules, implementation=implementation)
   codes = np.asarray(mxfp4.unpack(tensor.codes))
   decoded = np.asarray(mxfp4.decode(tensor, jnp.float32, rules))
   for row, got, scale, values in zip(rows, codes, tensor.scales, decoded, strict=True):
@@ -182,13 +190,63 @@ def test_half_precision_inputs_are_exact():
     np.testing.assert_array_equal(got.codes, expected.codes)
 
 
+@pytest.mark.parametrize(
+  "shape", [(1, 32), (37, 96), (3, 5, 64), (1021, 1056)], ids=str
+)
+def test_native_encode_has_the_bits_of_the_reference(shape):
+  # Any bits that are a finite float32: most blocks span the whole exponent range, so
+  # some get one exponent throughout.
+  rng = np.random.default_rng(len(shape))
+  bits = rng.integers(0, 2**32, shape, np.uint32)
+  narrow = rng.integers(0, 255, (*shape[:-1], shape[-1] // 32), np.uint32)
+  exponents = np.repeat(narrow << 23, 32, axis=-1)
+  bits = np.where(bits % 3 == 0, bits & 0x807FFFFF | exponents, bits)
+  x = np.where(bits >> 23 & 255 == 255, bits & 0x80FFFFFF, bits).view(np.float32)
+  for rule in ("floor", "even", "rceil"):
+    rules = mxfp4.Rules(scale_rule=rule)
+    got, expected = (
+      mxfp4.encode(x, rules, implementation=name) for name in ("native", "xla")
+    )
+    np.testing.assert_array_equal(got.codes, expected.codes)
+    np.testing.assert_array_equal(got.scales, expected.scales)
+
+
+def test_large_arrays_are_encoded_natively_unless_asked_otherwise(monkeypatch):
+  x = jnp.ones((native_encode.WORTH_IT // 64, 64), jnp.bfloat16)
+  calls = []
+  encode = native_encode.encode
+  monkeypatch.setattr(
+    native_encode, "encode", lambda *args: calls.append(args) or encode(*args)
+  )
+  mxfp4.encode(x)
+  mxfp4.encode(x[:-1])
+  mxfp4.encode(x, implementation="xla")
+  jax.jit(mxfp4.encode)(x)
+  assert len(calls) == 1
+
+
+def test_an_explicit_native_encode_never_falls_back(monkeypatch):
+  x = jnp.ones((2, 32))
+  native = functools.partial(mxfp4.encode, implementation="native")
+  with pytest.raises(NotImplementedError, match="traced"):
+    jax.jit(native)(x)
+  with pytest.raises(NotImplementedError, match="ties even"):
+    native(x, mxfp4.Rules(tie_rule="even"))
+  with pytest.raises(ValueError, match="'cuda'"):
+    mxfp4.encode(x, implementation="cuda")
+  monkeypatch.setattr(native_encode, "is_installed", lambda: False)
+  with pytest.raises(NotImplementedError, match="llvmlite"):
+    native(x)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite_are_refused_by_name(value):
   x = np.ones((4, 64), np.float32)
   x[2, 40] = value
   kind = "1 NaN" if np.isnan(value) else "1 inf"
-  with pytest.raises(ValueError, match=kind):
-    mxfp4.encode(x)
+  for implementation in ("xla", "native"):
+    with pytest.raises(ValueError, match=kind):
+      mxfp4.encode(x, implementation=implementation)
   tensor = jax.jit(mxfp4.encode)(x)
   assert int(tensor.scales[2, 1]) == mxfp4.NOT_FINITE
   assert np.isnan(np.asarray(mxfp4.decode(tensor, jnp.float32))[2, 32:]).all()
