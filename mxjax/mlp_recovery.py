@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import precision
+from mxjax.block_groups import in_groups
 
 CELL_RESIDUES = 8
 """Sequence residue classes of the calibration cells (sequence index modulo 8)."""
@@ -107,6 +108,22 @@ def gate_deviation(sums: GateMoments) -> jax.Array:
   return jnp.sqrt(variance + 2.0**-12 * square + 2.0**-20)
 
 
+def _row_moments(*arrays: jax.Array) -> dict[tuple[int, int], jax.Array]:
+  """Sums over tokens of products of two columns, float64 `[hidden, cells]` each.
+
+  The columns: the three of the design, with an unscaled shift, and the error.
+  """
+  g, u, g_star, u_star = (a.astype(jnp.float64) for a in arrays)
+  sigmoid = jax.nn.sigmoid(g)
+  slope = sigmoid + g * sigmoid * (1.0 - sigmoid)
+  product = g * sigmoid * u
+  error = g_star * jax.nn.sigmoid(g_star) * u_star - product
+  columns = (slope * u, g * slope * u, product, error)
+  return {
+    (i, j): (columns[i] * columns[j]).sum(-1) for i in range(4) for j in range(i, 4)
+  }
+
+
 def cell_moments(
   gate: jax.Array,
   up: jax.Array,
@@ -127,25 +144,14 @@ def cell_moments(
   Returns:
     Float64 sums of every cell; sums of several calls add leaf by leaf.
   """
-  g, u, g_star, u_star = (
-    a.astype(jnp.float64) for a in (gate, up, gate_target, up_target)
-  )
-  precision.require_float64("mlp_recovery.cell_moments", g, weights)
-  sigmoid = jax.nn.sigmoid(g)
-  slope = sigmoid + g * sigmoid * (1.0 - sigmoid)
-  product = g * sigmoid * u
-  error = g_star * jax.nn.sigmoid(g_star) * u_star - product
-  columns = (slope * u, g * slope * u, product, error)
-
+  arrays = gate, up, gate_target, up_target
+  by_row = in_groups(_row_moments, *arrays)
+  precision.require_float64("mlp_recovery.cell_moments", weights, *by_row.values())
   # omega is one number for all tokens of a coordinate, so it comes after their sum.
-  sums = {
-    (i, j): jnp.einsum("hc,h->c", (columns[i] * columns[j]).sum(-1), weights)
-    for i in range(4)
-    for j in range(i, 4)
-  }
+  sums = {pair: jnp.einsum("hc,h->c", sum_, weights) for pair, sum_ in by_row.items()}
   gram = [[sums[min(i, j), max(i, j)] for j in range(3)] for i in range(3)]
   return CellMoments(
-    count=jnp.full(g.shape[1], g[:, 0].size, jnp.float64),
+    count=jnp.full(gate.shape[1], gate[:, 0].size, jnp.float64),
     gram=jnp.stack([jnp.stack(row, -1) for row in gram], -2),
     target=jnp.stack([sums[i, 3] for i in range(3)], -1),
     product_square=sums[2, 2],
