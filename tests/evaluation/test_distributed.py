@@ -19,24 +19,21 @@ ROOT = pathlib.Path(__file__).parents[2]
 MODEL = ROOT / "models" / "trained" / "llama"
 pytestmark = pytest.mark.slow
 
-# The command, but for a process that never gets past the start of a layer: layers of
-# this model take less time than a look at the log.
+# What Python runs first in a process, and in the child that does its work, that never
+# gets past the start of a layer: layers here take less time than a look at the log.
 HELD = """
-import pathlib, sys, time
+import pathlib, time
 from mxjax import layer_quantization
-from mxjax.evaluation import cli
 
-layer, sign = sys.argv[1:3]
 quantize_layer = layer_quantization.quantize_layer
 
 def held(*args, **options):
-  if layer in args:
-    pathlib.Path(sign).touch()
+  if {layer!r} in args:
+    pathlib.Path({sign!r}).touch()
     time.sleep(600)
   return quantize_layer(*args, **options)
 
 layer_quantization.quantize_layer = held
-sys.exit(cli.main(sys.argv[3:]))
 """
 
 
@@ -71,7 +68,7 @@ class Job:
     with socket.socket() as free:
       free.bind(("127.0.0.1", 0))
       port = free.getsockname()[1]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     self.logs = [folder / f"{out.name}-{port}-{i}.log" for i in range(2)]
     self.sign = folder / f"{out.name}-{port}-held"
     self.processes = []
@@ -80,14 +77,17 @@ class Job:
       words += ["--distributed", "--coordinator", f"127.0.0.1:{port}"]
       words += ["--processes", "2", "--process", str(i)]
       command = [sys.executable, "-m", "mxjax.evaluation.cli", *words]
+      path = str(ROOT)
       if held and held[0] == i:
-        held_at = f"layers_{held[1]}", str(self.sign)
-        command = [sys.executable, "-c", HELD, *held_at, *words]
+        first = folder / f"first-{port}"
+        first.mkdir()
+        code = HELD.format(layer=f"layers_{held[1]}", sign=str(self.sign))
+        (first / "sitecustomize.py").write_text(code)
+        path = os.pathsep.join([str(first), path])
+      own = {**environment, "PYTHONPATH": path}
       with open(log, "wb") as stream:
         self.processes.append(
-          subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=stream, env=environment
-          )
+          subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, env=own)
         )
 
   def wait_until_held(self):
