@@ -62,7 +62,7 @@ def test_kernels_compute_the_linear_of_the_reference(kind, dtype):
 
 
 @pytest.mark.parametrize("outputs", [1, 48])
-@pytest.mark.parametrize("rule", ["floor", "even", "rceil", "mx43"])
+@pytest.mark.parametrize("rule", ["floor", "mx43"])
 def test_the_reference_sums_exact_products_in_float32(rule, outputs):
   rules = mxfp4.Rules(scale_rule=rule)
   rng = np.random.default_rng(2)
