@@ -5,11 +5,13 @@ into E2M1 codes and one scale per 32 values. Before anything is timed its output
 checked to be MXFP4: scales are powers of two, and every code is a nearest one for its
 scale. Libraries choose scales by different rules, which are named in the results.
 
-Contenders take turns, so that a slow moment of the machine hits all of them. Two things
-that are no encoders run with them, to compare with: the maximum over each block, which
-every encoder needs before it knows a scale, and the same array negated, which writes
-more than an encoder does. Results are written only if other processes left the cores
-alone while the runs were timed.
+Contenders take turns of a few calls, so that a slow moment of the machine hits all of
+them. The first call of a turn pays for what the contender before left in caches and
+threads; its median is in the results, and speeds are from the calls after it. Two
+things that are no encoders run with them, to compare with: the maximum over each block,
+which every encoder needs before it knows a scale, and the same array negated, which
+writes more than an encoder does. Results are written only if other processes left the
+cores alone while the runs were timed.
 """
 
 import dataclasses
@@ -20,7 +22,6 @@ import os
 import pathlib
 import platform
 import shutil
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +49,8 @@ from mxjax import execution, mxfp4
 SHAPE = (2048, 4096)
 BLOCK = 32
 WARMUPS = 3
-RUNS = 25
+TURNS = 15
+CALLS = 5  # of a turn
 OTHERS_AT_MOST = 0.05  # of one core, on average
 COMMAND = "python benchmarks/encode.py"
 RESULTS = pathlib.Path(__file__).parent / "results" / "encode.json"
@@ -240,17 +242,18 @@ def check(name: str, x: np.ndarray, payload: Payload) -> str:
   return rule if exceptions == 0 else f"{rule} but for {exceptions} blocks"
 
 
-def measure(calls: list[Callable[[], Any]]) -> list[list[float]]:
-  """Seconds of every run, calls in turn."""
+def measure(calls: list[Callable[[], Any]]) -> np.ndarray:
+  """Seconds [contender, turn, call of the turn]."""
   for call in calls:
     for _ in range(WARMUPS):
       call()
-  seconds: list[list[float]] = [[] for _ in calls]
-  for _ in range(RUNS):
-    for call, times in zip(calls, seconds, strict=True):
-      start = time.perf_counter()
-      call()
-      times.append(time.perf_counter() - start)
+  seconds = np.zeros((len(calls), TURNS, CALLS))
+  for turn in range(TURNS):
+    for times, call in zip(seconds[:, turn], calls, strict=True):
+      for i in range(CALLS):
+        start = time.perf_counter()
+        call()
+        times[i] = time.perf_counter() - start
   return seconds
 
 
@@ -287,11 +290,14 @@ def main() -> None:
   start, others = time.perf_counter(), cpu_seconds_of_others()
   seconds = measure([*(c.encode for c in contenders), *yards.values()])
   others = (cpu_seconds_of_others() - others) / (time.perf_counter() - start)
-  medians = [statistics.median(times) for times in seconds]
+  medians = np.median(seconds[:, :, 1:], axis=(1, 2))
   count = len(contenders)
-  best_peer = min(medians[1:count])
+  best_peer = medians[1:count].min()
   table = []
-  print(f"{SHAPE} float32, {THREADS} threads, median of {RUNS} runs")
+  print(
+    f"{SHAPE} float32, {THREADS} threads, median of {TURNS} turns of {CALLS} calls "
+    "without their first"
+  )
   for contender, rule, times, median in zip(
     contenders, rules, seconds[:count], medians[:count], strict=True
   ):
@@ -301,7 +307,8 @@ def main() -> None:
       "scale_rule": rule,
       "output": contender.output,
       "median_ms": round(1e3 * median, 3),
-      "fastest_ms": round(1e3 * min(times), 3),
+      "fastest_ms": round(1e3 * times.min(), 3),
+      "median_ms_of_first_calls": round(1e3 * np.median(times[:, 0]), 3),
       "input_gb_per_s": round(x.nbytes / median / 1e9, 3),
       "speed_over_best_peer": round(best_peer / median, 3),
     }
@@ -336,11 +343,13 @@ def main() -> None:
       "jax": jax.__version__,
       "torch": torch.__version__,
       "numpy": np.__version__,
+      "llvmlite": importlib.metadata.version("llvmlite"),
     },
     "shape": SHAPE,
     "dtype": "float32",
     "freed_memory_kept": keeps_memory,
-    "runs": RUNS,
+    "turns": TURNS,
+    "calls_of_a_turn": CALLS,
     "warmups": WARMUPS,
     "results": table,
     "no_encoders_input_gb_per_s": beside,

@@ -300,11 +300,11 @@ def encode(
     TypeError: Not a floating-point array.
     ValueError: A width that is not a multiple of 32, or (outside a trace) inf or NaN.
   """
-  x = jnp.asarray(x)
+  x = x if isinstance(x, jax.Array) else jnp.asarray(x)
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise TypeError(f"mxfp4.encode: expected a floating-point array, got {x.dtype}.")
   check_width("mxfp4.encode", x.shape[-1])
-  wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+  wide = x if x.dtype in (jnp.float32, jnp.float64) else x.astype(jnp.float32)
   names = rules.scale_rule, rules.tie_rule
   if native_encode.choose(implementation, wide, *names) == "native":
     payload = native_encode.encode(np.asarray(wide), rules.scale_rule)

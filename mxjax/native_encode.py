@@ -243,14 +243,6 @@ def _cores() -> int:
   return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
 
 
-def _aligned(shape: tuple[int, ...]) -> np.ndarray:
-  """Uninitialized bytes at an address that JAX takes over without a copy."""
-  size = int(np.prod(shape))
-  raw = np.empty(size + 64, np.uint8)
-  start = -raw.ctypes.data % 64
-  return raw[start : start + size].reshape(shape)
-
-
 def encode(x: np.ndarray, scale_rule: str) -> tuple[np.ndarray, np.ndarray] | None:
   """Encodes float32 values by a rule of `SCALE_RULES`, ties to the larger magnitude.
 
@@ -263,9 +255,16 @@ def encode(x: np.ndarray, scale_rule: str) -> tuple[np.ndarray, np.ndarray] | No
     a value is inf or NaN.
   """
   function, _ = _compiled()
-  codes = _aligned((*x.shape[:-1], x.shape[-1] // 2))
-  scales = _aligned((*x.shape[:-1], x.shape[-1] // BLOCK_SIZE))
-  blocks, carry_and_bias = x.size // BLOCK_SIZE, SCALE_RULES[scale_rule]
+  rows, blocks = x.shape[:-1], x.size // BLOCK_SIZE
+  # Codes and scales share an allocation, each from a multiple of 64 on, where JAX
+  # takes them over without a copy: little else than memory costs as much as finding
+  # an address.
+  room = -(-16 * blocks // 64) * 64
+  raw = np.empty(64 + room + blocks, np.uint8)
+  values_at, raw_at = x.ctypes.data, raw.ctypes.data
+  start = -raw_at % 64
+  codes_at, scales_at = raw_at + start, raw_at + start + room
+  carry, bias = SCALE_RULES[scale_rule]
   parts = max(1, x.size // VALUES_A_PART)
   edges = [blocks * i // parts for i in range(parts + 1)]
   largest = [0] * parts
@@ -274,14 +273,16 @@ def encode(x: np.ndarray, scale_rule: str) -> tuple[np.ndarray, np.ndarray] | No
   def work() -> None:
     # Whoever is free takes the next part: a thread that was asleep comes late.
     for i in left:
-      first, last = edges[i], edges[i + 1]
-      starts = x.ctypes.data + 128 * first, codes.ctypes.data + 16 * first
-      largest[i] = function(
-        *starts, scales.ctypes.data + first, last - first, *carry_and_bias
-      )
+      first, count = edges[i], edges[i + 1] - edges[i]
+      starts = values_at + 128 * first, codes_at + 16 * first, scales_at + first
+      largest[i] = function(*starts, count, carry, bias)
 
   helpers = [_pool().submit(work) for _ in range(min(_cores(), parts) - 1)]
   work()
   for helper in helpers:
     helper.result()
-  return (codes, scales) if max(largest) < NOT_FINITE_BITS else None
+  if max(largest) >= NOT_FINITE_BITS:
+    return None
+  codes, scales = raw[start : start + 16 * blocks], raw[start + room :][:blocks]
+  codes = codes.reshape(*rows, x.shape[-1] // 2)
+  return codes, scales.reshape(*rows, x.shape[-1] // BLOCK_SIZE)
