@@ -34,7 +34,8 @@ from mxjax.evaluation import cli, datasets, exporting
 from mxjax.evaluation.perplexity import perplexity
 from mxjax.export import dequant, features
 from mxjax.models.weights import tensor_name
-from mxjax.quantized_linear import QuantizedLinear, Unrounded
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Unrounded
 
 HERE = pathlib.Path(__file__).parent
 RESULT = HERE / "results" / "export_roundtrip.json"

@@ -17,7 +17,8 @@ from mxjax.input_maps import BlockDense, hadamard
 from mxjax.mlp_recovery import MlpRecovery
 from mxjax.models import functional
 from mxjax.pallas_kernels import recovery
-from mxjax.quantized_linear import OneCode, QuantizedLinear, linear
+from mxjax.quantized_linear import QuantizedLinear, linear
+from mxjax.roundings import OneCode
 from mxjax.value_recovery import ValueRecovery
 
 

@@ -26,7 +26,8 @@ from mxjax.evaluation.perplexity import perplexity
 from mxjax.mlp_recovery import MlpRecovery
 from mxjax.models import families
 from mxjax.models.parameters import insert, parameter_shapes
-from mxjax.quantized_linear import OneCode, QuantizedLinear
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import OneCode
 from mxjax.value_recovery import ValueRecovery
 
 GOAL = 0.45

@@ -24,7 +24,8 @@ import numpy as np
 
 from mxjax import code_refinement, models, mxfp4
 from mxjax.input_maps import BlockDense
-from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Nearest, OneCode
 
 GOALS = {"nearest": 1.5, "one code": 2.5}
 

@@ -43,7 +43,8 @@ def random_linear(rng, rows, width):
   import jax.numpy as jnp
 
   from mxjax import input_maps, mxfp4
-  from mxjax.quantized_linear import OneCode, QuantizedLinear
+  from mxjax.quantized_linear import QuantizedLinear
+  from mxjax.roundings import OneCode
 
   blocks = width // mxfp4.BLOCK_SIZE
   codes = lambda *shape: jnp.asarray(rng.integers(0, 256, shape, "uint8"))

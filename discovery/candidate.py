@@ -38,8 +38,9 @@ from mxjax.discovery.candidate_fits import HookAttentionFit, HookMlpFit
 from mxjax.discovery.task import Artifacts, Call, ContractError
 from mxjax.linear_inputs import LinearInputs
 from mxjax.program import Program, Realized
-from mxjax.quantized_linear import Nearest, QuantizedLinear
+from mxjax.quantized_linear import QuantizedLinear
 from mxjax.recovery import RecoveryFit
+from mxjax.roundings import Nearest
 
 MAX_CONDITION = 1e4
 """Largest condition number of a block's map: beyond it folding loses float32 digits."""

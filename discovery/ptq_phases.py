@@ -25,7 +25,8 @@ from mxjax.contract import PAPER_CONTRACT
 from mxjax.discovery import artifact, candidate, identity, ptq_interface, tracing
 from mxjax.discovery.task import Artifacts, Call, ContractError
 from mxjax.evaluation.perplexity import perplexity
-from mxjax.quantized_linear import Nearest, QuantizedLinear
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Nearest
 
 if TYPE_CHECKING:
   from mxjax.discovery.ptq import PtqTask

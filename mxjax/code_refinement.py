@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import mxfp4
+from mxjax import mxfp4, native
+from mxjax.native import refinement
 from mxjax.precision import HIGHEST, block_products
 
 
@@ -181,13 +182,79 @@ def refine(
   )
 
 
+def _chosen(
+  implementation: native.Implementation | None, x: jax.Array, rules: mxfp4.Rules
+) -> native.Implementation:
+  obstacle = refinement.obstacle(x)
+  if rules != mxfp4.PAPER_RULES:
+    obstacle = f"it knows the paper's rules only, got {rules}"
+  return native.choose(implementation, "code_refinement", obstacle)
+
+
 def refined_blocks(
   x: jax.Array,
   gram: jax.Array,
   cross: jax.Array,
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+  *,
+  matrix: jax.Array | None = None,
+  implementation: native.Implementation | None = None,
 ) -> jax.Array:
-  """Decoded refined activations, `[blocks, 32, n]`: the dynamic A4 rule of HiRes."""
-  result = refine(x, gram, cross, rules)
+  """Decoded refined activations: the dynamic A4 rule of HiRes.
+
+  Args:
+    x: `[blocks, 32, n]`, float32.
+    gram: G_Q, as for `refine`.
+    cross: K_Q, as for `refine`.
+    rules: Codec rules.
+    matrix: A map of each block that comes first, float32 `[blocks, 32, 32]`; without
+      one x is in the installed coordinates already.
+    implementation: `native` or `xla`, the same bits; None takes `native` on a CPU
+      where it can run.
+
+  Returns:
+    float32, the shape of `x`.
+
+  Raises:
+    NotImplementedError: `native` was asked for and cannot run.
+  """
+  if _chosen(implementation, x, rules) == "native":
+    return refinement.refined(x, gram, cross, matrix, decodes=True)
+  mapped = x if matrix is None else block_products(matrix, x)
+  result = refine(mapped, gram, cross, rules)
   scale = mxfp4.scale_of(result.exponent, rules)[..., None, :].astype(x.dtype)
   return result.elements * scale
+
+
+def refined_objective(
+  x: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+  *,
+  matrix: jax.Array | None = None,
+  implementation: native.Implementation | None = None,
+) -> jax.Array:
+  """||W^ q - W x||^2 - ||(W^ - W) x||^2 at the refined vector q of each block.
+
+  Args:
+    x: As for `refined_blocks`.
+    gram: As for `refine`.
+    cross: As for `refine`.
+    rules: Codec rules.
+    matrix: As for `refined_blocks`.
+    implementation: As for `refined_blocks`, but sums over coordinates come in another
+      order.
+
+  Returns:
+    float32 `[blocks, n]`.
+
+  Raises:
+    NotImplementedError: `native` was asked for and cannot run.
+  """
+  if _chosen(implementation, x, rules) == "native":
+    return refinement.refined(x, gram, cross, matrix, decodes=False)
+  mapped = x if matrix is None else block_products(matrix, x)
+  result = refine(mapped, gram, cross, rules)
+  gain = jnp.where(result.score < 0, result.score, jnp.float32(0))
+  return result.nearest_objective + gain

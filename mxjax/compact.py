@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import mxfp4
-from mxjax.quantized_linear import ByteTable, OneCode, QuantizedLinear
+from mxjax.quantized_linear import ByteTable, QuantizedLinear
+from mxjax.roundings import OneCode
 
 Embeddings = Literal["int8", "mxfp4"]
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mxjax import code_refinement, gptq, input_maps, mxfp4, precision, projections
+from mxjax import code_refinement, gptq, mxfp4, precision, projections
 from mxjax.block_groups import in_groups
 
 SUBGROUPS = 8
@@ -215,10 +215,10 @@ def _objective(
   rules: mxfp4.Rules,
 ) -> jax.Array:
   """`trial_objective` of one trial, float64 `[blocks]`."""
-  mapped = input_maps.BlockDense(transform).apply(blocks)
-  result = code_refinement.refine(mapped, gram, cross, rules)
-  gain = jnp.where(result.score < 0, result.score, jnp.float32(0))
-  return (result.nearest_objective + gain).astype(jnp.float64).sum(-1)
+  objective = code_refinement.refined_objective(
+    blocks, gram, cross, rules, matrix=transform
+  )
+  return objective.astype(jnp.float64).sum(-1)
 
 
 @functools.partial(jax.jit, static_argnames="rules")

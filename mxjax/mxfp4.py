@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mxjax import float_bits, native_encode
+from mxjax import float_bits, native
+from mxjax.native import encode as native_encode
 
 BLOCK_SIZE = 32
 """Values that share one scale, contiguous on the input axis."""
@@ -281,7 +282,7 @@ def encode(
   x: jax.Array,
   rules: Rules = PAPER_RULES,
   *,
-  implementation: native_encode.Implementation | None = None,
+  implementation: native.Implementation | None = None,
 ) -> MXTensor:
   """Encodes the last axis in blocks of 32, exactly for every finite value.
 

@@ -17,8 +17,9 @@ from mxjax.calibration import Calibration, Params
 from mxjax.contract import Contract
 from mxjax.input_maps import InputMap
 from mxjax.linear_inputs import LinearInputs
-from mxjax.quantized_linear import Nearest, QuantizedLinear, Rounding
+from mxjax.quantized_linear import QuantizedLinear
 from mxjax.recovery import RecoveryFit
+from mxjax.roundings import Nearest, Rounding
 
 
 class Realized(NamedTuple):

@@ -7,92 +7,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from mxjax import code_refinement, mxfp4, straight_through
+from mxjax import mxfp4, native, straight_through
 from mxjax.input_maps import BlockDense, Hadamard, InputMap, hadamard
 from mxjax.pallas_kernels import code_refinement as refinement_kernel
 from mxjax.pallas_kernels import lowering, matmul
 from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.precision import HIGHEST, float32_sums
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Nearest:
-  """Dynamic A4 by the nearest code."""
-
-  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """Decoded A4 of mapped inputs `[blocks, 32, n]`, float32."""
-    return mxfp4.round_blocks(blocks, rules)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class OneCode:
-  """Dynamic A4 with one-code refinement (Eq. hires-code-score).
-
-  Attributes:
-    gram: G_Q, its upper triangle row by row, `[blocks, 528]`, float32, or bfloat16
-      after `compact`.
-    cross: K_Q, `[blocks, 32, 32]`, likewise.
-  """
-
-  gram: jax.Array
-  cross: jax.Array
-
-  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """Decoded A4 of mapped inputs `[blocks, 32, n]`, float32."""
-    return code_refinement.refined_blocks(blocks, *self.tables(), rules)
-
-  def tables(self) -> tuple[jax.Array, jax.Array]:
-    """G_Q and K_Q as float32 `[blocks, 32, 32]`."""
-    gram = code_refinement.unpack_symmetric(self.gram).astype(jnp.float32)
-    return gram, self.cross.astype(jnp.float32)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Clipped:
-  """Dynamic A4 by the nearest code of values clipped to shares of the block's range.
-
-  Attributes:
-    low: Share of the block's smallest value that is kept, float32 `[blocks]`.
-    high: Share of its largest value, float32 `[blocks]`.
-  """
-
-  low: jax.Array
-  high: jax.Array
-
-  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """Decoded A4 of mapped inputs `[blocks, 32, n]`, float32."""
-    return mxfp4.round_blocks(clip_blocks(blocks, self.low, self.high), rules)
-
-
-def clip_blocks(blocks: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-  """Clips blocks `[blocks, 32, n]` to shares of their own smallest and largest value.
-
-  Args:
-    blocks: Values, any float dtype.
-    low: Share of the smallest value, `[blocks]` or `[blocks, n]`.
-    high: Share of the largest value, same shape.
-  """
-  share = lambda part: part[:, None, None] if part.ndim == 1 else part[:, None, :]
-  smallest = share(low) * blocks.min(-2, keepdims=True)
-  largest = share(high) * blocks.max(-2, keepdims=True)
-  return jnp.clip(blocks, smallest, largest)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Unrounded:
-  """Inputs as they are: what A4 costs is measured against it. Not a legal A4 rule."""
-
-  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """The mapped inputs themselves, float32 `[blocks, 32, n]`."""
-    del rules
-    return blocks
-
-
-Rounding = Nearest | OneCode | Clipped | Unrounded
+from mxjax.roundings import Nearest, OneCode, Rounding, Unrounded
 
 
 @jax.tree_util.register_dataclass
@@ -219,12 +140,17 @@ def map_rows(
       return by_row(weight)
 
 
-def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
+def quantized_inputs(
+  x: jax.Array,
+  weight: QuantizedLinear,
+  implementation: native.Implementation | None = None,
+) -> jax.Array:
   """The legal A4 operand of a quantized linear, decoded.
 
   Args:
     x: Inputs, `[..., in_features]`.
     weight: The linear.
+    implementation: Of the one-code rule: see `code_refinement.refined_blocks`.
 
   Returns:
     float32 `[in_features, n]`, feature-major, n the product of the leading axes.
@@ -232,9 +158,18 @@ def quantized_inputs(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
   mxfp4.check_width("quantized_linear.linear", x.shape[-1])
   rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
   blocks = mxfp4.to_blocks(rows)
-  if weight.input_map is not None:
-    blocks = weight.input_map.apply(blocks)
-  rounded = weight.rounding.round(blocks, weight.rules)
+  input_map, rounding = weight.input_map, weight.rounding
+  matrix = None
+  if isinstance(input_map, BlockDense) and isinstance(rounding, OneCode):
+    matrix = input_map.matrix.astype(blocks.dtype)
+  elif input_map is not None:
+    blocks = input_map.apply(blocks)
+  if isinstance(rounding, OneCode):
+    rounded = rounding.round(
+      blocks, weight.rules, matrix=matrix, implementation=implementation
+    )
+  else:
+    rounded = rounding.round(blocks, weight.rules)
   return rounded.reshape(x.shape[-1], -1)
 
 
@@ -296,7 +231,8 @@ def _quantized(
   chosen = lowering.choose(implementation, "linear", _obstacle(x, weight))
   if chosen == "xla":
     dtype = _operand_dtype(x, weight)
-    operand = quantized_inputs(x, weight).astype(dtype)
+    reference = "xla" if implementation == "xla" else None
+    operand = quantized_inputs(x, weight, reference).astype(dtype)
     decoded = mxfp4.decode(weight.weight, dtype, weight.rules)
     y = float32_sums(decoded, operand).T.astype(x.dtype)
   else:

@@ -16,7 +16,8 @@ from mxjax import code_refinement, execution, mxfp4
 from mxjax.linear_inputs import LinearInputs
 from mxjax.precision import HIGHEST
 from mxjax.program import fold
-from mxjax.quantized_linear import Clipped, Nearest, OneCode, QuantizedLinear, Unrounded
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Clipped, Nearest, OneCode, Unrounded
 
 PROBE_TOKENS = 256
 """Calibration tokens on which each linear's error is measured for the report."""

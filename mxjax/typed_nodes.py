@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import input_maps, mxfp4, quantized_linear
+from mxjax import input_maps, mxfp4, roundings
 from mxjax import mesh as meshes
 from mxjax.learned_scales import LearnedScales
 from mxjax.mlp_recovery import MlpRecovery
@@ -31,10 +31,10 @@ TYPES: dict[str, type] = {
   for cls in (
     QuantizedLinear,
     mxfp4.MXTensor,
-    quantized_linear.Nearest,
-    quantized_linear.OneCode,
-    quantized_linear.Clipped,
-    quantized_linear.Unrounded,
+    roundings.Nearest,
+    roundings.OneCode,
+    roundings.Clipped,
+    roundings.Unrounded,
     ValueRecovery,
     MlpRecovery,
     LearnedScales,

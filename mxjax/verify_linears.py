@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import mxfp4, precision, quantized_linear
-from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
+from mxjax import mxfp4, precision, quantized_linear, roundings
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Nearest, OneCode
 
 GRID = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """Magnitudes of E2M1."""
@@ -81,7 +82,7 @@ def _payload(leaf: QuantizedLinear) -> Iterator[str]:
       if bad := int((~np.isfinite(np.asarray(array, np.float32))).sum()):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         yield f"{name} has {bad} NaN or inf of {array.size} values"
-  if isinstance(leaf.rounding, quantized_linear.Unrounded):
+  if isinstance(leaf.rounding, roundings.Unrounded):
     yield "its inputs are not rounded to A4"
 
 

@@ -14,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from mxjax.platforms import target_platform
+
 Implementation = Literal["xla", "pallas", "interpret"]
 """`xla` is the reference, `pallas` the compiled kernel, `interpret` the same kernel
 run operation by operation on any platform, for tests."""
@@ -22,17 +24,6 @@ BlockSpec = pl.BlockSpec
 program_id = pl.program_id
 columns = pl.ds
 """A half-open range of columns: (start, size)."""
-
-
-def target_platform() -> str:
-  """The platform the computation is for: of the abstract mesh if one is set.
-
-  A mesh with an abstract device is how code is compiled for a machine that is not
-  there; otherwise it is the default backend.
-  """
-  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-  platform = jax.default_backend() if device is None else device.platform
-  return "gpu" if platform in ("gpu", "cuda") else platform
 
 
 def choose(

@@ -30,7 +30,8 @@ from mxjax.export.folder import (
 )
 from mxjax.input_maps import Hadamard
 from mxjax.models.weights import tensor_name
-from mxjax.quantized_linear import QuantizedLinear, Unrounded
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Unrounded
 
 FORMAT = "mxfp4-pack-quantized"
 METHOD = "compressed-tensors"

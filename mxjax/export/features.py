@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from mxjax import execution, mxfp4, precision
 from mxjax.input_maps import InputMap
 from mxjax.mlp_recovery import MlpRecovery
-from mxjax.quantized_linear import Clipped, Nearest, OneCode, QuantizedLinear
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Clipped, Nearest, OneCode
 from mxjax.value_recovery import ValueRecovery
 
 FEATURES = {

@@ -19,7 +19,8 @@ from mxjax.input_maps import Hadamard
 from mxjax.models import families, parameters
 from mxjax.models.config import ModelConfig
 from mxjax.models.weights import params_path
-from mxjax.quantized_linear import Nearest, QuantizedLinear, Unrounded
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Nearest, Unrounded
 
 EXPERT_BLOCK_BYTES = 16
 """Bytes of the 32 codes of a block in gpt-oss, low nibble first."""

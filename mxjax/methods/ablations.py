@@ -20,8 +20,9 @@ from mxjax.methods.rtn import RTN
 from mxjax.methods.rtn_gain import RTN_GAIN
 from mxjax.methods.wush import WUSH, WUSH_R
 from mxjax.program import Prepared, Program
-from mxjax.quantized_linear import QuantizedLinear, Unrounded
+from mxjax.quantized_linear import QuantizedLinear
 from mxjax.recovery import ATTENTION, MLP, AttentionFit, MlpFit, RecoveryFit
+from mxjax.roundings import Unrounded
 
 Rows = tuple[tuple[str, Program], ...]
 

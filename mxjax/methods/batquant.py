@@ -33,7 +33,7 @@ from mxjax.linear_inputs import LinearInputs
 from mxjax.methods.gptq import Gptq, reconstruct
 from mxjax.precision import HIGHEST
 from mxjax.program import Realized
-from mxjax.quantized_linear import Clipped, clip_blocks
+from mxjax.roundings import Clipped, clip_blocks
 
 FACTOR_RATE = 2e-3
 CLIP_RATE = 10 * FACTOR_RATE

@@ -29,7 +29,8 @@ from mxjax.input_maps import InputMap
 from mxjax.learned_scales import LearnedScales
 from mxjax.linear_inputs import LinearInputs
 from mxjax.program import Prepared, Program, Realized
-from mxjax.quantized_linear import Nearest, StraightThrough
+from mxjax.quantized_linear import StraightThrough
+from mxjax.roundings import Nearest
 
 FACTOR_RATE = 2e-2
 LOGIT_RATE = 5e-2

@@ -24,7 +24,7 @@ from mxjax.input_maps import InputMap
 from mxjax.linear_inputs import LinearInputs
 from mxjax.pallas_kernels import gptq as gptq_kernel
 from mxjax.program import Program, Realized
-from mxjax.quantized_linear import Nearest
+from mxjax.roundings import Nearest
 
 Order = Literal["natural", "activation"]
 

@@ -26,8 +26,8 @@ from mxjax.linear_inputs import LinearInputs
 from mxjax.methods import hires_balance
 from mxjax.methods.gptq import reconstruct
 from mxjax.program import Program, Realized
-from mxjax.quantized_linear import Nearest, OneCode
 from mxjax.recovery import ATTENTION, MLP, RecoveryFit
+from mxjax.roundings import Nearest, OneCode
 
 
 class _Anchor(NamedTuple):

@@ -11,7 +11,8 @@ from mxjax.calibration import Calibration
 from mxjax.evaluation import ablation, study
 from mxjax.methods import ablations
 from mxjax.pipeline import quantize_with_record
-from mxjax.quantized_linear import QuantizedLinear, Unrounded
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Unrounded
 
 STUDIES = dict(ablations.STUDIES)
 """As the library has them: a fixture below puts a quicker one in place of another."""

@@ -9,7 +9,8 @@ import tokenizers
 
 from mxjax import checkpoint, export, input_maps, mxfp4
 from mxjax.evaluation import cli
-from mxjax.quantized_linear import Nearest, QuantizedLinear
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Nearest
 
 TEXT = "the cat sat on the mat and the dog ran over the hill " * 40
 

@@ -15,7 +15,8 @@ from mxjax.calibration import Calibration
 from mxjax.contract import PAPER_CONTRACT, Contract
 from mxjax.evaluation.operator_error import operator_error
 from mxjax.methods import focus, spinquant
-from mxjax.quantized_linear import OneCode, QuantizedLinear
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import OneCode
 
 FAST = {
   "gptq": "gptq:scales=static:order=activation",

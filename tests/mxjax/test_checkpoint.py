@@ -21,7 +21,8 @@ from mxjax import (
 )
 from mxjax.contract import PAPER_CONTRACT, Contract
 from mxjax.mlp_recovery import MlpRecovery
-from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Nearest, OneCode
 from mxjax.value_recovery import ValueRecovery
 
 CONFIG = models.ModelConfig(

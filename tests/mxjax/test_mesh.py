@@ -16,7 +16,8 @@ import mxjax
 from mxjax import checkpoint, checkpoint_arrays, mxfp4
 from mxjax import mesh as meshes
 from mxjax.calibration import Calibration
-from mxjax.quantized_linear import Nearest, QuantizedLinear
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Nearest
 
 MARGIN = 1e-6
 """Relative: products of few rows may be formed in another order by the backend."""

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax import mxfp4, native_encode, precision
+from mxjax import mxfp4, native, precision
+from mxjax.native import encode as native_encode
 
 F = fractions.Fraction
 GRID = [F(0), F(1, 2), F(1), F(3, 2), F(2), F(3), F(4), F(6)]
@@ -227,16 +228,16 @@ def test_large_arrays_are_encoded_natively_unless_asked_otherwise(monkeypatch):
 
 def test_an_explicit_native_encode_never_falls_back(monkeypatch):
   x = jnp.ones((2, 32))
-  native = functools.partial(mxfp4.encode, implementation="native")
+  encode = functools.partial(mxfp4.encode, implementation="native")
   with pytest.raises(NotImplementedError, match="traced"):
-    jax.jit(native)(x)
+    jax.jit(encode)(x)
   with pytest.raises(NotImplementedError, match="ties even"):
-    native(x, mxfp4.Rules(tie_rule="even"))
+    encode(x, mxfp4.Rules(tie_rule="even"))
   with pytest.raises(ValueError, match="'cuda'"):
     mxfp4.encode(x, implementation="cuda")
-  monkeypatch.setattr(native_encode, "is_installed", lambda: False)
+  monkeypatch.setattr(native, "is_installed", lambda: False)
   with pytest.raises(NotImplementedError, match="llvmlite"):
-    native(x)
+    encode(x)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

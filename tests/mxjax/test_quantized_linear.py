@@ -8,14 +8,8 @@ import pytest
 
 from mxjax import code_refinement, compact, mxfp4, sizes
 from mxjax.input_maps import BlockDense, Hadamard
-from mxjax.quantized_linear import (
-  Nearest,
-  OneCode,
-  QuantizedLinear,
-  Unrounded,
-  linear,
-  take_rows,
-)
+from mxjax.quantized_linear import QuantizedLinear, linear, take_rows
+from mxjax.roundings import Nearest, OneCode, Unrounded
 
 run = jax.jit(linear, static_argnames="implementation")
 

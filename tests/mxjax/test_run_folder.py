@@ -12,7 +12,8 @@ import pytest
 
 from mxjax import durable, mxfp4, run_folder
 from mxjax.journal import Journal
-from mxjax.quantized_linear import Nearest, QuantizedLinear
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Nearest
 from mxjax.run_folder import RunFolder
 
 IDENTITY = {"program": {"name": "p", "options": [1, 2]}, "weights": "ab"}

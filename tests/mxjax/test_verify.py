@@ -18,7 +18,8 @@ from mxjax import (
 )
 from mxjax.contract import PAPER_CONTRACT
 from mxjax.mlp_recovery import MlpRecovery
-from mxjax.quantized_linear import Clipped, Nearest, OneCode, QuantizedLinear, Unrounded
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Clipped, Nearest, OneCode, Unrounded
 from mxjax.value_recovery import ValueRecovery
 
 Q = ("layers_0", "self_attn", "q_proj", "weight")

@@ -6,7 +6,8 @@ import pytest
 
 from mxjax import code_refinement, input_maps, mxfp4
 from mxjax.mlp_recovery import MlpRecovery
-from mxjax.quantized_linear import Nearest, OneCode, QuantizedLinear
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Nearest, OneCode
 from mxjax.value_recovery import ValueRecovery
 from tests.conftest import GOLDEN
 from tests.mxjax.export.models import replaced

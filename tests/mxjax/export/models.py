@@ -7,7 +7,8 @@ import numpy as np
 from safetensors import safe_open
 
 from mxjax import export
-from mxjax.quantized_linear import QuantizedLinear, Unrounded
+from mxjax.quantized_linear import QuantizedLinear
+from mxjax.roundings import Unrounded
 
 
 def replaced(params, make):

@@ -8,7 +8,8 @@ import pytest
 
 from mxjax import export, input_maps, mxfp4
 from mxjax.export import features
-from mxjax.quantized_linear import Clipped, QuantizedLinear, Unrounded, linear
+from mxjax.quantized_linear import QuantizedLinear, linear
+from mxjax.roundings import Clipped, Unrounded
 from tests.mxjax.export.models import same, source, with_leaf
 
 

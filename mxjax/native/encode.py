@@ -9,17 +9,18 @@ package `llvmlite`.
 
 import ctypes
 import functools
-import importlib.util
 import os
 from concurrent import futures
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-Implementation = Literal["xla", "native"]
+from mxjax import native
+from mxjax.native import Implementation
+
 BLOCK_SIZE = 32
 WORTH_IT = 2**20
 """Values from which on compiling this (a fifth of a second, once) is soon paid back."""
@@ -153,18 +154,12 @@ done:
 """
 
 
-@functools.cache
-def is_installed() -> bool:
-  """Whether `llvmlite` is there."""
-  return importlib.util.find_spec("llvmlite") is not None
-
-
 def _obstacle(x: jax.Array, scale_rule: str, tie_rule: str) -> str | None:
   """Why a call cannot be taken, or None."""
   if isinstance(x, jax.core.Tracer):
     return "it is not part of a traced function"
-  if not is_installed():
-    return "the package llvmlite is not installed: `pip install mxjax[native]`"
+  if missing := native.missing():
+    return missing
   devices = x.devices()
   if len(devices) > 1 or next(iter(devices)).platform != "cpu":
     return f"it reads the memory of one CPU, and the array lies on {devices}"
@@ -191,43 +186,26 @@ def choose(
     NotImplementedError: `native` was asked for and cannot run.
     ValueError: The choice is not a known name.
   """
-  if implementation not in (None, "xla", "native"):
-    raise ValueError(
-      "mxfp4.encode: implementation must be None, 'xla' or 'native', got "
-      f"{implementation!r}."
-    )
-  if implementation == "xla" or (implementation is None and x.size < WORTH_IT):
-    return "xla"
-  obstacle = _obstacle(x, scale_rule, tie_rule)
-  if implementation == "native" and obstacle:
-    raise NotImplementedError(
-      f"mxfp4.encode: implementation='native' cannot run because {obstacle}; pass "
-      "implementation='xla' or None."
-    )
-  return "xla" if obstacle else "native"
+  is_worth_it = x.size >= WORTH_IT
+  obstacle = None
+  if implementation == "native" or (implementation is None and is_worth_it):
+    obstacle = _obstacle(x, scale_rule, tie_rule)
+  return native.choose(
+    implementation, "mxfp4.encode", obstacle, is_worth_it=is_worth_it
+  )
 
 
 @functools.cache
-def _compiled() -> tuple[Any, tuple[Any, ...]]:
+def _compiled() -> tuple[Any, Any]:
   """The function, and what must live as long as it does."""
-  from llvmlite import binding as llvm
+  from mxjax.native.machine_code import MachineCode
 
-  llvm.initialize_native_target()
-  llvm.initialize_native_asmprinter()
-  machine = llvm.Target.from_default_triple().create_target_machine(
-    cpu=llvm.get_host_cpu_name(),
-    features=llvm.get_host_cpu_features().flatten(),
-    opt=3,
-  )
-  module = llvm.parse_assembly(_SOURCE)
-  module.verify()
-  engine = llvm.create_mcjit_compiler(module, machine)
-  engine.finalize_object()
+  machine_code = MachineCode(_SOURCE)
   pointers = [ctypes.c_void_p] * 3
   kind = ctypes.CFUNCTYPE(
     ctypes.c_int32, *pointers, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32
   )
-  return kind(engine.get_function_address("encode")), (engine, machine)
+  return kind(machine_code.address("encode")), machine_code
 
 
 @functools.cache
@@ -235,12 +213,7 @@ def _pool() -> futures.ThreadPoolExecutor:
   """Threads for the cores beside the caller's; a forked process makes its own."""
   if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.cache_clear)
-  return futures.ThreadPoolExecutor(_cores(), "mxjax-encode")
-
-
-def _cores() -> int:
-  known = hasattr(os, "sched_getaffinity")
-  return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+  return futures.ThreadPoolExecutor(native.cores(), "mxjax-encode")
 
 
 def encode(x: np.ndarray, scale_rule: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -277,7 +250,7 @@ def encode(x: np.ndarray, scale_rule: str) -> tuple[np.ndarray, np.ndarray] | No
       starts = values_at + 128 * first, codes_at + 16 * first, scales_at + first
       largest[i] = function(*starts, count, carry, bias)
 
-  helpers = [_pool().submit(work) for _ in range(min(_cores(), parts) - 1)]
+  helpers = [_pool().submit(work) for _ in range(min(native.cores(), parts) - 1)]
   work()
   for helper in helpers:
     helper.result()

@@ -1,0 +1,87 @@
+"""One-code refinement in the processor's vector instructions, inside jitted functions.
+
+The references are `mxjax.code_refinement.refined_blocks`, equal bit for bit, and
+`refined_objective`, whose sum over 32 coordinates comes in another order.
+"""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from mxjax import native
+from mxjax.platforms import target_platform
+
+FEWEST_TOKENS = 32
+"""Tokens of a tile."""
+
+
+@functools.cache
+def machine_obstacle() -> str | None:
+  """Why no call at all can be taken on this machine, or None."""
+  if sys.platform not in ("linux", "darwin"):
+    return f"it is written for Linux and macOS, and this is {sys.platform}"
+  if missing := native.missing():
+    return missing
+  from mxjax.native.machine_code import multiplies_and_adds_at_once
+
+  if not multiplies_and_adds_at_once():
+    return "this processor has no fused multiply-add"
+  return None
+
+
+def obstacle(x: jax.Array) -> str | None:
+  """Why blocks `[blocks, 32, n]` cannot be taken, or None."""
+  if target_platform() != "cpu":
+    return f"it is for CPUs and the platform is {target_platform()}"
+  if x.dtype != jnp.float32:
+    return f"it takes float32, got {x.dtype}"
+  if x.shape[-1] < FEWEST_TOKENS:
+    return f"it takes at least {FEWEST_TOKENS} tokens, got {x.shape[-1]}"
+  return machine_obstacle()
+
+
+@functools.cache
+def _register() -> object:
+  """Compiles the kernels, once in a process; what it returns must be kept."""
+  from mxjax.native import custom_call, refinement_kernel
+
+  return custom_call.register(refinement_kernel.kernels(), native.cores() - 1)
+
+
+def refined(
+  x: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+  matrix: jax.Array | None = None,
+  *,
+  decodes: bool,
+) -> jax.Array:
+  """Encodes and refines blocks, after a map of each if there is one.
+
+  Args:
+    x: float32 `[blocks, 32, n]`, n at least `FEWEST_TOKENS`.
+    gram: G_Q, float32 `[blocks, 32, 32]`.
+    cross: K_Q, float32 `[blocks, 32, 32]`.
+    matrix: float32 `[blocks, 32, 32]`, or None.
+    decodes: Whether the result is the decoded blocks, or their objective.
+
+  Returns:
+    float32 `[blocks, 32, n]`, or `[blocks, n]`.
+  """
+  _register()
+  blocks, _, tokens = x.shape
+  shape = x.shape if decodes else (blocks, tokens)
+  name = kernel_name(maps=matrix is not None, decodes=decodes)
+  call = jax.ffi.ffi_call(
+    name, jax.ShapeDtypeStruct(shape, jnp.float32), vmap_method="sequential"
+  )
+  tables = (gram, cross) if matrix is None else (gram, cross, matrix)
+  return call(x, *(table.astype(jnp.float32) for table in tables))
+
+
+def kernel_name(*, maps: bool, decodes: bool) -> str:
+  """What XLA knows a kernel by."""
+  what = "decoded" if decodes else "objective"
+  return f"mxjax_refined_{what}" + ("_mapped" if maps else "")
