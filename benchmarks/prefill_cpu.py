@@ -69,30 +69,36 @@ def main():
   parser.add_argument("--out", default="benchmarks/results/prefill_cpu.json")
   options = parser.parse_args()
   model, params = models.from_pretrained(None)
+  narrow, narrow_params = models.from_pretrained(None, dtype="bfloat16")
+  narrow_params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), narrow_params)
   tokens = np.random.default_rng(0).integers(0, 49152, (1, options.tokens))
   tokens = jnp.asarray(tokens, jnp.int32)
-  run_layer = jax.jit(model.layer)
-  run_head = jax.jit(lambda params, hidden: model.logits(params, hidden[:, -1:]))
-  kinds = {"float32": params}
+  run_layer = jax.jit(lambda model, layer, x: model.layer(layer, x), static_argnums=0)
+  run_head = jax.jit(
+    lambda model, params, hidden: model.logits(params, hidden[:, -1:]),
+    static_argnums=0,
+  )
+  kinds = {"float32": (model, params), "bfloat16": (narrow, narrow_params)}
   for kind in ("nearest", "nearest with maps", "one code"):
-    kinds[kind] = quantize(params, kind)
+    kinds[kind] = model, quantize(params, kind)
+  kinds["one code in a bfloat16 model"] = narrow, quantize(narrow_params, "one code")
 
-  def forward(params):
+  def forward(model, params):
     hidden = model.embed(params, tokens)
     for index in range(model.num_layers):
-      hidden = run_layer(params[model.layer_name(index)], hidden)
+      hidden = run_layer(model, params[model.layer_name(index)], hidden)
     outside = {k: v for k, v in params.items() if "layers_" not in k}
-    return jax.block_until_ready(run_head(outside, hidden))
+    return jax.block_until_ready(run_head(model, outside, hidden))
 
   for kind in kinds:
-    forward(kinds[kind])
+    forward(*kinds[kind])
   load = os.getloadavg()[0]
   seconds = {kind: [] for kind in kinds}
   cpu_seconds = {kind: [] for kind in kinds}
   for _ in range(options.rounds):
     for kind, variant in kinds.items():
       start, cpu_start = time.perf_counter(), time.process_time()
-      forward(variant)
+      forward(*variant)
       seconds[kind].append(time.perf_counter() - start)
       cpu_seconds[kind].append(time.process_time() - cpu_start)
   medians = {kind: statistics.median(values) for kind, values in seconds.items()}
@@ -135,7 +141,7 @@ def main():
     cpu = (
       f"{statistics.median(cpu_seconds[kind]):.3f} s of CPU, {cpu_ratios[kind]:.2f} x"
     )
-    print(f"{kind:18s} {value:7.3f} s, {ratios[kind]:.2f} x float32{goal}; {cpu}")
+    print(f"{kind:28s} {value:7.3f} s, {ratios[kind]:.2f} x float32{goal}; {cpu}")
   print(f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after")
   out = pathlib.Path(options.out)
   out.parent.mkdir(parents=True, exist_ok=True)

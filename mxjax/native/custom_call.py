@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 from llvmlite import ir
 
-from mxjax.native.machine_code import MachineCode
+from mxjax.native.machine_code import compile_module
 from mxjax.native.values import I32, I64, POINTER, Value, constant, room
 
 # XLA_FFI_CallFrame
@@ -192,24 +192,20 @@ def _write_entry(module: ir.Module, name: str, count: Count, helpers: int) -> No
   code.ret(null)
 
 
-def register(kernels: Kernels, helpers: int) -> MachineCode:
+def register(kernels: Kernels, helpers: int) -> None:
   """Compiles kernels and makes them known to XLA:CPU by their names.
 
   Args:
     kernels: The kernels.
     helpers: Threads beside the caller's.
-
-  Returns:
-    The code, which must live as long as programs that call it.
   """
   _write_leave(kernels.module)
   for name, (count, part) in kernels.written.items():
     _write_work(kernels.module, name, part)
     _write_help(kernels.module, name)
     _write_entry(kernels.module, name, count, helpers)
-  code = MachineCode(str(kernels.module))
+  addresses = compile_module(str(kernels.module), kernels.written)
   signature = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-  for name in kernels.written:
-    capsule = jax.ffi.pycapsule(signature(code.address(name)))
+  for name, address in addresses.items():
+    capsule = jax.ffi.pycapsule(signature(address))
     jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-  return code

@@ -196,16 +196,13 @@ def choose(
 
 
 @functools.cache
-def _compiled() -> tuple[Any, Any]:
-  """The function, and what must live as long as it does."""
-  from mxjax.native.machine_code import MachineCode
+def _compiled() -> Any:
+  """The function, once in a process."""
+  from mxjax.native.machine_code import compile_module
 
-  machine_code = MachineCode(_SOURCE)
-  pointers = [ctypes.c_void_p] * 3
-  kind = ctypes.CFUNCTYPE(
-    ctypes.c_int32, *pointers, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32
-  )
-  return kind(machine_code.address("encode")), machine_code
+  addresses = compile_module(_SOURCE, ["encode"])
+  kinds = [ctypes.c_void_p] * 3 + [ctypes.c_int64, ctypes.c_int32, ctypes.c_int32]
+  return ctypes.CFUNCTYPE(ctypes.c_int32, *kinds)(addresses["encode"])
 
 
 @functools.cache
@@ -227,7 +224,7 @@ def encode(x: np.ndarray, scale_rule: str) -> tuple[np.ndarray, np.ndarray] | No
     Packed codes uint8 `[..., d/2]` and scale bytes uint8 `[..., d/32]`, or None where
     a value is inf or NaN.
   """
-  function, _ = _compiled()
+  function = _compiled()
   rows, blocks = x.shape[:-1], x.size // BLOCK_SIZE
   # Codes and scales share an allocation, each from a multiple of 64 on, where JAX
   # takes them over without a copy: little else than memory costs as much as finding

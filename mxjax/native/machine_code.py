@@ -1,6 +1,7 @@
 """Compiles LLVM's language for this machine's processor."""
 
 import platform
+from collections.abc import Iterable
 from typing import Any
 
 from llvmlite import binding as llvm
@@ -12,27 +13,29 @@ def multiplies_and_adds_at_once() -> bool:
   return platform.machine() not in ("x86_64", "AMD64") or bool(features.get("fma"))
 
 
-class MachineCode:
-  """Functions in the memory of this process, as long as this object lives."""
+def compile_module(source: str, names: Iterable[str]) -> dict[str, int]:
+  """Compiles a module into the memory of this process, where it stays.
 
-  def __init__(self, source: str) -> None:
-    """Compiles a module.
+  It is never freed: XLA's threads may still be inside it when the process ends.
 
-    Args:
-      source: The module as text.
-    """
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    self._machine: Any = llvm.Target.from_default_triple().create_target_machine(
-      cpu=llvm.get_host_cpu_name(),
-      features=llvm.get_host_cpu_features().flatten(),
-      opt=3,
-    )
-    module = llvm.parse_assembly(source)
-    module.verify()
-    self._engine: Any = llvm.create_mcjit_compiler(module, self._machine)
-    self._engine.finalize_object()
+  Args:
+    source: The module as text.
+    names: Functions of it.
 
-  def address(self, name: str) -> int:
-    """Where a function begins."""
-    return self._engine.get_function_address(name)
+  Returns:
+    Where each function begins.
+  """
+  llvm.initialize_native_target()
+  llvm.initialize_native_asmprinter()
+  machine: Any = llvm.Target.from_default_triple().create_target_machine(
+    cpu=llvm.get_host_cpu_name(),
+    features=llvm.get_host_cpu_features().flatten(),
+    opt=3,
+  )
+  module = llvm.parse_assembly(source)
+  module.verify()
+  engine: Any = llvm.create_mcjit_compiler(module, machine)
+  engine.finalize_object()
+  addresses = {name: engine.get_function_address(name) for name in names}
+  engine.detach()
+  return addresses

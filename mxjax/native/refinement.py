@@ -43,11 +43,11 @@ def obstacle(x: jax.Array) -> str | None:
 
 
 @functools.cache
-def _register() -> object:
-  """Compiles the kernels, once in a process; what it returns must be kept."""
+def _register() -> None:
+  """Compiles the kernels, once in a process."""
   from mxjax.native import custom_call, refinement_kernel
 
-  return custom_call.register(refinement_kernel.kernels(), native.cores() - 1)
+  custom_call.register(refinement_kernel.kernels(), native.cores() - 1)
 
 
 def refined(
