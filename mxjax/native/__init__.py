@@ -2,8 +2,8 @@
 
 XLA:CPU makes a pass over memory for every product and reduction of a function. The
 kernels here take a tile through all of it in registers and first-level cache, with the
-bits of the references beside them. They need the optional package `llvmlite`; modules
-that import it are themselves imported only where it is there.
+bits of the references beside them. They need `llvmlite`; on a machine that has none the
+references run, so modules that import it are themselves imported late.
 """
 
 import functools
@@ -57,7 +57,7 @@ def choose(
 def missing() -> str | None:
   """Why no kernel at all can run here, or None."""
   if not is_installed():
-    return "the package llvmlite is not installed: `pip install mxjax[native]`"
+    return "the package llvmlite is not installed: `pip install llvmlite`"
   return None
 
 

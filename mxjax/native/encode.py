@@ -3,8 +3,7 @@
 The reference is `mxjax.mxfp4.encode`, equal bit for bit. XLA:CPU takes longer: it makes
 a pass over memory for the maxima and one for the codes, and packs pairs one by one.
 Here LLVM compiles the loop below, written in its portable vector code with one vector
-of 32 values for a block, and the array is shared out over the cores. Needs the optional
-package `llvmlite`.
+of 32 values for a block, and the array is shared out over the cores.
 """
 
 import ctypes
