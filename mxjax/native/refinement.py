@@ -5,6 +5,8 @@ The references are `mxjax.code_refinement.refined_blocks`, equal bit for bit, an
 """
 
 import functools
+import pathlib
+import re
 import sys
 
 import jax
@@ -15,6 +17,8 @@ from mxjax.platforms import target_platform
 
 FEWEST_TOKENS = 32
 """Tokens of a tile."""
+KNOWN_INTERFACE = "0"
+"""The major version whose fields `custom_call` reads."""
 
 
 @functools.cache
@@ -28,7 +32,21 @@ def machine_obstacle() -> str | None:
 
   if not multiplies_and_adds_at_once():
     return "this processor has no fused multiply-add"
+  major = _interface_version()
+  if major != KNOWN_INTERFACE:
+    return (
+      f"it knows version {KNOWN_INTERFACE} of XLA's C interface, here it is {major}"
+    )
   return None
+
+
+def _interface_version() -> str:
+  """The major version of XLA's C interface, by the header that jaxlib installs."""
+  header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+  if not header.is_file():
+    return "unknown"
+  found = re.search(r"#define\s+XLA_FFI_API_MAJOR\s+(\d+)", header.read_text())
+  return found.group(1) if found else "unknown"
 
 
 def obstacle(x: jax.Array) -> str | None:

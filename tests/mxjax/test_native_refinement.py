@@ -142,6 +142,17 @@ def test_calls_from_several_threads_do_not_wait_for_each_other():
   assert len(wrong) == 200 and sum(wrong) == 0
 
 
+def test_another_interface_of_xla_is_not_called(monkeypatch):
+  monkeypatch.setattr(refinement, "KNOWN_INTERFACE", "1")
+  refinement.machine_obstacle.cache_clear()
+  try:
+    assert "version 1 of XLA's C interface, and here it is 0" in refinement.obstacle(
+      jnp.ones((1, 32, 32))
+    )
+  finally:
+    refinement.machine_obstacle.cache_clear()
+
+
 def test_an_explicit_choice_never_falls_back(monkeypatch):
   rng = np.random.default_rng(9)
   gram, cross = tables(rng)
