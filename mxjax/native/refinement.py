@@ -34,9 +34,8 @@ def machine_obstacle() -> str | None:
     return "this processor has no fused multiply-add"
   major = _interface_version()
   if major != KNOWN_INTERFACE:
-    return (
-      f"it knows version {KNOWN_INTERFACE} of XLA's C interface, here it is {major}"
-    )
+    known = f"version {KNOWN_INTERFACE} of XLA's C interface"
+    return f"it knows {known}, and here it is {major}"
   return None
 
 
