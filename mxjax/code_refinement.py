@@ -202,6 +202,8 @@ def refined_blocks(
 ) -> jax.Array:
   """Decoded refined activations: the dynamic A4 rule of HiRes.
 
+  Paper: Eq. hires-code-score.
+
   Args:
     x: `[blocks, 32, n]`, float32.
     gram: G_Q, as for `refine`.
@@ -236,6 +238,8 @@ def refined_objective(
   implementation: native.Implementation | None = None,
 ) -> jax.Array:
   """||W^ q - W x||^2 - ||(W^ - W) x||^2 at the refined vector q of each block.
+
+  Paper: the activation-dependent part of Eq. serb-realized-loss.
 
   Args:
     x: As for `refined_blocks`.

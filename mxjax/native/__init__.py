@@ -13,6 +13,9 @@ from typing import Literal
 
 Implementation = Literal["xla", "native"]
 
+LANES = 32
+"""Numbers in a vector: two registers of AVX-512, whose latencies then overlap."""
+
 
 @functools.cache
 def is_installed() -> bool:
@@ -34,6 +37,9 @@ def choose(
     place: Name of the operation, for the message.
     obstacle: Why the kernel cannot take the call, or None.
     is_worth_it: Whether None takes the kernel where it can run.
+
+  Returns:
+    `native` or `xla`.
 
   Raises:
     NotImplementedError: `native` was asked for and cannot run.

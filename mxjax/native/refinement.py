@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from mxjax import native
 from mxjax.platforms import target_platform
 
-FEWEST_TOKENS = 32
-"""Tokens of a tile."""
+BLOCK_SIZE = 32
 KNOWN_INTERFACE = "0"
 """The major version whose fields `custom_call` reads."""
 
@@ -54,8 +53,10 @@ def obstacle(x: jax.Array) -> str | None:
     return f"it is for CPUs and the platform is {target_platform()}"
   if x.dtype != jnp.float32:
     return f"it takes float32, got {x.dtype}"
-  if x.shape[-1] < FEWEST_TOKENS:
-    return f"it takes at least {FEWEST_TOKENS} tokens, got {x.shape[-1]}"
+  if x.ndim != 3 or x.shape[1] != BLOCK_SIZE:
+    return f"it takes blocks of shape [blocks, {BLOCK_SIZE}, n], got {x.shape}"
+  if x.shape[2] < native.LANES:
+    return f"it takes at least {native.LANES} tokens, got {x.shape[2]}"
   return machine_obstacle()
 
 
@@ -77,8 +78,10 @@ def refined(
 ) -> jax.Array:
   """Encodes and refines blocks, after a map of each if there is one.
 
+  Paper: Eq. hires-code-score. Call it only where `obstacle` finds none.
+
   Args:
-    x: float32 `[blocks, 32, n]`, n at least `FEWEST_TOKENS`.
+    x: float32 `[blocks, 32, n]`, n at least `native.LANES`.
     gram: G_Q, float32 `[blocks, 32, 32]`.
     cross: K_Q, float32 `[blocks, 32, 32]`.
     matrix: float32 `[blocks, 32, 32]`, or None.
@@ -86,6 +89,9 @@ def refined(
 
   Returns:
     float32 `[blocks, 32, n]`, or `[blocks, n]`.
+
+  Raises:
+    ValueError: A table is neither of that shape nor one for all blocks.
   """
   _register()
   blocks, _, tokens = x.shape
@@ -95,7 +101,9 @@ def refined(
     name, jax.ShapeDtypeStruct(shape, jnp.float32), vmap_method="sequential"
   )
   tables = (gram, cross) if matrix is None else (gram, cross, matrix)
-  return call(x, *(table.astype(jnp.float32) for table in tables))
+  # The kernel reads as many tables as there are blocks, whatever their shape says.
+  square = blocks, BLOCK_SIZE, BLOCK_SIZE
+  return call(x, *(jnp.broadcast_to(t.astype(jnp.float32), square) for t in tables))
 
 
 def kernel_name(*, maps: bool, decodes: bool) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from mxjax.native import LANES
 from mxjax.native.custom_call import Kernels, Part, dimension, operand, result
 from mxjax.native.refinement import kernel_name
 from mxjax.native.values import (
@@ -22,7 +23,6 @@ from mxjax.native.values import (
   FLOATS,
   I64,
   INTS,
-  LANES,
   POINTER,
   VECTOR_BYTES,
   Value,

@@ -10,8 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
-LANES = 32
-"""Numbers in a vector: two registers of AVX-512, whose latencies then overlap."""
+from mxjax.native import LANES
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 POINTER = ir.PointerType()

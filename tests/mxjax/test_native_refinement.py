@@ -153,6 +153,19 @@ def test_another_interface_of_xla_is_not_called(monkeypatch):
     refinement.machine_obstacle.cache_clear()
 
 
+def test_tables_of_another_shape_are_never_read_past_their_end():
+  rng = np.random.default_rng(10)
+  x, (gram, cross) = hard_inputs(rng, 64), tables(rng)
+  refine = functools.partial(code_refinement.refined_blocks, x, cross=cross)
+  one = refine(gram[:1], implementation="native")
+  same_bits(one, refine(jnp.stack([gram[0]] * BLOCKS), implementation="native"))
+  with pytest.raises(ValueError, match="broadcast"):
+    refine(gram[:2], implementation="native")
+  rows = jnp.ones((BLOCKS, 16, 64))
+  with pytest.raises(NotImplementedError, match=r"got \(3, 16, 64\)"):
+    code_refinement.refined_blocks(rows, gram, cross, implementation="native")
+
+
 def test_an_explicit_choice_never_falls_back(monkeypatch):
   rng = np.random.default_rng(9)
   gram, cross = tables(rng)
