@@ -32,6 +32,18 @@ def activations(rng, rows, width, dtype):
   return jnp.asarray(x).astype(dtype)
 
 
+def tiny_blocks(rng, width, dtype):
+  """Rows whose blocks are subnormal or just above it, by bits: floats might flush."""
+  bits = {2: np.uint16, 4: np.uint32}[jnp.dtype(dtype).itemsize]
+  smallest_normal = 1 << jnp.finfo(dtype).nmant
+  rows = [
+    rng.integers(0, smallest_normal << shift, width) >> rng.integers(0, 6, width)
+    for shift in range(5)
+  ]
+  signs = rng.integers(0, 2, (len(rows), width)) << (8 * bits().itemsize - 1)
+  return jnp.asarray((np.stack(rows) | signs).astype(bits)).view(dtype)
+
+
 def tables(rng, blocks):
   """A well-conditioned map and the tables of a random weight."""
   rotation = np.linalg.qr(rng.standard_normal((blocks, 32, 32)))[0]
@@ -64,6 +76,7 @@ def check_encode(rng, how, size):
   for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
     x = activations(rng, size + 3, 96 if size < 64 else 1056, dtype)
     x = jnp.where(jnp.isfinite(x), x, 0).astype(dtype)
+    x = jnp.concatenate([x, tiny_blocks(rng, x.shape[1], dtype)])
     encode = jax.jit(mxfp4_encode.encode, static_argnames="implementation")
     # The reference on CPU: no compiler under test on both sides.
     with jax.default_device(jax.devices("cpu")[0]):

@@ -14,8 +14,14 @@ No product is rounded to TF32. Two arithmetics:
   M = (G + K) U the slope is scale * G (q / scale) - M x: every product on the tensor
   cores is exact and only float32 sums round.
 
-Of the fifteen candidates of a coordinate only the two legal values around the optimum
-of its parabola can be best, so two scores decide, by the same `code_score`.
+A coordinate's score is a parabola in its value, so the best of the fifteen candidates
+is the legal value nearest to the optimum: a rounding, like the first one. In units of
+the squared scale and in Horner's form, with d the change of the value,
+
+  score = d (slope + d curvature / 2),  half of `code_refinement.code_score`.
+
+What a tensor core multiplies costs next to nothing here; what limits the kernel is the
+number of instructions for each value, so they are few: docs/kernels.md counts them.
 """
 
 import dataclasses
@@ -63,7 +69,8 @@ class Tables:
     matrix: The map U, `[blocks or 1, 32, 32]`, or None for no map.
     gram: G, `[blocks, 32, 32]`, or None for nearest rounding.
     mismatch: K, or M = (G + K) U in split form, or None.
-    curvature: The diagonal of G, float32 `[blocks, 32]`, or None.
+    half_curvature: Half the diagonal of G, float32 `[blocks, 32]`, or None.
+    reciprocal: One over the diagonal of G, finite where that is 0; likewise.
 
   In split form each of the first three is bfloat16 `[blocks or 1, 3, 32, 32]`.
   """
@@ -71,7 +78,8 @@ class Tables:
   matrix: jax.Array | None
   gram: jax.Array | None
   mismatch: jax.Array | None
-  curvature: jax.Array | None
+  half_curvature: jax.Array | None
+  reciprocal: jax.Array | None
 
 
 def split3(table: jax.Array) -> jax.Array:
@@ -92,9 +100,14 @@ def tables(
   split: bool,
 ) -> Tables:
   """Prepares the tables of a linear, float32 `[blocks, 32, 32]` each, for a kernel."""
-  curvature = None if gram is None else jnp.diagonal(gram, axis1=-2, axis2=-1)
+  diagonals = None, None
+  if gram is not None:
+    curvature = jnp.diagonal(gram, axis1=-2, axis2=-1)
+    # A slope of 0 times infinity would be NaN.
+    largest = jnp.finfo(jnp.float32).max
+    diagonals = 0.5 * curvature, jnp.minimum(1.0 / curvature, largest)
   if not split:
-    return Tables(matrix, gram, cross, curvature)
+    return Tables(matrix, gram, cross, *diagonals)
   mismatch = None
   if gram is not None and cross is not None:
     mismatch = gram + cross
@@ -102,43 +115,41 @@ def tables(
       wide = jnp.broadcast_to(matrix, gram.shape)
       mismatch = jnp.einsum("bij,bjk->bik", mismatch, wide, precision=HIGHEST)
   parts = (None if t is None else split3(t) for t in (matrix, gram, mismatch))
-  return Tables(*parts, curvature)
+  return Tables(*parts, *diagonals)
 
 
-def _best_code(
-  nearest: jax.Array, scale: jax.Array, slope: jax.Array, curvature: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Score and code of the better legal value around the optimum of a coordinate."""
-  optimum = nearest - slope / (curvature * scale)
-  optimum = jnp.where(optimum > 6.0, 6.0, jnp.where(optimum < -6.0, -6.0, optimum))
-  size = jnp.abs(optimum)
-  below = jnp.zeros(size.shape, jnp.int32)
-  for magnitude in mxfp4.MAGNITUDES[1:7]:
-    below += (size >= magnitude).astype(jnp.int32)
-  sign = (codec.bits(optimum) >> 28) & 8
+def _best_change(
+  nearest: jax.Array,
+  slope: jax.Array,
+  half_curvature: jax.Array,
+  reciprocal: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The best legal value of a coordinate: the nearest one to its parabola's optimum.
 
-  def candidate(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # Zero is code 0: the lowest code of that value.
-    code = jnp.where(index == 0, 0, index | sign)
-    delta = (codec.element(code) - nearest) * scale
-    return code_refinement.code_score(delta, slope, curvature), code
+  Args:
+    nearest: Element values, float32 `[rows, 32]`.
+    slope: In units of the scale, likewise.
+    half_curvature: float32 `[1, 32]`.
+    reciprocal: One over the curvature, likewise.
 
-  (score, code), (other_score, other) = candidate(below), candidate(below + 1)
-  # On a tie the first stays: its code is the lower one.
-  better = other_score < score
-  return jnp.where(better, other_score, score), jnp.where(better, other, code)
+  Returns:
+    Its score, value and int32 magnitude index, `[rows, 32]` each.
+  """
+  optimum = nearest - slope * reciprocal
+  # Of two values as good as each other the one toward zero has the lower code. The
+  # optimum is rounded, so that a tie is one only to within that.
+  index = codec.nearest_index(jnp.abs(optimum), shy=True)
+  value = codec.copy_sign(codec.magnitude(index), optimum)
+  delta = value - nearest
+  return delta * (slope + delta * half_curvature), value, index
 
 
-def _refine(
-  codes: jax.Array, scale: jax.Array, slope: jax.Array, curvature: jax.Array
-) -> jax.Array:
-  """Changes the best code of each row where that helps; lowest coordinate on ties."""
-  score, code = _best_code(codec.element(codes), scale, slope, curvature)
+def _is_changed(score: jax.Array) -> jax.Array:
+  """Where a row changes: its lowest score if that is negative, first of equal ones."""
   lowest = jnp.min(score, axis=1)[:, None]
   coordinate = lax.broadcasted_iota(jnp.int32, score.shape, 1)
   ties = jnp.where(score == lowest, coordinate, _BLOCK)
-  chosen = coordinate == jnp.min(ties, axis=1)[:, None]
-  return jnp.where(chosen & (lowest < 0), code, codes)
+  return (coordinate == jnp.min(ties, axis=1)[:, None]) & (lowest < 0)
 
 
 def _split_dot(x: jax.Array, table: tuple[jax.Array, ...]) -> jax.Array:
@@ -149,26 +160,39 @@ def _split_dot(x: jax.Array, table: tuple[jax.Array, ...]) -> jax.Array:
   return total
 
 
-def _realize(x: jax.Array, t: Tables, split: bool) -> tuple[jax.Array, jax.Array]:
-  """Refined codes and exponents of a tile `[rows, 32]`; `t` holds loaded tables."""
+def _realize(
+  x: jax.Array, t: Tables, *, split: bool, decoded: bool, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+  """A tile `[rows, 32]` realized; `t` holds loaded tables.
+
+  Returns:
+    Values in units of the scale or, not decoded, int32 codes; and the exponents.
+  """
   if split:
     mapped = x.astype(jnp.float32) if t.matrix is None else _split_dot(x, t.matrix)
   else:
     x = x.astype(jnp.float32)
     product = functools.partial(lowering.dot_float32, transpose_b=True)
     mapped = x if t.matrix is None else product(x, t.matrix)
-  codes, exponent = codec.encode(mapped)
-  if t.gram is None or t.mismatch is None or t.curvature is None:
-    return codes, exponent
-  scale = codec.scale_of(exponent)
-  nearest = codec.element(codes)
+  index, exponent = codec.encode(mapped, has_subnormals=not interpret)
+  nearest = codec.copy_sign(codec.magnitude(index), mapped)
+  result = nearest if decoded else codec.with_sign(index, mapped)
+  if t.gram is None or t.half_curvature is None or t.reciprocal is None:
+    return result, exponent
+  inverse = codec.inverse_scale_of(exponent)
   if split:
-    pulled = _split_dot(nearest.astype(jnp.bfloat16), t.gram) * scale
-    slope = pulled - _split_dot(x, t.mismatch)
+    slope = _split_dot(nearest.astype(jnp.bfloat16), t.gram)
+    slope -= _split_dot(x, t.mismatch) * inverse
   else:
-    slope = lowering.dot_float32(nearest * scale - mapped, t.gram)
-    slope -= lowering.dot_float32(mapped, t.mismatch, transpose_b=True)
-  return _refine(codes, scale, slope, t.curvature.reshape(1, _BLOCK)), exponent
+    scaled = mapped * inverse
+    slope = lowering.dot_float32(nearest - scaled, t.gram)
+    slope -= lowering.dot_float32(scaled, t.mismatch, transpose_b=True)
+  by_column = (a.reshape(1, _BLOCK) for a in (t.half_curvature, t.reciprocal))
+  score, value, index = _best_change(nearest, slope, *by_column)
+  # Zero is code 0: the lowest code of that value.
+  code = jnp.where(index == 0, 0, codec.with_sign(index, value))
+  changed = value if decoded else code
+  return jnp.where(_is_changed(score), changed, result), exponent
 
 
 def _load_table(ref: Any, split: bool) -> Any:
@@ -177,13 +201,21 @@ def _load_table(ref: Any, split: bool) -> Any:
   return tuple(ref[i] for i in range(3)) if split else ref[...]
 
 
-def _kernel(x_ref: Any, tables_ref: Any, *out_refs: Any, tile: Tile, rows: int) -> None:
+def _kernel(
+  x_ref: Any, tables_ref: Any, *out_refs: Any, tile: Tile, rows: int, interpret: bool
+) -> None:
   loaded = Tables(
     *(
       _load_table(getattr(tables_ref, name), tile.split)
       for name in ("matrix", "gram", "mismatch")
     ),
-    None if tables_ref.curvature is None else tables_ref.curvature[...],
+    *(
+      _load_table(getattr(tables_ref, name), False)
+      for name in ("half_curvature", "reciprocal")
+    ),
+  )
+  realize = functools.partial(
+    _realize, split=tile.split, decoded=len(out_refs) == 1, interpret=interpret
   )
   size = tile.rows
   first = lowering.program_id(1) * size * tile.repeats
@@ -195,13 +227,13 @@ def _kernel(x_ref: Any, tables_ref: Any, *out_refs: Any, tile: Tile, rows: int) 
     mask = first + start + offset < rows if is_cut else None
     here = lowering.columns(start, size)
     x = lowering.load(x_ref.at[here, :], mask)
-    codes, exponent = _realize(x, loaded, tile.split)
+    result, exponent = realize(x, loaded)
     if len(out_refs) == 1:
-      values = codec.element(codes) * codec.scale_of(exponent)
+      values = result * codec.scale_of(exponent)
       lowering.store(out_refs[0].at[here, :], values.astype(jnp.bfloat16), mask)
     else:
       byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8).reshape(size)
-      lowering.store(out_refs[0].at[here, :], codec.pack(codes), mask)
+      lowering.store(out_refs[0].at[here, :], codec.pack(result), mask)
       lowering.store(out_refs[1].at[here], byte, mask)
     return carry
 
@@ -243,7 +275,7 @@ def launch(
       jax.ShapeDtypeStruct((blocks, rows), jnp.uint8),
     ]
   out = lowering.launch(
-    functools.partial(_kernel, tile=tile, rows=rows),
+    functools.partial(_kernel, tile=tile, rows=rows, interpret=interpret),
     x,
     prepared,
     name="one_code" if prepared.gram is not None else "transform_encode",

@@ -10,7 +10,9 @@ from jax import lax
 
 from mxjax import mxfp4
 
-SIGN = 0x7FFFFFFF
+SIGN = -(1 << 31)
+"""The sign bit of a float32."""
+UPPER_HALF = 0x7FFF0000
 NAN = 0x7FC00000
 _SMALLEST_FAST = -124
 """From this exponent up no subnormal reaches a nonzero code."""
@@ -40,30 +42,44 @@ def block_exponent(largest: jax.Array) -> jax.Array:
   return jnp.where(field == 255, 128, exponent)
 
 
-def _index(scaled: jax.Array, exponent: jax.Array) -> jax.Array:
-  """Magnitude index 0..7 of magnitude bits in units of 2^exponent.
+def nearest_index(size: jax.Array, *, shy: bool = False) -> jax.Array:
+  """Magnitude index 0..7 of the legal value nearest to a size, at most 6.
 
-  From 1 up, adding half of the kept mantissa bit rounds ties up and carries into the
-  exponent; below 1 the quantum is one half, so two thresholds decide.
+  In the bits of a float32 the legal values from 1 up are 2^22 apart: adding half of
+  that rounds ties up and carries into the exponent. Below 1 the quantum is one half;
+  there 1.25 is added as a float, which puts the legal values 2^22 apart as well, with
+  1 at the same index. Either number is too low where the other one holds.
+
+  Args:
+    size: float32, not negative. Exact below 8 with at most 8 significant bits; with
+      more, a sum may round up to a tie.
+    shy: Whether ties, and what is up to 2^-20 of the value beyond one, go to the
+      smaller magnitude instead of the larger one.
   """
-  unit = exponent << 23
-  from_one = (scaled + (0x200000 - (126 << 23)) - unit) >> 22
-  quarter = scaled - unit >= (125 << 23)
-  three_quarters = scaled - unit >= ((126 << 23) | (1 << 22))
-  below_one = quarter.astype(jnp.int32) + three_quarters.astype(jnp.int32)
-  return jnp.minimum(jnp.maximum(from_one, below_one), 7)
+  below_one = bits(size + (1.25 - (2.0**-20 if shy else 0.0)))
+  from_one = bits(size) + ((1 << 21) + (2 << 22) - (8 if shy else 0))
+  largest = jnp.maximum(below_one, from_one)
+  return (jnp.minimum(largest, (254 + 7) << 22) >> 22) - 254
 
 
-def magnitude_index(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
-  """`mxfp4.magnitude_index` on bits, with a detour for tiles that have tiny blocks.
+def magnitude_index(
+  magnitude: jax.Array, exponent: jax.Array, *, has_subnormals: bool
+) -> jax.Array:
+  """`mxfp4.magnitude_index` on bits.
+
+  No boundary between two codes has more than three significant bits, so only the
+  upper half of the bits, a bfloat16 rounded toward zero, decides.
 
   Args:
     magnitude: int32 bits of |x|, `[rows, 32]`.
     exponent: int32 `[rows, 1]`.
+    has_subnormals: Whether this machine's floats have subnormals. A GPU's do; XLA on
+      a CPU flushes them, and tiles with tiny blocks take a detour by integers there.
 
   Returns:
     int32 in 0..7, `[rows, 32]`.
   """
+  magnitude &= UPPER_HALF
 
   def tiny() -> jax.Array:
     # An integer mantissa converts exactly, which normalizes subnormals.
@@ -71,27 +87,41 @@ def magnitude_index(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
     shift = (jnp.minimum(exponent, _SMALLEST_FAST) + 149) << 23
     normal = magnitude - (exponent << 23)
     scaled = jnp.where(magnitude < (1 << 23), mantissa - shift, normal)
-    return _index(scaled, jnp.zeros_like(exponent))
+    return nearest_index(from_bits(jnp.maximum(scaled, 0)))
 
   def normal() -> jax.Array:
-    return _index(magnitude, exponent)
+    return nearest_index(from_bits(magnitude) * inverse_scale_of(exponent))
 
+  if has_subnormals:
+    return normal()
   return lax.cond(jnp.min(exponent) < _SMALLEST_FAST, tiny, normal)
 
 
-def encode(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Nearest codes and exponents of a tile, one block a row.
+def encode(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]:
+  """Nearest magnitudes and exponents of a tile, one block a row.
 
   Args:
     x: float32 `[rows, 32]`.
+    has_subnormals: See `magnitude_index`.
 
   Returns:
-    int32 codes 0..15 `[rows, 32]` and int32 exponents `[rows, 1]`.
+    int32 indices 0..7 `[rows, 32]` and int32 exponents `[rows, 1]`.
   """
-  magnitude = bits(x) & SIGN
+  # The upper half holds the exponent, and so does the block's largest.
+  magnitude = bits(x) & UPPER_HALF
   exponent = block_exponent(jnp.max(magnitude, axis=1))[:, None]
-  sign = (bits(x) >> 28) & 8
-  return magnitude_index(magnitude, exponent) | sign, exponent
+  index = magnitude_index(magnitude, exponent, has_subnormals=has_subnormals)
+  return index, exponent
+
+
+def with_sign(index: jax.Array, x: jax.Array) -> jax.Array:
+  """int32 codes 0..15 of magnitude indices with the signs of float32 x."""
+  return index | ((bits(x) >> 28) & 8)
+
+
+def copy_sign(magnitude: jax.Array, x: jax.Array) -> jax.Array:
+  """float32 magnitudes, not negative, with the signs of float32 x."""
+  return from_bits(bits(magnitude) | (bits(x) & SIGN))
 
 
 def element(codes: jax.Array) -> jax.Array:
@@ -101,7 +131,15 @@ def element(codes: jax.Array) -> jax.Array:
   float16 has the subnormal that the code 0.5 then is. The product with 2^14 is taken
   in float16: XLA would move a float32 factor over to the scale, where it can overflow.
   """
-  half = ((codes & 7) << 9) | ((codes & 8) << 12)
+  return _from_half(((codes & 7) << 9) | ((codes & 8) << 12))
+
+
+def magnitude(index: jax.Array) -> jax.Array:
+  """float32 magnitudes of int32 indices 0..7."""
+  return _from_half(index << 9)
+
+
+def _from_half(half: jax.Array) -> jax.Array:
   values = lax.bitcast_convert_type(half.astype(jnp.int16), jnp.float16)
   return (values * jnp.float16(16384.0)).astype(jnp.float32)
 
@@ -110,6 +148,11 @@ def scale(byte: jax.Array) -> jax.Array:
   """float32 2^(byte - 127) of int32 bytes; NaN for 255, subnormal for 0."""
   normal = jnp.where(byte == 0, 1 << 22, byte << 23)
   return from_bits(jnp.where(byte == mxfp4.NOT_FINITE, NAN, normal))
+
+
+def inverse_scale_of(exponent: jax.Array) -> jax.Array:
+  """float32 2^-exponent; 0 for the not-finite mark 128."""
+  return from_bits((mxfp4.SCALE_BIAS - jnp.minimum(exponent, 127)) << 23)
 
 
 def scale_of(exponent: jax.Array) -> jax.Array:

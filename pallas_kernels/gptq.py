@@ -44,10 +44,11 @@ def _group_kernel(
   *,
   tile: Tile,
   rows: int,
+  interpret: bool,
 ) -> None:
   mask = lowering.tail_mask(rows, tile.rows, axis=0)
   weight = lowering.load(weight_ref, None, mask)
-  magnitude = codec.bits(weight) & codec.SIGN
+  magnitude = codec.bits(weight) & codec.UPPER_HALF
   exponent = codec.block_exponent(jnp.max(magnitude, axis=0))[:, None]
   scale = codec.scale_of(exponent)
   lowering.store(exponent_ref, exponent.reshape(tile.rows), mask)
@@ -56,11 +57,13 @@ def _group_kernel(
   def column(j: jax.Array, weight: jax.Array) -> jax.Array:
     here = lowering.columns(j, 1)
     target = jnp.sum(jnp.where(axis == j, weight, 0.0), axis=0)[:, None]
-    index = codec.magnitude_index(codec.bits(target) & codec.SIGN, exponent)
-    code = index | ((codec.bits(target) >> 28) & 8)
+    index = codec.magnitude_index(
+      codec.bits(target), exponent, has_subnormals=not interpret
+    )
+    code = codec.with_sign(index, target)
     coupling = upper_ref[here, :].reshape(_BLOCK)[:, None]
     pivot = upper_ref[here, here]
-    error = (target - codec.element(code) * scale) / pivot
+    error = (target - codec.copy_sign(codec.magnitude(index), target) * scale) / pivot
     as_row = lambda a: a.reshape(1, tile.rows)
     code_row = as_row(code.astype(jnp.uint8))
     lowering.store(codes_ref.at[here, :], code_row, None, mask)
@@ -92,7 +95,7 @@ def launch(
   rows = weight.shape[1]
   column_spec = lowering.BlockSpec((_BLOCK, tile.rows), lambda i: (0, i))
   return lowering.launch(
-    functools.partial(_group_kernel, tile=tile, rows=rows),
+    functools.partial(_group_kernel, tile=tile, rows=rows, interpret=interpret),
     weight,
     upper,
     name="gptq_group",

@@ -132,6 +132,27 @@ def _combine(
   return result
 
 
+def on_pairs(ptx: str, *operands: jax.Array) -> jax.Array:
+  """Runs PTX on 16-bit elements, two of them in a register.
+
+  Args:
+    ptx: Instructions from the 32-bit registers `$1`, `$2`, ... to `$0`. It must treat
+      both halves alike: which elements share a register is the compiler's choice.
+    operands: Arrays of one shape and of 16-bit types.
+
+  Returns:
+    bfloat16, the shape of the operands.
+  """
+  [result] = triton.elementwise_inline_asm(
+    ptx,
+    args=operands,
+    constraints=",".join(["=r", *("r" for _ in operands)]),
+    pack=2,
+    result_shape_dtypes=[jax.ShapeDtypeStruct(operands[0].shape, jnp.bfloat16)],
+  )
+  return result
+
+
 def dot_float32(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
   """Product of float32 tiles on FP32 units: the default would round to TF32."""
   precision = lax.DotAlgorithmPreset.F32_F32_F32

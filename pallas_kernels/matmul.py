@@ -1,11 +1,9 @@
 """Products with packed MXFP4 weights that decode nibbles in registers.
 
-`y = x W^T` with W packed, x bfloat16 or packed as well. A byte holds an even column
-in its low and an odd column in its high nibble, so the two nibbles of a tile are two
-dense planes of half the columns: no interleaving in registers, only two matrix
-products with the matching planes of x. Decoded values are exact in bfloat16 and the
-sums are float32, so only the order of summation differs from the reference,
-`mxfp4.decode` and a product.
+`y = x W^T` with W packed, x bfloat16 or packed as well. Each operand is four planes of
+a quarter of the columns (`planes.py`), and the product is the sum of four products of
+planes. Decoded values are exact in bfloat16 and the sums are float32, so only the order
+of summation differs from the reference, `mxfp4.decode` and a product.
 
 Weights are the left operand: what is decoded stays in registers on its way to the
 tensor cores. With few rows of x the time is that of reading 4.25 bits a weight, and
@@ -25,12 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from mxjax import mxfp4
-from mxjax.pallas_kernels import codec, lowering
+from mxjax.pallas_kernels import codec, lowering, planes
 from mxjax.pallas_kernels.lowering import Implementation
 
 LIBRARY_ROWS = 256
 """Rows of x from which None means decoding once and the library's product."""
-_HALF = mxfp4.BLOCK_SIZE // 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +35,9 @@ class Tile:
   """How the work is cut.
 
   Attributes:
-    rows: Rows of x in a program, at least 16.
+    rows: Rows of x in a program, at least 8.
     outputs: Rows of the weight in a program.
-    columns: Columns in a step, a multiple of 32.
+    columns: Columns in a step, 64 times a power of two.
     splits: Programs that share the columns of one output tile.
     warps: Warps of a program.
     stages: Steps whose loads are in flight.
@@ -56,58 +53,63 @@ class Tile:
   @classmethod
   def of(cls, rows: int, outputs: int, width: int) -> "Tile":
     """The tile for x `[rows, width]` and W `[outputs, width]`."""
-    columns = math.gcd(width, 128)
     if rows > 64:
-      return cls(128, 128, min(columns, 64), warps=8)
+      return cls(128, 128, 64, warps=8)
+    columns = max(64, math.gcd(width, 256))
     tiles = -(-outputs // 64)
-    steps = width // columns
+    steps = -(-width // columns)
     # Two programs for each of about 132 multiprocessors keep the memory busy.
     wanted = max(1, 264 // tiles)
     splits = max(n for n in range(1, steps + 1) if steps % n == 0 and n <= wanted)
-    return cls(16 if rows <= 16 else 64, 64, columns, splits)
-
-
-def _planes(codes: jax.Array, byte: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Decodes packed codes `[n, bytes]` to even and odd columns, bfloat16."""
-  pairs = codes.astype(jnp.int32)
-  scale = codec.spread(codec.scale(byte.astype(jnp.int32)), _HALF)
-  decode = lambda nibble: (codec.element(nibble) * scale).astype(jnp.bfloat16)
-  return decode(pairs & 15), decode(pairs >> 4)
+    few = 8 if rows <= 8 else 16
+    return cls(few if rows <= 16 else 64, 64, columns, splits)
 
 
 def _matmul_kernel(
-  *refs: Any, tile: Tile, shape: tuple[int, int, int], is_packed: bool
+  *refs: Any, tile: Tile, shape: tuple[int, int, int], is_packed: bool, interpret: bool
 ) -> None:
   *x_refs, codes_ref, scales_ref, out_ref = refs
   rows, outputs, width = shape
-  size = tile.columns
-  row_mask = lowering.tail_mask(rows, tile.rows, axis=0)
-  output_mask = lowering.tail_mask(outputs, tile.outputs, axis=1)
-  steps = width // size // tile.splits
+  size, blocks = tile.columns // planes.COUNT, tile.columns // mxfp4.BLOCK_SIZE
+  steps = -(-width // (tile.columns * tile.splits))
   first = lowering.program_id(2) * steps
+  x_rows = lowering.tail_mask(rows, tile.rows, axis=0)
+  weight_rows = lowering.tail_mask(outputs, tile.outputs, axis=1)
 
-  def packed(codes: Any, scales: Any, step: jax.Array, mask: jax.Array | None) -> Any:
-    half, blocks = size // 2, size // mxfp4.BLOCK_SIZE
-    return _planes(
-      lowering.load(codes.at[:, lowering.columns(step * half, half)], mask),
-      lowering.load(scales.at[:, lowering.columns(step * blocks, blocks)], mask),
-    )
+  def tail(step: jax.Array, unit: int) -> jax.Array | None:
+    """Which of a step's groups of `unit` columns exist; None if all always do."""
+    if width % tile.columns == 0:
+      return None
+    count = tile.columns // unit
+    return step * count + lax.iota(jnp.int32, count) < width // unit
+
+  def packed(
+    codes: Any, scales: Any, step: jax.Array, mask: jax.Array | None
+  ) -> list[jax.Array]:
+    here, by_block = (lowering.columns(step * n, n) for n in (size, blocks))
+    word = lowering.load(codes.at[:, here], mask, tail(step, planes.COUNT))
+    byte = lowering.load(scales.at[:, by_block], mask, tail(step, mxfp4.BLOCK_SIZE))
+    byte = codec.spread(byte.astype(jnp.int16), planes.WORDS)
+    scale = planes.scales(byte, interpret=interpret)
+    decode = functools.partial(planes.plane, word, scale, interpret=interpret)
+    return [decode(position) for position in range(planes.COUNT)]
+
+  def dense(step: jax.Array) -> list[jax.Array]:
+    here = lowering.columns(step * size, size)
+    mask = x_rows, tail(step, planes.COUNT)
+    return [lowering.load(ref.at[:, here], *mask) for ref in x_refs]
 
   def add(step: jax.Array, total: jax.Array) -> jax.Array:
     step = first + step
-    left = packed(codes_ref, scales_ref, step, output_mask)
-    if is_packed:
-      right = packed(x_refs[0], x_refs[1], step, row_mask)
-    else:
-      half = lowering.columns(step * (size // 2), size // 2)
-      right = [lowering.load(ref.at[:, half], row_mask) for ref in x_refs]
+    left = packed(codes_ref, scales_ref, step, weight_rows)
+    right = packed(*x_refs, step, x_rows) if is_packed else dense(step)
     for w, x in zip(left, right, strict=True):
       total += lowering.dot_bfloat16(w, x, transpose_b=True)
     return total
 
   total = jnp.zeros((tile.outputs, tile.rows), jnp.float32)
   total = lax.fori_loop(0, steps, add, total)
-  lowering.store(out_ref, total.T.astype(out_ref.dtype), row_mask, output_mask)
+  lowering.store(out_ref, total.T.astype(out_ref.dtype), x_rows, weight_rows)
 
 
 def launch(
@@ -121,20 +123,24 @@ def launch(
   """Runs the kernel on x `[n, d]`, bfloat16 or packed, and W `[m, d]`: `[n, m]`."""
   (rows, width), outputs = x.shape, weight.shape[0]
   tile = Tile.of(rows, outputs, width) if tile is None else tile
+  # Blocks cover whole steps; what is beyond the width is masked.
+  covered = -(-width // tile.columns) * tile.columns
+  size, blocks = covered // planes.COUNT, covered // mxfp4.BLOCK_SIZE
   spec = lowering.BlockSpec
-  half, blocks = width // 2, width // mxfp4.BLOCK_SIZE
   if isinstance(x, mxfp4.MXTensor):
-    operands = [x.codes, x.scales]
+    operands = [planes.words(x.codes), x.scales]
     in_specs = [
-      spec((tile.rows, half), lambda i, j, k: (i, 0)),
+      spec((tile.rows, size), lambda i, j, k: (i, 0)),
       spec((tile.rows, blocks), lambda i, j, k: (i, 0)),
     ]
   else:
-    pairs = x.reshape(rows, half, 2)
-    operands = [pairs[..., 0], pairs[..., 1]]
-    in_specs = [spec((tile.rows, half), lambda i, j, k: (i, 0))] * 2
+    operands = [planes.split(x)] * planes.COUNT
+    in_specs = [
+      spec((None, tile.rows, size), lambda i, j, k, position=position: (position, i, 0))
+      for position in range(planes.COUNT)
+    ]
   in_specs += [
-    spec((tile.outputs, half), lambda i, j, k: (j, 0)),
+    spec((tile.outputs, size), lambda i, j, k: (j, 0)),
     spec((tile.outputs, blocks), lambda i, j, k: (j, 0)),
   ]
   partial_dtype = dtype if tile.splits == 1 else jnp.float32
@@ -144,9 +150,10 @@ def launch(
       tile=tile,
       shape=(rows, outputs, width),
       is_packed=isinstance(x, mxfp4.MXTensor),
+      interpret=interpret,
     ),
     *operands,
-    weight.codes,
+    planes.words(weight.codes),
     weight.scales,
     name="mxfp4_matmul",
     grid=(-(-rows // tile.rows), -(-outputs // tile.outputs), tile.splits),

@@ -22,17 +22,17 @@ from mxjax.pallas_kernels.lowering import Implementation
 class Tile:
   """How the work is cut: blocks a program, warps that share them."""
 
-  blocks: int = 64
+  blocks: int = 256
   warps: int = 4
 
 
 def _encode_kernel(
-  x_ref: Any, codes_ref: Any, scales_ref: Any, *, rows: int, tile: int
+  x_ref: Any, codes_ref: Any, scales_ref: Any, *, rows: int, tile: int, interpret: bool
 ) -> None:
   mask = lowering.tail_mask(rows, tile, axis=0)
   x = lowering.load(x_ref, mask).astype(jnp.float32)
-  codes, exponent = codec.encode(x)
-  lowering.store(codes_ref, codec.pack(codes), mask)
+  index, exponent = codec.encode(x, has_subnormals=not interpret)
+  lowering.store(codes_ref, codec.pack(codec.with_sign(index, x)), mask)
   byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8).reshape(tile)
   lowering.store(scales_ref, byte, mask)
 
@@ -43,7 +43,7 @@ def launch(
   """Runs the kernel on `[..., d]`, float32, bfloat16 or float16."""
   rows, size = math.prod(x.shape) // mxfp4.BLOCK_SIZE, tile.blocks
   codes, scales = lowering.launch(
-    functools.partial(_encode_kernel, rows=rows, tile=size),
+    functools.partial(_encode_kernel, rows=rows, tile=size, interpret=interpret),
     x.reshape(rows, mxfp4.BLOCK_SIZE),
     name="mxfp4_encode",
     grid=(-(-rows // size),),

@@ -1,0 +1,99 @@
+"""Packed MXFP4 decoded to bfloat16 four columns at a time, two values in a register.
+
+Four neighbouring codes are a 16-bit word. Their first, second, third and fourth
+columns are four *planes* of a quarter of the columns each; a product over all columns
+is the sum of the products of the planes, so nothing has to be put in order again.
+
+A register holds two words, and one shift or mask works on both. A code's sign and
+three low bits, moved to bits 15 and 8 to 6, are a bfloat16 whose exponent is 126 too
+low, the subnormal 0.5 included; two products put in 2^126 and the block's scale. That
+is four to five instructions for two weights, where values one by one in float32 take
+twenty. The compiler does not find this form, so it is written in PTX, and each function
+has its meaning beside it in plain operations, which is what `interpret` runs. That the
+two are the same for every word and scale is a test (`tests/pallas_kernels/`), which
+reads the PTX.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mxjax import mxfp4
+from mxjax.pallas_kernels import codec, lowering
+
+COUNT = 4
+"""Codes of a word, and planes of a tensor."""
+WORDS = mxfp4.BLOCK_SIZE // COUNT
+"""Words of a block."""
+
+
+def words(codes: jax.Array) -> jax.Array:
+  """Packed codes uint8 `[n, d / 2]` as int16 `[n, d / 4]`; moves nothing."""
+  rows, size = codes.shape
+  return lax.bitcast_convert_type(codes.reshape(rows, size // 2, 2), jnp.int16)
+
+
+def split(x: jax.Array) -> jax.Array:
+  """The planes `[4, n, d / 4]` of `[n, d]`."""
+  rows, width = x.shape
+  return x.reshape(rows, width // COUNT, COUNT).transpose(2, 0, 1)
+
+
+def scale_ptx() -> str:
+  """Scale bytes to bfloat16 2^(byte - 127): subnormal for 0, NaN for 255."""
+  return """{
+  .reg .b32 value, other;
+  shl.b32 value, $1, 7;
+  mov.b32 other, 0x00400040;
+  max.bf16x2 other, value, other;
+  mov.b32 value, 0x00000000;
+  fma.rn.bf16x2 $0, other, value, other;
+}"""
+
+
+def plane_ptx(position: int) -> str:
+  """Words and bfloat16 scales to the values of one position of four, bfloat16."""
+
+  def move(target: str, distance: int) -> str:
+    name, size = ("shl.b32", distance) if distance >= 0 else ("shr.b32", -distance)
+    return f"{name} {target}, $1, {size};"
+
+  lowest = 4 * position
+  return f"""{{
+  .reg .b32 value, sign;
+  {move("value", 6 - lowest)}
+  and.b32 value, value, 0x01C001C0;
+  {move("sign", 12 - lowest)}
+  and.b32 sign, sign, 0x80008000;
+  or.b32 value, value, sign;
+  mov.b32 sign, 0x7E807E80;
+  mul.rn.bf16x2 value, value, sign;
+  mul.rn.bf16x2 $0, value, $2;
+}}"""
+
+
+def scales(byte: jax.Array, *, interpret: bool) -> jax.Array:
+  """bfloat16 2^(byte - 127) of int16 bytes, any shape; see `scale_ptx`."""
+  if interpret:
+    return codec.scale(byte.astype(jnp.int32)).astype(jnp.bfloat16)
+  return lowering.on_pairs(scale_ptx(), byte)
+
+
+def plane(
+  word: jax.Array, scale: jax.Array, position: int, *, interpret: bool
+) -> jax.Array:
+  """The values of one position of four.
+
+  Args:
+    word: int16, any shape.
+    scale: bfloat16, likewise.
+    position: 0 to 3.
+    interpret: Whether plain operations stand in for PTX.
+
+  Returns:
+    bfloat16, likewise; exact.
+  """
+  if interpret:
+    code = (word.astype(jnp.int32) >> (4 * position)) & 15
+    return (codec.element(code) * scale.astype(jnp.float32)).astype(jnp.bfloat16)
+  return lowering.on_pairs(plane_ptx(position), word, scale)
