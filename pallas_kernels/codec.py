@@ -12,7 +12,10 @@ from mxjax import mxfp4
 
 SIGN = -(1 << 31)
 """The sign bit of a float32."""
+UPPER = -(1 << 16)
+"""The upper half of a float32, a bfloat16."""
 UPPER_HALF = 0x7FFF0000
+"""The same without its sign."""
 NAN = 0x7FC00000
 _SMALLEST_FAST = -124
 """From this exponent up no subnormal reaches a nonzero code."""

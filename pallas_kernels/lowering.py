@@ -132,23 +132,32 @@ def _combine(
   return result
 
 
-def on_pairs(ptx: str, *operands: jax.Array) -> jax.Array:
-  """Runs PTX on 16-bit elements, two of them in a register.
+def by_ptx(
+  ptx: str,
+  meaning: Callable[..., jax.Array],
+  *operands: jax.Array,
+  interpret: bool,
+) -> jax.Array:
+  """An elementwise operation written in PTX.
 
   Args:
-    ptx: Instructions from the 32-bit registers `$1`, `$2`, ... to `$0`. It must treat
-      both halves alike: which elements share a register is the compiler's choice.
-    operands: Arrays of one shape and of 16-bit types.
+    ptx: Instructions from the 32-bit registers `$1`, `$2`, ... to `$0`. A register
+      holds one element of 32 bits or two of 16, any two: the compiler's choice.
+    meaning: The same in plain operations, for `interpret`; a test compares the two.
+    operands: Arrays of one shape, of 32 bits all or of 16.
+    interpret: Whether to run the meaning.
 
   Returns:
-    bfloat16, the shape of the operands.
+    What the meaning returns: the shape and the width of the operands.
   """
+  if interpret:
+    return meaning(*operands)
   [result] = triton.elementwise_inline_asm(
     ptx,
     args=operands,
     constraints=",".join(["=r", *("r" for _ in operands)]),
-    pack=2,
-    result_shape_dtypes=[jax.ShapeDtypeStruct(operands[0].shape, jnp.bfloat16)],
+    pack=4 // operands[0].dtype.itemsize,
+    result_shape_dtypes=[jax.eval_shape(meaning, *operands)],
   )
   return result
 

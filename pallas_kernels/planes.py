@@ -9,9 +9,8 @@ three low bits, moved to bits 15 and 8 to 6, are a bfloat16 whose exponent is 12
 low, the subnormal 0.5 included; two products put in 2^126 and the block's scale. That
 is four to five instructions for two weights, where values one by one in float32 take
 twenty. The compiler does not find this form, so it is written in PTX, and each function
-has its meaning beside it in plain operations, which is what `interpret` runs. That the
-two are the same for every word and scale is a test (`tests/pallas_kernels/`), which
-reads the PTX.
+has its meaning beside it in plain operations. That the two are the same for every word
+and scale is a test, which reads the PTX.
 """
 
 import jax
@@ -74,9 +73,11 @@ def plane_ptx(position: int) -> str:
 
 def scales(byte: jax.Array, *, interpret: bool) -> jax.Array:
   """bfloat16 2^(byte - 127) of int16 bytes, any shape; see `scale_ptx`."""
-  if interpret:
+
+  def meaning(byte: jax.Array) -> jax.Array:
     return codec.scale(byte.astype(jnp.int32)).astype(jnp.bfloat16)
-  return lowering.on_pairs(scale_ptx(), byte)
+
+  return lowering.by_ptx(scale_ptx(), meaning, byte, interpret=interpret)
 
 
 def plane(
@@ -88,12 +89,14 @@ def plane(
     word: int16, any shape.
     scale: bfloat16, likewise.
     position: 0 to 3.
-    interpret: Whether plain operations stand in for PTX.
+    interpret: See `lowering.by_ptx`.
 
   Returns:
     bfloat16, likewise; exact.
   """
-  if interpret:
+
+  def meaning(word: jax.Array, scale: jax.Array) -> jax.Array:
     code = (word.astype(jnp.int32) >> (4 * position)) & 15
     return (codec.element(code) * scale.astype(jnp.float32)).astype(jnp.bfloat16)
-  return lowering.on_pairs(plane_ptx(position), word, scale)
+
+  return lowering.by_ptx(plane_ptx(position), meaning, word, scale, interpret=interpret)

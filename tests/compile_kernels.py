@@ -8,7 +8,6 @@ Needs the CUDA plugin of the installed jax (two wheels, no CUDA libraries) and `
 with `libdevice` from a CUDA toolkit. Without them it says so and ends with code 77.
 """
 
-import contextlib
 import importlib.metadata
 import os
 import pathlib
@@ -73,6 +72,16 @@ def obstacle():
   if toolkit() is None:
     return "no CUDA toolkit with ptxas and libdevice in CUDA_HOME or /usr/local/cuda"
   return None
+
+
+def prepare(dump):
+  """Sets what XLA reads from the environment; before jax is imported."""
+  os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "PATH": f"{toolkit() / 'bin'}{os.pathsep}{os.environ['PATH']}",
+    "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit()} --xla_dump_to={dump} "
+    "--xla_dump_emitter_re=.* --xla_gpu_autotune_level=0",
+  }
 
 
 def cases():
@@ -188,30 +197,36 @@ def entries(dump):
   ]
 
 
-def compile_all(selected):
-  """Compiles and prints; returns the names of those at fault."""
+def compiler(dump):
+  """A function that compiles for the GPU and returns our kernels' PTX files."""
   import jax
   from jax.experimental import topologies
 
-  dump = pathlib.Path(os.environ["MXJAX_DUMP"])
   topology = topologies.get_topology_desc(
     platform="cuda", target_config=TARGET, topology="1x1x1"
   )
   mesh = topologies.make_mesh(topology, (1,), ("x",))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-  faults = []
+
+  def run(function, *arguments):
+    for path in dump.rglob("*"):
+      path.unlink()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      jax.jit(function).lower(*jax.tree.map(place, arguments)).compile()
+    return entries(dump)
+
+  return run
+
+
+def compile_all(selected, dump):
+  """Compiles and prints; returns the names of those at fault."""
+  run, faults = compiler(dump), []
   for name, (function, *arguments) in cases().items():
     if selected and selected not in name:
       continue
     start = time.perf_counter()
-    for path in dump.rglob("*"):
-      path.unlink()
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      traced = jax.jit(function).lower(*jax.tree.map(place, arguments))
-      traced.compile()
-    found = entries(dump)
-    results = [assemble(path, dump) for path in found]
+    results = [assemble(path, dump) for path in run(function, *arguments)]
     seconds = time.perf_counter() - start
     for result in results or [{"error": "no PTX of ours was dumped"}]:
       bad = "error" in result or result["spills"] or result["tf32"]
@@ -240,19 +255,12 @@ def main():
   if why_not:
     print(f"skipped, no kernel was compiled: {why_not}")
     return SKIPPED
-  with contextlib.ExitStack() as stack:
-    dump = stack.enter_context(tempfile.TemporaryDirectory())
-    os.environ |= {
-      "JAX_PLATFORMS": "cpu",
-      "MXJAX_DUMP": dump,
-      "PATH": f"{toolkit() / 'bin'}{os.pathsep}{os.environ['PATH']}",
-      "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit()} --xla_dump_to={dump} "
-      "--xla_dump_emitter_re=.* --xla_gpu_autotune_level=0",
-    }
+  with tempfile.TemporaryDirectory() as folder:
+    prepare(folder)
     import jax
 
     print(f"jax {jax.__version__}, {ARCHITECTURE}")
-    faults = compile_all(sys.argv[1] if len(sys.argv) > 1 else "")
+    faults = compile_all(sys.argv[1] if len(sys.argv) > 1 else "", pathlib.Path(folder))
   print(f"{len(faults)} kernels at fault" if faults else "no spills")
   return 1 if faults else 0
 

@@ -48,12 +48,26 @@ def _floats(function):
   return operate
 
 
+def _halves(function):
+  """Two operations on unsigned 16-bit integers."""
+
+  def operate(*registers):
+    registers = np.broadcast_arrays(*registers)
+    halves = [np.ascontiguousarray(r).view(np.uint16) for r in registers]
+    return function(*halves).view(np.uint32)
+
+  return operate
+
+
 OPERATIONS = {
   "mov.b32": lambda a: a,
   "and.b32": lambda a, b: a & b,
   "or.b32": lambda a, b: a | b,
   "shl.b32": lambda a, n: a << n,
   "shr.b32": lambda a, n: a >> n,
+  "mul.lo.u32": lambda a, b: a * b,
+  "add.u16x2": _halves(np.add),
+  "min.u16x2": _halves(np.minimum),
   "mul.rn.bf16x2": _floats(np.multiply),
   "max.bf16x2": _floats(np.fmax),
   "fma.rn.bf16x2": _floats(lambda a, b, c: a * b + c),

@@ -1,0 +1,175 @@
+"""Instructions of the kernels' machine code for each value, and what they allow.
+
+  NVDISASM=PATH python benchmarks/gpu_counts.py
+
+Compiles the kernels as `tests/compile_kernels.py` does, for an H200 and without one,
+disassembles them (`nvdisasm` of a CUDA toolkit, or of the package triton), and counts
+the instructions of one pass through the innermost loop, or of the whole kernel where it
+has none. A multiprocessor starts 128 instructions a cycle, 64 of them on the units for
+integers, comparisons and selections; that bounds the values a second, and the bound is
+set beside the values that the memory can bring and take. Bounds are no measurements:
+nothing here has run, and no kernel reaches all of its bound.
+"""
+
+import argparse
+import collections
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent.parent)]
+
+from tests import compile_kernels
+
+MULTIPROCESSORS, CLOCK, MEMORY = 132, 1.755e9, 4.3e12
+STARTED, INTEGER = 128, 64
+"""Instructions of a thread that a multiprocessor starts in a cycle: all, and on the
+units that do everything but multiply and add."""
+MULTIPLY = ("FADD", "FMUL", "FFMA", "IMAD", "HMUL2", "HADD2", "HFMA2")
+ELSEWHERE = (
+  "U",
+  "R2UR",
+  "WARPGROUP",
+  "HGMMA",
+  "HMMA",
+  "LD",
+  "ST",
+  "BAR",
+  "SHFL",
+  "NOP",
+)
+
+
+def instructions(sass):
+  """Operations in order, and the span of each loop."""
+  found, labels, loops = [], {}, []
+  for line in sass.splitlines():
+    if match := re.match(r"\s*(\.L_x_\d+):", line):
+      labels[match[1]] = len(found)
+    elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", line):
+      found.append(match[1].split()[0])
+      target = re.search(r"BRA.*`\((\.L_x_\d+)\)", match[1])
+      if target and labels.get(target[1], len(found)) < len(found) - 1:
+        loops.append((labels[target[1]], len(found)))
+  return found, loops
+
+
+def count(ptx, folder, per_thread):
+  """Instructions a value by kind."""
+  cubin = folder / "kernel.cubin"
+  tool = compile_kernels.toolkit() / "bin" / "ptxas"
+  architecture = f"-arch={compile_kernels.ARCHITECTURE}"
+  subprocess.run([tool, architecture, "-o", cubin, ptx], check=True)
+  sass = subprocess.run(
+    [disassembler(), "-c", cubin], capture_output=True, text=True, check=True
+  ).stdout
+  found, loops = instructions(sass)
+  if loops:
+    start, end = max(loops, key=lambda span: span[1] - span[0])
+    found = found[start:end]
+  by_operation = collections.Counter(op.split(".")[0] for op in found)
+  total = sum(n for op, n in by_operation.items() if op != "NOP")
+  multiply = sum(n for op, n in by_operation.items() if op.startswith(MULTIPLY))
+  elsewhere = sum(
+    n for op, n in by_operation.items() if op.startswith(ELSEWHERE) and op != "NOP"
+  )
+  return {
+    "instructions": total / per_thread,
+    "on integer units": (total - multiply - elsewhere) / per_thread,
+    "counted": f"{'loop' if loops else 'kernel'} of {total}, {per_thread} values",
+    "most frequent": dict(by_operation.most_common(12)),
+  }
+
+
+def disassembler():
+  """Path of nvdisasm."""
+  found = os.environ.get("NVDISASM") or shutil.which("nvdisasm")
+  if not found:
+    sys.exit("benchmarks/gpu_counts.py needs nvdisasm on the path or in NVDISASM.")
+  return found
+
+
+def cases():
+  """Name: launch, arguments, values a thread of one pass, and bytes a value."""
+  import jax.numpy as jnp
+
+  from mxjax.pallas_kernels import code_refinement, matmul, mxfp4_encode
+
+  known = compile_kernels.cases()
+  packed = 17 / 32
+  result = {}
+
+  def add(name, values, threads, size):
+    result[name] = (*known[name], values / threads, size)
+
+  encode = mxfp4_encode.Tile()
+  for name, size in (("float32", 4), ("bfloat16", 2)):
+    values, threads = encode.blocks * 32, encode.warps * 32
+    add(f"encode {name}", values, threads, size + packed)
+  tile = code_refinement.Tile.of(2048, jnp.bfloat16)
+  for name, size in (("codes", packed), ("values", 2)):
+    add(f"one code, split, {name}", tile.rows * 32, tile.warps * 32, 2 + size)
+  add("nearest, split, values", tile.rows * 32, tile.warps * 32, 4)
+  for name, rows, shape in (
+    ("bfloat16 x packed, 1 row", 1, (4096, 4096)),
+    ("packed x packed, 16 rows", 16, (12288, 4096)),
+    ("bfloat16 x packed, 2048 rows", 2048, (12288, 4096)),
+    ("packed x packed, 2048 rows", 2048, (4096, 4096)),
+  ):
+    tile = matmul.Tile.of(rows, *shape)
+    values = tile.outputs * tile.columns
+    add(f"matmul {name}", values, tile.warps * 32, packed)
+  return result
+
+
+def main():
+  """Writes and prints the result."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--out", default="benchmarks/results/gpu_counts.json")
+  options = parser.parse_args()
+  if why_not := compile_kernels.obstacle():
+    sys.exit(f"nothing was compiled: {why_not}")
+  rate = MULTIPROCESSORS * CLOCK
+  kernels = {}
+  with tempfile.TemporaryDirectory() as folder:
+    compile_kernels.prepare(folder)
+    folder = pathlib.Path(folder)
+    run = compile_kernels.compiler(folder)
+    for name, (launch, *arguments, per_thread, size) in cases().items():
+      [ptx] = run(launch, *arguments)
+      result = count(ptx, folder, per_thread)
+      values = rate * min(
+        STARTED / result["instructions"], INTEGER / result["on integer units"]
+      )
+      result["values a second at most"] = values
+      result["memory rate at most"] = values * size / MEMORY
+      kernels[name] = result
+      print(
+        f"{name:36s} {result['instructions']:6.2f} instructions, "
+        f"{result['on integer units']:5.2f} on integer units, "
+        f"{values:.3g} values/s, {result['memory rate at most']:.2f} of the memory's"
+      )
+  document = {
+    "command": "python benchmarks/gpu_counts.py",
+    "date": datetime.date.today().isoformat(),
+    "compiled for": f"{compile_kernels.ARCHITECTURE}, nothing was run",
+    "assumed": {
+      "multiprocessors": MULTIPROCESSORS,
+      "clock_GHz": CLOCK / 1e9,
+      "memory_TBps": MEMORY / 1e12,
+    },
+    "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib")},
+    "kernels": kernels,
+  }
+  pathlib.Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()
