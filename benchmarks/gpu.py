@@ -140,16 +140,10 @@ def memory_kernels(bench):
     min(result["share_of_copy"] for result in results.values()),
   )
   leaf = gpu_models.random_linear(jax.random.key(1), 64, width, True)
-  tables = leaf.input_map.matrix, *leaf.rounding.tables()
-  for decoded in (False, True):
-    run = functools.partial(
-      code_refinement.refine, decoded=decoded, implementation=bench.how
-    )
-    name = f"one code bfloat16, {'values' if decoded else 'codes'}"
-    results[name] = bandwidth(bench, run, (x, *tables))
-  run = functools.partial(
-    code_refinement.refine, decoded=True, implementation=bench.how
-  )
+  tables = leaf.input_map.matrix, leaf.rounding.gram, leaf.rounding.cross
+  for form in ("codes", "values"):
+    run = functools.partial(code_refinement.refine, form=form, implementation=bench.how)
+    results[f"one code bfloat16, {form}"] = bandwidth(bench, run, (x, *tables))
   results["transform and nearest bfloat16, values"] = bandwidth(
     bench, run, (x, tables[0])
   )
@@ -220,25 +214,36 @@ def prefill(bench, shape, key):
 
 
 def decode(bench, shape, key):
-  """Tokens a second of some layers in one program, times their count, and a head."""
-  positions, some = bench.size((2048, 6), (8, 2))
-  result = {"layers_timed": some, "positions": positions}
+  """Tokens a second of some layers, times their count, and a head.
+
+  Some tokens are decoded in one program, as generation does it: the caches stay where
+  they are, and each token's hidden state is the next one's input.
+  """
+  positions, some, tokens = bench.size((2048, 8, 16), (8, 2, 2))
+  result = {"layers_timed": some, "positions": positions, "tokens_in_a_program": tokens}
   for kind in ("HiRes", "BF16"):
     keys = jax.random.split(key, some)
     layers = [gpu_models.random_layer(k, shape, kind == "HiRes") for k in keys]
-    caches = [gpu_models.empty_cache(shape, positions) for _ in layers]
+    caches = [gpu_models.empty_cache(shape, positions, tokens) for _ in layers]
     hidden = jax.random.normal(key, (1, 1, shape.hidden), jnp.bfloat16)
 
-    @jax.jit
-    def step(layers, caches, hidden):
+    def token(_, state, layers):
+      hidden, caches = state
+      after = []
       for layer, cache in zip(layers, caches, strict=True):
-        # The written cache is not returned: returning would copy all of it.
-        hidden, _ = gpu_models.forward_layer(
+        hidden, cache = gpu_models.forward_layer(
           shape, None, bench.runtime, layer, hidden, cache
         )
-      return hidden
+        after.append(cache)
+      return hidden, after
 
-    part = bench.seconds(step, layers, caches, hidden)
+    @jax.jit
+    def run(layers, caches, hidden, token=token):
+      body = functools.partial(token, layers=layers)
+      # The written caches are not returned: returning would copy all of them.
+      return jax.lax.fori_loop(0, tokens, body, (hidden, caches))[0]
+
+    part = bench.seconds(run, layers, caches, hidden) / tokens
     head = gpu_models.random_head(key, shape)
     last = bench.seconds(jax.jit(gpu_models.forward_head), head, hidden)
     total = part * shape.layers / some + last

@@ -50,11 +50,13 @@ def tables(rng, blocks):
   matrix = rotation * rng.uniform(0.5, 2, (blocks, 32, 1))
   weight = jnp.asarray(rng.standard_normal((blocks, 32, 96)), jnp.float32)
   gram, cross = code_refinement.tables(weight, mxfp4.round_blocks(weight))
-  return jnp.asarray(matrix, jnp.float32), gram, cross
+  packed = code_refinement.pack_symmetric(gram)
+  return jnp.asarray(matrix, jnp.float32), packed, cross
 
 
 def objective(tensor, x, matrix, gram, cross):
   """||W^ q - W y||^2 up to a constant, and ||W^ y||^2, float64 `[n, blocks]`."""
+  gram = code_refinement.unpack_symmetric(gram)
   wide = [np.asarray(a, np.float64) for a in (matrix, gram, cross)]
   rows = np.asarray(x.astype(jnp.float32), np.float64).reshape(x.shape[0], -1, 32)
   y = np.einsum("nbj,bij->nbi", rows, wide[0])

@@ -165,7 +165,11 @@ def forward_head(params, hidden):
   return linear(functional.rms_norm(hidden, params["norm"], 1e-6), params["head"])
 
 
-def empty_cache(shape, positions):
-  """A cache with all but the last position filled."""
-  room = jnp.zeros((1, positions, shape.kv_heads, shape.head_dim), jnp.bfloat16)
-  return {"k": room, "v": room + 1, "length": jnp.asarray(positions - 2, jnp.int32)}
+def empty_cache(shape, positions, room):
+  """A cache of zeros and ones, filled but for the room at its end."""
+  keys = jnp.zeros((1, positions, shape.kv_heads, shape.head_dim), jnp.bfloat16)
+  return {
+    "k": keys,
+    "v": keys + 1,
+    "length": jnp.asarray(positions - room, jnp.int32),
+  }

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mxjax import mxfp4, native, straight_through
 from mxjax.input_maps import BlockDense, Hadamard, InputMap, hadamard
 from mxjax.pallas_kernels import code_refinement as refinement_kernel
-from mxjax.pallas_kernels import lowering, matmul
+from mxjax.pallas_kernels import lowering, matmul, planes
 from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.precision import HIGHEST, float32_sums
 from mxjax.roundings import Nearest, OneCode, Rounding, Unrounded
@@ -237,7 +237,9 @@ def _quantized(
     y = float32_sums(decoded, operand).T.astype(x.dtype)
   else:
     mxfp4.check_width("quantized_linear.linear", x.shape[-1])
-    operand = _kernel_inputs(x.reshape(-1, x.shape[-1]), weight, chosen)
+    rows = x.reshape(-1, x.shape[-1])
+    form = "planes" if rows.shape[0] < matmul.LIBRARY_ROWS else "values"
+    operand = _kernel_inputs(rows, weight, form, chosen)
     y = matmul.matmul(
       operand, weight.weight, dtype=x.dtype, implementation=implementation
     )
@@ -270,8 +272,11 @@ def _obstacle(x: jax.Array, weight: QuantizedLinear) -> str | None:
 
 
 def _kernel_inputs(
-  rows: jax.Array, weight: QuantizedLinear, implementation: Implementation
-) -> jax.Array:
+  rows: jax.Array,
+  weight: QuantizedLinear,
+  form: Literal["values", "planes"],
+  implementation: Implementation,
+) -> jax.Array | planes.Planes:
   """The legal A4 operand `[n, in_features]`, bfloat16, by the fused kernel."""
   match weight.input_map:
     case None:
@@ -285,11 +290,13 @@ def _kernel_inputs(
       mapped = other.apply(mxfp4.to_blocks(rows.astype(jnp.float32)))
       rows, matrix = mxfp4.from_blocks(mapped), None
   rounding = weight.rounding
-  tables = rounding.tables() if isinstance(rounding, OneCode) else (None, None)
+  tables = None, None
+  if isinstance(rounding, OneCode):
+    tables = rounding.gram, rounding.cross
   operand = refinement_kernel.refine(
-    rows, matrix, *tables, decoded=True, implementation=implementation
+    rows, matrix, *tables, form=form, implementation=implementation
   )
-  assert isinstance(operand, jax.Array)
+  assert not isinstance(operand, mxfp4.MXTensor)
   return operand
 
 

@@ -26,14 +26,14 @@ number of instructions for each value, so they are few: docs/kernels.md counts t
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from mxjax import code_refinement, mxfp4
-from mxjax.pallas_kernels import codec, lowering
+from mxjax.pallas_kernels import codec, lowering, planes
 from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.precision import HIGHEST
 
@@ -60,26 +60,29 @@ class Tile:
     return cls(32, repeats, 4, split=False)
 
 
+Form = Literal["codes", "values", "planes"]
+"""What comes out: packed codes, bfloat16 values, or these as `planes.Planes`."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tables:
   """What the kernel reads of a block, beside its inputs.
 
+  Without splitting these are the tables as they are stored, in float32 or bfloat16.
+  Split, the first three are bfloat16 `[blocks or 1, 3, 32, 32]`.
+
   Attributes:
     matrix: The map U, `[blocks or 1, 32, 32]`, or None for no map.
-    gram: G, `[blocks, 32, 32]`, or None for nearest rounding.
+    gram: G, `[blocks, 528]` packed, split `[blocks, 3, 32, 32]`; None to take nearest.
     mismatch: K, or M = (G + K) U in split form, or None.
-    half_curvature: Half the diagonal of G, float32 `[blocks, 32]`, or None.
-    reciprocal: One over the diagonal of G, finite where that is 0; likewise.
-
-  In split form each of the first three is bfloat16 `[blocks or 1, 3, 32, 32]`.
+    curvature: The diagonal of G, float32 `[blocks, 32]`; only if split.
   """
 
-  matrix: jax.Array | None
-  gram: jax.Array | None
-  mismatch: jax.Array | None
-  half_curvature: jax.Array | None
-  reciprocal: jax.Array | None
+  matrix: Any
+  gram: Any
+  mismatch: Any
+  curvature: Any
 
 
 def split3(table: jax.Array) -> jax.Array:
@@ -99,49 +102,67 @@ def tables(
   *,
   split: bool,
 ) -> Tables:
-  """Prepares the tables of a linear, float32 `[blocks, 32, 32]` each, for a kernel."""
-  diagonals = None, None
-  if gram is not None:
-    curvature = jnp.diagonal(gram, axis1=-2, axis2=-1)
-    # A slope of 0 times infinity would be NaN.
-    largest = jnp.finfo(jnp.float32).max
-    diagonals = 0.5 * curvature, jnp.minimum(1.0 / curvature, largest)
+  """Prepares the tables of a linear for a kernel; see `refine` for their shapes."""
   if not split:
-    return Tables(matrix, gram, cross, *diagonals)
-  mismatch = None
-  if gram is not None and cross is not None:
-    mismatch = gram + cross
-    if matrix is not None:
-      wide = jnp.broadcast_to(matrix, gram.shape)
-      mismatch = jnp.einsum("bij,bjk->bik", mismatch, wide, precision=HIGHEST)
-  parts = (None if t is None else split3(t) for t in (matrix, gram, mismatch))
-  return Tables(*parts, *diagonals)
+    return Tables(matrix, gram, cross, None)
+  if gram is None or cross is None:
+    return Tables(None if matrix is None else split3(matrix), None, None, None)
+  gram = code_refinement.unpack_symmetric(gram).astype(jnp.float32)
+  curvature = jnp.diagonal(gram, axis1=-2, axis2=-1)
+  mismatch = gram + cross.astype(jnp.float32)
+  if matrix is not None:
+    wide = jnp.broadcast_to(matrix, gram.shape)
+    mismatch = jnp.einsum("bij,bjk->bik", mismatch, wide, precision=HIGHEST)
+    matrix = split3(matrix)
+  return Tables(matrix, split3(gram), split3(mismatch), curvature)
+
+
+def _load_tables(refs: Tables, split: bool) -> Tables:
+  """A program's tables in registers: G in full, and the curvature `[1, 32]`."""
+
+  def load(ref: Any) -> Any:
+    if ref is None:
+      return None
+    return tuple(ref[i] for i in range(3)) if split else ref[...].astype(jnp.float32)
+
+  if split or refs.gram is None:
+    curvature = None if refs.curvature is None else refs.curvature[...][None, :]
+    return Tables(*map(load, (refs.matrix, refs.gram, refs.mismatch)), curvature)
+  row, column = (lax.broadcasted_iota(jnp.int32, (_BLOCK, _BLOCK), i) for i in (0, 1))
+  low, high = jnp.minimum(row, column), jnp.maximum(row, column)
+  # Where `code_refinement.pack_symmetric` puts an entry: it is read from memory twice,
+  # which costs less than a launch that unpacks.
+  place = lambda low, high: (low * (2 * _BLOCK - 1 - low) >> 1) + high
+  diagonal = lax.broadcasted_iota(jnp.int32, (1, _BLOCK), 1)
+  gram, curvature = (
+    refs.gram[index].astype(jnp.float32)
+    for index in (place(low, high), place(diagonal, diagonal))
+  )
+  return Tables(load(refs.matrix), gram, load(refs.mismatch), curvature)
 
 
 def _best_change(
-  nearest: jax.Array,
-  slope: jax.Array,
-  half_curvature: jax.Array,
-  reciprocal: jax.Array,
+  nearest: jax.Array, slope: jax.Array, curvature: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The best legal value of a coordinate: the nearest one to its parabola's optimum.
 
   Args:
     nearest: Element values, float32 `[rows, 32]`.
     slope: In units of the scale, likewise.
-    half_curvature: float32 `[1, 32]`.
-    reciprocal: One over the curvature, likewise.
+    curvature: float32 `[1, 32]`.
 
   Returns:
     Its score, value and int32 magnitude index, `[rows, 32]` each.
   """
+  # A slope of 0 times infinity would be NaN.
+  reciprocal = jnp.minimum(1.0 / curvature, jnp.finfo(jnp.float32).max)
   optimum = nearest - slope * reciprocal
   # Of two values as good as each other the one toward zero has the lower code. The
   # optimum is rounded, so that a tie is one only to within that.
   index = codec.nearest_index(jnp.abs(optimum), shy=True)
   value = codec.copy_sign(codec.magnitude(index), optimum)
   delta = value - nearest
-  return delta * (slope + delta * half_curvature), value, index
+  return delta * (slope + delta * (0.5 * curvature)), value, index
 
 
 def _is_changed(score: jax.Array) -> jax.Array:
@@ -177,7 +198,7 @@ def _realize(
   index, exponent = codec.encode(mapped, has_subnormals=not interpret)
   nearest = codec.copy_sign(codec.magnitude(index), mapped)
   result = nearest if decoded else codec.with_sign(index, mapped)
-  if t.gram is None or t.half_curvature is None or t.reciprocal is None:
+  if t.gram is None:
     return result, exponent
   inverse = codec.inverse_scale_of(exponent)
   if split:
@@ -187,35 +208,25 @@ def _realize(
     scaled = mapped * inverse
     slope = lowering.dot_float32(nearest - scaled, t.gram)
     slope -= lowering.dot_float32(scaled, t.mismatch, transpose_b=True)
-  by_column = (a.reshape(1, _BLOCK) for a in (t.half_curvature, t.reciprocal))
-  score, value, index = _best_change(nearest, slope, *by_column)
+  score, value, index = _best_change(nearest, slope, t.curvature)
   # Zero is code 0: the lowest code of that value.
   code = jnp.where(index == 0, 0, codec.with_sign(index, value))
   changed = value if decoded else code
   return jnp.where(_is_changed(score), changed, result), exponent
 
 
-def _load_table(ref: Any, split: bool) -> Any:
-  if ref is None:
-    return None
-  return tuple(ref[i] for i in range(3)) if split else ref[...]
-
-
 def _kernel(
-  x_ref: Any, tables_ref: Any, *out_refs: Any, tile: Tile, rows: int, interpret: bool
+  x_ref: Any,
+  tables_ref: Any,
+  *out_refs: Any,
+  tile: Tile,
+  rows: int,
+  form: Form,
+  interpret: bool,
 ) -> None:
-  loaded = Tables(
-    *(
-      _load_table(getattr(tables_ref, name), tile.split)
-      for name in ("matrix", "gram", "mismatch")
-    ),
-    *(
-      _load_table(getattr(tables_ref, name), False)
-      for name in ("half_curvature", "reciprocal")
-    ),
-  )
+  loaded = _load_tables(tables_ref, tile.split)
   realize = functools.partial(
-    _realize, split=tile.split, decoded=len(out_refs) == 1, interpret=interpret
+    _realize, split=tile.split, decoded=form != "codes", interpret=interpret
   )
   size = tile.rows
   first = lowering.program_id(1) * size * tile.repeats
@@ -228,13 +239,16 @@ def _kernel(
     here = lowering.columns(start, size)
     x = lowering.load(x_ref.at[here, :], mask)
     result, exponent = realize(x, loaded)
-    if len(out_refs) == 1:
-      values = result * codec.scale_of(exponent)
-      lowering.store(out_refs[0].at[here, :], values.astype(jnp.bfloat16), mask)
-    else:
+    if form == "codes":
       byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8).reshape(size)
       lowering.store(out_refs[0].at[here, :], codec.pack(result), mask)
       lowering.store(out_refs[1].at[here], byte, mask)
+      return carry
+    values = (result * codec.scale_of(exponent)).astype(jnp.bfloat16)
+    if form == "values":
+      lowering.store(out_refs[0].at[here, :], values, mask)
+    else:
+      lowering.store(out_refs[0].at[:, here, :], planes.of_tile(values), None, mask)
     return carry
 
   lax.fori_loop(0, tile.repeats, run, None)
@@ -255,27 +269,31 @@ def launch(
   prepared: Tables,
   *,
   tile: Tile,
-  decoded: bool,
+  form: Form,
   interpret: bool = False,
-) -> jax.Array | mxfp4.MXTensor:
+) -> jax.Array | mxfp4.MXTensor | planes.Planes:
   """Runs the kernel on x `[n, d]` with tables prepared for `tile.split`."""
   rows, width = x.shape
   blocks, size = width // _BLOCK, tile.rows * tile.repeats
-  spec = lowering.BlockSpec
-  if decoded:
-    out_specs = [spec((size, _BLOCK), lambda b, i: (i, b))]
-    out_shape = [jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)]
-  else:
-    out_specs = [
-      spec((size, _BLOCK // 2), lambda b, i: (i, b)),
-      spec((None, size), lambda b, i: (b, i)),
-    ]
-    out_shape = [
-      jax.ShapeDtypeStruct((rows, width // 2), jnp.uint8),
-      jax.ShapeDtypeStruct((blocks, rows), jnp.uint8),
-    ]
+  spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
+  match form:
+    case "codes":
+      out_specs = [
+        spec((size, _BLOCK // 2), lambda b, i: (i, b)),
+        spec((None, size), lambda b, i: (b, i)),
+      ]
+      out_shape = [
+        array((rows, width // 2), jnp.uint8),
+        array((blocks, rows), jnp.uint8),
+      ]
+    case "values":
+      out_specs = [spec((size, _BLOCK), lambda b, i: (i, b))]
+      out_shape = [array((rows, width), jnp.bfloat16)]
+    case "planes":
+      out_specs = [spec((planes.COUNT, size, planes.WORDS), lambda b, i: (0, i, b))]
+      out_shape = [array((planes.COUNT, rows, width // planes.COUNT), jnp.bfloat16)]
   out = lowering.launch(
-    functools.partial(_kernel, tile=tile, rows=rows, interpret=interpret),
+    functools.partial(_kernel, tile=tile, rows=rows, form=form, interpret=interpret),
     x,
     prepared,
     name="one_code" if prepared.gram is not None else "transform_encode",
@@ -289,7 +307,9 @@ def launch(
     warps=tile.warps,
     interpret=interpret,
   )
-  return out[0] if decoded else mxfp4.MXTensor(out[0], out[1].T)
+  if form == "codes":
+    return mxfp4.MXTensor(out[0], out[1].T)
+  return planes.Planes(out[0]) if form == "planes" else out[0]
 
 
 def _reference(
@@ -305,7 +325,8 @@ def _reference(
     blocks = jnp.einsum("bij,bjn->bin", wide, blocks, precision=HIGHEST)
   if gram is None or cross is None:
     return mxfp4.encode(mxfp4.from_blocks(blocks))
-  refined = code_refinement.refine(blocks, gram, cross)
+  gram = code_refinement.unpack_symmetric(gram).astype(jnp.float32)
+  refined = code_refinement.refine(blocks, gram, cross.astype(jnp.float32))
   magnitude = jnp.abs(mxfp4.from_blocks(refined.elements))
   codes = sum(
     (magnitude >= m).astype(jnp.int32) for m in mxfp4.MAGNITUDES[1:]
@@ -320,30 +341,38 @@ def refine(
   gram: jax.Array | None = None,
   cross: jax.Array | None = None,
   *,
-  decoded: bool = False,
+  form: Form = "codes",
   implementation: Implementation | None = None,
-) -> jax.Array | mxfp4.MXTensor:
+) -> jax.Array | mxfp4.MXTensor | planes.Planes:
   """Maps and encodes activations, with one code of each block refined.
 
   Args:
     x: Raw inputs, `[n, d]`, bfloat16 or float32.
     matrix: The map of each block, float32 `[d/32, 32, 32]`, one for all blocks
       `[1, 32, 32]`, or None.
-    gram: G_Q, float32 `[d/32, 32, 32]`, or None for nearest rounding.
-    cross: K_Q, likewise.
-    decoded: Whether to return values instead of codes.
+    gram: G_Q as `OneCode` stores it, packed `[d/32, 528]`, float32 or bfloat16, or None
+      for nearest rounding.
+    cross: K_Q, `[d/32, 32, 32]`, likewise.
+    form: What to return; values are exact in bfloat16.
     implementation: See `lowering.choose`.
 
   Returns:
-    A packed `[n, d]`, or bfloat16 values `[n, d]` (exact).
+    `[n, d]` in that form.
 
   Raises:
     NotImplementedError: A kernel was asked for and cannot run.
-    ValueError: The width is not a multiple of 32, or gram comes without cross.
+    ValueError: The width is not a multiple of 32, gram comes without cross, or is not
+      packed.
   """
   mxfp4.check_width("pallas_kernels.refine", x.shape[-1])
   if (gram is None) != (cross is None):
     raise ValueError("pallas_kernels.refine: gram and cross belong together.")
+  packed = x.shape[-1] // _BLOCK, _BLOCK * (_BLOCK + 1) // 2
+  if gram is not None and gram.shape != packed:
+    raise ValueError(
+      f"pallas_kernels.refine: gram must be packed, of shape {packed}, got "
+      f"{gram.shape}; see code_refinement.pack_symmetric."
+    )
   obstacle = None
   if x.dtype not in (jnp.float32, jnp.bfloat16):
     obstacle = f"x must be float32 or bfloat16, got {x.dtype}"
@@ -352,8 +381,11 @@ def refine(
   chosen = lowering.choose(implementation, "pallas_kernels.refine", obstacle)
   if chosen == "xla":
     tensor = _reference(x, matrix, gram, cross)
-    return mxfp4.decode(tensor, jnp.bfloat16) if decoded else tensor
+    if form == "codes":
+      return tensor
+    values = mxfp4.decode(tensor, jnp.bfloat16)
+    return values if form == "values" else planes.split(values)
   tile = Tile.of(x.shape[0], x.dtype)
   prepared = tables(matrix, gram, cross, split=tile.split)
   interpret = chosen == "interpret"
-  return launch(x, prepared, tile=tile, decoded=decoded, interpret=interpret)
+  return launch(x, prepared, tile=tile, form=form, interpret=interpret)

@@ -113,14 +113,14 @@ def _matmul_kernel(
 
 
 def launch(
-  x: jax.Array | mxfp4.MXTensor,
+  x: planes.Planes | mxfp4.MXTensor,
   weight: mxfp4.MXTensor,
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
   tile: Tile | None = None,
   interpret: bool = False,
 ) -> jax.Array:
-  """Runs the kernel on x `[n, d]`, bfloat16 or packed, and W `[m, d]`: `[n, m]`."""
+  """Runs the kernel on x `[n, d]`, by planes or packed, and W `[m, d]`: `[n, m]`."""
   (rows, width), outputs = x.shape, weight.shape[0]
   tile = Tile.of(rows, outputs, width) if tile is None else tile
   # Blocks cover whole steps; what is beyond the width is masked.
@@ -134,7 +134,7 @@ def launch(
       spec((tile.rows, blocks), lambda i, j, k: (i, 0)),
     ]
   else:
-    operands = [planes.split(x)] * planes.COUNT
+    operands = [x.values] * planes.COUNT
     in_specs = [
       spec((None, tile.rows, size), lambda i, j, k, position=position: (position, i, 0))
       for position in range(planes.COUNT)
@@ -168,20 +168,26 @@ def launch(
 
 
 def _library(
-  x: jax.Array | mxfp4.MXTensor,
+  x: jax.Array | planes.Planes | mxfp4.MXTensor,
   weight: mxfp4.MXTensor,
   dtype: jax.typing.DTypeLike,
   rules: mxfp4.Rules,
 ) -> jax.Array:
   """Decodes to bfloat16 (exact) and multiplies with float32 sums."""
-  operand = mxfp4.decode(x, jnp.bfloat16, rules) if isinstance(x, mxfp4.MXTensor) else x
+  match x:
+    case mxfp4.MXTensor():
+      operand = mxfp4.decode(x, jnp.bfloat16, rules)
+    case planes.Planes():
+      operand = x.whole()
+    case _:
+      operand = x
   decoded = mxfp4.decode(weight, jnp.bfloat16, rules)
   total = jnp.einsum("nd,md->nm", operand, decoded, preferred_element_type=jnp.float32)
   return total.astype(dtype)
 
 
 def matmul(
-  x: jax.Array | mxfp4.MXTensor,
+  x: jax.Array | planes.Planes | mxfp4.MXTensor,
   weight: mxfp4.MXTensor,
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
@@ -190,7 +196,7 @@ def matmul(
   """Computes `x @ decode(weight).T` with float32 sums.
 
   Args:
-    x: bfloat16 `[n, d]`, or packed.
+    x: `[n, d]`, bfloat16, by planes (what a kernel reads), or packed.
     weight: Packed `[m, d]`, the paper's scale rule.
     dtype: Of the result.
     implementation: See `lowering.choose`; None also prefers the library's product
@@ -201,10 +207,10 @@ def matmul(
 
   Raises:
     NotImplementedError: A kernel was asked for and cannot run.
-    TypeError: x is neither bfloat16 nor packed.
+    TypeError: x is an array, and not bfloat16.
     ValueError: Widths differ.
   """
-  if not isinstance(x, mxfp4.MXTensor) and x.dtype != jnp.bfloat16:
+  if isinstance(x, jax.Array) and x.dtype != jnp.bfloat16:
     raise TypeError(
       f"pallas_kernels.matmul: x must be bfloat16 or packed, got {x.dtype}."
     )
@@ -219,4 +225,5 @@ def matmul(
     chosen = "xla"
   if chosen == "xla":
     return _library(x, weight, dtype, mxfp4.PAPER_RULES)
-  return launch(x, weight, dtype=dtype, interpret=chosen == "interpret")
+  operand = planes.split(x) if isinstance(x, jax.Array) else x
+  return launch(operand, weight, dtype=dtype, interpret=chosen == "interpret")

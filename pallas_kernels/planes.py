@@ -13,6 +13,8 @@ has its meaning beside it in plain operations. That the two are the same for eve
 and scale is a test, which reads the PTX.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,16 +28,43 @@ WORDS = mxfp4.BLOCK_SIZE // COUNT
 """Words of a block."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Planes:
+  """Values `[n, d]` by planes.
+
+  Attributes:
+    values: bfloat16 `[4, n, d / 4]`.
+  """
+
+  values: jax.Array
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """`(n, d)`."""
+    _, rows, width = self.values.shape
+    return rows, COUNT * width
+
+  def whole(self) -> jax.Array:
+    """bfloat16 `[n, d]`."""
+    return self.values.transpose(1, 2, 0).reshape(self.shape)
+
+
 def words(codes: jax.Array) -> jax.Array:
   """Packed codes uint8 `[n, d / 2]` as int16 `[n, d / 4]`; moves nothing."""
   rows, size = codes.shape
   return lax.bitcast_convert_type(codes.reshape(rows, size // 2, 2), jnp.int16)
 
 
-def split(x: jax.Array) -> jax.Array:
-  """The planes `[4, n, d / 4]` of `[n, d]`."""
+def of_tile(x: jax.Array) -> jax.Array:
+  """The planes `[4, n, d / 4]` of an array `[n, d]`."""
   rows, width = x.shape
   return x.reshape(rows, width // COUNT, COUNT).transpose(2, 0, 1)
+
+
+def split(x: jax.Array) -> Planes:
+  """Values `[n, d]` by planes."""
+  return Planes(of_tile(x))
 
 
 def scale_ptx() -> str:

@@ -17,6 +17,9 @@ from mxjax import mlp_recovery, value_recovery
 from mxjax.pallas_kernels import lowering
 from mxjax.pallas_kernels.lowering import Implementation
 
+FUSED_VALUES = 1 << 20
+"""Values from which a kernel of its own is worth its launch; fewer take XLA's."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -119,6 +122,15 @@ def launch_values(
   return out.reshape(values.shape)
 
 
+def _choose(
+  implementation: Implementation | None, place: str, *arrays: jax.Array
+) -> Implementation:
+  """See `lowering.choose`; None leaves few values to XLA, which adds no launch."""
+  chosen = lowering.choose(implementation, place, _obstacle(*arrays))
+  is_small = arrays[0].size < FUSED_VALUES
+  return "xla" if implementation is None and is_small else chosen
+
+
 def _obstacle(*arrays: jax.Array) -> str | None:
   first = arrays[0]
   if any(a.shape != first.shape or a.dtype != first.dtype for a in arrays):
@@ -141,7 +153,8 @@ def gated_product(
     gate: Gate outputs, `[..., hidden]`, float32 or bfloat16.
     up: Up outputs, same shape and dtype.
     recovery: Float32 scalars.
-    implementation: See `lowering.choose`.
+    implementation: See `lowering.choose`; None also prefers XLA's own fusion below
+      `FUSED_VALUES` values.
 
   Returns:
     The product, rounded to the dtype of `gate`.
@@ -150,7 +163,7 @@ def gated_product(
     NotImplementedError: The kernel was asked for and cannot run.
   """
   place = "pallas_kernels.gated_product"
-  chosen = lowering.choose(implementation, place, _obstacle(gate, up))
+  chosen = _choose(implementation, place, gate, up)
   if chosen == "xla":
     return mlp_recovery.apply(gate, up, recovery)
   return launch_product(gate, up, recovery, interpret=chosen == "interpret")
@@ -169,7 +182,8 @@ def recover_values(
     values: Value outputs, `[..., kv_heads, head_dim]`, float32 or bfloat16.
     recovery: Float32 coefficients, `[kv_heads]`.
     bias: The projection's bias, `[kv_heads * head_dim]`, if not added yet.
-    implementation: See `lowering.choose`.
+    implementation: See `lowering.choose`; None also prefers XLA's own fusion below
+      `FUSED_VALUES` values.
 
   Returns:
     The corrected values, same shape and dtype.
@@ -178,7 +192,7 @@ def recover_values(
     NotImplementedError: The kernel was asked for and cannot run.
   """
   place = "pallas_kernels.recover_values"
-  chosen = lowering.choose(implementation, place, _obstacle(values))
+  chosen = _choose(implementation, place, values)
   if chosen == "xla":
     wide = values.astype(jnp.float32)
     if bias is not None:

@@ -98,23 +98,27 @@ def cases():
     gptq,
     matmul,
     mxfp4_encode,
+    planes,
     recovery,
   )
   from mxjax.value_recovery import ValueRecovery
 
   f32, b16, u8 = jnp.float32, jnp.bfloat16, jnp.uint8
   array = jax.ShapeDtypeStruct
+  dense = lambda n, d: planes.Planes(array((4, n, d // 4), b16))
   packed = lambda n, d: mxfp4.MXTensor(array((n, d // 2), u8), array((n, d // 32), u8))
 
-  def refine(x, *tables, decoded):
+  def refine(x, *tables, form):
     tile = code_refinement.Tile.of(x.shape[0], x.dtype)
     prepare = functools.partial(code_refinement.tables, split=tile.split)
-    launch = functools.partial(code_refinement.launch, tile=tile, decoded=decoded)
+    launch = functools.partial(code_refinement.launch, tile=tile, form=form)
     return launch, x, jax.eval_shape(prepare, *tables)
 
-  tables = [array((128, 32, 32), f32)] * 3
-  codes = functools.partial(refine, decoded=False)
-  values = functools.partial(refine, decoded=True)
+  square = array((128, 32, 32), f32)
+  tables = square, array((128, 528), f32), square
+  codes, values, by_plane = (
+    functools.partial(refine, form=form) for form in ("codes", "values", "planes")
+  )
   product = functools.partial(matmul.launch, dtype=b16)
   return {
     "encode float32": (mxfp4_encode.launch, array((2048, 4096), f32)),
@@ -122,7 +126,7 @@ def cases():
     "one code, split, codes": codes(array((2048, 4096), b16), *tables),
     "one code, split, values": values(array((2048, 4096), b16), *tables),
     "one code, float32, codes": codes(array((2048, 4096), f32), *tables),
-    "one code, float32, values, 1 row": values(array((1, 4096), b16), *tables),
+    "one code, float32, planes, 1 row": by_plane(array((1, 4096), b16), *tables),
     "nearest, split, values": values(array((2048, 4096), b16), tables[0], None, None),
     "GPTQ group of 32 columns": (
       gptq.launch,
@@ -141,7 +145,7 @@ def cases():
     ),
     "matmul bfloat16 x packed, 2048 rows": (
       product,
-      array((2048, 4096), b16),
+      dense(2048, 4096),
       packed(12288, 4096),
     ),
     "matmul packed x packed, 2048 rows": (
@@ -151,13 +155,13 @@ def cases():
     ),
     "matmul bfloat16 x packed, 1 row": (
       product,
-      array((1, 4096), b16),
+      dense(1, 4096),
       packed(4096, 4096),
     ),
     "matmul packed x packed, 16 rows": (product, packed(16, 4096), packed(12288, 4096)),
     "matmul bfloat16 x packed, 48 rows": (
       product,
-      array((48, 576), b16),
+      dense(48, 576),
       packed(1536, 576),
     ),
   }

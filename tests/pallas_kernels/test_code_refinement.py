@@ -8,7 +8,7 @@ import pytest
 from mxjax import code_refinement, mxfp4
 from mxjax.pallas_kernels import code_refinement as kernel
 
-refine = jax.jit(kernel.refine, static_argnames=("decoded", "implementation"))
+refine = jax.jit(kernel.refine, static_argnames=("form", "implementation"))
 
 
 @functools.cache
@@ -21,11 +21,13 @@ def problem(rows=70, blocks=3, seed=0):
   matrix = rotation * rng.uniform(0.5, 2, (blocks, 32, 1))
   w = jnp.asarray(rng.standard_normal((blocks, 32, 48)), jnp.float32)
   gram, cross = code_refinement.tables(w, mxfp4.round_blocks(w))
-  return jnp.asarray(x), jnp.asarray(matrix, jnp.float32), gram, cross
+  packed = code_refinement.pack_symmetric(gram)
+  return jnp.asarray(x), jnp.asarray(matrix, jnp.float32), packed, cross
 
 
 def objective(tensor, x, matrix, gram, cross):
   """||W^ q - W y||^2 up to a constant, float64 `[n, blocks]`, and its scale."""
+  gram = code_refinement.unpack_symmetric(gram)
   matrix, gram, cross = (np.asarray(a, np.float64) for a in (matrix, gram, cross))
   rows = np.asarray(x, np.float64).reshape(x.shape[0], -1, 32)
   y = np.einsum("nbj,bij->nbi", rows, np.broadcast_to(matrix, gram.shape))
@@ -59,6 +61,7 @@ def test_exact_arithmetic_gives_the_codes_of_the_reference_ties_included():
     jnp.asarray(rng.integers(-2, 3, (2, 32, 4)), jnp.float32) for _ in range(2)
   )
   gram, cross = code_refinement.tables(w, w_hat)
+  gram = code_refinement.pack_symmetric(gram)
   want = refine(x, matrix, gram, cross, implementation="xla")
   nearest = refine(x, matrix, implementation="xla")
   assert (np.asarray(want.codes) != np.asarray(nearest.codes)).mean() > 0.01
@@ -74,9 +77,8 @@ def test_two_candidates_are_as_good_as_fifteen_on_a_grid_full_of_ties():
   nearest, slope, curvature, scale = (
     jnp.asarray(a.reshape(1, -1), jnp.float32) for a in np.meshgrid(*axes)
   )
-  reciprocal = jnp.where(curvature == 0, jnp.finfo(jnp.float32).max, 1 / curvature)
   best = jax.jit(kernel._best_change)
-  score, got, index = best(nearest, slope / scale, curvature / 2, reciprocal)
+  score, got, index = best(nearest, slope / scale, curvature)
   want, value = code_refinement.best_code(nearest, scale, slope, curvature)
   np.testing.assert_array_equal(2 * scale**2 * score, want)
   # Where nothing improves, no code is changed and any will do.
@@ -88,7 +90,8 @@ def test_two_candidates_are_as_good_as_fifteen_on_a_grid_full_of_ties():
 
 def test_flat_coordinates_take_no_nan():
   x, matrix, gram, cross = problem()
-  flat = gram.at[:, 7].set(0).at[:, :, 7].set(0)
+  full = code_refinement.unpack_symmetric(gram)
+  flat = code_refinement.pack_symmetric(full.at[:, 7].set(0).at[:, :, 7].set(0))
   for dtype in (jnp.float32, jnp.bfloat16):
     args = x.astype(dtype), matrix, flat, cross
     got = refine(*args, implementation="interpret")
@@ -103,11 +106,16 @@ def test_decoded_output_is_the_decoded_codes(rows):
   x, *tables = problem()
   x = x[:rows].astype(jnp.bfloat16)
   codes = refine(x, *tables, implementation="interpret")
-  values = refine(x, *tables, decoded=True, implementation="interpret")
-  assert values.dtype == jnp.bfloat16
-  np.testing.assert_array_equal(
-    values.astype(jnp.float32), mxfp4.decode(codes, jnp.float32)
-  )
+  for implementation in ("interpret", "xla"):
+    if implementation == "xla":
+      codes = refine(x, *tables, implementation="xla")
+    values = refine(x, *tables, form="values", implementation=implementation)
+    by_plane = refine(x, *tables, form="planes", implementation=implementation)
+    assert values.dtype == by_plane.values.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+      values.astype(jnp.float32), mxfp4.decode(codes, jnp.float32)
+    )
+    np.testing.assert_array_equal(by_plane.whole(), values)
 
 
 def test_without_tables_it_is_the_encoder():
@@ -138,5 +146,8 @@ def test_tables_that_do_not_belong_together_are_refused():
   x, matrix, gram, _ = problem()
   with pytest.raises(ValueError, match="belong together"):
     kernel.refine(x, matrix, gram)
+  with pytest.raises(ValueError, match=r"packed, of shape \(3, 528\)"):
+    full = code_refinement.unpack_symmetric(gram)
+    kernel.refine(x, matrix, full, full)
   with pytest.raises(NotImplementedError, match="float32 or bfloat16, got float16"):
     kernel.refine(x.astype(jnp.float16), implementation="interpret")

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from mxjax import code_refinement as reference
 from mxjax import mxfp4, precision
 from mxjax.mlp_recovery import MlpRecovery
 from mxjax.pallas_kernels import code_refinement, gptq, matmul, mxfp4_encode, recovery
@@ -23,7 +24,8 @@ def test_kernels_trace_to_the_same_types_in_a_64_bit_scope():
   same_in_scope(
     lambda x, w: matmul.matmul(x, w, **how), mxfp4.encode(x), mxfp4.encode(x)
   )
-  tables = jax.random.normal(key, (3, 2, 32, 32), jnp.float32)
+  square = jax.random.normal(key, (2, 32, 32), jnp.float32)
+  tables = square, reference.pack_symmetric(square), square
   for rows in (x, jnp.tile(x, (7, 1)).astype(jnp.bfloat16)):
     same_in_scope(lambda x, t: code_refinement.refine(x, *t, **how), rows, tables)
   upper = jnp.eye(64) + jnp.triu(jnp.full((64, 64), 0.01))

@@ -5,6 +5,7 @@ import pytest
 
 from mxjax import mxfp4
 from mxjax.pallas_kernels import matmul as matmul_kernel
+from mxjax.pallas_kernels import planes
 from mxjax.pallas_kernels.matmul import Tile, matmul
 
 launch = jax.jit(matmul_kernel.launch, static_argnames=("tile", "interpret"))
@@ -68,7 +69,7 @@ def test_every_code_at_every_scale_decodes_exactly():
   weight = mxfp4.MXTensor(
     jnp.asarray(packed), jnp.asarray(np.arange(3, 253, dtype=np.uint8)[:, None])
   )
-  identity = jnp.eye(32, dtype=jnp.bfloat16)
+  identity = planes.split(jnp.eye(32, dtype=jnp.bfloat16))
   got = launch(identity, weight, tile=Tile(32, 64, 64), interpret=True)
   np.testing.assert_array_equal(got.T, mxfp4.decode(weight, jnp.float32))
 

@@ -66,7 +66,7 @@ def test_the_whole_range_of_scales_is_exact():
 def test_planes_are_every_fourth_column():
   codes = np.random.default_rng(0).integers(0, 16, (3, 64), np.uint8)
   word = np.asarray(planes.words(mxfp4.pack(jnp.asarray(codes)))).view(np.uint16)
-  dense = np.asarray(planes.split(jnp.asarray(codes)))
+  dense = np.asarray(planes.of_tile(jnp.asarray(codes)))
   for position in range(planes.COUNT):
     got = (word >> (4 * position)) & 15
     np.testing.assert_array_equal(got, codes[:, position::4])
