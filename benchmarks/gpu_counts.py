@@ -100,7 +100,7 @@ def cases():
   """Name: launch, arguments, values a thread of one pass, and bytes a value."""
   import jax.numpy as jnp
 
-  from mxjax.pallas_kernels import code_refinement, matmul, mxfp4_encode
+  from mxjax.pallas_kernels import code_refinement, matmul, mxfp4_decode, mxfp4_encode
 
   known = compile_kernels.cases()
   packed = 17 / 32
@@ -113,6 +113,9 @@ def cases():
   for name, size in (("float32", 4), ("bfloat16", 2)):
     values, threads = encode.blocks * 32, encode.warps * 32
     add(f"encode {name}", values, threads, size + packed)
+  decode = mxfp4_decode.Tile()
+  values, threads = decode.blocks * 32, decode.warps * 32
+  add("decode to bfloat16", values, threads, 2 + packed)
   tile = code_refinement.Tile.of(2048, jnp.bfloat16)
   for name, size in (("codes", packed), ("values", 2)):
     add(f"one code, split, {name}", tile.rows * 32, tile.warps * 32, 2 + size)
@@ -143,7 +146,7 @@ def main():
     folder = pathlib.Path(folder)
     run = compile_kernels.compiler(folder)
     for name, (launch, *arguments, per_thread, size) in cases().items():
-      [ptx] = run(launch, *arguments)
+      ptx = run(launch, *arguments)[0][0]
       result = count(ptx, folder, per_thread)
       values = rate * min(
         STARTED / result["instructions"], INTEGER / result["on integer units"]

@@ -6,14 +6,15 @@ and evaluation under the contract runs without it.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from mxjax import mxfp4
-from mxjax.quantized_linear import ByteTable, QuantizedLinear
+from mxjax.quantized_linear import ByteTable, Products, QuantizedLinear
 from mxjax.roundings import OneCode
 
 Embeddings = Literal["int8", "mxfp4"]
@@ -24,8 +25,9 @@ def compact(
   *,
   tables: bool = True,
   embeddings: Embeddings | None = None,
+  products: Products | None = None,
 ) -> dict[str, Any]:
-  """Returns params that take less memory and run through the same calls.
+  """Returns params that take less memory or time and run through the same calls.
 
   Args:
     params: A model's params, quantized or not.
@@ -37,6 +39,10 @@ def compact(
       scale a row) or `mxfp4` (nearest), used without rounding inputs. This changes
       the model: see docs/kernels.md for what it costs.
 
+    products: The type in which a GPU multiplies many rows of a quantized linear; None
+      leaves what is chosen. `float8` has exact products, and sums as the GPU rounds
+      them: see docs/kernels.md. It is not saved with the params.
+
   Returns:
     New params; leaves that do not change are shared with the old ones.
 
@@ -47,7 +53,10 @@ def compact(
     raise ValueError(
       f"compact: embeddings must be None, 'int8' or 'mxfp4', got {embeddings!r}."
     )
-  result = dict(_narrow_tables(params) if tables else params)
+  result = dict(_map_linears(_narrow_tables, params) if tables else params)
+  if products is not None:
+    choose = functools.partial(dataclasses.replace, products=products)
+    result = _map_linears(choose, result)
   for name in ("embed_tokens", "lm_head") if embeddings else ():
     weight = result[name]["weight"] if name in result else None
     if isinstance(weight, jax.Array):
@@ -66,10 +75,14 @@ def byte_table(weight: jax.Array) -> ByteTable:
   return ByteTable(codes, scales)
 
 
-def _narrow_tables(node: Any) -> Any:
+def _map_linears(change: Callable[[QuantizedLinear], Any], node: Any) -> Any:
   if isinstance(node, Mapping):
-    return {key: _narrow_tables(value) for key, value in node.items()}
-  if isinstance(node, QuantizedLinear) and isinstance(node.rounding, OneCode):
-    rounding: OneCode = jax.tree.map(lambda a: a.astype(jnp.bfloat16), node.rounding)
-    return dataclasses.replace(node, rounding=rounding)
-  return node
+    return {key: _map_linears(change, value) for key, value in node.items()}
+  return change(node) if isinstance(node, QuantizedLinear) else node
+
+
+def _narrow_tables(leaf: QuantizedLinear) -> QuantizedLinear:
+  if not isinstance(leaf.rounding, OneCode):
+    return leaf
+  rounding: OneCode = jax.tree.map(lambda a: a.astype(jnp.bfloat16), leaf.rounding)
+  return dataclasses.replace(leaf, rounding=rounding)

@@ -10,10 +10,13 @@ import jax.numpy as jnp
 from mxjax import mxfp4, native, straight_through
 from mxjax.input_maps import BlockDense, Hadamard, InputMap, hadamard
 from mxjax.pallas_kernels import code_refinement as refinement_kernel
-from mxjax.pallas_kernels import lowering, matmul, planes
+from mxjax.pallas_kernels import lowering, matmul
 from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.precision import HIGHEST, float32_sums
 from mxjax.roundings import Nearest, OneCode, Rounding, Unrounded
+
+Products = Literal["bfloat16", "float8"]
+"""The types in which a GPU can multiply legal values exactly."""
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +30,8 @@ class QuantizedLinear:
     rounding: The dynamic A4 rule.
     gain: A factor on the outputs, a float32 scalar, or None; only a control has one.
     rules: Scale and tie rules of both operands (static).
+    products: The type in which a GPU multiplies many rows (static): `float8` is faster
+      and exact in its products, see `matmul.float8_matmul`. It is not saved.
   """
 
   weight: mxfp4.MXTensor
@@ -36,6 +41,7 @@ class QuantizedLinear:
   rules: mxfp4.Rules = dataclasses.field(
     default=mxfp4.PAPER_RULES, metadata={"static": True}
   )
+  products: Products = dataclasses.field(default="bfloat16", metadata={"static": True})
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -133,7 +139,9 @@ def map_rows(
     case QuantizedLinear():
       others = jax.tree.map(whole, (weight.input_map, weight.rounding, weight.gain))
       packed = map_rows(by_row, whole, weight.weight)
-      return QuantizedLinear(packed, *others, rules=weight.rules)
+      return QuantizedLinear(
+        packed, *others, rules=weight.rules, products=weight.products
+      )
     case mxfp4.MXTensor() | ByteTable():
       return jax.tree.map(by_row, weight)
     case _:
@@ -237,15 +245,28 @@ def _quantized(
     y = float32_sums(decoded, operand).T.astype(x.dtype)
   else:
     mxfp4.check_width("quantized_linear.linear", x.shape[-1])
-    rows = x.reshape(-1, x.shape[-1])
-    form = "planes" if rows.shape[0] < matmul.LIBRARY_ROWS else "values"
-    operand = _kernel_inputs(rows, weight, form, chosen)
-    y = matmul.matmul(
-      operand, weight.weight, dtype=x.dtype, implementation=implementation
-    )
+    y = _by_kernels(x.reshape(-1, x.shape[-1]), weight, implementation, chosen)
   if weight.gain is not None:
     y = y * weight.gain.astype(y.dtype)
   return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _by_kernels(
+  rows: jax.Array,
+  weight: QuantizedLinear,
+  implementation: Implementation | None,
+  chosen: Implementation,
+) -> jax.Array:
+  """Outputs `[n, out_features]` of inputs `[n, in_features]`, in their dtype."""
+  is_many = rows.shape[0] >= matmul.LIBRARY_ROWS
+  if is_many and weight.products == "float8":
+    form, product = "codes", matmul.float8_matmul
+  else:
+    form, product = "values" if is_many else "planes", matmul.matmul
+  operand = _kernel_inputs(rows, weight, form, chosen)
+  return product(
+    operand, weight.weight, dtype=rows.dtype, implementation=implementation
+  )
 
 
 def _operand_dtype(x: jax.Array, weight: QuantizedLinear) -> jax.typing.DTypeLike:
@@ -274,10 +295,10 @@ def _obstacle(x: jax.Array, weight: QuantizedLinear) -> str | None:
 def _kernel_inputs(
   rows: jax.Array,
   weight: QuantizedLinear,
-  form: Literal["values", "planes"],
+  form: refinement_kernel.Form,
   implementation: Implementation,
-) -> jax.Array | planes.Planes:
-  """The legal A4 operand `[n, in_features]`, bfloat16, by the fused kernel."""
+) -> Any:
+  """The legal A4 operand `[n, in_features]` by the fused kernel, in a form of its."""
   match weight.input_map:
     case None:
       matrix = None
@@ -293,11 +314,9 @@ def _kernel_inputs(
   tables = None, None
   if isinstance(rounding, OneCode):
     tables = rounding.gram, rounding.cross
-  operand = refinement_kernel.refine(
+  return refinement_kernel.refine(
     rows, matrix, *tables, form=form, implementation=implementation
   )
-  assert not isinstance(operand, mxfp4.MXTensor)
-  return operand
 
 
 def _weight_only(

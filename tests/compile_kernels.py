@@ -33,12 +33,16 @@ gpu_device_info {
   clock_rate_ghz: 1.98 device_memory_size: 151397597184
   shared_memory_per_block_optin: 232448
   cuda_compute_capability { major: 9 minor: 0 }
+  driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
+FLOAT8 = "__cublas$lt$matmul$f8"
+"""The library's product of float8, which XLA must find in what we write."""
 MATRIX = (r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k\d+)\.f32\.(\w+)", r"mma\.sync")
 
 
@@ -80,7 +84,9 @@ def prepare(dump):
     "JAX_PLATFORMS": "cpu",
     "PATH": f"{toolkit() / 'bin'}{os.pathsep}{os.environ['PATH']}",
     "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit()} --xla_dump_to={dump} "
-    "--xla_dump_emitter_re=.* --xla_gpu_autotune_level=0",
+    "--xla_dump_emitter_re=.* --xla_gpu_autotune_level=0 "
+    # Without a GPU nothing can be timed, and the library's product is what is meant.
+    "--xla_gpu_enable_triton_gemm=false",
   }
 
 
@@ -97,6 +103,7 @@ def cases():
     code_refinement,
     gptq,
     matmul,
+    mxfp4_decode,
     mxfp4_encode,
     planes,
     recovery,
@@ -142,6 +149,12 @@ def cases():
       recovery.launch_values,
       array((2048, 8, 128), b16),
       ValueRecovery(*[array((8,), f32)] * 2),
+    ),
+    "decode to bfloat16": (mxfp4_decode.launch_bfloat16, packed(12288, 4096)),
+    "float8 product, 2048 rows": (
+      functools.partial(matmul.float8_matmul, dtype=b16),
+      packed(2048, 4096),
+      packed(12288, 4096),
     ),
     "matmul bfloat16 x packed, 2048 rows": (
       product,
@@ -202,7 +215,7 @@ def entries(dump):
 
 
 def compiler(dump):
-  """A function that compiles for the GPU and returns our kernels' PTX files."""
+  """A function that compiles for the GPU: our kernels' PTX files, and the program."""
   import jax
   from jax.experimental import topologies
 
@@ -217,8 +230,9 @@ def compiler(dump):
     for path in dump.rglob("*"):
       path.unlink()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      jax.jit(function).lower(*jax.tree.map(place, arguments)).compile()
-    return entries(dump)
+      traced = jax.jit(function).lower(*jax.tree.map(place, arguments))
+      program = traced.compile().as_text()
+    return entries(dump), program
 
   return run
 
@@ -230,8 +244,11 @@ def compile_all(selected, dump):
     if selected and selected not in name:
       continue
     start = time.perf_counter()
-    results = [assemble(path, dump) for path in run(function, *arguments)]
+    found, program = run(function, *arguments)
+    results = [assemble(path, dump) for path in found]
     seconds = time.perf_counter() - start
+    if "float8 product" in name and FLOAT8 not in program:
+      results.append({"error": f"{FLOAT8} is not in the program"})
     for result in results or [{"error": "no PTX of ours was dumped"}]:
       bad = "error" in result or result["spills"] or result["tf32"]
       print(

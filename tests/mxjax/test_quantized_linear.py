@@ -8,7 +8,7 @@ import pytest
 
 from mxjax import code_refinement, compact, mxfp4, sizes
 from mxjax.input_maps import BlockDense, Hadamard
-from mxjax.quantized_linear import QuantizedLinear, linear, take_rows
+from mxjax.quantized_linear import QuantizedLinear, linear, map_rows, take_rows
 from mxjax.roundings import Nearest, OneCode, Unrounded
 
 run = jax.jit(linear, static_argnames="implementation")
@@ -82,6 +82,23 @@ def test_the_reference_sums_exact_products_in_float32(rule, outputs):
       got = np.asarray(jax.jit(ways)(x))
       got = got if got.shape == want.shape else got.T
       assert np.abs(got - want).max() <= 1e-6 * scale.max()
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+def test_float8_products_are_asked_for_and_take_many_rows(rows):
+  x, weight = draw((rows, 64), jnp.bfloat16), leaf("hires")
+  chosen = compact.compact({"w": weight}, tables=False, products="float8")["w"]
+  assert chosen.products == "float8" and weight.products == "bfloat16"
+  doubled = map_rows(lambda a: jnp.concatenate([a, a]), lambda a: a, chosen)
+  assert doubled.products == "float8"
+  got = run(x, chosen, implementation="interpret")
+  want = run(x, weight, implementation="interpret")
+  text = run.lower(x, chosen, implementation="interpret").as_text()
+  assert ("f8E4M3FN" in text) == (rows == 300)
+  # The operands are the same; sums differ in order, and are rounded to bfloat16.
+  np.testing.assert_allclose(
+    got.astype(jnp.float32), want.astype(jnp.float32), rtol=2.0**-7, atol=2.0**-6
+  )
 
 
 def test_none_is_the_reference_without_a_gpu():

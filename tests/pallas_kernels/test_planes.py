@@ -74,5 +74,5 @@ def test_planes_are_every_fourth_column():
 
 
 def test_the_machine_refuses_what_it_does_not_know():
-  with pytest.raises(KeyError, match="prmt"):
-    ptx_machine.run("{ prmt.b32 $0, $1, $1, 1; }", np.zeros(2, np.uint32))
+  with pytest.raises(KeyError, match="vote"):
+    ptx_machine.run("{ vote.b32 $0, $1; }", np.zeros(2, np.uint32))

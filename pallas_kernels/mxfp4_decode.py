@@ -1,0 +1,278 @@
+"""MXFP4 decode in one pass over memory, to bfloat16 or to float8 with one scale.
+
+The reference is `mxjax.mxfp4.decode`. Products by the library read decoded weights, so
+a forward decodes all of them: 2.5 bytes of traffic a weight to bfloat16, 1.5 to float8.
+Four neighbouring codes become one or two registers, in their own order. The kernels see
+packed codes as 16-bit words and results as 32-bit words; neither view moves anything.
+
+float8 has one scale, a power of two, for a whole tensor. The largest block is put at
+the top of the format's range, and a block is exact if it lies less than `SPREAD` powers
+of two below that: E2M1 values have two significant bits, and every float8 format holds
+them. What lies further down is rounded; `Float8.is_exact` says whether anything does.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mxjax import mxfp4
+from mxjax.pallas_kernels import codec, lowering
+from mxjax.pallas_kernels.lowering import Implementation
+
+Format = Literal["float8_e4m3fn", "float8_e5m2"]
+TOP: dict[Format, int] = {"float8_e4m3fn": 6, "float8_e5m2": 13}
+"""The exponent e for which 6 * 2^e is the largest legal value inside the range."""
+SPREAD: dict[Format, int] = {"float8_e4m3fn": 14, "float8_e5m2": 28}
+"""From 6 * 2^TOP down to 0.5 * 2^(TOP - SPREAD), the smallest subnormal."""
+_LOWEST = 40
+"""Scale bytes below this one would take the tensor's own scale out of float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """How the work is cut: blocks a program, warps that share them."""
+
+  blocks: int = 256
+  warps: int = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Float8:
+  """A tensor in float8 with one scale.
+
+  Attributes:
+    values: `[n, d]`, a `Format`.
+    scale: The power of two to multiply by, a float32 scalar.
+    is_exact: Whether no value was rounded, a bool scalar.
+  """
+
+  values: jax.Array
+  scale: jax.Array
+  is_exact: jax.Array
+
+
+_SPREAD_NIBBLES = """
+  mul.lo.u32 value, half, {0};
+  and.b32 value, value, {1};
+  mul.lo.u32 sign, half, 0x01001000;
+  and.b32 sign, sign, 0x80008000;
+  or.b32 value, value, sign;"""
+"""A byte's two codes to the halves of a register: magnitude by a factor and a mask."""
+
+
+def bfloat16_ptx() -> str:
+  """A byte of two codes, and its block's scale twice, to two bfloat16.
+
+  See `planes.plane_ptx`: the same two products, on neighbours instead of planes.
+  """
+  return f"""{{
+  .reg .b32 value, sign, half;
+  mov.b32 half, $1;{_SPREAD_NIBBLES.format("0x00040040", "0x01C001C0")}
+  mov.b32 sign, 0x7E807E80;
+  mul.rn.bf16x2 value, value, sign;
+  mul.rn.bf16x2 $0, value, $2;
+}}"""
+
+
+def float8_ptx(form: Format) -> str:
+  """A word of four codes, and its block's float16 factor twice, to four float8.
+
+  A code's bits are a float16 whose exponent is 14 too low. A float16 with zeros in its
+  lower half is an E5M2 number; E4M3 has its own conversion.
+  """
+
+  def two(source: str, target: str) -> str:
+    return f"""
+  {source}{_SPREAD_NIBBLES.format("0x00200200", "0x0E000E00")}
+  mov.b32 sign, 0x74007400;
+  mul.rn.f16x2 value, value, sign;
+  mul.rn.f16x2 {target}, value, $2;"""
+
+  lower = two("and.b32 half, $1, 255;", "low")
+  upper = two("shr.b32 half, $1, 8;", "high")
+  if form == "float8_e5m2":
+    join = "prmt.b32 $0, low, high, 0x7531;"
+    registers = ""
+  else:
+    registers = ".reg .b16 first, second;"
+    join = """cvt.rn.satfinite.e4m3x2.f16x2 first, low;
+  cvt.rn.satfinite.e4m3x2.f16x2 second, high;
+  mov.b32 $0, {first, second};"""
+  return f"""{{
+  .reg .b32 value, sign, half, low, high;
+  {registers}{lower}{upper}
+  {join}
+}}"""
+
+
+def bfloat16_pair(byte: jax.Array, scale: jax.Array, *, interpret: bool) -> jax.Array:
+  """Two bfloat16, the lower code's below, of int32 bytes and doubled scales."""
+
+  def meaning(byte: jax.Array, scale: jax.Array) -> jax.Array:
+    upper = lambda code: codec.bits(codec.element(code) * codec.from_bits(scale))
+    even, odd = upper(byte & 15), upper(byte >> 4)
+    return lax.shift_right_logical(even, 16) | (odd & codec.UPPER)
+
+  return lowering.by_ptx(bfloat16_ptx(), meaning, byte, scale, interpret=interpret)
+
+
+def float8_word(
+  word: jax.Array, factor: jax.Array, form: Format, *, interpret: bool
+) -> jax.Array:
+  """Four float8, the lowest code's lowest, of int32 words and doubled factors."""
+
+  def meaning(word: jax.Array, factor: jax.Array) -> jax.Array:
+    half = lax.bitcast_convert_type(factor.astype(jnp.int16), jnp.float16)
+    result = jnp.zeros_like(word)
+    for position in range(4):
+      value = codec.element((word >> (4 * position)) & 15) * half.astype(jnp.float32)
+      byte = lax.bitcast_convert_type(value.astype(form), jnp.uint8)
+      result |= byte.astype(jnp.int32) << (8 * position)
+    return result
+
+  return lowering.by_ptx(float8_ptx(form), meaning, word, factor, interpret=interpret)
+
+
+def _bfloat16_kernel(
+  codes_ref: Any,
+  scales_ref: Any,
+  out_ref: Any,
+  *,
+  rows: int,
+  tile: int,
+  interpret: bool,
+) -> None:
+  mask = lowering.tail_mask(rows, tile, axis=0)
+  byte = lowering.load(codes_ref, mask).astype(jnp.int32)
+  scale = codec.scale(lowering.load(scales_ref, mask).astype(jnp.int32))
+  # Upper half and lower half: a scale has no bits below a bfloat16's.
+  twice = codec.bits(scale) | lax.shift_right_logical(codec.bits(scale), 16)
+  twice = jnp.broadcast_to(twice[:, None], byte.shape)
+  lowering.store(out_ref, bfloat16_pair(byte, twice, interpret=interpret), mask)
+
+
+def _float8_kernel(
+  words_ref: Any,
+  scales_ref: Any,
+  top_ref: Any,
+  out_ref: Any,
+  *,
+  rows: int,
+  tile: int,
+  form: Format,
+  interpret: bool,
+) -> None:
+  mask = lowering.tail_mask(rows, tile, axis=0)
+  word = lowering.load(words_ref, mask).astype(jnp.int32) & 0xFFFF
+  byte = lowering.load(scales_ref, mask).astype(jnp.int32)
+  exponent = byte - top_ref[0] + TOP[form]
+  # A float16 2^exponent; the smallest that a legal block needs is a subnormal.
+  factor = jnp.where(exponent == -15, 1 << 9, 0)
+  factor = jnp.where(exponent >= -14, (exponent + 15) << 10, factor)
+  twice = jnp.broadcast_to((factor * 0x10001)[:, None], word.shape)
+  lowering.store(out_ref, float8_word(word, twice, form, interpret=interpret), mask)
+
+
+def _launch(
+  kernel: Any, codes: jax.Array, *scalars: jax.Array, **how: Any
+) -> jax.Array:
+  """Runs a kernel over blocks; `how` holds scales, name, interpret."""
+  tile, scales = Tile(), how["scales"]
+  rows, width = codes.shape
+  spec = lowering.BlockSpec
+  by_block = lambda n: spec((tile.blocks, n), lambda i: (i, 0))
+  return lowering.launch(
+    functools.partial(kernel, rows=rows, tile=tile.blocks, interpret=how["interpret"]),
+    codes,
+    scales.reshape(rows),
+    *scalars,
+    name=how["name"],
+    grid=(-(-rows // tile.blocks),),
+    in_specs=[
+      by_block(width),
+      spec((tile.blocks,), lambda i: (i,)),
+      *(spec((1,), lambda i: (0,)) for _ in scalars),
+    ],
+    out_specs=by_block(width),
+    out_shape=jax.ShapeDtypeStruct((rows, width), jnp.int32),
+    warps=tile.warps,
+    interpret=how["interpret"],
+  )
+
+
+def launch_bfloat16(tensor: mxfp4.MXTensor, *, interpret: bool = False) -> jax.Array:
+  """Runs the kernel on `[..., d]`."""
+  codes = tensor.codes.reshape(-1, mxfp4.BLOCK_SIZE // 2)
+  words = _launch(
+    _bfloat16_kernel,
+    codes,
+    scales=tensor.scales,
+    name="mxfp4_decode",
+    interpret=interpret,
+  )
+  return lax.bitcast_convert_type(words, jnp.bfloat16).reshape(tensor.shape)
+
+
+def launch_float8(
+  tensor: mxfp4.MXTensor, top: jax.Array, form: Format, *, interpret: bool = False
+) -> jax.Array:
+  """Runs the kernel on `[..., d]`; `top`, int32, is the largest scale byte."""
+  codes = tensor.codes.reshape(-1, mxfp4.BLOCK_SIZE // 4, 2)
+  words = _launch(
+    functools.partial(_float8_kernel, form=form),
+    lax.bitcast_convert_type(codes, jnp.int16),
+    top.reshape(1),
+    scales=tensor.scales,
+    name=f"mxfp4_decode_{form}",
+    interpret=interpret,
+  )
+  return lax.bitcast_convert_type(words, jnp.dtype(form)).reshape(tensor.shape)
+
+
+def decode(
+  tensor: mxfp4.MXTensor, *, implementation: Implementation | None = None
+) -> jax.Array:
+  """Decodes `[..., d]` to bfloat16, exact; see `mxfp4.decode`, `lowering.choose`."""
+  obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
+  chosen = lowering.choose(implementation, "pallas_kernels.decode", obstacle)
+  if chosen == "xla":
+    return mxfp4.decode(tensor, jnp.bfloat16)
+  return launch_bfloat16(tensor, interpret=chosen == "interpret")
+
+
+def float8(
+  tensor: mxfp4.MXTensor,
+  form: Format,
+  *,
+  implementation: Implementation | None = None,
+) -> Float8:
+  """Decodes `[..., d]` to float8 with one scale for the tensor.
+
+  Args:
+    tensor: Packed, the paper's scale rule.
+    form: The float8 format.
+    implementation: See `lowering.choose`.
+
+  Returns:
+    The values, their scale, and whether they are exact. Blocks with the scale byte 0,
+    2^-127, count as zeros: an encoder gives it to blocks of zeros, and no float32 sum
+    beside another block holds them. A byte of 255 is not exact.
+  """
+  obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
+  chosen = lowering.choose(implementation, "pallas_kernels.float8", obstacle)
+  bytes_ = tensor.scales.astype(jnp.int32)
+  top = bytes_.max()
+  is_exact = ((bytes_ == 0) | (top - bytes_ <= SPREAD[form])).all()
+  is_exact &= (top >= _LOWEST) & (top != mxfp4.NOT_FINITE)
+  scale = codec.scale(jnp.maximum(top, _LOWEST) - TOP[form])
+  if chosen == "xla":
+    relative = mxfp4.decode(tensor, jnp.float32) / scale
+    values = jnp.where(is_exact, relative, 0.0).astype(form)
+  else:
+    values = launch_float8(tensor, top, form, interpret=chosen == "interpret")
+  return Float8(values, scale, is_exact)
