@@ -30,11 +30,13 @@ sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent)]
 import gpu_checks
 import gpu_models
 
-from mxjax.pallas_kernels import code_refinement, matmul, mxfp4_encode
+from mxjax import mxfp4
+from mxjax.pallas_kernels import code_refinement, matmul, mxfp4_decode, mxfp4_encode
 
 GOALS = {
   "encode, share of copy bandwidth": (0.80, "at least"),
   "HiRes forward, times BF16": (1.10, "at most"),
+  "HiRes forward, float8 products, times BF16": (1.00, "at most"),
   "HiRes decode, times BF16 tokens a second": (2.5, "at least"),
   "8B build, minutes": (5.0, "at most"),
 }
@@ -147,6 +149,16 @@ def memory_kernels(bench):
   results["transform and nearest bfloat16, values"] = bandwidth(
     bench, run, (x, tables[0])
   )
+  packed = mxfp4.encode(x)
+  run = functools.partial(mxfp4_decode.decode, implementation=bench.how)
+  results["decode bfloat16"] = bandwidth(bench, run, (packed,))
+  for form in mxfp4_decode.TOP:
+    top, _ = mxfp4_decode.float8_range(packed, form)
+
+    def run(tensor, top, form=form):
+      return mxfp4_decode.float8(tensor, form, top, implementation=bench.how).values
+
+    results[f"decode {form}"] = bandwidth(bench, run, (packed, top))
   return results
 
 
@@ -165,6 +177,10 @@ def products(bench):
         functools.partial(matmul.matmul, dtype=jnp.bfloat16, implementation=how)
       )
       row[how] = 1e3 * bench.seconds(run, x, weight)
+    if rows >= matmul.LIBRARY_ROWS:
+      codes = mxfp4.encode(x)
+      run = functools.partial(matmul.float8_matmul, dtype=jnp.bfloat16)
+      row["float8"] = 1e3 * bench.seconds(jax.jit(run), codes, weight)
     packed = weight.codes.nbytes + weight.scales.nbytes
     row["weight_GBps"] = packed / row[bench.how] / 1e6
     row["TFLOPs"] = 2 * rows * m * d / row[bench.how] / 1e9
@@ -173,7 +189,7 @@ def products(bench):
 
 
 def prefill(bench, shape, key):
-  """The full forward of a random model, HiRes first, then BF16."""
+  """The full forward of a random model, HiRes first, BF16 last."""
   tokens = bench.size(2048, 16)
   attention, reason = gpu_models.fastest_attention()
   hidden = jax.random.normal(key, (1, tokens, shape.hidden), jnp.bfloat16)
@@ -188,9 +204,9 @@ def prefill(bench, shape, key):
     "tokens": tokens,
     "TFLOP": flop / 1e12,
   }
-  for kind in ("HiRes", "BF16"):
+  for kind in gpu_models.KINDS:
     keys = jax.random.split(key, shape.layers)
-    layers = [gpu_models.random_layer(k, shape, kind == "HiRes") for k in keys]
+    layers = [gpu_models.random_layer(k, shape, kind) for k in keys]
     head = gpu_models.random_head(key, shape)
 
     def forward(hidden, layers=layers, head=head):
@@ -209,7 +225,8 @@ def prefill(bench, shape, key):
       "peak_GB": stats.get("peak_bytes_in_use", 0) / 1e9,
     }
     del layers, head, forward
-  result["HiRes / BF16"] = result["HiRes"]["ms"] / result["BF16"]["ms"]
+  for kind in gpu_models.KINDS[:-1]:
+    result[f"{kind} / BF16"] = result[kind]["ms"] / result["BF16"]["ms"]
   return result
 
 
@@ -223,7 +240,7 @@ def decode(bench, shape, key):
   result = {"layers_timed": some, "positions": positions, "tokens_in_a_program": tokens}
   for kind in ("HiRes", "BF16"):
     keys = jax.random.split(key, some)
-    layers = [gpu_models.random_layer(k, shape, kind == "HiRes") for k in keys]
+    layers = [gpu_models.random_layer(k, shape, kind) for k in keys]
     caches = [gpu_models.empty_cache(shape, positions, tokens) for _ in layers]
     hidden = jax.random.normal(key, (1, 1, shape.hidden), jnp.bfloat16)
 
@@ -315,6 +332,8 @@ def sections(bench):
   def prefill_8b():
     result = prefill(bench, eight, key)
     bench.goal("HiRes forward, times BF16", result["HiRes / BF16"])
+    faster = "HiRes forward, float8 products, times BF16"
+    bench.goal(faster, result["HiRes, float8 products / BF16"])
     return result
 
   def decode_8b():

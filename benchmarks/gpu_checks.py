@@ -13,7 +13,7 @@ from mxjax import code_refinement, gptq, mxfp4
 from mxjax.mlp_recovery import MlpRecovery
 from mxjax.pallas_kernels import code_refinement as refinement_kernel
 from mxjax.pallas_kernels import gptq as gptq_kernel
-from mxjax.pallas_kernels import matmul, mxfp4_encode, recovery
+from mxjax.pallas_kernels import matmul, mxfp4_decode, mxfp4_encode, recovery
 from mxjax.value_recovery import ValueRecovery
 
 
@@ -122,6 +122,45 @@ def check_matmul(rng, how, size):
   return {"error_in_bounds": errors, "passed": max(errors.values()) <= 1}
 
 
+def check_decode(rng, how, size):
+  """Codes at every scale that an encoder gives, and both float8 formats."""
+  rows = 508 if size < 64 else 508 * 8
+  codes = jnp.asarray(rng.integers(0, 256, (rows, 32)), jnp.uint8)
+  scales = jnp.asarray(np.arange(2 * rows).reshape(rows, 2) % 253, jnp.uint8)
+  results = {}
+  # Interpreted on a CPU, subnormals are flushed.
+  lowest = 3 if how == "interpret" else 0
+  formats = ("bfloat16", lowest), ("float8_e4m3fn", 107), ("float8_e5m2", 93)
+  for name, low in formats:
+    inside = jnp.clip(scales, low, 121 if "float8" in name else 252)
+    tensor = mxfp4.MXTensor(codes, inside)
+    # The reference on CPU: no compiler under test on both sides.
+    want = mxfp4.decode(jax.device_put(tensor, jax.devices("cpu")[0]), jnp.bfloat16)
+    if name == "bfloat16":
+      got = mxfp4_decode.decode(tensor, implementation=how)
+    else:
+      narrow = mxfp4_decode.float8(tensor, name, implementation=how)
+      got = (narrow.values.astype(jnp.float32) * narrow.scale).astype(jnp.bfloat16)
+    results[name] = bool((np.asarray(got) == np.asarray(want)).all())
+  return {"equal": results, "passed": all(results.values())}
+
+
+def check_float8_product(rng, how, size):
+  """Against exact products: how far float8 sums are from float32's bound."""
+  rows, width = (40, 64) if size < 64 else (512, 4096)
+  tensors = [
+    mxfp4.encode(jnp.asarray(rng.standard_t(5, (n, width)), jnp.float32))
+    for n in (rows, 256)
+  ]
+  got = matmul.float8_matmul(*tensors, implementation=how)
+  x, w = (np.asarray(mxfp4.decode(t, jnp.float32), np.float64) for t in tensors)
+  error = np.abs(np.asarray(got, np.float64) - x @ w.T)
+  relative = float(np.linalg.norm(error) / np.linalg.norm(x @ w.T))
+  bound = float((error / (width * 2.0**-24 * (np.abs(x) @ np.abs(w).T))).max())
+  # 14 bits kept in every sum would show 1e-4; a wrong scale or operand shows 1.
+  return {"relative": relative, "in_bounds": bound, "passed": relative < 1e-3}
+
+
 def check_gptq(rng, how, size):
   width = 96
   x = rng.standard_normal((4 * width, width)) @ (
@@ -160,6 +199,8 @@ CHECKS = {
   "encode": check_encode,
   "one code": check_refinement,
   "matmul": check_matmul,
+  "decode": check_decode,
+  "float8 product": check_float8_product,
   "GPTQ": check_gptq,
   "recovery": check_recovery,
 }

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import mxfp4
+from mxjax.compact import compact
 from mxjax.input_maps import BlockDense, hadamard
 from mxjax.mlp_recovery import MlpRecovery
 from mxjax.models import functional
@@ -89,8 +90,12 @@ def random_linear(key, m, d, quantized):
   )
 
 
-def random_layer(key, shape, quantized):
+KINDS = ("HiRes", "HiRes, float8 products", "BF16")
+
+
+def random_layer(key, shape, kind):
   """The params of one layer."""
+  quantized = kind != "BF16"
   keys = jax.random.split(key, 7)
   params = {
     name: random_linear(k, m, d, quantized)
@@ -102,6 +107,8 @@ def random_layer(key, shape, quantized):
     params["mlp_recovery"] = MlpRecovery(0.01 * one, 0.01 * one, 0.01 * one, one)
     heads = jnp.ones(shape.kv_heads, jnp.float32)
     params["value_recovery"] = ValueRecovery(heads, 0.01 * heads)
+  if "float8" in kind:
+    params = compact(params, tables=False, products="float8")
   return params
 
 

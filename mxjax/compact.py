@@ -7,6 +7,7 @@ and evaluation under the contract runs without it.
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -14,10 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import mxfp4
-from mxjax.quantized_linear import ByteTable, Products, QuantizedLinear
+from mxjax.pallas_kernels import mxfp4_decode
+from mxjax.quantized_linear import ByteTable, QuantizedLinear
 from mxjax.roundings import OneCode
 
 Embeddings = Literal["int8", "mxfp4"]
+Products = Literal["bfloat16", "float8"]
 
 
 def compact(
@@ -39,24 +42,36 @@ def compact(
       scale a row) or `mxfp4` (nearest), used without rounding inputs. This changes
       the model: see docs/kernels.md for what it costs.
 
-    products: The type in which a GPU multiplies many rows of a quantized linear; None
-      leaves what is chosen. `float8` has exact products, and sums as the GPU rounds
-      them: see docs/kernels.md. It is not saved with the params.
+    products: The type in which a GPU multiplies many rows of a quantized linear. None
+      leaves what is chosen, which at first is bfloat16. `float8` has exact products
+      too, and sums as the GPU rounds them: see docs/kernels.md. A linear whose weight
+      has too wide a range for it stays with bfloat16, and a warning names it.
 
   Returns:
     New params; leaves that do not change are shared with the old ones.
 
   Raises:
-    ValueError: `embeddings` is not a known name.
+    ValueError: `embeddings` or `products` is not a known name.
   """
   if embeddings not in (None, "int8", "mxfp4"):
     raise ValueError(
       f"compact: embeddings must be None, 'int8' or 'mxfp4', got {embeddings!r}."
     )
+  if products not in (None, "bfloat16", "float8"):
+    raise ValueError(
+      f"compact: products must be None, 'bfloat16' or 'float8', got {products!r}."
+    )
   result = dict(_map_linears(_narrow_tables, params) if tables else params)
   if products is not None:
-    choose = functools.partial(dataclasses.replace, products=products)
+    misfits: list[str] = []
+    choose = functools.partial(_choose_products, products, misfits)
     result = _map_linears(choose, result)
+    if misfits:
+      warnings.warn(
+        f"compact: {len(misfits)} linears stay with bfloat16 products because the "
+        f"scales of their weights do not fit float8: {', '.join(misfits)}.",
+        stacklevel=2,
+      )
   for name in ("embed_tokens", "lm_head") if embeddings else ():
     weight = result[name]["weight"] if name in result else None
     if isinstance(weight, jax.Array):
@@ -75,13 +90,32 @@ def byte_table(weight: jax.Array) -> ByteTable:
   return ByteTable(codes, scales)
 
 
-def _map_linears(change: Callable[[QuantizedLinear], Any], node: Any) -> Any:
+def _map_linears(
+  change: Callable[[str, QuantizedLinear], Any], node: Any, path: str = ""
+) -> Any:
+  """Changes the quantized linears of a tree; their names go by slashes."""
   if isinstance(node, Mapping):
-    return {key: _map_linears(change, value) for key, value in node.items()}
-  return change(node) if isinstance(node, QuantizedLinear) else node
+    inside = f"{path}/" if path else ""
+    return {
+      key: _map_linears(change, value, f"{inside}{key}") for key, value in node.items()
+    }
+  return change(path, node) if isinstance(node, QuantizedLinear) else node
 
 
-def _narrow_tables(leaf: QuantizedLinear) -> QuantizedLinear:
+def _choose_products(
+  products: Products, misfits: list[str], path: str, leaf: QuantizedLinear
+) -> QuantizedLinear:
+  top = None
+  if products == "float8":
+    top, fits = mxfp4_decode.float8_range(leaf.weight, "float8_e4m3fn")
+    if not fits:
+      misfits.append(path)
+      top = None
+  return dataclasses.replace(leaf, float8_top=top)
+
+
+def _narrow_tables(path: str, leaf: QuantizedLinear) -> QuantizedLinear:
+  del path
   if not isinstance(leaf.rounding, OneCode):
     return leaf
   rounding: OneCode = jax.tree.map(lambda a: a.astype(jnp.bfloat16), leaf.rounding)

@@ -15,9 +15,6 @@ from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.precision import HIGHEST, float32_sums
 from mxjax.roundings import Nearest, OneCode, Rounding, Unrounded
 
-Products = Literal["bfloat16", "float8"]
-"""The types in which a GPU can multiply legal values exactly."""
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +27,8 @@ class QuantizedLinear:
     rounding: The dynamic A4 rule.
     gain: A factor on the outputs, a float32 scalar, or None; only a control has one.
     rules: Scale and tie rules of both operands (static).
-    products: The type in which a GPU multiplies many rows (static): `float8` is faster
-      and exact in its products, see `matmul.float8_matmul`. It is not saved.
+    float8_top: The weight's largest scale byte, int32, where a GPU may multiply many
+      rows in float8, or None; see `compact` and `matmul.float8_matmul`.
   """
 
   weight: mxfp4.MXTensor
@@ -41,7 +38,7 @@ class QuantizedLinear:
   rules: mxfp4.Rules = dataclasses.field(
     default=mxfp4.PAPER_RULES, metadata={"static": True}
   )
-  products: Products = dataclasses.field(default="bfloat16", metadata={"static": True})
+  float8_top: jax.Array | None = None
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -137,11 +134,10 @@ def map_rows(
   """Maps the arrays of a weight: those with a row for each output, and the others."""
   match weight:
     case QuantizedLinear():
-      others = jax.tree.map(whole, (weight.input_map, weight.rounding, weight.gain))
+      names = ("input_map", "rounding", "gain", "float8_top")
+      others = {name: jax.tree.map(whole, getattr(weight, name)) for name in names}
       packed = map_rows(by_row, whole, weight.weight)
-      return QuantizedLinear(
-        packed, *others, rules=weight.rules, products=weight.products
-      )
+      return dataclasses.replace(weight, weight=packed, **others)
     case mxfp4.MXTensor() | ByteTable():
       return jax.tree.map(by_row, weight)
     case _:
@@ -259,14 +255,12 @@ def _by_kernels(
 ) -> jax.Array:
   """Outputs `[n, out_features]` of inputs `[n, in_features]`, in their dtype."""
   is_many = rows.shape[0] >= matmul.LIBRARY_ROWS
-  if is_many and weight.products == "float8":
-    form, product = "codes", matmul.float8_matmul
-  else:
-    form, product = "values" if is_many else "planes", matmul.matmul
-  operand = _kernel_inputs(rows, weight, form, chosen)
-  return product(
-    operand, weight.weight, dtype=rows.dtype, implementation=implementation
-  )
+  how = {"dtype": rows.dtype, "implementation": implementation}
+  if is_many and weight.float8_top is not None:
+    codes = _kernel_inputs(rows, weight, "codes", chosen)
+    return matmul.float8_matmul(codes, weight.weight, weight.float8_top, **how)
+  operand = _kernel_inputs(rows, weight, "values" if is_many else "planes", chosen)
+  return matmul.matmul(operand, weight.weight, **how)
 
 
 def _operand_dtype(x: jax.Array, weight: QuantizedLinear) -> jax.typing.DTypeLike:

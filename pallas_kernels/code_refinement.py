@@ -26,7 +26,7 @@ number of instructions for each value, so they are few: docs/kernels.md counts t
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,8 @@ class Tile:
     """The tile for `rows` inputs of a dtype; few rows are not worth splitting."""
     if rows <= 32:
       return cls(16, 1, 4, split=False)
-    repeats = 4 if rows >= 256 else 1
+    # Preparing the tables costs about as much as a tile.
+    repeats = 8 if rows >= 512 else 1
     if jnp.dtype(dtype) == jnp.bfloat16:
       return cls(64, repeats, 4, split=True)
     return cls(32, repeats, 4, split=False)
@@ -67,78 +68,63 @@ Form = Literal["codes", "values", "planes"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tables:
-  """What the kernel reads of a block, beside its inputs.
-
-  Without splitting these are the tables as they are stored, in float32 or bfloat16.
-  Split, the first three are bfloat16 `[blocks or 1, 3, 32, 32]`.
+  """The tables of a linear as they are stored, float32 or bfloat16.
 
   Attributes:
     matrix: The map U, `[blocks or 1, 32, 32]`, or None for no map.
-    gram: G, `[blocks, 528]` packed, split `[blocks, 3, 32, 32]`; None to take nearest.
-    mismatch: K, or M = (G + K) U in split form, or None.
-    curvature: The diagonal of G, float32 `[blocks, 32]`; only if split.
+    gram: G, its triangle `[blocks, 528]`, or None for nearest rounding.
+    cross: K, `[blocks, 32, 32]`, or None.
   """
 
   matrix: Any
   gram: Any
+  cross: Any
+
+
+class _Loaded(NamedTuple):
+  """A block's tables in registers, each three bfloat16 terms if products are split."""
+
+  matrix: Any
+  gram: Any
   mismatch: Any
+  """K, or M = (G + K) U in split form."""
   curvature: Any
+  """The diagonal of G, float32 `[1, 32]`."""
 
 
-def split3(table: jax.Array) -> jax.Array:
-  """Three bfloat16 terms that add up to a float32 table, smallest first, axis -3."""
-  rest, terms = table, []
-  for _ in range(3):
-    term = rest.astype(jnp.bfloat16)
-    terms.append(term)
-    rest = rest - term.astype(jnp.float32)
-  return jnp.stack(terms[::-1], axis=-3)
+def split3(table: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Three bfloat16 terms that add up to a float32 table, smallest first."""
+  first = table.astype(jnp.bfloat16)
+  rest = table - first.astype(jnp.float32)
+  second = rest.astype(jnp.bfloat16)
+  return (rest - second.astype(jnp.float32)).astype(jnp.bfloat16), second, first
 
 
-def tables(
-  matrix: jax.Array | None,
-  gram: jax.Array | None,
-  cross: jax.Array | None,
-  *,
-  split: bool,
-) -> Tables:
-  """Prepares the tables of a linear for a kernel; see `refine` for their shapes."""
-  if not split:
-    return Tables(matrix, gram, cross, None)
-  if gram is None or cross is None:
-    return Tables(None if matrix is None else split3(matrix), None, None, None)
-  gram = code_refinement.unpack_symmetric(gram).astype(jnp.float32)
-  curvature = jnp.diagonal(gram, axis1=-2, axis2=-1)
-  mismatch = gram + cross.astype(jnp.float32)
-  if matrix is not None:
-    wide = jnp.broadcast_to(matrix, gram.shape)
-    mismatch = jnp.einsum("bij,bjk->bik", mismatch, wide, precision=HIGHEST)
-    matrix = split3(matrix)
-  return Tables(matrix, split3(gram), split3(mismatch), curvature)
+def _load_tables(refs: Tables, split: bool) -> _Loaded:
+  """Reads a program's tables once and prepares them: no launch does it before.
 
-
-def _load_tables(refs: Tables, split: bool) -> Tables:
-  """A program's tables in registers: G in full, and the curvature `[1, 32]`."""
-
-  def load(ref: Any) -> Any:
-    if ref is None:
-      return None
-    return tuple(ref[i] for i in range(3)) if split else ref[...].astype(jnp.float32)
-
-  if split or refs.gram is None:
-    curvature = None if refs.curvature is None else refs.curvature[...][None, :]
-    return Tables(*map(load, (refs.matrix, refs.gram, refs.mismatch)), curvature)
-  row, column = (lax.broadcasted_iota(jnp.int32, (_BLOCK, _BLOCK), i) for i in (0, 1))
-  low, high = jnp.minimum(row, column), jnp.maximum(row, column)
-  # Where `code_refinement.pack_symmetric` puts an entry: it is read from memory twice,
-  # which costs less than a launch that unpacks.
+  G's triangle is read where `code_refinement.pack_symmetric` puts an entry, most of it
+  twice.
+  """
+  form = split3 if split else lambda table: table
+  load = lambda ref: None if ref is None else ref[...].astype(jnp.float32)
+  matrix, cross = load(refs.matrix), load(refs.cross)
+  mapping = None if matrix is None else form(matrix)
+  if refs.gram is None:
+    return _Loaded(mapping, None, None, None)
   place = lambda low, high: (low * (2 * _BLOCK - 1 - low) >> 1) + high
+  row, column = (lax.broadcasted_iota(jnp.int32, (_BLOCK, _BLOCK), i) for i in (0, 1))
   diagonal = lax.broadcasted_iota(jnp.int32, (1, _BLOCK), 1)
   gram, curvature = (
-    refs.gram[index].astype(jnp.float32)
-    for index in (place(low, high), place(diagonal, diagonal))
+    refs.gram[place(jnp.minimum(i, j), jnp.maximum(i, j))].astype(jnp.float32)
+    for i, j in ((row, column), (diagonal, diagonal))
   )
-  return Tables(load(refs.matrix), gram, load(refs.mismatch), curvature)
+  mismatch = cross
+  if split:
+    mismatch = gram + cross
+    if matrix is not None:
+      mismatch = lowering.dot_float32(mismatch, matrix)
+  return _Loaded(mapping, form(gram), form(mismatch), curvature)
 
 
 def _best_change(
@@ -182,7 +168,7 @@ def _split_dot(x: jax.Array, table: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def _realize(
-  x: jax.Array, t: Tables, *, split: bool, decoded: bool, interpret: bool
+  x: jax.Array, t: _Loaded, *, split: bool, decoded: bool, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
   """A tile `[rows, 32]` realized; `t` holds loaded tables.
 
@@ -266,13 +252,13 @@ def _table_spec(table: jax.Array | None) -> lowering.BlockSpec | None:
 
 def launch(
   x: jax.Array,
-  prepared: Tables,
+  tables: Tables,
   *,
   tile: Tile,
   form: Form,
   interpret: bool = False,
 ) -> jax.Array | mxfp4.MXTensor | planes.Planes:
-  """Runs the kernel on x `[n, d]` with tables prepared for `tile.split`."""
+  """Runs the kernel on x `[n, d]`."""
   rows, width = x.shape
   blocks, size = width // _BLOCK, tile.rows * tile.repeats
   spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
@@ -295,12 +281,12 @@ def launch(
   out = lowering.launch(
     functools.partial(_kernel, tile=tile, rows=rows, form=form, interpret=interpret),
     x,
-    prepared,
-    name="one_code" if prepared.gram is not None else "transform_encode",
+    tables,
+    name="one_code" if tables.gram is not None else "transform_encode",
     grid=(blocks, -(-rows // size)),
     in_specs=[
       spec((size, _BLOCK), lambda b, i: (i, b)),
-      jax.tree.map(_table_spec, prepared),
+      jax.tree.map(_table_spec, tables),
     ],
     out_specs=out_specs,
     out_shape=out_shape,
@@ -386,6 +372,5 @@ def refine(
     values = mxfp4.decode(tensor, jnp.bfloat16)
     return values if form == "values" else planes.split(values)
   tile = Tile.of(x.shape[0], x.dtype)
-  prepared = tables(matrix, gram, cross, split=tile.split)
-  interpret = chosen == "interpret"
-  return launch(x, prepared, tile=tile, form=form, interpret=interpret)
+  tables = Tables(matrix, gram, cross)
+  return launch(x, tables, tile=tile, form=form, interpret=chosen == "interpret")

@@ -183,8 +183,11 @@ def _library(
       operand = x.whole()
     case _:
       operand = x
+  # A GPU's library sums in float32 and writes what is asked for; XLA on a CPU might
+  # sum in that type too.
+  wanted = jnp.float32 if implementation == "xla" else dtype
   total = jnp.einsum(
-    "nd,md->nm", operand, decode(weight), preferred_element_type=jnp.float32
+    "nd,md->nm", operand, decode(weight), preferred_element_type=wanted
   )
   return total.astype(dtype)
 
@@ -239,6 +242,7 @@ def matmul(
 def float8_matmul(
   x: mxfp4.MXTensor,
   weight: mxfp4.MXTensor,
+  top: jax.Array | None = None,
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
   implementation: Implementation | None = None,
@@ -253,6 +257,8 @@ def float8_matmul(
   Args:
     x: Packed `[n, d]`.
     weight: Packed `[m, d]`.
+    top: The weight's largest scale byte, if it is known to fit E4M3; see
+      `mxfp4_decode.float8_range`.
     dtype: Of the result.
     implementation: How operands are decoded; see `lowering.choose`.
 
@@ -267,7 +273,7 @@ def float8_matmul(
   obstacle = None if x.shape[0] else "x has no rows"
   chosen = lowering.choose(implementation, "pallas_kernels.float8_matmul", obstacle)
   left = mxfp4_decode.float8(x, "float8_e5m2", implementation=chosen)
-  right = mxfp4_decode.float8(weight, "float8_e4m3fn", implementation=chosen)
+  right = mxfp4_decode.float8(weight, "float8_e4m3fn", top, implementation=chosen)
 
   def exact() -> jax.Array:
     # The highest precision is what keeps a GPU's library from its fast sums.

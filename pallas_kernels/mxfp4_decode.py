@@ -245,9 +245,24 @@ def decode(
   return launch_bfloat16(tensor, interpret=chosen == "interpret")
 
 
+def float8_range(tensor: mxfp4.MXTensor, form: Format) -> tuple[jax.Array, jax.Array]:
+  """The largest scale byte of a tensor, int32, and whether float8 holds it exactly.
+
+  Blocks with the scale byte 0, 2^-127, count as zeros: an encoder gives it to blocks of
+  zeros, and no float32 sum beside another block holds them. With a byte of 255, or none
+  that float32 could scale by, nothing is exact.
+  """
+  byte = tensor.scales.astype(jnp.int32)
+  top = byte.max()
+  lowest = jnp.where(byte == 0, mxfp4.NOT_FINITE, byte).min()
+  is_inside = (top >= _LOWEST) & (top != mxfp4.NOT_FINITE)
+  return top, is_inside & (top - lowest <= SPREAD[form])
+
+
 def float8(
   tensor: mxfp4.MXTensor,
   form: Format,
+  top: jax.Array | None = None,
   *,
   implementation: Implementation | None = None,
 ) -> Float8:
@@ -256,19 +271,17 @@ def float8(
   Args:
     tensor: Packed, the paper's scale rule.
     form: The float8 format.
+    top: The largest scale byte, if the tensor is known to fit; see `float8_range`.
     implementation: See `lowering.choose`.
 
   Returns:
-    The values, their scale, and whether they are exact. Blocks with the scale byte 0,
-    2^-127, count as zeros: an encoder gives it to blocks of zeros, and no float32 sum
-    beside another block holds them. A byte of 255 is not exact.
+    The values, their scale, and whether they are exact.
   """
   obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
   chosen = lowering.choose(implementation, "pallas_kernels.float8", obstacle)
-  bytes_ = tensor.scales.astype(jnp.int32)
-  top = bytes_.max()
-  is_exact = ((bytes_ == 0) | (top - bytes_ <= SPREAD[form])).all()
-  is_exact &= (top >= _LOWEST) & (top != mxfp4.NOT_FINITE)
+  is_exact = jnp.asarray(True)
+  if top is None:
+    top, is_exact = float8_range(tensor, form)
   scale = codec.scale(jnp.maximum(top, _LOWEST) - TOP[form])
   if chosen == "xla":
     relative = mxfp4.decode(tensor, jnp.float32) / scale

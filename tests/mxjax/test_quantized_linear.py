@@ -88,9 +88,13 @@ def test_the_reference_sums_exact_products_in_float32(rule, outputs):
 def test_float8_products_are_asked_for_and_take_many_rows(rows):
   x, weight = draw((rows, 64), jnp.bfloat16), leaf("hires")
   chosen = compact.compact({"w": weight}, tables=False, products="float8")["w"]
-  assert chosen.products == "float8" and weight.products == "bfloat16"
+  assert int(chosen.float8_top) == int(weight.weight.scales.max())
+  assert weight.float8_top is None
   doubled = map_rows(lambda a: jnp.concatenate([a, a]), lambda a: a, chosen)
-  assert doubled.products == "float8"
+  assert int(doubled.float8_top) == int(chosen.float8_top)
+  assert doubled.shape == (96, 64)
+  back = compact.compact({"w": chosen}, tables=False, products="bfloat16")["w"]
+  assert back.float8_top is None
   got = run(x, chosen, implementation="interpret")
   want = run(x, weight, implementation="interpret")
   text = run.lower(x, chosen, implementation="interpret").as_text()
@@ -99,6 +103,19 @@ def test_float8_products_are_asked_for_and_take_many_rows(rows):
   np.testing.assert_allclose(
     got.astype(jnp.float32), want.astype(jnp.float32), rtol=2.0**-7, atol=2.0**-6
   )
+
+
+def test_a_weight_that_float8_cannot_hold_is_named_and_left():
+  weight = leaf("rtn")
+  scales = weight.weight.scales.at[0, 0].set(weight.weight.scales.max() - 15)
+  wide = dataclasses.replace(weight, weight=mxfp4.MXTensor(weight.weight.codes, scales))
+  params = {"layer": {"q": {"weight": weight}, "k": {"weight": wide}}}
+  with pytest.warns(UserWarning, match="1 linears stay .*: layer/k/weight"):
+    layer = compact.compact(params, products="float8")["layer"]
+  assert layer["q"]["weight"].float8_top is not None
+  assert layer["k"]["weight"].float8_top is None
+  with pytest.raises(ValueError, match="products must be None"):
+    compact.compact(params, products="float16")
 
 
 def test_none_is_the_reference_without_a_gpu():
