@@ -2,6 +2,8 @@
 
   NVDISASM=PATH python benchmarks/gpu_counts.py
 
+Also the launches of a compiled layer, for one token beside a cache and for 2,048.
+
 Compiles the kernels as `tests/compile_kernels.py` does, for an H200 and without one,
 disassembles them (`nvdisasm` of a CUDA toolkit, or of the package triton), and counts
 the instructions of one pass through the innermost loop, or of the whole kernel where it
@@ -13,6 +15,7 @@ nothing here has run, and no kernel reaches all of its bound.
 
 import argparse
 import collections
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -25,6 +28,7 @@ import sys
 import tempfile
 
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent.parent)]
+sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent)]
 
 from tests import compile_kernels
 
@@ -132,6 +136,56 @@ def cases():
   return result
 
 
+def launches(run):
+  """Kernels that a compiled Qwen3-8B-shaped layer starts, by kind and use."""
+  import gpu_models
+  import jax
+  import jax.numpy as jnp
+
+  from mxjax.quantized_linear import QuantizedLinear
+
+  shape, tokens = gpu_models.QWEN3_8B, 16
+  row = lambda n: jax.ShapeDtypeStruct((1, n, shape.hidden), jnp.bfloat16)
+
+  def token(layer, cache, hidden):
+    step = lambda _, state: gpu_models.forward_layer(shape, None, None, layer, *state)
+    return jax.lax.fori_loop(0, tokens, step, (hidden, cache))[0]
+
+  def prefill(layer, hidden):
+    return gpu_models.forward_layer(shape, "xla", None, layer, hidden)[0]
+
+  result = {}
+  for kind in gpu_models.KINDS:
+    stored = "BF16" if kind == "BF16" else "HiRes"
+    layer = jax.eval_shape(
+      lambda stored=stored: gpu_models.random_layer(jax.random.key(0), shape, stored)
+    )
+    if "float8" in kind:
+      top = jax.ShapeDtypeStruct((), jnp.int32)
+      layer = {
+        name: dataclasses.replace(leaf, float8_top=top)
+        if isinstance(leaf, QuantizedLinear)
+        else leaf
+        for name, leaf in layer.items()
+      }
+    cache = jax.eval_shape(lambda: gpu_models.empty_cache(shape, 2048, tokens))
+    result[kind] = {
+      "one token": started(run(token, layer, cache, row(1))[1]),
+      "2048 tokens": started(run(prefill, layer, row(2048))[1]),
+    }
+    print(f"{kind}: launches of a layer {result[kind]}")
+  return result
+
+
+def started(program):
+  """Launches in the computation of a program that has most; a branch counts as one."""
+  launch = re.compile(
+    r"\n\s+(?:ROOT )?%[^\n]* (?:fusion|custom-call|copy|conditional)\("
+  )
+  parts = re.split(r"\n(?=%|ENTRY)", program)
+  return max(len(launch.findall(part)) for part in parts)
+
+
 def main():
   """Writes and prints the result."""
   parser = argparse.ArgumentParser(description=__doc__)
@@ -159,6 +213,7 @@ def main():
         f"{result['on integer units']:5.2f} on integer units, "
         f"{values:.3g} values/s, {result['memory rate at most']:.2f} of the memory's"
       )
+    of_a_layer = launches(run)
   document = {
     "command": "python benchmarks/gpu_counts.py",
     "date": datetime.date.today().isoformat(),
@@ -170,6 +225,7 @@ def main():
     },
     "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib")},
     "kernels": kernels,
+    "launches of a Qwen3-8B-shaped layer": of_a_layer,
   }
   pathlib.Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
 

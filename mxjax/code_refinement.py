@@ -87,7 +87,11 @@ def _rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def code_score(delta: jax.Array, slope: jax.Array, curvature: jax.Array) -> jax.Array:
-  """Delta(i, c) = 2 delta slope + delta^2 curvature, the one score of all backends."""
+  """Delta(i, c) = 2 delta slope + delta^2 curvature.
+
+  XLA and the processor's kernel share it to the bit; a GPU's kernel, whose slopes are
+  sums in another order anyway, has half of it in Horner's form.
+  """
   return _rounded_product(2.0 * delta, slope) + _rounded_product(
     delta * delta, curvature
   )

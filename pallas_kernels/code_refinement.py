@@ -266,11 +266,11 @@ def launch(
     case "codes":
       out_specs = [
         spec((size, _BLOCK // 2), lambda b, i: (i, b)),
-        spec((None, size), lambda b, i: (b, i)),
+        spec((size, None), lambda b, i: (i, b)),
       ]
       out_shape = [
         array((rows, width // 2), jnp.uint8),
-        array((blocks, rows), jnp.uint8),
+        array((rows, blocks), jnp.uint8),
       ]
     case "values":
       out_specs = [spec((size, _BLOCK), lambda b, i: (i, b))]
@@ -294,7 +294,7 @@ def launch(
     interpret=interpret,
   )
   if form == "codes":
-    return mxfp4.MXTensor(out[0], out[1].T)
+    return mxfp4.MXTensor(out[0], out[1])
   return planes.Planes(out[0]) if form == "planes" else out[0]
 
 

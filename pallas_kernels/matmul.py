@@ -284,7 +284,7 @@ def float8_matmul(
       precision=HIGHEST,
       preferred_element_type=dtype,
     )
-    return total * (left.scale * right.scale).astype(dtype)
+    return total * codec.scale_of(left.exponent + right.exponent).astype(dtype)
 
   def otherwise() -> jax.Array:
     return _library(x, weight, dtype, chosen)

@@ -28,8 +28,8 @@ TOP: dict[Format, int] = {"float8_e4m3fn": 6, "float8_e5m2": 13}
 """The exponent e for which 6 * 2^e is the largest legal value inside the range."""
 SPREAD: dict[Format, int] = {"float8_e4m3fn": 14, "float8_e5m2": 28}
 """From 6 * 2^TOP down to 0.5 * 2^(TOP - SPREAD), the smallest subnormal."""
-_LOWEST = 40
-"""Scale bytes below this one would take the tensor's own scale out of float32."""
+_LOWEST, _HIGHEST = 77, 180
+"""Of a tensor's largest scale byte, so that the scale of a product is a float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Float8:
 
   Attributes:
     values: `[n, d]`, a `Format`.
-    scale: The power of two to multiply by, a float32 scalar.
+    exponent: Of the power of two to multiply by, an int32 scalar.
     is_exact: Whether no value was rounded, a bool scalar.
   """
 
   values: jax.Array
-  scale: jax.Array
+  exponent: jax.Array
   is_exact: jax.Array
 
 
@@ -253,10 +253,11 @@ def float8_range(tensor: mxfp4.MXTensor, form: Format) -> tuple[jax.Array, jax.A
   that float32 could scale by, nothing is exact.
   """
   byte = tensor.scales.astype(jnp.int32)
-  top = byte.max()
-  lowest = jnp.where(byte == 0, mxfp4.NOT_FINITE, byte).min()
-  is_inside = (top >= _LOWEST) & (top != mxfp4.NOT_FINITE)
-  return top, is_inside & (top - lowest <= SPREAD[form])
+  below = jnp.where(byte == 0, 0, mxfp4.NOT_FINITE - byte)
+  # One reduction for both ends.
+  top, furthest = jnp.stack([byte, below]).max(tuple(range(1, byte.ndim + 1)))
+  spread = top - (mxfp4.NOT_FINITE - furthest)
+  return top, (top >= _LOWEST) & (top <= _HIGHEST) & (spread <= SPREAD[form])
 
 
 def float8(
@@ -275,17 +276,17 @@ def float8(
     implementation: See `lowering.choose`.
 
   Returns:
-    The values, their scale, and whether they are exact.
+    The values, their exponent, and whether they are exact.
   """
   obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
   chosen = lowering.choose(implementation, "pallas_kernels.float8", obstacle)
   is_exact = jnp.asarray(True)
   if top is None:
     top, is_exact = float8_range(tensor, form)
-  scale = codec.scale(jnp.maximum(top, _LOWEST) - TOP[form])
+  exponent = top - mxfp4.SCALE_BIAS - TOP[form]
   if chosen == "xla":
-    relative = mxfp4.decode(tensor, jnp.float32) / scale
+    relative = mxfp4.decode(tensor, jnp.float32) * codec.inverse_scale_of(exponent)
     values = jnp.where(is_exact, relative, 0.0).astype(form)
   else:
     values = launch_float8(tensor, top, form, interpret=chosen == "interpret")
-  return Float8(values, scale, is_exact)
+  return Float8(values, exponent, is_exact)

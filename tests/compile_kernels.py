@@ -133,6 +133,7 @@ def cases():
     "one code, split, values": values(array((2048, 4096), b16), *tables),
     "one code, float32, codes": codes(array((2048, 4096), f32), *tables),
     "one code, float32, planes, 1 row": by_plane(array((1, 4096), b16), *tables),
+    "one code, split, planes, 48 rows": by_plane(array((48, 4096), b16), *tables),
     "nearest, split, values": values(array((2048, 4096), b16), tables[0], None, None),
     "GPTQ group of 32 columns": (
       gptq.launch,
@@ -226,7 +227,7 @@ def compiler(dump):
   place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
   def run(function, *arguments):
-    for path in dump.rglob("*"):
+    for path in filter(pathlib.Path.is_file, dump.rglob("*")):
       path.unlink()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       traced = jax.jit(function).lower(*jax.tree.map(place, arguments))
