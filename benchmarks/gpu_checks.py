@@ -153,13 +153,21 @@ def check_float8_product(rng, how, size):
     mxfp4.encode(jnp.asarray(rng.standard_t(5, (n, width)), jnp.float32))
     for n in (rows, 256)
   ]
+  formats = "float8_e5m2", "float8_e4m3fn"
+  ranges = map(mxfp4_decode.float8_range, tensors, formats)
+  took_float8 = all(bool(is_exact) for _, is_exact in ranges)
   got = matmul.float8_matmul(*tensors, implementation=how)
   x, w = (np.asarray(mxfp4.decode(t, jnp.float32), np.float64) for t in tensors)
   error = np.abs(np.asarray(got, np.float64) - x @ w.T)
   relative = float(np.linalg.norm(error) / np.linalg.norm(x @ w.T))
   bound = float((error / (width * 2.0**-24 * (np.abs(x) @ np.abs(w).T))).max())
   # 14 bits kept in every sum would show 1e-4; a wrong scale or operand shows 1.
-  return {"relative": relative, "in_bounds": bound, "passed": relative < 1e-3}
+  return {
+    "took_float8": took_float8,
+    "relative": relative,
+    "in_bounds": bound,
+    "passed": took_float8 and relative < 1e-3,
+  }
 
 
 def check_gptq(rng, how, size):

@@ -27,8 +27,7 @@ import subprocess
 import sys
 import tempfile
 
-sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent.parent)]
-sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent)]
+sys.path[:0] = map(str, pathlib.Path(__file__).resolve().parents[:2])
 
 from tests import compile_kernels
 

@@ -41,7 +41,6 @@ def compact(
     embeddings: Store the embedding, and an untied head, as `int8` (symmetric, one
       scale a row) or `mxfp4` (nearest), used without rounding inputs. This changes
       the model: see docs/kernels.md for what it costs.
-
     products: The type in which a GPU multiplies many rows of a quantized linear. None
       leaves what is chosen, which at first is bfloat16. `float8` has exact products
       too, and sums as the GPU rounds them: see docs/kernels.md. A linear whose weight

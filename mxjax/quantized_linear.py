@@ -28,7 +28,8 @@ class QuantizedLinear:
     gain: A factor on the outputs, a float32 scalar, or None; only a control has one.
     rules: Scale and tie rules of both operands (static).
     float8_top: The weight's largest scale byte, int32, where a GPU may multiply many
-      rows in float8, or None; see `compact` and `matmul.float8_matmul`.
+      rows in float8, or None; see `compact` and `matmul.float8_matmul`. It holds for
+      this weight only: who replaces the weight sets it to None.
   """
 
   weight: mxfp4.MXTensor

@@ -54,7 +54,7 @@ class Tile:
     """The tile for `rows` inputs of a dtype; few rows are not worth splitting."""
     if rows <= 32:
       return cls(16, 1, 4, split=False)
-    # Preparing the tables costs about as much as a tile.
+    # Every program prepares its tables, so with many rows it takes several tiles.
     repeats = 8 if rows >= 512 else 1
     if jnp.dtype(dtype) == jnp.bfloat16:
       return cls(64, repeats, 4, split=True)
@@ -331,6 +331,8 @@ def refine(
   implementation: Implementation | None = None,
 ) -> jax.Array | mxfp4.MXTensor | planes.Planes:
   """Maps and encodes activations, with one code of each block refined.
+
+  Paper: Eq. hires-code-score.
 
   Args:
     x: Raw inputs, `[n, d]`, bfloat16 or float32.

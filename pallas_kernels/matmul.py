@@ -247,7 +247,7 @@ def float8_matmul(
   dtype: jax.typing.DTypeLike = jnp.float32,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """`matmul` of packed operands by the library's float8 product, twice as fast.
+  """`matmul` of packed operands by the library's float8 product.
 
   x becomes E5M2 and the weight E4M3, each with one power of two for the tensor. If a
   block of either does not fit that exactly, the product is taken in bfloat16.

@@ -2,13 +2,13 @@
 
 The reference is `mxjax.mxfp4.decode`. Products by the library read decoded weights, so
 a forward decodes all of them: 2.5 bytes of traffic a weight to bfloat16, 1.5 to float8.
-Four neighbouring codes become one or two registers, in their own order. The kernels see
-packed codes as 16-bit words and results as 32-bit words; neither view moves anything.
+A byte of codes becomes two bfloat16, a word of four codes four float8, each a register
+of 32 bits with the codes in their order; these views move nothing.
 
 float8 has one scale, a power of two, for a whole tensor. The largest block is put at
-the top of the format's range, and a block is exact if it lies less than `SPREAD` powers
+the top of the format's range, and a block is exact if it lies at most `SPREAD` powers
 of two below that: E2M1 values have two significant bits, and every float8 format holds
-them. What lies further down is rounded; `Float8.is_exact` says whether anything does.
+them. `Float8.is_exact` says whether all blocks fit; if not, the values are of no use.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Float8:
   is_exact: jax.Array
 
 
-_SPREAD_NIBBLES = """
+_TWO_CODES = """
   mul.lo.u32 value, half, {0};
   and.b32 value, value, {1};
   mul.lo.u32 sign, half, 0x01001000;
@@ -72,7 +72,7 @@ def bfloat16_ptx() -> str:
   """
   return f"""{{
   .reg .b32 value, sign, half;
-  mov.b32 half, $1;{_SPREAD_NIBBLES.format("0x00040040", "0x01C001C0")}
+  mov.b32 half, $1;{_TWO_CODES.format("0x00040040", "0x01C001C0")}
   mov.b32 sign, 0x7E807E80;
   mul.rn.bf16x2 value, value, sign;
   mul.rn.bf16x2 $0, value, $2;
@@ -88,7 +88,7 @@ def float8_ptx(form: Format) -> str:
 
   def two(source: str, target: str) -> str:
     return f"""
-  {source}{_SPREAD_NIBBLES.format("0x00200200", "0x0E000E00")}
+  {source}{_TWO_CODES.format("0x00200200", "0x0E000E00")}
   mov.b32 sign, 0x74007400;
   mul.rn.f16x2 value, value, sign;
   mul.rn.f16x2 {target}, value, $2;"""
@@ -179,19 +179,24 @@ def _float8_kernel(
 
 
 def _launch(
-  kernel: Any, codes: jax.Array, *scalars: jax.Array, **how: Any
+  kernel: Any,
+  codes: jax.Array,
+  scales: jax.Array,
+  *scalars: jax.Array,
+  name: str,
+  interpret: bool,
 ) -> jax.Array:
-  """Runs a kernel over blocks; `how` holds scales, name, interpret."""
-  tile, scales = Tile(), how["scales"]
+  """Runs a kernel over blocks, `codes` a row for each; int32, the same shape."""
+  tile = Tile()
   rows, width = codes.shape
   spec = lowering.BlockSpec
   by_block = lambda n: spec((tile.blocks, n), lambda i: (i, 0))
   return lowering.launch(
-    functools.partial(kernel, rows=rows, tile=tile.blocks, interpret=how["interpret"]),
+    functools.partial(kernel, rows=rows, tile=tile.blocks, interpret=interpret),
     codes,
     scales.reshape(rows),
     *scalars,
-    name=how["name"],
+    name=name,
     grid=(-(-rows // tile.blocks),),
     in_specs=[
       by_block(width),
@@ -201,7 +206,7 @@ def _launch(
     out_specs=by_block(width),
     out_shape=jax.ShapeDtypeStruct((rows, width), jnp.int32),
     warps=tile.warps,
-    interpret=how["interpret"],
+    interpret=interpret,
   )
 
 
@@ -211,7 +216,7 @@ def launch_bfloat16(tensor: mxfp4.MXTensor, *, interpret: bool = False) -> jax.A
   words = _launch(
     _bfloat16_kernel,
     codes,
-    scales=tensor.scales,
+    tensor.scales,
     name="mxfp4_decode",
     interpret=interpret,
   )
@@ -226,8 +231,8 @@ def launch_float8(
   words = _launch(
     functools.partial(_float8_kernel, form=form),
     lax.bitcast_convert_type(codes, jnp.int16),
+    tensor.scales,
     top.reshape(1),
-    scales=tensor.scales,
     name=f"mxfp4_decode_{form}",
     interpret=interpret,
   )

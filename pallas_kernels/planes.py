@@ -6,11 +6,10 @@ is the sum of the products of the planes, so nothing has to be put in order agai
 
 A register holds two words, and one shift or mask works on both. A code's sign and
 three low bits, moved to bits 15 and 8 to 6, are a bfloat16 whose exponent is 126 too
-low, the subnormal 0.5 included; two products put in 2^126 and the block's scale. That
-is four to five instructions for two weights, where values one by one in float32 take
-twenty. The compiler does not find this form, so it is written in PTX, and each function
-has its meaning beside it in plain operations. That the two are the same for every word
-and scale is a test, which reads the PTX.
+low, the subnormal 0.5 included; two products put in 2^126 and the block's scale. The
+compiler does not find this form, so it is written in PTX, and each function has its
+meaning beside it in plain operations. That the two are the same for every word and
+scale is a test, which reads the PTX. `benchmarks/gpu_counts.py` counts what it takes.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ from mxjax.pallas_kernels import lowering
 from mxjax.pallas_kernels.lowering import Implementation
 
 FUSED_VALUES = 1 << 20
-"""Values from which a kernel of its own is worth its launch; fewer take XLA's."""
+"""Values from which None takes a kernel of its own, by estimate; fewer take XLA's."""
 
 
 @dataclasses.dataclass(frozen=True)
