@@ -17,8 +17,8 @@ from mxjax.compact import compact
 from mxjax.input_maps import BlockDense, hadamard
 from mxjax.mlp_recovery import MlpRecovery
 from mxjax.models import functional
-from mxjax.pallas_kernels import recovery
-from mxjax.quantized_linear import QuantizedLinear, linear
+from mxjax.pallas_kernels import prologues, recovery
+from mxjax.quantized_linear import QuantizedLinear, linear, linears
 from mxjax.roundings import OneCode
 from mxjax.value_recovery import ValueRecovery
 
@@ -101,7 +101,7 @@ def random_layer(key, shape, kind):
     name: random_linear(k, m, d, quantized)
     for k, (name, (m, d)) in zip(keys, shape.linears().items(), strict=True)
   }
-  params["norms"] = jnp.ones((2, shape.hidden), jnp.bfloat16)
+  params["norms"] = [jnp.ones(shape.hidden, jnp.bfloat16)] * 2
   if quantized:
     one = jnp.ones((), jnp.float32)
     params["mlp_recovery"] = MlpRecovery(0.01 * one, 0.01 * one, 0.01 * one, one)
@@ -135,14 +135,15 @@ def fastest_attention():
 
 def forward_layer(shape, attention, implementation, params, hidden, cache=None):
   """One decoder layer on `[1, T, d]`; with a cache, on the token behind it."""
-  multiply = functools.partial(linear, implementation=implementation)
+  multiply = functools.partial(linears, implementation=implementation)
   frequencies = functional.inverse_frequencies(shape.head_dim, 1e6)
   start = 0 if cache is None else cache["length"]
   by_head = (*hidden.shape[:2], -1, shape.head_dim)
-  x = functional.rms_norm(hidden, params["norms"][0], 1e-6)
-  q = functional.rotary(multiply(x, params["q"]).reshape(by_head), frequencies, start)
-  k = functional.rotary(multiply(x, params["k"]).reshape(by_head), frequencies, start)
-  v = multiply(x, params["v"]).reshape(by_head)
+  before = prologues.Normalized(hidden, params["norms"][0], 1e-6)
+  q, k, v = multiply(before, [params[name] for name in ("q", "k", "v")])
+  q = functional.rotary(q.reshape(by_head), frequencies, start)
+  k = functional.rotary(k.reshape(by_head), frequencies, start)
+  v = v.reshape(by_head)
   if "value_recovery" in params:
     v = recovery.recover_values(
       v, params["value_recovery"], implementation=implementation
@@ -155,21 +156,18 @@ def forward_layer(shape, attention, implementation, params, hidden, cache=None):
     put = lambda a, b: jax.lax.dynamic_update_slice(a, b, (0, start, 0, 0))
     cache = {"k": put(cache["k"], k), "v": put(cache["v"], v), "length": start + 1}
     out = functional.cached_attention(q, cache["k"], cache["v"], start)
-  hidden = hidden + multiply(out, params["o"])
-  x = functional.rms_norm(hidden, params["norms"][1], 1e-6)
-  gate, up = multiply(x, params["gate"]), multiply(x, params["up"])
-  if "mlp_recovery" in params:
-    product = recovery.gated_product(
-      gate, up, params["mlp_recovery"], implementation=implementation
-    )
-  else:
-    product = functional.gated_product(gate, up)
-  return hidden + multiply(product, params["down"]), cache
+  [attended] = multiply(out, [params["o"]])
+  hidden = hidden + attended
+  before = prologues.Normalized(hidden, params["norms"][1], 1e-6)
+  gate, up = multiply(before, [params["gate"], params["up"]])
+  product = prologues.GatedProduct(gate, up, params.get("mlp_recovery"))
+  [made] = multiply(product, [params["down"]])
+  return hidden + made, cache
 
 
 def forward_head(params, hidden):
   """Logits of all positions, bfloat16."""
-  return linear(functional.rms_norm(hidden, params["norm"], 1e-6), params["head"])
+  return linear(prologues.Normalized(hidden, params["norm"], 1e-6), params["head"])
 
 
 def empty_cache(shape, positions, room):

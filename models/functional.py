@@ -1,4 +1,4 @@
-"""The arithmetic of a decoder layer as plain functions: norm, rotary, attention.
+"""The arithmetic of a decoder layer as plain functions: rotary and attention.
 
 Nothing here knows of parameters' names or of flax. Sums and softmax run in float32
 whatever the dtype of the operands, products at full precision.
@@ -16,26 +16,6 @@ from mxjax.models.config import RopeScaling
 
 QUERY_CHUNK = 256
 """Queries attended at once: bounds the score array to `QUERY_CHUNK * length`."""
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-  r"""Divides each row by its root mean square and scales it.
-
-  .. math::
-    y = w \odot x / \sqrt{\operatorname{mean}(x^2) + \epsilon}
-
-  Args:
-    x: Rows, `[..., d]`, float32 or bfloat16.
-    weight: Scale of each coordinate, `[d]`, any float dtype.
-    eps: Added to the mean square.
-
-  Returns:
-    The normalized rows, `[..., d]`, in the dtype of `x`.
-  """
-  wide = x.astype(jnp.float32)
-  mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-  normal = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
-  return normal * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
 def inverse_frequencies(
@@ -253,19 +233,3 @@ def _attend(queries: jax.Array, parts: list[Part]) -> jax.Array:
     for weight, (_, values, _) in zip(weights, parts, strict=True)
   )
   return (outputs / total).astype(parts[0][1].dtype)
-
-
-def gated_product(gate: jax.Array, up: jax.Array) -> jax.Array:
-  """Computes `silu(gate) * up`.
-
-  Args:
-    gate: Gate outputs, `[..., hidden]`.
-    up: Up outputs, same shape and dtype.
-
-  Returns:
-    The product, same shape and dtype.
-  """
-  # Feature-major, as linears make and take it: a transpose fused with the exponential
-  # would cost XLA:CPU its vector instructions.
-  rows, columns = (a.reshape(-1, a.shape[-1]).T for a in (gate, up))
-  return (jax.nn.silu(rows) * columns).T.reshape(gate.shape)

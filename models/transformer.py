@@ -5,7 +5,7 @@ nested: `params["layers_0"]["self_attn"]["q_proj"]["weight"]` is `[out, in]`.
 """
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,11 @@ from flax import linen as nn
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import layer_norms
+from mxjax.pallas_kernels import prologues
 from mxjax.pallas_kernels import recovery as recovery_kernels
-from mxjax.quantized_linear import linear, take_rows
+from mxjax.quantized_linear import linear, linears, take_rows
+
+Made = TypeVar("Made", bound=prologues.Input)
 
 CALIBRATION = "calibration"
 """The linen collection that receives the taps."""
@@ -48,10 +51,10 @@ def _leaf(
   return module.param(name, initializer, shape, jnp.bfloat16)
 
 
-def _tap(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
+def _tap(module: nn.Module, name: str, value: Made) -> Made:
   """Records `value` if the caller made the collection mutable, and returns it."""
   if module.is_mutable_collection(CALIBRATION) and not module.is_initializing():
-    module.put_variable(CALIBRATION, name, value)
+    module.put_variable(CALIBRATION, name, prologues.as_array(value))
   return value
 
 
@@ -73,16 +76,28 @@ class Linear(nn.Module):
   out_features: int
   use_bias: bool = False
 
-  @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps `[..., in_features]` to `[..., out_features]`, same dtype."""
+  def setup(self) -> None:
+    """Reads or creates the weight, `[out_features, in_features]`, and the bias."""
     normal = nn.initializers.normal(0.02)
-    weight = _leaf(self, "weight", normal, self.out_features, self.in_features)
-    y = linear(x, weight)
+    self.weight = _leaf(self, "weight", normal, self.out_features, self.in_features)
+    if self.use_bias:
+      self.bias = _leaf(self, "bias", nn.initializers.zeros, self.out_features)
+
+  def __call__(self, x: prologues.Input) -> jax.Array:
+    """Maps `[..., in_features]` to `[..., out_features]`, same dtype."""
+    return self.with_bias(linear(x, self.weight))
+
+  def with_bias(self, y: jax.Array) -> jax.Array:
+    """Adds the bias, if there is one, to products `[..., out_features]`."""
     if not self.use_bias:
       return y
-    bias = _leaf(self, "bias", nn.initializers.zeros, self.out_features)
-    return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias.shape)
+    return y + self.bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + self.bias.shape)
+
+
+def _side_by_side(x: prologues.Input, *layers: Linear) -> list[jax.Array]:
+  """The outputs of linears of one input."""
+  products = linears(x, [layer.weight for layer in layers])
+  return [layer.with_bias(y) for layer, y in zip(layers, products, strict=True)]
 
 
 class Embedding(nn.Module):
@@ -115,11 +130,15 @@ class RMSNorm(nn.Module):
   width: int
   eps: float
 
-  @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalizes `[..., width]`, same dtype."""
+    return self.later(x).array()
+
+  @nn.compact
+  def later(self, x: jax.Array) -> prologues.Normalized:
+    """The same, for linears to make."""
     weight = _leaf(self, "weight", nn.initializers.ones, self.width)
-    return functional.rms_norm(x, weight, self.eps)
+    return prologues.Normalized(x, weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -144,7 +163,7 @@ class Attention(nn.Module):
       )
       self.q_norm, self.k_norm = norm(query_width), norm(value_width)
 
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: prologues.Input) -> jax.Array:
     """Maps what the layer feeds it, `[B, T, d]`, to its output, same shape."""
     config = self.config
     _tap(self, "qkv_input", x)
@@ -153,7 +172,7 @@ class Attention(nn.Module):
     )
     by_head = (*x.shape[:2], -1, config.head_dim)
     start = self.get_variable(CACHE, "length", 0)
-    queries, keys = self.q_proj(x), self.k_proj(x)
+    queries, keys, values = _side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
     if config.qk_norm == "projection":
       queries, keys = self.q_norm(queries), self.k_norm(keys)
     queries, keys = queries.reshape(by_head), keys.reshape(by_head)
@@ -161,7 +180,7 @@ class Attention(nn.Module):
       queries, keys = self.q_norm(queries), self.k_norm(keys)
     queries = functional.rotary(queries, frequencies, start)
     keys = functional.rotary(keys, frequencies, start)
-    values = _tap(self, "value", self.v_proj(x).reshape(by_head))
+    values = _tap(self, "value", values.reshape(by_head))
     if self.has_variable("params", "value_recovery"):
       recovery = self.get_variable("params", "value_recovery")
       values = recovery_kernels.recover_values(values, recovery)
@@ -200,16 +219,13 @@ class MLP(nn.Module):
     self.up_proj = Linear(width, hidden, bias)
     self.down_proj = Linear(hidden, width, bias)
 
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: prologues.Input) -> jax.Array:
     """Maps what the layer feeds it, `[B, T, d]`, to its output, same shape."""
     _tap(self, "gate_up_input", x)
-    gate = _tap(self, "gate", self.gate_proj(x))
-    up = _tap(self, "up", self.up_proj(x))
-    if self.has_variable("params", "mlp_recovery"):
-      recovery = self.get_variable("params", "mlp_recovery")
-      product = recovery_kernels.gated_product(gate, up, recovery)
-    else:
-      product = functional.gated_product(gate, up)
+    gate, up = _side_by_side(x, self.gate_proj, self.up_proj)
+    gate, up = _tap(self, "gate", gate), _tap(self, "up", up)
+    recovery = self.get_variable("params", "mlp_recovery", None)
+    product = prologues.GatedProduct(gate, up, recovery)
     return self.down_proj(_tap(self, "down_input", product))
 
 
@@ -233,7 +249,7 @@ class DecoderLayer(nn.Module):
       if self.config.is_post_norm:
         hidden = hidden + norm(block(hidden))
       else:
-        hidden = hidden + block(norm(hidden))
+        hidden = hidden + block(norm.later(hidden))
     return hidden
 
 

@@ -277,7 +277,7 @@ def apply(gate: jax.Array, up: jax.Array, recovery: MlpRecovery) -> jax.Array:
   Returns:
     The product, same shape and dtype as `gate`.
   """
-  # Feature-major, as linears make and take it; see `models.functional.gated_product`.
+  # Feature-major, as linears make and take it; see `elementwise.gated_product`.
   g, u = (a.astype(jnp.float32).reshape(-1, a.shape[-1]).T for a in (gate, up))
   shift = recovery.gate_shift * recovery.gate_deviation
   product = jax.nn.silu((1.0 + recovery.gate_scale) * g + shift) * (

@@ -1,7 +1,9 @@
 """The typed leaf of a quantized linear, and the one function that looks at it."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 from mxjax import mxfp4, native, straight_through
 from mxjax.input_maps import BlockDense, Hadamard, InputMap, hadamard
 from mxjax.pallas_kernels import code_refinement as refinement_kernel
-from mxjax.pallas_kernels import lowering, matmul
+from mxjax.pallas_kernels import lowering, matmul, prologues
 from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.precision import HIGHEST, float32_sums
 from mxjax.roundings import Nearest, OneCode, Rounding, Unrounded
@@ -178,21 +180,18 @@ def quantized_inputs(
   return rounded.reshape(x.shape[-1], -1)
 
 
+Stored = jax.Array | mxfp4.MXTensor | ByteTable
+Weight = Stored | QuantizedLinear | StraightThrough | RowSharded
+"""What a linear may have for a weight."""
+
+
 def linear(
-  x: jax.Array,
-  weight: jax.Array
-  | mxfp4.MXTensor
-  | ByteTable
-  | QuantizedLinear
-  | StraightThrough
-  | RowSharded,
-  *,
-  implementation: Implementation | None = None,
+  x: prologues.Input, weight: Weight, *, implementation: Implementation | None = None
 ) -> jax.Array:
   """Computes `x @ weight.T`, strictly W4A4 where the leaf is quantized.
 
   Args:
-    x: Inputs, `[..., in_features]`, float32 or bfloat16.
+    x: Inputs, `[..., in_features]`, float32 or bfloat16, or what is to become them.
     weight: An array `[out_features, in_features]`; a packed one or a byte table,
       whose values are used as they are with inputs that are not rounded; a quantized
       leaf, or the differentiable stand-in of one; any of them by rows on a mesh.
@@ -206,62 +205,105 @@ def linear(
     NotImplementedError: Kernels were asked for and cannot run.
     ValueError: The quantized leaf's width is not a multiple of 32.
   """
-  if isinstance(weight, RowSharded):
-    return weight.linear(x)
-  if isinstance(weight, StraightThrough):
-    x = straight_through.round_rows(x, weight.rules)
-    weight = weight.weight
   if isinstance(weight, QuantizedLinear):
-    return _quantized(x, weight, implementation)
-  if isinstance(weight, mxfp4.MXTensor):
-    return _weight_only(x, weight, implementation)
-  if isinstance(weight, ByteTable):
-    # Bytes are exact in bfloat16; the scale of a row comes out of the product.
-    y = linear(x, weight.codes)
-    scales = weight.scales.reshape((1,) * (y.ndim - 1) + (-1,))
-    return (y.astype(jnp.float32) * scales).astype(x.dtype)
-  return _product(x, weight.astype(x.dtype))
+    return _quantized(x, [weight], implementation)[0]
+  x = prologues.as_array(x)
+  match weight:
+    case RowSharded():
+      return weight.linear(x)
+    case StraightThrough():
+      return _product(
+        straight_through.round_rows(x, weight.rules), weight.weight.astype(x.dtype)
+      )
+    case mxfp4.MXTensor():
+      return _weight_only(x, weight, implementation)
+    case ByteTable():
+      # Bytes are exact in bfloat16; the scale of a row comes out of the product.
+      y = linear(x, weight.codes)
+      scales = weight.scales.reshape((1,) * (y.ndim - 1) + (-1,))
+      return (y.astype(jnp.float32) * scales).astype(x.dtype)
+    case _:
+      return _product(x, weight.astype(x.dtype))
+
+
+def linears(
+  x: prologues.Input,
+  weights: Sequence[Weight],
+  *,
+  implementation: Implementation | None = None,
+) -> list[jax.Array]:
+  """`linear` of several weights; quantized ones of few inputs share their launches."""
+  quantized = [weight for weight in weights if isinstance(weight, QuantizedLinear)]
+  if len(quantized) == len(weights):
+    return _quantized(x, quantized, implementation)
+  # Made once.
+  x = prologues.as_array(x)
+  return [linear(x, weight, implementation=implementation) for weight in weights]
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-  """`x @ weight.T`, made feature-major: see `models.functional.gated_product`."""
+  """`x @ weight.T`, made feature-major: see `elementwise.gated_product`."""
   rows = x.reshape(-1, x.shape[-1])
   y = jnp.einsum("nd,md->mn", rows, weight, precision=HIGHEST).T
   return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _quantized(
+  x: prologues.Input,
+  weights: Sequence[QuantizedLinear],
+  implementation: Implementation | None,
+) -> list[jax.Array]:
+  """Outputs of quantized linears `[..., out_features]`, in the dtype of x."""
+  width = x.shape[-1]
+  mxfp4.check_width("quantized_linear.linear", width)
+  obstacles = [_obstacle(x, weight) for weight in weights]
+  obstacle = next(filter(None, obstacles), None)
+  chosen = lowering.choose(implementation, "linear", obstacle)
+  if chosen != "xla":
+    outputs = _by_kernels(prologues.flat(x), weights, implementation, chosen)
+  else:
+    made = prologues.as_array(x)
+    outputs = [_by_xla(made, weight, implementation) for weight in weights]
+  result = []
+  for y, weight in zip(outputs, weights, strict=True):
+    scaled = y if weight.gain is None else y * weight.gain.astype(y.dtype)
+    result.append(scaled.reshape(*x.shape[:-1], weight.shape[0]))
+  return result
+
+
+def _by_xla(
   x: jax.Array, weight: QuantizedLinear, implementation: Implementation | None
 ) -> jax.Array:
-  chosen = lowering.choose(implementation, "linear", _obstacle(x, weight))
-  if chosen == "xla":
-    dtype = _operand_dtype(x, weight)
-    reference = "xla" if implementation == "xla" else None
-    operand = quantized_inputs(x, weight, reference).astype(dtype)
-    decoded = mxfp4.decode(weight.weight, dtype, weight.rules)
-    y = float32_sums(decoded, operand).T.astype(x.dtype)
-  else:
-    mxfp4.check_width("quantized_linear.linear", x.shape[-1])
-    y = _by_kernels(x.reshape(-1, x.shape[-1]), weight, implementation, chosen)
-  if weight.gain is not None:
-    y = y * weight.gain.astype(y.dtype)
-  return y.reshape(*x.shape[:-1], weight.shape[0])
+  """Outputs `[n, out_features]` by XLA's products."""
+  dtype = _operand_dtype(x, weight)
+  reference = "xla" if implementation == "xla" else None
+  operand = quantized_inputs(x, weight, reference).astype(dtype)
+  decoded = mxfp4.decode(weight.weight, dtype, weight.rules)
+  return float32_sums(decoded, operand).T.astype(x.dtype)
 
 
 def _by_kernels(
-  rows: jax.Array,
-  weight: QuantizedLinear,
+  rows: prologues.Input,
+  weights: Sequence[QuantizedLinear],
   implementation: Implementation | None,
   chosen: Implementation,
-) -> jax.Array:
+) -> list[jax.Array]:
   """Outputs `[n, out_features]` of inputs `[n, in_features]`, in their dtype."""
   is_many = rows.shape[0] >= matmul.LIBRARY_ROWS
   how = {"dtype": rows.dtype, "implementation": implementation}
-  if is_many and weight.float8_top is not None:
-    codes = _kernel_inputs(rows, weight, "codes", chosen)
-    return matmul.float8_matmul(codes, weight.weight, weight.float8_top, **how)
-  operand = _kernel_inputs(rows, weight, "values" if is_many else "planes", chosen)
-  return matmul.matmul(operand, weight.weight, **how)
+  if not is_many:
+    operands = _kernel_inputs(rows, weights, "planes", chosen)
+    return matmul.matmul_each(operands, [w.weight for w in weights], **how)
+  outputs = []
+  for weight in weights:
+    form = "values" if weight.float8_top is None else "codes"
+    [operand] = _kernel_inputs(rows, [weight], form, chosen)
+    if weight.float8_top is None:
+      outputs.append(matmul.matmul(operand, weight.weight, **how))
+    else:
+      top = weight.float8_top
+      outputs.append(matmul.float8_matmul(operand, weight.weight, top, **how))
+  return outputs
 
 
 def _operand_dtype(x: jax.Array, weight: QuantizedLinear) -> jax.typing.DTypeLike:
@@ -276,7 +318,7 @@ def _operand_dtype(x: jax.Array, weight: QuantizedLinear) -> jax.typing.DTypeLik
   return jnp.bfloat16 if is_legal and weight.rules.scale_rule != "mx43" else x.dtype
 
 
-def _obstacle(x: jax.Array, weight: QuantizedLinear) -> str | None:
+def _obstacle(x: prologues.Input, weight: QuantizedLinear) -> str | None:
   """Why the kernels cannot run a quantized leaf, or None."""
   if weight.rules != mxfp4.PAPER_RULES:
     return f"kernels know the paper's rules only, got {weight.rules}"
@@ -284,34 +326,58 @@ def _obstacle(x: jax.Array, weight: QuantizedLinear) -> str | None:
     return f"kernels do not know the rounding {type(weight.rounding).__name__}"
   if x.dtype not in (jnp.float32, jnp.bfloat16):
     return f"kernels take float32 or bfloat16 inputs, got {x.dtype}"
-  return None if x.size else f"there are no inputs in shape {x.shape}"
+  return None if math.prod(x.shape) else f"there are no inputs in shape {x.shape}"
 
 
 def _kernel_inputs(
-  rows: jax.Array,
-  weight: QuantizedLinear,
+  rows: prologues.Input,
+  weights: Sequence[QuantizedLinear],
   form: refinement_kernel.Form,
   implementation: Implementation,
-) -> Any:
-  """The legal A4 operand `[n, in_features]` by the fused kernel, in a form of its."""
+) -> list[Any]:
+  """Each linear's legal A4 operand `[n, in_features]` by the fused kernel."""
+  refine = functools.partial(
+    refinement_kernel.refine_for, form=form, implementation=implementation
+  )
+  tables = [_kernel_tables(weight) for weight in weights]
+  if not any(_maps_before(weight) for weight in weights):
+    return refine(rows, tables)
+  made = prologues.as_array(rows)
+  return [
+    refine(_mapped(made, weight) if _maps_before(weight) else made, [each])[0]
+    for weight, each in zip(weights, tables, strict=True)
+  ]
+
+
+def _maps_before(weight: QuantizedLinear) -> bool:
+  """Whether a linear's map goes across blocks, which the kernel does not know."""
   match weight.input_map:
-    case None:
-      matrix = None
+    case None | BlockDense() | Hadamard(size=mxfp4.BLOCK_SIZE, signs=None):
+      return False
+    case _:
+      return True
+
+
+def _mapped(rows: jax.Array, weight: QuantizedLinear) -> jax.Array:
+  """Inputs `[n, in_features]` mapped by XLA, float32."""
+  assert weight.input_map is not None
+  blocks = weight.input_map.apply(mxfp4.to_blocks(rows.astype(jnp.float32)))
+  return mxfp4.from_blocks(blocks)
+
+
+def _kernel_tables(weight: QuantizedLinear) -> refinement_kernel.Tables:
+  """What the fused kernel does for a linear."""
+  match weight.input_map:
     case BlockDense(matrix=blocks):
       matrix = blocks.astype(jnp.float32)
     case Hadamard(size=mxfp4.BLOCK_SIZE, signs=None):
       matrix = hadamard(mxfp4.BLOCK_SIZE)[None]
-    case other:
-      # A map across blocks runs before the kernel, in float32.
-      mapped = other.apply(mxfp4.to_blocks(rows.astype(jnp.float32)))
-      rows, matrix = mxfp4.from_blocks(mapped), None
+    case _:
+      matrix = None
   rounding = weight.rounding
-  tables = None, None
   if isinstance(rounding, OneCode):
-    tables = rounding.gram, rounding.cross
-  return refinement_kernel.refine(
-    rows, matrix, *tables, form=form, implementation=implementation
-  )
+    return refinement_kernel.Tables(matrix, rounding.gram, rounding.cross)
+  return refinement_kernel.Tables(matrix, None, None)
 
 
 def _weight_only(
@@ -328,9 +394,7 @@ def _weight_only(
   return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def take_rows(
-  weight: jax.Array | mxfp4.MXTensor | ByteTable | RowSharded, index: jax.Array
-) -> jax.Array:
+def take_rows(weight: Stored | RowSharded, index: jax.Array) -> jax.Array:
   """Rows of a table that may be packed; an index outside gives NaN rows.
 
   Args:

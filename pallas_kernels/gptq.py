@@ -46,7 +46,7 @@ def _group_kernel(
   rows: int,
   interpret: bool,
 ) -> None:
-  mask = lowering.tail_mask(rows, tile.rows, axis=0)
+  mask = lowering.tail_mask(rows, tile.rows, lowering.program_id(0))
   weight = lowering.load(weight_ref, None, mask)
   magnitude = codec.bits(weight) & codec.UPPER_HALF
   exponent = codec.block_exponent(jnp.max(magnitude, axis=0))[:, None]

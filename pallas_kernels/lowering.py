@@ -89,17 +89,22 @@ def launch(
   return call(*operands)
 
 
-def tail_mask(rows: int, tile: int, axis: int) -> jax.Array | None:
-  """Which rows of this program's tile exist, bool `[tile]`; None if all always do.
+def tail_mask(rows: int, tile: int, index: jax.Array) -> jax.Array | None:
+  """Which rows of a tile exist, bool `[tile]`; None if all of every tile do.
 
   Args:
     rows: Rows of the whole array.
     tile: Rows of a tile.
-    axis: Grid axis that counts the tiles.
+    index: The tile, int32.
   """
   if rows % tile == 0:
     return None
-  return program_id(axis) * tile + lax.iota(jnp.int32, tile) < rows
+  return index * tile + lax.iota(jnp.int32, tile) < rows
+
+
+def switch(index: jax.Array, branches: Sequence[Callable[[], Any]]) -> Any:
+  """Runs one of a few programs that share a launch; a single one without a choice."""
+  return branches[0]() if len(branches) == 1 else lax.switch(index, branches)
 
 
 def load(ref: Any, *masks: jax.Array | None) -> jax.Array:

@@ -16,6 +16,7 @@ library's product: see docs/kernels.md for the count.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -66,16 +67,76 @@ class Tile:
     return cls(few if rows <= 16 else 64, 64, columns, splits)
 
 
-def _matmul_kernel(
-  *refs: Any, tile: Tile, shape: tuple[int, int, int], is_packed: bool, interpret: bool
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """What a launch is compiled for: shapes, packing and how it is cut.
+
+  Attributes:
+    tile: How the work is cut.
+    rows: Rows of every x.
+    width: Columns of every operand.
+    outputs: Rows of each weight.
+    is_packed: Whether the inputs are packed, or by planes.
+    interpret: See `lowering.by_ptx`.
+  """
+
+  tile: Tile
+  rows: int
+  width: int
+  outputs: tuple[int, ...]
+  is_packed: bool
+  interpret: bool
+
+  def tiles(self, linear: int) -> int:
+    """Output tiles of one linear."""
+    return -(-self.outputs[linear] // self.tile.outputs)
+
+  def first(self, linear: int) -> int:
+    """The place of its first tile among those of all linears."""
+    return sum(map(self.tiles, range(linear)))
+
+  @property
+  def grid(self) -> tuple[int, int, int]:
+    """Row tiles, output tiles of all linears, splits."""
+    every = self.first(len(self.outputs))
+    return -(-self.rows // self.tile.rows), every, self.tile.splits
+
+  @property
+  def covered(self) -> int:
+    """Columns in whole steps; what is beyond the width is masked."""
+    return -(-self.width // self.tile.columns) * self.tile.columns
+
+
+def _matmul_kernel(operands: Any, *out_refs: Any, work: _Work) -> None:
+  place = tuple(map(lowering.program_id, range(3)))
+  count = len(work.outputs)
+  linear = sum((place[1] >= work.first(i)).astype(jnp.int32) for i in range(1, count))
+  lowering.switch(
+    linear,
+    [
+      functools.partial(_output_tile, *operands[i], out_refs[i], i, place, work)
+      for i in range(count)
+    ],
+  )
+
+
+def _output_tile(
+  x_refs: Any,
+  codes_ref: Any,
+  scales_ref: Any,
+  out_ref: Any,
+  linear: int,
+  place: tuple[jax.Array, jax.Array, jax.Array],
+  work: _Work,
 ) -> None:
-  *x_refs, codes_ref, scales_ref, out_ref = refs
-  rows, outputs, width = shape
+  """One tile of one linear's output, or a split's share of it."""
+  tile, width = work.tile, work.width
   size, blocks = tile.columns // planes.COUNT, tile.columns // mxfp4.BLOCK_SIZE
-  steps = -(-width // (tile.columns * tile.splits))
-  first = lowering.program_id(2) * steps
-  x_rows = lowering.tail_mask(rows, tile.rows, axis=0)
-  weight_rows = lowering.tail_mask(outputs, tile.outputs, axis=1)
+  steps = work.covered // (tile.columns * tile.splits)
+  first = place[2] * steps
+  x_rows = lowering.tail_mask(work.rows, tile.rows, place[0])
+  index = place[1] - work.first(linear)
+  weight_rows = lowering.tail_mask(work.outputs[linear], tile.outputs, index)
 
   def tail(step: jax.Array, unit: int) -> jax.Array | None:
     """Which of a step's groups of `unit` columns exist; None if all always do."""
@@ -91,8 +152,8 @@ def _matmul_kernel(
     word = lowering.load(codes.at[:, here], mask, tail(step, planes.COUNT))
     byte = lowering.load(scales.at[:, by_block], mask, tail(step, mxfp4.BLOCK_SIZE))
     byte = codec.spread(byte.astype(jnp.int16), planes.WORDS)
-    scale = planes.scales(byte, interpret=interpret)
-    decode = functools.partial(planes.plane, word, scale, interpret=interpret)
+    scale = planes.scales(byte, interpret=work.interpret)
+    decode = functools.partial(planes.plane, word, scale, interpret=work.interpret)
     return [decode(position) for position in range(planes.COUNT)]
 
   def dense(step: jax.Array) -> list[jax.Array]:
@@ -103,7 +164,7 @@ def _matmul_kernel(
   def add(step: jax.Array, total: jax.Array) -> jax.Array:
     step = first + step
     left = packed(codes_ref, scales_ref, step, weight_rows)
-    right = packed(*x_refs, step, x_rows) if is_packed else dense(step)
+    right = packed(*x_refs, step, x_rows) if work.is_packed else dense(step)
     for w, x in zip(left, right, strict=True):
       total += lowering.dot_bfloat16(w, x, transpose_b=True)
     return total
@@ -113,59 +174,73 @@ def _matmul_kernel(
   lowering.store(out_ref, total.T.astype(out_ref.dtype), x_rows, weight_rows)
 
 
+Operand = planes.Planes | mxfp4.MXTensor
+
+
+def _operands(x: Operand, weight: mxfp4.MXTensor) -> tuple[Any, jax.Array, jax.Array]:
+  """Of one linear: the parts of x, words of the weight and its scales."""
+  if isinstance(x, mxfp4.MXTensor):
+    parts = planes.words(x.codes), x.scales
+  else:
+    parts = (x.values,) * planes.COUNT
+  return parts, planes.words(weight.codes), weight.scales
+
+
+def _specs(linear: int, work: _Work) -> tuple[Any, Any, lowering.BlockSpec]:
+  """Block specs of `_operands`, and of the output."""
+  tile, spec = work.tile, lowering.BlockSpec
+  size, blocks = work.covered // planes.COUNT, work.covered // mxfp4.BLOCK_SIZE
+  if work.is_packed:
+    x = tuple(spec((tile.rows, n), lambda i, j, k: (i, 0)) for n in (size, blocks))
+  else:
+    x = tuple(
+      spec((None, tile.rows, size), lambda i, j, k, position=position: (position, i, 0))
+      for position in range(planes.COUNT)
+    )
+  # Programs of the other linears do not read; their place must exist all the same.
+  here = lambda j: jnp.clip(j - work.first(linear), 0, work.tiles(linear) - 1)
+  weight = tuple(
+    spec((tile.outputs, n), lambda i, j, k: (here(j), 0)) for n in (size, blocks)
+  )
+  out = spec((None, tile.rows, tile.outputs), lambda i, j, k: (k, i, here(j)))
+  return (x, *weight), out
+
+
 def launch(
-  x: planes.Planes | mxfp4.MXTensor,
-  weight: mxfp4.MXTensor,
+  inputs: Sequence[Operand],
+  weights: Sequence[mxfp4.MXTensor],
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
   tile: Tile | None = None,
   interpret: bool = False,
-) -> jax.Array:
-  """Runs the kernel on x `[n, d]`, by planes or packed, and W `[m, d]`: `[n, m]`."""
-  (rows, width), outputs = x.shape, weight.shape[0]
-  tile = Tile.of(rows, outputs, width) if tile is None else tile
-  # Blocks cover whole steps; what is beyond the width is masked.
-  covered = -(-width // tile.columns) * tile.columns
-  size, blocks = covered // planes.COUNT, covered // mxfp4.BLOCK_SIZE
-  spec = lowering.BlockSpec
-  if isinstance(x, mxfp4.MXTensor):
-    operands = [planes.words(x.codes), x.scales]
-    in_specs = [
-      spec((tile.rows, size), lambda i, j, k: (i, 0)),
-      spec((tile.rows, blocks), lambda i, j, k: (i, 0)),
-    ]
-  else:
-    operands = [x.values] * planes.COUNT
-    in_specs = [
-      spec((None, tile.rows, size), lambda i, j, k, position=position: (position, i, 0))
-      for position in range(planes.COUNT)
-    ]
-  in_specs += [
-    spec((tile.outputs, size), lambda i, j, k: (j, 0)),
-    spec((tile.outputs, blocks), lambda i, j, k: (j, 0)),
-  ]
+) -> list[jax.Array]:
+  """Runs the kernel on each x `[n, d]` and W `[m, d]`: each `[n, m]`.
+
+  All x are of one kind and shape; the number of outputs may differ.
+  """
+  (rows, width), outputs = inputs[0].shape, tuple(w.shape[0] for w in weights)
+  tile = Tile.of(rows, sum(outputs), width) if tile is None else tile
+  is_packed = isinstance(inputs[0], mxfp4.MXTensor)
+  work = _Work(tile, rows, width, outputs, is_packed, interpret)
+  specs = [_specs(i, work) for i in range(len(outputs))]
   partial_dtype = dtype if tile.splits == 1 else jnp.float32
   partials = lowering.launch(
-    functools.partial(
-      _matmul_kernel,
-      tile=tile,
-      shape=(rows, outputs, width),
-      is_packed=isinstance(x, mxfp4.MXTensor),
-      interpret=interpret,
-    ),
-    *operands,
-    planes.words(weight.codes),
-    weight.scales,
+    functools.partial(_matmul_kernel, work=work),
+    tuple(map(_operands, inputs, weights)),
     name="mxfp4_matmul",
-    grid=(-(-rows // tile.rows), -(-outputs // tile.outputs), tile.splits),
-    in_specs=in_specs,
-    out_specs=spec((None, tile.rows, tile.outputs), lambda i, j, k: (k, i, j)),
-    out_shape=jax.ShapeDtypeStruct((tile.splits, rows, outputs), partial_dtype),
+    grid=work.grid,
+    in_specs=[tuple(operands for operands, _ in specs)],
+    out_specs=[out for _, out in specs],
+    out_shape=[
+      jax.ShapeDtypeStruct((tile.splits, rows, m), partial_dtype) for m in outputs
+    ],
     warps=tile.warps,
     stages=tile.stages,
     interpret=interpret,
   )
-  return partials[0] if tile.splits == 1 else partials.sum(0).astype(dtype)
+  if tile.splits == 1:
+    return [y[0] for y in partials]
+  return [y.sum(0).astype(dtype) for y in partials]
 
 
 def _library(
@@ -213,30 +288,45 @@ def matmul(
   dtype: jax.typing.DTypeLike = jnp.float32,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """Computes `x @ decode(weight).T` with float32 sums.
+  """`matmul_each` of one pair."""
+  return matmul_each([x], [weight], dtype=dtype, implementation=implementation)[0]
+
+
+def matmul_each(
+  inputs: Sequence[jax.Array | planes.Planes | mxfp4.MXTensor],
+  weights: Sequence[mxfp4.MXTensor],
+  *,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  implementation: Implementation | None = None,
+) -> list[jax.Array]:
+  """Computes `x @ decode(weight).T` of each pair with float32 sums, in one launch.
 
   Args:
-    x: `[n, d]`, bfloat16, by planes (what a kernel reads), or packed.
-    weight: Packed `[m, d]`, the paper's scale rule.
-    dtype: Of the result.
-    implementation: See `lowering.choose`; None also prefers the library's product
+    inputs: Each x `[n, d]`, bfloat16, by planes (what a kernel reads), or packed; all
+      of one kind and shape.
+    weights: Packed, each `[m, d]`, the paper's scale rule.
+    dtype: Of the results.
+    implementation: See `lowering.choose`; None also prefers the library's products
       from `LIBRARY_ROWS` rows up.
 
   Returns:
-    `[n, m]`. A scale byte of 255 on either side gives NaN.
+    Each `[n, m]`. A scale byte of 255 on either side gives NaN.
 
   Raises:
     NotImplementedError: A kernel was asked for and cannot run.
-    TypeError: x is an array, and not bfloat16.
+    TypeError: An x is an array, and not bfloat16.
     ValueError: Widths differ.
   """
-  _check(x, weight)
-  obstacle = None if x.shape[0] else "x has no rows"
+  for x, weight in zip(inputs, weights, strict=True):
+    _check(x, weight)
+  rows = inputs[0].shape[0]
+  obstacle = None if rows else "x has no rows"
   chosen = lowering.choose(implementation, "pallas_kernels.matmul", obstacle)
-  if chosen == "xla" or (implementation is None and x.shape[0] >= LIBRARY_ROWS):
-    return _library(x, weight, dtype, chosen)
-  operand = planes.split(x) if isinstance(x, jax.Array) else x
-  return launch(operand, weight, dtype=dtype, interpret=chosen == "interpret")
+  if chosen == "xla" or (implementation is None and rows >= LIBRARY_ROWS):
+    pairs = zip(inputs, weights, strict=True)
+    return [_library(x, weight, dtype, chosen) for x, weight in pairs]
+  operands = [planes.split(x) if isinstance(x, jax.Array) else x for x in inputs]
+  return launch(operands, weights, dtype=dtype, interpret=chosen == "interpret")
 
 
 def float8_matmul(

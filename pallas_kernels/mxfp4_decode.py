@@ -147,7 +147,7 @@ def _bfloat16_kernel(
   tile: int,
   interpret: bool,
 ) -> None:
-  mask = lowering.tail_mask(rows, tile, axis=0)
+  mask = lowering.tail_mask(rows, tile, lowering.program_id(0))
   byte = lowering.load(codes_ref, mask).astype(jnp.int32)
   scale = codec.scale(lowering.load(scales_ref, mask).astype(jnp.int32))
   # Upper half and lower half: a scale has no bits below a bfloat16's.
@@ -167,7 +167,7 @@ def _float8_kernel(
   form: Format,
   interpret: bool,
 ) -> None:
-  mask = lowering.tail_mask(rows, tile, axis=0)
+  mask = lowering.tail_mask(rows, tile, lowering.program_id(0))
   word = lowering.load(words_ref, mask).astype(jnp.int32) & 0xFFFF
   byte = lowering.load(scales_ref, mask).astype(jnp.int32)
   exponent = byte - top_ref[0] + TOP[form]

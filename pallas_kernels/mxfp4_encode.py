@@ -96,7 +96,7 @@ def _encode_words(word: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.A
 def _encode_kernel(
   x_ref: Any, codes_ref: Any, scales_ref: Any, *, rows: int, tile: int, interpret: bool
 ) -> None:
-  mask = lowering.tail_mask(rows, tile, axis=0)
+  mask = lowering.tail_mask(rows, tile, lowering.program_id(0))
   x = lowering.load(x_ref, mask)
   if x.dtype == jnp.int32:
     packed, exponent = _encode_words(x, interpret=interpret)

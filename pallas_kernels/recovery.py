@@ -32,7 +32,7 @@ class Tile:
 def _product_kernel(
   gate_ref: Any, up_ref: Any, scalars_ref: Any, out_ref: Any, *, size: int, tile: Tile
 ) -> None:
-  mask = lowering.tail_mask(size, tile.elements, axis=0)
+  mask = lowering.tail_mask(size, tile.elements, lowering.program_id(0))
   gate = lowering.load(gate_ref, mask).astype(jnp.float32)
   up = lowering.load(up_ref, mask).astype(jnp.float32)
   gate_scale, shift, up_scale = (scalars_ref[i] for i in range(3))
@@ -80,8 +80,8 @@ def _affine_kernel(
   tile: tuple[int, int],
 ) -> None:
   masks = (
-    lowering.tail_mask(rows, tile[0], axis=0),
-    lowering.tail_mask(features, tile[1], axis=1),
+    lowering.tail_mask(rows, tile[0], lowering.program_id(0)),
+    lowering.tail_mask(features, tile[1], lowering.program_id(1)),
   )
   values = lowering.load(values_ref, *masks).astype(jnp.float32)
   as_row = lambda ref: lowering.load(ref, masks[1])[None, :]

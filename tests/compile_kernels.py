@@ -97,8 +97,7 @@ def cases():
   import jax
   import jax.numpy as jnp
 
-  from mxjax import mxfp4
-  from mxjax.mlp_recovery import MlpRecovery
+  from mxjax import mlp_recovery, mxfp4
   from mxjax.pallas_kernels import (
     code_refinement,
     gptq,
@@ -106,6 +105,7 @@ def cases():
     mxfp4_decode,
     mxfp4_encode,
     planes,
+    prologues,
     recovery,
   )
   from mxjax.value_recovery import ValueRecovery
@@ -115,17 +115,25 @@ def cases():
   dense = lambda n, d: planes.Planes(array((4, n, d // 4), b16))
   packed = lambda n, d: mxfp4.MXTensor(array((n, d // 2), u8), array((n, d // 32), u8))
 
-  def refine(x, *tables, form):
+  def refine(x, *tables, form, linears=1):
     tile = code_refinement.Tile.of(x.shape[0], x.dtype)
     launch = functools.partial(code_refinement.launch, tile=tile, form=form)
-    return launch, x, code_refinement.Tables(*tables)
+    return launch, x, [code_refinement.Tables(*tables)] * linears
 
   square = array((128, 32, 32), f32)
   tables = square, array((128, 528), f32), square
   codes, values, by_plane = (
     functools.partial(refine, form=form) for form in ("codes", "values", "planes")
   )
-  product = functools.partial(matmul.launch, dtype=b16)
+
+  def product(x, *weights):
+    launch = functools.partial(matmul.launch, dtype=b16)
+    return launch, [x] * len(weights), list(weights)
+
+  scalar = array((), f32)
+  recovered = mlp_recovery.MlpRecovery(*[scalar] * 4)
+  gated = lambda n: prologues.GatedProduct(*[array((n, 4096), b16)] * 2, recovered)
+  normalized = prologues.Normalized(array((1, 4096), b16), array((4096,), b16), 1e-6)
   return {
     "encode float32": (mxfp4_encode.launch, array((2048, 4096), f32)),
     "encode bfloat16": (mxfp4_encode.launch, array((2048, 4096), b16)),
@@ -134,6 +142,14 @@ def cases():
     "one code, float32, codes": codes(array((2048, 4096), f32), *tables),
     "one code, float32, planes, 1 row": by_plane(array((1, 4096), b16), *tables),
     "one code, split, planes, 48 rows": by_plane(array((48, 4096), b16), *tables),
+    "one code, split, values, 3 linears": values(
+      array((2048, 4096), b16), *tables, linears=3
+    ),
+    "one code, split, values, of a gated product": values(gated(2048), *tables),
+    "one code, planes, 1 row, normalized, 3 linears": by_plane(
+      normalized, *tables, linears=3
+    ),
+    "one code, planes, 1 row, of a gated product": by_plane(gated(1), *tables),
     "nearest, split, values": values(array((2048, 4096), b16), tables[0], None, None),
     "GPTQ group of 32 columns": (
       gptq.launch,
@@ -143,7 +159,7 @@ def cases():
     "MLP recovery": (
       recovery.launch_product,
       *[array((2048, 12288), b16)] * 2,
-      MlpRecovery(*[array((), f32)] * 4),
+      recovered,
     ),
     "value recovery": (
       recovery.launch_values,
@@ -156,27 +172,18 @@ def cases():
       packed(2048, 4096),
       packed(12288, 4096),
     ),
-    "matmul bfloat16 x packed, 2048 rows": (
-      product,
-      dense(2048, 4096),
-      packed(12288, 4096),
+    "matmul bfloat16 x packed, 2048 rows": product(
+      dense(2048, 4096), packed(12288, 4096)
     ),
-    "matmul packed x packed, 2048 rows": (
-      product,
-      packed(2048, 4096),
-      packed(4096, 4096),
+    "matmul packed x packed, 2048 rows": product(
+      packed(2048, 4096), packed(4096, 4096)
     ),
-    "matmul bfloat16 x packed, 1 row": (
-      product,
-      dense(1, 4096),
-      packed(4096, 4096),
+    "matmul bfloat16 x packed, 1 row": product(dense(1, 4096), packed(4096, 4096)),
+    "matmul packed x packed, 16 rows": product(packed(16, 4096), packed(12288, 4096)),
+    "matmul bfloat16 x packed, 1 row, 3 linears": product(
+      dense(1, 4096), packed(4096, 4096), packed(1024, 4096), packed(1024, 4096)
     ),
-    "matmul packed x packed, 16 rows": (product, packed(16, 4096), packed(12288, 4096)),
-    "matmul bfloat16 x packed, 48 rows": (
-      product,
-      dense(48, 576),
-      packed(1536, 576),
-    ),
+    "matmul bfloat16 x packed, 48 rows": product(dense(48, 576), packed(1536, 576)),
   }
 
 

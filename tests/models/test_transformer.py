@@ -192,11 +192,10 @@ def test_a_weight_may_be_any_pytree(tiny, monkeypatch):
   class Halved:
     double: jax.Array
 
-  plain = transformer.linear
+  plain = transformer.linears
+  value = lambda w: w.double / 2 if isinstance(w, Halved) else w
   monkeypatch.setattr(
-    transformer,
-    "linear",
-    lambda x, w: plain(x, w.double / 2 if isinstance(w, Halved) else w),
+    transformer, "linears", lambda x, weights: plain(x, [value(w) for w in weights])
   )
   model, params, tokens = tiny
   weight = params["layers_0"]["mlp"]["up_proj"]["weight"]

@@ -8,7 +8,14 @@ import pytest
 
 from mxjax import code_refinement, compact, mxfp4, sizes
 from mxjax.input_maps import BlockDense, Hadamard
-from mxjax.quantized_linear import QuantizedLinear, linear, map_rows, take_rows
+from mxjax.pallas_kernels.prologues import Normalized
+from mxjax.quantized_linear import (
+  QuantizedLinear,
+  linear,
+  linears,
+  map_rows,
+  take_rows,
+)
 from mxjax.roundings import Nearest, OneCode, Unrounded
 
 run = jax.jit(linear, static_argnames="implementation")
@@ -53,6 +60,25 @@ def test_kernels_compute_the_linear_of_the_reference(kind, dtype):
   norms = np.linalg.norm(error, axis=-1) / np.linalg.norm(want, axis=-1)
   assert np.median(norms) <= tolerance
   assert (norms <= 10 * tolerance).mean() > 0.85
+
+
+@pytest.mark.parametrize(
+  "kinds", [("hires", "hires"), ("hires", "rtn"), ("wide", "hires"), ("rtn",)]
+)
+def test_linears_of_one_input_are_those_of_one_each(kinds):
+  weights = [leaf(kind, outputs=32 * i + 8, seed=i) for i, kind in enumerate(kinds)]
+  weights[0] = dataclasses.replace(weights[0], gain=jnp.float32(2.0))
+  ones = jnp.ones(64, jnp.bfloat16)
+  x = Normalized(draw((3, 1, 64), jnp.bfloat16), ones, 1e-6)
+  for implementation in ("interpret", "xla"):
+    side_by_side = functools.partial(linears, implementation=implementation)
+    together = jax.jit(side_by_side)(x, weights)
+    for y, weight in zip(together, weights, strict=True):
+      alone = run(x, weight, implementation=implementation)
+      assert y.shape == (3, 1, weight.shape[0])
+      # The columns may be shared out otherwise: sums in another order, then rounded.
+      y, alone = (np.asarray(a, np.float32) for a in (y, alone))
+      np.testing.assert_allclose(y, alone, rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("outputs", [1, 48])

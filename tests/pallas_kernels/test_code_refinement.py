@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax import code_refinement, mxfp4
+from mxjax import code_refinement, elementwise, mlp_recovery, mxfp4
 from mxjax.pallas_kernels import code_refinement as kernel
+from mxjax.pallas_kernels import prologues, refinement_tile
 
 refine = jax.jit(kernel.refine, static_argnames=("form", "implementation"))
 
@@ -77,7 +78,7 @@ def test_two_candidates_are_as_good_as_fifteen_on_a_grid_full_of_ties():
   nearest, slope, curvature, scale = (
     jnp.asarray(a.reshape(1, -1), jnp.float32) for a in np.meshgrid(*axes)
   )
-  best = jax.jit(kernel._best_change)
+  best = jax.jit(refinement_tile.best_change)
   score, got, index = best(nearest, slope / scale, curvature)
   want, value = code_refinement.best_code(nearest, scale, slope, curvature)
   np.testing.assert_array_equal(2 * scale**2 * score, want)
@@ -138,7 +139,7 @@ def test_one_map_serves_all_blocks():
 
 def test_three_terms_hold_a_float32_table():
   _, matrix, *_ = problem()
-  small, middle, large = (t.astype(jnp.float32) for t in kernel.split3(matrix))
+  small, middle, large = (t.astype(jnp.float32) for t in refinement_tile.split3(matrix))
   np.testing.assert_array_equal((small + middle) + large, matrix)
 
 
@@ -151,3 +152,67 @@ def test_tables_that_do_not_belong_together_are_refused():
     kernel.refine(x, matrix, full, full)
   with pytest.raises(NotImplementedError, match="float32 or bfloat16, got float16"):
     kernel.refine(x.astype(jnp.float16), implementation="interpret")
+
+
+@pytest.mark.parametrize("form", ["codes", "planes"])
+def test_linears_of_one_input_share_a_launch(form):
+  x, *first = problem()
+  _, *second = problem(seed=3)
+  x = x[:9].astype(jnp.bfloat16)
+  tables = [kernel.Tables(*first), kernel.Tables(*second)]
+  how = {"form": form, "implementation": "interpret"}
+  together = jax.jit(functools.partial(kernel.refine_for, **how))(x, tables)
+  apart = [refine(x, t.matrix, t.gram, t.cross, **how) for t in tables]
+  jax.tree.map(np.testing.assert_array_equal, together, apart)
+  assert not all(
+    jnp.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, apart), strict=True)
+  )
+
+
+def test_linears_with_other_tables_take_their_own_launch():
+  x, *tables = problem()
+  mixed = [kernel.Tables(*tables), kernel.Tables(tables[0], None, None)]
+  refined = kernel.refine_for(x[:5], mixed, implementation="interpret")
+  want = refine(x[:5], *tables, implementation="interpret")
+  nearest = refine(x[:5], tables[0], implementation="interpret")
+  jax.tree.map(np.testing.assert_array_equal, refined, [want, nearest])
+
+
+@pytest.mark.parametrize(
+  ("rows", "dtype", "share"), [(1, jnp.bfloat16, 0.01), (3, jnp.float32, 1e-3)]
+)
+def test_the_kernel_normalizes_few_rows_itself(rows, dtype, share):
+  x, *_ = problem(blocks=36)
+  weight = jax.random.uniform(jax.random.key(1), (x.shape[1],), minval=0.5)
+  later = prologues.Normalized(7 * x[2 : 2 + rows].astype(dtype), weight, 1e-5)
+  got = refine(later, form="values", implementation="interpret")
+  made = elementwise.rms_norm(later.rows, weight, 1e-5)
+  want = refine(made, form="values", implementation="interpret")
+  got, want = (np.asarray(a, np.float32) for a in (got, want))
+  # Sums in another order may round an input, and at a tie its code, the other way.
+  assert (got != want).mean() < share
+  np.testing.assert_allclose(got, want, rtol=0.51, atol=0.51)
+
+
+RECOVERY = mlp_recovery.MlpRecovery(*map(jnp.float32, (0.05, -0.03, 0.02, 1.7)))
+
+
+@pytest.mark.parametrize(
+  ("rows", "dtype", "recovery", "share"),
+  [
+    (2, jnp.float32, None, 2e-3),
+    # The plain product rounds its sigmoid to bfloat16 in the reference.
+    (70, jnp.bfloat16, None, 0.02),
+    (70, jnp.bfloat16, RECOVERY, 2e-3),
+    (70, jnp.float32, RECOVERY, 2e-3),
+  ],
+)
+def test_the_kernel_makes_gated_products_itself(rows, dtype, recovery, share):
+  gate, *_ = problem()
+  up, *tables = problem(seed=4)
+  parts = gate[:rows].astype(dtype), up[:rows].astype(dtype)
+  later = prologues.GatedProduct(*parts, recovery)
+  got = refine(later, *tables, implementation="interpret")
+  want = refine(later.array(), *tables, implementation="interpret")
+  assert (mxfp4.unpack(got.codes) != mxfp4.unpack(want.codes)).mean() < share
+  assert (got.scales == want.scales).mean() > 0.98

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,10 @@ from mxjax.pallas_kernels import matmul as matmul_kernel
 from mxjax.pallas_kernels import planes
 from mxjax.pallas_kernels.matmul import Tile, matmul
 
-launch = jax.jit(matmul_kernel.launch, static_argnames=("tile", "interpret"))
+
+@functools.partial(jax.jit, static_argnames="tile")
+def launch(x, weight, tile):
+  return matmul_kernel.launch([x], [weight], tile=tile, interpret=True)[0]
 
 
 def problem(rows, outputs, width, seed=0, spread=20):
@@ -50,7 +55,7 @@ def test_the_kernel_equals_exact_products_summed(rows, outputs, width, is_packed
 
 def test_splitting_the_columns_changes_only_the_order_of_sums():
   x, weight = problem(7, 96, 256, seed=1)
-  got = launch(x, weight, tile=Tile(16, 32, 64, splits=2), interpret=True)
+  got = launch(x, weight, tile=Tile(16, 32, 64, splits=2))
   check(got, *exact(x, weight), terms=256)
 
 
@@ -58,7 +63,7 @@ def test_integers_are_exact_whatever_the_order():
   rng = np.random.default_rng(2)
   x, w = (jnp.asarray(rng.integers(-4, 5, (n, 128)), jnp.float32) for n in (33, 40))
   tensors = mxfp4.encode(x.at[:, ::32].set(4.0)), mxfp4.encode(w.at[:, ::32].set(4.0))
-  got = launch(*tensors, tile=Tile(16, 32, 64), interpret=True)
+  got = launch(*tensors, tile=Tile(16, 32, 64))
   np.testing.assert_array_equal(got, exact(*tensors)[0])
 
 
@@ -70,7 +75,7 @@ def test_every_code_at_every_scale_decodes_exactly():
     jnp.asarray(packed), jnp.asarray(np.arange(3, 253, dtype=np.uint8)[:, None])
   )
   identity = planes.split(jnp.eye(32, dtype=jnp.bfloat16))
-  got = launch(identity, weight, tile=Tile(32, 64, 64), interpret=True)
+  got = launch(identity, weight, tile=Tile(32, 64, 64))
   np.testing.assert_array_equal(got.T, mxfp4.decode(weight, jnp.float32))
 
 
@@ -97,3 +102,15 @@ def test_operands_that_do_not_fit_are_refused():
     matmul(jnp.ones((2, 32), jnp.bfloat16), weight)
   with pytest.raises(NotImplementedError, match="NVIDIA GPU"):
     matmul(x, weight, implementation="pallas")
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_products_that_share_a_launch_are_those_of_one_each(is_packed):
+  pairs = [problem(5, m, 128, seed=m) for m in (70, 32, 130)]
+  inputs = [x if is_packed else mxfp4.decode(x, jnp.bfloat16) for x, _ in pairs]
+  weights = [w for _, w in pairs]
+  each = jax.jit(matmul_kernel.matmul_each, static_argnames="implementation")
+  for y, pair in zip(
+    each(inputs, weights, implementation="interpret"), pairs, strict=True
+  ):
+    check(y, *exact(*pair), terms=128)

@@ -1,0 +1,40 @@
+"""RMS norm and gated product: what stands before the linears of a decoder layer."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+  r"""Divides each row by its root mean square and scales it.
+
+  .. math::
+    y = w \odot x / \sqrt{\operatorname{mean}(x^2) + \epsilon}
+
+  Args:
+    x: Rows, `[..., d]`, float32 or bfloat16.
+    weight: Scale of each coordinate, `[d]`, any float dtype.
+    eps: Added to the mean square.
+
+  Returns:
+    The normalized rows, `[..., d]`, in the dtype of `x`.
+  """
+  wide = x.astype(jnp.float32)
+  mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+  normal = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
+  return normal * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + weight.shape)
+
+
+def gated_product(gate: jax.Array, up: jax.Array) -> jax.Array:
+  """Computes `silu(gate) * up`.
+
+  Args:
+    gate: Gate outputs, `[..., hidden]`.
+    up: Up outputs, same shape and dtype.
+
+  Returns:
+    The product, same shape and dtype.
+  """
+  # Feature-major, as linears make and take it: a transpose fused with the exponential
+  # would cost XLA:CPU its vector instructions.
+  rows, columns = (a.reshape(-1, a.shape[-1]).T for a in (gate, up))
+  return (jax.nn.silu(rows) * columns).T.reshape(gate.shape)

@@ -1,0 +1,210 @@
+"""What may stand before a linear and run inside the kernel that encodes its inputs.
+
+An RMS norm or a gated product is a pass over memory and a launch of its own. The
+refinement kernel reads each input once anyway, so it can make the input instead. Here
+are the inputs that are still to be made: as arrays (`array`, the reference), and in a
+kernel (`specs`, `operands` and `tiles`). A plain array is the third kind.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mxjax import elementwise, mxfp4
+from mxjax.mlp_recovery import MlpRecovery
+from mxjax.pallas_kernels import lowering, recovery
+
+NORM_ROWS = 4
+"""Rows up to which a kernel normalizes them: every program reads them whole."""
+_CHUNK = 1024
+_BLOCK = mxfp4.BLOCK_SIZE
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Normalized:
+  """Rows that an RMS norm is still to be applied to; see `elementwise.rms_norm`.
+
+  Attributes:
+    rows: `[..., d]`, float32 or bfloat16.
+    weight: `[d]`, any float dtype.
+    eps: Added to the mean square (static).
+  """
+
+  rows: Any
+  weight: Any
+  eps: float = dataclasses.field(metadata={"static": True})
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of the array that it stands for."""
+    return self.rows.shape
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    """Of the array that it stands for."""
+    return self.rows.dtype
+
+  def flat(self) -> Self:
+    """The same with one leading axis."""
+    return dataclasses.replace(self, rows=_flat(self.rows))
+
+  def array(self) -> jax.Array:
+    """The normalized rows."""
+    return elementwise.rms_norm(self.rows, self.weight, self.eps)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatedProduct:
+  """Gate and up outputs that are still to be multiplied, corrected or not.
+
+  Attributes:
+    gate: `[..., hidden]`, float32 or bfloat16.
+    up: Same shape and dtype.
+    recovery: The correction, or None; see `recovery.gated_product`.
+  """
+
+  gate: Any
+  up: Any
+  recovery: MlpRecovery | None = None
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of the array that it stands for."""
+    return self.gate.shape
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    """Of the array that it stands for."""
+    return self.gate.dtype
+
+  def flat(self) -> Self:
+    """The same with one leading axis."""
+    return dataclasses.replace(self, gate=_flat(self.gate), up=_flat(self.up))
+
+  def array(self) -> jax.Array:
+    """The product."""
+    if self.recovery is None:
+      return elementwise.gated_product(self.gate, self.up)
+    return recovery.gated_product(self.gate, self.up, self.recovery)
+
+
+Input = jax.Array | Normalized | GatedProduct
+"""What a linear takes: an array, or what is still to become one."""
+
+
+def _flat(a: jax.Array) -> jax.Array:
+  return a.reshape(-1, a.shape[-1])
+
+
+def flat(x: Input) -> Input:
+  """An input with one leading axis, `[n, d]`."""
+  return _flat(x) if isinstance(x, jax.Array) else x.flat()
+
+
+def as_array(x: Input) -> jax.Array:
+  """An input made."""
+  return x if isinstance(x, jax.Array) else x.array()
+
+
+def for_kernel(x: Input) -> Input:
+  """What a kernel should take for an input `[n, d]`: many are normalized before."""
+  is_long = isinstance(x, Normalized) and x.shape[0] > NORM_ROWS
+  return x.array() if is_long else x
+
+
+def operands(x: Input) -> Input:
+  """An input `[n, d]` with scalars as arrays of one element, as kernels read them."""
+  if isinstance(x, GatedProduct):
+    return dataclasses.replace(
+      x, recovery=jax.tree.map(lambda a: a.reshape(1), x.recovery)
+    )
+  return x
+
+
+def specs(x: Input, rows: int) -> Any:
+  """Block specs of `operands(x)`; the grid begins with blocks and row tiles."""
+  tile = lowering.BlockSpec((rows, _BLOCK), lambda b, i, *_: (i, b))
+  match x:
+    case Normalized():
+      covered = -(-x.shape[1] // _CHUNK) * _CHUNK
+      whole = lowering.BlockSpec((rows, covered), lambda b, i, *_: (i, 0))
+      weight = lowering.BlockSpec((_BLOCK,), lambda b, i, *_: (b,))
+      return Normalized(whole, weight, x.eps)
+    case GatedProduct():
+      scalar = lowering.BlockSpec((1,), lambda *_: (0,))
+      scalars = jax.tree.map(lambda _: scalar, x.recovery)
+      return GatedProduct(tile, tile, scalars)
+    case _:
+      return tile
+
+
+def tiles(
+  refs: Any, shape: tuple[int, int]
+) -> Callable[[Any, jax.Array | None], jax.Array]:
+  """A function that makes the tile `[rows, 32]` of this program's block.
+
+  Args:
+    refs: What a kernel got for `operands(x)` and `specs`.
+    shape: Of x, `[n, d]`.
+
+  Returns:
+    A function of a slice of the program's rows and their mask.
+  """
+  match refs:
+    case Normalized():
+      inverse = _inverse_norms(refs, shape)
+      block = lowering.columns(lowering.program_id(0) * _BLOCK, _BLOCK)
+      weight = refs.weight[...].astype(refs.rows.dtype)[None, :]
+
+      def normalized(here: Any, mask: jax.Array | None) -> jax.Array:
+        wide = lowering.load(refs.rows.at[here, block], mask).astype(jnp.float32)
+        # One tile: few rows are all of a program's.
+        return (wide * inverse[:, None]).astype(weight.dtype) * weight
+
+      return normalized
+    case GatedProduct():
+      return functools.partial(_product_tile, refs)
+    case _:
+      return lambda here, mask: lowering.load(refs.at[here, :], mask)
+
+
+def _inverse_norms(refs: Normalized, shape: tuple[int, int]) -> jax.Array:
+  """1 / root mean square of each row of the tile, float32 `[rows]`; 0 for no row."""
+  rows, width = shape
+  size = refs.rows.shape[0]
+  row = lax.iota(jnp.int32, size)
+  result = jnp.zeros(size, jnp.float32)
+  for index in range(rows):
+    total = jnp.zeros((1, _CHUNK), jnp.float32)
+    for first in range(0, width, _CHUNK):
+      is_cut = first + _CHUNK > width
+      mask = first + lax.iota(jnp.int32, _CHUNK) < width if is_cut else None
+      here = lowering.columns(index, 1), lowering.columns(first, _CHUNK)
+      x = lowering.load(refs.rows.at[here], None, mask).astype(jnp.float32)
+      total += x * x
+    inverse = lax.rsqrt(total.sum(axis=1) / width + refs.eps)
+    result = jnp.where(row == index, jnp.broadcast_to(inverse, (size,)), result)
+  return result
+
+
+def _product_tile(refs: GatedProduct, here: Any, mask: jax.Array | None) -> jax.Array:
+  """A tile of the product, in the arithmetic of its reference."""
+  dtype = refs.gate.dtype
+  gate, up = (
+    lowering.load(ref.at[here, :], mask).astype(jnp.float32)
+    for ref in (refs.gate, refs.up)
+  )
+  silu = lambda g: g / (1.0 + jnp.exp(-g))
+  if refs.recovery is None:
+    return silu(gate).astype(dtype) * up.astype(dtype)
+  scalars: MlpRecovery = jax.tree.map(lambda ref: ref[...][:, None], refs.recovery)
+  shift = scalars.gate_shift * scalars.gate_deviation
+  corrected = (1.0 + scalars.gate_scale) * gate + shift
+  return (silu(corrected) * ((1.0 + scalars.up_scale) * up)).astype(dtype)
