@@ -11,6 +11,7 @@ import numpy as np
 
 from mxjax import code_refinement, gptq, mxfp4
 from mxjax.mlp_recovery import MlpRecovery
+from mxjax.models import functional
 from mxjax.pallas_kernels import code_refinement as refinement_kernel
 from mxjax.pallas_kernels import gptq as gptq_kernel
 from mxjax.pallas_kernels import matmul, mxfp4_decode, mxfp4_encode, recovery
@@ -204,6 +205,63 @@ def check_recovery(rng, how, size):
   return {"relative_error": worst, "passed": worst <= 2.0**-6}
 
 
+def exact_attention(queries, keys, values, start, window):
+  """The definition in float64: `[1, new, heads * head_dim]`."""
+  queries, keys, values = (
+    np.asarray(a.astype(jnp.float32), np.float64)[0] for a in (queries, keys, values)
+  )
+  new, heads, head_dim = queries.shape
+  group, result = heads // keys.shape[1], np.zeros(queries.shape)
+  for token, head in np.ndindex(new, heads):
+    stop = start + token + 1
+    seen = slice(0 if window is None else max(0, stop - window), stop), head // group
+    scores = keys[seen] @ queries[token, head] * head_dim**-0.5
+    weights = np.exp(scores - scores.max())
+    result[token, head] = weights @ values[seen] / weights.sum()
+  return result.reshape(1, new, -1)
+
+
+def attention_errors(rng, how, dtype, positions, new, window, head_dim):
+  """Largest errors against the reference and float64, of the largest output."""
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) * 2, dtype)
+  queries = draw(1, new, 8, head_dim)
+  past = [draw(1, positions, 2, head_dim) for _ in range(2)]
+  attend = jax.jit(
+    functional.cached_attention, static_argnames=("window", "implementation")
+  )
+
+  def run(start, behind, implementation):
+    """With keys and values behind the newest token all of one value."""
+    filled = [a.at[:, start + new :].set(behind) for a in past]
+    options = {"window": window, "implementation": implementation}
+    got = attend(queries, *filled, jnp.int32(start), **options)
+    return np.asarray(got.astype(jnp.float32), np.float64)
+
+  errors = []
+  for start in (0, int(rng.integers(1, positions - new)), positions - new):
+    got = run(start, np.nan, how)
+    exact = exact_attention(queries, *past, start, window)
+    wanted = np.stack([run(start, 0.0, "xla"), exact])
+    errors.append(np.abs(got - wanted).max((1, 2, 3)) / np.abs(exact).max())
+  return np.max(errors, axis=0)
+
+
+def check_attention(rng, how, size):
+  """One token and five, over NaN behind the newest."""
+  positions, head_dim = (size + 37, 16) if size < 64 else (2 * size + 37, 128)
+  errors = {}
+  for dtype, bound in ((jnp.float32, 1e-5), (jnp.bfloat16, 2.0**-6)):
+    worst = [
+      attention_errors(rng, how, dtype, positions, new, window, head_dim)
+      for new, window in ((1, None), (5, None), (5, 30))
+    ]
+    of_xla, of_exact = (np.max(worst, axis=0) / bound).tolist()
+    errors[jnp.dtype(dtype).name] = {"of xla": of_xla, "of float64": of_exact}
+  # A NaN is not at most anything.
+  passed = all(e <= 1 for pair in errors.values() for e in pair.values())
+  return {"error_in_bounds": errors, "passed": passed}
+
+
 CHECKS = {
   "encode": check_encode,
   "one code": check_refinement,
@@ -212,6 +270,7 @@ CHECKS = {
   "float8 product": check_float8_product,
   "GPTQ": check_gptq,
   "recovery": check_recovery,
+  "attention": check_attention,
 }
 
 

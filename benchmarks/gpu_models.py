@@ -155,7 +155,9 @@ def forward_layer(shape, attention, implementation, params, hidden, cache=None):
   else:
     put = lambda a, b: jax.lax.dynamic_update_slice(a, b, (0, start, 0, 0))
     cache = {"k": put(cache["k"], k), "v": put(cache["v"], v), "length": start + 1}
-    out = functional.cached_attention(q, cache["k"], cache["v"], start)
+    out = functional.cached_attention(
+      q, cache["k"], cache["v"], start, implementation=implementation
+    )
   [attended] = multiply(out, [params["o"]])
   hidden = hidden + attended
   before = prologues.Normalized(hidden, params["norms"][1], 1e-6)

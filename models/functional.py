@@ -13,6 +13,8 @@ import numpy as np
 
 from mxjax import precision
 from mxjax.models.config import RopeScaling
+from mxjax.pallas_kernels import attention, lowering
+from mxjax.pallas_kernels.lowering import Implementation
 
 QUERY_CHUNK = 256
 """Queries attended at once: bounds the score array to `QUERY_CHUNK * length`."""
@@ -167,6 +169,7 @@ def cached_attention(
   *,
   window: int | None = None,
   query_chunk: int = QUERY_CHUNK,
+  implementation: Implementation | None = None,
 ) -> jax.Array:
   """Grouped-query softmax attention of the newest tokens over a cache.
 
@@ -177,11 +180,22 @@ def cached_attention(
     values: Same shape.
     start: Position of the first query, int32.
     window: Newest keys that a query sees, itself included; None for all.
-    query_chunk: Queries at a time; the result does not depend on it.
+    query_chunk: Queries at a time; the result does not depend on it. A kernel takes
+      all of them.
+    implementation: See `lowering.choose`; a kernel takes a few new tokens only.
 
   Returns:
     Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`.
+
+  Raises:
+    NotImplementedError: A kernel was asked for and cannot run.
   """
+  obstacle = attention.obstacle(queries, keys, values)
+  chosen = lowering.choose(implementation, "cached_attention", obstacle)
+  if chosen != "xla":
+    return attention.launch(
+      queries, keys, values, start, window=window, interpret=chosen == "interpret"
+    )
   new, past = queries.shape[1], np.arange(keys.shape[1], dtype=np.int32)[None, :]
   queries, keys, values = _by_group(queries, keys, values)
   chunks = []

@@ -99,6 +99,7 @@ def cases():
 
   from mxjax import mlp_recovery, mxfp4
   from mxjax.pallas_kernels import (
+    attention,
     code_refinement,
     gptq,
     matmul,
@@ -134,6 +135,12 @@ def cases():
   recovered = mlp_recovery.MlpRecovery(*[scalar] * 4)
   gated = lambda n: prologues.GatedProduct(*[array((n, 4096), b16)] * 2, recovered)
   normalized = prologues.Normalized(array((1, 4096), b16), array((4096,), b16), 1e-6)
+
+  def attend(new, dtype, positions=2048, **options):
+    past = array((1, positions, 8, 128), dtype)
+    launch = functools.partial(attention.launch, **options)
+    return launch, array((1, new, 32, 128), dtype), past, past, array((), jnp.int32)
+
   return {
     "encode float32": (mxfp4_encode.launch, array((2048, 4096), f32)),
     "encode bfloat16": (mxfp4_encode.launch, array((2048, 4096), b16)),
@@ -166,6 +173,10 @@ def cases():
       array((2048, 8, 128), b16),
       ValueRecovery(*[array((8,), f32)] * 2),
     ),
+    "attention, 1 token, bfloat16": attend(1, b16),
+    "attention, 16 tokens, bfloat16, window": attend(16, b16, window=1000),
+    "attention, 1 token, float32": attend(1, f32, positions=2000),
+    "attention, 8 tokens, float32": attend(8, f32),
     "decode to bfloat16": (mxfp4_decode.launch_bfloat16, packed(12288, 4096)),
     "float8 product, 2048 rows": (
       functools.partial(matmul.float8_matmul, dtype=b16),

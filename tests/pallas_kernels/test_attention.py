@@ -1,0 +1,189 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.models import functional
+from mxjax.pallas_kernels import attention
+from mxjax.pallas_kernels.attention import Tile
+
+cached = jax.jit(
+  functional.cached_attention, static_argnames=("window", "implementation")
+)
+launch = jax.jit(attention.launch, static_argnames=("window", "tile", "interpret"))
+
+
+def problem(batch, new, heads, kv_heads, positions, head_dim, dtype, seed=0):
+  """Queries long enough that weights differ by orders of magnitude."""
+  rng = np.random.default_rng(seed)
+  draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  queries = 3 * draw(batch, new, heads, head_dim)
+  past = [draw(batch, positions, kv_heads, head_dim) for _ in range(2)]
+  return [jnp.asarray(a).astype(dtype) for a in (queries, *past)]
+
+
+def fill_unseen(arrays, start, window, value):
+  """Keys and values with `value` where no query sees them."""
+  queries, *past = arrays
+  position = np.arange(past[0].shape[1])
+  is_unseen = position >= start + queries.shape[1]
+  if window is not None:
+    is_unseen |= position <= start - window
+  where = is_unseen[None, :, None, None]
+  return [queries, *(jnp.where(where, jnp.asarray(value, a.dtype), a) for a in past)]
+
+
+def exact(queries, keys, values, start, window=None):
+  """The definition in float64, head by head."""
+  queries, keys, values = (
+    np.asarray(a.astype(jnp.float32), np.float64) for a in (queries, keys, values)
+  )
+  batch, new, heads, head_dim = queries.shape
+  group = heads // keys.shape[2]
+  result = np.zeros((batch, new, heads, head_dim))
+  for b, t, h in np.ndindex(batch, new, heads):
+    stop = start + t + 1
+    seen = slice(0 if window is None else max(0, stop - window), stop)
+    scores = keys[b, seen, h // group] @ queries[b, t, h] * head_dim**-0.5
+    weights = np.exp(scores - scores.max())
+    result[b, t, h] = weights @ values[b, seen, h // group] / weights.sum()
+  return result.reshape(batch, new, -1)
+
+
+def error(got, want):
+  """The largest error in units of the largest output."""
+  got, want = (np.asarray(a.astype(np.float32), np.float64) for a in (got, want))
+  return np.abs(got - want).max() / np.abs(want).max()
+
+
+@pytest.mark.parametrize(
+  ("new", "heads", "kv_heads", "positions", "head_dim", "window", "dtype"),
+  [
+    (1, 8, 2, 150, 32, None, "float32"),
+    (3, 6, 2, 37, 16, 7, "float32"),
+    (3, 2, 2, 33, 64, None, "float32"),
+    (1, 8, 2, 150, 32, None, "bfloat16"),
+    (3, 2, 2, 128, 128, 20, "bfloat16"),
+  ],
+)
+def test_the_kernel_equals_the_reference_wherever_the_tokens_are(
+  new, heads, kv_heads, positions, head_dim, window, dtype
+):
+  arrays = problem(2, new, heads, kv_heads, positions, head_dim, dtype)
+  for start in (0, positions // 2, positions - new):
+    zeros = fill_unseen(arrays, start, window, 0.0)
+    garbage = fill_unseen(arrays, start, window, np.nan)
+    start = jnp.asarray(start, jnp.int32)
+    got = cached(*garbage, start, window=window, implementation="interpret")
+    want = cached(*zeros, start, window=window, implementation="xla")
+    assert got.shape == (2, new, heads * head_dim) and got.dtype == dtype
+    # The reference's weights are rounded at another maximum.
+    assert error(got, want) <= (1e-6 if dtype == "float32" else 2.0**-7)
+
+
+@pytest.mark.parametrize("window", [None, 17])
+def test_the_kernel_equals_the_definition(window):
+  arrays = problem(1, 2, 4, 1, 90, 16, jnp.float32, seed=1)
+  start = jnp.asarray(83, jnp.int32)
+  got = cached(*arrays, start, window=window, implementation="interpret")
+  assert error(got, exact(*arrays, 83, window)) <= 2e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shares_of_many_steps_and_of_none_combine(dtype):
+  arrays = problem(1, 2, 4, 2, 200, 16, dtype, seed=2)
+  # Of 64 shares only some hold one of the thirteen chunks; of two each holds six. The
+  # second chunk is the newer token's alone if the older one is at 15.
+  for splits in (2, 64):
+    tile = Tile(16, 16, splits)
+    for start in (198, 15):
+      got = launch(*arrays, jnp.asarray(start, jnp.int32), tile=tile, interpret=True)
+      want = exact(*arrays, start)
+      assert error(got, want) <= (2e-6 if dtype == "float32" else 2.0**-7)
+
+
+def test_scores_far_apart_in_different_shares_do_not_overflow():
+  queries, keys, values = problem(1, 1, 2, 1, 64, 16, jnp.float32, seed=3)
+  keys = keys.at[:, 20].set(400 * queries[:, 0, :1]).at[:, 50].set(-400)
+  got = launch(
+    queries, keys, values, jnp.int32(63), tile=Tile(16, 16, 4), interpret=True
+  )
+  assert error(got, exact(queries, keys, values, 63)) <= 2e-6
+  np.testing.assert_array_equal(got[0, 0, :16], values[0, 20, 0])
+
+
+def test_one_key_is_returned_as_it_is():
+  arrays = problem(2, 1, 4, 2, 70, 16, jnp.bfloat16)
+  got = cached(*arrays, jnp.asarray(0, jnp.int32), implementation="interpret")
+  want = jnp.repeat(arrays[2][:, 0], 2, axis=1).reshape(2, 1, -1)
+  np.testing.assert_array_equal(got, want)
+
+
+def test_a_seen_value_that_is_not_finite_reaches_only_its_heads():
+  queries, keys, values = problem(1, 1, 4, 2, 70, 16, jnp.float32)
+  values = values.at[0, 30, 1].set(jnp.nan)
+  got = cached(queries, keys, values, jnp.int32(60), implementation="interpret")
+  by_head = np.isnan(got).reshape(4, 16)
+  np.testing.assert_array_equal(by_head.all(1), [False, False, True, True])
+  np.testing.assert_array_equal(by_head.any(1), by_head.all(1))
+
+
+def test_the_start_is_no_constant_of_the_program():
+  arrays = problem(1, 1, 2, 1, 48, 16, jnp.float32, seed=4)
+  program = jax.jit(
+    lambda start: functional.cached_attention(
+      *arrays, start, implementation="interpret"
+    )
+  )
+  for start in (0, 15, 16, 47):
+    assert error(program(jnp.int32(start)), exact(*arrays, start)) <= 2e-6
+  assert program._cache_size() == 1
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40])
+@pytest.mark.parametrize("positions", [1, 100, 2048, 40000])
+def test_programs_fill_the_gpu_and_each_may_have_a_chunk(batch, positions):
+  array = jax.ShapeDtypeStruct
+  past = array((batch, positions, 8, 128), jnp.bfloat16)
+  tile = Tile.of(array((batch, 1, 32, 128), jnp.bfloat16), past)
+  chunks, programs = -(-positions // tile.chunk), batch * 8 * tile.splits
+  assert tile.splits <= chunks and tile.splits & (tile.splits - 1) == 0
+  assert programs > 132 or tile.splits > chunks // 2
+  assert tile.splits == 1 or programs <= 264
+
+
+@pytest.mark.parametrize(
+  ("shape", "positions", "head_dim", "dtype", "message"),
+  [
+    ((1, 1, 4), 8, 24, "float32", "power of two from 16 to 256, got 24"),
+    ((1, 1, 4), 8, 8, "float32", "power of two from 16 to 256, got 8"),
+    ((1, 1, 4), 8, 16, "float16", "all bfloat16, got float16"),
+    ((1, 17, 4), 40, 16, "float32", "at most 32, got 34"),
+    ((1, 33, 4), 40, 16, "bfloat16", "at most 64, got 66"),
+    ((0, 1, 4), 8, 16, "float32", "nothing to do"),
+    ((1, 0, 4), 8, 16, "float32", "nothing to do"),
+  ],
+)
+def test_what_does_not_fit_is_refused_and_none_takes_the_reference(
+  shape, positions, head_dim, dtype, message
+):
+  batch, new, heads = shape
+  arrays = problem(batch, new, heads, 2, positions, head_dim, dtype)
+  start = jnp.asarray(0, jnp.int32)
+  with pytest.raises(NotImplementedError, match=message):
+    functional.cached_attention(*arrays, start, implementation="interpret")
+  if batch and new:
+    got = cached(*arrays, start)
+    np.testing.assert_array_equal(got, cached(*arrays, start, implementation="xla"))
+
+
+def test_operands_of_two_dtypes_are_refused():
+  queries, keys, values = problem(1, 1, 2, 1, 8, 16, jnp.float32)
+  why_not = attention.obstacle(queries.astype(jnp.bfloat16), keys, values)
+  assert "got bfloat16, float32, float32" in why_not
+
+
+def test_the_compiled_kernel_needs_a_gpu():
+  arrays = problem(1, 1, 2, 1, 8, 16, jnp.float32)
+  with pytest.raises(NotImplementedError, match="NVIDIA GPU"):
+    functional.cached_attention(*arrays, jnp.int32(0), implementation="pallas")
