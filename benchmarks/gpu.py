@@ -241,15 +241,15 @@ def decode(bench, shape, key):
   for kind in ("HiRes", "BF16"):
     keys = jax.random.split(key, some)
     layers = [gpu_models.random_layer(k, shape, kind) for k in keys]
-    caches = [gpu_models.empty_cache(shape, positions, tokens) for _ in layers]
+    caches = [gpu_models.empty_cache(shape, positions) for _ in layers]
     hidden = jax.random.normal(key, (1, 1, shape.hidden), jnp.bfloat16)
 
-    def token(_, state, layers):
+    def token(index, state, layers):
       hidden, caches = state
       after = []
       for layer, cache in zip(layers, caches, strict=True):
         hidden, cache = gpu_models.forward_layer(
-          shape, None, bench.runtime, layer, hidden, cache
+          shape, None, bench.runtime, layer, hidden, cache, positions - tokens + index
         )
         after.append(cache)
       return hidden, after

@@ -35,6 +35,8 @@ MULTIPROCESSORS, CLOCK, MEMORY = 132, 1.755e9, 4.3e12
 STARTED, INTEGER = 128, 64
 """Instructions of a thread that a multiprocessor starts in a cycle: all, and on the
 units that do everything but multiply and add."""
+POSITIONS = 2048
+"""Of the cache, and tokens of the prompt."""
 MULTIPLY = ("FADD", "FMUL", "FFMA", "IMAD", "HMUL2", "HADD2", "HFMA2")
 ELSEWHERE = (
   "U",
@@ -147,7 +149,10 @@ def launches(run):
   row = lambda n: jax.ShapeDtypeStruct((1, n, shape.hidden), jnp.bfloat16)
 
   def token(layer, cache, hidden):
-    step = lambda _, state: gpu_models.forward_layer(shape, None, None, layer, *state)
+    def step(index, state):
+      start = POSITIONS - tokens + index
+      return gpu_models.forward_layer(shape, None, None, layer, *state, start)
+
     return jax.lax.fori_loop(0, tokens, step, (hidden, cache))[0]
 
   def prefill(layer, hidden):
@@ -167,7 +172,7 @@ def launches(run):
         else leaf
         for name, leaf in layer.items()
       }
-    cache = jax.eval_shape(lambda: gpu_models.empty_cache(shape, 2048, tokens))
+    cache = jax.eval_shape(lambda: gpu_models.empty_cache(shape, POSITIONS))
     result[kind] = {
       "one token": started(run(token, layer, cache, row(1))[1]),
       "2048 tokens": started(run(prefill, layer, row(2048))[1]),

@@ -133,11 +133,12 @@ def fastest_attention():
   return "cudnn", "it ran"
 
 
-def forward_layer(shape, attention, implementation, params, hidden, cache=None):
-  """One decoder layer on `[1, T, d]`; with a cache, on the token behind it."""
+def forward_layer(
+  shape, attention, implementation, params, hidden, cache=None, start=0
+):
+  """One decoder layer on `[1, T, d]`; with a cache, on the token at `start`."""
   multiply = functools.partial(linears, implementation=implementation)
   frequencies = functional.inverse_frequencies(shape.head_dim, 1e6)
-  start = 0 if cache is None else cache["length"]
   by_head = (*hidden.shape[:2], -1, shape.head_dim)
   before = prologues.Normalized(hidden, params["norms"][0], 1e-6)
   q, k, v = multiply(before, [params[name] for name in ("q", "k", "v")])
@@ -153,8 +154,10 @@ def forward_layer(shape, attention, implementation, params, hidden, cache=None):
       q, k, v, is_causal=True, implementation=attention
     ).reshape(*hidden.shape[:2], -1)
   else:
-    put = lambda a, b: jax.lax.dynamic_update_slice(a, b, (0, start, 0, 0))
-    cache = {"k": put(cache["k"], k), "v": put(cache["v"], v), "length": start + 1}
+    zero = jnp.uint32(0)
+    place = zero, start.astype(jnp.uint32), zero, zero
+    put = lambda a, b: jax.lax.dynamic_update_slice(a, b, place)
+    cache = {"k": put(cache["k"], k), "v": put(cache["v"], v)}
     out = functional.cached_attention(
       q, cache["k"], cache["v"], start, implementation=implementation
     )
@@ -172,11 +175,7 @@ def forward_head(params, hidden):
   return linear(prologues.Normalized(hidden, params["norm"], 1e-6), params["head"])
 
 
-def empty_cache(shape, positions, room):
-  """A cache of zeros and ones, filled but for the room at its end."""
+def empty_cache(shape, positions):
+  """Keys of zeros and values of ones."""
   keys = jnp.zeros((1, positions, shape.kv_heads, shape.head_dim), jnp.bfloat16)
-  return {
-    "k": keys,
-    "v": keys + 1,
-    "length": jnp.asarray(positions - room, jnp.int32),
-  }
+  return {"k": keys, "v": keys + 1}

@@ -1,5 +1,6 @@
 """Token generation: without a cache as the evaluation contract asks, or with one."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -155,14 +156,25 @@ def _next_logits(
   return _run_head(model, outside, hidden, jnp.asarray(position, jnp.int32))
 
 
-Cache = tuple[dict[str, Any], ...]
-"""The cache of every layer; see `CausalLM.empty_cache`."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+  """What the layers keep of past tokens.
+
+  Attributes:
+    layers: Of every layer; see `CausalLM.empty_cache`.
+    length: Tokens in it, an int32 scalar.
+  """
+
+  layers: tuple[dict[str, Any], ...]
+  length: jax.Array
 
 
 def empty_cache(model: CausalLM, batch: int, positions: int) -> Cache:
   """A cache for sequences of up to `positions` tokens, compute dtype, all zero."""
   layers = range(model.num_layers)
-  return tuple(model.empty_cache(batch, positions) for _ in layers)
+  empty = tuple(model.empty_cache(batch, positions) for _ in layers)
+  return Cache(empty, jnp.zeros((), jnp.int32))
 
 
 def next_logits(
@@ -186,11 +198,14 @@ def next_logits(
   updated = []
   for index in range(model.num_layers):
     layer_params = params[model.layer_name(index)]
-    hidden, new = _run_cached_layer(model, layer_params, cache[index], hidden)
+    hidden, new = _run_cached_layer(
+      model, layer_params, cache.layers[index], hidden, cache.length
+    )
     updated.append(new)
   outside = {name: value for name, value in params.items() if "layers_" not in name}
   last = jnp.asarray(tokens.shape[1] - 1, jnp.int32)
-  return _run_head(model, outside, hidden, last), tuple(updated)
+  logits = _run_head(model, outside, hidden, last)
+  return logits, Cache(tuple(updated), cache.length + tokens.shape[1])
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
@@ -199,9 +214,10 @@ def _run_cached_layer(
   layer_params: Mapping[str, Any],
   cache: dict[str, Any],
   hidden: jax.Array,
+  start: jax.Array,
 ) -> tuple[jax.Array, dict[str, Any]]:
   """One layer with its cache; equal layers share the compiled function."""
-  return model.layer_with_cache(layer_params, cache, hidden)
+  return model.layer_with_cache(layer_params, cache, hidden, start)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
@@ -212,10 +228,10 @@ def _run_token(
   hidden = model.embed(params, tokens)
   updated = []
   for index in range(model.num_layers):
-    layer_params = params[model.layer_name(index)]
-    hidden, new = model.layer_with_cache(layer_params, cache[index], hidden)
+    layer_params, past = params[model.layer_name(index)], cache.layers[index]
+    hidden, new = model.layer_with_cache(layer_params, past, hidden, cache.length)
     updated.append(new)
-  return model.logits(params, hidden)[:, -1], tuple(updated)
+  return model.logits(params, hidden)[:, -1], Cache(tuple(updated), cache.length + 1)
 
 
 def _check(

@@ -24,7 +24,7 @@ CALIBRATION = "calibration"
 """The linen collection that receives the taps."""
 CACHE = "cache"
 """The linen collection of an attention's past: `keys`, `values`
-`[B, positions, kv_heads, head_dim]` and `length`, the positions filled, int32."""
+`[B, positions, kv_heads, head_dim]` and `start`, the positions filled, int32."""
 
 PROJECTION_TAPS: dict[tuple[str, str], str] = {
   ("self_attn", "q_proj"): "qkv_input",
@@ -171,7 +171,7 @@ class Attention(nn.Module):
       config.head_dim, config.rope_theta, config.rope_scaling
     )
     by_head = (*x.shape[:2], -1, config.head_dim)
-    start = self.get_variable(CACHE, "length", 0)
+    start = self.get_variable(CACHE, "start", 0)
     queries, keys, values = _side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
     if config.qk_norm == "projection":
       queries, keys = self.q_norm(queries), self.k_norm(keys)
@@ -185,7 +185,7 @@ class Attention(nn.Module):
       recovery = self.get_variable("params", "value_recovery")
       values = recovery_kernels.recover_values(values, recovery)
     window = config.sliding_window
-    if self.has_variable(CACHE, "length"):
+    if self.has_variable(CACHE, "start"):
       past = self._remember(start, keys, values)
       outputs = functional.cached_attention(queries, *past, start, window=window)
     else:
@@ -196,11 +196,12 @@ class Attention(nn.Module):
     self, start: jax.Array, keys: jax.Array, values: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """Writes new keys and values behind the cached ones; returns all of them."""
-    self.put_variable(CACHE, "length", start + keys.shape[1])
+    # Without a sign: jax counts negative ones from the end, in one more kernel.
+    zero = jnp.zeros((), jnp.uint32)
+    index = zero, start.astype(jnp.uint32), zero, zero
     filled = []
     for name, new in (("keys", keys), ("values", values)):
       old = self.get_variable(CACHE, name)
-      index = (0, start, 0, 0)
       filled.append(jax.lax.dynamic_update_slice(old, new.astype(old.dtype), index))
       self.put_variable(CACHE, name, filled[-1])
     return filled[0], filled[1]
@@ -354,7 +355,7 @@ class CausalLM(nn.Module):
     config = self.config
     shape = batch, positions, config.num_kv_heads, config.head_dim
     empty = {name: jnp.zeros(shape, config.dtype) for name in ("keys", "values")}
-    return {"self_attn": {**empty, "length": jnp.zeros((), jnp.int32)}}
+    return {"self_attn": empty}
 
   @nn.nowrap
   def layer_with_cache(
@@ -362,6 +363,7 @@ class CausalLM(nn.Module):
     layer_params: Mapping[str, Any],
     cache: Mapping[str, Any],
     hidden: jax.Array,
+    start: jax.Array,
   ) -> tuple[jax.Array, dict[str, Any]]:
     """Runs one decoder layer on the next tokens of cached sequences.
 
@@ -369,15 +371,19 @@ class CausalLM(nn.Module):
       layer_params: The value of one `layers_i` key of the params.
       cache: That layer's cache, with room for the tokens.
       hidden: `[B, T, d]`, compute dtype, of the T tokens after the cached ones.
+      start: How many are cached, an int32 scalar.
 
     Returns:
       Hidden states, same shape and dtype, and the cache with the tokens in it.
     """
     decoder_layer = DecoderLayer(self.config, parent=None)
+    past = {"self_attn": {**cache["self_attn"], "start": start}}
     output, state = decoder_layer.apply(
-      {"params": layer_params, CACHE: cache}, hidden, mutable=[CACHE]
+      {"params": layer_params, CACHE: past}, hidden, mutable=[CACHE]
     )
-    return cast(jax.Array, output), cast(dict[str, Any], state[CACHE])
+    filled = cast(dict[str, Any], state[CACHE])["self_attn"]
+    kept = {name: filled[name] for name in cache["self_attn"]}
+    return cast(jax.Array, output), {"self_attn": kept}
 
   @nn.nowrap
   def logits(self, params: Mapping[str, Any], hidden: jax.Array) -> jax.Array:

@@ -142,7 +142,7 @@ def test_cached_logits_equal_those_of_the_whole_prefix(tiny):
   for first, last in ((0, 7), (7, 8), (8, 13)):
     got, cache = generation.next_logits(model, params, cache, tokens[:, first:last])
     np.testing.assert_allclose(got, want[:, last - 1], atol=2e-5)
-  assert int(cache[0]["self_attn"]["length"]) == 13
+  assert int(cache.length) == 13
 
 
 def test_a_token_in_one_program_equals_layer_by_layer(tiny):
