@@ -31,7 +31,14 @@ import gpu_checks
 import gpu_models
 
 from mxjax import mxfp4
-from mxjax.pallas_kernels import code_refinement, matmul, mxfp4_decode, mxfp4_encode
+from mxjax.pallas_kernels import (
+  code_refinement,
+  float8,
+  matmul,
+  mxfp4_decode,
+  mxfp4_encode,
+)
+from mxjax.pallas_kernels.float8_matmul import float8_matmul
 
 GOALS = {
   "encode, share of copy bandwidth": (0.80, "at least"),
@@ -143,22 +150,18 @@ def memory_kernels(bench):
   )
   leaf = gpu_models.random_linear(jax.random.key(1), 64, width, True)
   tables = leaf.input_map.matrix, leaf.rounding.gram, leaf.rounding.cross
-  for form in ("codes", "values"):
+  for form in ("codes", "values", "float8"):
     run = functools.partial(code_refinement.refine, form=form, implementation=bench.how)
     results[f"one code bfloat16, {form}"] = bandwidth(bench, run, (x, *tables))
-  results["transform and nearest bfloat16, values"] = bandwidth(
+  results["transform and nearest bfloat16, float8"] = bandwidth(
     bench, run, (x, tables[0])
   )
   packed = mxfp4.encode(x)
   run = functools.partial(mxfp4_decode.decode, implementation=bench.how)
   results["decode bfloat16"] = bandwidth(bench, run, (packed,))
-  for form in mxfp4_decode.TOP:
-    top, _ = mxfp4_decode.float8_range(packed, form)
-
-    def run(tensor, top, form=form):
-      return mxfp4_decode.float8(tensor, form, top, implementation=bench.how).values
-
-    results[f"decode {form}"] = bandwidth(bench, run, (packed, top))
+  top, _ = mxfp4_decode.float8_range(packed)
+  run = functools.partial(mxfp4_decode.decode_float8, implementation=bench.how)
+  results["decode float8"] = bandwidth(bench, run, (packed, top))
   return results
 
 
@@ -178,9 +181,10 @@ def products(bench):
       )
       row[how] = 1e3 * bench.seconds(run, x, weight)
     if rows >= matmul.LIBRARY_ROWS:
-      codes = mxfp4.encode(x)
-      run = functools.partial(matmul.float8_matmul, dtype=jnp.bfloat16)
-      row["float8"] = 1e3 * bench.seconds(jax.jit(run), codes, weight)
+      inputs = float8.of_tensor(mxfp4.encode(x))
+      run = functools.partial(float8_matmul, dtype=jnp.bfloat16)
+      top, _ = mxfp4_decode.float8_range(weight)
+      row["float8"] = 1e3 * bench.seconds(jax.jit(run), inputs, weight, top)
     packed = weight.codes.nbytes + weight.scales.nbytes
     row["weight_GBps"] = packed / row[bench.how] / 1e6
     row["TFLOPs"] = 2 * rows * m * d / row[bench.how] / 1e9

@@ -106,7 +106,7 @@ def _choose_products(
 ) -> QuantizedLinear:
   top = None
   if products == "float8":
-    top, fits = mxfp4_decode.float8_range(leaf.weight, "float8_e4m3fn")
+    top, fits = mxfp4_decode.float8_range(leaf.weight)
     if not fits:
       misfits.append(path)
       top = None

@@ -13,6 +13,7 @@ from mxjax import mxfp4, native, straight_through
 from mxjax.input_maps import BlockDense, Hadamard, InputMap, hadamard
 from mxjax.pallas_kernels import code_refinement as refinement_kernel
 from mxjax.pallas_kernels import lowering, matmul, prologues
+from mxjax.pallas_kernels.float8_matmul import float8_matmul
 from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.precision import HIGHEST, float32_sums
 from mxjax.roundings import Nearest, OneCode, Rounding, Unrounded
@@ -30,7 +31,7 @@ class QuantizedLinear:
     gain: A factor on the outputs, a float32 scalar, or None; only a control has one.
     rules: Scale and tie rules of both operands (static).
     float8_top: The weight's largest scale byte, int32, where a GPU may multiply many
-      rows in float8, or None; see `compact` and `matmul.float8_matmul`. It holds for
+      rows in float8, or None; see `compact` and `float8_matmul`. It holds for
       this weight only: who replaces the weight sets it to None.
   """
 
@@ -296,13 +297,13 @@ def _by_kernels(
     return matmul.matmul_each(operands, [w.weight for w in weights], **how)
   outputs = []
   for weight in weights:
-    form = "values" if weight.float8_top is None else "codes"
+    form = "values" if weight.float8_top is None else "float8"
     [operand] = _kernel_inputs(rows, [weight], form, chosen)
     if weight.float8_top is None:
       outputs.append(matmul.matmul(operand, weight.weight, **how))
     else:
       top = weight.float8_top
-      outputs.append(matmul.float8_matmul(operand, weight.weight, top, **how))
+      outputs.append(float8_matmul(operand, weight.weight, top, **how))
   return outputs
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mxjax import code_refinement, mxfp4
-from mxjax.pallas_kernels import codec, lowering, planes, prologues
+from mxjax.pallas_kernels import codec, float8, lowering, planes, prologues
 from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.pallas_kernels.refinement_tile import Tables, load_tables, realize
 from mxjax.precision import HIGHEST
@@ -48,8 +48,9 @@ class Tile:
     return cls(32, repeats, 4, split=False)
 
 
-Form = Literal["codes", "values", "planes"]
-"""What comes out: packed codes, bfloat16 values, or these as `planes.Planes`."""
+Form = Literal["codes", "values", "planes", "float8"]
+"""What comes out: packed codes, bfloat16 values, these as `planes.Planes`, or
+`float8.Float8Inputs`."""
 
 
 def _kernel(
@@ -104,9 +105,11 @@ def _write(
   refs: Sequence[Any],
 ) -> None:
   """Writes a tile to the outputs of its linear."""
-  if form == "codes":
+  if form in ("codes", "float8"):
     byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8).reshape(result.shape[0])
-    lowering.store(refs[0].at[here, :], codec.pack(result), mask)
+    is_packed = form == "codes"
+    first = codec.pack(result) if is_packed else float8.of_values(result, exponent)
+    lowering.store(refs[0].at[here, :], first, mask)
     lowering.store(refs[1].at[here], byte, mask)
     return
   values = (result * codec.scale_of(exponent)).astype(jnp.bfloat16)
@@ -134,11 +137,15 @@ def _outputs(
   spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
   by_tile = lambda b, i, _: (i, b)
   match form:
-    case "codes":
-      specs = [spec((size, _BLOCK // 2), by_tile), spec((size, None), by_tile)]
+    case "codes" | "float8":
+      is_packed = form == "codes"
+      columns = _BLOCK // 2 if is_packed else _BLOCK
+      dtype = jnp.uint8 if is_packed else float8.FORM
+      blocks = width // _BLOCK
+      specs = [spec((size, columns), by_tile), spec((size, None), by_tile)]
       return specs, [
-        array((rows, width // 2), jnp.uint8),
-        array((rows, width // _BLOCK), jnp.uint8),
+        array((rows, blocks * columns), dtype),
+        array((rows, blocks), jnp.uint8),
       ]
     case "values":
       return [spec((size, _BLOCK), by_tile)], [array(shape, jnp.bfloat16)]
@@ -148,7 +155,7 @@ def _outputs(
       return [spec(block, lambda b, i, _: (0, i, b))], [plane]
 
 
-Refined = jax.Array | mxfp4.MXTensor | planes.Planes
+Refined = jax.Array | mxfp4.MXTensor | planes.Planes | float8.Float8Inputs
 
 
 def launch(
@@ -178,9 +185,9 @@ def launch(
     interpret=interpret,
   )
   match form:
-    case "codes":
-      pairs = zip(out[::2], out[1::2], strict=True)
-      return [mxfp4.MXTensor(*pair) for pair in pairs]
+    case "codes" | "float8":
+      kind = mxfp4.MXTensor if form == "codes" else float8.Float8Inputs
+      return [kind(*pair) for pair in zip(out[::2], out[1::2], strict=True)]
     case "values":
       return out
     case "planes":
@@ -206,6 +213,8 @@ def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
     tensor = mxfp4.MXTensor(mxfp4.pack(codes), byte)
   if form == "codes":
     return tensor
+  if form == "float8":
+    return float8.of_tensor(tensor)
   values = mxfp4.decode(tensor, jnp.bfloat16)
   return values if form == "values" else planes.split(values)
 

@@ -5,7 +5,7 @@ backend is a change of this file. Compiler parameters are always explicit: witho
 them the default backend differs between JAX versions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -22,6 +22,7 @@ run operation by operation on any platform, for tests."""
 
 BlockSpec = pl.BlockSpec
 program_id = pl.program_id
+when = pl.when
 columns = pl.ds
 """A half-open range of columns: (start, size)."""
 
@@ -73,9 +74,14 @@ def launch(
   out_shape: Any,
   warps: int,
   stages: int = 1,
+  in_place: Mapping[int, int] | None = None,
   interpret: bool = False,
 ) -> Any:
-  """Runs a kernel over a grid; see `pl.pallas_call` for specs and shapes."""
+  """Runs a kernel over a grid; see `pl.pallas_call` for specs and shapes.
+
+  `in_place` names outputs that are the memory of an operand, by the operand's number
+  among all arrays.
+  """
   call = pl.pallas_call(
     kernel,
     grid=grid,
@@ -83,6 +89,7 @@ def launch(
     out_specs=out_specs,
     out_shape=out_shape,
     name=f"mxjax_{name}",
+    input_output_aliases=dict(in_place or {}),
     interpret=interpret,
     compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
   )

@@ -26,7 +26,6 @@ from jax import lax
 from mxjax import mxfp4
 from mxjax.pallas_kernels import codec, lowering, mxfp4_decode, planes
 from mxjax.pallas_kernels.lowering import Implementation
-from mxjax.precision import HIGHEST
 
 LIBRARY_ROWS = 256
 """Rows of x from which None means decoding once and the library's product."""
@@ -327,56 +326,3 @@ def matmul_each(
     return [_library(x, weight, dtype, chosen) for x, weight in pairs]
   operands = [planes.split(x) if isinstance(x, jax.Array) else x for x in inputs]
   return launch(operands, weights, dtype=dtype, interpret=chosen == "interpret")
-
-
-def float8_matmul(
-  x: mxfp4.MXTensor,
-  weight: mxfp4.MXTensor,
-  top: jax.Array | None = None,
-  *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
-  implementation: Implementation | None = None,
-) -> jax.Array:
-  """`matmul` of packed operands by the library's float8 product.
-
-  x becomes E5M2 and the weight E4M3, each with one power of two for the tensor. If a
-  block of either does not fit that exactly, the product is taken in bfloat16.
-  The products are exact; how float8 sums are rounded is the GPU's and its library's:
-  docs/kernels.md says what is known.
-
-  Args:
-    x: Packed `[n, d]`.
-    weight: Packed `[m, d]`.
-    top: The weight's largest scale byte, if it is known to fit E4M3; see
-      `mxfp4_decode.float8_range`.
-    dtype: Of the result.
-    implementation: How operands are decoded; see `lowering.choose`.
-
-  Returns:
-    `[n, m]`.
-
-  Raises:
-    NotImplementedError: A kernel was asked for and cannot run.
-    ValueError: Widths differ.
-  """
-  _check(x, weight)
-  obstacle = None if x.shape[0] else "x has no rows"
-  chosen = lowering.choose(implementation, "pallas_kernels.float8_matmul", obstacle)
-  left = mxfp4_decode.float8(x, "float8_e5m2", implementation=chosen)
-  right = mxfp4_decode.float8(weight, "float8_e4m3fn", top, implementation=chosen)
-
-  def exact() -> jax.Array:
-    # The highest precision is what keeps a GPU's library from its fast sums.
-    total = lax.dot_general(
-      left.values,
-      right.values,
-      (((1,), (1,)), ((), ())),
-      precision=HIGHEST,
-      preferred_element_type=dtype,
-    )
-    return total * codec.scale_of(left.exponent + right.exponent).astype(dtype)
-
-  def otherwise() -> jax.Array:
-    return _library(x, weight, dtype, chosen)
-
-  return lax.cond(left.is_exact & right.is_exact, exact, otherwise)

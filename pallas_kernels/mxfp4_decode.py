@@ -5,15 +5,15 @@ a forward decodes all of them: 2.5 bytes of traffic a weight to bfloat16, 1.5 to
 A byte of codes becomes two bfloat16, a word of four codes four float8, each a register
 of 32 bits with the codes in their order; these views move nothing.
 
-float8 has one scale, a power of two, for a whole tensor. The largest block is put at
-the top of the format's range, and a block is exact if it lies at most `SPREAD` powers
-of two below that: E2M1 values have two significant bits, and every float8 format holds
-them. `Float8.is_exact` says whether all blocks fit; if not, the values are of no use.
+float8 (E4M3) has one scale, a power of two, for a whole weight. The largest block is
+put at the top of the format's range, and all are exact if none lies more than `SPREAD`
+powers of two below that: E2M1 values have two significant bits, which E4M3 holds.
+`float8_range` says whether a weight fits; if not, its float8 is of no use.
 """
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ from mxjax import mxfp4
 from mxjax.pallas_kernels import codec, lowering
 from mxjax.pallas_kernels.lowering import Implementation
 
-Format = Literal["float8_e4m3fn", "float8_e5m2"]
-TOP: dict[Format, int] = {"float8_e4m3fn": 6, "float8_e5m2": 13}
+FLOAT8 = jnp.float8_e4m3fn
+TOP = 6
 """The exponent e for which 6 * 2^e is the largest legal value inside the range."""
-SPREAD: dict[Format, int] = {"float8_e4m3fn": 14, "float8_e5m2": 28}
+SPREAD = 14
 """From 6 * 2^TOP down to 0.5 * 2^(TOP - SPREAD), the smallest subnormal."""
 _LOWEST, _HIGHEST = 77, 180
 """Of a tensor's largest scale byte, so that the scale of a product is a float32."""
@@ -38,22 +38,6 @@ class Tile:
 
   blocks: int = 256
   warps: int = 4
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Float8:
-  """A tensor in float8 with one scale.
-
-  Attributes:
-    values: `[n, d]`, a `Format`.
-    exponent: Of the power of two to multiply by, an int32 scalar.
-    is_exact: Whether no value was rounded, a bool scalar.
-  """
-
-  values: jax.Array
-  exponent: jax.Array
-  is_exact: jax.Array
 
 
 _TWO_CODES = """
@@ -79,11 +63,10 @@ def bfloat16_ptx() -> str:
 }}"""
 
 
-def float8_ptx(form: Format) -> str:
-  """A word of four codes, and its block's float16 factor twice, to four float8.
+def float8_ptx() -> str:
+  """A word of four codes, and its block's float16 factor twice, to four E4M3.
 
-  A code's bits are a float16 whose exponent is 14 too low. A float16 with zeros in its
-  lower half is an E5M2 number; E4M3 has its own conversion.
+  A code's bits are a float16 whose exponent is 14 too low.
   """
 
   def two(source: str, target: str) -> str:
@@ -95,18 +78,12 @@ def float8_ptx(form: Format) -> str:
 
   lower = two("and.b32 half, $1, 255;", "low")
   upper = two("shr.b32 half, $1, 8;", "high")
-  if form == "float8_e5m2":
-    join = "prmt.b32 $0, low, high, 0x7531;"
-    registers = ""
-  else:
-    registers = ".reg .b16 first, second;"
-    join = """cvt.rn.satfinite.e4m3x2.f16x2 first, low;
-  cvt.rn.satfinite.e4m3x2.f16x2 second, high;
-  mov.b32 $0, {first, second};"""
   return f"""{{
   .reg .b32 value, sign, half, low, high;
-  {registers}{lower}{upper}
-  {join}
+  .reg .b16 first, second;{lower}{upper}
+  cvt.rn.satfinite.e4m3x2.f16x2 first, low;
+  cvt.rn.satfinite.e4m3x2.f16x2 second, high;
+  mov.b32 $0, {{first, second}};
 }}"""
 
 
@@ -121,21 +98,19 @@ def bfloat16_pair(byte: jax.Array, scale: jax.Array, *, interpret: bool) -> jax.
   return lowering.by_ptx(bfloat16_ptx(), meaning, byte, scale, interpret=interpret)
 
 
-def float8_word(
-  word: jax.Array, factor: jax.Array, form: Format, *, interpret: bool
-) -> jax.Array:
-  """Four float8, the lowest code's lowest, of int32 words and doubled factors."""
+def float8_word(word: jax.Array, factor: jax.Array, *, interpret: bool) -> jax.Array:
+  """Four E4M3, the lowest code's lowest, of int32 words and doubled factors."""
 
   def meaning(word: jax.Array, factor: jax.Array) -> jax.Array:
     half = lax.bitcast_convert_type(factor.astype(jnp.int16), jnp.float16)
     result = jnp.zeros_like(word)
     for position in range(4):
       value = codec.element((word >> (4 * position)) & 15) * half.astype(jnp.float32)
-      byte = lax.bitcast_convert_type(value.astype(form), jnp.uint8)
+      byte = lax.bitcast_convert_type(value.astype(FLOAT8), jnp.uint8)
       result |= byte.astype(jnp.int32) << (8 * position)
     return result
 
-  return lowering.by_ptx(float8_ptx(form), meaning, word, factor, interpret=interpret)
+  return lowering.by_ptx(float8_ptx(), meaning, word, factor, interpret=interpret)
 
 
 def _bfloat16_kernel(
@@ -164,18 +139,17 @@ def _float8_kernel(
   *,
   rows: int,
   tile: int,
-  form: Format,
   interpret: bool,
 ) -> None:
   mask = lowering.tail_mask(rows, tile, lowering.program_id(0))
   word = lowering.load(words_ref, mask).astype(jnp.int32) & 0xFFFF
   byte = lowering.load(scales_ref, mask).astype(jnp.int32)
-  exponent = byte - top_ref[0] + TOP[form]
+  exponent = byte - top_ref[0] + TOP
   # A float16 2^exponent; the smallest that a legal block needs is a subnormal.
   factor = jnp.where(exponent == -15, 1 << 9, 0)
   factor = jnp.where(exponent >= -14, (exponent + 15) << 10, factor)
   twice = jnp.broadcast_to((factor * 0x10001)[:, None], word.shape)
-  lowering.store(out_ref, float8_word(word, twice, form, interpret=interpret), mask)
+  lowering.store(out_ref, float8_word(word, twice, interpret=interpret), mask)
 
 
 def _launch(
@@ -224,19 +198,19 @@ def launch_bfloat16(tensor: mxfp4.MXTensor, *, interpret: bool = False) -> jax.A
 
 
 def launch_float8(
-  tensor: mxfp4.MXTensor, top: jax.Array, form: Format, *, interpret: bool = False
+  tensor: mxfp4.MXTensor, top: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
   """Runs the kernel on `[..., d]`; `top`, int32, is the largest scale byte."""
   codes = tensor.codes.reshape(-1, mxfp4.BLOCK_SIZE // 4, 2)
   words = _launch(
-    functools.partial(_float8_kernel, form=form),
+    _float8_kernel,
     lax.bitcast_convert_type(codes, jnp.int16),
     tensor.scales,
     top.reshape(1),
-    name=f"mxfp4_decode_{form}",
+    name="mxfp4_decode_float8",
     interpret=interpret,
   )
-  return lax.bitcast_convert_type(words, jnp.dtype(form)).reshape(tensor.shape)
+  return lax.bitcast_convert_type(words, FLOAT8).reshape(tensor.shape)
 
 
 def decode(
@@ -250,48 +224,44 @@ def decode(
   return launch_bfloat16(tensor, interpret=chosen == "interpret")
 
 
-def float8_range(tensor: mxfp4.MXTensor, form: Format) -> tuple[jax.Array, jax.Array]:
+def float8_range(tensor: mxfp4.MXTensor) -> tuple[jax.Array, jax.Array]:
   """The largest scale byte of a tensor, int32, and whether float8 holds it exactly.
 
-  Blocks with the scale byte 0, 2^-127, count as zeros: an encoder gives it to blocks of
-  zeros, and no float32 sum beside another block holds them. With a byte of 255, or none
-  that float32 could scale by, nothing is exact.
+  Blocks with the scale byte 0 count as zeros; see `float8.py`. With a byte of 255, or
+  none that float32 could scale by, nothing is exact.
   """
   byte = tensor.scales.astype(jnp.int32)
   below = jnp.where(byte == 0, 0, mxfp4.NOT_FINITE - byte)
   # One reduction for both ends.
   top, furthest = jnp.stack([byte, below]).max(tuple(range(1, byte.ndim + 1)))
   spread = top - (mxfp4.NOT_FINITE - furthest)
-  return top, (top >= _LOWEST) & (top <= _HIGHEST) & (spread <= SPREAD[form])
+  return top, (top >= _LOWEST) & (top <= _HIGHEST) & (spread <= SPREAD)
 
 
-def float8(
+def float8_exponent(top: jax.Array) -> jax.Array:
+  """Of the power of two that `decode_float8`'s values are in units of, int32."""
+  return top - mxfp4.SCALE_BIAS - TOP
+
+
+def decode_float8(
   tensor: mxfp4.MXTensor,
-  form: Format,
-  top: jax.Array | None = None,
+  top: jax.Array,
   *,
   implementation: Implementation | None = None,
-) -> Float8:
-  """Decodes `[..., d]` to float8 with one scale for the tensor.
+) -> jax.Array:
+  """Decodes `[..., d]` to E4M3 with one scale for the tensor.
 
   Args:
-    tensor: Packed, the paper's scale rule.
-    form: The float8 format.
-    top: The largest scale byte, if the tensor is known to fit; see `float8_range`.
+    tensor: Packed, the paper's scale rule, of which `float8_range` says that it fits.
+    top: Its largest scale byte, int32.
     implementation: See `lowering.choose`.
 
   Returns:
-    The values, their exponent, and whether they are exact.
+    The values, in units of 2^`float8_exponent(top)`; exact.
   """
   obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
-  chosen = lowering.choose(implementation, "pallas_kernels.float8", obstacle)
-  is_exact = jnp.asarray(True)
-  if top is None:
-    top, is_exact = float8_range(tensor, form)
-  exponent = top - mxfp4.SCALE_BIAS - TOP[form]
+  chosen = lowering.choose(implementation, "pallas_kernels.decode_float8", obstacle)
   if chosen == "xla":
-    relative = mxfp4.decode(tensor, jnp.float32) * codec.inverse_scale_of(exponent)
-    values = jnp.where(is_exact, relative, 0.0).astype(form)
-  else:
-    values = launch_float8(tensor, top, form, interpret=chosen == "interpret")
-  return Float8(values, exponent, is_exact)
+    unit = codec.inverse_scale_of(float8_exponent(top))
+    return (mxfp4.decode(tensor, jnp.float32) * unit).astype(FLOAT8)
+  return launch_float8(tensor, top, interpret=chosen == "interpret")

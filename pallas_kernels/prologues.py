@@ -196,15 +196,8 @@ def _inverse_norms(refs: Normalized, shape: tuple[int, int]) -> jax.Array:
 
 def _product_tile(refs: GatedProduct, here: Any, mask: jax.Array | None) -> jax.Array:
   """A tile of the product, in the arithmetic of its reference."""
-  dtype = refs.gate.dtype
-  gate, up = (
-    lowering.load(ref.at[here, :], mask).astype(jnp.float32)
-    for ref in (refs.gate, refs.up)
-  )
-  silu = lambda g: g / (1.0 + jnp.exp(-g))
-  if refs.recovery is None:
-    return silu(gate).astype(dtype) * up.astype(dtype)
-  scalars: MlpRecovery = jax.tree.map(lambda ref: ref[...][:, None], refs.recovery)
-  shift = scalars.gate_shift * scalars.gate_deviation
-  corrected = (1.0 + scalars.gate_scale) * gate + shift
-  return (silu(corrected) * ((1.0 + scalars.up_scale) * up)).astype(dtype)
+  gate, up = (lowering.load(ref.at[here, :], mask) for ref in (refs.gate, refs.up))
+  if refs.recovery is not None:
+    return recovery.corrected_product(gate, up, refs.recovery)
+  wide = gate.astype(jnp.float32)
+  return (wide / (1.0 + jnp.exp(-wide))).astype(gate.dtype) * up

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from mxjax import mlp_recovery, value_recovery
 from mxjax.pallas_kernels import lowering
@@ -30,15 +31,30 @@ class Tile:
 
 
 def _product_kernel(
-  gate_ref: Any, up_ref: Any, scalars_ref: Any, out_ref: Any, *, size: int, tile: Tile
+  gate_ref: Any,
+  up_ref: Any,
+  scalars_ref: mlp_recovery.MlpRecovery,
+  out_ref: Any,
+  *,
+  size: int,
+  tile: Tile,
 ) -> None:
   mask = lowering.tail_mask(size, tile.elements, lowering.program_id(0))
-  gate = lowering.load(gate_ref, mask).astype(jnp.float32)
-  up = lowering.load(up_ref, mask).astype(jnp.float32)
-  gate_scale, shift, up_scale = (scalars_ref[i] for i in range(3))
-  corrected = gate_scale * gate + shift
+  gate, up = (lowering.load(ref, mask) for ref in (gate_ref, up_ref))
+  lowering.store(out_ref, corrected_product(gate, up, scalars_ref), mask)
+
+
+def corrected_product(
+  gate: jax.Array, up: jax.Array, scalars_ref: mlp_recovery.MlpRecovery
+) -> jax.Array:
+  """What the MLP kernel makes of tiles of one shape and dtype, scalars as `[1]`."""
+  scalars: mlp_recovery.MlpRecovery = jax.tree.map(
+    lambda ref: ref[...].reshape((1,) * gate.ndim), scalars_ref
+  )
+  corrected = (1.0 + scalars.gate_scale) * gate.astype(jnp.float32)
+  corrected += scalars.gate_shift * scalars.gate_deviation
   silu = corrected / (1.0 + jnp.exp(-corrected))
-  lowering.store(out_ref, (silu * (up_scale * up)).astype(out_ref.dtype), mask)
+  return (silu * ((1.0 + scalars.up_scale) * up.astype(jnp.float32))).astype(gate.dtype)
 
 
 def launch_product(
@@ -50,17 +66,19 @@ def launch_product(
   interpret: bool = False,
 ) -> jax.Array:
   """Runs the MLP kernel on arrays of one shape and dtype."""
-  shift = recovery.gate_shift * recovery.gate_deviation
-  scalars = [1.0 + recovery.gate_scale, shift, 1.0 + recovery.up_scale]
   flat = lowering.BlockSpec((tile.elements,), lambda i: (i,))
   out = lowering.launch(
     functools.partial(_product_kernel, size=gate.size, tile=tile),
     gate.reshape(-1),
     up.reshape(-1),
-    jnp.stack([*scalars, shift]).astype(jnp.float32),
+    jax.tree.map(lambda a: a.reshape(1), recovery),
     name="mlp_recovery",
     grid=(-(-gate.size // tile.elements),),
-    in_specs=[flat, flat, lowering.BlockSpec((4,), lambda i: (0,))],
+    in_specs=[
+      flat,
+      flat,
+      jax.tree.map(lambda _: lowering.BlockSpec((1,), lambda i: (0,)), recovery),
+    ],
     out_specs=flat,
     out_shape=jax.ShapeDtypeStruct((gate.size,), gate.dtype),
     warps=tile.warps,
@@ -71,22 +89,29 @@ def launch_product(
 
 def _affine_kernel(
   values_ref: Any,
-  scale_ref: Any,
-  offset_ref: Any,
+  recovery_ref: value_recovery.ValueRecovery,
+  bias_ref: Any,
   out_ref: Any,
   *,
-  rows: int,
-  features: int,
+  shape: tuple[int, int],
+  head_dim: int,
   tile: tuple[int, int],
 ) -> None:
+  rows, features = shape
+  row, column = lowering.program_id(0), lowering.program_id(1)
   masks = (
-    lowering.tail_mask(rows, tile[0], lowering.program_id(0)),
-    lowering.tail_mask(features, tile[1], lowering.program_id(1)),
+    lowering.tail_mask(rows, tile[0], row),
+    lowering.tail_mask(features, tile[1], column),
   )
+  feature = column * tile[1] + lax.iota(jnp.int32, tile[1])
+  # The last tile may reach beyond the last head.
+  head = jnp.minimum(feature, features - 1) // head_dim
+  scale = recovery_ref.scale[head].astype(jnp.float32)[None, :]
+  offset = recovery_ref.offset[head].astype(jnp.float32)[None, :]
   values = lowering.load(values_ref, *masks).astype(jnp.float32)
-  as_row = lambda ref: lowering.load(ref, masks[1])[None, :]
-  corrected = as_row(scale_ref) * values + as_row(offset_ref)
-  lowering.store(out_ref, corrected.astype(out_ref.dtype), *masks)
+  if bias_ref is not None:
+    values += lowering.load(bias_ref, masks[1]).astype(jnp.float32)[None, :]
+  lowering.store(out_ref, (scale * values + offset).astype(out_ref.dtype), *masks)
 
 
 def launch_values(
@@ -100,20 +125,23 @@ def launch_values(
   heads, head_dim = values.shape[-2:]
   features, tile = heads * head_dim, (8, 128)
   rows = values.size // features
-  per_feature = lambda a: jnp.repeat(a.astype(jnp.float32), head_dim)
-  scale, offset = per_feature(recovery.scale), per_feature(recovery.offset)
-  if bias is not None:
-    offset = scale * bias.reshape(-1).astype(jnp.float32) + offset
-  both = lowering.BlockSpec(tile, lambda i, j: (i, j))
-  row = lowering.BlockSpec((tile[1],), lambda i, j: (j,))
+  spec = lowering.BlockSpec
+  both = spec(tile, lambda i, j: (i, j))
+  of_heads = spec((heads,), lambda i, j: (0,))
   out = lowering.launch(
-    functools.partial(_affine_kernel, rows=rows, features=features, tile=tile),
+    functools.partial(
+      _affine_kernel, shape=(rows, features), head_dim=head_dim, tile=tile
+    ),
     values.reshape(rows, features),
-    scale,
-    offset,
+    recovery,
+    None if bias is None else bias.reshape(features),
     name="value_recovery",
     grid=(-(-rows // tile[0]), -(-features // tile[1])),
-    in_specs=[both, row, row],
+    in_specs=[
+      both,
+      jax.tree.map(lambda _: of_heads, recovery),
+      None if bias is None else spec((tile[1],), lambda i, j: (j,)),
+    ],
     out_specs=both,
     out_shape=jax.ShapeDtypeStruct((rows, features), values.dtype),
     warps=4,

@@ -101,6 +101,8 @@ def cases():
   from mxjax.pallas_kernels import (
     attention,
     code_refinement,
+    float8,
+    float8_matmul,
     gptq,
     matmul,
     mxfp4_decode,
@@ -178,10 +180,12 @@ def cases():
     "attention, 1 token, float32": attend(1, f32, positions=2000),
     "attention, 8 tokens, float32": attend(8, f32),
     "decode to bfloat16": (mxfp4_decode.launch_bfloat16, packed(12288, 4096)),
+    "one code, split, float8": refine(array((2048, 4096), b16), *tables, form="float8"),
     "float8 product, 2048 rows": (
-      functools.partial(matmul.float8_matmul, dtype=b16),
-      packed(2048, 4096),
+      functools.partial(float8_matmul.float8_matmul, dtype=b16),
+      float8.Float8Inputs(array((2048, 4096), float8.FORM), array((2048, 128), u8)),
       packed(12288, 4096),
+      array((), jnp.int32),
     ),
     "matmul bfloat16 x packed, 2048 rows": product(
       dense(2048, 4096), packed(12288, 4096)
