@@ -114,8 +114,16 @@ def check_refinement(rng, how, size):
       shares[name] = differing(got, want)[0]
       relative = np.abs(reached - reference) / np.maximum(scale, 1e-30)
       gaps[name] = float(relative.max())
+  broken = x.at[1, 3].set(jnp.nan).at[2, 40].set(jnp.inf)
+  marked = np.asarray(refine(broken, *parts, implementation=how).scales == 255)
+  is_marked = marked[1, 0] and marked[2, 1] and marked.sum() == 2
   passed = max(shares.values()) < 2e-3 and max(gaps.values()) < 1e-4
-  return {"codes_differing": shares, "objective_gap": gaps, "passed": passed}
+  return {
+    "codes_differing": shares,
+    "objective_gap": gaps,
+    "not_finite_is_marked": bool(is_marked),
+    "passed": bool(passed and is_marked),
+  }
 
 
 def check_matmul(rng, how, size):

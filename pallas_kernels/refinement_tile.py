@@ -100,7 +100,7 @@ def load_tables(refs: Tables, split: bool) -> Loaded:
 
 def best_change(
   nearest: jax.Array, slope: jax.Array, curvature: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
   """The best legal value of a coordinate: the nearest one to its parabola's optimum.
 
   Args:
@@ -109,25 +109,30 @@ def best_change(
     curvature: float32 `[1, 32]`.
 
   Returns:
-    Its score, value and int32 magnitude index, `[rows, 32]` each.
+    Its score and the value, `[rows, 32]` each.
   """
   # A slope of 0 times infinity would be NaN.
   reciprocal = jnp.minimum(1.0 / curvature, jnp.finfo(jnp.float32).max)
   optimum = nearest - slope * reciprocal
   # Of two values as good as each other the one toward zero has the lower code. The
   # optimum is rounded, so that a tie is one only to within that.
-  index = codec.nearest_index(jnp.abs(optimum), shy=True)
-  value = codec.copy_sign(codec.magnitude(index), optimum)
+  value = codec.nearest_value(optimum * (1.0 - 2.0**-20))
   delta = value - nearest
-  return delta * (slope + delta * (0.5 * curvature)), value, index
+  return delta * (slope + delta * (0.5 * curvature)), value
 
 
 def _is_changed(score: jax.Array) -> jax.Array:
-  """Where a row changes: its lowest score if that is negative, first of equal ones."""
-  lowest = jnp.min(score, axis=1)[:, None]
-  coordinate = lax.broadcasted_iota(jnp.int32, score.shape, 1)
-  ties = jnp.where(score == lowest, coordinate, _BLOCK)
-  return (coordinate == jnp.min(ties, axis=1)[:, None]) & (lowest < 0)
+  """Where a row changes: its lowest score if that is negative, first of equal ones.
+
+  The place takes the lowest five bits of a score, so that one minimum finds both. A
+  negative number is lower with more bits: the first place has most. Scores that differ
+  by less than 2^-18 of them count as equal.
+  """
+  place = (_BLOCK - 1) - lax.broadcasted_iota(jnp.int32, score.shape, 1)
+  key = codec.from_bits((codec.bits(score) & -_BLOCK) | place)
+  lowest = jnp.min(key, axis=1)[:, None]
+  # A zero with a sign has become a subnormal number.
+  return (key == lowest) & (lowest <= -jnp.finfo(jnp.float32).tiny)
 
 
 def _split_dot(x: jax.Array, table: tuple[jax.Array, ...]) -> jax.Array:
@@ -152,9 +157,8 @@ def realize(
     x = x.astype(jnp.float32)
     product = functools.partial(lowering.dot_float32, transpose_b=True)
     mapped = x if t.matrix is None else product(x, t.matrix)
-  index, exponent = codec.encode(mapped, has_subnormals=not interpret)
-  nearest = codec.copy_sign(codec.magnitude(index), mapped)
-  result = nearest if decoded else codec.with_sign(index, mapped)
+  nearest, exponent = codec.encode_values(mapped, has_subnormals=not interpret)
+  result = nearest if decoded else codec.code_of(nearest, mapped)
   if t.gram is None:
     return result, exponent
   inverse = codec.inverse_scale_of(exponent)
@@ -165,8 +169,7 @@ def realize(
     scaled = mapped * inverse
     slope = lowering.dot_float32(nearest - scaled, t.gram)
     slope -= lowering.dot_float32(scaled, t.mismatch, transpose_b=True)
-  score, value, index = best_change(nearest, slope, t.curvature)
-  # Zero is code 0: the lowest code of that value.
-  code = jnp.where(index == 0, 0, codec.with_sign(index, value))
-  changed = value if decoded else code
+  score, value = best_change(nearest, slope, t.curvature)
+  # Zeros have no sign here, so that they are code 0: the lowest code of that value.
+  changed = value if decoded else codec.code_of(value, value)
   return jnp.where(_is_changed(score), changed, result), exponent
