@@ -10,14 +10,10 @@ and named. The result file is rewritten after every section.
 """
 
 import argparse
-import datetime
 import functools
-import importlib.metadata
 import json
-import os
 import pathlib
 import secrets
-import statistics
 import sys
 import time
 
@@ -29,6 +25,7 @@ sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent)]
 
 import gpu_checks
 import gpu_models
+from gpu_bench import Bench
 
 from mxjax import mxfp4
 from mxjax.pallas_kernels import (
@@ -40,73 +37,11 @@ from mxjax.pallas_kernels import (
 )
 from mxjax.pallas_kernels.float8_matmul import float8_matmul
 
-GOALS = {
-  "encode, share of copy bandwidth": (0.80, "at least"),
-  "HiRes forward, times BF16": (1.10, "at most"),
-  "HiRes forward, float8 products, times BF16": (1.00, "at most"),
-  "HiRes decode, times BF16 tokens a second": (2.5, "at least"),
-  "8B build, minutes": (5.0, "at most"),
-}
-
-
-class Bench:
-  """What all sections share: sizes, results and the clock."""
-
-  def __init__(self, options):
-    self.smoke, self.out = options.smoke, pathlib.Path(options.out)
-    self.how = "interpret" if options.smoke else "pallas"
-    # None: the runtime's own choice, which is what a user gets.
-    self.runtime = "interpret" if options.smoke else None
-    self.start, self.budget = time.perf_counter(), options.budget
-    self.results, self.goals = {}, {}
-
-  def size(self, real, tiny):
-    return tiny if self.smoke else real
-
-  def seconds(self, function, *arguments, batches=5):
-    """Median seconds a call: batches of calls that take at least 20 ms."""
-    call = lambda: jax.block_until_ready(function(*arguments))
-    call(), call()
-    start = time.perf_counter()
-    call()
-    once = time.perf_counter() - start
-    count = 1 if self.smoke else min(max(1, int(0.02 / once)), 200)
-    times = []
-    for _ in range(1 if self.smoke else batches):
-      start = time.perf_counter()
-      for _ in range(count):
-        result = function(*arguments)
-      jax.block_until_ready(result)
-      times.append((time.perf_counter() - start) / count)
-    return statistics.median(times)
-
-  def save(self):
-    device = jax.devices()[0]
-    packages = ("jax", "jaxlib", "numpy")
-    document = {
-      "command": f"python benchmarks/gpu.py{' --smoke' if self.smoke else ''}",
-      "date": datetime.date.today().isoformat(),
-      "device": device.device_kind,
-      "platform": device.platform,
-      "load": os.getloadavg()[0],
-      "versions": {name: importlib.metadata.version(name) for name in packages},
-      "seconds": time.perf_counter() - self.start,
-      "goals": self.goals,
-      "results": self.results,
-    }
-    self.out.parent.mkdir(parents=True, exist_ok=True)
-    self.out.write_text(json.dumps(document, indent=1) + "\n")
-
-  def goal(self, name, value):
-    bound, sense = GOALS[name]
-    is_met = value >= bound if sense == "at least" else value <= bound
-    self.goals[name] = {"value": value, "goal": f"{sense} {bound}", "met": is_met}
-
 
 def checks(bench):
   seed = secrets.randbits(32)
   print(f"seed {seed}")
-  results = gpu_checks.run(bench.how, seed, bench.size(512, 40))
+  results = gpu_checks.run(bench.how, seed, bench.size(512, 40), bench.pool)
   bench.failed = [name for name, result in results.items() if not result["passed"]]
   return {"seed": seed, "kernels": results}
 
@@ -131,37 +66,37 @@ def bandwidth(bench, function, arguments):
     leaf.size * leaf.dtype.itemsize
     for leaf in jax.tree.leaves(jax.eval_shape(function, *arguments))
   )
-  seconds = bench.seconds(jax.jit(function), *arguments)
+  seconds = bench.seconds(function, *arguments)
   rate = moved / seconds
   return {"ms": 1e3 * seconds, "GBps": rate / 1e9, "share_of_copy": rate / bench.copy}
 
 
 def memory_kernels(bench):
-  """Encode and the fused kernel against the copy bandwidth."""
+  """Encode, decode and the fused kernel against the copy bandwidth."""
   rows, width = bench.size((16384, 8192), (32, 64))
-  results = {}
-  for dtype in (jnp.float32, jnp.bfloat16):
-    x = jax.random.normal(jax.random.key(0), (rows, width), dtype)
-    run = functools.partial(mxfp4_encode.encode, implementation=bench.how)
-    results[f"encode {jnp.dtype(dtype).name}"] = bandwidth(bench, run, (x,))
-  bench.goal(
-    "encode, share of copy bandwidth",
-    min(result["share_of_copy"] for result in results.values()),
-  )
+  x = jax.random.normal(jax.random.key(0), (rows, width), jnp.float32)
+  narrow, calls = x.astype(jnp.bfloat16), {}
+
+  def add(name, function, *arguments, **options):
+    run = functools.partial(function, implementation=bench.how, **options)
+    calls[name] = jax.jit(run), arguments
+
+  for values in (x, narrow):
+    add(f"encode {values.dtype}", mxfp4_encode.encode, values)
   leaf = gpu_models.random_linear(jax.random.key(1), 64, width, True)
   tables = leaf.input_map.matrix, leaf.rounding.gram, leaf.rounding.cross
+  refine = code_refinement.refine
   for form in ("codes", "values", "float8"):
-    run = functools.partial(code_refinement.refine, form=form, implementation=bench.how)
-    results[f"one code bfloat16, {form}"] = bandwidth(bench, run, (x, *tables))
-  results["transform and nearest bfloat16, float8"] = bandwidth(
-    bench, run, (x, tables[0])
-  )
-  packed = mxfp4.encode(x)
-  run = functools.partial(mxfp4_decode.decode, implementation=bench.how)
-  results["decode bfloat16"] = bandwidth(bench, run, (packed,))
+    add(f"one code bfloat16, {form}", refine, narrow, *tables, form=form)
+  add("transform and nearest, float8", refine, narrow, tables[0], form="float8")
+  packed = mxfp4.encode(narrow)
   top, _ = mxfp4_decode.float8_range(packed)
-  run = functools.partial(mxfp4_decode.decode_float8, implementation=bench.how)
-  results["decode float8"] = bandwidth(bench, run, (packed, top))
+  add("decode bfloat16", mxfp4_decode.decode, packed)
+  add("decode float8", mxfp4_decode.decode_float8, packed, top)
+  bench.warm(calls.values())
+  results = {name: bandwidth(bench, *call) for name, call in calls.items()}
+  shares = [r["share_of_copy"] for name, r in results.items() if "encode" in name]
+  bench.goal("encode, share of copy bandwidth", min(shares))
   return results
 
 
@@ -169,26 +104,33 @@ def products(bench):
   """Packed products: kernel and library, prefill and decode shapes."""
   m, d = bench.size((12288, 4096), (96, 64))
   weight = gpu_models.random_linear(jax.random.key(2), m, d, True).weight
-  results = {}
+  dense, (top, _) = jnp.ones((m, d), jnp.bfloat16), mxfp4_decode.float8_range(weight)
+  plain = jax.jit(lambda x, w: jnp.einsum("nd,md->nm", x, w))
+  packed = {
+    how: jax.jit(
+      functools.partial(matmul.matmul, dtype=jnp.bfloat16, implementation=how)
+    )
+    for how in (bench.how, "xla")
+  }
+  narrow = jax.jit(functools.partial(float8_matmul, dtype=jnp.bfloat16))
+  calls = {}
   for rows in bench.size((1, 4, 16, 64, 256, 2048), (1, 20)):
     x = jax.random.normal(jax.random.key(3), (rows, d), jnp.bfloat16)
-    dense = jnp.ones((m, d), jnp.bfloat16)
-    plain = jax.jit(lambda x, w: jnp.einsum("nd,md->nm", x, w))
-    row = {"bf16 weight": 1e3 * bench.seconds(plain, x, dense)}
-    for how in (bench.how, "xla"):
-      run = jax.jit(
-        functools.partial(matmul.matmul, dtype=jnp.bfloat16, implementation=how)
-      )
-      row[how] = 1e3 * bench.seconds(run, x, weight)
+    calls[rows, "bf16 weight"] = plain, (x, dense)
+    calls |= {(rows, how): (run, (x, weight)) for how, run in packed.items()}
     if rows >= matmul.LIBRARY_ROWS:
       inputs = float8.of_tensor(mxfp4.encode(x))
-      run = functools.partial(float8_matmul, dtype=jnp.bfloat16)
-      top, _ = mxfp4_decode.float8_range(weight)
-      row["float8"] = 1e3 * bench.seconds(jax.jit(run), inputs, weight, top)
-    packed = weight.codes.nbytes + weight.scales.nbytes
-    row["weight_GBps"] = packed / row[bench.how] / 1e6
-    row["TFLOPs"] = 2 * rows * m * d / row[bench.how] / 1e9
-    results[f"{rows} rows, ms"] = row
+      calls[rows, "float8"] = narrow, (inputs, weight, top)
+  bench.warm(calls.values())
+  results = {}
+  for (rows, name), (run, arguments) in calls.items():
+    row = results.setdefault(f"{rows} rows, ms", {})
+    row[name] = 1e3 * bench.seconds(run, *arguments)
+    if name == bench.how:
+      row["weight_GBps"] = (
+        sum(a.nbytes for a in jax.tree.leaves(weight)) / row[name] / 1e6
+      )
+      row["TFLOPs"] = 2 * rows * m * d / row[name] / 1e9
   return results
 
 
@@ -208,6 +150,9 @@ def prefill(bench, shape, key):
     "tokens": tokens,
     "TFLOP": flop / 1e12,
   }
+  one = [gpu_models.random_layer(key, shape, kind) for kind in gpu_models.KINDS]
+  bench.warm([(run_layer, (layer, hidden)) for layer in one])
+  del one
   for kind in gpu_models.KINDS:
     keys = jax.random.split(key, shape.layers)
     layers = [gpu_models.random_layer(k, shape, kind) for k in keys]
@@ -242,31 +187,37 @@ def decode(bench, shape, key):
   """
   positions, some, tokens = bench.size((2048, 8, 16), (8, 2, 2))
   result = {"layers_timed": some, "positions": positions, "tokens_in_a_program": tokens}
-  for kind in ("HiRes", "BF16"):
-    keys = jax.random.split(key, some)
-    layers = [gpu_models.random_layer(k, shape, kind) for k in keys]
-    caches = [gpu_models.empty_cache(shape, positions) for _ in layers]
-    hidden = jax.random.normal(key, (1, 1, shape.hidden), jnp.bfloat16)
+  # Jitted, so that equal layers are traced and lowered once.
+  run_layer = jax.jit(
+    functools.partial(gpu_models.forward_layer, shape, None, bench.runtime)
+  )
 
-    def token(index, state, layers):
-      hidden, caches = state
-      after = []
-      for layer, cache in zip(layers, caches, strict=True):
-        hidden, cache = gpu_models.forward_layer(
-          shape, None, bench.runtime, layer, hidden, cache, positions - tokens + index
-        )
-        after.append(cache)
-      return hidden, after
+  def token(index, state, layers):
+    hidden, caches = state
+    after = []
+    for layer, cache in zip(layers, caches, strict=True):
+      hidden, cache = run_layer(layer, hidden, cache, positions - tokens + index)
+      after.append(cache)
+    return hidden, after
 
-    @jax.jit
-    def run(layers, caches, hidden, token=token):
-      body = functools.partial(token, layers=layers)
-      # The written caches are not returned: returning would copy all of them.
-      return jax.lax.fori_loop(0, tokens, body, (hidden, caches))[0]
+  @jax.jit
+  def run(layers, caches, hidden):
+    body = functools.partial(token, layers=layers)
+    # The written caches are not returned: returning would copy all of them.
+    return jax.lax.fori_loop(0, tokens, body, (hidden, caches))[0]
 
-    part = bench.seconds(run, layers, caches, hidden) / tokens
-    head = gpu_models.random_head(key, shape)
-    last = bench.seconds(jax.jit(gpu_models.forward_head), head, hidden)
+  hidden = jax.random.normal(key, (1, 1, shape.hidden), jnp.bfloat16)
+  caches = [gpu_models.empty_cache(shape, positions) for _ in range(some)]
+  keys = jax.random.split(key, some)
+  layers = {
+    kind: [gpu_models.random_layer(k, shape, kind) for k in keys]
+    for kind in ("HiRes", "BF16")
+  }
+  bench.warm([(run, (each, caches, hidden)) for each in layers.values()])
+  head, run_head = gpu_models.random_head(key, shape), jax.jit(gpu_models.forward_head)
+  last = bench.seconds(run_head, head, hidden)
+  for kind, each in layers.items():
+    part = bench.seconds(run, each, caches, hidden) / tokens
     total = part * shape.layers / some + last
     result[kind] = {
       "layers_ms": 1e3 * part,

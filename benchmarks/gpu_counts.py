@@ -17,6 +17,7 @@ import argparse
 import collections
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -122,7 +123,7 @@ def cases():
   values, threads = decode.blocks * 32, decode.warps * 32
   add("decode to bfloat16", values, threads, 2 + packed)
   tile = code_refinement.Tile.of(2048, jnp.bfloat16)
-  for name, size in (("codes", packed), ("values", 2)):
+  for name, size in (("codes", packed), ("values", 2), ("float8", 33 / 32)):
     add(f"one code, split, {name}", tile.rows * 32, tile.warps * 32, 2 + size)
   add("nearest, split, values", tile.rows * 32, tile.warps * 32, 4)
   for name, rows, shape in (
@@ -138,7 +139,7 @@ def cases():
 
 
 def launches(run):
-  """Kernels that a compiled Qwen3-8B-shaped layer starts, by kind and use."""
+  """Kernels that one more Qwen3-8B-shaped layer of a program starts, by kind and use."""
   import gpu_models
   import jax
   import jax.numpy as jnp
@@ -147,17 +148,25 @@ def launches(run):
 
   shape, tokens = gpu_models.QWEN3_8B, 16
   row = lambda n: jax.ShapeDtypeStruct((1, n, shape.hidden), jnp.bfloat16)
+  token_layer = jax.jit(functools.partial(gpu_models.forward_layer, shape, None, None))
+  many_layer = jax.jit(functools.partial(gpu_models.forward_layer, shape, "xla", None))
 
-  def token(layer, cache, hidden):
+  def token(layers, caches, hidden):
     def step(index, state):
-      start = POSITIONS - tokens + index
-      return gpu_models.forward_layer(shape, None, None, layer, *state, start)
+      (hidden, caches), after = state, []
+      for layer, cache in zip(layers, caches, strict=True):
+        hidden, cache = token_layer(layer, hidden, cache, POSITIONS - tokens + index)
+        after.append(cache)
+      return hidden, after
 
-    return jax.lax.fori_loop(0, tokens, step, (hidden, cache))[0]
+    return jax.lax.fori_loop(0, tokens, step, (hidden, caches))[0]
 
-  def prefill(layer, hidden):
-    return gpu_models.forward_layer(shape, "xla", None, layer, hidden)[0]
+  def prefill(layers, hidden):
+    for layer in layers:
+      hidden = many_layer(layer, hidden)[0]
+    return hidden
 
+  cache = jax.eval_shape(lambda: gpu_models.empty_cache(shape, POSITIONS))
   result = {}
   for kind in gpu_models.KINDS:
     stored = "BF16" if kind == "BF16" else "HiRes"
@@ -172,12 +181,15 @@ def launches(run):
         else leaf
         for name, leaf in layer.items()
       }
-    cache = jax.eval_shape(lambda: gpu_models.empty_cache(shape, POSITIONS))
-    result[kind] = {
-      "one token": started(run(token, layer, cache, row(1))[1]),
-      "2048 tokens": started(run(prefill, layer, row(2048))[1]),
-    }
-    print(f"{kind}: launches of a layer {result[kind]}")
+    counts = [
+      {
+        "one token": started(run(token, [layer] * n, [cache] * n, row(1))[1]),
+        "2048 tokens": started(run(prefill, [layer] * n, row(POSITIONS))[1]),
+      }
+      for n in (1, 2)
+    ]
+    result[kind] = {name: counts[1][name] - counts[0][name] for name in counts[0]}
+    print(f"{kind}: launches of a layer {result[kind]}", flush=True)
   return result
 
 

@@ -229,7 +229,8 @@ def _run_token(
   updated = []
   for index in range(model.num_layers):
     layer_params, past = params[model.layer_name(index)], cache.layers[index]
-    hidden, new = model.layer_with_cache(layer_params, past, hidden, cache.length)
+    # Equal layers are traced and lowered once.
+    hidden, new = _run_cached_layer(model, layer_params, past, hidden, cache.length)
     updated.append(new)
   return model.logits(params, hidden)[:, -1], Cache(tuple(updated), cache.length + 1)
 
