@@ -139,7 +139,7 @@ def cases():
 
 
 def launches(run):
-  """Kernels that one more Qwen3-8B-shaped layer of a program starts, by kind and use."""
+  """Kernels that one more Qwen3-8B-shaped layer starts, by kind and use."""
   import gpu_models
   import jax
   import jax.numpy as jnp
