@@ -114,7 +114,7 @@ def as_array(x: Input) -> jax.Array:
 
 
 def for_kernel(x: Input) -> Input:
-  """What a kernel should take for an input `[n, d]`: many are normalized before."""
+  """An input `[n, d]` as the kernel takes it: many rows are normalized before it."""
   is_long = isinstance(x, Normalized) and x.shape[0] > NORM_ROWS
   return x.array() if is_long else x
 
