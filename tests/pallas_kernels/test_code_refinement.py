@@ -89,6 +89,16 @@ def test_two_candidates_are_as_good_as_fifteen_on_a_grid_full_of_ties():
   assert changed.sum() > 1000
 
 
+def test_a_block_that_cannot_improve_keeps_its_codes():
+  x, *_ = problem()
+  x = x[:3].at[:, 31].set(-1e-3).at[:, 0].set(-1e-3)
+  plain = code_refinement.pack_symmetric(jnp.tile(jnp.eye(32), (3, 1, 1)))
+  got = refine(x, None, plain, jnp.zeros((3, 32, 32)), implementation="interpret")
+  want = mxfp4.encode(x)
+  assert (mxfp4.unpack(want.codes)[:, [0, 31]] == 8).all()
+  np.testing.assert_array_equal(got.codes, want.codes)
+
+
 def test_flat_coordinates_take_no_nan():
   x, matrix, gram, cross = problem()
   full = code_refinement.unpack_symmetric(gram)
