@@ -1,7 +1,6 @@
-"""The typed leaf of a quantized linear, and the one function that looks at it."""
+"""The typed leaf of a quantized linear, and the functions that look at it."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -10,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import mxfp4, native, straight_through
-from mxjax.input_maps import BlockDense, Hadamard, InputMap, hadamard
-from mxjax.pallas_kernels import code_refinement as refinement_kernel
-from mxjax.pallas_kernels import lowering, matmul, prologues
+from mxjax.input_maps import BlockDense, InputMap
+from mxjax.pallas_kernels import a4_operands, lowering, matmul, prologues
 from mxjax.pallas_kernels.float8_matmul import float8_matmul
 from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.precision import HIGHEST, float32_sums
@@ -233,7 +231,20 @@ def linears(
   *,
   implementation: Implementation | None = None,
 ) -> list[jax.Array]:
-  """`linear` of several weights; quantized ones of few inputs share their launches."""
+  """`linear` of several weights; quantized ones of few inputs share their launches.
+
+  Args:
+    x: Inputs of all of them, `[..., in_features]`; see `linear`.
+    weights: Each `[out_features, in_features]`, of any kind that `linear` takes.
+    implementation: See `linear`.
+
+  Returns:
+    Outputs of each weight, `[..., out_features]`, in the dtype of `x`.
+
+  Raises:
+    NotImplementedError: Kernels were asked for and cannot run.
+    ValueError: The width of quantized leaves is not a multiple of 32.
+  """
   quantized = [weight for weight in weights if isinstance(weight, QuantizedLinear)]
   if len(quantized) == len(weights):
     return _quantized(x, quantized, implementation)
@@ -290,15 +301,19 @@ def _by_kernels(
   chosen: Implementation,
 ) -> list[jax.Array]:
   """Outputs `[n, out_features]` of inputs `[n, in_features]`, in their dtype."""
+  # Once for all linears, where the kernel does not make its input itself.
+  rows = prologues.for_kernel(rows)
   is_many = rows.shape[0] >= matmul.LIBRARY_ROWS
   how = {"dtype": rows.dtype, "implementation": implementation}
   if not is_many:
-    operands = _kernel_inputs(rows, weights, "planes", chosen)
+    operators = [(w.input_map, w.rounding) for w in weights]
+    operands = a4_operands.make(rows, operators, "planes", chosen)
     return matmul.matmul_each(operands, [w.weight for w in weights], **how)
   outputs = []
   for weight in weights:
     form = "values" if weight.float8_top is None else "float8"
-    [operand] = _kernel_inputs(rows, [weight], form, chosen)
+    operator = weight.input_map, weight.rounding
+    [operand] = a4_operands.make(rows, [operator], form, chosen)
     if weight.float8_top is None:
       outputs.append(matmul.matmul(operand, weight.weight, **how))
     else:
@@ -328,57 +343,6 @@ def _obstacle(x: prologues.Input, weight: QuantizedLinear) -> str | None:
   if x.dtype not in (jnp.float32, jnp.bfloat16):
     return f"kernels take float32 or bfloat16 inputs, got {x.dtype}"
   return None if math.prod(x.shape) else f"there are no inputs in shape {x.shape}"
-
-
-def _kernel_inputs(
-  rows: prologues.Input,
-  weights: Sequence[QuantizedLinear],
-  form: refinement_kernel.Form,
-  implementation: Implementation,
-) -> list[Any]:
-  """Each linear's legal A4 operand `[n, in_features]` by the fused kernel."""
-  refine = functools.partial(
-    refinement_kernel.refine_for, form=form, implementation=implementation
-  )
-  tables = [_kernel_tables(weight) for weight in weights]
-  if not any(_maps_before(weight) for weight in weights):
-    return refine(rows, tables)
-  made = prologues.as_array(rows)
-  return [
-    refine(_mapped(made, weight) if _maps_before(weight) else made, [each])[0]
-    for weight, each in zip(weights, tables, strict=True)
-  ]
-
-
-def _maps_before(weight: QuantizedLinear) -> bool:
-  """Whether a linear's map goes across blocks, which the kernel does not know."""
-  match weight.input_map:
-    case None | BlockDense() | Hadamard(size=mxfp4.BLOCK_SIZE, signs=None):
-      return False
-    case _:
-      return True
-
-
-def _mapped(rows: jax.Array, weight: QuantizedLinear) -> jax.Array:
-  """Inputs `[n, in_features]` mapped by XLA, float32."""
-  assert weight.input_map is not None
-  blocks = weight.input_map.apply(mxfp4.to_blocks(rows.astype(jnp.float32)))
-  return mxfp4.from_blocks(blocks)
-
-
-def _kernel_tables(weight: QuantizedLinear) -> refinement_kernel.Tables:
-  """What the fused kernel does for a linear."""
-  match weight.input_map:
-    case BlockDense(matrix=blocks):
-      matrix = blocks.astype(jnp.float32)
-    case Hadamard(size=mxfp4.BLOCK_SIZE, signs=None):
-      matrix = hadamard(mxfp4.BLOCK_SIZE)[None]
-    case _:
-      matrix = None
-  rounding = weight.rounding
-  if isinstance(rounding, OneCode):
-    return refinement_kernel.Tables(matrix, rounding.gram, rounding.cross)
-  return refinement_kernel.Tables(matrix, None, None)
 
 
 def _weight_only(
