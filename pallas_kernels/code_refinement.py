@@ -39,6 +39,8 @@ class Tile:
   @classmethod
   def of(cls, rows: int, dtype: jax.typing.DTypeLike) -> "Tile":
     """The tile for `rows` inputs of a dtype; few rows are not worth splitting."""
+    if rows <= prologues.SINGLE_ROWS:
+      return cls(1, 1, 4, split=False)
     if rows <= FEW_ROWS:
       return cls(16, 1, 4, split=False)
     # Every program prepares its tables, so with many rows it takes several tiles.
@@ -66,7 +68,7 @@ def _kernel(
   loaded = lowering.switch(
     linear, [functools.partial(load_tables, refs, tile.split) for refs in tables]
   )
-  make = prologues.tiles(x_refs, shape)
+  make = prologues.tiles(x_refs, shape[1])
   first = lowering.program_id(1) * size * tile.repeats
   is_cut = rows % (size * tile.repeats) != 0
 

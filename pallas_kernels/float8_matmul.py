@@ -74,7 +74,7 @@ def _mend_kernel(
       exists = exists if width % _TILE else None
       word = lowering.load(words_ref.at[weights, here], mask, exists)
       byte = scales(weight_scales_ref, step, blocks, mask, weights).astype(jnp.int16)
-      scale = planes.scales(codec.spread(byte, planes.WORDS), interpret=interpret)
+      scale = codec.spread(planes.scales(byte, interpret=interpret), planes.WORDS)
       exponent = float8.exponents(scales(scales_ref, step, blocks, x_rows))
       unit = codec.spread(float8.own_unit(exponent), planes.WORDS)
       for position, ref in enumerate(inputs):

@@ -150,8 +150,8 @@ def _output_tile(
     here, by_block = (lowering.columns(step * n, n) for n in (size, blocks))
     word = lowering.load(codes.at[:, here], mask, tail(step, planes.COUNT))
     byte = lowering.load(scales.at[:, by_block], mask, tail(step, mxfp4.BLOCK_SIZE))
-    byte = codec.spread(byte.astype(jnp.int16), planes.WORDS)
-    scale = planes.scales(byte, interpret=work.interpret)
+    scale = planes.scales(byte.astype(jnp.int16), interpret=work.interpret)
+    scale = codec.spread(scale, planes.WORDS)
     decode = functools.partial(planes.plane, word, scale, interpret=work.interpret)
     return [decode(position) for position in range(planes.COUNT)]
 

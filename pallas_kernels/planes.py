@@ -80,21 +80,28 @@ def scale_ptx() -> str:
 
 def plane_ptx(position: int) -> str:
   """Words and bfloat16 scales to the values of one position of four, bfloat16."""
-
-  def move(target: str, distance: int) -> str:
-    name, size = ("shl.b32", distance) if distance >= 0 else ("shr.b32", -distance)
-    return f"{name} {target}, $1, {size};"
-
   lowest = 4 * position
-  return f"""{{
-  .reg .b32 value, sign;
-  {move("value", 6 - lowest)}
+  if position < COUNT - 1:
+    # A product with two bits moves sign and value at once. The distances are to the
+    # left; shifted by 6 before, the third code's are too, and the fourth's needs that
+    # shift anyway.
+    before = 0 if position < 2 else 6
+    at = lowest - before
+    code, factor = 0xF << at, (1 << (12 - at)) + (1 << (6 - at))
+    move = f"""shr.b32 value, $1, {before};
+  and.b32 value, value, {code << 16 | code:#010x};
+  mul.lo.u32 value, value, {factor};
+  and.b32 value, value, 0x81C081C0;"""
+  else:
+    move = """shr.b32 value, $1, 6;
   and.b32 value, value, 0x01C001C0;
-  {move("sign", 12 - lowest)}
-  and.b32 sign, sign, 0x80008000;
-  or.b32 value, value, sign;
-  mov.b32 sign, 0x7E807E80;
-  mul.rn.bf16x2 value, value, sign;
+  and.b32 factor, $1, 0x80008000;
+  or.b32 value, value, factor;"""
+  return f"""{{
+  .reg .b32 value, factor;
+  {move}
+  mov.b32 factor, 0x7E807E80;
+  mul.rn.bf16x2 value, value, factor;
   mul.rn.bf16x2 $0, value, $2;
 }}"""
 

@@ -19,8 +19,9 @@ from mxjax import elementwise, mxfp4
 from mxjax.mlp_recovery import MlpRecovery
 from mxjax.pallas_kernels import lowering, recovery
 
-NORM_ROWS = 4
-"""Rows up to which a kernel normalizes them: every program reads them whole."""
+SINGLE_ROWS = 4
+"""Rows up to which each has programs of its own. Only those can normalize it: every
+one of them reads it whole."""
 _CHUNK = 1024
 _BLOCK = mxfp4.BLOCK_SIZE
 
@@ -115,7 +116,7 @@ def as_array(x: Input) -> jax.Array:
 
 def for_kernel(x: Input) -> Input:
   """An input `[n, d]` as the kernel takes it: many rows are normalized before it."""
-  is_long = isinstance(x, Normalized) and x.shape[0] > NORM_ROWS
+  is_long = isinstance(x, Normalized) and x.shape[0] > SINGLE_ROWS
   return x.array() if is_long else x
 
 
@@ -134,7 +135,7 @@ def specs(x: Input, rows: int) -> Any:
   match x:
     case Normalized():
       covered = -(-x.shape[1] // _CHUNK) * _CHUNK
-      whole = lowering.BlockSpec((rows, covered), lambda b, i, *_: (i, 0))
+      whole = lowering.BlockSpec((None, covered), lambda b, i, *_: (i, 0))
       weight = lowering.BlockSpec((_BLOCK,), lambda b, i, *_: (b,))
       return Normalized(whole, weight, x.eps)
     case GatedProduct():
@@ -146,52 +147,40 @@ def specs(x: Input, rows: int) -> Any:
 
 
 def tiles(
-  refs: Any, shape: tuple[int, int]
+  refs: Any, width: int
 ) -> Callable[[Any, jax.Array | None], jax.Array]:
   """A function that makes the tile `[rows, 32]` of this program's block.
 
   Args:
     refs: What a kernel got for `operands(x)` and `specs`.
-    shape: Of x, `[n, d]`.
+    width: Of x, d.
 
   Returns:
     A function of a slice of the program's rows and their mask.
   """
   match refs:
     case Normalized():
-      inverse = _inverse_norms(refs, shape)
+      inverse = _inverse_norm(refs, width)
       block = lowering.columns(lowering.program_id(0) * _BLOCK, _BLOCK)
-      weight = refs.weight[...].astype(refs.rows.dtype)[None, :]
-
-      def normalized(here: Any, mask: jax.Array | None) -> jax.Array:
-        wide = lowering.load(refs.rows.at[here, block], mask).astype(jnp.float32)
-        # One tile: few rows are all of a program's.
-        return (wide * inverse[:, None]).astype(weight.dtype) * weight
-
-      return normalized
+      weight = refs.weight[...].astype(refs.rows.dtype)
+      normal = refs.rows[block].astype(jnp.float32) * inverse
+      return lambda here, mask: (normal.astype(weight.dtype) * weight)[None, :]
     case GatedProduct():
       return functools.partial(_product_tile, refs)
     case _:
       return lambda here, mask: lowering.load(refs.at[here, :], mask)
 
 
-def _inverse_norms(refs: Normalized, shape: tuple[int, int]) -> jax.Array:
-  """1 / root mean square of each row of the tile, float32 `[rows]`; 0 for no row."""
-  rows, width = shape
-  size = refs.rows.shape[0]
-  row = lax.iota(jnp.int32, size)
-  result = jnp.zeros(size, jnp.float32)
-  for index in range(rows):
-    total = jnp.zeros((1, _CHUNK), jnp.float32)
-    for first in range(0, width, _CHUNK):
-      is_cut = first + _CHUNK > width
-      mask = first + lax.iota(jnp.int32, _CHUNK) < width if is_cut else None
-      here = lowering.columns(index, 1), lowering.columns(first, _CHUNK)
-      x = lowering.load(refs.rows.at[here], None, mask).astype(jnp.float32)
-      total += x * x
-    inverse = lax.rsqrt(total.sum(axis=1) / width + refs.eps)
-    result = jnp.where(row == index, jnp.broadcast_to(inverse, (size,)), result)
-  return result
+def _inverse_norm(refs: Normalized, width: int) -> jax.Array:
+  """1 / root mean square of a program's one row, a float32 scalar."""
+  total = jnp.zeros((_CHUNK,), jnp.float32)
+  for first in range(0, width, _CHUNK):
+    is_cut = first + _CHUNK > width
+    mask = first + lax.iota(jnp.int32, _CHUNK) < width if is_cut else None
+    here = lowering.columns(first, _CHUNK)
+    x = lowering.load(refs.rows.at[here], mask).astype(jnp.float32)
+    total += x * x
+  return lax.rsqrt(jnp.sum(total) / width + refs.eps)
 
 
 def _product_tile(refs: GatedProduct, here: Any, mask: jax.Array | None) -> jax.Array:

@@ -143,6 +143,16 @@ def _split_dot(x: jax.Array, table: tuple[jax.Array, ...]) -> jax.Array:
   return total
 
 
+def _sum_of_products(*pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
+  """The sum of x table^T, float32 x `[rows, 32]`, on FP32 units.
+
+  A matrix product has at least 16 rows: one row is multiplied and added by itself.
+  """
+  if pairs[0][0].shape[0] > 1:
+    return sum(lowering.dot_float32(x, table, transpose_b=True) for x, table in pairs)
+  return jnp.sum(sum(x * table for x, table in pairs), axis=1)[None, :]
+
+
 def realize(
   x: jax.Array, t: Loaded, *, split: bool, decoded: bool, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
@@ -155,8 +165,7 @@ def realize(
     mapped = x.astype(jnp.float32) if t.matrix is None else _split_dot(x, t.matrix)
   else:
     x = x.astype(jnp.float32)
-    product = functools.partial(lowering.dot_float32, transpose_b=True)
-    mapped = x if t.matrix is None else product(x, t.matrix)
+    mapped = x if t.matrix is None else _sum_of_products((x, t.matrix))
   nearest, exponent = codec.encode_values(mapped, has_subnormals=not interpret)
   result = nearest if decoded else codec.code_of(nearest, mapped)
   if t.gram is None:
@@ -167,8 +176,7 @@ def realize(
     slope -= _split_dot(x, t.mismatch) * inverse
   else:
     scaled = mapped * inverse
-    slope = lowering.dot_float32(nearest - scaled, t.gram)
-    slope -= lowering.dot_float32(scaled, t.mismatch, transpose_b=True)
+    slope = _sum_of_products((nearest - scaled, t.gram), (-scaled, t.mismatch))
   score, value = best_change(nearest, slope, t.curvature)
   # Zeros have no sign here, so that they are code 0: the lowest code of that value.
   changed = value if decoded else codec.code_of(value, value)

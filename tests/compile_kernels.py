@@ -156,6 +156,9 @@ def cases():
       normalized, *tables, linears=3
     ),
     "one code, planes, 1 row, of a gated product": by_plane(gated(1), *tables),
+    "one code, float32, planes, 16 rows, 3 linears": by_plane(
+      array((16, 4096), b16), *tables, linears=3
+    ),
     "nearest, split, values": values(array((2048, 4096), b16), tables[0], None, None),
     "GPTQ group of 32 columns": (
       gptq.launch,
