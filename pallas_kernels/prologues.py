@@ -146,9 +146,7 @@ def specs(x: Input, rows: int) -> Any:
       return tile
 
 
-def tiles(
-  refs: Any, width: int
-) -> Callable[[Any, jax.Array | None], jax.Array]:
+def tiles(refs: Any, width: int) -> Callable[[Any, jax.Array | None], jax.Array]:
   """A function that makes the tile `[rows, 32]` of this program's block.
 
   Args:

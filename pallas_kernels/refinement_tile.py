@@ -148,9 +148,10 @@ def _sum_of_products(*pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
 
   A matrix product has at least 16 rows: one row is multiplied and added by itself.
   """
-  if pairs[0][0].shape[0] > 1:
-    return sum(lowering.dot_float32(x, table, transpose_b=True) for x, table in pairs)
-  return jnp.sum(sum(x * table for x, table in pairs), axis=1)[None, :]
+  add = functools.partial(functools.reduce, jnp.add)
+  if pairs[0][0].shape[0] == 1:
+    return jnp.sum(add([x * table for x, table in pairs]), axis=1)[None, :]
+  return add([lowering.dot_float32(x, t, transpose_b=True) for x, t in pairs])
 
 
 def realize(
