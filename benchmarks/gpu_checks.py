@@ -5,6 +5,8 @@ kernels planted in them: ties, zero blocks, outliers, cut tiles. Codes are compa
 for bit where the arithmetic is the same, by the objective reached where it is not.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -281,32 +283,43 @@ def exact_attention(queries, keys, values, start, window):
 
 
 def attention_errors(rng, how, dtype, positions, new, window, head_dim):
-  """Largest errors against the reference and float64, of the largest output."""
+  """Largest errors against the reference and float64, of the largest output.
+
+  NaN if the cache after it is not the one before with the new tokens in it.
+  """
   draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) * 2, dtype)
   queries = draw(1, new, 8, head_dim)
-  past = [draw(1, positions, 2, head_dim) for _ in range(2)]
-  attend = jax.jit(
-    functional.cached_attention, static_argnames=("window", "implementation")
-  )
+  every = [draw(1, positions, 2, head_dim) for _ in range(2)]
+
+  @functools.partial(jax.jit, static_argnames="implementation")
+  def attend(newest, past, start, implementation):
+    outputs, filled = functional.cached_attention(
+      queries, *newest, past, start, window=window, implementation=implementation
+    )
+    return prologues.as_array(outputs), filled
 
   def run(start, behind, implementation):
-    """With keys and values behind the newest token all of one value."""
-    filled = [a.at[:, start + new :].set(behind) for a in past]
-    options = {"window": window, "implementation": implementation}
-    got = attend(queries, *filled, jnp.int32(start), **options)
+    """With a cache that holds one value from the new tokens on."""
+    newest = [a[:, start : start + new] for a in every]
+    past = tuple(a.at[:, start:].set(behind) for a in every)
+    got, filled = attend(newest, past, jnp.int32(start), implementation)
+    for after, whole, before in zip(filled, every, past, strict=True):
+      want = before.at[:, : start + new].set(whole[:, : start + new])
+      same = jnp.array_equal(after, want, equal_nan=True)
+      got = jnp.where(same, got, jnp.nan)
     return np.asarray(got.astype(jnp.float32), np.float64)
 
   errors = []
   for start in (0, int(rng.integers(1, positions - new)), positions - new):
     got = run(start, np.nan, how)
-    exact = exact_attention(queries, *past, start, window)
+    exact = exact_attention(queries, *every, start, window)
     wanted = np.stack([run(start, 0.0, "xla"), exact])
     errors.append(np.abs(got - wanted).max((1, 2, 3)) / np.abs(exact).max())
   return np.max(errors, axis=0)
 
 
 def check_attention(rng, how, size):
-  """One token and five, over NaN behind the newest."""
+  """One token and five, over NaN where the cache holds nothing yet."""
   positions, head_dim = (size + 37, 16) if size < 64 else (2 * size + 37, 128)
   errors = {}
   for dtype, bound in ((jnp.float32, 1e-5), (jnp.bfloat16, 2.0**-6)):

@@ -154,13 +154,11 @@ def forward_layer(
       q, k, v, is_causal=True, implementation=attention
     ).reshape(*hidden.shape[:2], -1)
   else:
-    zero = jnp.uint32(0)
-    place = zero, start.astype(jnp.uint32), zero, zero
-    put = lambda a, b: jax.lax.dynamic_update_slice(a, b, place)
-    cache = {"k": put(cache["k"], k), "v": put(cache["v"], v)}
-    out = functional.cached_attention(
-      q, cache["k"], cache["v"], start, implementation=implementation
+    past = cache["k"], cache["v"]
+    out, (k, v) = functional.cached_attention(
+      q, k, v, past, start, implementation=implementation
     )
+    cache = {"k": k, "v": v}
   [attended] = multiply(out, [params["o"]])
   hidden = hidden + attended
   before = prologues.Normalized(hidden, params["norms"][1], 1e-6)

@@ -14,6 +14,7 @@ import numpy as np
 from mxjax import precision
 from mxjax.models.config import RopeScaling
 from mxjax.pallas_kernels import attention, lowering
+from mxjax.pallas_kernels.attention_shares import Attended
 from mxjax.pallas_kernels.lowering import Implementation
 
 QUERY_CHUNK = 256
@@ -161,23 +162,29 @@ def causal_attention(
   return _by_position(chunks)
 
 
+KeysAndValues = tuple[jax.Array, jax.Array]
+"""Of a cache: each `[batch, positions, kv_heads, head_dim]`."""
+
+
 def cached_attention(
   queries: jax.Array,
   keys: jax.Array,
   values: jax.Array,
+  past: KeysAndValues,
   start: jax.Array,
   *,
   window: int | None = None,
   query_chunk: int = QUERY_CHUNK,
   implementation: Implementation | None = None,
-) -> jax.Array:
-  """Grouped-query softmax attention of the newest tokens over a cache.
+) -> tuple[jax.Array | Attended, KeysAndValues]:
+  """Grouped-query softmax attention of the newest tokens, beside a cache of the others.
 
   Args:
     queries: `[batch, new, heads, head_dim]`, rotated, at positions from `start`.
-    keys: `[batch, positions, kv_heads, head_dim]`, the new ones already in place;
-      what lies behind the newest token is not read.
+    keys: Of the same tokens, `[batch, new, kv_heads, head_dim]`, rotated.
     values: Same shape.
+    past: The cache, with room for the new tokens; what lies behind the older ones is
+      not read.
     start: Position of the first query, int32.
     window: Newest keys that a query sees, itself included; None for all.
     query_chunk: Queries at a time; the result does not depend on it. A kernel takes
@@ -185,28 +192,34 @@ def cached_attention(
     implementation: See `lowering.choose`; a kernel takes a few new tokens only.
 
   Returns:
-    Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`.
+    Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`, which a kernel
+    leaves to a linear to make; and the cache with the new tokens in it.
 
   Raises:
     NotImplementedError: A kernel was asked for and cannot run.
   """
-  obstacle = attention.obstacle(queries, keys, values)
+  keys, values = (a.astype(past[0].dtype) for a in (keys, values))
+  obstacle = attention.obstacle(queries, keys, values, past)
   chosen = lowering.choose(implementation, "cached_attention", obstacle)
   if chosen != "xla":
-    return attention.launch(
-      queries, keys, values, start, window=window, interpret=chosen == "interpret"
-    )
-  new, past = queries.shape[1], np.arange(keys.shape[1], dtype=np.int32)[None, :]
-  queries, keys, values = _by_group(queries, keys, values)
+    made = queries, keys, values, past, start
+    return attention.launch(*made, window=window, interpret=chosen == "interpret")
+  # Without a sign: jax counts negative ones from the end, in one more kernel.
+  zero = jnp.zeros((), jnp.uint32)
+  place = zero, start.astype(jnp.uint32), zero, zero
+  put = jax.lax.dynamic_update_slice
+  filled = put(past[0], keys, place), put(past[1], values, place)
+  new, before = queries.shape[1], np.arange(past[0].shape[1], dtype=np.int32)[None, :]
+  grouped = _by_group(queries, *filled)
   chunks = []
   for first in range(0, new, query_chunk):
     stop = min(first + query_chunk, new)
     positions = start + np.arange(first, stop, dtype=np.int32)[:, None]
-    is_seen = past <= positions
+    is_seen = before <= positions
     if window is not None:
-      is_seen &= past > positions - window
-    chunks.append(_attend(queries[..., first:stop], [(keys, values, is_seen)]))
-  return _by_position(chunks)
+      is_seen &= before > positions - window
+    chunks.append(_attend(grouped[0][..., first:stop], [(*grouped[1:], is_seen)]))
+  return _by_position(chunks), filled
 
 
 Part = tuple[jax.Array, jax.Array, jax.Array | np.ndarray | None]

@@ -186,25 +186,15 @@ class Attention(nn.Module):
       values = recovery_kernels.recover_values(values, recovery)
     window = config.sliding_window
     if self.has_variable(CACHE, "start"):
-      past = self._remember(start, keys, values)
-      outputs = functional.cached_attention(queries, *past, start, window=window)
+      past = self.get_variable(CACHE, "keys"), self.get_variable(CACHE, "values")
+      outputs, filled = functional.cached_attention(
+        queries, keys, values, past, start, window=window
+      )
+      self.put_variable(CACHE, "keys", filled[0])
+      self.put_variable(CACHE, "values", filled[1])
     else:
       outputs = functional.causal_attention(queries, keys, values, window=window)
     return self.o_proj(_tap(self, "o_input", outputs))
-
-  def _remember(
-    self, start: jax.Array, keys: jax.Array, values: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """Writes new keys and values behind the cached ones; returns all of them."""
-    # Without a sign: jax counts negative ones from the end, in one more kernel.
-    zero = jnp.zeros((), jnp.uint32)
-    index = zero, start.astype(jnp.uint32), zero, zero
-    filled = []
-    for name, new in (("keys", keys), ("values", values)):
-      old = self.get_variable(CACHE, name)
-      filled.append(jax.lax.dynamic_update_slice(old, new.astype(old.dtype), index))
-      self.put_variable(CACHE, name, filled[-1])
-    return filled[0], filled[1]
 
 
 class MLP(nn.Module):

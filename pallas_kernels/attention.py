@@ -1,4 +1,4 @@
-"""Attention of the newest few tokens over a cache: one pass over keys and values.
+"""Attention of the newest few tokens: one pass over the keys and values of the past.
 
 The reference is `mxjax.models.functional.cached_attention`, which dispatches to here.
 
@@ -6,8 +6,9 @@ One token leaves nothing to share but the cache, so the time is that of reading 
 cache once. The query heads of a key-value head, and the new tokens, are the rows of one
 tile; the positions that are seen are cut into chunks and shared evenly among programs.
 A program keeps, for each row, the largest score so far, the sum of the weights
-relative to it and the sum of weighted values. A second kernel brings the shares to one
-maximum and divides.
+relative to it and the sum of weighted values; `attention_shares.py` brings them
+together. The first program of a key-value head begins with the new tokens' own keys and
+values, and writes them into the cache, where no other program reads.
 
 The position of the first query is read on the device: chunks in the future or before
 the window are not read, and a cache that is half empty takes half the time.
@@ -15,16 +16,14 @@ the window are not read, and a cache that is half empty takes half the time.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from mxjax.pallas_kernels import lowering
-
-_STEP = 32
-"""Shares that the second kernel reads at once."""
+from mxjax.pallas_kernels.attention_shares import Attended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +32,7 @@ class Tile:
 
   Attributes:
     rows: Rows of queries, a power of two, at least the 16 of a matrix instruction.
+    new: New tokens, likewise.
     chunk: Positions in a step, likewise.
     splits: Programs that share the positions of one key-value head, a power of two.
     warps: Warps of a program.
@@ -40,6 +40,7 @@ class Tile:
   """
 
   rows: int
+  new: int
   chunk: int
   splits: int
   warps: int = 4
@@ -49,7 +50,8 @@ class Tile:
   def of(cls, queries: jax.Array, keys: jax.Array) -> "Tile":
     """The tile for `[batch, new, heads, d]` over `[batch, positions, kv_heads, d]`."""
     batch, positions, kv_heads, head_dim = keys.shape
-    count = queries.shape[1] * queries.shape[2] // kv_heads
+    new, heads = queries.shape[1:3]
+    at_least_16 = lambda n: max(16, 1 << (n - 1).bit_length())
     if keys.dtype == jnp.float32:
       # A product on FP32 units holds whole rows in registers: more would spill.
       chunk, warps = 16, 8
@@ -58,17 +60,23 @@ class Tile:
     # Two programs for each of about 132 multiprocessors keep the memory busy.
     wanted = max(1, min(264 // (batch * kv_heads), -(-positions // chunk)))
     splits = 1 << (wanted.bit_length() - 1)
-    return cls(max(16, 1 << (count - 1).bit_length()), chunk, splits, warps)
+    rows = at_least_16(new * heads // kv_heads)
+    return cls(rows, at_least_16(new), chunk, splits, warps)
 
 
-def obstacle(queries: jax.Array, keys: jax.Array, values: jax.Array) -> str | None:
+def obstacle(
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  past: tuple[jax.Array, jax.Array],
+) -> str | None:
   """Why the kernel cannot take these arguments, or None."""
-  dtypes = {queries.dtype, keys.dtype, values.dtype}
-  if len(dtypes) > 1 or queries.dtype not in (jnp.float32, jnp.bfloat16):
-    names = ", ".join(str(a.dtype) for a in (queries, keys, values))
+  dtypes = [a.dtype for a in (queries, keys, values, *past)]
+  if len(set(dtypes)) > 1 or queries.dtype not in (jnp.float32, jnp.bfloat16):
+    names = ", ".join(map(str, dtypes))
     return f"operands must all be float32 or all bfloat16, got {names}"
-  if 0 in queries.shape or 0 in keys.shape:
-    return f"there is nothing to do in shapes {queries.shape} and {keys.shape}"
+  if 0 in queries.shape or 0 in past[0].shape:
+    return f"there is nothing to do in shapes {queries.shape} and {past[0].shape}"
   head_dim, kv_heads = keys.shape[-1], keys.shape[2]
   if head_dim not in (16, 32, 64, 128, 256):
     return f"head_dim must be a power of two from 16 to 256, got {head_dim}"
@@ -83,176 +91,180 @@ def obstacle(queries: jax.Array, keys: jax.Array, values: jax.Array) -> str | No
   return None
 
 
-def _share_kernel(
+class _Running(NamedTuple):
+  """Of each row: weighted values, the largest score, and the sum of weights."""
+
+  sums: jax.Array
+  top: jax.Array
+  total: jax.Array
+
+  @classmethod
+  def none(cls, rows: int, head_dim: int) -> "_Running":
+    """Before any key."""
+    return cls(
+      jnp.zeros((rows, head_dim), jnp.float32),
+      jnp.full((rows,), -jnp.inf, jnp.float32),
+      jnp.zeros((rows,), jnp.float32),
+    )
+
+  def with_keys(
+    self, queries: jax.Array, keys: jax.Array, values: jax.Array, is_seen: jax.Array
+  ) -> "_Running":
+    """After more keys and values `[s, head_dim]`; `is_seen` is bool `[rows, s]`."""
+    dtype, scale = values.dtype, queries.shape[1] ** -0.5
+    dot = lowering.dot_float32 if dtype == jnp.float32 else lowering.dot_bfloat16
+    scores = dot(queries, keys, transpose_b=True)
+    scores = jnp.where(is_seen, scores, -jnp.inf)
+    higher = jnp.maximum(self.top, jnp.max(scores, axis=1))
+    # Infinity less infinity would be NaN in a row that has seen no key yet.
+    origin = jnp.where(higher == -jnp.inf, 0.0, higher)
+    weights = jnp.exp((scores - origin[:, None]) * scale)
+    kept = jnp.exp((self.top - origin) * scale)
+    sums = kept[:, None] * self.sums + dot(weights.astype(dtype), values)
+    return _Running(sums, higher, kept * self.total + jnp.sum(weights, axis=1))
+
+
+def _kernel(
   start_ref: Any,
   queries_ref: Any,
-  keys_ref: Any,
-  values_ref: Any,
+  new_refs: tuple[Any, Any],
+  past_refs: tuple[Any, Any],
   sums_ref: Any,
   tops_ref: Any,
   totals_ref: Any,
-  *,
+  *filled_refs: Any,
   tile: Tile,
   positions: int,
   window: int | None,
 ) -> None:
   new, group, head_dim = queries_ref.shape
-  dtype = values_ref.dtype
-  dot = lowering.dot_float32 if dtype == jnp.float32 else lowering.dot_bfloat16
   row = lax.iota(jnp.int32, tile.rows)
   # Rows beyond the last repeat some of the others, and are not stored.
   token = jnp.minimum(row // group, new - 1)
   queries = queries_ref[token, row % group]
-  start = start_ref[0]
+  start, split = start_ref[0], lowering.program_id(2)
   newest_seen = (start + token)[:, None]
-  # Positions that some query sees: from the first to the one before `stop`.
+  # Past positions that some query sees.
   first = 0 if window is None else jnp.maximum(start - window + 1, 0)
-  stop = jnp.minimum(start + new, positions)
   first_chunk = first // tile.chunk
-  chunks = (stop + tile.chunk - 1) // tile.chunk - first_chunk
+  chunks = (start + tile.chunk - 1) // tile.chunk - first_chunk
+
+  def seen(position: jax.Array, exists: jax.Array) -> jax.Array:
+    is_seen = exists[None, :] & (position[None, :] <= newest_seen)
+    if window is not None:
+      is_seen &= position[None, :] > newest_seen - window
+    return is_seen
 
   def bound(split: jax.Array) -> jax.Array:
     return first_chunk + split * chunks // tile.splits
 
-  def add(
-    step: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    sums, top, total = carry
+  def add(step: jax.Array, running: _Running) -> _Running:
     here = lowering.columns(step * tile.chunk, tile.chunk)
     position = step * tile.chunk + lax.iota(jnp.int32, tile.chunk)
     # Zeros stand for values that no query sees: not even a NaN there times zero.
-    exists = (position >= first) & (position < stop)
-    keys, values = (
-      lowering.load(r.at[here, :], exists) for r in (keys_ref, values_ref)
-    )
-    scores = dot(queries, keys, transpose_b=True)
-    is_seen = exists[None, :] & (position[None, :] <= newest_seen)
-    if window is not None:
-      is_seen &= position[None, :] > newest_seen - window
-    scores = jnp.where(is_seen, scores, -jnp.inf)
-    higher = jnp.maximum(top, jnp.max(scores, axis=1))
-    # Infinity less infinity would be NaN in a row that has seen no key yet.
-    origin = jnp.where(higher == -jnp.inf, 0.0, higher)
-    weights = jnp.exp((scores - origin[:, None]) * head_dim**-0.5)
-    kept = jnp.exp((top - origin) * head_dim**-0.5)
-    sums = kept[:, None] * sums + dot(weights.astype(dtype), values)
-    return sums, higher, kept * total + jnp.sum(weights, axis=1)
+    exists = (position >= first) & (position < start)
+    keys, values = (lowering.load(ref.at[here, :], exists) for ref in past_refs)
+    return running.with_keys(queries, keys, values, seen(position, exists))
 
-  empty = (
-    jnp.zeros((tile.rows, head_dim), jnp.float32),
-    jnp.full((tile.rows,), -jnp.inf, jnp.float32),
-    jnp.zeros((tile.rows,), jnp.float32),
-  )
-  split = lowering.program_id(2)
-  found = lax.fori_loop(bound(split), bound(split + 1), add, empty)
-  mask = row < new * group
-  for ref, value in zip((sums_ref, tops_ref, totals_ref), found, strict=True):
-    lowering.store(ref, value, mask)
-
-
-def _combine_kernel(
-  sums_ref: Any, tops_ref: Any, totals_ref: Any, out_ref: Any
-) -> None:
-  splits, head_dim = sums_ref.shape
-  top = jnp.max(tops_ref[...], axis=0)
-  size = min(splits, _STEP)
-
-  def add(
-    step: jax.Array, carry: tuple[jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array]:
-    sums, total = carry
-    here = lowering.columns(step * size, size)
-    # A share without a seen key has the top -infinity, and so the weight zero.
-    weights = jnp.exp((tops_ref[here] - top) * head_dim**-0.5)
-    sums += jnp.sum(weights[:, None] * sums_ref[here, :], axis=0)
-    return sums, total + jnp.sum(weights * totals_ref[here], axis=0)
-
-  empty = jnp.zeros((head_dim,), jnp.float32), jnp.zeros((), jnp.float32)
-  sums, total = lax.fori_loop(0, splits // size, add, empty)
-  out_ref[...] = (sums / total).astype(out_ref.dtype)
+  place = lax.iota(jnp.int32, tile.new)
+  exists = (place < new) & (split == 0)
+  inside = jnp.minimum(place, new - 1)
+  newest = [
+    jnp.where((place < new)[:, None], ref[inside], jnp.zeros((), ref.dtype))
+    for ref in new_refs
+  ]
+  here = lowering.columns(start, tile.new)
+  for ref, values in zip(filled_refs, newest, strict=True):
+    lowering.store(ref.at[here, :], values, exists & (start + place < positions))
+  running = _Running.none(tile.rows, head_dim)
+  running = running.with_keys(queries, *newest, seen(start + place, exists))
+  running = lax.fori_loop(bound(split), bound(split + 1), add, running)
+  for ref, value in zip((sums_ref, tops_ref, totals_ref), running, strict=True):
+    lowering.store(ref, value, row < new * group)
 
 
 def launch(
   queries: jax.Array,
   keys: jax.Array,
   values: jax.Array,
+  past: tuple[jax.Array, jax.Array],
   start: jax.Array,
   *,
   window: int | None = None,
   tile: Tile | None = None,
   interpret: bool = False,
-) -> jax.Array:
-  """Runs both kernels; arguments that `obstacle` has nothing against.
+) -> tuple[Attended, tuple[jax.Array, jax.Array]]:
+  """Runs the kernel; arguments that `obstacle` has nothing against.
 
   Args:
     queries: `[batch, new, heads, head_dim]`, rotated, at positions from `start`,
       float32 or bfloat16.
-    keys: `[batch, positions, kv_heads, head_dim]`, the new ones already in place, same
-      dtype; what lies behind the newest token or before all windows is not read.
+    keys: `[batch, new, kv_heads, head_dim]`, rotated, same dtype.
     values: Same shape and dtype.
+    past: The cache's keys and values, `[batch, positions, kv_heads, head_dim]`, same
+      dtype; what lies from `start` on or before all windows is not read.
     start: Position of the first query, int32.
     window: Newest keys that a query sees, itself included; None for all.
     tile: How the work is cut.
     interpret: Whether to run without a GPU.
 
   Returns:
-    Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`.
+    Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`, and the cache
+    with the new keys and values in it: the same memory, if it may be written.
   """
   batch, new, heads, head_dim = queries.shape
-  positions, kv_heads = keys.shape[1:3]
+  past_keys, past_values = past
+  positions, kv_heads = past_keys.shape[1:3]
   group = heads // kv_heads
-  tile = Tile.of(queries, keys) if tile is None else tile
+  tile = Tile.of(queries, past_keys) if tile is None else tile
+  # One array, because XLA makes it in one launch.
+  made = jnp.concatenate([queries, keys, values], axis=2)
   spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
-  # The block covers whole chunks; what is beyond the positions is masked.
-  covered = -(-positions // tile.chunk) * tile.chunk
-  past = spec((None, covered, None, head_dim), lambda b, k, s: (b, 0, k, 0))
+  # The blocks cover whole chunks, and room for whole tiles of new tokens anywhere;
+  # what is beyond the positions is masked.
+  covered = -(-positions // tile.chunk) * tile.chunk + tile.new
+  cache = spec((None, covered, None, head_dim), lambda b, k, s: (b, 0, k, 0))
+  newest = [
+    spec(
+      (None, new, None, head_dim),
+      lambda b, k, s, first=first: (b, 0, first + k, 0),
+    )
+    for first in (heads, heads + kv_heads)
+  ]
   row = spec((None, None, None, tile.rows), lambda b, k, s: (s, b, k, 0))
   rows = tile.splits, batch, kv_heads, new * group
-  shares = lowering.launch(
-    functools.partial(_share_kernel, tile=tile, positions=positions, window=window),
+  *shares, filled_keys, filled_values = lowering.launch(
+    functools.partial(_kernel, tile=tile, positions=positions, window=window),
     jnp.asarray(start, jnp.int32).reshape(1),
-    queries.reshape(batch, new, kv_heads, group, head_dim),
-    keys,
-    values,
+    made,
+    (made, made),
+    (past_keys, past_values),
     name="cached_attention",
     grid=(batch, kv_heads, tile.splits),
     in_specs=[
       spec((1,), lambda b, k, s: (0,)),
-      spec((None, new, None, group, head_dim), lambda b, k, s: (b, 0, k, 0, 0)),
-      past,
-      past,
+      spec((None, new, group, head_dim), lambda b, k, s: (b, 0, k, 0)),
+      tuple(newest),
+      (cache, cache),
     ],
     out_specs=[
       spec((None, None, None, tile.rows, head_dim), lambda b, k, s: (s, b, k, 0, 0)),
       row,
       row,
+      cache,
+      cache,
     ],
     out_shape=[
       array((*rows, head_dim), jnp.float32),
       array(rows, jnp.float32),
       array(rows, jnp.float32),
+      *(array(a.shape, a.dtype) for a in past),
     ],
+    in_place={4: 3, 5: 4},
     warps=tile.warps,
     stages=tile.stages,
     interpret=interpret,
   )
-  one = spec((tile.splits, None, None, None), lambda b, k, i: (0, b, k, i))
-  out = lowering.launch(
-    _combine_kernel,
-    *shares,
-    name="combine_attention",
-    grid=(batch, kv_heads, new * group),
-    in_specs=[
-      spec((tile.splits, None, None, None, head_dim), lambda b, k, i: (0, b, k, i, 0)),
-      one,
-      one,
-    ],
-    out_specs=spec(
-      (None, None, None, None, head_dim),
-      lambda b, k, i: (b, i // group, k, i % group, 0),
-    ),
-    out_shape=array((batch, new, kv_heads, group, head_dim), values.dtype),
-    warps=4,
-    interpret=interpret,
-  )
-  return out.reshape(batch, new, heads * head_dim)
+  scale, leading = head_dim**-0.5, (batch, new)
+  outputs = Attended(*shares, scale, leading, values.dtype, interpret)
+  return outputs, (filled_keys, filled_values)

@@ -29,6 +29,8 @@ from mxjax.pallas_kernels.lowering import Implementation
 
 LIBRARY_ROWS = 256
 """Rows of x from which None means decoding once and the library's product."""
+_MULTIPROCESSORS = 132
+"""Of an H200."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +61,12 @@ class Tile:
     columns = max(64, math.gcd(width, 256))
     tiles = -(-outputs // 64)
     steps = -(-width // columns)
-    # Two programs for each of about 132 multiprocessors keep the memory busy.
-    wanted = max(1, 264 // tiles)
-    splits = max(n for n in range(1, steps + 1) if steps % n == 0 and n <= wanted)
+    # A multiprocessor works for up to four programs; as many as possible for each, but
+    # first of all equally many, because the last one to end is waited for.
+    fit = [n for n in range(1, steps + 1) if steps % n == 0]
+    fit = [n for n in fit if n * tiles <= 4 * _MULTIPROCESSORS] or [1]
+    rounds = lambda n: -(-n * tiles // _MULTIPROCESSORS)
+    splits = max(fit, key=lambda n: (n * tiles / rounds(n), n))
     few = 8 if rows <= 8 else 16
     return cls(few if rows <= 16 else 64, 64, columns, splits)
 

@@ -1,9 +1,10 @@
 """What may stand before a linear and run inside the kernel that encodes its inputs.
 
-An RMS norm or a gated product is a pass over memory and a launch of its own. The
-refinement kernel reads each input once anyway, so it can make the input instead. Here
-are the inputs that are still to be made: as arrays (`array`, the reference), and in a
-kernel (`specs`, `operands` and `tiles`). A plain array is the third kind.
+An RMS norm, a gated product or the end of attention is a pass over memory and a launch
+of its own. The refinement kernel reads each input once anyway, so it can make the input
+instead. Here are the inputs that are still to be made: as arrays (`array`, the
+reference), and in a kernel (`specs`, `operands` and `tiles`). A plain array is one more
+kind.
 """
 
 import dataclasses
@@ -17,11 +18,12 @@ from jax import lax
 
 from mxjax import elementwise, mxfp4
 from mxjax.mlp_recovery import MlpRecovery
-from mxjax.pallas_kernels import lowering, recovery
+from mxjax.pallas_kernels import attention_shares, lowering, recovery
+from mxjax.pallas_kernels.attention_shares import Attended
 
 SINGLE_ROWS = 4
-"""Rows up to which each has programs of its own. Only those can normalize it: every
-one of them reads it whole."""
+"""Rows up to which each has programs of its own. Only those can normalize it, as every
+one of them reads it whole, or end its attention."""
 _CHUNK = 1024
 _BLOCK = mxfp4.BLOCK_SIZE
 
@@ -96,7 +98,7 @@ class GatedProduct:
     return recovery.gated_product(self.gate, self.up, self.recovery)
 
 
-Input = jax.Array | Normalized | GatedProduct
+Input = jax.Array | Normalized | GatedProduct | Attended
 """What a linear takes: an array, or what is still to become one."""
 
 
@@ -115,9 +117,16 @@ def as_array(x: Input) -> jax.Array:
 
 
 def for_kernel(x: Input) -> Input:
-  """An input `[n, d]` as the kernel takes it: many rows are normalized before it."""
-  is_long = isinstance(x, Normalized) and x.shape[0] > SINGLE_ROWS
-  return x.array() if is_long else x
+  """An input `[n, d]` as the kernel takes it: of some, only few rows are made there."""
+  match x:
+    case Normalized():
+      is_made_there = True
+    case Attended(sums=sums):
+      # A block of features must lie in one head.
+      is_made_there = sums.shape[-1] % _BLOCK == 0
+    case _:
+      return x
+  return x if is_made_there and x.shape[0] <= SINGLE_ROWS else x.array()
 
 
 def operands(x: Input) -> Input:
@@ -138,6 +147,8 @@ def specs(x: Input, rows: int) -> Any:
       whole = lowering.BlockSpec((None, covered), lambda b, i, *_: (i, 0))
       weight = lowering.BlockSpec((_BLOCK,), lambda b, i, *_: (b,))
       return Normalized(whole, weight, x.eps)
+    case Attended():
+      return x.specs(_BLOCK)
     case GatedProduct():
       scalar = lowering.BlockSpec((1,), lambda *_: (0,))
       scalars = jax.tree.map(lambda _: scalar, x.recovery)
@@ -163,6 +174,9 @@ def tiles(refs: Any, width: int) -> Callable[[Any, jax.Array | None], jax.Array]
       weight = refs.weight[...].astype(refs.rows.dtype)
       normal = refs.rows[block].astype(jnp.float32) * inverse
       return lambda here, mask: (normal.astype(weight.dtype) * weight)[None, :]
+    case Attended():
+      outputs = attention_shares.combine(refs)
+      return lambda here, mask: outputs[None, :]
     case GatedProduct():
       return functools.partial(_product_tile, refs)
     case _:

@@ -139,9 +139,10 @@ def cases():
   normalized = prologues.Normalized(array((1, 4096), b16), array((4096,), b16), 1e-6)
 
   def attend(new, dtype, positions=2048, **options):
-    past = array((1, positions, 8, 128), dtype)
+    tokens = lambda n, heads: array((1, n, heads, 128), dtype)
     launch = functools.partial(attention.launch, **options)
-    return launch, array((1, new, 32, 128), dtype), past, past, array((), jnp.int32)
+    newest, past = [tokens(new, 8)] * 2, (tokens(positions, 8),) * 2
+    return launch, tokens(new, 32), *newest, past, array((), jnp.int32)
 
   return {
     "encode float32": (mxfp4_encode.launch, array((2048, 4096), f32)),

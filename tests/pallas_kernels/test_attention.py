@@ -1,16 +1,47 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mxjax.models import functional
-from mxjax.pallas_kernels import attention
+from mxjax.pallas_kernels import attention, code_refinement, prologues
 from mxjax.pallas_kernels.attention import Tile
 
-cached = jax.jit(
-  functional.cached_attention, static_argnames=("window", "implementation")
-)
-launch = jax.jit(attention.launch, static_argnames=("window", "tile", "interpret"))
+
+@functools.partial(jax.jit, static_argnames=("window", "implementation"))
+def cached(queries, keys, values, start, *, window=None, implementation=None):
+  """Outputs over `keys` and `values` of all positions, and the cache after it.
+
+  The new tokens are taken from where they belong; the cache holds other values there.
+  """
+  new = queries.shape[1]
+  newest = [jax.lax.dynamic_slice_in_dim(a, start, new, axis=1) for a in (keys, values)]
+  past = [
+    jax.lax.dynamic_update_slice_in_dim(a, jnp.full_like(part, 7), start, axis=1)
+    for a, part in zip((keys, values), newest, strict=True)
+  ]
+  outputs, filled = functional.cached_attention(
+    queries,
+    *newest,
+    tuple(past),
+    start,
+    window=window,
+    implementation=implementation,
+  )
+  return prologues.as_array(outputs), filled
+
+
+@functools.partial(jax.jit, static_argnames="tile")
+def launch(queries, keys, values, start, tile):
+  """Outputs of the kernel cut so, with what `cached` gives it."""
+  new = [
+    jax.lax.dynamic_slice_in_dim(a, start, queries.shape[1], axis=1)
+    for a in (keys, values)
+  ]
+  arguments = queries, *new, (keys, values), start
+  return attention.launch(*arguments, tile=tile, interpret=True)[0].array()
 
 
 def problem(batch, new, heads, kv_heads, positions, head_dim, dtype, seed=0):
@@ -74,18 +105,22 @@ def test_the_kernel_equals_the_reference_wherever_the_tokens_are(
     zeros = fill_unseen(arrays, start, window, 0.0)
     garbage = fill_unseen(arrays, start, window, np.nan)
     start = jnp.asarray(start, jnp.int32)
-    got = cached(*garbage, start, window=window, implementation="interpret")
-    want = cached(*zeros, start, window=window, implementation="xla")
+    options = {"window": window, "implementation": "interpret"}
+    got, filled = cached(*garbage, start, **options)
+    want, _ = cached(*zeros, start, window=window, implementation="xla")
     assert got.shape == (2, new, heads * head_dim) and got.dtype == dtype
     # The reference's weights are rounded at another maximum.
     assert error(got, want) <= (1e-6 if dtype == "float32" else 2.0**-7)
+    # The new tokens are where they belong, and nothing else has moved.
+    for after, whole in zip(filled, garbage[1:], strict=True):
+      np.testing.assert_array_equal(*(a.astype(jnp.float32) for a in (after, whole)))
 
 
 @pytest.mark.parametrize("window", [None, 17])
 def test_the_kernel_equals_the_definition(window):
   arrays = problem(1, 2, 4, 1, 90, 16, jnp.float32, seed=1)
   start = jnp.asarray(83, jnp.int32)
-  got = cached(*arrays, start, window=window, implementation="interpret")
+  got, _ = cached(*arrays, start, window=window, implementation="interpret")
   assert error(got, exact(*arrays, 83, window)) <= 2e-6
 
 
@@ -95,9 +130,9 @@ def test_shares_of_many_steps_and_of_none_combine(dtype):
   # Of 64 shares only some hold one of the thirteen chunks; of two each holds six. The
   # second chunk is the newer token's alone if the older one is at 15.
   for splits in (2, 64):
-    tile = Tile(16, 16, splits)
+    tile = Tile(16, 16, 16, splits)
     for start in (198, 15):
-      got = launch(*arrays, jnp.asarray(start, jnp.int32), tile=tile, interpret=True)
+      got = launch(*arrays, jnp.asarray(start, jnp.int32), tile)
       want = exact(*arrays, start)
       assert error(got, want) <= (2e-6 if dtype == "float32" else 2.0**-7)
 
@@ -105,16 +140,14 @@ def test_shares_of_many_steps_and_of_none_combine(dtype):
 def test_scores_far_apart_in_different_shares_do_not_overflow():
   queries, keys, values = problem(1, 1, 2, 1, 64, 16, jnp.float32, seed=3)
   keys = keys.at[:, 20].set(400 * queries[:, 0, :1]).at[:, 50].set(-400)
-  got = launch(
-    queries, keys, values, jnp.int32(63), tile=Tile(16, 16, 4), interpret=True
-  )
+  got = launch(queries, keys, values, jnp.int32(63), Tile(16, 16, 16, 4))
   assert error(got, exact(queries, keys, values, 63)) <= 2e-6
   np.testing.assert_array_equal(got[0, 0, :16], values[0, 20, 0])
 
 
 def test_one_key_is_returned_as_it_is():
   arrays = problem(2, 1, 4, 2, 70, 16, jnp.bfloat16)
-  got = cached(*arrays, jnp.asarray(0, jnp.int32), implementation="interpret")
+  got, _ = cached(*arrays, jnp.asarray(0, jnp.int32), implementation="interpret")
   want = jnp.repeat(arrays[2][:, 0], 2, axis=1).reshape(2, 1, -1)
   np.testing.assert_array_equal(got, want)
 
@@ -122,7 +155,7 @@ def test_one_key_is_returned_as_it_is():
 def test_a_seen_value_that_is_not_finite_reaches_only_its_heads():
   queries, keys, values = problem(1, 1, 4, 2, 70, 16, jnp.float32)
   values = values.at[0, 30, 1].set(jnp.nan)
-  got = cached(queries, keys, values, jnp.int32(60), implementation="interpret")
+  got, _ = cached(queries, keys, values, jnp.int32(60), implementation="interpret")
   by_head = np.isnan(got).reshape(4, 16)
   np.testing.assert_array_equal(by_head.all(1), [False, False, True, True])
   np.testing.assert_array_equal(by_head.any(1), by_head.all(1))
@@ -130,14 +163,38 @@ def test_a_seen_value_that_is_not_finite_reaches_only_its_heads():
 
 def test_the_start_is_no_constant_of_the_program():
   arrays = problem(1, 1, 2, 1, 48, 16, jnp.float32, seed=4)
-  program = jax.jit(
-    lambda start: functional.cached_attention(
-      *arrays, start, implementation="interpret"
-    )
-  )
+  program = jax.jit(lambda start: cached(*arrays, start, implementation="interpret")[0])
   for start in (0, 15, 16, 47):
     assert error(program(jnp.int32(start)), exact(*arrays, start)) <= 2e-6
   assert program._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+  ("new", "head_dim", "dtype"),
+  [
+    (1, 32, jnp.bfloat16),
+    (2, 64, jnp.float32),
+    (1, 16, jnp.float32),
+    (3, 32, "float32"),
+  ],
+)
+def test_the_refinement_ends_attention_itself(new, head_dim, dtype):
+  arrays = problem(2, new, 8, 2, 150, head_dim, dtype, seed=5)
+  queries, keys, values = arrays
+  past = keys[:, new:], values[:, new:]
+  made = queries, keys[:, :new], values[:, :new], past, jnp.int32(77)
+  outputs, _ = attention.launch(*made, interpret=True)
+  assert outputs.shape == (2, new, 8 * head_dim)
+  assert outputs.flat().shape == (2 * new, 8 * head_dim)
+  encode = functools.partial(
+    code_refinement.refine, form="values", implementation="interpret"
+  )
+  later = prologues.for_kernel(outputs.flat())
+  # More than four rows, and heads that a block spans two of, are made before.
+  is_there = 2 * new <= prologues.SINGLE_ROWS and head_dim >= 32
+  assert isinstance(later, prologues.Attended) == is_there
+  want = encode(outputs.flat().array())
+  np.testing.assert_array_equal(encode(outputs.flat()), want)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 40])
@@ -171,19 +228,20 @@ def test_what_does_not_fit_is_refused_and_none_takes_the_reference(
   arrays = problem(batch, new, heads, 2, positions, head_dim, dtype)
   start = jnp.asarray(0, jnp.int32)
   with pytest.raises(NotImplementedError, match=message):
-    functional.cached_attention(*arrays, start, implementation="interpret")
+    cached(*arrays, start, implementation="interpret")
   if batch and new:
-    got = cached(*arrays, start)
-    np.testing.assert_array_equal(got, cached(*arrays, start, implementation="xla"))
+    pair = cached(*arrays, start), cached(*arrays, start, implementation="xla")
+    jax.tree.map(np.testing.assert_array_equal, *pair)
 
 
 def test_operands_of_two_dtypes_are_refused():
   queries, keys, values = problem(1, 1, 2, 1, 8, 16, jnp.float32)
-  why_not = attention.obstacle(queries.astype(jnp.bfloat16), keys, values)
-  assert "got bfloat16, float32, float32" in why_not
+  narrow = queries.astype(jnp.bfloat16)
+  why_not = attention.obstacle(narrow, keys, values, (keys, values))
+  assert "got bfloat16, float32, float32, float32, float32" in why_not
 
 
 def test_the_compiled_kernel_needs_a_gpu():
   arrays = problem(1, 1, 2, 1, 8, 16, jnp.float32)
   with pytest.raises(NotImplementedError, match="NVIDIA GPU"):
-    functional.cached_attention(*arrays, jnp.int32(0), implementation="pallas")
+    cached(*arrays, jnp.int32(0), implementation="pallas")

@@ -1,0 +1,125 @@
+"""Outputs of cached attention as shares of the positions, not yet brought together.
+
+Programs that share the positions of a head each leave the largest score they saw, the
+sum of the weights relative to it, and the sum of weighted values. Bringing them to one
+maximum is little work for whoever reads the outputs: the refinement does it for the
+block of 32 features that it is about to encode, and `array` for those that do not.
+"""
+
+import dataclasses
+import math
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mxjax import mxfp4
+from mxjax.pallas_kernels import lowering
+
+_STEP = 32
+"""Shares that are read at once."""
+_BLOCK = mxfp4.BLOCK_SIZE
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Attended:
+  """Attention outputs that are still to be brought together.
+
+  Attributes:
+    sums: Weighted sums of values, float32 `[splits, batch, kv_heads, new * group,
+      head_dim]`, `group` query heads of a key-value head, `splits` a power of two.
+    tops: The largest score of each share, float32, without the last axis; -infinity
+      where it saw no key.
+    totals: Sums of weights, likewise.
+    scale: What scores are multiplied by before the exponential (static).
+    leading: `(batch, new)`, or their product alone (static).
+    dtype: Of the array that it stands for (static).
+    interpret: Whether a kernel runs without a GPU (static).
+  """
+
+  sums: Any
+  tops: Any
+  totals: Any
+  scale: float = dataclasses.field(metadata={"static": True})
+  leading: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+  dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+  interpret: bool = dataclasses.field(metadata={"static": True})
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of the array that it stands for: `[batch, new, heads * head_dim]`."""
+    _, batch, kv_heads, rows, head_dim = self.sums.shape
+    heads = kv_heads * rows * batch // math.prod(self.leading)
+    return *self.leading, heads * head_dim
+
+  def flat(self) -> Self:
+    """The same with one leading axis."""
+    return dataclasses.replace(self, leading=(math.prod(self.leading),))
+
+  def array(self) -> jax.Array:
+    """The outputs, by a kernel of their own."""
+    _, batch, kv_heads, rows, head_dim = self.sums.shape
+    new = math.prod(self.leading) // batch
+    group = rows // new
+    out = lowering.launch(
+      _kernel,
+      self,
+      name="combine_attention",
+      grid=(kv_heads * group, batch * new),
+      in_specs=[self.specs(head_dim)],
+      out_specs=lowering.BlockSpec((None, head_dim), lambda head, row: (row, head)),
+      out_shape=jax.ShapeDtypeStruct(
+        (batch * new, kv_heads * group * head_dim), self.dtype
+      ),
+      warps=4,
+      interpret=self.interpret,
+    )
+    return out.reshape(self.shape)
+
+  def specs(self, width: int) -> Self:
+    """Block specs of a program's features; the grid begins with these and rows.
+
+    Args:
+      width: Features of a program, all of one head.
+    """
+    splits, batch, _, rows, head_dim = self.sums.shape
+    new, each = math.prod(self.leading) // batch, head_dim // width
+    group = rows // new
+
+    def share(index: jax.Array, row: jax.Array) -> tuple[Any, ...]:
+      head = index // each
+      return 0, row // new, head // group, row % new * group + head % group
+
+    some = (splits, None, None, None)
+    one = lowering.BlockSpec(some, lambda index, row, *_: share(index, row))
+    sums = lowering.BlockSpec(
+      (*some, width), lambda index, row, *_: (*share(index, row), index % each)
+    )
+    return dataclasses.replace(self, sums=sums, tops=one, totals=one)
+
+
+def combine(refs: Attended) -> jax.Array:
+  """A program's features `[width]`, from what its kernel got for `specs`."""
+  splits, width = refs.sums.shape
+  size = min(splits, _STEP)
+  top = jnp.max(refs.tops[...], axis=0)
+
+  def add(
+    step: jax.Array, carry: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array]:
+    sums, total = carry
+    here = lowering.columns(step * size, size)
+    # A share without a seen key has the top -infinity, and so the weight zero.
+    weights = jnp.exp((refs.tops[here] - top) * refs.scale)
+    sums += jnp.sum(weights[:, None] * refs.sums[here, :], axis=0)
+    return sums, total + jnp.sum(weights * refs.totals[here], axis=0)
+
+  empty = jnp.zeros((width,), jnp.float32), jnp.zeros((), jnp.float32)
+  sums, total = lax.fori_loop(0, splits // size, add, empty)
+  return (sums / total).astype(refs.dtype)
+
+
+def _kernel(refs: Attended, out_ref: Any) -> None:
+  out_ref[...] = combine(refs)
