@@ -28,6 +28,7 @@ import gpu_models
 from gpu_bench import Bench
 
 from mxjax import mxfp4
+from mxjax.compact import byte_table
 from mxjax.pallas_kernels import (
   code_refinement,
   float8,
@@ -180,7 +181,7 @@ def prefill(bench, shape, key):
 
 
 def decode(bench, shape, key):
-  """Tokens a second of some layers, times their count, and a head.
+  """Tokens a second of some layers, times their count, and a bfloat16 or int8 head.
 
   Some tokens are decoded in one program, as generation does it: the caches stay where
   they are, and each token's hidden state is the next one's input.
@@ -215,17 +216,20 @@ def decode(bench, shape, key):
   }
   bench.warm([(run, (each, caches, hidden)) for each in layers.values()])
   head, run_head = gpu_models.random_head(key, shape), jax.jit(gpu_models.forward_head)
-  last = bench.seconds(run_head, head, hidden)
+  narrow = {**head, "head": byte_table(head["head"])}
+  heads = {"": head, ", int8 head": narrow}
+  last = {name: bench.seconds(run_head, each, hidden) for name, each in heads.items()}
   for kind, each in layers.items():
     part = bench.seconds(run, each, caches, hidden) / tokens
-    total = part * shape.layers / some + last
-    result[kind] = {
-      "layers_ms": 1e3 * part,
-      "head_ms": 1e3 * last,
-      "tokens_per_second": 1 / total,
-    }
-  rates = [result[kind]["tokens_per_second"] for kind in ("HiRes", "BF16")]
-  result["HiRes / BF16"] = rates[0] / rates[1]
+    for name, of_head in last.items():
+      result[kind + name] = {
+        "layers_ms": 1e3 * part,
+        "head_ms": 1e3 * of_head,
+        "tokens_per_second": 1 / (part * shape.layers / some + of_head),
+      }
+  baseline = result["BF16"]["tokens_per_second"]
+  for kind in ("HiRes", "HiRes, int8 head"):
+    result[f"{kind} / BF16"] = result[kind]["tokens_per_second"] / baseline
   return result
 
 
