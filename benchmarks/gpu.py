@@ -91,9 +91,9 @@ def memory_kernels(bench):
     add(f"one code bfloat16, {form}", refine, narrow, *tables, form=form)
   add("transform and nearest, float8", refine, narrow, tables[0], form="float8")
   packed = mxfp4.encode(narrow)
-  top, _ = mxfp4_decode.float8_range(packed)
+  unit, _ = mxfp4_decode.float8_range(packed)
   add("decode bfloat16", mxfp4_decode.decode, packed)
-  add("decode float8", mxfp4_decode.decode_float8, packed, top)
+  add("decode float8", mxfp4_decode.decode_float8, packed, unit)
   bench.warm(calls.values())
   results = {name: bandwidth(bench, *call) for name, call in calls.items()}
   shares = [r["share_of_copy"] for name, r in results.items() if "encode" in name]
@@ -105,7 +105,7 @@ def products(bench):
   """Packed products: kernel and library, prefill and decode shapes."""
   m, d = bench.size((12288, 4096), (96, 64))
   weight = gpu_models.random_linear(jax.random.key(2), m, d, True).weight
-  dense, (top, _) = jnp.ones((m, d), jnp.bfloat16), mxfp4_decode.float8_range(weight)
+  dense, (unit, _) = jnp.ones((m, d), jnp.bfloat16), mxfp4_decode.float8_range(weight)
   plain = jax.jit(lambda x, w: jnp.einsum("nd,md->nm", x, w))
   packed = {
     how: jax.jit(
@@ -121,7 +121,7 @@ def products(bench):
     calls |= {(rows, how): (run, (x, weight)) for how, run in packed.items()}
     if rows >= matmul.LIBRARY_ROWS:
       inputs = float8.of_tensor(mxfp4.encode(x))
-      calls[rows, "float8"] = narrow, (inputs, weight, top)
+      calls[rows, "float8"] = narrow, (inputs, weight, unit)
   bench.warm(calls.values())
   results = {}
   for (rows, name), (run, arguments) in calls.items():

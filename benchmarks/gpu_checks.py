@@ -192,9 +192,8 @@ def check_decode(rng, how, size):
     if name == "bfloat16":
       got = mxfp4_decode.decode(tensor, implementation=how)
     else:
-      top, _ = mxfp4_decode.float8_range(tensor)
-      narrow = mxfp4_decode.decode_float8(tensor, top, implementation=how)
-      unit = 2.0 ** int(mxfp4_decode.float8_exponent(top))
+      unit, _ = mxfp4_decode.float8_range(tensor)
+      narrow = mxfp4_decode.decode_float8(tensor, unit, implementation=how)
       got = (narrow.astype(jnp.float32) * unit).astype(jnp.bfloat16)
     results[name] = bool((np.asarray(got) == np.asarray(want)).all())
   return {"equal": results, "passed": all(results.values())}
@@ -214,9 +213,9 @@ def check_float8_product(rng, how, size):
   x = mxfp4.MXTensor(x.codes, x.scales.at[outside, np.array([0, 1])].set(142))
   values = mxfp4.decode(x, jnp.bfloat16)
   inputs = refinement_kernel.refine(values, form="float8", implementation=how)
-  top, fits = mxfp4_decode.float8_range(weight)
+  unit, fits = mxfp4_decode.float8_range(weight)
   product = jax.jit(float8_matmul.float8_matmul, static_argnames="implementation")
-  got = product(inputs, weight, top, implementation=how)
+  got = product(inputs, weight, unit, implementation=how)
   exact = [np.asarray(mxfp4.decode(t, jnp.float32), np.float64) for t in (x, weight)]
   want, size = exact[0] @ exact[1].T, np.abs(exact[0]) @ np.abs(exact[1]).T
   error = np.abs(np.asarray(got, np.float64) - want)

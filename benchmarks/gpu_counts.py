@@ -174,9 +174,9 @@ def launches(run):
       lambda stored=stored: gpu_models.random_layer(jax.random.key(0), shape, stored)
     )
     if "float8" in kind:
-      top = jax.ShapeDtypeStruct((), jnp.int32)
+      unit = jax.ShapeDtypeStruct((), jnp.float32)
       layer = {
-        name: dataclasses.replace(leaf, float8_top=top)
+        name: dataclasses.replace(leaf, float8_unit=unit)
         if isinstance(leaf, QuantizedLinear)
         else leaf
         for name, leaf in layer.items()

@@ -104,13 +104,13 @@ def _map_linears(
 def _choose_products(
   products: Products, misfits: list[str], path: str, leaf: QuantizedLinear
 ) -> QuantizedLinear:
-  top = None
+  unit = None
   if products == "float8":
-    top, fits = mxfp4_decode.float8_range(leaf.weight)
+    unit, fits = mxfp4_decode.float8_range(leaf.weight)
     if not fits:
       misfits.append(path)
-      top = None
-  return dataclasses.replace(leaf, float8_top=top)
+      unit = None
+  return dataclasses.replace(leaf, float8_unit=unit)
 
 
 def _narrow_tables(path: str, leaf: QuantizedLinear) -> QuantizedLinear:

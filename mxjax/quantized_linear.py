@@ -28,8 +28,8 @@ class QuantizedLinear:
     rounding: The dynamic A4 rule.
     gain: A factor on the outputs, a float32 scalar, or None; only a control has one.
     rules: Scale and tie rules of both operands (static).
-    float8_top: The weight's largest scale byte, int32, where a GPU may multiply many
-      rows in float8, or None; see `compact` and `float8_matmul`. It holds for
+    float8_unit: Of the weight's values in float8, a float32 scalar, where a GPU may
+      multiply many rows so, or None; see `compact` and `float8_matmul`. It holds for
       this weight only: who replaces the weight sets it to None.
   """
 
@@ -40,7 +40,7 @@ class QuantizedLinear:
   rules: mxfp4.Rules = dataclasses.field(
     default=mxfp4.PAPER_RULES, metadata={"static": True}
   )
-  float8_top: jax.Array | None = None
+  float8_unit: jax.Array | None = None
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ def map_rows(
   """Maps the arrays of a weight: those with a row for each output, and the others."""
   match weight:
     case QuantizedLinear():
-      names = ("input_map", "rounding", "gain", "float8_top")
+      names = ("input_map", "rounding", "gain", "float8_unit")
       others = {name: jax.tree.map(whole, getattr(weight, name)) for name in names}
       packed = map_rows(by_row, whole, weight.weight)
       return dataclasses.replace(weight, weight=packed, **others)
@@ -311,14 +311,14 @@ def _by_kernels(
     return matmul.matmul_each(operands, [w.weight for w in weights], **how)
   outputs = []
   for weight in weights:
-    form = "values" if weight.float8_top is None else "float8"
+    form = "values" if weight.float8_unit is None else "float8"
     operator = weight.input_map, weight.rounding
     [operand] = a4_operands.make(rows, [operator], form, chosen)
-    if weight.float8_top is None:
+    if weight.float8_unit is None:
       outputs.append(matmul.matmul(operand, weight.weight, **how))
     else:
-      top = weight.float8_top
-      outputs.append(float8_matmul(operand, weight.weight, top, **how))
+      unit = weight.float8_unit
+      outputs.append(float8_matmul(operand, weight.weight, unit, **how))
   return outputs
 
 

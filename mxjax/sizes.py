@@ -46,7 +46,7 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
       linears["codes"] += _bytes(node.weight.codes)
       linears["scales"] += _bytes(node.weight.scales)
       linears["maps"] += _bytes(node.input_map)
-      linears["rounding"] += _bytes((node.rounding, node.gain, node.float8_top))
+      linears["rounding"] += _bytes((node.rounding, node.gain, node.float8_unit))
     elif isinstance(node, (ValueRecovery, MlpRecovery)):
       recovery += _bytes(node)
     elif isinstance(node, (MXTensor, ByteTable)):

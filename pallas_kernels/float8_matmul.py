@@ -154,7 +154,7 @@ def mend(
 def float8_matmul(
   x: Float8Inputs,
   weight: mxfp4.MXTensor,
-  top: jax.Array,
+  unit: jax.Array,
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
   implementation: Implementation | None = None,
@@ -168,7 +168,7 @@ def float8_matmul(
   Args:
     x: `[n, d]`.
     weight: Packed `[m, d]`, of which `mxfp4_decode.float8_range` says that it fits.
-    top: Its largest scale byte, int32, from there.
+    unit: Of its values in float8, a float32 scalar, from there.
     dtype: Of the result.
     implementation: Of what is beside the library's product; see `lowering.choose`.
 
@@ -186,7 +186,7 @@ def float8_matmul(
     )
   obstacle = None if x.shape[0] else "x has no rows"
   chosen = lowering.choose(implementation, "pallas_kernels.float8_matmul", obstacle)
-  values = mxfp4_decode.decode_float8(weight, top, implementation=chosen)
+  values = mxfp4_decode.decode_float8(weight, unit, implementation=chosen)
   # The highest precision is what keeps a GPU's library from its fast sums.
   product = lax.dot_general(
     x.values,
@@ -195,7 +195,6 @@ def float8_matmul(
     precision=HIGHEST,
     preferred_element_type=dtype,
   )
-  unit = codec.scale_of(mxfp4_decode.float8_exponent(top))
   product = product * unit.astype(dtype)
   if chosen != "xla":
     return mend(product, x, weight, interpret=chosen == "interpret")

@@ -134,7 +134,7 @@ def _bfloat16_kernel(
 def _float8_kernel(
   words_ref: Any,
   scales_ref: Any,
-  top_ref: Any,
+  unit_ref: Any,
   out_ref: Any,
   *,
   rows: int,
@@ -144,7 +144,7 @@ def _float8_kernel(
   mask = lowering.tail_mask(rows, tile, lowering.program_id(0))
   word = lowering.load(words_ref, mask).astype(jnp.int32) & 0xFFFF
   byte = lowering.load(scales_ref, mask).astype(jnp.int32)
-  exponent = byte - top_ref[0] + TOP
+  exponent = byte - (codec.bits(unit_ref[0]) >> 23)
   # A float16 2^exponent; the smallest that a legal block needs is a subnormal.
   factor = jnp.where(exponent == -15, 1 << 9, 0)
   factor = jnp.where(exponent >= -14, (exponent + 15) << 10, factor)
@@ -198,15 +198,15 @@ def launch_bfloat16(tensor: mxfp4.MXTensor, *, interpret: bool = False) -> jax.A
 
 
 def launch_float8(
-  tensor: mxfp4.MXTensor, top: jax.Array, *, interpret: bool = False
+  tensor: mxfp4.MXTensor, unit: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-  """Runs the kernel on `[..., d]`; `top`, int32, is the largest scale byte."""
+  """Runs the kernel on `[..., d]`; see `decode_float8`."""
   codes = tensor.codes.reshape(-1, mxfp4.BLOCK_SIZE // 4, 2)
   words = _launch(
     _float8_kernel,
     lax.bitcast_convert_type(codes, jnp.int16),
     tensor.scales,
-    top.reshape(1),
+    unit.reshape(1),
     name="mxfp4_decode_float8",
     interpret=interpret,
   )
@@ -225,8 +225,9 @@ def decode(
 
 
 def float8_range(tensor: mxfp4.MXTensor) -> tuple[jax.Array, jax.Array]:
-  """The largest scale byte of a tensor, int32, and whether float8 holds it exactly.
+  """The unit of a tensor's values in float8, and whether these hold it exactly.
 
+  The unit, a float32 power of two, puts the largest block at the top of the range.
   Blocks with the scale byte 0 count as zeros; see `float8.py`. With a byte of 255, or
   none that float32 could scale by, nothing is exact.
   """
@@ -235,17 +236,13 @@ def float8_range(tensor: mxfp4.MXTensor) -> tuple[jax.Array, jax.Array]:
   # One reduction for both ends.
   top, furthest = jnp.stack([byte, below]).max(tuple(range(1, byte.ndim + 1)))
   spread = top - (mxfp4.NOT_FINITE - furthest)
-  return top, (top >= _LOWEST) & (top <= _HIGHEST) & (spread <= SPREAD)
-
-
-def float8_exponent(top: jax.Array) -> jax.Array:
-  """Of the power of two that `decode_float8`'s values are in units of, int32."""
-  return top - mxfp4.SCALE_BIAS - TOP
+  fits = (top >= _LOWEST) & (top <= _HIGHEST) & (spread <= SPREAD)
+  return codec.scale(jnp.maximum(top - TOP, 0)), fits
 
 
 def decode_float8(
   tensor: mxfp4.MXTensor,
-  top: jax.Array,
+  unit: jax.Array,
   *,
   implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -253,15 +250,14 @@ def decode_float8(
 
   Args:
     tensor: Packed, the paper's scale rule, of which `float8_range` says that it fits.
-    top: Its largest scale byte, int32.
+    unit: From there, a float32 scalar.
     implementation: See `lowering.choose`.
 
   Returns:
-    The values, in units of 2^`float8_exponent(top)`; exact.
+    The values in that unit; exact.
   """
   obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
   chosen = lowering.choose(implementation, "pallas_kernels.decode_float8", obstacle)
   if chosen == "xla":
-    unit = codec.inverse_scale_of(float8_exponent(top))
-    return (mxfp4.decode(tensor, jnp.float32) * unit).astype(FLOAT8)
-  return launch_float8(tensor, top, interpret=chosen == "interpret")
+    return (mxfp4.decode(tensor, jnp.float32) * (1 / unit)).astype(FLOAT8)
+  return launch_float8(tensor, unit, interpret=chosen == "interpret")

@@ -186,7 +186,7 @@ def cases():
       functools.partial(float8_matmul.float8_matmul, dtype=b16),
       float8.Float8Inputs(array((2048, 4096), float8.FORM), array((2048, 128), u8)),
       packed(12288, 4096),
-      array((), jnp.int32),
+      scalar,
     ),
     "matmul bfloat16 x packed, 2048 rows": product(
       dense(2048, 4096), packed(12288, 4096)

@@ -8,6 +8,7 @@ import pytest
 
 from mxjax import code_refinement, compact, mxfp4, sizes
 from mxjax.input_maps import BlockDense, Hadamard
+from mxjax.pallas_kernels import mxfp4_decode
 from mxjax.pallas_kernels.prologues import Normalized
 from mxjax.quantized_linear import (
   QuantizedLinear,
@@ -114,13 +115,14 @@ def test_the_reference_sums_exact_products_in_float32(rule, outputs):
 def test_float8_products_are_asked_for_and_take_many_rows(rows):
   x, weight = draw((rows, 64), jnp.bfloat16), leaf("hires")
   chosen = compact.compact({"w": weight}, tables=False, products="float8")["w"]
-  assert int(chosen.float8_top) == int(weight.weight.scales.max())
-  assert weight.float8_top is None
+  top = float(weight.weight.scales.max())
+  assert chosen.float8_unit == 2.0 ** (top - mxfp4.SCALE_BIAS - mxfp4_decode.TOP)
+  assert weight.float8_unit is None
   doubled = map_rows(lambda a: jnp.concatenate([a, a]), lambda a: a, chosen)
-  assert int(doubled.float8_top) == int(chosen.float8_top)
+  assert doubled.float8_unit == chosen.float8_unit
   assert doubled.shape == (96, 64)
   back = compact.compact({"w": chosen}, tables=False, products="bfloat16")["w"]
-  assert back.float8_top is None
+  assert back.float8_unit is None
   got = run(x, chosen, implementation="interpret")
   want = run(x, weight, implementation="interpret")
   text = run.lower(x, chosen, implementation="interpret").as_text()
@@ -138,8 +140,8 @@ def test_a_weight_that_float8_cannot_hold_is_named_and_left():
   params = {"layer": {"q": {"weight": weight}, "k": {"weight": wide}}}
   with pytest.warns(UserWarning, match="1 linears stay .*: layer/k/weight"):
     layer = compact.compact(params, products="float8")["layer"]
-  assert layer["q"]["weight"].float8_top is not None
-  assert layer["k"]["weight"].float8_top is None
+  assert layer["q"]["weight"].float8_unit is not None
+  assert layer["k"]["weight"].float8_unit is None
   with pytest.raises(ValueError, match="products must be None"):
     compact.compact(params, products="float16")
 

@@ -77,15 +77,15 @@ def test_rows_outside_the_range_are_taken_in_bfloat16(shape, implementation):
   values = np.array([float8.LOWEST - 1, float8.HIGHEST + 1]) + BIAS
   x = mxfp4.MXTensor(x.codes, x.scales.at[outside].set(values.astype(np.uint8)))
   weight = tensor(outputs, width, -20, -6, seed=2)
-  top, fits = mxfp4_decode.float8_range(weight)
+  unit, fits = mxfp4_decode.float8_range(weight)
   assert fits
   inputs = float8.of_tensor(x)
-  got = np.asarray(product(inputs, weight, top, implementation=implementation))
+  got = np.asarray(product(inputs, weight, unit, implementation=implementation))
   want, bound = exact(x, weight)
   assert got.dtype == np.float32 and (np.abs(got - want) <= bound).all()
   # Without the rows outside there is nothing to mend, and the product stays as it is.
   marked = float8.Float8Inputs(inputs.values, jnp.full_like(inputs.scales, BIAS))
-  plain = np.asarray(product(marked, weight, top, implementation=implementation))
+  plain = np.asarray(product(marked, weight, unit, implementation=implementation))
   np.testing.assert_array_equal(got[1:-1], plain[1:-1])
   assert (np.abs(plain - want) > bound)[[0, -1]].any(axis=1).all()
 
@@ -104,7 +104,7 @@ def test_mending_touches_no_other_row():
 
 def test_the_product_is_one_of_float8():
   x, weight = tensor(5, 64, -3, 3), tensor(7, 64, -8, -6)
-  arguments = float8.of_tensor(x), weight, jnp.int32(BIAS - 6)
+  arguments = float8.of_tensor(x), weight, jnp.float32(2.0**-12)
   for implementation, others in (("interpret", 0), ("xla", 1)):
     text = product.lower(*arguments, implementation=implementation).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
@@ -116,4 +116,4 @@ def test_the_product_is_one_of_float8():
 def test_widths_that_differ_are_refused():
   x = float8.of_tensor(tensor(5, 64, -3, 3))
   with pytest.raises(ValueError, match=r"expected x \[n, d\]"):
-    product(x, tensor(7, 96, -3, 3), jnp.int32(BIAS))
+    product(x, tensor(7, 96, -3, 3), jnp.float32(1))
