@@ -138,6 +138,29 @@ def cases():
   return result
 
 
+def rows_of_a_token(run, folder):
+  """What the refinements of a token take: a program is a row of a block and a linear.
+
+  `cycles at least` is what all of a launch's instructions take to start, for inputs of
+  4,096 features; that the next one waits for the last is not in it.
+  """
+  from mxjax.pallas_kernels.code_refinement import Tile
+
+  warps, known, result = Tile.of(1, "bfloat16").warps, compile_kernels.cases(), {}
+  for name, linears in (
+    ("float32, planes, 1 row", 1),
+    ("planes, 1 row, normalized, 3 linears", 3),
+    ("planes, 1 row, of a gated product", 1),
+    ("planes, 1 row, of attention", 1),
+  ):
+    launch, *arguments = known[f"one code, {name}"]
+    instructions = count(run(launch, *arguments)[0][0], folder, 1)["instructions"]
+    cycles = 128 * linears * 32 * warps * instructions / STARTED / MULTIPROCESSORS
+    result[name] = {"instructions": instructions, "cycles at least": round(cycles)}
+    print(f"{name:40s} {result[name]}")
+  return result
+
+
 def launches(run):
   """Kernels that one more Qwen3-8B-shaped layer starts, by kind and use."""
   import gpu_models
@@ -232,6 +255,7 @@ def main():
         f"{result['on integer units']:5.2f} on integer units, "
         f"{values:.3g} values/s, {result['memory rate at most']:.2f} of the memory's"
       )
+    of_a_token = rows_of_a_token(run, folder)
     of_a_layer = launches(run)
   document = {
     "command": "python benchmarks/gpu_counts.py",
@@ -244,6 +268,7 @@ def main():
     },
     "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib")},
     "kernels": kernels,
+    "refinements of a token": of_a_token,
     "launches of a Qwen3-8B-shaped layer": of_a_layer,
   }
   pathlib.Path(options.out).write_text(json.dumps(document, indent=1) + "\n")

@@ -138,6 +138,11 @@ def cases():
   gated = lambda n: prologues.GatedProduct(*[array((n, 4096), b16)] * 2, recovered)
   normalized = prologues.Normalized(array((1, 4096), b16), array((4096,), b16), 1e-6)
 
+  shares = array((32, 1, 8, 4), f32)
+  attended = prologues.Attended(
+    array((*shares.shape, 128), f32), shares, shares, 128**-0.5, (1,), b16, False
+  )
+
   def attend(new, dtype, positions=2048, **options):
     tokens = lambda n, heads: array((1, n, heads, 128), dtype)
     launch = functools.partial(attention.launch, **options)
@@ -157,6 +162,7 @@ def cases():
       normalized, *tables, linears=3
     ),
     "one code, planes, 1 row, of a gated product": by_plane(gated(1), *tables),
+    "one code, planes, 1 row, of attention": by_plane(attended, *tables),
     "one code, float32, planes, 16 rows, 3 linears": by_plane(
       array((16, 4096), b16), *tables, linears=3
     ),
@@ -180,6 +186,7 @@ def cases():
     "attention, 16 tokens, bfloat16, window": attend(16, b16, window=1000),
     "attention, 1 token, float32": attend(1, f32, positions=2000),
     "attention, 8 tokens, float32": attend(8, f32),
+    "attention's shares brought together": (lambda shares: shares.array(), attended),
     "decode to bfloat16": (mxfp4_decode.launch_bfloat16, packed(12288, 4096)),
     "one code, split, float8": refine(array((2048, 4096), b16), *tables, form="float8"),
     "float8 product, 2048 rows": (

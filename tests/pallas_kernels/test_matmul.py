@@ -94,6 +94,20 @@ def test_every_split_has_as_many_steps(rows, outputs, width):
   assert -(-width // tile.columns) % tile.splits == 0 and tile.columns % 64 == 0
 
 
+@pytest.mark.parametrize(
+  ("outputs", "width", "splits"),
+  [
+    (6144, 4096, 4),  # 384 programs, three for most of 132; two splits: two for some.
+    (4096, 12288, 8),  # 512, four for most; with four splits two, as evenly.
+    (24576, 4096, 1),
+    (64, 4096, 16),
+    (200_000, 4096, 1),
+  ],
+)
+def test_multiprocessors_get_equally_many_programs_at_most_four(outputs, width, splits):
+  assert Tile.of(1, outputs, width).splits == splits
+
+
 def test_operands_that_do_not_fit_are_refused():
   x, weight = problem(2, 32, 64)
   with pytest.raises(TypeError, match="bfloat16 or packed, got float32"):
