@@ -168,11 +168,8 @@ def _kernel(
 
   place = lax.iota(jnp.int32, tile.new)
   exists = (place < new) & (split == 0)
-  inside = jnp.minimum(place, new - 1)
-  newest = [
-    jnp.where((place < new)[:, None], ref[inside], jnp.zeros((), ref.dtype))
-    for ref in new_refs
-  ]
+  # Those beyond the last repeat it, and are neither seen nor stored.
+  newest = [ref[jnp.minimum(place, new - 1)] for ref in new_refs]
   here = lowering.columns(start, tile.new)
   for ref, values in zip(filled_refs, newest, strict=True):
     lowering.store(ref.at[here, :], values, exists & (start + place < positions))

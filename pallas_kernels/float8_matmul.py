@@ -7,8 +7,9 @@ asking from the host would stop it; so the kernel that mends is always launched.
 program looks at the scales of its rows, and nearly always that is all it does.
 """
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,80 +29,95 @@ _PROGRAMS = 8
 """Programs that share the outputs of a tile of rows."""
 
 
-def _mend_kernel(
-  inputs: tuple[Any, ...],
-  scales_ref: Any,
-  words_ref: Any,
-  weight_scales_ref: Any,
-  product_ref: Any,
-  out_ref: Any,
-  *,
-  shape: tuple[int, int, int],
-  interpret: bool,
-) -> None:
-  del product_ref  # The same memory as `out_ref`.
-  rows, width, outputs = shape
-  x_rows = lowering.tail_mask(rows, _TILE, lowering.program_id(0))
-  first, tiles = lowering.program_id(1), -(-outputs // _TILE)
+class _Refs(NamedTuple):
+  """What the kernel reads: inputs by plane, packed weights, and their scales."""
 
-  def scales(
-    ref: Any,
-    step: jax.Array,
-    size: int,
-    mask: jax.Array | None,
-    some: Any = slice(None),
-  ) -> jax.Array:
-    here = lowering.columns(step * size, size)
-    exists = step * size + lax.iota(jnp.int32, size) < width // mxfp4.BLOCK_SIZE
-    is_cut = width % (size * mxfp4.BLOCK_SIZE) != 0
-    return lowering.load(ref.at[some, here], mask, exists if is_cut else None)
+  inputs: tuple[Any, ...]
+  input_scales: Any
+  words: Any
+  weight_scales: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """What a launch is compiled for: shapes, and `interpret` of `lowering.by_ptx`."""
+
+  rows: int
+  width: int
+  outputs: int
+  interpret: bool
+
+
+def _part(step: jax.Array, size: int, total: int) -> tuple[Any, jax.Array | None]:
+  """Columns of a step, and which of them exist; None if all of every step do."""
+  exists = step * size + lax.iota(jnp.int32, size) < total
+  return lowering.columns(step * size, size), exists if total % size else None
+
+
+def _is_outside(refs: _Refs, x_rows: jax.Array | None, work: _Work) -> jax.Array:
+  """Which rows of the tile have a block outside of the range, int32 `[_TILE]`."""
+  blocks = work.width // mxfp4.BLOCK_SIZE
 
   def look(step: jax.Array, found: jax.Array) -> jax.Array:
-    exponent = float8.exponents(scales(scales_ref, step, _SCALES, x_rows))
-    outside = float8.is_outside(exponent).astype(jnp.int32)
+    here, exists = _part(step, _SCALES, blocks)
+    byte = lowering.load(refs.input_scales.at[:, here], x_rows, exists)
+    outside = float8.is_outside(float8.exponents(byte)).astype(jnp.int32)
     return jnp.maximum(found, jnp.max(outside, axis=1))
 
-  def tile(index: jax.Array, mended: jax.Array) -> None:
+  return lax.fori_loop(0, -(-blocks // _SCALES), look, jnp.zeros(_TILE, jnp.int32))
+
+
+def _product_tile(
+  refs: _Refs,
+  weights: Any,
+  masks: tuple[jax.Array | None, jax.Array | None],
+  work: _Work,
+) -> jax.Array:
+  """Some rows by some weights in bfloat16, float32 `[_TILE, _TILE]`."""
+  x_rows, weight_rows = masks
+
+  def add(step: jax.Array, total: jax.Array) -> jax.Array:
+    here, exists = _part(step, _TILE // planes.COUNT, work.width // planes.COUNT)
+    blocks, has_block = _part(
+      step, _TILE // mxfp4.BLOCK_SIZE, work.width // mxfp4.BLOCK_SIZE
+    )
+    word = lowering.load(refs.words.at[weights, here], weight_rows, exists)
+    byte = lowering.load(refs.weight_scales.at[weights, blocks], weight_rows, has_block)
+    scale = planes.scales(byte.astype(jnp.int16), interpret=work.interpret)
+    scale = codec.spread(scale, planes.WORDS)
+    byte = lowering.load(refs.input_scales.at[:, blocks], x_rows, has_block)
+    unit = codec.spread(float8.own_unit(float8.exponents(byte)), planes.WORDS)
+    for position, ref in enumerate(refs.inputs):
+      byte = lowering.load(ref.at[:, here], x_rows, exists).astype(jnp.int16)
+      x = (float8.from_byte(byte) * unit).astype(jnp.bfloat16)
+      w = planes.plane(word, scale, position, interpret=work.interpret)
+      total += lowering.dot_bfloat16(x, w, transpose_b=True)
+    return total
+
+  total = jnp.zeros((_TILE, _TILE), jnp.float32)
+  return lax.fori_loop(0, -(-work.width // _TILE), add, total)
+
+
+def _mend_kernel(refs: _Refs, product_ref: Any, out_ref: Any, *, work: _Work) -> None:
+  del product_ref  # The same memory as `out_ref`.
+  x_rows = lowering.tail_mask(work.rows, _TILE, lowering.program_id(0))
+  first = lowering.program_id(1)
+  count = (-(-work.outputs // _TILE) - first + _PROGRAMS - 1) // _PROGRAMS
+  # Only those rows: what a row gets must not depend on its neighbours.
+  mended = _is_outside(refs, x_rows, work) > 0
+
+  def tile(step: jax.Array, carry: None) -> None:
+    index = first + step * _PROGRAMS
     weights = lowering.columns(index * _TILE, _TILE)
-    mask = None
-    if outputs % _TILE:
-      mask = index * _TILE + lax.iota(jnp.int32, _TILE) < outputs
-
-    def add(step: jax.Array, total: jax.Array) -> jax.Array:
-      size, blocks = _TILE // planes.COUNT, _TILE // mxfp4.BLOCK_SIZE
-      here = lowering.columns(step * size, size)
-      exists = step * size + lax.iota(jnp.int32, size) < width // planes.COUNT
-      exists = exists if width % _TILE else None
-      word = lowering.load(words_ref.at[weights, here], mask, exists)
-      byte = scales(weight_scales_ref, step, blocks, mask, weights).astype(jnp.int16)
-      scale = codec.spread(planes.scales(byte, interpret=interpret), planes.WORDS)
-      exponent = float8.exponents(scales(scales_ref, step, blocks, x_rows))
-      unit = codec.spread(float8.own_unit(exponent), planes.WORDS)
-      for position, ref in enumerate(inputs):
-        byte = lowering.load(ref.at[:, here], x_rows, exists).astype(jnp.int16)
-        x = (float8.from_byte(byte) * unit).astype(jnp.bfloat16)
-        w = planes.plane(word, scale, position, interpret=interpret)
-        total += lowering.dot_bfloat16(x, w, transpose_b=True)
-      return total
-
-    total = jnp.zeros((_TILE, _TILE), jnp.float32)
-    total = lax.fori_loop(0, -(-width // _TILE), add, total)
+    weight_rows = lowering.tail_mask(work.outputs, _TILE, index)
+    total = _product_tile(refs, weights, (x_rows, weight_rows), work)
     target = out_ref.at[:, weights]
-    lowering.store(target, total.astype(out_ref.dtype), mended, mask)
+    lowering.store(target, total.astype(out_ref.dtype), mended, weight_rows)
+    return carry
 
-  steps = -(-width // (_SCALES * mxfp4.BLOCK_SIZE))
-  found = lax.fori_loop(0, steps, look, jnp.zeros(_TILE, jnp.int32))
-
-  @lowering.when(jnp.max(found, axis=0) > 0)
+  @lowering.when(jnp.max(mended.astype(jnp.int32), axis=0) > 0)
   def _() -> None:
-    count = (tiles - first + _PROGRAMS - 1) // _PROGRAMS
-
-    def run(step: jax.Array, carry: None) -> None:
-      # Only those rows: what a row gets must not depend on its neighbours.
-      tile(first + step * _PROGRAMS, found > 0)
-      return carry
-
-    lax.fori_loop(0, count, run, None)
+    lax.fori_loop(0, count, tile, None)
 
 
 def mend(
@@ -124,28 +140,28 @@ def mend(
   out = spec((_TILE, covered(outputs, _TILE)), lambda i, j: (i, 0))
   byte = lax.bitcast_convert_type(x.values, jnp.uint8)
   byte = byte.reshape(rows, width // planes.COUNT, planes.COUNT)
-  operands = (
-    (byte,) * planes.COUNT,
-    x.scales,
-    planes.words(weight.codes),
-    weight.scales,
-    product,
+  read = _Refs(
+    (byte,) * planes.COUNT, x.scales, planes.words(weight.codes), weight.scales
   )
+  work = _Work(rows, width, outputs, interpret)
   return lowering.launch(
-    functools.partial(_mend_kernel, shape=(rows, width, outputs), interpret=interpret),
-    *operands,
+    functools.partial(_mend_kernel, work=work),
+    read,
+    product,
     name="float8_mend",
     grid=(-(-rows // _TILE), min(_PROGRAMS, -(-outputs // _TILE))),
     in_specs=[
-      tuple(map(plane, range(planes.COUNT))),
-      spec((_TILE, blocks), lambda i, j: (i, 0)),
-      whole(columns // planes.COUNT),
-      whole(columns // mxfp4.BLOCK_SIZE),
+      _Refs(
+        tuple(map(plane, range(planes.COUNT))),
+        spec((_TILE, blocks), lambda i, j: (i, 0)),
+        whole(columns // planes.COUNT),
+        whole(columns // mxfp4.BLOCK_SIZE),
+      ),
       out,
     ],
     out_specs=out,
     out_shape=jax.ShapeDtypeStruct(product.shape, product.dtype),
-    in_place={len(jax.tree.leaves(operands)) - 1: 0},
+    in_place={len(jax.tree.leaves(read)): 0},
     warps=4,
     interpret=interpret,
   )

@@ -193,14 +193,17 @@ def test_linears_with_other_tables_take_their_own_launch():
 
 
 @pytest.mark.parametrize(
-  ("rows", "dtype", "share"), [(1, jnp.bfloat16, 0.01), (3, jnp.float32, 1e-3)]
+  ("rows", "dtype", "share"),
+  [(1, jnp.bfloat16, 0.01), (3, jnp.float32, 1e-3), (5, jnp.float32, 1e-3)],
 )
 def test_the_kernel_normalizes_few_rows_itself(rows, dtype, share):
   x, *_ = problem(blocks=36)
   weight = jax.random.uniform(jax.random.key(1), (x.shape[1],), minval=0.5)
-  later = prologues.Normalized(7 * x[2 : 2 + rows].astype(dtype), weight, 1e-5)
+  later = prologues.Normalized(7 * x[2 : 2 + rows].astype(dtype), weight, 5.0)
+  is_there = isinstance(prologues.for_kernel(later), prologues.Normalized)
+  assert is_there == (rows <= prologues.SINGLE_ROWS)
   got = refine(later, form="values", implementation="interpret")
-  made = elementwise.rms_norm(later.rows, weight, 1e-5)
+  made = elementwise.rms_norm(later.rows, weight, 5.0)
   want = refine(made, form="values", implementation="interpret")
   got, want = (np.asarray(a, np.float32) for a in (got, want))
   # Sums in another order may round an input, and at a tie its code, the other way.
