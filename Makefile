@@ -29,7 +29,8 @@ check: install
 
 # Compiles the kernels for an H200, without one: the CUDA plugin of jax (140 MB, none
 # of CUDA's libraries) goes into a folder that nothing else sees. Then `make check`
-# compiles them too. Needs ptxas and libdevice of a CUDA toolkit.
+# compiles them too. Needs ptxas and libdevice of a CUDA toolkit. At last an emulator
+# executes what the compiler made.
 $(CUDA_PLUGIN)/.installed: $(VENV)/.installed
 	rm -rf $(CUDA_PLUGIN)
 	version=$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)'); \
@@ -39,6 +40,7 @@ $(CUDA_PLUGIN)/.installed: $(VENV)/.installed
 
 kernels: $(CUDA_PLUGIN)/.installed
 	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/compile_kernels.py
+	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/execute_kernels.py
 
 # The peers' dependencies (torch) never enter the library's own environment.
 # torch goes first, so that no other requirement picks its version.

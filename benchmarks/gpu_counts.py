@@ -238,7 +238,7 @@ def main():
   rate = MULTIPROCESSORS * CLOCK
   kernels = {}
   with tempfile.TemporaryDirectory() as folder:
-    compile_kernels.prepare(folder)
+    compile_kernels.prepare()
     folder = pathlib.Path(folder)
     run = compile_kernels.compiler(folder)
     for name, (launch, *arguments, per_thread, size) in cases().items():

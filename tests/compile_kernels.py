@@ -78,13 +78,12 @@ def obstacle():
   return None
 
 
-def prepare(dump):
+def prepare():
   """Sets what XLA reads from the environment; before jax is imported."""
   os.environ |= {
     "JAX_PLATFORMS": "cpu",
     "PATH": f"{toolkit() / 'bin'}{os.pathsep}{os.environ['PATH']}",
-    "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit()} --xla_dump_to={dump} "
-    "--xla_dump_emitter_re=.* --xla_gpu_autotune_level=0 "
+    "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit()} --xla_gpu_autotune_level=0 "
     # Without a GPU nothing can be timed, and the library's product is what is meant.
     "--xla_gpu_enable_triton_gemm=false",
   }
@@ -262,7 +261,9 @@ def compiler(dump):
       path.unlink()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       traced = jax.jit(function).lower(*jax.tree.map(place, arguments))
-      program = traced.compile().as_text()
+      # Not for all compilers of the process: the CPU's crashes when it dumps so.
+      dumping = {"xla_dump_to": str(dump), "xla_dump_emitter_re": ".*"}
+      program = traced.compile(compiler_options=dumping).as_text()
     return entries(dump), program
 
   return run
@@ -309,7 +310,7 @@ def main():
     print(f"skipped, no kernel was compiled: {why_not}")
     return SKIPPED
   with tempfile.TemporaryDirectory() as folder:
-    prepare(folder)
+    prepare()
     import jax
 
     print(f"jax {jax.__version__}, {ARCHITECTURE}")

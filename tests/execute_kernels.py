@@ -1,0 +1,117 @@
+"""Executes the kernels as they are compiled for a GPU, without one.
+
+  python tests/execute_kernels.py [name part]   # or `make kernels`
+
+The checks of `benchmarks/gpu_checks.py`, at a small size and on fresh inputs: every
+kernel is compiled for sm_90a as `compile_kernels.py` does, and its PTX is executed by
+`pallas_kernels/ptx_emulator.py`, which says what that shows and what it cannot: no
+missing barrier, and no speed.
+"""
+
+import concurrent.futures
+import contextlib
+import pathlib
+import secrets
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from tests import compile_kernels
+
+SIZE = 40
+"""Of the checks, as of `benchmarks/gpu.py --smoke`."""
+
+
+def emulated(compile_for_gpu):
+  """A stand-in of `lowering.launch` that compiles now and executes when called."""
+  import jax
+  import numpy as np
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import triton
+
+  from tests.pallas_kernels import ptx_emulator
+
+  # A thread of its own, begun here: XLA's flush subnormals to zero.
+  thread = concurrent.futures.ThreadPoolExecutor(1)
+  thread.submit(int).result()
+
+  def launch(
+    kernel, *operands, name, grid, warps, stages=1, in_place=None, interpret, **specs
+  ):
+    assert not interpret
+    call = pl.pallas_call(
+      kernel,
+      grid=grid,
+      name=f"mxjax_{name}",
+      input_output_aliases=in_place or {},
+      compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+      **specs,
+    )
+    [path], _ = compile_for_gpu(
+      call, *(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), operands))
+    )
+    ptx, source = path.read_text(), {o: i for i, o in (in_place or {}).items()}
+    outputs, form = jax.tree.flatten(specs["out_shape"])
+
+    def execute(*leaves):
+      arrays = [np.array(leaf) for leaf in leaves]
+      for place, like in enumerate(outputs):
+        # What is not written shows: bytes of ones are no number of any float type.
+        fresh = np.full(like.size * like.dtype.itemsize, 0xFF, np.uint8)
+        fresh = fresh.view(like.dtype).reshape(like.shape)
+        arrays.append(arrays[source[place]] if place in source else fresh)
+      blocks = (*grid, 1, 1)[:3]
+      after = thread.submit(ptx_emulator.launch, ptx, blocks, arrays).result()
+      return tuple(after[-len(outputs) :])
+
+    found = jax.pure_callback(execute, tuple(outputs), *jax.tree.leaves(operands))
+    return jax.tree.unflatten(form, found)
+
+  return launch
+
+
+@contextlib.contextmanager
+def instead_of_a_gpu(launch):
+  """Kernels are chosen as on a GPU, and launched by `launch`."""
+  from mxjax.pallas_kernels import lowering
+
+  before = lowering.launch, lowering.target_platform
+  lowering.launch, lowering.target_platform = launch, lambda: "gpu"
+  try:
+    yield
+  finally:
+    lowering.launch, lowering.target_platform = before
+
+
+def main():
+  """Runs the checks whose name contains the first argument, or all."""
+  if why_not := compile_kernels.obstacle():
+    print(f"skipped, no kernel was executed: {why_not}")
+    return compile_kernels.SKIPPED
+  with tempfile.TemporaryDirectory() as folder:
+    compile_kernels.prepare()
+    import gpu_checks
+    import jax
+
+    # The compilers of CPU and GPU crash where one runs beside the other's programs.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    selected = sys.argv[1] if len(sys.argv) > 1 else ""
+    gpu_checks.CHECKS = {n: c for n, c in gpu_checks.CHECKS.items() if selected in n}
+    seed = secrets.randbits(32)
+    print(f"jax {jax.__version__}, {compile_kernels.ARCHITECTURE}, seed {seed}")
+    launch = emulated(compile_kernels.compiler(pathlib.Path(folder)))
+    # One after the other: the compiler's folder is one.
+    with (
+      instead_of_a_gpu(launch),
+      concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+      results = gpu_checks.run("pallas", seed, SIZE, pool)
+  failed = [name for name, result in results.items() if not result["passed"]]
+  print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
+  return 1 if failed else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
