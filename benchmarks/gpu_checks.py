@@ -7,6 +7,7 @@ for bit where the arithmetic is the same, by the objective reached where it is n
 
 import functools
 
+import gpu_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -337,6 +338,29 @@ def check_attention(rng, how, size):
   return {"error_in_bounds": errors, "passed": passed}
 
 
+def check_layer(rng, how, size):
+  """A whole HiRes layer by all kernels: many tokens, and one beside a cache of them."""
+  shape = gpu_models.Shape("small", 128, 160, 1, 4, 2, 32, 61)
+  layer = gpu_models.random_layer(jax.random.key(rng.integers(99)), shape, "HiRes")
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+  past = {name: draw(1, size, shape.kv_heads, shape.head_dim) for name in ("k", "v")}
+  cases = {"many": (draw(1, size + 3, 128),)}
+  cases["one beside a cache"] = draw(1, 1, 128), past, jnp.int32(size - 5)
+  errors = {}
+  for name, arguments in cases.items():
+    got, want = (
+      jax.jit(functools.partial(gpu_models.forward_layer, shape, "xla", i, layer))(
+        *arguments
+      )
+      for i in (how, "xla")
+    )
+    wide = [jax.tree.map(lambda a: a.astype(jnp.float32), each) for each in (got, want)]
+    error = lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+    errors[name] = max(jax.tree.leaves(jax.tree.map(error, *wide)))
+  # As in `check_linears`.
+  return {"relative_error": errors, "passed": max(errors.values()) < 0.03}
+
+
 CHECKS = {
   "encode": check_encode,
   "one code": check_refinement,
@@ -347,6 +371,7 @@ CHECKS = {
   "GPTQ": check_gptq,
   "recovery": check_recovery,
   "attention": check_attention,
+  "layer": check_layer,
 }
 
 

@@ -10,6 +10,7 @@ missing barrier, and no speed.
 
 import concurrent.futures
 import contextlib
+import functools
 import pathlib
 import secrets
 import sys
@@ -28,32 +29,22 @@ def emulated(compile_for_gpu):
   """A stand-in of `lowering.launch` that compiles now and executes when called."""
   import jax
   import numpy as np
-  from jax.experimental import pallas as pl
-  from jax.experimental.pallas import triton
 
+  from mxjax.pallas_kernels import lowering
   from tests.pallas_kernels import ptx_emulator
 
+  on_gpu = lowering.launch
   # A thread of its own, begun here: XLA's flush subnormals to zero.
   thread = concurrent.futures.ThreadPoolExecutor(1)
   thread.submit(int).result()
 
-  def launch(
-    kernel, *operands, name, grid, warps, stages=1, in_place=None, interpret, **specs
-  ):
-    assert not interpret
-    call = pl.pallas_call(
-      kernel,
-      grid=grid,
-      name=f"mxjax_{name}",
-      input_output_aliases=in_place or {},
-      compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
-      **specs,
-    )
-    [path], _ = compile_for_gpu(
-      call, *(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), operands))
-    )
+  def launch(kernel, *operands, grid, out_shape, in_place=None, **options):
+    options |= {"grid": grid, "out_shape": out_shape, "in_place": in_place}
+    run = functools.partial(on_gpu, kernel, **options)
+    like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
+    [path], _ = compile_for_gpu(run, *jax.tree.map(like, operands))
     ptx, source = path.read_text(), {o: i for i, o in (in_place or {}).items()}
-    outputs, form = jax.tree.flatten(specs["out_shape"])
+    outputs, form = jax.tree.flatten(out_shape)
 
     def execute(*leaves):
       arrays = [np.array(leaf) for leaf in leaves]
