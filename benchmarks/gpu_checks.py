@@ -342,10 +342,12 @@ def check_layer(rng, how, size):
   """A whole HiRes layer by all kernels: many tokens, and one beside a cache of them."""
   shape = gpu_models.Shape("small", 128, 160, 1, 4, 2, 32, 61)
   layer = gpu_models.random_layer(jax.random.key(rng.integers(99)), shape, "HiRes")
-  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+  draw = lambda *sides: jnp.asarray(rng.standard_normal(sides), jnp.bfloat16)
   past = {name: draw(1, size, shape.kv_heads, shape.head_dim) for name in ("k", "v")}
-  cases = {"many": (draw(1, size + 3, 128),)}
-  cases["one beside a cache"] = draw(1, 1, 128), past, jnp.int32(size - 5)
+  cases = {
+    "many": (draw(1, size + 3, 128),),
+    "one beside a cache": (draw(1, 1, 128), past, jnp.int32(size - 5)),
+  }
   errors = {}
   for name, arguments in cases.items():
     got, want = (

@@ -14,12 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax import mxfp4
 from mxjax.pallas_kernels import lowering
 
 _STEP = 32
 """Shares that are read at once."""
-_BLOCK = mxfp4.BLOCK_SIZE
 
 
 @jax.tree_util.register_dataclass
