@@ -30,10 +30,12 @@ import numpy as np
 import provenance
 import trained
 
-from mxjax import models, mxfp4
-from mxjax.contract import PAPER_CONTRACT, Contract
-from mxjax.evaluation import ablation, cli, study
-from mxjax.methods import ablations
+from mxjax import models
+from mxjax.evaluation import ablation, study
+from mxjax.evaluation.cli import parser as cli
+from mxjax.methods.hires import ablations
+from mxjax.numerics import mxfp4
+from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 RUNS = pathlib.Path("runs/baselines")

@@ -3,7 +3,9 @@
 import collections
 import hashlib
 
-from mxjax.discovery import explain, heldout, store
+from mxjax.discovery.audit import explain
+from mxjax.discovery.core import store
+from mxjax.discovery.search import heldout
 
 
 def digest(folder):

@@ -16,7 +16,8 @@ import time
 import jax
 import ray
 
-from mxjax.discovery import cli, store
+from mxjax.discovery.cli import parser
+from mxjax.discovery.core import store
 
 RESULT = pathlib.Path(__file__).parent / "results" / "discovery_ray.json"
 BUDGET = 12
@@ -30,7 +31,7 @@ def main():
       command = ["discover", "run", "--task", "world", "--seed", "3", "--width", "2"]
       command += ["--budget", str(BUDGET), "--holdout", "off", "--out", str(folder)]
       begin = time.perf_counter()
-      if cli.main([*command, *more]) != 0:
+      if parser.main([*command, *more]) != 0:
         raise RuntimeError(f"the {name} run failed")
       log = (folder / "log.jsonl").read_bytes()
       runs[name] = {

@@ -24,13 +24,14 @@ import discovery_log
 import jax
 import provenance
 
-from mxjax.discovery import heldout, store
-from mxjax.models import embedded
+from mxjax.discovery.core import store
+from mxjax.discovery.search import heldout
+from mxjax.models.loading import embedded
 
 RESULT = pathlib.Path(__file__).parent / "results" / "discovery_run.json"
 OPTIONS = {"calibration": [8, 64], "windows": [16, 128]}
 KILLS = (10, 60, 150)
-CLI = [sys.executable, "-m", "mxjax.discovery.cli", "discover"]
+CLI = [sys.executable, "-m", "mxjax.discovery.cli.parser", "discover"]
 
 
 def paid(folder):

@@ -24,8 +24,10 @@ import time
 import jax
 import scipy
 
-from mxjax.discovery import ptq_margins, study, study_cli, study_tables
-from mxjax.models import embedded
+from mxjax.discovery.cli import study as study_cli
+from mxjax.discovery.studies import study, tables
+from mxjax.discovery.tasks.ptq import margins
+from mxjax.models.loading import embedded
 
 HERE = pathlib.Path(__file__).parent
 DOCS = HERE.parent / "docs" / "studies.md"
@@ -48,7 +50,7 @@ def task(world, folder):
     "model": str(embedded.trained_folder("llama")),
     "holdout": str(embedded.trained_folder("qwen3")),
   }
-  return dict(ptq_margins.calibrated({"task": "ptq", **models, **PTQ}))
+  return dict(margins.calibrated({"task": "ptq", **models, **PTQ}))
 
 
 def placeless(text, task):
@@ -108,7 +110,7 @@ def docs():
         continue
       body = "Not run."
       if name in studies:
-        made = study_tables.tables(studies[name]["results"])
+        made = tables.tables(studies[name]["results"])
         told = f"`{studies[name]['command']}`, {studies[name]['date']}, {path.name}."
         body = "\n\n".join([told, *(table.markdown() for table in made)])
       before, rest = text.split(mark, 1)

@@ -14,7 +14,9 @@ import time
 
 import discovery_log
 
-from mxjax.discovery import runs, store, world
+from mxjax.discovery.core import store
+from mxjax.discovery.search import runs
+from mxjax.discovery.tasks import world
 
 RESULT = pathlib.Path(__file__).parent / "results" / "discovery_world.json"
 # What each explicit verdict says of the edit, in the words of the world's truth.

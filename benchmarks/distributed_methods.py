@@ -38,7 +38,7 @@ def words(options, method, folder, out):
 
 
 def start(arguments):
-  command = [sys.executable, "-m", "mxjax.evaluation.cli", *arguments]
+  command = [sys.executable, "-m", "mxjax.evaluation.cli.parser", *arguments]
   environment = os.environ | {"JAX_PLATFORMS": "cpu"}
   return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 

@@ -15,11 +15,19 @@ import platform
 import jax
 import provenance
 
-from mxjax.discovery import ptq, ptq_cards, ptq_margins
-from mxjax.discovery.local_bench import LocalBench
-from mxjax.discovery.program import admit
-from mxjax.discovery.task import Call
-from mxjax.models import embedded
+from mxjax.discovery.core.candidate_source import admit
+from mxjax.discovery.core.task import Call
+from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.tasks.ptq import (
+  edit_templates,
+)
+from mxjax.discovery.tasks.ptq import (
+  margins as ptq_margins,
+)
+from mxjax.discovery.tasks.ptq import (
+  task as ptq,
+)
+from mxjax.models.loading import embedded
 
 RESULT = pathlib.Path(__file__).parent / "results" / "edit_cards.json"
 SHOWN = ("log_ppl", "operator_error", "activation_error", "weight_error")
@@ -72,10 +80,10 @@ def main():
   task = ptq.PtqTask(**{k: v for k, v in options.items() if k != "task"})
   bench, source = LocalBench(task), task.interface.default_source()
   rows = {"(initial program)": measure(task, bench, source)}
-  for card in ptq_cards.CARDS:
+  for card in edit_templates.CARDS:
     params = dict(card.params[0])
     row = measure(task, bench, card.edit(source, params))
-    kind = "useful" if card in ptq_cards.USEFUL else "decoy"
+    kind = "useful" if card in edit_templates.USEFUL else "decoy"
     rows[card.label(params)] = {"kind": kind, **row}
     print(card.label(params), row, flush=True)
   result = {

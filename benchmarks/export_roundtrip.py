@@ -29,13 +29,17 @@ import numpy as np
 import provenance
 from safetensors.flax import save_file
 
-from mxjax import checkpoint, export, models, mxfp4
-from mxjax.evaluation import cli, datasets, exporting
-from mxjax.evaluation.perplexity import perplexity
-from mxjax.export import dequant, features
-from mxjax.models.weights import tensor_name
-from mxjax.quantized_linear import QuantizedLinear
-from mxjax.roundings import Unrounded
+from mxjax import models
+from mxjax.evaluation import datasets
+from mxjax.evaluation.cli import exporting
+from mxjax.evaluation.cli import parser as cli
+from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.models.loading.weights import tensor_name
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization.activation_quantizers import Unrounded
+from mxjax.storage import checkpoint, export
+from mxjax.storage.export import dequant, features
 
 HERE = pathlib.Path(__file__).parent
 RESULT = HERE / "results" / "export_roundtrip.json"

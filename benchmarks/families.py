@@ -17,7 +17,8 @@ import provenance
 import trained
 
 from mxjax.evaluation import study
-from mxjax.models import embedded, families
+from mxjax.models import families
+from mxjax.models.loading import embedded
 
 RESULT = pathlib.Path(__file__).parent / "results" / "families.json"
 CALIBRATION, TEST = (8, 256), (32, 256)

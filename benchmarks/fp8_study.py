@@ -27,8 +27,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from mxjax import models, mxfp4
-from mxjax.input_maps import Hadamard
+from mxjax import models
+from mxjax.numerics import mxfp4
+from mxjax.numerics.shaping.input_maps import Hadamard
 
 FORMATS = {"E5M2": (ml_dtypes.float8_e5m2, 13), "E4M3": (ml_dtypes.float8_e4m3fn, 6)}
 """The type, and the exponent of a block that puts 6 * 2^k just inside its range."""

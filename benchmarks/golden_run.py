@@ -32,7 +32,7 @@ SLOW = {
   "spinquant": "spinquant:steps=2",
   "focus": "focus:epochs=1",
 }
-EXTRA = ("gptq:scales=static", "gptq:order=activation")
+EXTRA = ("gptq:scales=static", "gptq:scales=static:order=activation")
 HIRES_MODELS = ("mistral", "olmo2", "qwen3")
 
 

@@ -27,16 +27,12 @@ import gpu_checks
 import gpu_models
 from gpu_bench import Bench
 
-from mxjax import mxfp4
-from mxjax.compact import byte_table
-from mxjax.pallas_kernels import (
-  code_refinement,
-  float8,
-  matmul,
-  mxfp4_decode,
-  mxfp4_encode,
-)
-from mxjax.pallas_kernels.float8_matmul import float8_matmul
+from mxjax.layers.inference_packing import byte_table
+from mxjax.numerics import mxfp4
+from mxjax.pallas_kernels import mxfp4_decode, mxfp4_encode
+from mxjax.pallas_kernels.products import float8, matmul
+from mxjax.pallas_kernels.products.float8_matmul import float8_matmul
+from mxjax.pallas_kernels.refinement import one_code
 
 
 def checks(bench):
@@ -86,7 +82,7 @@ def memory_kernels(bench):
     add(f"encode {values.dtype}", mxfp4_encode.encode, values)
   leaf = gpu_models.random_linear(jax.random.key(1), 64, width, True)
   tables = leaf.input_map.matrix, leaf.rounding.gram, leaf.rounding.cross
-  refine = code_refinement.refine
+  refine = one_code.refine
   for form in ("codes", "values", "float8"):
     add(f"one code bfloat16, {form}", refine, narrow, *tables, form=form)
   add("transform and nearest, float8", refine, narrow, tables[0], form="float8")
@@ -235,9 +231,10 @@ def decode(bench, shape, key):
 
 def build(bench, shape, key):
   """HiRes of one layer by the pipeline itself, times the number of layers."""
-  from mxjax import methods, pipeline
-  from mxjax.calibration import Calibration
+  from mxjax import methods
+  from mxjax.calibration.calibration import Calibration
   from mxjax.models import CausalLM, ModelConfig
+  from mxjax.running import pipeline
 
   sequences, length = bench.size((128, 2048), (2, 16))
   config = ModelConfig(

@@ -12,23 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import code_refinement, gptq, mxfp4
-from mxjax.input_maps import BlockDense
-from mxjax.mlp_recovery import MlpRecovery
+from mxjax.layers.quantized_linear import QuantizedLinear, linears
 from mxjax.models import functional
-from mxjax.pallas_kernels import code_refinement as refinement_kernel
-from mxjax.pallas_kernels import (
-  float8_matmul,
-  matmul,
-  mxfp4_decode,
-  mxfp4_encode,
-  prologues,
-  recovery,
-)
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization import gptq, one_code
+from mxjax.numerics.realization.activation_quantizers import OneCode
+from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
+from mxjax.numerics.recovery.value_recovery import ValueRecovery
+from mxjax.numerics.shaping.input_maps import BlockDense
 from mxjax.pallas_kernels import gptq as gptq_kernel
-from mxjax.quantized_linear import QuantizedLinear, linears
-from mxjax.roundings import OneCode
-from mxjax.value_recovery import ValueRecovery
+from mxjax.pallas_kernels import mxfp4_decode, mxfp4_encode, recovery
+from mxjax.pallas_kernels.products import float8_matmul, matmul
+from mxjax.pallas_kernels.refinement import fused_inputs
+from mxjax.pallas_kernels.refinement import one_code as refinement_kernel
 
 
 def activations(rng, rows, width, dtype):
@@ -63,14 +59,14 @@ def tables(rng, blocks):
   rotation = np.linalg.qr(rng.standard_normal((blocks, 32, 32)))[0]
   matrix = rotation * rng.uniform(0.5, 2, (blocks, 32, 1))
   weight = jnp.asarray(rng.standard_normal((blocks, 32, 96)), jnp.float32)
-  gram, cross = code_refinement.tables(weight, mxfp4.round_blocks(weight))
-  packed = code_refinement.pack_symmetric(gram)
+  gram, cross = one_code.tables(weight, mxfp4.round_blocks(weight))
+  packed = one_code.pack_symmetric(gram)
   return jnp.asarray(matrix, jnp.float32), packed, cross
 
 
 def objective(tensor, x, matrix, gram, cross):
   """||W^ q - W y||^2 up to a constant, and ||W^ y||^2, float64 `[n, blocks]`."""
-  gram = code_refinement.unpack_symmetric(gram)
+  gram = one_code.unpack_symmetric(gram)
   wide = [np.asarray(a, np.float64) for a in (matrix, gram, cross)]
   rows = np.asarray(x.astype(jnp.float32), np.float64).reshape(x.shape[0], -1, 32)
   y = np.einsum("nbj,bij->nbi", rows, wide[0])
@@ -162,12 +158,12 @@ def check_linears(rng, how, size):
       weights.append(QuantizedLinear(*leaf))
     scale = jnp.asarray(rng.uniform(0.5, 2, 1152), jnp.float32)
     if kind == "norm":
-      before = prologues.Normalized(draw(), scale, 1e-6)
+      before = fused_inputs.Normalized(draw(), scale, 1e-6)
     else:
-      before = prologues.GatedProduct(draw() / 9, draw() / 9, scalars)
+      before = fused_inputs.GatedProduct(draw() / 9, draw() / 9, scalars)
     run = jax.jit(linears, static_argnames="implementation")
     # Made by itself: inside one program XLA may leave out the rounding to bfloat16.
-    made = jax.jit(prologues.as_array)(before)
+    made = jax.jit(fused_inputs.as_array)(before)
     pairs = zip(
       run(before, weights, implementation=how),
       run(made, weights, implementation="xla"),
@@ -300,7 +296,7 @@ def attention_errors(rng, how, dtype, positions, new, window, head_dim):
     outputs, filled = functional.cached_attention(
       queries, *newest, past, start, window=window, implementation=implementation
     )
-    return prologues.as_array(outputs), filled
+    return fused_inputs.as_array(outputs), filled
 
   def run(start, behind, implementation):
     """With a cache that holds one value from the new tokens on."""

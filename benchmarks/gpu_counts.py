@@ -106,7 +106,9 @@ def cases():
   """Name: launch, arguments, values a thread of one pass, and bytes a value."""
   import jax.numpy as jnp
 
-  from mxjax.pallas_kernels import code_refinement, matmul, mxfp4_decode, mxfp4_encode
+  from mxjax.pallas_kernels import mxfp4_decode, mxfp4_encode
+  from mxjax.pallas_kernels.products import matmul
+  from mxjax.pallas_kernels.refinement import one_code
 
   known = compile_kernels.cases()
   packed = 17 / 32
@@ -122,7 +124,7 @@ def cases():
   decode = mxfp4_decode.Tile()
   values, threads = decode.blocks * 32, decode.warps * 32
   add("decode to bfloat16", values, threads, 2 + packed)
-  tile = code_refinement.Tile.of(2048, jnp.bfloat16)
+  tile = one_code.Tile.of(2048, jnp.bfloat16)
   for name, size in (("codes", packed), ("values", 2), ("float8", 33 / 32)):
     add(f"one code, split, {name}", tile.rows * 32, tile.warps * 32, 2 + size)
   add("nearest, split, values", tile.rows * 32, tile.warps * 32, 4)
@@ -144,7 +146,7 @@ def rows_of_a_token(run, folder):
   `cycles at least` is what all of a launch's instructions take to start, for inputs of
   4,096 features; that the next one waits for the last is not in it.
   """
-  from mxjax.pallas_kernels.code_refinement import Tile
+  from mxjax.pallas_kernels.refinement.one_code import Tile
 
   warps, known, result = Tile.of(1, "bfloat16").warps, compile_kernels.cases(), {}
   for name, linears in (
@@ -167,7 +169,7 @@ def launches(run):
   import jax
   import jax.numpy as jnp
 
-  from mxjax.quantized_linear import QuantizedLinear
+  from mxjax.layers.quantized_linear import QuantizedLinear
 
   shape, tokens = gpu_models.QWEN3_8B, 16
   row = lambda n: jax.ShapeDtypeStruct((1, n, shape.hidden), jnp.bfloat16)

@@ -12,15 +12,16 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from mxjax import mxfp4
-from mxjax.compact import compact
-from mxjax.input_maps import BlockDense, hadamard
-from mxjax.mlp_recovery import MlpRecovery
+from mxjax.layers.inference_packing import compact
+from mxjax.layers.quantized_linear import QuantizedLinear, linear, linears
 from mxjax.models import functional
-from mxjax.pallas_kernels import prologues, recovery
-from mxjax.quantized_linear import QuantizedLinear, linear, linears
-from mxjax.roundings import OneCode
-from mxjax.value_recovery import ValueRecovery
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization.activation_quantizers import OneCode
+from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
+from mxjax.numerics.recovery.value_recovery import ValueRecovery
+from mxjax.numerics.shaping.input_maps import BlockDense, hadamard
+from mxjax.pallas_kernels import recovery
+from mxjax.pallas_kernels.refinement import fused_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +141,7 @@ def forward_layer(
   multiply = functools.partial(linears, implementation=implementation)
   frequencies = functional.inverse_frequencies(shape.head_dim, 1e6)
   by_head = (*hidden.shape[:2], -1, shape.head_dim)
-  before = prologues.Normalized(hidden, params["norms"][0], 1e-6)
+  before = fused_inputs.Normalized(hidden, params["norms"][0], 1e-6)
   q, k, v = multiply(before, [params[name] for name in ("q", "k", "v")])
   q = functional.rotary(q.reshape(by_head), frequencies, start)
   k = functional.rotary(k.reshape(by_head), frequencies, start)
@@ -161,16 +162,16 @@ def forward_layer(
     cache = {"k": k, "v": v}
   [attended] = multiply(out, [params["o"]])
   hidden = hidden + attended
-  before = prologues.Normalized(hidden, params["norms"][1], 1e-6)
+  before = fused_inputs.Normalized(hidden, params["norms"][1], 1e-6)
   gate, up = multiply(before, [params["gate"], params["up"]])
-  product = prologues.GatedProduct(gate, up, params.get("mlp_recovery"))
+  product = fused_inputs.GatedProduct(gate, up, params.get("mlp_recovery"))
   [made] = multiply(product, [params["down"]])
   return hidden + made, cache
 
 
 def forward_head(params, hidden):
   """Logits of all positions, bfloat16."""
-  return linear(prologues.Normalized(hidden, params["norm"], 1e-6), params["head"])
+  return linear(fused_inputs.Normalized(hidden, params["norm"], 1e-6), params["head"])
 
 
 def empty_cache(shape, positions):

@@ -35,8 +35,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from mxjax import models
-from mxjax.evaluation import multiple_choice, tasks
-from mxjax.models import weights
+from mxjax.evaluation.tasks import multiple_choice, tasks
+from mxjax.models.loading import weights
 
 RESULT = pathlib.Path(__file__).parent / "results" / "harness_agreement.json"
 TASK_FILES = {

@@ -99,7 +99,7 @@ class Runner:
     words += ["--calib", ids, "--data", ids, "--sequences", "4", "--length", "32"]
     words += ["--windows", "2", "--window-length", "32", "--log", "json", "--json"]
     return subprocess.Popen(
-      [sys.executable, "-m", "mxjax.evaluation.cli", *words, *extra],
+      [sys.executable, "-m", "mxjax.evaluation.cli.parser", *words, *extra],
       env=self.environment,
       stderr=subprocess.PIPE,
       stdout=subprocess.DEVNULL,

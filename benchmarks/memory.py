@@ -19,16 +19,19 @@ import numpy as np
 import prefill_cpu
 import provenance
 
-from mxjax import input_maps, models, mxfp4, plan, sizes
-from mxjax.compact import compact
-from mxjax.contract import PAPER_CONTRACT
-from mxjax.evaluation.perplexity import perplexity
-from mxjax.mlp_recovery import MlpRecovery
+from mxjax import models
+from mxjax.audit import plan, sizes
+from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.layers.inference_packing import compact
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import families
 from mxjax.models.parameters import insert, parameter_shapes
-from mxjax.quantized_linear import QuantizedLinear
-from mxjax.roundings import OneCode
-from mxjax.value_recovery import ValueRecovery
+from mxjax.numerics import mxfp4
+from mxjax.numerics.contract import PAPER_CONTRACT
+from mxjax.numerics.realization.activation_quantizers import OneCode
+from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
+from mxjax.numerics.recovery.value_recovery import ValueRecovery
+from mxjax.numerics.shaping import input_maps
 
 GOAL = 0.45
 CONFIGS = pathlib.Path(__file__).parent.parent / "tests/golden/paper_configs.json"

@@ -27,15 +27,17 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 import jax
 import numpy as np
 
-from mxjax import mesh as meshes
-from mxjax import methods, pipeline, recovery
-from mxjax.calibration import Calibration
+from mxjax import methods
+from mxjax.calibration.calibration import Calibration
+from mxjax.devices import mesh as meshes
+from mxjax.methods import recovery_fits
 from mxjax.models import CausalLM, ModelConfig
+from mxjax.running import pipeline
 
 RESULT = pathlib.Path(__file__).parent / "results" / "mesh_memory.json"
 SHAPES = (None, (2, 1), (8, 1), (4, 2), (1, 8))
 PROGRAM = dataclasses.replace(
-  methods.RTN, name="rtn+recovery", recover=(recovery.ATTENTION, recovery.MLP)
+  methods.RTN, name="rtn+recovery", recover=(recovery_fits.ATTENTION, recovery_fits.MLP)
 )
 
 

@@ -15,17 +15,26 @@ import pathlib
 
 import provenance
 
-from mxjax.discovery import explain, ptq, ptq_cards, ptq_margins
-from mxjax.discovery.cards import Card
-from mxjax.discovery.laboratory import Laboratory
-from mxjax.discovery.local_bench import LocalBench
-from mxjax.discovery.packet import condition
-from mxjax.discovery.proposer import ExhaustedError, Proposal, ProposerError
-from mxjax.discovery.ptq_templates import DECODE
-from mxjax.discovery.residual import PRIMARY, Control, Explanation
-from mxjax.discovery.search import Search, SearchConfig
-from mxjax.discovery.store import Store
-from mxjax.models import embedded
+from mxjax.discovery.audit import explain
+from mxjax.discovery.core.edit_templates import Card
+from mxjax.discovery.core.packet import condition
+from mxjax.discovery.core.proposal import ExhaustedError, Proposal, ProposerError
+from mxjax.discovery.core.residual import PRIMARY, Control, Explanation
+from mxjax.discovery.core.store import Store
+from mxjax.discovery.sandbox.laboratory import Laboratory
+from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.search.search import Search, SearchConfig
+from mxjax.discovery.tasks.ptq import (
+  edit_templates,
+)
+from mxjax.discovery.tasks.ptq import (
+  margins as ptq_margins,
+)
+from mxjax.discovery.tasks.ptq import (
+  task as ptq,
+)
+from mxjax.discovery.tasks.ptq.source_templates import DECODE
+from mxjax.models.loading import embedded
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 TASK = {
@@ -186,7 +195,7 @@ STEPS = (
 
 def composed(source):
   """The initial program with the cards of HiRes."""
-  by_id = {card.id: card for card in ptq_cards.CARDS}
+  by_id = {card.id: card for card in edit_templates.CARDS}
   for name in HIRES:
     card = by_id[name]
     source = card.edit(source, dict(card.params[0]))

@@ -24,8 +24,9 @@ import numpy as np
 import provenance
 from safetensors.flax import save_file
 
-from mxjax import models, plan
-from mxjax.models import weights
+from mxjax import models
+from mxjax.audit import plan
+from mxjax.models.loading import weights
 from mxjax.models.parameters import parameter_shapes
 
 RESULT = pathlib.Path(__file__).parent / "results" / "plan_memory.json"
@@ -60,7 +61,7 @@ CODE = """
 import dataclasses, json, pathlib, sys, tempfile
 import numpy as np
 from mxjax import execution, layer_store, methods, models, pipeline
-from mxjax.calibration import Calibration
+from mxjax.calibration.calibration import Calibration
 folder, case = json.loads(sys.argv[1])
 execution.keep_freed_memory()
 model, params = models.open_pretrained(folder and pathlib.Path(folder))

@@ -22,10 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import code_refinement, models, mxfp4
-from mxjax.input_maps import BlockDense
-from mxjax.quantized_linear import QuantizedLinear
-from mxjax.roundings import Nearest, OneCode
+from mxjax import models
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization import one_code
+from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode
+from mxjax.numerics.shaping.input_maps import BlockDense
 
 GOALS = {"nearest": 1.5, "one code": 2.5}
 
@@ -40,8 +42,8 @@ def quantized(weight, matrix, kind):
   packed = mxfp4.encode(mxfp4.from_blocks(blocks))
   rounding = Nearest()
   if kind == "one code":
-    gram, cross = code_refinement.tables(blocks, mxfp4.round_blocks(blocks))
-    rounding = OneCode(code_refinement.pack_symmetric(gram), cross)
+    gram, cross = one_code.tables(blocks, mxfp4.round_blocks(blocks))
+    rounding = OneCode(one_code.pack_symmetric(gram), cross)
   return QuantizedLinear(packed, BlockDense(matrix), rounding)
 
 

@@ -2,8 +2,8 @@
 
   python benchmarks/probe_table.py
 
-Runs tests/discovery/test_sandbox.py, test_program.py and test_ptq.py. Probes of the
-jail and of the search hand over the status, the charge and what they left behind as
+Runs tests/discovery/sandbox/test_sandbox.py, test_program.py and test_ptq.py. Probes of
+the jail and of the search hand over the status, the charge and what they left behind as
 they were observed; the others, whose test names begin with their number, whether they
 held. Writes results/probes.json and the table in docs/discovery.md.
 """

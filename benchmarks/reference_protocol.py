@@ -17,11 +17,15 @@ import time
 import numpy as np
 import provenance
 
-from mxjax import execution, input_maps, methods, models, pipeline, sizes
-from mxjax.calibration import Calibration
-from mxjax.evaluation.operator_error import operator_error
-from mxjax.evaluation.perplexity import perplexity
-from mxjax.records import peak_memory_bytes
+from mxjax import methods, models
+from mxjax.audit import sizes
+from mxjax.calibration.calibration import Calibration
+from mxjax.devices import execution
+from mxjax.evaluation.measures.operator_error import operator_error
+from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.numerics.shaping import input_maps
+from mxjax.running import pipeline
+from mxjax.running.records import peak_memory_bytes
 
 HIRES = methods.HIRES
 

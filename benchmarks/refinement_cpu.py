@@ -20,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import provenance
 
-from mxjax import code_refinement, execution, mxfp4
+from mxjax.devices import execution
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization import one_code
 
 SHAPES = {
   "SmolLM2, width 576, 2048 tokens": (18, 2048),
@@ -35,7 +37,7 @@ def problem(blocks, tokens):
   rng = np.random.default_rng(0)
   x = rng.standard_t(4, (blocks, 32, tokens)).astype(np.float32)
   weight = jnp.asarray(rng.standard_normal((blocks, 32, 256)).astype(np.float32))
-  gram, cross = code_refinement.tables(weight, mxfp4.round_blocks(weight))
+  gram, cross = one_code.tables(weight, mxfp4.round_blocks(weight))
   maps = np.eye(32) + rng.standard_normal((blocks, 32, 32)) / 16
   return (jnp.asarray(x), gram, cross), jnp.asarray(maps.astype(np.float32))
 
@@ -50,9 +52,7 @@ def main():
     operands, maps = problem(blocks, tokens)
     for what in ("refined_blocks", "refined_objective"):
       calls = {
-        name: jax.jit(
-          functools.partial(getattr(code_refinement, what), implementation=name)
-        )
+        name: jax.jit(functools.partial(getattr(one_code, what), implementation=name))
         for name in ("native", "xla")
       }
       found = {name: call(*operands, matrix=maps) for name, call in calls.items()}

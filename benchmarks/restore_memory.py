@@ -42,9 +42,10 @@ def random_linear(rng, rows, width):
   """A HiRes leaf with random contents: restoring does not look at them."""
   import jax.numpy as jnp
 
-  from mxjax import input_maps, mxfp4
-  from mxjax.quantized_linear import QuantizedLinear
-  from mxjax.roundings import OneCode
+  from mxjax.layers.quantized_linear import QuantizedLinear
+  from mxjax.numerics import mxfp4
+  from mxjax.numerics.realization.activation_quantizers import OneCode
+  from mxjax.numerics.shaping import input_maps
 
   blocks = width // mxfp4.BLOCK_SIZE
   codes = lambda *shape: jnp.asarray(rng.integers(0, 256, shape, "uint8"))
@@ -60,8 +61,8 @@ def random_params(config):
   import jax.numpy as jnp
   import numpy as np
 
-  from mxjax.contract import PAPER_CONTRACT
   from mxjax.models.parameters import insert, parameter_shapes
+  from mxjax.numerics.contract import PAPER_CONTRACT
 
   rng, params = np.random.default_rng(0), {}
   for path, shape in parameter_shapes(config).items():
@@ -79,8 +80,8 @@ def save(folder, width, layers, vocabulary):
   """Writes the checkpoint; the bytes of its arrays, and of the largest."""
   import jax
 
-  from mxjax import checkpoint
   from mxjax.models import ModelConfig
+  from mxjax.storage import checkpoint
 
   config = ModelConfig(
     vocab_size=vocabulary,
@@ -119,8 +120,8 @@ def child(folder, process, processes, port, limit):
   """Restores what this process holds; prints what it took."""
   import jax
 
-  from mxjax import checkpoint
-  from mxjax import mesh as meshes
+  from mxjax.devices import mesh as meshes
+  from mxjax.storage import checkpoint
 
   mesh = None
   if processes > 1:

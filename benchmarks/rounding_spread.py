@@ -21,13 +21,17 @@ import numpy as np
 import provenance
 import trained
 
-from mxjax import execution, methods, mxfp4, pipeline, streams
-from mxjax.calibration import Calibration
-from mxjax.contract import PAPER_CONTRACT
-from mxjax.evaluation import exporting
-from mxjax.evaluation.perplexity import perplexity
-from mxjax.export.compressed_tensors import RUNTIME_RULES
-from mxjax.layer_quantization import targets
+from mxjax import methods
+from mxjax.calibration import streams
+from mxjax.calibration.calibration import Calibration
+from mxjax.devices import execution
+from mxjax.evaluation.cli import exporting
+from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.numerics import mxfp4
+from mxjax.numerics.contract import PAPER_CONTRACT
+from mxjax.running import pipeline
+from mxjax.running.layer_quantization import targets
+from mxjax.storage.export.compressed_tensors import RUNTIME_RULES
 
 RESULT = pathlib.Path(__file__).parent / "results" / "rounding_spread.json"
 NOISE = 2.0**-25

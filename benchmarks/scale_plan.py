@@ -14,7 +14,7 @@ import math
 import pathlib
 import platform
 
-from mxjax import plan
+from mxjax.audit import plan
 from mxjax.models import ModelConfig
 
 RESULTS = pathlib.Path(__file__).parent / "results"

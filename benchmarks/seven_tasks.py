@@ -28,7 +28,7 @@ NAME = "SmolLM2-135M"
 def call(*words):
   """Runs a command of mxjax in a process of its own; its seconds."""
   start = time.perf_counter()
-  command = [sys.executable, "-m", "mxjax.evaluation.cli", *map(str, words)]
+  command = [sys.executable, "-m", "mxjax.evaluation.cli.parser", *map(str, words)]
   subprocess.run(command, check=True)
   return time.perf_counter() - start
 
@@ -75,7 +75,7 @@ def main():
     json.loads(file.read_text()) for file in sorted(RUNS.glob("*/evaluation.json"))
   ]
   tables = subprocess.run(
-    [sys.executable, "-m", "mxjax.evaluation.cli", "tables", str(RUNS)],
+    [sys.executable, "-m", "mxjax.evaluation.cli.parser", "tables", str(RUNS)],
     check=True,
     stdout=subprocess.PIPE,
     text=True,

@@ -20,7 +20,7 @@ import provenance
 
 from mxjax import models
 from mxjax.evaluation import datasets
-from mxjax.evaluation.perplexity import perplexity
+from mxjax.evaluation.measures.perplexity import perplexity
 
 RESULT = pathlib.Path(__file__).parent / "results" / "smollm2_reference.json"
 TEXT = "wikitext2/wiki.test.raw"

@@ -2,7 +2,7 @@
 
 from mxjax import models
 from mxjax.evaluation import datasets, study
-from mxjax.models import embedded
+from mxjax.models.loading import embedded
 
 
 def subject(family, calibration, test, replicates):

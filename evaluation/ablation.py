@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from mxjax import pipeline, run_folder
-from mxjax.calibration import Params, token_fingerprint
-from mxjax.contract import PAPER_CONTRACT, Contract
+from mxjax.calibration.calibration import Params, token_fingerprint
 from mxjax.evaluation import study
-from mxjax.evaluation.metrics import paired_interval
-from mxjax.methods import ablations
-from mxjax.program import Program
+from mxjax.evaluation.measures.metrics import paired_interval
+from mxjax.methods.hires import ablations
+from mxjax.methods.program import Program
+from mxjax.numerics.contract import PAPER_CONTRACT, Contract
+from mxjax.running import pipeline
+from mxjax.storage import run_folder
 
 RELATIVE_TIE = 1e-3
 """Relative difference of operator errors or KL below which two builds are equal."""

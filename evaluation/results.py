@@ -6,8 +6,8 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mxjax import run_folder
-from mxjax.evaluation import metrics
+from mxjax.evaluation.measures import metrics
+from mxjax.storage import run_folder
 
 KIND = "mxjax-evaluation"
 """What the `kind` field of a result file says."""

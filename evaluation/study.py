@@ -13,19 +13,22 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
-from mxjax import mesh as meshes
-from mxjax import methods, pipeline, run_folder, sizes
-from mxjax.calibration import (
+from mxjax import methods
+from mxjax.audit import sizes
+from mxjax.calibration.calibration import (
   Calibration,
   CausalLanguageModel,
   Params,
   token_fingerprint,
 )
-from mxjax.contract import PAPER_CONTRACT, Contract
-from mxjax.evaluation.agreement import agreement
-from mxjax.evaluation.operator_error import operator_error
-from mxjax.evaluation.perplexity import perplexity
-from mxjax.program import Program
+from mxjax.devices import mesh as meshes
+from mxjax.evaluation.measures.agreement import agreement
+from mxjax.evaluation.measures.operator_error import operator_error
+from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.methods.program import Program
+from mxjax.numerics.contract import PAPER_CONTRACT, Contract
+from mxjax.running import pipeline
+from mxjax.storage import run_folder
 
 ROWS = "rows"
 """Where finished rows of a study are kept."""

@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mxjax import run_folder
-from mxjax.evaluation import metrics, report, svg
-from mxjax.evaluation.report_html import figure, legend
-from mxjax.evaluation.report_html import table as html_table
+from mxjax.evaluation.measures import metrics
+from mxjax.evaluation.report import page as report
+from mxjax.evaluation.report import svg
+from mxjax.evaluation.report.html import figure, legend
+from mxjax.evaluation.report.html import table as html_table
 from mxjax.evaluation.results import FLOAT, Result, references
+from mxjax.storage import run_folder
 
 HEADINGS = {
   "wikitext2": "WT2↓",

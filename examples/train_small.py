@@ -29,8 +29,9 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers, trainers
 
 from mxjax.evaluation import datasets
-from mxjax.evaluation.perplexity import perplexity
-from mxjax.models import CausalLM, Tokenizer, families, from_pretrained, weights
+from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.models import CausalLM, Tokenizer, families, from_pretrained
+from mxjax.models.loading import weights
 
 END_OF_TEXT = "<|endoftext|>"
 TEST_WINDOWS = 64

@@ -3,10 +3,10 @@
 import pathlib
 from typing import Any
 
-from mxjax.models import gguf, hub, weights
 from mxjax.models.config import ModelConfig, RopeScaling
 from mxjax.models.generation import generate
-from mxjax.models.lazy import LazyParams
+from mxjax.models.loading import gguf, hub, weights
+from mxjax.models.loading.lazy import LazyParams
 from mxjax.models.tokenizer import Tokenizer
 from mxjax.models.transformer import PROJECTION_TAPS, CausalLM
 

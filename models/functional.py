@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import precision
 from mxjax.models.config import RopeScaling
-from mxjax.pallas_kernels import attention, lowering
-from mxjax.pallas_kernels.attention_shares import Attended
+from mxjax.numerics import precision
+from mxjax.pallas_kernels import lowering
+from mxjax.pallas_kernels.attention import cached_attention as attention
+from mxjax.pallas_kernels.attention.shares import Attended
 from mxjax.pallas_kernels.lowering import Implementation
 
 QUERY_CHUNK = 256

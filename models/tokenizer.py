@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mxjax.models import gguf
+from mxjax.models.loading import gguf
 
 if TYPE_CHECKING:
   import tokenizers

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from mxjax.layers.quantized_linear import linear, linears, take_rows
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import layer_norms
-from mxjax.pallas_kernels import prologues
 from mxjax.pallas_kernels import recovery as recovery_kernels
-from mxjax.quantized_linear import linear, linears, take_rows
+from mxjax.pallas_kernels.refinement import fused_inputs
 
-Made = TypeVar("Made", bound=prologues.Input)
+Made = TypeVar("Made", bound=fused_inputs.Input)
 
 CALIBRATION = "calibration"
 """The linen collection that receives the taps."""
@@ -54,7 +54,7 @@ def _leaf(
 def _tap(module: nn.Module, name: str, value: Made) -> Made:
   """Records `value` if the caller made the collection mutable, and returns it."""
   if module.is_mutable_collection(CALIBRATION) and not module.is_initializing():
-    module.put_variable(CALIBRATION, name, prologues.as_array(value))
+    module.put_variable(CALIBRATION, name, fused_inputs.as_array(value))
   return value
 
 
@@ -83,7 +83,7 @@ class Linear(nn.Module):
     if self.use_bias:
       self.bias = _leaf(self, "bias", nn.initializers.zeros, self.out_features)
 
-  def __call__(self, x: prologues.Input) -> jax.Array:
+  def __call__(self, x: fused_inputs.Input) -> jax.Array:
     """Maps `[..., in_features]` to `[..., out_features]`, same dtype."""
     return self.with_bias(linear(x, self.weight))
 
@@ -94,7 +94,7 @@ class Linear(nn.Module):
     return y + self.bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + self.bias.shape)
 
 
-def _side_by_side(x: prologues.Input, *layers: Linear) -> list[jax.Array]:
+def _side_by_side(x: fused_inputs.Input, *layers: Linear) -> list[jax.Array]:
   """The outputs of linears of one input."""
   products = linears(x, [layer.weight for layer in layers])
   return [layer.with_bias(y) for layer, y in zip(layers, products, strict=True)]
@@ -135,10 +135,10 @@ class RMSNorm(nn.Module):
     return self.later(x).array()
 
   @nn.compact
-  def later(self, x: jax.Array) -> prologues.Normalized:
+  def later(self, x: jax.Array) -> fused_inputs.Normalized:
     """The same, for linears to make."""
     weight = _leaf(self, "weight", nn.initializers.ones, self.width)
-    return prologues.Normalized(x, weight, self.eps)
+    return fused_inputs.Normalized(x, weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -163,7 +163,7 @@ class Attention(nn.Module):
       )
       self.q_norm, self.k_norm = norm(query_width), norm(value_width)
 
-  def __call__(self, x: prologues.Input) -> jax.Array:
+  def __call__(self, x: fused_inputs.Input) -> jax.Array:
     """Maps what the layer feeds it, `[B, T, d]`, to its output, same shape."""
     config = self.config
     _tap(self, "qkv_input", x)
@@ -210,13 +210,13 @@ class MLP(nn.Module):
     self.up_proj = Linear(width, hidden, bias)
     self.down_proj = Linear(hidden, width, bias)
 
-  def __call__(self, x: prologues.Input) -> jax.Array:
+  def __call__(self, x: fused_inputs.Input) -> jax.Array:
     """Maps what the layer feeds it, `[B, T, d]`, to its output, same shape."""
     _tap(self, "gate_up_input", x)
     gate, up = _side_by_side(x, self.gate_proj, self.up_proj)
     gate, up = _tap(self, "gate", gate), _tap(self, "up", up)
     recovery = self.get_variable("params", "mlp_recovery", None)
-    product = prologues.GatedProduct(gate, up, recovery)
+    product = fused_inputs.GatedProduct(gate, up, recovery)
     return self.down_proj(_tap(self, "down_input", product))
 
 

@@ -8,13 +8,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mxjax.calibration import Calibration
-from mxjax.checkpoint import restore_checkpoint, save_checkpoint
-from mxjax.contract import PAPER_CONTRACT, Contract
-from mxjax.mxfp4 import MXTensor, Rules, decode, encode
-from mxjax.pipeline import quantize
-from mxjax.program import Program
-from mxjax.quantized_linear import QuantizedLinear, linear
+from mxjax.calibration.calibration import Calibration
+from mxjax.layers.quantized_linear import QuantizedLinear, linear
+from mxjax.methods.program import Program
+from mxjax.numerics.contract import PAPER_CONTRACT, Contract
+from mxjax.numerics.mxfp4 import MXTensor, Rules, decode, encode
+from mxjax.running.pipeline import quantize
+from mxjax.storage.checkpoint import restore_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
   from mxjax.models import from_pretrained, load_tokenizer

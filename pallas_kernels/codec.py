@@ -1,4 +1,4 @@
-"""MXFP4 arithmetic inside kernels: the rules of `mxjax.mxfp4` on tiles in registers.
+"""MXFP4 arithmetic inside kernels: the rules of `mxfp4.py` on register tiles.
 
 Only what a GPU lowers well: integer operations on float bits, no tables, no gathers,
 no logarithms. The paper's rules only (`floor` scales, ties to the larger magnitude).
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax import mxfp4
+from mxjax.numerics import mxfp4
 
 SIGN = -(1 << 31)
 """The sign bit of a float32."""

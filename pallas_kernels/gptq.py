@@ -1,9 +1,9 @@
 """GPTQ whose inner 32 columns are one program for each tile of rows.
 
-The reference is `mxjax.gptq.reconstruct`. Between groups both subtract the errors of
-all earlier groups by one product; inside a group the reference runs a loop of small
-operations over all rows, which on a GPU is d launches, and this kernel keeps 32
-columns of some rows in registers, so that a linear takes d/32 launches.
+The reference is `mxjax.numerics.realization.gptq.reconstruct`. Between groups both
+subtract the errors of all earlier groups by one product; inside a group the reference
+runs a loop of small operations over all rows, which on a GPU is d launches, and this
+kernel keeps 32 columns of some rows in registers, so that a linear takes d/32 launches.
 
 Inside a group the reference takes column j's compensation as one sum over the errors
 before it; here each error is subtracted from all later columns as soon as it is known.
@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax import float_bits, gptq, mxfp4
+from mxjax.numerics import float_bits, mxfp4
+from mxjax.numerics.precision import HIGHEST
+from mxjax.numerics.realization import gptq
 from mxjax.pallas_kernels import codec, lowering
 from mxjax.pallas_kernels.lowering import Implementation
-from mxjax.precision import HIGHEST
 
 _BLOCK = mxfp4.BLOCK_SIZE
 
@@ -151,7 +152,7 @@ def reconstruct(
   *,
   implementation: Implementation | None = None,
 ) -> gptq.Reconstruction:
-  """GPTQ of a whole linear; see `mxjax.gptq.reconstruct`, which defines it.
+  """GPTQ of a whole linear; `mxjax.numerics.realization.gptq` defines it.
 
   Args:
     weight: `[blocks, 32, rows]`, feature-major; the kernel takes float32.

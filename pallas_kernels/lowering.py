@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from mxjax.platforms import target_platform
+from mxjax.numerics.platforms import target_platform
 
 Implementation = Literal["xla", "pallas", "interpret"]
 """`xla` is the reference, `pallas` the compiled kernel, `interpret` the same kernel

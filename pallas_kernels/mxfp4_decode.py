@@ -1,9 +1,9 @@
 """MXFP4 decode in one pass over memory, to bfloat16 or to float8 with one scale.
 
-The reference is `mxjax.mxfp4.decode`. Products by the library read decoded weights, so
-a forward decodes all of them: 2.5 bytes of traffic a weight to bfloat16, 1.5 to float8.
-A byte of codes becomes two bfloat16, a word of four codes four float8, each a register
-of 32 bits with the codes in their order; these views move nothing.
+The reference is `mxjax.numerics.mxfp4.decode`. Products by the library read decoded
+weights, so a forward decodes all of them: 2.5 bytes of traffic a weight to bfloat16,
+1.5 to float8. A byte of codes becomes two bfloat16, a word of four codes four float8,
+each a register of 32 bits with the codes in their order; these views move nothing.
 
 float8 (E4M3) has one scale, a power of two, for a whole weight. The largest block is
 put at the top of the format's range, and all are exact if none lies more than `SPREAD`
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax import mxfp4
+from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import codec, lowering
 from mxjax.pallas_kernels.lowering import Implementation
 

@@ -1,4 +1,4 @@
-"""MXFP4 encode in one pass over memory; the reference is `mxjax.mxfp4.encode`.
+"""MXFP4 encode in one pass over memory; the reference is `mxjax.numerics.mxfp4.encode`.
 
 A row-major array `[..., d]` is a list of 32-value blocks, whatever d is, so a program
 takes a tile of blocks from it. A block costs 128 (float32) or 64 (bfloat16) bytes read
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax import mxfp4
+from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import codec, lowering
 from mxjax.pallas_kernels.lowering import Implementation
 

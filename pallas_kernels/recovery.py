@@ -1,9 +1,10 @@
 """The recovery operators in one pass with the elementwise work beside them.
 
-References: `mxjax.mlp_recovery.apply`, `mxjax.value_recovery.apply`. Gate and up
-outputs are read once and their corrected product is written once: 3 values of
-traffic an element. The value correction takes in the projection's bias and writes
-float32 arithmetic back in the dtype it read.
+References: `mxjax.numerics.recovery.mlp_recovery.apply`,
+`mxjax.numerics.recovery.value_recovery.apply`. Gate and up outputs are read once and
+their corrected product is written once: 3 values of traffic an element. The value
+correction takes in the projection's bias and writes float32 arithmetic back in the
+dtype it read.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax import mlp_recovery, value_recovery
+from mxjax.numerics.recovery import mlp_recovery, value_recovery
 from mxjax.pallas_kernels import lowering
 from mxjax.pallas_kernels.lowering import Implementation
 

@@ -96,21 +96,13 @@ def cases():
   import jax
   import jax.numpy as jnp
 
-  from mxjax import mlp_recovery, mxfp4
-  from mxjax.pallas_kernels import (
-    attention,
-    code_refinement,
-    float8,
-    float8_matmul,
-    gptq,
-    matmul,
-    mxfp4_decode,
-    mxfp4_encode,
-    planes,
-    prologues,
-    recovery,
-  )
-  from mxjax.value_recovery import ValueRecovery
+  from mxjax.numerics import mxfp4
+  from mxjax.numerics.recovery import mlp_recovery
+  from mxjax.numerics.recovery.value_recovery import ValueRecovery
+  from mxjax.pallas_kernels import gptq, mxfp4_decode, mxfp4_encode, recovery
+  from mxjax.pallas_kernels.attention import cached_attention
+  from mxjax.pallas_kernels.products import float8, float8_matmul, matmul, planes
+  from mxjax.pallas_kernels.refinement import fused_inputs, one_code
 
   f32, b16, u8 = jnp.float32, jnp.bfloat16, jnp.uint8
   array = jax.ShapeDtypeStruct
@@ -118,9 +110,9 @@ def cases():
   packed = lambda n, d: mxfp4.MXTensor(array((n, d // 2), u8), array((n, d // 32), u8))
 
   def refine(x, *tables, form, linears=1):
-    tile = code_refinement.Tile.of(x.shape[0], x.dtype)
-    launch = functools.partial(code_refinement.launch, tile=tile, form=form)
-    return launch, x, [code_refinement.Tables(*tables)] * linears
+    tile = one_code.Tile.of(x.shape[0], x.dtype)
+    launch = functools.partial(one_code.launch, tile=tile, form=form)
+    return launch, x, [one_code.Tables(*tables)] * linears
 
   square = array((128, 32, 32), f32)
   tables = square, array((128, 528), f32), square
@@ -134,17 +126,17 @@ def cases():
 
   scalar = array((), f32)
   recovered = mlp_recovery.MlpRecovery(*[scalar] * 4)
-  gated = lambda n: prologues.GatedProduct(*[array((n, 4096), b16)] * 2, recovered)
-  normalized = prologues.Normalized(array((1, 4096), b16), array((4096,), b16), 1e-6)
+  gated = lambda n: fused_inputs.GatedProduct(*[array((n, 4096), b16)] * 2, recovered)
+  normalized = fused_inputs.Normalized(array((1, 4096), b16), array((4096,), b16), 1e-6)
 
   shares = array((32, 1, 8, 4), f32)
-  attended = prologues.Attended(
+  attended = fused_inputs.Attended(
     array((*shares.shape, 128), f32), shares, shares, 128**-0.5, (1,), b16, False
   )
 
   def attend(new, dtype, positions=2048, **options):
     tokens = lambda n, heads: array((1, n, heads, 128), dtype)
-    launch = functools.partial(attention.launch, **options)
+    launch = functools.partial(cached_attention.launch, **options)
     newest, past = [tokens(new, 8)] * 2, (tokens(positions, 8),) * 2
     return launch, tokens(new, 32), *newest, past, array((), jnp.int32)
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from mxjax import precision
+from mxjax.numerics import precision
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"

@@ -5,19 +5,19 @@ import json
 import typing
 from typing import Any, Literal
 
-from mxjax.methods.batquant import BATQUANT
-from mxjax.methods.brq import BRQ
-from mxjax.methods.focus import FOCUS, RTN_RCEIL
+from mxjax.methods.baselines.batquant import BATQUANT
+from mxjax.methods.baselines.brq import BRQ
+from mxjax.methods.baselines.focus import FOCUS, RTN_RCEIL
+from mxjax.methods.baselines.mr_gptq import MR_GPTQ
+from mxjax.methods.baselines.rtn import RTN
+from mxjax.methods.baselines.rtn_gain import RTN_GAIN
+from mxjax.methods.baselines.spinquant import SPINQUANT
+from mxjax.methods.baselines.torq import TORQ
+from mxjax.methods.baselines.wush import WUSH, WUSH_R, Wush
 from mxjax.methods.gptq import GPTQ
-from mxjax.methods.hires import HIRES, HiRes
-from mxjax.methods.hires_next import HIRES_NEXT
-from mxjax.methods.mr_gptq import MR_GPTQ
-from mxjax.methods.rtn import RTN
-from mxjax.methods.rtn_gain import RTN_GAIN
-from mxjax.methods.spinquant import SPINQUANT
-from mxjax.methods.torq import TORQ
-from mxjax.methods.wush import WUSH, WUSH_R, Wush
-from mxjax.program import Program
+from mxjax.methods.hires.hires import HIRES, HiRes
+from mxjax.methods.hires.hires_next import HIRES_NEXT
+from mxjax.methods.program import Program
 
 METHODS: dict[str, Program] = {
   program.name: program

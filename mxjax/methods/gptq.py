@@ -18,13 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from mxjax import code_descent, execution, gptq, mxfp4
-from mxjax import mesh as meshes
-from mxjax.input_maps import InputMap
-from mxjax.linear_inputs import LinearInputs
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.devices import execution
+from mxjax.devices import mesh as meshes
+from mxjax.methods.program import Program, Realized
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization import code_descent, gptq
+from mxjax.numerics.realization.activation_quantizers import Nearest
+from mxjax.numerics.shaping.input_maps import InputMap
 from mxjax.pallas_kernels import gptq as gptq_kernel
-from mxjax.program import Program, Realized
-from mxjax.roundings import Nearest
 
 Order = Literal["natural", "activation"]
 

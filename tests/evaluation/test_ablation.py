@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from mxjax import methods
-from mxjax.calibration import Calibration
+from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation import ablation, study
-from mxjax.methods import ablations
-from mxjax.pipeline import quantize_with_record
-from mxjax.quantized_linear import QuantizedLinear
-from mxjax.roundings import Unrounded
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods.hires import ablations
+from mxjax.numerics.realization.activation_quantizers import Unrounded
+from mxjax.running.pipeline import quantize_with_record
 
 STUDIES = dict(ablations.STUDIES)
 """As the library has them: a fixture below puts a quicker one in place of another."""
@@ -268,8 +268,8 @@ class TestSweep:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rows"]
 
   def test_rules_are_marked_in_the_name(self, subject, tmp_path):
-    from mxjax import mxfp4
-    from mxjax.contract import PAPER_CONTRACT, Contract
+    from mxjax.numerics import mxfp4
+    from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 
     even = Contract(rules=mxfp4.Rules(scale_rule="even"))
     contracts = {"": PAPER_CONTRACT, "[even]": even}

@@ -12,7 +12,7 @@ import re
 import numpy as np
 import pytest
 
-from mxjax.evaluation import metrics
+from mxjax.evaluation.measures import metrics
 
 PAPER = json.loads(
   (pathlib.Path(__file__).parent.parent / "golden" / "paper_results.json").read_text()

@@ -5,7 +5,9 @@ import pathlib
 
 import pytest
 
-from mxjax.evaluation import cli, metrics, results, tables
+from mxjax.evaluation import results, tables
+from mxjax.evaluation.cli import parser
+from mxjax.evaluation.measures import metrics
 
 PAPER = json.loads(
   (pathlib.Path(__file__).parent.parent / "golden" / "paper_results.json").read_text()
@@ -102,7 +104,7 @@ def test_seeds_and_paired_differences_of_the_paper(tmp_path):
 
 def test_three_files_with_the_same_numbers(seven_models, tmp_path, capsys):
   out = tmp_path / "out"
-  assert cli.main(["tables", str(seven_models), "--out", str(out)]) == 0
+  assert parser.main(["tables", str(seven_models), "--out", str(out)]) == 0
   printed = capsys.readouterr().out
   assert printed == (out / "tables.md").read_text()
   assert "| HiRes | 10.055 | 16.299 | 54.85 | 77.61 |" in printed
@@ -138,7 +140,7 @@ class TestMistakes:
 
   def test_another_file(self, tmp_path, capsys):
     (tmp_path / "evaluation.json").write_text("[]")
-    assert cli.main(["tables", str(tmp_path)]) == 2
+    assert parser.main(["tables", str(tmp_path)]) == 2
     assert "kind mxjax-evaluation" in capsys.readouterr().err
-    assert cli.main(["tables", str(tmp_path / "none")]) == 2
+    assert parser.main(["tables", str(tmp_path / "none")]) == 2
     assert "got none at" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mxjax import models
-from mxjax.models import embedded
+from mxjax.models.loading import embedded
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 DIGESTS = {

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mxjax import models
-from mxjax.mlp_recovery import MlpRecovery
 from mxjax.models import transformer
 from mxjax.models.parameters import parameter_shapes
-from mxjax.value_recovery import ValueRecovery
+from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
+from mxjax.numerics.recovery.value_recovery import ValueRecovery
 
 
 def with_leaf(params, layer, block, name, leaf):

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from mxjax import code_refinement as reference
-from mxjax import mxfp4, precision
-from mxjax.mlp_recovery import MlpRecovery
-from mxjax.pallas_kernels import code_refinement, gptq, matmul, mxfp4_encode, recovery
+from mxjax.numerics import mxfp4, precision
+from mxjax.numerics.realization import one_code as reference
+from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
+from mxjax.pallas_kernels import gptq, mxfp4_encode, recovery
+from mxjax.pallas_kernels.products import matmul
+from mxjax.pallas_kernels.refinement import one_code
 
 
 def same_in_scope(function, *arguments):
@@ -27,7 +29,7 @@ def test_kernels_trace_to_the_same_types_in_a_64_bit_scope():
   square = jax.random.normal(key, (2, 32, 32), jnp.float32)
   tables = square, reference.pack_symmetric(square), square
   for rows in (x, jnp.tile(x, (7, 1)).astype(jnp.bfloat16)):
-    same_in_scope(lambda x, t: code_refinement.refine(x, *t, **how), rows, tables)
+    same_in_scope(lambda x, t: one_code.refine(x, *t, **how), rows, tables)
   upper = jnp.eye(64) + jnp.triu(jnp.full((64, 64), 0.01))
   weight = jax.random.normal(key, (2, 32, 33), jnp.float32)
   same_in_scope(lambda w, u: gptq.reconstruct(w, u, **how), weight, upper)

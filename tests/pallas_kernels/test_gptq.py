@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax import gptq, mxfp4
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization import gptq
 from mxjax.pallas_kernels import gptq as kernel
 
 

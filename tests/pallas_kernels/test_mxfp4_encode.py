@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mxjax import mxfp4
+from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import mxfp4_encode
 from tests.pallas_kernels import ptx_machine
 

@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.mlp_recovery import MlpRecovery
+from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
+from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.pallas_kernels import recovery
-from mxjax.value_recovery import ValueRecovery
 
 MLP = MlpRecovery(*(jnp.float32(v) for v in (0.05, -0.03, 0.02, 1.7)))
 VALUES = ValueRecovery(jnp.float32([1.1, 0.9, 1.0]), jnp.float32([0.1, -0.2, 0.0]))

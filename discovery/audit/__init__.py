@@ -1,0 +1,1 @@
+"""Reading a run afterwards: explanation, report, verification."""

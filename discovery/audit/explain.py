@@ -1,0 +1,157 @@
+"""Why a program exists: packet, controls, verdict, code change, probe, from the log."""
+
+import dataclasses
+import difflib
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from mxjax.discovery.core.store import read_events
+
+Event = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Story:
+  """Everything the log says of one packet.
+
+  Attributes:
+    packet: The registration event.
+    outcomes: Its settled conditions in order.
+    skipped: Registered controls that the primary run made pointless.
+    verdict: The verdict event, or None.
+    check: The implementation check, or None.
+    program: The event of the executed program, or None.
+    diff: Unified diff from the parent's source.
+  """
+
+  packet: Event
+  outcomes: tuple[Event, ...]
+  skipped: tuple[str, ...]
+  verdict: Event | None
+  check: Event | None
+  program: Event | None
+  diff: str
+
+
+def source(folder: pathlib.Path, program: str) -> str:
+  """A program's source; empty for the parent of the initial one."""
+  path = folder / "programs" / f"{program}.py"
+  return path.read_text() if program and path.exists() else ""
+
+
+def stories(folder: pathlib.Path) -> list[Story]:
+  """All packets of a run in order."""
+  events = read_events(folder)
+  packets = [e for e in events if e["event"] == "packet"]
+  by_packet: dict[str, list[Event]] = {p["id"]: [] for p in packets}
+  programs: dict[str, Event] = {}
+  for event in events:
+    if event["event"] != "packet" and event.get("packet") in by_packet:
+      by_packet[event["packet"]].append(event)
+    if event["event"] == "program":
+      programs.setdefault(event["program"], event)
+  return [_story(folder, p, by_packet[p["id"]], programs) for p in packets]
+
+
+def _story(
+  folder: pathlib.Path, packet: Event, events: Sequence[Event], programs: dict[str, Any]
+) -> Story:
+  first = lambda kind: next((e for e in events if e["event"] == kind), None)
+  body = packet["packet"]
+  skipped = first("skipped")
+  diff = difflib.unified_diff(
+    source(folder, body["parent"]).splitlines(),
+    source(folder, body["program"]).splitlines(),
+    f"parent {body['parent'][:12]}",
+    f"program {body['program'][:12]}",
+    lineterm="",
+    n=2,
+  )
+  return Story(
+    packet,
+    tuple(e for e in events if e["event"] == "outcome"),
+    tuple(skipped["controls"]) if skipped else (),
+    first("verdict"),
+    first("check"),
+    programs.get(body["program"]),
+    "\n".join(diff),
+  )
+
+
+def lineage(told: Sequence[Story], champion: str) -> list[Story]:
+  """The packets from the initial program to `champion`, one a program.
+
+  A program may be proposed again, even by its own descendant: the first time counts.
+  """
+  first: dict[str, Story] = {}
+  for story in told:
+    first.setdefault(story.packet["packet"]["program"], story)
+  chain = []
+  while champion in first:
+    chain.append(first[champion])
+    champion = first[champion].packet["packet"]["parent"]
+  return chain[::-1]
+
+
+def find(folder: pathlib.Path, program: str) -> list[Story]:
+  """The packets about a program, named by the first characters of its identity.
+
+  Raises:
+    ValueError: None, or several programs.
+  """
+  found = [
+    s for s in stories(folder) if s.packet["packet"]["program"].startswith(program)
+  ]
+  names = {s.packet["packet"]["program"] for s in found}
+  if len(names) != 1:
+    raise ValueError(
+      f"explain: {program!r} names {len(names)} programs of {folder}; use the first "
+      "characters of an identity in the report."
+    )
+  return found
+
+
+def text(story: Story, margins: dict[str, float]) -> str:
+  """A story for a terminal."""
+  body = story.packet["packet"]
+  lines = [
+    f"program {body['program'][:12]}, from {body['parent'][:12] or 'nothing'}: "
+    f"{story.packet.get('label', 'the initial program')}",
+    f"packet {story.packet['id'][:12]}, registered at event {story.packet['n']}, "
+    "before its first call",
+  ]
+  if story.packet.get("note"):
+    lines.append(f"  {story.packet['note']}")
+  if body["response_to"]:
+    lines.append(f"answers the verdict of packet {body['response_to'][:12]}")
+  if body["residual"]:
+    r = body["residual"]
+    lines.append(
+      f"residual: {r['observable']} = {r['value']:.4g} over {r['threshold']:.4g}, in "
+      f"{r['computation']}"
+    )
+  for account in body["explanations"]:
+    lines.append(f"  {account['name']}: {account['statement']}")
+    for name, predicted in account["predictions"].items():
+      lines.append(f"    under {name}: {predicted}")
+  for outcome in story.outcomes:
+    observed = (story.verdict or {}).get("observed", {}).get(outcome["condition"], {})
+    lines.append(
+      f"{outcome['kind']} {outcome['condition']}: {outcome['status']}, charged "
+      f"{outcome['charged']}; {observed or outcome['detail']}"
+    )
+  if story.skipped:
+    lines.append(f"not needed after the primary run: {', '.join(story.skipped)}")
+  if story.verdict:
+    v = story.verdict
+    lines.append(
+      f"verdict: {v['verdict']} ({v['reason']}); left {v['survivors']}; excluded "
+      f"{v['excluded']}; response: {v['response']}"
+    )
+  if story.check:
+    c = story.check
+    done = "implemented" if c["implemented"] else "not implemented"
+    lines.append(f"check by {c['checker']}: {done}; {c['detail']}")
+  lines.append(f"margins: {margins}" if body["explanations"] else "")
+  return "\n".join([*lines, story.diff])

@@ -1,0 +1,256 @@
+"""`report.html`: one file that shows a run, with nothing fetched and no script."""
+
+import html
+import json
+import pathlib
+from typing import Any
+
+from mxjax.discovery.audit import explain
+from mxjax.discovery.audit.explain import Story
+from mxjax.discovery.core.store import read_events
+from mxjax.discovery.search import heldout
+from mxjax.evaluation.report import html as report_html
+from mxjax.evaluation.report import page as evaluation_report
+from mxjax.evaluation.report import svg
+from mxjax.storage import run_folder
+
+Event = dict[str, Any]
+MAX_DIFF_LINES = 60
+
+
+def write(folder: pathlib.Path) -> pathlib.Path:
+  """Writes the report of a run, finished or not; returns its path."""
+  path = folder / "report.html"
+  run_folder.write_durably(path, page(folder).encode())
+  return path
+
+
+def page(folder: pathlib.Path) -> str:
+  """The report's HTML."""
+  events, told = read_events(folder), explain.stories(folder)
+  first = events[0]
+  style = evaluation_report.STYLE.read_text(encoding="utf-8")
+  title = f"Discovery on {first['task']['task']}, seed {first['config']['seed']}"
+  sections = [
+    _summary(folder, events),
+    _curves(folder, events),
+    _ledger(folder, events),
+    _verdicts(told),
+    _residuals(events),
+    _lineage(told, events),
+    _packets(told),
+  ]
+  return f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title>
+<style>{style}
+pre {{ overflow-x: auto; font-size: 12px; line-height: 1.35; }}
+ins {{ text-decoration: none; color: #1a7f37; }}
+del {{ text-decoration: none; color: #b35900; }}
+details {{ margin: 0.4em 0; }}
+</style>
+<main>
+<h1>{html.escape(title)}</h1>
+<p class="lead">{html.escape(_lead(events))}</p>
+{"".join(sections)}
+</main>
+</html>
+"""
+
+
+def _lead(events: list[Event]) -> str:
+  first, last = events[0], events[-1]
+  state = "open" if last["event"] != "closed" else f"closed: {last['reason']}"
+  return (
+    f"Proposer {first['proposer']}. {state}. A search that works from a library of "
+    "edit cards re-assembles what the library holds; it does not discover it."
+  )
+
+
+def _summary(folder: pathlib.Path, events: list[Event]) -> str:
+  programs = [e for e in events if e["event"] == "program"]
+  options = json.loads((folder / "run.json").read_text())
+  champion = programs[-1]["champion"]
+  best = next(e for e in programs if e["program"] == champion)
+  rows = [
+    ["initial program", _code(programs[0]["program"]), f"{programs[0]['value']:.5g}"],
+    ["champion", _code(champion), f"{best['value']:.5g} at call {best['call']}"],
+    ["sandbox", html.escape(options["sandbox"]), ""],
+    ["log", _code(events[-1]["hash"]), f"{len(events)} chained events"],
+  ]
+  config = html.escape(json.dumps(events[0]["config"], indent=1))
+  more = f"<details><summary>configuration</summary><pre>{config}</pre></details>"
+  return "<h2>Run</h2>" + report_html.table(["", "", "target"], rows) + more
+
+
+def _code(identity: str) -> str:
+  return f"<code>{html.escape(identity[:12])}</code>"
+
+
+def _curves(folder: pathlib.Path, events: list[Event]) -> str:
+  best, anytime = float("inf"), []
+  measured = [e for e in events if e["event"] == "program"]
+  for event in sorted(measured, key=lambda e: (e["call"], -e["value"])):
+    best = min(best, event["value"])
+    anytime.append((float(event["call"]), best))
+  marks = heldout.unsealed(folder)
+  scores = [(float(m["call"]), m["value"]) for m in marks if m["value"] is not None]
+  chart = lambda name, points: svg.line_chart(
+    [svg.Series(name, points, 0)], label=name, x_label="evaluator calls"
+  )
+  figures = [
+    report_html.figure(
+      "Best visible target", chart("visible", anytime), note="After each call charged."
+    )
+  ]
+  if scores:
+    figures.append(
+      report_html.figure(
+        "Held-out target of the champion",
+        chart("held-out", scores),
+        note="Measured by another process; the search never saw it.",
+      )
+    )
+  return "<h2>Anytime curves</h2>" + report_html.grid(figures)
+
+
+def _ledger(folder: pathlib.Path, events: list[Event]) -> str:
+  kinds = ("candidate", "control", "probe")
+  outcomes = [e for e in events if e["event"] == "outcome"]
+  seconds = {
+    path.stem: json.loads(path.read_text())["seconds"]
+    for path in (folder / "outcomes").glob("*.json")
+  }
+  body = []
+  for kind in kinds:
+    mine = [e for e in outcomes if e["kind"] == kind]
+    paid = [e for e in mine if e["charged"]]
+    spent = sum(seconds.get(e["exec_id"], 0.0) for e in paid)
+    body.append(
+      [
+        kind,
+        str(sum(e["charged"] for e in mine)),
+        str(len(mine) - len(paid)),
+        str(sum(e["status"] != "ok" for e in paid)),
+        svg.seconds(spent),
+      ]
+    )
+  total = sum(e["charged"] for e in outcomes)
+  body.append(["all", f"{total} of {events[0]['config']['budget']}", "", "", ""])
+  refused = [e for e in events if e["event"] == "refused"]
+  proposals = len(refused) + sum(
+    e["event"] == "packet" and "label" in e for e in events
+  )
+  note = (
+    f"<p>{proposals} proposals, {len(refused)} of them refused before any call. "
+    "A repeated execution costs nothing.</p>"
+  )
+  head = ["kind", "calls charged", "reused", "failed", "time"]
+  return "<h2>Ledger</h2>" + report_html.table(head, body) + note
+
+
+def _verdicts(told: list[Story]) -> str:
+  found = [s.verdict for s in told if s.verdict]
+  counts: dict[tuple[str, str, str], int] = {}
+  for v in found:
+    key = (v["verdict"], v["reason"], v["response"])
+    counts[key] = counts.get(key, 0) + 1
+  checks = [s.check for s in told if s.check]
+  done = sum(c["implemented"] for c in checks)
+  explicit = sum(bool(v["excluded"]) for v in found)
+  rows = [[*map(html.escape, key), str(n)] for key, n in sorted(counts.items())]
+  note = (
+    f"<p>{explicit} of {len(found)} verdicts exclude an explanation; {done} of "
+    f"{len(checks)} demanded responses reached the executed computation.</p>"
+  )
+  head = ["verdict", "reason", "required response", "packets"]
+  return "<h2>Verdicts</h2>" + report_html.table(head, rows) + note
+
+
+def _residuals(events: list[Event]) -> str:
+  opened = [r for e in events if e["event"] == "program" for r in e["residuals"]]
+  status = {}
+  for event in events:
+    if event["event"] == "residual":
+      status.setdefault(event["key"], []).append(event["status"])
+  rows = []
+  for r in opened:
+    moves = status.get(f"{r['program'][:12]}:{r['observable']}")
+    if moves:
+      rows.append(
+        [
+          _code(r["program"]),
+          html.escape(r["observable"]),
+          f"{r['value']:.4g} over {r['threshold']:.4g}",
+          html.escape(", then ".join(moves)),
+        ]
+      )
+  note = f"<p>{len(opened)} opened, {len(rows)} resolved.</p>"
+  head = ["program", "observable", "measured", "what became of it"]
+  return "<h2>Residuals</h2>" + note + (report_html.table(head, rows) if rows else "")
+
+
+def _lineage(told: list[Story], events: list[Event]) -> str:
+  champion = [e for e in events if e["event"] == "program"][-1]["champion"]
+  parts = []
+  for story in explain.lineage(told, champion):
+    program = story.packet["packet"]["program"]
+    label = html.escape(story.packet.get("label", "the initial program"))
+    assert story.program is not None, "a parent was executed"
+    value = story.program["value"]
+    parts.append(
+      f"<details><summary>{_code(program)} {label}: {value:.5g}</summary>"
+      f"{_diff(story.diff)}</details>"
+    )
+  return "<h2>Lineage of the champion</h2>" + "".join(parts)
+
+
+def _diff(text: str) -> str:
+  lines = []
+  for line in text.splitlines()[:MAX_DIFF_LINES]:
+    shown = html.escape(line)
+    tag = {"+": "ins", "-": "del"}.get(line[:1])
+    lines.append(f"<{tag}>{shown}</{tag}>" if tag else shown)
+  return f"<pre>{chr(10).join(lines)}</pre>"
+
+
+def _packets(told: list[Story]) -> str:
+  parts = []
+  for story in told:
+    body = story.packet["packet"]
+    if not body["explanations"]:
+      continue
+    verdict = story.verdict["verdict"] if story.verdict else "not resolved"
+    label = html.escape(story.packet.get("label", ""))
+    parts.append(
+      f"<details><summary>{_code(story.packet['id'])} {label}: "
+      f"{html.escape(verdict)}</summary>{_predictions(story)}</details>"
+    )
+  lead = "<p>Registered predictions beside what was observed.</p>"
+  return "<h2>Packets</h2>" + lead + "".join(parts)
+
+
+def _predictions(story: Story) -> str:
+  observed = (story.verdict or {}).get("observed", {})
+  ran = {o["condition"]: o for o in story.outcomes}
+  accounts = story.packet["packet"]["explanations"]
+  rows = []
+  for name in [c["name"] for c in story.packet["packet"]["conditions"]]:
+    names = sorted({o for a in accounts for o in a["predictions"].get(name, {})})
+    state = ran[name]["status"] if name in ran else "not needed"
+    for observable in names:
+      seen = observed.get(name, {}).get(observable, state)
+      cells = [
+        html.escape(name),
+        html.escape(observable),
+        f"<b>{html.escape(seen)}</b>",
+      ]
+      for account in accounts:
+        said = account["predictions"].get(name, {}).get(observable, "")
+        wrong = said and name in observed and said != seen
+        cells.append(f"<del>{said}</del>" if wrong else said)
+      rows.append(cells)
+  head = ["condition", "observable", "observed", *(a["name"] for a in accounts)]
+  return report_html.table(head, rows)

@@ -1,0 +1,1 @@
+"""What a search is about: candidates, residuals, packets, verdicts, outcomes."""

@@ -1,0 +1,259 @@
+"""A candidate: source text with hooks and a literal plan. Nothing here executes it."""
+
+import ast
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mxjax.discovery.core import identity
+from mxjax.discovery.core.interface import Interface, Literal
+
+MAX_BYTES = 65_536
+IMPORTS = ("functools", "jax", "jax.lax", "jax.numpy", "math", "numpy")
+FORBIDDEN_NAMES = frozenset(
+  """breakpoint classmethod compile delattr dir eval exec exit getattr globals hasattr
+  help id input locals memoryview object open print property quit setattr staticmethod
+  super type vars""".split()
+)
+FORBIDDEN_ATTRIBUTES = frozenset(
+  """callback compiler_utils config core custom_derivatives debug distributed dump ext
+  experimental export extend ffi fromfile interpreters io_callback lib load loads
+  make_jaxpr memmap monitoring profiler pure_callback save savetxt stages test_util
+  tofile tools tree_util xla_computation""".split()
+)
+FORBIDDEN_NODES = (
+  ast.AsyncFunctionDef,
+  ast.Await,
+  ast.ClassDef,
+  ast.Delete,
+  ast.Global,
+  ast.Nonlocal,
+  ast.Try,
+  ast.With,
+  ast.Yield,
+  ast.YieldFrom,
+)
+
+
+class RejectedError(ValueError):
+  """Source that is not admitted; nothing of it was executed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """An admitted candidate.
+
+  Attributes:
+    source: Its text as proposed.
+    plan: The literal `PLAN`, completed with defaults.
+    hooks: Normalized source of each hook it defines.
+  """
+
+  source: str
+  plan: Mapping[str, Literal]
+  hooks: Mapping[str, str]
+
+  @property
+  def id(self) -> str:
+    """Identity of the source: comments, docstrings and layout do not count."""
+    return identity.digest(_normalized(self.source))
+
+
+def admit(source: str, interface: Interface) -> Program:
+  """Admits source text by reading its syntax tree.
+
+  This is a policy for honest failures and readable errors, not the boundary that
+  keeps hostile code in: that is the jail.
+
+  Args:
+    source: Python text of one module.
+    interface: Hooks and plan grammar of the task.
+
+  Returns:
+    The program.
+
+  Raises:
+    RejectedError: Naming the line and the rule.
+  """
+  if len(source.encode()) > MAX_BYTES:
+    raise RejectedError(f"program: at most {MAX_BYTES} bytes, got {len(source)}.")
+  try:
+    tree = ast.parse(source)
+    compile(tree, "<candidate>", "exec", dont_inherit=True)
+  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    raise RejectedError(f"program: does not parse: {error}.") from error
+  hooks: dict[str, str] = {}
+  plan = interface.default_plan
+  for node in tree.body:
+    if isinstance(node, ast.FunctionDef):
+      if node.name in hooks:
+        raise RejectedError(f"program: line {node.lineno} defines {node.name} again.")
+      hooks[node.name] = ast.unparse(node)
+    elif _assigned(node) == "PLAN":
+      plan |= _read_plan(node, interface)
+    elif not isinstance(node, ast.Import | ast.ImportFrom | ast.Assign) and not (
+      isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ):
+      raise RejectedError(
+        f"program: line {node.lineno}: a module holds imports, constants, PLAN and "
+        f"functions; {type(node).__name__} is none of them."
+      )
+  for node in ast.walk(tree):
+    _check_node(node)
+  _check_signatures(tree, interface)
+  known = {name: text for name, text in hooks.items() if name in interface.names}
+  return Program(source, plan, known)
+
+
+def _assigned(node: ast.stmt) -> str | None:
+  if isinstance(node, ast.Assign) and len(node.targets) == 1:
+    target = node.targets[0]
+    return target.id if isinstance(target, ast.Name) else None
+  return None
+
+
+def _read_plan(node: ast.stmt, interface: Interface) -> dict[str, Any]:
+  assert isinstance(node, ast.Assign)
+  try:
+    plan = ast.literal_eval(node.value)
+  except (ValueError, TypeError, SyntaxError, RecursionError) as error:
+    raise RejectedError(f"program: PLAN must be a literal dict: {error}.") from error
+  if not isinstance(plan, dict):
+    raise RejectedError(f"program: PLAN must be a dict, got {type(plan).__name__}.")
+  for key, value in plan.items():
+    allowed = interface.plan.get(key)
+    same = [v for v in allowed or () if v == value and type(v) is type(value)]
+    if not same:
+      raise RejectedError(
+        f"program: PLAN[{key!r}] = {value!r} is not in the plan's grammar; allowed are "
+        f"{dict(interface.plan)}."
+      )
+  return plan
+
+
+def _refuse(node: ast.AST, what: str) -> None:
+  raise RejectedError(f"program: line {getattr(node, 'lineno', '?')}: {what}.")
+
+
+def _check_node(node: ast.AST) -> None:
+  """Applies the allow-list of syntax to one node."""
+  if isinstance(node, FORBIDDEN_NODES):
+    _refuse(node, f"{type(node).__name__} is not allowed")
+  if isinstance(node, ast.Import):
+    for alias in node.names:
+      if alias.name not in IMPORTS:
+        _refuse(node, f"import of {alias.name}; allowed are {', '.join(IMPORTS)}")
+  if isinstance(node, ast.ImportFrom):
+    if node.level or node.module not in IMPORTS:
+      _refuse(node, f"import from {node.module}; allowed are {', '.join(IMPORTS)}")
+    for alias in node.names:
+      if alias.name == "*" or alias.name in FORBIDDEN_ATTRIBUTES:
+        _refuse(node, f"import of {alias.name}")
+  if isinstance(node, ast.Name) and (
+    node.id in FORBIDDEN_NAMES or node.id.startswith("__")
+  ):
+    _refuse(node, f"the name {node.id}")
+  if isinstance(node, ast.Attribute):
+    if node.attr.startswith("_") or node.attr in FORBIDDEN_ATTRIBUTES:
+      _refuse(node, f"the attribute {node.attr}")
+    if not isinstance(node.ctx, ast.Load):
+      _refuse(node, f"assignment to the attribute {node.attr}")
+  if isinstance(node, ast.FunctionDef) and node.name.startswith("__"):
+    _refuse(node, f"a function named {node.name}")
+
+
+def _check_signatures(tree: ast.Module, interface: Interface) -> None:
+  for node in tree.body:
+    if isinstance(node, ast.FunctionDef) and node.name in interface.names:
+      wanted = list(interface.hook(node.name).arguments)
+      got = [argument.arg for argument in node.args.args]
+      defaults = node.args.defaults
+      if got[: len(wanted)] != wanted or len(got) - len(wanted) > len(defaults):
+        _refuse(node, f"{node.name} must take {wanted}, got {got}")
+      if node.decorator_list:
+        _refuse(node, f"{node.name} is a hook and takes no decorator")
+
+
+def _normalized(source: str) -> str:
+  tree = ast.parse(source)
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Module | ast.FunctionDef):
+      first = node.body[0] if node.body else None
+      if (
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
+      ):
+        node.body = node.body[1:] or [ast.Pass()]
+  return ast.unparse(tree)
+
+
+def hook_keys(source: str, hooks: Iterable[str]) -> dict[str, str]:
+  """What each hook's tracing can depend on: its own text and all that is no hook.
+
+  Args:
+    source: Admitted source.
+    hooks: Names of the interface's hooks.
+
+  Returns:
+    Hook name to a digest; equal digests trace to equal artifacts.
+  """
+  tree, names = ast.parse(source), set(hooks)
+  text = {n.name: ast.unparse(n) for n in tree.body if isinstance(n, ast.FunctionDef)}
+  rest = [
+    ast.unparse(node)
+    for node in tree.body
+    if _name(node) not in names and _name(node) != "PLAN"
+  ]
+  # A hook that another one calls by name is part of what that other one computes.
+  used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & names
+  shared = [text[name] for name in sorted(used & text.keys())]
+  return {
+    name: identity.digest([name, text[name], rest, shared])
+    for name in names & text.keys()
+  }
+
+
+def with_functions(source: str, code: str, *, replace: bool = True) -> str:
+  """Source in which the functions of `code` replace those of the same name.
+
+  Without `replace`, only names that the source does not define are added.
+
+  New functions and constants are put in front of the first hook's place; imports are
+  merged. The result is ordinary source that any proposer can go on from.
+  """
+  tree, new = ast.parse(source), ast.parse(code)
+  position = {_name(node): i for i, node in enumerate(tree.body) if _name(node)}
+  added = []
+  for node in new.body:
+    name = _name(node)
+    if name in position:
+      if replace:
+        tree.body[position[name]] = node
+    elif ast.unparse(node) not in {ast.unparse(n) for n in tree.body}:
+      added.append(node)
+  first = next(
+    (i for i, n in enumerate(tree.body) if isinstance(n, ast.FunctionDef)),
+    len(tree.body),
+  )
+  tree.body[first:first] = added
+  return ast.unparse(tree) + "\n"
+
+
+def with_plan(source: str, updates: Mapping[str, Literal]) -> str:
+  """Source whose `PLAN` has some values replaced."""
+  tree = ast.parse(source)
+  for node in tree.body:
+    if _assigned(node) == "PLAN":
+      assert isinstance(node, ast.Assign)
+      plan = ast.literal_eval(node.value) | dict(updates)
+      node.value = ast.parse(repr(plan), mode="eval").body
+      return ast.unparse(tree) + "\n"
+  body = f"PLAN = {dict(updates)!r}\n"
+  return with_functions(source, body)
+
+
+def _name(node: ast.stmt) -> str | None:
+  if isinstance(node, ast.FunctionDef):
+    return node.name
+  return _assigned(node)

@@ -1,0 +1,96 @@
+"""The experiment, frozen and hashed before its first evaluator call."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mxjax.discovery.core import identity
+from mxjax.discovery.core.residual import Explanation, Residual
+from mxjax.discovery.core.task import Call
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+  """One evaluator call of a packet.
+
+  Attributes:
+    name: `primary`, `probe` or the control's name.
+    kind: What the ledger books it as: `candidate`, `control` or `probe`.
+    call: What runs.
+    cost: Calls charged.
+    exec_id: The full execution identity.
+  """
+
+  name: str
+  kind: str
+  call: Call
+  cost: int
+  exec_id: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packet:
+  """Everything that is registered before execution.
+
+  Attributes:
+    program: Identity of the candidate's source.
+    parent: Identity of its parent's source.
+    conditions: The calls, the primary first.
+    margins: Registered margin of every observable.
+    evaluator: Hash of everything but the program that fixes an outcome.
+    residual: The question, or None for a candidate without one.
+    explanations: The focal account first; empty without a residual.
+    allowed: Names of all allowed controls.
+    policy: How the controls were selected.
+    response_to: Hash of the packet whose verdict this one answers, or None.
+    declared: Hooks and plan keys in which the response must be found.
+    checker: How that will be checked.
+  """
+
+  program: str
+  parent: str
+  conditions: tuple[Condition, ...]
+  margins: Mapping[str, float]
+  evaluator: str
+  residual: Residual | None = None
+  explanations: tuple[Explanation, ...] = ()
+  allowed: tuple[str, ...] = ()
+  policy: str = "none"
+  response_to: str | None = None
+  declared: tuple[str, ...] = ()
+  checker: str = "none"
+
+  def to_dict(self) -> dict[str, Any]:
+    """A JSON-ready form."""
+    values = dataclasses.asdict(self)
+    for shown, condition in zip(values["conditions"], self.conditions, strict=True):
+      shown["call"] = condition.call._asdict()
+    return values
+
+  @property
+  def hash(self) -> str:
+    """SHA-256 of the canonical form: the registration that precedes the first call."""
+    return identity.digest(self.to_dict())
+
+  @property
+  def prices(self) -> list[tuple[str, int]]:
+    """`(exec_id, cost)` of every condition."""
+    return [(condition.exec_id, condition.cost) for condition in self.conditions]
+
+
+def condition(
+  name: str, kind: str, call: Call, evaluator: str, cost: int = 1
+) -> Condition:
+  """Addresses one call by its content.
+
+  Args:
+    name: See `Condition`.
+    kind: See `Condition`.
+    call: What runs; hooks that its plan leaves out must not be in it.
+    evaluator: Hash of contract, weights, tokens, evaluator source, versions, platform,
+      flags and sandbox level.
+    cost: See `Condition`.
+  """
+  return Condition(
+    name, kind, call, cost, identity.digest({"evaluator": evaluator, **call._asdict()})
+  )

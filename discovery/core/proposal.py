@@ -1,0 +1,237 @@
+"""Who suggests the next program: one protocol for rules, language models and people."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
+
+from mxjax.discovery.core.residual import Control, Explanation, Residual
+from mxjax.discovery.core.store import Store
+
+Evidence = Literal["none", "score", "text", "reflect", "verdict"]
+"""What an arm may read: nothing, or as Score-only, TextMem, ReflectMem, QuantForge."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """An executed program.
+
+  Attributes:
+    id: Identity of its source.
+    source: Its text.
+    parent: Identity of its parent, or an empty string.
+    call: Evaluator calls spent when it was measured.
+    computation: Lowered identity of every hook, active or not.
+    plan: Its plan.
+    exec_id: Identity of its primary execution.
+    values: Observables.
+    outputs: Digests of named outputs.
+  """
+
+  id: str
+  source: str
+  parent: str
+  call: int
+  computation: Mapping[str, str]
+  plan: Mapping[str, Any]
+  exec_id: str
+  values: Mapping[str, float]
+  outputs: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+  """What the history keeps of one packet; an arm sees the fields it is allowed.
+
+  Attributes:
+    program: Candidate.
+    parent: Parent.
+    label: The proposer's name of the edit, such as a card and its parameters.
+    note: The proposer's summary.
+    status: How the primary run ended, or `duplicate`.
+    changes: Observable to its change from the parent.
+    gain: Whether the target improved by more than its margin.
+    verdict: The verdict, or an empty string.
+    reason: Its reason.
+    excluded: Excluded explanations.
+    survivors: Explanations left.
+    implemented: What the checker said of a response, or None.
+    source: Source of the candidate.
+  """
+
+  program: str
+  parent: str
+  label: str
+  note: str
+  status: str
+  changes: Mapping[str, float]
+  gain: bool
+  verdict: str = ""
+  reason: str = ""
+  excluded: tuple[str, ...] = ()
+  survivors: tuple[str, ...] = ()
+  implemented: bool | None = None
+  source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Required:
+  """A response that the next relevant program must carry.
+
+  Attributes:
+    packet: Hash of the packet with the verdict.
+    verdict: The verdict.
+    response: What is required.
+    label: The edit it was about.
+    survivors: Explanations left standing.
+    residual: The question.
+    attempts: Responses that failed their check so far.
+  """
+
+  packet: str
+  verdict: str
+  response: str
+  label: str
+  survivors: tuple[str, ...]
+  residual: Residual
+  attempts: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+  """All that a proposer is told; nothing else reaches a prompt.
+
+  Attributes:
+    seed: Seed of the run.
+    address: Round and position in it; randomness is drawn from seed and address.
+    target: The observable to lower.
+    parent: The program to revise.
+    residuals: Open questions measured on it.
+    required: The response it owes, or None.
+    history: Experiments in order, stripped to the arm's evidence.
+    donors: Other retained programs.
+    evidence: The arm's evidence.
+    stagnation: Packets since the best program last improved.
+    restarts: Whether every proposal revises the initial program, as in best-of-N.
+  """
+
+  seed: int
+  address: tuple[int, int]
+  target: str
+  parent: Record
+  residuals: tuple[Residual, ...]
+  required: Required | None
+  history: tuple[Experiment, ...]
+  donors: tuple[Record, ...]
+  evidence: Evidence
+  stagnation: int
+  restarts: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proposal:
+  """A candidate with its registered experiment.
+
+  Attributes:
+    source: Full source of the candidate.
+    label: Short name of the edit.
+    note: One paragraph for people.
+    residual: Observable of the residual addressed, or None.
+    explanations: The focal account first.
+    controls: Allowed controls.
+    declared: Hooks or plan keys in which the response is to be found.
+    usage: Proposer calls, tokens and cost in micro-dollars, integers by name.
+  """
+
+  source: str
+  label: str
+  note: str = ""
+  residual: str | None = None
+  explanations: tuple[Explanation, ...] = ()
+  controls: tuple[Control, ...] = ()
+  declared: tuple[str, ...] = ()
+  usage: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"calls": 1})
+
+  def to_dict(self) -> dict[str, Any]:
+    """A JSON-ready form."""
+    return dataclasses.asdict(self)
+
+  @classmethod
+  def from_dict(cls, values: Mapping[str, Any]) -> "Proposal":
+    """The inverse of `to_dict`."""
+    return cls(
+      **{
+        **values,
+        "explanations": tuple(Explanation(**e) for e in values["explanations"]),
+        "controls": tuple(Control(**c) for c in values["controls"]),
+        "declared": tuple(values["declared"]),
+      }
+    )
+
+
+class Proposer(Protocol):
+  """Suggests one program at a time."""
+
+  @property
+  def name(self) -> str:
+    """Goes into every result: `embedded-v1`, `cassette:<hash>`, `llm:<model>`."""
+    ...
+
+  def propose(self, context: Context) -> Proposal:
+    """One proposal.
+
+    Raises:
+      ExhaustedError: It has nothing left for this parent; the next one is asked for.
+      ProposerError: It cannot go on; the run ends.
+    """
+    ...
+
+
+class ProposerError(RuntimeError):
+  """A proposer that cannot go on: no answer, no credit, no card left."""
+
+
+class ExhaustedError(ProposerError):
+  """Nothing is left to propose from this parent; another one may do."""
+
+
+def answer(store: Store, key: str, ask: Callable[[], Proposal]) -> Proposal:
+  """A proposer's answer, from the store when it was given already.
+
+  To have nothing left is an answer as well: a resumed run must meet it again where it
+  stood, with the same parent.
+
+  Args:
+    store: The run folder.
+    key: Which answer of the run it is, and for which parent.
+    ask: Asks the proposer.
+
+  Raises:
+    ExhaustedError: It has nothing for this parent, or had nothing.
+  """
+  kept = store.get("proposals", key)
+  if kept is None:
+    try:
+      kept = ask().to_dict()
+    except ExhaustedError as error:
+      kept = {"exhausted": str(error)}
+    store.put("proposals", key, kept)
+  if "exhausted" in kept:
+    raise ExhaustedError(kept["exhausted"])
+  return Proposal.from_dict(kept)
+
+
+def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
+  """The experiment as an arm may see it.
+
+  Score-only sees code, scores and execution feedback. TextMem adds free-form summaries
+  and the free observables. ReflectMem has the same diagnostics. Only QuantForge sees
+  verdicts, what they exclude and whether a response reached the code.
+  """
+  if evidence == "verdict":
+    return experiment
+  bare = dataclasses.replace(
+    experiment, verdict="", reason="", excluded=(), survivors=(), implemented=None
+  )
+  if evidence in ("none", "score"):
+    return dataclasses.replace(bare, note="", changes={})
+  return bare

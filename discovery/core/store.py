@@ -1,0 +1,129 @@
+"""The run folder: one deterministic event log, and what was paid for by content id.
+
+`log.jsonl` holds what the search decided, one chained event a line, without clock
+readings: two runs of one configuration write the same bytes, whatever the number of
+workers, and a resumed run writes the bytes that the uninterrupted one would have. What
+cost something (proposer replies, traces, outcomes) is kept durably beside it under its
+identity the moment it is known; replay reads it back instead of paying again.
+"""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from mxjax.discovery.core import identity
+from mxjax.storage import run_folder
+
+
+class ReplayError(RuntimeError):
+  """A resumed run that decided otherwise than its log says."""
+
+
+class Store:
+  """A run folder.
+
+  Attributes:
+    path: The folder.
+    events: All events so far, replayed ones included.
+  """
+
+  def __init__(self, path: str | os.PathLike[str]) -> None:
+    """Opens a folder, new or with a log to replay."""
+    self.path = pathlib.Path(path)
+    self.path.mkdir(parents=True, exist_ok=True)
+    self.events: list[dict[str, Any]] = []
+    self._old = self._read_log()
+    self._file = None
+
+  @property
+  def replaying(self) -> bool:
+    """Whether events still come from the log."""
+    return len(self.events) < len(self._old)
+
+  def _read_log(self) -> list[str]:
+    """Complete lines of the log; a torn last line is cut off the file."""
+    path = self.path / "log.jsonl"
+    if not path.exists():
+      return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+      run_folder.write_durably(path, whole)
+    return whole.decode().splitlines()
+
+  def emit(self, event_name: str, /, **fields: Any) -> dict[str, Any]:
+    """Appends an event durably, or checks it against the log while replaying.
+
+    Raises:
+      ReplayError: The log has another event here.
+    """
+    number = len(self.events)
+    previous = self.events[-1]["hash"] if self.events else ""
+    event = {"n": number, "event": event_name, **fields, "previous": previous}
+    event["hash"] = identity.digest(event)
+    line = identity.canonical(event)
+    if number < len(self._old):
+      if self._old[number] != line:
+        raise ReplayError(
+          f"{self.path}: event {number} was {self._old[number][:200]}, now it would "
+          f"be {line[:200]}; resume with the same version and configuration."
+        )
+    else:
+      if self._file is None:
+        self._file = (self.path / "log.jsonl").open("a", encoding="utf-8")
+      self._file.write(line + "\n")
+      self._file.flush()
+      os.fsync(self._file.fileno())
+    # Through JSON, so that a run and its replay hold the very same values.
+    self.events.append(json.loads(line))
+    return self.events[-1]
+
+  def get(self, folder: str, key: str) -> Any | None:
+    """What was kept under a key, or None."""
+    path = self.path / folder / f"{key}.json"
+    return json.loads(path.read_bytes()) if path.exists() else None
+
+  def put(self, folder: str, key: str, value: Any) -> None:
+    """Keeps JSON durably under a key."""
+    path = self.path / folder / f"{key}.json"
+    path.parent.mkdir(exist_ok=True)
+    run_folder.write_durably(path, identity.canonical(value).encode())
+
+  def get_bytes(self, folder: str, key: str) -> bytes | None:
+    """Bytes kept under a key, or None."""
+    path = self.path / folder / key
+    return path.read_bytes() if path.exists() else None
+
+  def put_bytes(self, folder: str, key: str, data: bytes) -> None:
+    """Keeps bytes durably under a key; the same key again changes nothing."""
+    path = self.path / folder / key
+    if not path.exists():
+      path.parent.mkdir(exist_ok=True)
+      run_folder.write_durably(path, data)
+
+  def close(self) -> None:
+    """Closes the log file."""
+    if self._file is not None:
+      self._file.close()
+      self._file = None
+
+
+def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """All events of a log, with the hash chain checked.
+
+  Raises:
+    ValueError: The chain is broken.
+  """
+  events: list[dict[str, Any]] = []
+  for line in (pathlib.Path(path) / "log.jsonl").read_text().splitlines():
+    event = json.loads(line)
+    body = {key: value for key, value in event.items() if key != "hash"}
+    previous = events[-1]["hash"] if events else ""
+    if event["hash"] != identity.digest(body) or event["previous"] != previous:
+      raise ValueError(
+        f"{path}: the hash chain of log.jsonl breaks at event {len(events)}; the log "
+        "was changed after it was written."
+      )
+    events.append(event)
+  return events

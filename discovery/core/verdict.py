@@ -1,0 +1,173 @@
+"""The six verdicts as a total function of what a packet showed.
+
+Paper: Appendix "Controlled Experiments and Program Updates", the verdict table. Where
+the paper is silent, the order below decides; a test walks the whole truth table.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from mxjax.discovery.core.residual import (
+  PRIMARY,
+  Explanation,
+  Predicted,
+  Symbol,
+  consistent,
+)
+
+Survivors = Literal["focal", "competitor", "several", "none"]
+
+
+class Verdict(enum.StrEnum):
+  """What a packet showed about its residual."""
+
+  SUPPORTED = "supported"
+  TARGET_ONLY = "target_only"
+  MEDIATOR_ONLY = "mediator_only"
+  NO_EFFECT = "no_effect"
+  UNRESOLVED = "unresolved"
+  UNSAFE = "unsafe"
+
+
+class Response(enum.StrEnum):
+  """What the next relevant program must do."""
+
+  EXTEND = "extend"
+  REPAIR_EXPLANATION = "repair_explanation"
+  REPAIR_TRANSFER = "repair_transfer"
+  RETIRE = "retire"
+  ADD_DISCRIMINATOR = "add_discriminator"
+  REJECT = "reject"
+
+
+RESPONSES: Mapping[Verdict, Response] = {
+  Verdict.SUPPORTED: Response.EXTEND,
+  Verdict.TARGET_ONLY: Response.REPAIR_EXPLANATION,
+  Verdict.MEDIATOR_ONLY: Response.REPAIR_TRANSFER,
+  Verdict.NO_EFFECT: Response.RETIRE,
+  Verdict.UNRESOLVED: Response.ADD_DISCRIMINATOR,
+  Verdict.UNSAFE: Response.REJECT,
+}
+
+
+OWED = frozenset(Response) - {Response.RETIRE, Response.REJECT}
+"""Responses that a later program must carry; the others only forbid."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """A verdict with its grounds.
+
+  Attributes:
+    verdict: One of the six.
+    reason: Which cell of the truth table.
+    survivors: Explanations no observation contradicts, in registered order.
+    excluded: The others.
+  """
+
+  verdict: Verdict
+  reason: str
+  survivors: tuple[str, ...]
+  excluded: tuple[str, ...]
+
+  @property
+  def response(self) -> Response:
+    """The required program response."""
+    return RESPONSES[self.verdict]
+
+  @property
+  def is_explicit(self) -> bool:
+    """Whether at least one registered explanation was excluded."""
+    return bool(self.excluded)
+
+
+def decide(
+  *,
+  is_safe: bool,
+  is_equivalent: bool,
+  gains: bool,
+  shows_signature: bool,
+  survivors: Survivors,
+) -> tuple[Verdict, str]:
+  """The truth table: every combination has exactly one verdict.
+
+  The order is: unsafe, parent-equivalent, not resolved, supported, target-only,
+  mediator-only. What is left has one surviving account, no gain and no signature: the
+  intervention did nothing that was registered for it, so it is retired as well.
+
+  Args:
+    is_safe: Every condition ran and kept the contract, and the rollback restores the
+      parent.
+    is_equivalent: The candidate computes what its parent computes.
+    gains: The target improved by more than its margin.
+    shows_signature: What the focal account predicts beside the target happened.
+    survivors: Which accounts nothing contradicts.
+
+  Returns:
+    The verdict and the reason.
+  """
+  if not is_safe:
+    return Verdict.UNSAFE, "contract_or_rollback"
+  if is_equivalent:
+    return Verdict.NO_EFFECT, "parent_equivalent"
+  if survivors == "several":
+    return Verdict.UNRESOLVED, "several_left"
+  if survivors == "none":
+    return Verdict.UNRESOLVED, "none_left"
+  if survivors == "focal" and gains:
+    return Verdict.SUPPORTED, "focal_alone"
+  if gains:
+    return Verdict.TARGET_ONLY, "focal_excluded"
+  if shows_signature:
+    return Verdict.MEDIATOR_ONLY, "signature_without_gain"
+  return Verdict.NO_EFFECT, "neither_gain_nor_signature"
+
+
+def resolve(
+  explanations: Sequence[Explanation],
+  observed: Mapping[str, Mapping[str, Symbol]],
+  target: str,
+  *,
+  is_safe: bool,
+  is_equivalent: bool,
+) -> Finding:
+  """Compares registered predictions with what was observed.
+
+  Args:
+    explanations: The focal account first.
+    observed: Symbols by condition and observable, relative to the parent.
+    target: The observable that the search minimizes.
+    is_safe: See `decide`.
+    is_equivalent: See `decide`.
+
+  Returns:
+    The finding.
+  """
+  focal = explanations[0]
+  left = [
+    e.name
+    for e in explanations
+    if all(consistent(e.predicts(name), seen) for name, seen in observed.items())
+  ]
+  if not left:
+    survivors: Survivors = "none"
+  elif len(left) > 1:
+    survivors = "several"
+  else:
+    survivors = "focal" if left[0] == focal.name else "competitor"
+  primary = observed.get(PRIMARY, {})
+  signature: Predicted = {
+    k: s for k, s in focal.predicts(PRIMARY).items() if k != target
+  }
+  verdict, reason = decide(
+    is_safe=is_safe,
+    is_equivalent=is_equivalent,
+    gains=primary.get(target) == "down",
+    shows_signature=bool(signature) and consistent(signature, primary),
+    survivors=survivors,
+  )
+  gone = tuple(e.name for e in explanations if e.name not in left)
+  known = is_safe and not is_equivalent
+  return Finding(verdict, reason, tuple(left), gone if known else ())

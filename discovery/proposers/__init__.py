@@ -1,0 +1,1 @@
+"""Who suggests the next program: edit templates, language models, people."""

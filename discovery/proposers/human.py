@@ -1,0 +1,70 @@
+"""A person as the proposer: files out, files in."""
+
+import json
+import pathlib
+import time
+
+from mxjax.discovery.core.proposal import Context, Proposal, ProposerError
+from mxjax.discovery.core.residual import Control, Explanation
+from mxjax.discovery.core.task import Task
+from mxjax.discovery.proposers import prompt
+from mxjax.discovery.proposers.endpoint import Answer
+
+
+class HumanProposer:
+  """Writes each question into a folder and waits for the answer beside it.
+
+  Attributes:
+    name: See `Proposer`.
+  """
+
+  name = "human"
+
+  def __init__(
+    self, folder: str | pathlib.Path, task: Task, *, seconds: float, poll: float = 1.0
+  ) -> None:
+    """Sets up.
+
+    Args:
+      folder: `question-0-0.md` and `question-0-0.py` go out, `answer-0-0.json` comes
+        in: the fields of `endpoint.Answer`, where `source` may name a file beside it.
+      task: For what the question tells.
+      seconds: How long to wait for an answer.
+      poll: Seconds between looks.
+    """
+    self._folder, self._task = pathlib.Path(folder), task
+    self._seconds, self._poll = seconds, poll
+
+  def propose(self, context: Context) -> Proposal:
+    """See `Proposer.propose`."""
+    name = "-".join(map(str, context.address))
+    self._folder.mkdir(parents=True, exist_ok=True)
+    system, user = prompt.messages(
+      context,
+      self._task.interface,
+      dict(self._task.interventions),
+      dict(self._task.margins),
+    )
+    text = f"{system['content']}\n\n{user['content']}\n"
+    (self._folder / f"question-{name}.md").write_text(text)
+    (self._folder / f"question-{name}.py").write_text(context.parent.source)
+    path = self._folder / f"answer-{name}.json"
+    end = time.monotonic() + self._seconds
+    while not path.exists():
+      if time.monotonic() > end:
+        raise ProposerError(f"human: no {path} within {self._seconds:g} s")
+      time.sleep(self._poll)
+    values = json.loads(path.read_text())
+    beside = self._folder / str(values.get("source", ""))
+    if values.get("source", "").endswith(".py") and beside.is_file():
+      values["source"] = beside.read_text()
+    answer = Answer.model_validate(values)
+    return Proposal(
+      source=answer.source,
+      label=answer.label,
+      note=answer.note,
+      residual=answer.residual,
+      explanations=tuple(Explanation(**e.model_dump()) for e in answer.explanations),
+      controls=tuple(Control(**c.model_dump()) for c in answer.controls),
+      declared=tuple(answer.declared),
+    )

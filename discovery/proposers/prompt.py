@@ -1,0 +1,165 @@
+"""What a language model is told: an allow-list, inside a token budget.
+
+Paper: Appendix "Reflection prompt and memory". Memory keeps the best candidate, the
+latest 20 experiments, up to 16 failed directions and up to 16 successful mechanisms.
+Over its allowance it merges duplicates first, then drops the least relevant of the
+older entries; failures are not dropped before others.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+
+from mxjax.discovery.core.interface import Interface
+from mxjax.discovery.core.proposal import Context, Experiment
+
+INPUT_TOKENS = 65_536
+MEMORY_TOKENS = 16_384
+LATEST, FAILURES, MECHANISMS = 20, 16, 16
+
+Count = Callable[[str], int]
+
+REFLECTION = (
+  "Set this round beside its parent and the experiments most like it, those that "
+  "worked and those that failed. Keep what was observed apart from what you infer. "
+  "List modifications already rejected and under which conditions. Make one code "
+  "change that this comparison speaks for; say what it should improve and how it may "
+  "fail. To return to a rejected direction, say what is different now."
+)
+
+
+def estimated_tokens(text: str) -> int:
+  """A bound from above for common tokenizers: one token for three bytes."""
+  return -(-len(text.encode()) // 3)
+
+
+def tokenizer_count(path: str | pathlib.Path) -> Count:
+  """Exact counts by a `tokenizer.json`."""
+  from tokenizers import Tokenizer
+
+  tokenizer = Tokenizer.from_file(str(path))
+  return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def entry_text(experiment: Experiment) -> str:
+  """One line of memory."""
+  changes = ", ".join(f"{k} {v:+.4g}" for k, v in sorted(experiment.changes.items()))
+  parts = [
+    f"[{experiment.program[:8]} from {experiment.parent[:8]}] {experiment.label}",
+    f"status {experiment.status}; {'gain' if experiment.gain else 'no gain'}",
+    changes,
+    experiment.note,
+  ]
+  if experiment.verdict:
+    parts.append(
+      f"verdict {experiment.verdict} ({experiment.reason}); excluded "
+      f"{', '.join(experiment.excluded) or 'none'}; left "
+      f"{', '.join(experiment.survivors) or 'none'}"
+    )
+  if experiment.implemented is not None:
+    parts.append(f"response {'' if experiment.implemented else 'not '}implemented")
+  return "; ".join(part for part in parts if part)
+
+
+def _merged(entries: Sequence[Experiment]) -> list[Experiment]:
+  """One entry for each edit with the same end, the latest, with a count."""
+  groups: dict[tuple[str, str, bool, str], list[Experiment]] = {}
+  for entry in entries:
+    key = (entry.label, entry.status, entry.gain, entry.verdict)
+    groups.setdefault(key, []).append(entry)
+  merged = []
+  for group in groups.values():
+    note = group[-1].note + (f" (seen {len(group)} times)" if len(group) > 1 else "")
+    merged.append(dataclasses.replace(group[-1], note=note))
+  return merged
+
+
+def _relevance(entry: Experiment, context: Context) -> tuple[bool, float]:
+  """Same parent first, then the size of what it did to the target."""
+  change = abs(entry.changes.get(context.target, 0.0))
+  return entry.parent == context.parent.id, change
+
+
+def select(
+  context: Context, allowance: int = MEMORY_TOKENS, count: Count = estimated_tokens
+) -> list[Experiment]:
+  """The experiments that memory keeps, in order.
+
+  Args:
+    context: What the proposer may know.
+    allowance: Tokens of the rendered entries.
+    count: Token counter.
+  """
+  history = list(context.history)
+  gains = [e for e in history if e.gain]
+  best = min(gains, key=lambda e: e.changes.get(context.target, 0.0), default=None)
+  failures = [e for e in history if not e.gain][-FAILURES:]
+  wanted = {id(e) for e in (*history[-LATEST:], *failures, *gains[-MECHANISMS:])}
+  if best is not None:
+    wanted.add(id(best))
+  kept = [e for e in history if id(e) in wanted]
+  size = lambda entries: sum(count(entry_text(e) + "\n") for e in entries)
+  if size(kept) > allowance:
+    kept = _merged(kept)
+  while kept and size(kept) > allowance:
+    older = kept[: max(len(kept) - LATEST, 1)]
+    kept.remove(min(older, key=lambda e: _relevance(e, context)))
+  return kept
+
+
+def messages(
+  context: Context,
+  interface: Interface,
+  interventions: dict[str, str],
+  margins: dict[str, float],
+  *,
+  count: Count = estimated_tokens,
+) -> list[dict[str, str]]:
+  """The request of one proposal.
+
+  Raises:
+    ValueError: The parent's source alone does not fit the input budget.
+  """
+  hooks = "\n".join(
+    f"- {h.name}({', '.join(h.arguments)}): {h.doc}" for h in interface.hooks
+  )
+  system = (
+    "You revise a JAX program to lower one measured target. The program is one "
+    "module: imports of jax, jax.numpy, jax.lax, numpy, math, functools; a literal "
+    "PLAN; pure hooks that are traced once and compiled. Answer with one JSON object: "
+    "source (the whole module), label, note, residual (an observable, or null), "
+    "explanations (the focal one first; each with name, statement and predictions: "
+    "condition -> observable -> down|same|up relative to the parent, where the "
+    "condition `primary` is your program as it is), controls (name, intervention, "
+    "cost, statement) that tell the explanations apart, and declared (the hooks or "
+    f"PLAN keys you changed).\nHooks:\n{hooks}\nPLAN: {dict(interface.plan)}\n"
+    f"Interventions for controls: {interventions}\nMargins below which a change is "
+    f"`same`: {margins}"
+  )
+  parts = [
+    f"Target to lower: {context.target}.",
+    f"Measured: {dict(context.parent.values)}",
+    f"Program:\n{context.parent.source}",
+  ]
+  if context.evidence == "reflect":
+    parts.append(REFLECTION)
+  if context.evidence == "verdict":
+    questions = [f"{r.observable} = {r.value:.4g}" for r in context.residuals]
+    parts.append(f"Open residuals: {', '.join(questions) or 'none'}")
+    if context.required is not None:
+      need = context.required
+      parts.append(
+        f"Required response: {need.response}, because {need.label} was {need.verdict} "
+        f"on {need.residual.observable} (left standing: {need.survivors}). Change the "
+        f"computation {need.residual.computation} accordingly and declare it."
+      )
+  fixed = count(system) + sum(count(part) for part in parts)
+  if fixed > INPUT_TOKENS:
+    raise ValueError(
+      f"memory: the program and instructions take {fixed} tokens of {INPUT_TOKENS}; "
+      "shorten the program."
+    )
+  kept = select(context, min(MEMORY_TOKENS, INPUT_TOKENS - fixed), count)
+  memory = "\n".join(entry_text(entry) for entry in kept)
+  user = "\n\n".join([*parts, f"Experiments so far:\n{memory or 'none'}"])
+  return [{"role": "system", "content": system}, {"role": "user", "content": user}]

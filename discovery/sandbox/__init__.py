@@ -1,0 +1,1 @@
+"""Where candidates run: the jail, its workers, and the gate for what they return."""

@@ -1,0 +1,361 @@
+"""The trusted side of the jail: starts workers, waits, kills, and reads strictly."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mxjax.discovery.core.task import Status
+from mxjax.discovery.sandbox import jail
+from mxjax.discovery.sandbox.trace_worker import pack, unpack
+
+HERE = pathlib.Path(__file__).resolve().parent
+START_SECONDS = 120.0
+MEMORY_SIGNS = ("MemoryError", "RESOURCE_EXHAUSTED", "bad_alloc", "Unable to allocate")
+CPU_SIGNALS = (signal.SIGXCPU, signal.SIGKILL)
+"""How the kernel ends a process whose CPU limit is used up."""
+# CPU ends a loop; the wall clock only what sleeps, so a busy machine changes nothing.
+TRACE_LIMITS = jail.Limits(seconds=180.0, cpu_seconds=20, memory_bytes=4 << 30)
+RUN_LIMITS = jail.Limits(
+  seconds=600.0, cpu_seconds=1 << 20, memory_bytes=16 << 30, message_bytes=1 << 30
+)
+
+GATE_SECONDS = 120.0
+"""For the check of one program's artifacts. Reading a damaged one may never end: MLIR's
+reader follows its locations as a tree, of whatever size the bytes say."""
+
+
+class WorkerError(RuntimeError):
+  """A worker that ended, hung or spoke nonsense; it is killed already.
+
+  Attributes:
+    status: What the condition's status becomes.
+  """
+
+  def __init__(self, status: Status, detail: str) -> None:
+    """Takes the status and one sentence."""
+    super().__init__(detail)
+    self.status = status
+
+
+def strict_json(data: bytes) -> Any:
+  """JSON without NaN, infinities or repeated keys.
+
+  Raises:
+    ValueError: Naming what was found.
+  """
+
+  def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({key for key, _ in items}) != len(items):
+      raise ValueError(f"repeated keys in {[key for key, _ in items]}")
+    return dict(items)
+
+  def constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+  return json.loads(data, object_pairs_hook=pairs, parse_constant=constant)
+
+
+class Worker:
+  """A worker process that answers framed requests.
+
+  Attributes:
+    hello: Its first message.
+  """
+
+  def __init__(self, script: str, argument: Any, limits: jail.Limits) -> None:
+    """Starts the process and waits until it is ready.
+
+    Raises:
+      WorkerError: It did not start; the message holds the end of its error output.
+    """
+    self._limits = limits
+    self._errors = tempfile.TemporaryFile()
+    self._process = subprocess.Popen(
+      [sys.executable, "-I", "-B", str(HERE / script), json.dumps(argument)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=self._errors,
+      env=jail.clean_environment(),
+      cwd="/",
+      start_new_session=True,
+    )
+    self.hello = self._receive(time.monotonic() + START_SECONDS)
+
+  def ask(self, request: bytes, seconds: float | None = None) -> bytes:
+    """Sends one request and waits for its answer.
+
+    Raises:
+      WorkerError: No answer in time, or none at all; the worker is gone.
+    """
+    assert self._process.stdin is not None
+    deadline = time.monotonic() + (seconds or self._limits.seconds)
+    try:
+      self._process.stdin.write(struct.pack("<Q", len(request)) + request)
+      self._process.stdin.flush()
+    except BrokenPipeError:
+      self._fail(Status.CRASHED, "the worker is gone")
+    return self._receive(deadline)
+
+  def _receive(self, deadline: float) -> bytes:
+    (length,) = struct.unpack("<Q", self._read(8, deadline))
+    if length > self._limits.message_bytes:
+      self._fail(Status.REFUSED, f"a reply of {length} bytes")
+    return self._read(length, deadline)
+
+  def _read(self, length: int, deadline: float) -> bytes:
+    assert self._process.stdout is not None
+    fd, parts, left = self._process.stdout.fileno(), [], length
+    while left:
+      wait = deadline - time.monotonic()
+      if wait <= 0 or not select.select([fd], [], [], wait)[0]:
+        self._fail(Status.TIMEOUT, "no answer before the deadline")
+      data = os.read(fd, min(left, 1 << 20))
+      if not data:
+        self._fail(Status.CRASHED, "the worker ended")
+      parts.append(data)
+      left -= len(data)
+    return b"".join(parts)
+
+  def _fail(self, status: Status, detail: str) -> None:
+    os.killpg(self._process.pid, signal.SIGKILL)
+    self._process.wait()
+    self._errors.seek(0, os.SEEK_END)
+    self._errors.seek(max(self._errors.tell() - self._limits.stderr_bytes, 0))
+    tail = self._errors.read().decode(errors="replace").strip()
+    self.kill()
+    if status == Status.CRASHED and any(sign in tail for sign in MEMORY_SIGNS):
+      status = Status.MEMORY
+    code = self._process.returncode
+    raise WorkerError(status, f"{detail} (exit {code}): {tail[-300:]}")
+
+  def kill(self) -> None:
+    """Kills the worker and everything in its jail."""
+    try:
+      os.killpg(self._process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+      pass
+    self._process.wait()
+    for pipe in (self._process.stdin, self._process.stdout):
+      if pipe is not None:
+        try:
+          pipe.close()
+        except BrokenPipeError:
+          # The worker is dead; what was buffered for it goes nowhere.
+          continue
+    self._errors.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class RawTrace:
+  """What came out of the trace jail, unchecked.
+
+  Attributes:
+    status: `OK` or why there are no artifacts.
+    detail: One sentence about a failure.
+    hooks: Hook name to unit and batched artifact.
+  """
+
+  status: Status
+  detail: str = ""
+  hooks: Mapping[str, tuple[bytes, bytes]] = dataclasses.field(default_factory=dict)
+
+
+class Tracer:
+  """Traces sources, one jailed process each.
+
+  Attributes:
+    features: The walls in force.
+  """
+
+  def __init__(self, level: str, limits: jail.Limits = TRACE_LIMITS) -> None:
+    """Starts the supervisor and tries the jail.
+
+    Raises:
+      WorkerError: The level cannot be had on this machine.
+    """
+    self._level, self._limits = level, limits
+    self._worker = Worker("trace_worker.py", _import_path(), limits)
+    outcome, reply = self._job({"probe": True})
+    if reply[:1] != b"F":
+      self.close()
+      raise WorkerError(
+        Status.CRASHED,
+        f"sandbox: level {level} cannot be had here: "
+        f"{reply[1:].decode(errors='replace')} {outcome['output'][-300:]} Install or "
+        "enable what is missing, or choose another level explicitly.",
+      )
+    self.features = json.loads(reply[1:])
+
+  def _job(self, job: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+    request = {
+      "level": self._level,
+      "limits": dataclasses.asdict(self._limits),
+      "scratch": tempfile.gettempdir(),
+      **job,
+    }
+    answer = self._worker.ask(json.dumps(request).encode(), self._limits.seconds + 30)
+    head, reply = unpack(answer)
+    return json.loads(head), reply
+
+  def trace(self, source: str, hooks: Sequence[Mapping[str, Any]]) -> RawTrace:
+    """Executes a source in a jail of its own; what comes back is unchecked bytes."""
+    job = {"source": source, "hooks": [dict(hook) for hook in hooks]}
+    outcome, reply = self._job(job)
+    status, detail = _classify(outcome, reply)
+    if status != Status.OK:
+      return RawTrace(status, detail)
+    try:
+      parts = unpack(reply[1:])
+      if len(parts) % 3:
+        raise ValueError("a message whose lengths do not add up")
+      names = [name.decode() for name in parts[0::3]]
+    except (ValueError, UnicodeDecodeError) as error:
+      return RawTrace(Status.REFUSED, f"the trace worker sent {error}")
+    if sorted(names) != sorted(h["name"] for h in hooks):
+      return RawTrace(Status.REFUSED, f"the trace worker sent hooks {names}"[:300])
+    pairs = zip(parts[1::3], parts[2::3], strict=True)
+    return RawTrace(Status.OK, "", dict(zip(names, pairs, strict=True)))
+
+  def close(self) -> None:
+    """Ends the supervisor."""
+    self._worker.kill()
+
+
+def _classify(outcome: Mapping[str, Any], reply: bytes) -> tuple[Status, str]:
+  tail = outcome["output"].strip()[-300:]
+  if outcome["verdict"] == "oversize":
+    return Status.REFUSED, "the trace worker sent more than it may"
+  if outcome["verdict"] == "timeout" or outcome["signal"] in CPU_SIGNALS:
+    return Status.TIMEOUT, f"tracing took too long: {tail}"
+  text = reply[1:].decode(errors="replace") if reply[:1] == b"E" else tail
+  if reply[:1] != b"A" and any(sign in text for sign in MEMORY_SIGNS):
+    return Status.MEMORY, text
+  if reply[:1] == b"E":
+    return Status.TRACE_FAILED, text
+  if outcome["signal"] or reply[:1] != b"A":
+    return Status.CRASHED, f"signal {outcome['signal']}, exit {outcome['code']}: {tail}"
+  return Status.OK, ""
+
+
+def _import_path() -> list[str]:
+  """Where this process finds its packages, without the current folder."""
+  return [path for path in sys.path if path and os.path.isdir(path)]
+
+
+class RunWorker:
+  """A jailed evaluator phase that is restarted after a fault."""
+
+  def __init__(
+    self,
+    task: Mapping[str, Any],
+    phase: str,
+    readable: Sequence[str],
+    level: str,
+    limits: jail.Limits = RUN_LIMITS,
+    compiled: str = "",
+  ) -> None:
+    """Describes the worker; it starts with the first request.
+
+    `compiled` is a folder that it may write, for programs that it compiled.
+    """
+    self._config = {
+      "task": dict(task),
+      "phase": phase,
+      "level": level,
+      "path": [str(HERE.parent), *_import_path()],
+      "readable": [str(HERE.parent), *readable],
+      "limits": dataclasses.asdict(limits),
+      "compiled": compiled,
+    }
+    self._limits = limits
+    self._worker: Worker | None = None
+    self._scratch = ""
+    self._sent: set[str] = set()
+
+  def _start(self) -> Worker:
+    if self._worker is None:
+      self._scratch = tempfile.mkdtemp(prefix="mxjax-run-")
+      config = {**self._config, "scratch": self._scratch}
+      self._worker = Worker("run_worker.py", config, self._limits)
+      self._sent = set()
+    return self._worker
+
+  def _ask(
+    self, parts: list[bytes], seconds: float | None = None
+  ) -> tuple[dict[str, Any], bytes]:
+    try:
+      answer = self._start().ask(pack(parts), seconds)
+      head, payload = unpack(answer)
+      return strict_json(head), payload
+    except WorkerError:
+      self.close()
+      raise
+    except ValueError as error:
+      self.close()
+      raise WorkerError(Status.NOT_FINITE, f"the evaluator sent {error}") from error
+
+  def gate(
+    self, specs: Sequence[Mapping[str, Any]], hooks: Mapping[str, tuple[bytes, bytes]]
+  ) -> dict[str, str]:
+    """Checks artifacts and returns their identities by hook.
+
+    Raises:
+      WorkerError: Refused, or the gate itself ended.
+    """
+    request = {"kind": "gate", "specs": [dict(spec) for spec in specs]}
+    blobs = [blob for spec in specs for blob in hooks[spec["name"]]]
+    seconds = min(GATE_SECONDS, self._limits.seconds)
+    answer, _ = self._ask([json.dumps(request).encode(), *blobs], seconds)
+    if answer["status"] != "ok":
+      raise WorkerError(Status(answer["status"]), answer["detail"])
+    names = [spec["name"] for spec in specs]
+    return dict(zip(names, answer["computation"], strict=True))
+
+  def run(
+    self,
+    call: Mapping[str, Any],
+    artifacts: Mapping[str, tuple[str, bytes, bytes]],
+    payload: bytes,
+  ) -> tuple[dict[str, Any], bytes]:
+    """Runs the phase.
+
+    Args:
+      call: `Call._asdict()`.
+      artifacts: Identity to hook name, unit and batched form, of all that the call
+        may execute; each is sent to a worker once.
+      payload: From the phase before.
+
+    Raises:
+      WorkerError: The call failed.
+    """
+    self._start()
+    fresh = {key: art for key, art in artifacts.items() if key not in self._sent}
+    request = {
+      "kind": "run",
+      "call": dict(call),
+      "artifacts": [[key, art[0]] for key, art in fresh.items()],
+    }
+    blobs = [blob for art in fresh.values() for blob in art[1:]]
+    answer, result = self._ask([json.dumps(request).encode(), *blobs, payload])
+    self._sent |= fresh.keys()
+    if answer["status"] != "ok":
+      raise WorkerError(Status(answer["status"]), answer["detail"])
+    return answer, result
+
+  def close(self) -> None:
+    """Kills the worker, if there is one."""
+    if self._worker is not None:
+      self._worker.kill()
+      self._worker = None
+      shutil.rmtree(self._scratch, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""The search loop: register an experiment, run its controls, compile its verdict."""

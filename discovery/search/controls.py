@@ -1,0 +1,140 @@
+"""Which controls to run: the least costly subset that separates every pair.
+
+Paper: Eq. control-compiler. The search over subsets is exact: a table from the set of
+separated pairs (a bit mask) to the best subset that reaches it.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+from mxjax.discovery.core import identity
+from mxjax.discovery.core.residual import PRIMARY, Control, Explanation, disagree
+
+Policy = Literal["minimal", "random", "all", "none"]
+MAX_EXPLANATIONS = 12
+MAX_CONTROLS = 64
+
+
+class IndistinguishableError(ValueError):
+  """The allowed controls cannot separate the registered explanations."""
+
+
+def _separated(explanations: Sequence[Explanation], condition: str) -> int:
+  """Bit mask of the pairs that predict differently under a condition."""
+  pairs = itertools.combinations(explanations, 2)
+  mask = 0
+  for bit, (a, b) in enumerate(pairs):
+    if disagree(a.predicts(condition), b.predicts(condition)):
+      mask |= 1 << bit
+  return mask
+
+
+def minimal(
+  explanations: Sequence[Explanation], controls: Sequence[Control]
+) -> tuple[Control, ...]:
+  """The minimum-cost discriminating subset, exactly.
+
+  Ties go to fewer controls, then to the lexicographically first names.
+
+  Args:
+    explanations: At most 12.
+    controls: At most 64, with distinct names.
+
+  Returns:
+    The chosen controls in name order; empty when the primary run separates all.
+
+  Raises:
+    IndistinguishableError: Some pair is not separated even by all of them; the message
+      names the pairs.
+    ValueError: Too many explanations or controls, or a name twice.
+  """
+  _check_sizes(explanations, controls)
+  everything = (1 << (len(explanations) * (len(explanations) - 1) // 2)) - 1
+  start = _separated(explanations, PRIMARY)
+  best: dict[int, tuple[int, int, tuple[str, ...]]] = {start: (0, 0, ())}
+  for control in sorted(controls, key=lambda c: c.name):
+    gain = _separated(explanations, control.name)
+    for mask, (cost, count, names) in list(best.items()):
+      reached = mask | gain
+      offer = (cost + control.cost, count + 1, (*names, control.name))
+      if reached != mask and offer < best.get(reached, (offer[0] + 1, 0, ())):
+        best[reached] = offer
+  if everything not in best:
+    raise IndistinguishableError(_complaint(explanations, controls, everything))
+  chosen = set(best[everything][2])
+  return tuple(sorted((c for c in controls if c.name in chosen), key=lambda c: c.name))
+
+
+def select(
+  policy: Policy,
+  explanations: Sequence[Explanation],
+  controls: Sequence[Control],
+  *address: object,
+) -> tuple[Control, ...]:
+  """The controls that a policy runs.
+
+  `random` draws legal controls until their total cost equals the minimal set's, or
+  comes as close below it as the draw allows; the packet records both costs. All
+  policies refuse what the minimal one refuses: a proposal that no allowed control can
+  resolve is revised before it is paid for.
+
+  Args:
+    policy: `minimal`, `random` (equal cost), `all` (every one) or `none`.
+    explanations: See `minimal`.
+    controls: See `minimal`.
+    *address: Where `random` draws from, see `identity.draw`.
+
+  Returns:
+    The controls in name order.
+  """
+  if policy == "none":
+    return ()
+  smallest = minimal(explanations, controls)
+  if policy == "minimal":
+    return smallest
+  if policy == "all":
+    return tuple(sorted(controls, key=lambda c: c.name))
+  allowance = sum(control.cost for control in smallest)
+  chosen: list[Control] = []
+  for control in identity.shuffled(controls, *address, "random-legal"):
+    if control.cost <= allowance:
+      chosen.append(control)
+      allowance -= control.cost
+  return tuple(sorted(chosen, key=lambda c: c.name))
+
+
+def _check_sizes(
+  explanations: Sequence[Explanation], controls: Sequence[Control]
+) -> None:
+  names = [c.name for c in controls]
+  accounts = [e.name for e in explanations]
+  if len(explanations) > MAX_EXPLANATIONS or len(controls) > MAX_CONTROLS:
+    raise ValueError(
+      f"controls: at most {MAX_EXPLANATIONS} explanations and {MAX_CONTROLS} controls "
+      f"can be searched exactly, got {len(explanations)} and {len(controls)}; register "
+      "fewer."
+    )
+  if len(set(names)) != len(names) or len(set(accounts)) != len(accounts):
+    raise ValueError(
+      f"controls: expected distinct names, got controls {names} and explanations "
+      f"{accounts}; rename the repeated ones."
+    )
+
+
+def _complaint(
+  explanations: Sequence[Explanation], controls: Sequence[Control], everything: int
+) -> str:
+  reached = _separated(explanations, PRIMARY)
+  for control in controls:
+    reached |= _separated(explanations, control.name)
+  pairs = itertools.combinations(explanations, 2)
+  left = [
+    f"{a.name} / {b.name}"
+    for bit, (a, b) in enumerate(pairs)
+    if (everything & ~reached) >> bit & 1
+  ]
+  return (
+    f"controls: nothing allowed separates {', '.join(left)}; register a control under "
+    "which they predict differently, or drop one of the two."
+  )

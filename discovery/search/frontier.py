@@ -1,0 +1,103 @@
+"""The two frontiers: programs kept for their performance, questions kept open."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from mxjax.discovery.core import identity
+from mxjax.discovery.core.proposal import Record, Required
+from mxjax.discovery.core.residual import Residual
+
+
+class ExecutableFrontier:
+  """The best distinct programs by measured performance, whatever their explanation.
+
+  Attributes:
+    records: Retained programs, best first.
+  """
+
+  def __init__(self, target: str, size: int) -> None:
+    """Keeps at most `size` programs with the lowest `target`."""
+    self._target = target
+    self._size = size
+    self.records: list[Record] = []
+
+  @property
+  def best(self) -> Record:
+    """The champion; the earliest of equals."""
+    return self.records[0]
+
+  def retain(self, record: Record) -> bool:
+    """Keeps a program if it is among the best; says whether it was kept."""
+    if any(kept.exec_id == record.exec_id for kept in self.records):
+      return False
+    self.records = self._ranked([*self.records, record])[: self._size]
+    return record in self.records
+
+  def parents(
+    self, executed: Iterable[Record], seed: int, address: tuple[int, int]
+  ) -> list[Record]:
+    """What to revise, and what to turn to when nothing is left to propose from it.
+
+    First the champion in half of the rounds and any retained program in the others;
+    after it the other retained programs, then all executed ones, best first.
+    """
+    first = self.best
+    if identity.draw(seed, *address, "champion") >= 0.5:
+      first = identity.pick(self.records, seed, *address, "parent")
+    ordered = [first, *self.records, *self._ranked(executed)]
+    return list({record.id: record for record in ordered}.values())
+
+  def _ranked(self, records: Iterable[Record]) -> list[Record]:
+    return sorted(records, key=lambda r: (r.values[self._target], r.call))
+
+
+@dataclasses.dataclass
+class Question:
+  """A residual and where it stands.
+
+  Attributes:
+    residual: The measured question.
+    status: `open`, `closed` (supported and the response verified), `supported`
+      (closed under the focal account, response outstanding) or `retired`.
+    closed_by: Hash of the packet that closed it.
+  """
+
+  residual: Residual
+  status: str = "open"
+  closed_by: str = ""
+
+
+class ResidualFrontier:
+  """Every question asked, by program, and the responses that programs owe.
+
+  Attributes:
+    questions: All questions by key; those of other programs stay when one is
+      remeasured.
+    required: Program identity to the response its next revision must carry.
+  """
+
+  def __init__(self) -> None:
+    """Starts empty."""
+    self.questions: dict[str, Question] = {}
+    self.required: dict[str, Required] = {}
+
+  def open(self, residuals: Iterable[Residual]) -> list[Residual]:
+    """Adds residuals measured on a program; returns the new ones."""
+    new = [r for r in residuals if r.key not in self.questions]
+    for residual in new:
+      self.questions[residual.key] = Question(residual)
+    return new
+
+  def actionable(self, program: str) -> tuple[Residual, ...]:
+    """Open questions of a program, largest excess first."""
+    mine = [
+      q.residual
+      for q in self.questions.values()
+      if q.residual.program == program and q.status == "open"
+    ]
+    return tuple(sorted(mine, key=lambda r: (-r.excess, r.observable)))
+
+  def move(self, residual: Residual, status: str, packet: str) -> None:
+    """Changes where a question stands."""
+    question = self.questions[residual.key]
+    question.status, question.closed_by = status, packet

@@ -1,0 +1,107 @@
+"""What happened in a run: events for the log, experiments for the proposer, marks."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mxjax.discovery.core import verdict
+from mxjax.discovery.core.proposal import Experiment, Proposal, Record
+from mxjax.discovery.core.store import Store
+from mxjax.discovery.core.task import Task
+from mxjax.discovery.sandbox.laboratory import Prepared
+from mxjax.discovery.search.registration import Attempt
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+class History:
+  """The run so far.
+
+  Attributes:
+    experiments: Experiments in order.
+    on_event: Told every event, or None.
+  """
+
+  def __init__(self, store: Store, task: Task, mark_every: int) -> None:
+    """Starts empty."""
+    self.experiments: list[Experiment] = []
+    self.on_event: OnEvent | None = None
+    self._store, self._task, self._every = store, task, mark_every
+    self._marked = 0
+
+  def emit(self, name: str, /, **fields: Any) -> None:
+    """Logs an event."""
+    event = self._store.emit(name, **fields)
+    if self.on_event:
+      self.on_event(event)
+
+  def remember(
+    self,
+    attempt: Attempt,
+    finding: verdict.Finding | None,
+    implemented: bool | None,
+  ) -> None:
+    """Keeps an executed packet as an experiment."""
+    outcome, target = attempt.outcome, self._task.target
+    changes = {
+      name: value - attempt.parent.values[name]
+      for name, value in outcome.values.items()
+      if name in attempt.parent.values
+    }
+    gain = changes.get(target, 0.0) < -self._task.margins.get(target, 0.0)
+    self.experiments.append(
+      Experiment(
+        program=attempt.prepared.id,
+        parent=attempt.parent.id,
+        label=attempt.proposal.label,
+        note=attempt.proposal.note,
+        status=outcome.status,
+        changes=changes,
+        gain=gain,
+        verdict=finding.verdict if finding else "",
+        reason=finding.reason if finding else "",
+        excluded=finding.excluded if finding else (),
+        survivors=finding.survivors if finding else (),
+        implemented=implemented,
+        source=attempt.prepared.source,
+      )
+    )
+
+  def note(
+    self,
+    proposal: Proposal,
+    prepared: Prepared,
+    parent: Record,
+    status: str,
+    detail: str,
+  ) -> None:
+    """Keeps a proposal that cost no evaluator call."""
+    self.emit(
+      "refused",
+      label=proposal.label,
+      program=prepared.id,
+      parent=parent.id,
+      status=str(status),
+      detail=detail,
+    )
+    self.experiments.append(
+      Experiment(
+        program=prepared.id,
+        parent=parent.id,
+        label=proposal.label,
+        note=detail,
+        status=str(status),
+        changes={},
+        gain=False,
+        source=proposal.source,
+      )
+    )
+
+  def mark(self, spent: int, records: Iterable[Record]) -> None:
+    """Names the champion at every multiple of `mark_every` calls that was passed."""
+    target = self._task.target
+    measured = list(records)
+    while self._marked + self._every <= spent:
+      self._marked += self._every
+      known = [r for r in measured if r.call <= self._marked]
+      best = min(known, key=lambda r: (r.values[target], r.call))
+      self.emit("mark", call=self._marked, champion=best.id, value=best.values[target])

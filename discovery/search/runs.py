@@ -1,0 +1,198 @@
+"""Runs as people start them: options in a file, workers, proposer, held-out scorer."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from mxjax.discovery.core import task as task_
+from mxjax.discovery.core.proposal import Proposer, Record
+from mxjax.discovery.core.store import Store
+from mxjax.discovery.proposers.embedded import EmbeddedProposer
+from mxjax.discovery.proposers.endpoint import Cassette, HttpClient, LlmProposer
+from mxjax.discovery.proposers.human import HumanProposer
+from mxjax.discovery.proposers.prompt import estimated_tokens, tokenizer_count
+from mxjax.discovery.sandbox.jailed_executor import JailedBench
+from mxjax.discovery.sandbox.laboratory import Bench, Laboratory
+from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.search.history import OnEvent
+from mxjax.discovery.search.search import Search, SearchConfig
+from mxjax.storage import run_folder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+  """What `run.json` holds: everything needed to resume.
+
+  Attributes:
+    task: Task specification.
+    config: Fields of `SearchConfig`.
+    sandbox: `strict`, `standard` or `off`.
+    proposer: `{"kind": "embedded" | "llm" | "cassette" | "human", ...}`.
+    holdout: When the held-out scorer runs: `after`, `during` or `off`.
+  """
+
+  task: Mapping[str, Any]
+  config: Mapping[str, Any]
+  sandbox: str = "strict"
+  proposer: Mapping[str, Any] = dataclasses.field(
+    default_factory=lambda: {"kind": "embedded"}
+  )
+  holdout: str = "after"
+
+  @property
+  def search(self) -> SearchConfig:
+    """The configuration of the search."""
+    return SearchConfig(**self.config)
+
+
+def write_options(folder: pathlib.Path, options: RunOptions) -> None:
+  """Writes `run.json` into a new folder.
+
+  Raises:
+    FileExistsError: The folder has something in it.
+  """
+  run_folder.check_output(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  text = json.dumps(dataclasses.asdict(options), indent=1)
+  run_folder.write_durably(folder / "run.json", text.encode())
+
+
+def read_options(folder: pathlib.Path) -> RunOptions:
+  """Reads `run.json`.
+
+  Raises:
+    FileNotFoundError: Not a run folder.
+  """
+  path = folder / "run.json"
+  if not path.exists():
+    raise FileNotFoundError(f"discover: {folder} is no run: it has no run.json.")
+  return RunOptions(**json.loads(path.read_text()))
+
+
+def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
+  """The proposer that options describe.
+
+  Raises:
+    ValueError: An unknown kind.
+  """
+  told = dict(options.proposer)
+  kind = told.pop("kind")
+  if kind == "embedded":
+    return EmbeddedProposer(task.cards, task.target)
+  if kind == "human":
+    return HumanProposer(told["folder"], task, seconds=told.get("seconds", 86_400.0))
+  tokenizer = told.pop("tokenizer", None)
+  count = tokenizer_count(tokenizer) if tokenizer else estimated_tokens
+  cassette = told.pop("cassette", None)
+  if kind == "llm":
+    client: Any = HttpClient(**told)
+    if cassette:
+      client = Cassette(cassette, "record", client)
+    return LlmProposer(client, task, count=count)
+  if kind == "cassette":
+    return LlmProposer(Cassette(cassette, "replay"), task, count=count)
+  raise ValueError(
+    f"discover: unknown proposer {kind!r}; use embedded, llm, cassette or human."
+  )
+
+
+def make_bench(
+  task: task_.Task,
+  store: Store,
+  sandbox: str,
+  *,
+  workers: int = 1,
+  ray: bool = False,
+  compiled: pathlib.Path | None = None,
+) -> LocalBench | JailedBench:
+  """The workers of a sandbox level.
+
+  Raises:
+    ValueError: Compiled programs are to be shared where workers cannot.
+  """
+  if compiled is not None and (ray or sandbox == "off"):
+    where = "a Ray cluster" if ray else "sandbox off"
+    raise ValueError(
+      f"discover: --compiled is for jailed workers of this machine, got {where}; leave "
+      "it out."
+    )
+  if sandbox == "off":
+    return LocalBench(task)
+  lane = None
+  if ray:
+    from mxjax.discovery.sandbox.ray_worker import RayLane
+
+    lane = RayLane
+  return JailedBench(
+    task, store, level=sandbox, workers=workers, lane=lane, compiled=compiled
+  )
+
+
+def run(
+  folder: pathlib.Path,
+  *,
+  workers: int = 1,
+  ray: bool = False,
+  compiled: pathlib.Path | None = None,
+  on_event: OnEvent | None = None,
+) -> Record:
+  """Starts or resumes the run of a folder; returns the champion.
+
+  Args:
+    folder: With `run.json`; a log in it is replayed first.
+    workers: Calls side by side; the trajectory does not depend on it.
+    ray: Whether workers are Ray actors.
+    compiled: A folder in which this run's workers, and other runs', find programs
+      compiled before; neither the trajectory nor any identity depends on it.
+    on_event: Told every event.
+  """
+  options = read_options(folder)
+  task = task_.load(options.task)
+  scorer = start_holdout(folder) if options.holdout == "during" else None
+  store = Store(folder)
+  bench = make_bench(
+    task, store, options.sandbox, workers=workers, ray=ray, compiled=compiled
+  )
+  try:
+    champion = make_search(options, task, bench, store).run(on_event)
+  finally:
+    bench.close()
+    store.close()
+  if options.holdout == "after":
+    scorer = start_holdout(folder)
+  if scorer is not None and scorer.wait() != 0:
+    raise RuntimeError(
+      f"discover: the held-out scorer of {folder} ended with {scorer.returncode}; run "
+      f"`python -m mxjax.discovery.search.heldout {folder}` to see why."
+    )
+  return champion
+
+
+def make_search(
+  options: RunOptions,
+  task: task_.Task,
+  bench: Bench,
+  store: Store,
+  archive: Store | None = None,
+) -> Search:
+  """The search that options describe, nothing executed yet.
+
+  Args:
+    options: Of the run.
+    task: Its task.
+    bench: Workers for the task.
+    store: The run folder.
+    archive: See `Laboratory`.
+  """
+  lab = Laboratory(task, bench, store, archive=archive)
+  return Search(options.search, lab, make_proposer(options, task), store)
+
+
+def start_holdout(folder: pathlib.Path) -> "subprocess.Popen[bytes]":
+  """Starts the held-out scorer: another process, which only reads the log."""
+  command = [sys.executable, "-m", "mxjax.discovery.search.heldout", str(folder)]
+  return subprocess.Popen(command)

@@ -1,0 +1,1 @@
+"""The paper's studies of the discovery system: arms, paired seeds, tables."""

@@ -1,0 +1,1 @@
+"""Search problems: the synthetic world and post-training quantization."""

@@ -1,0 +1,1 @@
+"""The quantization task: evolved hooks under the frozen contract."""

@@ -1,0 +1,194 @@
+"""The trusted side of a candidate's hooks: statistics in, checked payloads out."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.devices import execution
+from mxjax.discovery.core.task import ContractError
+from mxjax.numerics import float_bits, mxfp4
+from mxjax.numerics.precision import HIGHEST
+from mxjax.numerics.shaping import input_maps, reference_chart
+
+EXPONENT_SLACK = 4
+"""How far a block's exponent may lie from that of its largest value. Exponents carry
+scale, not side information: this leaves at most log2(9) bits a block to choose."""
+
+Function = Callable[..., tuple[jax.Array, ...]]
+
+
+@functools.partial(jax.jit, static_argnames="function")
+def _map_units(function: Function, items: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+  """A hook on every unit, one after another: small LAPACK calls never run abreast."""
+  return jax.lax.map(lambda arguments: function(*arguments), items)
+
+
+def map_units(function: Function, *items: Any) -> list[np.ndarray]:
+  """The hook's results on stacked units, on the host."""
+  return [np.asarray(a) for a in execution.finish(_map_units(function, items))]
+
+
+def require_finite(place: str, *arrays: np.ndarray) -> None:
+  """Refuses NaN and infinity in what a hook returned.
+
+  Raises:
+    ContractError: Naming the hook.
+  """
+  for array in arrays:
+    if not np.isfinite(array).all():
+      raise ContractError(f"{place}: returned NaN or inf.")
+
+
+def legal(codes: jax.Array, exponent: jax.Array, blocks: jax.Array) -> jax.Array:
+  """Whether codes `[..., 32, n]` and exponents `[..., n]` are a payload, `[..., n]`.
+
+  Args:
+    codes: uint8, values 0 to 15.
+    exponent: int32.
+    blocks: The float values that were encoded.
+  """
+  own = mxfp4.block_exponent(blocks)
+  near = jnp.abs(exponent - jnp.minimum(own, 127)) <= EXPONENT_SLACK
+  is_byte = (exponent >= -mxfp4.SCALE_BIAS) & (exponent <= mxfp4.SCALE_BIAS)
+  return near & is_byte & (codes <= 15).all(-2)
+
+
+def decoded(codes: jax.Array, exponent: jax.Array) -> jax.Array:
+  """The one decoder: codes `[..., 32, n]` and exponents `[..., n]` to float32."""
+  value = mxfp4.magnitude((codes & 7).astype(jnp.int32))
+  sign = jnp.where(codes >= 8, jnp.float32(-1), jnp.float32(1))
+  return sign * value * float_bits.power_of_two(exponent)[..., None, :]
+
+
+@functools.partial(jax.jit, static_argnames=("function", "full"))
+def encode_groups(
+  function: Function,
+  weight: jax.Array,
+  curvature: jax.Array,
+  upper: jax.Array,
+  inverse: jax.Array,
+  *,
+  full: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """Encodes blocks in order; with `full`, each absorbs the errors of those before it.
+
+  Args:
+    function: The batched hook.
+    weight: `[blocks, 32, rows]`.
+    curvature: What the hook is told of each block, `[blocks, 32, 32]`.
+    upper: U of GPTQ, `[d, d]`, or `[32, d]` of anything without `full`.
+    inverse: Inverse of each diagonal block of U, `[blocks, 32, 32]`.
+    full: Whether errors propagate.
+
+  Returns:
+    Codes, exponents, decoded values, and legality `[blocks, rows]`.
+  """
+  blocks, size, rows = weight.shape
+
+  def group(errors: jax.Array, item: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
+    index, target, told, solve = item
+    if full:
+      start = index * size
+      columns = jax.lax.dynamic_slice_in_dim(upper, start, size, axis=1)
+      target -= jnp.einsum("di,dm->im", columns, errors, precision=HIGHEST)
+    codes, exponent = function(target.T, told)
+    codes = codes.T
+    value = decoded(codes, exponent)
+    if full:
+      # U is upper triangular: the errors e of the columns solve e U = w - q.
+      error = jnp.einsum("ij,im->jm", solve, target - value, precision=HIGHEST)
+      errors = jax.lax.dynamic_update_slice_in_dim(errors, error, index * size, axis=0)
+    return errors, (codes, exponent, value, legal(codes, exponent, target))
+
+  errors = jnp.zeros((blocks * size if full else 1, rows), weight.dtype)
+  order = jnp.arange(blocks, dtype=jnp.int32)
+  return jax.lax.scan(group, errors, (order, weight, curvature, inverse))[1]
+
+
+@jax.jit
+def diagonal_blocks(matrix: jax.Array) -> jax.Array:
+  """The 32 x 32 tiles on the diagonal of `[d, d]`, `[blocks, 32, 32]`."""
+  blocks = matrix.shape[0] // mxfp4.BLOCK_SIZE
+  tiles = matrix.reshape(blocks, mxfp4.BLOCK_SIZE, blocks, mxfp4.BLOCK_SIZE)
+  return jnp.einsum("aiaj->aij", tiles)
+
+
+@jax.jit
+def inverses(upper: jax.Array) -> jax.Array:
+  """Inverses of upper triangular tiles `[blocks, 32, 32]`."""
+  identity = jnp.broadcast_to(jnp.eye(upper.shape[-1], dtype=upper.dtype), upper.shape)
+  return jax.lax.linalg.triangular_solve(upper, identity, left_side=True, lower=False)
+
+
+@jax.jit
+def conjugated(hessian: jax.Array, input_map: Any) -> jax.Array:
+  """The Hessian `[d, d]` in the coordinates of a map, or as it is."""
+  return hessian if input_map is None else input_map.conjugate(hessian)
+
+
+def _error_step(
+  carry: dict[str, jax.Array],
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  transform: jax.Array,
+) -> dict[str, jax.Array]:
+  """Adds a sequence's error moments in the coordinates of a map."""
+  del index
+  mapped = input_maps.BlockDense(transform).apply(blocks)
+  error = mxfp4.round_blocks(mapped, rules) - mapped
+  wide, signal = error.astype(jnp.float64), mapped.astype(jnp.float64)
+  return {
+    "error": carry["error"] + jnp.einsum("bin,bjn->bij", wide, wide),
+    "cross": carry["cross"] + jnp.einsum("bin,bjn->bij", wide, signal),
+    "signal": carry["signal"] + jnp.einsum("bin,bjn->bij", signal, signal),
+  }
+
+
+@jax.jit
+def _folded(transform: jax.Array, weight: jax.Array) -> jax.Array:
+  return input_maps.BlockDense(transform).fold(weight)
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def _weight_stats(folded: jax.Array, rules: mxfp4.Rules) -> dict[str, jax.Array]:
+  narrow = folded.astype(jnp.float32)
+  error = (mxfp4.round_blocks(narrow, rules) - narrow).astype(jnp.float64)
+  rows = folded.shape[-1]
+  product = lambda a, b: jnp.einsum("bim,bjm->bij", a, b) / rows
+  return {
+    "weight": reference_chart.block_moment(folded) / rows,
+    "weight_error": product(error, error),
+    "weight_cross": product(error, narrow.astype(jnp.float64)),
+  }
+
+
+def measure_stats(
+  weight: jax.Array, inputs: LinearInputs, transform: jax.Array
+) -> dict[str, jax.Array]:
+  """Second moments and nearest-code error moments of every block, float64.
+
+  Args:
+    weight: `[blocks, 32, rows]`, native.
+    inputs: The linear's inputs.
+    transform: The map in whose coordinates to measure, `[blocks, 32, 32]`.
+  """
+  # Three buffers, not one thrice: the reduction donates them.
+  start = {
+    name: jnp.zeros(transform.shape, jnp.float64)
+    for name in ("error", "cross", "signal")
+  }
+  moments = inputs.reduce(_error_step, start, transform.astype(jnp.float32))
+  wide = transform.astype(jnp.float64)
+  folded = execution.finish(_folded(wide, weight.astype(jnp.float64)))
+  return {
+    "activation": moments["signal"] / inputs.tokens,
+    "activation_error": moments["error"] / inputs.tokens,
+    "activation_cross": moments["cross"] / inputs.tokens,
+    **execution.finish(_weight_stats(folded, inputs.rules)),
+  }

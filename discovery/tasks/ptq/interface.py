@@ -1,0 +1,151 @@
+"""Hooks and plan of the PTQ task, with RTN behaviour as the default of each."""
+
+from collections.abc import Mapping
+
+from mxjax.discovery.core.interface import Aval, Hook, Interface
+
+MATRIX = Aval("float64", (32, 32))
+TABLE = Aval("float32", (32, 32))
+BLOCK = Aval("float32", (32,))
+SCALAR = Aval("float64", ())
+STATS = {
+  name: MATRIX
+  for name in (
+    "activation",
+    "activation_cross",
+    "activation_error",
+    "weight",
+    "weight_cross",
+    "weight_error",
+  )
+}
+PAYLOAD = (Aval("uint8", (32,)), Aval("int32", ()))
+
+ENCODE = '''
+def block_exponent(block):
+  """Floor of log2 of the largest magnitude, minus two, from float bits."""
+  peak = jnp.max(jnp.abs(block))
+  field = jax.lax.bitcast_convert_type(peak, jnp.int32) >> 23
+  return jnp.clip(field - 129, -127, 127).astype(jnp.int32)
+
+
+def nearest_codes(block, exponent):
+  """E2M1 codes at an exponent; a tie takes the larger magnitude."""
+  scaled = jnp.ldexp(jnp.abs(block), -exponent)
+  edges = jnp.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], block.dtype)
+  index = jnp.sum(scaled[:, None] >= edges[None, :], axis=-1)
+  return (index + 8 * jnp.signbit(block)).astype(jnp.uint8)
+'''
+
+HOOKS = (
+  Hook(
+    name="transform",
+    arguments={"stats": STATS},
+    outputs=(MATRIX,),
+    active_when=("transform", ("measured",)),
+    default="def transform(stats):\n  return jnp.eye(32, dtype=jnp.float64)\n",
+    doc="The invertible 32 x 32 map T of a block's inputs; weights get its inverse "
+    "transpose. Statistics are second moments X'X/n and W'W/m, error moments E'E/n "
+    "and cross moments E'X/n of the nearest codes, in native coordinates.",
+  ),
+  Hook(
+    name="balance",
+    arguments={"stats": STATS},
+    outputs=(Aval("float64", (8,)),),
+    active_when=("balance", ("measured", "stale")),
+    default="def balance(stats):\n  return jnp.zeros(8, jnp.float64)\n",
+    doc="log2 scales of eight groups of four coordinates; positive expands "
+    "activations. Statistics are in the coordinates of T, native when stale.",
+  ),
+  Hook(
+    name="encode_weight",
+    arguments={"block": BLOCK, "curvature": TABLE},
+    outputs=PAYLOAD,
+    batched=("block",),
+    default="def encode_weight(block, curvature):\n"
+    "  exponent = block_exponent(block)\n"
+    "  return nearest_codes(block, exponent), exponent\n",
+    doc="Codes and exponent of 32 weights of a row. `curvature` is the identity, the "
+    "upper factor U of the block's own damped inverse Hessian (plan local), or the "
+    "diagonal block of U of the whole linear (plan full, errors then propagate to "
+    "later blocks).",
+  ),
+  Hook(
+    name="encode_act",
+    arguments={"block": BLOCK, "gram": TABLE, "cross": TABLE},
+    outputs=PAYLOAD,
+    batched=("block",),
+    default="def encode_act(block, gram, cross):\n"
+    "  exponent = block_exponent(block)\n"
+    "  return nearest_codes(block, exponent), exponent\n",
+    doc="Codes and exponent of 32 activations of a token, given the block's tables "
+    "G = W^'W^ and K = W^'(W - W^) of the realized weights W^ (plan realized), or "
+    "G = W'W and K = 0 (plan float).",
+  ),
+  Hook(
+    name="recover_value",
+    arguments={
+      "stats": {
+        name: SCALAR
+        for name in (
+          "count",
+          "product",
+          "target",
+          "target_square",
+          "value",
+          "value_square",
+        )
+      }
+    },
+    outputs=(Aval("float64", (2,)),),
+    active_when=("attention", (True,)),
+    default="def recover_value(stats):\n  return jnp.array([1.0, 0.0], jnp.float64)\n",
+    doc="Scale and offset of one key-value head's value outputs, from sums over pairs "
+    "(realized value, float target).",
+  ),
+  Hook(
+    name="recover_mlp",
+    arguments={
+      "stats": {
+        "count": Aval("float64", (32,)),
+        "gram": Aval("float64", (32, 3, 3)),
+        "target": Aval("float64", (32, 3)),
+      }
+    },
+    outputs=(Aval("float64", (3,)),),
+    active_when=("mlp", (True,)),
+    default="def recover_mlp(stats):\n  return jnp.zeros(3, jnp.float64)\n",
+    doc="Gate shift, gate scale and up scale of one layer, from the normal equations "
+    "of 32 calibration cells.",
+  ),
+)
+
+INTERFACE = Interface(
+  hooks=HOOKS,
+  plan={
+    "transform": ("off", "measured"),
+    "balance": ("off", "measured", "stale"),
+    "curvature": ("none", "local", "full"),
+    "tables": ("realized", "float"),
+    "attention": (False, True),
+    "mlp": (False, True),
+  },
+  header="import jax\nimport jax.numpy as jnp\n" + ENCODE,
+)
+
+RESIDUALS: Mapping[str, str] = {
+  "contaminated": "transform",
+  "activation_error": "encode_act",
+  "weight_error": "encode_weight",
+  "operator_error": "transform",
+  "value_error": "recover_value",
+  "mlp_error": "recover_mlp",
+}
+"""Measured questions and the hook whose computation each is about."""
+
+REGIMES: Mapping[str, tuple[str, ...]] = {
+  "Geometric shaping": ("transform", "balance"),
+  "Discrete realization": ("encode_weight", "encode_act", "curvature", "tables"),
+  "Structural recovery": ("attention", "mlp"),
+}
+"""The three stages of the paper's hierarchy, in order."""

@@ -1,0 +1,361 @@
+"""A synthetic world whose causal truth is known.
+
+Six sites, six operations. The seed decides what each operation is at each site: a
+mechanism that lowers the site's residual and with it the loss, a mediator that moves
+the residual alone, capacity (any edit of that size gains, whatever it does), inert, or
+harmful. Mechanisms wait for the one before them, so what is worth doing changes as the
+program does. Verdicts, explanations and checkers can be judged against the truth, and
+a whole run takes seconds.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mxjax.discovery.core import identity
+from mxjax.discovery.core.edit_templates import Card
+from mxjax.discovery.core.interface import Aval, Hook, Interface
+from mxjax.discovery.core.residual import Control, Explanation, Predicted, Residual
+from mxjax.discovery.core.task import Artifacts, Call
+
+SITES = ("geometry", "balance", "weights", "activations", "attention", "mlp")
+WIDTH, ROWS = 8, 16
+OPERATIONS: Mapping[str, str] = {
+  "shift": "jnp.roll(x, 1)",
+  "mirror": "x[::-1]",
+  "comb": "x * jnp.array([1, -1] * 4, x.dtype)",
+  "skip": "jnp.roll(x, 3)",
+  "lift": "jnp.full_like(x, 1) * x.mean()",
+  "squash": "jnp.tanh(3 * x)",
+}
+FULL = 0.5
+"""Amplitude at which an operation has its whole effect."""
+AMPLITUDES = (0.25, 0.5, 1.0, -0.5)
+REGIMES: Mapping[str, tuple[str, ...]] = {
+  "Geometric shaping": ("geometry", "balance"),
+  "Discrete realization": ("weights", "activations"),
+  "Structural recovery": ("attention", "mlp"),
+}
+LAYERS = 4
+UNREAD = 0.1
+"""Chance that a layer does not read a site at all."""
+THRESHOLD = 0.5
+MARGIN = 0.004
+CHAOS = 0.001
+
+TEMPLATE = """
+def {site}(x):
+  return {previous} + {amplitude} * {operation}
+"""
+
+
+def _apply(operation: str, x: np.ndarray) -> np.ndarray:
+  match operation:
+    case "shift":
+      return np.roll(x, 1, -1)
+    case "mirror":
+      return x[..., ::-1]
+    case "comb":
+      return x * np.array([1, -1] * 4, x.dtype)
+    case "skip":
+      return np.roll(x, 3, -1)
+    case "lift":
+      return np.ones_like(x) * x.mean(-1, keepdims=True)
+    case _:
+      return np.tanh(3 * x)
+
+
+class World:
+  """A synthetic landscape; see `mxjax.discovery.core.task.Task`.
+
+  Attributes:
+    truth: What each operation is, by site and operation.
+  """
+
+  target = "loss"
+  phases: Sequence[str] = ("measure",)
+  call_seconds = 0.02
+
+  def __init__(self, seed: int = 0, transfer: int = 0) -> None:
+    """Draws a world.
+
+    Args:
+      seed: Decides the truth.
+      transfer: Decides sizes of effects and noise only: the held-out world has the
+        truth of the visible one with other magnitudes.
+    """
+    self._seed, self._transfer = seed, transfer
+    generator = np.random.default_rng(1234)
+    self._inputs = generator.standard_normal((ROWS, WIDTH)).astype(np.float32)
+    basis = [_apply(op, self._inputs).ravel() for op in OPERATIONS]
+    self._solve = np.linalg.pinv(np.stack(basis, 1).astype(np.float64))
+    self._known: dict[str, tuple[np.ndarray, str]] = {}
+    self.truth = {site: self._site_truth(site) for site in SITES}
+    order = identity.shuffled(SITES, seed, "order")
+    self.prerequisite = dict(zip(order[1:], order, strict=False))
+
+  def _site_truth(self, site: str) -> dict[str, str]:
+    is_capacity = identity.draw(self._seed, site, "capacity") < 0.34
+    kinds = ["mechanism", "mediator", "inert", "inert", "inert", "harmful"]
+    if is_capacity:
+      kinds = ["capacity"] * 3 + ["mediator", "inert_capacity", "harmful"]
+    return dict(
+      zip(OPERATIONS, identity.shuffled(kinds, self._seed, site, "kinds"), strict=True)
+    )
+
+  @property
+  def spec(self) -> Mapping[str, Any]:
+    """See `Task`."""
+    return {"task": "world", "seed": self._seed, "transfer": self._transfer}
+
+  @property
+  def interface(self) -> Interface:
+    """One hook a site, on rows of eight numbers."""
+    row = Aval("float32", (WIDTH,))
+    hooks = tuple(
+      Hook(
+        name=site,
+        arguments={"x": row},
+        outputs=(row,),
+        batched=("x",),
+        default=f"def {site}(x):\n  return x\n",
+        doc=f"What is done at {site}; the default does nothing.",
+      )
+      for site in SITES
+    )
+    return Interface(hooks=hooks, plan={"remeasure": (False, True)})
+
+  @property
+  def margins(self) -> Mapping[str, float]:
+    """The loss's margin is four times the chaos; residuals are exact to 0.02."""
+    return {"loss": MARGIN} | {f"excess_{site}": 0.02 for site in SITES}
+
+  @property
+  def contract(self) -> Mapping[str, Any]:
+    """The truth's digest stands for weights, tokens and evaluator."""
+    return {"world": identity.digest([self.truth, self.prerequisite, self._transfer])}
+
+  @property
+  def interventions(self) -> Mapping[str, str]:
+    """See `Task`."""
+    return {
+      "permute": "{site}: the edit's size at the site, with what it does permuted",
+      "elsewhere": "{site}: the edit done where no site reads it",
+      "dose": "{site}, {factor}: the edit scaled",
+    }
+
+  def readable(self, phase: str) -> Sequence[str]:
+    """No files."""
+    del phase
+    return ()
+
+  def open(self, phase: str) -> "World":
+    """The world is its own session."""
+    del phase
+    return self
+
+  def holdout(self) -> "World":
+    """The same truth with other magnitudes."""
+    return World(self._seed, self._transfer + 1)
+
+  def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
+    """Sites whose excess is over the threshold."""
+    return [
+      Residual(program, name, values[name], THRESHOLD, site)
+      for site in SITES
+      if values[name := f"excess_{site}"] > THRESHOLD
+    ]
+
+  # The evaluator.
+
+  def run(
+    self, call: Call, artifacts: Artifacts, payload: bytes
+  ) -> tuple[dict[str, Any], bytes]:
+    """Runs every site's hook on the fixed rows and reads the landscape off."""
+    del payload
+    amplitudes, outputs = {}, {}
+    for site in SITES:
+      amplitudes[site], outputs[site] = self._behaviour(
+        call.computation[site], artifacts
+      )
+    amplitudes = self._intervened(amplitudes, call.intervention, artifacts)
+    values = self._landscape(amplitudes, bool(call.plan["remeasure"]))
+    noise = identity.draw(self._seed, self._transfer, sorted(outputs.items()), "chaos")
+    values["loss"] += CHAOS * (2 * noise - 1)
+    values |= self._layers(amplitudes)
+    return {"values": values, "outputs": outputs}, b""
+
+  def _behaviour(
+    self, computation: str, artifacts: Artifacts
+  ) -> tuple[np.ndarray, str]:
+    """How much of each operation a hook does, and a digest of what it returned."""
+    if computation not in self._known:
+      result = np.asarray(jax.jit(artifacts.batched(computation))(self._inputs)[0])
+      if not np.isfinite(result).all():
+        raise FloatingPointError("world: a hook returned NaN or inf.")
+      change = (result - self._inputs).astype(np.float64).ravel()
+      digest = hashlib.sha256(result.tobytes()).hexdigest()[:16]
+      self._known[computation] = self._solve @ change, digest
+    return self._known[computation]
+
+  def _intervened(
+    self,
+    amplitudes: dict[str, np.ndarray],
+    intervention: Mapping[str, Any],
+    artifacts: Artifacts,
+  ) -> dict[str, np.ndarray]:
+    """Amplitudes under a control, which acts on what the edit changed."""
+    changed = dict(amplitudes)
+    kind = intervention.get("kind")
+    if kind is None:
+      return changed
+    site = intervention["site"]
+    before, _ = self._behaviour(intervention["parent"]["computation"][site], artifacts)
+    edit = amplitudes[site] - before
+    if kind == "permute":
+      # The same size of edit, carried by an operation that does nothing by itself.
+      quiet = [i for i, op in enumerate(OPERATIONS) if "inert" in self.truth[site][op]]
+      moved = np.zeros(len(OPERATIONS))
+      moved[quiet[0]] = np.abs(edit).sum()
+      changed[site] = before + moved
+    elif kind == "elsewhere":
+      changed[site] = before
+    elif kind == "dose":
+      changed[site] = before + edit * float(intervention["factor"])
+    else:
+      raise ValueError(f"world: unknown intervention {kind!r}.")
+    return changed
+
+  def _layers(self, amplitudes: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Sizes of four layers' outputs: each reads most sites, with weights of its own."""
+    sizes = {site: float(np.abs(a).sum()) for site, a in amplitudes.items()}
+    reads = lambda layer, site: identity.draw(self._seed, layer, site, "reads")
+    return {
+      f"layer_{layer}": 1.0
+      + sum(
+        weight * size
+        for site, size in sizes.items()
+        if (weight := reads(layer, site)) >= UNREAD
+      )
+      for layer in range(LAYERS)
+    }
+
+  def focal_is_true(self, label: str) -> bool:
+    """Whether an edit, by its label, really acts on what makes its site lose."""
+    site, operation = label.split("(")[0].split("-")
+    return self.truth[site][operation] == "mechanism" and "=-" not in label
+
+  @property
+  def regimes(self) -> Mapping[str, tuple[str, ...]]:
+    """See `Task`."""
+    return REGIMES
+
+  def ideal(self) -> float:
+    """The loss with the one right act at every site, chaos aside."""
+    amplitudes = {}
+    for site in SITES:
+      kinds = self.truth[site]
+      best = "capacity" if "capacity" in kinds.values() else "mechanism"
+      first = next(op for op in OPERATIONS if kinds[op] == best)
+      amplitudes[site] = np.array([FULL * (op == first) for op in OPERATIONS])
+    return self._landscape(amplitudes, remeasure=True)["loss"]
+
+  def _gain(self, site: str) -> float:
+    return 0.08 + 0.16 * identity.draw(self._seed, self._transfer, site, "gain")
+
+  def _landscape(
+    self, amplitudes: Mapping[str, np.ndarray], remeasure: bool
+  ) -> dict[str, float]:
+    """Loss and the excess of every site."""
+    loss, values = 3.0, {}
+    reach: dict[str, float] = {}
+    for site in identity.shuffled(SITES, self._seed, "order"):
+      before = self.prerequisite.get(site)
+      ready = 1.0 if before is None else reach[before]
+      amount = dict(zip(OPERATIONS, amplitudes[site], strict=True))
+      kinds = self.truth[site]
+      of = lambda kind, kinds=kinds, amount=amount: sum(
+        amount[op] for op in OPERATIONS if kinds[op] == kind
+      )
+      size = float(np.abs(amplitudes[site]).sum())
+      working = min(max(of("mechanism") / FULL, 0.0), 1.0)
+      moving = min(max(of("mediator") / FULL, 0.0), 1.0)
+      is_capacity = "capacity" in kinds.values()
+      strength = min(size / FULL, 1.0) if is_capacity else working
+      gain = self._gain(site) * strength * (0.25 + 0.75 * ready)
+      if remeasure and before is not None:
+        gain *= 1.15
+      loss -= gain
+      loss += 0.1 * min(abs(of("harmful")) / FULL, 2.0)
+      loss += 0.06 * max(size - 1.2, 0.0) ** 2
+      loss += 0.05 * max(-of("mechanism") / FULL, 0.0)
+      reach[site] = 1.0 if is_capacity and strength > 0.5 else working
+      quiet = 0.35 if ready < 0.5 else 0.9
+      values[f"excess_{site}"] = quiet * (1.0 - 0.8 * max(working, moving))
+    return {"loss": loss, **values}
+
+  # The cards.
+
+  @property
+  def cards(self) -> Sequence[Card]:
+    """Every operation at every site, all told the same story; most are decoys."""
+    return [_card(site, op) for site, op in itertools.product(SITES, OPERATIONS)]
+
+
+def _card(site: str, operation: str) -> Card:
+  excess = f"excess_{site}"
+  gains: Predicted = {"loss": "down"}
+  keeps: Predicted = {"loss": "same"}
+  return Card(
+    id=f"{site}-{operation}",
+    hooks=(site,),
+    template=TEMPLATE.replace("{site}", site)
+    .replace("{operation}", OPERATIONS[operation])
+    .replace("{previous}", "x"),
+    params=tuple({"amplitude": a} for a in AMPLITUDES),
+    residual=excess,
+    family=site,
+    statement=f"{operation} at {site} removes its excess",
+    explanations=(
+      Explanation(
+        "mechanism",
+        f"{operation} acts on what makes {site} lose",
+        {
+          "primary": {**gains, excess: "down"},
+          "permute": {**keeps, excess: "same"},
+          "elsewhere": keeps,
+        },
+      ),
+      Explanation(
+        "capacity",
+        f"any edit of this size at {site} gains",
+        {"primary": gains, "permute": gains, "elsewhere": keeps},
+      ),
+      Explanation(
+        "drift",
+        "any edit of this size anywhere gains",
+        {"primary": gains, "permute": gains, "elsewhere": gains},
+      ),
+      Explanation(
+        "mediator",
+        f"the excess of {site} falls and nothing follows from it",
+        {"primary": {**keeps, excess: "down"}},
+      ),
+      Explanation(
+        "nothing", "the edit does nothing", {"primary": {**keeps, excess: "same"}}
+      ),
+      Explanation("harm", "the edit destroys something", {"primary": {"loss": "up"}}),
+    ),
+    controls=tuple(
+      Control(name, {"kind": name, "site": site, "parent": True, **more}, cost, told)
+      for name, more, cost, told in (
+        ("permute", {}, 1, "the same size, another act"),
+        ("elsewhere", {}, 1, "where no site reads it"),
+        ("dose", {"factor": 0.5}, 2, "half the dose"),
+      )
+    ),
+  )

@@ -1,0 +1,147 @@
+"""Long work made visible and stoppable: bars or JSON events, and a clean Ctrl-C."""
+
+import contextlib
+import json
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, TextIO
+
+from mxjax.evaluation.cli import console
+from mxjax.running import pipeline
+
+Begin = Callable[[str], pipeline.OnProgress]
+
+
+class Interrupted(KeyboardInterrupt):
+  """Work that was stopped by hand.
+
+  Attributes:
+    resume: The command that goes on with it.
+  """
+
+  resume: str
+
+  def __init__(self, message: str, resume: str) -> None:
+    """Says where it stopped, and how to go on."""
+    super().__init__(f"{message}; go on with: {resume}")
+    self.resume = resume
+
+
+def emit(event: str, stream: TextIO | None = None, **values: Any) -> None:
+  """Prints one event as a JSON line, on stderr unless told."""
+  line = {"event": event, "time": round(time.time(), 3), **values}
+  print(json.dumps(line), file=stream or sys.stderr, flush=True)
+
+
+class Clock:
+  """Time spent and left of work that reports the share that is done."""
+
+  def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    """Starts at the first share seen: what an earlier process did took no time here."""
+    self._now = now
+    self._start: tuple[float, float] | None = None
+
+  def update(self, fraction: float) -> tuple[float, float | None]:
+    """Seconds spent, and seconds left if they can be told yet."""
+    if self._start is None:
+      self._start = self._now(), fraction
+    begun, first = self._start
+    spent = self._now() - begun
+    if fraction <= first:
+      return spent, None
+    return spent, spent * (1 - fraction) / (fraction - first)
+
+
+@contextlib.contextmanager
+def progress(form: str) -> Iterator[Begin]:
+  """What follows a method's progress: `bars`, events (`json`) or nothing (`none`)."""
+  if form == "none":
+    yield lambda method: lambda now: None
+    return
+  if form != "json":
+    with console.progress_bars() as begin:
+      yield begin
+    return
+
+  def begin_events(method: str) -> pipeline.OnProgress:
+    clock = Clock()
+
+    def update(now: pipeline.Progress) -> None:
+      spent, left = clock.update(now.fraction)
+      emit(
+        "progress",
+        method=method,
+        layer=now.layer,
+        layers=now.layers,
+        stage=now.stage,
+        fraction=round(now.fraction, 6),
+        seconds=round(spent, 3),
+        seconds_left=None if left is None else round(left, 3),
+      )
+
+    return update
+
+  yield begin_events
+
+
+class Stopper:
+  """Asks for a stop after the layer in work; asked twice, stops at once.
+
+  Where no layer is in work there is nothing to wait for: the first time is enough.
+  """
+
+  def __init__(self, tell: Callable[[str], None]) -> None:
+    """Takes what prints a line for the person who pressed the keys."""
+    self._tell, self._asked, self._in_layer = tell, False, False
+
+  def follow(self, on_progress: pipeline.OnProgress) -> pipeline.OnProgress:
+    """The same progress, from which this learns that a layer is in work."""
+
+    def update(now: pipeline.Progress) -> None:
+      self._in_layer = True
+      on_progress(now)
+
+    return update
+
+  def __call__(self) -> bool:
+    """Whether to stop; the pipeline asks when a layer is on disk."""
+    self._in_layer = False
+    return self._asked
+
+  def ask(self, number: int, frame: FrameType | None) -> None:
+    """The signal handler."""
+    del frame
+    if self._asked or not self._in_layer:
+      raise KeyboardInterrupt
+    self._asked = True
+    name = signal.Signals(number).name
+    self._tell(
+      f"{name}: stopping when this layer is finished and on disk; once more stops "
+      "now, and this layer is done again on --resume"
+    )
+
+
+@contextlib.contextmanager
+def stopper(tell: Callable[[str], None]) -> Iterator[Stopper]:
+  """Sends Ctrl-C and SIGTERM to a `Stopper` inside the `with` block."""
+  result = Stopper(tell)
+  # Only the main thread gets signals; elsewhere they keep their meaning.
+  is_main = threading.current_thread() is threading.main_thread()
+  numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+  before = {number: signal.signal(number, result.ask) for number in numbers}
+  try:
+    yield result
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def resume_command(arguments: Sequence[str]) -> str:
+  """The command line that goes on with what `mxjax *arguments` began."""
+  words = [word for word in arguments if word != "--resume"]
+  return shlex.join(["mxjax", *words, "--resume"])

@@ -1,0 +1,98 @@
+"""Does the quantized model predict as the float model does? KL and flips by token."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.calibration import streams
+from mxjax.calibration.calibration import CausalLanguageModel, Params
+from mxjax.devices import execution
+from mxjax.evaluation.measures.perplexity import WINDOWS_TOGETHER
+
+HEAD_CHUNK = 256
+"""Tokens whose logits exist at once, twice: bounds memory for large vocabularies."""
+
+
+class Agreement(NamedTuple):
+  """Predictions of two models on the same tokens.
+
+  Attributes:
+    divergence: KL(float || quantized) of every prediction, nats, float32
+      `[windows, length - 1]`.
+    is_flipped: Whether the most likely token differs, bool, same shape.
+  """
+
+  divergence: np.ndarray
+  is_flipped: np.ndarray
+
+  def to_dict(self) -> dict[str, Any]:
+    """Mean, median, 99th percentile and maximum of KL, and the share of flips."""
+    kl = np.asarray(self.divergence, np.float64)
+    return {
+      "predictions": int(kl.size),
+      "kl_mean": float(kl.mean()),
+      "kl_median": float(np.median(kl)),
+      "kl_p99": float(np.quantile(kl, 0.99)),
+      "kl_max": float(kl.max()),
+      "flips": float(self.is_flipped.mean()),
+    }
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _compare(
+  model: CausalLanguageModel,
+  params: tuple[Params, Params],
+  hidden: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+  """KL and flips `[T]` of final hidden states `[1, T, d]`, a chunk at a time."""
+  length = hidden[0].shape[1]
+  padding = -length % HEAD_CHUNK
+  chunks = tuple(
+    jnp.pad(h[0], ((0, padding), (0, 0))).reshape(-1, HEAD_CHUNK, h.shape[-1])
+    for h in hidden
+  )
+
+  def chunk(states: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    exact, ours = (
+      jax.nn.log_softmax(model.logits(p, s[None])[0], axis=-1)
+      for p, s in zip(params, states, strict=True)
+    )
+    divergence = (jnp.exp(exact) * (exact - ours)).sum(-1)
+    return divergence, exact.argmax(-1) != ours.argmax(-1)
+
+  divergence, is_flipped = jax.lax.map(chunk, chunks)
+  return divergence.ravel()[:length], is_flipped.ravel()[:length]
+
+
+def agreement(
+  model: CausalLanguageModel, params: Params, quantized: Params, tokens: Any
+) -> Agreement:
+  """Compares the predictions of two sets of params, window by window.
+
+  Args:
+    model: The model.
+    params: Float params.
+    quantized: The other params of the same model.
+    tokens: int32 `[windows, length]`, length at least 2.
+
+  Returns:
+    KL and flips of the predictions of all tokens but the first of each window.
+  """
+  outer = streams.outer_params(params), streams.outer_params(quantized)
+  divergences, flips = [], []
+  windows = [jnp.asarray(window[None, :-1]) for window in np.asarray(tokens, np.int32)]
+  for start in range(0, len(windows), WINDOWS_TOGETHER):
+    group = windows[start : start + WINDOWS_TOGETHER]
+    pairs = zip(
+      streams.final_hiddens(model, params, group),
+      streams.final_hiddens(model, quantized, group),
+      strict=True,
+    )
+    for hidden in pairs:
+      divergence, is_flipped = execution.finish(_compare(model, outer, hidden))
+      divergences.append(np.asarray(divergence))
+      flips.append(np.asarray(is_flipped))
+  return Agreement(np.stack(divergences), np.stack(flips))

@@ -1,0 +1,78 @@
+"""Operator error: each linear on the float model's own inputs.
+
+Errors do not propagate from layer to layer and no rounding chaos enters, so this
+number separates methods that perplexity of a small model cannot.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.calibration import streams
+from mxjax.calibration.calibration import CausalLanguageModel, Params
+from mxjax.devices import execution
+from mxjax.layers.quantized_linear import QuantizedLinear, linear
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _layer_errors(
+  model: CausalLanguageModel,
+  layer: Params,
+  leaves: Mapping[str, QuantizedLinear],
+  hidden: jax.Array,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  output, taps = model.layer_with_taps(layer, hidden)
+  errors = {}
+  for (block, name), tap in model.projection_taps.items():
+    path = f"{block}/{name}"
+    if path not in leaves:
+      continue
+    x = taps[tap].astype(jnp.float32)
+    exact = linear(x, layer[block][name]["weight"])
+    error = linear(x, leaves[path]) - exact
+    errors[path] = jnp.square(error).sum() / jnp.square(exact).sum()
+  return output, errors
+
+
+def operator_errors(
+  model: CausalLanguageModel, params: Params, quantized: Params, tokens: Any
+) -> dict[str, float]:
+  """||y_q - y||^2 / ||y||^2 of every quantized linear.
+
+  Args:
+    model: The model.
+    params: Float params, whose inputs are used throughout.
+    quantized: The same tree with quantized leaves.
+    tokens: int32 `[B, T]`.
+
+  Returns:
+    Relative squared errors by path, such as `layers_0/mlp/up_proj`.
+  """
+  tokens = jnp.asarray(tokens, jnp.int32)
+  hidden = model.embed(streams.outer_params(params), tokens)
+  result: dict[str, float] = {}
+  for index in range(model.num_layers):
+    name = model.layer_name(index)
+    layer = quantized[name]
+    weights = {
+      f"{block}/{linear_name}": layer[block][linear_name]["weight"]
+      for block, linear_name in model.projection_taps
+    }
+    leaves = {p: w for p, w in weights.items() if isinstance(w, QuantizedLinear)}
+    hidden, errors = execution.finish(
+      _layer_errors(model, params[name], leaves, hidden)
+    )
+    result |= {f"{name}/{path}": float(e) for path, e in errors.items()}
+  return result
+
+
+def operator_error(
+  model: CausalLanguageModel, params: Params, quantized: Params, tokens: Any
+) -> float:
+  """The mean of `operator_errors` over all quantized linears; NaN without any."""
+  errors = list(operator_errors(model, params, quantized, tokens).values())
+  return float(np.mean(errors)) if errors else float("nan")

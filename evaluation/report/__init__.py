@@ -1,0 +1,1 @@
+"""`report.html`: a self-contained page about quantization runs, with its charts."""

@@ -1,0 +1,1 @@
+"""The seven tasks: two perplexities and five multiple-choice tasks."""

@@ -1,0 +1,152 @@
+"""mxjax as a model of EleutherAI's lm-evaluation-harness.
+
+The harness finds models in a registry of its own process, so this module registers
+`mxjax` and hands over to the harness's command line:
+
+  mxjax-lm-eval --model mxjax --model_args checkpoint=runs/smollm2 --tasks arc_easy
+
+or `python -m mxjax.evaluation.tasks.harness` with the same arguments. It needs the
+extra `mxjax[harness]`. `checkpoint` is a folder written by `mxjax quantize`,
+`pretrained` any float model that `from_pretrained` takes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+# Fills the registry, which happens by itself only while it is empty.
+import lm_eval.models  # noqa: F401  # pyright: ignore[reportMissingImports]
+import numpy as np
+from lm_eval import utils  # pyright: ignore[reportMissingImports]
+from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
+from lm_eval.api.registry import (  # pyright: ignore[reportMissingImports]
+  register_model,
+)
+
+from mxjax import models
+from mxjax.evaluation.cli import cli_inputs
+from mxjax.evaluation.tasks import multiple_choice
+
+MAX_NEW_TOKENS = 256
+"""Tokens generated where a task does not say how many."""
+
+
+@register_model("mxjax")
+class MxjaxLM(LM):
+  """A float or quantized model under the harness's interface."""
+
+  def __init__(
+    self,
+    checkpoint: str | None = None,
+    pretrained: str | None = None,
+    dtype: str = "float32",
+    max_length: int | str | None = None,
+    batch_size: int | str | None = None,
+    device: str | None = None,
+    **unknown: Any,
+  ) -> None:
+    """Loads a checkpoint of `mxjax quantize`, or a float model.
+
+    Args:
+      checkpoint: Folder of a quantized model.
+      pretrained: A float model; the embedded SmolLM2 when neither is given.
+      dtype: Compute dtype of a float model.
+      max_length: Positions to use; the model's own when None.
+      batch_size: Passed by the harness; batches are made by length here.
+      device: Passed by the harness; JAX chooses the device.
+      **unknown: Refused by name.
+
+    Raises:
+      ValueError: Arguments that mean nothing here, or two models.
+    """
+    super().__init__()
+    del batch_size, device
+    if unknown or (checkpoint and pretrained):
+      raise ValueError(
+        "mxjax-lm-eval: expected model_args checkpoint or pretrained, dtype and "
+        f"max_length, got {', '.join(unknown) or 'both models'}; correct --model_args."
+      )
+    if checkpoint:
+      self.model, self.params, self.tokenizer, _ = cli_inputs.restore(checkpoint)
+    else:
+      self.model, self.params = models.from_pretrained(pretrained, dtype=dtype)
+      self.tokenizer = models.load_tokenizer(pretrained)
+    self.max_length = int(max_length or self.model.config.max_positions)
+
+  @property
+  def tokenizer_name(self) -> str:
+    """What the harness keys its caches by."""
+    return self.tokenizer.fingerprint
+
+  def _score(
+    self, requests: Sequence[multiple_choice.Request]
+  ) -> list[multiple_choice.Score]:
+    return multiple_choice.score(
+      self.model, self.params, requests, max_length=self.max_length
+    )
+
+  def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+    """Log-likelihood and greediness of each (context, continuation)."""
+    pairs = [
+      multiple_choice.encode_pair(self.tokenizer, *request.args) for request in requests
+    ]
+    return [(s.log_likelihood, s.is_greedy) for s in self._score(pairs)]
+
+  def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+    """Log-likelihood of whole texts, each token predicted once."""
+    config = self.model.config
+    start = [*self.tokenizer.prefix_ids, *config.eos_ids][:1]
+    windows, owners = [], []
+    for owner, request in enumerate(requests):
+      ids = self.tokenizer.encode(request.args[0]).tolist()
+      rolling = utils.get_rolling_token_windows(
+        token_list=ids,
+        prefix_token=start[0] if start else ids[0],
+        max_seq_len=self.max_length,
+        context_len=1,
+      )
+      for context, continuation in map(utils.make_disjoint_window, rolling):
+        windows.append(
+          multiple_choice.Request(
+            np.asarray(context, np.int32), np.asarray(continuation, np.int32)
+          )
+        )
+        owners.append(owner)
+    totals = np.zeros(len(requests))
+    np.add.at(totals, owners, [s.log_likelihood for s in self._score(windows)])
+    return totals.tolist()
+
+  def generate_until(self, requests: list[Instance]) -> list[str]:
+    """Greedy continuations, cut at the first stop text."""
+    return [self._generate(*request.args) for request in requests]
+
+  def _generate(self, context: str, settings: dict[str, Any]) -> str:
+    new = int(settings.get("max_gen_toks", MAX_NEW_TOKENS))
+    prefix = np.asarray(self.tokenizer.prefix_ids, np.int32)
+    ids = np.concatenate([prefix, self.tokenizer.encode(context)])
+    ids = ids[-(self.max_length - new) :]
+    output = models.generate(
+      self.model,
+      self.params,
+      ids[None],
+      max_new_tokens=new,
+      eos_id=self.tokenizer.eos_id,
+    )
+    text = self.tokenizer.decode(np.asarray(output[0, len(ids) :]))
+    stops = settings.get("until") or []
+    for stop in [stops] if isinstance(stops, str) else stops:
+      text = text.split(stop)[0]
+    return text
+
+
+def main() -> None:
+  """The harness's command line, with `mxjax` among its models."""
+  from lm_eval.__main__ import (  # pyright: ignore[reportMissingImports]
+    cli_evaluate,
+  )
+
+  cli_evaluate()
+
+
+if __name__ == "__main__":
+  main()

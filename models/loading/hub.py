@@ -1,0 +1,61 @@
+"""Resolution of a model's name to a file or folder on this machine."""
+
+import pathlib
+
+from mxjax.models.loading import embedded
+
+PATTERNS = ["*.json", "model*.safetensors", "*.jinja"]
+"""Files fetched from the hub: no pickles, no `consolidated` second copy."""
+
+
+def resolve(
+  source: str | pathlib.Path | None, *, only_config: bool = False
+) -> pathlib.Path:
+  """Finds a model, downloading it if it is a hub id.
+
+  Args:
+    source: None for the embedded model, a `.gguf` file, a folder, or a hub id such
+      as `"meta-llama/Llama-3.2-1B"`.
+    only_config: Fetch no weights of a hub id.
+
+  Returns:
+    A `.gguf` file or a folder, or whatever path was given.
+
+  Raises:
+    FileNotFoundError: The file or folder is absent, the hub cannot be reached, or it
+      has no such model.
+  """
+  if source is None:
+    return embedded.gguf_path()
+  path = pathlib.Path(source)
+  if path.exists():
+    return path
+  name = str(source)
+  if isinstance(source, pathlib.Path) or path.suffix == ".gguf" or name.count("/") != 1:
+    raise FileNotFoundError(
+      f"{name}: expected a .gguf file, a folder or a hub id `owner/name`, got no such "
+      "path; check the spelling."
+    )
+  return _download(name, ["config.json"] if only_config else PATTERNS)
+
+
+def _download(name: str, patterns: list[str]) -> pathlib.Path:
+  """Fetches a snapshot of a hub repository, or finds it in the cache."""
+  import huggingface_hub
+  from huggingface_hub import errors
+
+  try:
+    return pathlib.Path(
+      huggingface_hub.snapshot_download(name, allow_patterns=patterns)
+    )
+  except (
+    errors.LocalEntryNotFoundError,
+    errors.HfHubHTTPError,
+    errors.HFValidationError,
+    ConnectionError,
+  ) as error:
+    raise FileNotFoundError(
+      f"{name}: expected a folder here or a reachable hub repository, got "
+      f"{type(error).__name__} ({str(error).splitlines()[0]}); check the id and the "
+      "network, or pass a local folder, a .gguf file or None for the embedded model."
+    ) from error

@@ -1,0 +1,179 @@
+"""Loader of Hugging Face folders: `config.json` and safetensors, single or sharded."""
+
+import functools
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from mxjax.models import families
+from mxjax.models.config import ModelConfig
+from mxjax.models.loading.lazy import LazyParams
+from mxjax.models.loading.safetensors_file import SafetensorsFile
+from mxjax.models.parameters import Path, StoredTensor, parameter_shapes
+
+SINGLE_FILE = "model.safetensors"
+"""Weights of a small checkpoint."""
+INDEX_FILE = "model.safetensors.index.json"
+"""Names the shard of every tensor of a large one."""
+
+
+def read_config(folder: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
+  """Reads the config of a folder saved by transformers; weights need not be there.
+
+  Args:
+    folder: Holds `config.json`, or is that file.
+    dtype: Compute dtype.
+
+  Returns:
+    The model's description.
+
+  Raises:
+    FileNotFoundError: There is no config.
+    NotImplementedError: The architecture or a feature of it is not supported.
+    ValueError: A required field is absent.
+  """
+  path = folder / "config.json" if folder.is_dir() else folder
+  return families.from_hf_config(_read_json(path), dtype=dtype)
+
+
+def open_folder(folder: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
+  """Opens a model saved by transformers, without reading a tensor.
+
+  Args:
+    folder: Holds `config.json` and `model.safetensors`, or the sharded files and
+      their index.
+    dtype: Compute dtype of the config; the params keep the dtype of the file.
+
+  Returns:
+    Its params with Hugging Face names, each read when asked, and its config.
+
+  Raises:
+    FileNotFoundError: A file is absent.
+    NotImplementedError: The architecture or a feature of it is not supported.
+    ValueError: A file is truncated, or tensors are missing, unexpected or mis-shaped.
+  """
+  config = read_config(folder, dtype=dtype)
+  stored = {path: tensor for path, tensor in _stored_tensors(folder)}
+  if config.tie_embeddings:
+    _drop_tied_head(stored, folder)
+  return LazyParams(stored, config, str(folder))
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+  """Reads a JSON file that must be there."""
+  if not path.is_file():
+    raise FileNotFoundError(
+      f"{path.parent}: expected a file {path.name}, got none; point to a folder saved "
+      "by transformers' save_pretrained."
+    )
+  return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+  """Lists the safetensors files of a folder and checks that all are there."""
+  if (folder / SINGLE_FILE).is_file():
+    return [folder / SINGLE_FILE]
+  index = _read_json(folder / INDEX_FILE)
+  files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+  missing = [path.name for path in files if not path.is_file()]
+  if missing:
+    raise FileNotFoundError(
+      f"{folder}: expected the {len(files)} shards of {INDEX_FILE}, got all but "
+      f"{', '.join(missing)}; download the missing files."
+    )
+  return files
+
+
+def _stored_tensors(folder: pathlib.Path) -> Iterator[tuple[Path, StoredTensor]]:
+  """Yields the tensors of all files by params path."""
+  for path in _weight_files(folder):
+    file = SafetensorsFile(path)
+    for name in file.entries:
+      # Old checkpoints store this buffer; the config determines it.
+      if name.endswith("rotary_emb.inv_freq"):
+        continue
+      read = functools.partial(file.read, name)
+      yield params_path(name), StoredTensor(name, file.shape(name), read)
+
+
+def params_path(name: str) -> Path:
+  """Translates a tensor name of Hugging Face to a path in the params.
+
+  Args:
+    name: For example `model.layers.0.mlp.up_proj.weight`.
+
+  Returns:
+    For example `("layers_0", "mlp", "up_proj", "weight")`.
+  """
+  keys = name.split(".")
+  if keys[0] == "model":
+    keys = keys[1:]
+  if keys[0] == "layers" and len(keys) > 1:
+    keys = [f"layers_{keys[1]}", *keys[2:]]
+  return tuple(keys)
+
+
+def _drop_tied_head(stored: dict[Path, StoredTensor], folder: pathlib.Path) -> None:
+  """Removes a stored copy of the embedding; a different head is an error."""
+  head = stored.pop(("lm_head", "weight"), None)
+  embedding = stored.get(("embed_tokens", "weight"))
+  if head is None or embedding is None:
+    return
+  if not np.array_equal(head.read(), embedding.read()):
+    raise ValueError(
+      f"{folder}: expected lm_head.weight to equal the embedding because "
+      "tie_word_embeddings is true, got other values; set it to false in config.json "
+      "or remove the tensor."
+    )
+
+
+def tensor_name(path: Path) -> str:
+  """Translates a path in the params to the name of Hugging Face.
+
+  The inverse of `params_path`.
+
+  Args:
+    path: For example `("layers_0", "mlp", "up_proj", "weight")`.
+
+  Returns:
+    For example `model.layers.0.mlp.up_proj.weight`.
+  """
+  first, *rest = path
+  if first == "lm_head":
+    return ".".join(path)
+  return ".".join(["model", first.replace("layers_", "layers."), *rest])
+
+
+def save_folder(
+  folder: pathlib.Path, hf_config: Mapping[str, Any], params: Mapping[str, Any]
+) -> None:
+  """Writes a float model so that `open_folder` and transformers read it.
+
+  Args:
+    folder: Made if absent; `config.json` and `model.safetensors` are replaced.
+    hf_config: A config of a supported family, as JSON values.
+    params: Float params of that config, in the dtypes to store.
+
+  Raises:
+    NotImplementedError: The config is not of a supported family.
+    ValueError: The params are not those that the config implies.
+  """
+  from safetensors.flax import save_file
+
+  expected = parameter_shapes(families.from_hf_config(hf_config))
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  tensors = {tuple(str(key.key) for key in path): leaf for path, leaf in leaves}
+  if {path: leaf.shape for path, leaf in tensors.items()} != expected:
+    raise ValueError(
+      f"{folder}: expected params of the {len(expected)} shapes that the config "
+      f"implies, got {len(tensors)} leaves of other names or shapes; pass the config "
+      "that the params were made with."
+    )
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+  named = {tensor_name(path): leaf for path, leaf in tensors.items()}
+  save_file(named, folder / SINGLE_FILE, metadata={"format": "pt"})

@@ -1,0 +1,342 @@
+"""What quantizing a model will take, from its config alone.
+
+Counts are exact. Memory is the resident memory of a process on CPU: the arrays that
+the pipeline holds in each stage, the temporaries of the largest compiled function in it
+and the process itself. Temporaries are those that XLA:CPU states for a compiled
+function (`lower(...).compile().memory_analysis()`), in bytes for each element of the
+arrays that they are made of. `benchmarks/plan_memory.py` compares it with runs.
+
+Paper: Persistent storage (Appendix, Computational and Storage Costs).
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from mxjax.models.config import ModelConfig
+from mxjax.models.parameters import parameter_shapes
+from mxjax.numerics import mxfp4
+from mxjax.numerics.contract import PAPER_CONTRACT, Contract
+
+MAP_BYTES = 4 * mxfp4.BLOCK_SIZE**2
+"""U = DT of one input block, float32."""
+GRAM_BYTES = 4 * mxfp4.BLOCK_SIZE * (mxfp4.BLOCK_SIZE + 1) // 2
+"""The upper triangle of G_Q of one input block, float32."""
+CROSS_BYTES = 4 * mxfp4.BLOCK_SIZE**2
+"""K_Q of one input block, float32."""
+BLOCK_BYTES = MAP_BYTES + GRAM_BYTES + CROSS_BYTES
+"""10,304: the matrices that HiRes keeps for one input block."""
+PROCESS_BYTES = 700 * 10**6
+"""Python, JAX and the some 200 compiled programs of a HiRes run on CPU, measured: a
+process that quantized one layer of width 128 on 64 tokens, whose arrays are 5 MB,
+peaked at 0.71 GB (`benchmarks/plan_memory.py floor`)."""
+PASS_BYTES = 7 * 10**6
+"""What the compiled program of a layer's pass grows by with every QUERIES_AT_ONCE
+positions, as attention is unrolled over them: two passes of SmolLM2-135M's layer
+compiled for 2,048 positions left a process 94 MB larger than for 256."""
+QUERIES_AT_ONCE = 256
+"""As in the attention of `models.functional`."""
+RECOVERY_FITS = 2
+"""Streams of hidden states beside the float one: attention and MLP."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """Sizes in bytes, counts, and work; see `to_dict` for the printed form.
+
+  Attributes:
+    parameters: Of the whole model; a tied head counts once.
+    target_weights: Weights of the target linears.
+    blocks: Input blocks of all target linears, each linear its own.
+    bf16: The whole model in bfloat16.
+    auxiliary: Input maps, one-code tables and recovery coefficients.
+    decoded_total: The paper's layout: bfloat16 weights and the auxiliary tensors.
+    codes: Packed E2M1 codes of the targets.
+    scales: E8M0 bytes of the targets.
+    rest: What is not quantized: embedding, norms, head and biases, bfloat16.
+    packed_total: Our layout: codes, scales, auxiliary and rest.
+    loaded: Bytes of the loaded model by storage option: as quantized, and after
+      `mxjax.layers.inference_packing` without and with narrower embeddings.
+    memory: Peak resident bytes by stage; without measuring the quantized model.
+    on_disk: Whether `memory` is that of a run whose layers and results stay on disk.
+    disk: Bytes written: the checkpoint, the run folder, and scratch of a run whose
+      layers stay on disk.
+    model_passes: Passes of the calibration set through every layer.
+    reductions: Passes over the captured inputs of each target linear.
+    forward_flops: Products of the model passes, two a multiply-add.
+  """
+
+  parameters: int
+  target_weights: int
+  blocks: int
+  bf16: int
+  auxiliary: int
+  decoded_total: int
+  codes: int
+  scales: int
+  rest: int
+  packed_total: int
+  loaded: dict[str, int]
+  memory: dict[str, int]
+  on_disk: bool
+  disk: dict[str, int]
+  model_passes: int
+  reductions: int
+  forward_flops: int
+
+  def to_dict(self) -> dict[str, Any]:
+    """A JSON-ready form."""
+    return dataclasses.asdict(self)
+
+
+def _targets(config: ModelConfig, contract: Contract) -> list[tuple[int, int]]:
+  """`(out_features, in_features)` of the target linears of one layer."""
+  return [
+    (shape[0], shape[1])
+    for path, shape in parameter_shapes(config).items()
+    if path[0] == "layers_0" and path[-1] == "weight" and path[-2] in contract.targets
+  ]
+
+
+def plan(
+  config: ModelConfig,
+  *,
+  sequences: int = 128,
+  length: int = 2048,
+  chunk: int = 1,
+  contract: Contract = PAPER_CONTRACT,
+  data: int = 1,
+  model: int = 1,
+  on_disk: bool = True,
+) -> Plan:
+  """Plans a HiRes run.
+
+  Args:
+    config: The model's description.
+    sequences: Calibration sequences.
+    length: Tokens in each.
+    chunk: Sequences in a device call.
+    contract: Targets and block size.
+    data: Devices along the mesh's data axis; memory is then that of the first device
+      of a process, which also solves what is not shared out.
+    model: Devices along its model axis.
+    on_disk: Whether float layers are read when needed and finished ones written away,
+      or all of both are held.
+
+  Returns:
+    The plan.
+
+  Raises:
+    ValueError: A target's input width is not a multiple of the block size.
+  """
+  linears = _targets(config, contract)
+  if odd := sorted({width for _, width in linears if width % contract.block_size}):
+    raise ValueError(
+      f"plan: every target needs an input width that is a multiple of "
+      f"{contract.block_size}, got {', '.join(map(str, odd))}; this model cannot be "
+      "quantized under the contract."
+    )
+  layers = config.num_layers
+  parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+  layer_weights = sum(rows * width for rows, width in linears)
+  layer_blocks = sum(width // contract.block_size for _, width in linears)
+  # Scale and offset a head; alpha, beta, eta and sigma_g a layer, all float32.
+  layer_recovery = 4 * (2 * config.num_kv_heads + 4)
+  layer_auxiliary = layer_blocks * BLOCK_BYTES + layer_recovery
+  weights, auxiliary = layers * layer_weights, layers * layer_auxiliary
+  rest = 2 * (parameters - weights)
+  packed_total = weights // 2 + weights // contract.block_size + auxiliary + rest
+  return Plan(
+    parameters=parameters,
+    target_weights=weights,
+    blocks=layers * layer_blocks,
+    bf16=2 * parameters,
+    auxiliary=auxiliary,
+    decoded_total=2 * parameters + auxiliary,
+    codes=weights // 2,
+    scales=weights // contract.block_size,
+    rest=rest,
+    packed_total=packed_total,
+    loaded=_loaded(config, packed_total, layers * layer_blocks),
+    memory=_memory(
+      RunArrays(config, linears, sequences * length // (data * model), length, chunk),
+      held=None if on_disk else 2 * weights + packed_total,
+      rest=rest,
+      auxiliary=layer_auxiliary,
+      packed_total=packed_total,
+      mesh=(data * model, model),
+    ),
+    on_disk=on_disk,
+    disk={
+      "checkpoint": packed_total,
+      "run folder": packed_total - rest,
+      "scratch, layers on disk": packed_total - rest,
+    },
+    model_passes=1 + RECOVERY_FITS,
+    # Hessian, fold moments, anchor errors, errors after T, balance trials.
+    reductions=5,
+    forward_flops=2 * weights * sequences * length * (1 + RECOVERY_FITS),
+  )
+
+
+def _loaded(config: ModelConfig, packed_total: int, blocks: int) -> dict[str, int]:
+  """Bytes of a loaded HiRes model under each option of `inference_packing`."""
+  tables = packed_total - blocks * (GRAM_BYTES + CROSS_BYTES) // 2
+  d, copies = config.hidden_size, 1 if config.tie_embeddings else 2
+  narrower = lambda row: tables - copies * config.vocab_size * (2 * d - row)
+  return {
+    "as quantized": packed_total,
+    "bfloat16 tables": tables,
+    # A code for each value, and the row's float32 scale or one E8M0 byte a block.
+    "bfloat16 tables, int8 embeddings": narrower(d + 4),
+    "bfloat16 tables, MXFP4 embeddings": narrower(d // 2 + d // mxfp4.BLOCK_SIZE),
+  }
+
+
+@dataclasses.dataclass(frozen=True)
+class RunArrays:
+  """What a run holds and needs, in bytes, from the sizes it is made of.
+
+  Attributes:
+    config: The model's description.
+    linears: `(out_features, in_features)` of a layer's targets.
+    tokens: Calibration tokens of one device.
+    length: Tokens of a sequence.
+    chunk: Sequences in a device call.
+  """
+
+  config: ModelConfig
+  linears: list[tuple[int, int]]
+  tokens: int
+  length: int
+  chunk: int
+
+  @property
+  def itemsize(self) -> int:
+    """Bytes of a number in the compute dtype."""
+    return {"float32": 4, "bfloat16": 2}[self.config.dtype]
+
+  @property
+  def layer_weights(self) -> int:
+    """Target weights of a layer."""
+    return sum(rows * width for rows, width in self.linears)
+
+  @property
+  def tap_widths(self) -> tuple[int, ...]:
+    """Widths of the four tensors that the linears of a layer read."""
+    d, queries = self.config.hidden_size, self.config.num_heads * self.config.head_dim
+    return d, queries, d, self.config.intermediate_size
+
+  def programs(self) -> int:
+    """What the compiled passes of a layer take more for longer sequences."""
+    return (1 + RECOVERY_FITS) * PASS_BYTES * (self.length // QUERIES_AT_ONCE)
+
+  def streams(self) -> int:
+    """Hidden states of the float model and of each recovery fit."""
+    return (1 + RECOVERY_FITS) * self.tokens * self.config.hidden_size * self.itemsize
+
+  def inputs(self) -> int:
+    """Captured inputs of a layer's linears, float32."""
+    return 4 * self.tokens * sum(self.tap_widths)
+
+  def values(self) -> int:
+    """A layer's captured values, which attention's fit is measured against."""
+    return self.tokens * self.config.num_kv_heads * self.config.head_dim * self.itemsize
+
+  def hessians(self) -> int:
+    """The raw Hessians of a layer, kept until it is finished."""
+    return 4 * sum(width**2 for width in self.tap_widths)
+
+  def capturing(self) -> int:
+    """Temporaries of a float layer's pass over a sequence."""
+    config, length = self.config, self.length
+    d, hidden = config.hidden_size, config.intermediate_size
+    largest = max(rows * width for rows, width in self.linears)
+    queries = min(length, QUERIES_AT_ONCE)
+    return self._in_loop(4) + max(
+      # A product in float32: the copy of its weight, input and output.
+      4 * largest + 4 * length * (d + hidden),
+      # Gate, up and their product.
+      12 * length * hidden,
+      # Scores and their exponentials beside the queries.
+      8 * config.num_heads * queries * length + 4 * length * d,
+    )
+
+  def remeasuring(self) -> int:
+    """Temporaries of a quantized layer's pass over a sequence, for attention's fit."""
+    # The input of down_proj while its codes are refined: five float32 arrays of its
+    # shape, and gate and up.
+    refining = 23 * self.length * self.config.intermediate_size
+    return self._in_loop(6) + max(refining, self.capturing() - self._in_loop(4))
+
+  def fitting(self) -> int:
+    """The same for the MLP's fit: five columns of its equations in float64."""
+    columns = 40 * self.length * self.config.intermediate_size
+    return max(self.remeasuring(), self._in_loop(6) + columns)
+
+  def _in_loop(self, each: int) -> int:
+    """What XLA moves out of the loop over the sequences of a chunk.
+
+    The forms in which all weights of the layer enter products, `each` bytes a weight:
+    float32 and, of a quantized layer, a step of decoding. A chunk of one has no loop.
+    """
+    return each * self.layer_weights if self.chunk > 1 else 0
+
+  def solving(self, devices: int) -> int:
+    """The largest step of quantizing one linear, over all linears of a layer."""
+    return max(self._solving(rows, width, devices) for rows, width in self.linears)
+
+  def _solving(self, rows: int, width: int, devices: int) -> int:
+    weights, square, inputs = rows * width, width**2, self.length * width
+    # Bytes a weight: the float32 copy in blocks is 4, after folding 8.
+    steps = [
+      # The conjugated Hessian, its damped and reversed copies, the factor, the solve.
+      8 * weights + 30 * square,
+      # Columns in order: the factor and the Hessian beside codes and errors.
+      17 * weights + 8 * square,
+      # A trial of the balance: folded in float64, scaled, decoded, their errors.
+      25 * weights,
+      # The report's probe, with outputs of its tokens.
+      24 * weights + 4 * 256 * (8 * width + 4 * rows),
+      # A sequence encoded in trial coordinates: mapped, rounded, scored.
+      4 * weights + 26 * inputs,
+    ]
+    if devices > 1:
+      # A Hessian's contribution and the shares that arrive, while a total is made.
+      steps.append(2 * 4 * square)
+    return max(steps)
+
+
+def _memory(
+  run: RunArrays,
+  *,
+  held: int | None,
+  rest: int,
+  auxiliary: int,
+  packed_total: int,
+  mesh: tuple[int, int],
+) -> dict[str, int]:
+  """Peak resident bytes of every stage.
+
+  `held` is what a run in memory holds of the model, None with layers on disk.
+  """
+  devices, model = mesh
+  layer = 2 * run.layer_weights
+  packed = run.layer_weights // 2 + run.layer_weights // mxfp4.BLOCK_SIZE + auxiliary
+  process = PROCESS_BYTES + run.programs()
+  base = process + (rest + layer + packed if held is None else held)
+  base += run.streams() + run.values()
+  if devices > 1:
+    # The rows that lie on the mesh, and a layer gathered from all of them.
+    base += (rest + layer) // model + (layer if model > 1 else 0)
+  # Capturing reads a layer on disk once more than quantizing it.
+  again = layer if held is None else 0
+  # Recovery has neither the inputs of the linears nor their Hessians.
+  measured = base + run.inputs()
+  return {
+    "calibration": measured + again + run.capturing(),
+    "quantization": measured + run.hessians() + run.solving(devices),
+    "attention recovery": base + run.remeasuring(),
+    "mlp recovery": base + run.fitting(),
+    "saving": process + 2 * packed_total,
+  }

@@ -1,0 +1,72 @@
+"""Bytes of a model by what they are for."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from mxjax.layers.quantized_linear import ByteTable, QuantizedLinear
+from mxjax.numerics.mxfp4 import MXTensor
+from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
+from mxjax.numerics.recovery.value_recovery import ValueRecovery
+
+_NODES = (QuantizedLinear, MXTensor, ByteTable, ValueRecovery, MlpRecovery)
+
+
+def _bytes(tree: Any) -> int:
+  leaves = jax.tree.leaves(tree)
+  return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _nodes(params: Mapping[str, Any]) -> Iterator[Any]:
+  """Typed nodes and arrays, one top-level key resident at a time."""
+  for key in params:
+    yield from jax.tree.leaves(params[key], is_leaf=lambda n: isinstance(n, _NODES))
+
+
+def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
+  """Bytes by what they are for, beside the same model in bfloat16.
+
+  Args:
+    params: Quantized or float params, possibly on disk; `ShapeDtypeStruct` leaves do
+      as well.
+
+  Returns:
+    JSON-ready: `quantized_linears` (bytes of `codes`, `scales`, `maps`, `rounding`,
+    their `total`, the number of `weights` and `bits_per_weight` with every table),
+    `recovery`, `other` (embeddings, norms, head, biases), `total`, `bf16_total`, and
+    `ratio`, how many times smaller than bfloat16 the whole model is.
+  """
+  linears = dict.fromkeys(("codes", "scales", "maps", "rounding"), 0)
+  recovery = other = values = weights = 0
+  for node in _nodes(params):
+    if isinstance(node, QuantizedLinear):
+      weights += math.prod(node.shape)
+      linears["codes"] += _bytes(node.weight.codes)
+      linears["scales"] += _bytes(node.weight.scales)
+      linears["maps"] += _bytes(node.input_map)
+      linears["rounding"] += _bytes((node.rounding, node.gain, node.float8_unit))
+    elif isinstance(node, (ValueRecovery, MlpRecovery)):
+      recovery += _bytes(node)
+    elif isinstance(node, (MXTensor, ByteTable)):
+      other += _bytes(node)
+      values += math.prod(node.shape)
+    else:
+      other += _bytes(node)
+      values += sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(node))
+  quantized = sum(linears.values())
+  total, bf16_total = quantized + recovery + other, 2 * (weights + values)
+  return {
+    "quantized_linears": {
+      **linears,
+      "total": quantized,
+      "weights": weights,
+      "bits_per_weight": 8 * quantized / weights if weights else None,
+    },
+    "recovery": recovery,
+    "other": other,
+    "total": total,
+    "bf16_total": bf16_total,
+    "ratio": bf16_total / total if total else None,
+  }

@@ -1,0 +1,238 @@
+"""`mxjax verify`: audits a quantized model from its folder alone.
+
+Nothing is taken on trust: what the manifest says is compared with the files, what the
+files hold with the contract, the model's config and the format, and what the runtime
+computes with arithmetic done anew.
+"""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mxjax.audit import verify_linears
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.models.config import ModelConfig
+from mxjax.models.parameters import parameter_shapes
+from mxjax.numerics import mxfp4
+from mxjax.numerics.contract import PAPER_CONTRACT, Contract
+from mxjax.numerics.recovery import mlp_recovery
+from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
+from mxjax.numerics.recovery.value_recovery import ValueRecovery
+from mxjax.storage import checkpoint, run_folder
+from mxjax.storage.atomic_io import file_sha256
+from mxjax.storage.checkpoint_manifest import damaged_files
+from mxjax.storage.journal import parse
+from mxjax.storage.tree_io import walk
+
+ROUNDED = 1e-6
+"""What storing the coefficients in float32 may add to their bound."""
+_RECOVERY = {"value_recovery": ValueRecovery, "mlp_recovery": MlpRecovery}
+
+
+@dataclasses.dataclass
+class Audit:
+  """What an audit found.
+
+  Attributes:
+    folder: The checkpoint.
+    faults: One sentence each; none where everything holds.
+    counts: What was looked at.
+    contract: Hash of the contract it was made under.
+    is_paper_contract: Whether that is the paper's.
+  """
+
+  folder: str
+  faults: list[str] = dataclasses.field(default_factory=list)
+  counts: dict[str, int] = dataclasses.field(default_factory=dict)
+  contract: str = ""
+  is_paper_contract: bool = False
+
+  def to_dict(self) -> dict[str, Any]:
+    """A JSON-ready form."""
+    return dataclasses.asdict(self)
+
+  def lines(self) -> list[str]:
+    """What a person reads after the faults."""
+    looked = ", ".join(f"{count} {name}" for name, count in self.counts.items())
+    kind = "the paper's" if self.is_paper_contract else "another than the paper's"
+    verdict = f"{len(self.faults)} faults" if self.faults else "everything holds"
+    contract = f"contract {self.contract[:12]}, {kind}" if self.contract else ""
+    return [line for line in (contract, f"checked {looked}: {verdict}") if line]
+
+
+def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
+  """Audits a checkpoint, and the run folder beside it where there is one.
+
+  Args:
+    path: A folder of `mxjax quantize`, or a checkpoint.
+    seed: Of the random inputs.
+
+  Raises:
+    FileNotFoundError: There is no checkpoint.
+  """
+  outer = folder = pathlib.Path(path)
+  if not (folder / checkpoint.MANIFEST).is_file() and (folder / "checkpoint").is_dir():
+    folder = folder / "checkpoint"
+  audit = Audit(str(folder))
+  try:
+    manifest = checkpoint.read_manifest(folder)
+  except ValueError as error:
+    audit.faults.append(str(error))
+    return audit
+  contract = _contract(manifest, audit)
+  files = manifest["files"]
+  audit.counts["files"] = len(files)
+  damage = [f"file {text}." for text in damaged_files(folder, files, verify=True)]
+  audit.faults += damage + list(_unlisted(folder, files))
+  if not damage and contract is not None:
+    try:
+      params, config = checkpoint.restore_checkpoint(folder, contract=contract)
+    except (OSError, TypeError, ValueError) as error:
+      audit.faults.append(str(error))
+    else:
+      audit.counts["arrays"] = len(manifest["arrays"])
+      _params(params, ModelConfig.from_dict(config), contract, audit, seed)
+  if (outer / "run" / run_folder.JOURNAL).is_file():
+    _run_folder(outer / "run", manifest, audit)
+  return audit
+
+
+def _contract(manifest: Mapping[str, Any], audit: Audit) -> Contract | None:
+  try:
+    contract = Contract.from_dict(manifest["contract"])
+  except (KeyError, TypeError, ValueError) as error:
+    audit.faults.append(f"contract: the manifest's cannot be read ({error}).")
+    return None
+  audit.contract = contract.hash
+  audit.is_paper_contract = contract == PAPER_CONTRACT
+  if contract.hash != manifest["contract_hash"]:
+    audit.faults.append(
+      f"contract: the manifest states the hash {manifest['contract_hash']}, its "
+      f"contract has {contract.hash}."
+    )
+    return None
+  return contract
+
+
+def _unlisted(folder: pathlib.Path, files: Mapping[str, Any]) -> Iterator[str]:
+  for file in sorted(folder.rglob("*")):
+    name = file.relative_to(folder).as_posix()
+    if file.is_file() and name not in files and name != checkpoint.MANIFEST:
+      yield f"file {name} is not in {checkpoint.MANIFEST}."
+
+
+def _params(
+  params: Mapping[str, Any],
+  config: ModelConfig,
+  contract: Contract,
+  audit: Audit,
+  seed: int,
+) -> None:
+  """Coverage, every linear, every other tensor, and recovery."""
+  nodes = dict(walk(params))
+  expected = {"/".join(path): shape for path, shape in parameter_shapes(config).items()}
+  linears = 0
+  for name, shape in expected.items():
+    node = nodes.pop(name, None)
+    is_target = name.startswith("layers_") and name.split("/")[-2] in contract.targets
+    found = tuple(getattr(node, "shape", ()))
+    if node is None:
+      audit.faults.append(f"{name} is missing.")
+    elif found != shape:
+      audit.faults.append(f"{name} has shape {found}, expected {shape}.")
+    elif isinstance(node, QuantizedLinear):
+      if node.rules != contract.rules:
+        audit.faults.append(f"{name} has {node.rules}, not the contract's.")
+      rng = np.random.default_rng([seed, linears])
+      audit.faults += [f"{name}: {text}." for text in verify_linears.faults(node, rng)]
+      linears += 1
+    elif is_target:
+      audit.faults.append(f"{name} is a target of the contract and is not quantized.")
+    else:
+      audit.faults += [f"{name} {text}." for text in _plain(node)]
+  audit.counts["quantized linears"] = linears
+  audit.counts["other tensors"] = len(expected) - linears
+  recovered = 0
+  for name, node in nodes.items():
+    kind = _RECOVERY.get(name.split("/")[-1])
+    if kind is None or not isinstance(node, kind) or not name.startswith("layers_"):
+      audit.faults.append(
+        f"{name} is no parameter of this model and no recovery: it is beyond the "
+        "allowance of 2 scalars a key-value head and 3 a layer."
+      )
+      continue
+    recovered += 1
+    audit.faults += [f"{name}: {text}." for text in _recovery(node, config)]
+  audit.counts["recovery leaves"] = recovered
+
+
+def _plain(node: Any) -> Iterator[str]:
+  """A tensor that is no linear: an array, or one packed to save memory."""
+  if isinstance(node, mxfp4.MXTensor):
+    try:
+      mxfp4.check_legal(node, "payload")
+    except (TypeError, ValueError) as error:
+      yield str(error).rstrip(".")
+    return
+  if bad := int((~np.isfinite(np.asarray(node, np.float32))).sum()):
+    yield f"has {bad} NaN or inf of {node.size} values"
+
+
+def _recovery(node: Any, config: ModelConfig) -> Iterator[str]:
+  """Bounds and allowance of one recovery leaf."""
+  is_values = isinstance(node, ValueRecovery)
+  shape = (config.num_kv_heads,) if is_values else ()
+  values = {
+    field.name: np.asarray(getattr(node, field.name))
+    for field in dataclasses.fields(node)
+  }
+  for name, value in values.items():
+    if value.shape != shape or value.dtype != np.float32:
+      yield (f"{name} is {value.dtype} {value.shape}, its allowance is float32 {shape}")
+      return
+    if not np.isfinite(value).all():
+      yield f"{name} is not finite"
+      return
+  if is_values:
+    return
+  total = sum(abs(float(values[k])) for k in ("gate_shift", "gate_scale", "up_scale"))
+  if total > mlp_recovery.L1_BOUND + ROUNDED:
+    yield (
+      f"|alpha| + |beta| + |eta| is {total:.6f}, above the bound of "
+      f"{mlp_recovery.L1_BOUND}"
+    )
+  if values["gate_deviation"] < 0:
+    yield f"sigma_g is {float(values['gate_deviation'])}, below zero"
+
+
+def _run_folder(
+  folder: pathlib.Path, manifest: Mapping[str, Any], audit: Audit
+) -> None:
+  """The journal, the layers it lists, and that the checkpoint holds the same types."""
+  file = folder / run_folder.JOURNAL
+  try:
+    events, size, _ = parse(file, file.read_bytes())
+  except ValueError as error:
+    audit.faults.append(str(error))
+    return
+  if size != file.stat().st_size:
+    audit.faults.append(f"run/{file.name} ends in an incomplete line.")
+  if not any(one["event"] == "finished" for one in events):
+    audit.faults.append(f"run/{file.name} does not say that the run finished.")
+  layers = [one for one in events if one["event"] == "layer"]
+  for one in layers:
+    for name, expected in one["files"].items():
+      if not (folder / name).is_file():
+        audit.faults.append(f"run/{name} is missing.")
+      elif file_sha256(folder / name) != expected:
+        audit.faults.append(f"run/{name} has another SHA-256.")
+    for path, node in one["nodes"].items():
+      if manifest["nodes"].get(f"{one['name']}/{path}") != node:
+        audit.faults.append(
+          f"{one['name']}/{path} is of another type in the checkpoint than in run/."
+        )
+  audit.counts["layers of the run"] = len(layers)

@@ -1,0 +1,163 @@
+"""What can be said of one quantized linear without the float model or the data.
+
+Decoding, legality and the nearest code are done again here in numpy and float64, from
+the format's definition: the auditor shares no arithmetic with what it audits.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.layers import quantized_linear
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.numerics import mxfp4, precision
+from mxjax.numerics.realization import activation_quantizers
+from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode
+
+GRID = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""Magnitudes of E2M1."""
+BLOCK = mxfp4.BLOCK_SIZE
+PROBES = 4
+"""Random inputs of each linear."""
+MAP_TOLERANCE = 1e-6
+"""Relative error of a function that was folded in float64."""
+PRODUCT_TOLERANCE = 1e-4
+"""Relative error of a float32 product against float64."""
+TABLE_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+NEAR_TIE = 1e-4
+"""Nearness to a threshold, in units of the scale, within which either code is right."""
+
+
+def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+  """Values of packed codes, low nibble first: float64 `[rows, width]`."""
+  nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
+  values = np.where(nibbles & 8, -1.0, 1.0) * GRID[nibbles & 7]
+  scale = np.ldexp(1.0, scales.astype(np.int64) - 127)
+  return values * np.repeat(scale, BLOCK, axis=1)
+
+
+def illegal_blocks(operand: np.ndarray) -> int:
+  """Blocks `[blocks, 32, n]` that no power-of-two scale makes E2M1 values."""
+  largest = np.abs(operand).max(1, keepdims=True)
+  top = np.frexp(np.where(largest > 0, largest, 1.0))[1]
+  legal = largest[:, 0] == 0
+  # The largest value is anything from 0.5 to 6 in units of the scale.
+  for exponent in range(-4, 2):
+    units = np.abs(operand) / np.ldexp(1.0, top + exponent)
+    legal |= np.isin(units, GRID).all(1)
+  return int((~legal).sum())
+
+
+def _nearest(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Nearest A4 values of blocks `[blocks, 32, n]` under the paper's rules.
+
+  Returns:
+    The values, and where another code is as near within `NEAR_TIE`.
+  """
+  largest = np.abs(x).max(1, keepdims=True)
+  exponent = np.frexp(np.where(largest > 0, largest, 1.0))[1] - 1
+  scale = np.ldexp(1.0, np.maximum(exponent - 2, -127))
+  units = np.abs(x) / scale
+  middles = (GRID[1:] + GRID[:-1]) / 2
+  index = np.searchsorted(middles, units, side="right")
+  near = np.abs(units[..., None] - middles).min(-1) < NEAR_TIE
+  # A largest value near a power of two may take the next scale in float32.
+  mantissa = np.frexp(np.where(largest > 0, largest, 1.0))[0]
+  edge = (mantissa < 0.5 + NEAR_TIE) | (mantissa > 1 - NEAR_TIE)
+  return np.sign(x) * GRID[index] * scale, near | edge
+
+
+def _relative(found: np.ndarray, expected: np.ndarray) -> float:
+  size = np.linalg.norm(expected)
+  return float(np.linalg.norm(found - expected) / (size if size > 0 else 1.0))
+
+
+def _payload(leaf: QuantizedLinear) -> Iterator[str]:
+  try:
+    mxfp4.check_legal(leaf.weight, "payload")
+  except (TypeError, ValueError) as error:
+    yield str(error).rstrip(".")
+  for path, array in jax.tree_util.tree_leaves_with_path(leaf):
+    if jnp.issubdtype(array.dtype, jnp.floating):
+      if bad := int((~np.isfinite(np.asarray(array, np.float32))).sum()):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        yield f"{name} has {bad} NaN or inf of {array.size} values"
+  if isinstance(leaf.rounding, activation_quantizers.Unrounded):
+    yield "its inputs are not rounded to A4"
+
+
+def _tables(leaf: QuantizedLinear, decoded: np.ndarray) -> Iterator[str]:
+  """G_Q of the A4 rule is a function of the codes beside it."""
+  if not isinstance(leaf.rounding, OneCode):
+    return
+  blocks = decoded.T.reshape(-1, BLOCK, len(decoded))
+  gram = np.asarray(leaf.rounding.tables()[0], np.float64)
+  error = _relative(gram, np.einsum("bim,bjm->bij", blocks, blocks))
+  if error > TABLE_TOLERANCE[str(leaf.rounding.gram.dtype)]:
+    yield f"its table G_Q is not that of its codes, relative error {error:.1e}"
+
+
+def _map(leaf: QuantizedLinear, rng: np.random.Generator, width: int) -> Iterator[str]:
+  """Inputs mapped and weights folded must give the product of neither."""
+  if leaf.input_map is None:
+    return
+  x, weight = rng.standard_normal((2, width // BLOCK, BLOCK, PROBES))
+  with precision.float64_scope():
+    mapped = np.asarray(leaf.input_map.apply(jnp.asarray(x)))
+    folded = np.asarray(leaf.input_map.fold(jnp.asarray(weight)))
+  product = lambda a, b: np.einsum("bin,bim->nm", a, b)
+  error = _relative(product(mapped, folded), product(x, weight))
+  if not error <= MAP_TOLERANCE:
+    yield f"its map does not reproduce the folded function, relative error {error:.1e}"
+
+
+def _operand(
+  leaf: QuantizedLinear, x: np.ndarray, operand: np.ndarray
+) -> Iterator[str]:
+  """The A4 operand: legal, and the nearest codes but for the one that is refined."""
+  if bad := illegal_blocks(operand):
+    yield f"{bad} blocks of its A4 operand are not E2M1 under a power-of-two scale"
+    return
+  allowed = {Nearest: 0, OneCode: 1}.get(type(leaf.rounding))
+  if allowed is None or leaf.rules != mxfp4.PAPER_RULES:
+    return
+  blocks = x.T.reshape(-1, BLOCK, len(x))
+  if leaf.input_map is not None:
+    with precision.float64_scope():
+      blocks = np.asarray(leaf.input_map.apply(jnp.asarray(blocks, jnp.float64)))
+  nearest, either = _nearest(np.asarray(blocks, np.float64))
+  edits = ((operand != nearest) & ~either).sum(1)
+  if bad := int((edits > allowed).sum()):
+    yield (
+      f"{bad} blocks of its A4 operand differ from the nearest codes in more than "
+      f"{allowed} places"
+    )
+
+
+def faults(leaf: QuantizedLinear, rng: np.random.Generator) -> Iterator[str]:
+  """Everything that is wrong with one linear, a phrase each.
+
+  Args:
+    leaf: The linear.
+    rng: Of the random inputs.
+  """
+  found = list(_payload(leaf))
+  yield from found
+  if found:
+    return
+  decoded = decode(np.asarray(leaf.weight.codes), np.asarray(leaf.weight.scales))
+  width = decoded.shape[1]
+  yield from _tables(leaf, decoded)
+  yield from _map(leaf, rng, width)
+  x = rng.standard_normal((PROBES, width)).astype(np.float32)
+  flat = np.asarray(quantized_linear.quantized_inputs(jnp.asarray(x), leaf))
+  operand = flat.astype(np.float64).reshape(-1, BLOCK, PROBES)
+  yield from _operand(leaf, x, operand)
+  output = quantized_linear.linear(jnp.asarray(x), leaf, implementation="xla")
+  gain = 1.0 if leaf.gain is None else float(leaf.gain)
+  expected = gain * flat.astype(np.float64).T @ decoded.T
+  error = _relative(np.asarray(output, np.float64), expected)
+  if not error <= PRODUCT_TOLERANCE:
+    yield f"its output is not operand times codes, relative error {error:.1e}"

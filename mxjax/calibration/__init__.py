@@ -1,0 +1,1 @@
+"""Calibration data, hidden states layer by layer, and statistics of linear inputs."""

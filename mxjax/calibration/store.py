@@ -1,0 +1,116 @@
+"""What runs on one float model and one calibration set share, on disk.
+
+Hidden states entering every layer, and what has been reduced of every linear input
+(raw Hessian, block moments, probes). A run that finds a reduction here need not run
+the float layer at all. The key is the content of params and tokens, so a store can
+hold several models and calibration sets, and can never serve the wrong one.
+"""
+
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.calibration.calibration import Calibration, Params
+from mxjax.storage.run_folder import flatten, write_durably
+
+
+def params_digest(params: Params) -> str:
+  """SHA-256 of every array of a float model, by path, hex; one key at a time."""
+  digest = hashlib.sha256()
+  for name in sorted(params):
+    for path, array in sorted(flatten(params[name]).items()):
+      digest.update(f"{name}/{path} {array.dtype} {array.shape}".encode())
+      digest.update(np.ascontiguousarray(array).tobytes())
+  return digest.hexdigest()
+
+
+def _write(path: pathlib.Path, array: Any) -> None:
+  from safetensors.numpy import save
+
+  path.parent.mkdir(parents=True, exist_ok=True)
+  write_durably(path, save({"array": np.asarray(array)}))
+
+
+def _read(path: pathlib.Path) -> jax.Array:
+  from safetensors.numpy import load_file
+
+  return jnp.asarray(load_file(path)["array"])
+
+
+class Reductions(MutableMapping[str, jax.Array]):
+  """The reductions of one linear input by name; each is a file, written once."""
+
+  def __init__(self, folder: pathlib.Path) -> None:
+    """Names the folder; it is made when something is written."""
+    self._folder = folder
+    self._held: dict[str, jax.Array] = {}
+
+  def _file(self, name: str) -> pathlib.Path:
+    return self._folder / f"{name}.safetensors"
+
+  def __getitem__(self, name: str) -> jax.Array:
+    if name not in self._held:
+      if not self._file(name).is_file():
+        raise KeyError(name)
+      self._held[name] = _read(self._file(name))
+    return self._held[name]
+
+  def __setitem__(self, name: str, array: jax.Array) -> None:
+    self._held[name] = array
+    _write(self._file(name), array)
+
+  def __delitem__(self, name: str) -> None:
+    self._held.pop(name, None)
+    self._file(name).unlink(missing_ok=True)
+
+  def __iter__(self) -> Iterator[str]:
+    return (file.stem for file in sorted(self._folder.glob("*.safetensors")))
+
+  def __len__(self) -> int:
+    return sum(1 for _ in self)
+
+
+class CalibrationStore:
+  """The folder of one float model and one calibration set."""
+
+  def __init__(
+    self, root: str | os.PathLike[str], params: Params, calib: Calibration
+  ) -> None:
+    """Finds or plans the folder.
+
+    Args:
+      root: Where stores lie, one folder a content key.
+      params: Float params of the model that calibrates.
+      calib: Its tokens; the compute dtype of its model is part of the key.
+    """
+    config = getattr(calib.model, "config", None)
+    parts = (params_digest(params), calib.fingerprint, getattr(config, "dtype", ""))
+    key = hashlib.sha256(" ".join(parts).encode()).hexdigest()
+    self.path = pathlib.Path(root) / key[:16]
+
+  def _hidden(self, index: int) -> pathlib.Path:
+    return self.path / f"hidden_{index}.safetensors"
+
+  def has_hidden(self, index: int) -> bool:
+    """Whether the hidden states entering layer `index` are here."""
+    return self._hidden(index).is_file()
+
+  def hidden(self, index: int, chunk: int) -> list[jax.Array]:
+    """Hidden states entering a layer, in chunks of sequences `[chunk, T, d]`."""
+    array = _read(self._hidden(index))
+    return [array[first : first + chunk] for first in range(0, len(array), chunk)]
+
+  def put_hidden(self, index: int, stream: list[jax.Array]) -> None:
+    """Writes the hidden states entering a layer, once."""
+    if not self.has_hidden(index):
+      _write(self._hidden(index), np.concatenate([np.asarray(part) for part in stream]))
+
+  def reductions(self, index: int, tap: str) -> Reductions:
+    """The reductions of a linear input of layer `index`."""
+    return Reductions(self.path / f"layer_{index}" / tap)

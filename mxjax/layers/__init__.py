@@ -1,0 +1,1 @@
+"""The quantized linear: the typed leaf of the params tree, and how it is applied."""

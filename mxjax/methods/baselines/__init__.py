@@ -1,0 +1,1 @@
+"""The baselines of the paper's comparison, and controls: a file each."""

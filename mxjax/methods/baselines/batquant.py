@@ -1,0 +1,227 @@
+"""BATQuant + GPTQ: a learned Kronecker map and learned clipping of every block.
+
+The original maps inputs by P = diag(P_1 .. P_NB) with P_i = B_i (x) A, an 8 x 8 factor
+shared by all blocks and a private 4 x 4 one, clips both operands to learned shares of
+each block's range, and trains with AdamW on text the model wrote itself. The paper
+takes the common C4 calibration, 160 steps for each transformation group, then one
+strict GPTQ on the transformed weights.
+
+Structure follows the publication; training follows its parent code base, FlatQuant,
+and is an assumption: one map for the linears that read one tensor; the loss is the
+squared error of their outputs, inputs and targets from the float model, divided by
+its own value at every step; learning rate 2e-3 on factors and ten times that on
+clipping logits, cosine to a thousandth; factors start at the identity, shares at
+sigmoid(4); rounding is straight-through, exponents are constants. Position p of a
+block is (p // 8, p % 8). Trained weight clipping is applied before GPTQ, activation
+clipping stays online. The condition number of P is recorded and bounded. Published
+scores are about RTN's: expect no more.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mxjax.calibration import gradients
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.devices import execution
+from mxjax.methods.gptq import Gptq, reconstruct
+from mxjax.methods.program import Realized
+from mxjax.numerics import mxfp4, straight_through
+from mxjax.numerics.precision import HIGHEST
+from mxjax.numerics.realization.activation_quantizers import Clipped, clip_blocks
+from mxjax.numerics.shaping import input_maps
+
+FACTOR_RATE = 2e-3
+CLIP_RATE = 10 * FACTOR_RATE
+FINAL_SHARE = 1e-3
+MAX_CONDITION = 1e4
+
+
+class Learnable(NamedTuple):
+  """What is trained for the linears on one tensor; all float32.
+
+  Attributes:
+    shared: A, `[8, 8]`.
+    private: B, `[blocks, 4, 4]`.
+    inputs: Logits of the kept share of smallest and largest value, `[2, blocks]`.
+    weights: The same for every output row, by linear, `[2, blocks, out_features]`.
+  """
+
+  shared: jax.Array
+  private: jax.Array
+  inputs: jax.Array
+  weights: dict[str, jax.Array]
+
+
+class Operators(NamedTuple):
+  """What the loss needs of a `Learnable`: factors, their inverses, shares."""
+
+  learnable: Learnable
+  shared_inverse: jax.Array
+  private_inverse: jax.Array
+
+
+@jax.jit
+def _operators(learnable: Learnable) -> Operators:
+  """Inverts the small factors; apart from the products (rule 2 of `execution`)."""
+  return Operators(
+    learnable, jnp.linalg.inv(learnable.shared), jnp.linalg.inv(learnable.private)
+  )
+
+
+def _mix(shared: jax.Array, private: jax.Array, blocks: jax.Array) -> jax.Array:
+  return input_maps.Kronecker(shared, private).apply(blocks)
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def _loss_gradient(
+  operators: Operators,
+  weights: Mapping[str, jax.Array],
+  x: jax.Array,
+  rules: mxfp4.Rules,
+) -> tuple[jax.Array, Operators]:
+  """Relative squared error of all outputs, and the gradient of its logarithm."""
+  flat = lambda blocks: blocks.reshape(-1, blocks.shape[-1])
+  outputs = lambda a, b: jnp.einsum("dn,dm->nm", flat(a), flat(b), precision=HIGHEST)
+  exact = {name: outputs(x, weight) for name, weight in weights.items()}
+  signal = sum(jnp.square(y).sum() for y in exact.values())
+
+  def loss(operators: Operators) -> jax.Array:
+    learned = operators.learnable
+    mapped = _mix(learned.shared, learned.private, x)
+    clipped = clip_blocks(mapped, *jax.nn.sigmoid(learned.inputs))
+    operand = straight_through.round_blocks(clipped, rules)
+    total = jnp.float32(0)
+    for name, weight in weights.items():
+      folded = _mix(operators.shared_inverse.mT, operators.private_inverse.mT, weight)
+      folded = clip_blocks(folded, *jax.nn.sigmoid(learned.weights[name]))
+      decoded = straight_through.round_blocks(folded, rules)
+      total += jnp.square(outputs(operand, decoded) - exact[name]).sum()
+    return total / jnp.where(signal > 0, signal, 1.0)
+
+  value, gradient = jax.value_and_grad(loss)(operators)
+  # Dividing the loss by its own value makes steps independent of its scale.
+  return value, jax.tree.map(lambda g: g / jnp.maximum(value, 1e-30), gradient)
+
+
+def _optimizer(steps: int) -> optax.GradientTransformation:
+  adam = lambda rate: optax.adamw(
+    optax.cosine_decay_schedule(rate, max(steps, 1), FINAL_SHARE), weight_decay=0.01
+  )
+  label: Any = Learnable  # Holds names of optimizers here, in place of arrays.
+  labels = lambda tree: label(
+    "factor", "factor", "clip", {name: "clip" for name in tree.weights}
+  )
+  return optax.multi_transform(
+    {"factor": adam(FACTOR_RATE), "clip": adam(CLIP_RATE)}, labels
+  )
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def _update(
+  learnable: Any, state: Any, gradient: Operators, steps: int
+) -> tuple[Any, Any]:
+  """Chains the gradient through the inverses, then one optimizer step."""
+  pullback = jax.vjp(_operators, learnable)[1]
+  with jax.numpy_dtype_promotion("standard"):  # Optax mixes its counter with floats.
+    updates, state = _optimizer(steps).update(pullback(gradient)[0], state, learnable)
+  return optax.apply_updates(learnable, updates), state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatQuant(Gptq):
+  """Learned Kronecker maps and clipping + GPTQ.
+
+  Attributes:
+    steps: Optimizer steps for each group of linears.
+    batch: Calibration sequences of a step, in calibration order.
+    tokens: Tokens of each of them, evenly spaced; all when None.
+    clip_logit: First logit of every kept share.
+  """
+
+  name: str = "batquant"
+  steps: int = 160
+  batch: int = 4
+  tokens: int | None = None
+  clip_logit: float = 4.0
+
+  def shape_group(
+    self, weights: Mapping[str, jax.Array], inputs: LinearInputs
+  ) -> Learnable:
+    """See `Program.shape_group`: trains the map and the shares of one group."""
+    clips = lambda *shape: jnp.full((2, *shape), self.clip_logit, jnp.float32)
+    with jax.enable_x64(False):
+      learnable: Any = Learnable(
+        shared=jnp.eye(8),
+        private=jnp.tile(jnp.eye(4)[None], (inputs.blocks, 1, 1)),
+        inputs=clips(inputs.blocks),
+        weights={n: clips(inputs.blocks, w.shape[-1]) for n, w in weights.items()},
+      )
+      state = _optimizer(self.steps).init(learnable)
+      first = last = math.nan
+      for step, chosen in enumerate(
+        gradients.batches(inputs.sequences, self.batch, self.steps)
+      ):
+        operators = execution.finish(_operators(learnable))
+        x = execution.finish(self._batch(inputs, chosen))
+        loss, gradient = execution.finish(
+          _loss_gradient(operators, dict(weights), x, inputs.rules)
+        )
+        learnable, state = execution.finish(
+          _update(learnable, state, gradient, self.steps)
+        )
+        first, last = (float(loss) if step == 0 else first), float(loss)
+      condition = _condition(learnable)
+    inputs.record |= {"learning_losses": [first, last], "map_condition": condition}
+    if not condition <= MAX_CONDITION:
+      raise ValueError(
+        f"{self.name}: the learned map has condition number {condition:.3g}, expected "
+        f"at most {MAX_CONDITION:g}; train fewer steps or on more tokens."
+      )
+    return learnable
+
+  def _batch(self, inputs: LinearInputs, chosen: list[int]) -> jax.Array:
+    kept = inputs.length if self.tokens is None else min(self.tokens, inputs.length)
+    places = np.arange(kept) * inputs.length // kept
+    parts = [inputs.sequence(index) for index in chosen]
+    if kept < inputs.length:
+      parts = [part[..., places] for part in parts]
+    return jnp.concatenate(parts, axis=-1)
+
+  def shape(
+    self, weight: jax.Array, inputs: LinearInputs
+  ) -> input_maps.InputMap | None:
+    """See `Program.shape`."""
+    del weight
+    return input_maps.Kronecker(inputs.group.shared, inputs.group.private)
+
+  def realize(
+    self,
+    weight: jax.Array,
+    inputs: LinearInputs,
+    input_map: input_maps.InputMap | None,
+  ) -> Realized:
+    """See `Program.realize`: clips the folded weights, then strict GPTQ."""
+    low, high = jax.nn.sigmoid(inputs.group.weights[inputs.name])
+    clipped = execution.finish(clip_blocks(weight, low, high))
+    result = reconstruct(
+      clipped, inputs, input_map, self.damping, scales=self.scales, order=self.order
+    )
+    return Realized(result, Clipped(*jax.nn.sigmoid(inputs.group.inputs)))
+
+
+def _condition(learnable: Learnable) -> float:
+  """The largest condition number of a block's P."""
+  of = lambda matrices: np.linalg.cond(np.asarray(matrices, np.float64)).max()
+  return float(of(learnable.shared) * of(learnable.private))
+
+
+BATQUANT = BatQuant()
+"""The paper's baseline: 160 steps on batches of four sequences."""

@@ -1,0 +1,199 @@
+"""FOCUS: learned block scales and codes, distilled end to end; no map, no GPTQ.
+
+The original keeps weights frozen and learns a factor on every block's maximum and four
+divisors that push codes outward and leave no trace at run time (`learned_scales`), by
+the divergence from the float model on its 1000 likeliest tokens: AdamW without decay,
+rates .02 and .05, one epoch, global batch 32, activations quantized dynamically
+without anything learned. Its scale rule is rceil for both operands.
+
+Under our contract weights keep the method's rceil scales, which are legal exponents;
+activations follow the contract's encoder (floor by default), and ties follow the
+contract. With 128 sequences an epoch is four steps, with 32 or fewer it is one: much
+of what this method shows beside RTN may be its scale rule, so look at RTN under rceil
+before crediting the learning.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mxjax.calibration import gradients, streams
+from mxjax.calibration.calibration import Calibration, CausalLanguageModel, Params
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.devices import execution
+from mxjax.layers.quantized_linear import StraightThrough
+from mxjax.methods.program import Prepared, Program, Realized
+from mxjax.numerics import mxfp4
+from mxjax.numerics.contract import Contract
+from mxjax.numerics.realization import learned_scales
+from mxjax.numerics.realization.activation_quantizers import Nearest
+from mxjax.numerics.realization.learned_scales import LearnedScales
+from mxjax.numerics.shaping.input_maps import InputMap
+
+FACTOR_RATE = 2e-2
+LOGIT_RATE = 5e-2
+TOP_TOKENS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class _Distillation:
+  """Divergence from the float model on its likeliest tokens."""
+
+  rules: mxfp4.Rules
+  top: int
+
+  def embed(
+    self, model: CausalLanguageModel, shared: Any, outer: Params, ids: jax.Array
+  ) -> jax.Array:
+    """The embedding is not quantized."""
+    del shared
+    return model.embed(outer, ids)
+
+  def layer(
+    self,
+    model: CausalLanguageModel,
+    shared: Any,
+    own: Any,
+    layer: Params,
+    hidden: jax.Array,
+  ) -> jax.Array:
+    """The layer with relaxed W4 weights and straight-through A4."""
+    del shared
+    new = {name: dict(part) for name, part in layer.items()}
+    for path, learned in own.items():
+      block, name = path.split("/")
+      blocks = mxfp4.to_blocks(layer[block][name]["weight"].astype(jnp.float32))
+      relaxed = learned_scales.relaxed(blocks, learned, self.rules)
+      leaf = StraightThrough(mxfp4.from_blocks(relaxed), self.rules)
+      new[block][name] = {**layer[block][name], "weight": leaf}
+    return model.layer(new, hidden)
+
+  def loss(
+    self,
+    model: CausalLanguageModel,
+    shared: Any,
+    outer: Params,
+    hidden: jax.Array,
+    ids: jax.Array,
+    teacher: jax.Array | None,
+  ) -> jax.Array:
+    """Mean over tokens of KL(teacher || student), both over the teacher's top k."""
+    del shared
+    assert teacher is not None
+    length = ids.shape[1]
+
+    def chunk(states: jax.Array, targets: jax.Array) -> jax.Array:
+      wanted = jax.lax.stop_gradient(model.logits(outer, targets[None])[0])
+      top, index = jax.lax.top_k(wanted, min(self.top, wanted.shape[-1]))
+      logits = model.logits(outer, states[None])[0]
+      student = jax.nn.log_softmax(jnp.take_along_axis(logits, index, -1))
+      target = jax.nn.log_softmax(top)
+      return (jnp.exp(target) * (target - student)).sum(-1)
+
+    weights = jnp.ones(length, jnp.float32)
+    return gradients.chunked_mean(chunk, length, hidden[0], teacher[0], weights=weights)
+
+
+def _optimizer() -> optax.GradientTransformation:
+  label: Any = LearnedScales  # Holds names of optimizers here, in place of arrays.
+  labels = lambda tree: jax.tree.map(
+    lambda _: label("factor", "logits"),
+    tree,
+    is_leaf=lambda node: isinstance(node, LearnedScales),
+  )
+  adam = lambda rate: optax.adamw(rate, weight_decay=0.0)
+  return optax.multi_transform(
+    {"factor": adam(FACTOR_RATE), "logits": adam(LOGIT_RATE)}, labels
+  )
+
+
+@jax.jit
+def _update(learned: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
+  with jax.numpy_dtype_promotion("standard"):  # Optax mixes its counter with floats.
+    updates, state = _optimizer().update(gradient, state, learned)
+  learned = optax.apply_updates(learned, updates)
+  is_scales = lambda node: isinstance(node, LearnedScales)
+  held = lambda node: dataclasses.replace(
+    node, factor=jnp.maximum(node.factor, learned_scales.MIN_FACTOR)
+  )
+  return jax.tree.map(held, learned, is_leaf=is_scales), state
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def _realize(weight: jax.Array, learned: LearnedScales, rules: mxfp4.Rules) -> Any:
+  return learned_scales.realize(weight, learned, rules)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Focus(Program):
+  """Learned scales, distilled end to end.
+
+  Attributes:
+    epochs: Passes over the calibration set.
+    batch: Sequences of an optimizer step.
+    top: Teacher tokens that the divergence compares.
+    divisor_logit: First logit of every divisor; infinity means no divisor.
+  """
+
+  name: str = "focus"
+  epochs: int = 1
+  batch: int = 32
+  top: int = TOP_TOKENS
+  divisor_logit: float = learned_scales.DIVISOR_LOGIT
+
+  def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
+    """See `Program.prepare`: the params stay as they are, the scales are learned."""
+    model = calib.model
+    own: Any = [
+      self._initial(params[model.layer_name(index)], model, contract)
+      for index in range(model.num_layers)
+    ]
+    state = _optimizer().init(own)
+    objective = _Distillation(contract.rules, self.top)
+    size = min(self.batch, len(calib.tokens))
+    steps = self.epochs * (len(calib.tokens) // size)
+    losses = []
+    for chosen in gradients.batches(len(calib.tokens), self.batch, steps):
+      rows = [jnp.asarray(calib.tokens[index : index + 1]) for index in chosen]
+      teachers = [streams.final_hidden(model, params, row) for row in rows]
+      found = gradients.gradients(objective, model, params, None, own, rows, teachers)
+      own, state = execution.finish(_update(own, state, found.own))
+      losses.append(found.loss)
+    learned = {
+      f"{model.layer_name(index)}/{path}": scales
+      for index, layer in enumerate(own)
+      for path, scales in layer.items()
+    }
+    return Prepared(params, learned, {"losses": losses, "batch": size, "steps": steps})
+
+  def _initial(
+    self, layer: Params, model: CausalLanguageModel, contract: Contract
+  ) -> dict[str, LearnedScales]:
+    scales = {}
+    for block, name in model.projection_taps:
+      if name in contract.targets:
+        rows, width = layer[block][name]["weight"].shape
+        blocks = width // contract.block_size
+        scales[f"{block}/{name}"] = learned_scales.initial(
+          blocks, rows, self.divisor_logit
+        )
+    return scales
+
+  def realize(
+    self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
+  ) -> Realized:
+    """See `Program.realize`: codes of the learned scales."""
+    del input_map
+    factor = inputs.learned.factor
+    inputs.record["learned_factor"] = [float(factor.min()), float(factor.max())]
+    return Realized(_realize(weight, inputs.learned, inputs.rules), Nearest())
+
+
+FOCUS = Focus()
+RTN_RCEIL = Focus(name="rtn+rceil", epochs=0, divisor_logit=math.inf)
+"""The control that belongs beside FOCUS: nothing learned, only its weight scales."""

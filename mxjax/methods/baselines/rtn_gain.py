@@ -1,0 +1,60 @@
+"""RTN with one gain for every linear: a control, not a method of the paper.
+
+The floor rule clips the largest values of most blocks, so every product comes out a
+little short. Part of what a recovery repairs may be only that. This program repairs
+nothing else: one least-squares factor on the outputs of each linear, fitted on the
+float model's inputs. Beside it stands RTN under `even`, which shrinks nothing.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.devices import execution
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods.program import Program
+from mxjax.numerics import mxfp4
+from mxjax.numerics.precision import HIGHEST
+from mxjax.numerics.realization import gptq
+
+
+def _gain_step(
+  carry: jax.Array,
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  weight: jax.Array,
+  decoded: jax.Array,
+) -> jax.Array:
+  """Adds <y, y^> and <y^, y^> of a sequence's outputs."""
+  del index
+  flat = lambda a: a.reshape(-1, a.shape[-1])
+  outputs = lambda x, w: jnp.einsum("dn,dm->nm", flat(x), flat(w), precision=HIGHEST)
+  exact = outputs(blocks, weight)
+  rounded = outputs(mxfp4.round_blocks(blocks, rules), decoded)
+  sums = jnp.stack([(exact * rounded).sum(), jnp.square(rounded).sum()])
+  return carry + sums.astype(jnp.float64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RtnGain(Program):
+  """RTN, and the gain of each linear that fits its float outputs best."""
+
+  name: str = "rtn+gain"
+
+  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
+    """See `Program.quantize_linear`."""
+    leaf = super().quantize_linear(weight, inputs)
+    blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
+    decoded = execution.finish(gptq.round_to_nearest(blocks, inputs.rules)).decoded
+    product, square = inputs.reduce(
+      _gain_step, jnp.zeros(2, jnp.float64), blocks, decoded
+    )
+    gain = jnp.where(square > 0, product / jnp.where(square > 0, square, 1.0), 1.0)
+    return dataclasses.replace(leaf, gain=gain.astype(jnp.float32))
+
+
+RTN_GAIN = RtnGain()
+"""Measures how much of a recovery's gain is the floor rule's shrinkage."""

@@ -1,0 +1,124 @@
+"""WUSH: a closed-form transform of every block, found while the weights are rounded.
+
+The original rounds blocks from last to first. When a block is reached, a transform is
+made from the Cholesky factor of the Hessian and the singular vectors of the weights
+as compensated so far, so that inputs and weights become flat and equally large; the
+block is then rounded in that basis by nearest planes, which is GPTQ from the last
+column to the first. Everything runs in float64; T is rounded to bfloat16, as stored.
+
+Our contract changes the codec: exponents and ties by the contract's rules in place of
+scales 2^E / 3 and ties to even. Every linear has a transform of its own, as in the
+original. Assumptions: inputs come from the float model (the original propagates
+quantized ones), and a Hessian that is not definite is damped ten times more, which is
+recorded, in place of up to 100 equal increments.
+
+WUSH+R is the same geometry and the same codes with the one-code rule and the recovery
+of HiRes.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.devices import execution
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods.gptq import not_definite
+from mxjax.methods.hires.hires import ActivationRule, activation_rule
+from mxjax.methods.program import Program, fold, pack
+from mxjax.methods.recovery_fits import ATTENTION, MLP
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization import gptq
+from mxjax.numerics.shaping import input_maps, nearest_plane
+
+
+def _factor(inputs: LinearInputs, damping: float) -> jax.Array:
+  """R of the damped Hessian, float64; records the damping that was needed."""
+  hessian = inputs.hessian().astype(jnp.float64)
+  tries = [damping * gptq.DAMPING_GROWTH**i for i in range(gptq.DAMPING_TRIES)]
+  for used in tries:
+    factor = execution.finish(nearest_plane.upper_cholesky(hessian, jnp.float64(used)))
+    if bool(jnp.isfinite(factor).all()):
+      inputs.record["damping"] = used
+      return factor
+  raise not_definite(inputs, tries[-1])
+
+
+def round_blocks(
+  weight: jax.Array,
+  factor: jax.Array,
+  rules: mxfp4.Rules,
+  basis: nearest_plane.Basis,
+  dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> tuple[gptq.Reconstruction, jax.Array]:
+  """Rounds a linear from its last block to its first, each in its own basis.
+
+  Args:
+    weight: Float weights, `[blocks, 32, out_features]`.
+    factor: R of the damped Hessian, float64 `[d, d]`.
+    rules: Codec rules.
+    basis: How a block's transform is made.
+    dtype: Dtype the transforms are rounded to.
+
+  Returns:
+    Legal codes in the transformed coordinates (decoded in float64), and the
+    transforms, `dtype` `[blocks, 32, 32]`.
+  """
+  blocks, size, rows = weight.shape
+  # A copy: the residual's buffer is donated block by block.
+  residual = jnp.array(weight.reshape(blocks * size, rows), jnp.float64, copy=True)
+  rounded, transforms = [], []
+  for index in reversed(range(blocks)):
+    block = jnp.int32(index)
+    target = execution.finish(nearest_plane.target(factor, residual, block))
+    lattice = execution.finish(
+      nearest_plane.plane(target.gram, target.factor, rows, basis, dtype)
+    )
+    residual, result = execution.finish(
+      nearest_plane.round_block(residual, target.value, lattice, block, rules)
+    )
+    rounded.append(gptq.Reconstruction(*result))
+    transforms.append(lattice.transform)
+  result = jax.tree.map(lambda *leaves: jnp.stack(leaves[::-1]), *rounded)
+  return result, jnp.stack(transforms[::-1]).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wush(Program):
+  """WUSH, or with `rounding="full"` and recovery WUSH+R.
+
+  Attributes:
+    basis: `wush`, or one of the original's variants without some part of it.
+    rounding: Activations by the nearest code or a one-code rule.
+    transform_dtype: Dtype of the stored transforms.
+    damping: Relative damping of the Hessian.
+  """
+
+  name: str = "wush"
+  basis: nearest_plane.Basis = "wush"
+  rounding: ActivationRule = "nearest"
+  transform_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+  damping: float = gptq.DAMPING
+
+  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
+    """See `Program.quantize_linear`."""
+    blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
+    factor = _factor(inputs, self.damping)
+    result, transforms = round_blocks(
+      blocks, factor, inputs.rules, self.basis, jnp.dtype(self.transform_dtype)
+    )
+    input_map = input_maps.BlockDense(transforms)
+    folded = execution.finish(fold(blocks, input_map))
+    decoded = result.decoded.astype(jnp.float32)
+    return QuantizedLinear(
+      weight=pack(result),
+      input_map=input_map,
+      rounding=activation_rule(folded, decoded, self.rounding),
+      rules=inputs.rules,
+    )
+
+
+WUSH = Wush()
+WUSH_R = Wush(name="wush+r", rounding="full", recover=(ATTENTION, MLP))

@@ -1,0 +1,1 @@
+"""HiRes: the method of the paper, its balance search, variants and ablations."""

@@ -1,0 +1,215 @@
+"""The paper's ablations of HiRes as programs, by study.
+
+A row is a label and a program; the last row of a study is the one that the others
+are compared with. Rows that differ in recovery alone can share one build: `Reused`
+takes finished linears and fits recovery to them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from mxjax.calibration.calibration import Calibration, Params
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods.baselines.rtn import RTN
+from mxjax.methods.baselines.rtn_gain import RTN_GAIN
+from mxjax.methods.baselines.wush import WUSH, WUSH_R
+from mxjax.methods.hires.hires import HIRES
+from mxjax.methods.hires.hires_next import HIRES_NEXT
+from mxjax.methods.program import Prepared, Program
+from mxjax.methods.recovery_fits import (
+  ATTENTION,
+  MLP,
+  AttentionFit,
+  MlpFit,
+  RecoveryFit,
+)
+from mxjax.numerics.contract import Contract
+from mxjax.numerics.realization.activation_quantizers import Unrounded
+
+Rows = tuple[tuple[str, Program], ...]
+
+
+class StaleMlp(MlpFit):
+  """The MLP fit on statistics from before the attention correction."""
+
+  def state(self, layer: Params, parent: Params) -> Params:
+    """See `RecoveryFit.state`: the layer without any correction."""
+    del layer
+    return parent
+
+
+def unrounded(layer: Params) -> Params:
+  """A quantized layer whose weights are encoded and whose inputs are not."""
+  is_leaf = lambda node: isinstance(node, QuantizedLinear)
+  change = lambda node: (
+    dataclasses.replace(node, rounding=Unrounded()) if is_leaf(node) else node
+  )
+  return jax.tree.map(change, layer, is_leaf=is_leaf)
+
+
+class AttentionBeforeEncoding(AttentionFit):
+  """The attention fit on values from inputs not yet encoded to A4."""
+
+  def state(self, layer: Params, parent: Params) -> Params:
+    """See `RecoveryFit.state`."""
+    del parent
+    return unrounded(layer)
+
+
+class MlpBeforeEncoding(MlpFit):
+  """The MLP fit on gates and ups from inputs not yet encoded to A4."""
+
+  def state(self, layer: Params, parent: Params) -> Params:
+    """See `RecoveryFit.state`."""
+    del parent
+    return unrounded(layer)
+
+
+STALE_MLP = StaleMlp()
+BEFORE_ENCODING = (AttentionBeforeEncoding(), MlpBeforeEncoding())
+
+
+def _hires(name: str, **options: Any) -> Program:
+  return dataclasses.replace(HIRES, name=name, **options)
+
+
+def _recovered(name: str, *fits: RecoveryFit) -> tuple[str, Program]:
+  return name, _hires(f"hires, {name}", recover=fits)
+
+
+_FULL = ("full HiRes", HIRES)
+_NO_RECOVERY = _hires("hires I + II", recover=())
+
+STUDIES: dict[str, Rows] = {
+  "stages": (
+    ("strict RTN", RTN),
+    (
+      "+ geometric shaping",
+      _hires("hires I", weights="rtn", rounding="nearest", recover=()),
+    ),
+    ("+ discrete realization", _NO_RECOVERY),
+    ("+ structural recovery", HIRES),
+  ),
+  "components": (
+    ("remove interaction K", _hires("hires, K = 0", use_interaction=False)),
+    ("D = I", _hires("hires, D = I", use_balance=False)),
+    (
+      "K = 0, D = I",
+      _hires("hires, K = 0, D = I", use_interaction=False, use_balance=False),
+    ),
+    _FULL,
+  ),
+  "rules": (
+    (
+      "RTN weights, nearest",
+      _hires("hires, RTN weights", weights="rtn", rounding="nearest"),
+    ),
+    ("nearest", _hires("hires, nearest", rounding="nearest")),
+    ("sensitivity", _hires("hires, sensitivity", rounding="sensitivity")),
+    _FULL,
+  ),
+  "recovery": (
+    ("none", _NO_RECOVERY),
+    _recovered("attention only", ATTENTION),
+    _recovered("MLP only", MLP),
+    _recovered("stale MLP statistics", ATTENTION, STALE_MLP),
+    _FULL,
+  ),
+  "encoding": (
+    ("none", _NO_RECOVERY),
+    _recovered("fitted before encoding", *BEFORE_ENCODING),
+    _FULL,
+  ),
+  "geometry": (("WUSH", WUSH), ("WUSH+R", WUSH_R), _FULL),
+  "readings": (
+    ("layer-level J_b (A11)", _hires("hires, layer J", balance_by="layer")),
+    ("static scales (A12)", _hires("hires, static scales", scales="static")),
+    ("layer-by-layer recovery (A16)", _hires("hires, by layer", recovery_by="layer")),
+    ("quantized upstream (A22)", _hires("hires, upstream", upstream="quantized")),
+    _FULL,
+  ),
+  "next": (
+    ("searched weight exponents", _hires("hires, searched", scales="searched")),
+    (
+      "descent",
+      dataclasses.replace(HIRES_NEXT, name="hires-next, fresh", scales="fresh"),
+    ),
+    ("hires-next", HIRES_NEXT),
+    _FULL,
+  ),
+  "controls": (
+    ("RTN + one gain", RTN_GAIN),
+    (
+      "RTN + recovery",
+      dataclasses.replace(RTN, name="rtn, recovery", recover=(ATTENTION, MLP)),
+    ),
+    ("HiRes without recovery", _NO_RECOVERY),
+    ("HiRes", HIRES),
+    ("strict RTN", RTN),
+  ),
+}
+"""Programs by study; the row to compare with stands last."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reused(Program):
+  """Finished linears of another build, with the recovery of this program.
+
+  Attributes:
+    program: What made them; described in place of this one.
+    leaves: The linears by path, such as `layers_0/self_attn/q_proj`.
+  """
+
+  program: Program = RTN
+  leaves: Mapping[str, QuantizedLinear] = dataclasses.field(default_factory=dict)
+
+  def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
+    """See `Program.prepare`."""
+    del calib, contract
+    return Prepared(params, learned=self.leaves)
+
+  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
+    """See `Program.quantize_linear`: the linear that was made before."""
+    del weight
+    return inputs.learned
+
+  def describe(self) -> Mapping[str, Any]:
+    """See `Program.describe`: the program whose result this is."""
+    return self.program.describe()
+
+
+def build_key(program: Program) -> str | None:
+  """What decides a program's linears; equal keys give equal linears.
+
+  None where a build cannot be reused: its hooks see the results of recovery, or the
+  float model is rewritten.
+  """
+  if type(program).prepare is not Program.prepare:
+    return None
+  plain = dataclasses.replace(program, name="", recover=(), recovery_by="model")
+  return f"{type(program).__name__} {plain}"
+
+
+def reuse(program: Program, params: Params) -> Reused:
+  """The program, with the linears of an earlier build of the same key."""
+  leaves = {}
+  for layer_name, layer in params.items():
+    if not layer_name.startswith("layers_"):
+      continue
+    for block, parts in layer.items():
+      for name, part in parts.items() if isinstance(parts, Mapping) else ():
+        if isinstance(part, Mapping) and isinstance(
+          part.get("weight"), QuantizedLinear
+        ):
+          leaves[f"{layer_name}/{block}/{name}"] = part["weight"]
+  return Reused(
+    name=program.name,
+    recover=program.recover,
+    recovery_by=program.recovery_by,
+    program=program,
+    leaves=leaves,
+  )

@@ -1,0 +1,298 @@
+"""The balance D of Stage I, measured on a linear's calibration inputs.
+
+Paper: Appendix "Algorithm Details", dyadic balance. The file reads in order: risks of
+nearest codes give a proposal, three trials of it are encoded, and J_b of each decides.
+`mxjax.numerics.shaping.dyadic_balance` has the arithmetic.
+"""
+
+import functools
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.devices import execution
+from mxjax.methods.gptq import reconstruct
+from mxjax.numerics import mxfp4
+from mxjax.numerics.block_batches import in_groups
+from mxjax.numerics.realization import one_code
+from mxjax.numerics.shaping import dyadic_balance, input_maps, reference_chart
+
+BalanceBy = Literal["block", "layer"]
+
+
+def _error_step(
+  carry: jax.Array,
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  transform: jax.Array,
+) -> jax.Array:
+  """Adds a sequence's nearest-code error moments in the coordinates of T."""
+  del index
+
+  def moments(blocks: jax.Array, transform: jax.Array) -> jax.Array:
+    mapped = input_maps.BlockDense(transform).apply(blocks)
+    error = mxfp4.round_blocks(mapped, rules) - mapped
+    return dyadic_balance.subgroup_moments(error)
+
+  return carry + in_groups(moments, blocks, transform)
+
+
+def _trial_step(
+  carry: jax.Array,
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  transforms: jax.Array,
+  grams: jax.Array,
+  crosses: jax.Array,
+) -> jax.Array:
+  """Adds a sequence's part of J_b's numerator for every trial."""
+  del index
+  return carry + dyadic_balance.trial_objective(
+    blocks, transforms, grams, crosses, rules
+  )
+
+
+def _listed_step(
+  carry: jax.Array,
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  order: jax.Array,
+  count: jax.Array,
+  transforms: jax.Array,
+  grams: jax.Array,
+  crosses: jax.Array,
+) -> jax.Array:
+  """Adds a sequence's part for the only trial given, in the listed blocks."""
+  del index
+  return carry + dyadic_balance.listed_objective(
+    blocks, order, count, transforms[0], grams[0], crosses[0], rules
+  )
+
+
+class _Tried(NamedTuple):
+  """Trials that are measured together, `[trials, blocks, ...]`.
+
+  Attributes:
+    transforms: D T, float32 `[..., 32, 32]`.
+    weights: Encoded weights.
+  """
+
+  transforms: jax.Array
+  weights: dyadic_balance.Trial
+
+  def tables(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a step reads."""
+    return self.transforms, self.weights.gram, self.weights.cross
+
+
+class _Trials(NamedTuple):
+  """The three trials of the balance of every block.
+
+  Attributes:
+    full_scales: u of the full step, float64 `[blocks, 8]`.
+    ends: The full step and identity.
+    half: The half step.
+    signal: ||X W'||^2 / n, float64 `[blocks]`.
+  """
+
+  full_scales: jax.Array
+  ends: _Tried
+  half: _Tried
+  signal: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def _weight_side(folded: jax.Array, rules: mxfp4.Rules) -> tuple[jax.Array, jax.Array]:
+  """W'W, and the tiles of the nearest codes' E_W'E_W, of folded weights."""
+  narrow = folded.astype(jnp.float32)
+  error = mxfp4.round_blocks(narrow, rules) - narrow
+  return reference_chart.block_moment(folded), dyadic_balance.subgroup_moments(error)
+
+
+@jax.jit
+def _propose(
+  gram: jax.Array,
+  weight_error: jax.Array,
+  mapped_moment: jax.Array,
+  error_sums: jax.Array,
+  tokens: jax.Array,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+  """U of the three trials from nearest-code risks (A5), and ||X W'||^2 / n."""
+  risks = dyadic_balance.bilateral_risks(
+    mapped_moment, error_sums / tokens, gram, weight_error
+  )
+  proposal = dyadic_balance.propose(*risks)
+  scales = tuple(step * proposal for step in dyadic_balance.STEPS)
+  return scales, (gram * mapped_moment).sum((-2, -1))
+
+
+@jax.jit
+def _fold_float64(weight: jax.Array, transform: jax.Array) -> jax.Array:
+  return input_maps.BlockDense(transform).fold(weight.astype(jnp.float64))
+
+
+@jax.jit
+def _mapped_moment(moment: jax.Array, transform: jax.Array) -> jax.Array:
+  return transform @ moment @ transform.mT
+
+
+@jax.jit
+def _trial_of(
+  scaled: jax.Array, decoded: jax.Array, mapped_moment: jax.Array, scale: jax.Array
+) -> dyadic_balance.Trial:
+  gram, cross = one_code.tables(scaled, decoded)
+  error = (decoded - scaled).astype(jnp.float64)
+  moment = dyadic_balance.rescaled_moment(mapped_moment, scale)
+  term = (reference_chart.block_moment(error) * moment).sum((-2, -1))
+  return dyadic_balance.Trial(gram, cross, term)
+
+
+def _layer_trial(
+  folded: jax.Array,
+  mapped_moment: jax.Array,
+  transform: jax.Array,
+  scale: jax.Array,
+  inputs: LinearInputs,
+) -> dyadic_balance.Trial:
+  """One trial of the whole linear: GPTQ with the linear's own Hessian (A11b)."""
+  scaled = (folded / dyadic_balance.diagonal(scale)[..., None]).astype(jnp.float32)
+  installed = dyadic_balance.scaled_transform(transform, scale)
+  input_map = input_maps.BlockDense(installed.astype(jnp.float32))
+  result = execution.finish(reconstruct(scaled, inputs, input_map))
+  return execution.finish(_trial_of(scaled, result.decoded, mapped_moment, scale))
+
+
+@jax.jit
+def _arranged(
+  transform: jax.Array,
+  scales: tuple[jax.Array, ...],
+  trials: tuple[dyadic_balance.Trial, ...],
+) -> tuple[_Tried, _Tried]:
+  """Full step and identity, which every block needs, and the half step."""
+
+  def tried(*places: int) -> _Tried:
+    chosen = jnp.stack([scales[place] for place in places])
+    weights = [trials[place] for place in places]
+    return _Tried(
+      dyadic_balance.scaled_transform(transform, chosen).astype(jnp.float32),
+      jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights),
+    )
+
+  return tried(0, 2), tried(1)
+
+
+def _prepare_trials(
+  weight: jax.Array,
+  moment: jax.Array,
+  transform: jax.Array,
+  error_sums: jax.Array,
+  inputs: LinearInputs,
+  balance_by: BalanceBy,
+) -> _Trials:
+  """The proposal and the encoded weights of its three trials."""
+  rules = inputs.rules
+  tokens = jnp.asarray(inputs.tokens, jnp.float64)
+  folded = execution.finish(_fold_float64(weight, transform))
+  mapped_moment = execution.finish(_mapped_moment(moment, transform))
+  weight_side = execution.finish(_weight_side(folded, rules))
+  scales, signal = execution.finish(
+    _propose(*weight_side, mapped_moment, error_sums, tokens)
+  )
+  trials = []
+  for scale in scales:
+    if balance_by == "layer":
+      trials.append(_layer_trial(folded, mapped_moment, transform, scale, inputs))
+      continue
+    upper = execution.finish(dyadic_balance.trial_factor(mapped_moment, scale))
+    trials.append(
+      execution.finish(
+        dyadic_balance.prepare_trial(folded, mapped_moment, scale, upper, rules)
+      )
+    )
+  ends, half = execution.finish(_arranged(transform, scales, tuple(trials)))
+  return _Trials(scales[0], ends, half, signal)
+
+
+@jax.jit
+def _losses(
+  objective: jax.Array, weight_terms: jax.Array, signal: jax.Array, tokens: jax.Array
+) -> jax.Array:
+  """J_b of trials, float64 `[trials, blocks]`, from their summed objectives."""
+  total = objective / tokens + weight_terms
+  return total / jnp.maximum(signal, dyadic_balance.LOSS_FLOOR)[None]
+
+
+def _measure(trials: _Trials, inputs: LinearInputs) -> np.ndarray:
+  """J_b of the three trials, float64 `[3, blocks]`.
+
+  The half step is measured where the full one is refused, and NaN elsewhere: there it
+  cannot be chosen, and measuring is most of what a trial costs.
+  """
+  tokens = jnp.asarray(inputs.tokens, jnp.float64)
+
+  def losses(tried: _Tried, objective: jax.Array) -> np.ndarray:
+    terms = tried.weights.weight_term
+    return np.asarray(_losses(objective, terms, trials.signal, tokens))
+
+  zeros = jnp.zeros((2, inputs.blocks), jnp.float64)
+  sums = inputs.reduce(_trial_step, zeros, *trials.ends.tables())
+  of_full, of_identity = losses(trials.ends, sums)
+  is_refused = ~(of_full <= of_identity)
+  order = jnp.asarray(np.argsort(~is_refused, kind="stable").astype(np.int32))
+  count = jnp.asarray(is_refused.sum(), jnp.int32)
+  zeros = jnp.zeros(inputs.blocks, jnp.float64)
+  sums = inputs.reduce(_listed_step, zeros, order, count, *trials.half.tables())
+  of_half = np.where(is_refused, losses(trials.half, sums[None])[0], np.nan)
+  return np.stack([of_full, of_half, of_identity])
+
+
+@jax.jit
+def _installed(
+  full_scales: jax.Array, losses: jax.Array, transform: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """D T of the accepted steps, and the steps."""
+  steps = dyadic_balance.accept(losses)
+  accepted = full_scales * steps[:, None]
+  return dyadic_balance.scaled_transform(transform, accepted), steps
+
+
+def balanced(
+  weight: jax.Array,
+  inputs: LinearInputs,
+  moment: jax.Array,
+  transform: jax.Array,
+  balance_by: BalanceBy = "block",
+) -> jax.Array:
+  """D T with the largest step of D that does not raise a block's J_b.
+
+  Paper: Eq. serb-proposal and Eq. serb-realized-loss.
+
+  Args:
+    weight: Raw weights, float32 `[blocks, 32, out_features]`.
+    inputs: The linear's measured inputs; its record gets `balance_steps` and
+      `balance_losses`, J_b of the full step, the half step (None where it was not
+      needed) and identity.
+    moment: X'X / n of each block, float64 `[blocks, 32, 32]`.
+    transform: T, float64, same shape.
+    balance_by: Trials quantize one `block` alone or the whole linear, `layer` (A11).
+
+  Returns:
+    float64 `[blocks, 32, 32]`.
+  """
+  start = jnp.zeros(dyadic_balance.subgroup_shape(inputs.blocks), jnp.float64)
+  errors = inputs.reduce(_error_step, start, transform.astype(jnp.float32))
+  trials = _prepare_trials(weight, moment, transform, errors, inputs, balance_by)
+  losses = _measure(trials, inputs)
+  installed, steps = _installed(trials.full_scales, jnp.asarray(losses), transform)
+  inputs.record["balance_steps"] = steps.tolist()
+  inputs.record["balance_losses"] = [
+    [None if math.isnan(loss) else loss for loss in row] for row in losses.tolist()
+  ]
+  return installed

@@ -1,0 +1,229 @@
+"""HiRes: geometric shaping, discrete realization, structural recovery.
+
+Paper: Section HiRes and Appendix "Algorithm Details". The file reads in the order of
+Algorithm 1: `shape` is Stage I (chart, interaction, and the balance of
+`hires_balance`), `realize` is Stage II (GPTQ and one-code refinement), `recover` is
+Stage III.
+"""
+
+import dataclasses
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.devices import execution
+from mxjax.methods.gptq import reconstruct
+from mxjax.methods.hires import balance
+from mxjax.methods.program import Program, Realized
+from mxjax.methods.recovery_fits import ATTENTION, MLP, RecoveryFit
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization import gptq, one_code
+from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode
+from mxjax.numerics.shaping import input_maps, local_interaction, reference_chart
+
+
+class _Anchor(NamedTuple):
+  """Constants of the anchor pass; `[blocks, 32, 32]`, folds first.
+
+  Attributes:
+    chart: P_ref, float64.
+    rotated: R_H P_ref, float32: native to anchor coordinates.
+    weight_folds: C_W by fold, float64.
+    weight_cross_folds: K_W by fold, float64.
+  """
+
+  chart: jax.Array
+  rotated: jax.Array
+  weight_folds: jax.Array
+  weight_cross_folds: jax.Array
+
+
+@jax.jit
+def _weight_moments(weight: jax.Array) -> jax.Array:
+  """W'W / m of the even and the odd rows (A7), float64 `[2, blocks, 32, 32]`."""
+  parts = [weight[..., fold::2] for fold in (0, 1)]
+  return jnp.stack(
+    [reference_chart.block_moment(p) / max(p.shape[-1], 1) for p in parts]
+  )
+
+
+@jax.jit
+def _chart(
+  moment: jax.Array, weight_moment: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """P_ref, R_H P_ref and R_H P_ref^-T, float64 `[blocks, 32, 32]`."""
+  chart = reference_chart.reference_chart(moment, weight_moment)
+  rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, jnp.float64)[None]
+  return chart, rotation @ chart, rotation @ jnp.linalg.inv(chart).mT
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def _weight_crosses(
+  weight: jax.Array, rotated_inverse: jax.Array, rules: mxfp4.Rules
+) -> jax.Array:
+  """K_W of the even and the odd rows, float64 `[2, blocks, 32, 32]`."""
+  crosses = []
+  for fold in (0, 1):
+    part = weight[..., fold::2]
+    error = local_interaction.rotated_error_moment(
+      part, rotated_inverse.astype(jnp.float32), rules
+    )
+    crosses.append(local_interaction.unrotate(error).mT / max(part.shape[-1], 1))
+  return jnp.stack(crosses)
+
+
+@jax.jit
+def _weight_folds(weight_moments: jax.Array, rotated_inverse: jax.Array) -> jax.Array:
+  """C_W by fold: the raw moments in the reference chart."""
+  mapped = rotated_inverse[None] @ weight_moments @ rotated_inverse.mT[None]
+  return local_interaction.unrotate(mapped)
+
+
+def _prepare_anchor(
+  weight: jax.Array, moment: jax.Array, rules: mxfp4.Rules
+) -> _Anchor:
+  """The chart, and the weight side of the anchor encoding.
+
+  Several jitted steps, not one: see rule 2 of `mxjax.devices.execution`.
+  """
+  rows = weight.shape[-1]
+  moments = execution.finish(_weight_moments(weight))
+  even, odd = rows - rows // 2, rows // 2
+  total = (moments[0] * even + moments[1] * odd) / rows
+  chart, rotated, rotated_inverse = execution.by_blocks(_chart, moment, total)
+  return _Anchor(
+    chart=chart,
+    rotated=rotated.astype(jnp.float32),
+    weight_folds=execution.finish(_weight_folds(moments, rotated_inverse)),
+    weight_cross_folds=execution.finish(
+      _weight_crosses(weight, rotated_inverse, rules)
+    ),
+  )
+
+
+def _anchor_step(
+  carry: jax.Array,
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  rotated: jax.Array,
+) -> jax.Array:
+  """Adds a sequence's rotated error-signal moment to its fold (parity, A6)."""
+  moment = local_interaction.rotated_error_moment(blocks, rotated, rules)
+  return carry.at[index % 2].add(moment)
+
+
+@functools.partial(jax.jit, static_argnames="use_interaction")
+def _pairs(
+  anchor: _Anchor,
+  activation_folds: jax.Array,
+  errors: jax.Array,
+  counts: jax.Array,
+  *,
+  use_interaction: bool,
+) -> tuple[jax.Array, jax.Array]:
+  """K, and its Frobenius norm in each block."""
+  chart = anchor.chart
+  crosses = local_interaction.unrotate(errors / counts[:, None, None, None])
+  statistics = local_interaction.AnchorStatistics(
+    activation=chart[None] @ activation_folds @ chart.mT[None],
+    weight=anchor.weight_folds,
+    activation_cross=crosses,
+    weight_cross=anchor.weight_cross_folds,
+  )
+  pairs = local_interaction.solve_pairs(statistics).interaction
+  if not use_interaction:
+    pairs = jnp.zeros_like(pairs)
+  norm = jnp.sqrt((pairs * pairs).sum((-2, -1)))
+  return pairs, norm
+
+
+ActivationRule = Literal["full", "sensitivity", "nearest"]
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def activation_rule(
+  weight: jax.Array, decoded: jax.Array, rule: ActivationRule
+) -> Nearest | OneCode:
+  """The dynamic A4 rule of a linear: nearest, or one-code with its tables.
+
+  Args:
+    weight: Folded weights, float32 `[blocks, 32, out_features]`.
+    decoded: Decoded W4 weights, same shape and dtype.
+    rule: `full`, `sensitivity` (K_Q = 0) or `nearest`.
+  """
+  if rule == "nearest":
+    return Nearest()
+  gram, cross = one_code.tables(weight, decoded)
+  if rule == "sensitivity":
+    cross = jnp.zeros_like(cross)
+  return OneCode(one_code.pack_symmetric(gram), cross)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiRes(Program):
+  """The frozen three-stage quantizer; each option is one row of an ablation.
+
+  Attributes:
+    use_interaction: Fit K; off means G = I.
+    use_balance: Try D; off means D = I.
+    weights: Reconstruct with `gptq`, or round with `rtn`.
+    rounding: Activations by the `full` one-code rule, by its `sensitivity` term
+      alone (K_Q = 0), or by the `nearest` code.
+    balance_by: J_b of trials that quantize one `block` alone, or the whole linear
+      (`layer`), read from column slices (reading A11).
+    scales: Where GPTQ takes exponents from (reading A12).
+    damping: Relative damping of GPTQ.
+  """
+
+  name: str = "hires"
+  recover: tuple[RecoveryFit, ...] = (ATTENTION, MLP)
+  use_interaction: bool = True
+  use_balance: bool = True
+  weights: Literal["gptq", "rtn"] = "gptq"
+  rounding: ActivationRule = "full"
+  balance_by: balance.BalanceBy = "block"
+  scales: gptq.ScaleSource = "fresh"
+  damping: float = gptq.DAMPING
+
+  def shape(
+    self, weight: jax.Array, inputs: LinearInputs
+  ) -> input_maps.InputMap | None:
+    """Stage I: T from chart and interaction, then D from three trials."""
+    moment = inputs.moment()
+    anchor = _prepare_anchor(weight, moment, inputs.rules)
+    zeros = jnp.zeros((2, *moment.shape), jnp.float64)
+    errors = inputs.reduce(_anchor_step, zeros, anchor.rotated)
+    counts = jnp.maximum(jnp.asarray(inputs.fold_tokens, jnp.float64), 1.0)
+    pairs, norm = execution.finish(
+      _pairs(
+        anchor,
+        inputs.fold_moments(),
+        errors,
+        counts,
+        use_interaction=self.use_interaction,
+      )
+    )
+    transform = execution.by_blocks(
+      local_interaction.shaping_transform, anchor.chart, pairs
+    )
+    inputs.record["interaction_norm"] = norm.tolist()
+    if self.use_balance:
+      transform = balance.balanced(weight, inputs, moment, transform, self.balance_by)
+    return input_maps.BlockDense(transform.astype(jnp.float32))
+
+  def realize(
+    self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
+  ) -> Realized:
+    """Stage II: GPTQ in the installed coordinates, then the one-code tables."""
+    if self.weights == "gptq":
+      result = reconstruct(weight, inputs, input_map, self.damping, scales=self.scales)
+    else:
+      result = gptq.round_to_nearest(weight, inputs.rules)
+    return Realized(result, activation_rule(weight, result.decoded, self.rounding))
+
+
+HIRES = HiRes()

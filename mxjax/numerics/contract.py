@@ -1,0 +1,53 @@
+"""The frozen contract under which every quantizer is run and judged."""
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from mxjax.numerics import mxfp4
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The seven decoder projections; embeddings, norms and the head stay as they are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contract:
+  """What a result must state before it may be compared with another.
+
+  Paper: Frozen contract (Preliminaries) and Quantization Setup (Appendix).
+
+  Attributes:
+    rules: Scale and tie rules of both operands.
+    targets: Quantized projections.
+    block_size: Values that share a scale on the input axis.
+    element: Element format.
+    scale: Scale format.
+    kv_cache: Whether evaluation may use a cache.
+  """
+
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES
+  targets: tuple[str, ...] = TARGETS
+  block_size: int = mxfp4.BLOCK_SIZE
+  element: str = "E2M1"
+  scale: str = "E8M0"
+  kv_cache: bool = False
+
+  def to_dict(self) -> dict[str, Any]:
+    """A JSON-ready form."""
+    return dataclasses.asdict(self)
+
+  @classmethod
+  def from_dict(cls, values: dict[str, Any]) -> "Contract":
+    """The inverse of `to_dict`."""
+    rules = mxfp4.Rules(**values["rules"])
+    return cls(**{**values, "rules": rules, "targets": tuple(values["targets"])})
+
+  @property
+  def hash(self) -> str:
+    """SHA-256 of the canonical JSON form, hex."""
+    text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+PAPER_CONTRACT = Contract()

@@ -1,0 +1,393 @@
+r"""The MXFP4 codec: 32 E2M1 elements under one E8M0 power-of-two scale.
+
+Everything that decides a code is integer arithmetic on float bits. Exponents never
+come from `log2`, powers of two never from `exp2`, and no backend's treatment of
+subnormals, fused multiply-adds or approximate division can move a code.
+
+Paper: Quantization Setup (Appendix, Algorithm Details). With `e` the block exponent,
+
+.. math::
+  e = \operatorname{clip}(\lfloor \log_2 \max_i |x_i| \rfloor - 2, -127, 127)
+
+and element magnitudes {0, .5, 1, 1.5, 2, 3, 4, 6}, a tie takes the larger magnitude,
+values above 6 * 2^e saturate, and the sign bit follows the input.
+"""
+
+import dataclasses
+import fractions
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.core
+import jax.dlpack
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mxjax.numerics import float_bits, native
+from mxjax.numerics.native import encode as native_encode
+
+BLOCK_SIZE = 32
+"""Values that share one scale, contiguous on the input axis."""
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The E2M1 magnitudes, indexed by the low three bits of a code."""
+SCALE_BIAS = 127
+"""An E8M0 byte is the exponent plus this."""
+NOT_FINITE = 255
+"""The E8M0 byte of a block that had inf or NaN; never legal in a payload."""
+
+ScaleRule = Literal["floor", "even", "rceil", "mx43"]
+TieRule = Literal["away", "even"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+  """How a block's scale and an element's ties are chosen.
+
+  Attributes:
+    scale_rule: With `a` the block maximum, E = floor(log2 a) and mantissa a / 2^E:
+      `floor` (the paper, OCP) uses 2^(E-2); `even` uses 2^(E-1) instead when the
+      mantissa is at least 1.75; `rceil` uses 2^ceil(log2(a / 6)) and never clips;
+      `mx43` stores E and decodes with 2^E / 3.
+    tie_rule: `away` (the paper) sends a tie to the larger magnitude, `even` to the
+      code with the even index.
+  """
+
+  scale_rule: ScaleRule = "floor"
+  tie_rule: TieRule = "away"
+
+  def __post_init__(self) -> None:
+    """Checks the names."""
+    for name, got, known in (
+      ("scale_rule", self.scale_rule, ("floor", "even", "rceil", "mx43")),
+      ("tie_rule", self.tie_rule, ("away", "even")),
+    ):
+      if got not in known:
+        raise ValueError(f"mxfp4.Rules: {name} must be one of {known}, got {got!r}.")
+
+
+PAPER_RULES = Rules()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MXTensor:
+  """A packed MXFP4 array of logical shape `[..., d]`, 4.25 bits a value.
+
+  Attributes:
+    codes: uint8 `[..., d/2]`: two E2M1 codes a byte, the even column in the low
+      nibble; a code is sign * 8 + magnitude index.
+    scales: uint8 `[..., d/32]`: E8M0 bytes, exponent + 127.
+  """
+
+  codes: jax.Array
+  scales: jax.Array
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The logical shape `[..., d]`."""
+    return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
+
+
+def block_exponent(
+  x: jax.Array, rules: Rules = PAPER_RULES, *, axis: int = -2
+) -> jax.Array:
+  """The shared exponent of each block, from the bits of its largest magnitude.
+
+  Args:
+    x: float32 or float64 with the 32 values of a block on `axis`.
+    rules: The scale rule.
+    axis: The block axis.
+
+  Returns:
+    int32 in [-127, 127], or 128 where the block has an inf or NaN; `axis` reduced.
+  """
+  form = float_bits.float_format(x)
+  largest = jnp.max(float_bits.magnitude_bits(x), axis=axis)
+  field = largest >> form.integer(form.mantissa_bits)
+  mantissa = largest & form.integer((1 << form.mantissa_bits) - 1)
+  half = form.integer(1 << (form.mantissa_bits - 1))
+  exponent = field.astype(jnp.int32) - form.bias
+  match rules.scale_rule:
+    case "floor":
+      exponent -= 2
+    case "even":
+      exponent += jnp.where(mantissa >= half + (half >> 1), -1, -2).astype(jnp.int32)
+    case "rceil":
+      exponent += jnp.where(mantissa > half, -1, -2).astype(jnp.int32)
+    case "mx43":
+      pass
+  clipped = jnp.clip(exponent, -127, 127)
+  finite = field < form.integer(2 * form.bias + 1)
+  return jnp.where(finite, clipped, jnp.int32(128))
+
+
+def _thresholds(rules: Rules, dtype: np.dtype) -> tuple[np.floating, ...]:
+  """The smallest scaled magnitudes of `dtype` that reach codes 1 to 7."""
+  dtype = np.dtype(dtype)
+  values = [fractions.Fraction(m) for m in MAGNITUDES]
+  divisor = 3 if rules.scale_rule == "mx43" else 1
+  result = []
+  for index in range(7):
+    middle = (values[index] + values[index + 1]) / 2 / divisor
+    nearest = dtype.type(float(middle))
+    strictly_above = rules.tie_rule == "even" and index % 2 == 0
+    exact = fractions.Fraction(float(nearest))
+    if exact < middle or (exact == middle and strictly_above):
+      nearest = np.nextafter(nearest, dtype.type(math.inf))
+    result.append(nearest)
+  return tuple(result)
+
+
+def _scaled_bits(x: jax.Array, exponent: jax.Array) -> jax.Array:
+  """Bits of |x| / 2^exponent wherever that can reach a nonzero code, else smaller.
+
+  Dividing by a power of two subtracts from the exponent field. Subnormals have no
+  field to subtract from: their integer mantissa is converted, which is exact.
+  """
+  form = float_bits.float_format(x)
+  bits = float_bits.magnitude_bits(x)
+  shift = exponent.astype(form.integer) << form.integer(form.mantissa_bits)
+  scaled = bits - shift
+  if form.mantissa_bits == 23:
+    # Above 2^-100 no subnormal reaches a code: the clamp only prevents overflow.
+    mantissa_shift = (jnp.minimum(exponent, -100) + 149) << 23
+    subnormal = float_bits.bits(bits.astype(jnp.float32)) - mantissa_shift
+    scaled = jnp.where(bits < (1 << 23), subnormal, scaled)
+  return scaled
+
+
+def magnitude_index(
+  x: jax.Array, exponent: jax.Array, rules: Rules = PAPER_RULES
+) -> jax.Array:
+  """The magnitude index 0..7 of each value at a given exponent, saturating.
+
+  Args:
+    x: float32 or float64.
+    exponent: int32, broadcastable to `x` with the same rank.
+    rules: Tie rule and, for `mx43`, the scale's factor.
+
+  Returns:
+    int32, the shape of `x`.
+  """
+  scaled = _scaled_bits(x, exponent)
+  index = jnp.zeros(x.shape, jnp.int32)
+  integer = float_bits.float_format(x).integer
+  for threshold in _thresholds(rules, x.dtype):
+    edge = integer(threshold.view(integer))
+    index += (scaled >= edge).astype(jnp.int32)
+  return index
+
+
+def magnitude(index: jax.Array) -> jax.Array:
+  """The float32 magnitude of an index 0..7, by bits: no table lookup."""
+  exponent_field = (126 + (index >> 1)) << 23
+  normal = lax.bitcast_convert_type(exponent_field | ((index & 1) << 22), jnp.float32)
+  return jnp.where(index >= 2, normal, 0.5 * index.astype(jnp.float32))
+
+
+def round_elements(
+  x: jax.Array, exponent: jax.Array, rules: Rules = PAPER_RULES
+) -> jax.Array:
+  """The signed element value, in units of the scale, nearest to `x` at an exponent.
+
+  Args:
+    x: float32.
+    exponent: int32, broadcastable to `x` with the same rank.
+    rules: Tie and scale rules.
+
+  Returns:
+    float32 from {0, ±.5, ±1, ±1.5, ±2, ±3, ±4, ±6} with the sign of `x`.
+  """
+  return jnp.copysign(magnitude(magnitude_index(x, exponent, rules)), x)
+
+
+def scale_of(exponent: jax.Array, rules: Rules = PAPER_RULES) -> jax.Array:
+  """The float32 factor that decodes elements at an exponent."""
+  scale = float_bits.power_of_two(exponent)
+  return scale / 3.0 if rules.scale_rule == "mx43" else scale
+
+
+def round_blocks(x: jax.Array, rules: Rules = PAPER_RULES) -> jax.Array:
+  """Decoded nearest encoding of float32 blocks whose values lie on axis -2.
+
+  Args:
+    x: float32 `[..., 32, columns]`.
+    rules: Scale and tie rules.
+
+  Returns:
+    float32, same shape: the RTN fake-quantizer Q.
+  """
+  exponent = block_exponent(x, rules)[..., None, :]
+  return round_elements(x, exponent, rules) * scale_of(exponent, rules)
+
+
+def to_blocks(x: jax.Array) -> jax.Array:
+  """Turns rows `[n, d]` into feature-major blocks `[d/32, 32, n]`.
+
+  With the 32 values of a block on axis -2 and rows on the last axis, a reduction over
+  a block is elementwise over vectors of rows, and a block transform is one GEMM.
+  """
+  rows, features = x.shape
+  return x.T.reshape(features // BLOCK_SIZE, BLOCK_SIZE, rows)
+
+
+def from_blocks(blocks: jax.Array) -> jax.Array:
+  """The inverse of `to_blocks`: `[blocks, 32, n]` to `[n, 32 * blocks]`."""
+  return blocks.reshape(-1, blocks.shape[-1]).T
+
+
+def check_width(place: str, features: int) -> None:
+  """Refuses a width that is not a multiple of 32, naming the place."""
+  if features % BLOCK_SIZE or features == 0:
+    raise ValueError(
+      f"{place}: the last axis must be a positive multiple of {BLOCK_SIZE}, got "
+      f"{features}; leave this projection in floating point or pad it yourself, "
+      "because padding changes the model's function under rounding."
+    )
+
+
+def pack(codes: jax.Array) -> jax.Array:
+  """Packs codes `[..., d]` in 0..15 to uint8 `[..., d/2]`, even column low."""
+  pairs = codes.astype(jnp.int32).reshape(*codes.shape[:-1], -1, 2)
+  weights = jnp.array([1, 16], jnp.int32).reshape((1,) * (pairs.ndim - 1) + (2,))
+  return (pairs * weights).sum(-1, dtype=jnp.int32).astype(jnp.uint8)
+
+
+def unpack(codes: jax.Array) -> jax.Array:
+  """Unpacks uint8 `[..., d/2]` to uint8 codes `[..., d]`."""
+  pairs = jnp.stack([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=-1)
+  return pairs.reshape(*codes.shape[:-1], -1)
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def _encode(x: jax.Array, rules: Rules) -> MXTensor:
+  blocks = x.reshape(*x.shape[:-1], -1, BLOCK_SIZE)
+  exponent = block_exponent(blocks, rules, axis=-1)
+  index = magnitude_index(blocks, exponent[..., None], rules)
+  integer = float_bits.float_format(x).integer
+  sign = lax.shift_right_logical(
+    float_bits.bits(blocks), integer(8 * x.dtype.itemsize - 1)
+  )
+  codes = index | (sign.astype(jnp.int32) << 3)
+  return MXTensor(
+    codes=pack(codes.reshape(x.shape)),
+    scales=(exponent + SCALE_BIAS).astype(jnp.uint8),
+  )
+
+
+def encode(
+  x: jax.Array,
+  rules: Rules = PAPER_RULES,
+  *,
+  implementation: native.Implementation | None = None,
+) -> MXTensor:
+  """Encodes the last axis in blocks of 32, exactly for every finite value.
+
+  Args:
+    x: `[..., d]` float32, bfloat16, float16 or (inside a 64-bit scope) float64, with
+      `d` a multiple of 32. Subnormals follow the formula literally.
+    rules: Scale and tie rules.
+    implementation: See `native_encode.choose`; the bits do not depend on it.
+
+  Returns:
+    The packed tensor. While tracing, a block with inf or NaN gets the illegal scale
+    byte 255, which decodes to NaN and which `check_legal` names.
+
+  Raises:
+    NotImplementedError: `native` was asked for and cannot run.
+    TypeError: Not a floating-point array.
+    ValueError: A width that is not a multiple of 32, or (outside a trace) inf or NaN.
+  """
+  x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise TypeError(f"mxfp4.encode: expected a floating-point array, got {x.dtype}.")
+  check_width("mxfp4.encode", x.shape[-1])
+  wide = x if x.dtype in (jnp.float32, jnp.float64) else x.astype(jnp.float32)
+  names = rules.scale_rule, rules.tie_rule
+  if native_encode.choose(implementation, wide, *names) == "native":
+    payload = native_encode.encode(np.asarray(wide), rules.scale_rule)
+    if payload is not None:
+      return MXTensor(*map(jax.dlpack.from_dlpack, payload))
+  tensor = _encode(wide, rules)
+  if not isinstance(tensor.scales, jax.core.Tracer):
+    bad = int((np.asarray(tensor.scales) == NOT_FINITE).sum())
+    if bad:
+      values = np.asarray(x).astype(np.float64)
+      raise ValueError(
+        f"mxfp4.encode: expected finite values, got {np.isnan(values).sum()} NaN and "
+        f"{np.isinf(values).sum()} inf in {bad} blocks of shape {x.shape}; find where "
+        "they were made, because MXFP4 has no code for them."
+      )
+  return tensor
+
+
+def decode(
+  tensor: MXTensor,
+  dtype: jax.typing.DTypeLike = jnp.bfloat16,
+  rules: Rules = PAPER_RULES,
+) -> jax.Array:
+  """Decodes to `[..., d]`; exact in bfloat16 and float32 but for `mx43`.
+
+  Args:
+    tensor: Packed codes and scales.
+    dtype: bfloat16 or float32. Every MXFP4 value is exact in both.
+    rules: Only `mx43` matters: it divides by three, rounded once in float32.
+
+  Returns:
+    The values, with signed zeros kept; NaN in blocks whose scale byte is 255. The
+    rules `even` and `rceil` can round maxima above 2^127 up to 2^128, which is inf.
+  """
+  codes = unpack(tensor.codes).astype(jnp.int32)
+  blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK_SIZE)
+  exponent = tensor.scales.astype(jnp.int32)[..., None] - SCALE_BIAS
+  index = blocks & 7
+  field = jnp.where(index >= 2, 126 + (index >> 1), 126) + exponent
+  mantissa = jnp.where(index >= 2, (index & 1) << 22, 0)
+  # Below the normal range the leading one becomes an explicit, shifted bit.
+  subnormal = (mantissa | (1 << 23)) >> jnp.clip(1 - field, 0, 31)
+  magnitude_bits = jnp.where(field >= 1, (field << 23) | mantissa, subnormal)
+  magnitude_bits = jnp.where(index == 0, 0, magnitude_bits)
+  nan = jnp.int32(0x7FC00000)
+  magnitude_bits = jnp.where(exponent > 127, nan, magnitude_bits)
+  bits = (magnitude_bits | ((blocks >> 3) << 31)).reshape(codes.shape)
+  if rules.scale_rule == "mx43":
+    values = lax.bitcast_convert_type(bits, jnp.float32) / 3.0
+    return values.astype(dtype)
+  if jnp.dtype(dtype) == jnp.bfloat16:
+    # Truncation is exact here and, unlike a conversion, keeps subnormals.
+    upper = lax.shift_right_logical(bits, jnp.int32(16)).astype(jnp.uint16)
+    return lax.bitcast_convert_type(upper, jnp.bfloat16)
+  return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+
+
+def check_legal(tensor: MXTensor, place: str = "mxfp4.check_legal") -> None:
+  """Checks a concrete tensor: dtypes, matching shapes, no illegal scale byte.
+
+  Args:
+    tensor: The tensor to audit; every nibble is a legal E2M1 code by construction.
+    place: The name that an error message begins with.
+
+  Raises:
+    TypeError: A leaf is not uint8.
+    ValueError: Shapes disagree or a scale byte is 255.
+  """
+  for name in ("codes", "scales"):
+    leaf = getattr(tensor, name)
+    if leaf.dtype != jnp.uint8:
+      raise TypeError(f"{place}: expected uint8 {name}, got {leaf.dtype}.")
+  check_width(place, tensor.shape[-1])
+  expected = (*tensor.shape[:-1], tensor.shape[-1] // BLOCK_SIZE)
+  if tensor.scales.shape != expected:
+    raise ValueError(
+      f"{place}: codes of logical shape {tensor.shape} need scales of shape "
+      f"{expected}, got {tensor.scales.shape}; the payload is damaged."
+    )
+  bad = int((np.asarray(tensor.scales) == NOT_FINITE).sum())
+  if bad:
+    raise ValueError(
+      f"{place}: {bad} scale bytes are 255, which E8M0 reserves for NaN; the encoded "
+      "array had inf or NaN there."
+    )

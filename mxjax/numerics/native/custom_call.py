@@ -1,0 +1,211 @@
+"""Functions that XLA:CPU calls from compiled programs, shared out over its threads.
+
+A kernel is cut into parts that may run in any order and at once. The thread that XLA
+calls on asks the others of XLA's pool for help and takes part after part itself; a
+helper that comes late finds nothing left and goes. The caller waits for parts that
+were begun, never for helpers, so a pool whose threads are all busy costs speed only.
+
+The numbers below are where XLA's C interface puts its fields: `xla/ffi/api/c_api.h`,
+major version 0, which jaxlib installs and whose order of fields is kept from version
+to version.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from llvmlite import ir
+
+from mxjax.numerics.native.machine_code import compile_module
+from mxjax.numerics.native.values import I32, I64, POINTER, Value, constant, room
+
+# XLA_FFI_CallFrame
+_EXTENSION, _API, _CONTEXT, _ARGUMENTS, _RESULTS = 8, 16, 24, 72, 112
+# XLA_FFI_Buffer
+_DATA, _DIMENSIONS = 24, 40
+# XLA_FFI_Metadata_Extension, and the version inside XLA_FFI_Metadata
+_METADATA, _MAJOR, _MINOR, _TRAITS = 24, 24, 28, 32
+# XLA_FFI_Api
+_ERROR_DESTROY, _POOL_SCHEDULE = 64, 136
+_VERSION = 0, 1
+
+# What the threads of one call share; the last to leave frees it.
+_PARTS, _NEXT, _FINISHED, _USERS, _FRAME, _STATE_BYTES = 0, 8, 16, 24, 32, 40
+
+Part = Callable[[Value, Value], None]
+"""Writes the code of one part, given the call's frame and the part's index."""
+
+Count = Callable[[Value], Value]
+"""Writes how many parts a call has, given its frame."""
+
+
+class Kernels(NamedTuple):
+  """Kernels to be compiled together.
+
+  Attributes:
+    module: Where functions that their parts call are written.
+    written: By name, what counts the parts of a call and what writes one.
+  """
+
+  module: ir.Module
+  written: dict[str, tuple[Count, Part]]
+
+
+def operand(frame: Value, index: int) -> Value:
+  """The address of an operand's values, inside a part."""
+  return _buffer(frame, _ARGUMENTS, index).after(_DATA).load(POINTER)
+
+
+def result(frame: Value, index: int) -> Value:
+  """The address of a result's values, inside a part."""
+  return _buffer(frame, _RESULTS, index).after(_DATA).load(POINTER)
+
+
+def dimension(frame: Value, index: int, axis: int) -> Value:
+  """The size of an operand's axis."""
+  sizes = _buffer(frame, _ARGUMENTS, index).after(_DIMENSIONS).load(POINTER)
+  return sizes.after(8 * axis).load(I64)
+
+
+def _buffer(frame: Value, which: int, index: int) -> Value:
+  return frame.after(which).load(POINTER).after(8 * index).load(POINTER)
+
+
+def _function(
+  module: ir.Module, name: str, returns: ir.Type, *takes: ir.Type
+) -> ir.Function:
+  known = module.globals.get(name)
+  return known or ir.Function(module, ir.FunctionType(returns, takes), name)
+
+
+def _begin(
+  module: ir.Module, name: str, returns: ir.Type, *takes: ir.Type
+) -> tuple[ir.IRBuilder, list[Value]]:
+  function = _function(module, name, returns, *takes)
+  code = ir.IRBuilder(function.append_basic_block("entry"))
+  return code, [Value(code, argument) for argument in function.args]
+
+
+def _add(address: Value, number: int, ordering: str) -> Value:
+  """Adds to a shared number at once; what it was before."""
+  raw = ir.Constant(I64, number)
+  return address.of(address.code.atomic_rmw("add", address.raw, raw, ordering))
+
+
+def _write_leave(module: ir.Module) -> None:
+  code, (state,) = _begin(module, "leave", ir.VoidType(), POINTER)
+  users = _add(state.after(_USERS), -1, "acq_rel")
+  with code.if_then(users.equals(1).raw):
+    code.call(_function(module, "free", ir.VoidType(), POINTER), [state.raw])
+  code.ret_void()
+
+
+def _write_work(module: ir.Module, name: str, part: Part) -> None:
+  """Takes parts until none is left."""
+  code, (state,) = _begin(module, f"{name}.work", ir.VoidType(), POINTER)
+  parts = state.after(_PARTS).load(I64, 8)
+  frame = state.after(_FRAME).load(POINTER, 8)
+  take, some, none = (code.append_basic_block(b) for b in ("take", "some", "none"))
+  code.branch(take)
+  code.position_at_end(take)
+  index = _add(state.after(_NEXT), 1, "monotonic")
+  code.cbranch((index < parts).raw, some, none)
+  code.position_at_end(some)
+  part(frame, index)
+  _add(state.after(_FINISHED), 1, "release")
+  code.branch(take)
+  code.position_at_end(none)
+  code.ret_void()
+
+
+def _write_help(module: ir.Module, name: str) -> None:
+  code, (state,) = _begin(module, f"{name}.help", ir.VoidType(), POINTER)
+  for step in (f"{name}.work", "leave"):
+    code.call(_function(module, step, ir.VoidType(), POINTER), [state.raw])
+  code.ret_void()
+
+
+def _ask(api: Value, place: int, record: Value) -> Value:
+  """Calls a function of XLA's interface; the error it returns, or null."""
+  signature = ir.FunctionType(POINTER, [POINTER])
+  function = api.after(place).load(signature.as_pointer(), 8)
+  return api.of(api.code.call(function.raw, [record.raw]))
+
+
+def _fill(record: Value, *fields: Value) -> None:
+  """An argument of XLA's functions: its size, no extension, and its fields."""
+  record.store(16 + 8 * len(fields), I64, 8)
+  record.after(8).store(0, I64, 8)
+  for i, field in enumerate(fields):
+    record.after(16 + 8 * i).store(field, align=8)
+
+
+def _hire(api: Value, frame: Value, state: Value, task: Value) -> None:
+  """Asks the pool for one helper; without a pool there is none."""
+  code = api.code
+  _add(state.after(_USERS), 1, "monotonic")
+  record = room(code, 40)
+  _fill(record, frame.after(_CONTEXT).load(POINTER, 8), task, state)
+  error = _ask(api, _POOL_SCHEDULE, record)
+  with code.if_then(code.icmp_unsigned("!=", error.raw, ir.Constant(POINTER, None))):
+    _fill(record, error)
+    _ask(api, _ERROR_DESTROY, record)
+    code.call(_function(code.module, "leave", ir.VoidType(), POINTER), [state.raw])
+
+
+def _write_entry(module: ir.Module, name: str, count: Count, helpers: int) -> None:
+  """What XLA calls: it says its version when asked, else it runs the kernel."""
+  code, (frame,) = _begin(module, name, POINTER, POINTER)
+  null = ir.Constant(POINTER, None)
+  extension = frame.after(_EXTENSION).load(POINTER, 8)
+  with code.if_then(code.icmp_unsigned("!=", extension.raw, null)):
+    metadata = extension.after(_METADATA).load(POINTER, 8)
+    for place, number in zip((_MAJOR, _MINOR, _TRAITS), (*_VERSION, 0), strict=True):
+      metadata.after(place).store(number, I32)
+    code.ret(null)
+  allocate = _function(module, "malloc", POINTER, I64)
+  state = frame.of(code.call(allocate, [ir.Constant(I64, _STATE_BYTES)]))
+  parts = count(frame)
+  for place, value in ((_PARTS, parts), (_FRAME, frame)):
+    state.after(place).store(value, align=8)
+  for place, number in ((_NEXT, 0), (_FINISHED, 0), (_USERS, 1)):
+    state.after(place).store(number, I64, 8)
+  api = frame.after(_API).load(POINTER, 8)
+  task = _function(module, f"{name}.help", ir.VoidType(), POINTER)
+  for helper in range(helpers):
+    with code.if_then((constant(code, I64, helper + 1) < parts).raw):
+      _hire(api, frame, state, frame.of(task))
+  nothing = ir.VoidType()
+  code.call(_function(module, f"{name}.work", nothing, POINTER), [state.raw])
+  wait, check, done = (code.append_basic_block(b) for b in ("wait", "check", "done"))
+  code.branch(check)
+  code.position_at_end(wait)
+  code.call(_function(module, "sched_yield", I32), [])
+  code.branch(check)
+  code.position_at_end(check)
+  at = state.after(_FINISHED).raw
+  finished = state.of(code.load_atomic(at, "acquire", 8, typ=I64))
+  code.cbranch((finished < parts).raw, wait, done)
+  code.position_at_end(done)
+  code.call(_function(module, "leave", nothing, POINTER), [state.raw])
+  code.ret(null)
+
+
+def register(kernels: Kernels, helpers: int) -> None:
+  """Compiles kernels and makes them known to XLA:CPU by their names.
+
+  Args:
+    kernels: The kernels.
+    helpers: Threads beside the caller's.
+  """
+  _write_leave(kernels.module)
+  for name, (count, part) in kernels.written.items():
+    _write_work(kernels.module, name, part)
+    _write_help(kernels.module, name)
+    _write_entry(kernels.module, name, count, helpers)
+  addresses = compile_module(str(kernels.module), kernels.written)
+  signature = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+  for name, address in addresses.items():
+    capsule = jax.ffi.pycapsule(signature(address))
+    jax.ffi.register_ffi_target(name, capsule, platform="cpu")

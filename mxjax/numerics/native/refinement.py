@@ -1,0 +1,112 @@
+"""One-code refinement in the processor's vector instructions, inside jitted functions.
+
+The references are `mxjax.numerics.realization.one_code.refined_blocks`, equal bit for
+bit, and `refined_objective`, whose sum over 32 coordinates comes in another order.
+"""
+
+import functools
+import pathlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.numerics import native
+from mxjax.numerics.platforms import target_platform
+
+BLOCK_SIZE = 32
+KNOWN_INTERFACE = "0"
+"""The major version whose fields `custom_call` reads."""
+
+
+@functools.cache
+def machine_obstacle() -> str | None:
+  """Why no call at all can be taken on this machine, or None."""
+  if sys.platform not in ("linux", "darwin"):
+    return f"it is written for Linux and macOS, and this is {sys.platform}"
+  if missing := native.missing():
+    return missing
+  from mxjax.numerics.native.machine_code import multiplies_and_adds_at_once
+
+  if not multiplies_and_adds_at_once():
+    return "this processor has no fused multiply-add"
+  major = _interface_version()
+  if major != KNOWN_INTERFACE:
+    known = f"version {KNOWN_INTERFACE} of XLA's C interface"
+    return f"it knows {known}, and here it is {major}"
+  return None
+
+
+def _interface_version() -> str:
+  """The major version of XLA's C interface, by the header that jaxlib installs."""
+  header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+  if not header.is_file():
+    return "unknown"
+  found = re.search(r"#define\s+XLA_FFI_API_MAJOR\s+(\d+)", header.read_text())
+  return found.group(1) if found else "unknown"
+
+
+def obstacle(x: jax.Array) -> str | None:
+  """Why blocks `[blocks, 32, n]` cannot be taken, or None."""
+  if target_platform() != "cpu":
+    return f"it is for CPUs and the platform is {target_platform()}"
+  if x.dtype != jnp.float32:
+    return f"it takes float32, got {x.dtype}"
+  if x.ndim != 3 or x.shape[1] != BLOCK_SIZE:
+    return f"it takes blocks of shape [blocks, {BLOCK_SIZE}, n], got {x.shape}"
+  if x.shape[2] < native.LANES:
+    return f"it takes at least {native.LANES} tokens, got {x.shape[2]}"
+  return machine_obstacle()
+
+
+@functools.cache
+def _register() -> None:
+  """Compiles the kernels, once in a process."""
+  from mxjax.numerics.native import custom_call, refinement_kernel
+
+  custom_call.register(refinement_kernel.kernels(), native.cores() - 1)
+
+
+def refined(
+  x: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+  matrix: jax.Array | None = None,
+  *,
+  decodes: bool,
+) -> jax.Array:
+  """Encodes and refines blocks, after a map of each if there is one.
+
+  Paper: Eq. hires-code-score. Call it only where `obstacle` finds none.
+
+  Args:
+    x: float32 `[blocks, 32, n]`, n at least `native.LANES`.
+    gram: G_Q, float32 `[blocks, 32, 32]`.
+    cross: K_Q, float32 `[blocks, 32, 32]`.
+    matrix: float32 `[blocks, 32, 32]`, or None.
+    decodes: Whether the result is the decoded blocks, or their objective.
+
+  Returns:
+    float32 `[blocks, 32, n]`, or `[blocks, n]`.
+
+  Raises:
+    ValueError: A table is neither of that shape nor one for all blocks.
+  """
+  _register()
+  blocks, _, tokens = x.shape
+  shape = x.shape if decodes else (blocks, tokens)
+  name = kernel_name(maps=matrix is not None, decodes=decodes)
+  call = jax.ffi.ffi_call(
+    name, jax.ShapeDtypeStruct(shape, jnp.float32), vmap_method="sequential"
+  )
+  tables = (gram, cross) if matrix is None else (gram, cross, matrix)
+  # The kernel reads as many tables as there are blocks, whatever their shape says.
+  square = blocks, BLOCK_SIZE, BLOCK_SIZE
+  return call(x, *(jnp.broadcast_to(t.astype(jnp.float32), square) for t in tables))
+
+
+def kernel_name(*, maps: bool, decodes: bool) -> str:
+  """What XLA knows a kernel by."""
+  what = "decoded" if decodes else "objective"
+  return f"mxjax_refined_{what}" + ("_mapped" if maps else "")

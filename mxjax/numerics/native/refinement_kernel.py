@@ -1,0 +1,331 @@
+"""Map, A4 encode and one-code refinement of a tile of tokens, written with LLVM.
+
+The reference is `mxjax.numerics.realization.one_code.refine`, formula for formula; a
+tile is one block of 32 features by `LANES` tokens, a token a lane. Each product is a
+chain of fused multiply-adds in the order of the features, which is also XLA:CPU's
+order, so that refined codes have the reference's bits. Paper: Eq. hires-code-score.
+
+Operands: x `[blocks, 32, n]`, gram and cross `[blocks, 32, 32]`, and for kernels with
+a map `[blocks, 32, 32]`; all float32, n at least `LANES`.
+"""
+
+import itertools
+import struct
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from mxjax.numerics.native import LANES
+from mxjax.numerics.native.custom_call import Kernels, Part, dimension, operand, result
+from mxjax.numerics.native.refinement import kernel_name
+from mxjax.numerics.native.values import (
+  F32,
+  FLOATS,
+  I64,
+  INTS,
+  POINTER,
+  VECTOR_BYTES,
+  Value,
+  constant,
+  repeat,
+  room,
+  where,
+)
+
+_BLOCK = 32
+_TABLE_BYTES = 4 * _BLOCK * _BLOCK
+_TILE_BYTES = _BLOCK * VECTOR_BYTES
+_ROWS_AT_ONCE = 4
+"""Rows of a product that share each load: eight registers of sums."""
+_STRIP = 8 * LANES
+"""Tokens of a part."""
+
+_MANTISSA, _BIAS, _SIZE, _SIGN = 23, 127, 2**31 - 1, -(2**31)
+_QUARTER, _HALF, _THREE_QUARTERS, _ONE, _SIX = (
+  int.from_bytes(struct.pack("<f", value), "little")
+  for value in (0.25, 0.5, 0.75, 1.0, 6.0)
+)
+_HALF_A_STEP, _WHOLE_STEPS = 1 << 21, -(1 << 22)
+"""Of values from one on, which have one bit of mantissa."""
+_NAN = 0x7FC00000
+
+
+class _Tile(NamedTuple):
+  """Addresses of first-level cache, 32 vectors each."""
+
+  x: Value
+  difference: Value
+  nearest: Value
+  pulled: Value
+  mismatch: Value
+
+
+class _Block(NamedTuple):
+  """Addresses of a block's tables; no map is None."""
+
+  gram: Value
+  cross: Value
+  matrix: Value | None
+
+
+def _row(address: Value, index: Value) -> Value:
+  return address.after(index * VECTOR_BYTES)
+
+
+def _write_product(module: ir.Module) -> ir.Function:
+  """M X for a table M `[32, 32]` and a tile X, each sum in the order of the columns."""
+  takes = ir.FunctionType(ir.VoidType(), [POINTER] * 3)
+  function = ir.Function(module, takes, "block_product")
+  code = ir.IRBuilder(function.append_basic_block("entry"))
+  table, tile, product = (Value(code, argument) for argument in function.args)
+
+  def rows(first: Value) -> list[Value]:
+    sums = [constant(code, FLOATS, 0.0)] * _ROWS_AT_ONCE
+    begin = table.after(first * (4 * _BLOCK))
+    for k in range(_BLOCK):
+      x = tile.after(k * VECTOR_BYTES).load(FLOATS, 64)
+      for r in range(_ROWS_AT_ONCE):
+        factor = begin.after(4 * (_BLOCK * r + k)).load(F32).spread()
+        sums[r] = factor.call("fma", x, sums[r])
+    for r, total in enumerate(sums):
+      _row(product, first).after(r * VECTOR_BYTES).store(total, align=64)
+    return []
+
+  repeat(constant(code, I64, 0), _BLOCK, rows, step=_ROWS_AT_ONCE)
+  code.ret_void()
+  return function
+
+
+def _scales(largest: Value) -> tuple[Value, Value, Value]:
+  """`mxfp4.block_exponent` and `scale_of`, and what they subtract from a value's bits.
+
+  Args:
+    largest: The bits of the largest magnitude.
+
+  Returns:
+    The exponent in its field, the same for a converted mantissa, and 2^e.
+  """
+  field = largest >> _MANTISSA
+  exponent = (field - (_BIAS + 2)).call("smax", -_BIAS)
+  low = exponent.call("smin", -100) + 149
+  normal = (exponent + _BIAS) << _MANTISSA
+  subnormal = constant(normal.code, INTS, 1 << (_MANTISSA - 1))
+  scale = where(exponent.equals(-_BIAS), subnormal, normal)
+  nan = constant(normal.code, INTS, _NAN)
+  scale = where(field.equals(255), nan, scale)
+  return exponent << _MANTISSA, low << _MANTISSA, scale.floats()
+
+
+def _nearest(x: Value, shift: Value, low_shift: Value) -> Value:
+  """The element value nearest to x, by its bits: `mxfp4.round_elements`."""
+  size = x.bits() & _SIZE
+  mantissa = size.rounded_to_float().bits() - low_shift
+  scaled = where(size < (1 << _MANTISSA), mantissa, size - shift)
+  from_one = ((scaled + _HALF_A_STEP) & _WHOLE_STEPS).call("smin", _SIX)
+  half = where(scaled >= _QUARTER, constant(x.code, INTS, _HALF), 0)
+  below = where(scaled >= _THREE_QUARTERS, constant(x.code, INTS, _ONE), half)
+  magnitude = where(scaled >= _ONE, from_one, below)
+  return (magnitude | (x.bits() & _SIGN)).floats()
+
+
+def _code_score(delta: Value, slope: Value, curvature: Value) -> Value:
+  """`code_refinement.code_score`: both products are rounded."""
+  return (delta * 2.0) * slope + (delta * delta) * curvature
+
+
+def _grid_neighbours(target: Value) -> tuple[Value, Value]:
+  """`code_refinement._grid_neighbours`."""
+  size = target.call("fabs")
+  number = lambda value: constant(target.code, FLOATS, value)
+  step = where(size < 2.0, number(0.5), where(size < 4.0, number(1.0), 2.0))
+  per_step = where(size < 2.0, number(2.0), where(size < 4.0, number(1.0), 0.5))
+  free = (size * per_step).call("floor") * step
+  inner, outer = (where(v < 6.0, v, 6.0) for v in (free, free + step))
+  signed = where(inner.equals(0.0), inner, inner.call("copysign", target))
+  return signed, outer.call("copysign", target)
+
+
+def _best_code(
+  nearest: Value, scale: Value, slope: Value, curvature: Value
+) -> tuple[Value, Value]:
+  """`code_refinement.best_code`."""
+  vertex = nearest - slope / (curvature * scale)
+  inner, outer = _grid_neighbours(where(slope.equals(0.0), nearest, vertex))
+  inner_score, outer_score = (
+    _code_score((value - nearest) * scale, slope, curvature) for value in (inner, outer)
+  )
+  is_better = outer_score < inner_score
+  return (
+    where(is_better, outer_score, inner_score),
+    where(is_better, outer, inner),
+  )
+
+
+def _read(
+  tile: _Tile, x: Value, stride: Value, block: _Block, product: ir.Function
+) -> None:
+  """Brings a tile of inputs into cache, and through the block's map."""
+  to = tile.x if block.matrix is None else tile.pulled
+
+  def row(i: Value) -> list[Value]:
+    _row(to, i).store(x.after(i * stride).load(FLOATS), align=64)
+    return []
+
+  repeat(constant(x.code, I64, 0), _BLOCK, row)
+  if block.matrix is not None:
+    x.code.call(product, [v.raw for v in (block.matrix, to, tile.x)])
+
+
+def _encode(tile: _Tile) -> Value:
+  """Fills the nearest elements and their differences from x; returns the scales."""
+  code = tile.x.code
+  zero = constant(code, I64, 0)
+
+  def larger(i: Value, largest: Value) -> list[Value]:
+    return [largest.call("smax", _row(tile.x, i).load(INTS, 64) & _SIZE)]
+
+  (largest,) = repeat(zero, _BLOCK, larger, constant(code, INTS, 0))
+  shift, low_shift, scale = _scales(largest)
+
+  def row(i: Value) -> list[Value]:
+    x = _row(tile.x, i).load(FLOATS, 64)
+    nearest = _nearest(x, shift, low_shift)
+    _row(tile.nearest, i).store(nearest, align=64)
+    _row(tile.difference, i).store(nearest * scale - x, align=64)
+    return []
+
+  repeat(zero, _BLOCK, row)
+  return scale
+
+
+class _Best(NamedTuple):
+  """The best change of each token: score, coordinate, value; and the objective."""
+
+  score: Value
+  coordinate: Value
+  value: Value
+  objective: Value
+
+
+def _refine(tile: _Tile, block: _Block, scale: Value, product: ir.Function) -> _Best:
+  """The lowest score of all coordinates; of equal ones the lowest coordinate's."""
+  code = scale.code
+  for table, of, to in (
+    (block.gram, tile.difference, tile.pulled),
+    (block.cross, tile.x, tile.mismatch),
+  ):
+    code.call(product, [table.raw, of.raw, to.raw])
+
+  def row(i: Value, *before: Value) -> list[Value]:
+    best = _Best(*before)
+    mismatch = _row(tile.mismatch, i).load(FLOATS, 64)
+    slope = _row(tile.pulled, i).load(FLOATS, 64) - mismatch
+    curvature = block.gram.after(i * (4 * (_BLOCK + 1))).load(F32).spread()
+    nearest = _row(tile.nearest, i).load(FLOATS, 64)
+    score, value = _best_code(nearest, scale, slope, curvature)
+    is_best = score < best.score
+    difference = _row(tile.difference, i).load(FLOATS, 64)
+    return [
+      where(is_best, score, best.score),
+      where(is_best, i.narrow().spread(), best.coordinate),
+      where(is_best, value, best.value),
+      difference.call("fma", slope - mismatch, best.objective),
+    ]
+
+  number = lambda kind, value: constant(code, kind, value)
+  nothing = number(FLOATS, 0.0)
+  start = number(FLOATS, float("inf")), number(INTS, 0), nothing, nothing
+  return _Best(*repeat(number(I64, 0), _BLOCK, row, *start))
+
+
+def _write_decoded(
+  tile: _Tile, scale: Value, best: _Best, to: Value, stride: Value
+) -> None:
+  """The refined blocks: `code_refinement.refined_blocks`."""
+  none = constant(scale.code, INTS, -1)
+  chosen = where(best.score < 0.0, best.coordinate, none)
+
+  def row(i: Value) -> list[Value]:
+    nearest = _row(tile.nearest, i).load(FLOATS, 64)
+    element = where(chosen.equals(i.narrow().spread()), best.value, nearest)
+    to.after(i * stride).store(element * scale)
+    return []
+
+  repeat(constant(scale.code, I64, 0), _BLOCK, row)
+
+
+def _write_tile(
+  module: ir.Module, name: str, product: ir.Function, *, maps: bool, decodes: bool
+) -> ir.Function:
+  """A function of addresses and the bytes from one feature to the next."""
+  takes = ir.FunctionType(ir.VoidType(), [POINTER] * 6 + [I64])
+  function = ir.Function(module, takes, f"{name}.tile")
+  code = ir.IRBuilder(function.append_basic_block("entry"))
+  x, gram, cross, matrix, to, cache, stride = (Value(code, a) for a in function.args)
+  block = _Block(gram, cross, matrix if maps else None)
+  tile = _Tile(*(cache.after(i * _TILE_BYTES) for i in range(len(_Tile._fields))))
+  _read(tile, x, stride, block, product)
+  scale = _encode(tile)
+  best = _refine(tile, block, scale, product)
+  if decodes:
+    _write_decoded(tile, scale, best, to, stride)
+  else:
+    to.store(best.objective + where(best.score < 0.0, best.score, 0.0))
+  code.ret_void()
+  return function
+
+
+def _parts(frame: Value) -> Value:
+  """How many strips of tokens all blocks have."""
+  return dimension(frame, 0, 0) * _strips(frame)
+
+
+def _strips(frame: Value) -> Value:
+  return (dimension(frame, 0, 2) + (_STRIP - 1)) / _STRIP
+
+
+def _part(tile: ir.Function, *, maps: bool, decodes: bool) -> Part:
+  """What takes one strip of one block through a kernel."""
+
+  def write(frame: Value, index: Value) -> None:
+    code = frame.code
+    cache = room(code, len(_Tile._fields) * _TILE_BYTES)
+    tokens, strips = dimension(frame, 0, 2), _strips(frame)
+    block, strip = index / strips, index % strips
+    x, to = operand(frame, 0), result(frame, 0)
+    tables = [operand(frame, i).after(block * _TABLE_BYTES) for i in range(1, 3 + maps)]
+    tables += [Value(code, ir.Constant(POINTER, None))] * (not maps)
+    row_bytes = tokens * 4
+    x_block = x.after(block * row_bytes * _BLOCK)
+    to_block = to.after(block * row_bytes * (_BLOCK if decodes else 1))
+    # The last tile begins early enough to be whole: some tokens are done twice.
+    last = tokens - LANES
+    first = strip * _STRIP
+    stop = where(first + _STRIP < tokens, first + _STRIP, tokens)
+
+    def one(start: Value) -> list[Value]:
+      at = where(start < last, start, last) * 4
+      addresses = x_block.after(at), *tables, to_block.after(at), cache
+      code.call(tile, [v.raw for v in (*addresses, row_bytes)])
+      return []
+
+    repeat(first, stop, one, step=LANES)
+
+  return write
+
+
+def kernels() -> Kernels:
+  """All kernels, by what they read and what they give.
+
+  With a map of each block it is the fourth operand and comes first. Results are the
+  decoded blocks `[blocks, 32, n]`, or what the refined codes contribute to the
+  objective, `[blocks, n]`.
+  """
+  module = ir.Module("refinement")
+  product = _write_product(module)
+  written = {}
+  for maps, decodes in itertools.product((False, True), repeat=2):
+    name = kernel_name(maps=maps, decodes=decodes)
+    tile = _write_tile(module, name, product, maps=maps, decodes=decodes)
+    written[name] = _parts, _part(tile, maps=maps, decodes=decodes)
+  return Kernels(module, written)

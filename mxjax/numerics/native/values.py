@@ -1,0 +1,182 @@
+"""A few words of LLVM's language, so that a kernel reads like the formula it computes.
+
+A `Value` is a number, or a vector of `LANES` of them, of a function that is being
+written. Its operators write instructions, one for one: nothing is reordered, contracted
+or assumed, so the bits are those of the formula as it stands.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from mxjax.numerics.native import LANES
+
+F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+POINTER = ir.PointerType()
+FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+VECTOR_BYTES = 4 * LANES
+
+
+def _operator(of_floats: str, of_ints: str) -> Callable[["Value", Any], "Value"]:
+  def write(self: "Value", other: Any) -> "Value":
+    name = of_floats if self.is_float else of_ints
+    return self.of(getattr(self.code, name)(self.raw, self.like(other)))
+
+  return write
+
+
+def _comparison(sign: str) -> Callable[["Value", Any], "Value"]:
+  def write(self: "Value", other: Any) -> "Value":
+    compare = self.code.fcmp_ordered if self.is_float else self.code.icmp_signed
+    return self.of(compare(sign, self.raw, self.like(other)))
+
+  return write
+
+
+class Value:
+  """A value of a function being written, with the operators of its type.
+
+  Comparisons give truth values for `where`; with a NaN they are false.
+  """
+
+  def __init__(self, code: ir.IRBuilder, raw: Any) -> None:
+    self.code, self.raw = code, raw
+
+  def of(self, raw: Any) -> "Value":
+    """Another value of the same function."""
+    return Value(self.code, raw)
+
+  @property
+  def is_float(self) -> bool:
+    """Whether this is a float or a vector of them."""
+    kind = self.raw.type
+    return getattr(kind, "element", kind) == F32
+
+  def like(self, other: Any) -> Any:
+    """A value, or a Python number as a constant of this value's type."""
+    if isinstance(other, Value):
+      return other.raw
+    kind = self.raw.type
+    is_vector = isinstance(kind, ir.VectorType)
+    return ir.Constant(kind, [other] * LANES if is_vector else other)
+
+  __add__ = _operator("fadd", "add")
+  __sub__ = _operator("fsub", "sub")
+  __mul__ = _operator("fmul", "mul")
+  __truediv__ = _operator("fdiv", "sdiv")
+  __mod__ = _operator("frem", "srem")
+  __and__ = _operator("and_", "and_")
+  __or__ = _operator("or_", "or_")
+  __lshift__ = _operator("shl", "shl")
+  __rshift__ = _operator("lshr", "lshr")
+  __lt__ = _comparison("<")
+  __ge__ = _comparison(">=")
+  equals = _comparison("==")
+
+  def call(self, name: str, *others: Any) -> "Value":
+    """An intrinsic function of values of this type, to this type."""
+    kind, module = self.raw.type, self.code.module
+    letter = "f32" if self.is_float else "i32"
+    full = f"llvm.{name}.v{LANES}{letter}"
+    known = module.globals.get(full)
+    operands = [self.raw, *(self.like(other) for other in others)]
+    function = known or ir.Function(
+      module, ir.FunctionType(kind, [kind] * len(operands)), full
+    )
+    return self.of(self.code.call(function, operands))
+
+  def bits(self) -> "Value":
+    """The bits of floats."""
+    return self.of(self.code.bitcast(self.raw, INTS))
+
+  def floats(self) -> "Value":
+    """The floats of bits."""
+    return self.of(self.code.bitcast(self.raw, FLOATS))
+
+  def rounded_to_float(self) -> "Value":
+    """Integers converted to floats."""
+    return self.of(self.code.sitofp(self.raw, FLOATS))
+
+  def spread(self) -> "Value":
+    """A number in every lane."""
+    kind = ir.VectorType(self.raw.type, LANES)
+    none = ir.Constant(kind, ir.Undefined)
+    one = self.code.insert_element(none, self.raw, ir.Constant(I32, 0))
+    return self.of(self.code.shuffle_vector(one, none, ir.Constant(INTS, [0] * LANES)))
+
+  def narrow(self) -> "Value":
+    """An index as a 32-bit integer."""
+    return self.of(self.code.trunc(self.raw, I32))
+
+  def after(self, nbytes: "Value | int") -> "Value":
+    """The address some bytes behind this one."""
+    count = nbytes.raw if isinstance(nbytes, Value) else ir.Constant(I64, nbytes)
+    return self.of(self.code.gep(self.raw, [count], source_etype=ir.IntType(8)))
+
+  def load(self, kind: Any, align: int = 4) -> "Value":
+    """What lies at this address."""
+    return self.of(self.code.load(self.raw, typ=kind, align=align))
+
+  def store(self, value: "Value | int", kind: Any = None, align: int = 4) -> None:
+    """Writes a value, or a constant of a type, to this address."""
+    raw = value.raw if isinstance(value, Value) else ir.Constant(kind, value)
+    self.code.store(raw, self.raw, align=align)
+
+
+def where(condition: Value, yes: Value, no: Any) -> Value:
+  """One value or the other, lane by lane."""
+  return yes.of(yes.code.select(condition.raw, yes.raw, yes.like(no)))
+
+
+def constant(code: ir.IRBuilder, kind: Any, number: float) -> Value:
+  """A constant of a type."""
+  is_vector = isinstance(kind, ir.VectorType)
+  return Value(code, ir.Constant(kind, [number] * LANES if is_vector else number))
+
+
+def room(code: ir.IRBuilder, nbytes: int) -> Value:
+  """The address of memory that a function has while it runs, aligned for vectors."""
+  with code.goto_entry_block():
+    place: Any = code.alloca(ir.ArrayType(ir.IntType(8), nbytes))
+    place.align = 64
+  # llvmlite types the address by what is there, as LLVM itself no longer does.
+  place.type = POINTER
+  return Value(code, place)
+
+
+def repeat(
+  start: Value,
+  stop: Value | int,
+  body: Callable[..., Sequence[Value]],
+  *carried: Value,
+  step: int = 1,
+) -> list[Value]:
+  """A loop that runs at least once.
+
+  Args:
+    start: The first index.
+    stop: The index that ends it.
+    body: Of the index and the carried values, to their next ones.
+    *carried: The values before the first turn.
+    step: What is added to the index.
+
+  Returns:
+    The carried values after the last turn.
+  """
+  code = start.code
+  before = code.block
+  turn, done = code.append_basic_block("turn"), code.append_basic_block("done")
+  code.branch(turn)
+  code.position_at_end(turn)
+  index, *held = (code.phi(value.raw.type) for value in (start, *carried))
+  found = body(Value(code, index), *(Value(code, phi) for phi in held))
+  next_index = Value(code, index) + step
+  for phi, first, last in zip(
+    (index, *held), (start, *carried), (next_index, *found), strict=True
+  ):
+    phi.add_incoming(first.raw, before)
+    phi.add_incoming(last.raw, code.block)
+  code.cbranch((next_index < stop).raw, turn, done)
+  code.position_at_end(done)
+  return list(found)

@@ -1,0 +1,1 @@
+"""Stage II, discrete realization: GPTQ codes, A4 rules, one-code refinement."""

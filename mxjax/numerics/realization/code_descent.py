@@ -1,0 +1,118 @@
+r"""Coordinate descent on weight codes, from where GPTQ left them.
+
+GPTQ decides each code once, knowing the errors of the columns before it only. Here
+every code is decided again, knowing all others. With `D = W - W^` and the damped
+Hessian `H`, a decoded value that moves by delta changes the loss `tr(D H D')` by
+
+.. math::
+  \Delta_j(\delta) = \delta^2 H_{jj} - 2 \delta [D H]_j
+
+a parabola, so the best legal value is the one nearest to its vertex `w^_j + [D H]_j /
+H_jj`, at the exponent that GPTQ froze. A code moves only where Delta is negative: the
+loss never rises. Not in the paper; `methods/hires_next.py` says what it brings.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.numerics import mxfp4
+from mxjax.numerics.precision import HIGHEST
+from mxjax.numerics.realization import gptq
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "passes"))
+def descend(
+  weight: jax.Array,
+  start: gptq.Reconstruction,
+  hessian: jax.Array,
+  damping: jax.Array | float,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+  *,
+  passes: int = 1,
+) -> gptq.Reconstruction:
+  """Decides every code of a linear again, column by column, `passes` times over.
+
+  Args:
+    weight: `[blocks, 32, rows]`, feature-major, float32 or float64.
+    start: Legal codes of it, exponents by block.
+    hessian: X'X / n, `[d, d]` with d = 32 * blocks, same dtype.
+    damping: Relative damping, as in `gptq.factor`.
+    rules: Codec rules.
+    passes: Passes over the columns.
+
+  Returns:
+    Codes at the same exponents; each row depends on that row alone.
+  """
+  blocks, size, rows = weight.shape
+  width = blocks * size
+  shift = damping * jnp.trace(hessian) / width
+
+  def group(
+    state: tuple[jax.Array, jax.Array], index: jax.Array
+  ) -> tuple[tuple[jax.Array, jax.Array], None]:
+    codes, decoded = state
+    first = index * size
+    panel = jax.lax.dynamic_slice_in_dim(hessian, first, size, axis=0)
+    tile = jax.lax.dynamic_slice_in_dim(panel, first, size, axis=1)
+    tile += shift * jnp.eye(size, dtype=tile.dtype)
+    gap = (weight - decoded).reshape(width, rows)
+    here = jax.lax.dynamic_slice_in_dim(gap, first, size, axis=0)
+    # From the codes as they stand, so that no rounding error adds up over groups.
+    slope = jnp.einsum("id,dm->im", panel, gap, precision=HIGHEST) + shift * here
+    exponent = start.exponent[index]
+    moved = _descend_group(codes[index], decoded[index], slope, tile, exponent, rules)
+    put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, index, 0)
+    return (put(codes, moved[0]), put(decoded, moved[1])), None
+
+  def once(_: jax.Array, state: tuple[jax.Array, jax.Array]) -> Any:
+    return jax.lax.scan(group, state, jnp.arange(blocks, dtype=jnp.int32))[0]
+
+  state = start.codes, start.decoded
+  codes, decoded = jax.lax.fori_loop(0, passes, once, state)
+  return gptq.Reconstruction(codes, start.exponent, decoded)
+
+
+def _descend_group(
+  codes: jax.Array,
+  decoded: jax.Array,
+  slope: jax.Array,
+  tile: jax.Array,
+  exponent: jax.Array,
+  rules: mxfp4.Rules,
+) -> tuple[jax.Array, jax.Array]:
+  """One pass over the 32 columns of a group, all rows at once.
+
+  Args:
+    codes: uint8 `[32, rows]`.
+    decoded: Their values, same shape.
+    slope: D H on these columns, same shape.
+    tile: The group's diagonal tile of H, `[32, 32]`.
+    exponent: int32 `[rows]`.
+    rules: Codec rules.
+  """
+  scale = mxfp4.scale_of(exponent, rules).astype(decoded.dtype)
+
+  def column(j: jax.Array, state: Any) -> Any:
+    codes, decoded, slope = state
+    coupling = jax.lax.dynamic_index_in_dim(tile, j, axis=0, keepdims=False)
+    pivot, old, pull = coupling[j], decoded[j], slope[j]
+    # A column that no input excites has neither slope nor curvature: it stays.
+    vertex = old + jnp.where(pivot > 0, pull / jnp.where(pivot > 0, pivot, 1), 0)
+    code, value = gptq.round_value(vertex, exponent, scale, rules)
+    step = value - old
+    is_better = step * (step * pivot - 2 * pull) < 0
+    step = jnp.where(is_better, step, 0)
+    put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, j, 0)
+    return (
+      put(codes, jnp.where(is_better, code, codes[j])),
+      put(decoded, jnp.where(is_better, value, old)),
+      slope - coupling[:, None] * step[None],
+    )
+
+  codes, decoded, _ = jax.lax.fori_loop(
+    0, mxfp4.BLOCK_SIZE, column, (codes, decoded, slope)
+  )
+  return codes, decoded

@@ -1,0 +1,356 @@
+r"""GPTQ to legal Block32 MXFP4 codes.
+
+Columns are reconstructed in order; the rounding error of each is compensated in the
+ones after it through U, the upper Cholesky factor of the damped inverse Hessian. A
+block's exponent is fixed when the block is reached, from the weights as compensated
+so far, and stays frozen while its 32 columns are rounded. Other sources of the
+exponent and other column orders are options, because other systems use them.
+
+Paper: Eq. recon and Discrete Realization; reading A12 and A13 of the specification.
+"""
+
+import dataclasses
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.numerics import mxfp4
+from mxjax.numerics.precision import HIGHEST
+
+DAMPING = 0.01
+"""Damping in units of the mean diagonal of the Hessian."""
+DAMPING_GROWTH = 10.0
+DAMPING_TRIES = 4
+PANEL = 128
+"""Columns after which the original code writes its compensation back."""
+
+ScaleSource = Literal["fresh", "lagged", "static", "searched"]
+SEARCHED = (0, 1)
+"""Exponents that `searched` tries, above the floor rule's: values between 6 and 8
+times the scale of the first are clipped to 6, the second has half as many codes."""
+
+
+class Factor(NamedTuple):
+  """The stabilized factorization of an inverse Hessian.
+
+  Attributes:
+    upper: U with (H + damping mean(diag H) I)^{-1} = U^T U, `[..., d, d]`.
+    damping: The relative damping that was needed, `[...]`; NaN where none of the
+      tries made the Hessian positive definite.
+  """
+
+  upper: jax.Array
+  damping: jax.Array
+
+
+class Reconstruction(NamedTuple):
+  """Legal codes, feature-major.
+
+  Attributes:
+    codes: uint8 in 0..15, `[blocks, 32, rows]`.
+    exponent: int32 `[blocks, rows]`.
+    decoded: The decoded weights in the working dtype, `[blocks, 32, rows]`.
+  """
+
+  codes: jax.Array
+  exponent: jax.Array
+  decoded: jax.Array
+
+  def tensor(self) -> mxfp4.MXTensor:
+    """Packs to an `MXTensor` of logical shape `[rows, 32 * blocks]`."""
+    return mxfp4.MXTensor(
+      codes=mxfp4.pack(mxfp4.from_blocks(self.codes)),
+      scales=(self.exponent.T + mxfp4.SCALE_BIAS).astype(jnp.uint8),
+    )
+
+
+def _upper_factor(hessian: jax.Array, damping: jax.Array) -> jax.Array:
+  """U of one damping value, without forming an inverse: reverse, factor, solve."""
+  size = hessian.shape[-1]
+  mean = jnp.trace(hessian, axis1=-2, axis2=-1) / size
+  identity = jnp.broadcast_to(jnp.eye(size, dtype=hessian.dtype), hessian.shape)
+  # A Hessian that is zero throughout has no curvature: every choice is as good.
+  shift = jnp.where(mean > 0, damping * mean, 1)[..., None, None]
+  damped = hessian + shift * identity
+  lower = jnp.linalg.cholesky(damped[..., ::-1, ::-1])
+  upper = lower[..., ::-1, ::-1]
+  return jax.lax.linalg.triangular_solve(upper, identity, left_side=True, lower=False)
+
+
+@functools.partial(jax.jit, static_argnames="damping")
+def factor(hessian: jax.Array, damping: float = DAMPING) -> Factor:
+  """Factors the damped inverse Hessian, raising the damping tenfold if it must.
+
+  Args:
+    hessian: X^T X / n, float32 or float64 `[..., d, d]`.
+    damping: First relative damping.
+
+  Returns:
+    The factor and the damping that was used, which the caller reports.
+  """
+  first = jnp.full(hessian.shape[:-2], damping, hessian.dtype)
+
+  def is_good(upper: jax.Array) -> jax.Array:
+    return jnp.isfinite(upper).all((-2, -1))
+
+  # One body for every try: XLA compiles the factorization once.
+  def attempt(
+    state: tuple[jax.Array, jax.Array, jax.Array],
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    tries, upper, used = state
+    good = is_good(upper)
+    growth = jnp.asarray(DAMPING_GROWTH, first.dtype) ** tries.astype(first.dtype)
+    used = jnp.where(good, used, first * growth)
+    again = _upper_factor(hessian, used)
+    return tries + 1, jnp.where(good[..., None, None], upper, again), used
+
+  def is_wanted(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    tries, upper, _ = state
+    return (tries < DAMPING_TRIES) & ~is_good(upper).all()
+
+  start = jnp.int32(0), jnp.full_like(hessian, jnp.nan), first
+  _, upper, used = jax.lax.while_loop(is_wanted, attempt, start)
+  return Factor(upper, jnp.where(is_good(upper), used, jnp.nan))
+
+
+def round_value(
+  target: jax.Array, exponent: jax.Array, scale: jax.Array, rules: mxfp4.Rules
+) -> tuple[jax.Array, jax.Array]:
+  """Rounds values at a frozen exponent, saturating.
+
+  Args:
+    target: float32 or float64, any shape.
+    exponent: int32, same rank, broadcastable.
+    scale: What decodes at that exponent, in the dtype of `target`.
+    rules: Codec rules.
+
+  Returns:
+    uint8 codes in 0..15 and decoded values, the shape of `target`.
+  """
+  index = mxfp4.magnitude_index(target, exponent, rules)
+  value = jnp.copysign(mxfp4.magnitude(index).astype(target.dtype), target) * scale
+  code = index | (jnp.signbit(target).astype(jnp.int32) << 3)
+  return code.astype(jnp.uint8), value
+
+
+def _round_group(
+  weight: jax.Array, upper: jax.Array, exponent: jax.Array, rules: mxfp4.Rules
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Rounds the 32 columns of one group, all rows at once.
+
+  Args:
+    weight: `[..., 32, rows]`, compensated for all earlier groups.
+    upper: The group's diagonal block of U, `[..., 32, 32]`.
+    exponent: int32 `[..., rows]` for the group, or `[..., 32, rows]` by column.
+    rules: Codec rules.
+
+  Returns:
+    Codes, decoded values and scaled errors (w - q) / U_jj, `[..., 32, rows]` each.
+  """
+  by_column = exponent.ndim == weight.ndim
+
+  def column(
+    j: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    codes, decoded, errors = state
+    coupling = jax.lax.dynamic_index_in_dim(upper, j, axis=-1, keepdims=False)
+    pivot = jax.lax.dynamic_index_in_dim(coupling, j, axis=-1, keepdims=True)
+    target = jax.lax.dynamic_index_in_dim(weight, j, axis=-2, keepdims=False)
+    # Columns not reached yet have zero error, so no mask is needed.
+    target -= jnp.einsum("...i,...im->...m", coupling, errors, precision=HIGHEST)
+    frozen = exponent
+    if by_column:
+      frozen = jax.lax.dynamic_index_in_dim(exponent, j, axis=-2, keepdims=False)
+    scale = mxfp4.scale_of(frozen, rules).astype(weight.dtype)
+    code, value = round_value(target, frozen, scale, rules)
+    error = (target - value) / pivot
+    put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, j, -2)
+    return put(codes, code), put(decoded, value), put(errors, error)
+
+  zeros = jnp.zeros_like(weight)
+  return jax.lax.fori_loop(
+    0,
+    mxfp4.BLOCK_SIZE,
+    column,
+    (jnp.zeros(weight.shape, jnp.uint8), zeros, zeros),
+  )
+
+
+def _round_searched(
+  weight: jax.Array, upper: jax.Array, rules: mxfp4.Rules
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """What `_round_group` returns at the best of the `SEARCHED` exponents, and those."""
+  if rules.scale_rule == "mx43":
+    raise ValueError(
+      "gptq: searched exponents are powers of two, got scale rule mx43; use fresh ones."
+    )
+  floor = mxfp4.block_exponent(weight, dataclasses.replace(rules, scale_rule="floor"))
+  exponents = [jnp.minimum(floor + step, mxfp4.SCALE_BIAS) for step in SEARCHED]
+  found = [_round_group(weight, upper, exponent, rules) for exponent in exponents]
+  best = jnp.stack([jnp.square(error).sum(-2) for _, _, error in found]).argmin(0)
+
+  def chosen(*tries: jax.Array) -> jax.Array:
+    place = best if tries[0].ndim == best.ndim else best[..., None, :]
+    return jnp.take_along_axis(jnp.stack(tries), place[None], axis=0)[0]
+
+  codes, decoded, error = (chosen(*tries) for tries in zip(*found, strict=True))
+  return codes, decoded, error, chosen(*exponents)
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def reconstruct_local(
+  weight: jax.Array, upper: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
+) -> Reconstruction:
+  """GPTQ of every block alone, with that block's own Hessian (reading A11).
+
+  Args:
+    weight: `[blocks, 32, rows]`, float32 or float64.
+    upper: U of `factor` of each block's Hessian, `[blocks, 32, 32]`, same dtype.
+    rules: Codec rules.
+
+  Returns:
+    Codes of every block; no error is carried from block to block.
+  """
+  exponent = mxfp4.block_exponent(weight, rules)
+  codes, decoded, _ = _round_group(weight, upper, exponent, rules)
+  return Reconstruction(codes, exponent, decoded)
+
+
+def _group_exponent(
+  weight: jax.Array,
+  columns: jax.Array,
+  errors: jax.Array,
+  target: jax.Array,
+  start: jax.Array,
+  scales: ScaleSource,
+  rules: mxfp4.Rules,
+) -> jax.Array:
+  """The exponent of a group when it is reached, int32 `[rows]`."""
+  if scales == "static":
+    return mxfp4.block_exponent(weight, rules)
+  if scales == "fresh":
+    return mxfp4.block_exponent(target, rules)
+  # Errors of this panel have not reached the buffer that the scale is read from.
+  panel = start // PANEL * PANEL
+  earlier = jnp.arange(errors.shape[0], dtype=jnp.int32) < panel
+  known = jnp.where(earlier[:, None], errors, jnp.zeros_like(errors))
+  lagged = weight - jnp.einsum("di,dm->im", columns, known, precision=HIGHEST)
+  return mxfp4.block_exponent(lagged, rules)
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "scales"))
+def reconstruct(
+  weight: jax.Array,
+  upper: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+  *,
+  scales: ScaleSource = "fresh",
+  exponent: jax.Array | None = None,
+) -> Reconstruction:
+  """GPTQ of a whole linear, columns in the order given.
+
+  Args:
+    weight: `[blocks, 32, rows]`, feature-major, float32 or float64.
+    upper: U of `factor`, `[d, d]` with d = 32 * blocks, same dtype.
+    rules: Codec rules.
+    scales: Where a block's exponent comes from: `fresh`, the compensated weights when
+      the block is reached; `lagged`, the weights compensated by earlier panels of 128
+      columns only, as in the original code; `static`, the weights as they came;
+      `searched`, the first of `SEARCHED` exponents whose compensated errors in the
+      block have the smallest sum of squares, whatever the scale rule.
+    exponent: Exponents by column, int32 `[blocks, 32, rows]`, in place of `scales`:
+      columns of one group then need not share a physical block.
+
+  Returns:
+    The legal codes and decoded weights, in the order of the columns; `exponent` is
+    by column where it was given so.
+  """
+  blocks, size, rows = weight.shape
+
+  def group(
+    errors: jax.Array, item: tuple[jax.Array, jax.Array, jax.Array | None]
+  ) -> tuple[jax.Array, Reconstruction]:
+    index, original, given = item
+    start = index * size
+    columns = jax.lax.dynamic_slice_in_dim(upper, start, size, axis=1)
+    target = original - jnp.einsum("di,dm->im", columns, errors, precision=HIGHEST)
+    chosen = given
+    diagonal = jax.lax.dynamic_slice_in_dim(columns, start, size, axis=0)
+    if chosen is None and scales == "searched":
+      codes, decoded, error, chosen = _round_searched(target, diagonal, rules)
+    else:
+      if chosen is None:
+        args = (original, columns, errors, target, start, scales, rules)
+        chosen = _group_exponent(*args)
+      codes, decoded, error = _round_group(target, diagonal, chosen, rules)
+    errors = jax.lax.dynamic_update_slice_in_dim(errors, error, start, axis=0)
+    return errors, Reconstruction(codes, chosen, decoded)
+
+  errors = jnp.zeros((blocks * size, rows), weight.dtype)
+  indices = jnp.arange(blocks, dtype=jnp.int32)
+  _, result = jax.lax.scan(group, errors, (indices, weight, exponent))
+  return result
+
+
+def descending_curvature(hessian: jax.Array) -> jax.Array:
+  """Columns by falling diagonal of the Hessian, int32 `[d]`; ties keep their order."""
+  return jnp.argsort(-jnp.diagonal(hessian), stable=True).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def reconstruct_ordered(
+  weight: jax.Array,
+  upper: jax.Array,
+  order: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+) -> Reconstruction:
+  """GPTQ in another column order; blocks and exponents stay where they are.
+
+  Exponents come from the weights as they came: a block whose columns are reached at
+  different times has no moment at which its compensated maximum is known.
+
+  Args:
+    weight: `[blocks, 32, rows]`, float32 or float64.
+    upper: U of `factor` of the Hessian in that order, `[d, d]`.
+    order: The column rounded at each step, int32 `[d]`.
+    rules: Codec rules.
+
+  Returns:
+    Legal codes, in the original order.
+  """
+  blocks, size, rows = weight.shape
+  exponent = mxfp4.block_exponent(weight, rules)
+  flat = weight.reshape(-1, rows)[order].reshape(weight.shape)
+  by_column = jnp.repeat(exponent, size, axis=0)[order].reshape(weight.shape)
+  result = reconstruct(flat, upper, rules, exponent=by_column)
+  back = jnp.argsort(order)
+  restore = lambda array: array.reshape(-1, rows)[back].reshape(blocks, size, rows)
+  return Reconstruction(restore(result.codes), exponent, restore(result.decoded))
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def round_to_nearest(
+  weight: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
+) -> Reconstruction:
+  """RTN in the same form as `reconstruct`; weight `[blocks, 32, rows]`."""
+  exponent = mxfp4.block_exponent(weight, rules)
+  scale = mxfp4.scale_of(exponent, rules)[..., None, :].astype(weight.dtype)
+  codes, decoded = round_value(weight, exponent[..., None, :], scale, rules)
+  return Reconstruction(codes, exponent, decoded)
+
+
+@jax.jit
+def reconstruction_loss(
+  weight: jax.Array, decoded: jax.Array, hessian: jax.Array
+) -> jax.Array:
+  """tr((W - Q) H (W - Q)^T): the objective of Eq. recon, a scalar.
+
+  Args:
+    weight: `[blocks, 32, rows]`.
+    decoded: Same shape.
+    hessian: `[d, d]`.
+  """
+  error = (weight - decoded).reshape(-1, weight.shape[-1])
+  return jnp.einsum("dm,de,em->", error, hessian, error, precision=HIGHEST)

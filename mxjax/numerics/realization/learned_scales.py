@@ -1,0 +1,122 @@
+r"""Weights with learned scales, the relaxation of FOCUS.
+
+A block has a factor m on its maximum and four divisors c, one for each run of eight
+values. The scale is the rceil scale of m times the maximum; the codes are those of
+`W / c`; the decoded weights are codes times scale. So c moves codes outward, m moves
+exponents, and nothing but codes and scales is stored:
+
+.. math::
+  S = 2^{\lceil \log_2 (m\,a / 6) \rceil}, \qquad
+  \hat W = S\,Q\!\left(\operatorname{clip}(W / (S c_j), \pm 6)\right)
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.numerics import float_bits, mxfp4
+from mxjax.numerics.realization import gptq
+
+SUBGROUPS = 4
+DIVISOR_LOGIT = 6.0
+"""First logit of every divisor: c = .9975."""
+MIN_FACTOR = 2.0**-10
+"""Below this a learned factor is held: the scale of a block must stay positive."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LearnedScales:
+  """What is learned of one linear.
+
+  Attributes:
+    factor: m, float32 `[blocks, rows]`.
+    logits: q with c = sigmoid(q), float32 `[blocks, 4, rows]`.
+  """
+
+  factor: jax.Array
+  logits: jax.Array
+
+
+def initial(
+  blocks: int, rows: int, divisor_logit: float = DIVISOR_LOGIT
+) -> LearnedScales:
+  """M = 1 and equal logits."""
+  return LearnedScales(
+    jnp.ones((blocks, rows), jnp.float32),
+    jnp.full((blocks, SUBGROUPS, rows), divisor_logit, jnp.float32),
+  )
+
+
+def _rules(rules: mxfp4.Rules) -> mxfp4.Rules:
+  """The scale rule is the method's own, ties are the contract's."""
+  return dataclasses.replace(rules, scale_rule="rceil")
+
+
+def _exponent(
+  weight: jax.Array, factor: jax.Array, rules: mxfp4.Rules
+) -> tuple[jax.Array, jax.Array]:
+  """The exponent of m times the block maximum, and m held positive."""
+  held = jnp.maximum(factor, MIN_FACTOR)
+  largest = jnp.abs(weight).max(-2) * held
+  return mxfp4.block_exponent(largest[..., None, :], _rules(rules)), held
+
+
+def _divisors(logits: jax.Array) -> jax.Array:
+  width = mxfp4.BLOCK_SIZE // SUBGROUPS
+  return jnp.repeat(jax.nn.sigmoid(logits), width, axis=-2)
+
+
+@jax.custom_vjp
+def _round(scaled: jax.Array, even: jax.Array) -> jax.Array:
+  """Nearest E2M1 value of values in [-6, 6], with the identity as gradient."""
+  zero = jnp.zeros((1,) * scaled.ndim, jnp.int32)
+  away = mxfp4.round_elements(scaled, zero, mxfp4.Rules())
+  other = mxfp4.round_elements(scaled, zero, mxfp4.Rules(tie_rule="even"))
+  return jnp.where(even, other, away)
+
+
+_round.defvjp(
+  lambda scaled, even: (_round(scaled, even), None),
+  lambda residual, gradient: (gradient, None),
+)
+
+
+def relaxed(
+  weight: jax.Array, learned: LearnedScales, rules: mxfp4.Rules = mxfp4.PAPER_RULES
+) -> jax.Array:
+  """Decoded weights, differentiable in the learned scales.
+
+  Gradients: rounding and the ceiling of the exponent are straight-through, clipping
+  is not: a clipped value passes none.
+
+  Args:
+    weight: Float weights, float32 `[blocks, 32, rows]`.
+    learned: Factors and logits.
+    rules: Only the tie rule matters.
+
+  Returns:
+    float32 `[blocks, 32, rows]`.
+  """
+  exponent, held = _exponent(weight, learned.factor, rules)
+  # A zero block has no scale: dividing by one leaves it zero.
+  empty = exponent <= -127
+  fixed = float_bits.power_of_two(jnp.where(empty, 0, exponent))
+  # Of value one, so that the scale is an exact power of two with slope S / m.
+  scale = (fixed * (held / jax.lax.stop_gradient(held)))[..., None, :]
+  scaled = jnp.clip(weight / (scale * _divisors(learned.logits)), -6.0, 6.0)
+  return _round(scaled, jnp.asarray(rules.tie_rule == "even")) * scale
+
+
+def realize(
+  weight: jax.Array, learned: LearnedScales, rules: mxfp4.Rules = mxfp4.PAPER_RULES
+) -> gptq.Reconstruction:
+  """Legal codes of the learned scales; the divisors leave no other trace."""
+  exponent, _ = _exponent(weight, learned.factor, rules)
+  scale = float_bits.power_of_two(exponent)[..., None, :]
+  divided = weight / _divisors(learned.logits)
+  codes, decoded = gptq.round_value(
+    divided, exponent[..., None, :], scale, _rules(rules)
+  )
+  return gptq.Reconstruction(codes, exponent, decoded)

@@ -1,0 +1,268 @@
+r"""One-code refinement of dynamic A4: change one element of a block, or none.
+
+With `W` the float weights in the installed coordinates and `W^` the decoded ones, the
+output error of rounding a block `x` to `q` is `||W^ q - W x||^2`. Changing coordinate
+i of the nearest vector `q_0` to the legal value c changes it by exactly
+
+.. math::
+  \Delta(i,c) = 2\delta_{ic}\,[G_Q d_0 - K_Q x]_i + \delta_{ic}^2\,[G_Q]_{ii}, \qquad
+  \delta_{ic} = c - [q_0]_i
+
+The best negative change is taken; ties go to the lowest coordinate, then the lowest
+code. Paper: Eq. hires-code-score and Discrete Realization (Appendix).
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.numerics import mxfp4, native
+from mxjax.numerics.native import refinement
+from mxjax.numerics.precision import HIGHEST, block_products
+
+
+class Refined(NamedTuple):
+  """Refined blocks, feature-major.
+
+  Attributes:
+    elements: Element values in units of the scale, float32 `[blocks, 32, n]`.
+    exponent: int32 `[blocks, n]`.
+    nearest: The nearest element values, before the change.
+    score: The smallest Delta of each block, float32 `[blocks, n]`; the change was
+      made where it is negative.
+    nearest_objective: ||W^ q_0 - W x||^2 - ||(W^ - W) x||^2 at the nearest vector,
+      float32 `[blocks, n]`: add the score where negative for the refined one.
+  """
+
+  elements: jax.Array
+  exponent: jax.Array
+  nearest: jax.Array
+  score: jax.Array
+  nearest_objective: jax.Array
+
+
+@jax.jit
+def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """G_Q = W^'W^ and K_Q = W^'(W - W^) of each block.
+
+  Args:
+    weight: Float weights in the installed coordinates, `[blocks, 32, rows]`.
+    decoded: Decoded W4 weights, same shape and dtype.
+
+  Returns:
+    gram and cross, `[blocks, 32, 32]` each, in the dtype of the operands.
+  """
+  gram = jnp.einsum("bim,bjm->bij", decoded, decoded, precision=HIGHEST)
+  cross = jnp.einsum("bim,bjm->bij", decoded, weight - decoded, precision=HIGHEST)
+  return gram, cross
+
+
+def pack_symmetric(gram: jax.Array) -> jax.Array:
+  """Upper triangle, diagonal included, row by row: `[..., 32, 32]` to `[..., 528]`."""
+  rows, columns = np.triu_indices(gram.shape[-1])
+  return gram[..., rows, columns]
+
+
+def unpack_symmetric(packed: jax.Array) -> jax.Array:
+  """The inverse of `pack_symmetric`, by mirroring."""
+  size = mxfp4.BLOCK_SIZE
+  rows, columns = np.triu_indices(size)
+  index = np.zeros((size, size), np.int32)
+  index[rows, columns] = np.arange(len(rows))
+  index = np.maximum(index, index.T)
+  return packed[..., index]
+
+
+def _rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
+  """X * y rounded on its own.
+
+  XLA:CPU contracts a * b + c to a fused multiply-add, whose unrounded product would
+  break exact ties differently from other backends; a select stops it.
+  """
+  product = x * y
+  return jnp.where(product == product, product, jnp.nan)
+
+
+def code_score(delta: jax.Array, slope: jax.Array, curvature: jax.Array) -> jax.Array:
+  """Delta(i, c) = 2 delta slope + delta^2 curvature.
+
+  XLA and the processor's kernel share it to the bit; a GPU's kernel, whose slopes are
+  sums in another order anyway, has half of it in Horner's form.
+  """
+  return _rounded_product(2.0 * delta, slope) + _rounded_product(
+    delta * delta, curvature
+  )
+
+
+def _grid_neighbours(target: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The E2M1 values around each target: toward zero and away from it, at most 6."""
+  size = jnp.abs(target)
+  step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0)).astype(target.dtype)
+  per_step = jnp.where(size < 2, 2.0, jnp.where(size < 4, 1.0, 0.5))
+  inner = jnp.floor(size * per_step.astype(target.dtype)) * step
+  outer = inner + step
+  # The select is several times faster than jnp.minimum on XLA:CPU.
+  inner, outer = (jnp.where(v < 6, v, jnp.asarray(6, v.dtype)) for v in (inner, outer))
+  # A zero that is newly chosen is +0, code 0.
+  signed_inner = jnp.where(inner == 0, inner, jnp.copysign(inner, target))
+  return signed_inner, jnp.copysign(outer, target)
+
+
+def best_code(
+  nearest: jax.Array, scale: jax.Array, slope: jax.Array, curvature: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """The lowest-scoring legal value of each coordinate, lowest code first.
+
+  Delta is a parabola in the value, so its minimum over the grid is next to its vertex
+  `nearest - slope / (scale curvature)`: two scores decide what an enumeration of all
+  fifteen values would. Rounding can tie these two only, and of the two the one toward
+  zero has the lower code.
+
+  Args:
+    nearest: Element values, `[..., 32, n]`, in units of the scale.
+    scale: 2^e, broadcastable.
+    slope: [G_Q d_0 - K_Q x]_i, same shape as `nearest`.
+    curvature: [G_Q]_ii, broadcastable.
+
+  Returns:
+    Scores and values, the shape of `nearest`; a score that is not negative stands for
+    no change.
+  """
+  vertex = nearest - slope / (curvature * scale)
+  # A coordinate without curvature has no slope either: 0 / 0 would be NaN.
+  inner, outer = _grid_neighbours(jnp.where(slope == 0, nearest, vertex))
+  inner_score, outer_score = (
+    code_score((value - nearest) * scale, slope, curvature) for value in (inner, outer)
+  )
+  is_better = outer_score < inner_score
+  return (
+    jnp.where(is_better, outer_score, inner_score),
+    jnp.where(is_better, outer, inner),
+  )
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def refine(
+  x: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+) -> Refined:
+  """Encodes and refines transformed activations.
+
+  Args:
+    x: `[blocks, 32, n]` in the installed coordinates, feature-major, float32.
+    gram: G_Q, `[blocks, 32, 32]`, float32.
+    cross: K_Q, `[blocks, 32, 32]`, float32.
+    rules: Codec rules.
+
+  Returns:
+    The refined elements and the objective they reach.
+  """
+  exponent = mxfp4.block_exponent(x, rules)
+  scale = mxfp4.scale_of(exponent, rules)[..., None, :].astype(x.dtype)
+  index = mxfp4.magnitude_index(x, exponent[..., None, :], rules)
+  nearest = jnp.copysign(mxfp4.magnitude(index).astype(x.dtype), x)
+  difference = nearest * scale - x
+  pulled = block_products(gram, difference)
+  mismatch = block_products(cross, x)
+  curvature = jnp.diagonal(gram, axis1=-2, axis2=-1)[..., None]
+  slope = pulled - mismatch
+  scores, values = best_code(nearest, scale, slope, curvature)
+  score = scores.min(-2)
+  coordinate = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 2)
+  ties = jnp.where(scores == score[..., None, :], coordinate, mxfp4.BLOCK_SIZE)
+  chosen = coordinate == ties.min(-2, keepdims=True)
+  accept = chosen & (score < 0)[..., None, :]
+  return Refined(
+    elements=jnp.where(accept, values, nearest),
+    exponent=exponent,
+    nearest=nearest,
+    score=score,
+    nearest_objective=(difference * (slope - mismatch)).sum(-2),
+  )
+
+
+def _chosen(
+  implementation: native.Implementation | None, x: jax.Array, rules: mxfp4.Rules
+) -> native.Implementation:
+  obstacle = refinement.obstacle(x)
+  if rules != mxfp4.PAPER_RULES:
+    obstacle = f"it knows the paper's rules only, got {rules}"
+  return native.choose(implementation, "code_refinement", obstacle)
+
+
+def refined_blocks(
+  x: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+  *,
+  matrix: jax.Array | None = None,
+  implementation: native.Implementation | None = None,
+) -> jax.Array:
+  """Decoded refined activations: the dynamic A4 rule of HiRes.
+
+  Paper: Eq. hires-code-score.
+
+  Args:
+    x: `[blocks, 32, n]`, float32.
+    gram: G_Q, as for `refine`.
+    cross: K_Q, as for `refine`.
+    rules: Codec rules.
+    matrix: A map of each block that comes first, float32 `[blocks, 32, 32]`; without
+      one x is in the installed coordinates already.
+    implementation: `native` or `xla`, the same bits; None takes `native` on a CPU
+      where it can run.
+
+  Returns:
+    float32, the shape of `x`.
+
+  Raises:
+    NotImplementedError: `native` was asked for and cannot run.
+  """
+  if _chosen(implementation, x, rules) == "native":
+    return refinement.refined(x, gram, cross, matrix, decodes=True)
+  mapped = x if matrix is None else block_products(matrix, x)
+  result = refine(mapped, gram, cross, rules)
+  scale = mxfp4.scale_of(result.exponent, rules)[..., None, :].astype(x.dtype)
+  return result.elements * scale
+
+
+def refined_objective(
+  x: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+  *,
+  matrix: jax.Array | None = None,
+  implementation: native.Implementation | None = None,
+) -> jax.Array:
+  """||W^ q - W x||^2 - ||(W^ - W) x||^2 at the refined vector q of each block.
+
+  Paper: the activation-dependent part of Eq. serb-realized-loss.
+
+  Args:
+    x: As for `refined_blocks`.
+    gram: As for `refine`.
+    cross: As for `refine`.
+    rules: Codec rules.
+    matrix: As for `refined_blocks`.
+    implementation: As for `refined_blocks`, but sums over coordinates come in another
+      order.
+
+  Returns:
+    float32 `[blocks, n]`.
+
+  Raises:
+    NotImplementedError: `native` was asked for and cannot run.
+  """
+  if _chosen(implementation, x, rules) == "native":
+    return refinement.refined(x, gram, cross, matrix, decodes=False)
+  mapped = x if matrix is None else block_products(matrix, x)
+  result = refine(mapped, gram, cross, rules)
+  gain = jnp.where(result.score < 0, result.score, jnp.float32(0))
+  return result.nearest_objective + gain

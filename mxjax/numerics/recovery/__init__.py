@@ -1,0 +1,1 @@
+"""Stage III, structural recovery: attention and MLP coefficients in closed form."""

@@ -1,0 +1,286 @@
+r"""MLP recovery: three scalars for each gated MLP.
+
+Paper: Eq. hires-mlp-update, Eq. jolt-design, Eq. jolt-cell-solve and
+Eq. jolt-aggregate (Appendix, Structural Recovery).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.numerics import precision
+from mxjax.numerics.block_batches import in_groups
+
+CELL_RESIDUES = 8
+"""Sequence residue classes of the calibration cells (sequence index modulo 8)."""
+CELL_QUARTERS = 4
+"""Quarters of a sequence: 512 tokens each when sequences have 2,048."""
+L1_BOUND = 1 / 8
+"""The bound on |alpha| + |beta| + |eta|."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MlpRecovery:
+  """The correction of one gated MLP, float32 scalars.
+
+  Attributes:
+    gate_shift: alpha, in units of `gate_deviation`.
+    gate_scale: beta.
+    up_scale: eta.
+    gate_deviation: sigma_g, in units of the gate output.
+  """
+
+  gate_shift: jax.Array
+  gate_scale: jax.Array
+  up_scale: jax.Array
+  gate_deviation: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GateMoments:
+  """Sums over gate outputs, float64 scalars: count, first and second power."""
+
+  count: jax.Array
+  value: jax.Array
+  square: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CellMoments:
+  """Weighted normal equations of calibration cells, float64.
+
+  The design here has the *unscaled* shift column `phi'(g) u`: sigma_g is known only
+  after the whole pass, and scaling that column by it commutes with the sums.
+
+  Attributes:
+    count: Scalar pairs in each cell, `[cells]`.
+    gram: Sums of `omega D'D`, `[cells, 3, 3]`.
+    target: Sums of `omega D'e`, `[cells, 3]`.
+    product_square: Sums of `omega m^2`, `[cells]`.
+    error_square: Sums of `omega e^2`, `[cells]`; only errors need it.
+  """
+
+  count: jax.Array
+  gram: jax.Array
+  target: jax.Array
+  product_square: jax.Array
+  error_square: jax.Array
+
+
+@jax.jit
+def column_weights(down_weight: jax.Array) -> jax.Array:
+  r"""Coordinate weights from the energy of the float down projection.
+
+  Args:
+    down_weight: `[out_features, hidden]`.
+
+  Returns:
+    omega, float64 `[hidden]`, mean one, clipped to [1/4, 4] before that.
+  """
+  energy = jnp.square(down_weight.astype(jnp.float64)).sum(0)
+  precision.require_float64("mlp_recovery.column_weights", energy)
+  clipped = jnp.clip(energy / (energy.mean() + 2.0**-20), 0.25, 4.0)
+  return clipped / clipped.mean()
+
+
+def gate_moments(gate: jax.Array) -> GateMoments:
+  """Sums of the gate outputs, over all axes, in float64."""
+  g = gate.astype(jnp.float64)
+  precision.require_float64("mlp_recovery.gate_moments", g)
+  return GateMoments(
+    count=jnp.asarray(g.size, jnp.float64), value=g.sum(), square=(g * g).sum()
+  )
+
+
+@jax.jit
+def gate_deviation(sums: GateMoments) -> jax.Array:
+  r"""The regularized standard deviation sigma_g of the gate, float64 scalar.
+
+  .. math::
+    \sigma_g = \sqrt{[E[g^2] - E[g]^2]_+ + 2^{-12} E[g^2] + 2^{-20}}
+  """
+  mean, square = sums.value / sums.count, sums.square / sums.count
+  variance = jnp.maximum(square - mean * mean, 0.0)
+  return jnp.sqrt(variance + 2.0**-12 * square + 2.0**-20)
+
+
+def _row_moments(*arrays: jax.Array) -> dict[tuple[int, int], jax.Array]:
+  """Sums over tokens of products of two columns, float64 `[hidden, cells]` each.
+
+  The columns: the three of the design, with an unscaled shift, and the error.
+  """
+  g, u, g_star, u_star = (a.astype(jnp.float64) for a in arrays)
+  sigmoid = jax.nn.sigmoid(g)
+  slope = sigmoid + g * sigmoid * (1.0 - sigmoid)
+  product = g * sigmoid * u
+  error = g_star * jax.nn.sigmoid(g_star) * u_star - product
+  columns = (slope * u, g * slope * u, product, error)
+  return {
+    (i, j): (columns[i] * columns[j]).sum(-1) for i in range(4) for j in range(i, 4)
+  }
+
+
+def cell_moments(
+  gate: jax.Array,
+  up: jax.Array,
+  gate_target: jax.Array,
+  up_target: jax.Array,
+  weights: jax.Array,
+) -> CellMoments:
+  """Accumulates the normal equations of cells.
+
+  Args:
+    gate: Gate outputs g of the quantized model, feature-major
+      `[hidden, cells, tokens]`.
+    up: Up outputs u, same shape.
+    gate_target: Gate outputs g* of the float weights on the same inputs.
+    up_target: Up outputs u* of the float weights.
+    weights: omega, float64 `[hidden]`.
+
+  Returns:
+    Float64 sums of every cell; sums of several calls add leaf by leaf.
+  """
+  arrays = gate, up, gate_target, up_target
+  by_row = in_groups(_row_moments, *arrays)
+  precision.require_float64("mlp_recovery.cell_moments", weights, *by_row.values())
+  # omega is one number for all tokens of a coordinate, so it comes after their sum.
+  sums = {pair: jnp.einsum("hc,h->c", sum_, weights) for pair, sum_ in by_row.items()}
+  gram = [[sums[min(i, j), max(i, j)] for j in range(3)] for i in range(3)]
+  return CellMoments(
+    count=jnp.full(gate.shape[1], gate[:, 0].size, jnp.float64),
+    gram=jnp.stack([jnp.stack(row, -1) for row in gram], -2),
+    target=jnp.stack([sums[i, 3] for i in range(3)], -1),
+    product_square=sums[2, 2],
+    error_square=sums[3, 3],
+  )
+
+
+def normal_equations(
+  sums: CellMoments, deviation: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """G_c and z_c of every cell with the shift column scaled by sigma_g.
+
+  Paper: Eq. jolt-cell-solve.
+
+  Args:
+    sums: Moments of the cells with the unscaled shift column.
+    deviation: sigma_g, float64 scalar.
+
+  Returns:
+    G_c `[cells, 3, 3]` and z_c `[cells, 3]`, float64, means over scalar pairs.
+  """
+  one = jnp.ones_like(deviation)
+  scale = jnp.stack([deviation, one, one])
+  gram = sums.gram * scale[None, :, None] * scale[None, None, :]
+  target = sums.target * scale[None, :]
+  return gram / sums.count[:, None, None], target / sums.count[:, None]
+
+
+@jax.jit
+def solve_cells(sums: CellMoments, deviation: jax.Array) -> jax.Array:
+  r"""Weighted ridge solution of every cell.
+
+  .. math::
+    \theta_c = (G_c + \lambda_c I)^{-1} z_c, \qquad
+    \lambda_c = 2^{-8} \operatorname{tr}(G_c)/3
+      + 2^{-20} E_c[\omega m^2] + 2^{-30}
+
+  Paper: Eq. jolt-cell-solve.
+
+  Args:
+    sums: Moments of the cells with the unscaled shift column.
+    deviation: sigma_g, float64 scalar.
+
+  Returns:
+    theta_c, float64 `[cells, 3]`, in the order (alpha, beta, eta).
+  """
+  precision.require_float64("mlp_recovery.solve_cells", sums.gram, deviation)
+  gram, target = normal_equations(sums, deviation)
+  ridge = (
+    2.0**-8 * jnp.trace(gram, axis1=-2, axis2=-1) / 3.0
+    + 2.0**-20 * sums.product_square / sums.count
+    + 2.0**-30
+  )
+  system = gram + ridge[:, None, None] * jnp.eye(3, dtype=gram.dtype)[None]
+  return jnp.linalg.solve(system, target[..., None])[..., 0]
+
+
+def _lower_median(x: jax.Array) -> jax.Array:
+  """The lower middle order statistic along the first axis."""
+  return jnp.sort(x, axis=0)[(x.shape[0] - 1) // 2]
+
+
+@jax.jit
+def aggregate(cell_estimates: jax.Array) -> jax.Array:
+  r"""Robust aggregate of the cell estimates, shrunk and bounded.
+
+  .. math::
+    \tilde\theta = \operatorname{sign}(\mu)\,[|\mu| - d/\sqrt{32}]_+, \qquad
+    \theta = \tilde\theta \min(1, \tfrac{1/8}{\|\tilde\theta\|_1 + 2^{-20}})
+
+  Paper: Eq. jolt-aggregate. Both medians are the lower middle order statistic.
+
+  Args:
+    cell_estimates: theta_c, float64 `[cells, 3]`.
+
+  Returns:
+    theta, float64 `[3]`.
+  """
+  precision.require_float64("mlp_recovery.aggregate", cell_estimates)
+  center = _lower_median(cell_estimates)
+  spread = 1.4826 * _lower_median(jnp.abs(cell_estimates - center[None]))
+  cells = cell_estimates.shape[0]
+  shrunk = jnp.sign(center) * jnp.maximum(jnp.abs(center) - spread / cells**0.5, 0.0)
+  return shrunk * jnp.minimum(1.0, L1_BOUND / (jnp.abs(shrunk).sum() + 2.0**-20))
+
+
+@jax.jit
+def linearized_errors(
+  sums: CellMoments, deviation: jax.Array, theta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Weighted relative squared error of the product, before and as the fit predicts.
+
+  Args:
+    sums: Moments of the cells.
+    deviation: sigma_g.
+    theta: Coefficients, float64 `[3]`.
+
+  Returns:
+    Two float64 scalars relative to E[omega m^2], means over cells; the second is
+    the first-order prediction, not a measurement of the corrected product.
+  """
+  gram, target = normal_equations(sums, deviation)
+  before = sums.error_square / sums.count
+  change = jnp.einsum("i,cij,j->c", theta, gram, theta)
+  after = before - 2.0 * jnp.einsum("ci,i->c", target, theta) + change
+  total = (sums.product_square / sums.count).sum()
+  return before.sum() / total, after.sum() / total
+
+
+def apply(gate: jax.Array, up: jax.Array, recovery: MlpRecovery) -> jax.Array:
+  r"""The corrected gated product, in float32, rounded to the dtype of `gate`.
+
+  .. math::
+    \bar m = \operatorname{SiLU}((1+\beta) g + \alpha\sigma_g) \odot (1+\eta) u
+
+  Paper: Eq. hires-mlp-update.
+
+  Args:
+    gate: Gate outputs, `[..., hidden]`.
+    up: Up outputs, same shape.
+    recovery: Float32 scalars.
+
+  Returns:
+    The product, same shape and dtype as `gate`.
+  """
+  # Feature-major, as linears make and take it; see `elementwise.gated_product`.
+  g, u = (a.astype(jnp.float32).reshape(-1, a.shape[-1]).T for a in (gate, up))
+  shift = recovery.gate_shift * recovery.gate_deviation
+  product = jax.nn.silu((1.0 + recovery.gate_scale) * g + shift) * (
+    (1.0 + recovery.up_scale) * u
+  )
+  return product.T.reshape(gate.shape).astype(gate.dtype)

@@ -1,0 +1,144 @@
+r"""Attention recovery: one scale and one offset for each key-value head.
+
+Paper: Eq. hires-vo-fit and Eq. p3-ols (Appendix, Structural Recovery).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.numerics import precision
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ValueRecovery:
+  """The affine correction of the value outputs of one layer.
+
+  Attributes:
+    scale: The coefficient a of each head, float32 `[kv_heads]`.
+    offset: The coefficient b of each head, float32 `[kv_heads]`, in units of the
+      value outputs; it is broadcast over the head's coordinates.
+  """
+
+  scale: jax.Array
+  offset: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ValueMoments:
+  """Sums over scalar pairs (value, target) of each head, float64 `[kv_heads]`.
+
+  Attributes:
+    count: The number N of pairs.
+    value: The sum S_x of realized values.
+    target: The sum S_y of float values.
+    value_square: The sum S_xx.
+    product: The sum S_xy.
+    target_square: The sum S_yy; only errors need it, not the fit.
+  """
+
+  count: jax.Array
+  value: jax.Array
+  target: jax.Array
+  value_square: jax.Array
+  product: jax.Array
+  target_square: jax.Array
+
+
+def moments(values: jax.Array, targets: jax.Array) -> ValueMoments:
+  """Sums the pairs of each head over tokens and head coordinates.
+
+  Args:
+    values: Realized value outputs, `[..., kv_heads, head_dim]`.
+    targets: Value outputs of the float model on the same tokens, same shape.
+
+  Returns:
+    Float64 sums, `[kv_heads]` each; sums of several calls add leaf by leaf.
+  """
+  x = values.astype(jnp.float64)
+  y = targets.astype(jnp.float64)
+  precision.require_float64("value_recovery.moments", x, y)
+  axes = (*range(x.ndim - 2), x.ndim - 1)
+  count = x.size // x.shape[-2]
+  return ValueMoments(
+    count=jnp.full(x.shape[-2], count, jnp.float64),
+    value=x.sum(axes),
+    target=y.sum(axes),
+    value_square=(x * x).sum(axes),
+    product=(x * y).sum(axes),
+    target_square=(y * y).sum(axes),
+  )
+
+
+@jax.jit
+def solve(sums: ValueMoments) -> ValueRecovery:
+  r"""Fits scale and offset of each head by least squares.
+
+  .. math::
+    a = \frac{S_{xy} - S_x S_y / N}{S_{xx} - S_x^2 / N}, \qquad
+    b = \frac{S_y - a S_x}{N}
+
+  A zero denominator (constant values) gives `(1, 0)`.
+
+  Paper: Eq. p3-ols.
+
+  Args:
+    sums: Float64 moments, `[kv_heads]` each.
+
+  Returns:
+    The recovery, float64 `[kv_heads]` leaves.
+  """
+  precision.require_float64("value_recovery.solve", sums.value_square)
+  variance = sums.value_square - sums.value * sums.value / sums.count
+  covariance = sums.product - sums.value * sums.target / sums.count
+  is_constant = variance == 0
+  scale = covariance / jnp.where(is_constant, 1.0, variance)
+  offset = (sums.target - scale * sums.value) / sums.count
+  return ValueRecovery(
+    scale=jnp.where(is_constant, 1.0, scale),
+    offset=jnp.where(is_constant, 0.0, offset),
+  )
+
+
+@jax.jit
+def errors(sums: ValueMoments, recovery: ValueRecovery) -> tuple[jax.Array, jax.Array]:
+  """Relative squared error of the values before and after a correction.
+
+  Args:
+    sums: Float64 moments, `[kv_heads]` each.
+    recovery: Float64 coefficients.
+
+  Returns:
+    Two float64 scalars, ||v - v*||^2 / ||v*||^2 over all heads.
+  """
+  total = sums.target_square.sum()
+  before = sums.value_square - 2.0 * sums.product + sums.target_square
+  a, b = recovery.scale, recovery.offset
+  after = (
+    a * a * sums.value_square
+    + 2.0 * a * b * sums.value
+    + b * b * sums.count
+    - 2.0 * (a * sums.product + b * sums.target)
+    + sums.target_square
+  )
+  return before.sum() / total, after.sum() / total
+
+
+def apply(values: jax.Array, recovery: ValueRecovery) -> jax.Array:
+  """Applies the correction in float32 and rounds to the dtype of `values`.
+
+  Args:
+    values: Value outputs, `[..., kv_heads, head_dim]`, bfloat16 or float32.
+    recovery: Float32 coefficients, `[kv_heads]`.
+
+  Returns:
+    The corrected values, same shape and dtype.
+  """
+  scale = recovery.scale[:, None].astype(jnp.float32)
+  offset = recovery.offset[:, None].astype(jnp.float32)
+  shape = (1,) * (values.ndim - 2) + scale.shape
+  scaled = scale.reshape(shape) * values.astype(jnp.float32)
+  return (scaled + offset.reshape(shape)).astype(values.dtype)

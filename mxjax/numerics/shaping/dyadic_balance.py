@@ -1,0 +1,344 @@
+r"""Weight-activation balance: the diagonal D = Diag(2^u) of Stage I.
+
+Paper: Eq. bilateral-risk, Eq. serb-proposal and Eq. serb-realized-loss. Nothing here
+forms an `[n, m]` output: with `E = X^ - X` and `F = W^ - W` the numerator of J_b is
+
+.. math::
+  \operatorname{tr}(\hat W'\hat W\,E'E) + 2\operatorname{tr}(\hat W'F\,E'X)
+    + \operatorname{tr}(F'F\,X'X)
+
+a sum of nonnegative error terms in which nothing cancels.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.numerics import mxfp4, precision, projections
+from mxjax.numerics.block_batches import in_groups
+from mxjax.numerics.realization import gptq, one_code
+
+SUBGROUPS = 8
+"""Four-coordinate subgroups of a block, each with one scale."""
+SUBGROUP_SIZE = mxfp4.BLOCK_SIZE // SUBGROUPS
+BOUND = 1 / 8
+"""Largest |u|, and the factor on the centered log ratio (both literal, A26)."""
+RISK_FLOOR = 2.0**-12
+STEPS = (1.0, 0.5, 0.0)
+"""The trials: full step, half step, identity."""
+LOSS_FLOOR = 2.0**-1022
+LISTED_AT_ONCE = 2
+"""Blocks taken together from a list: one at a time costs XLA:CPU twice as much each."""
+
+
+class Trial(NamedTuple):
+  """Weights of one trial of the balance, ready to measure activations against.
+
+  Attributes:
+    gram: G_Q of the block-local GPTQ weights, float32 `[blocks, 32, 32]`.
+    cross: K_Q, float32 `[blocks, 32, 32]`.
+    weight_term: tr(F'F X'X) of the scaled operands, float64 `[blocks]`.
+  """
+
+  gram: jax.Array
+  cross: jax.Array
+  weight_term: jax.Array
+
+
+def subgroup_shape(blocks: int) -> tuple[int, int, int, int]:
+  """Shape of the diagonal 4 x 4 tiles of `[blocks, 32, 32]` moments."""
+  return blocks, SUBGROUPS, SUBGROUP_SIZE, SUBGROUP_SIZE
+
+
+def subgroup_tiles(matrix: jax.Array) -> jax.Array:
+  """The diagonal tiles of `[blocks, 32, 32]`, same dtype `[blocks, 8, 4, 4]`."""
+  tiles = matrix.reshape(-1, SUBGROUPS, SUBGROUP_SIZE, SUBGROUPS, SUBGROUP_SIZE)
+  return jnp.einsum("bgigj->bgij", tiles)
+
+
+@jax.jit
+def subgroup_moments(blocks: jax.Array) -> jax.Array:
+  """Second moments within subgroups, all that the risks read of an error.
+
+  Paper: Eq. bilateral-risk.
+
+  Args:
+    blocks: `[blocks, 32, n]`, float32 or float64.
+
+  Returns:
+    The sum over columns of x_g x_g^T, float64 `[blocks, 8, 4, 4]`.
+  """
+  width, shape = SUBGROUP_SIZE, subgroup_shape(blocks.shape[0])
+  wide = blocks.astype(jnp.float64).reshape(*shape[:-1], -1)
+  # Ten sums: products of 4 x 4 are too small for a matrix product to be worth it.
+  sums = {
+    (i, j): (wide[:, :, i] * wide[:, :, j]).sum(-1)
+    for i in range(width)
+    for j in range(i, width)
+  }
+  rows = [
+    jnp.stack([sums[min(i, j), max(i, j)] for j in range(width)], axis=-1)
+    for i in range(width)
+  ]
+  return jnp.stack(rows, axis=-2)
+
+
+@jax.jit
+def bilateral_risks(
+  activation_moment: jax.Array,
+  activation_error: jax.Array,
+  weight_gram: jax.Array,
+  weight_error: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """r_A = tr(G_W C_E) and r_W = tr(G_E C_X) of each subgroup.
+
+  Paper: Eq. bilateral-risk.
+
+  Args:
+    activation_moment: C_X = X'X / n, float64 `[blocks, 32, 32]`.
+    activation_error: The tiles of C_E = E_X'E_X / n, float64 `[blocks, 8, 4, 4]`.
+    weight_gram: G_W = W'W, as C_X.
+    weight_error: The tiles of G_E = E_W'E_W, as those of C_E.
+
+  Returns:
+    Two arrays `[blocks, 8]`.
+  """
+  traces = lambda matrix, tiles: (subgroup_tiles(matrix) * tiles.mT).sum((-2, -1))
+  return (
+    traces(weight_gram, activation_error),
+    traces(activation_moment, weight_error),
+  )
+
+
+@functools.partial(jax.jit, static_argnames="median")
+def propose(
+  activation_risk: jax.Array,
+  weight_risk: jax.Array,
+  *,
+  median: Literal["middle", "lower"] = "middle",
+) -> jax.Array:
+  """The proposed log2 scales u of each block.
+
+  Paper: Eq. serb-proposal, by 80 bisection steps; a block in which some regularized
+  risk is not positive proposes zero (reading A10).
+
+  Args:
+    activation_risk: r_A, float64 `[blocks, 8]`.
+    weight_risk: r_W, same shape.
+    median: The mean of the two middle values, or the lower of them (reading A8).
+
+  Returns:
+    u, float64 `[blocks, 8]`, zero sum, |u| <= 1/8. Positive entries expand the
+    activation coordinate.
+  """
+  precision.require_float64("dyadic_balance.propose", activation_risk, weight_risk)
+  ordered = jnp.sort(activation_risk + weight_risk, axis=-1)
+  upper = SUBGROUPS // 2
+  middle = ordered[:, upper - 1]
+  if median == "middle":
+    middle = 0.5 * (middle + ordered[:, upper])
+  floor = RISK_FLOOR * middle[:, None]
+  left, right = activation_risk + floor, weight_risk + floor
+  positive = ((left > 0) & (right > 0)).all(-1, keepdims=True)
+  ratio = jnp.where(positive, left, 1.0) / jnp.where(positive, right, 1.0)
+  log_ratio = jnp.log2(ratio)
+  centered = log_ratio - log_ratio.mean(-1, keepdims=True)
+  step = projections.project_zero_sum_box_bisection(BOUND * centered, BOUND)
+  return jnp.where(positive, step, 0.0)
+
+
+def diagonal(log2_scale: jax.Array) -> jax.Array:
+  """D's diagonal 2^u, each component broadcast to four coordinates: `[blocks, 32]`."""
+  return jnp.repeat(jnp.exp2(log2_scale), SUBGROUP_SIZE, axis=-1)
+
+
+def scaled_transform(transform: jax.Array, log2_scale: jax.Array) -> jax.Array:
+  """D T for T `[blocks, 32, 32]` and scales `[..., blocks, 8]`."""
+  trials = (1,) * (log2_scale.ndim - 2)
+  return diagonal(log2_scale)[..., None] * transform.reshape(trials + transform.shape)
+
+
+def rescaled_moment(moment: jax.Array, log2_scale: jax.Array) -> jax.Array:
+  """D M D of moments `[blocks, 32, 32]` for the scales `[blocks, 8]`."""
+  scale = diagonal(log2_scale)
+  return moment * scale[..., :, None] * scale[..., None, :]
+
+
+@jax.jit
+def trial_factor(moment: jax.Array, log2_scale: jax.Array) -> jax.Array:
+  """GPTQ's factor of every block of a trial, float32 `[blocks, 32, 32]`.
+
+  Apart from `prepare_trial` because of rule 2 of `mxjax.devices.execution`.
+
+  Args:
+    moment: X'X / n before rescaling, float64 `[blocks, 32, 32]`.
+    log2_scale: The trial's u, float64 `[blocks, 8]`.
+  """
+  return gptq.factor(rescaled_moment(moment, log2_scale).astype(jnp.float32)).upper
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def prepare_trial(
+  weight: jax.Array,
+  activation_moment: jax.Array,
+  log2_scale: jax.Array,
+  upper: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+) -> Trial:
+  """Encodes the weights of one trial: GPTQ of each block alone (reading A11).
+
+  Args:
+    weight: Stage-I transformed weights before rescaling, float64 `[blocks, 32, m]`.
+    activation_moment: X'X / n in the same coordinates, float64 `[blocks, 32, 32]`.
+    log2_scale: The trial's u, float64 `[blocks, 8]`.
+    upper: `trial_factor` of the same moment and scales.
+    rules: Codec rules.
+
+  Returns:
+    The trial.
+  """
+  scaled = (weight / diagonal(log2_scale)[..., None]).astype(jnp.float32)
+  moment = rescaled_moment(activation_moment, log2_scale)
+  result = gptq.reconstruct_local(scaled, upper, rules)
+  gram, cross = one_code.tables(scaled, result.decoded)
+  error = (result.decoded - scaled).astype(jnp.float64)
+  error_gram = jnp.einsum("bim,bjm->bij", error, error)
+  return Trial(gram, cross, (error_gram * moment).sum((-2, -1)))
+
+
+def _objective(
+  blocks: jax.Array,
+  transform: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+  rules: mxfp4.Rules,
+) -> jax.Array:
+  """`trial_objective` of one trial, float64 `[blocks]`."""
+  objective = one_code.refined_objective(blocks, gram, cross, rules, matrix=transform)
+  return objective.astype(jnp.float64).sum(-1)
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def trial_objective(
+  blocks: jax.Array,
+  transforms: jax.Array,
+  grams: jax.Array,
+  crosses: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+) -> jax.Array:
+  """The activation-dependent part of J_b's numerator, summed over columns.
+
+  Paper: Eq. serb-realized-loss.
+
+  This is `tr(W^'W^ E'E) + 2 tr(W^'F E'X)` for the refined codes. The refinement
+  scores already hold it token by token, so no error moments are formed:
+  `e'G e - 2 e'K x` at the nearest vector plus the accepted change.
+
+  Args:
+    blocks: Raw inputs, float32 `[blocks, 32, n]`.
+    transforms: D T of each trial, float32 `[trials, blocks, 32, 32]`.
+    grams: float32 `[trials, blocks, 32, 32]`.
+    crosses: float32 `[trials, blocks, 32, 32]`.
+    rules: Codec rules.
+
+  Returns:
+    float64 `[trials, blocks]`.
+  """
+
+  # One after another: unrolled, XLA:CPU interleaves the trials and takes twice as long.
+  def group(blocks: jax.Array, *tables: jax.Array) -> jax.Array:
+    trials = tuple(table.swapaxes(0, 1) for table in tables)
+    one = lambda t: _objective(blocks, t[0], t[1], t[2], rules)
+    return jax.lax.map(one, trials).T
+
+  by_block = (table.swapaxes(0, 1) for table in (transforms, grams, crosses))
+  return in_groups(group, blocks, *by_block).T
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def listed_objective(
+  blocks: jax.Array,
+  order: jax.Array,
+  count: jax.Array,
+  transform: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+) -> jax.Array:
+  """`trial_objective` of one trial, computed for some of the blocks only.
+
+  Paper: Eq. serb-realized-loss.
+
+  Args:
+    blocks: Raw inputs, float32 `[blocks, 32, n]`.
+    order: All blocks, int32 `[blocks]`, the wanted ones first.
+    count: How many are wanted, int32.
+    transform: D T, float32 `[blocks, 32, 32]`.
+    gram: float32 `[blocks, 32, 32]`.
+    cross: float32 `[blocks, 32, 32]`.
+    rules: Codec rules.
+
+  Returns:
+    float64 `[blocks]`; entries not wanted mean nothing.
+  """
+  size = min(LISTED_AT_ONCE, blocks.shape[0])
+
+  def add(turn: jax.Array, objective: jax.Array) -> jax.Array:
+    # The last slice may begin earlier than asked, and do a block again.
+    places = jax.lax.dynamic_slice(order, (turn * size,), (size,))
+    some = _objective(
+      blocks[places], transform[places], gram[places], cross[places], rules
+    )
+    return objective.at[places].set(some)
+
+  turns = (count + (size - 1)) // size
+  zeros = jnp.zeros(blocks.shape[0], jnp.float64)
+  return jax.lax.fori_loop(jnp.int32(0), turns, add, zeros)
+
+
+def loss_from_moments(
+  error: jax.Array,
+  error_signal: jax.Array,
+  signal: jax.Array,
+  weight: jax.Array,
+  decoded: jax.Array,
+) -> jax.Array:
+  """J_b from 32 x 32 moments: the definition that the fast path must equal.
+
+  Paper: Eq. serb-realized-loss.
+
+  Args:
+    error: E'E, float64 `[blocks, 32, 32]`, with E = X^ - X.
+    error_signal: E'X, same shape.
+    signal: X'X, same shape.
+    weight: W, float64 `[blocks, 32, m]`.
+    decoded: W^, same shape.
+
+  Returns:
+    float64 `[blocks]`.
+  """
+  gap = decoded - weight
+  gram = lambda a, b: jnp.einsum("bim,bjm->bij", a, b)
+  trace = lambda a, b: (a * b).sum((-2, -1))
+  numerator = (
+    trace(gram(decoded, decoded), error)
+    + 2.0 * trace(gram(decoded, gap), error_signal)
+    + trace(gram(gap, gap), signal)
+  )
+  return numerator / jnp.maximum(trace(gram(weight, weight), signal), LOSS_FLOOR)
+
+
+def accept(losses: jax.Array) -> jax.Array:
+  """The accepted step of each block from J_b of (full, half, identity).
+
+  Args:
+    losses: `[3, blocks]` in the order of `STEPS`.
+
+  Returns:
+    1, 0.5 or 0, `[blocks]`: the largest step whose loss does not exceed identity's.
+  """
+  full, half, identity = losses
+  zero = jnp.zeros_like(full)
+  return jnp.where(full <= identity, 1.0, jnp.where(half <= identity, 0.5, zero))

@@ -1,0 +1,207 @@
+"""Input maps: invertible, structured changes of a linear's input coordinates.
+
+A map T acts as `x T^T` on inputs and `W T^{-1}` on weights, so `x W^T` is unchanged
+(Eq. hires-transform). Every map offers `apply`, `fold` and `conjugate`.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.numerics import mxfp4
+from mxjax.numerics.precision import HIGHEST, block_products
+
+
+class InputMap(Protocol):
+  """What the pipeline and the runtime need of a map, on arrays of any float dtype."""
+
+  def apply(self, blocks: jax.Array) -> jax.Array:
+    """Maps inputs `[blocks, 32, n]`, feature-major, to the new coordinates."""
+    ...
+
+  def fold(self, blocks: jax.Array) -> jax.Array:
+    """Maps weights `[blocks, 32, m]`, feature-major, by the inverse transpose."""
+    ...
+
+  def conjugate(self, hessian: jax.Array) -> jax.Array:
+    """Maps a second moment `[d, d]` of inputs: T H T^T."""
+    ...
+
+
+@functools.cache
+def _sylvester(size: int) -> np.ndarray:
+  if size < 1 or size & (size - 1):
+    raise ValueError(
+      f"input_maps.hadamard: size must be a power of two, got {size}; use 32, 64 or "
+      "128."
+    )
+  matrix = np.ones((1, 1))
+  while len(matrix) < size:
+    matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+  return matrix / math.sqrt(size)
+
+
+def hadamard(size: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+  """The normalized Sylvester-Hadamard matrix `[size, size]`, symmetric, R_H."""
+  return jnp.asarray(_sylvester(size), dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockDense:
+  """One dense 32 x 32 matrix for each physical block: U = D T of HiRes.
+
+  Attributes:
+    matrix: `[blocks, 32, 32]`, float32 at run time.
+  """
+
+  matrix: jax.Array
+
+  def apply(self, blocks: jax.Array) -> jax.Array:
+    """See `InputMap.apply`."""
+    return block_products(self.matrix.astype(blocks.dtype), blocks)
+
+  def fold(self, blocks: jax.Array) -> jax.Array:
+    """See `InputMap.fold`: multiplies with the inverse, which is small, once."""
+    inverse = jnp.linalg.inv(self.matrix.astype(blocks.dtype).mT)
+    return jnp.einsum("bij,bjm->bim", inverse, blocks, precision=HIGHEST)
+
+  def conjugate(self, hessian: jax.Array) -> jax.Array:
+    """See `InputMap.conjugate`."""
+    blocks = self.matrix.shape[0]
+    matrix = self.matrix.astype(hessian.dtype)
+    tiles = hessian.reshape(blocks, mxfp4.BLOCK_SIZE, blocks, mxfp4.BLOCK_SIZE)
+    left = jnp.einsum("aij,ajbk->aibk", matrix, tiles, precision=HIGHEST)
+    both = jnp.einsum("aibk,blk->aibl", left, matrix, precision=HIGHEST)
+    return both.reshape(hessian.shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Hadamard:
+  """A normalized Sylvester-Hadamard transform on consecutive groups of features.
+
+  Attributes:
+    size: Features in a group, a power of two that divides the width (static).
+    signs: A sign of every feature, applied first, int8 `[d]`, or None.
+  """
+
+  size: int = dataclasses.field(default=32, metadata={"static": True})
+  signs: jax.Array | None = None
+
+  def _signed(self, rows: jax.Array) -> jax.Array:
+    if self.signs is None:
+      return rows
+    signs = self.signs.astype(rows.dtype)
+    return rows * signs.reshape((-1,) + (1,) * (rows.ndim - 1))
+
+  def apply(self, blocks: jax.Array) -> jax.Array:
+    """See `InputMap.apply`."""
+    rows = self._signed(blocks.reshape(-1, blocks.shape[-1]))
+    groups = rows.reshape(-1, self.size, blocks.shape[-1])
+    matrix = hadamard(self.size, blocks.dtype)
+    mapped = jnp.einsum("ij,bjn->bin", matrix, groups, precision=HIGHEST)
+    return mapped.reshape(blocks.shape)
+
+  def fold(self, blocks: jax.Array) -> jax.Array:
+    """See `InputMap.fold`: the map is orthogonal, so folding is applying."""
+    return self.apply(blocks)
+
+  def conjugate(self, hessian: jax.Array) -> jax.Array:
+    """See `InputMap.conjugate`."""
+    width = hessian.shape[0]
+    matrix = hadamard(self.size, hessian.dtype)
+    signed = self._signed(self._signed(hessian).T)
+    tiles = signed.reshape(width // self.size, self.size, width // self.size, -1)
+    both = jnp.einsum("ij,ajbk,lk->aibl", matrix, tiles, matrix, precision=HIGHEST)
+    return both.reshape(hessian.shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Kronecker:
+  """P_i = B_i (x) A for every block: a shared 8 x 8 and a private 4 x 4 factor.
+
+  Inputs become `x P`, so T = P^T. Feature p of a block is (p // 8, p % 8).
+
+  Attributes:
+    shared: A, `[8, 8]`, invertible.
+    private: B, `[blocks, 4, 4]`, invertible.
+  """
+
+  shared: jax.Array
+  private: jax.Array
+
+  def _mix(self, shared: jax.Array, private: jax.Array, blocks: jax.Array) -> jax.Array:
+    """Multiplies every block's 4 x 8 arrangement: `private^T X shared`."""
+    count, columns = private.shape[0], blocks.shape[-1]
+    tiles = blocks.reshape(count, private.shape[-1], shared.shape[0], columns)
+    # Two products, the small one first: one einsum would build the 32 x 32.
+    tiles = jnp.einsum("bki,bkjn->bijn", private, tiles, precision=HIGHEST)
+    tiles = jnp.einsum("lj,biln->bijn", shared, tiles, precision=HIGHEST)
+    return tiles.reshape(blocks.shape)
+
+  def apply(self, blocks: jax.Array) -> jax.Array:
+    """See `InputMap.apply`."""
+    dtype = blocks.dtype
+    return self._mix(self.shared.astype(dtype), self.private.astype(dtype), blocks)
+
+  def fold(self, blocks: jax.Array) -> jax.Array:
+    """See `InputMap.fold`: P^-T is the Kronecker product of the inverses."""
+    dtype = blocks.dtype
+    shared = jnp.linalg.inv(self.shared.astype(dtype)).mT
+    private = jnp.linalg.inv(self.private.astype(dtype)).mT
+    return self._mix(shared, private, blocks)
+
+  def dense(self, dtype: jax.typing.DTypeLike = jnp.float32) -> BlockDense:
+    """The same map as dense blocks: T = P^T."""
+    product = jnp.einsum(
+      "bki,lj->bijkl", self.private.astype(dtype), self.shared.astype(dtype)
+    )
+    size = mxfp4.BLOCK_SIZE
+    return BlockDense(product.reshape(-1, size, size))
+
+  def conjugate(self, hessian: jax.Array) -> jax.Array:
+    """See `InputMap.conjugate`."""
+    return self.dense(hessian.dtype).conjugate(hessian)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TwoLevel:
+  """A rotation across blocks, then one inside every block: x -> R_inter^T X R_intra.
+
+  Attributes:
+    inter: R_inter, orthogonal, `[blocks, blocks]`; the same for all 32 positions.
+    intra: R_intra, orthogonal, `[32, 32]`; the same for all blocks.
+  """
+
+  inter: jax.Array
+  intra: jax.Array
+
+  def apply(self, blocks: jax.Array) -> jax.Array:
+    """See `InputMap.apply`."""
+    inter, intra = self.inter.astype(blocks.dtype), self.intra.astype(blocks.dtype)
+    mixed = jnp.einsum("ab,akn->bkn", inter, blocks, precision=HIGHEST)
+    return jnp.einsum("kj,bkn->bjn", intra, mixed, precision=HIGHEST)
+
+  def fold(self, blocks: jax.Array) -> jax.Array:
+    """See `InputMap.fold`: by the inverses, as stored factors are rounded."""
+    wide = blocks.dtype
+    inverse = TwoLevel(
+      jnp.linalg.inv(self.inter.astype(wide)).mT,
+      jnp.linalg.inv(self.intra.astype(wide)).mT,
+    )
+    return inverse.apply(blocks)
+
+  def conjugate(self, hessian: jax.Array) -> jax.Array:
+    """See `InputMap.conjugate`: T acts on the rows, then on the columns."""
+    width = hessian.shape[0]
+    shape = (-1, mxfp4.BLOCK_SIZE, width)
+    rows = self.apply(hessian.reshape(shape)).reshape(width, width)
+    return self.apply(rows.T.reshape(shape)).reshape(width, width).T

@@ -1,0 +1,213 @@
+r"""Nearest-plane rounding of weights, last block first, and the transform of WUSH.
+
+With `R` the upper Cholesky factor of the damped Hessian, `R'R = H`, the loss of a
+decoded weight `c` is `||R (w - c)||^2`. Babai's nearest plane goes from the last
+coordinate to the first: it is GPTQ on reversed columns. Going block by block leaves
+room to choose a basis `c = T' z` for each block when it is reached, from the target
+that contains the errors of all later blocks. WUSH's basis is
+
+.. math::
+  T_b = H_{32}\, \operatorname{Diag}(\sqrt{s})\, V^\top R_b^{-\top}, \qquad
+  R_b (w_b + \ldots) = V \operatorname{Diag}(s) U^\top \sqrt{m}
+
+in which the moments of inputs and of weights both have a constant diagonal: the two
+operands are flat and equally large. All steps are float64. They are separate jitted
+functions because of rule 2 of `mxjax.devices.execution`: products and factorizations
+apart.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.numerics import mxfp4, precision
+from mxjax.numerics.precision import HIGHEST
+from mxjax.numerics.realization import gptq
+from mxjax.numerics.shaping import input_maps
+
+SPECTRUM_DAMPING = 0.01
+"""Added to the singular values, in units of their mean."""
+
+Basis = Literal["wush", "wus", "hadamard", "identity"]
+
+
+class Target(NamedTuple):
+  """What a block must reproduce.
+
+  Attributes:
+    value: R_b,: times the residual: the target of every row, `[32, rows]`.
+    gram: value value', `[32, 32]`.
+    factor: R_bb, upper triangular, `[32, 32]`.
+  """
+
+  value: jax.Array
+  gram: jax.Array
+  factor: jax.Array
+
+
+class Plane(NamedTuple):
+  """A block's basis and its lattice.
+
+  Attributes:
+    transform: T, `[32, 32]`, in float64 but representable in the stored dtype.
+    rotation: Q of R_bb T' = Q R.
+    upper: R of it.
+    inverse: R^-1.
+  """
+
+  transform: jax.Array
+  rotation: jax.Array
+  upper: jax.Array
+  inverse: jax.Array
+
+
+class Rounded(NamedTuple):
+  """A rounded block.
+
+  Attributes:
+    codes: uint8 in 0..15, `[32, rows]`.
+    exponent: int32 `[rows]`.
+    decoded: Decoded weights in the block's basis, `[32, rows]`.
+  """
+
+  codes: jax.Array
+  exponent: jax.Array
+  decoded: jax.Array
+
+
+@jax.jit
+def upper_cholesky(hessian: jax.Array, damping: jax.Array) -> jax.Array:
+  """R with R'R = H + damping mean(diag H) I; NaN where that is not definite.
+
+  Args:
+    hessian: X'X / n, float64 `[d, d]`.
+    damping: Relative damping, a scalar.
+
+  Returns:
+    float64 `[d, d]`, upper triangular.
+  """
+  precision.require_float64("nearest_plane.upper_cholesky", hessian)
+  size = hessian.shape[-1]
+  mean = jnp.trace(hessian) / size
+  # A Hessian that is zero throughout has no curvature: every choice is as good.
+  shift = jnp.where(mean > 0, damping * mean, 1)
+  return jnp.linalg.cholesky(hessian + shift * jnp.eye(size)).mT
+
+
+@jax.jit
+def target(factor: jax.Array, residual: jax.Array, block: jax.Array) -> Target:
+  """The target of a block, compensated for everything behind it.
+
+  Args:
+    factor: R, float64 `[d, d]`.
+    residual: Weights not yet rounded, and the errors of those that are, `[d, rows]`.
+    block: Index of the block, int32.
+  """
+  size = mxfp4.BLOCK_SIZE
+  rows = jax.lax.dynamic_slice_in_dim(factor, block * size, size)
+  value = jnp.einsum("ij,jm->im", rows, residual, precision=HIGHEST)
+  return Target(
+    value=value,
+    gram=jnp.einsum("im,jm->ij", value, value, precision=HIGHEST),
+    factor=jax.lax.dynamic_slice_in_dim(rows, block * size, size, axis=1),
+  )
+
+
+def _joint_basis(gram: jax.Array, factor: jax.Array, rows: int) -> jax.Array:
+  """Diag(sqrt s) V' R_b^-T, singular values in falling order."""
+  eigenvalues, eigenvectors = jnp.linalg.eigh(gram)
+  spectrum = jnp.sqrt(jnp.maximum(eigenvalues[::-1], 0.0) / rows)
+  spectrum = spectrum + SPECTRUM_DAMPING * spectrum.mean()
+  # A block of zero weights has no spectrum: any basis decodes to zero.
+  spectrum = jnp.where(spectrum[0] > 0, spectrum, 1.0)
+  scaled = eigenvectors[:, ::-1] * jnp.sqrt(spectrum)[None, :]
+  return jax.lax.linalg.triangular_solve(factor, scaled, left_side=True, lower=False).mT
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "basis", "dtype"))
+def plane(
+  gram: jax.Array,
+  factor: jax.Array,
+  rows: int,
+  basis: Basis = "wush",
+  dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> Plane:
+  """The basis of a block and the lattice it spans.
+
+  Args:
+    gram: `Target.gram`, float64 `[32, 32]`.
+    factor: `Target.factor`.
+    rows: Output features m.
+    basis: `wush`; `wus` without the Hadamard; a plain Hadamard; or the identity.
+    dtype: T is rounded to it, because the same T meets the inputs online.
+
+  Returns:
+    The plane, float64.
+  """
+  precision.require_float64("nearest_plane.plane", gram, factor)
+  rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, jnp.float64)
+  match basis:
+    case "identity":
+      transform = jnp.eye(mxfp4.BLOCK_SIZE)
+    case "hadamard":
+      transform = rotation
+    case "wus":
+      transform = _joint_basis(gram, factor, rows)
+    case "wush":
+      transform = rotation @ _joint_basis(gram, factor, rows)
+  transform = transform.astype(dtype).astype(jnp.float64)
+  orthogonal, upper = jnp.linalg.qr(factor @ transform.mT)
+  identity = jnp.eye(mxfp4.BLOCK_SIZE)
+  inverse = jax.lax.linalg.triangular_solve(upper, identity, left_side=True)
+  return Plane(transform, orthogonal, upper, inverse)
+
+
+@functools.partial(jax.jit, static_argnames="rules", donate_argnames="residual")
+def round_block(
+  residual: jax.Array,
+  value: jax.Array,
+  lattice: Plane,
+  block: jax.Array,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+) -> tuple[jax.Array, Rounded]:
+  """Rounds a block from its last coordinate to its first.
+
+  The exponent is that of the exact coordinates `z`, found once, and stays frozen.
+
+  Args:
+    residual: `[d, rows]`; donated.
+    value: `Target.value`.
+    lattice: The block's plane.
+    block: Index of the block, int32.
+    rules: Codec rules.
+
+  Returns:
+    The residual with the block's error in place of its weights, and the block.
+  """
+  rotated = jnp.einsum("ji,jm->im", lattice.rotation, value, precision=HIGHEST)
+  exact = jnp.einsum("ij,jm->im", lattice.inverse, rotated, precision=HIGHEST)
+  exponent = mxfp4.block_exponent(exact, rules)
+  scale = mxfp4.scale_of(exponent, rules).astype(jnp.float64)
+
+  def coordinate(
+    step: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rotated, codes, decoded = state
+    i = mxfp4.BLOCK_SIZE - 1 - step
+    column = jax.lax.dynamic_index_in_dim(lattice.upper, i, axis=1, keepdims=False)
+    goal = jax.lax.dynamic_index_in_dim(rotated, i, keepdims=False) / column[i]
+    code, rounded = gptq.round_value(goal, exponent, scale, rules)
+    put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, i, 0)
+    rotated -= column[:, None] * rounded[None, :]
+    return rotated, put(codes, code), put(decoded, rounded)
+
+  codes = jnp.zeros(value.shape, jnp.uint8)
+  state = (rotated, codes, jnp.zeros_like(value))
+  _, codes, decoded = jax.lax.fori_loop(0, mxfp4.BLOCK_SIZE, coordinate, state)
+  native = jnp.einsum("ji,jm->im", lattice.transform, decoded, precision=HIGHEST)
+  start = block * mxfp4.BLOCK_SIZE
+  kept = jax.lax.dynamic_slice_in_dim(residual, start, mxfp4.BLOCK_SIZE)
+  residual = jax.lax.dynamic_update_slice_in_dim(residual, kept - native, start, 0)
+  return residual, Rounded(codes, exponent, decoded)

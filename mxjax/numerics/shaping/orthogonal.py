@@ -1,0 +1,131 @@
+r"""Orthogonal matrices: Hadamards of many orders, and gradient steps that stay there.
+
+A step of Cayley SGD moves X along the curve of
+:math:`Y(\alpha) = (I - \tfrac{\alpha}{2} S)^{-1} (I + \tfrac{\alpha}{2} S) X` with a
+skew S made from the gradient, the inverse replaced by five fixed-point iterations.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.numerics.precision import HIGHEST
+
+CAYLEY_ITERATIONS = 5
+EPSILON = 1e-8
+RENEWAL = 101
+"""One step in so many re-orthonormalizes first."""
+
+
+def _is_prime(number: int) -> bool:
+  return number > 1 and all(number % k for k in range(2, int(number**0.5) + 1))
+
+
+def _paley(order: int) -> np.ndarray | None:
+  """A Hadamard matrix of an order by one of Paley's constructions, or None."""
+  for prime, second in ((order - 1, False), (order // 2 - 1, True)):
+    if not _is_prime(prime) or prime % 4 != (1 if second else 3):
+      continue
+    if second and order % 2:
+      continue
+    squares = {i * i % prime for i in range(1, prime)}
+    character = np.array([0] + [1 if i in squares else -1 for i in range(1, prime)])
+    index = np.arange(prime)
+    core = character[(index[:, None] - index[None, :]) % prime]
+    bordered = np.zeros((prime + 1, prime + 1))
+    bordered[0, 1:] = 1
+    bordered[1:, 0] = 1 if second else -1
+    bordered[1:, 1:] = core
+    identity = np.eye(prime + 1)
+    if not second:
+      return bordered + identity
+    plus, minus = np.array([[1, 1], [1, -1]]), np.array([[1, -1], [-1, -1]])
+    return np.kron(bordered, plus) + np.kron(identity, minus)
+  return None
+
+
+def hadamard_any(order: int) -> np.ndarray | None:
+  """A normalized Hadamard matrix: a small Paley matrix times a power of two.
+
+  Args:
+    order: Rows, at least 1.
+
+  Returns:
+    float64 `[order, order]`, or None where no such product is known to us.
+  """
+  odd = order
+  while odd % 2 == 0:
+    odd //= 2
+  core: int = odd
+  base = np.ones((1, 1)) if odd == 1 else None
+  while base is None and order % (2 * core) == 0:
+    core *= 2
+    base = _paley(core) if core % 4 == 0 else None
+  if base is None:
+    return None
+  while len(base) < order:
+    base = np.block([[base, base], [base, -base]])
+  return base / np.sqrt(order)
+
+
+def random_rotation(order: int, seed: int) -> tuple[np.ndarray, str]:
+  """A Hadamard with random column signs, or a random orthogonal matrix.
+
+  Args:
+    order: Rows.
+    seed: Of the signs or of the matrix.
+
+  Returns:
+    float64 `[order, order]`, and which of the two it is.
+  """
+  rng = np.random.default_rng(seed)
+  matrix = hadamard_any(order)
+  if matrix is not None:
+    return matrix * rng.choice([-1.0, 1.0], order)[:, None], "hadamard"
+  factor, triangle = np.linalg.qr(rng.standard_normal((order, order)))
+  return factor * np.sign(np.diag(triangle))[None, :], "random orthogonal"
+
+
+@jax.jit
+def renewed(matrix: jax.Array) -> jax.Array:
+  """The orthogonal factor of QR with a positive diagonal; `[..., n, n]`."""
+  factor, triangle = jnp.linalg.qr(matrix)
+  signs = jnp.sign(jnp.diagonal(triangle, axis1=-2, axis2=-1))
+  return factor * signs[..., None, :]
+
+
+@functools.partial(jax.jit, static_argnames="momentum")
+def cayley_step(
+  matrix: jax.Array,
+  velocity: jax.Array,
+  gradient: jax.Array,
+  rate: jax.Array,
+  momentum: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:
+  """One descent step that keeps a matrix orthogonal.
+
+  Args:
+    matrix: M, orthogonal, float32 `[..., n, n]`.
+    velocity: What the last step returned, zeros at first.
+    gradient: Of the loss with respect to M.
+    rate: Largest step; a bound from the size of the gradient is often smaller.
+    momentum: Share of the velocity that is kept.
+
+  Returns:
+    The new matrix and velocity.
+  """
+  product = functools.partial(jnp.matmul, precision=HIGHEST)
+  norm = jnp.sqrt((matrix * matrix).sum(-1, keepdims=True))
+  x = matrix / norm
+  descent = momentum * velocity - gradient.mT
+  a = product(descent, x)
+  half = a - 0.5 * product(x.mT, product(x, a))
+  skew = half - half.mT
+  largest = jnp.abs(skew).sum(-2).max(-1)[..., None, None]
+  step = jnp.minimum(1.0 / (largest + EPSILON), rate)
+  y = x.mT + step * descent
+  for _ in range(CAYLEY_ITERATIONS):
+    y = x.mT + step * product(skew, 0.5 * (x.mT + y))
+  return y.mT, product(skew, x.mT)

@@ -1,0 +1,132 @@
+r"""Reference coordinates of Stage I.
+
+Paper: Eq. hires-reference-chart and Eq. hires-spectral-cap.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.numerics import precision, projections
+from mxjax.numerics.block_batches import in_groups
+
+RIDGE = 0.01
+"""Relative part of lambda_A and lambda_B, in units of the mean diagonal."""
+RIDGE_FLOOR = 2.0**-30
+"""Absolute part of lambda_A and lambda_B."""
+MAX_CONDITION = 8.0
+"""The bound kappa of the spectral cap."""
+
+
+@jax.jit
+def block_moment(blocks: jax.Array) -> jax.Array:
+  """Uncentered second moment of each block, summed in float64.
+
+  Args:
+    blocks: `[blocks, 32, n]`, feature-major, float32 or float64.
+
+  Returns:
+    The *sum* over columns of x x^T, float64 `[blocks, 32, 32]`.
+  """
+
+  def moment(blocks: jax.Array) -> jax.Array:
+    wide = blocks.astype(jnp.float64)
+    return jnp.einsum("bin,bjn->bij", wide, wide, precision=precision.HIGHEST)
+
+  return in_groups(moment, blocks)
+
+
+def normalize_determinant(matrix: jax.Array) -> jax.Array:
+  """DN(M) = M / det(M)^(1/q) of positive definite matrices, `[..., q, q]`."""
+  log_volume = jnp.linalg.slogdet(matrix)[1]
+  scale = jnp.exp(-log_volume / matrix.shape[-1])
+  return matrix * scale[..., None, None]
+
+
+def _from_spectrum(log_spectrum: jax.Array, eigenvectors: jax.Array) -> jax.Array:
+  return (eigenvectors * jnp.exp(log_spectrum)[..., None, :]) @ eigenvectors.mT
+
+
+def spectral_cap(matrix: jax.Array, max_condition: float = MAX_CONDITION) -> jax.Array:
+  r"""Caps the condition number of a positive definite matrix at unit volume.
+
+  Moves the log-eigenvalues to the nearest point of a zero-sum box, which sets the
+  determinant to one and bounds the ratio of the largest eigenvalue to the smallest by
+  `max_condition`. Eigenvectors are kept.
+
+  .. math::
+    \operatorname{Cap}_\kappa(S) = U \operatorname{Diag}\!\left[\exp\!\left(
+      \Pi_{\mathbf 1^\top z = 0,\ \|z\|_\infty \le \frac12 \log\kappa}
+      (\log\lambda)\right)\right] U^\top
+
+  Paper: Eq. hires-spectral-cap.
+
+  Args:
+    matrix: Symmetric positive definite, `[..., q, q]`; float64 in the pipeline.
+    max_condition: The bound kappa on the condition number, at least 1.
+
+  Returns:
+    The capped matrix, `[..., q, q]`, determinant 1, same dtype.
+
+  Example:
+    >>> capped = spectral_cap(jnp.diag(jnp.array([1e-3, 1.0, 1e3])))
+    >>> bool(jnp.linalg.cond(capped) <= 8.001)
+    True
+  """
+  eigenvalues, eigenvectors = jnp.linalg.eigh(matrix)
+  log_spectrum = projections.project_zero_sum_box(
+    jnp.log(eigenvalues), bound=0.5 * math.log(max_condition)
+  )
+  return _from_spectrum(log_spectrum, eigenvectors)
+
+
+def ridge(moment: jax.Array) -> jax.Array:
+  """Adds lambda I with lambda = .01 tr(M)/q + 2^-30 to moments `[..., q, q]`."""
+  size = moment.shape[-1]
+  weight = RIDGE * jnp.trace(moment, axis1=-2, axis2=-1) / size + RIDGE_FLOOR
+  identity = jnp.eye(size, dtype=moment.dtype)
+  return moment + weight[..., None, None] * identity.reshape(
+    (1,) * (moment.ndim - 2) + identity.shape
+  )
+
+
+@functools.partial(jax.jit, static_argnames="max_condition")
+def reference_chart(
+  activation_moment: jax.Array,
+  weight_moment: jax.Array,
+  max_condition: float = MAX_CONDITION,
+) -> jax.Array:
+  r"""The reference chart P_ref of each block.
+
+  .. math::
+    M_0 = \tfrac12 [\operatorname{DN}(A) + \operatorname{DN}(B^{-1})], \qquad
+    P_{ref} = \operatorname{Cap}_8(M_0^{-1/2})
+
+  The power -1/2 and the cap act on the same eigenvalues, so one decomposition
+  serves both.
+
+  Paper: Eq. hires-reference-chart.
+
+  Args:
+    activation_moment: X^T X / n, float64 `[blocks, 32, 32]`.
+    weight_moment: W^T W / m, float64 `[blocks, 32, 32]`.
+    max_condition: The bound kappa on the condition number.
+
+  Returns:
+    P_ref, symmetric, determinant 1, float64 `[blocks, 32, 32]`.
+
+  Raises:
+    TypeError: An operand is not float64.
+  """
+  precision.require_float64("reference_chart", activation_moment, weight_moment)
+  inverse = jnp.linalg.inv(ridge(weight_moment))
+  middle = 0.5 * (
+    normalize_determinant(ridge(activation_moment)) + normalize_determinant(inverse)
+  )
+  eigenvalues, eigenvectors = jnp.linalg.eigh(0.5 * (middle + middle.mT))
+  log_spectrum = projections.project_zero_sum_box(
+    -0.5 * jnp.log(eigenvalues), bound=0.5 * math.log(max_condition)
+  )
+  return _from_spectrum(log_spectrum, eigenvectors)

@@ -1,0 +1,237 @@
+r"""The two rotations of TORQ: across blocks, then inside every block.
+
+The first makes all blocks carry the same energy, so that one loud block does not use
+its scale alone; the second makes every coordinate of a block use the eight E2M1
+magnitudes evenly. Both are products of plane rotations found greedily.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.numerics import mxfp4, precision
+from mxjax.numerics.precision import HIGHEST
+
+ENERGY_TOLERANCE = 1e-4
+"""Largest deviation of a block's energy from the mean, in units of the mean."""
+ENERGY_STEPS = 2000
+RIDGE = 1e-8
+OCCUPANCY_ROUNDS = 10
+OCCUPANCY_TOLERANCE = 1e-5
+PAIRS = 8
+"""Disjoint column pairs turned in a round, among the 2 * PAIRS least even columns."""
+ANGLES = 4096
+"""Angles in a quarter turn at which a pair's loss is known exactly."""
+
+_EDGES = tuple(
+  (low + high) / 2
+  for low, high in zip(mxfp4.MAGNITUDES[:-1], mxfp4.MAGNITUDES[1:], strict=True)
+)
+
+
+@jax.jit
+def block_covariance(hessian: jax.Array) -> jax.Array:
+  """Second moments between blocks, averaged over positions, float64 `[B, B]`.
+
+  Args:
+    hessian: X'X / n, `[d, d]`.
+  """
+  blocks = hessian.shape[0] // mxfp4.BLOCK_SIZE
+  shape = (blocks, mxfp4.BLOCK_SIZE, blocks, mxfp4.BLOCK_SIZE)
+  wide = hessian.astype(jnp.float64).reshape(shape)
+  return jnp.einsum("akbk->ab", wide) / mxfp4.BLOCK_SIZE + RIDGE * jnp.eye(blocks)
+
+
+def equalizing_angle(
+  first: jax.Array, second: jax.Array, cross: jax.Array
+) -> jax.Array:
+  """The angle after which both diagonal entries are their mean.
+
+  The angle printed in the paper, with the two arguments of the arctangent exchanged,
+  diagonalizes the pair: it pushes the two apart.
+  """
+  return 0.5 * jnp.arctan2(second - first, 2.0 * cross)
+
+
+@jax.jit
+def equalize(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """A rotation of blocks after which all have nearly the same energy.
+
+  Each step takes the block furthest from the mean and the furthest one on the other
+  side, and turns the two so that both get their mean.
+
+  Args:
+    covariance: Symmetric, float64 `[B, B]`.
+
+  Returns:
+    R, float64 `[B, B]`, orthogonal, and the largest relative deviation left of the
+    diagonal of R' C R.
+  """
+  precision.require_float64("two_level.equalize", covariance)
+  goal = jnp.trace(covariance) / covariance.shape[0]
+  scale = jnp.where(goal > 0, goal, 1.0)
+  deviation = lambda matrix: jnp.diagonal(matrix) - goal
+
+  def turn(
+    matrix: jax.Array, i: jax.Array, j: jax.Array, angle: jax.Array
+  ) -> jax.Array:
+    """Turns columns i and j."""
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = matrix[:, i], matrix[:, j]
+    return matrix.at[:, i].set(cos * a + sin * b).at[:, j].set(cos * b - sin * a)
+
+  def step(
+    state: tuple[jax.Array, jax.Array, jax.Array],
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    count, matrix, rotation = state
+    off = deviation(matrix)
+    i = jnp.argmax(jnp.abs(off))
+    opposite = jnp.where(off * off[i] < 0, jnp.abs(off), -1.0)
+    j = jnp.argmax(opposite)
+    angle = equalizing_angle(matrix[i, i], matrix[j, j], matrix[i, j])
+    matrix = turn(turn(matrix, i, j, angle).T, i, j, angle).T
+    return count + 1, matrix, turn(rotation, i, j, angle)
+
+  def unfinished(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    worst = jnp.abs(deviation(state[1])).max() / scale
+    return (worst > ENERGY_TOLERANCE) & (state[0] < ENERGY_STEPS)
+
+  identity = jnp.eye(covariance.shape[0])
+  state = (jnp.int32(0), covariance, identity)
+  _, matrix, rotation = jax.lax.while_loop(unfinished, step, state)
+  return rotation, jnp.abs(deviation(matrix)).max() / scale
+
+
+def occupancy(rows: jax.Array) -> jax.Array:
+  """Shares of the eight magnitudes in every column, float32 `[32, 8]`.
+
+  Args:
+    rows: float32 `[32, n]` in units of their block's scale.
+  """
+  edges = jnp.asarray(_EDGES, jnp.float32)
+  reached = (jnp.abs(rows)[:, None, :] >= edges[None, :, None]).mean(
+    -1, dtype=jnp.float32
+  )
+  ends = jnp.ones((rows.shape[0], 1), jnp.float32)
+  reached = jnp.concatenate([ends, reached, jnp.zeros_like(ends)], axis=1)
+  return reached[:, :-1] - reached[:, 1:]
+
+
+def unevenness(shares: jax.Array) -> jax.Array:
+  """Sum of squared deviations from equal shares, over the last axis."""
+  return jnp.square(shares - 1 / len(mxfp4.MAGNITUDES)).sum(-1)
+
+
+def choose_pairs(shares: np.ndarray) -> list[tuple[int, int]]:
+  """Disjoint column pairs whose deviations differ most, greedily.
+
+  Args:
+    shares: `[32, 8]`.
+
+  Returns:
+    `PAIRS` pairs of the `2 * PAIRS` least even columns: the score of a pair is the
+    unevenness of both less the inner product of their deviations.
+  """
+  deviations = shares - 1 / shares.shape[1]
+  uneven = np.square(deviations).sum(1)
+  worst = np.argsort(-uneven, kind="stable")[: 2 * PAIRS]
+  inner = deviations[worst] @ deviations[worst].T
+  scores = uneven[worst][:, None] + uneven[worst][None, :] - inner
+  scores[np.tril_indices(len(worst))] = -np.inf
+  pairs = []
+  for _ in range(PAIRS):
+    pair = list(np.unravel_index(np.argmax(scores), scores.shape))
+    pairs.append((int(worst[pair[0]]), int(worst[pair[1]])))
+    scores[pair, :] = scores[:, pair] = -np.inf
+  return pairs
+
+
+@jax.jit
+def best_angle(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The angle in [0, pi/2) that makes two columns use the magnitudes most evenly.
+
+  The loss is constant between the angles at which a value crosses a boundary. Every
+  crossing is found in closed form and counted into one of `ANGLES` cells, so that the
+  running sums are the exact occupancies at all these angles. A quarter turn is a full
+  period: it exchanges the columns and a sign.
+
+  Args:
+    first: One column, float32 `[n]` in units of the block scales.
+    second: The other.
+
+  Returns:
+    The angle and its loss; angle zero is among the candidates.
+  """
+  edges = jnp.asarray(_EDGES, jnp.float32)
+  radius = jnp.sqrt(first * first + second * second)[:, None]
+  phase = jnp.arctan2(second, first)[:, None]
+  crosses = radius > edges[None, :]
+  at = jnp.arccos(jnp.where(crosses, edges[None, :] / jnp.maximum(radius, 1e-30), 0.0))
+  quarter = jnp.float32(math.pi / 2)
+  # |cos| falls through the edge at +at and rises at -at; |sin| a quarter turn later.
+  events = (
+    (0, at, -1.0),
+    (0, -at, 1.0),
+    (1, quarter - at, 1.0),
+    (1, at - quarter, -1.0),
+  )
+  changes = jnp.zeros((ANGLES, 2, len(_EDGES)), jnp.float32)
+  edge = jnp.broadcast_to(jnp.arange(len(_EDGES))[None, :], at.shape)
+  for column, place, sign in events:
+    angle = jnp.mod(place - phase, 2 * quarter)
+    cell = jnp.ceil(angle / quarter * ANGLES).astype(jnp.int32)
+    inside = crosses & (cell < ANGLES)
+    weight = jnp.where(inside, jnp.float32(sign), jnp.float32(0))
+    cell = jnp.where(inside, cell, 0)
+    changes = changes.at[cell, column, edge].add(weight)
+  start = jnp.stack([jnp.abs(first), jnp.abs(second)])
+  reached = (start[:, None, :] >= edges[None, :, None]).sum(-1, dtype=jnp.float32)
+  reached = (reached[None] + jnp.cumsum(changes, axis=0)) / first.shape[0]
+  ends = jnp.ones((ANGLES, 2, 1), jnp.float32)
+  reached = jnp.concatenate([ends, reached, jnp.zeros_like(ends)], axis=-1)
+  losses = unevenness(reached[..., :-1] - reached[..., 1:]).sum(-1)
+  best = jnp.argmin(losses)
+  return best.astype(jnp.float32) * (quarter / ANGLES), losses[best]
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def _scaled(rows: jax.Array, rotation: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+  """Rotated rows in units of their own block scale, float32 `[32, n]`."""
+  turned = jnp.einsum("kj,kn->jn", rotation, rows, precision=HIGHEST)
+  exponent = mxfp4.block_exponent(turned, rules)
+  return turned / mxfp4.scale_of(exponent, rules)[None, :]
+
+
+_occupancy = jax.jit(occupancy)
+_best_angles = jax.jit(jax.vmap(best_angle))
+
+
+def even_out(
+  rows: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
+) -> tuple[np.ndarray, list[float]]:
+  """A rotation of a block's coordinates that uses the magnitudes evenly.
+
+  Args:
+    rows: Blocks pooled over tokens and positions, float32 `[32, n]`.
+    rules: The encoder's scale rule.
+
+  Returns:
+    R, float64 `[32, 32]`, orthogonal, for `x R`; and the loss before each round.
+  """
+  size = mxfp4.BLOCK_SIZE
+  rotation, losses = np.eye(size), []
+  for _ in range(OCCUPANCY_ROUNDS):
+    scaled = _scaled(rows, jnp.asarray(rotation, jnp.float32), rules)
+    shares = np.asarray(_occupancy(scaled))
+    losses.append(float(unevenness(jnp.asarray(shares)).sum()))
+    if len(losses) > 1 and abs(losses[-1] - losses[-2]) < OCCUPANCY_TOLERANCE:
+      break
+    pairs = np.asarray(choose_pairs(shares))
+    angles, _ = _best_angles(scaled[pairs[:, 0]], scaled[pairs[:, 1]])
+    for pair, angle in zip(pairs, np.asarray(angles, np.float64), strict=True):
+      cos, sin = np.cos(angle), np.sin(angle)
+      rotation[:, pair] = rotation[:, pair] @ np.array([[cos, sin], [-sin, cos]])
+  return rotation, losses

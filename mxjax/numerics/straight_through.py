@@ -1,0 +1,40 @@
+"""The encoder with a gradient: forward it rounds, backward it is the identity.
+
+The values are those of the strict encoder to the bit. Exponents are constants of the
+backward pass, and saturated values pass their gradient on like all others.
+"""
+
+import functools
+
+import jax
+
+from mxjax.numerics import mxfp4
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def round_blocks(
+  blocks: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
+) -> jax.Array:
+  """Decoded nearest encoding of float32 blocks `[..., 32, columns]`."""
+  return mxfp4.round_blocks(blocks, rules)
+
+
+def _forward(blocks: jax.Array, rules: mxfp4.Rules) -> tuple[jax.Array, None]:
+  return mxfp4.round_blocks(blocks, rules), None
+
+
+def _backward(
+  rules: mxfp4.Rules, residual: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+  del rules, residual
+  return (gradient,)
+
+
+round_blocks.defvjp(_forward, _backward)
+
+
+def round_rows(x: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES) -> jax.Array:
+  """The same for `[..., d]` with blocks along the last axis, in the dtype of `x`."""
+  rows = x.reshape(-1, x.shape[-1]).astype("float32")
+  rounded = mxfp4.from_blocks(round_blocks(mxfp4.to_blocks(rows), rules))
+  return rounded.reshape(x.shape).astype(x.dtype)

@@ -1,0 +1,228 @@
+"""What a quantization run measured, for reports and results."""
+
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.devices import execution
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods.program import fold
+from mxjax.numerics import mxfp4
+from mxjax.numerics.precision import HIGHEST
+from mxjax.numerics.realization import one_code
+from mxjax.numerics.realization.activation_quantizers import (
+  Clipped,
+  Nearest,
+  OneCode,
+  Unrounded,
+)
+
+PROBE_TOKENS = 256
+"""Calibration tokens on which each linear's error is measured for the report."""
+
+
+ROUNDING_NAMES = {
+  Nearest: "nearest",
+  OneCode: "one-code",
+  Clipped: "clipped",
+  Unrounded: "none",
+}
+
+
+def peak_memory_bytes() -> int:
+  """The largest resident memory of this process so far, in bytes."""
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclasses.dataclass
+class StageClock:
+  """Wall seconds and peak memory by stage."""
+
+  seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+  peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+  @contextmanager
+  def stage(self, name: str) -> Iterator[None]:
+    """Adds the time of the `with` block to a stage."""
+    start = time.perf_counter()
+    yield
+    spent = time.perf_counter() - start
+    self.seconds[name] = self.seconds.get(name, 0.0) + spent
+    self.peak_bytes[name] = peak_memory_bytes()
+
+  def go_on(self, seconds: dict[str, float], peak_bytes: dict[str, int]) -> None:
+    """Adds what a process before this one spent on the same work."""
+    for name, spent in seconds.items():
+      self.seconds[name] = self.seconds.get(name, 0.0) + spent
+    for name, peak in peak_bytes.items():
+      self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationRecord:
+  """Everything a report shows about a run, JSON-ready through `to_dict`.
+
+  Attributes:
+    program: Name and options.
+    contract_hash: SHA-256 of the contract.
+    calibration: Fingerprint and shape of the calibration tokens.
+    layers: One dict a layer: `linears` by path, `recovery` by fit.
+    clock: Time and memory by stage.
+    sanity: The gate's comparison, or None where it was not run.
+    preparation: What `Program.prepare` recorded.
+    resumed: One entry for every time that a killed run went on: after which `layer`,
+      what unfinished files were `discarded`, and what `changed` in the environment.
+    mesh: Sizes of the axes and number of processes, or None for one device.
+  """
+
+  program: dict[str, Any]
+  contract_hash: str
+  calibration: dict[str, Any]
+  layers: list[dict[str, Any]]
+  clock: StageClock
+  sanity: dict[str, Any] | None = None
+  preparation: dict[str, Any] = dataclasses.field(default_factory=dict)
+  resumed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  mesh: dict[str, int] | None = None
+
+  def to_dict(self) -> dict[str, Any]:
+    """A JSON-ready form."""
+    return dataclasses.asdict(self)
+
+
+def _relative_error(
+  x: jax.Array, weight: jax.Array, operand: jax.Array, decoded: jax.Array
+) -> jax.Array:
+  """||X^ W^' - X W'||^2 / ||X W'||^2, features on axis 0 of every operand."""
+  dot = lambda a, b: jnp.einsum("dn,dm->nm", a, b, precision=HIGHEST)
+  exact = dot(x, weight)
+  error = dot(operand, decoded) - exact
+  return jnp.square(error).sum() / jnp.square(exact).sum()
+
+
+def _local_objectives(
+  mapped: jax.Array,
+  operands: tuple[jax.Array, jax.Array],
+  folded: jax.Array,
+  decoded: jax.Array,
+) -> dict[str, jax.Array]:
+  """Block-local errors of the A4 rule in units of nearest rounding's.
+
+  Sensitivity-weighted: the sum of d'G_Q d with d = q - x. Mismatch-weighted: the sum
+  of ||W^ q - W x||^2, both over blocks and tokens. `operands` are what the rule and
+  what nearest rounding make of `mapped`.
+  """
+  weights = decoded.reshape(folded.shape)
+  gram, cross = one_code.tables(folded, weights)
+  gap = weights - folded
+  gap_gram = jnp.einsum("bim,bjm->bij", gap, gap, precision=HIGHEST)
+  form = lambda a, matrix, b: jnp.einsum(
+    "bin,bij,bjn->", a, matrix, b, precision=HIGHEST
+  )
+
+  def sums(operand: jax.Array) -> tuple[jax.Array, jax.Array]:
+    moved = operand - mapped
+    sensitivity = form(moved, gram, moved)
+    mismatch = form(mapped, gap_gram, mapped) - 2.0 * form(moved, cross, mapped)
+    return sensitivity, sensitivity + mismatch
+
+  pairs = zip(*(sums(operand) for operand in operands), strict=True)
+  ratios = [a / jnp.where(b > 0, b, 1.0) for a, b in pairs]
+  return {"local_sensitivity": ratios[0], "local_mismatch": ratios[1]}
+
+
+@jax.jit
+def _probe(
+  x: jax.Array, weight: jax.Array, folded: jax.Array, leaf: QuantizedLinear
+) -> dict[str, jax.Array]:
+  flat = lambda blocks: blocks.reshape(-1, blocks.shape[-1])
+  rules = leaf.rules
+  native = flat(weight)
+  errors = {
+    "rtn": _relative_error(
+      flat(x),
+      native,
+      flat(mxfp4.round_blocks(x, rules)),
+      flat(mxfp4.round_blocks(weight, rules)),
+    )
+  }
+  mapped = x if leaf.input_map is None else leaf.input_map.apply(x)
+  nearest = mxfp4.round_blocks(mapped, rules)
+  decoded = mxfp4.decode(leaf.weight, jnp.float32, rules).T
+  pair = flat(mapped), flat(folded)
+  errors["mapped_rtn"] = _relative_error(
+    *pair, flat(nearest), flat(mxfp4.round_blocks(folded, rules))
+  )
+  errors["mapped_nearest"] = _relative_error(*pair, flat(nearest), decoded)
+  errors["final"] = errors["mapped_nearest"]
+  result = {"edit_rate": jnp.float32(0)}
+  result |= {"local_sensitivity": jnp.float32(1), "local_mismatch": jnp.float32(1)}
+  gain = jnp.float32(1) if leaf.gain is None else leaf.gain
+  is_nearest = isinstance(leaf.rounding, Nearest)
+  operand = nearest if is_nearest else leaf.rounding.round(mapped, rules)
+  if not is_nearest or leaf.gain is not None:
+    errors["final"] = _relative_error(*pair, flat(operand), gain * decoded)
+  if not is_nearest:
+    result |= _local_objectives(mapped, (operand, nearest), folded, decoded)
+  if isinstance(leaf.rounding, OneCode):
+    result["edit_rate"] = (operand != nearest).any(-2).mean(dtype=jnp.float32)
+  exponent = mxfp4.block_exponent(mapped, rules)
+  limit = 6.0 * mxfp4.scale_of(exponent, rules)[..., None, :]
+  result["saturated_activations"] = (jnp.abs(mapped) > limit).mean(dtype=jnp.float32)
+  codes = mxfp4.unpack(leaf.weight.codes) & jnp.uint8(7)
+  result["top_code_weights"] = (codes == 7).mean(dtype=jnp.float32)
+  result["activation_exponents"] = exponent
+  result["weight_exponents"] = leaf.weight.scales.astype(jnp.int32) - 127
+  return result | {f"error_{name}": value for name, value in errors.items()}
+
+
+def _histogram(exponents: np.ndarray) -> dict[str, int]:
+  found, counts = np.unique(exponents, return_counts=True)
+  return {str(e): int(count) for e, count in zip(found, counts, strict=True)}
+
+
+def linear_record(
+  weight: jax.Array, leaf: QuantizedLinear, inputs: LinearInputs, *, probe: bool = True
+) -> dict[str, Any]:
+  """Describes one quantized linear and measures it on a few calibration tokens.
+
+  Args:
+    weight: The float weight, `[out_features, in_features]`.
+    leaf: What replaced it.
+    inputs: Its calibration inputs, whose record is included.
+    probe: Whether anything is measured.
+
+  Returns:
+    Shape, names of map and rounding, whatever the program's hooks recorded, and where
+    measured: relative squared output errors (`error_rtn` in native coordinates,
+    `error_mapped_rtn` after the map, `error_mapped_nearest` with the final weights,
+    `error_final` with the final A4 rule), edit rate, exponent histograms, saturation
+    rates.
+  """
+  record: dict[str, Any] = dict(inputs.record)
+  record["shape"] = list(weight.shape)
+  record["map"] = type(leaf.input_map).__name__ if leaf.input_map else "none"
+  rule = type(leaf.rounding)
+  # A rule that is not the library's, such as a candidate's own, goes by its class.
+  record["rounding"] = ROUNDING_NAMES.get(rule, rule.__name__)
+  if leaf.gain is not None:
+    record["gain"] = float(leaf.gain)
+  if not probe:
+    return record
+  blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
+  folded = execution.finish(fold(blocks, leaf.input_map))
+  probed = execution.finish(_probe(inputs.probe(PROBE_TOKENS), blocks, folded, leaf))
+  for name, value in probed.items():
+    array = np.asarray(value)
+    record[name] = _histogram(array) if array.ndim else float(array)
+  return record

@@ -1,0 +1,83 @@
+"""The gate after quantization: does the quantized model still speak the language?"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.calibration import streams
+from mxjax.calibration.calibration import CausalLanguageModel, Params
+
+MAX_EXCESS_NATS = 2.5
+"""Loss above the float model's that counts as collapse: perplexity times 12."""
+MIN_AGREEMENT = 0.05
+"""Least share of positions where both models predict the same token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SanityReport:
+  """Logits of the float and the quantized model on the same tokens.
+
+  Attributes:
+    float_loss: Mean negative log-likelihood of the float model, nats a token.
+    quantized_loss: The same of the quantized model.
+    divergence: Mean KL(float || quantized), nats.
+    agreement: Share of positions with the same most likely token.
+    tokens: Predictions compared.
+  """
+
+  float_loss: float
+  quantized_loss: float
+  divergence: float
+  agreement: float
+  tokens: int
+
+  def check(self, name: str) -> None:
+    """Raises on collapse.
+
+    Raises:
+      FloatingPointError: Not finite, far above the float loss, or no agreement.
+    """
+    excess = self.quantized_loss - self.float_loss
+    if np.isfinite(excess) and excess <= MAX_EXCESS_NATS:
+      if self.agreement >= MIN_AGREEMENT:
+        return
+    raise FloatingPointError(
+      f"sanity: the model quantized by {name} collapsed: loss "
+      f"{self.quantized_loss:.3f} against {self.float_loss:.3f} nats, agreement "
+      f"{self.agreement:.1%} on {self.tokens} tokens; look for the first layer with a "
+      "large error in the report, or pass check=False to keep the result anyway."
+    )
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _log_probabilities(
+  model: CausalLanguageModel, params: Params, hidden: jax.Array
+) -> jax.Array:
+  return jax.nn.log_softmax(model.logits(params, hidden), axis=-1)
+
+
+def _run(model: CausalLanguageModel, params: Params, tokens: jax.Array) -> jax.Array:
+  hidden = streams.final_hidden(model, params, tokens)
+  return _log_probabilities(model, streams.outer_params(params), hidden)
+
+
+def compare(
+  model: CausalLanguageModel, params: Params, quantized: Params, tokens: Any
+) -> SanityReport:
+  """Compares two sets of params of one model on tokens `[B, T]`."""
+  tokens = jnp.asarray(tokens, jnp.int32)
+  ours, theirs = (_run(model, p, tokens)[:, :-1] for p in (quantized, params))
+  pick = lambda logp: -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean()
+  divergence = (jnp.exp(theirs) * (theirs - ours)).sum(-1).mean()
+  agreement = (ours.argmax(-1) == theirs.argmax(-1)).mean(dtype=jnp.float32)
+  return SanityReport(
+    float_loss=float(pick(theirs)),
+    quantized_loss=float(pick(ours)),
+    divergence=float(divergence),
+    agreement=float(agreement),
+    tokens=int(tokens[:, 1:].size),
+  )

@@ -1,0 +1,1 @@
+"""Files: checkpoints, the run folder with its journal, exports to other formats."""

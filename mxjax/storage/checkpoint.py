@@ -1,0 +1,286 @@
+"""Quantized checkpoints: arrays by Orbax, and `mxjax.json`, which says what they are.
+
+Orbax alone gives typed leaves back as plain dicts. The manifest therefore lists every
+node of the params tree with its type and static fields, and every array with its
+shape, dtype and SHA-256, so that a checkpoint restores to the same tree, bit for bit,
+without the model that made it.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mxjax.devices import mesh as meshes
+from mxjax.devices import processes
+from mxjax.layers.quantized_linear import QuantizedLinear, map_rows
+from mxjax.numerics.contract import PAPER_CONTRACT, Contract
+from mxjax.storage.atomic_io import sync, sync_tree, write_durably
+from mxjax.storage.checkpoint_arrays import load_arrays, save_arrays
+from mxjax.storage.checkpoint_manifest import (
+  ARRAYS,
+  FORMAT_VERSION,
+  MANIFEST,
+  TOKENIZER,
+  check_contract,
+  check_files,
+  list_files,
+  manifest_digest,
+  read_manifest,
+)
+from mxjax.storage.run_folder import check_output
+from mxjax.storage.tree_io import array_sha256, describe, nested, rebuild, walk
+
+__all__ = [
+  "ARRAYS",
+  "FORMAT_VERSION",
+  "MANIFEST",
+  "TOKENIZER",
+  "check_saved",
+  "read_manifest",
+  "restore_checkpoint",
+  "save_checkpoint",
+]
+
+
+def _check_rules(params: Mapping[str, Any], contract: Contract) -> None:
+  wrong = [
+    f"{path} has {node.rules}"
+    for path, node in walk(params)
+    if isinstance(node, QuantizedLinear) and node.rules != contract.rules
+  ]
+  if wrong:
+    raise ValueError(
+      f"save_checkpoint: expected linears under the contract's {contract.rules}, got "
+      f"{len(wrong)} others: {'; '.join(wrong[:3])}; pass the contract they were "
+      "quantized under."
+    )
+
+
+def _write(
+  folder: pathlib.Path,
+  manifest: dict[str, Any],
+  arrays: Mapping[str, jax.Array],
+  tokenizer_files: Sequence[str | os.PathLike[str]],
+) -> None:
+  """Writes a checkpoint into a fresh folder, the manifest last."""
+  folder.mkdir()
+  if tokenizer_files:
+    (folder / TOKENIZER).mkdir()
+  for source in tokenizer_files:
+    shutil.copyfile(source, folder / TOKENIZER / pathlib.Path(source).name)
+  save_arrays(folder, arrays)
+  sync_tree(folder)
+  manifest = {**manifest, "files": list_files(folder)}
+  # What the file will say, so that tuples hash as the lists they become.
+  manifest = json.loads(json.dumps(manifest))
+  manifest["digest"] = manifest_digest(manifest)
+  text = json.dumps(manifest, indent=1) + "\n"
+  write_durably(folder / MANIFEST, text.encode())
+
+
+def save_checkpoint(
+  path: str | os.PathLike[str],
+  params: Mapping[str, Any],
+  model_config: Any,
+  *,
+  contract: Contract = PAPER_CONTRACT,
+  calibration: Mapping[str, Any] | None = None,
+  program: Mapping[str, Any] | None = None,
+  tokenizer_files: Sequence[str | os.PathLike[str]] | None = None,
+  extra: Mapping[str, Any] | None = None,
+) -> pathlib.Path:
+  """Writes quantized params and everything needed to read them back.
+
+  The work happens in a folder beside `path` that takes its name only when every file
+  is on disk, so a save that fails leaves nothing behind. Where there are several
+  processes, all must call this, each holding all of every array; process 0 writes.
+
+  Args:
+    path: Output folder; must not exist, or be empty.
+    params: Nested dict of arrays, `QuantizedLinear` and recovery leaves.
+    model_config: JSON-ready dict, or an object whose `to_dict` gives one.
+    contract: What the params were quantized under.
+    calibration: Fingerprint and shape of the calibration tokens.
+    program: `Program.describe()` of what made the params.
+    tokenizer_files: Files copied to `tokenizer/`.
+    extra: Anything else worth keeping, JSON-ready.
+
+  Returns:
+    The folder.
+
+  Raises:
+    FileExistsError: `path` has something in it.
+    FileNotFoundError: A tokenizer file is absent.
+    TypeError: A leaf or a value that a checkpoint cannot hold.
+    ValueError: A leaf was quantized under other rules than the contract's.
+  """
+  to_dict = getattr(model_config, "to_dict", None)
+  _check_rules(params, contract)
+  arrays: dict[str, jax.Array] = {}
+  nodes = {name: describe(node, name, arrays) for name, node in walk(params)}
+  folder = pathlib.Path(path)
+  token = processes.from_leader(secrets.randbits(31))
+  partial = folder.with_name(f"{folder.name}.partial-{token:08x}")
+  if not processes.is_leader():
+    save_arrays(partial, arrays)
+    return folder
+  manifest: dict[str, Any] = {
+    "format_version": FORMAT_VERSION,
+    "contract": contract.to_dict(),
+    "contract_hash": contract.hash,
+    "model_config": dict(to_dict() if to_dict else model_config),
+    "calibration": calibration and dict(calibration),
+    "program": program and dict(program),
+    "extra": extra and dict(extra),
+    "nodes": nodes,
+    "arrays": {
+      name: {
+        "shape": list(array.shape),
+        "dtype": str(array.dtype),
+        "sha256": array_sha256(array),
+      }
+      for name, array in arrays.items()
+    },
+  }
+  check_output(path)
+  folder.parent.mkdir(parents=True, exist_ok=True)
+  try:
+    _write(partial, manifest, arrays, tokenizer_files or ())
+    os.replace(partial, folder)
+  finally:
+    # Gone already unless something failed.
+    shutil.rmtree(partial, ignore_errors=True)
+  sync(folder.parent)
+  return folder
+
+
+def check_saved(path: str | os.PathLike[str], params: Mapping[str, Any]) -> None:
+  """Checks that a checkpoint is whole and holds exactly these params.
+
+  Raises:
+    ValueError: Files are damaged, or arrays or types are others; all are named.
+  """
+  folder = pathlib.Path(path)
+  manifest = read_manifest(folder)
+  check_files(folder, manifest["files"], verify=True)
+  arrays: dict[str, Any] = {}
+  nodes = {name: describe(node, name, arrays) for name, node in walk(params)}
+  entries = manifest["arrays"]
+  differing = sorted(entries.keys() ^ arrays.keys())
+  differing += [
+    name
+    for name in sorted(entries.keys() & arrays.keys())
+    if array_sha256(arrays[name]) != entries[name]["sha256"]
+  ]
+  if json.loads(json.dumps(nodes)) != manifest["nodes"]:
+    differing.append("the types of nodes")
+  if differing:
+    raise ValueError(
+      f"check_saved: {folder} is the checkpoint of another result, it differs in "
+      f"{', '.join(differing[:5])}; move it away, or name another --out."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Listed:
+  """An array that a manifest lists, in the place of the array itself."""
+
+  path: str
+  shape: tuple[int, ...]
+  dtype: str
+
+
+def _shardings(
+  manifest: Mapping[str, Any], mesh: Mesh
+) -> dict[str, jax.sharding.Sharding]:
+  """Where each array goes on a mesh, by path: as `mesh.place_rows` would put it."""
+  listed = {
+    path: _Listed(path, tuple(entry["shape"]), entry["dtype"])
+    for path, entry in manifest["arrays"].items()
+  }
+  nodes = manifest["nodes"].items()
+  tree = nested({name: rebuild(node, name, listed) for name, node in nodes})
+  found: dict[str, jax.sharding.Sharding] = {}
+
+  def put(spec: P, one: _Listed) -> None:
+    found[one.path] = NamedSharding(mesh, spec)
+
+  whole = functools.partial(put, P())
+  by_row = functools.partial(put, P(meshes.MODEL))
+  rows = lambda weight: map_rows(by_row, whole, weight)
+  meshes.map_weights(tree, mesh, rows, whole)
+  return found
+
+
+def _verify(
+  folder: pathlib.Path, entries: Mapping[str, Any], arrays: Mapping[str, jax.Array]
+) -> None:
+  damaged = [
+    path
+    for path, entry in entries.items()
+    # Of an array between processes no one has all; the files have been checked.
+    if arrays[path].is_fully_addressable
+    and array_sha256(arrays[path]) != entry["sha256"]
+  ]
+  if damaged:
+    raise ValueError(
+      f"restore_checkpoint: {len(damaged)} of {len(entries)} arrays in {folder} do "
+      f"not have the SHA-256 that {MANIFEST} states: {', '.join(damaged)}; copy the "
+      "checkpoint again, or quantize anew."
+    )
+
+
+def restore_checkpoint(
+  path: str | os.PathLike[str],
+  *,
+  contract: Contract = PAPER_CONTRACT,
+  verify: bool = True,
+  sharding: jax.sharding.Sharding | None = None,
+  mesh: Mesh | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Reads params back, bit for bit, with their types.
+
+  Args:
+    path: A folder written by `save_checkpoint`.
+    contract: What the caller works under; the checkpoint's must be the same.
+    verify: Whether to check the SHA-256 of every file and every array; without it
+      only the sizes of the files are checked.
+    sharding: Where all arrays go; the first device when None.
+    mesh: Devices over whose `model` axis the weights are shared out by output rows, in
+      place of `sharding`; any number of them, whatever the checkpoint was saved from.
+      Each process reads its part of the arrays, one array at a time.
+
+  Returns:
+    The params, and the model config as a JSON dict.
+
+  Raises:
+    FileNotFoundError: The manifest or the arrays are absent.
+    ValueError: Another contract or format version, or damage; the message names it.
+  """
+  folder = pathlib.Path(path)
+  manifest = read_manifest(folder)
+  check_contract(folder, manifest, contract)
+  entries, mesh = manifest["arrays"], meshes.normalize(mesh)
+  if mesh is not None:
+    shardings = _shardings(manifest, mesh)
+  else:
+    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shardings = dict.fromkeys(entries, sharding)
+  check_files(folder, manifest["files"], verify=verify)
+  arrays = load_arrays(folder, entries, shardings)
+  if verify:
+    _verify(folder, entries, arrays)
+  params = nested(
+    {name: rebuild(node, name, arrays) for name, node in manifest["nodes"].items()}
+  )
+  return params, manifest["model_config"]

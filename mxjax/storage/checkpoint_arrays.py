@@ -1,0 +1,147 @@
+"""The arrays of a checkpoint on disk: Orbax, in files that a part can be read of."""
+
+import contextlib
+import gc
+import logging
+import math
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.devices import processes
+from mxjax.storage.checkpoint_manifest import ARRAYS, MANIFEST
+from mxjax.storage.tree_io import at, nested
+
+CHUNK_BYTES = 4 * 2**20
+"""The most that a file holds of a weight: whoever needs few rows reads few files."""
+PORTION_BYTES = 256 * 2**20
+"""About what a process reads before it frees what reading has left behind."""
+_EVEN_ROWS = 64
+"""Rows of weights that are split; of a prime number each would get a file."""
+
+
+def save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
+  """Writes arrays with Orbax, in files named by their paths.
+
+  All processes of a job must call it. Equal arrays give equal files: the default layout
+  (OCDBT) gives its files random names. Only `_CHECKPOINT_METADATA` and
+  `commit_success.txt` hold the time of day.
+
+  Args:
+    folder: The checkpoint.
+    arrays: By slash-separated path.
+  """
+  from orbax.checkpoint import v1 as ocp
+
+  held: Mapping[str, Any] = arrays
+  if jax.process_count() > 1:
+    # Of host arrays Orbax takes those of process 0; the others only tell shapes.
+    shape = lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape)
+    host = np.asarray if processes.is_leader() else shape
+    held = {path: host(array) for path, array in arrays.items()}
+  context = ocp.Context()
+  saving = context.array.saving
+  saving.use_ocdbt = False
+  # Orbax looks for version 2 when it checks a folder that is not OCDBT.
+  saving.use_zarr3 = False
+  in_chunks = saving.StorageOptions(chunk_byte_size=CHUNK_BYTES)
+
+  def split(key: Any, value: Any) -> Any:
+    del key
+    is_even = value.ndim == 2 and value.shape[0] % _EVEN_ROWS == 0
+    return in_chunks if is_even else None
+
+  saving.scoped_storage_options_creator = split
+  with context, _unless_logged("Skipping merge of OCDBT checkpoints"):
+    ocp.save(str(folder.absolute() / ARRAYS), nested(held))
+
+
+@contextlib.contextmanager
+def _unless_logged(start: str) -> Iterator[None]:
+  """Keeps one message of Orbax, of a layout that is not used here, from the log."""
+  logger = logging.getLogger("absl")
+  keep = lambda record: start not in record.getMessage()
+  logger.addFilter(keep)
+  try:
+    yield
+  finally:
+    logger.removeFilter(keep)
+
+
+def load_arrays(
+  folder: pathlib.Path,
+  entries: Mapping[str, Any],
+  shardings: Mapping[str, jax.sharding.Sharding],
+) -> dict[str, jax.Array]:
+  """Reads arrays, each process its part, so that little else is ever in memory.
+
+  Args:
+    folder: The checkpoint.
+    entries: Shape and dtype by path, as the manifest lists them.
+    shardings: Where each goes.
+
+  Returns:
+    The arrays by path, placed.
+
+  Raises:
+    ValueError: The arrays on disk are others, or damaged.
+  """
+  abstract = {
+    path: jax.ShapeDtypeStruct(
+      tuple(entry["shape"]), jnp.dtype(entry["dtype"]), sharding=shardings[path]
+    )
+    for path, entry in entries.items()
+  }
+  arrays: dict[str, jax.Array] = {}
+  for portion in _portions(abstract):
+    try:
+      arrays |= _load(folder, portion)
+    except (KeyError, OSError, TypeError, ValueError) as error:
+      first = str(error).strip().splitlines()[:1]
+      raise ValueError(
+        f"restore_checkpoint: the arrays in {folder / ARRAYS} are not the "
+        f"{len(entries)} that {MANIFEST} lists, or are damaged: "
+        f"{''.join(first)[:300]}; copy the checkpoint again, or quantize anew."
+      ) from error
+    # Orbax leaves the host's copy of every array in cycles of references, which
+    # Python would let grow: it looks for cycles by how many objects there are.
+    gc.collect()
+  return arrays
+
+
+def _portions(
+  abstract: Mapping[str, jax.ShapeDtypeStruct],
+) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+  """Parts of a checkpoint of which this process reads about `PORTION_BYTES` each."""
+  portion, size = {}, 0
+  for path, one in abstract.items():
+    assert one.sharding is not None
+    shard = math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize
+    here = shard * len(one.sharding.addressable_devices)
+    if portion and size + here > PORTION_BYTES:
+      yield portion
+      portion, size = {}, 0
+    portion[path] = one
+    size += here
+  yield portion
+
+
+def _load(
+  folder: pathlib.Path, abstract: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+  """Some arrays of a checkpoint; one large array at a time."""
+  from orbax.checkpoint import v1 as ocp
+
+  sizes = [math.prod(one.shape) * one.dtype.itemsize for one in abstract.values()]
+  context = ocp.Context()
+  context.pytree.loading.partial_load = True
+  # Orbax wants one byte more than it reads.
+  context.memory.read_concurrent_bytes = max(sizes, default=0) + 1
+  with context:
+    tree = ocp.load(str(folder.absolute() / ARRAYS), nested(abstract))
+  # Until the copies to the devices are made, the host holds what they are made of.
+  return {path: jax.block_until_ready(at(tree, path)) for path in abstract}

@@ -1,0 +1,30 @@
+"""Quantized models in the formats of other programs, and theirs in ours.
+
+What a format cannot hold is refused by name; `features.drop` leaves it out on request.
+"""
+
+from mxjax.storage.export.compressed_tensors import write_compressed_tensors
+from mxjax.storage.export.dequant import write_dequant
+from mxjax.storage.export.features import FEATURES, drop, held
+from mxjax.storage.export.folder import Companions, Source
+from mxjax.storage.export.importer import (
+  Imported,
+  read_compressed_tensors,
+  read_gpt_oss_experts,
+)
+from mxjax.storage.export.state import read_state, write_state
+
+__all__ = [
+  "FEATURES",
+  "Companions",
+  "Imported",
+  "Source",
+  "drop",
+  "held",
+  "read_compressed_tensors",
+  "read_gpt_oss_experts",
+  "read_state",
+  "write_compressed_tensors",
+  "write_dequant",
+  "write_state",
+]

@@ -1,0 +1,262 @@
+"""compressed-tensors, `mxfp4-pack-quantized`: what vLLM and llm-compressor read.
+
+A quantized linear `p` becomes `p.weight_packed`, uint8 `[out, in/2]` with the even
+column in the low nibble, and `p.weight_scale`, uint8 E8M0 bytes `[out, in/32]`: the
+bytes of an `MXTensor`, unchanged, signed zeros too. Everything else keeps its dtype.
+
+The format has no rule for activations: a runtime brings its own, so a model measured
+under the floor rule here computes other codes there.
+"""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.models.loading.weights import tensor_name
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization.activation_quantizers import Unrounded
+from mxjax.numerics.shaping.input_maps import Hadamard
+from mxjax.storage.export import features
+from mxjax.storage.export.folder import (
+  SHARD_BYTES,
+  Companions,
+  Source,
+  hf_values,
+  staged,
+  write_companions,
+  write_json,
+  write_manifest,
+  write_tensors,
+)
+
+FORMAT = "mxfp4-pack-quantized"
+METHOD = "compressed-tensors"
+RUNTIME_RULES = mxfp4.Rules(scale_rule="even", tie_rule="even")
+"""How the compressed-tensors library itself rounds dynamic activations."""
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linears that runtimes join to one: quantized and transformed alike, or not at all."""
+_TRANSFORMS_MEND = (
+  "Hadamards without signs can also stay, by --transforms, for a runtime that applies "
+  "transform_config."
+)
+
+
+def _module(path: features.LeafPath) -> str:
+  """The module of a weight: `model.layers.0.mlp.up_proj`."""
+  return tensor_name(path).removesuffix(".weight")
+
+
+def _linears(params: Mapping[str, Any]) -> dict[str, Any]:
+  """The weights of all linears by module name, quantized or not."""
+  return {
+    _module(path): node
+    for path, node in features.nodes(params)
+    if path[-1] == "weight" and (path[-2].endswith("_proj") or path[0] == "lm_head")
+  }
+
+
+def _check_fused(linears: Mapping[str, Any]) -> None:
+  def kind(leaf: Any) -> Any:
+    if not isinstance(leaf, QuantizedLinear):
+      return None
+    size = leaf.input_map.size if isinstance(leaf.input_map, Hadamard) else None
+    return size, isinstance(leaf.rounding, Unrounded)
+
+  for module in linears:
+    block, _, name = module.rpartition(".")
+    for group in FUSED:
+      if name != group[0]:
+        continue
+      kinds = {part: kind(linears.get(f"{block}.{part}")) for part in group}
+      if len(set(kinds.values())) > 1:
+        raise ValueError(
+          f"export: runtimes join {', '.join(group)} of {block}, which must be "
+          f"quantized alike, got {kinds}; quantize them alike, or use --format dequant."
+        )
+
+
+def _arguments(*, dynamic: bool) -> dict[str, Any]:
+  return {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "group",
+    "group_size": mxfp4.BLOCK_SIZE,
+    "symmetric": True,
+    "dynamic": dynamic,
+    "scale_dtype": "torch.uint8",
+  }
+
+
+def quantization_config(linears: Mapping[str, Any]) -> dict[str, Any]:
+  """The `quantization_config` of a model's linears.
+
+  Args:
+    linears: Weights by module name.
+
+  Returns:
+    JSON values.
+
+  Raises:
+    ValueError: Nothing is quantized, or some activations are rounded and some not.
+  """
+  quantized = {k: v for k, v in linears.items() if isinstance(v, QuantizedLinear)}
+  if not quantized:
+    raise ValueError(
+      "export: expected a model with quantized linears, got none; a float model is "
+      "saved by models.weights.save_folder."
+    )
+  weight_only = {isinstance(leaf.rounding, Unrounded) for leaf in quantized.values()}
+  if len(weight_only) > 1:
+    raise ValueError(
+      "export: compressed-tensors has one scheme for all linears here, got linears "
+      "whose inputs are rounded beside some whose inputs are not; make them alike."
+    )
+  # The head is a Linear to the runtime even where the embedding stands in for it.
+  ignored = ["lm_head", *(k for k in linears if k not in quantized and k != "lm_head")]
+  result: dict[str, Any] = {
+    "quant_method": METHOD,
+    "format": FORMAT,
+    "quantization_status": "compressed",
+    "config_groups": {
+      "group_0": {
+        "targets": ["Linear"],
+        "format": FORMAT,
+        "weights": _arguments(dynamic=False),
+        "input_activations": None
+        if weight_only == {True}
+        else _arguments(dynamic=True),
+        "output_activations": None,
+      }
+    },
+    "ignore": ignored,
+    "kv_cache_scheme": None,
+    "global_compression_ratio": None,
+  }
+  if transforms := _transform_config(quantized):
+    result["transform_config"] = transforms
+  return result
+
+
+def _transform_config(quantized: Mapping[str, QuantizedLinear]) -> dict[str, Any]:
+  """One group for each size of Hadamard; empty where there is none."""
+  by_size: dict[int, list[str]] = {}
+  for module, leaf in quantized.items():
+    if isinstance(leaf.input_map, Hadamard):
+      by_size.setdefault(leaf.input_map.size, []).append(module)
+  groups = {
+    f"hadamard_{size}": {
+      "type": "hadamard",
+      "apply": [
+        {"targets": modules, "location": "input", "inverse": False, "ignore": []},
+        {"targets": modules, "location": "weight_input", "inverse": True, "ignore": []},
+      ],
+      "randomize": False,
+      "requires_grad": False,
+      "head_dim": size,
+      "precision": "torch.float32",
+    }
+    for size, modules in sorted(by_size.items())
+  }
+  return {"config_groups": groups} if groups else {}
+
+
+def cannot_hold(
+  params: Mapping[str, Any], *, transforms: bool = False
+) -> dict[str, list[str]]:
+  """The features of a model that the format has no place for, with their paths."""
+  found = features.held(params)
+  if not transforms or "maps" not in found:
+    return found
+  shared = {
+    ".".join(path)
+    for path, node in features.nodes(params)
+    if isinstance(node, QuantizedLinear)
+    and isinstance(node.input_map, Hadamard)
+    and node.input_map.signs is None
+  }
+  maps = [path for path in found.pop("maps") if path not in shared]
+  return {"maps": maps, **found} if maps else found
+
+
+def check(params: Mapping[str, Any], *, transforms: bool = False) -> None:
+  """Refuses a model that the format cannot hold.
+
+  Raises:
+    ValueError: It has features without a place, all of them named; or linears that
+      runtimes join are not quantized alike.
+  """
+  mends = {} if transforms else {"maps": _TRANSFORMS_MEND}
+  features.refuse(METHOD, cannot_hold(params, transforms=transforms), mends)
+  _check_fused(_linears(params))
+
+
+def to_tensors(params: Mapping[str, Any]) -> dict[str, jax.Array]:
+  """The tensors of the format by name."""
+  tensors: dict[str, jax.Array] = {}
+  for path, node in features.nodes(params):
+    name = tensor_name(path)
+    match node:
+      case QuantizedLinear(weight=weight):
+        mxfp4.check_legal(weight, f"export: {name}")
+        tensors[f"{name}_packed"] = weight.codes
+        tensors[f"{name}_scale"] = weight.scales
+      case mxfp4.MXTensor():
+        # A packed embedding or head: the format has linears only, bfloat16 is exact.
+        tensors[name] = mxfp4.decode(node)
+      case _:
+        tensors[name] = node
+  return tensors
+
+
+def write_compressed_tensors(
+  out: str | os.PathLike[str],
+  source: Source,
+  companions: Companions | None = None,
+  *,
+  transforms: bool = False,
+  shard_bytes: int = SHARD_BYTES,
+) -> pathlib.Path:
+  """Writes a folder that compressed-tensors decompresses to our decoded weights.
+
+  Args:
+    out: A new folder.
+    source: The model; every feature that the format lacks is left out already.
+    companions: Where tokenizer and config come from.
+    transforms: Whether Hadamards without signs may stay, as `transform_config`. A
+      loader that ignores it computes nonsense, so this is asked for.
+    shard_bytes: The largest shard.
+
+  Returns:
+    The folder.
+
+  Raises:
+    FileExistsError: The folder has something in it.
+    NotImplementedError: The family's config cannot describe the model.
+    ValueError: The model has what the format cannot hold; all is named.
+  """
+  companions = companions or Companions()
+  check(source.params, transforms=transforms)
+  linears = _linears(source.params)
+  scheme = quantization_config(linears)
+  values = hf_values(source, companions) | {"quantization_config": scheme}
+  quantized = sum(isinstance(leaf, QuantizedLinear) for leaf in linears.values())
+  with staged(out) as folder:
+    write_tensors(folder, to_tensors(source.params), shard_bytes=shard_bytes)
+    write_json(folder / "config.json", values)
+    write_companions(folder, source.config, companions)
+    group = scheme["config_groups"]["group_0"]
+    details = {
+      "quantized_linears": quantized,
+      "activations": (
+        "not rounded (W4A16)"
+        if group["input_activations"] is None
+        else "MXFP4 by the runtime's own rule, or none where it has no W4A4 kernel"
+      ),
+      "transforms": sorted(scheme.get("transform_config", {}).get("config_groups", {})),
+    }
+    write_manifest(folder, METHOD, source, details)
+  return pathlib.Path(out)

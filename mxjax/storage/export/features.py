@@ -1,0 +1,228 @@
+"""What a quantized model has beyond codes and scales, and leaving it out."""
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.devices import execution
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.numerics import mxfp4, precision
+from mxjax.numerics.realization.activation_quantizers import Clipped, Nearest, OneCode
+from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
+from mxjax.numerics.recovery.value_recovery import ValueRecovery
+from mxjax.numerics.shaping.input_maps import InputMap
+
+FEATURES = {
+  "maps": "online input maps",
+  "refinement": "one-code tables of the activations",
+  "clipping": "learned clipping of the activations",
+  "value-recovery": "scale and offset of the value heads",
+  "mlp-recovery": "scalars of the gated MLPs",
+  "gains": "output gains of single linears",
+  "rules": "a scale with a factor of 1/3",
+}
+"""Everything that one format or another cannot hold, and what it is."""
+GROUPS = {"recovery": ("value-recovery", "mlp-recovery")}
+"""Names that stand for several features."""
+
+LeafPath = tuple[str, ...]
+
+
+def nodes(params: Mapping[str, Any]) -> Iterator[tuple[LeafPath, Any]]:
+  """Typed nodes and arrays of nested dicts, each with its path."""
+  for key, value in params.items():
+    if isinstance(value, Mapping):
+      for path, node in nodes(value):
+        yield (key, *path), node
+    else:
+      yield (key,), value
+
+
+def _of_linear(leaf: QuantizedLinear) -> Iterator[str]:
+  if leaf.input_map is not None:
+    yield "maps"
+  if isinstance(leaf.rounding, OneCode):
+    yield "refinement"
+  if isinstance(leaf.rounding, Clipped):
+    yield "clipping"
+  if leaf.gain is not None:
+    yield "gains"
+  if leaf.rules.scale_rule == "mx43":
+    yield "rules"
+
+
+def held(params: Mapping[str, Any]) -> dict[str, list[str]]:
+  """The features a model has.
+
+  Args:
+    params: Quantized params.
+
+  Returns:
+    For each feature that is there, the dotted paths that have it.
+  """
+  found: dict[str, list[str]] = {}
+  for path, node in nodes(params):
+    names: Iterator[str] = iter(())
+    match node:
+      case QuantizedLinear():
+        names = _of_linear(node)
+      case ValueRecovery():
+        names = iter(("value-recovery",))
+      case MlpRecovery():
+        names = iter(("mlp-recovery",))
+    for name in names:
+      found.setdefault(name, []).append(".".join(path))
+  return found
+
+
+def parse(text: str | None) -> tuple[str, ...]:
+  """Reads a comma list of features; groups become their members.
+
+  Raises:
+    ValueError: A name is unknown.
+  """
+  names = [name.strip() for name in (text or "").split(",") if name.strip()]
+  members = [one for name in names for one in GROUPS.get(name, (name,))]
+  if unknown := [name for name in members if name not in FEATURES]:
+    raise ValueError(
+      f"export: expected --drop of {', '.join([*FEATURES, *GROUPS])}, got "
+      f"{', '.join(unknown)}; use these names."
+    )
+  return tuple(dict.fromkeys(members))
+
+
+def refuse(
+  form: str,
+  found: Mapping[str, Collection[str]],
+  mends: Mapping[str, str] | None = None,
+) -> None:
+  """Raises one error that names every feature a format cannot hold.
+
+  Args:
+    form: Name of the format.
+    found: Paths by feature.
+    mends: Another way out than dropping it, by feature.
+
+  Raises:
+    ValueError: There is such a feature.
+  """
+  if not found:
+    return
+  listed = "; ".join(
+    f"{name} ({FEATURES[name]}) in {len(paths)} places, first {min(paths)}"
+    for name, paths in found.items()
+  )
+  others = "".join(f" {mends[name]}" for name in found if mends and name in mends)
+  raise ValueError(
+    f"export: {form} cannot hold {listed}; use --format safetensors, which holds "
+    f"everything, or leave them out by --drop {','.join(found)}, which changes the "
+    f"model and measures it again.{others}"
+  )
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def _effective(
+  weight: mxfp4.MXTensor, input_map: InputMap | None, rules: mxfp4.Rules
+) -> jax.Array:
+  """decode(W) T, float64: what the linear multiplies native inputs with."""
+  decoded = mxfp4.decode(weight, jnp.float32, rules).astype(jnp.float64)
+  if input_map is None:
+    return decoded
+  blocks = mxfp4.to_blocks(decoded)
+  # Inputs meet T on the left of a feature-major array, weights meet its transpose.
+  (native,) = jax.linear_transpose(input_map.apply, blocks)(blocks)
+  return mxfp4.from_blocks(native)
+
+
+def effective_weight(leaf: QuantizedLinear) -> jax.Array:
+  r"""The weight that acts on unrounded native inputs like map and codes together.
+
+  .. math::
+    y = (x T^\top) \tilde W^\top = x (\tilde W T)^\top
+
+  The gain, if there is one, is in it.
+
+  Args:
+    leaf: The linear.
+
+  Returns:
+    float64 `[out_features, in_features]`.
+  """
+  with precision.float64_scope():
+    weight = execution.finish(_effective(leaf.weight, leaf.input_map, leaf.rules))
+    return weight if leaf.gain is None else weight * leaf.gain.astype(jnp.float64)
+
+
+def _without(leaf: QuantizedLinear, names: Collection[str]) -> QuantizedLinear:
+  rounding = leaf.rounding
+  dropped = {"refinement": OneCode, "clipping": Clipped}
+  if any(name in names and isinstance(rounding, dropped[name]) for name in dropped):
+    rounding = Nearest()
+  gain = None if "gains" in names else leaf.gain
+  new = dataclasses.replace(leaf, rounding=rounding, gain=gain)
+  unmap = "maps" in names and leaf.input_map is not None
+  rules = leaf.rules
+  if "rules" in names and rules.scale_rule == "mx43":
+    rules = mxfp4.PAPER_RULES
+  if not unmap and rules == leaf.rules:
+    return new
+  # The gain stays beside the codes: it is no part of what is encoded again.
+  plain = dataclasses.replace(
+    leaf, gain=None, input_map=leaf.input_map if unmap else None
+  )
+  native = effective_weight(plain).astype(jnp.float32)
+  return dataclasses.replace(
+    new,
+    weight=mxfp4.encode(native, rules),
+    input_map=None if unmap else leaf.input_map,
+    rules=rules,
+  )
+
+
+def drop(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+  """Leaves features out.
+
+  Codes change only where they must: weights whose map goes are taken back to native
+  coordinates and rounded to the nearest code, which undoes what a reconstruction
+  gained; so are weights whose scale had a factor.
+
+  Args:
+    params: Quantized params.
+    names: Of `FEATURES`.
+
+  Returns:
+    New params of the same tree, without recovery leaves that were dropped.
+
+  Raises:
+    ValueError: Maps are dropped where tables or clipping shares, which live in their
+      coordinates, stay.
+  """
+  present = held(params)
+  bound = [name for name in ("refinement", "clipping") if name in present]
+  if "maps" in names and (kept := [name for name in bound if name not in names]):
+    raise ValueError(
+      f"export: {', '.join(kept)} is measured in the coordinates of the maps, so maps "
+      f"cannot be dropped alone; drop {','.join(['maps', *kept])} together."
+    )
+  return _drop(params, names)
+
+
+def _drop(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+  result: dict[str, Any] = {}
+  for key, node in params.items():
+    match node:
+      case Mapping():
+        result[key] = _drop(node, names)
+      case QuantizedLinear():
+        result[key] = _without(node, names)
+      case ValueRecovery() if "value-recovery" in names:
+        pass
+      case MlpRecovery() if "mlp-recovery" in names:
+        pass
+      case _:
+        result[key] = node
+  return result

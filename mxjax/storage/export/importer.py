@@ -1,0 +1,272 @@
+"""Other programs' MXFP4 checkpoints as our types, so that our harness judges them."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.models import families, parameters
+from mxjax.models.config import ModelConfig
+from mxjax.models.loading.weights import params_path
+from mxjax.numerics import mxfp4
+from mxjax.numerics.contract import TARGETS
+from mxjax.numerics.realization.activation_quantizers import Nearest, Unrounded
+from mxjax.numerics.shaping.input_maps import Hadamard
+from mxjax.storage.export.compressed_tensors import FORMAT, METHOD
+from mxjax.storage.export.folder import read_tensors
+
+EXPERT_BLOCK_BYTES = 16
+"""Bytes of the 32 codes of a block in gpt-oss, low nibble first."""
+
+
+class Imported(NamedTuple):
+  """A model read from another program's folder.
+
+  Attributes:
+    params: Params with `QuantizedLinear` leaves.
+    config: The model's description.
+    rounds_inputs: Whether its scheme rounds activations; by our rule here.
+  """
+
+  params: dict[str, Any]
+  config: ModelConfig
+  rounds_inputs: bool
+
+
+def _check_scheme(place: str, scheme: Mapping[str, Any]) -> dict[str, Any]:
+  """Refuses everything but one group of symmetric MXFP4 weights; returns the group."""
+  groups = list((scheme.get("config_groups") or {}).values())
+  weights = (groups[0].get("weights") or {}) if groups else {}
+  form = groups[0].get("format") or scheme.get("format") if groups else None
+  expected = {
+    "quant_method": (scheme.get("quant_method"), METHOD),
+    "groups": (len(groups), 1),
+    "format": (form, FORMAT),
+    "num_bits": (weights.get("num_bits"), 4),
+    "type": (weights.get("type"), "float"),
+    "strategy": (weights.get("strategy"), "group"),
+    "group_size": (weights.get("group_size"), mxfp4.BLOCK_SIZE),
+    "symmetric": (weights.get("symmetric"), True),
+    "kv_cache_scheme": (scheme.get("kv_cache_scheme"), None),
+    "output_activations": (groups[0].get("output_activations") if groups else 0, None),
+  }
+  wrong = [
+    f"{name} {got!r}, not {want!r}"
+    for name, (got, want) in expected.items()
+    if got != want
+  ]
+  if inputs := (groups[0].get("input_activations") if groups else None):
+    keys = ("num_bits", "type", "group_size", "dynamic")
+    got = tuple(inputs.get(key) for key in keys)
+    if got != (4, "float", mxfp4.BLOCK_SIZE, True):
+      wrong.append(f"input_activations {got}, not dynamic MXFP4")
+  if wrong:
+    raise ValueError(
+      f"{place}: expected a {METHOD} folder of {FORMAT}, got {'; '.join(wrong)}; "
+      "convert it, or evaluate it where it came from."
+    )
+  return groups[0]
+
+
+def _maps(place: str, scheme: Mapping[str, Any]) -> dict[str, Hadamard]:
+  """Online Hadamards by module name, from `transform_config`."""
+  found: dict[str, Hadamard] = {}
+  groups = (scheme.get("transform_config") or {}).get("config_groups") or {}
+  for name, group in groups.items():
+    online = [a for a in group["apply"] if not a["location"].startswith("weight_")]
+    plain = group["type"] == "hadamard" and not group.get("randomize")
+    exact = not any(
+      "re:" in target or target == "Linear" for a in online for target in a["targets"]
+    )
+    if not (plain and exact and all(a["location"] == "input" for a in online)):
+      raise ValueError(
+        f"{place}: expected transforms of the type hadamard at inputs of modules named "
+        f"one by one, got {name}: {group}; such a model cannot be run here."
+      )
+    if not isinstance(group.get("head_dim"), int):
+      raise ValueError(
+        f"{place}: expected head_dim in the transform {name}, got "
+        f"{group.get('head_dim')}; write the size of its blocks there."
+      )
+    targets = [target for a in online for target in a["targets"]]
+    found |= dict.fromkeys(targets, Hadamard(group["head_dim"]))
+  return found
+
+
+def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
+  """Reads an `mxfp4-pack-quantized` folder, from here or from llm-compressor.
+
+  Codes and scales are taken as they are, so the weights are the checkpoint's, bit for
+  bit. Its activations will be rounded by our rule: the format has none of its own.
+
+  Args:
+    folder: Holds `config.json` and safetensors, single or sharded.
+
+  Returns:
+    The model.
+
+  Raises:
+    FileNotFoundError: A file is absent.
+    NotImplementedError: The architecture is not supported.
+    ValueError: Another scheme, or tensors that are missing, illegal or mis-shaped.
+  """
+  folder = pathlib.Path(folder)
+  if not (folder / "config.json").is_file():
+    raise FileNotFoundError(
+      f"{folder}: expected a file config.json, got none; point to a folder saved by "
+      "compressed-tensors or `mxjax export`."
+    )
+  values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+  scheme = values.pop("quantization_config", None) or {}
+  group = _check_scheme(str(folder), scheme)
+  config = families.from_hf_config(values)
+  rounding = Unrounded() if group.get("input_activations") is None else Nearest()
+  maps = _maps(str(folder), scheme)
+  leaves: dict[parameters.Path, Any] = {}
+  tensors = read_tensors(folder)
+  for name in list(tensors):
+    if name.endswith(".weight_packed"):
+      module = name.removesuffix(".weight_packed")
+      tensor = _packed(str(folder), module, tensors)
+      leaves[params_path(f"{module}.weight")] = QuantizedLinear(
+        tensor, maps.get(module), rounding
+      )
+  leaves |= {params_path(name): tensor for name, tensor in tensors.items()}
+  if config.tie_embeddings:
+    leaves.pop(("lm_head", "weight"), None)
+  _check(folder, leaves, config)
+  params: dict[str, Any] = {}
+  for path in parameters.parameter_shapes(config):
+    parameters.insert(params, path, leaves[path])
+  return Imported(params, config, isinstance(rounding, Nearest))
+
+
+def _packed(place: str, module: str, tensors: dict[str, jax.Array]) -> mxfp4.MXTensor:
+  """Takes the two tensors of a quantized linear out of the file's."""
+  codes = tensors.pop(f"{module}.weight_packed")
+  scales = tensors.pop(f"{module}.weight_scale", None)
+  if scales is None:
+    raise ValueError(
+      f"{place}: expected {module}.weight_scale beside its weight_packed, got none; "
+      "download the checkpoint again."
+    )
+  tensor = mxfp4.MXTensor(codes, scales)
+  mxfp4.check_legal(tensor, f"{place}: {module}")
+  return tensor
+
+
+def _check(
+  folder: pathlib.Path, leaves: Mapping[parameters.Path, Any], config: ModelConfig
+) -> None:
+  read = lambda: np.empty(0)
+  stored = {
+    path: parameters.StoredTensor(".".join(path), tuple(leaf.shape), read)
+    for path, leaf in leaves.items()
+  }
+  parameters.check_shapes(stored, parameters.parameter_shapes(config), str(folder))
+  plain = {k: v for k, v in leaves.items() if not isinstance(v, QuantizedLinear)}
+  parameters.check_finite({".".join(k): v for k, v in plain.items()}, str(folder))
+  outside = [
+    ".".join(path)
+    for path, leaf in leaves.items()
+    if isinstance(leaf, QuantizedLinear) and path[-2] not in TARGETS
+  ]
+  if outside:
+    raise ValueError(
+      f"{folder}: expected quantized weights of {', '.join(TARGETS)} only, got also "
+      f"{', '.join(outside)}; such a model cannot be run here."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+  """The experts of one gpt-oss layer.
+
+  Attributes:
+    gate: Packed `[experts, intermediate, hidden]`: the even rows of the fused tensor.
+    up: Packed, same shape: its odd rows.
+    down: Packed `[experts, hidden, intermediate]`.
+    gate_bias: `[experts, intermediate]`, or None.
+    up_bias: Likewise.
+    down_bias: `[experts, hidden]`, or None.
+  """
+
+  gate: mxfp4.MXTensor
+  up: mxfp4.MXTensor
+  down: mxfp4.MXTensor
+  gate_bias: jax.Array | None
+  up_bias: jax.Array | None
+  down_bias: jax.Array | None
+
+
+def _expert_tensor(
+  place: str, name: str, tensors: Mapping[str, jax.Array]
+) -> mxfp4.MXTensor:
+  """Blocks `[E, rows, blocks, 16]` and scales `[E, rows, blocks]` as one tensor."""
+  blocks, scales = tensors.get(f"{name}_blocks"), tensors.get(f"{name}_scales")
+  if blocks is None or scales is None:
+    raise ValueError(
+      f"{place}: expected {name}_blocks and {name}_scales, got one alone; download "
+      "the checkpoint again."
+    )
+  if blocks.shape != (*scales.shape, EXPERT_BLOCK_BYTES):
+    raise ValueError(
+      f"{place}: expected {name}_blocks of shape {(*scales.shape, EXPERT_BLOCK_BYTES)} "
+      f"beside its scales, got {blocks.shape}; it is of another layout."
+    )
+  width = math.prod(blocks.shape[-2:])
+  tensor = mxfp4.MXTensor(blocks.reshape(*blocks.shape[:-2], width), scales)
+  mxfp4.check_legal(tensor, f"{place}: {name}")
+  return tensor
+
+
+def read_gpt_oss_experts(folder: str | os.PathLike[str]) -> dict[str, Experts]:
+  """Reads the MXFP4 experts of a gpt-oss folder, bit for bit.
+
+  There is no gpt-oss model here: this is for looking at its weights, and for decoding
+  them by `mxfp4.decode`.
+
+  Args:
+    folder: Holds safetensors, single or sharded.
+
+  Returns:
+    The experts of each layer, by a name such as `model.layers.0.mlp.experts`.
+
+  Raises:
+    FileNotFoundError: A file is absent.
+    ValueError: There are none, or a tensor is missing, illegal or mis-shaped.
+  """
+  place, tensors = str(folder), read_tensors(pathlib.Path(folder))
+  suffixes = (".gate_up_proj_blocks", ".down_proj_blocks")
+  names = sorted(
+    {k.removesuffix(s) for k in tensors for s in suffixes if k.endswith(s)}
+  )
+  if not names:
+    raise ValueError(
+      f"{place}: expected tensors like model.layers.0.mlp.experts.gate_up_proj_blocks, "
+      "got none; this is no gpt-oss checkpoint in MXFP4."
+    )
+  return {name: _experts(place, name, tensors) for name in names}
+
+
+def _experts(place: str, name: str, tensors: Mapping[str, jax.Array]) -> Experts:
+  fused = _expert_tensor(place, f"{name}.gate_up_proj", tensors)
+  bias = tensors.get(f"{name}.gate_up_proj_bias")
+  part = lambda start: mxfp4.MXTensor(
+    fused.codes[:, start::2], fused.scales[:, start::2]
+  )
+  return Experts(
+    gate=part(0),
+    up=part(1),
+    down=_expert_tensor(place, f"{name}.down_proj", tensors),
+    gate_bias=None if bias is None else bias[:, 0::2],
+    up_bias=None if bias is None else bias[:, 1::2],
+    down_bias=tensors.get(f"{name}.down_proj_bias"),
+  )

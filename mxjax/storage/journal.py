@@ -1,0 +1,119 @@
+"""A journal: one JSON line an event, each bound to all before it by a checksum.
+
+A line begins with `chain`, the SHA-256 of the chain before it and of the rest of the
+line. A line without its newline is what a killed process left, and is dropped; any
+other mismatch is damage, and nothing after it can be believed. The file is also the
+lock of its folder: the kernel releases it when its process dies, however it dies.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+from typing import Any
+
+from mxjax.storage.atomic_io import sync
+
+_BEFORE, _AFTER = b'{"chain": "', b'", '
+_HEAD = len(_BEFORE) + 64 + len(_AFTER)
+
+
+def _chain(before: str, rest: bytes) -> str:
+  return hashlib.sha256(before.encode() + rest).hexdigest()
+
+
+def parse(path: pathlib.Path, data: bytes) -> tuple[list[dict[str, Any]], int, str]:
+  """Parses and checks a journal's content.
+
+  Args:
+    path: For messages.
+    data: All bytes of the file.
+
+  Returns:
+    The events, how many bytes they take, and the chain of the last; what follows is
+    an incomplete line.
+
+  Raises:
+    ValueError: A complete line does not continue the chain; its number is named.
+  """
+  events, chain, size = [], "", 0
+  for number, line in enumerate(data.split(b"\n")[:-1], 1):
+    head, rest = line[:_HEAD], line[_HEAD:]
+    chain = _chain(chain, rest)
+    if head != _BEFORE + chain.encode() + _AFTER:
+      raise ValueError(
+        f"journal: line {number} of {path} does not have the checksum that it "
+        "states, so what it and later lines say cannot be used; put back an intact "
+        "copy of the folder, or start again with another --out."
+      )
+    events.append(json.loads(b"{" + rest))
+    size += len(line) + 1
+  return events, size, chain
+
+
+class Journal:
+  """A journal open for appending, and locked.
+
+  Attributes:
+    events: What it holds, oldest first.
+    torn_bytes: Length of an incomplete last line that was cut off when it was opened.
+  """
+
+  events: list[dict[str, Any]]
+  torn_bytes: int
+
+  def __init__(self, path: pathlib.Path) -> None:
+    """Opens or makes the file, takes the lock, checks every line.
+
+    Raises:
+      BlockingIOError: Another process has the folder.
+      ValueError: A line is damaged.
+    """
+    self._path = path
+    self._file = open(path, "a+b", buffering=0)
+    try:
+      try:
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError as error:
+        raise BlockingIOError(
+          f"journal: another process is at work in {path.parent}; wait until it has "
+          "ended, or name another --out."
+        ) from error
+      self._file.seek(0)
+      data = self._file.read()
+      self.events, self._size, self._chain = parse(path, data)
+      self.torn_bytes = len(data) - self._size
+      if self.torn_bytes:
+        self._file.truncate(self._size)
+      sync(path.parent)
+    except BaseException:
+      self._file.close()
+      raise
+
+  def append(self, event: str, **values: Any) -> dict[str, Any]:
+    """Appends one event and syncs it to disk; returns it.
+
+    Raises:
+      OSError: The disk is full or failing; the journal is left as it was.
+    """
+    entry = {"event": event, **values}
+    rest = json.dumps(entry, sort_keys=True)[1:].encode()
+    chain = _chain(self._chain, rest)
+    line = _BEFORE + chain.encode() + _AFTER + rest + b"\n"
+    try:
+      if (written := self._file.write(line)) != len(line):
+        # A nearly full disk takes a part; the rest says why.
+        self._file.write(line[written:])
+      os.fsync(self._file.fileno())
+    except OSError:
+      self._file.truncate(self._size)
+      raise
+    self._chain, self._size = chain, self._size + len(line)
+    # As a reader of the file would see it.
+    self.events.append(json.loads(b"{" + rest))
+    return self.events[-1]
+
+  def close(self) -> None:
+    """Releases the lock."""
+    self._file.close()

@@ -1,0 +1,400 @@
+"""The run folder: what a run has finished, so that a killed one can go on.
+
+    journal.jsonl         every event with the checksums of what it finished; the lock
+    prepared/             what a program's `prepare` made, where it made anything
+    layers/NAME           finished layers
+    streams/INDEX-NAME    hidden states entering the layer that comes next
+
+A layer's files are on disk before the journal says so, and the journal says so before
+the hidden states of the layer before are removed. So whatever the moment, the journal
+names exactly one complete state; anything else in the folder is a leftover.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.storage.atomic_io import (
+  file_sha256,
+  read_arrays,
+  sync,
+  write_arrays,
+  write_durably,
+)
+from mxjax.storage.journal import Journal
+from mxjax.storage.tree_io import at, describe, nested, rebuild, walk
+
+__all__ = ["RunFolder", "check_output", "create_output", "flatten", "write_durably"]
+
+JOURNAL = "journal.jsonl"
+FOLDERS = ("layers", "prepared", "streams")
+VERSION = 1
+Streams = Mapping[str, Sequence[jax.Array | np.ndarray]]
+"""Hidden states by the name of their stream, in chunks `[sequences, T, d]`."""
+
+
+def flatten(tree: Any) -> dict[str, np.ndarray]:
+  """Leaves of a pytree by slash-separated path, as host arrays."""
+  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+    for path, leaf in leaves
+  }
+
+
+def check_output(path: str | os.PathLike[str]) -> pathlib.Path:
+  """Checks that an output folder does not exist, or is empty; makes nothing.
+
+  Raises:
+    FileExistsError: The folder has something in it, which is never overwritten.
+  """
+  folder = pathlib.Path(path)
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    raise FileExistsError(
+      f"output: {folder} exists and is not an empty folder; name another --out or "
+      "remove it yourself, because results are never overwritten."
+    )
+  return folder
+
+
+def create_output(path: str | os.PathLike[str]) -> pathlib.Path:
+  """Makes an output folder that must not exist, or must be empty.
+
+  Raises:
+    FileExistsError: The folder has something in it.
+  """
+  folder = check_output(path)
+  folder.mkdir(parents=True, exist_ok=True)
+  return folder
+
+
+@contextlib.contextmanager
+def _space(path: pathlib.Path) -> Iterator[None]:
+  """Says what to do when the disk takes no more."""
+  try:
+    yield
+  except OSError as error:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+      raise
+    raise OSError(
+      f"run folder: {path} cannot take more ({error.strerror}); make room, then go on "
+      "with --resume: what was finished is on disk."
+    ) from error
+
+
+def _short(value: Any) -> str:
+  """A value for a message, cut where it is long."""
+  text = json.dumps(value, sort_keys=True)
+  return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+class Prepared(NamedTuple):
+  """What `RunFolder.read_prepared` returns; see `program.Prepared`.
+
+  Attributes:
+    params: The keys of the float model that the program rewrote, or None.
+    learned: What it learned, by path.
+    record: What the report shows.
+  """
+
+  params: dict[str, Any] | None
+  learned: dict[str, Any]
+  record: dict[str, Any]
+
+
+class RunFolder:
+  """Finished work on disk; locked against other processes until `close`.
+
+  Attributes:
+    path: The folder.
+    discarded: What a killed process left unfinished, removed when this one began.
+  """
+
+  path: pathlib.Path
+  discarded: list[str]
+
+  def __init__(self, path: str | os.PathLike[str], *, resume: bool = False) -> None:
+    """Makes the folder, or opens one and checks every file of its last state.
+
+    Args:
+      path: Where.
+      resume: Whether to go on with what is there, if anything is. Without it the
+        folder must not exist, or be empty.
+
+    Raises:
+      BlockingIOError: Another process is at work there.
+      FileExistsError: There is a run, or something else, and `resume` is off.
+      ValueError: Files are damaged; all are named.
+    """
+    self.path = pathlib.Path(path)
+    if not resume:
+      create_output(path)
+    elif self.path.is_dir() and not (self.path / JOURNAL).is_file():
+      # Nothing that a run writes comes before its journal.
+      create_output(path)
+    self.path.mkdir(parents=True, exist_ok=True)
+    self._journal = Journal(self.path / JOURNAL)
+    try:
+      if not resume and self._journal.events:
+        raise FileExistsError(
+          f"output: {self.path} has a run in it; go on with it by --resume, or name "
+          "another --out."
+        )
+      self._check()
+      self.discarded = self._clean()
+      for name in FOLDERS:
+        (self.path / name).mkdir(exist_ok=True)
+      for place in (self.path, self.path.absolute().parent):
+        sync(place)
+    except BaseException:
+      self.close()
+      raise
+
+  def close(self) -> None:
+    """Lets other processes in."""
+    self._journal.close()
+
+  def __enter__(self) -> "RunFolder":
+    return self
+
+  def __exit__(self, *details: object) -> None:
+    self.close()
+
+  @property
+  def events(self) -> list[dict[str, Any]]:
+    """What the journal holds, oldest first."""
+    return self._journal.events
+
+  def event(self, name: str) -> dict[str, Any] | None:
+    """The last event of a name, or None."""
+    found = [one for one in self.events if one["event"] == name]
+    return found[-1] if found else None
+
+  @property
+  def finished(self) -> list[dict[str, Any]]:
+    """The events of the finished layers, in order."""
+    return [one for one in self.events if one["event"] == "layer"]
+
+  def _files(self) -> dict[str, str]:
+    """SHA-256 of every file of the last state, by relative path."""
+    files = {}
+    for one in (self.event("prepared"), *self.finished):
+      files |= one["files"] if one else {}
+    return files | (self.finished[-1]["streams"] if self.finished else {})
+
+  def _check(self) -> None:
+    wrong = []
+    for name, expected in self._files().items():
+      if not (self.path / name).is_file():
+        wrong.append(f"{name} is missing")
+      elif file_sha256(self.path / name) != expected:
+        wrong.append(f"{name} has another SHA-256")
+    if wrong:
+      raise ValueError(
+        f"run folder: expected in {self.path} what {JOURNAL} lists, got damage: "
+        f"{'; '.join(wrong)}; nothing of it was used: put back an intact copy, or "
+        "start again with another --out."
+      )
+
+  def _clean(self) -> list[str]:
+    """Removes what no event names; returns it by relative path."""
+    known, discarded = {JOURNAL, *self._files()}, []
+    for place in self.path.iterdir():
+      if place.is_dir() and place.name not in FOLDERS:
+        shutil.rmtree(place)
+        discarded.append(f"{place.name}/")
+    for file in sorted(self.path.rglob("*")):
+      name = file.relative_to(self.path).as_posix()
+      if file.is_file() and name not in known:
+        file.unlink()
+        discarded.append(name)
+    if self._journal.torn_bytes:
+      discarded.append(f"{JOURNAL}: {self._journal.torn_bytes} bytes of a last line")
+    return discarded
+
+  def begin(
+    self, identity: Mapping[str, Any], environment: Mapping[str, Any]
+  ) -> list[dict[str, Any]]:
+    """Journals the start of a run, or that it goes on.
+
+    Args:
+      identity: What decides the result, JSON-ready, by the name a person knows.
+      environment: What may change low bits: versions and device.
+
+    Returns:
+      One entry for every time the run was resumed: the layer, what was discarded and
+      what changed in the environment.
+
+    Raises:
+      ValueError: The run in the folder is of another identity.
+    """
+    started = self.event("start")
+    if started is None:
+      self.journal(
+        "start", version=VERSION, environment=dict(environment), **dict(identity)
+      )
+      return []
+    theirs = {key: started.get(key) for key in identity}
+    # Through JSON, as theirs has been: tuples become lists.
+    self._compare(json.loads(json.dumps(identity)), theirs, started.get("version"))
+    before = started["environment"]
+    changed = {
+      key: [before.get(key), value]
+      for key, value in environment.items()
+      if before.get(key) != value
+    }
+    self.journal(
+      "resume", layer=len(self.finished), discarded=self.discarded, changed=changed
+    )
+    keys = ("layer", "discarded", "changed")
+    events = [one for one in self.events if one["event"] == "resume"]
+    return [{key: one[key] for key in keys} for one in events]
+
+  def _compare(
+    self, ours: dict[str, Any], theirs: dict[str, Any], version: Any
+  ) -> None:
+    differing = [
+      f"{key} {_short(theirs[key])}, not {_short(ours[key])}"
+      for key in ours
+      if ours[key] != theirs[key]
+    ]
+    if version != VERSION:
+      differing.append(f"run folder version {version}, not {VERSION}")
+    if differing:
+      raise ValueError(
+        f"run folder: the run in {self.path} has {'; '.join(differing)}; resume with "
+        "the model, data and options it was started with, or name another --out."
+      )
+
+  def journal(self, event: str, **values: Any) -> None:
+    """Appends one event and syncs it to disk."""
+    with _space(self.path):
+      self._journal.append(event, **values)
+
+  def _write_tree(self, name: str, tree: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """Writes a typed tree to a file: its checksum by name, and its description."""
+    arrays: dict[str, Any] = {}
+    nodes = {path: describe(node, path, arrays) for path, node in walk(tree)}
+    file = f"{name}.safetensors"
+    with _space(self.path):
+      digest = write_arrays(self.path / file, arrays)
+    return {file: digest}, nodes
+
+  def _read_tree(self, name: str, nodes: Mapping[str, Any]) -> dict[str, Any]:
+    arrays = {
+      path: jnp.asarray(array)
+      for path, array in read_arrays(self.path / f"{name}.safetensors").items()
+    }
+    return nested({path: rebuild(node, path, arrays) for path, node in nodes.items()})
+
+  def write_prepared(
+    self, params: Mapping[str, Any] | None, learned: Mapping[str, Any], record: Any
+  ) -> None:
+    """Writes what a program prepared.
+
+    Args:
+      params: The float model it rewrote, or None if that is as it was given.
+      learned: What it learned, by slash-separated path.
+      record: JSON-ready.
+    """
+    files: dict[str, str] = {}
+    nodes: dict[str, Any] = {"learned": None, "params": None}
+    if learned:
+      tree = nested(learned)
+      written, nodes["learned"] = self._write_tree("prepared/learned", tree)
+      files |= written
+    if params is not None:
+      nodes["params"] = {}
+      for key in params:
+        name = f"prepared/params-{key}"
+        written, nodes["params"][key] = self._write_tree(name, params[key])
+        files |= written
+    self.journal(
+      "prepared", files=files, nodes=nodes, paths=sorted(learned), record=record
+    )
+
+  def read_prepared(self) -> Prepared | None:
+    """What `write_prepared` wrote, or None."""
+    event = self.event("prepared")
+    if event is None:
+      return None
+    nodes, learned, params = event["nodes"], {}, None
+    if nodes["learned"]:
+      tree = self._read_tree("prepared/learned", nodes["learned"])
+      for path in event["paths"]:
+        learned[path] = at(tree, path)
+    if nodes["params"] is not None:
+      params = {
+        key: self._read_tree(f"prepared/params-{key}", described)
+        for key, described in nodes["params"].items()
+      }
+    return Prepared(params, learned, event["record"])
+
+  def write_layer(
+    self,
+    name: str,
+    layer: Any,
+    record: Mapping[str, Any],
+    *,
+    streams: Streams,
+    clock: Mapping[str, Any],
+  ) -> None:
+    """Makes a finished layer durable, with everything the next one needs.
+
+    Args:
+      name: Such as `layers_3`.
+      layer: Its params.
+      record: What was measured, JSON-ready.
+      streams: Hidden states entering the next layer; none after the last.
+      clock: Seconds and peak bytes by stage so far.
+    """
+    index = len(self.finished)
+    before = self.finished[-1]["streams"] if self.finished else {}
+    checksums = {}
+    for stream, chunks in streams.items():
+      file = f"streams/{index + 1}-{stream}.safetensors"
+      arrays = {f"{part:06d}": chunk for part, chunk in enumerate(chunks)}
+      with _space(self.path):
+        checksums[file] = write_arrays(self.path / file, arrays)
+    files, nodes = self._write_tree(f"layers/{name}", layer)
+    self.journal(
+      "layer",
+      name=name,
+      files=files,
+      nodes=nodes,
+      streams=checksums,
+      record=record,
+      clock=dict(clock),
+    )
+    for file in before:
+      (self.path / file).unlink()
+
+  def read_layer(self, event: Mapping[str, Any]) -> dict[str, Any]:
+    """The params of a finished layer, bit for bit."""
+    return self._read_tree(f"layers/{event['name']}", event["nodes"])
+
+  def read_streams(
+    self, chunk: int, place: Callable[[np.ndarray], jax.Array] = jnp.array
+  ) -> dict[str, list[jax.Array]]:
+    """Hidden states entering the next layer, by stream, in chunks of `chunk`.
+
+    `place` makes a device array of a chunk, with a buffer of its own.
+    """
+    streams = {}
+    for file in self.finished[-1]["streams"]:
+      arrays = read_arrays(self.path / file)
+      rows = np.concatenate([arrays[part] for part in sorted(arrays)])
+      parts = [rows[first : first + chunk] for first in range(0, len(rows), chunk)]
+      name = pathlib.Path(file).stem.partition("-")[2]
+      # Copies: the buffers of a stream are donated, numpy's must not be.
+      streams[name] = [place(part) for part in parts]
+    return streams

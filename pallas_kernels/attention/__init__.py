@@ -1,0 +1,1 @@
+"""Attention of the newest tokens over cached keys and values."""

@@ -1,0 +1,267 @@
+"""Attention of the newest few tokens: one pass over the keys and values of the past.
+
+The reference is `mxjax.models.functional.cached_attention`, which dispatches to here.
+
+One token leaves nothing to share but the cache, so the time is that of reading the
+cache once. The query heads of a key-value head, and the new tokens, are the rows of one
+tile; the positions that are seen are cut into chunks and shared evenly among programs.
+A program keeps, for each row, the largest score so far, the sum of the weights
+relative to it and the sum of weighted values; `attention_shares.py` brings them
+together. The first program of a key-value head begins with the new tokens' own keys and
+values, and writes them into the cache, where no other program reads.
+
+The position of the first query is read on the device: chunks in the future or before
+the window are not read, and a cache that is half empty takes half the time.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mxjax.pallas_kernels import lowering
+from mxjax.pallas_kernels.attention.shares import Attended
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """How the work is cut.
+
+  Attributes:
+    rows: Rows of queries, a power of two, at least the 16 of a matrix instruction.
+    new: New tokens, likewise.
+    chunk: Positions in a step, likewise.
+    splits: Programs that share the positions of one key-value head, a power of two.
+    warps: Warps of a program.
+    stages: Steps whose loads are in flight.
+  """
+
+  rows: int
+  new: int
+  chunk: int
+  splits: int
+  warps: int = 4
+  stages: int = 3
+
+  @classmethod
+  def of(cls, queries: jax.Array, keys: jax.Array) -> "Tile":
+    """The tile for `[batch, new, heads, d]` over `[batch, positions, kv_heads, d]`."""
+    batch, positions, kv_heads, head_dim = keys.shape
+    new, heads = queries.shape[1:3]
+    at_least_16 = lambda n: max(16, 1 << (n - 1).bit_length())
+    if keys.dtype == jnp.float32:
+      # A product on FP32 units holds whole rows in registers: more would spill.
+      chunk, warps = 16, 8
+    else:
+      chunk, warps = min(64, 8192 // head_dim), 4
+    # Two programs for each of about 132 multiprocessors keep the memory busy.
+    wanted = max(1, min(264 // (batch * kv_heads), -(-positions // chunk)))
+    splits = 1 << (wanted.bit_length() - 1)
+    rows = at_least_16(new * heads // kv_heads)
+    return cls(rows, at_least_16(new), chunk, splits, warps)
+
+
+def obstacle(
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  past: tuple[jax.Array, jax.Array],
+) -> str | None:
+  """Why the kernel cannot take these arguments, or None."""
+  dtypes = [a.dtype for a in (queries, keys, values, *past)]
+  if len(set(dtypes)) > 1 or queries.dtype not in (jnp.float32, jnp.bfloat16):
+    names = ", ".join(map(str, dtypes))
+    return f"operands must all be float32 or all bfloat16, got {names}"
+  if 0 in queries.shape or 0 in past[0].shape:
+    return f"there is nothing to do in shapes {queries.shape} and {past[0].shape}"
+  head_dim, kv_heads = keys.shape[-1], keys.shape[2]
+  if head_dim not in (16, 32, 64, 128, 256):
+    return f"head_dim must be a power of two from 16 to 256, got {head_dim}"
+  count = queries.shape[1] * queries.shape[2] // kv_heads
+  # More rows of float32 would spill registers.
+  most = 32 if queries.dtype == jnp.float32 else 64
+  if count > most:
+    return (
+      f"query heads of a key-value head times new tokens must be at most {most}, "
+      f"got {count}"
+    )
+  return None
+
+
+class _Running(NamedTuple):
+  """Of each row: weighted values, the largest score, and the sum of weights."""
+
+  sums: jax.Array
+  top: jax.Array
+  total: jax.Array
+
+  @classmethod
+  def none(cls, rows: int, head_dim: int) -> "_Running":
+    """Before any key."""
+    return cls(
+      jnp.zeros((rows, head_dim), jnp.float32),
+      jnp.full((rows,), -jnp.inf, jnp.float32),
+      jnp.zeros((rows,), jnp.float32),
+    )
+
+  def with_keys(
+    self, queries: jax.Array, keys: jax.Array, values: jax.Array, is_seen: jax.Array
+  ) -> "_Running":
+    """After more keys and values `[s, head_dim]`; `is_seen` is bool `[rows, s]`."""
+    dtype, scale = values.dtype, queries.shape[1] ** -0.5
+    dot = lowering.dot_float32 if dtype == jnp.float32 else lowering.dot_bfloat16
+    scores = dot(queries, keys, transpose_b=True)
+    scores = jnp.where(is_seen, scores, -jnp.inf)
+    higher = jnp.maximum(self.top, jnp.max(scores, axis=1))
+    # Infinity less infinity would be NaN in a row that has seen no key yet.
+    origin = jnp.where(higher == -jnp.inf, 0.0, higher)
+    weights = jnp.exp((scores - origin[:, None]) * scale)
+    kept = jnp.exp((self.top - origin) * scale)
+    sums = kept[:, None] * self.sums + dot(weights.astype(dtype), values)
+    return _Running(sums, higher, kept * self.total + jnp.sum(weights, axis=1))
+
+
+def _kernel(
+  start_ref: Any,
+  queries_ref: Any,
+  new_refs: tuple[Any, Any],
+  past_refs: tuple[Any, Any],
+  sums_ref: Any,
+  tops_ref: Any,
+  totals_ref: Any,
+  *filled_refs: Any,
+  tile: Tile,
+  positions: int,
+  window: int | None,
+) -> None:
+  new, group, head_dim = queries_ref.shape
+  row = lax.iota(jnp.int32, tile.rows)
+  # Rows beyond the last repeat some of the others, and are not stored.
+  token = jnp.minimum(row // group, new - 1)
+  queries = queries_ref[token, row % group]
+  start, split = start_ref[0], lowering.program_id(2)
+  newest_seen = (start + token)[:, None]
+  # Past positions that some query sees.
+  first = 0 if window is None else jnp.maximum(start - window + 1, 0)
+  first_chunk = first // tile.chunk
+  chunks = (start + tile.chunk - 1) // tile.chunk - first_chunk
+
+  def seen(position: jax.Array, exists: jax.Array) -> jax.Array:
+    is_seen = exists[None, :] & (position[None, :] <= newest_seen)
+    if window is not None:
+      is_seen &= position[None, :] > newest_seen - window
+    return is_seen
+
+  def bound(split: jax.Array) -> jax.Array:
+    return first_chunk + split * chunks // tile.splits
+
+  def add(step: jax.Array, running: _Running) -> _Running:
+    here = lowering.columns(step * tile.chunk, tile.chunk)
+    position = step * tile.chunk + lax.iota(jnp.int32, tile.chunk)
+    # Zeros stand for values that no query sees: not even a NaN there times zero.
+    exists = (position >= first) & (position < start)
+    keys, values = (lowering.load(ref.at[here, :], exists) for ref in past_refs)
+    return running.with_keys(queries, keys, values, seen(position, exists))
+
+  place = lax.iota(jnp.int32, tile.new)
+  exists = (place < new) & (split == 0)
+  # Those beyond the last repeat it, and are neither seen nor stored.
+  newest = [ref[jnp.minimum(place, new - 1)] for ref in new_refs]
+  here = lowering.columns(start, tile.new)
+  for ref, values in zip(filled_refs, newest, strict=True):
+    lowering.store(ref.at[here, :], values, exists & (start + place < positions))
+  running = _Running.none(tile.rows, head_dim)
+  running = running.with_keys(queries, *newest, seen(start + place, exists))
+  running = lax.fori_loop(bound(split), bound(split + 1), add, running)
+  for ref, value in zip((sums_ref, tops_ref, totals_ref), running, strict=True):
+    lowering.store(ref, value, row < new * group)
+
+
+def launch(
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  past: tuple[jax.Array, jax.Array],
+  start: jax.Array,
+  *,
+  window: int | None = None,
+  tile: Tile | None = None,
+  interpret: bool = False,
+) -> tuple[Attended, tuple[jax.Array, jax.Array]]:
+  """Runs the kernel; arguments that `obstacle` has nothing against.
+
+  Args:
+    queries: `[batch, new, heads, head_dim]`, rotated, at positions from `start`,
+      float32 or bfloat16.
+    keys: `[batch, new, kv_heads, head_dim]`, rotated, same dtype.
+    values: Same shape and dtype.
+    past: The cache's keys and values, `[batch, positions, kv_heads, head_dim]`, same
+      dtype; what lies from `start` on or before all windows is not read.
+    start: Position of the first query, int32.
+    window: Newest keys that a query sees, itself included; None for all.
+    tile: How the work is cut.
+    interpret: Whether to run without a GPU.
+
+  Returns:
+    Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`, and the cache
+    with the new keys and values in it: the same memory, if it may be written.
+  """
+  batch, new, heads, head_dim = queries.shape
+  past_keys, past_values = past
+  positions, kv_heads = past_keys.shape[1:3]
+  group = heads // kv_heads
+  tile = Tile.of(queries, past_keys) if tile is None else tile
+  # One array, because XLA makes it in one launch.
+  made = jnp.concatenate([queries, keys, values], axis=2)
+  spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
+  # The blocks cover whole chunks, and room for whole tiles of new tokens anywhere;
+  # what is beyond the positions is masked.
+  covered = -(-positions // tile.chunk) * tile.chunk + tile.new
+  cache = spec((None, covered, None, head_dim), lambda b, k, s: (b, 0, k, 0))
+  newest = [
+    spec(
+      (None, new, None, head_dim),
+      lambda b, k, s, first=first: (b, 0, first + k, 0),
+    )
+    for first in (heads, heads + kv_heads)
+  ]
+  row = spec((None, None, None, tile.rows), lambda b, k, s: (s, b, k, 0))
+  rows = tile.splits, batch, kv_heads, new * group
+  *shares, filled_keys, filled_values = lowering.launch(
+    functools.partial(_kernel, tile=tile, positions=positions, window=window),
+    jnp.asarray(start, jnp.int32).reshape(1),
+    made,
+    (made, made),
+    (past_keys, past_values),
+    name="cached_attention",
+    grid=(batch, kv_heads, tile.splits),
+    in_specs=[
+      spec((1,), lambda b, k, s: (0,)),
+      spec((None, new, group, head_dim), lambda b, k, s: (b, 0, k, 0)),
+      tuple(newest),
+      (cache, cache),
+    ],
+    out_specs=[
+      spec((None, None, None, tile.rows, head_dim), lambda b, k, s: (s, b, k, 0, 0)),
+      row,
+      row,
+      cache,
+      cache,
+    ],
+    out_shape=[
+      array((*rows, head_dim), jnp.float32),
+      array(rows, jnp.float32),
+      array(rows, jnp.float32),
+      *(array(a.shape, a.dtype) for a in past),
+    ],
+    in_place={4: 3, 5: 4},
+    warps=tile.warps,
+    stages=tile.stages,
+    interpret=interpret,
+  )
+  scale, leading = head_dim**-0.5, (batch, new)
+  outputs = Attended(*shares, scale, leading, values.dtype, interpret)
+  return outputs, (filled_keys, filled_values)

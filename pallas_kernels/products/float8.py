@@ -1,0 +1,83 @@
+"""W4A4 inputs as float8 in absolute units: what the library's float8 product reads.
+
+E2M1 values have two significant bits and every float8 format holds them; what can be
+out of range is a block's power of two. E5M2 reaches from 2^-16 to 57344, so it holds
+every block whose exponent lies in `LOWEST..HIGHEST` as it is, with no scale to be found
+first, and a kernel that rounds inputs can write them so. A block outside is written in
+units of its own scale instead, which E5M2 always holds: nothing is lost, and who
+multiplies can see from the scale that the block is `outside`.
+
+Blocks with the scale byte 0, 2^-127, count as zeros: an encoder gives it to blocks of
+zeros, and no float32 sum beside another block holds them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mxjax.numerics import mxfp4
+from mxjax.pallas_kernels import codec
+
+FORM = jnp.float8_e5m2
+LOWEST, HIGHEST = -15, 13
+"""0.5 * 2^-15 is the smallest number of E5M2, and 6 * 2^13 is below the largest."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Float8Inputs:
+  """Legal A4 inputs `[n, d]`.
+
+  Attributes:
+    values: E5M2 `[n, d]`; of a block outside, in units of its scale.
+    scales: The scale bytes, uint8 `[n, d / 32]`.
+  """
+
+  values: jax.Array
+  scales: jax.Array
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """`(n, d)`."""
+    return self.values.shape
+
+  def decoded(self) -> jax.Array:
+    """bfloat16 `[n, d]`; exact."""
+    unit = jnp.repeat(own_unit(exponents(self.scales)), mxfp4.BLOCK_SIZE, axis=1)
+    return (self.values.astype(jnp.float32) * unit).astype(jnp.bfloat16)
+
+
+def exponents(scales: jax.Array) -> jax.Array:
+  """int32 exponents of scale bytes."""
+  return scales.astype(jnp.int32) - mxfp4.SCALE_BIAS
+
+
+def is_outside(exponent: jax.Array) -> jax.Array:
+  """Whether E5M2 does not hold blocks of int32 exponents as they are."""
+  inside = (exponent >= LOWEST) & (exponent <= HIGHEST)
+  return ~(inside | (exponent == -mxfp4.SCALE_BIAS))
+
+
+def own_unit(exponent: jax.Array) -> jax.Array:
+  """What the float8 values of a block are in units of, float32."""
+  return jnp.where(is_outside(exponent), codec.scale_of(exponent), 1.0)
+
+
+def of_values(values: jax.Array, exponent: jax.Array) -> jax.Array:
+  """E5M2 of values in units of their scale, float32, and exponents of one shape."""
+  factor = jnp.where(is_outside(exponent), 1.0, codec.scale_of(exponent))
+  return (values * factor).astype(FORM)
+
+
+def of_tensor(tensor: mxfp4.MXTensor) -> Float8Inputs:
+  """The same inputs, packed before: `[n, d]`."""
+  elements = codec.element(mxfp4.unpack(tensor.codes).astype(jnp.int32))
+  exponent = jnp.repeat(exponents(tensor.scales), mxfp4.BLOCK_SIZE, axis=1)
+  return Float8Inputs(of_values(elements, exponent), tensor.scales)
+
+
+def from_byte(byte: jax.Array) -> jax.Array:
+  """float32 of the int16 bits of E5M2, which is the upper half of a float16."""
+  return lax.bitcast_convert_type(byte << 8, jnp.float16).astype(jnp.float32)

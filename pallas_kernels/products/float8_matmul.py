@@ -1,0 +1,225 @@
+"""The library's float8 product of W4A4 operands, and a kernel for what it cannot take.
+
+Inputs are E5M2 in absolute units (`float8.py`), weights E4M3 with one power of two
+(`mxfp4_decode.py`), and their products are exact. Rows with a block outside of E5M2's
+range are taken again in bfloat16. Which rows these are is known on the GPU only, and
+asking from the host would stop it; so the kernel that mends is always launched. A
+program looks at the scales of its rows, and nearly always that is all it does.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mxjax.numerics import mxfp4
+from mxjax.numerics.precision import HIGHEST
+from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
+from mxjax.pallas_kernels.lowering import Implementation
+from mxjax.pallas_kernels.products import float8, planes
+from mxjax.pallas_kernels.products.float8 import Float8Inputs
+
+_TILE = 64
+"""Rows, outputs and columns of a tile: rarely run, so small."""
+_SCALES = 64
+"""Scales of a row that are looked at in a step."""
+_PROGRAMS = 8
+"""Programs that share the outputs of a tile of rows."""
+
+
+class _Refs(NamedTuple):
+  """What the kernel reads: inputs by plane, packed weights, and their scales."""
+
+  inputs: tuple[Any, ...]
+  input_scales: Any
+  words: Any
+  weight_scales: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """What a launch is compiled for: shapes, and `interpret` of `lowering.by_ptx`."""
+
+  rows: int
+  width: int
+  outputs: int
+  interpret: bool
+
+
+def _part(step: jax.Array, size: int, total: int) -> tuple[Any, jax.Array | None]:
+  """Columns of a step, and which of them exist; None if all of every step do."""
+  exists = step * size + lax.iota(jnp.int32, size) < total
+  return lowering.columns(step * size, size), exists if total % size else None
+
+
+def _is_outside(refs: _Refs, x_rows: jax.Array | None, work: _Work) -> jax.Array:
+  """Which rows of the tile have a block outside of the range, int32 `[_TILE]`."""
+  blocks = work.width // mxfp4.BLOCK_SIZE
+
+  def look(step: jax.Array, found: jax.Array) -> jax.Array:
+    here, exists = _part(step, _SCALES, blocks)
+    byte = lowering.load(refs.input_scales.at[:, here], x_rows, exists)
+    outside = float8.is_outside(float8.exponents(byte)).astype(jnp.int32)
+    return jnp.maximum(found, jnp.max(outside, axis=1))
+
+  return lax.fori_loop(0, -(-blocks // _SCALES), look, jnp.zeros(_TILE, jnp.int32))
+
+
+def _product_tile(
+  refs: _Refs,
+  weights: Any,
+  masks: tuple[jax.Array | None, jax.Array | None],
+  work: _Work,
+) -> jax.Array:
+  """Some rows by some weights in bfloat16, float32 `[_TILE, _TILE]`."""
+  x_rows, weight_rows = masks
+
+  def add(step: jax.Array, total: jax.Array) -> jax.Array:
+    here, exists = _part(step, _TILE // planes.COUNT, work.width // planes.COUNT)
+    blocks, has_block = _part(
+      step, _TILE // mxfp4.BLOCK_SIZE, work.width // mxfp4.BLOCK_SIZE
+    )
+    word = lowering.load(refs.words.at[weights, here], weight_rows, exists)
+    byte = lowering.load(refs.weight_scales.at[weights, blocks], weight_rows, has_block)
+    scale = planes.scales(byte.astype(jnp.int16), interpret=work.interpret)
+    scale = codec.spread(scale, planes.WORDS)
+    byte = lowering.load(refs.input_scales.at[:, blocks], x_rows, has_block)
+    unit = codec.spread(float8.own_unit(float8.exponents(byte)), planes.WORDS)
+    for position, ref in enumerate(refs.inputs):
+      byte = lowering.load(ref.at[:, here], x_rows, exists).astype(jnp.int16)
+      x = (float8.from_byte(byte) * unit).astype(jnp.bfloat16)
+      w = planes.plane(word, scale, position, interpret=work.interpret)
+      total += lowering.dot_bfloat16(x, w, transpose_b=True)
+    return total
+
+  total = jnp.zeros((_TILE, _TILE), jnp.float32)
+  return lax.fori_loop(0, -(-work.width // _TILE), add, total)
+
+
+def _mend_kernel(refs: _Refs, product_ref: Any, out_ref: Any, *, work: _Work) -> None:
+  del product_ref  # The same memory as `out_ref`.
+  x_rows = lowering.tail_mask(work.rows, _TILE, lowering.program_id(0))
+  first = lowering.program_id(1)
+  count = (-(-work.outputs // _TILE) - first + _PROGRAMS - 1) // _PROGRAMS
+  # Only those rows: what a row gets must not depend on its neighbours.
+  mended = _is_outside(refs, x_rows, work) > 0
+
+  def tile(step: jax.Array, carry: None) -> None:
+    index = first + step * _PROGRAMS
+    weights = lowering.columns(index * _TILE, _TILE)
+    weight_rows = lowering.tail_mask(work.outputs, _TILE, index)
+    total = _product_tile(refs, weights, (x_rows, weight_rows), work)
+    target = out_ref.at[:, weights]
+    lowering.store(target, total.astype(out_ref.dtype), mended, weight_rows)
+    return carry
+
+  @lowering.when(jnp.max(mended.astype(jnp.int32), axis=0) > 0)
+  def _() -> None:
+    lax.fori_loop(0, count, tile, None)
+
+
+def mend(
+  product: jax.Array,
+  x: Float8Inputs,
+  weight: mxfp4.MXTensor,
+  *,
+  interpret: bool = False,
+) -> jax.Array:
+  """Runs the kernel: rows `[n, m]` whose inputs have a block outside, in bfloat16."""
+  (rows, width), outputs = x.shape, weight.shape[0]
+  covered = lambda size, unit: -(-size // unit) * unit
+  spec = lowering.BlockSpec
+  columns = covered(width, _TILE)
+  blocks = covered(width // mxfp4.BLOCK_SIZE, _SCALES)
+  plane = lambda position: spec(
+    (_TILE, columns // planes.COUNT, None), lambda i, j: (i, 0, position)
+  )
+  whole = lambda n: spec((covered(outputs, _TILE), n), lambda i, j: (0, 0))
+  out = spec((_TILE, covered(outputs, _TILE)), lambda i, j: (i, 0))
+  byte = lax.bitcast_convert_type(x.values, jnp.uint8)
+  byte = byte.reshape(rows, width // planes.COUNT, planes.COUNT)
+  read = _Refs(
+    (byte,) * planes.COUNT, x.scales, planes.words(weight.codes), weight.scales
+  )
+  work = _Work(rows, width, outputs, interpret)
+  return lowering.launch(
+    functools.partial(_mend_kernel, work=work),
+    read,
+    product,
+    name="float8_mend",
+    grid=(-(-rows // _TILE), min(_PROGRAMS, -(-outputs // _TILE))),
+    in_specs=[
+      _Refs(
+        tuple(map(plane, range(planes.COUNT))),
+        spec((_TILE, blocks), lambda i, j: (i, 0)),
+        whole(columns // planes.COUNT),
+        whole(columns // mxfp4.BLOCK_SIZE),
+      ),
+      out,
+    ],
+    out_specs=out,
+    out_shape=jax.ShapeDtypeStruct(product.shape, product.dtype),
+    in_place={len(jax.tree.leaves(read)): 0},
+    warps=4,
+    interpret=interpret,
+  )
+
+
+def float8_matmul(
+  x: Float8Inputs,
+  weight: mxfp4.MXTensor,
+  unit: jax.Array,
+  *,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  implementation: Implementation | None = None,
+) -> jax.Array:
+  """`matmul.matmul` of W4A4 operands by the library's float8 product.
+
+  The products are exact; how float8 sums are rounded is the GPU's and its library's:
+  docs/kernels.md says what is known. Rows that have a block outside of E5M2's range are
+  multiplied in bfloat16.
+
+  Args:
+    x: `[n, d]`.
+    weight: Packed `[m, d]`, of which `mxfp4_decode.float8_range` says that it fits.
+    unit: Of its values in float8, a float32 scalar, from there.
+    dtype: Of the result.
+    implementation: Of what is beside the library's product; see `lowering.choose`.
+
+  Returns:
+    `[n, m]`.
+
+  Raises:
+    NotImplementedError: A kernel was asked for and cannot run.
+    ValueError: Widths differ.
+  """
+  if x.shape[-1] != weight.shape[-1]:
+    raise ValueError(
+      "pallas_kernels.float8_matmul: expected x [n, d] and weight [m, d], got "
+      f"{x.shape} and {weight.shape}."
+    )
+  obstacle = None if x.shape[0] else "x has no rows"
+  chosen = lowering.choose(implementation, "pallas_kernels.float8_matmul", obstacle)
+  values = mxfp4_decode.decode_float8(weight, unit, implementation=chosen)
+  # The highest precision is what keeps a GPU's library from its fast sums.
+  product = lax.dot_general(
+    x.values,
+    values,
+    (((1,), (1,)), ((), ())),
+    precision=HIGHEST,
+    preferred_element_type=dtype,
+  )
+  product = product * unit.astype(dtype)
+  if chosen != "xla":
+    return mend(product, x, weight, interpret=chosen == "interpret")
+  total = jnp.einsum(
+    "nd,md->nm",
+    x.decoded(),
+    mxfp4.decode(weight, jnp.bfloat16),
+    preferred_element_type=jnp.float32,
+  ).astype(dtype)
+  outside = float8.is_outside(float8.exponents(x.scales)).any(axis=1)
+  return jnp.where(outside[:, None], total, product)

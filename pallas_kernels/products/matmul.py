@@ -1,0 +1,334 @@
+"""Products with packed MXFP4 weights that decode nibbles in registers.
+
+`y = x W^T` with W packed, x bfloat16 or packed as well. Each operand is four planes of
+a quarter of the columns (`planes.py`), and the product is the sum of four products of
+planes. Decoded values are exact in bfloat16 and the sums are float32, so only the order
+of summation differs from the reference, `mxfp4.decode` and a product.
+
+Weights are the left operand: what is decoded stays in registers on its way to the
+tensor cores. With few rows of x the time is that of reading 4.25 bits a weight, and
+the columns are split over programs so that enough of them read at once; the partial
+sums are added in a fixed order. With many rows the decoding is repeated for every
+tile of rows, and beyond `LIBRARY_ROWS` it is cheaper to decode once and to call the
+library's product: see docs/kernels.md for the count.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mxjax.numerics import mxfp4
+from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
+from mxjax.pallas_kernels.lowering import Implementation
+from mxjax.pallas_kernels.products import planes
+
+LIBRARY_ROWS = 256
+"""Rows of x from which None means decoding once and the library's product."""
+_MULTIPROCESSORS = 132
+"""Of an H200."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """How the work is cut.
+
+  Attributes:
+    rows: Rows of x in a program, at least 8.
+    outputs: Rows of the weight in a program.
+    columns: Columns in a step, 64 times a power of two.
+    splits: Programs that share the columns of one output tile.
+    warps: Warps of a program.
+    stages: Steps whose loads are in flight.
+  """
+
+  rows: int
+  outputs: int
+  columns: int
+  splits: int = 1
+  warps: int = 4
+  stages: int = 3
+
+  @classmethod
+  def of(cls, rows: int, outputs: int, width: int) -> "Tile":
+    """The tile for x `[rows, width]` and W `[outputs, width]`."""
+    if rows > 64:
+      return cls(128, 128, 64, warps=8)
+    columns = max(64, math.gcd(width, 256))
+    tiles = -(-outputs // 64)
+    steps = -(-width // columns)
+    # A multiprocessor works for up to four programs; as many as possible for each, but
+    # first of all equally many, because the last one to end is waited for.
+    fit = [n for n in range(1, steps + 1) if steps % n == 0]
+    fit = [n for n in fit if n * tiles <= 4 * _MULTIPROCESSORS] or [1]
+    rounds = lambda n: -(-n * tiles // _MULTIPROCESSORS)
+    splits = max(fit, key=lambda n: (n * tiles / rounds(n), n))
+    few = 8 if rows <= 8 else 16
+    return cls(few if rows <= 16 else 64, 64, columns, splits)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """What a launch is compiled for: shapes, packing and how it is cut.
+
+  Attributes:
+    tile: How the work is cut.
+    rows: Rows of every x.
+    width: Columns of every operand.
+    outputs: Rows of each weight.
+    is_packed: Whether the inputs are packed, or by planes.
+    interpret: See `lowering.by_ptx`.
+  """
+
+  tile: Tile
+  rows: int
+  width: int
+  outputs: tuple[int, ...]
+  is_packed: bool
+  interpret: bool
+
+  def tiles(self, linear: int) -> int:
+    """Output tiles of one linear."""
+    return -(-self.outputs[linear] // self.tile.outputs)
+
+  def first(self, linear: int) -> int:
+    """The place of its first tile among those of all linears."""
+    return sum(map(self.tiles, range(linear)))
+
+  @property
+  def grid(self) -> tuple[int, int, int]:
+    """Row tiles, output tiles of all linears, splits."""
+    every = self.first(len(self.outputs))
+    return -(-self.rows // self.tile.rows), every, self.tile.splits
+
+  @property
+  def covered(self) -> int:
+    """Columns in whole steps; what is beyond the width is masked."""
+    return -(-self.width // self.tile.columns) * self.tile.columns
+
+
+def _matmul_kernel(operands: Any, *out_refs: Any, work: _Work) -> None:
+  place = tuple(map(lowering.program_id, range(3)))
+  count = len(work.outputs)
+  linear = sum((place[1] >= work.first(i)).astype(jnp.int32) for i in range(1, count))
+  lowering.switch(
+    linear,
+    [
+      functools.partial(_output_tile, *operands[i], out_refs[i], i, place, work)
+      for i in range(count)
+    ],
+  )
+
+
+def _output_tile(
+  x_refs: Any,
+  codes_ref: Any,
+  scales_ref: Any,
+  out_ref: Any,
+  linear: int,
+  place: tuple[jax.Array, jax.Array, jax.Array],
+  work: _Work,
+) -> None:
+  """One tile of one linear's output, or a split's share of it."""
+  tile, width = work.tile, work.width
+  size, blocks = tile.columns // planes.COUNT, tile.columns // mxfp4.BLOCK_SIZE
+  steps = work.covered // (tile.columns * tile.splits)
+  first = place[2] * steps
+  x_rows = lowering.tail_mask(work.rows, tile.rows, place[0])
+  index = place[1] - work.first(linear)
+  weight_rows = lowering.tail_mask(work.outputs[linear], tile.outputs, index)
+
+  def tail(step: jax.Array, unit: int) -> jax.Array | None:
+    """Which of a step's groups of `unit` columns exist; None if all always do."""
+    if width % tile.columns == 0:
+      return None
+    count = tile.columns // unit
+    return step * count + lax.iota(jnp.int32, count) < width // unit
+
+  def packed(
+    codes: Any, scales: Any, step: jax.Array, mask: jax.Array | None
+  ) -> list[jax.Array]:
+    here, by_block = (lowering.columns(step * n, n) for n in (size, blocks))
+    word = lowering.load(codes.at[:, here], mask, tail(step, planes.COUNT))
+    byte = lowering.load(scales.at[:, by_block], mask, tail(step, mxfp4.BLOCK_SIZE))
+    scale = planes.scales(byte.astype(jnp.int16), interpret=work.interpret)
+    scale = codec.spread(scale, planes.WORDS)
+    decode = functools.partial(planes.plane, word, scale, interpret=work.interpret)
+    return [decode(position) for position in range(planes.COUNT)]
+
+  def dense(step: jax.Array) -> list[jax.Array]:
+    here = lowering.columns(step * size, size)
+    mask = x_rows, tail(step, planes.COUNT)
+    return [lowering.load(ref.at[:, here], *mask) for ref in x_refs]
+
+  def add(step: jax.Array, total: jax.Array) -> jax.Array:
+    step = first + step
+    left = packed(codes_ref, scales_ref, step, weight_rows)
+    right = packed(*x_refs, step, x_rows) if work.is_packed else dense(step)
+    for w, x in zip(left, right, strict=True):
+      total += lowering.dot_bfloat16(w, x, transpose_b=True)
+    return total
+
+  total = jnp.zeros((tile.outputs, tile.rows), jnp.float32)
+  total = lax.fori_loop(0, steps, add, total)
+  lowering.store(out_ref, total.T.astype(out_ref.dtype), x_rows, weight_rows)
+
+
+Operand = planes.Planes | mxfp4.MXTensor
+
+
+def _operands(x: Operand, weight: mxfp4.MXTensor) -> tuple[Any, jax.Array, jax.Array]:
+  """Of one linear: the parts of x, words of the weight and its scales."""
+  if isinstance(x, mxfp4.MXTensor):
+    parts = planes.words(x.codes), x.scales
+  else:
+    parts = (x.values,) * planes.COUNT
+  return parts, planes.words(weight.codes), weight.scales
+
+
+def _specs(linear: int, work: _Work) -> tuple[Any, Any, lowering.BlockSpec]:
+  """Block specs of `_operands`, and of the output."""
+  tile, spec = work.tile, lowering.BlockSpec
+  size, blocks = work.covered // planes.COUNT, work.covered // mxfp4.BLOCK_SIZE
+  if work.is_packed:
+    x = tuple(spec((tile.rows, n), lambda i, j, k: (i, 0)) for n in (size, blocks))
+  else:
+    x = tuple(
+      spec((None, tile.rows, size), lambda i, j, k, position=position: (position, i, 0))
+      for position in range(planes.COUNT)
+    )
+  # Programs of the other linears do not read; their place must exist all the same.
+  here = lambda j: jnp.clip(j - work.first(linear), 0, work.tiles(linear) - 1)
+  weight = tuple(
+    spec((tile.outputs, n), lambda i, j, k: (here(j), 0)) for n in (size, blocks)
+  )
+  out = spec((None, tile.rows, tile.outputs), lambda i, j, k: (k, i, here(j)))
+  return (x, *weight), out
+
+
+def launch(
+  inputs: Sequence[Operand],
+  weights: Sequence[mxfp4.MXTensor],
+  *,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  tile: Tile | None = None,
+  interpret: bool = False,
+) -> list[jax.Array]:
+  """Runs the kernel on each x `[n, d]` and W `[m, d]`: each `[n, m]`.
+
+  All x are of one kind and shape; the number of outputs may differ.
+  """
+  (rows, width), outputs = inputs[0].shape, tuple(w.shape[0] for w in weights)
+  tile = Tile.of(rows, sum(outputs), width) if tile is None else tile
+  is_packed = isinstance(inputs[0], mxfp4.MXTensor)
+  work = _Work(tile, rows, width, outputs, is_packed, interpret)
+  specs = [_specs(i, work) for i in range(len(outputs))]
+  partial_dtype = dtype if tile.splits == 1 else jnp.float32
+  partials = lowering.launch(
+    functools.partial(_matmul_kernel, work=work),
+    tuple(map(_operands, inputs, weights)),
+    name="mxfp4_matmul",
+    grid=work.grid,
+    in_specs=[tuple(operands for operands, _ in specs)],
+    out_specs=[out for _, out in specs],
+    out_shape=[
+      jax.ShapeDtypeStruct((tile.splits, rows, m), partial_dtype) for m in outputs
+    ],
+    warps=tile.warps,
+    stages=tile.stages,
+    interpret=interpret,
+  )
+  if tile.splits == 1:
+    return [y[0] for y in partials]
+  return [y.sum(0).astype(dtype) for y in partials]
+
+
+def _library(
+  x: jax.Array | planes.Planes | mxfp4.MXTensor,
+  weight: mxfp4.MXTensor,
+  dtype: jax.typing.DTypeLike,
+  implementation: Implementation,
+) -> jax.Array:
+  """Decodes to bfloat16 (exact) and multiplies with float32 sums."""
+  decode = functools.partial(mxfp4_decode.decode, implementation=implementation)
+  match x:
+    case mxfp4.MXTensor():
+      operand = decode(x)
+    case planes.Planes():
+      operand = x.whole()
+    case _:
+      operand = x
+  # A GPU's library sums in float32 and writes what is asked for; XLA on a CPU might
+  # sum in that type too.
+  wanted = jnp.float32 if implementation == "xla" else dtype
+  total = jnp.einsum(
+    "nd,md->nm", operand, decode(weight), preferred_element_type=wanted
+  )
+  return total.astype(dtype)
+
+
+def _check(
+  x: jax.Array | planes.Planes | mxfp4.MXTensor, weight: mxfp4.MXTensor
+) -> None:
+  if isinstance(x, jax.Array) and x.dtype != jnp.bfloat16:
+    raise TypeError(
+      f"pallas_kernels.matmul: x must be bfloat16 or packed, got {x.dtype}."
+    )
+  if x.shape[-1] != weight.shape[-1] or len(x.shape) != 2 or len(weight.shape) != 2:
+    raise ValueError(
+      "pallas_kernels.matmul: expected x [n, d] and weight [m, d], got "
+      f"{x.shape} and {weight.shape}."
+    )
+
+
+def matmul(
+  x: jax.Array | planes.Planes | mxfp4.MXTensor,
+  weight: mxfp4.MXTensor,
+  *,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  implementation: Implementation | None = None,
+) -> jax.Array:
+  """`matmul_each` of one pair."""
+  return matmul_each([x], [weight], dtype=dtype, implementation=implementation)[0]
+
+
+def matmul_each(
+  inputs: Sequence[jax.Array | planes.Planes | mxfp4.MXTensor],
+  weights: Sequence[mxfp4.MXTensor],
+  *,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  implementation: Implementation | None = None,
+) -> list[jax.Array]:
+  """Computes `x @ decode(weight).T` of each pair with float32 sums, in one launch.
+
+  Args:
+    inputs: Each x `[n, d]`, bfloat16, by planes (what a kernel reads), or packed; all
+      of one kind and shape.
+    weights: Packed, each `[m, d]`, the paper's scale rule.
+    dtype: Of the results.
+    implementation: See `lowering.choose`; None also prefers the library's products
+      from `LIBRARY_ROWS` rows up.
+
+  Returns:
+    Each `[n, m]`. A scale byte of 255 on either side gives NaN.
+
+  Raises:
+    NotImplementedError: A kernel was asked for and cannot run.
+    TypeError: An x is an array, and not bfloat16.
+    ValueError: Widths differ.
+  """
+  for x, weight in zip(inputs, weights, strict=True):
+    _check(x, weight)
+  rows = inputs[0].shape[0]
+  obstacle = None if rows else "x has no rows"
+  chosen = lowering.choose(implementation, "pallas_kernels.matmul", obstacle)
+  if chosen == "xla" or (implementation is None and rows >= LIBRARY_ROWS):
+    pairs = zip(inputs, weights, strict=True)
+    return [_library(x, weight, dtype, chosen) for x, weight in pairs]
+  operands = [planes.split(x) if isinstance(x, jax.Array) else x for x in inputs]
+  return launch(operands, weights, dtype=dtype, interpret=chosen == "interpret")

@@ -1,0 +1,137 @@
+"""Packed MXFP4 decoded to bfloat16 four columns at a time, two values in a register.
+
+Four neighbouring codes are a 16-bit word. Their first, second, third and fourth
+columns are four *planes* of a quarter of the columns each; a product over all columns
+is the sum of the products of the planes, so nothing has to be put in order again.
+
+A register holds two words, and one shift or mask works on both. A code's sign and
+three low bits, moved to bits 15 and 8 to 6, are a bfloat16 whose exponent is 126 too
+low, the subnormal 0.5 included; two products put in 2^126 and the block's scale. The
+compiler does not find this form, so it is written in PTX, and each function has its
+meaning beside it in plain operations. That the two are the same for every word and
+scale is a test, which reads the PTX. `benchmarks/gpu_counts.py` counts what it takes.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mxjax.numerics import mxfp4
+from mxjax.pallas_kernels import codec, lowering
+
+COUNT = 4
+"""Codes of a word, and planes of a tensor."""
+WORDS = mxfp4.BLOCK_SIZE // COUNT
+"""Words of a block."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Planes:
+  """Values `[n, d]` by planes.
+
+  Attributes:
+    values: bfloat16 `[4, n, d / 4]`.
+  """
+
+  values: jax.Array
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """`(n, d)`."""
+    _, rows, width = self.values.shape
+    return rows, COUNT * width
+
+  def whole(self) -> jax.Array:
+    """bfloat16 `[n, d]`."""
+    return self.values.transpose(1, 2, 0).reshape(self.shape)
+
+
+def words(codes: jax.Array) -> jax.Array:
+  """Packed codes uint8 `[n, d / 2]` as int16 `[n, d / 4]`; moves nothing."""
+  rows, size = codes.shape
+  return lax.bitcast_convert_type(codes.reshape(rows, size // 2, 2), jnp.int16)
+
+
+def of_tile(x: jax.Array) -> jax.Array:
+  """The planes `[4, n, d / 4]` of an array `[n, d]`."""
+  rows, width = x.shape
+  return x.reshape(rows, width // COUNT, COUNT).transpose(2, 0, 1)
+
+
+def split(x: jax.Array) -> Planes:
+  """Values `[n, d]` by planes."""
+  return Planes(of_tile(x))
+
+
+def scale_ptx() -> str:
+  """Scale bytes to bfloat16 2^(byte - 127): subnormal for 0, NaN for 255."""
+  return """{
+  .reg .b32 value, other;
+  shl.b32 value, $1, 7;
+  mov.b32 other, 0x00400040;
+  max.bf16x2 other, value, other;
+  mov.b32 value, 0x00000000;
+  fma.rn.bf16x2 $0, other, value, other;
+}"""
+
+
+def plane_ptx(position: int) -> str:
+  """Words and bfloat16 scales to the values of one position of four, bfloat16."""
+  lowest = 4 * position
+  if position < COUNT - 1:
+    # A product with two bits moves sign and value at once. The distances are to the
+    # left; shifted by 6 before, the third code's are too, and the fourth's needs that
+    # shift anyway.
+    before = 0 if position < 2 else 6
+    at = lowest - before
+    code, factor = 0xF << at, (1 << (12 - at)) + (1 << (6 - at))
+    move = f"""shr.b32 value, $1, {before};
+  and.b32 value, value, {code << 16 | code:#010x};
+  mul.lo.u32 value, value, {factor};
+  and.b32 value, value, 0x81C081C0;"""
+  else:
+    move = """shr.b32 value, $1, 6;
+  and.b32 value, value, 0x01C001C0;
+  and.b32 factor, $1, 0x80008000;
+  or.b32 value, value, factor;"""
+  return f"""{{
+  .reg .b32 value, factor;
+  {move}
+  mov.b32 factor, 0x7E807E80;
+  mul.rn.bf16x2 value, value, factor;
+  mul.rn.bf16x2 $0, value, $2;
+}}"""
+
+
+def scales(byte: jax.Array, *, interpret: bool) -> jax.Array:
+  """bfloat16 2^(byte - 127) of int16 bytes, any shape; see `scale_ptx`."""
+
+  def meaning(byte: jax.Array) -> jax.Array:
+    return codec.scale(byte.astype(jnp.int32)).astype(jnp.bfloat16)
+
+  return lowering.by_ptx(scale_ptx(), meaning, byte, interpret=interpret)
+
+
+def plane(
+  word: jax.Array, scale: jax.Array, position: int, *, interpret: bool
+) -> jax.Array:
+  """The values of one position of four.
+
+  Args:
+    word: int16, any shape.
+    scale: bfloat16, likewise.
+    position: 0 to 3.
+    interpret: See `lowering.by_ptx`.
+
+  Returns:
+    bfloat16, likewise; exact.
+  """
+
+  def meaning(word: jax.Array, scale: jax.Array) -> jax.Array:
+    code = (word.astype(jnp.int32) >> (4 * position)) & 15
+    return (codec.element(code) * scale.astype(jnp.float32)).astype(jnp.bfloat16)
+
+  return lowering.by_ptx(plane_ptx(position), meaning, word, scale, interpret=interpret)

@@ -1,0 +1,205 @@
+"""What may stand before a linear and run inside the kernel that encodes its inputs.
+
+An RMS norm, a gated product or the end of attention is a pass over memory and a launch
+of its own. The refinement kernel reads each input once anyway, so it can make the input
+instead. Here are the inputs that are still to be made: as arrays (`array`, the
+reference), and in a kernel (`specs`, `operands` and `tiles`). A plain array is one more
+kind.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mxjax.numerics import elementwise, mxfp4
+from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
+from mxjax.pallas_kernels import lowering, recovery
+from mxjax.pallas_kernels.attention import shares
+from mxjax.pallas_kernels.attention.shares import Attended
+
+SINGLE_ROWS = 4
+"""Rows up to which each has programs of its own. Only those can normalize it, as every
+one of them reads it whole, or end its attention."""
+_CHUNK = 1024
+_BLOCK = mxfp4.BLOCK_SIZE
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Normalized:
+  """Rows that an RMS norm is still to be applied to; see `elementwise.rms_norm`.
+
+  Attributes:
+    rows: `[..., d]`, float32 or bfloat16.
+    weight: `[d]`, any float dtype.
+    eps: Added to the mean square (static).
+  """
+
+  rows: Any
+  weight: Any
+  eps: float = dataclasses.field(metadata={"static": True})
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of the array that it stands for."""
+    return self.rows.shape
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    """Of the array that it stands for."""
+    return self.rows.dtype
+
+  def flat(self) -> Self:
+    """The same with one leading axis."""
+    return dataclasses.replace(self, rows=_flat(self.rows))
+
+  def array(self) -> jax.Array:
+    """The normalized rows."""
+    return elementwise.rms_norm(self.rows, self.weight, self.eps)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatedProduct:
+  """Gate and up outputs that are still to be multiplied, corrected or not.
+
+  Attributes:
+    gate: `[..., hidden]`, float32 or bfloat16.
+    up: Same shape and dtype.
+    recovery: The correction, or None; see `recovery.gated_product`.
+  """
+
+  gate: Any
+  up: Any
+  recovery: MlpRecovery | None = None
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of the array that it stands for."""
+    return self.gate.shape
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    """Of the array that it stands for."""
+    return self.gate.dtype
+
+  def flat(self) -> Self:
+    """The same with one leading axis."""
+    return dataclasses.replace(self, gate=_flat(self.gate), up=_flat(self.up))
+
+  def array(self) -> jax.Array:
+    """The product."""
+    if self.recovery is None:
+      return elementwise.gated_product(self.gate, self.up)
+    return recovery.gated_product(self.gate, self.up, self.recovery)
+
+
+Input = jax.Array | Normalized | GatedProduct | Attended
+"""What a linear takes: an array, or what is still to become one."""
+
+
+def _flat(a: jax.Array) -> jax.Array:
+  return a.reshape(-1, a.shape[-1])
+
+
+def flat(x: Input) -> Input:
+  """An input with one leading axis, `[n, d]`."""
+  return _flat(x) if isinstance(x, jax.Array) else x.flat()
+
+
+def as_array(x: Input) -> jax.Array:
+  """An input made."""
+  return x if isinstance(x, jax.Array) else x.array()
+
+
+def for_kernel(x: Input) -> Input:
+  """An input `[n, d]` as the kernel takes it: of some, only few rows are made there."""
+  match x:
+    case Normalized():
+      is_made_there = True
+    case Attended(sums=sums):
+      # A block of features must lie in one head.
+      is_made_there = sums.shape[-1] % _BLOCK == 0
+    case _:
+      return x
+  return x if is_made_there and x.shape[0] <= SINGLE_ROWS else x.array()
+
+
+def operands(x: Input) -> Input:
+  """An input `[n, d]` with scalars as arrays of one element, as kernels read them."""
+  if isinstance(x, GatedProduct):
+    return dataclasses.replace(
+      x, recovery=jax.tree.map(lambda a: a.reshape(1), x.recovery)
+    )
+  return x
+
+
+def specs(x: Input, rows: int) -> Any:
+  """Block specs of `operands(x)`; the grid begins with blocks and row tiles."""
+  tile = lowering.BlockSpec((rows, _BLOCK), lambda b, i, *_: (i, b))
+  match x:
+    case Normalized():
+      covered = -(-x.shape[1] // _CHUNK) * _CHUNK
+      whole = lowering.BlockSpec((None, covered), lambda b, i, *_: (i, 0))
+      weight = lowering.BlockSpec((_BLOCK,), lambda b, i, *_: (b,))
+      return Normalized(whole, weight, x.eps)
+    case Attended():
+      return x.specs(_BLOCK)
+    case GatedProduct():
+      scalar = lowering.BlockSpec((1,), lambda *_: (0,))
+      scalars = jax.tree.map(lambda _: scalar, x.recovery)
+      return GatedProduct(tile, tile, scalars)
+    case _:
+      return tile
+
+
+def tiles(refs: Any, width: int) -> Callable[[Any, jax.Array | None], jax.Array]:
+  """A function that makes the tile `[rows, 32]` of this program's block.
+
+  Args:
+    refs: What a kernel got for `operands(x)` and `specs`.
+    width: Of x, d.
+
+  Returns:
+    A function of a slice of the program's rows and their mask.
+  """
+  match refs:
+    case Normalized():
+      inverse = _inverse_norm(refs, width)
+      block = lowering.columns(lowering.program_id(0) * _BLOCK, _BLOCK)
+      weight = refs.weight[...].astype(refs.rows.dtype)
+      normal = refs.rows[block].astype(jnp.float32) * inverse
+      return lambda here, mask: (normal.astype(weight.dtype) * weight)[None, :]
+    case Attended():
+      outputs = shares.combine(refs)
+      return lambda here, mask: outputs[None, :]
+    case GatedProduct():
+      return functools.partial(_product_tile, refs)
+    case _:
+      return lambda here, mask: lowering.load(refs.at[here, :], mask)
+
+
+def _inverse_norm(refs: Normalized, width: int) -> jax.Array:
+  """1 / root mean square of a program's one row, a float32 scalar."""
+  total = jnp.zeros((_CHUNK,), jnp.float32)
+  for first in range(0, width, _CHUNK):
+    is_cut = first + _CHUNK > width
+    mask = first + lax.iota(jnp.int32, _CHUNK) < width if is_cut else None
+    here = lowering.columns(first, _CHUNK)
+    x = lowering.load(refs.rows.at[here], mask).astype(jnp.float32)
+    total += x * x
+  return lax.rsqrt(jnp.sum(total) / width + refs.eps)
+
+
+def _product_tile(refs: GatedProduct, here: Any, mask: jax.Array | None) -> jax.Array:
+  """A tile of the product, in the arithmetic of its reference."""
+  gate, up = (lowering.load(ref.at[here, :], mask) for ref in (refs.gate, refs.up))
+  if refs.recovery is not None:
+    return recovery.corrected_product(gate, up, refs.recovery)
+  wide = gate.astype(jnp.float32)
+  return (wide / (1.0 + jnp.exp(-wide))).astype(gate.dtype) * up

@@ -1,0 +1,184 @@
+"""What the refinement kernel does with one tile: tables, rounding, the changed code.
+
+With `x` the raw inputs of a block of 32 features, U the map, G and K the tables:
+
+  y = U x,  q = nearest(y),  slope = G (q - y) - K y,  one code changed where it helps.
+
+No product is rounded to TF32. Two arithmetics:
+
+- `float32`: the products above on FP32 units.
+- `split`: x is bfloat16 and q / scale has two bits, so both are exact in bfloat16; each
+  float32 table is the sum of three bfloat16 tables, smallest first. With
+  M = (G + K) U the slope is scale * G (q / scale) - M x: every product on the tensor
+  cores is exact and only float32 sums round.
+
+A coordinate's score is a parabola in its value, so the best of the fifteen candidates
+is the legal value nearest to the optimum: a rounding, like the first one. In units of
+the squared scale and in Horner's form, with d the change of the value,
+
+  score = d (slope + d curvature / 2),  half of `code_refinement.code_score`.
+
+What a tensor core multiplies costs next to nothing here; what limits the kernel is the
+number of instructions for each value, so they are few: docs/kernels.md counts them.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mxjax.numerics import mxfp4
+from mxjax.pallas_kernels import codec, lowering
+
+_BLOCK = mxfp4.BLOCK_SIZE
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tables:
+  """The tables of a linear as they are stored, float32 or bfloat16.
+
+  Attributes:
+    matrix: The map U, `[blocks or 1, 32, 32]`, or None for no map.
+    gram: G, its triangle `[blocks, 528]`, or None for nearest rounding.
+    cross: K, `[blocks, 32, 32]`, or None.
+  """
+
+  matrix: Any
+  gram: Any
+  cross: Any
+
+
+class Loaded(NamedTuple):
+  """A block's tables in registers, each three bfloat16 terms if products are split."""
+
+  matrix: Any
+  gram: Any
+  mismatch: Any
+  """K, or M = (G + K) U in split form."""
+  curvature: Any
+  """The diagonal of G, float32 `[1, 32]`."""
+
+
+def split3(table: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Three bfloat16 terms that add up to a float32 table, smallest first."""
+  first = table.astype(jnp.bfloat16)
+  rest = table - first.astype(jnp.float32)
+  second = rest.astype(jnp.bfloat16)
+  return (rest - second.astype(jnp.float32)).astype(jnp.bfloat16), second, first
+
+
+def load_tables(refs: Tables, split: bool) -> Loaded:
+  """Reads a program's tables once and prepares them: no launch does it before.
+
+  G's triangle is read where `code_refinement.pack_symmetric` puts an entry, most of it
+  twice.
+  """
+  form = split3 if split else lambda table: table
+  load = lambda ref: None if ref is None else ref[...].astype(jnp.float32)
+  matrix, cross = load(refs.matrix), load(refs.cross)
+  mapping = None if matrix is None else form(matrix)
+  if refs.gram is None:
+    return Loaded(mapping, None, None, None)
+  place = lambda low, high: (low * (2 * _BLOCK - 1 - low) >> 1) + high
+  row, column = (lax.broadcasted_iota(jnp.int32, (_BLOCK, _BLOCK), i) for i in (0, 1))
+  diagonal = lax.broadcasted_iota(jnp.int32, (1, _BLOCK), 1)
+  gram, curvature = (
+    refs.gram[place(jnp.minimum(i, j), jnp.maximum(i, j))].astype(jnp.float32)
+    for i, j in ((row, column), (diagonal, diagonal))
+  )
+  mismatch = cross
+  if split:
+    mismatch = gram + cross
+    if matrix is not None:
+      mismatch = lowering.dot_float32(mismatch, matrix)
+  return Loaded(mapping, form(gram), form(mismatch), curvature)
+
+
+def best_change(
+  nearest: jax.Array, slope: jax.Array, curvature: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """The best legal value of a coordinate: the nearest one to its parabola's optimum.
+
+  Args:
+    nearest: Element values, float32 `[rows, 32]`.
+    slope: In units of the scale, likewise.
+    curvature: float32 `[1, 32]`.
+
+  Returns:
+    Its score and the value, `[rows, 32]` each.
+  """
+  # A slope of 0 times infinity would be NaN.
+  reciprocal = jnp.minimum(1.0 / curvature, jnp.finfo(jnp.float32).max)
+  optimum = nearest - slope * reciprocal
+  # Of two values as good as each other the one toward zero has the lower code. The
+  # optimum is rounded, so that a tie is one only to within that.
+  value = codec.nearest_value(optimum * (1.0 - 2.0**-20))
+  delta = value - nearest
+  return delta * (slope + delta * (0.5 * curvature)), value
+
+
+def _is_changed(score: jax.Array) -> jax.Array:
+  """Where a row changes: its lowest score if that is negative, first of equal ones.
+
+  The place takes the lowest five bits of a score, so that one minimum finds both. A
+  negative number is lower with more bits: the first place has most. Scores that differ
+  by less than 2^-18 of them count as equal.
+  """
+  place = (_BLOCK - 1) - lax.broadcasted_iota(jnp.int32, score.shape, 1)
+  key = codec.from_bits((codec.bits(score) & -_BLOCK) | place)
+  lowest = jnp.min(key, axis=1)[:, None]
+  # A zero with a sign has become a subnormal number.
+  return (key == lowest) & (lowest <= -jnp.finfo(jnp.float32).tiny)
+
+
+def _split_dot(x: jax.Array, table: tuple[jax.Array, ...]) -> jax.Array:
+  """X table^T with the table in three terms."""
+  total = lowering.dot_bfloat16(x, table[0], transpose_b=True)
+  for term in table[1:]:
+    total += lowering.dot_bfloat16(x, term, transpose_b=True)
+  return total
+
+
+def _sum_of_products(*pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
+  """The sum of x table^T, float32 x `[rows, 32]`, on FP32 units.
+
+  A matrix product has at least 16 rows: one row is multiplied and added by itself.
+  """
+  add = functools.partial(functools.reduce, jnp.add)
+  if pairs[0][0].shape[0] == 1:
+    return jnp.sum(add([x * table for x, table in pairs]), axis=1)[None, :]
+  return add([lowering.dot_float32(x, t, transpose_b=True) for x, t in pairs])
+
+
+def realize(
+  x: jax.Array, t: Loaded, *, split: bool, decoded: bool, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+  """A tile `[rows, 32]` realized; `t` holds loaded tables.
+
+  Returns:
+    Values in units of the scale or, not decoded, int32 codes; and the exponents.
+  """
+  if split:
+    mapped = x.astype(jnp.float32) if t.matrix is None else _split_dot(x, t.matrix)
+  else:
+    x = x.astype(jnp.float32)
+    mapped = x if t.matrix is None else _sum_of_products((x, t.matrix))
+  nearest, exponent = codec.encode_values(mapped, has_subnormals=not interpret)
+  result = nearest if decoded else codec.code_of(nearest, mapped)
+  if t.gram is None:
+    return result, exponent
+  inverse = codec.inverse_scale_of(exponent)
+  if split:
+    slope = _split_dot(nearest.astype(jnp.bfloat16), t.gram)
+    slope -= _split_dot(x, t.mismatch) * inverse
+  else:
+    scaled = mapped * inverse
+    slope = _sum_of_products((nearest - scaled, t.gram), (-scaled, t.mismatch))
+  score, value = best_change(nearest, slope, t.curvature)
+  # Zeros have no sign here, so that they are code 0: the lowest code of that value.
+  changed = value if decoded else codec.code_of(value, value)
+  return jnp.where(_is_changed(score), changed, result), exponent

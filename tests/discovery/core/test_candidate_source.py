@@ -1,0 +1,243 @@
+"""Admission by syntax, source edits, and identities of lowered programs."""
+
+import jax.numpy as jnp
+import pytest
+
+from mxjax.discovery.core import candidate_source
+from mxjax.discovery.core.interface import Aval, Hook, Interface
+from mxjax.discovery.core.task import Status
+from mxjax.discovery.sandbox import artifact, jail, supervisor, tracing
+from mxjax.discovery.tasks import world
+
+ROW = Aval("float32", (32,))
+RTN = """
+GRID = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], jnp.float32)
+
+
+def encode(x):
+  peak = jnp.max(jnp.abs(x))
+  exponent = jnp.floor(jnp.log2(jnp.where(peak > 0, peak, 1.0))) - 2
+  scaled = jnp.abs(x) / jnp.exp2(exponent)
+  middle = (GRID[1:] + GRID[:-1]) / 2
+  code = jnp.sum(scaled[:, None] >= middle[None], -1).astype(jnp.uint8)
+  return code, (exponent + 127).astype(jnp.uint8)
+"""
+INTERFACE = Interface(
+  hooks=(
+    Hook(
+      name="encode",
+      arguments={"x": ROW},
+      outputs=(Aval("uint8", (32,)), Aval("uint8", ())),
+      batched=("x",),
+      default=RTN,
+    ),
+  ),
+  plan={"stage": ("off", "on"), "count": (1, 2)},
+)
+BASE = INTERFACE.default_source()
+HEADER = "import jax\nimport jax.numpy as jnp\nimport numpy as np\n"
+
+
+def lowered(source):
+  (traced,) = tracing.trace(HEADER + source, INTERFACE.to_list())
+  return artifact.gate(INTERFACE.hook("encode").to_dict(), traced.unit, traced.batched)
+
+
+RENAMED = (
+  RTN.replace("peak", "largest")
+  .replace("middle", "edge")
+  .replace("  scaled", "  # a comment\n  scaled")
+)
+DEAD = RTN.replace("  scaled =", "  unused = jnp.linalg.norm(x) * 3\n  scaled =")
+OFF_FLAG = RTN.replace("encode(x)", "encode(x, use_new=False)").replace(
+  "  peak", "  if use_new:\n    x = x * 1.1\n  peak"
+)
+TIMES_ONE = RTN.replace("  peak =", "  x = x * 1.0\n  peak =")
+PERMUTED = RTN.replace("  peak =", "  p = np.arange(32)[::-1]\n  x = x[p][p]\n  peak =")
+PLUS_ZERO = RTN.replace("  peak =", "  x = x + 0.0 * jnp.sum(x)\n  peak =")
+GENUINE = RTN.replace("  scaled = jnp.abs(x)", "  scaled = 0.9 * jnp.abs(x)")
+
+
+@pytest.mark.parametrize(
+  ("edit", "is_same"),
+  [
+    (RENAMED, True),
+    (DEAD, True),
+    (OFF_FLAG, True),
+    (TIMES_ONE, False),
+    (PERMUTED, False),
+    (PLUS_ZERO, False),
+    (GENUINE, False),
+  ],
+  ids=["renamed", "dead", "off-flag", "times-one", "permuted", "plus-zero", "genuine"],
+)
+def test_the_lowered_identity_sees_through_edits_without_effect(edit, is_same):
+  assert edit != RTN
+  assert (lowered(edit) == lowered(RTN)) == is_same
+
+
+def test_helper_names_do_not_enter_the_identity():
+  helper = "@jax.jit\ndef {name}(x):\n  return x * 2\n"
+  use = RTN.replace("jnp.abs(x) / ", "{name}(jnp.abs(x)) / ")
+  sources = [(helper + use).replace("{name}", name) for name in ("double", "twice")]
+  assert lowered(sources[0]) == lowered(sources[1]) != lowered(RTN)
+
+
+def test_comments_layout_and_docstrings_do_not_enter_the_source_identity():
+  one = candidate_source.admit(BASE, INTERFACE)
+  doc = BASE.replace("def encode(x):", 'def encode(x):\n  """Text."""  # note')
+  assert candidate_source.admit(doc, INTERFACE).id == one.id
+  other = candidate_source.admit(BASE.replace("- 2", "- 3"), INTERFACE)
+  assert other.id != one.id
+
+
+@pytest.mark.parametrize(
+  "code",
+  [
+    "import os",
+    "from jax import ffi",
+    "from jax.numpy import *",
+    "import jax.experimental.io_callback",
+    "x = __import__('os')",
+    "x = getattr(jax, 'ffi')",
+    "x = ().__class__.__base__.__subclasses__()",
+    "jnp.sum = None",
+    "def f(x):\n  global y\n  y = x",
+    "class A:\n  pass",
+    "x = open('/etc/passwd')",
+    "def f(x):\n  return jax.pure_callback(f, x, x)",
+    "def f(x):\n  jax.debug.print('x')",
+    "def f(x):\n  return jax.config.update('jax_enable_x64', False)",
+    "print('hello')",
+    "while True:\n  pass",
+    "def f(x):\n  try:\n    return x\n  except ValueError:\n    return x",
+    "def f(x):\n  return jnp.load('weights.npy')",
+    "def encode(y):\n  return y",
+    "PLAN = {'stage': 'sideways'}",
+    "PLAN = {'count': True}",
+    "PLAN = dict(stage='on')",
+    "def broken(:",
+    "x = 1" + " + 1" * 40_000,
+  ],
+)
+def test_source_outside_the_policy_is_rejected_with_a_reason(code):
+  with pytest.raises(candidate_source.RejectedError, match="program: "):
+    candidate_source.admit(f"{HEADER}\n{code}\n", INTERFACE)
+
+
+def test_edits_replace_functions_and_plan_values_and_nothing_else():
+  edited = candidate_source.with_functions(
+    BASE, "import math\ndef encode(x):\n  return x\n"
+  )
+  edited = candidate_source.with_plan(edited, {"stage": "on"})
+  admitted = candidate_source.admit(edited, INTERFACE)
+  assert admitted.plan == {"stage": "on", "count": 1}
+  assert admitted.hooks["encode"] == "def encode(x):\n    return x"
+  assert "GRID" in edited
+  assert "import math" in edited
+
+
+@pytest.mark.parametrize(
+  ("code", "complaint"),
+  [
+    ("def encode(x):\n  return x.astype(jnp.bfloat16), jnp.uint8(0)", "results"),
+    ("def encode(x):\n  return x", "results"),
+    (
+      "BIG = np.random.RandomState(0).randn(900, 32).astype(np.float32)\n"
+      "def encode(x):\n  c = (BIG @ x)[:32]\n"
+      "  return c.astype(jnp.uint8), c[0].astype(jnp.uint8)",
+      "constants",
+    ),
+    (
+      "def encode(x):\n  for _ in range(500):\n    x = jnp.sin(x) + 1\n"
+      "  return x.astype(jnp.uint8), x[0].astype(jnp.uint8)",
+      "operations",
+    ),
+  ],
+  ids=["dtype", "one-output", "constants", "unrolled"],
+)
+def test_the_gate_names_the_rule(code, complaint, monkeypatch):
+  (traced,) = tracing.trace(
+    f"{HEADER}\n{code}", [INTERFACE.hook("encode").to_dict() | {"batched": []}]
+  )
+  monkeypatch.setattr(artifact, "MAX_OPERATIONS", 400)
+  with pytest.raises(artifact.RefusedError, match=complaint):
+    artifact.check(traced.unit, INTERFACE.hook("encode").to_dict())
+
+
+@pytest.mark.parametrize(
+  "leak",
+  [
+    lambda x: x + 1e-3 * x.mean(0, keepdims=True),
+    lambda x: x.at[1:].add(1e-3 * x[:-1]),
+    lambda x: x * jnp.where(jnp.arange(len(x))[:, None] < 3, 1, x[:1] > 0),
+  ],
+  ids=["mean", "previous", "first"],
+)
+def test_41_a_batch_that_mixes_rows_is_refused(leak):
+  spec = INTERFACE.hook("encode").to_dict()
+  unit = lambda x: (jnp.asarray(x),)
+  artifact.check_independence(unit, unit, spec)
+  with pytest.raises(artifact.RefusedError, match="neighbours"):
+    artifact.check_independence(unit, lambda x: (leak(jnp.asarray(x)),), spec)
+
+
+def test_a_batched_form_that_is_not_the_units_is_refused():
+  spec = INTERFACE.hook("encode").to_dict()
+  unit = lambda x: (jnp.asarray(x),)
+  with pytest.raises(artifact.RefusedError, match="not the unit"):
+    artifact.check_independence(unit, lambda x: (2 * jnp.asarray(x),), spec)
+
+
+def test_a_forged_batch_has_an_identity_of_its_own():
+  good, other = (
+    tracing.trace(HEADER + code, INTERFACE.to_list())[0] for code in (RTN, GENUINE)
+  )
+  spec = INTERFACE.hook("encode").to_dict()
+  forged = artifact.gate(spec, good.unit, other.batched)
+  assert forged != artifact.gate(spec, good.unit, good.batched)
+
+
+def test_a_hook_that_traces_differently_each_time_fails():
+  code = (
+    "STATE = [0]\ndef encode(x):\n  STATE[0] += 1\n"
+    "  return (x * STATE[0]).astype(jnp.uint8), jnp.uint8(0)"
+  )
+  with pytest.raises(ValueError, match="differently"):
+    tracing.trace(f"{HEADER}\n{code}", INTERFACE.to_list())
+
+
+@pytest.mark.skipif(jail.landlock_version() < 1, reason="no Landlock")
+def test_34_damaged_artifacts_are_refused_and_the_gate_goes_on():
+  """In a worker, as always: a damaged one may crash its reader or keep it for ever."""
+  (traced,) = tracing.trace(HEADER + RTN, INTERFACE.to_list())
+  spec = INTERFACE.hook("encode").to_dict()
+  limits = jail.Limits(seconds=10.0, memory_bytes=4 << 30, cpu_seconds=1 << 20)
+  task = world.World(seed=3)
+  worker = supervisor.RunWorker(task.spec, task.phases[0], [], "standard", limits)
+
+  def gated(unit):
+    return worker.gate([spec], {"encode": (unit, traced.batched)})
+
+  whole = gated(traced.unit)
+  refusals = {Status.REFUSED, Status.CRASHED, Status.TIMEOUT, Status.MEMORY}
+  seen = []
+  try:
+    for position in range(0, len(traced.unit), len(traced.unit) // 7):
+      broken = bytearray(traced.unit)
+      broken[position] ^= 0x5A
+      try:
+        gated(bytes(broken))
+      except supervisor.WorkerError as error:
+        seen.append(error.status)
+    assert seen
+    assert set(seen) <= refusals
+    for cut in (1, 100, len(traced.unit) // 2):
+      with pytest.raises(supervisor.WorkerError) as caught:
+        gated(traced.unit[:cut])
+      assert caught.value.status == Status.REFUSED
+    assert gated(traced.unit) == whole
+  finally:
+    worker.close()
+  with pytest.raises(artifact.RefusedError):
+    artifact.load(b"", "encode")

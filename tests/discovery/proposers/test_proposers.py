@@ -1,0 +1,265 @@
+"""Memory rules, a local OpenAI-compatible server, cassettes, the human queue."""
+
+import dataclasses
+import http.server
+import json
+import threading
+
+import pytest
+
+from mxjax.discovery.core import store
+from mxjax.discovery.core.proposal import Context, Experiment, ProposerError, Record
+from mxjax.discovery.proposers import endpoint, human, prompt
+from mxjax.discovery.proposers.embedded import EmbeddedProposer
+from mxjax.discovery.sandbox.laboratory import Laboratory
+from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.search import search
+from mxjax.discovery.tasks import world
+
+TASK = world.World(seed=3)
+SOURCE = TASK.interface.default_source()
+
+
+def experiment(number, *, gain=False, label=None, parent="p", note="note"):
+  change = -0.1 if gain else 0.1
+  return Experiment(
+    program=f"program{number}",
+    parent=parent,
+    label=label or f"edit{number}",
+    note=note,
+    status="ok",
+    changes={"loss": change},
+    gain=gain,
+  )
+
+
+def context(history=(), evidence="verdict", address=(0, 0)):
+  record = Record("p", SOURCE, "", 1, {}, {"remeasure": False}, "x", {"loss": 3.0}, {})
+  return Context(
+    seed=0,
+    address=address,
+    target="loss",
+    parent=record,
+    residuals=(),
+    required=None,
+    history=tuple(history),
+    donors=(),
+    evidence=evidence,
+    stagnation=0,
+  )
+
+
+def test_memory_keeps_the_best_the_latest_and_sixteen_of_each_kind():
+  history = [experiment(i, gain=i % 3 == 0) for i in range(100)]
+  history[0] = dataclasses.replace(history[0], changes={"loss": -9.0})
+  kept = prompt.select(context(history))
+  names = [e.program for e in kept]
+  assert names == sorted(names, key=lambda n: int(n.removeprefix("program")))
+  assert history[0] in kept
+  assert all(e in kept for e in history[-prompt.LATEST :])
+  older_failures = [e for e in kept if not e.gain and e not in history[-20:]]
+  assert len(older_failures) <= prompt.FAILURES
+
+
+def test_memory_over_its_allowance_merges_duplicates_before_it_drops_any():
+  twins = [experiment(i, label="same") for i in range(10)]
+  history = [*twins, *(experiment(i, gain=True) for i in range(10, 20))]
+  whole = sum(prompt.estimated_tokens(prompt.entry_text(e) + "\n") for e in history)
+  kept = prompt.select(context(history), allowance=whole * 2 // 3)
+  assert [e.label for e in kept].count("same") == 1
+  assert "seen 10 times" in next(e.note for e in kept if e.label == "same")
+  assert sum(e.gain for e in kept) == 10
+
+
+@pytest.mark.parametrize("allowance", [50, 200, 1000])
+def test_memory_stays_within_its_allowance(allowance):
+  history = [experiment(i, gain=i % 2 == 0, note="word " * 20) for i in range(60)]
+  kept = prompt.select(context(history), allowance=allowance)
+  size = sum(prompt.estimated_tokens(prompt.entry_text(e) + "\n") for e in kept)
+  assert size <= allowance
+
+
+def test_failures_are_not_dropped_before_others_of_the_same_relevance():
+  history = [experiment(i, gain=i % 2 == 0, note="word " * 30) for i in range(40)]
+  kept = prompt.select(context(history), allowance=1500)
+  gains, failures = sum(e.gain for e in kept), sum(not e.gain for e in kept)
+  assert abs(gains - failures) <= 2
+
+
+def test_the_prompt_holds_no_budget_and_fits_the_input_allowance():
+  history = [experiment(i, note="long " * 200) for i in range(200)]
+  found = prompt.messages(context(history), TASK.interface, {}, {})
+  text = found[0]["content"] + found[1]["content"]
+  assert prompt.estimated_tokens(text) <= prompt.INPUT_TOKENS
+  assert "budget" not in text
+  assert "calls left" not in text
+
+
+def test_a_program_too_long_for_the_input_is_an_error():
+  long = context()
+  source = SOURCE + "# " + "x" * 4 * prompt.INPUT_TOKENS
+  long = dataclasses.replace(
+    long, parent=dataclasses.replace(long.parent, source=source)
+  )
+  with pytest.raises(ValueError, match="tokens"):
+    prompt.messages(long, TASK.interface, {}, {})
+
+
+class Stub(http.server.BaseHTTPRequestHandler):
+  """Answers like a chat-completion endpoint, with faults before it does."""
+
+  faults: list = []
+  requests: list = []
+
+  def do_POST(self):
+    body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    Stub.requests.append((self.path, body, self.headers.get("Authorization")))
+    if Stub.faults:
+      code, headers = Stub.faults.pop(0)
+      self.send_response(code)
+      for key, value in headers.items():
+        self.send_header(key, value)
+      self.end_headers()
+      self.wfile.write(b"busy")
+      return
+    number = len(body["messages"][-1]["content"])
+    bad = Stub.broken and len(body["messages"]) == 2
+    amplitude = 0.1 + (number % 7) / 10
+    proposal = TASK.cards[number % len(TASK.cards)]
+    answer = {
+      "source": "import os\n"
+      if bad
+      else proposal.edit(SOURCE, {"amplitude": amplitude}),
+      "label": f"{proposal.id} by stub",
+      "residual": proposal.residual,
+      "explanations": [dataclasses.asdict(e) for e in proposal.explanations],
+      "controls": [dataclasses.asdict(c) for c in proposal.controls],
+      "declared": list(proposal.hooks),
+    }
+    text = f"Here it is:\n```json\n{json.dumps(answer)}\n```"
+    reply = {
+      "model": "stub-1",
+      "choices": [{"message": {"content": text}, "finish_reason": "stop"}],
+      "usage": {"prompt_tokens": 100, "completion_tokens": 50},
+    }
+    data = json.dumps(reply).encode()
+    self.send_response(200)
+    self.end_headers()
+    self.wfile.write(data)
+
+  def log_message(self, *arguments):
+    del arguments
+
+
+@pytest.fixture
+def server():
+  Stub.faults, Stub.requests, Stub.broken = [], [], False
+  made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+  thread = threading.Thread(target=made.serve_forever)
+  thread.start()
+  yield f"http://127.0.0.1:{made.server_port}/v1"
+  made.shutdown()
+  thread.join()
+  made.server_close()
+
+
+def client(url, **options):
+  return endpoint.HttpClient(base_url=url, model="stub", pause=0.01, **options)
+
+
+def test_a_proposal_comes_back_with_its_usage(server, monkeypatch):
+  monkeypatch.setenv("OPENAI_API_KEY", "the-key")
+  proposal = endpoint.LlmProposer(client(server), TASK).propose(context())
+  assert proposal.usage["calls"] == 1
+  assert proposal.usage["input_tokens"] == 100
+  assert proposal.explanations[0].name == "mechanism"
+  path, body, key = Stub.requests[0]
+  assert path == "/v1/chat/completions"
+  assert key == "Bearer the-key"
+  assert body["response_format"]["type"] == "json_schema"
+  assert "the-key" not in json.dumps(body)
+
+
+def test_passing_faults_are_retried_and_others_are_not(server):
+  Stub.faults = [(503, {}), (429, {"Retry-After": "0"})]
+  assert client(server).complete({"messages": [{"content": "x"}]}).attempts == 3
+  Stub.faults = [(401, {})]
+  with pytest.raises(ProposerError, match="401"):
+    client(server).complete({"messages": [{"content": "x"}]})
+
+
+def test_a_deadline_ends_the_retries(server):
+  Stub.faults = [(503, {"Retry-After": "60"})] * 5
+  with pytest.raises(ProposerError, match="1 tries"):
+    client(server, deadline=5.0).complete({"messages": [{"content": "x"}]})
+
+
+def test_an_answer_that_is_not_admitted_gets_one_repair_turn(server):
+  Stub.broken = True
+  proposal = endpoint.LlmProposer(client(server), TASK).propose(context())
+  assert proposal.usage["calls"] == 2
+  assert "import os" not in proposal.source
+  assert "not accepted" in Stub.requests[1][1]["messages"][-1]["content"]
+
+
+def run(folder, proposer):
+  kept = store.Store(folder)
+  lab = Laboratory(TASK, LocalBench(TASK), kept)
+  config = search.SearchConfig(seed=3, budget=6)
+  running = search.Search(config, lab, proposer, kept)
+  running.run()
+  return running, (folder / "log.jsonl").read_text()
+
+
+def test_a_recorded_run_replays_without_the_server(server, tmp_path):
+  tape = tmp_path / "tape.jsonl"
+  recorder = endpoint.Cassette(tape, "record", client(server))
+  running, recorded = run(tmp_path / "live", endpoint.LlmProposer(recorder, TASK))
+  assert running.ledger.proposer["calls"] >= 3
+  asked = len(Stub.requests)
+  replayer = endpoint.Cassette(tape, "replay")
+  assert replayer.name.startswith("cassette:")
+  _, replayed = run(tmp_path / "replayed", endpoint.LlmProposer(replayer, TASK))
+  assert len(Stub.requests) == asked
+  strip = lambda text: [
+    {k: v for k, v in json.loads(line).items() if k not in ("hash", "previous")}
+    for line in text.splitlines()[1:]
+  ]
+  assert strip(replayed) == strip(recorded)
+
+
+def test_a_cassette_fails_closed(server, tmp_path):
+  tape = tmp_path / "tape.jsonl"
+  endpoint.Cassette(tape, "record", client(server)).complete(
+    {"messages": [{"content": "a"}]}
+  )
+  with pytest.raises(ProposerError, match="no reply"):
+    endpoint.Cassette(tape, "replay").complete({"messages": [{"content": "b"}]})
+  with pytest.raises(FileNotFoundError):
+    endpoint.Cassette(tmp_path / "none.jsonl", "replay")
+  assert "key" not in tape.read_text().lower().replace("keyword", "")
+
+
+def test_a_person_answers_through_files(tmp_path):
+  queue = human.HumanProposer(tmp_path, TASK, seconds=20, poll=0.01)
+  edited = TASK.cards[0].edit(SOURCE, {"amplitude": 0.5})
+  (tmp_path / "mine.py").write_text(edited)
+  (tmp_path / "answer-2-0.json").write_text(
+    json.dumps({"source": "mine.py", "label": "by hand"})
+  )
+  proposal = queue.propose(context(address=(2, 0)))
+  assert proposal.source == edited
+  assert "Program:" in (tmp_path / "question-2-0.md").read_text()
+  with pytest.raises(ProposerError, match="no .*answer-3-0"):
+    human.HumanProposer(tmp_path, TASK, seconds=0.05, poll=0.01).propose(
+      context(address=(3, 0))
+    )
+
+
+def test_the_embedded_proposer_repeats_itself_exactly():
+  proposer = EmbeddedProposer(TASK.cards, "loss")
+  history = [
+    experiment(i, label=TASK.cards[i].label({"amplitude": 0.5})) for i in range(5)
+  ]
+  told = context(history)
+  assert proposer.propose(told) == proposer.propose(told)

@@ -1,0 +1,176 @@
+"""Runs as people start them: commands, kill and resume, workers, report, verify."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mxjax.discovery.audit import explain, verify
+from mxjax.discovery.cli import parser
+from mxjax.discovery.core import store
+from mxjax.discovery.search import heldout, runs
+
+BUDGET = 10
+
+
+def start(folder, *more):
+  arguments = ["discover", "run", "--task", "world", "--seed", "3", "--holdout", "off"]
+  return [*arguments, "--budget", str(BUDGET), "--out", str(folder), *more]
+
+
+def log(folder):
+  return (folder / "log.jsonl").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("runs") / "run"
+  assert parser.main(start(folder, "--sandbox", "strict")) == 0
+  return folder
+
+
+def test_plan_tells_the_cost_and_starts_nothing(capsys, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert parser.main(["discover", "plan", "--task", "world", "--budget", "24"]) == 0
+  shown = capsys.readouterr().out
+  assert "24" in shown
+  assert "hash" in shown
+  assert not list(tmp_path.iterdir())
+
+
+def test_workers_do_not_change_the_trajectory(finished, tmp_path):
+  folder = tmp_path / "two"
+  assert parser.main(start(folder, "--sandbox", "strict", "--workers", "2")) == 0
+  assert log(folder) == log(finished)
+
+
+def test_shared_compiled_programs_change_nothing(finished, tmp_path):
+  shared = tmp_path / "compiled"
+  counts = []
+  for name in ("fills", "finds"):
+    folder = tmp_path / name
+    options = ["--sandbox", "strict", "--compiled", str(shared)]
+    assert parser.main(start(folder, *options)) == 0
+    assert log(folder) == log(finished)
+    counts.append(len(list(shared.iterdir())))
+  assert counts[0] > 0
+  assert counts[1] == counts[0]
+
+
+def test_compiled_programs_are_not_shared_where_they_cannot_be(tmp_path, capsys):
+  options = ["--sandbox", "off", "--compiled", str(tmp_path / "compiled")]
+  assert parser.main(start(tmp_path / "run", *options)) != 0
+  assert "--compiled is for jailed workers" in capsys.readouterr().err
+  assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_a_killed_process_resumes_to_the_same_bytes(finished, tmp_path):
+  folder = tmp_path / "killed"
+  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+  command = [sys.executable, "-m", "mxjax.discovery.cli.parser"]
+  process = subprocess.Popen(
+    [*command, *start(folder, "--sandbox", "strict")],
+    env=environment,
+    stdout=subprocess.DEVNULL,
+  )
+  # Killed after its third paid call is on disk, wherever it is by then.
+  while len(list(folder.glob("outcomes/*.json"))) < 3 and process.poll() is None:
+    time.sleep(0.02)
+  process.send_signal(signal.SIGKILL)
+  process.wait()
+  paid = {p: p.stat().st_mtime_ns for p in folder.glob("outcomes/*.json")}
+  assert paid
+  assert parser.main(["discover", "resume", str(folder)]) == 0
+  assert log(folder) == log(finished)
+  # What was paid for before the kill was not measured again.
+  assert all(p.stat().st_mtime_ns == stamp for p, stamp in paid.items())
+
+
+def test_the_report_is_one_file_without_scripts(finished):
+  assert parser.main(["discover", "report", str(finished)]) == 0
+  page = (finished / "report.html").read_text()
+  assert "<script" not in page
+  assert "http://" not in page.replace("http://www.w3.org", "")
+  for part in ("Anytime", "Ledger", "Verdicts", "Residuals", "Lineage", "Packets"):
+    assert f"<h2>{part}" in page
+
+
+def test_a_lineage_ends_where_a_program_was_proposed_again():
+  """By its descendant and as its own edit; the first packet of each counts."""
+  proposed = [("a", ""), ("b", "a"), ("c", "b"), ("b", "c"), ("c", "c"), ("a", "c")]
+  told = [
+    explain.Story(
+      {"packet": {"program": program, "parent": parent}}, (), (), None, None, None, ""
+    )
+    for program, parent in proposed
+  ]
+  assert explain.lineage(told, "c") == told[:3]
+  assert explain.lineage(told, "a") == told[:1]
+
+
+def test_explain_tells_packet_prediction_and_change(finished, capsys):
+  story = next(s for s in explain.stories(finished) if s.verdict)
+  program = story.packet["packet"]["program"]
+  assert parser.main(["discover", "explain", str(finished), program[:12]]) == 0
+  shown = capsys.readouterr().out
+  for part in ("packet", "residual", "primary", "verdict", "+++"):
+    assert part in shown
+  assert parser.main(["discover", "explain", str(finished), "nothing"]) == 2
+
+
+def test_verify_executes_again_and_notices_a_change(finished, tmp_path, capsys):
+  assert parser.main(["discover", "verify", str(finished), "--calls", "2"]) == 0
+  assert "everything holds" in capsys.readouterr().out
+  path = next((finished / "programs").glob("*.py"))
+  text = path.read_text()
+  path.write_text(text.replace("return x", "return x + 1", 1))
+  try:
+    found = verify.verify(finished, calls=0)
+  finally:
+    path.write_text(text)
+  assert any("not the program" in complaint for complaint in found.complaints)
+
+
+def test_the_held_out_scorer_is_another_process_and_stays_sealed(finished, tmp_path):
+  folder = tmp_path / "run"
+  options = runs.read_options(finished)
+  runs.write_options(
+    folder,
+    runs.RunOptions(
+      task=options.task,
+      config={**options.config, "mark_every": 5},
+      sandbox="off",
+      holdout="after",
+    ),
+  )
+  runs.run(folder)
+  scores = heldout.unsealed(folder)
+  assert [s["call"] for s in scores] == [5, 10]
+  assert all(s["status"] == "ok" for s in scores)
+  visible = {
+    e["champion"]: e["value"] for e in store.read_events(folder) if e["event"] == "mark"
+  }
+  assert all(s["value"] != visible[s["champion"]] for s in scores)
+  assert not list(folder.glob("**/*heldout*"))
+  # While a run is open its scores are not shown.
+  lines = (folder / "log.jsonl").read_text().splitlines(keepends=True)
+  (folder / "log.jsonl").write_text("".join(lines[:-1]))
+  assert heldout.unsealed(folder) == []
+
+
+def test_a_run_never_overwrites_a_folder(finished, capsys):
+  assert parser.main(start(finished)) == 2
+  assert "discover" in capsys.readouterr().err
+
+
+def test_options_survive_the_folder(tmp_path):
+  made = runs.RunOptions(task={"task": "world", "seed": 1}, config={"budget": 3})
+  runs.write_options(tmp_path / "run", made)
+  assert runs.read_options(tmp_path / "run") == made
+  assert json.loads((tmp_path / "run" / "run.json").read_text())["sandbox"] == "strict"
+  with pytest.raises(FileNotFoundError, match="no run"):
+    runs.read_options(tmp_path)

@@ -1,0 +1,261 @@
+"""Whole runs in the synthetic world: ledger, replay, kill and resume, arms."""
+
+import itertools
+
+import pytest
+
+from mxjax.discovery.core import store
+from mxjax.discovery.core.ledger import Ledger
+from mxjax.discovery.proposers import embedded
+from mxjax.discovery.sandbox.laboratory import Laboratory
+from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.search import search
+from mxjax.discovery.tasks import world
+
+BUDGET = 30
+
+
+class CountingBench(LocalBench):
+  """Counts what is really executed, and can be stopped like a killed process."""
+
+  def __init__(self, task, stop_after=None):
+    super().__init__(task)
+    self.executed = 0
+    self.stop_after = stop_after
+
+  def run(self, calls, on_done):
+    def counted(*arguments):
+      on_done(*arguments)
+      self.executed += 1
+      if self.executed == self.stop_after:
+        raise KeyboardInterrupt
+
+    super().run(calls, counted)
+
+
+@pytest.fixture(scope="module")
+def bench():
+  """One bench: artifacts traced for one run serve the others."""
+  return CountingBench(world.World(seed=3))
+
+
+def run(folder, bench, proposer=None, **config):
+  task = world.World(seed=3)
+  kept = store.Store(folder)
+  lab = Laboratory(task, bench, kept)
+  proposer = proposer or embedded.EmbeddedProposer(task.cards, "loss")
+  options = {"seed": 3, "budget": BUDGET, "mark_every": 10, **config}
+  running = search.Search(search.SearchConfig(**options), lab, proposer, kept)
+  try:
+    running.run()
+  finally:
+    kept.close()
+  return running
+
+
+def log(folder):
+  return (folder / "log.jsonl").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, bench):
+  folder = tmp_path_factory.mktemp("finished")
+  return run(folder, bench), folder
+
+
+def test_the_ledger_adds_up_to_the_budget(finished):
+  running, folder = finished
+  totals = running.ledger.totals()
+  assert totals["candidate"] + totals["control"] + totals["probe"] == BUDGET
+  events = store.read_events(folder)
+  charged = [e["charged"] for e in events if e["event"] == "outcome"]
+  assert sum(charged) == BUDGET
+  assert [e["call"] for e in events if e["event"] == "mark"] == [10, 20, 30]
+
+
+def test_every_packet_is_registered_before_its_first_call(finished):
+  _, folder = finished
+  registered = {}
+  for event in store.read_events(folder):
+    if event["event"] == "packet":
+      registered[event["n"]] = event
+    if event["event"] == "outcome":
+      packets = [p["packet"] for p in registered.values()]
+      names = {c["exec_id"] for p in packets for c in p["conditions"]}
+      assert event["exec_id"] in names
+
+
+def test_the_same_configuration_writes_the_same_bytes(finished, bench, tmp_path):
+  _, folder = finished
+  run(tmp_path, bench)
+  assert log(tmp_path) == log(folder)
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 7, 13])
+def test_a_killed_run_resumes_to_the_same_bytes_and_pays_nothing_twice(
+  finished, bench, tmp_path, stop_after
+):
+  _, folder = finished
+  bench.executed, bench.stop_after = 0, None
+  run(tmp_path / "whole", bench)
+  whole = bench.executed
+  bench.executed, bench.stop_after = 0, stop_after
+  with pytest.raises(KeyboardInterrupt):
+    run(tmp_path / "killed", bench)
+  bench.stop_after = None
+  run(tmp_path / "killed", bench)
+  assert bench.executed == whole
+  assert log(tmp_path / "killed") == log(folder)
+
+
+def test_a_torn_last_line_is_redone(finished, bench, tmp_path):
+  _, folder = finished
+  run(tmp_path, bench)
+  path = tmp_path / "log.jsonl"
+  data = path.read_bytes()
+  path.write_bytes(data[: len(data) * 2 // 3])
+  run(tmp_path, bench)
+  assert log(tmp_path) == log(folder)
+
+
+def test_a_changed_log_is_noticed(finished, bench, tmp_path):
+  run(tmp_path, bench)
+  path = tmp_path / "log.jsonl"
+  path.write_bytes(path.read_bytes().replace(b'"kept":true', b'"kept":fals', 1))
+  with pytest.raises((store.ReplayError, ValueError)):
+    run(tmp_path, bench)
+  with pytest.raises(ValueError):
+    store.read_events(tmp_path)
+
+
+def test_another_configuration_does_not_resume_this_log(bench, tmp_path):
+  run(tmp_path, bench, budget=3)
+  with pytest.raises(store.ReplayError, match="event 0"):
+    run(tmp_path, bench, budget=4)
+
+
+def test_width_changes_the_trajectory_but_not_the_accounts(bench, tmp_path):
+  running = run(tmp_path, bench, width=4)
+  assert running.ledger.totals()["total"] == BUDGET
+
+
+@pytest.mark.parametrize(
+  "arm",
+  [
+    {"evidence": "score", "policy": "none", "checker": "none"},
+    {"evidence": "reflect", "policy": "none", "checker": "none"},
+    {"policy": "random"},
+    {"policy": "all", "sequential": False},
+    {"checker": "source"},
+    {"checker": "lowered", "reuse": False},
+    {"shuffled_verdicts": True},
+    {"corruption": 0.5},
+    {"compile_verdicts": False, "checker": "none"},
+  ],
+  ids=lambda arm: "-".join(f"{k}={v}" for k, v in arm.items()),
+)
+def test_every_arm_spends_exactly_its_budget(bench, tmp_path, arm):
+  running = run(tmp_path, bench, budget=14, **arm)
+  totals = running.ledger.totals()
+  assert totals["total"] == 14
+  if arm.get("policy") == "none":
+    assert totals["candidate"] == 14
+
+
+def test_arms_without_verdicts_never_see_one(bench, tmp_path):
+  seen = []
+
+  class Spy(embedded.EmbeddedProposer):
+    def propose(self, context):
+      seen.append(context)
+      return super().propose(context)
+
+  spy = Spy(world.World(seed=3).cards, "loss")
+  run(tmp_path, bench, spy, budget=8, evidence="text")
+  entries = list(itertools.chain.from_iterable(c.history for c in seen))
+  assert entries
+  assert not any(e.verdict or e.excluded or e.reason for e in entries)
+
+
+def test_verdicts_agree_with_the_truth_of_the_world(finished):
+  running, _ = finished
+  task = world.World(seed=3)
+  expected = {"supported": {"mechanism"}, "mediator_only": {"mediator", "mechanism"}}
+  judged = 0
+  for entry in running.history.experiments:
+    if entry.verdict not in expected:
+      continue
+    site, operation = entry.label.split("(")[0].split("-")
+    assert task.truth[site][operation] in expected[entry.verdict], entry.label
+    judged += 1
+  assert judged
+
+
+def test_the_held_out_world_has_the_same_truth_and_other_numbers():
+  task = world.World(seed=3)
+  held_out = task.holdout()
+  assert held_out.truth == task.truth
+  assert held_out.contract != task.contract
+
+
+def test_a_ledger_reserves_settles_and_reuses():
+  ledger = Ledger(5)
+  ledger.reserve(3)
+  assert ledger.left == 2
+  with pytest.raises(ValueError, match="do not fit"):
+    ledger.reserve(3)
+  first = ledger.settle("candidate", "a", 1, "p", "primary", "crashed")
+  again = ledger.settle("control", "a", 1, "p", "c", "ok")
+  costly = ledger.settle("control", "b", 2, "p", "d", "ok")
+  ledger.release()
+  assert (first.charged, again.charged, costly.charged) == (1, 0, 2)
+  assert (ledger.spent, ledger.left) == (3, 2)
+  totals = ledger.totals()
+  assert (totals["failed"], totals["reused"], totals["total"]) == (1, 1, 3)
+  assert ledger.price([("a", 1), ("c", 2), ("c", 2)]) == 2
+  assert Ledger(5, reuse=False).price([("c", 2), ("c", 2)]) == 4
+
+
+def test_an_exhausted_parent_gives_way_to_another(bench, tmp_path):
+  task = world.World(seed=3)
+  few = embedded.EmbeddedProposer(task.cards[:7], "loss")
+  running = run(tmp_path, bench, proposer=few, budget=60)
+  events = store.read_events(tmp_path)
+  exhausted = [e["program"] for e in events if e["event"] == "exhausted"]
+  assert exhausted
+  assert len(exhausted) == len(set(exhausted))
+  first = next(e["n"] for e in events if e["event"] == "exhausted")
+  assert any(e["event"] == "packet" and e["n"] > first for e in events)
+  assert running.ledger.spent == 60
+
+
+def test_a_run_resumes_past_an_exhausted_parent(bench, tmp_path):
+  task = world.World(seed=3)
+  few = embedded.EmbeddedProposer(task.cards[:7], "loss")
+  bench.stop_after = None
+  run(tmp_path / "whole", bench, proposer=few, budget=60)
+  events = store.read_events(tmp_path / "whole")
+  first = next(e["n"] for e in events if e["event"] == "exhausted")
+  paid = sum(e["charged"] for e in events[:first] if e["event"] == "outcome")
+  bench.executed, bench.stop_after = 0, paid + 3
+  with pytest.raises(KeyboardInterrupt):
+    run(tmp_path / "killed", bench, proposer=few, budget=60)
+  bench.stop_after = None
+  run(tmp_path / "killed", bench, proposer=few, budget=60)
+  assert log(tmp_path / "killed") == log(tmp_path / "whole")
+
+
+def test_parents_are_the_retained_programs_then_the_rest(finished):
+  running, folder = finished
+  programs = [
+    e["program"] for e in store.read_events(folder) if e["event"] == "program"
+  ]
+  executed = [running.record(p) for p in dict.fromkeys(programs)]
+  kept = running.programs.records
+  parents = running.programs.parents(executed, seed=3, address=(1, 0))
+  assert parents[0] in kept
+  assert {r.id for r in parents} == {r.id for r in executed}
+  values = [r.values["loss"] for r in parents[len(kept) :]]
+  assert values == sorted(values)
+  firsts = {running.programs.parents(executed, 3, (n, 0))[0].id for n in range(40)}
+  assert len(firsts) == len(kept)

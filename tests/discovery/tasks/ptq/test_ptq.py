@@ -1,0 +1,272 @@
+"""The PTQ task on a tiny model: hooks against the library, contract, phases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax.discovery.core.candidate_source import admit
+from mxjax.discovery.core.task import Call, ContractError, Status
+from mxjax.discovery.sandbox import tracing
+from mxjax.discovery.sandbox.artifact import ArtifactTable, check_independence
+from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.tasks.ptq import (
+  candidate,
+  candidate_codes,
+  edit_templates,
+  interface,
+)
+from mxjax.discovery.tasks.ptq import (
+  task as ptq,
+)
+from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization import gptq, one_code
+
+OPTIONS = {"model": "random:0", "calibration": [8, 32], "windows": [2, 32]}
+INTERFACE = interface.INTERFACE
+SOURCE = INTERFACE.default_source()
+SPECS = {spec["name"]: spec for spec in INTERFACE.to_list()}
+
+
+@pytest.fixture(scope="module")
+def bench():
+  return LocalBench(ptq.PtqTask(**OPTIONS))
+
+
+def card(name):
+  return next(c for c in edit_templates.CARDS if c.id == name)
+
+
+def measure(bench, source, intervention=None):
+  program = admit(source, INTERFACE)
+  traced = bench.trace(source)
+  assert traced.status == Status.OK, traced.detail
+  active = {h.name for h in INTERFACE.hooks if h.is_active(program.plan)}
+  hooks = {k: v for k, v in traced.computation.items() if k in active}
+  found = []
+  keep = lambda index, outcome, seconds: found.append(outcome)
+  bench.run([Call(hooks, program.plan, intervention or {})], keep)
+  return found[0]
+
+
+@pytest.fixture(scope="module")
+def initial(bench):
+  return measure(bench, SOURCE)
+
+
+def hook(name, source=SOURCE):
+  """The batched form of a traced hook."""
+  (traced,) = tracing.trace(source, [SPECS[name]])
+  table = ArtifactTable(SPECS)
+  table.add("x", name, traced.unit, traced.batched)
+  return jax.jit(table.batched("x"))
+
+
+def blocks(seed, rows=200):
+  generator = np.random.default_rng(seed)
+  x = generator.standard_normal((rows, 32)) * 2.0 ** generator.integers(
+    -9, 9, (rows, 1)
+  )
+  x[0] = 0
+  x[1, :8] = [0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5.0, 6.0]
+  return jnp.asarray(x, jnp.float32)
+
+
+def test_the_initial_program_is_the_librarys_rtn(initial):
+  task = ptq.PtqTask(**OPTIONS)
+  model, params = task.loaded()
+  calib = mxjax.Calibration(model, task.tokens("fit"))
+  quantized = mxjax.quantize(params, calib, "rtn", check=False)
+  expected = perplexity(model, quantized, task.tokens("measure")).values[0]
+  assert initial.values["log_ppl"] == pytest.approx(np.log(expected), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["encode_weight", "encode_act"])
+def test_the_default_encoders_are_the_codec_bit_for_bit(name):
+  x = blocks(0)
+  tables = [jnp.eye(32, dtype=jnp.float32)] * (1 if name == "encode_weight" else 2)
+  codes, exponent = hook(name)(x, *tables)
+  expected = mxfp4.encode(x)
+  assert np.array_equal(mxfp4.pack(codes), expected.codes)
+  nonzero = np.asarray(x).any(-1)
+  got = np.asarray(exponent + mxfp4.SCALE_BIAS)
+  assert np.array_equal(got[nonzero], np.asarray(expected.scales)[nonzero, 0])
+
+
+def test_the_gptq_card_is_the_librarys_gptq():
+  generator = np.random.default_rng(1)
+  x = generator.standard_normal((500, 32)) @ generator.standard_normal((32, 32))
+  upper = gptq.factor(jnp.asarray(x.T @ x / 500, jnp.float32)[None]).upper
+  weight = blocks(2)
+  codes, exponent = hook("encode_weight", card("gptq").edit(SOURCE, {}))(
+    weight, upper[0]
+  )
+  expected = gptq.reconstruct_local(weight.T[None], upper)
+  assert np.array_equal(exponent, expected.exponent[0])
+  # Sums run in another order, so a value on an edge may fall to the other side.
+  assert (np.asarray(codes.T) != np.asarray(expected.codes[0])).mean() < 1e-3
+
+
+def test_the_one_code_card_is_the_librarys_refinement():
+  generator = np.random.default_rng(3)
+  weight = jnp.asarray(generator.standard_normal((1, 32, 48)), jnp.float32)
+  gram, cross = one_code.tables(weight, mxfp4.round_blocks(weight))
+  x = blocks(4)
+  source = card("one-code").edit(SOURCE, {"rounds": 1})
+  codes, exponent = hook("encode_act", source)(x, gram[0], cross[0])
+  got = candidate_codes.decoded(codes.T, exponent)
+  expected = one_code.refined_blocks(x.T[None], gram, cross)[0]
+  assert (np.asarray(got) != np.asarray(expected)).any(0).mean() < 0.02
+
+
+@pytest.mark.parametrize(
+  ("act", "is_changed"),
+  [
+    ("jnp.roll(jnp.roll(block, 3), -3)", False),
+    ("block + 0 * jnp.sum(block)", False),
+    ("jnp.where(block == jnp.max(block), 0.5 * block, block)", True),
+  ],
+)
+def test_the_output_of_the_activation_hook_is_what_it_executed(
+  bench, initial, act, is_changed
+):
+  code = (
+    "def encode_act(block, gram, cross):\n"
+    f"  block = {act}\n"
+    "  exponent = block_exponent(block)\n"
+    "  return nearest_codes(block, exponent), exponent\n"
+  )
+  source = mxjax.discovery.program.with_functions(SOURCE, code)
+  outcome = measure(bench, source)
+  assert outcome.status == Status.OK, outcome.detail
+  differs = outcome.outputs["encode_act"] != initial.outputs["encode_act"]
+  assert differs == is_changed
+  assert outcome.outputs["encode_weight"] == initial.outputs["encode_weight"]
+
+
+def test_error_propagation_between_blocks_is_gptqs():
+  generator = np.random.default_rng(5)
+  x = generator.standard_normal((500, 96)) @ generator.standard_normal((96, 96))
+  upper = gptq.factor(jnp.asarray(x.T @ x / 500, jnp.float32)).upper
+  weight = jnp.asarray(generator.standard_normal((3, 32, 40)), jnp.float32)
+  diagonal = candidate_codes.diagonal_blocks(upper)
+  function = hook("encode_weight", card("gptq").edit(SOURCE, {}))
+  codes, exponent, value, is_legal = candidate_codes.encode_groups(
+    function, weight, diagonal, upper, candidate_codes.inverses(diagonal), full=True
+  )
+  expected = gptq.reconstruct(weight, upper)
+  assert bool(is_legal.all())
+  assert (np.asarray(codes) != np.asarray(expected.codes)).mean() < 0.01
+  hessian = jnp.asarray(x.T @ x / 500, jnp.float32)
+  loss = lambda decoded: float(gptq.reconstruction_loss(weight, decoded, hessian))
+  assert loss(value) == pytest.approx(loss(expected.decoded), rel=0.02)
+  assert loss(value) < loss(gptq.round_to_nearest(weight).decoded)
+
+
+def test_a_hook_that_carries_errors_on_passes_every_draw_of_the_check():
+  """One turned code turns others of its row: a draw must not decide over the card."""
+  spec = SPECS["encode_weight"]
+  (traced,) = tracing.trace(card("gptq").edit(SOURCE, {}), [spec])
+  table = ArtifactTable(SPECS)
+  table.add("x", "encode_weight", traced.unit, traced.batched)
+  unit, batched = jax.jit(table.unit("x")), jax.jit(table.batched("x"))
+  for _ in range(25):
+    check_independence(unit, batched, spec)
+
+
+@pytest.mark.parametrize(
+  ("codes", "exponent", "expected"),
+  [(200, 0, False), (15, 0, True), (0, 5, False), (0, -5, False), (0, 4, True)],
+)
+def test_37_and_40_payloads_outside_the_contract_are_not_legal(
+  codes, exponent, expected
+):
+  x = jnp.ones((32, 1), jnp.float32)
+  own = mxfp4.block_exponent(x)
+  found = candidate_codes.legal(
+    jnp.full((32, 1), codes, jnp.uint8), own + jnp.int32(exponent), x
+  )
+  assert bool(found[0]) == expected
+
+
+def test_37_illegal_codes_end_as_a_contract_violation(bench):
+  code = (
+    "def encode_weight(block, curvature):\n"
+    "  return jnp.full(32, 200, jnp.uint8), block_exponent(block)\n"
+  )
+  source = mxjax.discovery.program.with_functions(SOURCE, code)
+  outcome = measure(bench, source)
+  assert outcome.status == Status.CONTRACT
+  assert "encode_weight" in outcome.detail
+  assert not outcome.values
+
+
+def test_44_a_map_without_an_inverse_is_a_contract_violation(bench):
+  code = "def transform(stats):\n  return jnp.ones((32, 32), jnp.float64)\n"
+  source = mxjax.discovery.program.with_functions(SOURCE, code)
+  source = mxjax.discovery.program.with_plan(source, {"transform": "measured"})
+  outcome = measure(bench, source)
+  assert outcome.status == Status.CONTRACT
+  assert not outcome.values
+  assert "condition number" in outcome.detail
+
+
+@pytest.mark.parametrize(
+  ("name", "code"),
+  [
+    ("transform", "def transform(stats):\n  return jnp.eye(64, dtype=jnp.float64)\n"),
+    (
+      "recover_value",
+      "def recover_value(stats):\n  return jnp.zeros(3, jnp.float64)\n",
+    ),
+    ("recover_mlp", "def recover_mlp(stats):\n  return jnp.zeros(4, jnp.float64)\n"),
+    (
+      "encode_act",
+      "def encode_act(block, gram, cross):\n"
+      "  return block.astype(jnp.bfloat16), jnp.int32(0)\n",
+    ),
+  ],
+)
+def test_38_and_44_more_than_the_interface_allows_is_refused(bench, name, code):
+  source = mxjax.discovery.program.with_functions(SOURCE, code)
+  traced = bench.trace(source)
+  assert traced.status == Status.REFUSED
+  assert name in traced.detail
+
+
+def test_the_phases_never_hold_each_others_data():
+  task = ptq.PtqTask(**OPTIONS)
+  fit, measure_ = task.open("fit"), task.open("measure")
+  assert not np.array_equal(task.tokens("fit")[:2], task.tokens("measure"))
+  assert not hasattr(fit, "_tokens")
+  assert not hasattr(measure_, "_calibration")
+
+
+def test_42_the_score_follows_the_text_and_not_the_program(initial):
+  other = ptq.PtqTask(**{**OPTIONS, "windows": [1, 32]})
+  outcome = measure(LocalBench(other), SOURCE)
+  assert outcome.values["log_ppl"] != initial.values["log_ppl"]
+
+
+def test_the_contract_names_weights_tokens_and_source():
+  one, two = (ptq.PtqTask(**{**OPTIONS, "model": f"random:{s}"}) for s in (0, 1))
+  assert one.contract["weights"] != two.contract["weights"]
+  other = ptq.PtqTask(**{**OPTIONS, "seed": 1})
+  assert other.contract["weights"] == one.contract["weights"]
+  with pytest.raises(ValueError, match="unknown options"):
+    ptq.PtqTask(modell="x")
+
+
+def test_there_are_as_many_decoys_as_useful_cards_and_all_are_admitted():
+  assert len(edit_templates.USEFUL) == len(edit_templates.DECOYS)
+  assert len({c.id for c in edit_templates.CARDS}) == len(edit_templates.CARDS)
+  for each in edit_templates.CARDS:
+    for params in each.params:
+      admit(each.edit(SOURCE, params), INTERFACE)
+
+
+def test_an_unknown_intervention_is_a_contract_error():
+  with pytest.raises(ContractError, match="unknown intervention"):
+    candidate.behaviours(Call({}, {}, {"kind": "magic"}))

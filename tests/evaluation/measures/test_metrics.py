@@ -1,0 +1,69 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax.evaluation.measures.operator_error import operator_error, operator_errors
+from mxjax.evaluation.measures.perplexity import perplexity, perturbed, window_losses
+from mxjax.layers.quantized_linear import linear
+from mxjax.models import CausalLM
+
+
+@pytest.fixture(scope="module")
+def setting(tiny_config):
+  model = CausalLM(dataclasses.replace(tiny_config, tie_embeddings=False))
+  params = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+  tokens = np.random.default_rng(0).integers(0, 61, (3, 40)).astype(np.int32)
+  calib = mxjax.Calibration(model, tokens)
+  return model, params, tokens, mxjax.quantize(params, calib, "rtn", check=False)
+
+
+def test_perplexity_equals_the_definition(setting):
+  model, params, tokens, _ = setting
+  logits = model.apply({"params": params}, jnp.asarray(tokens))
+  logp = np.asarray(jax.nn.log_softmax(logits, -1), np.float64)[:, :-1]
+  losses = -np.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0].mean(-1)
+  np.testing.assert_allclose(window_losses(model, params, tokens), losses, rtol=1e-5)
+  got = perplexity(model, params, tokens)
+  assert got.mean == pytest.approx(float(np.exp(losses.mean())), rel=1e-5)
+  assert got.spread == 0
+  assert got.windows == 3
+
+
+def test_replicates_perturb_the_embedding_only_slightly(setting):
+  model, params, tokens, quantized = setting
+  float_runs = perplexity(model, params, tokens, replicates=3)
+  assert float_runs.spread < 1e-3 * float_runs.mean
+  runs = perplexity(model, quantized, tokens, replicates=3)
+  assert len(runs.values) == 3
+  assert runs.mean == pytest.approx(np.mean(runs.values))
+  changed = np.asarray(perturbed(params, 1)["embed_tokens"]["weight"])
+  original = np.asarray(params["embed_tokens"]["weight"]).astype(np.float32)
+  relative = np.abs(changed - original).max() / np.abs(original).max()
+  assert 0 < relative < 1e-5
+
+
+def test_operator_error_equals_the_definition(setting):
+  model, params, tokens, quantized = setting
+  errors = operator_errors(model, params, quantized, tokens[:1])
+  assert len(errors) == 14
+  hidden = model.embed(params, jnp.asarray(tokens[:1]))
+  _, taps = model.layer_with_taps(params["layers_0"], hidden)
+  x = np.asarray(taps["gate_up_input"], np.float64)[0]
+  weight = np.asarray(params["layers_0"]["mlp"]["up_proj"]["weight"], np.float64)
+  leaf = quantized["layers_0"]["mlp"]["up_proj"]["weight"]
+  got = np.asarray(linear(taps["gate_up_input"], leaf), np.float64)[0]
+  exact = x @ weight.T
+  expected = ((got - exact) ** 2).sum() / (exact**2).sum()
+  assert errors["layers_0/mlp/up_proj"] == pytest.approx(expected, rel=1e-4)
+  mean = operator_error(model, params, quantized, tokens[:1])
+  assert mean == pytest.approx(np.mean(list(errors.values())))
+
+
+def test_windows_too_short_are_refused(setting):
+  model, params, _, _ = setting
+  with pytest.raises(ValueError, match="length >= 2"):
+    perplexity(model, params, np.zeros((2, 1), np.int32))

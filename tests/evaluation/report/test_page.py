@@ -1,0 +1,320 @@
+import copy
+import html.parser
+import json
+import math
+import re
+import xml.etree.ElementTree
+
+import pytest
+
+from mxjax.evaluation.report import page as report
+from mxjax.evaluation.report import svg
+
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+PATHS = ("self_attn/q_proj", "mlp/down_proj")
+
+
+class Page(html.parser.HTMLParser):
+  """Checks that elements close in order, and collects text and attributes."""
+
+  def __init__(self, source):
+    super().__init__()
+    self.open, self.words, self.attributes, self.tags = [], [], [], []
+    self.feed(source)
+    self.close()
+    assert self.open == []
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append(tag)
+    self.attributes += attrs
+    if tag not in VOID:
+      self.open.append(tag)
+
+  def handle_startendtag(self, tag, attrs):
+    self.tags.append(tag)
+    self.attributes += attrs
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_data(self, data):
+    self.words.append(data)
+
+  @property
+  def text(self):
+    return " ".join(self.words)
+
+
+def linear(layer, mapped):
+  record = {
+    "shape": [64, 64],
+    "map": "none",
+    "rounding": "nearest",
+    "edit_rate": 0.0,
+    "saturated_activations": 0.02,
+    "top_code_weights": 0.05,
+    "activation_exponents": {"-3": 10, "-1": 4},
+    "weight_exponents": {"-2": 7},
+  }
+  errors = [0.02 + 0.001 * layer] * 4
+  if mapped:
+    errors = [0.02, 0.01, 0.008, 0.005 + 0.001 * layer]
+    record |= {
+      "map": "BlockDense",
+      "rounding": "one-code",
+      "edit_rate": 0.9,
+      "balance_steps": [1.0, 0.5, 0.0, 1.0],
+      "interaction_norm": [0.03, 0.06],
+      "damping": 0.1 if layer == 1 else 0.009999999776482582,
+    }
+  names = ("rtn", "mapped_rtn", "mapped_nearest", "final")
+  return record | {f"error_{n}": e for n, e in zip(names, errors, strict=True)}
+
+
+def run(method="hires", layers=3, mapped=True):
+  recovery = {
+    "attention": {
+      "scale": [1.01, 0.99],
+      "offset": [1e-5, -2e-4],
+      "error_before": 0.006,
+      "error_after": 0.005,
+    },
+    "mlp": {
+      "alpha": -0.01,
+      "beta": 0.03,
+      "eta": 0.02,
+      "gate_deviation": 0.4,
+      "cells": 4,
+      "error_before": 0.012,
+      "error_after_linearized": 0.01,
+    },
+  }
+  linears = {
+    "codes": 500,
+    "scales": 60,
+    "maps": 40,
+    "rounding": 30,
+    "total": 630,
+    "weights": 1000,
+    "bits_per_weight": 5.04,
+  }
+  return {
+    "method": method,
+    "perplexity": {
+      "wikitext": {"mean": 21.5, "spread": 0.25, "values": [21.25, 21.75]}
+    },
+    "float_perplexity": {"wikitext": 18.75},
+    "operator_error": 0.0123 if mapped else None,
+    "size": {
+      "quantized_linears": linears,
+      "recovery": 20,
+      "other": 400,
+      "total": 1050,
+      "bf16_total": 2400,
+      "ratio": 2400 / 1050,
+    },
+    "record": {
+      "program": {"name": method, "recover": [], "options": {"damping": 0.01}},
+      "contract_hash": "c0ffee" * 10,
+      "calibration": {"fingerprint": "beef" * 16, "shape": [2, 256]},
+      "layers": [
+        {
+          "name": f"layers_{index}",
+          "linears": {path: linear(index, mapped) for path in PATHS},
+          "recovery": recovery if mapped else {},
+        }
+        for index in range(layers)
+      ],
+      "clock": {
+        "seconds": {"calibration": 1.5, "quantization": 300.0},
+        "peak_bytes": {"calibration": 2**30, "quantization": 3 * 2**29},
+      },
+      "sanity": {
+        "float_loss": 2.5,
+        "quantized_loss": 2.75,
+        "divergence": 0.0625,
+        "agreement": 0.875,
+        "tokens": 255,
+      }
+      if mapped
+      else None,
+    },
+  }
+
+
+def written(runs, tmp_path, **names):
+  names = {"title": "A title", "subtitle": "its line"} | names
+  path = report.write_report(tmp_path / "report.html", runs, **names)
+  return path.read_text(encoding="utf-8")
+
+
+def test_all_sections_and_numbers_are_there(tmp_path):
+  source = written([run()], tmp_path)
+  page = Page(source)
+  for expected in (
+    "A title",
+    "its line",
+    "Summary",
+    "Perplexity",
+    "21.5 ± 0.25",
+    "18.75",
+    "0.0123",
+    "1.025 KiB",
+    "2.344 KiB",
+    "2.29×",
+    "5.04",
+    "Final error by layer",
+    "Error by layer",
+    "q_proj",
+    "down_proj",
+    "native, nearest",
+    "mapped, final weights",
+    "Balance steps accepted",
+    "identity",
+    "Edit rate",
+    "Interaction norm",
+    "bound 1/8",
+    "Exponents of weight blocks",
+    "Exponents of activation blocks",
+    "Activations beyond the top code",
+    "Weights at the top code",
+    "Value scale a",
+    "Value offset b",
+    "Error of the value outputs",
+    "MLP coefficients",
+    "Error of the gated product",
+    "Damping",
+    "0.1 (not the default)",
+    "2 of 6 linears needed another damping",
+    "layers_1/mlp/down_proj",
+    "Time by stage",
+    "5 min",
+    "Peak memory",
+    "1.5 GiB",
+    "Sanity gate",
+    "2.75",
+    "87.5%",
+    "Provenance",
+    "c0ffee" * 10,
+    "beef" * 16,
+    "2 × 256",
+  ):
+    assert expected in page.text, expected
+  assert page.tags.count("svg") == 3 + 2 + 3 + 4 + 5 + 2
+
+
+def test_nothing_is_fetched(tmp_path):
+  source = written([run()], tmp_path)
+  page = Page(source)
+  assert not re.search(r"https?:|//\w|url\(|@import", source)
+  assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+  links = [value for key, value in page.attributes if key in ("href", "src")]
+  assert links and all(link.startswith("#") for link in links)
+  identifiers = {value for key, value in page.attributes if key == "id"}
+  assert {link[1:] for link in links} <= identifiers
+  assert "prefers-color-scheme: dark" in source
+
+
+def test_drawings_are_well_formed_and_hold_only_numbers(tmp_path):
+  source = written([run(), run("rtn", mapped=False)], tmp_path)
+  drawings = re.findall(r"<svg.*?</svg>", source, flags=re.DOTALL)
+  for drawing in drawings:
+    xml.etree.ElementTree.fromstring(drawing)
+    assert not re.search(r'="[^"]*(nan|inf)\b', drawing)
+
+
+def test_a_run_without_map_recovery_or_gate(tmp_path):
+  plain = run("rtn", mapped=False)
+  plain["size"] = None
+  page = Page(written([plain], tmp_path))
+  assert "The sanity gate was not run." in page.text
+  for absent in ("Recovery", "Damping", "Balance", "Interaction", "native, nearest"):
+    assert absent not in page.text, absent
+  assert "final weights and A4 rule" in page.text
+
+
+def test_everything_given_is_escaped(tmp_path):
+  evil = '<img src=x onerror="alert(1)">'
+  record = run(evil)
+  record["perplexity"] = {evil: record["perplexity"]["wikitext"]}
+  layer = record["record"]["layers"][0]
+  layer["name"] = evil
+  layer["linears"][evil] = linear(1, True) | {"map": evil, "rounding": evil}
+  record["record"]["calibration"]["fingerprint"] = evil
+  record["record"]["clock"]["seconds"][evil] = 1.0
+  failed = {"method": evil, "error": evil}
+  source = written([record, failed], tmp_path, title=evil, subtitle=evil)
+  assert "img" not in Page(source).tags
+
+
+def test_the_best_of_each_column_is_marked(tmp_path):
+  worse = run("rtn", mapped=False)
+  worse["perplexity"]["wikitext"]["mean"] = math.inf
+  source = written([worse, run()], tmp_path)
+  assert '<td class="best">21.5 ± 0.25</td>' not in source
+  worse["perplexity"]["wikitext"]["mean"] = 40.0
+  source = written([worse, run()], tmp_path)
+  assert '<td class="best">21.5 ± 0.25</td>' in source
+  assert "40 ± 0.25" in source
+
+
+def test_values_that_are_not_finite_are_written_not_drawn(tmp_path):
+  broken = run()
+  broken["perplexity"]["wikitext"]["mean"] = math.inf
+  broken["record"]["layers"][1]["linears"][PATHS[0]]["error_final"] = math.nan
+  page = Page(written([broken], tmp_path))
+  assert "∞" in page.text
+  assert "not finite" in page.text
+
+
+def test_a_method_that_failed_is_shown_with_its_sentence(tmp_path):
+  failed = {"method": "gptq", "error": "gptq: the Hessian is not positive definite"}
+  page = Page(written([run(), failed], tmp_path))
+  assert failed["error"] in page.text
+  assert Page(written([failed], tmp_path)).text.count(failed["error"]) == 1
+
+
+def test_the_report_survives_json_and_takes_a_folder(tmp_path):
+  runs = json.loads(json.dumps([run()]))
+  before = copy.deepcopy(runs)
+  path = report.write_report(tmp_path, runs, title="t", subtitle="s")
+  assert path == tmp_path / "report.html"
+  assert runs == before
+  assert list(tmp_path.iterdir()) == [path]
+
+
+def test_runs_that_cannot_be_shown_are_named(tmp_path):
+  with pytest.raises(ValueError, match="at least one run"):
+    report.write_report(tmp_path / "r.html", [], title="t", subtitle="s")
+  with pytest.raises(ValueError, match=r"run 0 \(rtn\) .* got no perplexity, record"):
+    report.write_report(
+      tmp_path / "r.html", [{"method": "rtn"}], title="t", subtitle="s"
+    )
+
+
+@pytest.mark.parametrize(
+  ("value", "expected"),
+  [(0, "0"), (12.3456, "12.35"), (0.00012, "1.2e-4"), (-3e7, "-3e7"), (1e-3, "0.001")],
+)
+def test_numbers_have_four_digits(value, expected):
+  assert svg.number(value) == expected
+
+
+@pytest.mark.parametrize(
+  ("value", "expected"),
+  [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536 * 2**20, "1.5 GiB")],
+)
+def test_sizes_use_binary_units(value, expected):
+  assert svg.size(value) == expected
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 17), (0.13, 0.14), (5, 5)])
+def test_ticks_are_round_and_inside(low, high):
+  ticks = svg.linear_ticks(low, high)
+  assert 1 <= len(ticks) <= 7
+  assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+
+
+def test_log_ticks_are_inside():
+  assert svg.log_ticks(1e-4, 1.0) == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
+  assert svg.log_ticks(0.012, 0.3) == pytest.approx([0.02, 0.05, 0.1, 0.2])

@@ -1,0 +1,94 @@
+"""The whole way on a small trained model: quantize, evaluate tasks, tables."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mxjax.evaluation import datasets
+from mxjax.evaluation.cli import parser
+from mxjax.evaluation.tasks import seven_tasks
+from mxjax.models.loading import embedded
+
+ITEMS, TASKS = 4, "winogrande,arc_easy,wikitext2"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+  try:
+    passages = datasets.embedded_text("test").split("\n\n")
+  except FileNotFoundError as error:
+    pytest.skip(str(error))
+  path = tmp_path_factory.mktemp("data") / "test.txt"
+  path.write_text("\n\n".join(passages[:20]))
+  return path
+
+
+def run(*arguments):
+  assert parser.main([str(argument) for argument in arguments]) == 0
+
+
+@pytest.fixture(scope="module")
+def evaluated(text, tmp_path_factory):
+  """Results of the float and the RTN model, and the folder of both."""
+  folder = tmp_path_factory.mktemp("runs")
+  source = embedded.trained_folder("llama")
+  sizes = ("--sequences", 2, "--length", 64, "--windows", 1, "--window-length", 64)
+  run("quantize", source, "--method", "rtn", "--out", folder / "rtn", *sizes)
+  tail = ("--tasks", TASKS, "--items", ITEMS, "--wikitext2", text)
+  tail += ("--task-windows", 2, "--window-length", 64)
+  run("evaluate", source, *tail, "--out", folder / "results/float")
+  run("evaluate", folder / "rtn", *tail, "--out", folder / "results/rtn")
+  read = lambda name: json.loads(
+    (folder / "results" / name / "evaluation.json").read_text()
+  )
+  return folder, read("float"), read("rtn")
+
+
+def test_results_say_what_was_measured_on_which_tokens(evaluated):
+  folder, exact, ours = evaluated
+  assert (exact["method"], exact["seed"]) == ("BF16", None)
+  assert (ours["method"], ours["seed"], ours["model"]) == ("rtn", 0, "llama")
+  assert list(exact["tasks"]) == ["wikitext2", "arc_easy", "winogrande"]
+  for name, task in exact["tasks"].items():
+    assert task["token_sha256"] == ours["tasks"][name]["token_sha256"]
+  assert exact["tasks"]["arc_easy"]["items"] == ITEMS
+  assert exact["tasks"]["arc_easy"]["official_items"] == 2376
+  assert 1 < exact["tasks"]["wikitext2"]["score"] < 400
+  assert ours["tasks"]["wikitext2"]["score"] != exact["tasks"]["wikitext2"]["score"]
+  assert ours["calibration"]["fingerprint"]
+
+
+def test_every_item_is_saved_and_gives_the_score(evaluated):
+  folder, exact, _ = evaluated
+  lines = (folder / "results/float/items/arc_easy.jsonl").read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  assert len(rows) == ITEMS
+  right = np.mean([row["prediction_norm"] == row["gold"] for row in rows])
+  assert exact["tasks"]["arc_easy"]["score"] == right
+  assert all(np.isfinite(row["log_likelihoods"]).all() for row in rows)
+
+
+def test_tables_of_these_results_leave_what_is_missing_empty(evaluated, capsys):
+  folder, _, _ = evaluated
+  run("tables", folder / "results")
+  printed = capsys.readouterr().out
+  assert "Complete results on llama" in printed
+  assert "arc_easy: first 4 of 2376" in printed
+  assert "Fit-7 across models" in printed
+  assert "| rtn |  |  |  |" in printed
+
+
+def test_mistakes_are_one_line(evaluated, tmp_path, capsys):
+  folder, _, _ = evaluated
+  for arguments, message in [
+    (["--tasks", "boolq"], "all or some of wikitext2"),
+    (["--tasks", "c4"], "pass a text, JSONL or .npy file"),
+    ([], "expected the folder of a quantized model"),
+  ]:
+    assert parser.main(["evaluate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+  assert seven_tasks.parse_names("piqa,c4") == ["c4", "piqa"]
+  assert len(seven_tasks.parse_names("all")) == 7

@@ -1,0 +1,128 @@
+import gguf as gguf_package
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax import models
+from mxjax.models.loading import gguf
+
+KINDS = {
+  "input_layernorm": "attn_norm",
+  "post_attention_layernorm": "ffn_norm",
+  "q_proj": "attn_q",
+  "k_proj": "attn_k",
+  "v_proj": "attn_v",
+  "o_proj": "attn_output",
+  "gate_proj": "ffn_gate",
+  "up_proj": "ffn_up",
+  "down_proj": "ffn_down",
+}
+GLOBALS = {
+  "model.embed_tokens.weight": "token_embd.weight",
+  "model.norm.weight": "output_norm.weight",
+  "lm_head.weight": "output.weight",
+}
+
+
+def permute(rows, heads):
+  """llama.cpp's convert_hf_to_gguf: halves of a head interleaved."""
+  halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+  return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def gguf_tensor(golden, name, value):
+  """Name and rows of a Hugging Face tensor as llama.cpp stores it."""
+  if name in GLOBALS:
+    return GLOBALS[name], value
+  parts = name.split(".")
+  kind = KINDS[parts[-2]]
+  heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(kind)
+  rows = permute(value, golden.config[heads]) if heads else value
+  return f"blk.{parts[2]}.{kind}.{parts[-1]}", rows
+
+
+def write(golden, path, architecture="llama", extra=()):
+  """Writes a golden model as an F32 GGUF file."""
+  config = golden.config
+  writer = gguf_package.GGUFWriter(path, architecture)
+  writer.add_block_count(config["num_hidden_layers"])
+  writer.add_context_length(config["max_position_embeddings"])
+  writer.add_embedding_length(config["hidden_size"])
+  writer.add_feed_forward_length(config["intermediate_size"])
+  writer.add_head_count(config["num_attention_heads"])
+  writer.add_head_count_kv(config["num_key_value_heads"])
+  writer.add_key_length(config["head_dim"])
+  writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+  writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+  writer.add_bos_token_id(config["bos_token_id"])
+  writer.add_eos_token_id(config["eos_token_id"])
+  tensors = [gguf_tensor(golden, *item) for item in golden.weights.items()]
+  for name, value in [*tensors, *extra]:
+    writer.add_tensor(name, np.ascontiguousarray(value))
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return path
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("columns", [(), (5,)])
+def test_unpermute_undoes_the_order_of_llama_cpp(heads, columns):
+  rows = np.arange(heads * 8 * int(np.prod(columns))).reshape(heads * 8, *columns)
+  stored = permute(rows, heads)
+  assert not np.array_equal(stored, rows)
+  np.testing.assert_array_equal(gguf.unpermute(stored, heads), rows)
+
+
+def test_a_gguf_file_equals_the_hf_folder(llama_golden, tmp_path):
+  rope = llama_golden.config["rope_parameters"]
+  if rope["rope_type"] != "default":
+    pytest.skip("GGUF files with rotary scaling are refused")
+  narrow = {k: v.astype(jnp.bfloat16) for k, v in llama_golden.weights.items()}
+  folder = llama_golden.save(tmp_path / "hf", narrow)
+  model, params = models.from_pretrained(write(llama_golden, tmp_path / "tiny.gguf"))
+  want_model, want = models.from_pretrained(folder)
+  assert model == want_model
+  assert jax.tree.structure(params) == jax.tree.structure(want)
+  jax.tree.map(np.testing.assert_array_equal, params, want)
+
+
+def test_other_architectures_and_scaling_are_refused_by_name(golden, tmp_path):
+  other = write(golden, tmp_path / "other.gguf", architecture="qwen2")
+  with pytest.raises(NotImplementedError, match="of llama, got qwen2"):
+    models.from_pretrained(other)
+  frequencies = ("rope_freqs.weight", np.ones(4, np.float32))
+  scaled = write(golden, tmp_path / "scaled.gguf", extra=[frequencies])
+  with pytest.raises(NotImplementedError, match="rotary scaling"):
+    models.from_pretrained(scaled)
+
+
+def test_an_unknown_tensor_is_named(golden, tmp_path):
+  extra = ("blk.0.ffn_gate_inp.weight", np.ones((2, 32), np.float32))
+  path = write(golden, tmp_path / "extra.gguf", extra=[extra])
+  with pytest.raises(ValueError, match="ffn_gate_inp.weight is unexpected"):
+    models.from_pretrained(path)
+
+
+@pytest.mark.parametrize("kept", [0.9, 0.02, 0.0])
+def test_a_truncated_file_is_one_sentence(golden, tmp_path, kept):
+  path = write(golden, tmp_path / "tiny.gguf")
+  data = path.read_bytes()
+  path.write_bytes(data[: int(kept * len(data))])
+  with pytest.raises(ValueError, match=r"tiny.gguf: expected a complete GGUF"):
+    models.from_pretrained(path)
+
+
+def test_the_embedded_model_predicts_text(gguf_path):
+  model, params = models.from_pretrained(gguf_path)
+  assert model.config.num_layers == 30
+  assert model.config.norm_eps == 1e-5
+  tokens = models.load_tokenizer(gguf_path).encode("The capital of France is")
+  hidden = model.embed(params, tokens[None])
+  layer = jax.jit(model.layer)
+  for index in range(model.num_layers):
+    hidden = layer(params[model.layer_name(index)], hidden)
+  best = int(model.logits(params, hidden)[0, -1].argmax())
+  assert models.load_tokenizer(gguf_path).decode([best]) == " Paris"

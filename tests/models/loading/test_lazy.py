@@ -1,0 +1,126 @@
+"""Params on disk: the same model, a layer at a time."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.flax import save_file
+
+from mxjax import methods, models
+from mxjax.calibration.calibration import Calibration
+from mxjax.models.loading import weights
+from mxjax.models.parameters import parameter_shapes
+from mxjax.running import pipeline
+from mxjax.storage import layer_store
+
+LAYERS = 10
+HF = {
+  "architectures": ["LlamaForCausalLM"],
+  "vocab_size": 61,
+  "hidden_size": 128,
+  "intermediate_size": 512,
+  "num_hidden_layers": LAYERS,
+  "num_attention_heads": 4,
+  "max_position_embeddings": 64,
+}
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, 16)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A checkpoint of one shard a layer, of about half a megabyte each."""
+  path = tmp_path_factory.mktemp("sharded")
+  (path / "config.json").write_text(json.dumps(HF))
+  rng = np.random.default_rng(1)
+  shards = {}
+  for where, shape in parameter_shapes(weights.read_config(path)).items():
+    file = f"model-{where[0]}.safetensors"
+    value = 1.0 + 0.0 * rng.random(shape)
+    if len(shape) > 1:
+      value = 0.05 * rng.standard_normal(shape)
+    name = weights.tensor_name(where)
+    shards.setdefault(file, {})[name] = jnp.asarray(value, jnp.bfloat16)
+  for file, tensors in shards.items():
+    save_file(tensors, path / file)
+  index = {name: file for file, tensors in shards.items() for name in tensors}
+  (path / weights.INDEX_FILE).write_text(json.dumps({"weight_map": index}))
+  return path
+
+
+def test_the_same_tree_whether_loaded_or_read_by_layer(folder):
+  model, params = models.from_pretrained(folder)
+  same_model, lazy = models.open_pretrained(folder)
+  assert model == same_model
+  assert list(lazy) == list(params)
+  jax.tree.map(np.testing.assert_array_equal, params, dict(lazy))
+  with pytest.raises(KeyError):
+    lazy["layers_99"]
+
+
+def test_nothing_is_read_until_a_key_is_asked_for(folder, tmp_path, monkeypatch):
+  read = []
+  plain = models.weights.SafetensorsFile.read
+  monkeypatch.setattr(
+    models.weights.SafetensorsFile,
+    "read",
+    lambda self, name: read.append(name) or plain(self, name),
+  )
+  _, lazy = models.open_pretrained(folder)
+  assert read == []
+  assert len(lazy) == LAYERS + 3
+  lazy["layers_4"]
+  assert len(read) == 9
+  assert all(name.startswith("model.layers.4.") for name in read)
+
+
+def test_a_nan_is_found_when_its_layer_is_read(golden, tmp_path):
+  stored = {name: value.copy() for name, value in golden.weights.items()}
+  stored["model.layers.1.mlp.up_proj.weight"][0, 0] = np.nan
+  _, lazy = models.open_pretrained(golden.save(tmp_path / "hf", stored))
+  lazy["layers_0"]
+  with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj.weight has 1 of"):
+    lazy["layers_1"]
+
+
+def live_bytes():
+  return sum(array.nbytes for array in jax.live_arrays())
+
+
+def peak_while_quantizing(model, params, store):
+  """Largest sum of live arrays at any step, above what lived before."""
+  before, sizes = live_bytes(), []
+  result = pipeline.quantize_with_record(
+    params,
+    Calibration(model, TOKENS),
+    methods.get("rtn"),
+    into=store,
+    on_progress=lambda now: sizes.append(live_bytes()),
+  )
+  return max(sizes) - before, result
+
+
+def test_a_run_holds_few_layers_however_many_there_are(folder, tmp_path):
+  model, lazy = models.open_pretrained(folder)
+  layer = sum(leaf.nbytes for leaf in jax.tree.leaves(lazy["layers_0"]))
+  on_disk, result = peak_while_quantizing(model, lazy, layer_store.LayerStore(tmp_path))
+  assert on_disk < 3 * layer < LAYERS * layer / 3
+  params = lazy.load()
+  in_memory, plain = peak_while_quantizing(model, params, None)
+  # The float model is not counted here, and yet the quantized layers pile up.
+  assert in_memory > on_disk + layer
+  for name in plain.params:
+    left, right = plain.params[name], result.params[name]
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def test_a_store_forgets_what_is_deleted(tmp_path):
+  store = layer_store.LayerStore(tmp_path)
+  store["norm"], store["layers_0"] = {"weight": jnp.ones(2)}, {"a": jnp.zeros(3)}
+  assert list(store) == ["norm", "layers_0"]
+  assert store["layers_0"]["a"].shape == (3,)
+  del store["layers_0"], store["norm"]
+  assert len(store) == 0
+  assert not list(tmp_path.iterdir())

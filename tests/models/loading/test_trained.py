@@ -1,0 +1,83 @@
+"""The committed small models: real text, real weights of several families."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.evaluation import datasets, study
+from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.models import families, from_pretrained, load_tokenizer
+from mxjax.models.loading import embedded
+
+LENGTH = 256
+
+
+def available(name):
+  try:
+    return embedded.trained_folder(name)
+  except FileNotFoundError:
+    return None
+
+
+TRAINED = [name for name in families.FAMILIES if available(name)]
+
+
+@pytest.fixture(scope="module", params=TRAINED)
+def trained(request):
+  """Family, model, params and unseen windows of the embedded text."""
+  folder = embedded.trained_folder(request.param)
+  tokenizer = load_tokenizer(folder)
+  load = lambda split, count: datasets.load_tokens(
+    None, tokenizer, count=count, length=LENGTH, split=split
+  )
+  try:
+    tokens = load("test", 8), load("calibration", 4)
+  except FileNotFoundError as error:
+    pytest.skip(str(error))
+  model, params = from_pretrained(folder)
+  return folder, model, params, *tokens
+
+
+def test_there_are_several_families():
+  assert {"llama", "qwen3"} <= set(TRAINED)
+
+
+def test_the_log_describes_the_model(trained):
+  folder, model, params, _, _ = trained
+  log = json.loads((folder / "training.json").read_text())
+  leaves = jax.tree.leaves(params)
+  assert log["parameters"] == sum(leaf.size for leaf in leaves)
+  assert {leaf.dtype for leaf in leaves} == {jnp.dtype("bfloat16")}
+  assert log["command"]["family"] == model.config.family == folder.name
+  losses = [loss for _, loss in log["losses"]]
+  assert losses[-1] < losses[0] - 2
+  assert log["test_perplexity"] < log["test_perplexity_of_unigrams"] / 3
+  widths = {leaf.shape[-1] for leaf in leaves if leaf.ndim == 2}
+  assert all(width % 32 == 0 for width in widths)
+
+
+def test_unseen_text_is_far_below_unigrams(trained):
+  folder, model, params, test, _ = trained
+  log = json.loads((folder / "training.json").read_text())
+  found = perplexity(model, params, test).mean
+  # The log ends passages with a token of their own; here blank lines join them.
+  assert found == pytest.approx(log["test_perplexity"], rel=0.35)
+  assert found < log["test_perplexity_of_unigrams"] / 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", ["llama", "olmo2"], indirect=True)
+def test_hires_is_below_rtn(trained):
+  """One model with pre-norm, one with post-norm; benchmarks/families.py has all."""
+  _, model, params, test, calibration = trained
+  subject = study.Subject(model, params, {"test": test})
+  rows, _ = study.compare(subject, calibration, ["rtn", "hires"])
+  rtn, hires = (row["perplexity"]["test"]["mean"] for row in rows)
+  exact = rows[0]["float_perplexity"]["test"]
+  assert exact < hires < rtn
+  assert hires - exact < 0.8 * (rtn - exact)
+  assert rows[1]["operator_error"] < 0.8 * rows[0]["operator_error"]
+  assert np.isfinite([rtn, hires]).all()

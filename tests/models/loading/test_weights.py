@@ -1,0 +1,148 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mxjax import models
+from mxjax.models.loading import weights
+
+LAYER = "model.layers.1."
+
+
+def flat(params):
+  """Leaves by dotted name."""
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  return {".".join(key.key for key in path): leaf for path, leaf in leaves}
+
+
+def save_shards(golden, folder):
+  """Splits a folder's weights over two files and an index."""
+  golden.save(folder)
+  (folder / "model.safetensors").unlink()
+  names = sorted(golden.weights)
+  shards = {
+    "model-00001-of-00002.safetensors": names[::2],
+    "model-00002-of-00002.safetensors": names[1::2],
+  }
+  for file, part in shards.items():
+    save_file({name: golden.weights[name] for name in part}, folder / file)
+  weight_map = {name: file for file, part in shards.items() for name in part}
+  index = {"metadata": {}, "weight_map": weight_map}
+  (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+  return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_every_dtype_is_read_as_stored(family_golden, tmp_path, dtype):
+  stored = {k: v.astype(jnp.dtype(dtype)) for k, v in family_golden.weights.items()}
+  _, params = models.from_pretrained(family_golden.save(tmp_path / "hf", stored))
+  leaves = flat(params)
+  assert len(leaves) == len(stored)
+  for name, value in stored.items():
+    leaf = leaves[".".join(weights.params_path(name))]
+    assert leaf.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(np.asarray(leaf), value)
+
+
+def test_shards_give_the_same_params_as_one_file(golden, tmp_path):
+  _, single = models.from_pretrained(golden.save(tmp_path / "single"))
+  _, sharded = models.from_pretrained(save_shards(golden, tmp_path / "sharded"))
+  assert jax.tree.structure(single) == jax.tree.structure(sharded)
+  jax.tree.map(np.testing.assert_array_equal, single, sharded)
+
+
+def test_a_missing_shard_is_named(golden, tmp_path):
+  folder = save_shards(golden, tmp_path / "hf")
+  (folder / "model-00002-of-00002.safetensors").unlink()
+  with pytest.raises(FileNotFoundError, match="all but model-00002-of-00002"):
+    models.from_pretrained(folder)
+
+
+def test_params_do_not_need_the_file_any_more(golden, tmp_path):
+  folder = golden.save(tmp_path / "hf")
+  model, params = models.from_pretrained(folder)
+  path = folder / "model.safetensors"
+  path.write_bytes(b"\0" * path.stat().st_size)
+  logits = model.apply({"params": params}, golden.tokens)
+  np.testing.assert_allclose(logits, golden.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("kept", [0.9, 0.01])
+def test_a_truncated_file_is_told_by_its_bytes(golden, tmp_path, kept):
+  path = golden.save(tmp_path / "hf") / "model.safetensors"
+  data = path.read_bytes()
+  size = int(kept * len(data))
+  path.write_bytes(data[:size])
+  header_end = 8 + int.from_bytes(data[:8], "little")
+  expected = len(data) if size >= header_end else header_end
+  message = rf"model.safetensors: expected {expected} bytes.*got {size}; .*download"
+  with pytest.raises(ValueError, match=message):
+    models.from_pretrained(path.parent)
+
+
+def test_a_file_of_another_format_is_refused(golden, tmp_path):
+  path = golden.save(tmp_path / "hf") / "model.safetensors"
+  path.write_bytes((4).to_bytes(8, "little") + b"\xff\xfe{]")
+  with pytest.raises(ValueError, match="JSON header"):
+    models.from_pretrained(path.parent)
+
+
+def test_every_tensor_out_of_place_is_named_once(golden, tmp_path):
+  stored = dict(golden.weights)
+  del stored[LAYER + "mlp.up_proj.weight"], stored["model.norm.weight"]
+  stored["model.extra.weight"] = np.zeros(3, np.float32)
+  stored[LAYER + "self_attn.k_proj.weight"] = np.zeros((4, 32), np.float32)
+  with pytest.raises(ValueError, match="expected the 21 tensors") as caught:
+    models.from_pretrained(golden.save(tmp_path / "hf", stored))
+  message = str(caught.value)
+  assert "layers_1.mlp.up_proj.weight is missing" in message
+  assert "norm.weight is missing" in message
+  assert "model.extra.weight is unexpected" in message
+  assert "k_proj.weight has shape [4, 32], not [16, 32]" in message
+
+
+def test_nan_and_inf_are_named_and_counted(golden, tmp_path):
+  stored = {name: value.copy() for name, value in golden.weights.items()}
+  stored[LAYER + "mlp.up_proj.weight"][3, 5:8] = np.nan
+  stored["model.norm.weight"][0] = -np.inf
+  message = r"up_proj.weight has 3 of 2048; model.norm.weight has 1 of 32; download"
+  with pytest.raises(ValueError, match=message):
+    models.from_pretrained(golden.save(tmp_path / "hf", stored))
+
+
+def test_a_foreign_dtype_is_named(golden, tmp_path):
+  stored = golden.weights | {"model.norm.weight": np.ones(32, np.int8)}
+  with pytest.raises(ValueError, match="model.norm.weight in BF16, F16, F32, got I8"):
+    models.from_pretrained(golden.save(tmp_path / "hf", stored))
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(golden, tmp_path):
+  buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+  models.from_pretrained(golden.save(tmp_path / "hf", golden.weights | buffer))
+
+
+def test_a_tied_head_may_be_stored_only_as_a_copy(golden, tmp_path):
+  embedding = golden.weights["model.embed_tokens.weight"]
+  copy = golden.weights | {"lm_head.weight": embedding}
+  folder = golden.save(tmp_path / "copy", copy, tie_word_embeddings=True)
+  assert "lm_head" not in models.from_pretrained(folder)[1]
+  folder = golden.save(tmp_path / "other", tie_word_embeddings=True)
+  with pytest.raises(ValueError, match="lm_head.weight to equal the embedding"):
+    models.from_pretrained(folder)
+
+
+def test_an_unknown_architecture_lists_the_supported_ones(golden, tmp_path):
+  folder = golden.save(tmp_path / "hf", architectures=["MambaForCausalLM"])
+  with pytest.raises(NotImplementedError, match="LlamaForCausalLM, .* got Mamba"):
+    models.from_pretrained(folder)
+
+
+def test_a_folder_without_files_says_what_it_needs(golden, tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"config\.json"):
+    models.from_pretrained(tmp_path)
+  (golden.save(tmp_path / "hf") / "model.safetensors").unlink()
+  with pytest.raises(FileNotFoundError, match="index"):
+    models.from_pretrained(tmp_path / "hf")

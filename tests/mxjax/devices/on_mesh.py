@@ -1,0 +1,163 @@
+"""What eight virtual devices make of the tiny model, a JSON line each: test_mesh.py.
+
+A process has as many CPU devices as it says before JAX starts, so this one is apart.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import sys
+import tempfile
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import mxjax
+from mxjax import methods
+from mxjax.devices import mesh as meshes
+from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.methods import recovery_fits
+from mxjax.models import CausalLM, ModelConfig
+from mxjax.running import pipeline
+from mxjax.storage import checkpoint
+
+EVALUATED_ON = ((4, 2), (1, 8))
+# Both recovery fits, and layers that depend on the quantized ones before.
+LIGHT = dataclasses.replace(
+  methods.RTN, name="light", recover=(recovery_fits.ATTENTION, recovery_fits.MLP)
+)
+UPSTREAM = dataclasses.replace(methods.GPTQ, name="upstream", upstream="quantized")
+
+
+def bits(params):
+  digest = hashlib.sha256()
+  leaves, structure = jax.tree.flatten(params)
+  digest.update(str(structure).encode())
+  for leaf in leaves:
+    digest.update(np.asarray(leaf).tobytes())
+  return digest.hexdigest()
+
+
+def device_bytes(params):
+  """Bytes of a pytree on every device, by id."""
+  held = {}
+  for leaf in jax.tree.leaves(params):
+    for shard in leaf.addressable_shards:
+      held[shard.device.id] = held.get(shard.device.id, 0) + shard.data.nbytes
+  return [held[i] for i in sorted(held)]
+
+
+def quantized(model, params, tokens):
+  """Digests of results by program: without a mesh, and on each."""
+  calib = mxjax.Calibration(model, tokens)
+
+  def digest(program, shape=None, chunk=1):
+    mesh = meshes.make(*shape) if shape else None
+    result = pipeline.quantize_with_record(
+      params, calib, program, check=False, mesh=mesh, chunk=chunk
+    )
+    assert result.record.mesh == meshes.describe(mesh)
+    return bits(result.params)
+
+  cases = (LIGHT, (8, 1)), (UPSTREAM, (1, 8)), (methods.HIRES_NEXT, (4, 2))
+  return {p.name: [digest(p), digest(p, shape)] for p, shape in cases}
+
+
+def resumed(model, params, tokens, folder):
+  """A run that stops on one mesh after a layer, and goes on with another."""
+  calib = mxjax.Calibration(model, tokens)
+  options = {"check": False, "run_dir": folder / "run"}
+  try:
+    mxjax.quantize(
+      params, calib, LIGHT, mesh=meshes.make(8, 1), stop=lambda: True, **options
+    )
+  except pipeline.Stopped:
+    pass
+  result = pipeline.quantize_with_record(
+    params, calib, LIGHT, mesh=meshes.make(2, 2), resume=True, **options
+  )
+  return {"bits": bits(result.params), "changed": result.record.resumed[0]["changed"]}
+
+
+def evaluated(model, params, windows):
+  """Relative distance of perplexities to those of one device, by mesh."""
+  alone = perplexity(model, params, windows).mean
+  on_mesh = lambda s: perplexity(model, params, windows, mesh=meshes.make(*s)).mean
+  return {str(shape): abs(on_mesh(shape) / alone - 1) for shape in EVALUATED_ON}
+
+
+def restored(params, model, folder):
+  """Bytes by device of a checkpoint on meshes of several sizes, and the digests."""
+  checkpoint.save_checkpoint(folder / "checkpoint", params, model.config)
+  found = {}
+  for size in (1, 2, 4, 8):
+    back, _ = checkpoint.restore_checkpoint(
+      folder / "checkpoint", mesh=meshes.make(1, size)
+    )
+    codes = back["layers_0"]["mlp"]["up_proj"]["weight"].weight.codes
+    found[size] = {
+      "bits": bits(back),
+      "bytes": device_bytes(back),
+      "rows": [shard.data.shape[0] for shard in codes.addressable_shards],
+    }
+  return found
+
+
+def ordered_sum():
+  """A sum in float32 whose result depends on the order, by `add_in_order`."""
+  mesh = meshes.make(4, 2)
+  parts = np.asarray([1e8, 1.0, -1e8, 1.0, 3e7, 1.0, -3e7, 1.0], np.float32)
+  shares, layout = meshes.share({"total": np.zeros((), np.float32)}, mesh)
+  add = jax.jit(
+    lambda shares, parts: meshes.call(
+      lambda _, shares, part: meshes.add_in_order(shares, {"total": part[0]}),
+      mesh,
+      None,
+      shares,
+      parts,
+    )
+  )
+  shares = add(shares, meshes.place(parts, mesh, P(meshes.AXES)))
+  expected = np.float32(0)
+  for part in parts:
+    expected = np.float32(expected + part)
+  pairwise = parts.reshape(4, 2).sum(1).reshape(2, 2).sum(1).sum()
+  return {
+    "got": float(meshes.collect(shares, layout, mesh)["total"]),
+    "expected": float(expected),
+    "other order": float(pairwise),
+  }
+
+
+def main():
+  jax.config.update("jax_numpy_dtype_promotion", "strict")
+  jax.config.update("jax_numpy_rank_promotion", "raise")
+  model = CausalLM(ModelConfig.from_dict(json.loads(sys.argv[1])))
+  params = model.init(jax.random.key(0), np.zeros((1, 4), np.int32))["params"]
+  rng = np.random.default_rng(1)
+  tokens = rng.integers(0, model.config.vocab_size, (8, 32)).astype(np.int32)
+  windows = rng.integers(0, model.config.vocab_size, (5, 32)).astype(np.int32)
+  once = mxjax.quantize(params, mxjax.Calibration(model, tokens), "rtn", check=False)
+  with tempfile.TemporaryDirectory() as scratch:
+    folder = pathlib.Path(scratch)
+    for name, facts in {
+      "ordered sum": ordered_sum,
+      "saved": lambda: {"bits": bits(once), "bytes": device_bytes(once)},
+      "restored": lambda: restored(once, model, folder),
+      "quantized perplexity": lambda: evaluated(model, once, windows),
+      "float perplexity": lambda: evaluated(model, params, windows),
+      "resumed": lambda: resumed(model, params, tokens, folder),
+      "quantized": lambda: quantized(model, params, tokens),
+    }.items():
+      print(json.dumps([name, facts()]), flush=True)
+
+
+if __name__ == "__main__":
+  main()

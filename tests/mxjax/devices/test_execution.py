@@ -1,0 +1,83 @@
+"""Functions of blocks called a few blocks at a time; room for large arrays."""
+
+import platform
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.devices import execution
+
+
+@pytest.mark.parametrize("blocks", [1, 48, 49, 100, 192])
+def test_blocks_in_parts_are_the_blocks(blocks):
+  seen = []
+
+  def both(x, y):
+    seen.append(x.shape[0])
+    return x + y, jax.nn.relu(x)
+
+  x = jnp.asarray(np.random.default_rng(0).standard_normal((blocks, 4)), jnp.float32)
+  added, positive = execution.by_blocks(both, x, 2 * x)
+  assert np.array_equal(added, 3 * x)
+  assert np.array_equal(positive, np.maximum(x, 0))
+  assert sum(seen) == blocks
+  assert max(seen) <= execution.BLOCKS_AT_ONCE
+  assert len(seen) == -(-blocks // execution.BLOCKS_AT_ONCE)
+
+
+FRAGMENTED = """
+import numpy as np
+from mxjax import execution
+assert execution.keep_freed_memory()
+resident = lambda: 4096 * int(open("/proc/self/statm").read().split()[1])
+pieces = [np.ones(1 << 20, np.uint8) for _ in range(400)]
+full = resident()
+# Every other piece stays: what is free lies between them.
+kept = pieces[::2]
+del pieces
+print(full - resident() > 100e6)
+print(execution.make_room(execution.LARGE_BYTES - 1), full - resident() > 100e6)
+print(execution.make_room(execution.LARGE_BYTES), full - resident() > 100e6)
+"""
+
+
+@pytest.mark.skipif(
+  platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's"
+)
+def test_freed_memory_goes_back_before_a_large_array_only():
+  done = subprocess.run(
+    [sys.executable, "-c", FRAGMENTED], capture_output=True, text=True, check=True
+  )
+  assert done.stdout.split() == ["False", "False", "False", "True", "True"]
+
+
+COMPILED = """
+import sys
+import jax, jax.numpy as jnp
+from jax import monitoring
+from mxjax import execution
+found = []
+monitoring.register_event_listener(lambda name, **_: found.append(name))
+execution.keep_compiled(sys.argv[1])
+x = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
+print(float(jax.jit(lambda x: (jnp.exp(x) @ x.T).sum())(x)))
+print(any(name.endswith("cache_hits") for name in found))
+print(any(name.endswith("cache_misses") for name in found))
+"""
+
+
+def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+  folder = tmp_path / "made" / "here"
+
+  def told():
+    words = [sys.executable, "-c", COMPILED, str(folder)]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+  first, second = told().split(), told().split()
+  assert first[0] == second[0]
+  assert first[1:] == ["False", "True"]
+  assert second[1:] == ["True", "False"]

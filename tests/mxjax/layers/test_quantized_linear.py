@@ -1,0 +1,259 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.audit import sizes
+from mxjax.layers import inference_packing
+from mxjax.layers.quantized_linear import (
+  QuantizedLinear,
+  linear,
+  linears,
+  map_rows,
+  take_rows,
+)
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization import one_code as code_refinement
+from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode, Unrounded
+from mxjax.numerics.shaping.input_maps import BlockDense, Hadamard
+from mxjax.pallas_kernels import mxfp4_decode
+from mxjax.pallas_kernels.refinement.fused_inputs import Normalized
+
+run = jax.jit(linear, static_argnames="implementation")
+
+
+def leaf(kind, features=64, outputs=48, seed=0):
+  """A quantized linear with one of the maps and roundings."""
+  rng = np.random.default_rng(seed)
+  weight = jnp.asarray(rng.standard_normal((outputs, features)), jnp.float32)
+  blocks = features // 32
+  matrix = np.linalg.qr(rng.standard_normal((blocks, 32, 32)))[0]
+  gram, cross = code_refinement.tables(
+    mxfp4.to_blocks(weight), mxfp4.round_blocks(mxfp4.to_blocks(weight))
+  )
+  one_code = OneCode(code_refinement.pack_symmetric(gram), cross)
+  input_map, rounding = {
+    "rtn": (None, Nearest()),
+    "brq": (Hadamard(32), Nearest()),
+    "wide": (Hadamard(64), Nearest()),
+    "signed": (Hadamard(32, jnp.asarray(rng.choice([-1, 1], 64), jnp.int8)), Nearest()),
+    "wush": (BlockDense(jnp.asarray(matrix, jnp.bfloat16)), Nearest()),
+    "hires": (BlockDense(jnp.asarray(matrix, jnp.float32)), one_code),
+  }[kind]
+  return QuantizedLinear(mxfp4.encode(weight), input_map, rounding)
+
+
+def draw(shape, dtype=jnp.float32):
+  x = jax.random.t(jax.random.key(1), 4.0, shape, jnp.float32)
+  return x.astype(dtype)
+
+
+@pytest.mark.parametrize("kind", ["rtn", "brq", "wide", "signed", "wush", "hires"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_kernels_compute_the_linear_of_the_reference(kind, dtype):
+  x, weight = draw((2, 5, 64), dtype), leaf(kind)
+  got = run(x, weight, implementation="interpret")
+  want = run(x, weight, implementation="xla")
+  assert got.dtype == dtype and got.shape == (2, 5, 48)
+  error = np.asarray(got, np.float64) - np.asarray(want, np.float64)
+  # One code may differ where a product differs in its last bit.
+  tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
+  norms = np.linalg.norm(error, axis=-1) / np.linalg.norm(want, axis=-1)
+  assert np.median(norms) <= tolerance
+  assert (norms <= 10 * tolerance).mean() > 0.85
+
+
+@pytest.mark.parametrize(
+  "kinds", [("hires", "hires"), ("hires", "rtn"), ("wide", "hires"), ("rtn",)]
+)
+def test_linears_of_one_input_are_those_of_one_each(kinds):
+  weights = [leaf(kind, outputs=32 * i + 8, seed=i) for i, kind in enumerate(kinds)]
+  weights[0] = dataclasses.replace(weights[0], gain=jnp.float32(2.0))
+  ones = jnp.ones(64, jnp.bfloat16)
+  x = Normalized(draw((3, 1, 64), jnp.bfloat16), ones, 1e-6)
+  for implementation in ("interpret", "xla"):
+    side_by_side = functools.partial(linears, implementation=implementation)
+    together = jax.jit(side_by_side)(x, weights)
+    for y, weight in zip(together, weights, strict=True):
+      alone = run(x, weight, implementation=implementation)
+      assert y.shape == (3, 1, weight.shape[0])
+      # The columns may be shared out otherwise: sums in another order, then rounded.
+      y, alone = (np.asarray(a, np.float32) for a in (y, alone))
+      np.testing.assert_allclose(y, alone, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("outputs", [1, 48])
+@pytest.mark.parametrize("rule", ["floor", "mx43"])
+def test_the_reference_sums_exact_products_in_float32(rule, outputs):
+  rules = mxfp4.Rules(scale_rule=rule)
+  rng = np.random.default_rng(2)
+  dense = jnp.asarray(rng.standard_normal((outputs, 96)), jnp.float32)
+  x = draw((40, 96))
+  decode = lambda packed: np.asarray(mxfp4.decode(packed, jnp.float32, rules), float)
+  weight = mxfp4.encode(dense, rules)
+  for rounding, operand in (
+    (Nearest(), decode(mxfp4.encode(x, rules))),
+    (Unrounded(), np.asarray(x, float)),
+  ):
+    leaf = QuantizedLinear(weight, None, rounding, rules=rules)
+    used = functools.partial(linear, weight=leaf)
+    want = operand @ decode(weight).T
+    scale = np.abs(operand) @ np.abs(decode(weight)).T
+    for ways in (
+      lambda x, used=used: used(x),
+      lambda x, used=used: jax.vmap(lambda row: used(row[None])[0])(x),
+      # XLA:CPU must not merge the transpose into the product: see `float32_sums`.
+      lambda x, used=used: used(x).T,
+      lambda x, used=used: jax.lax.map(used, x[None])[0],
+    ):
+      got = np.asarray(jax.jit(ways)(x))
+      got = got if got.shape == want.shape else got.T
+      assert np.abs(got - want).max() <= 1e-6 * scale.max()
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+def test_float8_products_are_asked_for_and_take_many_rows(rows):
+  x, weight = draw((rows, 64), jnp.bfloat16), leaf("hires")
+  chosen = inference_packing.compact({"w": weight}, tables=False, products="float8")[
+    "w"
+  ]
+  top = float(weight.weight.scales.max())
+  assert chosen.float8_unit == 2.0 ** (top - mxfp4.SCALE_BIAS - mxfp4_decode.TOP)
+  assert weight.float8_unit is None
+  doubled = map_rows(lambda a: jnp.concatenate([a, a]), lambda a: a, chosen)
+  assert doubled.float8_unit == chosen.float8_unit
+  assert doubled.shape == (96, 64)
+  back = inference_packing.compact({"w": chosen}, tables=False, products="bfloat16")[
+    "w"
+  ]
+  assert back.float8_unit is None
+  got = run(x, chosen, implementation="interpret")
+  want = run(x, weight, implementation="interpret")
+  text = run.lower(x, chosen, implementation="interpret").as_text()
+  assert ("f8E4M3FN" in text) == (rows == 300)
+  # The operands are the same; sums differ in order, and are rounded to bfloat16.
+  np.testing.assert_allclose(
+    got.astype(jnp.float32), want.astype(jnp.float32), rtol=2.0**-7, atol=2.0**-6
+  )
+
+
+def test_a_weight_that_float8_cannot_hold_is_named_and_left():
+  weight = leaf("rtn")
+  scales = weight.weight.scales.at[0, 0].set(weight.weight.scales.max() - 15)
+  wide = dataclasses.replace(weight, weight=mxfp4.MXTensor(weight.weight.codes, scales))
+  params = {"layer": {"q": {"weight": weight}, "k": {"weight": wide}}}
+  with pytest.warns(UserWarning, match="1 linears stay .*: layer/k/weight"):
+    layer = inference_packing.compact(params, products="float8")["layer"]
+  assert layer["q"]["weight"].float8_unit is not None
+  assert layer["k"]["weight"].float8_unit is None
+  with pytest.raises(ValueError, match="products must be None"):
+    inference_packing.compact(params, products="float16")
+
+
+def test_none_is_the_reference_without_a_gpu():
+  x, weight = draw((3, 64)), leaf("hires")
+  np.testing.assert_array_equal(run(x, weight), run(x, weight, implementation="xla"))
+
+
+def test_an_explicit_choice_never_falls_back():
+  x, weight = draw((3, 64)), leaf("rtn")
+  with pytest.raises(NotImplementedError, match="linear: .*need an NVIDIA GPU"):
+    linear(x, weight, implementation="pallas")
+  other = dataclasses.replace(weight, rules=mxfp4.Rules(scale_rule="even"))
+  with pytest.raises(NotImplementedError, match="paper's rules only"):
+    linear(x, other, implementation="interpret")
+  with pytest.raises(NotImplementedError, match="bfloat16 inputs, got float32"):
+    linear(x, weight.weight, implementation="interpret")
+
+
+def test_a_packed_weight_alone_is_used_as_it_is():
+  x, weight = draw((2, 3, 64), jnp.bfloat16), leaf("rtn").weight
+  want = (
+    np.asarray(x, np.float64)
+    @ np.asarray(mxfp4.decode(weight, jnp.float32), np.float64).T
+  )
+  for how in ("xla", "interpret"):
+    got = run(x, weight, implementation=how)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, 1e-2, 0.05)
+
+
+def test_rows_of_a_packed_table():
+  table = leaf("rtn").weight
+  index = jnp.asarray([[3, 47], [0, 48]], jnp.int32)
+  got = np.asarray(take_rows(table, index), np.float32)
+  want = np.asarray(mxfp4.decode(table, jnp.float32))
+  np.testing.assert_array_equal(got[0], want[[3, 47]])
+  np.testing.assert_array_equal(got[1, 0], want[0])
+  assert np.isnan(got[1, 1]).all()
+
+
+def test_compact_tables_keep_the_result_legal_and_close():
+  x, weight = draw((200, 64)), leaf("hires")
+  small = inference_packing.compact({"q_proj": {"weight": weight}})["q_proj"]["weight"]
+  assert small.rounding.gram.dtype == small.rounding.cross.dtype == jnp.bfloat16
+  assert small.input_map is weight.input_map and small.weight is weight.weight
+  got, want = run(x, small), run(x, weight)
+  same = (np.asarray(got) == np.asarray(want)).all(-1)
+  assert 0.5 < same.mean()
+  error = np.linalg.norm(got - want) / np.linalg.norm(want)
+  nearest = dataclasses.replace(weight, rounding=Nearest())
+  assert error < 0.5 * np.linalg.norm(run(x, nearest) - want) / np.linalg.norm(want)
+
+
+def test_compact_tables_keep_the_gain_of_refinement():
+  weight = leaf("hires", outputs=96)
+  small = inference_packing.compact({"w": weight})["w"]
+  gram, cross = weight.rounding.tables()
+  x = weight.input_map.apply(mxfp4.to_blocks(draw((300, 64))))
+
+  def objective(elements, exponent):
+    d = np.asarray(elements, np.float64) * np.exp2(exponent[:, None]) - np.asarray(x)
+    pulled = np.einsum("bij,bjn->bin", np.asarray(gram, np.float64), d)
+    mismatch = np.einsum("bij,bjn->bin", np.asarray(cross, np.float64), x)
+    return (d * (pulled - 2 * mismatch)).sum()
+
+  def gain(rounding):
+    refined = code_refinement.refine(x, *rounding.tables())
+    exponent = np.asarray(refined.exponent, np.float64)
+    before = objective(refined.nearest, exponent)
+    return before - objective(refined.elements, exponent)
+
+  assert gain(weight.rounding) > 0
+  assert gain(small.rounding) > 0.999 * gain(weight.rounding)
+
+
+def test_compact_packs_embedding_and_head_when_asked():
+  table = draw((96, 64), jnp.bfloat16)
+  params = {"embed_tokens": {"weight": table}, "norm": {"weight": table[0]}}
+  assert inference_packing.compact(params)["embed_tokens"]["weight"] is table
+  packed = inference_packing.compact(params, embeddings="mxfp4")
+  report = sizes.size_report(packed)
+  assert report["total"] == 96 * 64 * 17 // 32 + 128
+  assert report["bf16_total"] == 2 * (96 * 64 + 64)
+  again = inference_packing.compact(packed, embeddings="mxfp4")["embed_tokens"][
+    "weight"
+  ]
+  assert again is packed["embed_tokens"]["weight"]
+
+
+def test_a_byte_table_is_close_in_both_its_uses():
+  table, x = draw((96, 64), jnp.bfloat16), draw((5, 64))
+  params = inference_packing.compact(
+    {"embed_tokens": {"weight": table}}, embeddings="int8"
+  )
+  bytes_ = params["embed_tokens"]["weight"]
+  exact = np.asarray(table, np.float64)
+  half_step = np.abs(exact).max(1) / 254 * 1.001
+  index = jnp.asarray([95, 0, 7], jnp.int32)
+  rows = np.asarray(take_rows(bytes_, index), np.float64)
+  assert (np.abs(rows - exact[[95, 0, 7]]) <= half_step[[95, 0, 7], None]).all()
+  assert np.isnan(np.asarray(take_rows(bytes_, jnp.asarray([96], jnp.int32)))).all()
+  got, want = np.asarray(linear(x, bytes_)), np.asarray(x, np.float64) @ exact.T
+  bound = np.abs(np.asarray(x)).sum(1)[:, None] * half_step[None] + 1e-4
+  assert (np.abs(got - want) <= bound).all()
+  assert sizes.size_report(params)["total"] == 96 * 64 + 4 * 96
+  with pytest.raises(ValueError, match="'int8' or 'mxfp4', got 'int4'"):
+    inference_packing.compact(params, embeddings="int4")

@@ -1,0 +1,305 @@
+"""Every baseline on a tiny model: identities, legality, and the float function kept."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax import methods
+from mxjax.calibration import gradients, streams
+from mxjax.calibration.calibration import Calibration
+from mxjax.evaluation.measures.operator_error import operator_error
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods.baselines import focus, spinquant
+from mxjax.numerics import mxfp4
+from mxjax.numerics.contract import PAPER_CONTRACT, Contract
+from mxjax.numerics.realization.activation_quantizers import OneCode
+from mxjax.running import pipeline
+from mxjax.storage import checkpoint
+
+FAST = {
+  "gptq": "gptq:scales=static:order=activation",
+  "batquant": "batquant:steps=20",
+  "spinquant": "spinquant:steps=2:batch=2",
+  "focus": "focus:batch=2",
+}
+"""Options that make a method quick; its code path is the same."""
+
+
+SLOW = ("hires", "wush+r")
+"""Their legality is tested with the pipeline, and below through shared codes."""
+
+
+@pytest.fixture(scope="module")
+def calib(tiny_model, tiny_tokens):
+  return Calibration(tiny_model, tiny_tokens)
+
+
+@pytest.fixture(scope="module")
+def build(tiny_params, calib):
+  """Quantizes once for each method and rule; tests share the results."""
+  made = {}
+
+  def build(method, contract=PAPER_CONTRACT):
+    key = str(method), contract.rules
+    if key not in made:
+      made[key] = pipeline.quantize_with_record(
+        tiny_params, calib, methods.get(method), contract=contract, check=False
+      )
+    return made[key]
+
+  return build
+
+
+def leaves_of(params):
+  is_leaf = lambda node: isinstance(node, QuantizedLinear)
+  return [x for x in jax.tree.leaves(params, is_leaf=is_leaf) if is_leaf(x)]
+
+
+def assert_same_weights(left, right):
+  for a, b in zip(leaves_of(left.params), leaves_of(right.params), strict=True):
+    np.testing.assert_array_equal(a.weight.codes, b.weight.codes)
+    np.testing.assert_array_equal(a.weight.scales, b.weight.scales)
+
+
+@pytest.fixture(scope="module")
+def logits_of(tiny_model, tiny_tokens):
+  """Logits of params on one sequence, a jitted layer at a time."""
+
+  def logits_of(params):
+    hidden = streams.final_hidden(tiny_model, params, jnp.asarray(tiny_tokens[:1]))
+    return tiny_model.logits(streams.outer_params(params), hidden)
+
+  return logits_of
+
+
+@pytest.fixture(scope="module")
+def exact(logits_of, tiny_params):
+  return logits_of(tiny_params)
+
+
+@pytest.mark.parametrize("name", [n for n in methods.METHODS if n not in SLOW])
+def test_every_payload_is_legal_and_the_model_still_runs(
+  name, build, tiny_model, tiny_tokens, logits_of, exact
+):
+  result = build(FAST.get(name, name))
+  leaves = leaves_of(result.params)
+  assert len(leaves) == 14
+  for leaf in leaves:
+    mxfp4.check_legal(leaf.weight)
+  error = operator_error(tiny_model, result.reference, result.params, tiny_tokens)
+  assert 0 < error < 0.1
+  change = jnp.abs(logits_of(result.params) - exact).mean()
+  assert float(change) < float(jnp.abs(exact).mean())
+
+
+@pytest.mark.parametrize("name", ["wush", "torq", "batquant", "spinquant", "mr-gptq"])
+def test_what_is_saved_is_what_is_restored(name, build, tiny_config, tmp_path):
+  result = build(FAST.get(name, name))
+  folder = checkpoint.save_checkpoint(tmp_path / name, result.params, tiny_config)
+  restored, _ = checkpoint.restore_checkpoint(folder)
+  a, b = jax.tree.leaves(result.params), jax.tree.leaves(restored)
+  assert jax.tree.structure(result.params) == jax.tree.structure(restored)
+  for x, y in zip(a, b, strict=True):
+    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_methods_follow_the_rules_of_the_contract(build):
+  contract = Contract(rules=mxfp4.Rules(scale_rule="even"))
+  plain, other = build("wush").params, build("wush", contract).params
+  pairs = list(zip(leaves_of(plain), leaves_of(other), strict=True))
+  assert all(theirs.rules == contract.rules for _, theirs in pairs)
+  assert any(
+    (np.asarray(a.weight.scales) != np.asarray(b.weight.scales)).any() for a, b in pairs
+  )
+
+
+def test_brq_is_mr_gptq_of_32_with_fresh_scales(build):
+  assert_same_weights(build("brq"), build("mr-gptq:sizes=[32]:scales=fresh"))
+
+
+def test_mr_gptq_takes_the_first_size_that_divides_and_records_it(build):
+  linears = build("mr-gptq").record.layers[0]["linears"]
+  assert linears["self_attn/q_proj"]["hadamard_size"] == 64
+  assert linears["mlp/down_proj"]["hadamard_size"] == 32
+
+
+def test_batquant_at_the_identity_is_gptq(build):
+  untrained = build("batquant:steps=0:clip_logit=Infinity")
+  assert_same_weights(untrained, build("gptq"))
+  for leaf in leaves_of(untrained.params):
+    np.testing.assert_array_equal(leaf.rounding.high, 1.0)
+
+
+def test_batquant_learns(build):
+  # All sequences in every step: first and last loss are then of the same tokens.
+  linears = build("batquant:steps=80:batch=64").record.layers[0]["linears"]
+  losses = np.asarray([line["learning_losses"] for line in linears.values()])
+  assert (losses[:, 1] < losses[:, 0]).all()
+  assert losses[:, 1].mean() < 0.95 * losses[:, 0].mean()
+  assert all(1 < line["map_condition"] < 1e4 for line in linears.values())
+
+
+def test_focus_without_learning_is_rtn_with_rceil_weights(build, tiny_params):
+  unlearned = build("focus:epochs=0:divisor_logit=Infinity")
+  rules = mxfp4.Rules(scale_rule="rceil")
+  for layer in ("layers_0", "layers_1"):
+    weight = tiny_params[layer]["mlp"]["up_proj"]["weight"]
+    leaf = unlearned.params[layer]["mlp"]["up_proj"]["weight"]
+    expected = mxfp4.encode(weight, rules)
+    np.testing.assert_array_equal(leaf.weight.codes, expected.codes)
+    np.testing.assert_array_equal(leaf.weight.scales, expected.scales)
+
+
+def test_focus_distills(tiny_model, tiny_params, tiny_tokens):
+  """More epochs lower the divergence on the tokens it learns from."""
+  calib = Calibration(tiny_model, tiny_tokens[:2])
+  program = dataclasses.replace(focus.FOCUS, epochs=12, batch=2)
+  record = program.prepare(tiny_params, calib, PAPER_CONTRACT).record
+  assert record["steps"] == 12
+  assert min(record["losses"][6:]) < 0.95 * record["losses"][0]
+
+
+@pytest.fixture(scope="module")
+def biased(tiny_model):
+  """Float params with biases and gains, which rotations must carry along."""
+  config = dataclasses.replace(tiny_model.config, attention_bias=True, mlp_bias=True)
+  model = type(tiny_model)(config)
+  params = model.init(jax.random.key(1), jnp.zeros((1, 4), jnp.int32))["params"]
+  rng = np.random.default_rng(2)
+  draw = lambda a: jnp.asarray(0.2 * rng.standard_normal(a.shape), jnp.float32)
+  moved = lambda path, a: a + 1.0 if "norm" in jax.tree_util.keystr(path) else a
+  return model, jax.tree_util.tree_map_with_path(moved, jax.tree.map(draw, params))
+
+
+@pytest.mark.parametrize("has_r1", [True, False])
+def test_fused_rotations_keep_the_logits(biased, tiny_tokens, has_r1):
+  model, params = biased
+  rng = np.random.default_rng(3)
+  rotation = lambda n: np.linalg.qr(rng.standard_normal((n, n)))[0]
+  r1, r2 = rotation(64) if has_r1 else None, [rotation(16), rotation(16)]
+  fused = spinquant.rotate_model(model, params, r1, r2)
+  tokens = jnp.asarray(tiny_tokens)
+  exact, logits = (model.apply({"params": p}, tokens) for p in (params, fused))
+  error = jnp.sqrt(jnp.square(logits - exact).mean() / jnp.square(exact).mean())
+  assert float(error) < 1e-5
+  changed = fused["layers_0"]["self_attn"]["v_proj"]["weight"]
+  original = params["layers_0"]["self_attn"]["v_proj"]["weight"]
+  assert float(jnp.abs(changed - original).max()) > 0.1
+  # In pieces, as evaluation runs it.
+  hidden = model.embed(fused, tokens)
+  for index in range(2):
+    hidden = model.layer(fused[f"layers_{index}"], hidden)
+  np.testing.assert_allclose(model.logits(fused, hidden), logits, atol=1e-5)
+
+
+def test_post_norm_layers_get_no_residual_rotation(tiny_params):
+  layer = tiny_params["layers_0"]
+  assert spinquant.recipe(layer) == "R1 and R2"
+  post = {k: v for k, v in layer.items() if k != "input_layernorm"}
+  assert spinquant.recipe(post | {"post_feedforward_layernorm": 0}) == "R2 only"
+  sandwich = layer | {"post_feedforward_layernorm": 0}
+  assert spinquant.recipe(sandwich) == "R2 only"
+
+
+def test_spinquant_learns_orthogonal_rotations(tiny_model, tiny_params, tiny_tokens):
+  program = dataclasses.replace(spinquant.SPINQUANT, steps=12, batch=2)
+  calib = Calibration(tiny_model, tiny_tokens[:2])
+  prepared = program.prepare(tiny_params, calib, PAPER_CONTRACT)
+  losses = prepared.record["losses"]
+  assert np.mean(losses[-4:]) < np.mean(losses[:4])
+  tokens = jnp.asarray(tiny_tokens)
+  exact = tiny_model.apply({"params": tiny_params}, tokens)
+  logits = tiny_model.apply({"params": prepared.params}, tokens)
+  error = jnp.sqrt(jnp.square(logits - exact).mean() / jnp.square(exact).mean())
+  assert float(error) < 1e-4
+
+
+@pytest.mark.parametrize("which", ["spinquant", "focus"])
+def test_layerwise_gradients_are_those_of_the_whole_model(
+  which, tiny_model, tiny_params, tiny_tokens
+):
+  """Against jax.grad through all layers at once."""
+  params, ids = tiny_params, jnp.asarray(tiny_tokens[:1])
+  rules, targets = PAPER_CONTRACT.rules, PAPER_CONTRACT.targets
+  teacher = None
+  if which == "spinquant":
+    objective = spinquant._QuantizedLoss(rules, targets)
+    rng = np.random.default_rng(4)
+    rotation = lambda n: jnp.asarray(
+      np.linalg.qr(rng.standard_normal((n, n)))[0], jnp.float32
+    )
+    shared, own = rotation(64), [rotation(16), rotation(16)]
+  else:
+    objective = focus._Distillation(rules, 10)
+    layers = [params[f"layers_{i}"] for i in range(2)]
+    shared = None
+    own = [focus.FOCUS._initial(x, tiny_model, PAPER_CONTRACT) for x in layers]
+    teacher = jnp.asarray(
+      np.random.default_rng(5).standard_normal((1, 32, 64)), "float32"
+    )
+
+  def whole(shared, own):
+    hidden = objective.embed(tiny_model, shared, params, ids)
+    for index, learned in enumerate(own):
+      layer = params[f"layers_{index}"]
+      hidden = objective.layer(tiny_model, shared, learned, layer, hidden)
+    return objective.loss(tiny_model, shared, params, hidden, ids, teacher)
+
+  loss, expected = jax.value_and_grad(whole, argnums=(0, 1))(shared, own)
+  teachers = None if teacher is None else [teacher]
+  got = gradients.gradients(objective, tiny_model, params, shared, own, [ids], teachers)
+  assert got.loss == pytest.approx(float(loss), rel=1e-5)
+  for a, b in zip(
+    jax.tree.leaves((got.shared, got.own)), jax.tree.leaves(expected), strict=True
+  ):
+    scale = float(jnp.abs(b).max()) + 1e-12
+    np.testing.assert_allclose(a, b, atol=2e-3 * scale)
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("gptq:scales=stale", "cannot be 'stale'.*fresh, lagged, static"),
+    ("gptq:colour=red", "no option 'colour=red'; write one of damping"),
+    ("gptq:order=activation", "need scales='static'"),
+    ("batquant:steps=many", "its default is 160"),
+    ("hires:use_balance=0", "its default is True"),
+  ],
+)
+def test_a_wrong_option_is_explained(text, message):
+  with pytest.raises(ValueError, match=message):
+    methods.get(text)
+
+
+@pytest.mark.parametrize("name", list(methods.METHODS))
+def test_every_description_is_strict_json(name):
+  described = methods.get(name).describe()
+  assert json.loads(json.dumps(described, allow_nan=False))["name"] == name
+
+
+def test_options_in_a_name_reach_the_program():
+  program = methods.get("batquant:tokens=64:clip_logit=Infinity")
+  assert (program.tokens, program.clip_logit) == (64, math.inf)
+  assert methods.get("brq:sizes=[64,32]").sizes == (64, 32)
+
+
+def test_wush_and_its_refined_form_share_every_code(build):
+  refined = build("wush:rounding=full")
+  assert_same_weights(build("wush"), refined)
+  assert methods.WUSH_R.rounding == "full"
+  assert methods.WUSH_R.recover == methods.HIRES.recover
+  for leaf in leaves_of(refined.params):
+    assert isinstance(leaf.rounding, OneCode)
+
+
+def test_a_second_run_learns_the_same_bits(build, tiny_params, calib):
+  again = mxjax.quantize(tiny_params, calib, FAST["spinquant"], check=False)
+  first = build(FAST["spinquant"]).params
+  for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -1,0 +1,291 @@
+import fractions
+import functools
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.numerics import mxfp4, native, precision
+from mxjax.numerics.native import encode as native_encode
+
+F = fractions.Fraction
+GRID = [F(0), F(1, 2), F(1), F(3, 2), F(2), F(3), F(4), F(6)]
+RULES = [
+  mxfp4.Rules(scale_rule=scale, tie_rule=tie)
+  for scale in ("floor", "even", "rceil", "mx43")
+  for tie in ("away", "even")
+]
+
+
+def floor_log2(value):
+  """Exact floor(log2) of a positive rational."""
+  e = value.numerator.bit_length() - value.denominator.bit_length()
+  while F(2) ** e > value:
+    e -= 1
+  while F(2) ** (e + 1) <= value:
+    e += 1
+  return e
+
+
+def exact_block(values, rules):
+  """Codes, exponent and decode factor from the rule's sentence, in rationals."""
+  magnitudes = [F(abs(float(v))) for v in values]
+  largest = max(magnitudes)
+  if largest == 0:
+    exponent = -127
+  else:
+    e = floor_log2(largest)
+    mantissa = largest / F(2) ** e
+    exponent = {
+      "floor": e - 2,
+      "even": e - 1 if mantissa >= F(7, 4) else e - 2,
+      "rceil": e - 2 if mantissa <= F(3, 2) else e - 1,
+      "mx43": e,
+    }[rules.scale_rule]
+    exponent = min(max(exponent, -127), 127)
+  factor = F(2) ** exponent / (3 if rules.scale_rule == "mx43" else 1)
+  codes = []
+  for value, magnitude in zip(values, magnitudes, strict=True):
+    scaled = magnitude / factor
+    best = 0
+    for index in range(1, 8):
+      now, before = abs(GRID[index] - scaled), abs(GRID[best] - scaled)
+      tie_up = rules.tie_rule == "away" or index % 2 == 0
+      if now < before or (now == before and tie_up):
+        best = index
+    codes.append(best + (8 if math.copysign(1.0, value) < 0 else 0))
+  return codes, exponent, factor
+
+
+def adversarial_rows():
+  rng = np.random.default_rng(0)
+  rows = [rng.standard_normal(32) for _ in range(20)]
+  edges = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0, 0.5, 1, 1.5, 2, 3, 4]
+  edges += [e / 3 for e in edges]
+  for exponent in (-126, -125, -120, -30, -1, 0, 1, 77, 124, 125):
+    for top in (4.0, 7.0, 7.999, 6.0, 6.5):
+      row = []
+      for edge in edges[: 30 if exponent < 120 else 15]:
+        value = np.float32(math.ldexp(edge, exponent))
+        row += [value, np.nextafter(value, np.float32(0)), -value]
+        row += [np.nextafter(value, np.float32(np.inf))]
+      row = [v for v in row if abs(v) < top * 2.0**exponent]
+      row = (row + [0.0, -0.0] * 32)[: 31 * (len(row) // 31 + 1)]
+      for start in range(0, len(row) - 30, 31):
+        rows.append([*row[start : start + 31], math.ldexp(top, min(exponent, 125))])
+  for power in (*range(-149, 128, 3), 127):
+    value = np.float32(math.ldexp(1.0, power))
+    for top in (value, np.nextafter(value, np.float32(0))):
+      rows.append([top, *(top * np.float32(k / 40) for k in range(31))])
+  rows += [np.zeros(32), -np.zeros(32), np.full(32, 1e-45), np.full(32, -3.4e38)]
+  rows.append(np.float32(1e-45) * rng.integers(-100, 100, 32))
+  return np.asarray(rows, np.float64).astype(np.float32)
+
+
+ENCODERS = [(rules, "xla") for rules in RULES] + [
+  (rules, "native")
+  for rules in RULES
+  if rules.scale_rule != "mx43" and rules.tie_rule == "away"
+]
+
+
+@pytest.mark.parametrize(("rules", "implementation"), ENCODERS, ids=str)
+def test_encode_equals_exact_rationals(rules, implementation):
+  rows = adversarial_rows()
+  tensor = mxfp4.encode(rows, rules, implementation=implementation)
+  codes = np.asarray(mxfp4.unpack(tensor.codes))
+  decoded = np.asarray(mxfp4.decode(tensor, jnp.float32, rules))
+  for row, got, scale, values in zip(rows, codes, tensor.scales, decoded, strict=True):
+    expected, exponent, factor = exact_block(row, rules)
+    assert int(scale[0]) - 127 == exponent
+    assert got.tolist() == expected
+    representable = exponent <= 125  # 4 * 2^126 is beyond float32
+    if rules.scale_rule != "mx43" and representable:
+      exact = [GRID[c & 7] * factor * (-1 if c & 8 else 1) for c in expected]
+      assert [F(float(v)) for v in values] == exact
+      assert np.signbit(values).tolist() == [bool(c & 8) for c in expected]
+
+
+@hypothesis.given(
+  st.lists(
+    st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=32, max_size=32
+  )
+)
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_encode_equals_exact_rationals_on_any_finite_row(row):
+  tensor = mxfp4.encode(np.asarray(row, np.float32))
+  expected, exponent, _ = exact_block(row, mxfp4.PAPER_RULES)
+  assert np.asarray(mxfp4.unpack(tensor.codes)).tolist() == expected
+  assert int(tensor.scales[0]) == exponent + 127
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    "gauss",
+    "heavy",
+    "outlier",
+    "bf16",
+    "zeros",
+    "ties",
+    "pow2",
+    "range",
+    "denormal",
+    "denormal_ties",
+  ],
+)
+def test_golden_encodings(vectors, case):
+  tensor = mxfp4.encode(vectors[f"enc/{case}/x"])
+  np.testing.assert_array_equal(
+    mxfp4.unpack(tensor.codes), vectors[f"enc/{case}/codes"]
+  )
+  np.testing.assert_array_equal(tensor.scales, vectors[f"enc/{case}/exps"])
+  for dtype in (jnp.float32, jnp.bfloat16):
+    decoded = np.asarray(mxfp4.decode(tensor, dtype)).astype(np.float64)
+    expected = vectors[f"enc/{case}/decoded"]
+    np.testing.assert_array_equal(decoded, expected)
+    np.testing.assert_array_equal(np.signbit(decoded), np.signbit(expected))
+
+
+def test_golden_float64_clips_the_exponent_at_both_ends(vectors, float64):
+  tensor = mxfp4.encode(jnp.asarray(vectors["enc/wide/x_f64"]))
+  np.testing.assert_array_equal(mxfp4.unpack(tensor.codes), vectors["enc/wide/codes"])
+  np.testing.assert_array_equal(tensor.scales, vectors["enc/wide/exps"])
+
+
+def test_fake_quantizer_equals_decode_of_encode():
+  x = np.random.default_rng(1).standard_t(1.5, (40, 96)).astype(np.float32)
+  blocks = mxfp4.to_blocks(jnp.asarray(x))
+  for rules in RULES:
+    fake = mxfp4.from_blocks(mxfp4.round_blocks(blocks, rules))
+    real = mxfp4.decode(mxfp4.encode(x, rules), jnp.float32, rules)
+    if rules.scale_rule == "mx43":
+      np.testing.assert_allclose(fake, real, rtol=3e-7)
+    else:
+      np.testing.assert_array_equal(fake, real)
+
+
+def test_encode_of_decode_is_the_identity():
+  rng = np.random.default_rng(2)
+  codes = rng.integers(0, 16, (50, 64)).astype(np.uint8)
+  # A block without a code of 4 or more would have a smaller exponent.
+  codes[:, ::32] = 7
+  tensor = mxfp4.MXTensor(
+    mxfp4.pack(jnp.asarray(codes)),
+    jnp.asarray(rng.integers(3, 250, (50, 2)), jnp.uint8),
+  )
+  again = mxfp4.encode(mxfp4.decode(tensor, jnp.float32))
+  np.testing.assert_array_equal(again.codes, tensor.codes)
+  np.testing.assert_array_equal(again.scales, tensor.scales)
+
+
+def test_half_precision_inputs_are_exact():
+  x = np.random.default_rng(3).standard_normal((8, 64)).astype(np.float32)
+  for dtype in (jnp.bfloat16, jnp.float16):
+    half = jnp.asarray(x).astype(dtype)
+    got, expected = mxfp4.encode(half), mxfp4.encode(half.astype(jnp.float32))
+    np.testing.assert_array_equal(got.codes, expected.codes)
+
+
+@pytest.mark.parametrize(
+  "shape", [(1, 32), (37, 96), (3, 5, 64), (1021, 1056)], ids=str
+)
+def test_native_encode_has_the_bits_of_the_reference(shape):
+  # Any bits that are a finite float32: most blocks span the whole exponent range, so
+  # some get one exponent throughout.
+  rng = np.random.default_rng(len(shape))
+  bits = rng.integers(0, 2**32, shape, np.uint32)
+  narrow = rng.integers(0, 255, (*shape[:-1], shape[-1] // 32), np.uint32)
+  exponents = np.repeat(narrow << 23, 32, axis=-1)
+  bits = np.where(bits % 3 == 0, bits & 0x807FFFFF | exponents, bits)
+  x = np.where(bits >> 23 & 255 == 255, bits & 0x80FFFFFF, bits).view(np.float32)
+  for rule in ("floor", "even", "rceil"):
+    rules = mxfp4.Rules(scale_rule=rule)
+    got, expected = (
+      mxfp4.encode(x, rules, implementation=name) for name in ("native", "xla")
+    )
+    np.testing.assert_array_equal(got.codes, expected.codes)
+    np.testing.assert_array_equal(got.scales, expected.scales)
+
+
+def test_large_arrays_are_encoded_natively_unless_asked_otherwise(monkeypatch):
+  x = jnp.ones((native_encode.WORTH_IT // 64, 64), jnp.bfloat16)
+  calls = []
+  encode = native_encode.encode
+  monkeypatch.setattr(
+    native_encode, "encode", lambda *args: calls.append(args) or encode(*args)
+  )
+  mxfp4.encode(x)
+  mxfp4.encode(x[:-1])
+  mxfp4.encode(x, implementation="xla")
+  jax.jit(mxfp4.encode)(x)
+  assert len(calls) == 1
+
+
+def test_an_explicit_native_encode_never_falls_back(monkeypatch):
+  x = jnp.ones((2, 32))
+  encode = functools.partial(mxfp4.encode, implementation="native")
+  with pytest.raises(NotImplementedError, match="traced"):
+    jax.jit(encode)(x)
+  with pytest.raises(NotImplementedError, match="ties even"):
+    encode(x, mxfp4.Rules(tie_rule="even"))
+  with pytest.raises(ValueError, match="'cuda'"):
+    mxfp4.encode(x, implementation="cuda")
+  monkeypatch.setattr(native, "is_installed", lambda: False)
+  with pytest.raises(NotImplementedError, match="llvmlite"):
+    encode(x)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused_by_name(value):
+  x = np.ones((4, 64), np.float32)
+  x[2, 40] = value
+  kind = "1 NaN" if np.isnan(value) else "1 inf"
+  for implementation in ("xla", "native"):
+    with pytest.raises(ValueError, match=kind):
+      mxfp4.encode(x, implementation=implementation)
+  tensor = jax.jit(mxfp4.encode)(x)
+  assert int(tensor.scales[2, 1]) == mxfp4.NOT_FINITE
+  assert np.isnan(np.asarray(mxfp4.decode(tensor, jnp.float32))[2, 32:]).all()
+  blocks = mxfp4.round_blocks(mxfp4.to_blocks(jnp.asarray(x)))
+  assert np.isnan(np.asarray(mxfp4.from_blocks(blocks))[2, 32:]).all()
+  with pytest.raises(ValueError, match="255"):
+    mxfp4.check_legal(tensor)
+
+
+def test_a_width_that_is_not_a_multiple_of_32_is_refused():
+  with pytest.raises(ValueError, match="multiple of 32, got 33"):
+    mxfp4.encode(np.ones((2, 33), np.float32))
+  with pytest.raises(TypeError, match="int32"):
+    mxfp4.encode(np.ones((2, 32), np.int32))
+
+
+def test_a_damaged_payload_is_named():
+  tensor = mxfp4.encode(np.ones((4, 64), np.float32))
+  mxfp4.check_legal(tensor)
+  with pytest.raises(ValueError, match=r"\(4, 2\), got \(4, 1\)"):
+    mxfp4.check_legal(mxfp4.MXTensor(tensor.codes, tensor.scales[:, :1]))
+  with pytest.raises(TypeError, match="uint8 codes"):
+    mxfp4.check_legal(mxfp4.MXTensor(tensor.codes.astype(jnp.int32), tensor.scales))
+
+
+def test_the_even_column_is_the_low_nibble():
+  tensor = mxfp4.encode(np.array([[1.0, -6.0] + [0.0] * 30], np.float32))
+  assert int(tensor.codes[0, 0]) == 2 | (15 << 4)
+
+
+def test_tensor_passes_through_jit_vmap_and_tree_map():
+  x = np.random.default_rng(4).standard_normal((3, 5, 64)).astype(np.float32)
+  whole = mxfp4.encode(x)
+  mapped = jax.vmap(mxfp4.encode)(jnp.asarray(x))
+  jax.tree.map(np.testing.assert_array_equal, whole, mapped)
+  assert jax.tree.map(lambda a: a[0], whole).shape == (5, 64)
+
+
+def test_require_float64_names_the_caller():
+  with pytest.raises(TypeError, match="here: expected float64 operands, got float32"):
+    precision.require_float64("here", jnp.zeros(3, jnp.float32))

@@ -1,0 +1,221 @@
+"""Runs that die: at every durable event, by a disk that fails, by damage."""
+
+import dataclasses
+import errno
+import hashlib
+import os
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax import methods
+from mxjax.calibration.calibration import Calibration
+from mxjax.methods import recovery_fits
+from mxjax.methods.program import Prepared
+from mxjax.running import pipeline
+from mxjax.storage import atomic_io, journal
+
+# A stream of hidden states for each of three purposes, and little to compile.
+PROGRAM = dataclasses.replace(
+  methods.RTN, name="light", recover=(recovery_fits.ATTENTION, recovery_fits.MLP)
+)
+
+
+@pytest.fixture(scope="module")
+def calib(tiny_model, tiny_tokens):
+  return Calibration(tiny_model, tiny_tokens[:2])
+
+
+def run(params, calib, folder=None, program=PROGRAM, **options):
+  return pipeline.quantize_with_record(
+    params, calib, program, check=False, run_dir=folder, **options
+  )
+
+
+def bits(params):
+  leaves, structure = jax.tree.flatten(params)
+  digest = hashlib.sha256(str(structure).encode())
+  for leaf in leaves:
+    digest.update(np.asarray(leaf).tobytes())
+  return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_params, calib, tmp_path_factory):
+  """The result of a run that nothing happened to, and its folder."""
+  folder = tmp_path_factory.mktemp("undisturbed") / "run"
+  return run(tiny_params, calib, folder), folder
+
+
+class Recorder:
+  """Calls back at every durable event: what a SIGKILL there would leave is there."""
+
+  def __init__(self, monkeypatch, at_event):
+    self.names = []
+    for module, name in (
+      (os, "fsync"),
+      (os, "replace"),
+      (pathlib.Path, "unlink"),
+      (atomic_io, "write_parts"),
+      (journal.Journal, "append"),
+    ):
+      self._wrap(monkeypatch, module, name, at_event)
+
+  def _wrap(self, monkeypatch, module, name, at_event):
+    original = getattr(module, name)
+
+    def wrapped(*arguments, **keywords):
+      self._event(f"before {name}", at_event)
+      result = original(*arguments, **keywords)
+      self._event(f"after {name}", at_event)
+      return result
+
+    monkeypatch.setattr(module, name, wrapped)
+
+  def _event(self, name, at_event):
+    self.names.append(name)
+    at_event(len(self.names), name)
+
+
+def test_killed_at_every_durable_event(
+  tiny_params, calib, undisturbed, tmp_path, monkeypatch
+):
+  """The folder as it was at each event is resumed, to the same bits.
+
+  A killed process leaves exactly the writes that it had made, so a copy of the folder
+  at the event is what a SIGKILL there leaves.
+  """
+  folder, copies = tmp_path / "run", []
+
+  def copy(number, name):
+    place = tmp_path / f"{number:03d} {name}"
+    if folder.exists():
+      shutil.copytree(folder, place)
+      copies.append(place)
+
+  with monkeypatch.context() as patch:
+    Recorder(patch, copy)
+    result = run(tiny_params, calib, folder)
+  expected = bits(result.params)
+  assert expected == bits(undisturbed[0].params)
+  assert len(copies) > 60
+  seen, states = set(), set()
+  for place in copies:
+    events = journal.parse(place, (place / "journal.jsonl").read_bytes())[0]
+    finished = sum(one["event"] == "layer" for one in events)
+    state = {
+      p.relative_to(place).as_posix(): p.read_bytes()
+      for p in place.rglob("*")
+      if p.is_file()
+    }
+    key = hashlib.sha256(repr(sorted(state.items())).encode()).hexdigest()
+    if key in states:
+      continue
+    states.add(key)
+    worked = []
+    resumed = run(tiny_params, calib, place, resume=True, on_progress=worked.append)
+    assert bits(resumed.params) == expected, place.name
+    assert {p.layer for p in worked} == set(range(finished, 2)), place.name
+    assert resumed.record.layers == result.record.layers
+    for name in ("layers/layers_0.safetensors", "layers/layers_1.safetensors"):
+      assert (place / name).read_bytes() == (folder / name).read_bytes()
+    assert not list((place / "streams").iterdir())
+    seen.add(finished)
+  assert seen == {0, 1, 2} and len(states) > 15
+
+
+@pytest.mark.parametrize(("code", "step"), [(errno.ENOSPC, 13), (errno.EIO, 40)])
+def test_a_disk_that_fails_at_any_event(
+  tiny_params, calib, undisturbed, tmp_path, monkeypatch, code, step
+):
+  """Events in turn refuse; what is there goes on to the same bits."""
+  expected = bits(undisturbed[0].params)
+  with monkeypatch.context() as patch:
+    total = Recorder(patch, lambda *_: None)
+    run(tiny_params, calib, tmp_path / "count")
+  for at in range(3, len(total.names) - 3, step):
+    folder = tmp_path / f"run-{at}"
+
+    def refuse(number, name, at=at):
+      if number == at:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+      Recorder(patch, refuse)
+      with pytest.raises(OSError, match=os.strerror(code)) as caught:
+        run(tiny_params, calib, folder)
+    if code == errno.ENOSPC and caught.value.errno is None:
+      assert "make room, then go on with --resume" in str(caught.value)
+    again = run(tiny_params, calib, folder, resume=True)
+    assert bits(again.params) == expected
+
+
+def test_damage_is_refused_before_any_work(tiny_params, calib, undisturbed, tmp_path):
+  folder = tmp_path / "run"
+  with pytest.raises(pipeline.Stopped, match="stopped after layer 1 of 2"):
+    run(tiny_params, calib, folder, stop=lambda: True)
+  names = [p for p in folder.rglob("*") if p.is_file()]
+  assert len(names) == 5
+  for file in names:
+    data = file.read_bytes()
+    file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    worked = []
+    with pytest.raises(ValueError, match=file.name):
+      run(tiny_params, calib, folder, resume=True, on_progress=worked.append)
+    assert not worked
+    file.write_bytes(data)
+  again = run(tiny_params, calib, folder, resume=True, chunk=2)
+  assert bits(again.params) == bits(undisturbed[0].params)
+  assert [one["layer"] for one in again.record.resumed] == [1]
+
+
+def test_other_tokens_options_and_weights_are_refused(
+  tiny_params, calib, undisturbed, tiny_model, tiny_tokens
+):
+  folder = undisturbed[1]
+  other = Calibration(tiny_model, tiny_tokens[1:3])
+  with pytest.raises(ValueError, match="has calibration .*fingerprint"):
+    run(tiny_params, other, folder, resume=True)
+  program = dataclasses.replace(PROGRAM, recover=(recovery_fits.MLP,))
+  with pytest.raises(ValueError, match="has program .*light"):
+    run(tiny_params, calib, folder, program, resume=True)
+  weights = jax.tree.map(lambda a: a, tiny_params)
+  norm = weights["norm"]["weight"]
+  weights["norm"] = {"weight": norm.at[0].add(norm.dtype.type(1))}
+  with pytest.raises(ValueError, match="has weights"):
+    run(weights, calib, folder, resume=True)
+
+
+def test_what_was_prepared_is_not_prepared_again(tiny_params, calib, tmp_path):
+  calls = []
+
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class Rewrites(mxjax.Program):
+    def prepare(self, params, calib, contract):
+      calls.append(1)
+      new = {**params, "norm": {"weight": params["norm"]["weight"] * 2}}
+      return Prepared(new, {}, {"losses": [1.0]})
+
+  program = Rewrites(name="rewrites")
+  undisturbed = run(tiny_params, calib, None, program)
+  with pytest.raises(pipeline.Stopped):
+    run(tiny_params, calib, tmp_path / "run", program, stop=lambda: True)
+  again = run(tiny_params, calib, tmp_path / "run", program, resume=True)
+  assert len(calls) == 2
+  assert bits(again.params) == bits(undisturbed.params)
+  assert again.record.preparation == {"losses": [1.0]}
+
+
+def test_quantized_upstream_and_a_store_resume_too(tiny_params, calib, tmp_path):
+  program = dataclasses.replace(methods.RTN, upstream="quantized")
+  undisturbed = run(tiny_params, calib, None, program)
+  options = {"store": tmp_path / "store"}
+  for name, more in (("plain", {}), ("store", options), ("filled store", options)):
+    with pytest.raises(pipeline.Stopped):
+      run(tiny_params, calib, tmp_path / name, program, stop=lambda: True, **more)
+    again = run(tiny_params, calib, tmp_path / name, program, resume=True, **more)
+    assert bits(again.params) == bits(undisturbed.params)

@@ -1,0 +1,47 @@
+"""Our own state as safetensors, and folders that appear whole or not at all."""
+
+import pytest
+
+from mxjax import models
+from mxjax.models.loading import weights
+from mxjax.storage import export
+from mxjax.storage.export import compressed_tensors
+from tests.mxjax.storage.export.models import same, source
+
+
+def test_own_state_round_trip_is_bit_for_bit(hires, tiny_config, tmp_path):
+  out = export.write_state(
+    tmp_path / "out", source(hires, tiny_config), shard_bytes=50_000
+  )
+  assert (out / weights.INDEX_FILE).is_file()
+  params, state = export.read_state(out)
+  same(params, hires)
+  assert models.ModelConfig.from_dict(state["model_config"]) == tiny_config
+  assert state["digest"] == "ab"
+
+
+def test_a_changed_byte_of_own_state_is_named(rtn, tiny_config, tmp_path):
+  out = export.write_state(tmp_path / "out", source(rtn, tiny_config))
+  file = out / weights.SINGLE_FILE
+  data = bytearray(file.read_bytes())
+  data[-1] ^= 1
+  file.write_bytes(data)
+  with pytest.raises(ValueError, match=r"1 of \d+ arrays .*: \S+;"):
+    export.read_state(out)
+
+
+def test_nothing_is_overwritten_and_nothing_half_written_stays(
+  rtn, tiny_config, tmp_path, monkeypatch
+):
+  (tmp_path / "mine").mkdir()
+  (tmp_path / "mine" / "file").write_text("keep")
+  with pytest.raises(FileExistsError, match="never overwritten"):
+    export.write_state(tmp_path / "mine", source(rtn, tiny_config))
+
+  def fail(*arguments):
+    raise OSError("disk full")
+
+  monkeypatch.setattr(compressed_tensors, "write_manifest", fail)
+  with pytest.raises(OSError, match="disk full"):
+    export.write_compressed_tensors(tmp_path / "out", source(rtn, tiny_config))
+  assert [path.name for path in tmp_path.iterdir()] == ["mine"]

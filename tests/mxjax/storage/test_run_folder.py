@@ -1,0 +1,298 @@
+"""Journal, lock and run folder by themselves: nothing here runs a model."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization.activation_quantizers import Nearest
+from mxjax.storage import atomic_io, run_folder
+from mxjax.storage.journal import Journal
+from mxjax.storage.run_folder import RunFolder
+
+IDENTITY = {"program": {"name": "p", "options": [1, 2]}, "weights": "ab"}
+PLACE = {"jax": "1", "device": "cpu"}
+
+
+def layer(seed):
+  rng = np.random.default_rng(seed)
+  tensor = mxfp4.MXTensor(
+    jnp.asarray(rng.integers(0, 255, (4, 32)), jnp.uint8),
+    jnp.asarray(rng.integers(100, 130, (4, 2)), jnp.uint8),
+  )
+  leaf = QuantizedLinear(tensor, None, Nearest())
+  norm = jnp.asarray(rng.standard_normal(8), jnp.bfloat16)
+  return {"mlp": {"up_proj": {"weight": leaf}}, "norm": {"weight": norm}}
+
+
+def stream(seed):
+  rng = np.random.default_rng(seed)
+  rows = rng.standard_normal((5, 3, 4)).astype(np.float32)
+  return [jnp.asarray(rows[:2]), jnp.asarray(rows[2:4]), jnp.asarray(rows[4:])]
+
+
+def write(folder, index):
+  with_record = {"value": index / 3}
+  folder.write_layer(
+    f"layers_{index}",
+    layer(index),
+    with_record,
+    streams={"float": stream(index), "recovery0-mlp": stream(-index + 9)},
+    clock={"seconds": {"calibration": 1.5}, "peak_bytes": {}},
+  )
+
+
+def make(path, layers=2):
+  with RunFolder(path) as folder:
+    folder.begin(IDENTITY, PLACE)
+    for index in range(layers):
+      write(folder, index)
+  return path
+
+
+def tree_bytes(path):
+  files = sorted(p for p in path.rglob("*") if p.is_file())
+  return {p.relative_to(path).as_posix(): p.read_bytes() for p in files}
+
+
+def test_layers_and_streams_come_back_bit_for_bit(tmp_path):
+  make(tmp_path / "run")
+  with RunFolder(tmp_path / "run", resume=True) as folder:
+    assert [one["record"] for one in folder.finished] == [
+      {"value": 0.0},
+      {"value": 1 / 3},
+    ]
+    back = folder.read_layer(folder.finished[1])
+    expected = layer(1)
+    leaf, theirs = (t["mlp"]["up_proj"]["weight"] for t in (back, expected))
+    assert leaf.rules == theirs.rules and leaf.input_map is None
+    np.testing.assert_array_equal(leaf.weight.codes, theirs.weight.codes)
+    norm = np.asarray(back["norm"]["weight"])
+    assert norm.tobytes() == np.asarray(expected["norm"]["weight"]).tobytes()
+    held = folder.read_streams(4)
+    assert [len(part) for part in held["float"]] == [4, 1]
+    np.testing.assert_array_equal(
+      np.concatenate(held["recovery0-mlp"]), np.concatenate(stream(8))
+    )
+  # Only the hidden states that the next layer needs are kept.
+  assert sorted(p.name for p in (tmp_path / "run/streams").iterdir()) == [
+    "2-float.safetensors",
+    "2-recovery0-mlp.safetensors",
+  ]
+
+
+def test_files_are_safetensors_with_the_checksum_that_is_returned(tmp_path):
+  from safetensors.numpy import load_file
+
+  arrays = {"b": np.arange(3, dtype=np.int8), "a": np.float32([[1, 2]])}
+  arrays |= {"empty": np.zeros((0, 4), np.float32), "scalar": np.float64(3)}
+  digest = atomic_io.write_arrays(tmp_path / "x.safetensors", arrays)
+  assert digest == atomic_io.file_sha256(tmp_path / "x.safetensors")
+  back = load_file(tmp_path / "x.safetensors")
+  assert set(back) == set(arrays)
+  for name, array in arrays.items():
+    assert back[name].dtype == array.dtype and back[name].shape == array.shape
+    np.testing.assert_array_equal(back[name], array)
+  with pytest.raises(TypeError, match="c of .* is complex64"):
+    atomic_io.write_arrays(tmp_path / "y", {"c": np.complex64([1])})
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_every_damaged_file_is_named_and_none_is_used(tmp_path, damage):
+  path = make(tmp_path / "run")
+  before = tree_bytes(path)
+  assert len(before) == 5
+  for name, data in before.items():
+    file, middle = path / name, len(data) // 2
+    if damage == "flip":
+      file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    elif name == "journal.jsonl":
+      continue
+    elif damage == "truncate":
+      file.write_bytes(data[:-1])
+    else:
+      file.unlink()
+    says = "journal: line . of .*journal.jsonl" if "journal" in name else f"{name} "
+    with pytest.raises(ValueError, match=says):
+      RunFolder(path, resume=True)
+    file.write_bytes(data)
+    assert tree_bytes(path) == before
+  RunFolder(path, resume=True).close()
+
+
+def test_each_flipped_byte_of_the_journal_is_noticed(tmp_path):
+  """All but the last line break are of a complete line, whose chain then fails."""
+  path = make(tmp_path / "run", layers=1) / "journal.jsonl"
+  data = path.read_bytes()
+  for position in range(0, len(data) - 1, 7):
+    flipped = bytes([data[position] ^ 4])
+    path.write_bytes(data[:position] + flipped + data[position + 1 :])
+    with pytest.raises(ValueError, match="journal: line"):
+      Journal(path)
+
+
+def test_lines_taken_out_or_exchanged_are_noticed(tmp_path):
+  path = make(tmp_path / "run") / "journal.jsonl"
+  lines = path.read_bytes().splitlines(keepends=True)
+  for wrong in ([lines[0], lines[2]], [lines[1], lines[0], lines[2]], lines[1:]):
+    path.write_bytes(b"".join(wrong))
+    with pytest.raises(ValueError, match="journal: line"):
+      Journal(path)
+
+
+def test_a_torn_last_line_is_dropped_and_said(tmp_path):
+  path = make(tmp_path / "run", layers=1)
+  whole = (path / "journal.jsonl").read_bytes()
+  for kept in (1, 40, 90, 300):
+    with RunFolder(path, resume=True) as folder:
+      write(folder, 1)
+    line = (path / "journal.jsonl").read_bytes()[len(whole) :]
+    # The state before the line: its streams were removed only after it was written.
+    make(tmp_path / str(kept), layers=1)
+    for file in (tmp_path / str(kept) / "streams").iterdir():
+      os.replace(file, path / "streams" / file.name)
+    (path / "journal.jsonl").write_bytes(whole + line[:kept])
+    with RunFolder(path, resume=True) as folder:
+      assert len(folder.finished) == 1
+      assert f"journal.jsonl: {kept} bytes of a last line" in folder.discarded
+      assert "layers/layers_1.safetensors" in folder.discarded
+      assert "streams/2-float.safetensors" in folder.discarded
+    assert (path / "journal.jsonl").read_bytes() == whole
+
+
+def test_leftovers_are_removed_and_said(tmp_path):
+  path = make(tmp_path / "run", layers=1)
+  (path / "layers/layers_1.safetensors.partial").write_bytes(b"half")
+  (path / "scratch-x").mkdir()
+  (path / "scratch-x/file").write_bytes(b"x")
+  with RunFolder(path, resume=True) as folder:
+    resumed = folder.begin(IDENTITY, PLACE)
+  left = ["scratch-x/", "layers/layers_1.safetensors.partial"]
+  assert resumed == [{"layer": 1, "discarded": left, "changed": {}}]
+  assert not (path / "scratch-x").exists()
+
+
+def test_another_run_is_refused_with_what_differs(tmp_path):
+  path = make(tmp_path / "run")
+  other = IDENTITY | {"weights": "cd", "program": {"name": "q"}}
+  with RunFolder(path, resume=True) as folder:
+    with pytest.raises(ValueError) as caught:
+      folder.begin(other, PLACE)
+  assert 'weights "ab", not "cd"' in str(caught.value)
+  assert 'program {"name": "p"' in str(caught.value)
+
+
+def test_a_changed_environment_is_shown(tmp_path):
+  path = make(tmp_path / "run")
+  with RunFolder(path, resume=True) as folder:
+    (entry,) = folder.begin(IDENTITY, PLACE | {"jax": "2"})
+  assert entry["changed"] == {"jax": ["1", "2"]}
+
+
+def test_without_resume_a_run_is_left_alone(tmp_path):
+  path = make(tmp_path / "run")
+  before = tree_bytes(path)
+  with pytest.raises(FileExistsError, match="never overwritten"):
+    RunFolder(path)
+  assert tree_bytes(path) == before
+
+
+def test_resume_of_nothing_starts_and_of_something_else_does_not(tmp_path):
+  with RunFolder(tmp_path / "new", resume=True) as folder:
+    assert folder.begin(IDENTITY, PLACE) == []
+  (tmp_path / "other").mkdir()
+  (tmp_path / "other/mine").write_text("x")
+  with pytest.raises(FileExistsError, match="never overwritten"):
+    RunFolder(tmp_path / "other", resume=True)
+  assert (tmp_path / "other/mine").read_text() == "x"
+
+
+def test_what_was_prepared_comes_back(tmp_path):
+  learned = {"layers_0/mlp/up_proj": jnp.float32([1, 2]), "layers_1/a/b": None}
+  params = {
+    "layers_0": {"w": jnp.ones((2, 2), jnp.bfloat16)},
+    "norm": {"w": jnp.ones(2)},
+  }
+  with RunFolder(tmp_path / "run") as folder:
+    folder.begin(IDENTITY, PLACE)
+    assert folder.read_prepared() is None
+    folder.write_prepared(params, learned, {"losses": [0.5]})
+  with RunFolder(tmp_path / "run", resume=True) as folder:
+    back = folder.read_prepared()
+  assert back.record == {"losses": [0.5]} and back.learned["layers_1/a/b"] is None
+  np.testing.assert_array_equal(back.learned["layers_0/mlp/up_proj"], [1, 2])
+  assert list(back.params) == ["layers_0", "norm"]
+  assert back.params["layers_0"]["w"].dtype == jnp.bfloat16
+
+
+def test_a_second_process_is_refused(tmp_path):
+  path = tmp_path / "run"
+  program = (
+    "import sys, fcntl\n"
+    "file = open(sys.argv[1], 'ab')\n"
+    "try:\n  fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+    "except BlockingIOError:\n  print('refused')\n"
+  )
+  command = [sys.executable, "-c", program, str(path / "journal.jsonl")]
+  with RunFolder(path) as folder:
+    folder.begin(IDENTITY, PLACE)
+    with pytest.raises(BlockingIOError, match="another process is at work in"):
+      RunFolder(path, resume=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "refused\n"
+  done = subprocess.run(command, capture_output=True, text=True, check=True)
+  assert done.stdout == ""
+
+
+def test_a_file_larger_than_the_system_takes_leaves_the_state_before(tmp_path):
+  """The kernel itself refuses the bytes, as a full disk does."""
+  path = make(tmp_path / "run", layers=1)
+  before = tree_bytes(path)
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  for size in (200, len(before["journal.jsonl"]) + 90):
+    folder = RunFolder(path, resume=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+      with pytest.raises(OSError, match="cannot take more .*make room.*--resume"):
+        write(folder, 1)
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+      folder.close()
+    with RunFolder(path, resume=True) as folder:
+      assert folder.discarded
+    assert tree_bytes(path) == before
+  with RunFolder(path, resume=True) as folder:
+    write(folder, 1)
+  assert tree_bytes(path) == tree_bytes(make(tmp_path / "undisturbed"))
+
+
+def test_a_journal_line_that_finds_no_room_is_taken_back(tmp_path):
+  journal = Journal(tmp_path / "journal.jsonl")
+  journal.append("start")
+  size = (tmp_path / "journal.jsonl").stat().st_size
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size + 60, limits[1]))
+  try:
+    with pytest.raises(OSError):
+      journal.append("layer", text="x" * 100)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  journal.append("layer", text="y")
+  journal.close()
+  again = Journal(tmp_path / "journal.jsonl")
+  again.close()
+  events = again.events
+  assert [one["event"] for one in events] == ["start", "layer"]
+  assert json.dumps(events[1]) == '{"event": "layer", "text": "y"}'
+
+
+def test_flatten_names_leaves_by_path():
+  flat = run_folder.flatten({"a": {"b": jnp.ones(2)}})
+  assert list(flat) == ["a/b"]

@@ -1,0 +1,246 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.models import functional
+from mxjax.pallas_kernels.attention import cached_attention
+from mxjax.pallas_kernels.attention.cached_attention import Tile
+from mxjax.pallas_kernels.refinement import fused_inputs, one_code
+
+
+@functools.partial(jax.jit, static_argnames=("window", "implementation"))
+def cached(queries, keys, values, start, *, window=None, implementation=None):
+  """Outputs over `keys` and `values` of all positions, and the cache after it.
+
+  The new tokens are taken from where they belong; the cache holds other values there.
+  """
+  new = queries.shape[1]
+  newest = [jax.lax.dynamic_slice_in_dim(a, start, new, axis=1) for a in (keys, values)]
+  past = [
+    jax.lax.dynamic_update_slice_in_dim(a, jnp.full_like(part, 7), start, axis=1)
+    for a, part in zip((keys, values), newest, strict=True)
+  ]
+  outputs, filled = functional.cached_attention(
+    queries,
+    *newest,
+    tuple(past),
+    start,
+    window=window,
+    implementation=implementation,
+  )
+  return fused_inputs.as_array(outputs), filled
+
+
+@functools.partial(jax.jit, static_argnames="tile")
+def launch(queries, keys, values, start, tile):
+  """Outputs of the kernel cut so, with what `cached` gives it."""
+  new = [
+    jax.lax.dynamic_slice_in_dim(a, start, queries.shape[1], axis=1)
+    for a in (keys, values)
+  ]
+  arguments = queries, *new, (keys, values), start
+  return cached_attention.launch(*arguments, tile=tile, interpret=True)[0].array()
+
+
+def problem(batch, new, heads, kv_heads, positions, head_dim, dtype, seed=0):
+  """Queries long enough that weights differ by orders of magnitude."""
+  rng = np.random.default_rng(seed)
+  draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  queries = 3 * draw(batch, new, heads, head_dim)
+  past = [draw(batch, positions, kv_heads, head_dim) for _ in range(2)]
+  return [jnp.asarray(a).astype(dtype) for a in (queries, *past)]
+
+
+def fill_unseen(arrays, start, window, value):
+  """Keys and values with `value` where no query sees them."""
+  queries, *past = arrays
+  position = np.arange(past[0].shape[1])
+  is_unseen = position >= start + queries.shape[1]
+  if window is not None:
+    is_unseen |= position <= start - window
+  where = is_unseen[None, :, None, None]
+  return [queries, *(jnp.where(where, jnp.asarray(value, a.dtype), a) for a in past)]
+
+
+def exact(queries, keys, values, start, window=None):
+  """The definition in float64, head by head."""
+  queries, keys, values = (
+    np.asarray(a.astype(jnp.float32), np.float64) for a in (queries, keys, values)
+  )
+  batch, new, heads, head_dim = queries.shape
+  group = heads // keys.shape[2]
+  result = np.zeros((batch, new, heads, head_dim))
+  for b, t, h in np.ndindex(batch, new, heads):
+    stop = start + t + 1
+    seen = slice(0 if window is None else max(0, stop - window), stop)
+    scores = keys[b, seen, h // group] @ queries[b, t, h] * head_dim**-0.5
+    weights = np.exp(scores - scores.max())
+    result[b, t, h] = weights @ values[b, seen, h // group] / weights.sum()
+  return result.reshape(batch, new, -1)
+
+
+def error(got, want):
+  """The largest error in units of the largest output."""
+  got, want = (np.asarray(a.astype(np.float32), np.float64) for a in (got, want))
+  return np.abs(got - want).max() / np.abs(want).max()
+
+
+@pytest.mark.parametrize(
+  ("new", "heads", "kv_heads", "positions", "head_dim", "window", "dtype"),
+  [
+    (1, 8, 2, 150, 32, None, "float32"),
+    (3, 6, 2, 37, 16, 7, "float32"),
+    (3, 2, 2, 33, 64, None, "float32"),
+    (1, 8, 2, 150, 32, None, "bfloat16"),
+    (3, 2, 2, 128, 128, 20, "bfloat16"),
+  ],
+)
+def test_the_kernel_equals_the_reference_wherever_the_tokens_are(
+  new, heads, kv_heads, positions, head_dim, window, dtype
+):
+  arrays = problem(2, new, heads, kv_heads, positions, head_dim, dtype)
+  for start in (0, positions // 2, positions - new):
+    zeros = fill_unseen(arrays, start, window, 0.0)
+    garbage = fill_unseen(arrays, start, window, np.nan)
+    start = jnp.asarray(start, jnp.int32)
+    options = {"window": window, "implementation": "interpret"}
+    got, filled = cached(*garbage, start, **options)
+    want, _ = cached(*zeros, start, window=window, implementation="xla")
+    assert got.shape == (2, new, heads * head_dim) and got.dtype == dtype
+    # The reference's weights are rounded at another maximum.
+    assert error(got, want) <= (1e-6 if dtype == "float32" else 2.0**-7)
+    # The new tokens are where they belong, and nothing else has moved.
+    for after, whole in zip(filled, garbage[1:], strict=True):
+      np.testing.assert_array_equal(*(a.astype(jnp.float32) for a in (after, whole)))
+
+
+@pytest.mark.parametrize("window", [None, 17])
+def test_the_kernel_equals_the_definition(window):
+  arrays = problem(1, 2, 4, 1, 90, 16, jnp.float32, seed=1)
+  start = jnp.asarray(83, jnp.int32)
+  got, _ = cached(*arrays, start, window=window, implementation="interpret")
+  assert error(got, exact(*arrays, 83, window)) <= 2e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shares_of_many_steps_and_of_none_combine(dtype):
+  arrays = problem(1, 2, 4, 2, 200, 16, dtype, seed=2)
+  # Of 64 shares only some hold one of the thirteen chunks; of two each holds six. The
+  # second chunk is the newer token's alone if the older one is at 15.
+  for splits in (2, 64):
+    tile = Tile(16, 16, 16, splits)
+    for start in (198, 15):
+      got = launch(*arrays, jnp.asarray(start, jnp.int32), tile)
+      want = exact(*arrays, start)
+      assert error(got, want) <= (2e-6 if dtype == "float32" else 2.0**-7)
+
+
+def test_scores_far_apart_in_different_shares_do_not_overflow():
+  queries, keys, values = problem(1, 1, 2, 1, 64, 16, jnp.float32, seed=3)
+  keys = keys.at[:, 20].set(400 * queries[:, 0, :1]).at[:, 50].set(-400)
+  got = launch(queries, keys, values, jnp.int32(63), Tile(16, 16, 16, 4))
+  assert error(got, exact(queries, keys, values, 63)) <= 2e-6
+  np.testing.assert_array_equal(got[0, 0, :16], values[0, 20, 0])
+
+
+def test_one_key_is_returned_as_it_is():
+  arrays = problem(2, 1, 4, 2, 70, 16, jnp.bfloat16)
+  got, _ = cached(*arrays, jnp.asarray(0, jnp.int32), implementation="interpret")
+  want = jnp.repeat(arrays[2][:, 0], 2, axis=1).reshape(2, 1, -1)
+  np.testing.assert_array_equal(got, want)
+
+
+def test_a_seen_value_that_is_not_finite_reaches_only_its_heads():
+  queries, keys, values = problem(1, 1, 4, 2, 70, 16, jnp.float32)
+  values = values.at[0, 30, 1].set(jnp.nan)
+  got, _ = cached(queries, keys, values, jnp.int32(60), implementation="interpret")
+  by_head = np.isnan(got).reshape(4, 16)
+  np.testing.assert_array_equal(by_head.all(1), [False, False, True, True])
+  np.testing.assert_array_equal(by_head.any(1), by_head.all(1))
+
+
+def test_the_start_is_no_constant_of_the_program():
+  arrays = problem(1, 1, 2, 1, 48, 16, jnp.float32, seed=4)
+  program = jax.jit(lambda start: cached(*arrays, start, implementation="interpret")[0])
+  for start in (0, 15, 16, 47):
+    assert error(program(jnp.int32(start)), exact(*arrays, start)) <= 2e-6
+  assert program._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+  ("new", "head_dim", "dtype"),
+  [
+    (1, 32, jnp.bfloat16),
+    (2, 64, jnp.float32),
+    (1, 16, jnp.float32),
+    (3, 32, "float32"),
+  ],
+)
+def test_the_refinement_ends_attention_itself(new, head_dim, dtype):
+  arrays = problem(2, new, 8, 2, 150, head_dim, dtype, seed=5)
+  queries, keys, values = arrays
+  past = keys[:, new:], values[:, new:]
+  made = queries, keys[:, :new], values[:, :new], past, jnp.int32(77)
+  outputs, _ = cached_attention.launch(*made, interpret=True)
+  assert outputs.shape == (2, new, 8 * head_dim)
+  assert outputs.flat().shape == (2 * new, 8 * head_dim)
+  encode = functools.partial(one_code.refine, form="values", implementation="interpret")
+  later = fused_inputs.for_kernel(outputs.flat())
+  # More than four rows, and heads that a block spans two of, are made before.
+  is_there = 2 * new <= fused_inputs.SINGLE_ROWS and head_dim >= 32
+  assert isinstance(later, fused_inputs.Attended) == is_there
+  want = encode(outputs.flat().array())
+  np.testing.assert_array_equal(encode(outputs.flat()), want)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40])
+@pytest.mark.parametrize("positions", [1, 100, 2048, 40000])
+def test_programs_fill_the_gpu_and_each_may_have_a_chunk(batch, positions):
+  array = jax.ShapeDtypeStruct
+  past = array((batch, positions, 8, 128), jnp.bfloat16)
+  tile = Tile.of(array((batch, 1, 32, 128), jnp.bfloat16), past)
+  chunks, programs = -(-positions // tile.chunk), batch * 8 * tile.splits
+  assert tile.splits <= chunks and tile.splits & (tile.splits - 1) == 0
+  assert programs > 132 or tile.splits > chunks // 2
+  assert tile.splits == 1 or programs <= 264
+
+
+@pytest.mark.parametrize(
+  ("shape", "positions", "head_dim", "dtype", "message"),
+  [
+    ((1, 1, 4), 8, 24, "float32", "power of two from 16 to 256, got 24"),
+    ((1, 1, 4), 8, 8, "float32", "power of two from 16 to 256, got 8"),
+    ((1, 1, 4), 8, 16, "float16", "all bfloat16, got float16"),
+    ((1, 17, 4), 40, 16, "float32", "at most 32, got 34"),
+    ((1, 33, 4), 40, 16, "bfloat16", "at most 64, got 66"),
+    ((0, 1, 4), 8, 16, "float32", "nothing to do"),
+    ((1, 0, 4), 8, 16, "float32", "nothing to do"),
+  ],
+)
+def test_what_does_not_fit_is_refused_and_none_takes_the_reference(
+  shape, positions, head_dim, dtype, message
+):
+  batch, new, heads = shape
+  arrays = problem(batch, new, heads, 2, positions, head_dim, dtype)
+  start = jnp.asarray(0, jnp.int32)
+  with pytest.raises(NotImplementedError, match=message):
+    cached(*arrays, start, implementation="interpret")
+  if batch and new:
+    pair = cached(*arrays, start), cached(*arrays, start, implementation="xla")
+    jax.tree.map(np.testing.assert_array_equal, *pair)
+
+
+def test_operands_of_two_dtypes_are_refused():
+  queries, keys, values = problem(1, 1, 2, 1, 8, 16, jnp.float32)
+  narrow = queries.astype(jnp.bfloat16)
+  why_not = cached_attention.obstacle(narrow, keys, values, (keys, values))
+  assert "got bfloat16, float32, float32, float32, float32" in why_not
+
+
+def test_the_compiled_kernel_needs_a_gpu():
+  arrays = problem(1, 1, 2, 1, 8, 16, jnp.float32)
+  with pytest.raises(NotImplementedError, match="NVIDIA GPU"):
+    cached(*arrays, jnp.int32(0), implementation="pallas")

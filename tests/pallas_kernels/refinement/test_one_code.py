@@ -1,0 +1,271 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.numerics import elementwise, mxfp4
+from mxjax.numerics.realization import one_code
+from mxjax.numerics.recovery import mlp_recovery
+from mxjax.pallas_kernels import codec
+from mxjax.pallas_kernels.refinement import fused_inputs, tile
+from mxjax.pallas_kernels.refinement import one_code as kernel
+
+refine = jax.jit(kernel.refine, static_argnames=("form", "implementation"))
+
+
+@functools.cache
+def problem(rows=70, blocks=3, seed=0):
+  """Heavy-tailed inputs, well-conditioned maps, weights with a real mismatch."""
+  rng = np.random.default_rng(seed)
+  x = rng.standard_t(4, (rows, 32 * blocks)).astype(np.float32)
+  x[3, :32] = 0
+  rotation = np.linalg.qr(rng.standard_normal((blocks, 32, 32)))[0]
+  matrix = rotation * rng.uniform(0.5, 2, (blocks, 32, 1))
+  w = jnp.asarray(rng.standard_normal((blocks, 32, 48)), jnp.float32)
+  gram, cross = one_code.tables(w, mxfp4.round_blocks(w))
+  packed = one_code.pack_symmetric(gram)
+  return jnp.asarray(x), jnp.asarray(matrix, jnp.float32), packed, cross
+
+
+def objective(tensor, x, matrix, gram, cross):
+  """||W^ q - W y||^2 up to a constant, float64 `[n, blocks]`, and its scale."""
+  gram = one_code.unpack_symmetric(gram)
+  matrix, gram, cross = (np.asarray(a, np.float64) for a in (matrix, gram, cross))
+  rows = np.asarray(x, np.float64).reshape(x.shape[0], -1, 32)
+  y = np.einsum("nbj,bij->nbi", rows, np.broadcast_to(matrix, gram.shape))
+  q = np.asarray(mxfp4.decode(tensor, jnp.float32), np.float64).reshape(y.shape)
+  d = q - y
+  value = np.einsum("nbi,bij,nbj->nb", d, gram, d)
+  value -= 2 * np.einsum("nbi,bij,nbj->nb", d, cross, y)
+  return value, np.einsum("nbi,bij,nbj->nb", y, gram, y)
+
+
+@pytest.mark.parametrize(
+  ("rows", "dtype"),
+  [(4, jnp.bfloat16), (4, jnp.float32), (70, jnp.bfloat16), (70, jnp.float32)],
+)
+def test_the_kernel_reaches_the_objective_of_the_reference(rows, dtype):
+  x, *tables = problem()
+  x = x[:rows].astype(dtype)
+  got = refine(x, *tables, implementation="interpret")
+  want = refine(x, *tables, implementation="xla")
+  np.testing.assert_array_equal(got.scales, want.scales)
+  assert (np.asarray(got.codes) != np.asarray(want.codes)).mean() < 1e-3
+  reached, scale = objective(got, x, *tables)
+  reference, _ = objective(want, x, *tables)
+  # Products that differ in the last bit may choose between codes as good as equal.
+  assert (np.abs(reached - reference) <= 1e-5 * scale).all()
+
+
+def test_exact_arithmetic_gives_the_codes_of_the_reference_ties_included():
+  rng = np.random.default_rng(1)
+  x = jnp.asarray(rng.integers(-12, 13, (300, 64)) / 2.0, jnp.bfloat16)
+  permutation = np.stack([np.eye(32)[rng.permutation(32)] for _ in range(2)])
+  matrix = jnp.asarray(permutation, jnp.float32)
+  w, w_hat = (
+    jnp.asarray(rng.integers(-2, 3, (2, 32, 4)), jnp.float32) for _ in range(2)
+  )
+  gram, cross = one_code.tables(w, w_hat)
+  gram = one_code.pack_symmetric(gram)
+  want = refine(x, matrix, gram, cross, implementation="xla")
+  nearest = refine(x, matrix, implementation="xla")
+  assert (np.asarray(want.codes) != np.asarray(nearest.codes)).mean() > 0.01
+  for dtype, rows in ((jnp.bfloat16, 300), (jnp.float32, 300), (jnp.bfloat16, 4)):
+    few = x[:rows].astype(dtype)
+    got = refine(few, matrix, gram, cross, implementation="interpret")
+    np.testing.assert_array_equal(got.codes, want.codes[:rows])
+    np.testing.assert_array_equal(got.scales, want.scales[:rows])
+
+
+def test_two_candidates_are_as_good_as_fifteen_on_a_grid_full_of_ties():
+  legal = [m for m in mxfp4.MAGNITUDES] + [-m for m in mxfp4.MAGNITUDES[1:]]
+  axes = legal, np.arange(-96, 97) / 8.0, [0.0, 1.0, 2.0, 5.0], [0.5, 1.0]
+  nearest, slope, curvature, scale = (
+    jnp.asarray(a.reshape(1, -1), jnp.float32) for a in np.meshgrid(*axes)
+  )
+  best = jax.jit(tile.best_change)
+  score, got = best(nearest, slope / scale, curvature)
+  want, value = one_code.best_code(nearest, scale, slope, curvature)
+  np.testing.assert_array_equal(2 * scale**2 * score, want)
+  # Where nothing improves, no code is changed and any will do.
+  changed = np.asarray(want) < 0
+  np.testing.assert_array_equal(np.asarray(got)[changed], np.asarray(value)[changed])
+  assert np.isin(np.abs(got), mxfp4.MAGNITUDES).all()
+  assert changed.sum() > 1000
+
+
+def test_a_block_that_cannot_improve_keeps_its_codes():
+  x, *_ = problem()
+  x = x[:3].at[:, 31].set(-1e-3).at[:, 0].set(-1e-3)
+  plain = one_code.pack_symmetric(jnp.tile(jnp.eye(32), (3, 1, 1)))
+  got = refine(x, None, plain, jnp.zeros((3, 32, 32)), implementation="interpret")
+  want = mxfp4.encode(x)
+  assert (mxfp4.unpack(want.codes)[:, [0, 31]] == 8).all()
+  np.testing.assert_array_equal(got.codes, want.codes)
+
+
+def test_flat_coordinates_take_no_nan():
+  x, matrix, gram, cross = problem()
+  full = one_code.unpack_symmetric(gram)
+  flat = one_code.pack_symmetric(full.at[:, 7].set(0).at[:, :, 7].set(0))
+  for dtype in (jnp.float32, jnp.bfloat16):
+    args = x.astype(dtype), matrix, flat, cross
+    got = refine(*args, implementation="interpret")
+    want = refine(*args, implementation="xla")
+    reached, scale = objective(got, args[0], matrix, flat, cross)
+    reference, _ = objective(want, args[0], matrix, flat, cross)
+    assert (np.abs(reached - reference) <= 1e-5 * scale).all()
+
+
+@pytest.mark.parametrize("rows", [5, 70])
+def test_decoded_output_is_the_decoded_codes(rows):
+  x, *tables = problem()
+  x = x[:rows].astype(jnp.bfloat16)
+  codes = refine(x, *tables, implementation="interpret")
+  for implementation in ("interpret", "xla"):
+    if implementation == "xla":
+      codes = refine(x, *tables, implementation="xla")
+    values = refine(x, *tables, form="values", implementation=implementation)
+    by_plane = refine(x, *tables, form="planes", implementation=implementation)
+    assert values.dtype == by_plane.values.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+      values.astype(jnp.float32), mxfp4.decode(codes, jnp.float32)
+    )
+    np.testing.assert_array_equal(by_plane.whole(), values)
+
+
+def test_without_tables_it_is_the_encoder():
+  x, *_ = problem()
+  got = refine(x, implementation="interpret")
+  want = mxfp4.encode(x)
+  np.testing.assert_array_equal(got.codes, want.codes)
+  np.testing.assert_array_equal(got.scales, want.scales)
+
+
+def test_one_map_serves_all_blocks():
+  x, matrix, *_ = problem()
+  x = x.astype(jnp.bfloat16)
+  shared = refine(x, matrix[:1], implementation="interpret")
+  spread = jnp.tile(matrix[:1], (3, 1, 1))
+  np.testing.assert_array_equal(
+    shared.codes, refine(x, spread, implementation="interpret").codes
+  )
+
+
+def test_three_terms_hold_a_float32_table():
+  _, matrix, *_ = problem()
+  small, middle, large = (t.astype(jnp.float32) for t in tile.split3(matrix))
+  np.testing.assert_array_equal((small + middle) + large, matrix)
+
+
+def test_tables_that_do_not_belong_together_are_refused():
+  x, matrix, gram, _ = problem()
+  with pytest.raises(ValueError, match="belong together"):
+    kernel.refine(x, matrix, gram)
+  with pytest.raises(ValueError, match=r"packed, of shape \(3, 528\)"):
+    full = one_code.unpack_symmetric(gram)
+    kernel.refine(x, matrix, full, full)
+  with pytest.raises(NotImplementedError, match="float32 or bfloat16, got float16"):
+    kernel.refine(x.astype(jnp.float16), implementation="interpret")
+
+
+@pytest.mark.parametrize("form", ["codes", "planes"])
+def test_linears_of_one_input_share_a_launch(form):
+  x, *first = problem()
+  _, *second = problem(seed=3)
+  x = x[:9].astype(jnp.bfloat16)
+  tables = [kernel.Tables(*first), kernel.Tables(*second)]
+  how = {"form": form, "implementation": "interpret"}
+  together = jax.jit(functools.partial(kernel.refine_for, **how))(x, tables)
+  apart = [refine(x, t.matrix, t.gram, t.cross, **how) for t in tables]
+  jax.tree.map(np.testing.assert_array_equal, together, apart)
+  assert not all(
+    jnp.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, apart), strict=True)
+  )
+
+
+def test_linears_with_other_tables_take_their_own_launch():
+  x, *tables = problem()
+  mixed = [kernel.Tables(*tables), kernel.Tables(tables[0], None, None)]
+  refined = kernel.refine_for(x[:5], mixed, implementation="interpret")
+  want = refine(x[:5], *tables, implementation="interpret")
+  nearest = refine(x[:5], tables[0], implementation="interpret")
+  jax.tree.map(np.testing.assert_array_equal, refined, [want, nearest])
+
+
+@pytest.mark.parametrize(
+  ("rows", "dtype", "share"),
+  [(1, jnp.bfloat16, 0.01), (3, jnp.float32, 1e-3), (5, jnp.float32, 1e-3)],
+)
+def test_the_kernel_normalizes_few_rows_itself(rows, dtype, share):
+  x, *_ = problem(blocks=36)
+  weight = jax.random.uniform(jax.random.key(1), (x.shape[1],), minval=0.5)
+  later = fused_inputs.Normalized(7 * x[2 : 2 + rows].astype(dtype), weight, 5.0)
+  is_there = isinstance(fused_inputs.for_kernel(later), fused_inputs.Normalized)
+  assert is_there == (rows <= fused_inputs.SINGLE_ROWS)
+  got = refine(later, form="values", implementation="interpret")
+  made = elementwise.rms_norm(later.rows, weight, 5.0)
+  want = refine(made, form="values", implementation="interpret")
+  got, want = (np.asarray(a, np.float32) for a in (got, want))
+  # Sums in another order may round an input, and at a tie its code, the other way.
+  assert (got != want).mean() < share
+  np.testing.assert_allclose(got, want, rtol=0.51, atol=0.51)
+
+
+RECOVERY = mlp_recovery.MlpRecovery(*map(jnp.float32, (0.05, -0.03, 0.02, 1.7)))
+
+
+@pytest.mark.parametrize(
+  ("rows", "dtype", "recovery", "share"),
+  [
+    (2, jnp.float32, None, 2e-3),
+    # The plain product rounds its sigmoid to bfloat16 in the reference.
+    (70, jnp.bfloat16, None, 0.02),
+    (70, jnp.bfloat16, RECOVERY, 2e-3),
+    (70, jnp.float32, RECOVERY, 2e-3),
+  ],
+)
+def test_the_kernel_makes_gated_products_itself(rows, dtype, recovery, share):
+  gate, *_ = problem()
+  up, *tables = problem(seed=4)
+  parts = gate[:rows].astype(dtype), up[:rows].astype(dtype)
+  later = fused_inputs.GatedProduct(*parts, recovery)
+  got = refine(later, *tables, implementation="interpret")
+  want = refine(later.array(), *tables, implementation="interpret")
+  assert (mxfp4.unpack(got.codes) != mxfp4.unpack(want.codes)).mean() < share
+  assert (got.scales == want.scales).mean() > 0.98
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_blocks_that_are_not_finite_are_marked(dtype):
+  x, _, *tables = problem()
+  x = x[:5].at[1, 3].set(jnp.nan).at[2, 40].set(jnp.inf).astype(dtype)
+  got = refine(x, None, *tables, implementation="interpret")
+  broken = np.zeros((5, 3), bool)
+  broken[[1, 2], [0, 1]] = True
+  np.testing.assert_array_equal(got.scales == mxfp4.NOT_FINITE, broken)
+  values = refine(x, None, *tables, form="values", implementation="interpret")
+  np.testing.assert_array_equal(
+    np.isnan(values.astype(jnp.float32)), broken.repeat(32, 1)
+  )
+
+
+def test_values_are_those_of_the_codes_for_every_upper_half():
+  upper = np.arange(1 << 16, dtype=np.uint32)
+  every = (upper << 16).view(np.float32)
+  with np.errstate(invalid="ignore"):
+    every = every[np.abs(every) < 8]
+  rng = np.random.default_rng(0)
+  every = np.resize(rng.permutation(every), (-(-every.size // 31), 31))
+  # Bits below the upper half decide nothing; the last column makes the exponent 0.
+  every.view(np.uint32)[::2] |= rng.integers(0, 1 << 16, 31, dtype=np.uint32)
+  block = np.concatenate([every, np.full((len(every), 1), 4.0, np.float32)], axis=1)
+  for exponent in (0, -100, 100):
+    x = jnp.asarray(np.ldexp(block, exponent).astype(np.float32))
+    got, same = jax.jit(functools.partial(codec.encode_values, has_subnormals=True))(x)
+    index, shared = jax.jit(functools.partial(codec.encode, has_subnormals=True))(x)
+    np.testing.assert_array_equal(same, shared)
+    assert (np.asarray(same) == exponent).all()
+    np.testing.assert_array_equal(got, codec.copy_sign(codec.magnitude(index), x))
