@@ -17,7 +17,7 @@ import provenance
 
 from mxjax.discovery.core.candidate_source import admit
 from mxjax.discovery.core.task import Call
-from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks.ptq import (
   edit_templates,
 )
@@ -78,7 +78,7 @@ def main():
     }
   )
   task = ptq.PtqTask(**{k: v for k, v in options.items() if k != "task"})
-  bench, source = LocalBench(task), task.interface.default_source()
+  bench, source = LocalExecutor(task), task.interface.default_source()
   rows = {"(initial program)": measure(task, bench, source)}
   for card in edit_templates.CARDS:
     params = dict(card.params[0])

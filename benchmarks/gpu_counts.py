@@ -201,7 +201,7 @@ def launches(run):
     if "float8" in kind:
       unit = jax.ShapeDtypeStruct((), jnp.float32)
       layer = {
-        name: dataclasses.replace(leaf, float8_unit=unit)
+        name: dataclasses.replace(leaf, float8_scale=unit)
         if isinstance(leaf, QuantizedLinear)
         else leaf
         for name, leaf in layer.items()

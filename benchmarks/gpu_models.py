@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from mxjax.layers.inference_packing import compact
+from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.layers.quantized_linear import QuantizedLinear, linear, linears
 from mxjax.models import functional
 from mxjax.numerics import mxfp4
@@ -109,7 +109,7 @@ def random_layer(key, shape, kind):
     heads = jnp.ones(shape.kv_heads, jnp.float32)
     params["value_recovery"] = ValueRecovery(heads, 0.01 * heads)
   if "float8" in kind:
-    params = compact(params, tables=False, products="float8")
+    params = pack_for_inference(params, tables=False, products="float8")
   return params
 
 

@@ -22,7 +22,7 @@ import provenance
 from mxjax import models
 from mxjax.audit import plan, sizes
 from mxjax.evaluation.measures.perplexity import perplexity
-from mxjax.layers.inference_packing import compact
+from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import families
 from mxjax.models.parameters import insert, parameter_shapes
@@ -67,7 +67,9 @@ STORAGES = {
 
 def storages(params):
   """A model's params under each storage option."""
-  return {name: compact(params, **options) for name, options in STORAGES.items()}
+  return {
+    name: pack_for_inference(params, **options) for name, options in STORAGES.items()
+  }
 
 
 def with_recovery(params, config):
@@ -115,7 +117,7 @@ def shapes_of(config):
   """HiRes params of a config under each storage, as shapes; no memory is taken."""
   return {
     name: jax.eval_shape(
-      lambda options=options: compact(hires_model(config), **options)
+      lambda options=options: pack_for_inference(hires_model(config), **options)
     )
     for name, options in STORAGES.items()
   }
@@ -151,10 +153,10 @@ def main():
   out = pathlib.Path(options.out)
   for name, variant in {
     "float": params,
-    "float, int8 embeddings": compact(params, embeddings="int8"),
-    "float, MXFP4 embeddings": compact(params, embeddings="mxfp4"),
+    "float, int8 embeddings": pack_for_inference(params, embeddings="int8"),
+    "float, MXFP4 embeddings": pack_for_inference(params, embeddings="mxfp4"),
     "one code": hires,
-    "one code, bfloat16 tables": compact(hires),
+    "one code, bfloat16 tables": pack_for_inference(hires),
   }.items():
     value = perplexity(model, variant, windows).values[0]
     result["perplexity"][name] = value

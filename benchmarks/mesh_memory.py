@@ -64,7 +64,7 @@ def bits(params):
 
 def measure(model, params, tokens, shape):
   mesh = meshes.make(*shape) if shape else None
-  on_mesh = meshes.place_rows(params, mesh)
+  on_mesh = meshes.shard_rows(params, mesh)
   if mesh is None:
     on_mesh = jax.tree.map(jax.numpy.asarray, params)
   at_rest = held()

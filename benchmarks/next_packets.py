@@ -22,7 +22,7 @@ from mxjax.discovery.core.proposal import ExhaustedError, Proposal, ProposerErro
 from mxjax.discovery.core.residual import PRIMARY, Control, Explanation
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.sandbox.laboratory import Laboratory
-from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search.search import Search, SearchConfig
 from mxjax.discovery.tasks.ptq import (
   edit_templates,
@@ -275,7 +275,7 @@ def held_out(task, folder, sources):
   """The programs on the model that no packet saw."""
   other = task.holdout()
   store = Store(folder / "heldout")
-  lab = Laboratory(other, LocalBench(other), store)
+  lab = Laboratory(other, LocalExecutor(other), store)
   found = {}
   for name, source in sources.items():
     call = lab.prepare(source).call
@@ -327,7 +327,7 @@ def main():
     kept.write_text(json.dumps(spec))
   task = ptq.PtqTask(**{key: value for key, value in spec.items() if key != "task"})
   proposer, store = Scripted(task.interface.default_source()), Store(folder / "run")
-  lab = Laboratory(task, LocalBench(task), store)
+  lab = Laboratory(task, LocalExecutor(task), store)
   config = SearchConfig(budget=BUDGET, sequential=False)
   Search(config, lab, proposer, store).run(
     lambda event: print(event["event"], event.get("label", ""), flush=True)

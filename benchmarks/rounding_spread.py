@@ -54,7 +54,7 @@ def codes(model, params, tokens):
   for index in range(model.num_layers):
     layer, leaving, seen = params[model.layer_name(index)], [], []
     for part in stream:
-      output, taps = execution.finish(
+      output, taps = execution.block_on_cpu(
         streams.capture(model, layer, part, (), tuple(sorted(names)))
       )
       leaving.append(output)

@@ -83,7 +83,7 @@ class Subject:
       for name, tokens in self.tests.items()
     }
     # What follows runs on one device, a layer at a time.
-    quantized = meshes.on_lead(quantized, self.mesh)
+    quantized = meshes.on_primary_device(quantized, self.mesh)
     error = None
     if self.with_operator_error and self.tests:
       window = next(iter(self.tests.values()))[:1]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from mxjax.layers.quantized_linear import linear, linears, take_rows
+from mxjax.layers.quantized_linear import linear, linear_many, take_rows
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import layer_norms
@@ -96,7 +96,7 @@ class Linear(nn.Module):
 
 def _side_by_side(x: fused_inputs.Input, *layers: Linear) -> list[jax.Array]:
   """The outputs of linears of one input."""
-  products = linears(x, [layer.weight for layer in layers])
+  products = linear_many(x, [layer.weight for layer in layers])
   return [layer.with_bias(y) for layer, y in zip(layers, products, strict=True)]
 
 
@@ -132,10 +132,10 @@ class RMSNorm(nn.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalizes `[..., width]`, same dtype."""
-    return self.later(x).array()
+    return self.defer(x).array()
 
   @nn.compact
-  def later(self, x: jax.Array) -> fused_inputs.Normalized:
+  def defer(self, x: jax.Array) -> fused_inputs.Normalized:
     """The same, for linears to make."""
     weight = _leaf(self, "weight", nn.initializers.ones, self.width)
     return fused_inputs.Normalized(x, weight, self.eps)
@@ -240,7 +240,7 @@ class DecoderLayer(nn.Module):
       if self.config.is_post_norm:
         hidden = hidden + norm(block(hidden))
       else:
-        hidden = hidden + block(norm.later(hidden))
+        hidden = hidden + block(norm.defer(hidden))
     return hidden
 
 

@@ -1,9 +1,11 @@
 """Content addresses: one canonical JSON form, one hash, one counter-based draw."""
 
 import hashlib
+import importlib.resources
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.resources.abc import Traversable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -49,3 +51,33 @@ def finite(value: float) -> bool:
   """Whether a measurement may be compared; booleans are not measurements."""
   is_number = isinstance(value, float | int) and not isinstance(value, bool)
   return is_number and math.isfinite(value)
+
+
+def source_digest(*packages: str) -> str:
+  """SHA-256 of all Python sources of packages, with their names; subfolders too.
+
+  What was measured by one version of the library is never taken for another's.
+
+  Raises:
+    FileNotFoundError: A package without a source file, such as one of bytecode only.
+  """
+  return digest([[name, _sources(name)] for name in packages])
+
+
+def _sources(package: str) -> list[tuple[str, str]]:
+  """Path inside the package and digest of each source, by path."""
+  files = sorted(_python_files(importlib.resources.files(package), ""))
+  if not files:
+    raise FileNotFoundError(
+      f"identity: expected Python sources in {package}, found none; outcomes cannot be "
+      "bound to a library version, so install mxjax from a wheel or a checkout."
+    )
+  return files
+
+
+def _python_files(folder: Traversable, prefix: str) -> Iterator[tuple[str, str]]:
+  for entry in folder.iterdir():
+    if entry.is_dir():
+      yield from _python_files(entry, f"{prefix}{entry.name}/")
+    elif entry.name.endswith(".py"):
+      yield f"{prefix}{entry.name}", digest(entry.read_bytes())

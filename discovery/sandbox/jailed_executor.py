@@ -18,7 +18,7 @@ from mxjax.discovery.sandbox.laboratory import Traced
 from mxjax.discovery.sandbox.supervisor import RunWorker, Tracer, WorkerError
 
 
-class Lane:
+class EvaluatorWorker:
   """One evaluator: a jailed worker for each phase."""
 
   def __init__(
@@ -55,7 +55,7 @@ class Lane:
       worker.close()
 
 
-class JailedBench:
+class JailedExecutor:
   """Candidates traced in disposable jails, calls spread over lanes.
 
   Artifacts are kept in the run's store, so a resumed run traces nothing again.
@@ -82,7 +82,7 @@ class JailedBench:
       workers: Calls that run side by side.
       trace_limits: For candidate Python.
       run_limits: For evaluator phases.
-      lane: Makes an evaluator elsewhere, such as `ray_lane.RayLane`.
+      lane: Makes an evaluator elsewhere, such as `ray_lane.RayWorker`.
       compiled: A folder in which lanes, and runs, share compiled programs.
 
     Raises:
@@ -95,7 +95,7 @@ class JailedBench:
     if compiled is not None:
       compiled.mkdir(parents=True, exist_ok=True)
     kept = str(compiled.resolve()) if compiled else ""
-    make_lane = lane or functools.partial(Lane, compiled=kept)
+    make_lane = lane or functools.partial(EvaluatorWorker, compiled=kept)
     self._lanes = [make_lane(task, level, run_limits) for _ in range(workers)]
     first = task.phases[0]
     self._gate = RunWorker(task.spec, first, task.readable(first), level, run_limits)
@@ -104,7 +104,7 @@ class JailedBench:
     self._threads = [make(max_workers=1) for _ in self._lanes]
 
   def trace(self, source: str) -> Traced:
-    """See `Bench.trace`: jail, then gate."""
+    """See `Executor.trace`: jail, then gate."""
     keys = hook_keys(source, self._specs)
     kept = {name: self._store.get("hooks", key) for name, key in keys.items()}
     todo = [spec for name, spec in self._specs.items() if kept.get(name) is None]
@@ -141,10 +141,10 @@ class JailedBench:
   def run(
     self, calls: Sequence[Call], on_done: Callable[[int, Outcome, float], None]
   ) -> None:
-    """See `Bench.run`: calls go to the next free lane."""
+    """See `Executor.run`: calls go to the next free lane."""
     lock, todo = threading.Lock(), list(enumerate(calls))[::-1]
 
-    def drain(lane: Lane) -> None:
+    def drain(lane: EvaluatorWorker) -> None:
       while True:
         with lock:
           if not todo:

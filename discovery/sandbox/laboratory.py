@@ -36,7 +36,7 @@ class Traced:
   detail: str = ""
 
 
-class Bench(Protocol):
+class Executor(Protocol):
   """Workers: where candidates are traced and calls are executed."""
 
   @property
@@ -95,7 +95,7 @@ class Laboratory:
   def __init__(
     self,
     task: Task,
-    bench: Bench,
+    bench: Executor,
     store: Store,
     *,
     identity_by: str = "lowered",

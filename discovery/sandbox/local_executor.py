@@ -14,7 +14,7 @@ from mxjax.discovery.sandbox import artifact, faults, tracing
 from mxjax.discovery.sandbox.laboratory import Traced
 
 
-class LocalBench:
+class LocalExecutor:
   """Everything in one process, without limits."""
 
   description: Mapping[str, Any] = {"level": "off"}
@@ -28,14 +28,14 @@ class LocalBench:
     self._sessions: dict[str, Any] = {}
     self._hooks: dict[str, str] = {}
 
-  def sibling(self, task: Task) -> "LocalBench":
+  def sibling(self, task: Task) -> "LocalExecutor":
     """A bench for another task of the same interface, with this one's artifacts."""
-    other = LocalBench(task)
+    other = LocalExecutor(task)
     other._table, other._hooks = self._table, self._hooks
     return other
 
   def trace(self, source: str) -> Traced:
-    """Traces and gates every hook; see `Bench.trace`.
+    """Traces and gates every hook; see `Executor.trace`.
 
     Hooks whose text and surroundings are known are not traced again.
     """
@@ -59,7 +59,7 @@ class LocalBench:
   def run(
     self, calls: Sequence[Call], on_done: Callable[[int, Outcome, float], None]
   ) -> None:
-    """Runs the calls one after another; see `Bench.run`."""
+    """Runs the calls one after another; see `Executor.run`."""
     for index, call in enumerate(calls):
       start = time.perf_counter()
       outcome = run_phases(self._task, self._sessions, self._table, call)

@@ -9,14 +9,16 @@ from typing import Any
 
 from mxjax.discovery.core import task
 from mxjax.discovery.sandbox import jail
-from mxjax.discovery.sandbox.jailed_executor import Lane
+from mxjax.discovery.sandbox.jailed_executor import EvaluatorWorker
 
 
-def _make(spec: Mapping[str, Any], level: str, limits: Mapping[str, Any]) -> Lane:
-  return Lane(task.load(spec), level, jail.Limits(**limits))
+def _make(
+  spec: Mapping[str, Any], level: str, limits: Mapping[str, Any]
+) -> EvaluatorWorker:
+  return EvaluatorWorker(task.load(spec), level, jail.Limits(**limits))
 
 
-class RayLane:
+class RayWorker:
   """One actor that holds one lane."""
 
   def __init__(self, problem: task.Task, level: str, limits: jail.Limits) -> None:
@@ -45,11 +47,11 @@ class RayLane:
         self.lane = _make(*arguments)
 
       def run(self, call: Any, artifacts: Any) -> dict[str, Any]:
-        """See `Lane.run`."""
+        """See `EvaluatorWorker.run`."""
         return self.lane.run(call, artifacts)
 
       def close(self) -> None:
-        """See `Lane.close`."""
+        """See `EvaluatorWorker.close`."""
         self.lane.close()
 
     actor = ray.remote(num_cpus=1)(Actor)
@@ -58,7 +60,7 @@ class RayLane:
   def run(
     self, call: Mapping[str, Any], artifacts: Mapping[str, tuple[str, bytes, bytes]]
   ) -> dict[str, Any]:
-    """See `Lane.run`."""
+    """See `EvaluatorWorker.run`."""
     return self._ray.get(self._actor.run.remote(dict(call), dict(artifacts)))
 
   def close(self) -> None:

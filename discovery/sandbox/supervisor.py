@@ -15,11 +15,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import mxjax
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.sandbox import jail
 from mxjax.discovery.sandbox.trace_worker import pack, unpack
 
 HERE = pathlib.Path(__file__).resolve().parent
+LIBRARY = pathlib.Path(mxjax.__file__).resolve().parent.parent
+"""The folder that holds the package `mxjax`, for workers to import it from."""
 START_SECONDS = 120.0
 MEMORY_SIGNS = ("MemoryError", "RESOURCE_EXHAUSTED", "bad_alloc", "Unable to allocate")
 CPU_SIGNALS = (signal.SIGXCPU, signal.SIGKILL)
@@ -273,8 +276,8 @@ class RunWorker:
       "task": dict(task),
       "phase": phase,
       "level": level,
-      "path": [str(HERE.parent), *_import_path()],
-      "readable": [str(HERE.parent), *readable],
+      "path": [str(LIBRARY), *_import_path()],
+      "readable": [str(LIBRARY), *readable],
       "limits": dataclasses.asdict(limits),
       "compiled": compiled,
     }

@@ -16,7 +16,7 @@ from mxjax.discovery.core.packet import condition
 from mxjax.discovery.core.residual import PRIMARY
 from mxjax.discovery.core.store import Store, read_events
 from mxjax.discovery.core.task import Status
-from mxjax.discovery.sandbox.laboratory import Bench, Laboratory
+from mxjax.discovery.sandbox.laboratory import Executor, Laboratory
 from mxjax.discovery.search import runs
 
 POLL_SECONDS = 1.0
@@ -50,7 +50,7 @@ def follow(folder: pathlib.Path) -> None:
 
 
 def score_closed(
-  folder: pathlib.Path, holdout: task_.Task, bench: Bench, archive: Store
+  folder: pathlib.Path, holdout: task_.Task, bench: Executor, archive: Store
 ) -> None:
   """Scores all marks of a closed run in this process, for studies of many runs.
 

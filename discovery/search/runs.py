@@ -15,9 +15,9 @@ from mxjax.discovery.proposers.embedded import EmbeddedProposer
 from mxjax.discovery.proposers.endpoint import Cassette, HttpClient, LlmProposer
 from mxjax.discovery.proposers.human import HumanProposer
 from mxjax.discovery.proposers.prompt import estimated_tokens, tokenizer_count
-from mxjax.discovery.sandbox.jailed_executor import JailedBench
-from mxjax.discovery.sandbox.laboratory import Bench, Laboratory
-from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
+from mxjax.discovery.sandbox.laboratory import Executor, Laboratory
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search.history import OnEvent
 from mxjax.discovery.search.search import Search, SearchConfig
 from mxjax.storage import run_folder
@@ -108,7 +108,7 @@ def make_bench(
   workers: int = 1,
   ray: bool = False,
   compiled: pathlib.Path | None = None,
-) -> LocalBench | JailedBench:
+) -> LocalExecutor | JailedExecutor:
   """The workers of a sandbox level.
 
   Raises:
@@ -121,13 +121,13 @@ def make_bench(
       "it out."
     )
   if sandbox == "off":
-    return LocalBench(task)
+    return LocalExecutor(task)
   lane = None
   if ray:
-    from mxjax.discovery.sandbox.ray_worker import RayLane
+    from mxjax.discovery.sandbox.ray_worker import RayWorker
 
-    lane = RayLane
-  return JailedBench(
+    lane = RayWorker
+  return JailedExecutor(
     task, store, level=sandbox, workers=workers, lane=lane, compiled=compiled
   )
 
@@ -175,7 +175,7 @@ def run(
 def make_search(
   options: RunOptions,
   task: task_.Task,
-  bench: Bench,
+  bench: Executor,
   store: Store,
   archive: Store | None = None,
 ) -> Search:

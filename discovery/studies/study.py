@@ -12,14 +12,13 @@ from mxjax.discovery.core.packet import condition
 from mxjax.discovery.core.residual import PRIMARY
 from mxjax.discovery.core.store import Store, read_events
 from mxjax.discovery.sandbox.laboratory import Laboratory
-from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import heldout, runs
 from mxjax.discovery.studies import checker_cases, log, regimes, verdict_replay
 from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER
 from mxjax.storage import run_folder
 
 Told = Callable[[str], None]
-HERE = pathlib.Path(__file__).parent
 MATCHED = ("score", "text", "reflect", "quantforge")
 
 
@@ -117,14 +116,13 @@ class StudyOptions:
 def frozen(options: StudyOptions) -> dict[str, Any]:
   """Everything a comparison could be tuned by, with its hash."""
   task = task_.load(options.spec(options.seeds[0]))
-  sources = ("embedded.py", "arms.py", "verdict.py", "controls.py", "checkers.py")
   held = {
     "options": json.loads(json.dumps(dataclasses.asdict(options))),
     "cards": edit_templates.fingerprint(task.cards),
     "margins": dict(task.margins),
     "arms": {name: dict(arm.changes) for name, arm in ARMS.items()},
     "as_in_paper": dict(AS_IN_PAPER),
-    "sources": {n: identity.digest((HERE / n).read_bytes()) for n in sources},
+    "sources": identity.source_digest("mxjax.discovery"),
   }
   return {**held, "hash": identity.digest(held)}
 
@@ -161,7 +159,7 @@ class Folder:
       run_folder.write_durably(kept, json.dumps(self.frozen, indent=1).encode())
     self._archive = Store(path / "archive")
     self._benches: dict[str, Any] = {}
-    self._local: LocalBench | None = None
+    self._local: LocalExecutor | None = None
 
   def close(self) -> None:
     """Stops the workers."""
@@ -182,7 +180,7 @@ class Folder:
       elif self._local is not None:
         made = self._local.sibling(task)
       else:
-        made = self._local = LocalBench(task)
+        made = self._local = LocalExecutor(task)
       self._benches[key] = made
     return self._benches[key]
 

@@ -22,7 +22,7 @@ from mxjax.discovery.core.residual import PRIMARY
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Status, Task
 from mxjax.discovery.core.verdict import OWED
-from mxjax.discovery.sandbox.laboratory import Bench, Laboratory
+from mxjax.discovery.sandbox.laboratory import Executor, Laboratory
 from mxjax.discovery.search import checkers, compilation, registration, runs
 from mxjax.discovery.search.search import Search
 
@@ -76,7 +76,7 @@ def replay(
   folder: pathlib.Path,
   options: runs.RunOptions,
   task: Task,
-  bench: Bench,
+  bench: Executor,
   lab: Laboratory,
 ) -> list[Transition]:
   """Replays the first six eligible transitions of a finished run.

@@ -92,7 +92,7 @@ def agreement(
       strict=True,
     )
     for hidden in pairs:
-      divergence, is_flipped = execution.finish(_compare(model, outer, hidden))
+      divergence, is_flipped = execution.block_on_cpu(_compare(model, outer, hidden))
       divergences.append(np.asarray(divergence))
       flips.append(np.asarray(is_flipped))
   return Agreement(np.stack(divergences), np.stack(flips))

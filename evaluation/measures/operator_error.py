@@ -63,7 +63,7 @@ def operator_errors(
       for block, linear_name in model.projection_taps
     }
     leaves = {p: w for p, w in weights.items() if isinstance(w, QuantizedLinear)}
-    hidden, errors = execution.finish(
+    hidden, errors = execution.block_on_cpu(
       _layer_errors(model, params[name], leaves, hidden)
     )
     result |= {f"{name}/{path}": float(e) for path, e in errors.items()}

@@ -115,14 +115,16 @@ def window_losses(
   filled = np.concatenate([rows, np.repeat(rows[-1:], -len(rows) % count, axis=0)])
   place = lambda a: meshes.place(a, mesh, P(meshes.DATA)) if mesh else jnp.asarray(a)
   batches = [place(filled[i : i + count]) for i in range(0, len(filled), count)]
-  outer = meshes.place_rows(streams.outer_params(params), mesh)
+  outer = meshes.shard_rows(streams.outer_params(params), mesh)
   losses = []
   for start in range(0, len(batches), WINDOWS_TOGETHER):
     group = batches[start : start + WINDOWS_TOGETHER]
     hiddens = streams.final_hiddens(model, params, group, mesh)
     for ids, hidden in zip(group, hiddens, strict=True):
       new = _losses(model, outer, hidden[:, :-1], ids[:, 1:], mesh)
-      found = np.asarray(meshes.to_lead(execution.finish(new), mesh), np.float64)
+      found = np.asarray(
+        meshes.to_primary_device(execution.block_on_cpu(new), mesh), np.float64
+      )
       for loss in found[: len(rows) - len(losses)]:
         losses.append(loss.mean())
         if on_window:
@@ -190,7 +192,7 @@ def perplexity(
   for seed in range(replicates):
     used = params
     if seed:
-      used = perturbed(meshes.on_lead(params, mesh), seed)
+      used = perturbed(meshes.on_primary_device(params, mesh), seed)
     runs.append(window_losses(model, used, tokens, on_window=on_window, mesh=mesh))
   return Perplexity(
     values=tuple(float(np.exp(losses.mean())) for losses in runs),

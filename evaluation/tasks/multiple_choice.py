@@ -211,7 +211,7 @@ def score(
     tokens = [jnp.asarray(batch.tokens) for batch in group]
     hiddens = streams.final_hiddens(model, params, tokens)
     for batch, hidden in zip(group, hiddens, strict=True):
-      totals, greedy = execution.finish(
+      totals, greedy = execution.block_on_cpu(
         _score_rows(
           model, outer, hidden, batch.positions, batch.targets, batch.is_scored
         )

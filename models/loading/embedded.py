@@ -67,7 +67,7 @@ def trained_folder(family: str) -> pathlib.Path:
   Raises:
     FileNotFoundError: There is none of this family here.
   """
-  folder = pathlib.Path(__file__).resolve().parent / "trained" / family
+  folder = pathlib.Path(__file__).resolve().parents[1] / "trained" / family
   if (folder / "model.safetensors").is_file():
     return folder
   raise FileNotFoundError(

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from mxjax.layers.quantized_linear import ByteTable, QuantizedLinear
+from mxjax.layers.quantized_linear import Int8Matrix, QuantizedLinear
 from mxjax.numerics.mxfp4 import MXTensor
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 
-_NODES = (QuantizedLinear, MXTensor, ByteTable, ValueRecovery, MlpRecovery)
+_NODES = (QuantizedLinear, MXTensor, Int8Matrix, ValueRecovery, MlpRecovery)
 
 
 def _bytes(tree: Any) -> int:
@@ -46,10 +46,10 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
       linears["codes"] += _bytes(node.weight.codes)
       linears["scales"] += _bytes(node.weight.scales)
       linears["maps"] += _bytes(node.input_map)
-      linears["rounding"] += _bytes((node.rounding, node.gain, node.float8_unit))
+      linears["rounding"] += _bytes((node.rounding, node.gain, node.float8_scale))
     elif isinstance(node, (ValueRecovery, MlpRecovery)):
       recovery += _bytes(node)
-    elif isinstance(node, (MXTensor, ByteTable)):
+    elif isinstance(node, (MXTensor, Int8Matrix)):
       other += _bytes(node)
       values += math.prod(node.shape)
     else:

@@ -55,7 +55,7 @@ class FloatStream:
     model, tokens = self._calib.model, self._calib.tokens
     return streams.start(model, self._params, tokens, self._chunk, self._mesh)
 
-  def go_on(self, index: int, entering: streams.Stream) -> None:
+  def resume_from(self, index: int, entering: streams.Stream) -> None:
     """Takes the hidden states that enter layer `index`, which is entered next."""
     self._index, self._next = index - 1, entering
 
@@ -92,11 +92,11 @@ class FloatStream:
       return self._taps
     model = self._calib.model
     name = model.layer_name(self._index)
-    layer = meshes.place_rows(self._params[name], self._mesh)
+    layer = meshes.shard_rows(self._params[name], self._mesh)
     # Hooks run with 64-bit types on; the model does not.
     with jax.enable_x64(False):
       outputs = [
-        execution.finish(
+        execution.block_on_cpu(
           streams.capture(model, layer, hidden, self._blocked, self._plain, self._mesh)
         )
         for hidden in self._hidden()

@@ -162,22 +162,22 @@ def gradients(
   layers = [params[model.layer_name(i)] for i in range(model.num_layers)]
   total, shared_sum, own_sum = 0.0, None, None
   for position, ids in enumerate(sequences):
-    hidden = execution.finish(_embed(objective, model, shared, outer, ids))
+    hidden = execution.block_on_cpu(_embed(objective, model, shared, outer, ids))
     entering = []
     for layer, learned in zip(layers, own, strict=True):
       entering.append(hidden)
-      hidden = execution.finish(
+      hidden = execution.block_on_cpu(
         _layer(objective, model, shared, learned, layer, hidden)
       )
     teacher = teachers[position] if teachers else None
-    loss, (shared_here, cotangent) = execution.finish(
+    loss, (shared_here, cotangent) = execution.block_on_cpu(
       _loss_gradient(objective, model, shared, outer, hidden, ids, teacher)
     )
     own_here: list[Any] = []
     for layer, learned, before in zip(
       reversed(layers), reversed(own), reversed(entering), strict=True
     ):
-      more, gradient, cotangent = execution.finish(
+      more, gradient, cotangent = execution.block_on_cpu(
         _layer_gradient(objective, model, shared, learned, layer, before, cotangent)
       )
       shared_here = _add(shared_here, more)

@@ -180,7 +180,7 @@ class LinearInputs:
       self._source = self._source()
     return self._source
 
-  def sibling(self, name: str = "", learned: Any = None) -> "LinearInputs":
+  def for_linear(self, name: str = "", learned: Any = None) -> "LinearInputs":
     """The view of one linear on this tensor: same cache, own record.
 
     The record begins with what `Program.shape_group` wrote into this one.
@@ -210,7 +210,7 @@ class LinearInputs:
 
   def probe(self, tokens: int) -> jax.Array:
     """The first tokens of the first sequence, float32 `[blocks, 32, tokens]`."""
-    return self.shared(f"probe_{tokens}", lambda: self.sequence(0)[..., :tokens])
+    return self.cached(f"probe_{tokens}", lambda: self.sequence(0)[..., :tokens])
 
   def sample(self, tokens: int) -> jax.Array:
     """Tokens evenly spaced over the calibration set, `[blocks, 32, <= tokens]`."""
@@ -222,7 +222,7 @@ class LinearInputs:
     """One calibration sequence, float32 `[blocks, 32, tokens]`."""
     for chunk in self._chunks:
       if index < chunk.shape[0]:
-        return meshes.to_lead(chunk[index], self.mesh)
+        return meshes.to_primary_device(chunk[index], self.mesh)
       index -= chunk.shape[0]
     raise IndexError(f"linear_inputs: no sequence {index} of {self.sequences}")
 
@@ -235,7 +235,7 @@ class LinearInputs:
       inside = (wanted[:, 0] >= first) & (wanted[:, 0] < first + chunk.shape[0])
       order.append(np.flatnonzero(inside))
       rows, positions = wanted[inside, 0] - first, wanted[inside, 1]
-      found = meshes.to_lead(chunk[rows, :, :, positions], self.mesh)
+      found = meshes.to_primary_device(chunk[rows, :, :, positions], self.mesh)
       parts.append(jnp.moveaxis(found, 0, -1))
       first += chunk.shape[0]
     back = np.argsort(np.concatenate(order))
@@ -255,12 +255,12 @@ class LinearInputs:
     Returns:
       The last carry.
     """
-    carry, args = execution.finish((init, args))
+    carry, args = execution.block_on_cpu((init, args))
     if self.mesh is not None:
       return self._reduce_on_mesh(self.mesh, step, carry, args)
     first = 0
     for chunk in self._chunks:
-      carry = execution.finish(
+      carry = execution.block_on_cpu(
         _reduce_chunk(step, self.rules, carry, chunk, np.int32(first), args)
       )
       first += chunk.shape[0]
@@ -273,13 +273,13 @@ class LinearInputs:
     (shares, layout), first = meshes.share(carry, mesh), 0
     for chunk in self._chunks:
       index = np.int32(first)
-      shares = execution.finish(
+      shares = execution.block_on_cpu(
         _add_chunk(step, self.rules, layout, mesh, shares, chunk, index, args)
       )
       first += chunk.shape[0]
     return meshes.collect(shares, layout, mesh)
 
-  def shared(self, name: str, compute: Callable[[], jax.Array]) -> jax.Array:
+  def cached(self, name: str, compute: Callable[[], jax.Array]) -> jax.Array:
     """A reduction under a name, computed once for all linears on this tensor."""
     if name not in self._cache:
       self._cache[name] = compute()
@@ -294,7 +294,7 @@ class LinearInputs:
       places = jnp.arange(width, dtype=jnp.int32)
       return _mirrored(total, places) / self.tokens
 
-    return self.shared("hessian", compute)
+    return self.cached("hessian", compute)
 
   def fold_moments(self) -> jax.Array:
     """X'X / n of every block by fold, float64 `[2, blocks, 32, 32]`."""
@@ -303,7 +303,7 @@ class LinearInputs:
       shape = (2, self.blocks, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE)
       return self.reduce(_fold_moment_step, jnp.zeros(shape, jnp.float64))
 
-    totals = self.shared("fold_moments", compute)
+    totals = self.cached("fold_moments", compute)
     return _mean_of_folds(totals, jnp.asarray(self.fold_tokens, jnp.float64))
 
   def moment(self) -> jax.Array:

@@ -42,9 +42,9 @@ def start(
   mesh: Mesh | None = None,
 ) -> Stream:
   """Embeds the calibration tokens, int32 `[S, T]`, in chunks of sequences."""
-  outer = meshes.place_rows(outer_params(params), mesh)
+  outer = meshes.shard_rows(outer_params(params), mesh)
   return [
-    execution.finish(
+    execution.block_on_cpu(
       _embed(model, outer, spread(tokens[first : first + chunk], mesh), mesh)
     )
     for first in range(0, len(tokens), chunk)
@@ -125,8 +125,10 @@ def advance(
   mesh: Mesh | None = None,
 ) -> Stream:
   """Carries a stream through one layer; the stream's buffers are donated."""
-  layer = meshes.place_rows(layer, mesh)
-  return [execution.finish(_advance(model, layer, hidden, mesh)) for hidden in stream]
+  layer = meshes.shard_rows(layer, mesh)
+  return [
+    execution.block_on_cpu(_advance(model, layer, hidden, mesh)) for hidden in stream
+  ]
 
 
 def check_finite(stream: Stream, place: str) -> None:
@@ -168,14 +170,16 @@ def final_hiddens(
     Hidden states `[B, T, d]` leaving the last layer, one array a window; a window's
     bits do not depend on the others.
   """
-  outer = meshes.place_rows(outer_params(params), mesh)
+  outer = meshes.shard_rows(outer_params(params), mesh)
   hidden = [
-    execution.finish(_embed(model, outer, tokens, mesh, meshes.EVALUATION))
+    execution.block_on_cpu(_embed(model, outer, tokens, mesh, meshes.EVALUATION))
     for tokens in windows
   ]
   for index in range(model.num_layers):
-    layer = meshes.place_rows(params[model.layer_name(index)], mesh)
-    hidden = [execution.finish(_layer(model, layer, states, mesh)) for states in hidden]
+    layer = meshes.shard_rows(params[model.layer_name(index)], mesh)
+    hidden = [
+      execution.block_on_cpu(_layer(model, layer, states, mesh)) for states in hidden
+    ]
   return hidden
 
 

@@ -2,7 +2,7 @@
 
 Two rules keep XLA:CPU (jaxlib 0.10.2) from hanging with every pool thread idle:
 
-1. On CPU only one computation is in flight: `finish` after each.
+1. On CPU only one computation is in flight: `block_on_cpu` after each.
 2. No LAPACK call (eigh, Cholesky, LU, triangular solve) shares a jitted function with
    a matrix product large enough to run in parallel before it. A function of both, 18
    blocks of 32 by 576, hung within 50 calls in each of three tries on two
@@ -64,7 +64,7 @@ def keep_freed_memory() -> bool:
   return all(mallopt(parameter, value) == 1 for parameter, value in settings)
 
 
-def make_room(nbytes: int) -> bool:
+def trim_malloc(nbytes: int) -> bool:
   """Gives freed memory back to the kernel before a step with large arrays.
 
   What `keep_freed_memory` keeps lies in pieces, and an array larger than each of them
@@ -96,7 +96,7 @@ def keep_compiled(folder: str | os.PathLike[str]) -> None:
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def finish(tree: T) -> T:
+def block_on_cpu(tree: T) -> T:
   """Waits for a pytree's arrays on CPU; elsewhere lets dispatch run ahead.
 
   XLA:CPU runs computations and their parallel parts on one pool of as many threads
@@ -108,7 +108,7 @@ def finish(tree: T) -> T:
   return tree
 
 
-def by_blocks(function: Callable[..., T], *arrays: jax.Array) -> T:
+def map_block_batches(function: Callable[..., T], *arrays: jax.Array) -> T:
   """Calls a jitted function on a few blocks at a time and joins what it returns.
 
   For functions with products in front of decompositions (rule 2): a batch of 32 x 32
@@ -122,9 +122,9 @@ def by_blocks(function: Callable[..., T], *arrays: jax.Array) -> T:
   blocks = arrays[0].shape[0]
   size = -(-blocks // -(-blocks // BLOCKS_AT_ONCE))
   parts = [
-    finish(function(*(array[start : start + size] for array in arrays)))
+    block_on_cpu(function(*(array[start : start + size] for array in arrays)))
     for start in range(0, blocks, size)
   ]
   if len(parts) == 1:
     return parts[0]
-  return finish(jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
+  return block_on_cpu(jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))

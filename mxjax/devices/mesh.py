@@ -143,7 +143,7 @@ def check_sequences(mesh: Mesh | None, sequences: int, chunk: int) -> int:
   return mesh.size
 
 
-def lead(mesh: Mesh) -> Any:
+def primary_device(mesh: Mesh) -> Any:
   """The device of this process that does what is not shared out."""
   return mesh.local_devices[0]
 
@@ -170,7 +170,7 @@ def _replicated(array: jax.Array, mesh: Mesh) -> jax.Array:
   return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P()))
 
 
-def apart(array: jax.Array) -> jax.Array:
+def alias(array: jax.Array) -> jax.Array:
   """The same buffers as an array of their own.
 
   What JAX copies to the host to answer for an array stays with it as long as it lives;
@@ -180,7 +180,7 @@ def apart(array: jax.Array) -> jax.Array:
   return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
-def to_lead(tree: T, mesh: Mesh | None) -> T:
+def to_primary_device(tree: T, mesh: Mesh | None) -> T:
   """Brings the arrays of a pytree to the lead, whole; host arrays stay."""
   if mesh is None:
     return tree
@@ -189,7 +189,7 @@ def to_lead(tree: T, mesh: Mesh | None) -> T:
     if not isinstance(array, jax.Array):
       return array
     if array.is_fully_addressable:
-      return jax.device_put(apart(array), lead(mesh))
+      return jax.device_put(alias(array), primary_device(mesh))
     return _replicated(array, mesh).addressable_data(0)
 
   return jax.tree.map(one, tree)
@@ -203,7 +203,7 @@ class OnLead(Mapping[str, Any]):
     self._params, self._mesh = params, mesh
 
   def __getitem__(self, key: str) -> Any:
-    return to_lead(self._params[key], self._mesh)
+    return to_primary_device(self._params[key], self._mesh)
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._params)
@@ -212,7 +212,9 @@ class OnLead(Mapping[str, Any]):
     return len(self._params)
 
 
-def on_lead(params: Mapping[str, Any], mesh: Mesh | None) -> Mapping[str, Any]:
+def on_primary_device(
+  params: Mapping[str, Any], mesh: Mesh | None
+) -> Mapping[str, Any]:
   """`OnLead` where there is a mesh, else the params themselves."""
   return params if mesh is None else OnLead(params, mesh)
 
@@ -245,7 +247,7 @@ def map_weights(
   return result
 
 
-def place_rows(params: T, mesh: Mesh | None) -> T:
+def shard_rows(params: T, mesh: Mesh | None) -> T:
   """Puts params on a mesh, weights by output rows over `model`, all else whole.
 
   A weight whose rows do not divide over the axis is whole on every device.
@@ -274,7 +276,7 @@ def call(
   Args:
     run: The function; on a mesh it sees its device's part of every array.
     mesh: The mesh, or None.
-    params: Params that `place_rows` has put there; `run` gets `RowSharded` weights.
+    params: Params that `shard_rows` has put there; `run` gets `RowSharded` weights.
     *arrays: Pytrees of arrays.
     sharing: How sequences, which all results have in front, are shared out.
     specs: How each of the arrays lies; with sequences in front when None.
@@ -358,7 +360,7 @@ def share(tree: Any, mesh: Mesh) -> tuple[list[jax.Array], Layout]:
 
 def collect(shares: Sequence[jax.Array], layout: Layout, mesh: Mesh) -> Any:
   """The totals on the lead: the inverse of `share`."""
-  whole = to_lead(list(shares), mesh)
+  whole = to_primary_device(list(shares), mesh)
   leaves = [
     flat[: math.prod(shape)].reshape(shape)
     for flat, shape in zip(whole, layout.shapes, strict=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from mxjax.layers.quantized_linear import ByteTable, QuantizedLinear
+from mxjax.layers.quantized_linear import Int8Matrix, QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import OneCode
 from mxjax.pallas_kernels import mxfp4_decode
@@ -23,7 +23,7 @@ Embeddings = Literal["int8", "mxfp4"]
 Products = Literal["bfloat16", "float8"]
 
 
-def compact(
+def pack_for_inference(
   params: Mapping[str, Any],
   *,
   tables: bool = True,
@@ -54,11 +54,13 @@ def compact(
   """
   if embeddings not in (None, "int8", "mxfp4"):
     raise ValueError(
-      f"compact: embeddings must be None, 'int8' or 'mxfp4', got {embeddings!r}."
+      "pack_for_inference: embeddings must be None, 'int8' or 'mxfp4', got "
+      f"{embeddings!r}."
     )
   if products not in (None, "bfloat16", "float8"):
     raise ValueError(
-      f"compact: products must be None, 'bfloat16' or 'float8', got {products!r}."
+      "pack_for_inference: products must be None, 'bfloat16' or 'float8', got "
+      f"{products!r}."
     )
   result = dict(_map_linears(_narrow_tables, params) if tables else params)
   if products is not None:
@@ -67,8 +69,9 @@ def compact(
     result = _map_linears(choose, result)
     if misfits:
       warnings.warn(
-        f"compact: {len(misfits)} linears stay with bfloat16 products because the "
-        f"scales of their weights do not fit float8: {', '.join(misfits)}.",
+        f"pack_for_inference: {len(misfits)} linears stay with bfloat16 products "
+        "because the scales of their weights do not fit float8: "
+        f"{', '.join(misfits)}.",
         stacklevel=2,
       )
   for name in ("embed_tokens", "lm_head") if embeddings else ():
@@ -80,13 +83,13 @@ def compact(
 
 
 @jax.jit
-def byte_table(weight: jax.Array) -> ByteTable:
+def byte_table(weight: jax.Array) -> Int8Matrix:
   """Rounds each row `[rows, d]` to int8 with its largest magnitude at 127."""
   wide = weight.astype(jnp.float32)
   largest = jnp.abs(wide).max(axis=1)
   scales = jnp.where(largest > 0, largest, 1.0) / 127.0
   codes = jnp.round(wide / scales[:, None]).astype(jnp.int8)
-  return ByteTable(codes, scales)
+  return Int8Matrix(codes, scales)
 
 
 def _map_linears(
@@ -110,7 +113,7 @@ def _choose_products(
     if not fits:
       misfits.append(path)
       unit = None
-  return dataclasses.replace(leaf, float8_unit=unit)
+  return dataclasses.replace(leaf, float8_scale=unit)
 
 
 def _narrow_tables(path: str, leaf: QuantizedLinear) -> QuantizedLinear:

@@ -35,9 +35,9 @@ class QuantizedLinear:
     rounding: The dynamic A4 rule.
     gain: A factor on the outputs, a float32 scalar, or None; only a control has one.
     rules: Scale and tie rules of both operands (static).
-    float8_unit: Of the weight's values in float8, a float32 scalar, where a GPU may
-      multiply many rows so, or None; see `compact` and `float8_matmul`. It holds for
-      this weight only: who replaces the weight sets it to None.
+    float8_scale: Of the weight's values in float8, a float32 scalar, where a GPU may
+      multiply many rows so, or None; see `pack_for_inference` and `float8_matmul`. It
+      holds for this weight only: who replaces the weight sets it to None.
   """
 
   weight: mxfp4.MXTensor
@@ -47,7 +47,7 @@ class QuantizedLinear:
   rules: mxfp4.Rules = dataclasses.field(
     default=mxfp4.PAPER_RULES, metadata={"static": True}
   )
-  float8_unit: jax.Array | None = None
+  float8_scale: jax.Array | None = None
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class QuantizedLinear:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ByteTable:
+class Int8Matrix:
   """An embedding or head in eight bits, `codes * scales[:, None]`; never a target.
 
   Attributes:
@@ -143,11 +143,11 @@ def map_rows(
   """Maps the arrays of a weight: those with a row for each output, and the others."""
   match weight:
     case QuantizedLinear():
-      names = ("input_map", "rounding", "gain", "float8_unit")
+      names = ("input_map", "rounding", "gain", "float8_scale")
       others = {name: jax.tree.map(whole, getattr(weight, name)) for name in names}
       packed = map_rows(by_row, whole, weight.weight)
       return dataclasses.replace(weight, weight=packed, **others)
-    case mxfp4.MXTensor() | ByteTable():
+    case mxfp4.MXTensor() | Int8Matrix():
       return jax.tree.map(by_row, weight)
     case _:
       return by_row(weight)
@@ -186,7 +186,7 @@ def quantized_inputs(
   return rounded.reshape(x.shape[-1], -1)
 
 
-Stored = jax.Array | mxfp4.MXTensor | ByteTable
+Stored = jax.Array | mxfp4.MXTensor | Int8Matrix
 Weight = Stored | QuantizedLinear | StraightThrough | RowSharded
 """What a linear may have for a weight."""
 
@@ -223,7 +223,7 @@ def linear(
       )
     case mxfp4.MXTensor():
       return _weight_only(x, weight, implementation)
-    case ByteTable():
+    case Int8Matrix():
       # Bytes are exact in bfloat16; the scale of a row comes out of the product.
       y = linear(x, weight.codes)
       scales = weight.scales.reshape((1,) * (y.ndim - 1) + (-1,))
@@ -232,7 +232,7 @@ def linear(
       return _product(x, weight.astype(x.dtype))
 
 
-def linears(
+def linear_many(
   x: fused_inputs.Input,
   weights: Sequence[Weight],
   *,
@@ -318,13 +318,13 @@ def _by_kernels(
     return matmul.matmul_each(operands, [w.weight for w in weights], **how)
   outputs = []
   for weight in weights:
-    form = "values" if weight.float8_unit is None else "float8"
+    form = "values" if weight.float8_scale is None else "float8"
     operator = weight.input_map, weight.rounding
     [operand] = a4_operands.make(rows, [operator], form, chosen)
-    if weight.float8_unit is None:
+    if weight.float8_scale is None:
       outputs.append(matmul.matmul(operand, weight.weight, **how))
     else:
-      unit = weight.float8_unit
+      unit = weight.float8_scale
       outputs.append(float8_matmul(operand, weight.weight, unit, **how))
   return outputs
 
@@ -378,7 +378,7 @@ def take_rows(weight: Stored | RowSharded, index: jax.Array) -> jax.Array:
   """
   if isinstance(weight, RowSharded):
     return weight.take_rows(index)
-  if isinstance(weight, ByteTable):
+  if isinstance(weight, Int8Matrix):
     codes = jnp.take(weight.codes, index, axis=0, mode="clip").astype(jnp.float32)
     return codes * jnp.take(weight.scales, index, axis=0, mode="fill")[..., None]
   if not isinstance(weight, mxfp4.MXTensor):

@@ -68,14 +68,14 @@ def reconstruct(
     ValueError: No damping tried made the Hessian positive definite.
   """
   raw = inputs.hessian()
-  execution.make_room(raw.nbytes)
-  hessian = execution.finish(_conjugated(raw, input_map))
+  execution.trim_malloc(raw.nbytes)
+  hessian = execution.block_on_cpu(_conjugated(raw, input_map))
   columns, ordered = None, hessian
   if order == "activation":
     columns = gptq.descending_curvature(hessian)
-    ordered = execution.finish(hessian[columns[:, None], columns[None, :]])
-  execution.make_room(raw.nbytes)
-  factor = execution.finish(gptq.factor(ordered, damping=damping))
+    ordered = execution.block_on_cpu(hessian[columns[:, None], columns[None, :]])
+  execution.trim_malloc(raw.nbytes)
+  factor = execution.block_on_cpu(gptq.factor(ordered, damping=damping))
   # What the solve does not read makes room for what it makes.
   kept = hessian if descent else None
   del hessian, ordered
@@ -91,7 +91,7 @@ def reconstruct(
     return _solve(weight, *operands, *options)
   weight, operands = meshes.replicate((weight, operands), inputs.mesh)
   result = _solve_by_rows(weight, *operands, *options, inputs.mesh)
-  return meshes.to_lead(execution.finish(result), inputs.mesh)
+  return meshes.to_primary_device(execution.block_on_cpu(result), inputs.mesh)
 
 
 def _solve(
@@ -162,10 +162,10 @@ class Gptq(Program):
         "moment to find its scale."
       )
 
-  def realize(
+  def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
   ) -> Realized:
-    """See `Program.realize`."""
+    """See `Program.quantize_weight`."""
     result = reconstruct(
       weight,
       inputs,

@@ -25,7 +25,7 @@ from mxjax.numerics.shaping.input_maps import InputMap
 
 
 class Realized(NamedTuple):
-  """What `realize` returns: legal weights and the activation rule.
+  """What `quantize_weight` returns: legal weights and the activation rule.
 
   Attributes:
     weight: Legal codes of the weights in the installed coordinates.
@@ -92,7 +92,7 @@ class Program:
       inputs: Their calibration inputs.
 
     Returns:
-      What `shape` and `realize` find as `inputs.group`; None by default.
+      What `shape` and `quantize_weight` find as `inputs.group`; None by default.
     """
     del weights, inputs
 
@@ -109,7 +109,7 @@ class Program:
     del weight, inputs
     return None
 
-  def realize(
+  def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
   ) -> Realized:
     """Chooses legal W4 codes and the A4 rule in the installed coordinates.
@@ -127,7 +127,7 @@ class Program:
     return Realized(gptq.round_to_nearest(weight, inputs.rules), Nearest())
 
   def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
-    """`shape`, fold, `realize`; overridden where the two interleave.
+    """`shape`, fold, `quantize_weight`; overridden where the two interleave.
 
     Args:
       weight: Float weights, `[out_features, in_features]`.
@@ -138,8 +138,8 @@ class Program:
     """
     blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
     input_map = self.shape(blocks, inputs)
-    folded = execution.finish(fold(blocks, input_map))
-    realized = self.realize(folded, inputs, input_map)
+    folded = execution.block_on_cpu(fold(blocks, input_map))
+    realized = self.quantize_weight(folded, inputs, input_map)
     return QuantizedLinear(
       weight=pack(realized.weight),
       input_map=input_map,

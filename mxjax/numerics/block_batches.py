@@ -8,25 +8,25 @@ import jax
 
 T = TypeVar("T")
 
-GROUP_BYTES = 3 * 2**19
+BATCH_BYTES = 3 * 2**19
 """Of the first operand of a group: six blocks of 2,048 float32 tokens. Of the sizes
 tried on two cores with 1 MB of second-level cache each, six blocks and three were
 fastest, a third faster than all at once; one by one costs more than all at once."""
 
 
-def group_size(blocks: int, nbytes: int) -> int:
+def batch_size(blocks: int, nbytes: int) -> int:
   """The largest divisor of `blocks` from two on that fits, or all of them.
 
   Args:
     blocks: Blocks in all.
     nbytes: Bytes of one block.
   """
-  most = max(2, GROUP_BYTES // max(nbytes, 1))
+  most = max(2, BATCH_BYTES // max(nbytes, 1))
   sizes = [n for n in range(2, min(most, blocks) + 1) if blocks % n == 0]
   return max(sizes, default=blocks)
 
 
-def in_groups(function: Callable[..., T], *arrays: jax.Array) -> T:
+def map_block_batches(function: Callable[..., T], *arrays: jax.Array) -> T:
   """Applies a function of independent blocks, on a CPU to a few blocks at a time.
 
   XLA:CPU makes one pass over memory for each product or reduction of a function;
@@ -41,7 +41,7 @@ def in_groups(function: Callable[..., T], *arrays: jax.Array) -> T:
   """
   blocks = arrays[0].shape[0]
   nbytes = math.prod(arrays[0].shape[1:]) * arrays[0].dtype.itemsize
-  size = group_size(blocks, nbytes)
+  size = batch_size(blocks, nbytes)
   if jax.default_backend() != "cpu" or size == blocks:
     return function(*arrays)
   groups = tuple(a.reshape(blocks // size, size, *a.shape[1:]) for a in arrays)

@@ -96,11 +96,11 @@ def quantize_layer(
   for block, name in targets(model, contract):
     announce(name)
     view = views[model.projection_taps[block, name]]
-    inputs = view.sibling(name, learned.get(f"{path}/{block}/{name}"))
+    inputs = view.for_linear(name, learned.get(f"{path}/{block}/{name}"))
     weight = jnp.asarray(layer[block][name]["weight"])
-    execution.make_room(4 * weight.size)
+    execution.trim_malloc(4 * weight.size)
     try:
-      leaf = execution.finish(program.quantize_linear(weight, inputs))
+      leaf = execution.block_on_cpu(program.quantize_linear(weight, inputs))
     except ValueError as error:
       raise ValueError(f"{path}/{block}/{name}: {error}") from error
     records[f"{block}/{name}"] = linear_record(weight, leaf, inputs, probe=probe)

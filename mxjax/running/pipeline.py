@@ -167,22 +167,22 @@ class _Run:
   def restore(self, result: MutableMapping[str, Any]) -> None:
     """Puts the finished layers into `result`, and the streams where they stood."""
     outer = streams.outer_params(self.params)
-    result.update(meshes.place_rows(outer, self.results_on))
+    result.update(meshes.shard_rows(outer, self.results_on))
     done = self.folder.finished if self.folder else []
     count = len(done)
     for event in done:
       assert self.folder
       layer = self.folder.read_layer(event)
-      result[event["name"]] = meshes.place_rows(layer, self.results_on)
+      result[event["name"]] = meshes.shard_rows(layer, self.results_on)
       self.record.layers.append(event["record"])
     if done:
-      self.clock.go_on(**done[-1]["clock"])
+      self.clock.resume_from(**done[-1]["clock"])
     if count == self.model.num_layers:
       return
     if self.folder and done:
       place = lambda part: streams.spread(part, self.mesh)
       held = self.folder.read_streams(self.chunk, place)
-      self.float_stream.go_on(count, held["float"])
+      self.float_stream.resume_from(count, held["float"])
       self.fit_streams = [held[name] for name in self._fit_names()]
       self.upstream = held.get("upstream")
       return
@@ -205,7 +205,7 @@ class _Run:
     if self.mesh is None:
       return held
     # Between processes nobody has all of a stream: every process fetches it.
-    fetch = lambda part: np.asarray(meshes.to_lead(part, self.mesh))
+    fetch = lambda part: np.asarray(meshes.to_primary_device(part, self.mesh))
     return {name: [fetch(part) for part in stream] for name, stream in held.items()}
 
   def layer(
@@ -229,7 +229,7 @@ class _Run:
     @contextlib.contextmanager
     def stage(label: str, step: int) -> Iterator[None]:
       announce(label, step)
-      execution.make_room(largest)
+      execution.trim_malloc(largest)
       with self.clock.stage(label):
         yield
 
@@ -273,7 +273,7 @@ class _Run:
           streams={} if is_last else self._streams(),
           clock=dataclasses.asdict(self.clock),
         )
-    result[name] = meshes.place_rows(quantized, self.results_on)
+    result[name] = meshes.shard_rows(quantized, self.results_on)
     self.record.layers.append(layer_record)
 
   def _views(self, index: int, layer: Params) -> Mapping[str, LinearInputs]:
@@ -284,11 +284,13 @@ class _Run:
         self.float_stream, self.model, layer, self.contract
       )
     # The float layer on what the quantized layers pass on.
-    layer = meshes.place_rows(layer, self.mesh)
+    layer = meshes.shard_rows(layer, self.mesh)
     capture = lambda part: streams.capture(
       self.model, layer, part, self.blocked, (), self.mesh
     )
-    seen = [execution.finish(capture(part))[1] for part in streams.copy(self.upstream)]
+    seen = [
+      execution.block_on_cpu(capture(part))[1] for part in streams.copy(self.upstream)
+    ]
     return inputs_of(seen, self.contract, self.mesh)
 
   def finish(self, result: MutableMapping[str, Any], *, check: bool) -> Result:
@@ -300,7 +302,7 @@ class _Run:
     elif check:
       with self.clock.stage("sanity gate"):
         probe = self.calib.tokens[:1, :SANITY_TOKENS]
-        quantized = meshes.on_lead(result, self.mesh)
+        quantized = meshes.on_primary_device(result, self.mesh)
         report = sanity.compare(self.model, self.params, quantized, probe)
       record = dataclasses.replace(record, sanity=dataclasses.asdict(report))
       report.check(self.program.name)
@@ -333,7 +335,7 @@ def quantize_with_record(
       "quantize: expected a store or a mesh, got both; what a store holds was computed "
       "by one device, so leave one of them out."
     )
-  params = meshes.on_lead(params, mesh)
+  params = meshes.on_primary_device(params, mesh)
   check_params(calib.model, params, contract)
   with contextlib.ExitStack() as stack:
     if run_dir is None or isinstance(run_dir, run_folder.RunFolder):

@@ -60,7 +60,7 @@ class StageClock:
     self.seconds[name] = self.seconds.get(name, 0.0) + spent
     self.peak_bytes[name] = peak_memory_bytes()
 
-  def go_on(self, seconds: dict[str, float], peak_bytes: dict[str, int]) -> None:
+  def resume_from(self, seconds: dict[str, float], peak_bytes: dict[str, int]) -> None:
     """Adds what a process before this one spent on the same work."""
     for name, spent in seconds.items():
       self.seconds[name] = self.seconds.get(name, 0.0) + spent
@@ -220,8 +220,10 @@ def linear_record(
   if not probe:
     return record
   blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
-  folded = execution.finish(fold(blocks, leaf.input_map))
-  probed = execution.finish(_probe(inputs.probe(PROBE_TOKENS), blocks, folded, leaf))
+  folded = execution.block_on_cpu(fold(blocks, leaf.input_map))
+  probed = execution.block_on_cpu(
+    _probe(inputs.probe(PROBE_TOKENS), blocks, folded, leaf)
+  )
   for name, value in probed.items():
     array = np.asarray(value)
     record[name] = _histogram(array) if array.ndim else float(array)

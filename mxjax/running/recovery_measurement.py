@@ -118,7 +118,7 @@ def measure(
   else:
     moments, layout = meshes.share(moments, mesh)
     layers = {"quantized": layer, "float": float_layer}
-    layers = meshes.place_rows(layers, mesh)
+    layers = meshes.shard_rows(layers, mesh)
     constants = meshes.replicate(constants, mesh)
     step = functools.partial(
       _measure_on_mesh, model, fit, layout, mesh, layers, constants
@@ -126,7 +126,9 @@ def measure(
   outputs, first = [], 0
   for hidden, taps in zip(stream, float_taps, strict=True):
     targets = {name: taps[name] for name in fit.float_taps}
-    output, moments = execution.finish(step(hidden, targets, moments, np.int32(first)))
+    output, moments = execution.block_on_cpu(
+      step(hidden, targets, moments, np.int32(first))
+    )
     outputs.append(output)
     first += hidden.shape[0]
   if mesh is not None and layout is not None:

@@ -203,7 +203,7 @@ class _Listed:
 def _shardings(
   manifest: Mapping[str, Any], mesh: Mesh
 ) -> dict[str, jax.sharding.Sharding]:
-  """Where each array goes on a mesh, by path: as `mesh.place_rows` would put it."""
+  """Where each array goes on a mesh, by path: as `mesh.shard_rows` would put it."""
   listed = {
     path: _Listed(path, tuple(entry["shape"]), entry["dtype"])
     for path, entry in manifest["arrays"].items()

@@ -97,7 +97,7 @@ def load_arrays(
     for path, entry in entries.items()
   }
   arrays: dict[str, jax.Array] = {}
-  for portion in _portions(abstract):
+  for portion in _read_batches(abstract):
     try:
       arrays |= _load(folder, portion)
     except (KeyError, OSError, TypeError, ValueError) as error:
@@ -113,7 +113,7 @@ def load_arrays(
   return arrays
 
 
-def _portions(
+def _read_batches(
   abstract: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
   """Parts of a checkpoint of which this process reads about `PORTION_BYTES` each."""

@@ -12,7 +12,7 @@ from mxjax.storage import journal
 from mxjax.storage.run_folder import JOURNAL, RunFolder, Streams
 
 
-class FollowedRun(RunFolder):
+class ReadOnlyRunFolder(RunFolder):
   """A run folder that process 0 writes: read when it is opened, never written.
 
   It shows the state that process 0 found when it began; the folder must be one that
@@ -75,4 +75,4 @@ def open_run(
     processes.wait_for_all(mesh)
     return folder
   processes.wait_for_all(mesh)
-  return FollowedRun(path)
+  return ReadOnlyRunFolder(path)

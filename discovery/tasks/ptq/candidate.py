@@ -209,7 +209,7 @@ class CandidateProgram(Program):
       transform = diagonal[..., None] * transform
     return input_maps.BlockDense(transform.astype(jnp.float32))
 
-  def realize(
+  def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
   ) -> Realized:
     """The candidate's codes, and its activation rule with tables from them."""
@@ -218,7 +218,7 @@ class CandidateProgram(Program):
     if hooks["encode_act"] == self._defaults["encode_act"]:
       return Realized(result, Nearest())
     target = result.decoded if plan["tables"] == "realized" else weight
-    tables = execution.finish(one_code.tables(weight, target))
+    tables = execution.block_on_cpu(one_code.tables(weight, target))
     tables = self._told("encode_act", tables)
     function = self._artifacts.batched(hooks["encode_act"])
     rounding = HookRounding(tables[0], tables[1], function)
@@ -235,20 +235,20 @@ class CandidateProgram(Program):
     eye = jnp.broadcast_to(jnp.eye(32, dtype=jnp.float32), (blocks, 32, 32))
     upper, curvature, inverse = eye[0], eye, eye
     if plan["curvature"] != "none":
-      hessian = execution.finish(conjugated(inputs.hessian(), input_map))
+      hessian = execution.block_on_cpu(conjugated(inputs.hessian(), input_map))
       if plan["curvature"] == "local":
-        factor = execution.finish(gptq.factor(diagonal_blocks(hessian)))
+        factor = execution.block_on_cpu(gptq.factor(diagonal_blocks(hessian)))
         curvature = factor.upper
       else:
-        factor = execution.finish(gptq.factor(hessian))
+        factor = execution.block_on_cpu(gptq.factor(hessian))
         upper = factor.upper
-        curvature = execution.finish(diagonal_blocks(upper))
-        inverse = execution.finish(inverses(curvature))
+        curvature = execution.block_on_cpu(diagonal_blocks(upper))
+        inverse = execution.block_on_cpu(inverses(curvature))
       if not np.isfinite(np.asarray(factor.damping)).all():
         raise FloatingPointError("candidate: the Hessian is not positive definite.")
     told = self._told("encode_weight", curvature)
     function = self._artifacts.batched(hooks["encode_weight"])
-    codes, exponent, value, is_legal = execution.finish(
+    codes, exponent, value, is_legal = execution.block_on_cpu(
       encode_groups(
         function, weight, told, upper, inverse, full=plan["curvature"] == "full"
       )

@@ -30,7 +30,7 @@ def _map_units(function: Function, items: tuple[Any, ...]) -> tuple[jax.Array, .
 
 def map_units(function: Function, *items: Any) -> list[np.ndarray]:
   """The hook's results on stacked units, on the host."""
-  return [np.asarray(a) for a in execution.finish(_map_units(function, items))]
+  return [np.asarray(a) for a in execution.block_on_cpu(_map_units(function, items))]
 
 
 def require_finite(place: str, *arrays: np.ndarray) -> None:
@@ -185,10 +185,10 @@ def measure_stats(
   }
   moments = inputs.reduce(_error_step, start, transform.astype(jnp.float32))
   wide = transform.astype(jnp.float64)
-  folded = execution.finish(_folded(wide, weight.astype(jnp.float64)))
+  folded = execution.block_on_cpu(_folded(wide, weight.astype(jnp.float64)))
   return {
     "activation": moments["signal"] / inputs.tokens,
     "activation_error": moments["error"] / inputs.tokens,
     "activation_cross": moments["cross"] / inputs.tokens,
-    **execution.finish(_weight_stats(folded, inputs.rules)),
+    **execution.block_on_cpu(_weight_stats(folded, inputs.rules)),
   }

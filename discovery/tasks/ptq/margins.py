@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mxjax.discovery.core.task import Call, Outcome, Status
-from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks.ptq import candidate, phases
 from mxjax.discovery.tasks.ptq import task as ptq
 from mxjax.evaluation.measures.perplexity import perplexity
@@ -40,7 +40,7 @@ def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
   """
   options = {key: value for key, value in spec.items() if key != "task"}
   task = ptq.PtqTask(**options)
-  bench = LocalBench(task)
+  bench = LocalExecutor(task)
   plan = task.interface.default_plan
   traced = bench.trace(task.interface.default_source())
   active = {h.name for h in task.interface.hooks if h.is_active(plan)}

@@ -263,7 +263,7 @@ class Measure:
         for block, linear in model.projection_taps
       }
       folded = {
-        path: execution.finish(
+        path: execution.block_on_cpu(
           _folded(
             self._params[name][path.split("/")[0]][path.split("/")[1]]["weight"],
             leaf.input_map,
@@ -272,10 +272,10 @@ class Measure:
         for path, leaf in leaves.items()
       }
       maps = {path: leaf.input_map for path, leaf in leaves.items()}
-      hidden, inputs = execution.finish(
+      hidden, inputs = execution.block_on_cpu(
         _mapped(model, self._params[name], maps, hidden)
       )
-      errors, activations = execution.finish(_errors(leaves, folded, inputs))
+      errors, activations = execution.block_on_cpu(_errors(leaves, folded, inputs))
       for path, values in errors.items():
         result[f"{name}/{path}"] = {k: float(v) for k, v in values.items()}
         # A zero's sign is no response: adding zero drops it.

@@ -31,7 +31,20 @@ RANDOM = "random:"
 """Prefix of a model source: `random:3` is a tiny model with random weights."""
 OPEN_SHARE = 0.5
 """A residual is open while it exceeds this share of the initial program's."""
-CODE = ("artifact.py", "candidate*.py", "ptq*.py", "tracing.py")
+EVALUATOR_PACKAGES = (
+  "mxjax.numerics",
+  "mxjax.pallas_kernels",
+  "mxjax.layers",
+  "mxjax.models",
+  "mxjax.devices",
+  "mxjax.calibration",
+  "mxjax.methods",
+  "mxjax.running",
+  "mxjax.evaluation.measures",
+  "mxjax.discovery.sandbox",
+  "mxjax.discovery.tasks",
+)
+"""Whose sources decide what an evaluator call measures."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -186,10 +199,6 @@ class PtqTask:
     """Contract, weights, tokens, slice and evaluator source, by content."""
     model, params = load_model(self._options["model"], self._options["layers"])
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    here = pathlib.Path(__file__).parent
-    library = [*here.parent.glob("mxjax/*.py"), *here.parent.glob("mxjax/methods/*.py")]
-    own = [path for pattern in CODE for path in here.glob(pattern)]
-    code = sorted([*own, *library])
     return {
       "contract": PAPER_CONTRACT.hash,
       "model": model.config.to_dict(),
@@ -201,7 +210,7 @@ class PtqTask:
       ),
       "calibration": token_fingerprint(self.tokens("fit")),
       "evaluation": token_fingerprint(self.tokens("measure")),
-      "source": identity.digest([identity.digest(p.read_bytes()) for p in code]),
+      "source": identity.source_digest(*EVALUATOR_PACKAGES),
     }
 
   def tokens(self, phase: str) -> np.ndarray:

@@ -169,12 +169,12 @@ class BatQuant(Gptq):
       for step, chosen in enumerate(
         gradients.batches(inputs.sequences, self.batch, self.steps)
       ):
-        operators = execution.finish(_operators(learnable))
-        x = execution.finish(self._batch(inputs, chosen))
-        loss, gradient = execution.finish(
+        operators = execution.block_on_cpu(_operators(learnable))
+        x = execution.block_on_cpu(self._batch(inputs, chosen))
+        loss, gradient = execution.block_on_cpu(
           _loss_gradient(operators, dict(weights), x, inputs.rules)
         )
-        learnable, state = execution.finish(
+        learnable, state = execution.block_on_cpu(
           _update(learnable, state, gradient, self.steps)
         )
         first, last = (float(loss) if step == 0 else first), float(loss)
@@ -202,15 +202,15 @@ class BatQuant(Gptq):
     del weight
     return input_maps.Kronecker(inputs.group.shared, inputs.group.private)
 
-  def realize(
+  def quantize_weight(
     self,
     weight: jax.Array,
     inputs: LinearInputs,
     input_map: input_maps.InputMap | None,
   ) -> Realized:
-    """See `Program.realize`: clips the folded weights, then strict GPTQ."""
+    """See `Program.quantize_weight`: clips the folded weights, then strict GPTQ."""
     low, high = jax.nn.sigmoid(inputs.group.weights[inputs.name])
-    clipped = execution.finish(clip_blocks(weight, low, high))
+    clipped = execution.block_on_cpu(clip_blocks(weight, low, high))
     result = reconstruct(
       clipped, inputs, input_map, self.damping, scales=self.scales, order=self.order
     )

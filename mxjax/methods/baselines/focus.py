@@ -126,7 +126,7 @@ def _update(learned: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
 
 @functools.partial(jax.jit, static_argnames="rules")
 def _realize(weight: jax.Array, learned: LearnedScales, rules: mxfp4.Rules) -> Any:
-  return learned_scales.realize(weight, learned, rules)
+  return learned_scales.quantize_weight(weight, learned, rules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ class Focus(Program):
       rows = [jnp.asarray(calib.tokens[index : index + 1]) for index in chosen]
       teachers = [streams.final_hidden(model, params, row) for row in rows]
       found = gradients.gradients(objective, model, params, None, own, rows, teachers)
-      own, state = execution.finish(_update(own, state, found.own))
+      own, state = execution.block_on_cpu(_update(own, state, found.own))
       losses.append(found.loss)
     learned = {
       f"{model.layer_name(index)}/{path}": scales
@@ -184,10 +184,10 @@ class Focus(Program):
         )
     return scales
 
-  def realize(
+  def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
   ) -> Realized:
-    """See `Program.realize`: codes of the learned scales."""
+    """See `Program.quantize_weight`: codes of the learned scales."""
     del input_map
     factor = inputs.learned.factor
     inputs.record["learned_factor"] = [float(factor.min()), float(factor.max())]

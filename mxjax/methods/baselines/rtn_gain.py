@@ -48,7 +48,9 @@ class RtnGain(Program):
     """See `Program.quantize_linear`."""
     leaf = super().quantize_linear(weight, inputs)
     blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
-    decoded = execution.finish(gptq.round_to_nearest(blocks, inputs.rules)).decoded
+    decoded = execution.block_on_cpu(
+      gptq.round_to_nearest(blocks, inputs.rules)
+    ).decoded
     product, square = inputs.reduce(
       _gain_step, jnp.zeros(2, jnp.float64), blocks, decoded
     )

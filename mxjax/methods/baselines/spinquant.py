@@ -146,7 +146,7 @@ def rotate_model(
     for index in range(model.num_layers):
       name = model.layer_name(index)
       layer = rotate_layer(params[name], Rotations(residual, wide(r2[index])))
-      new[name] = execution.finish(
+      new[name] = execution.block_on_cpu(
         jax.tree.map(lambda a: narrow(a) if a.dtype == jnp.float64 else a, layer)
       )
   return new
@@ -280,9 +280,9 @@ class SpinQuant(Gptq):
       moved = []
       for matrix, speed, slope in zip(matrices, speeds, slopes, strict=True):
         if rng.integers(orthogonal.RENEWAL) == 0:
-          matrix = execution.finish(orthogonal.renewed(matrix))
+          matrix = execution.block_on_cpu(orthogonal.renewed(matrix))
         moved.append(
-          execution.finish(orthogonal.cayley_step(matrix, speed, slope, rate))
+          execution.block_on_cpu(orthogonal.cayley_step(matrix, speed, slope, rate))
         )
       shared, own = jax.tree.unflatten(treedef, [new for new, _ in moved])
       velocity = jax.tree.unflatten(treedef, [speed for _, speed in moved])

@@ -51,22 +51,22 @@ class Torq(Gptq):
     del weight
 
     def inter() -> jax.Array:
-      covariance = execution.finish(two_level.block_covariance(inputs.hessian()))
-      rotation, deviation = execution.finish(two_level.equalize(covariance))
+      covariance = execution.block_on_cpu(two_level.block_covariance(inputs.hessian()))
+      rotation, deviation = execution.block_on_cpu(two_level.equalize(covariance))
       inputs.record["energy_deviation"] = float(deviation)
       return rotation.astype(jnp.float32)
 
     def intra() -> jax.Array:
       sample = inputs.sample(max(1, self.rows // inputs.blocks))
-      rows = execution.finish(_pooled(sample, across))
+      rows = execution.block_on_cpu(_pooled(sample, across))
       rotation, losses = two_level.even_out(rows, inputs.rules)
       inputs.record["occupancy_losses"] = losses
       return jnp.asarray(rotation, jnp.float32)
 
     # The rotations depend on the encoder's rules, so these are part of the name.
     rules = f"{inputs.rules.scale_rule}_{inputs.rules.tie_rule}_{self.rows}"
-    across = inputs.shared("torq_inter", inter)
-    within = inputs.shared(f"torq_intra_{rules}", intra)
+    across = inputs.cached("torq_inter", inter)
+    within = inputs.cached(f"torq_intra_{rules}", intra)
     return input_maps.TwoLevel(across, within)
 
 

@@ -39,7 +39,9 @@ def _factor(inputs: LinearInputs, damping: float) -> jax.Array:
   hessian = inputs.hessian().astype(jnp.float64)
   tries = [damping * gptq.DAMPING_GROWTH**i for i in range(gptq.DAMPING_TRIES)]
   for used in tries:
-    factor = execution.finish(nearest_plane.upper_cholesky(hessian, jnp.float64(used)))
+    factor = execution.block_on_cpu(
+      nearest_plane.upper_cholesky(hessian, jnp.float64(used))
+    )
     if bool(jnp.isfinite(factor).all()):
       inputs.record["damping"] = used
       return factor
@@ -72,11 +74,11 @@ def round_blocks(
   rounded, transforms = [], []
   for index in reversed(range(blocks)):
     block = jnp.int32(index)
-    target = execution.finish(nearest_plane.target(factor, residual, block))
-    lattice = execution.finish(
+    target = execution.block_on_cpu(nearest_plane.target(factor, residual, block))
+    lattice = execution.block_on_cpu(
       nearest_plane.plane(target.gram, target.factor, rows, basis, dtype)
     )
-    residual, result = execution.finish(
+    residual, result = execution.block_on_cpu(
       nearest_plane.round_block(residual, target.value, lattice, block, rules)
     )
     rounded.append(gptq.Reconstruction(*result))
@@ -110,7 +112,7 @@ class Wush(Program):
       blocks, factor, inputs.rules, self.basis, jnp.dtype(self.transform_dtype)
     )
     input_map = input_maps.BlockDense(transforms)
-    folded = execution.finish(fold(blocks, input_map))
+    folded = execution.block_on_cpu(fold(blocks, input_map))
     decoded = result.decoded.astype(jnp.float32)
     return QuantizedLinear(
       weight=pack(result),

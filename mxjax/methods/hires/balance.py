@@ -17,7 +17,7 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.gptq import reconstruct
 from mxjax.numerics import mxfp4
-from mxjax.numerics.block_batches import in_groups
+from mxjax.numerics.block_batches import map_block_batches
 from mxjax.numerics.realization import one_code
 from mxjax.numerics.shaping import dyadic_balance, input_maps, reference_chart
 
@@ -39,7 +39,7 @@ def _error_step(
     error = mxfp4.round_blocks(mapped, rules) - mapped
     return dyadic_balance.subgroup_moments(error)
 
-  return carry + in_groups(moments, blocks, transform)
+  return carry + map_block_batches(moments, blocks, transform)
 
 
 def _trial_step(
@@ -76,7 +76,7 @@ def _listed_step(
   )
 
 
-class _Tried(NamedTuple):
+class _TrialBatch(NamedTuple):
   """Trials that are measured together, `[trials, blocks, ...]`.
 
   Attributes:
@@ -103,8 +103,8 @@ class _Trials(NamedTuple):
   """
 
   full_scales: jax.Array
-  ends: _Tried
-  half: _Tried
+  ends: _TrialBatch
+  half: _TrialBatch
   signal: jax.Array
 
 
@@ -165,8 +165,8 @@ def _layer_trial(
   scaled = (folded / dyadic_balance.diagonal(scale)[..., None]).astype(jnp.float32)
   installed = dyadic_balance.scaled_transform(transform, scale)
   input_map = input_maps.BlockDense(installed.astype(jnp.float32))
-  result = execution.finish(reconstruct(scaled, inputs, input_map))
-  return execution.finish(_trial_of(scaled, result.decoded, mapped_moment, scale))
+  result = execution.block_on_cpu(reconstruct(scaled, inputs, input_map))
+  return execution.block_on_cpu(_trial_of(scaled, result.decoded, mapped_moment, scale))
 
 
 @jax.jit
@@ -174,13 +174,13 @@ def _arranged(
   transform: jax.Array,
   scales: tuple[jax.Array, ...],
   trials: tuple[dyadic_balance.Trial, ...],
-) -> tuple[_Tried, _Tried]:
+) -> tuple[_TrialBatch, _TrialBatch]:
   """Full step and identity, which every block needs, and the half step."""
 
-  def tried(*places: int) -> _Tried:
+  def tried(*places: int) -> _TrialBatch:
     chosen = jnp.stack([scales[place] for place in places])
     weights = [trials[place] for place in places]
-    return _Tried(
+    return _TrialBatch(
       dyadic_balance.scaled_transform(transform, chosen).astype(jnp.float32),
       jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights),
     )
@@ -199,10 +199,10 @@ def _prepare_trials(
   """The proposal and the encoded weights of its three trials."""
   rules = inputs.rules
   tokens = jnp.asarray(inputs.tokens, jnp.float64)
-  folded = execution.finish(_fold_float64(weight, transform))
-  mapped_moment = execution.finish(_mapped_moment(moment, transform))
-  weight_side = execution.finish(_weight_side(folded, rules))
-  scales, signal = execution.finish(
+  folded = execution.block_on_cpu(_fold_float64(weight, transform))
+  mapped_moment = execution.block_on_cpu(_mapped_moment(moment, transform))
+  weight_side = execution.block_on_cpu(_weight_side(folded, rules))
+  scales, signal = execution.block_on_cpu(
     _propose(*weight_side, mapped_moment, error_sums, tokens)
   )
   trials = []
@@ -210,13 +210,13 @@ def _prepare_trials(
     if balance_by == "layer":
       trials.append(_layer_trial(folded, mapped_moment, transform, scale, inputs))
       continue
-    upper = execution.finish(dyadic_balance.trial_factor(mapped_moment, scale))
+    upper = execution.block_on_cpu(dyadic_balance.trial_factor(mapped_moment, scale))
     trials.append(
-      execution.finish(
+      execution.block_on_cpu(
         dyadic_balance.prepare_trial(folded, mapped_moment, scale, upper, rules)
       )
     )
-  ends, half = execution.finish(_arranged(transform, scales, tuple(trials)))
+  ends, half = execution.block_on_cpu(_arranged(transform, scales, tuple(trials)))
   return _Trials(scales[0], ends, half, signal)
 
 
@@ -237,7 +237,7 @@ def _measure(trials: _Trials, inputs: LinearInputs) -> np.ndarray:
   """
   tokens = jnp.asarray(inputs.tokens, jnp.float64)
 
-  def losses(tried: _Tried, objective: jax.Array) -> np.ndarray:
+  def losses(tried: _TrialBatch, objective: jax.Array) -> np.ndarray:
     terms = tried.weights.weight_term
     return np.asarray(_losses(objective, terms, trials.signal, tokens))
 

@@ -2,8 +2,8 @@
 
 Paper: Section HiRes and Appendix "Algorithm Details". The file reads in the order of
 Algorithm 1: `shape` is Stage I (chart, interaction, and the balance of
-`hires_balance`), `realize` is Stage II (GPTQ and one-code refinement), `recover` is
-Stage III.
+`hires_balance`), `quantize_weight` is Stage II (GPTQ and one-code refinement),
+`recover` is Stage III.
 """
 
 import dataclasses
@@ -90,15 +90,15 @@ def _prepare_anchor(
   Several jitted steps, not one: see rule 2 of `mxjax.devices.execution`.
   """
   rows = weight.shape[-1]
-  moments = execution.finish(_weight_moments(weight))
+  moments = execution.block_on_cpu(_weight_moments(weight))
   even, odd = rows - rows // 2, rows // 2
   total = (moments[0] * even + moments[1] * odd) / rows
-  chart, rotated, rotated_inverse = execution.by_blocks(_chart, moment, total)
+  chart, rotated, rotated_inverse = execution.map_block_batches(_chart, moment, total)
   return _Anchor(
     chart=chart,
     rotated=rotated.astype(jnp.float32),
-    weight_folds=execution.finish(_weight_folds(moments, rotated_inverse)),
-    weight_cross_folds=execution.finish(
+    weight_folds=execution.block_on_cpu(_weight_folds(moments, rotated_inverse)),
+    weight_cross_folds=execution.block_on_cpu(
       _weight_crosses(weight, rotated_inverse, rules)
     ),
   )
@@ -198,7 +198,7 @@ class HiRes(Program):
     zeros = jnp.zeros((2, *moment.shape), jnp.float64)
     errors = inputs.reduce(_anchor_step, zeros, anchor.rotated)
     counts = jnp.maximum(jnp.asarray(inputs.fold_tokens, jnp.float64), 1.0)
-    pairs, norm = execution.finish(
+    pairs, norm = execution.block_on_cpu(
       _pairs(
         anchor,
         inputs.fold_moments(),
@@ -207,7 +207,7 @@ class HiRes(Program):
         use_interaction=self.use_interaction,
       )
     )
-    transform = execution.by_blocks(
+    transform = execution.map_block_batches(
       local_interaction.shaping_transform, anchor.chart, pairs
     )
     inputs.record["interaction_norm"] = norm.tolist()
@@ -215,7 +215,7 @@ class HiRes(Program):
       transform = balance.balanced(weight, inputs, moment, transform, self.balance_by)
     return input_maps.BlockDense(transform.astype(jnp.float32))
 
-  def realize(
+  def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
   ) -> Realized:
     """Stage II: GPTQ in the installed coordinates, then the one-code tables."""

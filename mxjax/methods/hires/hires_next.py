@@ -33,12 +33,12 @@ class HiResNext(HiRes):
   scales: gptq.ScaleSource = "searched"
   descent: int = 3
 
-  def realize(
+  def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
   ) -> Realized:
     """Stage II: GPTQ, descent from its codes, then the one-code tables."""
     if self.weights != "gptq":
-      return super().realize(weight, inputs, input_map)
+      return super().quantize_weight(weight, inputs, input_map)
     result = reconstruct(
       weight, inputs, input_map, self.damping, scales=self.scales, descent=self.descent
     )

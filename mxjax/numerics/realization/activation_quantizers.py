@@ -26,7 +26,7 @@ class OneCode:
 
   Attributes:
     gram: G_Q, its upper triangle row by row, `[blocks, 528]`, float32, or bfloat16
-      after `compact`.
+      after `pack_for_inference`.
     cross: K_Q, `[blocks, 32, 32]`, likewise.
   """
 

@@ -109,7 +109,7 @@ def relaxed(
   return _round(scaled, jnp.asarray(rules.tie_rule == "even")) * scale
 
 
-def realize(
+def quantize_weight(
   weight: jax.Array, learned: LearnedScales, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> gptq.Reconstruction:
   """Legal codes of the learned scales; the divisors leave no other trace."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import precision
-from mxjax.numerics.block_batches import in_groups
+from mxjax.numerics.block_batches import map_block_batches
 
 CELL_RESIDUES = 8
 """Sequence residue classes of the calibration cells (sequence index modulo 8)."""
@@ -145,7 +145,7 @@ def cell_moments(
     Float64 sums of every cell; sums of several calls add leaf by leaf.
   """
   arrays = gate, up, gate_target, up_target
-  by_row = in_groups(_row_moments, *arrays)
+  by_row = map_block_batches(_row_moments, *arrays)
   precision.require_float64("mlp_recovery.cell_moments", weights, *by_row.values())
   # omega is one number for all tokens of a coordinate, so it comes after their sum.
   sums = {pair: jnp.einsum("hc,h->c", sum_, weights) for pair, sum_ in by_row.items()}

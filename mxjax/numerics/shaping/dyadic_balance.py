@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import mxfp4, precision, projections
-from mxjax.numerics.block_batches import in_groups
+from mxjax.numerics.block_batches import map_block_batches
 from mxjax.numerics.realization import gptq, one_code
 
 SUBGROUPS = 8
@@ -254,7 +254,7 @@ def trial_objective(
     return jax.lax.map(one, trials).T
 
   by_block = (table.swapaxes(0, 1) for table in (transforms, grams, crosses))
-  return in_groups(group, blocks, *by_block).T
+  return map_block_batches(group, blocks, *by_block).T
 
 
 @functools.partial(jax.jit, static_argnames="rules")

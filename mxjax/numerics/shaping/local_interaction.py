@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import mxfp4, precision, projections
-from mxjax.numerics.block_batches import in_groups
+from mxjax.numerics.block_batches import map_block_batches
 from mxjax.numerics.shaping import input_maps
 
 RADIUS = 1 / 8
@@ -96,7 +96,7 @@ def rotated_error_moment(
     wide = error.astype(jnp.float64), mapped.astype(jnp.float64)
     return jnp.einsum("bin,bjn->bij", *wide, precision=precision.HIGHEST)
 
-  return in_groups(moment, blocks, chart)
+  return map_block_batches(moment, blocks, chart)
 
 
 def unrotate(moment: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import precision, projections
-from mxjax.numerics.block_batches import in_groups
+from mxjax.numerics.block_batches import map_block_batches
 
 RIDGE = 0.01
 """Relative part of lambda_A and lambda_B, in units of the mean diagonal."""
@@ -35,7 +35,7 @@ def block_moment(blocks: jax.Array) -> jax.Array:
     wide = blocks.astype(jnp.float64)
     return jnp.einsum("bin,bjn->bij", wide, wide, precision=precision.HIGHEST)
 
-  return in_groups(moment, blocks)
+  return map_block_batches(moment, blocks)
 
 
 def normalize_determinant(matrix: jax.Array) -> jax.Array:

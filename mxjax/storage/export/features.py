@@ -153,7 +153,7 @@ def effective_weight(leaf: QuantizedLinear) -> jax.Array:
     float64 `[out_features, in_features]`.
   """
   with precision.float64_scope():
-    weight = execution.finish(_effective(leaf.weight, leaf.input_map, leaf.rules))
+    weight = execution.block_on_cpu(_effective(leaf.weight, leaf.input_map, leaf.rules))
     return weight if leaf.gain is None else weight * leaf.gain.astype(jnp.float64)
 
 

@@ -12,7 +12,7 @@ from mxjax.discovery.core.proposal import Context, Experiment, ProposerError, Re
 from mxjax.discovery.proposers import endpoint, human, prompt
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
 from mxjax.discovery.sandbox.laboratory import Laboratory
-from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import search
 from mxjax.discovery.tasks import world
 
@@ -204,7 +204,7 @@ def test_an_answer_that_is_not_admitted_gets_one_repair_turn(server):
 
 def run(folder, proposer):
   kept = store.Store(folder)
-  lab = Laboratory(TASK, LocalBench(TASK), kept)
+  lab = Laboratory(TASK, LocalExecutor(TASK), kept)
   config = search.SearchConfig(seed=3, budget=6)
   running = search.Search(config, lab, proposer, kept)
   running.run()

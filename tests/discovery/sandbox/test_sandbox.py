@@ -20,7 +20,7 @@ from mxjax.discovery.core import candidate_source, store
 from mxjax.discovery.core.proposal import Proposal, ProposerError
 from mxjax.discovery.core.task import Outcome, Status
 from mxjax.discovery.sandbox import jail, supervisor
-from mxjax.discovery.sandbox.jailed_executor import JailedBench
+from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
 from mxjax.discovery.sandbox.laboratory import Laboratory
 from mxjax.discovery.search import search
 from mxjax.discovery.tasks import world
@@ -391,7 +391,7 @@ def test_a_search_survives_every_probe_and_charges_by_rule(tmp_path, record_prop
   before = remains()
   kept = store.Store(tmp_path)
   run_limits = jail.Limits(seconds=45.0, memory_bytes=6 << 30, cpu_seconds=1 << 20)
-  bench = JailedBench(TASK, kept, trace_limits=LIMITS, run_limits=run_limits)
+  bench = JailedExecutor(TASK, kept, trace_limits=LIMITS, run_limits=run_limits)
   lab = PastAdmission(TASK, bench, kept)
   script = Scripted([(name, source) for name, (source, _, _) in RUN_PROBES.items()])
   config = search.SearchConfig(budget=50, evidence="score", policy="none")

@@ -8,14 +8,14 @@ from mxjax.discovery.core import store
 from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.proposers import embedded
 from mxjax.discovery.sandbox.laboratory import Laboratory
-from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import search
 from mxjax.discovery.tasks import world
 
 BUDGET = 30
 
 
-class CountingBench(LocalBench):
+class CountingBench(LocalExecutor):
   """Counts what is really executed, and can be stopped like a killed process."""
 
   def __init__(self, task, stop_after=None):

@@ -10,7 +10,7 @@ import mxjax
 from mxjax import methods
 from mxjax.audit import plan, sizes
 from mxjax.calibration import streams
-from mxjax.layers.inference_packing import compact
+from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.models import CausalLM, families
 from mxjax.numerics.realization import gptq
 from mxjax.running import pipeline
@@ -80,7 +80,7 @@ def test_the_packed_layout_is_what_a_run_stores(tiny_config):
     "bfloat16 tables, int8 embeddings": {"embeddings": "int8"},
     "bfloat16 tables, MXFP4 embeddings": {"embeddings": "mxfp4"},
   }.items():
-    loaded = sizes.size_report(compact(result.params, **options))["total"]
+    loaded = sizes.size_report(pack_for_inference(result.params, **options))["total"]
     assert planned.loaded.pop(label) == loaded
   assert not planned.loaded
 

@@ -21,7 +21,7 @@ def test_blocks_in_parts_are_the_blocks(blocks):
     return x + y, jax.nn.relu(x)
 
   x = jnp.asarray(np.random.default_rng(0).standard_normal((blocks, 4)), jnp.float32)
-  added, positive = execution.by_blocks(both, x, 2 * x)
+  added, positive = execution.map_block_batches(both, x, 2 * x)
   assert np.array_equal(added, 3 * x)
   assert np.array_equal(positive, np.maximum(x, 0))
   assert sum(seen) == blocks
@@ -40,8 +40,8 @@ full = resident()
 kept = pieces[::2]
 del pieces
 print(full - resident() > 100e6)
-print(execution.make_room(execution.LARGE_BYTES - 1), full - resident() > 100e6)
-print(execution.make_room(execution.LARGE_BYTES), full - resident() > 100e6)
+print(execution.trim_malloc(execution.LARGE_BYTES - 1), full - resident() > 100e6)
+print(execution.trim_malloc(execution.LARGE_BYTES), full - resident() > 100e6)
 """
 
 

@@ -104,7 +104,7 @@ def test_a_process_reads_its_part_of_a_checkpoint(tmp_path, monkeypatch):
 
 def test_a_host_copy_does_not_stay_with_an_array():
   array = jnp.arange(6.0).reshape(2, 3)
-  apart = meshes.apart(array)
+  apart = meshes.alias(array)
   assert apart is not array
   assert apart.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
   np.testing.assert_array_equal(apart, array)

@@ -11,7 +11,7 @@ from mxjax.layers import inference_packing
 from mxjax.layers.quantized_linear import (
   QuantizedLinear,
   linear,
-  linears,
+  linear_many,
   map_rows,
   take_rows,
 )
@@ -75,7 +75,7 @@ def test_linears_of_one_input_are_those_of_one_each(kinds):
   ones = jnp.ones(64, jnp.bfloat16)
   x = Normalized(draw((3, 1, 64), jnp.bfloat16), ones, 1e-6)
   for implementation in ("interpret", "xla"):
-    side_by_side = functools.partial(linears, implementation=implementation)
+    side_by_side = functools.partial(linear_many, implementation=implementation)
     together = jax.jit(side_by_side)(x, weights)
     for y, weight in zip(together, weights, strict=True):
       alone = run(x, weight, implementation=implementation)
@@ -117,19 +117,19 @@ def test_the_reference_sums_exact_products_in_float32(rule, outputs):
 @pytest.mark.parametrize("rows", [3, 300])
 def test_float8_products_are_asked_for_and_take_many_rows(rows):
   x, weight = draw((rows, 64), jnp.bfloat16), leaf("hires")
-  chosen = inference_packing.compact({"w": weight}, tables=False, products="float8")[
-    "w"
-  ]
+  chosen = inference_packing.pack_for_inference(
+    {"w": weight}, tables=False, products="float8"
+  )["w"]
   top = float(weight.weight.scales.max())
-  assert chosen.float8_unit == 2.0 ** (top - mxfp4.SCALE_BIAS - mxfp4_decode.TOP)
-  assert weight.float8_unit is None
+  assert chosen.float8_scale == 2.0 ** (top - mxfp4.SCALE_BIAS - mxfp4_decode.TOP)
+  assert weight.float8_scale is None
   doubled = map_rows(lambda a: jnp.concatenate([a, a]), lambda a: a, chosen)
-  assert doubled.float8_unit == chosen.float8_unit
+  assert doubled.float8_scale == chosen.float8_scale
   assert doubled.shape == (96, 64)
-  back = inference_packing.compact({"w": chosen}, tables=False, products="bfloat16")[
-    "w"
-  ]
-  assert back.float8_unit is None
+  back = inference_packing.pack_for_inference(
+    {"w": chosen}, tables=False, products="bfloat16"
+  )["w"]
+  assert back.float8_scale is None
   got = run(x, chosen, implementation="interpret")
   want = run(x, weight, implementation="interpret")
   text = run.lower(x, chosen, implementation="interpret").as_text()
@@ -146,11 +146,11 @@ def test_a_weight_that_float8_cannot_hold_is_named_and_left():
   wide = dataclasses.replace(weight, weight=mxfp4.MXTensor(weight.weight.codes, scales))
   params = {"layer": {"q": {"weight": weight}, "k": {"weight": wide}}}
   with pytest.warns(UserWarning, match="1 linears stay .*: layer/k/weight"):
-    layer = inference_packing.compact(params, products="float8")["layer"]
-  assert layer["q"]["weight"].float8_unit is not None
-  assert layer["k"]["weight"].float8_unit is None
+    layer = inference_packing.pack_for_inference(params, products="float8")["layer"]
+  assert layer["q"]["weight"].float8_scale is not None
+  assert layer["k"]["weight"].float8_scale is None
   with pytest.raises(ValueError, match="products must be None"):
-    inference_packing.compact(params, products="float16")
+    inference_packing.pack_for_inference(params, products="float16")
 
 
 def test_none_is_the_reference_without_a_gpu():
@@ -192,7 +192,9 @@ def test_rows_of_a_packed_table():
 
 def test_compact_tables_keep_the_result_legal_and_close():
   x, weight = draw((200, 64)), leaf("hires")
-  small = inference_packing.compact({"q_proj": {"weight": weight}})["q_proj"]["weight"]
+  small = inference_packing.pack_for_inference({"q_proj": {"weight": weight}})[
+    "q_proj"
+  ]["weight"]
   assert small.rounding.gram.dtype == small.rounding.cross.dtype == jnp.bfloat16
   assert small.input_map is weight.input_map and small.weight is weight.weight
   got, want = run(x, small), run(x, weight)
@@ -205,7 +207,7 @@ def test_compact_tables_keep_the_result_legal_and_close():
 
 def test_compact_tables_keep_the_gain_of_refinement():
   weight = leaf("hires", outputs=96)
-  small = inference_packing.compact({"w": weight})["w"]
+  small = inference_packing.pack_for_inference({"w": weight})["w"]
   gram, cross = weight.rounding.tables()
   x = weight.input_map.apply(mxfp4.to_blocks(draw((300, 64))))
 
@@ -228,20 +230,20 @@ def test_compact_tables_keep_the_gain_of_refinement():
 def test_compact_packs_embedding_and_head_when_asked():
   table = draw((96, 64), jnp.bfloat16)
   params = {"embed_tokens": {"weight": table}, "norm": {"weight": table[0]}}
-  assert inference_packing.compact(params)["embed_tokens"]["weight"] is table
-  packed = inference_packing.compact(params, embeddings="mxfp4")
+  assert inference_packing.pack_for_inference(params)["embed_tokens"]["weight"] is table
+  packed = inference_packing.pack_for_inference(params, embeddings="mxfp4")
   report = sizes.size_report(packed)
   assert report["total"] == 96 * 64 * 17 // 32 + 128
   assert report["bf16_total"] == 2 * (96 * 64 + 64)
-  again = inference_packing.compact(packed, embeddings="mxfp4")["embed_tokens"][
-    "weight"
-  ]
+  again = inference_packing.pack_for_inference(packed, embeddings="mxfp4")[
+    "embed_tokens"
+  ]["weight"]
   assert again is packed["embed_tokens"]["weight"]
 
 
 def test_a_byte_table_is_close_in_both_its_uses():
   table, x = draw((96, 64), jnp.bfloat16), draw((5, 64))
-  params = inference_packing.compact(
+  params = inference_packing.pack_for_inference(
     {"embed_tokens": {"weight": table}}, embeddings="int8"
   )
   bytes_ = params["embed_tokens"]["weight"]
@@ -256,4 +258,4 @@ def test_a_byte_table_is_close_in_both_its_uses():
   assert (np.abs(got - want) <= bound).all()
   assert sizes.size_report(params)["total"] == 96 * 64 + 4 * 96
   with pytest.raises(ValueError, match="'int8' or 'mxfp4', got 'int4'"):
-    inference_packing.compact(params, embeddings="int4")
+    inference_packing.pack_for_inference(params, embeddings="int4")

@@ -20,7 +20,7 @@ from mxjax.numerics import block_batches
   ],
 )
 def test_groups_divide_the_blocks_and_fit(blocks, nbytes, size):
-  assert block_batches.group_size(blocks, nbytes) == size
+  assert block_batches.batch_size(blocks, nbytes) == size
 
 
 def test_a_grouped_function_has_the_bits_of_the_whole(monkeypatch):
@@ -35,8 +35,8 @@ def test_a_grouped_function_has_the_bits_of_the_whole(monkeypatch):
     return {"mapped": mapped, "norm": jnp.abs(mapped).max((-2, -1))}
 
   whole = jax.jit(function)(x, matrices)
-  monkeypatch.setattr(block_batches, "GROUP_BYTES", 3 * 32 * 64 * 4)
-  grouped = jax.jit(lambda *args: block_batches.in_groups(function, *args))
+  monkeypatch.setattr(block_batches, "BATCH_BYTES", 3 * 32 * 64 * 4)
+  grouped = jax.jit(lambda *args: block_batches.map_block_batches(function, *args))
   got = grouped(x, matrices)
   assert seen == [12, 3]
   jax.tree.map(np.testing.assert_array_equal, got, whole)

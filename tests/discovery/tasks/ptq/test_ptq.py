@@ -10,7 +10,7 @@ from mxjax.discovery.core.candidate_source import admit
 from mxjax.discovery.core.task import Call, ContractError, Status
 from mxjax.discovery.sandbox import tracing
 from mxjax.discovery.sandbox.artifact import ArtifactTable, check_independence
-from mxjax.discovery.sandbox.local_executor import LocalBench
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks.ptq import (
   candidate,
   candidate_codes,
@@ -32,7 +32,7 @@ SPECS = {spec["name"]: spec for spec in INTERFACE.to_list()}
 
 @pytest.fixture(scope="module")
 def bench():
-  return LocalBench(ptq.PtqTask(**OPTIONS))
+  return LocalExecutor(ptq.PtqTask(**OPTIONS))
 
 
 def card(name):
@@ -246,7 +246,7 @@ def test_the_phases_never_hold_each_others_data():
 
 def test_42_the_score_follows_the_text_and_not_the_program(initial):
   other = ptq.PtqTask(**{**OPTIONS, "windows": [1, 32]})
-  outcome = measure(LocalBench(other), SOURCE)
+  outcome = measure(LocalExecutor(other), SOURCE)
   assert outcome.values["log_ppl"] != initial.values["log_ppl"]
 
 

@@ -22,7 +22,9 @@ def test_without_learning_it_is_rtn_under_rceil(tie_rule):
   """m = 1 and infinite logits, codes and exponents alike, ties included."""
   weight = weights().at[0, :4, 0].set(jnp.asarray([6.0, 0.25, 0.75, 5.0]))
   rules = mxfp4.Rules(tie_rule=tie_rule)
-  got = learned_scales.realize(weight, learned_scales.initial(2, 24, np.inf), rules)
+  got = learned_scales.quantize_weight(
+    weight, learned_scales.initial(2, 24, np.inf), rules
+  )
   expected = gptq.round_to_nearest(
     weight, mxfp4.Rules(scale_rule="rceil", tie_rule=tie_rule)
   )
@@ -39,10 +41,10 @@ def test_what_was_trained_is_what_is_exported(tie_rule):
     jnp.asarray(rng.uniform(0.5, 6, (2, 4, 24)), jnp.float32),
   )
   relaxed = learned_scales.relaxed(weight, learned, rules)
-  exported = learned_scales.realize(weight, learned, rules)
+  exported = learned_scales.quantize_weight(weight, learned, rules)
   np.testing.assert_array_equal(relaxed, exported.decoded)
   mxfp4.check_legal(exported.tensor())
-  plain = learned_scales.realize(weight, learned_scales.initial(2, 24), rules)
+  plain = learned_scales.quantize_weight(weight, learned_scales.initial(2, 24), rules)
   assert (np.asarray(exported.exponent) != np.asarray(plain.exponent)).any()
 
 
@@ -57,7 +59,7 @@ def test_gradients_are_those_of_the_relaxation():
   probe = jnp.asarray(rng.standard_normal(weight.shape), jnp.float32)
   loss = lambda learned: (learned_scales.relaxed(weight, learned) * probe).sum()
   got = jax.grad(loss)(learned)
-  made = learned_scales.realize(weight, learned)
+  made = learned_scales.quantize_weight(weight, learned)
   scale = 2.0 ** np.asarray(made.exponent, np.float64)[:, None]
   share = 1 / (1 + np.exp(-np.asarray(learned.logits, np.float64)))
   divisor = np.repeat(share, 8, axis=1)
@@ -80,6 +82,6 @@ def test_zero_blocks_and_zero_factors_stay_finite():
   loss = lambda learned: learned_scales.relaxed(weight, learned).sum()
   for leaf in jax.tree.leaves(jax.grad(loss)(learned)):
     assert bool(jnp.isfinite(leaf).all())
-  made = learned_scales.realize(weight, learned)
+  made = learned_scales.quantize_weight(weight, learned)
   assert (np.asarray(made.decoded)[0, :, 3] == 0).all()
   mxfp4.check_legal(made.tensor())
