@@ -79,12 +79,13 @@ def load(name):
   return model, params, ids[:-1], ids[-1:]
 
 
-def run():
-  """Quantizes by every method; one entry each."""
+def run(only):
+  """Quantizes by every method, or by those whose name contains `only`."""
   entries = {}
   names = [SLOW.get(name, name) for name in methods.METHODS]
   work = [("llama", name) for name in (*names, *EXTRA)]
   work += [(model, "hires") for model in HIRES_MODELS]
+  work = [(model, method) for model, method in work if only in f"{model}/{method}"]
   loaded = {}
   for model_name, method in work:
     if model_name not in loaded:
@@ -115,8 +116,9 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", type=pathlib.Path)
   parser.add_argument("--against", type=pathlib.Path)
+  parser.add_argument("--only", default="", help="a part of MODEL/METHOD")
   options = parser.parse_args()
-  entries = run()
+  entries = run(options.only)
   result = {
     "command": "python benchmarks/golden_run.py",
     "date": datetime.date.today().isoformat(),
@@ -129,6 +131,7 @@ def main():
     options.out.write_text(json.dumps(result, indent=1) + "\n")
   if options.against:
     before = json.loads(options.against.read_text())["entries"]
+    before = {k: v for k, v in before.items() if options.only in k}
     lines = compare(before, entries)
     print("\n".join(lines) or f"{len(before)} builds equal, bit for bit")
     return bool(lines)
