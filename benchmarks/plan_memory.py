@@ -60,7 +60,10 @@ CASES = {
 CODE = """
 import dataclasses, json, pathlib, sys, tempfile
 import numpy as np
-from mxjax import execution, layer_store, methods, models, pipeline
+from mxjax import methods, models
+from mxjax.devices import execution
+from mxjax.running import pipeline
+from mxjax.storage import layer_store
 from mxjax.calibration.calibration import Calibration
 folder, case = json.loads(sys.argv[1])
 execution.keep_freed_memory()
