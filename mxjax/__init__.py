@@ -12,7 +12,8 @@ from mxjax.calibration.calibration import Calibration
 from mxjax.layers.quantized_linear import QuantizedLinear, linear
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
-from mxjax.numerics.mxfp4 import MXTensor, Rules, decode, encode
+from mxjax.numerics.mxfp4 import MXTensor, Rules, decode
+from mxjax.pallas_kernels.mxfp4_encode import encode
 from mxjax.running.pipeline import quantize
 from mxjax.storage.checkpoint import restore_checkpoint, save_checkpoint
 

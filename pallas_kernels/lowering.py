@@ -6,7 +6,7 @@ them the default backend differs between JAX versions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,54 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from mxjax.numerics.platforms import target_platform
-
-Implementation = Literal["xla", "pallas", "interpret"]
-"""`xla` is the reference, `pallas` the compiled kernel, `interpret` the same kernel
-run operation by operation on any platform, for tests."""
-
 BlockSpec = pl.BlockSpec
 program_id = pl.program_id
 when = pl.when
 columns = pl.ds
 """A half-open range of columns: (start, size)."""
-
-
-def choose(
-  implementation: Implementation | None, place: str, obstacle: str | None = None
-) -> Implementation:
-  """Picks an implementation before anything is launched; an explicit one stands.
-
-  Args:
-    implementation: The caller's choice, or None.
-    place: Name of the operation, for the message.
-    obstacle: Why the kernel cannot take these arguments, or None.
-
-  Returns:
-    The caller's choice; for None the kernel on a GPU that can, else the reference.
-
-  Raises:
-    NotImplementedError: The kernel was asked for and cannot run.
-    ValueError: The choice is not a known name.
-  """
-  if implementation not in (None, "xla", "pallas", "interpret"):
-    raise ValueError(
-      f"{place}: implementation must be None, 'xla', 'pallas' or 'interpret', got "
-      f"{implementation!r}."
-    )
-  platform = target_platform()
-  if implementation is None:
-    return "pallas" if platform == "gpu" and obstacle is None else "xla"
-  if implementation == "xla":
-    return "xla"
-  if obstacle is None and implementation == "pallas" and platform != "gpu":
-    obstacle = f"the platform is {platform} and compiled kernels need an NVIDIA GPU"
-  if obstacle is not None:
-    raise NotImplementedError(
-      f"{place}: implementation={implementation!r} cannot run because {obstacle}; "
-      "pass implementation='xla' or None."
-    )
-  return implementation
 
 
 def launch(

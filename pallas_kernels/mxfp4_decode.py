@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
 from mxjax.pallas_kernels import codec, lowering
-from mxjax.pallas_kernels.lowering import Implementation
 
 FLOAT8 = jnp.float8_e4m3fn
 TOP = 6
@@ -216,9 +216,11 @@ def launch_float8(
 def decode(
   tensor: mxfp4.MXTensor, *, implementation: Implementation | None = None
 ) -> jax.Array:
-  """Decodes `[..., d]` to bfloat16, exact; see `mxfp4.decode`, `lowering.choose`."""
+  """Decodes `[..., d]` to bfloat16, exactly, as `mxfp4.decode` does."""
   obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
-  chosen = lowering.choose(implementation, "pallas_kernels.decode", obstacle)
+  chosen = implementations.choose(
+    "pallas_kernels.decode", implementation, pallas=obstacle
+  )
   if chosen == "xla":
     return mxfp4.decode(tensor, jnp.bfloat16)
   return launch_bfloat16(tensor, interpret=chosen == "interpret")
@@ -251,13 +253,15 @@ def decode_float8(
   Args:
     tensor: Packed, the paper's scale rule, of which `float8_range` says that it fits.
     unit: From there, a float32 scalar.
-    implementation: See `lowering.choose`.
+    implementation: See `implementations.choose`.
 
   Returns:
     The values in that unit; exact.
   """
   obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
-  chosen = lowering.choose(implementation, "pallas_kernels.decode_float8", obstacle)
+  chosen = implementations.choose(
+    "pallas_kernels.decode_float8", implementation, pallas=obstacle
+  )
   if chosen == "xla":
     return (mxfp4.decode(tensor, jnp.float32) * (1 / unit)).astype(FLOAT8)
   return launch_float8(tensor, unit, interpret=chosen == "interpret")

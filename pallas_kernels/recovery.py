@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mxjax.numerics import implementations
+from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
 from mxjax.pallas_kernels import lowering
-from mxjax.pallas_kernels.lowering import Implementation
 
 FUSED_VALUES = 1 << 20
 """Values from which None takes a kernel of its own, by estimate; fewer take XLA's."""
@@ -154,10 +155,10 @@ def launch_values(
 def _choose(
   implementation: Implementation | None, place: str, *arrays: jax.Array
 ) -> Implementation:
-  """See `lowering.choose`; None leaves few values to XLA, which adds no launch."""
-  chosen = lowering.choose(implementation, place, _obstacle(*arrays))
-  is_small = arrays[0].size < FUSED_VALUES
-  return "xla" if implementation is None and is_small else chosen
+  """Decides what runs; None leaves few values to XLA, which adds no launch."""
+  slower = ("pallas",) if arrays[0].size < FUSED_VALUES else ()
+  obstacle = _obstacle(*arrays)
+  return implementations.choose(place, implementation, pallas=obstacle, slower=slower)
 
 
 def _obstacle(*arrays: jax.Array) -> str | None:
@@ -182,8 +183,8 @@ def gated_product(
     gate: Gate outputs, `[..., hidden]`, float32 or bfloat16.
     up: Up outputs, same shape and dtype.
     recovery: Float32 scalars.
-    implementation: See `lowering.choose`; None also prefers XLA's own fusion below
-      `FUSED_VALUES` values.
+    implementation: See `implementations.choose`; None also prefers XLA's own fusion
+      below `FUSED_VALUES` values.
 
   Returns:
     The product, rounded to the dtype of `gate`.
@@ -211,8 +212,8 @@ def recover_values(
     values: Value outputs, `[..., kv_heads, head_dim]`, float32 or bfloat16.
     recovery: Float32 coefficients, `[kv_heads]`.
     bias: The projection's bias, `[kv_heads * head_dim]`, if not added yet.
-    implementation: See `lowering.choose`; None also prefers XLA's own fusion below
-      `FUSED_VALUES` values.
+    implementation: See `implementations.choose`; None also prefers XLA's own fusion
+      below `FUSED_VALUES` values.
 
   Returns:
     The corrected values, same shape and dtype.

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.layers.quantized_linear import Int8Matrix, QuantizedLinear
-from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import OneCode
 from mxjax.pallas_kernels import mxfp4_decode
+from mxjax.pallas_kernels.mxfp4_encode import encode
 
 Embeddings = Literal["int8", "mxfp4"]
 Products = Literal["bfloat16", "float8"]
@@ -77,7 +77,7 @@ def pack_for_inference(
   for name in ("embed_tokens", "lm_head") if embeddings else ():
     weight = result[name]["weight"] if name in result else None
     if isinstance(weight, jax.Array):
-      narrow = byte_table(weight) if embeddings == "int8" else mxfp4.encode(weight)
+      narrow = byte_table(weight) if embeddings == "int8" else encode(weight)
       result[name] = {**result[name], "weight": narrow}
   return result
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from mxjax.numerics import mxfp4, native, straight_through
+from mxjax.numerics import implementations, mxfp4, straight_through
+from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST, float32_sums
 from mxjax.numerics.realization.activation_quantizers import (
   Nearest,
@@ -17,8 +18,6 @@ from mxjax.numerics.realization.activation_quantizers import (
   Unrounded,
 )
 from mxjax.numerics.shaping.input_maps import BlockDense, InputMap
-from mxjax.pallas_kernels import lowering
-from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.products.float8_matmul import float8_matmul
 from mxjax.pallas_kernels.refinement import a4_operands, fused_inputs
@@ -156,7 +155,7 @@ def map_rows(
 def quantized_inputs(
   x: jax.Array,
   weight: QuantizedLinear,
-  implementation: native.Implementation | None = None,
+  implementation: Implementation | None = None,
 ) -> jax.Array:
   """The legal A4 operand of a quantized linear, decoded.
 
@@ -277,12 +276,15 @@ def _quantized(
   mxfp4.check_width("quantized_linear.linear", width)
   obstacles = [_obstacle(x, weight) for weight in weights]
   obstacle = next(filter(None, obstacles), None)
-  chosen = lowering.choose(implementation, "linear", obstacle)
-  if chosen != "xla":
+  # `native` concerns the A4 rule alone, which decides when it rounds.
+  chosen = implementations.choose(
+    "linear", implementation, native=None, pallas=obstacle
+  )
+  if chosen in ("pallas", "interpret"):
     outputs = _by_kernels(fused_inputs.flat(x), weights, implementation, chosen)
   else:
-    made = fused_inputs.as_array(x)
-    outputs = [_by_xla(made, weight, implementation) for weight in weights]
+    array = fused_inputs.as_array(x)
+    outputs = [_by_xla(array, weight, implementation) for weight in weights]
   result = []
   for y, weight in zip(outputs, weights, strict=True):
     scaled = y if weight.gain is None else y * weight.gain.astype(y.dtype)
@@ -295,8 +297,7 @@ def _by_xla(
 ) -> jax.Array:
   """Outputs `[n, out_features]` by XLA's products."""
   dtype = _operand_dtype(x, weight)
-  reference = "xla" if implementation == "xla" else None
-  operand = quantized_inputs(x, weight, reference).astype(dtype)
+  operand = quantized_inputs(x, weight, implementation).astype(dtype)
   decoded = mxfp4.decode(weight.weight, dtype, weight.rules)
   return float32_sums(decoded, operand).T.astype(x.dtype)
 
@@ -358,8 +359,7 @@ def _weight_only(
   obstacle = None
   if x.dtype != jnp.bfloat16:
     obstacle = f"a packed weight alone takes bfloat16 inputs, got {x.dtype}"
-  chosen = lowering.choose(implementation, "linear", obstacle)
-  if chosen == "xla":
+  if implementations.choose("linear", implementation, pallas=obstacle) == "xla":
     return _product(x, mxfp4.decode(weight, x.dtype))
   rows = x.reshape(-1, x.shape[-1])
   y = matmul.matmul(rows, weight, dtype=x.dtype, implementation=implementation)

@@ -21,13 +21,11 @@ from typing import Literal
 
 import jax
 import jax.core
-import jax.dlpack
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mxjax.numerics import float_bits, native
-from mxjax.numerics.native import encode as native_encode
+from mxjax.numerics import float_bits
 
 BLOCK_SIZE = 32
 """Values that share one scale, contiguous on the input axis."""
@@ -278,49 +276,59 @@ def _encode(x: jax.Array, rules: Rules) -> MXTensor:
   )
 
 
-def encode(
-  x: jax.Array,
-  rules: Rules = PAPER_RULES,
-  *,
-  implementation: native.Implementation | None = None,
-) -> MXTensor:
+def check_encodable(x: jax.Array) -> None:
+  """Refuses arrays that are not floating point or not whole blocks of 32 wide.
+
+  Raises:
+    TypeError: Not a floating-point array.
+    ValueError: A width that is not a multiple of 32.
+  """
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise TypeError(f"mxfp4.encode: expected a floating-point array, got {x.dtype}.")
+  check_width("mxfp4.encode", x.shape[-1])
+
+
+def check_finite(x: jax.Array, encoded: MXTensor) -> None:
+  """Refuses an array with inf or NaN, which its scale bytes show; not under a trace.
+
+  Raises:
+    ValueError: A block has inf or NaN.
+  """
+  if isinstance(encoded.scales, jax.core.Tracer):
+    return
+  if bad := int((np.asarray(encoded.scales) == NOT_FINITE).sum()):
+    values = np.asarray(x).astype(np.float64)
+    raise ValueError(
+      f"mxfp4.encode: expected finite values, got {np.isnan(values).sum()} NaN and "
+      f"{np.isinf(values).sum()} inf in {bad} blocks of shape {x.shape}; find the "
+      "operation that produced them, because MXFP4 has no code for them."
+    )
+
+
+def encode(x: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
   """Encodes the last axis in blocks of 32, exactly for every finite value.
+
+  This is the definition, in XLA. `mxjax.encode` has the same bits and picks the
+  fastest encoder of the platform.
 
   Args:
     x: `[..., d]` float32, bfloat16, float16 or (inside a 64-bit scope) float64, with
       `d` a multiple of 32. Subnormals follow the formula literally.
     rules: Scale and tie rules.
-    implementation: See `native_encode.choose`; the bits do not depend on it.
 
   Returns:
     The packed tensor. While tracing, a block with inf or NaN gets the illegal scale
     byte 255, which decodes to NaN and which `check_legal` names.
 
   Raises:
-    NotImplementedError: `native` was asked for and cannot run.
     TypeError: Not a floating-point array.
     ValueError: A width that is not a multiple of 32, or (outside a trace) inf or NaN.
   """
-  x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    raise TypeError(f"mxfp4.encode: expected a floating-point array, got {x.dtype}.")
-  check_width("mxfp4.encode", x.shape[-1])
-  wide = x if x.dtype in (jnp.float32, jnp.float64) else x.astype(jnp.float32)
-  names = rules.scale_rule, rules.tie_rule
-  if native_encode.choose(implementation, wide, *names) == "native":
-    payload = native_encode.encode(np.asarray(wide), rules.scale_rule)
-    if payload is not None:
-      return MXTensor(*map(jax.dlpack.from_dlpack, payload))
-  tensor = _encode(wide, rules)
-  if not isinstance(tensor.scales, jax.core.Tracer):
-    bad = int((np.asarray(tensor.scales) == NOT_FINITE).sum())
-    if bad:
-      values = np.asarray(x).astype(np.float64)
-      raise ValueError(
-        f"mxfp4.encode: expected finite values, got {np.isnan(values).sum()} NaN and "
-        f"{np.isinf(values).sum()} inf in {bad} blocks of shape {x.shape}; find where "
-        "they were made, because MXFP4 has no code for them."
-      )
+  x = jnp.asarray(x)
+  check_encodable(x)
+  is_wide = x.dtype in (jnp.float32, jnp.float64)
+  tensor = _encode(x if is_wide else x.astype(jnp.float32), rules)
+  check_finite(x, tensor)
   return tensor
 
 

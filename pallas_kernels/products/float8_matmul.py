@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST
 from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
-from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.pallas_kernels.products import float8, planes
 from mxjax.pallas_kernels.products.float8 import Float8Inputs
 
@@ -187,7 +187,8 @@ def float8_matmul(
     weight: Packed `[m, d]`, of which `mxfp4_decode.float8_range` says that it fits.
     unit: Of its values in float8, a float32 scalar, from there.
     dtype: Of the result.
-    implementation: Of what is beside the library's product; see `lowering.choose`.
+    implementation: What runs beside the library's product; see
+      `implementations.choose`.
 
   Returns:
     `[n, m]`.
@@ -202,7 +203,9 @@ def float8_matmul(
       f"{x.shape} and {weight.shape}."
     )
   obstacle = None if x.shape[0] else "x has no rows"
-  chosen = lowering.choose(implementation, "pallas_kernels.float8_matmul", obstacle)
+  chosen = implementations.choose(
+    "pallas_kernels.float8_matmul", implementation, pallas=obstacle
+  )
   values = mxfp4_decode.decode_float8(weight, unit, implementation=chosen)
   # The highest precision is what keeps a GPU's library from its fast sums.
   product = lax.dot_general(

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
 from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
-from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.pallas_kernels.products import planes
 
 LIBRARY_ROWS = 256
@@ -311,8 +311,8 @@ def matmul_each(
       of one kind and shape.
     weights: Packed, each `[m, d]`, the paper's scale rule.
     dtype: Of the results.
-    implementation: See `lowering.choose`; None also prefers the library's products
-      from `LIBRARY_ROWS` rows up.
+    implementation: See `implementations.choose`; None also prefers the library's
+      products from `LIBRARY_ROWS` rows up.
 
   Returns:
     Each `[n, m]`. A scale byte of 255 on either side gives NaN.
@@ -326,7 +326,9 @@ def matmul_each(
     _check(x, weight)
   rows = inputs[0].shape[0]
   obstacle = None if rows else "x has no rows"
-  chosen = lowering.choose(implementation, "pallas_kernels.matmul", obstacle)
+  chosen = implementations.choose(
+    "pallas_kernels.matmul", implementation, pallas=obstacle
+  )
   if chosen == "xla" or (implementation is None and rows >= LIBRARY_ROWS):
     pairs = zip(inputs, weights, strict=True)
     return [_library(x, weight, dtype, chosen) for x, weight in pairs]

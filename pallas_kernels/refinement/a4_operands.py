@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import mxfp4
+from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.realization.activation_quantizers import OneCode, Rounding
 from mxjax.numerics.shaping.input_maps import BlockDense, Hadamard, InputMap, hadamard
-from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.pallas_kernels.refinement import fused_inputs, one_code
 from mxjax.pallas_kernels.refinement.one_code import Form, Tables
 
@@ -27,7 +27,7 @@ def make(
     x: Inputs, `[n, d]`, float32 or bfloat16, or what is to become them.
     operators: Each linear's map and rounding, `Nearest` or `OneCode`.
     form: What to return; see `code_refinement.refine`.
-    implementation: See `lowering.choose`.
+    implementation: See `implementations.choose`.
 
   Returns:
     `[n, d]` in that form for each linear.

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization import one_code
 from mxjax.pallas_kernels import codec, lowering
-from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.pallas_kernels.products import float8, planes
 from mxjax.pallas_kernels.refinement import fused_inputs
 from mxjax.pallas_kernels.refinement.tile import Tables, load_tables, realize
@@ -241,7 +241,7 @@ def refine_for(
     x: Raw inputs, `[n, d]`, bfloat16 or float32, or what is to become them.
     tables: Of each linear; see `refine`.
     form: What to return; values are exact in bfloat16.
-    implementation: See `lowering.choose`.
+    implementation: See `implementations.choose`.
 
   Returns:
     `[n, d]` in that form for each linear.
@@ -259,7 +259,9 @@ def refine_for(
     obstacle = f"x must be float32 or bfloat16, got {x.dtype}"
   elif len(x.shape) != 2 or x.shape[0] == 0:
     obstacle = f"x must be [n, d] with n at least 1, got {x.shape}"
-  chosen = lowering.choose(implementation, "pallas_kernels.refine", obstacle)
+  chosen = implementations.choose(
+    "pallas_kernels.refine", implementation, pallas=obstacle
+  )
   if chosen == "xla":
     made = fused_inputs.as_array(x)
     return [_reference(made, each, form) for each in tables]
@@ -306,7 +308,7 @@ def refine(
       for nearest rounding.
     cross: K_Q, `[d/32, 32, 32]`, likewise.
     form: What to return; values are exact in bfloat16.
-    implementation: See `lowering.choose`.
+    implementation: See `implementations.choose`.
 
   Returns:
     `[n, d]` in that form.

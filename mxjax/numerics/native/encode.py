@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.numerics import native
-from mxjax.numerics.native import Implementation
 
 BLOCK_SIZE = 32
 WORTH_IT = 2**20
@@ -153,45 +152,19 @@ done:
 """
 
 
-def _obstacle(x: jax.Array, scale_rule: str, tie_rule: str) -> str | None:
-  """Why a call cannot be taken, or None."""
+def obstacle(x: jax.Array, scale_rule: str, tie_rule: str) -> str | None:
+  """Returns why the kernel cannot encode an array by these rules, or None."""
   if isinstance(x, jax.core.Tracer):
     return "it is not part of a traced function"
   if missing := native.missing():
     return missing
-  devices = x.devices()
-  if len(devices) > 1 or next(iter(devices)).platform != "cpu":
-    return f"it reads the memory of one CPU, and the array lies on {devices}"
-  if x.dtype != jnp.float32:
+  if len(x.devices()) > 1:
+    return f"it reads the memory of one CPU, and the array lies on {x.devices()}"
+  if x.dtype == jnp.float64:
     return f"it takes values of at most 32 bits, got {x.dtype}"
   if scale_rule not in SCALE_RULES or tie_rule != "away":
     return f"it does not know scale rule {scale_rule} with ties {tie_rule}"
   return None
-
-
-def choose(
-  implementation: Implementation | None, x: jax.Array, scale_rule: str, tie_rule: str
-) -> Implementation:
-  """Picks what `mxfp4.encode` runs; an explicit choice stands or is refused.
-
-  Args:
-    implementation: The caller's choice; None takes `native` for large arrays where
-      it can run, else `xla`.
-    x: What is encoded, float32 or float64.
-    scale_rule: The scale rule.
-    tie_rule: The tie rule.
-
-  Raises:
-    NotImplementedError: `native` was asked for and cannot run.
-    ValueError: The choice is not a known name.
-  """
-  is_worth_it = x.size >= WORTH_IT
-  obstacle = None
-  if implementation == "native" or (implementation is None and is_worth_it):
-    obstacle = _obstacle(x, scale_rule, tie_rule)
-  return native.choose(
-    implementation, "mxfp4.encode", obstacle, is_worth_it=is_worth_it
-  )
 
 
 @functools.cache

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import native
-from mxjax.numerics.platforms import target_platform
 
 BLOCK_SIZE = 32
 KNOWN_INTERFACE = "0"
@@ -49,8 +48,6 @@ def _interface_version() -> str:
 
 def obstacle(x: jax.Array) -> str | None:
   """Why blocks `[blocks, 32, n]` cannot be taken, or None."""
-  if target_platform() != "cpu":
-    return f"it is for CPUs and the platform is {target_platform()}"
   if x.dtype != jnp.float32:
     return f"it takes float32, got {x.dtype}"
   if x.ndim != 3 or x.shape[1] != BLOCK_SIZE:
@@ -65,7 +62,8 @@ def _register() -> None:
   """Compiles the kernels, once in a process."""
   from mxjax.numerics.native import custom_call, refinement_kernel
 
-  custom_call.register(refinement_kernel.kernels(), native.cores() - 1)
+  kernels = refinement_kernel.kernels(kernel_name)
+  custom_call.register(kernels, native.cores() - 1)
 
 
 def refined(

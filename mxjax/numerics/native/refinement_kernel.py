@@ -11,13 +11,13 @@ a map `[blocks, 32, 32]`; all float32, n at least `LANES`.
 
 import itertools
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 from llvmlite import ir
 
 from mxjax.numerics.native import LANES
 from mxjax.numerics.native.custom_call import Kernels, Part, dimension, operand, result
-from mxjax.numerics.native.refinement import kernel_name
 from mxjax.numerics.native.values import (
   F32,
   FLOATS,
@@ -314,12 +314,15 @@ def _part(tile: ir.Function, *, maps: bool, decodes: bool) -> Part:
   return write
 
 
-def kernels() -> Kernels:
-  """All kernels, by what they read and what they give.
+def kernels(kernel_name: Callable[..., str]) -> Kernels:
+  """Writes all kernels: with and without a map, to decoded blocks or their objective.
 
-  With a map of each block it is the fourth operand and comes first. Results are the
+  A map of each block is the fourth operand and is applied first. Results are the
   decoded blocks `[blocks, 32, n]`, or what the refined codes contribute to the
   objective, `[blocks, n]`.
+
+  Args:
+    kernel_name: Names a kernel by the keywords `maps` and `decodes`.
   """
   module = ir.Module("refinement")
   product = _write_product(module)

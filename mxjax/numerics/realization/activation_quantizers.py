@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mxjax.numerics import mxfp4, native
+from mxjax.numerics import mxfp4
+from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.realization import one_code
 
 
@@ -39,7 +40,7 @@ class OneCode:
     rules: mxfp4.Rules,
     *,
     matrix: jax.Array | None = None,
-    implementation: native.Implementation | None = None,
+    implementation: Implementation | None = None,
   ) -> jax.Array:
     """Decoded A4 of mapped inputs `[blocks, 32, n]`, or of inputs that `matrix` maps.
 

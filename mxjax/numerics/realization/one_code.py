@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.numerics import mxfp4, native
+from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.native import refinement
 from mxjax.numerics.precision import HIGHEST, block_products
 
@@ -186,13 +187,15 @@ def refine(
   )
 
 
-def _chosen(
-  implementation: native.Implementation | None, x: jax.Array, rules: mxfp4.Rules
-) -> native.Implementation:
+def _choose(
+  implementation: Implementation | None, x: jax.Array, rules: mxfp4.Rules
+) -> Implementation:
   obstacle = refinement.obstacle(x)
   if rules != mxfp4.PAPER_RULES:
     obstacle = f"it knows the paper's rules only, got {rules}"
-  return native.choose(implementation, "code_refinement", obstacle)
+  return implementations.choose(
+    "one_code.refined_blocks", implementation, native=obstacle
+  )
 
 
 def refined_blocks(
@@ -202,7 +205,7 @@ def refined_blocks(
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
   *,
   matrix: jax.Array | None = None,
-  implementation: native.Implementation | None = None,
+  implementation: Implementation | None = None,
 ) -> jax.Array:
   """Decoded refined activations: the dynamic A4 rule of HiRes.
 
@@ -224,7 +227,7 @@ def refined_blocks(
   Raises:
     NotImplementedError: `native` was asked for and cannot run.
   """
-  if _chosen(implementation, x, rules) == "native":
+  if _choose(implementation, x, rules) == "native":
     return refinement.refined(x, gram, cross, matrix, decodes=True)
   mapped = x if matrix is None else block_products(matrix, x)
   result = refine(mapped, gram, cross, rules)
@@ -239,7 +242,7 @@ def refined_objective(
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
   *,
   matrix: jax.Array | None = None,
-  implementation: native.Implementation | None = None,
+  implementation: Implementation | None = None,
 ) -> jax.Array:
   """||W^ q - W x||^2 - ||(W^ - W) x||^2 at the refined vector q of each block.
 
@@ -260,7 +263,7 @@ def refined_objective(
   Raises:
     NotImplementedError: `native` was asked for and cannot run.
   """
-  if _chosen(implementation, x, rules) == "native":
+  if _choose(implementation, x, rules) == "native":
     return refinement.refined(x, gram, cross, matrix, decodes=False)
   mapped = x if matrix is None else block_products(matrix, x)
   result = refine(mapped, gram, cross, rules)

@@ -15,6 +15,7 @@ from mxjax.numerics.realization.activation_quantizers import Clipped, Nearest, O
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping.input_maps import InputMap
+from mxjax.pallas_kernels.mxfp4_encode import encode
 
 FEATURES = {
   "maps": "online input maps",
@@ -177,7 +178,7 @@ def _without(leaf: QuantizedLinear, names: Collection[str]) -> QuantizedLinear:
   native = effective_weight(plain).astype(jnp.float32)
   return dataclasses.replace(
     new,
-    weight=mxfp4.encode(native, rules),
+    weight=encode(native, rules),
     input_map=None if unmap else leaf.input_map,
     rules=rules,
   )
