@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.layers.quantized_linear import Int8Matrix, QuantizedLinear
-from mxjax.numerics.realization.activation_quantizers import OneCode
 from mxjax.pallas_kernels import mxfp4_decode
 from mxjax.pallas_kernels.mxfp4_encode import encode
 
@@ -118,7 +117,4 @@ def _choose_products(
 
 def _narrow_tables(path: str, leaf: QuantizedLinear) -> QuantizedLinear:
   del path
-  if not isinstance(leaf.rounding, OneCode):
-    return leaf
-  rounding: OneCode = jax.tree.map(lambda a: a.astype(jnp.bfloat16), leaf.rounding)
-  return dataclasses.replace(leaf, rounding=rounding)
+  return dataclasses.replace(leaf, rounding=leaf.rounding.narrowed())

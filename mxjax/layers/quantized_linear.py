@@ -11,16 +11,12 @@ import jax.numpy as jnp
 from mxjax.numerics import implementations, mxfp4, straight_through
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST, float32_sums
-from mxjax.numerics.realization.activation_quantizers import (
-  Nearest,
-  OneCode,
-  Rounding,
-  Unrounded,
-)
-from mxjax.numerics.shaping.input_maps import BlockDense, InputMap
+from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
+from mxjax.numerics.shaping.input_maps import InputMap
 from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.products.float8_matmul import float8_matmul
-from mxjax.pallas_kernels.refinement import a4_operands, fused_inputs
+from mxjax.pallas_kernels.refinement import fused_inputs
+from mxjax.pallas_kernels.refinement.a4_operands import a4_operands
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +37,7 @@ class QuantizedLinear:
 
   weight: mxfp4.MXTensor
   input_map: InputMap | None
-  rounding: Rounding
+  rounding: ActivationQuantizer
   gain: jax.Array | None = None
   rules: mxfp4.Rules = dataclasses.field(
     default=mxfp4.PAPER_RULES, metadata={"static": True}
@@ -170,18 +166,16 @@ def quantized_inputs(
   mxfp4.check_width("quantized_linear.linear", x.shape[-1])
   rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
   blocks = mxfp4.to_blocks(rows)
-  input_map, rounding = weight.input_map, weight.rounding
-  matrix = None
-  if isinstance(input_map, BlockDense) and isinstance(rounding, OneCode):
-    matrix = input_map.matrix.astype(blocks.dtype)
+  input_map = weight.input_map
+  matrix = None if input_map is None else input_map.block_matrices()
+  if matrix is not None and matrix.shape[0] == blocks.shape[0]:
+    matrix = matrix.astype(blocks.dtype)
   elif input_map is not None:
-    blocks = input_map.apply(blocks)
-  if isinstance(rounding, OneCode):
-    rounded = rounding.round(
-      blocks, weight.rules, matrix=matrix, implementation=implementation
-    )
-  else:
-    rounded = rounding.round(blocks, weight.rules)
+    # One matrix for all blocks is a wide product, at which XLA is better.
+    blocks, matrix = input_map.apply(blocks), None
+  rounded = weight.rounding.round(
+    blocks, weight.rules, matrix=matrix, implementation=implementation
+  )
   return rounded.reshape(x.shape[-1], -1)
 
 
@@ -315,13 +309,13 @@ def _by_kernels(
   how = {"dtype": rows.dtype, "implementation": implementation}
   if not is_many:
     operators = [(w.input_map, w.rounding) for w in weights]
-    operands = a4_operands.make(rows, operators, "planes", chosen)
+    operands = a4_operands(rows, operators, "planes", chosen)
     return matmul.matmul_each(operands, [w.weight for w in weights], **how)
   outputs = []
   for weight in weights:
     form = "values" if weight.float8_scale is None else "float8"
     operator = weight.input_map, weight.rounding
-    [operand] = a4_operands.make(rows, [operator], form, chosen)
+    [operand] = a4_operands(rows, [operator], form, chosen)
     if weight.float8_scale is None:
       outputs.append(matmul.matmul(operand, weight.weight, **how))
     else:
@@ -338,7 +332,7 @@ def _operand_dtype(x: jax.Array, weight: QuantizedLinear) -> jax.typing.DTypeLik
   fast. A scale of `mx43` is a third of a power of two, and inputs that are not rounded
   are no legal values.
   """
-  is_legal = not isinstance(weight.rounding, Unrounded)
+  is_legal = weight.rounding.is_legal
   return jnp.bfloat16 if is_legal and weight.rules.scale_rule != "mx43" else x.dtype
 
 
@@ -346,7 +340,7 @@ def _obstacle(x: fused_inputs.Input, weight: QuantizedLinear) -> str | None:
   """Why the kernels cannot run a quantized leaf, or None."""
   if weight.rules != mxfp4.PAPER_RULES:
     return f"kernels know the paper's rules only, got {weight.rules}"
-  if not isinstance(weight.rounding, (Nearest, OneCode)):
+  if weight.rounding.kernel_tables() is None:
     return f"kernels do not know the rounding {type(weight.rounding).__name__}"
   if x.dtype not in (jnp.float32, jnp.bfloat16):
     return f"kernels take float32 or bfloat16 inputs, got {x.dtype}"

@@ -259,3 +259,15 @@ def test_a_byte_table_is_close_in_both_its_uses():
   assert sizes.size_report(params)["total"] == 96 * 64 + 4 * 96
   with pytest.raises(ValueError, match="'int8' or 'mxfp4', got 'int4'"):
     inference_packing.pack_for_inference(params, embeddings="int4")
+
+
+def test_the_native_kernel_is_taken_or_refused_by_the_rule():
+  x = draw((2, 40, 64))
+  np.testing.assert_array_equal(
+    run(x, leaf("hires"), implementation="native"),
+    run(x, leaf("hires"), implementation="xla"),
+  )
+  for rounding in (Nearest(), Unrounded()):
+    weight = dataclasses.replace(leaf("rtn"), rounding=rounding)
+    with pytest.raises(NotImplementedError, match="has no kernel for CPUs"):
+      run(x, weight, implementation="native")
