@@ -204,7 +204,7 @@ def cached_attention(
   if chosen != "xla":
     made = queries, keys, values, past, start
     return attention.launch(*made, window=window, interpret=chosen == "interpret")
-  # Without a sign: jax counts negative ones from the end, in one more kernel.
+  # Unsigned start indices: for signed ones JAX launches a kernel to wrap negatives.
   zero = jnp.zeros((), jnp.uint32)
   place = zero, start.astype(jnp.uint32), zero, zero
   put = jax.lax.dynamic_update_slice

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.layers import quantized_linear
+from mxjax.layers.linear import linear
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4, precision
 
@@ -153,7 +154,7 @@ def faults(leaf: QuantizedLinear, rng: np.random.Generator) -> Iterator[str]:
   flat = np.asarray(quantized_linear.quantized_inputs(jnp.asarray(x), leaf))
   operand = flat.astype(np.float64).reshape(-1, BLOCK, PROBES)
   yield from _operand(leaf, x, operand)
-  output = quantized_linear.linear(jnp.asarray(x), leaf, implementation="xla")
+  output = linear(jnp.asarray(x), leaf, implementation="xla")
   gain = 1.0 if leaf.gain is None else float(leaf.gain)
   expected = gain * flat.astype(np.float64).T @ decoded.T
   error = _relative(np.asarray(output, np.float64), expected)
