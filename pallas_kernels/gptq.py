@@ -152,7 +152,7 @@ def reconstruct(
   *,
   implementation: Implementation | None = None,
 ) -> gptq.Reconstruction:
-  """GPTQ of a whole linear; `mxjax.numerics.realization.gptq` defines it.
+  """Rounds a whole linear by GPTQ; `mxjax.numerics.realization.gptq` defines it.
 
   Args:
     weight: `[blocks, 32, rows]`, feature-major; the kernel takes float32.
@@ -171,9 +171,9 @@ def reconstruct(
     obstacle = f"it knows the paper's rules only, got {rules}"
   elif weight.dtype != jnp.float32 or upper.dtype != jnp.float32:
     obstacle = f"it takes float32, got {weight.dtype} and {upper.dtype}"
-  chosen = implementations.choose(
+  implementation = implementations.choose(
     "pallas_kernels.gptq.reconstruct", implementation, pallas=obstacle
   )
-  if chosen == "xla":
+  if implementation == "xla":
     return gptq.reconstruct(weight, upper, rules)
-  return _reconstruct(weight, upper, interpret=chosen == "interpret")
+  return _reconstruct(weight, upper, interpret=implementation == "interpret")

@@ -54,7 +54,7 @@ def launch(
 
 
 def tail_mask(rows: int, tile: int, index: jax.Array) -> jax.Array | None:
-  """Which rows of a tile exist, bool `[tile]`; None if all of every tile do.
+  """Returns which rows of a tile exist, bool `[tile]`; None if all of every tile do.
 
   Args:
     rows: Rows of the whole array.
@@ -90,7 +90,7 @@ def store(ref: Any, value: jax.Array, *masks: jax.Array | None) -> None:
 def _combine(
   masks: Sequence[jax.Array | None], shape: tuple[int, ...]
 ) -> jax.Array | None:
-  """One mask of the full shape from masks of single axes, or None."""
+  """Returns one mask of the full shape from masks of single axes, or None."""
   result = None
   for axis, mask in enumerate(masks):
     if mask is not None:
@@ -107,7 +107,7 @@ def by_ptx(
   *operands: jax.Array,
   interpret: bool,
 ) -> jax.Array:
-  """An elementwise operation written in PTX.
+  """Runs an elementwise operation written in PTX.
 
   Args:
     ptx: Instructions from the 32-bit registers `$1`, `$2`, ... to `$0`. A register
@@ -132,11 +132,11 @@ def by_ptx(
 
 
 def dot_float32(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
-  """Product of float32 tiles on FP32 units: the default would round to TF32."""
+  """Multiplies float32 tiles on FP32 units: the default would round to TF32."""
   precision = lax.DotAlgorithmPreset.F32_F32_F32
   return triton.dot(a, b, trans_b=transpose_b, precision=precision)
 
 
 def dot_bfloat16(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
-  """Product of bfloat16 tiles on tensor cores: exact products, float32 sums."""
+  """Multiplies bfloat16 tiles on tensor cores: exact products, float32 sums."""
   return triton.dot(a, b, trans_b=transpose_b)

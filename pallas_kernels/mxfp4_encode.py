@@ -14,6 +14,7 @@ import math
 from typing import Any
 
 import jax
+import jax.core
 import jax.dlpack
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,7 @@ class Tile:
 
 
 def pair_ptx() -> str:
-  """Two bfloat16 and twice the factor 2^-e to a byte of two nearest codes.
+  """Returns PTX: two bfloat16 and the factor 2^-e twice, to a byte of nearest codes.
 
   With 2^-126 besides, the legal values below 1 fall on subnormals and all are 2^6
   apart in the bits, so that adding half of that and cutting rounds ties up. Four
@@ -62,7 +63,7 @@ def pair_ptx() -> str:
 
 
 def encode_pairs(word: jax.Array, factor: jax.Array, *, interpret: bool) -> jax.Array:
-  """Nearest codes of pairs of bfloat16, as a byte.
+  """Encodes pairs of bfloat16 to bytes of nearest codes.
 
   Args:
     word: int32, the even column's bits in the lower half.
@@ -88,7 +89,7 @@ def encode_pairs(word: jax.Array, factor: jax.Array, *, interpret: bool) -> jax.
 
 
 def _encode_words(word: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-  """int32 bytes `[blocks, 16]` and exponents `[blocks, 1]` of pairs of bfloat16."""
+  """Encodes pairs of bfloat16: int32 bytes `[n, 16]` and exponents `[n, 1]`."""
   size = word & 0x7FFF7FFF
   # The upper half of a word decides, whatever is below it.
   largest = jnp.maximum(jnp.max(size, axis=1), jnp.max(size << 16, axis=1))
@@ -151,6 +152,8 @@ def _obstacle(x: jax.Array, rules: mxfp4.Rules) -> str | None:
     return f"it knows the paper's rules only, got {rules}"
   if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
     return f"it takes float32, bfloat16 or float16, got {x.dtype}"
+  if not isinstance(x, jax.core.Tracer) and len(x.devices()) > 1:
+    return f"it runs on one device, and the array lies on {x.devices()}"
   return None if x.size else f"there is nothing to encode in shape {x.shape}"
 
 

@@ -49,7 +49,7 @@ def _product_kernel(
 def corrected_product(
   gate: jax.Array, up: jax.Array, scalars_ref: mlp_recovery.MlpRecovery
 ) -> jax.Array:
-  """What the MLP kernel makes of tiles of one shape and dtype, scalars as `[1]`."""
+  """Computes the corrected product of tiles of one shape, with scalars as `[1]`."""
   scalars: mlp_recovery.MlpRecovery = jax.tree.map(
     lambda ref: ref[...].reshape((1,) * gate.ndim), scalars_ref
   )
@@ -177,7 +177,7 @@ def gated_product(
   *,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """`silu((1 + beta) gate + alpha sigma_g) * (1 + eta) up` in float32.
+  """Computes `silu((1 + beta) gate + alpha sigma_g) * (1 + eta) up` in float32.
 
   Args:
     gate: Gate outputs, `[..., hidden]`, float32 or bfloat16.
@@ -193,10 +193,10 @@ def gated_product(
     NotImplementedError: The kernel was asked for and cannot run.
   """
   place = "pallas_kernels.gated_product"
-  chosen = _choose(implementation, place, gate, up)
-  if chosen == "xla":
+  implementation = _choose(implementation, place, gate, up)
+  if implementation == "xla":
     return mlp_recovery.apply(gate, up, recovery)
-  return launch_product(gate, up, recovery, interpret=chosen == "interpret")
+  return launch_product(gate, up, recovery, interpret=implementation == "interpret")
 
 
 def recover_values(
@@ -206,7 +206,7 @@ def recover_values(
   *,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """`a (values + bias) + b` of each head, in float32.
+  """Computes `a (values + bias) + b` of each head in float32.
 
   Args:
     values: Value outputs, `[..., kv_heads, head_dim]`, float32 or bfloat16.
@@ -222,11 +222,11 @@ def recover_values(
     NotImplementedError: The kernel was asked for and cannot run.
   """
   place = "pallas_kernels.recover_values"
-  chosen = _choose(implementation, place, values)
-  if chosen == "xla":
+  implementation = _choose(implementation, place, values)
+  if implementation == "xla":
     wide = values.astype(jnp.float32)
     if bias is not None:
       shape = (1,) * (values.ndim - 2) + values.shape[-2:]
       wide = wide + bias.astype(jnp.float32).reshape(shape)
     return value_recovery.apply(wide, recovery).astype(values.dtype)
-  return launch_values(values, recovery, bias, interpret=chosen == "interpret")
+  return launch_values(values, recovery, bias, interpret=implementation == "interpret")

@@ -47,7 +47,7 @@ class Refined(NamedTuple):
 
 @jax.jit
 def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """G_Q = W^'W^ and K_Q = W^'(W - W^) of each block.
+  """Computes G_Q = W^'W^ and K_Q = W^'(W - W^) of each block.
 
   Args:
     weight: Float weights in the installed coordinates, `[blocks, 32, rows]`.
@@ -62,13 +62,13 @@ def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def pack_symmetric(gram: jax.Array) -> jax.Array:
-  """Upper triangle, diagonal included, row by row: `[..., 32, 32]` to `[..., 528]`."""
+  """Packs the upper triangle row by row: `[..., 32, 32]` to `[..., 528]`."""
   rows, columns = np.triu_indices(gram.shape[-1])
   return gram[..., rows, columns]
 
 
 def unpack_symmetric(packed: jax.Array) -> jax.Array:
-  """The inverse of `pack_symmetric`, by mirroring."""
+  """Unpacks what `pack_symmetric` packed, by mirroring."""
   size = mxfp4.BLOCK_SIZE
   rows, columns = np.triu_indices(size)
   index = np.zeros((size, size), np.int32)
@@ -78,7 +78,7 @@ def unpack_symmetric(packed: jax.Array) -> jax.Array:
 
 
 def _rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
-  """X * y rounded on its own.
+  """Multiplies and rounds, with no sum fused into the product.
 
   XLA:CPU contracts a * b + c to a fused multiply-add, whose unrounded product would
   break exact ties differently from other backends; a select stops it.
@@ -88,7 +88,7 @@ def _rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def code_score(delta: jax.Array, slope: jax.Array, curvature: jax.Array) -> jax.Array:
-  """Delta(i, c) = 2 delta slope + delta^2 curvature.
+  """Computes Delta(i, c) = 2 delta slope + delta^2 curvature.
 
   XLA and the processor's kernel share it to the bit; a GPU's kernel, whose slopes are
   sums in another order anyway, has half of it in Horner's form.
@@ -99,7 +99,7 @@ def code_score(delta: jax.Array, slope: jax.Array, curvature: jax.Array) -> jax.
 
 
 def _grid_neighbours(target: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The E2M1 values around each target: toward zero and away from it, at most 6."""
+  """Returns the E2M1 values around each target: toward zero, and away from it."""
   size = jnp.abs(target)
   step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0)).astype(target.dtype)
   per_step = jnp.where(size < 2, 2.0, jnp.where(size < 4, 1.0, 0.5))
@@ -115,7 +115,7 @@ def _grid_neighbours(target: jax.Array) -> tuple[jax.Array, jax.Array]:
 def best_code(
   nearest: jax.Array, scale: jax.Array, slope: jax.Array, curvature: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """The lowest-scoring legal value of each coordinate, lowest code first.
+  """Returns the lowest-scoring legal value of each coordinate, lowest code first.
 
   Delta is a parabola in the value, so its minimum over the grid is next to its vertex
   `nearest - slope / (scale curvature)`: two scores decide what an enumeration of all
@@ -176,8 +176,8 @@ def refine(
   score = scores.min(-2)
   coordinate = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 2)
   ties = jnp.where(scores == score[..., None, :], coordinate, mxfp4.BLOCK_SIZE)
-  chosen = coordinate == ties.min(-2, keepdims=True)
-  accept = chosen & (score < 0)[..., None, :]
+  is_best = coordinate == ties.min(-2, keepdims=True)
+  accept = is_best & (score < 0)[..., None, :]
   return Refined(
     elements=jnp.where(accept, values, nearest),
     exponent=exponent,
@@ -207,7 +207,7 @@ def refined_blocks(
   matrix: jax.Array | None = None,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """Decoded refined activations: the dynamic A4 rule of HiRes.
+  """Encodes, refines and decodes activations: the dynamic A4 rule of HiRes.
 
   Paper: Eq. hires-code-score.
 
@@ -244,7 +244,7 @@ def refined_objective(
   matrix: jax.Array | None = None,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """||W^ q - W x||^2 - ||(W^ - W) x||^2 at the refined vector q of each block.
+  """Computes ||W^ q - W x||^2 - ||(W^ - W) x||^2 at the refined vector q of each block.
 
   Paper: the activation-dependent part of Eq. serb-realized-loss.
 

@@ -77,7 +77,7 @@ def _sylvester(size: int) -> np.ndarray:
 
 
 def hadamard(size: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-  """The normalized Sylvester-Hadamard matrix `[size, size]`, symmetric, R_H."""
+  """Returns the normalized Sylvester-Hadamard matrix `[size, size]`, symmetric, R_H."""
   return jnp.asarray(_sylvester(size), dtype)
 
 
@@ -203,7 +203,7 @@ class Kronecker(InputMap):
     return self._mix(shared, private, blocks)
 
   def dense(self, dtype: jax.typing.DTypeLike = jnp.float32) -> BlockDense:
-    """The same map as dense blocks: T = P^T."""
+    """Returns the same map as dense blocks: T = P^T."""
     product = jnp.einsum(
       "bki,lj->bijkl", self.private.astype(dtype), self.shared.astype(dtype)
     )
