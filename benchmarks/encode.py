@@ -44,8 +44,8 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from torch._inductor.codegen import cpp as inductor_cpp
 from torchao.prototype.mx_formats import mx_tensor
 
+import mxjax
 from mxjax.devices import execution
-from mxjax.numerics import mxfp4
 
 SHAPE = (2048, 4096)
 BLOCK = 32
@@ -101,7 +101,7 @@ def ours(x: np.ndarray) -> list[Contender]:
       name="mxjax.numerics.mxfp4.encode",
       package="mxjax",
       output="packed codes, E8M0 bytes",
-      encode=lambda: jax.block_until_ready(mxfp4.encode(values)),
+      encode=lambda: jax.block_until_ready(mxjax.encode(values)),
       payload=lambda tensor: bytes_payload(tensor.codes, tensor.scales),
     )
   ]

@@ -27,7 +27,7 @@ import gpu_checks
 import gpu_models
 from gpu_bench import Bench
 
-from mxjax.layers.inference_packing import byte_table
+from mxjax.layers.inference_packing import int8_matrix
 from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import mxfp4_decode, mxfp4_encode
 from mxjax.pallas_kernels.products import float8, matmul
@@ -212,7 +212,7 @@ def decode(bench, shape, key):
   }
   bench.warm([(run, (each, caches, hidden)) for each in layers.values()])
   head, run_head = gpu_models.random_head(key, shape), jax.jit(gpu_models.forward_head)
-  narrow = {**head, "head": byte_table(head["head"])}
+  narrow = {**head, "head": int8_matrix(head["head"])}
   heads = {"": head, ", int8 head": narrow}
   last = {name: bench.seconds(run_head, each, hidden) for name, each in heads.items()}
   for kind, each in layers.items():

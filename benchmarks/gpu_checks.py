@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.layers.quantized_linear import QuantizedLinear, linears
+from mxjax.layers.linear import linear_many
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import functional
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq, one_code
@@ -161,7 +162,7 @@ def check_linears(rng, how, size):
       before = fused_inputs.Normalized(draw(), scale, 1e-6)
     else:
       before = fused_inputs.GatedProduct(draw() / 9, draw() / 9, scalars)
-    run = jax.jit(linears, static_argnames="implementation")
+    run = jax.jit(linear_many, static_argnames="implementation")
     # Made by itself: inside one program XLA may leave out the rounding to bfloat16.
     made = jax.jit(fused_inputs.as_array)(before)
     pairs = zip(

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.layers.inference_packing import pack_for_inference
-from mxjax.layers.quantized_linear import QuantizedLinear, linear, linears
+from mxjax.layers.linear import linear, linear_many
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import functional
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import OneCode
@@ -138,7 +139,7 @@ def forward_layer(
   shape, attention, implementation, params, hidden, cache=None, start=0
 ):
   """One decoder layer on `[1, T, d]`; with a cache, on the token at `start`."""
-  multiply = functools.partial(linears, implementation=implementation)
+  multiply = functools.partial(linear_many, implementation=implementation)
   frequencies = functional.inverse_frequencies(shape.head_dim, 1e6)
   by_head = (*hidden.shape[:2], -1, shape.head_dim)
   before = fused_inputs.Normalized(hidden, params["norms"][0], 1e-6)

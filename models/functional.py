@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.models.config import RopeScaling
-from mxjax.numerics import precision
-from mxjax.pallas_kernels import lowering
+from mxjax.numerics import implementations, precision
+from mxjax.numerics.implementations import Implementation
 from mxjax.pallas_kernels.attention import cached_attention as attention
 from mxjax.pallas_kernels.attention.shares import Attended
-from mxjax.pallas_kernels.lowering import Implementation
 
 QUERY_CHUNK = 256
 """Queries attended at once: bounds the score array to `QUERY_CHUNK * length`."""
@@ -190,7 +189,7 @@ def cached_attention(
     window: Newest keys that a query sees, itself included; None for all.
     query_chunk: Queries at a time; the result does not depend on it. A kernel takes
       all of them.
-    implementation: See `lowering.choose`; a kernel takes a few new tokens only.
+    implementation: See `implementations.choose`; a kernel takes a few new tokens only.
 
   Returns:
     Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`, which a kernel
@@ -201,11 +200,11 @@ def cached_attention(
   """
   keys, values = (a.astype(past[0].dtype) for a in (keys, values))
   obstacle = attention.obstacle(queries, keys, values, past)
-  chosen = lowering.choose(implementation, "cached_attention", obstacle)
+  chosen = implementations.choose("cached_attention", implementation, pallas=obstacle)
   if chosen != "xla":
     made = queries, keys, values, past, start
     return attention.launch(*made, window=window, interpret=chosen == "interpret")
-  # Without a sign: jax counts negative ones from the end, in one more kernel.
+  # Unsigned start indices: for signed ones JAX launches a kernel to wrap negatives.
   zero = jnp.zeros((), jnp.uint32)
   place = zero, start.astype(jnp.uint32), zero, zero
   put = jax.lax.dynamic_update_slice

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from mxjax.layers.quantized_linear import linear, linear_many, take_rows
+from mxjax.layers.linear import linear, linear_many, take_rows
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import layer_norms

@@ -9,10 +9,13 @@
 from typing import TYPE_CHECKING, Any
 
 from mxjax.calibration.calibration import Calibration
-from mxjax.layers.quantized_linear import QuantizedLinear, linear
+from mxjax.layers.inference_packing import pack_for_inference
+from mxjax.layers.linear import linear
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
-from mxjax.numerics.mxfp4 import MXTensor, Rules, decode, encode
+from mxjax.numerics.mxfp4 import MXTensor, Rules, decode
+from mxjax.pallas_kernels.mxfp4_encode import encode
 from mxjax.running.pipeline import quantize
 from mxjax.storage.checkpoint import restore_checkpoint, save_checkpoint
 
@@ -32,6 +35,7 @@ __all__ = [
   "from_pretrained",
   "linear",
   "load_tokenizer",
+  "pack_for_inference",
   "quantize",
   "restore_checkpoint",
   "save_checkpoint",

@@ -23,17 +23,17 @@ _SMALLEST_FAST = -124
 
 
 def bits(x: jax.Array) -> jax.Array:
-  """The int32 bits of float32 values."""
+  """Returns the int32 bits of float32 values."""
   return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def from_bits(x: jax.Array) -> jax.Array:
-  """The float32 values of int32 bits."""
+  """Returns the float32 values of int32 bits."""
   return lax.bitcast_convert_type(x, jnp.float32)
 
 
 def block_exponent(largest: jax.Array) -> jax.Array:
-  """The shared exponent from the bits of a block's largest magnitude, int32.
+  """Returns the shared exponent from the bits of a block's largest magnitude, int32.
 
   Args:
     largest: int32, nonnegative.
@@ -47,7 +47,7 @@ def block_exponent(largest: jax.Array) -> jax.Array:
 
 
 def nearest_index(size: jax.Array) -> jax.Array:
-  """Magnitude index 0..7 of the legal value nearest to a size, at most 6.
+  """Returns the index 0..7 of the legal value nearest to a size, at most 6.
 
   In the bits of a float32 the legal values from 1 up are 2^22 apart: adding half of
   that rounds ties up and carries into the exponent. Below 1 the quantum is one half;
@@ -65,7 +65,7 @@ def nearest_index(size: jax.Array) -> jax.Array:
 
 
 def nearest_value(x: jax.Array) -> jax.Array:
-  """The legal value nearest to each float32 x, ties to even multiples; for inf, 6.
+  """Rounds float32 x to legal values, ties to even multiples; inf to 6.
 
   Adding and taking away 1.5 * 2^22 times the power of two of x rounds to the quantum
   there, one half of that power: two additions, and both signs at once. Below 1 the
@@ -80,7 +80,7 @@ def nearest_value(x: jax.Array) -> jax.Array:
 def magnitude_index(
   magnitude: jax.Array, exponent: jax.Array, *, has_subnormals: bool
 ) -> jax.Array:
-  """`mxfp4.magnitude_index` on bits.
+  """Computes `mxfp4.magnitude_index` from bits.
 
   No boundary between two codes has more than three significant bits, so only the
   upper half of the bits, a bfloat16 rounded toward zero, decides.
@@ -113,7 +113,7 @@ def magnitude_index(
 
 
 def encode(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]:
-  """Nearest magnitudes and exponents of a tile, one block a row.
+  """Encodes a tile, one block a row, to nearest magnitudes and exponents.
 
   Args:
     x: float32 `[rows, 32]`.
@@ -130,7 +130,7 @@ def encode(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]
 
 
 def encode_values(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]:
-  """`encode` where values are wanted and no codes: they take fewer instructions.
+  """Encodes like `encode`, to values: they take fewer instructions than codes.
 
   Args:
     x: float32 `[rows, 32]`.
@@ -160,22 +160,22 @@ def encode_values(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax
 
 
 def with_sign(index: jax.Array, x: jax.Array) -> jax.Array:
-  """int32 codes 0..15 of magnitude indices with the signs of float32 x."""
+  """Returns int32 codes 0..15 of magnitude indices with the signs of float32 x."""
   return index | ((bits(x) >> 28) & 8)
 
 
 def code_of(value: jax.Array, x: jax.Array) -> jax.Array:
-  """int32 codes of legal float32 values, with the signs of float32 x."""
+  """Returns int32 codes of legal float32 values, with the signs of float32 x."""
   return with_sign(nearest_index(jnp.abs(value)), x)
 
 
 def copy_sign(magnitude: jax.Array, x: jax.Array) -> jax.Array:
-  """float32 magnitudes, not negative, with the signs of float32 x."""
+  """Returns float32 magnitudes, not negative, with the signs of float32 x."""
   return from_bits(bits(magnitude) | (bits(x) & SIGN))
 
 
 def element(codes: jax.Array) -> jax.Array:
-  """float32 element values of int32 codes, by way of float16.
+  """Returns float32 element values of int32 codes, by way of float16.
 
   A code's three low bits are the top of a float16 whose exponent is 14 too low, and
   float16 has the subnormal that the code 0.5 then is. The product with 2^14 is taken
@@ -185,7 +185,7 @@ def element(codes: jax.Array) -> jax.Array:
 
 
 def magnitude(index: jax.Array) -> jax.Array:
-  """float32 magnitudes of int32 indices 0..7."""
+  """Returns float32 magnitudes of int32 indices 0..7."""
   return _from_half(index << 9)
 
 
@@ -195,23 +195,23 @@ def _from_half(half: jax.Array) -> jax.Array:
 
 
 def scale(byte: jax.Array) -> jax.Array:
-  """float32 2^(byte - 127) of int32 bytes; NaN for 255, subnormal for 0."""
+  """Returns float32 2^(byte - 127) of int32 bytes; NaN for 255, subnormal for 0."""
   normal = jnp.where(byte == 0, 1 << 22, byte << 23)
   return from_bits(jnp.where(byte == mxfp4.NOT_FINITE, NAN, normal))
 
 
 def inverse_scale_of(exponent: jax.Array) -> jax.Array:
-  """float32 2^-exponent; 0 for the not-finite mark 128."""
+  """Returns float32 2^-exponent; 0 for the not-finite mark 128."""
   return from_bits((mxfp4.SCALE_BIAS - jnp.minimum(exponent, 127)) << 23)
 
 
 def scale_of(exponent: jax.Array) -> jax.Array:
-  """float32 2^exponent; NaN for the not-finite mark 128."""
+  """Returns float32 2^exponent; NaN for the not-finite mark 128."""
   return scale(exponent + mxfp4.SCALE_BIAS)
 
 
 def pack(codes: jax.Array) -> jax.Array:
-  """int32 codes `[rows, columns]` to uint8 `[rows, columns / 2]`, even column low."""
+  """Packs int32 codes `[n, d]` to uint8 `[n, d / 2]`, even column low."""
   rows, width = codes.shape
   pairs = codes.reshape(rows, width // 2, 2)
   weights = 1 + 15 * lax.broadcasted_iota(jnp.int32, (1, 1, 2), 2)

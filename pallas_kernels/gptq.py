@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import float_bits, mxfp4
+from mxjax.numerics import float_bits, implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization import gptq
 from mxjax.pallas_kernels import codec, lowering
-from mxjax.pallas_kernels.lowering import Implementation
 
 _BLOCK = mxfp4.BLOCK_SIZE
 
@@ -152,13 +152,13 @@ def reconstruct(
   *,
   implementation: Implementation | None = None,
 ) -> gptq.Reconstruction:
-  """GPTQ of a whole linear; `mxjax.numerics.realization.gptq` defines it.
+  """Rounds a whole linear by GPTQ; `mxjax.numerics.realization.gptq` defines it.
 
   Args:
     weight: `[blocks, 32, rows]`, feature-major; the kernel takes float32.
     upper: U of `gptq.factor`, `[d, d]`, same dtype.
     rules: Codec rules; the kernel knows the paper's.
-    implementation: See `lowering.choose`.
+    implementation: See `implementations.choose`.
 
   Returns:
     The legal codes and decoded weights.
@@ -171,7 +171,9 @@ def reconstruct(
     obstacle = f"it knows the paper's rules only, got {rules}"
   elif weight.dtype != jnp.float32 or upper.dtype != jnp.float32:
     obstacle = f"it takes float32, got {weight.dtype} and {upper.dtype}"
-  chosen = lowering.choose(implementation, "pallas_kernels.gptq.reconstruct", obstacle)
-  if chosen == "xla":
+  implementation = implementations.choose(
+    "pallas_kernels.gptq.reconstruct", implementation, pallas=obstacle
+  )
+  if implementation == "xla":
     return gptq.reconstruct(weight, upper, rules)
-  return _reconstruct(weight, upper, interpret=chosen == "interpret")
+  return _reconstruct(weight, upper, interpret=implementation == "interpret")

@@ -6,7 +6,7 @@ them the default backend differs between JAX versions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,54 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from mxjax.numerics.platforms import target_platform
-
-Implementation = Literal["xla", "pallas", "interpret"]
-"""`xla` is the reference, `pallas` the compiled kernel, `interpret` the same kernel
-run operation by operation on any platform, for tests."""
-
 BlockSpec = pl.BlockSpec
 program_id = pl.program_id
 when = pl.when
 columns = pl.ds
 """A half-open range of columns: (start, size)."""
-
-
-def choose(
-  implementation: Implementation | None, place: str, obstacle: str | None = None
-) -> Implementation:
-  """Picks an implementation before anything is launched; an explicit one stands.
-
-  Args:
-    implementation: The caller's choice, or None.
-    place: Name of the operation, for the message.
-    obstacle: Why the kernel cannot take these arguments, or None.
-
-  Returns:
-    The caller's choice; for None the kernel on a GPU that can, else the reference.
-
-  Raises:
-    NotImplementedError: The kernel was asked for and cannot run.
-    ValueError: The choice is not a known name.
-  """
-  if implementation not in (None, "xla", "pallas", "interpret"):
-    raise ValueError(
-      f"{place}: implementation must be None, 'xla', 'pallas' or 'interpret', got "
-      f"{implementation!r}."
-    )
-  platform = target_platform()
-  if implementation is None:
-    return "pallas" if platform == "gpu" and obstacle is None else "xla"
-  if implementation == "xla":
-    return "xla"
-  if obstacle is None and implementation == "pallas" and platform != "gpu":
-    obstacle = f"the platform is {platform} and compiled kernels need an NVIDIA GPU"
-  if obstacle is not None:
-    raise NotImplementedError(
-      f"{place}: implementation={implementation!r} cannot run because {obstacle}; "
-      "pass implementation='xla' or None."
-    )
-  return implementation
 
 
 def launch(
@@ -97,7 +54,7 @@ def launch(
 
 
 def tail_mask(rows: int, tile: int, index: jax.Array) -> jax.Array | None:
-  """Which rows of a tile exist, bool `[tile]`; None if all of every tile do.
+  """Returns which rows of a tile exist, bool `[tile]`; None if all of every tile do.
 
   Args:
     rows: Rows of the whole array.
@@ -133,7 +90,7 @@ def store(ref: Any, value: jax.Array, *masks: jax.Array | None) -> None:
 def _combine(
   masks: Sequence[jax.Array | None], shape: tuple[int, ...]
 ) -> jax.Array | None:
-  """One mask of the full shape from masks of single axes, or None."""
+  """Returns one mask of the full shape from masks of single axes, or None."""
   result = None
   for axis, mask in enumerate(masks):
     if mask is not None:
@@ -150,7 +107,7 @@ def by_ptx(
   *operands: jax.Array,
   interpret: bool,
 ) -> jax.Array:
-  """An elementwise operation written in PTX.
+  """Runs an elementwise operation written in PTX.
 
   Args:
     ptx: Instructions from the 32-bit registers `$1`, `$2`, ... to `$0`. A register
@@ -175,11 +132,11 @@ def by_ptx(
 
 
 def dot_float32(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
-  """Product of float32 tiles on FP32 units: the default would round to TF32."""
+  """Multiplies float32 tiles on FP32 units: the default would round to TF32."""
   precision = lax.DotAlgorithmPreset.F32_F32_F32
   return triton.dot(a, b, trans_b=transpose_b, precision=precision)
 
 
 def dot_bfloat16(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
-  """Product of bfloat16 tiles on tensor cores: exact products, float32 sums."""
+  """Multiplies bfloat16 tiles on tensor cores: exact products, float32 sums."""
   return triton.dot(a, b, trans_b=transpose_b)

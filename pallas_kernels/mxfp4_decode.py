@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
 from mxjax.pallas_kernels import codec, lowering
-from mxjax.pallas_kernels.lowering import Implementation
 
 FLOAT8 = jnp.float8_e4m3fn
 TOP = 6
@@ -50,7 +50,7 @@ _TWO_CODES = """
 
 
 def bfloat16_ptx() -> str:
-  """A byte of two codes, and its block's scale twice, to two bfloat16.
+  """Returns PTX: a byte of two codes and its block's scale twice, to two bfloat16.
 
   See `planes.plane_ptx`: the same two products, on neighbours instead of planes.
   """
@@ -64,7 +64,7 @@ def bfloat16_ptx() -> str:
 
 
 def float8_ptx() -> str:
-  """A word of four codes, and its block's float16 factor twice, to four E4M3.
+  """Returns PTX: a word of four codes and its block's factor twice, to four E4M3.
 
   A code's bits are a float16 whose exponent is 14 too low.
   """
@@ -88,7 +88,7 @@ def float8_ptx() -> str:
 
 
 def bfloat16_pair(byte: jax.Array, scale: jax.Array, *, interpret: bool) -> jax.Array:
-  """Two bfloat16, the lower code's below, of int32 bytes and doubled scales."""
+  """Returns two bfloat16, the lower code's below, of int32 bytes and doubled scales."""
 
   def meaning(byte: jax.Array, scale: jax.Array) -> jax.Array:
     upper = lambda code: codec.bits(codec.element(code) * codec.from_bits(scale))
@@ -99,7 +99,7 @@ def bfloat16_pair(byte: jax.Array, scale: jax.Array, *, interpret: bool) -> jax.
 
 
 def float8_word(word: jax.Array, factor: jax.Array, *, interpret: bool) -> jax.Array:
-  """Four E4M3, the lowest code's lowest, of int32 words and doubled factors."""
+  """Decodes int32 words by doubled factors to four E4M3 each, lowest code first."""
 
   def meaning(word: jax.Array, factor: jax.Array) -> jax.Array:
     half = lax.bitcast_convert_type(factor.astype(jnp.int16), jnp.float16)
@@ -216,16 +216,18 @@ def launch_float8(
 def decode(
   tensor: mxfp4.MXTensor, *, implementation: Implementation | None = None
 ) -> jax.Array:
-  """Decodes `[..., d]` to bfloat16, exact; see `mxfp4.decode`, `lowering.choose`."""
+  """Decodes `[..., d]` to bfloat16, exactly, as `mxfp4.decode` does."""
   obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
-  chosen = lowering.choose(implementation, "pallas_kernels.decode", obstacle)
-  if chosen == "xla":
+  implementation = implementations.choose(
+    "pallas_kernels.decode", implementation, pallas=obstacle
+  )
+  if implementation == "xla":
     return mxfp4.decode(tensor, jnp.bfloat16)
-  return launch_bfloat16(tensor, interpret=chosen == "interpret")
+  return launch_bfloat16(tensor, interpret=implementation == "interpret")
 
 
 def float8_range(tensor: mxfp4.MXTensor) -> tuple[jax.Array, jax.Array]:
-  """The unit of a tensor's values in float8, and whether these hold it exactly.
+  """Returns the scale of a tensor's float8 values and whether they are exact.
 
   The unit, a float32 power of two, puts the largest block at the top of the range.
   Blocks with the scale byte 0 count as zeros; see `float8.py`. With a byte of 255, or
@@ -249,15 +251,17 @@ def decode_float8(
   """Decodes `[..., d]` to E4M3 with one scale for the tensor.
 
   Args:
-    tensor: Packed, the paper's scale rule, of which `float8_range` says that it fits.
-    unit: From there, a float32 scalar.
-    implementation: See `lowering.choose`.
+    tensor: Packed by the paper's scale rule; `float8_range` must say that it fits.
+    unit: The scale from there, a float32 scalar.
+    implementation: See `implementations.choose`.
 
   Returns:
     The values in that unit; exact.
   """
   obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
-  chosen = lowering.choose(implementation, "pallas_kernels.decode_float8", obstacle)
-  if chosen == "xla":
+  implementation = implementations.choose(
+    "pallas_kernels.decode_float8", implementation, pallas=obstacle
+  )
+  if implementation == "xla":
     return (mxfp4.decode(tensor, jnp.float32) * (1 / unit)).astype(FLOAT8)
-  return launch_float8(tensor, unit, interpret=chosen == "interpret")
+  return launch_float8(tensor, unit, interpret=implementation == "interpret")

@@ -1,5 +1,7 @@
-"""MXFP4 encode in one pass over memory; the reference is `mxjax.numerics.mxfp4.encode`.
+"""`mxjax.encode`: MXFP4 encode by the fastest encoder of the platform.
 
+The definition is `mxjax.numerics.mxfp4.encode`; the encoder for CPUs is
+`mxjax.numerics.native.encode`; the one for GPUs is here. It takes one pass over memory.
 A row-major array `[..., d]` is a list of 32-value blocks, whatever d is, so a program
 takes a tile of blocks from it. A block costs 128 (float32) or 64 (bfloat16) bytes read
 and 17 written. bfloat16 brings twice as many values in the same time, so there two of
@@ -12,12 +14,16 @@ import math
 from typing import Any
 
 import jax
+import jax.core
+import jax.dlpack
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
+from mxjax.numerics.native import encode as native_encode
 from mxjax.pallas_kernels import codec, lowering
-from mxjax.pallas_kernels.lowering import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Tile:
 
 
 def pair_ptx() -> str:
-  """Two bfloat16 and twice the factor 2^-e to a byte of two nearest codes.
+  """Returns PTX: two bfloat16 and the factor 2^-e twice, to a byte of nearest codes.
 
   With 2^-126 besides, the legal values below 1 fall on subnormals and all are 2^6
   apart in the bits, so that adding half of that and cutting rounds ties up. Four
@@ -57,7 +63,7 @@ def pair_ptx() -> str:
 
 
 def encode_pairs(word: jax.Array, factor: jax.Array, *, interpret: bool) -> jax.Array:
-  """Nearest codes of pairs of bfloat16, as a byte.
+  """Encodes pairs of bfloat16 to bytes of nearest codes.
 
   Args:
     word: int32, the even column's bits in the lower half.
@@ -83,7 +89,7 @@ def encode_pairs(word: jax.Array, factor: jax.Array, *, interpret: bool) -> jax.
 
 
 def _encode_words(word: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-  """int32 bytes `[blocks, 16]` and exponents `[blocks, 1]` of pairs of bfloat16."""
+  """Encodes pairs of bfloat16: int32 bytes `[n, 16]` and exponents `[n, 1]`."""
   size = word & 0x7FFF7FFF
   # The upper half of a word decides, whatever is below it.
   largest = jnp.maximum(jnp.max(size, axis=1), jnp.max(size << 16, axis=1))
@@ -140,36 +146,61 @@ def launch(
   return mxfp4.MXTensor(codes.reshape(*leading, -1), scales.reshape(*leading, -1))
 
 
+def _obstacle(x: jax.Array, rules: mxfp4.Rules) -> str | None:
+  """Returns why the kernel cannot take these arguments, or None."""
+  if rules != mxfp4.PAPER_RULES:
+    return f"it knows the paper's rules only, got {rules}"
+  if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    return f"it takes float32, bfloat16 or float16, got {x.dtype}"
+  if not isinstance(x, jax.core.Tracer) and len(x.devices()) > 1:
+    return f"it runs on one device, and the array lies on {x.devices()}"
+  return None if x.size else f"there is nothing to encode in shape {x.shape}"
+
+
 def encode(
   x: jax.Array,
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
   *,
   implementation: Implementation | None = None,
 ) -> mxfp4.MXTensor:
-  """Encodes the last axis in blocks of 32, equal to `mxfp4.encode` bit for bit.
+  """Encodes the last axis in blocks of 32, exactly for every finite value.
+
+  `mxfp4.encode` is the definition. The bits do not depend on the implementation.
 
   Args:
-    x: `[..., d]`, float32, bfloat16 or float16, d a multiple of 32.
-    rules: Scale and tie rules; the kernel knows the paper's.
-    implementation: See `lowering.choose`.
+    x: `[..., d]` float32, bfloat16, float16 or (inside a 64-bit scope) float64, with
+      `d` a multiple of 32. Subnormals follow the formula literally.
+    rules: Scale and tie rules.
+    implementation: See `implementations.choose`. None takes the Pallas kernel on a GPU,
+      and on a CPU the native one for arrays of at least `native.encode.WORTH_IT`
+      values outside a trace.
 
   Returns:
-    The packed tensor. Blocks with inf or NaN get the scale byte 255, unlike the
-    reference outside a trace, which refuses them.
+    The packed tensor. While tracing, a block with inf or NaN gets the illegal scale
+    byte 255, which decodes to NaN and which `mxfp4.check_legal` names.
 
   Raises:
-    NotImplementedError: A kernel was asked for that cannot take these arguments.
-    ValueError: The width is not a multiple of 32.
+    NotImplementedError: The implementation that was asked for cannot run.
+    TypeError: Not a floating-point array.
+    ValueError: A width that is not a multiple of 32, or (outside a trace) inf or NaN.
   """
-  mxfp4.check_width("pallas_kernels.encode", x.shape[-1])
-  obstacle = None
-  if rules != mxfp4.PAPER_RULES:
-    obstacle = f"it knows the paper's rules only, got {rules}"
-  elif x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-    obstacle = f"it takes float32, bfloat16 or float16, got {x.dtype}"
-  elif x.size == 0:
-    obstacle = f"there is nothing to encode in shape {x.shape}"
-  chosen = lowering.choose(implementation, "pallas_kernels.encode", obstacle)
-  if chosen == "xla":
+  x = jnp.asarray(x)
+  mxfp4.check_encodable(x)
+  names = rules.scale_rule, rules.tie_rule
+  implementation = implementations.choose(
+    "mxfp4.encode",
+    implementation,
+    native=native_encode.obstacle(x, *names),
+    pallas=_obstacle(x, rules),
+    slower=("native",) if x.size < native_encode.WORTH_IT else (),
+    platform=implementations.platform_of(x),
+  )
+  if implementation == "native":
+    payload = native_encode.encode(np.asarray(x.astype(jnp.float32)), rules.scale_rule)
+    if payload is not None:
+      return mxfp4.MXTensor(*map(jax.dlpack.from_dlpack, payload))
+  if implementation in ("xla", "native"):  # The definition names what is not finite.
     return mxfp4.encode(x, rules)
-  return launch(x, interpret=chosen == "interpret")
+  tensor = launch(x, interpret=implementation == "interpret")
+  mxfp4.check_finite(x, tensor)
+  return tensor

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mxjax.numerics import implementations
+from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
 from mxjax.pallas_kernels import lowering
-from mxjax.pallas_kernels.lowering import Implementation
 
 FUSED_VALUES = 1 << 20
 """Values from which None takes a kernel of its own, by estimate; fewer take XLA's."""
@@ -48,7 +49,7 @@ def _product_kernel(
 def corrected_product(
   gate: jax.Array, up: jax.Array, scalars_ref: mlp_recovery.MlpRecovery
 ) -> jax.Array:
-  """What the MLP kernel makes of tiles of one shape and dtype, scalars as `[1]`."""
+  """Computes the corrected product of tiles of one shape, with scalars as `[1]`."""
   scalars: mlp_recovery.MlpRecovery = jax.tree.map(
     lambda ref: ref[...].reshape((1,) * gate.ndim), scalars_ref
   )
@@ -154,10 +155,10 @@ def launch_values(
 def _choose(
   implementation: Implementation | None, place: str, *arrays: jax.Array
 ) -> Implementation:
-  """See `lowering.choose`; None leaves few values to XLA, which adds no launch."""
-  chosen = lowering.choose(implementation, place, _obstacle(*arrays))
-  is_small = arrays[0].size < FUSED_VALUES
-  return "xla" if implementation is None and is_small else chosen
+  """Decides what runs; None leaves few values to XLA, which adds no launch."""
+  slower = ("pallas",) if arrays[0].size < FUSED_VALUES else ()
+  obstacle = _obstacle(*arrays)
+  return implementations.choose(place, implementation, pallas=obstacle, slower=slower)
 
 
 def _obstacle(*arrays: jax.Array) -> str | None:
@@ -176,14 +177,14 @@ def gated_product(
   *,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """`silu((1 + beta) gate + alpha sigma_g) * (1 + eta) up` in float32.
+  """Computes `silu((1 + beta) gate + alpha sigma_g) * (1 + eta) up` in float32.
 
   Args:
     gate: Gate outputs, `[..., hidden]`, float32 or bfloat16.
     up: Up outputs, same shape and dtype.
     recovery: Float32 scalars.
-    implementation: See `lowering.choose`; None also prefers XLA's own fusion below
-      `FUSED_VALUES` values.
+    implementation: See `implementations.choose`; None also prefers XLA's own fusion
+      below `FUSED_VALUES` values.
 
   Returns:
     The product, rounded to the dtype of `gate`.
@@ -192,10 +193,10 @@ def gated_product(
     NotImplementedError: The kernel was asked for and cannot run.
   """
   place = "pallas_kernels.gated_product"
-  chosen = _choose(implementation, place, gate, up)
-  if chosen == "xla":
+  implementation = _choose(implementation, place, gate, up)
+  if implementation == "xla":
     return mlp_recovery.apply(gate, up, recovery)
-  return launch_product(gate, up, recovery, interpret=chosen == "interpret")
+  return launch_product(gate, up, recovery, interpret=implementation == "interpret")
 
 
 def recover_values(
@@ -205,14 +206,14 @@ def recover_values(
   *,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """`a (values + bias) + b` of each head, in float32.
+  """Computes `a (values + bias) + b` of each head in float32.
 
   Args:
     values: Value outputs, `[..., kv_heads, head_dim]`, float32 or bfloat16.
     recovery: Float32 coefficients, `[kv_heads]`.
     bias: The projection's bias, `[kv_heads * head_dim]`, if not added yet.
-    implementation: See `lowering.choose`; None also prefers XLA's own fusion below
-      `FUSED_VALUES` values.
+    implementation: See `implementations.choose`; None also prefers XLA's own fusion
+      below `FUSED_VALUES` values.
 
   Returns:
     The corrected values, same shape and dtype.
@@ -221,11 +222,11 @@ def recover_values(
     NotImplementedError: The kernel was asked for and cannot run.
   """
   place = "pallas_kernels.recover_values"
-  chosen = _choose(implementation, place, values)
-  if chosen == "xla":
+  implementation = _choose(implementation, place, values)
+  if implementation == "xla":
     wide = values.astype(jnp.float32)
     if bias is not None:
       shape = (1,) * (values.ndim - 2) + values.shape[-2:]
       wide = wide + bias.astype(jnp.float32).reshape(shape)
     return value_recovery.apply(wide, recovery).astype(values.dtype)
-  return launch_values(values, recovery, bias, interpret=chosen == "interpret")
+  return launch_values(values, recovery, bias, interpret=implementation == "interpret")

@@ -89,118 +89,6 @@ def prepare():
   }
 
 
-def cases():
-  """Kernel launches by name: function and argument shapes."""
-  import functools
-
-  import jax
-  import jax.numpy as jnp
-
-  from mxjax.numerics import mxfp4
-  from mxjax.numerics.recovery import mlp_recovery
-  from mxjax.numerics.recovery.value_recovery import ValueRecovery
-  from mxjax.pallas_kernels import gptq, mxfp4_decode, mxfp4_encode, recovery
-  from mxjax.pallas_kernels.attention import cached_attention
-  from mxjax.pallas_kernels.products import float8, float8_matmul, matmul, planes
-  from mxjax.pallas_kernels.refinement import fused_inputs, one_code
-
-  f32, b16, u8 = jnp.float32, jnp.bfloat16, jnp.uint8
-  array = jax.ShapeDtypeStruct
-  dense = lambda n, d: planes.Planes(array((4, n, d // 4), b16))
-  packed = lambda n, d: mxfp4.MXTensor(array((n, d // 2), u8), array((n, d // 32), u8))
-
-  def refine(x, *tables, form, linears=1):
-    tile = one_code.Tile.of(x.shape[0], x.dtype)
-    launch = functools.partial(one_code.launch, tile=tile, form=form)
-    return launch, x, [one_code.Tables(*tables)] * linears
-
-  square = array((128, 32, 32), f32)
-  tables = square, array((128, 528), f32), square
-  codes, values, by_plane = (
-    functools.partial(refine, form=form) for form in ("codes", "values", "planes")
-  )
-
-  def product(x, *weights):
-    launch = functools.partial(matmul.launch, dtype=b16)
-    return launch, [x] * len(weights), list(weights)
-
-  scalar = array((), f32)
-  recovered = mlp_recovery.MlpRecovery(*[scalar] * 4)
-  gated = lambda n: fused_inputs.GatedProduct(*[array((n, 4096), b16)] * 2, recovered)
-  normalized = fused_inputs.Normalized(array((1, 4096), b16), array((4096,), b16), 1e-6)
-
-  shares = array((32, 1, 8, 4), f32)
-  attended = fused_inputs.Attended(
-    array((*shares.shape, 128), f32), shares, shares, 128**-0.5, (1,), b16, False
-  )
-
-  def attend(new, dtype, positions=2048, **options):
-    tokens = lambda n, heads: array((1, n, heads, 128), dtype)
-    launch = functools.partial(cached_attention.launch, **options)
-    newest, past = [tokens(new, 8)] * 2, (tokens(positions, 8),) * 2
-    return launch, tokens(new, 32), *newest, past, array((), jnp.int32)
-
-  return {
-    "encode float32": (mxfp4_encode.launch, array((2048, 4096), f32)),
-    "encode bfloat16": (mxfp4_encode.launch, array((2048, 4096), b16)),
-    "one code, split, codes": codes(array((2048, 4096), b16), *tables),
-    "one code, split, values": values(array((2048, 4096), b16), *tables),
-    "one code, float32, codes": codes(array((2048, 4096), f32), *tables),
-    "one code, float32, planes, 1 row": by_plane(array((1, 4096), b16), *tables),
-    "one code, split, planes, 48 rows": by_plane(array((48, 4096), b16), *tables),
-    "one code, split, values, of a gated product": values(gated(2048), *tables),
-    "one code, planes, 1 row, normalized, 3 linears": by_plane(
-      normalized, *tables, linears=3
-    ),
-    "one code, planes, 1 row, of a gated product": by_plane(gated(1), *tables),
-    "one code, planes, 1 row, of attention": by_plane(attended, *tables),
-    "one code, float32, planes, 16 rows, 3 linears": by_plane(
-      array((16, 4096), b16), *tables, linears=3
-    ),
-    "nearest, split, values": values(array((2048, 4096), b16), tables[0], None, None),
-    "GPTQ group of 32 columns": (
-      gptq.launch,
-      array((32, 12288), f32),
-      array((32, 32), f32),
-    ),
-    "MLP recovery": (
-      recovery.launch_product,
-      *[array((2048, 12288), b16)] * 2,
-      recovered,
-    ),
-    "value recovery": (
-      recovery.launch_values,
-      array((2048, 8, 128), b16),
-      ValueRecovery(*[array((8,), f32)] * 2),
-    ),
-    "attention, 1 token, bfloat16": attend(1, b16),
-    "attention, 16 tokens, bfloat16, window": attend(16, b16, window=1000),
-    "attention, 1 token, float32": attend(1, f32, positions=2000),
-    "attention, 8 tokens, float32": attend(8, f32),
-    "attention's shares brought together": (lambda shares: shares.array(), attended),
-    "decode to bfloat16": (mxfp4_decode.launch_bfloat16, packed(12288, 4096)),
-    "one code, split, float8": refine(array((2048, 4096), b16), *tables, form="float8"),
-    "float8 product, 2048 rows": (
-      functools.partial(float8_matmul.float8_matmul, dtype=b16),
-      float8.Float8Inputs(array((2048, 4096), float8.FORM), array((2048, 128), u8)),
-      packed(12288, 4096),
-      scalar,
-    ),
-    "matmul bfloat16 x packed, 2048 rows": product(
-      dense(2048, 4096), packed(12288, 4096)
-    ),
-    "matmul packed x packed, 2048 rows": product(
-      packed(2048, 4096), packed(4096, 4096)
-    ),
-    "matmul bfloat16 x packed, 1 row": product(dense(1, 4096), packed(4096, 4096)),
-    "matmul packed x packed, 16 rows": product(packed(16, 4096), packed(12288, 4096)),
-    "matmul bfloat16 x packed, 1 row, 3 linears": product(
-      dense(1, 4096), packed(4096, 4096), packed(1024, 4096), packed(1024, 4096)
-    ),
-    "matmul bfloat16 x packed, 48 rows": product(dense(48, 576), packed(1536, 576)),
-  }
-
-
 def assemble(ptx, folder):
   """Registers, spilled bytes and matrix instructions of one PTX file."""
   cubin = folder / "kernel.cubin"
@@ -263,8 +151,11 @@ def compiler(dump):
 
 def compile_all(selected, dump):
   """Compiles and prints; returns the names of those at fault."""
+  # JAX must not be loaded before `prepare`.
+  from tests import kernel_cases
+
   run, faults = compiler(dump), []
-  for name, (function, *arguments) in cases().items():
+  for name, (function, *arguments) in kernel_cases.cases().items():
     if selected and selected not in name:
       continue
     start = time.perf_counter()

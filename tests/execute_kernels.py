@@ -66,14 +66,15 @@ def emulated(compile_for_gpu):
 @contextlib.contextmanager
 def instead_of_a_gpu(launch):
   """Kernels are chosen as on a GPU, and launched by `launch`."""
+  from mxjax.numerics import implementations
   from mxjax.pallas_kernels import lowering
 
-  before = lowering.launch, lowering.target_platform
-  lowering.launch, lowering.target_platform = launch, lambda: "gpu"
+  before = lowering.launch, implementations.target_platform
+  lowering.launch, implementations.target_platform = launch, lambda: "gpu"
   try:
     yield
   finally:
-    lowering.launch, lowering.target_platform = before
+    lowering.launch, implementations.target_platform = before
 
 
 def main():

@@ -15,7 +15,8 @@ import numpy as np
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.devices import execution
-from mxjax.layers.quantized_linear import QuantizedLinear, linear
+from mxjax.layers.linear import linear
+from mxjax.layers.quantized_linear import QuantizedLinear
 
 
 @functools.partial(jax.jit, static_argnames="model")

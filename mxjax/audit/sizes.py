@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from mxjax.layers.quantized_linear import Int8Matrix, QuantizedLinear
+from mxjax.layers.linear import Int8Matrix
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics.mxfp4 import MXTensor
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.layers import quantized_linear
+from mxjax.layers.linear import linear
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4, precision
-from mxjax.numerics.realization import activation_quantizers
-from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode
 
 GRID = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """Magnitudes of E2M1."""
@@ -84,18 +83,18 @@ def _payload(leaf: QuantizedLinear) -> Iterator[str]:
       if bad := int((~np.isfinite(np.asarray(array, np.float32))).sum()):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         yield f"{name} has {bad} NaN or inf of {array.size} values"
-  if isinstance(leaf.rounding, activation_quantizers.Unrounded):
+  if not leaf.rounding.is_legal:
     yield "its inputs are not rounded to A4"
 
 
 def _tables(leaf: QuantizedLinear, decoded: np.ndarray) -> Iterator[str]:
   """G_Q of the A4 rule is a function of the codes beside it."""
-  if not isinstance(leaf.rounding, OneCode):
+  if (tables := leaf.rounding.tables()) is None:
     return
   blocks = decoded.T.reshape(-1, BLOCK, len(decoded))
-  gram = np.asarray(leaf.rounding.tables()[0], np.float64)
+  gram = np.asarray(tables[0], np.float64)
   error = _relative(gram, np.einsum("bim,bjm->bij", blocks, blocks))
-  if error > TABLE_TOLERANCE[str(leaf.rounding.gram.dtype)]:
+  if error > TABLE_TOLERANCE[str(jax.tree.leaves(leaf.rounding)[0].dtype)]:
     yield f"its table G_Q is not that of its codes, relative error {error:.1e}"
 
 
@@ -120,7 +119,7 @@ def _operand(
   if bad := illegal_blocks(operand):
     yield f"{bad} blocks of its A4 operand are not E2M1 under a power-of-two scale"
     return
-  allowed = {Nearest: 0, OneCode: 1}.get(type(leaf.rounding))
+  allowed = leaf.rounding.edits
   if allowed is None or leaf.rules != mxfp4.PAPER_RULES:
     return
   blocks = x.T.reshape(-1, BLOCK, len(x))
@@ -155,7 +154,7 @@ def faults(leaf: QuantizedLinear, rng: np.random.Generator) -> Iterator[str]:
   flat = np.asarray(quantized_linear.quantized_inputs(jnp.asarray(x), leaf))
   operand = flat.astype(np.float64).reshape(-1, BLOCK, PROBES)
   yield from _operand(leaf, x, operand)
-  output = quantized_linear.linear(jnp.asarray(x), leaf, implementation="xla")
+  output = linear(jnp.asarray(x), leaf, implementation="xla")
   gain = 1.0 if leaf.gain is None else float(leaf.gain)
   expected = gain * flat.astype(np.float64).T @ decoded.T
   error = _relative(np.asarray(output, np.float64), expected)

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mxjax.layers.quantized_linear import RowSharded, map_rows
+from mxjax.layers.linear import RowSharded, map_rows
 
 DATA, MODEL = "data", "model"
 AXES = (DATA, MODEL)

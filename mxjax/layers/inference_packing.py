@@ -1,23 +1,21 @@
-"""Storage options of a loaded model: less memory at a small, stated cost.
+"""Packs params for inference: less memory or time at a small, stated cost.
 
-The pipeline keeps everything but the decoder linears as it came, and refinement
-tables in float32. Neither is needed to run. Nothing here is applied unless asked for,
-and evaluation under the contract runs without it.
+Nothing here is applied unless it is asked for, and evaluation under the contract runs
+without it.
 """
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from mxjax.layers.quantized_linear import Int8Matrix, QuantizedLinear
-from mxjax.numerics import mxfp4
-from mxjax.numerics.realization.activation_quantizers import OneCode
+from mxjax.layers.linear import Int8Matrix
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.pallas_kernels import mxfp4_decode
+from mxjax.pallas_kernels.mxfp4_encode import encode
 
 Embeddings = Literal["int8", "mxfp4"]
 Products = Literal["bfloat16", "float8"]
@@ -30,60 +28,61 @@ def pack_for_inference(
   embeddings: Embeddings | None = None,
   products: Products | None = None,
 ) -> dict[str, Any]:
-  """Returns params that take less memory or time and run through the same calls.
+  """Returns params that need less memory or time and run through the same calls.
+
+  Quantization stores everything but the decoder linears as it came and the tables of
+  the A4 rule in float32; inference needs neither.
 
   Args:
     params: A model's params, quantized or not.
-    tables: Store the refinement tables G_Q and K_Q in bfloat16. They only rank the
-      candidates of a code: every A4 operand stays legal, and at most near-ties are
-      decided otherwise. Input maps stay float32, because weights were folded with
-      exactly them.
-    embeddings: Store the embedding, and an untied head, as `int8` (symmetric, one
-      scale a row) or `mxfp4` (nearest), used without rounding inputs. This changes
-      the model: see docs/kernels.md for what it costs.
-    products: The type in which a GPU multiplies many rows of a quantized linear. None
-      leaves what is chosen, which at first is bfloat16. `float8` has exact products
-      too, and sums as the GPU rounds them: see docs/kernels.md. A linear whose weight
-      has too wide a range for it stays with bfloat16, and a warning names it.
+    tables: Whether to store the tables G_Q and K_Q of one-code refinement in bfloat16,
+      which halves them. They only rank the candidates of a code: every A4 operand stays
+      legal, and only near-ties may be decided otherwise. Input maps stay float32,
+      because the weights were folded with exactly them.
+    embeddings: How to store the embedding, and the head if it is not tied: `int8` in 8
+      bits with one float32 scale a row, `mxfp4` in 4.25 bits; None as it is. Inputs of
+      the head are not rounded. This changes the model: docs/kernels.md has the cost.
+    products: The dtype in which a GPU multiplies many rows of a quantized linear:
+      `bfloat16`, or `float8`, which decodes weights to a byte with one scale for the
+      tensor. Products are exact in both; sums of float8 are rounded by the GPU: see
+      docs/kernels.md. A linear whose scales differ too much for float8 stays with
+      bfloat16, and a warning names it. None changes nothing.
 
   Returns:
     New params; leaves that do not change are shared with the old ones.
 
   Raises:
     ValueError: `embeddings` or `products` is not a known name.
+
+  Example:
+    >>> params = {"embed_tokens": {"weight": jnp.ones((64, 32), jnp.bfloat16)}}
+    >>> packed = pack_for_inference(params, embeddings="int8")
+    >>> packed["embed_tokens"]["weight"].codes.nbytes
+    2048
   """
-  if embeddings not in (None, "int8", "mxfp4"):
-    raise ValueError(
-      "pack_for_inference: embeddings must be None, 'int8' or 'mxfp4', got "
-      f"{embeddings!r}."
-    )
-  if products not in (None, "bfloat16", "float8"):
-    raise ValueError(
-      "pack_for_inference: products must be None, 'bfloat16' or 'float8', got "
-      f"{products!r}."
-    )
+  _check_name("embeddings", embeddings, get_args(Embeddings))
+  _check_name("products", products, get_args(Products))
   result = dict(_map_linears(_narrow_tables, params) if tables else params)
   if products is not None:
-    misfits: list[str] = []
-    choose = functools.partial(_choose_products, products, misfits)
-    result = _map_linears(choose, result)
-    if misfits:
-      warnings.warn(
-        f"pack_for_inference: {len(misfits)} linears stay with bfloat16 products "
-        "because the scales of their weights do not fit float8: "
-        f"{', '.join(misfits)}.",
-        stacklevel=2,
-      )
+    result = _choose_products(result, products)
   for name in ("embed_tokens", "lm_head") if embeddings else ():
     weight = result[name]["weight"] if name in result else None
     if isinstance(weight, jax.Array):
-      narrow = byte_table(weight) if embeddings == "int8" else mxfp4.encode(weight)
-      result[name] = {**result[name], "weight": narrow}
+      pack = int8_matrix if embeddings == "int8" else encode
+      result[name] = {**result[name], "weight": pack(weight)}
   return result
 
 
+def _check_name(argument: str, got: str | None, known: tuple[str, ...]) -> None:
+  if got is not None and got not in known:
+    raise ValueError(
+      f"pack_for_inference: {argument} must be None, {' or '.join(map(repr, known))}, "
+      f"got {got!r}."
+    )
+
+
 @jax.jit
-def byte_table(weight: jax.Array) -> Int8Matrix:
+def int8_matrix(weight: jax.Array) -> Int8Matrix:
   """Rounds each row `[rows, d]` to int8 with its largest magnitude at 127."""
   wide = weight.astype(jnp.float32)
   largest = jnp.abs(wide).max(axis=1)
@@ -104,21 +103,29 @@ def _map_linears(
   return change(path, node) if isinstance(node, QuantizedLinear) else node
 
 
-def _choose_products(
-  products: Products, misfits: list[str], path: str, leaf: QuantizedLinear
-) -> QuantizedLinear:
-  unit = None
-  if products == "float8":
-    unit, fits = mxfp4_decode.float8_range(leaf.weight)
-    if not fits:
-      misfits.append(path)
-      unit = None
-  return dataclasses.replace(leaf, float8_scale=unit)
+def _choose_products(params: Mapping[str, Any], products: Products) -> dict[str, Any]:
+  """Sets the float8 scale of every linear that float8 fits, or removes all of them."""
+  misfits: list[str] = []
+
+  def choose(path: str, leaf: QuantizedLinear) -> QuantizedLinear:
+    scale = None
+    if products == "float8":
+      scale, fits = mxfp4_decode.float8_range(leaf.weight)
+      if not fits:
+        misfits.append(path)
+        scale = None
+    return dataclasses.replace(leaf, float8_scale=scale)
+
+  result = _map_linears(choose, params)
+  if misfits:
+    warnings.warn(
+      f"pack_for_inference: {len(misfits)} linears stay with bfloat16 products because "
+      f"the scales of their weights do not fit float8: {', '.join(misfits)}.",
+      stacklevel=3,
+    )
+  return result
 
 
 def _narrow_tables(path: str, leaf: QuantizedLinear) -> QuantizedLinear:
   del path
-  if not isinstance(leaf.rounding, OneCode):
-    return leaf
-  rounding: OneCode = jax.tree.map(lambda a: a.astype(jnp.bfloat16), leaf.rounding)
-  return dataclasses.replace(leaf, rounding=rounding)
+  return dataclasses.replace(leaf, rounding=leaf.rounding.narrowed())

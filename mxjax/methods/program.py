@@ -20,7 +20,10 @@ from mxjax.methods.recovery_fits import RecoveryFit
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import Contract
 from mxjax.numerics.realization import gptq
-from mxjax.numerics.realization.activation_quantizers import Nearest, Rounding
+from mxjax.numerics.realization.activation_quantizers import (
+  ActivationQuantizer,
+  Nearest,
+)
 from mxjax.numerics.shaping.input_maps import InputMap
 
 
@@ -33,7 +36,7 @@ class Realized(NamedTuple):
   """
 
   weight: gptq.Reconstruction
-  rounding: Rounding
+  rounding: ActivationQuantizer
 
 
 class Prepared(NamedTuple):

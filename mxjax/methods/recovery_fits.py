@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.calibration.calibration import Params
-from mxjax.layers.quantized_linear import linear
+from mxjax.layers.linear import linear
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
 
 Taps = Mapping[str, jax.Array]

@@ -1,4 +1,4 @@
-"""Functions of independent blocks, a few at a time, so that a group stays in cache."""
+"""Applies functions of independent blocks to a few blocks at a time, in cache."""
 
 import math
 from collections.abc import Callable
@@ -9,13 +9,13 @@ import jax
 T = TypeVar("T")
 
 BATCH_BYTES = 3 * 2**19
-"""Of the first operand of a group: six blocks of 2,048 float32 tokens. Of the sizes
-tried on two cores with 1 MB of second-level cache each, six blocks and three were
-fastest, a third faster than all at once; one by one costs more than all at once."""
+"""Most bytes of a batch's first operand: six blocks of 2,048 float32 tokens. On two
+cores with 1 MB of second-level cache each, six blocks and three were the fastest sizes,
+a third faster than all at once; one by one is slower than all at once."""
 
 
 def batch_size(blocks: int, nbytes: int) -> int:
-  """The largest divisor of `blocks` from two on that fits, or all of them.
+  """Returns the largest divisor of `blocks`, at least two, that fits; else all.
 
   Args:
     blocks: Blocks in all.
@@ -33,17 +33,18 @@ def map_block_batches(function: Callable[..., T], *arrays: jax.Array) -> T:
   over a few blocks those passes stay in cache. The bits do not depend on it.
 
   Args:
-    function: Of arrays `[n, ...]` of any number of blocks, to a pytree of such arrays.
-    *arrays: Its operands, `[blocks, ...]`; the size of the first decides.
+    function: Takes arrays `[n, ...]` for any number n of blocks and returns a pytree of
+      such arrays.
+    *arrays: Its operands, `[blocks, ...]`; the first one decides the batch size.
 
   Returns:
-    What the function would return for all blocks at once.
+    The function's result for all blocks.
   """
   blocks = arrays[0].shape[0]
   nbytes = math.prod(arrays[0].shape[1:]) * arrays[0].dtype.itemsize
   size = batch_size(blocks, nbytes)
   if jax.default_backend() != "cpu" or size == blocks:
     return function(*arrays)
-  groups = tuple(a.reshape(blocks // size, size, *a.shape[1:]) for a in arrays)
-  found = jax.lax.map(lambda group: function(*group), groups)
-  return jax.tree.map(lambda a: a.reshape(blocks, *a.shape[2:]), found)
+  batches = tuple(a.reshape(blocks // size, size, *a.shape[1:]) for a in arrays)
+  results = jax.lax.map(lambda batch: function(*batch), batches)
+  return jax.tree.map(lambda a: a.reshape(blocks, *a.shape[2:]), results)

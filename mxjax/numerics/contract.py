@@ -13,7 +13,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contract:
-  """What a result must state before it may be compared with another.
+  """The conditions of a result; only results of equal contracts may be compared.
 
   Paper: Frozen contract (Preliminaries) and Quantization Setup (Appendix).
 
@@ -34,12 +34,12 @@ class Contract:
   kv_cache: bool = False
 
   def to_dict(self) -> dict[str, Any]:
-    """A JSON-ready form."""
+    """Returns a JSON-ready dict."""
     return dataclasses.asdict(self)
 
   @classmethod
   def from_dict(cls, values: dict[str, Any]) -> "Contract":
-    """The inverse of `to_dict`."""
+    """Reads what `to_dict` returned."""
     rules = mxfp4.Rules(**values["rules"])
     return cls(**{**values, "rules": rules, "targets": tuple(values["targets"])})
 

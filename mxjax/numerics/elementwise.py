@@ -1,4 +1,4 @@
-"""RMS norm and gated product: what stands before the linears of a decoder layer."""
+"""Reference implementations of RMSNorm and the SwiGLU product."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Floats as integers: fields, magnitudes and powers of two taken from their bits."""
+"""Exponents, magnitudes and powers of two from the bits of floats."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from jax import lax
 
 
 class FloatFormat(NamedTuple):
-  """Where the fields of an IEEE format lie: its integer type, mantissa and bias."""
+  """An IEEE format: the integer type of its bits, mantissa width and exponent bias."""
 
   integer: type
   mantissa_bits: int
@@ -23,23 +23,23 @@ _FORMATS = {
 
 
 def float_format(x: jax.Array) -> FloatFormat:
-  """The format of a float32 or float64 array."""
+  """Returns the format of a float32 or float64 array."""
   return _FORMATS[np.dtype(x.dtype)]
 
 
 def bits(x: jax.Array) -> jax.Array:
-  """The bits of a float array, int32 or int64."""
+  """Returns the bits of a float array, int32 or int64."""
   return lax.bitcast_convert_type(x, float_format(x).integer)
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-  """The bits of |x|: integers in the order of the magnitudes."""
+  """Returns the bits of |x|, integers in the order of the magnitudes."""
   integer = float_format(x).integer
   return bits(x) & integer(np.iinfo(integer).max)
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-  """The float32 2^exponent from its bits; NaN for the not-finite mark 128.
+  """Builds float32 2^exponent from its bits; NaN for the not-finite mark 128.
 
   2^-127 is subnormal, and a backend may flush a product with it to zero: values
   below 2^-124 then vanish in arithmetic, never in a payload (`decode` is exact).

@@ -21,13 +21,11 @@ from typing import Literal
 
 import jax
 import jax.core
-import jax.dlpack
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mxjax.numerics import float_bits, native
-from mxjax.numerics.native import encode as native_encode
+from mxjax.numerics import float_bits
 
 BLOCK_SIZE = 32
 """Values that share one scale, contiguous on the input axis."""
@@ -44,7 +42,7 @@ TieRule = Literal["away", "even"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-  """How a block's scale and an element's ties are chosen.
+  """How the scale of a block and the rounding of ties are decided.
 
   Attributes:
     scale_rule: With `a` the block maximum, E = floor(log2 a) and mantissa a / 2^E:
@@ -94,7 +92,7 @@ class MXTensor:
 def block_exponent(
   x: jax.Array, rules: Rules = PAPER_RULES, *, axis: int = -2
 ) -> jax.Array:
-  """The shared exponent of each block, from the bits of its largest magnitude.
+  """Computes each block's exponent from the bits of its largest magnitude.
 
   Args:
     x: float32 or float64 with the 32 values of a block on `axis`.
@@ -125,7 +123,7 @@ def block_exponent(
 
 
 def _thresholds(rules: Rules, dtype: np.dtype) -> tuple[np.floating, ...]:
-  """The smallest scaled magnitudes of `dtype` that reach codes 1 to 7."""
+  """Returns the smallest scaled magnitudes of `dtype` that reach codes 1 to 7."""
   dtype = np.dtype(dtype)
   values = [fractions.Fraction(m) for m in MAGNITUDES]
   divisor = 3 if rules.scale_rule == "mx43" else 1
@@ -142,7 +140,7 @@ def _thresholds(rules: Rules, dtype: np.dtype) -> tuple[np.floating, ...]:
 
 
 def _scaled_bits(x: jax.Array, exponent: jax.Array) -> jax.Array:
-  """Bits of |x| / 2^exponent wherever that can reach a nonzero code, else smaller.
+  """Returns the bits of |x| / 2^exponent, or less where the code is zero anyway.
 
   Dividing by a power of two subtracts from the exponent field. Subnormals have no
   field to subtract from: their integer mantissa is converted, which is exact.
@@ -162,7 +160,7 @@ def _scaled_bits(x: jax.Array, exponent: jax.Array) -> jax.Array:
 def magnitude_index(
   x: jax.Array, exponent: jax.Array, rules: Rules = PAPER_RULES
 ) -> jax.Array:
-  """The magnitude index 0..7 of each value at a given exponent, saturating.
+  """Returns the magnitude index 0..7 of each value at an exponent, saturating.
 
   Args:
     x: float32 or float64.
@@ -181,8 +179,16 @@ def magnitude_index(
   return index
 
 
+def nearest_codes(
+  x: jax.Array, exponent: jax.Array, rules: Rules = PAPER_RULES
+) -> jax.Array:
+  """Returns the nearest codes 0..15 at given exponents; see `magnitude_index`."""
+  sign = jnp.signbit(x).astype(jnp.int32)
+  return magnitude_index(x, exponent, rules) | (sign << 3)
+
+
 def magnitude(index: jax.Array) -> jax.Array:
-  """The float32 magnitude of an index 0..7, by bits: no table lookup."""
+  """Returns the float32 magnitude of an index 0..7, from bits and not by a table."""
   exponent_field = (126 + (index >> 1)) << 23
   normal = lax.bitcast_convert_type(exponent_field | ((index & 1) << 22), jnp.float32)
   return jnp.where(index >= 2, normal, 0.5 * index.astype(jnp.float32))
@@ -191,7 +197,7 @@ def magnitude(index: jax.Array) -> jax.Array:
 def round_elements(
   x: jax.Array, exponent: jax.Array, rules: Rules = PAPER_RULES
 ) -> jax.Array:
-  """The signed element value, in units of the scale, nearest to `x` at an exponent.
+  """Rounds to signed element values, in units of the scale, at an exponent.
 
   Args:
     x: float32.
@@ -205,27 +211,27 @@ def round_elements(
 
 
 def scale_of(exponent: jax.Array, rules: Rules = PAPER_RULES) -> jax.Array:
-  """The float32 factor that decodes elements at an exponent."""
+  """Returns the float32 factor that decodes elements at an exponent."""
   scale = float_bits.power_of_two(exponent)
   return scale / 3.0 if rules.scale_rule == "mx43" else scale
 
 
 def round_blocks(x: jax.Array, rules: Rules = PAPER_RULES) -> jax.Array:
-  """Decoded nearest encoding of float32 blocks whose values lie on axis -2.
+  """Encodes blocks to the nearest codes and decodes them again.
 
   Args:
-    x: float32 `[..., 32, columns]`.
+    x: float32 `[..., 32, columns]`, the values of a block on axis -2.
     rules: Scale and tie rules.
 
   Returns:
-    float32, same shape: the RTN fake-quantizer Q.
+    Q(x) of round-to-nearest, float32, same shape.
   """
   exponent = block_exponent(x, rules)[..., None, :]
   return round_elements(x, exponent, rules) * scale_of(exponent, rules)
 
 
 def to_blocks(x: jax.Array) -> jax.Array:
-  """Turns rows `[n, d]` into feature-major blocks `[d/32, 32, n]`.
+  """Converts rows `[n, d]` to feature-major blocks `[d/32, 32, n]`.
 
   With the 32 values of a block on axis -2 and rows on the last axis, a reduction over
   a block is elementwise over vectors of rows, and a block transform is one GEMM.
@@ -235,12 +241,12 @@ def to_blocks(x: jax.Array) -> jax.Array:
 
 
 def from_blocks(blocks: jax.Array) -> jax.Array:
-  """The inverse of `to_blocks`: `[blocks, 32, n]` to `[n, 32 * blocks]`."""
+  """Converts feature-major blocks `[blocks, 32, n]` to rows `[n, 32 * blocks]`."""
   return blocks.reshape(-1, blocks.shape[-1]).T
 
 
 def check_width(place: str, features: int) -> None:
-  """Refuses a width that is not a multiple of 32, naming the place."""
+  """Raises ValueError, naming the place, if a width is not a multiple of 32."""
   if features % BLOCK_SIZE or features == 0:
     raise ValueError(
       f"{place}: the last axis must be a positive multiple of {BLOCK_SIZE}, got "
@@ -262,65 +268,72 @@ def unpack(codes: jax.Array) -> jax.Array:
   return pairs.reshape(*codes.shape[:-1], -1)
 
 
+def pack_tensor(codes: jax.Array, exponent: jax.Array) -> MXTensor:
+  """Packs codes `[..., d]` in 0..15 and int32 exponents `[..., d/32]`."""
+  return MXTensor(pack(codes), (exponent + SCALE_BIAS).astype(jnp.uint8))
+
+
 @functools.partial(jax.jit, static_argnames="rules")
 def _encode(x: jax.Array, rules: Rules) -> MXTensor:
   blocks = x.reshape(*x.shape[:-1], -1, BLOCK_SIZE)
   exponent = block_exponent(blocks, rules, axis=-1)
-  index = magnitude_index(blocks, exponent[..., None], rules)
-  integer = float_bits.float_format(x).integer
-  sign = lax.shift_right_logical(
-    float_bits.bits(blocks), integer(8 * x.dtype.itemsize - 1)
-  )
-  codes = index | (sign.astype(jnp.int32) << 3)
-  return MXTensor(
-    codes=pack(codes.reshape(x.shape)),
-    scales=(exponent + SCALE_BIAS).astype(jnp.uint8),
-  )
+  codes = nearest_codes(blocks, exponent[..., None], rules)
+  return pack_tensor(codes.reshape(x.shape), exponent)
 
 
-def encode(
-  x: jax.Array,
-  rules: Rules = PAPER_RULES,
-  *,
-  implementation: native.Implementation | None = None,
-) -> MXTensor:
+def check_encodable(x: jax.Array) -> None:
+  """Refuses arrays that are not floating point or not whole blocks of 32 wide.
+
+  Raises:
+    TypeError: Not a floating-point array.
+    ValueError: A width that is not a multiple of 32.
+  """
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise TypeError(f"mxfp4.encode: expected a floating-point array, got {x.dtype}.")
+  check_width("mxfp4.encode", x.shape[-1])
+
+
+def check_finite(x: jax.Array, encoded: MXTensor) -> None:
+  """Refuses an array with inf or NaN, which its scale bytes show; not under a trace.
+
+  Raises:
+    ValueError: A block has inf or NaN.
+  """
+  if isinstance(encoded.scales, jax.core.Tracer):
+    return
+  if bad := int((np.asarray(encoded.scales) == NOT_FINITE).sum()):
+    values = np.asarray(x).astype(np.float64)
+    raise ValueError(
+      f"mxfp4.encode: expected finite values, got {np.isnan(values).sum()} NaN and "
+      f"{np.isinf(values).sum()} inf in {bad} blocks of shape {x.shape}; find the "
+      "operation that produced them, because MXFP4 has no code for them."
+    )
+
+
+def encode(x: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
   """Encodes the last axis in blocks of 32, exactly for every finite value.
+
+  This is the definition, in XLA. `mxjax.encode` has the same bits and picks the
+  fastest encoder of the platform.
 
   Args:
     x: `[..., d]` float32, bfloat16, float16 or (inside a 64-bit scope) float64, with
       `d` a multiple of 32. Subnormals follow the formula literally.
     rules: Scale and tie rules.
-    implementation: See `native_encode.choose`; the bits do not depend on it.
 
   Returns:
     The packed tensor. While tracing, a block with inf or NaN gets the illegal scale
     byte 255, which decodes to NaN and which `check_legal` names.
 
   Raises:
-    NotImplementedError: `native` was asked for and cannot run.
     TypeError: Not a floating-point array.
     ValueError: A width that is not a multiple of 32, or (outside a trace) inf or NaN.
   """
-  x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    raise TypeError(f"mxfp4.encode: expected a floating-point array, got {x.dtype}.")
-  check_width("mxfp4.encode", x.shape[-1])
-  wide = x if x.dtype in (jnp.float32, jnp.float64) else x.astype(jnp.float32)
-  names = rules.scale_rule, rules.tie_rule
-  if native_encode.choose(implementation, wide, *names) == "native":
-    payload = native_encode.encode(np.asarray(wide), rules.scale_rule)
-    if payload is not None:
-      return MXTensor(*map(jax.dlpack.from_dlpack, payload))
-  tensor = _encode(wide, rules)
-  if not isinstance(tensor.scales, jax.core.Tracer):
-    bad = int((np.asarray(tensor.scales) == NOT_FINITE).sum())
-    if bad:
-      values = np.asarray(x).astype(np.float64)
-      raise ValueError(
-        f"mxfp4.encode: expected finite values, got {np.isnan(values).sum()} NaN and "
-        f"{np.isinf(values).sum()} inf in {bad} blocks of shape {x.shape}; find where "
-        "they were made, because MXFP4 has no code for them."
-      )
+  x = jnp.asarray(x)
+  check_encodable(x)
+  is_wide = x.dtype in (jnp.float32, jnp.float64)
+  tensor = _encode(x if is_wide else x.astype(jnp.float32), rules)
+  check_finite(x, tensor)
   return tensor
 
 

@@ -43,7 +43,7 @@ def require_float64(place: str, *arrays: jax.Array) -> None:
 
 
 def float32_sums(left: jax.Array, right: jax.Array) -> jax.Array:
-  """A matrix product summed in float32, for operands that bfloat16 may hold exactly.
+  """Multiplies matrices with float32 sums; operands may be bfloat16.
 
   Args:
     left: `[m, d]`, bfloat16 or float32.

@@ -43,7 +43,7 @@ def project_zero_sum_box(x: jax.Array, bound: float) -> jax.Array:
 def project_zero_sum_box_bisection(
   x: jax.Array, bound: float, *, steps: int = 80
 ) -> jax.Array:
-  """The same projection by bisection on the shift.
+  """Projects like `project_zero_sum_box`, by bisection on the shift.
 
   Paper: Eq. serb-proposal uses 80 scalar steps.
 

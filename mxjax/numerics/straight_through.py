@@ -1,6 +1,6 @@
-"""The encoder with a gradient: forward it rounds, backward it is the identity.
+"""Straight-through rounding: forward it rounds, backward it is the identity.
 
-The values are those of the strict encoder to the bit. Exponents are constants of the
+The values equal those of the strict encoder bit for bit. Exponents are constants of the
 backward pass, and saturated values pass their gradient on like all others.
 """
 
@@ -15,7 +15,7 @@ from mxjax.numerics import mxfp4
 def round_blocks(
   blocks: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> jax.Array:
-  """Decoded nearest encoding of float32 blocks `[..., 32, columns]`."""
+  """Rounds float32 blocks `[..., 32, columns]` as `mxfp4.round_blocks` does."""
   return mxfp4.round_blocks(blocks, rules)
 
 
@@ -34,7 +34,7 @@ round_blocks.defvjp(_forward, _backward)
 
 
 def round_rows(x: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES) -> jax.Array:
-  """The same for `[..., d]` with blocks along the last axis, in the dtype of `x`."""
+  """Rounds `[..., d]` with blocks along the last axis, in the dtype of `x`."""
   rows = x.reshape(-1, x.shape[-1]).astype("float32")
   rounded = mxfp4.from_blocks(round_blocks(mxfp4.to_blocks(rows), rules))
   return rounded.reshape(x.shape).astype(x.dtype)

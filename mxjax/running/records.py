@@ -168,13 +168,13 @@ def _probe(
   result = {"edit_rate": jnp.float32(0)}
   result |= {"local_sensitivity": jnp.float32(1), "local_mismatch": jnp.float32(1)}
   gain = jnp.float32(1) if leaf.gain is None else leaf.gain
-  is_nearest = isinstance(leaf.rounding, Nearest)
+  is_nearest = leaf.rounding.edits == 0
   operand = nearest if is_nearest else leaf.rounding.round(mapped, rules)
   if not is_nearest or leaf.gain is not None:
     errors["final"] = _relative_error(*pair, flat(operand), gain * decoded)
   if not is_nearest:
     result |= _local_objectives(mapped, (operand, nearest), folded, decoded)
-  if isinstance(leaf.rounding, OneCode):
+  if leaf.rounding.edits:
     result["edit_rate"] = (operand != nearest).any(-2).mean(dtype=jnp.float32)
   exponent = mxfp4.block_exponent(mapped, rules)
   limit = 6.0 * mxfp4.scale_of(exponent, rules)[..., None, :]

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from mxjax.devices import mesh as meshes
 from mxjax.devices import processes
-from mxjax.layers.quantized_linear import QuantizedLinear, map_rows
+from mxjax.layers.linear import map_rows
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.storage.atomic_io import sync, sync_tree, write_durably
 from mxjax.storage.checkpoint_arrays import load_arrays, save_arrays

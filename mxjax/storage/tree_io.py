@@ -7,6 +7,7 @@ of every node what it is, with its static fields, and hands the arrays out by pa
 
 import dataclasses
 import hashlib
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,26 +24,10 @@ from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping import input_maps
 
-_MAPS = tuple(
-  value
-  for value in vars(input_maps).values()
-  if isinstance(value, type) and dataclasses.is_dataclass(value)
+_LEAVES = (QuantizedLinear, mxfp4.MXTensor, ValueRecovery, MlpRecovery, LearnedScales)
+TYPES: Mapping[str, type] = ChainMap(
+  {cls.__name__: cls for cls in _LEAVES}, activation_quantizers.RULES, input_maps.MAPS
 )
-TYPES: dict[str, type] = {
-  cls.__name__: cls
-  for cls in (
-    QuantizedLinear,
-    mxfp4.MXTensor,
-    activation_quantizers.Nearest,
-    activation_quantizers.OneCode,
-    activation_quantizers.Clipped,
-    activation_quantizers.Unrounded,
-    ValueRecovery,
-    MlpRecovery,
-    LearnedScales,
-    *_MAPS,
-  )
-}
 """Every typed node a checkpoint may hold, by the name the manifest gives it."""
 
 

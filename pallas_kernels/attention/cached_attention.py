@@ -6,8 +6,8 @@ One token leaves nothing to share but the cache, so the time is that of reading 
 cache once. The query heads of a key-value head, and the new tokens, are the rows of one
 tile; the positions that are seen are cut into chunks and shared evenly among programs.
 A program keeps, for each row, the largest score so far, the sum of the weights
-relative to it and the sum of weighted values; `attention_shares.py` brings them
-together. The first program of a key-value head begins with the new tokens' own keys and
+relative to it and the sum of weighted values; `shares.py` combines
+them. The first program of a key-value head begins with the new tokens' own keys and
 values, and writes them into the cache, where no other program reads.
 
 The position of the first query is read on the device: chunks in the future or before
@@ -48,7 +48,7 @@ class Tile:
 
   @classmethod
   def of(cls, queries: jax.Array, keys: jax.Array) -> "Tile":
-    """The tile for `[batch, new, heads, d]` over `[batch, positions, kv_heads, d]`."""
+    """Returns the tile for queries `[b, new, heads, d]` and the keys of a cache."""
     batch, positions, kv_heads, head_dim = keys.shape
     new, heads = queries.shape[1:3]
     at_least_16 = lambda n: max(16, 1 << (n - 1).bit_length())
@@ -70,7 +70,7 @@ def obstacle(
   values: jax.Array,
   past: tuple[jax.Array, jax.Array],
 ) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
+  """Returns why the kernel cannot take these arguments, or None."""
   dtypes = [a.dtype for a in (queries, keys, values, *past)]
   if len(set(dtypes)) > 1 or queries.dtype not in (jnp.float32, jnp.bfloat16):
     names = ", ".join(map(str, dtypes))
@@ -100,7 +100,7 @@ class _Running(NamedTuple):
 
   @classmethod
   def none(cls, rows: int, head_dim: int) -> "_Running":
-    """Before any key."""
+    """Returns the state before any key."""
     return cls(
       jnp.zeros((rows, head_dim), jnp.float32),
       jnp.full((rows,), -jnp.inf, jnp.float32),
@@ -110,7 +110,7 @@ class _Running(NamedTuple):
   def with_keys(
     self, queries: jax.Array, keys: jax.Array, values: jax.Array, is_seen: jax.Array
   ) -> "_Running":
-    """After more keys and values `[s, head_dim]`; `is_seen` is bool `[rows, s]`."""
+    """Adds keys and values `[s, head_dim]`; `is_seen` is bool `[rows, s]`."""
     dtype, scale = values.dtype, queries.shape[1] ** -0.5
     dot = lowering.dot_float32 if dtype == jnp.float32 else lowering.dot_bfloat16
     scores = dot(queries, keys, transpose_b=True)
@@ -119,9 +119,9 @@ class _Running(NamedTuple):
     # Infinity less infinity would be NaN in a row that has seen no key yet.
     origin = jnp.where(higher == -jnp.inf, 0.0, higher)
     weights = jnp.exp((scores - origin[:, None]) * scale)
-    kept = jnp.exp((self.top - origin) * scale)
-    sums = kept[:, None] * self.sums + dot(weights.astype(dtype), values)
-    return _Running(sums, higher, kept * self.total + jnp.sum(weights, axis=1))
+    decay = jnp.exp((self.top - origin) * scale)
+    sums = decay[:, None] * self.sums + dot(weights.astype(dtype), values)
+    return _Running(sums, higher, decay * self.total + jnp.sum(weights, axis=1))
 
 
 def _kernel(
@@ -191,7 +191,7 @@ def launch(
   tile: Tile | None = None,
   interpret: bool = False,
 ) -> tuple[Attended, tuple[jax.Array, jax.Array]]:
-  """Runs the kernel; arguments that `obstacle` has nothing against.
+  """Runs the kernel on arguments for which `obstacle` returns None.
 
   Args:
     queries: `[batch, new, heads, head_dim]`, rotated, at positions from `start`,
@@ -209,59 +209,67 @@ def launch(
     Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`, and the cache
     with the new keys and values in it: the same memory, if it may be written.
   """
-  batch, new, heads, head_dim = queries.shape
   past_keys, past_values = past
-  positions, kv_heads = past_keys.shape[1:3]
-  group = heads // kv_heads
   tile = Tile.of(queries, past_keys) if tile is None else tile
-  # One array, because XLA makes it in one launch.
-  made = jnp.concatenate([queries, keys, values], axis=2)
-  spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
-  # The blocks cover whole chunks, and room for whole tiles of new tokens anywhere;
-  # what is beyond the positions is masked.
-  covered = -(-positions // tile.chunk) * tile.chunk + tile.new
-  cache = spec((None, covered, None, head_dim), lambda b, k, s: (b, 0, k, 0))
-  newest = [
-    spec(
-      (None, new, None, head_dim),
-      lambda b, k, s, first=first: (b, 0, first + k, 0),
-    )
-    for first in (heads, heads + kv_heads)
-  ]
-  row = spec((None, None, None, tile.rows), lambda b, k, s: (s, b, k, 0))
-  rows = tile.splits, batch, kv_heads, new * group
+  # One array, because XLA writes it in one launch.
+  newest = jnp.concatenate([queries, keys, values], axis=2)
+  in_specs, out_specs = _specs(queries.shape, past_keys.shape, tile)
+  positions = past_keys.shape[1]
   *shares, filled_keys, filled_values = lowering.launch(
     functools.partial(_kernel, tile=tile, positions=positions, window=window),
     jnp.asarray(start, jnp.int32).reshape(1),
-    made,
-    (made, made),
+    newest,
+    (newest, newest),
     (past_keys, past_values),
     name="cached_attention",
-    grid=(batch, kv_heads, tile.splits),
-    in_specs=[
-      spec((1,), lambda b, k, s: (0,)),
-      spec((None, new, group, head_dim), lambda b, k, s: (b, 0, k, 0)),
-      tuple(newest),
-      (cache, cache),
-    ],
-    out_specs=[
-      spec((None, None, None, tile.rows, head_dim), lambda b, k, s: (s, b, k, 0, 0)),
-      row,
-      row,
-      cache,
-      cache,
-    ],
-    out_shape=[
-      array((*rows, head_dim), jnp.float32),
-      array(rows, jnp.float32),
-      array(rows, jnp.float32),
-      *(array(a.shape, a.dtype) for a in past),
-    ],
+    grid=(queries.shape[0], keys.shape[2], tile.splits),
+    in_specs=in_specs,
+    out_specs=out_specs,
+    out_shape=_out_shapes(queries, past, tile),
     in_place={4: 3, 5: 4},
     warps=tile.warps,
     stages=tile.stages,
     interpret=interpret,
   )
-  scale, leading = head_dim**-0.5, (batch, new)
+  scale, leading = queries.shape[-1] ** -0.5, queries.shape[:2]
   outputs = Attended(*shares, scale, leading, values.dtype, interpret)
   return outputs, (filled_keys, filled_values)
+
+
+def _specs(
+  queries: tuple[int, ...], past: tuple[int, ...], tile: Tile
+) -> tuple[list[Any], list[lowering.BlockSpec]]:
+  """Returns block specs of the kernel's operands and results, from shapes."""
+  _, new, heads, head_dim = queries
+  _, positions, kv_heads, _ = past
+  spec = lowering.BlockSpec
+  # The blocks cover whole chunks, and room for whole tiles of new tokens anywhere;
+  # what is beyond the positions is masked.
+  covered = -(-positions // tile.chunk) * tile.chunk + tile.new
+  cache = spec((None, covered, None, head_dim), lambda b, k, s: (b, 0, k, 0))
+  newest = tuple(
+    spec(
+      (None, new, None, head_dim),
+      lambda b, k, s, first=first: (b, 0, first + k, 0),
+    )
+    for first in (heads, heads + kv_heads)
+  )
+  group = spec((None, new, heads // kv_heads, head_dim), lambda b, k, s: (b, 0, k, 0))
+  row = spec((None, None, None, tile.rows), lambda b, k, s: (s, b, k, 0))
+  sums = spec((None, None, None, tile.rows, head_dim), lambda b, k, s: (s, b, k, 0, 0))
+  start = spec((1,), lambda b, k, s: (0,))
+  return [start, group, newest, (cache, cache)], [sums, row, row, cache, cache]
+
+
+def _out_shapes(
+  queries: jax.Array, past: tuple[jax.Array, jax.Array], tile: Tile
+) -> list[jax.ShapeDtypeStruct]:
+  """Shapes of the kernel's results: sums, tops, totals, and the filled cache."""
+  batch, new, heads, head_dim = queries.shape
+  kv_heads = past[0].shape[2]
+  rows = tile.splits, batch, kv_heads, new * heads // kv_heads
+  shapes = (*rows, head_dim), rows, rows
+  return [
+    *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
+    *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in past),
+  ]

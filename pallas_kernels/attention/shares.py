@@ -1,9 +1,9 @@
-"""Outputs of cached attention as shares of the positions, not yet brought together.
+"""Partial results of cached attention, which their reader combines.
 
-Programs that share the positions of a head each leave the largest score they saw, the
-sum of the weights relative to it, and the sum of weighted values. Bringing them to one
-maximum is little work for whoever reads the outputs: the refinement does it for the
-block of 32 features that it is about to encode, and `array` for those that do not.
+The programs that share the positions of a head each write the largest score they saw,
+the sum of the weights relative to it, and the sum of weighted values. Combining them is
+little work: the refinement kernel does it for the block of 32 features that it is about
+to encode, and `array` does it for every other reader.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _STEP = 32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Attended:
-  """Attention outputs that are still to be brought together.
+  """Deferred attention outputs: the partial results of several programs.
 
   Attributes:
     sums: Weighted sums of values, float32 `[splits, batch, kv_heads, new * group,
@@ -33,7 +33,7 @@ class Attended:
     totals: Sums of weights, likewise.
     scale: What scores are multiplied by before the exponential (static).
     leading: `(batch, new)`, or their product alone (static).
-    dtype: Of the array that it stands for (static).
+    dtype: Dtype of the outputs (static).
     interpret: Whether a kernel runs without a GPU (static).
   """
 
@@ -47,17 +47,17 @@ class Attended:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Of the array that it stands for: `[batch, new, heads * head_dim]`."""
+    """Shape of the outputs: `[batch, new, heads * head_dim]`."""
     _, batch, kv_heads, rows, head_dim = self.sums.shape
     heads = kv_heads * rows * batch // math.prod(self.leading)
     return *self.leading, heads * head_dim
 
   def flat(self) -> Self:
-    """The same with one leading axis."""
+    """Merges the leading axes into one."""
     return dataclasses.replace(self, leading=(math.prod(self.leading),))
 
   def array(self) -> jax.Array:
-    """The outputs, by a kernel of their own."""
+    """Computes the outputs by a kernel of their own."""
     _, batch, kv_heads, rows, head_dim = self.sums.shape
     new = math.prod(self.leading) // batch
     group = rows // new
@@ -77,7 +77,7 @@ class Attended:
     return out.reshape(self.shape)
 
   def specs(self, width: int) -> Self:
-    """Block specs of a program's features; the grid begins with these and rows.
+    """Returns block specs of a program's features for a grid of these, then rows.
 
     Args:
       width: Features of a program, all of one head.
@@ -99,7 +99,7 @@ class Attended:
 
 
 def combine(refs: Attended) -> jax.Array:
-  """A program's features `[width]`, from what its kernel got for `specs`."""
+  """Combines a program's features `[width]` from its references for `specs`."""
   splits, width = refs.sums.shape
   size = min(splits, _STEP)
   top = jnp.max(refs.tops[...], axis=0)

@@ -1,4 +1,4 @@
-"""W4A4 inputs as float8 in absolute units: what the library's float8 product reads.
+"""W4A4 inputs in float8, as the library's float8 product reads them.
 
 E2M1 values have two significant bits and every float8 format holds them; what can be
 out of range is a block's power of two. E5M2 reaches from 2^-16 to 57344, so it holds
@@ -44,40 +44,40 @@ class Float8Inputs:
     return self.values.shape
 
   def decoded(self) -> jax.Array:
-    """bfloat16 `[n, d]`; exact."""
+    """Decodes to bfloat16 `[n, d]`, exactly."""
     unit = jnp.repeat(own_unit(exponents(self.scales)), mxfp4.BLOCK_SIZE, axis=1)
     return (self.values.astype(jnp.float32) * unit).astype(jnp.bfloat16)
 
 
 def exponents(scales: jax.Array) -> jax.Array:
-  """int32 exponents of scale bytes."""
+  """Returns int32 exponents of scale bytes."""
   return scales.astype(jnp.int32) - mxfp4.SCALE_BIAS
 
 
 def is_outside(exponent: jax.Array) -> jax.Array:
-  """Whether E5M2 does not hold blocks of int32 exponents as they are."""
+  """Returns whether blocks of int32 exponents exceed the range of E5M2."""
   inside = (exponent >= LOWEST) & (exponent <= HIGHEST)
   return ~(inside | (exponent == -mxfp4.SCALE_BIAS))
 
 
 def own_unit(exponent: jax.Array) -> jax.Array:
-  """What the float8 values of a block are in units of, float32."""
+  """Returns the unit of a block's float8 values, float32."""
   return jnp.where(is_outside(exponent), codec.scale_of(exponent), 1.0)
 
 
 def of_values(values: jax.Array, exponent: jax.Array) -> jax.Array:
-  """E5M2 of values in units of their scale, float32, and exponents of one shape."""
+  """Converts float32 values in units of their scale to E5M2, given exponents."""
   factor = jnp.where(is_outside(exponent), 1.0, codec.scale_of(exponent))
   return (values * factor).astype(FORM)
 
 
 def of_tensor(tensor: mxfp4.MXTensor) -> Float8Inputs:
-  """The same inputs, packed before: `[n, d]`."""
+  """Converts packed inputs `[n, d]`."""
   elements = codec.element(mxfp4.unpack(tensor.codes).astype(jnp.int32))
   exponent = jnp.repeat(exponents(tensor.scales), mxfp4.BLOCK_SIZE, axis=1)
   return Float8Inputs(of_values(elements, exponent), tensor.scales)
 
 
 def from_byte(byte: jax.Array) -> jax.Array:
-  """float32 of the int16 bits of E5M2, which is the upper half of a float16."""
+  """Returns float32 of the int16 bits of E5M2, the upper half of a float16."""
   return lax.bitcast_convert_type(byte << 8, jnp.float16).astype(jnp.float32)

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST
 from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
-from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.pallas_kernels.products import float8, planes
 from mxjax.pallas_kernels.products.float8 import Float8Inputs
 
@@ -56,14 +56,14 @@ def _part(step: jax.Array, size: int, total: int) -> tuple[Any, jax.Array | None
 
 
 def _is_outside(refs: _Refs, x_rows: jax.Array | None, work: _Work) -> jax.Array:
-  """Which rows of the tile have a block outside of the range, int32 `[_TILE]`."""
+  """Finds the rows of the tile with a block outside of the range, int32 `[_TILE]`."""
   blocks = work.width // mxfp4.BLOCK_SIZE
 
-  def look(step: jax.Array, found: jax.Array) -> jax.Array:
+  def look(step: jax.Array, before: jax.Array) -> jax.Array:
     here, exists = _part(step, _SCALES, blocks)
     byte = lowering.load(refs.input_scales.at[:, here], x_rows, exists)
     outside = float8.is_outside(float8.exponents(byte)).astype(jnp.int32)
-    return jnp.maximum(found, jnp.max(outside, axis=1))
+    return jnp.maximum(before, jnp.max(outside, axis=1))
 
   return lax.fori_loop(0, -(-blocks // _SCALES), look, jnp.zeros(_TILE, jnp.int32))
 
@@ -74,7 +74,7 @@ def _product_tile(
   masks: tuple[jax.Array | None, jax.Array | None],
   work: _Work,
 ) -> jax.Array:
-  """Some rows by some weights in bfloat16, float32 `[_TILE, _TILE]`."""
+  """Multiplies some rows by some weights in bfloat16, float32 `[_TILE, _TILE]`."""
   x_rows, weight_rows = masks
 
   def add(step: jax.Array, total: jax.Array) -> jax.Array:
@@ -176,18 +176,19 @@ def float8_matmul(
   dtype: jax.typing.DTypeLike = jnp.float32,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """`matmul.matmul` of W4A4 operands by the library's float8 product.
+  """Multiplies W4A4 operands as `matmul.matmul`, by the library's float8 product.
 
-  The products are exact; how float8 sums are rounded is the GPU's and its library's:
-  docs/kernels.md says what is known. Rows that have a block outside of E5M2's range are
-  multiplied in bfloat16.
+  The products are exact; the GPU and its library decide how float8 sums are rounded:
+  see docs/kernels.md. Rows with a block outside of E5M2's range are multiplied in
+  bfloat16.
 
   Args:
     x: `[n, d]`.
-    weight: Packed `[m, d]`, of which `mxfp4_decode.float8_range` says that it fits.
-    unit: Of its values in float8, a float32 scalar, from there.
-    dtype: Of the result.
-    implementation: Of what is beside the library's product; see `lowering.choose`.
+    weight: Packed `[m, d]`; `mxfp4_decode.float8_range` must say that it fits.
+    unit: Scale of its float8 values from there, a float32 scalar.
+    dtype: Dtype of the result.
+    implementation: What runs beside the library's product; see
+      `implementations.choose`.
 
   Returns:
     `[n, m]`.
@@ -202,8 +203,10 @@ def float8_matmul(
       f"{x.shape} and {weight.shape}."
     )
   obstacle = None if x.shape[0] else "x has no rows"
-  chosen = lowering.choose(implementation, "pallas_kernels.float8_matmul", obstacle)
-  values = mxfp4_decode.decode_float8(weight, unit, implementation=chosen)
+  implementation = implementations.choose(
+    "pallas_kernels.float8_matmul", implementation, pallas=obstacle
+  )
+  values = mxfp4_decode.decode_float8(weight, unit, implementation=implementation)
   # The highest precision is what keeps a GPU's library from its fast sums.
   product = lax.dot_general(
     x.values,
@@ -213,8 +216,8 @@ def float8_matmul(
     preferred_element_type=dtype,
   )
   product = product * unit.astype(dtype)
-  if chosen != "xla":
-    return mend(product, x, weight, interpret=chosen == "interpret")
+  if implementation != "xla":
+    return mend(product, x, weight, interpret=implementation == "interpret")
   total = jnp.einsum(
     "nd,md->nm",
     x.decoded(),

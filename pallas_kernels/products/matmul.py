@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
 from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
-from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.pallas_kernels.products import planes
 
 LIBRARY_ROWS = 256
@@ -56,7 +56,7 @@ class Tile:
 
   @classmethod
   def of(cls, rows: int, outputs: int, width: int) -> "Tile":
-    """The tile for x `[rows, width]` and W `[outputs, width]`."""
+    """Returns the tile for x `[rows, width]` and W `[outputs, width]`."""
     if rows > 64:
       return cls(128, 128, 64, warps=8)
     columns = max(64, math.gcd(width, 256))
@@ -93,11 +93,11 @@ class _Work:
   interpret: bool
 
   def tiles(self, linear: int) -> int:
-    """Output tiles of one linear."""
+    """Returns the number of output tiles of one linear."""
     return -(-self.outputs[linear] // self.tile.outputs)
 
   def first(self, linear: int) -> int:
-    """The place of its first tile among those of all linears."""
+    """Returns the place of its first tile among those of all linears."""
     return sum(map(self.tiles, range(linear)))
 
   @property
@@ -110,6 +110,18 @@ class _Work:
   def covered(self) -> int:
     """Columns in whole steps; what is beyond the width is masked."""
     return -(-self.width // self.tile.columns) * self.tile.columns
+
+  def columns(self, step: jax.Array, unit: int) -> Any:
+    """Returns where a step's columns lie in an array of groups of `unit` columns."""
+    count = self.tile.columns // unit
+    return lowering.columns(step * count, count)
+
+  def exist(self, step: jax.Array, unit: int) -> jax.Array | None:
+    """Returns which of a step's groups of `unit` columns exist; None if all do."""
+    if self.width % self.tile.columns == 0:
+      return None
+    count = self.tile.columns // unit
+    return step * count + lax.iota(jnp.int32, count) < self.width // unit
 
 
 def _matmul_kernel(operands: Any, *out_refs: Any, work: _Work) -> None:
@@ -125,6 +137,28 @@ def _matmul_kernel(operands: Any, *out_refs: Any, work: _Work) -> None:
   )
 
 
+def _packed_planes(
+  refs: tuple[Any, Any], step: jax.Array, mask: jax.Array | None, work: _Work
+) -> list[jax.Array]:
+  """Returns a step's columns of a packed operand, from words and scales, by planes."""
+  word, byte = (
+    lowering.load(ref.at[:, work.columns(step, unit)], mask, work.exist(step, unit))
+    for ref, unit in zip(refs, (planes.COUNT, mxfp4.BLOCK_SIZE), strict=True)
+  )
+  scale = planes.scales(byte.astype(jnp.int16), interpret=work.interpret)
+  scale = codec.spread(scale, planes.WORDS)
+  decode = functools.partial(planes.plane, word, scale, interpret=work.interpret)
+  return [decode(position) for position in range(planes.COUNT)]
+
+
+def _dense_planes(
+  refs: Sequence[Any], step: jax.Array, mask: jax.Array | None, work: _Work
+) -> list[jax.Array]:
+  """Returns a step's columns of a bfloat16 operand, by planes."""
+  here, exist = (part(step, planes.COUNT) for part in (work.columns, work.exist))
+  return [lowering.load(ref.at[:, here], mask, exist) for ref in refs]
+
+
 def _output_tile(
   x_refs: Any,
   codes_ref: Any,
@@ -134,42 +168,19 @@ def _output_tile(
   place: tuple[jax.Array, jax.Array, jax.Array],
   work: _Work,
 ) -> None:
-  """One tile of one linear's output, or a split's share of it."""
-  tile, width = work.tile, work.width
-  size, blocks = tile.columns // planes.COUNT, tile.columns // mxfp4.BLOCK_SIZE
+  """Computes and stores one tile of one linear's output, or a split's share of it."""
+  tile = work.tile
   steps = work.covered // (tile.columns * tile.splits)
   first = place[2] * steps
   x_rows = lowering.tail_mask(work.rows, tile.rows, place[0])
   index = place[1] - work.first(linear)
   weight_rows = lowering.tail_mask(work.outputs[linear], tile.outputs, index)
 
-  def tail(step: jax.Array, unit: int) -> jax.Array | None:
-    """Which of a step's groups of `unit` columns exist; None if all always do."""
-    if width % tile.columns == 0:
-      return None
-    count = tile.columns // unit
-    return step * count + lax.iota(jnp.int32, count) < width // unit
-
-  def packed(
-    codes: Any, scales: Any, step: jax.Array, mask: jax.Array | None
-  ) -> list[jax.Array]:
-    here, by_block = (lowering.columns(step * n, n) for n in (size, blocks))
-    word = lowering.load(codes.at[:, here], mask, tail(step, planes.COUNT))
-    byte = lowering.load(scales.at[:, by_block], mask, tail(step, mxfp4.BLOCK_SIZE))
-    scale = planes.scales(byte.astype(jnp.int16), interpret=work.interpret)
-    scale = codec.spread(scale, planes.WORDS)
-    decode = functools.partial(planes.plane, word, scale, interpret=work.interpret)
-    return [decode(position) for position in range(planes.COUNT)]
-
-  def dense(step: jax.Array) -> list[jax.Array]:
-    here = lowering.columns(step * size, size)
-    mask = x_rows, tail(step, planes.COUNT)
-    return [lowering.load(ref.at[:, here], *mask) for ref in x_refs]
-
   def add(step: jax.Array, total: jax.Array) -> jax.Array:
     step = first + step
-    left = packed(codes_ref, scales_ref, step, weight_rows)
-    right = packed(*x_refs, step, x_rows) if work.is_packed else dense(step)
+    left = _packed_planes((codes_ref, scales_ref), step, weight_rows, work)
+    x_planes = _packed_planes if work.is_packed else _dense_planes
+    right = x_planes(x_refs, step, x_rows, work)
     for w, x in zip(left, right, strict=True):
       total += lowering.dot_bfloat16(w, x, transpose_b=True)
     return total
@@ -183,7 +194,7 @@ Operand = planes.Planes | mxfp4.MXTensor
 
 
 def _operands(x: Operand, weight: mxfp4.MXTensor) -> tuple[Any, jax.Array, jax.Array]:
-  """Of one linear: the parts of x, words of the weight and its scales."""
+  """Returns one linear's parts of x, words of the weight and its scales."""
   if isinstance(x, mxfp4.MXTensor):
     parts = planes.words(x.codes), x.scales
   else:
@@ -192,7 +203,7 @@ def _operands(x: Operand, weight: mxfp4.MXTensor) -> tuple[Any, jax.Array, jax.A
 
 
 def _specs(linear: int, work: _Work) -> tuple[Any, Any, lowering.BlockSpec]:
-  """Block specs of `_operands`, and of the output."""
+  """Returns block specs of `_operands` and of the output."""
   tile, spec = work.tile, lowering.BlockSpec
   size, blocks = work.covered // planes.COUNT, work.covered // mxfp4.BLOCK_SIZE
   if work.is_packed:
@@ -293,7 +304,7 @@ def matmul(
   dtype: jax.typing.DTypeLike = jnp.float32,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """`matmul_each` of one pair."""
+  """Multiplies one pair; see `matmul_each`."""
   return matmul_each([x], [weight], dtype=dtype, implementation=implementation)[0]
 
 
@@ -310,9 +321,9 @@ def matmul_each(
     inputs: Each x `[n, d]`, bfloat16, by planes (what a kernel reads), or packed; all
       of one kind and shape.
     weights: Packed, each `[m, d]`, the paper's scale rule.
-    dtype: Of the results.
-    implementation: See `lowering.choose`; None also prefers the library's products
-      from `LIBRARY_ROWS` rows up.
+    dtype: Dtype of the results.
+    implementation: See `implementations.choose`; None also prefers the library's
+      products from `LIBRARY_ROWS` rows up.
 
   Returns:
     Each `[n, m]`. A scale byte of 255 on either side gives NaN.
@@ -326,9 +337,11 @@ def matmul_each(
     _check(x, weight)
   rows = inputs[0].shape[0]
   obstacle = None if rows else "x has no rows"
-  chosen = lowering.choose(implementation, "pallas_kernels.matmul", obstacle)
-  if chosen == "xla" or (implementation is None and rows >= LIBRARY_ROWS):
+  resolved = implementations.choose(
+    "pallas_kernels.matmul", implementation, pallas=obstacle
+  )
+  if resolved == "xla" or (implementation is None and rows >= LIBRARY_ROWS):
     pairs = zip(inputs, weights, strict=True)
-    return [_library(x, weight, dtype, chosen) for x, weight in pairs]
+    return [_library(x, weight, dtype, resolved) for x, weight in pairs]
   operands = [planes.split(x) if isinstance(x, jax.Array) else x for x in inputs]
-  return launch(operands, weights, dtype=dtype, interpret=chosen == "interpret")
+  return launch(operands, weights, dtype=dtype, interpret=resolved == "interpret")

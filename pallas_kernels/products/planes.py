@@ -45,29 +45,29 @@ class Planes:
     return rows, COUNT * width
 
   def whole(self) -> jax.Array:
-    """bfloat16 `[n, d]`."""
+    """Puts the columns in order again: bfloat16 `[n, d]`."""
     return self.values.transpose(1, 2, 0).reshape(self.shape)
 
 
 def words(codes: jax.Array) -> jax.Array:
-  """Packed codes uint8 `[n, d / 2]` as int16 `[n, d / 4]`; moves nothing."""
+  """Views packed codes uint8 `[n, d / 2]` as int16 `[n, d / 4]`."""
   rows, size = codes.shape
   return lax.bitcast_convert_type(codes.reshape(rows, size // 2, 2), jnp.int16)
 
 
 def of_tile(x: jax.Array) -> jax.Array:
-  """The planes `[4, n, d / 4]` of an array `[n, d]`."""
+  """Returns the planes `[4, n, d / 4]` of an array `[n, d]`."""
   rows, width = x.shape
   return x.reshape(rows, width // COUNT, COUNT).transpose(2, 0, 1)
 
 
 def split(x: jax.Array) -> Planes:
-  """Values `[n, d]` by planes."""
+  """Splits values `[n, d]` into planes."""
   return Planes(of_tile(x))
 
 
 def scale_ptx() -> str:
-  """Scale bytes to bfloat16 2^(byte - 127): subnormal for 0, NaN for 255."""
+  """Returns PTX: scale bytes to bfloat16 2^(byte - 127), NaN for 255."""
   return """{
   .reg .b32 value, other;
   shl.b32 value, $1, 7;
@@ -79,7 +79,7 @@ def scale_ptx() -> str:
 
 
 def plane_ptx(position: int) -> str:
-  """Words and bfloat16 scales to the values of one position of four, bfloat16."""
+  """Returns PTX: words and bfloat16 scales to values of one position of four."""
   lowest = 4 * position
   if position < COUNT - 1:
     # A product with two bits moves sign and value at once. The distances are to the
@@ -107,7 +107,7 @@ def plane_ptx(position: int) -> str:
 
 
 def scales(byte: jax.Array, *, interpret: bool) -> jax.Array:
-  """bfloat16 2^(byte - 127) of int16 bytes, any shape; see `scale_ptx`."""
+  """Returns bfloat16 2^(byte - 127) of int16 bytes, any shape; see `scale_ptx`."""
 
   def meaning(byte: jax.Array) -> jax.Array:
     return codec.scale(byte.astype(jnp.int32)).astype(jnp.bfloat16)
@@ -118,7 +118,7 @@ def scales(byte: jax.Array, *, interpret: bool) -> jax.Array:
 def plane(
   word: jax.Array, scale: jax.Array, position: int, *, interpret: bool
 ) -> jax.Array:
-  """The values of one position of four.
+  """Decodes the values of one position of four.
 
   Args:
     word: int16, any shape.

@@ -1,33 +1,35 @@
-"""The legal A4 operands of linears by the fused kernel, from maps and roundings."""
+"""The legal A4 operands of linears by the fused kernel, from maps and A4 rules."""
 
 import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import mxfp4
-from mxjax.numerics.realization.activation_quantizers import OneCode, Rounding
-from mxjax.numerics.shaping.input_maps import BlockDense, Hadamard, InputMap, hadamard
-from mxjax.pallas_kernels.lowering import Implementation
+from mxjax.numerics.implementations import Implementation
+from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
+from mxjax.numerics.shaping.input_maps import InputMap
 from mxjax.pallas_kernels.refinement import fused_inputs, one_code
 from mxjax.pallas_kernels.refinement.one_code import Form, Tables
 
+Operator = tuple[InputMap | None, ActivationQuantizer]
+"""What a linear does with its inputs: a map, then a rule that has kernel tables."""
 
-def make(
+
+def a4_operands(
   x: fused_inputs.Input,
-  operators: Sequence[tuple[InputMap | None, Rounding]],
+  operators: Sequence[Operator],
   form: Form,
   implementation: Implementation,
 ) -> list[Any]:
-  """Each linear's legal A4 operand of the same inputs.
+  """Returns each linear's legal A4 operand of the same inputs.
 
   Args:
-    x: Inputs, `[n, d]`, float32 or bfloat16, or what is to become them.
-    operators: Each linear's map and rounding, `Nearest` or `OneCode`.
-    form: What to return; see `code_refinement.refine`.
-    implementation: See `lowering.choose`.
+    x: Inputs, `[n, d]`, float32 or bfloat16, or deferred inputs.
+    operators: Each linear's map and A4 rule.
+    form: What to return; see `one_code.refine_for`.
+    implementation: See `implementations.choose`.
 
   Returns:
     `[n, d]` in that form for each linear.
@@ -39,42 +41,26 @@ def make(
   refine = functools.partial(
     one_code.refine_for, form=form, implementation=implementation
   )
-  maps = [_split(input_map) for input_map, _ in operators]
-  tables = [
-    _tables(matrix, rounding)
-    for (_, matrix), (_, rounding) in zip(maps, operators, strict=True)
-  ]
-  if all(before is None for before, _ in maps):
+  tables = [_tables(*operator) for operator in operators]
+  outside = [_map_outside(input_map) for input_map, _ in operators]
+  if not any(outside):
     return refine(x, tables)
-  made = fused_inputs.as_array(x)
+  rows = fused_inputs.as_array(x)
+  blocks = mxfp4.to_blocks(rows.astype(jnp.float32))
   return [
-    refine(made if before is None else _mapped(made, before), [each])[0]
-    for (before, _), each in zip(maps, tables, strict=True)
+    refine(mxfp4.from_blocks(mapped.apply(blocks)) if mapped else rows, [table])[0]
+    for mapped, table in zip(outside, tables, strict=True)
   ]
 
 
-def _split(
-  input_map: InputMap | None,
-) -> tuple[InputMap | None, jax.Array | None]:
-  """The map that must run before the kernel, across blocks, and the kernel's own."""
-  match input_map:
-    case None:
-      return None, None
-    case BlockDense(matrix=blocks):
-      return None, blocks.astype(jnp.float32)
-    case Hadamard(size=mxfp4.BLOCK_SIZE, signs=None):
-      return None, hadamard(mxfp4.BLOCK_SIZE)[None]
-    case other:
-      return other, None
+def _map_outside(input_map: InputMap | None) -> InputMap | None:
+  """Returns the map if XLA must apply it before the kernel, because it mixes blocks."""
+  is_inside = input_map is None or input_map.block_matrices() is not None
+  return None if is_inside else input_map
 
 
-def _tables(matrix: jax.Array | None, rounding: Rounding) -> Tables:
-  if isinstance(rounding, OneCode):
-    return Tables(matrix, rounding.gram, rounding.cross)
-  return Tables(matrix, None, None)
-
-
-def _mapped(x: jax.Array, input_map: InputMap) -> jax.Array:
-  """Inputs `[n, d]` mapped by XLA, float32."""
-  blocks = mxfp4.to_blocks(x.astype(jnp.float32))
-  return mxfp4.from_blocks(input_map.apply(blocks))
+def _tables(input_map: InputMap | None, rounding: ActivationQuantizer) -> Tables:
+  matrices = None if input_map is None else input_map.block_matrices()
+  if matrices is not None:
+    matrices = matrices.astype(jnp.float32)
+  return Tables(matrices, *(rounding.kernel_tables() or (None, None)))

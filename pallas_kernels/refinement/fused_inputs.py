@@ -1,10 +1,9 @@
-"""What may stand before a linear and run inside the kernel that encodes its inputs.
+"""Deferred inputs of linears: computed by XLA or inside the refinement kernel.
 
-An RMS norm, a gated product or the end of attention is a pass over memory and a launch
-of its own. The refinement kernel reads each input once anyway, so it can make the input
-instead. Here are the inputs that are still to be made: as arrays (`array`, the
-reference), and in a kernel (`specs`, `operands` and `tiles`). A plain array is one more
-kind.
+An RMS norm, a gated product or the end of attention costs a pass over memory and a
+launch of its own. The refinement kernel reads each input once anyway, so it can compute
+the input as well. `array` materializes a deferred input by XLA and defines it; `specs`,
+`operands` and `tiles` compute it inside a kernel. A plain array is one more kind.
 """
 
 import dataclasses
@@ -23,8 +22,8 @@ from mxjax.pallas_kernels.attention import shares
 from mxjax.pallas_kernels.attention.shares import Attended
 
 SINGLE_ROWS = 4
-"""Rows up to which each has programs of its own. Only those can normalize it, as every
-one of them reads it whole, or end its attention."""
+"""Most rows for which each row has programs of its own. Only such programs read a row
+whole, so only they can normalize it or combine its attention."""
 _CHUNK = 1024
 _BLOCK = mxfp4.BLOCK_SIZE
 
@@ -32,7 +31,7 @@ _BLOCK = mxfp4.BLOCK_SIZE
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Normalized:
-  """Rows that an RMS norm is still to be applied to; see `elementwise.rms_norm`.
+  """Rows with a deferred RMS norm; see `elementwise.rms_norm`.
 
   Attributes:
     rows: `[..., d]`, float32 or bfloat16.
@@ -46,27 +45,27 @@ class Normalized:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Of the array that it stands for."""
+    """Shape after normalization."""
     return self.rows.shape
 
   @property
   def dtype(self) -> jnp.dtype:
-    """Of the array that it stands for."""
+    """Dtype after normalization."""
     return self.rows.dtype
 
   def flat(self) -> Self:
-    """The same with one leading axis."""
+    """Merges the leading axes into one."""
     return dataclasses.replace(self, rows=_flat(self.rows))
 
   def array(self) -> jax.Array:
-    """The normalized rows."""
+    """Computes the normalized rows."""
     return elementwise.rms_norm(self.rows, self.weight, self.eps)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GatedProduct:
-  """Gate and up outputs that are still to be multiplied, corrected or not.
+  """Gate and up outputs with a deferred SwiGLU product, corrected or not.
 
   Attributes:
     gate: `[..., hidden]`, float32 or bfloat16.
@@ -80,27 +79,27 @@ class GatedProduct:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Of the array that it stands for."""
+    """Shape of the product."""
     return self.gate.shape
 
   @property
   def dtype(self) -> jnp.dtype:
-    """Of the array that it stands for."""
+    """Dtype of the product."""
     return self.gate.dtype
 
   def flat(self) -> Self:
-    """The same with one leading axis."""
+    """Merges the leading axes into one."""
     return dataclasses.replace(self, gate=_flat(self.gate), up=_flat(self.up))
 
   def array(self) -> jax.Array:
-    """The product."""
+    """Computes the product."""
     if self.recovery is None:
       return elementwise.gated_product(self.gate, self.up)
     return recovery.gated_product(self.gate, self.up, self.recovery)
 
 
 Input = jax.Array | Normalized | GatedProduct | Attended
-"""What a linear takes: an array, or what is still to become one."""
+"""The inputs of a linear: an array, or a deferred one."""
 
 
 def _flat(a: jax.Array) -> jax.Array:
@@ -108,30 +107,30 @@ def _flat(a: jax.Array) -> jax.Array:
 
 
 def flat(x: Input) -> Input:
-  """An input with one leading axis, `[n, d]`."""
+  """Returns an input with one leading axis, `[n, d]`."""
   return _flat(x) if isinstance(x, jax.Array) else x.flat()
 
 
 def as_array(x: Input) -> jax.Array:
-  """An input made."""
+  """Returns an input as an array; a deferred one is computed by XLA."""
   return x if isinstance(x, jax.Array) else x.array()
 
 
 def for_kernel(x: Input) -> Input:
-  """An input `[n, d]` as the kernel takes it: of some, only few rows are made there."""
+  """Returns an input `[n, d]` as an array where the kernel cannot compute it."""
   match x:
     case Normalized():
-      is_made_there = True
+      is_possible = True
     case Attended(sums=sums):
       # A block of features must lie in one head.
-      is_made_there = sums.shape[-1] % _BLOCK == 0
+      is_possible = sums.shape[-1] % _BLOCK == 0
     case _:
       return x
-  return x if is_made_there and x.shape[0] <= SINGLE_ROWS else x.array()
+  return x if is_possible and x.shape[0] <= SINGLE_ROWS else x.array()
 
 
 def operands(x: Input) -> Input:
-  """An input `[n, d]` with scalars as arrays of one element, as kernels read them."""
+  """Returns an input with scalars as arrays of one element, which kernels read."""
   if isinstance(x, GatedProduct):
     return dataclasses.replace(
       x, recovery=jax.tree.map(lambda a: a.reshape(1), x.recovery)
@@ -140,7 +139,7 @@ def operands(x: Input) -> Input:
 
 
 def specs(x: Input, rows: int) -> Any:
-  """Block specs of `operands(x)`; the grid begins with blocks and row tiles."""
+  """Returns block specs of `operands(x)` for a grid of blocks, then row tiles."""
   tile = lowering.BlockSpec((rows, _BLOCK), lambda b, i, *_: (i, b))
   match x:
     case Normalized():
@@ -159,11 +158,11 @@ def specs(x: Input, rows: int) -> Any:
 
 
 def tiles(refs: Any, width: int) -> Callable[[Any, jax.Array | None], jax.Array]:
-  """A function that makes the tile `[rows, 32]` of this program's block.
+  """Returns a function that computes tiles `[rows, 32]` of this program's block.
 
   Args:
-    refs: What a kernel got for `operands(x)` and `specs`.
-    width: Of x, d.
+    refs: The references that a kernel got for `operands(x)` and `specs`.
+    width: The width d of x.
 
   Returns:
     A function of a slice of the program's rows and their mask.
@@ -185,7 +184,7 @@ def tiles(refs: Any, width: int) -> Callable[[Any, jax.Array | None], jax.Array]
 
 
 def _inverse_norm(refs: Normalized, width: int) -> jax.Array:
-  """1 / root mean square of a program's one row, a float32 scalar."""
+  """Computes 1 / root mean square of a program's one row, a float32 scalar."""
   total = jnp.zeros((_CHUNK,), jnp.float32)
   for first in range(0, width, _CHUNK):
     is_cut = first + _CHUNK > width
@@ -197,7 +196,7 @@ def _inverse_norm(refs: Normalized, width: int) -> jax.Array:
 
 
 def _product_tile(refs: GatedProduct, here: Any, mask: jax.Array | None) -> jax.Array:
-  """A tile of the product, in the arithmetic of its reference."""
+  """Returns a tile of the product, in the arithmetic of its reference."""
   gate, up = (lowering.load(ref.at[here, :], mask) for ref in (refs.gate, refs.up))
   if refs.recovery is not None:
     return recovery.corrected_product(gate, up, refs.recovery)

@@ -3,8 +3,8 @@
 The references are `mxjax.numerics.shaping.input_maps.BlockDense` and
 `mxjax.numerics.realization.one_code.refine`. A program takes tiles of rows of one block
 of 32 features, for one of the linears that share the input; its 32 x 32 tables are read
-once. What it does with a tile is in `refinement_tile.py`, how the tile is made in
-`prologues.py`.
+once. What it does with a tile is in `tile.py`, how the tile is computed in
+`fused_inputs.py`.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization import one_code
 from mxjax.pallas_kernels import codec, lowering
-from mxjax.pallas_kernels.lowering import Implementation
 from mxjax.pallas_kernels.products import float8, planes
 from mxjax.pallas_kernels.refinement import fused_inputs
 from mxjax.pallas_kernels.refinement.tile import Tables, load_tables, realize
@@ -42,7 +42,7 @@ class Tile:
 
   @classmethod
   def of(cls, rows: int, dtype: jax.typing.DTypeLike) -> "Tile":
-    """The tile for `rows` inputs of a dtype; few rows are not worth splitting."""
+    """Returns the tile for `rows` inputs; few rows are not worth splitting."""
     if rows <= fused_inputs.SINGLE_ROWS:
       return cls(1, 1, 4, split=False)
     if rows <= FEW_ROWS:
@@ -55,7 +55,7 @@ class Tile:
 
 
 Form = Literal["codes", "values", "planes", "float8"]
-"""What comes out: packed codes, bfloat16 values, these as `planes.Planes`, or
+"""The form of the result: packed codes, bfloat16 values, these as `planes.Planes`, or
 `float8.Float8Inputs`."""
 
 
@@ -126,7 +126,7 @@ def _write(
 
 
 def _table_spec(table: jax.Array | None) -> lowering.BlockSpec | None:
-  """One block of a table; a table of one block serves them all."""
+  """Returns one block of a table; a table of one block serves them all."""
   if table is None:
     return None
   rest = table.shape[1:]
@@ -201,7 +201,7 @@ def launch(
 
 
 def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
-  """The same from the functions of `mxjax`, for `implementation="xla"`."""
+  """Computes the result by the reference functions, for `implementation="xla"`."""
   blocks = mxfp4.to_blocks(x.astype(jnp.float32))
   if tables.matrix is not None:
     wide = jnp.broadcast_to(tables.matrix, (blocks.shape[0], *tables.matrix.shape[1:]))
@@ -212,11 +212,8 @@ def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
     gram = one_code.unpack_symmetric(tables.gram).astype(jnp.float32)
     refined = one_code.refine(blocks, gram, tables.cross.astype(jnp.float32))
     elements = mxfp4.from_blocks(refined.elements)
-    codes = sum(
-      (jnp.abs(elements) >= m).astype(jnp.int32) for m in mxfp4.MAGNITUDES[1:]
-    ) + 8 * jnp.signbit(elements).astype(jnp.int32)
-    byte = (refined.exponent.T + mxfp4.SCALE_BIAS).astype(jnp.uint8)
-    tensor = mxfp4.MXTensor(mxfp4.pack(codes), byte)
+    codes = mxfp4.nearest_codes(elements, jnp.zeros((1, 1), jnp.int32))
+    tensor = mxfp4.pack_tensor(codes, refined.exponent.T)
   if form == "codes":
     return tensor
   if form == "float8":
@@ -238,10 +235,10 @@ def refine_for(
   share a launch.
 
   Args:
-    x: Raw inputs, `[n, d]`, bfloat16 or float32, or what is to become them.
+    x: Raw inputs, `[n, d]`, bfloat16 or float32, or deferred inputs.
     tables: Of each linear; see `refine`.
-    form: What to return; values are exact in bfloat16.
-    implementation: See `lowering.choose`.
+    form: The form of the result; values are exact in bfloat16.
+    implementation: See `implementations.choose`.
 
   Returns:
     `[n, d]` in that form for each linear.
@@ -259,16 +256,18 @@ def refine_for(
     obstacle = f"x must be float32 or bfloat16, got {x.dtype}"
   elif len(x.shape) != 2 or x.shape[0] == 0:
     obstacle = f"x must be [n, d] with n at least 1, got {x.shape}"
-  chosen = lowering.choose(implementation, "pallas_kernels.refine", obstacle)
-  if chosen == "xla":
-    made = fused_inputs.as_array(x)
-    return [_reference(made, each, form) for each in tables]
+  implementation = implementations.choose(
+    "pallas_kernels.refine", implementation, pallas=obstacle
+  )
+  if implementation == "xla":
+    rows = fused_inputs.as_array(x)
+    return [_reference(rows, each, form) for each in tables]
   run = functools.partial(
     launch,
     fused_inputs.for_kernel(x),
     tile=Tile.of(x.shape[0], x.dtype),
     form=form,
-    interpret=chosen == "interpret",
+    interpret=implementation == "interpret",
   )
   is_alike = len(set(map(jax.tree.structure, tables))) == 1
   if is_alike and x.shape[0] <= FEW_ROWS:
@@ -278,12 +277,15 @@ def refine_for(
 
 def _check_tables(tables: Tables, width: int) -> None:
   if (tables.gram is None) != (tables.cross is None):
-    raise ValueError("pallas_kernels.refine: gram and cross belong together.")
+    raise ValueError(
+      "pallas_kernels.refine: expected both gram and cross or neither, got one; pass "
+      "both tables of the A4 rule."
+    )
   packed = width // _BLOCK, _BLOCK * (_BLOCK + 1) // 2
   if tables.gram is not None and tables.gram.shape != packed:
     raise ValueError(
       f"pallas_kernels.refine: gram must be packed, of shape {packed}, got "
-      f"{tables.gram.shape}; see code_refinement.pack_symmetric."
+      f"{tables.gram.shape}; see one_code.pack_symmetric."
     )
 
 
@@ -296,17 +298,17 @@ def refine(
   form: Form = "codes",
   implementation: Implementation | None = None,
 ) -> Refined:
-  """`refine_for` one linear.
+  """Maps and encodes the inputs of one linear; see `refine_for`.
 
   Args:
-    x: Raw inputs, `[n, d]`, bfloat16 or float32, or what is to become them.
+    x: Raw inputs, `[n, d]`, bfloat16 or float32, or deferred inputs.
     matrix: The map of each block, float32 `[d/32, 32, 32]`, one for all blocks
       `[1, 32, 32]`, or None.
     gram: G_Q as `OneCode` stores it, packed `[d/32, 528]`, float32 or bfloat16, or None
       for nearest rounding.
     cross: K_Q, `[d/32, 32, 32]`, likewise.
-    form: What to return; values are exact in bfloat16.
-    implementation: See `lowering.choose`.
+    form: The form of the result; values are exact in bfloat16.
+    implementation: See `implementations.choose`.
 
   Returns:
     `[n, d]` in that form.

@@ -16,7 +16,7 @@ A coordinate's score is a parabola in its value, so the best of the fifteen cand
 is the legal value nearest to the optimum: a rounding, like the first one. In units of
 the squared scale and in Horner's form, with d the change of the value,
 
-  score = d (slope + d curvature / 2),  half of `code_refinement.code_score`.
+  score = d (slope + d curvature / 2),  half of `one_code.code_score`.
 
 What a tensor core multiplies costs next to nothing here; what limits the kernel is the
 number of instructions for each value, so they are few: docs/kernels.md counts them.
@@ -64,7 +64,7 @@ class Loaded(NamedTuple):
 
 
 def split3(table: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Three bfloat16 terms that add up to a float32 table, smallest first."""
+  """Returns three bfloat16 terms that add up to a float32 table, smallest first."""
   first = table.astype(jnp.bfloat16)
   rest = table - first.astype(jnp.float32)
   second = rest.astype(jnp.bfloat16)
@@ -74,7 +74,7 @@ def split3(table: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def load_tables(refs: Tables, split: bool) -> Loaded:
   """Reads a program's tables once and prepares them: no launch does it before.
 
-  G's triangle is read where `code_refinement.pack_symmetric` puts an entry, most of it
+  G's triangle is read where `one_code.pack_symmetric` puts an entry, most of it
   twice.
   """
   form = split3 if split else lambda table: table
@@ -101,7 +101,7 @@ def load_tables(refs: Tables, split: bool) -> Loaded:
 def best_change(
   nearest: jax.Array, slope: jax.Array, curvature: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """The best legal value of a coordinate: the nearest one to its parabola's optimum.
+  """Finds the legal value nearest to the optimum of a coordinate's parabola.
 
   Args:
     nearest: Element values, float32 `[rows, 32]`.
@@ -122,7 +122,7 @@ def best_change(
 
 
 def _is_changed(score: jax.Array) -> jax.Array:
-  """Where a row changes: its lowest score if that is negative, first of equal ones.
+  """Returns where a row changes: at its lowest score, the first of equal ones.
 
   The place takes the lowest five bits of a score, so that one minimum finds both. A
   negative number is lower with more bits: the first place has most. Scores that differ
@@ -136,7 +136,7 @@ def _is_changed(score: jax.Array) -> jax.Array:
 
 
 def _split_dot(x: jax.Array, table: tuple[jax.Array, ...]) -> jax.Array:
-  """X table^T with the table in three terms."""
+  """Computes X table^T with the table in three terms."""
   total = lowering.dot_bfloat16(x, table[0], transpose_b=True)
   for term in table[1:]:
     total += lowering.dot_bfloat16(x, term, transpose_b=True)
@@ -144,7 +144,7 @@ def _split_dot(x: jax.Array, table: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def _sum_of_products(*pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
-  """The sum of x table^T, float32 x `[rows, 32]`, on FP32 units.
+  """Returns the sum of x table^T, float32 x `[rows, 32]`, on FP32 units.
 
   A matrix product has at least 16 rows: one row is multiplied and added by itself.
   """
@@ -157,7 +157,7 @@ def _sum_of_products(*pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
 def realize(
   x: jax.Array, t: Loaded, *, split: bool, decoded: bool, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-  """A tile `[rows, 32]` realized; `t` holds loaded tables.
+  """Maps, encodes and refines a tile `[rows, 32]`; `t` holds loaded tables.
 
   Returns:
     Values in units of the scale or, not decoded, int32 codes; and the exponents.

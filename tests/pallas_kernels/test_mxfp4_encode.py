@@ -69,15 +69,13 @@ def test_an_explicit_choice_never_falls_back():
   for implementation in ("pallas", "interpret"):
     with pytest.raises(NotImplementedError, match="paper's rules only"):
       mxfp4_encode.encode(x, other, implementation=implementation)
-  with pytest.raises(ValueError, match="must be None, 'xla'"):
-    mxfp4_encode.encode(x, implementation="cuda")
   np.testing.assert_array_equal(
     mxfp4_encode.encode(x, other).codes, mxfp4.encode(x, other).codes
   )
 
 
 def test_a_width_that_is_no_multiple_of_32_is_refused():
-  with pytest.raises(ValueError, match="pallas_kernels.encode"):
+  with pytest.raises(ValueError, match="mxfp4.encode"):
     mxfp4_encode.encode(jnp.ones((2, 40)), implementation="interpret")
 
 

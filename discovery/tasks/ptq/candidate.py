@@ -35,7 +35,10 @@ from mxjax.methods.program import Program, Realized
 from mxjax.methods.recovery_fits import RecoveryFit
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq, one_code
-from mxjax.numerics.realization.activation_quantizers import Nearest
+from mxjax.numerics.realization.activation_quantizers import (
+  ActivationQuantizer,
+  Nearest,
+)
 from mxjax.numerics.shaping import dyadic_balance, input_maps
 
 MAX_CONDITION = 1e4
@@ -45,7 +48,7 @@ MAX_LOG2_BALANCE = 4.0
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HookRounding:
+class HookRounding(ActivationQuantizer):
   """Dynamic A4 by a candidate's hook; a payload that is not legal decodes to NaN.
 
   Attributes:
@@ -58,7 +61,7 @@ class HookRounding:
   cross: jax.Array
   function: Function = dataclasses.field(metadata={"static": True})
 
-  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+  def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
     """Decoded A4 of mapped inputs `[blocks, 32, n]`, float32."""
     del rules
 

@@ -82,9 +82,10 @@ def _pack(
       arrays[f"{path}/scales"] = np.asarray(leaf.weight.scales)
       if leaf.input_map is not None:
         arrays[f"{path}/map"] = np.asarray(leaf.input_map.matrix)
-      if not isinstance(leaf.rounding, Nearest):
-        arrays[f"{path}/gram"] = np.asarray(leaf.rounding.gram)
-        arrays[f"{path}/cross"] = np.asarray(leaf.rounding.cross)
+      for field in dataclasses.fields(leaf.rounding):
+        table = getattr(leaf.rounding, field.name)
+        if isinstance(table, (jax.Array, np.ndarray)):
+          arrays[f"{path}/{field.name}"] = np.asarray(table)
     for block, name in (("self_attn", "value_recovery"), ("mlp", "mlp_recovery")):
       leaf = layer[block].get(name)
       for field in dataclasses.fields(leaf) if leaf is not None else ():

@@ -26,7 +26,7 @@ from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Calibration, CausalLanguageModel, Params
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
-from mxjax.layers.quantized_linear import StraightThrough
+from mxjax.layers.linear import StraightThrough
 from mxjax.methods.program import Prepared, Program, Realized
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import Contract

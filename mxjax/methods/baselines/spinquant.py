@@ -29,7 +29,7 @@ from mxjax.calibration import gradients
 from mxjax.calibration.calibration import Calibration, CausalLanguageModel, Params
 from mxjax.calibration.streams import outer_params
 from mxjax.devices import execution
-from mxjax.layers.quantized_linear import StraightThrough
+from mxjax.layers.linear import StraightThrough
 from mxjax.methods.gptq import Gptq
 from mxjax.methods.program import Prepared
 from mxjax.numerics import mxfp4, precision, straight_through

@@ -53,17 +53,17 @@ class Kernels(NamedTuple):
 
 
 def operand(frame: Value, index: int) -> Value:
-  """The address of an operand's values, inside a part."""
+  """Returns the address of an operand's values, inside a part."""
   return _buffer(frame, _ARGUMENTS, index).after(_DATA).load(POINTER)
 
 
 def result(frame: Value, index: int) -> Value:
-  """The address of a result's values, inside a part."""
+  """Returns the address of a result's values, inside a part."""
   return _buffer(frame, _RESULTS, index).after(_DATA).load(POINTER)
 
 
 def dimension(frame: Value, index: int, axis: int) -> Value:
-  """The size of an operand's axis."""
+  """Returns the size of an operand's axis."""
   sizes = _buffer(frame, _ARGUMENTS, index).after(_DIMENSIONS).load(POINTER)
   return sizes.after(8 * axis).load(I64)
 
@@ -88,7 +88,7 @@ def _begin(
 
 
 def _add(address: Value, number: int, ordering: str) -> Value:
-  """Adds to a shared number at once; what it was before."""
+  """Adds to a shared number atomically and returns what it was before."""
   raw = ir.Constant(I64, number)
   return address.of(address.code.atomic_rmw("add", address.raw, raw, ordering))
 
@@ -134,7 +134,7 @@ def _ask(api: Value, place: int, record: Value) -> Value:
 
 
 def _fill(record: Value, *fields: Value) -> None:
-  """An argument of XLA's functions: its size, no extension, and its fields."""
+  """Fills an argument of XLA's functions: its size, no extension, and its fields."""
   record.store(16 + 8 * len(fields), I64, 8)
   record.after(8).store(0, I64, 8)
   for i, field in enumerate(fields):
@@ -155,7 +155,7 @@ def _hire(api: Value, frame: Value, state: Value, task: Value) -> None:
 
 
 def _write_entry(module: ir.Module, name: str, count: Count, helpers: int) -> None:
-  """What XLA calls: it says its version when asked, else it runs the kernel."""
+  """Writes what XLA calls: it reports its version if asked, else runs the kernel."""
   code, (frame,) = _begin(module, name, POINTER, POINTER)
   null = ir.Constant(POINTER, None)
   extension = frame.after(_EXTENSION).load(POINTER, 8)
@@ -164,32 +164,44 @@ def _write_entry(module: ir.Module, name: str, count: Count, helpers: int) -> No
     for place, number in zip((_MAJOR, _MINOR, _TRAITS), (*_VERSION, 0), strict=True):
       metadata.after(place).store(number, I32)
     code.ret(null)
-  allocate = _function(module, "malloc", POINTER, I64)
-  state = frame.of(code.call(allocate, [ir.Constant(I64, _STATE_BYTES)]))
   parts = count(frame)
+  state = _new_state(frame, parts)
+  api = frame.after(_API).load(POINTER, 8)
+  function = lambda what: _function(module, what, ir.VoidType(), POINTER)
+  for helper in range(helpers):
+    with code.if_then((constant(code, I64, helper + 1) < parts).raw):
+      _hire(api, frame, state, frame.of(function(f"{name}.help")))
+  code.call(function(f"{name}.work"), [state.raw])
+  _wait(state, parts)
+  code.call(function("leave"), [state.raw])
+  code.ret(null)
+
+
+def _new_state(frame: Value, parts: Value) -> Value:
+  """Allocates what the threads of one call share, with one user and nothing done."""
+  allocate = _function(frame.code.module, "malloc", POINTER, I64)
+  size = ir.Constant(I64, _STATE_BYTES)
+  state = frame.of(frame.code.call(allocate, [size]))
   for place, value in ((_PARTS, parts), (_FRAME, frame)):
     state.after(place).store(value, align=8)
   for place, number in ((_NEXT, 0), (_FINISHED, 0), (_USERS, 1)):
     state.after(place).store(number, I64, 8)
-  api = frame.after(_API).load(POINTER, 8)
-  task = _function(module, f"{name}.help", ir.VoidType(), POINTER)
-  for helper in range(helpers):
-    with code.if_then((constant(code, I64, helper + 1) < parts).raw):
-      _hire(api, frame, state, frame.of(task))
-  nothing = ir.VoidType()
-  code.call(_function(module, f"{name}.work", nothing, POINTER), [state.raw])
+  return state
+
+
+def _wait(state: Value, parts: Value) -> None:
+  """Yields the processor until all parts are finished."""
+  code = state.code
   wait, check, done = (code.append_basic_block(b) for b in ("wait", "check", "done"))
   code.branch(check)
   code.position_at_end(wait)
-  code.call(_function(module, "sched_yield", I32), [])
+  code.call(_function(code.module, "sched_yield", I32), [])
   code.branch(check)
   code.position_at_end(check)
-  at = state.after(_FINISHED).raw
-  finished = state.of(code.load_atomic(at, "acquire", 8, typ=I64))
+  address = state.after(_FINISHED).raw
+  finished = state.of(code.load_atomic(address, "acquire", 8, typ=I64))
   code.cbranch((finished < parts).raw, wait, done)
   code.position_at_end(done)
-  code.call(_function(module, "leave", nothing, POINTER), [state.raw])
-  code.ret(null)
 
 
 def register(kernels: Kernels, helpers: int) -> None:

@@ -8,7 +8,7 @@ from llvmlite import binding as llvm
 
 
 def multiplies_and_adds_at_once() -> bool:
-  """Whether the processor has fused multiply-adds, as all but old ones of x86 have."""
+  """Returns whether the processor has fused multiply-adds; old x86 ones do not."""
   features = llvm.get_host_cpu_features()
   return platform.machine() not in ("x86_64", "AMD64") or bool(features.get("fma"))
 

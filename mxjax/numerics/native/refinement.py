@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import native
-from mxjax.numerics.platforms import target_platform
 
 BLOCK_SIZE = 32
 KNOWN_INTERFACE = "0"
@@ -22,7 +21,7 @@ KNOWN_INTERFACE = "0"
 
 @functools.cache
 def machine_obstacle() -> str | None:
-  """Why no call at all can be taken on this machine, or None."""
+  """Returns why no call can run on this machine, or None."""
   if sys.platform not in ("linux", "darwin"):
     return f"it is written for Linux and macOS, and this is {sys.platform}"
   if missing := native.missing():
@@ -39,18 +38,16 @@ def machine_obstacle() -> str | None:
 
 
 def _interface_version() -> str:
-  """The major version of XLA's C interface, by the header that jaxlib installs."""
+  """Reads the major version of XLA's C interface from jaxlib's header."""
   header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
   if not header.is_file():
     return "unknown"
-  found = re.search(r"#define\s+XLA_FFI_API_MAJOR\s+(\d+)", header.read_text())
-  return found.group(1) if found else "unknown"
+  major = re.search(r"#define\s+XLA_FFI_API_MAJOR\s+(\d+)", header.read_text())
+  return major.group(1) if major else "unknown"
 
 
 def obstacle(x: jax.Array) -> str | None:
-  """Why blocks `[blocks, 32, n]` cannot be taken, or None."""
-  if target_platform() != "cpu":
-    return f"it is for CPUs and the platform is {target_platform()}"
+  """Returns why the kernel cannot take blocks `[blocks, 32, n]`, or None."""
   if x.dtype != jnp.float32:
     return f"it takes float32, got {x.dtype}"
   if x.ndim != 3 or x.shape[1] != BLOCK_SIZE:
@@ -65,7 +62,8 @@ def _register() -> None:
   """Compiles the kernels, once in a process."""
   from mxjax.numerics.native import custom_call, refinement_kernel
 
-  custom_call.register(refinement_kernel.kernels(), native.cores() - 1)
+  kernels = refinement_kernel.kernels(kernel_name)
+  custom_call.register(kernels, native.cores() - 1)
 
 
 def refined(
@@ -107,6 +105,6 @@ def refined(
 
 
 def kernel_name(*, maps: bool, decodes: bool) -> str:
-  """What XLA knows a kernel by."""
+  """Returns the name by which XLA knows a kernel."""
   what = "decoded" if decodes else "objective"
   return f"mxjax_refined_{what}" + ("_mapped" if maps else "")

@@ -11,13 +11,13 @@ a map `[blocks, 32, 32]`; all float32, n at least `LANES`.
 
 import itertools
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 from llvmlite import ir
 
 from mxjax.numerics.native import LANES
 from mxjax.numerics.native.custom_call import Kernels, Part, dimension, operand, result
-from mxjax.numerics.native.refinement import kernel_name
 from mxjax.numerics.native.values import (
   F32,
   FLOATS,
@@ -73,7 +73,7 @@ def _row(address: Value, index: Value) -> Value:
 
 
 def _write_product(module: ir.Module) -> ir.Function:
-  """M X for a table M `[32, 32]` and a tile X, each sum in the order of the columns."""
+  """Writes M X for a table M `[32, 32]` and a tile X, sums in the order of columns."""
   takes = ir.FunctionType(ir.VoidType(), [POINTER] * 3)
   function = ir.Function(module, takes, "block_product")
   code = ir.IRBuilder(function.append_basic_block("entry"))
@@ -97,7 +97,7 @@ def _write_product(module: ir.Module) -> ir.Function:
 
 
 def _scales(largest: Value) -> tuple[Value, Value, Value]:
-  """`mxfp4.block_exponent` and `scale_of`, and what they subtract from a value's bits.
+  """Computes `mxfp4.block_exponent` and `scale_of`, and what values' bits lose by them.
 
   Args:
     largest: The bits of the largest magnitude.
@@ -117,7 +117,7 @@ def _scales(largest: Value) -> tuple[Value, Value, Value]:
 
 
 def _nearest(x: Value, shift: Value, low_shift: Value) -> Value:
-  """The element value nearest to x, by its bits: `mxfp4.round_elements`."""
+  """Rounds x to element values by its bits, as `mxfp4.round_elements`."""
   size = x.bits() & _SIZE
   mantissa = size.rounded_to_float().bits() - low_shift
   scaled = where(size < (1 << _MANTISSA), mantissa, size - shift)
@@ -129,12 +129,12 @@ def _nearest(x: Value, shift: Value, low_shift: Value) -> Value:
 
 
 def _code_score(delta: Value, slope: Value, curvature: Value) -> Value:
-  """`code_refinement.code_score`: both products are rounded."""
+  """Computes `one_code.code_score`: both products are rounded."""
   return (delta * 2.0) * slope + (delta * delta) * curvature
 
 
 def _grid_neighbours(target: Value) -> tuple[Value, Value]:
-  """`code_refinement._grid_neighbours`."""
+  """Computes `one_code._grid_neighbours`."""
   size = target.call("fabs")
   number = lambda value: constant(target.code, FLOATS, value)
   step = where(size < 2.0, number(0.5), where(size < 4.0, number(1.0), 2.0))
@@ -148,7 +148,7 @@ def _grid_neighbours(target: Value) -> tuple[Value, Value]:
 def _best_code(
   nearest: Value, scale: Value, slope: Value, curvature: Value
 ) -> tuple[Value, Value]:
-  """`code_refinement.best_code`."""
+  """Computes `one_code.best_code`."""
   vertex = nearest - slope / (curvature * scale)
   inner, outer = _grid_neighbours(where(slope.equals(0.0), nearest, vertex))
   inner_score, outer_score = (
@@ -208,7 +208,7 @@ class _Best(NamedTuple):
 
 
 def _refine(tile: _Tile, block: _Block, scale: Value, product: ir.Function) -> _Best:
-  """The lowest score of all coordinates; of equal ones the lowest coordinate's."""
+  """Finds the lowest score of all coordinates, the first of equal ones."""
   code = scale.code
   for table, of, to in (
     (block.gram, tile.difference, tile.pulled),
@@ -241,13 +241,13 @@ def _refine(tile: _Tile, block: _Block, scale: Value, product: ir.Function) -> _
 def _write_decoded(
   tile: _Tile, scale: Value, best: _Best, to: Value, stride: Value
 ) -> None:
-  """The refined blocks: `code_refinement.refined_blocks`."""
+  """Stores the refined blocks of `one_code.refined_blocks`."""
   none = constant(scale.code, INTS, -1)
-  chosen = where(best.score < 0.0, best.coordinate, none)
+  changed = where(best.score < 0.0, best.coordinate, none)
 
   def row(i: Value) -> list[Value]:
     nearest = _row(tile.nearest, i).load(FLOATS, 64)
-    element = where(chosen.equals(i.narrow().spread()), best.value, nearest)
+    element = where(changed.equals(i.narrow().spread()), best.value, nearest)
     to.after(i * stride).store(element * scale)
     return []
 
@@ -257,7 +257,7 @@ def _write_decoded(
 def _write_tile(
   module: ir.Module, name: str, product: ir.Function, *, maps: bool, decodes: bool
 ) -> ir.Function:
-  """A function of addresses and the bytes from one feature to the next."""
+  """Writes a function of addresses and of the bytes between features."""
   takes = ir.FunctionType(ir.VoidType(), [POINTER] * 6 + [I64])
   function = ir.Function(module, takes, f"{name}.tile")
   code = ir.IRBuilder(function.append_basic_block("entry"))
@@ -276,7 +276,7 @@ def _write_tile(
 
 
 def _parts(frame: Value) -> Value:
-  """How many strips of tokens all blocks have."""
+  """Returns how many strips of tokens all blocks have."""
   return dimension(frame, 0, 0) * _strips(frame)
 
 
@@ -285,7 +285,7 @@ def _strips(frame: Value) -> Value:
 
 
 def _part(tile: ir.Function, *, maps: bool, decodes: bool) -> Part:
-  """What takes one strip of one block through a kernel."""
+  """Returns what writes the code for one strip of one block."""
 
   def write(frame: Value, index: Value) -> None:
     code = frame.code
@@ -314,12 +314,15 @@ def _part(tile: ir.Function, *, maps: bool, decodes: bool) -> Part:
   return write
 
 
-def kernels() -> Kernels:
-  """All kernels, by what they read and what they give.
+def kernels(kernel_name: Callable[..., str]) -> Kernels:
+  """Writes all kernels: with and without a map, to decoded blocks or their objective.
 
-  With a map of each block it is the fourth operand and comes first. Results are the
+  A map of each block is the fourth operand and is applied first. Results are the
   decoded blocks `[blocks, 32, n]`, or what the refined codes contribute to the
   objective, `[blocks, n]`.
+
+  Args:
+    kernel_name: Names a kernel by the keywords `maps` and `decodes`.
   """
   module = ir.Module("refinement")
   product = _write_product(module)

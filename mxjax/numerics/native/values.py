@@ -1,8 +1,8 @@
-"""A few words of LLVM's language, so that a kernel reads like the formula it computes.
+"""Operators that write LLVM instructions, so that a kernel reads like its formula.
 
-A `Value` is a number, or a vector of `LANES` of them, of a function that is being
-written. Its operators write instructions, one for one: nothing is reordered, contracted
-or assumed, so the bits are those of the formula as it stands.
+A `Value` is a number, or a vector of numbers, in a function that is being written. Each
+operator writes one instruction: nothing is reordered, contracted or assumed, so the
+bits are those of the formula as it stands.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from llvmlite import ir
 
 from mxjax.numerics.native import LANES
 
-F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+F32, I8, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 POINTER = ir.PointerType()
-FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+FLOATS, INTS, BYTES = (ir.VectorType(kind, LANES) for kind in (F32, I32, I8))
 VECTOR_BYTES = 4 * LANES
 
 
@@ -44,7 +44,7 @@ class Value:
     self.code, self.raw = code, raw
 
   def of(self, raw: Any) -> "Value":
-    """Another value of the same function."""
+    """Returns another value of the same function."""
     return Value(self.code, raw)
 
   @property
@@ -54,12 +54,10 @@ class Value:
     return getattr(kind, "element", kind) == F32
 
   def like(self, other: Any) -> Any:
-    """A value, or a Python number as a constant of this value's type."""
+    """Returns a value, or a Python number as a constant of this value's type."""
     if isinstance(other, Value):
       return other.raw
-    kind = self.raw.type
-    is_vector = isinstance(kind, ir.VectorType)
-    return ir.Constant(kind, [other] * LANES if is_vector else other)
+    return constant(self.code, self.raw.type, other).raw
 
   __add__ = _operator("fadd", "add")
   __sub__ = _operator("fsub", "sub")
@@ -75,47 +73,62 @@ class Value:
   equals = _comparison("==")
 
   def call(self, name: str, *others: Any) -> "Value":
-    """An intrinsic function of values of this type, to this type."""
+    """Calls an intrinsic function of values of this type, to this type."""
+    return self._call(name, self.raw.type, others)
+
+  def largest(self) -> "Value":
+    """Returns the largest integer of a vector."""
+    return self._call("vector.reduce.smax", self.raw.type.element, ())
+
+  def _call(self, name: str, returns: ir.Type, others: Sequence[Any]) -> "Value":
     kind, module = self.raw.type, self.code.module
-    letter = "f32" if self.is_float else "i32"
-    full = f"llvm.{name}.v{LANES}{letter}"
-    known = module.globals.get(full)
+    element = getattr(kind, "element", kind)
+    vector = f"v{kind.count}" if kind is not element else ""
+    full = f"llvm.{name}.{vector}{'f32' if self.is_float else element}"
     operands = [self.raw, *(self.like(other) for other in others)]
-    function = known or ir.Function(
-      module, ir.FunctionType(kind, [kind] * len(operands)), full
+    function = module.globals.get(full) or ir.Function(
+      module, ir.FunctionType(returns, [kind] * len(operands)), full
     )
     return self.of(self.code.call(function, operands))
 
+  def reinterpreted(self, kind: ir.Type) -> "Value":
+    """Returns the same bits as another type of the same size."""
+    return self.of(self.code.bitcast(self.raw, kind))
+
   def bits(self) -> "Value":
-    """The bits of floats."""
-    return self.of(self.code.bitcast(self.raw, INTS))
+    """Returns the bits of floats."""
+    return self.reinterpreted(INTS)
 
   def floats(self) -> "Value":
-    """The floats of bits."""
-    return self.of(self.code.bitcast(self.raw, FLOATS))
+    """Returns the floats of bits."""
+    return self.reinterpreted(FLOATS)
 
   def rounded_to_float(self) -> "Value":
     """Integers converted to floats."""
     return self.of(self.code.sitofp(self.raw, FLOATS))
 
+  def signed_shift(self, places: int) -> "Value":
+    """Integers shifted right, the sign kept."""
+    return self.of(self.code.ashr(self.raw, self.like(places)))
+
   def spread(self) -> "Value":
-    """A number in every lane."""
+    """Returns a number in every lane."""
     kind = ir.VectorType(self.raw.type, LANES)
     none = ir.Constant(kind, ir.Undefined)
     one = self.code.insert_element(none, self.raw, ir.Constant(I32, 0))
     return self.of(self.code.shuffle_vector(one, none, ir.Constant(INTS, [0] * LANES)))
 
-  def narrow(self) -> "Value":
-    """An index as a 32-bit integer."""
-    return self.of(self.code.trunc(self.raw, I32))
+  def narrow(self, kind: ir.Type = I32) -> "Value":
+    """Returns the low bits of integers, as integers of a narrower type."""
+    return self.of(self.code.trunc(self.raw, kind))
 
   def after(self, nbytes: "Value | int") -> "Value":
-    """The address some bytes behind this one."""
+    """Returns the address some bytes behind this one."""
     count = nbytes.raw if isinstance(nbytes, Value) else ir.Constant(I64, nbytes)
     return self.of(self.code.gep(self.raw, [count], source_etype=ir.IntType(8)))
 
   def load(self, kind: Any, align: int = 4) -> "Value":
-    """What lies at this address."""
+    """Returns what lies at this address."""
     return self.of(self.code.load(self.raw, typ=kind, align=align))
 
   def store(self, value: "Value | int", kind: Any = None, align: int = 4) -> None:
@@ -125,18 +138,30 @@ class Value:
 
 
 def where(condition: Value, yes: Value, no: Any) -> Value:
-  """One value or the other, lane by lane."""
+  """Selects one value or the other, lane by lane."""
   return yes.of(yes.code.select(condition.raw, yes.raw, yes.like(no)))
 
 
 def constant(code: ir.IRBuilder, kind: Any, number: float) -> Value:
-  """A constant of a type."""
+  """Returns a constant of a type."""
   is_vector = isinstance(kind, ir.VectorType)
-  return Value(code, ir.Constant(kind, [number] * LANES if is_vector else number))
+  return Value(code, ir.Constant(kind, [number] * kind.count if is_vector else number))
+
+
+def either(condition: Value, yes: Callable[[], Value], no: Value) -> Value:
+  """Writes a branch: the value that `yes` computes if a condition holds, else `no`."""
+  code = condition.code
+  before = code.block
+  with code.if_then(condition.raw):
+    value, inside = yes(), code.block
+  joined = code.phi(no.raw.type)
+  for raw, block in ((no.raw, before), (value.raw, inside)):
+    joined.add_incoming(raw, block)
+  return no.of(joined)
 
 
 def room(code: ir.IRBuilder, nbytes: int) -> Value:
-  """The address of memory that a function has while it runs, aligned for vectors."""
+  """Reserves aligned memory while a function runs and returns its address."""
   with code.goto_entry_block():
     place: Any = code.alloca(ir.ArrayType(ir.IntType(8), nbytes))
     place.align = 64
@@ -152,7 +177,7 @@ def repeat(
   *carried: Value,
   step: int = 1,
 ) -> list[Value]:
-  """A loop that runs at least once.
+  """Writes a loop that runs at least once.
 
   Args:
     start: The first index.
@@ -169,14 +194,14 @@ def repeat(
   turn, done = code.append_basic_block("turn"), code.append_basic_block("done")
   code.branch(turn)
   code.position_at_end(turn)
-  index, *held = (code.phi(value.raw.type) for value in (start, *carried))
-  found = body(Value(code, index), *(Value(code, phi) for phi in held))
+  index, *phis = (code.phi(value.raw.type) for value in (start, *carried))
+  results = body(Value(code, index), *(Value(code, phi) for phi in phis))
   next_index = Value(code, index) + step
   for phi, first, last in zip(
-    (index, *held), (start, *carried), (next_index, *found), strict=True
+    (index, *phis), (start, *carried), (next_index, *results), strict=True
   ):
     phi.add_incoming(first.raw, before)
     phi.add_incoming(last.raw, code.block)
   code.cbranch((next_index < stop).raw, turn, done)
   code.position_at_end(done)
-  return list(found)
+  return list(results)

@@ -1,27 +1,130 @@
-"""The dynamic A4 rules: what a quantized linear makes of its mapped inputs."""
+"""The dynamic A4 rules: how a quantized linear rounds its mapped inputs.
+
+A rule is one class below `ActivationQuantizer` under `@register`. The rest of the
+library asks the class and never which class it is, so a rule that is registered runs,
+is written to checkpoints, exported and audited.
+"""
 
 import dataclasses
+from typing import ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from mxjax.numerics import mxfp4, native
+from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
+from mxjax.numerics.precision import block_products
 from mxjax.numerics.realization import one_code
 
+RULES: dict[str, type] = {}
+"""Every registered A4 rule, by the name that checkpoints give it."""
 
-@jax.tree_util.register_dataclass
+FEATURES: dict[str, str] = {}
+"""What the registered rules store beside codes: names and descriptions."""
+
+Rule = TypeVar("Rule", bound="ActivationQuantizer")
+
+
+def register(cls: type[Rule]) -> type[Rule]:
+  """Makes a dataclass a pytree and an A4 rule that checkpoints may hold."""
+  if RULES.setdefault(cls.__name__, cls) is not cls:
+    raise ValueError(
+      f"activation_quantizers.register: {cls.__name__} names {RULES[cls.__name__]} "
+      "already; give the new rule another name."
+    )
+  FEATURES.update([cls.feature] if cls.feature else [])
+  return jax.tree_util.register_dataclass(cls)
+
+
+class ActivationQuantizer:
+  """A dynamic A4 rule; a dataclass whose fields are its stored arrays.
+
+  Attributes:
+    is_legal: Whether its results are legal A4.
+    edits: Codes of a block that may differ from the nearest ones, or None for any.
+    feature: Name and description of what an export format must be able to hold, or
+      None if nothing beside the codes is stored.
+  """
+
+  is_legal: ClassVar[bool] = True
+  edits: ClassVar[int | None] = None
+  feature: ClassVar[tuple[str, str] | None] = None
+
+  def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+    """Rounds inputs that are in the coordinates of the input map.
+
+    Args:
+      blocks: float32 `[blocks, 32, n]`, feature-major.
+      rules: Scale and tie rules.
+
+    Returns:
+      The decoded A4 values, float32, same shape.
+    """
+    raise NotImplementedError(f"{type(self).__name__}.round_mapped is not defined.")
+
+  def round(
+    self,
+    blocks: jax.Array,
+    rules: mxfp4.Rules,
+    *,
+    matrix: jax.Array | None = None,
+    implementation: Implementation | None = None,
+  ) -> jax.Array:
+    """Rounds inputs, after a map of each block if there is one.
+
+    Args:
+      blocks: float32 `[blocks, 32, n]`, feature-major.
+      rules: Scale and tie rules.
+      matrix: The map, `[blocks, 32, 32]`, same dtype; None for mapped inputs.
+      implementation: See `implementations.choose`.
+
+    Returns:
+      The decoded A4 values, float32, same shape.
+
+    Raises:
+      NotImplementedError: The implementation that was asked for cannot run.
+    """
+    implementations.choose(f"the A4 rule {type(self).__name__}", implementation)
+    mapped = blocks if matrix is None else block_products(matrix, blocks)
+    return self.round_mapped(mapped, rules)
+
+  def tables(self) -> tuple[jax.Array, jax.Array] | None:
+    """Returns G_Q and K_Q as float32 `[blocks, 32, 32]`, or None without tables."""
+    return None
+
+  def kernel_tables(self) -> tuple[jax.Array | None, jax.Array | None] | None:
+    """Returns what `pallas_kernels.refinement` reads of the rule.
+
+    Returns:
+      G_Q, packed, and K_Q; a pair of None for the nearest codes; None if the Pallas
+      kernel does not know the rule.
+    """
+    return None
+
+  def narrowed(self) -> Self:
+    """Returns the rule with its tables in the narrowest dtype that serves."""
+    return self
+
+
+@register
 @dataclasses.dataclass(frozen=True)
-class Nearest:
+class Nearest(ActivationQuantizer):
   """Dynamic A4 by the nearest code."""
 
-  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """Decoded A4 of mapped inputs `[blocks, 32, n]`, float32."""
+  edits = 0
+
+  def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+    """See `ActivationQuantizer.round_mapped`."""
     return mxfp4.round_blocks(blocks, rules)
 
+  def kernel_tables(self) -> tuple[None, None]:
+    """See `ActivationQuantizer.kernel_tables`."""
+    return None, None
 
-@jax.tree_util.register_dataclass
+
+@register
 @dataclasses.dataclass(frozen=True)
-class OneCode:
+class OneCode(ActivationQuantizer):
   """Dynamic A4 with one-code refinement (Eq. hires-code-score).
 
   Attributes:
@@ -33,31 +136,39 @@ class OneCode:
   gram: jax.Array
   cross: jax.Array
 
+  edits = 1
+  feature = "refinement", "one-code tables of the activations"
+
   def round(
     self,
     blocks: jax.Array,
     rules: mxfp4.Rules,
     *,
     matrix: jax.Array | None = None,
-    implementation: native.Implementation | None = None,
+    implementation: Implementation | None = None,
   ) -> jax.Array:
-    """Decoded A4 of mapped inputs `[blocks, 32, n]`, or of inputs that `matrix` maps.
-
-    See `code_refinement.refined_blocks`.
-    """
+    """See `ActivationQuantizer.round` and `one_code.refined_blocks`."""
     return one_code.refined_blocks(
       blocks, *self.tables(), rules, matrix=matrix, implementation=implementation
     )
 
   def tables(self) -> tuple[jax.Array, jax.Array]:
-    """G_Q and K_Q as float32 `[blocks, 32, 32]`."""
+    """See `ActivationQuantizer.tables`."""
     gram = one_code.unpack_symmetric(self.gram).astype(jnp.float32)
     return gram, self.cross.astype(jnp.float32)
 
+  def kernel_tables(self) -> tuple[jax.Array, jax.Array]:
+    """See `ActivationQuantizer.kernel_tables`."""
+    return self.gram, self.cross
 
-@jax.tree_util.register_dataclass
+  def narrowed(self) -> "OneCode":
+    """See `ActivationQuantizer.narrowed`: bfloat16, which only ranks candidates."""
+    return OneCode(self.gram.astype(jnp.bfloat16), self.cross.astype(jnp.bfloat16))
+
+
+@register
 @dataclasses.dataclass(frozen=True)
-class Clipped:
+class Clipped(ActivationQuantizer):
   """Dynamic A4 by the nearest code of values clipped to shares of the block's range.
 
   Attributes:
@@ -68,8 +179,10 @@ class Clipped:
   low: jax.Array
   high: jax.Array
 
-  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """Decoded A4 of mapped inputs `[blocks, 32, n]`, float32."""
+  feature = "clipping", "learned clipping of the activations"
+
+  def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+    """See `ActivationQuantizer.round_mapped`."""
     return mxfp4.round_blocks(clip_blocks(blocks, self.low, self.high), rules)
 
 
@@ -87,15 +200,14 @@ def clip_blocks(blocks: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array
   return jnp.clip(blocks, smallest, largest)
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
-class Unrounded:
-  """Inputs as they are: what A4 costs is measured against it. Not a legal A4 rule."""
+class Unrounded(ActivationQuantizer):
+  """Inputs as they are: the reference for what A4 costs. Not a legal A4 rule."""
 
-  def round(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """The mapped inputs themselves, float32 `[blocks, 32, n]`."""
+  is_legal = False
+
+  def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+    """See `ActivationQuantizer.round_mapped`: returns the inputs themselves."""
     del rules
     return blocks
-
-
-Rounding = Nearest | OneCode | Clipped | Unrounded

@@ -83,7 +83,7 @@ def _descend_group(
   exponent: jax.Array,
   rules: mxfp4.Rules,
 ) -> tuple[jax.Array, jax.Array]:
-  """One pass over the 32 columns of a group, all rows at once.
+  """Passes once over the 32 columns of a group, all rows together.
 
   Args:
     codes: uint8 `[32, rows]`.

@@ -60,14 +60,11 @@ class Reconstruction(NamedTuple):
 
   def tensor(self) -> mxfp4.MXTensor:
     """Packs to an `MXTensor` of logical shape `[rows, 32 * blocks]`."""
-    return mxfp4.MXTensor(
-      codes=mxfp4.pack(mxfp4.from_blocks(self.codes)),
-      scales=(self.exponent.T + mxfp4.SCALE_BIAS).astype(jnp.uint8),
-    )
+    return mxfp4.pack_tensor(mxfp4.from_blocks(self.codes), self.exponent.T)
 
 
 def _upper_factor(hessian: jax.Array, damping: jax.Array) -> jax.Array:
-  """U of one damping value, without forming an inverse: reverse, factor, solve."""
+  """Computes U of one damping value without an inverse: reverse, factor, solve."""
   size = hessian.shape[-1]
   mean = jnp.trace(hessian, axis1=-2, axis2=-1) / size
   identity = jnp.broadcast_to(jnp.eye(size, dtype=hessian.dtype), hessian.shape)
@@ -129,10 +126,9 @@ def round_value(
   Returns:
     uint8 codes in 0..15 and decoded values, the shape of `target`.
   """
-  index = mxfp4.magnitude_index(target, exponent, rules)
-  value = jnp.copysign(mxfp4.magnitude(index).astype(target.dtype), target) * scale
-  code = index | (jnp.signbit(target).astype(jnp.int32) << 3)
-  return code.astype(jnp.uint8), value
+  code = mxfp4.nearest_codes(target, exponent, rules)
+  size = mxfp4.magnitude(code & 7).astype(target.dtype)
+  return code.astype(jnp.uint8), jnp.copysign(size, target) * scale
 
 
 def _round_group(
@@ -181,21 +177,21 @@ def _round_group(
 def _round_searched(
   weight: jax.Array, upper: jax.Array, rules: mxfp4.Rules
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """What `_round_group` returns at the best of the `SEARCHED` exponents, and those."""
+  """Like `_round_group` at the best candidate exponent; also returns that exponent."""
   if rules.scale_rule == "mx43":
     raise ValueError(
       "gptq: searched exponents are powers of two, got scale rule mx43; use fresh ones."
     )
   floor = mxfp4.block_exponent(weight, dataclasses.replace(rules, scale_rule="floor"))
   exponents = [jnp.minimum(floor + step, mxfp4.SCALE_BIAS) for step in SEARCHED]
-  found = [_round_group(weight, upper, exponent, rules) for exponent in exponents]
-  best = jnp.stack([jnp.square(error).sum(-2) for _, _, error in found]).argmin(0)
+  tries = [_round_group(weight, upper, exponent, rules) for exponent in exponents]
+  best = jnp.stack([jnp.square(error).sum(-2) for _, _, error in tries]).argmin(0)
 
   def chosen(*tries: jax.Array) -> jax.Array:
     place = best if tries[0].ndim == best.ndim else best[..., None, :]
     return jnp.take_along_axis(jnp.stack(tries), place[None], axis=0)[0]
 
-  codes, decoded, error = (chosen(*tries) for tries in zip(*found, strict=True))
+  codes, decoded, error = (chosen(*tries) for tries in zip(*tries, strict=True))
   return codes, decoded, error, chosen(*exponents)
 
 
@@ -203,7 +199,7 @@ def _round_searched(
 def reconstruct_local(
   weight: jax.Array, upper: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> Reconstruction:
-  """GPTQ of every block alone, with that block's own Hessian (reading A11).
+  """Rounds every block alone by GPTQ with its own Hessian (reading A11).
 
   Args:
     weight: `[blocks, 32, rows]`, float32 or float64.
@@ -227,7 +223,7 @@ def _group_exponent(
   scales: ScaleSource,
   rules: mxfp4.Rules,
 ) -> jax.Array:
-  """The exponent of a group when it is reached, int32 `[rows]`."""
+  """Returns the exponent of a group when it is reached, int32 `[rows]`."""
   if scales == "static":
     return mxfp4.block_exponent(weight, rules)
   if scales == "fresh":
@@ -249,7 +245,7 @@ def reconstruct(
   scales: ScaleSource = "fresh",
   exponent: jax.Array | None = None,
 ) -> Reconstruction:
-  """GPTQ of a whole linear, columns in the order given.
+  """Rounds a whole linear by GPTQ, columns in the order given.
 
   Args:
     weight: `[blocks, 32, rows]`, feature-major, float32 or float64.
@@ -306,7 +302,7 @@ def reconstruct_ordered(
   order: jax.Array,
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
 ) -> Reconstruction:
-  """GPTQ in another column order; blocks and exponents stay where they are.
+  """Rounds by GPTQ in another column order; blocks and exponents stay in place.
 
   Exponents come from the weights as they came: a block whose columns are reached at
   different times has no moment at which its compensated maximum is known.
@@ -334,7 +330,7 @@ def reconstruct_ordered(
 def round_to_nearest(
   weight: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> Reconstruction:
-  """RTN in the same form as `reconstruct`; weight `[blocks, 32, rows]`."""
+  """Rounds weights `[blocks, 32, rows]` to nearest, in the form of `reconstruct`."""
   exponent = mxfp4.block_exponent(weight, rules)
   scale = mxfp4.scale_of(exponent, rules)[..., None, :].astype(weight.dtype)
   codes, decoded = round_value(weight, exponent[..., None, :], scale, rules)
@@ -345,7 +341,7 @@ def round_to_nearest(
 def reconstruction_loss(
   weight: jax.Array, decoded: jax.Array, hessian: jax.Array
 ) -> jax.Array:
-  """tr((W - Q) H (W - Q)^T): the objective of Eq. recon, a scalar.
+  """Computes tr((W - Q) H (W - Q)^T): the objective of Eq. recon, a scalar.
 
   Args:
     weight: `[blocks, 32, rows]`.

@@ -20,15 +20,15 @@ from mxjax.numerics.realization import gptq
 
 SUBGROUPS = 4
 DIVISOR_LOGIT = 6.0
-"""First logit of every divisor: c = .9975."""
+"""Initial logit of every divisor: c = .9975."""
 MIN_FACTOR = 2.0**-10
-"""Below this a learned factor is held: the scale of a block must stay positive."""
+"""Lower bound of a learned factor: the scale of a block must stay positive."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LearnedScales:
-  """What is learned of one linear.
+  """The learned parameters of one linear.
 
   Attributes:
     factor: m, float32 `[blocks, rows]`.
@@ -42,7 +42,7 @@ class LearnedScales:
 def initial(
   blocks: int, rows: int, divisor_logit: float = DIVISOR_LOGIT
 ) -> LearnedScales:
-  """M = 1 and equal logits."""
+  """Returns the start of the learning: every m is 1 and all logits are equal."""
   return LearnedScales(
     jnp.ones((blocks, rows), jnp.float32),
     jnp.full((blocks, SUBGROUPS, rows), divisor_logit, jnp.float32),
@@ -50,17 +50,17 @@ def initial(
 
 
 def _rules(rules: mxfp4.Rules) -> mxfp4.Rules:
-  """The scale rule is the method's own, ties are the contract's."""
+  """Returns the rules with the method's own scale rule and the contract's ties."""
   return dataclasses.replace(rules, scale_rule="rceil")
 
 
 def _exponent(
   weight: jax.Array, factor: jax.Array, rules: mxfp4.Rules
 ) -> tuple[jax.Array, jax.Array]:
-  """The exponent of m times the block maximum, and m held positive."""
-  held = jnp.maximum(factor, MIN_FACTOR)
-  largest = jnp.abs(weight).max(-2) * held
-  return mxfp4.block_exponent(largest[..., None, :], _rules(rules)), held
+  """Returns the exponent of m times the block maximum, and m bounded from below."""
+  bounded = jnp.maximum(factor, MIN_FACTOR)
+  largest = jnp.abs(weight).max(-2) * bounded
+  return mxfp4.block_exponent(largest[..., None, :], _rules(rules)), bounded
 
 
 def _divisors(logits: jax.Array) -> jax.Array:
@@ -70,7 +70,7 @@ def _divisors(logits: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _round(scaled: jax.Array, even: jax.Array) -> jax.Array:
-  """Nearest E2M1 value of values in [-6, 6], with the identity as gradient."""
+  """Rounds values in [-6, 6] to E2M1, with the identity as gradient."""
   zero = jnp.zeros((1,) * scaled.ndim, jnp.int32)
   away = mxfp4.round_elements(scaled, zero, mxfp4.Rules())
   other = mxfp4.round_elements(scaled, zero, mxfp4.Rules(tie_rule="even"))
@@ -86,7 +86,7 @@ _round.defvjp(
 def relaxed(
   weight: jax.Array, learned: LearnedScales, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> jax.Array:
-  """Decoded weights, differentiable in the learned scales.
+  """Decodes weights differentiably in the learned scales.
 
   Gradients: rounding and the ceiling of the exponent are straight-through, clipping
   is not: a clipped value passes none.
@@ -99,12 +99,12 @@ def relaxed(
   Returns:
     float32 `[blocks, 32, rows]`.
   """
-  exponent, held = _exponent(weight, learned.factor, rules)
+  exponent, bounded = _exponent(weight, learned.factor, rules)
   # A zero block has no scale: dividing by one leaves it zero.
   empty = exponent <= -127
   fixed = float_bits.power_of_two(jnp.where(empty, 0, exponent))
   # Of value one, so that the scale is an exact power of two with slope S / m.
-  scale = (fixed * (held / jax.lax.stop_gradient(held)))[..., None, :]
+  scale = (fixed * (bounded / jax.lax.stop_gradient(bounded)))[..., None, :]
   scaled = jnp.clip(weight / (scale * _divisors(learned.logits)), -6.0, 6.0)
   return _round(scaled, jnp.asarray(rules.tie_rule == "even")) * scale
 
@@ -112,7 +112,7 @@ def relaxed(
 def quantize_weight(
   weight: jax.Array, learned: LearnedScales, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> gptq.Reconstruction:
-  """Legal codes of the learned scales; the divisors leave no other trace."""
+  """Returns the legal codes of learned scales; the divisors are not stored."""
   exponent, _ = _exponent(weight, learned.factor, rules)
   scale = float_bits.power_of_two(exponent)[..., None, :]
   divided = weight / _divisors(learned.logits)

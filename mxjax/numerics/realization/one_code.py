@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.numerics import mxfp4, native
+from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.native import refinement
 from mxjax.numerics.precision import HIGHEST, block_products
 
@@ -46,7 +47,7 @@ class Refined(NamedTuple):
 
 @jax.jit
 def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """G_Q = W^'W^ and K_Q = W^'(W - W^) of each block.
+  """Computes G_Q = W^'W^ and K_Q = W^'(W - W^) of each block.
 
   Args:
     weight: Float weights in the installed coordinates, `[blocks, 32, rows]`.
@@ -61,13 +62,13 @@ def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def pack_symmetric(gram: jax.Array) -> jax.Array:
-  """Upper triangle, diagonal included, row by row: `[..., 32, 32]` to `[..., 528]`."""
+  """Packs the upper triangle row by row: `[..., 32, 32]` to `[..., 528]`."""
   rows, columns = np.triu_indices(gram.shape[-1])
   return gram[..., rows, columns]
 
 
 def unpack_symmetric(packed: jax.Array) -> jax.Array:
-  """The inverse of `pack_symmetric`, by mirroring."""
+  """Unpacks what `pack_symmetric` packed, by mirroring."""
   size = mxfp4.BLOCK_SIZE
   rows, columns = np.triu_indices(size)
   index = np.zeros((size, size), np.int32)
@@ -77,7 +78,7 @@ def unpack_symmetric(packed: jax.Array) -> jax.Array:
 
 
 def _rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
-  """X * y rounded on its own.
+  """Multiplies and rounds, with no sum fused into the product.
 
   XLA:CPU contracts a * b + c to a fused multiply-add, whose unrounded product would
   break exact ties differently from other backends; a select stops it.
@@ -87,7 +88,7 @@ def _rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def code_score(delta: jax.Array, slope: jax.Array, curvature: jax.Array) -> jax.Array:
-  """Delta(i, c) = 2 delta slope + delta^2 curvature.
+  """Computes Delta(i, c) = 2 delta slope + delta^2 curvature.
 
   XLA and the processor's kernel share it to the bit; a GPU's kernel, whose slopes are
   sums in another order anyway, has half of it in Horner's form.
@@ -98,7 +99,7 @@ def code_score(delta: jax.Array, slope: jax.Array, curvature: jax.Array) -> jax.
 
 
 def _grid_neighbours(target: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The E2M1 values around each target: toward zero and away from it, at most 6."""
+  """Returns the E2M1 values around each target: toward zero, and away from it."""
   size = jnp.abs(target)
   step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0)).astype(target.dtype)
   per_step = jnp.where(size < 2, 2.0, jnp.where(size < 4, 1.0, 0.5))
@@ -114,7 +115,7 @@ def _grid_neighbours(target: jax.Array) -> tuple[jax.Array, jax.Array]:
 def best_code(
   nearest: jax.Array, scale: jax.Array, slope: jax.Array, curvature: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """The lowest-scoring legal value of each coordinate, lowest code first.
+  """Returns the lowest-scoring legal value of each coordinate, lowest code first.
 
   Delta is a parabola in the value, so its minimum over the grid is next to its vertex
   `nearest - slope / (scale curvature)`: two scores decide what an enumeration of all
@@ -175,8 +176,8 @@ def refine(
   score = scores.min(-2)
   coordinate = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 2)
   ties = jnp.where(scores == score[..., None, :], coordinate, mxfp4.BLOCK_SIZE)
-  chosen = coordinate == ties.min(-2, keepdims=True)
-  accept = chosen & (score < 0)[..., None, :]
+  is_best = coordinate == ties.min(-2, keepdims=True)
+  accept = is_best & (score < 0)[..., None, :]
   return Refined(
     elements=jnp.where(accept, values, nearest),
     exponent=exponent,
@@ -186,13 +187,15 @@ def refine(
   )
 
 
-def _chosen(
-  implementation: native.Implementation | None, x: jax.Array, rules: mxfp4.Rules
-) -> native.Implementation:
+def _choose(
+  implementation: Implementation | None, x: jax.Array, rules: mxfp4.Rules
+) -> Implementation:
   obstacle = refinement.obstacle(x)
   if rules != mxfp4.PAPER_RULES:
     obstacle = f"it knows the paper's rules only, got {rules}"
-  return native.choose(implementation, "code_refinement", obstacle)
+  return implementations.choose(
+    "one_code.refined_blocks", implementation, native=obstacle
+  )
 
 
 def refined_blocks(
@@ -202,9 +205,9 @@ def refined_blocks(
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
   *,
   matrix: jax.Array | None = None,
-  implementation: native.Implementation | None = None,
+  implementation: Implementation | None = None,
 ) -> jax.Array:
-  """Decoded refined activations: the dynamic A4 rule of HiRes.
+  """Encodes, refines and decodes activations: the dynamic A4 rule of HiRes.
 
   Paper: Eq. hires-code-score.
 
@@ -224,7 +227,7 @@ def refined_blocks(
   Raises:
     NotImplementedError: `native` was asked for and cannot run.
   """
-  if _chosen(implementation, x, rules) == "native":
+  if _choose(implementation, x, rules) == "native":
     return refinement.refined(x, gram, cross, matrix, decodes=True)
   mapped = x if matrix is None else block_products(matrix, x)
   result = refine(mapped, gram, cross, rules)
@@ -239,9 +242,9 @@ def refined_objective(
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
   *,
   matrix: jax.Array | None = None,
-  implementation: native.Implementation | None = None,
+  implementation: Implementation | None = None,
 ) -> jax.Array:
-  """||W^ q - W x||^2 - ||(W^ - W) x||^2 at the refined vector q of each block.
+  """Computes ||W^ q - W x||^2 - ||(W^ - W) x||^2 at the refined vector q of each block.
 
   Paper: the activation-dependent part of Eq. serb-realized-loss.
 
@@ -260,7 +263,7 @@ def refined_objective(
   Raises:
     NotImplementedError: `native` was asked for and cannot run.
   """
-  if _chosen(implementation, x, rules) == "native":
+  if _choose(implementation, x, rules) == "native":
     return refinement.refined(x, gram, cross, matrix, decodes=False)
   mapped = x if matrix is None else block_products(matrix, x)
   result = refine(mapped, gram, cross, rules)

@@ -73,7 +73,7 @@ class CellMoments:
 
 @jax.jit
 def column_weights(down_weight: jax.Array) -> jax.Array:
-  r"""Coordinate weights from the energy of the float down projection.
+  r"""Computes coordinate weights from the energy of the float down projection.
 
   Args:
     down_weight: `[out_features, hidden]`.
@@ -88,7 +88,7 @@ def column_weights(down_weight: jax.Array) -> jax.Array:
 
 
 def gate_moments(gate: jax.Array) -> GateMoments:
-  """Sums of the gate outputs, over all axes, in float64."""
+  """Sums gate outputs and their squares over all axes, in float64."""
   g = gate.astype(jnp.float64)
   precision.require_float64("mlp_recovery.gate_moments", g)
   return GateMoments(
@@ -98,7 +98,7 @@ def gate_moments(gate: jax.Array) -> GateMoments:
 
 @jax.jit
 def gate_deviation(sums: GateMoments) -> jax.Array:
-  r"""The regularized standard deviation sigma_g of the gate, float64 scalar.
+  r"""Returns the regularized standard deviation sigma_g of the gate, float64 scalar.
 
   .. math::
     \sigma_g = \sqrt{[E[g^2] - E[g]^2]_+ + 2^{-12} E[g^2] + 2^{-20}}
@@ -162,7 +162,7 @@ def cell_moments(
 def normal_equations(
   sums: CellMoments, deviation: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """G_c and z_c of every cell with the shift column scaled by sigma_g.
+  """Computes G_c and z_c of every cell with the shift column scaled by sigma_g.
 
   Paper: Eq. jolt-cell-solve.
 
@@ -182,7 +182,7 @@ def normal_equations(
 
 @jax.jit
 def solve_cells(sums: CellMoments, deviation: jax.Array) -> jax.Array:
-  r"""Weighted ridge solution of every cell.
+  r"""Solves the weighted ridge regression of every cell.
 
   .. math::
     \theta_c = (G_c + \lambda_c I)^{-1} z_c, \qquad
@@ -210,13 +210,13 @@ def solve_cells(sums: CellMoments, deviation: jax.Array) -> jax.Array:
 
 
 def _lower_median(x: jax.Array) -> jax.Array:
-  """The lower middle order statistic along the first axis."""
+  """Returns the lower middle order statistic along the first axis."""
   return jnp.sort(x, axis=0)[(x.shape[0] - 1) // 2]
 
 
 @jax.jit
 def aggregate(cell_estimates: jax.Array) -> jax.Array:
-  r"""Robust aggregate of the cell estimates, shrunk and bounded.
+  r"""Aggregates the cell estimates robustly, shrunk and bounded.
 
   .. math::
     \tilde\theta = \operatorname{sign}(\mu)\,[|\mu| - d/\sqrt{32}]_+, \qquad
@@ -242,7 +242,7 @@ def aggregate(cell_estimates: jax.Array) -> jax.Array:
 def linearized_errors(
   sums: CellMoments, deviation: jax.Array, theta: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Weighted relative squared error of the product, before and as the fit predicts.
+  """Computes the product's weighted relative squared error, before and as predicted.
 
   Args:
     sums: Moments of the cells.
@@ -262,7 +262,7 @@ def linearized_errors(
 
 
 def apply(gate: jax.Array, up: jax.Array, recovery: MlpRecovery) -> jax.Array:
-  r"""The corrected gated product, in float32, rounded to the dtype of `gate`.
+  r"""Returns the corrected gated product, in float32, rounded to the dtype of `gate`.
 
   .. math::
     \bar m = \operatorname{SiLU}((1+\beta) g + \alpha\sigma_g) \odot (1+\eta) u

@@ -105,7 +105,7 @@ def solve(sums: ValueMoments) -> ValueRecovery:
 
 @jax.jit
 def errors(sums: ValueMoments, recovery: ValueRecovery) -> tuple[jax.Array, jax.Array]:
-  """Relative squared error of the values before and after a correction.
+  """Computes the relative squared error of values before and after a correction.
 
   Args:
     sums: Float64 moments, `[kv_heads]` each.

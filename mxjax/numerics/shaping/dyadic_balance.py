@@ -48,19 +48,19 @@ class Trial(NamedTuple):
 
 
 def subgroup_shape(blocks: int) -> tuple[int, int, int, int]:
-  """Shape of the diagonal 4 x 4 tiles of `[blocks, 32, 32]` moments."""
+  """Returns the shape of the diagonal 4 x 4 tiles of `[blocks, 32, 32]` moments."""
   return blocks, SUBGROUPS, SUBGROUP_SIZE, SUBGROUP_SIZE
 
 
 def subgroup_tiles(matrix: jax.Array) -> jax.Array:
-  """The diagonal tiles of `[blocks, 32, 32]`, same dtype `[blocks, 8, 4, 4]`."""
+  """Takes the diagonal tiles `[blocks, 8, 4, 4]` of `[blocks, 32, 32]`."""
   tiles = matrix.reshape(-1, SUBGROUPS, SUBGROUP_SIZE, SUBGROUPS, SUBGROUP_SIZE)
   return jnp.einsum("bgigj->bgij", tiles)
 
 
 @jax.jit
 def subgroup_moments(blocks: jax.Array) -> jax.Array:
-  """Second moments within subgroups, all that the risks read of an error.
+  """Sums second moments within subgroups, which are all that the risks need.
 
   Paper: Eq. bilateral-risk.
 
@@ -92,7 +92,7 @@ def bilateral_risks(
   weight_gram: jax.Array,
   weight_error: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """r_A = tr(G_W C_E) and r_W = tr(G_E C_X) of each subgroup.
+  """Computes r_A = tr(G_W C_E) and r_W = tr(G_E C_X) of each subgroup.
 
   Paper: Eq. bilateral-risk.
 
@@ -119,7 +119,7 @@ def propose(
   *,
   median: Literal["middle", "lower"] = "middle",
 ) -> jax.Array:
-  """The proposed log2 scales u of each block.
+  """Proposes the log2 scales u of each block.
 
   Paper: Eq. serb-proposal, by 80 bisection steps; a block in which some regularized
   risk is not positive proposes zero (reading A10).
@@ -155,13 +155,13 @@ def diagonal(log2_scale: jax.Array) -> jax.Array:
 
 
 def scaled_transform(transform: jax.Array, log2_scale: jax.Array) -> jax.Array:
-  """D T for T `[blocks, 32, 32]` and scales `[..., blocks, 8]`."""
+  """Computes D T for T `[blocks, 32, 32]` and scales `[..., blocks, 8]`."""
   trials = (1,) * (log2_scale.ndim - 2)
   return diagonal(log2_scale)[..., None] * transform.reshape(trials + transform.shape)
 
 
 def rescaled_moment(moment: jax.Array, log2_scale: jax.Array) -> jax.Array:
-  """D M D of moments `[blocks, 32, 32]` for the scales `[blocks, 8]`."""
+  """Computes D M D of moments `[blocks, 32, 32]` for the scales `[blocks, 8]`."""
   scale = diagonal(log2_scale)
   return moment * scale[..., :, None] * scale[..., None, :]
 
@@ -215,7 +215,7 @@ def _objective(
   cross: jax.Array,
   rules: mxfp4.Rules,
 ) -> jax.Array:
-  """`trial_objective` of one trial, float64 `[blocks]`."""
+  """Computes `trial_objective` of one trial, float64 `[blocks]`."""
   objective = one_code.refined_objective(blocks, gram, cross, rules, matrix=transform)
   return objective.astype(jnp.float64).sum(-1)
 
@@ -228,7 +228,7 @@ def trial_objective(
   crosses: jax.Array,
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
 ) -> jax.Array:
-  """The activation-dependent part of J_b's numerator, summed over columns.
+  """Computes the activation-dependent part of J_b's numerator, summed over columns.
 
   Paper: Eq. serb-realized-loss.
 
@@ -267,7 +267,7 @@ def listed_objective(
   cross: jax.Array,
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
 ) -> jax.Array:
-  """`trial_objective` of one trial, computed for some of the blocks only.
+  """Computes `trial_objective` of one trial for some of the blocks only.
 
   Paper: Eq. serb-realized-loss.
 
@@ -298,40 +298,8 @@ def listed_objective(
   return jax.lax.fori_loop(jnp.int32(0), turns, add, zeros)
 
 
-def loss_from_moments(
-  error: jax.Array,
-  error_signal: jax.Array,
-  signal: jax.Array,
-  weight: jax.Array,
-  decoded: jax.Array,
-) -> jax.Array:
-  """J_b from 32 x 32 moments: the definition that the fast path must equal.
-
-  Paper: Eq. serb-realized-loss.
-
-  Args:
-    error: E'E, float64 `[blocks, 32, 32]`, with E = X^ - X.
-    error_signal: E'X, same shape.
-    signal: X'X, same shape.
-    weight: W, float64 `[blocks, 32, m]`.
-    decoded: W^, same shape.
-
-  Returns:
-    float64 `[blocks]`.
-  """
-  gap = decoded - weight
-  gram = lambda a, b: jnp.einsum("bim,bjm->bij", a, b)
-  trace = lambda a, b: (a * b).sum((-2, -1))
-  numerator = (
-    trace(gram(decoded, decoded), error)
-    + 2.0 * trace(gram(decoded, gap), error_signal)
-    + trace(gram(gap, gap), signal)
-  )
-  return numerator / jnp.maximum(trace(gram(weight, weight), signal), LOSS_FLOOR)
-
-
 def accept(losses: jax.Array) -> jax.Array:
-  """The accepted step of each block from J_b of (full, half, identity).
+  """Picks the step of each block from J_b of (full, half, identity).
 
   Args:
     losses: `[3, blocks]` in the order of `STEPS`.

@@ -1,13 +1,14 @@
 """Input maps: invertible, structured changes of a linear's input coordinates.
 
 A map T acts as `x T^T` on inputs and `W T^{-1}` on weights, so `x W^T` is unchanged
-(Eq. hires-transform). Every map offers `apply`, `fold` and `conjugate`.
+(Eq. hires-transform). A map is one class below `InputMap` under `@register`; the rest
+of the library asks the class and never which class it is.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Protocol
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +17,50 @@ import numpy as np
 from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST, block_products
 
+MAPS: dict[str, type] = {}
+"""Every registered map, by the name that checkpoints give it."""
 
-class InputMap(Protocol):
-  """What the pipeline and the runtime need of a map, on arrays of any float dtype."""
+Map = TypeVar("Map")
+
+
+def register(cls: type[Map]) -> type[Map]:
+  """Makes a dataclass a pytree and an input map that checkpoints may hold."""
+  if MAPS.setdefault(cls.__name__, cls) is not cls:
+    raise ValueError(
+      f"input_maps.register: {cls.__name__} names {MAPS[cls.__name__]} already; give "
+      "the new map another name."
+    )
+  return jax.tree_util.register_dataclass(cls)
+
+
+class InputMap:
+  """What quantization and inference need of a map, on arrays of any float dtype."""
 
   def apply(self, blocks: jax.Array) -> jax.Array:
     """Maps inputs `[blocks, 32, n]`, feature-major, to the new coordinates."""
-    ...
+    raise NotImplementedError(f"{type(self).__name__}.apply is not defined.")
 
   def fold(self, blocks: jax.Array) -> jax.Array:
     """Maps weights `[blocks, 32, m]`, feature-major, by the inverse transpose."""
-    ...
+    raise NotImplementedError(f"{type(self).__name__}.fold is not defined.")
 
   def conjugate(self, hessian: jax.Array) -> jax.Array:
     """Maps a second moment `[d, d]` of inputs: T H T^T."""
-    ...
+    raise NotImplementedError(f"{type(self).__name__}.conjugate is not defined.")
+
+  def block_matrices(self) -> jax.Array | None:
+    """Returns the map as matrices of single blocks, for kernels that apply it.
+
+    Returns:
+      `[blocks, 32, 32]`, or `[1, 32, 32]` for one matrix of all blocks, any float
+      dtype; None if the map mixes blocks or is better applied by its structure.
+    """
+    return None
+
+  @property
+  def hadamard_size(self) -> int | None:
+    """The group size of a plain Hadamard transform, which runtimes know; else None."""
+    return None
 
 
 @functools.cache
@@ -47,13 +77,13 @@ def _sylvester(size: int) -> np.ndarray:
 
 
 def hadamard(size: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-  """The normalized Sylvester-Hadamard matrix `[size, size]`, symmetric, R_H."""
+  """Returns the normalized Sylvester-Hadamard matrix `[size, size]`, symmetric, R_H."""
   return jnp.asarray(_sylvester(size), dtype)
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
-class BlockDense:
+class BlockDense(InputMap):
   """One dense 32 x 32 matrix for each physical block: U = D T of HiRes.
 
   Attributes:
@@ -80,10 +110,14 @@ class BlockDense:
     both = jnp.einsum("aibk,blk->aibl", left, matrix, precision=HIGHEST)
     return both.reshape(hessian.shape)
 
+  def block_matrices(self) -> jax.Array:
+    """See `InputMap.block_matrices`."""
+    return self.matrix
 
-@jax.tree_util.register_dataclass
+
+@register
 @dataclasses.dataclass(frozen=True)
-class Hadamard:
+class Hadamard(InputMap):
   """A normalized Sylvester-Hadamard transform on consecutive groups of features.
 
   Attributes:
@@ -121,10 +155,20 @@ class Hadamard:
     both = jnp.einsum("ij,ajbk,lk->aibl", matrix, tiles, matrix, precision=HIGHEST)
     return both.reshape(hessian.shape)
 
+  def block_matrices(self) -> jax.Array | None:
+    """See `InputMap.block_matrices`."""
+    is_block = self.hadamard_size == mxfp4.BLOCK_SIZE
+    return hadamard(self.size)[None] if is_block else None
 
-@jax.tree_util.register_dataclass
+  @property
+  def hadamard_size(self) -> int | None:
+    """See `InputMap.hadamard_size`."""
+    return self.size if self.signs is None else None
+
+
+@register
 @dataclasses.dataclass(frozen=True)
-class Kronecker:
+class Kronecker(InputMap):
   """P_i = B_i (x) A for every block: a shared 8 x 8 and a private 4 x 4 factor.
 
   Inputs become `x P`, so T = P^T. Feature p of a block is (p // 8, p % 8).
@@ -159,7 +203,7 @@ class Kronecker:
     return self._mix(shared, private, blocks)
 
   def dense(self, dtype: jax.typing.DTypeLike = jnp.float32) -> BlockDense:
-    """The same map as dense blocks: T = P^T."""
+    """Returns the same map as dense blocks: T = P^T."""
     product = jnp.einsum(
       "bki,lj->bijkl", self.private.astype(dtype), self.shared.astype(dtype)
     )
@@ -171,9 +215,9 @@ class Kronecker:
     return self.dense(hessian.dtype).conjugate(hessian)
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
-class TwoLevel:
+class TwoLevel(InputMap):
   """A rotation across blocks, then one inside every block: x -> R_inter^T X R_intra.
 
   Attributes:

@@ -1,18 +1,19 @@
 r"""The interaction correction of Stage I: anchor errors to K, G and T.
 
 One strict encoding of both operands in the reference chart shows which pairs of
-coordinates its errors couple. The pairs that both folds and both operands agree on
-become a small zero-diagonal matrix K.
+coordinates the rounding errors couple. The pairs on which both folds and both operands
+agree become K, a small matrix with a zero diagonal.
 
 Paper: Eq. hires-anchor-statistics to Eq. bidir-reconstruct, Eq. hires-transform.
-Everything here works on both orderings of a pair at once: with `Z` any of the
-matrices, the reciprocal coordinate is the symmetric part `(Z + Z^T) / sqrt 2` and the
-directed one the antisymmetric part `(Z - Z^T) / sqrt 2`.
+Both orderings of a pair are computed at once: with `Z` any of the matrices, the
+reciprocal coordinate is the symmetric part `(Z + Z^T) / sqrt 2`, the directed one the
+antisymmetric part `(Z - Z^T) / sqrt 2`.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -54,7 +55,7 @@ class PairModes(NamedTuple):
 
 
 class PairSolution(NamedTuple):
-  """What the pairwise solver found, `[blocks, 32, 32]` matrices over (i, j).
+  """The pairwise solution, `[blocks, 32, 32]` matrices over (i, j).
 
   Attributes:
     mean: The averaged first-order term p-bar, in both modes.
@@ -79,7 +80,7 @@ class PairSolution(NamedTuple):
 def rotated_error_moment(
   blocks: jax.Array, chart: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> jax.Array:
-  """Sum over columns of (Q(y) - y) y^T for y = chart x, in float64.
+  """Sums (Q(y) - y) y^T over columns, for y = chart x, in float64.
 
   Args:
     blocks: `[blocks, 32, n]`, float32, feature-major.
@@ -100,7 +101,7 @@ def rotated_error_moment(
 
 
 def unrotate(moment: jax.Array) -> jax.Array:
-  """R_H M R_H: takes moments `[..., 32, 32]` back through the Hadamard."""
+  """Takes moments `[..., 32, 32]` back through the Hadamard: R_H M R_H."""
   rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, moment.dtype)
   return jnp.einsum(
     "ij,...jk,kl->...il", rotation, moment, rotation, precision=precision.HIGHEST
@@ -126,9 +127,47 @@ def _off_diagonal(matrix: jax.Array) -> jax.Array:
   return matrix * keep.reshape((1,) * (matrix.ndim - 2) + keep.shape)
 
 
+def _by_mode(function: Callable[..., jax.Array], *quantities: PairModes) -> PairModes:
+  """Applies a function of arrays to the reciprocal modes and to the directed ones."""
+  return PairModes(*map(function, *quantities))
+
+
+def _threshold(
+  folds: tuple[PairModes, PairModes], mean: PairModes, a: PairModes, b: PairModes
+) -> PairModes:
+  """Computes delta, by which folds and operands disagree (Eq. bidir-threshold).
+
+  A directed coordinate also shrinks by its excess over the reciprocal one.
+  """
+  disagreement = _by_mode(
+    lambda first, second, x, y: (
+      _fold_disagreement(first, second) + _attribution_disagreement(x, y)
+    ),
+    *folds,
+    a,
+    b,
+  )
+  excess = jnp.abs(mean.directed) - jnp.abs(mean.reciprocal)
+  directed = disagreement.directed + jnp.maximum(excess, 0.0)
+  return disagreement._replace(directed=directed)
+
+
+def _curvature(c: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Computes q-bar `[blocks]` and the sum over folds `[blocks, 32, 32]`.
+
+  Paper: Eq. bidir-curvature.
+  """
+  floor = FLOOR * h.mean(-1) * c.mean(-1)
+  curvature = (2.0 + CURVATURE_MARGIN) * h[..., :, None] * c[..., None, :]
+  curvature = curvature + floor[..., None, None]
+  size = c.shape[-1]
+  entries = 2 * size * (size - 1)
+  return _off_diagonal(curvature).sum((0, -2, -1)) / entries, curvature.sum(0)
+
+
 @jax.jit
 def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
-  r"""The pairwise construction in one pass.
+  r"""Solves for the interaction K of all pairs of coordinates in one pass.
 
   Paper: Eq. bidir-first-order, bidir-curvature, bidir-threshold, bidir-soft,
   bidir-reconstruct.
@@ -142,42 +181,23 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
   Raises:
     TypeError: A statistic is not float64.
   """
-  precision.require_float64("interaction.solve_pairs", anchor.activation_cross)
+  precision.require_float64("local_interaction.solve_pairs", anchor.activation_cross)
   c = jnp.diagonal(anchor.activation, axis1=-2, axis2=-1)
   h = jnp.diagonal(anchor.weight, axis1=-2, axis2=-1)
   a = h[..., :, None] * anchor.activation_cross
   b = -c[..., None, :] * anchor.weight_cross
-  floor = FLOOR * h.mean(-1) * c.mean(-1)
-  curvature = (2.0 + CURVATURE_MARGIN) * h[..., :, None] * c[..., None, :]
-  curvature = curvature + floor[..., None, None]
-
-  a_mean, b_mean = _modes(a.mean(0)), _modes(b.mean(0))
   p_first, p_second = _modes(a[0] + b[0]), _modes(a[1] + b[1])
-  p_mean = PairModes(*(0.5 * (x + y) for x, y in zip(p_first, p_second, strict=True)))
-  excess = jnp.abs(p_mean.directed) - jnp.abs(p_mean.reciprocal)
-  carrier = PairModes(jnp.zeros_like(excess), jnp.maximum(excess, 0.0))
-  threshold = PairModes(
-    *(
-      _fold_disagreement(first, second) + _attribution_disagreement(x, y) + extra
-      for first, second, x, y, extra in zip(
-        p_first, p_second, a_mean, b_mean, carrier, strict=True
-      )
-    )
+  p_mean = _by_mode(lambda x, y: 0.5 * (x + y), p_first, p_second)
+  threshold = _threshold(
+    (p_first, p_second), p_mean, _modes(a.mean(0)), _modes(b.mean(0))
   )
 
-  size = c.shape[-1]
-  off_diagonal_entries = 2 * size * (size - 1)
-  q_mean = _off_diagonal(curvature).sum((0, -2, -1)) / off_diagonal_entries
+  q_mean, q_pair = _curvature(c, h)
   denominator = (q_mean + FLOOR)[..., None, None]
-  q_pair = curvature.sum(0)
   q_hat = 1.0 + (q_pair + q_pair.mT) / (4.0 * denominator)
   scale = denominator * jnp.sqrt(q_hat)
-  z = PairModes(
-    *(
-      _off_diagonal(projections.soft_threshold(p / scale, t / scale))
-      for p, t in zip(p_mean, threshold, strict=True)
-    )
-  )
+  shrink = lambda p, t: projections.soft_threshold(p / scale, t / scale)
+  z = _by_mode(lambda p, t: _off_diagonal(shrink(p, t)), p_mean, threshold)
   # Each unordered pair stands twice in the matrices, hence the root of two.
   both = jnp.stack(z, axis=-3)
   projected = projections.project_ball(both, RADIUS * math.sqrt(2.0), axes=(-3, -2, -1))
@@ -194,7 +214,7 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
 
 
 def correction(interaction: jax.Array) -> jax.Array:
-  """G = |det G_0|^(-1/q) G_0 with G_0 = I + K, `[..., q, q]`."""
+  """Computes G = |det G_0|^(-1/q) G_0 with G_0 = I + K, `[..., q, q]`."""
   size = interaction.shape[-1]
   identity = jnp.eye(size, dtype=interaction.dtype)
   shifted = interaction + identity.reshape(
@@ -206,7 +226,7 @@ def correction(interaction: jax.Array) -> jax.Array:
 
 @jax.jit
 def shaping_transform(chart: jax.Array, interaction: jax.Array) -> jax.Array:
-  """T = R_H G P_ref, float64 `[blocks, 32, 32]` (Eq. hires-transform)."""
-  precision.require_float64("interaction.shaping_transform", chart, interaction)
+  """Computes T = R_H G P_ref, float64 `[blocks, 32, 32]` (Eq. hires-transform)."""
+  precision.require_float64("local_interaction.shaping_transform", chart, interaction)
   rotation = input_maps.hadamard(chart.shape[-1], chart.dtype)
   return jnp.einsum("ij,...jk->...ik", rotation, correction(interaction) @ chart)

@@ -34,7 +34,7 @@ Basis = Literal["wush", "wus", "hadamard", "identity"]
 
 
 class Target(NamedTuple):
-  """What a block must reproduce.
+  """The target that the codes of a block must reproduce.
 
   Attributes:
     value: R_b,: times the residual: the target of every row, `[32, rows]`.
@@ -79,7 +79,7 @@ class Rounded(NamedTuple):
 
 @jax.jit
 def upper_cholesky(hessian: jax.Array, damping: jax.Array) -> jax.Array:
-  """R with R'R = H + damping mean(diag H) I; NaN where that is not definite.
+  """Computes R with R'R = H + damping mean(diag H) I; NaN if that is not definite.
 
   Args:
     hessian: X'X / n, float64 `[d, d]`.
@@ -98,7 +98,7 @@ def upper_cholesky(hessian: jax.Array, damping: jax.Array) -> jax.Array:
 
 @jax.jit
 def target(factor: jax.Array, residual: jax.Array, block: jax.Array) -> Target:
-  """The target of a block, compensated for everything behind it.
+  """Computes the target of a block, compensated for all later blocks.
 
   Args:
     factor: R, float64 `[d, d]`.
@@ -116,7 +116,7 @@ def target(factor: jax.Array, residual: jax.Array, block: jax.Array) -> Target:
 
 
 def _joint_basis(gram: jax.Array, factor: jax.Array, rows: int) -> jax.Array:
-  """Diag(sqrt s) V' R_b^-T, singular values in falling order."""
+  """Computes Diag(sqrt s) V' R_b^-T, singular values in falling order."""
   eigenvalues, eigenvectors = jnp.linalg.eigh(gram)
   spectrum = jnp.sqrt(jnp.maximum(eigenvalues[::-1], 0.0) / rows)
   spectrum = spectrum + SPECTRUM_DAMPING * spectrum.mean()
@@ -134,7 +134,7 @@ def plane(
   basis: Basis = "wush",
   dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> Plane:
-  """The basis of a block and the lattice it spans.
+  """Computes the basis of a block and the lattice it spans.
 
   Args:
     gram: `Target.gram`, float64 `[32, 32]`.
@@ -208,6 +208,6 @@ def round_block(
   _, codes, decoded = jax.lax.fori_loop(0, mxfp4.BLOCK_SIZE, coordinate, state)
   native = jnp.einsum("ji,jm->im", lattice.transform, decoded, precision=HIGHEST)
   start = block * mxfp4.BLOCK_SIZE
-  kept = jax.lax.dynamic_slice_in_dim(residual, start, mxfp4.BLOCK_SIZE)
-  residual = jax.lax.dynamic_update_slice_in_dim(residual, kept - native, start, 0)
+  weights = jax.lax.dynamic_slice_in_dim(residual, start, mxfp4.BLOCK_SIZE)
+  residual = jax.lax.dynamic_update_slice_in_dim(residual, weights - native, start, 0)
   return residual, Rounded(codes, exponent, decoded)

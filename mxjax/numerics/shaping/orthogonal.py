@@ -24,7 +24,7 @@ def _is_prime(number: int) -> bool:
 
 
 def _paley(order: int) -> np.ndarray | None:
-  """A Hadamard matrix of an order by one of Paley's constructions, or None."""
+  """Builds a Hadamard matrix of an order by a construction of Paley's, or None."""
   for prime, second in ((order - 1, False), (order // 2 - 1, True)):
     if not _is_prime(prime) or prime % 4 != (1 if second else 3):
       continue
@@ -47,7 +47,7 @@ def _paley(order: int) -> np.ndarray | None:
 
 
 def hadamard_any(order: int) -> np.ndarray | None:
-  """A normalized Hadamard matrix: a small Paley matrix times a power of two.
+  """Builds a normalized Hadamard matrix: a small Paley matrix times a power of two.
 
   Args:
     order: Rows, at least 1.
@@ -71,7 +71,7 @@ def hadamard_any(order: int) -> np.ndarray | None:
 
 
 def random_rotation(order: int, seed: int) -> tuple[np.ndarray, str]:
-  """A Hadamard with random column signs, or a random orthogonal matrix.
+  """Draws a Hadamard with random column signs, or a random orthogonal matrix.
 
   Args:
     order: Rows.
@@ -90,7 +90,7 @@ def random_rotation(order: int, seed: int) -> tuple[np.ndarray, str]:
 
 @jax.jit
 def renewed(matrix: jax.Array) -> jax.Array:
-  """The orthogonal factor of QR with a positive diagonal; `[..., n, n]`."""
+  """Returns the orthogonal factor of QR with a positive diagonal; `[..., n, n]`."""
   factor, triangle = jnp.linalg.qr(matrix)
   signs = jnp.sign(jnp.diagonal(triangle, axis1=-2, axis2=-1))
   return factor * signs[..., None, :]
@@ -104,7 +104,7 @@ def cayley_step(
   rate: jax.Array,
   momentum: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-  """One descent step that keeps a matrix orthogonal.
+  """Takes one descent step that keeps a matrix orthogonal.
 
   Args:
     matrix: M, orthogonal, float32 `[..., n, n]`.

@@ -22,7 +22,7 @@ MAX_CONDITION = 8.0
 
 @jax.jit
 def block_moment(blocks: jax.Array) -> jax.Array:
-  """Uncentered second moment of each block, summed in float64.
+  """Sums the uncentered second moment of each block in float64.
 
   Args:
     blocks: `[blocks, 32, n]`, feature-major, float32 or float64.
@@ -39,7 +39,7 @@ def block_moment(blocks: jax.Array) -> jax.Array:
 
 
 def normalize_determinant(matrix: jax.Array) -> jax.Array:
-  """DN(M) = M / det(M)^(1/q) of positive definite matrices, `[..., q, q]`."""
+  """Computes DN(M) = M / det(M)^(1/q) of positive definite matrices, `[..., q, q]`."""
   log_volume = jnp.linalg.slogdet(matrix)[1]
   scale = jnp.exp(-log_volume / matrix.shape[-1])
   return matrix * scale[..., None, None]
@@ -98,7 +98,7 @@ def reference_chart(
   weight_moment: jax.Array,
   max_condition: float = MAX_CONDITION,
 ) -> jax.Array:
-  r"""The reference chart P_ref of each block.
+  r"""Computes the reference chart P_ref of each block.
 
   .. math::
     M_0 = \tfrac12 [\operatorname{DN}(A) + \operatorname{DN}(B^{-1})], \qquad

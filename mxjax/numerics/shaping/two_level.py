@@ -34,7 +34,7 @@ _EDGES = tuple(
 
 @jax.jit
 def block_covariance(hessian: jax.Array) -> jax.Array:
-  """Second moments between blocks, averaged over positions, float64 `[B, B]`.
+  """Averages second moments between blocks over positions, float64 `[B, B]`.
 
   Args:
     hessian: X'X / n, `[d, d]`.
@@ -48,7 +48,7 @@ def block_covariance(hessian: jax.Array) -> jax.Array:
 def equalizing_angle(
   first: jax.Array, second: jax.Array, cross: jax.Array
 ) -> jax.Array:
-  """The angle after which both diagonal entries are their mean.
+  """Returns the angle after which both diagonal entries are their mean.
 
   The angle printed in the paper, with the two arguments of the arctangent exchanged,
   diagonalizes the pair: it pushes the two apart.
@@ -58,7 +58,7 @@ def equalizing_angle(
 
 @jax.jit
 def equalize(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """A rotation of blocks after which all have nearly the same energy.
+  """Finds a rotation of blocks after which all have nearly the same energy.
 
   Each step takes the block furthest from the mean and the furthest one on the other
   side, and turns the two so that both get their mean.
@@ -121,12 +121,12 @@ def occupancy(rows: jax.Array) -> jax.Array:
 
 
 def unevenness(shares: jax.Array) -> jax.Array:
-  """Sum of squared deviations from equal shares, over the last axis."""
+  """Sums squared deviations from equal shares over the last axis."""
   return jnp.square(shares - 1 / len(mxfp4.MAGNITUDES)).sum(-1)
 
 
 def choose_pairs(shares: np.ndarray) -> list[tuple[int, int]]:
-  """Disjoint column pairs whose deviations differ most, greedily.
+  """Picks disjoint column pairs whose deviations differ most, greedily.
 
   Args:
     shares: `[32, 8]`.
@@ -151,7 +151,7 @@ def choose_pairs(shares: np.ndarray) -> list[tuple[int, int]]:
 
 @jax.jit
 def best_angle(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The angle in [0, pi/2) that makes two columns use the magnitudes most evenly.
+  """Finds the angle in [0, pi/2) at which two columns use magnitudes most evenly.
 
   The loss is constant between the angles at which a value crosses a boundary. Every
   crossing is found in closed form and counted into one of `ANGLES` cells, so that the
@@ -199,7 +199,7 @@ def best_angle(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Arra
 
 @functools.partial(jax.jit, static_argnames="rules")
 def _scaled(rows: jax.Array, rotation: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-  """Rotated rows in units of their own block scale, float32 `[32, n]`."""
+  """Returns rotated rows in units of their own block scale, float32 `[32, n]`."""
   turned = jnp.einsum("kj,kn->jn", rotation, rows, precision=HIGHEST)
   exponent = mxfp4.block_exponent(turned, rules)
   return turned / mxfp4.scale_of(exponent, rules)[None, :]
@@ -212,7 +212,7 @@ _best_angles = jax.jit(jax.vmap(best_angle))
 def even_out(
   rows: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> tuple[np.ndarray, list[float]]:
-  """A rotation of a block's coordinates that uses the magnitudes evenly.
+  """Finds a rotation of a block's coordinates that uses the magnitudes evenly.
 
   Args:
     rows: Blocks pooled over tokens and positions, float32 `[32, n]`.

@@ -18,8 +18,6 @@ import jax
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models.loading.weights import tensor_name
 from mxjax.numerics import mxfp4
-from mxjax.numerics.realization.activation_quantizers import Unrounded
-from mxjax.numerics.shaping.input_maps import Hadamard
 from mxjax.storage.export import features
 from mxjax.storage.export.folder import (
   SHARD_BYTES,
@@ -63,8 +61,8 @@ def _check_fused(linears: Mapping[str, Any]) -> None:
   def kind(leaf: Any) -> Any:
     if not isinstance(leaf, QuantizedLinear):
       return None
-    size = leaf.input_map.size if isinstance(leaf.input_map, Hadamard) else None
-    return size, isinstance(leaf.rounding, Unrounded)
+    size = None if leaf.input_map is None else leaf.input_map.hadamard_size
+    return size, not leaf.rounding.is_legal
 
   for module in linears:
     block, _, name = module.rpartition(".")
@@ -109,7 +107,7 @@ def quantization_config(linears: Mapping[str, Any]) -> dict[str, Any]:
       "export: expected a model with quantized linears, got none; a float model is "
       "saved by models.weights.save_folder."
     )
-  weight_only = {isinstance(leaf.rounding, Unrounded) for leaf in quantized.values()}
+  weight_only = {not leaf.rounding.is_legal for leaf in quantized.values()}
   if len(weight_only) > 1:
     raise ValueError(
       "export: compressed-tensors has one scheme for all linears here, got linears "
@@ -145,8 +143,8 @@ def _transform_config(quantized: Mapping[str, QuantizedLinear]) -> dict[str, Any
   """One group for each size of Hadamard; empty where there is none."""
   by_size: dict[int, list[str]] = {}
   for module, leaf in quantized.items():
-    if isinstance(leaf.input_map, Hadamard):
-      by_size.setdefault(leaf.input_map.size, []).append(module)
+    if leaf.input_map is not None and (size := leaf.input_map.hadamard_size):
+      by_size.setdefault(size, []).append(module)
   groups = {
     f"hadamard_{size}": {
       "type": "hadamard",
@@ -175,8 +173,8 @@ def cannot_hold(
     ".".join(path)
     for path, node in features.nodes(params)
     if isinstance(node, QuantizedLinear)
-    and isinstance(node.input_map, Hadamard)
-    and node.input_map.signs is None
+    and node.input_map is not None
+    and node.input_map.hadamard_size is not None
   }
   maps = [path for path in found.pop("maps") if path not in shared]
   return {"maps": maps, **found} if maps else found

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -11,20 +12,23 @@ import jax.numpy as jnp
 from mxjax.devices import execution
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4, precision
-from mxjax.numerics.realization.activation_quantizers import Clipped, Nearest, OneCode
+from mxjax.numerics.realization import activation_quantizers
+from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping.input_maps import InputMap
+from mxjax.pallas_kernels.mxfp4_encode import encode
 
-FEATURES = {
-  "maps": "online input maps",
-  "refinement": "one-code tables of the activations",
-  "clipping": "learned clipping of the activations",
-  "value-recovery": "scale and offset of the value heads",
-  "mlp-recovery": "scalars of the gated MLPs",
-  "gains": "output gains of single linears",
-  "rules": "a scale with a factor of 1/3",
-}
+FEATURES = ChainMap(
+  {
+    "value-recovery": "scale and offset of the value heads",
+    "mlp-recovery": "scalars of the gated MLPs",
+    "gains": "output gains of single linears",
+    "rules": "a scale with a factor of 1/3",
+  },
+  activation_quantizers.FEATURES,
+  {"maps": "online input maps"},
+)
 """Everything that one format or another cannot hold, and what it is."""
 GROUPS = {"recovery": ("value-recovery", "mlp-recovery")}
 """Names that stand for several features."""
@@ -45,10 +49,8 @@ def nodes(params: Mapping[str, Any]) -> Iterator[tuple[LeafPath, Any]]:
 def _of_linear(leaf: QuantizedLinear) -> Iterator[str]:
   if leaf.input_map is not None:
     yield "maps"
-  if isinstance(leaf.rounding, OneCode):
-    yield "refinement"
-  if isinstance(leaf.rounding, Clipped):
-    yield "clipping"
+  if leaf.rounding.feature is not None:
+    yield leaf.rounding.feature[0]
   if leaf.gain is not None:
     yield "gains"
   if leaf.rules.scale_rule == "mx43":
@@ -159,8 +161,7 @@ def effective_weight(leaf: QuantizedLinear) -> jax.Array:
 
 def _without(leaf: QuantizedLinear, names: Collection[str]) -> QuantizedLinear:
   rounding = leaf.rounding
-  dropped = {"refinement": OneCode, "clipping": Clipped}
-  if any(name in names and isinstance(rounding, dropped[name]) for name in dropped):
+  if rounding.feature is not None and rounding.feature[0] in names:
     rounding = Nearest()
   gain = None if "gains" in names else leaf.gain
   new = dataclasses.replace(leaf, rounding=rounding, gain=gain)
@@ -177,7 +178,7 @@ def _without(leaf: QuantizedLinear, names: Collection[str]) -> QuantizedLinear:
   native = effective_weight(plain).astype(jnp.float32)
   return dataclasses.replace(
     new,
-    weight=mxfp4.encode(native, rules),
+    weight=encode(native, rules),
     input_map=None if unmap else leaf.input_map,
     rules=rules,
   )
@@ -202,7 +203,7 @@ def drop(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
       coordinates, stay.
   """
   present = held(params)
-  bound = [name for name in ("refinement", "clipping") if name in present]
+  bound = [name for name in activation_quantizers.FEATURES if name in present]
   if "maps" in names and (kept := [name for name in bound if name not in names]):
     raise ValueError(
       f"export: {', '.join(kept)} is measured in the coordinates of the maps, so maps "

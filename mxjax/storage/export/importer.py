@@ -145,7 +145,7 @@ def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
   params: dict[str, Any] = {}
   for path in parameters.parameter_shapes(config):
     parameters.insert(params, path, leaves[path])
-  return Imported(params, config, isinstance(rounding, Nearest))
+  return Imported(params, config, rounding.is_legal)
 
 
 def _packed(place: str, module: str, tensors: dict[str, jax.Array]) -> mxfp4.MXTensor:

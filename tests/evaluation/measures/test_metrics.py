@@ -8,7 +8,7 @@ import pytest
 import mxjax
 from mxjax.evaluation.measures.operator_error import operator_error, operator_errors
 from mxjax.evaluation.measures.perplexity import perplexity, perturbed, window_losses
-from mxjax.layers.quantized_linear import linear
+from mxjax.layers.linear import linear
 from mxjax.models import CausalLM
 
 

@@ -8,13 +8,8 @@ import pytest
 
 from mxjax.audit import sizes
 from mxjax.layers import inference_packing
-from mxjax.layers.quantized_linear import (
-  QuantizedLinear,
-  linear,
-  linear_many,
-  map_rows,
-  take_rows,
-)
+from mxjax.layers.linear import linear, linear_many, map_rows, take_rows
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import one_code as code_refinement
 from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode, Unrounded
@@ -190,7 +185,7 @@ def test_rows_of_a_packed_table():
   assert np.isnan(got[1, 1]).all()
 
 
-def test_compact_tables_keep_the_result_legal_and_close():
+def test_packing_tables_keep_the_result_legal_and_close():
   x, weight = draw((200, 64)), leaf("hires")
   small = inference_packing.pack_for_inference({"q_proj": {"weight": weight}})[
     "q_proj"
@@ -205,7 +200,7 @@ def test_compact_tables_keep_the_result_legal_and_close():
   assert error < 0.5 * np.linalg.norm(run(x, nearest) - want) / np.linalg.norm(want)
 
 
-def test_compact_tables_keep_the_gain_of_refinement():
+def test_packing_tables_keep_the_gain_of_refinement():
   weight = leaf("hires", outputs=96)
   small = inference_packing.pack_for_inference({"w": weight})["w"]
   gram, cross = weight.rounding.tables()
@@ -227,7 +222,7 @@ def test_compact_tables_keep_the_gain_of_refinement():
   assert gain(small.rounding) > 0.999 * gain(weight.rounding)
 
 
-def test_compact_packs_embedding_and_head_when_asked():
+def test_packing_packs_embedding_and_head_when_asked():
   table = draw((96, 64), jnp.bfloat16)
   params = {"embed_tokens": {"weight": table}, "norm": {"weight": table[0]}}
   assert inference_packing.pack_for_inference(params)["embed_tokens"]["weight"] is table
@@ -241,7 +236,7 @@ def test_compact_packs_embedding_and_head_when_asked():
   assert again is packed["embed_tokens"]["weight"]
 
 
-def test_a_byte_table_is_close_in_both_its_uses():
+def test_an_int8_matrix_is_close_in_both_its_uses():
   table, x = draw((96, 64), jnp.bfloat16), draw((5, 64))
   params = inference_packing.pack_for_inference(
     {"embed_tokens": {"weight": table}}, embeddings="int8"
@@ -259,3 +254,15 @@ def test_a_byte_table_is_close_in_both_its_uses():
   assert sizes.size_report(params)["total"] == 96 * 64 + 4 * 96
   with pytest.raises(ValueError, match="'int8' or 'mxfp4', got 'int4'"):
     inference_packing.pack_for_inference(params, embeddings="int4")
+
+
+def test_the_native_kernel_is_taken_or_refused_by_the_rule():
+  x = draw((2, 40, 64))
+  np.testing.assert_array_equal(
+    run(x, leaf("hires"), implementation="native"),
+    run(x, leaf("hires"), implementation="xla"),
+  )
+  for rounding in (Nearest(), Unrounded()):
+    weight = dataclasses.replace(leaf("rtn"), rounding=rounding)
+    with pytest.raises(NotImplementedError, match="has no kernel for CPUs"):
+      run(x, weight, implementation="native")

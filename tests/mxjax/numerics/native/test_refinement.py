@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.layers.quantized_linear import OneCode, QuantizedLinear, linear
+from mxjax.layers.linear import linear
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4, native
 from mxjax.numerics.native import refinement
 from mxjax.numerics.realization import one_code
+from mxjax.numerics.realization.activation_quantizers import OneCode
 
 BLOCKS = 3
 

@@ -47,10 +47,16 @@ def losses_by_definition(x, w, steps, kind):
     losses.append((error**2).sum() / (exact**2).sum())
     pair = [jnp.asarray(a)[None] for a in wide]
     e = pair[0] - pair[2]
+    gap = pair[1] - pair[3]
     gram = lambda a, b: jnp.einsum("bin,bjn->bij", a, b)
-    traced = dyadic_balance.loss_from_moments(
-      gram(e, e), gram(e, pair[2]), gram(pair[2], pair[2]), pair[3], pair[1]
+    trace = lambda *grams: (grams[0] * grams[1]).sum((-2, -1))
+    # The module's formula of the numerator, from 32 x 32 moments alone.
+    numerator = (
+      trace(gram(pair[1], pair[1]), gram(e, e))
+      + 2 * trace(gram(pair[1], gap), gram(e, pair[2]))
+      + trace(gram(gap, gap), gram(pair[2], pair[2]))
     )
+    traced = numerator / trace(gram(pair[3], pair[3]), gram(pair[2], pair[2]))
     np.testing.assert_allclose(traced[0], losses[-1], rtol=1e-9)
   return np.asarray(losses)
 

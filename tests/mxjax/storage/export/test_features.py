@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.layers.quantized_linear import QuantizedLinear, linear
+from mxjax.layers.linear import linear
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Clipped, Unrounded
 from mxjax.numerics.shaping import input_maps

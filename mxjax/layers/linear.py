@@ -1,0 +1,233 @@
+"""The one function that applies a linear, whatever its weight is stored as."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.layers.quantized_linear import QuantizedLinear, quantized_products
+from mxjax.numerics import implementations, mxfp4, straight_through
+from mxjax.numerics.implementations import Implementation
+from mxjax.numerics.precision import HIGHEST
+from mxjax.pallas_kernels.products import matmul
+from mxjax.pallas_kernels.refinement import fused_inputs
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Matrix:
+  """An embedding or head in eight bits, `codes * scales[:, None]`; never a target.
+
+  Attributes:
+    codes: int8 `[rows, features]`, in -127..127.
+    scales: float32 `[rows]`.
+  """
+
+  codes: jax.Array
+  scales: jax.Array
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """`(rows, features)`, as of the array it replaces."""
+    return self.codes.shape
+
+  def linear(self, x: jax.Array) -> jax.Array:
+    """See `linear`: codes are exact in bfloat16, and scales multiply the product."""
+    y = linear(x, self.codes)
+    scales = self.scales.reshape((1,) * (y.ndim - 1) + (-1,))
+    return (y.astype(jnp.float32) * scales).astype(x.dtype)
+
+  def take_rows(self, index: jax.Array) -> jax.Array:
+    """See `take_rows`; float32."""
+    codes = jnp.take(self.codes, index, axis=0, mode="clip").astype(jnp.float32)
+    return codes * jnp.take(self.scales, index, axis=0, mode="fill")[..., None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StraightThrough:
+  """A linear whose inputs are rounded with a gradient, for learning; never a result.
+
+  Attributes:
+    weight: Weights `[out_features, in_features]`, rounded already if they should be.
+    rules: Scale and tie rules of the inputs (static).
+  """
+
+  weight: jax.Array
+  rules: mxfp4.Rules = dataclasses.field(
+    default=mxfp4.PAPER_RULES, metadata={"static": True}
+  )
+
+  def linear(self, x: jax.Array) -> jax.Array:
+    """See `linear`."""
+    return linear(straight_through.round_rows(x, self.rules), self.weight)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSharded:
+  """A weight whose output rows lie on several devices; only inside `shard_map`.
+
+  Either way to gather forms every product over the whole input axis on one device, so
+  no sum is split.
+
+  Attributes:
+    weight: This device's rows of any weight that `linear` takes.
+    axis: The mesh axis over which the rows are sharded (static).
+    gather: What travels: the `weights` of every device before the product, where each
+      device has inputs of its own; or the `outputs` after it, where all have the same
+      inputs (static).
+  """
+
+  weight: Any
+  axis: str = dataclasses.field(metadata={"static": True})
+  gather: Literal["weights", "outputs"] = dataclasses.field(metadata={"static": True})
+
+  def whole(self) -> Any:
+    """Gathers the weight with the rows of all devices."""
+    gather = lambda a: jax.lax.all_gather(a, self.axis, axis=0, tiled=True)
+    return map_rows(gather, lambda a: a, self.weight)
+
+  def linear(self, x: jax.Array) -> jax.Array:
+    """See `linear`."""
+    if self.gather == "weights":
+      return linear(x, self.whole())
+    y = linear(x, self.weight)
+    return jax.lax.all_gather(y, self.axis, axis=y.ndim - 1, tiled=True)
+
+  def take_rows(self, index: jax.Array) -> jax.Array:
+    """See `take_rows`: every device looks up its rows, and the owner's are taken."""
+    if self.gather == "weights":
+      return take_rows(self.whole(), index)
+    rows = self.weight.shape[0]
+    owner = index // rows
+    is_here = owner == jax.lax.axis_index(self.axis)
+    # An index outside, here the number of rows, gives NaN.
+    local = take_rows(self.weight, jnp.where(is_here, index % rows, rows))
+    of_devices = jax.lax.all_gather(local, self.axis)
+    last = of_devices.shape[0] - 1
+    source = jnp.clip(owner, 0, last)[None, ..., None]
+    return jnp.take_along_axis(of_devices, source, axis=0)[0]
+
+
+Stored = jax.Array | mxfp4.MXTensor | Int8Matrix
+Weight = Stored | QuantizedLinear | StraightThrough | RowSharded
+"""What `linear` takes as a weight."""
+
+
+def map_rows(
+  by_row: Callable[[Any], Any], whole: Callable[[Any], Any], weight: Any
+) -> Any:
+  """Maps the arrays of a weight: `by_row` those with a row for each output."""
+  match weight:
+    case QuantizedLinear():
+      names = ("input_map", "rounding", "gain", "float8_scale")
+      others = {name: jax.tree.map(whole, getattr(weight, name)) for name in names}
+      packed = map_rows(by_row, whole, weight.weight)
+      return dataclasses.replace(weight, weight=packed, **others)
+    case mxfp4.MXTensor() | Int8Matrix():
+      return jax.tree.map(by_row, weight)
+    case _:
+      return by_row(weight)
+
+
+def linear(
+  x: fused_inputs.Input, weight: Weight, *, implementation: Implementation | None = None
+) -> jax.Array:
+  """Computes `x @ weight.T`, strictly W4A4 where the weight is quantized.
+
+  Args:
+    x: Inputs, `[..., in_features]`, float32 or bfloat16, or deferred inputs.
+    weight: `[out_features, in_features]`: a quantized linear, or an array, packed
+      tensor or int8 matrix, whose values meet inputs that are not rounded.
+    implementation: For packed and quantized weights, see `implementations.choose`;
+      `native` concerns the rounding of inputs alone.
+
+  Returns:
+    Outputs, `[..., out_features]`, in the dtype of `x`.
+
+  Raises:
+    NotImplementedError: The implementation that was asked for cannot run.
+    ValueError: The width of a quantized linear is not a multiple of 32.
+  """
+  if isinstance(weight, QuantizedLinear):
+    return quantized_products(x, [weight], implementation)[0]
+  x = fused_inputs.as_array(x)
+  match weight:
+    case mxfp4.MXTensor():
+      return _weight_only(x, weight, implementation)
+    case Int8Matrix() | StraightThrough() | RowSharded():
+      return weight.linear(x)
+    case _:
+      return _product(x, weight.astype(x.dtype))
+
+
+def linear_many(
+  x: fused_inputs.Input,
+  weights: Sequence[Weight],
+  *,
+  implementation: Implementation | None = None,
+) -> list[jax.Array]:
+  """Applies several linears to the same inputs; quantized ones share kernel launches.
+
+  Args:
+    x: Inputs of all of them, `[..., in_features]`; see `linear`.
+    weights: Each `[out_features, in_features]`, of any kind that `linear` takes.
+    implementation: See `linear`.
+
+  Returns:
+    Outputs of each weight, `[..., out_features]`, in the dtype of `x`.
+
+  Raises:
+    NotImplementedError: The implementation that was asked for cannot run.
+    ValueError: The width of a quantized linear is not a multiple of 32.
+  """
+  quantized = [weight for weight in weights if isinstance(weight, QuantizedLinear)]
+  if len(quantized) == len(weights):
+    return quantized_products(x, quantized, implementation)
+  x = fused_inputs.as_array(x)
+  return [linear(x, weight, implementation=implementation) for weight in weights]
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+  """Computes `x @ weight.T` feature-major; see `elementwise.gated_product`."""
+  rows = x.reshape(-1, x.shape[-1])
+  y = jnp.einsum("nd,md->mn", rows, weight, precision=HIGHEST).T
+  return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _weight_only(
+  x: jax.Array, weight: mxfp4.MXTensor, implementation: Implementation | None
+) -> jax.Array:
+  obstacle = None
+  if x.dtype != jnp.bfloat16:
+    obstacle = f"a packed weight alone takes bfloat16 inputs, got {x.dtype}"
+  if implementations.choose("linear", implementation, pallas=obstacle) == "xla":
+    return _product(x, mxfp4.decode(weight, x.dtype))
+  rows = x.reshape(-1, x.shape[-1])
+  y = matmul.matmul(rows, weight, dtype=x.dtype, implementation=implementation)
+  return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def take_rows(weight: Stored | RowSharded, index: jax.Array) -> jax.Array:
+  """Looks up rows of an embedding; an index outside gives NaN rows.
+
+  Args:
+    weight: `[rows, d]`: an array, packed tensor or int8 matrix, or sharded by rows.
+    index: int32, any shape.
+
+  Returns:
+    `[..., d]`, in the dtype of the array; of a packed tensor bfloat16 (exact), of an
+    int8 matrix float32.
+  """
+  if isinstance(weight, Int8Matrix | RowSharded):
+    return weight.take_rows(index)
+  fill = lambda a, **value: jnp.take(a, index, axis=0, mode="fill", **value)
+  if not isinstance(weight, mxfp4.MXTensor):
+    return fill(weight)
+  # A filled scale byte decodes to NaN.
+  codes = fill(weight.codes, fill_value=0)
+  scales = fill(weight.scales, fill_value=mxfp4.NOT_FINITE)
+  return mxfp4.decode(mxfp4.MXTensor(codes, scales))

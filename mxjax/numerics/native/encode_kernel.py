@@ -1,0 +1,110 @@
+"""The loop of `mxjax.numerics.native.encode`, written with LLVM: a block is a vector.
+
+Exponents of a chunk of blocks are computed first, then their codes, so that no block
+waits for its own maximum.
+"""
+
+from llvmlite import ir
+
+from mxjax.numerics.native import LANES
+from mxjax.numerics.native.values import (
+  BYTES,
+  I8,
+  I32,
+  I64,
+  INTS,
+  POINTER,
+  VECTOR_BYTES,
+  Value,
+  constant,
+  either,
+  repeat,
+  room,
+  where,
+)
+
+_CHUNK = 16
+"""Blocks of a chunk."""
+_CODE_BYTES = LANES // 2
+_PAIRS, _PACKED = (ir.VectorType(ir.IntType(bits), _CODE_BYTES) for bits in (16, 8))
+_MANTISSA, _SIZE = 23, 2**31 - 1
+
+_THRESHOLDS = (0, 6, 9, 11, 13, 15, 17)
+"""Where |x| / 2^e reaches codes 1 to 7, in quarters of an exponent from .25 on: these
+values have two bits of mantissa, so that the other bits of |x| decide nothing."""
+
+
+def write() -> ir.Module:
+  """Writes the function `encode`.
+
+  Its arguments are the addresses of float32 values, of packed codes and of scale bytes,
+  the number of blocks (at least one), and the rule's carry and bias: the exponent is
+  the field of the largest magnitude's bits plus the carry, less the bias, at least
+  -127. It returns the bits of the largest magnitude of all.
+  """
+  module = ir.Module("encode")
+  takes = ir.FunctionType(I32, [POINTER] * 3 + [I64, I32, I32])
+  function = ir.Function(module, takes, "encode")
+  for address in function.args[:3]:
+    address.add_attribute("noalias")
+  code = ir.IRBuilder(function.append_basic_block("entry"))
+  x, codes, scales, blocks, carry, bias = (Value(code, a) for a in function.args)
+  shifts = room(code, 4 * _CHUNK)
+
+  def chunk(start: Value, largest: Value) -> list[Value]:
+    full = start + _CHUNK
+    stop = where(full < blocks, full, blocks)
+    shift_at = lambda block: shifts.after((block - start) * 4)
+
+    def scale(block: Value, largest: Value) -> list[Value]:
+      top = (_values(x, block) & _SIZE).largest()
+      field = (top + carry) >> _MANTISSA
+      exponent = (field - bias).call("smax", -127)
+      scales.after(block).store((exponent + 127).narrow(I8), align=1)
+      shift_at(block).store(exponent << _MANTISSA)
+      return [largest.call("smax", top)]
+
+    def encode(block: Value) -> list[Value]:
+      packed = _packed_codes(_values(x, block), shift_at(block).load(I32))
+      codes.after(block * _CODE_BYTES).store(packed, align=1)
+      return []
+
+    results = repeat(start, stop, scale, largest)
+    repeat(start, stop, encode)
+    return results
+
+  zero = constant(code, I64, 0), constant(code, I32, 0)
+  (largest,) = repeat(zero[0], blocks, chunk, zero[1], step=_CHUNK)
+  code.ret(largest.raw)
+  return module
+
+
+def _values(x: Value, block: Value) -> Value:
+  """Returns the bits of a block's values."""
+  return x.after(block * VECTOR_BYTES).load(INTS)
+
+
+def _scaled(bits: Value, shift: Value) -> Value:
+  """Returns the bits of |x| / 2^e; the shift is e in place of the exponent field."""
+  size = bits & _SIZE
+  normal = size - shift.spread()
+
+  def with_subnormals() -> Value:
+    # Subnormals have no exponent field: their mantissa is converted, exactly.
+    mantissa = size.rounded_to_float().bits()
+    converted = mantissa - (shift + (149 << _MANTISSA)).spread()
+    return where(size < (1 << _MANTISSA), converted, normal)
+
+  return either(shift < (-100 << _MANTISSA) + 1, with_subnormals, normal)
+
+
+def _packed_codes(bits: Value, shift: Value) -> Value:
+  """Returns the packed nearest codes of a block; ties go to the larger magnitude."""
+  quarters = (_scaled(bits, shift) - (125 << _MANTISSA)).signed_shift(21)
+  steps = quarters.call("smax", -128).call("smin", 127).narrow(BYTES)
+  one = constant(bits.code, BYTES, 1)
+  index = where(bits < 0, constant(bits.code, BYTES, 8), 0)
+  for threshold in _THRESHOLDS:
+    index += where(steps >= threshold, one, 0)
+  pairs = index.reinterpreted(_PAIRS)
+  return (pairs | (pairs >> 4)).narrow(_PACKED)

@@ -1,0 +1,93 @@
+"""A new A4 rule and a new input map: one class and one registration each, no more."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.audit import verify
+from mxjax.calibration.calibration import Calibration
+from mxjax.methods.program import Program, Realized
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization import activation_quantizers, gptq
+from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
+from mxjax.numerics.shaping import input_maps
+from mxjax.numerics.shaping.input_maps import InputMap
+from mxjax.running import pipeline
+from mxjax.storage import export
+from mxjax.storage.checkpoint import restore_checkpoint, save_checkpoint
+
+
+@activation_quantizers.register
+@dataclasses.dataclass(frozen=True)
+class Damped(ActivationQuantizer):
+  """The nearest code of a share of each value."""
+
+  share: jax.Array
+
+  feature = "damping", "a share of the activations"
+
+  def round_mapped(self, blocks, rules):
+    return mxfp4.round_blocks(self.share[:, None, None] * blocks, rules)
+
+
+@input_maps.register
+@dataclasses.dataclass(frozen=True)
+class Reversed(InputMap):
+  """Every block back to front."""
+
+  def apply(self, blocks):
+    return blocks[:, ::-1]
+
+  def fold(self, blocks):
+    return self.apply(blocks)
+
+  def conjugate(self, hessian):
+    tiles = hessian.reshape(len(hessian) // 32, 32, len(hessian) // 32, 32)
+    return tiles[:, ::-1, :, ::-1].reshape(hessian.shape)
+
+
+class Toy(Program):
+  def shape(self, weight, inputs):
+    return Reversed()
+
+  def quantize_weight(self, weight, inputs, input_map):
+    codes = gptq.round_to_nearest(weight, inputs.rules)
+    return Realized(codes, Damped(jnp.full(len(weight), 0.75, jnp.float32)))
+
+
+def test_they_are_quantized_restored_run_and_audited(
+  tiny_model, tiny_params, tiny_tokens, tiny_config, tmp_path
+):
+  calibration = Calibration(tiny_model, tiny_tokens)
+  program = Toy(name="toy")
+  result = pipeline.quantize_with_record(tiny_params, calibration, program, check=False)
+  leaf = result.params["layers_0"]["mlp"]["up_proj"]["weight"]
+  assert (type(leaf.rounding), type(leaf.input_map)) == (Damped, Reversed)
+
+  save_checkpoint(tmp_path / "out", result.params, tiny_config)
+  params = restore_checkpoint(tmp_path / "out")[0]
+  assert jax.tree.structure(params) == jax.tree.structure(result.params)
+  logits = [
+    tiny_model.apply({"params": p}, tiny_tokens) for p in (params, result.params)
+  ]
+  np.testing.assert_array_equal(*logits)
+
+  audit = verify.verify(tmp_path / "out")
+  assert audit.faults == [] and audit.counts["quantized linears"] == 14
+  assert set(export.held(params)) == {"maps", "damping"}
+  with pytest.raises(ValueError, match=r"damping \(a share of the activations\) in 14"):
+    export.features.refuse("a format", export.held(params))
+  assert export.held(export.drop(params, {"maps", "damping"})) == {}
+
+
+def test_a_name_is_given_once():
+  for module, kind in (
+    (activation_quantizers, ActivationQuantizer),
+    (input_maps, InputMap),
+  ):
+    name = "Nearest" if module is activation_quantizers else "Hadamard"
+    with pytest.raises(ValueError, match=f"{name} names .* already"):
+      module.register(dataclasses.dataclass(frozen=True)(type(name, (kind,), {})))
