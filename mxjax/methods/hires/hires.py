@@ -124,8 +124,8 @@ def _pairs(
   counts: jax.Array,
   *,
   use_interaction: bool,
-) -> tuple[jax.Array, jax.Array]:
-  """K, and its Frobenius norm in each block."""
+) -> jax.Array:
+  """K of every block."""
   chart = anchor.chart
   crosses = local_interaction.unrotate(errors / counts[:, None, None, None])
   statistics = local_interaction.AnchorStatistics(
@@ -135,10 +135,13 @@ def _pairs(
     weight_cross=anchor.weight_cross_folds,
   )
   pairs = local_interaction.solve_pairs(statistics).interaction
-  if not use_interaction:
-    pairs = jnp.zeros_like(pairs)
-  norm = jnp.sqrt((pairs * pairs).sum((-2, -1)))
-  return pairs, norm
+  return pairs if use_interaction else jnp.zeros_like(pairs)
+
+
+@jax.jit
+def spectral_norm(matrices: jax.Array) -> jax.Array:
+  """The largest singular value of each matrix, `[..., q, q]` to `[...]`."""
+  return jnp.linalg.svd(matrices, compute_uv=False)[..., 0]
 
 
 ActivationRule = Literal["full", "sensitivity", "nearest"]
@@ -198,7 +201,7 @@ class HiRes(Program):
     zeros = jnp.zeros((2, *moment.shape), jnp.float64)
     errors = inputs.reduce(_anchor_step, zeros, anchor.rotated)
     counts = jnp.maximum(jnp.asarray(inputs.fold_tokens, jnp.float64), 1.0)
-    pairs, norm = execution.block_on_cpu(
+    pairs = execution.block_on_cpu(
       _pairs(
         anchor,
         inputs.fold_moments(),
@@ -210,7 +213,8 @@ class HiRes(Program):
     transform = execution.map_block_batches(
       local_interaction.shaping_transform, anchor.chart, pairs
     )
-    inputs.record["interaction_norm"] = norm.tolist()
+    norms = execution.map_block_batches(spectral_norm, pairs)
+    inputs.record["interaction_spectral_norm"] = norms.tolist()
     if self.use_balance:
       transform = balance.balanced(weight, inputs, moment, transform, self.balance_by)
     return input_maps.BlockDense(transform.astype(jnp.float32))

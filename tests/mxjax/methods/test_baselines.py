@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -303,3 +304,14 @@ def test_a_second_run_learns_the_same_bits(build, tiny_params, calib):
   first = build(FAST["spinquant"]).params
   for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_the_papers_methods_are_its_ten_rows_and_a_newcomer_is_none_of_them():
+  ten = "rtn gptq mr-gptq brq wush torq batquant spinquant focus hires".split()
+  assert list(methods.PAPER_METHODS) == ten
+  source = pathlib.Path(methods.__file__).read_text()
+  newcomer = methods.Program(name="newcomer")
+  scope = {"newcomer": newcomer, "__name__": "mxjax.methods"}
+  exec(compile(source, methods.__file__, "exec"), scope)
+  assert scope["METHODS"]["newcomer"] is newcomer
+  assert list(scope["PAPER_METHODS"]) == ten

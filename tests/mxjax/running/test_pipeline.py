@@ -240,7 +240,8 @@ def test_the_record_says_what_happened(hires):
   index = np.select([chosen == 1, chosen == 0.5], [0, 1], 2)
   accepted = np.take_along_axis(losses, index[None], 0)[0]
   assert (accepted <= losses[2]).all()
-  assert max(linear["interaction_norm"]) <= 1 / 8
+  assert max(linear["interaction_spectral_norm"]) <= 1 / 8
+  assert len(linear["interaction_spectral_norm"]) == 2
   fits = hires.record.layers[1]["recovery"]
   assert fits["attention"]["error_after"] <= fits["attention"]["error_before"]
   assert abs(fits["mlp"]["alpha"]) + abs(fits["mlp"]["beta"]) <= 1 / 8
