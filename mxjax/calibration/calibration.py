@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from mxjax.numerics.contract import Contract
+
 Params = Mapping[str, Any]
 
 
@@ -48,6 +50,21 @@ class CausalLanguageModel(Protocol):
   def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
     """float32 logits `[B, T, V]` of final hidden states."""
     ...
+
+
+def targets(model: CausalLanguageModel, contract: Contract) -> list[tuple[str, str]]:
+  """The target linears of a layer, (block, name) in forward order."""
+  return [path for path in model.projection_taps if path[1] in contract.targets]
+
+
+def replace_weights(
+  layer: Params, weights: Mapping[tuple[str, str], Any]
+) -> dict[str, Any]:
+  """A layer's params with other weights, given by (block, name)."""
+  new = {block: dict(parts) for block, parts in layer.items()}
+  for (block, name), weight in weights.items():
+    new[block][name] = {**layer[block][name], "weight": weight}
+  return new
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq, one_code
 from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode
 from mxjax.numerics.shaping import input_maps, local_interaction, reference_chart
+from mxjax.numerics.shaping.input_maps import InputMap
 
 
 class _Anchor(NamedTuple):
@@ -192,9 +193,7 @@ class HiRes(Program):
   scales: gptq.ScaleSource = "fresh"
   damping: float = gptq.DAMPING
 
-  def shape(
-    self, weight: jax.Array, inputs: LinearInputs
-  ) -> input_maps.InputMap | None:
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
     """Stage I: T from chart and interaction, then D from three trials."""
     moment = inputs.moment()
     anchor = _prepare_anchor(weight, moment, inputs.rules)
@@ -220,7 +219,7 @@ class HiRes(Program):
     return input_maps.BlockDense(transform.astype(jnp.float32))
 
   def quantize_weight(
-    self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
+    self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
   ) -> Realized:
     """Stage II: GPTQ in the installed coordinates, then the one-code tables."""
     if self.weights == "gptq":

@@ -31,7 +31,7 @@ def test_blocks_in_parts_are_the_blocks(blocks):
 
 FRAGMENTED = """
 import numpy as np
-from mxjax import execution
+from mxjax.devices import execution
 assert execution.keep_freed_memory()
 resident = lambda: 4096 * int(open("/proc/self/statm").read().split()[1])
 pieces = [np.ones(1 << 20, np.uint8) for _ in range(400)]
@@ -59,7 +59,7 @@ COMPILED = """
 import sys
 import jax, jax.numpy as jnp
 from jax import monitoring
-from mxjax import execution
+from mxjax.devices import execution
 found = []
 monitoring.register_event_listener(lambda name, **_: found.append(name))
 execution.keep_compiled(sys.argv[1])

@@ -10,6 +10,7 @@ import pytest
 import mxjax
 from mxjax import methods
 from mxjax.calibration import streams
+from mxjax.calibration.activations import Activations
 from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation.measures.operator_error import operator_error, operator_errors
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -17,7 +18,7 @@ from mxjax.methods import recovery_fits
 from mxjax.models import CausalLM
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.realization import gptq
-from mxjax.running import pipeline
+from mxjax.running import pipeline, recovery
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +219,8 @@ def test_recovery_in_one_pass_equals_separate_passes(model, params, tokens, hire
       with precision.float64_scope():
         stream = [entering[index][s : s + 1] for s in range(len(tokens))]
         taps = [{"value": float_taps["value"][s : s + 1]} for s in range(len(tokens))]
-        _, moments = streams.measure(
-          model, fit, state[name], params[name], stream, taps
-        )
+        activations = Activations(Calibration(model, tokens), stream, chunk=1)
+        moments = recovery.measure(fit, state[name], params[name], activations, taps)
         leaf, _ = fit.solve(moments)
       jax.tree.map(
         lambda got, expected: np.testing.assert_allclose(got, expected, atol=2e-5),
