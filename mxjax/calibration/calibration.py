@@ -61,9 +61,10 @@ def replace_weights(
   layer: Params, weights: Mapping[tuple[str, str], Any]
 ) -> dict[str, Any]:
   """A layer's params with other weights, given by (block, name)."""
-  new = {block: dict(parts) for block, parts in layer.items()}
+  new = dict(layer)
   for (block, name), weight in weights.items():
-    new[block][name] = {**layer[block][name], "weight": weight}
+    linear = {**layer[block][name], "weight": weight}
+    new[block] = {**new[block], name: linear}
   return new
 
 

@@ -1,5 +1,6 @@
 """The quantizers, one readable file each, and their names."""
 
+import contextlib
 import dataclasses
 import json
 import typing
@@ -78,16 +79,16 @@ def _option(program: Program, text: str) -> tuple[str, Any]:
       f"{', '.join(sorted(fields))} as option=value."
     )
   hint = typing.get_type_hints(type(program))[key]
-  choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else None
-  try:
-    parsed = value if choices else json.loads(value, parse_constant=float)
-  except ValueError:
-    parsed = value
+  choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+  parsed: Any = value
+  if not choices:
+    with contextlib.suppress(ValueError):
+      parsed = json.loads(value, parse_constant=float)
   if isinstance(parsed, list):
     parsed = tuple(parsed)
   current = getattr(program, key)
-  wrong = choices is not None and parsed not in choices
-  if isinstance(current, bool) or isinstance(current, str):
+  wrong = bool(choices) and parsed not in choices
+  if isinstance(current, (bool, str)):
     wrong |= type(parsed) is not type(current)
   elif isinstance(current, (int, float)):
     wrong |= not isinstance(parsed, (int, float)) or isinstance(parsed, bool)
@@ -96,6 +97,4 @@ def _option(program: Program, text: str) -> tuple[str, Any]:
       f"methods: option {key} of {program.name} cannot be {value!r}; its default is "
       f"{current!r}" + (f" of {', '.join(map(str, choices))}." if choices else ".")
     )
-  return key, float(typing.cast(float, parsed)) if isinstance(
-    current, float
-  ) else parsed
+  return key, float(parsed) if isinstance(current, float) else parsed

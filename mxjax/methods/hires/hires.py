@@ -94,7 +94,7 @@ def _prepare_anchor(
   moments = execution.block_on_cpu(_weight_moments(weight))
   even, odd = rows - rows // 2, rows // 2
   total = (moments[0] * even + moments[1] * odd) / rows
-  chart, rotated, rotated_inverse = execution.map_block_batches(_chart, moment, total)
+  chart, rotated, rotated_inverse = execution.call_in_batches(_chart, moment, total)
   return _Anchor(
     chart=chart,
     rotated=rotated.astype(jnp.float32),
@@ -209,10 +209,10 @@ class HiRes(Program):
         use_interaction=self.use_interaction,
       )
     )
-    transform = execution.map_block_batches(
+    transform = execution.call_in_batches(
       local_interaction.shaping_transform, anchor.chart, pairs
     )
-    norms = execution.map_block_batches(spectral_norm, pairs)
+    norms = execution.call_in_batches(spectral_norm, pairs)
     inputs.record["interaction_spectral_norm"] = norms.tolist()
     if self.use_balance:
       transform = balance.balanced(weight, inputs, moment, transform, self.balance_by)

@@ -30,7 +30,7 @@ def test_a_layer_sees_and_passes_on_what_the_model_computes(
   activations.observe(layer, PAPER_CONTRACT, ("value",))
   tap = tiny_model.projection_taps["mlp", "down_proj"]
   view = activations.inputs(PAPER_CONTRACT)[tap]
-  close = lambda got, expected: np.testing.assert_allclose(got, expected, atol=1e-5)
+  close = lambda got, expected: np.testing.assert_allclose(got, expected, 1e-4, 1e-4)
   close(view.sequence(2), mxfp4.to_blocks(taps[tap][2]))
   close(jnp.concatenate([c["value"] for c in activations.taps]), taps["value"])
   activations.release_inputs()
