@@ -30,6 +30,7 @@ import numpy as np
 from mxjax import methods
 from mxjax.calibration.calibration import Calibration
 from mxjax.devices import mesh as meshes
+from mxjax.devices.placement import Placement
 from mxjax.methods import recovery_fits
 from mxjax.models import CausalLM, ModelConfig
 from mxjax.running import pipeline
@@ -64,7 +65,7 @@ def bits(params):
 
 def measure(model, params, tokens, shape):
   mesh = meshes.make(*shape) if shape else None
-  on_mesh = meshes.shard_rows(params, mesh)
+  on_mesh = Placement(mesh).shard_rows(params)
   if mesh is None:
     on_mesh = jax.tree.map(jax.numpy.asarray, params)
   at_rest = held()
@@ -86,7 +87,7 @@ def measure(model, params, tokens, shape):
   used = mesh.size if mesh else 1
   peak = [max(stage[i] for stage in peaks.values()) for i in range(DEVICES)]
   return {
-    "mesh": meshes.describe(mesh),
+    "mesh": Placement(mesh).describe(),
     "devices": used,
     "params_at_rest_per_device": max(at_rest),
     "peak_lead": peak[0],

@@ -25,7 +25,7 @@ from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.numerics.shaping import input_maps
 from mxjax.running import pipeline
-from mxjax.running.records import peak_memory_bytes
+from mxjax.running.run_record import peak_memory_bytes
 
 HIRES = methods.HIRES
 

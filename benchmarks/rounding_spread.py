@@ -23,14 +23,13 @@ import trained
 
 from mxjax import methods
 from mxjax.calibration import streams
-from mxjax.calibration.calibration import Calibration
+from mxjax.calibration.calibration import Calibration, targets
 from mxjax.devices import execution
 from mxjax.evaluation.cli import exporting
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT
 from mxjax.running import pipeline
-from mxjax.running.layer_quantization import targets
 from mxjax.storage.export.compressed_tensors import RUNTIME_RULES
 
 RESULT = pathlib.Path(__file__).parent / "results" / "rounding_spread.json"
@@ -49,7 +48,7 @@ def nudged(params, seed):
 def codes(model, params, tokens):
   """The rounded inputs of every layer's linears: bytes of codes and scales, by tap."""
   names = {model.projection_taps[path] for path in targets(model, PAPER_CONTRACT)}
-  stream = streams.start(model, params, tokens, 1, None)
+  stream = streams.embed(model, params, tokens, 1)
   found = []
   for index in range(model.num_layers):
     layer, leaving, seen = params[model.layer_name(index)], [], []

@@ -21,7 +21,7 @@ from mxjax.calibration.calibration import (
   Params,
   token_fingerprint,
 )
-from mxjax.devices import mesh as meshes
+from mxjax.devices.placement import Placement
 from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.evaluation.measures.perplexity import perplexity
@@ -83,7 +83,7 @@ class Subject:
       for name, tokens in self.tests.items()
     }
     # What follows runs on one device, a layer at a time.
-    quantized = meshes.on_primary_device(quantized, self.mesh)
+    quantized = Placement.of(self.mesh).on_primary(quantized)
     error = None
     if self.with_operator_error and self.tests:
       window = next(iter(self.tests.values()))[:1]

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.devices import execution
-from mxjax.devices import mesh as meshes
+from mxjax.devices.mesh import DATA
+from mxjax.devices.placement import EVALUATION, ONE_DEVICE, Placement
 
 PERTURBATION = 1e-6
 """Relative change of the embedding rows in a replicate."""
@@ -58,17 +59,16 @@ class Perplexity:
     return {**dataclasses.asdict(self), "mean": self.mean, "spread": self.spread}
 
 
-@functools.partial(jax.jit, static_argnames=("model", "mesh"))
+@functools.partial(jax.jit, static_argnames=("model", "placement"))
 def _losses(
   model: CausalLanguageModel,
   params: Params,
   hidden: jax.Array,
   targets: jax.Array,
-  mesh: Mesh | None,
+  placement: Placement,
 ) -> jax.Array:
   run = functools.partial(_losses_here, model)
-  sharing = meshes.EVALUATION
-  return meshes.call(run, mesh, params, hidden, targets, sharing=sharing)
+  return placement.call(run, params, hidden, targets, sharing=EVALUATION)
 
 
 def _losses_here(
@@ -98,7 +98,7 @@ def window_losses(
   tokens: Any,
   *,
   on_window: Callable[[int, int], None] | None = None,
-  mesh: Mesh | None = None,
+  placement: Placement = ONE_DEVICE,
 ) -> np.ndarray:
   """Mean negative log-likelihood of each window, nats, float64 `[windows]`.
 
@@ -107,24 +107,22 @@ def window_losses(
     params: Float or quantized params.
     tokens: int32 `[windows, length]`.
     on_window: Called with (done, windows) after each.
-    mesh: The devices that share windows and output rows, or None for one.
+    placement: The devices that share windows and output rows.
   """
   rows = np.asarray(tokens, np.int32)
-  count = mesh.shape[meshes.DATA] if mesh else 1
+  count = placement.mesh.shape[DATA] if placement.mesh else 1
   # The last window fills the devices up; what comes of its copies is dropped.
   filled = np.concatenate([rows, np.repeat(rows[-1:], -len(rows) % count, axis=0)])
-  place = lambda a: meshes.place(a, mesh, P(meshes.DATA)) if mesh else jnp.asarray(a)
+  place = lambda a: placement.put(a, P(DATA))
   batches = [place(filled[i : i + count]) for i in range(0, len(filled), count)]
-  outer = meshes.shard_rows(streams.outer_params(params), mesh)
+  outer = placement.shard_rows(streams.outer_params(params))
   losses = []
   for start in range(0, len(batches), WINDOWS_TOGETHER):
     group = batches[start : start + WINDOWS_TOGETHER]
-    hiddens = streams.final_hiddens(model, params, group, mesh)
+    hiddens = streams.final_hiddens(model, params, group, placement)
     for ids, hidden in zip(group, hiddens, strict=True):
-      new = _losses(model, outer, hidden[:, :-1], ids[:, 1:], mesh)
-      found = np.asarray(
-        meshes.to_primary_device(execution.block_on_cpu(new), mesh), np.float64
-      )
+      new = _losses(model, outer, hidden[:, :-1], ids[:, 1:], placement)
+      found = np.asarray(placement.to_primary(execution.block_on_cpu(new)), np.float64)
       for loss in found[: len(rows) - len(losses)]:
         losses.append(loss.mean())
         if on_window:
@@ -188,12 +186,14 @@ def perplexity(
       "perplexity: expected at least one replicate and windows [n, length >= 2], got "
       f"{replicates=} and shape {tokens.shape}; cut the text into windows first."
     )
-  runs, mesh = [], meshes.normalize(mesh)
+  runs, placement = [], Placement.of(mesh)
   for seed in range(replicates):
     used = params
     if seed:
-      used = perturbed(meshes.on_primary_device(params, mesh), seed)
-    runs.append(window_losses(model, used, tokens, on_window=on_window, mesh=mesh))
+      used = perturbed(placement.on_primary(params), seed)
+    runs.append(
+      window_losses(model, used, tokens, on_window=on_window, placement=placement)
+    )
   return Perplexity(
     values=tuple(float(np.exp(losses.mean())) for losses in runs),
     windows=tokens.shape[0],

@@ -121,7 +121,7 @@ def _balance(layers: Layers) -> str:
 
 
 def _interaction(layers: Layers) -> str:
-  found = _lists(layers, "interaction_norm")
+  found = _lists(layers, "interaction_spectral_norm")
   if not found:
     return ""
   line = Series(

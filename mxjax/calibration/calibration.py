@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from mxjax.numerics.contract import Contract
+
 Params = Mapping[str, Any]
 
 
@@ -48,6 +50,22 @@ class CausalLanguageModel(Protocol):
   def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
     """float32 logits `[B, T, V]` of final hidden states."""
     ...
+
+
+def targets(model: CausalLanguageModel, contract: Contract) -> list[tuple[str, str]]:
+  """The target linears of a layer, (block, name) in forward order."""
+  return [path for path in model.projection_taps if path[1] in contract.targets]
+
+
+def replace_weights(
+  layer: Params, weights: Mapping[tuple[str, str], Any]
+) -> dict[str, Any]:
+  """A layer's params with other weights, given by (block, name)."""
+  new = dict(layer)
+  for (block, name), weight in weights.items():
+    linear = {**layer[block][name], "weight": weight}
+    new[block] = {**new[block], name: linear}
+  return new
 
 
 @dataclasses.dataclass(frozen=True)

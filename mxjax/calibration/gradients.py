@@ -1,6 +1,6 @@
 """Gradients through the whole model, one decoder layer at a time.
 
-Forward, the hidden states entering each layer are kept; backward, each layer is run
+Forward, the hidden states entering each layer are stored; backward, each layer is run
 again and differentiated. One compiled function serves all layers and memory holds one
 layer's activations, whatever the depth.
 """
@@ -25,29 +25,24 @@ class Objective(Protocol):
   `shared` is learned once for the model, `own` once for each layer; both are pytrees.
   """
 
-  def embed(
-    self, model: CausalLanguageModel, shared: Any, outer: Params, ids: jax.Array
-  ) -> jax.Array:
+  @property
+  def model(self) -> CausalLanguageModel:
+    """The model that the loss is of."""
+    ...
+
+  def embed(self, shared: Any, outer: Params, ids: jax.Array) -> jax.Array:
     """Hidden states `[1, T, d]` of tokens int32 `[1, T]`."""
     ...
 
-  def layer(
-    self,
-    model: CausalLanguageModel,
-    shared: Any,
-    own: Any,
-    layer: Params,
-    hidden: jax.Array,
-  ) -> jax.Array:
+  def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
     """One layer, `[1, T, d]` to `[1, T, d]`."""
     ...
 
   def loss(
     self,
-    model: CausalLanguageModel,
     shared: Any,
-    outer: Params,
     hidden: jax.Array,
+    outer: Params,
     ids: jax.Array,
     teacher: jax.Array | None,
   ) -> jax.Array:
@@ -69,75 +64,65 @@ class Gradients(NamedTuple):
   own: list[Any]
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "model"))
-def _embed(
-  objective: Objective, model: Any, shared: Any, outer: Params, ids: jax.Array
-) -> jax.Array:
-  return objective.embed(model, shared, outer, ids)
+@functools.partial(jax.jit, static_argnames=("objective", "part"))
+def _forward(objective: Objective, part: str, *args: Any) -> jax.Array:
+  return getattr(objective, part)(*args)
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "model"))
-def _layer(
-  objective: Objective,
-  model: Any,
-  shared: Any,
-  own: Any,
-  layer: Params,
-  hidden: jax.Array,
-) -> jax.Array:
-  return objective.layer(model, shared, own, layer, hidden)
+@functools.partial(jax.jit, static_argnames=("objective", "part", "learned"))
+def _backward(
+  objective: Objective, part: str, learned: int, cotangent: jax.Array, *args: Any
+) -> tuple[Any, ...]:
+  """Gradients of a part with respect to its first `learned` arguments."""
+  run = lambda *first: getattr(objective, part)(*first, *args[learned:])
+  return jax.vjp(run, *args[:learned])[1](cotangent)
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "model"))
+@functools.partial(jax.jit, static_argnames="objective")
 def _loss_gradient(
-  objective: Objective,
-  model: Any,
-  shared: Any,
-  outer: Params,
-  hidden: jax.Array,
-  ids: jax.Array,
-  teacher: jax.Array | None,
+  objective: Objective, *args: Any
 ) -> tuple[jax.Array, tuple[Any, jax.Array]]:
-  def loss(shared: Any, hidden: jax.Array) -> jax.Array:
-    return objective.loss(model, shared, outer, hidden, ids, teacher)
-
-  return jax.value_and_grad(loss, argnums=(0, 1))(shared, hidden)
-
-
-@functools.partial(jax.jit, static_argnames=("objective", "model"))
-def _layer_gradient(
-  objective: Objective,
-  model: Any,
-  shared: Any,
-  own: Any,
-  layer: Params,
-  hidden: jax.Array,
-  cotangent: jax.Array,
-) -> tuple[Any, Any, jax.Array]:
-  run = lambda shared, own, hidden: objective.layer(model, shared, own, layer, hidden)
-  return jax.vjp(run, shared, own, hidden)[1](cotangent)
-
-
-@functools.partial(jax.jit, static_argnames=("objective", "model"))
-def _embed_gradient(
-  objective: Objective,
-  model: Any,
-  shared: Any,
-  outer: Params,
-  ids: jax.Array,
-  cotangent: jax.Array,
-) -> Any:
-  run = lambda shared: objective.embed(model, shared, outer, ids)
-  return jax.vjp(run, shared)[1](cotangent)[0]
+  return jax.value_and_grad(objective.loss, argnums=(0, 1))(*args)
 
 
 def _add(left: Any, right: Any) -> Any:
-  return jax.tree.map(jnp.add, left, right)
+  return right if left is None else jax.tree.map(jnp.add, left, right)
+
+
+def _of_sequence(
+  objective: Objective,
+  outer: Params,
+  layers: list[Params],
+  shared: Any,
+  own: list[Any],
+  ids: jax.Array,
+  teacher: jax.Array | None,
+) -> Gradients:
+  """The loss of one sequence and its gradients."""
+  wait = execution.block_on_cpu
+  hidden = wait(_forward(objective, "embed", shared, outer, ids))
+  entering = []
+  for layer, learned in zip(layers, own, strict=True):
+    entering.append(hidden)
+    hidden = wait(_forward(objective, "layer", shared, learned, hidden, layer))
+  loss, (shared_sum, cotangent) = wait(
+    _loss_gradient(objective, shared, hidden, outer, ids, teacher)
+  )
+  own_gradients: list[Any] = []
+  for layer, learned, before in zip(
+    reversed(layers), reversed(own), reversed(entering), strict=True
+  ):
+    more, gradient, cotangent = wait(
+      _backward(objective, "layer", 3, cotangent, shared, learned, before, layer)
+    )
+    shared_sum = _add(shared_sum, more)
+    own_gradients.append(gradient)
+  (more,) = wait(_backward(objective, "embed", 1, cotangent, shared, outer, ids))
+  return Gradients(float(loss), _add(shared_sum, more), own_gradients[::-1])
 
 
 def gradients(
   objective: Objective,
-  model: CausalLanguageModel,
   params: Params,
   shared: Any,
   own: list[Any],
@@ -148,8 +133,7 @@ def gradients(
 
   Args:
     objective: The loss.
-    model: The model.
-    params: Its float params, which are constants.
+    params: The model's float params, which are constants.
     shared: What is learned once.
     own: What is learned for each layer, equal in structure.
     sequences: Tokens, int32 `[1, T]` each; one after the other is run.
@@ -158,39 +142,15 @@ def gradients(
   Returns:
     The loss and the gradients, averaged over sequences.
   """
-  outer = outer_params(params)
+  model, outer = objective.model, outer_params(params)
   layers = [params[model.layer_name(i)] for i in range(model.num_layers)]
-  total, shared_sum, own_sum = 0.0, None, None
-  for position, ids in enumerate(sequences):
-    hidden = execution.block_on_cpu(_embed(objective, model, shared, outer, ids))
-    entering = []
-    for layer, learned in zip(layers, own, strict=True):
-      entering.append(hidden)
-      hidden = execution.block_on_cpu(
-        _layer(objective, model, shared, learned, layer, hidden)
-      )
-    teacher = teachers[position] if teachers else None
-    loss, (shared_here, cotangent) = execution.block_on_cpu(
-      _loss_gradient(objective, model, shared, outer, hidden, ids, teacher)
-    )
-    own_here: list[Any] = []
-    for layer, learned, before in zip(
-      reversed(layers), reversed(own), reversed(entering), strict=True
-    ):
-      more, gradient, cotangent = execution.block_on_cpu(
-        _layer_gradient(objective, model, shared, learned, layer, before, cotangent)
-      )
-      shared_here = _add(shared_here, more)
-      own_here.append(gradient)
-    shared_here = _add(
-      shared_here, _embed_gradient(objective, model, shared, outer, ids, cotangent)
-    )
-    own_here.reverse()
-    total += float(loss)
-    shared_sum = shared_here if shared_sum is None else _add(shared_sum, shared_here)
-    own_sum = own_here if own_sum is None else _add(own_sum, own_here)
-  mean = lambda tree: jax.tree.map(lambda leaf: leaf / len(sequences), tree)
-  return Gradients(total / len(sequences), mean(shared_sum), mean(own_sum))
+  total, sums = 0.0, None
+  for ids, teacher in zip(sequences, teachers or [None] * len(sequences), strict=True):
+    one = _of_sequence(objective, outer, layers, shared, own, ids, teacher)
+    total += one.loss
+    sums = _add(sums, (one.shared, one.own))
+  mean = jax.tree.map(lambda leaf: leaf / len(sequences), sums)
+  return Gradients(total / len(sequences), *mean)
 
 
 def chunked_mean(

@@ -6,18 +6,18 @@ one sequence at a time in the order of the calibration set, whatever the chunk s
 so results do not depend on it.
 """
 
-import functools
-from collections.abc import Callable, MutableMapping, Sequence
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from mxjax.devices import execution
-from mxjax.devices import mesh as meshes
+from mxjax.devices.placement import ONE_DEVICE, Placement
+from mxjax.devices.totals import Totals
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.shaping import reference_chart
 
@@ -27,57 +27,17 @@ HESSIAN_TILE = 192
 """Rows of a raw Hessian accumulated at once, from the diagonal on."""
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=("step", "rules"),
-  donate_argnames="carry",
-  compiler_options=execution.FEW_TEMPORARIES,
-)
-def _reduce_chunk(
-  step: Step,
-  rules: mxfp4.Rules,
+def _add_sequence(
   carry: Any,
-  blocks: jax.Array,
-  first: jax.Array,
-  args: tuple[Any, ...],
-) -> Any:
-  def body(carry: Any, item: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
-    sequence, index = item
-    return step(carry, sequence, index, rules, *args), None
-
-  indices = first + jnp.arange(blocks.shape[0], dtype=jnp.int32)
-  return jax.lax.scan(body, carry, (blocks, indices))[0]
-
-
-@functools.partial(
-  jax.jit,
-  static_argnames=("step", "rules", "layout", "mesh"),
-  donate_argnames="shares",
-)
-def _add_chunk(
-  step: Step,
-  rules: mxfp4.Rules,
-  layout: meshes.Layout,
-  mesh: Mesh,
-  shares: list[jax.Array],
-  blocks: jax.Array,
-  first: jax.Array,
-  args: tuple[Any, ...],
-) -> list[jax.Array]:
-  def run(
-    _: None,
-    shares: list[jax.Array],
-    blocks: jax.Array,
-    first: jax.Array,
-    args: tuple[Any, ...],
-  ) -> list[jax.Array]:
-    index = first + jax.lax.axis_index(meshes.AXES)
-    new = step(layout.zeros(), blocks[0], index, rules, *args)
-    return meshes.add_in_order(shares, new)
-
-  whole, split = P(), P(meshes.AXES)
-  specs = split, split, whole, whole
-  return meshes.call(run, mesh, None, shares, blocks, first, args, specs=specs)
+  sequence: tuple[None, jax.Array],
+  index: jax.Array,
+  static: tuple[Step, mxfp4.Rules],
+  params: None,
+  *args: Any,
+) -> tuple[Any, None]:
+  """The step of a hook as a step of `Totals`."""
+  step, rules = static
+  return step(carry, sequence[1], index, rules, *args), None
 
 
 def _hessian_step(
@@ -97,7 +57,7 @@ def _hessian_step(
 def _mirrored(upper: jax.Array, places: jax.Array) -> jax.Array:
   """The symmetric matrix `[d, d]` that has this upper triangle.
 
-  `places` are 0 to d - 1, int32: were they made in here, XLA:CPU would compile this
+  `places` are 0 to d - 1, int32: created in here, they would have XLA:CPU compile this
   for minutes, on 400 MB, where d is a power of two.
   """
   return jnp.where(places[:, None] <= places[None, :], upper, upper.T)
@@ -131,8 +91,7 @@ class LinearInputs:
     record: What hooks want the report to show about this linear.
     learned: What `Program.prepare` learned for this linear, or None.
     group: What `Program.shape_group` returned for the linears on this tensor.
-    mesh: Where the activations lie, if on several devices; everything that a hook
-      gets is on the lead all the same.
+    placement: Where the activations lie; a hook gets arrays on the primary device.
     sequences: Calibration sequences.
     blocks: Physical blocks of the input axis.
     length: Tokens of a sequence.
@@ -144,28 +103,25 @@ class LinearInputs:
     rules: mxfp4.Rules = mxfp4.PAPER_RULES,
     *,
     extent: tuple[int, int, int] | None = None,
-    cache: MutableMapping[str, jax.Array] | None = None,
-    learned: Any = None,
-    mesh: Mesh | None = None,
+    cache: dict[str, jax.Array] | None = None,
+    placement: Placement = ONE_DEVICE,
   ) -> None:
     """Wraps captured activations.
 
     Args:
       chunks: float32 arrays `[sequences, blocks, 32, tokens]` in calibration order,
         or a function that captures them when a hook first asks for more than the
-        cache holds. On a mesh each has one sequence a device.
+        cache has. On a mesh each has one sequence a device.
       rules: Codec rules of the contract.
       extent: `(sequences, blocks, tokens)` over all chunks; needed with a function.
       cache: Reductions shared with other linears that read the same tensor.
-      learned: What `Program.prepare` learned for this linear.
-      mesh: Where the chunks lie, if on several devices.
+      placement: Where the chunks lie.
     """
     self._source = chunks
     self._cache = {} if cache is None else cache
+    self.rules, self.placement = rules, placement
     self.name = ""
-    self.rules = rules
-    self.mesh = mesh
-    self.learned = learned
+    self.learned: Any = None
     self.group: Any = None
     self.record: dict[str, Any] = {}
     if extent is None:
@@ -176,25 +132,15 @@ class LinearInputs:
 
   @property
   def _chunks(self) -> Sequence[jax.Array]:
-    if callable(self._source):
-      self._source = self._source()
-    return self._source
+    return self._source() if callable(self._source) else self._source
 
   def for_linear(self, name: str = "", learned: Any = None) -> "LinearInputs":
     """The view of one linear on this tensor: same cache, own record.
 
     The record begins with what `Program.shape_group` wrote into this one.
     """
-    extent = self.sequences, self.blocks, self.length
-    view = LinearInputs(
-      lambda: self._chunks,
-      self.rules,
-      extent=extent,
-      cache=self._cache,
-      learned=learned,
-      mesh=self.mesh,
-    )
-    view.name, view.group, view.record = name, self.group, dict(self.record)
+    view = copy.copy(self)
+    view.name, view.learned, view.record = name, learned, dict(self.record)
     return view
 
   @property
@@ -222,7 +168,7 @@ class LinearInputs:
     """One calibration sequence, float32 `[blocks, 32, tokens]`."""
     for chunk in self._chunks:
       if index < chunk.shape[0]:
-        return meshes.to_primary_device(chunk[index], self.mesh)
+        return self.placement.to_primary(chunk[index])
       index -= chunk.shape[0]
     raise IndexError(f"linear_inputs: no sequence {index} of {self.sequences}")
 
@@ -235,8 +181,8 @@ class LinearInputs:
       inside = (wanted[:, 0] >= first) & (wanted[:, 0] < first + chunk.shape[0])
       order.append(np.flatnonzero(inside))
       rows, positions = wanted[inside, 0] - first, wanted[inside, 1]
-      found = meshes.to_primary_device(chunk[rows, :, :, positions], self.mesh)
-      parts.append(jnp.moveaxis(found, 0, -1))
+      columns = self.placement.to_primary(chunk[rows, :, :, positions])
+      parts.append(jnp.moveaxis(columns, 0, -1))
       first += chunk.shape[0]
     back = np.argsort(np.concatenate(order))
     return jnp.concatenate(parts, axis=-1)[..., back]
@@ -246,43 +192,26 @@ class LinearInputs:
 
     Args:
       step: A module-level function `(carry, blocks [blocks, 32, T], index, rules,
-        *args)` to the next carry; it is jitted once for each shape. What it adds to
-        the carry must not depend on it: on a mesh it is applied to zeros, and what it
-        returns is added.
+        *args)` to the next carry; it is jitted once for each shape. It must be
+        additive in the carry: on a mesh it runs on a zero carry and results are
+        summed.
       init: The first carry; its buffers are donated.
       *args: Arrays passed to every step.
 
     Returns:
       The last carry.
     """
-    carry, args = execution.block_on_cpu((init, args))
-    if self.mesh is not None:
-      return self._reduce_on_mesh(self.mesh, step, carry, args)
-    first = 0
+    init, args = execution.block_on_cpu((init, args))
+    totals, args = Totals(init, self.placement), self.placement.replicate(args)
     for chunk in self._chunks:
-      carry = execution.block_on_cpu(
-        _reduce_chunk(step, self.rules, carry, chunk, np.int32(first), args)
-      )
-      first += chunk.shape[0]
-    return carry
-
-  def _reduce_on_mesh(
-    self, mesh: Mesh, step: Step, carry: Any, args: tuple[Any, ...]
-  ) -> Any:
-    args = meshes.replicate(args, mesh)
-    (shares, layout), first = meshes.share(carry, mesh), 0
-    for chunk in self._chunks:
-      index = np.int32(first)
-      shares = execution.block_on_cpu(
-        _add_chunk(step, self.rules, layout, mesh, shares, chunk, index, args)
-      )
-      first += chunk.shape[0]
-    return meshes.collect(shares, layout, mesh)
+      totals.add(_add_sequence, chunk, *args, static=(step, self.rules))
+    return totals.value()
 
   def cached(self, name: str, compute: Callable[[], jax.Array]) -> jax.Array:
     """A reduction under a name, computed once for all linears on this tensor."""
-    if name not in self._cache:
-      self._cache[name] = compute()
+    with contextlib.suppress(KeyError):
+      return self._cache[name]
+    self._cache[name] = compute()
     return self._cache[name]
 
   def hessian(self) -> jax.Array:

@@ -1,15 +1,14 @@
-"""What runs on one float model and one calibration set share, on disk.
+"""Statistics on disk that runs on one float model and one calibration set share.
 
-Hidden states entering every layer, and what has been reduced of every linear input
-(raw Hessian, block moments, probes). A run that finds a reduction here need not run
-the float layer at all. The key is the content of params and tokens, so a store can
-hold several models and calibration sets, and can never serve the wrong one.
+They are the hidden states entering every layer, and what has been reduced of every
+linear input (raw Hessian, block moments, probes). A run that finds a reduction here
+need not run the float layer at all. The key is the content of params and tokens, so a
+store can hold several models and calibration sets, and never serves the wrong one.
 """
 
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import jax
@@ -17,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.calibration.calibration import Calibration, Params
-from mxjax.storage.run_folder import flatten, write_durably
+from mxjax.storage.atomic_io import read_arrays, write_arrays
+from mxjax.storage.run_folder import flatten
 
 
 def params_digest(params: Params) -> str:
@@ -31,49 +31,33 @@ def params_digest(params: Params) -> str:
 
 
 def _write(path: pathlib.Path, array: Any) -> None:
-  from safetensors.numpy import save
-
   path.parent.mkdir(parents=True, exist_ok=True)
-  write_durably(path, save({"array": np.asarray(array)}))
+  write_arrays(path, {"array": array})
 
 
 def _read(path: pathlib.Path) -> jax.Array:
-  from safetensors.numpy import load_file
-
-  return jnp.asarray(load_file(path)["array"])
+  return jnp.asarray(read_arrays(path)["array"])
 
 
-class Reductions(MutableMapping[str, jax.Array]):
+class Reductions(dict[str, jax.Array]):
   """The reductions of one linear input by name; each is a file, written once."""
 
   def __init__(self, folder: pathlib.Path) -> None:
-    """Names the folder; it is made when something is written."""
+    """Names the folder; it is created when something is written."""
+    super().__init__()
     self._folder = folder
-    self._held: dict[str, jax.Array] = {}
 
-  def _file(self, name: str) -> pathlib.Path:
-    return self._folder / f"{name}.safetensors"
-
-  def __getitem__(self, name: str) -> jax.Array:
-    if name not in self._held:
-      if not self._file(name).is_file():
-        raise KeyError(name)
-      self._held[name] = _read(self._file(name))
-    return self._held[name]
+  def __missing__(self, name: str) -> jax.Array:
+    file = self._folder / f"{name}.safetensors"
+    if not file.is_file():
+      raise KeyError(name)
+    array = _read(file)
+    super().__setitem__(name, array)
+    return array
 
   def __setitem__(self, name: str, array: jax.Array) -> None:
-    self._held[name] = array
-    _write(self._file(name), array)
-
-  def __delitem__(self, name: str) -> None:
-    self._held.pop(name, None)
-    self._file(name).unlink(missing_ok=True)
-
-  def __iter__(self) -> Iterator[str]:
-    return (file.stem for file in sorted(self._folder.glob("*.safetensors")))
-
-  def __len__(self) -> int:
-    return sum(1 for _ in self)
+    super().__setitem__(name, array)
+    _write(self._folder / f"{name}.safetensors", array)
 
 
 class CalibrationStore:

@@ -1,7 +1,7 @@
-"""Hidden states of the calibration set, carried through the model layer by layer.
+"""The forward pass of a model, one decoder layer at a time.
 
-Each sequence goes through a layer by itself (`lax.map` inside a chunk), so the bits do
-not depend on how many sequences share a device call.
+While calibrating, each sequence goes through a layer by itself (`lax.map` inside a
+chunk), so the bits do not depend on how many sequences share a device call.
 """
 
 import functools
@@ -10,58 +10,61 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.devices import execution
-from mxjax.devices import mesh as meshes
+from mxjax.devices.placement import (
+  CALIBRATION,
+  EVALUATION,
+  ONE_DEVICE,
+  Placement,
+  Sharing,
+)
 from mxjax.numerics import mxfp4
 
-Stream = list[jax.Array]
-"""Chunks `[sequences, T, d]` in calibration order, compute dtype; on a mesh with one
-sequence a device."""
+Chunks = list[jax.Array]
+"""Hidden states `[sequences, T, d]` in calibration order, compute dtype; on a mesh
+with one sequence a device in each."""
 
 
-@functools.partial(jax.jit, static_argnames=("model", "mesh", "sharing"))
+def outer_params(params: Params) -> dict[str, Any]:
+  """The params outside the decoder layers: embedding, final norm, head."""
+  # Not `items()`: of params on disk that would read every layer.
+  return {k: params[k] for k in params if not k.startswith("layers_")}
+
+
+@functools.partial(jax.jit, static_argnames=("model", "placement", "sharing"))
 def _embed(
   model: CausalLanguageModel,
   params: Params,
   tokens: jax.Array,
-  mesh: Mesh | None,
-  sharing: meshes.Sharing = meshes.CALIBRATION,
+  placement: Placement,
+  sharing: Sharing = CALIBRATION,
 ) -> jax.Array:
-  return meshes.call(model.embed, mesh, params, tokens, sharing=sharing)
+  return placement.call(model.embed, params, tokens, sharing=sharing)
 
 
-def start(
+def embed(
   model: CausalLanguageModel,
   params: Params,
   tokens: Any,
   chunk: int,
-  mesh: Mesh | None = None,
-) -> Stream:
+  placement: Placement = ONE_DEVICE,
+) -> Chunks:
   """Embeds the calibration tokens, int32 `[S, T]`, in chunks of sequences."""
-  outer = meshes.shard_rows(outer_params(params), mesh)
+  outer = placement.shard_rows(outer_params(params))
+  parts = [tokens[first : first + chunk] for first in range(0, len(tokens), chunk)]
   return [
     execution.block_on_cpu(
-      _embed(model, outer, spread(tokens[first : first + chunk], mesh), mesh)
+      _embed(model, outer, placement.put_sequences(part), placement)
     )
-    for first in range(0, len(tokens), chunk)
+    for part in parts
   ]
-
-
-def spread(part: Any, mesh: Mesh | None) -> jax.Array:
-  """A chunk `[sequences, ...]` as a device array of its own, on a mesh if there is one.
-
-  A copy: the buffers of a stream are donated, those of the host must not be.
-  """
-  return meshes.place(part, mesh, P(meshes.AXES)) if mesh else jnp.array(part)
 
 
 @functools.partial(
   jax.jit,
-  static_argnames=("model", "blocked", "plain", "mesh"),
+  static_argnames=("model", "blocked", "plain", "placement"),
   donate_argnames="hidden",
   compiler_options=execution.FEW_TEMPORARIES,
 )
@@ -71,9 +74,9 @@ def capture(
   hidden: jax.Array,
   blocked: tuple[str, ...],
   plain: tuple[str, ...],
-  mesh: Mesh | None = None,
+  placement: Placement = ONE_DEVICE,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Runs a chunk through a float layer and keeps what its linears saw.
+  """Runs a chunk through a float layer and returns what its linears saw.
 
   Args:
     model: The model.
@@ -81,7 +84,7 @@ def capture(
     hidden: `[sequences, T, d]`; its buffer is donated.
     blocked: Taps returned feature-major, float32 `[sequences, blocks, 32, T]`.
     plain: Taps returned as they are, `[sequences, T, ...]`.
-    mesh: Where layer and chunk lie, if on several devices.
+    placement: Where layer and chunk lie.
 
   Returns:
     The layer's output and the taps.
@@ -90,56 +93,48 @@ def capture(
   def run(layer: Params, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     def one(sequence: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
       output, taps = model.layer_with_taps(layer, sequence[None])
-      kept = {t: mxfp4.to_blocks(taps[t][0].astype(jnp.float32)) for t in blocked}
-      return output[0], kept | {t: taps[t][0] for t in plain}
+      inputs = {t: mxfp4.to_blocks(taps[t][0].astype(jnp.float32)) for t in blocked}
+      return output[0], inputs | {t: taps[t][0] for t in plain}
 
     return jax.lax.map(one, hidden)
 
-  return meshes.call(run, mesh, layer, hidden)
+  return placement.call(run, layer, hidden)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "mesh"))
-def _layer(
-  model: CausalLanguageModel, layer: Params, hidden: jax.Array, mesh: Mesh | None
-) -> jax.Array:
-  return meshes.call(model.layer, mesh, layer, hidden, sharing=meshes.EVALUATION)
-
-
-@functools.partial(jax.jit, static_argnames=("model", "mesh"), donate_argnames="hidden")
+@functools.partial(
+  jax.jit, static_argnames=("model", "placement"), donate_argnames="hidden"
+)
 def _advance(
-  model: CausalLanguageModel,
-  layer: Params,
-  hidden: jax.Array,
-  mesh: Mesh | None = None,
+  model: CausalLanguageModel, layer: Params, hidden: jax.Array, placement: Placement
 ) -> jax.Array:
   def run(layer: Params, hidden: jax.Array) -> jax.Array:
     return jax.lax.map(lambda row: model.layer(layer, row[None])[0], hidden)
 
-  return meshes.call(run, mesh, layer, hidden)
+  return placement.call(run, layer, hidden)
 
 
 def advance(
   model: CausalLanguageModel,
   layer: Params,
-  stream: Stream,
-  mesh: Mesh | None = None,
-) -> Stream:
-  """Carries a stream through one layer; the stream's buffers are donated."""
-  layer = meshes.shard_rows(layer, mesh)
+  hidden: Chunks,
+  placement: Placement = ONE_DEVICE,
+) -> Chunks:
+  """Carries hidden states through one layer; their buffers are donated."""
+  layer = placement.shard_rows(layer)
   return [
-    execution.block_on_cpu(_advance(model, layer, hidden, mesh)) for hidden in stream
+    execution.block_on_cpu(_advance(model, layer, chunk, placement)) for chunk in hidden
   ]
 
 
-def check_finite(stream: Stream, place: str) -> None:
-  """Raises where a stream leaving `place` has NaN or inf.
+def check_finite(hidden: Chunks, place: str) -> None:
+  """Raises where hidden states leaving `place` have NaN or inf.
 
   Raises:
     FloatingPointError: With the counts.
   """
-  bad = sum(int((~jnp.isfinite(chunk)).sum()) for chunk in stream)
+  bad = sum(int((~jnp.isfinite(chunk)).sum()) for chunk in hidden)
   if bad:
-    total = sum(chunk.size for chunk in stream)
+    total = sum(chunk.size for chunk in hidden)
     raise FloatingPointError(
       f"quantize: {bad} of {total} hidden values leaving {place} are NaN or inf on the "
       "calibration tokens; the float model itself overflows there, so check its "
@@ -147,38 +142,41 @@ def check_finite(stream: Stream, place: str) -> None:
     )
 
 
-def copy(stream: Stream) -> Stream:
-  """A stream with buffers of its own, for a call that donates them."""
-  return [jnp.array(hidden, copy=True) for hidden in stream]
+@functools.partial(jax.jit, static_argnames=("model", "placement"))
+def _layer(
+  model: CausalLanguageModel, layer: Params, hidden: jax.Array, placement: Placement
+) -> jax.Array:
+  return placement.call(model.layer, layer, hidden, sharing=EVALUATION)
 
 
 def final_hiddens(
   model: CausalLanguageModel,
   params: Params,
   windows: Sequence[jax.Array],
-  mesh: Mesh | None = None,
-) -> Stream:
+  placement: Placement = ONE_DEVICE,
+) -> Chunks:
   """Runs windows through all layers, reading each layer once for all of them.
 
   Args:
     model: The model.
     params: Its params, float or quantized, possibly on disk.
     windows: int32 `[B, T]` each; on a mesh one window for each device along `data`.
-    mesh: Where windows lie, if on several devices; params are put there.
+    placement: Where windows lie; params are put there.
 
   Returns:
     Hidden states `[B, T, d]` leaving the last layer, one array a window; a window's
     bits do not depend on the others.
   """
-  outer = meshes.shard_rows(outer_params(params), mesh)
+  outer = placement.shard_rows(outer_params(params))
   hidden = [
-    execution.block_on_cpu(_embed(model, outer, tokens, mesh, meshes.EVALUATION))
+    execution.block_on_cpu(_embed(model, outer, tokens, placement, EVALUATION))
     for tokens in windows
   ]
   for index in range(model.num_layers):
-    layer = meshes.shard_rows(params[model.layer_name(index)], mesh)
+    layer = placement.shard_rows(params[model.layer_name(index)])
     hidden = [
-      execution.block_on_cpu(_layer(model, layer, states, mesh)) for states in hidden
+      execution.block_on_cpu(_layer(model, layer, states, placement))
+      for states in hidden
     ]
   return hidden
 
@@ -188,9 +186,3 @@ def final_hidden(
 ) -> jax.Array:
   """`final_hiddens` of one window, int32 `[B, T]`: `[B, T, d]`."""
   return final_hiddens(model, params, [tokens])[0]
-
-
-def outer_params(params: Params) -> dict[str, Any]:
-  """The params outside the decoder layers: embedding, final norm, head."""
-  # Not `items()`: of params on disk that would read every layer.
-  return {k: params[k] for k in params if not k.startswith("layers_")}

@@ -1,1 +1,1 @@
-"""Meshes of devices, jobs of several processes, and how computations run on a CPU."""
+"""Placement on one device or a mesh, jobs of several processes, and CPU execution."""

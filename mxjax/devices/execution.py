@@ -1,4 +1,4 @@
-"""How computations run on this machine: one at a time, and on memory that stays.
+"""How computations run on a CPU: one at a time, and in memory that is reused.
 
 Two rules keep XLA:CPU (jaxlib 0.10.2) from hanging with every pool thread idle:
 
@@ -25,7 +25,7 @@ BLOCKS_AT_ONCE = 48
 """Blocks in one call of a function that mixes products and decompositions."""
 
 LARGE_BYTES = 32 * 2**20
-"""From this size of an array on, memory is worth more than fresh pages cost."""
+"""From this array size on, freed memory is given back before the allocation."""
 
 FEW_TEMPORARIES = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """Compiler options of functions with large temporaries; the bits do not depend on it.
@@ -67,8 +67,8 @@ def keep_freed_memory() -> bool:
 def trim_malloc(nbytes: int) -> bool:
   """Gives freed memory back to the kernel before a step with large arrays.
 
-  What `keep_freed_memory` keeps lies in pieces, and an array larger than each of them
-  would come on top: the factor of a wide Hessian can use none of it.
+  The memory that `keep_freed_memory` retains is fragmented. An array larger than every
+  fragment, such as the factor of a wide Hessian, would need new memory on top.
 
   Args:
     nbytes: Of one array; below `LARGE_BYTES` nothing happens.
@@ -81,14 +81,14 @@ def trim_malloc(nbytes: int) -> bool:
 
 
 def keep_compiled(folder: str | os.PathLike[str]) -> None:
-  """Has JAX keep what it compiles, for this process and those that name the folder.
+  """Has JAX cache compiled programs in a folder, for all processes that name it.
 
-  A HiRes build compiles some two hundred programs. What is found in the folder is not
-  compiled again; it must have been written on a machine with this one's processor, and
-  by nobody who may not run code here. Programs call this, the library never does.
+  A HiRes build compiles some two hundred programs. Use a folder written on a machine
+  with the same processor, and only by people who may run code here. Programs call this,
+  the library never does.
 
   Args:
-    folder: Made where it is missing; it grows, and may be removed at any time.
+    folder: Created if it is missing; it grows, and may be removed at any time.
   """
   pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
   jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
@@ -108,11 +108,11 @@ def block_on_cpu(tree: T) -> T:
   return tree
 
 
-def map_block_batches(function: Callable[..., T], *arrays: jax.Array) -> T:
-  """Calls a jitted function on a few blocks at a time and joins what it returns.
+def call_in_batches(function: Callable[..., T], *arrays: jax.Array) -> T:
+  """Calls a jitted function on a few blocks at a time and joins the results.
 
-  For functions with products in front of decompositions (rule 2): a batch of 32 x 32
-  products is run in parallel from some number of blocks on, seen to hang at 64.
+  For functions with products before decompositions (rule 2): XLA runs a batch of
+  32 x 32 products in parallel from some number of blocks on, seen to hang at 64.
 
   Args:
     function: Of arrays `[blocks, ...]`, to a pytree of such arrays; blocks are

@@ -1,8 +1,8 @@
-"""One job on several processes: `jax.distributed`, and what ends when one is lost.
+"""One job on several processes: `jax.distributed`, and what happens if one is lost.
 
 Every process runs the same program on the same inputs; the devices of all of them make
-up one mesh. Each solves what is not shared out for itself, and `check_same` compares
-the results. Only process 0 writes.
+up one mesh. Work that is not sharded is done by every process for itself, and
+`check_same` compares the results. Only process 0 writes.
 
 Where process 0 dies, JAX aborts the others from C++, which no Python code outlives.
 A command therefore runs its work in a child, and `supervise` says what happened.
@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 LOST = 3
 """Exit code of a process whose job has lost another."""
 _PIPE = "MXJAX_SUPERVISOR_PIPE"
-"""The environment variable that tells a child where it hears of its parent's end."""
+"""The environment variable with the pipe that closes when a child's parent ends."""
 _SIGNS = ("gloo", "nccl", "coordination service", "heartbeat", "connection closed")
 LOST_MESSAGE = (
   "another process of this job was lost or has ended, so this one cannot go on; find "
@@ -35,7 +35,7 @@ LOST_MESSAGE = (
 
 
 def supervise(command: Sequence[str]) -> int:
-  """Runs a command in a child and waits; says so where it was aborted.
+  """Runs a command in a child process, waits, and explains an abort.
 
   SIGINT and SIGTERM are passed on. The child ends when this process does.
 
@@ -43,7 +43,7 @@ def supervise(command: Sequence[str]) -> int:
     The child's exit code; `LOST` where it was aborted.
   """
   reading, writing = os.pipe()
-  # The child finds what this process finds, wherever it was started.
+  # The child imports from the same places, wherever it was started.
   path = os.pathsep.join(place or os.getcwd() for place in sys.path)
   environment = {**os.environ, _PIPE: str(reading), "PYTHONPATH": path}
   child = subprocess.Popen(command, env=environment, pass_fds=(reading,))
@@ -82,7 +82,7 @@ def connect(
   processes: int | None = None,
   process: int | None = None,
 ) -> None:
-  """Joins the job; call it before anything else of JAX.
+  """Joins the job; must be called before any other use of JAX.
 
   Args:
     coordinator: `host:port` of process 0; what is None is taken from the cluster's
@@ -124,26 +124,26 @@ def _gathered(value: np.ndarray) -> np.ndarray:
 
 
 def any_of(flag: bool, mesh: Mesh | None) -> bool:
-  """Whether the flag is set in any process of a mesh; all of them must ask."""
+  """Whether the flag is set in any process of a mesh; all of them must call this."""
   if not _spans_processes(mesh):
     return flag
   return bool(_gathered(np.asarray(flag, np.int32)).any())
 
 
 def from_leader(number: int) -> int:
-  """Process 0's value of a number below 2^31; all processes must ask."""
+  """Process 0's value of a number below 2^31; all processes must call this."""
   if jax.process_count() == 1:
     return number
   return int(_gathered(np.asarray(number, np.int32))[0])
 
 
 def wait_for_all(mesh: Mesh | None) -> None:
-  """Returns when every process of a mesh has come here."""
+  """Waits until every process of a mesh has called this."""
   any_of(False, mesh)
 
 
 def check_same(what: str, tree: Any, mesh: Mesh | None) -> None:
-  """Checks that all processes of a mesh hold the same.
+  """Checks that all processes of a mesh have the same values.
 
   Args:
     what: For the message.
@@ -179,7 +179,7 @@ def lost_message(error: BaseException) -> str | None:
 
 
 def leave(code: int) -> NoReturn:
-  """Ends this process without waiting for the others, who learn of it at once."""
+  """Ends this process without waiting for the others, which notice it at once."""
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(code)

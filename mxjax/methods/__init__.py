@@ -1,50 +1,47 @@
 """The quantizers, one readable file each, and their names."""
 
+import contextlib
 import dataclasses
 import json
 import typing
 from typing import Any, Literal
 
-from mxjax.methods.baselines.batquant import BATQUANT
-from mxjax.methods.baselines.brq import BRQ
-from mxjax.methods.baselines.focus import FOCUS, RTN_RCEIL
-from mxjax.methods.baselines.mr_gptq import MR_GPTQ
-from mxjax.methods.baselines.rtn import RTN
-from mxjax.methods.baselines.rtn_gain import RTN_GAIN
-from mxjax.methods.baselines.spinquant import SPINQUANT
-from mxjax.methods.baselines.torq import TORQ
-from mxjax.methods.baselines.wush import WUSH, WUSH_R, Wush
-from mxjax.methods.gptq import GPTQ
-from mxjax.methods.hires.hires import HIRES, HiRes
-from mxjax.methods.hires.hires_next import HIRES_NEXT
-from mxjax.methods.program import Program
+# A method is registered by one line here: METHODS has every program that is imported.
+from mxjax.methods.baselines.batquant import BATQUANT as BATQUANT
+from mxjax.methods.baselines.brq import BRQ as BRQ
+from mxjax.methods.baselines.focus import FOCUS as FOCUS
+from mxjax.methods.baselines.focus import RTN_RCEIL as RTN_RCEIL
+from mxjax.methods.baselines.mr_gptq import MR_GPTQ as MR_GPTQ
+from mxjax.methods.baselines.rtn import RTN as RTN
+from mxjax.methods.baselines.rtn_gain import RTN_GAIN as RTN_GAIN
+from mxjax.methods.baselines.spinquant import SPINQUANT as SPINQUANT
+from mxjax.methods.baselines.torq import TORQ as TORQ
+from mxjax.methods.baselines.wush import WUSH as WUSH
+from mxjax.methods.baselines.wush import WUSH_R as WUSH_R
+from mxjax.methods.gptq import GPTQ as GPTQ
+from mxjax.methods.hires.hires import HIRES as HIRES
+from mxjax.methods.hires.hires_next import HIRES_NEXT as HIRES_NEXT
+from mxjax.methods.program import Program as Program
 
-METHODS: dict[str, Program] = {
-  program.name: program
-  for program in (
-    RTN,
-    GPTQ,
-    MR_GPTQ,
-    BRQ,
-    WUSH,
-    TORQ,
-    BATQUANT,
-    SPINQUANT,
-    FOCUS,
-    WUSH_R,
-    HIRES,
-    HIRES_NEXT,
-    RTN_GAIN,
-    RTN_RCEIL,
-  )
-}
-"""The paper's nine baselines, WUSH with our refinement, HiRes, what we made of it, and
-two controls."""
-
-PAPER_METHODS = tuple(
-  name for name in METHODS if "+" not in name and name != HIRES_NEXT.name
+PAPER_METHODS = (
+  "rtn",
+  "gptq",
+  "mr-gptq",
+  "brq",
+  "wush",
+  "torq",
+  "batquant",
+  "spinquant",
+  "focus",
+  "hires",
 )
 """The ten rows of the paper's comparison, HiRes last."""
+
+_PROGRAMS = {p.name: p for p in list(vars().values()) if isinstance(p, Program)}
+METHODS: dict[str, Program] = {
+  name: _PROGRAMS[name] for name in (*PAPER_METHODS, *sorted(_PROGRAMS))
+}
+"""Every registered method by name: those of the paper, then all others."""
 
 
 def get(method: str | Program) -> Program:
@@ -82,16 +79,16 @@ def _option(program: Program, text: str) -> tuple[str, Any]:
       f"{', '.join(sorted(fields))} as option=value."
     )
   hint = typing.get_type_hints(type(program))[key]
-  choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else None
-  try:
-    parsed = value if choices else json.loads(value, parse_constant=float)
-  except ValueError:
-    parsed = value
+  choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+  parsed: Any = value
+  if not choices:
+    with contextlib.suppress(ValueError):
+      parsed = json.loads(value, parse_constant=float)
   if isinstance(parsed, list):
     parsed = tuple(parsed)
   current = getattr(program, key)
-  wrong = choices is not None and parsed not in choices
-  if isinstance(current, bool) or isinstance(current, str):
+  wrong = bool(choices) and parsed not in choices
+  if isinstance(current, (bool, str)):
     wrong |= type(parsed) is not type(current)
   elif isinstance(current, (int, float)):
     wrong |= not isinstance(parsed, (int, float)) or isinstance(parsed, bool)
@@ -100,30 +97,4 @@ def _option(program: Program, text: str) -> tuple[str, Any]:
       f"methods: option {key} of {program.name} cannot be {value!r}; its default is "
       f"{current!r}" + (f" of {', '.join(map(str, choices))}." if choices else ".")
     )
-  return key, float(typing.cast(float, parsed)) if isinstance(
-    current, float
-  ) else parsed
-
-
-__all__ = [
-  "BATQUANT",
-  "BRQ",
-  "FOCUS",
-  "GPTQ",
-  "HIRES",
-  "HIRES_NEXT",
-  "METHODS",
-  "MR_GPTQ",
-  "PAPER_METHODS",
-  "RTN",
-  "RTN_GAIN",
-  "RTN_RCEIL",
-  "SPINQUANT",
-  "TORQ",
-  "WUSH",
-  "WUSH_R",
-  "HiRes",
-  "Program",
-  "Wush",
-  "get",
-]
+  return key, float(parsed) if isinstance(current, float) else parsed

@@ -11,16 +11,13 @@ refused. Unlike the original, dead inputs are not zeroed: damping handles them.
 """
 
 import dataclasses
-import functools
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
-from mxjax.devices import mesh as meshes
 from mxjax.methods.program import Program, Realized
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import code_descent, gptq
@@ -32,7 +29,8 @@ Order = Literal["natural", "activation"]
 
 
 def not_definite(inputs: LinearInputs, damping: float) -> ValueError:
-  """The error of a Hessian that no damping up to `damping` makes definite."""
+  """The error of a Hessian that no damping tried from `damping` on makes definite."""
+  damping *= gptq.DAMPING_GROWTH ** (gptq.DAMPING_TRIES - 1)
   return ValueError(
     f"gptq: the Hessian of {inputs.tokens} tokens and width "
     f"{inputs.blocks * mxfp4.BLOCK_SIZE} is not positive definite with damping up to "
@@ -76,61 +74,46 @@ def reconstruct(
     ordered = execution.block_on_cpu(hessian[columns[:, None], columns[None, :]])
   execution.trim_malloc(raw.nbytes)
   factor = execution.block_on_cpu(gptq.factor(ordered, damping=damping))
-  # What the solve does not read makes room for what it makes.
-  kept = hessian if descent else None
+  # What the solve does not read makes room for what it allocates.
+  curvature = hessian if descent else None
   del hessian, ordered
   used = float(factor.damping)
   if used != used:
-    raise not_definite(
-      inputs, damping * gptq.DAMPING_GROWTH ** (gptq.DAMPING_TRIES - 1)
-    )
+    raise not_definite(inputs, damping)
   inputs.record["damping"] = used
-  operands = factor.upper, columns, kept, jnp.float32(used)
-  options = inputs.rules, scales, descent
-  if inputs.mesh is None:
-    return _solve(weight, *operands, *options)
-  weight, operands = meshes.replicate((weight, operands), inputs.mesh)
-  result = _solve_by_rows(weight, *operands, *options, inputs.mesh)
-  return meshes.to_primary_device(execution.block_on_cpu(result), inputs.mesh)
+  solve = _SolveRows(inputs.rules, scales, descent)
+  operands = factor.upper, columns, curvature, jnp.float32(used)
+  return inputs.placement.call_by_row(solve, weight, *operands)
 
 
-def _solve(
-  weight: jax.Array,
-  upper: jax.Array,
-  columns: jax.Array | None,
-  hessian: jax.Array | None,
-  damping: jax.Array,
-  rules: mxfp4.Rules,
-  scales: gptq.ScaleSource,
-  descent: int,
-) -> gptq.Reconstruction:
-  """Codes of each output row, which depend on that row alone."""
-  if columns is not None:
-    result = gptq.reconstruct_ordered(weight, upper, columns, rules)
-  elif scales != "fresh":
-    result = gptq.reconstruct(weight, upper, rules, scales=scales)
-  else:
-    result = gptq_kernel.reconstruct(weight, upper, rules)
-  if hessian is None:
-    return result
-  return code_descent.descend(weight, result, hessian, damping, rules, passes=descent)
+@dataclasses.dataclass(frozen=True)
+class _SolveRows:
+  """Codes of each output row, which depend on that row alone; hashable."""
 
+  rules: mxfp4.Rules
+  scales: gptq.ScaleSource
+  descent: int
 
-@functools.partial(jax.jit, static_argnames=("rules", "scales", "descent", "mesh"))
-def _solve_by_rows(
-  weight: jax.Array,
-  upper: jax.Array,
-  columns: jax.Array | None,
-  hessian: jax.Array | None,
-  damping: jax.Array,
-  rules: mxfp4.Rules,
-  scales: gptq.ScaleSource,
-  descent: int,
-  mesh: Mesh,
-) -> gptq.Reconstruction:
-  solve = functools.partial(_solve, rules=rules, scales=scales, descent=descent)
-  others = upper, columns, hessian, damping
-  return meshes.by_row(solve, mesh, weight, *others)
+  def __call__(
+    self,
+    weight: jax.Array,
+    upper: jax.Array,
+    columns: jax.Array | None,
+    hessian: jax.Array | None,
+    damping: jax.Array,
+  ) -> gptq.Reconstruction:
+    """GPTQ with the factor, then coordinate descent if there is a Hessian."""
+    if columns is not None:
+      result = gptq.reconstruct_ordered(weight, upper, columns, self.rules)
+    elif self.scales != "fresh":
+      result = gptq.reconstruct(weight, upper, self.rules, scales=self.scales)
+    else:
+      result = gptq_kernel.reconstruct(weight, upper, self.rules)
+    if hessian is None:
+      return result
+    return code_descent.descend(
+      weight, result, hessian, damping, self.rules, passes=self.descent
+    )
 
 
 @jax.jit

@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
   Attributes:
     params: The float model of this run: its inputs calibrate, and operator error is
       measured against it.
-    learned: What hooks find as `inputs.learned`, by path such as
+    learned: What hooks get as `inputs.learned`, by path such as
       `layers_0/self_attn/q_proj`.
     record: What the report should show, JSON-ready.
   """
@@ -95,7 +95,7 @@ class Program:
       inputs: Their calibration inputs.
 
     Returns:
-      What `shape` and `quantize_weight` find as `inputs.group`; None by default.
+      Available to `shape` and `quantize_weight` as `inputs.group`; None by default.
     """
     del weights, inputs
 

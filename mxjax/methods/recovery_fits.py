@@ -1,14 +1,14 @@
 """Recovery fits as the pipeline runs them: prepare, measure, solve, install.
 
 The numerics are in `value_recovery` and `mlp_recovery`; here is what each fit reads
-of a layer and where it puts its coefficients. A fit never looks ahead: what it finds
-for a layer depends on this layer and the ones before it only. All fits of a program
-can therefore run in one pass over the layers, each on its own stream of hidden
-states, and find exactly what separate passes over the whole model would.
+of a layer and where it puts its coefficients. A fit never looks ahead: its result for a
+layer depends on this layer and the ones before it only. All fits of a program can
+therefore run in one pass over the layers, each on its own trajectory of hidden states,
+with the results that separate passes over the whole model would have.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,33 +20,33 @@ from mxjax.numerics.recovery import mlp_recovery, value_recovery
 Taps = Mapping[str, jax.Array]
 
 
-class RecoveryFit(Protocol):
-  """One recovery fit; hashable, so that it can be a static argument."""
+class RecoveryFit:
+  """One recovery fit; hashable by identity, so that it can be a static argument.
 
-  @property
-  def name(self) -> str:
-    """How results name it."""
-    ...
+  Attributes:
+    name: How results name it.
+    float_taps: Taps of the float trajectory that `measure` needs.
+  """
 
-  @property
-  def float_taps(self) -> tuple[str, ...]:
-    """Taps of the float trajectory that `measure` needs."""
-    ...
+  name: str = ""
+  float_taps: tuple[str, ...] = ()
 
   def state(self, layer: Params, parent: Params) -> Params:
     """The layer that the fit is measured on.
 
     Args:
-      layer: The quantized layer with every earlier fit installed.
+      layer: The quantized layer with every earlier fit installed: by default the
+        answer, in the conditional order of the paper.
       parent: The quantized layer without any.
     """
-    ...
+    del parent
+    return layer
 
   def prepare(
     self, float_layer: Params, float_taps: Taps, sequences: int
   ) -> tuple[Any, Any]:
     """Constants of the layer and the zero moments, float64, inside a scope."""
-    ...
+    raise NotImplementedError
 
   def measure(
     self,
@@ -58,15 +58,15 @@ class RecoveryFit(Protocol):
     index: jax.Array,
   ) -> Any:
     """Adds one sequence's taps (leading axis 1) to the moments; traced."""
-    ...
+    raise NotImplementedError
 
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
     """The coefficients and what the report shows of them."""
-    ...
+    raise NotImplementedError
 
   def install(self, layer: Params, leaf: Any) -> dict[str, Any]:
     """The layer's params with the coefficients beside its projections."""
-    ...
+    raise NotImplementedError
 
 
 def _with_leaf(layer: Params, block: str, name: str, leaf: Any) -> dict[str, Any]:
@@ -77,16 +77,7 @@ def _float32(tree: Any) -> Any:
   return jax.tree.map(lambda a: a.astype(jnp.float32), tree)
 
 
-class _OnLatestState:
-  """A fit measured on everything before it: the conditional order of the paper."""
-
-  def state(self, layer: Params, parent: Params) -> Params:
-    """See `RecoveryFit.state`."""
-    del parent
-    return layer
-
-
-class AttentionFit(_OnLatestState):
+class AttentionFit(RecoveryFit):
   """Scale and offset of each key-value head against the float trajectory."""
 
   name = "attention"
@@ -131,7 +122,7 @@ class AttentionFit(_OnLatestState):
     return _with_leaf(layer, "self_attn", "value_recovery", leaf)
 
 
-class MlpFit(_OnLatestState):
+class MlpFit(RecoveryFit):
   """Three scalars of each gated MLP against float weights on the realized input."""
 
   name = "mlp"

@@ -1,24 +1,24 @@
-"""One decoder layer: its targets quantized, then its recovery fitted and installed."""
+"""Stages I and II of one decoder layer: its target linears are quantized."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from mxjax.calibration import streams
-from mxjax.calibration.calibration import CausalLanguageModel, Params
-from mxjax.calibration.float_stream import FloatStream
+from mxjax.calibration.calibration import (
+  CausalLanguageModel,
+  Params,
+  replace_weights,
+  targets,
+)
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.program import Program
-from mxjax.numerics import mxfp4, precision
+from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import Contract
-from mxjax.running import recovery_measurement
-from mxjax.running.records import linear_record
+from mxjax.running.linear_probe import linear_record
 
 
 def check_params(
@@ -51,11 +51,6 @@ def check_params(
     )
 
 
-def targets(model: CausalLanguageModel, contract: Contract) -> list[tuple[str, str]]:
-  """The target linears of a layer, in forward order."""
-  return [path for path in model.projection_taps if path[1] in contract.targets]
-
-
 def _shape_groups(
   model: CausalLanguageModel,
   layer: Params,
@@ -64,7 +59,7 @@ def _shape_groups(
   contract: Contract,
   path: str,
 ) -> None:
-  """Runs `shape_group` for the linears on each tap, and keeps what it returns."""
+  """Runs `shape_group` for the linears on each tap, whose result all of them see."""
   for tap, view in views.items():
     weights = {
       name: mxfp4.to_blocks(jnp.asarray(layer[block][name]["weight"], jnp.float32))
@@ -79,19 +74,36 @@ def _shape_groups(
 
 def quantize_layer(
   model: CausalLanguageModel,
+  path: str,
   layer: Params,
   program: Program,
   views: Mapping[str, LinearInputs],
   learned: Mapping[str, Any],
   contract: Contract,
-  path: str,
   announce: Callable[[str], None],
   *,
   probe: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Quantizes the targets of one layer; returns its new params and records."""
-  new = {block: dict(layer[block]) for block in layer}
-  records: dict[str, Any] = {}
+  """Quantizes the targets of one layer.
+
+  Args:
+    model: The model.
+    path: The layer's name, such as `layers_3`.
+    layer: Its float params.
+    program: The method.
+    views: Inputs of its targets, by tap.
+    learned: What `Program.prepare` learned, by path.
+    contract: Names the targets.
+    announce: Called with the name of each linear before its work.
+    probe: Whether linears are measured for their records.
+
+  Returns:
+    The layer's params with `QuantizedLinear` leaves, and a record for each target.
+
+  Raises:
+    ValueError: A linear cannot be quantized; the message begins with its path.
+  """
+  leaves, records = {}, {}
   _shape_groups(model, layer, program, views, contract, path)
   for block, name in targets(model, contract):
     announce(name)
@@ -104,57 +116,5 @@ def quantize_layer(
     except ValueError as error:
       raise ValueError(f"{path}/{block}/{name}: {error}") from error
     records[f"{block}/{name}"] = linear_record(weight, leaf, inputs, probe=probe)
-    new[block][name] = {**layer[block][name], "weight": leaf}
-  return new, records
-
-
-def views(
-  float_stream: FloatStream,
-  model: CausalLanguageModel,
-  layer: Params,
-  contract: Contract,
-) -> dict[str, LinearInputs]:
-  """The inputs of a layer's targets by tap; linears on one tap share a view."""
-  found: dict[str, LinearInputs] = {}
-  for block, name in targets(model, contract):
-    tap = model.projection_taps[block, name]
-    if tap not in found:
-      width = layer[block][name]["weight"].shape[-1]
-      found[tap] = float_stream.inputs(tap, width, contract)
-  return found
-
-
-def recover(
-  model: CausalLanguageModel,
-  program: Program,
-  layers: tuple[Params, Params],
-  fit_streams: list[streams.Stream],
-  taps: list[dict[str, jax.Array]],
-  stage: Callable[[str, int], AbstractContextManager[None]],
-  mesh: Mesh | None = None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Fits and installs a layer's recovery; advances every stream of the program."""
-  float_layer, parent = layers
-  current, records = dict(parent), {}
-  by_layer = program.recovery_by == "layer"
-  for position, fit in enumerate(program.recover):
-    with stage(f"{fit.name} recovery", 2 + position), precision.float64_scope():
-      place = 0 if by_layer else position
-      entering = fit_streams[place]
-      state = fit.state(current, parent)
-      leaving, moments = recovery_measurement.measure(
-        model,
-        fit,
-        state,
-        float_layer,
-        streams.copy(entering) if by_layer else entering,
-        taps,
-        mesh,
-      )
-      if not by_layer:
-        fit_streams[place] = leaving
-      leaf, records[fit.name] = fit.solve(moments)
-      current = fit.install(current, leaf)
-  if by_layer and program.recover:
-    fit_streams[0] = streams.advance(model, current, fit_streams[0], mesh)
-  return current, records
+    leaves[block, name] = leaf
+  return replace_weights(layer, leaves), records

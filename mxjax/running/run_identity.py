@@ -1,14 +1,16 @@
-"""What decides the bits of a run, and what may: a resumed run is held to both."""
+"""What determines a run's output, and what may perturb it.
+
+A run is resumed only where the first is equal; what differs in the second is reported.
+"""
 
 import platform
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from mxjax.calibration.calibration import Calibration, Params
 from mxjax.calibration.store import params_digest
-from mxjax.devices import mesh as meshes
+from mxjax.devices.placement import Placement
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import Contract
 
@@ -16,7 +18,10 @@ from mxjax.numerics.contract import Contract
 def identity(
   params: Params, calib: Calibration, program: Program, contract: Contract
 ) -> dict[str, Any]:
-  """What decides the bits of a result, JSON-ready; it reads every weight."""
+  """What determines a run's output (checked on resume), JSON-ready.
+
+  It reads every weight.
+  """
   config = getattr(calib.model, "config", None)
   return {
     "program": dict(program.describe()),
@@ -30,13 +35,13 @@ def identity(
   }
 
 
-def environment(mesh: Mesh | None) -> dict[str, Any]:
-  """What may decide low bits: a resumed run shows where it differs."""
+def environment(placement: Placement) -> dict[str, Any]:
+  """What may perturb a run's output (reported on resume), JSON-ready."""
   device = jax.devices()[0]
   return {
     "jax": jax.__version__,
     "machine": platform.machine(),
     "platform": device.platform,
     "device": device.device_kind,
-    "mesh": meshes.describe(mesh),
+    "mesh": placement.describe(),
   }

@@ -1,4 +1,4 @@
-"""The gate after quantization: does the quantized model still speak the language?"""
+"""The gate after quantization: are the logits still close to the float model's?"""
 
 import dataclasses
 import functools

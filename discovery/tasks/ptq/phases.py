@@ -12,6 +12,7 @@ import numpy as np
 
 from mxjax import Calibration
 from mxjax.calibration import streams
+from mxjax.calibration.calibration import targets
 from mxjax.devices import execution
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.task import Artifacts, Call, ContractError
@@ -51,7 +52,7 @@ class Fit:
     self._paths = [
       (layer, block, name)
       for layer in range(self._model.num_layers)
-      for block, name in pipeline.targets(self._model, PAPER_CONTRACT)
+      for block, name in targets(self._model, PAPER_CONTRACT)
     ]
 
   def run(

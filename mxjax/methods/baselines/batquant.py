@@ -37,6 +37,7 @@ from mxjax.numerics import mxfp4, straight_through
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization.activation_quantizers import Clipped, clip_blocks
 from mxjax.numerics.shaping import input_maps
+from mxjax.numerics.shaping.input_maps import InputMap
 
 FACTOR_RATE = 2e-3
 CLIP_RATE = 10 * FACTOR_RATE
@@ -166,11 +167,10 @@ class BatQuant(Gptq):
       )
       state = _optimizer(self.steps).init(learnable)
       first = last = math.nan
-      for step, chosen in enumerate(
-        gradients.batches(inputs.sequences, self.batch, self.steps)
-      ):
+      batches = gradients.batches(inputs.sequences, self.batch, self.steps)
+      for step, batch in enumerate(batches):
         operators = execution.block_on_cpu(_operators(learnable))
-        x = execution.block_on_cpu(self._batch(inputs, chosen))
+        x = execution.block_on_cpu(self._batch(inputs, batch))
         loss, gradient = execution.block_on_cpu(
           _loss_gradient(operators, dict(weights), x, inputs.rules)
         )
@@ -187,17 +187,15 @@ class BatQuant(Gptq):
       )
     return learnable
 
-  def _batch(self, inputs: LinearInputs, chosen: list[int]) -> jax.Array:
-    kept = inputs.length if self.tokens is None else min(self.tokens, inputs.length)
-    places = np.arange(kept) * inputs.length // kept
-    parts = [inputs.sequence(index) for index in chosen]
-    if kept < inputs.length:
+  def _batch(self, inputs: LinearInputs, batch: list[int]) -> jax.Array:
+    count = inputs.length if self.tokens is None else min(self.tokens, inputs.length)
+    places = np.arange(count) * inputs.length // count
+    parts = [inputs.sequence(index) for index in batch]
+    if count < inputs.length:
       parts = [part[..., places] for part in parts]
     return jnp.concatenate(parts, axis=-1)
 
-  def shape(
-    self, weight: jax.Array, inputs: LinearInputs
-  ) -> input_maps.InputMap | None:
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
     """See `Program.shape`."""
     del weight
     return input_maps.Kronecker(inputs.group.shared, inputs.group.private)
@@ -206,7 +204,7 @@ class BatQuant(Gptq):
     self,
     weight: jax.Array,
     inputs: LinearInputs,
-    input_map: input_maps.InputMap | None,
+    input_map: InputMap | None,
   ) -> Realized:
     """See `Program.quantize_weight`: clips the folded weights, then strict GPTQ."""
     low, high = jax.nn.sigmoid(inputs.group.weights[inputs.name])

@@ -23,7 +23,13 @@ import jax.numpy as jnp
 import optax
 
 from mxjax.calibration import gradients, streams
-from mxjax.calibration.calibration import Calibration, CausalLanguageModel, Params
+from mxjax.calibration.calibration import (
+  Calibration,
+  CausalLanguageModel,
+  Params,
+  replace_weights,
+  targets,
+)
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.layers.linear import StraightThrough
@@ -44,41 +50,32 @@ TOP_TOKENS = 1000
 class _Distillation:
   """Divergence from the float model on its likeliest tokens."""
 
+  model: CausalLanguageModel
   rules: mxfp4.Rules
   top: int
 
-  def embed(
-    self, model: CausalLanguageModel, shared: Any, outer: Params, ids: jax.Array
-  ) -> jax.Array:
+  def embed(self, shared: Any, outer: Params, ids: jax.Array) -> jax.Array:
     """The embedding is not quantized."""
     del shared
-    return model.embed(outer, ids)
+    return self.model.embed(outer, ids)
 
-  def layer(
-    self,
-    model: CausalLanguageModel,
-    shared: Any,
-    own: Any,
-    layer: Params,
-    hidden: jax.Array,
-  ) -> jax.Array:
+  def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
     """The layer with relaxed W4 weights and straight-through A4."""
     del shared
-    new = {name: dict(part) for name, part in layer.items()}
+    leaves = {}
     for path, learned in own.items():
       block, name = path.split("/")
       blocks = mxfp4.to_blocks(layer[block][name]["weight"].astype(jnp.float32))
       relaxed = learned_scales.relaxed(blocks, learned, self.rules)
       leaf = StraightThrough(mxfp4.from_blocks(relaxed), self.rules)
-      new[block][name] = {**layer[block][name], "weight": leaf}
-    return model.layer(new, hidden)
+      leaves[block, name] = leaf
+    return self.model.layer(replace_weights(layer, leaves), hidden)
 
   def loss(
     self,
-    model: CausalLanguageModel,
     shared: Any,
-    outer: Params,
     hidden: jax.Array,
+    outer: Params,
     ids: jax.Array,
     teacher: jax.Array | None,
   ) -> jax.Array:
@@ -88,9 +85,9 @@ class _Distillation:
     length = ids.shape[1]
 
     def chunk(states: jax.Array, targets: jax.Array) -> jax.Array:
-      wanted = jax.lax.stop_gradient(model.logits(outer, targets[None])[0])
+      wanted = jax.lax.stop_gradient(self.model.logits(outer, targets[None])[0])
       top, index = jax.lax.top_k(wanted, min(self.top, wanted.shape[-1]))
-      logits = model.logits(outer, states[None])[0]
+      logits = self.model.logits(outer, states[None])[0]
       student = jax.nn.log_softmax(jnp.take_along_axis(logits, index, -1))
       target = jax.nn.log_softmax(top)
       return (jnp.exp(target) * (target - student)).sum(-1)
@@ -118,14 +115,14 @@ def _update(learned: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
     updates, state = _optimizer().update(gradient, state, learned)
   learned = optax.apply_updates(learned, updates)
   is_scales = lambda node: isinstance(node, LearnedScales)
-  held = lambda node: dataclasses.replace(
+  bounded = lambda node: dataclasses.replace(
     node, factor=jnp.maximum(node.factor, learned_scales.MIN_FACTOR)
   )
-  return jax.tree.map(held, learned, is_leaf=is_scales), state
+  return jax.tree.map(bounded, learned, is_leaf=is_scales), state
 
 
 @functools.partial(jax.jit, static_argnames="rules")
-def _realize(weight: jax.Array, learned: LearnedScales, rules: mxfp4.Rules) -> Any:
+def _round(weight: jax.Array, learned: LearnedScales, rules: mxfp4.Rules) -> Any:
   return learned_scales.quantize_weight(weight, learned, rules)
 
 
@@ -154,16 +151,16 @@ class Focus(Program):
       for index in range(model.num_layers)
     ]
     state = _optimizer().init(own)
-    objective = _Distillation(contract.rules, self.top)
+    objective = _Distillation(model, contract.rules, self.top)
     size = min(self.batch, len(calib.tokens))
     steps = self.epochs * (len(calib.tokens) // size)
     losses = []
-    for chosen in gradients.batches(len(calib.tokens), self.batch, steps):
-      rows = [jnp.asarray(calib.tokens[index : index + 1]) for index in chosen]
+    for batch in gradients.batches(len(calib.tokens), self.batch, steps):
+      rows = [jnp.asarray(calib.tokens[index : index + 1]) for index in batch]
       teachers = [streams.final_hidden(model, params, row) for row in rows]
-      found = gradients.gradients(objective, model, params, None, own, rows, teachers)
-      own, state = execution.block_on_cpu(_update(own, state, found.own))
-      losses.append(found.loss)
+      result = gradients.gradients(objective, params, None, own, rows, teachers)
+      own, state = execution.block_on_cpu(_update(own, state, result.own))
+      losses.append(result.loss)
     learned = {
       f"{model.layer_name(index)}/{path}": scales
       for index, layer in enumerate(own)
@@ -175,13 +172,11 @@ class Focus(Program):
     self, layer: Params, model: CausalLanguageModel, contract: Contract
   ) -> dict[str, LearnedScales]:
     scales = {}
-    for block, name in model.projection_taps:
-      if name in contract.targets:
-        rows, width = layer[block][name]["weight"].shape
-        blocks = width // contract.block_size
-        scales[f"{block}/{name}"] = learned_scales.initial(
-          blocks, rows, self.divisor_logit
-        )
+    for block, name in targets(model, contract):
+      rows, width = layer[block][name]["weight"].shape
+      blocks = width // contract.block_size
+      first = learned_scales.initial(blocks, rows, self.divisor_logit)
+      scales[f"{block}/{name}"] = first
     return scales
 
   def quantize_weight(
@@ -191,7 +186,7 @@ class Focus(Program):
     del input_map
     factor = inputs.learned.factor
     inputs.record["learned_factor"] = [float(factor.min()), float(factor.max())]
-    return Realized(_realize(weight, inputs.learned, inputs.rules), Nearest())
+    return Realized(_round(weight, inputs.learned, inputs.rules), Nearest())
 
 
 FOCUS = Focus()

@@ -26,7 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.calibration import gradients
-from mxjax.calibration.calibration import Calibration, CausalLanguageModel, Params
+from mxjax.calibration.calibration import (
+  Calibration,
+  CausalLanguageModel,
+  Params,
+  replace_weights,
+)
 from mxjax.calibration.streams import outer_params
 from mxjax.devices import execution
 from mxjax.layers.linear import StraightThrough
@@ -156,46 +161,33 @@ def rotate_model(
 class _QuantizedLoss:
   """Next-token loss of the rotated model with fake-quantized operands."""
 
+  model: CausalLanguageModel
   rules: mxfp4.Rules
   targets: tuple[str, ...]
 
-  def embed(
-    self, model: CausalLanguageModel, shared: Any, outer: Params, ids: jax.Array
-  ) -> jax.Array:
+  def embed(self, shared: Any, outer: Params, ids: jax.Array) -> jax.Array:
     """Rotating the looked-up rows equals looking up rotated rows."""
-    hidden = model.embed(outer, ids)
+    hidden = self.model.embed(outer, ids)
     if shared is None:
       return hidden
     return jnp.matmul(hidden, shared.astype(hidden.dtype), precision=HIGHEST)
 
-  def layer(
-    self,
-    model: CausalLanguageModel,
-    shared: Any,
-    own: Any,
-    layer: Params,
-    hidden: jax.Array,
-  ) -> jax.Array:
+  def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
     """The rotated layer with W4 by RTN and A4, both straight-through."""
     rotated = rotate_layer(layer, Rotations(shared, own))
-    for block, name in model.projection_taps:
+    leaves = {}
+    for block, name in self.model.projection_taps:
       if name in self.targets:
         weight = rotated[block][name]["weight"].astype(jnp.float32)
-        leaf = StraightThrough(
-          straight_through.round_rows(weight, self.rules), self.rules
-        )
-        rotated[block] = {
-          **rotated[block],
-          name: {**rotated[block][name], "weight": leaf},
-        }
-    return model.layer(rotated, hidden)
+        rounded = straight_through.round_rows(weight, self.rules)
+        leaves[block, name] = StraightThrough(rounded, self.rules)
+    return self.model.layer(replace_weights(rotated, leaves), hidden)
 
   def loss(
     self,
-    model: CausalLanguageModel,
     shared: Any,
-    outer: Params,
     hidden: jax.Array,
+    outer: Params,
     ids: jax.Array,
     teacher: jax.Array | None,
   ) -> jax.Array:
@@ -209,9 +201,9 @@ class _QuantizedLoss:
     weights = (jnp.arange(length) < length - 1).astype(jnp.float32)
 
     def chunk(states: jax.Array, wanted: jax.Array) -> jax.Array:
-      logits = model.logits(outer, states[None])[0]
-      chosen = jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
-      return jax.nn.logsumexp(logits, axis=-1) - chosen
+      logits = self.model.logits(outer, states[None])[0]
+      target = jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
+      return jax.nn.logsumexp(logits, axis=-1) - target
 
     return gradients.chunked_mean(chunk, length, hidden[0], following, weights=weights)
 
@@ -237,18 +229,18 @@ class SpinQuant(Gptq):
     """See `Program.prepare`: learns the rotations, and fuses them."""
     model = calib.model
     first = params[model.layer_name(0)]
-    chosen = recipe(first)
+    rotated = recipe(first)
     width, head = layer_width(first), _head_dim(model, params)
     r1, kind = orthogonal.random_rotation(width, self.seed)
     r2 = [
       orthogonal.random_rotation(head, self.seed + 1 + index)[0]
       for index in range(model.num_layers)
     ]
-    shared = jnp.asarray(r1, jnp.float32) if chosen == "R1 and R2" else None
+    shared = jnp.asarray(r1, jnp.float32) if rotated == "R1 and R2" else None
     own = [jnp.asarray(matrix, jnp.float32) for matrix in r2]
     shared, own, losses = self._learn(params, calib, contract, shared, own)
     record = {
-      "recipe": chosen,
+      "recipe": rotated,
       "first_rotation": kind if shared is not None else None,
       "losses": losses,
       "batch": min(self.batch, len(calib.tokens)),
@@ -263,20 +255,19 @@ class SpinQuant(Gptq):
     shared: jax.Array | None,
     own: list[jax.Array],
   ) -> tuple[jax.Array | None, list[jax.Array], list[float]]:
-    objective = _QuantizedLoss(contract.rules, contract.targets)
+    objective = _QuantizedLoss(calib.model, contract.rules, contract.targets)
     rng = np.random.default_rng(self.seed)
     velocity = jax.tree.map(jnp.zeros_like, (shared, own))
     losses = []
-    for step, chosen in enumerate(
-      gradients.batches(len(calib.tokens), self.batch, self.steps)
-    ):
-      rows = [jnp.asarray(calib.tokens[index : index + 1]) for index in chosen]
-      found = gradients.gradients(objective, calib.model, params, shared, own, rows)
-      losses.append(found.loss)
+    batches = gradients.batches(len(calib.tokens), self.batch, self.steps)
+    for step, batch in enumerate(batches):
+      rows = [jnp.asarray(calib.tokens[index : index + 1]) for index in batch]
+      result = gradients.gradients(objective, params, shared, own, rows)
+      losses.append(result.loss)
       rate = jnp.float32(self.rate * (1 - step / self.steps))
       matrices, treedef = jax.tree.flatten((shared, own))
       speeds = jax.tree.leaves(velocity)
-      slopes = jax.tree.leaves((found.shared, found.own))
+      slopes = jax.tree.leaves((result.shared, result.own))
       moved = []
       for matrix, speed, slope in zip(matrices, speeds, slopes, strict=True):
         if rng.integers(orthogonal.RENEWAL) == 0:

@@ -24,6 +24,7 @@ from mxjax.methods.gptq import Gptq
 from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.shaping import input_maps, two_level
+from mxjax.numerics.shaping.input_maps import InputMap
 
 
 @jax.jit
@@ -44,9 +45,7 @@ class Torq(Gptq):
   name: str = "torq"
   rows: int = 8192
 
-  def shape(
-    self, weight: jax.Array, inputs: LinearInputs
-  ) -> input_maps.InputMap | None:
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
     """See `Program.shape`."""
     del weight
 

@@ -37,15 +37,15 @@ from mxjax.numerics.shaping import input_maps, nearest_plane
 def _factor(inputs: LinearInputs, damping: float) -> jax.Array:
   """R of the damped Hessian, float64; records the damping that was needed."""
   hessian = inputs.hessian().astype(jnp.float64)
-  tries = [damping * gptq.DAMPING_GROWTH**i for i in range(gptq.DAMPING_TRIES)]
-  for used in tries:
+  for attempt in range(gptq.DAMPING_TRIES):
+    used = damping * gptq.DAMPING_GROWTH**attempt
     factor = execution.block_on_cpu(
       nearest_plane.upper_cholesky(hessian, jnp.float64(used))
     )
     if bool(jnp.isfinite(factor).all()):
       inputs.record["damping"] = used
       return factor
-  raise not_definite(inputs, tries[-1])
+  raise not_definite(inputs, damping)
 
 
 def round_blocks(

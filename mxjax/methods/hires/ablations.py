@@ -51,22 +51,21 @@ def unrounded(layer: Params) -> Params:
   return jax.tree.map(change, layer, is_leaf=is_leaf)
 
 
-class AttentionBeforeEncoding(AttentionFit):
+class _BeforeEncoding(RecoveryFit):
+  """A fit on values from inputs not yet encoded to A4."""
+
+  def state(self, layer: Params, parent: Params) -> Params:
+    """See `RecoveryFit.state`."""
+    del parent
+    return unrounded(layer)
+
+
+class AttentionBeforeEncoding(_BeforeEncoding, AttentionFit):
   """The attention fit on values from inputs not yet encoded to A4."""
 
-  def state(self, layer: Params, parent: Params) -> Params:
-    """See `RecoveryFit.state`."""
-    del parent
-    return unrounded(layer)
 
-
-class MlpBeforeEncoding(MlpFit):
+class MlpBeforeEncoding(_BeforeEncoding, MlpFit):
   """The MLP fit on gates and ups from inputs not yet encoded to A4."""
-
-  def state(self, layer: Params, parent: Params) -> Params:
-    """See `RecoveryFit.state`."""
-    del parent
-    return unrounded(layer)
 
 
 STALE_MLP = StaleMlp()
@@ -160,7 +159,7 @@ class Reused(Program):
   """Finished linears of another build, with the recovery of this program.
 
   Attributes:
-    program: What made them; described in place of this one.
+    program: The program of that build; described in place of this one.
     leaves: The linears by path, such as `layers_0/self_attn/q_proj`.
   """
 

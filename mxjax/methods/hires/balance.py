@@ -7,7 +7,7 @@ nearest codes give a proposal, three trials of it are encoded, and J_b of each d
 
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,9 @@ BalanceBy = Literal["block", "layer"]
 
 
 def _error_step(
-  carry: jax.Array,
-  blocks: jax.Array,
-  index: jax.Array,
-  rules: mxfp4.Rules,
-  transform: jax.Array,
+  carry: jax.Array, blocks: jax.Array, _: jax.Array, rules: mxfp4.Rules, transform: Any
 ) -> jax.Array:
   """Adds a sequence's nearest-code error moments in the coordinates of T."""
-  del index
 
   def moments(blocks: jax.Array, transform: jax.Array) -> jax.Array:
     mapped = input_maps.BlockDense(transform).apply(blocks)
@@ -43,19 +38,10 @@ def _error_step(
 
 
 def _trial_step(
-  carry: jax.Array,
-  blocks: jax.Array,
-  index: jax.Array,
-  rules: mxfp4.Rules,
-  transforms: jax.Array,
-  grams: jax.Array,
-  crosses: jax.Array,
+  carry: jax.Array, blocks: jax.Array, _: jax.Array, rules: mxfp4.Rules, *tables: Any
 ) -> jax.Array:
   """Adds a sequence's part of J_b's numerator for every trial."""
-  del index
-  return carry + dyadic_balance.trial_objective(
-    blocks, transforms, grams, crosses, rules
-  )
+  return carry + dyadic_balance.trial_objective(blocks, *tables, rules)
 
 
 def _listed_step(
@@ -65,15 +51,12 @@ def _listed_step(
   rules: mxfp4.Rules,
   order: jax.Array,
   count: jax.Array,
-  transforms: jax.Array,
-  grams: jax.Array,
-  crosses: jax.Array,
+  *tables: jax.Array,
 ) -> jax.Array:
   """Adds a sequence's part for the only trial given, in the listed blocks."""
   del index
-  return carry + dyadic_balance.listed_objective(
-    blocks, order, count, transforms[0], grams[0], crosses[0], rules
-  )
+  of_trial = [table[0] for table in tables]
+  return carry + dyadic_balance.listed_objective(blocks, order, count, *of_trial, rules)
 
 
 class _TrialBatch(NamedTuple):
@@ -177,15 +160,15 @@ def _arranged(
 ) -> tuple[_TrialBatch, _TrialBatch]:
   """Full step and identity, which every block needs, and the half step."""
 
-  def tried(*places: int) -> _TrialBatch:
-    chosen = jnp.stack([scales[place] for place in places])
+  def batch(*places: int) -> _TrialBatch:
+    batch_scales = jnp.stack([scales[place] for place in places])
     weights = [trials[place] for place in places]
     return _TrialBatch(
-      dyadic_balance.scaled_transform(transform, chosen).astype(jnp.float32),
+      dyadic_balance.scaled_transform(transform, batch_scales).astype(jnp.float32),
       jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights),
     )
 
-  return tried(0, 2), tried(1)
+  return batch(0, 2), batch(1)
 
 
 def _prepare_trials(
@@ -237,8 +220,8 @@ def _measure(trials: _Trials, inputs: LinearInputs) -> np.ndarray:
   """
   tokens = jnp.asarray(inputs.tokens, jnp.float64)
 
-  def losses(tried: _TrialBatch, objective: jax.Array) -> np.ndarray:
-    terms = tried.weights.weight_term
+  def losses(batch: _TrialBatch, objective: jax.Array) -> np.ndarray:
+    terms = batch.weights.weight_term
     return np.asarray(_losses(objective, terms, trials.signal, tokens))
 
   zeros = jnp.zeros((2, inputs.blocks), jnp.float64)

@@ -23,6 +23,7 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq, one_code
 from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode
 from mxjax.numerics.shaping import input_maps, local_interaction, reference_chart
+from mxjax.numerics.shaping.input_maps import InputMap
 
 
 class _Anchor(NamedTuple):
@@ -93,7 +94,7 @@ def _prepare_anchor(
   moments = execution.block_on_cpu(_weight_moments(weight))
   even, odd = rows - rows // 2, rows // 2
   total = (moments[0] * even + moments[1] * odd) / rows
-  chart, rotated, rotated_inverse = execution.map_block_batches(_chart, moment, total)
+  chart, rotated, rotated_inverse = execution.call_in_batches(_chart, moment, total)
   return _Anchor(
     chart=chart,
     rotated=rotated.astype(jnp.float32),
@@ -124,8 +125,8 @@ def _pairs(
   counts: jax.Array,
   *,
   use_interaction: bool,
-) -> tuple[jax.Array, jax.Array]:
-  """K, and its Frobenius norm in each block."""
+) -> jax.Array:
+  """K of every block."""
   chart = anchor.chart
   crosses = local_interaction.unrotate(errors / counts[:, None, None, None])
   statistics = local_interaction.AnchorStatistics(
@@ -135,10 +136,13 @@ def _pairs(
     weight_cross=anchor.weight_cross_folds,
   )
   pairs = local_interaction.solve_pairs(statistics).interaction
-  if not use_interaction:
-    pairs = jnp.zeros_like(pairs)
-  norm = jnp.sqrt((pairs * pairs).sum((-2, -1)))
-  return pairs, norm
+  return pairs if use_interaction else jnp.zeros_like(pairs)
+
+
+@jax.jit
+def spectral_norm(matrices: jax.Array) -> jax.Array:
+  """The largest singular value of each matrix, `[..., q, q]` to `[...]`."""
+  return jnp.linalg.svd(matrices, compute_uv=False)[..., 0]
 
 
 ActivationRule = Literal["full", "sensitivity", "nearest"]
@@ -189,16 +193,14 @@ class HiRes(Program):
   scales: gptq.ScaleSource = "fresh"
   damping: float = gptq.DAMPING
 
-  def shape(
-    self, weight: jax.Array, inputs: LinearInputs
-  ) -> input_maps.InputMap | None:
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
     """Stage I: T from chart and interaction, then D from three trials."""
     moment = inputs.moment()
     anchor = _prepare_anchor(weight, moment, inputs.rules)
     zeros = jnp.zeros((2, *moment.shape), jnp.float64)
     errors = inputs.reduce(_anchor_step, zeros, anchor.rotated)
     counts = jnp.maximum(jnp.asarray(inputs.fold_tokens, jnp.float64), 1.0)
-    pairs, norm = execution.block_on_cpu(
+    pairs = execution.block_on_cpu(
       _pairs(
         anchor,
         inputs.fold_moments(),
@@ -207,16 +209,17 @@ class HiRes(Program):
         use_interaction=self.use_interaction,
       )
     )
-    transform = execution.map_block_batches(
+    transform = execution.call_in_batches(
       local_interaction.shaping_transform, anchor.chart, pairs
     )
-    inputs.record["interaction_norm"] = norm.tolist()
+    norms = execution.call_in_batches(spectral_norm, pairs)
+    inputs.record["interaction_spectral_norm"] = norms.tolist()
     if self.use_balance:
       transform = balance.balanced(weight, inputs, moment, transform, self.balance_by)
     return input_maps.BlockDense(transform.astype(jnp.float32))
 
   def quantize_weight(
-    self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
+    self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
   ) -> Realized:
     """Stage II: GPTQ in the installed coordinates, then the one-code tables."""
     if self.weights == "gptq":

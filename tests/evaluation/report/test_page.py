@@ -64,7 +64,7 @@ def linear(layer, mapped):
       "rounding": "one-code",
       "edit_rate": 0.9,
       "balance_steps": [1.0, 0.5, 0.0, 1.0],
-      "interaction_norm": [0.03, 0.06],
+      "interaction_spectral_norm": [0.03, 0.06],
       "damping": 0.1 if layer == 1 else 0.009999999776482582,
     }
   names = ("rtn", "mapped_rtn", "mapped_nearest", "final")

@@ -17,11 +17,12 @@ import dataclasses
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 import mxjax
 from mxjax import methods
 from mxjax.devices import mesh as meshes
+from mxjax.devices.placement import Placement
+from mxjax.devices.totals import Totals
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.methods import recovery_fits
 from mxjax.models import CausalLM, ModelConfig
@@ -63,7 +64,7 @@ def quantized(model, params, tokens):
     result = pipeline.quantize_with_record(
       params, calib, program, check=False, mesh=mesh, chunk=chunk
     )
-    assert result.record.mesh == meshes.describe(mesh)
+    assert result.record.mesh == Placement(mesh).describe()
     return bits(result.params)
 
   cases = (LIGHT, (8, 1)), (UPSTREAM, (1, 8)), (methods.HIRES_NEXT, (4, 2))
@@ -110,27 +111,24 @@ def restored(params, model, folder):
   return found
 
 
+def _add_part(totals, sequence, index, static, params):
+  del index, static, params
+  return {"total": totals["total"] + sequence[1]}, None
+
+
 def ordered_sum():
-  """A sum in float32 whose result depends on the order, by `add_in_order`."""
-  mesh = meshes.make(4, 2)
+  """A sum in float32 whose result depends on the order, over two chunks."""
+  placement = Placement(meshes.make(4, 2))
   parts = np.asarray([1e8, 1.0, -1e8, 1.0, 3e7, 1.0, -3e7, 1.0], np.float32)
-  shares, layout = meshes.share({"total": np.zeros((), np.float32)}, mesh)
-  add = jax.jit(
-    lambda shares, parts: meshes.call(
-      lambda _, shares, part: meshes.add_in_order(shares, {"total": part[0]}),
-      mesh,
-      None,
-      shares,
-      parts,
-    )
-  )
-  shares = add(shares, meshes.place(parts, mesh, P(meshes.AXES)))
+  totals = Totals({"total": np.zeros((), np.float32)}, placement)
   expected = np.float32(0)
-  for part in parts:
-    expected = np.float32(expected + part)
-  pairwise = parts.reshape(4, 2).sum(1).reshape(2, 2).sum(1).sum()
+  for chunk in (parts, parts[::-1].copy()):
+    totals.add(_add_part, placement.put_sequences(chunk))
+    for part in chunk:
+      expected = np.float32(expected + part)
+  pairwise = 2 * parts.reshape(4, 2).sum(1).reshape(2, 2).sum(1).sum()
   return {
-    "got": float(meshes.collect(shares, layout, mesh)["total"]),
+    "got": float(totals.value()["total"]),
     "expected": float(expected),
     "other order": float(pairwise),
   }

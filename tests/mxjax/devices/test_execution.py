@@ -21,7 +21,7 @@ def test_blocks_in_parts_are_the_blocks(blocks):
     return x + y, jax.nn.relu(x)
 
   x = jnp.asarray(np.random.default_rng(0).standard_normal((blocks, 4)), jnp.float32)
-  added, positive = execution.map_block_batches(both, x, 2 * x)
+  added, positive = execution.call_in_batches(both, x, 2 * x)
   assert np.array_equal(added, 3 * x)
   assert np.array_equal(positive, np.maximum(x, 0))
   assert sum(seen) == blocks

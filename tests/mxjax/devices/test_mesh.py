@@ -15,6 +15,7 @@ import pytest
 import mxjax
 from mxjax.calibration.calibration import Calibration
 from mxjax.devices import mesh as meshes
+from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
@@ -153,12 +154,13 @@ def test_sequences_must_divide_over_the_devices():
   class TwoDevices:
     size = 2
 
-  assert meshes.check_sequences(TwoDevices(), 4, 1) == 2
-  assert meshes.check_sequences(None, 5, 3) == 3
+  two = Placement(TwoDevices())
+  assert two.chunk_size(4, 1) == 2
+  assert ONE_DEVICE.chunk_size(5, 3) == 3
   with pytest.raises(ValueError, match="divides over 2 devices, got 5"):
-    meshes.check_sequences(TwoDevices(), 5, 1)
+    two.chunk_size(5, 1)
   with pytest.raises(ValueError, match="expected chunk 1 beside a mesh, got 4"):
-    meshes.check_sequences(TwoDevices(), 8, 4)
+    two.chunk_size(8, 4)
 
 
 def test_a_store_beside_a_mesh_is_refused(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -229,14 +230,14 @@ def test_layerwise_gradients_are_those_of_the_whole_model(
   rules, targets = PAPER_CONTRACT.rules, PAPER_CONTRACT.targets
   teacher = None
   if which == "spinquant":
-    objective = spinquant._QuantizedLoss(rules, targets)
+    objective = spinquant._QuantizedLoss(tiny_model, rules, targets)
     rng = np.random.default_rng(4)
     rotation = lambda n: jnp.asarray(
       np.linalg.qr(rng.standard_normal((n, n)))[0], jnp.float32
     )
     shared, own = rotation(64), [rotation(16), rotation(16)]
   else:
-    objective = focus._Distillation(rules, 10)
+    objective = focus._Distillation(tiny_model, rules, 10)
     layers = [params[f"layers_{i}"] for i in range(2)]
     shared = None
     own = [focus.FOCUS._initial(x, tiny_model, PAPER_CONTRACT) for x in layers]
@@ -245,15 +246,15 @@ def test_layerwise_gradients_are_those_of_the_whole_model(
     )
 
   def whole(shared, own):
-    hidden = objective.embed(tiny_model, shared, params, ids)
+    hidden = objective.embed(shared, params, ids)
     for index, learned in enumerate(own):
       layer = params[f"layers_{index}"]
-      hidden = objective.layer(tiny_model, shared, learned, layer, hidden)
-    return objective.loss(tiny_model, shared, params, hidden, ids, teacher)
+      hidden = objective.layer(shared, learned, hidden, layer)
+    return objective.loss(shared, hidden, params, ids, teacher)
 
   loss, expected = jax.value_and_grad(whole, argnums=(0, 1))(shared, own)
   teachers = None if teacher is None else [teacher]
-  got = gradients.gradients(objective, tiny_model, params, shared, own, [ids], teachers)
+  got = gradients.gradients(objective, params, shared, own, [ids], teachers)
   assert got.loss == pytest.approx(float(loss), rel=1e-5)
   for a, b in zip(
     jax.tree.leaves((got.shared, got.own)), jax.tree.leaves(expected), strict=True
@@ -303,3 +304,14 @@ def test_a_second_run_learns_the_same_bits(build, tiny_params, calib):
   first = build(FAST["spinquant"]).params
   for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_the_papers_methods_are_its_ten_rows_and_a_newcomer_is_none_of_them():
+  ten = "rtn gptq mr-gptq brq wush torq batquant spinquant focus hires".split()
+  assert list(methods.PAPER_METHODS) == ten
+  source = pathlib.Path(methods.__file__).read_text()
+  newcomer = methods.Program(name="newcomer")
+  scope = {"newcomer": newcomer, "__name__": "mxjax.methods"}
+  exec(compile(source, methods.__file__, "exec"), scope)
+  assert scope["METHODS"]["newcomer"] is newcomer
+  assert list(scope["PAPER_METHODS"]) == ten

@@ -10,6 +10,7 @@ import pytest
 import mxjax
 from mxjax import methods
 from mxjax.calibration import streams
+from mxjax.calibration.activations import Activations
 from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation.measures.operator_error import operator_error, operator_errors
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -17,7 +18,7 @@ from mxjax.methods import recovery_fits
 from mxjax.models import CausalLM
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.realization import gptq
-from mxjax.running import pipeline
+from mxjax.running import pipeline, recovery
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +219,8 @@ def test_recovery_in_one_pass_equals_separate_passes(model, params, tokens, hire
       with precision.float64_scope():
         stream = [entering[index][s : s + 1] for s in range(len(tokens))]
         taps = [{"value": float_taps["value"][s : s + 1]} for s in range(len(tokens))]
-        _, moments = streams.measure(
-          model, fit, state[name], params[name], stream, taps
-        )
+        activations = Activations(Calibration(model, tokens), stream, chunk=1)
+        moments = recovery.measure(fit, state[name], params[name], activations, taps)
         leaf, _ = fit.solve(moments)
       jax.tree.map(
         lambda got, expected: np.testing.assert_allclose(got, expected, atol=2e-5),
@@ -240,7 +240,8 @@ def test_the_record_says_what_happened(hires):
   index = np.select([chosen == 1, chosen == 0.5], [0, 1], 2)
   accepted = np.take_along_axis(losses, index[None], 0)[0]
   assert (accepted <= losses[2]).all()
-  assert max(linear["interaction_norm"]) <= 1 / 8
+  assert max(linear["interaction_spectral_norm"]) <= 1 / 8
+  assert len(linear["interaction_spectral_norm"]) == 2
   fits = hires.record.layers[1]["recovery"]
   assert fits["attention"]["error_after"] <= fits["attention"]["error_before"]
   assert abs(fits["mlp"]["alpha"]) + abs(fits["mlp"]["beta"]) <= 1 / 8

@@ -1,11 +1,5 @@
-"""What a quantization run measured, for reports and results."""
+"""Errors and rates of one quantized linear on a few calibration tokens."""
 
-import dataclasses
-import resource
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -29,75 +23,12 @@ from mxjax.numerics.realization.activation_quantizers import (
 PROBE_TOKENS = 256
 """Calibration tokens on which each linear's error is measured for the report."""
 
-
 ROUNDING_NAMES = {
   Nearest: "nearest",
   OneCode: "one-code",
   Clipped: "clipped",
   Unrounded: "none",
 }
-
-
-def peak_memory_bytes() -> int:
-  """The largest resident memory of this process so far, in bytes."""
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  return peak if sys.platform == "darwin" else peak * 1024
-
-
-@dataclasses.dataclass
-class StageClock:
-  """Wall seconds and peak memory by stage."""
-
-  seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-  peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-
-  @contextmanager
-  def stage(self, name: str) -> Iterator[None]:
-    """Adds the time of the `with` block to a stage."""
-    start = time.perf_counter()
-    yield
-    spent = time.perf_counter() - start
-    self.seconds[name] = self.seconds.get(name, 0.0) + spent
-    self.peak_bytes[name] = peak_memory_bytes()
-
-  def resume_from(self, seconds: dict[str, float], peak_bytes: dict[str, int]) -> None:
-    """Adds what a process before this one spent on the same work."""
-    for name, spent in seconds.items():
-      self.seconds[name] = self.seconds.get(name, 0.0) + spent
-    for name, peak in peak_bytes.items():
-      self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak)
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizationRecord:
-  """Everything a report shows about a run, JSON-ready through `to_dict`.
-
-  Attributes:
-    program: Name and options.
-    contract_hash: SHA-256 of the contract.
-    calibration: Fingerprint and shape of the calibration tokens.
-    layers: One dict a layer: `linears` by path, `recovery` by fit.
-    clock: Time and memory by stage.
-    sanity: The gate's comparison, or None where it was not run.
-    preparation: What `Program.prepare` recorded.
-    resumed: One entry for every time that a killed run went on: after which `layer`,
-      what unfinished files were `discarded`, and what `changed` in the environment.
-    mesh: Sizes of the axes and number of processes, or None for one device.
-  """
-
-  program: dict[str, Any]
-  contract_hash: str
-  calibration: dict[str, Any]
-  layers: list[dict[str, Any]]
-  clock: StageClock
-  sanity: dict[str, Any] | None = None
-  preparation: dict[str, Any] = dataclasses.field(default_factory=dict)
-  resumed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-  mesh: dict[str, int] | None = None
-
-  def to_dict(self) -> dict[str, Any]:
-    """A JSON-ready form."""
-    return dataclasses.asdict(self)
 
 
 def _relative_error(
@@ -187,8 +118,8 @@ def _probe(
 
 
 def _histogram(exponents: np.ndarray) -> dict[str, int]:
-  found, counts = np.unique(exponents, return_counts=True)
-  return {str(e): int(count) for e, count in zip(found, counts, strict=True)}
+  values, counts = np.unique(exponents, return_counts=True)
+  return {str(e): int(count) for e, count in zip(values, counts, strict=True)}
 
 
 def linear_record(

@@ -1,0 +1,219 @@
+"""Hidden states of the calibration set on their way through a model, and their taps.
+
+One `Activations` is one trajectory: of the float model, of the layers quantized so
+far, or of the state that a recovery fit is measured on. It owns what is known of the
+layer that it has reached: the hidden states that enter it, what its linears see, what
+has been reduced of that, and where all of it lies.
+
+With a store, a layer runs only if a hook needs activations that no stored statistic
+covers, or if the next layer's inputs are not saved yet.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.calibration import streams
+from mxjax.calibration.calibration import Calibration, Params, targets
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.calibration.store import CalibrationStore
+from mxjax.calibration.streams import Chunks
+from mxjax.devices import execution
+from mxjax.devices.placement import ONE_DEVICE, Placement
+from mxjax.devices.totals import Step, Totals
+from mxjax.numerics.contract import Contract
+
+
+class Activations:
+  """One trajectory of the calibration set through the decoder layers.
+
+  Attributes:
+    calib: Model and tokens.
+    placement: Where the activations lie.
+    index: The layer that the hidden states enter.
+  """
+
+  def __init__(
+    self,
+    calib: Calibration,
+    hidden: Chunks | None,
+    *,
+    chunk: int,
+    placement: Placement = ONE_DEVICE,
+    index: int = 0,
+    store: CalibrationStore | None = None,
+  ) -> None:
+    """Begins before a layer.
+
+    Args:
+      calib: Model and tokens.
+      hidden: Hidden states entering the layer; None where the store has them. Their
+        buffers are donated when the layer runs.
+      chunk: Sequences in a device call.
+      placement: Where `hidden` lies.
+      index: The layer.
+      store: Shared hidden states and reductions of a float model; not on a mesh.
+    """
+    self.calib, self.placement, self.index = calib, placement, index
+    self._hidden, self._chunk, self._store = hidden, chunk, store
+    self._layer: Params | None = None
+    self._wanted: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
+    self._taps: list[dict[str, jax.Array]] | None = None
+    self._leaving: Chunks | None = None
+
+  @classmethod
+  def embed(
+    cls,
+    params: Params,
+    calib: Calibration,
+    *,
+    chunk: int,
+    placement: Placement = ONE_DEVICE,
+    store: CalibrationStore | None = None,
+  ) -> "Activations":
+    """The embedded tokens, before the first layer."""
+    hidden = streams.embed(calib.model, params, calib.tokens, chunk, placement)
+    return cls(calib, hidden, chunk=chunk, placement=placement, store=store)
+
+  @property
+  def hidden(self) -> Chunks:
+    """Hidden states entering layer `index`, `[sequences, T, d]` a chunk."""
+    if self._hidden is None:
+      assert self._store is not None
+      self._hidden = self._store.hidden(self.index, self._chunk)
+    return self._hidden
+
+  def to_host(self) -> Sequence[jax.Array | np.ndarray]:
+    """Hidden states entering layer `index`, to be written by one process."""
+    if self.placement.mesh is None:
+      return self.hidden
+    # Between processes nobody has all of a chunk: every process fetches it.
+    return [np.asarray(self.placement.to_primary(chunk)) for chunk in self.hidden]
+
+  def copy(self) -> "Activations":
+    """The same hidden states in buffers of their own."""
+    hidden = [jnp.array(chunk, copy=True) for chunk in self.hidden]
+    return Activations(
+      self.calib,
+      hidden,
+      chunk=self._chunk,
+      placement=self.placement,
+      index=self.index,
+    )
+
+  def observe(
+    self, layer: Params, contract: Contract, plain: tuple[str, ...] = ()
+  ) -> None:
+    """Runs a float layer and captures its taps; with a store, when they are needed.
+
+    Args:
+      layer: The float params of layer `index`.
+      contract: Names the target linears, whose inputs are captured.
+      plain: Other taps, captured as they are.
+    """
+    taps = self.calib.model.projection_taps
+    blocked = sorted({taps[path] for path in targets(self.calib.model, contract)})
+    self._layer, self._wanted, self._taps = layer, (tuple(blocked), plain), None
+    if self._store is None:
+      self._run()
+
+  def _run(self) -> list[dict[str, jax.Array]]:
+    """Runs the observed layer, once."""
+    if self._taps is not None:
+      return self._taps
+    assert self._layer is not None
+    model, placement = self.calib.model, self.placement
+    layer = placement.shard_rows(self._layer)
+    # Hooks run with 64-bit types on; the model does not.
+    with jax.enable_x64(False):
+      outputs = [
+        execution.block_on_cpu(
+          streams.capture(model, layer, chunk, *self._wanted, placement)
+        )
+        for chunk in self.hidden
+      ]
+      # The buffers have been donated.
+      self._hidden = None
+      self._leaving = [output for output, _ in outputs]
+      streams.check_finite(self._leaving, model.layer_name(self.index))
+    self._taps = [taps for _, taps in outputs]
+    if self._store is not None:
+      self._store.put_hidden(self.index + 1, self._leaving)
+    return self._taps
+
+  @property
+  def taps(self) -> list[dict[str, jax.Array]]:
+    """Taps of the observed layer, one dict a chunk."""
+    return self._run()
+
+  def inputs(self, contract: Contract) -> dict[str, LinearInputs]:
+    """What the hooks see of the observed layer's target linears, by tap."""
+    assert self._layer is not None
+    sequences, length = self.calib.tokens.shape
+    views: dict[str, LinearInputs] = {}
+    for block, name in targets(self.calib.model, contract):
+      tap = self.calib.model.projection_taps[block, name]
+      width = self._layer[block][name]["weight"].shape[-1]
+      store = self._store
+      views[tap] = LinearInputs(
+        lambda tap=tap: [chunk[tap] for chunk in self._run()],
+        contract.rules,
+        extent=(sequences, width // contract.block_size, length),
+        cache=store.reductions(self.index, tap) if store else None,
+        placement=self.placement,
+      )
+    return views
+
+  def release_inputs(self) -> None:
+    """Frees the inputs of the observed layer's linears; its plain taps stay."""
+    if self._taps is not None:
+      plain = self._wanted[1]
+      self._taps = [{name: chunk[name] for name in plain} for chunk in self._taps]
+
+  def leave(self) -> None:
+    """Moves behind the observed layer."""
+    if self._store is not None and not self._store.has_hidden(self.index + 1):
+      self._run()
+    self._hidden, self._leaving = self._leaving, None
+    self._layer = self._taps = None
+    self.index += 1
+
+  def advance(self, layer: Params) -> None:
+    """Moves through a layer without looking inside."""
+    self._hidden = streams.advance(self.calib.model, layer, self.hidden, self.placement)
+    self.index += 1
+
+  def advance_with_totals(
+    self,
+    step: Step,
+    totals: Any,
+    layers: Any,
+    taps: Sequence[dict[str, jax.Array]],
+    constants: Any,
+    static: tuple[Any, ...],
+  ) -> Any:
+    """Moves through a layer and sums something over its sequences.
+
+    Args:
+      step: See `totals.Step`; its sequence is (hidden `[T, d]`, taps), its output the
+        hidden states that leave the layer.
+      totals: What the sum begins with.
+      layers: Nested params that the step gets.
+      taps: Taps of another trajectory for each chunk, `[sequences, ...]`.
+      constants: A pytree that the step gets.
+      static: Hashable arguments of the step.
+
+    Returns:
+      The totals.
+    """
+    running, params = Totals(totals, self.placement), self.placement.shard_rows(layers)
+    constants = self.placement.replicate(constants)
+    self._hidden = [
+      running.add(step, other, constants, static=static, params=params, consumed=chunk)
+      for chunk, other in zip(self.hidden, taps, strict=True)
+    ]
+    self.index += 1
+    return running.value()

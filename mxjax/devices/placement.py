@@ -1,0 +1,260 @@
+"""Where arrays lie and computations run: on one device, or on those of a mesh.
+
+A mesh has two axes. While the float model is measured, every device takes sequences
+of its own, whichever axis it is on, and fetches the rows of a weight that lie on the
+other devices of its `model` group. While a model is evaluated, windows are shared out
+over `data` and each device of a `model` group computes its own output rows. What is
+small or whole by nature (a Cholesky factor, a solve, a report) runs on the primary
+device of each process: the same programs as without a mesh.
+
+No sum is ever split: products run over the whole input axis on one device, and the
+contributions of sequences are added in calibration order (`totals`). So results do not
+depend on the mesh, as far as the backend's products do not depend on how many rows
+they have.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mxjax.devices import execution
+from mxjax.devices.mesh import AXES, DATA, MODEL, alias, map_weights, normalize
+from mxjax.layers.linear import RowSharded, map_rows
+
+T = TypeVar("T")
+
+
+class Sharing(NamedTuple):
+  """How sequences, and weights that lie by rows, are used.
+
+  Attributes:
+    axes: Mesh axes that the sequences are shared out over.
+    gather: See `RowSharded`.
+  """
+
+  axes: tuple[str, ...]
+  gather: Literal["weights", "outputs"]
+
+
+CALIBRATION = Sharing(AXES, "weights")
+"""A sequence of its own for every device."""
+EVALUATION = Sharing((DATA,), "outputs")
+"""A window for every `model` group, each device computing its own output rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """One device, or the devices of a mesh; hashable, so it can be a static argument.
+
+  Attributes:
+    mesh: The mesh, with the axes `data` and `model`; None for the default device.
+  """
+
+  mesh: Mesh | None = None
+
+  @classmethod
+  def of(cls, mesh: Mesh | None) -> "Placement":
+    """The placement on a mesh of the caller's, whose axes may lack one or be swapped.
+
+    Raises:
+      ValueError: The mesh has other axes.
+    """
+    return cls(normalize(mesh))
+
+  @property
+  def primary_device(self) -> Any:
+    """The device that runs unsharded work in this process."""
+    return self.mesh.local_devices[0] if self.mesh else jax.local_devices()[0]
+
+  def describe(self) -> dict[str, int] | None:
+    """Sizes of the mesh axes and number of processes; None for one device."""
+    if self.mesh is None:
+      return None
+    processes = {device.process_index for device in self.mesh.devices.flat}
+    return {**self.mesh.shape, "processes": len(processes)}
+
+  def chunk_size(self, sequences: int, chunk: int) -> int:
+    """How many calibration sequences go through a layer together.
+
+    Raises:
+      ValueError: On a mesh, they do not divide over the devices, or a chunk size was
+        asked for as well.
+    """
+    if self.mesh is None:
+      return chunk
+    if chunk != 1:
+      raise ValueError(
+        f"mesh: expected chunk 1 beside a mesh, got {chunk}; every device takes one "
+        "sequence at a time, so leave chunk out."
+      )
+    if sequences % self.mesh.size:
+      raise ValueError(
+        f"mesh: expected a number of calibration sequences that divides over "
+        f"{self.mesh.size} devices, got {sequences}; pass a multiple of "
+        f"{self.mesh.size}, or name a smaller mesh."
+      )
+    return self.mesh.size
+
+  def put(self, array: Any, spec: P) -> jax.Array:
+    """Puts an array that every process has where `spec` says, as a buffer of its own.
+
+    On one device it is a copy: the buffers of hidden states are donated, and those of
+    the host must not be.
+    """
+    if self.mesh is None:
+      return jnp.array(array)
+    sharding = NamedSharding(self.mesh, spec)
+    is_spread = isinstance(array, jax.Array) and len(array.sharding.device_set) > 1
+    if is_spread or sharding.is_fully_addressable:
+      return jax.device_put(array, sharding)
+    # Of a host's own array `device_put` would first compare what all processes have.
+    return jax.make_array_from_callback(
+      array.shape, sharding, lambda index: np.asarray(array[index])
+    )
+
+  def put_sequences(self, chunk: Any) -> jax.Array:
+    """Puts `[sequences, ...]`, on a mesh with one sequence on each device."""
+    return self.put(chunk, P(AXES))
+
+  def replicate(self, tree: T) -> T:
+    """Puts a pytree on every device."""
+    if self.mesh is None:
+      return tree
+    return jax.tree.map(lambda a: self.put(a, P()), tree)
+
+  def shard_rows(self, params: T) -> T:
+    """Puts params on the mesh, weights by output rows over `model`, all else whole.
+
+    A weight whose rows do not divide over the axis is whole on every device.
+
+    Args:
+      params: Nested dicts of arrays and typed leaves, float or quantized.
+    """
+    if self.mesh is None:
+      return params
+    whole = lambda a: self.put(a, P())
+    by_row = lambda a: self.put(a, P(MODEL))
+    return map_weights(params, self.mesh, lambda w: map_rows(by_row, whole, w), whole)
+
+  def to_primary(self, tree: T) -> T:
+    """Brings the arrays of a pytree to the primary device, whole; host arrays stay."""
+    mesh = self.mesh
+    if mesh is None:
+      return tree
+
+    def one(array: Any) -> Any:
+      if not isinstance(array, jax.Array):
+        return array
+      if array.is_fully_addressable:
+        return jax.device_put(alias(array), self.primary_device)
+      return _replicated(array, mesh).addressable_data(0)
+
+    return jax.tree.map(one, tree)
+
+  def on_primary(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Params whose keys come to the primary device, one at a time, when read."""
+    return params if self.mesh is None else _OnPrimary(params, self)
+
+  def call(
+    self,
+    run: Callable[..., Any],
+    params: Any,
+    *arrays: Any,
+    sharing: Sharing = CALIBRATION,
+    specs: Sequence[P] | None = None,
+  ) -> Any:
+    """Calls `run(params, *arrays)`, shared out over the mesh if there is one; traced.
+
+    Args:
+      run: The function; on a mesh it sees its device's part of every array.
+      params: Params that `shard_rows` has put there; `run` gets `RowSharded` weights.
+      *arrays: Pytrees of arrays.
+      sharing: How sequences, which all results have in front, are shared out.
+      specs: How each of the arrays lies; with sequences in front when None.
+    """
+    if self.mesh is None:
+      return run(params, *arrays)
+    has_rows = self.mesh.shape[MODEL] > 1
+    wrap = lambda w: RowSharded(w, MODEL, sharing.gather) if has_rows else w
+    whole = lambda _: P()
+    spec = lambda w: wrap(map_rows(lambda _: P(MODEL), whole, w))
+    return jax.shard_map(
+      run,
+      mesh=self.mesh,
+      in_specs=(
+        map_weights(params, self.mesh, spec, whole),
+        *(specs or [P(sharing.axes)] * len(arrays)),
+      ),
+      out_specs=P(sharing.axes),
+      check_vma=False,
+    )(map_weights(params, self.mesh, wrap, lambda a: a), *arrays)
+
+  def call_by_row(
+    self, run: Callable[..., T], weight: jax.Array, *others: jax.Array | None
+  ) -> T:
+    """Calls `run(weight, *others)` with output rows shared out over all devices.
+
+    Args:
+      run: A hashable function whose arrays all have rows on their last axis, each
+        row's part depending on that row of the weight alone.
+      weight: `[..., rows]`.
+      *others: Arrays that every device needs whole.
+
+    Returns:
+      The results of all rows, on the primary device.
+    """
+    if self.mesh is None:
+      return run(weight, *others)
+    weight, others = self.replicate((weight, others))
+    return self.to_primary(
+      execution.block_on_cpu(_by_row(run, self.mesh, weight, *others))
+    )
+
+
+ONE_DEVICE = Placement()
+
+
+class _OnPrimary(Mapping[str, Any]):
+  """See `Placement.on_primary`."""
+
+  def __init__(self, params: Mapping[str, Any], placement: Placement) -> None:
+    self._params, self._placement = params, placement
+
+  def __getitem__(self, key: str) -> Any:
+    return self._placement.to_primary(self._params[key])
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._params)
+
+  def __len__(self) -> int:
+    return len(self._params)
+
+
+@functools.partial(jax.jit, static_argnames="mesh")
+def _replicated(array: jax.Array, mesh: Mesh) -> jax.Array:
+  return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P()))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _by_row(
+  run: Callable[..., T], mesh: Mesh, weight: jax.Array, *others: jax.Array | None
+) -> T:
+  rows = weight.shape[-1]
+  by_last = lambda a: P(*[None] * (len(a.shape) - 1), AXES)
+  # Rows of zeros fill the last device up; what is computed of them is cut off below.
+  filled = jnp.pad(weight, [(0, 0)] * (weight.ndim - 1) + [(0, -rows % mesh.size)])
+  results = jax.shard_map(
+    run,
+    mesh=mesh,
+    in_specs=(by_last(weight), *[P()] * len(others)),
+    out_specs=jax.tree.map(by_last, jax.eval_shape(run, weight, *others)),
+    check_vma=False,
+  )(filled, *others)
+  return jax.tree.map(lambda a: a[..., :rows], results)

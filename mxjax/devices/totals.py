@@ -1,0 +1,162 @@
+"""Sums over the calibration sequences, added in their order wherever they lie.
+
+On one device a chunk of sequences is scanned. On a mesh every device computes the
+contribution of one sequence, and all of them are added one by one in calibration
+order, each device for its share of the elements: the sum that one device would form.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from mxjax.devices import execution
+from mxjax.devices.mesh import AXES
+from mxjax.devices.placement import ONE_DEVICE, Placement
+
+Step = Callable[..., tuple[Any, Any]]
+"""`(totals, sequence, index, static, params, *args)` to (totals, output): adds the
+contribution of one sequence, an int32 `index` in the set. It must be additive in the
+totals: on a mesh it is applied to zeros and the results are added."""
+
+
+class _Layout(NamedTuple):
+  """A pytree of arrays without their values; hashable."""
+
+  structure: Any
+  shapes: tuple[tuple[int, ...], ...]
+  dtypes: tuple[np.dtype, ...]
+
+  def zeros(self) -> Any:
+    """The tree with zeros everywhere."""
+    leaves = map(jnp.zeros, self.shapes, self.dtypes)
+    return jax.tree.unflatten(self.structure, leaves)
+
+
+def _add_in_order(shares: Sequence[jax.Array], tree: Any) -> list[jax.Array]:
+  """Adds one contribution a device to the totals, in the order of the devices; traced.
+
+  Each device receives its share of every contribution and adds them one by one: as
+  many bytes as a reduce-scatter moves, and the sum that one device would form.
+
+  Args:
+    shares: This device's share of each total.
+    tree: This device's contribution to all of them, whole.
+  """
+  totals = []
+  for total, part in zip(shares, jax.tree.leaves(tree), strict=True):
+    count = jax.lax.axis_size(AXES)
+    flat = jnp.pad(part.reshape(-1), (0, total.size * count - part.size))
+    arrived = jax.lax.all_to_all(flat.reshape(count, -1), AXES, 0, 0)
+    for row in range(count):
+      total = total + arrived[row]
+    totals.append(total)
+  return totals
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=("step", "static", "placement", "layout"),
+  donate_argnames=("totals", "consumed"),
+  compiler_options=execution.FEW_TEMPORARIES,
+)
+def _add_chunk(
+  step: Step,
+  static: tuple[Any, ...],
+  placement: Placement,
+  layout: _Layout,
+  params: Any,
+  totals: Any,
+  consumed: Any,
+  sequences: Any,
+  first: jax.Array,
+  args: tuple[Any, ...],
+) -> tuple[Any, Any]:
+  if placement.mesh is None:
+
+    def body(totals: Any, item: Any) -> tuple[Any, Any]:
+      sequence, index = item
+      return step(totals, sequence, index, static, params, *args)
+
+    count = jax.tree.leaves((consumed, sequences))[0].shape[0]
+    indices = first + jnp.arange(count, dtype=jnp.int32)
+    return jax.lax.scan(body, totals, ((consumed, sequences), indices))
+
+  def run(
+    params: Any, shares: Any, consumed: Any, sequences: Any, first: Any, args: Any
+  ) -> tuple[list[jax.Array], Any]:
+    index = first + jax.lax.axis_index(AXES)
+    sequence = jax.tree.map(lambda a: a[0], (consumed, sequences))
+    new, output = step(layout.zeros(), sequence, index, static, params, *args)
+    return _add_in_order(shares, new), jax.tree.map(lambda a: a[None], output)
+
+  whole, split = P(), P(AXES)
+  arrays = totals, consumed, sequences, first, args
+  specs = split, split, split, whole, whole
+  return placement.call(run, params, *arrays, specs=specs)
+
+
+class Totals:
+  """Running totals, a pytree of arrays; on a mesh its elements are shared out."""
+
+  def __init__(self, initial: Any, placement: Placement = ONE_DEVICE) -> None:
+    """Begins with `initial`, whose buffers are donated."""
+    self._placement, self._first = placement, 0
+    leaves, structure = jax.tree.flatten(initial)
+    self._layout = _Layout(
+      structure, tuple(a.shape for a in leaves), tuple(a.dtype for a in leaves)
+    )
+    self._totals = initial
+    if placement.mesh:
+      count = placement.mesh.size
+      flat = [jnp.pad(leaf.reshape(-1), (0, -leaf.size % count)) for leaf in leaves]
+      self._totals = [placement.put(a, P(AXES)) for a in flat]
+
+  def add(
+    self,
+    step: Step,
+    sequences: Any = None,
+    *args: Any,
+    static: tuple[Any, ...] = (),
+    params: Any = None,
+    consumed: Any = None,
+  ) -> Any:
+    """Adds the contributions of the next sequences.
+
+    Args:
+      step: A module-level function, compiled once for each shape.
+      sequences: Arrays `[sequences, ...]`, on a mesh one sequence a device.
+      *args: Pytrees passed to every step; on a mesh they are replicated already.
+      static: Hashable arguments of the step.
+      params: Params that `Placement.shard_rows` has put there.
+      consumed: Like `sequences`, but their buffers are donated. A step gets
+        `(consumed, sequences)`.
+
+    Returns:
+      The outputs of the steps, `[sequences, ...]`.
+    """
+    first = np.int32(self._first)
+    self._totals, outputs = execution.block_on_cpu(
+      _add_chunk(
+        *(step, static, self._placement, self._layout, params, self._totals),
+        *(consumed, sequences, first, args),
+      )
+    )
+    self._first += jax.tree.leaves((consumed, sequences))[0].shape[0]
+    return outputs
+
+  def value(self) -> Any:
+    """The totals so far, on the primary device."""
+    if self._placement.mesh is None:
+      return self._totals
+    whole = self._placement.to_primary(self._totals)
+    leaves = [
+      flat[: math.prod(shape)].reshape(shape)
+      for flat, shape in zip(whole, self._layout.shapes, strict=True)
+    ]
+    return jax.tree.unflatten(self._layout.structure, leaves)

@@ -1,0 +1,71 @@
+"""What a quantization run measured, for reports and results."""
+
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def peak_memory_bytes() -> int:
+  """The largest resident memory of this process so far, in bytes."""
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclasses.dataclass
+class StageClock:
+  """Wall seconds and peak memory by stage."""
+
+  seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+  peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+  @contextmanager
+  def stage(self, name: str) -> Iterator[None]:
+    """Adds the time of the `with` block to a stage."""
+    start = time.perf_counter()
+    yield
+    spent = time.perf_counter() - start
+    self.seconds[name] = self.seconds.get(name, 0.0) + spent
+    self.peak_bytes[name] = peak_memory_bytes()
+
+  def resume_from(self, seconds: dict[str, float], peak_bytes: dict[str, int]) -> None:
+    """Adds time and peak memory recorded by the interrupted process."""
+    for name, spent in seconds.items():
+      self.seconds[name] = self.seconds.get(name, 0.0) + spent
+    for name, peak in peak_bytes.items():
+      self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationRecord:
+  """Everything a report shows about a run, JSON-ready through `to_dict`.
+
+  Attributes:
+    program: Name and options.
+    contract_hash: SHA-256 of the contract.
+    calibration: Fingerprint and shape of the calibration tokens.
+    layers: One dict a layer: `linears` by path, `recovery` by fit.
+    clock: Time and memory by stage.
+    sanity: The gate's comparison, or None where it was not run.
+    preparation: What `Program.prepare` recorded.
+    resumed: One entry for every resume of a killed run: finished layers (`layer`),
+      unfinished files that were `discarded`, what `changed` in the environment.
+    mesh: Sizes of the axes and number of processes, or None for one device.
+  """
+
+  program: dict[str, Any]
+  contract_hash: str
+  calibration: dict[str, Any]
+  layers: list[dict[str, Any]]
+  clock: StageClock
+  sanity: dict[str, Any] | None = None
+  preparation: dict[str, Any] = dataclasses.field(default_factory=dict)
+  resumed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  mesh: dict[str, int] | None = None
+
+  def to_dict(self) -> dict[str, Any]:
+    """A JSON-ready form."""
+    return dataclasses.asdict(self)

@@ -1,0 +1,202 @@
+"""What a run has finished, in memory and where asked for in a run folder."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, MutableMapping
+from typing import Any, NamedTuple
+
+from mxjax.calibration.calibration import Calibration, Params
+from mxjax.calibration.store import CalibrationStore
+from mxjax.calibration.streams import outer_params
+from mxjax.devices import processes
+from mxjax.devices.placement import ONE_DEVICE, Placement
+from mxjax.methods.program import Prepared, Program
+from mxjax.numerics.contract import Contract
+from mxjax.running import run_identity, sanity
+from mxjax.running.run_record import QuantizationRecord, StageClock
+from mxjax.running.trajectories import Trajectories
+from mxjax.storage.run_folder import RunFolder
+
+SANITY_TOKENS = 256
+
+
+class Result(NamedTuple):
+  """What `quantize_with_record` returns.
+
+  Attributes:
+    params: The same tree with `QuantizedLinear` leaves.
+    record: What was measured on the way.
+    reference: The float params that the program quantized: those given, unless it
+      rewrote them.
+  """
+
+  params: MutableMapping[str, Any]
+  record: QuantizationRecord
+  reference: Params
+
+
+@contextlib.contextmanager
+def open_folder(
+  run_dir: str | os.PathLike[str] | RunFolder | None, *, resume: bool
+) -> Iterator[RunFolder | None]:
+  """The run folder of a caller: opened and closed here, or one that is open already."""
+  if run_dir is None or isinstance(run_dir, RunFolder):
+    yield run_dir
+  else:
+    with RunFolder(run_dir, resume=resume) as folder:
+      yield folder
+
+
+def _prepare(
+  folder: RunFolder | None,
+  program: Program,
+  params: Params,
+  calib: Calibration,
+  contract: Contract,
+) -> Prepared:
+  """Runs `Program.prepare`, or reads what it returned before the run was killed."""
+  if folder and (saved := folder.read_prepared()):
+    rewritten = params if saved.params is None else saved.params
+    return Prepared(rewritten, saved.learned, saved.record)
+  prepared = program.prepare(params, calib, contract)
+  is_rewritten = prepared.params is not params
+  if folder and (is_rewritten or prepared.learned):
+    folder.write_prepared(
+      prepared.params if is_rewritten else None,
+      prepared.learned,
+      dict(prepared.record),
+    )
+  return prepared
+
+
+class RunState:
+  """The finished part of a run: layers, records and trajectories.
+
+  Attributes:
+    params: The float params, as `Program.prepare` left them.
+    learned: What it learned, by path.
+    record: What has been measured so far.
+    result: The finished layers, and the params outside the layers.
+  """
+
+  def __init__(
+    self,
+    params: Params,
+    calib: Calibration,
+    program: Program,
+    contract: Contract,
+    placement: Placement,
+    folder: RunFolder | None,
+    into: MutableMapping[str, Any] | None,
+  ) -> None:
+    """Prepares the program, and takes up what a killed run has finished."""
+    self._calib, self._program = calib, program
+    self._placement, self._folder = placement, folder
+    resumed = []
+    if folder:
+      identity = run_identity.identity(params, calib, program, contract)
+      processes.check_same("model, data and options", identity, placement.mesh)
+      resumed = folder.begin(identity, run_identity.environment(placement))
+    clock = StageClock()
+    with clock.stage("preparation"):
+      prepared = _prepare(folder, program, params, calib, contract)
+    self.params, self.learned = prepared.params, prepared.learned
+    self.record = QuantizationRecord(
+      program=dict(program.describe()),
+      contract_hash=contract.hash,
+      calibration={
+        "fingerprint": calib.fingerprint,
+        "shape": list(calib.tokens.shape),
+      },
+      layers=[],
+      clock=clock,
+      preparation=dict(prepared.record),
+      resumed=resumed,
+      mesh=placement.describe(),
+    )
+    # A mapping of the caller's takes layers as they are; else they go on the mesh.
+    self._results_on = placement if into is None else ONE_DEVICE
+    self.result: MutableMapping[str, Any] = {} if into is None else into
+    self._restore()
+
+  def _restore(self) -> None:
+    outer = outer_params(self.params)
+    self.result.update(self._results_on.shard_rows(outer))
+    for event in self._folder.finished if self._folder else []:
+      assert self._folder
+      layer = self._folder.read_layer(event)
+      self.result[event["name"]] = self._results_on.shard_rows(layer)
+      self.record.layers.append(event["record"])
+    if self._folder and self._folder.finished:
+      self.record.clock.resume_from(**self._folder.finished[-1]["clock"])
+
+  @property
+  def finished(self) -> int:
+    """Number of finished layers."""
+    return len(self.record.layers)
+
+  def trajectories(
+    self, chunk: int, store: str | os.PathLike[str] | None
+  ) -> Trajectories:
+    """The trajectories where they stand: before the first layer that is to be done."""
+    shared = None
+    if store is not None:
+      shared = CalibrationStore(store, self.params, self._calib)
+    return Trajectories.begin(
+      *(self._program, self.params, self._calib, self._folder),
+      chunk=chunk,
+      placement=self._placement,
+      store=shared,
+    )
+
+  def finish_layer(
+    self,
+    name: str,
+    quantized: dict[str, Any],
+    record: dict[str, Any],
+    trajectories: Trajectories,
+  ) -> None:
+    """Takes a finished layer, durably where there is a run folder.
+
+    Args:
+      name: Such as `layers_3`.
+      quantized: Its params.
+      record: What was measured, JSON-ready.
+      trajectories: Those that enter the next layer.
+    """
+    is_last = self.finished + 1 == self._calib.model.num_layers
+    if not is_last:
+      trajectories.float_model.leave()
+    if self._folder:
+      with self.record.clock.stage("writing"):
+        self._folder.write_layer(
+          name,
+          quantized,
+          record,
+          streams={} if is_last else trajectories.to_host(),
+          clock=dataclasses.asdict(self.record.clock),
+        )
+    self.result[name] = self._results_on.shard_rows(quantized)
+    self.record.layers.append(record)
+
+  def finish(self, *, check: bool) -> Result:
+    """The sanity gate where asked for, and the end of the journal.
+
+    Raises:
+      FloatingPointError: The quantized model collapsed.
+    """
+    record, folder = self.record, self._folder
+    ended = folder.event("finished") if folder else None
+    if ended and ended["sanity"]:
+      record = dataclasses.replace(record, sanity=ended["sanity"])
+    elif check:
+      with record.clock.stage("sanity gate"):
+        tokens = self._calib.tokens[:1, :SANITY_TOKENS]
+        quantized = self._placement.on_primary(self.result)
+        report = sanity.compare(self._calib.model, self.params, quantized, tokens)
+      record = dataclasses.replace(record, sanity=dataclasses.asdict(report))
+      report.check(self._program.name)
+    if folder and not ended:
+      folder.journal("finished", sanity=record.sanity, seconds=record.clock.seconds)
+    return Result(self.result, record, self.params)

@@ -1,0 +1,90 @@
+"""Every trajectory of a run, as Algorithm 1 measures them in one pass over the layers.
+
+Recovery fit j is measured on the model that has everything before it installed and
+nothing after, the conditional order of Eq. conditional-stage. What it finds for a layer
+depends on this layer and those before it only, so each fit has a trajectory of its own
+and all of them share one pass.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mxjax.calibration.activations import Activations
+from mxjax.calibration.calibration import Calibration, Params
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.calibration.store import CalibrationStore
+from mxjax.devices.placement import Placement
+from mxjax.methods.program import Program
+from mxjax.numerics.contract import Contract
+from mxjax.storage.run_folder import RunFolder
+
+
+def _fit_names(program: Program) -> list[str]:
+  return [f"recovery{place}-{fit.name}" for place, fit in enumerate(program.recover)]
+
+
+@dataclasses.dataclass
+class Trajectories:
+  """Hidden states entering the next layer, on every model that a program measures.
+
+  Attributes:
+    program: The program.
+    float_model: The float model.
+    fits: The state that each recovery fit is measured on, in order.
+    upstream: The layers quantized so far, where the hooks see their outputs; or None.
+  """
+
+  program: Program
+  float_model: Activations
+  fits: list[Activations]
+  upstream: Activations | None
+
+  @classmethod
+  def begin(
+    cls,
+    program: Program,
+    params: Params,
+    calib: Calibration,
+    folder: RunFolder | None,
+    *,
+    chunk: int,
+    placement: Placement,
+    store: CalibrationStore | None,
+  ) -> "Trajectories":
+    """All of them before the first layer, or where a killed run left them."""
+    options: dict[str, Any] = {"chunk": chunk, "placement": placement}
+    if folder and folder.finished:
+      saved = folder.read_streams(chunk, placement.put_sequences)
+      options["index"] = len(folder.finished)
+      entering = lambda name, **more: Activations(calib, saved[name], **options, **more)
+    else:
+      entering = lambda _, **more: Activations.embed(params, calib, **options, **more)
+    return cls(
+      program,
+      entering("float", store=store),
+      [entering(name) for name in _fit_names(program)],
+      entering("upstream") if program.upstream == "quantized" else None,
+    )
+
+  def to_host(self) -> Mapping[str, Sequence[jax.Array | np.ndarray]]:
+    """Everything that enters the next layer, by the name it has on disk."""
+    named = {"float": self.float_model}
+    named |= dict(zip(_fit_names(self.program), self.fits, strict=True))
+    if self.upstream is not None:
+      named["upstream"] = self.upstream
+    return {name: activations.to_host() for name, activations in named.items()}
+
+  def observe(self, layer: Params, contract: Contract) -> dict[str, LinearInputs]:
+    """Calibrates a float layer: the inputs that hooks see, by tap."""
+    plain = {name for fit in self.program.recover for name in fit.float_taps}
+    self.float_model.observe(layer, contract, tuple(sorted(plain)))
+    if self.upstream is None:
+      return self.float_model.inputs(contract)
+    # The float layer on what the quantized layers pass on.
+    seen = self.upstream.copy()
+    seen.observe(layer, contract)
+    return seen.inputs(contract)
