@@ -12,12 +12,12 @@ from mxjax import methods
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation.measures.operator_error import operator_error, operator_errors
-from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods import recovery_fits
 from mxjax.models import CausalLM
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.realization import gptq
 from mxjax.running import pipeline
+from tests.tiny import leaves_of
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,6 @@ def assert_same_bits(left, right):
   assert jax.tree.structure(left) == jax.tree.structure(right)
   for x, y in zip(a, b, strict=True):
     np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-
-def leaves_of(params):
-  is_leaf = lambda node: isinstance(node, QuantizedLinear)
-  return [x for x in jax.tree.leaves(params, is_leaf=is_leaf) if is_leaf(x)]
 
 
 def test_every_target_becomes_a_legal_operator(model, params, hires):
