@@ -26,8 +26,8 @@ VECTORS_SHA256 = "cbc62b5727d2e9fca4b696f6213a0a4028f0a746c7f92cac4f768b88ae5345
 
 LONGEST_FIRST = (
   "devices/test_mesh.py",
-  "running/test_pipeline.py",
   "methods/test_baselines.py",
+  "running/test_pipeline.py",
   "cli/test_distributed.py",
   "sandbox/test_sandbox.py",
   "cli/test_progress.py",

@@ -246,7 +246,7 @@ def test_layerwise_gradients_are_those_of_the_whole_model(
       hidden = objective.layer(tiny_model, shared, learned, layer, hidden)
     return objective.loss(tiny_model, shared, params, hidden, ids, teacher)
 
-  loss, expected = jax.value_and_grad(whole, argnums=(0, 1))(shared, own)
+  loss, expected = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(shared, own)
   teachers = None if teacher is None else [teacher]
   got = gradients.gradients(objective, tiny_model, params, shared, own, [ids], teachers)
   assert got.loss == pytest.approx(float(loss), rel=1e-5)

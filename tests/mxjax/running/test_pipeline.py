@@ -71,10 +71,17 @@ def test_the_same_run_gives_the_same_bits(model, params, tokens, hires):
   assert_same_bits(hires.params, again)
 
 
-@pytest.mark.parametrize("chunk", [2, 5])
-def test_the_chunk_size_does_not_change_a_bit(model, params, tokens, hires, chunk):
-  other = mxjax.quantize(params, Calibration(model, tokens), check=False, chunk=chunk)
-  assert_same_bits(hires.params, other)
+@pytest.mark.parametrize(("method", "chunk"), [("hires", 2), ("gptq", 5)])
+def test_the_chunk_size_does_not_change_a_bit(
+  model, params, tokens, hires, method, chunk
+):
+  """Chunks of which the last is smaller, and all sequences in one."""
+  calib = Calibration(model, tokens)
+  quantize = lambda **options: mxjax.quantize(
+    params, calib, method, check=False, **options
+  )
+  alone = hires.params if method == "hires" else quantize()
+  assert_same_bits(alone, quantize(chunk=chunk))
 
 
 @pytest.mark.parametrize("method", ["hires", "brq", "rtn"])
