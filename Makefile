@@ -21,8 +21,12 @@ $(VENV)/.installed: pyproject.toml
 demo: install
 	$(VENV)/bin/mxjax demo
 
+# A worker takes whole files, so that a fixture of a module is made once; the order is
+# that of tests/conftest.py. JAX_COMPILATION_CACHE_DIR=FOLDER keeps compiled programs
+# between runs.
 test: install
-	$(VENV)/bin/python -m pytest -n 2 $(PYTEST_FLAGS) tests
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	  $(PYTEST_FLAGS) tests
 
 check: install
 	$(VENV)/bin/python tests/check.py

@@ -1,9 +1,11 @@
-"""Strict JAX modes for every test, and the golden vectors."""
+"""Strict JAX modes, one compilation cache, the order of files, and golden vectors."""
 
 import gc
 import hashlib
 import os
 import pathlib
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,7 +14,9 @@ import jax
 import numpy as np
 import pytest
 
+from mxjax.devices import execution
 from mxjax.numerics import precision
+from tests import tiny
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -20,10 +24,56 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 VECTORS_SHA256 = "cbc62b5727d2e9fca4b696f6213a0a4028f0a746c7f92cac4f768b88ae534556"
 
 
+LONGEST_FIRST = (
+  "devices/test_mesh.py",
+  "methods/test_baselines.py",
+  "running/test_pipeline.py",
+  "cli/test_distributed.py",
+  "sandbox/test_sandbox.py",
+  "cli/test_progress.py",
+  "families/test_families.py",
+  "evaluation/test_ablation.py",
+  "search/test_search.py",
+  "search/test_runs.py",
+  "running/test_toy_network.py",
+  "loading/test_trained.py",
+)
+"""Files that a run starts with, so that no worker ends with a long one alone."""
+
+
 def pytest_configure(config):
-  del config
   jax.config.update("jax_numpy_dtype_promotion", "strict")
   jax.config.update("jax_numpy_rank_promotion", "raise")
+  share_compiled_programs(config)
+
+
+def share_compiled_programs(config):
+  """One compilation cache for the workers of a run and the processes that tests start.
+
+  Most of a run is compiling, and many modules compile the same programs. The cache ends
+  with the run, unless JAX_COMPILATION_CACHE_DIR already names a folder to keep.
+  """
+  if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    folder = tempfile.mkdtemp(prefix="mxjax-compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+  os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+  execution.keep_compiled(os.environ["JAX_COMPILATION_CACHE_DIR"])
+  # What JAX cannot read it compiles, such as an entry that a killed test was writing.
+  unread = "ignore:Error reading persistent compilation cache entry"
+  config.addinivalue_line("filterwarnings", unread)
+
+
+def pytest_collection_modifyitems(items):
+  """A worker takes whole files (`--dist loadfile`), in this order."""
+
+  def rank(item):
+    path = item.path.as_posix()
+    ranks = (i for i, end in enumerate(LONGEST_FIRST) if path.endswith(end))
+    return next(ranks, len(LONGEST_FIRST))
+
+  items.sort(key=rank)
 
 
 CACHES_UP_TO = 3 << 30
@@ -67,22 +117,7 @@ def vectors():
 
 @pytest.fixture(scope="session")
 def tiny_config():
-  """Two layers with grouped queries, every width a multiple of 32."""
-  from mxjax.models import ModelConfig
-
-  return ModelConfig(
-    vocab_size=61,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    norm_eps=1e-5,
-    tie_embeddings=True,
-    rope_theta=1e4,
-    max_positions=128,
-  )
+  return tiny.config()
 
 
 @pytest.fixture

@@ -36,7 +36,8 @@ TEMP = tempfile.mkdtemp(prefix="mxjax-probes-")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_scratch():
+def own_scratch(tmp_path_factory):
+  tmp_path_factory.getbasetemp()  # Where it is, before the place for new ones changes.
   before, tempfile.tempdir = tempfile.tempdir, TEMP
   yield
   tempfile.tempdir = before

@@ -10,28 +10,16 @@ from mxjax import methods
 from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.models import CausalLM, ModelConfig
+from mxjax.models import CausalLM
 from mxjax.running import pipeline
+from tests import tiny
 
-# The same shapes throughout, so that the families share what is compiled.
-SHAPE = dict(
-  vocab_size=61,
-  hidden_size=64,
-  intermediate_size=96,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=32,
-  norm_eps=1e-5,
-  rope_theta=1e4,
-  max_positions=128,
-)
 SPECIAL = {
-  "llama": dict(tie_embeddings=True, attention_bias=True, mlp_bias=True),
-  "mistral": dict(sliding_window=8),
-  "qwen2": dict(tie_embeddings=True, qkv_bias=True),
-  "qwen3": dict(qk_norm="head"),
-  "olmo2": dict(qk_norm="projection", is_post_norm=True),
+  "llama": dict(attention_bias=True, mlp_bias=True),
+  "mistral": dict(sliding_window=8, tie_embeddings=False),
+  "qwen2": dict(qkv_bias=True),
+  "qwen3": dict(qk_norm="head", tie_embeddings=False),
+  "olmo2": dict(qk_norm="projection", is_post_norm=True, tie_embeddings=False),
 }
 pytestmark = pytest.mark.slow
 TOKENS = np.random.default_rng(1).integers(0, 61, (4, 32)).astype(np.int32)
@@ -59,7 +47,7 @@ def loud_params(model):
 def quantized(request):
   """Model, float params and what HiRes made of them."""
   family = request.param
-  model = CausalLM(ModelConfig(family=family, **SHAPE, **SPECIAL[family]))
+  model = CausalLM(tiny.config(family=family, **SPECIAL[family]))
   params = loud_params(model)
   result = pipeline.quantize_with_record(
     params, Calibration(model, TOKENS), methods.HIRES, check=False

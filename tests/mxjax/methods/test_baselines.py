@@ -15,13 +15,13 @@ from mxjax import methods
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation.measures.operator_error import operator_error
-from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.baselines import focus, spinquant
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.numerics.realization.activation_quantizers import OneCode
 from mxjax.running import pipeline
 from mxjax.storage import checkpoint
+from tests.tiny import leaves_of
 
 FAST = {
   "gptq": "gptq:scales=static:order=activation",
@@ -55,11 +55,6 @@ def build(tiny_params, calib):
     return made[key]
 
   return build
-
-
-def leaves_of(params):
-  is_leaf = lambda node: isinstance(node, QuantizedLinear)
-  return [x for x in jax.tree.leaves(params, is_leaf=is_leaf) if is_leaf(x)]
 
 
 def assert_same_weights(left, right):
@@ -252,7 +247,7 @@ def test_layerwise_gradients_are_those_of_the_whole_model(
       hidden = objective.layer(shared, learned, hidden, layer)
     return objective.loss(shared, hidden, params, ids, teacher)
 
-  loss, expected = jax.value_and_grad(whole, argnums=(0, 1))(shared, own)
+  loss, expected = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(shared, own)
   teachers = None if teacher is None else [teacher]
   got = gradients.gradients(objective, params, shared, own, [ids], teachers)
   assert got.loss == pytest.approx(float(loss), rel=1e-5)

@@ -13,12 +13,12 @@ from mxjax.calibration import streams
 from mxjax.calibration.activations import Activations
 from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation.measures.operator_error import operator_error, operator_errors
-from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods import recovery_fits
 from mxjax.models import CausalLM
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.realization import gptq
 from mxjax.running import pipeline, recovery
+from tests.tiny import leaves_of
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +50,6 @@ def assert_same_bits(left, right):
     np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-def leaves_of(params):
-  is_leaf = lambda node: isinstance(node, QuantizedLinear)
-  return [x for x in jax.tree.leaves(params, is_leaf=is_leaf) if is_leaf(x)]
-
-
 def test_every_target_becomes_a_legal_operator(model, params, hires):
   leaves = leaves_of(hires.params)
   assert len(leaves) == 14
@@ -77,10 +72,17 @@ def test_the_same_run_gives_the_same_bits(model, params, tokens, hires):
   assert_same_bits(hires.params, again)
 
 
-@pytest.mark.parametrize("chunk", [2, 5])
-def test_the_chunk_size_does_not_change_a_bit(model, params, tokens, hires, chunk):
-  other = mxjax.quantize(params, Calibration(model, tokens), check=False, chunk=chunk)
-  assert_same_bits(hires.params, other)
+@pytest.mark.parametrize(("method", "chunk"), [("hires", 2), ("gptq", 5)])
+def test_the_chunk_size_does_not_change_a_bit(
+  model, params, tokens, hires, method, chunk
+):
+  """Chunks of which the last is smaller, and all sequences in one."""
+  calib = Calibration(model, tokens)
+  quantize = lambda **options: mxjax.quantize(
+    params, calib, method, check=False, **options
+  )
+  alone = hires.params if method == "hires" else quantize()
+  assert_same_bits(alone, quantize(chunk=chunk))
 
 
 @pytest.mark.parametrize("method", ["hires", "brq", "rtn"])

@@ -11,9 +11,10 @@ import pytest
 from mxjax import methods
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import Calibration
-from mxjax.models import CausalLM, ModelConfig, RopeScaling
+from mxjax.models import CausalLM, RopeScaling
 from mxjax.numerics import mxfp4
 from mxjax.running import pipeline
+from tests import tiny
 
 PROJECTIONS = {
   "q": ("self_attn", "q_proj"),
@@ -31,23 +32,16 @@ def network(vectors):
   """The model, its params and its 16 sequences of 32 tokens."""
   embedding = vectors["toy/E"]
   sequences, length, width = embedding.shape
-  config = ModelConfig(
+  config = tiny.config(
     vocab_size=sequences * length,
     hidden_size=width,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
     norm_eps=1e-6,
-    rope_theta=1e4,
     rope_scaling=RopeScaling(
       factor=1e28,
       low_freq_factor=1e6,
       high_freq_factor=2e6,
       original_max_position=1,
     ),
-    tie_embeddings=True,
     max_positions=length,
   )
   ones = {"weight": jnp.ones(width)}

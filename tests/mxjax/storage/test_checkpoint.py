@@ -20,20 +20,10 @@ from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping import input_maps
 from mxjax.storage import checkpoint, checkpoint_arrays, checkpoint_manifest
+from tests import tiny
 
-CONFIG = models.ModelConfig(
-  vocab_size=96,
-  hidden_size=64,
-  intermediate_size=128,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=16,
-  norm_eps=1e-5,
-  rope_theta=1e4,
-  tie_embeddings=True,
-  max_positions=64,
-  eos_ids=(2,),
+CONFIG = tiny.config(
+  vocab_size=96, intermediate_size=128, max_positions=64, eos_ids=(2,)
 )
 MODEL = models.CausalLM(CONFIG)
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
