@@ -40,11 +40,11 @@ def pack_for_inference(
       exactly them.
     embeddings: Store the embedding, and an untied head, as `int8` (symmetric, one
       scale a row) or `mxfp4` (nearest), used without rounding inputs. This changes
-      the model: see docs/kernels.md for what it costs.
+      the model: docs/guides/quantize.md has what it costs.
     products: The type in which a GPU multiplies many rows of a quantized linear. None
       leaves what is chosen, which at first is bfloat16. `float8` has exact products
-      too, and sums as the GPU rounds them: see docs/kernels.md. A linear whose weight
-      has too wide a range for it stays with bfloat16, and a warning names it.
+      too, and sums as the GPU rounds them (docs/concepts/kernels.md). A linear whose
+      weight has too wide a range for it stays with bfloat16, and a warning names it.
 
   Returns:
     New params; leaves that do not change are shared with the old ones.

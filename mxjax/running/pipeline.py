@@ -382,7 +382,7 @@ def quantize(
       for the record), `into` (a mapping that takes the finished layers, such as a
       `LayerStore`), `mesh` (a `jax.sharding.Mesh` with the axes
       `data` and `model`, whose devices share sequences and output rows; the codes are
-      those of one device, see `docs/scale.md`).
+      those of one device, see `docs/guides/devices.md`).
 
   Returns:
     The same tree with `QuantizedLinear` leaves in place of target weights, for the
