@@ -29,7 +29,7 @@ check: install
 
 # The site, into build/docs; every warning is an error.
 docs: install
-	$(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs build/docs
+	$(VENV)/bin/python -m sphinx -qEW --keep-going docs build/docs
 
 # Compiles the kernels for an H200, without one: the CUDA plugin of jax (140 MB, none
 # of CUDA's libraries) goes into a folder that nothing else sees. Then `make check`

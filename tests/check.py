@@ -19,12 +19,7 @@ CHECKS = {
   "types": ("basedpyright", "--pythonpath", sys.executable),
   "floors": ("lint-imports",),
   # The site with the reference from docstrings; needs no network.
-  "docs": (
-    "python",
-    "-m",
-    "sphinx",
-    *"-W --keep-going -q -b html docs build/docs".split(),
-  ),
+  "docs": tuple("python -m sphinx -qEW --keep-going docs build/docs".split()),
   # Compiles every kernel for a GPU that need not be there, if `make kernels` or the
   # environment has what that takes; it says so where it does not.
   "kernels": ("python", "tests/compile_kernels.py"),

@@ -57,3 +57,12 @@ def test_the_figure_is_that_of_the_result_files():
   figure = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(figure)
   assert figure.draw() == figure.FIGURE.read_text(), f"run python {path.name}"
+
+
+def test_the_imports_of_the_readme_work():
+  code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+  assert code is not None
+  compile(code[1], "README.md", "exec")
+  lines = [line for line in code[1].splitlines() if re.match("import |from ", line)]
+  assert lines
+  exec("\n".join(lines), {})
