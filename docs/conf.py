@@ -21,7 +21,6 @@ version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 release = version
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["README.md"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 
