@@ -34,7 +34,7 @@ class MLP(nn.Module):
 class Layer(nn.Module):
   @nn.compact
   def __call__(self, x):
-    past = jnp.cumsum(x, axis=1) / (1.0 + jnp.arange(x.shape[1]))[None, :, None]
+    past = jnp.cumsum(x, axis=1) / jnp.arange(1.0, x.shape[1] + 1)[None, :, None]
     return x + MLP(name="mlp")(nn.RMSNorm()(past))
 
 

@@ -29,7 +29,7 @@ class Layer(nnx.Module):
     self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
 
   def __call__(self, x):
-    past = jnp.cumsum(x, axis=1) / (1.0 + jnp.arange(x.shape[1]))[None, :, None]
+    past = jnp.cumsum(x, axis=1) / jnp.arange(1.0, x.shape[1] + 1)[None, :, None]
     normal = self.norm(past)
     hidden = nnx.gelu(self.mlp.up_proj(normal))
     return x + self.mlp.down_proj(hidden), {"up": normal, "down": hidden}
