@@ -5,7 +5,7 @@ VENV := .venv
 PEERS := .venv-peers
 CUDA_PLUGIN := .cuda-plugin
 
-.PHONY: install demo test check kernels bench clean
+.PHONY: install demo test check docs kernels bench clean
 
 install: $(VENV)/.installed
 
@@ -30,6 +30,10 @@ test: install
 
 check: install
 	$(VENV)/bin/python tests/check.py
+
+# The site, into build/docs; every warning is an error.
+docs: install
+	$(VENV)/bin/python -m sphinx -qEW --keep-going docs build/docs
 
 # Compiles the kernels for an H200, without one: the CUDA plugin of jax (140 MB, none
 # of CUDA's libraries) goes into a folder that nothing else sees. Then `make check`

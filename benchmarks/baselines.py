@@ -19,7 +19,7 @@ programs on shorter windows of the same ids, 4 x 1024 C4 tokens a draw. Where a
 published budget takes hours on a CPU the method has a smaller one, which its name says.
 Rows are kept in runs/, so a killed run goes on where it was. Each writes
 benchmarks/results/NAME.json, rows without their records by layer, and NAME.md, the
-table that docs/baselines.md or docs/hires_next.md shows.
+table that docs/results/methods.md or docs/results/hires_next.md shows.
 """
 
 import argparse

@@ -3,13 +3,13 @@
   python benchmarks/discovery_studies.py world [STUDY ...] [--out DIR] [--seeds N ...]
   python benchmarks/discovery_studies.py ptq   [STUDY ...] [--out DIR] [--seeds N ...]
                                         [--only N ...]
-  python benchmarks/discovery_studies.py docs
+  python benchmarks/discovery_studies.py tables
 
 Does what `mxjax discover study` does for every named study (all by default) in one
 folder, and writes what was found to results/studies_world.json or studies_ptq.json.
 Killed at any point it goes on where it stood when given the same folder. `--only` takes
-some of the folder's seeds, where time demands it. `docs` puts the tables of both files
-into docs/studies.md.
+some of the folder's seeds, where time demands it. `tables` writes the tables of both
+files beside them, one Markdown file a study.
 """
 
 import argparse
@@ -30,7 +30,6 @@ from mxjax.discovery.tasks.ptq import margins
 from mxjax.models.loading import embedded
 
 HERE = pathlib.Path(__file__).parent
-DOCS = HERE.parent / "docs" / "studies.md"
 PTQ = {"calibration": [8, 64], "windows": [16, 128]}
 SEEDS = tuple(range(101, 109))
 TUNED = (1, 2, 3, 11, 12, 21, 22)
@@ -99,37 +98,27 @@ def conduct(options):
   held.close()
 
 
-def docs():
-  text = DOCS.read_text()
+def write_tables():
   for world in ("world", "ptq"):
     path = HERE / "results" / f"studies_{world}.json"
     studies = json.loads(path.read_text())["studies"] if path.exists() else {}
-    for name in study.STUDIES:
-      mark = f"<!-- {world} {name} -->"
-      if mark not in text:
-        continue
-      body = "Not run."
-      if name in studies:
-        made = tables.tables(studies[name]["results"])
-        told = f"`{studies[name]['command']}`, {studies[name]['date']}, {path.name}."
-        body = "\n\n".join([told, *(table.markdown() for table in made)])
-      before, rest = text.split(mark, 1)
-      after = rest.split("<!-- end -->", 1)[1]
-      text = f"{before}{mark}\n\n{body}\n\n<!-- end -->{after}"
-  DOCS.write_text(text)
+    for name, result in studies.items():
+      told = f"`{result['command']}`, {result['date']}, {path.name}."
+      body = [told, *(table.markdown() for table in tables.tables(result["results"]))]
+      path.with_name(f"{path.stem}_{name}.md").write_text("\n\n".join(body) + "\n")
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("world", choices=("world", "ptq", "docs"))
+  parser.add_argument("world", choices=("world", "ptq", "tables"))
   parser.add_argument("studies", nargs="*")
   parser.add_argument("--out", default=None)
   parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
   parser.add_argument("--only", type=int, nargs="+", help="some of the seeds")
   parser.add_argument("--budget", type=int, default=240)
   options = parser.parse_args()
-  if options.world == "docs":
-    return docs()
+  if options.world == "tables":
+    return write_tables()
   options.out = options.out or f"runs/studies_{options.world}"
   conduct(options)
 

@@ -176,7 +176,7 @@ def compare(name, own, theirs):
 
 
 def table(result):
-  """The table of docs/export.md."""
+  """The table of docs/guides/export.md."""
   head = ["model", "export", "linears equal bit for bit", "compared", "ours", "theirs"]
   head += ["relative difference"]
   keys = {

@@ -50,7 +50,7 @@ def measure(family):
 
 
 def table(report):
-  """The table of docs/evaluation.md."""
+  """The table of docs/results/methods.md."""
   head = ["family", "unigrams", "float", "RTN", "HiRes"]
   head += ["operator error, RTN / HiRes", "KL, RTN / HiRes"]
   lines = []

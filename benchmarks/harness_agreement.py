@@ -171,7 +171,7 @@ def compare(task, items, ours, theirs):
 
 
 def table(report):
-  """The table of docs/evaluation.md."""
+  """The table of docs/guides/evaluate.md."""
   head = ["task", "items", "agreement", "accuracy, mxjax / harness"]
   head += ["largest difference of a log-likelihood"]
   lines = [

@@ -2,10 +2,10 @@
 
   python benchmarks/probe_table.py
 
-Runs tests/discovery/sandbox/test_sandbox.py, test_program.py and test_ptq.py. Probes of
-the jail and of the search hand over the status, the charge and what they left behind as
-they were observed; the others, whose test names begin with their number, whether they
-held. Writes results/probes.json and the table in docs/discovery.md.
+Runs the three test files that `TESTS` names. Probes of the jail and of the search hand
+over the status, the charge and what they left behind as they were observed; the others,
+whose test names begin with their number, whether they held. Writes results/probes.json
+and results/probes.md.
 """
 
 import collections
@@ -23,10 +23,10 @@ import jax
 
 HERE = pathlib.Path(__file__).parent
 RESULT = HERE / "results" / "probes.json"
-DOCS = HERE.parent / "docs" / "discovery.md"
-BEGIN, END = "<!-- probes -->", "<!-- end of probes -->"
 TESTS = [
-  f"tests/discovery/{name}.py" for name in ("test_sandbox", "test_program", "test_ptq")
+  "tests/discovery/sandbox/test_sandbox.py",
+  "tests/discovery/core/test_candidate_source.py",
+  "tests/discovery/tasks/ptq/test_ptq.py",
 ]
 PROBES = 44
 
@@ -96,9 +96,7 @@ def main():
     "rows": found,
   }
   RESULT.write_text(json.dumps(result, indent=1) + "\n")
-  before, rest = DOCS.read_text().split(BEGIN, 1)
-  after = rest.split(END, 1)[1]
-  DOCS.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+  RESULT.with_suffix(".md").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def restore(folder, processes, limit=0, environment=RETURNING):
 
 
 def table(result):
-  """The table of docs/scale.md."""
+  """The table of docs/guides/devices.md."""
   head = ["processes", "held by each, MB", "peak, MB", "peak, handed back, MB"]
   head += ["read, MB", *(f"limit {share:.0%}" for share in LIMITS)]
   lines = []

@@ -1,4 +1,6 @@
-"""What 32B, 70B and 405B take: memory by stage, bytes moved, time; see docs/scale.md.
+"""What 32B, 70B and 405B take: memory by stage, bytes moved, time.
+
+The tables of docs/guides/devices.md.
 
   python benchmarks/scale_plan.py
 

@@ -6,7 +6,8 @@ Calls `mxjax quantize`, `mxjax evaluate --tasks all` and `mxjax tables` as a per
 would, and times them. The subset is the first --items items of each multiple-choice
 task and the first --windows windows of the two texts; on two cores the full sets take
 hours. What is finished in runs/seven-tasks is not done again. Writes
-benchmarks/results/seven_tasks.json, and seven_tasks.md, which docs/evaluation.md shows.
+benchmarks/results/seven_tasks.json, and seven_tasks.md, which docs/results/methods.md
+shows.
 """
 
 import argparse

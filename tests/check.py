@@ -18,6 +18,8 @@ CHECKS = {
   "lint": ("ruff", "check", "."),
   "types": ("basedpyright", "--pythonpath", sys.executable),
   "floors": ("lint-imports",),
+  # The site with the reference from docstrings; needs no network.
+  "docs": tuple("python -m sphinx -qEW --keep-going docs build/docs".split()),
   # Compiles every kernel for a GPU that need not be there, if `make kernels` or the
   # environment has what that takes; it says so where it does not.
   "kernels": ("python", "tests/compile_kernels.py"),

@@ -1,6 +1,6 @@
 """The probe suite: attacks and faults, each with its status, its charge, no remains.
 
-Probes are numbered as in docs/discovery.md. Those of the jail are sent past the
+Probes are numbered as in docs/results/discovery.md. Those of the jail are sent past the
 admission policy on purpose: the walls must hold without it.
 """
 
