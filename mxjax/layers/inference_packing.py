@@ -41,12 +41,13 @@ def pack_for_inference(
       because the weights were folded with exactly them.
     embeddings: How to store the embedding, and the head if it is not tied: `int8` in 8
       bits with one float32 scale a row, `mxfp4` in 4.25 bits; None as it is. Inputs of
-      the head are not rounded. This changes the model: docs/kernels.md has the cost.
+      the head are not rounded. This changes the model: docs/concepts/kernels.md has the
+      cost.
     products: The dtype in which a GPU multiplies many rows of a quantized linear:
       `bfloat16`, or `float8`, which decodes weights to a byte with one scale for the
       tensor. Products are exact in both; sums of float8 are rounded by the GPU: see
-      docs/kernels.md. A linear whose scales differ too much for float8 stays with
-      bfloat16, and a warning names it. None changes nothing.
+      docs/concepts/kernels.md. A linear whose scales differ too much for float8 stays
+      with bfloat16, and a warning names it. None changes nothing.
 
   Returns:
     New params; leaves that do not change are shared with the old ones.

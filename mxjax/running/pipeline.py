@@ -148,7 +148,7 @@ def quantize(
     probe: Whether each linear is measured on a few tokens for the record.
     into: A mapping that takes the finished layers, such as a `LayerStore`.
     mesh: Devices that share sequences and output rows, with the axes `data` and
-      `model`; the codes are those of one device, see `docs/scale.md`.
+      `model`; the codes are those of one device, see `docs/guides/devices.md`.
 
   Returns:
     The same tree with `QuantizedLinear` leaves in place of target weights, for the

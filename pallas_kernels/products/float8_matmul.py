@@ -179,8 +179,8 @@ def float8_matmul(
   """Multiplies W4A4 operands as `matmul.matmul`, by the library's float8 product.
 
   The products are exact; the GPU and its library decide how float8 sums are rounded:
-  see docs/kernels.md. Rows with a block outside of E5M2's range are multiplied in
-  bfloat16.
+  see docs/concepts/kernels.md. Rows with a block outside of E5M2's range are multiplied
+  in bfloat16.
 
   Args:
     x: `[n, d]`.

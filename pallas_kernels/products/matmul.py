@@ -10,7 +10,7 @@ tensor cores. With few rows of x the time is that of reading 4.25 bits a weight,
 the columns are split over programs so that enough of them read at once; the partial
 sums are added in a fixed order. With many rows the decoding is repeated for every
 tile of rows, and beyond `LIBRARY_ROWS` it is cheaper to decode once and to call the
-library's product: see docs/kernels.md for the count.
+library's product: see docs/concepts/kernels.md for the count.
 """
 
 import dataclasses

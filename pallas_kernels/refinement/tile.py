@@ -19,7 +19,8 @@ the squared scale and in Horner's form, with d the change of the value,
   score = d (slope + d curvature / 2),  half of `one_code.code_score`.
 
 What a tensor core multiplies costs next to nothing here; what limits the kernel is the
-number of instructions for each value, so they are few: docs/kernels.md counts them.
+number of instructions for each value, so they are few: docs/concepts/kernels.md counts
+them.
 """
 
 import dataclasses

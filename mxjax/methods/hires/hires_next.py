@@ -5,8 +5,8 @@ times the scale, and a block's compensated errors say whether that costs more th
 coarser codes of the next exponent. After GPTQ all codes are decided again by coordinate
 descent on the same objective, now knowing the errors of all other columns. Both are
 paid once, when a model is quantized; payload, maps, activation rule and recovery have
-the form and the cost of HiRes. Not in the paper: `docs/hires_next.md` says what it
-gains and what else was tried.
+the form and the cost of HiRes. Not in the paper: `docs/results/hires_next.md` says what
+it gains and what else was tried.
 """
 
 import dataclasses
