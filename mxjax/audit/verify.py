@@ -23,8 +23,7 @@ from mxjax.numerics.recovery import mlp_recovery
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.storage import checkpoint, run_folder
-from mxjax.storage.atomic_io import file_sha256
-from mxjax.storage.checkpoint_manifest import damaged_files
+from mxjax.storage.atomic_io import damaged_files
 from mxjax.storage.journal import parse
 from mxjax.storage.tree_io import walk
 
@@ -225,11 +224,8 @@ def _run_folder(
     audit.faults.append(f"run/{file.name} does not say that the run finished.")
   layers = [one for one in events if one["event"] == "layer"]
   for one in layers:
-    for name, expected in one["files"].items():
-      if not (folder / name).is_file():
-        audit.faults.append(f"run/{name} is missing.")
-      elif file_sha256(folder / name) != expected:
-        audit.faults.append(f"run/{name} has another SHA-256.")
+    entries = {name: {"sha256": digest} for name, digest in one["files"].items()}
+    audit.faults += [f"run/{text}." for text in damaged_files(folder, entries)]
     for path, node in one["nodes"].items():
       if manifest["nodes"].get(f"{one['name']}/{path}") != node:
         audit.faults.append(

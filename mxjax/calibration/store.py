@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.calibration.calibration import Calibration, Params
-from mxjax.storage.run_folder import flatten, write_durably
+from mxjax.storage.atomic_io import write_durably
+from mxjax.storage.tree_io import flatten
 
 
 def params_digest(params: Params) -> str:

@@ -20,15 +20,14 @@ from mxjax.models.loading.weights import tensor_name
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Unrounded
 from mxjax.numerics.shaping.input_maps import Hadamard
+from mxjax.storage.atomic_io import staged, write_json
 from mxjax.storage.export import features
 from mxjax.storage.export.folder import (
   SHARD_BYTES,
   Companions,
   Source,
   hf_values,
-  staged,
   write_companions,
-  write_json,
   write_manifest,
   write_tensors,
 )

@@ -26,15 +26,14 @@ from mxjax.models.loading.weights import tensor_name
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
+from mxjax.storage.atomic_io import staged, write_json
 from mxjax.storage.export import features
 from mxjax.storage.export.folder import (
   SHARD_BYTES,
   Companions,
   Source,
   hf_values,
-  staged,
   write_companions,
-  write_json,
   write_manifest,
   write_tensors,
 )

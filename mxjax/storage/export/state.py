@@ -11,21 +11,17 @@ import os
 import pathlib
 from typing import Any
 
-import jax
-import numpy as np
-
+from mxjax.storage.atomic_io import staged, write_json
 from mxjax.storage.export.folder import (
   SHARD_BYTES,
   Companions,
   Source,
   read_tensors,
-  staged,
   write_companions,
-  write_json,
   write_manifest,
   write_tensors,
 )
-from mxjax.storage.tree_io import array_sha256, describe, nested, rebuild, walk
+from mxjax.storage.tree_io import changed_arrays, describe_arrays, pack, unpack
 
 FORMAT = "mxjax-safetensors"
 VERSION = 1
@@ -54,22 +50,14 @@ def write_state(
     FileExistsError: The folder has something in it.
     TypeError: A leaf of a type that no checkpoint holds.
   """
-  arrays: dict[str, jax.Array] = {}
-  described = {path: describe(n, path, arrays) for path, n in walk(source.params)}
+  nodes, arrays = pack(source.params)
   state = {
     "format": FORMAT,
     "version": VERSION,
     "model_config": source.config.to_dict(),
     **source.facts,
-    "nodes": described,
-    "arrays": {
-      path: {
-        "shape": list(array.shape),
-        "dtype": str(array.dtype),
-        "sha256": array_sha256(array),
-      }
-      for path, array in arrays.items()
-    },
+    "nodes": nodes,
+    "arrays": describe_arrays(arrays),
   }
   with staged(out) as folder:
     write_tensors(folder, arrays, shard_bytes=shard_bytes)
@@ -106,16 +94,10 @@ def read_state(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
       "version that wrote it."
     )
   arrays = read_tensors(pathlib.Path(folder))
-  damaged = [
-    path
-    for path, entry in state["arrays"].items()
-    if path not in arrays or array_sha256(np.asarray(arrays[path])) != entry["sha256"]
-  ]
-  if damaged:
+  if damaged := changed_arrays(state["arrays"], arrays):
     raise ValueError(
       f"{folder}: {len(damaged)} of {len(state['arrays'])} arrays are missing or do "
       f"not have the SHA-256 that {STATE} states: {', '.join(damaged[:5])}; copy the "
       "folder again."
     )
-  tree = {path: rebuild(node, path, arrays) for path, node in state["nodes"].items()}
-  return nested(tree), state
+  return unpack(state["nodes"], arrays), state

@@ -13,7 +13,7 @@ import pytest
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
-from mxjax.storage import atomic_io, run_folder
+from mxjax.storage import atomic_io, tree_io
 from mxjax.storage.journal import Journal
 from mxjax.storage.run_folder import RunFolder
 
@@ -294,5 +294,5 @@ def test_a_journal_line_that_finds_no_room_is_taken_back(tmp_path):
 
 
 def test_flatten_names_leaves_by_path():
-  flat = run_folder.flatten({"a": {"b": jnp.ones(2)}})
+  flat = tree_io.flatten({"a": {"b": jnp.ones(2)}})
   assert list(flat) == ["a/b"]
