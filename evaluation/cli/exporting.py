@@ -85,7 +85,7 @@ def _open(
 def _check_asked(
   options: argparse.Namespace, dropped: tuple[str, ...], params: Params
 ) -> None:
-  present = features.held(params)
+  present = features.features_of(params)
   if absent := [name for name in dropped if name not in present]:
     raise ValueError(
       f"export: expected --drop of what the model has ({', '.join(present) or 'no'}), "

@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint on disk: Orbax, in files that a part can be read of."""
+"""The arrays of a checkpoint, stored by Orbax in files small enough to read in part."""
 
 import contextlib
 import gc
@@ -31,9 +31,6 @@ def save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
   (OCDBT) gives its files random names. Only `_CHECKPOINT_METADATA` and
   `commit_success.txt` hold the time of day.
 
-  Args:
-    folder: The checkpoint.
-    arrays: By slash-separated path.
   """
   from orbax.checkpoint import v1 as ocp
 

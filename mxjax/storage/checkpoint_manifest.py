@@ -34,10 +34,7 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """Reads and checks `mxjax.json`; no array is touched.
-
-  Args:
-    path: The checkpoint folder.
+  """Reads and checks `mxjax.json` of a checkpoint folder; no array is touched.
 
   Returns:
     The manifest: `format_version`, `contract`, `contract_hash`, `model_config`,

@@ -1,4 +1,4 @@
-"""The run folder: what a run has finished, so that a killed one can go on.
+"""The run folder: what a run has finished, so that a killed run can be resumed.
 
     journal.jsonl         every event with the checksums of what it finished; the lock
     prepared/             what a program's `prepare` made, where it made anything
@@ -6,8 +6,8 @@
     streams/INDEX-NAME    hidden states entering the layer that comes next
 
 A layer's files are on disk before the journal says so, and the journal says so before
-the hidden states of the layer before are removed. So whatever the moment, the journal
-names exactly one complete state; anything else in the folder is a leftover.
+the hidden states of the layer before are removed. So at any moment the journal names
+exactly one complete state; anything else in the folder is a leftover.
 """
 
 import contextlib
@@ -208,10 +208,10 @@ class RunFolder:
   def begin(
     self, identity: Mapping[str, Any], environment: Mapping[str, Any]
   ) -> list[dict[str, Any]]:
-    """Journals the start of a run, or that it goes on.
+    """Journals the start of a run, or that it was resumed.
 
     Args:
-      identity: What determines the result, JSON-ready, by the name a person knows.
+      identity: What determines the result, JSON-ready.
       environment: What may perturb low bits: versions and device.
 
     Returns:
@@ -240,12 +240,13 @@ class RunFolder:
       for key, value in environment.items()
       if before.get(key) != value
     }
-    self.journal(
-      "resume", layer=len(self.finished), discarded=self.discarded, changed=changed
-    )
-    keys = ("layer", "discarded", "changed")
-    events = [one for one in self.events if one["event"] == "resume"]
-    return [{key: one[key] for key in keys} for one in events]
+    details = {"layer": len(self.finished), "discarded": self.discarded}
+    self.journal("resume", **details, changed=changed)
+    return [
+      {key: one[key] for key in (*details, "changed")}
+      for one in self.events
+      if one["event"] == "resume"
+    ]
 
   def _check_identity(
     self, ours: dict[str, Any], theirs: dict[str, Any], version: Any
@@ -269,12 +270,12 @@ class RunFolder:
       with _explain_full_disk(self.path):
         self._journal.append(event, **values)
 
-  def _write_tree(self, name: str, tree: Any) -> tuple[dict[str, str], Description]:
-    """Writes a typed tree to a file: its checksum by name, and its description."""
+  def _write_tree(self, name: str, tree: Any, files: dict[str, str]) -> Description:
+    """Writes a typed tree; adds its file's checksum to `files`."""
     file = f"{name}.safetensors"
     with _explain_full_disk(self.path):
-      digest, nodes = write_tree(self.path / file, tree)
-    return {file: digest}, nodes
+      files[file], nodes = write_tree(self.path / file, tree)
+    return nodes
 
   def _read_tree(self, name: str, nodes: Mapping[str, Any]) -> dict[str, Any]:
     return read_tree(self.path / f"{name}.safetensors", nodes)
@@ -282,7 +283,7 @@ class RunFolder:
   def write_prepared(
     self, params: Mapping[str, Any] | None, learned: Mapping[str, Any], record: Any
   ) -> None:
-    """Writes what a program prepared.
+    """Writes what `Program.prepare` returned.
 
     Args:
       params: The float model it rewrote, or None if that is as it was given.
@@ -294,15 +295,12 @@ class RunFolder:
     files: dict[str, str] = {}
     nodes: dict[str, Any] = {"learned": None, "params": None}
     if learned:
-      tree = nested(learned)
-      written, nodes["learned"] = self._write_tree("prepared/learned", tree)
-      files |= written
+      nodes["learned"] = self._write_tree("prepared/learned", nested(learned), files)
     if params is not None:
-      nodes["params"] = {}
-      for key in params:
-        name = f"prepared/params-{key}"
-        written, nodes["params"][key] = self._write_tree(name, params[key])
-        files |= written
+      nodes["params"] = {
+        key: self._write_tree(f"prepared/params-{key}", value, files)
+        for key, value in params.items()
+      }
     self.journal(
       "prepared", files=files, nodes=nodes, paths=sorted(learned), record=record
     )
@@ -315,8 +313,7 @@ class RunFolder:
     nodes, learned, params = event["nodes"], {}, None
     if nodes["learned"]:
       tree = self._read_tree("prepared/learned", nodes["learned"])
-      for path in event["paths"]:
-        learned[path] = at(tree, path)
+      learned = {path: at(tree, path) for path in event["paths"]}
     if nodes["params"] is not None:
       params = {
         key: self._read_tree(f"prepared/params-{key}", described)
@@ -352,7 +349,8 @@ class RunFolder:
       arrays = {f"{part:06d}": chunk for part, chunk in enumerate(chunks)}
       with _explain_full_disk(self.path):
         checksums[file] = write_arrays(self.path / file, arrays)
-    files, nodes = self._write_tree(f"layers/{name}", layer)
+    files: dict[str, str] = {}
+    nodes = self._write_tree(f"layers/{name}", layer, files)
     self.journal(
       "layer",
       name=name,

@@ -6,6 +6,7 @@ memory, and only then takes its name.
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 from collections.abc import Mapping
@@ -16,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.models.config import ModelConfig
-from mxjax.models.families.hf_config_write import check_reads_back, to_hf_config
+from mxjax.models.families import check_reads_back, to_hf_config
 from mxjax.models.loading import weights
 from mxjax.models.loading.safetensors_file import SafetensorsFile
-from mxjax.storage.atomic_io import list_files, write_arrays, write_json
+from mxjax.storage.atomic_io import list_files, staged, write_arrays, write_json
 
 MANIFEST = "mxjax_export.json"
 """What was exported, from what, what was left out, and what that cost."""
@@ -106,11 +107,6 @@ def write_tensors(
 ) -> None:
   """Writes safetensors, with an index where there are several shards, and reads back.
 
-  Args:
-    folder: An existing folder.
-    tensors: By name, any dtype that safetensors has.
-    shard_bytes: The largest shard.
-
   Raises:
     OSError: The files do not read back as what was written.
   """
@@ -179,14 +175,56 @@ def _check_written(
       )
 
 
-def write_companions(
-  folder: pathlib.Path, config: ModelConfig, companions: Companions
-) -> list[str]:
-  """Copies tokenizer files, generation config and chat template.
+def write_folder(
+  out: str | os.PathLike[str],
+  form: str,
+  source: Source,
+  companions: Companions | None,
+  tensors: Mapping[str, jax.Array | np.ndarray],
+  *,
+  json_files: Mapping[str, Any],
+  details: Mapping[str, Any],
+  shard_bytes: int,
+) -> pathlib.Path:
+  """Writes a whole export; `out` appears only when everything is in it.
+
+  Args:
+    out: A new folder.
+    form: Name of the format.
+    source: The model, with the config that the export has.
+    companions: Where the tokenizer and other files beside the weights come from.
+    tensors: Everything that goes into safetensors, by name.
+    json_files: JSON values by file name, such as `config.json`.
+    details: What `mxjax_export.json` says about this format.
+    shard_bytes: The largest shard.
 
   Returns:
-    The names that are there now.
+    The folder.
+
+  Raises:
+    FileExistsError: The folder has something in it.
+    OSError: The tensors do not read back as what was written.
   """
+  with staged(out) as folder:
+    write_tensors(folder, tensors, shard_bytes=shard_bytes)
+    for name, values in json_files.items():
+      write_json(folder / name, values)
+    write_companions(folder, source.config, companions or Companions())
+    manifest = {
+      "format": form,
+      "version": VERSION,
+      "source": dict(source.facts),
+      **source.record,
+      **details,
+    }
+    write_json(folder / MANIFEST, {**manifest, "files": list_files(folder)})
+  return pathlib.Path(out)
+
+
+def write_companions(
+  folder: pathlib.Path, config: ModelConfig, companions: Companions
+) -> None:
+  """Copies tokenizer files, generation config and chat template."""
   for origin in filter(None, (companions.tokenizer, companions.model)):
     for name in COMPANIONS:
       if (origin / name).is_file():
@@ -196,7 +234,6 @@ def write_companions(
     tokens = {"bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids)}
     known = {name: ids for name, ids in tokens.items() if ids not in (None, [])}
     write_json(folder / "generation_config.json", known)
-  return sorted(name for name in COMPANIONS if (folder / name).is_file())
 
 
 def _name_tokenizer_class(path: pathlib.Path) -> None:
@@ -206,20 +243,3 @@ def _name_tokenizer_class(path: pathlib.Path) -> None:
   settings = json.loads(path.read_text(encoding="utf-8"))
   if "tokenizer_class" not in settings:
     write_json(path, {"tokenizer_class": "PreTrainedTokenizerFast", **settings})
-
-
-def write_manifest(
-  folder: pathlib.Path, form: str, source: Source, details: Mapping[str, Any]
-) -> None:
-  """Writes `mxjax_export.json`, last: with size and SHA-256 of every other file."""
-  write_json(
-    folder / MANIFEST,
-    {
-      "format": form,
-      "version": VERSION,
-      "source": dict(source.facts),
-      **source.record,
-      **details,
-      "files": list_files(folder),
-    },
-  )

@@ -11,15 +11,12 @@ import os
 import pathlib
 from typing import Any
 
-from mxjax.storage.atomic_io import staged, write_json
 from mxjax.storage.export.folder import (
   SHARD_BYTES,
   Companions,
   Source,
   read_tensors,
-  write_companions,
-  write_manifest,
-  write_tensors,
+  write_folder,
 )
 from mxjax.storage.tree_io import changed_arrays, describe_arrays, pack, unpack
 
@@ -35,16 +32,7 @@ def write_state(
   *,
   shard_bytes: int = SHARD_BYTES,
 ) -> pathlib.Path:
-  """Writes everything a quantized model is.
-
-  Args:
-    out: A new folder.
-    source: The model.
-    companions: Where the tokenizer comes from.
-    shard_bytes: The largest shard.
-
-  Returns:
-    The folder.
+  """Writes everything a quantized model is; see `write_folder`.
 
   Raises:
     FileExistsError: The folder has something in it.
@@ -59,19 +47,20 @@ def write_state(
     "nodes": nodes,
     "arrays": describe_arrays(arrays),
   }
-  with staged(out) as folder:
-    write_tensors(folder, arrays, shard_bytes=shard_bytes)
-    write_json(folder / STATE, state)
-    write_companions(folder, source.config, companions or Companions())
-    write_manifest(folder, FORMAT, source, {"activations": "as in the checkpoint"})
-  return pathlib.Path(out)
+  return write_folder(
+    out,
+    FORMAT,
+    source,
+    companions,
+    arrays,
+    json_files={STATE: state},
+    details={"activations": "as in the checkpoint"},
+    shard_bytes=shard_bytes,
+  )
 
 
 def read_state(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Reads params back, bit for bit, with their types.
-
-  Args:
-    folder: Written by `write_state`.
+  """Reads back, bit for bit and with their types, the params that `write_state` wrote.
 
   Returns:
     The params, and what `mxjax_state.json` says: `model_config`, `contract`,
