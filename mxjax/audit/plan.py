@@ -1,4 +1,4 @@
-"""What quantizing a model will take, from its config alone.
+"""Memory, disk and work of quantizing a model, from its config alone.
 
 Counts are exact. Memory is the resident memory of a process on CPU: the arrays that
 the pipeline holds in each stage, the temporaries of the largest compiled function in it

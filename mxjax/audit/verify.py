@@ -1,8 +1,7 @@
 """`mxjax verify`: audits a quantized model from its folder alone.
 
-Nothing is taken on trust: what the manifest says is compared with the files, what the
-files hold with the contract, the model's config and the format, and what the runtime
-computes with arithmetic done anew.
+The manifest is compared with the files; the files with the contract, the model's
+config and the format; and the runtime's results with independent arithmetic.
 """
 
 import dataclasses
@@ -38,9 +37,9 @@ class Audit:
 
   Attributes:
     folder: The checkpoint.
-    faults: One sentence each; none where everything holds.
-    counts: What was looked at.
-    contract: Hash of the contract it was made under.
+    faults: One sentence each; empty if the checkpoint is sound.
+    counts: How many things of each kind were checked.
+    contract: Hash of the contract that the model was quantized under.
     is_paper_contract: Whether that is the paper's.
   """
 
