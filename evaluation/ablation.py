@@ -23,7 +23,7 @@ from mxjax.methods.hires import ablations
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.running import pipeline
-from mxjax.storage import run_folder
+from mxjax.storage import atomic_io
 
 RELATIVE_TIE = 1e-3
 """Relative difference of operator errors or KL below which two builds are equal."""
@@ -205,7 +205,7 @@ def run(
           store=path.parent / study.STORE,
           on_progress=progress,
         )
-        run_folder.write_durably(file, (json.dumps(row, indent=1) + "\n").encode())
+        atomic_io.write_durably(file, (json.dumps(row, indent=1) + "\n").encode())
       results[label].append(row)
   return {
     "study": name,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mxjax.evaluation.measures import metrics
-from mxjax.storage import run_folder
+from mxjax.storage import atomic_io
 
 KIND = "mxjax-evaluation"
 """What the `kind` field of a result file says."""
@@ -84,9 +84,9 @@ def write(
   for task, rows in items.items():
     (folder / "items").mkdir(exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    run_folder.write_durably(folder / "items" / f"{task}.jsonl", text.encode())
+    atomic_io.write_durably(folder / "items" / f"{task}.jsonl", text.encode())
   text = json.dumps(result, indent=1) + "\n"
-  run_folder.write_durably(folder / "evaluation.json", text.encode())
+  atomic_io.write_durably(folder / "evaluation.json", text.encode())
 
 
 def _files(places: Iterable[str]) -> list[pathlib.Path]:

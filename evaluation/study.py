@@ -28,7 +28,7 @@ from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.running import pipeline
-from mxjax.storage import run_folder
+from mxjax.storage import atomic_io
 
 ROWS = "rows"
 """Where finished rows of a study are kept."""
@@ -235,7 +235,7 @@ def compare(
       row |= {"method": label, "float_perplexity": float_perplexity}
       if file:
         file.parent.mkdir(parents=True, exist_ok=True)
-        run_folder.write_durably(file, json.dumps(row).encode())
+        atomic_io.write_durably(file, json.dumps(row).encode())
       rows.append(row)
   return rows, last
 

@@ -15,7 +15,7 @@ from mxjax.evaluation.report import svg
 from mxjax.evaluation.report.html import figure, legend
 from mxjax.evaluation.report.html import table as html_table
 from mxjax.evaluation.results import FLOAT, Result, references
-from mxjax.storage import run_folder
+from mxjax.storage import atomic_io
 
 HEADINGS = {
   "wikitext2": "WT2↓",
@@ -294,5 +294,5 @@ def write(
     "tables.html": page(tables, results),
   }
   for name, text in content.items():
-    run_folder.write_durably(folder / name, text.encode())
+    atomic_io.write_durably(folder / name, text.encode())
   return [folder / name for name in content]

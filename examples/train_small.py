@@ -86,7 +86,7 @@ def train_tokenizer(text, size):
 def hf_config(options):
   """The config.json, as transformers would write it."""
   return {
-    "architectures": [families.FAMILIES[options.family].ARCHITECTURE],
+    "architectures": [families.FAMILIES[options.family].architecture],
     "model_type": options.family,
     "vocab_size": options.vocabulary,
     "hidden_size": options.width,

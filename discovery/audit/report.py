@@ -12,7 +12,7 @@ from mxjax.discovery.search import heldout
 from mxjax.evaluation.report import html as report_html
 from mxjax.evaluation.report import page as evaluation_report
 from mxjax.evaluation.report import svg
-from mxjax.storage import run_folder
+from mxjax.storage import atomic_io
 
 Event = dict[str, Any]
 MAX_DIFF_LINES = 60
@@ -21,7 +21,7 @@ MAX_DIFF_LINES = 60
 def write(folder: pathlib.Path) -> pathlib.Path:
   """Writes the report of a run, finished or not; returns its path."""
   path = folder / "report.html"
-  run_folder.write_durably(path, page(folder).encode())
+  atomic_io.write_durably(path, page(folder).encode())
   return path
 
 

@@ -13,7 +13,7 @@ import pathlib
 from typing import Any
 
 from mxjax.discovery.core import identity
-from mxjax.storage import run_folder
+from mxjax.storage import atomic_io
 
 
 class ReplayError(RuntimeError):
@@ -49,7 +49,7 @@ class Store:
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
-      run_folder.write_durably(path, whole)
+      atomic_io.write_durably(path, whole)
     return whole.decode().splitlines()
 
   def emit(self, event_name: str, /, **fields: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Store:
     """Keeps JSON durably under a key."""
     path = self.path / folder / f"{key}.json"
     path.parent.mkdir(exist_ok=True)
-    run_folder.write_durably(path, identity.canonical(value).encode())
+    atomic_io.write_durably(path, identity.canonical(value).encode())
 
   def get_bytes(self, folder: str, key: str) -> bytes | None:
     """Bytes kept under a key, or None."""
@@ -100,7 +100,7 @@ class Store:
     path = self.path / folder / key
     if not path.exists():
       path.parent.mkdir(exist_ok=True)
-      run_folder.write_durably(path, data)
+      atomic_io.write_durably(path, data)
 
   def close(self) -> None:
     """Closes the log file."""

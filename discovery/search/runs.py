@@ -20,7 +20,7 @@ from mxjax.discovery.sandbox.laboratory import Executor, Laboratory
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search.history import OnEvent
 from mxjax.discovery.search.search import Search, SearchConfig
-from mxjax.storage import run_folder
+from mxjax.storage import atomic_io
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,10 @@ def write_options(folder: pathlib.Path, options: RunOptions) -> None:
   Raises:
     FileExistsError: The folder has something in it.
   """
-  run_folder.check_output(folder)
+  atomic_io.check_output(folder)
   folder.mkdir(parents=True, exist_ok=True)
   text = json.dumps(dataclasses.asdict(options), indent=1)
-  run_folder.write_durably(folder / "run.json", text.encode())
+  atomic_io.write_durably(folder / "run.json", text.encode())
 
 
 def read_options(folder: pathlib.Path) -> RunOptions:

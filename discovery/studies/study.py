@@ -16,7 +16,7 @@ from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import heldout, runs
 from mxjax.discovery.studies import checker_cases, log, regimes, verdict_replay
 from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER
-from mxjax.storage import run_folder
+from mxjax.storage import atomic_io
 
 Told = Callable[[str], None]
 MATCHED = ("score", "text", "reflect", "quantforge")
@@ -154,9 +154,9 @@ class Folder:
           f"study: {path} was frozen with other {', '.join(changed)}; use a new folder."
         )
     else:
-      run_folder.check_output(path)
+      atomic_io.check_output(path)
       path.mkdir(parents=True, exist_ok=True)
-      run_folder.write_durably(kept, json.dumps(self.frozen, indent=1).encode())
+      atomic_io.write_durably(kept, json.dumps(self.frozen, indent=1).encode())
     self._archive = Store(path / "archive")
     self._benches: dict[str, Any] = {}
     self._local: LocalExecutor | None = None
@@ -293,5 +293,5 @@ def conduct(
         audits[str(seed)] = regimes.audit(folder.laboratory(problem, "regimes"), source)
     tell("regimes audited")
   text = json.dumps(results, indent=1)
-  run_folder.write_durably(folder.path / f"{name}.json", text.encode())
+  atomic_io.write_durably(folder.path / f"{name}.json", text.encode())
   return results

@@ -10,7 +10,7 @@ from mxjax.evaluation.cli import cli_inputs, console, outputs
 from mxjax.methods.hires import ablations
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import Contract
-from mxjax.storage import run_folder
+from mxjax.storage import atomic_io
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -48,7 +48,7 @@ def _resumable(out: str) -> pathlib.Path:
   """A folder of earlier rows to go on with, or one that is free."""
   folder = pathlib.Path(out)
   is_ours = any((folder / name).is_dir() for name in (study.ROWS, study.STORE))
-  return folder if is_ours else run_folder.check_output(out)
+  return folder if is_ours else atomic_io.check_output(out)
 
 
 def ablate(options: argparse.Namespace) -> None:
@@ -61,7 +61,7 @@ def ablate(options: argparse.Namespace) -> None:
   seeds = [int(seed) for seed in options.seeds.split(",")]
   folder = pathlib.Path(options.out)
   if not (folder / study.ROWS).is_dir():
-    run_folder.check_output(folder)
+    atomic_io.check_output(folder)
   options.seed = seeds[0]
   _, tokenizer, subject, _ = cli_inputs.prepare(options)
   draws = {}
@@ -73,7 +73,7 @@ def ablate(options: argparse.Namespace) -> None:
     with console.progress_bars() as begin:
       results.append(ablation.run(name, subject, draws, folder, on_row=begin))
     text += ablation.table(results[-1]) + "\n"
-    run_folder.write_durably(folder / "tables.md", text.encode())
+    atomic_io.write_durably(folder / "tables.md", text.encode())
     outputs.write_json(folder / "result.json", results)
   study.clear_store(folder)
   print(json.dumps(results) if options.json else text)

@@ -19,7 +19,7 @@ from mxjax.evaluation.cli import console
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics.contract import Contract
-from mxjax.storage import checkpoint, run_folder
+from mxjax.storage import atomic_io, checkpoint
 from mxjax.storage import export as exporters
 from mxjax.storage.export import compressed_tensors, dequant, features
 from mxjax.storage.export.folder import MANIFEST
@@ -30,7 +30,7 @@ Params = Mapping[str, Any]
 
 def export(options: argparse.Namespace) -> None:
   """`mxjax export`."""
-  out = run_folder.check_output(options.out)
+  out = atomic_io.check_output(options.out)
   dropped = features.parse(options.drop)
   source, companions, tokenizer = _open(options)
   changed = exporters.drop(source.params, dropped) if dropped else source.params
@@ -85,7 +85,7 @@ def _open(
 def _check_asked(
   options: argparse.Namespace, dropped: tuple[str, ...], params: Params
 ) -> None:
-  present = features.held(params)
+  present = features.features_of(params)
   if absent := [name for name in dropped if name not in present]:
     raise ValueError(
       f"export: expected --drop of what the model has ({', '.join(present) or 'no'}), "
@@ -190,7 +190,7 @@ def _write(
 
 def import_(options: argparse.Namespace) -> None:
   """`mxjax import`."""
-  out = run_folder.check_output(options.out)
+  out = atomic_io.check_output(options.out)
   folder = pathlib.Path(options.folder)
   model = exporters.read_compressed_tensors(folder)
   tokenizer = models.load_tokenizer(str(folder))

@@ -13,7 +13,7 @@ from mxjax.evaluation import results, study
 from mxjax.evaluation import tables as table_forms
 from mxjax.evaluation.cli import cli_inputs, console, devices
 from mxjax.evaluation.tasks import seven_tasks
-from mxjax.storage import checkpoint, run_folder
+from mxjax.storage import atomic_io, checkpoint
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -70,7 +70,7 @@ def evaluate(options: argparse.Namespace) -> None:
 def _evaluate_tasks(options: argparse.Namespace) -> None:
   """The tasks of a quantized or float model, with a result file."""
   names = seven_tasks.parse_names(options.tasks)
-  folder = run_folder.check_output(options.out) if options.out else None
+  folder = atomic_io.check_output(options.out) if options.out else None
   subject = _task_subject(options)
   with console.task_bars() as progress:
     result, items = seven_tasks.run(
@@ -135,7 +135,7 @@ def tables(options: argparse.Namespace) -> None:
   found = results.read(options.results)
   built = table_forms.build(found)
   if options.out:
-    folder = run_folder.create_output(options.out)
+    folder = atomic_io.create_output(options.out)
     written = table_forms.write(folder, built, found)
     print("\n".join(str(path) for path in written), file=sys.stderr)
   print(table_forms.markdown(built), end="")

@@ -10,12 +10,12 @@ from typing import Any
 from mxjax import models
 from mxjax.evaluation.cli import cli_inputs, console
 from mxjax.evaluation.report import page
-from mxjax.storage import checkpoint, run_folder
+from mxjax.storage import atomic_io, checkpoint
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
   """Writes a value so that a crash leaves the old file or the new one."""
-  run_folder.write_durably(path, json.dumps(value, indent=1).encode())
+  atomic_io.write_durably(path, json.dumps(value, indent=1).encode())
 
 
 def save(

@@ -17,7 +17,7 @@ from mxjax.devices import processes
 from mxjax.evaluation import study
 from mxjax.evaluation.cli import cli_inputs, console, devices, outputs, progress
 from mxjax.running import pipeline
-from mxjax.storage import checkpoint, layer_store, read_only_run_folder, run_folder
+from mxjax.storage import atomic_io, checkpoint, layer_store, run_folder
 
 RUN = "run"
 
@@ -29,13 +29,11 @@ def quantize(options: argparse.Namespace) -> None:
   mesh = devices.mesh_of(options)
   is_leader = processes.is_leader()
   if is_leader and not (options.resume and (folder / RUN).is_dir()):
-    run_folder.check_output(folder)
+    atomic_io.check_output(folder)
   model, tokenizer, subject, tokens = cli_inputs.prepare(options, mesh)
   try:
     with contextlib.ExitStack() as stack:
-      opened = read_only_run_folder.open_run(
-        folder / RUN, resume=options.resume, mesh=mesh
-      )
+      opened = run_folder.open_run(folder / RUN, resume=options.resume, mesh=mesh)
       run = stack.enter_context(opened)
       if is_leader:
         _remove_unfinished(folder)

@@ -19,7 +19,7 @@ from mxjax.evaluation.report.html import (
   table,
 )
 from mxjax.evaluation.report.svg import Part, Series
-from mxjax.storage.run_folder import write_durably
+from mxjax.storage.atomic_io import write_durably
 
 Run = Mapping[str, Any]
 STYLE = pathlib.Path(__file__).with_name("report.css")

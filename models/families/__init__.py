@@ -1,5 +1,6 @@
 """The families by architecture: the one place that knows all of them."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,15 +8,11 @@ from mxjax.models.config import ModelConfig
 from mxjax.models.families import llama, mistral, olmo2, qwen2, qwen3
 
 FAMILIES = {
-  "llama": llama,
-  "mistral": mistral,
-  "qwen2": qwen2,
-  "qwen3": qwen3,
-  "olmo2": olmo2,
+  module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3, olmo2)
 }
-"""The module of each family, by `model_type`."""
-ARCHITECTURES = {module.ARCHITECTURE: module for module in FAMILIES.values()}
-"""The module of each family, by entry of `architectures`."""
+"""The families by `model_type`; a new one is a file beside this and its entry here."""
+ARCHITECTURES = {family.architecture: family for family in FAMILIES.values()}
+"""The families by entry of `architectures`."""
 
 
 def from_hf_config(values: Mapping[str, Any], *, dtype: str = "float32") -> ModelConfig:
@@ -24,9 +21,6 @@ def from_hf_config(values: Mapping[str, Any], *, dtype: str = "float32") -> Mode
   Args:
     values: The parsed file, as transformers 4 or 5 writes it.
     dtype: Compute dtype.
-
-  Returns:
-    The model's description.
 
   Raises:
     NotImplementedError: The architecture, or a field that would change the result, is
@@ -37,8 +31,45 @@ def from_hf_config(values: Mapping[str, Any], *, dtype: str = "float32") -> Mode
   known = ARCHITECTURES | FAMILIES
   for name in names:
     if name in known:
-      return known[name].from_hf_config(values, dtype=dtype)
+      return known[name].read(values, dtype=dtype)
   raise NotImplementedError(
     f"config.json: expected an architecture of {', '.join(ARCHITECTURES)}, got "
     f"{', '.join(map(str, names))}; choose a model of a supported architecture."
   )
+
+
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+  """Writes a config, as JSON values, that transformers and we read as this model.
+
+  Raises:
+    NotImplementedError: The family's config cannot say what this model is.
+  """
+  if config.family not in FAMILIES:
+    raise NotImplementedError(
+      f"config.json: expected a family of {', '.join(FAMILIES)}, got {config.family}; "
+      "write its config by hand."
+    )
+  values = FAMILIES[config.family].write(config)
+  check_reads_back(values, config)
+  return values
+
+
+def check_reads_back(values: Mapping[str, Any], config: ModelConfig) -> None:
+  """Refuses a `config.json` that describes another model than `config`.
+
+  Raises:
+    NotImplementedError: It does; every field that differs is named.
+  """
+  read = from_hf_config(values, dtype=config.dtype)
+  differing = [
+    f"{field.name} would read {getattr(read, field.name)!r}, not "
+    f"{getattr(config, field.name)!r}"
+    for field in dataclasses.fields(config)
+    if getattr(read, field.name) != getattr(config, field.name)
+  ]
+  if differing:
+    raise NotImplementedError(
+      f"config.json: a {config.family} config cannot describe this model: "
+      f"{'; '.join(differing)}; use --format safetensors, or the config.json of the "
+      "model that was quantized."
+    )

@@ -1,23 +1,42 @@
-"""What the families share in reading a Hugging Face `config.json`.
+"""Hugging Face's `config.json`, read and written by one table of fields.
 
-Every field is read, known to change nothing here, or refused by name: a config is
-never half understood.
+Unknown config fields raise, unless they are null, false or known not to affect logits.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from mxjax.models.config import ModelConfig, RopeScaling
 
-READ = frozenset(
-  """architectures model_type vocab_size hidden_size intermediate_size
-  num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act
-  max_position_embeddings rms_norm_eps tie_word_embeddings rope_theta rope_scaling
-  rope_parameters partial_rotary_factor bos_token_id eos_token_id layer_types
-  quantization_config""".split()
+NAMES = {
+  "vocab_size": "vocab_size",
+  "hidden_size": "hidden_size",
+  "intermediate_size": "intermediate_size",
+  "num_layers": "num_hidden_layers",
+  "num_heads": "num_attention_heads",
+  "num_kv_heads": "num_key_value_heads",
+  "head_dim": "head_dim",
+  "norm_eps": "rms_norm_eps",
+  "max_positions": "max_position_embeddings",
+  "tie_embeddings": "tie_word_embeddings",
+  "bos_id": "bos_token_id",
+}
+"""Names in the file of the fields of `ModelConfig` that it stores as they are."""
+
+ROPE_NAMES = {
+  "factor": "factor",
+  "low_freq_factor": "low_freq_factor",
+  "high_freq_factor": "high_freq_factor",
+  "original_max_position": "original_max_position_embeddings",
+}
+"""The same for `RopeScaling`."""
+
+TRANSLATED = frozenset(
+  """architectures model_type hidden_act rope_theta rope_scaling rope_parameters
+  partial_rotary_factor eos_token_id layer_types quantization_config""".split()
 )
-"""Fields that `read` looks at for every family."""
+"""Fields of every family that are read in another way than by `NAMES`."""
 
 HARMLESS = frozenset(
   """dtype torch_dtype transformers_version use_cache initializer_range pad_token_id
@@ -36,73 +55,97 @@ HARMLESS = frozenset(
 """Fields of training, generation and bookkeeping: none enters the logits."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Defaults:
-  """What transformers takes for a field that a family's config leaves out.
+class Window(NamedTuple):
+  """How the configs of a family state the sliding window of all layers.
 
   Attributes:
-    norm_eps: For `rms_norm_eps`.
-    max_positions: For `max_position_embeddings`.
-    num_kv_heads: For `num_key_value_heads`; None is as many as query heads.
-    head_dim: For `head_dim`; None is `hidden_size / num_attention_heads`.
+    fields: Names of the config's fields that it concerns.
+    read: The window in tokens, or None, from the parsed config.
+    write: The fields for a window, or None.
   """
 
-  norm_eps: float
-  max_positions: int
-  num_kv_heads: int | None = None
-  head_dim: int | None = None
+  fields: frozenset[str]
+  read: Callable[[Mapping[str, Any]], int | None]
+  write: Callable[[int | None], dict[str, Any]]
 
 
-def read(
-  values: Mapping[str, Any],
-  family: str,
-  defaults: Defaults,
-  *,
-  also_read: frozenset[str] = frozenset(),
-  dtype: str = "float32",
-  **special: Any,
-) -> ModelConfig:
-  """Translates the fields that all families have.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+  """All that is special about the models of one architecture.
 
-  Args:
-    values: The parsed `config.json`, as transformers 4 or 5 writes it.
-    family: Name of the family.
-    defaults: Of the family.
-    also_read: Fields that the family's file has looked at itself.
-    dtype: Compute dtype.
-    **special: Fields of `ModelConfig` that make the family what it is.
-
-  Returns:
-    The model's description.
-
-  Raises:
-    NotImplementedError: A field that would change the result is not supported.
-    ValueError: A required field is absent.
+  Attributes:
+    name: `model_type` in the config, and `ModelConfig.family`.
+    architecture: Its entry of `architectures`.
+    defaults: What transformers takes for an absent field, by field of `ModelConfig`.
+      Without one there are as many key-value heads as query heads, and heads share out
+      the hidden size.
+    flags: Switches of the same name in `config.json` and `ModelConfig`, off if absent.
+    fixed: Fields of `ModelConfig` that no config of the family states.
+    window: How a sliding window is stated, or None if there never is one.
   """
-  _refuse_unread(values, family, READ | HARMLESS | also_read)
-  _check_features(values)
-  _check_layer_types(values, special.get("sliding_window"))
-  heads, width = require(values, "num_attention_heads"), require(values, "hidden_size")
-  theta, scaling = _rope(values)
-  return ModelConfig(
-    family=family,
-    vocab_size=require(values, "vocab_size"),
-    hidden_size=width,
-    intermediate_size=require(values, "intermediate_size"),
-    num_layers=require(values, "num_hidden_layers"),
-    num_heads=heads,
-    num_kv_heads=_kv_heads(values, heads, defaults),
-    head_dim=get(values, "head_dim", defaults.head_dim or width // heads),
-    norm_eps=get(values, "rms_norm_eps", defaults.norm_eps),
-    rope_theta=theta,
-    rope_scaling=scaling,
-    tie_embeddings=get(values, "tie_word_embeddings", False),
-    max_positions=get(values, "max_position_embeddings", defaults.max_positions),
-    bos_id=values.get("bos_token_id"),
-    eos_ids=_token_ids(values.get("eos_token_id")),
-    dtype=dtype,
-    **special,
-  )
+
+  name: str
+  architecture: str
+  defaults: Mapping[str, Any]
+  flags: tuple[str, ...] = ()
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  window: Window | None = None
+
+  def read(self, values: Mapping[str, Any], *, dtype: str = "float32") -> ModelConfig:
+    """Translates a parsed `config.json`, as transformers 4 or 5 writes it.
+
+    Raises:
+      NotImplementedError: A field that would change the result is not supported.
+      ValueError: A required field is absent.
+    """
+    window_fields = self.window.fields if self.window else frozenset()
+    known = TRANSLATED | HARMLESS | window_fields | {*NAMES.values(), *self.flags}
+    _refuse_unread(values, self.name, known)
+    _check_features(values)
+    window = self.window.read(values) if self.window else None
+    _check_layer_types(values, window)
+    heads = require(values, "num_attention_heads")
+    share = require(values, "hidden_size") // heads
+    defaults = {"num_kv_heads": heads, "head_dim": share, **self.defaults}
+    if "num_key_value_heads" in values:
+      # Null is one key-value head a query head; only absent is the family's default.
+      defaults["num_kv_heads"] = heads
+    defaults |= {"tie_embeddings": False, "bos_id": None}
+    fields = {
+      field: get(values, name, defaults[field])
+      if field in defaults
+      else require(values, name)
+      for field, name in NAMES.items()
+    }
+    theta, scaling = _read_rope(values)
+    return ModelConfig(
+      family=self.name,
+      **fields,
+      **{flag: get(values, flag, False) for flag in self.flags},
+      **self.fixed,
+      rope_theta=theta,
+      rope_scaling=scaling,
+      sliding_window=window,
+      eos_ids=_token_ids(values.get("eos_token_id")),
+      dtype=dtype,
+    )
+
+  def write(self, config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` of a model, as far as the family's fields can describe it."""
+    eos: Any = list(config.eos_ids)
+    values = {
+      "architectures": [self.architecture],
+      "model_type": self.name,
+      **{name: getattr(config, field) for field, name in NAMES.items()},
+      **{flag: getattr(config, flag) for flag in self.flags},
+      "hidden_act": "silu",
+      "rope_theta": config.rope_theta,
+      "eos_token_id": eos if len(eos) > 1 else next(iter(eos), None),
+    }
+    if scaling := config.rope_scaling:
+      stored = {name: getattr(scaling, field) for field, name in ROPE_NAMES.items()}
+      values["rope_scaling"] = {"rope_type": "llama3", **stored}
+    return values | (self.window.write(config.sliding_window) if self.window else {})
 
 
 def get(values: Mapping[str, Any], key: str, default: Any) -> Any:
@@ -118,12 +161,6 @@ def require(values: Mapping[str, Any], key: str) -> Any:
       f"config.json: expected a field {key}, got none; use the config of the model."
     )
   return values[key]
-
-
-def _kv_heads(values: Mapping[str, Any], heads: int, defaults: Defaults) -> int:
-  """Null is one key-value head a query head; absent is the family's default."""
-  value = values.get("num_key_value_heads", defaults.num_kv_heads)
-  return heads if value is None else value
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -176,20 +213,18 @@ def _check_layer_types(values: Mapping[str, Any], window: int | None) -> None:
 
 def _check_features(values: Mapping[str, Any]) -> None:
   """Refuses what would change the result without being computed."""
-  problems = {
-    f"hidden_act {values.get('hidden_act')}": get(values, "hidden_act", "silu")
-    != "silu",
-    "already quantized weights": values.get("quantization_config"),
-  }
-  found = [name for name, is_present in problems.items() if is_present]
-  if found:
+  activation = get(values, "hidden_act", "silu")
+  unsupported = [f"hidden_act {activation}"] if activation != "silu" else []
+  if values.get("quantization_config"):
+    unsupported.append("already quantized weights")
+  if unsupported:
     raise NotImplementedError(
       "config.json: expected silu and unquantized weights, got "
-      f"{', '.join(found)}; choose another checkpoint."
+      f"{', '.join(unsupported)}; choose another checkpoint."
     )
 
 
-def _rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
   """Reads base and scaling; transformers 5 merged both into rope_parameters."""
   rope = get(values, "rope_parameters", None) or get(values, "rope_scaling", {})
   theta = float(get(rope, "rope_theta", get(values, "rope_theta", 10000.0)))
@@ -204,10 +239,7 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     )
   if kind == "default":
     return theta, None
-  scaling = RopeScaling(
-    factor=float(require(rope, "factor")),
-    low_freq_factor=float(require(rope, "low_freq_factor")),
-    high_freq_factor=float(require(rope, "high_freq_factor")),
-    original_max_position=require(rope, "original_max_position_embeddings"),
-  )
-  return theta, scaling
+  fields = {field: require(rope, name) for field, name in ROPE_NAMES.items()}
+  position = fields.pop("original_max_position")
+  factors = {field: float(value) for field, value in fields.items()}
+  return theta, RopeScaling(**factors, original_max_position=position)

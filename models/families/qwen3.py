@@ -5,28 +5,19 @@ for all heads. Heads have a width of their own: `num_heads * head_dim` need not 
 width of the model. The biases of Qwen2 are gone.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from mxjax.models.families import qwen2
+from mxjax.models.families.hf_config import Family
 
-from mxjax.models.config import ModelConfig
-from mxjax.models.families import hf_config, qwen2
-
-ARCHITECTURE = "Qwen3ForCausalLM"
-DEFAULTS = hf_config.Defaults(
-  norm_eps=1e-6, max_positions=32768, num_kv_heads=32, head_dim=128
+FAMILY = Family(
+  name="qwen3",
+  architecture="Qwen3ForCausalLM",
+  defaults={
+    "norm_eps": 1e-6,
+    "max_positions": 32768,
+    "num_kv_heads": 32,
+    "head_dim": 128,
+  },
+  flags=("attention_bias",),
+  fixed={"qk_norm": "head"},
+  window=qwen2.WINDOW,
 )
-ALSO_READ = qwen2.ALSO_READ | {"attention_bias"}
-
-
-def from_hf_config(values: Mapping[str, Any], *, dtype: str = "float32") -> ModelConfig:
-  """Translates a config of the Qwen3 architecture; see `hf_config.read`."""
-  return hf_config.read(
-    values,
-    "qwen3",
-    DEFAULTS,
-    also_read=ALSO_READ,
-    dtype=dtype,
-    attention_bias=hf_config.get(values, "attention_bias", False),
-    qk_norm="head",
-    sliding_window=qwen2.window(values),
-  )

@@ -1,106 +1,71 @@
-"""A memory-mapped reader of one safetensors file.
-
-The format is a little-endian 8-byte header length, a JSON header, then raw tensors.
-Reading it here keeps bfloat16 without torch, touches no page that is not asked for,
-and lets a truncated download be told by its byte counts.
-"""
+"""One safetensors file, read a tensor at a time by the safetensors library."""
 
 import json
 import pathlib
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-
-DTYPES = {
-  "BF16": np.dtype(jnp.bfloat16),
-  "F16": np.dtype(np.float16),
-  "F32": np.dtype(np.float32),
-}
-"""Stored dtypes that a float checkpoint may have."""
 
 
 class SafetensorsFile:
-  """The tensors of one file, read when asked.
+  """The tensors of one file, each read when asked, bfloat16 included.
 
   Attributes:
     path: The file.
-    entries: For each tensor its `dtype`, `shape` and `data_offsets`, the latter in
-      bytes from the end of the header.
+    names: Names of its tensors.
   """
 
   path: pathlib.Path
-  entries: dict[str, dict[str, Any]]
+  names: list[str]
 
   def __init__(self, path: pathlib.Path) -> None:
-    """Reads the header and checks that the file is as long as it says.
-
-    Args:
-      path: A `.safetensors` file.
+    """Opens a `.safetensors` file and checks its header; reads no tensor.
 
     Raises:
+      FileNotFoundError: There is no such file.
       ValueError: The file is truncated, or it is no safetensors file.
     """
+    from safetensors import SafetensorError, safe_open
+
     self.path = path
-    size = path.stat().st_size
-    with path.open("rb") as file:
-      header_size = int.from_bytes(file.read(8), "little")
-      self._data_start = 8 + header_size
-      _require_bytes(path, self._data_start, size)
-      header = _parse_header(path, file.read(header_size))
-    self.entries = {k: v for k, v in header.items() if k != "__metadata__"}
-    ends = [entry["data_offsets"][1] for entry in self.entries.values()]
-    _require_bytes(path, self._data_start + max(ends, default=0), size)
+    try:
+      self._file = safe_open(path, framework="numpy")
+    except SafetensorError as error:
+      raise ValueError(_describe_damage(path, error)) from error
+    self.names = list(self._file.keys())
 
   def shape(self, name: str) -> tuple[int, ...]:
     """Returns the shape of a tensor."""
-    return tuple(self.entries[name]["shape"])
+    return tuple(self._file.get_slice(name).get_shape())
+
+  def dtype(self, name: str) -> str:
+    """Returns the dtype of a tensor as the format names it, such as BF16."""
+    return self._file.get_slice(name).get_dtype()
 
   def read(self, name: str) -> np.ndarray:
-    """Maps one tensor into memory.
+    """Copies one tensor into memory, in the stored dtype."""
+    return self._file.get_tensor(name)
 
-    Args:
-      name: A key of `entries`.
 
-    Returns:
-      A read-only view of the file in the stored dtype.
-
-    Raises:
-      ValueError: The dtype is not one of `DTYPES`, or the byte range disagrees with
-        the shape.
-    """
-    entry = self.entries[name]
-    if entry["dtype"] not in DTYPES:
-      raise ValueError(
-        f"{self.path}: expected {name} in {', '.join(DTYPES)}, got {entry['dtype']}; "
-        "load the unquantized checkpoint."
+def _describe_damage(path: pathlib.Path, error: Exception) -> str:
+  """What the library's error means to someone who downloaded the file."""
+  size = path.stat().st_size
+  with path.open("rb") as file:
+    expected = 8 + int.from_bytes(file.read(8), "little")
+    if expected <= size:
+      try:
+        header = json.loads(file.read(expected - 8))
+      except ValueError:
+        return (
+          f"{path}: expected a JSON header of safetensors, got bytes that do not parse "
+          f"({error}); download the file again."
+        )
+      header.pop("__metadata__", None)
+      expected += max(
+        (entry["data_offsets"][1] for entry in header.values()), default=0
       )
-    dtype, shape = DTYPES[entry["dtype"]], self.shape(name)
-    start, stop = entry["data_offsets"]
-    if stop - start != dtype.itemsize * int(np.prod(shape)):
-      raise ValueError(
-        f"{self.path}: expected {name} {list(shape)} {entry['dtype']} to fill its "
-        f"byte range, got {stop - start} bytes; download the file again."
-      )
-    offset = self._data_start + start
-    return np.memmap(self.path, dtype, mode="r", offset=offset, shape=shape)
-
-
-def _require_bytes(path: pathlib.Path, expected: int, size: int) -> None:
-  """Raises if the file is shorter than its own header demands."""
-  if size < expected:
-    raise ValueError(
+  if expected > size:
+    return (
       f"{path}: expected {expected} bytes by its header, got {size}; the file is "
       "truncated or no safetensors file, download it again."
     )
-
-
-def _parse_header(path: pathlib.Path, text: bytes) -> dict[str, Any]:
-  """Decodes the JSON header."""
-  try:
-    return json.loads(text)
-  except ValueError as error:
-    raise ValueError(
-      f"{path}: expected a JSON header of safetensors, got bytes that do not parse "
-      f"({error}); download the file again."
-    ) from error
+  return f"{path}: expected a safetensors file, got {error}; download the file again."

@@ -19,6 +19,8 @@ SINGLE_FILE = "model.safetensors"
 """Weights of a small checkpoint."""
 INDEX_FILE = "model.safetensors.index.json"
 """Names the shard of every tensor of a large one."""
+DTYPES = ("BF16", "F16", "F32")
+"""Stored dtypes that a float checkpoint may have, as safetensors names them."""
 
 
 def read_config(folder: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
@@ -73,8 +75,12 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
   return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
-  """Lists the safetensors files of a folder and checks that all are there."""
+def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+  """Lists the safetensors files of a folder, single or sharded.
+
+  Raises:
+    FileNotFoundError: A file is absent; all missing shards are named.
+  """
   if (folder / SINGLE_FILE).is_file():
     return [folder / SINGLE_FILE]
   index = _read_json(folder / INDEX_FILE)
@@ -90,14 +96,24 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _stored_tensors(folder: pathlib.Path) -> Iterator[tuple[Path, StoredTensor]]:
   """Yields the tensors of all files by params path."""
-  for path in _weight_files(folder):
+  for path in weight_files(folder):
     file = SafetensorsFile(path)
-    for name in file.entries:
+    for name in file.names:
       # Old checkpoints store this buffer; the config determines it.
       if name.endswith("rotary_emb.inv_freq"):
         continue
-      read = functools.partial(file.read, name)
+      read = functools.partial(_read_float, file, name)
       yield params_path(name), StoredTensor(name, file.shape(name), read)
+
+
+def _read_float(file: SafetensorsFile, name: str) -> np.ndarray:
+  """Reads a tensor of a checkpoint that is not quantized."""
+  if file.dtype(name) not in DTYPES:
+    raise ValueError(
+      f"{file.path}: expected {name} in {', '.join(DTYPES)}, got {file.dtype(name)}; "
+      "load the unquantized checkpoint."
+    )
+  return file.read(name)
 
 
 def params_path(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""What quantizing a model will take, from its config alone.
+"""Memory, disk and work of quantizing a model, from its config alone.
 
 Counts are exact. Memory is the resident memory of a process on CPU: the arrays that
 the pipeline holds in each stage, the temporaries of the largest compiled function in it
@@ -112,7 +112,7 @@ def plan(
   """Plans a HiRes run.
 
   Args:
-    config: The model's description.
+    config: The model.
     sequences: Calibration sequences.
     length: Tokens in each.
     chunk: Sequences in a device call.
@@ -121,10 +121,7 @@ def plan(
       of a process, which also solves what is not shared out.
     model: Devices along its model axis.
     on_disk: Whether float layers are read when needed and finished ones written away,
-      or all of both are held.
-
-  Returns:
-    The plan.
+      or all of both are in memory.
 
   Raises:
     ValueError: A target's input width is not a multiple of the block size.
@@ -136,33 +133,19 @@ def plan(
       f"{contract.block_size}, got {', '.join(map(str, odd))}; this model cannot be "
       "quantized under the contract."
     )
-  layers = config.num_layers
-  parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
-  layer_weights = sum(rows * width for rows, width in linears)
-  layer_blocks = sum(width // contract.block_size for _, width in linears)
-  # Scale and offset a head; alpha, beta, eta and sigma_g a layer, all float32.
-  layer_recovery = 4 * (2 * config.num_kv_heads + 4)
-  layer_auxiliary = layer_blocks * BLOCK_BYTES + layer_recovery
-  weights, auxiliary = layers * layer_weights, layers * layer_auxiliary
-  rest = 2 * (parameters - weights)
-  packed_total = weights // 2 + weights // contract.block_size + auxiliary + rest
+  sizes = _sizes(config, linears, contract.block_size)
+  weights, rest, packed_total = (
+    sizes[key] for key in ("target_weights", "rest", "packed_total")
+  )
+  tokens = sequences * length
   return Plan(
-    parameters=parameters,
-    target_weights=weights,
-    blocks=layers * layer_blocks,
-    bf16=2 * parameters,
-    auxiliary=auxiliary,
-    decoded_total=2 * parameters + auxiliary,
-    codes=weights // 2,
-    scales=weights // contract.block_size,
-    rest=rest,
-    packed_total=packed_total,
-    loaded=_loaded(config, packed_total, layers * layer_blocks),
+    **sizes,
+    loaded=_loaded(config, packed_total, sizes["blocks"]),
     memory=_memory(
-      RunArrays(config, linears, sequences * length // (data * model), length, chunk),
-      held=None if on_disk else 2 * weights + packed_total,
+      RunArrays(config, linears, tokens // (data * model), length, chunk),
+      model_bytes=None if on_disk else 2 * weights + packed_total,
       rest=rest,
-      auxiliary=layer_auxiliary,
+      auxiliary=sizes["auxiliary"] // config.num_layers,
       packed_total=packed_total,
       mesh=(data * model, model),
     ),
@@ -175,8 +158,34 @@ def plan(
     model_passes=1 + RECOVERY_FITS,
     # Hessian, fold moments, anchor errors, errors after T, balance trials.
     reductions=5,
-    forward_flops=2 * weights * sequences * length * (1 + RECOVERY_FITS),
+    forward_flops=2 * weights * tokens * (1 + RECOVERY_FITS),
   )
+
+
+def _sizes(
+  config: ModelConfig, linears: list[tuple[int, int]], block_size: int
+) -> dict[str, int]:
+  """The fields of `Plan` that do not depend on the run: counts and bytes."""
+  layers = config.num_layers
+  parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+  weights = layers * sum(rows * width for rows, width in linears)
+  blocks = layers * sum(width // block_size for _, width in linears)
+  # Scale and offset a head; alpha, beta, eta and sigma_g a layer, all float32.
+  recovery = layers * 4 * (2 * config.num_kv_heads + 4)
+  auxiliary = blocks * BLOCK_BYTES + recovery
+  codes, scales, rest = weights // 2, weights // block_size, parameters - weights
+  return {
+    "parameters": parameters,
+    "target_weights": weights,
+    "blocks": blocks,
+    "bf16": 2 * parameters,
+    "auxiliary": auxiliary,
+    "decoded_total": 2 * parameters + auxiliary,
+    "codes": codes,
+    "scales": scales,
+    "rest": 2 * rest,
+    "packed_total": codes + scales + auxiliary + 2 * rest,
+  }
 
 
 def _loaded(config: ModelConfig, packed_total: int, blocks: int) -> dict[str, int]:
@@ -310,7 +319,7 @@ class RunArrays:
 def _memory(
   run: RunArrays,
   *,
-  held: int | None,
+  model_bytes: int | None,
   rest: int,
   auxiliary: int,
   packed_total: int,
@@ -318,19 +327,19 @@ def _memory(
 ) -> dict[str, int]:
   """Peak resident bytes of every stage.
 
-  `held` is what a run in memory holds of the model, None with layers on disk.
+  `model_bytes` is what a run in memory holds of the model, None with layers on disk.
   """
   devices, model = mesh
   layer = 2 * run.layer_weights
   packed = run.layer_weights // 2 + run.layer_weights // mxfp4.BLOCK_SIZE + auxiliary
   process = PROCESS_BYTES + run.programs()
-  base = process + (rest + layer + packed if held is None else held)
+  base = process + (rest + layer + packed if model_bytes is None else model_bytes)
   base += run.streams() + run.values()
   if devices > 1:
     # The rows that lie on the mesh, and a layer gathered from all of them.
     base += (rest + layer) // model + (layer if model > 1 else 0)
   # Capturing reads a layer on disk once more than quantizing it.
-  again = layer if held is None else 0
+  again = layer if model_bytes is None else 0
   # Recovery has neither the inputs of the linears nor their Hessians.
   measured = base + run.inputs()
   return {

@@ -1,4 +1,4 @@
-"""Bytes of a model by what they are for."""
+"""Memory of a model by purpose, in bytes."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -27,11 +27,10 @@ def _nodes(params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
-  """Bytes by what they are for, beside the same model in bfloat16.
+  """Bytes of a model by purpose, beside the same model in bfloat16.
 
   Args:
-    params: Quantized or float params, possibly on disk; `ShapeDtypeStruct` leaves do
-      as well.
+    params: Quantized or float params, possibly on disk, or their `ShapeDtypeStruct`s.
 
   Returns:
     JSON-ready: `quantized_linears` (bytes of `codes`, `scales`, `maps`, `rounding`,

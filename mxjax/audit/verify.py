@@ -1,8 +1,7 @@
 """`mxjax verify`: audits a quantized model from its folder alone.
 
-Nothing is taken on trust: what the manifest says is compared with the files, what the
-files hold with the contract, the model's config and the format, and what the runtime
-computes with arithmetic done anew.
+The manifest is compared with the files; the files with the contract, the model's
+config and the format; and the runtime's results with independent arithmetic.
 """
 
 import dataclasses
@@ -23,8 +22,7 @@ from mxjax.numerics.recovery import mlp_recovery
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.storage import checkpoint, run_folder
-from mxjax.storage.atomic_io import file_sha256
-from mxjax.storage.checkpoint_manifest import damaged_files
+from mxjax.storage.atomic_io import damaged_files
 from mxjax.storage.journal import parse
 from mxjax.storage.tree_io import walk
 
@@ -35,13 +33,13 @@ _RECOVERY = {"value_recovery": ValueRecovery, "mlp_recovery": MlpRecovery}
 
 @dataclasses.dataclass
 class Audit:
-  """What an audit found.
+  """The result of an audit.
 
   Attributes:
     folder: The checkpoint.
-    faults: One sentence each; none where everything holds.
-    counts: What was looked at.
-    contract: Hash of the contract it was made under.
+    faults: One sentence each; empty if the checkpoint is sound.
+    counts: How many things of each kind were checked.
+    contract: Hash of the contract that the model was quantized under.
     is_paper_contract: Whether that is the paper's.
   """
 
@@ -83,11 +81,11 @@ def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
   except ValueError as error:
     audit.faults.append(str(error))
     return audit
-  contract = _contract(manifest, audit)
+  contract = _read_contract(manifest, audit)
   files = manifest["files"]
   audit.counts["files"] = len(files)
   damage = [f"file {text}." for text in damaged_files(folder, files, verify=True)]
-  audit.faults += damage + list(_unlisted(folder, files))
+  audit.faults += damage + list(_unlisted_files(folder, files))
   if not damage and contract is not None:
     try:
       params, config = checkpoint.restore_checkpoint(folder, contract=contract)
@@ -95,13 +93,13 @@ def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
       audit.faults.append(str(error))
     else:
       audit.counts["arrays"] = len(manifest["arrays"])
-      _params(params, ModelConfig.from_dict(config), contract, audit, seed)
+      _check_params(params, ModelConfig.from_dict(config), contract, audit, seed)
   if (outer / "run" / run_folder.JOURNAL).is_file():
-    _run_folder(outer / "run", manifest, audit)
+    _check_run_folder(outer / "run", manifest, audit)
   return audit
 
 
-def _contract(manifest: Mapping[str, Any], audit: Audit) -> Contract | None:
+def _read_contract(manifest: Mapping[str, Any], audit: Audit) -> Contract | None:
   try:
     contract = Contract.from_dict(manifest["contract"])
   except (KeyError, TypeError, ValueError) as error:
@@ -118,45 +116,41 @@ def _contract(manifest: Mapping[str, Any], audit: Audit) -> Contract | None:
   return contract
 
 
-def _unlisted(folder: pathlib.Path, files: Mapping[str, Any]) -> Iterator[str]:
+def _unlisted_files(folder: pathlib.Path, files: Mapping[str, Any]) -> Iterator[str]:
   for file in sorted(folder.rglob("*")):
     name = file.relative_to(folder).as_posix()
     if file.is_file() and name not in files and name != checkpoint.MANIFEST:
       yield f"file {name} is not in {checkpoint.MANIFEST}."
 
 
-def _params(
+def _check_params(
   params: Mapping[str, Any],
   config: ModelConfig,
   contract: Contract,
   audit: Audit,
   seed: int,
 ) -> None:
-  """Coverage, every linear, every other tensor, and recovery."""
+  """Checks coverage, every linear, every other tensor, and recovery."""
   nodes = dict(walk(params))
-  expected = {"/".join(path): shape for path, shape in parameter_shapes(config).items()}
+  shapes = {"/".join(path): shape for path, shape in parameter_shapes(config).items()}
   linears = 0
-  for name, shape in expected.items():
+  for name, shape in shapes.items():
     node = nodes.pop(name, None)
     is_target = name.startswith("layers_") and name.split("/")[-2] in contract.targets
-    found = tuple(getattr(node, "shape", ()))
-    if node is None:
-      audit.faults.append(f"{name} is missing.")
-    elif found != shape:
-      audit.faults.append(f"{name} has shape {found}, expected {shape}.")
+    if fault := _shape_fault(node, shape):
+      audit.faults.append(f"{name} {fault}.")
     elif isinstance(node, QuantizedLinear):
-      if node.rules != contract.rules:
-        audit.faults.append(f"{name} has {node.rules}, not the contract's.")
       rng = np.random.default_rng([seed, linears])
-      audit.faults += [f"{name}: {text}." for text in verify_linears.faults(node, rng)]
+      audit.faults += [f"{name}{text}." for text in _linear_faults(node, contract, rng)]
       linears += 1
     elif is_target:
       audit.faults.append(f"{name} is a target of the contract and is not quantized.")
     else:
-      audit.faults += [f"{name} {text}." for text in _plain(node)]
+      audit.faults += [f"{name} {text}." for text in _tensor_faults(node)]
   audit.counts["quantized linears"] = linears
-  audit.counts["other tensors"] = len(expected) - linears
-  recovered = 0
+  audit.counts["other tensors"] = len(shapes) - linears
+  audit.counts["recovery leaves"] = 0
+  # What is left of the nodes is no parameter of the float model.
   for name, node in nodes.items():
     kind = _RECOVERY.get(name.split("/")[-1])
     if kind is None or not isinstance(node, kind) or not name.startswith("layers_"):
@@ -165,12 +159,27 @@ def _params(
         "allowance of 2 scalars a key-value head and 3 a layer."
       )
       continue
-    recovered += 1
-    audit.faults += [f"{name}: {text}." for text in _recovery(node, config)]
-  audit.counts["recovery leaves"] = recovered
+    audit.counts["recovery leaves"] += 1
+    audit.faults += [f"{name}: {text}." for text in _recovery_faults(node, config)]
 
 
-def _plain(node: Any) -> Iterator[str]:
+def _shape_fault(node: Any, expected: tuple[int, ...]) -> str | None:
+  if node is None:
+    return "is missing"
+  shape = tuple(getattr(node, "shape", ()))
+  return None if shape == expected else f"has shape {shape}, expected {expected}"
+
+
+def _linear_faults(
+  node: QuantizedLinear, contract: Contract, rng: np.random.Generator
+) -> Iterator[str]:
+  """Faults of a quantized linear, each to follow its name directly."""
+  if node.rules != contract.rules:
+    yield f" has {node.rules}, not the contract's"
+  yield from (f": {text}" for text in verify_linears.faults(node, rng))
+
+
+def _tensor_faults(node: Any) -> Iterator[str]:
   """A tensor that is no linear: an array, or one packed to save memory."""
   if isinstance(node, mxfp4.MXTensor):
     try:
@@ -182,7 +191,7 @@ def _plain(node: Any) -> Iterator[str]:
     yield f"has {bad} NaN or inf of {node.size} values"
 
 
-def _recovery(node: Any, config: ModelConfig) -> Iterator[str]:
+def _recovery_faults(node: Any, config: ModelConfig) -> Iterator[str]:
   """Bounds and allowance of one recovery leaf."""
   is_values = isinstance(node, ValueRecovery)
   shape = (config.num_kv_heads,) if is_values else ()
@@ -192,7 +201,7 @@ def _recovery(node: Any, config: ModelConfig) -> Iterator[str]:
   }
   for name, value in values.items():
     if value.shape != shape or value.dtype != np.float32:
-      yield (f"{name} is {value.dtype} {value.shape}, its allowance is float32 {shape}")
+      yield f"{name} is {value.dtype} {value.shape}, its allowance is float32 {shape}"
       return
     if not np.isfinite(value).all():
       yield f"{name} is not finite"
@@ -209,10 +218,10 @@ def _recovery(node: Any, config: ModelConfig) -> Iterator[str]:
     yield f"sigma_g is {float(values['gate_deviation'])}, below zero"
 
 
-def _run_folder(
+def _check_run_folder(
   folder: pathlib.Path, manifest: Mapping[str, Any], audit: Audit
 ) -> None:
-  """The journal, the layers it lists, and that the checkpoint holds the same types."""
+  """Checks the journal, its files, and that the checkpoint has the same types."""
   file = folder / run_folder.JOURNAL
   try:
     events, size, _ = parse(file, file.read_bytes())
@@ -225,11 +234,8 @@ def _run_folder(
     audit.faults.append(f"run/{file.name} does not say that the run finished.")
   layers = [one for one in events if one["event"] == "layer"]
   for one in layers:
-    for name, expected in one["files"].items():
-      if not (folder / name).is_file():
-        audit.faults.append(f"run/{name} is missing.")
-      elif file_sha256(folder / name) != expected:
-        audit.faults.append(f"run/{name} has another SHA-256.")
+    entries = {name: {"sha256": digest} for name, digest in one["files"].items()}
+    audit.faults += [f"run/{text}." for text in damaged_files(folder, entries)]
     for path, node in one["nodes"].items():
       if manifest["nodes"].get(f"{one['name']}/{path}") != node:
         audit.faults.append(

@@ -1,4 +1,4 @@
-"""What can be said of one quantized linear without the float model or the data.
+"""Checks of one quantized linear that need neither the float model nor the data.
 
 Decoding, legality and the nearest code are done again here in numpy and float64, from
 the format's definition: the auditor shares no arithmetic with what it audits.
@@ -68,12 +68,12 @@ def _nearest(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return np.sign(x) * GRID[index] * scale, near | edge
 
 
-def _relative(found: np.ndarray, expected: np.ndarray) -> float:
+def _relative_error(computed: np.ndarray, expected: np.ndarray) -> float:
   size = np.linalg.norm(expected)
-  return float(np.linalg.norm(found - expected) / (size if size > 0 else 1.0))
+  return float(np.linalg.norm(computed - expected) / (size if size > 0 else 1.0))
 
 
-def _payload(leaf: QuantizedLinear) -> Iterator[str]:
+def _payload_faults(leaf: QuantizedLinear) -> Iterator[str]:
   try:
     mxfp4.check_legal(leaf.weight, "payload")
   except (TypeError, ValueError) as error:
@@ -87,18 +87,20 @@ def _payload(leaf: QuantizedLinear) -> Iterator[str]:
     yield "its inputs are not rounded to A4"
 
 
-def _tables(leaf: QuantizedLinear, decoded: np.ndarray) -> Iterator[str]:
+def _table_faults(leaf: QuantizedLinear, decoded: np.ndarray) -> Iterator[str]:
   """G_Q of the A4 rule is a function of the codes beside it."""
   if (tables := leaf.rounding.tables()) is None:
     return
   blocks = decoded.T.reshape(-1, BLOCK, len(decoded))
   gram = np.asarray(tables[0], np.float64)
-  error = _relative(gram, np.einsum("bim,bjm->bij", blocks, blocks))
+  error = _relative_error(gram, np.einsum("bim,bjm->bij", blocks, blocks))
   if error > TABLE_TOLERANCE[str(jax.tree.leaves(leaf.rounding)[0].dtype)]:
     yield f"its table G_Q is not that of its codes, relative error {error:.1e}"
 
 
-def _map(leaf: QuantizedLinear, rng: np.random.Generator, width: int) -> Iterator[str]:
+def _map_faults(
+  leaf: QuantizedLinear, rng: np.random.Generator, width: int
+) -> Iterator[str]:
   """Inputs mapped and weights folded must give the product of neither."""
   if leaf.input_map is None:
     return
@@ -107,12 +109,12 @@ def _map(leaf: QuantizedLinear, rng: np.random.Generator, width: int) -> Iterato
     mapped = np.asarray(leaf.input_map.apply(jnp.asarray(x)))
     folded = np.asarray(leaf.input_map.fold(jnp.asarray(weight)))
   product = lambda a, b: np.einsum("bin,bim->nm", a, b)
-  error = _relative(product(mapped, folded), product(x, weight))
+  error = _relative_error(product(mapped, folded), product(x, weight))
   if not error <= MAP_TOLERANCE:
     yield f"its map does not reproduce the folded function, relative error {error:.1e}"
 
 
-def _operand(
+def _operand_faults(
   leaf: QuantizedLinear, x: np.ndarray, operand: np.ndarray
 ) -> Iterator[str]:
   """The A4 operand: legal, and the nearest codes but for the one that is refined."""
@@ -142,21 +144,21 @@ def faults(leaf: QuantizedLinear, rng: np.random.Generator) -> Iterator[str]:
     leaf: The linear.
     rng: Of the random inputs.
   """
-  found = list(_payload(leaf))
-  yield from found
-  if found:
+  payload_faults = list(_payload_faults(leaf))
+  yield from payload_faults
+  if payload_faults:
     return
   decoded = decode(np.asarray(leaf.weight.codes), np.asarray(leaf.weight.scales))
   width = decoded.shape[1]
-  yield from _tables(leaf, decoded)
-  yield from _map(leaf, rng, width)
+  yield from _table_faults(leaf, decoded)
+  yield from _map_faults(leaf, rng, width)
   x = rng.standard_normal((PROBES, width)).astype(np.float32)
   flat = np.asarray(quantized_linear.quantized_inputs(jnp.asarray(x), leaf))
   operand = flat.astype(np.float64).reshape(-1, BLOCK, PROBES)
-  yield from _operand(leaf, x, operand)
+  yield from _operand_faults(leaf, x, operand)
   output = linear(jnp.asarray(x), leaf, implementation="xla")
   gain = 1.0 if leaf.gain is None else float(leaf.gain)
   expected = gain * flat.astype(np.float64).T @ decoded.T
-  error = _relative(np.asarray(output, np.float64), expected)
+  error = _relative_error(np.asarray(output, np.float64), expected)
   if not error <= PRODUCT_TOLERANCE:
     yield f"its output is not operand times codes, relative error {error:.1e}"

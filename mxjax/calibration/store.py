@@ -17,7 +17,7 @@ import numpy as np
 
 from mxjax.calibration.calibration import Calibration, Params
 from mxjax.storage.atomic_io import read_arrays, write_arrays
-from mxjax.storage.run_folder import flatten
+from mxjax.storage.tree_io import flatten
 
 
 def params_digest(params: Params) -> str:

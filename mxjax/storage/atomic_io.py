@@ -1,14 +1,17 @@
-"""Files that are whole or absent after a crash, with checksums taken as they go out.
+"""Files and folders that are whole or absent after a crash, and their checksums.
 
-Everything goes to `NAME.partial`, is synced, and takes its name by a rename: a process
-killed anywhere, or a full disk, leaves the old file or none, and a `.partial` that
-nobody reads.
+Everything is written under a partial name, synced, and then renamed: a process killed
+anywhere, or a full disk, leaves the old file or none, and partial files that nobody
+reads.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import pathlib
+import secrets
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,12 +25,72 @@ _DTYPES = {
   "float32": "F32",
   "float64": "F64",
   "int8": "I8",
+  "int16": "I16",
   "int32": "I32",
   "int64": "I64",
   "uint8": "U8",
+  "uint16": "U16",
   "uint32": "U32",
 }
 """The names that the safetensors format gives dtypes."""
+
+
+def check_output(path: str | os.PathLike[str]) -> pathlib.Path:
+  """Checks that an output folder does not exist, or is empty; creates nothing.
+
+  Raises:
+    FileExistsError: The folder has something in it, which is never overwritten.
+  """
+  folder = pathlib.Path(path)
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    raise FileExistsError(
+      f"output: {folder} exists and is not an empty folder; name another --out or "
+      "remove it yourself, because results are never overwritten."
+    )
+  return folder
+
+
+def create_output(path: str | os.PathLike[str]) -> pathlib.Path:
+  """Creates an output folder, which must not exist or must be empty.
+
+  Raises:
+    FileExistsError: The folder has something in it.
+  """
+  folder = check_output(path)
+  folder.mkdir(parents=True, exist_ok=True)
+  return folder
+
+
+def partial_folder(out: str | os.PathLike[str], token: int) -> pathlib.Path:
+  """The folder beside `out` in which its content is prepared."""
+  folder = pathlib.Path(out)
+  return folder.with_name(f"{folder.name}{PARTIAL}-{token:08x}")
+
+
+@contextlib.contextmanager
+def staged(
+  out: str | os.PathLike[str], token: int | None = None
+) -> Iterator[pathlib.Path]:
+  """A new folder that takes the name `out` when the block ends without an error.
+
+  Args:
+    out: The final folder; must not exist, or be empty.
+    token: Of `partial_folder`, where several processes write to it; random if None.
+
+  Raises:
+    FileExistsError: `out` has something in it.
+  """
+  final = check_output(out)
+  final.parent.mkdir(parents=True, exist_ok=True)
+  partial = partial_folder(out, secrets.randbits(31) if token is None else token)
+  partial.mkdir()
+  try:
+    yield partial
+    os.replace(partial, final)
+  finally:
+    # Gone already unless something failed.
+    shutil.rmtree(partial, ignore_errors=True)
+  sync(final.parent)
 
 
 def sync(path: str | os.PathLike[str]) -> None:
@@ -50,6 +113,40 @@ def file_sha256(file: pathlib.Path) -> str:
   """SHA-256 of a file's content, hex."""
   with open(file, "rb") as stream:
     return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def list_files(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+  """Size and SHA-256 of every file below a folder, by relative path."""
+  return {
+    file.relative_to(folder).as_posix(): {
+      "bytes": file.stat().st_size,
+      "sha256": file_sha256(file),
+    }
+    for file in sorted(folder.rglob("*"))
+    if file.is_file()
+  }
+
+
+def damaged_files(
+  folder: pathlib.Path, entries: Mapping[str, Mapping[str, Any]], *, verify: bool = True
+) -> list[str]:
+  """What is wrong with files, one phrase for each damaged file.
+
+  Args:
+    folder: Where they lie.
+    entries: `bytes` (where known) and `sha256` by relative path, as `list_files`.
+    verify: Whether to read every file; without it only sizes are compared.
+  """
+  damage = []
+  for name, entry in entries.items():
+    file = folder / name
+    if not file.is_file():
+      damage.append(f"{name} is missing")
+    elif (size := file.stat().st_size) != entry.get("bytes", size):
+      damage.append(f"{name} has {size} bytes, not {entry['bytes']}")
+    elif verify and file_sha256(file) != entry["sha256"]:
+      damage.append(f"{name} has another SHA-256")
+  return damage
 
 
 def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> str:
@@ -80,12 +177,25 @@ def write_durably(path: pathlib.Path, data: bytes) -> str:
   return write_parts(path, [data])
 
 
-def write_arrays(path: pathlib.Path, arrays: Mapping[str, Any]) -> str:
+def write_json(path: pathlib.Path, values: Any, *, indent: int = 2) -> None:
+  """Writes JSON durably, as a text that a person can read."""
+  write_durably(path, (json.dumps(values, indent=indent) + "\n").encode())
+
+
+def write_arrays(
+  path: pathlib.Path,
+  arrays: Mapping[str, Any],
+  metadata: Mapping[str, str] | None = None,
+) -> str:
   """Writes a safetensors file durably, one array on the host at a time.
+
+  The safetensors library wants every array on the host at once, takes no checksum on
+  the way, and reports a full disk without its error number; so the header is made here.
 
   Args:
     path: Where.
     arrays: Arrays by name, of JAX or numpy.
+    metadata: Texts for the header.
 
   Returns:
     SHA-256 of the file, hex.
@@ -95,7 +205,8 @@ def write_arrays(path: pathlib.Path, arrays: Mapping[str, Any]) -> str:
   """
   # Wide dtypes first: then every array starts at a multiple of its item size.
   names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
-  header, offset = {}, 0
+  header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+  offset = 0
   for name in names:
     dtype = str(arrays[name].dtype)
     if dtype not in _DTYPES:

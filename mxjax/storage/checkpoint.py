@@ -25,7 +25,13 @@ from mxjax.devices import processes
 from mxjax.layers.linear import map_rows
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
-from mxjax.storage.atomic_io import sync, sync_tree, write_durably
+from mxjax.storage.atomic_io import (
+  list_files,
+  partial_folder,
+  staged,
+  sync_tree,
+  write_json,
+)
 from mxjax.storage.checkpoint_arrays import load_arrays, save_arrays
 from mxjax.storage.checkpoint_manifest import (
   ARRAYS,
@@ -34,12 +40,16 @@ from mxjax.storage.checkpoint_manifest import (
   TOKENIZER,
   check_contract,
   check_files,
-  list_files,
   manifest_digest,
   read_manifest,
 )
-from mxjax.storage.run_folder import check_output
-from mxjax.storage.tree_io import array_sha256, describe, nested, rebuild, walk
+from mxjax.storage.tree_io import (
+  changed_arrays,
+  describe_arrays,
+  pack,
+  unpack,
+  walk,
+)
 
 __all__ = [
   "ARRAYS",
@@ -67,14 +77,13 @@ def _check_rules(params: Mapping[str, Any], contract: Contract) -> None:
     )
 
 
-def _write(
+def _write_files(
   folder: pathlib.Path,
   manifest: dict[str, Any],
   arrays: Mapping[str, jax.Array],
   tokenizer_files: Sequence[str | os.PathLike[str]],
 ) -> None:
-  """Writes a checkpoint into a fresh folder, the manifest last."""
-  folder.mkdir()
+  """Writes a checkpoint into an empty folder, the manifest last."""
   if tokenizer_files:
     (folder / TOKENIZER).mkdir()
   for source in tokenizer_files:
@@ -85,8 +94,7 @@ def _write(
   # What the file will say, so that tuples hash as the lists they become.
   manifest = json.loads(json.dumps(manifest))
   manifest["digest"] = manifest_digest(manifest)
-  text = json.dumps(manifest, indent=1) + "\n"
-  write_durably(folder / MANIFEST, text.encode())
+  write_json(folder / MANIFEST, manifest, indent=1)
 
 
 def save_checkpoint(
@@ -127,14 +135,11 @@ def save_checkpoint(
   """
   to_dict = getattr(model_config, "to_dict", None)
   _check_rules(params, contract)
-  arrays: dict[str, jax.Array] = {}
-  nodes = {name: describe(node, name, arrays) for name, node in walk(params)}
-  folder = pathlib.Path(path)
+  nodes, arrays = pack(params)
   token = processes.from_leader(secrets.randbits(31))
-  partial = folder.with_name(f"{folder.name}.partial-{token:08x}")
   if not processes.is_leader():
-    save_arrays(partial, arrays)
-    return folder
+    save_arrays(partial_folder(path, token), arrays)
+    return pathlib.Path(path)
   manifest: dict[str, Any] = {
     "format_version": FORMAT_VERSION,
     "contract": contract.to_dict(),
@@ -144,25 +149,11 @@ def save_checkpoint(
     "program": program and dict(program),
     "extra": extra and dict(extra),
     "nodes": nodes,
-    "arrays": {
-      name: {
-        "shape": list(array.shape),
-        "dtype": str(array.dtype),
-        "sha256": array_sha256(array),
-      }
-      for name, array in arrays.items()
-    },
+    "arrays": describe_arrays(arrays),
   }
-  check_output(path)
-  folder.parent.mkdir(parents=True, exist_ok=True)
-  try:
-    _write(partial, manifest, arrays, tokenizer_files or ())
-    os.replace(partial, folder)
-  finally:
-    # Gone already unless something failed.
-    shutil.rmtree(partial, ignore_errors=True)
-  sync(folder.parent)
-  return folder
+  with staged(path, token) as folder:
+    _write_files(folder, manifest, arrays, tokenizer_files or ())
+  return pathlib.Path(path)
 
 
 def check_saved(path: str | os.PathLike[str], params: Mapping[str, Any]) -> None:
@@ -174,16 +165,11 @@ def check_saved(path: str | os.PathLike[str], params: Mapping[str, Any]) -> None
   folder = pathlib.Path(path)
   manifest = read_manifest(folder)
   check_files(folder, manifest["files"], verify=True)
-  arrays: dict[str, Any] = {}
-  nodes = {name: describe(node, name, arrays) for name, node in walk(params)}
+  nodes, arrays = pack(params)
   entries = manifest["arrays"]
-  differing = sorted(entries.keys() ^ arrays.keys())
-  differing += [
-    name
-    for name in sorted(entries.keys() & arrays.keys())
-    if array_sha256(arrays[name]) != entries[name]["sha256"]
-  ]
-  if json.loads(json.dumps(nodes)) != manifest["nodes"]:
+  differing = sorted(arrays.keys() - entries.keys())
+  differing += sorted(changed_arrays(entries, arrays))
+  if nodes != manifest["nodes"]:
     differing.append("the types of nodes")
   if differing:
     raise ValueError(
@@ -193,8 +179,8 @@ def check_saved(path: str | os.PathLike[str], params: Mapping[str, Any]) -> None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Listed:
-  """An array that a manifest lists, in the place of the array itself."""
+class _Placeholder:
+  """Stands for an array that a manifest lists."""
 
   path: str
   shape: tuple[int, ...]
@@ -205,35 +191,28 @@ def _shardings(
   manifest: Mapping[str, Any], mesh: Mesh
 ) -> dict[str, jax.sharding.Sharding]:
   """Where each array goes on a mesh, by path: as `mesh.shard_rows` would put it."""
-  listed = {
-    path: _Listed(path, tuple(entry["shape"]), entry["dtype"])
+  placeholders = {
+    path: _Placeholder(path, tuple(entry["shape"]), entry["dtype"])
     for path, entry in manifest["arrays"].items()
   }
-  nodes = manifest["nodes"].items()
-  tree = nested({name: rebuild(node, name, listed) for name, node in nodes})
-  found: dict[str, jax.sharding.Sharding] = {}
+  shardings: dict[str, jax.sharding.Sharding] = {}
 
-  def put(spec: P, one: _Listed) -> None:
-    found[one.path] = NamedSharding(mesh, spec)
+  def place(spec: P, array: _Placeholder) -> None:
+    shardings[array.path] = NamedSharding(mesh, spec)
 
-  whole = functools.partial(put, P())
-  by_row = functools.partial(put, P(meshes.MODEL))
+  whole = functools.partial(place, P())
+  by_row = functools.partial(place, P(meshes.MODEL))
   rows = lambda weight: map_rows(by_row, whole, weight)
-  meshes.map_weights(tree, mesh, rows, whole)
-  return found
+  meshes.map_weights(unpack(manifest["nodes"], placeholders), mesh, rows, whole)
+  return shardings
 
 
-def _verify(
+def _check_arrays(
   folder: pathlib.Path, entries: Mapping[str, Any], arrays: Mapping[str, jax.Array]
 ) -> None:
-  damaged = [
-    path
-    for path, entry in entries.items()
-    # Of an array between processes no one has all; the files have been checked.
-    if arrays[path].is_fully_addressable
-    and array_sha256(arrays[path]) != entry["sha256"]
-  ]
-  if damaged:
+  # Of an array between processes no one has all; the files have been checked.
+  local = {path: e for path, e in entries.items() if arrays[path].is_fully_addressable}
+  if damaged := changed_arrays(local, arrays):
     raise ValueError(
       f"restore_checkpoint: {len(damaged)} of {len(entries)} arrays in {folder} do "
       f"not have the SHA-256 that {MANIFEST} states: {', '.join(damaged)}; copy the "
@@ -280,8 +259,5 @@ def restore_checkpoint(
   check_files(folder, manifest["files"], verify=verify)
   arrays = load_arrays(folder, entries, shardings)
   if verify:
-    _verify(folder, entries, arrays)
-  params = nested(
-    {name: rebuild(node, name, arrays) for name, node in manifest["nodes"].items()}
-  )
-  return params, manifest["model_config"]
+    _check_arrays(folder, entries, arrays)
+  return unpack(manifest["nodes"], arrays), manifest["model_config"]

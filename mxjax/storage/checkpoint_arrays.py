@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint on disk: Orbax, in files that a part can be read of."""
+"""The arrays of a checkpoint, stored by Orbax in files small enough to read in part."""
 
 import contextlib
 import gc
@@ -18,7 +18,7 @@ from mxjax.storage.tree_io import at, nested
 
 CHUNK_BYTES = 4 * 2**20
 """The most that a file holds of a weight: whoever needs few rows reads few files."""
-PORTION_BYTES = 256 * 2**20
+BATCH_BYTES = 256 * 2**20
 """About what a process reads before it frees what reading has left behind."""
 _EVEN_ROWS = 64
 """Rows of weights that are split; of a prime number each would get a file."""
@@ -31,18 +31,15 @@ def save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
   (OCDBT) gives its files random names. Only `_CHECKPOINT_METADATA` and
   `commit_success.txt` hold the time of day.
 
-  Args:
-    folder: The checkpoint.
-    arrays: By slash-separated path.
   """
   from orbax.checkpoint import v1 as ocp
 
-  held: Mapping[str, Any] = arrays
+  to_save: Mapping[str, Any] = arrays
   if jax.process_count() > 1:
     # Of host arrays Orbax takes those of process 0; the others only tell shapes.
     shape = lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape)
     host = np.asarray if processes.is_leader() else shape
-    held = {path: host(array) for path, array in arrays.items()}
+    to_save = {path: host(array) for path, array in arrays.items()}
   context = ocp.Context()
   saving = context.array.saving
   saving.use_ocdbt = False
@@ -56,20 +53,20 @@ def save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
     return in_chunks if is_even else None
 
   saving.scoped_storage_options_creator = split
-  with context, _unless_logged("Skipping merge of OCDBT checkpoints"):
-    ocp.save(str(folder.absolute() / ARRAYS), nested(held))
+  with context, _without_log_message("Skipping merge of OCDBT checkpoints"):
+    ocp.save(str(folder.absolute() / ARRAYS), nested(to_save))
 
 
 @contextlib.contextmanager
-def _unless_logged(start: str) -> Iterator[None]:
+def _without_log_message(start: str) -> Iterator[None]:
   """Keeps one message of Orbax, of a layout that is not used here, from the log."""
   logger = logging.getLogger("absl")
-  keep = lambda record: start not in record.getMessage()
-  logger.addFilter(keep)
+  is_other = lambda record: start not in record.getMessage()
+  logger.addFilter(is_other)
   try:
     yield
   finally:
-    logger.removeFilter(keep)
+    logger.removeFilter(is_other)
 
 
 def load_arrays(
@@ -97,9 +94,9 @@ def load_arrays(
     for path, entry in entries.items()
   }
   arrays: dict[str, jax.Array] = {}
-  for portion in _read_batches(abstract):
+  for batch in _read_batches(abstract):
     try:
-      arrays |= _load(folder, portion)
+      arrays |= _load(folder, batch)
     except (KeyError, OSError, TypeError, ValueError) as error:
       first = str(error).strip().splitlines()[:1]
       raise ValueError(
@@ -116,18 +113,18 @@ def load_arrays(
 def _read_batches(
   abstract: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
-  """Parts of a checkpoint of which this process reads about `PORTION_BYTES` each."""
-  portion, size = {}, 0
+  """Parts of a checkpoint of which this process reads about `BATCH_BYTES` each."""
+  batch, size = {}, 0
   for path, one in abstract.items():
     assert one.sharding is not None
     shard = math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize
     here = shard * len(one.sharding.addressable_devices)
-    if portion and size + here > PORTION_BYTES:
-      yield portion
-      portion, size = {}, 0
-    portion[path] = one
+    if batch and size + here > BATCH_BYTES:
+      yield batch
+      batch, size = {}, 0
+    batch[path] = one
     size += here
-  yield portion
+  yield batch
 
 
 def _load(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mxjax.numerics.contract import Contract
-from mxjax.storage.atomic_io import file_sha256
+from mxjax.storage.atomic_io import damaged_files
 
 FORMAT_VERSION = 1
 MANIFEST = "mxjax.json"
@@ -33,23 +33,8 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
   return hashlib.sha256(text.encode()).hexdigest()
 
 
-def list_files(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-  """Size and SHA-256 of every file of a checkpoint, by relative path."""
-  return {
-    file.relative_to(folder).as_posix(): {
-      "bytes": file.stat().st_size,
-      "sha256": file_sha256(file),
-    }
-    for file in sorted(folder.rglob("*"))
-    if file.is_file()
-  }
-
-
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """Reads and checks `mxjax.json`; no array is touched.
-
-  Args:
-    path: The checkpoint folder.
+  """Reads and checks `mxjax.json` of a checkpoint folder; no array is touched.
 
   Returns:
     The manifest: `format_version`, `contract`, `contract_hash`, `model_config`,
@@ -86,11 +71,11 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
   return manifest
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _by_dotted_name(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   result: dict[str, Any] = {}
   for key, value in values.items():
     if isinstance(value, Mapping):
-      result |= _flat(value, f"{prefix}{key}.")
+      result |= _by_dotted_name(value, f"{prefix}{key}.")
     else:
       result[prefix + key] = value
   return result
@@ -106,8 +91,8 @@ def check_contract(
   """
   if manifest["contract_hash"] == contract.hash:
     return
-  ours = _flat(json.loads(json.dumps(contract.to_dict())))
-  theirs = _flat(manifest["contract"])
+  ours = _by_dotted_name(json.loads(json.dumps(contract.to_dict())))
+  theirs = _by_dotted_name(manifest["contract"])
   differing = [
     f"{key} is {theirs.get(key)!r}, expected {ours.get(key)!r}"
     for key in sorted(ours | theirs)
@@ -119,28 +104,6 @@ def check_contract(
     "its results are not comparable, so pass its own contract to use it, "
     "contract=Contract.from_dict(read_manifest(path)['contract'])."
   )
-
-
-def damaged_files(
-  folder: pathlib.Path, entries: Mapping[str, Any], *, verify: bool
-) -> list[str]:
-  """What is wrong with the files a manifest lists, one phrase a file.
-
-  Args:
-    folder: The checkpoint.
-    entries: `files` of the manifest: size and SHA-256 by relative path.
-    verify: Whether to read every file; without it only sizes are compared.
-  """
-  wrong = []
-  for name, entry in entries.items():
-    file = folder / name
-    if not file.is_file():
-      wrong.append(f"{name} is missing")
-    elif (size := file.stat().st_size) != entry["bytes"]:
-      wrong.append(f"{name} has {size} bytes, not {entry['bytes']}")
-    elif verify and file_sha256(file) != entry["sha256"]:
-      wrong.append(f"{name} has another SHA-256")
-  return wrong
 
 
 def check_files(
@@ -157,9 +120,9 @@ def check_files(
       f"restore_checkpoint: expected the arrays in {folder / ARRAYS}, got no such "
       "folder; copy the whole checkpoint, not mxjax.json alone."
     )
-  if wrong := damaged_files(folder, entries, verify=verify):
+  if damage := damaged_files(folder, entries, verify=verify):
     raise ValueError(
       f"restore_checkpoint: expected in {folder} the {len(entries)} files that "
-      f"{MANIFEST} lists, got damage: {'; '.join(wrong)}; copy the checkpoint again, "
+      f"{MANIFEST} lists, got damage: {'; '.join(damage)}; copy the checkpoint again, "
       "or quantize anew."
     )

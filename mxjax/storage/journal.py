@@ -2,8 +2,8 @@
 
 A line begins with `chain`, the SHA-256 of the chain before it and of the rest of the
 line. A line without its newline is what a killed process left, and is dropped; any
-other mismatch is damage, and nothing after it can be believed. The file is also the
-lock of its folder: the kernel releases it when its process dies, however it dies.
+other mismatch is damage, after which no line can be trusted. The file is also the lock
+of its folder: the kernel releases it when its process dies, however it dies.
 """
 
 import fcntl
@@ -56,7 +56,7 @@ class Journal:
   """A journal open for appending, and locked.
 
   Attributes:
-    events: What it holds, oldest first.
+    events: All its events, oldest first.
     torn_bytes: Length of an incomplete last line that was cut off when it was opened.
   """
 

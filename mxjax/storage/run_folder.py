@@ -1,4 +1,4 @@
-"""The run folder: what a run has finished, so that a killed one can go on.
+"""The run folder: what a run has finished, so that a killed run can be resumed.
 
     journal.jsonl         every event with the checksums of what it finished; the lock
     prepared/             what a program's `prepare` made, where it made anything
@@ -6,8 +6,8 @@
     streams/INDEX-NAME    hidden states entering the layer that comes next
 
 A layer's files are on disk before the journal says so, and the journal says so before
-the hidden states of the layer before are removed. So whatever the moment, the journal
-names exactly one complete state; anything else in the folder is a leftover.
+the hidden states of the layer before are removed. So at any moment the journal names
+exactly one complete state; anything else in the folder is a leftover.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from mxjax.devices import processes
 from mxjax.storage.atomic_io import (
-  file_sha256,
+  create_output,
+  damaged_files,
   read_arrays,
   sync,
   write_arrays,
-  write_durably,
 )
-from mxjax.storage.journal import Journal
-from mxjax.storage.tree_io import at, describe, nested, rebuild, walk
-
-__all__ = ["RunFolder", "check_output", "create_output", "flatten", "write_durably"]
+from mxjax.storage.journal import Journal, parse
+from mxjax.storage.tree_io import Description, at, nested, read_tree, write_tree
 
 JOURNAL = "journal.jsonl"
 FOLDERS = ("layers", "prepared", "streams")
@@ -42,43 +42,8 @@ Streams = Mapping[str, Sequence[jax.Array | np.ndarray]]
 """Hidden states by the name of their stream, in chunks `[sequences, T, d]`."""
 
 
-def flatten(tree: Any) -> dict[str, np.ndarray]:
-  """Leaves of a pytree by slash-separated path, as host arrays."""
-  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {
-    jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-    for path, leaf in leaves
-  }
-
-
-def check_output(path: str | os.PathLike[str]) -> pathlib.Path:
-  """Checks that an output folder does not exist, or is empty; makes nothing.
-
-  Raises:
-    FileExistsError: The folder has something in it, which is never overwritten.
-  """
-  folder = pathlib.Path(path)
-  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-    raise FileExistsError(
-      f"output: {folder} exists and is not an empty folder; name another --out or "
-      "remove it yourself, because results are never overwritten."
-    )
-  return folder
-
-
-def create_output(path: str | os.PathLike[str]) -> pathlib.Path:
-  """Makes an output folder that must not exist, or must be empty.
-
-  Raises:
-    FileExistsError: The folder has something in it.
-  """
-  folder = check_output(path)
-  folder.mkdir(parents=True, exist_ok=True)
-  return folder
-
-
 @contextlib.contextmanager
-def _space(path: pathlib.Path) -> Iterator[None]:
+def _explain_full_disk(path: pathlib.Path) -> Iterator[None]:
   """Says what to do when the disk takes no more."""
   try:
     yield
@@ -91,17 +56,17 @@ def _space(path: pathlib.Path) -> Iterator[None]:
     ) from error
 
 
-def _short(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
   """A value for a message, cut where it is long."""
   text = json.dumps(value, sort_keys=True)
   return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class Prepared(NamedTuple):
-  """What `RunFolder.read_prepared` returns; see `program.Prepared`.
+  """What `Program.prepare` left on disk.
 
   Attributes:
-    params: The keys of the float model that the program rewrote, or None.
+    params: The float model that the program rewrote, or None if it kept the given one.
     learned: What it learned, by path.
     record: What the report shows.
   """
@@ -114,6 +79,9 @@ class Prepared(NamedTuple):
 class RunFolder:
   """Finished work on disk; locked against other processes until `close`.
 
+  Only one process of a job writes. In the others the folder is read-only: they see the
+  state that it had when they opened it, and everything that writes does nothing.
+
   Attributes:
     path: The folder.
     discarded: What a killed process left unfinished, removed when this one began.
@@ -122,35 +90,47 @@ class RunFolder:
   path: pathlib.Path
   discarded: list[str]
 
-  def __init__(self, path: str | os.PathLike[str], *, resume: bool = False) -> None:
-    """Makes the folder, or opens one and checks every file of its last state.
+  def __init__(
+    self,
+    path: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    read_only: bool = False,
+  ) -> None:
+    """Creates the folder, or opens one and checks every file of its last state.
 
     Args:
       path: Where.
       resume: Whether to go on with what is there, if anything is. Without it the
         folder must not exist, or be empty.
+      read_only: Whether another process writes; then only the journal is checked, and
+        nothing is locked.
 
     Raises:
       BlockingIOError: Another process is at work there.
       FileExistsError: There is a run, or something else, and `resume` is off.
+      FileNotFoundError: There is no journal that a read-only process could read.
       ValueError: Files are damaged; all are named.
     """
-    self.path = pathlib.Path(path)
-    if not resume:
-      create_output(path)
-    elif self.path.is_dir() and not (self.path / JOURNAL).is_file():
+    self.path, self.discarded = pathlib.Path(path), []
+    self._journal: Journal | None = None
+    if read_only:
+      self._events = self._read_journal()
+      return
+    if not resume or (self.path.is_dir() and not (self.path / JOURNAL).is_file()):
       # Nothing that a run writes comes before its journal.
       create_output(path)
     self.path.mkdir(parents=True, exist_ok=True)
     self._journal = Journal(self.path / JOURNAL)
+    self._events = self._journal.events
     try:
-      if not resume and self._journal.events:
+      if not resume and self.events:
         raise FileExistsError(
           f"output: {self.path} has a run in it; go on with it by --resume, or name "
           "another --out."
         )
-      self._check()
-      self.discarded = self._clean()
+      self._check_files()
+      self.discarded = self._remove_unlisted_files(self._journal.torn_bytes)
       for name in FOLDERS:
         (self.path / name).mkdir(exist_ok=True)
       for place in (self.path, self.path.absolute().parent):
@@ -159,9 +139,19 @@ class RunFolder:
       self.close()
       raise
 
+  def _read_journal(self) -> list[dict[str, Any]]:
+    file = self.path / JOURNAL
+    if not file.is_file():
+      raise FileNotFoundError(
+        f"run folder: expected {file}, which process 0 has made, got no such file; "
+        "name an --out that all processes see."
+      )
+    return parse(file, file.read_bytes())[0]
+
   def close(self) -> None:
     """Lets other processes in."""
-    self._journal.close()
+    if self._journal:
+      self._journal.close()
 
   def __enter__(self) -> "RunFolder":
     return self
@@ -172,42 +162,36 @@ class RunFolder:
   @property
   def events(self) -> list[dict[str, Any]]:
     """What the journal holds, oldest first."""
-    return self._journal.events
+    return self._events
 
   def event(self, name: str) -> dict[str, Any] | None:
     """The last event of a name, or None."""
-    found = [one for one in self.events if one["event"] == name]
-    return found[-1] if found else None
+    return next((one for one in reversed(self.events) if one["event"] == name), None)
 
   @property
   def finished(self) -> list[dict[str, Any]]:
     """The events of the finished layers, in order."""
     return [one for one in self.events if one["event"] == "layer"]
 
-  def _files(self) -> dict[str, str]:
+  def _listed_files(self) -> dict[str, str]:
     """SHA-256 of every file of the last state, by relative path."""
     files = {}
     for one in (self.event("prepared"), *self.finished):
       files |= one["files"] if one else {}
     return files | (self.finished[-1]["streams"] if self.finished else {})
 
-  def _check(self) -> None:
-    wrong = []
-    for name, expected in self._files().items():
-      if not (self.path / name).is_file():
-        wrong.append(f"{name} is missing")
-      elif file_sha256(self.path / name) != expected:
-        wrong.append(f"{name} has another SHA-256")
-    if wrong:
+  def _check_files(self) -> None:
+    entries = {name: {"sha256": d} for name, d in self._listed_files().items()}
+    if damage := damaged_files(self.path, entries):
       raise ValueError(
         f"run folder: expected in {self.path} what {JOURNAL} lists, got damage: "
-        f"{'; '.join(wrong)}; nothing of it was used: put back an intact copy, or "
+        f"{'; '.join(damage)}; nothing of it was used: put back an intact copy, or "
         "start again with another --out."
       )
 
-  def _clean(self) -> list[str]:
+  def _remove_unlisted_files(self, torn_bytes: int) -> list[str]:
     """Removes what no event names; returns it by relative path."""
-    known, discarded = {JOURNAL, *self._files()}, []
+    known, discarded = {JOURNAL, *self._listed_files()}, []
     for place in self.path.iterdir():
       if place.is_dir() and place.name not in FOLDERS:
         shutil.rmtree(place)
@@ -217,18 +201,18 @@ class RunFolder:
       if file.is_file() and name not in known:
         file.unlink()
         discarded.append(name)
-    if self._journal.torn_bytes:
-      discarded.append(f"{JOURNAL}: {self._journal.torn_bytes} bytes of a last line")
+    if torn_bytes:
+      discarded.append(f"{JOURNAL}: {torn_bytes} bytes of a last line")
     return discarded
 
   def begin(
     self, identity: Mapping[str, Any], environment: Mapping[str, Any]
   ) -> list[dict[str, Any]]:
-    """Journals the start of a run, or that it goes on.
+    """Journals the start of a run, or that it was resumed.
 
     Args:
-      identity: What decides the result, JSON-ready, by the name a person knows.
-      environment: What may change low bits: versions and device.
+      identity: What determines the result, JSON-ready.
+      environment: What may perturb low bits: versions and device.
 
     Returns:
       One entry for every time the run was resumed: the layer, what was discarded and
@@ -237,6 +221,8 @@ class RunFolder:
     Raises:
       ValueError: The run in the folder is of another identity.
     """
+    if self._journal is None:
+      return []
     started = self.event("start")
     if started is None:
       self.journal(
@@ -245,25 +231,28 @@ class RunFolder:
       return []
     theirs = {key: started.get(key) for key in identity}
     # Through JSON, as theirs has been: tuples become lists.
-    self._compare(json.loads(json.dumps(identity)), theirs, started.get("version"))
+    self._check_identity(
+      json.loads(json.dumps(identity)), theirs, started.get("version")
+    )
     before = started["environment"]
     changed = {
       key: [before.get(key), value]
       for key, value in environment.items()
       if before.get(key) != value
     }
-    self.journal(
-      "resume", layer=len(self.finished), discarded=self.discarded, changed=changed
-    )
-    keys = ("layer", "discarded", "changed")
-    events = [one for one in self.events if one["event"] == "resume"]
-    return [{key: one[key] for key in keys} for one in events]
+    details = {"layer": len(self.finished), "discarded": self.discarded}
+    self.journal("resume", **details, changed=changed)
+    return [
+      {key: one[key] for key in (*details, "changed")}
+      for one in self.events
+      if one["event"] == "resume"
+    ]
 
-  def _compare(
+  def _check_identity(
     self, ours: dict[str, Any], theirs: dict[str, Any], version: Any
   ) -> None:
     differing = [
-      f"{key} {_short(theirs[key])}, not {_short(ours[key])}"
+      f"{key} {_abbreviate(theirs[key])}, not {_abbreviate(ours[key])}"
       for key in ours
       if ours[key] != theirs[key]
     ]
@@ -277,47 +266,41 @@ class RunFolder:
 
   def journal(self, event: str, **values: Any) -> None:
     """Appends one event and syncs it to disk."""
-    with _space(self.path):
-      self._journal.append(event, **values)
+    if self._journal:
+      with _explain_full_disk(self.path):
+        self._journal.append(event, **values)
 
-  def _write_tree(self, name: str, tree: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """Writes a typed tree to a file: its checksum by name, and its description."""
-    arrays: dict[str, Any] = {}
-    nodes = {path: describe(node, path, arrays) for path, node in walk(tree)}
+  def _write_tree(self, name: str, tree: Any, files: dict[str, str]) -> Description:
+    """Writes a typed tree; adds its file's checksum to `files`."""
     file = f"{name}.safetensors"
-    with _space(self.path):
-      digest = write_arrays(self.path / file, arrays)
-    return {file: digest}, nodes
+    with _explain_full_disk(self.path):
+      files[file], nodes = write_tree(self.path / file, tree)
+    return nodes
 
   def _read_tree(self, name: str, nodes: Mapping[str, Any]) -> dict[str, Any]:
-    arrays = {
-      path: jnp.asarray(array)
-      for path, array in read_arrays(self.path / f"{name}.safetensors").items()
-    }
-    return nested({path: rebuild(node, path, arrays) for path, node in nodes.items()})
+    return read_tree(self.path / f"{name}.safetensors", nodes)
 
   def write_prepared(
     self, params: Mapping[str, Any] | None, learned: Mapping[str, Any], record: Any
   ) -> None:
-    """Writes what a program prepared.
+    """Writes what `Program.prepare` returned.
 
     Args:
       params: The float model it rewrote, or None if that is as it was given.
       learned: What it learned, by slash-separated path.
       record: JSON-ready.
     """
+    if self._journal is None:
+      return
     files: dict[str, str] = {}
     nodes: dict[str, Any] = {"learned": None, "params": None}
     if learned:
-      tree = nested(learned)
-      written, nodes["learned"] = self._write_tree("prepared/learned", tree)
-      files |= written
+      nodes["learned"] = self._write_tree("prepared/learned", nested(learned), files)
     if params is not None:
-      nodes["params"] = {}
-      for key in params:
-        name = f"prepared/params-{key}"
-        written, nodes["params"][key] = self._write_tree(name, params[key])
-        files |= written
+      nodes["params"] = {
+        key: self._write_tree(f"prepared/params-{key}", value, files)
+        for key, value in params.items()
+      }
     self.journal(
       "prepared", files=files, nodes=nodes, paths=sorted(learned), record=record
     )
@@ -330,8 +313,7 @@ class RunFolder:
     nodes, learned, params = event["nodes"], {}, None
     if nodes["learned"]:
       tree = self._read_tree("prepared/learned", nodes["learned"])
-      for path in event["paths"]:
-        learned[path] = at(tree, path)
+      learned = {path: at(tree, path) for path in event["paths"]}
     if nodes["params"] is not None:
       params = {
         key: self._read_tree(f"prepared/params-{key}", described)
@@ -348,7 +330,7 @@ class RunFolder:
     streams: Streams,
     clock: Mapping[str, Any],
   ) -> None:
-    """Makes a finished layer durable, with everything the next one needs.
+    """Writes a finished layer durably, with everything the next one needs.
 
     Args:
       name: Such as `layers_3`.
@@ -357,15 +339,18 @@ class RunFolder:
       streams: Hidden states entering the next layer; none after the last.
       clock: Seconds and peak bytes by stage so far.
     """
+    if self._journal is None:
+      return
     index = len(self.finished)
     before = self.finished[-1]["streams"] if self.finished else {}
     checksums = {}
     for stream, chunks in streams.items():
       file = f"streams/{index + 1}-{stream}.safetensors"
       arrays = {f"{part:06d}": chunk for part, chunk in enumerate(chunks)}
-      with _space(self.path):
+      with _explain_full_disk(self.path):
         checksums[file] = write_arrays(self.path / file, arrays)
-    files, nodes = self._write_tree(f"layers/{name}", layer)
+    files: dict[str, str] = {}
+    nodes = self._write_tree(f"layers/{name}", layer, files)
     self.journal(
       "layer",
       name=name,
@@ -398,3 +383,16 @@ class RunFolder:
       # Copies: the buffers of a stream are donated, numpy's must not be.
       streams[name] = [place(part) for part in parts]
     return streams
+
+
+def open_run(
+  path: str | os.PathLike[str], *, resume: bool, mesh: Mesh | None
+) -> RunFolder:
+  """Opens a run folder for writing in process 0, for reading in the others."""
+  is_leader = processes.is_leader()
+  if not is_leader:
+    processes.wait_for_all(mesh)
+  folder = RunFolder(path, resume=resume, read_only=not is_leader)
+  if is_leader:
+    processes.wait_for_all(mesh)
+  return folder

@@ -1,12 +1,15 @@
-"""Typed trees as JSON and arrays: what checkpoints and run folders are made of.
+"""The one format of a params tree on disk: named arrays and a JSON description.
 
-A params tree is nested dicts whose nodes are arrays or typed leaves. `describe` says
-of every node what it is, with its static fields, and hands the arrays out by path;
-`rebuild` is the inverse, so a file of arrays and a JSON description are the tree.
+A params tree is nested dicts whose nodes are arrays or typed leaves. `pack` gives its
+arrays by path and, for every node, its type and static fields as JSON; `unpack` is the
+inverse. Checkpoints, run folders, layers on disk and exports differ only in where the
+two go: `write_tree` and `read_tree` put the arrays in a safetensors file.
 """
 
 import dataclasses
 import hashlib
+import json
+import pathlib
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,6 +26,7 @@ from mxjax.numerics.realization.learned_scales import LearnedScales
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping import input_maps
+from mxjax.storage.atomic_io import read_arrays, write_arrays
 
 _LEAVES = (QuantizedLinear, mxfp4.MXTensor, ValueRecovery, MlpRecovery, LearnedScales)
 TYPES: Mapping[str, type] = ChainMap(
@@ -112,6 +116,48 @@ def rebuild(entry: dict[str, Any], path: str, arrays: Mapping[str, Any]) -> Any:
   return TYPES[kind](**children, **static)
 
 
+Description = dict[str, Any]
+"""JSON of all nodes of a tree by path, as `describe` gives them."""
+
+
+def pack(tree: Any) -> tuple[Description, dict[str, Any]]:
+  """A tree as its description and its arrays, both by path.
+
+  Raises:
+    TypeError: A key or a leaf that has no place in the format.
+  """
+  arrays: dict[str, Any] = {}
+  nodes = {path: describe(node, path, arrays) for path, node in walk(tree)}
+  # Tuples become the lists that a JSON file gives back.
+  return json.loads(json.dumps(nodes)), arrays
+
+
+def unpack(nodes: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """The inverse of `pack`.
+
+  Raises:
+    KeyError: An array is absent.
+    ValueError: A type that this version does not know.
+  """
+  return nested({path: rebuild(node, path, arrays) for path, node in nodes.items()})
+
+
+def write_tree(path: pathlib.Path, tree: Any) -> tuple[str, Description]:
+  """Writes the arrays of a tree to a safetensors file, durably.
+
+  Returns:
+    SHA-256 of the file, hex, and the description.
+  """
+  nodes, arrays = pack(tree)
+  return write_arrays(path, arrays), nodes
+
+
+def read_tree(path: pathlib.Path, nodes: Mapping[str, Any]) -> dict[str, Any]:
+  """Reads a tree that `write_tree` wrote, bit for bit."""
+  arrays = {name: jnp.asarray(array) for name, array in read_arrays(path).items()}
+  return unpack(nodes, arrays)
+
+
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
   """Slash-separated paths to nested dicts."""
   result: dict[str, Any] = {}
@@ -137,3 +183,33 @@ def array_sha256(array: Any) -> str:
     array = meshes.alias(array)
   data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
   return hashlib.sha256(data.data).hexdigest()
+
+
+def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Shape, dtype and SHA-256 of arrays by path, JSON-ready."""
+  return {
+    path: {
+      "shape": list(array.shape),
+      "dtype": str(array.dtype),
+      "sha256": array_sha256(array),
+    }
+    for path, array in arrays.items()
+  }
+
+
+def changed_arrays(entries: Mapping[str, Any], arrays: Mapping[str, Any]) -> list[str]:
+  """Paths of `describe_arrays` whose array is absent or has other values."""
+  return [
+    path
+    for path, entry in entries.items()
+    if path not in arrays or array_sha256(arrays[path]) != entry["sha256"]
+  ]
+
+
+def flatten(tree: Any) -> dict[str, np.ndarray]:
+  """Leaves of any pytree by slash-separated path, as host arrays."""
+  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+    for path, leaf in leaves
+  }

@@ -118,7 +118,7 @@ def test_a_missing_field_is_named():
 
 def hf(family, **fields):
   """A sparse config of a family."""
-  architecture = families.FAMILIES[family].ARCHITECTURE
+  architecture = families.FAMILIES[family].architecture
   return HF | {"architectures": [architecture]} | fields
 
 

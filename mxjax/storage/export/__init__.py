@@ -5,7 +5,7 @@ What a format cannot hold is refused by name; `features.drop` leaves it out on r
 
 from mxjax.storage.export.compressed_tensors import write_compressed_tensors
 from mxjax.storage.export.dequant import write_dequant
-from mxjax.storage.export.features import FEATURES, drop, held
+from mxjax.storage.export.features import FEATURES, drop, features_of
 from mxjax.storage.export.folder import Companions, Source
 from mxjax.storage.export.importer import (
   Imported,
@@ -20,7 +20,7 @@ __all__ = [
   "Imported",
   "Source",
   "drop",
-  "held",
+  "features_of",
   "read_compressed_tensors",
   "read_gpt_oss_experts",
   "read_state",

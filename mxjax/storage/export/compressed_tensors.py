@@ -24,11 +24,7 @@ from mxjax.storage.export.folder import (
   Companions,
   Source,
   hf_values,
-  staged,
-  write_companions,
-  write_json,
-  write_manifest,
-  write_tensors,
+  write_folder,
 )
 
 FORMAT = "mxfp4-pack-quantized"
@@ -166,9 +162,9 @@ def cannot_hold(
   params: Mapping[str, Any], *, transforms: bool = False
 ) -> dict[str, list[str]]:
   """The features of a model that the format has no place for, with their paths."""
-  found = features.held(params)
-  if not transforms or "maps" not in found:
-    return found
+  present = features.features_of(params)
+  if not transforms or "maps" not in present:
+    return present
   shared = {
     ".".join(path)
     for path, node in features.nodes(params)
@@ -176,8 +172,8 @@ def cannot_hold(
     and node.input_map is not None
     and node.input_map.hadamard_size is not None
   }
-  maps = [path for path in found.pop("maps") if path not in shared]
-  return {"maps": maps, **found} if maps else found
+  maps = [path for path in present.pop("maps") if path not in shared]
+  return {"maps": maps, **present} if maps else present
 
 
 def check(params: Mapping[str, Any], *, transforms: bool = False) -> None:
@@ -228,33 +224,33 @@ def write_compressed_tensors(
       loader that ignores it computes nonsense, so this is asked for.
     shard_bytes: The largest shard.
 
-  Returns:
-    The folder.
-
   Raises:
     FileExistsError: The folder has something in it.
     NotImplementedError: The family's config cannot describe the model.
     ValueError: The model has what the format cannot hold; all is named.
   """
-  companions = companions or Companions()
   check(source.params, transforms=transforms)
   linears = _linears(source.params)
   scheme = quantization_config(linears)
-  values = hf_values(source, companions) | {"quantization_config": scheme}
-  quantized = sum(isinstance(leaf, QuantizedLinear) for leaf in linears.values())
-  with staged(out) as folder:
-    write_tensors(folder, to_tensors(source.params), shard_bytes=shard_bytes)
-    write_json(folder / "config.json", values)
-    write_companions(folder, source.config, companions)
-    group = scheme["config_groups"]["group_0"]
-    details = {
-      "quantized_linears": quantized,
-      "activations": (
-        "not rounded (W4A16)"
-        if group["input_activations"] is None
-        else "MXFP4 by the runtime's own rule, or none where it has no W4A4 kernel"
+  rounds_inputs = scheme["config_groups"]["group_0"]["input_activations"] is not None
+  hadamards = scheme.get("transform_config", {}).get("config_groups", {})
+  values = hf_values(source, companions or Companions())
+  return write_folder(
+    out,
+    METHOD,
+    source,
+    companions,
+    to_tensors(source.params),
+    json_files={"config.json": values | {"quantization_config": scheme}},
+    details={
+      "quantized_linears": sum(
+        isinstance(leaf, QuantizedLinear) for leaf in linears.values()
       ),
-      "transforms": sorted(scheme.get("transform_config", {}).get("config_groups", {})),
-    }
-    write_manifest(folder, METHOD, source, details)
-  return pathlib.Path(out)
+      "activations": "MXFP4 by the runtime's own rule, or none where it has no W4A4 "
+      "kernel"
+      if rounds_inputs
+      else "not rounded (W4A16)",
+      "transforms": sorted(hadamards),
+    },
+    shard_bytes=shard_bytes,
+  )

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models.config import ModelConfig
-from mxjax.models.families.hf_config_write import WITH_ATTENTION_BIAS, WITH_MLP_BIAS
+from mxjax.models.families import FAMILIES
 from mxjax.models.loading.weights import tensor_name
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
@@ -32,11 +32,7 @@ from mxjax.storage.export.folder import (
   Companions,
   Source,
   hf_values,
-  staged,
-  write_companions,
-  write_json,
-  write_manifest,
-  write_tensors,
+  write_folder,
 )
 
 FORMAT = "dequant"
@@ -44,13 +40,14 @@ FORMAT = "dequant"
 
 def cannot_hold(params: Mapping[str, Any], config: ModelConfig) -> dict[str, list[str]]:
   """Recoveries that would need a bias which the family's config does not know."""
-  found = features.held(params)
+  present = features.features_of(params)
+  flags = FAMILIES[config.family].flags if config.family in FAMILIES else ()
   values_have_bias = (
-    config.attention_bias or config.qkv_bias or config.family in WITH_ATTENTION_BIAS
+    config.attention_bias or config.qkv_bias or "attention_bias" in flags
   )
-  mlp_has_bias = config.mlp_bias or config.family in WITH_MLP_BIAS
+  mlp_has_bias = config.mlp_bias or "mlp_bias" in flags
   lacking = {"value-recovery": not values_have_bias, "mlp-recovery": not mlp_has_bias}
-  return {name: paths for name, paths in found.items() if lacking.get(name)}
+  return {name: paths for name, paths in present.items() if lacking.get(name)}
 
 
 def check(params: Mapping[str, Any], config: ModelConfig) -> None:
@@ -97,46 +94,56 @@ def _fold_mlp(block: dict[str, Any], recovery: MlpRecovery) -> None:
   _scale_linear(block["up_proj"], one + wide(recovery.up_scale), none)
 
 
-def _flat_layer(layer: Mapping[str, Any], biased: Mapping[str, bool]) -> dict[str, Any]:
-  """A float64 layer with everything folded into weights and biases."""
-  new: dict[str, Any] = {}
-  folded: dict[str, dict[str, Any]]
-  for name, block in layer.items():
-    if name not in ("self_attn", "mlp"):
-      new[name] = block
-      continue
-    folded = {
-      part: (
-        {key: _wide(leaf) for key, leaf in value.items()}
-        if part.endswith("_proj")
-        else dict(value)
-      )
-      for part, value in block.items()
-      if isinstance(value, Mapping)
-    }
-    for fold, recovery in (
-      (_fold_values, block.get("value_recovery")),
-      (_fold_mlp, block.get("mlp_recovery")),
-    ):
-      if recovery is not None:
-        fold(folded, recovery)
-    for part, linear in folded.items():
-      if part.endswith("_proj") and biased[name] and "bias" not in linear:
-        linear["bias"] = jnp.zeros(linear["weight"].shape[0], jnp.float64)
-    new[name] = folded
-  return new
+def _fold_layer(layer: Mapping[str, Any], biased: Mapping[str, bool]) -> dict[str, Any]:
+  """A layer whose linears are float64, with recovery folded into them.
+
+  Args:
+    layer: Quantized params of a layer.
+    biased: Whether all linears of a block shall have a bias, by block.
+  """
+  folds = {"value_recovery": _fold_values, "mlp_recovery": _fold_mlp}
+  result = dict(layer)
+  for name, add_bias in biased.items():
+    block = {key: node for key, node in layer[name].items() if key not in folds}
+    linears = [part for part in block if part.endswith("_proj")]
+    for part in linears:
+      block[part] = {key: _wide(leaf) for key, leaf in block[part].items()}
+    for key, fold in folds.items():
+      if (recovery := layer[name].get(key)) is not None:
+        fold(block, recovery)
+    for part in linears if add_bias else ():
+      rows = block[part]["weight"].shape[0]
+      block[part].setdefault("bias", jnp.zeros(rows, jnp.float64))
+    result[name] = block
+  return result
+
+
+def _round_linears(
+  layer: Mapping[str, Any], biased: Mapping[str, bool], dtype: jax.typing.DTypeLike
+) -> tuple[dict[str, Any], float]:
+  """The folded layer in `dtype`, and the largest relative error of a weight."""
+  result, largest = dict(layer), 0.0
+  for name in biased:
+    result[name] = dict(layer[name])
+    for part, linear in layer[name].items():
+      if not part.endswith("_proj"):
+        continue
+      rounded = {key: array.astype(dtype) for key, array in linear.items()}
+      result[name][part] = rounded
+      error = rounded["weight"].astype(jnp.float64) - linear["weight"]
+      norm = float(jnp.linalg.norm(linear["weight"]))
+      largest = max(largest, float(jnp.linalg.norm(error)) / norm if norm else 0.0)
+  return result, largest
 
 
 def _add_biases(params: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
   """The config of the folded model: recoveries may bring biases."""
-  found = features.held(params)
-  bias = config.attention_bias
-  if "value-recovery" in found and not (bias or config.qkv_bias):
-    bias = True
+  present = features.features_of(params)
+  needs_bias = "value-recovery" in present and not config.qkv_bias
   return dataclasses.replace(
     config,
-    attention_bias=bias,
-    mlp_bias=config.mlp_bias or "mlp-recovery" in found,
+    attention_bias=config.attention_bias or needs_bias,
+    mlp_bias=config.mlp_bias or "mlp-recovery" in present,
   )
 
 
@@ -161,24 +168,15 @@ def effective_params(
   result: dict[str, Any] = {}
   largest = 0.0
   for key, value in params.items():
-    if not key.startswith("layers_"):
+    if key.startswith("layers_"):
+      with precision.float64_scope():
+        result[key], error = _round_linears(_fold_layer(value, biased), biased, dtype)
+      largest = max(largest, error)
+    else:
       result[key] = {
         name: mxfp4.decode(leaf) if isinstance(leaf, mxfp4.MXTensor) else leaf
         for name, leaf in value.items()
       }
-      continue
-    with precision.float64_scope():
-      layer = _flat_layer(value, biased)
-      for name in ("self_attn", "mlp"):
-        for part, linear in layer[name].items():
-          if not part.endswith("_proj"):
-            continue
-          exact = linear["weight"]
-          layer[name][part] = {k: a.astype(dtype) for k, a in linear.items()}
-          error = layer[name][part]["weight"].astype(jnp.float64) - exact
-          norm = float(jnp.linalg.norm(exact))
-          largest = max(largest, float(jnp.linalg.norm(error)) / norm if norm else 0.0)
-    result[key] = layer
   return result, new_config, largest
 
 
@@ -190,41 +188,34 @@ def write_dequant(
   dtype: jax.typing.DTypeLike = jnp.bfloat16,
   shard_bytes: int = SHARD_BYTES,
 ) -> pathlib.Path:
-  """Writes a folder that any Hugging Face loader reads.
+  """Writes a folder that any Hugging Face loader reads; see `write_folder`.
 
-  Args:
-    out: A new folder.
-    source: The model.
-    companions: Where tokenizer and config come from.
-    dtype: Of the linears: bfloat16, or float32 where a second rounding is unwanted.
-    shard_bytes: The largest shard.
-
-  Returns:
-    The folder.
+  The linears have `dtype`: bfloat16, or float32 where a second rounding is unwanted.
 
   Raises:
     FileExistsError: The folder has something in it.
     NotImplementedError: The family's config cannot describe the model.
     ValueError: A recovery needs a bias that the family does not know.
   """
-  companions = companions or Companions()
   check(source.params, source.config)
-  found = features.held(source.params)
+  present = features.features_of(source.params)
   params, config, error = effective_params(source.params, source.config, dtype)
   plain = dataclasses.replace(source, params=params, config=config)
-  values = hf_values(plain, companions) | {"torch_dtype": str(jnp.dtype(dtype))}
-  tensors = {tensor_name(path): leaf for path, leaf in features.nodes(params)}
-  with staged(out) as folder:
-    write_tensors(folder, tensors, shard_bytes=shard_bytes)
-    write_json(folder / "config.json", values)
-    write_companions(folder, config, companions)
-    foldable = ("maps", "gains", "value-recovery", "mlp-recovery")
-    details = {
+  values = hf_values(plain, companions or Companions())
+  foldable = ("maps", "gains", "value-recovery", "mlp-recovery")
+  return write_folder(
+    out,
+    FORMAT,
+    plain,
+    companions,
+    {tensor_name(path): leaf for path, leaf in features.nodes(params)},
+    json_files={"config.json": values | {"torch_dtype": str(jnp.dtype(dtype))}},
+    details={
       "activations": "not rounded: this folder computes weight-only quantization",
-      "folded_into_weights": [name for name in foldable if name in found],
-      "without_meaning_here": [n for n in ("refinement", "clipping") if n in found],
+      "folded_into_weights": [name for name in foldable if name in present],
+      "without_meaning_here": [n for n in ("refinement", "clipping") if n in present],
       "dtype": str(jnp.dtype(dtype)),
       "largest_relative_rounding_error": error,
-    }
-    write_manifest(folder, FORMAT, source, details)
-  return pathlib.Path(out)
+    },
+    shard_bytes=shard_bytes,
+  )

@@ -1,4 +1,4 @@
-"""What a quantized model has beyond codes and scales, and leaving it out."""
+"""Features of a quantized model beyond codes and scales, and how to drop them."""
 
 import dataclasses
 import functools
@@ -18,6 +18,7 @@ from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping.input_maps import InputMap
 from mxjax.pallas_kernels.mxfp4_encode import encode
+from mxjax.storage.tree_io import walk
 
 FEATURES = ChainMap(
   {
@@ -38,12 +39,8 @@ LeafPath = tuple[str, ...]
 
 def nodes(params: Mapping[str, Any]) -> Iterator[tuple[LeafPath, Any]]:
   """Typed nodes and arrays of nested dicts, each with its path."""
-  for key, value in params.items():
-    if isinstance(value, Mapping):
-      for path, node in nodes(value):
-        yield (key, *path), node
-    else:
-      yield (key,), value
+  for path, node in walk(params):
+    yield tuple(path.split("/")), node
 
 
 def _of_linear(leaf: QuantizedLinear) -> Iterator[str]:
@@ -57,16 +54,9 @@ def _of_linear(leaf: QuantizedLinear) -> Iterator[str]:
     yield "rules"
 
 
-def held(params: Mapping[str, Any]) -> dict[str, list[str]]:
-  """The features a model has.
-
-  Args:
-    params: Quantized params.
-
-  Returns:
-    For each feature that is there, the dotted paths that have it.
-  """
-  found: dict[str, list[str]] = {}
+def features_of(params: Mapping[str, Any]) -> dict[str, list[str]]:
+  """The features of quantized params, each with the dotted paths that have it."""
+  paths_of: dict[str, list[str]] = {}
   for path, node in nodes(params):
     names: Iterator[str] = iter(())
     match node:
@@ -77,8 +67,8 @@ def held(params: Mapping[str, Any]) -> dict[str, list[str]]:
       case MlpRecovery():
         names = iter(("mlp-recovery",))
     for name in names:
-      found.setdefault(name, []).append(".".join(path))
-  return found
+      paths_of.setdefault(name, []).append(".".join(path))
+  return paths_of
 
 
 def parse(text: str | None) -> tuple[str, ...]:
@@ -99,29 +89,29 @@ def parse(text: str | None) -> tuple[str, ...]:
 
 def refuse(
   form: str,
-  found: Mapping[str, Collection[str]],
+  features: Mapping[str, Collection[str]],
   mends: Mapping[str, str] | None = None,
 ) -> None:
-  """Raises one error that names every feature a format cannot hold.
+  """Refuses a model with features that a format cannot hold.
 
   Args:
     form: Name of the format.
-    found: Paths by feature.
+    features: Those features, each with its paths.
     mends: Another way out than dropping it, by feature.
 
   Raises:
-    ValueError: There is such a feature.
+    ValueError: There is such a feature; all are named.
   """
-  if not found:
+  if not features:
     return
   listed = "; ".join(
     f"{name} ({FEATURES[name]}) in {len(paths)} places, first {min(paths)}"
-    for name, paths in found.items()
+    for name, paths in features.items()
   )
-  others = "".join(f" {mends[name]}" for name in found if mends and name in mends)
+  others = "".join(f" {mends[name]}" for name in features if mends and name in mends)
   raise ValueError(
     f"export: {form} cannot hold {listed}; use --format safetensors, which holds "
-    f"everything, or leave them out by --drop {','.join(found)}, which changes the "
+    f"everything, or leave them out by --drop {','.join(features)}, which changes the "
     f"model and measures it again.{others}"
   )
 
@@ -146,13 +136,7 @@ def effective_weight(leaf: QuantizedLinear) -> jax.Array:
   .. math::
     y = (x T^\top) \tilde W^\top = x (\tilde W T)^\top
 
-  The gain, if there is one, is in it.
-
-  Args:
-    leaf: The linear.
-
-  Returns:
-    float64 `[out_features, in_features]`.
+  It is float64 `[out_features, in_features]` and contains the gain, if there is one.
   """
   with precision.float64_scope():
     weight = execution.block_on_cpu(_effective(leaf.weight, leaf.input_map, leaf.rules))
@@ -202,12 +186,12 @@ def drop(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     ValueError: Maps are dropped where tables or clipping shares, which live in their
       coordinates, stay.
   """
-  present = held(params)
+  present = features_of(params)
   bound = [name for name in activation_quantizers.FEATURES if name in present]
-  if "maps" in names and (kept := [name for name in bound if name not in names]):
+  if "maps" in names and (staying := [name for name in bound if name not in names]):
     raise ValueError(
-      f"export: {', '.join(kept)} is measured in the coordinates of the maps, so maps "
-      f"cannot be dropped alone; drop {','.join(['maps', *kept])} together."
+      f"export: {', '.join(staying)} is measured in the coordinates of the maps, so "
+      f"maps cannot be dropped alone; drop {','.join(['maps', *staying])} together."
     )
   return _drop(params, names)
 

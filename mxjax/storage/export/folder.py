@@ -4,24 +4,23 @@ Everything is written beside the folder that was asked for, read back and compar
 memory, and only then takes its name.
 """
 
-import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
-import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mxjax.models.config import ModelConfig
-from mxjax.models.families.hf_config_write import check_reads_back, to_hf_config
+from mxjax.models.families import check_reads_back, to_hf_config
 from mxjax.models.loading import weights
-from mxjax.storage.run_folder import check_output, write_durably
+from mxjax.models.loading.safetensors_file import SafetensorsFile
+from mxjax.storage.atomic_io import list_files, staged, write_arrays, write_json
 
 MANIFEST = "mxjax_export.json"
 """What was exported, from what, what was left out, and what that cost."""
@@ -100,25 +99,6 @@ def hf_values(source: Source, companions: Companions) -> dict[str, Any]:
   return values
 
 
-@contextlib.contextmanager
-def staged(out: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-  """A folder that takes the name `out` when the block ends without an error.
-
-  Raises:
-    FileExistsError: `out` has something in it.
-  """
-  final = check_output(out)
-  final.parent.mkdir(parents=True, exist_ok=True)
-  partial = final.with_name(f"{final.name}.partial-{secrets.token_hex(4)}")
-  partial.mkdir()
-  try:
-    yield partial
-    os.replace(partial, final)
-  finally:
-    # Gone already unless something failed.
-    shutil.rmtree(partial, ignore_errors=True)
-
-
 def write_tensors(
   folder: pathlib.Path,
   tensors: Mapping[str, jax.Array | np.ndarray],
@@ -127,24 +107,17 @@ def write_tensors(
 ) -> None:
   """Writes safetensors, with an index where there are several shards, and reads back.
 
-  Args:
-    folder: An existing folder.
-    tensors: By name, any dtype that safetensors has.
-    shard_bytes: The largest shard.
-
   Raises:
     OSError: The files do not read back as what was written.
   """
-  from safetensors.flax import save
-
   shards = _shards(tensors, shard_bytes)
   places: dict[str, str] = {}
   for number, names in enumerate(shards, 1):
     name = weights.SINGLE_FILE
     if len(shards) > 1:
       name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-    arrays = {key: jax.numpy.asarray(tensors[key]) for key in names}
-    write_durably(folder / name, save(arrays, metadata={"format": "pt"}))
+    arrays = {key: tensors[key] for key in names}
+    write_arrays(folder / name, arrays, {"format": "pt"})
     places |= dict.fromkeys(names, name)
   if len(shards) > 1:
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -173,35 +146,18 @@ def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
     FileNotFoundError: A file is absent.
     ValueError: A shard is no safetensors file, or does not hold what the index says.
   """
-  from safetensors import SafetensorError, safe_open
-
-  single = folder / weights.SINGLE_FILE
-  index_file = folder / weights.INDEX_FILE
-  index: dict[str, str] = {}
-  if not single.is_file():
-    if not index_file.is_file():
-      raise FileNotFoundError(
-        f"{folder}: expected {weights.SINGLE_FILE} or {weights.INDEX_FILE}, got "
-        "neither; point to a folder with safetensors."
-      )
-    index = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
   tensors: dict[str, jax.Array] = {}
-  for name in sorted(set(index.values())) or [single.name]:
-    if not (folder / name).is_file():
-      raise FileNotFoundError(
-        f"{folder}: expected the shard {name}, got none; download it."
-      )
-    try:
-      with safe_open(folder / name, framework="flax") as file:
-        tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-      raise ValueError(
-        f"{folder / name}: expected a safetensors file, got {error}; download it again."
-      ) from error
-  if index and (absent := sorted(set(index) - set(tensors))):
+  for path in weights.weight_files(folder):
+    file = SafetensorsFile(path)
+    tensors |= {name: jnp.asarray(file.read(name)) for name in file.names}
+  if (folder / weights.SINGLE_FILE).is_file():
+    return tensors
+  index = json.loads((folder / weights.INDEX_FILE).read_text(encoding="utf-8"))
+  if absent := sorted(index["weight_map"].keys() - tensors.keys()):
     raise ValueError(
-      f"{folder}: expected the {len(index)} tensors of {weights.INDEX_FILE}, got none "
-      f"of {', '.join(absent[:5])}; download the shards again."
+      f"{folder}: expected the {len(index['weight_map'])} tensors of "
+      f"{weights.INDEX_FILE}, got none of {', '.join(absent[:5])}; download the shards "
+      "again."
     )
   return tensors
 
@@ -209,32 +165,66 @@ def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
 def _check_written(
   folder: pathlib.Path, tensors: Mapping[str, Any], places: Mapping[str, str]
 ) -> None:
-  from safetensors import safe_open
-
-  for name in sorted(set(places.values())):
-    with safe_open(folder / name, framework="flax") as file:
-      for key in (key for key, place in places.items() if place == name):
-        read, meant = np.asarray(file.get_tensor(key)), np.asarray(tensors[key])
-        if read.dtype != meant.dtype or read.tobytes() != meant.tobytes():
-          raise OSError(
-            f"export: {key} in {folder / name} does not read back as it was written; "
-            "check the disk and export again."
-          )
+  files = {name: SafetensorsFile(folder / name) for name in set(places.values())}
+  for key, name in places.items():
+    read, expected = files[name].read(key), np.asarray(tensors[key])
+    if read.dtype != expected.dtype or read.tobytes() != expected.tobytes():
+      raise OSError(
+        f"export: {key} in {folder / name} does not read back as it was written; "
+        "check the disk and export again."
+      )
 
 
-def write_json(path: pathlib.Path, values: Any) -> None:
-  """Writes JSON durably."""
-  write_durably(path, (json.dumps(values, indent=2) + "\n").encode())
+def write_folder(
+  out: str | os.PathLike[str],
+  form: str,
+  source: Source,
+  companions: Companions | None,
+  tensors: Mapping[str, jax.Array | np.ndarray],
+  *,
+  json_files: Mapping[str, Any],
+  details: Mapping[str, Any],
+  shard_bytes: int,
+) -> pathlib.Path:
+  """Writes a whole export; `out` appears only when everything is in it.
+
+  Args:
+    out: A new folder.
+    form: Name of the format.
+    source: The model, with the config that the export has.
+    companions: Where the tokenizer and other files beside the weights come from.
+    tensors: Everything that goes into safetensors, by name.
+    json_files: JSON values by file name, such as `config.json`.
+    details: What `mxjax_export.json` says about this format.
+    shard_bytes: The largest shard.
+
+  Returns:
+    The folder.
+
+  Raises:
+    FileExistsError: The folder has something in it.
+    OSError: The tensors do not read back as what was written.
+  """
+  with staged(out) as folder:
+    write_tensors(folder, tensors, shard_bytes=shard_bytes)
+    for name, values in json_files.items():
+      write_json(folder / name, values)
+    write_companions(folder, source.config, companions or Companions())
+    manifest = {
+      "format": form,
+      "version": VERSION,
+      "source": dict(source.facts),
+      **source.record,
+      **details,
+    }
+    write_json(folder / MANIFEST, {**manifest, "files": list_files(folder)})
+  return pathlib.Path(out)
 
 
 def write_companions(
   folder: pathlib.Path, config: ModelConfig, companions: Companions
-) -> list[str]:
-  """Copies tokenizer files, generation config and chat template.
-
-  Returns:
-    The names that are there now.
-  """
+) -> None:
+  """Copies tokenizer files, generation config and chat template."""
   for origin in filter(None, (companions.tokenizer, companions.model)):
     for name in COMPANIONS:
       if (origin / name).is_file():
@@ -244,7 +234,6 @@ def write_companions(
     tokens = {"bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids)}
     known = {name: ids for name, ids in tokens.items() if ids not in (None, [])}
     write_json(folder / "generation_config.json", known)
-  return sorted(name for name in COMPANIONS if (folder / name).is_file())
 
 
 def _name_tokenizer_class(path: pathlib.Path) -> None:
@@ -254,33 +243,3 @@ def _name_tokenizer_class(path: pathlib.Path) -> None:
   settings = json.loads(path.read_text(encoding="utf-8"))
   if "tokenizer_class" not in settings:
     write_json(path, {"tokenizer_class": "PreTrainedTokenizerFast", **settings})
-
-
-def write_manifest(
-  folder: pathlib.Path, form: str, source: Source, details: Mapping[str, Any]
-) -> None:
-  """Writes `mxjax_export.json`, last: with size and SHA-256 of every other file."""
-  files = {
-    file.relative_to(folder).as_posix(): {
-      "bytes": file.stat().st_size,
-      "sha256": _sha256(file),
-    }
-    for file in sorted(folder.rglob("*"))
-    if file.is_file()
-  }
-  write_json(
-    folder / MANIFEST,
-    {
-      "format": form,
-      "version": VERSION,
-      "source": dict(source.facts),
-      **source.record,
-      **details,
-      "files": files,
-    },
-  )
-
-
-def _sha256(path: pathlib.Path) -> str:
-  with open(path, "rb") as stream:
-    return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Other programs' MXFP4 checkpoints as our types, so that our harness judges them."""
+"""Reads other programs' MXFP4 checkpoints, so that our harness can evaluate them."""
 
 import dataclasses
 import json
@@ -43,26 +43,26 @@ class Imported(NamedTuple):
 def _check_scheme(place: str, scheme: Mapping[str, Any]) -> dict[str, Any]:
   """Refuses everything but one group of symmetric MXFP4 weights; returns the group."""
   groups = list((scheme.get("config_groups") or {}).values())
-  weights = (groups[0].get("weights") or {}) if groups else {}
-  form = groups[0].get("format") or scheme.get("format") if groups else None
+  group = groups[0] if groups else {}
+  weights = group.get("weights") or {}
   expected = {
     "quant_method": (scheme.get("quant_method"), METHOD),
     "groups": (len(groups), 1),
-    "format": (form, FORMAT),
+    "format": (group.get("format") or scheme.get("format"), FORMAT),
     "num_bits": (weights.get("num_bits"), 4),
     "type": (weights.get("type"), "float"),
     "strategy": (weights.get("strategy"), "group"),
     "group_size": (weights.get("group_size"), mxfp4.BLOCK_SIZE),
     "symmetric": (weights.get("symmetric"), True),
     "kv_cache_scheme": (scheme.get("kv_cache_scheme"), None),
-    "output_activations": (groups[0].get("output_activations") if groups else 0, None),
+    "output_activations": (group.get("output_activations"), None),
   }
   wrong = [
     f"{name} {got!r}, not {want!r}"
     for name, (got, want) in expected.items()
     if got != want
   ]
-  if inputs := (groups[0].get("input_activations") if groups else None):
+  if inputs := group.get("input_activations"):
     keys = ("num_bits", "type", "group_size", "dynamic")
     got = tuple(inputs.get(key) for key in keys)
     if got != (4, "float", mxfp4.BLOCK_SIZE, True):
@@ -72,12 +72,12 @@ def _check_scheme(place: str, scheme: Mapping[str, Any]) -> dict[str, Any]:
       f"{place}: expected a {METHOD} folder of {FORMAT}, got {'; '.join(wrong)}; "
       "convert it, or evaluate it where it came from."
     )
-  return groups[0]
+  return group
 
 
-def _maps(place: str, scheme: Mapping[str, Any]) -> dict[str, Hadamard]:
+def _read_maps(place: str, scheme: Mapping[str, Any]) -> dict[str, Hadamard]:
   """Online Hadamards by module name, from `transform_config`."""
-  found: dict[str, Hadamard] = {}
+  by_module: dict[str, Hadamard] = {}
   groups = (scheme.get("transform_config") or {}).get("config_groups") or {}
   for name, group in groups.items():
     online = [a for a in group["apply"] if not a["location"].startswith("weight_")]
@@ -96,8 +96,8 @@ def _maps(place: str, scheme: Mapping[str, Any]) -> dict[str, Hadamard]:
         f"{group.get('head_dim')}; write the size of its blocks there."
       )
     targets = [target for a in online for target in a["targets"]]
-    found |= dict.fromkeys(targets, Hadamard(group["head_dim"]))
-  return found
+    by_module |= dict.fromkeys(targets, Hadamard(group["head_dim"]))
+  return by_module
 
 
 def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
@@ -108,9 +108,6 @@ def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
 
   Args:
     folder: Holds `config.json` and safetensors, single or sharded.
-
-  Returns:
-    The model.
 
   Raises:
     FileNotFoundError: A file is absent.
@@ -128,27 +125,29 @@ def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
   group = _check_scheme(str(folder), scheme)
   config = families.from_hf_config(values)
   rounding = Unrounded() if group.get("input_activations") is None else Nearest()
-  maps = _maps(str(folder), scheme)
+  maps = _read_maps(str(folder), scheme)
   leaves: dict[parameters.Path, Any] = {}
   tensors = read_tensors(folder)
   for name in list(tensors):
     if name.endswith(".weight_packed"):
       module = name.removesuffix(".weight_packed")
-      tensor = _packed(str(folder), module, tensors)
+      tensor = _take_packed(str(folder), module, tensors)
       leaves[params_path(f"{module}.weight")] = QuantizedLinear(
         tensor, maps.get(module), rounding
       )
   leaves |= {params_path(name): tensor for name, tensor in tensors.items()}
   if config.tie_embeddings:
     leaves.pop(("lm_head", "weight"), None)
-  _check(folder, leaves, config)
+  _check_leaves(folder, leaves, config)
   params: dict[str, Any] = {}
   for path in parameters.parameter_shapes(config):
     parameters.insert(params, path, leaves[path])
   return Imported(params, config, rounding.is_legal)
 
 
-def _packed(place: str, module: str, tensors: dict[str, jax.Array]) -> mxfp4.MXTensor:
+def _take_packed(
+  place: str, module: str, tensors: dict[str, jax.Array]
+) -> mxfp4.MXTensor:
   """Takes the two tensors of a quantized linear out of the file's."""
   codes = tensors.pop(f"{module}.weight_packed")
   scales = tensors.pop(f"{module}.weight_scale", None)
@@ -162,7 +161,7 @@ def _packed(place: str, module: str, tensors: dict[str, jax.Array]) -> mxfp4.MXT
   return tensor
 
 
-def _check(
+def _check_leaves(
   folder: pathlib.Path, leaves: Mapping[parameters.Path, Any], config: ModelConfig
 ) -> None:
   read = lambda: np.empty(0)

@@ -11,21 +11,14 @@ import os
 import pathlib
 from typing import Any
 
-import jax
-import numpy as np
-
 from mxjax.storage.export.folder import (
   SHARD_BYTES,
   Companions,
   Source,
   read_tensors,
-  staged,
-  write_companions,
-  write_json,
-  write_manifest,
-  write_tensors,
+  write_folder,
 )
-from mxjax.storage.tree_io import array_sha256, describe, nested, rebuild, walk
+from mxjax.storage.tree_io import changed_arrays, describe_arrays, pack, unpack
 
 FORMAT = "mxjax-safetensors"
 VERSION = 1
@@ -39,51 +32,35 @@ def write_state(
   *,
   shard_bytes: int = SHARD_BYTES,
 ) -> pathlib.Path:
-  """Writes everything a quantized model is.
-
-  Args:
-    out: A new folder.
-    source: The model.
-    companions: Where the tokenizer comes from.
-    shard_bytes: The largest shard.
-
-  Returns:
-    The folder.
+  """Writes everything a quantized model is; see `write_folder`.
 
   Raises:
     FileExistsError: The folder has something in it.
     TypeError: A leaf of a type that no checkpoint holds.
   """
-  arrays: dict[str, jax.Array] = {}
-  described = {path: describe(n, path, arrays) for path, n in walk(source.params)}
+  nodes, arrays = pack(source.params)
   state = {
     "format": FORMAT,
     "version": VERSION,
     "model_config": source.config.to_dict(),
     **source.facts,
-    "nodes": described,
-    "arrays": {
-      path: {
-        "shape": list(array.shape),
-        "dtype": str(array.dtype),
-        "sha256": array_sha256(array),
-      }
-      for path, array in arrays.items()
-    },
+    "nodes": nodes,
+    "arrays": describe_arrays(arrays),
   }
-  with staged(out) as folder:
-    write_tensors(folder, arrays, shard_bytes=shard_bytes)
-    write_json(folder / STATE, state)
-    write_companions(folder, source.config, companions or Companions())
-    write_manifest(folder, FORMAT, source, {"activations": "as in the checkpoint"})
-  return pathlib.Path(out)
+  return write_folder(
+    out,
+    FORMAT,
+    source,
+    companions,
+    arrays,
+    json_files={STATE: state},
+    details={"activations": "as in the checkpoint"},
+    shard_bytes=shard_bytes,
+  )
 
 
 def read_state(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Reads params back, bit for bit, with their types.
-
-  Args:
-    folder: Written by `write_state`.
+  """Reads back, bit for bit and with their types, the params that `write_state` wrote.
 
   Returns:
     The params, and what `mxjax_state.json` says: `model_config`, `contract`,
@@ -106,16 +83,10 @@ def read_state(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
       "version that wrote it."
     )
   arrays = read_tensors(pathlib.Path(folder))
-  damaged = [
-    path
-    for path, entry in state["arrays"].items()
-    if path not in arrays or array_sha256(np.asarray(arrays[path])) != entry["sha256"]
-  ]
-  if damaged:
+  if damaged := changed_arrays(state["arrays"], arrays):
     raise ValueError(
       f"{folder}: {len(damaged)} of {len(state['arrays'])} arrays are missing or do "
       f"not have the SHA-256 that {STATE} states: {', '.join(damaged[:5])}; copy the "
       "folder again."
     )
-  tree = {path: rebuild(node, path, arrays) for path, node in state["nodes"].items()}
-  return nested(tree), state
+  return unpack(state["nodes"], arrays), state

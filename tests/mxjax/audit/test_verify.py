@@ -91,7 +91,7 @@ def at(tree, path):
 
 def faults_of(params, config):
   audit = verify.Audit("")
-  verify._params(params, config, PAPER_CONTRACT, audit, 0)
+  verify._check_params(params, config, PAPER_CONTRACT, audit, 0)
   return audit.faults
 
 

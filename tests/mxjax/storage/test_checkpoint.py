@@ -98,7 +98,7 @@ def test_round_trip_is_bit_for_bit(params, saved):
 
 def test_portions_and_split_weights_change_nothing(params, tmp_path, monkeypatch):
   monkeypatch.setattr(checkpoint_arrays, "CHUNK_BYTES", 2**10)
-  monkeypatch.setattr(checkpoint_arrays, "PORTION_BYTES", 2**16)
+  monkeypatch.setattr(checkpoint_arrays, "BATCH_BYTES", 2**16)
   saved = checkpoint.save_checkpoint(tmp_path / "split", params, CONFIG)
   files = list((saved / "arrays").rglob(f"{NAME.replace('/', '.')}/[0-9]*"))
   assert len(files) == 2

@@ -13,7 +13,6 @@ import pytest
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
-from mxjax.storage import atomic_io, run_folder
 from mxjax.storage.journal import Journal
 from mxjax.storage.run_folder import RunFolder
 
@@ -86,22 +85,6 @@ def test_layers_and_streams_come_back_bit_for_bit(tmp_path):
     "2-float.safetensors",
     "2-recovery0-mlp.safetensors",
   ]
-
-
-def test_files_are_safetensors_with_the_checksum_that_is_returned(tmp_path):
-  from safetensors.numpy import load_file
-
-  arrays = {"b": np.arange(3, dtype=np.int8), "a": np.float32([[1, 2]])}
-  arrays |= {"empty": np.zeros((0, 4), np.float32), "scalar": np.float64(3)}
-  digest = atomic_io.write_arrays(tmp_path / "x.safetensors", arrays)
-  assert digest == atomic_io.file_sha256(tmp_path / "x.safetensors")
-  back = load_file(tmp_path / "x.safetensors")
-  assert set(back) == set(arrays)
-  for name, array in arrays.items():
-    assert back[name].dtype == array.dtype and back[name].shape == array.shape
-    np.testing.assert_array_equal(back[name], array)
-  with pytest.raises(TypeError, match="c of .* is complex64"):
-    atomic_io.write_arrays(tmp_path / "y", {"c": np.complex64([1])})
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
@@ -291,8 +274,3 @@ def test_a_journal_line_that_finds_no_room_is_taken_back(tmp_path):
   events = again.events
   assert [one["event"] for one in events] == ["start", "layer"]
   assert json.dumps(events[1]) == '{"event": "layer", "text": "y"}'
-
-
-def test_flatten_names_leaves_by_path():
-  flat = run_folder.flatten({"a": {"b": jnp.ones(2)}})
-  assert list(flat) == ["a/b"]

@@ -39,7 +39,7 @@ def test_each_feature_is_refused_by_name_and_can_be_dropped(
   with pytest.raises(ValueError, match=rf"cannot hold {kind} .*--drop {kind}"):
     export.write_compressed_tensors(tmp_path / "out", source(params, tiny_config))
   dropped = export.drop(params, [kind])
-  assert export.held(dropped) == {}
+  assert export.features_of(dropped) == {}
   new = dropped["layers_0"]["mlp"]["down_proj"]["weight"]
   kept = (
     np.asarray(new.weight.codes).tobytes() == np.asarray(leaf.weight.codes).tobytes()
@@ -51,14 +51,14 @@ def test_each_feature_is_refused_by_name_and_can_be_dropped(
 
 def test_everything_hires_has_is_named_and_dropped(hires, tiny_config, tmp_path):
   names = ["maps", "refinement", "value-recovery", "mlp-recovery"]
-  assert set(export.held(hires)) == set(names)
+  assert set(export.features_of(hires)) == set(names)
   with pytest.raises(ValueError) as caught:
     export.write_compressed_tensors(tmp_path / "out", source(hires, tiny_config))
   assert all(name in str(caught.value) for name in names)
   with pytest.raises(ValueError, match="maps cannot be dropped alone"):
     export.drop(hires, ["maps"])
   dropped = export.drop(hires, features.parse("maps,refinement,recovery"))
-  assert export.held(dropped) == {}
+  assert export.features_of(dropped) == {}
   leaf = hires["layers_1"]["self_attn"]["q_proj"]["weight"]
   native = np.asarray(export.features.effective_weight(leaf)).astype(np.float32)
   same(

@@ -5,7 +5,7 @@ import pytest
 from mxjax import models
 from mxjax.models.loading import weights
 from mxjax.storage import export
-from mxjax.storage.export import compressed_tensors
+from mxjax.storage.export import folder
 from tests.mxjax.storage.export.models import same, source
 
 
@@ -41,7 +41,7 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(
   def fail(*arguments):
     raise OSError("disk full")
 
-  monkeypatch.setattr(compressed_tensors, "write_manifest", fail)
+  monkeypatch.setattr(folder, "list_files", fail)
   with pytest.raises(OSError, match="disk full"):
     export.write_compressed_tensors(tmp_path / "out", source(rtn, tiny_config))
   assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -3,7 +3,9 @@ import dataclasses
 import pytest
 
 from mxjax.models import ModelConfig, RopeScaling, families
-from mxjax.models.families.hf_config_write import to_hf_config
+from mxjax.models.families import to_hf_config
+from mxjax.models.families.hf_config import Family
+from mxjax.models.parameters import parameter_shapes
 
 BASE = ModelConfig(
   vocab_size=61,
@@ -50,3 +52,23 @@ def test_what_a_family_cannot_say_is_named():
   config = dataclasses.replace(BASE, family="mistral", mlp_bias=True)
   with pytest.raises(NotImplementedError, match="mlp_bias would read False, not True"):
     to_hf_config(config)
+
+
+def test_a_new_family_is_one_object_and_its_registration(monkeypatch):
+  """Read, written, and refused where a field is unknown: no other file knows it."""
+  family = Family(
+    name="toy",
+    architecture="ToyForCausalLM",
+    defaults={"norm_eps": 1e-6, "max_positions": 512},
+    flags=("mlp_bias",),
+    fixed={"qk_norm": "head", "is_post_norm": True},
+  )
+  monkeypatch.setitem(families.FAMILIES, "toy", family)
+  monkeypatch.setitem(families.ARCHITECTURES, "ToyForCausalLM", family)
+  special = {"mlp_bias": True, "qk_norm": "head", "is_post_norm": True}
+  config = dataclasses.replace(BASE, family="toy", **special)
+  values = to_hf_config(config)
+  assert families.from_hf_config(values) == config
+  assert len(parameter_shapes(config)) == 3 + 2 * (2 + 2 + 7 + 3)
+  with pytest.raises(NotImplementedError, match="toy family.*attention_bias=True"):
+    families.from_hf_config(values | {"attention_bias": True})

@@ -1,0 +1,59 @@
+"""Files and folders that are whole or absent, and their checksums."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from mxjax.storage import atomic_io
+
+
+def test_files_are_safetensors_with_the_checksum_that_is_returned(tmp_path):
+  arrays = {"b": np.arange(3, dtype=np.int8), "a": np.float32([[1, 2]])}
+  arrays |= {"empty": np.zeros((0, 4), np.float32), "scalar": np.float64(3)}
+  arrays |= {"short": np.arange(4, dtype=np.int16), "half": jnp.ones(3, jnp.bfloat16)}
+  digest = atomic_io.write_arrays(tmp_path / "x.safetensors", arrays)
+  assert digest == atomic_io.file_sha256(tmp_path / "x.safetensors")
+  back = load_file(tmp_path / "x.safetensors")
+  assert set(back) == set(arrays)
+  for name, array in arrays.items():
+    assert back[name].dtype == array.dtype and back[name].shape == array.shape
+    np.testing.assert_array_equal(back[name], array)
+  with pytest.raises(TypeError, match="c of .* is complex64"):
+    atomic_io.write_arrays(tmp_path / "y", {"c": np.complex64([1])})
+
+
+def test_metadata_goes_into_the_header(tmp_path):
+  atomic_io.write_arrays(tmp_path / "x", {"a": np.ones(2)}, {"format": "pt"})
+  with safe_open(tmp_path / "x", framework="numpy") as file:
+    assert file.metadata() == {"format": "pt"}
+
+
+def test_a_staged_folder_appears_whole_or_not_at_all(tmp_path):
+  with atomic_io.staged(tmp_path / "deep" / "out") as folder:
+    (folder / "file").write_text("x")
+    assert not (tmp_path / "deep" / "out").exists()
+  assert (tmp_path / "deep" / "out" / "file").read_text() == "x"
+  with pytest.raises(OSError, match="disk full"):
+    with atomic_io.staged(tmp_path / "other"):
+      raise OSError("disk full")
+  with pytest.raises(FileExistsError, match="never overwritten"):
+    with atomic_io.staged(tmp_path / "deep" / "out"):
+      pass
+  assert [path.name for path in tmp_path.iterdir()] == ["deep"]
+  assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
+
+
+def test_every_damaged_file_is_told_apart(tmp_path):
+  for name in ("same", "cut", "other", "absent"):
+    (tmp_path / name).write_bytes(b"content")
+  entries = atomic_io.list_files(tmp_path)
+  (tmp_path / "cut").write_bytes(b"conten")
+  (tmp_path / "other").write_bytes(b"contenT")
+  (tmp_path / "absent").unlink()
+  size = "cut has 6 bytes, not 7"
+  sizes_only = atomic_io.damaged_files(tmp_path, entries, verify=False)
+  assert sizes_only == ["absent is missing", size]
+  read = atomic_io.damaged_files(tmp_path, entries)
+  assert read == ["absent is missing", size, "other has another SHA-256"]
