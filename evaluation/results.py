@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mxjax.evaluation.measures import metrics
+from mxjax.evaluation.measures import fitness
 from mxjax.storage import run_folder
 
 KIND = "mxjax-evaluation"
@@ -149,9 +149,9 @@ def _parse(path: pathlib.Path) -> Result:
       "`mxjax evaluate --tasks ... --out` wrote."
     )
   tasks = values["tasks"]
-  if unknown := sorted(set(tasks) - set(metrics.TASKS)):
+  if unknown := sorted(set(tasks) - set(fitness.TASKS)):
     raise ValueError(
-      f"results: expected tasks of {', '.join(metrics.TASKS)} in {path}, got "
+      f"results: expected tasks of {', '.join(fitness.TASKS)} in {path}, got "
       f"{', '.join(unknown)}; remove them."
     )
   return Result(

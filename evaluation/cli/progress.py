@@ -126,6 +126,13 @@ class Stopper:
     )
 
 
+def teller(form: str) -> Callable[[str], None]:
+  """Prints sentences on stderr, as events where `form` is `json`."""
+  if form == "json":
+    return lambda text: emit("message", text=text)
+  return lambda text: console.STDERR.print(text, markup=False)
+
+
 @contextlib.contextmanager
 def stopper(tell: Callable[[str], None]) -> Iterator[Stopper]:
   """Sends Ctrl-C and SIGTERM to a `Stopper` inside the `with` block."""

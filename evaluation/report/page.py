@@ -8,11 +8,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mxjax.evaluation.report import numbers, svg
 from mxjax.evaluation.report import run as report_run
-from mxjax.evaluation.report import svg
 from mxjax.evaluation.report.html import (
   WIDE,
   colored_legend,
+  document,
   figure,
   grid,
   legend,
@@ -22,7 +23,6 @@ from mxjax.evaluation.report.svg import Part, Series
 from mxjax.storage.run_folder import write_durably
 
 Run = Mapping[str, Any]
-STYLE = pathlib.Path(__file__).with_name("report.css")
 FLOAT_COLOR = 7
 SIZE_PARTS = ("codes", "scales", "maps", "rounding tables", "recovery", "not quantized")
 _KEYS = ("method", "perplexity", "record")
@@ -72,7 +72,7 @@ def _with_spread(value: Mapping[str, Any] | None) -> str:
   if value is None or mean is None:
     return "–"
   spread = float(value.get("spread") or 0.0)
-  return svg.number(mean) + (f" ± {svg.number(spread)}" if spread else "")
+  return numbers.number(mean) + (f" ± {numbers.number(spread)}" if spread else "")
 
 
 def _marked(
@@ -96,10 +96,10 @@ def summary_table(runs: Sequence[Run]) -> str:
     means = [_mean(value) for value in values]
     columns.append(_marked([_with_spread(v) for v in values], means, min))
   errors = [_mean(run.get("operator_error")) for run in runs]
-  written = ["–" if e is None else svg.number(e) for e in errors]
+  written = ["–" if e is None else numbers.number(e) for e in errors]
   columns.append(_marked(written, errors, min))
   sizes = [run.get("size") or {} for run in runs]
-  columns.append([svg.size(s["total"]) if s else "–" for s in sizes])
+  columns.append([numbers.size(s["total"]) if s else "–" for s in sizes])
   columns.append([_bits(s) for s in sizes])
   ratios = [s.get("ratio") for s in sizes]
   columns.append(
@@ -129,9 +129,9 @@ def _float_row(
   total = next((s["bf16_total"] for s in sizes if s), None)
   return [
     "float model",
-    *("–" if value is None else svg.number(value) for value in found),
+    *("–" if value is None else numbers.number(value) for value in found),
     "–",
-    "–" if total is None else svg.size(total),
+    "–" if total is None else numbers.size(total),
     "16",
     "–" if total is None else "1.00×",
   ]
@@ -187,7 +187,9 @@ def size_chart(runs: Sequence[Run]) -> str:
     )
     parts = zip(SIZE_PARTS, values, strict=True)
     items.append((name, [Part(part, v, i) for i, (part, v) in enumerate(parts)]))
-  chart = svg.rows(items, label="stored bytes", y_format=svg.size, left=80, pitch=40)
+  chart = svg.rows(
+    items, label="stored bytes", y_format=numbers.size, left=80, pitch=40
+  )
   note = "All bytes a method stores, its tables included."
   return figure("Size", chart, note=note, keys=legend(SIZE_PARTS))
 
@@ -243,23 +245,12 @@ def page(runs: Sequence[Run], *, title: str, subtitle: str) -> str:
   sections = "".join(
     report_run.run_section(run, f"run-{index}") for index, run in enumerate(good)
   )
-  return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)}</title>
-<style>{STYLE.read_text(encoding="utf-8")}</style>
-</head>
-<body><main>
-<header><h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p>
+  body = f"""<header><h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p>
 <nav aria-label="sections"><a href="#summary">Summary</a>{links}</nav></header>
 <section id="summary"><h2>Summary</h2>{_failures(runs)}{_summary(good)}</section>
 {sections}
-<footer>Written by mxjax. Hover over a mark to read its value.</footer>
-</main></body>
-</html>
-"""
+<footer>Written by mxjax. Hover over a mark to read its value.</footer>"""
+  return document(title, body)
 
 
 def write_report(

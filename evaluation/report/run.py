@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mxjax.evaluation.report import svg
+from mxjax.evaluation.report import numbers, svg
 from mxjax.evaluation.report.html import WIDE, figure, grid, legend, section, table
 from mxjax.evaluation.report.recovery import Layers, recovery
 from mxjax.evaluation.report.svg import Part, Series
@@ -148,7 +148,7 @@ def shaping(layers: Layers) -> str:
     "edit_rate",
     "Edit rate",
     "Share of activation blocks in which one code was moved off the nearest.",
-    y_format=svg.share,
+    y_format=numbers.share,
   )
   return grid(f for f in (_balance(layers), edits, _interaction(layers)) if f)
 
@@ -180,7 +180,7 @@ def ranges(layers: Layers) -> str:
       "saturated_activations",
       "Activations beyond the top code",
       "Share of mapped inputs above 6 times their block's scale.",
-      y_format=svg.share,
+      y_format=numbers.share,
       zero=True,
     ),
     _by_kind(
@@ -188,7 +188,7 @@ def ranges(layers: Layers) -> str:
       "top_code_weights",
       "Weights at the top code",
       "Share of weight codes with magnitude 6.",
-      y_format=svg.share,
+      y_format=numbers.share,
       zero=True,
     ),
   )
@@ -211,15 +211,15 @@ def damping(record: Mapping[str, Any]) -> str:
   raised = [(n, v) for n, v in used if not math.isclose(v, default, rel_tol=1e-4)]
   counts: dict[str, int] = {}
   for _, value in used:
-    counts[svg.number(value)] = counts.get(svg.number(value), 0) + 1
-  wanted = svg.number(default)
+    counts[numbers.number(value)] = counts.get(numbers.number(value), 0) + 1
+  wanted = numbers.number(default)
   mark = lambda v: v if v == wanted else f'<td class="flag">{v} (not the default)</td>'
   content = table(
     ("relative damping", "linears"),
     ((mark(value), str(count)) for value, count in counts.items()),
   )
   if raised:
-    rows = ((escape(name), svg.number(value)) for name, value in raised)
+    rows = ((escape(name), numbers.number(value)) for name, value in raised)
     content += (
       f'<p class="flag">{len(raised)} of {len(used)} linears needed another damping '
       f"than {wanted}.</p><details open><summary>Which</summary>"
@@ -231,11 +231,11 @@ def damping(record: Mapping[str, Any]) -> str:
 def cost(clock: Mapping[str, Any]) -> str:
   """Wall time and peak memory by stage."""
   charts: list[tuple[str, str, Callable[[float], str], str]] = [
-    ("Time by stage", "seconds", svg.seconds, "Wall clock, compilation included."),
+    ("Time by stage", "seconds", numbers.seconds, "Wall clock, compilation included."),
     (
       "Peak memory",
       "peak_bytes",
-      svg.size,
+      numbers.size,
       "Largest resident memory of the process when the stage last ended.",
     ),
   ]
@@ -259,10 +259,10 @@ def sanity(values: Mapping[str, Any] | None) -> str:
   if not values:
     return '<p class="flag">The sanity gate was not run.</p>'
   tiles = (
-    (svg.number(values["float_loss"]), "float loss, nats a token"),
-    (svg.number(values["quantized_loss"]), "quantized loss, nats a token"),
-    (svg.number(values["divergence"]), "KL divergence, nats"),
-    (svg.share(values["agreement"]), f"same top token, of {values['tokens']:,}"),
+    (numbers.number(values["float_loss"]), "float loss, nats a token"),
+    (numbers.number(values["quantized_loss"]), "quantized loss, nats a token"),
+    (numbers.number(values["divergence"]), "KL divergence, nats"),
+    (numbers.share(values["agreement"]), f"same top token, of {values['tokens']:,}"),
   )
   cards = (
     f'<div class="card tile"><b>{number}</b><span>{name}</span></div>'
@@ -287,7 +287,7 @@ def provenance(record: Mapping[str, Any]) -> str:
   return f'<div class="card facts">{table(("what", "value"), cells)}</div>'
 
 
-def numbers(layers: Layers) -> str:
+def linears(layers: Layers) -> str:
   """Every linear's errors as a folded table."""
   rows = (
     (
@@ -295,8 +295,8 @@ def numbers(layers: Layers) -> str:
       " × ".join(str(n) for n in linear.get("shape", ())),
       escape(str(linear.get("map", ""))),
       escape(str(linear.get("rounding", ""))),
-      *(svg.number(linear[key]) if key in linear else "" for key in STAGES),
-      svg.share(linear["edit_rate"]) if "edit_rate" in linear else "",
+      *(numbers.number(linear[key]) if key in linear else "" for key in STAGES),
+      numbers.share(linear["edit_rate"]) if "edit_rate" in linear else "",
     )
     for layer in layers
     for path, linear in layer["linears"].items()
@@ -336,7 +336,7 @@ def run_section(run: Mapping[str, Any], anchor: str) -> str:
       "Error by layer",
       "Relative squared output error of each linear on calibration "
       "tokens, after each stage.",
-      errors(layers) + numbers(layers) if layers else "",
+      errors(layers) + linears(layers) if layers else "",
     ),
     section(
       "Shaping and code choice", "What was decided for each block.", shaping(layers)

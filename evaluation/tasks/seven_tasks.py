@@ -10,7 +10,7 @@ import jax
 from mxjax import models
 from mxjax.calibration.calibration import Params, token_fingerprint
 from mxjax.evaluation import datasets, results
-from mxjax.evaluation.measures import metrics
+from mxjax.evaluation.measures import fitness
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.evaluation.tasks import multiple_choice, tasks
 
@@ -55,13 +55,13 @@ def parse_names(text: str) -> list[str]:
   """
   names = {name.strip() for name in text.split(",") if name.strip()}
   if names == {"all"}:
-    return list(metrics.TASKS)
-  if unknown := sorted(names - set(metrics.TASKS)) or not names:
+    return list(fitness.TASKS)
+  if unknown := sorted(names - set(fitness.TASKS)) or not names:
     raise ValueError(
-      f"evaluate: expected --tasks all or some of {', '.join(metrics.TASKS)}, got "
+      f"evaluate: expected --tasks all or some of {', '.join(fitness.TASKS)}, got "
       f"{unknown if names else 'none'}; correct the names."
     )
-  return [task for task in metrics.TASKS if task in names]
+  return [task for task in fitness.TASKS if task in names]
 
 
 def run(
@@ -79,7 +79,7 @@ def run(
 
   Args:
     subject: What is evaluated.
-    names: Keys of `metrics.TASKS`.
+    names: Keys of `fitness.TASKS`.
     item_limit: First items of each multiple-choice task; all when None.
     item_source: `embedded` or `hub`.
     texts: By perplexity task, data to use instead of the hub's.

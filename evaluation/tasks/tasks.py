@@ -41,7 +41,7 @@ class Task:
   """A task.
 
   Attributes:
-    name: As in `metrics.ACCURACIES`.
+    name: As in `fitness.ACCURACIES`.
     items: Items in the official split, which is the paper's.
     is_normalized: Whether accuracy is of the log-likelihood per character.
     hub: Repository, configuration and split for `datasets`.

@@ -239,16 +239,6 @@ def test_an_existing_output_folder_is_refused(folder, tmp_path, capsys):
   assert sorted(p.name for p in tmp_path.iterdir()) == ["mine"]
 
 
-@pytest.mark.parametrize(
-  "command", ["plan", "quantize", "evaluate", "compare", "generate"]
-)
-def test_help_explains_each_command(command, capsys):
-  with pytest.raises(SystemExit) as stop:
-    parser.main([command, "--help"])
-  assert stop.value.code == 0
-  assert len(capsys.readouterr().out) > 200
-
-
 def test_token_ids_out_of_range_are_named(folder, tmp_path, capsys):
   path = tmp_path / "ids.npy"
   np.save(path, np.full((2, 32), 64))

@@ -7,8 +7,8 @@ import xml.etree.ElementTree
 
 import pytest
 
+from mxjax.evaluation.report import numbers, svg
 from mxjax.evaluation.report import page as report
-from mxjax.evaluation.report import svg
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 PATHS = ("self_attn/q_proj", "mlp/down_proj")
@@ -297,7 +297,7 @@ def test_runs_that_cannot_be_shown_are_named(tmp_path):
   [(0, "0"), (12.3456, "12.35"), (0.00012, "1.2e-4"), (-3e7, "-3e7"), (1e-3, "0.001")],
 )
 def test_numbers_have_four_digits(value, expected):
-  assert svg.number(value) == expected
+  assert numbers.number(value) == expected
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_numbers_have_four_digits(value, expected):
   [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536 * 2**20, "1.5 GiB")],
 )
 def test_sizes_use_binary_units(value, expected):
-  assert svg.size(value) == expected
+  assert numbers.size(value) == expected
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 17), (0.13, 0.14), (5, 5)])
