@@ -61,7 +61,9 @@ TASKS = (
 
 def suggestion(name: str, known: Iterable[str]) -> str:
   """`; did you mean X?` for a name close to a known one, otherwise empty."""
-  close = difflib.get_close_matches(name, list(known), n=1)
+  known = list(known)
+  longer = [candidate for candidate in known if candidate.startswith(name)]
+  close = longer or difflib.get_close_matches(name, known, n=1)
   return f"; did you mean {close[0]}?" if close else ""
 
 

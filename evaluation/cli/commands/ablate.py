@@ -20,9 +20,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   arguments.add_model(parser)
   add = parser.add_argument
   add(
-    "--study",
-    required=True,
-    help=f"comma list of {', '.join(names.STUDIES)}, or all",
+    "--study", required=True, help=f"comma list of {', '.join(names.STUDIES)}, or all"
   )
   add("--seeds", default="0,3,5", help="calibration draws; default: 0,3,5")
   add("--out", required=True, metavar="DIR", help="a folder")

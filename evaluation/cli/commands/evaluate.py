@@ -41,9 +41,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def _add_tasks(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument_group("tasks").add_argument
   add(
-    "--tasks",
-    metavar="NAMES",
-    help=f"all, or a comma list of {', '.join(names.TASKS)}",
+    "--tasks", metavar="NAMES", help=f"all, or a comma list of {', '.join(names.TASKS)}"
   )
   add("--items", type=int, metavar="N", help="first items only")
   add(

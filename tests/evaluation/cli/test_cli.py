@@ -136,6 +136,30 @@ def test_quantize_evaluate_generate(folder, tmp_path, capsys):
   assert parser.main([*generate, "--json"]) == 0
   assert last_json(capsys)["text"].startswith("the cat")
 
+  # The same model in less memory: the embedding changes it a little, and is told.
+  packed = ("--storage", "int8-embeddings,float8-products")
+  assert parser.main([*generate, "--json", *packed]) == 0
+  assert last_json(capsys)["text"].startswith("the cat")
+  assert parser.main([*evaluate, *packed]) == 0
+  small = last_json(capsys)
+  assert (again["storage"], small["storage"]) == ([], packed[1].split(","))
+  assert small["size"]["other"] < 0.6 * again["size"]["other"]
+  before, after = (r["perplexity"]["text"]["mean"] for r in (again, small))
+  assert after != before and after == pytest.approx(before, rel=0.05)
+
+
+@pytest.mark.parametrize(
+  ("extra", "message"),
+  [
+    (["--storage", "int8"], "unknown storage 'int8'; did you mean int8-embeddings?"),
+    (["--storage", "int8-embeddings,mxfp4-embeddings"], "one kind of embeddings"),
+    (["--storage", "float8-products", "--mesh", "data=1"], "--mesh without --storage"),
+  ],
+)
+def test_storage_that_cannot_be_is_refused(tmp_path, capsys, extra, message):
+  assert parser.main(["evaluate", str(tmp_path), *extra]) == 2
+  assert message in capsys.readouterr().err
+
 
 def test_layers_on_disk_give_the_same_bits(folder, tmp_path, capsys):
   rows = []

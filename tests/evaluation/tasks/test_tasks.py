@@ -83,6 +83,6 @@ def test_mistakes_are_named():
 
 
 def test_a_short_split_is_refused(monkeypatch):
-  monkeypatch.setattr(tasks.datasets, "hub_rows", lambda *a: [{}] * 5)
+  monkeypatch.setattr(tasks.text_sources, "hub_rows", lambda *a: [{}] * 5)
   with pytest.raises(ValueError, match="expected 1838 items of piqa, got 5"):
     tasks.load_items("piqa", source="hub")
