@@ -209,7 +209,7 @@ def damage_chart(results: Sequence[Result], model: str) -> str:
   return figure(
     f"Damage on {model}, percent",
     svg.bar_groups(groups, label=f"damage on {model}", width=WIDE),
-    keys=legend(result.method for result in shown),
+    keys=legend((result.method, color) for color, result in enumerate(shown)),
     note="Against the float model; lower is better, a gain is drawn as nothing.",
   )
 

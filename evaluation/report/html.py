@@ -32,12 +32,7 @@ def document(title: str, body: str, *, style: str = "") -> str:
 """
 
 
-def legend(names: Iterable[str]) -> str:
-  """A legend in palette order."""
-  return colored_legend((name, color) for color, name in enumerate(names))
-
-
-def colored_legend(entries: Iterable[tuple[str, int]]) -> str:
+def legend(entries: Iterable[tuple[str, int]]) -> str:
   """A legend of names and palette indices."""
   span = lambda name, color: f'<span class="c{color}">{html.escape(name)}</span>'
   spans = (span(name, color) for name, color in entries)
