@@ -94,13 +94,13 @@ def _files(places: Iterable[str]) -> list[pathlib.Path]:
   files: list[pathlib.Path] = []
   for place in places:
     path = pathlib.Path(place)
-    found = sorted(path.rglob("evaluation.json")) if path.is_dir() else [path]
-    if not found or not found[0].is_file():
+    inside = sorted(path.rglob("evaluation.json")) if path.is_dir() else [path]
+    if not inside or not inside[0].is_file():
       raise FileNotFoundError(
         f"results: expected a result file or a folder with some, got none at {place}; "
         "name what `mxjax evaluate --tasks ... --out` wrote."
       )
-    files += found
+    files += inside
   return list(dict.fromkeys(files))
 
 
@@ -171,9 +171,9 @@ def references(results: Sequence[Result]) -> dict[str, Result]:
   Raises:
     ValueError: A method was evaluated on other tokens than the float model.
   """
-  found = {r.model: r for r in results if r.method == FLOAT}
+  floats = {r.model: r for r in results if r.method == FLOAT}
   for result in results:
-    reference = found.get(result.model)
+    reference = floats.get(result.model)
     known = reference.tokens if reference else {}
     for task, tokens in result.tokens.items():
       if reference and known.get(task, tokens) != tokens:
@@ -182,4 +182,4 @@ def references(results: Sequence[Result]) -> dict[str, Result]:
           "different tokens, so a damage would mean nothing; evaluate both with the "
           "same --items, --windows and data."
         )
-  return found
+  return floats

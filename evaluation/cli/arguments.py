@@ -1,7 +1,6 @@
 """Options that several commands share, and a parser that suggests the near option."""
 
 import argparse
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from mxjax.evaluation.cli import names
@@ -216,19 +215,19 @@ def storage(text: str | None) -> dict[str, Any]:
   Raises:
     ValueError: An unknown name, or two kinds of embeddings.
   """
-  chosen: Sequence[str] = names.split(text or "")
-  for name in chosen:
+  requested = names.split(text or "")
+  for name in requested:
     names.check("storage", name, STORAGE)
-  kinds = [name.partition("-")[0] for name in chosen if name.endswith("embeddings")]
+  kinds = [name.partition("-")[0] for name in requested if name.endswith("embeddings")]
   if len(set(kinds)) > 1:
     raise ValueError(
       "storage: expected one kind of embeddings, got int8-embeddings and "
       "mxfp4-embeddings; leave one out."
     )
-  if not chosen:
+  if not requested:
     return {}
   return {
-    "tables": "bfloat16-tables" in chosen,
+    "tables": "bfloat16-tables" in requested,
     "embeddings": kinds[0] if kinds else None,
-    "products": "float8" if "float8-products" in chosen else None,
+    "products": "float8" if "float8-products" in requested else None,
   }

@@ -83,8 +83,8 @@ def _losses_here(
   def chunk(item: tuple[jax.Array, jax.Array]) -> jax.Array:
     states, ids = item
     logits = model.logits(params, states[None])[0]
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+    wanted = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=-1) - wanted
 
   losses = jax.lax.map(
     chunk, (hidden.reshape(-1, HEAD_CHUNK, width), targets.reshape(-1, HEAD_CHUNK))
@@ -122,10 +122,10 @@ def window_losses(
     hiddens = streams.final_hiddens(model, params, group, mesh)
     for ids, hidden in zip(group, hiddens, strict=True):
       new = _losses(model, outer, hidden[:, :-1], ids[:, 1:], mesh)
-      found = np.asarray(
+      by_window = np.asarray(
         meshes.to_primary_device(execution.block_on_cpu(new), mesh), np.float64
       )
-      for loss in found[: len(rows) - len(losses)]:
+      for loss in by_window[: len(rows) - len(losses)]:
         losses.append(loss.mean())
         if on_window:
           on_window(len(losses), len(rows))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxjax.evaluation.report import figures, numbers, svg
+from mxjax.evaluation.report.axes import value_range
 from mxjax.evaluation.report.html import figure, grid, legend, table
 from mxjax.evaluation.report.svg import Part, Series
 
@@ -52,7 +53,7 @@ def errors(layers: Layers) -> str:
     if not any(is_same(key, later) for later in keys[position + 1 :])
   ]
   values = [y for lines in data.values() for key in shown for _, y in lines[key]]
-  limits = svg.value_range(values, log=True, zero=False)
+  limits = value_range(values, log=True, zero=False)
   panels = []
   for path, lines in data.items():
     series = [Series(STAGES[key], lines[key], i) for i, key in enumerate(shown)]

@@ -113,8 +113,8 @@ def _score_rows(
   def row(item: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     states, where, ids, mask = item
     logits = model.logits(params, states[where][None])[0]
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
-    scores = chosen - jax.nn.logsumexp(logits, axis=-1)
+    wanted = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
+    scores = wanted - jax.nn.logsumexp(logits, axis=-1)
     total = jnp.where(mask, scores, 0.0).sum()
     return total, jnp.where(mask, logits.argmax(-1) == ids, True).all()
 
@@ -204,8 +204,7 @@ def score(
   """
   outer = streams.outer_params(params)
   batches = list(_batches(requests, max_length))
-  scores: list[Score | None] = [None] * len(requests)
-  done = 0
+  scores: dict[int, Score] = {}
   for start in range(0, len(batches), GROUP):
     group = batches[start : start + GROUP]
     tokens = [jnp.asarray(batch.tokens) for batch in group]
@@ -218,10 +217,9 @@ def score(
       )
       for row, member in enumerate(batch.members):
         scores[member] = Score(float(totals[row]), bool(greedy[row]))
-      done += len(batch.members)
     if on_progress:
-      on_progress(done, len(requests))
-  return [found for found in scores if found is not None]
+      on_progress(len(scores), len(requests))
+  return [scores[index] for index in range(len(requests))]
 
 
 def requests_fingerprint(requests: Sequence[Request]) -> str:

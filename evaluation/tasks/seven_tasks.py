@@ -110,16 +110,7 @@ def run(
       on_progress(name, done, total) if on_progress else None
     )
     if name in tasks.TASKS:
-      summary, rows[name] = multiple_choice.evaluate(
-        subject.model,
-        subject.params,
-        subject.tokenizer,
-        tasks.TASKS[name],
-        data[name],
-        max_length=subject.model.config.max_positions,
-        on_progress=follow,
-      )
-      measured[name] = {"score": summary["accuracy"], **summary}
+      measured[name], rows[name] = _accuracy(subject, name, data[name], follow)
     else:
       measured[name] = _perplexity(subject, data[name], texts.get(name), follow)
   result = results.to_json(
@@ -133,6 +124,24 @@ def run(
     **subject.details,
   )
   return result, rows
+
+
+def _accuracy(
+  subject: Subject,
+  name: str,
+  items: Sequence[tasks.Item],
+  follow: Callable[[int, int], None],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+  summary, rows = multiple_choice.evaluate(
+    subject.model,
+    subject.params,
+    subject.tokenizer,
+    tasks.TASKS[name],
+    items,
+    max_length=subject.model.config.max_positions,
+    on_progress=follow,
+  )
+  return {"score": summary["accuracy"], **summary}, rows
 
 
 def _text_windows(
@@ -152,12 +161,12 @@ def _perplexity(
   follow: Callable[[int, int], None],
 ) -> dict[str, Any]:
   start = time.perf_counter()
-  found = perplexity(subject.model, subject.params, tokens, on_window=follow)
+  measured = perplexity(subject.model, subject.params, tokens, on_window=follow)
   return {
-    "score": found.mean,
+    "score": measured.mean,
     "items": len(tokens),
     "window_length": int(tokens.shape[1]),
-    "window_losses": list(found.window_losses),
+    "window_losses": list(measured.window_losses),
     "token_sha256": token_fingerprint(tokens),
     "data": source or "hub",
     "seconds": time.perf_counter() - start,
