@@ -17,7 +17,7 @@ HUB_SAMPLINGS = {"c4": "documents", "wikitext2": "offsets"}
 
 
 class TextTokenizer(Protocol):
-  """What is needed of a tokenizer."""
+  """The members of a tokenizer that windows of text need."""
 
   @property
   def prefix_ids(self) -> tuple[int, ...]:

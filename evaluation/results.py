@@ -10,7 +10,7 @@ from mxjax.evaluation.measures import fitness
 from mxjax.storage import run_folder
 
 KIND = "mxjax-evaluation"
-"""What the `kind` field of a result file says."""
+"""The `kind` field of every result file."""
 FLOAT = "BF16"
 """Method name of the float model, which everything else is compared with."""
 

@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations: jitted, batched by length, strict A4, no cache."""
+"""Log-likelihoods of continuations, batched by length, under strict A4, uncached."""
 
 import functools
 import hashlib
@@ -13,6 +13,7 @@ import numpy as np
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.devices import execution
+from mxjax.evaluation.datasets import TextTokenizer
 from mxjax.evaluation.tasks.tasks import Item, Task
 
 LENGTH_STEP = 32
@@ -23,21 +24,12 @@ GROUP = 32
 """Batches that go through a layer while it is resident."""
 
 
-class Tokenizer(Protocol):
-  """What is needed of a tokenizer."""
-
-  @property
-  def prefix_ids(self) -> tuple[int, ...]:
-    """Ids that the model expects before any text, such as BOS."""
-    ...
+class Tokenizer(TextTokenizer, Protocol):
+  """The members of a tokenizer that scoring uses."""
 
   @property
   def eos_id(self) -> int | None:
     """The id that ends a text."""
-    ...
-
-  def encode(self, text: str) -> np.ndarray:
-    """int32 ids of a text, without special tokens."""
     ...
 
 
@@ -54,7 +46,7 @@ class Request(NamedTuple):
 
 
 class Score(NamedTuple):
-  """What the model says of a continuation.
+  """The model's judgement of a continuation.
 
   Attributes:
     log_likelihood: Sum over its tokens, nats.
@@ -72,7 +64,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Reques
   space before a word into the word. An empty context becomes BOS, or else EOS.
 
   Args:
-    tokenizer: Of the model.
+    tokenizer: The model's tokenizer.
     context: Text before.
     continuation: Text to score.
 
@@ -140,7 +132,7 @@ class _Batch(NamedTuple):
 
 
 def _inputs(request: Request, longest: int) -> np.ndarray:
-  """What the model reads: all but the last id, the oldest cut off if too long."""
+  """Ids that the model reads: all but the last; too many lose the oldest."""
   return np.concatenate([request.context, request.continuation])[:-1][-longest:]
 
 
@@ -164,7 +156,7 @@ def _batches(requests: Sequence[Request], longest: int) -> Iterator[_Batch]:
 def _fill(
   requests: Sequence[Request], members: list[int], rows: int, length: int, longest: int
 ) -> _Batch:
-  """Pads to the right, where causal attention cannot look from."""
+  """Pads on the right, where no scored token attends to."""
   widest = max(len(requests[member].continuation) for member in members)
   columns = 1 << (widest - 1).bit_length()
   tokens = np.zeros((rows, length), np.int32)
@@ -247,7 +239,7 @@ def evaluate(
   Args:
     model: The model.
     params: Float or quantized params.
-    tokenizer: Of the model.
+    tokenizer: The model's tokenizer.
     task: The task.
     items: Its items, or some of them.
     max_length: Positions of the model.

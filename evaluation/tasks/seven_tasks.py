@@ -28,11 +28,11 @@ class Subject:
   Attributes:
     model: The model.
     params: Float or quantized params.
-    tokenizer: Of the model.
-    name: How results name the model.
-    method: How they name the method; `results.FLOAT` for the float model.
+    tokenizer: The model's tokenizer.
+    name: The model's name in results.
+    method: The method's name in results; `results.FLOAT` for the float model.
     seed: Calibration seed, or None.
-    details: Anything the result should say of its making, JSON-ready.
+    details: Further facts for the result file, JSON-ready.
   """
 
   model: models.CausalLM

@@ -2,97 +2,27 @@
 
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
-from safetensors.flax import save_file
 
 from mxjax import methods
 from mxjax.devices import execution
 from mxjax.evaluation import study
 from mxjax.evaluation.cli import parser
 from mxjax.methods.hires import ablations
-from mxjax.models import CausalLM, ModelConfig
-
-TEXT = "the cat sat on the mat and the dog ran over the hill " * 40
-CONFIG = {
-  "architectures": ["LlamaForCausalLM"],
-  "model_type": "llama",
-  "vocab_size": 64,
-  "hidden_size": 64,
-  "intermediate_size": 96,
-  "num_hidden_layers": 1,
-  "num_attention_heads": 4,
-  "num_key_value_heads": 2,
-  "head_dim": 16,
-  "rms_norm_eps": 1e-5,
-  "rope_theta": 10000.0,
-  "max_position_embeddings": 256,
-  "tie_word_embeddings": True,
-  "hidden_act": "silu",
-  "bos_token_id": 1,
-  "eos_token_id": 2,
-}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, write_model):
   path = tmp_path_factory.mktemp("model")
-  (path / "config.json").write_text(json.dumps(CONFIG))
-  model = CausalLM(
-    ModelConfig(
-      vocab_size=64,
-      hidden_size=64,
-      intermediate_size=96,
-      num_layers=1,
-      num_heads=4,
-      num_kv_heads=2,
-      head_dim=16,
-      norm_eps=1e-5,
-      tie_embeddings=True,
-      rope_theta=1e4,
-      max_positions=256,
-    )
-  )
-  params = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
-  names = {}
-  for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-    name = jax.tree_util.keystr(keys, simple=True, separator=".")
-    names["model." + name.replace("layers_", "layers.")] = leaf
-  save_file(names, path / "model.safetensors")
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  backend.decoder = tokenizers.decoders.ByteLevel()
-  trainer = tokenizers.trainers.BpeTrainer(vocab_size=64, show_progress=False)
-  backend.train_from_iterator([TEXT], trainer)
-  backend.save(str(path / "tokenizer.json"))
-  (path / "text.txt").write_text(TEXT)
-  return path
+  return write_model(path, num_layers=1, max_positions=256, eos_ids=(2,))
 
 
 def arguments(folder, out, *extra):
   text = str(folder / "text.txt")
-  return [
-    str(folder),
-    "--out",
-    str(out),
-    "--calib",
-    text,
-    "--data",
-    text,
-    "--sequences",
-    "2",
-    "--length",
-    "32",
-    "--windows",
-    "2",
-    "--window-length",
-    "32",
-    "--json",
-    *extra,
-  ]
+  data = ["--calib", text, "--data", text, "--sequences", "2", "--length", "32"]
+  windows = ["--windows", "2", "--window-length", "32"]
+  return [str(folder), "--out", str(out), *data, *windows, "--json", *extra]
 
 
 def last_json(capsys):
@@ -110,21 +40,9 @@ def test_quantize_evaluate_generate(folder, tmp_path, capsys):
   assert (out / "run" / "journal.jsonl").is_file()
 
   text = str(folder / "text.txt")
-  evaluate = [
-    "evaluate",
-    str(out),
-    "--data",
-    text,
-    "--windows",
-    "2",
-    "--window-length",
-    "32",
-    "--json",
-    "--operator-error",
-    "--agreement",
-    "--model",
-    str(folder),
-  ]
+  evaluate = ["evaluate", str(out), "--data", text, "--windows", "2"]
+  evaluate += ["--window-length", "32", "--json", "--operator-error", "--agreement"]
+  evaluate += ["--model", str(folder)]
   assert parser.main(evaluate) == 0
   again = last_json(capsys)
   assert again["perplexity"]["text"]["values"] == row["perplexity"]["text"]["values"]
@@ -200,10 +118,10 @@ def test_compare_writes_one_table_and_one_report(folder, tmp_path, capsys):
   assert rows[0]["record"]["layers"]
 
 
-def test_compare_marks_rules_and_resumes(folder, tmp_path, capsys):
+def test_compare_marks_rules_and_resumes(folder, text, tmp_path, capsys):
   out = tmp_path / "out"
   both = ("--data", f"{folder / 'text.txt'},{folder / 'other.txt'}")
-  (folder / "other.txt").write_text(TEXT[7:])
+  (folder / "other.txt").write_text(text[7:])
   options = arguments(folder, out, "--methods", "rtn", *both)
   assert parser.main(["compare", *options]) == 0
   first = last_json(capsys)

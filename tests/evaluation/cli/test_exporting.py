@@ -5,7 +5,6 @@ import json
 import jax
 import numpy as np
 import pytest
-import tokenizers
 
 from mxjax.evaluation.cli import parser
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -14,19 +13,12 @@ from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.numerics.shaping import input_maps
 from mxjax.storage import checkpoint, export
 
-TEXT = "the cat sat on the mat and the dog ran over the hill " * 40
-
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory, tiny_params, tiny_config):
+def saved(tmp_path_factory, tiny_params, tiny_config, write_tokenizer):
   """A checkpoint with Hadamards on its down projections, and its tokenizer."""
   folder = tmp_path_factory.mktemp("quantized")
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  trainer = tokenizers.trainers.BpeTrainer(vocab_size=61, show_progress=False)
-  backend.train_from_iterator([TEXT], trainer)
-  backend.save(str(folder / "tokenizer.json"))
-  (folder / "text.txt").write_text(TEXT)
+  write_tokenizer(folder, 61)
 
   def quantized(path, leaf):
     name = jax.tree_util.keystr(path)

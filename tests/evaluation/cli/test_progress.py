@@ -9,19 +9,14 @@ import subprocess
 import sys
 import time
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
-from safetensors.flax import save_file
 
 from mxjax.evaluation.cli import parser, progress
 from mxjax.running import pipeline
 from mxjax.storage import checkpoint
 
 ROOT = pathlib.Path(__file__).parents[3]
-TEXT = "the cat sat on the mat and the dog ran over the hill " * 40
 
 
 class TestClock:
@@ -98,44 +93,11 @@ def test_the_command_that_resumes():
   assert progress.resume_command([*words, "--resume"]) == said
 
 
-CONFIG = {
-  "architectures": ["LlamaForCausalLM"],
-  "model_type": "llama",
-  "vocab_size": 64,
-  "hidden_size": 32,
-  "intermediate_size": 64,
-  "num_hidden_layers": 3,
-  "num_attention_heads": 2,
-  "num_key_value_heads": 1,
-  "head_dim": 16,
-  "rms_norm_eps": 1e-5,
-  "rope_theta": 10000.0,
-  "max_position_embeddings": 64,
-  "tie_word_embeddings": True,
-  "hidden_act": "silu",
-}
-
-
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-  from mxjax import models
-
+def model_folder(tmp_path_factory, write_model):
+  sizes = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
   path = tmp_path_factory.mktemp("model")
-  (path / "config.json").write_text(json.dumps(CONFIG))
-  model = models.CausalLM(models.load_config(str(path)))
-  params = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
-  names = {}
-  for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-    name = jax.tree_util.keystr(keys, simple=True, separator=".")
-    names["model." + name.replace("layers_", "layers.")] = leaf
-  save_file(names, path / "model.safetensors")
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  backend.decoder = tokenizers.decoders.ByteLevel()
-  trainer = tokenizers.trainers.BpeTrainer(vocab_size=64, show_progress=False)
-  backend.train_from_iterator([TEXT], trainer)
-  backend.save(str(path / "tokenizer.json"))
-  (path / "text.txt").write_text(TEXT)
+  write_model(path, num_layers=3, num_kv_heads=1, max_positions=64, **sizes)
   np.save(path / "ids.npy", np.arange(64, dtype=np.int32).reshape(2, 32) % 60)
   return path
 
