@@ -117,11 +117,7 @@ def perplexity(test: str) -> Quantity:
 
 
 def table(result: Mapping[str, Any]) -> Table:
-  """The table of a study.
-
-  Args:
-    result: What `ablation.run` returns.
-  """
+  """The table of a study, from the result of `ablation.run`."""
   rows = result["rows"]
   reference = rows[result["reference"]]
   tests = list(reference[0]["perplexity"])

@@ -95,11 +95,7 @@ def measure(
 ) -> dict[str, Any]:
   """Perplexity of the checkpoint, and of what the folder will compute; JSON-ready.
 
-  Args:
-    target: What will be written.
-    source: The checkpoint.
-    changed: Its params without what is dropped.
-    tokens: int32 `[windows, length]`.
+  `changed` has the params without what is dropped; tokens are `[windows, length]`.
   """
   of = lambda params, config=source.config: (
     perplexity(models.CausalLM(config), params, tokens).mean
@@ -141,16 +137,10 @@ def write(
   folder: pathlib.Path,
   float_folder: pathlib.Path | None,
 ) -> dict[str, Any]:
-  """Writes the folder; returns its manifest.
+  """Writes the folder `out`; returns its manifest, which repeats `record`.
 
-  Args:
-    out: The folder to write.
-    target: The format.
-    source: The checkpoint.
-    changed: Its params without what is dropped.
-    record: What the manifest says of dropping and measuring.
-    folder: Of the checkpoint, whose tokenizer goes along.
-    float_folder: Of the float model, whose config and tokenizer files go along.
+  `changed` has the params without what is dropped. The tokenizer of the checkpoint's
+  `folder` goes along, and config and tokenizer files of the float model's.
   """
   ready = dataclasses.replace(source, params=changed, record=dict(record))
   companions = export.Companions(tokenizer_folder(folder), float_folder)

@@ -51,18 +51,10 @@ def to_json(
   tasks: Mapping[str, Mapping[str, Any]],
   **details: Any,
 ) -> dict[str, Any]:
-  """The content of a result file.
+  """The content of a result file, JSON-ready.
 
-  Args:
-    model: Name of the model.
-    method: Name of the method.
-    seed: Calibration seed, or None.
-    tasks: By task: `score`, `items`, `official_items`, `token_sha256` and whatever
-      else was measured.
-    **details: Anything else worth keeping, JSON-ready.
-
-  Returns:
-    A JSON-ready dict.
+  Each task has `score`, `items`, `official_items`, `token_sha256` and whatever else
+  was measured; `details` are further facts.
   """
   return {
     "kind": KIND,
@@ -105,13 +97,7 @@ def _files(places: Iterable[str]) -> list[pathlib.Path]:
 
 
 def read(places: Iterable[str]) -> list[Result]:
-  """Reads result files.
-
-  Args:
-    places: Files, or folders that are searched for `evaluation.json`.
-
-  Returns:
-    The results, in order.
+  """Reads result files, and those named `evaluation.json` below folders, in order.
 
   Raises:
     FileNotFoundError: There is none.

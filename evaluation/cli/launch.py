@@ -14,11 +14,8 @@ MENDABLE = (ValueError, TypeError, OSError, NotImplementedError, FloatingPointEr
 def run(options: argparse.Namespace) -> int:
   """Runs a command; one of several processes runs it in a child that it watches.
 
-  Args:
-    options: Of the command, with its function as `run` and its words as `arguments`.
-
-  Returns:
-    The exit code.
+  `options` has the command's function as `run` and its words as `arguments`; the
+  result is the exit code.
   """
   execution.keep_freed_memory()
   if folder := getattr(options, "compiled_kept", None):

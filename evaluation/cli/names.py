@@ -8,53 +8,22 @@ import difflib
 from collections.abc import Iterable
 
 METHODS = (
-  "rtn",
-  "gptq",
-  "mr-gptq",
-  "brq",
-  "wush",
-  "torq",
-  "batquant",
-  "spinquant",
-  "focus",
-  "wush+r",
-  "hires",
-  "hires-next",
-  "rtn+gain",
-  "rtn+rceil",
+  *("rtn", "gptq", "mr-gptq", "brq", "wush", "torq", "batquant", "spinquant", "focus"),
+  *("wush+r", "hires", "hires-next", "rtn+gain", "rtn+rceil"),
 )
 """Keys of `mxjax.methods.METHODS`."""
 STUDIES = (
-  "stages",
-  "components",
-  "rules",
-  "recovery",
-  "encoding",
-  "geometry",
-  "readings",
-  "next",
-  "controls",
+  *("stages", "components", "rules", "recovery", "encoding", "geometry", "readings"),
+  *("next", "controls"),
 )
 """Keys of `mxjax.methods.hires.ablations.STUDIES`."""
 FEATURES = (
-  "maps",
-  "refinement",
-  "clipping",
-  "value-recovery",
-  "mlp-recovery",
-  "gains",
-  "rules",
-  "recovery",
+  *("maps", "refinement", "clipping", "value-recovery", "mlp-recovery", "gains"),
+  *("rules", "recovery"),
 )
 """What `export --drop` takes: `FEATURES` and `GROUPS` of `storage.export.features`."""
 TASKS = (
-  "wikitext2",
-  "c4",
-  "arc_challenge",
-  "arc_easy",
-  "hellaswag",
-  "piqa",
-  "winogrande",
+  *("wikitext2", "c4", "arc_challenge", "arc_easy", "hellaswag", "piqa", "winogrande"),
 )
 """`mxjax.evaluation.measures.fitness.TASKS`."""
 

@@ -49,15 +49,7 @@ def damage(task: str, score: float, reference: float) -> float:
 def damages(
   scores: Scores, references: Scores, tasks: Sequence[str] = TASKS
 ) -> dict[str, float]:
-  """The damage of several tasks.
-
-  Args:
-    scores: Of the quantized model, by task.
-    references: Of the float model, by task.
-    tasks: The tasks wanted.
-
-  Returns:
-    Damage by task, in the order of `tasks`.
+  """Damage by task of a quantized model against the float model's `references`.
 
   Raises:
     ValueError: A task has no result on either side.

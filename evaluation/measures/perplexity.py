@@ -102,12 +102,7 @@ def window_losses(
 ) -> np.ndarray:
   """Mean negative log-likelihood of each window, nats, float64 `[windows]`.
 
-  Args:
-    model: The model.
-    params: Float or quantized params.
-    tokens: int32 `[windows, length]`.
-    on_window: Called with (done, windows) after each.
-    mesh: The devices that share windows and output rows, or None for one.
+  Arguments are those of `perplexity`.
   """
   rows = np.asarray(tokens, np.int32)
   count = mesh.shape[meshes.DATA] if mesh else 1
@@ -169,15 +164,12 @@ def perplexity(
 
   Args:
     model: The model.
-    params: Float or quantized params.
+    params: Float or quantized.
     tokens: int32 `[windows, length]`.
     replicates: Runs in all; those after the first have a perturbed embedding.
     on_window: Called with (done, windows) after each window of each replicate.
     mesh: Devices with the axes `data`, which windows are shared out over, and `model`,
       over which weights lie by output rows; None for one device.
-
-  Returns:
-    The perplexities.
 
   Raises:
     ValueError: No replicate asked for, or windows too short.

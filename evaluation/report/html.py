@@ -9,21 +9,15 @@ WIDE = 1086
 STYLE = pathlib.Path(__file__).with_name("report.css")
 
 
-def document(title: str, body: str, *, style: str = "") -> str:
-  """A self-contained page: no script, no font and no image is fetched.
-
-  Args:
-    title: Of the window.
-    body: Ready HTML.
-    style: Rules beside those of `report.css`.
-  """
+def document(title: str, body: str) -> str:
+  """A self-contained page of ready HTML: no script, font or image is fetched."""
   return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{html.escape(title)}</title>
-<style>{STYLE.read_text(encoding="utf-8")}{style}</style>
+<style>{STYLE.read_text(encoding="utf-8")}</style>
 </head>
 <body><main>
 {body}

@@ -106,15 +106,7 @@ def provenance(record: Mapping[str, Any]) -> str:
 
 
 def run_section(run: Mapping[str, Any], anchor: str) -> str:
-  """All sections of one run.
-
-  Args:
-    run: One entry of the runs given to `report.write_report`.
-    anchor: The id of the section.
-
-  Returns:
-    A `<section>` element.
-  """
+  """All sections of one of the runs of `write_report`, as a `<section>` element."""
   record = run["record"]
   layers = record["layers"]
   parts = (

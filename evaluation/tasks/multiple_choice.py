@@ -63,14 +63,6 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Reques
   Spaces that end the context go to the continuation, since most vocabularies put a
   space before a word into the word. An empty context becomes BOS, or else EOS.
 
-  Args:
-    tokenizer: The model's tokenizer.
-    context: Text before.
-    continuation: Text to score.
-
-  Returns:
-    The ids of both.
-
   Raises:
     ValueError: The continuation has no token of its own, or there is nothing to
       condition on.
@@ -179,17 +171,10 @@ def score(
   max_length: int,
   on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Score]:
-  """Scores continuations.
+  """Scores continuations, in the order of the requests; params may be on disk.
 
-  Args:
-    model: The model.
-    params: Float or quantized params, possibly on disk.
-    requests: What to score.
-    max_length: Positions of the model; the oldest tokens of longer requests are cut.
-    on_progress: Called with (done, requests) now and then.
-
-  Returns:
-    Scores in the order of the requests.
+  The oldest tokens of requests beyond `max_length` are cut. `on_progress` is called
+  with (done, requests) now and then.
 
   Raises:
     ValueError: A continuation alone is longer than `max_length`.
@@ -235,15 +220,6 @@ def evaluate(
   on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
   """Accuracy of a model on items of a task.
-
-  Args:
-    model: The model.
-    params: Float or quantized params.
-    tokenizer: The model's tokenizer.
-    task: The task.
-    items: Its items, or some of them.
-    max_length: Positions of the model.
-    on_progress: Called with (done, requests) now and then.
 
   Returns:
     A JSON-ready summary (`accuracy` in the task's own metric, `acc`, `acc_norm`,

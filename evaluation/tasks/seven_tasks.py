@@ -45,13 +45,10 @@ class Subject:
 
 
 def parse_names(text: str) -> list[str]:
-  """Task names of a comma-separated list, in the order of the paper.
-
-  Args:
-    text: `all`, or names.
+  """Task names of a comma list, or of `all`, in the order of the paper.
 
   Raises:
-    ValueError: A name is unknown.
+    ValueError: A name is unknown, or there is none.
   """
   names = {name.strip() for name in text.split(",") if name.strip()}
   if names == {"all"}:

