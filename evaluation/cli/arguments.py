@@ -201,8 +201,8 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--storage",
     metavar="NAMES",
-    help="load the model in less memory, which is outside the paper's contract: a "
-    f"comma list of {kinds}",
+    help="how the loaded model is stored and multiplied, outside the paper's "
+    f"contract: a comma list of {kinds}",
   )
 
 
