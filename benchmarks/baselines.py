@@ -31,7 +31,7 @@ import provenance
 import trained
 
 from mxjax import models
-from mxjax.evaluation import ablation, study
+from mxjax.evaluation import ablation_table, study
 from mxjax.evaluation.cli import parser as cli
 from mxjax.methods.hires import ablations
 from mxjax.numerics import mxfp4
@@ -180,7 +180,7 @@ def next_smollm2(options, made):
       rows[row["method"]].append(slim(row) | {"linears": {}})
   result = {"study": "next", "seeds": options.draws, "reference": "hires"}
   result["rows"] = rows
-  text = ablation.table(result).split("\n\n", 1)[1]
+  text = ablation_table.table(result).markdown().split("\n\n", 1)[1]
   write("next_smollm2", {**made, "study": result}, text)
 
 

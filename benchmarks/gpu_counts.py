@@ -30,7 +30,7 @@ import tempfile
 
 sys.path[:0] = map(str, pathlib.Path(__file__).resolve().parents[:2])
 
-from tests import compile_kernels
+from tests import compile_kernels, kernel_cases
 
 MULTIPROCESSORS, CLOCK, MEMORY = 132, 1.755e9, 4.3e12
 STARTED, INTEGER = 128, 64
@@ -110,7 +110,7 @@ def cases():
   from mxjax.pallas_kernels.products import matmul
   from mxjax.pallas_kernels.refinement import one_code
 
-  known = compile_kernels.cases()
+  known = kernel_cases.cases()
   packed = 17 / 32
   result = {}
 
@@ -148,7 +148,7 @@ def rows_of_a_token(run, folder):
   """
   from mxjax.pallas_kernels.refinement.one_code import Tile
 
-  warps, known, result = Tile.of(1, "bfloat16").warps, compile_kernels.cases(), {}
+  warps, known, result = Tile.of(1, "bfloat16").warps, kernel_cases.cases(), {}
   for name, linears in (
     ("float32, planes, 1 row", 1),
     ("planes, 1 row, normalized, 3 linears", 3),

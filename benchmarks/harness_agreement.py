@@ -35,6 +35,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from mxjax import models
+from mxjax.evaluation import text_sources
 from mxjax.evaluation.tasks import multiple_choice, tasks
 from mxjax.models.loading import weights
 
@@ -72,7 +73,8 @@ def hf_config(config):
 
 def harness_rows(name):
   """Rows with the columns that the harness's own task file reads."""
-  rows = tasks.embedded_rows(tasks.datasets.embedded_file(tasks.TASKS[name].embedded))
+  file = text_sources.embedded_file(tasks.TASKS[name].embedded)
+  rows = tasks.embedded_rows(file)
   if name != "arc_easy":
     return rows
   letters = "ABCDE"

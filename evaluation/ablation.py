@@ -1,9 +1,7 @@
-"""Ablation studies: the paper's tables over calibration draws, with what they can say.
+"""Ablation studies: every row of the paper's studies on every calibration draw.
 
-Strict-A4 perplexity of small models is chaotic at the 1 % level, so every row has its
-perplexity over perturbed replicates and calibration draws, and its operator error,
-which no chaos reaches. Differences to the reference row are paired by draw and
-replicate; one that the spread of either explains is a tie.
+Each row has its perplexity over perturbed replicates, and its operator error, which
+rounding chaos does not reach. `ablation_table` compares the rows.
 """
 
 import dataclasses
@@ -11,107 +9,21 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from mxjax.calibration.calibration import Params, token_fingerprint
 from mxjax.evaluation import study
-from mxjax.evaluation.measures.metrics import paired_interval
 from mxjax.methods.hires import ablations
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.running import pipeline
 from mxjax.storage import atomic_io
 
-RELATIVE_TIE = 1e-3
-"""Relative difference of operator errors or KL below which two builds are equal."""
 _LINEAR_KEYS = ("edit_rate", "local_sensitivity", "local_mismatch", "error_final")
 OnRow = Callable[[str], pipeline.OnProgress | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-  """A row's paired difference to the reference row, in one quantity.
-
-  Attributes:
-    mean: Mean difference; negative is better than the reference.
-    interval: Exact 95 % t interval over calibration draws, None for fewer than two.
-    spread: What perturbations alone move the quantity by, in the noisier row.
-    verdict: `better`, `worse` or `tie`; `one replicate` where noise was not measured.
-  """
-
-  mean: float
-  interval: tuple[float, float] | None
-  spread: float
-  verdict: str
-
-
-def _interval(
-  ours: Sequence[float], theirs: Sequence[float]
-) -> tuple[float, float] | None:
-  """Ends of the paired 95 % interval; None for fewer than two draws."""
-  if len(ours) < 2:
-    return None
-  found = paired_interval(ours, theirs)
-  return found.low, found.high
-
-
-def _verdict(mean: float, spread: float, interval: tuple[float, float] | None) -> str:
-  """A difference counts when neither noise nor the choice of draws explains it."""
-  covers_zero = interval is not None and interval[0] <= 0 <= interval[1]
-  if abs(mean) <= spread or covers_zero:
-    return "tie"
-  return "better" if mean < 0 else "worse"
-
-
-def compare_perplexity(
-  rows: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]], test: str
-) -> Comparison:
-  """Compares perplexities of a row and of the reference, draw by draw.
-
-  Args:
-    rows: The row at every calibration draw.
-    reference: The reference row at the same draws.
-    test: Name of the test.
-  """
-  ours, theirs = (
-    np.asarray([row["perplexity"][test]["values"] for row in side])
-    for side in (rows, reference)
-  )
-  spread = float(max(np.ptp(ours, axis=1).max(), np.ptp(theirs, axis=1).max()))
-  mean = float((ours - theirs).mean())
-  interval = _interval(ours.mean(1).tolist(), theirs.mean(1).tolist())
-  verdict = _verdict(mean, spread, interval)
-  if ours.shape[1] < 2:
-    verdict = "one replicate"
-  return Comparison(mean, interval, spread, verdict)
-
-
-def compare_operator_error(
-  rows: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]
-) -> Comparison:
-  """Compares operator errors, draw by draw; differences below 0.1 % are ties."""
-  return _compare(
-    *([row["operator_error"] for row in side] for side in (rows, reference))
-  )
-
-
-def compare_agreement(
-  rows: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]
-) -> Comparison:
-  """Compares mean KL to the float model, draw by draw; below 0.1 % is a tie."""
-  return _compare(
-    *([row["agreement"]["kl_mean"] for row in side] for side in (rows, reference))
-  )
-
-
-def _compare(ours: Sequence[float], theirs: Sequence[float]) -> Comparison:
-  mean = float(np.mean(ours) - np.mean(theirs))
-  spread = RELATIVE_TIE * float(np.mean(theirs))
-  interval = _interval(ours, theirs)
-  return Comparison(mean, interval, spread, _verdict(mean, spread, interval))
 
 
 def _summary(record: Mapping[str, Any]) -> dict[str, float]:
@@ -241,68 +153,3 @@ def _check_draws(draws: Mapping[int, np.ndarray]) -> None:
       f"ablate: seeds {', '.join(map(str, draws))} draw the same calibration tokens; "
       "an array of ids is one exact draw, so give text, or one seed."
     )
-
-
-def _signed(value: float) -> str:
-  return f"{value:+.4g}"
-
-
-def _cell(comparison: Comparison) -> str:
-  text = _signed(comparison.mean)
-  if comparison.interval:
-    low, high = comparison.interval
-    text += f" [{_signed(low)}, {_signed(high)}]"
-  return f"{text} {comparison.verdict}"
-
-
-def table(result: Mapping[str, Any]) -> str:
-  """The study as a Markdown table: values, and paired differences to the reference."""
-  rows = result["rows"]
-  reference = rows[result["reference"]]
-  tests = list(reference[0]["perplexity"])
-  head = ["row"]
-  for test in tests:
-    head += [f"perplexity, {test}", "difference"]
-  head += ["operator error", "difference"]
-  has_agreement = all(row["agreement"] for found in rows.values() for row in found)
-  if has_agreement:
-    head += ["KL, nats", "difference"]
-  head.append("local error, sensitivity / mismatch")
-  lines = [head, ["---"] * len(head)]
-  for label, found in rows.items():
-    cells = [label]
-    for test in tests:
-      values = np.asarray([row["perplexity"][test]["values"] for row in found])
-      spread = f" ± {np.ptp(values) / 2:.2f}" if values.size > 1 else ""
-      cells.append(f"{values.mean():.2f}{spread}")
-      comparison = compare_perplexity(found, reference, test)
-      cells.append("reference" if found is reference else _cell(comparison))
-    errors = [row["operator_error"] for row in found]
-    cells.append(f"{np.mean(errors):.6f}")
-    comparison = compare_operator_error(found, reference)
-    cells.append("reference" if found is reference else _cell(comparison))
-    if has_agreement:
-      cells.append(f"{np.mean([row['agreement']['kl_mean'] for row in found]):.4f}")
-      comparison = compare_agreement(found, reference)
-      cells.append("reference" if found is reference else _cell(comparison))
-    local = [row["linears"] for row in found]
-    cells.append(
-      " / ".join(
-        f"{np.mean([line[key] for line in local]):.3f}"
-        for key in ("local_sensitivity", "local_mismatch")
-        if all(key in line for line in local)
-      )
-      or "-"
-    )
-    lines.append(cells)
-  body = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-  seeds = ", ".join(map(str, result["seeds"]))
-  replicates = len(reference[0]["perplexity"][tests[0]]["values"]) if tests else 0
-  note = (
-    f"Calibration draws {seeds}; {replicates} perturbed replicates each. ± is half the "
-    "range over draws and replicates. Differences are paired with the reference row; "
-    "brackets hold the exact 95 % t interval over draws. A difference is a tie when "
-    "its interval holds zero or perturbation alone does as much. Local errors are in "
-    "units of nearest rounding's."
-  )
-  return f"## {result['study']}\n\n{body}\n\n{note}\n"

@@ -6,11 +6,11 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mxjax.evaluation.measures import metrics
+from mxjax.evaluation.measures import fitness
 from mxjax.storage import atomic_io
 
 KIND = "mxjax-evaluation"
-"""What the `kind` field of a result file says."""
+"""The `kind` field of every result file."""
 FLOAT = "BF16"
 """Method name of the float model, which everything else is compared with."""
 
@@ -51,18 +51,10 @@ def to_json(
   tasks: Mapping[str, Mapping[str, Any]],
   **details: Any,
 ) -> dict[str, Any]:
-  """The content of a result file.
+  """The content of a result file, JSON-ready.
 
-  Args:
-    model: Name of the model.
-    method: Name of the method.
-    seed: Calibration seed, or None.
-    tasks: By task: `score`, `items`, `official_items`, `token_sha256` and whatever
-      else was measured.
-    **details: Anything else worth keeping, JSON-ready.
-
-  Returns:
-    A JSON-ready dict.
+  Each task has `score`, `items`, `official_items`, `token_sha256` and whatever else
+  was measured; `details` are further facts.
   """
   return {
     "kind": KIND,
@@ -94,24 +86,18 @@ def _files(places: Iterable[str]) -> list[pathlib.Path]:
   files: list[pathlib.Path] = []
   for place in places:
     path = pathlib.Path(place)
-    found = sorted(path.rglob("evaluation.json")) if path.is_dir() else [path]
-    if not found or not found[0].is_file():
+    inside = sorted(path.rglob("evaluation.json")) if path.is_dir() else [path]
+    if not inside or not inside[0].is_file():
       raise FileNotFoundError(
         f"results: expected a result file or a folder with some, got none at {place}; "
         "name what `mxjax evaluate --tasks ... --out` wrote."
       )
-    files += found
+    files += inside
   return list(dict.fromkeys(files))
 
 
 def read(places: Iterable[str]) -> list[Result]:
-  """Reads result files.
-
-  Args:
-    places: Files, or folders that are searched for `evaluation.json`.
-
-  Returns:
-    The results, in order.
+  """Reads result files, and those named `evaluation.json` below folders, in order.
 
   Raises:
     FileNotFoundError: There is none.
@@ -149,9 +135,9 @@ def _parse(path: pathlib.Path) -> Result:
       "`mxjax evaluate --tasks ... --out` wrote."
     )
   tasks = values["tasks"]
-  if unknown := sorted(set(tasks) - set(metrics.TASKS)):
+  if unknown := sorted(set(tasks) - set(fitness.TASKS)):
     raise ValueError(
-      f"results: expected tasks of {', '.join(metrics.TASKS)} in {path}, got "
+      f"results: expected tasks of {', '.join(fitness.TASKS)} in {path}, got "
       f"{', '.join(unknown)}; remove them."
     )
   return Result(
@@ -171,9 +157,9 @@ def references(results: Sequence[Result]) -> dict[str, Result]:
   Raises:
     ValueError: A method was evaluated on other tokens than the float model.
   """
-  found = {r.model: r for r in results if r.method == FLOAT}
+  floats = {r.model: r for r in results if r.method == FLOAT}
   for result in results:
-    reference = found.get(result.model)
+    reference = floats.get(result.model)
     known = reference.tokens if reference else {}
     for task, tokens in result.tokens.items():
       if reference and known.get(task, tokens) != tokens:
@@ -182,4 +168,4 @@ def references(results: Sequence[Result]) -> dict[str, Result]:
           "different tokens, so a damage would mean nothing; evaluate both with the "
           "same --items, --windows and data."
         )
-  return found
+  return floats

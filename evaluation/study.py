@@ -1,4 +1,4 @@
-"""Quantize and measure: what `quantize`, `evaluate`, `compare` and `demo` share."""
+"""Quantizes models and measures them: one method, or several on the same tokens."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from mxjax.running import pipeline
 from mxjax.storage import atomic_io
 
 ROWS = "rows"
-"""Where finished rows of a study are kept."""
+"""The folder of finished rows of a study."""
 STORE = "store"
 """Where methods of one study share what they compute of the float model."""
 
@@ -71,9 +71,7 @@ class Subject:
   ) -> dict[str, Any]:
     """Perplexities and operator error of quantized params, JSON-ready.
 
-    Args:
-      quantized: The params to measure.
-      reference: The float params they quantize, where a program rewrote them.
+    `reference` has the float params, where the program rewrote the subject's own.
     """
     start = time.perf_counter()
     results = {
@@ -111,11 +109,8 @@ def run_method(
 ) -> tuple[dict[str, Any], Params]:
   """Quantizes with one method and measures the result.
 
-  Args:
-    subject: Model and tests.
-    tokens: Calibration tokens, int32 `[sequences, length]`.
-    method: A name or a program.
-    **options: For `pipeline.quantize_with_record`.
+  Calibration tokens are int32 `[sequences, length]`; `options` are those of
+  `pipeline.quantize_with_record`.
 
   Returns:
     A JSON-ready row (`method`, `perplexity`, `operator_error`, `size`, `seconds`,
@@ -161,7 +156,7 @@ def check_row(
   tests = {name: token_fingerprint(t) for name, t in subject.tests.items()}
   replicates = {len(result["values"]) for result in row["perplexity"].values()}
   made_of = token_fingerprint(tokens)
-  found = {
+  differs = {
     "calibration tokens": record["calibration"]["fingerprint"] != made_of,
     "tests": row["tests"] != tests,
     "options": record["program"] != json.loads(json.dumps(program.describe())),
@@ -169,7 +164,7 @@ def check_row(
     "replicates": replicates - {subject.replicates} != set(),
     "operator error": subject.with_operator_error and row["operator_error"] is None,
   }
-  if differing := [name for name, differs in found.items() if differs]:
+  if differing := [name for name, is_other in differs.items() if is_other]:
     raise ValueError(
       f"{file} was made with other {', '.join(differing)}; name another --out, or "
       "remove that file to make the row again."
@@ -190,13 +185,13 @@ def compare(
   A method that collapses, runs out of memory or meets a Hessian it cannot factor gets
   a row with its `error`; the others go on. With a folder, float stream and raw
   Hessians are computed once for all methods, each finished row is written, and rows
-  found there are kept: a killed run resumes, and a failed method is tried again.
+  in it are not computed again: a killed run resumes, a failed method is tried again.
 
   Args:
     subject: Model and tests.
     tokens: Calibration tokens.
     names: Methods in the order to run.
-    folder: Where rows and what methods share are kept, or None.
+    folder: For rows and what methods share, or None.
     contracts: Every method runs under each; the key is appended to its name. The
       paper's alone when None.
     on_method: Called with each name; what it returns follows that method's progress.
@@ -228,12 +223,9 @@ def compare(
           on_progress=on_method(label) if on_method else None,
         )
       except (ValueError, FloatingPointError, MemoryError, JaxRuntimeError) as error:
-        rows.append(
-          {"method": label, "error": str(error), "float_perplexity": float_perplexity}
-        )
-        continue
+        row = {"error": str(error)}
       row |= {"method": label, "float_perplexity": float_perplexity}
-      if file:
+      if file and "error" not in row:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_io.write_durably(file, json.dumps(row).encode())
       rows.append(row)

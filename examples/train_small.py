@@ -28,7 +28,7 @@ import optax.contrib
 import tokenizers
 from tokenizers import decoders, pre_tokenizers, trainers
 
-from mxjax.evaluation import datasets
+from mxjax.evaluation import datasets, text_sources
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.models import CausalLM, Tokenizer, families, from_pretrained
 from mxjax.models.loading import weights
@@ -201,7 +201,8 @@ def unigram_perplexity(train_ids, test_ids, vocabulary):
 def main(arguments=None):
   options = parse(arguments)
   wall, cpu = time.perf_counter(), time.process_time()
-  texts = {split: datasets.embedded_text(split) for split in ("calibration", "test")}
+  splits = ("calibration", "test")
+  texts = {split: text_sources.embedded_text(split) for split in splits}
   tokenizer = train_tokenizer(texts["calibration"], options.vocabulary)
   train_ids, test_ids = (encode_passages(tokenizer, text) for text in texts.values())
   config = hf_config(options)

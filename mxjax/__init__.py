@@ -4,23 +4,25 @@
 >>> tensor = mxjax.encode([[1.0, -6.0] + [0.0] * 30])
 >>> tensor.shape
 (1, 32)
+
+Each name is imported when it is first used: `mxjax --help` must not wait for JAX.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from mxjax.calibration.calibration import Calibration
-from mxjax.layers.inference_packing import pack_for_inference
-from mxjax.layers.linear import linear
-from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.methods.program import Program
-from mxjax.numerics.contract import PAPER_CONTRACT, Contract
-from mxjax.numerics.mxfp4 import MXTensor, Rules, decode
-from mxjax.pallas_kernels.mxfp4_encode import encode
-from mxjax.running.pipeline import quantize
-from mxjax.storage.checkpoint import restore_checkpoint, save_checkpoint
-
 if TYPE_CHECKING:
+  from mxjax.calibration.calibration import Calibration
+  from mxjax.layers.inference_packing import pack_for_inference
+  from mxjax.layers.linear import linear
+  from mxjax.layers.quantized_linear import QuantizedLinear
+  from mxjax.methods.program import Program
   from mxjax.models import from_pretrained, load_tokenizer
+  from mxjax.numerics.contract import PAPER_CONTRACT, Contract
+  from mxjax.numerics.mxfp4 import MXTensor, Rules, decode
+  from mxjax.pallas_kernels.mxfp4_encode import encode
+  from mxjax.running.pipeline import quantize
+  from mxjax.storage.checkpoint import restore_checkpoint, save_checkpoint
 
 __all__ = [
   "PAPER_CONTRACT",
@@ -41,11 +43,36 @@ __all__ = [
   "save_checkpoint",
 ]
 
+_MODULES = {
+  "PAPER_CONTRACT": "numerics.contract",
+  "Calibration": "calibration.calibration",
+  "Contract": "numerics.contract",
+  "MXTensor": "numerics.mxfp4",
+  "Program": "methods.program",
+  "QuantizedLinear": "layers.quantized_linear",
+  "Rules": "numerics.mxfp4",
+  "decode": "numerics.mxfp4",
+  "encode": "pallas_kernels.mxfp4_encode",
+  "from_pretrained": "models",
+  "linear": "layers.linear",
+  "load_tokenizer": "models",
+  "pack_for_inference": "layers.inference_packing",
+  "quantize": "running.pipeline",
+  "restore_checkpoint": "storage.checkpoint",
+  "save_checkpoint": "storage.checkpoint",
+}
+"""The module that defines each public name."""
+
 
 def __getattr__(name: str) -> Any:
-  """Loads the model floor (and flax) only when a model is asked for."""
-  if name in ("from_pretrained", "load_tokenizer"):
-    from mxjax import models
+  """Imports a public name on first use."""
+  if name not in _MODULES:
+    raise AttributeError(f"module 'mxjax' has no attribute {name!r}")
+  value = getattr(importlib.import_module(f"mxjax.{_MODULES[name]}"), name)
+  globals()[name] = value
+  return value
 
-    return getattr(models, name)
-  raise AttributeError(f"module 'mxjax' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+  """Public names, imported or not."""
+  return sorted({*globals(), *__all__})

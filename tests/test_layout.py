@@ -101,9 +101,14 @@ def test_the_linter_refuses_a_bare_import(name, form):
 
 def test_importing_the_package_is_light_and_leaves_jax_as_it_was():
   program = """
-import sys, jax
-before = dict(jax.config.values)
+import sys
 import mxjax
+assert "jax" not in sys.modules and "numpy" not in sys.modules
+import jax
+before = dict(jax.config.values)
+assert sorted(mxjax._MODULES) == sorted(mxjax.__all__) and mxjax.encode
+for name in set(mxjax.__all__) - {"from_pretrained", "load_tokenizer"}:
+  getattr(mxjax, name)
 heavy = {"transformers", "datasets", "orbax", "torch", "optax", "flax", "tokenizers"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 changed = {k for k, v in jax.config.values.items() if before.get(k) != v}

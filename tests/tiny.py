@@ -9,7 +9,7 @@ import tokenizers
 
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import CausalLM, ModelConfig
-from mxjax.models.families.hf_config_write import to_hf_config
+from mxjax.models.families import to_hf_config
 from mxjax.models.loading import weights
 
 TEXT = "the cat sat on the mat and the dog ran over the hill " * 40

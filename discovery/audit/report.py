@@ -10,8 +10,7 @@ from mxjax.discovery.audit.explain import Story
 from mxjax.discovery.core.store import read_events
 from mxjax.discovery.search import heldout
 from mxjax.evaluation.report import html as report_html
-from mxjax.evaluation.report import page as evaluation_report
-from mxjax.evaluation.report import svg
+from mxjax.evaluation.report import numbers, svg
 from mxjax.storage import atomic_io
 
 Event = dict[str, Any]
@@ -29,7 +28,7 @@ def page(folder: pathlib.Path) -> str:
   """The report's HTML."""
   events, told = read_events(folder), explain.stories(folder)
   first = events[0]
-  style = evaluation_report.STYLE.read_text(encoding="utf-8")
+  style = report_html.STYLE.read_text(encoding="utf-8")
   title = f"Discovery on {first['task']['task']}, seed {first['config']['seed']}"
   sections = [
     _summary(folder, events),
@@ -134,7 +133,7 @@ def _ledger(folder: pathlib.Path, events: list[Event]) -> str:
         str(sum(e["charged"] for e in mine)),
         str(len(mine) - len(paid)),
         str(sum(e["status"] != "ok" for e in paid)),
-        svg.seconds(spent),
+        numbers.seconds(spent),
       ]
     )
   total = sum(e["charged"] for e in outcomes)

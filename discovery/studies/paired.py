@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-CONFIDENCE = 0.95
+from mxjax.evaluation.measures.statistics import CONFIDENCE, paired_interval
+
 MAX_EXACT = 16
 """Pairs up to which all sign patterns are enumerated."""
 
@@ -52,9 +53,7 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Paired:
       f"paired: expected 2 to {MAX_EXACT} seeds, got {len(pairs)}; run more, or split "
       "them."
     )
-  test = stats.ttest_1samp(pairs, 0.0)
-  spread = np.ptp(pairs) > 0
-  interval = test.confidence_interval(CONFIDENCE) if spread else (pairs[0], pairs[0])
+  student = paired_interval(first, second)
   low, high, coverage = _signed_rank_interval(pairs)
   # As many resamples as there are sign patterns: the test is exact.
   flips = stats.permutation_test(
@@ -62,9 +61,9 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Paired:
   )
   return Paired(
     differences=tuple(float(d) for d in pairs),
-    mean=float(pairs.mean()),
-    deviation=float(pairs.std(ddof=1)),
-    t_interval=(float(interval[0]), float(interval[1])),
+    mean=student.mean,
+    deviation=student.deviation,
+    t_interval=(student.low, student.high),
     exact_interval=(low, high),
     exact_coverage=coverage,
     sign_flip_p=float(flips.pvalue) if pairs.any() else 1.0,

@@ -9,6 +9,7 @@ from typing import Any
 from mxjax.discovery.studies import paired
 from mxjax.discovery.studies.arms import ARMS
 from mxjax.discovery.studies.paper_numbers import PAPER
+from mxjax.evaluation.report.tables import markdown_rows
 
 Results = Mapping[str, Any]
 NONE = "---"
@@ -34,16 +35,11 @@ class Table:
 
   def markdown(self) -> str:
     """The table, then the paper's, then the notes."""
-    parts = [f"**{self.title}**", _grid(self.header, self.rows)]
+    parts = [f"**{self.title}**", markdown_rows(self.header, self.rows)]
     if self.paper:
       parts += ["The paper's, with a language model on Qwen3-4B and Llama-3.1-8B:"]
-      parts += [_grid(self.paper[0], self.paper[1:])]
+      parts += [markdown_rows(self.paper[0], self.paper[1:])]
     return "\n\n".join([*parts, *self.notes])
-
-
-def _grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  lines = [header, ["---"] * len(header), *rows]
-  return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def shown(results: Results, value: float) -> float:

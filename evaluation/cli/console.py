@@ -1,26 +1,49 @@
-"""What a person sees: progress on stderr, tables on stdout."""
+"""What a person sees: progress on stderr, sentences and tables on stdout."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from rich import table as rich_table
 from rich.console import Console
 from rich.progress import (
   BarColumn,
   MofNCompleteColumn,
   Progress,
+  ProgressColumn,
   TaskID,
   TextColumn,
   TimeElapsedColumn,
   TimeRemainingColumn,
 )
-from rich.table import Table
 
 from mxjax.audit import plan
+from mxjax.evaluation.report import numbers
+from mxjax.evaluation.report.tables import Table
 from mxjax.running import pipeline
 
 STDERR = Console(stderr=True)
 STDOUT = Console()
+
+
+def say(text: str) -> None:
+  """Prints a sentence as it is."""
+  STDOUT.print(text, markup=False, highlight=False)
+
+
+def print_table(table: Table) -> None:
+  """Prints a table; its first column is aligned left, numbers right."""
+  printed = rich_table.Table(title=table.title)
+  for index, head in enumerate(table.head):
+    printed.add_column(head, justify="right" if index else "left")
+  for row in table.rows:
+    printed.add_row(*row)
+  STDOUT.print(printed)
+
+
+def _bars(*columns: ProgressColumn) -> Progress:
+  times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+  return Progress(*columns, *times, console=STDERR)
 
 
 @contextlib.contextmanager
@@ -30,11 +53,8 @@ def progress_bars() -> Iterator[Callable[[str], pipeline.OnProgress]]:
     TextColumn("{task.fields[method]:<6}"),
     BarColumn(bar_width=24),
     TextColumn("{task.description:<34}"),
-    TimeElapsedColumn(),
-    TextColumn("left"),
-    TimeRemainingColumn(),
   )
-  with Progress(*columns, console=STDERR) as bars:
+  with _bars(*columns) as bars:
 
     def begin(method: str) -> pipeline.OnProgress:
       task = bars.add_task("starting", total=1.0, method=method)
@@ -55,11 +75,8 @@ def task_bars() -> Iterator[Callable[[str, int, int], None]]:
     TextColumn("{task.description:<14}"),
     BarColumn(bar_width=24),
     MofNCompleteColumn(),
-    TimeElapsedColumn(),
-    TextColumn("left"),
-    TimeRemainingColumn(),
   )
-  with Progress(*columns, console=STDERR) as bars:
+  with _bars(*columns) as bars:
     known: dict[str, TaskID] = {}
 
     def update(name: str, done: int, total: int) -> None:
@@ -72,19 +89,17 @@ def task_bars() -> Iterator[Callable[[str, int, int], None]]:
 
 def task_table(result: dict[str, Any]) -> Table:
   """What `evaluate --tasks` prints."""
-  table = Table(title=f"{result['method']} on {result['model']}")
-  for heading in ("task", "score", "±", "of", "seconds"):
-    table.add_column(heading, justify="left" if heading == "task" else "right")
-  for name, found in result["tasks"].items():
-    is_accuracy = "standard_error" in found
-    score = f"{100 * found['score']:.2f} %" if is_accuracy else f"{found['score']:.3f}"
-    error = f"{100 * found['standard_error']:.2f}" if is_accuracy else ""
-    official = found.get("official_items")
-    count = (
-      f"{found['items']} / {official}" if official else f"{found['items']} windows"
-    )
-    table.add_row(name, score, error, count, f"{found['seconds']:.0f}")
-  return table
+  rows = []
+  for name, task in result["tasks"].items():
+    count, seconds = str(task["items"]), f"{task['seconds']:.0f}"
+    if "standard_error" in task:
+      score = f"{100 * task['score']:.2f} %"
+      error = f"{100 * task['standard_error']:.2f}"
+      rows.append([name, score, error, f"{count} / {task['official_items']}", seconds])
+    else:
+      rows.append([name, f"{task['score']:.3f}", "", f"{count} windows", seconds])
+  title = f"{result['method']} on {result['model']}"
+  return Table(title, ("task", "score", "±", "of", "seconds"), rows)
 
 
 def _perplexity_cell(result: dict[str, Any]) -> str:
@@ -97,47 +112,34 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
   """The table that ends `compare` and `demo`."""
   first = next((row for row in rows if "error" not in row), None)
   tests = list(first["perplexity"]) if first else []
-  table = Table(title="strict MXFP4 W4A4")
-  table.add_column("method")
-  for name in tests:
-    table.add_column(f"perplexity, {name}", justify="right")
-  for heading in ("operator error", "build s", "MB", "x smaller than BF16"):
-    table.add_column(heading, justify="right")
+  costs = ("operator error", "build s", "MB", "x smaller than BF16")
+  body = []
   if first:
     values = [f"{first['float_perplexity'][name]:.2f}" for name in tests]
     megabytes = f"{first['size']['bf16_total'] / 1e6:.0f}"
-    table.add_row("BF16 weights", *values, "0", "-", megabytes, "1.00")
+    body.append(["BF16 weights", *values, "0", "-", megabytes, "1.00"])
   for row in rows:
     if "error" in row:
-      table.add_row(row["method"], *["failed"] * len(tests), row["error"][:60])
+      body.append([row["method"], *["failed"] * len(tests), row["error"][:60]])
       continue
     error = row["operator_error"]
-    table.add_row(
-      row["method"],
-      *(_perplexity_cell(row["perplexity"][name]) for name in tests),
-      "-" if error is None else f"{error:.6f}",
-      f"{row['seconds']:.0f}",
-      f"{row['size']['total'] / 1e6:.0f}",
-      f"{row['size']['ratio']:.2f}",
+    body.append(
+      [
+        row["method"],
+        *(_perplexity_cell(row["perplexity"][name]) for name in tests),
+        "-" if error is None else f"{error:.6f}",
+        f"{row['seconds']:.0f}",
+        f"{row['size']['total'] / 1e6:.0f}",
+        f"{row['size']['ratio']:.2f}",
+      ]
     )
-  return table
-
-
-def _size(count: float) -> str:
-  """Bytes in the largest binary unit that keeps them above one."""
-  for unit in ("B", "KiB", "MiB"):
-    if abs(count) < 1024:
-      return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-    count /= 1024
-  return f"{count:.3f} GiB"
+  head = ("method", *(f"perplexity, {name}" for name in tests), *costs)
+  return Table("strict MXFP4 W4A4", head, body)
 
 
 def plan_tables(planned: plan.Plan, name: str) -> list[Table]:
   """What `mxjax plan` prints: storage, the loaded model, then the work."""
-  storage = Table(title=f"{name}: storage")
-  storage.add_column("what")
-  storage.add_column("size", justify="right")
-  rows = {
+  sizes = {
     f"parameters, {planned.parameters / 1e9:.3f} G, in bfloat16": planned.bf16,
     f"auxiliary, {planned.blocks:,} input blocks": planned.auxiliary,
     "decoded layout (the paper's): bfloat16 + auxiliary": planned.decoded_total,
@@ -146,26 +148,23 @@ def plan_tables(planned: plan.Plan, name: str) -> list[Table]:
     "embedding, norms, head, biases": planned.rest,
     "packed layout (ours)": planned.packed_total,
   }
-  for label, size in rows.items():
-    storage.add_row(label, _size(size))
-  storage.add_row(
-    "packed against bfloat16", f"{planned.bf16 / planned.packed_total:.2f} x smaller"
-  )
-  loaded = Table(title="loaded and packed, HiRes")
-  loaded.add_column("storage")
-  loaded.add_column("memory", justify="right")
-  loaded.add_column("to bfloat16", justify="right")
-  for label, size in planned.loaded.items():
-    loaded.add_row(label, _size(size), f"{size / planned.bf16:.3f}")
+  storage = [[label, numbers.size(size)] for label, size in sizes.items()]
+  ratio = f"{planned.bf16 / planned.packed_total:.2f} x smaller"
+  storage.append(["packed against bfloat16", ratio])
+  loaded = [
+    [label, numbers.size(size), f"{size / planned.bf16:.3f}"]
+    for label, size in planned.loaded.items()
+  ]
+  work = [
+    *([f"peak memory, {at}", numbers.size(n)] for at, n in planned.memory.items()),
+    *([f"disk, {place}", numbers.size(size)] for place, size in planned.disk.items()),
+    ["passes through the model", str(planned.model_passes)],
+    ["passes over each linear's inputs", str(planned.reductions)],
+    ["products of the model passes", f"{planned.forward_flops:.3g} FLOP"],
+  ]
   place = "on disk" if planned.on_disk else "in memory"
-  work = Table(title=f"a run, layers {place}")
-  work.add_column("what")
-  work.add_column("amount", justify="right")
-  for stage, size in planned.memory.items():
-    work.add_row(f"peak memory, {stage}", _size(size))
-  for place, size in planned.disk.items():
-    work.add_row(f"disk, {place}", _size(size))
-  work.add_row("passes through the model", str(planned.model_passes))
-  work.add_row("passes over each linear's inputs", str(planned.reductions))
-  work.add_row("products of the model passes", f"{planned.forward_flops:.3g} FLOP")
-  return [storage, loaded, work]
+  return [
+    Table(f"{name}: storage", ("what", "size"), storage),
+    Table("loaded and packed, HiRes", ("storage", "memory", "to bfloat16"), loaded),
+    Table(f"a run, layers {place}", ("what", "amount"), work),
+  ]

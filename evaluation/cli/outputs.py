@@ -3,14 +3,19 @@
 import argparse
 import json
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mxjax import models
-from mxjax.evaluation.cli import cli_inputs, console
+from mxjax.evaluation.cli import console, inputs
 from mxjax.evaluation.report import page
 from mxjax.storage import atomic_io, checkpoint
+
+Params = Mapping[str, Any]
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
@@ -18,24 +23,45 @@ def write_json(path: pathlib.Path, value: Any) -> None:
   atomic_io.write_durably(path, json.dumps(value, indent=1).encode())
 
 
+def save_checkpoint(
+  folder: pathlib.Path,
+  params: Params,
+  config: models.ModelConfig,
+  tokenizer: models.Tokenizer,
+  **facts: Any,
+) -> None:
+  """Writes a checkpoint with its tokenizer; `facts` go to `save_checkpoint`."""
+  with tempfile.TemporaryDirectory() as scratch:
+    tokenizer.save(pathlib.Path(scratch))
+    checkpoint.save_checkpoint(
+      folder / inputs.CHECKPOINT,
+      params,
+      config,
+      tokenizer_files=sorted(pathlib.Path(scratch).iterdir()),
+      **facts,
+    )
+
+
 def save(
   folder: pathlib.Path,
   row: Mapping[str, Any],
-  params: Mapping[str, Any],
+  params: Params,
   model: models.CausalLM,
   tokenizer: models.Tokenizer,
 ) -> None:
   """Writes the checkpoint of a run, with its tokenizer."""
-  with tempfile.TemporaryDirectory() as scratch:
-    tokenizer.save(pathlib.Path(scratch))
-    checkpoint.save_checkpoint(
-      folder / cli_inputs.CHECKPOINT,
-      params,
-      model.config,
-      calibration=row["record"]["calibration"],
-      program=row["record"]["program"],
-      tokenizer_files=sorted(pathlib.Path(scratch).iterdir()),
-    )
+  record = row["record"]
+  facts = {key: record[key] for key in ("calibration", "program")}
+  save_checkpoint(folder, params, model.config, tokenizer, **facts)
+
+
+def remove_unfinished(folder: pathlib.Path) -> None:
+  """Removes what a process that was killed while saving left beside the run."""
+  for place in folder.glob("*.partial*"):
+    if place.is_dir():
+      shutil.rmtree(place)
+    else:
+      place.unlink()
 
 
 def fresh_folder(path: pathlib.Path) -> pathlib.Path:
@@ -45,6 +71,12 @@ def fresh_folder(path: pathlib.Path) -> pathlib.Path:
     number += 1
     candidate = path.with_name(f"{path.name}-{number}")
   return candidate
+
+
+def check_resumable(folder: pathlib.Path, *ours: str) -> None:
+  """Refuses a folder that has something in it, but none of the folders of `ours`."""
+  if not any((folder / name).is_dir() for name in ours):
+    atomic_io.check_output(folder)
 
 
 def finish(folder: pathlib.Path, rows: Sequence[dict[str, Any]], title: str) -> None:
@@ -58,14 +90,28 @@ def finish(folder: pathlib.Path, rows: Sequence[dict[str, Any]], title: str) -> 
 def print_rows(
   options: argparse.Namespace, rows: Sequence[dict[str, Any]], folder: pathlib.Path
 ) -> None:
-  """Prints rows as a table, or as JSON where asked for."""
+  """Prints rows as a table, or as JSON without the per-layer record."""
   if options.json:
-    print(json.dumps([_slim(row) for row in rows]))
+    print(json.dumps([{k: v for k, v in row.items() if k != "record"} for row in rows]))
     return
-  console.STDOUT.print(console.comparison_table(rows))
-  console.STDOUT.print(f"report: {folder / 'report.html'}")
+  console.print_table(console.comparison_table(rows))
+  console.say(f"report: {folder / 'report.html'}")
 
 
-def _slim(row: Mapping[str, Any]) -> dict[str, Any]:
-  """A row without the per-layer record, for printing."""
-  return {key: value for key, value in row.items() if key != "record"}
+def continued(
+  model: models.CausalLM,
+  params: Params,
+  tokenizer: models.Tokenizer,
+  prompt: str,
+  **options: Any,
+) -> str:
+  """The prompt with its continuation; `options` are those of `models.generate`.
+
+  Raises:
+    ValueError: The prompt has no token.
+  """
+  ids = tokenizer.encode(prompt)
+  if not len(ids):
+    raise ValueError("generate: the prompt is empty; give at least one word.")
+  output = models.generate(model, params, ids[None], eos_id=tokenizer.eos_id, **options)
+  return tokenizer.decode(np.asarray(output[0]))

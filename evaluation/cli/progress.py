@@ -1,4 +1,4 @@
-"""Long work made visible and stoppable: bars or JSON events, and a clean Ctrl-C."""
+"""Progress of long runs as bars or JSON events, and a clean stop on Ctrl-C."""
 
 import contextlib
 import json
@@ -21,13 +21,13 @@ class Interrupted(KeyboardInterrupt):
   """Work that was stopped by hand.
 
   Attributes:
-    resume: The command that goes on with it.
+    resume: The command that continues it.
   """
 
   resume: str
 
   def __init__(self, message: str, resume: str) -> None:
-    """Says where it stopped, and how to go on."""
+    """Says where the work stopped, and how to continue."""
     super().__init__(f"{message}; go on with: {resume}")
     self.resume = resume
 
@@ -39,10 +39,10 @@ def emit(event: str, stream: TextIO | None = None, **values: Any) -> None:
 
 
 class Clock:
-  """Time spent and left of work that reports the share that is done."""
+  """Estimates the time left of work that reports the share it has done."""
 
   def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-    """Starts at the first share seen: what an earlier process did took no time here."""
+    """Starts at the first report: work of an earlier process took no time here."""
     self._now = now
     self._start: tuple[float, float] | None = None
 
@@ -59,7 +59,7 @@ class Clock:
 
 @contextlib.contextmanager
 def progress(form: str) -> Iterator[Begin]:
-  """What follows a method's progress: `bars`, events (`json`) or nothing (`none`)."""
+  """Yields a function that starts a display: `bars`, events (`json`) or `none`."""
   if form == "none":
     yield lambda method: lambda now: None
     return
@@ -90,17 +90,17 @@ def progress(form: str) -> Iterator[Begin]:
 
 
 class Stopper:
-  """Asks for a stop after the layer in work; asked twice, stops at once.
+  """Stops a run after its current layer; a second request stops it at once.
 
-  Where no layer is in work there is nothing to wait for: the first time is enough.
+  Between layers there is nothing to wait for, and the first request stops the run.
   """
 
   def __init__(self, tell: Callable[[str], None]) -> None:
-    """Takes what prints a line for the person who pressed the keys."""
+    """Takes the function that prints a line for the user."""
     self._tell, self._asked, self._in_layer = tell, False, False
 
   def follow(self, on_progress: pipeline.OnProgress) -> pipeline.OnProgress:
-    """The same progress, from which this learns that a layer is in work."""
+    """The same callback; through it the stopper learns that a layer has begun."""
 
     def update(now: pipeline.Progress) -> None:
       self._in_layer = True
@@ -126,6 +126,13 @@ class Stopper:
     )
 
 
+def teller(form: str) -> Callable[[str], None]:
+  """Prints sentences on stderr, as events where `form` is `json`."""
+  if form == "json":
+    return lambda text: emit("message", text=text)
+  return lambda text: console.STDERR.print(text, markup=False)
+
+
 @contextlib.contextmanager
 def stopper(tell: Callable[[str], None]) -> Iterator[Stopper]:
   """Sends Ctrl-C and SIGTERM to a `Stopper` inside the `with` block."""
@@ -142,6 +149,6 @@ def stopper(tell: Callable[[str], None]) -> Iterator[Stopper]:
 
 
 def resume_command(arguments: Sequence[str]) -> str:
-  """The command line that goes on with what `mxjax *arguments` began."""
+  """The command line that continues what `mxjax *arguments` began."""
   words = [word for word in arguments if word != "--resume"]
   return shlex.join(["mxjax", *words, "--resume"])

@@ -70,16 +70,9 @@ def _compare(
 def agreement(
   model: CausalLanguageModel, params: Params, quantized: Params, tokens: Any
 ) -> Agreement:
-  """Compares the predictions of two sets of params, window by window.
+  """KL and flips of all tokens but the first of each window.
 
-  Args:
-    model: The model.
-    params: Float params.
-    quantized: The other params of the same model.
-    tokens: int32 `[windows, length]`, length at least 2.
-
-  Returns:
-    KL and flips of the predictions of all tokens but the first of each window.
+  Tokens are int32 `[windows, length]`, with a length of at least 2.
   """
   outer = streams.outer_params(params), streams.outer_params(quantized)
   divergences, flips = [], []

@@ -44,14 +44,8 @@ def operator_errors(
 ) -> dict[str, float]:
   """||y_q - y||^2 / ||y||^2 of every quantized linear.
 
-  Args:
-    model: The model.
-    params: Float params, whose inputs are used throughout.
-    quantized: The same tree with quantized leaves.
-    tokens: int32 `[B, T]`.
-
-  Returns:
-    Relative squared errors by path, such as `layers_0/mlp/up_proj`.
+  The inputs of every linear are those of the float model on tokens int32 `[B, T]`.
+  Keys are paths such as `layers_0/mlp/up_proj`.
   """
   tokens = jnp.asarray(tokens, jnp.int32)
   hidden = model.embed(streams.outer_params(params), tokens)

@@ -83,8 +83,8 @@ def _losses_here(
   def chunk(item: tuple[jax.Array, jax.Array]) -> jax.Array:
     states, ids = item
     logits = model.logits(params, states[None])[0]
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+    wanted = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=-1) - wanted
 
   losses = jax.lax.map(
     chunk, (hidden.reshape(-1, HEAD_CHUNK, width), targets.reshape(-1, HEAD_CHUNK))
@@ -122,8 +122,10 @@ def window_losses(
     hiddens = streams.final_hiddens(model, params, group, placement)
     for ids, hidden in zip(group, hiddens, strict=True):
       new = _losses(model, outer, hidden[:, :-1], ids[:, 1:], placement)
-      found = np.asarray(placement.to_primary(execution.block_on_cpu(new)), np.float64)
-      for loss in found[: len(rows) - len(losses)]:
+      by_window = np.asarray(
+        placement.to_primary(execution.block_on_cpu(new)), np.float64
+      )
+      for loss in by_window[: len(rows) - len(losses)]:
         losses.append(loss.mean())
         if on_window:
           on_window(len(losses), len(rows))
@@ -167,15 +169,12 @@ def perplexity(
 
   Args:
     model: The model.
-    params: Float or quantized params.
+    params: Float or quantized.
     tokens: int32 `[windows, length]`.
     replicates: Runs in all; those after the first have a perturbed embedding.
     on_window: Called with (done, windows) after each window of each replicate.
     mesh: Devices with the axes `data`, which windows are shared out over, and `model`,
       over which weights lie by output rows; None for one device.
-
-  Returns:
-    The perplexities.
 
   Raises:
     ValueError: No replicate asked for, or windows too short.

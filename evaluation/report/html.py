@@ -1,18 +1,32 @@
-"""Small pieces of the report's HTML; every string given is escaped unless noted."""
+"""Small pieces of a page's HTML; every string given is escaped unless noted."""
 
 import html
+import pathlib
 from collections.abc import Iterable, Sequence
 
 WIDE = 1086
 """Pixels of a chart as wide as the page."""
+STYLE = pathlib.Path(__file__).with_name("report.css")
 
 
-def legend(names: Iterable[str]) -> str:
-  """A legend in palette order."""
-  return colored_legend((name, color) for color, name in enumerate(names))
+def document(title: str, body: str) -> str:
+  """A self-contained page of ready HTML: no script, font or image is fetched."""
+  return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title>
+<style>{STYLE.read_text(encoding="utf-8")}</style>
+</head>
+<body><main>
+{body}
+</main></body>
+</html>
+"""
 
 
-def colored_legend(entries: Iterable[tuple[str, int]]) -> str:
+def legend(entries: Iterable[tuple[str, int]]) -> str:
   """A legend of names and palette indices."""
   span = lambda name, color: f'<span class="c{color}">{html.escape(name)}</span>'
   spans = (span(name, color) for name, color in entries)
@@ -29,11 +43,11 @@ def figure(
   return f'<figure class="{kind}">{head}{keys}{chart}</figure>'
 
 
-def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-  """A table; cells are ready HTML, and one that begins with `<td` is kept whole."""
-  cell = lambda c: c if c.startswith("<td") else f"<td>{c}</td>"
-  lines = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in body)
-  heads = "".join(f"<th>{html.escape(h)}</th>" for h in head)
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+  """A table; cells are ready HTML, and one that begins with `<td` is a whole cell."""
+  cell = lambda text: text if text.startswith("<td") else f"<td>{text}</td>"
+  lines = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
+  heads = "".join(f"<th>{html.escape(name)}</th>" for name in head)
   return (
     f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>'
     f"<tbody>{lines}</tbody></table></div>"
@@ -41,7 +55,7 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def section(title: str, lead: str, content: str) -> str:
-  """A subsection, or nothing where there is nothing to show."""
+  """A subsection, or nothing where there is nothing to show; content is HTML."""
   if not content:
     return ""
   head = f"<h3>{html.escape(title)}</h3>"
@@ -49,6 +63,6 @@ def section(title: str, lead: str, content: str) -> str:
 
 
 def grid(figures: Iterable[str], kind: str = "") -> str:
-  """Figures side by side."""
+  """Figures side by side, empty ones left out."""
   inside = "".join(figures)
   return f'<div class="grid {kind}">{inside}</div>' if inside else ""

@@ -4,13 +4,22 @@ Colors are CSS classes `c0` to `c7`, so the page decides them for light and dark
 mark carries a `<title>`, which browsers show on hover and read aloud.
 """
 
-import dataclasses
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-Format = Callable[[float], str]
+from mxjax.evaluation.report.axes import (
+  Format,
+  Frame,
+  axes,
+  line,
+  rect,
+  text,
+  value_range,
+  x_ticks,
+)
+from mxjax.evaluation.report.numbers import number, share
 
 
 class Series(NamedTuple):
@@ -38,155 +47,11 @@ class Part(NamedTuple):
   spread: float = 0.0
 
 
-def number(value: float) -> str:
-  """Four significant digits; what is not finite is said so."""
-  if not math.isfinite(value):
-    return "∞" if value == math.inf else "not finite"
-  if value == 0:
-    return "0"
-  if 1e-3 <= abs(value) < 1e5:
-    return f"{value:.4g}"
-  mantissa, exponent = f"{value:.2e}".split("e")
-  return f"{float(mantissa):g}e{int(exponent)}"
-
-
-def share(value: float) -> str:
-  """A share as a percentage."""
-  return f"{100 * value:.3g}%"
-
-
-def size(value: float) -> str:
-  """Bytes in the largest fitting binary unit."""
-  units = ("B", "KiB", "MiB", "GiB", "TiB")
-  power = min(max(int(abs(value)).bit_length() - 1, 0) // 10, len(units) - 1)
-  return f"{value / 1024**power:.4g} {units[power]}"
-
-
-def seconds(value: float) -> str:
-  """Seconds, or minutes and hours when long."""
-  if value < 120:
-    return f"{value:.3g} s"
-  return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"
-
-
-def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
-  """Round numbers that cover at most `[low, high]`."""
-  if high <= low:
-    return [low]
-  raw = (high - low) / count
-  unit = 10.0 ** math.floor(math.log10(raw))
-  step = next(f * unit for f in (1, 2, 5, 10) if f * unit >= raw * 0.999)
-  first = math.ceil(low / step - 1e-9)
-  return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-  """Powers of ten in `[low, high]`, with 2 and 5 between when there are few."""
-  decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-  inside = lambda values: [v for v in values if low * 0.999 <= v <= high * 1.001]
-  tens = inside(10.0**d for d in decades)
-  if len(tens) > 2:
-    return tens
-  return inside(factor * 10.0**d for d in decades for factor in (1, 2, 5))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Frame:
-  """The plot area of a chart and its two scales."""
-
-  width: int
-  height: int
-  x: tuple[float, float]
-  y: tuple[float, float]
-  log: bool = False
-  left: int = 52
-  right: int = 12
-  top: int = 12
-  bottom: int = 38
-
-  def px(self, value: float) -> float:
-    """Horizontal pixel of a value."""
-    low, high = self.x
-    inner = self.width - self.left - self.right
-    return self.left + inner * (value - low) / ((high - low) or 1)
-
-  def py(self, value: float) -> float:
-    """Vertical pixel of a value."""
-    low, high = self.y
-    if self.log:
-      value, low, high = (math.log10(v) for v in (value, low, high))
-    inner = self.height - self.top - self.bottom
-    return self.height - self.bottom - inner * (value - low) / ((high - low) or 1)
-
-  def holds(self, value: float) -> bool:
-    """Whether a value has a place on the vertical axis."""
-    return math.isfinite(value) and (not self.log or value > 0)
-
-
-def text(
-  x: float, y: float, content: str, anchor: str = "middle", kind: str = ""
-) -> str:
-  """An SVG text element, escaped."""
-  return (
-    f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">'
-    f"{html.escape(content)}</text>"
-  )
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-  return (
-    f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
-  )
-
-
-def _rect(x: float, y: float, w: float, h: float, color: int, title: str) -> str:
-  return (
-    f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(w, 0):.1f}" height="{max(h, 0):.1f}" '
-    f'class="c{color}"><title>{html.escape(title)}</title></rect>'
-  )
-
-
 def _svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
   return (
     f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
     f'aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
   )
-
-
-def _axes(frame: Frame, x_label: str, y_format: Format) -> list[str]:
-  ticks = log_ticks(*frame.y) if frame.log else linear_ticks(*frame.y)
-  edge = frame.width - frame.right
-  parts = []
-  for tick in ticks:
-    y = frame.py(tick)
-    parts.append(_line(frame.left, y, edge, y, "tick"))
-    parts.append(text(frame.left - 6, y + 4, y_format(tick), "end"))
-  base = frame.height - frame.bottom
-  parts.append(_line(frame.left, base, edge, base, "axis"))
-  middle = (frame.left + edge) / 2
-  return [*parts, text(middle, frame.height - 4, x_label, kind="label")]
-
-
-def _x_ticks(frame: Frame) -> list[str]:
-  ticks = {round(t) for t in linear_ticks(*frame.x, 6)}
-  y = frame.height - frame.bottom + 14
-  return [text(frame.px(t), y, str(t)) for t in sorted(ticks)]
-
-
-def value_range(
-  values: Sequence[float], *, log: bool, zero: bool
-) -> tuple[float, float]:
-  """A vertical range that holds the values with a little air."""
-  held = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
-  if not held:
-    return (1e-3, 1.0) if log else (0.0, 1.0)
-  low, high = min(held), max(held)
-  if log:
-    return low / 1.3, high * 1.3
-  if zero:
-    low, high = min(low, 0.0), max(high, 0.0)
-  air = 0.06 * ((high - low) or abs(high) or 1.0)
-  return low if zero and low == 0 else low - air, high + air
 
 
 def line_chart(
@@ -232,12 +97,12 @@ def line_chart(
     x=(min(xs) - 0.3, max(xs) + 0.3),
     y=y_range or value_range(ys, log=log, zero=zero),
   )
-  parts = [*_axes(frame, x_label, y_format), *_x_ticks(frame)]
+  parts = [*axes(frame, x_label, y_format), *x_ticks(frame)]
   for item in series:
     parts += _drawn(item, frame, dots, x_label, y_format)
   if reference:
     y = frame.py(reference[0])
-    parts.append(_line(frame.left, y, width - frame.right, y, "reference"))
+    parts.append(line(frame.left, y, width - frame.right, y, "reference"))
     parts.append(text(width - frame.right, y - 4, reference[1], "end", "label"))
   return _svg(width, height, label, parts)
 
@@ -245,8 +110,8 @@ def line_chart(
 def _drawn(
   series: Series, frame: Frame, dots: bool, x_label: str, y_format: Format
 ) -> list[str]:
-  held = [(x, y) for x, y in series.points if frame.holds(y)]
-  spots = [(frame.px(x), frame.py(y)) for x, y in held]
+  points = [(x, y) for x, y in series.points if frame.holds(y)]
+  spots = [(frame.px(x), frame.py(y)) for x, y in points]
   parts = []
   if band := [b for b in series.band if frame.holds(b[1]) and frame.holds(b[2])]:
     upper = [f"{frame.px(x):.1f},{frame.py(high):.1f}" for x, _, high in band]
@@ -257,7 +122,7 @@ def _drawn(
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
     parts.append(f'<polyline points="{path}" class="line s{series.color}"/>')
   radius = 2.6 if dots or len(spots) < 3 else 1.8
-  for (px, py), (x, y) in zip(spots, held, strict=True):
+  for (px, py), (x, y) in zip(spots, points, strict=True):
     title = html.escape(f"{series.name}, {x_label} {x:g}: {y_format(y)}")
     parts.append(
       f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{radius}" class="c{series.color}">'
@@ -285,7 +150,7 @@ def bar_groups(
     bottom=26,
     y=(0.0, 1.05 * max(finite, default=1.0) or 1.0),
   )
-  result = _axes(frame, "", y_format)
+  result = axes(frame, "", y_format)
   for index, (name, parts) in enumerate(groups):
     result.append(text(frame.px(index + 0.5), height - 8, name, kind="label"))
     step = min(0.8 / max(len(parts), 1), 64 / (frame.px(1) - frame.px(0)))
@@ -308,8 +173,8 @@ def _bar(
   if part.spread:
     title += f" ± {y_format(part.spread)}"
     above, below = (frame.py(value + sign * part.spread) for sign in (1, -1))
-    result.append(_line(middle, above, middle, below, "whisker"))
-  bar = _rect(left, top, right - left, base - top, part.color, title)
+    result.append(line(middle, above, middle, below, "whisker"))
+  bar = rect(left, top, right - left, base - top, part.color, title)
   return [bar, *result, text(middle, above - 5, written, kind="value")]
 
 
@@ -330,7 +195,7 @@ def columns(
     x=(0, max(len(items), 1)),
     y=(0.0, max(totals, default=0.0) or 1.0),
   )
-  result = _axes(frame, x_label, y_format)
+  result = axes(frame, x_label, y_format)
   step = frame.px(1) - frame.px(0)
   thin = max(1, math.ceil(26 / step))
   for index, (name, parts) in enumerate(items):
@@ -341,7 +206,7 @@ def columns(
       low, total = total, total + part.value
       y, x = frame.py(total), frame.px(index + 0.06)
       title = f"{x_label} {name}, {part.name}: {y_format(part.value)}"
-      result.append(_rect(x, y, 0.88 * step, frame.py(low) - y, part.color, title))
+      result.append(rect(x, y, 0.88 * step, frame.py(low) - y, part.color, title))
   return _svg(width, height, label, result)
 
 
@@ -365,7 +230,7 @@ def rows(
     result.append(text(left - 8, middle, name, "end", "label"))
     for part in parts:
       title = f"{name}, {part.name}: {y_format(part.value)}"
-      result.append(_rect(x, y, part.value * scale, pitch - 10, part.color, title))
+      result.append(rect(x, y, part.value * scale, pitch - 10, part.color, title))
       x += part.value * scale
     result.append(text(x + 6, middle, y_format(total), "start", "value"))
   return _svg(width, height, label, result)

@@ -24,7 +24,7 @@ from lm_eval.api.registry import (  # pyright: ignore[reportMissingImports]
 )
 
 from mxjax import models
-from mxjax.evaluation.cli import cli_inputs
+from mxjax.evaluation.cli import inputs
 from mxjax.evaluation.tasks import multiple_choice
 
 MAX_NEW_TOKENS = 256
@@ -67,7 +67,7 @@ class MxjaxLM(LM):
         f"max_length, got {', '.join(unknown) or 'both models'}; correct --model_args."
       )
     if checkpoint:
-      self.model, self.params, self.tokenizer, _ = cli_inputs.restore(checkpoint)
+      self.model, self.params, self.tokenizer, _ = inputs.restore(checkpoint)
     else:
       self.model, self.params = models.from_pretrained(pretrained, dtype=dtype)
       self.tokenizer = models.load_tokenizer(pretrained)

@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations: jitted, batched by length, strict A4, no cache."""
+"""Log-likelihoods of continuations, batched by length, under strict A4, uncached."""
 
 import functools
 import hashlib
@@ -13,6 +13,7 @@ import numpy as np
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.devices import execution
+from mxjax.evaluation.datasets import TextTokenizer
 from mxjax.evaluation.tasks.tasks import Item, Task
 
 LENGTH_STEP = 32
@@ -23,21 +24,12 @@ GROUP = 32
 """Batches that go through a layer while it is resident."""
 
 
-class Tokenizer(Protocol):
-  """What is needed of a tokenizer."""
-
-  @property
-  def prefix_ids(self) -> tuple[int, ...]:
-    """Ids that the model expects before any text, such as BOS."""
-    ...
+class Tokenizer(TextTokenizer, Protocol):
+  """The members of a tokenizer that scoring uses."""
 
   @property
   def eos_id(self) -> int | None:
     """The id that ends a text."""
-    ...
-
-  def encode(self, text: str) -> np.ndarray:
-    """int32 ids of a text, without special tokens."""
     ...
 
 
@@ -54,7 +46,7 @@ class Request(NamedTuple):
 
 
 class Score(NamedTuple):
-  """What the model says of a continuation.
+  """The model's judgement of a continuation.
 
   Attributes:
     log_likelihood: Sum over its tokens, nats.
@@ -70,14 +62,6 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Reques
 
   Spaces that end the context go to the continuation, since most vocabularies put a
   space before a word into the word. An empty context becomes BOS, or else EOS.
-
-  Args:
-    tokenizer: Of the model.
-    context: Text before.
-    continuation: Text to score.
-
-  Returns:
-    The ids of both.
 
   Raises:
     ValueError: The continuation has no token of its own, or there is nothing to
@@ -113,8 +97,8 @@ def _score_rows(
   def row(item: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     states, where, ids, mask = item
     logits = model.logits(params, states[where][None])[0]
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
-    scores = chosen - jax.nn.logsumexp(logits, axis=-1)
+    wanted = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
+    scores = wanted - jax.nn.logsumexp(logits, axis=-1)
     total = jnp.where(mask, scores, 0.0).sum()
     return total, jnp.where(mask, logits.argmax(-1) == ids, True).all()
 
@@ -140,7 +124,7 @@ class _Batch(NamedTuple):
 
 
 def _inputs(request: Request, longest: int) -> np.ndarray:
-  """What the model reads: all but the last id, the oldest cut off if too long."""
+  """Ids that the model reads: all but the last; too many lose the oldest."""
   return np.concatenate([request.context, request.continuation])[:-1][-longest:]
 
 
@@ -164,7 +148,7 @@ def _batches(requests: Sequence[Request], longest: int) -> Iterator[_Batch]:
 def _fill(
   requests: Sequence[Request], members: list[int], rows: int, length: int, longest: int
 ) -> _Batch:
-  """Pads to the right, where causal attention cannot look from."""
+  """Pads on the right, where no scored token attends to."""
   widest = max(len(requests[member].continuation) for member in members)
   columns = 1 << (widest - 1).bit_length()
   tokens = np.zeros((rows, length), np.int32)
@@ -187,25 +171,17 @@ def score(
   max_length: int,
   on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Score]:
-  """Scores continuations.
+  """Scores continuations, in the order of the requests; params may be on disk.
 
-  Args:
-    model: The model.
-    params: Float or quantized params, possibly on disk.
-    requests: What to score.
-    max_length: Positions of the model; the oldest tokens of longer requests are cut.
-    on_progress: Called with (done, requests) now and then.
-
-  Returns:
-    Scores in the order of the requests.
+  The oldest tokens of requests beyond `max_length` are cut. `on_progress` is called
+  with (done, requests) now and then.
 
   Raises:
     ValueError: A continuation alone is longer than `max_length`.
   """
   outer = streams.outer_params(params)
   batches = list(_batches(requests, max_length))
-  scores: list[Score | None] = [None] * len(requests)
-  done = 0
+  scores: dict[int, Score] = {}
   for start in range(0, len(batches), GROUP):
     group = batches[start : start + GROUP]
     tokens = [jnp.asarray(batch.tokens) for batch in group]
@@ -218,10 +194,9 @@ def score(
       )
       for row, member in enumerate(batch.members):
         scores[member] = Score(float(totals[row]), bool(greedy[row]))
-      done += len(batch.members)
     if on_progress:
-      on_progress(done, len(requests))
-  return [found for found in scores if found is not None]
+      on_progress(len(scores), len(requests))
+  return [scores[index] for index in range(len(requests))]
 
 
 def requests_fingerprint(requests: Sequence[Request]) -> str:
@@ -245,15 +220,6 @@ def evaluate(
   on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
   """Accuracy of a model on items of a task.
-
-  Args:
-    model: The model.
-    params: Float or quantized params.
-    tokenizer: Of the model.
-    task: The task.
-    items: Its items, or some of them.
-    max_length: Positions of the model.
-    on_progress: Called with (done, requests) now and then.
 
   Returns:
     A JSON-ready summary (`accuracy` in the task's own metric, `acc`, `acc_norm`,

@@ -10,7 +10,7 @@ import jax
 from mxjax import models
 from mxjax.calibration.calibration import Params, token_fingerprint
 from mxjax.evaluation import datasets, results
-from mxjax.evaluation.measures import metrics
+from mxjax.evaluation.measures import fitness
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.evaluation.tasks import multiple_choice, tasks
 
@@ -28,11 +28,11 @@ class Subject:
   Attributes:
     model: The model.
     params: Float or quantized params.
-    tokenizer: Of the model.
-    name: How results name the model.
-    method: How they name the method; `results.FLOAT` for the float model.
+    tokenizer: The model's tokenizer.
+    name: The model's name in results.
+    method: The method's name in results; `results.FLOAT` for the float model.
     seed: Calibration seed, or None.
-    details: Anything the result should say of its making, JSON-ready.
+    details: Further facts for the result file, JSON-ready.
   """
 
   model: models.CausalLM
@@ -45,23 +45,20 @@ class Subject:
 
 
 def parse_names(text: str) -> list[str]:
-  """Task names of a comma-separated list, in the order of the paper.
-
-  Args:
-    text: `all`, or names.
+  """Task names of a comma list, or of `all`, in the order of the paper.
 
   Raises:
-    ValueError: A name is unknown.
+    ValueError: A name is unknown, or there is none.
   """
   names = {name.strip() for name in text.split(",") if name.strip()}
   if names == {"all"}:
-    return list(metrics.TASKS)
-  if unknown := sorted(names - set(metrics.TASKS)) or not names:
+    return list(fitness.TASKS)
+  if unknown := sorted(names - set(fitness.TASKS)) or not names:
     raise ValueError(
-      f"evaluate: expected --tasks all or some of {', '.join(metrics.TASKS)}, got "
+      f"evaluate: expected --tasks all or some of {', '.join(fitness.TASKS)}, got "
       f"{unknown if names else 'none'}; correct the names."
     )
-  return [task for task in metrics.TASKS if task in names]
+  return [task for task in fitness.TASKS if task in names]
 
 
 def run(
@@ -79,7 +76,7 @@ def run(
 
   Args:
     subject: What is evaluated.
-    names: Keys of `metrics.TASKS`.
+    names: Keys of `fitness.TASKS`.
     item_limit: First items of each multiple-choice task; all when None.
     item_source: `embedded` or `hub`.
     texts: By perplexity task, data to use instead of the hub's.
@@ -110,16 +107,7 @@ def run(
       on_progress(name, done, total) if on_progress else None
     )
     if name in tasks.TASKS:
-      summary, rows[name] = multiple_choice.evaluate(
-        subject.model,
-        subject.params,
-        subject.tokenizer,
-        tasks.TASKS[name],
-        data[name],
-        max_length=subject.model.config.max_positions,
-        on_progress=follow,
-      )
-      measured[name] = {"score": summary["accuracy"], **summary}
+      measured[name], rows[name] = _accuracy(subject, name, data[name], follow)
     else:
       measured[name] = _perplexity(subject, data[name], texts.get(name), follow)
   result = results.to_json(
@@ -135,19 +123,32 @@ def run(
   return result, rows
 
 
+def _accuracy(
+  subject: Subject,
+  name: str,
+  items: Sequence[tasks.Item],
+  follow: Callable[[int, int], None],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+  summary, rows = multiple_choice.evaluate(
+    subject.model,
+    subject.params,
+    subject.tokenizer,
+    tasks.TASKS[name],
+    items,
+    max_length=subject.model.config.max_positions,
+    on_progress=follow,
+  )
+  return {"score": summary["accuracy"], **summary}, rows
+
+
 def _text_windows(
   subject: Subject, name: str, source: str, windows: int | None, length: int
 ) -> Any:
   """Test windows int32 `[n, length]`."""
-  most = C4_WINDOWS if name == "c4" else None
-  return datasets.load_tokens(
-    source,
-    subject.tokenizer,
-    count=windows or most,
-    length=length,
-    split="test",
-    at_most=windows is None,
+  tokens = datasets.load_tokens(
+    source, subject.tokenizer, count=windows, length=length, split="test"
   )
+  return tokens[:C4_WINDOWS] if name == "c4" and windows is None else tokens
 
 
 def _perplexity(
@@ -157,12 +158,12 @@ def _perplexity(
   follow: Callable[[int, int], None],
 ) -> dict[str, Any]:
   start = time.perf_counter()
-  found = perplexity(subject.model, subject.params, tokens, on_window=follow)
+  measured = perplexity(subject.model, subject.params, tokens, on_window=follow)
   return {
-    "score": found.mean,
+    "score": measured.mean,
     "items": len(tokens),
     "window_length": int(tokens.shape[1]),
-    "window_losses": list(found.window_losses),
+    "window_losses": list(measured.window_losses),
     "token_sha256": token_fingerprint(tokens),
     "data": source or "hub",
     "seconds": time.perf_counter() - start,

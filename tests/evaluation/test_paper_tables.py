@@ -1,235 +1,146 @@
-"""The summaries reproduce the paper's tables from its own raw rows.
-
-`golden/paper_results.json` holds the printed cells as strings. A printed number stands
-for all values that round to it, so a summary is reproduced when its printed value
-meets the range that the printed inputs allow: no tolerance is chosen.
-"""
+"""Tables from result files; the paper's own rows give the paper's own tables."""
 
 import json
 import pathlib
-import re
 
-import numpy as np
 import pytest
 
-from mxjax.evaluation.measures import metrics
+from mxjax.evaluation import paper_tables, results
+from mxjax.evaluation.cli import parser
+from mxjax.evaluation.measures import fitness
 
 PAPER = json.loads(
   (pathlib.Path(__file__).parent.parent / "golden" / "paper_results.json").read_text()
 )
 COLUMNS = dict(
-  zip(("WT2", "C4", "ARC-C", "ARC-E", "HS", "PIQA", "Wino"), metrics.TASKS, strict=True)
+  zip(("WT2", "C4", "ARC-C", "ARC-E", "HS", "PIQA", "Wino"), fitness.TASKS, strict=True)
 )
-REFERENCES = {row["Model"]: row for row in PAPER["ablation_bf16"]}
-SHORT_NAMES = {"Qwen3-8B": "Qwen", "Llama-3-8B": "Llama"}
-SEEDS = ("Seed 0", "Seed 3", "Seed 5")
 
 
-def cell(text):
-  """The range of values that a printed decimal stands for."""
-  digits = len(text.partition(".")[2])
-  half = 0.5 * 10.0**-digits
-  return np.array([float(text) - half, float(text) + half])
+def save(folder, row, *, model, method, seed=None, percent=False, drop=(), tokens="t"):
+  """Writes a printed row as a result file."""
+  scored = {}
+  for name, task in COLUMNS.items():
+    if task in drop:
+      continue
+    unit = 100.0 if percent and task in fitness.ACCURACIES else 1.0
+    scored[task] = {
+      "score": float(row[name]) / unit,
+      "items": 5,
+      "official_items": 5,
+      "token_sha256": tokens,
+    }
+  value = results.to_json(model=model, method=method, seed=seed, tasks=scored)
+  results.write(folder / f"{model}-{method}-{seed}", value, {})
 
 
-def scores(row, *, percent=False):
-  """Ranges by task of a printed row."""
-  unit = {task: 100.0 if percent else 1.0 for task in metrics.ACCURACIES}
-  return {
-    task: cell(row[name]) / unit.get(task, 1.0)
-    for name, task in COLUMNS.items()
-    if name in row
-  }
-
-
-def reach(summary, row, reference=None):
-  """The range of a summary: every one of them rises with damage."""
-  end = lambda ranges, worse: {
-    task: ends[int((task in metrics.PERPLEXITIES) == worse)]
-    for task, ends in ranges.items()
-  }
-  sides = (False, True)
-  if reference is None:
-    return np.sort([summary(end(row, side)) for side in sides])
-  return np.array([summary(end(row, s), end(reference, not s)) for s in sides])
-
-
-def assert_reproduced(printed, ends, place):
-  low, high = cell(printed)
-  assert ends[0] <= high and low <= ends[1], f"{place}: {printed} not in {ends}"
-
-
-def seven_task_rows():
+@pytest.fixture
+def seven_models(tmp_path):
   for model, table in PAPER["raw_seven_task"].items():
-    percent = table["accuracy_unit"] == "percent"
-    reference, *rows = table["rows"]
-    assert reference["Method"] == "BF16"
-    for row in rows:
-      ranges = [scores(r, percent=percent) for r in (row, reference)]
-      yield model, row, *ranges
+    for row in table["rows"]:
+      percent = table["accuracy_unit"] == "percent"
+      save(tmp_path, row, model=model, method=row["Method"], percent=percent)
+  return tmp_path
 
 
-def test_every_fit7_of_the_seven_models():
-  count = 0
-  for model, row, ranges, reference in seven_task_rows():
-    ends = reach(metrics.fit7, ranges, reference)
-    assert_reproduced(row["Fit-7"], ends, (model, row["Method"]))
-    assert ends[1] - ends[0] < 6e-4
-    count += 1
-  assert count == 70
+def by_title(found, start):
+  return next(table for table in found if table.title.startswith(start))
 
 
-@pytest.mark.parametrize(
-  ("table", "rows"),
-  [
-    ("calib_seed_stability", 12),
-    ("kd_multiseed", 24),
-    ("onecode_rules", 18),
-    ("structural_multiseed", 24),
-  ],
-)
-def test_every_fit7_of_the_seed_tables(table, rows):
-  assert len(PAPER[table]) == rows
-  for row in PAPER[table]:
-    ends = reach(metrics.fit7, scores(row), scores(REFERENCES[row["Model"]]))
-    assert_reproduced(row["Fit-7"], ends, row)
-    assert ends[1] - ends[0] < 1e-5
-
-
-@pytest.mark.parametrize(
-  "table",
-  [
-    "fresh_stale_multiseed",
-    "encoding_boundary_endpoints",
-    "component_ablations",
-    "discrete_ablations",
-    "structural_ablations",
-    "stage_progression_raw",
-  ],
-)
-def test_every_fit3(table):
-  for row in PAPER[table]:
-    model = SHORT_NAMES.get(row["Model"], row["Model"])
-    percent = model != row["Model"]
-    pair = scores(row, percent=percent), scores(REFERENCES[model])
-    assert_reproduced(row["Fit-3"], reach(metrics.fit3, *pair), row)
-    if "Mean dmg" in row:
-      assert_reproduced(row["Mean dmg"], reach(mean_of_three, *pair), row)
-      assert_reproduced(row["Worst dmg"], reach(worst_of_three, *pair), row)
-
-
-def mean_of_three(ours, reference):
-  values = metrics.damages(ours, reference, metrics.FIT3_TASKS).values()
-  return np.mean(list(values))
-
-
-def worst_of_three(ours, reference):
-  return metrics.worst_damage(ours, reference, metrics.FIT3_TASKS)[1]
-
-
-def test_fit3_of_the_encoding_boundary_by_seed():
-  for row in PAPER["encoding_boundary_seeds"]:
-    before = {name.removeprefix("Pre "): value for name, value in row.items()}
-    pair = scores(before), scores(REFERENCES[row["Model"]])
-    assert_reproduced(row["Pre Fit-3"], reach(metrics.fit3, *pair), row)
-
-
-def test_robust_fit_and_mean_of_every_method():
+def test_the_cross_model_table_of_the_paper(seven_models):
+  built = paper_tables.build(results.read([str(seven_models)]))
+  table = by_title(built, "Fit-7 across models")
+  got = {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
+  assert len(got) == 10
   for row in PAPER["cross_model_fit7"]:
-    fits = np.array([cell(row[model]) for model in PAPER["raw_seven_task"]])
-    robust = [metrics.robust_fit(end) for end in fits.T]
-    assert_reproduced(row["Robust"], robust, row["Method"])
-    assert_reproduced(row["Mean"], fits.mean(0), row["Method"])
+    for model in PAPER["raw_seven_task"]:
+      # From rounded inputs: the paper's own are not printed.
+      difference = float(got[row["Method"]][model]) - float(row[model])
+      assert abs(difference) < 2.1e-4
+    assert abs(float(got[row["Method"]]["Robust↓"]) - float(row["Robust"])) < 1.1e-4
+  assert len(built) == 7 + 2
 
 
-def test_the_cross_model_table_repeats_the_raw_tables():
-  cross = {row["Method"]: row for row in PAPER["cross_model_fit7"]}
-  for model, row, _, _ in seven_task_rows():
-    both = [cell(cross[row["Method"]][model]), cell(row["Fit-7"])]
-    assert max(low for low, _ in both) <= min(high for _, high in both), row
+def test_a_missing_cell_stays_empty(tmp_path):
+  table = PAPER["raw_seven_task"]["Qwen-8B"]
+  reference, rtn = table["rows"][:2]
+  save(tmp_path, reference, model="Q", method="BF16", percent=True)
+  save(tmp_path, rtn, model="Q", method="RTN", percent=True, drop=("piqa",))
+  save(tmp_path, rtn, model="Other", method="RTN", percent=True)
+  built = paper_tables.build(results.read([str(tmp_path)]))
+  complete = by_title(built, "Complete results on Q")
+  row = dict(zip(complete.head, complete.rows[1], strict=True))
+  assert row["Method"] == "RTN"
+  assert row["PIQA↑"] == row["Fit-7↓"] == ""
+  assert row["WT2↓"] == "11.834"
+  cross = by_title(built, "Fit-7 across").rows[0]
+  assert cross == ["RTN", "", "", "", ""]
+  aggregate = {tuple(r[:2]): r for r in by_title(built, "Alternative").rows}
+  # Fit-3 needs no PIQA, Acc5 does.
+  assert aggregate["Q", "RTN"][3] != "" and aggregate["Q", "RTN"][5] == ""
+  assert aggregate["Other", "RTN"][2:5] == ["", "", ""]
+  assert aggregate["Other", "RTN"][5] != ""
 
 
-def test_mean_damage_and_acc5():
-  models = dict(
-    zip(
-      ("Llama-3.2-3B", "Qwen3-4B", "Mistral-7B", "Qwen3-8B", "Llama-3-8B")
-      + ("OLMo-2-13B", "Qwen3-32B"),
-      PAPER["raw_seven_task"],
-      strict=True,
-    )
-  )
-  raw = {(model, row["Method"]): pair for model, row, *pair in seven_task_rows()}
-  for row in PAPER["alternative_aggregates"]:
-    pair = raw[models[row["Model"]], row["Method"]]
-    assert_reproduced(row["MeanDamage"], reach(metrics.mean_damage, *pair), row)
-    assert_reproduced(row["Acc5"], reach(metrics.acc5, pair[0]), row)
-    assert_reproduced(row["Fit-7"], reach(metrics.fit7, *pair), row)
-  assert len(PAPER["alternative_aggregates"]) == 14
+def test_seeds_and_paired_differences_of_the_paper(tmp_path):
+  for row in PAPER["ablation_bf16"]:
+    save(tmp_path, row, model=row["Model"], method="BF16")
+  for row in PAPER["calib_seed_stability"]:
+    save(tmp_path, row, model=row["Model"], method=row["Method"], seed=int(row["Seed"]))
+  built = paper_tables.build(results.read([str(tmp_path)]))
+  seeds = by_title(built, "Calibration seeds")
+  printed = {
+    (r["Model"], r["Method"], r["Seed"]): r for r in PAPER["calib_seed_stability"]
+  }
+  assert len(seeds.rows) == 12
+  for row in seeds.rows:
+    assert abs(float(row[-1]) - float(printed[tuple(row[:3])]["Fit-7"])) < 1.1e-6
+  paired = by_title(built, "Paired")
+  differences = {row[0]: row for row in paired.rows}
+  assert differences["Qwen"][1:4] == ["HiRes − WUSH", "0, 3, 5", "-0.017084"]
+  assert differences["Qwen"][4] == "[-0.023948, -0.010220]"
+  assert len(paired.rows) == 2
 
 
-# Under its own caption (printed differences, t = 4.303) five of the table's twelve
-# interval ends round to a neighbour in the last digit. Printed, then recomputed.
-MISPRINTED = {
-  ("Qwen", "WUSH+R - WUSH", "low"): ("-0.015207", "-0.015208"),
-  ("Qwen", "WUSH+R - WUSH", "high"): ("-0.006361", "-0.006360"),
-  ("Qwen", "HiRes - WUSH+R", "low"): ("-0.011159", "-0.011160"),
-  ("Qwen", "HiRes - WUSH+R", "high"): ("-0.001443", "-0.001442"),
-  ("Llama", "HiRes - WUSH+R", "low"): ("-0.004421", "-0.004420"),
-}
-
-
-def test_paired_intervals_and_the_five_misprints():
-  found = {}
-  for row in PAPER["geometry_paired"]:
-    differences = [float(row[seed]) for seed in SEEDS]
-    interval = metrics.paired_interval(differences, [0.0] * 3, critical=4.303)
-    mean, low, high = re.findall(r"-\d\.\d+", row["Mean [95% CI]"])
-    assert f"{interval.mean:.6f}" == mean
-    for side, printed in (("low", low), ("high", high)):
-      ours = f"{getattr(interval, side):.6f}"
-      assert abs(float(ours) - float(printed)) < 1.5e-6
-      if ours != printed:
-        found[row["Model"], row["Difference"], side] = (printed, ours)
-  assert found == MISPRINTED
-
-
-def test_paired_intervals_of_the_text():
-  fits = {}
-  for row in PAPER["fresh_stale_multiseed"]:
-    key = row["Model"], row["Statistics"]
-    fits.setdefault(key, []).append(float(row["Fit-3"]))
-  for model, printed in PAPER["fresh_minus_stale_text"].items():
-    ours = metrics.paired_interval(fits[model, "Fresh"], fits[model, "Stale"])
-    got = [ours.mean, ours.deviation, ours.low, ours.high]
-    want = [float(x) for x in (printed["mean"], printed["sd"], *printed["ci"])]
-    np.testing.assert_allclose(got, want, atol=1.5e-6)
-
-
-def test_the_exact_quantile_of_three_seeds():
-  exact = metrics.paired_interval([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])
-  # t_{0.975, 2} in closed form: 0.95 sqrt(2 / (1 - 0.95^2)).
-  assert exact.high - exact.mean == pytest.approx(
-    0.95 * (2 / (1 - 0.95**2)) ** 0.5 / 3**0.5
-  )
+def test_three_files_with_the_same_numbers(seven_models, tmp_path, capsys):
+  out = tmp_path / "out"
+  assert parser.main(["tables", str(seven_models), "--out", str(out)]) == 0
+  printed = capsys.readouterr().out
+  assert printed == (out / "tables.md").read_text()
+  assert "| HiRes | 10.055 | 16.299 | 54.85 | 77.61 |" in printed
+  assert "Complete results on Qwen-8B,HiRes,10.055" in (out / "tables.csv").read_text()
+  page = (out / "tables.html").read_text()
+  assert page.count("<table>") == 9
+  assert page.count("<svg") == 7
+  assert "54.85" in page
+  assert "http" not in page.replace("http://www.w3.org", "")
 
 
 class TestMistakes:
-  SCORES = dict.fromkeys(metrics.TASKS, 0.5)
+  ROW = PAPER["ablation_bf16"][0]
 
-  def test_a_missing_task_is_named(self):
-    partial = {k: v for k, v in self.SCORES.items() if k != "piqa"}
-    with pytest.raises(ValueError, match="got none of piqa"):
-      metrics.fit7(partial, self.SCORES)
-    with pytest.raises(ValueError, match="got none of piqa"):
-      metrics.acc5(partial)
-    assert metrics.fit3(partial, self.SCORES) == 0.0
+  def test_other_tokens_than_the_float_model(self, tmp_path):
+    save(tmp_path, self.ROW, model="Q", method="BF16")
+    save(tmp_path, self.ROW, model="Q", method="RTN", tokens="others")
+    with pytest.raises(ValueError, match="wikitext2 on different tokens"):
+      paper_tables.build(results.read([str(tmp_path)]))
 
-  def test_damage_is_signed_and_its_direction_is_the_tasks(self):
-    assert metrics.damage("c4", 11.0, 10.0) == pytest.approx(0.1)
-    assert metrics.damage("piqa", 0.9, 0.6) == pytest.approx(-0.5)
-    with pytest.raises(ValueError, match="positive float score, got c4 with 0"):
-      metrics.damage("c4", 1.0, 0.0)
+  def test_two_files_that_contradict(self, tmp_path):
+    save(tmp_path / "a", self.ROW, model="Q", method="RTN")
+    save(tmp_path / "b", self.ROW | {"WT2": "9.0"}, model="Q", method="RTN")
+    with pytest.raises(ValueError, match="different scores of RTN on Q"):
+      results.read([str(tmp_path)])
 
-  def test_unpaired_seeds(self):
-    with pytest.raises(ValueError, match="got 3 and 2 values"):
-      metrics.paired_interval([1.0, 2.0, 3.0], [1.0, 2.0])
+  def test_tasks_of_two_files_are_joined(self, tmp_path):
+    save(tmp_path / "a", self.ROW, model="Q", method="RTN", drop=("piqa",))
+    others = tuple(task for task in fitness.TASKS if task != "piqa")
+    save(tmp_path / "b", self.ROW, model="Q", method="RTN", drop=others)
+    (joined,) = results.read([str(tmp_path)])
+    assert set(joined.scores) == set(fitness.TASKS)
+
+  def test_another_file(self, tmp_path, capsys):
+    (tmp_path / "evaluation.json").write_text("[]")
+    assert parser.main(["tables", str(tmp_path)]) == 2
+    assert "kind mxjax-evaluation" in capsys.readouterr().err
+    assert parser.main(["tables", str(tmp_path / "none")]) == 2
+    assert "got none at" in capsys.readouterr().err

@@ -12,14 +12,13 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.numerics.shaping import input_maps
 from mxjax.storage import checkpoint, export
-from tests import tiny
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory, tiny_params, tiny_config):
+def saved(tmp_path_factory, tiny_params, tiny_config, write_tokenizer):
   """A checkpoint with Hadamards on its down projections, and its tokenizer."""
   folder = tmp_path_factory.mktemp("quantized")
-  tiny.save_tokenizer(folder, tiny_config.vocab_size)
+  write_tokenizer(folder, 61)
 
   def quantized(path, leaf):
     name = jax.tree_util.keystr(path)

@@ -12,11 +12,9 @@ import time
 import numpy as np
 import pytest
 
-from mxjax.evaluation.cli import parser
-from mxjax.evaluation.cli import progress as long_work
+from mxjax.evaluation.cli import parser, progress
 from mxjax.running import pipeline
 from mxjax.storage import checkpoint
-from tests import tiny
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -24,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 class TestClock:
   def test_time_left_is_that_of_the_work_seen(self):
     now = [100.0]
-    clock = long_work.Clock(lambda: now[0])
+    clock = progress.Clock(lambda: now[0])
     # A resumed run: half was done by another process, in no time of this one.
     assert clock.update(0.5) == (0.0, None)
     now[0] = 110.0
@@ -36,50 +34,50 @@ class TestClock:
 class TestStopper:
   def make(self):
     said, seen = [], []
-    stop = long_work.Stopper(said.append)
+    stop = progress.Stopper(said.append)
     return stop, stop.follow(seen.append), said, seen
 
   def test_waits_for_the_layer_in_work(self):
-    stop, progress, said, seen = self.make()
+    stop, follow, said, seen = self.make()
     now = pipeline.Progress(0, 2, "calibration", 0.0)
-    progress(now)
+    follow(now)
     assert seen == [now] and not said
     stop.ask(signal.SIGINT, None)
     assert "SIGINT: stopping when this layer is finished" in said[0]
     assert stop()
 
   def test_twice_stops_now(self):
-    stop, progress, _, _ = self.make()
-    progress(pipeline.Progress(0, 2, "calibration", 0.0))
+    stop, follow, _, _ = self.make()
+    follow(pipeline.Progress(0, 2, "calibration", 0.0))
     stop.ask(signal.SIGTERM, None)
     with pytest.raises(KeyboardInterrupt):
       stop.ask(signal.SIGINT, None)
 
   def test_between_layers_there_is_nothing_to_wait_for(self):
-    stop, progress, _, _ = self.make()
+    stop, follow, _, _ = self.make()
     with pytest.raises(KeyboardInterrupt):
       stop.ask(signal.SIGINT, None)
-    progress(pipeline.Progress(0, 2, "calibration", 0.0))
+    follow(pipeline.Progress(0, 2, "calibration", 0.0))
     assert not stop()
     with pytest.raises(KeyboardInterrupt):
       stop.ask(signal.SIGINT, None)
 
   def test_handlers_are_put_back(self):
     before = signal.getsignal(signal.SIGINT)
-    with long_work.stopper(print):
+    with progress.stopper(print):
       assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_events_are_lines_of_json(capsys):
   stream = io.StringIO()
-  long_work.emit("x", stream, value=1)
+  progress.emit("x", stream, value=1)
   assert json.loads(stream.getvalue()) | {"time": 0} == {
     "event": "x",
     "time": 0,
     "value": 1,
   }
-  with long_work.progress("json") as begin:
+  with progress.progress("json") as begin:
     update = begin("gptq")
     update(pipeline.Progress(1, 4, "quantization", 0.25))
   event = json.loads(capsys.readouterr().err)
@@ -91,13 +89,15 @@ def test_events_are_lines_of_json(capsys):
 def test_the_command_that_resumes():
   words = ["quantize", "a folder", "--out", "x"]
   said = "mxjax quantize 'a folder' --out x --resume"
-  assert long_work.resume_command(words) == said
-  assert long_work.resume_command([*words, "--resume"]) == said
+  assert progress.resume_command(words) == said
+  assert progress.resume_command([*words, "--resume"]) == said
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-  path = tiny.save_folder(tmp_path_factory.mktemp("model"), num_layers=3)
+def model_folder(tmp_path_factory, write_model):
+  sizes = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+  path = tmp_path_factory.mktemp("model")
+  write_model(path, num_layers=3, num_kv_heads=1, max_positions=64, **sizes)
   np.save(path / "ids.npy", np.arange(64, dtype=np.int32).reshape(2, 32) % 60)
   return path
 

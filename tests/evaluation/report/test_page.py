@@ -7,8 +7,8 @@ import xml.etree.ElementTree
 
 import pytest
 
+from mxjax.evaluation.report import axes, numbers
 from mxjax.evaluation.report import page as report
-from mxjax.evaluation.report import svg
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 PATHS = ("self_attn/q_proj", "mlp/down_proj")
@@ -297,7 +297,7 @@ def test_runs_that_cannot_be_shown_are_named(tmp_path):
   [(0, "0"), (12.3456, "12.35"), (0.00012, "1.2e-4"), (-3e7, "-3e7"), (1e-3, "0.001")],
 )
 def test_numbers_have_four_digits(value, expected):
-  assert svg.number(value) == expected
+  assert numbers.number(value) == expected
 
 
 @pytest.mark.parametrize(
@@ -305,16 +305,16 @@ def test_numbers_have_four_digits(value, expected):
   [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536 * 2**20, "1.5 GiB")],
 )
 def test_sizes_use_binary_units(value, expected):
-  assert svg.size(value) == expected
+  assert numbers.size(value) == expected
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 17), (0.13, 0.14), (5, 5)])
 def test_ticks_are_round_and_inside(low, high):
-  ticks = svg.linear_ticks(low, high)
+  ticks = axes.linear_ticks(low, high)
   assert 1 <= len(ticks) <= 7
   assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
 
 
 def test_log_ticks_are_inside():
-  assert svg.log_ticks(1e-4, 1.0) == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
-  assert svg.log_ticks(0.012, 0.3) == pytest.approx([0.02, 0.05, 0.1, 0.2])
+  assert axes.log_ticks(1e-4, 1.0) == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
+  assert axes.log_ticks(0.012, 0.3) == pytest.approx([0.02, 0.05, 0.1, 0.2])

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mxjax.evaluation import datasets
+from mxjax.evaluation import text_sources
 from mxjax.evaluation.cli import parser
 from mxjax.evaluation.tasks import seven_tasks
 from mxjax.models.loading import embedded
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
   try:
-    passages = datasets.embedded_text("test").split("\n\n")
+    passages = text_sources.embedded_text("test").split("\n\n")
   except FileNotFoundError as error:
     pytest.skip(str(error))
   path = tmp_path_factory.mktemp("data") / "test.txt"

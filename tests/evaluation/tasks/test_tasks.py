@@ -1,6 +1,6 @@
 import pytest
 
-from mxjax.evaluation.measures import metrics
+from mxjax.evaluation.measures import fitness
 from mxjax.evaluation.tasks import tasks
 
 
@@ -21,7 +21,7 @@ def test_the_official_splits_are_complete(items):
     "piqa": 1838,
     "winogrande": 1267,
   }
-  assert tuple(sizes) == metrics.ACCURACIES
+  assert tuple(sizes) == fitness.ACCURACIES
   for rows in items.values():
     assert len({row.id for row in rows}) == len(rows)
     assert all(0 <= row.gold < len(row.choices) for row in rows)
@@ -83,6 +83,6 @@ def test_mistakes_are_named():
 
 
 def test_a_short_split_is_refused(monkeypatch):
-  monkeypatch.setattr(tasks.datasets, "hub_rows", lambda *a: [{}] * 5)
+  monkeypatch.setattr(tasks.text_sources, "hub_rows", lambda *a: [{}] * 5)
   with pytest.raises(ValueError, match="expected 1838 items of piqa, got 5"):
     tasks.load_items("piqa", source="hub")

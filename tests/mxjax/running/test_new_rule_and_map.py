@@ -18,6 +18,7 @@ from mxjax.numerics.shaping.input_maps import InputMap
 from mxjax.running import pipeline
 from mxjax.storage import export
 from mxjax.storage.checkpoint import restore_checkpoint, save_checkpoint
+from mxjax.storage.export import features
 
 
 @activation_quantizers.register
@@ -77,10 +78,10 @@ def test_they_are_quantized_restored_run_and_audited(
 
   audit = verify.verify(tmp_path / "out")
   assert audit.faults == [] and audit.counts["quantized linears"] == 14
-  assert set(export.held(params)) == {"maps", "damping"}
+  assert set(export.features_of(params)) == {"maps", "damping"}
   with pytest.raises(ValueError, match=r"damping \(a share of the activations\) in 14"):
-    export.features.refuse("a format", export.held(params))
-  assert export.held(export.drop(params, {"maps", "damping"})) == {}
+    features.refuse("a format", export.features_of(params))
+  assert export.features_of(export.drop(params, {"maps", "damping"})) == {}
 
 
 def test_a_name_is_given_once():

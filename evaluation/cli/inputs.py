@@ -1,20 +1,37 @@
-"""What the options of a command name: models, tokens, tests and checkpoints."""
+"""Loads the models, tokens and checkpoints that command-line options name."""
 
 import argparse
 import os
 import pathlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
 from mxjax import models
-from mxjax.audit import plan as plan_module
+from mxjax.audit import plan
 from mxjax.evaluation import datasets, study
+from mxjax.evaluation.cli import arguments
+from mxjax.layers import inference_packing
 from mxjax.storage import checkpoint
 
 CHECKPOINT = "checkpoint"
 """Where a run keeps its checkpoint, inside its folder."""
+
+
+class Inputs(NamedTuple):
+  """What a quantizing command works on; `tokens` is int32 `[sequences, length]`."""
+
+  model: models.CausalLM
+  tokenizer: models.Tokenizer
+  subject: study.Subject
+  tokens: np.ndarray
+
+
+def model_name(options: argparse.Namespace) -> str:
+  """MODEL as it was given, or the name of the embedded model."""
+  return options.model or arguments.DEFAULT_MODEL
 
 
 def calibration(
@@ -57,9 +74,26 @@ def test_windows(
   return tests
 
 
-def prepare(
-  options: argparse.Namespace, mesh: Mesh | None = None
-) -> tuple[models.CausalLM, models.Tokenizer, study.Subject, np.ndarray]:
+def test_subject(
+  options: argparse.Namespace,
+  model: models.CausalLM,
+  params: Mapping[str, Any],
+  tokenizer: models.Tokenizer,
+  mesh: Mesh | None,
+) -> study.Subject:
+  """A model with its float params, and what the options ask to be measured."""
+  return study.Subject(
+    model,
+    params,
+    test_windows(options, tokenizer),
+    options.replicates,
+    options.operator_error,
+    options.agreement,
+    mesh,
+  )
+
+
+def prepare(options: argparse.Namespace, mesh: Mesh | None = None) -> Inputs:
   """Loads the model, the calibration tokens and the tests that options name.
 
   `mesh` is where the subject will be quantized and measured.
@@ -69,16 +103,8 @@ def prepare(
     params = params.load()
   tokenizer = models.load_tokenizer(options.model)
   tokens = calibration(options, tokenizer)
-  subject = study.Subject(
-    model,
-    params,
-    test_windows(options, tokenizer),
-    options.replicates,
-    options.operator_error,
-    options.agreement,
-    mesh,
-  )
-  return model, tokenizer, subject, tokens
+  subject = test_subject(options, model, params, tokenizer, mesh)
+  return Inputs(model, tokenizer, subject, tokens)
 
 
 def stays_on_disk(options: argparse.Namespace, config: models.ModelConfig) -> bool:
@@ -86,16 +112,32 @@ def stays_on_disk(options: argparse.Namespace, config: models.ModelConfig) -> bo
   if options.on_disk is not None:
     return options.on_disk
   memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-  return plan_module.plan(config).bf16 > memory // 2
+  return plan.plan(config).bf16 > memory // 2
+
+
+def checkpoint_folder(path: str | pathlib.Path) -> pathlib.Path:
+  """The checkpoint of a folder written by `quantize`; other folders as they are."""
+  folder = pathlib.Path(path)
+  inside = folder / CHECKPOINT
+  return inside if inside.is_dir() else folder
 
 
 def restore(
-  path: str, mesh: Mesh | None = None
+  path: str | pathlib.Path,
+  mesh: Mesh | None = None,
+  storage: Mapping[str, Any] | None = None,
 ) -> tuple[models.CausalLM, dict[str, Any], models.Tokenizer, pathlib.Path]:
-  """Model, params and tokenizer of a folder written by `quantize`, and the folder."""
-  folder = pathlib.Path(path)
-  if (folder / CHECKPOINT).is_dir():
-    folder = folder / CHECKPOINT
+  """Model, params, tokenizer and checkpoint folder of what `quantize` wrote.
+
+  Args:
+    path: Its folder, or the checkpoint in it.
+    mesh: Where the params will lie.
+    storage: Arguments of `pack_for_inference`; empty or None packs nothing.
+  """
+  folder = checkpoint_folder(path)
   params, config = checkpoint.restore_checkpoint(folder, mesh=mesh)
+  if storage:
+    params = inference_packing.pack_for_inference(params, **storage)
   model = models.CausalLM(models.ModelConfig.from_dict(config))
-  return model, params, models.Tokenizer.from_folder(folder / "tokenizer"), folder
+  tokenizer = models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)
+  return model, params, tokenizer, folder

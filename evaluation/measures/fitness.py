@@ -1,12 +1,10 @@
-"""Damage against the float model, and the summaries built from it.
+"""Fit-3, Fit-7 and Robust Fit: damage against the float model, and its summaries.
 
 Paper: Eq. fit7, Eq. robust-fit, Eq. fit3 and Eq. alternative-aggregates. Nothing here
 guesses: a summary of seven tasks needs seven results.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -51,15 +49,7 @@ def damage(task: str, score: float, reference: float) -> float:
 def damages(
   scores: Scores, references: Scores, tasks: Sequence[str] = TASKS
 ) -> dict[str, float]:
-  """The damage of several tasks.
-
-  Args:
-    scores: Of the quantized model, by task.
-    references: Of the float model, by task.
-    tasks: The tasks wanted.
-
-  Returns:
-    Damage by task, in the order of `tasks`.
+  """Damage by task of a quantized model against the float model's `references`.
 
   Raises:
     ValueError: A task has no result on either side.
@@ -121,59 +111,3 @@ def acc5(scores: Scores) -> float:
       f"{', '.join(missing)}; evaluate these tasks first."
     )
   return 100.0 * float(np.mean([scores[task] for task in ACCURACIES]))
-
-
-class Interval(NamedTuple):
-  """Mean of paired differences and a t interval around it.
-
-  Attributes:
-    mean: Of the differences.
-    deviation: Their sample standard deviation, n - 1 in the denominator.
-    low: Lower end.
-    high: Upper end.
-    count: Pairs.
-  """
-
-  mean: float
-  deviation: float
-  low: float
-  high: float
-  count: int
-
-
-def paired_interval(
-  first: Sequence[float],
-  second: Sequence[float],
-  *,
-  level: float = 0.95,
-  critical: float | None = None,
-) -> Interval:
-  """A t interval of `first - second`, paired by position (calibration seed).
-
-  Args:
-    first: One value a seed.
-    second: The other method's values on the same seeds.
-    level: Coverage.
-    critical: The t quantile to use; None computes it. The paper rounds that of three
-      seeds to 4.303.
-
-  Returns:
-    The interval.
-
-  Raises:
-    ValueError: Fewer than two pairs, or unequal counts.
-  """
-  if len(first) != len(second) or len(first) < 2:
-    raise ValueError(
-      "paired_interval: expected at least two pairs, got "
-      f"{len(first)} and {len(second)} values; give both methods the same seeds."
-    )
-  differences = np.asarray(first, np.float64) - np.asarray(second, np.float64)
-  count = len(differences)
-  if critical is None:
-    from scipy import special
-
-    critical = float(special.stdtrit(count - 1, 0.5 + level / 2))
-  mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
-  half = critical * deviation / math.sqrt(count)
-  return Interval(mean, deviation, mean - half, mean + half, count)

@@ -1,0 +1,49 @@
+"""`mxjax demo`: four methods on the embedded model and text."""
+
+import argparse
+import pathlib
+from typing import Any
+
+METHODS = ("rtn", "gptq", "brq", "hires")
+SEQUENCES, LENGTH = 8, 512
+"""Calibration and test windows."""
+PROMPT = "The history of the steam engine begins"
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+  """Adds the command and its options."""
+  parser = commands.add_parser(
+    "demo",
+    help="the embedded model and text: RTN, GPTQ, Hadamard + GPTQ and HiRes",
+    description="Compares four methods on the embedded SmolLM2-135M with embedded "
+    "text, writes a report, and lets the HiRes model speak.",
+  )
+  parser.add_argument("--out", default="runs/demo", metavar="DIR", help="a new folder")
+  return parser
+
+
+def run(options: argparse.Namespace) -> None:
+  """Compares, writes the report and a checkpoint, and generates."""
+  from mxjax import models
+  from mxjax.evaluation import datasets, study
+  from mxjax.evaluation.cli import console, outputs
+
+  folder = outputs.fresh_folder(pathlib.Path(options.out))
+  model, params = models.from_pretrained(None)
+  tokenizer = models.load_tokenizer(None)
+  load = lambda split: datasets.load_tokens(
+    None, tokenizer, count=SEQUENCES, length=LENGTH, split=split
+  )
+  subject = study.Subject(model, params, {"unseen passages": load("test")})
+  with console.progress_bars() as begin:
+    rows, quantized = study.compare(
+      subject, load("calibration"), METHODS, on_method=begin
+    )
+  folder.mkdir(parents=True, exist_ok=True)
+  outputs.finish(folder, rows, "mxjax demo: SmolLM2-135M")
+  console.print_table(console.comparison_table(rows))
+  console.say(f"report: {folder / 'report.html'}")
+  if quantized is not None:
+    outputs.save(folder, rows[-1], quantized, model, tokenizer)
+    text = outputs.continued(model, quantized, tokenizer, PROMPT, max_new_tokens=24)
+    console.say(f"{rows[-1]['method']} says: {text!r}")

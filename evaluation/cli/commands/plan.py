@@ -1,0 +1,52 @@
+"""`mxjax plan`: what quantizing a model will take, from its config alone."""
+
+import argparse
+import json
+from typing import Any
+
+from mxjax.evaluation.cli import arguments
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+  """Adds the command and its options."""
+  parser = commands.add_parser(
+    "plan",
+    help="what quantizing a model will take, from its config alone",
+    description="Prints parameters, blocks, storage, memory by stage, disk and passes "
+    "of HiRes on MODEL; reads no weights. Memory is what a process on CPU has "
+    "resident: Python, JAX and compiled programs, the model or the layer in work, "
+    "hidden states, captured inputs, Hessians and the temporaries of compiled "
+    "functions. Evaluating the quantized model afterwards is not in it.",
+  )
+  arguments.add_model(parser)
+  arguments.add_sequences(parser)
+  parser.add_argument("--chunk", type=int, default=1, help="sequences in a device call")
+  arguments.add_on_disk(parser)
+  parser.add_argument(
+    "--mesh", metavar="AXES", help="memory of one of several devices: data=4,model=2"
+  )
+  arguments.add_json(parser)
+  return parser
+
+
+def run(options: argparse.Namespace) -> None:
+  """Prints the plan."""
+  from mxjax import models
+  from mxjax.audit import plan
+  from mxjax.devices import mesh as meshes
+  from mxjax.evaluation.cli import console, inputs
+
+  config = models.load_config(options.model)
+  planned = plan.plan(
+    config,
+    sequences=options.sequences,
+    length=options.length,
+    chunk=options.chunk,
+    on_disk=inputs.stays_on_disk(options, config),
+    **(meshes.sizes(options.mesh) if options.mesh else {}),
+  )
+  if options.json:
+    print(json.dumps(planned.to_dict()))
+    return
+  for table in console.plan_tables(planned, inputs.model_name(options)):
+    console.print_table(table)

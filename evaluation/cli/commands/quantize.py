@@ -1,0 +1,156 @@
+"""`mxjax quantize`: a run that may be killed at any point and resumed."""
+
+import argparse
+import contextlib
+import pathlib
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from mxjax.evaluation.cli import arguments, names
+
+if TYPE_CHECKING:
+  from mxjax.evaluation.cli import inputs
+
+RUN = "run"
+"""Where a run keeps its journal and finished layers, inside its folder."""
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+  """Adds the command and its options."""
+  parser = commands.add_parser(
+    "quantize",
+    help="quantize a model; writes a checkpoint, a journal and report.html",
+    description="Quantizes every decoder linear of MODEL and writes OUT/checkpoint "
+    "(Orbax), OUT/run (journal and finished layers), OUT/result.json and "
+    "OUT/report.html.",
+  )
+  arguments.add_model(parser)
+  add = parser.add_argument
+  add("--method", default="hires", help=f"{arguments.METHOD_HELP}; default: hires")
+  add("--out", required=True, metavar="DIR", help="a new folder")
+  add(
+    "--chunk",
+    type=int,
+    default=1,
+    help="sequences in a device call; bits do not change",
+  )
+  add(
+    "--resume",
+    action="store_true",
+    help="continue the run in OUT, if there is one, to the same bits",
+  )
+  add(
+    "--log",
+    choices=("bars", "json"),
+    default="bars",
+    help="progress on stderr: bars, or one JSON event a line for machines",
+  )
+  arguments.add_on_disk(parser)
+  arguments.add_processes(arguments.add_mesh(parser))
+  arguments.add_calibration(parser)
+  arguments.add_evaluation(parser)
+  arguments.add_compiled(parser)
+  return parser
+
+
+def run(options: argparse.Namespace) -> None:
+  """Quantizes, measures, and writes the folder."""
+  from mxjax import methods
+  from mxjax.devices import processes
+  from mxjax.evaluation.cli import devices, inputs, outputs, progress
+  from mxjax.running import pipeline
+  from mxjax.storage import atomic_io
+
+  names.check("method", options.method.partition(":")[0], methods.METHODS)
+  methods.get(options.method)
+  folder = pathlib.Path(options.out)
+  mesh = devices.mesh_of(options)
+  is_resumed = options.resume and (folder / RUN).is_dir()
+  if processes.is_leader() and not is_resumed:
+    atomic_io.check_output(folder)
+  prepared = inputs.prepare(options, mesh)
+  try:
+    row = _quantize(options, folder, prepared)
+  except (KeyboardInterrupt, pipeline.Stopped) as error:
+    raise progress.Interrupted(
+      f"{str(error) or 'interrupted'}; finished layers are in {folder / RUN}",
+      progress.resume_command(options.arguments),
+    ) from error
+  if not processes.is_leader():
+    return
+  if options.log == "json":
+    progress.emit("finished", out=str(folder))
+  outputs.print_rows(options, [row], folder)
+
+
+def _quantize(
+  options: argparse.Namespace, folder: pathlib.Path, prepared: "inputs.Inputs"
+) -> dict[str, Any]:
+  """Runs the method in its run folder and saves everything; returns the row."""
+  from mxjax.devices import processes
+  from mxjax.evaluation.cli import inputs, outputs
+  from mxjax.storage import checkpoint, run_folder
+
+  model, tokenizer, subject, _ = prepared
+  is_leader = processes.is_leader()
+  with contextlib.ExitStack() as stack:
+    run = stack.enter_context(
+      run_folder.open_run(folder / RUN, resume=options.resume, mesh=subject.mesh)
+    )
+    if is_leader:
+      outputs.remove_unfinished(folder)
+    row, quantized = _run_method(options, run, prepared, stack)
+    row["record"]["calibration"] |= {
+      "seed": options.seed,
+      "data": options.calib or "embedded",
+      "model": pathlib.Path(inputs.model_name(options)).name,
+    }
+    row["float_perplexity"] = subject.float_perplexities()
+    if not (folder / inputs.CHECKPOINT).exists():
+      outputs.save(folder, row, quantized, model, tokenizer)
+    elif is_leader:
+      checkpoint.check_saved(folder / inputs.CHECKPOINT, quantized)
+    if is_leader:
+      title = f"{options.method} on {inputs.model_name(options)}"
+      outputs.finish(folder, [row], title)
+    processes.wait_for_all(subject.mesh)
+  return row
+
+
+def _run_method(
+  options: argparse.Namespace,
+  run: Any,
+  prepared: "inputs.Inputs",
+  stack: contextlib.ExitStack,
+) -> tuple[dict[str, Any], Any]:
+  """Quantizes and measures with progress shown; the stack owns scratch and signals."""
+  from mxjax import models
+  from mxjax.devices import processes
+  from mxjax.evaluation import study
+  from mxjax.evaluation.cli import progress
+  from mxjax.storage import layer_store
+
+  is_leader = processes.is_leader()
+  is_on_disk = isinstance(prepared.subject.params, models.LazyParams)
+  store: Any = {}
+  if is_on_disk:
+    # Inside the run folder, so that what a killed process leaves is removed.
+    place = run.path if is_leader else None
+    scratch = tempfile.TemporaryDirectory(dir=place, prefix="scratch-")
+    store = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))
+  tell = progress.teller(options.log)
+  begin = stack.enter_context(progress.progress(options.log if is_leader else "none"))
+  stop = stack.enter_context(progress.stopper(tell))
+  for name in run.discarded:
+    tell(f"resume: discarded {name}, which was not finished")
+  row, quantized = study.run_method(
+    prepared.subject,
+    prepared.tokens,
+    options.method,
+    run_dir=run,
+    chunk=options.chunk,
+    on_progress=stop.follow(begin(options.method)),
+    stop=stop,
+    into=store,
+  )
+  return row | {"layers_on_disk": is_on_disk}, quantized

@@ -1,0 +1,37 @@
+"""`mxjax verify`: an audit of a quantized model."""
+
+import argparse
+import json
+from typing import Any
+
+from mxjax.evaluation.cli import arguments
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+  """Adds the command and its options."""
+  parser = commands.add_parser(
+    "verify",
+    help="audit a folder of `quantize` as an outsider would",
+    description="Checks contract, checksums, coverage, payloads, maps, operands and "
+    "recovery of a quantized model; prints a sentence a fault and exits with 1.",
+  )
+  parser.add_argument("folder", metavar="DIR", help="a folder written by `quantize`")
+  parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the inputs")
+  arguments.add_json(parser)
+  return parser
+
+
+def run(options: argparse.Namespace) -> int:
+  """Prints the audit; 0 where everything holds, 1 where anything does not."""
+  from mxjax.audit import verify
+  from mxjax.evaluation.cli import console
+
+  audit = verify.verify(options.folder, seed=options.seed)
+  if options.json:
+    print(json.dumps(audit.to_dict()))
+  else:
+    for fault in audit.faults:
+      print(fault)
+    for line in audit.lines():
+      console.say(line)
+  return 1 if audit.faults else 0

@@ -1,0 +1,59 @@
+"""Runs a parsed command: its errors as one line, and its exit code."""
+
+import argparse
+import sys
+
+from mxjax.devices import execution, processes
+from mxjax.evaluation.cli import devices, progress
+
+MODULE = "mxjax.evaluation.cli.parser"
+MENDABLE = (ValueError, TypeError, OSError, NotImplementedError, FloatingPointError)
+"""Errors that tell a user what to change; others are ours and show a traceback."""
+
+
+def run(options: argparse.Namespace) -> int:
+  """Runs a command; one of several processes runs it in a child that it watches.
+
+  `options` has the command's function as `run` and its words as `arguments`; the
+  result is the exit code.
+  """
+  execution.keep_freed_memory()
+  if folder := getattr(options, "compiled_kept", None):
+    execution.keep_compiled(folder)
+  if not devices.is_distributed(options):
+    return _run(options)
+  if not processes.is_supervised():
+    return processes.supervise([sys.executable, "-P", "-m", MODULE, *options.arguments])
+  try:
+    code = _run(options)
+  except Exception as error:
+    if (message := processes.lost_message(error)) is None:
+      sys.excepthook(type(error), error, error.__traceback__)
+      processes.leave(1)
+    _report(options, "error", message)
+    processes.leave(processes.LOST)
+  if code:
+    # At its end JAX would wait for the others, and they for this one.
+    processes.leave(code)
+  return code
+
+
+def _run(options: argparse.Namespace) -> int:
+  try:
+    return options.run(options) or 0
+  except KeyboardInterrupt as error:
+    _report(options, "stopped", str(error) or "interrupted")
+    return 130
+  except MENDABLE as error:
+    if devices.is_distributed(options) and processes.lost_message(error):
+      raise
+    _report(options, "error", str(error))
+    return 2
+
+
+def _report(options: argparse.Namespace, event: str, message: str) -> None:
+  """Says on stderr why a command ends early, in the form that was asked for."""
+  if getattr(options, "log", None) == "json":
+    progress.emit(event, message=message)
+  else:
+    print(f"mxjax {options.command}: {message}", file=sys.stderr)

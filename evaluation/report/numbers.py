@@ -1,0 +1,34 @@
+"""How numbers are written for people."""
+
+import math
+
+
+def number(value: float) -> str:
+  """Four significant digits; a value that is not finite is named."""
+  if not math.isfinite(value):
+    return "∞" if value == math.inf else "not finite"
+  if value == 0:
+    return "0"
+  if 1e-3 <= abs(value) < 1e5:
+    return f"{value:.4g}"
+  mantissa, exponent = f"{value:.2e}".split("e")
+  return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def share(value: float) -> str:
+  """A share as a percentage."""
+  return f"{100 * value:.3g}%"
+
+
+def size(value: float) -> str:
+  """Bytes in the largest fitting binary unit."""
+  units = ("B", "KiB", "MiB", "GiB", "TiB")
+  power = min(max(int(abs(value)).bit_length() - 1, 0) // 10, len(units) - 1)
+  return f"{value / 1024**power:.4g} {units[power]}"
+
+
+def seconds(value: float) -> str:
+  """Seconds, or minutes and hours when long."""
+  if value < 120:
+    return f"{value:.3g} s"
+  return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"

@@ -1,0 +1,160 @@
+"""The part of the report that compares runs: a table and three charts."""
+
+import html
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mxjax.evaluation.report import figures, numbers, svg
+from mxjax.evaluation.report.html import figure, grid, legend, table
+from mxjax.evaluation.report.svg import Part, Series
+
+Run = Mapping[str, Any]
+FLOAT, FLOAT_COLOR = "float model", 7
+SIZE_PARTS = ("codes", "scales", "maps", "rounding tables", "recovery", "not quantized")
+NONE = "–"
+
+
+def _mean(value: Any) -> float | None:
+  """A number, the mean of a perplexity dict, or None."""
+  if isinstance(value, Mapping):
+    value = value.get("mean")
+  return None if value is None else float(value)
+
+
+def _float_perplexity(runs: Sequence[Run], dataset: str) -> float | None:
+  """The float model's perplexity: a number, or numbers by dataset."""
+  for run in runs:
+    perplexity = run.get("float_perplexity")
+    if isinstance(perplexity, Mapping) and "mean" not in perplexity:
+      perplexity = perplexity.get(dataset)
+    if (value := _mean(perplexity)) is not None:
+      return value
+  return None
+
+
+def _datasets(runs: Sequence[Run]) -> list[str]:
+  return list(dict.fromkeys(name for run in runs for name in run["perplexity"] or {}))
+
+
+def _written(value: float | None, form: Callable[[float], str]) -> str:
+  return NONE if value is None else form(value)
+
+
+def _with_spread(value: Mapping[str, Any] | None) -> str:
+  spread = float((value or {}).get("spread") or 0.0)
+  text = _written(_mean(value), numbers.number)
+  return f"{text} ± {numbers.number(spread)}" if spread else text
+
+
+def _marked(
+  cells: Sequence[str], values: Sequence[float | None], best: Any
+) -> list[str]:
+  """Cells of a column, the best one marked; ties are all marked."""
+  finite = [v for v in values if v is not None and math.isfinite(v)]
+  target = best(finite) if len(finite) > 1 else None
+  return [
+    f'<td class="best">{cell}</td>' if value is not None and value == target else cell
+    for cell, value in zip(cells, values, strict=True)
+  ]
+
+
+def summary_table(runs: Sequence[Run]) -> str:
+  """One row a method, the float model first."""
+  sizes = [run.get("size") or {} for run in runs]
+  total = next((s["bf16_total"] for s in sizes if s), None)
+  columns = {"method": [FLOAT, *(html.escape(str(run["method"])) for run in runs)]}
+  for name in _datasets(runs):
+    values = [run["perplexity"].get(name) for run in runs]
+    cells = _marked([_with_spread(v) for v in values], [_mean(v) for v in values], min)
+    exact = _written(_float_perplexity(runs, name), numbers.number)
+    columns[f"perplexity, {name}"] = [exact, *cells]
+  errors = [_mean(run.get("operator_error")) for run in runs]
+  cells = _marked([_written(e, numbers.number) for e in errors], errors, min)
+  columns["operator error"] = [NONE, *cells]
+  totals = [total, *(s.get("total") for s in sizes)]
+  columns["size"] = [_written(value, numbers.size) for value in totals]
+  bits = [s.get("quantized_linears", {}).get("bits_per_weight") for s in sizes]
+  columns["bits a weight"] = ["16", *(_written(b, "{:.3g}".format) for b in bits)]
+  ratios = [s.get("ratio") for s in sizes]
+  cells = _marked([_written(r, "{:.2f}×".format) for r in ratios], ratios, max)
+  columns["smaller than BF16"] = [NONE if total is None else "1.00×", *cells]
+  rows = zip(*columns.values(), strict=True)
+  return f'<div class="card">{table(list(columns), rows)}</div>'
+
+
+def _color(index: int) -> int:
+  return index % FLOAT_COLOR
+
+
+def perplexity_chart(runs: Sequence[Run]) -> str:
+  """Bars by dataset: the float model, then each method with its spread."""
+  groups = []
+  for name in _datasets(runs):
+    value = _float_perplexity(runs, name)
+    parts = [] if value is None else [Part(FLOAT, value, FLOAT_COLOR)]
+    for index, run in enumerate(runs):
+      perplexity = run["perplexity"].get(name)
+      mean = _mean(perplexity)
+      if perplexity is not None and mean is not None:
+        spread = float(perplexity.get("spread") or 0.0)
+        parts.append(Part(run["method"], mean, _color(index), spread))
+    groups.append((name, parts))
+  if not groups:
+    return ""
+  names = [(str(run["method"]), _color(i)) for i, run in enumerate(runs)]
+  return figure(
+    "Perplexity",
+    svg.bar_groups(groups, label="perplexity by method"),
+    keys=legend([(FLOAT, FLOAT_COLOR), *names]),
+    note="Lower is better; the whisker is one spread over replicates.",
+  )
+
+
+def size_chart(runs: Sequence[Run]) -> str:
+  """Stored bytes by what they are for, beside BF16."""
+  bars = []
+  for run in runs:
+    if not (size := run.get("size")):
+      continue
+    if not bars:
+      bars.append(("BF16", [Part("everything", size["bf16_total"], FLOAT_COLOR)]))
+    linears = [size["quantized_linears"][k] for k in ("codes", "scales", "maps")]
+    rounding = size["quantized_linears"]["rounding"]
+    values = (*linears, rounding, size["recovery"], size["other"])
+    parts = enumerate(zip(SIZE_PARTS, values, strict=True))
+    bars.append((str(run["method"]), [Part(*part, i) for i, part in parts]))
+  options = {"y_format": numbers.size, "left": 80, "pitch": 40}
+  note = "All bytes a method stores, its tables included."
+  return figures.stacks(svg.rows, "Size", bars, note, **options)
+
+
+def error_chart(runs: Sequence[Run]) -> str:
+  """Final error by layer of every method: the geometric mean over its linears."""
+  series = []
+  for index, run in enumerate(runs):
+    points = []
+    for layer_index, layer in enumerate(run["record"]["layers"]):
+      errors = [linear.get("error_final", 0.0) for linear in layer["linears"].values()]
+      positive = [e for e in errors if e > 0 and math.isfinite(e)]
+      if positive:
+        points.append((float(layer_index), statistics.geometric_mean(positive)))
+    series.append(Series(str(run["method"]), points, _color(index)))
+  return figures.lines(
+    "Final error by layer",
+    series,
+    "Relative squared output error, geometric mean over the layer's linears.",
+    log=True,
+    wide=True,
+    height=240,
+  )
+
+
+def summary(runs: Sequence[Run]) -> str:
+  """Table and charts; empty where every run failed."""
+  if not runs:
+    return ""
+  lead = "Best value of each column in color. Sizes count every stored byte."
+  charts = grid((perplexity_chart(runs), size_chart(runs), error_chart(runs)))
+  return f'<p class="lead">{lead}</p>{summary_table(runs)}{charts}'

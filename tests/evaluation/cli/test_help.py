@@ -1,0 +1,106 @@
+"""Help, versions and misspelled words: before anything heavy is loaded."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from mxjax import methods
+from mxjax.discovery.cli import parser
+from mxjax.discovery.studies import study
+from mxjax.evaluation.cli import names
+from mxjax.evaluation.measures import fitness
+from mxjax.methods.hires import ablations
+from mxjax.storage.export import features
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def test_help_of_every_command_loads_no_array_library():
+  program = """
+import sys
+from mxjax.discovery.cli import parser
+
+heavy = ("jax", "flax", "numpy", "scipy", "rich", "transformers", "safetensors")
+for words in (["--help"], ["--version"], ["discover", "--help"], ["quantize", "--help"],
+              ["export", "--help"], ["discover", "study", "--help"]):
+  try:
+    parser.main(words)
+  except SystemExit as stop:
+    assert stop.code == 0, words
+  assert not set(heavy) & set(sys.modules), (words, set(heavy) & set(sys.modules))
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", program],
+    cwd=ROOT,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  assert "mxjax 0." in done.stdout
+
+
+def test_names_in_help_are_those_of_the_registries():
+  assert names.METHODS == tuple(methods.METHODS)
+  assert names.STUDIES == tuple(ablations.STUDIES)
+  assert names.FEATURES == (*features.FEATURES, *features.GROUPS)
+  assert names.TASKS == fitness.TASKS
+  assert tuple(parser.STUDIES) == tuple(sorted(study.STUDIES))
+
+
+def printed(words, capsys):
+  with pytest.raises(SystemExit) as stop:
+    parser.main(words)
+  return stop.value.code, capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+  "command",
+  "plan quantize verify evaluate tables compare ablate generate demo export import "
+  "discover".split(),
+)
+def test_help_explains_each_command(command, capsys):
+  code, told = printed([command, "--help"], capsys)
+  assert code == 0
+  assert len(told.out) > 200
+
+
+def test_help_lists_every_method(capsys):
+  for command in ("quantize", "compare"):
+    text = printed([command, "--help"], capsys)[1].out.replace("\n", " ")
+    words = [word.strip(",;") for word in text.split()]
+    assert set(methods.METHODS) <= set(words)
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["quantise"], "did you mean quantize?"),
+    (["quantize", "--out", "x", "--metod", "rtn"], "--metod; did you mean --method?"),
+    (["discover", "run", "--seeed", "1"], "--seeed; did you mean --seed?"),
+    (["quantize", "--out", "x", "--sampling", "window"], "did you mean windows?"),
+  ],
+)
+def test_a_misspelled_word_is_answered_with_the_near_one(words, message, capsys):
+  code, told = printed(words, capsys)
+  assert code == 2
+  assert message in told.err
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["quantize", "--method", "gtpq:scales=static"], "did you mean gptq?"),
+    (["compare", "--methods", "rtn,hire"], "did you mean hires?"),
+    (["ablate", "--study", "stage"], "did you mean stages?"),
+  ],
+)
+def test_a_misspelled_name_is_answered_with_the_near_one(
+  words, message, tmp_path, capsys
+):
+  assert parser.main([*words, "--out", str(tmp_path / "out")]) == 2
+  assert message in capsys.readouterr().err
