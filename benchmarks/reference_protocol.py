@@ -23,6 +23,7 @@ from mxjax.calibration.calibration import Calibration
 from mxjax.devices import execution
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.methods.hires.hires import HiRes
 from mxjax.numerics.shaping import input_maps
 from mxjax.running import pipeline
 from mxjax.running.run_record import peak_memory_bytes
@@ -31,7 +32,7 @@ HIRES = methods.HIRES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RotatedOneCode(methods.HiRes):
+class RotatedOneCode(HiRes):
   """Stage II on a block Hadamard in place of the fitted map."""
 
   def shape(self, weight, inputs):
