@@ -2,26 +2,32 @@
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import typing
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-# A method is registered by one line here: METHODS has every program that is imported.
-from mxjax.methods.baselines.batquant import BATQUANT as BATQUANT
-from mxjax.methods.baselines.brq import BRQ as BRQ
-from mxjax.methods.baselines.focus import FOCUS as FOCUS
-from mxjax.methods.baselines.focus import RTN_RCEIL as RTN_RCEIL
-from mxjax.methods.baselines.mr_gptq import MR_GPTQ as MR_GPTQ
-from mxjax.methods.baselines.rtn import RTN as RTN
-from mxjax.methods.baselines.rtn_gain import RTN_GAIN as RTN_GAIN
-from mxjax.methods.baselines.spinquant import SPINQUANT as SPINQUANT
-from mxjax.methods.baselines.torq import TORQ as TORQ
-from mxjax.methods.baselines.wush import WUSH as WUSH
-from mxjax.methods.baselines.wush import WUSH_R as WUSH_R
-from mxjax.methods.gptq import GPTQ as GPTQ
-from mxjax.methods.hires.hires import HIRES as HIRES
-from mxjax.methods.hires.hires_next import HIRES_NEXT as HIRES_NEXT
-from mxjax.methods.program import Program as Program
+from mxjax.methods.program import Program
+
+# A method is registered by one line here; its module is imported when it is asked for,
+# so that importing mxjax loads no optimizer library.
+_REGISTERED = {
+  "rtn": "baselines.rtn.RTN",
+  "gptq": "gptq.GPTQ",
+  "mr-gptq": "baselines.mr_gptq.MR_GPTQ",
+  "brq": "baselines.brq.BRQ",
+  "wush": "baselines.wush.WUSH",
+  "torq": "baselines.torq.TORQ",
+  "batquant": "baselines.batquant.BATQUANT",
+  "spinquant": "baselines.spinquant.SPINQUANT",
+  "focus": "baselines.focus.FOCUS",
+  "wush+r": "baselines.wush.WUSH_R",
+  "hires": "hires.hires.HIRES",
+  "hires-next": "hires.hires_next.HIRES_NEXT",
+  "rtn+gain": "baselines.rtn_gain.RTN_GAIN",
+  "rtn+rceil": "baselines.focus.RTN_RCEIL",
+}
 
 PAPER_METHODS = (
   "rtn",
@@ -37,11 +43,35 @@ PAPER_METHODS = (
 )
 """The ten rows of the paper's comparison, HiRes last."""
 
-_PROGRAMS = {p.name: p for p in list(vars().values()) if isinstance(p, Program)}
-METHODS: dict[str, Program] = {
-  name: _PROGRAMS[name] for name in (*PAPER_METHODS, *sorted(_PROGRAMS))
-}
-"""Every registered method by name: those of the paper, then all others."""
+
+def _load(path: str) -> Program:
+  module, _, attribute = path.rpartition(".")
+  return getattr(importlib.import_module(f"mxjax.methods.{module}"), attribute)
+
+
+class _Methods(Mapping[str, Program]):
+  """The registered programs by name, each imported when it is read."""
+
+  def __getitem__(self, name: str) -> Program:
+    return _load(_REGISTERED[name])
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(_REGISTERED)
+
+  def __len__(self) -> int:
+    return len(_REGISTERED)
+
+
+METHODS: Mapping[str, Program] = _Methods()
+"""Every registered method by name."""
+
+
+def __getattr__(name: str) -> Program:
+  """A registered program by the name of its constant, such as `methods.HIRES`."""
+  for path in _REGISTERED.values():
+    if path.rpartition(".")[2] == name:
+      return _load(path)
+  raise AttributeError(f"module 'mxjax.methods' has no attribute {name!r}")
 
 
 def get(method: str | Program) -> Program:

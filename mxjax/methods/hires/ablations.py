@@ -42,13 +42,16 @@ class StaleMlp(MlpFit):
     return parent
 
 
+def _is_quantized(node: Any) -> bool:
+  return isinstance(node, QuantizedLinear)
+
+
 def unrounded(layer: Params) -> Params:
   """A quantized layer whose weights are encoded and whose inputs are not."""
-  is_leaf = lambda node: isinstance(node, QuantizedLinear)
   change = lambda node: (
-    dataclasses.replace(node, rounding=Unrounded()) if is_leaf(node) else node
+    dataclasses.replace(node, rounding=Unrounded()) if _is_quantized(node) else node
   )
-  return jax.tree.map(change, layer, is_leaf=is_leaf)
+  return jax.tree.map(change, layer, is_leaf=_is_quantized)
 
 
 class _BeforeEncoding(RecoveryFit):
@@ -195,16 +198,11 @@ def build_key(program: Program) -> str | None:
 
 def reuse(program: Program, params: Params) -> Reused:
   """The program, with the linears of an earlier build of the same key."""
-  leaves = {}
-  for layer_name, layer in params.items():
-    if not layer_name.startswith("layers_"):
-      continue
-    for block, parts in layer.items():
-      for name, part in parts.items() if isinstance(parts, Mapping) else ():
-        if isinstance(part, Mapping) and isinstance(
-          part.get("weight"), QuantizedLinear
-        ):
-          leaves[f"{layer_name}/{block}/{name}"] = part["weight"]
+  layers = {name: params[name] for name in params if name.startswith("layers_")}
+  nodes, _ = jax.tree_util.tree_flatten_with_path(layers, is_leaf=_is_quantized)
+  # A path ends with the key "weight" of the linear.
+  name_of = lambda path: jax.tree_util.keystr(path[:-1], simple=True, separator="/")
+  leaves = {name_of(path): node for path, node in nodes if _is_quantized(node)}
   return Reused(
     name=program.name,
     recover=program.recover,

@@ -301,12 +301,19 @@ def test_a_second_run_learns_the_same_bits(build, tiny_params, calib):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_the_papers_methods_are_its_ten_rows_and_a_newcomer_is_none_of_them():
+def test_a_newcomer_is_one_line_and_is_none_of_the_papers_ten():
   ten = "rtn gptq mr-gptq brq wush torq batquant spinquant focus hires".split()
   assert list(methods.PAPER_METHODS) == ten
   source = pathlib.Path(methods.__file__).read_text()
-  newcomer = methods.Program(name="newcomer")
-  scope = {"newcomer": newcomer, "__name__": "mxjax.methods"}
-  exec(compile(source, methods.__file__, "exec"), scope)
-  assert scope["METHODS"]["newcomer"] is newcomer
+  line = '  "rtn": "baselines.rtn.RTN",\n'
+  assert line in source
+  planted = source.replace(line, line + '  "newcomer": "gptq.GPTQ",\n')
+  scope = {"__name__": "mxjax.methods"}
+  exec(compile(planted, methods.__file__, "exec"), scope)
+  assert scope["METHODS"]["newcomer"] is methods.GPTQ
   assert list(scope["PAPER_METHODS"]) == ten
+
+
+def test_an_unknown_constant_is_an_attribute_error():
+  with pytest.raises(AttributeError, match="no attribute 'AWQ'"):
+    methods.AWQ  # noqa: B018
