@@ -192,10 +192,10 @@ def test_a_weight_may_be_any_pytree(tiny, monkeypatch):
   class Halved:
     double: jax.Array
 
-  plain = transformer.linears
+  plain = transformer.linear_many
   value = lambda w: w.double / 2 if isinstance(w, Halved) else w
   monkeypatch.setattr(
-    transformer, "linears", lambda x, weights: plain(x, [value(w) for w in weights])
+    transformer, "linear_many", lambda x, weights: plain(x, [value(w) for w in weights])
   )
   model, params, tokens = tiny
   weight = params["layers_0"]["mlp"]["up_proj"]["weight"]
