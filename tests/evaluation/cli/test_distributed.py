@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 # gets past the start of a layer: layers here take less time than a look at the log.
 HELD = """
 import pathlib, time
-from mxjax import layer_quantization
+from mxjax.running import layer_quantization
 
 quantize_layer = layer_quantization.quantize_layer
 
