@@ -55,20 +55,11 @@ def open_pretrained(
   """Opens a model whose weights stay on disk until a layer is asked for.
 
   Quantizing and measuring take such params like a dict and hold one layer at a time;
-  `model.apply` does not.
-
-  Args:
-    source: The same as for `from_pretrained`.
-    dtype: Compute dtype, "float32" or "bfloat16".
+  `model.apply` does not. Arguments and errors are those of `from_pretrained`, but NaN
+  and inf are found only when a layer is read.
 
   Returns:
     A linen module and a mapping with the keys of its params.
-
-  Raises:
-    FileNotFoundError: There is no such model, or no network to fetch it.
-    NotImplementedError: The architecture or a feature of it is not supported.
-    ValueError: Files are damaged or do not fit their config; NaN and inf are found
-      when a layer is read.
   """
   path = hub.resolve(source)
   open_ = weights.open_folder if path.is_dir() else gguf.open_file
@@ -81,17 +72,8 @@ def load_config(
 ) -> ModelConfig:
   """Reads the config of a model; of a hub id, nothing else is fetched.
 
-  Args:
-    source: The same as for `from_pretrained`, or a `config.json`.
-    dtype: Compute dtype, "float32" or "bfloat16".
-
-  Returns:
-    The model's description.
-
-  Raises:
-    FileNotFoundError: There is no such model, or no network to fetch it.
-    NotImplementedError: The architecture or a feature of it is not supported.
-    ValueError: A required field is absent.
+  Arguments and errors are those of `from_pretrained`; `source` may also be the file
+  `config.json` itself.
   """
   path = hub.resolve(source, only_config=True)
   if path.suffix == ".gguf":
@@ -100,13 +82,7 @@ def load_config(
 
 
 def load_tokenizer(source: str | pathlib.Path | None = None) -> Tokenizer:
-  """Loads the tokenizer of a model.
-
-  Args:
-    source: The same as for `from_pretrained`.
-
-  Returns:
-    The tokenizer.
+  """Loads the tokenizer of a model; `source` is that of `from_pretrained`.
 
   Raises:
     FileNotFoundError: There is no such model, or it has no tokenizer.

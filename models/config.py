@@ -121,24 +121,17 @@ class ModelConfig:
 
   @classmethod
   def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
-    """Rebuilds a config from what `to_dict` returned.
-
-    Args:
-      values: The mapping, as read from JSON.
-
-    Returns:
-      An equal config.
+    """Rebuilds an equal config from what `to_dict` returned, also through JSON.
 
     Raises:
       ValueError: Fields are missing, unknown or inconsistent.
     """
-    known = {field.name for field in dataclasses.fields(cls)}
-    required = {
-      field.name
-      for field in dataclasses.fields(cls)
-      if field.default is dataclasses.MISSING
-    }
-    missing, unknown = required - set(values), set(values) - known
+    fields = dataclasses.fields(cls)
+    required = {one.name for one in fields if one.default is dataclasses.MISSING}
+    missing, unknown = (
+      required - set(values),
+      set(values) - {one.name for one in fields},
+    )
     if missing or unknown:
       raise ValueError(
         f"ModelConfig.from_dict: missing fields {sorted(missing)}, unknown fields "

@@ -24,15 +24,10 @@ QUERY_CHUNK = 256
 def inverse_frequencies(
   head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> np.ndarray:
-  """Computes the rotary frequencies in numpy float32, as transformers does.
+  """Rotary frequencies of heads of `head_dim` coordinates, as transformers has them.
 
-  Args:
-    head_dim: Coordinates of a head, even.
-    theta: Base of the geometric series.
-    scaling: Llama-3 scaling, or None.
-
-  Returns:
-    Radians per token, float32 `[head_dim / 2]`.
+  They are radians per token, float32 `[head_dim / 2]`: a geometric series with the base
+  `theta`, stretched by Llama-3 scaling where there is one.
   """
   exponents = np.arange(0, head_dim, 2).astype(np.float32) / np.float32(head_dim)
   frequencies = np.float32(1.0) / np.float32(theta) ** exponents
@@ -200,10 +195,10 @@ def cached_attention(
   """
   keys, values = (a.astype(past[0].dtype) for a in (keys, values))
   obstacle = attention.obstacle(queries, keys, values, past)
-  chosen = implementations.choose("cached_attention", implementation, pallas=obstacle)
-  if chosen != "xla":
-    made = queries, keys, values, past, start
-    return attention.launch(*made, window=window, interpret=chosen == "interpret")
+  lowered = implementations.choose("cached_attention", implementation, pallas=obstacle)
+  if lowered != "xla":
+    operands = queries, keys, values, past, start
+    return attention.launch(*operands, window=window, interpret=lowered == "interpret")
   # Unsigned start indices: for signed ones JAX launches a kernel to wrap negatives.
   zero = jnp.zeros((), jnp.uint32)
   place = zero, start.astype(jnp.uint32), zero, zero

@@ -26,14 +26,13 @@ def generate(
 ) -> jax.Array:
   """Continues prompts, by default recomputing the whole prefix for every token.
 
-  The tokens lie in a buffer of the final length, so every step has the same shapes
-  and compiles once; what lies behind the current position cannot leak forward
-  because attention is causal. With a cache the prompt is run once and each step runs
-  one token of every row: two compiled shapes, the same tokens but for ties within
-  rounding.
+  The tokens lie in a buffer of the final length, so every step has the same shapes and
+  compiles once; attention is causal, so what lies behind the current position has no
+  effect. With a cache the prompt is run once and each step runs one token of every row:
+  two compiled shapes, and the same tokens but for ties within rounding.
 
   Args:
-    model: The model.
+    model: The model that scores the tokens.
     params: Its params, float or quantized.
     tokens: Prompts of equal length, int32 `[B, T]`, T at least 1.
     max_new_tokens: Tokens to append, at least 0.
@@ -42,8 +41,7 @@ def generate(
     top_p: Sample among the fewest tokens whose probability reaches this only.
     key: Random key, needed when `temperature` is positive.
     eos_id: Token after which a row is filled with itself, or None.
-    use_cache: Keep the keys and values of past tokens,
-      `2 * num_layers * B * (T + max_new_tokens) * kv_heads * head_dim` values.
+    use_cache: Whether to keep the keys and values of past tokens in memory.
 
   Returns:
     Prompts and continuations, int32 `[B, T + max_new_tokens]`.
@@ -51,9 +49,9 @@ def generate(
   Raises:
     ValueError: An argument is out of range, or the length exceeds the model's.
   """
-  _check(model, tokens, max_new_tokens, temperature, top_k, top_p, key)
+  _check_arguments(model, tokens, max_new_tokens, temperature, top_k, top_p, key)
   batch, start = tokens.shape
-  choose = functools.partial(_choose, temperature, top_k, top_p, key)
+  choose = functools.partial(_next_token, temperature, top_k, top_p, key)
   buffer = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, max_new_tokens)))
   is_done = jnp.zeros(batch, bool)
   cache = empty_cache(model, batch, buffer.shape[1]) if use_cache else None
@@ -64,17 +62,17 @@ def generate(
     else:
       logits, cache = next_logits(model, params, cache, buffer[:, seen:position])
       seen = position
-    chosen = choose(logits, position)
+    newest = choose(logits, position)
     if eos_id is not None:
-      chosen = jnp.where(is_done, eos_id, chosen)
-      is_done |= chosen == eos_id
+      newest = jnp.where(is_done, eos_id, newest)
+      is_done |= newest == eos_id
       if bool(is_done.all()):
         return buffer.at[:, position:].set(jnp.full((batch, 1), eos_id, jnp.int32))
-    buffer = buffer.at[:, position].set(chosen)
+    buffer = buffer.at[:, position].set(newest)
   return buffer
 
 
-def _choose(
+def _next_token(
   temperature: float,
   top_k: int | None,
   top_p: float | None,
@@ -97,35 +95,32 @@ def sample(
   top_k: int | None = None,
   top_p: float | None = None,
 ) -> jax.Array:
-  """Draws one token a row.
+  """Draws one token a row: int32 `[B]` from float32 logits `[B, V]`.
 
   Args:
     key: Random key.
-    logits: float32 `[B, V]`.
+    logits: Scores of all tokens.
     temperature: Positive divisor of the logits.
     top_k: Keep the k most likely tokens (and any tied with the last), or None.
     top_p: Of those, keep the fewest whose probability reaches this, or None.
-
-  Returns:
-    Token ids, int32 `[B]`.
   """
   scores = logits / temperature
   if top_k is not None:
-    last_kept = jax.lax.top_k(scores, min(top_k, scores.shape[-1]))[0][:, -1:]
-    scores = jnp.where(scores < last_kept, -jnp.inf, scores)
+    smallest = jax.lax.top_k(scores, min(top_k, scores.shape[-1]))[0][:, -1:]
+    scores = jnp.where(scores < smallest, -jnp.inf, scores)
   if top_p is not None:
-    scores = _keep_nucleus(scores, top_p)
+    scores = _mask_outside_nucleus(scores, top_p)
   return jax.random.categorical(key, scores, axis=-1).astype(jnp.int32)
 
 
-def _keep_nucleus(scores: jax.Array, top_p: float) -> jax.Array:
+def _mask_outside_nucleus(scores: jax.Array, top_p: float) -> jax.Array:
   """Sets scores outside the smallest set of probability `top_p` to -inf."""
   ordered = jnp.sort(scores, axis=-1, descending=True)
   probabilities = jax.nn.softmax(ordered, axis=-1)
   # A token stays if those before it fall short; so the first one always stays.
   before = jnp.cumsum(probabilities, axis=-1) - probabilities
-  last_kept = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
-  return jnp.where(scores < last_kept, -jnp.inf, scores)
+  smallest = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
+  return jnp.where(scores < smallest, -jnp.inf, scores)
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -152,8 +147,11 @@ def _next_logits(
   hidden = model.embed(params, buffer)
   for index in range(model.num_layers):
     hidden = _run_layer(model, params[model.layer_name(index)], hidden)
-  outside = {name: value for name, value in params.items() if "layers_" not in name}
-  return _run_head(model, outside, hidden, jnp.asarray(position, jnp.int32))
+  return _run_head(model, _outside_layers(params), hidden, jnp.int32(position))
+
+
+def _outside_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+  return {name: value for name, value in params.items() if "layers_" not in name}
 
 
 @jax.tree_util.register_dataclass
@@ -194,18 +192,23 @@ def next_logits(
   if tokens.shape[1] == 1 and jax.default_backend() == "gpu":
     # Launching layer by layer from Python would take longer than running them.
     return _run_token(model, params, cache, tokens)
+  hidden, cache = _run_cached_layers(model, params, cache, tokens)
+  last = jnp.int32(tokens.shape[1] - 1)
+  return _run_head(model, _outside_layers(params), hidden, last), cache
+
+
+def _run_cached_layers(
+  model: CausalLM, params: Mapping[str, Any], cache: Cache, tokens: jax.Array
+) -> tuple[jax.Array, Cache]:
+  """Hidden states of the next tokens, and the cache with them in it."""
   hidden = model.embed(params, tokens)
   updated = []
   for index in range(model.num_layers):
-    layer_params = params[model.layer_name(index)]
-    hidden, new = _run_cached_layer(
-      model, layer_params, cache.layers[index], hidden, cache.length
-    )
+    layer_params, past = params[model.layer_name(index)], cache.layers[index]
+    # Inside a jitted function, equal layers are traced and lowered once.
+    hidden, new = _run_cached_layer(model, layer_params, past, hidden, cache.length)
     updated.append(new)
-  outside = {name: value for name, value in params.items() if "layers_" not in name}
-  last = jnp.asarray(tokens.shape[1] - 1, jnp.int32)
-  logits = _run_head(model, outside, hidden, last)
-  return logits, Cache(tuple(updated), cache.length + tokens.shape[1])
+  return hidden, Cache(tuple(updated), cache.length + tokens.shape[1])
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
@@ -225,17 +228,11 @@ def _run_token(
   model: CausalLM, params: Mapping[str, Any], cache: Cache, tokens: jax.Array
 ) -> tuple[jax.Array, Cache]:
   """One token of every sequence through the whole model in one program."""
-  hidden = model.embed(params, tokens)
-  updated = []
-  for index in range(model.num_layers):
-    layer_params, past = params[model.layer_name(index)], cache.layers[index]
-    # Equal layers are traced and lowered once.
-    hidden, new = _run_cached_layer(model, layer_params, past, hidden, cache.length)
-    updated.append(new)
-  return model.logits(params, hidden)[:, -1], Cache(tuple(updated), cache.length + 1)
+  hidden, cache = _run_cached_layers(model, params, cache, tokens)
+  return model.logits(params, hidden)[:, -1], cache
 
 
-def _check(
+def _check_arguments(
   model: CausalLM,
   tokens: jax.Array,
   max_new_tokens: int,
@@ -258,6 +255,5 @@ def _check(
     "a random key with a positive temperature, got none": temperature > 0
     and key is None,
   }
-  found = [text for text, is_present in problems.items() if is_present]
-  if found:
-    raise ValueError(f"generate: expected {'; '.join(found)}; correct the arguments.")
+  if present := [text for text, is_present in problems.items() if is_present]:
+    raise ValueError(f"generate: expected {'; '.join(present)}; correct the arguments.")

@@ -1,8 +1,8 @@
-"""What parameters a config implies, and the checked way from stored tensors to them."""
+"""The parameters that a config implies, and checks of stored tensors against them."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +30,7 @@ class StoredTensor:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
-  """Lists every parameter of an unquantized model.
-
-  Args:
-    config: The model's description.
-
-  Returns:
-    The shape of each leaf by its path, in forward order.
-  """
+  """Shapes of the parameters of an unquantized model by path, in forward order."""
   width, vocabulary = config.hidden_size, config.vocab_size
   shapes: dict[Path, tuple[int, ...]] = {
     ("embed_tokens", "weight"): (vocabulary, width)
@@ -51,31 +44,53 @@ def parameter_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
   return shapes
 
 
-def _layer_shapes(config: ModelConfig) -> Iterator[tuple[Path, tuple[int, ...]]]:
-  """Yields path and shape of each parameter of one layer."""
+class LinearSize(NamedTuple):
+  """Sizes of one linear of a layer."""
+
+  in_features: int
+  out_features: int
+  use_bias: bool
+
+
+def layer_linears(config: ModelConfig) -> dict[tuple[str, str], LinearSize]:
+  """The linears of a layer by block and name, in forward order."""
   width, hidden = config.hidden_size, config.intermediate_size
   queries = config.num_heads * config.head_dim
   values = config.num_kv_heads * config.head_dim
   qkv_bias = config.attention_bias or config.qkv_bias
-  linears = [
-    ("self_attn", "q_proj", queries, width, qkv_bias),
-    ("self_attn", "k_proj", values, width, qkv_bias),
-    ("self_attn", "v_proj", values, width, qkv_bias),
-    ("self_attn", "o_proj", width, queries, config.attention_bias),
-    ("mlp", "gate_proj", hidden, width, config.mlp_bias),
-    ("mlp", "up_proj", hidden, width, config.mlp_bias),
-    ("mlp", "down_proj", width, hidden, config.mlp_bias),
-  ]
+  return {
+    ("self_attn", "q_proj"): LinearSize(width, queries, qkv_bias),
+    ("self_attn", "k_proj"): LinearSize(width, values, qkv_bias),
+    ("self_attn", "v_proj"): LinearSize(width, values, qkv_bias),
+    ("self_attn", "o_proj"): LinearSize(queries, width, config.attention_bias),
+    ("mlp", "gate_proj"): LinearSize(width, hidden, config.mlp_bias),
+    ("mlp", "up_proj"): LinearSize(width, hidden, config.mlp_bias),
+    ("mlp", "down_proj"): LinearSize(hidden, width, config.mlp_bias),
+  }
+
+
+def attention_norms(config: ModelConfig) -> dict[str, int]:
+  """Widths of the norms of queries and keys, by name; empty if there are none."""
+  if config.qk_norm is None:
+    return {}
+  if config.qk_norm == "head":
+    return {"q_norm": config.head_dim, "k_norm": config.head_dim}
+  return {
+    "q_norm": config.num_heads * config.head_dim,
+    "k_norm": config.num_kv_heads * config.head_dim,
+  }
+
+
+def _layer_shapes(config: ModelConfig) -> Iterator[tuple[Path, tuple[int, ...]]]:
+  """Yields path and shape of each parameter of one layer."""
   for name in layer_norms(config):
-    yield (name, "weight"), (width,)
-  if config.qk_norm is not None:
-    per_head = config.qk_norm == "head"
-    yield ("self_attn", "q_norm", "weight"), (config.head_dim if per_head else queries,)
-    yield ("self_attn", "k_norm", "weight"), (config.head_dim if per_head else values,)
-  for block, name, out_features, in_features, has_bias in linears:
-    yield (block, name, "weight"), (out_features, in_features)
-    if has_bias:
-      yield (block, name, "bias"), (out_features,)
+    yield (name, "weight"), (config.hidden_size,)
+  for name, width in attention_norms(config).items():
+    yield ("self_attn", name, "weight"), (width,)
+  for path, size in layer_linears(config).items():
+    yield (*path, "weight"), (size.out_features, size.in_features)
+    if size.use_bias:
+      yield (*path, "bias"), (size.out_features,)
 
 
 def layer_norms(config: ModelConfig) -> tuple[str, str]:
@@ -90,15 +105,10 @@ def check_shapes(
   expected: Mapping[Path, tuple[int, ...]],
   source: str,
 ) -> None:
-  """Raises one error that names every tensor out of place.
-
-  Args:
-    stored: What the file has, by params path.
-    expected: Shapes that the config implies.
-    source: File or folder, for messages.
+  """Compares the tensors of `source`, a file or folder, with those of its config.
 
   Raises:
-    ValueError: Tensors are missing, unexpected or of another shape.
+    ValueError: Tensors are missing, unexpected or of another shape; all are named.
   """
   problems = [f"{'.'.join(path)} is missing" for path in expected if path not in stored]
   problems += [
@@ -118,14 +128,10 @@ def check_shapes(
 
 
 def check_finite(values: Mapping[str, jax.Array], source: str) -> None:
-  """Raises one error that names and counts what is not finite.
-
-  Args:
-    values: Arrays by the name to report.
-    source: File or folder, for messages.
+  """Checks arrays of `source`, a file or folder, by the name to report.
 
   Raises:
-    ValueError: There is NaN or inf.
+    ValueError: There is NaN or inf; all arrays are named, with their counts.
   """
   counts = {name: int(_count_nonfinite(value)) for name, value in values.items()}
   broken = [

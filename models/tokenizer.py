@@ -51,26 +51,12 @@ class Tokenizer:
     self.chat_template = chat_template
 
   def encode(self, text: str) -> np.ndarray:
-    """Encodes a text.
-
-    Args:
-      text: Any string; the empty one gives no ids.
-
-    Returns:
-      int32 `[n]`.
-    """
+    """Encodes a text as int32 `[n]`; the empty one gives no ids."""
     ids = self._backend.encode(text, add_special_tokens=False).ids
     return np.asarray(ids, dtype=np.int32)
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Decodes ids, special tokens included.
-
-    Args:
-      ids: A sequence or 1-D array of token ids.
-
-    Returns:
-      The text; bytes that are no UTF-8 become U+FFFD.
-    """
+    """Decodes ids, special tokens included; bytes that are no UTF-8 become U+FFFD."""
     return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
   @functools.cached_property
@@ -102,12 +88,6 @@ class Tokenizer:
   def from_gguf(cls, path: pathlib.Path) -> "Tokenizer":
     """Builds the tokenizer from the vocabulary and merges in a GGUF file.
 
-    Args:
-      path: The file.
-
-    Returns:
-      The tokenizer.
-
     Raises:
       NotImplementedError: The file names another splitting rule.
     """
@@ -127,11 +107,7 @@ class Tokenizer:
     )
 
   def save(self, folder: pathlib.Path) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json` for `from_folder`.
-
-    Args:
-      folder: An existing folder.
-    """
+    """Writes `tokenizer.json` and `tokenizer_config.json` for `from_folder`."""
     self._backend.save(str(folder / "tokenizer.json"))
     settings = {
       name: None if number is None else self._backend.id_to_token(number)
@@ -143,14 +119,7 @@ class Tokenizer:
 
   @classmethod
   def from_folder(cls, folder: pathlib.Path) -> "Tokenizer":
-    """Reads the tokenizer that transformers saved in a folder.
-
-    Args:
-      folder: Holds `tokenizer.json`, and perhaps `tokenizer_config.json` and
-        `chat_template.jinja`.
-
-    Returns:
-      The tokenizer.
+    """Reads `tokenizer.json`, and what there is of its settings and chat template.
 
     Raises:
       FileNotFoundError: There is no `tokenizer.json`.

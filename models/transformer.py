@@ -14,11 +14,11 @@ from flax import linen as nn
 from mxjax.layers.linear import linear, linear_many, take_rows
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
-from mxjax.models.parameters import layer_norms
+from mxjax.models.parameters import attention_norms, layer_linears, layer_norms
 from mxjax.pallas_kernels import recovery as recovery_kernels
 from mxjax.pallas_kernels.refinement import fused_inputs
 
-Made = TypeVar("Made", bound=fused_inputs.Input)
+LinearInput = TypeVar("LinearInput", bound=fused_inputs.Input)
 
 CALIBRATION = "calibration"
 """The linen collection that receives the taps."""
@@ -51,7 +51,7 @@ def _leaf(
   return module.param(name, initializer, shape, jnp.bfloat16)
 
 
-def _tap(module: nn.Module, name: str, value: Made) -> Made:
+def _tap(module: nn.Module, name: str, value: LinearInput) -> LinearInput:
   """Records `value` if the caller made the collection mutable, and returns it."""
   if module.is_mutable_collection(CALIBRATION) and not module.is_initializing():
     module.put_variable(CALIBRATION, name, fused_inputs.as_array(value))
@@ -64,13 +64,7 @@ def _run(module: nn.Module, params: Mapping[str, Any], x: jax.Array) -> jax.Arra
 
 
 class Linear(nn.Module):
-  """A linear layer whose weight may be an array or a quantized leaf.
-
-  Attributes:
-    in_features: Width of the input.
-    out_features: Width of the output.
-    use_bias: Whether a `bias` `[out_features]` is added.
-  """
+  """A linear layer whose weight may be an array or a quantized leaf."""
 
   in_features: int
   out_features: int
@@ -120,12 +114,7 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-  """An RMS norm with a scale.
-
-  Attributes:
-    width: Coordinates of a row.
-    eps: Added to the mean square.
-  """
+  """An RMS norm with a scale; `eps` is added to the mean square."""
 
   width: int
   eps: float
@@ -136,7 +125,7 @@ class RMSNorm(nn.Module):
 
   @nn.compact
   def defer(self, x: jax.Array) -> fused_inputs.Normalized:
-    """The same, for linears to make."""
+    """Defers the norm, so that a linear's kernel can compute it."""
     weight = _leaf(self, "weight", nn.initializers.ones, self.width)
     return fused_inputs.Normalized(x, weight, self.eps)
 
@@ -148,53 +137,56 @@ class Attention(nn.Module):
 
   def setup(self) -> None:
     """Names the projections."""
-    config = self.config
-    width, bias = config.hidden_size, config.attention_bias or config.qkv_bias
-    query_width = config.num_heads * config.head_dim
-    value_width = config.num_kv_heads * config.head_dim
-    self.q_proj = Linear(width, query_width, bias)
-    self.k_proj = Linear(width, value_width, bias)
-    self.v_proj = Linear(width, value_width, bias)
-    self.o_proj = Linear(query_width, width, config.attention_bias)
-    if config.qk_norm is not None:
-      per_head = config.qk_norm == "head"
-      norm = lambda whole: RMSNorm(
-        config.head_dim if per_head else whole, config.norm_eps
-      )
-      self.q_norm, self.k_norm = norm(query_width), norm(value_width)
+    linears = layer_linears(self.config)
+    self.q_proj = Linear(*linears["self_attn", "q_proj"])
+    self.k_proj = Linear(*linears["self_attn", "k_proj"])
+    self.v_proj = Linear(*linears["self_attn", "v_proj"])
+    self.o_proj = Linear(*linears["self_attn", "o_proj"])
+    if widths := attention_norms(self.config):
+      self.q_norm = RMSNorm(widths["q_norm"], self.config.norm_eps)
+      self.k_norm = RMSNorm(widths["k_norm"], self.config.norm_eps)
 
   def __call__(self, x: fused_inputs.Input) -> jax.Array:
     """Maps what the layer feeds it, `[B, T, d]`, to its output, same shape."""
-    config = self.config
     _tap(self, "qkv_input", x)
-    frequencies = functional.inverse_frequencies(
-      config.head_dim, config.rope_theta, config.rope_scaling
-    )
+    queries, keys, values = self._project(x)
+    values = _tap(self, "value", values)
+    if self.has_variable("params", "value_recovery"):
+      recovery = self.get_variable("params", "value_recovery")
+      values = recovery_kernels.recover_values(values, recovery)
+    return self.o_proj(_tap(self, "o_input", self._attend(queries, keys, values)))
+
+  def _project(self, x: fused_inputs.Input) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries and keys, rotated, and values: `[B, T, heads, head_dim]`."""
+    config = self.config
     by_head = (*x.shape[:2], -1, config.head_dim)
-    start = self.get_variable(CACHE, "start", 0)
     queries, keys, values = _side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
     if config.qk_norm == "projection":
       queries, keys = self.q_norm(queries), self.k_norm(keys)
     queries, keys = queries.reshape(by_head), keys.reshape(by_head)
     if config.qk_norm == "head":
       queries, keys = self.q_norm(queries), self.k_norm(keys)
+    frequencies = functional.inverse_frequencies(
+      config.head_dim, config.rope_theta, config.rope_scaling
+    )
+    start = self.get_variable(CACHE, "start", 0)
     queries = functional.rotary(queries, frequencies, start)
     keys = functional.rotary(keys, frequencies, start)
-    values = _tap(self, "value", values.reshape(by_head))
-    if self.has_variable("params", "value_recovery"):
-      recovery = self.get_variable("params", "value_recovery")
-      values = recovery_kernels.recover_values(values, recovery)
-    window = config.sliding_window
-    if self.has_variable(CACHE, "start"):
-      past = self.get_variable(CACHE, "keys"), self.get_variable(CACHE, "values")
-      outputs, filled = functional.cached_attention(
-        queries, keys, values, past, start, window=window
-      )
-      self.put_variable(CACHE, "keys", filled[0])
-      self.put_variable(CACHE, "values", filled[1])
-    else:
-      outputs = functional.causal_attention(queries, keys, values, window=window)
-    return self.o_proj(_tap(self, "o_input", outputs))
+    return queries, keys, values.reshape(by_head)
+
+  def _attend(self, queries: jax.Array, keys: jax.Array, values: jax.Array) -> Any:
+    """Attention to the past, from the cache where there is one: `[B, T, features]`."""
+    window = self.config.sliding_window
+    if not self.has_variable(CACHE, "start"):
+      return functional.causal_attention(queries, keys, values, window=window)
+    past = self.get_variable(CACHE, "keys"), self.get_variable(CACHE, "values")
+    start = self.get_variable(CACHE, "start")
+    outputs, filled = functional.cached_attention(
+      queries, keys, values, past, start, window=window
+    )
+    self.put_variable(CACHE, "keys", filled[0])
+    self.put_variable(CACHE, "values", filled[1])
+    return outputs
 
 
 class MLP(nn.Module):
@@ -204,11 +196,10 @@ class MLP(nn.Module):
 
   def setup(self) -> None:
     """Names the projections."""
-    config = self.config
-    width, hidden, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    self.gate_proj = Linear(width, hidden, bias)
-    self.up_proj = Linear(width, hidden, bias)
-    self.down_proj = Linear(hidden, width, bias)
+    linears = layer_linears(self.config)
+    self.gate_proj = Linear(*linears["mlp", "gate_proj"])
+    self.up_proj = Linear(*linears["mlp", "up_proj"])
+    self.down_proj = Linear(*linears["mlp", "down_proj"])
 
   def __call__(self, x: fused_inputs.Input) -> jax.Array:
     """Maps what the layer feeds it, `[B, T, d]`, to its output, same shape."""
@@ -270,13 +261,9 @@ class CausalLM(nn.Module):
       self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
-    """Computes logits.
+    """Logits of tokens, int32 `[B, T]` below `vocab_size`.
 
-    Args:
-      tokens: int32 `[B, T]`, ids below `vocab_size`.
-
-    Returns:
-      float32 `[B, T, V]`; row t scores the token after t.
+    They are float32 `[B, T, V]`; row t scores the token after t.
     """
     hidden = self.embed_tokens(tokens)
     for layer in self.layers:
@@ -306,14 +293,9 @@ class CausalLM(nn.Module):
 
   @nn.nowrap
   def layer(self, layer_params: Mapping[str, Any], hidden: jax.Array) -> jax.Array:
-    """Runs one decoder layer.
+    """Runs one decoder layer, of one `layers_i` key of the params.
 
-    Args:
-      layer_params: The value of one `layers_i` key of the params.
-      hidden: `[B, T, d]`, compute dtype.
-
-    Returns:
-      Hidden states, same shape and dtype.
+    Hidden states `[B, T, d]` in the compute dtype give hidden states of the same kind.
     """
     return _run(DecoderLayer(self.config, parent=None), layer_params, hidden)
 
@@ -321,11 +303,7 @@ class CausalLM(nn.Module):
   def layer_with_taps(
     self, layer_params: Mapping[str, Any], hidden: jax.Array
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs one decoder layer and returns what its linears saw.
-
-    Args:
-      layer_params: The value of one `layers_i` key of the params.
-      hidden: `[B, T, d]`, compute dtype.
+    """Runs one decoder layer like `layer`, and returns what its linears saw.
 
     Returns:
       Hidden states, and the taps: `qkv_input`, `o_input`, `gate_up_input`,
@@ -372,19 +350,15 @@ class CausalLM(nn.Module):
       {"params": layer_params, CACHE: past}, hidden, mutable=[CACHE]
     )
     filled = cast(dict[str, Any], state[CACHE])["self_attn"]
-    kept = {name: filled[name] for name in cache["self_attn"]}
-    return cast(jax.Array, output), {"self_attn": kept}
+    updated = {name: filled[name] for name in cache["self_attn"]}
+    return cast(jax.Array, output), {"self_attn": updated}
 
   @nn.nowrap
   def logits(self, params: Mapping[str, Any], hidden: jax.Array) -> jax.Array:
-    """Applies the final norm and the head.
+    """Applies the final norm and the head to outputs of the last layer.
 
-    Args:
-      params: The model's params; only norm, head and embedding are read.
-      hidden: `[B, T, d]`, the output of the last layer, or any positions of it.
-
-    Returns:
-      float32 `[B, T, V]`.
+    Only norm, head and embedding of the params are read. `[B, T, d]`, of any positions,
+    gives float32 `[B, T, V]`.
     """
     norm = RMSNorm(self.config.hidden_size, self.config.norm_eps, parent=None)
     normal = _run(norm, params["norm"], hidden)

@@ -42,13 +42,8 @@ LAYER_NAMES = {
 def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
   """Opens a GGUF file, without decoding a tensor.
 
-  Args:
-    path: The file.
-    dtype: Compute dtype of the config.
-
-  Returns:
-    Its params with Hugging Face names and row order, each decoded and rounded to
-    bfloat16 when asked, and its config.
+  The params have Hugging Face's names and row order; each is decoded and rounded to
+  bfloat16 when asked. `dtype` is the compute dtype of the config.
 
   Raises:
     FileNotFoundError: The file is absent.
@@ -62,13 +57,7 @@ def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
 
 
 def open_reader(path: pathlib.Path) -> "GGUFReader":
-  """Maps a GGUF file into memory and reads its header.
-
-  Args:
-    path: The file.
-
-  Returns:
-    The reader of the `gguf` package; tensors are views of the file.
+  """Maps a GGUF file into memory and reads its header; tensors are views of the file.
 
   Raises:
     FileNotFoundError: The file is absent.
@@ -98,15 +87,7 @@ def field(reader: "GGUFReader", key: str, default: Any = None) -> Any:
 def read_config(
   reader: "GGUFReader", tensors: dict[str, "ReaderTensor"], *, dtype: str = "float32"
 ) -> ModelConfig:
-  """Translates the metadata of a GGUF file.
-
-  Args:
-    reader: An open file.
-    tensors: Its tensors by name; they tell tying and biases.
-    dtype: Compute dtype.
-
-  Returns:
-    The model's description.
+  """Translates the metadata of a GGUF file; its tensors tell tying and biases.
 
   Raises:
     NotImplementedError: The architecture or its rotary scaling is not supported.
@@ -114,10 +95,8 @@ def read_config(
   """
   _check_supported(reader, tensors)
   require = functools.partial(_require, reader)
-  heads, width = (
-    require("llama.attention.head_count"),
-    require("llama.embedding_length"),
-  )
+  heads = require("llama.attention.head_count")
+  width = require("llama.embedding_length")
   eos_id = field(reader, "tokenizer.ggml.eos_token_id")
   return ModelConfig(
     vocab_size=int(tensors["token_embd.weight"].shape[1]),

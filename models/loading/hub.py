@@ -45,9 +45,8 @@ def _download(name: str, patterns: list[str]) -> pathlib.Path:
   from huggingface_hub import errors
 
   try:
-    return pathlib.Path(
-      huggingface_hub.snapshot_download(name, allow_patterns=patterns)
-    )
+    folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns)
+    return pathlib.Path(folder)
   except (
     errors.LocalEntryNotFoundError,
     errors.HfHubHTTPError,

@@ -2,10 +2,10 @@
 
 A mapping with the keys of a params dict, so that whatever takes params one layer at a
 time (the pipeline, perplexity, operator error) runs on a checkpoint larger than the
-memory. Nothing is cached: who keeps a layer holds it.
+memory. Nothing is cached: a layer is in memory only as long as the caller keeps it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -63,15 +63,19 @@ class LazyParams(Mapping[str, Any]):
       KeyError: There is no such key.
       ValueError: A tensor is not finite, or its file is damaged.
     """
-    tree: dict[str, Any] = {}
+    return self._read(self._paths[key])[key]
+
+  def _read(self, paths: Iterable[Path]) -> dict[str, Any]:
+    """The tensors at some paths, checked together, as nested dicts."""
+    params: dict[str, Any] = {}
     values = {}
-    for path in self._paths[key]:
+    for path in paths:
       # A copy: what is returned must not need the file, which may be on a slow disk.
       value = jnp.array(self._stored[path].read())
       values[self._stored[path].name] = value
-      insert(tree, path, value)
+      insert(params, path, value)
     check_finite(values, self._source)
-    return tree[key]
+    return params
 
   def __iter__(self) -> Iterator[str]:
     """The keys in forward order."""
@@ -87,12 +91,4 @@ class LazyParams(Mapping[str, Any]):
     Raises:
       ValueError: Tensors are not finite; all are named and counted.
     """
-    params: dict[str, Any] = {}
-    values = {}
-    for paths in self._paths.values():
-      for path in paths:
-        value = jnp.array(self._stored[path].read())
-        values[self._stored[path].name] = value
-        insert(params, path, value)
-    check_finite(values, self._source)
-    return params
+    return self._read(path for paths in self._paths.values() for path in paths)

@@ -24,14 +24,7 @@ DTYPES = ("BF16", "F16", "F32")
 
 
 def read_config(folder: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
-  """Reads the config of a folder saved by transformers; weights need not be there.
-
-  Args:
-    folder: Holds `config.json`, or is that file.
-    dtype: Compute dtype.
-
-  Returns:
-    The model's description.
+  """Reads the `config.json` of a folder, or that file; weights need not be there.
 
   Raises:
     FileNotFoundError: There is no config.
@@ -46,12 +39,8 @@ def open_folder(folder: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
   """Opens a model saved by transformers, without reading a tensor.
 
   Args:
-    folder: Holds `config.json` and `model.safetensors`, or the sharded files and
-      their index.
+    folder: Holds `config.json` and `model.safetensors`, or shards and their index.
     dtype: Compute dtype of the config; the params keep the dtype of the file.
-
-  Returns:
-    Its params with Hugging Face names, each read when asked, and its config.
 
   Raises:
     FileNotFoundError: A file is absent.
@@ -59,7 +48,7 @@ def open_folder(folder: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
     ValueError: A file is truncated, or tensors are missing, unexpected or mis-shaped.
   """
   config = read_config(folder, dtype=dtype)
-  stored = {path: tensor for path, tensor in _stored_tensors(folder)}
+  stored = dict(_stored_tensors(folder))
   if config.tie_embeddings:
     _drop_tied_head(stored, folder)
   return LazyParams(stored, config, str(folder))
@@ -119,11 +108,7 @@ def _read_float(file: SafetensorsFile, name: str) -> np.ndarray:
 def params_path(name: str) -> Path:
   """Translates a tensor name of Hugging Face to a path in the params.
 
-  Args:
-    name: For example `model.layers.0.mlp.up_proj.weight`.
-
-  Returns:
-    For example `("layers_0", "mlp", "up_proj", "weight")`.
+  `model.layers.0.mlp.up_proj.bias` becomes `("layers_0", "mlp", "up_proj", "bias")`.
   """
   keys = name.split(".")
   if keys[0] == "model":
@@ -148,16 +133,7 @@ def _drop_tied_head(stored: dict[Path, StoredTensor], folder: pathlib.Path) -> N
 
 
 def tensor_name(path: Path) -> str:
-  """Translates a path in the params to the name of Hugging Face.
-
-  The inverse of `params_path`.
-
-  Args:
-    path: For example `("layers_0", "mlp", "up_proj", "weight")`.
-
-  Returns:
-    For example `model.layers.0.mlp.up_proj.weight`.
-  """
+  """Translates a path in the params to the name of Hugging Face, as `params_path`."""
   first, *rest = path
   if first == "lm_head":
     return ".".join(path)
@@ -170,8 +146,8 @@ def save_folder(
   """Writes a float model so that `open_folder` and transformers read it.
 
   Args:
-    folder: Made if absent; `config.json` and `model.safetensors` are replaced.
-    hf_config: A config of a supported family, as JSON values.
+    folder: Created if absent; `config.json` and `model.safetensors` are replaced.
+    hf_config: JSON values of a config of a supported family.
     params: Float params of that config, in the dtypes to store.
 
   Raises:
