@@ -368,7 +368,9 @@ def run_tests(tree: pathlib.Path, tests: tuple[str, ...]) -> tuple[int | None, s
     )
   except subprocess.TimeoutExpired:
     return None, f"no result within {SECONDS} s"
-  failing = re.findall(r"^(?:FAILED|ERROR) (tests/\S+)", done.stdout, re.MULTILINE)
+  failing = re.findall(
+    r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", done.stdout, re.MULTILINE
+  )
   told = failing[0] if failing else done.stdout[-2000:] + done.stderr[-2000:]
   return done.returncode, told
 
