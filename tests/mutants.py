@@ -5,8 +5,9 @@
     python tests/mutants.py --table          the stored results, as Markdown
 
 The mistakes were chosen by reading the library, not the tests. A mutant replaces one
-string that must occur exactly once in its file; one that is not there any more is an
-error here, to be repaired beside the change that moved it.
+string that must occur exactly once in its file, or among the files of its folder; one
+that is not there any more is an error here, to be repaired beside the change that
+moved it.
 """
 
 import argparse
@@ -127,10 +128,10 @@ MUTANTS = (
     ("tests/mxjax/numerics/shaping/test_shaping.py",),
   ),
   Mutant(
-    "directed excess measured the other way round",
+    "directed excess of the interaction never counted",
     f"{SHAPING}/local_interaction.py",
-    "excess = jnp.abs(p_mean.directed) - jnp.abs(p_mean.reciprocal)",
-    "excess = jnp.abs(p_mean.reciprocal) - jnp.abs(p_mean.directed)",
+    "  excess = jnp.abs(",
+    "  excess = -jnp.abs(",
     ("tests/mxjax/numerics/shaping/test_shaping.py",),
   ),
   Mutant(
@@ -197,22 +198,22 @@ MUTANTS = (
     ("tests/mxjax/storage/test_run_folder.py", "tests/mxjax/running/test_resume.py"),
   ),
   Mutant(
-    "damaged files of a run are used",
+    "leftovers of a killed process stay in the run folder",
     "mxjax/storage/run_folder.py",
-    "elif file_sha256(self.path / name) != expected:",
-    "elif file_sha256(self.path / name) == '':",
+    "if file.is_file() and name not in known:",
+    "if file.is_dir() and name not in known:",
     ("tests/mxjax/storage/test_run_folder.py", "tests/mxjax/running/test_resume.py"),
   ),
   Mutant(
     "damaged files of a checkpoint are used",
-    "mxjax/storage/checkpoint_manifest.py",
+    "mxjax/storage",
     'elif verify and file_sha256(file) != entry["sha256"]:',
     'elif verify and file_sha256(file) == "":',
     ("tests/mxjax/storage/test_checkpoint.py",),
   ),
   Mutant(
     "contributions of devices added last to first",
-    "mxjax/devices/mesh.py",
+    "mxjax/devices",
     "for row in range(count):",
     "for row in reversed(range(count)):",
     ("tests/mxjax/devices/test_mesh.py",),
@@ -233,17 +234,17 @@ MUTANTS = (
   ),
   Mutant(
     "perplexity of the tokens that were read",
-    "evaluation/measures/perplexity.py",
-    "hidden[:, :-1], ids[:, 1:], mesh",
-    "hidden[:, :-1], ids[:, :-1], mesh",
-    ("tests/evaluation/measures/test_metrics.py",),
+    "evaluation/measures",
+    "hidden[:, :-1], ids[:, 1:], ",
+    "hidden[:, :-1], ids[:, :-1], ",
+    ("tests/evaluation/measures",),
   ),
   Mutant(
     "Fit-3 counts the mean alone",
-    "evaluation/measures/metrics.py",
+    "evaluation/measures",
     "0.5 * array.mean() + 0.5 * array.max()",
     "0.5 * array.mean() + 0.5 * array.mean()",
-    ("tests/evaluation/test_paper_tables.py", "tests/evaluation/test_tables.py"),
+    ("tests/evaluation/test_paper_tables.py", "tests/evaluation/measures"),
   ),
   Mutant(
     "normalized accuracy not normalized",
@@ -325,15 +326,18 @@ MUTANTS = (
 )
 
 
-def mutated(source: str, mutant: Mutant) -> str:
-  """The source with the mistake; what does not occur exactly once is an error."""
-  count = source.count(mutant.old)
-  if count != 1:
+def place(tree: pathlib.Path, mutant: Mutant) -> pathlib.Path:
+  """The one file with the mutant's string, once; anything else is an error."""
+  named = tree / mutant.file
+  files = sorted(named.rglob("*.py")) if named.is_dir() else [named]
+  counts = {file: file.read_text().count(mutant.old) for file in files}
+  if sum(counts.values()) != 1:
     raise ValueError(
-      f"mutants: {mutant.name!r}: expected once in {mutant.file}, got {count} times: "
-      f"{mutant.old.strip()!r}; repair the mutant to the code as it is now."
+      f"mutants: {mutant.name!r}: expected once in {mutant.file}, got "
+      f"{sum(counts.values())} times: {mutant.old.strip()!r}; repair the mutant to the "
+      "code as it is now."
     )
-  return source.replace(mutant.old, mutant.new)
+  return next(file for file, count in counts.items() if count)
 
 
 def run_tests(tree: pathlib.Path, tests: tuple[str, ...]) -> tuple[int | None, str]:
@@ -364,16 +368,18 @@ def run_tests(tree: pathlib.Path, tests: tuple[str, ...]) -> tuple[int | None, s
     )
   except subprocess.TimeoutExpired:
     return None, f"no result within {SECONDS} s"
-  failing = re.findall(r"^(?:FAILED|ERROR) (tests/\S+)", done.stdout, re.MULTILINE)
+  failing = re.findall(
+    r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", done.stdout, re.MULTILINE
+  )
   told = failing[0] if failing else done.stdout[-2000:] + done.stderr[-2000:]
   return done.returncode, told
 
 
 def judge(tree: pathlib.Path, mutant: Mutant) -> dict[str, object]:
   """Plants the mutant, runs its tests, and puts the file back."""
-  file = tree / mutant.file
+  file = place(tree, mutant)
   source = file.read_text()
-  file.write_text(mutated(source, mutant))
+  file.write_text(source.replace(mutant.old, mutant.new))
   start = time.perf_counter()
   try:
     code, told = run_tests(tree, mutant.tests)
@@ -383,7 +389,7 @@ def judge(tree: pathlib.Path, mutant: Mutant) -> dict[str, object]:
     raise RuntimeError(f"mutants: {mutant.name!r}: pytest ended with {code}:\n{told}")
   return {
     "mutant": mutant.name,
-    "file": mutant.file,
+    "file": file.relative_to(tree).as_posix(),
     "from": mutant.old.strip(),
     "to": mutant.new.strip(),
     "caught by": None if code == 0 else told,
@@ -419,7 +425,7 @@ def main() -> int:
   absent = []
   for mutant in asked:
     try:
-      mutated((ROOT / mutant.file).read_text(), mutant)
+      place(ROOT, mutant)
       for test in mutant.tests:
         (ROOT / test).stat()
     except (ValueError, OSError) as error:
