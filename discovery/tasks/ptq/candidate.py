@@ -125,7 +125,8 @@ def behaviours(call: Call) -> Callable[[int, str], Behaviour]:
       behaviour = dataclasses.replace(behaviour, dose=float(factor))
     case {"kind": kind}:
       raise ContractError(
-        f"ptq: unknown or incomplete intervention {kind!r}; use one of {INTERVENTIONS}."
+        f"ptq: unknown intervention {kind!r}, or one without its values; use one of "
+        f"{dict(INTERVENTIONS)}."
       )
   return lambda layer, block: behaviour
 
