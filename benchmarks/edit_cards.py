@@ -33,15 +33,15 @@ RESULT = pathlib.Path(__file__).parent / "results" / "edit_cards.json"
 SHOWN = ("log_ppl", "operator_error", "activation_error", "weight_error")
 
 
-def measure(task, bench, source):
+def measure(task, executor, source):
   program = admit(source, task.interface)
-  traced = bench.trace(source)
+  traced = executor.trace(source)
   if not traced.computation:
     return {"status": traced.status, "detail": traced.detail}
   active = {h.name for h in task.interface.hooks if h.is_active(program.plan)}
   hooks = {k: v for k, v in traced.computation.items() if k in active}
   found = []
-  bench.run([Call(hooks, program.plan, {})], lambda *done: found.append(done))
+  executor.run([Call(hooks, program.plan, {})], lambda *done: found.append(done))
   _, outcome, seconds = found[0]
   values = {name: round(outcome.values[name], 6) for name in SHOWN if outcome.values}
   return {
@@ -78,11 +78,11 @@ def main():
     }
   )
   task = ptq.PtqTask(**{k: v for k, v in options.items() if k != "task"})
-  bench, source = LocalExecutor(task), task.interface.default_source()
-  rows = {"(initial program)": measure(task, bench, source)}
-  for card in edit_templates.CARDS:
+  executor, source = LocalExecutor(task), task.interface.default_source()
+  rows = {"(initial program)": measure(task, executor, source)}
+  for card in edit_templates.EDIT_TEMPLATES:
     params = dict(card.params[0])
-    row = measure(task, bench, card.edit(source, params))
+    row = measure(task, executor, card.edit(source, params))
     kind = "useful" if card in edit_templates.USEFUL else "decoy"
     rows[card.label(params)] = {"kind": kind, **row}
     print(card.label(params), row, flush=True)

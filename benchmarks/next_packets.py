@@ -16,13 +16,12 @@ import pathlib
 import provenance
 
 from mxjax.discovery.audit import explain
-from mxjax.discovery.core.edit_templates import Card
-from mxjax.discovery.core.packet import condition
+from mxjax.discovery.core.edit_templates import EditTemplate
 from mxjax.discovery.core.proposal import ExhaustedError, Proposal, ProposerError
-from mxjax.discovery.core.residual import PRIMARY, Control, Explanation
+from mxjax.discovery.core.residual import Control, Explanation
 from mxjax.discovery.core.store import Store
-from mxjax.discovery.sandbox.laboratory import Laboratory
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.search.search import Search, SearchConfig
 from mxjax.discovery.tasks.ptq import (
   edit_templates,
@@ -33,7 +32,6 @@ from mxjax.discovery.tasks.ptq import (
 from mxjax.discovery.tasks.ptq import (
   task as ptq,
 )
-from mxjax.discovery.tasks.ptq.source_templates import DECODE
 from mxjax.models.loading import embedded
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -150,10 +148,10 @@ def accounts(told, blind, one_place):
 
 def change(name, template, told, blind, one_place):
   """A change of `encode_weight` as a card."""
-  return Card(
+  return EditTemplate(
     id=name,
     hooks=("encode_weight",),
-    template=DECODE + COLUMNS + template,
+    template=edit_templates.SNIPPETS["element"] + COLUMNS + template,
     residual="weight_error",
     explanations=accounts(told, blind, one_place),
     controls=CONTROLS,
@@ -195,7 +193,7 @@ STEPS = (
 
 def composed(source):
   """The initial program with the cards of HiRes."""
-  by_id = {card.id: card for card in edit_templates.CARDS}
+  by_id = {card.id: card for card in edit_templates.EDIT_TEMPLATES}
   for name in HIRES:
     card = by_id[name]
     source = card.edit(source, dict(card.params[0]))
@@ -275,11 +273,11 @@ def held_out(task, folder, sources):
   """The programs on the model that no packet saw."""
   other = task.holdout()
   store = Store(folder / "heldout")
-  lab = Laboratory(other, LocalExecutor(other), store)
+  evaluator = CachedEvaluator(other, LocalExecutor(other), store)
   found = {}
   for name, source in sources.items():
-    call = lab.prepare(source).call
-    outcome = lab.run([condition(PRIMARY, "heldout", call, lab.evaluator)])[0]
+    call = evaluator.prepare(source).call
+    (outcome,) = evaluator.measure(call)
     found[name or "RTN"] = {"status": outcome.status, **shown(outcome.values)}
   store.close()
   return found
@@ -290,7 +288,7 @@ def tables(result):
   lines = []
   for packet in result["packets"]:
     for name, outcome in packet["conditions"].items():
-      is_first = name == PRIMARY
+      is_first = name == "primary"
       moved = ", ".join(
         f"{k} {v}" for k, v in outcome["observed"].items() if k in SHOWN
       )
@@ -327,9 +325,9 @@ def main():
     kept.write_text(json.dumps(spec))
   task = ptq.PtqTask(**{key: value for key, value in spec.items() if key != "task"})
   proposer, store = Scripted(task.interface.default_source()), Store(folder / "run")
-  lab = Laboratory(task, LocalExecutor(task), store)
+  evaluator = CachedEvaluator(task, LocalExecutor(task), store)
   config = SearchConfig(budget=BUDGET, sequential=False)
-  Search(config, lab, proposer, store).run(
+  Search(config, evaluator, proposer, store).run(
     lambda event: print(event["event"], event.get("label", ""), flush=True)
   )
   result = {

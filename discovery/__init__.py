@@ -1,9 +1,10 @@
 """QuantForge: discovery that turns experimental verdicts into code.
 
-The nouns, one file each: `program` (a candidate's source), `residual` (a design
-question and its explanations), `controls` (which conditions answer it cheapest),
+`search.search.Search.round` is one round, top to bottom. Its nouns, a file each in
+`core`: `candidate_source`, `residual` (a design question and its explanations),
 `packet` (the experiment, frozen before its first call), `verdict` (what it showed),
-`checkers` (whether the code really changed), `ledger` (what was paid), `frontier`
-(what is kept), `proposer` (who suggests) and `search` (one round, top to bottom).
-Discovery knows quantization only through a `task`.
+`ledger` (what was paid), `proposal` (what a proposer is told and says). Beside the
+round lie `controls` (the cheapest conditions that answer the question), `checkers`
+(whether the code really changed) and `frontier` (retained programs, open questions).
+`sandbox` runs candidates, and only `tasks` know quantization.
 """

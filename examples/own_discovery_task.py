@@ -6,7 +6,7 @@ import tempfile
 import jax
 import numpy as np
 
-from mxjax.discovery.core.edit_templates import Card
+from mxjax.discovery.core.edit_templates import EditTemplate
 from mxjax.discovery.core.interface import Aval, Hook, Interface
 from mxjax.discovery.core.residual import Control, Explanation, Residual
 from mxjax.discovery.search import runs
@@ -21,16 +21,16 @@ IDLE = Explanation("idle", "it does nothing", {"primary": {"loss": "same"}})
 HALF = Control("half", {"kind": "half"}, statement="half of the edit")
 
 
-def card(name, template):
+def edit(name, template):
   about = {"residual": "noise", "explanations": (ACTS, IDLE), "controls": (HALF,)}
-  return Card(id=name, hooks=("clean",), template=template, **about)
+  return EditTemplate(id=name, hooks=("clean",), template=template, **about)
 
 
 class Denoise:
   what = {"arguments": {"x": ROW}, "outputs": (ROW,), "batched": ("x",)}
   hooks = (Hook(name="clean", default=NOTHING, **what),)
   interface = Interface(hooks=hooks, plan={"unused": (False,)})
-  cards = (card("smooth", SMOOTH), card("flip", FLIP))
+  edit_templates = (edit("smooth", SMOOTH), edit("flip", FLIP))
   interventions, regimes = {"half": "half of the edit"}, {"Filter": ("clean",)}
   target, margins = "loss", {"loss": 1e-3, "noise": 1e-3}
   phases, call_seconds = ("measure",), 0.1

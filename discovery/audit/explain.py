@@ -100,41 +100,22 @@ def find(folder: pathlib.Path, program: str) -> list[Story]:
   Raises:
     ValueError: None, or several programs.
   """
-  found = [
+  named = [
     s for s in stories(folder) if s.packet["packet"]["program"].startswith(program)
   ]
-  names = {s.packet["packet"]["program"] for s in found}
+  names = {s.packet["packet"]["program"] for s in named}
   if len(names) != 1:
     raise ValueError(
       f"explain: {program!r} names {len(names)} programs of {folder}; use the first "
       "characters of an identity in the report."
     )
-  return found
+  return named
 
 
 def text(story: Story, margins: dict[str, float]) -> str:
   """A story for a terminal."""
-  body = story.packet["packet"]
-  lines = [
-    f"program {body['program'][:12]}, from {body['parent'][:12] or 'nothing'}: "
-    f"{story.packet.get('label', 'the initial program')}",
-    f"packet {story.packet['id'][:12]}, registered at event {story.packet['n']}, "
-    "before its first call",
-  ]
-  if story.packet.get("note"):
-    lines.append(f"  {story.packet['note']}")
-  if body["response_to"]:
-    lines.append(f"answers the verdict of packet {body['response_to'][:12]}")
-  if body["residual"]:
-    r = body["residual"]
-    lines.append(
-      f"residual: {r['observable']} = {r['value']:.4g} over {r['threshold']:.4g}, in "
-      f"{r['computation']}"
-    )
-  for account in body["explanations"]:
-    lines.append(f"  {account['name']}: {account['statement']}")
-    for name, predicted in account["predictions"].items():
-      lines.append(f"    under {name}: {predicted}")
+  packet = story.packet["packet"]
+  lines = _registered(story, packet)
   for outcome in story.outcomes:
     observed = (story.verdict or {}).get("observed", {}).get(outcome["condition"], {})
     lines.append(
@@ -143,15 +124,37 @@ def text(story: Story, margins: dict[str, float]) -> str:
     )
   if story.skipped:
     lines.append(f"not needed after the primary run: {', '.join(story.skipped)}")
-  if story.verdict:
-    v = story.verdict
+  if v := story.verdict:
     lines.append(
       f"verdict: {v['verdict']} ({v['reason']}); left {v['survivors']}; excluded "
       f"{v['excluded']}; response: {v['response']}"
     )
-  if story.check:
-    c = story.check
+  if c := story.check:
     done = "implemented" if c["implemented"] else "not implemented"
     lines.append(f"check by {c['checker']}: {done}; {c['detail']}")
-  lines.append(f"margins: {margins}" if body["explanations"] else "")
+  lines.append(f"margins: {margins}" if packet["explanations"] else "")
   return "\n".join([*lines, story.diff])
+
+
+def _registered(story: Story, packet: Event) -> list[str]:
+  """What was registered before the first call."""
+  lines = [
+    f"program {packet['program'][:12]}, from {packet['parent'][:12] or 'nothing'}: "
+    f"{story.packet.get('label', 'the initial program')}",
+    f"packet {story.packet['id'][:12]}, registered at event {story.packet['n']}, "
+    "before its first call",
+  ]
+  if story.packet.get("note"):
+    lines.append(f"  {story.packet['note']}")
+  if packet["response_to"]:
+    lines.append(f"answers the verdict of packet {packet['response_to'][:12]}")
+  if r := packet["residual"]:
+    lines.append(
+      f"residual: {r['observable']} = {r['value']:.4g} over {r['threshold']:.4g}, in "
+      f"{r['computation']}"
+    )
+  for account in packet["explanations"]:
+    lines.append(f"  {account['name']}: {account['statement']}")
+    for name, predicted in account["predictions"].items():
+      lines.append(f"    under {name}: {predicted}")
+  return lines

@@ -1,12 +1,15 @@
 """`report.html`: one file that shows a run, with nothing fetched and no script."""
 
 import html
+import itertools
 import json
 import pathlib
+from collections import Counter, defaultdict
 from typing import Any
 
 from mxjax.discovery.audit import explain
 from mxjax.discovery.audit.explain import Story
+from mxjax.discovery.core.ledger import KINDS
 from mxjax.discovery.core.store import read_events
 from mxjax.discovery.search import heldout
 from mxjax.evaluation.report import html as report_html
@@ -64,7 +67,7 @@ def _lead(events: list[Event]) -> str:
   state = "open" if last["event"] != "closed" else f"closed: {last['reason']}"
   return (
     f"Proposer {first['proposer']}. {state}. A search that works from a library of "
-    "edit cards re-assembles what the library holds; it does not discover it."
+    "edit templates re-assembles what the library holds; it does not discover it."
   )
 
 
@@ -89,11 +92,10 @@ def _code(identity: str) -> str:
 
 
 def _curves(folder: pathlib.Path, events: list[Event]) -> str:
-  best, anytime = float("inf"), []
   measured = [e for e in events if e["event"] == "program"]
-  for event in sorted(measured, key=lambda e: (e["call"], -e["value"])):
-    best = min(best, event["value"])
-    anytime.append((float(event["call"]), best))
+  measured.sort(key=lambda e: (e["call"], -e["value"]))
+  best = itertools.accumulate((e["value"] for e in measured), min)
+  anytime = [(float(e["call"]), b) for e, b in zip(measured, best, strict=True)]
   marks = heldout.unsealed(folder)
   scores = [(float(m["call"]), m["value"]) for m in marks if m["value"] is not None]
   chart = lambda name, points: svg.line_chart(
@@ -116,14 +118,13 @@ def _curves(folder: pathlib.Path, events: list[Event]) -> str:
 
 
 def _ledger(folder: pathlib.Path, events: list[Event]) -> str:
-  kinds = ("candidate", "control", "probe")
   outcomes = [e for e in events if e["event"] == "outcome"]
   seconds = {
     path.stem: json.loads(path.read_text())["seconds"]
     for path in (folder / "outcomes").glob("*.json")
   }
   body = []
-  for kind in kinds:
+  for kind in KINDS:
     mine = [e for e in outcomes if e["kind"] == kind]
     paid = [e for e in mine if e["charged"]]
     spent = sum(seconds.get(e["exec_id"], 0.0) for e in paid)
@@ -151,17 +152,15 @@ def _ledger(folder: pathlib.Path, events: list[Event]) -> str:
 
 
 def _verdicts(told: list[Story]) -> str:
-  found = [s.verdict for s in told if s.verdict]
-  counts: dict[tuple[str, str, str], int] = {}
-  for v in found:
-    key = (v["verdict"], v["reason"], v["response"])
-    counts[key] = counts.get(key, 0) + 1
+  verdicts = [s.verdict for s in told if s.verdict]
+  keys = ("verdict", "reason", "response")
+  counts = Counter(tuple(v[key] for key in keys) for v in verdicts)
   checks = [s.check for s in told if s.check]
   done = sum(c["implemented"] for c in checks)
-  explicit = sum(bool(v["excluded"]) for v in found)
+  explicit = sum(bool(v["excluded"]) for v in verdicts)
   rows = [[*map(html.escape, key), str(n)] for key, n in sorted(counts.items())]
   note = (
-    f"<p>{explicit} of {len(found)} verdicts exclude an explanation; {done} of "
+    f"<p>{explicit} of {len(verdicts)} verdicts exclude an explanation; {done} of "
     f"{len(checks)} demanded responses reached the executed computation.</p>"
   )
   head = ["verdict", "reason", "required response", "packets"]
@@ -170,10 +169,10 @@ def _verdicts(told: list[Story]) -> str:
 
 def _residuals(events: list[Event]) -> str:
   opened = [r for e in events if e["event"] == "program" for r in e["residuals"]]
-  status = {}
+  status: defaultdict[str, list[str]] = defaultdict(list)
   for event in events:
     if event["event"] == "residual":
-      status.setdefault(event["key"], []).append(event["status"])
+      status[event["key"]].append(event["status"])
   rows = []
   for r in opened:
     moves = status.get(f"{r['program'][:12]}:{r['observable']}")

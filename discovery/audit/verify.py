@@ -2,16 +2,16 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.candidate_source import admit
-from mxjax.discovery.core.packet import Condition
 from mxjax.discovery.core.store import Store, read_events
-from mxjax.discovery.core.task import Call, Outcome
-from mxjax.discovery.sandbox.laboratory import Laboratory
+from mxjax.discovery.core.task import Call
 from mxjax.discovery.search import runs
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,28 +47,35 @@ def verify(folder: pathlib.Path, calls: int = 3, seed: int = 0) -> Verification:
     ValueError: The log's hash chain is broken.
   """
   events = read_events(folder)
-  complaints: list[str] = []
   packets = {e["id"]: e for e in events if e["event"] == "packet"}
-  for key, event in packets.items():
-    if identity.digest(event["packet"]) != key:
-      complaints.append(f"packet {key[:12]} does not have its registered hash")
   outcomes = [e for e in events if e["event"] == "outcome"]
-  for event in outcomes:
-    if event["n"] <= packets[event["packet"]]["n"]:
-      complaints.append(f"event {event['n']} precedes its packet's registration")
   options = runs.read_options(folder)
   task = task_.load(options.task)
   sources = sorted((folder / "programs").glob("*.py"))
-  for path in sources:
-    if admit(path.read_text(), task.interface).id != path.stem:
-      complaints.append(f"{path.name} is not the program of that identity")
-  charged = sum(e["charged"] for e in outcomes)
-  closing = events[-1] if events[-1]["event"] == "closed" else None
-  if closing and closing["ledger"]["total"] != charged:
-    complaints.append(f"the ledger says {closing['ledger']['total']}, not {charged}")
-  executed = _execute(folder, options, task, packets, outcomes, calls, seed, complaints)
+  complaints = [
+    f"packet {key[:12]} does not have its registered hash"
+    for key, event in packets.items()
+    if identity.digest(event["packet"]) != key
+  ]
+  complaints += [
+    f"event {event['n']} precedes its packet's registration"
+    for event in outcomes
+    if event["n"] <= packets[event["packet"]]["n"]
+  ]
+  complaints += [
+    f"{path.name} is not the program of that identity"
+    for path in sources
+    if admit(path.read_text(), task.interface).id != path.stem
+  ]
+  charged, last = sum(e["charged"] for e in outcomes), events[-1]
+  if last["event"] == "closed" and last["ledger"]["total"] != charged:
+    complaints.append(f"the ledger says {last['ledger']['total']}, not {charged}")
+  fine = [e for e in outcomes if e["status"] == "ok" and e["kind"] != "probe"]
+  again = identity.shuffled(fine, seed, "verify")[:calls]
+  if again:
+    complaints += _execute(folder, options, task, packets, again)
   return Verification(
-    len(events), len(packets), len(sources), charged, executed, tuple(complaints)
+    len(events), len(packets), len(sources), charged, len(again), tuple(complaints)
   )
 
 
@@ -78,35 +85,28 @@ def _execute(
   task: task_.Task,
   packets: dict[str, Any],
   outcomes: list[dict[str, Any]],
-  calls: int,
-  seed: int,
-  complaints: list[str],
-) -> int:
-  """Runs some recorded conditions again in a scratch store."""
-  if not calls:
-    return 0
+) -> list[str]:
+  """Runs recorded conditions again in a scratch store; what is measured otherwise."""
   scratch = Store(folder.with_name(folder.name + ".verify"))
-  bench = runs.make_bench(task, scratch, options.sandbox)
-  lab = Laboratory(task, bench, scratch)
-  fine = [e for e in outcomes if e["status"] == "ok" and e["kind"] != "probe"]
-  done = 0
+  executor = runs.make_executor(task, scratch, options.sandbox)
+  evaluator = CachedEvaluator(task, executor, scratch)
+  calls = []
+  for event in outcomes:
+    packet = packets[event["packet"]]["packet"]
+    for program in filter(None, (packet["parent"], packet["program"])):
+      # Their artifacts are what the call executes.
+      evaluator.prepare((folder / "programs" / f"{program}.py").read_text())
+    conditions = {c["name"]: c for c in packet["conditions"]}
+    calls.append(Call(**conditions[event["condition"]]["call"]))
+  measured: dict[int, Mapping[str, float]] = {}
   try:
-    for event in identity.shuffled(fine, seed, "verify")[:calls]:
-      body = packets[event["packet"]]["packet"]
-      found = next(c for c in body["conditions"] if c["name"] == event["condition"])
-      for program in filter(None, (body["parent"], body["program"])):
-        lab.prepare((folder / "programs" / f"{program}.py").read_text())
-      again = Condition(**{**found, "call": Call(**found["call"])})
-      seen: list[Outcome] = []
-      keep = lambda index, outcome, seconds, seen=seen: seen.append(outcome)
-      bench.run([again.call], keep)
-      if dict(seen[0].values) != event["values"]:
-        complaints.append(
-          f"{event['condition']} of packet {event['packet'][:12]} measures otherwise: "
-          f"{dict(seen[0].values)} for {event['values']}"
-        )
-      done += 1
+    executor.run(calls, lambda i, outcome, _: measured.update({i: outcome.values}))
   finally:
-    bench.close()
+    executor.close()
     scratch.close()
-  return done
+  return [
+    f"{event['condition']} of packet {event['packet'][:12]} measures otherwise: "
+    f"{dict(measured[index])} for {event['values']}"
+    for index, event in enumerate(outcomes)
+    if dict(measured[index]) != event["values"]
+  ]

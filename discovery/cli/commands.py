@@ -89,7 +89,7 @@ def plan(options: argparse.Namespace) -> None:
   run_ = run_options(options)
   task, config = task_.load(run_.task), SearchConfig(**run_.config)
   hours = config.budget * task.call_seconds / 3600
-  deck = edit_templates.fingerprint(task.cards)[:12]
+  deck = edit_templates.fingerprint(task.edit_templates)[:12]
   rows = {
     "task": dict(task.spec),
     "evaluator calls": f"{config.budget}, candidates, controls and probes together",
@@ -97,7 +97,7 @@ def plan(options: argparse.Namespace) -> None:
     "one call": f"about {task.call_seconds:g} s on one worker",
     "in all": f"about {hours:.2f} h on one worker",
     "held-out": f"{config.budget // config.mark_every} champions, outside the budget",
-    "proposer": f"{options.proposer}; {len(task.cards)} cards, hash {deck}",
+    "proposer": f"{options.proposer}; {len(task.edit_templates)} edit templates, hash {deck}",
     "arm": f"{options.arm}: {config}",
     "sandbox": run_.sandbox,
   }

@@ -40,7 +40,7 @@ class RejectedError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CandidateSource:
   """An admitted candidate.
 
   Attributes:
@@ -59,7 +59,7 @@ class Program:
     return identity.digest(_normalized(self.source))
 
 
-def admit(source: str, interface: Interface) -> Program:
+def admit(source: str, interface: Interface) -> CandidateSource:
   """Admits source text by reading its syntax tree.
 
   This is a policy for honest failures and readable errors, not the boundary that
@@ -68,9 +68,6 @@ def admit(source: str, interface: Interface) -> Program:
   Args:
     source: Python text of one module.
     interface: Hooks and plan grammar of the task.
-
-  Returns:
-    The program.
 
   Raises:
     RejectedError: Naming the line and the rule.
@@ -102,7 +99,7 @@ def admit(source: str, interface: Interface) -> Program:
     _check_node(node)
   _check_signatures(tree, interface)
   known = {name: text for name, text in hooks.items() if name in interface.names}
-  return Program(source, plan, known)
+  return CandidateSource(source, plan, known)
 
 
 def _assigned(node: ast.stmt) -> str | None:
@@ -178,25 +175,20 @@ def _normalized(source: str) -> str:
   tree = ast.parse(source)
   for node in ast.walk(tree):
     if isinstance(node, ast.Module | ast.FunctionDef):
-      first = node.body[0] if node.body else None
-      if (
-        isinstance(first, ast.Expr)
-        and isinstance(first.value, ast.Constant)
-        and isinstance(first.value.value, str)
-      ):
+      if ast.get_docstring(node, clean=False) is not None:
         node.body = node.body[1:] or [ast.Pass()]
   return ast.unparse(tree)
 
 
 def hook_keys(source: str, hooks: Iterable[str]) -> dict[str, str]:
-  """What each hook's tracing can depend on: its own text and all that is no hook.
+  """Digest of all that each hook's tracing can depend on; equal ones trace alike.
+
+  That is its own text, everything in the source that is no hook, and the text of hooks
+  that another function calls.
 
   Args:
     source: Admitted source.
     hooks: Names of the interface's hooks.
-
-  Returns:
-    Hook name to a digest; equal digests trace to equal artifacts.
   """
   tree, names = ast.parse(source), set(hooks)
   text = {n.name: ast.unparse(n) for n in tree.body if isinstance(n, ast.FunctionDef)}
@@ -217,10 +209,8 @@ def hook_keys(source: str, hooks: Iterable[str]) -> dict[str, str]:
 def with_functions(source: str, code: str, *, replace: bool = True) -> str:
   """Source in which the functions of `code` replace those of the same name.
 
-  Without `replace`, only names that the source does not define are added.
-
-  New functions and constants are put in front of the first hook's place; imports are
-  merged. The result is ordinary source that any proposer can go on from.
+  Without `replace`, only names that the source does not define are added. New functions
+  and constants go in front of the first function; imports are merged.
   """
   tree, new = ast.parse(source), ast.parse(code)
   position = {_name(node): i for i, node in enumerate(tree.body) if _name(node)}
@@ -254,6 +244,4 @@ def with_plan(source: str, updates: Mapping[str, Literal]) -> str:
 
 
 def _name(node: ast.stmt) -> str | None:
-  if isinstance(node, ast.FunctionDef):
-    return node.name
-  return _assigned(node)
+  return node.name if isinstance(node, ast.FunctionDef) else _assigned(node)

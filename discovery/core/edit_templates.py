@@ -1,8 +1,8 @@
-"""Typed edit cards: an edit, the question it answers, and the experiment to ask it.
+"""Edit templates: an edit, the question it answers, and the experiment to ask it.
 
-A card is data. Its template becomes ordinary source that any other proposer could go
-on from; its predictions, controls and follow-ups are registered with it. The cards of
-a task contain as many decoys as real edits, and nothing in a card says which it is.
+A template is data. Applied, it gives ordinary source that any other proposer could
+revise; its predictions, controls and follow-ups are registered with it. The templates
+of a task hold as many decoys as real edits, and nothing in one says which it is.
 """
 
 import dataclasses
@@ -15,21 +15,21 @@ from mxjax.discovery.core.residual import Control, Explanation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Card:
+class EditTemplate:
   """One typed edit.
 
   Attributes:
     id: Short identifier.
     hooks: Hooks and plan keys it changes; a response is looked for there.
     template: Functions to put in, with `{name}` for parameters; may be empty.
-    plan: Plan values to set.
+    plan: Plan values to set; `$name` stands for a parameter.
     params: Grid of parameter settings, the first tried first.
     residual: Observable of the question it addresses.
     explanations: The focal account first.
     controls: Allowed controls.
-    follow_ups: Cards that extend it when it is supported; itself is always one.
+    follow_ups: Edits that extend it when it is supported; itself is always one.
     needs: Plan values that must hold for the edit to be applicable.
-    family: For evidence pooled over cards: geometry, discrete or structure.
+    family: For evidence pooled over edits: geometry, discrete or structure.
     statement: One sentence for people.
   """
 
@@ -69,6 +69,11 @@ class Card:
     return with_plan(source, plan) if plan else source
 
 
-def fingerprint(cards: Sequence[Card]) -> str:
-  """Hash of all cards: it is frozen before a comparison and printed with it."""
-  return identity.digest([dataclasses.asdict(card) for card in cards])
+def id_of(label: str) -> str:
+  """Identifier of the template that a label names; see `EditTemplate.label`."""
+  return label.split("(")[0]
+
+
+def fingerprint(templates: Sequence[EditTemplate]) -> str:
+  """Hash of all templates: it is frozen before a comparison and printed with it."""
+  return identity.digest([dataclasses.asdict(template) for template in templates])

@@ -13,12 +13,7 @@ Literal = str | int | float | bool | None
 
 @dataclasses.dataclass(frozen=True)
 class Aval:
-  """Shape and dtype of one array.
-
-  Attributes:
-    dtype: NumPy name, such as `float32`.
-    shape: Dimensions of one unit (one block, one head, one layer).
-  """
+  """Dtype (a NumPy name) and shape of one array of a unit: a block, a head, a layer."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -30,12 +25,6 @@ class Aval:
 
 Tree = Aval | Mapping[str, Aval]
 """One array, or a flat dictionary of named ones."""
-
-
-def _to_json(tree: Tree) -> Any:
-  if isinstance(tree, Aval):
-    return tree.to_list()
-  return {name: aval.to_list() for name, aval in tree.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,9 +56,14 @@ class Hook:
 
   def to_dict(self) -> dict[str, Any]:
     """What a worker needs in order to trace the hook or to check an artifact of it."""
+    plain = lambda tree: (
+      tree.to_list()
+      if isinstance(tree, Aval)
+      else {k: plain(v) for k, v in tree.items()}
+    )
     return {
       "name": self.name,
-      "arguments": [[name, _to_json(tree)] for name, tree in self.arguments.items()],
+      "arguments": [[name, plain(tree)] for name, tree in self.arguments.items()],
       "outputs": [aval.to_list() for aval in self.outputs],
       "batched": list(self.batched),
     }

@@ -1,4 +1,4 @@
-"""Three ledgers that are never mixed: evaluator calls, proposer use, time.
+"""The evaluator calls of a run and the use of its proposer, booked apart.
 
 A packet reserves all its calls before it starts and settles them as they end. What
 started in the run worker is charged, however it ended; what was refused before costs
@@ -8,6 +8,8 @@ nothing; a repeated execution identity costs nothing and is recorded as reused.
 import dataclasses
 from collections import Counter
 from typing import Any
+
+from mxjax.discovery.core.packet import Condition
 
 KINDS = ("candidate", "control", "probe")
 
@@ -45,18 +47,13 @@ class Ledger:
   """
 
   def __init__(self, budget: int, *, reuse: bool = True) -> None:
-    """Opens a ledger.
-
-    Args:
-      budget: Calls in all.
-      reuse: Whether a repeated execution identity is free within this run.
-    """
+    """Opens a ledger; with `reuse` a repeated execution identity is free."""
     self.budget = budget
     self.entries: list[Entry] = []
     self.proposer: Counter[str] = Counter()
     self._reuse = reuse
     self._reserved = 0
-    self._known: set[str] = set()
+    self._charged_calls: dict[str, int] = {}
 
   @property
   def spent(self) -> int:
@@ -68,14 +65,19 @@ class Ledger:
     """Calls neither charged nor reserved."""
     return self.budget - self.spent - self._reserved
 
+  def ran(self, exec_id: str) -> bool:
+    """Whether an execution was settled before."""
+    return exec_id in self._charged_calls
+
+  def call_of(self, exec_id: str) -> int:
+    """Calls spent when an execution was settled first."""
+    return self._charged_calls[exec_id]
+
   def price(self, conditions: list[tuple[str, int]]) -> int:
     """What `(exec_id, cost)` conditions would be charged now."""
-    return sum(cost for exec_id, cost in self._fresh(conditions))
-
-  def _fresh(self, conditions: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    if not self._reuse:
-      return conditions
-    return [c for c in dict.fromkeys(conditions) if c[0] not in self._known]
+    if self._reuse:
+      conditions = [c for c in dict.fromkeys(conditions) if not self.ran(c[0])]
+    return sum(cost for _, cost in conditions)
 
   def reserve(self, calls: int) -> None:
     """Sets calls aside for a packet.
@@ -87,16 +89,21 @@ class Ledger:
       raise ValueError(f"ledger: {calls} calls do not fit into the {self.left} left.")
     self._reserved += calls
 
-  def settle(
-    self, kind: str, exec_id: str, cost: int, packet: str, condition: str, status: str
-  ) -> Entry:
+  def settle(self, packet: str, condition: Condition, status: str) -> Entry:
     """Books one condition of a reserved packet, whatever its status."""
-    reused = self._reuse and exec_id in self._known
-    charged = 0 if reused else cost
-    self._known.add(exec_id)
+    is_reused = self._reuse and self.ran(condition.exec_id)
+    charged = 0 if is_reused else condition.cost
+    call = self.spent + charged
+    self._charged_calls.setdefault(condition.exec_id, call)
     self._reserved -= charged
     entry = Entry(
-      self.spent + charged, kind, charged, exec_id, packet, condition, status
+      call,
+      condition.kind,
+      charged,
+      condition.exec_id,
+      packet,
+      condition.name,
+      status,
     )
     self.entries.append(entry)
     return entry

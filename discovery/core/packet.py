@@ -76,21 +76,3 @@ class Packet:
   def prices(self) -> list[tuple[str, int]]:
     """`(exec_id, cost)` of every condition."""
     return [(condition.exec_id, condition.cost) for condition in self.conditions]
-
-
-def condition(
-  name: str, kind: str, call: Call, evaluator: str, cost: int = 1
-) -> Condition:
-  """Addresses one call by its content.
-
-  Args:
-    name: See `Condition`.
-    kind: See `Condition`.
-    call: What runs; hooks that its plan leaves out must not be in it.
-    evaluator: Hash of contract, weights, tokens, evaluator source, versions, platform,
-      flags and sandbox level.
-    cost: See `Condition`.
-  """
-  return Condition(
-    name, kind, call, cost, identity.digest({"evaluator": evaluator, **call._asdict()})
-  )

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 
 from mxjax.discovery.core.residual import Control, Explanation, Residual
 from mxjax.discovery.core.store import Store
+from mxjax.discovery.core.task import Call
 
 Evidence = Literal["none", "score", "text", "reflect", "verdict"]
 """What an arm may read: nothing, or as Score-only, TextMem, ReflectMem, QuantForge."""
@@ -37,6 +38,11 @@ class Record:
   values: Mapping[str, float]
   outputs: Mapping[str, str]
 
+  @property
+  def full_call(self) -> Call:
+    """Its call with every hook, active or not."""
+    return Call(self.computation, self.plan, {})
+
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
@@ -45,7 +51,7 @@ class Experiment:
   Attributes:
     program: Candidate.
     parent: Parent.
-    label: The proposer's name of the edit, such as a card and its parameters.
+    label: The proposer's name of the edit, such as a template and its parameters.
     note: The proposer's summary.
     status: How the primary run ended, or `duplicate`.
     changes: Observable to its change from the parent.
@@ -174,7 +180,6 @@ class Proposer(Protocol):
   @property
   def name(self) -> str:
     """Goes into every result: `embedded-v1`, `cassette:<hash>`, `llm:<model>`."""
-    ...
 
   def propose(self, context: Context) -> Proposal:
     """One proposal.
@@ -183,11 +188,10 @@ class Proposer(Protocol):
       ExhaustedError: It has nothing left for this parent; the next one is asked for.
       ProposerError: It cannot go on; the run ends.
     """
-    ...
 
 
 class ProposerError(RuntimeError):
-  """A proposer that cannot go on: no answer, no credit, no card left."""
+  """A proposer that cannot go on: no answer, no credit, no edit left."""
 
 
 class ExhaustedError(ProposerError):
@@ -195,10 +199,10 @@ class ExhaustedError(ProposerError):
 
 
 def answer(store: Store, key: str, ask: Callable[[], Proposal]) -> Proposal:
-  """A proposer's answer, from the store when it was given already.
+  """A proposer's answer, read from the run folder if it was given before.
 
-  To have nothing left is an answer as well: a resumed run must meet it again where it
-  stood, with the same parent.
+  To have nothing left is an answer as well: a resumed run must meet it again at the
+  same point, with the same parent.
 
   Args:
     store: The run folder.
@@ -208,16 +212,16 @@ def answer(store: Store, key: str, ask: Callable[[], Proposal]) -> Proposal:
   Raises:
     ExhaustedError: It has nothing for this parent, or had nothing.
   """
-  kept = store.get("proposals", key)
-  if kept is None:
+  stored = store.get("proposals", key)
+  if stored is None:
     try:
-      kept = ask().to_dict()
+      stored = ask().to_dict()
     except ExhaustedError as error:
-      kept = {"exhausted": str(error)}
-    store.put("proposals", key, kept)
-  if "exhausted" in kept:
-    raise ExhaustedError(kept["exhausted"])
-  return Proposal.from_dict(kept)
+      stored = {"exhausted": str(error)}
+    store.put("proposals", key, stored)
+  if "exhausted" in stored:
+    raise ExhaustedError(stored["exhausted"])
+  return Proposal.from_dict(stored)
 
 
 def strip(experiment: Experiment, evidence: Evidence) -> Experiment:

@@ -2,9 +2,9 @@
 
 `log.jsonl` holds what the search decided, one chained event a line, without clock
 readings: two runs of one configuration write the same bytes, whatever the number of
-workers, and a resumed run writes the bytes that the uninterrupted one would have. What
-cost something (proposer replies, traces, outcomes) is kept durably beside it under its
-identity the moment it is known; replay reads it back instead of paying again.
+workers, and so does a run that was killed and resumed. What cost something (proposer
+replies, traces, outcomes) is written durably beside it under its identity as soon as it
+is known; a resumed run reads it back instead of paying again.
 """
 
 import json
@@ -80,27 +80,27 @@ class Store:
     return self.events[-1]
 
   def get(self, folder: str, key: str) -> Any | None:
-    """What was kept under a key, or None."""
-    path = self.path / folder / f"{key}.json"
-    return json.loads(path.read_bytes()) if path.exists() else None
+    """The JSON value stored under a key, or None."""
+    data = self.get_bytes(folder, f"{key}.json")
+    return None if data is None else json.loads(data)
 
   def put(self, folder: str, key: str, value: Any) -> None:
-    """Keeps JSON durably under a key."""
-    path = self.path / folder / f"{key}.json"
-    path.parent.mkdir(exist_ok=True)
-    atomic_io.write_durably(path, identity.canonical(value).encode())
+    """Stores a JSON value durably; what the key held before is replaced."""
+    self._write(folder, f"{key}.json", identity.canonical(value).encode())
 
   def get_bytes(self, folder: str, key: str) -> bytes | None:
-    """Bytes kept under a key, or None."""
+    """The bytes stored under a key, or None."""
     path = self.path / folder / key
     return path.read_bytes() if path.exists() else None
 
   def put_bytes(self, folder: str, key: str, data: bytes) -> None:
-    """Keeps bytes durably under a key; the same key again changes nothing."""
-    path = self.path / folder / key
-    if not path.exists():
-      path.parent.mkdir(exist_ok=True)
-      atomic_io.write_durably(path, data)
+    """Stores bytes durably; a key that exists already is left as it is."""
+    if not (self.path / folder / key).exists():
+      self._write(folder, key, data)
+
+  def _write(self, folder: str, name: str, data: bytes) -> None:
+    (self.path / folder).mkdir(exist_ok=True)
+    atomic_io.write_durably(self.path / folder / name, data)
 
   def close(self) -> None:
     """Closes the log file."""

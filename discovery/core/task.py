@@ -1,4 +1,4 @@
-"""What discovery needs of a task: an interface, an evaluator, observables, cards.
+"""What discovery needs of a task: an interface, an evaluator, observables, edits.
 
 A task is known by its specification, a small JSON object from which any process can
 build it again: `{"task": "world", ...}`, `{"task": "ptq", ...}`, or
@@ -9,14 +9,12 @@ import dataclasses
 import enum
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mxjax.discovery.core import identity
+from mxjax.discovery.core.edit_templates import EditTemplate
 from mxjax.discovery.core.interface import Interface, Literal
 from mxjax.discovery.core.residual import Residual
-
-if TYPE_CHECKING:
-  from mxjax.discovery.core.edit_templates import Card
 
 
 class Status(enum.StrEnum):
@@ -84,32 +82,45 @@ class Call(NamedTuple):
   plan: Mapping[str, Literal]
   intervention: Mapping[str, Any]
 
+  def active(self, interface: Interface) -> "Call":
+    """This call without the hooks that its plan never runs."""
+    hooks = {
+      name: computation
+      for name, computation in self.computation.items()
+      if name in interface.names and interface.hook(name).is_active(self.plan)
+    }
+    return self._replace(computation=hooks)
+
 
 class Artifacts(Protocol):
   """Executable hooks by lowered identity."""
 
   def unit(self, computation: str) -> Callable[..., Any]:
     """The hook on one unit."""
-    ...
 
   def batched(self, computation: str) -> Callable[..., Any]:
     """The hook on a leading batch axis."""
-    ...
 
 
 class Session(Protocol):
   """An evaluator phase with its data loaded; lives in a worker."""
 
   def run(
-    self, call: Call, artifacts: Artifacts, payload: bytes
+    self, call: Call, artifacts: Artifacts, before: bytes
   ) -> tuple[dict[str, Any], bytes]:
-    """Runs the phase: JSON results, and bytes for the next phase.
+    """Runs the phase on a call and the bytes of the phase before.
+
+    Returns:
+      JSON results (`values`, `outputs`), and bytes for the next phase.
 
     Raises:
       ContractError: The candidate broke the task's contract.
       FloatingPointError: A result is not finite.
     """
-    ...
+
+
+class RefusedError(ValueError):
+  """An artifact that may not run."""
 
 
 class ContractError(ValueError):
@@ -122,72 +133,57 @@ class Task(Protocol):
   @property
   def spec(self) -> Mapping[str, Any]:
     """JSON from which `load` builds the task again."""
-    ...
 
   @property
   def interface(self) -> Interface:
     """Hooks and plan."""
-    ...
 
   @property
   def target(self) -> str:
     """The observable that search minimizes."""
-    ...
 
   @property
   def margins(self) -> Mapping[str, float]:
     """Registered margin of every observable a prediction may name."""
-    ...
 
   @property
   def contract(self) -> Mapping[str, Any]:
     """Everything but the program that fixes an outcome, JSON."""
-    ...
 
   @property
-  def cards(self) -> Sequence["Card"]:
-    """Typed edit cards of the embedded proposer."""
-    ...
+  def edit_templates(self) -> Sequence[EditTemplate]:
+    """What the embedded proposer chooses from."""
 
   @property
   def interventions(self) -> Mapping[str, str]:
     """Kinds of control the evaluator can run, with what each changes."""
-    ...
 
   @property
   def call_seconds(self) -> float:
     """Rough length of an evaluator call, for `plan`."""
-    ...
 
   @property
   def phases(self) -> Sequence[str]:
     """Phases of an evaluator call; no phase holds another's data."""
-    ...
 
   def readable(self, phase: str) -> Sequence[str]:
     """Paths that a phase's worker may read."""
-    ...
 
   def open(self, phase: str) -> Session:
     """Loads a phase's data."""
-    ...
 
   def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
     """Open questions that a program's observables show."""
-    ...
 
   @property
   def regimes(self) -> Mapping[str, tuple[str, ...]]:
     """Stages of a whole quantizer in order: hooks and plan keys of each."""
-    ...
 
   def ideal(self) -> float:
     """The target of a program that loses nothing; gates are shares of the way there."""
-    ...
 
   def holdout(self) -> "Task | None":
     """The same task on data that search never sees, or None."""
-    ...
 
 
 def load(spec: Mapping[str, Any]) -> Task:

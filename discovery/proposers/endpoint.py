@@ -1,25 +1,20 @@
-"""Any OpenAI-compatible endpoint as a proposer, and cassettes of its answers."""
+"""Any OpenAI-compatible endpoint, and cassettes of its replies."""
 
 import dataclasses
 import json
 import os
 import pathlib
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 import pydantic
 
 from mxjax.discovery.core import identity
-from mxjax.discovery.core.candidate_source import RejectedError, admit
-from mxjax.discovery.core.proposal import Context, Proposal, ProposerError
-from mxjax.discovery.core.residual import Control, Explanation
-from mxjax.discovery.core.task import Task
-from mxjax.discovery.proposers import prompt
+from mxjax.discovery.core.proposal import ProposerError
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+MAX_REPLY_BYTES = 16 << 20
 
 
 class Reply(pydantic.BaseModel, extra="forbid", strict=True):
@@ -48,7 +43,6 @@ class Client(Protocol):
   @property
   def name(self) -> str:
     """Goes into the proposer's name."""
-    ...
 
   def complete(self, request: Mapping[str, Any]) -> Reply:
     """Sends a chat-completion request.
@@ -56,7 +50,6 @@ class Client(Protocol):
     Raises:
       ProposerError: No usable answer within the deadline.
     """
-    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,25 +77,25 @@ class HttpClient:
 
   def complete(self, request: Mapping[str, Any]) -> Reply:
     """See `Client.complete`; retries what may pass, and obeys Retry-After."""
-    end = time.monotonic() + self.deadline
-    attempt = 0
+    import httpx
+
+    end, attempt = time.monotonic() + self.deadline, 0
     while True:
       attempt += 1
-      left = end - time.monotonic()
+      after = ""
       try:
-        return self._once(request, max(left, 0.001), attempt)
-      except urllib.error.HTTPError as error:
-        with error:
-          detail = error.read(500).decode(errors="replace")
-          after = error.headers.get("Retry-After")
-        if error.code not in RETRIED:
-          raise ProposerError(f"endpoint: HTTP {error.code}: {detail}") from error
-        reason = f"HTTP {error.code}"
-      except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        reason, after = str(error), None
+        code, after, data = self._post(request, end)
+        if httpx.codes.is_success(code):
+          return self._reply(data, attempt)
+        if code not in RETRIED:
+          detail = data[:500].decode(errors="replace")
+          raise ProposerError(f"endpoint: HTTP {code}: {detail}")
+        reason = f"HTTP {code}"
+      except httpx.TransportError as error:
+        reason = f"{type(error).__name__}: {error}"
       jitter = 0.5 + identity.draw(identity.digest(dict(request)), attempt)
       wait = self.pause * 2 ** (attempt - 1) * jitter
-      if after is not None and after.isdigit():
+      if after.isdigit():
         wait = max(wait, float(after))
       if time.monotonic() + wait > end:
         raise ProposerError(
@@ -111,18 +104,36 @@ class HttpClient:
         )
       time.sleep(wait)
 
-  def _once(self, request: Mapping[str, Any], left: float, attempt: int) -> Reply:
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(self.key_variable):
-      headers["Authorization"] = f"Bearer {key}"
-    sent = urllib.request.Request(
-      f"{self.base_url.rstrip('/')}/chat/completions",
-      data=json.dumps({**request, "model": self.model}).encode(),
-      headers=headers,
-    )
-    with urllib.request.urlopen(sent, timeout=left) as response:
-      body = json.loads(response.read())
+  def _post(self, request: Mapping[str, Any], end: float) -> tuple[int, str, bytes]:
+    """Status, Retry-After and body of one request, within deadline and size limit."""
+    import httpx
+
+    url = f"{self.base_url.rstrip('/')}/chat/completions"
+    left, body = max(end - time.monotonic(), 0.001), {**request, "model": self.model}
+    sent = httpx.stream("POST", url, json=body, headers=self._headers(), timeout=left)
+    data = b""
+    with sent as response:
+      for chunk in response.iter_bytes():
+        data += chunk
+        if len(data) > MAX_REPLY_BYTES:
+          raise ProposerError(f"endpoint: a reply of more than {MAX_REPLY_BYTES} bytes")
+        if time.monotonic() > end:
+          raise httpx.ReadTimeout("the reply was still coming in at the deadline")
+      return response.status_code, response.headers.get("Retry-After", ""), data
+
+  def _headers(self) -> dict[str, str]:
+    key = os.environ.get(self.key_variable, "")
+    if not (key.isascii() and key.isprintable()):
+      # The HTTP library would quote the key in its own error.
+      raise ProposerError(
+        f"endpoint: {self.key_variable} holds characters that no HTTP header can; set "
+        "it again without line breaks."
+      )
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+  def _reply(self, data: bytes, attempt: int) -> Reply:
     try:
+      body = json.loads(data)
       choice, usage = body["choices"][0], body.get("usage") or {}
       return Reply(
         text=choice["message"]["content"] or "",
@@ -132,8 +143,8 @@ class HttpClient:
         output_tokens=usage.get("completion_tokens", 0),
         attempts=attempt,
       )
-    except (KeyError, IndexError, TypeError) as error:
-      raise ProposerError(f"endpoint: not a chat completion: {body!r:.300}") from error
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+      raise ProposerError(f"endpoint: not a chat completion: {data!r:.300}") from error
 
 
 class Cassette:
@@ -191,110 +202,3 @@ class Cassette:
       os.fsync(file.fileno())
     self._replies[key] = reply
     return reply
-
-
-class _Explanation(pydantic.BaseModel, extra="forbid", strict=True):
-  name: str
-  statement: str = ""
-  predictions: dict[str, dict[str, Literal["down", "same", "up"]]]
-
-
-class _Control(pydantic.BaseModel, extra="forbid", strict=True):
-  name: str
-  intervention: dict[str, Any]
-  cost: int = 1
-  statement: str = ""
-
-
-class Answer(pydantic.BaseModel, extra="forbid", strict=True):
-  """The structured output asked of a model."""
-
-  source: str
-  label: str
-  note: str = ""
-  residual: str | None = None
-  explanations: list[_Explanation] = []
-  controls: list[_Control] = []
-  declared: list[str] = []
-
-
-def _json_of(text: str) -> str:
-  """The JSON object of a reply: the whole, or the inside of its fence."""
-  if "```" not in text:
-    return text
-  inside = text.split("```")[1]
-  return inside.removeprefix("json").strip()
-
-
-class LlmProposer:
-  """Proposals by a language model, with one repair turn."""
-
-  def __init__(
-    self,
-    client: Client,
-    task: Task,
-    *,
-    count: prompt.Count = prompt.estimated_tokens,
-    price: Callable[[Reply], int] = lambda reply: 0,
-  ) -> None:
-    """Sets up.
-
-    Args:
-      client: Endpoint or cassette.
-      task: For its interface, interventions and margins.
-      count: Token counter.
-      price: Cost of a reply in micro-dollars.
-    """
-    self._client, self._task, self._count, self._price = client, task, count, price
-    self.name = client.name
-
-  def propose(self, context: Context) -> Proposal:
-    """See `Proposer.propose`: an answer that does not admit is repaired once."""
-    task = self._task
-    messages = prompt.messages(
-      context,
-      task.interface,
-      dict(task.interventions),
-      dict(task.margins),
-      count=self._count,
-    )
-    usage = {"calls": 0, "input_tokens": 0, "output_tokens": 0, "micro_dollars": 0}
-    complaint = ""
-    for _ in range(2):
-      reply = self._client.complete(self._request(messages))
-      usage["calls"] += 1
-      usage["input_tokens"] += reply.input_tokens
-      usage["output_tokens"] += reply.output_tokens
-      usage["micro_dollars"] += self._price(reply)
-      try:
-        answer = Answer.model_validate_json(_json_of(reply.text))
-        controls = tuple(Control(**c.model_dump()) for c in answer.controls)
-        admit(answer.source, task.interface)
-        break
-      except (pydantic.ValidationError, RejectedError, ValueError) as error:
-        complaint = str(error)[:2000]
-        messages = [
-          *messages,
-          {"role": "assistant", "content": reply.text},
-          {"role": "user", "content": f"That was not accepted: {complaint} Repair it."},
-        ]
-    else:
-      # The search books it as a rejected proposal: proposer calls, no evaluator call.
-      return Proposal(source="", label="unusable answer", note=complaint, usage=usage)
-    return Proposal(
-      source=answer.source,
-      label=answer.label,
-      note=answer.note,
-      residual=answer.residual,
-      explanations=tuple(Explanation(**e.model_dump()) for e in answer.explanations),
-      controls=controls,
-      declared=tuple(answer.declared),
-      usage=usage,
-    )
-
-  def _request(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-    schema = {"name": "proposal", "schema": Answer.model_json_schema()}
-    return {
-      "messages": messages,
-      "response_format": {"type": "json_schema", "json_schema": schema},
-    }

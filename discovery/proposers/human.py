@@ -5,10 +5,9 @@ import pathlib
 import time
 
 from mxjax.discovery.core.proposal import Context, Proposal, ProposerError
-from mxjax.discovery.core.residual import Control, Explanation
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.proposers import prompt
-from mxjax.discovery.proposers.endpoint import Answer
+from mxjax.discovery.proposers.llm import Answer
 
 
 class HumanProposer:
@@ -27,7 +26,7 @@ class HumanProposer:
 
     Args:
       folder: `question-0-0.md` and `question-0-0.py` go out, `answer-0-0.json` comes
-        in: the fields of `endpoint.Answer`, where `source` may name a file beside it.
+        in: the fields of `llm.Answer`, where `source` may name a file beside it.
       task: For what the question tells.
       seconds: How long to wait for an answer.
       poll: Seconds between looks.
@@ -39,12 +38,7 @@ class HumanProposer:
     """See `Proposer.propose`."""
     name = "-".join(map(str, context.address))
     self._folder.mkdir(parents=True, exist_ok=True)
-    system, user = prompt.messages(
-      context,
-      self._task.interface,
-      dict(self._task.interventions),
-      dict(self._task.margins),
-    )
+    system, user = prompt.messages(context, self._task)
     text = f"{system['content']}\n\n{user['content']}\n"
     (self._folder / f"question-{name}.md").write_text(text)
     (self._folder / f"question-{name}.py").write_text(context.parent.source)
@@ -58,13 +52,4 @@ class HumanProposer:
     beside = self._folder / str(values.get("source", ""))
     if values.get("source", "").endswith(".py") and beside.is_file():
       values["source"] = beside.read_text()
-    answer = Answer.model_validate(values)
-    return Proposal(
-      source=answer.source,
-      label=answer.label,
-      note=answer.note,
-      residual=answer.residual,
-      explanations=tuple(Explanation(**e.model_dump()) for e in answer.explanations),
-      controls=tuple(Control(**c.model_dump()) for c in answer.controls),
-      declared=tuple(answer.declared),
-    )
+    return Answer.model_validate(values).proposal({"calls": 1})

@@ -10,8 +10,8 @@ import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 
-from mxjax.discovery.core.interface import Interface
 from mxjax.discovery.core.proposal import Context, Experiment
+from mxjax.discovery.core.task import Task
 
 INPUT_TOKENS = 65_536
 MEMORY_TOKENS = 16_384
@@ -83,13 +83,7 @@ def _relevance(entry: Experiment, context: Context) -> tuple[bool, float]:
 def select(
   context: Context, allowance: int = MEMORY_TOKENS, count: Count = estimated_tokens
 ) -> list[Experiment]:
-  """The experiments that memory keeps, in order.
-
-  Args:
-    context: What the proposer may know.
-    allowance: Tokens of the rendered entries.
-    count: Token counter.
-  """
+  """The experiments in memory, in order, within `allowance` tokens as rendered."""
   history = list(context.history)
   gains = [e for e in history if e.gain]
   best = min(gains, key=lambda e: e.changes.get(context.target, 0.0), default=None)
@@ -97,45 +91,43 @@ def select(
   wanted = {id(e) for e in (*history[-LATEST:], *failures, *gains[-MECHANISMS:])}
   if best is not None:
     wanted.add(id(best))
-  kept = [e for e in history if id(e) in wanted]
-  size = lambda entries: sum(count(entry_text(e) + "\n") for e in entries)
-  if size(kept) > allowance:
-    kept = _merged(kept)
-  while kept and size(kept) > allowance:
-    older = kept[: max(len(kept) - LATEST, 1)]
-    kept.remove(min(older, key=lambda e: _relevance(e, context)))
-  return kept
+  entries = [e for e in history if id(e) in wanted]
+  size = lambda: sum(count(entry_text(e) + "\n") for e in entries)
+  if size() > allowance:
+    entries = _merged(entries)
+  while entries and size() > allowance:
+    older = entries[: max(len(entries) - LATEST, 1)]
+    entries.remove(min(older, key=lambda e: _relevance(e, context)))
+  return entries
 
 
-def messages(
-  context: Context,
-  interface: Interface,
-  interventions: dict[str, str],
-  margins: dict[str, float],
-  *,
-  count: Count = estimated_tokens,
-) -> list[dict[str, str]]:
-  """The request of one proposal.
+SYSTEM = (
+  "You revise a JAX program to lower one measured target. The program is one "
+  "module: imports of jax, jax.numpy, jax.lax, numpy, math, functools; a literal "
+  "PLAN; pure hooks that are traced once and compiled. Answer with one JSON object: "
+  "source (the whole module), label, note, residual (an observable, or null), "
+  "explanations (the focal one first; each with name, statement and predictions: "
+  "condition -> observable -> down|same|up relative to the parent, where the "
+  "condition `primary` is your program as it is), controls (name, intervention, "
+  "cost, statement) that tell the explanations apart, and declared (the hooks or "
+  "PLAN keys you changed).\n"
+)
 
-  Raises:
-    ValueError: The parent's source alone does not fit the input budget.
-  """
+
+def _system(task: Task) -> str:
+  """The instructions, and what the task allows."""
   hooks = "\n".join(
-    f"- {h.name}({', '.join(h.arguments)}): {h.doc}" for h in interface.hooks
+    f"- {h.name}({', '.join(h.arguments)}): {h.doc}" for h in task.interface.hooks
   )
-  system = (
-    "You revise a JAX program to lower one measured target. The program is one "
-    "module: imports of jax, jax.numpy, jax.lax, numpy, math, functools; a literal "
-    "PLAN; pure hooks that are traced once and compiled. Answer with one JSON object: "
-    "source (the whole module), label, note, residual (an observable, or null), "
-    "explanations (the focal one first; each with name, statement and predictions: "
-    "condition -> observable -> down|same|up relative to the parent, where the "
-    "condition `primary` is your program as it is), controls (name, intervention, "
-    "cost, statement) that tell the explanations apart, and declared (the hooks or "
-    f"PLAN keys you changed).\nHooks:\n{hooks}\nPLAN: {dict(interface.plan)}\n"
-    f"Interventions for controls: {interventions}\nMargins below which a change is "
-    f"`same`: {margins}"
+  return (
+    f"{SYSTEM}Hooks:\n{hooks}\nPLAN: {dict(task.interface.plan)}\n"
+    f"Interventions for controls: {dict(task.interventions)}\nMargins below which a "
+    f"change is `same`: {dict(task.margins)}"
   )
+
+
+def _question(context: Context) -> list[str]:
+  """What is asked now, as far as the arm's evidence allows."""
   parts = [
     f"Target to lower: {context.target}.",
     f"Measured: {dict(context.parent.values)}",
@@ -146,20 +138,32 @@ def messages(
   if context.evidence == "verdict":
     questions = [f"{r.observable} = {r.value:.4g}" for r in context.residuals]
     parts.append(f"Open residuals: {', '.join(questions) or 'none'}")
-    if context.required is not None:
-      need = context.required
+    if (demand := context.required) is not None:
       parts.append(
-        f"Required response: {need.response}, because {need.label} was {need.verdict} "
-        f"on {need.residual.observable} (left standing: {need.survivors}). Change the "
-        f"computation {need.residual.computation} accordingly and declare it."
+        f"Required response: {demand.response}, because {demand.label} was "
+        f"{demand.verdict} on {demand.residual.observable} (left standing: "
+        f"{demand.survivors}). Change the computation {demand.residual.computation} "
+        "accordingly and declare it."
       )
-  fixed = count(system) + sum(count(part) for part in parts)
+  return parts
+
+
+def messages(
+  context: Context, task: Task, *, count: Count = estimated_tokens
+) -> list[dict[str, str]]:
+  """The request of one proposal.
+
+  Raises:
+    ValueError: The parent's source alone does not fit the input budget.
+  """
+  system, parts = _system(task), _question(context)
+  fixed = count(system) + sum(map(count, parts))
   if fixed > INPUT_TOKENS:
     raise ValueError(
-      f"memory: the program and instructions take {fixed} tokens of {INPUT_TOKENS}; "
+      f"prompt: the program and instructions take {fixed} tokens of {INPUT_TOKENS}; "
       "shorten the program."
     )
-  kept = select(context, min(MEMORY_TOKENS, INPUT_TOKENS - fixed), count)
-  memory = "\n".join(entry_text(entry) for entry in kept)
+  entries = select(context, min(MEMORY_TOKENS, INPUT_TOKENS - fixed), count)
+  memory = "\n".join(entry_text(entry) for entry in entries)
   user = "\n\n".join([*parts, f"Experiments so far:\n{memory or 'none'}"])
   return [{"role": "system", "content": system}, {"role": "user", "content": user}]

@@ -1,8 +1,8 @@
-"""Walls around a worker: namespaces, Landlock, seccomp, limits. Linux on x86-64.
+"""Isolation of a worker: namespaces, Landlock, seccomp, limits. Linux on x86-64.
 
-Imports only the standard library, so that a worker can put the walls up before
-anything else runs in it. Every thread started later inherits them. What could not be
-put up is an error, never a weaker jail.
+Imports only the standard library, so that a worker can isolate itself before anything
+else runs in it. Every thread started later is isolated too. What this system cannot
+enforce is an error, never a weaker jail.
 """
 
 import ctypes
@@ -53,7 +53,7 @@ _CLONE_SYSCALL, _CLONE3_SYSCALL, _CLONE_THREAD = 56, 435, 0x10000
 
 
 class JailError(RuntimeError):
-  """A wall that this system cannot put up."""
+  """Isolation that this system cannot enforce."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +94,8 @@ def die_with_parent() -> None:
 def enter_namespaces() -> None:
   """New user, mount, pid, network, IPC and host-name namespaces for what is forked."""
   uid, gid = os.geteuid(), os.getegid()
-  flags = 0
-  for flag in _CLONE.values():
-    flags |= flag
-  _call("namespaces", _libc.unshare(flags))
+  # Each flag is a bit of its own.
+  _call("namespaces", _libc.unshare(sum(_CLONE.values())))
   for name, text in (
     ("setgroups", "deny"),
     ("uid_map", f"65534 {uid} 1"),
@@ -105,8 +103,8 @@ def enter_namespaces() -> None:
   ):
     with open(f"/proc/self/{name}", "w") as file:
       file.write(text)
-  mount = _libc.mount
-  _call("private mounts", mount(None, b"/", None, _MS_REC_PRIVATE, None))
+  result = _libc.mount(None, b"/", None, _MS_REC_PRIVATE, None)
+  _call("private mounts", result)
 
 
 def mount_scratch(path: str) -> None:
@@ -268,7 +266,7 @@ def lock(
   limits: Limits,
   writable: Iterable[str] = (),
 ) -> dict[str, Any]:
-  """Puts up the walls of a level in the calling process, for good.
+  """Isolates the calling process at a level, for good.
 
   For `strict`, `enter_namespaces` and a fork must have come before.
 

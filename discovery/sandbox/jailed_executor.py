@@ -1,6 +1,11 @@
-"""The bench of levels `strict` and `standard`: jailed tracing, jailed evaluation."""
+"""The executor of levels `strict` and `standard`: jailed tracing, jailed evaluation.
+
+Its evaluators run here or on a Ray cluster. The trajectory of a run does not depend on
+which: calls are committed in the packets' order, wherever and whenever they end.
+"""
 
 import concurrent.futures
+import dataclasses
 import functools
 import json
 import pathlib
@@ -10,12 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mxjax.discovery.core import identity
+from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.candidate_source import hook_keys
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Call, Outcome, Status, Task
 from mxjax.discovery.sandbox import jail, supervisor
-from mxjax.discovery.sandbox.laboratory import Traced
+from mxjax.discovery.sandbox.executor import OnDone, Traced, run_phases
 from mxjax.discovery.sandbox.supervisor import RunWorker, Tracer, WorkerError
+
+Serialized = Mapping[str, tuple[str, bytes, bytes]]
+"""Identity to hook name, unit form and batched form of an artifact."""
 
 
 class EvaluatorWorker:
@@ -25,40 +34,74 @@ class EvaluatorWorker:
     self, task: Task, level: str, limits: jail.Limits, compiled: str = ""
   ) -> None:
     """Describes the workers; they start when they are needed."""
-    self._workers = {
-      phase: RunWorker(task.spec, phase, task.readable(phase), level, limits, compiled)
+    self._workers = [
+      RunWorker(task.spec, phase, task.readable(phase), level, limits, compiled)
       for phase in task.phases
-    }
+    ]
 
-  def run(
-    self, call: Mapping[str, Any], artifacts: Mapping[str, tuple[str, bytes, bytes]]
-  ) -> dict[str, Any]:
+  def run(self, call: Mapping[str, Any], artifacts: Serialized) -> dict[str, Any]:
     """Runs all phases of a call; returns `Outcome.to_dict()`."""
-    values: dict[str, Any] = {}
-    outputs: dict[str, str] = {}
-    payload = b""
     try:
-      for worker in self._workers.values():
-        result, payload = worker.run(call, artifacts, payload)
-        values |= result.get("values", {})
-        outputs |= result.get("outputs", {})
-      outcome = {"status": "ok", "values": values, "outputs": outputs, "detail": ""}
-      return Outcome.from_dict(outcome).to_dict()
+      outcome = run_phases(
+        functools.partial(worker.run, call, artifacts) for worker in self._workers
+      )
     except WorkerError as error:
-      return Outcome(error.status, detail=str(error)[:1000]).to_dict()
+      outcome = Outcome(error.status, detail=str(error)[:1000])
     except ValueError as error:
-      return Outcome(Status.NOT_FINITE, detail=str(error)[:1000]).to_dict()
+      outcome = Outcome(Status.NOT_FINITE, detail=str(error)[:1000])
+    return outcome.to_dict()
 
   def close(self) -> None:
     """Kills the workers."""
-    for worker in self._workers.values():
+    for worker in self._workers:
       worker.close()
 
 
-class JailedExecutor:
-  """Candidates traced in disposable jails, calls spread over lanes.
+class RemoteEvaluator(EvaluatorWorker):
+  """An evaluator made, on the node that runs it, from what can be sent there."""
 
-  Artifacts are kept in the run's store, so a resumed run traces nothing again.
+  def __init__(
+    self, spec: Mapping[str, Any], level: str, limits: Mapping[str, Any]
+  ) -> None:
+    """Builds the task and describes its workers."""
+    super().__init__(task_.load(spec), level, jail.Limits(**limits))
+
+
+class RayWorker:
+  """One actor that holds one evaluator."""
+
+  def __init__(self, task: Task, level: str, limits: jail.Limits) -> None:
+    """Starts the actor on any node of the cluster that this process has joined.
+
+    Raises:
+      ImportError: Ray is not installed.
+    """
+    try:
+      import ray  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+      raise ImportError(
+        "discover: --ray needs the optional extra; run `pip install mxjax[ray]`."
+      ) from error
+    if not ray.is_initialized():
+      ray.init(log_to_driver=False, include_dashboard=False)
+    self._ray = ray
+    actor = ray.remote(num_cpus=1)(RemoteEvaluator)
+    self._actor = actor.remote(dict(task.spec), level, dataclasses.asdict(limits))
+
+  def run(self, call: Mapping[str, Any], artifacts: Serialized) -> dict[str, Any]:
+    """See `EvaluatorWorker.run`."""
+    return self._ray.get(self._actor.run.remote(dict(call), dict(artifacts)))
+
+  def close(self) -> None:
+    """Ends the actor and its workers."""
+    self._ray.get(self._actor.close.remote())
+    self._ray.kill(self._actor)
+
+
+class JailedExecutor:
+  """Candidates traced in disposable jails, calls spread over workers.
+
+  Artifacts are stored with the run, so a resumed run traces nothing again.
   """
 
   def __init__(
@@ -70,103 +113,100 @@ class JailedExecutor:
     workers: int = 1,
     trace_limits: jail.Limits = supervisor.TRACE_LIMITS,
     run_limits: jail.Limits = supervisor.RUN_LIMITS,
-    lane: Callable[[Task, str, jail.Limits], Any] | None = None,
+    make_worker: Callable[[Task, str, jail.Limits], Any] | None = None,
     compiled: pathlib.Path | None = None,
   ) -> None:
     """Starts the tracer.
 
     Args:
       task: The task.
-      store: Where artifacts are kept.
+      store: Where artifacts are stored.
       level: `strict` or `standard`.
       workers: Calls that run side by side.
       trace_limits: For candidate Python.
       run_limits: For evaluator phases.
-      lane: Makes an evaluator elsewhere, such as `ray_lane.RayWorker`.
-      compiled: A folder in which lanes, and runs, share compiled programs.
+      make_worker: Makes an evaluator elsewhere, such as `RayWorker`.
+      compiled: A folder in which workers, and runs, share compiled programs.
 
     Raises:
       WorkerError: The level cannot be had on this machine.
     """
-    self._task, self._store, self._level = task, store, level
+    self._store = store
     self._specs = {spec["name"]: spec for spec in task.interface.to_list()}
     self._tracer = Tracer(level, trace_limits)
     self.description: Mapping[str, Any] = dict(self._tracer.features)
+    shared = ""
     if compiled is not None:
       compiled.mkdir(parents=True, exist_ok=True)
-    kept = str(compiled.resolve()) if compiled else ""
-    make_lane = lane or functools.partial(EvaluatorWorker, compiled=kept)
-    self._lanes = [make_lane(task, level, run_limits) for _ in range(workers)]
+      shared = str(compiled.resolve())
+    make = make_worker or functools.partial(EvaluatorWorker, compiled=shared)
+    self._workers = [make(task, level, run_limits) for _ in range(workers)]
     first = task.phases[0]
     self._gate = RunWorker(task.spec, first, task.readable(first), level, run_limits)
-    # Workers die with the thread that started them, so each lane keeps one thread.
-    make = concurrent.futures.ThreadPoolExecutor
-    self._threads = [make(max_workers=1) for _ in self._lanes]
+    # A worker dies with the thread that started it, so each has one thread for good.
+    self._threads = [
+      concurrent.futures.ThreadPoolExecutor(max_workers=1) for _ in self._workers
+    ]
 
   def trace(self, source: str) -> Traced:
     """See `Executor.trace`: jail, then gate."""
     keys = hook_keys(source, self._specs)
-    kept = {name: self._store.get("hooks", key) for name, key in keys.items()}
-    todo = [spec for name, spec in self._specs.items() if kept.get(name) is None]
-    if todo:
-      raw = self._tracer.trace(source, todo)
-      if raw.status != Status.OK:
-        return Traced(raw.status, detail=raw.detail)
-      try:
-        computation = self._gate.gate(todo, raw.hooks)
-      except WorkerError as error:
-        return Traced(error.status, detail=str(error))
-      for name, lowered in computation.items():
-        unit, batched = raw.hooks[name]
-        self._store.put_bytes("artifacts", f"{lowered}.unit", unit)
-        self._store.put_bytes("artifacts", f"{lowered}.batched", batched)
-        kept[name] = {"hook": name, "computation": lowered}
-        self._store.put("hooks", keys[name], kept[name])
-    return Traced(Status.OK, {n: k["computation"] for n, k in kept.items() if k})
+    known = {name: self._store.get("hooks", key) for name, key in keys.items()}
+    computation = {n: entry["computation"] for n, entry in known.items() if entry}
+    missing = [spec for name, spec in self._specs.items() if name not in computation]
+    if not missing:
+      return Traced(Status.OK, computation)
+    raw = self._tracer.trace(source, missing)
+    if raw.status != Status.OK:
+      return Traced(raw.status, detail=raw.detail)
+    try:
+      gated = self._gate.gate(missing, raw.hooks)
+    except WorkerError as error:
+      return Traced(error.status, detail=str(error))
+    for name, lowered in gated.items():
+      for form, data in zip(("unit", "batched"), raw.hooks[name], strict=True):
+        self._store.put_bytes("artifacts", f"{lowered}.{form}", data)
+      self._store.put("hooks", keys[name], {"hook": name, "computation": lowered})
+    return Traced(Status.OK, computation | gated)
 
-  def artifacts(self, call: Call) -> dict[str, tuple[str, bytes, bytes]]:
+  def artifacts(self, call: Call) -> Serialized:
     """Everything that a call may execute, its parent's hooks for controls included."""
     hooks = [*call.computation.items()]
-    before = call.intervention.get("parent")
-    if isinstance(before, Mapping):
-      hooks += before["computation"].items()
-    found = {}
-    for name, computation in hooks:
-      unit = self._store.get_bytes("artifacts", f"{computation}.unit")
-      batched = self._store.get_bytes("artifacts", f"{computation}.batched")
-      assert unit is not None and batched is not None
-      found[computation] = (name, unit, batched)
-    return found
+    parent = call.intervention.get("parent")
+    if isinstance(parent, Mapping):
+      hooks += parent["computation"].items()
+    return {lowered: (name, *self._forms(lowered)) for name, lowered in hooks}
 
-  def run(
-    self, calls: Sequence[Call], on_done: Callable[[int, Outcome, float], None]
-  ) -> None:
-    """See `Executor.run`: calls go to the next free lane."""
-    lock, todo = threading.Lock(), list(enumerate(calls))[::-1]
+  def _forms(self, lowered: str) -> tuple[bytes, bytes]:
+    unit = self._store.get_bytes("artifacts", f"{lowered}.unit")
+    batched = self._store.get_bytes("artifacts", f"{lowered}.batched")
+    assert unit is not None and batched is not None
+    return unit, batched
 
-    def drain(lane: EvaluatorWorker) -> None:
+  def run(self, calls: Sequence[Call], on_done: OnDone) -> None:
+    """See `Executor.run`: calls go to the next free worker."""
+    lock, waiting = threading.Lock(), list(enumerate(calls))[::-1]
+
+    def drain(worker: EvaluatorWorker) -> None:
       while True:
         with lock:
-          if not todo:
+          if not waiting:
             return
-          index, call = todo.pop()
+          index, call = waiting.pop()
         start = time.perf_counter()
         plain = json.loads(identity.canonical(call._asdict()))
-        outcome = Outcome.from_dict(lane.run(plain, self.artifacts(call)))
+        outcome = Outcome.from_dict(worker.run(plain, self.artifacts(call)))
         seconds = time.perf_counter() - start
         with lock:
           on_done(index, outcome, seconds)
 
-    lanes = zip(self._threads, self._lanes, strict=True)
-    running = [thread.submit(drain, lane) for thread, lane in lanes]
-    for future in running:
+    pairs = zip(self._threads, self._workers, strict=True)
+    for future in [thread.submit(drain, worker) for thread, worker in pairs]:
       future.result()
 
   def close(self) -> None:
     """Ends all workers."""
-    self._tracer.close()
-    self._gate.close()
-    for lane in self._lanes:
-      lane.close()
+    for ending in (self._tracer, self._gate, *self._workers):
+      ending.close()
     for thread in self._threads:
       thread.shutdown()

@@ -1,9 +1,9 @@
 """The run worker: executes artifacts on a phase's data; never sees candidate Python.
 
 Run as a script with `-I -B` and an empty environment: `run_worker.py CONFIG`, JSON.
-The walls go up before JAX is imported, so every thread has them. A worker serves many
-calls, because an artifact is a pure function and leaves nothing behind; its supervisor
-kills it at the first fault and starts another.
+It isolates itself before JAX is imported, so every thread is isolated. A worker serves
+many calls, because an artifact is a pure function and leaves nothing behind; its
+supervisor kills it at the first fault and starts another.
 """
 
 import importlib.util
@@ -19,6 +19,7 @@ CACHES_UP_TO = 2 << 30
 
 
 def _load(name: str) -> Any:
+  """A file beside this one, without its package, which would import JAX."""
   path = pathlib.Path(__file__).resolve().parent / f"{name}.py"
   spec = importlib.util.spec_from_file_location(name, path)
   assert spec is not None and spec.loader is not None
@@ -29,7 +30,7 @@ def _load(name: str) -> Any:
 
 
 def _enter(config: dict[str, Any]) -> dict[str, Any]:
-  """Puts the walls up and returns their features."""
+  """Isolates this process and returns the features in force."""
   jail = _load("jail")
   jail.die_with_parent()
   jail.fork_into_jail(config["level"])
@@ -47,8 +48,8 @@ def _enter(config: dict[str, Any]) -> dict[str, Any]:
 class _Caches:
   """Drops compiled programs when they have filled much memory.
 
-  Every candidate leaves its own; only the peak can be read behind the walls, so the
-  limit moves with it.
+  Every candidate leaves its own. Only the peak of memory can be read in isolation, so
+  the limit moves with it.
   """
 
   def __init__(self) -> None:
@@ -63,63 +64,74 @@ class _Caches:
       self._limit = peak + CACHES_UP_TO // 2
 
 
-def _gate(request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
-  """Checks artifacts: `[unit, batched]` for every spec."""
-  from mxjax.discovery.sandbox import artifact
+class _Phase:
+  """One phase of a task: gates artifacts, and runs calls on the phase's data."""
 
-  gated = [
-    artifact.gate(spec, unit, batched)
-    for spec, unit, batched in zip(
-      request["specs"], blobs[0::2], blobs[1::2], strict=True
+  def __init__(self, config: dict[str, Any]) -> None:
+    from mxjax.discovery.core import task
+    from mxjax.discovery.sandbox import artifact
+
+    self._artifact, self._name = artifact, config["phase"]
+    self._make_call = task.Call
+    self._task = task.load(config["task"])
+    specs = {spec["name"]: spec for spec in self._task.interface.to_list()}
+    self._artifacts = artifact.ArtifactTable(specs)
+    self._session: Any = None
+
+  def gate(self, request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
+    """Checks artifacts: unit and batched form of every spec."""
+    forms = zip(request["specs"], blobs[0::2], blobs[1::2], strict=True)
+    return {"computation": [self._artifact.gate(*each) for each in forms]}
+
+  def run(
+    self, request: dict[str, Any], blobs: list[bytes]
+  ) -> tuple[dict[str, Any], bytes]:
+    """Runs a call; the last blob comes from the phase before, the others are new."""
+    *new, before = blobs
+    forms = zip(request["artifacts"], new[0::2], new[1::2], strict=True)
+    for (computation, name), unit, batched in forms:
+      self._artifacts.add(computation, name, unit, batched)
+    if self._session is None:
+      self._session = self._task.open(self._name)
+    return self._session.run(
+      self._make_call(**request["call"]), self._artifacts, before
     )
-  ]
-  return {"computation": gated}
 
 
 def main() -> None:
   """Serves requests from stdin until it closes."""
   config = json.loads(sys.argv[1])
   sys.path[:0] = config["path"]
-  frames = _load("trace_worker")
+  frames = _load("frames")
   replies = os.fdopen(os.dup(1), "wb")
   os.dup2(2, 1)
   features = _enter(config)
+  # Only now: what these start is isolated.
   from mxjax.devices import execution
-  from mxjax.discovery.core import task
-  from mxjax.discovery.sandbox import artifact, faults
+  from mxjax.discovery.core.task import Status
+  from mxjax.discovery.sandbox.executor import status_of
 
   if config["compiled"]:
     execution.keep_compiled(config["compiled"])
-
-  problem = task.load(config["task"])
-  specs = {spec["name"]: spec for spec in problem.interface.to_list()}
-  table = artifact.ArtifactTable(specs)
-  session: Any = None
-  caches = _Caches()
-  frames.write_frame(replies, json.dumps(features).encode())
-  while data := frames.read_frame(sys.stdin.buffer):
+  phase, caches = _Phase(config), _Caches()
+  frames.write(replies, [json.dumps(features).encode()])
+  while data := frames.read(sys.stdin.buffer):
     head, *blobs = frames.unpack(data)
     request = json.loads(head)
-    payload = b""
+    result, payload = {}, b""
     try:
       if request["kind"] == "gate":
-        answer = {"status": "ok", **_gate(request, blobs)}
+        result = phase.gate(request, blobs)
       else:
-        for index, (computation, name) in enumerate(request["artifacts"]):
-          table.add(computation, name, blobs[2 * index], blobs[2 * index + 1])
-        if session is None:
-          session = problem.open(config["phase"])
-        call = task.Call(**request["call"])
-        result, payload = session.run(call, table, blobs[-1])
-        answer = {"status": "ok", **result}
+        result, payload = phase.run(request, blobs)
+      answer = {"status": Status.OK, **result}
     except Exception as error:  # noqa: BLE001
       # The supervisor turns it into a status; the message is its detail.
-      status, detail = faults.status_of(error)
-      if request["kind"] == "gate" and status == task.Status.CONTRACT:
-        status = task.Status.REFUSED
+      status, detail = status_of(error)
+      if request["kind"] == "gate" and status == Status.CONTRACT:
+        status = Status.REFUSED
       answer = {"status": status, "detail": detail}
-    reply = json.dumps(answer, allow_nan=True).encode()
-    frames.write_frame(replies, frames.pack([reply, payload]))
+    frames.write(replies, [json.dumps(answer, allow_nan=True).encode(), payload])
     caches.bound()
 
 

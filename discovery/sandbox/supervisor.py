@@ -7,7 +7,6 @@ import pathlib
 import select
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -17,8 +16,7 @@ from typing import Any
 
 import mxjax
 from mxjax.discovery.core.task import Status
-from mxjax.discovery.sandbox import jail
-from mxjax.discovery.sandbox.trace_worker import pack, unpack
+from mxjax.discovery.sandbox import frames, jail
 
 HERE = pathlib.Path(__file__).resolve().parent
 LIBRARY = pathlib.Path(mxjax.__file__).resolve().parent.parent
@@ -55,26 +53,22 @@ def strict_json(data: bytes) -> Any:
   """JSON without NaN, infinities or repeated keys.
 
   Raises:
-    ValueError: Naming what was found.
+    ValueError: Naming what is wrong.
   """
 
-  def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({key for key, _ in items}) != len(items):
+  def distinct(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(items)) != len(items):
       raise ValueError(f"repeated keys in {[key for key, _ in items]}")
     return dict(items)
 
-  def constant(name: str) -> Any:
+  def refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
-  return json.loads(data, object_pairs_hook=pairs, parse_constant=constant)
+  return json.loads(data, object_pairs_hook=distinct, parse_constant=refuse)
 
 
 class Worker:
-  """A worker process that answers framed requests.
-
-  Attributes:
-    hello: Its first message.
-  """
+  """A worker process that answers framed requests."""
 
   def __init__(self, script: str, argument: Any, limits: jail.Limits) -> None:
     """Starts the process and waits until it is ready.
@@ -93,28 +87,29 @@ class Worker:
       cwd="/",
       start_new_session=True,
     )
-    self.hello = self._receive(time.monotonic() + START_SECONDS)
+    self._receive(time.monotonic() + START_SECONDS)
 
-  def ask(self, request: bytes, seconds: float | None = None) -> bytes:
-    """Sends one request and waits for its answer.
+  def ask(self, request: bytes, seconds: float | None = None) -> list[bytes]:
+    """Sends one request and waits for the parts of its answer.
 
     Raises:
       WorkerError: No answer in time, or none at all; the worker is gone.
+      ValueError: An answer whose parts do not add up.
     """
     assert self._process.stdin is not None
     deadline = time.monotonic() + (seconds or self._limits.seconds)
     try:
-      self._process.stdin.write(struct.pack("<Q", len(request)) + request)
+      self._process.stdin.write(frames.frame(request))
       self._process.stdin.flush()
     except BrokenPipeError:
       self._fail(Status.CRASHED, "the worker is gone")
     return self._receive(deadline)
 
-  def _receive(self, deadline: float) -> bytes:
-    (length,) = struct.unpack("<Q", self._read(8, deadline))
+  def _receive(self, deadline: float) -> list[bytes]:
+    length = frames.length_of(self._read(8, deadline))
     if length > self._limits.message_bytes:
       self._fail(Status.REFUSED, f"a reply of {length} bytes")
-    return self._read(length, deadline)
+    return frames.unpack(self._read(length, deadline))
 
   def _read(self, length: int, deadline: float) -> bytes:
     assert self._process.stdout is not None
@@ -178,7 +173,7 @@ class Tracer:
   """Traces sources, one jailed process each.
 
   Attributes:
-    features: The walls in force.
+    features: The isolation in force.
   """
 
   def __init__(self, level: str, limits: jail.Limits = TRACE_LIMITS) -> None:
@@ -207,19 +202,18 @@ class Tracer:
       "scratch": tempfile.gettempdir(),
       **job,
     }
-    answer = self._worker.ask(json.dumps(request).encode(), self._limits.seconds + 30)
-    head, reply = unpack(answer)
+    seconds = self._limits.seconds + 30
+    head, reply = self._worker.ask(json.dumps(request).encode(), seconds)
     return json.loads(head), reply
 
   def trace(self, source: str, hooks: Sequence[Mapping[str, Any]]) -> RawTrace:
     """Executes a source in a jail of its own; what comes back is unchecked bytes."""
-    job = {"source": source, "hooks": [dict(hook) for hook in hooks]}
-    outcome, reply = self._job(job)
+    outcome, reply = self._job({"source": source, "hooks": [dict(h) for h in hooks]})
     status, detail = _classify(outcome, reply)
     if status != Status.OK:
       return RawTrace(status, detail)
     try:
-      parts = unpack(reply[1:])
+      parts = frames.unpack(reply[1:])
       if len(parts) % 3:
         raise ValueError("a message whose lengths do not add up")
       names = [name.decode() for name in parts[0::3]]
@@ -298,15 +292,17 @@ class RunWorker:
     self, parts: list[bytes], seconds: float | None = None
   ) -> tuple[dict[str, Any], bytes]:
     try:
-      answer = self._start().ask(pack(parts), seconds)
-      head, payload = unpack(answer)
-      return strict_json(head), payload
+      head, payload = self._start().ask(frames.pack(parts), seconds)
+      answer = strict_json(head)
     except WorkerError:
       self.close()
       raise
     except ValueError as error:
       self.close()
       raise WorkerError(Status.NOT_FINITE, f"the evaluator sent {error}") from error
+    if answer["status"] != Status.OK:
+      raise WorkerError(Status(answer["status"]), answer["detail"])
+    return answer, payload
 
   def gate(
     self, specs: Sequence[Mapping[str, Any]], hooks: Mapping[str, tuple[bytes, bytes]]
@@ -320,8 +316,6 @@ class RunWorker:
     blobs = [blob for spec in specs for blob in hooks[spec["name"]]]
     seconds = min(GATE_SECONDS, self._limits.seconds)
     answer, _ = self._ask([json.dumps(request).encode(), *blobs], seconds)
-    if answer["status"] != "ok":
-      raise WorkerError(Status(answer["status"]), answer["detail"])
     names = [spec["name"] for spec in specs]
     return dict(zip(names, answer["computation"], strict=True))
 
@@ -329,7 +323,7 @@ class RunWorker:
     self,
     call: Mapping[str, Any],
     artifacts: Mapping[str, tuple[str, bytes, bytes]],
-    payload: bytes,
+    before: bytes,
   ) -> tuple[dict[str, Any], bytes]:
     """Runs the phase.
 
@@ -337,7 +331,7 @@ class RunWorker:
       call: `Call._asdict()`.
       artifacts: Identity to hook name, unit and batched form, of all that the call
         may execute; each is sent to a worker once.
-      payload: From the phase before.
+      before: From the phase before.
 
     Raises:
       WorkerError: The call failed.
@@ -350,11 +344,9 @@ class RunWorker:
       "artifacts": [[key, art[0]] for key, art in fresh.items()],
     }
     blobs = [blob for art in fresh.values() for blob in art[1:]]
-    answer, result = self._ask([json.dumps(request).encode(), *blobs, payload])
+    head = json.dumps(request).encode()
     self._sent |= fresh.keys()
-    if answer["status"] != "ok":
-      raise WorkerError(Status(answer["status"]), answer["detail"])
-    return answer, result
+    return self._ask([head, *blobs, before])
 
   def close(self) -> None:
     """Kills the worker, if there is one."""

@@ -2,7 +2,7 @@
 
 Run as a script with `-I -B` and an empty environment. The parent of the children
 never executes candidate code: it imports JAX once, so that a child starts in
-milliseconds, and supervises. A child puts the walls up, executes the source, and sends
+milliseconds, and supervises. A child isolates itself, executes the source, and sends
 back serialized artifacts; then it is gone.
 """
 
@@ -12,8 +12,8 @@ import json
 import os
 import pathlib
 import select
+import shutil
 import signal
-import struct
 import sys
 import tempfile
 import time
@@ -34,45 +34,9 @@ def _load(name: str) -> Any:
   return module
 
 
-def read_frame(file: Any) -> bytes:
-  """One length-prefixed frame; empty at the end of the file."""
-  head = file.read(8)
-  return file.read(struct.unpack("<Q", head)[0]) if len(head) == 8 else b""
-
-
-def write_frame(file: Any, data: bytes) -> None:
-  """Writes one length-prefixed frame."""
-  file.write(struct.pack("<Q", len(data)) + data)
-  file.flush()
-
-
-def pack(parts: list[bytes]) -> bytes:
-  """Several byte strings in one."""
-  return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
-
-
-def unpack(data: bytes, limit: int = 4096) -> list[bytes]:
-  """The inverse of `pack`, for bytes that nobody vouches for.
-
-  Raises:
-    ValueError: Lengths that do not add up, or too many parts.
-  """
-  parts, position = [], 0
-  while position < len(data):
-    if len(data) - position < 8 or len(parts) >= limit:
-      raise ValueError("a message whose lengths do not add up")
-    (length,) = struct.unpack_from("<Q", data, position)
-    position += 8
-    if length > len(data) - position:
-      raise ValueError("a message whose lengths do not add up")
-    parts.append(data[position : position + length])
-    position += length
-  return parts
-
-
 def _child(job: dict[str, Any], result: int, output: int, scratch: str) -> None:
   """Becomes the jailed process of one source and never returns."""
-  jail, tracing = sys.modules["jail"], sys.modules["tracing"]
+  jail = sys.modules["jail"]
   os.setsid()
   jail.die_with_parent()
   jail.fork_into_jail(job["level"])
@@ -88,31 +52,26 @@ def _child(job: dict[str, Any], result: int, output: int, scratch: str) -> None:
     scratch=scratch,
     limits=jail.Limits(**job["limits"]),
   )
-  if job.get("probe"):
-    reply = FEATURES + json.dumps(features).encode()
-  else:
-    reply = _trace(tracing, job)
+  reply = FEATURES + json.dumps(features).encode() if job.get("probe") else _trace(job)
   while reply:
     reply = reply[os.write(3, reply) :]
   os._exit(0)
 
 
-def _trace(tracing: Any, job: dict[str, Any]) -> bytes:
+def _trace(job: dict[str, Any]) -> bytes:
   try:
-    hooks = tracing.trace(job["source"], job["hooks"])
+    hooks = sys.modules["tracing"].trace(job["source"], job["hooks"])
   except BaseException as error:  # noqa: BLE001
     # Whatever candidate code raises, SystemExit included, is its result.
     return ERROR + f"{type(error).__name__}: {error}".encode(errors="replace")[:2000]
   parts = [p for hook in hooks for p in (hook.name.encode(), hook.unit, hook.batched)]
-  return ARTIFACTS + pack(parts)
+  return ARTIFACTS + sys.modules["frames"].pack(parts)
 
 
-def _supervise(job: dict[str, Any]) -> dict[str, Any]:
-  """Runs one job; whatever it does, nothing of it is left when this returns."""
-  limits = sys.modules["jail"].Limits(**job["limits"])
-  scratch = tempfile.mkdtemp(prefix="mxjax-trace-", dir=job["scratch"])
-  result_read, result_write = os.pipe()
-  output_read, output_write = os.pipe()
+def _start(job: dict[str, Any], scratch: str) -> tuple[int, int, int]:
+  """Forks the job's child; returns its id and the ends to read result and output."""
+  result, result_write = os.pipe()
+  output, output_write = os.pipe()
   child = os.fork()
   if child == 0:
     try:
@@ -124,90 +83,98 @@ def _supervise(job: dict[str, Any]) -> dict[str, Any]:
       os._exit(70)
   os.close(result_write)
   os.close(output_write)
-  reply, output, verdict = b"", b"", ""
-  deadline = time.monotonic() + limits.seconds
-  pending = {result_read, output_read}
-  while pending and not verdict:
-    left = deadline - time.monotonic()
-    ready = select.select(list(pending), [], [], max(left, 0))[0] if left > 0 else []
+  return child, result, output
+
+
+def _collect(
+  result: int, output: int, limits: Any, deadline: float
+) -> tuple[str, bytes, bytes]:
+  """Reads both pipes until they close.
+
+  Returns:
+    `ended`, `timeout` or `oversize`; the reply; the end of the output.
+  """
+  reply, tail, pending = b"", b"", {result, output}
+  while pending:
+    left = max(deadline - time.monotonic(), 0)
+    ready = select.select(list(pending), [], [], left)[0] if left else []
     if not ready:
-      verdict = "timeout"
+      return "timeout", reply, tail
     for fd in ready:
       data = os.read(fd, 1 << 16)
       if not data:
         pending.discard(fd)
-      elif fd == result_read:
-        reply += data
-        verdict = "oversize" if len(reply) > limits.message_bytes else ""
+      elif fd == output:
+        tail = (tail + data)[-limits.stderr_bytes :]
       else:
-        output = (output + data)[-limits.stderr_bytes :]
-  # The child waits for its jail: killing it ends the jail's pid namespace.
-  if not verdict:
-    verdict = _reap(child, deadline)
-  if verdict != "ended":
-    _kill(child)
-  status = os.waitpid(child, 0)[1] if verdict != "ended" else _STATUS.pop(child)
-  for fd in (result_read, output_read):
-    os.close(fd)
-  _remove(scratch)
-  return {
-    "verdict": verdict,
-    "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
-    "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0,
-    "output": output.decode(errors="replace"),
-    "reply": reply if verdict == "ended" else b"",
-  }
+        reply += data
+        if len(reply) > limits.message_bytes:
+          return "oversize", reply, tail
+  return "ended", reply, tail
 
 
-_STATUS: dict[int, int] = {}
-
-
-def _reap(child: int, deadline: float) -> str:
-  """Waits for a child whose pipes are closed; `timeout` if it lingers."""
+def _wait(child: int, deadline: float) -> int | None:
+  """Exit status of a child whose pipes are closed; None if it lingers."""
   while time.monotonic() < deadline:
     pid, status = os.waitpid(child, os.WNOHANG)
     if pid:
-      _STATUS[child] = status
-      return "ended"
+      return status
     time.sleep(0.002)
-  return "timeout"
+  return None
 
 
-def _kill(child: int) -> None:
-  """Kills a job's whole session: it made one, and cannot make another."""
-  for kill, target in ((os.killpg, child), (os.kill, child)):
+def _kill(child: int) -> int:
+  """Kills a job's whole session: it made one, and cannot make another.
+
+  The child waits for its jail, so killing it ends the jail's pid namespace.
+  """
+  for kill in (os.killpg, os.kill):
     try:
-      kill(target, signal.SIGKILL)
+      kill(child, signal.SIGKILL)
     except ProcessLookupError:
       continue
+  return os.waitpid(child, 0)[1]
 
 
-def _remove(folder: str) -> None:
-  for root, folders, files in os.walk(folder, topdown=False):
-    for name in files:
-      os.unlink(os.path.join(root, name))
-    for name in folders:
-      os.rmdir(os.path.join(root, name))
-  os.rmdir(folder)
+def _supervise(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+  """Runs one job; whatever it does, nothing of it is left when this returns."""
+  limits = sys.modules["jail"].Limits(**job["limits"])
+  scratch = tempfile.mkdtemp(prefix="mxjax-trace-", dir=job["scratch"])
+  child, result, output = _start(job, scratch)
+  deadline = time.monotonic() + limits.seconds
+  verdict, reply, tail = _collect(result, output, limits, deadline)
+  status = _wait(child, deadline) if verdict == "ended" else None
+  if status is None:
+    verdict = "timeout" if verdict == "ended" else verdict
+    status = _kill(child)
+  os.close(result)
+  os.close(output)
+  shutil.rmtree(scratch)
+  outcome = {
+    "verdict": verdict,
+    "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
+    "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0,
+    "output": tail.decode(errors="replace"),
+  }
+  return outcome, reply if verdict == "ended" else b""
 
 
 def main() -> None:
   """Serves jobs from stdin until it closes."""
   sys.path[:0] = json.loads(sys.argv[1])
   _load("jail").die_with_parent()
+  frames = _load("frames")
   _load("tracing")
   # JAX imports it when it first lowers a decomposition, and it imports whatever else
-  # is installed: behind the walls that would be too late.
+  # is installed: in isolation that would be too late.
   importlib.import_module("scipy.linalg")
   # Replies go to a private copy of stdout: nothing printed can get between them.
   replies = os.fdopen(os.dup(1), "wb")
   os.dup2(2, 1)
-  jobs = sys.stdin.buffer
-  write_frame(replies, b"ready")
-  while data := read_frame(jobs):
-    outcome = _supervise(json.loads(data))
-    reply = outcome.pop("reply")
-    write_frame(replies, pack([json.dumps(outcome).encode(), reply]))
+  frames.write(replies, [b"ready"])
+  while data := frames.read(sys.stdin.buffer):
+    outcome, reply = _supervise(json.loads(data))
+    frames.write(replies, [json.dumps(outcome).encode(), reply])
 
 
 if __name__ == "__main__":

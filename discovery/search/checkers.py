@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from mxjax.discovery.core.candidate_source import Program
+from mxjax.discovery.core.candidate_source import CandidateSource
 from mxjax.discovery.core.task import Call, Outcome, Status
 
 Checker = Literal["none", "source", "lowered", "probe", "layer_output"]
@@ -19,13 +19,7 @@ LAYER_TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-  """What a checker found.
-
-  Attributes:
-    checker: Which one.
-    implemented: Whether the response counts as implemented.
-    detail: What it looked at.
-  """
+  """Whether a checker takes a response for implemented, and what it looked at."""
 
   checker: Checker
   implemented: bool
@@ -54,7 +48,9 @@ def reverted(candidate: Call, parent: Call, declared: Iterable[str]) -> Call:
   return Call(hooks, plan, {})
 
 
-def by_source(candidate: Program, parent: Program, declared: Iterable[str]) -> Check:
+def by_source(
+  candidate: CandidateSource, parent: CandidateSource, declared: Iterable[str]
+) -> Check:
   """Accepts when the text of a declared hook, or a declared plan value, differs."""
   changed = [
     name
@@ -65,9 +61,7 @@ def by_source(candidate: Program, parent: Program, declared: Iterable[str]) -> C
   return Check("source", bool(changed), f"source differs in {changed}")
 
 
-def by_lowering(
-  candidate: Call, parent: Call, declared: Iterable[str], checker: Checker = "lowered"
-) -> Check:
+def by_lowering(candidate: Call, parent: Call, declared: Iterable[str]) -> Check:
   """Accepts when the lowered program of a declared, executed hook differs."""
   changed = [
     name
@@ -75,29 +69,29 @@ def by_lowering(
     if candidate.computation.get(name) != parent.computation.get(name)
     or candidate.plan.get(name) != parent.plan.get(name)
   ]
-  return Check(checker, bool(changed), f"lowered program differs in {changed}")
+  return Check("lowered", bool(changed), f"lowered program differs in {changed}")
 
 
-def by_probe(candidate: Outcome, without: Outcome, outputs: Iterable[str]) -> Check:
-  """Accepts when taking the response back changes a named output.
+def by_probe(candidate: Outcome, without: Outcome, declared: Iterable[str]) -> Check:
+  """Accepts when taking the response back changes an output of what is declared.
 
   Args:
     candidate: Outcome of the candidate as it is.
     without: Outcome of the `reverted` call.
-    outputs: Names of the outputs of the declared computation.
+    declared: Hooks and plan keys of the response.
   """
   if candidate.status != Status.OK or without.status != Status.OK:
     return Check("probe", False, f"probe ended {without.status}")
   changed = [
-    name for name in outputs if candidate.outputs.get(name) != without.outputs.get(name)
+    name
+    for name in output_names(declared, candidate.outputs)
+    if candidate.outputs.get(name) != without.outputs.get(name)
   ]
   return Check("probe", bool(changed), f"outputs changed by the rollback: {changed}")
 
 
-def by_layer_output(
-  candidate: Outcome, without: Outcome, tolerance: float = LAYER_TOLERANCE
-) -> Check:
-  """Accepts when the output of every layer moves by more than a tolerance.
+def by_layer_output(candidate: Outcome, without: Outcome) -> Check:
+  """Accepts when the output of every layer moves by more than `LAYER_TOLERANCE`.
 
   Strict on purpose: it accepts no edit without effect, and turns down real ones that
   are small or confined to a few layers.
@@ -109,7 +103,7 @@ def by_layer_output(
     name
     for name in layers
     if abs(candidate.values[name] - without.values[name])
-    <= tolerance * abs(without.values[name])
+    <= LAYER_TOLERANCE * abs(without.values[name])
   ]
   return Check("layer_output", not still, f"layers that did not move: {still}")
 

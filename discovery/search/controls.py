@@ -5,7 +5,7 @@ separated pairs (a bit mask) to the best subset that reaches it.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from mxjax.discovery.core import identity
@@ -22,12 +22,11 @@ class IndistinguishableError(ValueError):
 
 def _separated(explanations: Sequence[Explanation], condition: str) -> int:
   """Bit mask of the pairs that predict differently under a condition."""
-  pairs = itertools.combinations(explanations, 2)
-  mask = 0
-  for bit, (a, b) in enumerate(pairs):
-    if disagree(a.predicts(condition), b.predicts(condition)):
-      mask |= 1 << bit
-  return mask
+  return sum(
+    1 << bit
+    for bit, (a, b) in enumerate(itertools.combinations(explanations, 2))
+    if disagree(a.predicts(condition), b.predicts(condition))
+  )
 
 
 def minimal(
@@ -42,7 +41,7 @@ def minimal(
     controls: At most 64, with distinct names.
 
   Returns:
-    The chosen controls in name order; empty when the primary run separates all.
+    The controls in name order; empty when the primary run separates all.
 
   Raises:
     IndistinguishableError: Some pair is not separated even by all of them; the message
@@ -62,8 +61,12 @@ def minimal(
         best[reached] = offer
   if everything not in best:
     raise IndistinguishableError(_complaint(explanations, controls, everything))
-  chosen = set(best[everything][2])
-  return tuple(sorted((c for c in controls if c.name in chosen), key=lambda c: c.name))
+  names = best[everything][2]
+  return _by_name(c for c in controls if c.name in names)
+
+
+def _by_name(controls: Iterable[Control]) -> tuple[Control, ...]:
+  return tuple(sorted(controls, key=lambda c: c.name))
 
 
 def select(
@@ -94,14 +97,14 @@ def select(
   if policy == "minimal":
     return smallest
   if policy == "all":
-    return tuple(sorted(controls, key=lambda c: c.name))
+    return _by_name(controls)
   allowance = sum(control.cost for control in smallest)
-  chosen: list[Control] = []
+  drawn: list[Control] = []
   for control in identity.shuffled(controls, *address, "random-legal"):
     if control.cost <= allowance:
-      chosen.append(control)
+      drawn.append(control)
       allowance -= control.cost
-  return tuple(sorted(chosen, key=lambda c: c.name))
+  return _by_name(drawn)
 
 
 def _check_sizes(

@@ -1,4 +1,4 @@
-"""The two frontiers: programs kept for their performance, questions kept open."""
+"""The two frontiers: programs by their performance, and questions with their status."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ class ExecutableFrontier:
   """
 
   def __init__(self, target: str, size: int) -> None:
-    """Keeps at most `size` programs with the lowest `target`."""
+    """Retains at most `size` programs with the lowest `target`."""
     self._target = target
     self._size = size
     self.records: list[Record] = []
@@ -27,8 +27,8 @@ class ExecutableFrontier:
     return self.records[0]
 
   def retain(self, record: Record) -> bool:
-    """Keeps a program if it is among the best; says whether it was kept."""
-    if any(kept.exec_id == record.exec_id for kept in self.records):
+    """Retains a program that is new and among the best; says whether it was."""
+    if any(known.exec_id == record.exec_id for known in self.records):
       return False
     self.records = self._ranked([*self.records, record])[: self._size]
     return record in self.records

@@ -5,19 +5,17 @@ search never loads, and writes into a folder beside the run that the search neve
 opens. The report unseals the scores only after the run is closed.
 """
 
-import json
 import pathlib
 import sys
 import time
 from typing import Any
 
 from mxjax.discovery.core import task as task_
-from mxjax.discovery.core.packet import condition
-from mxjax.discovery.core.residual import PRIMARY
 from mxjax.discovery.core.store import Store, read_events
 from mxjax.discovery.core.task import Status
-from mxjax.discovery.sandbox.laboratory import Executor, Laboratory
+from mxjax.discovery.sandbox.executor import Executor
 from mxjax.discovery.search import runs
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 
 POLL_SECONDS = 1.0
 
@@ -34,82 +32,80 @@ def follow(folder: pathlib.Path) -> None:
   if holdout is None:
     return
   store = Store(sealed_folder(folder))
-  bench = runs.make_bench(holdout, store, options.sandbox)
-  lab = Laboratory(holdout, bench, store)
-  done = 0
+  executor = runs.make_executor(holdout, store, options.sandbox)
+  evaluator = CachedEvaluator(holdout, executor, store)
+  scored = 0
   try:
     while True:
       events = read_events(folder) if (folder / "log.jsonl").exists() else []
-      done = _score_marks(lab, store, folder, events, done)
-      if events and events[-1]["event"] == "closed":
+      scored = _score_marks(evaluator, store, folder, events, scored)
+      if _is_closed(events):
         return
       time.sleep(POLL_SECONDS)
   finally:
-    bench.close()
+    executor.close()
     store.close()
 
 
 def score_closed(
-  folder: pathlib.Path, holdout: task_.Task, bench: Executor, archive: Store
+  folder: pathlib.Path, holdout: task_.Task, executor: Executor, archive: Store
 ) -> None:
   """Scores all marks of a closed run in this process, for studies of many runs.
 
   Args:
     folder: The run.
     holdout: Its held-out task.
-    bench: Workers for that task.
-    archive: Held-out outcomes of other runs, see `Laboratory`.
+    executor: Workers for that task.
+    archive: Held-out outcomes of other runs, see `CachedEvaluator`.
 
   Raises:
     ValueError: The run is still open: a score could reach its search.
   """
   events = read_events(folder)
-  if events[-1]["event"] != "closed":
+  if not _is_closed(events):
     raise ValueError(f"heldout: {folder} is not closed; resume it first.")
-  if len(unsealed(folder)) == sum(event["event"] == "mark" for event in events):
-    return
-  store = Store(sealed_folder(folder))
-  lab = Laboratory(holdout, bench, store, archive=archive)
-  _score_marks(lab, store, folder, events, 0)
-  store.close()
-
-
-def _score_marks(
-  lab: Laboratory,
-  store: Store,
-  folder: pathlib.Path,
-  events: list[dict[str, Any]],
-  done: int,
-) -> int:
-  """Scores the marks after the first `done`; returns how many there are."""
-  marks = [event for event in events if event["event"] == "mark"]
-  for mark in marks[done:]:
-    score = _score(lab, folder, mark["champion"])
-    store.emit("heldout", call=mark["call"], champion=mark["champion"], **score)
-  return len(marks)
-
-
-def _score(lab: Laboratory, folder: pathlib.Path, program: str) -> dict[str, Any]:
-  source = (folder / "programs" / f"{program}.py").read_text()
-  prepared = lab.prepare(source)
-  if prepared.call is None:
-    return {"status": str(prepared.status), "value": None}
-  outcome = lab.run([condition(PRIMARY, "heldout", prepared.call, lab.evaluator)])[0]
-  value = outcome.values[lab.task.target] if outcome.status == Status.OK else None
-  return {"status": str(outcome.status), "value": value}
+  if len(unsealed(folder)) < sum(event["event"] == "mark" for event in events):
+    store = Store(sealed_folder(folder))
+    evaluator = CachedEvaluator(holdout, executor, store, archive=archive)
+    _score_marks(evaluator, store, folder, events, 0)
+    store.close()
 
 
 def unsealed(folder: pathlib.Path) -> list[dict[str, Any]]:
-  """The scores of a closed run; empty while it is open or without a scorer.
-
-  Args:
-    folder: The run.
-  """
-  path = sealed_folder(folder) / "log.jsonl"
-  events = read_events(folder)
-  if not path.exists() or not events or events[-1]["event"] != "closed":
+  """The scores of a closed run; empty while it is open or without a scorer."""
+  sealed = sealed_folder(folder)
+  if not (sealed / "log.jsonl").exists() or not _is_closed(read_events(folder)):
     return []
-  return [json.loads(line) for line in path.read_text().splitlines()]
+  return read_events(sealed)
+
+
+def _is_closed(events: list[dict[str, Any]]) -> bool:
+  return bool(events) and events[-1]["event"] == "closed"
+
+
+def _score_marks(
+  evaluator: CachedEvaluator,
+  store: Store,
+  folder: pathlib.Path,
+  events: list[dict[str, Any]],
+  scored: int,
+) -> int:
+  """Scores the marks after the first `scored`; returns how many there are."""
+  marks = [event for event in events if event["event"] == "mark"]
+  for mark in marks[scored:]:
+    source = (folder / "programs" / f"{mark['champion']}.py").read_text()
+    status, value = _score(evaluator, source)
+    scores = {"status": str(status), "value": value}
+    store.emit("heldout", call=mark["call"], champion=mark["champion"], **scores)
+  return len(marks)
+
+
+def _score(evaluator: CachedEvaluator, source: str) -> tuple[Status, float | None]:
+  prepared = evaluator.prepare(source)
+  if prepared.call is None:
+    return prepared.status, None
+  (outcome,) = evaluator.measure(prepared.call)
+  return outcome.status, outcome.values.get(evaluator.task.target)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from mxjax.discovery.core import verdict
 from mxjax.discovery.core.proposal import Experiment, Proposal, Record
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Task
-from mxjax.discovery.sandbox.laboratory import Prepared
 from mxjax.discovery.search.registration import Attempt
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -40,14 +39,13 @@ class History:
     finding: verdict.Finding | None,
     implemented: bool | None,
   ) -> None:
-    """Keeps an executed packet as an experiment."""
+    """Adds an executed packet to the experiments."""
     outcome, target = attempt.outcome, self._task.target
     changes = {
       name: value - attempt.parent.values[name]
       for name, value in outcome.values.items()
       if name in attempt.parent.values
     }
-    gain = changes.get(target, 0.0) < -self._task.margins.get(target, 0.0)
     self.experiments.append(
       Experiment(
         program=attempt.prepared.id,
@@ -56,7 +54,7 @@ class History:
         note=attempt.proposal.note,
         status=outcome.status,
         changes=changes,
-        gain=gain,
+        gain=changes.get(target, 0.0) < -self._task.margins.get(target, 0.0),
         verdict=finding.verdict if finding else "",
         reason=finding.reason if finding else "",
         excluded=finding.excluded if finding else (),
@@ -66,27 +64,22 @@ class History:
       )
     )
 
-  def note(
-    self,
-    proposal: Proposal,
-    prepared: Prepared,
-    parent: Record,
-    status: str,
-    detail: str,
+  def refuse(
+    self, proposal: Proposal, program: str, parent: str, status: str, detail: str
   ) -> None:
-    """Keeps a proposal that cost no evaluator call."""
+    """Logs a proposal that costs no evaluator call, and adds it to the experiments."""
     self.emit(
       "refused",
       label=proposal.label,
-      program=prepared.id,
-      parent=parent.id,
+      program=program,
+      parent=parent,
       status=str(status),
       detail=detail,
     )
     self.experiments.append(
       Experiment(
-        program=prepared.id,
-        parent=parent.id,
+        program=program,
+        parent=parent,
         label=proposal.label,
         note=detail,
         status=str(status),

@@ -1,10 +1,10 @@
-"""From a proposal to a frozen packet: controls chosen, conditions addressed, priced."""
+"""From a proposal to a frozen packet: controls selected, calls addressed and priced."""
 
 import dataclasses
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.ledger import Ledger
-from mxjax.discovery.core.packet import Condition, Packet, condition
+from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import Proposal, Record, Required
 from mxjax.discovery.core.residual import (
   PRIMARY,
@@ -15,9 +15,33 @@ from mxjax.discovery.core.residual import (
   Symbol,
 )
 from mxjax.discovery.core.task import Call, Outcome
-from mxjax.discovery.sandbox.laboratory import Laboratory, Prepared
+from mxjax.discovery.core.verdict import Response
 from mxjax.discovery.search import checkers, controls
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
 from mxjax.discovery.search.settings import SearchConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+  """What a proposal starts from.
+
+  Attributes:
+    address: Round and position in it; randomness is drawn from seed and address.
+    parent: The program to revise.
+    residuals: Its actionable residuals, largest excess first.
+    required: The response that it owes, or None.
+  """
+
+  address: tuple[int, int]
+  parent: Record
+  residuals: tuple[Residual, ...]
+  required: Required | None
+
+  def residual(self, proposal: Proposal) -> Residual | None:
+    """The residual that a proposal addresses: the one owed before the open ones."""
+    owed = (self.required.residual,) if self.required else ()
+    named = (r for r in (*owed, *self.residuals) if r.observable == proposal.residual)
+    return next(named, None)
 
 
 @dataclasses.dataclass
@@ -56,11 +80,6 @@ class Attempt:
     ]
 
 
-def full_call(record: Record) -> Call:
-  """The call of an executed program with every hook, active or not."""
-  return Call(record.computation, record.plan, {})
-
-
 def corrupted(
   account: Explanation, rate: float, seed: int, address: tuple[int, int]
 ) -> Explanation:
@@ -68,54 +87,37 @@ def corrupted(
 
   def redrawn(name: str, observable: str, predicted: Symbol) -> Symbol:
     where = (seed, *address, "corrupt", account.name, name, observable)
-    is_kept = identity.draw(*where) >= rate
-    return predicted if is_kept else identity.pick(SYMBOLS, *where, "symbol")
+    if identity.draw(*where) >= rate:
+      return predicted
+    return identity.pick(SYMBOLS, *where, "symbol")
 
-  table = {
+  predictions = {
     name: {o: redrawn(name, o, s) for o, s in predicted.items()}
     for name, predicted in account.predictions.items()
   }
-  return dataclasses.replace(account, predictions=table)
+  return dataclasses.replace(account, predictions=predictions)
 
 
-def _chosen(
-  config: SearchConfig,
-  proposal: Proposal,
-  required: Required | None,
-  address: tuple[int, int],
-) -> tuple[Control, ...]:
-  policy = config.policy
-  is_asked = required is not None and required.response == "add_discriminator"
-  if is_asked and required is not None and required.survivors:
-    # The minimal set left several accounts standing: run everything allowed.
-    policy = "all"
-  return controls.select(
-    policy, proposal.explanations, proposal.controls, config.seed, *address
+def alone(prepared: Prepared, parent: str, evaluator: CachedEvaluator) -> Packet:
+  """The packet of a candidate without a question: its primary run and nothing else."""
+  assert prepared.call is not None
+  return Packet(
+    program=prepared.id,
+    parent=parent,
+    conditions=(evaluator.condition(PRIMARY, "candidate", prepared.call),),
+    margins=evaluator.task.margins,
+    evaluator=evaluator.fingerprint,
   )
 
 
-def _intervened(lab: Laboratory, call: Call, control: Control, parent: Record) -> Call:
-  """The call of a control; one that asks for the parent is told what it ran."""
-  intervention = dict(control.intervention)
-  if intervention.get("parent"):
-    before = lab.effective(full_call(parent))
-    intervention["parent"] = {
-      "computation": dict(before.computation),
-      "plan": dict(before.plan),
-    }
-  return call._replace(intervention=intervention)
-
-
 def freeze(
-  config: SearchConfig,
-  lab: Laboratory,
-  ledger: Ledger,
+  selection: Selection,
   proposal: Proposal,
   prepared: Prepared,
-  parent: Record,
-  residual: Residual | None,
-  required: Required | None,
-  address: tuple[int, int],
+  *,
+  config: SearchConfig,
+  evaluator: CachedEvaluator,
+  ledger: Ledger,
 ) -> Attempt:
   """The packet, in full or, where the budget's end is near, the candidate alone.
 
@@ -123,34 +125,28 @@ def freeze(
     ValueError: The allowed controls cannot separate the explanations.
   """
   assert prepared.call is not None
-  is_asked = residual is not None and config.policy != "none"
-  chosen = _chosen(config, proposal, required, address) if is_asked else ()
-  make = lambda name, kind, call, cost=1: condition(
-    name, kind, call, lab.evaluator, cost
-  )
-  conditions = [make(PRIMARY, "candidate", prepared.call)]
-  conditions += [
-    make(c.name, "control", _intervened(lab, prepared.call, c, parent), c.cost)
-    for c in chosen
-  ]
+  parent, required = selection.parent, selection.required
+  packet = alone(prepared, parent.id, evaluator)
+  first = Attempt(proposal, prepared, parent, None, packet)
+  conditions = list(packet.conditions)
+  residual = selection.residual(proposal) if config.policy != "none" else None
+  if residual is not None:
+    for control in _controls(selection, proposal, config):
+      call = prepared.call._replace(
+        intervention=_intervention(control, parent, evaluator)
+      )
+      conditions.append(
+        evaluator.condition(control.name, "control", call, control.cost)
+      )
   is_checked = required is not None and config.checker != "none"
   if is_checked and checkers.needs_probe(config.checker):
-    back = checkers.reverted(
-      lab.full_call(prepared), full_call(parent), proposal.declared
-    )
-    conditions.append(make("probe", "probe", lab.effective(back)))
-  alone = Packet(
-    program=prepared.id,
-    parent=parent.id,
-    conditions=tuple(conditions[:1]),
-    margins=lab.task.margins,
-    evaluator=lab.evaluator,
-  )
+    call = checkers.reverted(prepared.full_call, parent.full_call, proposal.declared)
+    conditions.append(evaluator.condition("probe", "probe", call))
   packet = dataclasses.replace(
-    alone,
+    packet,
     conditions=tuple(conditions),
-    residual=residual if is_asked else None,
-    explanations=proposal.explanations if is_asked else (),
+    residual=residual,
+    explanations=proposal.explanations if residual is not None else (),
     allowed=tuple(c.name for c in proposal.controls),
     policy=config.policy,
     response_to=required.packet if required else None,
@@ -158,5 +154,35 @@ def freeze(
     checker=config.checker if is_checked else "none",
   )
   if ledger.price(packet.prices) > ledger.left:
-    return Attempt(proposal, prepared, parent, None, alone)
-  return Attempt(proposal, prepared, parent, required, packet)
+    return first
+  return dataclasses.replace(first, required=required, packet=packet)
+
+
+def _controls(
+  selection: Selection, proposal: Proposal, config: SearchConfig
+) -> tuple[Control, ...]:
+  policy, required = config.policy, selection.required
+  if required and required.response == Response.ADD_DISCRIMINATOR:
+    # Where the minimal set left several accounts standing, run everything allowed.
+    policy = "all" if required.survivors else policy
+  return controls.select(
+    policy,
+    proposal.explanations,
+    proposal.controls,
+    config.seed,
+    *selection.address,
+  )
+
+
+def _intervention(
+  control: Control, parent: Record, evaluator: CachedEvaluator
+) -> dict[str, object]:
+  """What a control changes; one that asks for the parent is told what it ran."""
+  intervention = dict(control.intervention)
+  if intervention.get("parent"):
+    before: Call = parent.full_call.active(evaluator.task.interface)
+    intervention["parent"] = {
+      "computation": dict(before.computation),
+      "plan": dict(before.plan),
+    }
+  return intervention

@@ -1,13 +1,30 @@
-"""From a packet's outcomes to its finding, and the check of a demanded response."""
+"""From a packet's outcomes to its finding, and to what the next program owes.
+
+Paper: Appendix "Controlled Experiments and Program Updates", Eq. residual-compile.
+"""
+
+import dataclasses
 
 from mxjax.discovery.core import verdict
-from mxjax.discovery.core.proposal import Record
-from mxjax.discovery.core.residual import PRIMARY, Symbol, consistent, symbol
+from mxjax.discovery.core.proposal import Record, Required
+from mxjax.discovery.core.residual import (
+  PRIMARY,
+  Residual,
+  Symbol,
+  consistent,
+  symbol,
+)
 from mxjax.discovery.core.task import Outcome, Status, Task
-from mxjax.discovery.sandbox.laboratory import Laboratory
+from mxjax.discovery.core.verdict import Finding, Response, Verdict
 from mxjax.discovery.search import checkers, controls
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.search.checkers import Check
-from mxjax.discovery.search.registration import Attempt, full_call
+from mxjax.discovery.search.frontier import ResidualFrontier
+from mxjax.discovery.search.history import History
+from mxjax.discovery.search.registration import Attempt
+
+MAX_ATTEMPTS = 2
+"""Responses that may fail their check before the demand is dropped."""
 
 
 def symbols(task: Task, parent: Record, outcome: Outcome) -> dict[str, Symbol]:
@@ -22,14 +39,13 @@ def symbols(task: Task, parent: Record, outcome: Outcome) -> dict[str, Symbol]:
 def pointless(task: Task, attempt: Attempt) -> frozenset[str]:
   """Controls that separate no two explanations which the primary run left standing."""
   packet = attempt.packet
-  chosen = {c.name for c in packet.conditions if c.kind == "control"}
-  if not chosen:
+  registered = {c.name for c in packet.conditions if c.kind == "control"}
+  if not registered:
     return frozenset()
   seen = symbols(task, attempt.parent, attempt.outcome)
   left = [e for e in packet.explanations if consistent(e.predicts(PRIMARY), seen)]
-  registered = [c for c in attempt.proposal.controls if c.name in chosen]
-  needed = controls.minimal(left, registered)
-  return frozenset(chosen - {c.name for c in needed})
+  allowed = [c for c in attempt.proposal.controls if c.name in registered]
+  return frozenset(registered - {c.name for c in controls.minimal(left, allowed)})
 
 
 def observed(task: Task, attempt: Attempt) -> dict[str, dict[str, Symbol]]:
@@ -52,35 +68,106 @@ def _is_equivalent(attempt: Attempt, seen: dict[str, Symbol]) -> bool:
 
 def resolve(
   task: Task, attempt: Attempt, seen: dict[str, dict[str, Symbol]]
-) -> verdict.Finding:
+) -> Finding:
   """Compares what was observed with the registered predictions."""
-  statuses = [
-    attempt.outcomes[n].status for n in (PRIMARY, "probe") if n in attempt.outcomes
-  ]
+  ran = [attempt.outcomes[n] for n in (PRIMARY, "probe") if n in attempt.outcomes]
   return verdict.resolve(
     attempt.packet.explanations,
     seen,
     task.target,
-    is_safe=all(status == Status.OK for status in statuses),
+    is_safe=all(outcome.status == Status.OK for outcome in ran),
     is_equivalent=_is_equivalent(attempt, seen.get(PRIMARY, {})),
   )
 
 
-def check(lab: Laboratory, attempt: Attempt) -> Check:
+def check(evaluator: CachedEvaluator, attempt: Attempt) -> Check:
   """Looks for a response in source, lowered program or executed outputs."""
-  packet, outcome = attempt.packet, attempt.outcome
+  packet, outcome, parent = attempt.packet, attempt.outcome, attempt.parent
   checker: checkers.Checker = packet.checker  # pyright: ignore[reportAssignmentType]
   if outcome.status != Status.OK:
     return Check(checker, False, f"the candidate ended {outcome.status}")
   if checker == "source":
-    program, parent = attempt.prepared.program, lab.prepare(attempt.parent.source)
-    assert program is not None and parent.program is not None
-    return checkers.by_source(program, parent.program, packet.declared)
+    mine, before = attempt.prepared.admitted, evaluator.prepare(parent.source).admitted
+    assert mine is not None and before is not None
+    return checkers.by_source(mine, before, packet.declared)
   if checker == "lowered":
-    mine, before = lab.full_call(attempt.prepared), full_call(attempt.parent)
-    return checkers.by_lowering(mine, before, packet.declared)
+    call = attempt.prepared.full_call
+    return checkers.by_lowering(call, parent.full_call, packet.declared)
   without = attempt.outcomes["probe"]
   if checker == "probe":
-    names = checkers.output_names(packet.declared, outcome.outputs)
-    return checkers.by_probe(outcome, without, names)
+    return checkers.by_probe(outcome, without, packet.declared)
   return checkers.by_layer_output(outcome, without)
+
+
+def answer(
+  residuals: ResidualFrontier, history: History, attempt: Attempt, implemented: bool
+) -> None:
+  """Settles the demand that a packet answered: met, to be tried again, or dropped."""
+  demanded = attempt.required
+  assert demanded is not None
+  residuals.required.pop(attempt.parent.id, None)
+  tries = demanded.attempts + 1
+  if not implemented and tries < MAX_ATTEMPTS:
+    again = dataclasses.replace(demanded, attempts=tries)
+    residuals.required[attempt.parent.id] = again
+  elif implemented and demanded.verdict == Verdict.SUPPORTED:
+    _move(residuals, history, demanded.residual, "closed", attempt.packet.hash)
+
+
+def demand(
+  residuals: ResidualFrontier,
+  history: History,
+  attempt: Attempt,
+  finding: Finding,
+  *,
+  is_retained: bool,
+  compiles: bool,
+) -> None:
+  """Marks what a finding supports, and says who owes the response to it.
+
+  Args:
+    residuals: The questions and the demands.
+    history: Where moves are logged.
+    attempt: The packet.
+    finding: What it showed.
+    is_retained: Whether the candidate is among the retained programs.
+    compiles: Whether verdicts are demands at all; not in the ablation without.
+  """
+  packet = attempt.packet
+  assert packet.residual is not None
+  if finding.verdict == Verdict.SUPPORTED:
+    _move(residuals, history, packet.residual, "supported", packet.hash)
+  if compiles and finding.response in verdict.OWED:
+    holder = holder_of(
+      finding.response, packet.program, packet.parent, is_retained=is_retained
+    )
+    required = Required(
+      packet.hash,
+      finding.verdict,
+      finding.response,
+      attempt.proposal.label,
+      finding.survivors,
+      packet.residual,
+    )
+    residuals.required.setdefault(holder, required)
+
+
+def holder_of(response: str, program: str, parent: str, *, is_retained: bool) -> str:
+  """The program whose next revision owes a response.
+
+  A discriminator is about the step from the parent, so it is asked again there.
+  """
+  asks_again = response == Response.ADD_DISCRIMINATOR
+  return program if is_retained and not asks_again else parent
+
+
+def _move(
+  residuals: ResidualFrontier,
+  history: History,
+  residual: Residual,
+  status: str,
+  packet: str,
+) -> None:
+  if residuals.questions[residual.key].status not in (status, "closed"):
+    residuals.move(residual, status, packet)
+    history.emit("residual", key=residual.key, status=status, packet=packet)

@@ -12,12 +12,14 @@ from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.proposal import Proposer, Record
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
-from mxjax.discovery.proposers.endpoint import Cassette, HttpClient, LlmProposer
+from mxjax.discovery.proposers.endpoint import Cassette, HttpClient
 from mxjax.discovery.proposers.human import HumanProposer
+from mxjax.discovery.proposers.llm import LlmProposer
 from mxjax.discovery.proposers.prompt import estimated_tokens, tokenizer_count
-from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
-from mxjax.discovery.sandbox.laboratory import Executor, Laboratory
+from mxjax.discovery.sandbox.executor import Executor
+from mxjax.discovery.sandbox.jailed_executor import JailedExecutor, RayWorker
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.search.history import OnEvent
 from mxjax.discovery.search.search import Search, SearchConfig
 from mxjax.storage import atomic_io
@@ -79,17 +81,18 @@ def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
   Raises:
     ValueError: An unknown kind.
   """
-  told = dict(options.proposer)
-  kind = told.pop("kind")
+  settings = dict(options.proposer)
+  kind = settings.pop("kind")
   if kind == "embedded":
-    return EmbeddedProposer(task.cards, task.target)
+    return EmbeddedProposer(task.edit_templates, task.target)
   if kind == "human":
-    return HumanProposer(told["folder"], task, seconds=told.get("seconds", 86_400.0))
-  tokenizer = told.pop("tokenizer", None)
+    seconds = settings.get("seconds", 86_400.0)
+    return HumanProposer(settings["folder"], task, seconds=seconds)
+  tokenizer = settings.pop("tokenizer", None)
   count = tokenizer_count(tokenizer) if tokenizer else estimated_tokens
-  cassette = told.pop("cassette", None)
+  cassette = settings.pop("cassette", None)
   if kind == "llm":
-    client: Any = HttpClient(**told)
+    client: Any = HttpClient(**settings)
     if cassette:
       client = Cassette(cassette, "record", client)
     return LlmProposer(client, task, count=count)
@@ -100,7 +103,7 @@ def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
   )
 
 
-def make_bench(
+def make_executor(
   task: task_.Task,
   store: Store,
   sandbox: str,
@@ -109,7 +112,7 @@ def make_bench(
   ray: bool = False,
   compiled: pathlib.Path | None = None,
 ) -> LocalExecutor | JailedExecutor:
-  """The workers of a sandbox level.
+  """What traces and runs at a sandbox level.
 
   Raises:
     ValueError: Compiled programs are to be shared where workers cannot.
@@ -122,13 +125,13 @@ def make_bench(
     )
   if sandbox == "off":
     return LocalExecutor(task)
-  lane = None
-  if ray:
-    from mxjax.discovery.sandbox.ray_worker import RayWorker
-
-    lane = RayWorker
   return JailedExecutor(
-    task, store, level=sandbox, workers=workers, lane=lane, compiled=compiled
+    task,
+    store,
+    level=sandbox,
+    workers=workers,
+    make_worker=RayWorker if ray else None,
+    compiled=compiled,
   )
 
 
@@ -154,13 +157,13 @@ def run(
   task = task_.load(options.task)
   scorer = start_holdout(folder) if options.holdout == "during" else None
   store = Store(folder)
-  bench = make_bench(
+  executor = make_executor(
     task, store, options.sandbox, workers=workers, ray=ray, compiled=compiled
   )
   try:
-    champion = make_search(options, task, bench, store).run(on_event)
+    champion = make_search(options, task, executor, store).run(on_event)
   finally:
-    bench.close()
+    executor.close()
     store.close()
   if options.holdout == "after":
     scorer = start_holdout(folder)
@@ -175,7 +178,7 @@ def run(
 def make_search(
   options: RunOptions,
   task: task_.Task,
-  bench: Executor,
+  executor: Executor,
   store: Store,
   archive: Store | None = None,
 ) -> Search:
@@ -184,12 +187,12 @@ def make_search(
   Args:
     options: Of the run.
     task: Its task.
-    bench: Workers for the task.
+    executor: Workers for the task.
     store: The run folder.
-    archive: See `Laboratory`.
+    archive: See `CachedEvaluator`.
   """
-  lab = Laboratory(task, bench, store, archive=archive)
-  return Search(options.search, lab, make_proposer(options, task), store)
+  evaluator = CachedEvaluator(task, executor, store, archive=archive)
+  return Search(options.search, evaluator, make_proposer(options, task), store)
 
 
 def start_holdout(folder: pathlib.Path) -> "subprocess.Popen[bytes]":

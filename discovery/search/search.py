@@ -1,8 +1,8 @@
 """The search: one round of Algorithm errata, read top to bottom in `Search.round`.
 
 Everything a round decides comes from the configuration, the events before it and
-counter-based draws, so a run replays. Programs are kept for their performance; whether
-an explanation holds is another matter and never moves a score.
+counter-based draws, so a run replays. Programs are retained for their performance;
+whether an explanation holds never moves a score.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 
 from mxjax.discovery.core import identity, verdict
 from mxjax.discovery.core.ledger import Ledger
-from mxjax.discovery.core.packet import Condition, Packet, condition
+from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import (
   Context,
   Evidence,
@@ -20,18 +20,16 @@ from mxjax.discovery.core.proposal import (
   Proposer,
   ProposerError,
   Record,
-  Required,
   answer,
   strip,
 )
-from mxjax.discovery.core.residual import PRIMARY, Residual
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Outcome, Status
-from mxjax.discovery.sandbox.laboratory import Laboratory, Prepared
-from mxjax.discovery.search import compilation, registration, resolution
+from mxjax.discovery.search import registration, resolution
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
 from mxjax.discovery.search.frontier import ExecutableFrontier, ResidualFrontier
 from mxjax.discovery.search.history import History
-from mxjax.discovery.search.registration import Attempt
+from mxjax.discovery.search.registration import Attempt, Selection
 from mxjax.discovery.search.settings import SearchConfig
 
 
@@ -46,11 +44,16 @@ class Search:
   """
 
   def __init__(
-    self, config: SearchConfig, lab: Laboratory, proposer: Proposer, store: Store
+    self,
+    config: SearchConfig,
+    evaluator: CachedEvaluator,
+    proposer: Proposer,
+    store: Store,
   ) -> None:
     """Sets up a run; nothing is executed yet."""
-    self._config, self._lab, self._proposer, self._store = config, lab, proposer, store
-    self._task = lab.task
+    self._config, self._evaluator = config, evaluator
+    self._proposer, self._store = proposer, store
+    self._task = evaluator.task
     self.ledger = Ledger(config.budget, reuse=config.reuse)
     self.programs = ExecutableFrontier(self._task.target, config.frontier)
     self.residuals = ResidualFrontier()
@@ -92,177 +95,109 @@ class Search:
     return self.ledger.left <= 0
 
   def begin(self) -> None:
-    """Freezes the configuration and measures the initial program: the first call."""
+    """Freezes the configuration and measures the initial program: the first call.
+
+    Raises:
+      ValueError: The initial program does not run.
+    """
     self.history.emit(
       "open",
       config=dataclasses.asdict(self._config),
       task=dict(self._task.spec),
-      evaluator=self._lab.evaluator,
+      evaluator=self._evaluator.fingerprint,
       target=self._task.target,
       proposer=self._proposer.name,
       margins=dict(self._task.margins),
     )
-    source = self._task.interface.default_source()
-    prepared = self._lab.prepare(source)
-    if prepared.call is None:
+    prepared = self._evaluator.prepare(self._task.interface.default_source())
+    ended: Prepared | Outcome = prepared
+    if prepared.call is not None:
+      packet = registration.alone(prepared, "", self._evaluator)
+      self.history.emit("packet", id=packet.hash, packet=packet.to_dict())
+      self.ledger.reserve(1)
+      (ended,) = self._run([(packet, packet.conditions[0])])
+    if ended.status != Status.OK:
       raise ValueError(
-        f"search: the initial program must run, got {prepared.status}: "
-        f"{prepared.detail}"
+        f"search: the initial program must run, got {ended.status}: {ended.detail}"
       )
-    first = condition(PRIMARY, "candidate", prepared.call, self._lab.evaluator)
-    packet = Packet(
-      program=prepared.id,
-      parent="",
-      conditions=(first,),
-      margins=self._task.margins,
-      evaluator=self._lab.evaluator,
-    )
-    self.history.emit("packet", id=packet.hash, packet=packet.to_dict())
-    self.ledger.reserve(1)
-    outcome = self._lab.run([first])[0]
-    self._settle(packet, first, outcome)
-    if outcome.status != Status.OK:
-      raise ValueError(
-        f"search: the initial program must run, got {outcome.status}: {outcome.detail}"
-      )
-    self._retain(prepared, "", first.exec_id, outcome)
+    assert isinstance(ended, Outcome)
+    self._record(prepared, "", packet.conditions[0].exec_id, ended)
     self.history.mark(self.ledger.spent, self._records.values())
 
   def round(self) -> None:
     """One round: the steps of Algorithm errata in order."""
-    # Select programs and residuals, propose, compile controls, freeze the packets.
-    attempts = [
-      attempt
-      for position in range(self._config.width)
-      if (attempt := self._register(position)) is not None
-    ]
+    attempts = []
+    for position in range(self._config.width):
+      if self.is_spent:
+        break
+      # Select a program and its actionable residuals; propose an executable
+      # intervention with competing explanations.
+      selection, proposal = self._propose((self._round, position))
+      # Compile the cheapest controls that separate the explanations; freeze the packet.
+      if (attempt := self._freeze(selection, proposal)) is not None:
+        attempts.append(attempt)
     self._round += 1
-    # Execute: all primaries, then what the surviving packets registered beside them.
-    self._execute(attempts, primary=True)
-    alive = [a for a in attempts if a.outcomes[PRIMARY].status == Status.OK]
-    for attempt in alive:
-      self._skip(attempt)
-    self._execute(alive, primary=False)
+    self._execute(attempts)
     for attempt in attempts:
-      # Retain programs by measured performance.
-      record = self._conclude(attempt)
+      # Retain by measured performance; the residuals of the program are measured anew.
+      record = self._retain(attempt)
       # Resolve the residual and verify the required response.
       finding = self._resolve(attempt)
       implemented = self._verify(attempt)
+      # Open the next intervention space: what later programs owe.
       self._compile(attempt, record, finding, implemented)
       self.history.mark(self.ledger.spent, self._records.values())
     self.ledger.release()
 
   # Select and propose.
 
-  def _register(self, position: int) -> Attempt | None:
-    """Selects, proposes and freezes one packet; None when nothing is to be run."""
-    if self.is_spent:
-      return None
-    address = (self._round, position)
-    parent, questions, required, proposal = self._proposed(address)
-    prepared = self._lab.prepare(proposal.source)
-    if prepared.call is None:
-      self.history.note(proposal, prepared, parent, prepared.status, prepared.detail)
-      return None
-    known = {e.exec_id for e in self.ledger.entries}
-    residual = next((q for q in questions if q.observable == proposal.residual), None)
-    if required and required.residual.observable == proposal.residual:
-      residual = required.residual
-    try:
-      attempt = registration.freeze(
-        self._config,
-        self._lab,
-        self.ledger,
-        proposal,
-        prepared,
-        parent,
-        residual,
-        required,
-        address,
-      )
-    except ValueError as error:
-      self.history.note(proposal, prepared, parent, "indistinguishable", str(error))
-      return None
-    fresh = [c for c in attempt.packet.conditions if c.exec_id not in known]
-    if not fresh:
-      self.history.note(
-        proposal, prepared, parent, "duplicate", "everything in it ran before"
-      )
-      return None
-    self.ledger.reserve(self.ledger.price(attempt.packet.prices))
-    self._store.put_bytes("programs", f"{prepared.id}.py", proposal.source.encode())
-    self.history.emit(
-      "packet",
-      id=attempt.packet.hash,
-      label=proposal.label,
-      note=proposal.note,
-      packet=attempt.packet.to_dict(),
-    )
-    return attempt
+  def _propose(self, address: tuple[int, int]) -> tuple[Selection, Proposal]:
+    """The first parent from which there is something to propose, and the proposal.
 
-  def _proposed(
-    self, address: tuple[int, int]
-  ) -> tuple[Record, tuple[Residual, ...], Required | None, Proposal]:
-    """The first parent from which there is something to propose, and the proposal."""
-    parents = list(self._records.values())[:1]
-    if self._config.parents == "frontier":
-      executed = self._records.values()
-      parents = self.programs.parents(executed, self._config.seed, address)
-    for parent in parents:
-      required = self.residuals.required.get(parent.id)
-      questions = self.residuals.actionable(parent.id)
+    Raises:
+      ProposerError: There is no such parent.
+    """
+    for parent in self._parents(address):
+      selection = self.select(address, parent)
       try:
-        proposal = self._ask(address, parent, questions, required)
+        return selection, self._ask(selection)
       except ExhaustedError as error:
         if parent.id not in self._exhausted:
           self._exhausted.add(parent.id)
           self.history.emit("exhausted", program=parent.id, detail=str(error))
-        continue
-      return parent, questions, required, proposal
     raise ProposerError("nothing is left to propose from any executed program")
 
-  def _ask(
-    self,
-    address: tuple[int, int],
-    parent: Record,
-    questions: tuple[Residual, ...],
-    required: Required | None,
-  ) -> Proposal:
-    evidence = self._config.evidence
-    proposal = answer(
-      self._store,
-      f"{self._proposals:05d}-{parent.id[:12]}",
-      lambda: self._proposer.propose(
-        self.context(address, parent, questions, required, evidence)
-      ),
-    )
+  def _parents(self, address: tuple[int, int]) -> list[Record]:
+    executed = list(self._records.values())
+    if self._config.parents == "initial":
+      return executed[:1]
+    return self.programs.parents(executed, self._config.seed, address)
+
+  def select(self, address: tuple[int, int], parent: Record) -> Selection:
+    """A parent with its actionable residuals and the response that it owes."""
+    required = self.residuals.required.get(parent.id)
+    return Selection(address, parent, self.residuals.actionable(parent.id), required)
+
+  def _ask(self, selection: Selection) -> Proposal:
+    key = f"{self._proposals:05d}-{selection.parent.id[:12]}"
+    context = self.context(selection, self._config.evidence)
+    proposal = answer(self._store, key, lambda: self._proposer.propose(context))
     self._proposals += 1
     self.ledger.proposer.update(proposal.usage)
-    return dataclasses.replace(
-      proposal,
-      explanations=tuple(
-        registration.corrupted(e, self._config.corruption, self._config.seed, address)
-        for e in proposal.explanations
-      ),
-    )
+    corruption = (self._config.corruption, self._config.seed, selection.address)
+    accounts = (registration.corrupted(e, *corruption) for e in proposal.explanations)
+    return dataclasses.replace(proposal, explanations=tuple(accounts))
 
-  def context(
-    self,
-    address: tuple[int, int],
-    parent: Record,
-    questions: tuple[Residual, ...],
-    required: Required | None,
-    evidence: Evidence,
-  ) -> Context:
+  def context(self, selection: Selection, evidence: Evidence) -> Context:
     """What a proposer with this evidence would be told now."""
+    parent = selection.parent
     return Context(
       seed=self._config.seed,
-      address=address,
+      address=selection.address,
       target=self._task.target,
       parent=parent,
-      residuals=questions,
-      required=required,
+      residuals=selection.residuals,
+      required=selection.required,
       history=tuple(strip(e, evidence) for e in self.history.experiments),
       donors=tuple(r for r in self.programs.records if r.id != parent.id),
       evidence=evidence,
@@ -270,56 +205,104 @@ class Search:
       restarts=self._config.parents == "initial",
     )
 
-  # Execute.
+  # Freeze and execute.
 
-  def _skip(self, attempt: Attempt) -> None:
-    """Drops controls that the primary run has made pointless, and says so."""
-    if self._config.sequential and attempt.packet.policy == "minimal":
+  def _freeze(self, selection: Selection, proposal: Proposal) -> Attempt | None:
+    """Registers and logs one packet; None when nothing is to be run."""
+    prepared = self._evaluator.prepare(proposal.source)
+    refuse = lambda status, detail: self.history.refuse(
+      proposal, prepared.id, selection.parent.id, status, detail
+    )
+    if prepared.call is None:
+      return refuse(prepared.status, prepared.detail)
+    try:
+      attempt = registration.freeze(
+        selection,
+        proposal,
+        prepared,
+        config=self._config,
+        evaluator=self._evaluator,
+        ledger=self.ledger,
+      )
+    except ValueError as error:
+      return refuse("indistinguishable", str(error))
+    packet = attempt.packet
+    if all(self.ledger.ran(c.exec_id) for c in packet.conditions):
+      return refuse("duplicate", "everything in it ran before")
+    self.ledger.reserve(self.ledger.price(packet.prices))
+    self._store.put_bytes("programs", f"{prepared.id}.py", proposal.source.encode())
+    self.history.emit(
+      "packet",
+      id=packet.hash,
+      label=proposal.label,
+      note=proposal.note,
+      packet=packet.to_dict(),
+    )
+    return attempt
+
+  def _execute(self, attempts: list[Attempt]) -> None:
+    """All primaries, then what the surviving packets registered beside them."""
+    self._run_conditions(attempts, primary=True)
+    alive = [a for a in attempts if a.outcome.status == Status.OK]
+    if self._config.sequential:
+      for attempt in alive:
+        self._skip_pointless(attempt)
+    self._run_conditions(alive, primary=False)
+
+  def _skip_pointless(self, attempt: Attempt) -> None:
+    if attempt.packet.policy == "minimal":
       attempt.skipped = resolution.pointless(self._task, attempt)
     if attempt.skipped:
       names = sorted(attempt.skipped)
       self.history.emit("skipped", packet=attempt.packet.hash, controls=names)
 
-  def _execute(self, attempts: list[Attempt], *, primary: bool) -> None:
+  def _run_conditions(self, attempts: list[Attempt], *, primary: bool) -> None:
+    pairs = [(a, c) for a in attempts for c in a.conditions(primary=primary)]
+    outcomes = self._run([(attempt.packet, c) for attempt, c in pairs])
+    for (attempt, condition), outcome in zip(pairs, outcomes, strict=True):
+      attempt.outcomes[condition.name] = outcome
+
+  def _run(self, conditions: list[tuple[Packet, Condition]]) -> list[Outcome]:
     """Runs conditions side by side and books them in the packets' order."""
-    todo = [(a, c) for a in attempts for c in a.conditions(primary=primary)]
-    outcomes = self._lab.run([c for _, c in todo])
-    for (attempt, cond), outcome in zip(todo, outcomes, strict=True):
-      attempt.outcomes[cond.name] = outcome
-      self._settle(attempt.packet, cond, outcome)
+    outcomes = self._evaluator.run([condition for _, condition in conditions])
+    for (packet, condition), outcome in zip(conditions, outcomes, strict=True):
+      entry = self.ledger.settle(packet.hash, condition, outcome.status)
+      self.history.emit(
+        "outcome",
+        **dataclasses.asdict(entry),
+        values=dict(outcome.values),
+        outputs=dict(outcome.outputs),
+        detail=outcome.detail,
+      )
+    return outcomes
 
-  def _settle(self, packet: Packet, cond: Condition, outcome: Outcome) -> None:
-    entry = self.ledger.settle(
-      cond.kind, cond.exec_id, cond.cost, packet.hash, cond.name, outcome.status
-    )
-    self.history.emit(
-      "outcome",
-      **dataclasses.asdict(entry),
-      values=dict(outcome.values),
-      outputs=dict(outcome.outputs),
-      detail=outcome.detail,
-    )
+  # Retain, resolve, verify, compile.
 
-  # Retain, resolve, verify, remeasure.
+  def _retain(self, attempt: Attempt) -> Record | None:
+    """The record of a candidate that ran well, offered to the frontier."""
+    if attempt.outcome.status != Status.OK:
+      return None
+    exec_id = attempt.packet.conditions[0].exec_id
+    return self._record(attempt.prepared, attempt.parent.id, exec_id, attempt.outcome)
 
-  def _retain(
+  def _record(
     self, prepared: Prepared, parent: str, exec_id: str, outcome: Outcome
   ) -> Record:
-    """Makes the record of an executed program, keeps it, opens what it shows."""
+    call = prepared.full_call
     record = Record(
       id=prepared.id,
       source=prepared.source,
       parent=parent,
-      call=next(e.call for e in self.ledger.entries if e.exec_id == exec_id),
-      computation=self._lab.full_call(prepared).computation,
-      plan=prepared.program.plan if prepared.program else {},
+      call=self.ledger.call_of(exec_id),
+      computation=call.computation,
+      plan=call.plan,
       exec_id=exec_id,
       values=outcome.values,
       outputs=outcome.outputs,
     )
     self._store.put_bytes("programs", f"{prepared.id}.py", prepared.source.encode())
     before = self.programs.best.id if self.programs.records else ""
-    kept = self.programs.retain(record)
+    is_retained = self.programs.retain(record)
     self._records.setdefault(record.id, record)
     opened = self.residuals.open(self._task.residuals(record.id, record.values))
     if self.programs.best.id != before:
@@ -329,19 +312,12 @@ class Search:
       program=record.id,
       parent=parent,
       call=record.call,
-      kept=kept,
+      kept=is_retained,
       champion=self.programs.best.id,
       value=record.values[self._task.target],
       residuals=[dataclasses.asdict(r) for r in opened],
     )
     return record
-
-  def _conclude(self, attempt: Attempt) -> Record | None:
-    outcome = attempt.outcomes[PRIMARY]
-    if outcome.status != Status.OK:
-      return None
-    exec_id = attempt.packet.conditions[0].exec_id
-    return self._retain(attempt.prepared, attempt.parent.id, exec_id, outcome)
 
   def _resolve(self, attempt: Attempt) -> verdict.Finding | None:
     """The packet's finding; None without a question."""
@@ -365,11 +341,11 @@ class Search:
     return finding
 
   def _verify(self, attempt: Attempt) -> bool | None:
-    """Whether a demanded response was found; None where none was demanded."""
+    """Whether a demanded response reached the code; None where none was demanded."""
     packet = attempt.packet
     if packet.checker == "none":
       return None
-    check = resolution.check(self._lab, attempt)
+    check = resolution.check(self._evaluator, attempt)
     self.history.emit(
       "check",
       packet=packet.hash,
@@ -387,14 +363,14 @@ class Search:
   ) -> None:
     """Turns the verdict into what later programs owe, and closes what was answered."""
     if attempt.required is not None and implemented is not None:
-      compilation.answer(self.residuals, self.history, attempt, implemented)
-    if finding is not None and attempt.packet.residual is not None:
-      compilation.demand(
+      resolution.answer(self.residuals, self.history, attempt, implemented)
+    if finding is not None:
+      resolution.demand(
         self.residuals,
         self.history,
         attempt,
         finding,
-        is_kept=record is not None and record in self.programs.records,
+        is_retained=record is not None and record in self.programs.records,
         compiles=self._config.compile_verdicts,
       )
     self.history.remember(attempt, finding, implemented)

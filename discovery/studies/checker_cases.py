@@ -14,11 +14,10 @@ from typing import Any
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.candidate_source import admit, with_functions
-from mxjax.discovery.core.packet import condition
-from mxjax.discovery.core.residual import PRIMARY
-from mxjax.discovery.core.task import Status
-from mxjax.discovery.sandbox.laboratory import Laboratory
+from mxjax.discovery.core.interface import Aval
+from mxjax.discovery.core.task import Status, Task
 from mxjax.discovery.search import checkers
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
 
 HALF = 20
 CHECKERS: tuple[checkers.Checker, ...] = ("source", "lowered", "probe", "layer_output")
@@ -33,11 +32,10 @@ APPARENT: Mapping[str, str] = {
   "rolled and back": "jnp.roll(jnp.roll(x, 3, 0), -3, 0)",
   "overwritten": "x",
   "branch never taken": "jnp.where(jnp.sum(x * x) < 0, -x, x)",
-  "turned and back": "{turn}",
+  "turned and back": "(q.T @ (q @ x.astype(jnp.float32))).astype(x.dtype)",
   "other hook": "x",
 }
 """Ten wrappers; each is tried on two hooks."""
-TURN = "(q.T @ (q @ x.astype(jnp.float32))).astype(x.dtype)"
 RARE = "jnp.where(jnp.abs(x) > 1e6, 0.5 * x, x)"
 """Halves values that the data do not contain: a real edit that nothing exercises."""
 
@@ -59,7 +57,7 @@ class Case:
   is_real: bool
 
 
-def make(task: Any) -> list[Case]:
+def make(task: Task) -> list[Case]:
   """Forty cases on the task's initial program, half of them real."""
   source = task.interface.default_source()
   hooks = [h.name for h in task.interface.hooks if h.active_when is None]
@@ -75,50 +73,51 @@ def make(task: Any) -> list[Case]:
   return [*_real(task, source, HALF - len(rare)), *rare, *apparent]
 
 
-def _real(task: Any, source: str, count: int) -> list[Case]:
-  """Edits by the task's cards in an order drawn once, the same for every checker."""
-  options = [(card, params) for card in task.cards for params in card.params]
+def _real(task: Task, source: str, count: int) -> list[Case]:
+  """The task's own edits in an order drawn once, the same for every checker."""
+  options = [(edit, params) for edit in task.edit_templates for params in edit.params]
   before = admit(source, task.interface).hooks
   cases: list[Case] = []
-  for card, params in identity.shuffled(options, "checker cases"):
-    edited = card.edit(source, dict(params))
+  for template, params in identity.shuffled(options, "checker cases"):
+    edited = template.edit(source, dict(params))
     after = admit(edited, task.interface).hooks
-    # A card that only sets the plan leaves the declared hook as it was.
-    if any(after[hook] != before[hook] for hook in card.hooks):
-      cases.append(Case(card.label(params), card.hooks, edited, True))
+    # An edit that only sets the plan leaves the declared hook as it was.
+    if any(after[hook] != before[hook] for hook in template.hooks):
+      cases.append(Case(template.label(params), template.hooks, edited, True))
   return cases[:count]
 
 
 def _apparent(
-  task: Any, source: str, kind: str, hook: str, hooks: Sequence[str]
+  task: Task, source: str, kind: str, hook: str, hooks: Sequence[str]
 ) -> Case:
-  act = APPARENT[kind].replace("{turn}", TURN)
-  where = hook
+  where, act = hook, APPARENT[kind]
   if kind == "other hook":
     # Really changed, but not where it is declared.
-    where = hooks[(hooks.index(hook) + 1) % len(hooks)]
-    act = "-x"
+    where, act = hooks[(hooks.index(hook) + 1) % len(hooks)], "-x"
   edited = _wrapped(task, source, where, act, kind)
   return Case(f"{kind}, {hook}", (hook,), edited, False)
 
 
-def _wrapped(task: Any, source: str, hook: str, act: str, kind: str = "") -> str:
+def _wrapped(task: Task, source: str, hook: str, act: str, kind: str = "") -> str:
   """The program with a hook that calls its former self on `act` of its first array."""
-  first, *others = list(task.interface.hook(hook).arguments)
-  names = ", ".join([first, *others])
-  size = task.interface.hook(hook).arguments[first].shape[0]
-  before = _renamed(source, hook, f"{hook}_before")
-  lines = [f"def {hook}({names}):", f"  x = {first}"]
-  if "q" in act and "turn" in kind:
-    lines.append(f"  q = jnp.linalg.qr(jnp.cos(jnp.arange({size * size}.0)")
-    lines[-1] += f".reshape({size}, {size})).astype(jnp.float32))[0]"
+  (first, array), *others = task.interface.hook(hook).arguments.items()
+  names = [name for name, _ in others]
+  before = lambda value: f"{hook}_before({', '.join([value, *names])})"
+  lines = [f"def {hook}({', '.join([first, *names])}):", f"  x = {first}"]
+  if kind == "turned and back":
+    assert isinstance(array, Aval)
+    size = array.shape[0]
+    lines.append(
+      f"  q = jnp.linalg.qr(jnp.cos(jnp.arange({size * size}.0).reshape({size}, {size}"
+      ")).astype(jnp.float32))[0]"
+    )
   if kind == "dead code":
     lines.append("  unused = jnp.tanh(x).sum()")
   if kind == "overwritten":
-    lines.append(f"  result = {hook}_before({', '.join(['-x', *others])})")
-  lines.append(f"  result = {hook}_before({', '.join([act, *others])})")
-  lines.append("  return result")
-  return with_functions(source, before + "\n" + "\n".join(lines) + "\n")
+    lines.append(f"  result = {before('-x')}")
+  lines += [f"  result = {before(act)}", "  return result"]
+  former = _renamed(source, hook, f"{hook}_before")
+  return with_functions(source, former + "\n" + "\n".join(lines) + "\n")
 
 
 def _renamed(source: str, hook: str, name: str) -> str:
@@ -129,40 +128,36 @@ def _renamed(source: str, hook: str, name: str) -> str:
   raise ValueError(f"cases: the program does not define {hook}.")
 
 
-def judge_all(lab: Laboratory) -> list[dict[str, Any]]:
+def judge_all(evaluator: CachedEvaluator) -> list[dict[str, Any]]:
   """Every case before every checker; calls are outside any budget.
 
   Returns:
     For each case its name, label, status, and what each checker accepted.
   """
-  task = lab.task
-  parent = lab.prepare(task.interface.default_source())
-  assert parent.program is not None
-  before = lab.full_call(parent)
-  rows = []
-  for case in make(task):
-    prepared = lab.prepare(case.source)
-    row: dict[str, Any] = {"name": case.name, "is_real": case.is_real}
-    if prepared.program is None or prepared.call is None:
-      raise ValueError(f"cases: {case.name} does not run: {prepared.detail}")
-    mine = lab.full_call(prepared)
-    outcome, without = lab.run(
-      [
-        condition(PRIMARY, "case", lab.effective(call), lab.evaluator)
-        for call in (mine, checkers.reverted(mine, before, case.declared))
-      ]
-    )
-    names = checkers.output_names(case.declared, outcome.outputs)
-    checks = (
-      checkers.by_source(prepared.program, parent.program, case.declared),
-      checkers.by_lowering(mine, before, case.declared),
-      checkers.by_probe(outcome, without, names),
-      checkers.by_layer_output(outcome, without),
-    )
-    row["status"] = str(outcome.status)
-    row["accepted"] = {check.checker: check.implemented for check in checks}
-    rows.append(row)
-  return rows
+  parent = evaluator.prepare(evaluator.task.interface.default_source())
+  return [_judge(evaluator, case, parent) for case in make(evaluator.task)]
+
+
+def _judge(evaluator: CachedEvaluator, case: Case, parent: Prepared) -> dict[str, Any]:
+  prepared = evaluator.prepare(case.source)
+  if prepared.admitted is None or prepared.call is None:
+    raise ValueError(f"cases: {case.name} does not run: {prepared.detail}")
+  assert parent.admitted is not None
+  mine, before = prepared.full_call, parent.full_call
+  back = checkers.reverted(mine, before, case.declared)
+  outcome, without = evaluator.measure(mine, back)
+  checks = (
+    checkers.by_source(prepared.admitted, parent.admitted, case.declared),
+    checkers.by_lowering(mine, before, case.declared),
+    checkers.by_probe(outcome, without, case.declared),
+    checkers.by_layer_output(outcome, without),
+  )
+  return {
+    "name": case.name,
+    "is_real": case.is_real,
+    "status": str(outcome.status),
+    "accepted": {check.checker: check.implemented for check in checks},
+  }
 
 
 def errors(rows: Sequence[Mapping[str, Any]], checker: str) -> dict[str, int]:

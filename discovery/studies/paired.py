@@ -94,5 +94,5 @@ def _signed_rank_interval(pairs: np.ndarray) -> tuple[float, float, float]:
 
 def share_interval(count: int, total: int) -> tuple[float, float]:
   """Two-sided 95 % Clopper-Pearson interval of a share."""
-  found = stats.binomtest(count, total).proportion_ci(CONFIDENCE, method="exact")
-  return float(found.low), float(found.high)
+  interval = stats.binomtest(count, total).proportion_ci(CONFIDENCE, method="exact")
+  return float(interval.low), float(interval.high)

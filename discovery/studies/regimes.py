@@ -4,15 +4,14 @@ A stage counts when taking it back to the initial program changes what is execut
 whether it also pays is asked of the target. What the source says is not looked at.
 """
 
+import itertools
 import pathlib
 from typing import Any
 
-from mxjax.discovery.core.packet import condition
-from mxjax.discovery.core.residual import PRIMARY
 from mxjax.discovery.core.store import read_events
-from mxjax.discovery.core.task import Call, Outcome, Status
-from mxjax.discovery.sandbox.laboratory import Laboratory
+from mxjax.discovery.core.task import Outcome, Status
 from mxjax.discovery.search import checkers
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 
 
 def champion_source(folder: pathlib.Path) -> str:
@@ -21,55 +20,42 @@ def champion_source(folder: pathlib.Path) -> str:
   return (folder / "programs" / f"{last['champion']}.py").read_text()
 
 
-def audit(lab: Laboratory, source: str) -> dict[str, Any]:
+def audit(evaluator: CachedEvaluator, source: str) -> dict[str, Any]:
   """Takes each regime back, and builds the regimes up in order.
 
   Returns:
     For each regime `executed` and `pays`; `hierarchy`: all are executed; `ordered`:
     each one added to those before it improves the target by more than its margin.
   """
-  task = lab.task
-  champion = lab.full_call(lab.prepare(source))
-  initial = lab.full_call(lab.prepare(task.interface.default_source()))
-  regimes, margin = task.regimes, task.margins[task.target]
-  calls = {"": champion}
-  for name, members in regimes.items():
-    calls[name] = checkers.reverted(champion, initial, members)
-  names = list(regimes)
-  for count in range(len(names)):
-    later = [member for name in names[count:] for member in regimes[name]]
-    calls[f"first {count}"] = checkers.reverted(champion, initial, later)
-  outcomes = _run(lab, calls)
-  whole = outcomes[""]
-  executed = {n: _differs(outcomes[n], whole) for n in names}
-  pays = {n: bool(_gain(outcomes[n], whole, task.target) > margin) for n in names}
-  steps = [outcomes[f"first {count}"] for count in range(len(names))] + [whole]
-  gains = [
-    _gain(before, after, task.target)
-    for before, after in zip(steps, steps[1:], strict=False)
+  task = evaluator.task
+  regimes = list(task.regimes.items())
+  champion = evaluator.prepare(source).full_call
+  initial = evaluator.prepare(task.interface.default_source()).full_call
+  without = [checkers.reverted(champion, initial, members) for _, members in regimes]
+  first = [
+    checkers.reverted(champion, initial, [m for _, later in regimes[n:] for m in later])
+    for n in range(len(regimes))
   ]
+  whole, *outcomes = evaluator.measure(champion, *without, *first)
+  reverted, steps = outcomes[: len(regimes)], [*outcomes[len(regimes) :], whole]
+
+  def pays(before: Outcome, after: Outcome) -> bool:
+    """A condition that failed gains nothing."""
+    if before.status != Status.OK or after.status != Status.OK:
+      return False
+    gain = before.values[task.target] - after.values[task.target]
+    return bool(gain > task.margins[task.target])
+
+  executed = {
+    name: dict(outcome.outputs) != dict(whole.outputs)
+    for (name, _), outcome in zip(regimes, reverted, strict=True)
+  }
   return {
     "executed": executed,
-    "pays": pays,
+    "pays": {
+      name: pays(outcome, whole)
+      for (name, _), outcome in zip(regimes, reverted, strict=True)
+    },
     "hierarchy": all(executed.values()),
-    "ordered": all(bool(gain > margin) for gain in gains),
+    "ordered": all(itertools.starmap(pays, itertools.pairwise(steps))),
   }
-
-
-def _run(lab: Laboratory, calls: dict[str, Call]) -> dict[str, Outcome]:
-  conditions = [
-    condition(PRIMARY, "audit", lab.effective(call), lab.evaluator)
-    for call in calls.values()
-  ]
-  return dict(zip(calls, lab.run(conditions), strict=True))
-
-
-def _differs(without: Outcome, whole: Outcome) -> bool:
-  return dict(without.outputs) != dict(whole.outputs)
-
-
-def _gain(before: Outcome, after: Outcome, target: str) -> float:
-  """How much lower the target is after; nothing for a condition that failed."""
-  if before.status != Status.OK or after.status != Status.OK:
-    return 0.0
-  return before.values[target] - after.values[target]

@@ -8,13 +8,17 @@ from typing import Any
 
 from mxjax.discovery.core import edit_templates, identity
 from mxjax.discovery.core import task as task_
-from mxjax.discovery.core.packet import condition
-from mxjax.discovery.core.residual import PRIMARY
 from mxjax.discovery.core.store import Store, read_events
-from mxjax.discovery.sandbox.laboratory import Laboratory
+from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import heldout, runs
-from mxjax.discovery.studies import checker_cases, log, regimes, verdict_replay
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.discovery.studies import (
+  checker_cases,
+  regimes,
+  run_summary,
+  verdict_replay,
+)
 from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER
 from mxjax.storage import atomic_io
 
@@ -73,7 +77,7 @@ class StudyOptions:
   Attributes:
     task: Task specification; the synthetic world takes its seed from the run.
     seeds: Paired seeds of the comparison.
-    tuning_seeds: Seeds on which cards, margins and the gate were set; disjoint.
+    tuning_seeds: Seeds on which edits, margins and the gate were set; disjoint.
     budget: Evaluator calls a run.
     gate: Share of the way from the initial program to the ideal on held-out data
       that counts as success.
@@ -116,15 +120,15 @@ class StudyOptions:
 def frozen(options: StudyOptions) -> dict[str, Any]:
   """Everything a comparison could be tuned by, with its hash."""
   task = task_.load(options.spec(options.seeds[0]))
-  held = {
+  content = {
     "options": json.loads(json.dumps(dataclasses.asdict(options))),
-    "cards": edit_templates.fingerprint(task.cards),
+    "cards": edit_templates.fingerprint(task.edit_templates),
     "margins": dict(task.margins),
     "arms": {name: dict(arm.changes) for name, arm in ARMS.items()},
     "as_in_paper": dict(AS_IN_PAPER),
     "sources": identity.source_digest("mxjax.discovery"),
   }
-  return {**held, "hash": identity.digest(held)}
+  return {**content, "hash": identity.digest(content)}
 
 
 class Folder:
@@ -139,13 +143,13 @@ class Folder:
     """Opens a folder, new or begun.
 
     Raises:
-      ValueError: It was begun with other cards, priors, margins or options.
+      ValueError: It was begun with other edits, margins or options.
     """
     self.path, self.options = path, options
     self.frozen = frozen(options)
-    kept = path / "frozen.json"
-    if kept.exists():
-      before = json.loads(kept.read_text())
+    file = path / "frozen.json"
+    if file.exists():
+      before = json.loads(file.read_text())
       changed = [
         key for key in before if key != "hash" and before[key] != self.frozen.get(key)
       ]
@@ -156,38 +160,34 @@ class Folder:
     else:
       atomic_io.check_output(path)
       path.mkdir(parents=True, exist_ok=True)
-      atomic_io.write_durably(kept, json.dumps(self.frozen, indent=1).encode())
+      atomic_io.write_durably(file, json.dumps(self.frozen, indent=1).encode())
     self._archive = Store(path / "archive")
-    self._benches: dict[str, Any] = {}
-    self._local: LocalExecutor | None = None
+    self._executors: dict[str, JailedExecutor | LocalExecutor] = {}
 
   def close(self) -> None:
     """Stops the workers."""
-    for bench in self._benches.values():
-      bench.close()
+    for executor in self._executors.values():
+      executor.close()
 
-  def bench(self, task: task_.Task) -> Any:
-    """Workers for a task: one bench for all runs of one specification."""
+  def executor(self, task: task_.Task) -> JailedExecutor | LocalExecutor:
+    """What traces and runs a task, for all runs of one specification."""
     key = identity.canonical(dict(task.spec))
-    if key not in self._benches:
-      if self.options.sandbox != "off":
-        made: Any = runs.make_bench(
-          task,
-          self._archive,
-          self.options.sandbox,
-          compiled=self.path / "compiled",
-        )
-      elif self._local is not None:
-        made = self._local.sibling(task)
-      else:
-        made = self._local = LocalExecutor(task)
-      self._benches[key] = made
-    return self._benches[key]
+    if key not in self._executors:
+      self._executors[key] = self._make_executor(task)
+    return self._executors[key]
 
-  def laboratory(self, task: task_.Task, name: str) -> Laboratory:
-    """A laboratory for calls outside any run's budget."""
+  def _make_executor(self, task: task_.Task) -> JailedExecutor | LocalExecutor:
+    other = next(iter(self._executors.values()), None)
+    if isinstance(other, LocalExecutor):
+      return other.sibling(task)
+    sandbox = self.options.sandbox
+    compiled = self.path / "compiled" if sandbox != "off" else None
+    return runs.make_executor(task, self._archive, sandbox, compiled=compiled)
+
+  def evaluator(self, task: task_.Task, name: str) -> CachedEvaluator:
+    """An evaluator for calls outside any run's budget."""
     store = Store(self.path / name)
-    return Laboratory(task, self.bench(task), store, archive=self._archive)
+    return CachedEvaluator(task, self.executor(task), store, archive=self._archive)
 
   def run_folder(self, arm: str, seed: int) -> pathlib.Path:
     """Where a run lies."""
@@ -195,31 +195,58 @@ class Folder:
 
   def run(self, arm: str, seed: int) -> dict[str, Any]:
     """Runs, resumes or reads one run; returns its summary."""
-    folder, made = self.run_folder(arm, seed), self.options.run(arm, seed)
-    task = task_.load(made.task)
+    folder, options = self.run_folder(arm, seed), self.options.run(arm, seed)
+    task = task_.load(options.task)
     if not (folder / "run.json").exists():
-      runs.write_options(folder, made)
+      runs.write_options(folder, options)
     if not _is_closed(folder):
-      store = Store(folder)
-      search = runs.make_search(made, task, self.bench(task), store, self._archive)
-      search.run()
+      executor, store = self.executor(task), Store(folder)
+      runs.make_search(options, task, executor, store, self._archive).run()
     hidden = task.holdout()
     if hidden is not None:
-      heldout.score_closed(folder, hidden, self.bench(hidden), self._archive)
-    return log.summarize(folder, task)
+      heldout.score_closed(folder, hidden, self.executor(hidden), self._archive)
+    return run_summary.summarize(folder, task)
 
   def landmarks(self, seed: int) -> dict[str, float]:
-    """Held-out target of the initial program and of the ideal, and the gate between."""
+    """Held-out target of the initial program and of the ideal, and the gate between.
+
+    Raises:
+      ValueError: The task has no held-out data.
+    """
     task = task_.load(self.options.spec(seed)).holdout()
     if task is None:
       raise ValueError("study: the task has no held-out data; name a held-out model.")
-    lab = self.laboratory(task, "landmarks")
-    call = lab.prepare(task.interface.default_source()).call
+    evaluator = self.evaluator(task, "landmarks")
+    call = evaluator.prepare(task.interface.default_source()).call
     assert call is not None
-    outcome = lab.run([condition(PRIMARY, "heldout", call, lab.evaluator)])[0]
+    (outcome,) = evaluator.measure(call)
     initial, ideal = outcome.values[task.target], task.ideal()
     gate = initial - self.options.gate * (initial - ideal)
     return {"initial": initial, "ideal": ideal, "gate": gate}
+
+  def replay(self, seed: int) -> list[dict[str, Any]]:
+    """Verdict replay of the QuantForge run of a seed."""
+    options = self.options.run("quantforge", seed)
+    task = task_.load(options.task)
+    transitions = verdict_replay.replay(
+      self.run_folder("quantforge", seed),
+      options,
+      task,
+      self.executor(task),
+      self.evaluator(task, "replay"),
+    )
+    return [dataclasses.asdict(transition) for transition in transitions]
+
+  def cases(self, seed: int) -> list[dict[str, Any]]:
+    """The injected implementation cases on the initial program of a seed's task."""
+    task = task_.load(self.options.spec(seed))
+    return checker_cases.judge_all(self.evaluator(task, "cases"))
+
+  def audit(self, arm: str, seed: int) -> dict[str, Any]:
+    """Regime audit of a run's champion."""
+    task = task_.load(self.options.spec(seed))
+    source = regimes.champion_source(self.run_folder(arm, seed))
+    return regimes.audit(self.evaluator(task, "regimes"), source)
 
 
 def _is_closed(folder: pathlib.Path) -> bool:
@@ -262,35 +289,20 @@ def conduct(
   }
   for seed in seeds:
     for arm in study.arms:
-      found = results["runs"][arm][str(seed)] = folder.run(arm, seed)
-      last = found["marks"][-1:]
-      tell(f"{arm}, seed {seed}: {last}, closed: {found['closed']}")
+      summary = results["runs"][arm][str(seed)] = folder.run(arm, seed)
+      last = summary["marks"][-1:]
+      tell(f"{arm}, seed {seed}: {last}, closed: {summary['closed']}")
   if study.extra == "replay":
-    results["replay"] = {}
-    for seed in seeds:
-      made = folder.options.run("quantforge", seed)
-      problem = task_.load(made.task)
-      replayed = verdict_replay.replay(
-        folder.run_folder("quantforge", seed),
-        made,
-        problem,
-        folder.bench(problem),
-        folder.laboratory(problem, "replay"),
-      )
-      results["replay"][str(seed)] = [dataclasses.asdict(t) for t in replayed]
-      tell(f"replay, seed {seed}: {len(replayed)} transitions")
+    results["replay"] = {str(seed): folder.replay(seed) for seed in seeds}
+    counts = {seed: len(each) for seed, each in results["replay"].items()}
+    tell(f"replayed transitions by seed: {counts}")
   if study.extra == "cases":
-    lab = folder.laboratory(task, "cases")
-    results["cases"] = checker_cases.judge_all(lab)
+    results["cases"] = folder.cases(seeds[0])
     tell(f"cases: {len(results['cases'])}")
   if study.extra == "regimes":
-    results["audit"] = {}
-    for arm in study.arms:
-      audits = results["audit"][arm] = {}
-      for seed in seeds:
-        problem = task_.load(folder.options.spec(seed))
-        source = regimes.champion_source(folder.run_folder(arm, seed))
-        audits[str(seed)] = regimes.audit(folder.laboratory(problem, "regimes"), source)
+    results["audit"] = {
+      arm: {str(seed): folder.audit(arm, seed) for seed in seeds} for arm in study.arms
+    }
     tell("regimes audited")
   text = json.dumps(results, indent=1)
   atomic_io.write_durably(folder.path / f"{name}.json", text.encode())

@@ -1,33 +1,61 @@
 """Study results in the form of the paper's tables, the printed numbers beside ours."""
 
+import dataclasses
+import importlib.resources
+import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mxjax.discovery.studies import checker_cases, paired
-from mxjax.discovery.studies.paper_numbers import PAPER
-from mxjax.discovery.studies.reading import (
-  NONE,
-  Results,
-  Table,
-  by_seed,
-  crossing,
-  difference,
-  finals,
-  gate,
-  generation,
-  ledger,
-  mean,
-  median,
-  shown,
-  title,
-)
+from mxjax.discovery.studies.results import NONE, Column, Results, title
 
+Rows = Sequence[Sequence[str]]
+PAPER: Mapping[str, Rows] = json.loads(
+  (importlib.resources.files(__package__) / "paper_tables.json").read_text("utf-8")
+)
+"""The discovery tables as the paper prints them, by label; the header is first.
+
+Paper: Section "Discovery results" and its appendix.
+"""
 CALLS = (40, 80, 120, 160, 200, 240)
 
 
-def tables(results: Results) -> list[Table]:
-  """All tables of a study."""
-  made = {
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """One table.
+
+  Attributes:
+    title: What it shows.
+    header: Column names.
+    rows: Cells as printed.
+    paper: Rows of the paper's table, with a header of their own, or empty.
+    notes: Sentences below it.
+  """
+
+  title: str
+  header: Sequence[str]
+  rows: Rows
+  paper: Rows = ()
+  notes: Sequence[str] = ()
+
+  def markdown(self) -> str:
+    """The table, then the paper's, then the notes."""
+    parts = [f"**{self.title}**", _grid(self.header, self.rows)]
+    if self.paper:
+      parts += ["The paper's, with a language model on Qwen3-4B and Llama-3.1-8B:"]
+      parts += [_grid(self.paper[0], self.paper[1:])]
+    return "\n\n".join([*parts, *self.notes])
+
+
+def _grid(header: Sequence[str], rows: Rows) -> str:
+  lines = [header, ["---"] * len(header), *rows]
+  return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def tables(values: Mapping[str, Any]) -> list[Table]:
+  """All tables of a study's results."""
+  build = {
     "matched": _matched,
     "compilation": _compilation,
     "controls": _controls,
@@ -35,188 +63,168 @@ def tables(results: Results) -> list[Table]:
     "replay": _replay,
     "regimes": _regimes,
     "placebos": _placebos,
-  }[results["study"]](results)
-  return made
+  }[values["study"]]
+  return build(Results(values))
+
+
+def _by_arm(
+  name: str,
+  arms: Sequence[str],
+  columns: Mapping[str, Column],
+  paper: Rows = (),
+  notes: Sequence[str] = (),
+) -> Table:
+  """One row an arm."""
+  rows = [[title(arm), *(read(arm) for read in columns.values())] for arm in arms]
+  return Table(name, ["Arm", *columns], rows, paper, notes)
+
+
+def _by_seed(results: Results, paper: str, others: Sequence[str]) -> Table:
+  """Held-out target by seed, one row an arm, QuantForge compared with `others`."""
+  rows = [
+    [title(arm), *(f"{value:.3f}" for value in results.finals(arm))]
+    for arm in results.arms
+  ]
+  notes = [results.difference("quantforge", other) for other in others]
+  header = ["Arm / seed", *map(str, results.seeds)]
+  return Table("Held-out target by seed", header, rows, PAPER[paper], notes)
 
 
 def _matched(results: Results) -> list[Table]:
-  arms = list(results["runs"])
-  endpoints = tuple(
-    (
-      title(arm),
-      median(results, arm),
-      gate(results, arm),
-      generation(results, arm, 0),
-      generation(results, arm, 1),
-      ledger(results, arm, "candidate"),
-      ledger(results, arm, "control"),
-      ledger(results, arm, "probe"),
-    )
-    for arm in arms
-  )
-  records = tuple(
-    (title(arm), str(seed), f"{final:.3f}", str(crossed[0]), str(crossed[1]))
-    for arm in arms
-    for seed, final in zip(results["seeds"], finals(results, arm), strict=True)
-    if (crossed := crossing(results, arm, seed))
-  )
+  columns = {
+    "Median": results.median,
+    "Gate": results.gate,
+    "Generation index": results.generation,
+    "Confirmation call": results.confirmation,
+    "New programs": results.calls("candidate"),
+    "Controls": results.calls("control"),
+    "Probes": results.calls("probe"),
+  }
+  records = [
+    [title(arm), str(seed), f"{final:.3f}", *map(str, crossed)]
+    for arm in results.arms
+    for seed, final in zip(results.seeds, results.finals(arm), strict=True)
+    if (crossed := results.crossing(arm, seed))
+  ]
   return [
-    Table(
+    _by_arm(
       "Held-out outcomes at the end of the budget",
-      (
-        "Arm",
-        "Median",
-        "Gate",
-        "Generation index",
-        "Confirmation call",
-        "New programs",
-        "Controls",
-        "Probes",
-      ),
-      endpoints,
+      results.arms,
+      columns,
       PAPER["search_endpoints"],
     ),
     Table(
       "Threshold crossings",
-      ("Arm", "Seed", "Held-out", "Generation index", "Confirmation call"),
+      ["Arm", "Seed", "Held-out", "Generation index", "Confirmation call"],
       records,
       PAPER["threshold_records"],
     ),
-    by_seed(results, "framework_seeds", arms[:3]),
-    _anytime(results, arms),
+    _by_seed(results, "framework_seeds", results.arms[:3]),
+    _anytime(results),
   ]
 
 
-def _anytime(results: Results, arms: Sequence[str]) -> Table:
-  calls = [c for c in CALLS if c <= results["budget"]]
+def _anytime(results: Results) -> Table:
+  def at(call: int) -> Column:
+    def read(arm: str) -> str:
+      marks = [m for run in results.runs(arm) for m in run["marks"] if m[0] == call]
+      return f"{statistics.median(results.shown(m[2]) for m in marks):.3f}"
 
-  def at(arm: str, call: int) -> str:
-    runs = results["runs"][arm].values()
-    found = [m[2] for r in runs for m in r["marks"] if m[0] == call]
-    return f"{statistics.median(shown(results, v) for v in found):.3f}"
+    return read
 
-  return Table(
-    "Median held-out target over the budget",
-    ("Arm", *map(str, calls)),
-    tuple((title(arm), *(at(arm, call) for call in calls)) for arm in arms),
-    PAPER["anytime_values"],
-  )
-
-
-def _invalid(results: Results, arm: str) -> str:
-  runs = results["runs"][arm].values()
-  followed = sum(r["followed"] for r in runs)
-  effective = sum(r["effective"] for r in runs)
-  return f"{1 - effective / followed:.2f}" if followed else NONE
+  columns = {str(call): at(call) for call in CALLS if call <= results.values["budget"]}
+  name = "Median held-out target over the budget"
+  return _by_arm(name, results.arms, columns, PAPER["anytime_values"])
 
 
 def _compilation(results: Results) -> list[Table]:
-  arms = list(results["runs"])
-  kinds = ("candidate", "control", "probe", "total")
-  spread = lambda arm: [r["effective"] for r in results["runs"][arm].values()]
-  closures = [
-    f"{statistics.fmean(spread(a)):.1f} ± {statistics.stdev(spread(a)):.1f}"
-    if len(spread(a)) > 1
-    else f"{spread(a)[0]}"
-    for a in arms
-  ]
-  column = lambda name, read: (name, *(read(results, arm) for arm in arms))
+  kinds = {
+    "New candidates": results.calls("candidate"),
+    "Controls": results.calls("control"),
+    "Probes": results.calls("probe"),
+    "Total": results.calls("total"),
+  }
+  metrics = {
+    "Median held-out": results.median,
+    "Gate": results.gate,
+    "Median generation index": results.generation,
+    "Median confirmation call": results.confirmation,
+    "Invalid-successor fraction": results.invalid_successors,
+    "Effective verdicts a run": results.effective_verdicts,
+  }
+  arms = results.arms
   return [
-    Table(
-      "Calls by kind, mean over seeds",
-      ("Arm", "New candidates", "Controls", "Probes", "Total"),
-      tuple((title(a), *(ledger(results, a, kind) for kind in kinds)) for a in arms),
-      PAPER["compilation_budget"],
-    ),
-    by_seed(results, "compilation_seeds", arms[1:]),
+    _by_arm("Calls by kind, mean over seeds", arms, kinds, PAPER["compilation_budget"]),
+    _by_seed(results, "compilation_seeds", arms[1:]),
     Table(
       "Outcomes",
-      ("Metric", *map(title, arms)),
-      (
-        column("Median held-out", median),
-        column("Gate", gate),
-        column("Median generation index", lambda r, a: generation(r, a, 0)),
-        column("Median confirmation call", lambda r, a: generation(r, a, 1)),
-        column("Invalid-successor fraction", _invalid),
-        ("Effective verdicts a run", *closures),
-      ),
+      ["Metric", *map(title, arms)],
+      [[name, *map(read, arms)] for name, read in metrics.items()],
       PAPER["compilation_summary"],
     ),
   ]
 
 
 def _controls(results: Results) -> list[Table]:
-  arms = list(results["runs"])
-
-  def row(arm: str) -> tuple[str, ...]:
-    explicit = mean(results, arm, lambda r: r["explicit"])
-    calls = mean(results, arm, lambda r: r["ledger"]["control"])
-    return (
-      "Minimal discriminating" if arm == "quantforge" else title(arm),
-      f"{calls:.0f}",
-      ledger(results, arm, "candidate"),
-      f"{explicit:.1f}",
-      f"{calls / explicit:.1f}" if explicit else NONE,
-      f"{mean(results, arm, lambda r: r['effective']):.1f}",
-      median(results, arm),
-      gate(results, arm),
-    )
-
-  return [
-    Table(
-      "Control selection",
-      (
-        "Policy",
-        "Control calls",
-        "New candidates",
-        "Explicit verdicts",
-        "Calls per explicit verdict",
-        "Effective verdicts",
-        "Median",
-        "Gate",
-      ),
-      tuple(map(row, arms)),
-      PAPER["control_selection"],
+  explicit = lambda arm: results.mean(arm, lambda run: run["explicit"])
+  calls = lambda arm: results.mean(arm, lambda run: run["ledger"]["control"])
+  columns = {
+    "Control calls": results.calls("control"),
+    "New candidates": results.calls("candidate"),
+    "Explicit verdicts": lambda arm: f"{explicit(arm):.1f}",
+    "Calls per explicit verdict": lambda arm: (
+      f"{calls(arm) / explicit(arm):.1f}" if explicit(arm) else NONE
     ),
-    by_seed(results, "control_selection_seeds", arms[1:]),
+    "Effective verdicts": lambda arm: (
+      f"{results.mean(arm, lambda run: run['effective']):.1f}"
+    ),
+    "Median": results.median,
+    "Gate": results.gate,
+  }
+  names = [
+    "Minimal discriminating" if arm == "quantforge" else title(arm)
+    for arm in results.arms
+  ]
+  rows = [
+    [name, *(read(arm) for read in columns.values())]
+    for name, arm in zip(names, results.arms, strict=True)
+  ]
+  header = ["Policy", *columns]
+  return [
+    Table("Control selection", header, rows, PAPER["control_selection"]),
+    _by_seed(results, "control_selection_seeds", results.arms[1:]),
   ]
 
 
 def _checkers(results: Results) -> list[Table]:
-  searched = {
-    "source": "source",
-    "lowered": "lowered",
-    "probe": "quantforge",
-    "layer_output": "layer-output",
-  }
+  cases = results.values["cases"]
+  arms = {"probe": "quantforge", "layer_output": "layer-output"}
 
-  def row(checker: str) -> tuple[str, ...]:
-    arm = searched[checker]
-    found = checker_cases.errors(results["cases"], checker)
-    share = lambda count, total: (
-      f"{count}/{total} [{paired.share_interval(count, total)[0]:.2f}, "
-      f"{paired.share_interval(count, total)[1]:.2f}]"
-    )
-    return (
-      {"probe": "Execution probe"}.get(checker, title(arm)),
-      share(found["false_accepts"], found["apparent"]),
-      share(found["false_rejects"], found["real"]),
-      ledger(results, arm, "probe"),
-      ledger(results, arm, "candidate"),
-      median(results, arm),
-      gate(results, arm),
-    )
+  def share(count: int, total: int) -> str:
+    low, high = paired.share_interval(count, total)
+    return f"{count}/{total} [{low:.2f}, {high:.2f}]"
 
-  missed = {
-    checker: [
-      r["name"] for r in results["cases"] if r["accepted"][checker] != r["is_real"]
+  def row(checker: str) -> list[str]:
+    arm = arms.get(checker, checker)
+    errors = checker_cases.errors(cases, checker)
+    return [
+      "Execution probe" if checker == "probe" else title(arm),
+      share(errors["false_accepts"], errors["apparent"]),
+      share(errors["false_rejects"], errors["real"]),
+      results.calls("probe")(arm),
+      results.calls("candidate")(arm),
+      results.median(arm),
+      results.gate(arm),
     ]
-    for checker in checker_cases.CHECKERS
-  }
+
+  notes = []
+  for checker in checker_cases.CHECKERS:
+    wrong = [c["name"] for c in cases if c["accepted"][checker] != c["is_real"]]
+    notes.append(f"Misjudged by {checker}: {'; '.join(wrong) or 'none'}.")
   return [
     Table(
       "Checkers on the injected cases, with exact 95 % intervals, and in the search",
-      (
+      [
         "Checker",
         "False accepts",
         "False rejects",
@@ -224,140 +232,126 @@ def _checkers(results: Results) -> list[Table]:
         "New candidates",
         "Median",
         "Gate",
-      ),
-      tuple(map(row, checker_cases.CHECKERS)),
+      ],
+      [row(checker) for checker in checker_cases.CHECKERS],
       PAPER["implementation_checkers"],
-      tuple(f"Misjudged by {k}: {'; '.join(v) or 'none'}." for k, v in missed.items()),
+      notes,
     )
   ]
 
 
+SIDES = {"free": "Free reflection", "constrained": "Verdict-constrained"}
+TRANSITION = (
+  "A transition is a packet in which at least one control ran and at least one "
+  "explanation was excluded; the first six of each trajectory, fewer where a "
+  "trajectory has fewer."
+)
+
+
+def _count(transitions: Rows | Sequence[Any], side: str, key: str) -> int:
+  return sum(t[side][key] for t in transitions)
+
+
+def _share(transitions: Sequence[Any], side: str, key: str) -> str:
+  if not transitions:
+    return NONE
+  count, total = _count(transitions, side, key), len(transitions)
+  return f"{count}/{total} = {count / total:.2f}"
+
+
+def _mean_change(transitions: Sequence[Any], side: str) -> str:
+  values = [t[side]["change"] for t in transitions if t[side]["change"] is not None]
+  return f"{statistics.fmean(values):+.4f}" if values else NONE
+
+
 def _replay(results: Results) -> list[Table]:
-  found = [t for each in results["replay"].values() for t in each]
-  both = ("free", "constrained")
-  count = lambda side, key, rows: sum(t[side][key] for t in rows)
-  share = lambda n, rows: f"{n}/{len(rows)} = {n / len(rows):.2f}" if rows else NONE
-
-  def change(side: str) -> str:
-    values = [t[side]["change"] for t in found if t[side]["change"] is not None]
-    return f"{statistics.fmean(values):+.4f}" if values else NONE
-
-  line = lambda name, key: (
-    name,
-    *(share(count(side, key, found), found) for side in both),
-  )
-  kinds = {
-    kind: [t for t in found if t["focal"] == kind]
-    for kind in ("supported", "refuted", "open")
-  }
-  per_seed = lambda side: [
-    count(side, "improves", ts) for ts in results["replay"].values()
+  by_seed = results.values["replay"]
+  every = [t for transitions in by_seed.values() for t in transitions]
+  shares = lambda transitions, key: [_share(transitions, s, key) for s in SIDES]
+  by_focal = [
+    (focal, [t for t in every if t["focal"] == focal])
+    for focal in ("supported", "refuted", "open")
   ]
-  free, bound = per_seed("free"), per_seed("constrained")
-  gain = [b - f for b, f in zip(bound, free, strict=True)]
-  header = ("Metric", "Free reflection", "Verdict-constrained")
+  free, constrained = (
+    [_count(transitions, side, "improves") for transitions in by_seed.values()]
+    for side in SIDES
+  )
+  gains = [c - f for c, f in zip(constrained, free, strict=True)]
   return [
     Table(
-      f"Successors of {len(found)} replayed transitions",
-      header,
-      (
-        line("Improving successors", "improves"),
-        ("Mean visible change", change("free"), change("constrained")),
-        line("Probe-confirmed implementation", "implemented"),
-        line("Repeated refuted mechanism", "repeats"),
-      ),
+      f"Successors of {len(every)} replayed transitions",
+      ["Metric", *SIDES.values()],
+      [
+        ["Improving successors", *shares(every, "improves")],
+        ["Mean visible change", *(_mean_change(every, side) for side in SIDES)],
+        ["Probe-confirmed implementation", *shares(every, "implemented")],
+        ["Repeated refuted mechanism", *shares(every, "repeats")],
+      ],
       PAPER["verdict_replay"],
-      (
-        "A transition is a packet in which at least one control ran and at least one "
-        "explanation was excluded; the first six of each trajectory, fewer where a "
-        "trajectory has fewer.",
-      ),
+      [TRANSITION],
     ),
     Table(
       "Improving successors by what became of the focal explanation",
-      ("Focal explanation", "Count", *header[1:]),
-      tuple(
-        (
-          kind,
-          str(len(rows)),
-          *(share(count(side, "improves", rows), rows) for side in both),
-        )
-        for kind, rows in kinds.items()
-      ),
+      ["Focal explanation", "Count", *SIDES.values()],
+      [[focal, str(len(ts)), *shares(ts, "improves")] for focal, ts in by_focal],
       PAPER["verdict_replay_types"],
     ),
     Table(
       "Improving successors by trajectory",
-      ("Condition / seed", *results["replay"]),
-      (
-        ("Free reflection", *map(str, free)),
-        ("Verdict-constrained", *map(str, bound)),
-        ("Paired difference", *(f"{g:+d}" for g in gain)),
-      ),
+      ["Condition / seed", *by_seed],
+      [
+        ["Free reflection", *map(str, free)],
+        ["Verdict-constrained", *map(str, constrained)],
+        ["Paired difference", *(f"{gain:+d}" for gain in gains)],
+      ],
       PAPER["verdict_replay_seeds"],
     ),
   ]
 
 
 def _regimes(results: Results) -> list[Table]:
-  arms = list(results["runs"])
-  names = list(next(iter(results["audit"][arms[0]].values()))["executed"])
-  total = len(results["seeds"])
-  audits = {arm: list(results["audit"][arm].values()) for arm in arms}
-  of = lambda read: tuple(f"{sum(map(read, audits[a]))}/{total}" for a in arms)
-  rows = [(n, *of(lambda a, n=n: a["executed"][n])) for n in names]
-  rows += [("Full ordered hierarchy", *of(lambda a: a["hierarchy"]))]
-  rows += [(f"{n}, and it pays", *of(lambda a, n=n: a["pays"][n])) for n in names]
-  rows += [("Each stage pays on those before it", *of(lambda a: a["ordered"]))]
-  return [
-    Table(
-      "Regimes that final champions execute",
-      ("Regime", *map(title, arms)),
-      tuple(rows),
-      PAPER["regime_audit"],
-    )
-  ]
+  audits = [list(results.values["audit"][arm].values()) for arm in results.arms]
+  regimes = list(audits[0][0]["executed"])
+  count = lambda read: [f"{sum(map(read, a))}/{len(results.seeds)}" for a in audits]
+  rows = [[n, *count(lambda a, n=n: a["executed"][n])] for n in regimes]
+  rows += [["Full ordered hierarchy", *count(lambda a: a["hierarchy"])]]
+  rows += [[f"{n}, and it pays", *count(lambda a, n=n: a["pays"][n])] for n in regimes]
+  rows += [["Each stage pays on those before it", *count(lambda a: a["ordered"])]]
+  header = ["Regime", *map(title, results.arms)]
+  name = "Regimes that final champions execute"
+  return [Table(name, header, rows, PAPER["regime_audit"])]
 
 
 def _placebos(results: Results) -> list[Table]:
-  arms = list(results["runs"])
-  rows = tuple(
-    (
-      title(arm),
-      median(results, arm),
-      gate(results, arm),
-      *(ledger(results, arm, kind) for kind in ("candidate", "control", "probe")),
-      f"{mean(results, arm, lambda r: r['ledger']['proposer']['calls']):.0f}",
-    )
-    for arm in arms
-  )
-  header = ("Arm", "Median", "Gate", "Candidates", "Controls", "Probes", "Proposals")
-  made = Table(
-    "QuantForge and placebos",
-    header,
-    rows,
-    notes=tuple(difference(results, "quantforge", other) for other in arms[1:]),
-  )
-  return [made, *_truth(results)]
+  proposals = lambda run: run["ledger"]["proposer"]["calls"]
+  columns = {
+    "Median": results.median,
+    "Gate": results.gate,
+    "Candidates": results.calls("candidate"),
+    "Controls": results.calls("control"),
+    "Probes": results.calls("probe"),
+    "Proposals": lambda arm: f"{results.mean(arm, proposals):.0f}",
+  }
+  notes = [results.difference("quantforge", other) for other in results.arms[1:]]
+  name = "QuantForge and placebos"
+  table = _by_arm(name, results.arms, columns, notes=notes)
+  return [table, *_truth(results)]
 
 
 def _truth(results: Results) -> list[Table]:
   """Verdicts against the truth, in a world that has one."""
 
-  def row(arm: str) -> tuple[str, ...]:
-    runs = results["runs"][arm].values()
-    counts = [r["against_truth"] for r in runs if r["against_truth"]]
-    right = lambda kind: sum(c[kind][0] for c in counts)
-    total = lambda kind: sum(sum(c[kind]) for c in counts)
-    kinds = ("supported", "excluded")
-    return (title(arm), *(f"{right(k)}/{total(k)}" for k in kinds))
+  def rightly(kind: str) -> Column:
+    def read(arm: str) -> str:
+      counts = [run["against_truth"][kind] for run in results.runs(arm)]
+      return f"{sum(right for right, _ in counts)}/{sum(map(sum, counts))}"
 
-  arms = [
-    arm
-    for arm, runs in results["runs"].items()
-    if any(sum(map(sum, r["against_truth"].values())) for r in runs.values())
-  ]
-  if not arms:
-    return []
-  header = ("Arm", "Focal account supported, rightly", "Excluded, rightly")
-  return [Table("Verdicts against the truth", header, tuple(map(row, arms)))]
+    return read
+
+  judged = lambda run: any(map(sum, run["against_truth"].values()))
+  arms = [arm for arm in results.arms if any(map(judged, results.runs(arm)))]
+  columns = {
+    "Focal account supported, rightly": rightly("supported"),
+    "Excluded, rightly": rightly("excluded"),
+  }
+  return [_by_arm("Verdicts against the truth", arms, columns)] if arms else []

@@ -7,23 +7,22 @@ are evaluated outside any budget.
 """
 
 import dataclasses
+import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
-from mxjax.discovery.core.packet import condition
-from mxjax.discovery.core.proposal import (
-  Evidence,
-  Proposal,
-  ProposerError,
-  Record,
-  Required,
-)
+from mxjax.discovery.core.edit_templates import id_of
+from mxjax.discovery.core.proposal import Evidence, Proposer, ProposerError, Record
 from mxjax.discovery.core.residual import PRIMARY
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Status, Task
 from mxjax.discovery.core.verdict import OWED
-from mxjax.discovery.sandbox.laboratory import Executor, Laboratory
-from mxjax.discovery.search import checkers, compilation, registration, runs
+from mxjax.discovery.sandbox.executor import Executor
+from mxjax.discovery.search import checkers, runs
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.discovery.search.registration import Selection
+from mxjax.discovery.search.resolution import holder_of
 from mxjax.discovery.search.search import Search
 
 PER_TRAJECTORY = 6
@@ -76,8 +75,8 @@ def replay(
   folder: pathlib.Path,
   options: runs.RunOptions,
   task: Task,
-  bench: Executor,
-  lab: Laboratory,
+  executor: Executor,
+  evaluator: CachedEvaluator,
 ) -> list[Transition]:
   """Replays the first six eligible transitions of a finished run.
 
@@ -85,31 +84,33 @@ def replay(
     folder: The run; its log is replayed, and nothing is added to it.
     options: Of the run.
     task: Its task.
-    bench: Workers for the task.
-    lab: Where successors are evaluated.
+    executor: Workers for the task.
+    evaluator: Measures successors.
 
   Returns:
     Up to six transitions in the order of evaluator calls.
   """
   store = Store(folder)
-  search = runs.make_search(options, task, bench, store)
-  seen: list[dict[str, Any]] = []
-  search.history.on_event = seen.append
+  search = runs.make_search(options, task, executor, store)
+  events: list[dict[str, Any]] = []
+  search.history.on_event = events.append
   proposer = runs.make_proposer(options, task)
-  found: list[Transition] = []
+  transitions: list[Transition] = []
   search.begin()
   try:
-    while len(found) < PER_TRAJECTORY and not search.is_spent and store.replaying:
-      seen.clear()
+    while len(transitions) < PER_TRAJECTORY and not search.is_spent and store.replaying:
+      events.clear()
       search.round()
-      verdict = next((e for e in seen if e["event"] == "verdict"), None)
+      verdict = next((e for e in events if e["event"] == "verdict"), None)
       if verdict is not None and _is_eligible(verdict):
-        found.append(_transition(search, proposer, lab, seen, verdict))
+        packet = next(e for e in events if e["event"] == "packet")["packet"]
+        successor = functools.partial(_successor, search, proposer, evaluator)
+        transitions.append(_transition(search, packet, verdict, successor))
   except ProposerError:
-    # The run itself ended here: no card was left.
+    # The run itself ended here: no edit was left.
     pass
   store.close()
-  return found
+  return transitions
 
 
 def _is_eligible(verdict: dict[str, Any]) -> bool:
@@ -119,89 +120,72 @@ def _is_eligible(verdict: dict[str, Any]) -> bool:
 
 def _transition(
   search: Search,
-  proposer: Any,
-  lab: Laboratory,
-  seen: list[dict[str, Any]],
+  packet: dict[str, Any],
   verdict: dict[str, Any],
+  successor: Callable[[Selection, Evidence], Successor],
 ) -> Transition:
-  packet = next(e for e in seen if e["event"] == "packet")["packet"]
-  focal = packet["explanations"][0]["name"]
-  holder = _holder(search, packet, verdict)
-  required = search.residuals.required.get(holder.id)
+  address = (len(search.history.experiments), 0)
+  selection = search.select(address, _holder(search, packet, verdict))
+  required = selection.required
   if required is not None and required.packet != verdict["packet"]:
     required = None
-  grown = lambda evidence, owed: _successor(
-    search, proposer, lab, holder, evidence, owed
-  )
-  outcome = "open"
+  focal = "open"
   if verdict["verdict"] == "supported":
-    outcome = "supported"
-  elif focal in verdict["excluded"]:
-    outcome = "refuted"
+    focal = "supported"
+  elif packet["explanations"][0]["name"] in verdict["excluded"]:
+    focal = "refuted"
+  owing = lambda required: dataclasses.replace(selection, required=required)
   return Transition(
     packet=verdict["packet"],
     call=search.ledger.spent,
     verdict=verdict["verdict"],
-    focal=outcome,
-    free=grown("reflect", None),
-    constrained=grown("verdict", required),
+    focal=focal,
+    free=successor(owing(None), "reflect"),
+    constrained=successor(owing(required), "verdict"),
   )
 
 
 def _holder(search: Search, packet: Any, verdict: dict[str, Any]) -> Record:
   """The program that both successors revise; the parent where nothing is owed."""
+  program, parent = packet["program"], packet["parent"]
   if verdict["response"] not in OWED:
-    return search.record(packet["parent"])
-  by_id = {record.id: record for record in search.programs.records}
-  name = compilation.holder_of(
-    verdict["response"],
-    packet["program"],
-    packet["parent"],
-    is_kept=packet["program"] in by_id,
-  )
-  return search.record(name)
+    return search.record(parent)
+  is_retained = any(record.id == program for record in search.programs.records)
+  holder = holder_of(verdict["response"], program, parent, is_retained=is_retained)
+  return search.record(holder)
 
 
 def _successor(
   search: Search,
-  proposer: Any,
-  lab: Laboratory,
-  parent: Record,
+  proposer: Proposer,
+  evaluator: CachedEvaluator,
+  selection: Selection,
   evidence: Evidence,
-  required: Required | None,
 ) -> Successor:
-  questions = search.residuals.actionable(parent.id)
-  address = (len(search.history.experiments), 0)
-  context = search.context(address, parent, questions, required, evidence)
+  """What a proposer with this evidence makes of the selection, measured."""
   try:
-    proposal: Proposal = proposer.propose(context)
+    proposal = proposer.propose(search.context(selection, evidence))
   except ProposerError:
     return Successor("", "none")
-  prepared = lab.prepare(proposal.source)
+  prepared = evaluator.prepare(proposal.source)
   if prepared.call is None:
     return Successor(proposal.label, str(prepared.status))
-  back = checkers.reverted(
-    lab.full_call(prepared), registration.full_call(parent), proposal.declared
-  )
-  calls = (prepared.call, lab.effective(back))
-  mine, without = lab.run(
-    [condition(PRIMARY, "replay", call, lab.evaluator) for call in calls]
-  )
-  card = proposal.label.split("(")[0]
+  parent, declared = selection.parent, proposal.declared
+  back = checkers.reverted(prepared.full_call, parent.full_call, declared)
+  mine, without = evaluator.measure(prepared.call, back)
   repeats = any(
-    e.verdict in REFUTED and e.label.split("(")[0] == card
+    e.verdict in REFUTED and id_of(e.label) == id_of(proposal.label)
     for e in search.history.experiments
   )
   if mine.status != Status.OK:
     return Successor(proposal.label, str(mine.status), repeats=repeats)
-  target = lab.task.target
+  target = evaluator.task.target
   change = mine.values[target] - parent.values[target]
-  names = checkers.output_names(proposal.declared, mine.outputs)
   return Successor(
     label=proposal.label,
     status=str(mine.status),
     change=change,
-    improves=bool(change < -lab.task.margins[target]),
-    implemented=checkers.by_probe(mine, without, names).implemented,
+    improves=bool(change < -evaluator.task.margins[target]),
+    implemented=checkers.by_probe(mine, without, declared).implemented,
     repeats=repeats,
   )

@@ -10,28 +10,35 @@ a whole run takes seconds.
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from mxjax.discovery.core import identity
-from mxjax.discovery.core.edit_templates import Card
+from mxjax.discovery.core.edit_templates import EditTemplate, id_of
 from mxjax.discovery.core.interface import Aval, Hook, Interface
 from mxjax.discovery.core.residual import Control, Explanation, Predicted, Residual
 from mxjax.discovery.core.task import Artifacts, Call
 
 SITES = ("geometry", "balance", "weights", "activations", "attention", "mlp")
 WIDTH, ROWS = 8, 16
-OPERATIONS: Mapping[str, str] = {
-  "shift": "jnp.roll(x, 1)",
-  "mirror": "x[::-1]",
-  "comb": "x * jnp.array([1, -1] * 4, x.dtype)",
-  "skip": "jnp.roll(x, 3)",
-  "lift": "jnp.full_like(x, 1) * x.mean()",
-  "squash": "jnp.tanh(3 * x)",
+OPERATIONS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
+  "shift": ("jnp.roll(x, 1)", lambda x: np.roll(x, 1, -1)),
+  "mirror": ("x[::-1]", lambda x: x[..., ::-1]),
+  "comb": (
+    "x * jnp.array([1, -1] * 4, x.dtype)",
+    lambda x: x * np.array([1, -1] * 4, x.dtype),
+  ),
+  "skip": ("jnp.roll(x, 3)", lambda x: np.roll(x, 3, -1)),
+  "lift": (
+    "jnp.full_like(x, 1) * x.mean()",
+    lambda x: np.ones_like(x) * x.mean(-1, keepdims=True),
+  ),
+  "squash": ("jnp.tanh(3 * x)", lambda x: np.tanh(3 * x)),
 }
+"""What can be done at a site, as candidates write it and on rows `[rows, 8]`."""
 FULL = 0.5
 """Amplitude at which an operation has its whole effect."""
 AMPLITUDES = (0.25, 0.5, 1.0, -0.5)
@@ -47,26 +54,23 @@ THRESHOLD = 0.5
 MARGIN = 0.004
 CHAOS = 0.001
 
-TEMPLATE = """
-def {site}(x):
-  return {previous} + {amplitude} * {operation}
-"""
 
-
-def _apply(operation: str, x: np.ndarray) -> np.ndarray:
-  match operation:
-    case "shift":
-      return np.roll(x, 1, -1)
-    case "mirror":
-      return x[..., ::-1]
-    case "comb":
-      return x * np.array([1, -1] * 4, x.dtype)
-    case "skip":
-      return np.roll(x, 3, -1)
-    case "lift":
-      return np.ones_like(x) * x.mean(-1, keepdims=True)
-    case _:
-      return np.tanh(3 * x)
+_ROW = Aval("float32", (WIDTH,))
+INTERFACE = Interface(
+  hooks=tuple(
+    Hook(
+      name=site,
+      arguments={"x": _ROW},
+      outputs=(_ROW,),
+      batched=("x",),
+      default=f"def {site}(x):\n  return x\n",
+      doc=f"What is done at {site}; the default does nothing.",
+    )
+    for site in SITES
+  ),
+  plan={"remeasure": (False, True)},
+)
+"""One hook a site, on rows of eight numbers."""
 
 
 class World:
@@ -79,6 +83,15 @@ class World:
   target = "loss"
   phases: Sequence[str] = ("measure",)
   call_seconds = 0.02
+  interface = INTERFACE
+  regimes = REGIMES
+  # The loss's margin is four times the chaos; residuals are exact to 0.02.
+  margins: Mapping[str, float] = {"loss": MARGIN} | {f"excess_{s}": 0.02 for s in SITES}
+  interventions: Mapping[str, str] = {
+    "permute": "{site}: the edit's size at the site, with what it does permuted",
+    "elsewhere": "{site}: the edit done where no site reads it",
+    "dose": "{site}, {factor}: the edit scaled",
+  }
 
   def __init__(self, seed: int = 0, transfer: int = 0) -> None:
     """Draws a world.
@@ -91,7 +104,7 @@ class World:
     self._seed, self._transfer = seed, transfer
     generator = np.random.default_rng(1234)
     self._inputs = generator.standard_normal((ROWS, WIDTH)).astype(np.float32)
-    basis = [_apply(op, self._inputs).ravel() for op in OPERATIONS]
+    basis = [apply(self._inputs).ravel() for _, apply in OPERATIONS.values()]
     self._solve = np.linalg.pinv(np.stack(basis, 1).astype(np.float64))
     self._known: dict[str, tuple[np.ndarray, str]] = {}
     self.truth = {site: self._site_truth(site) for site in SITES}
@@ -113,40 +126,9 @@ class World:
     return {"task": "world", "seed": self._seed, "transfer": self._transfer}
 
   @property
-  def interface(self) -> Interface:
-    """One hook a site, on rows of eight numbers."""
-    row = Aval("float32", (WIDTH,))
-    hooks = tuple(
-      Hook(
-        name=site,
-        arguments={"x": row},
-        outputs=(row,),
-        batched=("x",),
-        default=f"def {site}(x):\n  return x\n",
-        doc=f"What is done at {site}; the default does nothing.",
-      )
-      for site in SITES
-    )
-    return Interface(hooks=hooks, plan={"remeasure": (False, True)})
-
-  @property
-  def margins(self) -> Mapping[str, float]:
-    """The loss's margin is four times the chaos; residuals are exact to 0.02."""
-    return {"loss": MARGIN} | {f"excess_{site}": 0.02 for site in SITES}
-
-  @property
   def contract(self) -> Mapping[str, Any]:
     """The truth's digest stands for weights, tokens and evaluator."""
     return {"world": identity.digest([self.truth, self.prerequisite, self._transfer])}
-
-  @property
-  def interventions(self) -> Mapping[str, str]:
-    """See `Task`."""
-    return {
-      "permute": "{site}: the edit's size at the site, with what it does permuted",
-      "elsewhere": "{site}: the edit done where no site reads it",
-      "dose": "{site}, {factor}: the edit scaled",
-    }
 
   def readable(self, phase: str) -> Sequence[str]:
     """No files."""
@@ -173,10 +155,10 @@ class World:
   # The evaluator.
 
   def run(
-    self, call: Call, artifacts: Artifacts, payload: bytes
+    self, call: Call, artifacts: Artifacts, before: bytes
   ) -> tuple[dict[str, Any], bytes]:
     """Runs every site's hook on the fixed rows and reads the landscape off."""
-    del payload
+    del before
     amplitudes, outputs = {}, {}
     for site in SITES:
       amplitudes[site], outputs[site] = self._behaviour(
@@ -209,26 +191,25 @@ class World:
     artifacts: Artifacts,
   ) -> dict[str, np.ndarray]:
     """Amplitudes under a control, which acts on what the edit changed."""
-    changed = dict(amplitudes)
-    kind = intervention.get("kind")
-    if kind is None:
-      return changed
-    site = intervention["site"]
+    if not intervention:
+      return amplitudes
+    kind, site = intervention["kind"], intervention["site"]
     before, _ = self._behaviour(intervention["parent"]["computation"][site], artifacts)
     edit = amplitudes[site] - before
     if kind == "permute":
       # The same size of edit, carried by an operation that does nothing by itself.
       quiet = [i for i, op in enumerate(OPERATIONS) if "inert" in self.truth[site][op]]
-      moved = np.zeros(len(OPERATIONS))
-      moved[quiet[0]] = np.abs(edit).sum()
-      changed[site] = before + moved
+      size, edit = np.abs(edit).sum(), np.zeros(len(OPERATIONS))
+      edit[quiet[0]] = size
     elif kind == "elsewhere":
-      changed[site] = before
+      edit = np.zeros(len(OPERATIONS))
     elif kind == "dose":
-      changed[site] = before + edit * float(intervention["factor"])
+      edit = edit * float(intervention["factor"])
     else:
-      raise ValueError(f"world: unknown intervention {kind!r}.")
-    return changed
+      raise ValueError(
+        f"world: unknown intervention {kind!r}; use {self.interventions}."
+      )
+    return {**amplitudes, site: before + edit}
 
   def _layers(self, amplitudes: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Sizes of four layers' outputs: each reads most sites, with weights of its own."""
@@ -246,13 +227,8 @@ class World:
 
   def focal_is_true(self, label: str) -> bool:
     """Whether an edit, by its label, really acts on what makes its site lose."""
-    site, operation = label.split("(")[0].split("-")
+    site, operation = id_of(label).split("-")
     return self.truth[site][operation] == "mechanism" and "=-" not in label
-
-  @property
-  def regimes(self) -> Mapping[str, tuple[str, ...]]:
-    """See `Task`."""
-    return REGIMES
 
   def ideal(self) -> float:
     """The loss with the one right act at every site, chaos aside."""
@@ -298,24 +274,21 @@ class World:
       values[f"excess_{site}"] = quiet * (1.0 - 0.8 * max(working, moving))
     return {"loss": loss, **values}
 
-  # The cards.
-
   @property
-  def cards(self) -> Sequence[Card]:
-    """Every operation at every site, all told the same story; most are decoys."""
-    return [_card(site, op) for site, op in itertools.product(SITES, OPERATIONS)]
+  def edit_templates(self) -> Sequence[EditTemplate]:
+    """Every operation at every site, all told alike; most are decoys."""
+    return [_template(site, op) for site, op in itertools.product(SITES, OPERATIONS)]
 
 
-def _card(site: str, operation: str) -> Card:
+def _template(site: str, operation: str) -> EditTemplate:
   excess = f"excess_{site}"
   gains: Predicted = {"loss": "down"}
   keeps: Predicted = {"loss": "same"}
-  return Card(
+  source, _ = OPERATIONS[operation]
+  return EditTemplate(
     id=f"{site}-{operation}",
     hooks=(site,),
-    template=TEMPLATE.replace("{site}", site)
-    .replace("{operation}", OPERATIONS[operation])
-    .replace("{previous}", "x"),
+    template=f"\ndef {site}(x):\n  return x + {{amplitude}} * {source}\n",
     params=tuple({"amplitude": a} for a in AMPLITUDES),
     residual=excess,
     family=site,

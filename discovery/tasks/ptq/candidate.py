@@ -68,10 +68,8 @@ class HookRounding(ActivationQuantizer):
     def one(item: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
       block, gram, cross = item
       codes, exponent = self.function(block.T, gram, cross)
-      codes = codes.T
-      values = decoded(codes, exponent)
-      is_legal = legal(codes, exponent, block)[None]
-      return jnp.where(is_legal, values, jnp.float32(jnp.nan))
+      is_legal = legal(codes.T, exponent, block)[None]
+      return jnp.where(is_legal, decoded(codes.T, exponent), jnp.float32(jnp.nan))
 
     return jax.lax.map(one, (blocks, self.gram, self.cross))
 
@@ -95,36 +93,45 @@ class Behaviour:
   dose: float = 1.0
 
 
+PARTS: Mapping[str, Callable[[int, str], bool]] = {
+  "even": lambda layer, block: layer % 2 == 0,
+  "odd": lambda layer, block: layer % 2 == 1,
+  "attention": lambda layer, block: block == "self_attn",
+  "mlp": lambda layer, block: block == "mlp",
+}
+"""Which linears a `scope` names, by layer and block."""
+INTERVENTIONS: Mapping[str, str] = {
+  "shuffle_stats": "{hooks}: each block is told its neighbour's statistics",
+  "random_map": "the map is replaced by a fixed random rotation",
+  "scope": "{part: even|odd|attention|mlp}: the edit in some linears only",
+  "dose": "{factor}: the balance scaled",
+}
+"""What a control may change; see `behaviours`."""
+
+
 def behaviours(call: Call) -> Callable[[int, str], Behaviour]:
-  """What applies to each linear: the candidate, and where a control says so, not.
+  """What applies to the linears of a layer and block under a call's intervention.
 
   Raises:
     ContractError: An unknown intervention.
   """
-  candidate = Behaviour(call.computation, call.plan)
-  intervention = call.intervention
-  kind = intervention.get("kind")
-  if kind is None:
-    return lambda layer, block: candidate
-  if kind == "shuffle_stats":
-    hooks = frozenset(intervention["hooks"])
-    return lambda layer, block: dataclasses.replace(candidate, shuffled=hooks)
-  if kind == "random_map":
-    return lambda layer, block: dataclasses.replace(candidate, random_map=True)
-  if kind == "dose":
-    factor = float(intervention["factor"])
-    return lambda layer, block: dataclasses.replace(candidate, dose=factor)
-  if kind == "scope":
-    before = intervention["parent"]
-    parent = Behaviour(before["computation"], before["plan"])
-    inside = {
-      "even": lambda layer, block: layer % 2 == 0,
-      "odd": lambda layer, block: layer % 2 == 1,
-      "attention": lambda layer, block: block == "self_attn",
-      "mlp": lambda layer, block: block == "mlp",
-    }[intervention["part"]]
-    return lambda layer, block: candidate if inside(layer, block) else parent
-  raise ContractError(f"ptq: unknown intervention {kind!r}.")
+  behaviour = Behaviour(call.computation, call.plan)
+  match dict(call.intervention):
+    case {"kind": "scope", "part": part, "parent": before}:
+      parent, is_inside = Behaviour(before["computation"], before["plan"]), PARTS[part]
+      return lambda layer, block: behaviour if is_inside(layer, block) else parent
+    case {"kind": "shuffle_stats", "hooks": hooks}:
+      behaviour = dataclasses.replace(behaviour, shuffled=frozenset(hooks))
+    case {"kind": "random_map"}:
+      behaviour = dataclasses.replace(behaviour, random_map=True)
+    case {"kind": "dose", "factor": factor}:
+      behaviour = dataclasses.replace(behaviour, dose=float(factor))
+    case {"kind": kind}:
+      raise ContractError(
+        f"ptq: unknown intervention {kind!r}, or one without its values; use one of "
+        f"{dict(INTERVENTIONS)}."
+      )
+  return lambda layer, block: behaviour
 
 
 class CandidateProgram(Program):
@@ -149,14 +156,13 @@ class CandidateProgram(Program):
     self._behaviour = behaviours(call)
     self._paths = iter(paths)
     self._now = self._behaviour(0, "self_attn")
-    plan, fits = call.plan, []
-    if plan["attention"]:
+    recover: list[RecoveryFit] = []
+    if call.plan["attention"]:
       unit = artifacts.unit(call.computation["recover_value"])
-      fits.append(HookAttentionFit(unit))
-    if plan["mlp"]:
-      fits.append(HookMlpFit(artifacts.unit(call.computation["recover_mlp"])))
-    recover: tuple[RecoveryFit, ...] = tuple(fits)
-    super().__init__(name="candidate", recover=recover)
+      recover.append(HookAttentionFit(unit))
+    if call.plan["mlp"]:
+      recover.append(HookMlpFit(artifacts.unit(call.computation["recover_mlp"])))
+    super().__init__(name="candidate", recover=tuple(recover))
 
   def describe(self) -> Mapping[str, Any]:
     """Name only: what runs is identified by the packet."""
@@ -178,82 +184,89 @@ class CandidateProgram(Program):
     self, weight: jax.Array, inputs: LinearInputs
   ) -> input_maps.InputMap | None:
     """The candidate's map and balance."""
-    plan, hooks = self._now.plan, self._now.hooks
+    plan = self._now.plan
     if plan["transform"] == "off" and plan["balance"] == "off":
       return None
-    identity = jnp.broadcast_to(
+    transform = jnp.broadcast_to(
       jnp.eye(mxfp4.BLOCK_SIZE, dtype=jnp.float64), (weight.shape[0], 32, 32)
     )
-    transform = identity
-    native = measure_stats(weight, inputs, identity)
+    stats = measure_stats(weight, inputs, transform)
     if plan["transform"] != "off":
-      unit = self._artifacts.unit(hooks["transform"])
-      (maps,) = map_units(unit, self._told("transform", native))
-      if self._now.random_map:
-        maps = _random_rotations(len(maps))
-      require_finite("transform", maps)
-      worst = float(np.linalg.cond(maps).max())
-      if not worst <= MAX_CONDITION:
-        raise ContractError(
-          f"transform: a map with condition number {worst:.3g} has no usable inverse; "
-          f"at most {MAX_CONDITION:g}."
-        )
-      transform = jnp.asarray(maps)
+      transform = self._transform(stats)
     if plan["balance"] != "off":
-      stats = native
       if plan["balance"] == "measured" and plan["transform"] != "off":
         stats = measure_stats(weight, inputs, transform)
-      unit = self._artifacts.unit(hooks["balance"])
-      (scale,) = map_units(unit, self._told("balance", stats))
-      require_finite("balance", scale)
-      if np.abs(scale).max() > MAX_LOG2_BALANCE:
-        raise ContractError(f"balance: |u| is at most {MAX_LOG2_BALANCE}.")
-      diagonal = dyadic_balance.diagonal(jnp.asarray(scale) * self._now.dose)
-      transform = diagonal[..., None] * transform
+      transform = self._balance(stats)[..., None] * transform
     return input_maps.BlockDense(transform.astype(jnp.float32))
+
+  def _transform(self, stats: Any) -> jax.Array:
+    """The hook's maps, `[blocks, 32, 32]`, all of them invertible."""
+    unit = self._artifacts.unit(self._now.hooks["transform"])
+    (maps,) = map_units(unit, self._told("transform", stats))
+    if self._now.random_map:
+      maps = _random_rotations(len(maps))
+    require_finite("transform", maps)
+    worst = float(np.linalg.cond(maps).max())
+    if not worst <= MAX_CONDITION:
+      raise ContractError(
+        f"transform: a map with condition number {worst:.3g} has no usable inverse; "
+        f"at most {MAX_CONDITION:g}."
+      )
+    return jnp.asarray(maps)
+
+  def _balance(self, stats: Any) -> jax.Array:
+    """The hook's dyadic scales, `[blocks, 32]`."""
+    unit = self._artifacts.unit(self._now.hooks["balance"])
+    (scale,) = map_units(unit, self._told("balance", stats))
+    require_finite("balance", scale)
+    if (largest := np.abs(scale).max()) > MAX_LOG2_BALANCE:
+      raise ContractError(
+        f"balance: |u| is at most {MAX_LOG2_BALANCE}, got {largest:.3g}."
+      )
+    return dyadic_balance.diagonal(jnp.asarray(scale) * self._now.dose)
 
   def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
   ) -> Realized:
     """The candidate's codes, and its activation rule with tables from them."""
     result = self._encode(weight, inputs, input_map)
-    hooks, plan = self._now.hooks, self._now.plan
-    if hooks["encode_act"] == self._defaults["encode_act"]:
+    hook = self._now.hooks["encode_act"]
+    if hook == self._defaults["encode_act"]:
       return Realized(result, Nearest())
-    target = result.decoded if plan["tables"] == "realized" else weight
+    target = result.decoded if self._now.plan["tables"] == "realized" else weight
     tables = execution.block_on_cpu(one_code.tables(weight, target))
-    tables = self._told("encode_act", tables)
-    function = self._artifacts.batched(hooks["encode_act"])
-    rounding = HookRounding(tables[0], tables[1], function)
+    gram, cross = self._told("encode_act", tables)
+    rounding = HookRounding(gram, cross, self._artifacts.batched(hook))
     return Realized(result, rounding)  # pyright: ignore[reportArgumentType]
 
   def _encode(
     self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
   ) -> gptq.Reconstruction:
-    plan, hooks = self._now.plan, self._now.hooks
-    is_default = hooks["encode_weight"] == self._defaults["encode_weight"]
-    if is_default and plan["curvature"] != "full":
+    hook, plan = self._now.hooks["encode_weight"], self._now.plan["curvature"]
+    if hook == self._defaults["encode_weight"] and plan != "full":
       return gptq.round_to_nearest(weight, inputs.rules)
-    blocks = weight.shape[0]
-    eye = jnp.broadcast_to(jnp.eye(32, dtype=jnp.float32), (blocks, 32, 32))
+    eye = jnp.broadcast_to(jnp.eye(32, dtype=jnp.float32), (weight.shape[0], 32, 32))
     upper, curvature, inverse = eye[0], eye, eye
-    if plan["curvature"] != "none":
+    if plan != "none":
       hessian = execution.block_on_cpu(conjugated(inputs.hessian(), input_map))
-      if plan["curvature"] == "local":
-        factor = execution.block_on_cpu(gptq.factor(diagonal_blocks(hessian)))
-        curvature = factor.upper
-      else:
-        factor = execution.block_on_cpu(gptq.factor(hessian))
-        upper = factor.upper
-        curvature = execution.block_on_cpu(diagonal_blocks(upper))
-        inverse = execution.block_on_cpu(inverses(curvature))
+      factor = execution.block_on_cpu(
+        gptq.factor(diagonal_blocks(hessian) if plan == "local" else hessian)
+      )
       if not np.isfinite(np.asarray(factor.damping)).all():
         raise FloatingPointError("candidate: the Hessian is not positive definite.")
-    told = self._told("encode_weight", curvature)
-    function = self._artifacts.batched(hooks["encode_weight"])
+      curvature = factor.upper
+    if plan == "full":
+      upper = curvature
+      curvature = execution.block_on_cpu(diagonal_blocks(upper))
+      inverse = execution.block_on_cpu(inverses(curvature))
     codes, exponent, value, is_legal = execution.block_on_cpu(
       encode_groups(
-        function, weight, told, upper, inverse, full=plan["curvature"] == "full"
+        self._artifacts.batched(hook),
+        weight,
+        self._told("encode_weight", curvature),
+        upper,
+        inverse,
+        full=plan == "full",
       )
     )
     if not bool(is_legal.all()):

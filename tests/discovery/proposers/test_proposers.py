@@ -4,16 +4,17 @@ import dataclasses
 import http.server
 import json
 import threading
+import traceback
 
 import pytest
 
 from mxjax.discovery.core import store
 from mxjax.discovery.core.proposal import Context, Experiment, ProposerError, Record
-from mxjax.discovery.proposers import endpoint, human, prompt
+from mxjax.discovery.proposers import endpoint, human, llm, prompt
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
-from mxjax.discovery.sandbox.laboratory import Laboratory
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import search
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks import world
 
 TASK = world.World(seed=3)
@@ -88,8 +89,8 @@ def test_failures_are_not_dropped_before_others_of_the_same_relevance():
 
 def test_the_prompt_holds_no_budget_and_fits_the_input_allowance():
   history = [experiment(i, note="long " * 200) for i in range(200)]
-  found = prompt.messages(context(history), TASK.interface, {}, {})
-  text = found[0]["content"] + found[1]["content"]
+  request = prompt.messages(context(history), TASK)
+  text = request[0]["content"] + request[1]["content"]
   assert prompt.estimated_tokens(text) <= prompt.INPUT_TOKENS
   assert "budget" not in text
   assert "calls left" not in text
@@ -102,7 +103,7 @@ def test_a_program_too_long_for_the_input_is_an_error():
     long, parent=dataclasses.replace(long.parent, source=source)
   )
   with pytest.raises(ValueError, match="tokens"):
-    prompt.messages(long, TASK.interface, {}, {})
+    prompt.messages(long, TASK)
 
 
 class Stub(http.server.BaseHTTPRequestHandler):
@@ -125,7 +126,7 @@ class Stub(http.server.BaseHTTPRequestHandler):
     number = len(body["messages"][-1]["content"])
     bad = Stub.broken and len(body["messages"]) == 2
     amplitude = 0.1 + (number % 7) / 10
-    proposal = TASK.cards[number % len(TASK.cards)]
+    proposal = TASK.edit_templates[number % len(TASK.edit_templates)]
     answer = {
       "source": "import os\n"
       if bad
@@ -169,7 +170,7 @@ def client(url, **options):
 
 def test_a_proposal_comes_back_with_its_usage(server, monkeypatch):
   monkeypatch.setenv("OPENAI_API_KEY", "the-key")
-  proposal = endpoint.LlmProposer(client(server), TASK).propose(context())
+  proposal = llm.LlmProposer(client(server), TASK).propose(context())
   assert proposal.usage["calls"] == 1
   assert proposal.usage["input_tokens"] == 100
   assert proposal.explanations[0].name == "mechanism"
@@ -194,9 +195,23 @@ def test_a_deadline_ends_the_retries(server):
     client(server, deadline=5.0).complete({"messages": [{"content": "x"}]})
 
 
+def test_a_key_that_no_header_can_hold_is_not_printed(server, monkeypatch):
+  monkeypatch.setenv("OPENAI_API_KEY", "secret\nkey")
+  with pytest.raises(ProposerError, match="OPENAI_API_KEY") as caught:
+    client(server).complete({"messages": [{"content": "x"}]})
+  assert "secret" not in "".join(traceback.format_exception(caught.value))
+  assert not Stub.requests
+
+
+def test_a_reply_is_bounded_in_size(server, monkeypatch):
+  monkeypatch.setattr(endpoint, "MAX_REPLY_BYTES", 100)
+  with pytest.raises(ProposerError, match="more than 100 bytes"):
+    client(server).complete({"messages": [{"content": "x"}]})
+
+
 def test_an_answer_that_is_not_admitted_gets_one_repair_turn(server):
   Stub.broken = True
-  proposal = endpoint.LlmProposer(client(server), TASK).propose(context())
+  proposal = llm.LlmProposer(client(server), TASK).propose(context())
   assert proposal.usage["calls"] == 2
   assert "import os" not in proposal.source
   assert "not accepted" in Stub.requests[1][1]["messages"][-1]["content"]
@@ -204,9 +219,9 @@ def test_an_answer_that_is_not_admitted_gets_one_repair_turn(server):
 
 def run(folder, proposer):
   kept = store.Store(folder)
-  lab = Laboratory(TASK, LocalExecutor(TASK), kept)
+  evaluator = CachedEvaluator(TASK, LocalExecutor(TASK), kept)
   config = search.SearchConfig(seed=3, budget=6)
-  running = search.Search(config, lab, proposer, kept)
+  running = search.Search(config, evaluator, proposer, kept)
   running.run()
   return running, (folder / "log.jsonl").read_text()
 
@@ -214,12 +229,12 @@ def run(folder, proposer):
 def test_a_recorded_run_replays_without_the_server(server, tmp_path):
   tape = tmp_path / "tape.jsonl"
   recorder = endpoint.Cassette(tape, "record", client(server))
-  running, recorded = run(tmp_path / "live", endpoint.LlmProposer(recorder, TASK))
+  running, recorded = run(tmp_path / "live", llm.LlmProposer(recorder, TASK))
   assert running.ledger.proposer["calls"] >= 3
   asked = len(Stub.requests)
   replayer = endpoint.Cassette(tape, "replay")
   assert replayer.name.startswith("cassette:")
-  _, replayed = run(tmp_path / "replayed", endpoint.LlmProposer(replayer, TASK))
+  _, replayed = run(tmp_path / "replayed", llm.LlmProposer(replayer, TASK))
   assert len(Stub.requests) == asked
   strip = lambda text: [
     {k: v for k, v in json.loads(line).items() if k not in ("hash", "previous")}
@@ -242,7 +257,7 @@ def test_a_cassette_fails_closed(server, tmp_path):
 
 def test_a_person_answers_through_files(tmp_path):
   queue = human.HumanProposer(tmp_path, TASK, seconds=20, poll=0.01)
-  edited = TASK.cards[0].edit(SOURCE, {"amplitude": 0.5})
+  edited = TASK.edit_templates[0].edit(SOURCE, {"amplitude": 0.5})
   (tmp_path / "mine.py").write_text(edited)
   (tmp_path / "answer-2-0.json").write_text(
     json.dumps({"source": "mine.py", "label": "by hand"})
@@ -257,9 +272,10 @@ def test_a_person_answers_through_files(tmp_path):
 
 
 def test_the_embedded_proposer_repeats_itself_exactly():
-  proposer = EmbeddedProposer(TASK.cards, "loss")
+  proposer = EmbeddedProposer(TASK.edit_templates, "loss")
   history = [
-    experiment(i, label=TASK.cards[i].label({"amplitude": 0.5})) for i in range(5)
+    experiment(i, label=TASK.edit_templates[i].label({"amplitude": 0.5}))
+    for i in range(5)
   ]
   told = context(history)
   assert proposer.propose(told) == proposer.propose(told)

@@ -1,7 +1,7 @@
 """The probe suite: attacks and faults, each with its status, its charge, no remains.
 
 Probes are numbered as in docs/results/discovery.md. Those of the jail are sent past the
-admission policy on purpose: the walls must hold without it.
+admission policy on purpose: the isolation must hold without it.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from mxjax.discovery.core.proposal import Proposal, ProposerError
 from mxjax.discovery.core.task import Outcome, Status
 from mxjax.discovery.sandbox import jail, supervisor
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
-from mxjax.discovery.sandbox.laboratory import Laboratory
 from mxjax.discovery.search import search
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks import world
 
 TASK = world.World(seed=3)
@@ -36,8 +36,7 @@ TEMP = tempfile.mkdtemp(prefix="mxjax-probes-")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_scratch(tmp_path_factory):
-  tmp_path_factory.getbasetemp()  # Where it is, before the place for new ones changes.
+def own_scratch():
   before, tempfile.tempdir = tempfile.tempdir, TEMP
   yield
   tempfile.tempdir = before
@@ -176,6 +175,10 @@ FAULTS = {
     "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass",
     {Status.TIMEOUT},
   ),
+  "24 link to a folder": (
+    "os.symlink('/', 'link'); os.mkdir('deep'); raise SystemExit(1)",
+    {Status.TRACE_FAILED},
+  ),
   "17 early exit": ("os._exit(0)", {Status.CRASHED}),
   "17 sys.exit": ("sys.exit(0)", {Status.TRACE_FAILED}),
   "17 forged success": ("os.write(3, b'A' + bytes(64)); os._exit(0)", {Status.REFUSED}),
@@ -238,7 +241,7 @@ def test_43_patching_jax_reaches_only_the_candidate_that_did_it(tracer):
   assert tracer.trace(GOOD, [SPEC]).hooks == clean
 
 
-def test_the_walls_in_force_are_stated(tracer):
+def test_the_isolation_in_force_is_stated(tracer):
   assert tracer.features["level"] == tracer.level
   assert tracer.features["landlock"] >= 1
   assert bool(tracer.features["namespaces"]) == (tracer.level == "strict")
@@ -376,8 +379,8 @@ RUN_PROBES = {
 }
 
 
-class PastAdmission(Laboratory):
-  """Lets source through to the walls that the syntax policy would have stopped."""
+class PastAdmission(CachedEvaluator):
+  """Lets source through to the jail that the syntax policy would have stopped."""
 
   def _prepare(self, key, source):
     if source == RUN_PROBES["26 import"][0]:
@@ -392,12 +395,12 @@ def test_a_search_survives_every_probe_and_charges_by_rule(tmp_path, record_prop
   before = remains()
   kept = store.Store(tmp_path)
   run_limits = jail.Limits(seconds=45.0, memory_bytes=6 << 30, cpu_seconds=1 << 20)
-  bench = JailedExecutor(TASK, kept, trace_limits=LIMITS, run_limits=run_limits)
-  lab = PastAdmission(TASK, bench, kept)
+  executor = JailedExecutor(TASK, kept, trace_limits=LIMITS, run_limits=run_limits)
+  evaluator = PastAdmission(TASK, executor, kept)
   script = Scripted([(name, source) for name, (source, _, _) in RUN_PROBES.items()])
   config = search.SearchConfig(budget=50, evidence="score", policy="none")
-  search.Search(config, lab, script, kept).run()
-  bench.close()
+  search.Search(config, evaluator, script, kept).run()
+  executor.close()
   spent = {}
   events = store.read_events(tmp_path)
   labels = {}

@@ -1,4 +1,4 @@
-"""What the jailed workers do beside the walls: imports before them, memory behind."""
+"""What the jailed workers do beside isolation: imports before it, memory within."""
 
 import os
 

@@ -6,16 +6,18 @@ import pytest
 
 from mxjax.discovery.core import store
 from mxjax.discovery.core.ledger import Ledger
+from mxjax.discovery.core.packet import Condition
+from mxjax.discovery.core.task import Call
 from mxjax.discovery.proposers import embedded
-from mxjax.discovery.sandbox.laboratory import Laboratory
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import search
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks import world
 
 BUDGET = 30
 
 
-class CountingBench(LocalExecutor):
+class CountingExecutor(LocalExecutor):
   """Counts what is really executed, and can be stopped like a killed process."""
 
   def __init__(self, task, stop_after=None):
@@ -34,18 +36,18 @@ class CountingBench(LocalExecutor):
 
 
 @pytest.fixture(scope="module")
-def bench():
-  """One bench: artifacts traced for one run serve the others."""
-  return CountingBench(world.World(seed=3))
+def executor():
+  """One executor: artifacts traced for one run serve the others."""
+  return CountingExecutor(world.World(seed=3))
 
 
-def run(folder, bench, proposer=None, **config):
+def run(folder, executor, proposer=None, **config):
   task = world.World(seed=3)
   kept = store.Store(folder)
-  lab = Laboratory(task, bench, kept)
-  proposer = proposer or embedded.EmbeddedProposer(task.cards, "loss")
+  evaluator = CachedEvaluator(task, executor, kept)
+  proposer = proposer or embedded.EmbeddedProposer(task.edit_templates, "loss")
   options = {"seed": 3, "budget": BUDGET, "mark_every": 10, **config}
-  running = search.Search(search.SearchConfig(**options), lab, proposer, kept)
+  running = search.Search(search.SearchConfig(**options), evaluator, proposer, kept)
   try:
     running.run()
   finally:
@@ -58,9 +60,9 @@ def log(folder):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, bench):
+def finished(tmp_path_factory, executor):
   folder = tmp_path_factory.mktemp("finished")
-  return run(folder, bench), folder
+  return run(folder, executor), folder
 
 
 def test_the_ledger_adds_up_to_the_budget(finished):
@@ -85,57 +87,57 @@ def test_every_packet_is_registered_before_its_first_call(finished):
       assert event["exec_id"] in names
 
 
-def test_the_same_configuration_writes_the_same_bytes(finished, bench, tmp_path):
+def test_the_same_configuration_writes_the_same_bytes(finished, executor, tmp_path):
   _, folder = finished
-  run(tmp_path, bench)
+  run(tmp_path, executor)
   assert log(tmp_path) == log(folder)
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 7, 13])
 def test_a_killed_run_resumes_to_the_same_bytes_and_pays_nothing_twice(
-  finished, bench, tmp_path, stop_after
+  finished, executor, tmp_path, stop_after
 ):
   _, folder = finished
-  bench.executed, bench.stop_after = 0, None
-  run(tmp_path / "whole", bench)
-  whole = bench.executed
-  bench.executed, bench.stop_after = 0, stop_after
+  executor.executed, executor.stop_after = 0, None
+  run(tmp_path / "whole", executor)
+  whole = executor.executed
+  executor.executed, executor.stop_after = 0, stop_after
   with pytest.raises(KeyboardInterrupt):
-    run(tmp_path / "killed", bench)
-  bench.stop_after = None
-  run(tmp_path / "killed", bench)
-  assert bench.executed == whole
+    run(tmp_path / "killed", executor)
+  executor.stop_after = None
+  run(tmp_path / "killed", executor)
+  assert executor.executed == whole
   assert log(tmp_path / "killed") == log(folder)
 
 
-def test_a_torn_last_line_is_redone(finished, bench, tmp_path):
+def test_a_torn_last_line_is_redone(finished, executor, tmp_path):
   _, folder = finished
-  run(tmp_path, bench)
+  run(tmp_path, executor)
   path = tmp_path / "log.jsonl"
   data = path.read_bytes()
   path.write_bytes(data[: len(data) * 2 // 3])
-  run(tmp_path, bench)
+  run(tmp_path, executor)
   assert log(tmp_path) == log(folder)
 
 
-def test_a_changed_log_is_noticed(finished, bench, tmp_path):
-  run(tmp_path, bench)
+def test_a_changed_log_is_noticed(finished, executor, tmp_path):
+  run(tmp_path, executor)
   path = tmp_path / "log.jsonl"
   path.write_bytes(path.read_bytes().replace(b'"kept":true', b'"kept":fals', 1))
   with pytest.raises((store.ReplayError, ValueError)):
-    run(tmp_path, bench)
+    run(tmp_path, executor)
   with pytest.raises(ValueError):
     store.read_events(tmp_path)
 
 
-def test_another_configuration_does_not_resume_this_log(bench, tmp_path):
-  run(tmp_path, bench, budget=3)
+def test_another_configuration_does_not_resume_this_log(executor, tmp_path):
+  run(tmp_path, executor, budget=3)
   with pytest.raises(store.ReplayError, match="event 0"):
-    run(tmp_path, bench, budget=4)
+    run(tmp_path, executor, budget=4)
 
 
-def test_width_changes_the_trajectory_but_not_the_accounts(bench, tmp_path):
-  running = run(tmp_path, bench, width=4)
+def test_width_changes_the_trajectory_but_not_the_accounts(executor, tmp_path):
+  running = run(tmp_path, executor, width=4)
   assert running.ledger.totals()["total"] == BUDGET
 
 
@@ -154,15 +156,15 @@ def test_width_changes_the_trajectory_but_not_the_accounts(bench, tmp_path):
   ],
   ids=lambda arm: "-".join(f"{k}={v}" for k, v in arm.items()),
 )
-def test_every_arm_spends_exactly_its_budget(bench, tmp_path, arm):
-  running = run(tmp_path, bench, budget=14, **arm)
+def test_every_arm_spends_exactly_its_budget(executor, tmp_path, arm):
+  running = run(tmp_path, executor, budget=14, **arm)
   totals = running.ledger.totals()
   assert totals["total"] == 14
   if arm.get("policy") == "none":
     assert totals["candidate"] == 14
 
 
-def test_arms_without_verdicts_never_see_one(bench, tmp_path):
+def test_arms_without_verdicts_never_see_one(executor, tmp_path):
   seen = []
 
   class Spy(embedded.EmbeddedProposer):
@@ -170,8 +172,8 @@ def test_arms_without_verdicts_never_see_one(bench, tmp_path):
       seen.append(context)
       return super().propose(context)
 
-  spy = Spy(world.World(seed=3).cards, "loss")
-  run(tmp_path, bench, spy, budget=8, evidence="text")
+  spy = Spy(world.World(seed=3).edit_templates, "loss")
+  run(tmp_path, executor, spy, budget=8, evidence="text")
   entries = list(itertools.chain.from_iterable(c.history for c in seen))
   assert entries
   assert not any(e.verdict or e.excluded or e.reason for e in entries)
@@ -204,9 +206,12 @@ def test_a_ledger_reserves_settles_and_reuses():
   assert ledger.left == 2
   with pytest.raises(ValueError, match="do not fit"):
     ledger.reserve(3)
-  first = ledger.settle("candidate", "a", 1, "p", "primary", "crashed")
-  again = ledger.settle("control", "a", 1, "p", "c", "ok")
-  costly = ledger.settle("control", "b", 2, "p", "d", "ok")
+  condition = lambda name, kind, cost, exec_id: Condition(
+    name, kind, Call({}, {}, {}), cost, exec_id
+  )
+  first = ledger.settle("p", condition("primary", "candidate", 1, "a"), "crashed")
+  again = ledger.settle("p", condition("c", "control", 1, "a"), "ok")
+  costly = ledger.settle("p", condition("d", "control", 2, "b"), "ok")
   ledger.release()
   assert (first.charged, again.charged, costly.charged) == (1, 0, 2)
   assert (ledger.spent, ledger.left) == (3, 2)
@@ -216,10 +221,10 @@ def test_a_ledger_reserves_settles_and_reuses():
   assert Ledger(5, reuse=False).price([("c", 2), ("c", 2)]) == 4
 
 
-def test_an_exhausted_parent_gives_way_to_another(bench, tmp_path):
+def test_an_exhausted_parent_gives_way_to_another(executor, tmp_path):
   task = world.World(seed=3)
-  few = embedded.EmbeddedProposer(task.cards[:7], "loss")
-  running = run(tmp_path, bench, proposer=few, budget=60)
+  few = embedded.EmbeddedProposer(task.edit_templates[:7], "loss")
+  running = run(tmp_path, executor, proposer=few, budget=60)
   events = store.read_events(tmp_path)
   exhausted = [e["program"] for e in events if e["event"] == "exhausted"]
   assert exhausted
@@ -229,19 +234,19 @@ def test_an_exhausted_parent_gives_way_to_another(bench, tmp_path):
   assert running.ledger.spent == 60
 
 
-def test_a_run_resumes_past_an_exhausted_parent(bench, tmp_path):
+def test_a_run_resumes_past_an_exhausted_parent(executor, tmp_path):
   task = world.World(seed=3)
-  few = embedded.EmbeddedProposer(task.cards[:7], "loss")
-  bench.stop_after = None
-  run(tmp_path / "whole", bench, proposer=few, budget=60)
+  few = embedded.EmbeddedProposer(task.edit_templates[:7], "loss")
+  executor.stop_after = None
+  run(tmp_path / "whole", executor, proposer=few, budget=60)
   events = store.read_events(tmp_path / "whole")
   first = next(e["n"] for e in events if e["event"] == "exhausted")
   paid = sum(e["charged"] for e in events[:first] if e["event"] == "outcome")
-  bench.executed, bench.stop_after = 0, paid + 3
+  executor.executed, executor.stop_after = 0, paid + 3
   with pytest.raises(KeyboardInterrupt):
-    run(tmp_path / "killed", bench, proposer=few, budget=60)
-  bench.stop_after = None
-  run(tmp_path / "killed", bench, proposer=few, budget=60)
+    run(tmp_path / "killed", executor, proposer=few, budget=60)
+  executor.stop_after = None
+  run(tmp_path / "killed", executor, proposer=few, budget=60)
   assert log(tmp_path / "killed") == log(tmp_path / "whole")
 
 

@@ -11,7 +11,7 @@ from mxjax.discovery.core.candidate_source import admit
 from mxjax.discovery.search import checkers
 from mxjax.discovery.studies import checker_cases, paired, study, tables
 from mxjax.discovery.studies.arms import ARMS
-from mxjax.discovery.studies.paper_numbers import PAPER
+from mxjax.discovery.studies.tables import PAPER
 from mxjax.discovery.tasks import world
 
 BUDGET = 20

@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 
 import mxjax
+from mxjax.discovery.core import candidate_source, identity, store
 from mxjax.discovery.core.candidate_source import admit
-from mxjax.discovery.core.task import Call, ContractError, Status
+from mxjax.discovery.core.task import Call, ContractError, Outcome, Status
 from mxjax.discovery.sandbox import tracing
 from mxjax.discovery.sandbox.artifact import ArtifactTable, check_independence
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks.ptq import (
   candidate,
   candidate_codes,
   edit_templates,
   interface,
+  payload,
 )
 from mxjax.discovery.tasks.ptq import (
   task as ptq,
@@ -31,29 +34,28 @@ SPECS = {spec["name"]: spec for spec in INTERFACE.to_list()}
 
 
 @pytest.fixture(scope="module")
-def bench():
+def executor():
   return LocalExecutor(ptq.PtqTask(**OPTIONS))
 
 
-def card(name):
-  return next(c for c in edit_templates.CARDS if c.id == name)
+def template(name):
+  return next(c for c in edit_templates.EDIT_TEMPLATES if c.id == name)
 
 
-def measure(bench, source, intervention=None):
+def measure(executor, source, intervention=None):
   program = admit(source, INTERFACE)
-  traced = bench.trace(source)
+  traced = executor.trace(source)
   assert traced.status == Status.OK, traced.detail
-  active = {h.name for h in INTERFACE.hooks if h.is_active(program.plan)}
-  hooks = {k: v for k, v in traced.computation.items() if k in active}
-  found = []
-  keep = lambda index, outcome, seconds: found.append(outcome)
-  bench.run([Call(hooks, program.plan, intervention or {})], keep)
-  return found[0]
+  call = Call(traced.computation, program.plan, intervention or {})
+  outcomes = []
+  on_done = lambda index, outcome, seconds: outcomes.append(outcome)
+  executor.run([call.active(INTERFACE)], on_done)
+  return outcomes[0]
 
 
 @pytest.fixture(scope="module")
-def initial(bench):
-  return measure(bench, SOURCE)
+def initial(executor):
+  return measure(executor, SOURCE)
 
 
 def hook(name, source=SOURCE):
@@ -62,6 +64,16 @@ def hook(name, source=SOURCE):
   table = ArtifactTable(SPECS)
   table.add("x", name, traced.unit, traced.batched)
   return jax.jit(table.batched("x"))
+
+
+@pytest.fixture(scope="module")
+def rtn_operands():
+  """The model, its float params, and the operands of its RTN quantization."""
+  task = ptq.PtqTask(**OPTIONS)
+  model, params = task.options.load()
+  calib = mxjax.Calibration(model, task.options.tokens("fit"))
+  quantized = mxjax.quantize(params, calib, "rtn", check=False)
+  return model, params, payload.of_params(quantized, model)
 
 
 def blocks(seed, rows=200):
@@ -76,10 +88,10 @@ def blocks(seed, rows=200):
 
 def test_the_initial_program_is_the_librarys_rtn(initial):
   task = ptq.PtqTask(**OPTIONS)
-  model, params = task.loaded()
-  calib = mxjax.Calibration(model, task.tokens("fit"))
+  model, params = task.options.load()
+  calib = mxjax.Calibration(model, task.options.tokens("fit"))
   quantized = mxjax.quantize(params, calib, "rtn", check=False)
-  expected = perplexity(model, quantized, task.tokens("measure")).values[0]
+  expected = perplexity(model, quantized, task.options.tokens("measure")).values[0]
   assert initial.values["log_ppl"] == pytest.approx(np.log(expected), abs=1e-12)
 
 
@@ -95,12 +107,12 @@ def test_the_default_encoders_are_the_codec_bit_for_bit(name):
   assert np.array_equal(got[nonzero], np.asarray(expected.scales)[nonzero, 0])
 
 
-def test_the_gptq_card_is_the_librarys_gptq():
+def test_the_gptq_template_is_the_librarys_gptq():
   generator = np.random.default_rng(1)
   x = generator.standard_normal((500, 32)) @ generator.standard_normal((32, 32))
   upper = gptq.factor(jnp.asarray(x.T @ x / 500, jnp.float32)[None]).upper
   weight = blocks(2)
-  codes, exponent = hook("encode_weight", card("gptq").edit(SOURCE, {}))(
+  codes, exponent = hook("encode_weight", template("gptq").edit(SOURCE, {}))(
     weight, upper[0]
   )
   expected = gptq.reconstruct_local(weight.T[None], upper)
@@ -109,12 +121,12 @@ def test_the_gptq_card_is_the_librarys_gptq():
   assert (np.asarray(codes.T) != np.asarray(expected.codes[0])).mean() < 1e-3
 
 
-def test_the_one_code_card_is_the_librarys_refinement():
+def test_the_one_code_template_is_the_librarys_refinement():
   generator = np.random.default_rng(3)
   weight = jnp.asarray(generator.standard_normal((1, 32, 48)), jnp.float32)
   gram, cross = one_code.tables(weight, mxfp4.round_blocks(weight))
   x = blocks(4)
-  source = card("one-code").edit(SOURCE, {"rounds": 1})
+  source = template("one-code").edit(SOURCE, {"rounds": 1})
   codes, exponent = hook("encode_act", source)(x, gram[0], cross[0])
   got = candidate_codes.decoded(codes.T, exponent)
   expected = one_code.refined_blocks(x.T[None], gram, cross)[0]
@@ -130,7 +142,7 @@ def test_the_one_code_card_is_the_librarys_refinement():
   ],
 )
 def test_the_output_of_the_activation_hook_is_what_it_executed(
-  bench, initial, act, is_changed
+  executor, initial, act, is_changed
 ):
   code = (
     "def encode_act(block, gram, cross):\n"
@@ -138,8 +150,8 @@ def test_the_output_of_the_activation_hook_is_what_it_executed(
     "  exponent = block_exponent(block)\n"
     "  return nearest_codes(block, exponent), exponent\n"
   )
-  source = mxjax.discovery.program.with_functions(SOURCE, code)
-  outcome = measure(bench, source)
+  source = candidate_source.with_functions(SOURCE, code)
+  outcome = measure(executor, source)
   assert outcome.status == Status.OK, outcome.detail
   differs = outcome.outputs["encode_act"] != initial.outputs["encode_act"]
   assert differs == is_changed
@@ -152,7 +164,7 @@ def test_error_propagation_between_blocks_is_gptqs():
   upper = gptq.factor(jnp.asarray(x.T @ x / 500, jnp.float32)).upper
   weight = jnp.asarray(generator.standard_normal((3, 32, 40)), jnp.float32)
   diagonal = candidate_codes.diagonal_blocks(upper)
-  function = hook("encode_weight", card("gptq").edit(SOURCE, {}))
+  function = hook("encode_weight", template("gptq").edit(SOURCE, {}))
   codes, exponent, value, is_legal = candidate_codes.encode_groups(
     function, weight, diagonal, upper, candidate_codes.inverses(diagonal), full=True
   )
@@ -166,9 +178,9 @@ def test_error_propagation_between_blocks_is_gptqs():
 
 
 def test_a_hook_that_carries_errors_on_passes_every_draw_of_the_check():
-  """One turned code turns others of its row: a draw must not decide over the card."""
+  """One turned code turns others of its row: a draw must not decide."""
   spec = SPECS["encode_weight"]
-  (traced,) = tracing.trace(card("gptq").edit(SOURCE, {}), [spec])
+  (traced,) = tracing.trace(template("gptq").edit(SOURCE, {}), [spec])
   table = ArtifactTable(SPECS)
   table.add("x", "encode_weight", traced.unit, traced.batched)
   unit, batched = jax.jit(table.unit("x")), jax.jit(table.batched("x"))
@@ -191,23 +203,23 @@ def test_37_and_40_payloads_outside_the_contract_are_not_legal(
   assert bool(found[0]) == expected
 
 
-def test_37_illegal_codes_end_as_a_contract_violation(bench):
+def test_37_illegal_codes_end_as_a_contract_violation(executor):
   code = (
     "def encode_weight(block, curvature):\n"
     "  return jnp.full(32, 200, jnp.uint8), block_exponent(block)\n"
   )
-  source = mxjax.discovery.program.with_functions(SOURCE, code)
-  outcome = measure(bench, source)
+  source = candidate_source.with_functions(SOURCE, code)
+  outcome = measure(executor, source)
   assert outcome.status == Status.CONTRACT
   assert "encode_weight" in outcome.detail
   assert not outcome.values
 
 
-def test_44_a_map_without_an_inverse_is_a_contract_violation(bench):
+def test_44_a_map_without_an_inverse_is_a_contract_violation(executor):
   code = "def transform(stats):\n  return jnp.ones((32, 32), jnp.float64)\n"
-  source = mxjax.discovery.program.with_functions(SOURCE, code)
-  source = mxjax.discovery.program.with_plan(source, {"transform": "measured"})
-  outcome = measure(bench, source)
+  source = candidate_source.with_functions(SOURCE, code)
+  source = candidate_source.with_plan(source, {"transform": "measured"})
+  outcome = measure(executor, source)
   assert outcome.status == Status.CONTRACT
   assert not outcome.values
   assert "condition number" in outcome.detail
@@ -229,9 +241,9 @@ def test_44_a_map_without_an_inverse_is_a_contract_violation(bench):
     ),
   ],
 )
-def test_38_and_44_more_than_the_interface_allows_is_refused(bench, name, code):
-  source = mxjax.discovery.program.with_functions(SOURCE, code)
-  traced = bench.trace(source)
+def test_38_and_44_more_than_the_interface_allows_is_refused(executor, name, code):
+  source = candidate_source.with_functions(SOURCE, code)
+  traced = executor.trace(source)
   assert traced.status == Status.REFUSED
   assert name in traced.detail
 
@@ -239,7 +251,9 @@ def test_38_and_44_more_than_the_interface_allows_is_refused(bench, name, code):
 def test_the_phases_never_hold_each_others_data():
   task = ptq.PtqTask(**OPTIONS)
   fit, measure_ = task.open("fit"), task.open("measure")
-  assert not np.array_equal(task.tokens("fit")[:2], task.tokens("measure"))
+  assert not np.array_equal(
+    task.options.tokens("fit")[:2], task.options.tokens("measure")
+  )
   assert not hasattr(fit, "_tokens")
   assert not hasattr(measure_, "_calibration")
 
@@ -259,10 +273,54 @@ def test_the_contract_names_weights_tokens_and_source():
     ptq.PtqTask(modell="x")
 
 
-def test_there_are_as_many_decoys_as_useful_cards_and_all_are_admitted():
+def test_the_contract_binds_outcomes_to_the_librarys_sources():
+  expected = identity.source_digest(*ptq.EVALUATOR_PACKAGES)
+  assert ptq.PtqTask(**OPTIONS).contract["source"] == expected
+
+
+def test_outcomes_of_another_library_version_are_paid_for_again(tmp_path, monkeypatch):
+  executed = []
+
+  class Recording(LocalExecutor):
+    def run(self, calls, on_done):
+      executed.extend(calls)
+      for index in range(len(calls)):
+        on_done(index, Outcome(Status.OK, {"log_ppl": 1.0}), 0.0)
+
+  def exec_id(version):
+    monkeypatch.setattr(identity, "source_digest", lambda *packages: version)
+    task = ptq.PtqTask(**OPTIONS)
+    folder = store.Store(tmp_path)
+    evaluator = CachedEvaluator(task, Recording(task), folder)
+    call = Call({"encode_act": "a"}, INTERFACE.default_plan, {})
+    evaluator.measure(call)
+    return evaluator.condition("primary", "candidate", call).exec_id
+
+  old = exec_id("old")
+  assert exec_id("old") == old
+  assert len(executed) == 1
+  assert exec_id("new") != old
+  assert len(executed) == 2
+
+
+def test_operands_survive_the_way_between_the_phases(rtn_operands):
+  model, params, operands = rtn_operands
+  again = payload.from_bytes(payload.to_bytes(operands))
+  assert payload.digests(again) == payload.digests(operands)
+  assert {p: set(a) for p, a in again.items()} == {
+    p: set(a) for p, a in operands.items()
+  }
+  del again[payload.Place(0, "mlp", "up_proj")]
+  with pytest.raises(KeyError):
+    payload.to_params(again, params, model, lambda: None)
+
+
+def test_there_are_as_many_decoys_as_useful_templates_and_all_are_admitted():
   assert len(edit_templates.USEFUL) == len(edit_templates.DECOYS)
-  assert len({c.id for c in edit_templates.CARDS}) == len(edit_templates.CARDS)
-  for each in edit_templates.CARDS:
+  assert len({c.id for c in edit_templates.EDIT_TEMPLATES}) == len(
+    edit_templates.EDIT_TEMPLATES
+  )
+  for each in edit_templates.EDIT_TEMPLATES:
     for params in each.params:
       admit(each.edit(SOURCE, params), INTERFACE)
 

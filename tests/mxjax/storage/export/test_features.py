@@ -60,7 +60,7 @@ def test_everything_hires_has_is_named_and_dropped(hires, tiny_config, tmp_path)
   dropped = export.drop(hires, features.parse("maps,refinement,recovery"))
   assert export.features_of(dropped) == {}
   leaf = hires["layers_1"]["self_attn"]["q_proj"]["weight"]
-  native = np.asarray(export.features.effective_weight(leaf)).astype(np.float32)
+  native = np.asarray(features.effective_weight(leaf)).astype(np.float32)
   same(
     dropped["layers_1"]["self_attn"]["q_proj"]["weight"].weight, mxfp4.encode(native)
   )

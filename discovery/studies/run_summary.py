@@ -11,7 +11,7 @@ from mxjax.discovery.core.store import read_events
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.core.verdict import OWED
 from mxjax.discovery.search import checkers, heldout
-from mxjax.discovery.search.compilation import holder_of
+from mxjax.discovery.search.resolution import holder_of
 from mxjax.discovery.tasks.world import World
 
 Event = Mapping[str, Any]
@@ -33,92 +33,87 @@ def summarize(folder: pathlib.Path, task: Task) -> dict[str, Any]:
   """
   events = read_events(folder)
   of = lambda name: [e for e in events if e["event"] == name]
-  found = {e["program"]: e["call"] for e in reversed(of("program"))}
+  programs, verdicts, checks = of("program"), of("verdict"), of("check")
+  measured_at = {e["program"]: e["call"] for e in reversed(programs)}
   hidden = {e["call"]: e["value"] for e in heldout.unsealed(folder)}
-  followed, effective = _successors(events)
-  marks = [
-    [e["call"], e["value"], hidden.get(e["call"]), found[e["champion"]]]
-    for e in of("mark")
-  ]
+  successors = _successors(events)
   return {
     "proposer": events[0]["proposer"],
     "ledger": events[-1]["ledger"],
     "closed": events[-1]["reason"],
-    "marks": marks,
-    "champion": of("program")[-1]["champion"],
-    "verdicts": dict(sorted(Counter(e["verdict"] for e in of("verdict")).items())),
-    "explicit": sum(bool(e["excluded"]) for e in of("verdict")),
-    "effective": effective,
-    "followed": followed,
-    "checked": len(of("check")),
-    "implemented": sum(bool(e["implemented"]) for e in of("check")),
+    "marks": [
+      [e["call"], e["value"], hidden.get(e["call"]), measured_at[e["champion"]]]
+      for e in of("mark")
+    ],
+    "champion": programs[-1]["champion"],
+    "verdicts": dict(sorted(Counter(e["verdict"] for e in verdicts).items())),
+    "explicit": sum(bool(e["excluded"]) for e in verdicts),
+    "effective": sum(successors),
+    "followed": len(successors),
+    "checked": len(checks),
+    "implemented": sum(bool(e["implemented"]) for e in checks),
     "against_truth": _against_truth(events, task) if isinstance(task, World) else {},
     "log_sha256": hashlib.sha256((folder / "log.jsonl").read_bytes()).hexdigest(),
   }
 
 
-def _successors(events: Sequence[Event]) -> tuple[int, int]:
-  """How many explicit demands had a successor, and how many it implemented."""
+def _successors(events: Sequence[Event]) -> list[bool]:
+  """For every explicit demand with a successor, whether that one implemented it."""
   packets = {e["id"]: e for e in events if e["event"] == "packet"}
-  primary = {
-    e["packet"]: e
-    for e in events
-    if e["event"] == "outcome" and e["condition"] == PRIMARY
-  }
   outputs: dict[str, Mapping[str, str]] = {}
-  kept: dict[str, bool] = {}
+  first_outputs: dict[str, Mapping[str, str]] = {}
+  is_retained: dict[str, bool] = {}
   for event in events:
+    if event["event"] == "outcome" and event["condition"] == PRIMARY:
+      program = packets[event["packet"]]["packet"]["program"]
+      outputs[event["packet"]] = event["outputs"]
+      first_outputs.setdefault(program, event["outputs"])
     if event["event"] == "program":
-      kept.setdefault(event["program"], event["kept"])
-  for identity, packet in packets.items():
-    if identity in primary:
-      outputs.setdefault(packet["packet"]["program"], primary[identity]["outputs"])
-  followed = effective = 0
+      is_retained.setdefault(event["program"], event["kept"])
+  answers = []
   for event in events:
     if event["event"] != "verdict" or not event["excluded"]:
       continue
     if event["response"] not in OWED:
       continue
-    packet = packets[event["packet"]]["packet"]
-    program, parent = packet["program"], packet["parent"]
+    asked = packets[event["packet"]]["packet"]
     holder = holder_of(
-      event["response"], program, parent, is_kept=kept.get(program, False)
+      event["response"],
+      asked["program"],
+      asked["parent"],
+      is_retained=is_retained.get(asked["program"], False),
     )
-    after = (
-      p
-      for p in packets.values()
-      if p["n"] > event["n"] and p["packet"]["parent"] == holder and p["id"] in primary
-    )
-    successor = next(after, None)
-    if successor is not None:
-      followed += 1
-      effective += _answers(successor["packet"], packet, primary, outputs, successor)
-  return followed, effective
+    for successor in packets.values():
+      later = successor["n"] > event["n"] and successor["id"] in outputs
+      if later and successor["packet"]["parent"] == holder:
+        before = first_outputs.get(holder, {})
+        mine = outputs[successor["id"]]
+        answers.append(_answers(successor["packet"], asked, mine, before))
+        break
+  return answers
 
 
 def _answers(
   successor: Mapping[str, Any],
-  packet: Mapping[str, Any],
-  primary: Mapping[str, Event],
-  outputs: Mapping[str, Mapping[str, str]],
-  event: Event,
+  asked: Mapping[str, Any],
+  mine: Mapping[str, str],
+  before: Mapping[str, str],
 ) -> bool:
   """Whether a successor is about the same question and changed what it declares."""
-  asked, about = packet["residual"], successor["residual"]
-  if about is None or about["observable"] != asked["observable"]:
+  about = successor["residual"]
+  if about is None or about["observable"] != asked["residual"]["observable"]:
     return False
-  mine, before = primary[event["id"]]["outputs"], outputs.get(successor["parent"], {})
   names = checkers.output_names(successor["declared"], mine)
   return any(mine.get(name) != before.get(name) for name in names)
 
 
 def _against_truth(events: Sequence[Event], task: World) -> dict[str, list[int]]:
   """`[right, wrong]` of focal accounts that were supported and that were excluded."""
-  labels = {e["id"]: e for e in events if e["event"] == "packet"}
+  packets = {e["id"]: e for e in events if e["event"] == "packet"}
   counts = {"supported": [0, 0], "excluded": [0, 0]}
   for event in events:
     if event["event"] == "verdict":
-      packet = labels[event["packet"]]
+      packet = packets[event["packet"]]
       is_true = task.focal_is_true(packet["label"])
       if event["verdict"] == "supported":
         counts["supported"][not is_true] += 1

@@ -1,0 +1,108 @@
+"""A language model as the proposer: what it is asked, and how its answer is read."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import pydantic
+
+from mxjax.discovery.core.candidate_source import admit
+from mxjax.discovery.core.proposal import Context, Proposal
+from mxjax.discovery.core.task import Task
+from mxjax.discovery.proposers import prompt
+from mxjax.discovery.proposers.endpoint import Client, Reply
+
+
+class _Explanation(pydantic.BaseModel, extra="forbid", strict=True):
+  name: str
+  statement: str = ""
+  predictions: dict[str, dict[str, Literal["down", "same", "up"]]]
+
+
+class _Control(pydantic.BaseModel, extra="forbid", strict=True):
+  name: str
+  intervention: dict[str, Any]
+  cost: int = 1
+  statement: str = ""
+
+
+class Answer(pydantic.BaseModel, extra="forbid", strict=True):
+  """The structured output asked of a model."""
+
+  source: str
+  label: str
+  note: str = ""
+  residual: str | None = None
+  explanations: list[_Explanation] = []
+  controls: list[_Control] = []
+  declared: list[str] = []
+
+  def proposal(self, usage: Mapping[str, int]) -> Proposal:
+    """The proposal that the answer describes.
+
+    Raises:
+      ValueError: A control that no ledger could charge.
+    """
+    return Proposal.from_dict({**self.model_dump(), "usage": usage})
+
+
+def _json_of(text: str) -> str:
+  """The JSON object of a reply: the whole, or the inside of its fence."""
+  if "```" not in text:
+    return text
+  inside = text.split("```")[1]
+  return inside.removeprefix("json").strip()
+
+
+class LlmProposer:
+  """Proposals by a language model, with one repair turn."""
+
+  def __init__(
+    self,
+    client: Client,
+    task: Task,
+    *,
+    count: prompt.Count = prompt.estimated_tokens,
+    price: Callable[[Reply], int] = lambda reply: 0,
+  ) -> None:
+    """Sets up.
+
+    Args:
+      client: Endpoint or cassette.
+      task: For its interface, interventions and margins.
+      count: Token counter.
+      price: Cost of a reply in micro-dollars.
+    """
+    self._client, self._task, self._count, self._price = client, task, count, price
+    self.name = client.name
+
+  def propose(self, context: Context) -> Proposal:
+    """See `Proposer.propose`: an answer that does not admit is repaired once."""
+    messages = prompt.messages(context, self._task, count=self._count)
+    usage = {"calls": 0, "input_tokens": 0, "output_tokens": 0, "micro_dollars": 0}
+    complaint = ""
+    for _ in range(2):
+      reply = self._client.complete(self._request(messages))
+      usage["calls"] += 1
+      usage["input_tokens"] += reply.input_tokens
+      usage["output_tokens"] += reply.output_tokens
+      usage["micro_dollars"] += self._price(reply)
+      try:
+        proposal = Answer.model_validate_json(_json_of(reply.text)).proposal(usage)
+        admit(proposal.source, self._task.interface)
+        return proposal
+      except ValueError as error:
+        complaint = str(error)[:2000]
+        messages = [
+          *messages,
+          {"role": "assistant", "content": reply.text},
+          {"role": "user", "content": f"That was not accepted: {complaint} Repair it."},
+        ]
+    # The search books it as a rejected proposal: proposer calls, no evaluator call.
+    return Proposal(source="", label="unusable answer", note=complaint, usage=usage)
+
+  def _request(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+    schema = {"name": "proposal", "schema": Answer.model_json_schema()}
+    return {
+      "messages": messages,
+      "response_format": {"type": "json_schema", "json_schema": schema},
+    }

@@ -1,0 +1,176 @@
+"""The evaluator of a run: prepares candidates and runs calls, paying for each once."""
+
+import dataclasses
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jaxlib
+
+from mxjax.discovery.core import identity
+from mxjax.discovery.core.candidate_source import (
+  CandidateSource,
+  RejectedError,
+  admit,
+  with_functions,
+)
+from mxjax.discovery.core.packet import Condition
+from mxjax.discovery.core.residual import PRIMARY
+from mxjax.discovery.core.store import Store
+from mxjax.discovery.core.task import Call, Outcome, Status, Task
+from mxjax.discovery.sandbox.executor import Executor
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """A proposed source after admission and tracing.
+
+  Attributes:
+    id: Identity of the source, also of one that was rejected.
+    source: The text.
+    status: `OK` or why there is no call.
+    detail: One sentence about a failure.
+    admitted: The source as admitted, or None.
+    computation: Lowered identity of every hook.
+    call: The primary call with active hooks only, or None.
+  """
+
+  id: str
+  source: str
+  status: Status
+  detail: str = ""
+  admitted: CandidateSource | None = None
+  computation: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  call: Call | None = None
+
+  @property
+  def full_call(self) -> Call:
+    """The call with every hook, active or not."""
+    assert self.admitted is not None
+    return Call(self.computation, self.admitted.plan, {})
+
+
+class CachedEvaluator:
+  """Admission, tracing and execution; a store remembers every outcome.
+
+  Attributes:
+    task: The task.
+    fingerprint: Hash of everything but the program that fixes an outcome.
+  """
+
+  def __init__(
+    self,
+    task: Task,
+    executor: Executor,
+    store: Store,
+    *,
+    identity_by: str = "lowered",
+    archive: Store | None = None,
+  ) -> None:
+    """Binds a task to workers and a store.
+
+    Args:
+      task: The task.
+      executor: Traces and runs.
+      store: Where outcomes are stored.
+      identity_by: `lowered`, or `source` for studies without the lowered identity.
+      archive: Outcomes of other runs, by execution identity. They save time and
+        nothing else: a run is charged for what it asks.
+    """
+    self.task = task
+    self._executor, self._store, self._archive = executor, store, archive
+    self._identity_by = identity_by
+    # The names here are part of every stored execution identity.
+    self.fingerprint = identity.digest(
+      {
+        "task": dict(task.spec),
+        "contract": dict(task.contract),
+        "margins": dict(task.margins),
+        "bench": dict(executor.description),
+        "identity_by": identity_by,
+        "versions": {
+          "jax": jax.__version__,
+          "jaxlib": jaxlib.__version__,
+          "python": sys.version.split()[0],
+          "machine": platform.machine(),
+        },
+      }
+    )
+    self._prepared: dict[str, Prepared] = {}
+
+  def prepare(self, source: str) -> Prepared:
+    """Admits and traces a source; the same text is traced once."""
+    key = identity.digest(source.encode())
+    if key not in self._prepared:
+      self._prepared[key] = self._prepare(key, source)
+    return self._prepared[key]
+
+  def _prepare(self, key: str, source: str) -> Prepared:
+    try:
+      admitted = admit(source, self.task.interface)
+    except RejectedError as error:
+      return Prepared(key, source, Status.REJECTED, str(error))
+    return self._traced(admitted, self._completed(admitted))
+
+  def _traced(self, admitted: CandidateSource, completed: str) -> Prepared:
+    """Traces an admitted source whose missing hooks were filled in."""
+    traced = self._executor.trace(completed)
+    prepared = Prepared(
+      admitted.id, admitted.source, traced.status, traced.detail, admitted
+    )
+    if traced.status != Status.OK:
+      return prepared
+    computation = dict(traced.computation)
+    if self._identity_by == "source":
+      computation = {
+        name: identity.digest([lowered, admitted.id])
+        for name, lowered in computation.items()
+      }
+    call = Call(computation, admitted.plan, {}).active(self.task.interface)
+    return dataclasses.replace(prepared, computation=computation, call=call)
+
+  def _completed(self, admitted: CandidateSource) -> str:
+    """The source with the defaults of hooks that it inherits."""
+    missing = [h for h in self.task.interface.hooks if h.name not in admitted.hooks]
+    if not missing:
+      return admitted.source
+    defaults = "\n".join([self.task.interface.header, *(h.default for h in missing)])
+    return with_functions(admitted.source, defaults, replace=False)
+
+  def condition(self, name: str, kind: str, call: Call, cost: int = 1) -> Condition:
+    """Addresses a call, without its inactive hooks, by its content."""
+    call = call.active(self.task.interface)
+    address = {"evaluator": self.fingerprint, **call._asdict()}
+    return Condition(name, kind, call, cost, identity.digest(address))
+
+  def run(self, conditions: Sequence[Condition]) -> list[Outcome]:
+    """Outcomes in order; only what no run stored is executed, each identity once."""
+    stored = {c.exec_id: self._stored(c.exec_id) for c in conditions}
+    missing = {c.exec_id: c.call for c in conditions if stored[c.exec_id] is None}
+    names = list(missing)
+
+    def on_done(index: int, outcome: Outcome, seconds: float) -> None:
+      entry = {"outcome": outcome.to_dict(), "seconds": seconds}
+      stored[names[index]] = entry
+      for store in (self._store, self._archive):
+        if store is not None:
+          store.put("outcomes", names[index], entry)
+
+    if missing:
+      self._executor.run(list(missing.values()), on_done)
+    return [Outcome.from_dict(stored[c.exec_id]["outcome"]) for c in conditions]
+
+  def measure(self, *calls: Call) -> list[Outcome]:
+    """Outcomes of calls outside any budget."""
+    return self.run([self.condition(PRIMARY, "candidate", call) for call in calls])
+
+  def _stored(self, exec_id: str) -> Any:
+    """This run's entry, or else the archive's, which then becomes this run's."""
+    entry = self._store.get("outcomes", exec_id)
+    if entry is None and self._archive is not None:
+      entry = self._archive.get("outcomes", exec_id)
+      if entry is not None:
+        self._store.put("outcomes", exec_id, entry)
+    return entry

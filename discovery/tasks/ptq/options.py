@@ -1,0 +1,141 @@
+"""The options of the PTQ task, and the models and tokens that they name."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax import models
+from mxjax.evaluation import datasets
+from mxjax.numerics.recovery.mlp_recovery import CELL_RESIDUES
+
+RANDOM = "random:"
+"""Prefix of a model source: `random:3` is a tiny model with random weights."""
+VOCABULARY = 97
+"""Tokens of a random model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PtqOptions:
+  """JSON options of the task; paths that exist are made absolute.
+
+  Attributes:
+    model: What search sees: anything that `from_pretrained` takes.
+    layers: Cuts the model to its first layers.
+    holdout: The held-out model, which search never loads.
+    holdout_layers: Cuts the held-out model.
+    calibration: `[sequences, length]` of the calibration windows.
+    windows: `[windows, length]` of the evaluation text.
+    text: A text file for both splits; the embedded text when None.
+    test_text: Another file for the evaluation split.
+    replicates: Perplexity runs averaged in the target.
+    seed: Draws the calibration windows.
+    margins: Registered margins, measured by `margins.calibrated`.
+    initial: Observables of the initial program, measured with the margins.
+
+  Raises:
+    ValueError: Too few calibration sequences for the MLP fit.
+  """
+
+  model: str | None = None
+  layers: int | None = None
+  holdout: str | None = None
+  holdout_layers: int | None = None
+  calibration: Sequence[int] = (8, 128)
+  windows: Sequence[int] = (4, 128)
+  text: str | None = None
+  test_text: str | None = None
+  replicates: int = 1
+  seed: int = 0
+  margins: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  initial: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self) -> None:
+    """Resolves paths: a worker has its own folder, and a run is resumed from any."""
+    for name in ("model", "holdout", "text", "test_text"):
+      source = getattr(self, name)
+      if source is not None and pathlib.Path(source).exists():
+        object.__setattr__(self, name, str(pathlib.Path(source).resolve()))
+    if self.calibration[0] < CELL_RESIDUES:
+      raise ValueError(
+        f"ptq: recover_mlp is told of {CELL_RESIDUES} classes of sequences, so it "
+        f"needs at least as many, got calibration {self.calibration}; raise its first "
+        "number."
+      )
+
+  @property
+  def is_random(self) -> bool:
+    """Whether the model has random weights."""
+    return self.model is not None and self.model.startswith(RANDOM)
+
+  def load(self) -> tuple[Any, dict[str, Any]]:
+    """The model and its float params."""
+    return _load_model(self.model, self.layers)
+
+  def tokens(self, phase: str) -> np.ndarray:
+    """The token windows of a phase, int32 `[windows, length]`."""
+    is_fit = phase == "fit"
+    shape = self.calibration if is_fit else self.windows
+    seed = self.seed if is_fit else 0
+    if self.is_random:
+      generator = np.random.default_rng([seed, not is_fit])
+      return generator.integers(0, VOCABULARY, tuple(shape)).astype(np.int32)
+    return datasets.load_tokens(
+      self._text(phase),
+      models.load_tokenizer(self.model),
+      count=shape[0],
+      length=shape[1],
+      split="calibration" if is_fit else "test",
+      seed=seed,
+    )
+
+  def _text(self, phase: str) -> str | None:
+    return (self.test_text if phase == "measure" else None) or self.text
+
+  def readable(self, phase: str) -> list[str]:
+    """Model files and the phase's text: all that its worker may read."""
+    paths = (None if self.is_random else self.model, self._text(phase))
+    return [str(pathlib.Path(path).resolve()) for path in paths if path]
+
+
+@functools.lru_cache(maxsize=4)
+def _load_model(source: str | None, layers: int | None) -> tuple[Any, dict[str, Any]]:
+  """A model and its params, committed to the device.
+
+  Artifacts return committed arrays; uncommitted params would compile a layer twice.
+  """
+  if source is not None and source.startswith(RANDOM):
+    model, params = _random_model(int(source.removeprefix(RANDOM)))
+  else:
+    model, params = models.from_pretrained(source)
+    if layers is not None and layers < model.num_layers:
+      config = dataclasses.replace(model.config, num_layers=layers)
+      cut = {model.layer_name(index) for index in range(layers, model.num_layers)}
+      params = {key: value for key, value in params.items() if key not in cut}
+      model = models.CausalLM(config)
+  return model, jax.device_put(params, jax.devices()[0])
+
+
+def _random_model(seed: int) -> tuple[Any, dict[str, Any]]:
+  """A tiny model with random weights: it exercises everything and means nothing."""
+  config = models.ModelConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    rope_theta=1e4,
+    max_positions=128,
+  )
+  model = models.CausalLM(config)
+  variables = model.init(jax.random.key(seed), jnp.zeros((1, 4), jnp.int32))
+  return model, dict(variables["params"])

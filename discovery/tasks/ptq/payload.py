@@ -1,0 +1,152 @@
+"""What `fit` hands to `measure`: packed operands by place, as bytes without pickles."""
+
+import dataclasses
+import io
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.discovery.core import identity
+from mxjax.discovery.tasks.ptq import candidate
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization.activation_quantizers import Nearest
+from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
+from mxjax.numerics.recovery.value_recovery import ValueRecovery
+from mxjax.numerics.shaping import input_maps
+
+RECOVERIES: Mapping[tuple[str, str], type] = {
+  ("self_attn", "value_recovery"): ValueRecovery,
+  ("mlp", "mlp_recovery"): MlpRecovery,
+}
+"""Recovery leaves by block and name."""
+DECIDED = {
+  "transform": ("map",),
+  "balance": ("map",),
+  "encode_weight": ("codes", "scales"),
+  "recover_value": ("value_recovery",),
+  "recover_mlp": ("mlp_recovery",),
+}
+"""Hook to the fields or leaves whose content it decides."""
+
+
+class Place(NamedTuple):
+  """One typed leaf of the model: a linear's operands or a recovery fit."""
+
+  layer: int
+  block: str
+  leaf: str
+
+  def __str__(self) -> str:
+    """The name of its arrays in a payload, and in errors."""
+    return "/".join(map(str, self))
+
+
+Operands = Mapping[Place, Mapping[str, Any]]
+"""Arrays of each leaf by field."""
+
+
+def of_params(params: Mapping[str, Any], model: Any) -> Operands:
+  """The operands of a quantized model."""
+  operands = {}
+  for index in range(model.num_layers):
+    layer = params[model.layer_name(index)]
+    for block, name in model.projection_taps:
+      operands[Place(index, block, name)] = _of_linear(layer[block][name]["weight"])
+    for block, name in RECOVERIES:
+      if (leaf := layer[block].get(name)) is not None:
+        fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
+        operands[Place(index, block, name)] = fields
+  return operands
+
+
+def _of_linear(leaf: QuantizedLinear) -> dict[str, Any]:
+  arrays: dict[str, Any] = {"codes": leaf.weight.codes, "scales": leaf.weight.scales}
+  if leaf.input_map is not None:
+    arrays["map"] = leaf.input_map.matrix  # pyright: ignore[reportAttributeAccessIssue]
+  if isinstance(leaf.rounding, candidate.HookRounding):
+    arrays |= {"gram": leaf.rounding.gram, "cross": leaf.rounding.cross}
+  return arrays
+
+
+def to_params(
+  operands: Operands, params: Mapping[str, Any], model: Any, function: Callable[[], Any]
+) -> dict[str, Any]:
+  """The float params with the leaves that operands describe.
+
+  Args:
+    operands: See `of_params`.
+    params: Float params of the same model.
+    model: The model.
+    function: Makes the activation hook; asked only where a leaf has its tables.
+
+  Raises:
+    ValueError: Codes or scales that no MXFP4 encoder makes.
+  """
+  result = dict(params)
+  for index in range(model.num_layers):
+    name = model.layer_name(index)
+    layer = {block: dict(leaves) for block, leaves in params[name].items()}
+    for block, leaf in model.projection_taps:
+      place = Place(index, block, leaf)
+      linear = _to_linear(operands[place], function)
+      mxfp4.check_legal(linear.weight, str(place))
+      layer[block][leaf] = {**layer[block][leaf], "weight": linear}
+    for (block, leaf), kind in RECOVERIES.items():
+      if (arrays := operands.get(Place(index, block, leaf))) is not None:
+        layer[block][leaf] = kind(**arrays)
+    result[name] = layer
+  return result
+
+
+def _to_linear(
+  arrays: Mapping[str, Any], function: Callable[[], Any]
+) -> QuantizedLinear:
+  rounding = Nearest()
+  if "gram" in arrays:
+    rounding = candidate.HookRounding(arrays["gram"], arrays["cross"], function())
+  return QuantizedLinear(
+    mxfp4.MXTensor(arrays["codes"], arrays["scales"]),
+    input_maps.BlockDense(arrays["map"]) if "map" in arrays else None,
+    rounding,  # pyright: ignore[reportArgumentType]
+  )
+
+
+def to_bytes(operands: Operands) -> bytes:
+  """The operands as an `.npz` file."""
+  buffer = io.BytesIO()
+  np.savez(buffer, **_by_name(operands))  # pyright: ignore[reportArgumentType]
+  return buffer.getvalue()
+
+
+def from_bytes(data: bytes) -> Operands:
+  """The inverse of `to_bytes`; arrays of objects are refused."""
+  operands: dict[Place, dict[str, Any]] = {}
+  with np.load(io.BytesIO(data), allow_pickle=False) as file:
+    for key in file.files:
+      layer, block, leaf, field = key.split("/")
+      place = Place(int(layer), block, leaf)
+      operands.setdefault(place, {})[field] = jnp.asarray(file[key])
+  return operands
+
+
+def _by_name(operands: Operands) -> dict[str, np.ndarray]:
+  return {
+    f"{place}/{field}": np.asarray(array)
+    for place, arrays in operands.items()
+    for field, array in arrays.items()
+  }
+
+
+def digests(operands: Operands) -> dict[str, str]:
+  """Digests of what each hook decided, by hook."""
+  arrays = sorted(_by_name(operands).items())
+  contents = [(key, identity.digest(value.tobytes())) for key, value in arrays]
+  return {
+    hook: identity.digest(
+      [[key, content] for key, content in contents if set(key.split("/")) & set(parts)]
+    )[:16]
+    for hook, parts in DECIDED.items()
+  }
