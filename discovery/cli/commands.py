@@ -97,7 +97,7 @@ def plan(options: argparse.Namespace) -> None:
     "one call": f"about {task.call_seconds:g} s on one worker",
     "in all": f"about {hours:.2f} h on one worker",
     "held-out": f"{config.budget // config.mark_every} champions, outside the budget",
-    "proposer": f"{options.proposer}; {len(task.edit_templates)} edit templates, hash {deck}",
+    "proposer": f"{options.proposer}; {len(task.edit_templates)} edits, hash {deck}",
     "arm": f"{options.arm}: {config}",
     "sandbox": run_.sandbox,
   }
