@@ -30,7 +30,7 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
   """Bytes of a model by purpose, beside the same model in bfloat16.
 
   Args:
-    params: Quantized or float params, possibly on disk, or their `ShapeDtypeStruct`s.
+    params: Quantized or float params, possibly on disk, or their shapes and dtypes.
 
   Returns:
     JSON-ready: `quantized_linears` (bytes of `codes`, `scales`, `maps`, `rounding`,
