@@ -25,17 +25,20 @@ def lines(path):
 
 
 def long_functions(path):
-  """Functions over the limit, with their lines."""
+  """Functions over the limit, with their lines; a docstring does not count."""
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.FunctionDef):
+      first = node.body[0]
       count = node.end_lineno - node.lineno + 1
+      if ast.get_docstring(node) is not None:
+        count -= first.end_lineno - first.lineno + 1
       if count > FUNCTION_LINES:
         yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {count} lines"
 
 
 def test_no_file_is_too_long():
-  found = [f"{p.relative_to(ROOT)}: {lines(p)}" for p in sources()]
-  over = [text for text in found if int(text.rsplit(" ", 1)[1]) > MOST_LINES]
+  counts = {str(path.relative_to(ROOT)): lines(path) for path in sources()}
+  over = {name: count for name, count in counts.items() if count > MOST_LINES}
   assert not over, over
 
 

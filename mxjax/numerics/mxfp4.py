@@ -1,16 +1,15 @@
 r"""The MXFP4 codec: 32 E2M1 elements under one E8M0 power-of-two scale.
 
-Everything that decides a code is integer arithmetic on float bits. Exponents never
-come from `log2`, powers of two never from `exp2`, and no backend's treatment of
-subnormals, fused multiply-adds or approximate division can move a code.
+Everything that decides a code is integer arithmetic on float bits, so no backend's
+`log2`, `exp2`, subnormals, fused multiply-adds or division can move a code.
 
 Paper: Quantization Setup (Appendix, Algorithm Details). With `e` the block exponent,
 
 .. math::
   e = \operatorname{clip}(\lfloor \log_2 \max_i |x_i| \rfloor - 2, -127, 127)
 
-and element magnitudes {0, .5, 1, 1.5, 2, 3, 4, 6}, a tie takes the larger magnitude,
-values above 6 * 2^e saturate, and the sign bit follows the input.
+and element magnitudes 0 to 6 (`MAGNITUDES`), a tie takes the larger magnitude, values
+above 6 * 2^e saturate, and the sign bit follows the input.
 """
 
 import dataclasses
@@ -377,14 +376,10 @@ def decode(
 
 
 def check_legal(tensor: MXTensor, place: str = "mxfp4.check_legal") -> None:
-  """Checks a concrete tensor: dtypes, matching shapes, no illegal scale byte.
-
-  Args:
-    tensor: The tensor to audit; every nibble is a legal E2M1 code by construction.
-    place: The name that an error message begins with.
+  """Checks a concrete tensor; every nibble is a legal E2M1 code by construction.
 
   Raises:
-    TypeError: A leaf is not uint8.
+    TypeError: A leaf is not uint8; `place` begins the message.
     ValueError: Shapes disagree or a scale byte is 255.
   """
   for name in ("codes", "scales"):
@@ -398,8 +393,7 @@ def check_legal(tensor: MXTensor, place: str = "mxfp4.check_legal") -> None:
       f"{place}: codes of logical shape {tensor.shape} need scales of shape "
       f"{expected}, got {tensor.scales.shape}; the payload is damaged."
     )
-  bad = int((np.asarray(tensor.scales) == NOT_FINITE).sum())
-  if bad:
+  if bad := int((np.asarray(tensor.scales) == NOT_FINITE).sum()):
     raise ValueError(
       f"{place}: {bad} scale bytes are 255, which E8M0 reserves for NaN; the encoded "
       "array had inf or NaN there."
