@@ -48,7 +48,8 @@ class _Version(argparse.Action):
       version = metadata.version("mxjax")
     except metadata.PackageNotFoundError:
       version = "(a checkout that is not installed)"
-    parser.exit(0, f"mxjax {version}\n")
+    print(f"mxjax {version}")
+    parser.exit()
 
 
 def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:

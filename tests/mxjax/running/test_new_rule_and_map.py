@@ -21,7 +21,6 @@ from mxjax.storage.checkpoint import restore_checkpoint, save_checkpoint
 from mxjax.storage.export import features
 
 
-@activation_quantizers.register
 @dataclasses.dataclass(frozen=True)
 class Damped(ActivationQuantizer):
   """The nearest code of a share of each value."""
@@ -34,7 +33,6 @@ class Damped(ActivationQuantizer):
     return mxfp4.round_blocks(self.share[:, None, None] * blocks, rules)
 
 
-@input_maps.register
 @dataclasses.dataclass(frozen=True)
 class Reversed(InputMap):
   """Every block back to front."""
@@ -48,6 +46,16 @@ class Reversed(InputMap):
   def conjugate(self, hessian):
     tiles = hessian.reshape(len(hessian) // 32, 32, len(hessian) // 32, 32)
     return tiles[:, ::-1, :, ::-1].reshape(hessian.shape)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+  """Registers both for this file alone: tests elsewhere list what the library has."""
+  activation_quantizers.register(Damped)
+  input_maps.register(Reversed)
+  yield
+  del activation_quantizers.RULES["Damped"], input_maps.MAPS["Reversed"]
+  del activation_quantizers.FEATURES["damping"]
 
 
 class Toy(Program):
