@@ -1,8 +1,8 @@
 """Gradients through the whole model, one decoder layer at a time.
 
-Forward, the hidden states entering each layer are stored; backward, each layer is run
-again and differentiated. One compiled function serves all layers and memory holds one
-layer's activations, whatever the depth.
+The forward pass stores the hidden states entering each layer; the backward pass reruns
+and differentiates each layer. One compiled function serves all layers, and memory holds
+the activations of one layer at any depth.
 """
 
 import functools
@@ -16,26 +16,26 @@ from mxjax.calibration.streams import outer_params
 from mxjax.devices import execution
 
 HEAD_CHUNK = 512
-"""Positions whose logits exist at once."""
+"""Positions whose logits are in memory at once."""
 
 
 class Objective(Protocol):
-  """A loss of what is learned; hashable, so that it can be a static argument.
+  """A loss of learned parameters; hashable, so that it can be a static argument.
 
   `shared` is learned once for the model, `own` once for each layer; both are pytrees.
   """
 
   @property
   def model(self) -> CausalLanguageModel:
-    """The model that the loss is of."""
+    """The model that is differentiated."""
     ...
 
   def embed(self, shared: Any, outer: Params, ids: jax.Array) -> jax.Array:
-    """Hidden states `[1, T, d]` of tokens int32 `[1, T]`."""
+    """Embeds int32 tokens `[1, T]` into hidden states `[1, T, d]`."""
     ...
 
   def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
-    """One layer, `[1, T, d]` to `[1, T, d]`."""
+    """Runs one layer, `[1, T, d]` to `[1, T, d]`."""
     ...
 
   def loss(
@@ -46,7 +46,7 @@ class Objective(Protocol):
     ids: jax.Array,
     teacher: jax.Array | None,
   ) -> jax.Array:
-    """The mean loss of a sequence, a scalar."""
+    """Computes the mean loss of a sequence, a scalar."""
     ...
 
 
@@ -55,8 +55,8 @@ class Gradients(NamedTuple):
 
   Attributes:
     loss: Mean over sequences.
-    shared: The shape of `shared`.
-    own: One pytree for each layer.
+    shared: Gradient of `shared`, with its structure.
+    own: Gradients of `own`, one pytree for each layer.
   """
 
   loss: float
@@ -73,7 +73,7 @@ def _forward(objective: Objective, part: str, *args: Any) -> jax.Array:
 def _backward(
   objective: Objective, part: str, learned: int, cotangent: jax.Array, *args: Any
 ) -> tuple[Any, ...]:
-  """Gradients of a part with respect to its first `learned` arguments."""
+  """Differentiates a part with respect to its first `learned` arguments."""
   run = lambda *first: getattr(objective, part)(*first, *args[learned:])
   return jax.vjp(run, *args[:learned])[1](cotangent)
 
@@ -98,7 +98,6 @@ def _of_sequence(
   ids: jax.Array,
   teacher: jax.Array | None,
 ) -> Gradients:
-  """The loss of one sequence and its gradients."""
   wait = execution.block_on_cpu
   hidden = wait(_forward(objective, "embed", shared, outer, ids))
   entering = []
@@ -129,14 +128,14 @@ def gradients(
   sequences: list[jax.Array],
   teachers: list[jax.Array] | None = None,
 ) -> Gradients:
-  """The mean loss of some sequences and its gradients.
+  """Computes the mean loss of some sequences and its gradients.
 
   Args:
     objective: The loss.
     params: The model's float params, which are constants.
-    shared: What is learned once.
-    own: What is learned for each layer, equal in structure.
-    sequences: Tokens, int32 `[1, T]` each; one after the other is run.
+    shared: Parameters learned once for the model.
+    own: Parameters learned for each layer, equal in structure.
+    sequences: Tokens, int32 `[1, T]` each; they run one after the other.
     teachers: The float model's last hidden states of each, `[1, T, d]`, or None.
 
   Returns:
@@ -156,11 +155,12 @@ def gradients(
 def chunked_mean(
   loss: Any, length: int, *arrays: jax.Array, weights: jax.Array
 ) -> jax.Array:
-  """The weighted mean of a loss over positions, a chunk of positions at a time.
+  """Computes the weighted mean of a loss over positions, one chunk at a time.
 
   Args:
-    loss: Maps chunks of the arrays to losses `[chunk]`; run again backward.
-    length: Positions.
+    loss: Maps chunks of the arrays to losses `[chunk]`; recomputed in the backward
+      pass.
+    length: Number of positions.
     *arrays: `[length, ...]` each.
     weights: float32 `[length]`, not all zero.
 
@@ -178,6 +178,6 @@ def chunked_mean(
 
 
 def batches(sequences: int, batch: int, steps: int) -> list[list[int]]:
-  """Sequences of each step in turn, beginning again at the end of the set."""
+  """Lists the sequence indices of each step, wrapping around at the end of the set."""
   size = min(batch, sequences)
   return [[(s * size + i) % sequences for i in range(size)] for s in range(steps)]

@@ -1,4 +1,4 @@
-"""Stage III of a layer: each recovery fit is measured, solved and installed in turn."""
+"""Stage III of a layer: measures, solves and installs each recovery fit in turn."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +38,7 @@ def measure(
   activations: Activations,
   float_taps: Sequence[dict[str, jax.Array]],
 ) -> Any:
-  """Moves a trajectory through a quantized layer and gathers a fit's moments.
+  """Moves a trajectory through a quantized layer and sums a fit's moments.
 
   Must be called inside `precision.float64_scope()`; the model itself runs outside it.
 
@@ -47,7 +47,7 @@ def measure(
     layer: The layer in the state the fit is measured on.
     float_layer: The float layer.
     activations: The trajectory in that state, before the layer; it is advanced.
-    float_taps: The float trajectory's taps, one dict a chunk.
+    float_taps: The float trajectory's taps, one dict for each chunk.
 
   Returns:
     The moments.
@@ -67,13 +67,14 @@ def measure(
 def recover(
   trajectories: Trajectories, float_layer: Params, parent: Params, stages: LayerStages
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Fits and installs a layer's recovery; moves the trajectories of the fits on.
+  """Fits and installs a layer's recovery, and advances the trajectories of the fits.
 
   Args:
-    trajectories: Those of the run, before the layer; the float one has observed it.
+    trajectories: The run's trajectories, before the layer; the float one has observed
+      it.
     float_layer: The float layer.
     parent: The quantized layer without recovery.
-    stages: Where the fits are announced.
+    stages: Announces the fits.
 
   Returns:
     The layer's params, and the records by fit.
@@ -83,7 +84,8 @@ def recover(
   by_layer = program.recovery_by == "layer"
   for position, fit in enumerate(program.recover):
     with stages.stage(f"{fit.name} recovery", 2 + position), precision.float64_scope():
-      # By layer all fits see what the finished layers before this one pass on.
+      # By layer, every fit is measured on the output of the finished layers before this
+      # one.
       entering = (
         trajectories.fits[0].copy() if by_layer else trajectories.fits[position]
       )
