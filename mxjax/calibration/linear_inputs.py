@@ -155,7 +155,7 @@ class LinearInputs:
     return (self.sequences - odd) * self.length, odd * self.length
 
   def probe(self, tokens: int) -> jax.Array:
-    """Returns the first tokens of the first sequence, float32 `[blocks, 32, tokens]`."""
+    """Returns the first sequence's first tokens, float32 `[blocks, 32, tokens]`."""
     return self.cached(f"probe_{tokens}", lambda: self.sequence(0)[..., :tokens])
 
   def sample(self, tokens: int) -> jax.Array:

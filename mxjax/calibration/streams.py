@@ -23,7 +23,8 @@ from mxjax.devices.placement import (
 from mxjax.numerics import mxfp4
 
 Chunks = list[jax.Array]
-"""Hidden states `[sequences, T, d]` in calibration order, compute dtype; on a mesh each chunk has one sequence a device."""
+"""Hidden states `[sequences, T, d]` in calibration order, compute dtype; on a mesh
+each chunk has one sequence a device."""
 
 
 def outer_params(params: Params) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def quantize_with_record(
   into: MutableMapping[str, Any] | None = None,
   mesh: Mesh | None = None,
 ) -> Result:
-  """Quantizes like `quantize` and also returns the run's record and reference params."""
+  """Like `quantize`, and also returns the record and the reference params."""
   placement = Placement.of(mesh)
   if mesh is not None and store is not None:
     raise ValueError(

@@ -76,7 +76,7 @@ class LayerStages:
 
   @contextlib.contextmanager
   def stage(self, label: str, step: int) -> Iterator[None]:
-    """A stage: the `with` block is its work."""
+    """Announces and times a stage, whose work is the `with` block."""
     self.announce(label, step)
     execution.trim_malloc(self._largest)
     with self._clock.stage(label):

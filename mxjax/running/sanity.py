@@ -19,14 +19,14 @@ MIN_AGREEMENT = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class SanityReport:
-  """Logits of the float and the quantized model on the same tokens.
+  """Comparison of the float and the quantized model's logits on the same tokens.
 
   Attributes:
     float_loss: Mean negative log-likelihood of the float model, nats a token.
-    quantized_loss: The same of the quantized model.
+    quantized_loss: The same for the quantized model.
     divergence: Mean KL(float || quantized), nats.
     agreement: Share of positions with the same most likely token.
-    tokens: Predictions compared.
+    tokens: Number of predictions compared.
   """
 
   float_loss: float
