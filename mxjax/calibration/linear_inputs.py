@@ -56,8 +56,8 @@ def _hessian_step(
 def _mirrored(upper: jax.Array, places: jax.Array) -> jax.Array:
   """Mirrors an upper triangle into a symmetric matrix `[d, d]`.
 
-  `places` are 0 to d - 1, int32. They are an argument because XLA:CPU would
-  constant-fold them for minutes, on 400 MB, where d is a power of two.
+  `places` are 0 to d - 1, int32. Created in here, they would make XLA:CPU compile this
+  for minutes, on 400 MB, where d is a power of two.
   """
   return jnp.where(places[:, None] <= places[None, :], upper, upper.T)
 

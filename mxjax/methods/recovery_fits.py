@@ -42,7 +42,7 @@ class RecoveryFit:
   def prepare(
     self, float_layer: Params, float_taps: Taps, sequences: int
   ) -> tuple[Any, Any]:
-    """Returns constants of the layer and zero float64 moments; needs a float64 scope."""
+    """Returns constants of the layer and zero moments; call it in a float64 scope."""
     raise NotImplementedError
 
   def measure(
@@ -58,7 +58,7 @@ class RecoveryFit:
     raise NotImplementedError
 
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
-    """Solves for the coefficients and returns them with their entries for the report."""
+    """Solves for the coefficients and returns them with their report entries."""
     raise NotImplementedError
 
   def install(self, layer: Params, leaf: Any) -> dict[str, Any]:

@@ -206,7 +206,7 @@ class BatQuant(Gptq):
     inputs: LinearInputs,
     input_map: InputMap | None,
   ) -> Realized:
-    """See `Program.quantize_weight`; clips the folded weights, then runs strict GPTQ."""
+    """See `Program.quantize_weight`; clips the folded weights, then runs GPTQ."""
     low, high = jax.nn.sigmoid(inputs.group.weights[inputs.name])
     clipped = execution.block_on_cpu(clip_blocks(weight, low, high))
     result = reconstruct(

@@ -78,7 +78,7 @@ class _Distillation:
     ids: jax.Array,
     teacher: jax.Array | None,
   ) -> jax.Array:
-    """Computes the mean over tokens of KL(teacher || student) on the teacher's top k."""
+    """Computes the mean over tokens of KL(teacher || student) on the top k tokens."""
     del shared
     assert teacher is not None
     length = ids.shape[1]

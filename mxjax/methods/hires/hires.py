@@ -218,7 +218,7 @@ class HiRes(Program):
   def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
   ) -> Realized:
-    """Stage II: runs GPTQ in the installed coordinates and builds the one-code tables."""
+    """Stage II: runs GPTQ in the installed coordinates and builds one-code tables."""
     if self.weights == "gptq":
       result = reconstruct(weight, inputs, input_map, self.damping, scales=self.scales)
     else:
