@@ -206,12 +206,9 @@ def _loaded(config: ModelConfig, packed_total: int, blocks: int) -> dict[str, in
 class RunArrays:
   """Sizes in bytes of a run's arrays and temporaries.
 
-  Attributes:
-    config: The model's description.
-    linears: `(out_features, in_features)` of a layer's targets.
-    tokens: Calibration tokens of one device.
-    length: Tokens of a sequence.
-    chunk: Sequences in a device call.
+  `linears` are `(out_features, in_features)` of a layer's targets, `tokens` the
+  calibration tokens of one device, `length` the tokens of a sequence, `chunk` the
+  sequences in a device call.
   """
 
   config: ModelConfig

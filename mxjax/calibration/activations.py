@@ -45,16 +45,11 @@ class Activations:
     index: int = 0,
     store: CalibrationStore | None = None,
   ) -> None:
-    """Starts the trajectory before layer `index`.
+    """Starts before layer `index`, processing `chunk` sequences in a device call.
 
-    Args:
-      calib: Model and tokens.
-      hidden: Hidden states entering the layer, or None if the store has them. Their
-        buffers are donated when the layer runs.
-      chunk: Sequences in a device call.
-      placement: Where `hidden` lies.
-      index: The layer.
-      store: Shared hidden states and reductions of a float model; not on a mesh.
+    `hidden` enters the layer, or is None if the store has it; its buffers are donated
+    when the layer runs. `store` shares the hidden states and reductions of a float
+    model; it does not work on a mesh.
     """
     self.calib, self.placement, self.index = calib, placement, index
     self._hidden, self._chunk, self._store = hidden, chunk, store
@@ -108,12 +103,9 @@ class Activations:
   ) -> None:
     """Registers a float layer whose taps are captured; without a store, runs it now.
 
-    With a store, the layer runs when its taps are first needed.
-
-    Args:
-      layer: The float params of layer `index`.
-      contract: Names the target linears, whose inputs are captured.
-      plain: Other taps, captured without reshaping.
+    With a store, the layer runs when its taps are first needed. `contract` names the
+    target linears, whose inputs are captured; `plain` names other taps, captured
+    without reshaping.
     """
     taps = self.calib.model.projection_taps
     blocked = sorted({taps[path] for path in targets(self.calib.model, contract)})
@@ -196,19 +188,11 @@ class Activations:
     constants: Any,
     static: tuple[Any, ...],
   ) -> Any:
-    """Moves through a layer and sums a quantity over its sequences.
+    """Moves through a layer and returns a sum over its sequences.
 
-    Args:
-      step: A `totals.Step` that gets (hidden `[T, d]`, taps) as its sequence and
-        outputs the hidden states leaving the layer.
-      totals: The initial sum.
-      layers: Nested params passed to the step.
-      taps: Taps of another trajectory for each chunk, `[sequences, ...]`.
-      constants: A pytree passed to the step.
-      static: Hashable arguments of the step.
-
-    Returns:
-      The totals.
+    The `totals.Step` gets (hidden `[T, d]`, `taps`), `layers` and `constants`, and
+    outputs the hidden states leaving the layer. `taps` belong to another trajectory,
+    one dict of `[sequences, ...]` for each chunk. The sum starts at `totals`.
     """
     running, params = Totals(totals, self.placement), self.placement.shard_rows(layers)
     constants = self.placement.replicate(constants)

@@ -51,12 +51,9 @@ class Objective(Protocol):
 
 
 class Gradients(NamedTuple):
-  """A loss and its gradients.
+  """A loss, averaged over sequences, and its gradients.
 
-  Attributes:
-    loss: Mean over sequences.
-    shared: Gradient of `shared`, with its structure.
-    own: Gradients of `own`, one pytree for each layer.
+  `shared` and `own` have the structure of the parameters.
   """
 
   loss: float
@@ -130,16 +127,9 @@ def gradients(
 ) -> Gradients:
   """Computes the mean loss of some sequences and its gradients.
 
-  Args:
-    objective: The loss.
-    params: The model's float params, which are constants.
-    shared: Parameters learned once for the model.
-    own: Parameters learned for each layer, equal in structure.
-    sequences: Tokens, int32 `[1, T]` each; they run one after the other.
-    teachers: The float model's last hidden states of each, `[1, T, d]`, or None.
-
-  Returns:
-    The loss and the gradients, averaged over sequences.
+  `params` are constants. `own` holds one pytree for each layer, all equal in structure.
+  The `sequences`, int32 `[1, T]` each, run one after the other; `teachers` are the
+  float model's last hidden states, `[1, T, d]` each.
   """
   model, outer = objective.model, outer_params(params)
   layers = [params[model.layer_name(i)] for i in range(model.num_layers)]
@@ -157,15 +147,8 @@ def chunked_mean(
 ) -> jax.Array:
   """Computes the weighted mean of a loss over positions, one chunk at a time.
 
-  Args:
-    loss: Maps chunks of the arrays to losses `[chunk]`; recomputed in the backward
-      pass.
-    length: Number of positions.
-    *arrays: `[length, ...]` each.
-    weights: float32 `[length]`, not all zero.
-
-  Returns:
-    A scalar.
+  `loss` maps chunks of the arrays, `[length, ...]` each, to losses `[chunk]`; it is
+  recomputed in the backward pass. `weights` are float32 `[length]`, not all zero.
   """
   chunk = min(HEAD_CHUNK, length)
   padding = -length % chunk

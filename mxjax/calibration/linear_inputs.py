@@ -86,14 +86,11 @@ class LinearInputs:
 
   Attributes:
     name: The linear's name, such as `q_proj`; empty for a view that several share.
-    rules: Codec rules of the contract.
     record: Entries that hooks add to this linear's part of the report.
     learned: What `Program.prepare` learned for this linear, or None.
     group: What `Program.shape_group` returned for the linears on this tensor.
-    placement: Where the activations lie; a hook gets arrays on the primary device.
-    sequences: Calibration sequences.
-    blocks: Physical blocks of the input axis.
-    length: Tokens of a sequence.
+    placement: Where the activations lie; hooks get arrays on the primary device.
+    sequences, blocks, length: Calibration sequences, input blocks, tokens a sequence.
   """
 
   def __init__(
@@ -107,14 +104,11 @@ class LinearInputs:
   ) -> None:
     """Wraps captured activations.
 
-    Args:
-      chunks: float32 arrays `[sequences, blocks, 32, tokens]` in calibration order, or
-        a function that captures them when a hook first needs data that the cache lacks.
-        On a mesh each chunk has one sequence a device.
-      rules: Codec rules of the contract.
-      extent: `(sequences, blocks, tokens)` over all chunks; required with a function.
-      cache: Reductions shared with other linears that read the same tensor.
-      placement: Where the chunks lie.
+    `chunks` are float32 `[sequences, blocks, 32, tokens]` in calibration order (on a
+    mesh with one sequence a device), or a function that captures them when a hook first
+    needs data that the cache lacks. A function requires `extent`, `(sequences, blocks,
+    tokens)` over all chunks. `cache` shares reductions with linears that read the same
+    tensor.
     """
     self._source = chunks
     self._cache = {} if cache is None else cache
@@ -188,17 +182,12 @@ class LinearInputs:
     return jnp.concatenate(parts, axis=-1)[..., back]
 
   def reduce(self, step: Step, init: Any, *args: Any) -> Any:
-    """Folds `step` over sequences in calibration order.
+    """Folds `step` over sequences in calibration order and returns the last carry.
 
-    Args:
-      step: A module-level function `(carry, blocks [blocks, 32, T], index, rules,
-        *args)` to the next carry, jitted once for each shape. It must be additive in
-        the carry: on a mesh it runs on a zero carry and results are summed.
-      init: The first carry; its buffers are donated.
-      *args: Arrays passed to every step.
-
-    Returns:
-      The last carry.
+    `step` is a module-level function `(carry, blocks [blocks, 32, T], index, rules,
+    *args)` to the next carry, jitted once for each shape. It must be additive in the
+    carry: on a mesh it runs on a zero carry and results are summed. The buffers of
+    `init` are donated.
     """
     init, args = execution.block_on_cpu((init, args))
     totals, args = Totals(init, self.placement), self.placement.replicate(args)

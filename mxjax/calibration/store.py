@@ -68,10 +68,7 @@ class CalibrationStore:
   ) -> None:
     """Derives the folder from the content of params and tokens; writes nothing.
 
-    Args:
-      root: The parent folder, with one subfolder for each content key.
-      params: Params of the float model that calibrates.
-      calib: Its tokens; the compute dtype of its model is part of the key.
+    `root` has one subfolder for each content key, which includes the compute dtype.
     """
     config = getattr(calib.model, "config", None)
     parts = (params_digest(params), calib.fingerprint, getattr(config, "dtype", ""))

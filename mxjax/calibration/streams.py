@@ -78,13 +78,8 @@ def capture(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Runs a chunk through a float layer and returns its output and taps.
 
-  Args:
-    model: The model.
-    layer: The float layer's params.
-    hidden: `[sequences, T, d]`; its buffer is donated.
-    blocked: Taps returned feature-major, float32 `[sequences, blocks, 32, T]`.
-    plain: Taps returned unchanged, `[sequences, T, ...]`.
-    placement: Where layer and chunk lie.
+  `hidden`, `[sequences, T, d]`, is donated. `blocked` taps are returned feature-major,
+  float32 `[sequences, blocks, 32, T]`; `plain` taps unchanged, `[sequences, T, ...]`.
   """
 
   def run(layer: Params, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -154,15 +149,9 @@ def final_hiddens(
 ) -> Chunks:
   """Runs windows through all layers, reading each layer once for all of them.
 
-  Args:
-    model: The model.
-    params: Its params, float or quantized, possibly on disk.
-    windows: int32 `[B, T]` each; on a mesh one window for each device along `data`.
-    placement: Where windows lie; params are put there.
-
-  Returns:
-    Hidden states `[B, T, d]` leaving the last layer, one array for each window. The
-    bits of a window do not depend on the others.
+  Each window is int32 `[B, T]`, on a mesh with one window for each device along `data`.
+  `params` are float or quantized, possibly on disk. Returns the hidden states `[B, T,
+  d]` leaving the last layer; the bits of a window do not depend on the others.
   """
   outer = placement.shard_rows(outer_params(params))
   hidden = [

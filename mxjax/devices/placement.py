@@ -31,12 +31,7 @@ T = TypeVar("T")
 
 
 class Sharing(NamedTuple):
-  """How sequences and row-sharded weights are distributed.
-
-  Attributes:
-    axes: Mesh axes that the sequences are split over.
-    gather: See `RowSharded`.
-  """
+  """How sequences are split over mesh `axes`; `gather` is that of `RowSharded`."""
 
   axes: tuple[str, ...]
   gather: Literal["weights", "outputs"]
@@ -50,11 +45,7 @@ EVALUATION = Sharing((DATA,), "outputs")
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """One device, or the devices of a mesh; hashable, so it can be a static argument.
-
-  Attributes:
-    mesh: The mesh, with the axes `data` and `model`; None for the default device.
-  """
+  """One device (mesh None), or the devices of a mesh; hashable, so it can be static."""
 
   mesh: Mesh | None = None
 
@@ -169,12 +160,9 @@ class Placement:
   ) -> Any:
     """Calls `run(params, *arrays)`, sharded over the mesh if there is one; traced.
 
-    Args:
-      run: The function; on a mesh it sees its device's part of every array.
-      params: Params placed by `shard_rows`; `run` gets `RowSharded` weights.
-      *arrays: Pytrees of arrays.
-      sharing: How sequences, the leading axis of all results, are split.
-      specs: Sharding of each of the arrays; by leading sequences when None.
+    On a mesh `run` sees its device's part of every array and `RowSharded` weights;
+    `params` must come from `shard_rows`. `sharing` says how sequences, the leading axis
+    of all results, are split; `specs` shard the arrays, by default along sequences.
     """
     if self.mesh is None:
       return run(params, *arrays)
@@ -198,14 +186,9 @@ class Placement:
   ) -> T:
     """Calls `run(weight, *others)` with output rows split over all devices.
 
-    Args:
-      run: A hashable function whose results have rows on their last axis; each row
-        depends on that row of the weight alone.
-      weight: `[..., rows]`.
-      *others: Arrays that every device needs whole.
-
-    Returns:
-      The results of all rows, on the primary device.
+    `run` is hashable, and its results have rows on their last axis, each depending on
+    that row of the weight `[..., rows]` alone; every device needs `others` whole.
+    Returns the results of all rows, on the primary device.
     """
     if self.mesh is None:
       return run(weight, *others)

@@ -84,11 +84,9 @@ def connect(
 ) -> None:
   """Joins the job; must be called before any other use of JAX.
 
-  Args:
-    coordinator: `host:port` of process 0. Arguments that are None come from the
-      cluster's environment (Slurm, Kubernetes, Open MPI and others that JAX knows).
-    processes: Number of processes.
-    process: Index of this process.
+  `coordinator` is `host:port` of process 0, `processes` their number, `process` the
+  index of this one. Those that are None come from the cluster's environment (Slurm,
+  Kubernetes, Open MPI and others that JAX knows).
 
   Raises:
     ValueError: A value is missing from both arguments and environment, or joining

@@ -125,16 +125,11 @@ class Totals:
   ) -> Any:
     """Adds the contributions of the next sequences.
 
-    Args:
-      step: A module-level function, compiled once for each shape.
-      sequences: Arrays `[sequences, ...]`, on a mesh one sequence a device.
-      *args: Pytrees passed to every step, already replicated on a mesh.
-      static: Hashable arguments of the step.
-      params: Params placed by `Placement.shard_rows`.
-      consumed: Like `sequences`, but donated. A step gets `(consumed, sequences)`.
-
-    Returns:
-      The outputs of the steps, `[sequences, ...]`.
+    `step` is a module-level function, compiled once for each shape. `sequences` and
+    `consumed` are `[sequences, ...]`, on a mesh one sequence a device; a step gets
+    `(consumed, sequences)`, and `consumed` is donated. `args` are pytrees for every
+    step, already replicated on a mesh; `static` arguments are hashable; `params` come
+    from `Placement.shard_rows`. Returns the outputs of the steps, `[sequences, ...]`.
     """
     first = np.int32(self._first)
     self._totals, outputs = execution.block_on_cpu(

@@ -49,14 +49,10 @@ def reconstruct(
 ) -> gptq.Reconstruction:
   """Runs GPTQ in the coordinates of a map, from the shared raw Hessian.
 
-  Args:
-    weight: Folded weights, float32 `[blocks, 32, out_features]`.
-    inputs: The linear's calibration inputs in native coordinates.
-    input_map: The installed map, or None.
-    damping: First relative damping; the one that succeeds goes into `inputs.record`.
-    scales: Source of the block exponents.
-    order: Natural column order, or by decreasing diagonal of the Hessian.
-    descent: Passes of `code_descent` afterwards.
+  `weight` is folded, float32 `[blocks, 32, out_features]`; `inputs` are in native
+  coordinates. `damping` is the first relative damping; the one that succeeds goes into
+  `inputs.record`. Columns go in natural order or by decreasing diagonal of the Hessian.
+  `descent` counts passes of `code_descent` afterwards.
 
   Raises:
     ValueError: No damping tried made the Hessian positive definite.

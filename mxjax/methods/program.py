@@ -28,12 +28,7 @@ from mxjax.numerics.shaping.input_maps import InputMap
 
 
 class Realized(NamedTuple):
-  """Result of `quantize_weight`.
-
-  Attributes:
-    weight: Legal codes of the weights in the installed coordinates.
-    rounding: The dynamic A4 rule.
-  """
+  """Legal codes in the installed coordinates, and the dynamic A4 rule."""
 
   weight: gptq.Reconstruction
   rounding: ActivationQuantizer
@@ -102,11 +97,8 @@ class Program:
   ) -> Realized:
     """Chooses legal W4 codes and the A4 rule in the installed coordinates.
 
-    Args:
-      weight: Folded weights, float32 `[blocks, 32, out_features]`.
-      inputs: The linear's calibration inputs in native coordinates; `input_map`
-        conjugates their Hessian.
-      input_map: The result of `shape`.
+    `weight` is folded, float32 `[blocks, 32, out_features]`; `inputs` are in native
+    coordinates, and `input_map` conjugates their Hessian.
     """
     del input_map
     return Realized(gptq.round_to_nearest(weight, inputs.rules), Nearest())

@@ -86,16 +86,9 @@ def quantize_layer(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Quantizes the targets of one layer.
 
-  Args:
-    model: The model.
-    path: The layer's name, such as `layers_3`.
-    layer: Its float params.
-    program: The method.
-    views: Inputs of its targets, by tap.
-    learned: What `Program.prepare` learned, by path.
-    contract: Names the targets.
-    announce: Called with each linear's name before it is quantized.
-    probe: Whether linears are measured for their records.
+  `views` are the inputs of its targets by tap, `learned` is keyed by path, and
+  `announce` gets each linear's name before it is quantized. With `probe`, linears are
+  measured for their records.
 
   Returns:
     The layer's params with `QuantizedLinear` leaves, and a record for each target.

@@ -127,18 +127,13 @@ def linear_record(
 ) -> dict[str, Any]:
   """Describes one quantized linear and measures it on a few calibration tokens.
 
-  Args:
-    weight: The float weight, `[out_features, in_features]`.
-    leaf: The quantized linear that replaces it.
-    inputs: Its calibration inputs, whose record is included.
-    probe: Whether to measure anything.
+  `weight` is the float weight `[out_features, in_features]` that `leaf` replaces.
 
   Returns:
-    Shape, names of map and rounding, entries recorded by the program's hooks, and if
-    probed: relative squared output errors (`error_rtn` in native coordinates,
-    `error_mapped_rtn` after the map, `error_mapped_nearest` with the final weights,
-    `error_final` with the final A4 rule), edit rate, exponent histograms, saturation
-    rates.
+    `inputs.record`, shape, names of map and rounding, and with `probe`: relative
+    squared output errors (`error_rtn` in native coordinates, `error_mapped_rtn` after
+    the map, `error_mapped_nearest` with the final weights, `error_final` with the final
+    A4 rule), edit rate, exponent histograms, saturation rates.
   """
   record: dict[str, Any] = dict(inputs.record)
   record["shape"] = list(weight.shape)

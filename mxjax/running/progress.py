@@ -9,13 +9,9 @@ from mxjax.running.run_record import StageClock
 
 
 class Progress(NamedTuple):
-  """The position of a run.
+  """Position of a run: current layer, number of layers, current stage or linear.
 
-  Attributes:
-    layer: Index of the current layer.
-    layers: Number of layers.
-    stage: Name of the current stage or linear.
-    fraction: Finished share of the whole run.
+  `fraction` is the finished share of the whole run.
   """
 
   layer: int
@@ -28,12 +24,7 @@ OnProgress = Callable[[Progress], None]
 
 
 class Stopped(Exception):
-  """Raised when a run stops on request, after a finished layer.
-
-  Attributes:
-    layer: Number of finished layers.
-    layers: Number of layers.
-  """
+  """Raised when a run stops on request, after `layer` of `layers` are finished."""
 
   layer: int
   layers: int
@@ -57,12 +48,8 @@ class LayerStages:
   ) -> None:
     """Stores the settings; announces nothing yet.
 
-    Args:
-      clock: Accumulates the time of each stage.
-      on_progress: The caller's callback, or None.
-      place: Index of the layer, and number of layers.
-      steps: Stages of the layer.
-      largest: Size in bytes of the layer's largest array.
+    `place` is the layer's index and the number of layers, `steps` its number of stages,
+    `largest` the bytes of its largest array.
     """
     self._clock, self._on_progress = clock, on_progress
     self._place, self._steps, self._largest = place, steps, largest

@@ -38,19 +38,12 @@ def measure(
   activations: Activations,
   float_taps: Sequence[dict[str, jax.Array]],
 ) -> Any:
-  """Moves a trajectory through a quantized layer and sums a fit's moments.
+  """Moves a trajectory through a quantized layer and returns a fit's moments.
 
   Must be called inside `precision.float64_scope()`; the model itself runs outside it.
-
-  Args:
-    fit: The recovery fit.
-    layer: The layer in the state the fit is measured on.
-    float_layer: The float layer.
-    activations: The trajectory in that state, before the layer; it is advanced.
-    float_taps: The float trajectory's taps, one dict for each chunk.
-
-  Returns:
-    The moments.
+  `layer` is in the state that the fit is measured on, `activations` are the trajectory
+  in that state, and `float_taps` come from the float trajectory, one dict for each
+  chunk.
   """
   sequences = len(activations.calib.tokens)
   constants, moments = fit.prepare(float_layer, float_taps[0], sequences)
@@ -69,15 +62,9 @@ def recover(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Fits and installs a layer's recovery, and advances the trajectories of the fits.
 
-  Args:
-    trajectories: The run's trajectories, before the layer; the float one has observed
-      it.
-    float_layer: The float layer.
-    parent: The quantized layer without recovery.
-    stages: Announces the fits.
-
-  Returns:
-    The layer's params, and the records by fit.
+  `trajectories` are before the layer, and the float one has observed it. `parent` is
+  the quantized layer without recovery. Returns the layer's params, and the records by
+  fit.
   """
   program = trajectories.program
   current, records = dict(parent), {}

@@ -44,11 +44,8 @@ class QuantizationRecord:
   """The measurements that a report shows, JSON-ready through `to_dict`.
 
   Attributes:
-    program: Name and options.
-    contract_hash: SHA-256 of the contract.
     calibration: Fingerprint and shape of the calibration tokens.
     layers: One dict for each layer: `linears` by path, `recovery` by fit.
-    clock: Time and memory by stage.
     sanity: The sanity gate's comparison, or None if it was not run.
     preparation: What `Program.prepare` recorded.
     resumed: One entry for every resume of a killed run: finished layers (`layer`),

@@ -22,13 +22,9 @@ SANITY_TOKENS = 256
 
 
 class Result(NamedTuple):
-  """The result of `quantize_with_record`.
+  """Quantized params, the run's record, and the float params that were quantized.
 
-  Attributes:
-    params: The same tree with `QuantizedLinear` leaves.
-    record: The run's measurements.
-    reference: The float params that were quantized: the given ones unless the program
-      rewrote them.
+  `reference` are the given params unless the program rewrote them.
   """
 
   params: MutableMapping[str, Any]
@@ -159,11 +155,7 @@ class RunState:
   ) -> None:
     """Adds a finished layer; with a run folder, writes it durably.
 
-    Args:
-      name: The layer's name, such as `layers_3`.
-      quantized: Its params.
-      record: Its measurements, JSON-ready.
-      trajectories: The trajectories entering the next layer.
+    `name` is such as `layers_3`; `trajectories` enter the next layer.
     """
     is_last = self.finished + 1 == self._calib.model.num_layers
     if not is_last:

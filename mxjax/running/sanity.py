@@ -21,12 +21,9 @@ MIN_AGREEMENT = 0.05
 class SanityReport:
   """Comparison of the float and the quantized model's logits on the same tokens.
 
-  Attributes:
-    float_loss: Mean negative log-likelihood of the float model, nats a token.
-    quantized_loss: The same for the quantized model.
-    divergence: Mean KL(float || quantized), nats.
-    agreement: Share of positions with the same most likely token.
-    tokens: Number of predictions compared.
+  Losses are mean negative log-likelihoods, nats a token; `divergence` is the mean
+  KL(float || quantized), nats; `agreement` is the share of positions with the same most
+  likely token; `tokens` counts the predictions.
   """
 
   float_loss: float

@@ -74,15 +74,9 @@ def load_arrays(
   entries: Mapping[str, Any],
   shardings: Mapping[str, jax.sharding.Sharding],
 ) -> dict[str, jax.Array]:
-  """Reads arrays with little extra memory; each process reads its part.
+  """Reads arrays by path, placed by `shardings`; each process reads only its part.
 
-  Args:
-    folder: The checkpoint.
-    entries: Shape and dtype by path, as the manifest lists them.
-    shardings: Sharding of each array.
-
-  Returns:
-    The arrays by path, placed.
+  `entries` have shape and dtype by path, as the manifest lists them.
 
   Raises:
     ValueError: The arrays on disk differ from `entries` or are damaged.

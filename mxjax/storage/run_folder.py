@@ -65,10 +65,7 @@ def _abbreviate(value: Any) -> str:
 class Prepared(NamedTuple):
   """Result of `Program.prepare`, read from disk.
 
-  Attributes:
-    params: The float model that the program rewrote, or None if it kept the given one.
-    learned: What it learned, by path.
-    record: Its entries for the report.
+  `params` are None if the program kept the given float model; `learned` is by path.
   """
 
   params: dict[str, Any] | None
@@ -329,12 +326,8 @@ class RunFolder:
   ) -> None:
     """Writes a finished layer durably, with the inputs of the next one.
 
-    Args:
-      name: The layer's name, such as `layers_3`.
-      layer: Its params.
-      record: Its measurements, JSON-ready.
-      streams: Hidden states entering the next layer; empty after the last.
-      clock: Seconds and peak bytes by stage so far.
+    `streams` enter the next layer and are empty after the last; `clock` has seconds and
+    peak bytes by stage so far.
     """
     if self._journal is None:
       return

@@ -48,11 +48,9 @@ MAX_CONDITION = 1e4
 class Learnable(NamedTuple):
   """Trained parameters of the linears on one tensor; all float32.
 
-  Attributes:
-    shared: A, `[8, 8]`.
-    private: B, `[blocks, 4, 4]`.
-    inputs: Logits of the kept share of minimum and maximum, `[2, blocks]`.
-    weights: The same for every output row, by linear, `[2, blocks, out_features]`.
+  A is `shared` `[8, 8]`, B is `private` `[blocks, 4, 4]`; `inputs` `[2, blocks]` are
+  logits of the kept share of minimum and maximum, and `weights` are the same by linear
+  for every output row, `[2, blocks, out_features]`.
   """
 
   shared: jax.Array

@@ -56,12 +56,8 @@ def round_blocks(
 ) -> tuple[gptq.Reconstruction, jax.Array]:
   """Rounds a linear from its last block to its first, each in its own basis.
 
-  Args:
-    weight: Float weights, `[blocks, 32, out_features]`.
-    factor: R of the damped Hessian, float64 `[d, d]`.
-    rules: Codec rules.
-    basis: Construction of a block's transform.
-    dtype: Dtype the transforms are rounded to.
+  `weight` is `[blocks, 32, out_features]`; `factor` is R of the damped Hessian, float64
+  `[d, d]`.
 
   Returns:
     Legal codes in the transformed coordinates (decoded in float64), and the transforms,

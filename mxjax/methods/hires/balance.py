@@ -60,12 +60,7 @@ def _listed_step(
 
 
 class _TrialBatch(NamedTuple):
-  """Trials that are measured together, `[trials, blocks, ...]`.
-
-  Attributes:
-    transforms: D T, float32 `[..., 32, 32]`.
-    weights: Encoded weights.
-  """
+  """Trials measured together: D T, float32 `[trials, blocks, 32, 32]`, and weights."""
 
   transforms: jax.Array
   weights: dyadic_balance.Trial
@@ -78,11 +73,8 @@ class _TrialBatch(NamedTuple):
 class _Trials(NamedTuple):
   """The three trials of every block's balance.
 
-  Attributes:
-    full_scales: u of the full step, float64 `[blocks, 8]`.
-    ends: The full step and identity.
-    half: The half step.
-    signal: ||X W'||^2 / n, float64 `[blocks]`.
+  `full_scales` are u of the full step, float64 `[blocks, 8]`; `ends` are the full step
+  and identity; `signal` is ||X W'||^2 / n, float64 `[blocks]`.
   """
 
   full_scales: jax.Array
@@ -257,16 +249,11 @@ def balanced(
 
   Paper: Eq. serb-proposal and Eq. serb-realized-loss.
 
-  Args:
-    weight: Raw weights, float32 `[blocks, 32, out_features]`.
-    inputs: The linear's inputs; its record gets `balance_steps` and `balance_losses`:
-      J_b of the full step, the half step (None if not needed) and identity.
-    moment: X'X / n of each block, float64 `[blocks, 32, 32]`.
-    transform: T, float64, same shape.
-    balance_by: Trials quantize each `block` alone or the whole linear, `layer` (A11).
-
-  Returns:
-    float64 `[blocks, 32, 32]`.
+  `weight` is raw, float32 `[blocks, 32, out_features]`; `moment` (X'X / n), `transform`
+  (T) and the result are float64 `[blocks, 32, 32]`. Trials quantize each `block` alone
+  or the whole linear, `layer` (A11). `inputs.record` gets `balance_steps` and
+  `balance_losses`: J_b of the full step, the half step (None if not needed) and
+  identity.
   """
   start = jnp.zeros(dyadic_balance.subgroup_shape(inputs.blocks), jnp.float64)
   errors = inputs.reduce(_error_step, start, transform.astype(jnp.float32))

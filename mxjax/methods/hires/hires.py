@@ -28,11 +28,8 @@ from mxjax.numerics.shaping.input_maps import InputMap
 class _Anchor(NamedTuple):
   """Constants of the anchor pass; `[blocks, 32, 32]`, with a leading axis of folds.
 
-  Attributes:
-    chart: P_ref, float64.
-    rotated: R_H P_ref, float32: maps native to anchor coordinates.
-    weight_folds: C_W by fold, float64.
-    weight_cross_folds: K_W by fold, float64.
+  `chart` is P_ref, float64; `rotated` is R_H P_ref, float32, which maps native to
+  anchor coordinates; the weight folds are C_W and K_W by fold, float64.
   """
 
   chart: jax.Array

@@ -212,13 +212,9 @@ def write_compressed_tensors(
 ) -> pathlib.Path:
   """Writes a folder that compressed-tensors decompresses to our decoded weights.
 
-  Args:
-    out: A new folder.
-    source: The model, without features that the format lacks.
-    companions: Origin of tokenizer and config.
-    transforms: Whether to keep Hadamards without signs as `transform_config`. A loader
-      that ignores it computes nonsense, so this is off by default.
-    shard_bytes: Maximum size of a shard.
+  `source` must be without features that the format lacks. `transforms` keeps Hadamards
+  without signs as `transform_config`; it is off by default because a loader that
+  ignores it computes nonsense.
 
   Raises:
     FileExistsError: The folder is not empty.

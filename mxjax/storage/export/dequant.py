@@ -152,14 +152,8 @@ def effective_params(
 ) -> tuple[dict[str, Any], ModelConfig, float]:
   """Converts quantized weights to a float model without maps, tables and recovery.
 
-  Args:
-    params: Quantized params.
-    config: Their config.
-    dtype: Dtype of the new weights and biases.
-
-  Returns:
-    Float params, their config with any added biases, and the largest relative Frobenius
-    error of a linear from rounding to `dtype`.
+  New weights and biases have `dtype`. Returns float params, their config with any added
+  biases, and the largest relative Frobenius error of a linear from rounding to `dtype`.
   """
   new_config = _add_biases(params, config)
   biased = {"self_attn": new_config.attention_bias, "mlp": new_config.mlp_bias}

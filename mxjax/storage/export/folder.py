@@ -45,12 +45,9 @@ COMPANIONS = (
 class Source:
   """A quantized model and its provenance.
 
-  Attributes:
-    params: Its params.
-    config: Its description.
-    facts: JSON-ready provenance for the manifest: digest of the checkpoint, contract,
-      program, calibration.
-    record: JSON-ready: what was left out, and what was measured before writing.
+  `facts` are JSON-ready provenance for the manifest: digest of the checkpoint,
+  contract, program, calibration. `record` is JSON-ready: what was left out, and what
+  was measured before writing.
   """
 
   params: Mapping[str, Any]
@@ -61,12 +58,10 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Companions:
-  """Folders that provide the files beside the weights.
+  """Folders that provide the files beside the weights, or None.
 
-  Attributes:
-    tokenizer: Holds the tokenizer's files, or None.
-    model: The folder of the float model, or None; its `config.json` is then the base of
-      ours, and its files override those of `tokenizer`.
+  `tokenizer` holds the tokenizer's files. `model` is the folder of the float model: its
+  `config.json` is the base of ours, and its files override those of `tokenizer`.
   """
 
   tokenizer: pathlib.Path | None = None
@@ -186,17 +181,11 @@ def write_folder(
   details: Mapping[str, Any],
   shard_bytes: int,
 ) -> pathlib.Path:
-  """Writes a whole export; `out` appears only when it is complete.
+  """Writes a whole export; `out`, a new folder, appears only when it is complete.
 
-  Args:
-    out: A new folder.
-    form: Name of the format.
-    source: The model, with the config of the export.
-    companions: Origin of the tokenizer and other files beside the weights.
-    tensors: The content of the safetensors files, by name.
-    json_files: JSON values by file name, such as `config.json`.
-    details: Entries about this format for `mxjax_export.json`.
-    shard_bytes: Maximum size of a shard.
+  `form` names the format, `tensors` is the content of the safetensors files,
+  `json_files` maps file names such as `config.json` to values, and `details` go into
+  `mxjax_export.json`. `source` has the config of the export.
 
   Raises:
     FileExistsError: The folder is not empty.

@@ -27,12 +27,9 @@ EXPERT_BLOCK_BYTES = 16
 
 
 class Imported(NamedTuple):
-  """A model read from another program's folder.
+  """A model read from another program's folder, with `QuantizedLinear` leaves.
 
-  Attributes:
-    params: Params with `QuantizedLinear` leaves.
-    config: The model's description.
-    rounds_inputs: Whether its scheme rounds activations; here they follow our rule.
+  `rounds_inputs` says whether its scheme rounds activations; here they follow our rule.
   """
 
   params: dict[str, Any]
@@ -183,15 +180,11 @@ def _check_leaves(
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-  """The experts of one gpt-oss layer.
+  """The experts of one gpt-oss layer; biases may be None.
 
-  Attributes:
-    gate: Packed `[experts, intermediate, hidden]`: the even rows of the fused tensor.
-    up: Packed, same shape: its odd rows.
-    down: Packed `[experts, hidden, intermediate]`.
-    gate_bias: `[experts, intermediate]`, or None.
-    up_bias: Likewise.
-    down_bias: `[experts, hidden]`, or None.
+  `gate` and `up` are the even and odd rows of the fused tensor, packed `[experts,
+  intermediate, hidden]`, with biases `[experts, intermediate]`; `down` is packed
+  `[experts, hidden, intermediate]`, with bias `[experts, hidden]`.
   """
 
   gate: mxfp4.MXTensor
