@@ -63,10 +63,9 @@ class Audit:
 
 
 def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
-  """Audits a checkpoint, and the run folder beside it if there is one.
+  """Audits a folder of `mxjax quantize` or a checkpoint; `seed` draws the inputs.
 
-  `path` is a folder of `mxjax quantize` or a checkpoint; `seed` seeds the random
-  inputs.
+  The run folder beside the checkpoint is audited if there is one.
 
   Raises:
     FileNotFoundError: There is no checkpoint.

@@ -77,7 +77,6 @@ def _mean_of_folds(totals: jax.Array, tokens: jax.Array) -> jax.Array:
 
 @jax.jit
 def _mean_of_all(folds: jax.Array, tokens: jax.Array) -> jax.Array:
-  """Computes the mean over all tokens from the means of the folds."""
   return (folds[0] * tokens[0] + folds[1] * tokens[1]) / tokens.sum()
 
 
@@ -90,7 +89,9 @@ class LinearInputs:
     learned: What `Program.prepare` learned for this linear, or None.
     group: What `Program.shape_group` returned for the linears on this tensor.
     placement: Where the activations lie; hooks get arrays on the primary device.
-    sequences, blocks, length: Calibration sequences, input blocks, tokens a sequence.
+    sequences: Number of calibration sequences.
+    blocks: Number of physical blocks of the input axis.
+    length: Tokens of a sequence.
   """
 
   def __init__(

@@ -14,7 +14,7 @@ AXES = (DATA, MODEL)
 def make(data: int | None = None, model: int = 1) -> Mesh:
   """Makes a mesh of the devices of all processes.
 
-  `data` and `model` are the axis sizes; with `data` None, all devices are used.
+  `data` and `model` are the axis sizes; if `data` is None, the devices over `model`.
 
   Raises:
     ValueError: The product of the sizes does not fit the number of devices.

@@ -89,8 +89,7 @@ def connect(
   Kubernetes, Open MPI and others that JAX knows).
 
   Raises:
-    ValueError: A value is missing from both arguments and environment, or joining
-      fails.
+    ValueError: A value is missing here and in the environment, or joining fails.
   """
   if is_supervised():
     threading.Thread(target=_end_with_parent, daemon=True).start()

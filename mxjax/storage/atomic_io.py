@@ -72,8 +72,7 @@ def staged(
 ) -> Iterator[pathlib.Path]:
   """Yields a new folder that is renamed to `out` when the block ends without an error.
 
-  `token` names the `partial_folder` if several processes write to it; it is random if
-  None.
+  `token` names the `partial_folder` shared by several processes; random if None.
 
   Raises:
     FileExistsError: `out` is not empty.

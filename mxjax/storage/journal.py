@@ -26,9 +26,8 @@ def _chain(before: str, rest: bytes) -> str:
 def parse(path: pathlib.Path, data: bytes) -> tuple[list[dict[str, Any]], int, str]:
   """Parses and checks a journal's content; `path` is for messages.
 
-  Returns:
-    The events, their length in bytes, and the chain of the last; an incomplete line may
-    follow.
+  Returns the events, their length in bytes and the chain of the last; an incomplete
+  line may follow.
 
   Raises:
     ValueError: A complete line does not continue the chain; the message has its number.

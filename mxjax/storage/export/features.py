@@ -123,7 +123,7 @@ def _effective(
   if input_map is None:
     return decoded
   blocks = mxfp4.to_blocks(decoded)
-  # T maps inputs, `[..., 32, n]` from the left; weights need its transpose.
+  # T multiplies feature-major inputs from the left; weights need its transpose.
   (native,) = jax.linear_transpose(input_map.apply, blocks)(blocks)
   return mxfp4.from_blocks(native)
 
@@ -174,8 +174,8 @@ def drop(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
   weights whose scale had a factor.
 
   Raises:
-    ValueError: Maps are dropped but tables or clipping shares in their coordinates
-      stay.
+    ValueError: Tables or clipping shares stay without the maps whose coordinates they
+      use.
   """
   present = features_of(params)
   bound = [name for name in activation_quantizers.FEATURES if name in present]
