@@ -55,12 +55,10 @@ class Plan:
     scales: E8M0 bytes of the targets.
     rest: Unquantized params in bfloat16: embedding, norms, head and biases.
     packed_total: Our layout: codes, scales, auxiliary and rest.
-    loaded: Bytes of the loaded model by storage option: as quantized, and after
-      `mxjax.layers.inference_packing` without and with narrower embeddings.
+    loaded: By storage option: as quantized, and after `mxjax.layers.inference_packing`.
     memory: Peak resident bytes by stage, excluding evaluation of the quantized model.
     on_disk: Whether `memory` assumes that layers and results stay on disk.
-    disk: Bytes written: the checkpoint, the run folder, and scratch of a run whose
-      layers stay on disk.
+    disk: Bytes written: checkpoint, run folder, and scratch of layers kept on disk.
     model_passes: Passes of the calibration set through every layer.
     reductions: Passes over the captured inputs of each target linear.
     forward_flops: Products of the model passes, two a multiply-add.
@@ -109,19 +107,11 @@ def plan(
   model: int = 1,
   on_disk: bool = True,
 ) -> Plan:
-  """Plans a HiRes run.
+  """Plans a HiRes run on `sequences` of `length` tokens, `chunk` in a device call.
 
-  Args:
-    config: The model.
-    sequences: Calibration sequences.
-    length: Tokens in each.
-    chunk: Sequences in a device call.
-    contract: Targets and block size.
-    data: Devices along the mesh's data axis; memory is then that of the first device of
-      a process, which also runs unsharded solves.
-    model: Devices along its model axis.
-    on_disk: Whether float layers are read on demand and finished ones written out, or
-      all of both stay in memory.
+  `data` and `model` are mesh axis sizes; memory is that of the first device of a
+  process, which also runs unsharded solves. With `on_disk`, float layers are read on
+  demand and finished ones written out; otherwise all of both stay in memory.
 
   Raises:
     ValueError: A target's input width is not a multiple of the block size.

@@ -35,12 +35,8 @@ _RECOVERY = {"value_recovery": ValueRecovery, "mlp_recovery": MlpRecovery}
 class Audit:
   """The result of an audit.
 
-  Attributes:
-    folder: The checkpoint.
-    faults: One sentence each; empty if the checkpoint is sound.
-    counts: Number of checked items by kind.
-    contract: Hash of the contract that the model was quantized under.
-    is_paper_contract: Whether that is the paper's.
+  `faults` are one sentence each, and empty if the checkpoint is sound; `counts` are
+  numbers of checked items by kind; `contract` is the hash of the model's contract.
   """
 
   folder: str

@@ -29,10 +29,7 @@ from mxjax.numerics.contract import Contract
 class Activations:
   """One trajectory of the calibration set through the decoder layers.
 
-  Attributes:
-    calib: Model and tokens.
-    placement: Where the activations lie.
-    index: The layer that the hidden states enter.
+  The hidden states in `placement` enter layer `index` next.
   """
 
   def __init__(

@@ -117,10 +117,7 @@ def _conjugated(hessian: jax.Array, input_map: InputMap | None) -> jax.Array:
 class Gptq(Program):
   """GPTQ weights and nearest activations in the coordinates of `shape`.
 
-  Attributes:
-    damping: Relative damping of the Hessian.
-    scales: Source of a block's exponent.
-    order: Column order; `activation` needs static scales.
+  `scales` is the source of block exponents; `order` `activation` needs static scales.
   """
 
   name: str = "gptq"

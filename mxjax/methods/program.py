@@ -35,14 +35,11 @@ class Realized(NamedTuple):
 
 
 class Prepared(NamedTuple):
-  """Result of `prepare`.
+  """Result of `prepare`: the float model of this run, and what was learned.
 
-  Attributes:
-    params: The float model of this run: its inputs calibrate, and operator error is
-      measured against it.
-    learned: Passed to hooks as `inputs.learned`, by path such as
-      `layers_0/self_attn/q_proj`.
-    record: JSON-ready entries for the report.
+  Operator error is measured against `params`. Hooks get `learned`, keyed by path such
+  as `layers_0/self_attn/q_proj`, as `inputs.learned`. `record` is JSON-ready for the
+  report.
   """
 
   params: Params

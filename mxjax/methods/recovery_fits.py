@@ -22,9 +22,7 @@ Taps = Mapping[str, jax.Array]
 class RecoveryFit:
   """One recovery fit; hashable by identity, so that it can be a static argument.
 
-  Attributes:
-    name: The name in results.
-    float_taps: Taps of the float trajectory that `measure` needs.
+  `name` is the name in results; `measure` needs `float_taps` of the float trajectory.
   """
 
   name: str = ""

@@ -69,11 +69,8 @@ def _prepare(
 class RunState:
   """The finished part of a run: layers, records and trajectories.
 
-  Attributes:
-    params: The float params returned by `Program.prepare`.
-    learned: What `Program.prepare` learned, by path.
-    record: Measurements so far.
-    result: The finished layers, and the params outside the layers.
+  `params` and `learned` come from `Program.prepare`. `result` maps names to the
+  finished layers and the params outside the layers.
   """
 
   def __init__(

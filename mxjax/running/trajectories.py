@@ -31,11 +31,8 @@ def _fit_names(program: Program) -> list[str]:
 class Trajectories:
   """Hidden states entering the next layer, for every model that a program measures.
 
-  Attributes:
-    program: The program.
-    float_model: The float model.
-    fits: The state that each recovery fit is measured on, in order.
-    upstream: The layers quantized so far, if hooks see their outputs; else None.
+  `fits` are the states that each recovery fit is measured on, in order. `upstream` is
+  the layers quantized so far, if hooks see their outputs; else None.
   """
 
   program: Program

@@ -230,8 +230,7 @@ def restore_checkpoint(
   Args:
     path: A folder written by `save_checkpoint`.
     contract: The caller's contract, which must equal the checkpoint's.
-    verify: Whether to check the SHA-256 of every file and every array; otherwise only
-      the sizes of the files are checked.
+    verify: Whether to check every file's and array's SHA-256, not only file sizes.
     sharding: Where all arrays go; the first device when None.
     mesh: Devices over whose `model` axis the weights are sharded by output rows, in
       place of `sharding`; it need not match the mesh of the save. Each process reads

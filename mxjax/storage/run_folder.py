@@ -77,11 +77,8 @@ class RunFolder:
   """Finished work on disk; locked against other processes until `close`.
 
   Only one process of a job writes. In the others the folder is read-only: they see the
-  state at the time of opening, and their writes do nothing.
-
-  Attributes:
-    path: The folder.
-    discarded: Unfinished files of a killed process, removed on opening.
+  state at the time of opening, and their writes do nothing. `discarded` lists
+  unfinished files of a killed process that were removed on opening.
   """
 
   path: pathlib.Path
@@ -96,12 +93,9 @@ class RunFolder:
   ) -> None:
     """Creates the folder, or opens one and checks every file of its last state.
 
-    Args:
-      path: The folder.
-      resume: Whether to continue an existing run. Without it the folder must not exist,
-        or be empty.
-      read_only: Whether another process writes; then only the journal is checked, and
-        nothing is locked.
+    With `resume`, an existing run is continued; otherwise the folder must not exist, or
+    be empty. With `read_only`, another process writes: only the journal is checked, and
+    nothing is locked.
 
     Raises:
       BlockingIOError: Another process uses the folder.
@@ -208,11 +202,8 @@ class RunFolder:
     """Journals the start or the resumption of a run.
 
     `identity` determines the result; `environment`, versions and device, may perturb
-    low bits. Both are JSON-ready.
-
-    Returns:
-      One entry for every resume: the layer, the discarded files and the changes in the
-      environment.
+    low bits. Both are JSON-ready. Returns one entry for every resume: the layer, the
+    discarded files and the changes in the environment.
 
     Raises:
       ValueError: The run in the folder has another identity.

@@ -36,11 +36,7 @@ def _pooled(blocks: jax.Array, inter: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Torq(Gptq):
-  """Two-level rotation + GPTQ.
-
-  Attributes:
-    rows: Block rows that the rotation inside blocks is fitted to.
-  """
+  """Two-level rotation + GPTQ; the inner rotation is fitted to `rows` block rows."""
 
   name: str = "torq"
   rows: int = 8192

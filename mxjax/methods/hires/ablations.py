@@ -161,9 +161,8 @@ STUDIES: dict[str, Rows] = {
 class Reused(Program):
   """Finished linears of another build, with the recovery of this program.
 
-  Attributes:
-    program: The program of that build, which `describe` reports.
-    leaves: The linears by path, such as `layers_0/self_attn/q_proj`.
+  `leaves` are the linears by path, such as `layers_0/self_attn/q_proj`; `describe`
+  reports the `program` of that build.
   """
 
   program: Program = RTN

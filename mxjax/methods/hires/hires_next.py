@@ -22,11 +22,7 @@ from mxjax.numerics.shaping.input_maps import InputMap
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiResNext(HiRes):
-  """HiRes with searched exponents and code descent; see the module.
-
-  Attributes:
-    descent: Passes of coordinate descent over a linear's columns.
-  """
+  """HiRes with searched exponents and `descent` passes of coordinate descent."""
 
   name: str = "hires-next"
   scales: gptq.ScaleSource = "searched"

@@ -62,9 +62,8 @@ def write_state(
 def read_state(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
   """Reads params written by `write_state`, bit for bit and with their types.
 
-  Returns:
-    The params, and the content of `mxjax_state.json`: `model_config`, `contract`,
-    `program`, `calibration` and more.
+  Also returns the content of `mxjax_state.json`: `model_config`, `contract`, `program`,
+  `calibration` and more.
 
   Raises:
     FileNotFoundError: A file is absent.
