@@ -107,8 +107,8 @@ class LinearInputs:
 
     `chunks` are float32 `[sequences, blocks, 32, tokens]` in calibration order (on a
     mesh with one sequence a device), or a function that captures them when a hook first
-    needs data that the cache lacks. A function requires `extent`, `(sequences, blocks,
-    tokens)` over all chunks. `cache` shares reductions with linears that read the same
+    needs data that the cache lacks. A function requires the (sequences, blocks, tokens)
+    of all chunks as `extent`. `cache` shares reductions with linears that read the same
     tensor.
     """
     self._source = chunks
@@ -185,10 +185,10 @@ class LinearInputs:
   def reduce(self, step: Step, init: Any, *args: Any) -> Any:
     """Folds `step` over sequences in calibration order and returns the last carry.
 
-    `step` is a module-level function `(carry, blocks [blocks, 32, T], index, rules,
-    *args)` to the next carry, jitted once for each shape. It must be additive in the
-    carry: on a mesh it runs on a zero carry and results are summed. The buffers of
-    `init` are donated.
+    `step` is a module-level function, jitted once for each shape, that maps
+    `(carry, blocks [blocks, 32, T], index, rules, *args)` to the next carry. It must be
+    additive in the carry: on a mesh it runs on a zero carry and results are summed. The
+    buffers of `init` are donated.
     """
     init, args = execution.block_on_cpu((init, args))
     totals, args = Totals(init, self.placement), self.placement.replicate(args)

@@ -150,8 +150,8 @@ def final_hiddens(
   """Runs windows through all layers, reading each layer once for all of them.
 
   Each window is int32 `[B, T]`, on a mesh with one window for each device along `data`.
-  `params` are float or quantized, possibly on disk. Returns the hidden states `[B, T,
-  d]` leaving the last layer; the bits of a window do not depend on the others.
+  `params` are float or quantized, possibly on disk. Returns hidden states `[B, T, d]`
+  leaving the last layer; the bits of a window do not depend on the others.
   """
   outer = placement.shard_rows(outer_params(params))
   hidden = [

@@ -28,8 +28,7 @@ LARGE_BYTES = 32 * 2**20
 """Array size from which freed memory is returned to the kernel before allocating."""
 
 FEW_TEMPORARIES = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-"""Compiler options of functions with large temporaries; the bits do not depend on
-it.
+"""Compiler options for functions with large temporaries; the bits stay the same.
 
 XLA:CPU's default order starts everything as early as it can, such as the float32
 copies of all weights of a layer: at width 2048 a layer's pass then takes three times
@@ -53,10 +52,8 @@ def keep_freed_memory() -> bool:
   this size to the kernel when freed: fetching zeroed pages again took half the
   processor time of attention over 2,048 tokens. The price is that used memory stays
   with the process. Because it changes the allocator of the whole process, only programs
-  call it, never the library.
-
-  Returns:
-    Whether the allocator took the settings; False if it is not glibc.
+  call it, never the library. Returns whether the allocator took the settings; False if
+  it is not glibc.
   """
   mallopt = _allocator("mallopt")
   if mallopt is None:
@@ -70,10 +67,8 @@ def trim_malloc(nbytes: int) -> bool:
 
   Memory retained by `keep_freed_memory` is fragmented: an array larger than every
   fragment, such as the factor of a wide Hessian, would need new memory on top. `nbytes`
-  is the size of one array; below `LARGE_BYTES` nothing happens.
-
-  Returns:
-    Whether anything was returned; False if the allocator is not glibc.
+  is the size of one array; below `LARGE_BYTES` nothing happens. Returns whether memory
+  was given back; False if the allocator is not glibc.
   """
   trim = _allocator("malloc_trim") if nbytes >= LARGE_BYTES else None
   return trim is not None and trim(0) == 1

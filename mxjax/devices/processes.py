@@ -37,10 +37,8 @@ LOST_MESSAGE = (
 def supervise(command: Sequence[str]) -> int:
   """Runs a command in a child process, waits, and explains an abort.
 
-  SIGINT and SIGTERM are passed on. The child ends when this process does.
-
-  Returns:
-    The child's exit code; `LOST` if it was aborted.
+  SIGINT and SIGTERM are passed on. The child ends when this process does. Returns the
+  child's exit code, or `LOST` if it was aborted.
   """
   reading, writing = os.pipe()
   # Give the child the same import path, wherever it was started.

@@ -5,8 +5,9 @@ physical Block32 blocks, a block's exponent comes from its compensated weights w
 is reached (`fresh`), columns go in natural order, and the Hessian is that of the float
 model's inputs before A4. The paper does not state the order, the scale source, or
 whether inputs come from the float or the quantized model; these assumptions are options
-here. Columns ordered by activation require static exponents, taken from their own
-physical blocks. Unlike the original, dead inputs are not zeroed; damping handles them.
+here. Columns ordered by activation are rounded with static exponents in their own
+physical blocks; that order is refused with other exponents. Unlike the original, dead
+inputs are not zeroed; damping handles them.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ Order = Literal["natural", "activation"]
 
 
 def not_definite(inputs: LinearInputs, damping: float) -> ValueError:
-  """Builds the error for a Hessian that stays indefinite at every damping tried."""
+  """Builds the error for a Hessian that no damping tried makes positive definite."""
   damping *= gptq.DAMPING_GROWTH ** (gptq.DAMPING_TRIES - 1)
   return ValueError(
     f"gptq: the Hessian of {inputs.tokens} tokens and width "

@@ -108,7 +108,8 @@ class RunState:
       resumed=resumed,
       mesh=placement.describe(),
     )
-    # A caller's mapping receives layers on one device; otherwise they go on the mesh.
+    # A caller's mapping receives layers unchanged; otherwise they are placed on the
+    # mesh.
     self._results_on = placement if into is None else ONE_DEVICE
     self.result: MutableMapping[str, Any] = {} if into is None else into
     self._restore()

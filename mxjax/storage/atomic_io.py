@@ -147,10 +147,8 @@ def damaged_files(
 def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> str:
   """Writes a file atomically: after a crash it is whole or absent.
 
-  An existing file is replaced. Only one of the `parts` is in memory at a time.
-
-  Returns:
-    SHA-256 of the content, hex.
+  An existing file is replaced. Only one of the `parts` is in memory at a time. Returns
+  the SHA-256 of the content, hex.
   """
   partial = path.with_name(path.name + PARTIAL)
   digest = hashlib.sha256()
@@ -184,10 +182,7 @@ def write_arrays(
 
   The header is written here because the safetensors library needs every array on the
   host at once, computes no checksum while writing, and reports a full disk without its
-  error number. `metadata` goes into the header.
-
-  Returns:
-    SHA-256 of the file, hex.
+  error number. `metadata` goes into the header. Returns the SHA-256 of the file, hex.
 
   Raises:
     TypeError: The format has no name for a dtype.

@@ -143,10 +143,9 @@ def unpack(nodes: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any
 
 
 def write_tree(path: pathlib.Path, tree: Any) -> tuple[str, Description]:
-  """Writes a tree's arrays to a safetensors file, durably.
+  """Durably writes a tree's arrays to a safetensors file.
 
-  Returns:
-    SHA-256 of the file, hex, and the description.
+  Returns the SHA-256 of the file, hex, and the description.
   """
   nodes, arrays = pack(tree)
   return write_arrays(path, arrays), nodes

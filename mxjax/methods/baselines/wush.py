@@ -8,8 +8,8 @@ float64; T is rounded to bfloat16 as stored.
 
 Our contract changes the codec: its exponents and ties replace scales 2^E / 3 and ties
 to even. As in the original, every linear has its own transform. Assumptions: inputs
-come from the float model (the original propagates quantized ones), and an indefinite
-Hessian is damped ten times more, which is recorded, instead of up to 100 equal
+come from the float model (the original propagates quantized ones), and a Hessian that
+is not definite is damped ten times more, which is recorded, instead of up to 100 equal
 increments.
 
 WUSH+R has the same geometry and codes with HiRes's one-code rule and recovery.
@@ -56,12 +56,9 @@ def round_blocks(
 ) -> tuple[gptq.Reconstruction, jax.Array]:
   """Rounds a linear from its last block to its first, each in its own basis.
 
-  `weight` is `[blocks, 32, out_features]`; `factor` is R of the damped Hessian, float64
-  `[d, d]`.
-
-  Returns:
-    Legal codes in the transformed coordinates (decoded in float64), and the transforms,
-    `dtype` `[blocks, 32, 32]`.
+  `weight` is `[blocks, 32, out_features]`, `factor` R of the damped Hessian, float64
+  `[d, d]`. Returns legal codes in the transformed coordinates (decoded in float64), and
+  the transforms, `dtype` `[blocks, 32, 32]`.
   """
   blocks, size, rows = weight.shape
   # Copy because the residual's buffer is donated block by block.

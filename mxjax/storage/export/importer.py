@@ -182,9 +182,9 @@ def _check_leaves(
 class Experts:
   """The experts of one gpt-oss layer; biases may be None.
 
-  `gate` and `up` are the even and odd rows of the fused tensor, packed `[experts,
-  intermediate, hidden]`, with biases `[experts, intermediate]`; `down` is packed
-  `[experts, hidden, intermediate]`, with bias `[experts, hidden]`.
+  `gate` and `up` are the even and odd rows of the fused tensor, packed
+  `[experts, intermediate, hidden]`, with biases `[experts, intermediate]`; `down` is
+  packed `[experts, hidden, intermediate]`, with bias `[experts, hidden]`.
   """
 
   gate: mxfp4.MXTensor
@@ -220,10 +220,8 @@ def read_gpt_oss_experts(folder: str | os.PathLike[str]) -> dict[str, Experts]:
   """Reads the MXFP4 experts of a gpt-oss folder, bit for bit.
 
   The folder holds safetensors, single or sharded. There is no gpt-oss model here: use
-  this to inspect the weights or to decode them with `mxfp4.decode`.
-
-  Returns:
-    The experts of each layer, by a name such as `model.layers.0.mlp.experts`.
+  this to inspect the weights or to decode them with `mxfp4.decode`. Returns the experts
+  of each layer, by a name such as `model.layers.0.mlp.experts`.
 
   Raises:
     FileNotFoundError: A file is absent.
