@@ -1,1 +1,1 @@
-"""What a model or a result is: plans before a run, sizes, and checks after one."""
+"""Plans of runs, sizes of models, and audits of results."""

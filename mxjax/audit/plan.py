@@ -1,10 +1,10 @@
 """Memory, disk and work of quantizing a model, from its config alone.
 
-Counts are exact. Memory is the resident memory of a process on CPU: the arrays that
-the pipeline holds in each stage, the temporaries of the largest compiled function in it
-and the process itself. Temporaries are those that XLA:CPU states for a compiled
-function (`lower(...).compile().memory_analysis()`), in bytes for each element of the
-arrays that they are made of. `benchmarks/plan_memory.py` compares it with runs.
+Counts are exact. Memory is the resident memory of a process on CPU: the arrays that the
+pipeline holds in each stage, the temporaries of its largest compiled function, and the
+process itself. Temporaries are XLA:CPU's figures for a compiled function
+(`lower(...).compile().memory_analysis()`), as bytes for each element of the arrays
+involved. `benchmarks/plan_memory.py` compares the plan with runs.
 
 Paper: Persistent storage (Appendix, Computational and Storage Costs).
 """
@@ -27,13 +27,13 @@ CROSS_BYTES = 4 * mxfp4.BLOCK_SIZE**2
 BLOCK_BYTES = MAP_BYTES + GRAM_BYTES + CROSS_BYTES
 """10,304: the matrices that HiRes keeps for one input block."""
 PROCESS_BYTES = 700 * 10**6
-"""Python, JAX and the some 200 compiled programs of a HiRes run on CPU, measured: a
+"""Python, JAX and some 200 compiled programs of a HiRes run on CPU, measured: a
 process that quantized one layer of width 128 on 64 tokens, whose arrays are 5 MB,
 peaked at 0.71 GB (`benchmarks/plan_memory.py floor`)."""
 PASS_BYTES = 7 * 10**6
-"""What the compiled program of a layer's pass grows by with every QUERIES_AT_ONCE
-positions, as attention is unrolled over them: two passes of SmolLM2-135M's layer
-compiled for 2,048 positions left a process 94 MB larger than for 256."""
+"""Growth of a layer pass's compiled program with every QUERIES_AT_ONCE positions,
+over which attention is unrolled: two passes of SmolLM2-135M's layer compiled for
+2,048 positions left a process 94 MB larger than for 256."""
 QUERIES_AT_ONCE = 256
 """As in the attention of `models.functional`."""
 RECOVERY_FITS = 2
@@ -45,22 +45,20 @@ class Plan:
   """Sizes in bytes, counts, and work; see `to_dict` for the printed form.
 
   Attributes:
-    parameters: Of the whole model; a tied head counts once.
+    parameters: Parameters of the whole model; a tied head counts once.
     target_weights: Weights of the target linears.
-    blocks: Input blocks of all target linears, each linear its own.
+    blocks: Input blocks of all target linears, counted for each linear.
     bf16: The whole model in bfloat16.
     auxiliary: Input maps, one-code tables and recovery coefficients.
     decoded_total: The paper's layout: bfloat16 weights and the auxiliary tensors.
     codes: Packed E2M1 codes of the targets.
     scales: E8M0 bytes of the targets.
-    rest: What is not quantized: embedding, norms, head and biases, bfloat16.
+    rest: Unquantized params in bfloat16: embedding, norms, head and biases.
     packed_total: Our layout: codes, scales, auxiliary and rest.
-    loaded: Bytes of the loaded model by storage option: as quantized, and after
-      `mxjax.layers.inference_packing` without and with narrower embeddings.
-    memory: Peak resident bytes by stage; without measuring the quantized model.
-    on_disk: Whether `memory` is that of a run whose layers and results stay on disk.
-    disk: Bytes written: the checkpoint, the run folder, and scratch of a run whose
-      layers stay on disk.
+    loaded: By storage option: as quantized, and after `mxjax.layers.inference_packing`.
+    memory: Peak resident bytes by stage, excluding evaluation of the quantized model.
+    on_disk: Whether `memory` assumes that layers and results stay on disk.
+    disk: Bytes written: checkpoint, run folder, and scratch of layers kept on disk.
     model_passes: Passes of the calibration set through every layer.
     reductions: Passes over the captured inputs of each target linear.
     forward_flops: Products of the model passes, two a multiply-add.
@@ -85,12 +83,12 @@ class Plan:
   forward_flops: int
 
   def to_dict(self) -> dict[str, Any]:
-    """A JSON-ready form."""
+    """Converts the plan to nested dicts that JSON can represent."""
     return dataclasses.asdict(self)
 
 
 def _targets(config: ModelConfig, contract: Contract) -> list[tuple[int, int]]:
-  """`(out_features, in_features)` of the target linears of one layer."""
+  """Lists `(out_features, in_features)` of the target linears of one layer."""
   return [
     (shape[0], shape[1])
     for path, shape in parameter_shapes(config).items()
@@ -109,19 +107,11 @@ def plan(
   model: int = 1,
   on_disk: bool = True,
 ) -> Plan:
-  """Plans a HiRes run.
+  """Plans a HiRes run on `sequences` of `length` tokens, `chunk` in a device call.
 
-  Args:
-    config: The model.
-    sequences: Calibration sequences.
-    length: Tokens in each.
-    chunk: Sequences in a device call.
-    contract: Targets and block size.
-    data: Devices along the mesh's data axis; memory is then that of the first device
-      of a process, which also solves what is not shared out.
-    model: Devices along its model axis.
-    on_disk: Whether float layers are read when needed and finished ones written away,
-      or all of both are in memory.
+  `data` and `model` are mesh axis sizes; memory is that of the first device of a
+  process, which also runs unsharded solves. With `on_disk`, float layers are read on
+  demand and finished ones written out; otherwise all of both stay in memory.
 
   Raises:
     ValueError: A target's input width is not a multiple of the block size.
@@ -165,12 +155,12 @@ def plan(
 def _sizes(
   config: ModelConfig, linears: list[tuple[int, int]], block_size: int
 ) -> dict[str, int]:
-  """The fields of `Plan` that do not depend on the run: counts and bytes."""
+  """Computes the fields of `Plan` that do not depend on the run: counts and bytes."""
   layers = config.num_layers
   parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
   weights = layers * sum(rows * width for rows, width in linears)
   blocks = layers * sum(width // block_size for _, width in linears)
-  # Scale and offset a head; alpha, beta, eta and sigma_g a layer, all float32.
+  # Float32 scale and offset of each head; alpha, beta, eta and sigma_g of each layer.
   recovery = layers * 4 * (2 * config.num_kv_heads + 4)
   auxiliary = blocks * BLOCK_BYTES + recovery
   codes, scales, rest = weights // 2, weights // block_size, parameters - weights
@@ -189,14 +179,14 @@ def _sizes(
 
 
 def _loaded(config: ModelConfig, packed_total: int, blocks: int) -> dict[str, int]:
-  """Bytes of a loaded HiRes model under each option of `inference_packing`."""
+  """Computes bytes of a loaded HiRes model under each `inference_packing` option."""
   tables = packed_total - blocks * (GRAM_BYTES + CROSS_BYTES) // 2
   d, copies = config.hidden_size, 1 if config.tie_embeddings else 2
   narrower = lambda row: tables - copies * config.vocab_size * (2 * d - row)
   return {
     "as quantized": packed_total,
     "bfloat16 tables": tables,
-    # A code for each value, and the row's float32 scale or one E8M0 byte a block.
+    # A code for each value, and one float32 scale a row or one E8M0 byte a block.
     "bfloat16 tables, int8 embeddings": narrower(d + 4),
     "bfloat16 tables, MXFP4 embeddings": narrower(d // 2 + d // mxfp4.BLOCK_SIZE),
   }
@@ -204,14 +194,11 @@ def _loaded(config: ModelConfig, packed_total: int, blocks: int) -> dict[str, in
 
 @dataclasses.dataclass(frozen=True)
 class RunArrays:
-  """What a run holds and needs, in bytes, from the sizes it is made of.
+  """Sizes in bytes of a run's arrays and temporaries.
 
-  Attributes:
-    config: The model's description.
-    linears: `(out_features, in_features)` of a layer's targets.
-    tokens: Calibration tokens of one device.
-    length: Tokens of a sequence.
-    chunk: Sequences in a device call.
+  `linears` are `(out_features, in_features)` of a layer's targets, `tokens` the
+  calibration tokens of one device, `length` the tokens of a sequence, `chunk` the
+  sequences in a device call.
   """
 
   config: ModelConfig
@@ -227,7 +214,7 @@ class RunArrays:
 
   @property
   def layer_weights(self) -> int:
-    """Target weights of a layer."""
+    """Number of target weights in a layer."""
     return sum(rows * width for rows, width in self.linears)
 
   @property
@@ -237,7 +224,7 @@ class RunArrays:
     return d, queries, d, self.config.intermediate_size
 
   def programs(self) -> int:
-    """What the compiled passes of a layer take more for longer sequences."""
+    """Growth of a layer's compiled passes with the sequence length."""
     return (1 + RECOVERY_FITS) * PASS_BYTES * (self.length // QUERIES_AT_ONCE)
 
   def streams(self) -> int:
@@ -249,7 +236,7 @@ class RunArrays:
     return 4 * self.tokens * sum(self.tap_widths)
 
   def values(self) -> int:
-    """A layer's captured values, which attention's fit is measured against."""
+    """A layer's captured values, the targets of attention's fit."""
     return self.tokens * self.config.num_kv_heads * self.config.head_dim * self.itemsize
 
   def hessians(self) -> int:
@@ -263,7 +250,7 @@ class RunArrays:
     largest = max(rows * width for rows, width in self.linears)
     queries = min(length, QUERIES_AT_ONCE)
     return self._in_loop(4) + max(
-      # A product in float32: the copy of its weight, input and output.
+      # A float32 product: its copy of the weight, input and output.
       4 * largest + 4 * length * (d + hidden),
       # Gate, up and their product.
       12 * length * hidden,
@@ -273,21 +260,22 @@ class RunArrays:
 
   def remeasuring(self) -> int:
     """Temporaries of a quantized layer's pass over a sequence, for attention's fit."""
-    # The input of down_proj while its codes are refined: five float32 arrays of its
-    # shape, and gate and up.
+    # The input of down_proj during code refinement: five float32 arrays of its shape,
+    # and gate and up.
     refining = 23 * self.length * self.config.intermediate_size
     return self._in_loop(6) + max(refining, self.capturing() - self._in_loop(4))
 
   def fitting(self) -> int:
-    """The same for the MLP's fit: five columns of its equations in float64."""
+    """Same for the MLP's fit, with five columns of its equations in float64."""
     columns = 40 * self.length * self.config.intermediate_size
     return max(self.remeasuring(), self._in_loop(6) + columns)
 
   def _in_loop(self, each: int) -> int:
-    """What XLA moves out of the loop over the sequences of a chunk.
+    """Arrays that XLA hoists out of the loop over the sequences of a chunk.
 
-    The forms in which all weights of the layer enter products, `each` bytes a weight:
-    float32 and, of a quantized layer, a step of decoding. A chunk of one has no loop.
+    These are the forms in which the layer's weights enter products, `each` bytes a
+    weight: float32 and, in a quantized layer, a decoding step. A chunk of one has no
+    loop.
     """
     return each * self.layer_weights if self.chunk > 1 else 0
 
@@ -297,7 +285,7 @@ class RunArrays:
 
   def _solving(self, rows: int, width: int, devices: int) -> int:
     weights, square, inputs = rows * width, width**2, self.length * width
-    # Bytes a weight: the float32 copy in blocks is 4, after folding 8.
+    # Bytes for each weight: the float32 copy in blocks is 4, after folding 8.
     steps = [
       # The conjugated Hessian, its damped and reversed copies, the factor, the solve.
       8 * weights + 30 * square,
@@ -311,7 +299,7 @@ class RunArrays:
       4 * weights + 26 * inputs,
     ]
     if devices > 1:
-      # A Hessian's contribution and the shares that arrive, while a total is made.
+      # A Hessian's contribution and the arriving shares of a total.
       steps.append(2 * 4 * square)
     return max(steps)
 
@@ -325,9 +313,10 @@ def _memory(
   packed_total: int,
   mesh: tuple[int, int],
 ) -> dict[str, int]:
-  """Peak resident bytes of every stage.
+  """Computes the peak resident bytes of every stage.
 
-  `model_bytes` is what a run in memory holds of the model, None with layers on disk.
+  `model_bytes` is the part of the model that an in-memory run holds; None with layers
+  on disk.
   """
   devices, model = mesh
   layer = 2 * run.layer_weights
@@ -340,7 +329,7 @@ def _memory(
     base += (rest + layer) // model + (layer if model > 1 else 0)
   # Capturing reads a layer on disk once more than quantizing it.
   again = layer if model_bytes is None else 0
-  # Recovery has neither the inputs of the linears nor their Hessians.
+  # Recovery holds neither the inputs of the linears nor their Hessians.
   measured = base + run.inputs()
   return {
     "calibration": measured + again + run.capturing(),

@@ -21,22 +21,21 @@ def _bytes(tree: Any) -> int:
 
 
 def _nodes(params: Mapping[str, Any]) -> Iterator[Any]:
-  """Typed nodes and arrays, one top-level key resident at a time."""
+  """Yields typed nodes and arrays, with one top-level key in memory at a time."""
   for key in params:
     yield from jax.tree.leaves(params[key], is_leaf=lambda n: isinstance(n, _NODES))
 
 
 def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
-  """Bytes of a model by purpose, beside the same model in bfloat16.
+  """Reports the bytes of a model by purpose, beside the same model in bfloat16.
 
-  Args:
-    params: Quantized or float params, possibly on disk, or their shapes and dtypes.
+  `params` are quantized or float, possibly on disk, or their shapes and dtypes.
 
   Returns:
     JSON-ready: `quantized_linears` (bytes of `codes`, `scales`, `maps`, `rounding`,
     their `total`, the number of `weights` and `bits_per_weight` with every table),
     `recovery`, `other` (embeddings, norms, head, biases), `total`, `bf16_total`, and
-    `ratio`, how many times smaller than bfloat16 the whole model is.
+    `ratio`, the whole model's bfloat16 size over its total.
   """
   linears = dict.fromkeys(("codes", "scales", "maps", "rounding"), 0)
   recovery = other = values = weights = 0

@@ -1,7 +1,7 @@
 """`mxjax verify`: audits a quantized model from its folder alone.
 
-The manifest is compared with the files; the files with the contract, the model's
-config and the format; and the runtime's results with independent arithmetic.
+It compares the manifest with the files, the files with the contract, the model's config
+and the format, and the runtime's results with independent arithmetic.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from mxjax.storage.journal import parse
 from mxjax.storage.tree_io import walk
 
 ROUNDED = 1e-6
-"""What storing the coefficients in float32 may add to their bound."""
+"""Allowance for storing the coefficients in float32, added to their bound."""
 _RECOVERY = {"value_recovery": ValueRecovery, "mlp_recovery": MlpRecovery}
 
 
@@ -35,12 +35,8 @@ _RECOVERY = {"value_recovery": ValueRecovery, "mlp_recovery": MlpRecovery}
 class Audit:
   """The result of an audit.
 
-  Attributes:
-    folder: The checkpoint.
-    faults: One sentence each; empty if the checkpoint is sound.
-    counts: How many things of each kind were checked.
-    contract: Hash of the contract that the model was quantized under.
-    is_paper_contract: Whether that is the paper's.
+  `faults` are one sentence each, and empty if the checkpoint is sound; `counts` are
+  numbers of checked items by kind; `contract` is the hash of the model's contract.
   """
 
   folder: str
@@ -50,11 +46,11 @@ class Audit:
   is_paper_contract: bool = False
 
   def to_dict(self) -> dict[str, Any]:
-    """A JSON-ready form."""
+    """Converts the audit to nested dicts that JSON can represent."""
     return dataclasses.asdict(self)
 
   def lines(self) -> list[str]:
-    """What a person reads after the faults."""
+    """Summarizes the audit for printing after the faults."""
     looked = ", ".join(f"{count} {name}" for name, count in self.counts.items())
     kind = "the paper's" if self.is_paper_contract else "another than the paper's"
     verdict = f"{len(self.faults)} faults" if self.faults else "everything holds"
@@ -63,11 +59,9 @@ class Audit:
 
 
 def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
-  """Audits a checkpoint, and the run folder beside it where there is one.
+  """Audits a folder of `mxjax quantize` or a checkpoint; `seed` draws the inputs.
 
-  Args:
-    path: A folder of `mxjax quantize`, or a checkpoint.
-    seed: Of the random inputs.
+  The run folder beside the checkpoint is audited if there is one.
 
   Raises:
     FileNotFoundError: There is no checkpoint.
@@ -150,7 +144,7 @@ def _check_params(
   audit.counts["quantized linears"] = linears
   audit.counts["other tensors"] = len(shapes) - linears
   audit.counts["recovery leaves"] = 0
-  # What is left of the nodes is no parameter of the float model.
+  # Remaining nodes are not parameters of the float model.
   for name, node in nodes.items():
     kind = _RECOVERY.get(name.split("/")[-1])
     if kind is None or not isinstance(node, kind) or not name.startswith("layers_"):
@@ -173,14 +167,14 @@ def _shape_fault(node: Any, expected: tuple[int, ...]) -> str | None:
 def _linear_faults(
   node: QuantizedLinear, contract: Contract, rng: np.random.Generator
 ) -> Iterator[str]:
-  """Faults of a quantized linear, each to follow its name directly."""
+  """Yields the faults of a quantized linear, each to follow its name directly."""
   if node.rules != contract.rules:
     yield f" has {node.rules}, not the contract's"
   yield from (f": {text}" for text in verify_linears.faults(node, rng))
 
 
 def _tensor_faults(node: Any) -> Iterator[str]:
-  """A tensor that is no linear: an array, or one packed to save memory."""
+  """Checks a tensor that is not a linear: an array, or one packed to save memory."""
   if isinstance(node, mxfp4.MXTensor):
     try:
       mxfp4.check_legal(node, "payload")
@@ -192,7 +186,7 @@ def _tensor_faults(node: Any) -> Iterator[str]:
 
 
 def _recovery_faults(node: Any, config: ModelConfig) -> Iterator[str]:
-  """Bounds and allowance of one recovery leaf."""
+  """Checks shape, dtype and bounds of one recovery leaf."""
   is_values = isinstance(node, ValueRecovery)
   shape = (config.num_kv_heads,) if is_values else ()
   values = {

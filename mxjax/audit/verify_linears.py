@@ -1,7 +1,7 @@
 """Checks of one quantized linear that need neither the float model nor the data.
 
-Decoding, legality and the nearest code are done again here in numpy and float64, from
-the format's definition: the auditor shares no arithmetic with what it audits.
+Decoding, legality and the nearest code are reimplemented in numpy and float64 from the
+format's definition, so the auditor shares no arithmetic with the code it audits.
 """
 
 from collections.abc import Iterator
@@ -26,11 +26,11 @@ PRODUCT_TOLERANCE = 1e-4
 """Relative error of a float32 product against float64."""
 TABLE_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 NEAR_TIE = 1e-4
-"""Nearness to a threshold, in units of the scale, within which either code is right."""
+"""Distance to a threshold, in units of the scale, within which either code is right."""
 
 
 def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-  """Values of packed codes, low nibble first: float64 `[rows, width]`."""
+  """Decodes packed codes, low nibble first, to float64 `[rows, width]`."""
   nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
   values = np.where(nibbles & 8, -1.0, 1.0) * GRID[nibbles & 7]
   scale = np.ldexp(1.0, scales.astype(np.int64) - 127)
@@ -38,11 +38,11 @@ def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def illegal_blocks(operand: np.ndarray) -> int:
-  """Blocks `[blocks, 32, n]` that no power-of-two scale makes E2M1 values."""
+  """Counts blocks of `[blocks, 32, n]` that no power-of-two scale makes E2M1."""
   largest = np.abs(operand).max(1, keepdims=True)
   top = np.frexp(np.where(largest > 0, largest, 1.0))[1]
   legal = largest[:, 0] == 0
-  # The largest value is anything from 0.5 to 6 in units of the scale.
+  # The largest value lies between 0.5 and 6 in units of the scale.
   for exponent in range(-4, 2):
     units = np.abs(operand) / np.ldexp(1.0, top + exponent)
     legal |= np.isin(units, GRID).all(1)
@@ -50,10 +50,9 @@ def illegal_blocks(operand: np.ndarray) -> int:
 
 
 def _nearest(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Nearest A4 values of blocks `[blocks, 32, n]` under the paper's rules.
+  """Rounds blocks `[blocks, 32, n]` to nearest A4 values under the paper's rules.
 
-  Returns:
-    The values, and where another code is as near within `NEAR_TIE`.
+  Also returns where another code is equally near within `NEAR_TIE`.
   """
   largest = np.abs(x).max(1, keepdims=True)
   exponent = np.frexp(np.where(largest > 0, largest, 1.0))[1] - 1
@@ -62,7 +61,7 @@ def _nearest(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   middles = (GRID[1:] + GRID[:-1]) / 2
   index = np.searchsorted(middles, units, side="right")
   near = np.abs(units[..., None] - middles).min(-1) < NEAR_TIE
-  # A largest value near a power of two may take the next scale in float32.
+  # A largest value near a power of two may get the next scale in float32.
   mantissa = np.frexp(np.where(largest > 0, largest, 1.0))[0]
   edge = (mantissa < 0.5 + NEAR_TIE) | (mantissa > 1 - NEAR_TIE)
   return np.sign(x) * GRID[index] * scale, near | edge
@@ -88,7 +87,7 @@ def _payload_faults(leaf: QuantizedLinear) -> Iterator[str]:
 
 
 def _table_faults(leaf: QuantizedLinear, decoded: np.ndarray) -> Iterator[str]:
-  """G_Q of the A4 rule is a function of the codes beside it."""
+  """Checks that G_Q of the A4 rule matches the codes beside it."""
   if (tables := leaf.rounding.tables()) is None:
     return
   blocks = decoded.T.reshape(-1, BLOCK, len(decoded))
@@ -101,7 +100,7 @@ def _table_faults(leaf: QuantizedLinear, decoded: np.ndarray) -> Iterator[str]:
 def _map_faults(
   leaf: QuantizedLinear, rng: np.random.Generator, width: int
 ) -> Iterator[str]:
-  """Inputs mapped and weights folded must give the product of neither."""
+  """Checks that mapped inputs times folded weights give the unmapped product."""
   if leaf.input_map is None:
     return
   x, weight = rng.standard_normal((2, width // BLOCK, BLOCK, PROBES))
@@ -117,7 +116,7 @@ def _map_faults(
 def _operand_faults(
   leaf: QuantizedLinear, x: np.ndarray, operand: np.ndarray
 ) -> Iterator[str]:
-  """The A4 operand: legal, and the nearest codes but for the one that is refined."""
+  """Checks that the A4 operand is legal and nearest, except for allowed edits."""
   if bad := illegal_blocks(operand):
     yield f"{bad} blocks of its A4 operand are not E2M1 under a power-of-two scale"
     return
@@ -138,12 +137,7 @@ def _operand_faults(
 
 
 def faults(leaf: QuantizedLinear, rng: np.random.Generator) -> Iterator[str]:
-  """Everything that is wrong with one linear, a phrase each.
-
-  Args:
-    leaf: The linear.
-    rng: Of the random inputs.
-  """
+  """Yields everything wrong with one linear, a phrase each; `rng` draws the inputs."""
   payload_faults = list(_payload_faults(leaf))
   yield from payload_faults
   if payload_faults:

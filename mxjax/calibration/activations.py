@@ -1,9 +1,8 @@
-"""Hidden states of the calibration set on their way through a model, and their taps.
+"""Hidden states and taps of the calibration set, one decoder layer at a time.
 
-One `Activations` is one trajectory: of the float model, of the layers quantized so
-far, or of the state that a recovery fit is measured on. It owns what is known of the
-layer that it has reached: the hidden states that enter it, what its linears see, what
-has been reduced of that, and where all of it lies.
+An `Activations` object follows one trajectory: the float model, the layers quantized so
+far, or the state that a recovery fit is measured on. For the current layer it holds the
+entering hidden states, the inputs of the linears and the statistics reduced from them.
 
 With a store, a layer runs only if a hook needs activations that no stored statistic
 covers, or if the next layer's inputs are not saved yet.
@@ -30,10 +29,7 @@ from mxjax.numerics.contract import Contract
 class Activations:
   """One trajectory of the calibration set through the decoder layers.
 
-  Attributes:
-    calib: Model and tokens.
-    placement: Where the activations lie.
-    index: The layer that the hidden states enter.
+  The hidden states in `placement` enter layer `index` next.
   """
 
   def __init__(
@@ -46,16 +42,11 @@ class Activations:
     index: int = 0,
     store: CalibrationStore | None = None,
   ) -> None:
-    """Begins before a layer.
+    """Starts before layer `index`, processing `chunk` sequences in a device call.
 
-    Args:
-      calib: Model and tokens.
-      hidden: Hidden states entering the layer; None where the store has them. Their
-        buffers are donated when the layer runs.
-      chunk: Sequences in a device call.
-      placement: Where `hidden` lies.
-      index: The layer.
-      store: Shared hidden states and reductions of a float model; not on a mesh.
+    `hidden` enters the layer, or is None if the store has it; its buffers are donated
+    when the layer runs. `store` shares the hidden states and reductions of a float
+    model; it does not work on a mesh.
     """
     self.calib, self.placement, self.index = calib, placement, index
     self._hidden, self._chunk, self._store = hidden, chunk, store
@@ -74,27 +65,27 @@ class Activations:
     placement: Placement = ONE_DEVICE,
     store: CalibrationStore | None = None,
   ) -> "Activations":
-    """The embedded tokens, before the first layer."""
+    """Embeds the tokens and starts before the first layer."""
     hidden = streams.embed(calib.model, params, calib.tokens, chunk, placement)
     return cls(calib, hidden, chunk=chunk, placement=placement, store=store)
 
   @property
   def hidden(self) -> Chunks:
-    """Hidden states entering layer `index`, `[sequences, T, d]` a chunk."""
+    """Hidden states entering layer `index`, chunks of `[sequences, T, d]`."""
     if self._hidden is None:
       assert self._store is not None
       self._hidden = self._store.hidden(self.index, self._chunk)
     return self._hidden
 
   def to_host(self) -> Sequence[jax.Array | np.ndarray]:
-    """Hidden states entering layer `index`, to be written by one process."""
+    """Returns the hidden states entering layer `index`, for one process to write."""
     if self.placement.mesh is None:
       return self.hidden
-    # Between processes nobody has all of a chunk: every process fetches it.
+    # No process holds a whole chunk, so every process fetches it.
     return [np.asarray(self.placement.to_primary(chunk)) for chunk in self.hidden]
 
   def copy(self) -> "Activations":
-    """The same hidden states in buffers of their own."""
+    """Copies the hidden states into new buffers."""
     hidden = [jnp.array(chunk, copy=True) for chunk in self.hidden]
     return Activations(
       self.calib,
@@ -107,12 +98,11 @@ class Activations:
   def observe(
     self, layer: Params, contract: Contract, plain: tuple[str, ...] = ()
   ) -> None:
-    """Runs a float layer and captures its taps; with a store, when they are needed.
+    """Registers a float layer whose taps are captured; without a store, runs it now.
 
-    Args:
-      layer: The float params of layer `index`.
-      contract: Names the target linears, whose inputs are captured.
-      plain: Other taps, captured as they are.
+    With a store, the layer runs when its taps are first needed. `contract` names the
+    target linears, whose inputs are captured; `plain` names other taps, captured
+    without reshaping.
     """
     taps = self.calib.model.projection_taps
     blocked = sorted({taps[path] for path in targets(self.calib.model, contract)})
@@ -121,13 +111,13 @@ class Activations:
       self._run()
 
   def _run(self) -> list[dict[str, jax.Array]]:
-    """Runs the observed layer, once."""
+    """Runs the observed layer, at most once."""
     if self._taps is not None:
       return self._taps
     assert self._layer is not None
     model, placement = self.calib.model, self.placement
     layer = placement.shard_rows(self._layer)
-    # Hooks run with 64-bit types on; the model does not.
+    # Hooks run with 64-bit types enabled; the model does not.
     with jax.enable_x64(False):
       outputs = [
         execution.block_on_cpu(
@@ -135,7 +125,7 @@ class Activations:
         )
         for chunk in self.hidden
       ]
-      # The buffers have been donated.
+      # `capture` donated the buffers.
       self._hidden = None
       self._leaving = [output for output, _ in outputs]
       streams.check_finite(self._leaving, model.layer_name(self.index))
@@ -146,11 +136,11 @@ class Activations:
 
   @property
   def taps(self) -> list[dict[str, jax.Array]]:
-    """Taps of the observed layer, one dict a chunk."""
+    """Taps of the observed layer, one dict for each chunk."""
     return self._run()
 
   def inputs(self, contract: Contract) -> dict[str, LinearInputs]:
-    """What the hooks see of the observed layer's target linears, by tap."""
+    """Returns the inputs of the observed layer's target linears, by tap."""
     assert self._layer is not None
     sequences, length = self.calib.tokens.shape
     views: dict[str, LinearInputs] = {}
@@ -168,13 +158,13 @@ class Activations:
     return views
 
   def release_inputs(self) -> None:
-    """Frees the inputs of the observed layer's linears; its plain taps stay."""
+    """Frees the inputs of the observed layer's linears but keeps its plain taps."""
     if self._taps is not None:
       plain = self._wanted[1]
       self._taps = [{name: chunk[name] for name in plain} for chunk in self._taps]
 
   def leave(self) -> None:
-    """Moves behind the observed layer."""
+    """Moves past the observed layer."""
     if self._store is not None and not self._store.has_hidden(self.index + 1):
       self._run()
     self._hidden, self._leaving = self._leaving, None
@@ -182,7 +172,7 @@ class Activations:
     self.index += 1
 
   def advance(self, layer: Params) -> None:
-    """Moves through a layer without looking inside."""
+    """Runs a layer without capturing taps and moves past it."""
     self._hidden = streams.advance(self.calib.model, layer, self.hidden, self.placement)
     self.index += 1
 
@@ -195,19 +185,11 @@ class Activations:
     constants: Any,
     static: tuple[Any, ...],
   ) -> Any:
-    """Moves through a layer and sums something over its sequences.
+    """Moves through a layer and returns a sum over its sequences.
 
-    Args:
-      step: See `totals.Step`; its sequence is (hidden `[T, d]`, taps), its output the
-        hidden states that leave the layer.
-      totals: What the sum begins with.
-      layers: Nested params that the step gets.
-      taps: Taps of another trajectory for each chunk, `[sequences, ...]`.
-      constants: A pytree that the step gets.
-      static: Hashable arguments of the step.
-
-    Returns:
-      The totals.
+    The `totals.Step` gets (hidden `[T, d]`, `taps`), `layers` and `constants`, and
+    outputs the hidden states leaving the layer. `taps` belong to another trajectory,
+    one dict of `[sequences, ...]` for each chunk. The sum starts at `totals`.
     """
     running, params = Totals(totals, self.placement), self.placement.shard_rows(layers)
     constants = self.placement.replicate(constants)

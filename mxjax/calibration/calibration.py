@@ -1,4 +1,4 @@
-"""Calibration: the model, used only to measure, and the tokens it is measured on."""
+"""The calibration tokens and the model interface that they are measured with."""
 
 import dataclasses
 import hashlib
@@ -14,9 +14,9 @@ Params = Mapping[str, Any]
 
 
 class CausalLanguageModel(Protocol):
-  """What the pipeline needs of a model: pure functions of params, by layer.
+  """The model interface of the pipeline: pure functions of params, layer by layer.
 
-  `mxjax.models.CausalLM` is one; any hashable object with these members is another.
+  `mxjax.models.CausalLM` implements it; any hashable object with these members works.
   """
 
   @property
@@ -26,41 +26,41 @@ class CausalLanguageModel(Protocol):
 
   @property
   def projection_taps(self) -> dict[tuple[str, str], str]:
-    """Target linears of a layer in forward order, and the tap of their input."""
+    """Maps each target linear, in forward order, to the tap of its input."""
     ...
 
   def layer_name(self, index: int) -> str:
-    """The key of layer `index` in the params."""
+    """Returns the key of layer `index` in the params."""
     ...
 
   def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
-    """Hidden states `[B, T, d]` of int32 tokens `[B, T]`."""
+    """Embeds int32 tokens `[B, T]` into hidden states `[B, T, d]`."""
     ...
 
   def layer(self, layer_params: Params, hidden: jax.Array) -> jax.Array:
-    """One decoder layer, `[B, T, d]` to `[B, T, d]`."""
+    """Runs one decoder layer, `[B, T, d]` to `[B, T, d]`."""
     ...
 
   def layer_with_taps(
     self, layer_params: Params, hidden: jax.Array
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """One decoder layer and the named values inside it."""
+    """Runs one decoder layer and also returns its intermediate values by name."""
     ...
 
   def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-    """float32 logits `[B, T, V]` of final hidden states."""
+    """Computes float32 logits `[B, T, V]` from final hidden states."""
     ...
 
 
 def targets(model: CausalLanguageModel, contract: Contract) -> list[tuple[str, str]]:
-  """The target linears of a layer, (block, name) in forward order."""
+  """Lists the target linears of a layer as (block, name), in forward order."""
   return [path for path in model.projection_taps if path[1] in contract.targets]
 
 
 def replace_weights(
   layer: Params, weights: Mapping[tuple[str, str], Any]
 ) -> dict[str, Any]:
-  """A layer's params with other weights, given by (block, name)."""
+  """Returns a layer's params with the weights at the given (block, name) replaced."""
   new = dict(layer)
   for (block, name), weight in weights.items():
     linear = {**layer[block][name], "weight": weight}
@@ -79,7 +79,7 @@ class Calibration:
 
   Raises:
     ValueError: No tokens, not two axes, too short, or ids outside the vocabulary.
-    TypeError: Not integers.
+    TypeError: The ids are not integers.
   """
 
   model: CausalLanguageModel
@@ -87,7 +87,7 @@ class Calibration:
   vocab_size: int | None = None
 
   def __post_init__(self) -> None:
-    """Checks and normalizes the tokens once, at the door."""
+    """Validates the tokens and converts them to int32."""
     tokens = np.asarray(self.tokens)
     place = "Calibration"
     if tokens.size == 0 or tokens.ndim != 2:
@@ -119,7 +119,7 @@ class Calibration:
 
   @property
   def fingerprint(self) -> str:
-    """SHA-256 of shape and exact ids, hex; it goes into every result."""
+    """SHA-256 of shape and exact ids, hex; recorded with every result."""
     return token_fingerprint(self.tokens)
 
 

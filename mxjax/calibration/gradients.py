@@ -1,8 +1,8 @@
 """Gradients through the whole model, one decoder layer at a time.
 
-Forward, the hidden states entering each layer are stored; backward, each layer is run
-again and differentiated. One compiled function serves all layers and memory holds one
-layer's activations, whatever the depth.
+The forward pass stores the hidden states entering each layer; the backward pass reruns
+and differentiates each layer. One compiled function serves all layers, and memory holds
+the activations of one layer at any depth.
 """
 
 import functools
@@ -16,26 +16,26 @@ from mxjax.calibration.streams import outer_params
 from mxjax.devices import execution
 
 HEAD_CHUNK = 512
-"""Positions whose logits exist at once."""
+"""Positions whose logits are in memory at once."""
 
 
 class Objective(Protocol):
-  """A loss of what is learned; hashable, so that it can be a static argument.
+  """A loss of learned parameters; hashable, so that it can be a static argument.
 
   `shared` is learned once for the model, `own` once for each layer; both are pytrees.
   """
 
   @property
   def model(self) -> CausalLanguageModel:
-    """The model that the loss is of."""
+    """The model that is differentiated."""
     ...
 
   def embed(self, shared: Any, outer: Params, ids: jax.Array) -> jax.Array:
-    """Hidden states `[1, T, d]` of tokens int32 `[1, T]`."""
+    """Embeds int32 tokens `[1, T]` into hidden states `[1, T, d]`."""
     ...
 
   def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
-    """One layer, `[1, T, d]` to `[1, T, d]`."""
+    """Runs one layer, `[1, T, d]` to `[1, T, d]`."""
     ...
 
   def loss(
@@ -46,17 +46,14 @@ class Objective(Protocol):
     ids: jax.Array,
     teacher: jax.Array | None,
   ) -> jax.Array:
-    """The mean loss of a sequence, a scalar."""
+    """Computes the mean loss of a sequence, a scalar."""
     ...
 
 
 class Gradients(NamedTuple):
-  """A loss and its gradients.
+  """A loss, averaged over sequences, and its gradients.
 
-  Attributes:
-    loss: Mean over sequences.
-    shared: The shape of `shared`.
-    own: One pytree for each layer.
+  `shared` and `own` have the structure of the parameters.
   """
 
   loss: float
@@ -73,7 +70,7 @@ def _forward(objective: Objective, part: str, *args: Any) -> jax.Array:
 def _backward(
   objective: Objective, part: str, learned: int, cotangent: jax.Array, *args: Any
 ) -> tuple[Any, ...]:
-  """Gradients of a part with respect to its first `learned` arguments."""
+  """Differentiates a part with respect to its first `learned` arguments."""
   run = lambda *first: getattr(objective, part)(*first, *args[learned:])
   return jax.vjp(run, *args[:learned])[1](cotangent)
 
@@ -98,7 +95,6 @@ def _of_sequence(
   ids: jax.Array,
   teacher: jax.Array | None,
 ) -> Gradients:
-  """The loss of one sequence and its gradients."""
   wait = execution.block_on_cpu
   hidden = wait(_forward(objective, "embed", shared, outer, ids))
   entering = []
@@ -129,18 +125,11 @@ def gradients(
   sequences: list[jax.Array],
   teachers: list[jax.Array] | None = None,
 ) -> Gradients:
-  """The mean loss of some sequences and its gradients.
+  """Computes the mean loss of some sequences and its gradients.
 
-  Args:
-    objective: The loss.
-    params: The model's float params, which are constants.
-    shared: What is learned once.
-    own: What is learned for each layer, equal in structure.
-    sequences: Tokens, int32 `[1, T]` each; one after the other is run.
-    teachers: The float model's last hidden states of each, `[1, T, d]`, or None.
-
-  Returns:
-    The loss and the gradients, averaged over sequences.
+  `params` are constants. `own` holds one pytree for each layer, all equal in structure.
+  The `sequences`, int32 `[1, T]` each, run one after the other; `teachers` are the
+  float model's last hidden states, `[1, T, d]` each.
   """
   model, outer = objective.model, outer_params(params)
   layers = [params[model.layer_name(i)] for i in range(model.num_layers)]
@@ -156,16 +145,10 @@ def gradients(
 def chunked_mean(
   loss: Any, length: int, *arrays: jax.Array, weights: jax.Array
 ) -> jax.Array:
-  """The weighted mean of a loss over positions, a chunk of positions at a time.
+  """Computes the weighted mean of a loss over positions, one chunk at a time.
 
-  Args:
-    loss: Maps chunks of the arrays to losses `[chunk]`; run again backward.
-    length: Positions.
-    *arrays: `[length, ...]` each.
-    weights: float32 `[length]`, not all zero.
-
-  Returns:
-    A scalar.
+  `loss` maps chunks of the arrays, `[length, ...]` each, to losses `[chunk]`; it is
+  recomputed in the backward pass. `weights` are float32 `[length]`, not all zero.
   """
   chunk = min(HEAD_CHUNK, length)
   padding = -length % chunk
@@ -178,6 +161,6 @@ def chunked_mean(
 
 
 def batches(sequences: int, batch: int, steps: int) -> list[list[int]]:
-  """Sequences of each step in turn, beginning again at the end of the set."""
+  """Lists the sequence indices of each step, wrapping around at the end of the set."""
   size = min(batch, sequences)
   return [[(s * size + i) % sequences for i in range(size)] for s in range(steps)]

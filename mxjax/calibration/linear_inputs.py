@@ -1,9 +1,8 @@
-"""The measured view of one linear's calibration input: the only data a hook sees.
+"""Calibration inputs of one linear: the only data a hook sees.
 
-Linears that read the same tensor (q, k, v; gate, up) share one view, so what one of
-them has reduced (raw Hessian, moments) is cached for the others. All reductions run
-one sequence at a time in the order of the calibration set, whatever the chunk size,
-so results do not depend on it.
+Linears that read the same tensor (q, k, v; gate, up) share one view, so a reduction
+such as the raw Hessian is computed once for all of them. Reductions add one sequence at
+a time in calibration order, so results do not depend on the chunk size.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ from mxjax.numerics.shaping import reference_chart
 Step = Callable[..., Any]
 
 HESSIAN_TILE = 192
-"""Rows of a raw Hessian accumulated at once, from the diagonal on."""
+"""Rows of a raw Hessian accumulated at once, starting at the diagonal."""
 
 
 def _add_sequence(
@@ -35,7 +34,7 @@ def _add_sequence(
   params: None,
   *args: Any,
 ) -> tuple[Any, None]:
-  """The step of a hook as a step of `Totals`."""
+  """Adapts the step of a hook to a `totals.Step`."""
   step, rules = static
   return step(carry, sequence[1], index, rules, *args), None
 
@@ -43,7 +42,7 @@ def _add_sequence(
 def _hessian_step(
   carry: jax.Array, blocks: jax.Array, index: jax.Array, rules: mxfp4.Rules
 ) -> jax.Array:
-  """Adds X'X of a sequence, the tiles on and above the diagonal only."""
+  """Adds X'X of a sequence, only the tiles on and above the diagonal."""
   del index, rules
   flat = blocks.reshape(-1, blocks.shape[-1])
   for start in range(0, flat.shape[0], HESSIAN_TILE):
@@ -55,9 +54,9 @@ def _hessian_step(
 
 @jax.jit
 def _mirrored(upper: jax.Array, places: jax.Array) -> jax.Array:
-  """The symmetric matrix `[d, d]` that has this upper triangle.
+  """Mirrors an upper triangle into a symmetric matrix `[d, d]`.
 
-  `places` are 0 to d - 1, int32: created in here, they would have XLA:CPU compile this
+  `places` are 0 to d - 1, int32. Created in here, they would make XLA:CPU compile this
   for minutes, on 400 MB, where d is a power of two.
   """
   return jnp.where(places[:, None] <= places[None, :], upper, upper.T)
@@ -72,13 +71,12 @@ def _fold_moment_step(
 
 @jax.jit
 def _mean_of_folds(totals: jax.Array, tokens: jax.Array) -> jax.Array:
-  """Sums `[2, blocks, 32, 32]` over their folds' tokens, float64 `[2]`."""
+  """Divides sums `[2, blocks, 32, 32]` by the folds' tokens, float64 `[2]`."""
   return totals / jnp.maximum(tokens, 1.0)[:, None, None, None]
 
 
 @jax.jit
 def _mean_of_all(folds: jax.Array, tokens: jax.Array) -> jax.Array:
-  """The mean over all tokens from the means of the folds."""
   return (folds[0] * tokens[0] + folds[1] * tokens[1]) / tokens.sum()
 
 
@@ -87,13 +85,12 @@ class LinearInputs:
 
   Attributes:
     name: The linear's name, such as `q_proj`; empty for a view that several share.
-    rules: Codec rules of the contract.
-    record: What hooks want the report to show about this linear.
+    record: Entries that hooks add to this linear's part of the report.
     learned: What `Program.prepare` learned for this linear, or None.
     group: What `Program.shape_group` returned for the linears on this tensor.
-    placement: Where the activations lie; a hook gets arrays on the primary device.
-    sequences: Calibration sequences.
-    blocks: Physical blocks of the input axis.
+    placement: Where the activations lie; hooks get arrays on the primary device.
+    sequences: Number of calibration sequences.
+    blocks: Number of physical blocks of the input axis.
     length: Tokens of a sequence.
   """
 
@@ -108,14 +105,11 @@ class LinearInputs:
   ) -> None:
     """Wraps captured activations.
 
-    Args:
-      chunks: float32 arrays `[sequences, blocks, 32, tokens]` in calibration order,
-        or a function that captures them when a hook first asks for more than the
-        cache has. On a mesh each has one sequence a device.
-      rules: Codec rules of the contract.
-      extent: `(sequences, blocks, tokens)` over all chunks; needed with a function.
-      cache: Reductions shared with other linears that read the same tensor.
-      placement: Where the chunks lie.
+    `chunks` are float32 `[sequences, blocks, 32, tokens]` in calibration order (on a
+    mesh with one sequence a device), or a function that captures them when a hook first
+    needs data that the cache lacks. A function requires the (sequences, blocks, tokens)
+    of all chunks as `extent`. `cache` shares reductions with linears that read the same
+    tensor.
     """
     self._source = chunks
     self._cache = {} if cache is None else cache
@@ -135,9 +129,10 @@ class LinearInputs:
     return self._source() if callable(self._source) else self._source
 
   def for_linear(self, name: str = "", learned: Any = None) -> "LinearInputs":
-    """The view of one linear on this tensor: same cache, own record.
+    """Returns a view for one linear on this tensor: same cache, own record.
 
-    The record begins with what `Program.shape_group` wrote into this one.
+    Its record starts as a copy of this view's, which `Program.shape_group` may have
+    filled.
     """
     view = copy.copy(self)
     view.name, view.learned, view.record = name, learned, dict(self.record)
@@ -145,27 +140,27 @@ class LinearInputs:
 
   @property
   def tokens(self) -> int:
-    """Calibration tokens in all."""
+    """Number of calibration tokens."""
     return self.sequences * self.length
 
   @property
   def fold_tokens(self) -> tuple[int, int]:
-    """Tokens of the even and the odd sequences (reading A6)."""
+    """Numbers of tokens in the even and in the odd sequences (reading A6)."""
     odd = self.sequences // 2
     return (self.sequences - odd) * self.length, odd * self.length
 
   def probe(self, tokens: int) -> jax.Array:
-    """The first tokens of the first sequence, float32 `[blocks, 32, tokens]`."""
+    """Returns the first sequence's first tokens, float32 `[blocks, 32, tokens]`."""
     return self.cached(f"probe_{tokens}", lambda: self.sequence(0)[..., :tokens])
 
   def sample(self, tokens: int) -> jax.Array:
-    """Tokens evenly spaced over the calibration set, `[blocks, 32, <= tokens]`."""
+    """Samples tokens evenly over the calibration set, `[blocks, 32, <= tokens]`."""
     stride = max(1, -(-self.tokens // tokens))
     places = range(0, self.tokens, stride)
     return self.gather([divmod(place, self.length) for place in places])
 
   def sequence(self, index: int) -> jax.Array:
-    """One calibration sequence, float32 `[blocks, 32, tokens]`."""
+    """Returns one calibration sequence, float32 `[blocks, 32, tokens]`."""
     for chunk in self._chunks:
       if index < chunk.shape[0]:
         return self.placement.to_primary(chunk[index])
@@ -173,7 +168,7 @@ class LinearInputs:
     raise IndexError(f"linear_inputs: no sequence {index} of {self.sequences}")
 
   def gather(self, places: Sequence[tuple[int, int]]) -> jax.Array:
-    """The tokens at (sequence, position), float32 `[blocks, 32, len(places)]`."""
+    """Gathers tokens at (sequence, position), float32 `[blocks, 32, len(places)]`."""
     parts, first = [], 0
     wanted = np.asarray(places, np.int32).reshape(-1, 2)
     order = []
@@ -188,18 +183,12 @@ class LinearInputs:
     return jnp.concatenate(parts, axis=-1)[..., back]
 
   def reduce(self, step: Step, init: Any, *args: Any) -> Any:
-    """Folds `step` over sequences in calibration order.
+    """Folds `step` over sequences in calibration order and returns the last carry.
 
-    Args:
-      step: A module-level function `(carry, blocks [blocks, 32, T], index, rules,
-        *args)` to the next carry; it is jitted once for each shape. It must be
-        additive in the carry: on a mesh it runs on a zero carry and results are
-        summed.
-      init: The first carry; its buffers are donated.
-      *args: Arrays passed to every step.
-
-    Returns:
-      The last carry.
+    `step` is a module-level function, jitted once for each shape, that maps
+    `(carry, blocks [blocks, 32, T], index, rules, *args)` to the next carry. It must be
+    additive in the carry: on a mesh it runs on a zero carry and results are summed. The
+    buffers of `init` are donated.
     """
     init, args = execution.block_on_cpu((init, args))
     totals, args = Totals(init, self.placement), self.placement.replicate(args)
@@ -208,14 +197,14 @@ class LinearInputs:
     return totals.value()
 
   def cached(self, name: str, compute: Callable[[], jax.Array]) -> jax.Array:
-    """A reduction under a name, computed once for all linears on this tensor."""
+    """Returns a named reduction, computed once for all linears on this tensor."""
     with contextlib.suppress(KeyError):
       return self._cache[name]
     self._cache[name] = compute()
     return self._cache[name]
 
   def hessian(self) -> jax.Array:
-    """The raw Hessian X'X / n, float32 `[d, d]`, computed once for all siblings."""
+    """Returns the raw Hessian X'X / n, float32 `[d, d]`, cached."""
     width = self.blocks * mxfp4.BLOCK_SIZE
 
     def compute() -> jax.Array:
@@ -226,7 +215,7 @@ class LinearInputs:
     return self.cached("hessian", compute)
 
   def fold_moments(self) -> jax.Array:
-    """X'X / n of every block by fold, float64 `[2, blocks, 32, 32]`."""
+    """Returns X'X / n of every block by fold, float64 `[2, blocks, 32, 32]`."""
 
     def compute() -> jax.Array:
       shape = (2, self.blocks, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE)
@@ -236,6 +225,6 @@ class LinearInputs:
     return _mean_of_folds(totals, jnp.asarray(self.fold_tokens, jnp.float64))
 
   def moment(self) -> jax.Array:
-    """X'X / n of every block over all tokens, float64 `[blocks, 32, 32]`."""
+    """Returns X'X / n of every block over all tokens, float64 `[blocks, 32, 32]`."""
     tokens = jnp.asarray(self.fold_tokens, jnp.float64)
     return _mean_of_all(self.fold_moments(), tokens)

@@ -1,9 +1,9 @@
-"""Statistics on disk that runs on one float model and one calibration set share.
+"""On-disk statistics shared by runs on one float model and one calibration set.
 
-They are the hidden states entering every layer, and what has been reduced of every
-linear input (raw Hessian, block moments, probes). A run that finds a reduction here
-need not run the float layer at all. The key is the content of params and tokens, so a
-store can hold several models and calibration sets, and never serves the wrong one.
+The store holds the hidden states entering every layer and the reductions of every
+linear input (raw Hessian, block moments, probes), so a later run need not rerun the
+float layers. The key hashes the content of params and tokens: one store can hold
+several models and calibration sets without mixing them up.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from mxjax.storage.tree_io import flatten
 
 
 def params_digest(params: Params) -> str:
-  """SHA-256 of every array of a float model, by path, hex; one key at a time."""
+  """Computes the hex SHA-256 of a float model's arrays by path, one key at a time."""
   digest = hashlib.sha256()
   for name in sorted(params):
     for path, array in sorted(flatten(params[name]).items()):
@@ -40,10 +40,10 @@ def _read(path: pathlib.Path) -> jax.Array:
 
 
 class Reductions(dict[str, jax.Array]):
-  """The reductions of one linear input by name; each is a file, written once."""
+  """Reductions of one linear input by name; each is a file, written once."""
 
   def __init__(self, folder: pathlib.Path) -> None:
-    """Names the folder; it is created when something is written."""
+    """Sets the folder, which is created on the first write."""
     super().__init__()
     self._folder = folder
 
@@ -61,17 +61,14 @@ class Reductions(dict[str, jax.Array]):
 
 
 class CalibrationStore:
-  """The folder of one float model and one calibration set."""
+  """Stored statistics of one float model and one calibration set."""
 
   def __init__(
     self, root: str | os.PathLike[str], params: Params, calib: Calibration
   ) -> None:
-    """Finds or plans the folder.
+    """Derives the folder from the content of params and tokens; writes nothing.
 
-    Args:
-      root: Where stores lie, one folder a content key.
-      params: Float params of the model that calibrates.
-      calib: Its tokens; the compute dtype of its model is part of the key.
+    `root` has one subfolder for each content key, which includes the compute dtype.
     """
     config = getattr(calib.model, "config", None)
     parts = (params_digest(params), calib.fingerprint, getattr(config, "dtype", ""))
@@ -82,19 +79,19 @@ class CalibrationStore:
     return self.path / f"hidden_{index}.safetensors"
 
   def has_hidden(self, index: int) -> bool:
-    """Whether the hidden states entering layer `index` are here."""
+    """Whether the hidden states entering layer `index` are stored."""
     return self._hidden(index).is_file()
 
   def hidden(self, index: int, chunk: int) -> list[jax.Array]:
-    """Hidden states entering a layer, in chunks of sequences `[chunk, T, d]`."""
+    """Reads the hidden states entering a layer, in chunks `[chunk, T, d]`."""
     array = _read(self._hidden(index))
     return [array[first : first + chunk] for first in range(0, len(array), chunk)]
 
   def put_hidden(self, index: int, stream: list[jax.Array]) -> None:
-    """Writes the hidden states entering a layer, once."""
+    """Writes the hidden states entering a layer unless they are stored already."""
     if not self.has_hidden(index):
       _write(self._hidden(index), np.concatenate([np.asarray(part) for part in stream]))
 
   def reductions(self, index: int, tap: str) -> Reductions:
-    """The reductions of a linear input of layer `index`."""
+    """Returns the stored reductions of a linear input of layer `index`."""
     return Reductions(self.path / f"layer_{index}" / tap)

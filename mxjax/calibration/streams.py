@@ -1,7 +1,7 @@
 """The forward pass of a model, one decoder layer at a time.
 
-While calibrating, each sequence goes through a layer by itself (`lax.map` inside a
-chunk), so the bits do not depend on how many sequences share a device call.
+During calibration `lax.map` runs each sequence of a chunk separately, so the bits do
+not depend on the chunk size.
 """
 
 import functools
@@ -24,12 +24,12 @@ from mxjax.numerics import mxfp4
 
 Chunks = list[jax.Array]
 """Hidden states `[sequences, T, d]` in calibration order, compute dtype; on a mesh
-with one sequence a device in each."""
+each chunk has one sequence a device."""
 
 
 def outer_params(params: Params) -> dict[str, Any]:
-  """The params outside the decoder layers: embedding, final norm, head."""
-  # Not `items()`: of params on disk that would read every layer.
+  """Returns the params outside the decoder layers: embedding, final norm, head."""
+  # `items()` would read every layer of params on disk.
   return {k: params[k] for k in params if not k.startswith("layers_")}
 
 
@@ -76,18 +76,10 @@ def capture(
   plain: tuple[str, ...],
   placement: Placement = ONE_DEVICE,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Runs a chunk through a float layer and returns what its linears saw.
+  """Runs a chunk through a float layer and returns its output and taps.
 
-  Args:
-    model: The model.
-    layer: The float layer's params.
-    hidden: `[sequences, T, d]`; its buffer is donated.
-    blocked: Taps returned feature-major, float32 `[sequences, blocks, 32, T]`.
-    plain: Taps returned as they are, `[sequences, T, ...]`.
-    placement: Where layer and chunk lie.
-
-  Returns:
-    The layer's output and the taps.
+  `hidden`, `[sequences, T, d]`, is donated. `blocked` taps are returned feature-major,
+  float32 `[sequences, blocks, 32, T]`; `plain` taps unchanged, `[sequences, T, ...]`.
   """
 
   def run(layer: Params, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -119,7 +111,7 @@ def advance(
   hidden: Chunks,
   placement: Placement = ONE_DEVICE,
 ) -> Chunks:
-  """Carries hidden states through one layer; their buffers are donated."""
+  """Runs hidden states through one layer; their buffers are donated."""
   layer = placement.shard_rows(layer)
   return [
     execution.block_on_cpu(_advance(model, layer, chunk, placement)) for chunk in hidden
@@ -127,10 +119,10 @@ def advance(
 
 
 def check_finite(hidden: Chunks, place: str) -> None:
-  """Raises where hidden states leaving `place` have NaN or inf.
+  """Checks that the hidden states leaving `place` are finite.
 
   Raises:
-    FloatingPointError: With the counts.
+    FloatingPointError: There are NaN or inf; the message has the counts.
   """
   bad = sum(int((~jnp.isfinite(chunk)).sum()) for chunk in hidden)
   if bad:
@@ -157,15 +149,9 @@ def final_hiddens(
 ) -> Chunks:
   """Runs windows through all layers, reading each layer once for all of them.
 
-  Args:
-    model: The model.
-    params: Its params, float or quantized, possibly on disk.
-    windows: int32 `[B, T]` each; on a mesh one window for each device along `data`.
-    placement: Where windows lie; params are put there.
-
-  Returns:
-    Hidden states `[B, T, d]` leaving the last layer, one array a window; a window's
-    bits do not depend on the others.
+  Each window is int32 `[B, T]`, on a mesh with one window for each device along `data`.
+  `params` are float or quantized, possibly on disk. Returns hidden states `[B, T, d]`
+  leaving the last layer; the bits of a window do not depend on the others.
   """
   outer = placement.shard_rows(outer_params(params))
   hidden = [
@@ -184,5 +170,5 @@ def final_hiddens(
 def final_hidden(
   model: CausalLanguageModel, params: Params, tokens: jax.Array
 ) -> jax.Array:
-  """`final_hiddens` of one window, int32 `[B, T]`: `[B, T, d]`."""
+  """Runs one window, int32 `[B, T]`, through all layers to `[B, T, d]`."""
   return final_hiddens(model, params, [tokens])[0]

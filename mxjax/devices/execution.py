@@ -1,12 +1,12 @@
-"""How computations run on a CPU: one at a time, and in memory that is reused.
+"""Execution on CPU: one computation at a time, in reused memory.
 
 Two rules keep XLA:CPU (jaxlib 0.10.2) from hanging with every pool thread idle:
 
 1. On CPU only one computation is in flight: `block_on_cpu` after each.
 2. No LAPACK call (eigh, Cholesky, LU, triangular solve) shares a jitted function with
    a matrix product large enough to run in parallel before it. A function of both, 18
-   blocks of 32 by 576, hung within 50 calls in each of three tries on two
-   busy cores; split, 250 whole linears of that size ran through.
+   blocks of 32 by 576, hung within 50 calls in each of three tries on two busy
+   cores; split, 250 whole linears of that size finished.
 """
 
 import ctypes
@@ -25,21 +25,21 @@ BLOCKS_AT_ONCE = 48
 """Blocks in one call of a function that mixes products and decompositions."""
 
 LARGE_BYTES = 32 * 2**20
-"""From this array size on, freed memory is given back before the allocation."""
+"""Array size from which freed memory is returned to the kernel before allocating."""
 
 FEW_TEMPORARIES = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-"""Compiler options of functions with large temporaries; the bits do not depend on it.
+"""Compiler options for functions with large temporaries; the bits stay the same.
 
-XLA:CPU's default order starts everything as early as it can, such as the float32 copies
-of all weights of a layer: at width 2048 a layer's pass then takes three times the
-temporaries. A layer of SmolLM2 takes as long in either."""
+XLA:CPU's default order starts everything as early as it can, such as the float32
+copies of all weights of a layer: at width 2048 a layer's pass then takes three times
+the temporaries. A layer of SmolLM2 takes as long either way."""
 
 # Parameters of glibc's mallopt, <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 
 def _allocator(name: str) -> Any | None:
-  """A function of this process's own C library, None where it has none such."""
+  """Returns a function of this process's C library, or None if it lacks it."""
   if sys.platform != "linux":
     return None
   return getattr(ctypes.CDLL(None), name, None)
@@ -48,14 +48,12 @@ def _allocator(name: str) -> Any | None:
 def keep_freed_memory() -> bool:
   """Lets this process reuse large freed buffers; call it before any computation.
 
-  XLA:CPU allocates the temporaries of every call anew, and glibc hands buffers of this
-  size back to the kernel when they are freed: each call then takes its pages again,
-  zeroed, which was half the processor time of attention over 2,048 tokens. The price
-  is that memory once used stays with the process. It changes the allocator of the
-  whole process, so programs call it, the library never does.
-
-  Returns:
-    Whether the allocator took the settings; False where it is not glibc.
+  XLA:CPU allocates the temporaries of every call anew, and glibc returns buffers of
+  this size to the kernel when freed: fetching zeroed pages again took half the
+  processor time of attention over 2,048 tokens. The price is that used memory stays
+  with the process. Because it changes the allocator of the whole process, only programs
+  call it, never the library. Returns whether the allocator took the settings; False if
+  it is not glibc.
   """
   mallopt = _allocator("mallopt")
   if mallopt is None:
@@ -65,30 +63,24 @@ def keep_freed_memory() -> bool:
 
 
 def trim_malloc(nbytes: int) -> bool:
-  """Gives freed memory back to the kernel before a step with large arrays.
+  """Returns freed memory to the kernel before a step with large arrays.
 
-  The memory that `keep_freed_memory` retains is fragmented. An array larger than every
-  fragment, such as the factor of a wide Hessian, would need new memory on top.
-
-  Args:
-    nbytes: Of one array; below `LARGE_BYTES` nothing happens.
-
-  Returns:
-    Whether anything was given back; False where the allocator is not glibc.
+  Memory retained by `keep_freed_memory` is fragmented: an array larger than every
+  fragment, such as the factor of a wide Hessian, would need new memory on top. `nbytes`
+  is the size of one array; below `LARGE_BYTES` nothing happens. Returns whether memory
+  was given back; False if the allocator is not glibc.
   """
   trim = _allocator("malloc_trim") if nbytes >= LARGE_BYTES else None
   return trim is not None and trim(0) == 1
 
 
 def keep_compiled(folder: str | os.PathLike[str]) -> None:
-  """Has JAX cache compiled programs in a folder, for all processes that name it.
+  """Makes JAX cache compiled programs in a folder shared between processes.
 
-  A HiRes build compiles some two hundred programs. Use a folder written on a machine
-  with the same processor, and only by people who may run code here. Programs call this,
-  the library never does.
-
-  Args:
-    folder: Created if it is missing; it grows, and may be removed at any time.
+  A HiRes build compiles some two hundred programs. The folder is created if missing,
+  grows, and may be removed at any time. Use one written on a machine with the same
+  processor, and only by people who may run code here. Only programs call this, never
+  the library.
   """
   pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
   jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
@@ -99,9 +91,9 @@ def keep_compiled(folder: str | os.PathLike[str]) -> None:
 def block_on_cpu(tree: T) -> T:
   """Waits for a pytree's arrays on CPU; elsewhere lets dispatch run ahead.
 
-  XLA:CPU runs computations and their parallel parts on one pool of as many threads
-  as cores. Independent computations in flight together can each hold a thread while
-  waiting for parts that no thread is left to run: seen as a deadlock on two cores.
+  XLA:CPU runs computations and their parallel parts on one pool of as many threads as
+  cores. Independent computations in flight together can each hold a thread while
+  waiting for parts that no thread is left to run: a deadlock seen on two cores.
   """
   if jax.default_backend() == "cpu":
     return jax.block_until_ready(tree)
@@ -111,13 +103,9 @@ def block_on_cpu(tree: T) -> T:
 def call_in_batches(function: Callable[..., T], *arrays: jax.Array) -> T:
   """Calls a jitted function on a few blocks at a time and joins the results.
 
-  For functions with products before decompositions (rule 2): XLA runs a batch of
-  32 x 32 products in parallel from some number of blocks on, seen to hang at 64.
-
-  Args:
-    function: Of arrays `[blocks, ...]`, to a pytree of such arrays; blocks are
-      independent.
-    *arrays: Its operands.
+  Use it for functions with products before decompositions (rule 2): XLA runs large
+  batches of 32 x 32 products in parallel, which hung at 64 blocks. `function` maps
+  arrays `[blocks, ...]` to a pytree of such arrays and treats blocks independently.
   """
   blocks = arrays[0].shape[0]
   size = -(-blocks // -(-blocks // BLOCKS_AT_ONCE))

@@ -1,4 +1,4 @@
-"""Meshes of devices: their axes, their sizes, and which weights lie by rows on them."""
+"""Device meshes: construction, axes, and which weights are sharded by rows."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,20 +12,18 @@ AXES = (DATA, MODEL)
 
 
 def make(data: int | None = None, model: int = 1) -> Mesh:
-  """A mesh of the devices of all processes.
+  """Makes a mesh of the devices of all processes.
 
-  Args:
-    data: Devices along `data`; as many as there are when None.
-    model: Devices along `model`.
+  `data` and `model` are the axis sizes; if `data` is None, the devices over `model`.
 
   Raises:
-    ValueError: The sizes do not make up a number of devices that there are.
+    ValueError: The product of the sizes does not fit the number of devices.
   """
   devices = jax.devices()
   if data is None and model > 0:
     data = len(devices) // model
   wanted = (data or 0) * model
-  # Part of the devices may be taken in one process; a process without any is lost.
+  # One process may use a subset of the devices; several processes must use all.
   possible = wanted == len(devices) or jax.process_count() == 1
   if not (0 < wanted <= len(devices) and possible and model > 0):
     raise ValueError(
@@ -37,10 +35,10 @@ def make(data: int | None = None, model: int = 1) -> Mesh:
 
 
 def sizes(text: str) -> dict[str, int]:
-  """The sizes in a word such as `data=4,model=2`; an axis left out has size 1.
+  """Parses sizes such as `data=4,model=2`; an axis left out has size 1.
 
   Raises:
-    ValueError: The word names other axes, or no sizes.
+    ValueError: The text names other axes, or no sizes.
   """
   axes: dict[str, int] = dict.fromkeys(AXES, 1)
   for part in text.split(","):
@@ -55,7 +53,7 @@ def sizes(text: str) -> dict[str, int]:
 
 
 def normalize(mesh: Mesh | None) -> Mesh | None:
-  """The same devices with both axes, `data` first; None stays None.
+  """Gives a mesh both axes, `data` first; None stays None.
 
   Raises:
     ValueError: The mesh has other axes.
@@ -77,10 +75,10 @@ def normalize(mesh: Mesh | None) -> Mesh | None:
 
 
 def alias(array: jax.Array) -> jax.Array:
-  """The same buffers as an array object of their own.
+  """Wraps an array's buffers in a new array object.
 
-  JAX caches host copies on the array object; reading through this alias frees them
-  with the alias.
+  JAX caches host copies on the array object; reading through this alias frees them with
+  the alias.
   """
   shards = [shard.data for shard in array.addressable_shards]
   return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
@@ -94,13 +92,10 @@ def _is_shared(weight: Any, mesh: Mesh) -> bool:
 def map_weights(
   tree: Any, mesh: Mesh, shared: Callable[[Any], Any], whole: Callable[[Any], Any]
 ) -> Any:
-  """Maps nested dicts: weights with rows to share out, and the leaves of all else.
+  """Maps nested dicts of params, or of other leaves with shapes.
 
-  Args:
-    tree: Params, or nested dicts with anything that has shapes in their place.
-    mesh: The mesh.
-    shared: Applied to weights whose rows divide over the model axis.
-    whole: Applied to every other leaf.
+  `shared` is applied to weights whose rows divide over the model axis, `whole` to every
+  other leaf.
   """
   if not isinstance(tree, Mapping):
     return jax.tree.map(whole, tree)

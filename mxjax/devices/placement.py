@@ -1,16 +1,15 @@
-"""Where arrays lie and computations run: on one device, or on those of a mesh.
+"""Placement of arrays and computations on one device or a mesh.
 
-A mesh has two axes. While the float model is measured, every device takes sequences
-of its own, whichever axis it is on, and fetches the rows of a weight that lie on the
-other devices of its `model` group. While a model is evaluated, windows are shared out
-over `data` and each device of a `model` group computes its own output rows. What is
-small or whole by nature (a Cholesky factor, a solve, a report) runs on the primary
-device of each process: the same programs as without a mesh.
+A mesh has two axes. In calibration, every device on either axis takes its own sequences
+and gathers weight rows from the other devices of its `model` group. In evaluation,
+windows are split over `data`, and each device of a `model` group computes its own
+output rows. Small or unsplittable work (a Cholesky factor, a solve, a report) runs on
+the primary device of each process, with the same programs as without a mesh.
 
-No sum is ever split: products run over the whole input axis on one device, and the
+No sum is ever split: products run over the whole input axis on one device, and
 contributions of sequences are added in calibration order (`totals`). So results do not
-depend on the mesh, as far as the backend's products do not depend on how many rows
-they have.
+depend on the mesh, as far as the backend's products do not depend on their number of
+rows.
 """
 
 import dataclasses
@@ -32,36 +31,27 @@ T = TypeVar("T")
 
 
 class Sharing(NamedTuple):
-  """How sequences, and weights that lie by rows, are used.
-
-  Attributes:
-    axes: Mesh axes that the sequences are shared out over.
-    gather: See `RowSharded`.
-  """
+  """How sequences are split over mesh `axes`; `gather` is that of `RowSharded`."""
 
   axes: tuple[str, ...]
   gather: Literal["weights", "outputs"]
 
 
 CALIBRATION = Sharing(AXES, "weights")
-"""A sequence of its own for every device."""
+"""One sequence for every device."""
 EVALUATION = Sharing((DATA,), "outputs")
-"""A window for every `model` group, each device computing its own output rows."""
+"""One window for every `model` group, each device computing its own output rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """One device, or the devices of a mesh; hashable, so it can be a static argument.
-
-  Attributes:
-    mesh: The mesh, with the axes `data` and `model`; None for the default device.
-  """
+  """One device (mesh None), or the devices of a mesh; hashable, so it can be static."""
 
   mesh: Mesh | None = None
 
   @classmethod
   def of(cls, mesh: Mesh | None) -> "Placement":
-    """The placement on a mesh of the caller's, whose axes may lack one or be swapped.
+    """Makes the placement on a mesh whose axes may be swapped, or one missing.
 
     Raises:
       ValueError: The mesh has other axes.
@@ -74,18 +64,18 @@ class Placement:
     return self.mesh.local_devices[0] if self.mesh else jax.local_devices()[0]
 
   def describe(self) -> dict[str, int] | None:
-    """Sizes of the mesh axes and number of processes; None for one device."""
+    """Returns the mesh axis sizes and number of processes; None for one device."""
     if self.mesh is None:
       return None
     processes = {device.process_index for device in self.mesh.devices.flat}
     return {**self.mesh.shape, "processes": len(processes)}
 
   def chunk_size(self, sequences: int, chunk: int) -> int:
-    """How many calibration sequences go through a layer together.
+    """Returns how many calibration sequences go through a layer together.
 
     Raises:
-      ValueError: On a mesh, they do not divide over the devices, or a chunk size was
-        asked for as well.
+      ValueError: On a mesh, the sequences do not divide over the devices, or `chunk`
+        was set as well.
     """
     if self.mesh is None:
       return chunk
@@ -103,10 +93,10 @@ class Placement:
     return self.mesh.size
 
   def put(self, array: Any, spec: P) -> jax.Array:
-    """Puts an array that every process has where `spec` says, as a buffer of its own.
+    """Puts an array that every process has where `spec` says, in a new buffer.
 
-    On one device it is a copy: the buffers of hidden states are donated, and those of
-    the host must not be.
+    On one device it is a copy, because the buffers of hidden states are donated and
+    host buffers must not be.
     """
     if self.mesh is None:
       return jnp.array(array)
@@ -114,7 +104,7 @@ class Placement:
     is_spread = isinstance(array, jax.Array) and len(array.sharding.device_set) > 1
     if is_spread or sharding.is_fully_addressable:
       return jax.device_put(array, sharding)
-    # Of a host's own array `device_put` would first compare what all processes have.
+    # For a host array `device_put` would first compare the values of all processes.
     return jax.make_array_from_callback(
       array.shape, sharding, lambda index: np.asarray(array[index])
     )
@@ -124,18 +114,16 @@ class Placement:
     return self.put(chunk, P(AXES))
 
   def replicate(self, tree: T) -> T:
-    """Puts a pytree on every device."""
+    """Copies a pytree to every device."""
     if self.mesh is None:
       return tree
     return jax.tree.map(lambda a: self.put(a, P()), tree)
 
   def shard_rows(self, params: T) -> T:
-    """Puts params on the mesh, weights by output rows over `model`, all else whole.
+    """Puts params on the mesh, weights by output rows over `model`, the rest whole.
 
-    A weight whose rows do not divide over the axis is whole on every device.
-
-    Args:
-      params: Nested dicts of arrays and typed leaves, float or quantized.
+    A weight whose rows do not divide over the axis is whole on every device. `params`
+    are nested dicts of arrays and typed leaves, float or quantized.
     """
     if self.mesh is None:
       return params
@@ -159,7 +147,7 @@ class Placement:
     return jax.tree.map(one, tree)
 
   def on_primary(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Params whose keys come to the primary device, one at a time, when read."""
+    """Wraps params so that reading a key brings its value to the primary device."""
     return params if self.mesh is None else _OnPrimary(params, self)
 
   def call(
@@ -170,14 +158,11 @@ class Placement:
     sharing: Sharing = CALIBRATION,
     specs: Sequence[P] | None = None,
   ) -> Any:
-    """Calls `run(params, *arrays)`, shared out over the mesh if there is one; traced.
+    """Calls `run(params, *arrays)`, sharded over the mesh if there is one; traced.
 
-    Args:
-      run: The function; on a mesh it sees its device's part of every array.
-      params: Params that `shard_rows` has put there; `run` gets `RowSharded` weights.
-      *arrays: Pytrees of arrays.
-      sharing: How sequences, which all results have in front, are shared out.
-      specs: How each of the arrays lies; with sequences in front when None.
+    On a mesh `run` sees its device's part of every array and `RowSharded` weights;
+    `params` must come from `shard_rows`. `sharing` says how sequences, the leading axis
+    of all results, are split; `specs` shard the arrays, by default along sequences.
     """
     if self.mesh is None:
       return run(params, *arrays)
@@ -199,16 +184,11 @@ class Placement:
   def call_by_row(
     self, run: Callable[..., T], weight: jax.Array, *others: jax.Array | None
   ) -> T:
-    """Calls `run(weight, *others)` with output rows shared out over all devices.
+    """Calls `run(weight, *others)` with output rows split over all devices.
 
-    Args:
-      run: A hashable function whose arrays all have rows on their last axis, each
-        row's part depending on that row of the weight alone.
-      weight: `[..., rows]`.
-      *others: Arrays that every device needs whole.
-
-    Returns:
-      The results of all rows, on the primary device.
+    `run` is hashable, and its results have rows on their last axis, each depending on
+    that row of the weight `[..., rows]` alone; every device needs `others` whole.
+    Returns the results of all rows, on the primary device.
     """
     if self.mesh is None:
       return run(weight, *others)
@@ -248,7 +228,7 @@ def _by_row(
 ) -> T:
   rows = weight.shape[-1]
   by_last = lambda a: P(*[None] * (len(a.shape) - 1), AXES)
-  # Rows of zeros fill the last device up; what is computed of them is cut off below.
+  # Pad the last device with rows of zeros; their results are cut off below.
   filled = jnp.pad(weight, [(0, 0)] * (weight.ndim - 1) + [(0, -rows % mesh.size)])
   results = jax.shard_map(
     run,

@@ -1,11 +1,11 @@
-"""One job on several processes: `jax.distributed`, and what happens if one is lost.
+"""Jobs of several processes with `jax.distributed`, and the loss of one of them.
 
-Every process runs the same program on the same inputs; the devices of all of them make
-up one mesh. Work that is not sharded is done by every process for itself, and
-`check_same` compares the results. Only process 0 writes.
+Every process runs the same program on the same inputs, and their devices form one mesh.
+Each process repeats the unsharded work, and `check_same` compares the results. Only
+process 0 writes.
 
-Where process 0 dies, JAX aborts the others from C++, which no Python code outlives.
-A command therefore runs its work in a child, and `supervise` says what happened.
+If process 0 dies, JAX aborts the others from C++, which Python cannot catch. A command
+therefore runs its work in a child process, and `supervise` explains the abort.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 LOST = 3
-"""Exit code of a process whose job has lost another."""
+"""Exit code of a process whose job lost another process."""
 _PIPE = "MXJAX_SUPERVISOR_PIPE"
-"""The environment variable with the pipe that closes when a child's parent ends."""
+"""Environment variable with the pipe that closes when a child's parent ends."""
 _SIGNS = ("gloo", "nccl", "coordination service", "heartbeat", "connection closed")
 LOST_MESSAGE = (
   "another process of this job was lost or has ended, so this one cannot go on; find "
@@ -37,13 +37,11 @@ LOST_MESSAGE = (
 def supervise(command: Sequence[str]) -> int:
   """Runs a command in a child process, waits, and explains an abort.
 
-  SIGINT and SIGTERM are passed on. The child ends when this process does.
-
-  Returns:
-    The child's exit code; `LOST` where it was aborted.
+  SIGINT and SIGTERM are passed on. The child ends when this process does. Returns the
+  child's exit code, or `LOST` if it was aborted.
   """
   reading, writing = os.pipe()
-  # The child imports from the same places, wherever it was started.
+  # Give the child the same import path, wherever it was started.
   path = os.pathsep.join(place or os.getcwd() for place in sys.path)
   environment = {**os.environ, _PIPE: str(reading), "PYTHONPATH": path}
   child = subprocess.Popen(command, env=environment, pass_fds=(reading,))
@@ -72,7 +70,7 @@ def is_supervised() -> bool:
 
 
 def _end_with_parent() -> None:
-  # Reading returns when the parent's end is closed, however the parent died.
+  # Reading returns when the parent's end closes, however the parent died.
   os.read(int(os.environ[_PIPE]), 1)
   os._exit(128 + signal.SIGKILL)
 
@@ -84,14 +82,12 @@ def connect(
 ) -> None:
   """Joins the job; must be called before any other use of JAX.
 
-  Args:
-    coordinator: `host:port` of process 0; what is None is taken from the cluster's
-      environment (Slurm, Kubernetes, Open MPI and others that JAX knows).
-    processes: How many there are.
-    process: Which one this is.
+  `coordinator` is `host:port` of process 0, `processes` their number, `process` the
+  index of this one. Those that are None come from the cluster's environment (Slurm,
+  Kubernetes, Open MPI and others that JAX knows).
 
   Raises:
-    ValueError: Not all was given, and the environment does not say it.
+    ValueError: A value is missing here and in the environment, or joining fails.
   """
   if is_supervised():
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -115,10 +111,10 @@ def _spans_processes(mesh: Mesh | None) -> bool:
 
 
 def _gathered(value: np.ndarray) -> np.ndarray:
-  """The values of all processes, stacked."""
+  """Stacks the values of all processes."""
   from jax.experimental import multihost_utils
 
-  # Uncommitted inputs of its own: 32-bit types are enough for all of them.
+  # 32-bit types are enough for all the values compared here.
   with jax.enable_x64(False):
     return np.asarray(multihost_utils.process_allgather(value))
 
@@ -131,7 +127,7 @@ def any_of(flag: bool, mesh: Mesh | None) -> bool:
 
 
 def from_leader(number: int) -> int:
-  """Process 0's value of a number below 2^31; all processes must call this."""
+  """Returns process 0's value of a number below 2^31; all processes must call this."""
   if jax.process_count() == 1:
     return number
   return int(_gathered(np.asarray(number, np.int32))[0])
@@ -145,10 +141,8 @@ def wait_for_all(mesh: Mesh | None) -> None:
 def check_same(what: str, tree: Any, mesh: Mesh | None) -> None:
   """Checks that all processes of a mesh have the same values.
 
-  Args:
-    what: For the message.
-    tree: A pytree of arrays, numbers and texts.
-    mesh: The mesh; within one process nothing is compared.
+  `tree` is a pytree of arrays, numbers and texts, `what` its name in the message.
+  Within one process nothing is compared.
 
   Raises:
     ValueError: Some process differs.
@@ -173,13 +167,13 @@ def check_same(what: str, tree: Any, mesh: Mesh | None) -> None:
 
 
 def lost_message(error: BaseException) -> str | None:
-  """The sentence for an error that another process's end caused, else None."""
+  """Returns the message for an error caused by another process's end, else None."""
   text = str(error).lower()
   return LOST_MESSAGE if any(sign in text for sign in _SIGNS) else None
 
 
 def leave(code: int) -> NoReturn:
-  """Ends this process without waiting for the others, which notice it at once."""
+  """Exits at once, without waiting for the other processes, which notice it."""
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(code)

@@ -1,8 +1,8 @@
-"""Sums over the calibration sequences, added in their order wherever they lie.
+"""Sums over the calibration sequences, independent of the device layout.
 
-On one device a chunk of sequences is scanned. On a mesh every device computes the
-contribution of one sequence, and all of them are added one by one in calibration
-order, each device for its share of the elements: the sum that one device would form.
+One device scans the sequences of a chunk. On a mesh, each device computes the
+contribution of one sequence and adds its share of the elements of all contributions in
+calibration order: the sum that one device would form.
 """
 
 import functools
@@ -26,27 +26,24 @@ totals: on a mesh it is applied to zeros and the results are added."""
 
 
 class _Layout(NamedTuple):
-  """A pytree of arrays without their values; hashable."""
+  """Structure, shapes and dtypes of a pytree of arrays; hashable."""
 
   structure: Any
   shapes: tuple[tuple[int, ...], ...]
   dtypes: tuple[np.dtype, ...]
 
   def zeros(self) -> Any:
-    """The tree with zeros everywhere."""
+    """Builds the tree with zeros."""
     leaves = map(jnp.zeros, self.shapes, self.dtypes)
     return jax.tree.unflatten(self.structure, leaves)
 
 
 def _add_in_order(shares: Sequence[jax.Array], tree: Any) -> list[jax.Array]:
-  """Adds one contribution a device to the totals, in the order of the devices; traced.
+  """Adds one contribution of each device to the totals, in device order; traced.
 
-  Each device receives its share of every contribution and adds them one by one: as
-  many bytes as a reduce-scatter moves, and the sum that one device would form.
-
-  Args:
-    shares: This device's share of each total.
-    tree: This device's contribution to all of them, whole.
+  Each device receives its share of every contribution and adds them one by one: the
+  traffic of a reduce-scatter, with the sum that one device would form. `shares` are
+  this device's shares of the totals, `tree` its whole contribution.
   """
   totals = []
   for total, part in zip(shares, jax.tree.leaves(tree), strict=True):
@@ -102,10 +99,10 @@ def _add_chunk(
 
 
 class Totals:
-  """Running totals, a pytree of arrays; on a mesh its elements are shared out."""
+  """Running totals, a pytree of arrays whose elements are sharded on a mesh."""
 
   def __init__(self, initial: Any, placement: Placement = ONE_DEVICE) -> None:
-    """Begins with `initial`, whose buffers are donated."""
+    """Starts with `initial`, whose buffers are donated."""
     self._placement, self._first = placement, 0
     leaves, structure = jax.tree.flatten(initial)
     self._layout = _Layout(
@@ -128,17 +125,11 @@ class Totals:
   ) -> Any:
     """Adds the contributions of the next sequences.
 
-    Args:
-      step: A module-level function, compiled once for each shape.
-      sequences: Arrays `[sequences, ...]`, on a mesh one sequence a device.
-      *args: Pytrees passed to every step; on a mesh they are replicated already.
-      static: Hashable arguments of the step.
-      params: Params that `Placement.shard_rows` has put there.
-      consumed: Like `sequences`, but their buffers are donated. A step gets
-        `(consumed, sequences)`.
-
-    Returns:
-      The outputs of the steps, `[sequences, ...]`.
+    `step` is a module-level function, compiled once for each shape. `sequences` and
+    `consumed` are `[sequences, ...]`, on a mesh one sequence a device; a step gets
+    `(consumed, sequences)`, and `consumed` is donated. `args` are pytrees for every
+    step, already replicated on a mesh; `static` arguments are hashable; `params` come
+    from `Placement.shard_rows`. Returns the outputs of the steps, `[sequences, ...]`.
     """
     first = np.int32(self._first)
     self._totals, outputs = execution.block_on_cpu(
@@ -151,7 +142,7 @@ class Totals:
     return outputs
 
   def value(self) -> Any:
-    """The totals so far, on the primary device."""
+    """Returns the totals so far, on the primary device."""
     if self._placement.mesh is None:
       return self._totals
     whole = self._placement.to_primary(self._totals)

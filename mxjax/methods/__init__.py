@@ -1,4 +1,4 @@
-"""The quantizers, one readable file each, and their names."""
+"""The registry of quantization methods; each lives in a file of its own."""
 
 import contextlib
 import dataclasses
@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from mxjax.methods.program import Program
 
-# A method is registered by one line here; its module is imported when it is asked for,
-# so that importing mxjax loads no optimizer library.
+# Register a method with one line here. Its module is imported on first use, so that
+# importing mxjax loads no optimizer library.
 _REGISTERED = {
   "rtn": "baselines.rtn.RTN",
   "gptq": "gptq.GPTQ",
@@ -50,7 +50,7 @@ def _load(path: str) -> Program:
 
 
 class _Methods(Mapping[str, Program]):
-  """The registered programs by name, each imported when it is read."""
+  """The registered programs by name, each imported on first use."""
 
   def __getitem__(self, name: str) -> Program:
     return _load(_REGISTERED[name])
@@ -67,7 +67,7 @@ METHODS: Mapping[str, Program] = _Methods()
 
 
 def __getattr__(name: str) -> Program:
-  """A registered program by the name of its constant, such as `methods.HIRES`."""
+  """Returns a registered program by its constant's name, such as `methods.HIRES`."""
   for path in _REGISTERED.values():
     if path.rpartition(".")[2] == name:
       return _load(path)
@@ -75,15 +75,13 @@ def __getattr__(name: str) -> Program:
 
 
 def get(method: str | Program) -> Program:
-  """Looks a program up by name, or passes one through.
+  """Looks a program up by name; a `Program` is returned unchanged.
 
-  Args:
-    method: A program, a name in `METHODS`, or a name with options such as
-      `gptq:scales=static:order=activation`; the result carries the whole text as its
-      name.
+  `method` may carry options, such as `gptq:scales=static:order=activation`; the program
+  is then named by the whole text.
 
   Raises:
-    ValueError: An unknown name or option, or a value of the wrong type.
+    ValueError: The name or an option is unknown, or a value has the wrong type.
   """
   if isinstance(method, Program):
     return method
@@ -100,7 +98,7 @@ def get(method: str | Program) -> Program:
 
 
 def _option(program: Program, text: str) -> tuple[str, Any]:
-  """One `option=value` of a program, with the value in the type of the field."""
+  """Parses one `option=value`, with the value in the type of the program's field."""
   key, equals, value = text.partition("=")
   fields = {f.name for f in dataclasses.fields(program)} - {"name", "recover"}
   if not equals or key not in fields:

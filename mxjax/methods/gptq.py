@@ -1,13 +1,13 @@
 """GPTQ: second-order reconstruction of the weights, nearest activations.
 
-The original works on integer groups with lagged scales; under our contract groups are
+The original quantizes integer groups with lagged scales. Under our contract, groups are
 physical Block32 blocks, a block's exponent comes from its compensated weights when it
 is reached (`fresh`), columns go in natural order, and the Hessian is that of the float
-model's inputs before A4. The paper states neither order nor scale source nor whether
-inputs come from the float or the quantized model: all three are assumptions, and
-options here. Columns in order of activation are rounded with static exponents in
-their own physical blocks; with other exponents that order has no meaning and is
-refused. Unlike the original, dead inputs are not zeroed: damping handles them.
+model's inputs before A4. The paper does not state the order, the scale source, or
+whether inputs come from the float or the quantized model; these assumptions are options
+here. Columns ordered by activation are rounded with static exponents in their own
+physical blocks; that order is refused with other exponents. Unlike the original, dead
+inputs are not zeroed; damping handles them.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ Order = Literal["natural", "activation"]
 
 
 def not_definite(inputs: LinearInputs, damping: float) -> ValueError:
-  """The error of a Hessian that no damping tried from `damping` on makes definite."""
+  """Builds the error for a Hessian that no damping tried makes positive definite."""
   damping *= gptq.DAMPING_GROWTH ** (gptq.DAMPING_TRIES - 1)
   return ValueError(
     f"gptq: the Hessian of {inputs.tokens} tokens and width "
@@ -48,19 +48,12 @@ def reconstruct(
   order: Order = "natural",
   descent: int = 0,
 ) -> gptq.Reconstruction:
-  """GPTQ in the coordinates of a map, from the shared raw Hessian.
+  """Runs GPTQ in the coordinates of a map, from the shared raw Hessian.
 
-  Args:
-    weight: Folded weights, float32 `[blocks, 32, out_features]`.
-    inputs: The linear's calibration inputs in native coordinates.
-    input_map: The installed map, or None.
-    damping: First relative damping; what was needed goes into `inputs.record`.
-    scales: Where exponents come from.
-    order: Columns from first to last, or by falling diagonal of the Hessian.
-    descent: Passes of `code_descent` afterwards.
-
-  Returns:
-    Legal codes.
+  `weight` is folded, float32 `[blocks, 32, out_features]`; `inputs` are in native
+  coordinates. `damping` is the first relative damping; the one that succeeds goes into
+  `inputs.record`. Columns go in natural order or by decreasing diagonal of the Hessian.
+  `descent` counts passes of `code_descent` afterwards.
 
   Raises:
     ValueError: No damping tried made the Hessian positive definite.
@@ -74,7 +67,7 @@ def reconstruct(
     ordered = execution.block_on_cpu(hessian[columns[:, None], columns[None, :]])
   execution.trim_malloc(raw.nbytes)
   factor = execution.block_on_cpu(gptq.factor(ordered, damping=damping))
-  # What the solve does not read makes room for what it allocates.
+  # Free what the solve does not read before it allocates.
   curvature = hessian if descent else None
   del hessian, ordered
   used = float(factor.damping)
@@ -88,7 +81,7 @@ def reconstruct(
 
 @dataclasses.dataclass(frozen=True)
 class _SolveRows:
-  """Codes of each output row, which depend on that row alone; hashable."""
+  """Computes the codes of each output row independently; hashable."""
 
   rules: mxfp4.Rules
   scales: gptq.ScaleSource
@@ -102,7 +95,7 @@ class _SolveRows:
     hessian: jax.Array | None,
     damping: jax.Array,
   ) -> gptq.Reconstruction:
-    """GPTQ with the factor, then coordinate descent if there is a Hessian."""
+    """Runs GPTQ with the factor, then coordinate descent if given a Hessian."""
     if columns is not None:
       result = gptq.reconstruct_ordered(weight, upper, columns, self.rules)
     elif self.scales != "fresh":
@@ -125,10 +118,7 @@ def _conjugated(hessian: jax.Array, input_map: InputMap | None) -> jax.Array:
 class Gptq(Program):
   """GPTQ weights and nearest activations in the coordinates of `shape`.
 
-  Attributes:
-    damping: Relative damping of the Hessian.
-    scales: Where a block's exponent comes from.
-    order: Column order; `activation` needs static scales.
+  `scales` is the source of block exponents; `order` `activation` needs static scales.
   """
 
   name: str = "gptq"
@@ -137,7 +127,7 @@ class Gptq(Program):
   order: Order = "natural"
 
   def __post_init__(self) -> None:
-    """Refuses an order that would tear physical blocks apart."""
+    """Rejects activation order with non-static scales."""
     if self.order == "activation" and self.scales != "static":
       raise ValueError(
         f"{self.name}: columns in order of activation need scales='static', got "

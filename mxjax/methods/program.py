@@ -1,7 +1,7 @@
-"""A PTQ program: the hooks that every quantizer is made of.
+"""The `Program` base class: the hooks that define a PTQ method.
 
-RTN, GPTQ, HiRes and every ablation of it are programs, run by one pipeline under one
-contract. Nothing is special-cased by name.
+RTN, GPTQ, HiRes and its ablations are programs, run by one pipeline under one contract.
+Nothing is special-cased by name.
 """
 
 import dataclasses
@@ -28,26 +28,18 @@ from mxjax.numerics.shaping.input_maps import InputMap
 
 
 class Realized(NamedTuple):
-  """What `quantize_weight` returns: legal weights and the activation rule.
-
-  Attributes:
-    weight: Legal codes of the weights in the installed coordinates.
-    rounding: The dynamic A4 rule.
-  """
+  """Legal codes in the installed coordinates, and the dynamic A4 rule."""
 
   weight: gptq.Reconstruction
   rounding: ActivationQuantizer
 
 
 class Prepared(NamedTuple):
-  """What `prepare` returns.
+  """Result of `prepare`: the float model of this run, and what was learned.
 
-  Attributes:
-    params: The float model of this run: its inputs calibrate, and operator error is
-      measured against it.
-    learned: What hooks get as `inputs.learned`, by path such as
-      `layers_0/self_attn/q_proj`.
-    record: What the report should show, JSON-ready.
+  Operator error is measured against `params`. Hooks get `learned`, keyed by path such
+  as `layers_0/self_attn/q_proj`, as `inputs.learned`. `record` is JSON-ready for the
+  report.
   """
 
   params: Params
@@ -60,12 +52,12 @@ class Program:
   """Base program: no map, round to nearest, no recovery.
 
   Attributes:
-    name: How results name it.
-    recover: Recovery fits in order, each measured on the state the previous left.
+    name: The name in results.
+    recover: Recovery fits in order, each measured on the state left by the one before.
     upstream: Whether hooks see the inputs of the float model (reading A22) or those
       that the layers quantized so far produce.
-    recovery_by: Each fit over the whole `model` before the next begins (reading A16),
-      or all fits of a `layer` before the next layer is reached.
+    recovery_by: With `model`, each fit covers the whole model before the next begins
+      (reading A16); with `layer`, all fits of a layer finish before the next layer.
   """
 
   name: str = "rtn"
@@ -74,40 +66,25 @@ class Program:
   recovery_by: Literal["model", "layer"] = "model"
 
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
-    """Rewrites the float model, or learns end to end, before anything else.
+    """Rewrites the float model or learns end to end, before anything else.
 
-    Args:
-      params: Float params.
-      calib: Model and tokens.
-      contract: The contract that realization will follow.
-
-    Returns:
-      A float model of the same function, and what was learned.
+    The returned float model must compute the same function as `params`.
     """
     del calib, contract
     return Prepared(params)
 
   def shape_group(self, weights: Mapping[str, jax.Array], inputs: LinearInputs) -> Any:
-    """Learns what the linears that read one tensor share, before each is shaped.
+    """Learns what linears that read one tensor share, before each is shaped.
 
-    Args:
-      weights: Their float weights by name, float32 `[blocks, 32, out_features]`.
-      inputs: Their calibration inputs.
-
-    Returns:
-      Available to `shape` and `quantize_weight` as `inputs.group`; None by default.
+    `weights` are float32 `[blocks, 32, out_features]` by linear name. `shape` and
+    `quantize_weight` get the result as `inputs.group`; None by default.
     """
     del weights, inputs
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
-    """Chooses the input map of one linear.
+    """Chooses the input map of one linear, or None for native coordinates.
 
-    Args:
-      weight: Float weights, float32 `[blocks, 32, out_features]`, feature-major.
-      inputs: The linear's calibration inputs.
-
-    Returns:
-      A map of `input_maps`, or None for the native coordinates.
+    `weight` is feature-major, float32 `[blocks, 32, out_features]`.
     """
     del weight, inputs
     return None
@@ -117,27 +94,16 @@ class Program:
   ) -> Realized:
     """Chooses legal W4 codes and the A4 rule in the installed coordinates.
 
-    Args:
-      weight: Folded weights, float32 `[blocks, 32, out_features]`.
-      inputs: The linear's calibration inputs in native coordinates; `input_map`
-        conjugates their Hessian.
-      input_map: What `shape` returned.
-
-    Returns:
-      Codes and rounding.
+    `weight` is folded, float32 `[blocks, 32, out_features]`; `inputs` are in native
+    coordinates, and `input_map` conjugates their Hessian.
     """
     del input_map
     return Realized(gptq.round_to_nearest(weight, inputs.rules), Nearest())
 
   def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
-    """`shape`, fold, `quantize_weight`; overridden where the two interleave.
+    """Runs `shape`, folds, and runs `quantize_weight`; override it to interleave them.
 
-    Args:
-      weight: Float weights, `[out_features, in_features]`.
-      inputs: The linear's calibration inputs.
-
-    Returns:
-      The leaf that replaces the weight.
+    `weight` is `[out_features, in_features]`; the returned leaf replaces it.
     """
     blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
     input_map = self.shape(blocks, inputs)
@@ -151,7 +117,7 @@ class Program:
     )
 
   def describe(self) -> Mapping[str, Any]:
-    """Name and options, JSON-ready, for results and checkpoints."""
+    """Returns name and options, JSON-ready, for results and checkpoints."""
     options = {
       field.name: _plain(getattr(self, field.name))
       for field in dataclasses.fields(self)
@@ -165,20 +131,20 @@ class Program:
 
 
 def _plain(value: Any) -> Any:
-  """A value as strict JSON has it: infinity becomes its name."""
+  """Makes a value strict JSON: non-finite floats become strings."""
   is_odd = isinstance(value, float) and not math.isfinite(value)
   return str(value) if is_odd else value
 
 
 @jax.jit
 def pack(result: gptq.Reconstruction) -> mxfp4.MXTensor:
-  """Packs legal codes to an `MXTensor` `[out_features, in_features]`."""
+  """Packs legal codes into an `MXTensor` `[out_features, in_features]`."""
   return result.tensor()
 
 
 @jax.jit
 def fold(blocks: jax.Array, input_map: InputMap | None) -> jax.Array:
-  """Folds weights into a map's coordinates: solved in float64, returned in float32."""
+  """Folds weights into a map's coordinates; computes in float64, returns float32."""
   if input_map is None:
     return blocks
   return input_map.fold(blocks.astype(jnp.float64)).astype(jnp.float32)

@@ -1,10 +1,9 @@
 """Recovery fits as the pipeline runs them: prepare, measure, solve, install.
 
-The numerics are in `value_recovery` and `mlp_recovery`; here is what each fit reads
-of a layer and where it puts its coefficients. A fit never looks ahead: its result for a
-layer depends on this layer and the ones before it only. All fits of a program can
-therefore run in one pass over the layers, each on its own trajectory of hidden states,
-with the results that separate passes over the whole model would have.
+The numerics are in `value_recovery` and `mlp_recovery`; this module reads the taps of a
+layer and installs the coefficients. A fit's result for a layer depends only on that
+layer and those before it, so all fits can run in one pass over the layers, each on its
+own trajectory, with the results of separate passes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,21 +22,17 @@ Taps = Mapping[str, jax.Array]
 class RecoveryFit:
   """One recovery fit; hashable by identity, so that it can be a static argument.
 
-  Attributes:
-    name: How results name it.
-    float_taps: Taps of the float trajectory that `measure` needs.
+  `name` is the name in results; `measure` needs `float_taps` of the float trajectory.
   """
 
   name: str = ""
   float_taps: tuple[str, ...] = ()
 
   def state(self, layer: Params, parent: Params) -> Params:
-    """The layer that the fit is measured on.
+    """Returns the layer that the fit is measured on.
 
-    Args:
-      layer: The quantized layer with every earlier fit installed: by default the
-        answer, in the conditional order of the paper.
-      parent: The quantized layer without any.
+    `layer` has every earlier fit installed and is the default, the paper's conditional
+    order; `parent` is the quantized layer without any fit.
     """
     del parent
     return layer
@@ -45,7 +40,7 @@ class RecoveryFit:
   def prepare(
     self, float_layer: Params, float_taps: Taps, sequences: int
   ) -> tuple[Any, Any]:
-    """Constants of the layer and the zero moments, float64, inside a scope."""
+    """Returns constants of the layer and zero moments; call it in a float64 scope."""
     raise NotImplementedError
 
   def measure(
@@ -61,11 +56,11 @@ class RecoveryFit:
     raise NotImplementedError
 
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
-    """The coefficients and what the report shows of them."""
+    """Solves for the coefficients and returns them with their report entries."""
     raise NotImplementedError
 
   def install(self, layer: Params, leaf: Any) -> dict[str, Any]:
-    """The layer's params with the coefficients beside its projections."""
+    """Returns the layer's params with the coefficients beside its projections."""
     raise NotImplementedError
 
 
@@ -78,7 +73,7 @@ def _float32(tree: Any) -> Any:
 
 
 class AttentionFit(RecoveryFit):
-  """Scale and offset of each key-value head against the float trajectory."""
+  """Fits scale and offset of each key-value head to the float trajectory."""
 
   name = "attention"
   float_taps = ("value",)
@@ -86,7 +81,7 @@ class AttentionFit(RecoveryFit):
   def prepare(
     self, float_layer: Params, float_taps: Taps, sequences: int
   ) -> tuple[Any, Any]:
-    """No constants; zero moments of every head."""
+    """Returns no constants, and zero moments for every head."""
     del float_layer, sequences
     heads = float_taps["value"].shape[-2]
     zeros = [jnp.zeros(heads, jnp.float64) for _ in range(6)]
@@ -101,7 +96,7 @@ class AttentionFit(RecoveryFit):
     float_taps: Taps,
     index: jax.Array,
   ) -> Any:
-    """See `RecoveryFit.measure`: pairs of realized and float value outputs."""
+    """See `RecoveryFit.measure`; pairs realized with float value outputs."""
     del constants, float_layer, index
     new = value_recovery.moments(taps["value"], float_taps["value"])
     return jax.tree.map(lambda a, b: a + b, moments, new)
@@ -123,7 +118,7 @@ class AttentionFit(RecoveryFit):
 
 
 class MlpFit(RecoveryFit):
-  """Three scalars of each gated MLP against float weights on the realized input."""
+  """Fits three scalars of each gated MLP to float weights on the realized input."""
 
   name = "mlp"
   float_taps = ()
@@ -131,7 +126,7 @@ class MlpFit(RecoveryFit):
   def prepare(
     self, float_layer: Params, float_taps: Taps, sequences: int
   ) -> tuple[Any, Any]:
-    """Constants: the coordinate weights omega. Moments: zeros by cell."""
+    """Returns the coordinate weights omega as constants, and zero moments by cell."""
     del float_taps
     weights = mlp_recovery.column_weights(float_layer["mlp"]["down_proj"]["weight"])
     zeros = lambda *shape: jnp.zeros(shape, jnp.float64)
@@ -158,7 +153,7 @@ class MlpFit(RecoveryFit):
     float_taps: Taps,
     index: jax.Array,
   ) -> Any:
-    """See `RecoveryFit.measure`: cell (sequence residue, quarter of positions)."""
+    """See `RecoveryFit.measure`; a cell is (sequence residue, quarter of positions)."""
     del float_taps
     gate_sums, cells = moments
     x = taps["gate_up_input"]
@@ -196,9 +191,9 @@ class MlpFit(RecoveryFit):
 def _quarter_moments(
   arrays: Sequence[jax.Array], weights: jax.Array
 ) -> mlp_recovery.CellMoments:
-  """Moments of the four quarters of a sequence, arrays `[1, T, hidden]`.
+  """Computes the moments of a sequence's four quarters from arrays `[1, T, hidden]`.
 
-  The last quarter takes the positions that do not divide.
+  The last quarter also takes the remainder.
   """
   length, quarters = arrays[0].shape[1], mlp_recovery.CELL_QUARTERS
   whole = length - length % quarters

@@ -1,4 +1,4 @@
-"""Stages I and II of one decoder layer: its target linears are quantized."""
+"""Stages I and II of Algorithm 1: quantizes the target linears of one layer."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,11 +24,11 @@ from mxjax.running.linear_probe import linear_record
 def check_params(
   model: CausalLanguageModel, params: Params, contract: Contract
 ) -> None:
-  """Checks every target weight before any work, collecting all complaints.
+  """Checks every target weight before any work and reports all problems at once.
 
   Raises:
-    ValueError: A width that is not a multiple of 32, or NaN or inf in a weight; the
-      message names each layer, its shape and its counts.
+    ValueError: A target is quantized already, its width is not a multiple of 32, or it
+      has NaN or inf; the message names each layer, its shape and its counts.
   """
   complaints = []
   for index in range(model.num_layers):
@@ -59,7 +59,7 @@ def _shape_groups(
   contract: Contract,
   path: str,
 ) -> None:
-  """Runs `shape_group` for the linears on each tap, whose result all of them see."""
+  """Runs `shape_group` on each tap and stores the result for its linears."""
   for tap, view in views.items():
     weights = {
       name: mxfp4.to_blocks(jnp.asarray(layer[block][name]["weight"], jnp.float32))
@@ -86,16 +86,9 @@ def quantize_layer(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Quantizes the targets of one layer.
 
-  Args:
-    model: The model.
-    path: The layer's name, such as `layers_3`.
-    layer: Its float params.
-    program: The method.
-    views: Inputs of its targets, by tap.
-    learned: What `Program.prepare` learned, by path.
-    contract: Names the targets.
-    announce: Called with the name of each linear before its work.
-    probe: Whether linears are measured for their records.
+  `views` are the inputs of its targets by tap, `learned` is keyed by path, and
+  `announce` gets each linear's name before it is quantized. With `probe`, linears are
+  measured for their records.
 
   Returns:
     The layer's params with `QuantizedLinear` leaves, and a record for each target.

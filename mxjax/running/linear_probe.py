@@ -1,4 +1,4 @@
-"""Errors and rates of one quantized linear on a few calibration tokens."""
+"""Errors and rates of one quantized linear, measured on a few calibration tokens."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ ROUNDING_NAMES = {
 def _relative_error(
   x: jax.Array, weight: jax.Array, operand: jax.Array, decoded: jax.Array
 ) -> jax.Array:
-  """||X^ W^' - X W'||^2 / ||X W'||^2, features on axis 0 of every operand."""
+  """Computes ||X^ W^' - X W'||^2 / ||X W'||^2, features on axis 0 of every operand."""
   dot = lambda a, b: jnp.einsum("dn,dm->nm", a, b, precision=HIGHEST)
   exact = dot(x, weight)
   error = dot(operand, decoded) - exact
@@ -47,11 +47,11 @@ def _local_objectives(
   folded: jax.Array,
   decoded: jax.Array,
 ) -> dict[str, jax.Array]:
-  """Block-local errors of the A4 rule in units of nearest rounding's.
+  """Computes block-local errors of the A4 rule relative to nearest rounding.
 
-  Sensitivity-weighted: the sum of d'G_Q d with d = q - x. Mismatch-weighted: the sum
-  of ||W^ q - W x||^2, both over blocks and tokens. `operands` are what the rule and
-  what nearest rounding make of `mapped`.
+  The sensitivity is the sum of d'G_Q d with d = q - x, the mismatch the sum of ||W^ q -
+  W x||^2, both over blocks and tokens. `operands` are `mapped` rounded by the rule and
+  to nearest.
   """
   weights = decoded.reshape(folded.shape)
   gram, cross = one_code.tables(folded, weights)
@@ -127,24 +127,19 @@ def linear_record(
 ) -> dict[str, Any]:
   """Describes one quantized linear and measures it on a few calibration tokens.
 
-  Args:
-    weight: The float weight, `[out_features, in_features]`.
-    leaf: What replaced it.
-    inputs: Its calibration inputs, whose record is included.
-    probe: Whether anything is measured.
+  `weight` is the float weight `[out_features, in_features]` that `leaf` replaces.
 
   Returns:
-    Shape, names of map and rounding, whatever the program's hooks recorded, and where
-    measured: relative squared output errors (`error_rtn` in native coordinates,
-    `error_mapped_rtn` after the map, `error_mapped_nearest` with the final weights,
-    `error_final` with the final A4 rule), edit rate, exponent histograms, saturation
-    rates.
+    `inputs.record`, shape, names of map and rounding, and with `probe`: relative
+    squared output errors (`error_rtn` in native coordinates, `error_mapped_rtn` after
+    the map, `error_mapped_nearest` with the final weights, `error_final` with the final
+    A4 rule), edit rate, exponent histograms, saturation rates.
   """
   record: dict[str, Any] = dict(inputs.record)
   record["shape"] = list(weight.shape)
   record["map"] = type(leaf.input_map).__name__ if leaf.input_map else "none"
   rule = type(leaf.rounding)
-  # A rule that is not the library's, such as a candidate's own, goes by its class.
+  # A rule from outside the library, such as a candidate's, is named by its class.
   record["rounding"] = ROUNDING_NAMES.get(rule, rule.__name__)
   if leaf.gain is not None:
     record["gain"] = float(leaf.gain)

@@ -1,7 +1,7 @@
-"""`quantize`: Algorithm 1, in its order, one decoder layer resident at a time.
+"""`quantize`: Algorithm 1 with one decoder layer in memory at a time.
 
-For each layer the float model runs on the calibration set and its linears' inputs are
-captured; every target linear is shaped and realized from them; recovery fits are
+For each layer, the float model runs on the calibration set and the inputs of its
+linears are captured; every target linear is shaped and quantized; recovery fits are
 measured and installed in turn; the finished layer is journaled.
 """
 
@@ -45,7 +45,7 @@ def quantize_with_record(
   into: MutableMapping[str, Any] | None = None,
   mesh: Mesh | None = None,
 ) -> Result:
-  """Like `quantize`, with what was measured on the way; see there."""
+  """Like `quantize`, and also returns the record and the reference params."""
   placement = Placement.of(mesh)
   if mesh is not None and store is not None:
     raise ValueError(
@@ -74,7 +74,7 @@ def _quantize_next(
   probe: bool,
   on_progress: OnProgress | None,
 ) -> None:
-  """Algorithm hiresmx for the next layer of a run, in the order of its lines."""
+  """Runs Algorithm hiresmx for the next layer, in the order of its lines."""
   float_model, program = trajectories.float_model, trajectories.program
   model, index = float_model.calib.model, float_model.index
   name = model.layer_name(index)
@@ -82,7 +82,7 @@ def _quantize_next(
   largest = 4 * max(leaf.size for leaf in jax.tree.leaves(float_layer))
   place, steps = (index, model.num_layers), 2 + len(program.recover)
   stages = LayerStages(run.record.clock, on_progress, place, steps, largest)
-  # Rerun calibration: what each target linear sees.
+  # Rerun calibration: capture the inputs of each target linear.
   with stages.stage("calibration", 0):
     inputs = trajectories.observe(float_layer, contract)
   # Construct and fold T and D; realize legal W4 with GPTQ; install dynamic A4.
@@ -95,7 +95,7 @@ def _quantize_next(
     jax.block_until_ready(quantized)
     mesh = float_model.placement.mesh
     processes.check_same(f"the codes of {name}", quantized, mesh)
-  # The largest arrays of the layer, inputs and Hessians, are not needed any more.
+  # Free the layer's largest arrays, inputs and Hessians, before recovery.
   del inputs
   float_model.release_inputs()
   if trajectories.upstream is not None:
@@ -126,40 +126,41 @@ def quantize(
 ) -> MutableMapping[str, Any]:
   """Quantizes the decoder linears of a model to strict MXFP4 W4A4.
 
-  It streams the calibration set layer by layer, so it is not itself a function to
-  jit; everything it measures and solves is. The global x64 flag is left alone.
+  It streams the calibration set layer by layer, so do not jit it; its measurements and
+  solves are jitted. It does not change the global x64 flag.
 
   Paper: Algorithm hiresmx for the default method.
 
   Args:
     params: The model's params, with float weights `[out, in]`.
     calib: The model, used only to measure, and int32 tokens `[sequences, length]`.
-    method: A name in `mxjax.methods.METHODS`, with options if wanted, or a `Program`.
+    method: A name in `mxjax.methods.METHODS`, optionally with options, or a `Program`.
     contract: The number format, its rules, and the target linears.
     chunk: Sequences in a device call; the result does not depend on it.
-    run_dir: Where finished layers and the journal are written; None for nowhere.
-    resume: Whether to go on with the run in `run_dir`, to the same bits; what is
-      unfinished there is done again.
-    store: Where statistics shared by all runs on the same model and tokens are
-      written; the result does not depend on it.
+    run_dir: Where finished layers and the journal are written; None writes nothing.
+    resume: Whether to resume the run in `run_dir`, to the same bits; unfinished layers
+      there are done again.
+    store: Where statistics shared by all runs on the same model and tokens are written;
+      the result does not depend on it.
     on_progress: Called with a `Progress` at every stage and every linear.
-    stop: Asked after every layer; where it says yes, `Stopped` is raised.
+    stop: Called after every layer; if it returns True, `Stopped` is raised.
     check: Whether logits are compared with the float model's at the end.
     probe: Whether each linear is measured on a few tokens for the record.
-    into: A mapping that takes the finished layers, such as a `LayerStore`.
+    into: A mapping that receives the finished layers, such as a `LayerStore`.
     mesh: Devices that share sequences and output rows, with the axes `data` and
-      `model`; the codes are those of one device, see `docs/guides/devices.md`.
+      `model`; the codes equal those of one device, see `docs/guides/devices.md`.
 
   Returns:
-    The same tree with `QuantizedLinear` leaves in place of target weights, for the
-    same `model.apply`.
+    The same tree with `QuantizedLinear` leaves in place of target weights, for the same
+    `model.apply`.
 
   Raises:
-    ValueError: A width, a weight or a Hessian that cannot be quantized, by layer.
-    FloatingPointError: Activations that are not finite, or a collapsed model.
+    ValueError: A width, a weight or a Hessian cannot be quantized; the message names
+      the layer.
+    FloatingPointError: Activations are not finite, or the quantized model collapsed.
     FileExistsError: `run_dir` is not empty.
-    BlockingIOError: Another process is at work in `run_dir`.
-    Stopped: `stop` said so.
+    BlockingIOError: Another process is using `run_dir`.
+    Stopped: `stop` returned True.
   """
   return quantize_with_record(
     params,

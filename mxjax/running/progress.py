@@ -1,4 +1,4 @@
-"""What a run tells its caller: where it is, and that it stopped."""
+"""Progress reports of a run, and the exception that ends a stopped run."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,13 +9,9 @@ from mxjax.running.run_record import StageClock
 
 
 class Progress(NamedTuple):
-  """Where a run is.
+  """Position of a run: current layer, number of layers, current stage or linear.
 
-  Attributes:
-    layer: Index of the layer in work.
-    layers: Layers in all.
-    stage: What is being done.
-    fraction: Share of the whole run that is done.
+  `fraction` is the finished share of the whole run.
   """
 
   layer: int
@@ -28,24 +24,19 @@ OnProgress = Callable[[Progress], None]
 
 
 class Stopped(Exception):
-  """A run that was asked to stop did, after a finished layer.
-
-  Attributes:
-    layer: How many layers are finished.
-    layers: Layers in all.
-  """
+  """Raised when a run stops on request, after `layer` of `layers` are finished."""
 
   layer: int
   layers: int
 
   def __init__(self, layer: int, layers: int) -> None:
-    """Says where."""
+    """Builds the message from the two counts."""
     super().__init__(f"stopped after layer {layer} of {layers}")
     self.layer, self.layers = layer, layers
 
 
 class LayerStages:
-  """The stages of one layer: announced, timed, and begun with trimmed memory."""
+  """Announces and times the stages of one layer, trimming memory before each."""
 
   def __init__(
     self,
@@ -55,20 +46,16 @@ class LayerStages:
     steps: int,
     largest: int,
   ) -> None:
-    """Prepares; nothing is announced yet.
+    """Stores the settings; announces nothing yet.
 
-    Args:
-      clock: Where the time of each stage is added.
-      on_progress: The caller's callback, or None.
-      place: Index of the layer, and layers in all.
-      steps: Stages of the layer.
-      largest: Bytes of its largest array.
+    `place` is the layer's index and the number of layers, `steps` its number of stages,
+    `largest` the bytes of its largest array.
     """
     self._clock, self._on_progress = clock, on_progress
     self._place, self._steps, self._largest = place, steps, largest
 
   def announce(self, label: str, step: int = 1) -> None:
-    """Tells the caller what is being done within a stage."""
+    """Reports the current work within a stage to the caller."""
     if self._on_progress:
       index, layers = self._place
       fraction = (index + step / self._steps) / layers
@@ -76,7 +63,7 @@ class LayerStages:
 
   @contextlib.contextmanager
   def stage(self, label: str, step: int) -> Iterator[None]:
-    """A stage: the `with` block is its work."""
+    """Announces and times a stage, whose work is the `with` block."""
     self.announce(label, step)
     execution.trim_malloc(self._largest)
     with self._clock.stage(label):

@@ -1,4 +1,4 @@
-"""Stage III of a layer: each recovery fit is measured, solved and installed in turn."""
+"""Stage III of a layer: measures, solves and installs each recovery fit in turn."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,19 +38,12 @@ def measure(
   activations: Activations,
   float_taps: Sequence[dict[str, jax.Array]],
 ) -> Any:
-  """Moves a trajectory through a quantized layer and gathers a fit's moments.
+  """Moves a trajectory through a quantized layer and returns a fit's moments.
 
   Must be called inside `precision.float64_scope()`; the model itself runs outside it.
-
-  Args:
-    fit: The recovery fit.
-    layer: The layer in the state the fit is measured on.
-    float_layer: The float layer.
-    activations: The trajectory in that state, before the layer; it is advanced.
-    float_taps: The float trajectory's taps, one dict a chunk.
-
-  Returns:
-    The moments.
+  `layer` is in the state that the fit is measured on, `activations` are the trajectory
+  in that state, and `float_taps` come from the float trajectory, one dict for each
+  chunk.
   """
   sequences = len(activations.calib.tokens)
   constants, moments = fit.prepare(float_layer, float_taps[0], sequences)
@@ -67,23 +60,19 @@ def measure(
 def recover(
   trajectories: Trajectories, float_layer: Params, parent: Params, stages: LayerStages
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Fits and installs a layer's recovery; moves the trajectories of the fits on.
+  """Fits and installs a layer's recovery, and advances the trajectories of the fits.
 
-  Args:
-    trajectories: Those of the run, before the layer; the float one has observed it.
-    float_layer: The float layer.
-    parent: The quantized layer without recovery.
-    stages: Where the fits are announced.
-
-  Returns:
-    The layer's params, and the records by fit.
+  `trajectories` are before the layer, and the float one has observed it. `parent` is
+  the quantized layer without recovery. Returns the layer's params, and the records by
+  fit.
   """
   program = trajectories.program
   current, records = dict(parent), {}
   by_layer = program.recovery_by == "layer"
   for position, fit in enumerate(program.recover):
     with stages.stage(f"{fit.name} recovery", 2 + position), precision.float64_scope():
-      # By layer all fits see what the finished layers before this one pass on.
+      # By layer, every fit is measured on the output of the finished layers before this
+      # one.
       entering = (
         trajectories.fits[0].copy() if by_layer else trajectories.fits[position]
       )

@@ -1,6 +1,7 @@
 """What determines a run's output, and what may perturb it.
 
-A run is resumed only where the first is equal; what differs in the second is reported.
+A run resumes only if its identity is equal; differences in the environment are
+reported.
 """
 
 import platform
@@ -18,7 +19,7 @@ from mxjax.numerics.contract import Contract
 def identity(
   params: Params, calib: Calibration, program: Program, contract: Contract
 ) -> dict[str, Any]:
-  """What determines a run's output (checked on resume), JSON-ready.
+  """Returns what determines a run's output (checked on resume), JSON-ready.
 
   It reads every weight.
   """
@@ -36,7 +37,7 @@ def identity(
 
 
 def environment(placement: Placement) -> dict[str, Any]:
-  """What may perturb a run's output (reported on resume), JSON-ready."""
+  """Returns what may perturb a run's output (reported on resume), JSON-ready."""
   device = jax.devices()[0]
   return {
     "jax": jax.__version__,

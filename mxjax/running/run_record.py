@@ -1,4 +1,4 @@
-"""What a quantization run measured, for reports and results."""
+"""Measurements of a quantization run, for reports and results."""
 
 import dataclasses
 import resource
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def peak_memory_bytes() -> int:
-  """The largest resident memory of this process so far, in bytes."""
+  """Returns the peak resident memory of this process so far, in bytes."""
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak if sys.platform == "darwin" else peak * 1024
 
@@ -41,15 +41,12 @@ class StageClock:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationRecord:
-  """Everything a report shows about a run, JSON-ready through `to_dict`.
+  """The measurements that a report shows, JSON-ready through `to_dict`.
 
   Attributes:
-    program: Name and options.
-    contract_hash: SHA-256 of the contract.
     calibration: Fingerprint and shape of the calibration tokens.
-    layers: One dict a layer: `linears` by path, `recovery` by fit.
-    clock: Time and memory by stage.
-    sanity: The gate's comparison, or None where it was not run.
+    layers: One dict for each layer: `linears` by path, `recovery` by fit.
+    sanity: The sanity gate's comparison, or None if it was not run.
     preparation: What `Program.prepare` recorded.
     resumed: One entry for every resume of a killed run: finished layers (`layer`),
       unfinished files that were `discarded`, what `changed` in the environment.
@@ -67,5 +64,5 @@ class QuantizationRecord:
   mesh: dict[str, int] | None = None
 
   def to_dict(self) -> dict[str, Any]:
-    """A JSON-ready form."""
+    """Converts the record to nested dicts that JSON can represent."""
     return dataclasses.asdict(self)

@@ -1,4 +1,4 @@
-"""What a run has finished, in memory and where asked for in a run folder."""
+"""The finished part of a run, in memory and optionally in a run folder."""
 
 import contextlib
 import dataclasses
@@ -22,13 +22,9 @@ SANITY_TOKENS = 256
 
 
 class Result(NamedTuple):
-  """What `quantize_with_record` returns.
+  """Quantized params, the run's record, and the float params that were quantized.
 
-  Attributes:
-    params: The same tree with `QuantizedLinear` leaves.
-    record: What was measured on the way.
-    reference: The float params that the program quantized: those given, unless it
-      rewrote them.
+  `reference` are the given params unless the program rewrote them.
   """
 
   params: MutableMapping[str, Any]
@@ -40,7 +36,7 @@ class Result(NamedTuple):
 def open_folder(
   run_dir: str | os.PathLike[str] | RunFolder | None, *, resume: bool
 ) -> Iterator[RunFolder | None]:
-  """The run folder of a caller: opened and closed here, or one that is open already."""
+  """Opens and closes the caller's run folder; an open one is passed through."""
   if run_dir is None or isinstance(run_dir, RunFolder):
     yield run_dir
   else:
@@ -55,7 +51,7 @@ def _prepare(
   calib: Calibration,
   contract: Contract,
 ) -> Prepared:
-  """Runs `Program.prepare`, or reads what it returned before the run was killed."""
+  """Runs `Program.prepare`, or reads its result saved before the run was killed."""
   if folder and (saved := folder.read_prepared()):
     rewritten = params if saved.params is None else saved.params
     return Prepared(rewritten, saved.learned, saved.record)
@@ -73,11 +69,8 @@ def _prepare(
 class RunState:
   """The finished part of a run: layers, records and trajectories.
 
-  Attributes:
-    params: The float params, as `Program.prepare` left them.
-    learned: What it learned, by path.
-    record: What has been measured so far.
-    result: The finished layers, and the params outside the layers.
+  `params` and `learned` come from `Program.prepare`. `result` maps names to the
+  finished layers and the params outside the layers.
   """
 
   def __init__(
@@ -90,7 +83,7 @@ class RunState:
     folder: RunFolder | None,
     into: MutableMapping[str, Any] | None,
   ) -> None:
-    """Prepares the program, and takes up what a killed run has finished."""
+    """Prepares the program and restores the layers that a killed run finished."""
     self._calib, self._program = calib, program
     self._placement, self._folder = placement, folder
     resumed = []
@@ -115,7 +108,8 @@ class RunState:
       resumed=resumed,
       mesh=placement.describe(),
     )
-    # A mapping of the caller's takes layers as they are; else they go on the mesh.
+    # A caller's mapping receives layers unchanged; otherwise they are placed on the
+    # mesh.
     self._results_on = placement if into is None else ONE_DEVICE
     self.result: MutableMapping[str, Any] = {} if into is None else into
     self._restore()
@@ -139,7 +133,7 @@ class RunState:
   def trajectories(
     self, chunk: int, store: str | os.PathLike[str] | None
   ) -> Trajectories:
-    """The trajectories where they stand: before the first layer that is to be done."""
+    """Returns the trajectories, positioned before the first unfinished layer."""
     shared = None
     if store is not None:
       shared = CalibrationStore(store, self.params, self._calib)
@@ -157,13 +151,9 @@ class RunState:
     record: dict[str, Any],
     trajectories: Trajectories,
   ) -> None:
-    """Takes a finished layer, durably where there is a run folder.
+    """Adds a finished layer; with a run folder, writes it durably.
 
-    Args:
-      name: Such as `layers_3`.
-      quantized: Its params.
-      record: What was measured, JSON-ready.
-      trajectories: Those that enter the next layer.
+    `name` is such as `layers_3`; `trajectories` enter the next layer.
     """
     is_last = self.finished + 1 == self._calib.model.num_layers
     if not is_last:
@@ -181,7 +171,7 @@ class RunState:
     self.record.layers.append(record)
 
   def finish(self, *, check: bool) -> Result:
-    """The sanity gate where asked for, and the end of the journal.
+    """Runs the sanity gate if asked for and ends the journal.
 
     Raises:
       FloatingPointError: The quantized model collapsed.

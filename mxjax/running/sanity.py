@@ -1,4 +1,4 @@
-"""The gate after quantization: are the logits still close to the float model's?"""
+"""The sanity gate after quantization: compares logits with the float model's."""
 
 import dataclasses
 import functools
@@ -12,21 +12,18 @@ from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params
 
 MAX_EXCESS_NATS = 2.5
-"""Loss above the float model's that counts as collapse: perplexity times 12."""
+"""Excess over the float model's loss that counts as collapse: perplexity times 12."""
 MIN_AGREEMENT = 0.05
-"""Least share of positions where both models predict the same token."""
+"""Minimum share of positions where both models predict the same token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SanityReport:
-  """Logits of the float and the quantized model on the same tokens.
+  """Comparison of the float and the quantized model's logits on the same tokens.
 
-  Attributes:
-    float_loss: Mean negative log-likelihood of the float model, nats a token.
-    quantized_loss: The same of the quantized model.
-    divergence: Mean KL(float || quantized), nats.
-    agreement: Share of positions with the same most likely token.
-    tokens: Predictions compared.
+  Losses are mean negative log-likelihoods, nats a token; `divergence` is the mean
+  KL(float || quantized), nats; `agreement` is the share of positions with the same most
+  likely token; `tokens` counts the predictions.
   """
 
   float_loss: float
@@ -36,10 +33,11 @@ class SanityReport:
   tokens: int
 
   def check(self, name: str) -> None:
-    """Raises on collapse.
+    """Raises if the quantized model collapsed.
 
     Raises:
-      FloatingPointError: Not finite, far above the float loss, or no agreement.
+      FloatingPointError: The loss is not finite or far above the float model's, or the
+        models hardly agree.
     """
     excess = self.quantized_loss - self.float_loss
     if np.isfinite(excess) and excess <= MAX_EXCESS_NATS:

@@ -1,9 +1,9 @@
-"""Every trajectory of a run, as Algorithm 1 measures them in one pass over the layers.
+"""The trajectories of a run, all measured in one pass over the layers.
 
-Recovery fit j is measured on the model that has everything before it installed and
-nothing after, the conditional order of Eq. conditional-stage. What it finds for a layer
-depends on this layer and those before it only, so each fit has a trajectory of its own
-and all of them share one pass.
+Each recovery fit is measured on the model with all earlier fits installed and no later
+ones (the conditional order of Eq. conditional-stage). Its result for a layer depends
+only on that layer and those before it, so each fit has its own trajectory and all of
+them share one pass.
 """
 
 import dataclasses
@@ -29,13 +29,10 @@ def _fit_names(program: Program) -> list[str]:
 
 @dataclasses.dataclass
 class Trajectories:
-  """Hidden states entering the next layer, on every model that a program measures.
+  """Hidden states entering the next layer, for every model that a program measures.
 
-  Attributes:
-    program: The program.
-    float_model: The float model.
-    fits: The state that each recovery fit is measured on, in order.
-    upstream: The layers quantized so far, where the hooks see their outputs; or None.
+  `fits` are the states that each recovery fit is measured on, in order. `upstream` is
+  the layers quantized so far, if hooks see their outputs; else None.
   """
 
   program: Program
@@ -55,7 +52,7 @@ class Trajectories:
     placement: Placement,
     store: CalibrationStore | None,
   ) -> "Trajectories":
-    """All of them before the first layer, or where a killed run left them."""
+    """Starts all trajectories before the first layer, or where a killed run stopped."""
     options: dict[str, Any] = {"chunk": chunk, "placement": placement}
     if folder and folder.finished:
       saved = folder.read_streams(chunk, placement.put_sequences)
@@ -71,7 +68,7 @@ class Trajectories:
     )
 
   def to_host(self) -> Mapping[str, Sequence[jax.Array | np.ndarray]]:
-    """Everything that enters the next layer, by the name it has on disk."""
+    """Returns all hidden states entering the next layer, by their name on disk."""
     named = {"float": self.float_model}
     named |= dict(zip(_fit_names(self.program), self.fits, strict=True))
     if self.upstream is not None:
@@ -79,12 +76,12 @@ class Trajectories:
     return {name: activations.to_host() for name, activations in named.items()}
 
   def observe(self, layer: Params, contract: Contract) -> dict[str, LinearInputs]:
-    """Calibrates a float layer: the inputs that hooks see, by tap."""
+    """Observes a float layer and returns the inputs that hooks see, by tap."""
     plain = {name for fit in self.program.recover for name in fit.float_taps}
     self.float_model.observe(layer, contract, tuple(sorted(plain)))
     if self.upstream is None:
       return self.float_model.inputs(contract)
-    # The float layer on what the quantized layers pass on.
+    # Run the float layer on the outputs of the quantized layers.
     seen = self.upstream.copy()
     seen.observe(layer, contract)
     return seen.inputs(contract)

@@ -1,8 +1,7 @@
-"""Files and folders that are whole or absent after a crash, and their checksums.
+"""Crash-safe writes of files and folders, and their checksums.
 
-Everything is written under a partial name, synced, and then renamed: a process killed
-anywhere, or a full disk, leaves the old file or none, and partial files that nobody
-reads.
+Everything is written under a partial name, synced, and then renamed. A killed process
+or a full disk leaves the old file or none, and partial files that nobody reads.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ def check_output(path: str | os.PathLike[str]) -> pathlib.Path:
   """Checks that an output folder does not exist, or is empty; creates nothing.
 
   Raises:
-    FileExistsError: The folder has something in it, which is never overwritten.
+    FileExistsError: The folder is not empty; its content is never overwritten.
   """
   folder = pathlib.Path(path)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -54,7 +53,7 @@ def create_output(path: str | os.PathLike[str]) -> pathlib.Path:
   """Creates an output folder, which must not exist or must be empty.
 
   Raises:
-    FileExistsError: The folder has something in it.
+    FileExistsError: The folder is not empty.
   """
   folder = check_output(path)
   folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +61,7 @@ def create_output(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def partial_folder(out: str | os.PathLike[str], token: int) -> pathlib.Path:
-  """The folder beside `out` in which its content is prepared."""
+  """Names the folder beside `out` in which its content is prepared."""
   folder = pathlib.Path(out)
   return folder.with_name(f"{folder.name}{PARTIAL}-{token:08x}")
 
@@ -71,14 +70,12 @@ def partial_folder(out: str | os.PathLike[str], token: int) -> pathlib.Path:
 def staged(
   out: str | os.PathLike[str], token: int | None = None
 ) -> Iterator[pathlib.Path]:
-  """A new folder that takes the name `out` when the block ends without an error.
+  """Yields a new folder that is renamed to `out` when the block ends without an error.
 
-  Args:
-    out: The final folder; must not exist, or be empty.
-    token: Of `partial_folder`, where several processes write to it; random if None.
+  `token` names the `partial_folder` shared by several processes; random if None.
 
   Raises:
-    FileExistsError: `out` has something in it.
+    FileExistsError: `out` is not empty.
   """
   final = check_output(out)
   final.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +85,7 @@ def staged(
     yield partial
     os.replace(partial, final)
   finally:
-    # Gone already unless something failed.
+    # The rename has moved the folder away unless something failed.
     shutil.rmtree(partial, ignore_errors=True)
   sync(final.parent)
 
@@ -110,13 +107,13 @@ def sync_tree(folder: pathlib.Path) -> None:
 
 
 def file_sha256(file: pathlib.Path) -> str:
-  """SHA-256 of a file's content, hex."""
+  """Computes the SHA-256 of a file's content, hex."""
   with open(file, "rb") as stream:
     return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def list_files(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-  """Size and SHA-256 of every file below a folder, by relative path."""
+  """Lists size and SHA-256 of every file below a folder, by relative path."""
   return {
     file.relative_to(folder).as_posix(): {
       "bytes": file.stat().st_size,
@@ -130,12 +127,10 @@ def list_files(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
 def damaged_files(
   folder: pathlib.Path, entries: Mapping[str, Mapping[str, Any]], *, verify: bool = True
 ) -> list[str]:
-  """What is wrong with files, one phrase for each damaged file.
+  """Describes damaged files, one phrase each.
 
-  Args:
-    folder: Where they lie.
-    entries: `bytes` (where known) and `sha256` by relative path, as `list_files`.
-    verify: Whether to read every file; without it only sizes are compared.
+  `entries` has `bytes` (optional) and `sha256` by relative path, as `list_files` gives
+  them. Without `verify` only sizes are compared.
   """
   damage = []
   for name, entry in entries.items():
@@ -150,14 +145,10 @@ def damaged_files(
 
 
 def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> str:
-  """Writes a file so that after a crash it is whole or absent.
+  """Writes a file atomically: after a crash it is whole or absent.
 
-  Args:
-    path: Where; what was there is replaced at once.
-    parts: Its content, one piece in memory at a time.
-
-  Returns:
-    SHA-256 of the content, hex.
+  An existing file is replaced. Only one of the `parts` is in memory at a time. Returns
+  the SHA-256 of the content, hex.
   """
   partial = path.with_name(path.name + PARTIAL)
   digest = hashlib.sha256()
@@ -173,12 +164,12 @@ def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> str:
 
 
 def write_durably(path: pathlib.Path, data: bytes) -> str:
-  """`write_parts` of one piece."""
+  """Writes one piece with `write_parts`."""
   return write_parts(path, [data])
 
 
 def write_json(path: pathlib.Path, values: Any, *, indent: int = 2) -> None:
-  """Writes JSON durably, as a text that a person can read."""
+  """Writes human-readable JSON durably."""
   write_durably(path, (json.dumps(values, indent=indent) + "\n").encode())
 
 
@@ -189,21 +180,14 @@ def write_arrays(
 ) -> str:
   """Writes a safetensors file durably, one array on the host at a time.
 
-  The safetensors library wants every array on the host at once, takes no checksum on
-  the way, and reports a full disk without its error number; so the header is made here.
-
-  Args:
-    path: Where.
-    arrays: Arrays by name, of JAX or numpy.
-    metadata: Texts for the header.
-
-  Returns:
-    SHA-256 of the file, hex.
+  The header is written here because the safetensors library needs every array on the
+  host at once, computes no checksum while writing, and reports a full disk without its
+  error number. `metadata` goes into the header. Returns the SHA-256 of the file, hex.
 
   Raises:
-    TypeError: A dtype that the format does not name.
+    TypeError: The format has no name for a dtype.
   """
-  # Wide dtypes first: then every array starts at a multiple of its item size.
+  # Wide dtypes first, so that every array starts at a multiple of its item size.
   names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
   header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
   offset = 0
@@ -227,7 +211,7 @@ def write_arrays(
   def parts() -> Iterator[bytes | memoryview]:
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-      # As bytes: numpy's buffers do not know bfloat16.
+      # View as bytes because numpy's buffers do not support bfloat16.
       array = np.ascontiguousarray(arrays[name]).reshape(-1)
       yield array.view(np.uint8).data
 

@@ -1,9 +1,9 @@
-"""Quantized checkpoints: arrays by Orbax, and `mxjax.json`, which says what they are.
+"""Quantized checkpoints: arrays written by Orbax, described by `mxjax.json`.
 
-Orbax alone gives typed leaves back as plain dicts. The manifest therefore lists every
-node of the params tree with its type and static fields, and every array with its
-shape, dtype and SHA-256, so that a checkpoint restores to the same tree, bit for bit,
-without the model that made it.
+Orbax alone restores typed leaves as plain dicts. The manifest therefore lists every
+node of the params tree with its type and static fields, and every array with its shape,
+dtype and SHA-256, so a checkpoint restores to the same tree, bit for bit, without the
+model that made it.
 """
 
 import dataclasses
@@ -91,7 +91,7 @@ def _write_files(
   save_arrays(folder, arrays)
   sync_tree(folder)
   manifest = {**manifest, "files": list_files(folder)}
-  # What the file will say, so that tuples hash as the lists they become.
+  # Hash the values as read back from JSON, where tuples are lists.
   manifest = json.loads(json.dumps(manifest))
   manifest["digest"] = manifest_digest(manifest)
   write_json(folder / MANIFEST, manifest, indent=1)
@@ -110,27 +110,24 @@ def save_checkpoint(
 ) -> pathlib.Path:
   """Writes quantized params and everything needed to read them back.
 
-  The work happens in a folder beside `path` that takes its name only when every file
-  is on disk, so a save that fails leaves nothing behind. Where there are several
-  processes, all must call this, each holding all of every array; process 0 writes.
+  The files go to a folder beside `path` that is renamed once all of them are on disk,
+  so a failed save leaves nothing behind. All processes must call this, each with all of
+  every array; process 0 writes.
 
   Args:
     path: Output folder; must not exist, or be empty.
     params: Nested dict of arrays, `QuantizedLinear` and recovery leaves.
     model_config: JSON-ready dict, or an object whose `to_dict` gives one.
-    contract: What the params were quantized under.
+    contract: The contract that the params were quantized under.
     calibration: Fingerprint and shape of the calibration tokens.
-    program: `Program.describe()` of what made the params.
+    program: `Program.describe()` of the program that made the params.
     tokenizer_files: Files copied to `tokenizer/`.
-    extra: Anything else worth keeping, JSON-ready.
-
-  Returns:
-    The folder.
+    extra: Further JSON-ready values.
 
   Raises:
-    FileExistsError: `path` has something in it.
+    FileExistsError: `path` is not empty.
     FileNotFoundError: A tokenizer file is absent.
-    TypeError: A leaf or a value that a checkpoint cannot hold.
+    TypeError: A checkpoint cannot hold a leaf or a value.
     ValueError: A leaf was quantized under other rules than the contract's.
   """
   to_dict = getattr(model_config, "to_dict", None)
@@ -160,7 +157,7 @@ def check_saved(path: str | os.PathLike[str], params: Mapping[str, Any]) -> None
   """Checks that a checkpoint is whole and holds exactly these params.
 
   Raises:
-    ValueError: Files are damaged, or arrays or types are others; all are named.
+    ValueError: Files are damaged, or arrays or types differ; the message names them.
   """
   folder = pathlib.Path(path)
   manifest = read_manifest(folder)
@@ -180,7 +177,7 @@ def check_saved(path: str | os.PathLike[str], params: Mapping[str, Any]) -> None
 
 @dataclasses.dataclass(frozen=True)
 class _Placeholder:
-  """Stands for an array that a manifest lists."""
+  """A stand-in for an array that a manifest lists."""
 
   path: str
   shape: tuple[int, ...]
@@ -190,7 +187,7 @@ class _Placeholder:
 def _shardings(
   manifest: Mapping[str, Any], mesh: Mesh
 ) -> dict[str, jax.sharding.Sharding]:
-  """Where each array goes on a mesh, by path: as `mesh.shard_rows` would put it."""
+  """Computes each array's sharding by path, as `mesh.shard_rows` would put it."""
   placeholders = {
     path: _Placeholder(path, tuple(entry["shape"]), entry["dtype"])
     for path, entry in manifest["arrays"].items()
@@ -210,7 +207,7 @@ def _shardings(
 def _check_arrays(
   folder: pathlib.Path, entries: Mapping[str, Any], arrays: Mapping[str, jax.Array]
 ) -> None:
-  # Of an array between processes no one has all; the files have been checked.
+  # No process holds all of an array spread over processes; its files were checked.
   local = {path: e for path, e in entries.items() if arrays[path].is_fully_addressable}
   if damaged := changed_arrays(local, arrays):
     raise ValueError(
@@ -232,13 +229,12 @@ def restore_checkpoint(
 
   Args:
     path: A folder written by `save_checkpoint`.
-    contract: What the caller works under; the checkpoint's must be the same.
-    verify: Whether to check the SHA-256 of every file and every array; without it
-      only the sizes of the files are checked.
+    contract: The caller's contract, which must equal the checkpoint's.
+    verify: Whether to check every file's and array's SHA-256, not only file sizes.
     sharding: Where all arrays go; the first device when None.
-    mesh: Devices over whose `model` axis the weights are shared out by output rows, in
-      place of `sharding`; any number of them, whatever the checkpoint was saved from.
-      Each process reads its part of the arrays, one array at a time.
+    mesh: Devices over whose `model` axis the weights are sharded by output rows, in
+      place of `sharding`; it need not match the mesh of the save. Each process reads
+      its part of the arrays, one array at a time.
 
   Returns:
     The params, and the model config as a JSON dict.

@@ -17,33 +17,33 @@ from mxjax.storage.checkpoint_manifest import ARRAYS, MANIFEST
 from mxjax.storage.tree_io import at, nested
 
 CHUNK_BYTES = 4 * 2**20
-"""The most that a file holds of a weight: whoever needs few rows reads few files."""
+"""Maximum bytes of a weight in one file, so that reading few rows reads few files."""
 BATCH_BYTES = 256 * 2**20
-"""About what a process reads before it frees what reading has left behind."""
+"""Approximate bytes that a process reads before it frees leftovers of reading."""
 _EVEN_ROWS = 64
-"""Rows of weights that are split; of a prime number each would get a file."""
+"""Weights are split only if their rows divide by this; a prime number of rows would
+give each row a file."""
 
 
 def save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
   """Writes arrays with Orbax, in files named by their paths.
 
-  All processes of a job must call it. Equal arrays give equal files: the default layout
-  (OCDBT) gives its files random names. Only `_CHECKPOINT_METADATA` and
-  `commit_success.txt` hold the time of day.
-
+  All processes of a job must call it. Equal arrays give equal files, because it avoids
+  the default layout (OCDBT), whose file names are random. Only `_CHECKPOINT_METADATA`
+  and `commit_success.txt` hold the time of day.
   """
   from orbax.checkpoint import v1 as ocp
 
   to_save: Mapping[str, Any] = arrays
   if jax.process_count() > 1:
-    # Of host arrays Orbax takes those of process 0; the others only tell shapes.
+    # Orbax writes process 0's host arrays; the others only provide shapes.
     shape = lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape)
     host = np.asarray if processes.is_leader() else shape
     to_save = {path: host(array) for path, array in arrays.items()}
   context = ocp.Context()
   saving = context.array.saving
   saving.use_ocdbt = False
-  # Orbax looks for version 2 when it checks a folder that is not OCDBT.
+  # Orbax expects version 2 when it checks a folder that is not OCDBT.
   saving.use_zarr3 = False
   in_chunks = saving.StorageOptions(chunk_byte_size=CHUNK_BYTES)
 
@@ -59,7 +59,7 @@ def save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
 
 @contextlib.contextmanager
 def _without_log_message(start: str) -> Iterator[None]:
-  """Keeps one message of Orbax, of a layout that is not used here, from the log."""
+  """Drops one Orbax log message about a layout that is not used here."""
   logger = logging.getLogger("absl")
   is_other = lambda record: start not in record.getMessage()
   logger.addFilter(is_other)
@@ -74,18 +74,12 @@ def load_arrays(
   entries: Mapping[str, Any],
   shardings: Mapping[str, jax.sharding.Sharding],
 ) -> dict[str, jax.Array]:
-  """Reads arrays, each process its part, so that little else is ever in memory.
+  """Reads arrays by path, placed by `shardings`; each process reads only its part.
 
-  Args:
-    folder: The checkpoint.
-    entries: Shape and dtype by path, as the manifest lists them.
-    shardings: Where each goes.
-
-  Returns:
-    The arrays by path, placed.
+  `entries` have shape and dtype by path, as the manifest lists them.
 
   Raises:
-    ValueError: The arrays on disk are others, or damaged.
+    ValueError: The arrays on disk differ from `entries` or are damaged.
   """
   abstract = {
     path: jax.ShapeDtypeStruct(
@@ -104,8 +98,8 @@ def load_arrays(
         f"{len(entries)} that {MANIFEST} lists, or are damaged: "
         f"{''.join(first)[:300]}; copy the checkpoint again, or quantize anew."
       ) from error
-    # Orbax leaves the host's copy of every array in cycles of references, which
-    # Python would let grow: it looks for cycles by how many objects there are.
+    # Orbax leaves the host copies of arrays in reference cycles. Python collects cycles
+    # by object count, not bytes, so they would pile up.
     gc.collect()
   return arrays
 
@@ -113,7 +107,7 @@ def load_arrays(
 def _read_batches(
   abstract: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
-  """Parts of a checkpoint of which this process reads about `BATCH_BYTES` each."""
+  """Splits a checkpoint into parts of which this process reads about `BATCH_BYTES`."""
   batch, size = {}, 0
   for path, one in abstract.items():
     assert one.sharding is not None
@@ -130,15 +124,15 @@ def _read_batches(
 def _load(
   folder: pathlib.Path, abstract: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-  """Some arrays of a checkpoint; one large array at a time."""
+  """Reads some arrays of a checkpoint, one large array at a time."""
   from orbax.checkpoint import v1 as ocp
 
   sizes = [math.prod(one.shape) * one.dtype.itemsize for one in abstract.values()]
   context = ocp.Context()
   context.pytree.loading.partial_load = True
-  # Orbax wants one byte more than it reads.
+  # Orbax needs a limit one byte above what it reads.
   context.memory.read_concurrent_bytes = max(sizes, default=0) + 1
   with context:
     tree = ocp.load(str(folder.absolute() / ARRAYS), nested(abstract))
-  # Until the copies to the devices are made, the host holds what they are made of.
+  # The host keeps the sources until the copies to the devices are finished.
   return {path: jax.block_until_ready(at(tree, path)) for path in abstract}

@@ -1,4 +1,4 @@
-"""`mxjax.json`: what a checkpoint holds, under which contract, with every checksum."""
+"""The manifest `mxjax.json`: a checkpoint's content, contract and checksums."""
 
 import hashlib
 import json
@@ -27,21 +27,21 @@ _KEYS = (
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
-  """SHA-256 of the canonical JSON of a manifest without its own digest."""
+  """Computes the SHA-256 of a manifest's canonical JSON without its own digest."""
   content = {key: value for key, value in manifest.items() if key != "digest"}
   text = json.dumps(content, sort_keys=True, separators=(",", ":"))
   return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """Reads and checks `mxjax.json` of a checkpoint folder; no array is touched.
+  """Reads and checks `mxjax.json` of a checkpoint folder; reads no array.
 
   Returns:
     The manifest: `format_version`, `contract`, `contract_hash`, `model_config`,
     `calibration`, `program`, `extra`, `nodes`, `arrays`, `files`, `digest`.
 
   Raises:
-    FileNotFoundError: No manifest there.
+    FileNotFoundError: There is no manifest.
     ValueError: It is damaged or of another format version.
   """
   file = pathlib.Path(path) / MANIFEST
@@ -84,10 +84,10 @@ def _by_dotted_name(values: Mapping[str, Any], prefix: str = "") -> dict[str, An
 def check_contract(
   place: pathlib.Path, manifest: Mapping[str, Any], contract: Contract
 ) -> None:
-  """Refuses a checkpoint of another contract.
+  """Rejects a checkpoint of another contract.
 
   Raises:
-    ValueError: With every field that differs.
+    ValueError: The contracts differ; the message lists every differing field.
   """
   if manifest["contract_hash"] == contract.hash:
     return
@@ -109,11 +109,11 @@ def check_contract(
 def check_files(
   folder: pathlib.Path, entries: Mapping[str, Any], *, verify: bool
 ) -> None:
-  """Names every file that is absent, of another size or (verified) content.
+  """Checks that every file exists with its size and, with `verify`, its content.
 
   Raises:
     FileNotFoundError: There is no folder of arrays.
-    ValueError: With all damaged files.
+    ValueError: Files are damaged; the message lists all of them.
   """
   if not (folder / ARRAYS).is_dir():
     raise FileNotFoundError(

@@ -1,9 +1,9 @@
-"""A journal: one JSON line an event, each bound to all before it by a checksum.
+"""A journal of JSON lines, each chained to the ones before by a checksum.
 
-A line begins with `chain`, the SHA-256 of the chain before it and of the rest of the
-line. A line without its newline is what a killed process left, and is dropped; any
-other mismatch is damage, after which no line can be trusted. The file is also the lock
-of its folder: the kernel releases it when its process dies, however it dies.
+A line begins with `chain`, the SHA-256 of the previous chain and the rest of the line.
+A line without its newline was left by a killed process and is dropped; any other
+mismatch is damage, after which no line can be trusted. The file also locks its folder;
+the kernel releases the lock when its process dies.
 """
 
 import fcntl
@@ -24,18 +24,13 @@ def _chain(before: str, rest: bytes) -> str:
 
 
 def parse(path: pathlib.Path, data: bytes) -> tuple[list[dict[str, Any]], int, str]:
-  """Parses and checks a journal's content.
+  """Parses and checks a journal's content; `path` is for messages.
 
-  Args:
-    path: For messages.
-    data: All bytes of the file.
-
-  Returns:
-    The events, how many bytes they take, and the chain of the last; what follows is
-    an incomplete line.
+  Returns the events, their length in bytes and the chain of the last; an incomplete
+  line may follow.
 
   Raises:
-    ValueError: A complete line does not continue the chain; its number is named.
+    ValueError: A complete line does not continue the chain; the message has its number.
   """
   events, chain, size = [], "", 0
   for number, line in enumerate(data.split(b"\n")[:-1], 1):
@@ -57,17 +52,17 @@ class Journal:
 
   Attributes:
     events: All its events, oldest first.
-    torn_bytes: Length of an incomplete last line that was cut off when it was opened.
+    torn_bytes: Length of an incomplete last line cut off on opening.
   """
 
   events: list[dict[str, Any]]
   torn_bytes: int
 
   def __init__(self, path: pathlib.Path) -> None:
-    """Opens or makes the file, takes the lock, checks every line.
+    """Opens or creates the file, takes the lock, checks every line.
 
     Raises:
-      BlockingIOError: Another process has the folder.
+      BlockingIOError: Another process holds the lock.
       ValueError: A line is damaged.
     """
     self._path = path
@@ -92,7 +87,7 @@ class Journal:
       raise
 
   def append(self, event: str, **values: Any) -> dict[str, Any]:
-    """Appends one event and syncs it to disk; returns it.
+    """Appends one event, syncs it to disk and returns it.
 
     Raises:
       OSError: The disk is full or failing; the journal is left as it was.
@@ -103,14 +98,14 @@ class Journal:
     line = _BEFORE + chain.encode() + _AFTER + rest + b"\n"
     try:
       if (written := self._file.write(line)) != len(line):
-        # A nearly full disk takes a part; the rest says why.
+        # A nearly full disk takes a part; writing the rest raises the error.
         self._file.write(line[written:])
       os.fsync(self._file.fileno())
     except OSError:
       self._file.truncate(self._size)
       raise
     self._chain, self._size = chain, self._size + len(line)
-    # As a reader of the file would see it.
+    # Store the event as a reader of the file would see it.
     self.events.append(json.loads(b"{" + rest))
     return self.events[-1]
 

@@ -1,4 +1,4 @@
-"""Quantized layers on disk while the rest of the model is quantized or measured."""
+"""On-disk storage of quantized layers during quantization and evaluation."""
 
 import pathlib
 from collections.abc import Iterator, MutableMapping
@@ -8,11 +8,11 @@ from mxjax.storage.tree_io import Description, read_tree, write_tree
 
 
 class LayerStore(MutableMapping[str, Any]):
-  """A mapping of params whose decoder layers lie in files, read when asked for.
+  """A mapping of params that keeps decoder layers in files and reads them on demand.
 
-  The pipeline writes each finished layer into it and keeps none; measuring reads them
-  back one at a time, bit for bit. It is scratch space of one process, not a
-  checkpoint: the descriptions of the layers are in memory, not in the files.
+  The pipeline writes each finished layer into it and keeps none in memory; evaluation
+  reads them back one at a time, bit for bit. It is scratch space of one process, not a
+  checkpoint: the layers' descriptions are in memory only.
   """
 
   def __init__(self, folder: pathlib.Path) -> None:
@@ -46,7 +46,7 @@ class LayerStore(MutableMapping[str, Any]):
       self._file(name).unlink()
 
   def __iter__(self) -> Iterator[str]:
-    """What is in memory first, then the layers in the order they were written."""
+    """Iterates over keys in memory, then over layers in the order of writing."""
     yield from self._resident
     yield from self._descriptions
 

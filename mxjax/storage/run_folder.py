@@ -1,13 +1,13 @@
-"""The run folder: what a run has finished, so that a killed run can be resumed.
+"""The run folder: the finished part of a run, for resuming after a kill.
 
-    journal.jsonl         every event with the checksums of what it finished; the lock
-    prepared/             what a program's `prepare` made, where it made anything
+    journal.jsonl         every event with checksums of its files; also the lock
+    prepared/             what a program's `prepare` produced, if anything
     layers/NAME           finished layers
-    streams/INDEX-NAME    hidden states entering the layer that comes next
+    streams/INDEX-NAME    hidden states entering the next layer
 
-A layer's files are on disk before the journal says so, and the journal says so before
-the hidden states of the layer before are removed. So at any moment the journal names
-exactly one complete state; anything else in the folder is a leftover.
+A layer's files reach the disk before its journal entry, and the entry is written before
+the previous layer's hidden states are removed. So the journal always names exactly one
+complete state; any other file in the folder is a leftover.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ Streams = Mapping[str, Sequence[jax.Array | np.ndarray]]
 
 @contextlib.contextmanager
 def _explain_full_disk(path: pathlib.Path) -> Iterator[None]:
-  """Says what to do when the disk takes no more."""
+  """Adds advice to the error raised when the disk is full."""
   try:
     yield
   except OSError as error:
@@ -57,18 +57,15 @@ def _explain_full_disk(path: pathlib.Path) -> Iterator[None]:
 
 
 def _abbreviate(value: Any) -> str:
-  """A value for a message, cut where it is long."""
+  """Formats a value for a message, cut if it is long."""
   text = json.dumps(value, sort_keys=True)
   return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class Prepared(NamedTuple):
-  """What `Program.prepare` left on disk.
+  """Result of `Program.prepare`, read from disk.
 
-  Attributes:
-    params: The float model that the program rewrote, or None if it kept the given one.
-    learned: What it learned, by path.
-    record: What the report shows.
+  `params` are None if the program kept the given float model; `learned` is by path.
   """
 
   params: dict[str, Any] | None
@@ -80,11 +77,8 @@ class RunFolder:
   """Finished work on disk; locked against other processes until `close`.
 
   Only one process of a job writes. In the others the folder is read-only: they see the
-  state that it had when they opened it, and everything that writes does nothing.
-
-  Attributes:
-    path: The folder.
-    discarded: What a killed process left unfinished, removed when this one began.
+  state at the time of opening, and their writes do nothing. `discarded` lists
+  unfinished files of a killed process that were removed on opening.
   """
 
   path: pathlib.Path
@@ -99,18 +93,15 @@ class RunFolder:
   ) -> None:
     """Creates the folder, or opens one and checks every file of its last state.
 
-    Args:
-      path: Where.
-      resume: Whether to go on with what is there, if anything is. Without it the
-        folder must not exist, or be empty.
-      read_only: Whether another process writes; then only the journal is checked, and
-        nothing is locked.
+    With `resume`, an existing run is continued; otherwise the folder must not exist, or
+    be empty. With `read_only`, another process writes: only the journal is checked, and
+    nothing is locked.
 
     Raises:
-      BlockingIOError: Another process is at work there.
-      FileExistsError: There is a run, or something else, and `resume` is off.
-      FileNotFoundError: There is no journal that a read-only process could read.
-      ValueError: Files are damaged; all are named.
+      BlockingIOError: Another process uses the folder.
+      FileExistsError: The folder is not empty and `resume` is off, or it is no run.
+      FileNotFoundError: A read-only process finds no journal.
+      ValueError: Files are damaged; the message names all.
     """
     self.path, self.discarded = pathlib.Path(path), []
     self._journal: Journal | None = None
@@ -118,7 +109,7 @@ class RunFolder:
       self._events = self._read_journal()
       return
     if not resume or (self.path.is_dir() and not (self.path / JOURNAL).is_file()):
-      # Nothing that a run writes comes before its journal.
+      # A run writes nothing before its journal.
       create_output(path)
     self.path.mkdir(parents=True, exist_ok=True)
     self._journal = Journal(self.path / JOURNAL)
@@ -149,7 +140,7 @@ class RunFolder:
     return parse(file, file.read_bytes())[0]
 
   def close(self) -> None:
-    """Lets other processes in."""
+    """Releases the lock."""
     if self._journal:
       self._journal.close()
 
@@ -161,11 +152,11 @@ class RunFolder:
 
   @property
   def events(self) -> list[dict[str, Any]]:
-    """What the journal holds, oldest first."""
+    """The journal's events, oldest first."""
     return self._events
 
   def event(self, name: str) -> dict[str, Any] | None:
-    """The last event of a name, or None."""
+    """Returns the last event of a name, or None."""
     return next((one for one in reversed(self.events) if one["event"] == name), None)
 
   @property
@@ -174,7 +165,7 @@ class RunFolder:
     return [one for one in self.events if one["event"] == "layer"]
 
   def _listed_files(self) -> dict[str, str]:
-    """SHA-256 of every file of the last state, by relative path."""
+    """Returns the SHA-256 of every file of the last state, by relative path."""
     files = {}
     for one in (self.event("prepared"), *self.finished):
       files |= one["files"] if one else {}
@@ -190,7 +181,7 @@ class RunFolder:
       )
 
   def _remove_unlisted_files(self, torn_bytes: int) -> list[str]:
-    """Removes what no event names; returns it by relative path."""
+    """Removes files that no event names and returns their relative paths."""
     known, discarded = {JOURNAL, *self._listed_files()}, []
     for place in self.path.iterdir():
       if place.is_dir() and place.name not in FOLDERS:
@@ -208,18 +199,14 @@ class RunFolder:
   def begin(
     self, identity: Mapping[str, Any], environment: Mapping[str, Any]
   ) -> list[dict[str, Any]]:
-    """Journals the start of a run, or that it was resumed.
+    """Journals the start or the resumption of a run.
 
-    Args:
-      identity: What determines the result, JSON-ready.
-      environment: What may perturb low bits: versions and device.
-
-    Returns:
-      One entry for every time the run was resumed: the layer, what was discarded and
-      what changed in the environment.
+    `identity` determines the result; `environment`, versions and device, may perturb
+    low bits. Both are JSON-ready. Returns one entry for every resume: the layer, the
+    discarded files and the changes in the environment.
 
     Raises:
-      ValueError: The run in the folder is of another identity.
+      ValueError: The run in the folder has another identity.
     """
     if self._journal is None:
       return []
@@ -230,7 +217,7 @@ class RunFolder:
       )
       return []
     theirs = {key: started.get(key) for key in identity}
-    # Through JSON, as theirs has been: tuples become lists.
+    # Compare after a JSON round trip, which turns tuples into lists.
     self._check_identity(
       json.loads(json.dumps(identity)), theirs, started.get("version")
     )
@@ -283,12 +270,10 @@ class RunFolder:
   def write_prepared(
     self, params: Mapping[str, Any] | None, learned: Mapping[str, Any], record: Any
   ) -> None:
-    """Writes what `Program.prepare` returned.
+    """Writes the result of `Program.prepare`.
 
-    Args:
-      params: The float model it rewrote, or None if that is as it was given.
-      learned: What it learned, by slash-separated path.
-      record: JSON-ready.
+    `params` is the rewritten float model, or None if unchanged; `learned` is keyed by
+    slash-separated path; `record` is JSON-ready.
     """
     if self._journal is None:
       return
@@ -306,7 +291,7 @@ class RunFolder:
     )
 
   def read_prepared(self) -> Prepared | None:
-    """What `write_prepared` wrote, or None."""
+    """Reads the result written by `write_prepared`, or returns None."""
     event = self.event("prepared")
     if event is None:
       return None
@@ -330,14 +315,10 @@ class RunFolder:
     streams: Streams,
     clock: Mapping[str, Any],
   ) -> None:
-    """Writes a finished layer durably, with everything the next one needs.
+    """Writes a finished layer durably, with the inputs of the next one.
 
-    Args:
-      name: Such as `layers_3`.
-      layer: Its params.
-      record: What was measured, JSON-ready.
-      streams: Hidden states entering the next layer; none after the last.
-      clock: Seconds and peak bytes by stage so far.
+    `streams` enter the next layer and are empty after the last; `clock` has seconds and
+    peak bytes by stage so far.
     """
     if self._journal is None:
       return
@@ -364,13 +345,13 @@ class RunFolder:
       (self.path / file).unlink()
 
   def read_layer(self, event: Mapping[str, Any]) -> dict[str, Any]:
-    """The params of a finished layer, bit for bit."""
+    """Reads the params of a finished layer, bit for bit."""
     return self._read_tree(f"layers/{event['name']}", event["nodes"])
 
   def read_streams(
     self, chunk: int, place: Callable[[np.ndarray], jax.Array] = jnp.array
   ) -> dict[str, list[jax.Array]]:
-    """Hidden states entering the next layer, by stream, in chunks of `chunk`.
+    """Reads the hidden states entering the next layer, by stream, in chunks.
 
     `place` makes a device array of a chunk, with a buffer of its own.
     """
@@ -380,7 +361,7 @@ class RunFolder:
       rows = np.concatenate([arrays[part] for part in sorted(arrays)])
       parts = [rows[first : first + chunk] for first in range(0, len(rows), chunk)]
       name = pathlib.Path(file).stem.partition("-")[2]
-      # Copies: the buffers of a stream are donated, numpy's must not be.
+      # Copy because stream buffers are donated and numpy's must not be.
       streams[name] = [place(part) for part in parts]
     return streams
 

@@ -1,9 +1,9 @@
-"""The one format of a params tree on disk: named arrays and a JSON description.
+"""The on-disk format of a params tree: named arrays and a JSON description.
 
-A params tree is nested dicts whose nodes are arrays or typed leaves. `pack` gives its
-arrays by path and, for every node, its type and static fields as JSON; `unpack` is the
-inverse. Checkpoints, run folders, layers on disk and exports differ only in where the
-two go: `write_tree` and `read_tree` put the arrays in a safetensors file.
+A params tree is nested dicts whose nodes are arrays or typed leaves. `pack` returns its
+arrays by path and the type and static fields of every node as JSON; `unpack` is the
+inverse. `write_tree` and `read_tree` keep the arrays in a safetensors file;
+checkpoints, run folders and exports differ only in where the two parts go.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ _LEAVES = (QuantizedLinear, mxfp4.MXTensor, ValueRecovery, MlpRecovery, LearnedS
 TYPES: Mapping[str, type] = ChainMap(
   {cls.__name__: cls for cls in _LEAVES}, activation_quantizers.RULES, input_maps.MAPS
 )
-"""Every typed node a checkpoint may hold, by the name the manifest gives it."""
+"""The typed nodes that a checkpoint may hold, by their name in the manifest."""
 
 
 def walk(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-  """Every non-mapping node of nested dicts, and every empty dict, by path."""
+  """Yields every non-mapping node and every empty dict of nested dicts, by path."""
   if not isinstance(tree, Mapping) or (path and not tree):
     yield path, tree
     return
@@ -50,14 +50,14 @@ def walk(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _fields(cls: type) -> tuple[list[str], list[str]]:
-  """Names of the array fields and of the static fields of a typed node."""
+  """Lists the array fields and the static fields of a typed node."""
   fields = dataclasses.fields(cls)
   static = [field.name for field in fields if field.metadata.get("static")]
   return [field.name for field in fields if field.name not in static], static
 
 
 def describe(node: Any, path: str, arrays: dict[str, Any]) -> dict[str, Any]:
-  """The manifest entry of a node; its arrays are added to `arrays` by path."""
+  """Describes a node for the manifest and adds its arrays to `arrays` by path."""
   if node is None:
     return {"type": "none"}
   if isinstance(node, Mapping):  # `walk` stops only at empty ones.
@@ -93,7 +93,7 @@ def describe(node: Any, path: str, arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def rebuild(entry: dict[str, Any], path: str, arrays: Mapping[str, Any]) -> Any:
-  """The inverse of `describe`."""
+  """Rebuilds a node; the inverse of `describe`."""
   kind = entry["type"]
   if kind == "none":
     return None
@@ -117,49 +117,48 @@ def rebuild(entry: dict[str, Any], path: str, arrays: Mapping[str, Any]) -> Any:
 
 
 Description = dict[str, Any]
-"""JSON of all nodes of a tree by path, as `describe` gives them."""
+"""JSON of all nodes of a tree by path, from `describe`."""
 
 
 def pack(tree: Any) -> tuple[Description, dict[str, Any]]:
-  """A tree as its description and its arrays, both by path.
+  """Splits a tree into its description and its arrays, both by path.
 
   Raises:
-    TypeError: A key or a leaf that has no place in the format.
+    TypeError: The format has no place for a key or a leaf.
   """
   arrays: dict[str, Any] = {}
   nodes = {path: describe(node, path, arrays) for path, node in walk(tree)}
-  # Tuples become the lists that a JSON file gives back.
+  # Tuples become lists, as when read from a JSON file.
   return json.loads(json.dumps(nodes)), arrays
 
 
 def unpack(nodes: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
-  """The inverse of `pack`.
+  """Rebuilds a tree; the inverse of `pack`.
 
   Raises:
     KeyError: An array is absent.
-    ValueError: A type that this version does not know.
+    ValueError: This version does not know a type.
   """
   return nested({path: rebuild(node, path, arrays) for path, node in nodes.items()})
 
 
 def write_tree(path: pathlib.Path, tree: Any) -> tuple[str, Description]:
-  """Writes the arrays of a tree to a safetensors file, durably.
+  """Durably writes a tree's arrays to a safetensors file.
 
-  Returns:
-    SHA-256 of the file, hex, and the description.
+  Returns the SHA-256 of the file, hex, and the description.
   """
   nodes, arrays = pack(tree)
   return write_arrays(path, arrays), nodes
 
 
 def read_tree(path: pathlib.Path, nodes: Mapping[str, Any]) -> dict[str, Any]:
-  """Reads a tree that `write_tree` wrote, bit for bit."""
+  """Reads a tree written by `write_tree`, bit for bit."""
   arrays = {name: jnp.asarray(array) for name, array in read_arrays(path).items()}
   return unpack(nodes, arrays)
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """Slash-separated paths to nested dicts."""
+  """Converts slash-separated paths to nested dicts."""
   result: dict[str, Any] = {}
   for path, value in flat.items():
     *parents, name = path.split("/")
@@ -171,14 +170,14 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def at(tree: Any, path: str) -> Any:
-  """The value at a slash-separated path of nested dicts."""
+  """Returns the value at a slash-separated path of nested dicts."""
   for key in path.split("/"):
     tree = tree[key]
   return tree
 
 
 def array_sha256(array: Any) -> str:
-  """SHA-256 of an array's values, hex; the host keeps nothing of them."""
+  """Computes the SHA-256 of an array's values, hex; frees the host copy."""
   if isinstance(array, jax.Array):
     array = meshes.alias(array)
   data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -186,7 +185,7 @@ def array_sha256(array: Any) -> str:
 
 
 def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """Shape, dtype and SHA-256 of arrays by path, JSON-ready."""
+  """Describes arrays by path: shape, dtype and SHA-256, JSON-ready."""
   return {
     path: {
       "shape": list(array.shape),
@@ -198,7 +197,7 @@ def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def changed_arrays(entries: Mapping[str, Any], arrays: Mapping[str, Any]) -> list[str]:
-  """Paths of `describe_arrays` whose array is absent or has other values."""
+  """Lists paths of `describe_arrays` whose array is absent or has other values."""
   return [
     path
     for path, entry in entries.items()
@@ -207,7 +206,7 @@ def changed_arrays(entries: Mapping[str, Any], arrays: Mapping[str, Any]) -> lis
 
 
 def flatten(tree: Any) -> dict[str, np.ndarray]:
-  """Leaves of any pytree by slash-separated path, as host arrays."""
+  """Flattens any pytree to host arrays by slash-separated path."""
   leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
   return {
     jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)

@@ -1,1 +1,1 @@
-"""The baselines of the paper's comparison, and controls: a file each."""
+"""The baselines of the paper's comparison and control methods, one file each."""

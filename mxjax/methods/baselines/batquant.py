@@ -1,20 +1,20 @@
 """BATQuant + GPTQ: a learned Kronecker map and learned clipping of every block.
 
-The original maps inputs by P = diag(P_1 .. P_NB) with P_i = B_i (x) A, an 8 x 8 factor
-shared by all blocks and a private 4 x 4 one, clips both operands to learned shares of
-each block's range, and trains with AdamW on text the model wrote itself. The paper
-takes the common C4 calibration, 160 steps for each transformation group, then one
-strict GPTQ on the transformed weights.
+The original maps inputs by P = diag(P_1 .. P_NB) with P_i = B_i (x) A, a shared 8 x 8
+and a private 4 x 4 factor, clips both operands to learned shares of each block's range,
+and trains with AdamW on text that the model wrote. The paper uses the common C4
+calibration, 160 steps for each transformation group, then one strict GPTQ on the
+transformed weights.
 
-Structure follows the publication; training follows its parent code base, FlatQuant,
-and is an assumption: one map for the linears that read one tensor; the loss is the
-squared error of their outputs, inputs and targets from the float model, divided by
-its own value at every step; learning rate 2e-3 on factors and ten times that on
-clipping logits, cosine to a thousandth; factors start at the identity, shares at
-sigmoid(4); rounding is straight-through, exponents are constants. Position p of a
-block is (p // 8, p % 8). Trained weight clipping is applied before GPTQ, activation
-clipping stays online. The condition number of P is recorded and bounded. Published
-scores are about RTN's: expect no more.
+The structure follows the publication. Training follows its parent code base, FlatQuant,
+and is an assumption: linears that read one tensor share a map; the loss is the squared
+error of their outputs, with inputs and targets from the float model, divided by its own
+value at every step; the learning rate is 2e-3 on factors and ten times that on clipping
+logits, with cosine decay to a thousandth; factors start at the identity, shares at
+sigmoid(4); rounding is straight-through, exponents are constants. Position p of a block
+is (p // 8, p % 8). Trained weight clipping is applied before GPTQ; activation clipping
+stays online. The condition number of P is recorded and bounded. Published scores are
+about RTN's, so expect no more.
 """
 
 import dataclasses
@@ -46,13 +46,11 @@ MAX_CONDITION = 1e4
 
 
 class Learnable(NamedTuple):
-  """What is trained for the linears on one tensor; all float32.
+  """Trained parameters of the linears on one tensor; all float32.
 
-  Attributes:
-    shared: A, `[8, 8]`.
-    private: B, `[blocks, 4, 4]`.
-    inputs: Logits of the kept share of smallest and largest value, `[2, blocks]`.
-    weights: The same for every output row, by linear, `[2, blocks, out_features]`.
+  A is `shared` `[8, 8]`, B is `private` `[blocks, 4, 4]`; `inputs` `[2, blocks]` are
+  logits of the kept share of minimum and maximum, and `weights` are the same by linear
+  for every output row, `[2, blocks, out_features]`.
   """
 
   shared: jax.Array
@@ -62,7 +60,7 @@ class Learnable(NamedTuple):
 
 
 class Operators(NamedTuple):
-  """What the loss needs of a `Learnable`: factors, their inverses, shares."""
+  """Inputs of the loss: the learned parameters and the factors' inverses."""
 
   learnable: Learnable
   shared_inverse: jax.Array
@@ -71,7 +69,7 @@ class Operators(NamedTuple):
 
 @jax.jit
 def _operators(learnable: Learnable) -> Operators:
-  """Inverts the small factors; apart from the products (rule 2 of `execution`)."""
+  """Inverts the small factors, apart from the products (rule 2 of `execution`)."""
   return Operators(
     learnable, jnp.linalg.inv(learnable.shared), jnp.linalg.inv(learnable.private)
   )
@@ -88,7 +86,7 @@ def _loss_gradient(
   x: jax.Array,
   rules: mxfp4.Rules,
 ) -> tuple[jax.Array, Operators]:
-  """Relative squared error of all outputs, and the gradient of its logarithm."""
+  """Computes the outputs' relative squared error and the gradient of its logarithm."""
   flat = lambda blocks: blocks.reshape(-1, blocks.shape[-1])
   outputs = lambda a, b: jnp.einsum("dn,dm->nm", flat(a), flat(b), precision=HIGHEST)
   exact = {name: outputs(x, weight) for name, weight in weights.items()}
@@ -108,7 +106,7 @@ def _loss_gradient(
     return total / jnp.where(signal > 0, signal, 1.0)
 
   value, gradient = jax.value_and_grad(loss)(operators)
-  # Dividing the loss by its own value makes steps independent of its scale.
+  # Dividing the gradient by the loss makes steps independent of the loss scale.
   return value, jax.tree.map(lambda g: g / jnp.maximum(value, 1e-30), gradient)
 
 
@@ -129,7 +127,7 @@ def _optimizer(steps: int) -> optax.GradientTransformation:
 def _update(
   learnable: Any, state: Any, gradient: Operators, steps: int
 ) -> tuple[Any, Any]:
-  """Chains the gradient through the inverses, then one optimizer step."""
+  """Chains the gradient through the inverses and takes one optimizer step."""
   pullback = jax.vjp(_operators, learnable)[1]
   with jax.numpy_dtype_promotion("standard"):  # Optax mixes its counter with floats.
     updates, state = _optimizer(steps).update(pullback(gradient)[0], state, learnable)
@@ -143,8 +141,8 @@ class BatQuant(Gptq):
   Attributes:
     steps: Optimizer steps for each group of linears.
     batch: Calibration sequences of a step, in calibration order.
-    tokens: Tokens of each of them, evenly spaced; all when None.
-    clip_logit: First logit of every kept share.
+    tokens: Tokens of each sequence, evenly spaced; all when None.
+    clip_logit: Initial logit of every kept share.
   """
 
   name: str = "batquant"
@@ -156,7 +154,7 @@ class BatQuant(Gptq):
   def shape_group(
     self, weights: Mapping[str, jax.Array], inputs: LinearInputs
   ) -> Learnable:
-    """See `Program.shape_group`: trains the map and the shares of one group."""
+    """See `Program.shape_group`; trains the map and the shares of one group."""
     clips = lambda *shape: jnp.full((2, *shape), self.clip_logit, jnp.float32)
     with jax.enable_x64(False):
       learnable: Any = Learnable(
@@ -206,7 +204,7 @@ class BatQuant(Gptq):
     inputs: LinearInputs,
     input_map: InputMap | None,
   ) -> Realized:
-    """See `Program.quantize_weight`: clips the folded weights, then strict GPTQ."""
+    """See `Program.quantize_weight`; clips the folded weights, then runs GPTQ."""
     low, high = jax.nn.sigmoid(inputs.group.weights[inputs.name])
     clipped = execution.block_on_cpu(clip_blocks(weight, low, high))
     result = reconstruct(
@@ -216,7 +214,7 @@ class BatQuant(Gptq):
 
 
 def _condition(learnable: Learnable) -> float:
-  """The largest condition number of a block's P."""
+  """Computes the largest condition number of a block's P."""
   of = lambda matrices: np.linalg.cond(np.asarray(matrices, np.float64)).max()
   return float(of(learnable.shared) * of(learnable.private))
 

@@ -1,8 +1,8 @@
 """BRQ: a normalized Sylvester-Hadamard on every block of 32 inputs, then GPTQ.
 
-The original draws random signs and shares rotations; the paper's port fixes the block
-transform and leaves signs, sharing and the generator unresolved. So does this one:
-no signs by default, and both choices as options.
+The original draws random signs and shares rotations. The paper's port fixes the block
+transform but leaves signs, sharing and the generator open; both are options here, with
+no signs by default.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ class BlockRotation(Gptq):
   """A block Hadamard + GPTQ.
 
   Attributes:
-    sizes: Features that one Hadamard mixes; the first that divides the width is
-      used, and recorded.
+    sizes: Hadamard sizes in order of preference; the first that divides the width is
+      used and recorded.
     signs: Seed of random signs before the Hadamard, or None for no signs.
     shared: Whether all blocks have the same signs.
   """

@@ -1,16 +1,15 @@
 """FOCUS: learned block scales and codes, distilled end to end; no map, no GPTQ.
 
-The original keeps weights frozen and learns a factor on every block's maximum and four
-divisors that push codes outward and leave no trace at run time (`learned_scales`), by
-the divergence from the float model on its 1000 likeliest tokens: AdamW without decay,
-rates .02 and .05, one epoch, global batch 32, activations quantized dynamically
-without anything learned. Its scale rule is rceil for both operands.
+With frozen weights, the original learns a factor on every block's maximum and four
+divisors that push codes outward and leave no trace at run time (`learned_scales`). Its
+loss is the divergence from the float model on its 1000 likeliest tokens: AdamW without
+decay, rates .02 and .05, one epoch, global batch 32, activations quantized dynamically
+with nothing learned, rceil scales for both operands.
 
 Under our contract weights keep the method's rceil scales, which are legal exponents;
-activations follow the contract's encoder (floor by default), and ties follow the
-contract. With 128 sequences an epoch is four steps, with 32 or fewer it is one: much
-of what this method shows beside RTN may be its scale rule, so look at RTN under rceil
-before crediting the learning.
+activations (floor by default) and ties follow the contract. With 128 sequences an epoch
+is four steps, with 32 or fewer it is one: much of the difference from RTN may be the
+scale rule, so compare with RTN under rceil before crediting the learning.
 """
 
 import dataclasses
@@ -48,19 +47,19 @@ TOP_TOKENS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class _Distillation:
-  """Divergence from the float model on its likeliest tokens."""
+  """KL divergence from the float model over its likeliest tokens."""
 
   model: CausalLanguageModel
   rules: mxfp4.Rules
   top: int
 
   def embed(self, shared: Any, outer: Params, ids: jax.Array) -> jax.Array:
-    """The embedding is not quantized."""
+    """Embeds the tokens without quantization."""
     del shared
     return self.model.embed(outer, ids)
 
   def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
-    """The layer with relaxed W4 weights and straight-through A4."""
+    """Runs the layer with relaxed W4 weights and straight-through A4."""
     del shared
     leaves = {}
     for path, learned in own.items():
@@ -79,7 +78,7 @@ class _Distillation:
     ids: jax.Array,
     teacher: jax.Array | None,
   ) -> jax.Array:
-    """Mean over tokens of KL(teacher || student), both over the teacher's top k."""
+    """Computes the mean over tokens of KL(teacher || student) on the top k tokens."""
     del shared
     assert teacher is not None
     length = ids.shape[1]
@@ -133,8 +132,8 @@ class Focus(Program):
   Attributes:
     epochs: Passes over the calibration set.
     batch: Sequences of an optimizer step.
-    top: Teacher tokens that the divergence compares.
-    divisor_logit: First logit of every divisor; infinity means no divisor.
+    top: Number of likeliest teacher tokens in the divergence.
+    divisor_logit: Initial logit of every divisor; infinity means no divisor.
   """
 
   name: str = "focus"
@@ -144,7 +143,7 @@ class Focus(Program):
   divisor_logit: float = learned_scales.DIVISOR_LOGIT
 
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
-    """See `Program.prepare`: the params stay as they are, the scales are learned."""
+    """See `Program.prepare`; learns the scales and leaves the params unchanged."""
     model = calib.model
     own: Any = [
       self._initial(params[model.layer_name(index)], model, contract)
@@ -182,7 +181,7 @@ class Focus(Program):
   def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
   ) -> Realized:
-    """See `Program.quantize_weight`: codes of the learned scales."""
+    """See `Program.quantize_weight`; encodes with the learned scales."""
     del input_map
     factor = inputs.learned.factor
     inputs.record["learned_factor"] = [float(factor.min()), float(factor.max())]
@@ -191,4 +190,4 @@ class Focus(Program):
 
 FOCUS = Focus()
 RTN_RCEIL = Focus(name="rtn+rceil", epochs=0, divisor_logit=math.inf)
-"""The control that belongs beside FOCUS: nothing learned, only its weight scales."""
+"""The control for FOCUS: its weight scales with nothing learned."""

@@ -2,10 +2,10 @@
 
 The original gives every linear a block Hadamard of one size (128 on its command line,
 32 in its inference package), takes all scales from the transformed weights before any
-compensation, and decodes with 2^E / 3. Our contract keeps transform, static scales
-and natural order, and replaces codec and ties by its own; scale search is left out,
-as in the original's default. The size is an assumption: 128, or the largest of 64 and
-32 that divides the width where 128 does not; what was used is in the record.
+compensation, and decodes with 2^E / 3. Our contract keeps transform, static scales and
+natural order but uses its own codec and ties; scale search is off, the original's
+default. The size is an assumption: 128, or where 128 does not divide the width the
+larger of 64 and 32 that does; the record has the size used.
 """
 
 from mxjax.methods.baselines.brq import BlockRotation

@@ -1,4 +1,4 @@
-"""RTN: the strict encoder on weights and activations, no calibration data."""
+"""RTN: strict rounding of weights and activations, without calibration data."""
 
 from mxjax.methods.program import Program
 

@@ -1,9 +1,9 @@
 """RTN with one gain for every linear: a control, not a method of the paper.
 
-The floor rule clips the largest values of most blocks, so every product comes out a
-little short. Part of what a recovery repairs may be only that. This program repairs
-nothing else: one least-squares factor on the outputs of each linear, fitted on the
-float model's inputs. Beside it stands RTN under `even`, which shrinks nothing.
+The floor rule clips the largest values of most blocks, so every product comes out
+slightly small, and part of a recovery's benefit may be undoing just that. This program
+fits only one least-squares factor on each linear's outputs, from the float model's
+inputs. Compare RTN under `even`, which does not shrink.
 """
 
 import dataclasses
@@ -59,4 +59,4 @@ class RtnGain(Program):
 
 
 RTN_GAIN = RtnGain()
-"""Measures how much of a recovery's gain is the floor rule's shrinkage."""
+"""Measures how much of a recovery's benefit is the floor rule's shrinkage."""

@@ -1,20 +1,20 @@
 """SpinQuant + GPTQ: learned rotations fused into the float model, then GPTQ.
 
-The original folds the norms' gains into the linears behind them, rotates the residual
-stream by R1 and the values of each layer by R2, and learns both on the loss of the
-model with quantized activations by Cayley SGD (100 steps, batch 8, rate 1.5); further
-rotations run online. Under our contract everything is fused: nothing runs online, and
-one strict GPTQ pass follows on the rotated model's own inputs. The head gets a matrix
-of its own, because it and the embedding are rotated differently.
+The original folds the norms' gains into the following linears, rotates the residual
+stream by R1 and each layer's values by R2, and learns both on the loss with quantized
+activations by Cayley SGD (100 steps, batch 8, rate 1.5); further rotations run online.
+Under our contract everything is fused, nothing runs online, and one strict GPTQ pass
+follows on the rotated model's own inputs. The head gets its own matrix because its
+rotation differs from the embedding's.
 
-R1 commutes with an RMS norm without gain, so it needs norms in front of the linears.
-Where norms come after them (OLMo-2, Gemma) only R2 is used, as in the paper's port;
-which recipe was taken is in the record.
+R1 commutes with an RMS norm only without gain, so it needs norms in front of the
+linears. Where norms follow them (OLMo-2, Gemma), only R2 is used, as in the paper's
+port; the record names the recipe.
 
-Assumptions: weights are fake-quantized by RTN beside the activations while learning,
-exponents are constants of the backward pass; the rate falls linearly to zero; tokens
-are the common calibration set in its order; rotations start as Hadamards with random
-signs, or as random orthogonal matrices where no Hadamard of that size is known.
+Assumptions: training also fake-quantizes weights by RTN; exponents are constants of the
+backward pass; the rate falls linearly to zero; tokens are the common calibration set in
+its order; rotations start as Hadamards with random signs, or as random orthogonal
+matrices for sizes without a known Hadamard.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ READERS = {
   "input_layernorm": ("self_attn", ("q_proj", "k_proj", "v_proj")),
   "post_attention_layernorm": ("mlp", ("gate_proj", "up_proj")),
 }
-"""The linears behind each norm of a pre-norm layer, which take its gain."""
+"""The linears behind each norm of a pre-norm layer, which absorb its gain."""
 WRITERS = (("self_attn", "o_proj"), ("mlp", "down_proj"))
 """The linears that write to the residual stream."""
 
@@ -61,7 +61,7 @@ class Rotations(NamedTuple):
 
 
 def recipe(layer: Params) -> Recipe:
-  """Which rotations a layer's topology allows: R1 needs norms before its linears."""
+  """Chooses the rotations that a layer allows: R1 needs norms before its linears."""
   norms = {name for name in layer if name.endswith("layernorm")}
   return "R1 and R2" if norms == set(READERS) else "R2 only"
 
@@ -73,15 +73,10 @@ def _product(*matrices: jax.Array) -> jax.Array:
 
 
 def rotate_layer(layer: Params, rotations: Rotations) -> dict[str, Any]:
-  """A layer of the same function between rotated residual streams.
+  """Fuses rotations into a layer so that it maps rotated streams as before.
 
-  Args:
-    layer: Float params of a decoder layer.
-    rotations: R1 `[d, d]` or None, R2 `[head_dim, head_dim]`; their dtype is that of
-      the new weights.
-
-  Returns:
-    The layer's params: rotated weights and biases, and gains of one with R1.
+  R1 is `[d, d]` or None, R2 `[head_dim, head_dim]`; the new weights and biases have
+  their dtype. With R1, the norms' gains become one.
   """
   r1, r2 = rotations
   dtype, head = r2.dtype, r2.shape[0]
@@ -119,20 +114,16 @@ def rotate_layer(layer: Params, rotations: Rotations) -> dict[str, Any]:
 
 
 def layer_width(layer: Params) -> int:
-  """Width of the residual stream, from the shape of a projection."""
+  """Reads the width of the residual stream from a projection's shape."""
   return layer["self_attn"]["v_proj"]["weight"].shape[-1]
 
 
 def rotate_model(
   model: CausalLanguageModel, params: Params, r1: Any, r2: Any
 ) -> dict[str, Any]:
-  """The whole model with its rotations fused, products in float64, kept as float32.
+  """Fuses rotations into the whole model; multiplies in float64, returns float32.
 
-  Args:
-    model: The model.
-    params: Its float params.
-    r1: R1 `[d, d]`, or None.
-    r2: R2 of every layer, `[layers, head_dim, head_dim]`.
+  `r1` is `[d, d]` or None; `r2` is `[layers, head_dim, head_dim]`.
   """
   narrow = lambda array: array.astype(jnp.float32)
   with precision.float64_scope():
@@ -166,14 +157,14 @@ class _QuantizedLoss:
   targets: tuple[str, ...]
 
   def embed(self, shared: Any, outer: Params, ids: jax.Array) -> jax.Array:
-    """Rotating the looked-up rows equals looking up rotated rows."""
+    """Embeds the tokens and rotates the rows, which equals rotating the table."""
     hidden = self.model.embed(outer, ids)
     if shared is None:
       return hidden
     return jnp.matmul(hidden, shared.astype(hidden.dtype), precision=HIGHEST)
 
   def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
-    """The rotated layer with W4 by RTN and A4, both straight-through."""
+    """Runs the rotated layer with W4 by RTN and A4, both straight-through."""
     rotated = rotate_layer(layer, Rotations(shared, own))
     leaves = {}
     for block, name in self.model.projection_taps:
@@ -191,7 +182,7 @@ class _QuantizedLoss:
     ids: jax.Array,
     teacher: jax.Array | None,
   ) -> jax.Array:
-    """The head on hidden states turned back: the norm does not see a rotation."""
+    """Applies the head to unrotated hidden states; the norm commutes with rotations."""
     del teacher
     if shared is not None:
       back = shared.T.astype(hidden.dtype)
@@ -215,8 +206,8 @@ class SpinQuant(Gptq):
   Attributes:
     steps: Cayley steps; 0 keeps the random rotations (QuaRot, fused).
     batch: Calibration sequences of a step, in calibration order.
-    rate: First learning rate; it falls linearly to zero.
-    seed: Of the first rotations and of renewals.
+    rate: Initial learning rate; it falls linearly to zero.
+    seed: Seed of the initial rotations and of renewals.
   """
 
   name: str = "spinquant"
@@ -226,7 +217,7 @@ class SpinQuant(Gptq):
   seed: int = 0
 
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
-    """See `Program.prepare`: learns the rotations, and fuses them."""
+    """See `Program.prepare`; learns the rotations and fuses them."""
     model = calib.model
     first = params[model.layer_name(0)]
     rotated = recipe(first)
@@ -281,7 +272,7 @@ class SpinQuant(Gptq):
 
 
 def _head_dim(model: CausalLanguageModel, params: Params) -> int:
-  """Coordinates of a head, from the shape of the value tap; nothing is computed."""
+  """Reads the head dimension from the value tap's shape, computing nothing."""
   ids = jax.ShapeDtypeStruct((1, 4), jnp.int32)
   layer = params[model.layer_name(0)]
 

@@ -1,16 +1,16 @@
 """TORQ: a rotation across blocks, a rotation inside blocks, then GPTQ.
 
 The original reshapes every token to blocks by positions, equalizes the blocks' energy
-by plane rotations, then turns pairs of positions until the eight magnitudes are used
-evenly; it has no GPTQ. The paper appends strict GPTQ on the transformed weights and
-inputs, and so do we.
+by plane rotations, then rotates pairs of positions until the eight magnitudes are used
+evenly; it has no GPTQ. Like the paper, we append strict GPTQ on the transformed weights
+and inputs.
 
-Read from a public port, not from the authors' code. Corrected: the angle that
-equalizes a pair, which in print diagonalizes it. Assumptions: linears that read the
-same tensor share one pair of rotations; the energy tolerance is relative; scales are
-those of the contract's encoder; the 8192 rows are of tokens evenly spaced over the
-calibration set; a pair's loss is evaluated at 4096 evenly spaced angles, exactly, in
-place of random midpoints. The published results are close to RTN's: expect no more.
+This follows a public port, not the authors' code, with one correction: the angle that
+equalizes a pair, which in print diagonalizes it. Assumptions: linears that read one
+tensor share a pair of rotations; the energy tolerance is relative; scales follow the
+contract's encoder; the 8192 rows come from tokens evenly spaced over the calibration
+set; a pair's loss is evaluated exactly at 4096 evenly spaced angles instead of random
+midpoints. The published results are close to RTN's, so expect no more.
 """
 
 import dataclasses
@@ -29,18 +29,14 @@ from mxjax.numerics.shaping.input_maps import InputMap
 
 @jax.jit
 def _pooled(blocks: jax.Array, inter: jax.Array) -> jax.Array:
-  """Rows `[32, blocks * n]` after the rotation across blocks."""
+  """Applies the rotation across blocks and returns rows `[32, blocks * n]`."""
   mixed = jnp.einsum("ab,akn->bkn", inter, blocks, precision=HIGHEST)
   return jnp.moveaxis(mixed, 1, 0).reshape(mxfp4.BLOCK_SIZE, -1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Torq(Gptq):
-  """Two-level rotation + GPTQ.
-
-  Attributes:
-    rows: Block rows that the rotation inside blocks is fitted to.
-  """
+  """Two-level rotation + GPTQ; the inner rotation is fitted to `rows` block rows."""
 
   name: str = "torq"
   rows: int = 8192
@@ -62,7 +58,7 @@ class Torq(Gptq):
       inputs.record["occupancy_losses"] = losses
       return jnp.asarray(rotation, jnp.float32)
 
-    # The rotations depend on the encoder's rules, so these are part of the name.
+    # The rotations depend on the encoder's rules, so the cache key includes them.
     rules = f"{inputs.rules.scale_rule}_{inputs.rules.tie_rule}_{self.rows}"
     across = inputs.cached("torq_inter", inter)
     within = inputs.cached(f"torq_intra_{rules}", intra)

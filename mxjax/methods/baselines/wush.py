@@ -1,19 +1,18 @@
 """WUSH: a closed-form transform of every block, found while the weights are rounded.
 
-The original rounds blocks from last to first. When a block is reached, a transform is
-made from the Cholesky factor of the Hessian and the singular vectors of the weights
-as compensated so far, so that inputs and weights become flat and equally large; the
-block is then rounded in that basis by nearest planes, which is GPTQ from the last
-column to the first. Everything runs in float64; T is rounded to bfloat16, as stored.
+The original rounds blocks from last to first. At each block it builds a transform from
+the Cholesky factor of the Hessian and the singular vectors of the compensated weights,
+which makes inputs and weights flat and equally large, and rounds the block in that
+basis by nearest planes: GPTQ from the last column to the first. Everything runs in
+float64; T is rounded to bfloat16 as stored.
 
-Our contract changes the codec: exponents and ties by the contract's rules in place of
-scales 2^E / 3 and ties to even. Every linear has a transform of its own, as in the
-original. Assumptions: inputs come from the float model (the original propagates
-quantized ones), and a Hessian that is not definite is damped ten times more, which is
-recorded, in place of up to 100 equal increments.
+Our contract changes the codec: its exponents and ties replace scales 2^E / 3 and ties
+to even. As in the original, every linear has its own transform. Assumptions: inputs
+come from the float model (the original propagates quantized ones), and a Hessian that
+is not definite is damped ten times more, which is recorded, instead of up to 100 equal
+increments.
 
-WUSH+R is the same geometry and the same codes with the one-code rule and the recovery
-of HiRes.
+WUSH+R has the same geometry and codes with HiRes's one-code rule and recovery.
 """
 
 import dataclasses
@@ -35,7 +34,7 @@ from mxjax.numerics.shaping import input_maps, nearest_plane
 
 
 def _factor(inputs: LinearInputs, damping: float) -> jax.Array:
-  """R of the damped Hessian, float64; records the damping that was needed."""
+  """Computes R of the damped Hessian, float64, and records the damping needed."""
   hessian = inputs.hessian().astype(jnp.float64)
   for attempt in range(gptq.DAMPING_TRIES):
     used = damping * gptq.DAMPING_GROWTH**attempt
@@ -57,19 +56,12 @@ def round_blocks(
 ) -> tuple[gptq.Reconstruction, jax.Array]:
   """Rounds a linear from its last block to its first, each in its own basis.
 
-  Args:
-    weight: Float weights, `[blocks, 32, out_features]`.
-    factor: R of the damped Hessian, float64 `[d, d]`.
-    rules: Codec rules.
-    basis: How a block's transform is made.
-    dtype: Dtype the transforms are rounded to.
-
-  Returns:
-    Legal codes in the transformed coordinates (decoded in float64), and the
-    transforms, `dtype` `[blocks, 32, 32]`.
+  `weight` is `[blocks, 32, out_features]`, `factor` R of the damped Hessian, float64
+  `[d, d]`. Returns legal codes in the transformed coordinates (decoded in float64), and
+  the transforms, `dtype` `[blocks, 32, 32]`.
   """
   blocks, size, rows = weight.shape
-  # A copy: the residual's buffer is donated block by block.
+  # Copy because the residual's buffer is donated block by block.
   residual = jnp.array(weight.reshape(blocks * size, rows), jnp.float64, copy=True)
   rounded, transforms = [], []
   for index in reversed(range(blocks)):
@@ -89,11 +81,11 @@ def round_blocks(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wush(Program):
-  """WUSH, or with `rounding="full"` and recovery WUSH+R.
+  """WUSH, or WUSH+R with `rounding="full"` and recovery.
 
   Attributes:
-    basis: `wush`, or one of the original's variants without some part of it.
-    rounding: Activations by the nearest code or a one-code rule.
+    basis: `wush`, or one of the original's ablated variants.
+    rounding: Round activations to the nearest code or by a one-code rule.
     transform_dtype: Dtype of the stored transforms.
     damping: Relative damping of the Hessian.
   """

@@ -1,8 +1,8 @@
 """The paper's ablations of HiRes as programs, by study.
 
-A row is a label and a program; the last row of a study is the one that the others
-are compared with. Rows that differ in recovery alone can share one build: `Reused`
-takes finished linears and fits recovery to them.
+A row is a label and a program; the last row of a study is its reference. Rows that
+differ only in recovery can share one build: `Reused` takes finished linears and fits
+recovery to them.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class StaleMlp(MlpFit):
   """The MLP fit on statistics from before the attention correction."""
 
   def state(self, layer: Params, parent: Params) -> Params:
-    """See `RecoveryFit.state`: the layer without any correction."""
+    """See `RecoveryFit.state`; returns the layer without any correction."""
     del layer
     return parent
 
@@ -47,7 +47,7 @@ def _is_quantized(node: Any) -> bool:
 
 
 def unrounded(layer: Params) -> Params:
-  """A quantized layer whose weights are encoded and whose inputs are not."""
+  """Returns a quantized layer whose inputs are no longer rounded to A4."""
   change = lambda node: (
     dataclasses.replace(node, rounding=Unrounded()) if _is_quantized(node) else node
   )
@@ -55,7 +55,7 @@ def unrounded(layer: Params) -> Params:
 
 
 class _BeforeEncoding(RecoveryFit):
-  """A fit on values from inputs not yet encoded to A4."""
+  """Mixin that measures a fit on inputs not rounded to A4."""
 
   def state(self, layer: Params, parent: Params) -> Params:
     """See `RecoveryFit.state`."""
@@ -64,11 +64,11 @@ class _BeforeEncoding(RecoveryFit):
 
 
 class AttentionBeforeEncoding(_BeforeEncoding, AttentionFit):
-  """The attention fit on values from inputs not yet encoded to A4."""
+  """The attention fit on values computed from inputs not rounded to A4."""
 
 
 class MlpBeforeEncoding(_BeforeEncoding, MlpFit):
-  """The MLP fit on gates and ups from inputs not yet encoded to A4."""
+  """The MLP fit on gates and ups computed from inputs not rounded to A4."""
 
 
 STALE_MLP = StaleMlp()
@@ -154,16 +154,15 @@ STUDIES: dict[str, Rows] = {
     ("strict RTN", RTN),
   ),
 }
-"""Programs by study; the row to compare with stands last."""
+"""Programs by study; the last row is the reference."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reused(Program):
   """Finished linears of another build, with the recovery of this program.
 
-  Attributes:
-    program: The program of that build; described in place of this one.
-    leaves: The linears by path, such as `layers_0/self_attn/q_proj`.
+  `leaves` are the linears by path, such as `layers_0/self_attn/q_proj`; `describe`
+  reports the `program` of that build.
   """
 
   program: Program = RTN
@@ -175,20 +174,20 @@ class Reused(Program):
     return Prepared(params, learned=self.leaves)
 
   def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
-    """See `Program.quantize_linear`: the linear that was made before."""
+    """See `Program.quantize_linear`; returns the finished linear."""
     del weight
     return inputs.learned
 
   def describe(self) -> Mapping[str, Any]:
-    """See `Program.describe`: the program whose result this is."""
+    """See `Program.describe`; describes the program that made the linears."""
     return self.program.describe()
 
 
 def build_key(program: Program) -> str | None:
-  """What decides a program's linears; equal keys give equal linears.
+  """Returns a key that determines a program's linears: equal keys, equal linears.
 
-  None where a build cannot be reused: its hooks see the results of recovery, or the
-  float model is rewritten.
+  Returns None if a build cannot be reused because the program rewrites the float model
+  or its hooks see the results of recovery.
   """
   if type(program).prepare is not Program.prepare:
     return None
@@ -197,10 +196,10 @@ def build_key(program: Program) -> str | None:
 
 
 def reuse(program: Program, params: Params) -> Reused:
-  """The program, with the linears of an earlier build of the same key."""
+  """Makes the program take its linears from an earlier build of the same key."""
   layers = {name: params[name] for name in params if name.startswith("layers_")}
   nodes, _ = jax.tree_util.tree_flatten_with_path(layers, is_leaf=_is_quantized)
-  # A path ends with the key "weight" of the linear.
+  # A path ends with the linear's key "weight".
   name_of = lambda path: jax.tree_util.keystr(path[:-1], simple=True, separator="/")
   leaves = {name_of(path): node for path, node in nodes if _is_quantized(node)}
   return Reused(

@@ -1,8 +1,8 @@
 """The balance D of Stage I, measured on a linear's calibration inputs.
 
-Paper: Appendix "Algorithm Details", dyadic balance. The file reads in order: risks of
-nearest codes give a proposal, three trials of it are encoded, and J_b of each decides.
-`mxjax.numerics.shaping.dyadic_balance` has the arithmetic.
+Paper: Appendix "Algorithm Details", dyadic balance. Risks of nearest codes give a
+proposal, three trials of it are encoded, and J_b of each decides. The arithmetic is in
+`mxjax.numerics.shaping.dyadic_balance`.
 """
 
 import functools
@@ -53,36 +53,28 @@ def _listed_step(
   count: jax.Array,
   *tables: jax.Array,
 ) -> jax.Array:
-  """Adds a sequence's part for the only trial given, in the listed blocks."""
+  """Adds a sequence's part for a single trial, only in the listed blocks."""
   del index
   of_trial = [table[0] for table in tables]
   return carry + dyadic_balance.listed_objective(blocks, order, count, *of_trial, rules)
 
 
 class _TrialBatch(NamedTuple):
-  """Trials that are measured together, `[trials, blocks, ...]`.
-
-  Attributes:
-    transforms: D T, float32 `[..., 32, 32]`.
-    weights: Encoded weights.
-  """
+  """Trials measured together: D T, float32 `[trials, blocks, 32, 32]`, and weights."""
 
   transforms: jax.Array
   weights: dyadic_balance.Trial
 
   def tables(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a step reads."""
+    """Returns the arrays that a step reads."""
     return self.transforms, self.weights.gram, self.weights.cross
 
 
 class _Trials(NamedTuple):
-  """The three trials of the balance of every block.
+  """The three trials of every block's balance.
 
-  Attributes:
-    full_scales: u of the full step, float64 `[blocks, 8]`.
-    ends: The full step and identity.
-    half: The half step.
-    signal: ||X W'||^2 / n, float64 `[blocks]`.
+  `full_scales` are u of the full step, float64 `[blocks, 8]`; `ends` are the full step
+  and identity; `signal` is ||X W'||^2 / n, float64 `[blocks]`.
   """
 
   full_scales: jax.Array
@@ -93,7 +85,7 @@ class _Trials(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="rules")
 def _weight_side(folded: jax.Array, rules: mxfp4.Rules) -> tuple[jax.Array, jax.Array]:
-  """W'W, and the tiles of the nearest codes' E_W'E_W, of folded weights."""
+  """Computes W'W of folded weights and the tiles of the nearest codes' E_W'E_W."""
   narrow = folded.astype(jnp.float32)
   error = mxfp4.round_blocks(narrow, rules) - narrow
   return reference_chart.block_moment(folded), dyadic_balance.subgroup_moments(error)
@@ -107,7 +99,7 @@ def _propose(
   error_sums: jax.Array,
   tokens: jax.Array,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-  """U of the three trials from nearest-code risks (A5), and ||X W'||^2 / n."""
+  """Computes u of the three trials from nearest-code risks (A5), and ||X W'||^2 / n."""
   risks = dyadic_balance.bilateral_risks(
     mapped_moment, error_sums / tokens, gram, weight_error
   )
@@ -144,7 +136,7 @@ def _layer_trial(
   scale: jax.Array,
   inputs: LinearInputs,
 ) -> dyadic_balance.Trial:
-  """One trial of the whole linear: GPTQ with the linear's own Hessian (A11b)."""
+  """Quantizes one trial of the whole linear: GPTQ with its own Hessian (A11b)."""
   scaled = (folded / dyadic_balance.diagonal(scale)[..., None]).astype(jnp.float32)
   installed = dyadic_balance.scaled_transform(transform, scale)
   input_map = input_maps.BlockDense(installed.astype(jnp.float32))
@@ -158,7 +150,7 @@ def _arranged(
   scales: tuple[jax.Array, ...],
   trials: tuple[dyadic_balance.Trial, ...],
 ) -> tuple[_TrialBatch, _TrialBatch]:
-  """Full step and identity, which every block needs, and the half step."""
+  """Batches full step and identity, which every block needs, and the half step."""
 
   def batch(*places: int) -> _TrialBatch:
     batch_scales = jnp.stack([scales[place] for place in places])
@@ -179,7 +171,7 @@ def _prepare_trials(
   inputs: LinearInputs,
   balance_by: BalanceBy,
 ) -> _Trials:
-  """The proposal and the encoded weights of its three trials."""
+  """Proposes the balance and encodes the weights of its three trials."""
   rules = inputs.rules
   tokens = jnp.asarray(inputs.tokens, jnp.float64)
   folded = execution.block_on_cpu(_fold_float64(weight, transform))
@@ -207,16 +199,16 @@ def _prepare_trials(
 def _losses(
   objective: jax.Array, weight_terms: jax.Array, signal: jax.Array, tokens: jax.Array
 ) -> jax.Array:
-  """J_b of trials, float64 `[trials, blocks]`, from their summed objectives."""
+  """Computes J_b of trials, float64 `[trials, blocks]`, from summed objectives."""
   total = objective / tokens + weight_terms
   return total / jnp.maximum(signal, dyadic_balance.LOSS_FLOOR)[None]
 
 
 def _measure(trials: _Trials, inputs: LinearInputs) -> np.ndarray:
-  """J_b of the three trials, float64 `[3, blocks]`.
+  """Measures J_b of the three trials, float64 `[3, blocks]`.
 
-  The half step is measured where the full one is refused, and NaN elsewhere: there it
-  cannot be chosen, and measuring is most of what a trial costs.
+  The half step is measured only where the full step is refused and is NaN elsewhere,
+  where it cannot be chosen: measuring is most of a trial's cost.
   """
   tokens = jnp.asarray(inputs.tokens, jnp.float64)
 
@@ -240,7 +232,7 @@ def _measure(trials: _Trials, inputs: LinearInputs) -> np.ndarray:
 def _installed(
   full_scales: jax.Array, losses: jax.Array, transform: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """D T of the accepted steps, and the steps."""
+  """Computes D T of the accepted steps and returns it with the steps."""
   steps = dyadic_balance.accept(losses)
   accepted = full_scales * steps[:, None]
   return dyadic_balance.scaled_transform(transform, accepted), steps
@@ -253,21 +245,15 @@ def balanced(
   transform: jax.Array,
   balance_by: BalanceBy = "block",
 ) -> jax.Array:
-  """D T with the largest step of D that does not raise a block's J_b.
+  """Balances each block: D T with the largest step of D that does not raise J_b.
 
   Paper: Eq. serb-proposal and Eq. serb-realized-loss.
 
-  Args:
-    weight: Raw weights, float32 `[blocks, 32, out_features]`.
-    inputs: The linear's measured inputs; its record gets `balance_steps` and
-      `balance_losses`, J_b of the full step, the half step (None where it was not
-      needed) and identity.
-    moment: X'X / n of each block, float64 `[blocks, 32, 32]`.
-    transform: T, float64, same shape.
-    balance_by: Trials quantize one `block` alone or the whole linear, `layer` (A11).
-
-  Returns:
-    float64 `[blocks, 32, 32]`.
+  `weight` is raw, float32 `[blocks, 32, out_features]`; `moment` (X'X / n), `transform`
+  (T) and the result are float64 `[blocks, 32, 32]`. Trials quantize each `block` alone
+  or the whole linear, `layer` (A11). `inputs.record` gets `balance_steps` and
+  `balance_losses`: J_b of the full step, the half step (None if not needed) and
+  identity.
   """
   start = jnp.zeros(dyadic_balance.subgroup_shape(inputs.blocks), jnp.float64)
   errors = inputs.reduce(_error_step, start, transform.astype(jnp.float32))

@@ -1,9 +1,8 @@
 """HiRes: geometric shaping, discrete realization, structural recovery.
 
-Paper: Section HiRes and Appendix "Algorithm Details". The file reads in the order of
-Algorithm 1: `shape` is Stage I (chart, interaction, and the balance of
-`hires_balance`), `quantize_weight` is Stage II (GPTQ and one-code refinement),
-`recover` is Stage III.
+Paper: Section HiRes and Appendix "Algorithm Details". In the order of Algorithm 1,
+`shape` is Stage I (chart, interaction, and the balance in `balance`), `quantize_weight`
+is Stage II (GPTQ and one-code refinement), `recover` is Stage III.
 """
 
 import dataclasses
@@ -27,13 +26,10 @@ from mxjax.numerics.shaping.input_maps import InputMap
 
 
 class _Anchor(NamedTuple):
-  """Constants of the anchor pass; `[blocks, 32, 32]`, folds first.
+  """Constants of the anchor pass; `[blocks, 32, 32]`, with a leading axis of folds.
 
-  Attributes:
-    chart: P_ref, float64.
-    rotated: R_H P_ref, float32: native to anchor coordinates.
-    weight_folds: C_W by fold, float64.
-    weight_cross_folds: K_W by fold, float64.
+  `chart` is P_ref, float64; `rotated` is R_H P_ref, float32, which maps native to
+  anchor coordinates; the weight folds are C_W and K_W by fold, float64.
   """
 
   chart: jax.Array
@@ -44,7 +40,7 @@ class _Anchor(NamedTuple):
 
 @jax.jit
 def _weight_moments(weight: jax.Array) -> jax.Array:
-  """W'W / m of the even and the odd rows (A7), float64 `[2, blocks, 32, 32]`."""
+  """Computes W'W / m of even and odd rows (A7), float64 `[2, blocks, 32, 32]`."""
   parts = [weight[..., fold::2] for fold in (0, 1)]
   return jnp.stack(
     [reference_chart.block_moment(p) / max(p.shape[-1], 1) for p in parts]
@@ -55,7 +51,7 @@ def _weight_moments(weight: jax.Array) -> jax.Array:
 def _chart(
   moment: jax.Array, weight_moment: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """P_ref, R_H P_ref and R_H P_ref^-T, float64 `[blocks, 32, 32]`."""
+  """Computes P_ref, R_H P_ref and R_H P_ref^-T, float64 `[blocks, 32, 32]`."""
   chart = reference_chart.reference_chart(moment, weight_moment)
   rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, jnp.float64)[None]
   return chart, rotation @ chart, rotation @ jnp.linalg.inv(chart).mT
@@ -65,7 +61,7 @@ def _chart(
 def _weight_crosses(
   weight: jax.Array, rotated_inverse: jax.Array, rules: mxfp4.Rules
 ) -> jax.Array:
-  """K_W of the even and the odd rows, float64 `[2, blocks, 32, 32]`."""
+  """Computes K_W of even and odd rows, float64 `[2, blocks, 32, 32]`."""
   crosses = []
   for fold in (0, 1):
     part = weight[..., fold::2]
@@ -78,7 +74,7 @@ def _weight_crosses(
 
 @jax.jit
 def _weight_folds(weight_moments: jax.Array, rotated_inverse: jax.Array) -> jax.Array:
-  """C_W by fold: the raw moments in the reference chart."""
+  """Computes C_W by fold: the raw moments in the reference chart."""
   mapped = rotated_inverse[None] @ weight_moments @ rotated_inverse.mT[None]
   return local_interaction.unrotate(mapped)
 
@@ -86,9 +82,9 @@ def _weight_folds(weight_moments: jax.Array, rotated_inverse: jax.Array) -> jax.
 def _prepare_anchor(
   weight: jax.Array, moment: jax.Array, rules: mxfp4.Rules
 ) -> _Anchor:
-  """The chart, and the weight side of the anchor encoding.
+  """Computes the chart and the weight side of the anchor encoding.
 
-  Several jitted steps, not one: see rule 2 of `mxjax.devices.execution`.
+  It is split into several jitted steps by rule 2 of `mxjax.devices.execution`.
   """
   rows = weight.shape[-1]
   moments = execution.block_on_cpu(_weight_moments(weight))
@@ -126,7 +122,7 @@ def _pairs(
   *,
   use_interaction: bool,
 ) -> jax.Array:
-  """K of every block."""
+  """Solves K of every block, or returns zeros without `use_interaction`."""
   chart = anchor.chart
   crosses = local_interaction.unrotate(errors / counts[:, None, None, None])
   statistics = local_interaction.AnchorStatistics(
@@ -141,7 +137,7 @@ def _pairs(
 
 @jax.jit
 def spectral_norm(matrices: jax.Array) -> jax.Array:
-  """The largest singular value of each matrix, `[..., q, q]` to `[...]`."""
+  """Computes the largest singular value of each matrix, `[..., q, q]` to `[...]`."""
   return jnp.linalg.svd(matrices, compute_uv=False)[..., 0]
 
 
@@ -152,12 +148,10 @@ ActivationRule = Literal["full", "sensitivity", "nearest"]
 def activation_rule(
   weight: jax.Array, decoded: jax.Array, rule: ActivationRule
 ) -> Nearest | OneCode:
-  """The dynamic A4 rule of a linear: nearest, or one-code with its tables.
+  """Builds the dynamic A4 rule of a linear: nearest, or one-code with its tables.
 
-  Args:
-    weight: Folded weights, float32 `[blocks, 32, out_features]`.
-    decoded: Decoded W4 weights, same shape and dtype.
-    rule: `full`, `sensitivity` (K_Q = 0) or `nearest`.
+  `weight` is the folded float weight and `decoded` its decoded W4 values, both float32
+  `[blocks, 32, out_features]`. The rule `sensitivity` sets K_Q = 0.
   """
   if rule == "nearest":
     return Nearest()
@@ -175,11 +169,11 @@ class HiRes(Program):
     use_interaction: Fit K; off means G = I.
     use_balance: Try D; off means D = I.
     weights: Reconstruct with `gptq`, or round with `rtn`.
-    rounding: Activations by the `full` one-code rule, by its `sensitivity` term
-      alone (K_Q = 0), or by the `nearest` code.
-    balance_by: J_b of trials that quantize one `block` alone, or the whole linear
+    rounding: Round activations by the `full` one-code rule, by its `sensitivity` term
+      alone (K_Q = 0), or to the `nearest` code.
+    balance_by: J_b of trials that quantize each `block` alone, or the whole linear
       (`layer`), read from column slices (reading A11).
-    scales: Where GPTQ takes exponents from (reading A12).
+    scales: Source of GPTQ's exponents (reading A12).
     damping: Relative damping of GPTQ.
   """
 
@@ -194,7 +188,7 @@ class HiRes(Program):
   damping: float = gptq.DAMPING
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
-    """Stage I: T from chart and interaction, then D from three trials."""
+    """Stage I: finds T from chart and interaction, then D from three trials."""
     moment = inputs.moment()
     anchor = _prepare_anchor(weight, moment, inputs.rules)
     zeros = jnp.zeros((2, *moment.shape), jnp.float64)
@@ -221,7 +215,7 @@ class HiRes(Program):
   def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
   ) -> Realized:
-    """Stage II: GPTQ in the installed coordinates, then the one-code tables."""
+    """Stage II: runs GPTQ in the installed coordinates and builds one-code tables."""
     if self.weights == "gptq":
       result = reconstruct(weight, inputs, input_map, self.damping, scales=self.scales)
     else:

@@ -1,12 +1,11 @@
-"""HiRes with two changes to how weights are realized; nothing else differs from it.
+"""HiRes with two changes in how weights are quantized.
 
-Exponents of weight blocks are searched: the floor rule clips what lies between 6 and 8
-times the scale, and a block's compensated errors say whether that costs more than the
-coarser codes of the next exponent. After GPTQ all codes are decided again by coordinate
-descent on the same objective, now knowing the errors of all other columns. Both are
-paid once, when a model is quantized; payload, maps, activation rule and recovery have
-the form and the cost of HiRes. Not in the paper: `docs/results/hires_next.md` says what
-it gains and what else was tried.
+Exponents of weight blocks are searched: the floor rule clips values between 6 and 8
+times the scale, and a block's compensated errors decide whether that costs more than
+the coarser codes of the next exponent. After GPTQ, coordinate descent revisits all
+codes on the same objective, now knowing the errors of all other columns. Both cost only
+quantization time; payload, maps, activation rule and recovery keep the form and cost of
+HiRes. Not in the paper: see `docs/results/hires_next.md` for gains and rejected ideas.
 """
 
 import dataclasses
@@ -23,11 +22,7 @@ from mxjax.numerics.shaping.input_maps import InputMap
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiResNext(HiRes):
-  """See the module.
-
-  Attributes:
-    descent: Passes of coordinate descent over a linear's columns.
-  """
+  """HiRes with searched exponents and `descent` passes of coordinate descent."""
 
   name: str = "hires-next"
   scales: gptq.ScaleSource = "searched"

@@ -1,6 +1,7 @@
-"""Quantized models in the formats of other programs, and theirs in ours.
+"""Exports to and imports from the checkpoint formats of other programs.
 
-What a format cannot hold is refused by name; `features.drop` leaves it out on request.
+Exports refuse, by name, features that a format cannot hold; `features.drop` removes
+them on request.
 """
 
 from mxjax.storage.export.compressed_tensors import write_compressed_tensors

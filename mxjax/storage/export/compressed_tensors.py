@@ -1,11 +1,12 @@
-"""compressed-tensors, `mxfp4-pack-quantized`: what vLLM and llm-compressor read.
+"""The compressed-tensors format `mxfp4-pack-quantized` of vLLM and llm-compressor.
 
 A quantized linear `p` becomes `p.weight_packed`, uint8 `[out, in/2]` with the even
 column in the low nibble, and `p.weight_scale`, uint8 E8M0 bytes `[out, in/32]`: the
-bytes of an `MXTensor`, unchanged, signed zeros too. Everything else keeps its dtype.
+unchanged bytes of an `MXTensor`, including signed zeros. Everything else keeps its
+dtype.
 
-The format has no rule for activations: a runtime brings its own, so a model measured
-under the floor rule here computes other codes there.
+The format has no rule for activations: a runtime uses its own, so a model measured here
+under the floor rule computes other codes there.
 """
 
 import os
@@ -30,9 +31,9 @@ from mxjax.storage.export.folder import (
 FORMAT = "mxfp4-pack-quantized"
 METHOD = "compressed-tensors"
 RUNTIME_RULES = mxfp4.Rules(scale_rule="even", tie_rule="even")
-"""How the compressed-tensors library itself rounds dynamic activations."""
+"""How the compressed-tensors library rounds dynamic activations."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linears that runtimes join to one: quantized and transformed alike, or not at all."""
+"""Linears that runtimes fuse: all quantized and transformed alike, or none."""
 _TRANSFORMS_MEND = (
   "Hadamards without signs can also stay, by --transforms, for a runtime that applies "
   "transform_config."
@@ -40,12 +41,12 @@ _TRANSFORMS_MEND = (
 
 
 def _module(path: features.LeafPath) -> str:
-  """The module of a weight: `model.layers.0.mlp.up_proj`."""
+  """Names the module of a weight, such as `model.layers.0.mlp.up_proj`."""
   return tensor_name(path).removesuffix(".weight")
 
 
 def _linears(params: Mapping[str, Any]) -> dict[str, Any]:
-  """The weights of all linears by module name, quantized or not."""
+  """Maps module names to the weights of all linears, quantized or not."""
   return {
     _module(path): node
     for path, node in features.nodes(params)
@@ -86,16 +87,10 @@ def _arguments(*, dynamic: bool) -> dict[str, Any]:
 
 
 def quantization_config(linears: Mapping[str, Any]) -> dict[str, Any]:
-  """The `quantization_config` of a model's linears.
-
-  Args:
-    linears: Weights by module name.
-
-  Returns:
-    JSON values.
+  """Builds the JSON-ready `quantization_config` from weights by module name.
 
   Raises:
-    ValueError: Nothing is quantized, or some activations are rounded and some not.
+    ValueError: Nothing is quantized, or only some activations are rounded.
   """
   quantized = {k: v for k, v in linears.items() if isinstance(v, QuantizedLinear)}
   if not quantized:
@@ -109,7 +104,7 @@ def quantization_config(linears: Mapping[str, Any]) -> dict[str, Any]:
       "export: compressed-tensors has one scheme for all linears here, got linears "
       "whose inputs are rounded beside some whose inputs are not; make them alike."
     )
-  # The head is a Linear to the runtime even where the embedding stands in for it.
+  # The runtime has a Linear head even if the embedding is tied to it.
   ignored = ["lm_head", *(k for k in linears if k not in quantized and k != "lm_head")]
   result: dict[str, Any] = {
     "quant_method": METHOD,
@@ -136,7 +131,7 @@ def quantization_config(linears: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _transform_config(quantized: Mapping[str, QuantizedLinear]) -> dict[str, Any]:
-  """One group for each size of Hadamard; empty where there is none."""
+  """Builds one group for each Hadamard size; empty without Hadamards."""
   by_size: dict[int, list[str]] = {}
   for module, leaf in quantized.items():
     if leaf.input_map is not None and (size := leaf.input_map.hadamard_size):
@@ -161,7 +156,7 @@ def _transform_config(quantized: Mapping[str, QuantizedLinear]) -> dict[str, Any
 def cannot_hold(
   params: Mapping[str, Any], *, transforms: bool = False
 ) -> dict[str, list[str]]:
-  """The features of a model that the format has no place for, with their paths."""
+  """Lists the features of a model that the format cannot hold, with their paths."""
   present = features.features_of(params)
   if not transforms or "maps" not in present:
     return present
@@ -177,11 +172,11 @@ def cannot_hold(
 
 
 def check(params: Mapping[str, Any], *, transforms: bool = False) -> None:
-  """Refuses a model that the format cannot hold.
+  """Rejects a model that the format cannot hold.
 
   Raises:
-    ValueError: It has features without a place, all of them named; or linears that
-      runtimes join are not quantized alike.
+    ValueError: It has features that the format lacks, all of them named, or linears
+      that runtimes fuse are not quantized alike.
   """
   mends = {} if transforms else {"maps": _TRANSFORMS_MEND}
   features.refuse(METHOD, cannot_hold(params, transforms=transforms), mends)
@@ -189,7 +184,7 @@ def check(params: Mapping[str, Any], *, transforms: bool = False) -> None:
 
 
 def to_tensors(params: Mapping[str, Any]) -> dict[str, jax.Array]:
-  """The tensors of the format by name."""
+  """Converts params to the tensors of the format by name."""
   tensors: dict[str, jax.Array] = {}
   for path, node in features.nodes(params):
     name = tensor_name(path)
@@ -199,7 +194,8 @@ def to_tensors(params: Mapping[str, Any]) -> dict[str, jax.Array]:
         tensors[f"{name}_packed"] = weight.codes
         tensors[f"{name}_scale"] = weight.scales
       case mxfp4.MXTensor():
-        # A packed embedding or head: the format has linears only, bfloat16 is exact.
+        # The format packs only linears; bfloat16 holds a packed embedding or head
+        # exactly.
         tensors[name] = mxfp4.decode(node)
       case _:
         tensors[name] = node
@@ -216,18 +212,14 @@ def write_compressed_tensors(
 ) -> pathlib.Path:
   """Writes a folder that compressed-tensors decompresses to our decoded weights.
 
-  Args:
-    out: A new folder.
-    source: The model; every feature that the format lacks is left out already.
-    companions: Where tokenizer and config come from.
-    transforms: Whether Hadamards without signs may stay, as `transform_config`. A
-      loader that ignores it computes nonsense, so this is asked for.
-    shard_bytes: The largest shard.
+  `source` must be without features that the format lacks. `transforms` keeps Hadamards
+  without signs as `transform_config`; it is off by default because a loader that
+  ignores it computes nonsense.
 
   Raises:
-    FileExistsError: The folder has something in it.
+    FileExistsError: The folder is not empty.
     NotImplementedError: The family's config cannot describe the model.
-    ValueError: The model has what the format cannot hold; all is named.
+    ValueError: The format cannot hold features of the model; all are named.
   """
   check(source.params, transforms=transforms)
   linears = _linears(source.params)

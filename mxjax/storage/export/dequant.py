@@ -3,11 +3,11 @@ r"""A plain Hugging Face folder whose linears hold the effective weight.
 .. math::
   W_{\mathrm{eff}} = \operatorname{decode}(\tilde W)\, T
 
-It loads everywhere and is no faster than the float model. Activations are not rounded:
-what the folder computes is weight-only quantization, so its perplexity is not that of
-the strict W4A4 model, and one-code tables and clipping, which act on activations, have
-no meaning in it. Recoveries are linear in the outputs they correct and go into rows
-and biases, where the family's config knows such biases.
+Any loader reads it, at the speed of the float model. Activations are not rounded, so it
+is weight-only quantization: its perplexity is not that of the strict W4A4 model, and
+one-code tables and clipping, which act on activations, do not apply. Recoveries are
+linear in the outputs they correct and are folded into rows and biases, if the family's
+config has such biases.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ FORMAT = "dequant"
 
 
 def cannot_hold(params: Mapping[str, Any], config: ModelConfig) -> dict[str, list[str]]:
-  """Recoveries that would need a bias which the family's config does not know."""
+  """Lists recoveries that need a bias which the family's config lacks."""
   present = features.features_of(params)
   flags = FAMILIES[config.family].flags if config.family in FAMILIES else ()
   values_have_bias = (
@@ -51,17 +51,17 @@ def cannot_hold(params: Mapping[str, Any], config: ModelConfig) -> dict[str, lis
 
 
 def check(params: Mapping[str, Any], config: ModelConfig) -> None:
-  """Refuses a model that the format cannot hold.
+  """Rejects a model that the format cannot hold.
 
   Raises:
-    ValueError: A recovery needs a bias that the family does not know.
+    ValueError: A recovery needs a bias that the family lacks.
   """
   place = f"{FORMAT} of the family {config.family}"
   features.refuse(place, cannot_hold(params, config))
 
 
 def _wide(leaf: Any) -> jax.Array:
-  """A weight or bias in float64, maps and gains in it."""
+  """Converts a weight or bias to float64, including maps and gains."""
   if isinstance(leaf, QuantizedLinear):
     return features.effective_weight(leaf)
   if isinstance(leaf, mxfp4.MXTensor):
@@ -70,7 +70,7 @@ def _wide(leaf: Any) -> jax.Array:
 
 
 def _scale_linear(linear: dict[str, Any], scale: jax.Array, offset: jax.Array) -> None:
-  """Outputs y become scale * y + offset, both `[out_features]` or scalars."""
+  """Replaces outputs y by scale * y + offset, `[out_features]` or scalars."""
   rows = linear["weight"].shape[0]
   scale = jnp.broadcast_to(scale.astype(jnp.float64), (rows,))
   offset = jnp.broadcast_to(offset.astype(jnp.float64), (rows,))
@@ -95,11 +95,9 @@ def _fold_mlp(block: dict[str, Any], recovery: MlpRecovery) -> None:
 
 
 def _fold_layer(layer: Mapping[str, Any], biased: Mapping[str, bool]) -> dict[str, Any]:
-  """A layer whose linears are float64, with recovery folded into them.
+  """Converts a layer's linears to float64 and folds recovery into them.
 
-  Args:
-    layer: Quantized params of a layer.
-    biased: Whether all linears of a block shall have a bias, by block.
+  `biased` says, by block, whether all linears of the block shall have a bias.
   """
   folds = {"value_recovery": _fold_values, "mlp_recovery": _fold_mlp}
   result = dict(layer)
@@ -121,7 +119,7 @@ def _fold_layer(layer: Mapping[str, Any], biased: Mapping[str, bool]) -> dict[st
 def _round_linears(
   layer: Mapping[str, Any], biased: Mapping[str, bool], dtype: jax.typing.DTypeLike
 ) -> tuple[dict[str, Any], float]:
-  """The folded layer in `dtype`, and the largest relative error of a weight."""
+  """Casts the folded layer to `dtype` and returns the largest relative error."""
   result, largest = dict(layer), 0.0
   for name in biased:
     result[name] = dict(layer[name])
@@ -137,7 +135,7 @@ def _round_linears(
 
 
 def _add_biases(params: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
-  """The config of the folded model: recoveries may bring biases."""
+  """Adds the biases that recoveries need to the config."""
   present = features.features_of(params)
   needs_bias = "value-recovery" in present and not config.qkv_bias
   return dataclasses.replace(
@@ -152,16 +150,10 @@ def effective_params(
   config: ModelConfig,
   dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> tuple[dict[str, Any], ModelConfig, float]:
-  """A float model of the quantized weights: no map, no table, no recovery leaf.
+  """Converts quantized weights to a float model without maps, tables and recovery.
 
-  Args:
-    params: Quantized params.
-    config: Their config.
-    dtype: Of the new weights and biases.
-
-  Returns:
-    Float params, their config, which may have biases that the other had not, and the
-    largest relative Frobenius error that rounding to `dtype` left on a linear.
+  New weights and biases have `dtype`. Returns float params, their config with any added
+  biases, and the largest relative Frobenius error of a linear from rounding to `dtype`.
   """
   new_config = _add_biases(params, config)
   biased = {"self_attn": new_config.attention_bias, "mlp": new_config.mlp_bias}
@@ -190,12 +182,12 @@ def write_dequant(
 ) -> pathlib.Path:
   """Writes a folder that any Hugging Face loader reads; see `write_folder`.
 
-  The linears have `dtype`: bfloat16, or float32 where a second rounding is unwanted.
+  The linears have `dtype`: bfloat16, or float32 to avoid a second rounding.
 
   Raises:
-    FileExistsError: The folder has something in it.
+    FileExistsError: The folder is not empty.
     NotImplementedError: The family's config cannot describe the model.
-    ValueError: A recovery needs a bias that the family does not know.
+    ValueError: A recovery needs a bias that the family lacks.
   """
   check(source.params, source.config)
   present = features.features_of(source.params)

@@ -30,7 +30,7 @@ FEATURES = ChainMap(
   activation_quantizers.FEATURES,
   {"maps": "online input maps"},
 )
-"""Everything that one format or another cannot hold, and what it is."""
+"""Features that some format cannot hold, with their descriptions."""
 GROUPS = {"recovery": ("value-recovery", "mlp-recovery")}
 """Names that stand for several features."""
 
@@ -38,7 +38,7 @@ LeafPath = tuple[str, ...]
 
 
 def nodes(params: Mapping[str, Any]) -> Iterator[tuple[LeafPath, Any]]:
-  """Typed nodes and arrays of nested dicts, each with its path."""
+  """Yields typed nodes and arrays of nested dicts, each with its path."""
   for path, node in walk(params):
     yield tuple(path.split("/")), node
 
@@ -55,7 +55,7 @@ def _of_linear(leaf: QuantizedLinear) -> Iterator[str]:
 
 
 def features_of(params: Mapping[str, Any]) -> dict[str, list[str]]:
-  """The features of quantized params, each with the dotted paths that have it."""
+  """Lists the features of quantized params with the dotted paths that have them."""
   paths_of: dict[str, list[str]] = {}
   for path, node in nodes(params):
     names: Iterator[str] = iter(())
@@ -72,7 +72,7 @@ def features_of(params: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def parse(text: str | None) -> tuple[str, ...]:
-  """Reads a comma list of features; groups become their members.
+  """Parses a comma-separated list of features; groups expand to their members.
 
   Raises:
     ValueError: A name is unknown.
@@ -92,15 +92,13 @@ def refuse(
   features: Mapping[str, Collection[str]],
   mends: Mapping[str, str] | None = None,
 ) -> None:
-  """Refuses a model with features that a format cannot hold.
+  """Rejects a model with features that a format cannot hold.
 
-  Args:
-    form: Name of the format.
-    features: Those features, each with its paths.
-    mends: Another way out than dropping it, by feature.
+  `form` names the format, `features` has paths by feature, and `mends` may offer an
+  alternative to dropping a feature.
 
   Raises:
-    ValueError: There is such a feature; all are named.
+    ValueError: There is such a feature; the message names all.
   """
   if not features:
     return
@@ -120,18 +118,18 @@ def refuse(
 def _effective(
   weight: mxfp4.MXTensor, input_map: InputMap | None, rules: mxfp4.Rules
 ) -> jax.Array:
-  """decode(W) T, float64: what the linear multiplies native inputs with."""
+  """Computes decode(W) T, float64: the matrix that multiplies native inputs."""
   decoded = mxfp4.decode(weight, jnp.float32, rules).astype(jnp.float64)
   if input_map is None:
     return decoded
   blocks = mxfp4.to_blocks(decoded)
-  # Inputs meet T on the left of a feature-major array, weights meet its transpose.
+  # T multiplies feature-major inputs from the left; weights need its transpose.
   (native,) = jax.linear_transpose(input_map.apply, blocks)(blocks)
   return mxfp4.from_blocks(native)
 
 
 def effective_weight(leaf: QuantizedLinear) -> jax.Array:
-  r"""The weight that acts on unrounded native inputs like map and codes together.
+  r"""Computes the weight that acts on unrounded native inputs like map and codes.
 
   .. math::
     y = (x T^\top) \tilde W^\top = x (\tilde W T)^\top
@@ -155,7 +153,7 @@ def _without(leaf: QuantizedLinear, names: Collection[str]) -> QuantizedLinear:
     rules = mxfp4.PAPER_RULES
   if not unmap and rules == leaf.rules:
     return new
-  # The gain stays beside the codes: it is no part of what is encoded again.
+  # The gain stays separate and is not encoded with the weight.
   plain = dataclasses.replace(
     leaf, gain=None, input_map=leaf.input_map if unmap else None
   )
@@ -169,22 +167,15 @@ def _without(leaf: QuantizedLinear, names: Collection[str]) -> QuantizedLinear:
 
 
 def drop(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-  """Leaves features out.
+  """Returns new params without the given features, which are names of `FEATURES`.
 
-  Codes change only where they must: weights whose map goes are taken back to native
-  coordinates and rounded to the nearest code, which undoes what a reconstruction
-  gained; so are weights whose scale had a factor.
-
-  Args:
-    params: Quantized params.
-    names: Of `FEATURES`.
-
-  Returns:
-    New params of the same tree, without recovery leaves that were dropped.
+  Codes change only where necessary: weights that lose their map are brought to native
+  coordinates and rounded to nearest, which undoes what a reconstruction gained; so are
+  weights whose scale had a factor.
 
   Raises:
-    ValueError: Maps are dropped where tables or clipping shares, which live in their
-      coordinates, stay.
+    ValueError: Tables or clipping shares stay without the maps whose coordinates they
+      use.
   """
   present = features_of(params)
   bound = [name for name in activation_quantizers.FEATURES if name in present]

@@ -1,7 +1,7 @@
-"""A Hugging Face folder: tensors in shards, config, tokenizer, and what was done.
+"""Hugging Face folders: sharded tensors, config, tokenizer and export manifest.
 
-Everything is written beside the folder that was asked for, read back and compared with
-memory, and only then takes its name.
+Everything is written to a temporary folder, read back and compared with memory, and
+only then renamed to the output folder.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from mxjax.models.loading.safetensors_file import SafetensorsFile
 from mxjax.storage.atomic_io import list_files, staged, write_arrays, write_json
 
 MANIFEST = "mxjax_export.json"
-"""What was exported, from what, what was left out, and what that cost."""
+"""Manifest of an export: its source, what was left out, and the cost of that."""
 VERSION = 1
 SHARD_BYTES = 5 * 10**9
-"""The largest shard, but for a single tensor that is larger."""
+"""Maximum shard size in bytes; a single larger tensor gets its own shard."""
 COMPANIONS = (
   "generation_config.json",
   "tokenizer.json",
@@ -38,19 +38,16 @@ COMPANIONS = (
   "merges.txt",
   "chat_template.jinja",
 )
-"""Files that are copied as they are, where they exist."""
+"""Files that are copied unchanged if they exist."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """A quantized model and where it comes from.
+  """A quantized model and its provenance.
 
-  Attributes:
-    params: Its params.
-    config: Its description.
-    facts: JSON-ready provenance for the manifest: digest of the checkpoint, contract,
-      program, calibration.
-    record: JSON-ready: what was left out, and what was measured before writing.
+  `facts` are JSON-ready provenance for the manifest: digest of the checkpoint,
+  contract, program, calibration. `record` is JSON-ready: what was left out, and what
+  was measured before writing.
   """
 
   params: Mapping[str, Any]
@@ -61,12 +58,10 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Companions:
-  """Folders that the files beside the weights come from.
+  """Folders that provide the files beside the weights, or None.
 
-  Attributes:
-    tokenizer: Holds the tokenizer's files, or None.
-    model: The folder of the float model, or None; its `config.json` is then the base
-      of ours, and its files win over those of `tokenizer`.
+  `tokenizer` holds the tokenizer's files. `model` is the folder of the float model: its
+  `config.json` is the base of ours, and its files override those of `tokenizer`.
   """
 
   tokenizer: pathlib.Path | None = None
@@ -74,9 +69,9 @@ class Companions:
 
 
 def hf_values(source: Source, companions: Companions) -> dict[str, Any]:
-  """The `config.json` of an export, before a format adds to it.
+  """Builds the `config.json` of an export, without a format's additions.
 
-  A head among the params wins over a tie: rotated models have one of their own.
+  A head among the params overrides a tie: rotated models have their own head.
 
   Raises:
     NotImplementedError: The config cannot describe the model.
@@ -105,10 +100,10 @@ def write_tensors(
   *,
   shard_bytes: int = SHARD_BYTES,
 ) -> None:
-  """Writes safetensors, with an index where there are several shards, and reads back.
+  """Writes safetensors, with an index for several shards, and reads them back.
 
   Raises:
-    OSError: The files do not read back as what was written.
+    OSError: The files read back differently.
   """
   shards = _shards(tensors, shard_bytes)
   places: dict[str, str] = {}
@@ -127,7 +122,7 @@ def write_tensors(
 
 
 def _shards(tensors: Mapping[str, Any], shard_bytes: int) -> list[list[str]]:
-  """Names in order, cut where the next would make a shard too large."""
+  """Splits names in order; starts a shard where the next tensor would not fit."""
   shards: list[list[str]] = [[]]
   filled = 0
   for name, tensor in tensors.items():
@@ -144,7 +139,7 @@ def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
 
   Raises:
     FileNotFoundError: A file is absent.
-    ValueError: A shard is no safetensors file, or does not hold what the index says.
+    ValueError: A shard is not a safetensors file, or lacks tensors of the index.
   """
   tensors: dict[str, jax.Array] = {}
   for path in weights.weight_files(folder):
@@ -186,24 +181,15 @@ def write_folder(
   details: Mapping[str, Any],
   shard_bytes: int,
 ) -> pathlib.Path:
-  """Writes a whole export; `out` appears only when everything is in it.
+  """Writes a whole export; `out`, a new folder, appears only when it is complete.
 
-  Args:
-    out: A new folder.
-    form: Name of the format.
-    source: The model, with the config that the export has.
-    companions: Where the tokenizer and other files beside the weights come from.
-    tensors: Everything that goes into safetensors, by name.
-    json_files: JSON values by file name, such as `config.json`.
-    details: What `mxjax_export.json` says about this format.
-    shard_bytes: The largest shard.
-
-  Returns:
-    The folder.
+  `form` names the format, `tensors` is the content of the safetensors files,
+  `json_files` maps file names such as `config.json` to values, and `details` go into
+  `mxjax_export.json`. `source` has the config of the export.
 
   Raises:
-    FileExistsError: The folder has something in it.
-    OSError: The tensors do not read back as what was written.
+    FileExistsError: The folder is not empty.
+    OSError: The tensors read back differently.
   """
   with staged(out) as folder:
     write_tensors(folder, tensors, shard_bytes=shard_bytes)
@@ -237,7 +223,7 @@ def write_companions(
 
 
 def _name_tokenizer_class(path: pathlib.Path) -> None:
-  """AutoTokenizer wants a class where the model type implies another."""
+  """Names a tokenizer class, since AutoTokenizer infers another from the model type."""
   if not path.is_file():
     return
   settings = json.loads(path.read_text(encoding="utf-8"))

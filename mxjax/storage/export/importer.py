@@ -1,4 +1,4 @@
-"""Reads other programs' MXFP4 checkpoints, so that our harness can evaluate them."""
+"""Readers of other programs' MXFP4 checkpoints, for evaluation here."""
 
 import dataclasses
 import json
@@ -27,12 +27,9 @@ EXPERT_BLOCK_BYTES = 16
 
 
 class Imported(NamedTuple):
-  """A model read from another program's folder.
+  """A model read from another program's folder, with `QuantizedLinear` leaves.
 
-  Attributes:
-    params: Params with `QuantizedLinear` leaves.
-    config: The model's description.
-    rounds_inputs: Whether its scheme rounds activations; by our rule here.
+  `rounds_inputs` says whether its scheme rounds activations; here they follow our rule.
   """
 
   params: dict[str, Any]
@@ -41,7 +38,7 @@ class Imported(NamedTuple):
 
 
 def _check_scheme(place: str, scheme: Mapping[str, Any]) -> dict[str, Any]:
-  """Refuses everything but one group of symmetric MXFP4 weights; returns the group."""
+  """Returns the scheme's one group of symmetric MXFP4 weights; rejects all else."""
   groups = list((scheme.get("config_groups") or {}).values())
   group = groups[0] if groups else {}
   weights = group.get("weights") or {}
@@ -76,7 +73,7 @@ def _check_scheme(place: str, scheme: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_maps(place: str, scheme: Mapping[str, Any]) -> dict[str, Hadamard]:
-  """Online Hadamards by module name, from `transform_config`."""
+  """Reads online Hadamards by module name from `transform_config`."""
   by_module: dict[str, Hadamard] = {}
   groups = (scheme.get("transform_config") or {}).get("config_groups") or {}
   for name, group in groups.items():
@@ -103,11 +100,8 @@ def _read_maps(place: str, scheme: Mapping[str, Any]) -> dict[str, Hadamard]:
 def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
   """Reads an `mxfp4-pack-quantized` folder, from here or from llm-compressor.
 
-  Codes and scales are taken as they are, so the weights are the checkpoint's, bit for
-  bit. Its activations will be rounded by our rule: the format has none of its own.
-
-  Args:
-    folder: Holds `config.json` and safetensors, single or sharded.
+  The folder holds `config.json` and safetensors, single or sharded. Codes and scales
+  are read bit for bit. Activations are rounded by our rule, as the format has none.
 
   Raises:
     FileNotFoundError: A file is absent.
@@ -148,7 +142,7 @@ def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
 def _take_packed(
   place: str, module: str, tensors: dict[str, jax.Array]
 ) -> mxfp4.MXTensor:
-  """Takes the two tensors of a quantized linear out of the file's."""
+  """Removes and returns the two tensors of a quantized linear."""
   codes = tensors.pop(f"{module}.weight_packed")
   scales = tensors.pop(f"{module}.weight_scale", None)
   if scales is None:
@@ -186,15 +180,11 @@ def _check_leaves(
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-  """The experts of one gpt-oss layer.
+  """The experts of one gpt-oss layer; biases may be None.
 
-  Attributes:
-    gate: Packed `[experts, intermediate, hidden]`: the even rows of the fused tensor.
-    up: Packed, same shape: its odd rows.
-    down: Packed `[experts, hidden, intermediate]`.
-    gate_bias: `[experts, intermediate]`, or None.
-    up_bias: Likewise.
-    down_bias: `[experts, hidden]`, or None.
+  `gate` and `up` are the even and odd rows of the fused tensor, packed
+  `[experts, intermediate, hidden]`, with biases `[experts, intermediate]`; `down` is
+  packed `[experts, hidden, intermediate]`, with bias `[experts, hidden]`.
   """
 
   gate: mxfp4.MXTensor
@@ -208,7 +198,7 @@ class Experts:
 def _expert_tensor(
   place: str, name: str, tensors: Mapping[str, jax.Array]
 ) -> mxfp4.MXTensor:
-  """Blocks `[E, rows, blocks, 16]` and scales `[E, rows, blocks]` as one tensor."""
+  """Joins blocks `[E, rows, blocks, 16]` and scales `[E, rows, blocks]`."""
   blocks, scales = tensors.get(f"{name}_blocks"), tensors.get(f"{name}_scales")
   if blocks is None or scales is None:
     raise ValueError(
@@ -229,14 +219,9 @@ def _expert_tensor(
 def read_gpt_oss_experts(folder: str | os.PathLike[str]) -> dict[str, Experts]:
   """Reads the MXFP4 experts of a gpt-oss folder, bit for bit.
 
-  There is no gpt-oss model here: this is for looking at its weights, and for decoding
-  them by `mxfp4.decode`.
-
-  Args:
-    folder: Holds safetensors, single or sharded.
-
-  Returns:
-    The experts of each layer, by a name such as `model.layers.0.mlp.experts`.
+  The folder holds safetensors, single or sharded. There is no gpt-oss model here: use
+  this to inspect the weights or to decode them with `mxfp4.decode`. Returns the experts
+  of each layer, by a name such as `model.layers.0.mlp.experts`.
 
   Raises:
     FileNotFoundError: A file is absent.

@@ -1,9 +1,9 @@
-"""All of our own state as safetensors and one JSON file, for readers without Orbax.
+"""The `safetensors` export: the complete state for readers without Orbax.
 
 `model.safetensors` (or shards with an index) holds every array of the params by its
-path, `layers_0/self_attn/q_proj/weight/weight/codes` and so on; `mxjax_state.json` says
-which type each node is, its static fields, the model, and the contract. Nothing is
-left out, so nothing is refused.
+path, such as `layers_0/self_attn/q_proj/weight/weight/codes`; `mxjax_state.json` holds
+the type and static fields of each node, the model, and the contract. Nothing is left
+out, so no model is refused.
 """
 
 import json
@@ -32,11 +32,11 @@ def write_state(
   *,
   shard_bytes: int = SHARD_BYTES,
 ) -> pathlib.Path:
-  """Writes everything a quantized model is; see `write_folder`.
+  """Writes the complete state of a quantized model; see `write_folder`.
 
   Raises:
-    FileExistsError: The folder has something in it.
-    TypeError: A leaf of a type that no checkpoint holds.
+    FileExistsError: The folder is not empty.
+    TypeError: A checkpoint cannot hold the type of a leaf.
   """
   nodes, arrays = pack(source.params)
   state = {
@@ -60,11 +60,10 @@ def write_state(
 
 
 def read_state(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Reads back, bit for bit and with their types, the params that `write_state` wrote.
+  """Reads params written by `write_state`, bit for bit and with their types.
 
-  Returns:
-    The params, and what `mxjax_state.json` says: `model_config`, `contract`,
-    `program`, `calibration` and more.
+  Also returns the content of `mxjax_state.json`: `model_config`, `contract`, `program`,
+  `calibration` and more.
 
   Raises:
     FileNotFoundError: A file is absent.
