@@ -9,7 +9,7 @@ from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Call
 
 Evidence = Literal["none", "score", "text", "reflect", "verdict"]
-"""What an arm may read; all but `none` name Score-only, TextMem, ReflectMem, QuantForge."""
+"""What an arm may read: nothing, or as Score-only, TextMem, ReflectMem, QuantForge."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ PRIMARY = "primary"
 """Name of the condition in which the candidate runs unchanged."""
 
 Predicted = Mapping[str, Symbol]
-"""Direction of each observable relative to the parent; omitted ones are not predicted."""
+"""Predicted direction of observables from the parent; omitted ones are unpredicted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Control:
   """An allowed counterfactual condition.
 
   Attributes:
-    name: Short identifier, unique in its proposal.
-    intervention: What the evaluator changes, JSON; the task gives it meaning.
-    cost: Evaluator calls it is charged, an integer of at least 1.
+    name: Short identifier, unique within its proposal.
+    intervention: Change made by the evaluator, as JSON; the task defines its meaning.
+    cost: Evaluator calls charged, an integer of at least 1.
     statement: One sentence for people.
   """
 
@@ -113,5 +113,5 @@ def symbol(change: float, margin: float) -> Symbol:
 
 
 def consistent(predicted: Predicted, observed: Mapping[str, Symbol]) -> bool:
-  """Returns whether every predicted observable that was observed matches its prediction."""
+  """Returns whether every observable that was both predicted and observed matches."""
   return all(observed.get(name, s) == s for name, s in predicted.items())

@@ -180,7 +180,7 @@ class Task(Protocol):
     """Stages of a complete quantizer in order, with the hooks and plan keys of each."""
 
   def ideal(self) -> float:
-    """Returns the target of a lossless program; gates are fractions of the way to it."""
+    """Returns a lossless program's target; gates are fractions of the way to it."""
 
   def holdout(self) -> "Task | None":
     """Returns the same task on data that the search never sees, or None."""

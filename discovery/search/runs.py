@@ -1,4 +1,4 @@
-"""Runs as people start them: options in a file, workers, proposer, held-out scorer."""
+"""Starts and resumes runs: options file, workers, proposer and held-out scorer."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from mxjax.storage import atomic_io
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-  """What `run.json` holds: everything needed to resume.
+  """Contents of `run.json`: everything needed to resume.
 
   Attributes:
     task: Task specification.
@@ -55,7 +55,7 @@ def write_options(folder: pathlib.Path, options: RunOptions) -> None:
   """Writes `run.json` into a new folder.
 
   Raises:
-    FileExistsError: The folder has something in it.
+    FileExistsError: The folder is not empty.
   """
   atomic_io.check_output(folder)
   folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def read_options(folder: pathlib.Path) -> RunOptions:
   """Reads `run.json`.
 
   Raises:
-    FileNotFoundError: Not a run folder.
+    FileNotFoundError: The folder is not a run folder.
   """
   path = folder / "run.json"
   if not path.exists():
@@ -76,10 +76,10 @@ def read_options(folder: pathlib.Path) -> RunOptions:
 
 
 def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
-  """The proposer that options describe.
+  """Builds the proposer that the options describe.
 
   Raises:
-    ValueError: An unknown kind.
+    ValueError: The kind is unknown.
   """
   settings = dict(options.proposer)
   kind = settings.pop("kind")
@@ -112,10 +112,10 @@ def make_executor(
   ray: bool = False,
   compiled: pathlib.Path | None = None,
 ) -> LocalExecutor | JailedExecutor:
-  """What traces and runs at a sandbox level.
+  """Builds the executor of a sandbox level.
 
   Raises:
-    ValueError: Compiled programs are to be shared where workers cannot.
+    ValueError: `compiled` is given for workers that cannot share compiled programs.
   """
   if compiled is not None and (ray or sandbox == "off"):
     where = "a Ray cluster" if ray else "sandbox off"
@@ -146,12 +146,15 @@ def run(
   """Starts or resumes the run of a folder; returns the champion.
 
   Args:
-    folder: With `run.json`; a log in it is replayed first.
-    workers: Calls side by side; the trajectory does not depend on it.
+    folder: Contains `run.json`; an existing log is replayed first.
+    workers: Number of parallel calls; the trajectory does not depend on it.
     ray: Whether workers are Ray actors.
-    compiled: A folder in which this run's workers, and other runs', find programs
-      compiled before; neither the trajectory nor any identity depends on it.
-    on_event: Told every event.
+    compiled: Folder in which the workers of this and other runs share compiled
+      programs; neither the trajectory nor any identity depends on it.
+    on_event: Receives every event.
+
+  Raises:
+    RuntimeError: The held-out scorer failed.
   """
   options = read_options(folder)
   task = task_.load(options.task)
@@ -182,10 +185,10 @@ def make_search(
   store: Store,
   archive: Store | None = None,
 ) -> Search:
-  """The search that options describe, nothing executed yet.
+  """Builds the search that the options describe, without executing anything.
 
   Args:
-    options: Of the run.
+    options: Options of the run.
     task: Its task.
     executor: Workers for the task.
     store: The run folder.
@@ -196,6 +199,6 @@ def make_search(
 
 
 def start_holdout(folder: pathlib.Path) -> "subprocess.Popen[bytes]":
-  """Starts the held-out scorer: another process, which only reads the log."""
+  """Starts the held-out scorer in another process, which only reads the log."""
   command = [sys.executable, "-m", "mxjax.discovery.search.heldout", str(folder)]
   return subprocess.Popen(command)
