@@ -1,1 +1,1 @@
-"""Reading a run afterwards: explanation, report, verification."""
+"""Analysis of a finished run: explanation, report and verification."""

@@ -19,10 +19,10 @@ MLP_CELLS = mlp_recovery.CELL_RESIDUES * mlp_recovery.CELL_QUARTERS
 
 @dataclasses.dataclass(frozen=True)
 class HookAttentionFit(AttentionFit):
-  """Attention recovery whose two coefficients of a head come from a hook.
+  """Attention recovery with two coefficients per head from a hook.
 
   Attributes:
-    function: The hook on one head.
+    function: The hook for one head.
   """
 
   function: Function
@@ -42,10 +42,10 @@ class HookAttentionFit(AttentionFit):
 
 @dataclasses.dataclass(frozen=True)
 class HookMlpFit(MlpFit):
-  """MLP recovery whose three scalars of a layer come from a hook.
+  """MLP recovery with three scalars per layer from a hook.
 
   Attributes:
-    function: The hook on one layer.
+    function: The hook for one layer.
   """
 
   function: Function
