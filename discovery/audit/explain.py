@@ -19,8 +19,6 @@ class Story:
     packet: The registration event.
     outcomes: Its settled conditions, in order.
     skipped: Registered controls that were not needed after the primary run.
-    verdict: The verdict event, or None.
-    check: The implementation check, or None.
     program: The event of the executed program, or None.
     diff: Unified diff from the parent's source.
   """
@@ -138,7 +136,6 @@ def text(story: Story, margins: dict[str, float]) -> str:
 
 
 def _registered(story: Story, packet: Event) -> list[str]:
-  """Returns the lines about what was registered before the first call."""
   lines = [
     f"program {packet['program'][:12]}, from {packet['parent'][:12] or 'nothing'}: "
     f"{story.packet.get('label', 'the initial program')}",

@@ -36,12 +36,7 @@ class Verification:
 
 
 def verify(folder: pathlib.Path, calls: int = 3, seed: int = 0) -> Verification:
-  """Checks a run.
-
-  Args:
-    folder: The run.
-    calls: Number of conditions to execute again; they are not charged.
-    seed: Seed for choosing them.
+  """Checks a run; executes `calls` conditions chosen by `seed` again, without charge.
 
   Raises:
     ValueError: The hash chain of the log is broken.

@@ -44,7 +44,6 @@ class CandidateSource:
   """An admitted candidate.
 
   Attributes:
-    source: The text as proposed.
     plan: The literal `PLAN`, completed with defaults.
     hooks: Normalized source of each hook that the candidate defines.
   """

@@ -19,14 +19,12 @@ class EditTemplate:
   """One typed edit.
 
   Attributes:
-    id: Short identifier.
     hooks: Hooks and plan keys that the edit changes; checkers look only there.
     template: Functions to insert, with `{name}` for parameters; may be empty.
     plan: Plan values to set; `$name` stands for a parameter.
-    params: Grid of parameter settings, in the order in which they are tried.
+    params: Grid of parameter settings; the first is tried first.
     residual: Observable of the question that the edit addresses.
     explanations: Competing explanations, the focal one first.
-    controls: Allowed controls.
     follow_ups: Edits that extend this one when it is supported, besides itself.
     needs: Plan values that must hold for the edit to be applicable.
     family: Group for pooling evidence: geometry, discrete or structure.

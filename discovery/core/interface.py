@@ -33,7 +33,6 @@ class Hook:
 
   Attributes:
     name: Name of the function in the source.
-    arguments: Arrays of each argument, in order.
     outputs: Arrays that it returns, in order; a single array is returned bare.
     batched: Arguments with a leading batch axis in the batched form; empty when the
       evaluator calls the hook unit by unit. A unit never sees its neighbours.

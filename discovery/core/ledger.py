@@ -23,10 +23,8 @@ class Entry:
     call: Total calls spent once this entry is settled.
     kind: `candidate`, `control` or `probe`.
     charged: Calls that it cost; 0 when reused.
-    exec_id: Execution identity.
     packet: Hash of its packet.
     condition: Name of the condition within the packet.
-    status: How it ended.
   """
 
   call: int
@@ -42,7 +40,6 @@ class Ledger:
   """Evaluator calls of one run.
 
   Attributes:
-    budget: Total calls allowed.
     entries: Settled conditions, in order.
     proposer: Calls, tokens and cost of the proposer.
   """

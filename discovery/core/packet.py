@@ -16,9 +16,7 @@ class Condition:
   Attributes:
     name: `primary`, `probe` or the name of the control.
     kind: Ledger category: `candidate`, `control` or `probe`.
-    call: The call to run.
     cost: Calls charged.
-    exec_id: Full execution identity.
   """
 
   name: str
@@ -36,15 +34,13 @@ class Packet:
     program: Identity of the candidate's source.
     parent: Identity of the parent's source.
     conditions: The calls, the primary first.
-    margins: Registered margin of every observable.
-    evaluator: Hash of everything except the program that determines an outcome.
+    evaluator: Hash of everything that determines an outcome, except the program.
     residual: The question, or None for a candidate without one.
     explanations: The focal explanation first; empty without a residual.
     allowed: Names of all allowed controls.
     policy: How the controls were selected.
     response_to: Hash of the packet whose verdict this one answers, or None.
     declared: Hooks and plan keys in which the response must be found.
-    checker: How the response is checked.
   """
 
   program: str

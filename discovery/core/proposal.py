@@ -18,11 +18,9 @@ class Record:
 
   Attributes:
     id: Identity of its source.
-    source: Its text.
     parent: Identity of its parent, or an empty string.
     call: Evaluator calls spent when it was measured.
     computation: Lowered identity of every hook, active or not.
-    plan: Its plan.
     exec_id: Identity of its primary execution.
     values: Observables.
     outputs: Digests of named outputs.
@@ -56,12 +54,8 @@ class Experiment:
     status: How the primary run ended, or `duplicate`.
     changes: Change of each observable from the parent.
     gain: Whether the target improved by more than its margin.
-    verdict: The verdict, or an empty string.
-    reason: Reason of the verdict.
-    excluded: Excluded explanations.
     survivors: Remaining explanations.
     implemented: Result of the checker for a response, or None.
-    source: Source of the candidate.
   """
 
   program: str
@@ -85,8 +79,6 @@ class Required:
 
   Attributes:
     packet: Hash of the packet with the verdict.
-    verdict: The verdict.
-    response: The required response.
     label: The edit that the verdict was about.
     survivors: Remaining explanations.
     residual: The question.
@@ -110,12 +102,10 @@ class Context:
     seed: Seed of the run.
     address: Round and position within it; draws depend on the seed and this address.
     target: The observable to lower.
-    parent: The program to revise.
     residuals: Open questions measured on the parent.
     required: The response that the parent owes, or None.
     history: Experiments in order, reduced to the arm's evidence.
     donors: Other retained programs.
-    evidence: The arm's evidence.
     stagnation: Packets since the best program last improved.
     restarts: Whether every proposal revises the initial program, as in best-of-N.
   """
@@ -138,12 +128,10 @@ class Proposal:
   """A candidate with its registered experiment.
 
   Attributes:
-    source: Full source of the candidate.
     label: Short name of the edit.
     note: One paragraph for people.
     residual: Observable of the residual addressed, or None.
     explanations: Competing explanations, the focal one first.
-    controls: Allowed controls.
     declared: Hooks or plan keys in which the response is to be found.
     usage: Proposer calls, tokens and cost in micro-dollars, as integers by name.
   """
@@ -201,13 +189,8 @@ class ExhaustedError(ProposerError):
 def answer(store: Store, key: str, ask: Callable[[], Proposal]) -> Proposal:
   """Returns a proposer's answer, from the run folder if it was given before.
 
-  An exhausted parent is stored as an answer too, so a resumed run meets it again at the
-  same point.
-
-  Args:
-    store: The run folder.
-    key: Identifies the answer within the run, and its parent.
-    ask: Asks the proposer.
+  `key` identifies the answer within the run, and its parent. An exhausted parent is
+  stored as an answer too, so a resumed run meets it again at the same point.
 
   Raises:
     ExhaustedError: The proposer has, or had, nothing left for this parent.

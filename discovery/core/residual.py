@@ -23,7 +23,6 @@ class Explanation:
   """One account of why the intervention should help.
 
   Attributes:
-    name: Short identifier.
     statement: One sentence for people.
     predictions: Predictions by condition.
   """
@@ -45,7 +44,6 @@ class Control:
     name: Short identifier, unique within its proposal.
     intervention: Change made by the evaluator, as JSON; the task defines its meaning.
     cost: Evaluator calls charged, an integer of at least 1.
-    statement: One sentence for people.
   """
 
   name: str
@@ -69,7 +67,6 @@ class Residual:
   Attributes:
     program: Identity of the program.
     observable: The measured quantity that is too large.
-    value: Measured value.
     threshold: The question is open above this value.
     computation: Hook that the question is about; implementation checks look only there.
   """
@@ -101,12 +98,7 @@ def disagree(a: Predicted, b: Predicted) -> bool:
 
 
 def symbol(change: float, margin: float) -> Symbol:
-  """Returns the symbol of a measured change under its registered margin.
-
-  Args:
-    change: Value under the condition minus the parent's value.
-    margin: Changes of at most this size count as `same`.
-  """
+  """Returns the symbol of a change from the parent; up to `margin` it is `same`."""
   if abs(change) <= margin:
     return "same"
   return "down" if change < 0 else "up"

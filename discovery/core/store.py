@@ -21,12 +21,7 @@ class ReplayError(RuntimeError):
 
 
 class Store:
-  """A run folder.
-
-  Attributes:
-    path: The folder.
-    events: All events so far, including replayed ones.
-  """
+  """A run folder; `events` holds all events so far, including replayed ones."""
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
     """Opens a folder that is new or has a log to replay."""

@@ -1,8 +1,8 @@
 """The protocol of a task: an interface, an evaluator, observables and edits.
 
-A specification, a small JSON object, identifies a task, and any process can rebuild the
-task from it: `{"task": "world", ...}`, `{"task": "ptq", ...}`, or `{"task":
-"package.module:function", ...}` for a user's own.
+A specification identifies a task, and any process can rebuild the task from it. It is
+a small JSON object: `{"task": "world", ...}`, `{"task": "ptq", ...}`, or, for a user's
+own task, `{"task": "package.module:function", ...}`.
 """
 
 import dataclasses
@@ -36,7 +36,6 @@ class Outcome:
   """Result of one evaluator call; a failed call has no values and so no score.
 
   Attributes:
-    status: `OK`, or why there are no values.
     values: Finite observables by name.
     outputs: Digests of named intermediate outputs.
     detail: One sentence about a failure.
@@ -74,7 +73,6 @@ class Call(NamedTuple):
 
   Attributes:
     computation: Lowered identity of the program that runs as each hook.
-    plan: The plan.
     intervention: Change made by the condition; empty for the unchanged candidate.
   """
 
@@ -148,7 +146,7 @@ class Task(Protocol):
 
   @property
   def contract(self) -> Mapping[str, Any]:
-    """Everything except the program that determines an outcome, as JSON."""
+    """Everything that determines an outcome, except the program, as JSON."""
 
   @property
   def edit_templates(self) -> Sequence[EditTemplate]:

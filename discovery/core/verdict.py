@@ -62,7 +62,6 @@ class Finding:
   """A verdict with its grounds.
 
   Attributes:
-    verdict: One of the six.
     reason: Cell of the truth table.
     survivors: Explanations that no observation contradicts, in registered order.
     excluded: The other explanations.
@@ -134,12 +133,8 @@ def resolve(
 ) -> Finding:
   """Compares registered predictions with observations.
 
-  Args:
-    explanations: The focal explanation first.
-    observed: Symbols by condition and observable, relative to the parent.
-    target: The observable that the search minimizes.
-    is_safe: See `decide`.
-    is_equivalent: See `decide`.
+  The focal explanation comes first. `observed` holds symbols by condition and
+  observable, relative to the parent; `decide` describes the flags.
   """
   focal = explanations[0]
   left = [

@@ -18,15 +18,9 @@ MAX_REPLY_BYTES = 16 << 20
 
 
 class Reply(pydantic.BaseModel, extra="forbid", strict=True):
-  """An endpoint's reply, as stored in cassettes.
+  """An endpoint's reply, as stored in cassettes; token counts are as billed.
 
-  Attributes:
-    text: The message.
-    model: The model that the endpoint says answered.
-    finish_reason: Why generation stopped.
-    input_tokens: As billed.
-    output_tokens: As billed.
-    attempts: Number of requests sent.
+  `model` is the model that the endpoint says answered.
   """
 
   text: str
@@ -58,7 +52,6 @@ class HttpClient:
 
   Attributes:
     base_url: Such as `http://localhost:8000/v1`.
-    model: The model to ask for.
     key_variable: Environment variable with the API key; the key is never recorded.
     deadline: Seconds for a request with all its retries.
     pause: Seconds before the first retry; doubles on each retry, with jitter.
@@ -161,12 +154,9 @@ class Cassette:
     mode: Literal["record", "replay"],
     client: Client | None = None,
   ) -> None:
-    """Opens a cassette.
+    """Opens a cassette, which is a JSON-lines file.
 
-    Args:
-      path: A JSON-lines file.
-      mode: `record` asks the client and appends; `replay` only reads.
-      client: Required for recording.
+    `record` asks `client` and appends its replies; `replay` only reads.
 
     Raises:
       FileNotFoundError: There is no file to replay.

@@ -11,11 +11,7 @@ from mxjax.discovery.proposers.llm import Answer
 
 
 class HumanProposer:
-  """Writes each question into a folder and waits there for the answer.
-
-  Attributes:
-    name: See `Proposer`.
-  """
+  """Writes each question into a folder and waits there for the answer."""
 
   name = "human"
 
@@ -24,13 +20,10 @@ class HumanProposer:
   ) -> None:
     """Sets up the exchange through a folder.
 
-    Args:
-      folder: Receives `question-0-0.md` and `question-0-0.py`. The person puts
-        `answer-0-0.json` there, with the fields of `llm.Answer`; its `source` may name
-        a file in the same folder.
-      task: The task that the question describes.
-      seconds: How long to wait for an answer.
-      poll: Seconds between checks for an answer.
+    The folder receives `question-0-0.md` and `question-0-0.py`. The person puts
+    `answer-0-0.json` there, with the fields of `llm.Answer`; its `source` may name a
+    file in the same folder. The proposer waits `seconds` for it and checks every `poll`
+    seconds.
     """
     self._folder, self._task = pathlib.Path(folder), task
     self._seconds, self._poll = seconds, poll

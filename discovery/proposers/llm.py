@@ -66,11 +66,8 @@ class LlmProposer:
   ) -> None:
     """Sets up the proposer.
 
-    Args:
-      client: Endpoint or cassette.
-      task: Provides the interface, interventions and margins.
-      count: Token counter.
-      price: Cost of a reply in micro-dollars.
+    `client` is an endpoint or a cassette, `count` counts tokens, and `price` returns
+    the cost of a reply in micro-dollars.
     """
     self._client, self._task, self._count, self._price = client, task, count, price
     self.name = client.name

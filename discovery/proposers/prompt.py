@@ -115,7 +115,6 @@ SYSTEM = (
 
 
 def _system(task: Task) -> str:
-  """Returns the instructions and what the task allows."""
   hooks = "\n".join(
     f"- {h.name}({', '.join(h.arguments)}): {h.doc}" for h in task.interface.hooks
   )

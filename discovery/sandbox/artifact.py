@@ -121,13 +121,8 @@ def _check_avals(
 def check(data: bytes, spec: Mapping[str, Any], *, batched: bool = False) -> str:
   """Applies every static rule to one artifact; returns its identity.
 
-  Args:
-    data: Serialized artifact.
-    spec: `Hook.to_dict()`.
-    batched: Whether this is the batched form.
-
-  Returns:
-    Hash of the hook's name and canonical lowered program.
+  The identity is the hash of the hook's name and canonical lowered program. `spec` is
+  `Hook.to_dict()`.
 
   Raises:
     RefusedError: The artifact breaks a rule, which the message names.
@@ -180,8 +175,7 @@ def gate(spec: Mapping[str, Any], unit: bytes, batched: bytes) -> str:
 class ArtifactTable:
   """Executable hooks by identity, loaded on first use.
 
-  Attributes:
-    specs: `Hook.to_dict()` of every hook, by name.
+  `specs` holds `Hook.to_dict()` of every hook, by name.
   """
 
   def __init__(self, specs: Mapping[str, Mapping[str, Any]]) -> None:

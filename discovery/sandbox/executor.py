@@ -26,7 +26,6 @@ class Traced:
   Attributes:
     status: `OK`, `TRACE_FAILED`, `REFUSED`, or how the worker ended.
     computation: Hash of each hook's lowered program.
-    detail: One sentence about a failure.
   """
 
   status: Status

@@ -133,10 +133,8 @@ def restrict_files(
 ) -> int:
   """Restricts file access to these paths and their contents by Landlock.
 
-  Newer Landlock versions also forbid TCP and signals to processes outside.
-
-  Returns:
-    The Landlock version in force.
+  Newer Landlock versions also forbid TCP and signals to processes outside. Returns the
+  version in force.
 
   Raises:
     JailError: The kernel has no Landlock, or a system call failed.
@@ -268,7 +266,7 @@ def lock(
   limits: Limits,
   writable: Iterable[str] = (),
 ) -> dict[str, Any]:
-  """Isolates the calling process permanently at a level.
+  """Isolates the calling process permanently.
 
   For `strict`, the caller must have called `enter_namespaces` and forked before.
 

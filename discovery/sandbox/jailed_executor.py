@@ -119,15 +119,10 @@ class JailedExecutor:
   ) -> None:
     """Starts the tracer.
 
-    Args:
-      task: The task.
-      store: Where artifacts are stored.
-      level: `strict` or `standard`.
-      workers: Number of parallel calls.
-      trace_limits: Limits for candidate Python.
-      run_limits: Limits for evaluator phases.
-      make_worker: Builds an evaluator elsewhere, such as `RayWorker`.
-      compiled: Folder in which workers and runs share compiled programs.
+    Calls run in parallel on `workers` evaluators, which `make_worker` can build
+    elsewhere, as `RayWorker` does. `trace_limits` bound candidate Python and
+    `run_limits` evaluator phases. Workers and runs share compiled programs in the
+    folder `compiled`.
 
     Raises:
       WorkerError: This machine cannot provide the level.

@@ -79,7 +79,6 @@ class _Phase:
     self._session: Any = None
 
   def gate(self, request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
-    """Checks the unit and batched artifacts of every spec."""
     forms = zip(request["specs"], blobs[0::2], blobs[1::2], strict=True)
     return {"computation": [self._artifact.gate(*each) for each in forms]}
 

@@ -41,8 +41,7 @@ because MLIR's reader follows its locations as a tree of any size.
 class WorkerError(RuntimeError):
   """Raised for a worker that ended, hung or sent invalid data; it is already killed.
 
-  Attributes:
-    status: Status of the condition.
+  `status` becomes the status of the condition.
   """
 
   def __init__(self, status: Status, detail: str) -> None:
@@ -160,10 +159,7 @@ class Worker:
 class RawTrace:
   """Unchecked output of the trace jail.
 
-  Attributes:
-    status: `OK`, or why there are no artifacts.
-    detail: One sentence about a failure.
-    hooks: Unit and batched artifact of each hook.
+  `hooks` holds the unit and batched artifact of each hook.
   """
 
   status: Status
@@ -174,8 +170,7 @@ class RawTrace:
 class Tracer:
   """Traces each source in its own jailed process.
 
-  Attributes:
-    features: The isolation in force.
+  `features` describes the isolation in force.
   """
 
   def __init__(self, level: str, limits: jail.Limits = TRACE_LIMITS) -> None:
@@ -327,13 +322,11 @@ class RunWorker:
     artifacts: Mapping[str, tuple[str, bytes, bytes]],
     before: bytes,
   ) -> tuple[dict[str, Any], bytes]:
-    """Runs the phase.
+    """Runs the phase on a call, given as `Call._asdict()`.
 
-    Args:
-      call: `Call._asdict()`.
-      artifacts: Hook name, unit and batched form by identity, for everything that the
-        call may execute; each is sent to a worker once.
-      before: Bytes from the previous phase.
+    `artifacts` holds hook name, unit and batched form by identity, for everything that
+    the call may execute; each is sent to a worker once. `before` comes from the
+    previous phase.
 
     Raises:
       WorkerError: The call failed.

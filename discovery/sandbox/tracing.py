@@ -21,7 +21,6 @@ class TracedHook(NamedTuple):
   """Artifacts of one hook.
 
   Attributes:
-    name: The hook.
     unit: Serialized `jax.export` artifact for one unit.
     batched: The same under `vmap` with a symbolic batch size, or empty.
   """
@@ -123,15 +122,10 @@ def trace_hook(function: Callable[..., Any], spec: dict[str, Any]) -> TracedHook
 
 
 def trace(source: str, hooks: list[dict[str, Any]]) -> list[TracedHook]:
-  """Executes candidate source and exports every hook that it defines.
+  """Executes candidate source and exports its hooks, in the order of `hooks`.
 
-  Args:
-    source: Python text. It is executed here, so call this only in a jail or with
-      trusted source.
-    hooks: `Interface.to_list()`.
-
-  Returns:
-    The artifacts in the order of `hooks`, without hooks that are not defined.
+  Call this only in a jail or with trusted source. `hooks` is `Interface.to_list()`;
+  hooks that the source does not define are left out.
   """
   namespace: dict[str, Any] = {"__name__": "candidate"}
   with tracing_scope():

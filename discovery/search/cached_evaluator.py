@@ -29,7 +29,6 @@ class Prepared:
 
   Attributes:
     id: Identity of the source, also for a rejected one.
-    source: The text.
     status: `OK`, or why there is no call.
     detail: One sentence about a failure.
     admitted: The source as admitted, or None.
@@ -56,8 +55,7 @@ class CachedEvaluator:
   """Admits, traces and executes candidates; a store remembers every outcome.
 
   Attributes:
-    task: The task.
-    fingerprint: Hash of everything except the program that determines an outcome.
+    fingerprint: Hash of everything that determines an outcome, except the program.
   """
 
   def __init__(
@@ -71,13 +69,9 @@ class CachedEvaluator:
   ) -> None:
     """Binds a task to workers and a store.
 
-    Args:
-      task: The task.
-      executor: Traces candidates and runs calls.
-      store: Where outcomes are stored.
-      identity_by: `lowered`, or `source` for studies without the lowered identity.
-      archive: Outcomes of other runs by execution identity. They save time only: a run
-        is charged for every call that it asks for.
+    `identity_by` is `lowered`, or `source` for studies without the lowered identity.
+    `archive` holds outcomes of other runs by execution identity. They save time only: a
+    run is charged for every call that it asks for.
     """
     self.task = task
     self._executor, self._store, self._archive = executor, store, archive
@@ -115,7 +109,6 @@ class CachedEvaluator:
     return self._traced(admitted, self._completed(admitted))
 
   def _traced(self, admitted: CandidateSource, completed: str) -> Prepared:
-    """Traces an admitted source whose missing hooks were filled in."""
     traced = self._executor.trace(completed)
     prepared = Prepared(
       admitted.id, admitted.source, traced.status, traced.detail, admitted

@@ -75,10 +75,7 @@ def by_lowering(candidate: Call, parent: Call, declared: Iterable[str]) -> Check
 def by_probe(candidate: Outcome, without: Outcome, declared: Iterable[str]) -> Check:
   """Accepts if reverting the response changes an output of the declared computation.
 
-  Args:
-    candidate: Outcome of the unchanged candidate.
-    without: Outcome of the `reverted` call.
-    declared: Hooks and plan keys of the response.
+  `without` is the outcome of the `reverted` call.
   """
   if candidate.status != Status.OK or without.status != Status.OK:
     return Check("probe", False, f"probe ended {without.status}")

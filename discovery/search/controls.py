@@ -34,19 +34,13 @@ def minimal(
 ) -> tuple[Control, ...]:
   """Returns the exact minimum-cost subset of controls that separates all explanations.
 
+  The controls are in name order; there are none if the primary run separates all pairs.
   Ties go to fewer controls, then to the lexicographically first names.
-
-  Args:
-    explanations: At most 12.
-    controls: At most 64, with distinct names.
-
-  Returns:
-    The controls in name order; empty when the primary run separates all pairs.
 
   Raises:
     IndistinguishableError: Even all controls together leave some pairs unseparated; the
       message names them.
-    ValueError: Too many explanations or controls, or a repeated name.
+    ValueError: More than 12 explanations or 64 controls, or a repeated name.
   """
   _check_sizes(explanations, controls)
   everything = (1 << (len(explanations) * (len(explanations) - 1) // 2)) - 1
@@ -77,16 +71,10 @@ def select(
 ) -> tuple[Control, ...]:
   """Returns the controls that a policy runs, in name order.
 
-  `random` draws legal controls up to the total cost of the minimal set, or as close
-  below it as the draw allows; the packet records both costs. Every policy except `none`
-  raises wherever `minimal` does: a proposal that no allowed control can resolve is
-  revised before it is paid for.
-
-  Args:
-    policy: `minimal`, `random` (equal cost), `all` or `none`.
-    explanations: See `minimal`.
-    controls: See `minimal`.
-    *address: Address of the draws of `random`, see `identity.draw`.
+  `random` draws legal controls at `address` (see `identity.draw`) up to the total cost
+  of the minimal set, or as close below it as the draw allows; the packet records both
+  costs. Every policy except `none` raises wherever `minimal` does: a proposal that no
+  allowed control can resolve is revised before it is paid for.
   """
   if policy == "none":
     return ()

@@ -11,8 +11,7 @@ from mxjax.discovery.core.residual import Residual
 class ExecutableFrontier:
   """The best distinct programs by measured performance, whatever their explanation.
 
-  Attributes:
-    records: Retained programs, best first.
+  `records` holds the retained programs, best first.
   """
 
   def __init__(self, target: str, size: int) -> None:
@@ -56,7 +55,6 @@ class Question:
   """A residual and its status.
 
   Attributes:
-    residual: The measured question.
     status: `open`, `supported` (the focal explanation holds, the response is
       outstanding), `closed` (supported and the response verified) or `retired`.
     closed_by: Hash of the packet that closed it.

@@ -52,11 +52,7 @@ def score_closed(
 ) -> None:
   """Scores all marks of a closed run in this process, for studies of many runs.
 
-  Args:
-    folder: The run.
-    holdout: Its held-out task.
-    executor: Workers for that task.
-    archive: Held-out outcomes of other runs, see `CachedEvaluator`.
+  `archive` holds held-out outcomes of other runs, see `CachedEvaluator`.
 
   Raises:
     ValueError: The run is still open, so a score could reach its search.

@@ -13,12 +13,7 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 
 class History:
-  """The run so far.
-
-  Attributes:
-    experiments: Experiments in order.
-    on_event: Callback that receives every event, or None.
-  """
+  """The experiments of a run; `on_event`, if set, receives every logged event."""
 
   def __init__(self, store: Store, task: Task, mark_every: int) -> None:
     """Starts empty."""

@@ -27,7 +27,6 @@ class Selection:
 
   Attributes:
     address: Round and position within it; draws depend on the seed and this address.
-    parent: The program to revise.
     residuals: The parent's actionable residuals, largest excess first.
     required: The response that the parent owes, or None.
   """
@@ -49,11 +48,7 @@ class Attempt:
   """One registered packet on its way through a round.
 
   Attributes:
-    proposal: The proposal.
-    prepared: The traced candidate.
-    parent: The program that it revises.
     required: The response that it owes, or None.
-    packet: The registration.
     outcomes: Outcomes so far, by condition.
     skipped: Registered controls that will not run.
   """

@@ -125,13 +125,8 @@ def demand(
 ) -> None:
   """Records what a finding supports, and which program owes the response to it.
 
-  Args:
-    residuals: The questions and the demands.
-    history: Where status changes are logged.
-    attempt: The packet.
-    finding: Its finding.
-    is_retained: Whether the candidate is among the retained programs.
-    compiles: Whether verdicts create demands; False in the ablation without them.
+  `is_retained` tells whether the candidate is among the retained programs. `compiles`
+  is False in the ablation in which verdicts create no demands.
   """
   packet = attempt.packet
   assert packet.residual is not None

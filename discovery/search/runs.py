@@ -30,7 +30,6 @@ class RunOptions:
   """Contents of `run.json`: everything needed to resume.
 
   Attributes:
-    task: Task specification.
     config: Fields of `SearchConfig`.
     sandbox: `strict`, `standard` or `off`.
     proposer: `{"kind": "embedded" | "llm" | "cassette" | "human", ...}`.
@@ -143,15 +142,12 @@ def run(
   compiled: pathlib.Path | None = None,
   on_event: OnEvent | None = None,
 ) -> Record:
-  """Starts or resumes the run of a folder; returns the champion.
+  """Starts or resumes the run of a folder with `run.json`; returns the champion.
 
-  Args:
-    folder: Contains `run.json`; an existing log is replayed first.
-    workers: Number of parallel calls; the trajectory does not depend on it.
-    ray: Whether workers are Ray actors.
-    compiled: Folder in which the workers of this and other runs share compiled
-      programs; neither the trajectory nor any identity depends on it.
-    on_event: Receives every event.
+  An existing log is replayed first. The trajectory does not depend on `workers`, the
+  number of parallel calls, or on `ray`, which makes workers Ray actors. `compiled` is a
+  folder in which the workers of this and other runs share compiled programs; neither
+  the trajectory nor any identity depends on it. `on_event` receives every event.
 
   Raises:
     RuntimeError: The held-out scorer failed.
@@ -185,15 +181,7 @@ def make_search(
   store: Store,
   archive: Store | None = None,
 ) -> Search:
-  """Builds the search that the options describe, without executing anything.
-
-  Args:
-    options: Options of the run.
-    task: Its task.
-    executor: Workers for the task.
-    store: The run folder.
-    archive: See `CachedEvaluator`.
-  """
+  """Builds the search that the options describe, without executing anything."""
   evaluator = CachedEvaluator(task, executor, store, archive=archive)
   return Search(options.search, evaluator, make_proposer(options, task), store)
 

@@ -39,8 +39,6 @@ class Search:
   Attributes:
     programs: The executable frontier.
     residuals: The residual frontier.
-    history: Events and experiments, in order.
-    ledger: Accounting of calls.
   """
 
   def __init__(

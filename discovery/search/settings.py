@@ -13,7 +13,6 @@ class SearchConfig:
   """Configuration of a run and its arm, frozen into the first event of the log.
 
   Attributes:
-    seed: Seed of every draw.
     budget: Evaluator calls.
     evidence: Evidence that the proposer may condition on.
     policy: How controls are selected; `none` runs candidates alone.

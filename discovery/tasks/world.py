@@ -76,8 +76,7 @@ INTERFACE = Interface(
 class World:
   """A synthetic landscape; see `mxjax.discovery.core.task.Task`.
 
-  Attributes:
-    truth: Kind of each operation, by site and operation.
+  `truth` holds the kind of each operation, by site and operation.
   """
 
   target = "loss"
@@ -96,10 +95,8 @@ class World:
   def __init__(self, seed: int = 0, transfer: int = 0) -> None:
     """Draws a world.
 
-    Args:
-      seed: Decides the truth.
-      transfer: Decides only the sizes of effects and noise. The held-out world has the
-        truth of the visible one with other magnitudes.
+    `seed` decides the truth; `transfer` decides only the sizes of effects and noise.
+    The held-out world has the truth of the visible one with other magnitudes.
     """
     self._seed, self._transfer = seed, transfer
     generator = np.random.default_rng(1234)

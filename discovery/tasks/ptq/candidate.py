@@ -80,7 +80,6 @@ class Behaviour:
 
   Attributes:
     hooks: Lowered identity of each hook.
-    plan: The plan.
     shuffled: Hooks that receive another block's statistics.
     random_map: Whether a random rotation replaces the map.
     dose: Factor applied to the balance.
@@ -146,12 +145,9 @@ class CandidateProgram(Program):
   ) -> None:
     """Binds a call.
 
-    Args:
-      call: The condition.
-      artifacts: Its hooks.
-      paths: Layer, block and name of every linear in the order of the pipeline.
-      defaults: Identity of each default hook; the default encoders run natively, which
-        is faster.
+    `paths` lists layer, block and name of every linear in the order of the pipeline.
+    `defaults` holds the identity of each default hook; the default encoders run
+    natively, which is faster.
     """
     self._artifacts, self._defaults = artifacts, defaults
     self._behaviour = behaviours(call)

@@ -50,10 +50,8 @@ def require_finite(place: str, *arrays: np.ndarray) -> None:
 def legal(codes: jax.Array, exponent: jax.Array, blocks: jax.Array) -> jax.Array:
   """Returns whether codes `[..., 32, n]` and exponents `[..., n]` are legal payloads.
 
-  Args:
-    codes: uint8, values 0 to 15.
-    exponent: int32.
-    blocks: The float values that were encoded.
+  Codes are uint8 and exponents int32; `blocks` are the encoded float values. The result
+  is `[..., n]`.
   """
   own = mxfp4.block_exponent(blocks)
   near = jnp.abs(exponent - jnp.minimum(own, 127)) <= EXPONENT_SLACK

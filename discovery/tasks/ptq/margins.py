@@ -32,9 +32,6 @@ def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
   Runs the initial program, which is our own source, in this process and measures its
   perplexity over perturbed replicates. The result becomes part of every execution
   identity, so it must not contain anything that differs between runs, such as a time.
-
-  Args:
-    spec: Options of the PTQ task.
   """
   task = PtqTask(**{key: value for key, value in spec.items() if key != "task"})
   plan = task.interface.default_plan

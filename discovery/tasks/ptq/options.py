@@ -26,9 +26,9 @@ class PtqOptions:
 
   Attributes:
     model: Model used by the search: anything that `from_pretrained` accepts.
-    layers: Number of first layers to keep of the model.
+    layers: Number of first layers to keep, of the model.
     holdout: The held-out model, which the search never loads.
-    holdout_layers: Number of first layers to keep of the held-out model.
+    holdout_layers: Number of first layers to keep, of the held-out model.
     calibration: `[sequences, length]` of the calibration windows.
     windows: `[windows, length]` of the evaluation text.
     text: A text file for both splits; None for the embedded text.

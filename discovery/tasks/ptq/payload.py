@@ -74,13 +74,9 @@ def _of_linear(leaf: QuantizedLinear) -> dict[str, Any]:
 def to_params(
   operands: Operands, params: Mapping[str, Any], model: Any, function: Callable[[], Any]
 ) -> dict[str, Any]:
-  """Returns the float params with the leaves described by the operands.
+  """Returns the float params with the leaves described by the operands of `of_params`.
 
-  Args:
-    operands: See `of_params`.
-    params: Float params of the same model.
-    model: The model.
-    function: Returns the activation hook; called only for leaves with its tables.
+  `function` returns the activation hook; it is called only for leaves with its tables.
 
   Raises:
     ValueError: Codes or scales are not legal MXFP4.

@@ -2,8 +2,8 @@
 
 Its two phases run in two workers. `fit` holds float weights and calibration tokens and
 turns a candidate's hooks into packed operands; `measure` holds the float model and the
-evaluation text. The contract contains everything except the program that determines an
-outcome.
+evaluation text. The contract contains everything that determines an outcome, except the
+program.
 """
 
 import dataclasses
@@ -47,8 +47,7 @@ EVALUATOR_PACKAGES = (
 class PtqTask:
   """A `mxjax.discovery.core.task.Task`, built from JSON options.
 
-  Attributes:
-    options: The options, with margins and thresholds measured by `margins.calibrated`.
+  The options contain margins and thresholds measured by `margins.calibrated`.
   """
 
   target = "log_ppl"
