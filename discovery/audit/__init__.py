@@ -1,1 +1,1 @@
-"""Analysis of a finished run: explanation, report and verification."""
+"""Reads a run back from its folder: explanation, report and verification."""

@@ -24,7 +24,7 @@ from mxjax.discovery.core.verdict import Response, Verdict
 
 NAME = "embedded-v1"
 NOTHING_LEFT = "every card was tried on this parent"
-"""Wording of stored logs, which must not change; a card is an edit template."""
+"""Wording found in the logs of stored runs; a card is an edit template."""
 OPTIMISM = 0.5
 """Weight of the bonus for rarely tried edits, in units of the best gain seen."""
 
@@ -158,7 +158,7 @@ class EmbeddedProposer:
     return score + 0.1 * identity.draw(*where)
 
   def _damage(self, option: _Option, context: Context) -> float:
-    """Returns the template's mean change of the target, relative to the best gain."""
+    """Returns the template's weighted mean change of the target over the best gain."""
     change = lambda e: e.changes.get(self._target, 0.0)
     best = max([1e-9, *(max(-change(e), 0.0) for e in context.history)])
     prefix = option.template.id + "("

@@ -16,7 +16,7 @@ CHECK_ROWS = 48
 UNIT_TOLERANCE = 0.1
 """Fraction of a row's values in which rounding may make the two forms differ."""
 ROW_TOLERANCE = 1 / 3
-"""Fraction of rows that may exceed this: one changed code can change later ones."""
+"""Fraction of rows allowed above `UNIT_TOLERANCE`: one code can change later ones."""
 UNIT_ROWS = range(0, CHECK_ROWS, 3)
 """Rows on which the two forms are compared."""
 UNIT_DRAWS = 5

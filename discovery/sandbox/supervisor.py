@@ -25,16 +25,18 @@ START_SECONDS = 120.0
 MEMORY_SIGNS = ("MemoryError", "RESOURCE_EXHAUSTED", "bad_alloc", "Unable to allocate")
 CPU_SIGNALS = (signal.SIGXCPU, signal.SIGKILL)
 """Signals by which the kernel ends a process that has used up its CPU limit."""
-# The CPU limit ends loops and the wall clock only ends sleepers, so a busy machine
-# changes nothing.
+# The CPU limit ends loops; the wall-clock limit ends only processes that sleep, so a
+# busy machine changes nothing.
 TRACE_LIMITS = jail.Limits(seconds=180.0, cpu_seconds=20, memory_bytes=4 << 30)
 RUN_LIMITS = jail.Limits(
   seconds=600.0, cpu_seconds=1 << 20, memory_bytes=16 << 30, message_bytes=1 << 30
 )
 
 GATE_SECONDS = 120.0
-"""Limit for checking one program's artifacts. Reading a damaged one may never end,
-because MLIR's reader follows its locations as a tree of any size.
+"""Seconds allowed for checking one program's artifacts.
+
+Reading a damaged artifact may never end, because MLIR's reader follows its locations as
+a tree of any size.
 """
 
 

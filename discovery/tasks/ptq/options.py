@@ -26,9 +26,9 @@ class PtqOptions:
 
   Attributes:
     model: Model used by the search: anything that `from_pretrained` accepts.
-    layers: Number of first layers to keep, of the model.
+    layers: Keeps only this many first layers of the model.
     holdout: The held-out model, which the search never loads.
-    holdout_layers: Number of first layers to keep, of the held-out model.
+    holdout_layers: Keeps only this many first layers of the held-out model.
     calibration: `[sequences, length]` of the calibration windows.
     windows: `[windows, length]` of the evaluation text.
     text: A text file for both splits; None for the embedded text.
@@ -56,7 +56,7 @@ class PtqOptions:
   initial: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self) -> None:
-    """Makes paths absolute, because workers and resumed runs change folders."""
+    """Makes paths absolute: a worker has its own folder, and a run resumes from any."""
     for name in ("model", "holdout", "text", "test_text"):
       source = getattr(self, name)
       if source is not None and pathlib.Path(source).exists():
