@@ -19,7 +19,6 @@ class Story:
     packet: The registration event.
     outcomes: Its settled conditions, in order.
     skipped: Registered controls that were not needed after the primary run.
-    program: The event of the executed program, or None.
     diff: Unified diff from the parent's source.
   """
 

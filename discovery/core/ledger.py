@@ -21,7 +21,6 @@ class Entry:
 
   Attributes:
     call: Total calls spent once this entry is settled.
-    kind: `candidate`, `control` or `probe`.
     charged: Calls that it cost; 0 when reused.
     packet: Hash of its packet.
     condition: Name of the condition within the packet.
@@ -37,12 +36,7 @@ class Entry:
 
 
 class Ledger:
-  """Evaluator calls of one run.
-
-  Attributes:
-    entries: Settled conditions, in order.
-    proposer: Calls, tokens and cost of the proposer.
-  """
+  """Evaluator calls of one run; `entries` holds the settled conditions in order."""
 
   def __init__(self, budget: int, *, reuse: bool = True) -> None:
     """Opens a ledger; with `reuse`, a repeated execution identity is free."""

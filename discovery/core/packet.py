@@ -38,7 +38,6 @@ class Packet:
     residual: The question, or None for a candidate without one.
     explanations: The focal explanation first; empty without a residual.
     allowed: Names of all allowed controls.
-    policy: How the controls were selected.
     response_to: Hash of the packet whose verdict this one answers, or None.
     declared: Hooks and plan keys in which the response must be found.
   """

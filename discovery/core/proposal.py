@@ -22,7 +22,6 @@ class Record:
     call: Evaluator calls spent when it was measured.
     computation: Lowered identity of every hook, active or not.
     exec_id: Identity of its primary execution.
-    values: Observables.
     outputs: Digests of named outputs.
   """
 
@@ -47,10 +46,7 @@ class Experiment:
   """History entry of one packet; an arm sees only the fields that `strip` leaves it.
 
   Attributes:
-    program: Identity of the candidate.
-    parent: Identity of the parent.
     label: The proposer's name of the edit, such as a template and its parameters.
-    note: The proposer's summary.
     status: How the primary run ended, or `duplicate`.
     changes: Change of each observable from the parent.
     gain: Whether the target improved by more than its margin.
@@ -81,7 +77,6 @@ class Required:
     packet: Hash of the packet with the verdict.
     label: The edit that the verdict was about.
     survivors: Remaining explanations.
-    residual: The question.
     attempts: Responses that have failed their check so far.
   """
 
@@ -99,9 +94,7 @@ class Context:
   """Everything that a proposer is told; nothing else reaches a prompt.
 
   Attributes:
-    seed: Seed of the run.
     address: Round and position within it; draws depend on the seed and this address.
-    target: The observable to lower.
     residuals: Open questions measured on the parent.
     required: The response that the parent owes, or None.
     history: Experiments in order, reduced to the arm's evidence.
@@ -129,7 +122,6 @@ class Proposal:
 
   Attributes:
     label: Short name of the edit.
-    note: One paragraph for people.
     residual: Observable of the residual addressed, or None.
     explanations: Competing explanations, the focal one first.
     declared: Hooks or plan keys in which the response is to be found.

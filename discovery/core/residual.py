@@ -20,12 +20,7 @@ Predicted = Mapping[str, Symbol]
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-  """One account of why the intervention should help.
-
-  Attributes:
-    statement: One sentence for people.
-    predictions: Predictions by condition.
-  """
+  """One account of why the intervention should help; `predictions` are by condition."""
 
   name: str
   statement: str
@@ -41,7 +36,7 @@ class Control:
   """An allowed counterfactual condition.
 
   Attributes:
-    name: Short identifier, unique within its proposal.
+    name: Identifier, unique within its proposal.
     intervention: Change made by the evaluator, as JSON; the task defines its meaning.
     cost: Evaluator calls charged, an integer of at least 1.
   """
@@ -62,12 +57,10 @@ class Control:
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-  """A question measured on one program.
+  """A question measured on one program; it is open above the threshold.
 
   Attributes:
-    program: Identity of the program.
     observable: The measured quantity that is too large.
-    threshold: The question is open above this value.
     computation: Hook that the question is about; implementation checks look only there.
   """
 

@@ -38,7 +38,6 @@ class Outcome:
   Attributes:
     values: Finite observables by name.
     outputs: Digests of named intermediate outputs.
-    detail: One sentence about a failure.
   """
 
   status: Status

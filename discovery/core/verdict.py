@@ -64,7 +64,6 @@ class Finding:
   Attributes:
     reason: Cell of the truth table.
     survivors: Explanations that no observation contradicts, in registered order.
-    excluded: The other explanations.
   """
 
   verdict: Verdict

@@ -121,7 +121,6 @@ class EmbeddedProposer:
     return focused or live or options
 
   def _answers(self, options: list[_Option], required: Required) -> list[_Option]:
-    """Returns the edits that carry a required response."""
     template = self._by_id.get(id_of(required.label))
     if template is None:
       return options

@@ -23,9 +23,7 @@ Phase = Callable[[bytes], tuple[dict[str, Any], bytes]]
 class Traced:
   """Result of tracing a source and passing its artifacts through the gate.
 
-  Attributes:
-    status: `OK`, `TRACE_FAILED`, `REFUSED`, or how the worker ended.
-    computation: Hash of each hook's lowered program.
+  `computation` holds the hash of each hook's lowered program.
   """
 
   status: Status

@@ -30,7 +30,6 @@ def _load(name: str) -> Any:
 
 
 def _enter(config: dict[str, Any]) -> dict[str, Any]:
-  """Isolates this process and returns the features in force."""
   jail = _load("jail")
   jail.die_with_parent()
   jail.fork_into_jail(config["level"])

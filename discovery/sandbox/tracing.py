@@ -18,11 +18,9 @@ PLATFORMS = ("cpu",)
 
 
 class TracedHook(NamedTuple):
-  """Artifacts of one hook.
+  """Serialized `jax.export` artifacts of one hook.
 
-  Attributes:
-    unit: Serialized `jax.export` artifact for one unit.
-    batched: The same under `vmap` with a symbolic batch size, or empty.
+  `batched` is the unit form under `vmap` with a symbolic batch size, or empty.
   """
 
   name: str

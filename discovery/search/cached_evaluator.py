@@ -29,8 +29,6 @@ class Prepared:
 
   Attributes:
     id: Identity of the source, also for a rejected one.
-    status: `OK`, or why there is no call.
-    detail: One sentence about a failure.
     admitted: The source as admitted, or None.
     computation: Lowered identity of every hook.
     call: The primary call with active hooks only, or None.
@@ -54,8 +52,7 @@ class Prepared:
 class CachedEvaluator:
   """Admits, traces and executes candidates; a store remembers every outcome.
 
-  Attributes:
-    fingerprint: Hash of everything that determines an outcome, except the program.
+  `fingerprint` hashes everything that determines an outcome, except the program.
   """
 
   def __init__(

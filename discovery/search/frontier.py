@@ -66,11 +66,9 @@ class Question:
 
 
 class ResidualFrontier:
-  """All questions by program, and the responses that programs owe.
+  """All questions by key, and the response that the next revision of a program owes.
 
-  Attributes:
-    questions: All questions by key; measuring one program keeps those of others.
-    required: For each program identity, the response its next revision must carry.
+  Measuring a program again keeps the questions of other programs.
   """
 
   def __init__(self) -> None:

@@ -47,10 +47,7 @@ class Selection:
 class Attempt:
   """One registered packet on its way through a round.
 
-  Attributes:
-    required: The response that it owes, or None.
-    outcomes: Outcomes so far, by condition.
-    skipped: Registered controls that will not run.
+  `outcomes` are by condition; `skipped` names registered controls that will not run.
   """
 
   proposal: Proposal

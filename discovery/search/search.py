@@ -34,12 +34,7 @@ from mxjax.discovery.search.settings import SearchConfig
 
 
 class Search:
-  """One run.
-
-  Attributes:
-    programs: The executable frontier.
-    residuals: The residual frontier.
-  """
+  """One run; `programs` and `residuals` are its executable and residual frontiers."""
 
   def __init__(
     self,

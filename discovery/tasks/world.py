@@ -243,7 +243,6 @@ class World:
   def _landscape(
     self, amplitudes: Mapping[str, np.ndarray], remeasure: bool
   ) -> dict[str, float]:
-    """Returns the loss and the excess of every site."""
     loss, values = 3.0, {}
     reach: dict[str, float] = {}
     for site in identity.shuffled(SITES, self._seed, "order"):

@@ -56,7 +56,7 @@ class PtqOptions:
   initial: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self) -> None:
-    """Makes paths absolute: a worker has its own folder, and a run resumes from any."""
+    """Makes paths absolute, because workers and resumed runs use other folders."""
     for name in ("model", "holdout", "text", "test_text"):
       source = getattr(self, name)
       if source is not None and pathlib.Path(source).exists():
