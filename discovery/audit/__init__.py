@@ -1,1 +1,1 @@
-"""Reading a run afterwards: explanation, report, verification."""
+"""Reads a run back from its folder: explanation, report and verification."""

@@ -1,4 +1,4 @@
-"""Why a program exists: packet, controls, verdict, code change, probe, from the log."""
+"""Explains a program from the log: packet, controls, verdict, code change and probe."""
 
 import dataclasses
 import difflib
@@ -13,15 +13,12 @@ Event = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Story:
-  """Everything the log says of one packet.
+  """Everything that the log records about one packet.
 
   Attributes:
     packet: The registration event.
-    outcomes: Its settled conditions in order.
-    skipped: Registered controls that the primary run made pointless.
-    verdict: The verdict event, or None.
-    check: The implementation check, or None.
-    program: The event of the executed program, or None.
+    outcomes: Its settled conditions, in order.
+    skipped: Registered controls that were not needed after the primary run.
     diff: Unified diff from the parent's source.
   """
 
@@ -35,13 +32,13 @@ class Story:
 
 
 def source(folder: pathlib.Path, program: str) -> str:
-  """A program's source; empty for the parent of the initial one."""
+  """Returns a program's source; empty for the parent of the initial program."""
   path = folder / "programs" / f"{program}.py"
   return path.read_text() if program and path.exists() else ""
 
 
 def stories(folder: pathlib.Path) -> list[Story]:
-  """All packets of a run in order."""
+  """Returns the stories of all packets of a run, in order."""
   events = read_events(folder)
   packets = [e for e in events if e["event"] == "packet"]
   by_packet: dict[str, list[Event]] = {p["id"]: [] for p in packets}
@@ -80,9 +77,10 @@ def _story(
 
 
 def lineage(told: Sequence[Story], champion: str) -> list[Story]:
-  """The packets from the initial program to `champion`, one a program.
+  """Returns the packets from the initial program to `champion`, one per program.
 
-  A program may be proposed again, even by its own descendant: the first time counts.
+  A program may be proposed again, even by its own descendant; only its first packet
+  counts.
   """
   first: dict[str, Story] = {}
   for story in told:
@@ -95,10 +93,10 @@ def lineage(told: Sequence[Story], champion: str) -> list[Story]:
 
 
 def find(folder: pathlib.Path, program: str) -> list[Story]:
-  """The packets about a program, named by the first characters of its identity.
+  """Returns the packets of a program, named by a prefix of its identity.
 
   Raises:
-    ValueError: None, or several programs.
+    ValueError: The prefix names no program or several.
   """
   named = [
     s for s in stories(folder) if s.packet["packet"]["program"].startswith(program)
@@ -113,7 +111,7 @@ def find(folder: pathlib.Path, program: str) -> list[Story]:
 
 
 def text(story: Story, margins: dict[str, float]) -> str:
-  """A story for a terminal."""
+  """Renders a story for a terminal."""
   packet = story.packet["packet"]
   lines = _registered(story, packet)
   for outcome in story.outcomes:
@@ -137,7 +135,6 @@ def text(story: Story, margins: dict[str, float]) -> str:
 
 
 def _registered(story: Story, packet: Event) -> list[str]:
-  """What was registered before the first call."""
   lines = [
     f"program {packet['program'][:12]}, from {packet['parent'][:12] or 'nothing'}: "
     f"{story.packet.get('label', 'the initial program')}",

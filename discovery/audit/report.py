@@ -1,4 +1,4 @@
-"""`report.html`: one file that shows a run, with nothing fetched and no script."""
+"""Writes `report.html`, a single file for a run without scripts or downloads."""
 
 import html
 import itertools
@@ -28,7 +28,7 @@ def write(folder: pathlib.Path) -> pathlib.Path:
 
 
 def page(folder: pathlib.Path) -> str:
-  """The report's HTML."""
+  """Returns the HTML of the report."""
   events, told = read_events(folder), explain.stories(folder)
   first = events[0]
   style = report_html.STYLE.read_text(encoding="utf-8")

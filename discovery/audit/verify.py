@@ -1,4 +1,4 @@
-"""Verifying a run: every hash again, and some conditions executed again."""
+"""Verifies a run: recomputes every hash and executes some conditions again."""
 
 import dataclasses
 import pathlib
@@ -16,15 +16,15 @@ from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-  """What was checked.
+  """Result of a verification.
 
   Attributes:
-    events: Events whose chain holds.
-    packets: Packets whose hash is the registered one, before their first outcome.
-    programs: Sources whose identity is their name.
-    ledger: Calls charged, added up from the events.
-    executed: Conditions executed again with the recorded outcome.
-    complaints: What did not hold, one sentence each.
+    events: Events whose hash chain holds.
+    packets: Packets checked for their registered hash and for preceding their outcomes.
+    programs: Sources checked against the identity in their name.
+    ledger: Calls charged, summed over the events.
+    executed: Conditions executed again.
+    complaints: Failed checks, one sentence each.
   """
 
   events: int
@@ -36,15 +36,10 @@ class Verification:
 
 
 def verify(folder: pathlib.Path, calls: int = 3, seed: int = 0) -> Verification:
-  """Checks a run.
-
-  Args:
-    folder: The run.
-    calls: Conditions to execute again; they are not charged.
-    seed: Which ones.
+  """Checks a run; executes `calls` conditions chosen by `seed` again, without charge.
 
   Raises:
-    ValueError: The log's hash chain is broken.
+    ValueError: The hash chain of the log is broken.
   """
   events = read_events(folder)
   packets = {e["id"]: e for e in events if e["event"] == "packet"}
@@ -86,7 +81,7 @@ def _execute(
   packets: dict[str, Any],
   outcomes: list[dict[str, Any]],
 ) -> list[str]:
-  """Runs recorded conditions again in a scratch store; what is measured otherwise."""
+  """Executes recorded conditions again in a scratch store; returns the differences."""
   scratch = Store(folder.with_name(folder.name + ".verify"))
   executor = runs.make_executor(task, scratch, options.sandbox)
   evaluator = CachedEvaluator(task, executor, scratch)
@@ -94,7 +89,7 @@ def _execute(
   for event in outcomes:
     packet = packets[event["packet"]]["packet"]
     for program in filter(None, (packet["parent"], packet["program"])):
-      # Their artifacts are what the call executes.
+      # Preparing a program stores the artifacts that the call executes.
       evaluator.prepare((folder / "programs" / f"{program}.py").read_text())
     conditions = {c["name"]: c for c in packet["conditions"]}
     calls.append(Call(**conditions[event["condition"]]["call"]))

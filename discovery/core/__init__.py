@@ -1,1 +1,1 @@
-"""What a search is about: candidates, residuals, packets, verdicts, outcomes."""
+"""Vocabulary of a search: candidates, residuals, packets, verdicts and outcomes."""

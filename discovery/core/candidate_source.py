@@ -1,4 +1,4 @@
-"""A candidate: source text with hooks and a literal plan. Nothing here executes it."""
+"""Parses and edits candidate source (hooks and a literal plan) without executing it."""
 
 import ast
 import dataclasses
@@ -36,7 +36,7 @@ FORBIDDEN_NODES = (
 
 
 class RejectedError(ValueError):
-  """Source that is not admitted; nothing of it was executed."""
+  """Raised for source that is not admitted; none of it was executed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +44,8 @@ class CandidateSource:
   """An admitted candidate.
 
   Attributes:
-    source: Its text as proposed.
     plan: The literal `PLAN`, completed with defaults.
-    hooks: Normalized source of each hook it defines.
+    hooks: Normalized source of each hook that the candidate defines.
   """
 
   source: str
@@ -55,22 +54,18 @@ class CandidateSource:
 
   @property
   def id(self) -> str:
-    """Identity of the source: comments, docstrings and layout do not count."""
+    """Digest of the source; comments, docstrings and layout do not affect it."""
     return identity.digest(_normalized(self.source))
 
 
 def admit(source: str, interface: Interface) -> CandidateSource:
-  """Admits source text by reading its syntax tree.
+  """Admits the source text of one module by inspecting its syntax tree.
 
-  This is a policy for honest failures and readable errors, not the boundary that
-  keeps hostile code in: that is the jail.
-
-  Args:
-    source: Python text of one module.
-    interface: Hooks and plan grammar of the task.
+  This check serves honest mistakes and readable errors. It is not the boundary that
+  contains hostile code; the jail is.
 
   Raises:
-    RejectedError: Naming the line and the rule.
+    RejectedError: The source breaks a rule; the message names the line and the rule.
   """
   if len(source.encode()) > MAX_BYTES:
     raise RejectedError(f"program: at most {MAX_BYTES} bytes, got {len(source)}.")
@@ -133,7 +128,7 @@ def _refuse(node: ast.AST, what: str) -> None:
 
 
 def _check_node(node: ast.AST) -> None:
-  """Applies the allow-list of syntax to one node."""
+  """Applies the syntax allow-list to one node."""
   if isinstance(node, FORBIDDEN_NODES):
     _refuse(node, f"{type(node).__name__} is not allowed")
   if isinstance(node, ast.Import):
@@ -181,14 +176,10 @@ def _normalized(source: str) -> str:
 
 
 def hook_keys(source: str, hooks: Iterable[str]) -> dict[str, str]:
-  """Digest of all that each hook's tracing can depend on; equal ones trace alike.
+  """Returns, per hook, a digest of everything that its tracing can depend on.
 
-  That is its own text, everything in the source that is no hook, and the text of hooks
-  that another function calls.
-
-  Args:
-    source: Admitted source.
-    hooks: Names of the interface's hooks.
+  The digest covers the hook's own text, all code that is not a hook, and the text of
+  hooks that other functions call. Hooks with equal digests trace to the same program.
   """
   tree, names = ast.parse(source), set(hooks)
   text = {n.name: ast.unparse(n) for n in tree.body if isinstance(n, ast.FunctionDef)}
@@ -197,7 +188,7 @@ def hook_keys(source: str, hooks: Iterable[str]) -> dict[str, str]:
     for node in tree.body
     if _name(node) not in names and _name(node) != "PLAN"
   ]
-  # A hook that another one calls by name is part of what that other one computes.
+  # A hook that another hook calls by name is part of what the caller computes.
   used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & names
   shared = [text[name] for name in sorted(used & text.keys())]
   return {
@@ -207,10 +198,10 @@ def hook_keys(source: str, hooks: Iterable[str]) -> dict[str, str]:
 
 
 def with_functions(source: str, code: str, *, replace: bool = True) -> str:
-  """Source in which the functions of `code` replace those of the same name.
+  """Returns `source` with its functions replaced by those of the same name in `code`.
 
-  Without `replace`, only names that the source does not define are added. New functions
-  and constants go in front of the first function; imports are merged.
+  Without `replace`, only names that `source` does not define are added. New functions
+  and constants go before the first function; imports are merged.
   """
   tree, new = ast.parse(source), ast.parse(code)
   position = {_name(node): i for i, node in enumerate(tree.body) if _name(node)}
@@ -231,7 +222,7 @@ def with_functions(source: str, code: str, *, replace: bool = True) -> str:
 
 
 def with_plan(source: str, updates: Mapping[str, Literal]) -> str:
-  """Source whose `PLAN` has some values replaced."""
+  """Returns `source` with some values of its `PLAN` replaced."""
   tree = ast.parse(source)
   for node in tree.body:
     if _assigned(node) == "PLAN":

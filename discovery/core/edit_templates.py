@@ -1,8 +1,8 @@
-"""Edit templates: an edit, the question it answers, and the experiment to ask it.
+"""Edit templates: each holds an edit, the question it answers, and an experiment.
 
-A template is data. Applied, it gives ordinary source that any other proposer could
-revise; its predictions, controls and follow-ups are registered with it. The templates
-of a task hold as many decoys as real edits, and nothing in one says which it is.
+A template is data. Applying it gives ordinary source that any other proposer could
+revise, and registers its predictions, controls and follow-ups. The templates of a task
+include as many decoys as real edits, and nothing in a template tells which it is.
 """
 
 import dataclasses
@@ -19,17 +19,15 @@ class EditTemplate:
   """One typed edit.
 
   Attributes:
-    id: Short identifier.
-    hooks: Hooks and plan keys it changes; a response is looked for there.
-    template: Functions to put in, with `{name}` for parameters; may be empty.
+    hooks: Hooks and plan keys that the edit changes; checkers look only there.
+    template: Functions to insert, with `{name}` for parameters; may be empty.
     plan: Plan values to set; `$name` stands for a parameter.
-    params: Grid of parameter settings, the first tried first.
-    residual: Observable of the question it addresses.
-    explanations: The focal account first.
-    controls: Allowed controls.
-    follow_ups: Edits that extend it when it is supported; itself is always one.
+    params: Grid of parameter settings; the first is tried first.
+    residual: Observable of the question that the edit addresses.
+    explanations: Competing explanations, the focal one first.
+    follow_ups: Edits that extend this one when it is supported, besides itself.
     needs: Plan values that must hold for the edit to be applicable.
-    family: For evidence pooled over edits: geometry, discrete or structure.
+    family: Group for pooling evidence: geometry, discrete or structure.
     statement: One sentence for people.
   """
 
@@ -47,16 +45,16 @@ class EditTemplate:
   statement: str = ""
 
   def applies(self, plan: Mapping[str, Any]) -> bool:
-    """Whether the edit makes sense on a program with this plan."""
+    """Returns whether the edit makes sense on a program with this plan."""
     return all(plan.get(key) == value for key, value in self.needs.items())
 
   def label(self, params: Mapping[str, Any]) -> str:
-    """Name of the edit with its parameters."""
+    """Returns the name of the edit with its parameters."""
     shown = ",".join(f"{k}={v}" for k, v in sorted(params.items()))
     return f"{self.id}({shown})"
 
   def edit(self, source: str, params: Mapping[str, Any]) -> str:
-    """The revised source."""
+    """Returns the source with the edit applied."""
     if self.template:
       code = self.template
       for name, value in params.items():
@@ -70,10 +68,10 @@ class EditTemplate:
 
 
 def id_of(label: str) -> str:
-  """Identifier of the template that a label names; see `EditTemplate.label`."""
+  """Returns the template identifier in a label made by `EditTemplate.label`."""
   return label.split("(")[0]
 
 
 def fingerprint(templates: Sequence[EditTemplate]) -> str:
-  """Hash of all templates: it is frozen before a comparison and printed with it."""
+  """Hashes all templates; a comparison freezes this hash and prints it."""
   return identity.digest([dataclasses.asdict(template) for template in templates])

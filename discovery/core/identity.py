@@ -1,4 +1,4 @@
-"""Content addresses: one canonical JSON form, one hash, one counter-based draw."""
+"""Content addressing: canonical JSON, one hash, and counter-based random draws."""
 
 import hashlib
 import importlib.resources
@@ -12,60 +12,60 @@ T = TypeVar("T")
 
 
 def canonical(value: Any) -> str:
-  """The one JSON text of a value: sorted keys, no spaces, no NaN or infinity.
+  """Returns the canonical JSON text of a value: sorted keys, no spaces, finite numbers.
 
   Raises:
-    ValueError: A float that is not finite, which JSON cannot say.
-    TypeError: Something that is not JSON.
+    ValueError: A float is not finite.
+    TypeError: A value cannot be represented in JSON.
   """
   return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def digest(value: Any) -> str:
-  """SHA-256 of the canonical form, hex; bytes are hashed as they are."""
+  """Returns the SHA-256 (hex) of the canonical form; bytes are hashed unchanged."""
   data = value if isinstance(value, bytes) else canonical(value).encode()
   return hashlib.sha256(data).hexdigest()
 
 
 def draw(*address: Any) -> float:
-  """A uniform number in [0, 1) that depends on its address alone.
+  """Returns a uniform number in [0, 1) that depends only on its address.
 
-  Streams of different roles never share numbers, and a resumed or reordered run draws
-  the same ones: there is no generator whose state could drift.
+  Draws at different addresses are independent streams. A resumed or reordered run draws
+  the same numbers, because there is no generator state.
   """
   return int(digest(list(address))[:13], 16) / 16**13
 
 
 def pick(options: Sequence[T], *address: Any) -> T:
-  """One of `options`, uniformly, by `draw`."""
+  """Returns one of `options`, chosen uniformly by `draw`."""
   return options[int(draw(*address) * len(options))]
 
 
 def shuffled(options: Sequence[T], *address: Any) -> list[T]:
-  """`options` in an order drawn from the address."""
+  """Returns `options` in an order drawn from the address."""
   keyed = sorted(enumerate(options), key=lambda item: draw(*address, item[0]))
   return [option for _, option in keyed]
 
 
 def finite(value: float) -> bool:
-  """Whether a measurement may be compared; booleans are not measurements."""
+  """Returns whether a value is a finite number; booleans do not count as numbers."""
   is_number = isinstance(value, float | int) and not isinstance(value, bool)
   return is_number and math.isfinite(value)
 
 
 def source_digest(*packages: str) -> str:
-  """SHA-256 of all Python sources of packages, with their names; subfolders too.
+  """Returns the SHA-256 over the names and Python sources of packages, recursively.
 
-  What was measured by one version of the library is never taken for another's.
+  Binding measurements to this digest keeps results of different library versions apart.
 
   Raises:
-    FileNotFoundError: A package without a source file, such as one of bytecode only.
+    FileNotFoundError: A package has no source file, for example only bytecode.
   """
   return digest([[name, _sources(name)] for name in packages])
 
 
 def _sources(package: str) -> list[tuple[str, str]]:
-  """Path inside the package and digest of each source, by path."""
+  """Returns the relative path and digest of each source file, sorted by path."""
   files = sorted(_python_files(importlib.resources.files(package), ""))
   if not files:
     raise FileNotFoundError(

@@ -1,7 +1,7 @@
-"""The editable interface of a task: which hooks a program has and what they exchange.
+"""The editable interface of a task: its hooks and the arrays that they exchange.
 
-Only arrays of declared shape and dtype cross the boundary, so the contract of a task is
-enforced by types: whatever a candidate computes, it can hand over nothing else.
+Only arrays of declared shape and dtype cross this boundary, so types enforce the
+contract of the task: a candidate cannot hand over anything else.
 """
 
 import dataclasses
@@ -13,18 +13,18 @@ Literal = str | int | float | bool | None
 
 @dataclasses.dataclass(frozen=True)
 class Aval:
-  """Dtype (a NumPy name) and shape of one array of a unit: a block, a head, a layer."""
+  """Dtype (a NumPy name) and shape of one array of a unit: block, head or layer."""
 
   dtype: str
   shape: tuple[int, ...]
 
   def to_list(self) -> list[Any]:
-    """The form that goes to the workers: `[dtype, [dimensions]]`."""
+    """Returns the form sent to workers: `[dtype, [dimensions]]`."""
     return [self.dtype, list(self.shape)]
 
 
 Tree = Aval | Mapping[str, Aval]
-"""One array, or a flat dictionary of named ones."""
+"""One array, or a flat dictionary of named arrays."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,13 +33,12 @@ class Hook:
 
   Attributes:
     name: Name of the function in the source.
-    arguments: Argument name to its arrays, in order.
-    outputs: The arrays it returns, in order; one array is returned bare.
-    batched: Arguments that get a leading batch axis in the fast form, or empty when
-      the evaluator calls the hook unit by unit. A unit never sees its neighbours.
+    outputs: Arrays that it returns, in order; a single array is returned bare.
+    batched: Arguments with a leading batch axis in the batched form; empty when the
+      evaluator calls the hook unit by unit. A unit never sees its neighbours.
     default: Source of the inherited function.
     active_when: Plan key and the values under which the hook runs; None for always.
-    doc: What it is for, for people and prompts.
+    doc: Purpose of the hook, for people and prompts.
   """
 
   name: str
@@ -51,11 +50,11 @@ class Hook:
   doc: str = ""
 
   def is_active(self, plan: Mapping[str, Literal]) -> bool:
-    """Whether a plan makes the evaluator call this hook."""
+    """Returns whether the evaluator calls this hook under a plan."""
     return self.active_when is None or plan[self.active_when[0]] in self.active_when[1]
 
   def to_dict(self) -> dict[str, Any]:
-    """What a worker needs in order to trace the hook or to check an artifact of it."""
+    """Returns what a worker needs to trace the hook or to check its artifact."""
     plain = lambda tree: (
       tree.to_list()
       if isinstance(tree, Aval)
@@ -74,9 +73,9 @@ class Interface:
   """All hooks of a task, and the grammar of its plan.
 
   Attributes:
-    hooks: The hooks in the order in which they run.
+    hooks: Hooks in the order in which they run.
     plan: Allowed values of every plan key, the default first.
-    header: Imports that the default program begins with.
+    header: Imports at the top of the default program.
   """
 
   hooks: tuple[Hook, ...]
@@ -84,29 +83,25 @@ class Interface:
   header: str = "import jax\nimport jax.numpy as jnp\n"
 
   def hook(self, name: str) -> Hook:
-    """The hook of that name.
-
-    Raises:
-      KeyError: There is none.
-    """
+    """Returns the hook with this name; it must exist."""
     return next(h for h in self.hooks if h.name == name)
 
   @property
   def names(self) -> tuple[str, ...]:
-    """Hook names in order."""
+    """Names of the hooks, in order."""
     return tuple(hook.name for hook in self.hooks)
 
   @property
   def default_plan(self) -> dict[str, Literal]:
-    """The plan of the default program."""
+    """Plan of the default program."""
     return {key: values[0] for key, values in self.plan.items()}
 
   def default_source(self) -> str:
-    """Source text of the default program, every hook written out."""
+    """Returns the source of the default program, with every hook written out."""
     plan = "".join(f"  {k!r}: {v!r},\n" for k, v in self.default_plan.items())
     parts = [self.header, f"PLAN = {{\n{plan}}}\n", *(h.default for h in self.hooks)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
   def to_list(self) -> list[dict[str, Any]]:
-    """The hooks in the form that goes to the workers."""
+    """Returns the hooks in the form that is sent to workers."""
     return [hook.to_dict() for hook in self.hooks]

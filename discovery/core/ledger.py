@@ -1,8 +1,9 @@
-"""The evaluator calls of a run and the use of its proposer, booked apart.
+"""Accounting of a run's evaluator calls and, separately, of its proposer's use.
 
-A packet reserves all its calls before it starts and settles them as they end. What
-started in the run worker is charged, however it ended; what was refused before costs
-nothing; a repeated execution identity costs nothing and is recorded as reused.
+A packet reserves all its calls before it starts and settles them as they end. A call
+that started in the run worker is charged however it ended. A proposal that is refused
+before execution is free, and so is a repeated execution identity, which is recorded as
+reused.
 """
 
 import dataclasses
@@ -19,13 +20,10 @@ class Entry:
   """One settled condition.
 
   Attributes:
-    call: Calls spent once it is settled.
-    kind: `candidate`, `control` or `probe`.
-    charged: Calls it cost; 0 when reused.
-    exec_id: Its execution identity.
+    call: Total calls spent once this entry is settled.
+    charged: Calls that it cost; 0 when reused.
     packet: Hash of its packet.
-    condition: Its name there.
-    status: How it ended.
+    condition: Name of the condition within the packet.
   """
 
   call: int
@@ -38,16 +36,10 @@ class Entry:
 
 
 class Ledger:
-  """The evaluator calls of one run.
-
-  Attributes:
-    budget: Calls in all.
-    entries: Settled conditions in order.
-    proposer: Calls, tokens and cost of the proposer.
-  """
+  """Evaluator calls of one run; `entries` holds the settled conditions in order."""
 
   def __init__(self, budget: int, *, reuse: bool = True) -> None:
-    """Opens a ledger; with `reuse` a repeated execution identity is free."""
+    """Opens a ledger; with `reuse`, a repeated execution identity is free."""
     self.budget = budget
     self.entries: list[Entry] = []
     self.proposer: Counter[str] = Counter()
@@ -62,28 +54,28 @@ class Ledger:
 
   @property
   def left(self) -> int:
-    """Calls neither charged nor reserved."""
+    """Calls that are neither charged nor reserved."""
     return self.budget - self.spent - self._reserved
 
   def ran(self, exec_id: str) -> bool:
-    """Whether an execution was settled before."""
+    """Returns whether this execution was settled before."""
     return exec_id in self._charged_calls
 
   def call_of(self, exec_id: str) -> int:
-    """Calls spent when an execution was settled first."""
+    """Returns the calls spent when this execution was first settled."""
     return self._charged_calls[exec_id]
 
   def price(self, conditions: list[tuple[str, int]]) -> int:
-    """What `(exec_id, cost)` conditions would be charged now."""
+    """Returns the charge for `(exec_id, cost)` conditions if they were run now."""
     if self._reuse:
       conditions = [c for c in dict.fromkeys(conditions) if not self.ran(c[0])]
     return sum(cost for _, cost in conditions)
 
   def reserve(self, calls: int) -> None:
-    """Sets calls aside for a packet.
+    """Reserves calls for a packet.
 
     Raises:
-      ValueError: The packet does not fit; it must not start.
+      ValueError: The packet does not fit into the budget and must not start.
     """
     if calls > self.left:
       raise ValueError(f"ledger: {calls} calls do not fit into the {self.left} left.")
@@ -109,11 +101,11 @@ class Ledger:
     return entry
 
   def release(self) -> None:
-    """Gives back what a finished packet reserved but did not need."""
+    """Releases calls that finished packets reserved but did not need."""
     self._reserved = 0
 
   def totals(self) -> dict[str, Any]:
-    """Charged calls by kind, reused conditions, and proposer use."""
+    """Returns charged calls by kind, reused and failed conditions, and proposer use."""
     charged = {kind: 0 for kind in KINDS}
     for entry in self.entries:
       charged[entry.kind] += entry.charged

@@ -1,4 +1,4 @@
-"""The experiment, frozen and hashed before its first evaluator call."""
+"""A packet: the experiment, frozen and hashed before its first evaluator call."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,11 +14,9 @@ class Condition:
   """One evaluator call of a packet.
 
   Attributes:
-    name: `primary`, `probe` or the control's name.
-    kind: What the ledger books it as: `candidate`, `control` or `probe`.
-    call: What runs.
+    name: `primary`, `probe` or the name of the control.
+    kind: Ledger category: `candidate`, `control` or `probe`.
     cost: Calls charged.
-    exec_id: The full execution identity.
   """
 
   name: str
@@ -34,17 +32,14 @@ class Packet:
 
   Attributes:
     program: Identity of the candidate's source.
-    parent: Identity of its parent's source.
+    parent: Identity of the parent's source.
     conditions: The calls, the primary first.
-    margins: Registered margin of every observable.
-    evaluator: Hash of everything but the program that fixes an outcome.
+    evaluator: Hash of everything that determines an outcome, except the program.
     residual: The question, or None for a candidate without one.
-    explanations: The focal account first; empty without a residual.
+    explanations: The focal explanation first; empty without a residual.
     allowed: Names of all allowed controls.
-    policy: How the controls were selected.
     response_to: Hash of the packet whose verdict this one answers, or None.
     declared: Hooks and plan keys in which the response must be found.
-    checker: How that will be checked.
   """
 
   program: str
@@ -61,7 +56,7 @@ class Packet:
   checker: str = "none"
 
   def to_dict(self) -> dict[str, Any]:
-    """A JSON-ready form."""
+    """Returns a JSON-ready form."""
     values = dataclasses.asdict(self)
     for shown, condition in zip(values["conditions"], self.conditions, strict=True):
       shown["call"] = condition.call._asdict()
@@ -69,7 +64,7 @@ class Packet:
 
   @property
   def hash(self) -> str:
-    """SHA-256 of the canonical form: the registration that precedes the first call."""
+    """SHA-256 of the canonical form; it registers the packet before its first call."""
     return identity.digest(self.to_dict())
 
   @property

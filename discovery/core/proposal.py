@@ -1,4 +1,4 @@
-"""Who suggests the next program: one protocol for rules, language models and people."""
+"""The protocol of proposers: templates, language models and people use the same one."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,13 +18,10 @@ class Record:
 
   Attributes:
     id: Identity of its source.
-    source: Its text.
     parent: Identity of its parent, or an empty string.
     call: Evaluator calls spent when it was measured.
     computation: Lowered identity of every hook, active or not.
-    plan: Its plan.
     exec_id: Identity of its primary execution.
-    values: Observables.
     outputs: Digests of named outputs.
   """
 
@@ -40,28 +37,21 @@ class Record:
 
   @property
   def full_call(self) -> Call:
-    """Its call with every hook, active or not."""
+    """The program's call with every hook, active or not."""
     return Call(self.computation, self.plan, {})
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-  """What the history keeps of one packet; an arm sees the fields it is allowed.
+  """History entry of one packet; an arm sees only the fields that `strip` leaves it.
 
   Attributes:
-    program: Candidate.
-    parent: Parent.
     label: The proposer's name of the edit, such as a template and its parameters.
-    note: The proposer's summary.
     status: How the primary run ended, or `duplicate`.
-    changes: Observable to its change from the parent.
+    changes: Change of each observable from the parent.
     gain: Whether the target improved by more than its margin.
-    verdict: The verdict, or an empty string.
-    reason: Its reason.
-    excluded: Excluded explanations.
-    survivors: Explanations left.
-    implemented: What the checker said of a response, or None.
-    source: Source of the candidate.
+    survivors: Remaining explanations.
+    implemented: Result of the checker for a response, or None.
   """
 
   program: str
@@ -85,12 +75,9 @@ class Required:
 
   Attributes:
     packet: Hash of the packet with the verdict.
-    verdict: The verdict.
-    response: What is required.
-    label: The edit it was about.
-    survivors: Explanations left standing.
-    residual: The question.
-    attempts: Responses that failed their check so far.
+    label: The edit that the verdict was about.
+    survivors: Remaining explanations.
+    attempts: Responses that have failed their check so far.
   """
 
   packet: str
@@ -104,18 +91,14 @@ class Required:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-  """All that a proposer is told; nothing else reaches a prompt.
+  """Everything that a proposer is told; nothing else reaches a prompt.
 
   Attributes:
-    seed: Seed of the run.
-    address: Round and position in it; randomness is drawn from seed and address.
-    target: The observable to lower.
-    parent: The program to revise.
-    residuals: Open questions measured on it.
-    required: The response it owes, or None.
-    history: Experiments in order, stripped to the arm's evidence.
+    address: Round and position within it; draws depend on the seed and this address.
+    residuals: Open questions measured on the parent.
+    required: The response that the parent owes, or None.
+    history: Experiments in order, reduced to the arm's evidence.
     donors: Other retained programs.
-    evidence: The arm's evidence.
     stagnation: Packets since the best program last improved.
     restarts: Whether every proposal revises the initial program, as in best-of-N.
   """
@@ -138,14 +121,11 @@ class Proposal:
   """A candidate with its registered experiment.
 
   Attributes:
-    source: Full source of the candidate.
     label: Short name of the edit.
-    note: One paragraph for people.
     residual: Observable of the residual addressed, or None.
-    explanations: The focal account first.
-    controls: Allowed controls.
+    explanations: Competing explanations, the focal one first.
     declared: Hooks or plan keys in which the response is to be found.
-    usage: Proposer calls, tokens and cost in micro-dollars, integers by name.
+    usage: Proposer calls, tokens and cost in micro-dollars, as integers by name.
   """
 
   source: str
@@ -158,12 +138,12 @@ class Proposal:
   usage: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"calls": 1})
 
   def to_dict(self) -> dict[str, Any]:
-    """A JSON-ready form."""
+    """Returns a JSON-ready form."""
     return dataclasses.asdict(self)
 
   @classmethod
   def from_dict(cls, values: Mapping[str, Any]) -> "Proposal":
-    """The inverse of `to_dict`."""
+    """Builds a proposal from the form of `to_dict`."""
     return cls(
       **{
         **values,
@@ -179,38 +159,33 @@ class Proposer(Protocol):
 
   @property
   def name(self) -> str:
-    """Goes into every result: `embedded-v1`, `cassette:<hash>`, `llm:<model>`."""
+    """Name in every result: `embedded-v1`, `cassette:<hash>`, `llm:<model>`."""
 
   def propose(self, context: Context) -> Proposal:
-    """One proposal.
+    """Returns one proposal.
 
     Raises:
-      ExhaustedError: It has nothing left for this parent; the next one is asked for.
-      ProposerError: It cannot go on; the run ends.
+      ExhaustedError: Nothing is left for this parent; the search asks for the next one.
+      ProposerError: The proposer cannot continue; the run ends.
     """
 
 
 class ProposerError(RuntimeError):
-  """A proposer that cannot go on: no answer, no credit, no edit left."""
+  """Raised when a proposer cannot continue: no answer, no credit or no edit left."""
 
 
 class ExhaustedError(ProposerError):
-  """Nothing is left to propose from this parent; another one may do."""
+  """Raised when nothing is left for this parent; another parent may still work."""
 
 
 def answer(store: Store, key: str, ask: Callable[[], Proposal]) -> Proposal:
-  """A proposer's answer, read from the run folder if it was given before.
+  """Returns a proposer's answer, from the run folder if it was given before.
 
-  To have nothing left is an answer as well: a resumed run must meet it again at the
-  same point, with the same parent.
-
-  Args:
-    store: The run folder.
-    key: Which answer of the run it is, and for which parent.
-    ask: Asks the proposer.
+  `key` identifies the answer within the run, and its parent. An exhausted parent is
+  stored as an answer too, so a resumed run meets it again at the same point.
 
   Raises:
-    ExhaustedError: It has nothing for this parent, or had nothing.
+    ExhaustedError: The proposer has, or had, nothing left for this parent.
   """
   stored = store.get("proposals", key)
   if stored is None:
@@ -225,11 +200,11 @@ def answer(store: Store, key: str, ask: Callable[[], Proposal]) -> Proposal:
 
 
 def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
-  """The experiment as an arm may see it.
+  """Removes the fields of an experiment that an arm may not see.
 
   Score-only sees code, scores and execution feedback. TextMem adds free-form summaries
-  and the free observables. ReflectMem has the same diagnostics. Only QuantForge sees
-  verdicts, what they exclude and whether a response reached the code.
+  and the free observables; ReflectMem has the same diagnostics. Only QuantForge sees
+  verdicts, the explanations they exclude, and whether a response reached the code.
   """
   if evidence == "verdict":
     return experiment

@@ -1,8 +1,8 @@
 """An algorithmic residual: a measured design question with competing explanations.
 
-Paper: Section "From Program Gain to Algorithmic Residual". Explanations fit the same
-observation but imply different program changes; each predicts, before anything runs,
-how named observables move under each condition.
+Paper: Section "From Program Gain to Algorithmic Residual". The explanations fit the
+same observation but imply different program changes. Before anything runs, each one
+predicts how named observables move under each condition.
 """
 
 import dataclasses
@@ -12,28 +12,22 @@ from typing import Any, Literal
 Symbol = Literal["down", "same", "up"]
 SYMBOLS: tuple[Symbol, ...] = ("down", "same", "up")
 PRIMARY = "primary"
-"""Name of the condition in which the candidate runs as it is."""
+"""Name of the condition in which the candidate runs unchanged."""
 
 Predicted = Mapping[str, Symbol]
-"""Observable to symbol, relative to the parent; one left out is not predicted."""
+"""Predicted direction of observables from the parent; omitted ones are unpredicted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-  """One account of why the intervention should help.
-
-  Attributes:
-    name: Short identifier.
-    statement: One sentence for people.
-    predictions: What it predicts under each condition it speaks of.
-  """
+  """One account of why the intervention should help; `predictions` are by condition."""
 
   name: str
   statement: str
   predictions: Mapping[str, Predicted]
 
   def predicts(self, condition: str) -> Predicted:
-    """The prediction under a condition; empty where the account is silent."""
+    """Returns the prediction for a condition, or an empty one if there is none."""
     return self.predictions.get(condition, {})
 
 
@@ -42,10 +36,9 @@ class Control:
   """An allowed counterfactual condition.
 
   Attributes:
-    name: Short identifier, unique in its proposal.
-    intervention: What the evaluator changes, JSON; the task gives it meaning.
-    cost: Evaluator calls it is charged, an integer of at least 1.
-    statement: One sentence for people.
+    name: Identifier, unique within its proposal.
+    intervention: Change made by the evaluator, as JSON; the task defines its meaning.
+    cost: Evaluator calls charged, an integer of at least 1.
   """
 
   name: str
@@ -54,7 +47,7 @@ class Control:
   statement: str = ""
 
   def __post_init__(self) -> None:
-    """Refuses a cost no ledger could charge."""
+    """Rejects a reserved name or a cost that the ledger cannot charge."""
     if self.name == PRIMARY or not isinstance(self.cost, int) or self.cost < 1:
       raise ValueError(
         f"Control {self.name!r}: expected a name other than {PRIMARY!r} and an integer "
@@ -64,15 +57,11 @@ class Control:
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-  """A question measured on one program.
+  """A question measured on one program; it is open above the threshold.
 
   Attributes:
-    program: Identity of the program it was measured on.
-    observable: The measured quantity that is in excess.
-    value: What was measured.
-    threshold: Above this the question is open.
-    computation: The hook whose computation the question is about; implementation
-      checks look there and nowhere else.
+    observable: The measured quantity that is too large.
+    computation: Hook that the question is about; implementation checks look only there.
   """
 
   program: str
@@ -88,31 +77,26 @@ class Residual:
 
   @property
   def excess(self) -> float:
-    """How far over the threshold, relative to it."""
+    """Relative amount by which the value exceeds the threshold."""
     scale = abs(self.threshold) or 1.0
     return (self.value - self.threshold) / scale
 
 
 def disagree(a: Predicted, b: Predicted) -> bool:
-  """Whether two predictions name a different symbol for some observable.
+  """Returns whether two predictions name different symbols for some observable.
 
-  An observable that one of them leaves out can never tell them apart.
+  An observable that either prediction omits cannot tell them apart.
   """
   return any(a[name] != b[name] for name in a.keys() & b.keys())
 
 
 def symbol(change: float, margin: float) -> Symbol:
-  """What a measured change counts as under its registered margin.
-
-  Args:
-    change: Value under the condition minus value of the parent.
-    margin: Registered before the run; at most this much is `same`.
-  """
+  """Returns the symbol of a change from the parent; up to `margin` it is `same`."""
   if abs(change) <= margin:
     return "same"
   return "down" if change < 0 else "up"
 
 
 def consistent(predicted: Predicted, observed: Mapping[str, Symbol]) -> bool:
-  """Whether everything predicted, and observed, came out as predicted."""
+  """Returns whether every observable that was both predicted and observed matches."""
   return all(observed.get(name, s) == s for name, s in predicted.items())

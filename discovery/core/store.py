@@ -1,10 +1,10 @@
-"""The run folder: one deterministic event log, and what was paid for by content id.
+"""The run folder: a deterministic event log, and paid results stored by content.
 
-`log.jsonl` holds what the search decided, one chained event a line, without clock
-readings: two runs of one configuration write the same bytes, whatever the number of
-workers, and so does a run that was killed and resumed. What cost something (proposer
-replies, traces, outcomes) is written durably beside it under its identity as soon as it
-is known; a resumed run reads it back instead of paying again.
+`log.jsonl` holds the decisions of the search, one hash-chained event per line, without
+clock readings. Two runs of one configuration write the same bytes whatever the number
+of workers, and so does a run that was killed and resumed. Results that cost something
+(proposer replies, traces, outcomes) are written durably beside the log under their
+identity as soon as they are known; a resumed run reads them instead of paying again.
 """
 
 import json
@@ -17,19 +17,14 @@ from mxjax.storage import atomic_io
 
 
 class ReplayError(RuntimeError):
-  """A resumed run that decided otherwise than its log says."""
+  """Raised when a resumed run decides differently from its log."""
 
 
 class Store:
-  """A run folder.
-
-  Attributes:
-    path: The folder.
-    events: All events so far, replayed ones included.
-  """
+  """A run folder; `events` holds all events so far, including replayed ones."""
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
-    """Opens a folder, new or with a log to replay."""
+    """Opens a folder that is new or has a log to replay."""
     self.path = pathlib.Path(path)
     self.path.mkdir(parents=True, exist_ok=True)
     self.events: list[dict[str, Any]] = []
@@ -42,7 +37,7 @@ class Store:
     return len(self.events) < len(self._old)
 
   def _read_log(self) -> list[str]:
-    """Complete lines of the log; a torn last line is cut off the file."""
+    """Returns the complete lines of the log; cuts a torn last line off the file."""
     path = self.path / "log.jsonl"
     if not path.exists():
       return []
@@ -56,7 +51,7 @@ class Store:
     """Appends an event durably, or checks it against the log while replaying.
 
     Raises:
-      ReplayError: The log has another event here.
+      ReplayError: The log has a different event here.
     """
     number = len(self.events)
     previous = self.events[-1]["hash"] if self.events else ""
@@ -75,26 +70,26 @@ class Store:
       self._file.write(line + "\n")
       self._file.flush()
       os.fsync(self._file.fileno())
-    # Through JSON, so that a run and its replay hold the very same values.
+    # The JSON round trip makes a run and its replay hold identical values.
     self.events.append(json.loads(line))
     return self.events[-1]
 
   def get(self, folder: str, key: str) -> Any | None:
-    """The JSON value stored under a key, or None."""
+    """Returns the JSON value stored under a key, or None."""
     data = self.get_bytes(folder, f"{key}.json")
     return None if data is None else json.loads(data)
 
   def put(self, folder: str, key: str, value: Any) -> None:
-    """Stores a JSON value durably; what the key held before is replaced."""
+    """Stores a JSON value durably, replacing any previous value of the key."""
     self._write(folder, f"{key}.json", identity.canonical(value).encode())
 
   def get_bytes(self, folder: str, key: str) -> bytes | None:
-    """The bytes stored under a key, or None."""
+    """Returns the bytes stored under a key, or None."""
     path = self.path / folder / key
     return path.read_bytes() if path.exists() else None
 
   def put_bytes(self, folder: str, key: str, data: bytes) -> None:
-    """Stores bytes durably; a key that exists already is left as it is."""
+    """Stores bytes durably; an existing key is left unchanged."""
     if not (self.path / folder / key).exists():
       self._write(folder, key, data)
 
@@ -110,7 +105,7 @@ class Store:
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """All events of a log, with the hash chain checked.
+  """Returns all events of a log after checking its hash chain.
 
   Raises:
     ValueError: The chain is broken.

@@ -1,8 +1,8 @@
-"""What discovery needs of a task: an interface, an evaluator, observables, edits.
+"""The protocol of a task: an interface, an evaluator, observables and edits.
 
-A task is known by its specification, a small JSON object from which any process can
-build it again: `{"task": "world", ...}`, `{"task": "ptq", ...}`, or
-`{"task": "package.module:function", ...}` for a user's own.
+A specification identifies a task, and any process can rebuild the task from it. It is
+a small JSON object: `{"task": "world", ...}`, `{"task": "ptq", ...}`, or, for a user's
+own task, `{"task": "package.module:function", ...}`.
 """
 
 import dataclasses
@@ -33,13 +33,11 @@ class Status(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What one evaluator call measured. A failure has no values, and so no score.
+  """Result of one evaluator call; a failed call has no values and so no score.
 
   Attributes:
-    status: `OK`, or why there are no values.
-    values: Observables by name, finite.
+    values: Finite observables by name.
     outputs: Digests of named intermediate outputs.
-    detail: One sentence about a failure.
   """
 
   status: Status
@@ -48,15 +46,15 @@ class Outcome:
   detail: str = ""
 
   def to_dict(self) -> dict[str, Any]:
-    """A JSON-ready form."""
+    """Returns a JSON-ready form."""
     return dataclasses.asdict(self)
 
   @classmethod
   def from_dict(cls, values: Mapping[str, Any]) -> "Outcome":
-    """The inverse of `to_dict`, checked.
+    """Builds an outcome from the form of `to_dict` and checks it.
 
     Raises:
-      ValueError: Anything but finite numbers among the observables.
+      ValueError: An observable is not finite, or values and status do not match.
     """
     bad = [k for k, v in values["values"].items() if not identity.finite(v)]
     if bad or (values["status"] == Status.OK) != bool(values["values"]):
@@ -73,9 +71,8 @@ class Call(NamedTuple):
   """One condition as the evaluator sees it.
 
   Attributes:
-    computation: Hook name to the lowered identity of what runs there.
-    plan: The plan.
-    intervention: What the condition changes; empty for the candidate as it is.
+    computation: Lowered identity of the program that runs as each hook.
+    intervention: Change made by the condition; empty for the unchanged candidate.
   """
 
   computation: Mapping[str, str]
@@ -83,7 +80,7 @@ class Call(NamedTuple):
   intervention: Mapping[str, Any]
 
   def active(self, interface: Interface) -> "Call":
-    """This call without the hooks that its plan never runs."""
+    """Returns this call without the hooks that its plan never runs."""
     hooks = {
       name: computation
       for name, computation in self.computation.items()
@@ -96,10 +93,10 @@ class Artifacts(Protocol):
   """Executable hooks by lowered identity."""
 
   def unit(self, computation: str) -> Callable[..., Any]:
-    """The hook on one unit."""
+    """Returns the hook for one unit."""
 
   def batched(self, computation: str) -> Callable[..., Any]:
-    """The hook on a leading batch axis."""
+    """Returns the hook for a leading batch axis."""
 
 
 class Session(Protocol):
@@ -108,7 +105,7 @@ class Session(Protocol):
   def run(
     self, call: Call, artifacts: Artifacts, before: bytes
   ) -> tuple[dict[str, Any], bytes]:
-    """Runs the phase on a call and the bytes of the phase before.
+    """Runs the phase on a call, given the bytes from the previous phase.
 
     Returns:
       JSON results (`values`, `outputs`), and bytes for the next phase.
@@ -120,11 +117,11 @@ class Session(Protocol):
 
 
 class RefusedError(ValueError):
-  """An artifact that may not run."""
+  """Raised for an artifact that must not run."""
 
 
 class ContractError(ValueError):
-  """A candidate's result that the frozen contract does not allow."""
+  """Raised when a candidate's result violates the frozen contract."""
 
 
 class Task(Protocol):
@@ -132,65 +129,65 @@ class Task(Protocol):
 
   @property
   def spec(self) -> Mapping[str, Any]:
-    """JSON from which `load` builds the task again."""
+    """JSON from which `load` rebuilds the task."""
 
   @property
   def interface(self) -> Interface:
-    """Hooks and plan."""
+    """Hooks and plan grammar."""
 
   @property
   def target(self) -> str:
-    """The observable that search minimizes."""
+    """The observable that the search minimizes."""
 
   @property
   def margins(self) -> Mapping[str, float]:
-    """Registered margin of every observable a prediction may name."""
+    """Registered margin of every observable that a prediction may name."""
 
   @property
   def contract(self) -> Mapping[str, Any]:
-    """Everything but the program that fixes an outcome, JSON."""
+    """Everything that determines an outcome, except the program, as JSON."""
 
   @property
   def edit_templates(self) -> Sequence[EditTemplate]:
-    """What the embedded proposer chooses from."""
+    """Edit templates for the embedded proposer."""
 
   @property
   def interventions(self) -> Mapping[str, str]:
-    """Kinds of control the evaluator can run, with what each changes."""
+    """Kinds of control that the evaluator can run, and what each changes."""
 
   @property
   def call_seconds(self) -> float:
-    """Rough length of an evaluator call, for `plan`."""
+    """Approximate seconds of an evaluator call, for `plan`."""
 
   @property
   def phases(self) -> Sequence[str]:
     """Phases of an evaluator call; no phase holds another's data."""
 
   def readable(self, phase: str) -> Sequence[str]:
-    """Paths that a phase's worker may read."""
+    """Returns the paths that the worker of a phase may read."""
 
   def open(self, phase: str) -> Session:
-    """Loads a phase's data."""
+    """Loads the data of a phase."""
 
   def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
-    """Open questions that a program's observables show."""
+    """Returns the open questions shown by a program's observables."""
 
   @property
   def regimes(self) -> Mapping[str, tuple[str, ...]]:
-    """Stages of a whole quantizer in order: hooks and plan keys of each."""
+    """Stages of a complete quantizer in order, with the hooks and plan keys of each."""
 
   def ideal(self) -> float:
-    """The target of a program that loses nothing; gates are shares of the way there."""
+    """Returns a lossless program's target; gates are fractions of the way to it."""
 
   def holdout(self) -> "Task | None":
-    """The same task on data that search never sees, or None."""
+    """Returns the same task on data that the search never sees, or None."""
 
 
 def load(spec: Mapping[str, Any]) -> Task:
   """Builds a task from its specification.
 
   Raises:
-    ValueError: An unknown task.
+    ValueError: The task is unknown.
   """
   options = dict(spec)
   name: str = options.pop("task")

@@ -1,7 +1,8 @@
-"""The six verdicts as a total function of what a packet showed.
+"""Maps the observations of a packet to one of six verdicts.
 
 Paper: Appendix "Controlled Experiments and Program Updates", the verdict table. Where
-the paper is silent, the order below decides; a test walks the whole truth table.
+the paper leaves the precedence open, `decide` fixes it; a test covers the whole truth
+table.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ Survivors = Literal["focal", "competitor", "several", "none"]
 
 
 class Verdict(enum.StrEnum):
-  """What a packet showed about its residual."""
+  """Conclusion of a packet about its residual."""
 
   SUPPORTED = "supported"
   TARGET_ONLY = "target_only"
@@ -53,7 +54,7 @@ RESPONSES: Mapping[Verdict, Response] = {
 
 
 OWED = frozenset(Response) - {Response.RETIRE, Response.REJECT}
-"""Responses that a later program must carry; the others only forbid."""
+"""Responses that a later program must carry; the others only forbid something."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +62,8 @@ class Finding:
   """A verdict with its grounds.
 
   Attributes:
-    verdict: One of the six.
-    reason: Which cell of the truth table.
-    survivors: Explanations no observation contradicts, in registered order.
-    excluded: The others.
+    reason: Cell of the truth table.
+    survivors: Explanations that no observation contradicts, in registered order.
   """
 
   verdict: Verdict
@@ -91,22 +90,20 @@ def decide(
   shows_signature: bool,
   survivors: Survivors,
 ) -> tuple[Verdict, str]:
-  """The truth table: every combination has exactly one verdict.
+  """Returns the verdict and its reason from the truth table.
 
-  The order is: unsafe, parent-equivalent, not resolved, supported, target-only,
-  mediator-only. What is left has one surviving account, no gain and no signature: the
-  intervention did nothing that was registered for it, so it is retired as well.
+  Every combination has exactly one verdict. The precedence is: unsafe,
+  parent-equivalent, unresolved, supported, target-only, mediator-only. The remaining
+  case has one surviving explanation, no gain and no signature: nothing that was
+  registered for the intervention happened, so it is retired as well.
 
   Args:
-    is_safe: Every condition ran and kept the contract, and the rollback restores the
+    is_safe: Every condition ran within the contract, and the rollback restores the
       parent.
     is_equivalent: The candidate computes what its parent computes.
     gains: The target improved by more than its margin.
-    shows_signature: What the focal account predicts beside the target happened.
-    survivors: Which accounts nothing contradicts.
-
-  Returns:
-    The verdict and the reason.
+    shows_signature: The focal predictions for observables other than the target hold.
+    survivors: Which explanations no observation contradicts.
   """
   if not is_safe:
     return Verdict.UNSAFE, "contract_or_rollback"
@@ -133,17 +130,10 @@ def resolve(
   is_safe: bool,
   is_equivalent: bool,
 ) -> Finding:
-  """Compares registered predictions with what was observed.
+  """Compares registered predictions with observations.
 
-  Args:
-    explanations: The focal account first.
-    observed: Symbols by condition and observable, relative to the parent.
-    target: The observable that the search minimizes.
-    is_safe: See `decide`.
-    is_equivalent: See `decide`.
-
-  Returns:
-    The finding.
+  The focal explanation comes first. `observed` holds symbols by condition and
+  observable, relative to the parent; `decide` describes the flags.
   """
   focal = explanations[0]
   left = [

@@ -1,1 +1,1 @@
-"""Who suggests the next program: edit templates, language models, people."""
+"""Proposers of the next program: edit templates, language models and people."""

@@ -1,8 +1,8 @@
-"""The embedded proposer: deterministic, offline, typed edit templates.
+"""The embedded proposer: deterministic, offline, based on typed edit templates.
 
 All arms share templates, priors and draws; they differ only in the evidence that the
-scoring below may read. It shows that the machinery works and what its parts change in
-a stated world. It cannot show what a language model would do.
+scores below may read. The proposer shows that the machinery works and what its parts
+change in a specified world. It cannot show what a language model would do.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ from mxjax.discovery.core.verdict import Response, Verdict
 
 NAME = "embedded-v1"
 NOTHING_LEFT = "every card was tried on this parent"
-"""As stored runs have it in their logs; a card is an edit template."""
+"""Wording found in the logs of stored runs; a card is an edit template."""
 OPTIMISM = 0.5
-"""Weight of the bonus for edits tried seldom, in units of the best gain seen."""
+"""Weight of the bonus for rarely tried edits, in units of the best gain seen."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Option:
-  """One template with parameters, and the experiments in which it was tried."""
+  """A template with parameters, and the experiments in which it was tried."""
 
   template: EditTemplate
   params: dict[str, Any]
@@ -40,7 +40,7 @@ class _Option:
 
 
 class EmbeddedProposer:
-  """Applies the best-scored edit template to the parent."""
+  """Applies the edit template with the best score to the parent."""
 
   def __init__(self, templates: Sequence[EditTemplate], target: str) -> None:
     """Takes a task's templates and the observable to lower."""
@@ -60,10 +60,10 @@ class EmbeddedProposer:
     return self._proposal([best], context)
 
   def _blind(self, options: list[_Option], context: Context) -> Proposal:
-    """Placebos: uniform over the library, whatever was seen before.
+    """Samples edits uniformly from the library, ignoring the history (placebo arms).
 
-    From the initial program one edit would reach a handful of programs, so there an
-    independent sample is a composition of edits of different hooks.
+    One edit of the initial program would reach only a handful of programs, so with
+    restarts a sample combines edits of different hooks.
     """
     address = (context.seed, *context.address, len(context.history), "blind")
     count = 1
@@ -80,7 +80,7 @@ class EmbeddedProposer:
     return self._proposal(drawn, context)
 
   def _options(self, context: Context) -> list[_Option]:
-    """Applicable edits that were not tried on this parent already."""
+    """Returns applicable edits that were not yet tried on this parent."""
     tried = {(e.parent, e.label) for e in context.history}
     demand = context.required
     repeats = (
@@ -99,10 +99,10 @@ class EmbeddedProposer:
     return options
 
   def _allowed(self, options: list[_Option], context: Context) -> list[_Option]:
-    """QuantForge's response map: a mask on what may come next, not a bonus.
+    """Masks the options by QuantForge's response map; this is not a score bonus.
 
-    When the mask leaves nothing the demand cannot be met by this library, and the
-    unmasked options stand.
+    If the mask leaves nothing, this library cannot meet the demand, and the unmasked
+    options are returned.
     """
     if context.evidence != "verdict":
       return options
@@ -121,7 +121,6 @@ class EmbeddedProposer:
     return focused or live or options
 
   def _answers(self, options: list[_Option], required: Required) -> list[_Option]:
-    """The edits that carry a required response."""
     template = self._by_id.get(id_of(required.label))
     if template is None:
       return options
@@ -133,8 +132,8 @@ class EmbeddedProposer:
         ]
       case Response.ADD_DISCRIMINATOR:
         return [o for o in options if o.label == required.label]
-    # The gain or the signature is real and its account is not, or no account is
-    # left: another act on the same computation, with accounts of its own.
+    # The gain or the signature is real but its explanation is wrong, or no explanation
+    # is left: try another edit of the same computation, with its own explanations.
     return [
       o
       for o in options
@@ -142,7 +141,7 @@ class EmbeddedProposer:
     ]
 
   def _score(self, option: _Option, context: Context) -> float:
-    """Prior, optimism, and what the arm's evidence says."""
+    """Adds prior, optimism and the terms that the arm's evidence allows."""
     prior = identity.draw(context.seed, option.label, "prior")
     wins = sum(e.gain for e in option.trials)
     score = 0.05 * prior + OPTIMISM / (1 + len(option.trials))
@@ -158,7 +157,7 @@ class EmbeddedProposer:
     return score + 0.1 * identity.draw(*where)
 
   def _damage(self, option: _Option, context: Context) -> float:
-    """What the template did to the target, in units of the best gain, weighted."""
+    """Returns the template's weighted mean change of the target over the best gain."""
     change = lambda e: e.changes.get(self._target, 0.0)
     best = max([1e-9, *(max(-change(e), 0.0) for e in context.history)])
     prefix = option.template.id + "("
@@ -166,7 +165,7 @@ class EmbeddedProposer:
     return 0.3 * (sum(related) / len(related)) / best if related else 0.0
 
   def _family_balance(self, option: _Option, context: Context) -> float:
-    """Share of gains among experiments of its family, from -1 to 1."""
+    """Returns the balance of gains among experiments of its family, from -1 to 1."""
     family = lambda e: getattr(self._by_id.get(id_of(e.label)), "family", "")
     siblings = [
       e.gain
@@ -176,7 +175,7 @@ class EmbeddedProposer:
     return 2 * sum(siblings) / len(siblings) - 1 if siblings else 0.0
 
   def _proposal(self, options: list[_Option], context: Context) -> Proposal:
-    """The parent with all edits; the experiment is the first one's."""
+    """Applies all edits to the parent; the experiment is that of the first edit."""
     source, template = context.parent.source, options[0].template
     for option in options:
       try:

@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible endpoint, and cassettes of its replies."""
+"""Client for OpenAI-compatible endpoints, and cassettes that record its replies."""
 
 import dataclasses
 import json
@@ -18,15 +18,9 @@ MAX_REPLY_BYTES = 16 << 20
 
 
 class Reply(pydantic.BaseModel, extra="forbid", strict=True):
-  """What the endpoint answered, as it is kept in cassettes.
+  """An endpoint's reply, as stored in cassettes; token counts are as billed.
 
-  Attributes:
-    text: The message.
-    model: The model that says it answered.
-    finish_reason: Why it stopped.
-    input_tokens: As billed.
-    output_tokens: As billed.
-    attempts: Requests that were sent.
+  `model` is the model that the endpoint says answered.
   """
 
   text: str
@@ -38,30 +32,29 @@ class Reply(pydantic.BaseModel, extra="forbid", strict=True):
 
 
 class Client(Protocol):
-  """One request, one reply."""
+  """Sends one request and returns one reply."""
 
   @property
   def name(self) -> str:
-    """Goes into the proposer's name."""
+    """Name used in the proposer's name."""
 
   def complete(self, request: Mapping[str, Any]) -> Reply:
     """Sends a chat-completion request.
 
     Raises:
-      ProposerError: No usable answer within the deadline.
+      ProposerError: There was no usable answer within the deadline.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HttpClient:
-  """An OpenAI-compatible `/chat/completions`.
+  """Client of an OpenAI-compatible `/chat/completions` endpoint.
 
   Attributes:
     base_url: Such as `http://localhost:8000/v1`.
-    model: The model to ask for.
-    key_variable: Environment variable with the key; it never enters a record.
+    key_variable: Environment variable with the API key; the key is never recorded.
     deadline: Seconds for a request with all its retries.
-    pause: Seconds before the first retry; doubles, with jitter.
+    pause: Seconds before the first retry; doubles on each retry, with jitter.
   """
 
   base_url: str
@@ -76,7 +69,7 @@ class HttpClient:
     return f"llm:{self.model}"
 
   def complete(self, request: Mapping[str, Any]) -> Reply:
-    """See `Client.complete`; retries what may pass, and obeys Retry-After."""
+    """See `Client.complete`; retries temporary errors and obeys Retry-After."""
     import httpx
 
     end, attempt = time.monotonic() + self.deadline, 0
@@ -105,7 +98,7 @@ class HttpClient:
       time.sleep(wait)
 
   def _post(self, request: Mapping[str, Any], end: float) -> tuple[int, str, bytes]:
-    """Status, Retry-After and body of one request, within deadline and size limit."""
+    """Returns status, Retry-After and body, within the deadline and the size limit."""
     import httpx
 
     url = f"{self.base_url.rstrip('/')}/chat/completions"
@@ -124,7 +117,7 @@ class HttpClient:
   def _headers(self) -> dict[str, str]:
     key = os.environ.get(self.key_variable, "")
     if not (key.isascii() and key.isprintable()):
-      # The HTTP library would quote the key in its own error.
+      # The HTTP library would quote the key in its own error message.
       raise ProposerError(
         f"endpoint: {self.key_variable} holds characters that no HTTP header can; set "
         "it again without line breaks."
@@ -148,11 +141,11 @@ class HttpClient:
 
 
 class Cassette:
-  """Recorded replies by the hash of their request.
+  """Recorded replies, addressed by the hash of their request.
 
-  Replay fails closed: a request that was not recorded is an error, never a live call
-  and never the nearest match. A replayed run shows that the code path reproduces; it
-  is not a new sample.
+  Replay fails closed: a request that was not recorded is an error, never a live call or
+  the nearest match. A replayed run shows that the code path reproduces; it is not a new
+  sample.
   """
 
   def __init__(
@@ -161,12 +154,12 @@ class Cassette:
     mode: Literal["record", "replay"],
     client: Client | None = None,
   ) -> None:
-    """Opens a cassette.
+    """Opens a cassette, which is a JSON-lines file.
 
-    Args:
-      path: A JSON-lines file.
-      mode: `record` asks the client and appends, `replay` only reads.
-      client: Needed to record.
+    `record` asks `client` and appends its replies; `replay` only reads.
+
+    Raises:
+      FileNotFoundError: There is no file to replay.
     """
     self._path, self._mode, self._client = pathlib.Path(path), mode, client
     self._replies: dict[str, Reply] = {}

@@ -1,4 +1,4 @@
-"""A person as the proposer: files out, files in."""
+"""A person as the proposer: questions and answers are files."""
 
 import json
 import pathlib
@@ -11,25 +11,19 @@ from mxjax.discovery.proposers.llm import Answer
 
 
 class HumanProposer:
-  """Writes each question into a folder and waits for the answer beside it.
-
-  Attributes:
-    name: See `Proposer`.
-  """
+  """Writes each question into a folder and waits there for the answer."""
 
   name = "human"
 
   def __init__(
     self, folder: str | pathlib.Path, task: Task, *, seconds: float, poll: float = 1.0
   ) -> None:
-    """Sets up.
+    """Sets up the exchange through a folder.
 
-    Args:
-      folder: `question-0-0.md` and `question-0-0.py` go out, `answer-0-0.json` comes
-        in: the fields of `llm.Answer`, where `source` may name a file beside it.
-      task: For what the question tells.
-      seconds: How long to wait for an answer.
-      poll: Seconds between looks.
+    The folder receives `question-0-0.md` and `question-0-0.py`. The person puts
+    `answer-0-0.json` there, with the fields of `llm.Answer`; its `source` may name a
+    file in the same folder. The proposer waits `seconds` for it and checks every `poll`
+    seconds.
     """
     self._folder, self._task = pathlib.Path(folder), task
     self._seconds, self._poll = seconds, poll

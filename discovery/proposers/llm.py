@@ -1,4 +1,4 @@
-"""A language model as the proposer: what it is asked, and how its answer is read."""
+"""A language model as the proposer: sends the prompt and parses the answer."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -26,7 +26,7 @@ class _Control(pydantic.BaseModel, extra="forbid", strict=True):
 
 
 class Answer(pydantic.BaseModel, extra="forbid", strict=True):
-  """The structured output asked of a model."""
+  """The structured output requested from a model."""
 
   source: str
   label: str
@@ -37,16 +37,16 @@ class Answer(pydantic.BaseModel, extra="forbid", strict=True):
   declared: list[str] = []
 
   def proposal(self, usage: Mapping[str, int]) -> Proposal:
-    """The proposal that the answer describes.
+    """Returns the proposal that the answer describes.
 
     Raises:
-      ValueError: A control that no ledger could charge.
+      ValueError: The ledger cannot charge a control.
     """
     return Proposal.from_dict({**self.model_dump(), "usage": usage})
 
 
 def _json_of(text: str) -> str:
-  """The JSON object of a reply: the whole, or the inside of its fence."""
+  """Extracts the JSON object of a reply: all of it, or the inside of its code fence."""
   if "```" not in text:
     return text
   inside = text.split("```")[1]
@@ -64,19 +64,16 @@ class LlmProposer:
     count: prompt.Count = prompt.estimated_tokens,
     price: Callable[[Reply], int] = lambda reply: 0,
   ) -> None:
-    """Sets up.
+    """Sets up the proposer.
 
-    Args:
-      client: Endpoint or cassette.
-      task: For its interface, interventions and margins.
-      count: Token counter.
-      price: Cost of a reply in micro-dollars.
+    `client` is an endpoint or a cassette, `count` counts tokens, and `price` returns
+    the cost of a reply in micro-dollars.
     """
     self._client, self._task, self._count, self._price = client, task, count, price
     self.name = client.name
 
   def propose(self, context: Context) -> Proposal:
-    """See `Proposer.propose`: an answer that does not admit is repaired once."""
+    """See `Proposer.propose`; an answer that is not admitted gets one repair turn."""
     messages = prompt.messages(context, self._task, count=self._count)
     usage = {"calls": 0, "input_tokens": 0, "output_tokens": 0, "micro_dollars": 0}
     complaint = ""
@@ -97,7 +94,7 @@ class LlmProposer:
           {"role": "assistant", "content": reply.text},
           {"role": "user", "content": f"That was not accepted: {complaint} Repair it."},
         ]
-    # The search books it as a rejected proposal: proposer calls, no evaluator call.
+    # The search books this as a rejected proposal: proposer calls, no evaluator call.
     return Proposal(source="", label="unusable answer", note=complaint, usage=usage)
 
   def _request(self, messages: list[dict[str, str]]) -> dict[str, Any]:

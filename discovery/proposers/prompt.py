@@ -1,9 +1,9 @@
-"""What a language model is told: an allow-list, inside a token budget.
+"""Builds the prompt for a language model from an allow-list, within a token budget.
 
 Paper: Appendix "Reflection prompt and memory". Memory keeps the best candidate, the
 latest 20 experiments, up to 16 failed directions and up to 16 successful mechanisms.
-Over its allowance it merges duplicates first, then drops the least relevant of the
-older entries; failures are not dropped before others.
+When it exceeds its allowance, it merges duplicates first and then drops the least
+relevant of the older entries; failures are not dropped before others.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ REFLECTION = (
 
 
 def estimated_tokens(text: str) -> int:
-  """A bound from above for common tokenizers: one token for three bytes."""
+  """Bounds the token count of common tokenizers from above: three bytes per token."""
   return -(-len(text.encode()) // 3)
 
 
 def tokenizer_count(path: str | pathlib.Path) -> Count:
-  """Exact counts by a `tokenizer.json`."""
+  """Returns an exact token counter that uses a `tokenizer.json`."""
   from tokenizers import Tokenizer
 
   tokenizer = Tokenizer.from_file(str(path))
@@ -42,7 +42,7 @@ def tokenizer_count(path: str | pathlib.Path) -> Count:
 
 
 def entry_text(experiment: Experiment) -> str:
-  """One line of memory."""
+  """Renders an experiment as one line of memory."""
   changes = ", ".join(f"{k} {v:+.4g}" for k, v in sorted(experiment.changes.items()))
   parts = [
     f"[{experiment.program[:8]} from {experiment.parent[:8]}] {experiment.label}",
@@ -62,7 +62,7 @@ def entry_text(experiment: Experiment) -> str:
 
 
 def _merged(entries: Sequence[Experiment]) -> list[Experiment]:
-  """One entry for each edit with the same end, the latest, with a count."""
+  """Merges entries of one edit with the same result into the latest, with a count."""
   groups: dict[tuple[str, str, bool, str], list[Experiment]] = {}
   for entry in entries:
     key = (entry.label, entry.status, entry.gain, entry.verdict)
@@ -75,7 +75,7 @@ def _merged(entries: Sequence[Experiment]) -> list[Experiment]:
 
 
 def _relevance(entry: Experiment, context: Context) -> tuple[bool, float]:
-  """Same parent first, then the size of what it did to the target."""
+  """Ranks entries of the same parent first, then by the size of the target's change."""
   change = abs(entry.changes.get(context.target, 0.0))
   return entry.parent == context.parent.id, change
 
@@ -83,7 +83,7 @@ def _relevance(entry: Experiment, context: Context) -> tuple[bool, float]:
 def select(
   context: Context, allowance: int = MEMORY_TOKENS, count: Count = estimated_tokens
 ) -> list[Experiment]:
-  """The experiments in memory, in order, within `allowance` tokens as rendered."""
+  """Returns the experiments in memory, in order, within `allowance` rendered tokens."""
   history = list(context.history)
   gains = [e for e in history if e.gain]
   best = min(gains, key=lambda e: e.changes.get(context.target, 0.0), default=None)
@@ -115,7 +115,6 @@ SYSTEM = (
 
 
 def _system(task: Task) -> str:
-  """The instructions, and what the task allows."""
   hooks = "\n".join(
     f"- {h.name}({', '.join(h.arguments)}): {h.doc}" for h in task.interface.hooks
   )
@@ -127,7 +126,7 @@ def _system(task: Task) -> str:
 
 
 def _question(context: Context) -> list[str]:
-  """What is asked now, as far as the arm's evidence allows."""
+  """Returns the current question, as far as the arm's evidence allows."""
   parts = [
     f"Target to lower: {context.target}.",
     f"Measured: {dict(context.parent.values)}",
@@ -151,10 +150,10 @@ def _question(context: Context) -> list[str]:
 def messages(
   context: Context, task: Task, *, count: Count = estimated_tokens
 ) -> list[dict[str, str]]:
-  """The request of one proposal.
+  """Returns the chat messages that request one proposal.
 
   Raises:
-    ValueError: The parent's source alone does not fit the input budget.
+    ValueError: The program and the instructions alone exceed the input budget.
   """
   system, parts = _system(task), _question(context)
   fixed = count(system) + sum(map(count, parts))

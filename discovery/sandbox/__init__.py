@@ -1,1 +1,1 @@
-"""Where candidates run: the jail, its workers, and the gate for what they return."""
+"""Isolation of candidates: the jail, its workers, and the gate for artifacts."""

@@ -1,7 +1,7 @@
-"""The gate: what a serialized artifact must be before it may run, and its identity.
+"""The gate: static checks of a serialized artifact before it runs, and its identity.
 
-Deserialization happens only here, and under a jail only in a worker that is thrown
-away at the first fault.
+Artifacts are deserialized only here, and in jailed runs only in a worker that is
+discarded at the first fault.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ FORBIDDEN_OPERATIONS = frozenset(
 
 
 def canonical_module(text: str) -> str:
-  """StableHLO text without names that the source chose.
+  """Returns StableHLO text without names that come from the source.
 
-  Comments, renamed variables and dead code are gone from it already; what is left to
-  remove is the module's name, names of private functions, and argument labels.
+  Tracing already removed comments, variable names and dead code. This removes the name
+  of the module, names of private functions, and argument labels.
   """
   text = re.sub(r"module @[\w.]+", "module", text)
   text = re.sub(r"(?m)^#loc.*$", "", text)
@@ -48,7 +48,7 @@ def canonical_module(text: str) -> str:
   text = re.sub(r'(,\s*)?jax\.(arg|result)_info = "[^"]*"', "", text)
   head, *parts = re.split(r"(?m)^(?=  func\.func )", text)
   named = {m.group(1): part for part in parts if (m := re.search(r"@([\w.]+)", part))}
-  # Functions are printed in order of name: visit them in order of first use instead.
+  # Functions are printed in order of name; visit them in order of first use instead.
   order = ["main"] if "main" in named else list(named)[:1]
   for name in order:
     used = re.findall(r"@([\w.]+)", named[name])
@@ -60,7 +60,7 @@ def canonical_module(text: str) -> str:
 
 
 def _constant_bytes(text: str) -> int:
-  """Bytes of all constants that are not one value repeated."""
+  """Counts the bytes of all constants that are not one repeated value."""
   total = 0
   for kind in re.findall(
     r'constant(?:\(\{[^}]*\}\))? dense<(?:"0x|\[)[^>]*> : tensor<([^>]*)>', text
@@ -75,7 +75,7 @@ def load(data: bytes, name: str) -> jax.export.Exported:
   """Deserializes an artifact.
 
   Raises:
-    RefusedError: Too long, or not an artifact.
+    RefusedError: The data is too long or not an artifact.
   """
   if not 0 < len(data) <= MAX_ARTIFACT_BYTES:
     raise RefusedError(
@@ -84,7 +84,7 @@ def load(data: bytes, name: str) -> jax.export.Exported:
   try:
     return jax.export.deserialize(bytearray(data))
   except Exception as error:  # noqa: BLE001
-    # Damaged bytes fail in flatbuffers, MLIR or JAX, each with errors of its own.
+    # Damaged bytes fail in flatbuffers, MLIR or JAX, each with its own errors.
     raise RefusedError(f"{name}: not an artifact: {type(error).__name__}.") from error
 
 
@@ -121,16 +121,11 @@ def _check_avals(
 def check(data: bytes, spec: Mapping[str, Any], *, batched: bool = False) -> str:
   """Applies every static rule to one artifact; returns its identity.
 
-  Args:
-    data: Serialized artifact.
-    spec: `Hook.to_dict()`.
-    batched: Whether it is the batched form.
-
-  Returns:
-    Hash of the hook's name and canonical lowered program.
+  The identity is the hash of the hook's name and canonical lowered program. `spec` is
+  `Hook.to_dict()`.
 
   Raises:
-    RefusedError: Naming the rule.
+    RefusedError: The artifact breaks a rule, which the message names.
   """
   place = f"{spec['name']}{' (batched)' if batched else ''}"
   exported = load(data, place)
@@ -154,7 +149,8 @@ def check(data: bytes, spec: Mapping[str, Any], *, batched: bool = False) -> str
     raise RefusedError(
       f"{place}: {constants} bytes of constants, at most {MAX_CONSTANT_BYTES}."
     )
-  # The name is part of it: lowering drops arguments that a hook does not read.
+  # The hash includes the name because lowering drops arguments that a hook does not
+  # read.
   return _sha256(f"{spec['name']}\n{canonical_module(text)}")
 
 
@@ -163,10 +159,10 @@ def _sha256(text: str) -> str:
 
 
 def gate(spec: Mapping[str, Any], unit: bytes, batched: bytes) -> str:
-  """Checks both forms of a hook; returns the identity of what they compute together.
+  """Checks both forms of a hook; returns the identity of their joint computation.
 
   Raises:
-    RefusedError: See `check`; or a form is missing.
+    RefusedError: A form is missing, or `check` refuses one.
   """
   computation = check(unit, spec)
   if bool(spec["batched"]) != bool(batched):
@@ -179,8 +175,7 @@ def gate(spec: Mapping[str, Any], unit: bytes, batched: bytes) -> str:
 class ArtifactTable:
   """Executable hooks by identity, loaded on first use.
 
-  Attributes:
-    specs: `Hook.to_dict()` of every hook by name.
+  `specs` holds `Hook.to_dict()` of every hook, by name.
   """
 
   def __init__(self, specs: Mapping[str, Mapping[str, Any]]) -> None:
@@ -195,14 +190,14 @@ class ArtifactTable:
     self._data.setdefault(computation, (name, unit, batched))
 
   def unit(self, computation: str) -> Callable[..., Any]:
-    """The hook on one unit: arrays in declared order to a tuple of arrays."""
+    """Returns the hook for one unit: arrays in declared order to a tuple of arrays."""
     if computation not in self._unit:
       name, data, _ = self._data[computation]
       self._unit[computation] = _Callable(computation, load(data, name))
     return self._unit[computation]
 
   def batched(self, computation: str) -> Callable[..., Any]:
-    """The hook on a batch; checked once against the unit.
+    """Returns the hook for a batch, after one check against the unit form.
 
     Raises:
       RefusedError: Rows are not independent.
@@ -219,7 +214,7 @@ class ArtifactTable:
 
 @dataclasses.dataclass(frozen=True)
 class _Callable:
-  """An artifact as a hashable function: equal identity, equal function."""
+  """An artifact as a hashable function; equal identities compare equal."""
 
   computation: str
   exported: jax.export.Exported = dataclasses.field(compare=False, hash=False)

@@ -1,4 +1,4 @@
-"""What every executor does: tracing a source, running a call through its phases."""
+"""Common parts of executors: tracing a source and running a call through its phases."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,19 +14,16 @@ from mxjax.discovery.core.task import (
 
 MEMORY_SIGNS = ("RESOURCE_EXHAUSTED", "ut of memory", "bad_alloc")
 OnDone = Callable[[int, Outcome, float], None]
-"""Told the position of a call, its outcome and its seconds."""
+"""Receives the position of a call, its outcome and its duration in seconds."""
 Phase = Callable[[bytes], tuple[dict[str, Any], bytes]]
-"""From the bytes of the phase before to JSON results and bytes for the next."""
+"""Maps the bytes of the previous phase to JSON results and bytes for the next."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-  """What tracing and the artifact gate made of a source.
+  """Result of tracing a source and passing its artifacts through the gate.
 
-  Attributes:
-    status: `OK`, `TRACE_FAILED`, `REFUSED`, or how the worker ended.
-    computation: Hook name to the hash of its lowered program.
-    detail: One sentence about a failure.
+  `computation` holds the hash of each hook's lowered program.
   """
 
   status: Status
@@ -35,23 +32,23 @@ class Traced:
 
 
 class Executor(Protocol):
-  """Where candidates are traced and calls are executed."""
+  """Traces candidates and executes calls."""
 
   @property
   def description(self) -> Mapping[str, Any]:
     """Sandbox level and the isolation in force, for the execution identity."""
 
   def trace(self, source: str) -> Traced:
-    """Traces all hooks of an admitted source; artifacts stay with the executor."""
+    """Traces all hooks of an admitted source; the executor retains the artifacts."""
 
   def run(self, calls: Sequence[Call], on_done: OnDone) -> None:
-    """Runs calls, side by side where it can.
+    """Runs calls, in parallel where possible.
 
-    `on_done` is told of each call as soon as it ends, from one thread at a time.
+    `on_done` is called for each call as soon as it ends, by one thread at a time.
     """
 
   def close(self) -> None:
-    """Ends its workers."""
+    """Ends the workers."""
 
 
 def run_phases(phases: Iterable[Phase]) -> Outcome:
@@ -73,10 +70,10 @@ def run_phases(phases: Iterable[Phase]) -> Outcome:
 
 
 def status_of(error: BaseException) -> tuple[Status, str]:
-  """What a candidate's fault in an evaluator phase is called, and a bounded detail.
+  """Returns the status of a candidate's fault in a phase, and a bounded detail.
 
-  The pipeline adds the place of an error by raising another from it, so the cause
-  decides: a broken contract stays one wherever it is noticed.
+  The pipeline raises errors with the place from their causes, so the chain of causes
+  decides the status.
   """
   detail = f"{type(error).__name__}: {error}"[:1000]
   cause: BaseException | None = error

@@ -1,8 +1,8 @@
-"""Length-prefixed messages between the supervisor and its workers: bytes, no pickles.
+"""Length-prefixed messages between the supervisor and its workers, without pickles.
 
-Imports only the standard library. `multiprocessing.connection` frames bytes too, but
-waits for the rest of a message without a deadline: a worker that sends half of one
-would stall the trusted side, so that side reads by `Worker._read`.
+This module imports only the standard library. `multiprocessing.connection` frames bytes
+too, but waits for the rest of a message without a deadline. A worker that sends half a
+message would stall the trusted side, which therefore reads through `Worker._read`.
 """
 
 import struct
@@ -14,17 +14,17 @@ _LENGTH = struct.Struct("<Q")
 
 
 def frame(data: bytes) -> bytes:
-  """A message: its length, then its bytes."""
+  """Returns a message: the length of the data, then the data."""
   return _LENGTH.pack(len(data)) + data
 
 
 def length_of(head: bytes) -> int:
-  """The length that the first `_LENGTH.size` bytes of a message announce."""
+  """Returns the message length announced in its first `_LENGTH.size` bytes."""
   return _LENGTH.unpack(head)[0]
 
 
 def read(file: BinaryIO) -> bytes:
-  """One message from a trusted sender; empty at the end of the file."""
+  """Reads one message from a trusted sender; empty at the end of the file."""
   head = file.read(_LENGTH.size)
   return file.read(length_of(head)) if len(head) == _LENGTH.size else b""
 
@@ -36,15 +36,15 @@ def write(file: BinaryIO, parts: Iterable[bytes]) -> None:
 
 
 def pack(parts: Iterable[bytes]) -> bytes:
-  """Several byte strings in one."""
+  """Packs several byte strings into one."""
   return b"".join(map(frame, parts))
 
 
 def unpack(data: bytes) -> list[bytes]:
-  """The inverse of `pack`, for bytes that nobody vouches for.
+  """Inverts `pack`, for untrusted bytes.
 
   Raises:
-    ValueError: Lengths that do not add up, or too many parts.
+    ValueError: The lengths do not add up, or there are too many parts.
   """
   parts, position = [], 0
   while position < len(data):

@@ -1,4 +1,4 @@
-"""Whether the batched form of a hook treats every row by itself, as the unit does."""
+"""Checks that the batched form of a hook treats every row independently."""
 
 import functools
 import operator
@@ -12,39 +12,40 @@ from mxjax.discovery.core.task import RefusedError
 from mxjax.discovery.sandbox.tracing import tracing_scope
 
 CHECK_ROWS = 48
-"""Rows of the check that the batched form treats each row by itself."""
+"""Rows used in the check."""
 UNIT_TOLERANCE = 0.1
-"""Share of a row's values that rounding may decide otherwise in the two forms."""
+"""Fraction of a row's values in which rounding may make the two forms differ."""
 ROW_TOLERANCE = 1 / 3
-"""Share of rows in which more may differ: one turned code can turn those after it."""
+"""Fraction of rows allowed above `UNIT_TOLERANCE`: one code can change later ones."""
 UNIT_ROWS = range(0, CHECK_ROWS, 3)
 """Rows on which the two forms are compared."""
 UNIT_DRAWS = 5
-"""Draws on which they are compared; the majority decides."""
+"""Draws on which the forms are compared; the majority decides."""
 
 
 def check_independence(
   unit: Callable[..., Any], batched: Callable[..., Any], spec: Mapping[str, Any]
 ) -> None:
-  """The batched form must treat every row by itself, as the unit does.
+  """Checks that the batched form treats every row independently, as the unit does.
 
-  Both are tried on data drawn when the check runs.
+  Both forms run on random data that is drawn when the check runs.
 
   Raises:
-    RefusedError: A row's result depends on other rows, or the forms are two functions.
+    RefusedError: A row's result depends on other rows, or the forms compute different
+      functions.
   """
   generator = np.random.default_rng(np.random.SeedSequence().entropy)
   draw = functools.partial(_draw, spec, generator)
   _check_rows(batched, spec, draw(), draw())
-  # Where a drawn matrix is nearly singular rounding may decide most rows: only what
-  # differs in most draws is another function.
+  # On a nearly singular draw, rounding may decide most rows, so the forms count as
+  # different functions only if they differ in most draws.
   differing = sum(_forms_differ(unit, batched, spec, draw()) for _ in range(UNIT_DRAWS))
   if 2 * differing > UNIT_DRAWS:
     raise RefusedError(f"{spec['name']}: the batched form is not the unit's.")
 
 
 def _draw(spec: Mapping[str, Any], generator: np.random.Generator) -> list[Any]:
-  """Arguments of the batched form, each at a scale of its own."""
+  """Draws arguments of the batched form, each array with a random scale."""
 
   def sample(entry: list[Any], rows: tuple[int, ...]) -> np.ndarray:
     dtype, shape = entry
@@ -70,7 +71,7 @@ def _call(function: Callable[..., Any], arguments: list[Any]) -> list[np.ndarray
 def _by_argument(
   spec: Mapping[str, Any], pick: Callable[..., Any], *draws: list[Any]
 ) -> list[Any]:
-  """`pick` of every array that has rows; the others as the first draw has them."""
+  """Applies `pick` to every array with rows; takes the others from the first draw."""
   return [
     jax.tree.map(pick, *trees) if name in spec["batched"] else trees[0]
     for (name, _), *trees in zip(spec["arguments"], *draws, strict=True)
@@ -78,7 +79,7 @@ def _by_argument(
 
 
 def _mixed(is_mine: np.ndarray, mine: np.ndarray, other: np.ndarray) -> np.ndarray:
-  """Rows of `mine` where `is_mine`, of `other` elsewhere."""
+  """Takes rows of `mine` where `is_mine`, and of `other` elsewhere."""
   return np.where(is_mine.reshape(-1, *[1] * (mine.ndim - 1)), mine, other)
 
 
@@ -88,16 +89,16 @@ def _check_rows(
   arguments: list[Any],
   others: list[Any],
 ) -> None:
-  """Replaces the neighbours of some rows; raises where those rows notice."""
+  """Replaces the neighbours of some rows; raises if those rows' results change."""
   whole = _call(batched, arguments)
   third = np.arange(CHECK_ROWS) % 3 == 0
-  # Both ways round, so that every row is once a neighbour that was replaced.
+  # Both ways round, so that every row is once a replaced neighbour.
   for same in (third, ~third):
     mix = functools.partial(_mixed, same)
     again = _call(batched, _by_argument(spec, mix, arguments, others))
     for rows, mixed in zip(whole, again, strict=True):
-      # Equal shapes run equal code, so what does not depend on neighbours is equal
-      # to the bit.
+      # Equal shapes run the same code, so results that do not depend on neighbours are
+      # bitwise equal.
       is_float = rows.dtype.kind == "f"
       if not np.array_equal(rows[same], mixed[same], equal_nan=is_float):
         raise RefusedError(
@@ -111,10 +112,10 @@ def _forms_differ(
   spec: Mapping[str, Any],
   arguments: list[Any],
 ) -> bool:
-  """Whether the two forms give other values on more than rounding's share of rows.
+  """Returns whether the forms differ on more rows than rounding explains.
 
-  The unit runs other code and may differ in the last place. That can turn a code and,
-  where errors are carried on, the rest of its row.
+  The unit form runs different code and may differ in the last place. That can change a
+  code and, where errors are propagated, the rest of its row.
   """
   whole = _call(batched, arguments)
   single = [

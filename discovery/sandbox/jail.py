@@ -1,8 +1,8 @@
-"""Isolation of a worker: namespaces, Landlock, seccomp, limits. Linux on x86-64.
+"""Isolation of a worker: namespaces, Landlock, seccomp and limits (Linux, x86-64).
 
-Imports only the standard library, so that a worker can isolate itself before anything
-else runs in it. Every thread started later is isolated too. What this system cannot
-enforce is an error, never a weaker jail.
+This module imports only the standard library, so that a worker can isolate itself
+before anything else runs in it. Threads started later are isolated too. If this system
+cannot enforce a level, that is an error, never a weaker jail.
 """
 
 import ctypes
@@ -53,20 +53,20 @@ _CLONE_SYSCALL, _CLONE3_SYSCALL, _CLONE_THREAD = 56, 435, 0x10000
 
 
 class JailError(RuntimeError):
-  """Isolation that this system cannot enforce."""
+  """Raised for isolation that this system cannot enforce."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What a worker may use.
+  """Resource limits of a worker.
 
   Attributes:
-    seconds: Wall clock for one job; the supervisor kills.
-    cpu_seconds: CPU for the whole process; the kernel kills.
+    seconds: Wall clock of one job; the supervisor kills the worker.
+    cpu_seconds: CPU time of the whole process; the kernel kills it.
     memory_bytes: Address space.
     files: Open file descriptors.
     message_bytes: Longest reply.
-    stderr_bytes: Output kept of a worker, from its end.
+    stderr_bytes: Length of the end of a worker's output that is kept.
   """
 
   seconds: float = 30.0
@@ -87,14 +87,14 @@ def _call(what: str, result: int) -> int:
 
 
 def die_with_parent() -> None:
-  """Asks the kernel to kill this process when its parent is gone."""
+  """Asks the kernel to kill this process when its parent dies."""
   _call("pdeathsig", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
 
 
 def enter_namespaces() -> None:
-  """New user, mount, pid, network, IPC and host-name namespaces for what is forked."""
+  """Creates user, mount, pid, network, IPC and host-name namespaces for later forks."""
   uid, gid = os.geteuid(), os.getegid()
-  # Each flag is a bit of its own.
+  # The flags are distinct bits, so their sum is their union.
   _call("namespaces", _libc.unshare(sum(_CLONE.values())))
   for name, text in (
     ("setgroups", "deny"),
@@ -108,7 +108,7 @@ def enter_namespaces() -> None:
 
 
 def mount_scratch(path: str) -> None:
-  """A tmpfs of 64 MB, seen by this mount namespace alone, that ends with it."""
+  """Mounts a 64 MB tmpfs that is private to this mount namespace and ends with it."""
   options = f"size={SCRATCH_BYTES},mode=700".encode()
   result = _libc.mount(b"tmpfs", path.encode(), b"tmpfs", _MS_NOSUID_NODEV, options)
   _call("scratch", result)
@@ -124,17 +124,20 @@ class _PathRule(ctypes.Structure):
 
 
 def landlock_version() -> int:
-  """The kernel's Landlock version; 0 without it."""
+  """Returns the kernel's Landlock version, or 0 without Landlock."""
   return max(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1), 0)
 
 
 def restrict_files(
   readable: Iterable[str], writable: Iterable[str], listable: Iterable[str] = ()
 ) -> int:
-  """Landlock: only these paths, and what lies below them; no TCP, no signals out.
+  """Restricts file access to these paths and their contents by Landlock.
 
-  Returns:
-    The version in force.
+  Newer Landlock versions also forbid TCP and signals to processes outside. Returns the
+  version in force.
+
+  Raises:
+    JailError: The kernel has no Landlock, or a system call failed.
   """
   version = landlock_version()
   if version < 1:
@@ -167,7 +170,7 @@ def restrict_files(
 
 
 def restrict_syscalls() -> None:
-  """Seccomp: no new processes, sockets, mounts or tracing; threads are allowed."""
+  """Forbids new processes, sockets, mounts and tracing (seccomp); allows threads."""
   if platform.machine() != "x86_64" or sys.maxsize < 2**32:
     raise JailError(
       f"jail: the syscall filter knows x86_64 only, this is {platform.machine()}; use "
@@ -208,13 +211,13 @@ def restrict_syscalls() -> None:
 
 
 def drop_capabilities() -> None:
-  """Gives up what a user namespace hands its first process."""
+  """Drops the capabilities that a user namespace grants its first process."""
   header = (ctypes.c_uint32 * 2)(0x20080522, 0)
   _call("capset", _libc.capset(ctypes.byref(header), (ctypes.c_uint32 * 6)()))
 
 
 def set_limits(limits: Limits) -> None:
-  """Hard resource limits of this process."""
+  """Sets hard resource limits for this process."""
   for kind, value in (
     (resource.RLIMIT_AS, limits.memory_bytes),
     (resource.RLIMIT_CPU, limits.cpu_seconds),
@@ -226,13 +229,10 @@ def set_limits(limits: Limits) -> None:
 
 
 def interpreter_paths(packages: Iterable[str]) -> tuple[list[str], list[str]]:
-  """What an interpreter must read to import some packages, and list.
+  """Returns the readable paths and listable folders needed to import some packages.
 
-  The standard library and the named packages with their metadata, not the whole of
-  site-packages: data wheels lie there too.
-
-  Returns:
-    Readable paths and listable folders.
+  They cover the standard library and the named packages with their metadata, not all of
+  site-packages, because data wheels are there too.
   """
   stdlib = sysconfig.get_paths()["stdlib"]
   readable = [
@@ -251,7 +251,7 @@ def interpreter_paths(packages: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _system_paths() -> Iterator[str]:
-  """What JAX's CPU backend and the C library read."""
+  """Yields the paths that JAX's CPU backend and the C library read."""
   yield from ("/usr/lib", "/lib", "/lib64", "/usr/lib64", "/etc/ld.so.cache")
   yield from ("/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/self")
   yield from ("/sys/devices/system", "/dev/urandom", "/dev/null")
@@ -266,17 +266,17 @@ def lock(
   limits: Limits,
   writable: Iterable[str] = (),
 ) -> dict[str, Any]:
-  """Isolates the calling process at a level, for good.
+  """Isolates the calling process permanently.
 
-  For `strict`, `enter_namespaces` and a fork must have come before.
+  For `strict`, the caller must have called `enter_namespaces` and forked before.
 
   Args:
     level: `strict` or `standard`.
-    readable: Paths to read.
+    readable: Paths that may be read.
     listable: Folders whose entries may be listed.
-    scratch: A folder; `strict` mounts a tmpfs there, `standard` uses it as it is.
-    limits: Resources.
-    writable: Folders outside the scratch folder that may be written.
+    scratch: Scratch folder; `strict` mounts a tmpfs there, `standard` uses it as it is.
+    limits: Resource limits.
+    writable: Folders other than the scratch folder that may be written.
 
   Returns:
     The features in force, for the execution identity.
@@ -299,10 +299,10 @@ def lock(
 
 
 def fork_into_jail(level: str) -> None:
-  """Forks; the parent waits and mirrors the child's end, the child returns.
+  """Forks; the parent waits and mirrors the child's exit, and the child returns.
 
-  In `strict` the child is the first process of its own pid namespace: when it ends,
-  or the waiting parent is killed, the kernel ends everything that it started.
+  In `strict`, the child is the first process of its own pid namespace. When it ends, or
+  the waiting parent is killed, the kernel ends everything that it started.
   """
   if level not in JAILED:
     raise JailError(f"jail: level {level!r} is not one of {', '.join(JAILED)}.")
@@ -312,7 +312,7 @@ def fork_into_jail(level: str) -> None:
   if child:
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
-      # A core limit of zero and default handling: end as the child ended.
+      # With a core limit of zero and default handling, end as the child ended.
       resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
       number = os.WTERMSIG(status)
       if number != signal.SIGKILL:
@@ -323,7 +323,7 @@ def fork_into_jail(level: str) -> None:
 
 
 def clean_environment() -> dict[str, str]:
-  """The whole environment of a worker: nothing is inherited."""
+  """Returns the whole environment of a worker; nothing is inherited."""
   return {
     "PATH": "/usr/bin:/bin",
     "HOME": "/nonexistent",

@@ -1,7 +1,8 @@
-"""The executor of levels `strict` and `standard`: jailed tracing, jailed evaluation.
+"""The executor of levels `strict` and `standard`: jailed tracing and evaluation.
 
-Its evaluators run here or on a Ray cluster. The trajectory of a run does not depend on
-which: calls are committed in the packets' order, wherever and whenever they end.
+Evaluators run on this machine or on a Ray cluster. The trajectory of a run is the same
+in both cases: calls are committed in the order of the packets, wherever and whenever
+they end.
 """
 
 import concurrent.futures
@@ -24,16 +25,16 @@ from mxjax.discovery.sandbox.executor import OnDone, Traced, run_phases
 from mxjax.discovery.sandbox.supervisor import RunWorker, Tracer, WorkerError
 
 Serialized = Mapping[str, tuple[str, bytes, bytes]]
-"""Identity to hook name, unit form and batched form of an artifact."""
+"""Hook name, unit form and batched form of each artifact, by identity."""
 
 
 class EvaluatorWorker:
-  """One evaluator: a jailed worker for each phase."""
+  """One evaluator, with a jailed worker for each phase."""
 
   def __init__(
     self, task: Task, level: str, limits: jail.Limits, compiled: str = ""
   ) -> None:
-    """Describes the workers; they start when they are needed."""
+    """Configures the workers, which start on first use."""
     self._workers = [
       RunWorker(task.spec, phase, task.readable(phase), level, limits, compiled)
       for phase in task.phases
@@ -58,17 +59,17 @@ class EvaluatorWorker:
 
 
 class RemoteEvaluator(EvaluatorWorker):
-  """An evaluator made, on the node that runs it, from what can be sent there."""
+  """An evaluator built from serializable arguments on the node that runs it."""
 
   def __init__(
     self, spec: Mapping[str, Any], level: str, limits: Mapping[str, Any]
   ) -> None:
-    """Builds the task and describes its workers."""
+    """Builds the task and configures its workers."""
     super().__init__(task_.load(spec), level, jail.Limits(**limits))
 
 
 class RayWorker:
-  """One actor that holds one evaluator."""
+  """One Ray actor that holds one evaluator."""
 
   def __init__(self, task: Task, level: str, limits: jail.Limits) -> None:
     """Starts the actor on any node of the cluster that this process has joined.
@@ -99,9 +100,9 @@ class RayWorker:
 
 
 class JailedExecutor:
-  """Candidates traced in disposable jails, calls spread over workers.
+  """Traces candidates in disposable jails and distributes calls over workers.
 
-  Artifacts are stored with the run, so a resumed run traces nothing again.
+  Artifacts are stored with the run, so a resumed run does not trace them again.
   """
 
   def __init__(
@@ -118,18 +119,13 @@ class JailedExecutor:
   ) -> None:
     """Starts the tracer.
 
-    Args:
-      task: The task.
-      store: Where artifacts are stored.
-      level: `strict` or `standard`.
-      workers: Calls that run side by side.
-      trace_limits: For candidate Python.
-      run_limits: For evaluator phases.
-      make_worker: Makes an evaluator elsewhere, such as `RayWorker`.
-      compiled: A folder in which workers, and runs, share compiled programs.
+    Calls run in parallel on `workers` evaluators, which `make_worker` can build
+    elsewhere, as `RayWorker` does. `trace_limits` bound candidate Python and
+    `run_limits` evaluator phases. Workers and runs share compiled programs in the
+    folder `compiled`.
 
     Raises:
-      WorkerError: The level cannot be had on this machine.
+      WorkerError: This machine cannot provide the level.
     """
     self._store = store
     self._specs = {spec["name"]: spec for spec in task.interface.to_list()}
@@ -143,13 +139,13 @@ class JailedExecutor:
     self._workers = [make(task, level, run_limits) for _ in range(workers)]
     first = task.phases[0]
     self._gate = RunWorker(task.spec, first, task.readable(first), level, run_limits)
-    # A worker dies with the thread that started it, so each has one thread for good.
+    # A worker dies with the thread that started it, so each has one permanent thread.
     self._threads = [
       concurrent.futures.ThreadPoolExecutor(max_workers=1) for _ in self._workers
     ]
 
   def trace(self, source: str) -> Traced:
-    """See `Executor.trace`: jail, then gate."""
+    """See `Executor.trace`; traces in a jail and then applies the gate."""
     keys = hook_keys(source, self._specs)
     known = {name: self._store.get("hooks", key) for name, key in keys.items()}
     computation = {n: entry["computation"] for n, entry in known.items() if entry}
@@ -170,7 +166,7 @@ class JailedExecutor:
     return Traced(Status.OK, computation | gated)
 
   def artifacts(self, call: Call) -> Serialized:
-    """Everything that a call may execute, its parent's hooks for controls included."""
+    """Returns everything that a call may execute, including the parent's hooks."""
     hooks = [*call.computation.items()]
     parent = call.intervention.get("parent")
     if isinstance(parent, Mapping):
@@ -184,7 +180,7 @@ class JailedExecutor:
     return unit, batched
 
   def run(self, calls: Sequence[Call], on_done: OnDone) -> None:
-    """See `Executor.run`: calls go to the next free worker."""
+    """See `Executor.run`; calls go to the next free worker."""
     lock, waiting = threading.Lock(), list(enumerate(calls))[::-1]
 
     def drain(worker: EvaluatorWorker) -> None:

@@ -1,7 +1,7 @@
-"""The executor of level `off`: traces and runs in this process, trusted source only.
+"""The executor of level `off`: runs trusted source in this process.
 
-It is what the synthetic world and the embedded edit templates use when speed matters
-more than isolation, and every record of such a run says so.
+The synthetic world and the embedded edit templates use it when speed matters more than
+isolation. Every record of such a run says so.
 """
 
 import functools
@@ -16,7 +16,7 @@ from mxjax.discovery.sandbox.executor import OnDone, Traced, run_phases, status_
 
 
 class LocalExecutor:
-  """Everything in one process, without limits."""
+  """Traces and runs everything in one process, without limits."""
 
   description: Mapping[str, Any] = {"level": "off"}
 
@@ -29,16 +29,13 @@ class LocalExecutor:
     self._hooks: dict[str, str] = {}
 
   def sibling(self, task: Task) -> "LocalExecutor":
-    """An executor for another task of the same interface, with the same artifacts."""
+    """Returns an executor that shares these artifacts, for a task of this interface."""
     other = LocalExecutor(task)
     other._artifacts, other._hooks = self._artifacts, self._hooks
     return other
 
   def trace(self, source: str) -> Traced:
-    """Traces and gates every hook; see `Executor.trace`.
-
-    Hooks whose text and surroundings are known are not traced again.
-    """
+    """See `Executor.trace`; a hook with a known key (`hook_keys`) is not retraced."""
     specs = self._artifacts.specs
     keys = hook_keys(source, specs)
     computation = {n: self._hooks[k] for n, k in keys.items() if k in self._hooks}
@@ -51,12 +48,13 @@ class LocalExecutor:
     except RefusedError as error:
       return Traced(Status.REFUSED, detail=str(error))
     except Exception as error:  # noqa: BLE001
-      # Candidate code raises what it likes; that is its result, not ours.
+      # An exception of candidate code is a result of the candidate, not an error of
+      # ours.
       return Traced(Status.TRACE_FAILED, detail=f"{type(error).__name__}: {error}")
     return Traced(Status.OK, computation)
 
   def run(self, calls: Sequence[Call], on_done: OnDone) -> None:
-    """Runs the calls one after another; see `Executor.run`."""
+    """See `Executor.run`; runs the calls one after another."""
     for index, call in enumerate(calls):
       start = time.perf_counter()
       outcome = self._outcome(call)
@@ -69,7 +67,7 @@ class LocalExecutor:
         for phase in self._task.phases
       )
     except Exception as error:  # noqa: BLE001
-      # A fault of the candidate is its result; what it is called says which.
+      # A fault of the candidate is its result; `status_of` classifies it.
       status, detail = status_of(error)
       return Outcome(status, detail=detail)
 
@@ -79,4 +77,4 @@ class LocalExecutor:
     return self._sessions[phase]
 
   def close(self) -> None:
-    """Nothing to stop."""
+    """Does nothing; there are no workers."""

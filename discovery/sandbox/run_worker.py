@@ -1,9 +1,9 @@
 """The run worker: executes artifacts on a phase's data; never sees candidate Python.
 
-Run as a script with `-I -B` and an empty environment: `run_worker.py CONFIG`, JSON.
-It isolates itself before JAX is imported, so every thread is isolated. A worker serves
-many calls, because an artifact is a pure function and leaves nothing behind; its
-supervisor kills it at the first fault and starts another.
+It runs as a script with `-I -B` and an empty environment: `run_worker.py CONFIG`, where
+CONFIG is JSON. It isolates itself before it imports JAX, so every thread is isolated. A
+worker serves many calls, because an artifact is a pure function and leaves nothing
+behind; its supervisor kills it at the first fault and starts another.
 """
 
 import importlib.util
@@ -15,11 +15,11 @@ import sys
 from typing import Any
 
 CACHES_UP_TO = 2 << 30
-"""Peak bytes of resident memory after which compiled programs are dropped."""
+"""Peak bytes of resident memory above which compiled programs are dropped."""
 
 
 def _load(name: str) -> Any:
-  """A file beside this one, without its package, which would import JAX."""
+  """Loads a sibling file without its package, because the package would import JAX."""
   path = pathlib.Path(__file__).resolve().parent / f"{name}.py"
   spec = importlib.util.spec_from_file_location(name, path)
   assert spec is not None and spec.loader is not None
@@ -30,7 +30,6 @@ def _load(name: str) -> Any:
 
 
 def _enter(config: dict[str, Any]) -> dict[str, Any]:
-  """Isolates this process and returns the features in force."""
   jail = _load("jail")
   jail.die_with_parent()
   jail.fork_into_jail(config["level"])
@@ -46,10 +45,10 @@ def _enter(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Caches:
-  """Drops compiled programs when they have filled much memory.
+  """Drops compiled programs when they use much memory.
 
-  Every candidate leaves its own. Only the peak of memory can be read in isolation, so
-  the limit moves with it.
+  Every candidate leaves compiled programs behind. An isolated process can read only its
+  peak memory, so the limit rises with the peak.
   """
 
   def __init__(self) -> None:
@@ -79,14 +78,13 @@ class _Phase:
     self._session: Any = None
 
   def gate(self, request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
-    """Checks artifacts: unit and batched form of every spec."""
     forms = zip(request["specs"], blobs[0::2], blobs[1::2], strict=True)
     return {"computation": [self._artifact.gate(*each) for each in forms]}
 
   def run(
     self, request: dict[str, Any], blobs: list[bytes]
   ) -> tuple[dict[str, Any], bytes]:
-    """Runs a call; the last blob comes from the phase before, the others are new."""
+    """Runs a call; the last blob comes from the previous phase, the others are new."""
     *new, before = blobs
     forms = zip(request["artifacts"], new[0::2], new[1::2], strict=True)
     for (computation, name), unit, batched in forms:
@@ -106,7 +104,7 @@ def main() -> None:
   replies = os.fdopen(os.dup(1), "wb")
   os.dup2(2, 1)
   features = _enter(config)
-  # Only now: what these start is isolated.
+  # Import JAX only now, so that the threads it starts are isolated.
   from mxjax.devices import execution
   from mxjax.discovery.core.task import Status
   from mxjax.discovery.sandbox.executor import status_of
@@ -126,7 +124,7 @@ def main() -> None:
         result, payload = phase.run(request, blobs)
       answer = {"status": Status.OK, **result}
     except Exception as error:  # noqa: BLE001
-      # The supervisor turns it into a status; the message is its detail.
+      # The supervisor turns this into a status; the message becomes its detail.
       status, detail = status_of(error)
       if request["kind"] == "gate" and status == Status.CONTRACT:
         status = Status.REFUSED

@@ -1,4 +1,4 @@
-"""The trusted side of the jail: starts workers, waits, kills, and reads strictly."""
+"""The trusted side of the jail: starts, times and kills workers; parses strictly."""
 
 import dataclasses
 import json
@@ -20,27 +20,30 @@ from mxjax.discovery.sandbox import frames, jail
 
 HERE = pathlib.Path(__file__).resolve().parent
 LIBRARY = pathlib.Path(mxjax.__file__).resolve().parent.parent
-"""The folder that holds the package `mxjax`, for workers to import it from."""
+"""Folder that contains the package `mxjax`, from which workers import it."""
 START_SECONDS = 120.0
 MEMORY_SIGNS = ("MemoryError", "RESOURCE_EXHAUSTED", "bad_alloc", "Unable to allocate")
 CPU_SIGNALS = (signal.SIGXCPU, signal.SIGKILL)
-"""How the kernel ends a process whose CPU limit is used up."""
-# CPU ends a loop; the wall clock only what sleeps, so a busy machine changes nothing.
+"""Signals by which the kernel ends a process that has used up its CPU limit."""
+# The CPU limit ends loops; the wall-clock limit ends only processes that sleep, so a
+# busy machine changes nothing.
 TRACE_LIMITS = jail.Limits(seconds=180.0, cpu_seconds=20, memory_bytes=4 << 30)
 RUN_LIMITS = jail.Limits(
   seconds=600.0, cpu_seconds=1 << 20, memory_bytes=16 << 30, message_bytes=1 << 30
 )
 
 GATE_SECONDS = 120.0
-"""For the check of one program's artifacts. Reading a damaged one may never end: MLIR's
-reader follows its locations as a tree, of whatever size the bytes say."""
+"""Seconds allowed for checking one program's artifacts.
+
+Reading a damaged artifact may never end, because MLIR's reader follows its locations as
+a tree of any size.
+"""
 
 
 class WorkerError(RuntimeError):
-  """A worker that ended, hung or spoke nonsense; it is killed already.
+  """Raised for a worker that ended, hung or sent invalid data; it is already killed.
 
-  Attributes:
-    status: What the condition's status becomes.
+  `status` becomes the status of the condition.
   """
 
   def __init__(self, status: Status, detail: str) -> None:
@@ -50,10 +53,10 @@ class WorkerError(RuntimeError):
 
 
 def strict_json(data: bytes) -> Any:
-  """JSON without NaN, infinities or repeated keys.
+  """Parses JSON without NaN, infinities or repeated keys.
 
   Raises:
-    ValueError: Naming what is wrong.
+    ValueError: The data is not such JSON; the message names the fault.
   """
 
   def distinct(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -93,8 +96,8 @@ class Worker:
     """Sends one request and waits for the parts of its answer.
 
     Raises:
-      WorkerError: No answer in time, or none at all; the worker is gone.
-      ValueError: An answer whose parts do not add up.
+      WorkerError: There was no answer in time; the worker has been killed.
+      ValueError: The lengths of the answer's parts do not add up.
     """
     assert self._process.stdin is not None
     deadline = time.monotonic() + (seconds or self._limits.seconds)
@@ -149,19 +152,16 @@ class Worker:
         try:
           pipe.close()
         except BrokenPipeError:
-          # The worker is dead; what was buffered for it goes nowhere.
+          # The worker is dead; data buffered for it is discarded.
           continue
     self._errors.close()
 
 
 @dataclasses.dataclass(frozen=True)
 class RawTrace:
-  """What came out of the trace jail, unchecked.
+  """Unchecked output of the trace jail.
 
-  Attributes:
-    status: `OK` or why there are no artifacts.
-    detail: One sentence about a failure.
-    hooks: Hook name to unit and batched artifact.
+  `hooks` holds the unit and batched artifact of each hook.
   """
 
   status: Status
@@ -170,17 +170,16 @@ class RawTrace:
 
 
 class Tracer:
-  """Traces sources, one jailed process each.
+  """Traces each source in its own jailed process.
 
-  Attributes:
-    features: The isolation in force.
+  `features` describes the isolation in force.
   """
 
   def __init__(self, level: str, limits: jail.Limits = TRACE_LIMITS) -> None:
-    """Starts the supervisor and tries the jail.
+    """Starts the supervisor and tests the jail.
 
     Raises:
-      WorkerError: The level cannot be had on this machine.
+      WorkerError: This machine cannot provide the level.
     """
     self._level, self._limits = level, limits
     self._worker = Worker("trace_worker.py", _import_path(), limits)
@@ -207,7 +206,7 @@ class Tracer:
     return json.loads(head), reply
 
   def trace(self, source: str, hooks: Sequence[Mapping[str, Any]]) -> RawTrace:
-    """Executes a source in a jail of its own; what comes back is unchecked bytes."""
+    """Executes a source in its own jail and returns unchecked bytes."""
     outcome, reply = self._job({"source": source, "hooks": [dict(h) for h in hooks]})
     status, detail = _classify(outcome, reply)
     if status != Status.OK:
@@ -246,7 +245,7 @@ def _classify(outcome: Mapping[str, Any], reply: bytes) -> tuple[Status, str]:
 
 
 def _import_path() -> list[str]:
-  """Where this process finds its packages, without the current folder."""
+  """Returns this process's import path without the current folder."""
   return [path for path in sys.path if path and os.path.isdir(path)]
 
 
@@ -262,7 +261,7 @@ class RunWorker:
     limits: jail.Limits = RUN_LIMITS,
     compiled: str = "",
   ) -> None:
-    """Describes the worker; it starts with the first request.
+    """Configures the worker, which starts with the first request.
 
     `compiled` is a folder that it may write, for programs that it compiled.
     """
@@ -310,7 +309,7 @@ class RunWorker:
     """Checks artifacts and returns their identities by hook.
 
     Raises:
-      WorkerError: Refused, or the gate itself ended.
+      WorkerError: An artifact was refused, or the gate itself ended.
     """
     request = {"kind": "gate", "specs": [dict(spec) for spec in specs]}
     blobs = [blob for spec in specs for blob in hooks[spec["name"]]]
@@ -325,13 +324,11 @@ class RunWorker:
     artifacts: Mapping[str, tuple[str, bytes, bytes]],
     before: bytes,
   ) -> tuple[dict[str, Any], bytes]:
-    """Runs the phase.
+    """Runs the phase on a call, given as `Call._asdict()`.
 
-    Args:
-      call: `Call._asdict()`.
-      artifacts: Identity to hook name, unit and batched form, of all that the call
-        may execute; each is sent to a worker once.
-      before: From the phase before.
+    `artifacts` holds hook name, unit and batched form by identity, for everything that
+    the call may execute; each is sent to a worker once. `before` comes from the
+    previous phase.
 
     Raises:
       WorkerError: The call failed.

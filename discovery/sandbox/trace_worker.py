@@ -1,9 +1,9 @@
-"""The trace worker: a clean interpreter that forks one jailed child for each source.
+"""The trace worker: a clean interpreter that forks one jailed child per source.
 
-Run as a script with `-I -B` and an empty environment. The parent of the children
-never executes candidate code: it imports JAX once, so that a child starts in
-milliseconds, and supervises. A child isolates itself, executes the source, and sends
-back serialized artifacts; then it is gone.
+It runs as a script with `-I -B` and an empty environment. The parent never executes
+candidate code: it imports JAX once, so that children start in milliseconds, and
+supervises them. A child isolates itself, executes the source, sends back serialized
+artifacts and exits.
 """
 
 import importlib
@@ -24,7 +24,7 @@ ARTIFACTS, ERROR, FEATURES = b"A", b"E", b"F"
 
 
 def _load(name: str) -> Any:
-  """A file beside this one, without its package: mxjax stays outside the jail."""
+  """Loads a sibling file without its package, because mxjax stays outside the jail."""
   path = pathlib.Path(__file__).resolve().parent / f"{name}.py"
   spec = importlib.util.spec_from_file_location(name, path)
   assert spec is not None and spec.loader is not None
@@ -35,7 +35,7 @@ def _load(name: str) -> Any:
 
 
 def _child(job: dict[str, Any], result: int, output: int, scratch: str) -> None:
-  """Becomes the jailed process of one source and never returns."""
+  """Becomes the jailed process of one source; never returns."""
   jail = sys.modules["jail"]
   os.setsid()
   jail.die_with_parent()
@@ -62,14 +62,14 @@ def _trace(job: dict[str, Any]) -> bytes:
   try:
     hooks = sys.modules["tracing"].trace(job["source"], job["hooks"])
   except BaseException as error:  # noqa: BLE001
-    # Whatever candidate code raises, SystemExit included, is its result.
+    # Anything that candidate code raises, including SystemExit, is its result.
     return ERROR + f"{type(error).__name__}: {error}".encode(errors="replace")[:2000]
   parts = [p for hook in hooks for p in (hook.name.encode(), hook.unit, hook.batched)]
   return ARTIFACTS + sys.modules["frames"].pack(parts)
 
 
 def _start(job: dict[str, Any], scratch: str) -> tuple[int, int, int]:
-  """Forks the job's child; returns its id and the ends to read result and output."""
+  """Forks the job's child; returns its pid and the read ends of result and output."""
   result, result_write = os.pipe()
   output, output_write = os.pipe()
   child = os.fork()
@@ -91,8 +91,7 @@ def _collect(
 ) -> tuple[str, bytes, bytes]:
   """Reads both pipes until they close.
 
-  Returns:
-    `ended`, `timeout` or `oversize`; the reply; the end of the output.
+  Returns `ended`, `timeout` or `oversize`; the reply; and the end of the output.
   """
   reply, tail, pending = b"", b"", {result, output}
   while pending:
@@ -114,7 +113,7 @@ def _collect(
 
 
 def _wait(child: int, deadline: float) -> int | None:
-  """Exit status of a child whose pipes are closed; None if it lingers."""
+  """Returns the exit status of a child with closed pipes, or None if it lingers."""
   while time.monotonic() < deadline:
     pid, status = os.waitpid(child, os.WNOHANG)
     if pid:
@@ -124,9 +123,9 @@ def _wait(child: int, deadline: float) -> int | None:
 
 
 def _kill(child: int) -> int:
-  """Kills a job's whole session: it made one, and cannot make another.
+  """Kills the session of a job, which the job created and cannot leave.
 
-  The child waits for its jail, so killing it ends the jail's pid namespace.
+  The child waits for its jail, so killing the child ends the jail's pid namespace.
   """
   for kill in (os.killpg, os.kill):
     try:
@@ -137,7 +136,7 @@ def _kill(child: int) -> int:
 
 
 def _supervise(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-  """Runs one job; whatever it does, nothing of it is left when this returns."""
+  """Runs one job; nothing of the job remains when this returns."""
   limits = sys.modules["jail"].Limits(**job["limits"])
   scratch = tempfile.mkdtemp(prefix="mxjax-trace-", dir=job["scratch"])
   child, result, output = _start(job, scratch)
@@ -165,10 +164,10 @@ def main() -> None:
   _load("jail").die_with_parent()
   frames = _load("frames")
   _load("tracing")
-  # JAX imports it when it first lowers a decomposition, and it imports whatever else
-  # is installed: in isolation that would be too late.
+  # JAX imports scipy when it first lowers a decomposition, and scipy imports other
+  # installed packages; inside the jail that would be too late.
   importlib.import_module("scipy.linalg")
-  # Replies go to a private copy of stdout: nothing printed can get between them.
+  # Replies go to a private copy of stdout, so printed text cannot mix with them.
   replies = os.fdopen(os.dup(1), "wb")
   os.dup2(2, 1)
   frames.write(replies, [b"ready"])

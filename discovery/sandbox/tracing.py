@@ -1,7 +1,7 @@
-"""Turns candidate source into serialized StableHLO. Runs inside the jail.
+"""Turns candidate source into serialized StableHLO inside the jail.
 
-This file imports nothing of mxjax: the jailed interpreter that executes candidate
-Python sees JAX, NumPy and the source text, and has nothing else to see.
+This file imports nothing from mxjax: the jailed interpreter that executes candidate
+Python has access to JAX, NumPy and the source text only.
 """
 
 import contextlib
@@ -18,12 +18,9 @@ PLATFORMS = ("cpu",)
 
 
 class TracedHook(NamedTuple):
-  """The artifacts of one hook.
+  """Serialized `jax.export` artifacts of one hook.
 
-  Attributes:
-    name: The hook.
-    unit: Serialized `jax.export` artifact on one unit.
-    batched: The same under `vmap` with a symbolic batch size, or empty.
+  `batched` is the unit form under `vmap` with a symbolic batch size, or empty.
   """
 
   name: str
@@ -33,7 +30,7 @@ class TracedHook(NamedTuple):
 
 @contextlib.contextmanager
 def tracing_scope() -> Iterator[None]:
-  """64-bit types and NumPy's promotion, whatever the process has set."""
+  """Enables 64-bit types and NumPy's promotion, whatever the process has set."""
   with (
     jax.enable_x64(True),
     jax.numpy_dtype_promotion("standard"),
@@ -48,7 +45,7 @@ def _aval(entry: list[Any], lead: tuple[Any, ...] = ()) -> jax.ShapeDtypeStruct:
 
 
 def avals(tree: Any, lead: tuple[Any, ...] = ()) -> Any:
-  """Abstract arrays of one argument: `[dtype, shape]` or a dictionary of them."""
+  """Builds an argument's abstract arrays from `[dtype, shape]` or a dictionary."""
   if isinstance(tree, dict):
     return {name: _aval(entry, lead) for name, entry in tree.items()}
   return _aval(tree, lead)
@@ -57,9 +54,9 @@ def avals(tree: Any, lead: tuple[Any, ...] = ()) -> Any:
 def _without_dead_code(
   function: Callable[..., Any], arguments: list[Any]
 ) -> Callable[..., Any]:
-  """The function less what its results do not need.
+  """Removes computations that the function's results do not need.
 
-  Lowering drops dead code too, but with a symbolic batch size it leaves the
+  Lowering removes dead code too, but with a symbolic batch size it leaves the
   computation of the dead values' shapes.
   """
   closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -77,7 +74,7 @@ def _exported(function: Callable[..., Any], arguments: list[Any]) -> bytes:
 
 
 def _flat(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-  """The hook with its result as a plain tuple of arrays."""
+  """Returns the hook with its result as a plain tuple of arrays."""
 
   def call(*arguments: Any) -> tuple[jax.Array, ...]:
     result = function(*arguments)
@@ -94,14 +91,16 @@ def trace_hook(function: Callable[..., Any], spec: dict[str, Any]) -> TracedHook
   """Exports one hook.
 
   Raises:
-    ValueError: Two traces of it differ.
+    TypeError: The hook returned something other than arrays.
+    ValueError: Two traces of the hook differ.
   """
   call = _flat(function, spec["name"])
   names = [name for name, _ in spec["arguments"]]
   trees = [tree for _, tree in spec["arguments"]]
   with tracing_scope():
-    # A fresh wrapper each time: the same function would come from JAX's trace cache.
-    # One line for both: the artifact holds the line numbers of its tracing.
+    # A fresh wrapper each time, because JAX's trace cache would return the same
+    # function's first trace. One line for both, because the artifact holds the line
+    # numbers of its tracing.
     units = [
       _exported(_flat(function, spec["name"]), [avals(tree) for tree in trees])
       for _ in range(2)
@@ -121,15 +120,10 @@ def trace_hook(function: Callable[..., Any], spec: dict[str, Any]) -> TracedHook
 
 
 def trace(source: str, hooks: list[dict[str, Any]]) -> list[TracedHook]:
-  """Executes candidate source and exports every hook it defines.
+  """Executes candidate source and exports its hooks, in the order of `hooks`.
 
-  Args:
-    source: Python text; it is executed here, so call this only in a jail or on
-      source that is trusted.
-    hooks: `Interface.to_list()`.
-
-  Returns:
-    The artifacts in order of `hooks`; hooks that are not defined are left out.
+  Call this only in a jail or with trusted source. `hooks` is `Interface.to_list()`;
+  hooks that the source does not define are left out.
   """
   namespace: dict[str, Any] = {"__name__": "candidate"}
   with tracing_scope():

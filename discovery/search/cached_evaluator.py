@@ -1,4 +1,4 @@
-"""The evaluator of a run: prepares candidates and runs calls, paying for each once."""
+"""Prepares candidates and runs calls for one run, paying for each only once."""
 
 import dataclasses
 import platform
@@ -28,10 +28,7 @@ class Prepared:
   """A proposed source after admission and tracing.
 
   Attributes:
-    id: Identity of the source, also of one that was rejected.
-    source: The text.
-    status: `OK` or why there is no call.
-    detail: One sentence about a failure.
+    id: Identity of the source, also for a rejected one.
     admitted: The source as admitted, or None.
     computation: Lowered identity of every hook.
     call: The primary call with active hooks only, or None.
@@ -47,17 +44,15 @@ class Prepared:
 
   @property
   def full_call(self) -> Call:
-    """The call with every hook, active or not."""
+    """The call with every hook, active or not; needs an admitted source."""
     assert self.admitted is not None
     return Call(self.computation, self.admitted.plan, {})
 
 
 class CachedEvaluator:
-  """Admission, tracing and execution; a store remembers every outcome.
+  """Admits, traces and executes candidates; a store remembers every outcome.
 
-  Attributes:
-    task: The task.
-    fingerprint: Hash of everything but the program that fixes an outcome.
+  `fingerprint` hashes everything that determines an outcome, except the program.
   """
 
   def __init__(
@@ -71,18 +66,14 @@ class CachedEvaluator:
   ) -> None:
     """Binds a task to workers and a store.
 
-    Args:
-      task: The task.
-      executor: Traces and runs.
-      store: Where outcomes are stored.
-      identity_by: `lowered`, or `source` for studies without the lowered identity.
-      archive: Outcomes of other runs, by execution identity. They save time and
-        nothing else: a run is charged for what it asks.
+    `identity_by` is `lowered`, or `source` for studies without the lowered identity.
+    `archive` holds outcomes of other runs by execution identity. They save time only: a
+    run is charged for every call that it asks for.
     """
     self.task = task
     self._executor, self._store, self._archive = executor, store, archive
     self._identity_by = identity_by
-    # The names here are part of every stored execution identity.
+    # These names are part of every stored execution identity.
     self.fingerprint = identity.digest(
       {
         "task": dict(task.spec),
@@ -101,7 +92,7 @@ class CachedEvaluator:
     self._prepared: dict[str, Prepared] = {}
 
   def prepare(self, source: str) -> Prepared:
-    """Admits and traces a source; the same text is traced once."""
+    """Admits and traces a source; identical text is traced once."""
     key = identity.digest(source.encode())
     if key not in self._prepared:
       self._prepared[key] = self._prepare(key, source)
@@ -115,7 +106,6 @@ class CachedEvaluator:
     return self._traced(admitted, self._completed(admitted))
 
   def _traced(self, admitted: CandidateSource, completed: str) -> Prepared:
-    """Traces an admitted source whose missing hooks were filled in."""
     traced = self._executor.trace(completed)
     prepared = Prepared(
       admitted.id, admitted.source, traced.status, traced.detail, admitted
@@ -132,7 +122,7 @@ class CachedEvaluator:
     return dataclasses.replace(prepared, computation=computation, call=call)
 
   def _completed(self, admitted: CandidateSource) -> str:
-    """The source with the defaults of hooks that it inherits."""
+    """Returns the source with defaults added for hooks that it does not define."""
     missing = [h for h in self.task.interface.hooks if h.name not in admitted.hooks]
     if not missing:
       return admitted.source
@@ -140,13 +130,13 @@ class CachedEvaluator:
     return with_functions(admitted.source, defaults, replace=False)
 
   def condition(self, name: str, kind: str, call: Call, cost: int = 1) -> Condition:
-    """Addresses a call, without its inactive hooks, by its content."""
+    """Builds a condition addressed by its call's content, without inactive hooks."""
     call = call.active(self.task.interface)
     address = {"evaluator": self.fingerprint, **call._asdict()}
     return Condition(name, kind, call, cost, identity.digest(address))
 
   def run(self, conditions: Sequence[Condition]) -> list[Outcome]:
-    """Outcomes in order; only what no run stored is executed, each identity once."""
+    """Returns outcomes in order, executing once each identity that is not stored."""
     stored = {c.exec_id: self._stored(c.exec_id) for c in conditions}
     missing = {c.exec_id: c.call for c in conditions if stored[c.exec_id] is None}
     names = list(missing)
@@ -163,11 +153,11 @@ class CachedEvaluator:
     return [Outcome.from_dict(stored[c.exec_id]["outcome"]) for c in conditions]
 
   def measure(self, *calls: Call) -> list[Outcome]:
-    """Outcomes of calls outside any budget."""
+    """Returns the outcomes of calls that are not charged to any budget."""
     return self.run([self.condition(PRIMARY, "candidate", call) for call in calls])
 
   def _stored(self, exec_id: str) -> Any:
-    """This run's entry, or else the archive's, which then becomes this run's."""
+    """Returns this run's stored entry, or copies the archive's entry into this run."""
     entry = self._store.get("outcomes", exec_id)
     if entry is None and self._archive is not None:
       entry = self._archive.get("outcomes", exec_id)

@@ -1,8 +1,8 @@
-"""Whether a declared response really reached the computation that a residual names.
+"""Checks whether a declared response reached the computation that a residual names.
 
-Four checkers: the paper's three (source diff, execution probe, layer output), and the
-lowered program, ours, which costs no evaluator call. All look only at the declared
-hooks and plan keys, so unrelated code need not change.
+There are four checkers. Source diff, execution probe and layer output are the paper's;
+comparing the lowered program is our addition and costs no evaluator call. All look only
+at the declared hooks and plan keys, so unrelated code need not change.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ LAYER_TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-  """Whether a checker takes a response for implemented, and what it looked at."""
+  """Whether a checker accepts a response as implemented, and what it looked at."""
 
   checker: Checker
   implemented: bool
@@ -27,15 +27,15 @@ class Check:
 
 
 def needs_probe(checker: Checker) -> bool:
-  """Whether a checker runs the candidate with its response taken back."""
+  """Returns whether a checker runs the candidate with its response reverted."""
   return checker in ("probe", "layer_output")
 
 
 def reverted(candidate: Call, parent: Call, declared: Iterable[str]) -> Call:
-  """The candidate with only the declared hooks and plan keys as in the parent.
+  """Returns the candidate with only the declared hooks and plan keys as in the parent.
 
-  Its execution identity is that of the program it amounts to: where the response is
-  all that changed, this is the parent itself and costs nothing to run again.
+  The result has the execution identity of the program that it amounts to. If the
+  response is the only change, that is the parent, which costs nothing to run again.
   """
   hooks, plan = dict(candidate.computation), dict(candidate.plan)
   for name in declared:
@@ -51,7 +51,7 @@ def reverted(candidate: Call, parent: Call, declared: Iterable[str]) -> Call:
 def by_source(
   candidate: CandidateSource, parent: CandidateSource, declared: Iterable[str]
 ) -> Check:
-  """Accepts when the text of a declared hook, or a declared plan value, differs."""
+  """Accepts if the text of a declared hook or a declared plan value differs."""
   changed = [
     name
     for name in declared
@@ -62,7 +62,7 @@ def by_source(
 
 
 def by_lowering(candidate: Call, parent: Call, declared: Iterable[str]) -> Check:
-  """Accepts when the lowered program of a declared, executed hook differs."""
+  """Accepts if a declared hook's lowered program or a declared plan value differs."""
   changed = [
     name
     for name in declared
@@ -73,12 +73,9 @@ def by_lowering(candidate: Call, parent: Call, declared: Iterable[str]) -> Check
 
 
 def by_probe(candidate: Outcome, without: Outcome, declared: Iterable[str]) -> Check:
-  """Accepts when taking the response back changes an output of what is declared.
+  """Accepts if reverting the response changes an output of the declared computation.
 
-  Args:
-    candidate: Outcome of the candidate as it is.
-    without: Outcome of the `reverted` call.
-    declared: Hooks and plan keys of the response.
+  `without` is the outcome of the `reverted` call.
   """
   if candidate.status != Status.OK or without.status != Status.OK:
     return Check("probe", False, f"probe ended {without.status}")
@@ -91,10 +88,10 @@ def by_probe(candidate: Outcome, without: Outcome, declared: Iterable[str]) -> C
 
 
 def by_layer_output(candidate: Outcome, without: Outcome) -> Check:
-  """Accepts when the output of every layer moves by more than `LAYER_TOLERANCE`.
+  """Accepts if the output of every layer moves by more than `LAYER_TOLERANCE`.
 
-  Strict on purpose: it accepts no edit without effect, and turns down real ones that
-  are small or confined to a few layers.
+  The test is strict on purpose: it accepts no edit without effect, but rejects real
+  edits that are small or confined to a few layers.
   """
   layers = sorted(name for name in candidate.values if name.startswith("layer_"))
   if candidate.status != Status.OK or without.status != Status.OK or not layers:
@@ -109,6 +106,6 @@ def by_layer_output(candidate: Outcome, without: Outcome) -> Check:
 
 
 def output_names(declared: Iterable[str], outputs: Mapping[str, str]) -> list[str]:
-  """Named outputs of the declared computation; all of them for a plan key."""
+  """Returns the declared computation's outputs; for a plan key, all outputs."""
   names = [name for name in declared if name in outputs]
   return names or sorted(outputs)

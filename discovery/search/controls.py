@@ -1,6 +1,6 @@
-"""Which controls to run: the least costly subset that separates every pair.
+"""Selects the controls to run: the cheapest subset that separates every pair.
 
-Paper: Eq. control-compiler. The search over subsets is exact: a table from the set of
+Paper: Eq. control-compiler. The search over subsets is exact. A table maps each set of
 separated pairs (a bit mask) to the best subset that reaches it.
 """
 
@@ -17,11 +17,11 @@ MAX_CONTROLS = 64
 
 
 class IndistinguishableError(ValueError):
-  """The allowed controls cannot separate the registered explanations."""
+  """Raised when the allowed controls cannot separate the registered explanations."""
 
 
 def _separated(explanations: Sequence[Explanation], condition: str) -> int:
-  """Bit mask of the pairs that predict differently under a condition."""
+  """Returns the bit mask of the pairs that predict differently under a condition."""
   return sum(
     1 << bit
     for bit, (a, b) in enumerate(itertools.combinations(explanations, 2))
@@ -32,21 +32,15 @@ def _separated(explanations: Sequence[Explanation], condition: str) -> int:
 def minimal(
   explanations: Sequence[Explanation], controls: Sequence[Control]
 ) -> tuple[Control, ...]:
-  """The minimum-cost discriminating subset, exactly.
+  """Returns the exact minimum-cost subset of controls that separates all explanations.
 
+  The controls are in name order; there are none if the primary run separates all pairs.
   Ties go to fewer controls, then to the lexicographically first names.
 
-  Args:
-    explanations: At most 12.
-    controls: At most 64, with distinct names.
-
-  Returns:
-    The controls in name order; empty when the primary run separates all.
-
   Raises:
-    IndistinguishableError: Some pair is not separated even by all of them; the message
-      names the pairs.
-    ValueError: Too many explanations or controls, or a name twice.
+    IndistinguishableError: Even all controls together leave some pairs unseparated; the
+      message names them.
+    ValueError: More than 12 explanations or 64 controls, or a repeated name.
   """
   _check_sizes(explanations, controls)
   everything = (1 << (len(explanations) * (len(explanations) - 1) // 2)) - 1
@@ -75,21 +69,12 @@ def select(
   controls: Sequence[Control],
   *address: object,
 ) -> tuple[Control, ...]:
-  """The controls that a policy runs.
+  """Returns the controls that a policy runs, in name order.
 
-  `random` draws legal controls until their total cost equals the minimal set's, or
-  comes as close below it as the draw allows; the packet records both costs. All
-  policies refuse what the minimal one refuses: a proposal that no allowed control can
-  resolve is revised before it is paid for.
-
-  Args:
-    policy: `minimal`, `random` (equal cost), `all` (every one) or `none`.
-    explanations: See `minimal`.
-    controls: See `minimal`.
-    *address: Where `random` draws from, see `identity.draw`.
-
-  Returns:
-    The controls in name order.
+  `random` draws legal controls at `address` (see `identity.draw`) up to the total cost
+  of the minimal set, or as close below it as the draw allows; the packet records both
+  costs. Every policy except `none` raises wherever `minimal` does: a proposal that no
+  allowed control can resolve is revised before it is paid for.
   """
   if policy == "none":
     return ()

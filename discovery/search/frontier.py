@@ -1,4 +1,4 @@
-"""The two frontiers: programs by their performance, and questions with their status."""
+"""The two frontiers: programs by performance, and questions with their status."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -11,8 +11,7 @@ from mxjax.discovery.core.residual import Residual
 class ExecutableFrontier:
   """The best distinct programs by measured performance, whatever their explanation.
 
-  Attributes:
-    records: Retained programs, best first.
+  `records` holds the retained programs, best first.
   """
 
   def __init__(self, target: str, size: int) -> None:
@@ -23,11 +22,11 @@ class ExecutableFrontier:
 
   @property
   def best(self) -> Record:
-    """The champion; the earliest of equals."""
+    """The best program; among equals, the earliest."""
     return self.records[0]
 
   def retain(self, record: Record) -> bool:
-    """Retains a program that is new and among the best; says whether it was."""
+    """Retains a program if it is new and among the best; returns whether it did."""
     if any(known.exec_id == record.exec_id for known in self.records):
       return False
     self.records = self._ranked([*self.records, record])[: self._size]
@@ -36,10 +35,10 @@ class ExecutableFrontier:
   def parents(
     self, executed: Iterable[Record], seed: int, address: tuple[int, int]
   ) -> list[Record]:
-    """What to revise, and what to turn to when nothing is left to propose from it.
+    """Returns candidates for revision, in the order in which to try them.
 
-    First the champion in half of the rounds and any retained program in the others;
-    after it the other retained programs, then all executed ones, best first.
+    The first is the champion in half of the rounds and a random retained program
+    otherwise. The other retained programs follow, then all executed ones, best first.
     """
     first = self.best
     if identity.draw(seed, *address, "champion") >= 0.5:
@@ -53,12 +52,11 @@ class ExecutableFrontier:
 
 @dataclasses.dataclass
 class Question:
-  """A residual and where it stands.
+  """A residual and its status.
 
   Attributes:
-    residual: The measured question.
-    status: `open`, `closed` (supported and the response verified), `supported`
-      (closed under the focal account, response outstanding) or `retired`.
+    status: `open`, `supported` (the focal explanation holds, the response is
+      outstanding), `closed` (supported and the response verified) or `retired`.
     closed_by: Hash of the packet that closed it.
   """
 
@@ -68,12 +66,9 @@ class Question:
 
 
 class ResidualFrontier:
-  """Every question asked, by program, and the responses that programs owe.
+  """All questions by key, and the response that the next revision of a program owes.
 
-  Attributes:
-    questions: All questions by key; those of other programs stay when one is
-      remeasured.
-    required: Program identity to the response its next revision must carry.
+  Measuring a program again keeps the questions of other programs.
   """
 
   def __init__(self) -> None:
@@ -89,7 +84,7 @@ class ResidualFrontier:
     return new
 
   def actionable(self, program: str) -> tuple[Residual, ...]:
-    """Open questions of a program, largest excess first."""
+    """Returns the open questions of a program, largest excess first."""
     mine = [
       q.residual
       for q in self.questions.values()
@@ -98,6 +93,6 @@ class ResidualFrontier:
     return tuple(sorted(mine, key=lambda r: (-r.excess, r.observable)))
 
   def move(self, residual: Residual, status: str, packet: str) -> None:
-    """Changes where a question stands."""
+    """Changes the status of a question."""
     question = self.questions[residual.key]
     question.status, question.closed_by = status, packet

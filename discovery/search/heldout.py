@@ -1,8 +1,8 @@
-"""The held-out scorer: a process of its own that follows a run's log.
+"""The held-out scorer: a separate process that follows the log of a run.
 
-It reads which program was the champion at every mark, scores it on data that the
-search never loads, and writes into a folder beside the run that the search never
-opens. The report unseals the scores only after the run is closed.
+It reads which program was the champion at every mark, scores it on data that the search
+never loads, and writes into a sibling folder that the search never opens. The report
+unseals the scores only after the run is closed.
 """
 
 import pathlib
@@ -21,7 +21,7 @@ POLL_SECONDS = 1.0
 
 
 def sealed_folder(folder: pathlib.Path) -> pathlib.Path:
-  """Where the scores of a run go: beside it, not in it."""
+  """Returns the folder for a run's scores, a sibling of the run folder."""
   return folder.with_name(folder.name + ".heldout")
 
 
@@ -52,14 +52,10 @@ def score_closed(
 ) -> None:
   """Scores all marks of a closed run in this process, for studies of many runs.
 
-  Args:
-    folder: The run.
-    holdout: Its held-out task.
-    executor: Workers for that task.
-    archive: Held-out outcomes of other runs, see `CachedEvaluator`.
+  `archive` holds held-out outcomes of other runs, see `CachedEvaluator`.
 
   Raises:
-    ValueError: The run is still open: a score could reach its search.
+    ValueError: The run is still open, so a score could reach its search.
   """
   events = read_events(folder)
   if not _is_closed(events):
@@ -72,7 +68,7 @@ def score_closed(
 
 
 def unsealed(folder: pathlib.Path) -> list[dict[str, Any]]:
-  """The scores of a closed run; empty while it is open or without a scorer."""
+  """Returns the scores of a closed run; empty if it is open or was not scored."""
   sealed = sealed_folder(folder)
   if not (sealed / "log.jsonl").exists() or not _is_closed(read_events(folder)):
     return []
@@ -90,7 +86,7 @@ def _score_marks(
   events: list[dict[str, Any]],
   scored: int,
 ) -> int:
-  """Scores the marks after the first `scored`; returns how many there are."""
+  """Scores the marks after the first `scored`; returns the number of marks."""
   marks = [event for event in events if event["event"] == "mark"]
   for mark in marks[scored:]:
     source = (folder / "programs" / f"{mark['champion']}.py").read_text()

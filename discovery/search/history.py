@@ -1,4 +1,4 @@
-"""What happened in a run: events for the log, experiments for the proposer, marks."""
+"""History of a run: events for the log, experiments for the proposer, and marks."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,12 +13,7 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 
 class History:
-  """The run so far.
-
-  Attributes:
-    experiments: Experiments in order.
-    on_event: Told every event, or None.
-  """
+  """The experiments of a run; `on_event`, if set, receives every logged event."""
 
   def __init__(self, store: Store, task: Task, mark_every: int) -> None:
     """Starts empty."""
@@ -67,7 +62,7 @@ class History:
   def refuse(
     self, proposal: Proposal, program: str, parent: str, status: str, detail: str
   ) -> None:
-    """Logs a proposal that costs no evaluator call, and adds it to the experiments."""
+    """Logs a proposal refused before any evaluator call, and adds an experiment."""
     self.emit(
       "refused",
       label=proposal.label,
@@ -90,7 +85,7 @@ class History:
     )
 
   def mark(self, spent: int, records: Iterable[Record]) -> None:
-    """Names the champion at every multiple of `mark_every` calls that was passed."""
+    """Logs the champion at every multiple of `mark_every` calls that was passed."""
     target = self._task.target
     measured = list(records)
     while self._marked + self._every <= spent:

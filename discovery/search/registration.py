@@ -1,4 +1,4 @@
-"""From a proposal to a frozen packet: controls selected, calls addressed and priced."""
+"""Turns a proposal into a frozen packet with selected controls and priced calls."""
 
 import dataclasses
 
@@ -23,13 +23,12 @@ from mxjax.discovery.search.settings import SearchConfig
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-  """What a proposal starts from.
+  """Starting point of a proposal.
 
   Attributes:
-    address: Round and position in it; randomness is drawn from seed and address.
-    parent: The program to revise.
-    residuals: Its actionable residuals, largest excess first.
-    required: The response that it owes, or None.
+    address: Round and position within it; draws depend on the seed and this address.
+    residuals: The parent's actionable residuals, largest excess first.
+    required: The response that the parent owes, or None.
   """
 
   address: tuple[int, int]
@@ -38,7 +37,7 @@ class Selection:
   required: Required | None
 
   def residual(self, proposal: Proposal) -> Residual | None:
-    """The residual that a proposal addresses: the one owed before the open ones."""
+    """Returns the residual that a proposal addresses; an owed one takes precedence."""
     owed = (self.required.residual,) if self.required else ()
     named = (r for r in (*owed, *self.residuals) if r.observable == proposal.residual)
     return next(named, None)
@@ -48,14 +47,7 @@ class Selection:
 class Attempt:
   """One registered packet on its way through a round.
 
-  Attributes:
-    proposal: What was proposed.
-    prepared: The candidate, traced.
-    parent: The program that it revises.
-    required: The response that it owes, or None.
-    packet: The registration.
-    outcomes: Outcomes so far, by condition.
-    skipped: Registered controls that will not run.
+  `outcomes` are by condition; `skipped` names registered controls that will not run.
   """
 
   proposal: Proposal
@@ -72,7 +64,7 @@ class Attempt:
     return self.outcomes[PRIMARY]
 
   def conditions(self, *, primary: bool) -> list[Condition]:
-    """The primary condition, or the others that are to run."""
+    """Returns the primary condition, or the other conditions that are to run."""
     return [
       c
       for c in self.packet.conditions
@@ -83,7 +75,7 @@ class Attempt:
 def corrupted(
   account: Explanation, rate: float, seed: int, address: tuple[int, int]
 ) -> Explanation:
-  """An explanation whose predicted symbols are redrawn at a rate: a placebo."""
+  """Redraws the predicted symbols of an explanation at a rate, as a placebo."""
 
   def redrawn(name: str, observable: str, predicted: Symbol) -> Symbol:
     where = (seed, *address, "corrupt", account.name, name, observable)
@@ -99,7 +91,7 @@ def corrupted(
 
 
 def alone(prepared: Prepared, parent: str, evaluator: CachedEvaluator) -> Packet:
-  """The packet of a candidate without a question: its primary run and nothing else."""
+  """Returns the packet of a candidate without a question: its primary run only."""
   assert prepared.call is not None
   return Packet(
     program=prepared.id,
@@ -119,7 +111,7 @@ def freeze(
   evaluator: CachedEvaluator,
   ledger: Ledger,
 ) -> Attempt:
-  """The packet, in full or, where the budget's end is near, the candidate alone.
+  """Freezes a proposal into a packet; near the end of the budget, the candidate alone.
 
   Raises:
     ValueError: The allowed controls cannot separate the explanations.
@@ -163,7 +155,7 @@ def _controls(
 ) -> tuple[Control, ...]:
   policy, required = config.policy, selection.required
   if required and required.response == Response.ADD_DISCRIMINATOR:
-    # Where the minimal set left several accounts standing, run everything allowed.
+    # If the minimal set left several explanations, run every allowed control.
     policy = "all" if required.survivors else policy
   return controls.select(
     policy,
@@ -177,7 +169,7 @@ def _controls(
 def _intervention(
   control: Control, parent: Record, evaluator: CachedEvaluator
 ) -> dict[str, object]:
-  """What a control changes; one that asks for the parent is told what it ran."""
+  """Returns a control's intervention, with the parent's call filled in if requested."""
   intervention = dict(control.intervention)
   if intervention.get("parent"):
     before: Call = parent.full_call.active(evaluator.task.interface)

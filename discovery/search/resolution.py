@@ -1,4 +1,4 @@
-"""From a packet's outcomes to its finding, and to what the next program owes.
+"""Resolves the outcomes of a packet into a finding and the response it requires.
 
 Paper: Appendix "Controlled Experiments and Program Updates", Eq. residual-compile.
 """
@@ -24,11 +24,11 @@ from mxjax.discovery.search.history import History
 from mxjax.discovery.search.registration import Attempt
 
 MAX_ATTEMPTS = 2
-"""Responses that may fail their check before the demand is dropped."""
+"""Number of failed checks of a response after which the demand is dropped."""
 
 
 def symbols(task: Task, parent: Record, outcome: Outcome) -> dict[str, Symbol]:
-  """What every observable with a margin did, relative to the parent."""
+  """Returns the symbol of every observable with a margin, relative to the parent."""
   return {
     name: symbol(outcome.values[name] - parent.values[name], margin)
     for name, margin in task.margins.items()
@@ -37,7 +37,7 @@ def symbols(task: Task, parent: Record, outcome: Outcome) -> dict[str, Symbol]:
 
 
 def pointless(task: Task, attempt: Attempt) -> frozenset[str]:
-  """Controls that separate no two explanations which the primary run left standing."""
+  """Returns controls that separate no explanations left by the primary run."""
   packet = attempt.packet
   registered = {c.name for c in packet.conditions if c.kind == "control"}
   if not registered:
@@ -49,7 +49,7 @@ def pointless(task: Task, attempt: Attempt) -> frozenset[str]:
 
 
 def observed(task: Task, attempt: Attempt) -> dict[str, dict[str, Symbol]]:
-  """Symbols of every condition that ran well, the probe aside."""
+  """Returns the symbols of every condition that succeeded, except the probe."""
   return {
     name: symbols(task, attempt.parent, outcome)
     for name, outcome in attempt.outcomes.items()
@@ -58,7 +58,7 @@ def observed(task: Task, attempt: Attempt) -> dict[str, dict[str, Symbol]]:
 
 
 def _is_equivalent(attempt: Attempt, seen: dict[str, Symbol]) -> bool:
-  """The same execution, or nothing moved: neither observables nor outputs."""
+  """Tests for the same execution, or for observables and outputs that did not move."""
   if attempt.packet.conditions[0].exec_id == attempt.parent.exec_id:
     return True
   is_still = all(s == "same" for s in seen.values())
@@ -69,7 +69,7 @@ def _is_equivalent(attempt: Attempt, seen: dict[str, Symbol]) -> bool:
 def resolve(
   task: Task, attempt: Attempt, seen: dict[str, dict[str, Symbol]]
 ) -> Finding:
-  """Compares what was observed with the registered predictions."""
+  """Compares the observations with the registered predictions."""
   ran = [attempt.outcomes[n] for n in (PRIMARY, "probe") if n in attempt.outcomes]
   return verdict.resolve(
     attempt.packet.explanations,
@@ -81,7 +81,7 @@ def resolve(
 
 
 def check(evaluator: CachedEvaluator, attempt: Attempt) -> Check:
-  """Looks for a response in source, lowered program or executed outputs."""
+  """Checks for a response in the source, the lowered program or executed outputs."""
   packet, outcome, parent = attempt.packet, attempt.outcome, attempt.parent
   checker: checkers.Checker = packet.checker  # pyright: ignore[reportAssignmentType]
   if outcome.status != Status.OK:
@@ -102,7 +102,7 @@ def check(evaluator: CachedEvaluator, attempt: Attempt) -> Check:
 def answer(
   residuals: ResidualFrontier, history: History, attempt: Attempt, implemented: bool
 ) -> None:
-  """Settles the demand that a packet answered: met, to be tried again, or dropped."""
+  """Settles the demand that a packet answered: met, retried or dropped."""
   demanded = attempt.required
   assert demanded is not None
   residuals.required.pop(attempt.parent.id, None)
@@ -123,15 +123,10 @@ def demand(
   is_retained: bool,
   compiles: bool,
 ) -> None:
-  """Marks what a finding supports, and says who owes the response to it.
+  """Records what a finding supports, and which program owes the response to it.
 
-  Args:
-    residuals: The questions and the demands.
-    history: Where moves are logged.
-    attempt: The packet.
-    finding: What it showed.
-    is_retained: Whether the candidate is among the retained programs.
-    compiles: Whether verdicts are demands at all; not in the ablation without.
+  `is_retained` tells whether the candidate is among the retained programs. `compiles`
+  is False in the ablation in which verdicts create no demands.
   """
   packet = attempt.packet
   assert packet.residual is not None
@@ -153,9 +148,9 @@ def demand(
 
 
 def holder_of(response: str, program: str, parent: str, *, is_retained: bool) -> str:
-  """The program whose next revision owes a response.
+  """Returns the program whose next revision owes a response.
 
-  A discriminator is about the step from the parent, so it is asked again there.
+  A discriminator concerns the step from the parent, so the parent owes it.
   """
   asks_again = response == Response.ADD_DISCRIMINATOR
   return program if is_retained and not asks_again else parent

@@ -1,4 +1,4 @@
-"""Runs as people start them: options in a file, workers, proposer, held-out scorer."""
+"""Starts and resumes runs: options file, workers, proposer and held-out scorer."""
 
 import dataclasses
 import json
@@ -27,10 +27,9 @@ from mxjax.storage import atomic_io
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-  """What `run.json` holds: everything needed to resume.
+  """Contents of `run.json`: everything needed to resume.
 
   Attributes:
-    task: Task specification.
     config: Fields of `SearchConfig`.
     sandbox: `strict`, `standard` or `off`.
     proposer: `{"kind": "embedded" | "llm" | "cassette" | "human", ...}`.
@@ -55,7 +54,7 @@ def write_options(folder: pathlib.Path, options: RunOptions) -> None:
   """Writes `run.json` into a new folder.
 
   Raises:
-    FileExistsError: The folder has something in it.
+    FileExistsError: The folder is not empty.
   """
   atomic_io.check_output(folder)
   folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +66,7 @@ def read_options(folder: pathlib.Path) -> RunOptions:
   """Reads `run.json`.
 
   Raises:
-    FileNotFoundError: Not a run folder.
+    FileNotFoundError: The folder is not a run folder.
   """
   path = folder / "run.json"
   if not path.exists():
@@ -76,10 +75,10 @@ def read_options(folder: pathlib.Path) -> RunOptions:
 
 
 def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
-  """The proposer that options describe.
+  """Builds the proposer that the options describe.
 
   Raises:
-    ValueError: An unknown kind.
+    ValueError: The kind is unknown.
   """
   settings = dict(options.proposer)
   kind = settings.pop("kind")
@@ -112,10 +111,10 @@ def make_executor(
   ray: bool = False,
   compiled: pathlib.Path | None = None,
 ) -> LocalExecutor | JailedExecutor:
-  """What traces and runs at a sandbox level.
+  """Builds the executor of a sandbox level.
 
   Raises:
-    ValueError: Compiled programs are to be shared where workers cannot.
+    ValueError: `compiled` is given for workers that cannot share compiled programs.
   """
   if compiled is not None and (ray or sandbox == "off"):
     where = "a Ray cluster" if ray else "sandbox off"
@@ -143,15 +142,15 @@ def run(
   compiled: pathlib.Path | None = None,
   on_event: OnEvent | None = None,
 ) -> Record:
-  """Starts or resumes the run of a folder; returns the champion.
+  """Starts or resumes the run of a folder with `run.json`; returns the champion.
 
-  Args:
-    folder: With `run.json`; a log in it is replayed first.
-    workers: Calls side by side; the trajectory does not depend on it.
-    ray: Whether workers are Ray actors.
-    compiled: A folder in which this run's workers, and other runs', find programs
-      compiled before; neither the trajectory nor any identity depends on it.
-    on_event: Told every event.
+  An existing log is replayed first. The trajectory does not depend on `workers`, the
+  number of parallel calls, or on `ray`, which makes workers Ray actors. `compiled` is a
+  folder in which the workers of this and other runs share compiled programs; neither
+  the trajectory nor any identity depends on it. `on_event` receives every event.
+
+  Raises:
+    RuntimeError: The held-out scorer failed.
   """
   options = read_options(folder)
   task = task_.load(options.task)
@@ -182,20 +181,12 @@ def make_search(
   store: Store,
   archive: Store | None = None,
 ) -> Search:
-  """The search that options describe, nothing executed yet.
-
-  Args:
-    options: Of the run.
-    task: Its task.
-    executor: Workers for the task.
-    store: The run folder.
-    archive: See `CachedEvaluator`.
-  """
+  """Builds the search that the options describe, without executing anything."""
   evaluator = CachedEvaluator(task, executor, store, archive=archive)
   return Search(options.search, evaluator, make_proposer(options, task), store)
 
 
 def start_holdout(folder: pathlib.Path) -> "subprocess.Popen[bytes]":
-  """Starts the held-out scorer: another process, which only reads the log."""
+  """Starts the held-out scorer in another process, which only reads the log."""
   command = [sys.executable, "-m", "mxjax.discovery.search.heldout", str(folder)]
   return subprocess.Popen(command)

@@ -1,8 +1,8 @@
-"""The search: one round of Algorithm errata, read top to bottom in `Search.round`.
+"""The search; `Search.round` implements one round of Algorithm errata step by step.
 
-Everything a round decides comes from the configuration, the events before it and
-counter-based draws, so a run replays. Programs are retained for their performance;
-whether an explanation holds never moves a score.
+A round depends only on the configuration, earlier events and counter-based draws, so a
+run can be replayed. Programs are retained for their performance; whether an explanation
+holds never changes a score.
 """
 
 import dataclasses
@@ -34,14 +34,7 @@ from mxjax.discovery.search.settings import SearchConfig
 
 
 class Search:
-  """One run.
-
-  Attributes:
-    programs: The executable frontier.
-    residuals: The residual frontier.
-    history: What happened, in order.
-    ledger: What was paid.
-  """
+  """One run; `programs` and `residuals` are its executable and residual frontiers."""
 
   def __init__(
     self,
@@ -50,7 +43,7 @@ class Search:
     proposer: Proposer,
     store: Store,
   ) -> None:
-    """Sets up a run; nothing is executed yet."""
+    """Sets up a run without executing anything."""
     self._config, self._evaluator = config, evaluator
     self._proposer, self._store = proposer, store
     self._task = evaluator.task
@@ -82,10 +75,10 @@ class Search:
     return self.programs.best
 
   def record(self, program: str) -> Record:
-    """An executed program.
+    """Returns an executed program.
 
     Raises:
-      KeyError: It was never executed in this run.
+      KeyError: The program was never executed in this run.
     """
     return self._records[program]
 
@@ -95,7 +88,7 @@ class Search:
     return self.ledger.left <= 0
 
   def begin(self) -> None:
-    """Freezes the configuration and measures the initial program: the first call.
+    """Logs the configuration and measures the initial program with the first call.
 
     Raises:
       ValueError: The initial program does not run.
@@ -125,7 +118,7 @@ class Search:
     self.history.mark(self.ledger.spent, self._records.values())
 
   def round(self) -> None:
-    """One round: the steps of Algorithm errata in order."""
+    """Runs one round: the steps of Algorithm errata in order."""
     attempts = []
     for position in range(self._config.width):
       if self.is_spent:
@@ -139,12 +132,12 @@ class Search:
     self._round += 1
     self._execute(attempts)
     for attempt in attempts:
-      # Retain by measured performance; the residuals of the program are measured anew.
+      # Retain by measured performance; measure the program's residuals anew.
       record = self._retain(attempt)
       # Resolve the residual and verify the required response.
       finding = self._resolve(attempt)
       implemented = self._verify(attempt)
-      # Open the next intervention space: what later programs owe.
+      # Open the next intervention space: the responses that later programs owe.
       self._compile(attempt, record, finding, implemented)
       self.history.mark(self.ledger.spent, self._records.values())
     self.ledger.release()
@@ -152,7 +145,7 @@ class Search:
   # Select and propose.
 
   def _propose(self, address: tuple[int, int]) -> tuple[Selection, Proposal]:
-    """The first parent from which there is something to propose, and the proposal.
+    """Returns the first parent with something left to propose, and the proposal.
 
     Raises:
       ProposerError: There is no such parent.
@@ -174,7 +167,7 @@ class Search:
     return self.programs.parents(executed, self._config.seed, address)
 
   def select(self, address: tuple[int, int], parent: Record) -> Selection:
-    """A parent with its actionable residuals and the response that it owes."""
+    """Returns a parent with its actionable residuals and the response it owes."""
     required = self.residuals.required.get(parent.id)
     return Selection(address, parent, self.residuals.actionable(parent.id), required)
 
@@ -189,7 +182,7 @@ class Search:
     return dataclasses.replace(proposal, explanations=tuple(accounts))
 
   def context(self, selection: Selection, evidence: Evidence) -> Context:
-    """What a proposer with this evidence would be told now."""
+    """Returns what a proposer with this evidence would be told now."""
     parent = selection.parent
     return Context(
       seed=self._config.seed,
@@ -208,7 +201,7 @@ class Search:
   # Freeze and execute.
 
   def _freeze(self, selection: Selection, proposal: Proposal) -> Attempt | None:
-    """Registers and logs one packet; None when nothing is to be run."""
+    """Registers and logs one packet; returns None when nothing is to run."""
     prepared = self._evaluator.prepare(proposal.source)
     refuse = lambda status, detail: self.history.refuse(
       proposal, prepared.id, selection.parent.id, status, detail
@@ -241,7 +234,7 @@ class Search:
     return attempt
 
   def _execute(self, attempts: list[Attempt]) -> None:
-    """All primaries, then what the surviving packets registered beside them."""
+    """Runs all primaries, then the other conditions of the packets that succeeded."""
     self._run_conditions(attempts, primary=True)
     alive = [a for a in attempts if a.outcome.status == Status.OK]
     if self._config.sequential:
@@ -263,7 +256,7 @@ class Search:
       attempt.outcomes[condition.name] = outcome
 
   def _run(self, conditions: list[tuple[Packet, Condition]]) -> list[Outcome]:
-    """Runs conditions side by side and books them in the packets' order."""
+    """Runs conditions in parallel and books them in the order of the packets."""
     outcomes = self._evaluator.run([condition for _, condition in conditions])
     for (packet, condition), outcome in zip(conditions, outcomes, strict=True):
       entry = self.ledger.settle(packet.hash, condition, outcome.status)
@@ -279,7 +272,7 @@ class Search:
   # Retain, resolve, verify, compile.
 
   def _retain(self, attempt: Attempt) -> Record | None:
-    """The record of a candidate that ran well, offered to the frontier."""
+    """Records a successful candidate and offers it to the frontier."""
     if attempt.outcome.status != Status.OK:
       return None
     exec_id = attempt.packet.conditions[0].exec_id
@@ -320,7 +313,7 @@ class Search:
     return record
 
   def _resolve(self, attempt: Attempt) -> verdict.Finding | None:
-    """The packet's finding; None without a question."""
+    """Returns the packet's finding; None if it has no question."""
     packet = attempt.packet
     if packet.residual is None or not packet.explanations:
       return None
@@ -341,7 +334,7 @@ class Search:
     return finding
 
   def _verify(self, attempt: Attempt) -> bool | None:
-    """Whether a demanded response reached the code; None where none was demanded."""
+    """Returns whether a demanded response reached the code; None without a demand."""
     packet = attempt.packet
     if packet.checker == "none":
       return None
@@ -361,7 +354,7 @@ class Search:
     finding: verdict.Finding | None,
     implemented: bool | None,
   ) -> None:
-    """Turns the verdict into what later programs owe, and closes what was answered."""
+    """Turns the verdict into demands on later programs; settles the answered demand."""
     if attempt.required is not None and implemented is not None:
       resolution.answer(self.residuals, self.history, attempt, implemented)
     if finding is not None:

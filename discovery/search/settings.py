@@ -1,4 +1,4 @@
-"""What defines a run."""
+"""Configuration of a search."""
 
 import dataclasses
 from typing import Literal
@@ -10,25 +10,24 @@ from mxjax.discovery.search.controls import Policy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-  """What defines a run, with its arm; frozen into the log's first event.
+  """Configuration of a run and its arm, frozen into the first event of the log.
 
   Attributes:
-    seed: Seed of every draw.
     budget: Evaluator calls.
-    evidence: What the proposer may condition on.
+    evidence: Evidence that the proposer may condition on.
     policy: How controls are selected; `none` runs candidates alone.
     checker: How responses are checked.
     compile_verdicts: Whether a verdict requires a response of the next program.
-    width: Proposals made from one state; their calls can run side by side.
-    frontier: Programs retained.
+    width: Proposals made from one state; their calls can run in parallel.
+    frontier: Number of programs retained.
     mark_every: Calls between two held-out observations.
     reuse: Whether a repeated execution identity is free.
-    proposals_per_call: Proposer calls allowed for each evaluator call.
-    sequential: Skip registered controls that the primary run has made pointless: those
-      that separate no two explanations still standing. The paper runs them all.
+    proposals_per_call: Proposer calls allowed per evaluator call.
+    sequential: Whether to skip registered controls that separate no two explanations
+      left by the primary run. The paper runs them all.
     parents: `frontier`, or `initial`: every proposal revises the initial program.
-    shuffled_verdicts: Placebo: each finding is replaced by one drawn from all so far.
-    corruption: Placebo: rate at which a predicted symbol is redrawn.
+    shuffled_verdicts: Placebo: replaces each finding by one drawn from all so far.
+    corruption: Placebo: rate at which predicted symbols are redrawn.
   """
 
   seed: int = 0

@@ -1,11 +1,11 @@
 """A synthetic world whose causal truth is known.
 
-Six sites, six operations. The seed decides what each operation is at each site: a
-mechanism that lowers the site's residual and with it the loss, a mediator that moves
-the residual alone, capacity (any edit of that size gains, whatever it does), inert, or
-harmful. Mechanisms wait for the one before them, so what is worth doing changes as the
-program does. Verdicts, explanations and checkers can be judged against the truth, and
-a whole run takes seconds.
+It has six sites and six operations. The seed decides what each operation is at each
+site: a mechanism that lowers the residual of the site and with it the loss, a mediator
+that moves only the residual, capacity (any edit of that size gains, whatever it does),
+inert, or harmful. A mechanism depends on the previous one, so the worthwhile edits
+change as the program does. Verdicts, explanations and checkers can be judged against
+the truth, and a whole run takes seconds.
 """
 
 import hashlib
@@ -38,9 +38,9 @@ OPERATIONS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
   ),
   "squash": ("jnp.tanh(3 * x)", lambda x: np.tanh(3 * x)),
 }
-"""What can be done at a site, as candidates write it and on rows `[rows, 8]`."""
+"""Operations at a site, as candidate source and as a function of rows `[rows, 8]`."""
 FULL = 0.5
-"""Amplitude at which an operation has its whole effect."""
+"""Amplitude at which an operation has its full effect."""
 AMPLITUDES = (0.25, 0.5, 1.0, -0.5)
 REGIMES: Mapping[str, tuple[str, ...]] = {
   "Geometric shaping": ("geometry", "balance"),
@@ -49,7 +49,7 @@ REGIMES: Mapping[str, tuple[str, ...]] = {
 }
 LAYERS = 4
 UNREAD = 0.1
-"""Chance that a layer does not read a site at all."""
+"""Probability that a layer does not read a site."""
 THRESHOLD = 0.5
 MARGIN = 0.004
 CHAOS = 0.001
@@ -70,14 +70,13 @@ INTERFACE = Interface(
   ),
   plan={"remeasure": (False, True)},
 )
-"""One hook a site, on rows of eight numbers."""
+"""One hook per site, on rows of eight numbers."""
 
 
 class World:
   """A synthetic landscape; see `mxjax.discovery.core.task.Task`.
 
-  Attributes:
-    truth: What each operation is, by site and operation.
+  `truth` holds the kind of each operation, by site and operation.
   """
 
   target = "loss"
@@ -85,7 +84,7 @@ class World:
   call_seconds = 0.02
   interface = INTERFACE
   regimes = REGIMES
-  # The loss's margin is four times the chaos; residuals are exact to 0.02.
+  # The margin of the loss is four times the chaos; residuals are exact to 0.02.
   margins: Mapping[str, float] = {"loss": MARGIN} | {f"excess_{s}": 0.02 for s in SITES}
   interventions: Mapping[str, str] = {
     "permute": "{site}: the edit's size at the site, with what it does permuted",
@@ -96,10 +95,8 @@ class World:
   def __init__(self, seed: int = 0, transfer: int = 0) -> None:
     """Draws a world.
 
-    Args:
-      seed: Decides the truth.
-      transfer: Decides sizes of effects and noise only: the held-out world has the
-        truth of the visible one with other magnitudes.
+    `seed` decides the truth; `transfer` decides only the sizes of effects and noise.
+    The held-out world has the truth of the visible one with other magnitudes.
     """
     self._seed, self._transfer = seed, transfer
     generator = np.random.default_rng(1234)
@@ -127,25 +124,25 @@ class World:
 
   @property
   def contract(self) -> Mapping[str, Any]:
-    """The truth's digest stands for weights, tokens and evaluator."""
+    """Digest of the truth, which stands for weights, tokens and evaluator."""
     return {"world": identity.digest([self.truth, self.prerequisite, self._transfer])}
 
   def readable(self, phase: str) -> Sequence[str]:
-    """No files."""
+    """Returns no files."""
     del phase
     return ()
 
   def open(self, phase: str) -> "World":
-    """The world is its own session."""
+    """Returns the world, which is its own session."""
     del phase
     return self
 
   def holdout(self) -> "World":
-    """The same truth with other magnitudes."""
+    """Returns a world of the same truth with other magnitudes."""
     return World(self._seed, self._transfer + 1)
 
   def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
-    """Sites whose excess is over the threshold."""
+    """Returns the sites whose excess is above the threshold."""
     return [
       Residual(program, name, values[name], THRESHOLD, site)
       for site in SITES
@@ -157,7 +154,7 @@ class World:
   def run(
     self, call: Call, artifacts: Artifacts, before: bytes
   ) -> tuple[dict[str, Any], bytes]:
-    """Runs every site's hook on the fixed rows and reads the landscape off."""
+    """Runs every site's hook on the fixed rows and evaluates the landscape."""
     del before
     amplitudes, outputs = {}, {}
     for site in SITES:
@@ -174,7 +171,7 @@ class World:
   def _behaviour(
     self, computation: str, artifacts: Artifacts
   ) -> tuple[np.ndarray, str]:
-    """How much of each operation a hook does, and a digest of what it returned."""
+    """Returns a hook's amplitude of each operation, and a digest of its result."""
     if computation not in self._known:
       result = np.asarray(jax.jit(artifacts.batched(computation))(self._inputs)[0])
       if not np.isfinite(result).all():
@@ -190,7 +187,7 @@ class World:
     intervention: Mapping[str, Any],
     artifacts: Artifacts,
   ) -> dict[str, np.ndarray]:
-    """Amplitudes under a control, which acts on what the edit changed."""
+    """Returns the amplitudes under a control, which acts on the change by the edit."""
     if not intervention:
       return amplitudes
     kind, site = intervention["kind"], intervention["site"]
@@ -212,7 +209,7 @@ class World:
     return {**amplitudes, site: before + edit}
 
   def _layers(self, amplitudes: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Sizes of four layers' outputs: each reads most sites, with weights of its own."""
+    """Returns the output sizes of the layers, each a weighted sum over most sites."""
     sizes = {site: float(np.abs(a).sum()) for site, a in amplitudes.items()}
     reads = lambda layer, site: identity.draw(self._seed, layer, site, "reads")
     return {
@@ -226,12 +223,12 @@ class World:
     }
 
   def focal_is_true(self, label: str) -> bool:
-    """Whether an edit, by its label, really acts on what makes its site lose."""
+    """Returns whether the labelled edit really acts on the cause of its site's loss."""
     site, operation = id_of(label).split("-")
     return self.truth[site][operation] == "mechanism" and "=-" not in label
 
   def ideal(self) -> float:
-    """The loss with the one right act at every site, chaos aside."""
+    """Returns the loss, without chaos, with the right edit at every site."""
     amplitudes = {}
     for site in SITES:
       kinds = self.truth[site]
@@ -246,7 +243,6 @@ class World:
   def _landscape(
     self, amplitudes: Mapping[str, np.ndarray], remeasure: bool
   ) -> dict[str, float]:
-    """Loss and the excess of every site."""
     loss, values = 3.0, {}
     reach: dict[str, float] = {}
     for site in identity.shuffled(SITES, self._seed, "order"):
@@ -276,7 +272,7 @@ class World:
 
   @property
   def edit_templates(self) -> Sequence[EditTemplate]:
-    """Every operation at every site, all told alike; most are decoys."""
+    """Every operation at every site, all described alike; most are decoys."""
     return [_template(site, op) for site, op in itertools.product(SITES, OPERATIONS)]
 
 

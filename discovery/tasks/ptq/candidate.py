@@ -1,8 +1,8 @@
-"""A candidate's hooks as a PTQ program of the library, under the frozen contract.
+"""Runs a candidate's hooks as a PTQ program of the library under the frozen contract.
 
-The candidate decides 32 x 32 maps, balances, codes and coefficients; everything else
-is trusted code: statistics, folding, error propagation between blocks, decoding. What
-a hook returns is checked before it is used.
+The candidate decides 32 x 32 maps, balances, codes and coefficients. Trusted code does
+everything else: statistics, folding, error propagation between blocks and decoding. The
+values that a hook returns are checked before use.
 """
 
 import dataclasses
@@ -42,18 +42,18 @@ from mxjax.numerics.realization.activation_quantizers import (
 from mxjax.numerics.shaping import dyadic_balance, input_maps
 
 MAX_CONDITION = 1e4
-"""Largest condition number of a block's map: beyond it folding loses float32 digits."""
+"""Largest condition number of a block's map; above it, folding loses float32 digits."""
 MAX_LOG2_BALANCE = 4.0
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HookRounding(ActivationQuantizer):
-  """Dynamic A4 by a candidate's hook; a payload that is not legal decodes to NaN.
+  """Dynamic A4 quantizer of a candidate's hook; illegal payloads decode to NaN.
 
   Attributes:
     gram: First table, float32 `[blocks, 32, 32]`.
-    cross: Second table, same shape.
+    cross: Second table, same shape and dtype.
     function: The batched hook (static).
   """
 
@@ -62,7 +62,7 @@ class HookRounding(ActivationQuantizer):
   function: Function = dataclasses.field(metadata={"static": True})
 
   def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """Decoded A4 of mapped inputs `[blocks, 32, n]`, float32."""
+    """Returns decoded A4 values of mapped inputs `[blocks, 32, n]`, float32."""
     del rules
 
     def one(item: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -76,14 +76,13 @@ class HookRounding(ActivationQuantizer):
 
 @dataclasses.dataclass(frozen=True)
 class Behaviour:
-  """Hooks and plan that apply to a linear, with the control's changes.
+  """Hooks and plan for a linear, with the changes of the control.
 
   Attributes:
-    hooks: Hook name to lowered identity.
-    plan: The plan.
-    shuffled: Hooks that are told another block's statistics.
-    random_map: Whether the map is replaced by a random rotation.
-    dose: Factor on the balance.
+    hooks: Lowered identity of each hook.
+    shuffled: Hooks that receive another block's statistics.
+    random_map: Whether a random rotation replaces the map.
+    dose: Factor applied to the balance.
   """
 
   hooks: Mapping[str, str]
@@ -99,21 +98,21 @@ PARTS: Mapping[str, Callable[[int, str], bool]] = {
   "attention": lambda layer, block: block == "self_attn",
   "mlp": lambda layer, block: block == "mlp",
 }
-"""Which linears a `scope` names, by layer and block."""
+"""Linears selected by each `scope`, as a predicate of layer and block."""
 INTERVENTIONS: Mapping[str, str] = {
   "shuffle_stats": "{hooks}: each block is told its neighbour's statistics",
   "random_map": "the map is replaced by a fixed random rotation",
   "scope": "{part: even|odd|attention|mlp}: the edit in some linears only",
   "dose": "{factor}: the balance scaled",
 }
-"""What a control may change; see `behaviours`."""
+"""Changes that a control may make; see `behaviours`."""
 
 
 def behaviours(call: Call) -> Callable[[int, str], Behaviour]:
-  """What applies to the linears of a layer and block under a call's intervention.
+  """Returns the behaviour of each layer and block under a call's intervention.
 
   Raises:
-    ContractError: An unknown intervention.
+    ContractError: The intervention is unknown or lacks its values.
   """
   behaviour = Behaviour(call.computation, call.plan)
   match dict(call.intervention):
@@ -135,7 +134,7 @@ def behaviours(call: Call) -> Callable[[int, str], Behaviour]:
 
 
 class CandidateProgram(Program):
-  """A candidate run by the library's pipeline; made for one quantization."""
+  """A candidate run by the library's pipeline; use one instance per quantization."""
 
   def __init__(
     self,
@@ -146,11 +145,9 @@ class CandidateProgram(Program):
   ) -> None:
     """Binds a call.
 
-    Args:
-      call: The condition.
-      artifacts: Its hooks.
-      paths: Layer, block and name of every linear in the pipeline's order.
-      defaults: Identity of the default of each hook, whose native form is faster.
+    `paths` lists layer, block and name of every linear in the order of the pipeline.
+    `defaults` holds the identity of each default hook; the default encoders run
+    natively, which is faster.
     """
     self._artifacts, self._defaults = artifacts, defaults
     self._behaviour = behaviours(call)
@@ -165,17 +162,17 @@ class CandidateProgram(Program):
     super().__init__(name="candidate", recover=tuple(recover))
 
   def describe(self) -> Mapping[str, Any]:
-    """Name only: what runs is identified by the packet."""
+    """Returns the names only; the packet identifies the program that runs."""
     return {"name": self.name, "recover": [f.name for f in self.recover], "options": {}}
 
   def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
-    """See `Program.quantize_linear`; keeps count of where the pipeline is."""
+    """See `Program.quantize_linear`; tracks the position in the pipeline."""
     layer, block, _ = next(self._paths)
     self._now = self._behaviour(layer, block)
     return super().quantize_linear(weight, inputs)
 
   def _told(self, hook: str, stats: Any) -> Any:
-    """Statistics for a hook: each block's own, or under a control its neighbour's."""
+    """Returns each block's own statistics or, under a control, its neighbour's."""
     if hook not in self._now.shuffled:
       return stats
     return jax.tree.map(lambda a: jnp.roll(a, 1, axis=0), stats)
@@ -183,7 +180,7 @@ class CandidateProgram(Program):
   def shape(
     self, weight: jax.Array, inputs: LinearInputs
   ) -> input_maps.InputMap | None:
-    """The candidate's map and balance."""
+    """Returns the candidate's map and balance."""
     plan = self._now.plan
     if plan["transform"] == "off" and plan["balance"] == "off":
       return None
@@ -200,7 +197,7 @@ class CandidateProgram(Program):
     return input_maps.BlockDense(transform.astype(jnp.float32))
 
   def _transform(self, stats: Any) -> jax.Array:
-    """The hook's maps, `[blocks, 32, 32]`, all of them invertible."""
+    """Returns the hook's maps, `[blocks, 32, 32]`, checked to be invertible."""
     unit = self._artifacts.unit(self._now.hooks["transform"])
     (maps,) = map_units(unit, self._told("transform", stats))
     if self._now.random_map:
@@ -215,7 +212,7 @@ class CandidateProgram(Program):
     return jnp.asarray(maps)
 
   def _balance(self, stats: Any) -> jax.Array:
-    """The hook's dyadic scales, `[blocks, 32]`."""
+    """Returns the hook's dyadic scales, `[blocks, 32]`."""
     unit = self._artifacts.unit(self._now.hooks["balance"])
     (scale,) = map_units(unit, self._told("balance", stats))
     require_finite("balance", scale)
@@ -228,7 +225,7 @@ class CandidateProgram(Program):
   def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
   ) -> Realized:
-    """The candidate's codes, and its activation rule with tables from them."""
+    """Returns the candidate's codes, and its activation rule with tables from them."""
     result = self._encode(weight, inputs, input_map)
     hook = self._now.hooks["encode_act"]
     if hook == self._defaults["encode_act"]:

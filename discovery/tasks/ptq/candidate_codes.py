@@ -1,4 +1,4 @@
-"""The trusted side of a candidate's hooks: statistics in, checked payloads out."""
+"""Trusted code around a candidate's hooks: provides statistics and checks payloads."""
 
 import functools
 from collections.abc import Callable
@@ -16,28 +16,31 @@ from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.shaping import input_maps, reference_chart
 
 EXPONENT_SLACK = 4
-"""How far a block's exponent may lie from that of its largest value. Exponents carry
-scale, not side information: this leaves at most log2(9) bits a block to choose."""
+"""Largest distance of a block's exponent from that of its largest value.
+
+Exponents carry scale, not side information: this leaves at most log2(9) bits per block
+to choose.
+"""
 
 Function = Callable[..., tuple[jax.Array, ...]]
 
 
 @functools.partial(jax.jit, static_argnames="function")
 def _map_units(function: Function, items: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-  """A hook on every unit, one after another: small LAPACK calls never run abreast."""
+  """Runs a hook unit by unit, so that small LAPACK calls never run in parallel."""
   return jax.lax.map(lambda arguments: function(*arguments), items)
 
 
 def map_units(function: Function, *items: Any) -> list[np.ndarray]:
-  """The hook's results on stacked units, on the host."""
+  """Returns the hook's results on stacked units, as host arrays."""
   return [np.asarray(a) for a in execution.block_on_cpu(_map_units(function, items))]
 
 
 def require_finite(place: str, *arrays: np.ndarray) -> None:
-  """Refuses NaN and infinity in what a hook returned.
+  """Rejects NaN and infinity in the results of a hook.
 
   Raises:
-    ContractError: Naming the hook.
+    ContractError: An array is not finite; the message names the hook.
   """
   for array in arrays:
     if not np.isfinite(array).all():
@@ -45,12 +48,10 @@ def require_finite(place: str, *arrays: np.ndarray) -> None:
 
 
 def legal(codes: jax.Array, exponent: jax.Array, blocks: jax.Array) -> jax.Array:
-  """Whether codes `[..., 32, n]` and exponents `[..., n]` are a payload, `[..., n]`.
+  """Returns whether codes `[..., 32, n]` and exponents `[..., n]` are legal payloads.
 
-  Args:
-    codes: uint8, values 0 to 15.
-    exponent: int32.
-    blocks: The float values that were encoded.
+  Codes are uint8 and exponents int32; `blocks` are the encoded float values. The result
+  is `[..., n]`.
   """
   own = mxfp4.block_exponent(blocks)
   near = jnp.abs(exponent - jnp.minimum(own, 127)) <= EXPONENT_SLACK
@@ -59,7 +60,7 @@ def legal(codes: jax.Array, exponent: jax.Array, blocks: jax.Array) -> jax.Array
 
 
 def decoded(codes: jax.Array, exponent: jax.Array) -> jax.Array:
-  """The one decoder: codes `[..., 32, n]` and exponents `[..., n]` to float32."""
+  """Decodes codes `[..., 32, n]` and exponents `[..., n]` to float32."""
   value = mxfp4.magnitude((codes & 7).astype(jnp.int32))
   sign = jnp.where(codes >= 8, jnp.float32(-1), jnp.float32(1))
   return sign * value * float_bits.power_of_two(exponent)[..., None, :]
@@ -75,13 +76,13 @@ def encode_groups(
   *,
   full: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Encodes blocks in order; with `full`, each absorbs the errors of those before it.
+  """Encodes blocks in order; with `full`, each absorbs the errors of earlier blocks.
 
   Args:
     function: The batched hook.
     weight: `[blocks, 32, rows]`.
-    curvature: What the hook is told of each block, `[blocks, 32, 32]`.
-    upper: U of GPTQ, `[d, d]`, or `[32, d]` of anything without `full`.
+    curvature: Curvature passed to the hook for each block, `[blocks, 32, 32]`.
+    upper: U of GPTQ, `[d, d]`; without `full`, any `[32, d]` array.
     inverse: Inverse of each diagonal block of U, `[blocks, 32, 32]`.
     full: Whether errors propagate.
 
@@ -112,7 +113,7 @@ def encode_groups(
 
 @jax.jit
 def diagonal_blocks(matrix: jax.Array) -> jax.Array:
-  """The 32 x 32 tiles on the diagonal of `[d, d]`, `[blocks, 32, 32]`."""
+  """Returns the 32 x 32 diagonal tiles of `[d, d]` as `[blocks, 32, 32]`."""
   blocks = matrix.shape[0] // mxfp4.BLOCK_SIZE
   tiles = matrix.reshape(blocks, mxfp4.BLOCK_SIZE, blocks, mxfp4.BLOCK_SIZE)
   return jnp.einsum("aiaj->aij", tiles)
@@ -120,14 +121,14 @@ def diagonal_blocks(matrix: jax.Array) -> jax.Array:
 
 @jax.jit
 def inverses(upper: jax.Array) -> jax.Array:
-  """Inverses of upper triangular tiles `[blocks, 32, 32]`."""
+  """Inverts upper triangular tiles `[blocks, 32, 32]`."""
   identity = jnp.broadcast_to(jnp.eye(upper.shape[-1], dtype=upper.dtype), upper.shape)
   return jax.lax.linalg.triangular_solve(upper, identity, left_side=True, lower=False)
 
 
 @jax.jit
 def conjugated(hessian: jax.Array, input_map: Any) -> jax.Array:
-  """The Hessian `[d, d]` in the coordinates of a map, or as it is."""
+  """Returns the Hessian `[d, d]` in a map's coordinates; unchanged without a map."""
   return hessian if input_map is None else input_map.conjugate(hessian)
 
 
@@ -171,14 +172,14 @@ def _weight_stats(folded: jax.Array, rules: mxfp4.Rules) -> dict[str, jax.Array]
 def measure_stats(
   weight: jax.Array, inputs: LinearInputs, transform: jax.Array
 ) -> dict[str, jax.Array]:
-  """Second moments and nearest-code error moments of every block, float64.
+  """Returns float64 second moments and nearest-code error moments of every block.
 
   Args:
-    weight: `[blocks, 32, rows]`, native.
+    weight: `[blocks, 32, rows]`, in native coordinates.
     inputs: The linear's inputs.
-    transform: The map in whose coordinates to measure, `[blocks, 32, 32]`.
+    transform: Map that defines the coordinates of the moments, `[blocks, 32, 32]`.
   """
-  # Three buffers, not one thrice: the reduction donates them.
+  # Three separate buffers, because the reduction donates them.
   start = {
     name: jnp.zeros(transform.shape, jnp.float64)
     for name in ("error", "cross", "signal")

@@ -19,11 +19,7 @@ MLP_CELLS = mlp_recovery.CELL_RESIDUES * mlp_recovery.CELL_QUARTERS
 
 @dataclasses.dataclass(frozen=True)
 class HookAttentionFit(AttentionFit):
-  """Attention recovery whose two coefficients of a head come from a hook.
-
-  Attributes:
-    function: The hook on one head.
-  """
+  """Attention recovery with two coefficients per head from a hook."""
 
   function: Function
 
@@ -42,11 +38,7 @@ class HookAttentionFit(AttentionFit):
 
 @dataclasses.dataclass(frozen=True)
 class HookMlpFit(MlpFit):
-  """MLP recovery whose three scalars of a layer come from a hook.
-
-  Attributes:
-    function: The hook on one layer.
-  """
+  """MLP recovery with three scalars per layer from a hook."""
 
   function: Function
 

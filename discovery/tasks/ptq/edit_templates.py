@@ -1,8 +1,8 @@
-"""Edit templates of the PTQ task: as many decoys as edits known to help, told alike.
+"""Edit templates of the PTQ task: as many decoys as useful edits, described alike.
 
-A search that finds the good ones has re-assembled a library that we wrote; it has
-discovered nothing. What the templates show is whether evidence tells them apart. They
-are data, in `edit_templates.toml`; this file gives each its registered experiment.
+A search that finds the good ones has reassembled a library that we wrote; it has
+discovered nothing. The templates show whether evidence tells them apart. They are data
+in `edit_templates.toml`; this file gives each its registered experiment.
 """
 
 import importlib.resources
@@ -26,13 +26,11 @@ HARM = Explanation(
 def _accounts(
   observable: str, control: str, told: str, *, own: Symbol = "up"
 ) -> tuple[Explanation, ...]:
-  """The competing stories that every template tells of its edit.
+  """Builds the competing explanations that every template gives for its edit.
 
-  Args:
-    observable: The signature.
-    control: The condition that separates the first two.
-    told: What the focal account says.
-    own: What the focal account predicts of the signature under the control.
+  `observable` is the signature, and `control` the condition that separates the first
+  two explanations. `told` is the statement of the focal explanation; `own` is its
+  prediction of the signature under the control.
   """
   better = _both("down", observable)
   return (
@@ -73,13 +71,13 @@ HOOKS = {
   "recover_value": ("attention", "value_error", "structure"),
   "recover_mlp": ("mlp", "mlp_error", "structure"),
 }
-"""By hook: the plan key that its edits set, the question they address, their family."""
+"""For each hook: the plan key that its edits set, their question, and their family."""
 
 
 def _experiment(
   hook: str, setting: Any, code: str, observable: str, statement: str
 ) -> tuple[tuple[Explanation, ...], tuple[Control, ...]]:
-  """The accounts of an edit, and the controls that tell them apart."""
+  """Returns the explanations of an edit and the controls that tell them apart."""
   neighbour = Control(
     "neighbour",
     {"kind": "shuffle_stats", "hooks": [hook]},
@@ -91,7 +89,8 @@ def _experiment(
     case "transform" if "stats[" not in code:
       return _accounts(observable, "rotation", statement), (ROTATION, *HALVES)
     case "encode_weight" if setting == "none":
-      # Without curvature nothing is told that a neighbour's numbers could replace.
+      # Without curvature, the hook receives nothing that a neighbour's numbers could
+      # replace.
       accounts = _accounts(observable, "attention", statement, own="same")
       return accounts, (neighbour, *HALVES)
     case "transform" | "encode_weight":
@@ -131,7 +130,7 @@ def _edit(
   follow_ups: Sequence[str] = (),
   id: str,  # noqa: A002
 ) -> EditTemplate:
-  """One entry of the file; its comment says what the fields mean."""
+  """Builds a template from one entry of the file, whose comment explains the fields."""
   key, hooks_own, family = HOOKS[hook]
   source = "".join([*(SNIPPETS[name] for name in uses), code])
   residual = residual or hooks_own

@@ -1,4 +1,4 @@
-"""Hooks and plan of the PTQ task, with RTN behaviour as the default of each."""
+"""Hooks and plan of the PTQ task; every default behaves as RTN."""
 
 from collections.abc import Mapping
 
@@ -141,7 +141,7 @@ RESIDUALS: Mapping[str, str] = {
   "value_error": "recover_value",
   "mlp_error": "recover_mlp",
 }
-"""Measured questions and the hook whose computation each is about."""
+"""Measured questions, and the hook whose computation each is about."""
 
 REGIMES: Mapping[str, tuple[str, ...]] = {
   "Geometric shaping": ("transform", "balance"),

@@ -1,11 +1,11 @@
-"""What is measured once for a PTQ contract, before any comparison.
+"""Measures the registered margins of a PTQ contract once, before any comparison.
 
-Two things blur the target. Strict-A4 perplexity is chaotic: perturbed replicates of one
-program differ. And a small text is a sample: the damage that the initial program does
+Two effects blur the target. Strict-A4 perplexity is chaotic: perturbed replicates of
+one program differ. A small text is also a sample: the damage by the initial program
 differs from window to window, and a change below the standard error of its mean cannot
-be told from the choice of windows. The larger of the two is the registered margin.
-Operator errors have no such noise; their margin is a small share of the initial
-program's.
+be told from the choice of windows. The larger effect sets the registered margin.
+Operator errors have no such noise; their margin is a small fraction of the initial
+program's value.
 """
 
 from collections.abc import Mapping
@@ -27,22 +27,16 @@ OPERATOR_SHARE = 0.01
 
 
 def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
-  """The specification with `margins` and `initial` measured.
+  """Returns the specification completed with measured `margins` and `initial`.
 
-  Runs the initial program, our own source, in this process, and measures its
-  perplexity over perturbed replicates.
-
-  Args:
-    spec: Options of the PTQ task.
-
-  Returns:
-    The completed specification. It becomes part of every execution identity, so
-    nothing that differs from run to run, such as a time, may be in it.
+  Runs the initial program, which is our own source, in this process and measures its
+  perplexity over perturbed replicates. The result becomes part of every execution
+  identity, so it must not contain anything that differs between runs, such as a time.
   """
   task = PtqTask(**{key: value for key, value in spec.items() if key != "task"})
   plan = task.interface.default_plan
   call = Call(phases.default_identities(), plan, {}).active(task.interface)
-  # The initial program runs the library's own code: no artifact is ever asked for.
+  # The initial program runs the library's own code, so no artifact is ever requested.
   none = ArtifactTable({})
   _, operands = phases.Fit(task.options).run(call, none, b"")
   initial = phases.Measure(task.options).run(call, none, operands)[0]["values"]
@@ -59,11 +53,10 @@ def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _noise(options: PtqOptions, operands: bytes) -> tuple[float, float]:
-  """What blurs the initial program's log perplexity.
+  """Measures the noise of the initial program's log perplexity.
 
-  Returns:
-    The standard deviation over perturbed replicates, and the standard error over
-    windows of its excess over the float model, window by window.
+  Returns the standard deviation over perturbed replicates, and the standard error over
+  windows of the loss in excess of the float model's.
   """
   model, params = options.load()
   quantized = payload.to_params(

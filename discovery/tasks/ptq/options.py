@@ -1,4 +1,4 @@
-"""The options of the PTQ task, and the models and tokens that they name."""
+"""Options of the PTQ task, and loading of the models and tokens that they name."""
 
 import dataclasses
 import functools
@@ -17,29 +17,29 @@ from mxjax.numerics.recovery.mlp_recovery import CELL_RESIDUES
 RANDOM = "random:"
 """Prefix of a model source: `random:3` is a tiny model with random weights."""
 VOCABULARY = 97
-"""Tokens of a random model."""
+"""Vocabulary size of a random model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PtqOptions:
-  """JSON options of the task; paths that exist are made absolute.
+  """JSON options of the task; existing paths are made absolute.
 
   Attributes:
-    model: What search sees: anything that `from_pretrained` takes.
-    layers: Cuts the model to its first layers.
-    holdout: The held-out model, which search never loads.
-    holdout_layers: Cuts the held-out model.
+    model: Model used by the search: anything that `from_pretrained` accepts.
+    layers: Keeps only this many first layers of the model.
+    holdout: The held-out model, which the search never loads.
+    holdout_layers: Keeps only this many first layers of the held-out model.
     calibration: `[sequences, length]` of the calibration windows.
     windows: `[windows, length]` of the evaluation text.
-    text: A text file for both splits; the embedded text when None.
-    test_text: Another file for the evaluation split.
+    text: A text file for both splits; None for the embedded text.
+    test_text: A separate file for the evaluation split.
     replicates: Perplexity runs averaged in the target.
-    seed: Draws the calibration windows.
+    seed: Seed for drawing the calibration windows.
     margins: Registered margins, measured by `margins.calibrated`.
     initial: Observables of the initial program, measured with the margins.
 
   Raises:
-    ValueError: Too few calibration sequences for the MLP fit.
+    ValueError: There are too few calibration sequences for the MLP fit.
   """
 
   model: str | None = None
@@ -56,7 +56,7 @@ class PtqOptions:
   initial: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self) -> None:
-    """Resolves paths: a worker has its own folder, and a run is resumed from any."""
+    """Makes paths absolute, because workers and resumed runs use other folders."""
     for name in ("model", "holdout", "text", "test_text"):
       source = getattr(self, name)
       if source is not None and pathlib.Path(source).exists():
@@ -74,11 +74,11 @@ class PtqOptions:
     return self.model is not None and self.model.startswith(RANDOM)
 
   def load(self) -> tuple[Any, dict[str, Any]]:
-    """The model and its float params."""
+    """Returns the model and its float params."""
     return _load_model(self.model, self.layers)
 
   def tokens(self, phase: str) -> np.ndarray:
-    """The token windows of a phase, int32 `[windows, length]`."""
+    """Returns the token windows of a phase, int32 `[windows, length]`."""
     is_fit = phase == "fit"
     shape = self.calibration if is_fit else self.windows
     seed = self.seed if is_fit else 0
@@ -98,16 +98,16 @@ class PtqOptions:
     return (self.test_text if phase == "measure" else None) or self.text
 
   def readable(self, phase: str) -> list[str]:
-    """Model files and the phase's text: all that its worker may read."""
+    """Returns the model files and the phase's text: all paths its worker may read."""
     paths = (None if self.is_random else self.model, self._text(phase))
     return [str(pathlib.Path(path).resolve()) for path in paths if path]
 
 
 @functools.lru_cache(maxsize=4)
 def _load_model(source: str | None, layers: int | None) -> tuple[Any, dict[str, Any]]:
-  """A model and its params, committed to the device.
+  """Loads a model and its params, committed to the device.
 
-  Artifacts return committed arrays; uncommitted params would compile a layer twice.
+  Artifacts return committed arrays, so uncommitted params would compile a layer twice.
   """
   if source is not None and source.startswith(RANDOM):
     model, params = _random_model(int(source.removeprefix(RANDOM)))
@@ -122,7 +122,7 @@ def _load_model(source: str | None, layers: int | None) -> tuple[Any, dict[str, 
 
 
 def _random_model(seed: int) -> tuple[Any, dict[str, Any]]:
-  """A tiny model with random weights: it exercises everything and means nothing."""
+  """Builds a tiny random model, which exercises all code but has no meaning."""
   config = models.ModelConfig(
     vocab_size=VOCABULARY,
     hidden_size=64,

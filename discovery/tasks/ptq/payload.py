@@ -1,4 +1,4 @@
-"""What `fit` hands to `measure`: packed operands by place, as bytes without pickles."""
+"""The payload from `fit` to `measure`: packed operands as bytes, without pickles."""
 
 import dataclasses
 import io
@@ -29,7 +29,7 @@ DECIDED = {
   "recover_value": ("value_recovery",),
   "recover_mlp": ("mlp_recovery",),
 }
-"""Hook to the fields or leaves whose content it decides."""
+"""Fields or leaves whose content each hook decides."""
 
 
 class Place(NamedTuple):
@@ -40,7 +40,7 @@ class Place(NamedTuple):
   leaf: str
 
   def __str__(self) -> str:
-    """The name of its arrays in a payload, and in errors."""
+    """Returns the name of its arrays in payloads and error messages."""
     return "/".join(map(str, self))
 
 
@@ -49,7 +49,7 @@ Operands = Mapping[Place, Mapping[str, Any]]
 
 
 def of_params(params: Mapping[str, Any], model: Any) -> Operands:
-  """The operands of a quantized model."""
+  """Extracts the operands of a quantized model."""
   operands = {}
   for index in range(model.num_layers):
     layer = params[model.layer_name(index)]
@@ -74,16 +74,12 @@ def _of_linear(leaf: QuantizedLinear) -> dict[str, Any]:
 def to_params(
   operands: Operands, params: Mapping[str, Any], model: Any, function: Callable[[], Any]
 ) -> dict[str, Any]:
-  """The float params with the leaves that operands describe.
+  """Returns the float params with the leaves described by the operands of `of_params`.
 
-  Args:
-    operands: See `of_params`.
-    params: Float params of the same model.
-    model: The model.
-    function: Makes the activation hook; asked only where a leaf has its tables.
+  `function` returns the activation hook; it is called only for leaves with its tables.
 
   Raises:
-    ValueError: Codes or scales that no MXFP4 encoder makes.
+    ValueError: Codes or scales are not legal MXFP4.
   """
   result = dict(params)
   for index in range(model.num_layers):
@@ -115,14 +111,14 @@ def _to_linear(
 
 
 def to_bytes(operands: Operands) -> bytes:
-  """The operands as an `.npz` file."""
+  """Serializes operands as an `.npz` file."""
   buffer = io.BytesIO()
   np.savez(buffer, **_by_name(operands))  # pyright: ignore[reportArgumentType]
   return buffer.getvalue()
 
 
 def from_bytes(data: bytes) -> Operands:
-  """The inverse of `to_bytes`; arrays of objects are refused."""
+  """Inverts `to_bytes`; rejects object arrays."""
   operands: dict[Place, dict[str, Any]] = {}
   with np.load(io.BytesIO(data), allow_pickle=False) as file:
     for key in file.files:
@@ -141,7 +137,7 @@ def _by_name(operands: Operands) -> dict[str, np.ndarray]:
 
 
 def digests(operands: Operands) -> dict[str, str]:
-  """Digests of what each hook decided, by hook."""
+  """Returns a digest of each hook's decisions."""
   arrays = sorted(_by_name(operands).items())
   contents = [(key, identity.digest(value.tobytes())) for key, value in arrays]
   return {

@@ -1,4 +1,4 @@
-"""The two phases of the PTQ evaluator: `fit` quantizes, `measure` measures."""
+"""The two phases of the PTQ evaluator: `fit` quantizes and `measure` evaluates."""
 
 import functools
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ from mxjax.numerics.contract import PAPER_CONTRACT
 from mxjax.running import pipeline
 
 OUTLIER_RATIO = 32
-"""A block is contaminated when its largest magnitude is so many times the median."""
+"""A block is contaminated if its largest magnitude over its median exceeds this."""
 
 
 def default_identities() -> dict[str, str]:
-  """Lowered identity of every default hook; traced from our own source."""
+  """Returns the lowered identity of every default hook, traced from our own source."""
   specs = interface.INTERFACE.to_list()
   traced = tracing.trace(interface.INTERFACE.default_source(), specs)
   return {
@@ -38,7 +38,7 @@ def default_identities() -> dict[str, str]:
 
 
 class Fit:
-  """Quantizes: weights and calibration tokens, no evaluation text."""
+  """Quantizes, with weights and calibration tokens but no evaluation text."""
 
   def __init__(self, options: PtqOptions) -> None:
     """Loads the model and the calibration tokens."""
@@ -68,10 +68,10 @@ class Fit:
 def _mapped(
   model: Any, layer: Any, maps: Mapping[str, Any], hidden: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Output of a layer of the float model, and each linear's mapped input.
+  """Returns the output of a layer of the float model, and each linear's mapped input.
 
-  A program of its own: the inputs are the same to the bit whatever rounds them, so two
-  rounding rules that agree are seen to agree.
+  This is a separate program so that the inputs are bitwise the same whatever rounds
+  them. Two rounding rules that agree then produce equal values.
   """
   output, taps = model.layer_with_taps(layer, hidden)
   inputs = {}
@@ -86,10 +86,11 @@ def _mapped(
 def _errors(
   leaves: Mapping[str, QuantizedLinear], folded: Any, inputs: Mapping[str, jax.Array]
 ) -> tuple[dict[str, dict[str, jax.Array]], dict[str, jax.Array]]:
-  """Relative squared errors of a layer's linears on given inputs, and those rounded.
+  """Returns relative squared errors of a layer's linears, and the rounded activations.
 
-  `total` is the operator error; `activation` rounds activations only, `weight` weights
-  only; `contaminated` is the share of blocks with an outlier.
+  `total` is the operator error, `activation` the error when only activations are
+  rounded, and `weight` the error when only weights are. `contaminated` is the fraction
+  of blocks with an outlier.
   """
   errors, activations = {}, {}
   for path, leaf in leaves.items():
@@ -120,7 +121,7 @@ def _folded(weight: jax.Array, input_map: Any) -> jax.Array:
 
 
 class Measure:
-  """Measures: the float model and the evaluation text, no calibration tokens."""
+  """Measures, with float model and evaluation text but no calibration tokens."""
 
   def __init__(self, options: PtqOptions) -> None:
     """Loads the float model and the evaluation text."""
@@ -131,9 +132,10 @@ class Measure:
   def run(
     self, call: Call, artifacts: Artifacts, before: bytes
   ) -> tuple[dict[str, Any], bytes]:
-    """Perplexity and operator errors of what `fit` packed.
+    """Returns perplexity and operator errors of the operands packed by `fit`.
 
     Raises:
+      ContractError: A `scope` control would divide an edit of `encode_act`.
       FloatingPointError: An observable is not finite.
     """
     model = self._model
@@ -167,7 +169,7 @@ class Measure:
   def _operator_errors(
     self, params: Mapping[str, Any]
   ) -> tuple[dict[str, dict[str, float]], str]:
-    """Errors by linear, and a digest of the A4 values that its hook made there."""
+    """Returns the errors of each linear, and a digest of all rounded A4 values."""
     model = self._model
     tokens = jnp.asarray(self._tokens[:1], jnp.int32)
     hidden = model.embed(streams.outer_params(self._params), tokens)
@@ -186,17 +188,16 @@ class Measure:
       errors, activations = execution.block_on_cpu(_errors(leaves, folded, inputs))
       for path, values in errors.items():
         result[f"{name}/{path}"] = {k: float(v) for k, v in values.items()}
-        # A zero's sign is no response: adding zero drops it.
+        # Adding zero drops the sign of zeros, which is not a response.
         bare = np.asarray(activations[path]) + np.float32(0)
         digests.append([f"{name}/{path}", identity.digest(bare.tobytes())])
     return result, identity.digest(digests)[:16]
 
 
 def _activation_hook(call: Call) -> str:
-  """Identity of the activation hook, which must be one for all linears.
+  """Returns the identity of the activation hook, which all linears must share.
 
-  Raises:
-    ContractError: A control would divide an edit of it over linears.
+  Raises ContractError if a `scope` control would divide an edit of it over linears.
   """
   hook = call.computation["encode_act"]
   if call.intervention.get("kind") == "scope":

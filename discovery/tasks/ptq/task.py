@@ -1,8 +1,9 @@
-"""The PTQ task: quantize a small real model under the frozen contract and measure it.
+"""The PTQ task: quantizes a small real model under the frozen contract and measures it.
 
-Two phases in two workers: `fit` holds float weights and calibration tokens and turns a
-candidate's hooks into packed operands; `measure` holds the float model and the
-evaluation text. Everything that fixes an outcome but the program is in the contract.
+Its two phases run in two workers. `fit` holds float weights and calibration tokens and
+turns a candidate's hooks into packed operands; `measure` holds the float model and the
+evaluation text. The contract contains everything that determines an outcome, except the
+program.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.numerics.contract import PAPER_CONTRACT
 
 OPEN_SHARE = 0.5
-"""A residual is open while it exceeds this share of the initial program's."""
+"""A residual is open while it exceeds this fraction of the initial program's value."""
 EVALUATOR_PACKAGES = (
   "mxjax.numerics",
   "mxjax.pallas_kernels",
@@ -40,21 +41,23 @@ EVALUATOR_PACKAGES = (
   "mxjax.discovery.sandbox",
   "mxjax.discovery.tasks",
 )
-"""Whose sources decide what an evaluator call measures."""
+"""Packages whose sources determine what an evaluator call measures."""
 
 
 class PtqTask:
-  """See `mxjax.discovery.core.task.Task`; built from JSON options.
+  """A `mxjax.discovery.core.task.Task`, built from JSON options.
 
-  Attributes:
-    options: The options, with margins and thresholds measured by `margins.calibrated`.
+  The options contain margins and thresholds measured by `margins.calibrated`.
   """
 
   target = "log_ppl"
   phases: Sequence[str] = ("fit", "measure")
   call_seconds = 19.0
-  """Of a small trained model on a busy pair of cores, most of it compilation: the
-  seconds of `benchmarks/results/discovery_run.json` by its 240 calls."""
+  """Seconds of a call for a small trained model on a busy pair of cores.
+
+  Most of them are compilation. The value is the time in
+  `benchmarks/results/discovery_run.json` divided by its 240 calls.
+  """
   interface = INTERFACE
   regimes = REGIMES
   interventions = INTERVENTIONS
@@ -64,7 +67,7 @@ class PtqTask:
     """Takes the fields of `PtqOptions`.
 
     Raises:
-      ValueError: An unknown option, or options that do not go together.
+      ValueError: An option is unknown, or the options are inconsistent.
     """
     known = {field.name for field in dataclasses.fields(PtqOptions)}
     if unknown := sorted(set(options) - known):
@@ -78,12 +81,12 @@ class PtqTask:
 
   @property
   def margins(self) -> Mapping[str, float]:
-    """Registered margins; measured by `margins.calibrated`."""
+    """Registered margins, measured by `margins.calibrated`."""
     return self.options.margins
 
   @functools.cached_property
   def contract(self) -> Mapping[str, Any]:
-    """Contract, weights, tokens and sources of the evaluator, by content."""
+    """Contract, weights, tokens and evaluator sources, each by content."""
     model, params = self.options.load()
     weights = [
       [jax.tree_util.keystr(path), identity.digest(np.asarray(leaf).tobytes())]
@@ -99,7 +102,7 @@ class PtqTask:
     }
 
   def readable(self, phase: str) -> Sequence[str]:
-    """Model files, and the phase's text."""
+    """Returns the model files and the phase's text."""
     return self.options.readable(phase)
 
   def open(self, phase: str) -> Session:
@@ -107,12 +110,12 @@ class PtqTask:
     return (Fit if phase == "fit" else Measure)(self.options)
 
   def ideal(self) -> float:
-    """Log perplexity of the float model."""
+    """Returns the log perplexity of the float model."""
     model, params = self.options.load()
     return float(np.log(perplexity(model, params, self.options.tokens("measure")).mean))
 
   def holdout(self) -> "PtqTask | None":
-    """The task on the held-out model."""
+    """Returns the task on the held-out model, or None if there is none."""
     options = dataclasses.asdict(self.options)
     model, layers = options.pop("holdout"), options.pop("holdout_layers")
     if model is None and layers is None:
@@ -120,7 +123,7 @@ class PtqTask:
     return PtqTask(**{**options, "model": model, "layers": layers})
 
   def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
-    """Observables above half of what the initial program had."""
+    """Returns the observables above half of the initial program's value."""
     thresholds = {k: OPEN_SHARE * v for k, v in self.options.initial.items()}
     return [
       Residual(program, name, values[name], thresholds[name], hook)
