@@ -1,4 +1,4 @@
-"""The families by architecture: the one place that knows all of them."""
+"""Registry of the supported model families, by architecture."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -39,10 +39,10 @@ def from_hf_config(values: Mapping[str, Any], *, dtype: str = "float32") -> Mode
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-  """Writes a config, as JSON values, that transformers and we read as this model.
+  """Returns the JSON values of a `config.json` that describes this model.
 
   Raises:
-    NotImplementedError: The family's config cannot say what this model is.
+    NotImplementedError: The family's config format cannot express this model.
   """
   if config.family not in FAMILIES:
     raise NotImplementedError(
@@ -55,10 +55,10 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def check_reads_back(values: Mapping[str, Any], config: ModelConfig) -> None:
-  """Refuses a `config.json` that describes another model than `config`.
+  """Checks that a `config.json` describes the same model as `config`.
 
   Raises:
-    NotImplementedError: It does; every field that differs is named.
+    NotImplementedError: Fields differ; all of them are named.
   """
   read = from_hf_config(values, dtype=config.dtype)
   differing = [
