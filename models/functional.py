@@ -18,7 +18,7 @@ from mxjax.pallas_kernels.attention import cached_attention as attention
 from mxjax.pallas_kernels.attention.shares import Attended
 
 QUERY_CHUNK = 256
-"""Queries attended at once: bounds the score array to `QUERY_CHUNK * length`."""
+"""Queries per chunk: bounds the score array to `QUERY_CHUNK * length`."""
 
 
 def inverse_frequencies(
@@ -157,7 +157,7 @@ def causal_attention(
 
 
 KeysAndValues = tuple[jax.Array, jax.Array]
-"""Of a cache: each `[batch, positions, kv_heads, head_dim]`."""
+"""A layer's cache: each array is `[batch, positions, kv_heads, head_dim]`."""
 
 
 def cached_attention(
@@ -216,8 +216,7 @@ def cached_attention(
 
 
 Part = tuple[jax.Array, jax.Array, jax.Array | np.ndarray | None]
-"""Keys and values `[b, k, d, s]`, and which of them each query sees, bool `[t, s]`;
-None for all."""
+"""Keys and values `[b, k, d, s]`, and the attention mask, bool `[t, s]`, or None."""
 
 
 def _attend(queries: jax.Array, parts: list[Part]) -> jax.Array:

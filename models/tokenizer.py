@@ -15,9 +15,9 @@ if TYPE_CHECKING:
   import tokenizers
 
 PRE_TOKENIZERS = ("smollm",)
-"""Values of `tokenizer.ggml.pre` whose split is known here."""
+"""Supported values of `tokenizer.ggml.pre`."""
 CONTROL_TOKEN = 3
-"""The token type of special tokens in GGUF."""
+"""GGUF token type of special tokens."""
 
 
 class Tokenizer:

@@ -23,8 +23,11 @@ LinearInput = TypeVar("LinearInput", bound=fused_inputs.Input)
 CALIBRATION = "calibration"
 """The linen collection that receives the taps."""
 CACHE = "cache"
-"""The linen collection of an attention's past: `keys`, `values`
-`[B, positions, kv_heads, head_dim]` and `start`, the positions filled, int32."""
+"""The linen collection of an attention layer's key-value cache.
+
+It holds `keys`, `values` `[B, positions, kv_heads, head_dim]` and `start`, the number
+of filled positions, int32.
+"""
 
 PROJECTION_TAPS: dict[tuple[str, str], str] = {
   ("self_attn", "q_proj"): "qkv_input",

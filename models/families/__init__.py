@@ -10,9 +10,9 @@ from mxjax.models.families import llama, mistral, olmo2, qwen2, qwen3
 FAMILIES = {
   module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3, olmo2)
 }
-"""The families by `model_type`; a new one is a file beside this and its entry here."""
+"""The families by `model_type`; to add one, add a file here and an entry."""
 ARCHITECTURES = {family.architecture: family for family in FAMILIES.values()}
-"""The families by entry of `architectures`."""
+"""The families by their entry in `architectures`."""
 
 
 def from_hf_config(values: Mapping[str, Any], *, dtype: str = "float32") -> ModelConfig:

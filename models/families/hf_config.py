@@ -22,7 +22,7 @@ NAMES = {
   "tie_embeddings": "tie_word_embeddings",
   "bos_id": "bos_token_id",
 }
-"""Names in the file of the fields of `ModelConfig` that it stores as they are."""
+"""Config field names of the `ModelConfig` fields that are stored unchanged."""
 
 ROPE_NAMES = {
   "factor": "factor",
@@ -36,7 +36,7 @@ TRANSLATED = frozenset(
   """architectures model_type hidden_act rope_theta rope_scaling rope_parameters
   partial_rotary_factor eos_token_id layer_types quantization_config""".split()
 )
-"""Fields of every family that are read in another way than by `NAMES`."""
+"""Config fields of every family that are not read through `NAMES`."""
 
 HARMLESS = frozenset(
   """dtype torch_dtype transformers_version use_cache initializer_range pad_token_id
@@ -52,7 +52,7 @@ HARMLESS = frozenset(
   suppress_tokens exponential_decay_length_penalty remove_invalid_values sep_token_id
   decoder_start_token_id""".split()
 )
-"""Fields of training, generation and bookkeeping: none enters the logits."""
+"""Fields of training, generation and bookkeeping, which do not affect logits."""
 
 
 class Window(NamedTuple):

@@ -7,7 +7,7 @@ uses 4,096 tokens; from 0.2 on the field is null and the whole past is visible.
 from mxjax.models.families.hf_config import Family, Window
 
 DEFAULT_WINDOW = 4096
-"""What transformers takes where the field is absent, not null."""
+"""Value that transformers assumes if the field is absent (not null)."""
 
 FAMILY = Family(
   name="mistral",

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
   from gguf import GGUFReader, ReaderTensor
 
 ARCHITECTURES = ("llama",)
-"""Values of `general.architecture` that this package runs."""
+"""Supported values of `general.architecture`."""
 
 GLOBAL_NAMES = {
   "token_embd": ("embed_tokens",),
   "output_norm": ("norm",),
   "output": ("lm_head",),
 }
-"""Tensors outside the layers, by their name in the file without the last part."""
+"""Tensors outside the layers, by their GGUF name without the last part."""
 
 LAYER_NAMES = {
   "attn_norm": ("input_layernorm",),

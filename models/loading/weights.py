@@ -16,9 +16,9 @@ from mxjax.models.loading.safetensors_file import SafetensorsFile
 from mxjax.models.parameters import Path, StoredTensor, parameter_shapes
 
 SINGLE_FILE = "model.safetensors"
-"""Weights of a small checkpoint."""
+"""Weights of an unsharded checkpoint."""
 INDEX_FILE = "model.safetensors.index.json"
-"""Names the shard of every tensor of a large one."""
+"""Maps every tensor of a sharded checkpoint to its shard."""
 DTYPES = ("BF16", "F16", "F32")
 """Stored dtypes that a float checkpoint may have, as safetensors names them."""
 
