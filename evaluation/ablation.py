@@ -77,11 +77,12 @@ def run(
 ) -> dict[str, Any]:
   """Runs a study; a killed run resumes from the rows already in the folder.
 
-  A program that occurs in several studies is built once for all of them.
+  A program that occurs in several studies is built once for all of them, and operator
+  error is always measured.
 
   Args:
     name: A key of `ablations.STUDIES`.
-    subject: Model and tests; operator error is always measured.
+    subject: Model and tests.
     draws: Calibration tokens by seed, int32 `[sequences, length]` each.
     folder: Where finished rows are written, one file per row and draw.
     contract: The contract of every row.

@@ -144,7 +144,6 @@ def table(result: Mapping[str, Any]) -> Table:
 
 
 def _local_errors(rows: Sequence[Row]) -> str:
-  """Formats the mean local errors over draws; a dash for builds without them."""
   linears = [row["linears"] for row in rows]
   means = [
     f"{np.mean([linear[key] for linear in linears]):.3f}"

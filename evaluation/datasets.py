@@ -116,15 +116,12 @@ def document_windows(
   seed: int,
   place: str,
 ) -> np.ndarray:
-  """Draws the standard C4 sample: random documents, one random window of each.
+  """Draws the standard C4 sample, int32 `[count, length]` in the order of the draws.
 
   Documents are drawn with replacement from Python's seeded generator until one has more
   tokens than the window; then an offset is drawn. The draws equal those of the GPTQ
-  loaders, so equal seeds, shards and tokenizers give equal ids.
-
-  Returns:
-    int32 `[count, length]`, in the order of the draws; each document begins with the
-    tokenizer's prefix.
+  loaders, so equal seeds, shards and tokenizers give equal ids. Each document begins
+  with the tokenizer's prefix.
 
   Raises:
     ValueError: No document is longer than the window; the message begins with `place`.

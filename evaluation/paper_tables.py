@@ -58,7 +58,7 @@ def _models(results: Iterable[Result]) -> list[str]:
 
 
 def _fit7(result: Result, floats: Mapping[str, Result]) -> float:
-  """Computes Fit-7 of a result, 0 for the float model; raises if a result is missing."""
+  """Computes Fit-7 of a result, 0 for the float model; raises if a score is missing."""
   if result.model not in floats:
     raise ValueError(f"tables: no {FLOAT} result of {result.model}.")
   return fitness.fit7(result.scores, floats[result.model].scores)
@@ -151,7 +151,7 @@ def paired(results: Sequence[Result]) -> Table:
 
 
 def aggregates(results: Sequence[Result]) -> Table:
-  """Builds the table of Fit-7, Fit-3, MeanDamage, Acc5 and the worst task.
+  """Builds the table of Fit-7, Fit-3, MeanDamage, Acc5 and worst task.
 
   It has one row per model and method.
   """

@@ -180,21 +180,16 @@ def compare(
   contracts: Mapping[str, Contract] | None = None,
   on_method: Callable[[str], pipeline.OnProgress | None] | None = None,
 ) -> tuple[list[dict[str, Any]], Params | None]:
-  """Runs several methods on the same calibration tokens.
+  """Runs several methods in order on the same calibration tokens.
 
   A method that collapses, runs out of memory or meets a Hessian it cannot factor gets a
   row with its `error`; the others continue. With a folder, float activations and raw
   Hessians are computed once for all methods, and each finished row is written: a rerun
   skips finished rows and retries failed methods.
 
-  Args:
-    subject: Model and tests.
-    tokens: Calibration tokens.
-    names: Methods in the order to run.
-    folder: For rows and data that methods share, or None.
-    contracts: Every method runs under each, with the key appended to its name; None
-      means the paper's contract alone.
-    on_method: Called with each name; returns the progress callback of that method.
+  Every method runs under each of `contracts`, with the key appended to its name; None
+  means the paper's contract alone. `on_method` is called with each name and returns the
+  progress callback of that method.
 
   Returns:
     One row per method and contract, and the params of the last method that succeeded in

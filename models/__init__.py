@@ -72,8 +72,7 @@ def load_config(
 ) -> ModelConfig:
   """Reads the config of a model, without downloading its weights.
 
-  Arguments and errors are those of `from_pretrained`; `source` may also be a
-  `config.json` file.
+  Arguments and errors are as in `from_pretrained`; `source` may be a `config.json`.
   """
   path = hub.resolve(source, only_config=True)
   if path.suffix == ".gguf":

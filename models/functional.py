@@ -66,15 +66,9 @@ def rotary(
   """Rotates each head by angles proportional to the position.
 
   Coordinate i is paired with coordinate i + head_dim/2, the layout of Hugging Face
-  checkpoints. Positions count from `start` along the sequence axis.
-
-  Args:
-    x: Queries or keys, `[batch, length, heads, head_dim]`.
-    frequencies: Radians per token, float32 `[head_dim / 2]`.
-    start: Position of the first vector, int32 if an array.
-
-  Returns:
-    The rotated vectors, same shape and dtype.
+  checkpoints. Maps `[batch, length, heads, head_dim]` to the same shape and dtype, with
+  float32 `frequencies` `[head_dim / 2]` in radians per token; positions along the
+  sequence axis count from `start` (int32 if an array).
   """
   cos, sin = (a[None, None] for a in _rotations(frequencies, x.shape[1], start))
   first, second = jnp.split(_positions_last(x).astype(jnp.float32), 2, axis=2)
@@ -125,10 +119,10 @@ def causal_attention(
   once, and nearly half of the products are saved, more with a window.
 
   Args:
-    queries: `[batch, length, heads, head_dim]`, already rotated.
-    keys: `[batch, length, kv_heads, head_dim]`, already rotated; query head h reads
-      key-value head `h // (heads / kv_heads)`.
-    values: `[batch, length, kv_heads, head_dim]`.
+    queries: `[batch, length, heads, head_dim]`, rotated.
+    keys: `[batch, length, kv_heads, head_dim]`, rotated; query head h reads key-value
+      head `h // (heads / kv_heads)`.
+    values: Same shape as `keys`.
     window: Tokens that a query attends to, itself included; None for the whole past.
     query_chunk: Queries per chunk; does not affect the result.
 

@@ -80,7 +80,6 @@ def _next_token(
   logits: jax.Array,
   position: int,
 ) -> jax.Array:
-  """Takes the most likely token of each row, or samples with a key of the position."""
   if key is None or temperature == 0:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
   key = jax.random.fold_in(key, position)
@@ -97,12 +96,9 @@ def sample(
 ) -> jax.Array:
   """Samples one token per row: int32 `[B]` from float32 logits `[B, V]`.
 
-  Args:
-    key: Random key.
-    logits: Scores of all tokens.
-    temperature: Positive divisor of the logits.
-    top_k: Keep the k most likely tokens (and any tied with the last), or None.
-    top_p: Of those, keep the fewest whose total probability reaches this, or None.
+  Logits are divided by the positive `temperature`. `top_k` keeps the k most likely
+  tokens (and any tied with the last); of those, `top_p` keeps the fewest whose total
+  probability reaches it.
   """
   scores = logits / temperature
   if top_k is not None:
@@ -142,7 +138,6 @@ def _run_head(
 def _next_logits(
   model: CausalLM, params: Mapping[str, Any], buffer: jax.Array, position: int
 ) -> jax.Array:
-  """Returns the logits `[B, V]` of the token after `position`."""
   hidden = model.embed(params, buffer)
   for index in range(model.num_layers):
     hidden = _run_layer(model, params[model.layer_name(index)], hidden)
@@ -156,11 +151,9 @@ def _outside_layers(params: Mapping[str, Any]) -> dict[str, Any]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-  """Key-value cache of all layers.
+  """Key-value cache of all layers (`CausalLM.empty_cache`) and its length in tokens.
 
-  Attributes:
-    layers: One cache per layer; see `CausalLM.empty_cache`.
-    length: Number of cached tokens, an int32 scalar.
+  `length` is an int32 scalar.
   """
 
   layers: tuple[dict[str, Any], ...]
@@ -179,11 +172,8 @@ def next_logits(
 ) -> tuple[jax.Array, Cache]:
   """Runs the next tokens of every sequence and scores the token after them.
 
-  Args:
-    model: The model.
-    params: Its params, float or quantized.
-    cache: The earlier tokens; its buffers are donated.
-    tokens: int32 `[B, T]`: the prompt first, then one token per step.
+  Tokens are int32 `[B, T]`: the prompt first, then one token per step. The buffers of
+  `cache` are donated.
 
   Returns:
     Logits, float32 `[B, V]`, and the updated cache.

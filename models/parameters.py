@@ -16,12 +16,9 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """A tensor in a file, read on demand.
+  """A named tensor in a file; `read` returns its values on demand.
 
-  Attributes:
-    name: Its name in the file, for error messages.
-    shape: Its shape, `[out, in]` for linears.
-    read: Returns the values, a numpy array of `shape` in their final dtype.
+  The values are a numpy array of `shape` (`[out, in]` for linears) in the final dtype.
   """
 
   name: str

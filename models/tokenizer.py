@@ -24,12 +24,8 @@ class Tokenizer:
   """A byte-level BPE tokenizer that never adds special tokens by itself.
 
   As in transformers, special tokens spelled out in the text, such as `<|im_start|>`,
-  become their ids.
-
-  Attributes:
-    bos_id: Token that begins a text, or None.
-    eos_id: Token that ends a text, or None.
-    chat_template: Jinja template of a conversation, or None.
+  become their ids. `bos_id` and `eos_id` begin and end a text; they and the Jinja
+  `chat_template` may be None.
   """
 
   bos_id: int | None

@@ -91,7 +91,6 @@ class Linear(nn.Module):
 
 
 def _side_by_side(x: fused_inputs.Input, *layers: Linear) -> list[jax.Array]:
-  """Applies several linears to one input."""
   products = linear_many(x, [layer.weight for layer in layers])
   return [layer.with_bias(y) for layer, y in zip(layers, products, strict=True)]
 
@@ -244,9 +243,6 @@ class CausalLM(nn.Module):
   pure, jit-able methods `embed`, `layer`, `layer_with_taps` and `logits` run it in
   pieces with the same result. A model is hashable, so it can be a static argument of a
   jitted function.
-
-  Attributes:
-    config: The config of the model.
   """
 
   config: ModelConfig
@@ -337,11 +333,8 @@ class CausalLM(nn.Module):
   ) -> tuple[jax.Array, dict[str, Any]]:
     """Runs one decoder layer on the next tokens of cached sequences.
 
-    Args:
-      layer_params: The value of one `layers_i` key of the params.
-      cache: That layer's cache, with room for the new tokens.
-      hidden: `[B, T, d]`, compute dtype, of the T tokens after the cached ones.
-      start: Number of cached tokens, an int32 scalar.
+    `hidden` `[B, T, d]` belongs to the T tokens after the `start` cached ones (an int32
+    scalar); `cache` must have room for them. `layer_params` is as in `layer`.
 
     Returns:
       Hidden states, same shape and dtype, and the updated cache.

@@ -37,7 +37,7 @@ def options(
 
 
 def begun_task(folder: pathlib.Path) -> dict[str, Any] | None:
-  """Returns the task frozen in an existing study folder, or None.
+  """Returns the frozen task of an existing study folder, or None.
 
   Reusing it avoids measuring the task's margins again.
   """

@@ -12,12 +12,9 @@ AS_IN_PAPER: Mapping[str, Any] = {"sequential": False, "reuse": False}
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-  """One search variant.
+  """A search variant: a title and the fields of `SearchConfig` that it changes.
 
-  Attributes:
-    title: Its name in tables.
-    changes: Fields of `SearchConfig` that it changes.
-    placebo: Whether it is our own, without a counterpart in the paper.
+  A `placebo` is our own, without a counterpart in the paper.
   """
 
   title: str

@@ -41,13 +41,9 @@ RARE = "jnp.where(jnp.abs(x) > 1e6, 0.5 * x, x)"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """One injected edit.
+  """One injected edit: its description, the declared hooks and the edited program.
 
-  Attributes:
-    name: Description of the edit.
-    declared: Hooks that the edit claims to change.
-    source: The edited program.
-    is_real: Whether the declared hooks compute another function than before.
+  `is_real` tells whether the declared hooks compute another function than before.
   """
 
   name: str
@@ -130,8 +126,7 @@ def _renamed(source: str, hook: str, name: str) -> str:
 def judge_all(evaluator: CachedEvaluator) -> list[dict[str, Any]]:
   """Runs every checker on every case; its calls are outside any budget.
 
-  Returns:
-    For each case its name, label, status, and what each checker accepted.
+  Returns each case's name, label, status, and what each checker accepted.
   """
   parent = evaluator.prepare(evaluator.task.interface.default_source())
   return [_judge(evaluator, case, parent) for case in make(evaluator.task)]

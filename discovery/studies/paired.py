@@ -23,7 +23,8 @@ class Paired:
     deviation: Sample standard deviation of the differences.
     t_interval: Student's 95 % interval of the mean.
     exact_interval: Interval of the center of symmetry from the signed-rank
-      distribution, with the smallest attainable coverage of at least 95 %.
+      distribution, with the smallest attainable coverage of at least 95 %, or the
+      largest one if too few seeds reach 95 %.
     exact_coverage: The actual coverage of `exact_interval`.
     sign_flip_p: Exact two-sided p-value of the mean under sign flips.
     wins: Seeds in which the first arm is lower.

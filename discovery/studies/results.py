@@ -19,12 +19,9 @@ def title(arm: str) -> str:
 
 
 class Results:
-  """The results of `study.conduct`, with the statistics that tables print.
+  """The stored results of `study.conduct`, with the statistics that tables print.
 
-  Attributes:
-    values: The results as stored.
-    arms: Names of the arms, the study's own first.
-    seeds: The paired seeds.
+  `arms` begins with the study's own; `seeds` are the paired seeds.
   """
 
   def __init__(self, values: Mapping[str, Any]) -> None:
@@ -52,10 +49,7 @@ class Results:
     return self.values["landmarks"][str(seed)]["gate"]
 
   def crossing(self, arm: str, seed: int) -> tuple[int, int] | None:
-    """Finds the first champion past the gate.
-
-    Returns its generation index and confirmation call, or None.
-    """
+    """Returns generation and call of the first champion past the gate, or None."""
     for call, _, hidden, generation in self._run(arm, seed)["marks"]:
       if hidden is not None and hidden <= self._gate(seed):
         return generation, call

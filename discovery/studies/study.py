@@ -28,12 +28,9 @@ MATCHED = ("score", "text", "reflect", "quantforge")
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """One research question.
+  """A research question: the arms to run over all seeds, and an extra measurement.
 
-  Attributes:
-    title: Title in reports.
-    arms: Arms to run over all seeds; studies in one folder share runs.
-    extra: An additional measurement: `replay`, `cases`, `regimes` or nothing.
+  Studies in one folder share runs. `extra` is `replay`, `cases`, `regimes` or empty.
   """
 
   title: str
@@ -134,9 +131,7 @@ def frozen(options: StudyOptions) -> dict[str, Any]:
 class Folder:
   """A folder of studies that share their runs.
 
-  Attributes:
-    options: The fixed options.
-    frozen: The settings frozen before the first run.
+  `options` are fixed; `frozen` holds the settings frozen before the first run.
   """
 
   def __init__(self, path: pathlib.Path, options: StudyOptions) -> None:
@@ -257,13 +252,10 @@ def _is_closed(folder: pathlib.Path) -> bool:
 def conduct(
   folder: Folder, name: str, tell: Told, *, seeds: Sequence[int] = ()
 ) -> dict[str, Any]:
-  """Runs or resumes a study; returns its results, JSON-ready.
+  """Runs or resumes one of `STUDIES`; returns its results, JSON-ready.
 
-  Args:
-    folder: The study folder.
-    name: One of `STUDIES`.
-    tell: Called with a line for each finished part.
-    seeds: Subset of the folder's seeds to run, to save time; all if empty.
+  `tell` is called with a line for each finished part. `seeds` limits the run to a
+  subset of the folder's seeds, to save time; empty means all.
 
   Raises:
     ValueError: A seed is not among those that the folder was frozen with.

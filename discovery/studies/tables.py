@@ -23,14 +23,9 @@ CALLS = (40, 80, 120, 160, 200, 240)
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """One table of results.
+  """A table of results, as printed, with notes below it.
 
-  Attributes:
-    title: Heading.
-    header: Column names.
-    rows: Cells as printed.
-    paper: Rows of the paper's table, with a header of their own, or empty.
-    notes: Sentences below the table.
+  `paper` has the rows of the paper's table, with a header of their own, or is empty.
   """
 
   title: str
@@ -74,7 +69,6 @@ def _by_arm(
   paper: Rows = (),
   notes: Sequence[str] = (),
 ) -> Table:
-  """Builds a table with one row per arm."""
   rows = [[title(arm), *(read(arm) for read in columns.values())] for arm in arms]
   return Table(name, ["Arm", *columns], rows, paper, notes)
 

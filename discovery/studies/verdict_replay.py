@@ -52,15 +52,10 @@ class Successor:
 
 @dataclasses.dataclass(frozen=True)
 class Transition:
-  """One replayed packet.
+  """One replayed packet, by its hash, and the call at which its verdict was reached.
 
-  Attributes:
-    packet: Its hash.
-    call: Calls spent when its verdict was reached.
-    verdict: The verdict.
-    focal: Fate of the focal explanation: `supported`, `refuted` or `open`.
-    free: The successor under free reflection.
-    constrained: The successor under the verdict's constraint.
+  `focal` is the fate of the focal explanation: `supported`, `refuted` or `open`. `free`
+  is the successor under free reflection, `constrained` under the verdict's constraint.
   """
 
   packet: str
@@ -80,15 +75,8 @@ def replay(
 ) -> list[Transition]:
   """Replays the first six eligible transitions of a finished run.
 
-  Args:
-    folder: The run, which stays unchanged.
-    options: Options of the run.
-    task: Task of the run.
-    executor: Workers for the task.
-    evaluator: Measures successors.
-
-  Returns:
-    Up to six transitions in the order of evaluator calls.
+  The run folder stays unchanged; `options` and `task` are those of the run. The
+  transitions are in the order of evaluator calls.
   """
   store = Store(folder)
   search = runs.make_search(options, task, executor, store)

@@ -94,10 +94,7 @@ def test_subject(
 
 
 def prepare(options: argparse.Namespace, mesh: Mesh | None = None) -> Inputs:
-  """Loads the model, calibration tokens and tests that the options name.
-
-  `mesh` is where the subject will be quantized and measured.
-  """
+  """Loads model, calibration tokens and tests for `mesh`, as the options name them."""
   model, params = models.open_pretrained(options.model)
   if not stays_on_disk(options, params.config):
     params = params.load()
@@ -129,10 +126,8 @@ def restore(
 ) -> tuple[models.CausalLM, dict[str, Any], models.Tokenizer, pathlib.Path]:
   """Loads what `quantize` wrote: model, params, tokenizer and checkpoint folder.
 
-  Args:
-    path: The folder of the run, or the checkpoint in it.
-    mesh: Where to place the params.
-    storage: Arguments of `pack_for_inference`; nothing is packed if empty or None.
+  `path` is the run's folder or the checkpoint in it, `mesh` where to place the params,
+  and `storage` the arguments of `pack_for_inference` (none: nothing is packed).
   """
   folder = checkpoint_folder(path)
   params, config = checkpoint.restore_checkpoint(folder, mesh=mesh)

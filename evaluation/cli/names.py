@@ -40,8 +40,7 @@ def check(what: str, name: str, known: Iterable[str]) -> None:
   """Rejects an unknown name.
 
   Raises:
-    ValueError: The name is unknown; the message suggests the closest known name, if any
-      is close, and lists all of them.
+    ValueError: The name is unknown; lists the known names and suggests a close one.
   """
   known = tuple(known)
   if name not in known:

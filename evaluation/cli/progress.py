@@ -18,11 +18,7 @@ Begin = Callable[[str], pipeline.OnProgress]
 
 
 class Interrupted(KeyboardInterrupt):
-  """Raised when the user stops a run.
-
-  Attributes:
-    resume: The command that continues it.
-  """
+  """Raised when the user stops a run; `resume` is the command that continues it."""
 
   resume: str
 
@@ -90,10 +86,7 @@ def progress(form: str) -> Iterator[Begin]:
 
 
 class Stopper:
-  """Stops a run after its current layer; a second request stops it at once.
-
-  Between layers the first request stops the run at once.
-  """
+  """Stops a run after its current layer, or at once if asked twice or between layers."""
 
   def __init__(self, tell: Callable[[str], None]) -> None:
     """Takes the function that prints a line for the user."""

@@ -19,10 +19,8 @@ HEAD_CHUNK = 256
 class Agreement(NamedTuple):
   """Predictions of two models compared on the same tokens.
 
-  Attributes:
-    divergence: KL(float || quantized) of every prediction, nats, float32 `[windows,
-      length - 1]`.
-    is_flipped: Whether the most likely token differs, bool, same shape.
+  `divergence` is KL(float || quantized) in nats, float32 `[windows, length - 1]`;
+  `is_flipped` (bool, same shape) tells whether the most likely token differs.
   """
 
   divergence: np.ndarray
@@ -47,7 +45,7 @@ def _compare(
   params: tuple[Params, Params],
   hidden: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes KL and flips `[T]` of final hidden states `[1, T, d]`, chunk by chunk."""
+  """Computes KL and flips `[T]` of final hidden states `[1, T, d]` in chunks."""
   length = hidden[0].shape[1]
   padding = -length % HEAD_CHUNK
   chunks = tuple(

@@ -58,10 +58,7 @@ def damages(
 
 
 def mean_and_worst(values: Iterable[float]) -> float:
-  """Returns half the mean plus half the maximum, the form of every Fit.
-
-  Requires at least one value.
-  """
+  """Returns half the mean plus half the maximum of at least one value."""
   array = np.asarray(list(values), np.float64)
   return float(0.5 * array.mean() + 0.5 * array.max())
 

@@ -164,14 +164,10 @@ def perplexity(
 ) -> Perplexity:
   """Computes perplexity over fixed windows: exp of the mean loss of all predictions.
 
-  Args:
-    model: The model.
-    params: Float or quantized params.
-    tokens: int32 `[windows, length]`.
-    replicates: Total number of runs; those after the first perturb the embedding.
-    on_window: Called with (done, windows) after each window of each replicate.
-    mesh: Devices with the axes `data`, over which windows are sharded, and `model`,
-      over which weights are sharded by output rows; None for one device.
+  Tokens are int32 `[windows, length]`. All `replicates` but the first perturb the
+  embedding; `on_window` is called with (done, windows) after each window of each. Over
+  `mesh`, windows are sharded along the axis `data` and weights by output rows along
+  `model`.
 
   Raises:
     ValueError: `replicates` is less than one, or windows are too short.

@@ -60,7 +60,7 @@ def page(runs: Sequence[Run], *, title: str, subtitle: str) -> str:
 def write_report(
   path: str | os.PathLike[str], runs: Sequence[Run], *, title: str, subtitle: str
 ) -> pathlib.Path:
-  """Writes a page with all measurements, readable without a network.
+  """Writes a page with all measurements, readable without a network; returns its path.
 
   Args:
     path: The file, replaced if it exists, or a folder, which gets `report.html`.
@@ -70,9 +70,6 @@ def write_report(
       `QuantizationRecord.to_dict`. A failed run has an `error` instead, which is shown.
     title: Heading of the page.
     subtitle: A line under the heading, such as model, data and machine.
-
-  Returns:
-    The path of the file.
 
   Raises:
     ValueError: There are no runs, or one lacks a required key.

@@ -21,7 +21,6 @@ def _fits(layers: Layers, name: str) -> Fits:
 
 
 def _series(fits: Fits, names: Mapping[str, str]) -> list[Series]:
-  """Returns one line per key of the fits; `names` maps keys to legend labels."""
   return [
     Series(name, [(float(i), fit[key]) for i, fit in fits if key in fit], color)
     for color, (key, name) in enumerate(names.items())

@@ -17,7 +17,6 @@ NONE = "–"
 
 
 def _mean(value: Any) -> float | None:
-  """Returns a number as is, the mean of a perplexity dict, or None."""
   if isinstance(value, Mapping):
     value = value.get("mean")
   return None if value is None else float(value)

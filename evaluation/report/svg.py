@@ -23,13 +23,10 @@ from mxjax.evaluation.report.numbers import number, share
 
 
 class Series(NamedTuple):
-  """A line or a set of dots.
+  """A line or a set of dots; `name` is shown on hover, `color` is a palette index.
 
-  Attributes:
-    name: Shown on hover.
-    points: (x, y); points that are not finite are left out.
-    color: Palette index.
-    band: (x, low, high) drawn behind the line, possibly empty.
+  `points` are (x, y), of which those not finite are left out; `band` has (x, low,
+  high), drawn behind the line, and may be empty.
   """
 
   name: str
@@ -68,20 +65,12 @@ def line_chart(
   y_format: Format = number,
   reference: tuple[float, str] | None = None,
 ) -> str:
-  """Draws lines (or dots) over a shared axis as an `<svg>` element.
+  """Draws lines, or dots alone with `dots`, over a shared axis as an `<svg>` element.
 
-  Args:
-    series: The lines, in drawing order.
-    label: Text for screen readers.
-    x_label: Label of the horizontal axis, whose values are integers.
-    width: Pixels.
-    height: Pixels.
-    log: Whether the vertical axis is logarithmic; values <= 0 are then left out.
-    zero: Whether the vertical axis must include zero.
-    dots: Whether to draw dots without lines.
-    y_range: Vertical range; computed from the values if None.
-    y_format: Format of vertical values.
-    reference: A dashed horizontal line and its name, possibly empty.
+  The horizontal axis has integer values. On a `log` axis, values that are not positive
+  are left out; `zero` forces the vertical axis to include zero, and `y_range` None
+  takes the range of the values. `reference` is a dashed horizontal line and its name,
+  possibly empty. `label` is for screen readers; sizes are in pixels.
   """
   ys = [y for s in series for _, y in s.points]
   ys += [y for s in series for band in s.band for y in band[1:]]

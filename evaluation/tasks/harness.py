@@ -44,17 +44,12 @@ class MxjaxLM(LM):
     device: str | None = None,
     **unknown: Any,
   ) -> None:
-    """Loads a checkpoint of `mxjax quantize`, or a float model.
+    """Loads a checkpoint folder of `mxjax quantize`, or a float model.
 
-    Args:
-      checkpoint: Folder of a quantized model.
-      pretrained: A float model that `from_pretrained` accepts; the embedded SmolLM2 if
-        neither is given.
-      dtype: Compute dtype of a float model.
-      max_length: Positions to use; the model's own if None.
-      batch_size: Ignored, because batches are formed by length.
-      device: Ignored, because JAX chooses the device.
-      **unknown: Rejected by name.
+    `pretrained` is a float model that `from_pretrained` accepts, run in `dtype`; if
+    neither is given, the embedded SmolLM2. `max_length` limits the positions; None uses
+    the model's own. `batch_size` and `device` come from the harness and are ignored:
+    batches are formed by length, and JAX chooses the device.
 
     Raises:
       ValueError: Arguments are unknown, or two models are given.

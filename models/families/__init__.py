@@ -16,11 +16,7 @@ ARCHITECTURES = {family.architecture: family for family in FAMILIES.values()}
 
 
 def from_hf_config(values: Mapping[str, Any], *, dtype: str = "float32") -> ModelConfig:
-  """Translates a `config.json` of any supported family.
-
-  Args:
-    values: The parsed file, as transformers 4 or 5 writes it.
-    dtype: Compute dtype.
+  """Translates a parsed `config.json` of any supported family (transformers 4 or 5).
 
   Raises:
     NotImplementedError: The architecture, or a field that would change the result, is

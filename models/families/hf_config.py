@@ -58,10 +58,8 @@ HARMLESS = frozenset(
 class Window(NamedTuple):
   """How the configs of a family encode the sliding window of all layers.
 
-  Attributes:
-    fields: Names of the config fields involved.
-    read: Returns the window in tokens, or None, from the parsed config.
-    write: Returns the fields for a window, or None.
+  `fields` names the config fields involved; `read` returns the window in tokens or None
+  from a parsed config, and `write` the fields for a window, or None.
   """
 
   fields: frozenset[str]

@@ -40,10 +40,10 @@ LAYER_NAMES = {
 
 
 def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
-  """Opens a GGUF file without decoding any tensor.
+  """Opens a GGUF file without decoding any tensor; `dtype` is the compute dtype.
 
   The params have Hugging Face's names and row order; each is decoded and rounded to
-  bfloat16 when read. `dtype` is the compute dtype of the config.
+  bfloat16 when read.
 
   Raises:
     FileNotFoundError: The file is absent.
@@ -134,7 +134,6 @@ def _shortest(value: float) -> float:
 
 
 def _check_supported(reader: "GGUFReader", tensors: dict[str, "ReaderTensor"]) -> None:
-  """Rejects unsupported architectures and rotary variants by name."""
   architecture = field(reader, "general.architecture")
   if architecture not in ARCHITECTURES:
     raise NotImplementedError(

@@ -11,15 +11,10 @@ PATTERNS = ["*.json", "model*.safetensors", "*.jinja"]
 def resolve(
   source: str | pathlib.Path | None, *, only_config: bool = False
 ) -> pathlib.Path:
-  """Finds a model, downloading it if it is a hub id.
+  """Returns the local file or folder of a model, downloading it if it is a hub id.
 
-  Args:
-    source: None for the embedded model, a `.gguf` file, a folder, or a hub id such as
-      `"meta-llama/Llama-3.2-1B"`.
-    only_config: Whether to skip the weights of a hub id.
-
-  Returns:
-    The path of a `.gguf` file or a folder, or the path that was given.
+  `source` is as in `mxjax.models.from_pretrained`; other existing paths are returned as
+  they are. `only_config` skips the weights of a hub id.
 
   Raises:
     FileNotFoundError: The path is absent, the hub cannot be reached, or it has no such

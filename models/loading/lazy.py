@@ -27,9 +27,6 @@ class LazyParams(Mapping[str, Any]):
   `params["layers_3"]` reads and checks the tensors of that layer, in the dtypes of the
   file; so does every other top-level key. It is not a pytree: pass its values, not the
   mapping, to jitted functions.
-
-  Attributes:
-    config: The config of the model.
   """
 
   config: ModelConfig
@@ -63,7 +60,6 @@ class LazyParams(Mapping[str, Any]):
     return self._read(self._paths[key])[key]
 
   def _read(self, paths: Iterable[Path]) -> dict[str, Any]:
-    """Reads and checks the tensors at some paths together, as nested dicts."""
     params: dict[str, Any] = {}
     values = {}
     for path in paths:

@@ -7,12 +7,7 @@ import numpy as np
 
 
 class SafetensorsFile:
-  """The tensors of one file, including bfloat16, each read on demand.
-
-  Attributes:
-    path: The file.
-    names: Names of its tensors.
-  """
+  """The tensors of one file by name, including bfloat16, each read on demand."""
 
   path: pathlib.Path
   names: list[str]

@@ -38,9 +38,8 @@ def read_config(folder: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
 def open_folder(folder: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
   """Opens a model saved by transformers without reading any tensor.
 
-  Args:
-    folder: Holds `config.json` and `model.safetensors`, or shards and their index.
-    dtype: Compute dtype of the config; the params keep the dtype of the file.
+  The folder holds `config.json` and `model.safetensors`, or shards and their index.
+  `dtype` is the compute dtype; the params keep the dtype of the file.
 
   Raises:
     FileNotFoundError: A file is absent.
@@ -144,10 +143,9 @@ def save_folder(
 ) -> None:
   """Writes a float model that `open_folder` and transformers can read.
 
-  Args:
-    folder: Created if absent; `config.json` and `model.safetensors` are replaced.
-    hf_config: JSON values of a config of a supported family.
-    params: Float params of that config, in the dtypes to store.
+  `hf_config` has the JSON values of a supported family, `params` the matching float
+  params in the dtypes to store. The folder is created if absent; `config.json` and
+  `model.safetensors` are replaced.
 
   Raises:
     NotImplementedError: The config is not of a supported family.

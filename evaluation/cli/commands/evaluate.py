@@ -88,7 +88,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _evaluate_checkpoint(options: argparse.Namespace, storage: dict[str, Any]) -> None:
-  """Measures perplexity and whatever else the options request."""
   from mxjax import models
   from mxjax.audit import sizes
   from mxjax.evaluation.cli import console, devices, inputs
