@@ -86,7 +86,7 @@ def progress(form: str) -> Iterator[Begin]:
 
 
 class Stopper:
-  """Stops a run after its current layer, or at once if asked twice or between layers."""
+  """Stops a run after its current layer, or at once between layers or on a repeat."""
 
   def __init__(self, tell: Callable[[str], None]) -> None:
     """Takes the function that prints a line for the user."""

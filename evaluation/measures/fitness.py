@@ -24,9 +24,8 @@ Scores = Mapping[str, float]
 def damage(task: str, score: float, reference: float) -> float:
   """Computes the relative loss of one task against the float model (negative: gain).
 
-  Paper: Eq. fit7. The result is `score / reference - 1` for a perplexity and `1 - score
-  / reference` for an accuracy. `reference` is positive and in the unit of `score`;
-  `task` is one of `TASKS`.
+  Returns `score / reference - 1` for a perplexity, and for an accuracy `1 - score /
+  reference`. `reference` is positive; `task` is one of `TASKS`. Paper: Eq. fit7.
 
   Raises:
     ValueError: The task is unknown, or the reference is not positive.

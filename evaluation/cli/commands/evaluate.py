@@ -123,7 +123,7 @@ def _evaluate_checkpoint(options: argparse.Namespace, storage: dict[str, Any]) -
 
 
 def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> None:
-  """Evaluates the tasks of a quantized or float model and writes a result file."""
+  """Evaluates tasks and writes a result file."""
   from mxjax.evaluation import results
   from mxjax.evaluation.cli import console
   from mxjax.evaluation.tasks import seven_tasks
