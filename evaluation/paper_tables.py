@@ -26,7 +26,7 @@ HEADINGS = {
 
 
 def _or_empty(compute: Callable[[], float], form: str) -> str:
-  """Formats a summary, or returns "" if a result that it needs is missing."""
+  """Formats a summary, or returns "" if a result is missing."""
   try:
     return format(compute(), form)
   except ValueError:

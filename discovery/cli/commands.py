@@ -119,7 +119,6 @@ def resume(options: argparse.Namespace) -> None:
 
 
 def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
-  """Runs the search of a folder to its end and prints its progress."""
   target = task_.load(runs.read_options(folder).task).target
 
   def show(event: dict[str, Any]) -> None:

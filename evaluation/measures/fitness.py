@@ -24,8 +24,9 @@ Scores = Mapping[str, float]
 def damage(task: str, score: float, reference: float) -> float:
   """Computes the relative loss of one task against the float model (negative: gain).
 
-  Returns `score / reference - 1` for a perplexity, and for an accuracy `1 - score /
-  reference`. `reference` is positive; `task` is one of `TASKS`. Paper: Eq. fit7.
+  Paper: Eq. fit7. For a perplexity the damage is `score / reference - 1`, and for an
+  accuracy `1 - score / reference`. The `reference` is positive, and `task` is one of
+  `TASKS`.
 
   Raises:
     ValueError: The task is unknown, or the reference is not positive.

@@ -35,7 +35,6 @@ def resolve(
 
 
 def _download(name: str, patterns: list[str]) -> pathlib.Path:
-  """Downloads a snapshot of a hub repository, or finds it in the cache."""
   import huggingface_hub
   from huggingface_hub import errors
 

@@ -82,7 +82,6 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _stored_tensors(folder: pathlib.Path) -> Iterator[tuple[Path, StoredTensor]]:
-  """Yields the tensors of all files by params path."""
   for path in weight_files(folder):
     file = SafetensorsFile(path)
     for name in file.names:
