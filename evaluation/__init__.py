@@ -1,1 +1,1 @@
-"""Perplexity, operator error, reports, and the command line."""
+"""Perplexity, operator error, tasks, reports, and the command line."""

@@ -1,7 +1,7 @@
-"""Ablation studies: every row of the paper's studies on every calibration draw.
+"""Runs ablation studies: every row of a study on every calibration draw.
 
-Each row has its perplexity over perturbed replicates, and its operator error, which
-rounding chaos does not reach. `ablation_table` compares the rows.
+Each row gets its perplexity over perturbed replicates and its operator error, which
+rounding chaos does not affect. `ablation_table` compares the rows.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ OnRow = Callable[[str], pipeline.OnProgress | None]
 
 
 def _summary(record: Mapping[str, Any]) -> dict[str, float]:
-  """Means over all linears of what the report of a run shows by linear."""
+  """Averages the per-linear values of the run report over all linears."""
   linears = [line for layer in record["layers"] for line in layer["linears"].values()]
   means = {
     key: float(np.mean([line[key] for line in linears if key in line]))
@@ -49,12 +49,13 @@ def _row(
   builds: dict[str, Params],
   **options: Any,
 ) -> dict[str, Any]:
-  """Builds and measures one row; rows of one build key share their linears."""
+  """Builds and measures one row; rows with the same build key share their linears."""
   key = ablations.build_key(program)
   used = program
   if key is not None and key in builds:
     used = ablations.reuse(program, builds[key])
-  # A row that collapses is a result of a study: the gate reports and does not stop it.
+  # A row that collapses is a valid result: the sanity gate reports it and does not
+  # stop.
   row, params = study.run_method(subject, tokens, used, check=False, **options)
   if key is not None:
     builds[key] = params
@@ -74,24 +75,25 @@ def run(
   contract: Contract = PAPER_CONTRACT,
   on_row: OnRow | None = None,
 ) -> dict[str, Any]:
-  """Runs a study; rows already in the folder are kept, so a killed run resumes.
+  """Runs a study; a killed run resumes from the rows already in the folder.
 
-  A program that stands in several studies is built once for all of them.
+  A program that occurs in several studies is built once for all of them, and operator
+  error is always measured.
 
   Args:
     name: A key of `ablations.STUDIES`.
-    subject: Model and tests; operator error is always measured.
+    subject: Model and tests.
     draws: Calibration tokens by seed, int32 `[sequences, length]` each.
-    folder: Where rows are written as they finish, one file a row and draw.
+    folder: Where finished rows are written, one file per row and draw.
     contract: The contract of every row.
-    on_row: Called with each row's label; what it returns follows its progress.
+    on_row: Called with each row's label; returns the progress callback of that row.
 
   Returns:
-    JSON-ready: `study`, `seeds`, `rows` (label to one result a seed), `reference`.
+    JSON-ready: `study`, `seeds`, `rows` (label to one result per seed), `reference`.
 
   Raises:
-    ValueError: An unknown study, draws that are the same, or rows of the folder that
-      were made from other tokens, tests or programs.
+    ValueError: The study is unknown, draws are identical, or rows in the folder were
+      made from other tokens, tests or programs.
   """
   rows_of = study_rows(name)
   _check_draws(draws)
@@ -128,16 +130,15 @@ def run(
 
 
 def _digest(program: Program) -> str:
-  """Names a row's file by its program."""
   text = json.dumps(program.describe(), sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def study_rows(name: str) -> ablations.Rows:
-  """The rows of a study.
+  """Returns the rows of a study.
 
   Raises:
-    ValueError: An unknown name.
+    ValueError: The name is unknown.
   """
   if name not in ablations.STUDIES:
     raise ValueError(

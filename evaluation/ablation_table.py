@@ -1,4 +1,4 @@
-"""The table of an ablation study: values, and paired differences to its reference row.
+"""Builds the table of an ablation study, with paired differences to a reference row.
 
 Strict-A4 perplexity of small models is chaotic at the 1 % level. A difference counts
 only where neither perturbation nor the choice of calibration draws explains it.
@@ -28,13 +28,13 @@ NOTE = (
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """A row's paired difference to the reference row, in one quantity.
+  """Paired difference between a row and the reference row in one quantity.
 
   Attributes:
     mean: Mean difference; negative is better than the reference.
     interval: Exact 95 % t interval over calibration draws, None for fewer than two.
-    spread: What perturbations alone move the quantity by, in the noisier row.
-    verdict: `better`, `worse` or `tie`; `one replicate` where noise was not measured.
+    spread: How far perturbations alone move the quantity, in the noisier row.
+    verdict: `better`, `worse` or `tie`; `one replicate` if noise was not measured.
   """
 
   mean: float
@@ -43,7 +43,7 @@ class Comparison:
   verdict: str
 
   def __str__(self) -> str:
-    """The difference, its interval and the verdict, as a cell."""
+    """Formats the difference, its interval and the verdict as a cell."""
     text = f"{self.mean:+.4g}"
     if self.interval:
       low, high = self.interval
@@ -53,14 +53,14 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-  """Something that is measured on every row and compared, draw by draw.
+  """A quantity measured on every row and compared draw by draw.
 
   Attributes:
     head: Its column head.
-    read: The values of a row, one a perturbed replicate.
-    form: How values are written.
+    read: Returns the values of a row, one per perturbed replicate.
+    form: Format of the values.
     relative_tie: Relative difference below which rows are equal, for a quantity that
-      perturbation does not reach; None where replicates show the noise.
+      perturbation does not affect; None where replicates show the noise.
   """
 
   head: str
@@ -69,11 +69,11 @@ class Quantity:
   relative_tie: float | None = None
 
   def values(self, rows: Sequence[Row]) -> np.ndarray:
-    """Float64 `[draws, replicates]`."""
+    """Returns the values as float64 `[draws, replicates]`."""
     return np.asarray([self.read(row) for row in rows], np.float64)
 
   def cell(self, rows: Sequence[Row]) -> str:
-    """The mean, with half the range where the quantity is noisy."""
+    """Formats the mean, with half the range if the quantity is noisy."""
     values = self.values(rows)
     text = f"{values.mean():{self.form}}"
     if self.relative_tie is None and values.size > 1:
@@ -81,7 +81,7 @@ class Quantity:
     return text
 
   def compare(self, rows: Sequence[Row], reference: Sequence[Row]) -> Comparison:
-    """Compares a row with the reference at the same calibration draws."""
+    """Compares a row with the reference on the same calibration draws."""
     ours, theirs = self.values(rows), self.values(reference)
     mean, interval = float((ours - theirs).mean()), None
     if len(ours) > 1:
@@ -110,14 +110,14 @@ DIVERGENCE = Quantity(
 
 
 def perplexity(test: str) -> Quantity:
-  """Perplexity on one test."""
+  """Returns the perplexity on one test as a `Quantity`."""
   return Quantity(
     f"perplexity, {test}", lambda row: row["perplexity"][test]["values"], ".2f"
   )
 
 
 def table(result: Mapping[str, Any]) -> Table:
-  """The table of a study, from the result of `ablation.run`."""
+  """Builds the table of a study from the result of `ablation.run`."""
   rows = result["rows"]
   reference = rows[result["reference"]]
   tests = list(reference[0]["perplexity"])
@@ -144,7 +144,6 @@ def table(result: Mapping[str, Any]) -> Table:
 
 
 def _local_errors(rows: Sequence[Row]) -> str:
-  """Means of the local errors over draws; a dash for builds that have none."""
   linears = [row["linears"] for row in rows]
   means = [
     f"{np.mean([linear[key] for linear in linears]):.3f}"

@@ -1,4 +1,4 @@
-"""Windows of token ids for calibration and tests, from any source of text."""
+"""Token windows for calibration and tests, from any source of text."""
 
 import pathlib
 import random
@@ -11,13 +11,13 @@ from mxjax.evaluation import text_sources
 from mxjax.evaluation.text_sources import HUB_SETS
 
 SAMPLINGS = ("windows", "documents", "offsets")
-"""How windows are taken; see `load_tokens`."""
+"""Sampling methods of windows; see `load_tokens`."""
 HUB_SAMPLINGS = {"c4": "documents", "wikitext2": "offsets"}
-"""How the field samples hub data for calibration."""
+"""Standard samplings of hub data for calibration."""
 
 
 class TextTokenizer(Protocol):
-  """The members of a tokenizer that windows of text need."""
+  """The tokenizer interface that text windows need."""
 
   @property
   def prefix_ids(self) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ class TextTokenizer(Protocol):
     ...
 
   def encode(self, text: str) -> np.ndarray:
-    """int32 ids of a text, without special tokens."""
+    """Returns the int32 ids of a text, without special tokens."""
     ...
 
 
@@ -39,28 +39,30 @@ def load_tokens(
   seed: int | None = None,
   sampling: str | None = None,
 ) -> np.ndarray:
-  """Token windows from any source.
+  """Loads token windows from any source.
 
   Args:
     source: None for the embedded text, `c4` or `wikitext2` for hub data, or a path:
-      `.npy` holds token ids `[n, length]` used exactly as they are, `.jsonl` (or
-      `.json`, possibly `.gz`) has a `text` in each line, anything else is plain text.
+      `.npy` holds token ids `[n, length]` used as they are, `.jsonl` (or `.json`,
+      possibly `.gz`) has a `text` in each line, anything else is plain text.
     tokenizer: Used for text.
-    count: Windows wanted; None is all there are, of arrays and of `windows`.
-    length: Tokens in a window.
-    split: `calibration` or `test`; which part of hub data and of the embedded text.
-    seed: Of the sample. With `windows`, None or 0 takes the first.
-    sampling: `windows` cuts the joined text and takes the first or, with a seed, any;
-      `documents` is the field's C4 sample, `offsets` its WikiText-2 sample. None is
-      the field's way for hub data that calibrates, and `windows` for all else.
+    count: Number of windows; None takes all of an array, or all that `windows` cuts.
+    length: Tokens per window.
+    split: `calibration` or `test`: the part of hub data or embedded text to use.
+    seed: Seed of the sample. With `windows`, None or 0 takes the first windows.
+    sampling: `windows` cuts the joined text and takes the first windows or, with a
+      seed, random ones; `documents` is the standard C4 sample, `offsets` the standard
+      WikiText-2 sample. None selects the standard sample for hub calibration data, and
+      `windows` for everything else.
 
   Returns:
     int32 `[count, length]`.
 
   Raises:
-    FileNotFoundError: No such file.
-    ValueError: Too little text, an array of another shape, or no such sampling.
-    ConnectionError: Hub data without a network.
+    FileNotFoundError: The file does not exist.
+    ValueError: There is too little text, an array has the wrong shape, or the sampling
+      is unknown.
+    ConnectionError: Hub data was requested without a network.
   """
   place = f"{split} data"
   _check_source(source, sampling, place)
@@ -81,7 +83,7 @@ def load_tokens(
     return offset_windows(ids, count or 0, length, seed or 0, place)
   available = len(ids) // length
   if count is None:
-    # At least one, so that too little text is an error.
+    # At least one, so that too little text raises an error.
     count = max(1, available)
   if not seed or available < count:
     return windows(ids, count, length, place)
@@ -114,18 +116,15 @@ def document_windows(
   seed: int,
   place: str,
 ) -> np.ndarray:
-  """The field's C4 sample: random documents longer than a window, a random offset.
+  """Draws the standard C4 sample, int32 `[count, length]` in the order of the draws.
 
-  Documents are drawn with replacement from Python's generator of the seed until one
-  has more tokens than the window; then an offset is drawn. The draws are those of the
-  GPTQ loaders, so equal seeds, shards and tokenizers give equal ids.
-
-  Returns:
-    int32 `[count, length]`, in the order of the draws; each document begins with the
-    tokenizer's prefix.
+  Documents are drawn with replacement from Python's seeded generator until one has more
+  tokens than the window; then an offset is drawn. The draws equal those of the GPTQ
+  loaders, so equal seeds, shards and tokenizers give equal ids. Each document begins
+  with the tokenizer's prefix.
 
   Raises:
-    ValueError: No document is longer than the window; it begins with `place`.
+    ValueError: No document is longer than the window; the message begins with `place`.
   """
   draws = random.Random(seed)
   encoded: dict[int, np.ndarray] = {}
@@ -152,7 +151,7 @@ def document_windows(
 def offset_windows(
   ids: np.ndarray, count: int, length: int, seed: int, place: str
 ) -> np.ndarray:
-  """The field's WikiText-2 sample: windows at random offsets of the joined text.
+  """Draws the standard WikiText-2 sample: windows at random offsets of the joined text.
 
   Raises:
     ValueError: The text is not longer than a window.
@@ -171,7 +170,7 @@ def windows(ids: np.ndarray, count: int, length: int, place: str) -> np.ndarray:
   """Cuts the first `count` windows, int32 `[count, length]`.
 
   Raises:
-    ValueError: Not enough tokens.
+    ValueError: There are not enough tokens.
   """
   if len(ids) < count * length:
     raise ValueError(
@@ -184,7 +183,6 @@ def windows(ids: np.ndarray, count: int, length: int, place: str) -> np.ndarray:
 def _array_windows(
   array: np.ndarray, count: int | None, length: int, place: str
 ) -> np.ndarray:
-  """The first rows and columns of an array of token ids."""
   wanted = count or max(1, len(array))
   if array.ndim != 2 or array.shape[0] < wanted or array.shape[1] < length:
     raise ValueError(

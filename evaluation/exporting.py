@@ -1,4 +1,4 @@
-"""What `mxjax export` does: refuse, measure and write a quantized model."""
+"""Implements `mxjax export`: checks, measures and writes a quantized model."""
 
 import dataclasses
 import json
@@ -23,14 +23,14 @@ Params = Mapping[str, Any]
 
 
 class Target(NamedTuple):
-  """What to write.
+  """Output options of an export.
 
   Attributes:
     format: `compressed-tensors`, `dequant` or `safetensors`.
     dropped: Names of `features.FEATURES` to leave out.
     transforms: Whether compressed-tensors keeps Hadamards as `transform_config`.
-    dtype: Of the linears of `dequant`.
-    shard_bytes: Largest file.
+    dtype: Dtype of the linears of `dequant`.
+    shard_bytes: Largest file size, in bytes.
   """
 
   format: str
@@ -41,12 +41,12 @@ class Target(NamedTuple):
 
 
 def tokenizer_folder(folder: pathlib.Path) -> pathlib.Path:
-  """Where a checkpoint has its tokenizer."""
+  """Returns the folder of a checkpoint's tokenizer."""
   return folder / checkpoint.TOKENIZER
 
 
 def open_checkpoint(folder: pathlib.Path) -> export.Source:
-  """A checkpoint under its own contract, with the facts that an export repeats."""
+  """Opens a checkpoint under its own contract, with the metadata of an export."""
   manifest = checkpoint.read_manifest(folder)
   contract = Contract.from_dict(manifest["contract"])
   params, config = checkpoint.restore_checkpoint(folder, contract=contract)
@@ -59,11 +59,11 @@ def open_checkpoint(folder: pathlib.Path) -> export.Source:
 
 
 def check(target: Target, source: export.Source) -> dict[str, Any]:
-  """Params without what is dropped, after checking that the format can hold them.
+  """Drops `target.dropped` and checks that the format can hold the remaining params.
 
   Raises:
-    ValueError: The model does not have what should be dropped, the options do not fit
-      the format, or the format cannot hold what is left.
+    ValueError: The model lacks a feature to drop, the options do not fit the format, or
+      the format cannot hold the remaining params.
   """
   present = features.features_of(source.params)
   if absent := [name for name in target.dropped if name not in present]:
@@ -93,9 +93,9 @@ def check(target: Target, source: export.Source) -> dict[str, Any]:
 def measure(
   target: Target, source: export.Source, changed: Params, tokens: np.ndarray
 ) -> dict[str, Any]:
-  """Perplexity of the checkpoint, and of what the folder will compute; JSON-ready.
+  """Measures perplexity of the checkpoint and of the exported model; JSON-ready.
 
-  `changed` has the params without what is dropped; tokens are `[windows, length]`.
+  `changed` are the params after dropping features; tokens are `[windows, length]`.
   """
   of = lambda params, config=source.config: (
     perplexity(models.CausalLM(config), params, tokens).mean
@@ -118,7 +118,7 @@ def measure(
 
 
 def runtime_params(params: Params) -> dict[str, Any]:
-  """Params whose activations follow the compressed-tensors library's own rule."""
+  """Returns params with activations rounded as the compressed-tensors library does."""
   is_linear = lambda node: isinstance(node, QuantizedLinear)
   swap = lambda leaf: (
     dataclasses.replace(leaf, rules=compressed_tensors.RUNTIME_RULES)
@@ -137,10 +137,10 @@ def write(
   folder: pathlib.Path,
   float_folder: pathlib.Path | None,
 ) -> dict[str, Any]:
-  """Writes the folder `out`; returns its manifest, which repeats `record`.
+  """Writes the folder `out`; returns its manifest, which includes `record`.
 
-  `changed` has the params without what is dropped. The tokenizer of the checkpoint's
-  `folder` goes along, and config and tokenizer files of the float model's.
+  `changed` are the params after dropping features. The tokenizer is copied from the
+  checkpoint's `folder`, config and tokenizer files from `float_folder`.
   """
   ready = dataclasses.replace(source, params=changed, record=dict(record))
   companions = export.Companions(tokenizer_folder(folder), float_folder)

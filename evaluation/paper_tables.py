@@ -1,4 +1,4 @@
-"""The paper's table forms for whatever has results: a missing cell stays empty."""
+"""Builds the paper's tables from whatever results exist; missing cells stay empty."""
 
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ HEADINGS = {
 
 
 def _or_empty(compute: Callable[[], float], form: str) -> str:
-  """A formatted summary, or nothing where a result that it needs is missing."""
+  """Formats a summary, or returns "" if a result is missing."""
   try:
     return format(compute(), form)
   except ValueError:
@@ -34,7 +34,6 @@ def _or_empty(compute: Callable[[], float], form: str) -> str:
 
 
 def _cells(result: Result) -> list[str]:
-  """The scores of all tasks: perplexities, and accuracies in percent."""
   cells: dict[str, str] = dict.fromkeys(fitness.TASKS, "")
   for task, score in result.scores.items():
     is_perplexity = task in fitness.PERPLEXITIES
@@ -47,7 +46,7 @@ def _by_seed(results: Iterable[Result]) -> list[Result]:
 
 
 def _first_seed(results: Sequence[Result]) -> list[Result]:
-  """One result a model and method: that of the smallest seed."""
+  """Keeps one result per model and method: that of the smallest seed."""
   first: dict[tuple[str, str], Result] = {}
   for result in _by_seed(results):
     first.setdefault((result.model, result.method), result)
@@ -59,18 +58,14 @@ def _models(results: Iterable[Result]) -> list[str]:
 
 
 def _fit7(result: Result, floats: Mapping[str, Result]) -> float:
-  """Fit-7 of a result; 0 for the float model.
-
-  Raises:
-    ValueError: A task, or the float model's result, is missing.
-  """
+  """Computes Fit-7 of a result, 0 for the float model; raises if a score is missing."""
   if result.model not in floats:
     raise ValueError(f"tables: no {FLOAT} result of {result.model}.")
   return fitness.fit7(result.scores, floats[result.model].scores)
 
 
 def complete(results: Sequence[Result], model: str) -> Table:
-  """Every task and Fit-7 of one model, a row a method."""
+  """Builds the table of all tasks and Fit-7 of one model, one row per method."""
   floats = references(results)
   rows, notes = [], []
   for result in _first_seed([r for r in results if r.model == model]):
@@ -84,7 +79,7 @@ def complete(results: Sequence[Result], model: str) -> Table:
 
 
 def cross_model(results: Sequence[Result]) -> Table:
-  """Fit-7 of every method on every model, their mean and Robust Fit."""
+  """Builds the table of Fit-7 by method and model, with its mean and Robust Fit."""
   floats = references(results)
   models = _models(results)
   fits: dict[str, dict[str, float]] = {}
@@ -109,7 +104,7 @@ def cross_model(results: Sequence[Result]) -> Table:
 
 
 def seeds(results: Sequence[Result]) -> Table:
-  """Every calibration seed of methods that have several."""
+  """Builds the table of calibration seeds, for methods that have several."""
   floats = references(results)
   rows = []
   for model, method in dict.fromkeys((r.model, r.method) for r in results):
@@ -122,7 +117,7 @@ def seeds(results: Sequence[Result]) -> Table:
 
 
 def paired(results: Sequence[Result]) -> Table:
-  """Paired Fit-7 differences over the seeds that two methods share."""
+  """Builds the table of paired Fit-7 differences over seeds shared by two methods."""
   floats = references(results)
   fits: dict[tuple[str, str], dict[int, float]] = {}
   for result in results:
@@ -140,7 +135,7 @@ def paired(results: Sequence[Result]) -> Table:
       if other_model != model or first == second or len(shared) < 2:
         continue
       interval = paired_interval([ours[s] for s in shared], [theirs[s] for s in shared])
-      # Each pair once, as the difference that favors its first method.
+      # Each pair appears once, as the difference that favors its first method.
       if interval.mean < 0 or (interval.mean == 0 and first < second):
         rows.append(
           [
@@ -156,7 +151,10 @@ def paired(results: Sequence[Result]) -> Table:
 
 
 def aggregates(results: Sequence[Result]) -> Table:
-  """Fit-7, Fit-3, MeanDamage, Acc5 and the worst task of every model and method."""
+  """Builds the table of Fit-7, Fit-3, MeanDamage, Acc5 and worst task.
+
+  It has one row per model and method.
+  """
   floats = references(results)
   rows = []
   for result in _first_seed(results):
@@ -182,14 +180,14 @@ def _worst(result: Result, against: Mapping[str, float]) -> str:
 
 
 def build(results: Sequence[Result]) -> list[Table]:
-  """All tables that have a row."""
+  """Builds all tables that have at least one row."""
   built = [complete(results, model) for model in _models(results)]
   built += [cross_model(results), seeds(results), paired(results), aggregates(results)]
   return [table for table in built if table.rows]
 
 
 def damage_chart(results: Sequence[Result], model: str) -> str:
-  """Bars of the damage by task and method of one model; empty without a reference."""
+  """Draws damage by task and method of one model; empty without a float reference."""
   reference = references(results).get(model)
   shown = [r for r in _first_seed(results) if r.model == model and r.method != FLOAT]
   if reference is None:
@@ -215,7 +213,7 @@ def damage_chart(results: Sequence[Result], model: str) -> str:
 
 
 def page(built: Sequence[Table], results: Sequence[Result]) -> str:
-  """Tables and charts as one self-contained HTML document."""
+  """Renders tables and charts as one self-contained HTML document."""
   charts = [damage_chart(results, model) for model in _models(results)]
   parts = ["<header><h1>Results</h1></header>", *charts, *(t.html() for t in built)]
   return document("mxjax tables", "".join(parts))
@@ -224,7 +222,7 @@ def page(built: Sequence[Table], results: Sequence[Result]) -> str:
 def write(
   folder: pathlib.Path, built: Sequence[Table], results: Sequence[Result]
 ) -> list[pathlib.Path]:
-  """Writes tables.md, tables.csv and tables.html; returns the files."""
+  """Writes tables.md, tables.csv and tables.html; returns their paths."""
   folder.mkdir(parents=True, exist_ok=True)
   content = {
     "tables.md": tables.markdown(built),

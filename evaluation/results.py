@@ -1,4 +1,4 @@
-"""Evaluation results as files, and the checks before two of them are compared."""
+"""Result files, and the checks before two results are compared."""
 
 import dataclasses
 import json
@@ -12,21 +12,21 @@ from mxjax.storage import atomic_io
 KIND = "mxjax-evaluation"
 """The `kind` field of every result file."""
 FLOAT = "BF16"
-"""Method name of the float model, which everything else is compared with."""
+"""Method name of the float model, the reference of all comparisons."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """One model under one method and calibration seed.
+  """Scores of one model under one method and calibration seed.
 
   Attributes:
     model: Name of the model.
     method: Name of the method, `BF16` for the float model.
     seed: Calibration seed, or None.
-    scores: Perplexities and accuracies (fractions) by task; absent where not measured.
-    counts: By task, `(evaluated, official)` windows or items; official 0 if unknown.
-    tokens: By task, the SHA-256 of the exact token ids.
-    source: Where it was read from, for messages.
+    scores: Perplexities and accuracies (fractions) by task; absent if not measured.
+    counts: `(evaluated, official)` windows or items by task; official is 0 if unknown.
+    tokens: SHA-256 of the exact token ids, by task.
+    source: The file it was read from, for messages.
   """
 
   model: str
@@ -39,7 +39,7 @@ class Result:
 
   @property
   def partial(self) -> dict[str, tuple[int, int]]:
-    """Tasks of which only a part was evaluated."""
+    """Counts of the tasks of which only a part was evaluated."""
     return {t: (n, of) for t, (n, of) in self.counts.items() if of and n < of}
 
 
@@ -51,10 +51,10 @@ def to_json(
   tasks: Mapping[str, Mapping[str, Any]],
   **details: Any,
 ) -> dict[str, Any]:
-  """The content of a result file, JSON-ready.
+  """Returns the content of a result file, JSON-ready.
 
-  Each task has `score`, `items`, `official_items`, `token_sha256` and whatever else
-  was measured; `details` are further facts.
+  Each task has `score`, `items`, `official_items`, `token_sha256` and any other
+  measurements; `details` are further facts.
   """
   return {
     "kind": KIND,
@@ -71,7 +71,7 @@ def write(
   result: Mapping[str, Any],
   items: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
-  """Writes `evaluation.json`, and `items/TASK.jsonl` with a line for each item."""
+  """Writes `evaluation.json`, and `items/TASK.jsonl` with one line per item."""
   folder.mkdir(parents=True, exist_ok=True)
   for task, rows in items.items():
     (folder / "items").mkdir(exist_ok=True)
@@ -82,7 +82,6 @@ def write(
 
 
 def _files(places: Iterable[str]) -> list[pathlib.Path]:
-  """Result files named, or below the folders named."""
   files: list[pathlib.Path] = []
   for place in places:
     path = pathlib.Path(place)
@@ -101,8 +100,8 @@ def read(places: Iterable[str]) -> list[Result]:
 
   Raises:
     FileNotFoundError: There is none.
-    ValueError: A file is no result, or the same model, method and seed is there twice
-      with different numbers.
+    ValueError: A file is not a result, or two files of the same model, method and seed
+      differ.
   """
   results: dict[tuple[str, str, int | None], Result] = {}
   for path in _files(places):
@@ -152,7 +151,7 @@ def _parse(path: pathlib.Path) -> Result:
 
 
 def references(results: Sequence[Result]) -> dict[str, Result]:
-  """The float model's result of each model, after checking that the rest match it.
+  """Returns the float model's result by model, after checking that the rest match it.
 
   Raises:
     ValueError: A method was evaluated on other tokens than the float model.

@@ -1,4 +1,4 @@
-"""Quantizes models and measures them: one method, or several on the same tokens."""
+"""Quantizes and measures models: one method, or several on the same tokens."""
 
 import dataclasses
 import json
@@ -31,20 +31,20 @@ from mxjax.running import pipeline
 from mxjax.storage import atomic_io
 
 ROWS = "rows"
-"""The folder of finished rows of a study."""
+"""Name of the subfolder with a study's finished rows."""
 STORE = "store"
-"""Where methods of one study share what they compute of the float model."""
+"""Name of the subfolder with float-model data that methods of a study share."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-  """A float model and the token windows it is judged on.
+  """A float model and the token windows on which it is evaluated.
 
   Attributes:
     model: The model.
     params: Its float params.
     tests: Windows by name, int32 `[windows, length]` each.
-    replicates: Perplexity runs, those after the first with a perturbed embedding.
+    replicates: Perplexity runs; those after the first perturb the embedding.
     with_operator_error: Whether to measure it, on the first window of the first test.
     with_agreement: Whether to compare predictions with the float model's by token, on
       the first test.
@@ -60,7 +60,7 @@ class Subject:
   mesh: Mesh | None = None
 
   def float_perplexities(self) -> dict[str, float]:
-    """Unperturbed perplexity of the float model on every test."""
+    """Measures unperturbed perplexity of the float model on every test."""
     return {
       name: perplexity(self.model, self.params, tokens, mesh=self.mesh).mean
       for name, tokens in self.tests.items()
@@ -69,9 +69,9 @@ class Subject:
   def measure(
     self, quantized: Params, reference: Params | None = None
   ) -> dict[str, Any]:
-    """Perplexities and operator error of quantized params, JSON-ready.
+    """Measures quantized params: perplexities, operator error, agreement; JSON-ready.
 
-    `reference` has the float params, where the program rewrote the subject's own.
+    `reference` replaces the subject's float params if the program rewrote them.
     """
     start = time.perf_counter()
     results = {
@@ -80,7 +80,7 @@ class Subject:
       ).to_dict()
       for name, tokens in self.tests.items()
     }
-    # What follows runs on one device, a layer at a time.
+    # The rest runs on one device, a layer at a time.
     quantized = Placement.of(self.mesh).on_primary(quantized)
     error = None
     if self.with_operator_error and self.tests:
@@ -127,7 +127,7 @@ def run_method(
   )
   seconds = time.perf_counter() - start
   if result.record.resumed:
-    # The processes before this one worked on it too.
+    # Includes the time of interrupted processes.
     seconds = sum(result.record.clock.seconds.values())
   row = {
     "method": program.name,
@@ -147,10 +147,10 @@ def check_row(
   program: Program,
   contract: Contract,
 ) -> None:
-  """Refuses to take a finished row for the result of another setting.
+  """Rejects a finished row that was made under other settings.
 
   Raises:
-    ValueError: With what differs, and what to do.
+    ValueError: Settings differ; the message says which, and what to do.
   """
   record = row["record"]
   tests = {name: token_fingerprint(t) for name, t in subject.tests.items()}
@@ -180,25 +180,20 @@ def compare(
   contracts: Mapping[str, Contract] | None = None,
   on_method: Callable[[str], pipeline.OnProgress | None] | None = None,
 ) -> tuple[list[dict[str, Any]], Params | None]:
-  """Runs several methods on the same calibration tokens.
+  """Runs several methods in order on the same calibration tokens.
 
-  A method that collapses, runs out of memory or meets a Hessian it cannot factor gets
-  a row with its `error`; the others go on. With a folder, float stream and raw
-  Hessians are computed once for all methods, each finished row is written, and rows
-  in it are not computed again: a killed run resumes, a failed method is tried again.
+  A method that collapses, runs out of memory or meets a Hessian it cannot factor gets a
+  row with its `error`; the others continue. With a folder, float activations and raw
+  Hessians are computed once for all methods, and each finished row is written: a rerun
+  skips finished rows and retries failed methods.
 
-  Args:
-    subject: Model and tests.
-    tokens: Calibration tokens.
-    names: Methods in the order to run.
-    folder: For rows and what methods share, or None.
-    contracts: Every method runs under each; the key is appended to its name. The
-      paper's alone when None.
-    on_method: Called with each name; what it returns follows that method's progress.
+  Every method runs under each of `contracts`, with the key appended to its name; None
+  means the paper's contract alone. `on_method` is called with each name and returns the
+  progress callback of that method.
 
   Returns:
-    One row a method and contract, and the params of the last method that succeeded
-    in this call.
+    One row per method and contract, and the params of the last method that succeeded in
+    this call.
   """
   programs = [methods.get(name) for name in names]
   float_perplexity = subject.float_perplexities()
@@ -233,5 +228,5 @@ def compare(
 
 
 def clear_store(folder: str | os.PathLike[str]) -> None:
-  """Removes what methods shared: it is large, and a finished study needs it no more."""
+  """Removes the large data that methods share, once a study is finished."""
   shutil.rmtree(pathlib.Path(folder) / STORE, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Where texts come from: embedded passages, files, and hub data sets."""
+"""Sources of text: embedded passages, files, and hub data sets."""
 
 import gzip
 import importlib.util
@@ -19,20 +19,20 @@ C4_FILES = {
   "calibration": "en/c4-train.00000-of-01024.json.gz",
   "test": "en/c4-validation.00000-of-00008.json.gz",
 }
-"""The shards that the field's loaders read."""
+"""The shards that common loaders read."""
 C4_TEST_DOCUMENTS = 1100
-"""Validation documents that the field joins by spaces for C4 perplexity."""
+"""Validation documents commonly joined by spaces for C4 perplexity."""
 WIKITEXT = "Salesforce/wikitext", "wikitext-2-raw-v1"
 WIKITEXT_SPLITS = {"calibration": "train", "test": "test"}
 
 
 def embedded_file(name: str) -> pathlib.Path:
-  """A file of the data wheel by its path in the package; no code of the wheel runs.
+  """Returns a file of the data wheel by its path, without running the wheel's code.
 
   Raises:
     FileNotFoundError: The data wheel is not installed.
   """
-  # find_spec of a top-level name reads metadata only.
+  # For a top-level name find_spec reads metadata only.
   spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
   for location in (spec.submodule_search_locations or []) if spec else []:
     path = pathlib.Path(location) / name
@@ -45,7 +45,7 @@ def embedded_file(name: str) -> pathlib.Path:
 
 
 def arrow_table(path: pathlib.Path) -> "pyarrow.Table":
-  """The table of an Arrow stream file."""
+  """Reads the table of an Arrow stream file."""
   import pyarrow
 
   with pyarrow.memory_map(str(path)) as source:
@@ -53,7 +53,7 @@ def arrow_table(path: pathlib.Path) -> "pyarrow.Table":
 
 
 def embedded_passages() -> list[str]:
-  """Wikipedia passages of the embedded data set, duplicates dropped, in file order.
+  """Returns the embedded Wikipedia passages without duplicates, in file order.
 
   Raises:
     FileNotFoundError: The data wheel is not installed.
@@ -63,7 +63,7 @@ def embedded_passages() -> list[str]:
 
 
 def embedded_text(split: str) -> str:
-  """The first half of the passages for `calibration`, the others for `test`."""
+  """Returns the first half of the passages for `calibration`, the rest for `test`."""
   passages = embedded_passages()
   half = len(passages) // 2
   return "\n\n".join(passages[:half] if split == "calibration" else passages[half:])
@@ -76,12 +76,12 @@ def hub_rows(
   *,
   data_files: str | None = None,
 ) -> list[dict[str, Any]]:
-  """All rows of a hub data set in order, or of one file of it.
+  """Returns all rows of a hub data set, or of one file of it, in order.
 
-  A folder `owner/name` in the working directory is used instead of the hub.
+  A folder `owner/name` in the working directory takes precedence over the hub.
 
   Raises:
-    ConnectionError: There is no copy and the hub cannot be reached.
+    ConnectionError: There is no local copy and the hub cannot be reached.
   """
   import datasets
 
@@ -96,7 +96,6 @@ def hub_rows(
 
 
 def _hub_documents(name: str, split: str) -> list[str]:
-  """Texts of a hub set as its rows have them."""
   if name == "wikitext2":
     rows = hub_rows(*WIKITEXT, WIKITEXT_SPLITS[split])
   else:
@@ -106,7 +105,6 @@ def _hub_documents(name: str, split: str) -> list[str]:
 
 
 def _file_documents(path: pathlib.Path) -> list[str]:
-  """Texts of a file: one a line of JSONL, otherwise the whole."""
   open_ = gzip.open if path.suffix == ".gz" else open
   with open_(path, "rt", encoding="utf-8") as file:
     text = file.read()
@@ -116,10 +114,10 @@ def _file_documents(path: pathlib.Path) -> list[str]:
 
 
 def documents(source: str | None, split: str) -> tuple[list[str], str]:
-  """Texts of a source and their separator; see `datasets.load_tokens`."""
+  """Returns the texts of a source and their separator; see `datasets.load_tokens`."""
   if source is None:
     return embedded_text(split).split("\n\n"), "\n\n"
   if source in HUB_SETS:
-    # The field joins C4 by spaces and rows of WikiText-2 by blank lines.
+    # By convention C4 is joined by spaces and rows of WikiText-2 by blank lines.
     return _hub_documents(source, split), " " if source == "c4" else "\n\n"
   return _file_documents(pathlib.Path(source)), "\n\n"

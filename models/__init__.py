@@ -1,4 +1,4 @@
-"""Decoder models: configs, linen ports, loaders, tokenizers and generation."""
+"""Decoder language models: configs, linen ports, loaders, tokenizers, generation."""
 
 import pathlib
 from typing import Any
@@ -28,21 +28,21 @@ __all__ = [
 def from_pretrained(
   source: str | pathlib.Path | None = None, *, dtype: str = "float32"
 ) -> tuple[CausalLM, dict[str, Any]]:
-  """Loads a model and its weights.
+  """Loads a model and all of its weights.
 
   Args:
-    source: None for the embedded SmolLM2-135M-Instruct, a `.gguf` file, a folder
-      saved by transformers, or a hub id.
-    dtype: Compute dtype, "float32" or "bfloat16"; the params keep the dtype they are
-      stored in (bfloat16 after a GGUF file).
+    source: None for the embedded SmolLM2-135M-Instruct, a `.gguf` file, a folder saved
+      by transformers, or a hub id.
+    dtype: Compute dtype, "float32" or "bfloat16". The params keep the dtype in which
+      they are stored (bfloat16 for a GGUF file).
 
   Returns:
-    A linen module and its params, so that `model.apply({"params": params}, tokens)`
-    maps int32 `[B, T]` to float32 logits `[B, T, V]`.
+    A linen module and its params. `model.apply({"params": params}, tokens)` maps int32
+    `[B, T]` to float32 logits `[B, T, V]`.
 
   Raises:
-    FileNotFoundError: There is no such model, or no network to fetch it.
-    NotImplementedError: The architecture or a feature of it is not supported.
+    FileNotFoundError: The model does not exist, or there is no network to fetch it.
+    NotImplementedError: The architecture or one of its features is not supported.
     ValueError: Files are damaged or do not fit their config.
   """
   model, params = open_pretrained(source, dtype=dtype)
@@ -52,14 +52,14 @@ def from_pretrained(
 def open_pretrained(
   source: str | pathlib.Path | None = None, *, dtype: str = "float32"
 ) -> tuple[CausalLM, LazyParams]:
-  """Opens a model whose weights stay on disk until a layer is asked for.
+  """Opens a model whose weights stay on disk until a layer is read.
 
-  Quantizing and measuring take such params like a dict and hold one layer at a time;
-  `model.apply` does not. Arguments and errors are those of `from_pretrained`, but NaN
-  and inf are found only when a layer is read.
+  Quantization and evaluation accept such params like a dict and hold one layer at a
+  time; `model.apply` does not. Arguments and errors are those of `from_pretrained`,
+  except that NaN and inf are detected only when a layer is read.
 
   Returns:
-    A linen module and a mapping with the keys of its params.
+    A linen module and a mapping with the same keys as its params.
   """
   path = hub.resolve(source)
   open_ = weights.open_folder if path.is_dir() else gguf.open_file
@@ -70,10 +70,9 @@ def open_pretrained(
 def load_config(
   source: str | pathlib.Path | None = None, *, dtype: str = "float32"
 ) -> ModelConfig:
-  """Reads the config of a model; of a hub id, nothing else is fetched.
+  """Reads the config of a model, without downloading its weights.
 
-  Arguments and errors are those of `from_pretrained`; `source` may also be the file
-  `config.json` itself.
+  Arguments and errors are as in `from_pretrained`; `source` may be a `config.json`.
   """
   path = hub.resolve(source, only_config=True)
   if path.suffix == ".gguf":
@@ -82,11 +81,11 @@ def load_config(
 
 
 def load_tokenizer(source: str | pathlib.Path | None = None) -> Tokenizer:
-  """Loads the tokenizer of a model; `source` is that of `from_pretrained`.
+  """Loads the tokenizer of a model; `source` is as in `from_pretrained`.
 
   Raises:
-    FileNotFoundError: There is no such model, or it has no tokenizer.
-    NotImplementedError: The GGUF file splits text in a way that is not supported.
+    FileNotFoundError: The model does not exist, or it has no tokenizer.
+    NotImplementedError: The GGUF file uses an unsupported pre-tokenizer.
   """
   path = hub.resolve(source)
   return Tokenizer.from_folder(path) if path.is_dir() else Tokenizer.from_gguf(path)

@@ -1,4 +1,4 @@
-"""The frozen description of a decoder model, and its JSON form."""
+"""The frozen configuration of a decoder model, and its JSON form."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ QK_NORMS = (None, "head", "projection")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-  """The Llama-3 stretch of rotary frequencies.
+  """Llama-3 scaling of the rotary frequencies.
 
   Attributes:
-    factor: How much slower the low frequencies turn.
-    low_freq_factor: Wavelengths above `original_max_position / low_freq_factor`
-      tokens are stretched by `factor`.
+    factor: Divisor of the low frequencies.
+    low_freq_factor: Wavelengths above `original_max_position / low_freq_factor` tokens
+      are stretched by `factor`.
     high_freq_factor: Wavelengths below `original_max_position / high_freq_factor`
-      tokens are kept; those between the two are blended.
-    original_max_position: Context length before the stretch, in tokens.
+      tokens are kept; those in between are interpolated.
+    original_max_position: Context length before scaling, in tokens.
   """
 
   factor: float
@@ -32,7 +32,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Everything that fixes the shape and the arithmetic of a decoder model.
+  """Shape and arithmetic of a decoder model.
 
   Attributes:
     family: Model family, a key of `mxjax.models.families.FAMILIES`.
@@ -42,21 +42,21 @@ class ModelConfig:
     num_layers: Decoder layers.
     num_heads: Query heads.
     num_kv_heads: Key-value heads; divides `num_heads`.
-    head_dim: Coordinates of a head, even.
-    norm_eps: Added to the mean square in every RMS norm.
+    head_dim: Width of a head, even.
+    norm_eps: Added to the mean square in every RMSNorm.
     rope_theta: Base of the rotary frequencies.
-    rope_scaling: Llama-3 scaling of them, or None.
-    tie_embeddings: Whether the head is the embedding matrix.
-    attention_bias: Whether q, k, v and o projections have a bias.
-    qkv_bias: Whether q, k and v have a bias and o has none (Qwen2).
-    mlp_bias: Whether gate, up and down projections have a bias.
-    qk_norm: RMS norm of queries and keys before rotation: over each `"head"`
-      (Qwen3), over the whole `"projection"` (OLMo-2), or None.
-    is_post_norm: Whether attention and MLP read the residual stream as it is and
-      their outputs are normalized (OLMo-2), instead of their inputs.
-    sliding_window: Tokens that a query sees, itself included, or None for all of the
-      past (Mistral). Every layer has the same window.
-    max_positions: Longest sequence the model was made for, in tokens.
+    rope_scaling: Llama-3 scaling of the rotary frequencies, or None.
+    tie_embeddings: Whether the output head is the embedding matrix.
+    attention_bias: Whether the q, k, v and o projections have a bias.
+    qkv_bias: Whether q, k and v have a bias but o has none (Qwen2).
+    mlp_bias: Whether the gate, up and down projections have a bias.
+    qk_norm: RMSNorm of queries and keys before rotation: over each `"head"` (Qwen3),
+      over the whole `"projection"` (OLMo-2), or None.
+    is_post_norm: Whether the outputs of attention and MLP are normalized (OLMo-2)
+      instead of their inputs.
+    sliding_window: Tokens that a query attends to in every layer, itself included
+      (Mistral), or None for the whole past.
+    max_positions: Longest supported sequence, in tokens.
     bos_id: Token that begins a text, or None.
     eos_ids: Tokens that end a text, possibly none.
     dtype: Name of the compute dtype; the params keep their own.
@@ -86,7 +86,7 @@ class ModelConfig:
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    """Refuses combinations no layer could compute."""
+    """Rejects inconsistent fields."""
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         "ModelConfig: num_heads must be a multiple of num_kv_heads, got "
@@ -114,14 +114,14 @@ class ModelConfig:
       )
 
   def to_dict(self) -> dict[str, Any]:
-    """Returns the fields as plain JSON values."""
+    """Returns the fields as JSON values."""
     values = dataclasses.asdict(self)
     values["eos_ids"] = list(self.eos_ids)
     return values
 
   @classmethod
   def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
-    """Rebuilds an equal config from what `to_dict` returned, also through JSON.
+    """Rebuilds a config from the output of `to_dict`, also after a JSON round trip.
 
     Raises:
       ValueError: Fields are missing, unknown or inconsistent.

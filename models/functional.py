@@ -1,7 +1,7 @@
-"""The arithmetic of a decoder layer as plain functions: rotary and attention.
+"""Rotary embedding and attention as plain functions, independent of flax.
 
-Nothing here knows of parameters' names or of flax. Sums and softmax run in float32
-whatever the dtype of the operands, products at full precision.
+Sums and softmax run in float32 whatever the dtype of the operands; products run at full
+precision.
 """
 
 import functools
@@ -18,16 +18,16 @@ from mxjax.pallas_kernels.attention import cached_attention as attention
 from mxjax.pallas_kernels.attention.shares import Attended
 
 QUERY_CHUNK = 256
-"""Queries attended at once: bounds the score array to `QUERY_CHUNK * length`."""
+"""Queries per chunk: bounds the score array to `QUERY_CHUNK * length`."""
 
 
 def inverse_frequencies(
   head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> np.ndarray:
-  """Rotary frequencies of heads of `head_dim` coordinates, as transformers has them.
+  """Computes the rotary frequencies of heads of `head_dim` coordinates.
 
-  They are radians per token, float32 `[head_dim / 2]`: a geometric series with the base
-  `theta`, stretched by Llama-3 scaling where there is one.
+  Returns radians per token, float32 `[head_dim / 2]`, equal to those of transformers: a
+  geometric series with base `theta`, optionally with Llama-3 scaling.
   """
   exponents = np.arange(0, head_dim, 2).astype(np.float32) / np.float32(head_dim)
   frequencies = np.float32(1.0) / np.float32(theta) ** exponents
@@ -35,7 +35,6 @@ def inverse_frequencies(
 
 
 def _stretch(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-  """Applies Llama-3 scaling to float32 frequencies."""
   original = scaling.original_max_position
   low, high = scaling.low_freq_factor, scaling.high_freq_factor
   wavelengths = 2 * math.pi / frequencies
@@ -50,9 +49,9 @@ def _stretch(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 def _rotations(
   frequencies: np.ndarray, length: int, start: int | jax.Array
 ) -> tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]:
-  """Cosines and sines of the angles at `length` positions, float32 `[half, length]`."""
+  """Returns cosines and sines at `length` positions, float32 `[half, length]`."""
   if isinstance(start, int):
-    # Constants: XLA:CPU would compute them anew for every head inside the loop.
+    # Constants: XLA:CPU would recompute them for every head inside the loop.
     positions = np.arange(start, start + length, dtype=np.float32)
     angles = frequencies[:, None] * positions[None, :]
     return np.cos(angles), np.sin(angles)
@@ -64,18 +63,12 @@ def _rotations(
 def rotary(
   x: jax.Array, frequencies: np.ndarray, start: int | jax.Array = 0
 ) -> jax.Array:
-  """Turns the halves of each head by an angle proportional to the position.
+  """Rotates each head by angles proportional to the position.
 
   Coordinate i is paired with coordinate i + head_dim/2, the layout of Hugging Face
-  checkpoints. Positions count from `start` on the sequence axis.
-
-  Args:
-    x: Queries or keys, `[batch, length, heads, head_dim]`.
-    frequencies: Radians per token, float32 `[head_dim / 2]`.
-    start: Position of the first vector, int32 if an array.
-
-  Returns:
-    The turned vectors, same shape and dtype.
+  checkpoints. Maps `[batch, length, heads, head_dim]` to the same shape and dtype, with
+  float32 `frequencies` `[head_dim / 2]` in radians per token; positions along the
+  sequence axis count from `start` (int32 if an array).
   """
   cos, sin = (a[None, None] for a in _rotations(frequencies, x.shape[1], start))
   first, second = jnp.split(_positions_last(x).astype(jnp.float32), 2, axis=2)
@@ -85,10 +78,10 @@ def rotary(
 
 
 def _positions_last(x: jax.Array) -> jax.Array:
-  """`[batch, length, heads, head_dim]` to `[batch, heads, head_dim, length]`.
+  """Moves positions last: `[batch, heads, head_dim, length]`.
 
-  The order in which linears make their outputs and quantized ones take their inputs:
-  between them, and inside rotary and attention, XLA finds nothing left to transpose.
+  Linears produce and quantized linears consume this layout, so XLA inserts no
+  transposes between them, nor inside rotary and attention.
   """
   return x.transpose(0, 2, 3, 1)
 
@@ -96,7 +89,7 @@ def _positions_last(x: jax.Array) -> jax.Array:
 def _by_group(
   queries: jax.Array, keys: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Positions last, and the query heads of one key-value head side by side."""
+  """Moves positions last and groups query heads by their key-value head."""
   queries, keys, values = (_positions_last(a) for a in (queries, keys, values))
   batch, heads, head_dim, length = queries.shape
   kv_heads = keys.shape[1]
@@ -105,7 +98,7 @@ def _by_group(
 
 
 def _by_position(chunks: list[jax.Array]) -> jax.Array:
-  """Outputs `[b, k, g, t, d]` by chunk of positions to `[batch, length, features]`."""
+  """Joins output chunks `[b, k, g, t, d]` into `[batch, length, features]`."""
   features = jnp.concatenate(chunks, axis=3).transpose(0, 1, 2, 4, 3)
   batch, *_, length = features.shape
   return features.reshape(batch, -1, length).transpose(0, 2, 1)
@@ -119,19 +112,19 @@ def causal_attention(
   window: int | None = None,
   query_chunk: int = QUERY_CHUNK,
 ) -> jax.Array:
-  """Grouped-query softmax attention over the past.
+  """Computes causal grouped-query softmax attention.
 
-  Queries go in chunks and each chunk sees only the keys from the start of its first
-  query's window up to its own end, so the `length x length` scores never exist at
-  once and nearly half the products are saved, or more with a window.
+  Queries are processed in chunks, and each chunk reads only the keys from the start of
+  its first query's window to its own end. The `length x length` scores never exist at
+  once, and nearly half of the products are saved, more with a window.
 
   Args:
-    queries: `[batch, length, heads, head_dim]`, already rotated.
-    keys: `[batch, length, kv_heads, head_dim]`, already rotated; query head h reads
-      key-value head `h // (heads / kv_heads)`.
-    values: `[batch, length, kv_heads, head_dim]`.
-    window: Tokens that a query sees, itself included; None for all of the past.
-    query_chunk: Queries at a time; the result does not depend on it.
+    queries: `[batch, length, heads, head_dim]`, rotated.
+    keys: `[batch, length, kv_heads, head_dim]`, rotated; query head h reads key-value
+      head `h // (heads / kv_heads)`.
+    values: Same shape as `keys`.
+    window: Tokens that a query attends to, itself included; None for the whole past.
+    query_chunk: Queries per chunk; does not affect the result.
 
   Returns:
     Outputs, `[batch, length, heads * head_dim]`, in the dtype of `values`.
@@ -143,7 +136,7 @@ def causal_attention(
     stop = min(start + query_chunk, length)
     first = 0 if window is None else max(0, start - window + 1)
     positions = np.arange(start, stop)[:, None]
-    # Only the chunk's own keys can lie in its future: those before need no mask.
+    # Only the chunk's own keys can lie in its future; earlier keys need no mask.
     past, own = np.arange(first, start)[None, :], np.arange(start, stop)[None, :]
     masks = [None, own <= positions]
     if window is not None:
@@ -158,7 +151,7 @@ def causal_attention(
 
 
 KeysAndValues = tuple[jax.Array, jax.Array]
-"""Of a cache: each `[batch, positions, kv_heads, head_dim]`."""
+"""A layer's cache: each array is `[batch, positions, kv_heads, head_dim]`."""
 
 
 def cached_attention(
@@ -172,26 +165,25 @@ def cached_attention(
   query_chunk: int = QUERY_CHUNK,
   implementation: Implementation | None = None,
 ) -> tuple[jax.Array | Attended, KeysAndValues]:
-  """Grouped-query softmax attention of the newest tokens, beside a cache of the others.
+  """Computes grouped-query softmax attention of new tokens with a key-value cache.
 
   Args:
     queries: `[batch, new, heads, head_dim]`, rotated, at positions from `start`.
-    keys: Of the same tokens, `[batch, new, kv_heads, head_dim]`, rotated.
-    values: Same shape.
-    past: The cache, with room for the new tokens; what lies behind the older ones is
-      not read.
+    keys: Keys of the same tokens, `[batch, new, kv_heads, head_dim]`, rotated.
+    values: Values of the same tokens, same shape as `keys`.
+    past: The cache, with room for the new tokens; entries from `start` on are ignored.
     start: Position of the first query, int32.
-    window: Newest keys that a query sees, itself included; None for all.
-    query_chunk: Queries at a time; the result does not depend on it. A kernel takes
-      all of them.
+    window: Newest keys that a query attends to, itself included; None for all.
+    query_chunk: Queries per chunk; does not affect the result. A kernel takes all of
+      them at once.
     implementation: See `implementations.choose`; a kernel takes a few new tokens only.
 
   Returns:
-    Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`, which a kernel
-    leaves to a linear to make; and the cache with the new tokens in it.
+    Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values` (with a kernel,
+    deferred until a linear consumes them), and the cache with the new tokens added.
 
   Raises:
-    NotImplementedError: A kernel was asked for and cannot run.
+    NotImplementedError: A kernel was requested and cannot run.
   """
   keys, values = (a.astype(past[0].dtype) for a in (keys, values))
   obstacle = attention.obstacle(queries, keys, values, past)
@@ -218,15 +210,14 @@ def cached_attention(
 
 
 Part = tuple[jax.Array, jax.Array, jax.Array | np.ndarray | None]
-"""Keys and values `[b, k, d, s]`, and which of them each query sees, bool `[t, s]`;
-None for all."""
+"""Keys and values `[b, k, d, s]`, and the attention mask, bool `[t, s]`, or None."""
 
 
 def _attend(queries: jax.Array, parts: list[Part]) -> jax.Array:
   """Softmax attention of `[b, k, g, d, t]` over the keys of all parts together.
 
-  Weights are divided by their sum after the product with the values: an output has
-  fewer elements than its weights.
+  Divides by the sum of the weights after the product with the values, because an output
+  has fewer elements than its weights.
   """
   scale = queries.shape[3] ** -0.5
   scores = []

@@ -1,4 +1,4 @@
-"""Token generation: without a cache as the evaluation contract asks, or with one."""
+"""Token generation, without a cache (the evaluation contract) or with one."""
 
 import dataclasses
 import functools
@@ -26,10 +26,10 @@ def generate(
 ) -> jax.Array:
   """Continues prompts, by default recomputing the whole prefix for every token.
 
-  The tokens lie in a buffer of the final length, so every step has the same shapes and
-  compiles once; attention is causal, so what lies behind the current position has no
-  effect. With a cache the prompt is run once and each step runs one token of every row:
-  two compiled shapes, and the same tokens but for ties within rounding.
+  Without a cache, the tokens lie in a buffer of the final length, so every step has the
+  same shapes and compiles once; causal attention ignores everything behind the current
+  position. With a cache, the prompt runs once and each step runs one token per row: two
+  compiled shapes, and the same tokens except for ties within rounding.
 
   Args:
     model: The model that scores the tokens.
@@ -37,10 +37,10 @@ def generate(
     tokens: Prompts of equal length, int32 `[B, T]`, T at least 1.
     max_new_tokens: Tokens to append, at least 0.
     temperature: 0 takes the most likely token; otherwise logits are divided by it.
-    top_k: Sample among the k most likely tokens only.
-    top_p: Sample among the fewest tokens whose probability reaches this only.
-    key: Random key, needed when `temperature` is positive.
-    eos_id: Token after which a row is filled with itself, or None.
+    top_k: Sample only among the k most likely tokens.
+    top_p: Sample only among the fewest tokens whose total probability reaches this.
+    key: Random key, required when `temperature` is positive.
+    eos_id: Token after which a row is padded with this token, or None.
     use_cache: Whether to keep the keys and values of past tokens in memory.
 
   Returns:
@@ -80,7 +80,6 @@ def _next_token(
   logits: jax.Array,
   position: int,
 ) -> jax.Array:
-  """Takes the likeliest token of each row, or draws with the key of a position."""
   if key is None or temperature == 0:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
   key = jax.random.fold_in(key, position)
@@ -95,14 +94,11 @@ def sample(
   top_k: int | None = None,
   top_p: float | None = None,
 ) -> jax.Array:
-  """Draws one token a row: int32 `[B]` from float32 logits `[B, V]`.
+  """Samples one token per row: int32 `[B]` from float32 logits `[B, V]`.
 
-  Args:
-    key: Random key.
-    logits: Scores of all tokens.
-    temperature: Positive divisor of the logits.
-    top_k: Keep the k most likely tokens (and any tied with the last), or None.
-    top_p: Of those, keep the fewest whose probability reaches this, or None.
+  Logits are divided by the positive `temperature`. `top_k` keeps the k most likely
+  tokens (and any tied with the last); of those, `top_p` keeps the fewest whose total
+  probability reaches it.
   """
   scores = logits / temperature
   if top_k is not None:
@@ -117,7 +113,7 @@ def _mask_outside_nucleus(scores: jax.Array, top_p: float) -> jax.Array:
   """Sets scores outside the smallest set of probability `top_p` to -inf."""
   ordered = jnp.sort(scores, axis=-1, descending=True)
   probabilities = jax.nn.softmax(ordered, axis=-1)
-  # A token stays if those before it fall short; so the first one always stays.
+  # A token stays while the ones before it fall short, so the first always stays.
   before = jnp.cumsum(probabilities, axis=-1) - probabilities
   smallest = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
   return jnp.where(scores < smallest, -jnp.inf, scores)
@@ -127,7 +123,7 @@ def _mask_outside_nucleus(scores: jax.Array, top_p: float) -> jax.Array:
 def _run_layer(
   model: CausalLM, layer_params: Mapping[str, Any], hidden: jax.Array
 ) -> jax.Array:
-  """One layer; equal layers share the compiled function."""
+  """Runs one layer; equal layers share the compiled function."""
   return model.layer(layer_params, hidden)
 
 
@@ -135,7 +131,6 @@ def _run_layer(
 def _run_head(
   model: CausalLM, params: Mapping[str, Any], hidden: jax.Array, position: jax.Array
 ) -> jax.Array:
-  """Logits `[B, V]` of one position."""
   row = jax.lax.dynamic_slice_in_dim(hidden, position, 1, axis=1)
   return model.logits(params, row)[:, 0]
 
@@ -143,7 +138,6 @@ def _run_head(
 def _next_logits(
   model: CausalLM, params: Mapping[str, Any], buffer: jax.Array, position: int
 ) -> jax.Array:
-  """Logits `[B, V]` of the token after `position`."""
   hidden = model.embed(params, buffer)
   for index in range(model.num_layers):
     hidden = _run_layer(model, params[model.layer_name(index)], hidden)
@@ -157,11 +151,9 @@ def _outside_layers(params: Mapping[str, Any]) -> dict[str, Any]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-  """What the layers keep of past tokens.
+  """Key-value cache of all layers (`CausalLM.empty_cache`) and its length in tokens.
 
-  Attributes:
-    layers: Of every layer; see `CausalLM.empty_cache`.
-    length: Tokens in it, an int32 scalar.
+  `length` is an int32 scalar.
   """
 
   layers: tuple[dict[str, Any], ...]
@@ -169,7 +161,7 @@ class Cache:
 
 
 def empty_cache(model: CausalLM, batch: int, positions: int) -> Cache:
-  """A cache for sequences of up to `positions` tokens, compute dtype, all zero."""
+  """Allocates a zeroed cache for up to `positions` tokens, in the compute dtype."""
   layers = range(model.num_layers)
   empty = tuple(model.empty_cache(batch, positions) for _ in layers)
   return Cache(empty, jnp.zeros((), jnp.int32))
@@ -178,16 +170,13 @@ def empty_cache(model: CausalLM, batch: int, positions: int) -> Cache:
 def next_logits(
   model: CausalLM, params: Mapping[str, Any], cache: Cache, tokens: jax.Array
 ) -> tuple[jax.Array, Cache]:
-  """Runs the next tokens of every sequence and scores the one after them.
+  """Runs the next tokens of every sequence and scores the token after them.
 
-  Args:
-    model: The model.
-    params: Its params, float or quantized.
-    cache: What came before; its buffers are given up (donated).
-    tokens: int32 `[B, T]`: the prompt at first, then one token a step.
+  Tokens are int32 `[B, T]`: the prompt first, then one token per step. The buffers of
+  `cache` are donated.
 
   Returns:
-    Logits, float32 `[B, V]`, and the cache with the tokens in it.
+    Logits, float32 `[B, V]`, and the updated cache.
   """
   if tokens.shape[1] == 1 and jax.default_backend() == "gpu":
     # Launching layer by layer from Python would take longer than running them.
@@ -200,7 +189,7 @@ def next_logits(
 def _run_cached_layers(
   model: CausalLM, params: Mapping[str, Any], cache: Cache, tokens: jax.Array
 ) -> tuple[jax.Array, Cache]:
-  """Hidden states of the next tokens, and the cache with them in it."""
+  """Returns the hidden states of the next tokens and the updated cache."""
   hidden = model.embed(params, tokens)
   updated = []
   for index in range(model.num_layers):
@@ -219,7 +208,7 @@ def _run_cached_layer(
   hidden: jax.Array,
   start: jax.Array,
 ) -> tuple[jax.Array, dict[str, Any]]:
-  """One layer with its cache; equal layers share the compiled function."""
+  """Runs one layer with its cache; equal layers share the compiled function."""
   return model.layer_with_cache(layer_params, cache, hidden, start)
 
 
@@ -227,7 +216,7 @@ def _run_cached_layer(
 def _run_token(
   model: CausalLM, params: Mapping[str, Any], cache: Cache, tokens: jax.Array
 ) -> tuple[jax.Array, Cache]:
-  """One token of every sequence through the whole model in one program."""
+  """Runs one token of every sequence through the whole model in one program."""
   hidden, cache = _run_cached_layers(model, params, cache, tokens)
   return model.logits(params, hidden)[:, -1], cache
 
@@ -241,7 +230,6 @@ def _check_arguments(
   top_p: float | None,
   key: jax.Array | None,
 ) -> None:
-  """Refuses arguments that have no meaning, before anything is compiled."""
   length = tokens.shape[-1] + max_new_tokens
   limit = model.config.max_positions
   problems = {

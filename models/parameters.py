@@ -1,4 +1,4 @@
-"""The parameters that a config implies, and checks of stored tensors against them."""
+"""Parameter shapes that a config implies, and checks of stored tensors against them."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +16,9 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """A tensor in a file, read when asked.
+  """A named tensor in a file; `read` returns its values on demand.
 
-  Attributes:
-    name: Its name in the file, for messages.
-    shape: Its shape, `[out, in]` for linears.
-    read: Returns the values, a numpy array of `shape` in their final dtype.
+  The values are a numpy array of `shape` (`[out, in]` for linears) in the final dtype.
   """
 
   name: str
@@ -30,7 +27,7 @@ class StoredTensor:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
-  """Shapes of the parameters of an unquantized model by path, in forward order."""
+  """Returns the parameter shapes of a float model by path, in forward order."""
   width, vocabulary = config.hidden_size, config.vocab_size
   shapes: dict[Path, tuple[int, ...]] = {
     ("embed_tokens", "weight"): (vocabulary, width)
@@ -53,7 +50,7 @@ class LinearSize(NamedTuple):
 
 
 def layer_linears(config: ModelConfig) -> dict[tuple[str, str], LinearSize]:
-  """The linears of a layer by block and name, in forward order."""
+  """Returns the linears of a layer by block and name, in forward order."""
   width, hidden = config.hidden_size, config.intermediate_size
   queries = config.num_heads * config.head_dim
   values = config.num_kv_heads * config.head_dim
@@ -70,7 +67,7 @@ def layer_linears(config: ModelConfig) -> dict[tuple[str, str], LinearSize]:
 
 
 def attention_norms(config: ModelConfig) -> dict[str, int]:
-  """Widths of the norms of queries and keys, by name; empty if there are none."""
+  """Returns the widths of the query and key norms by name; empty if there are none."""
   if config.qk_norm is None:
     return {}
   if config.qk_norm == "head":
@@ -82,7 +79,6 @@ def attention_norms(config: ModelConfig) -> dict[str, int]:
 
 
 def _layer_shapes(config: ModelConfig) -> Iterator[tuple[Path, tuple[int, ...]]]:
-  """Yields path and shape of each parameter of one layer."""
   for name in layer_norms(config):
     yield (name, "weight"), (config.hidden_size,)
   for name, width in attention_norms(config).items():
@@ -94,7 +90,7 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[Path, tuple[int, ...]]]
 
 
 def layer_norms(config: ModelConfig) -> tuple[str, str]:
-  """Names of a layer's norms: of attention first, then of the MLP."""
+  """Returns the names of a layer's attention norm and MLP norm."""
   if config.is_post_norm:
     return "post_attention_layernorm", "post_feedforward_layernorm"
   return "input_layernorm", "post_attention_layernorm"
@@ -105,10 +101,10 @@ def check_shapes(
   expected: Mapping[Path, tuple[int, ...]],
   source: str,
 ) -> None:
-  """Compares the tensors of `source`, a file or folder, with those of its config.
+  """Compares the tensors of `source` (a file or folder) with its config.
 
   Raises:
-    ValueError: Tensors are missing, unexpected or of another shape; all are named.
+    ValueError: Tensors are missing, unexpected or mis-shaped; all are named.
   """
   problems = [f"{'.'.join(path)} is missing" for path in expected if path not in stored]
   problems += [
@@ -128,10 +124,10 @@ def check_shapes(
 
 
 def check_finite(values: Mapping[str, jax.Array], source: str) -> None:
-  """Checks arrays of `source`, a file or folder, by the name to report.
+  """Checks that all arrays of `source` (a file or folder) are finite.
 
   Raises:
-    ValueError: There is NaN or inf; all arrays are named, with their counts.
+    ValueError: There is NaN or inf; the arrays are named, with their counts.
   """
   counts = {name: int(_count_nonfinite(value)) for name, value in values.items()}
   broken = [
@@ -146,12 +142,11 @@ def check_finite(values: Mapping[str, jax.Array], source: str) -> None:
 
 @jax.jit
 def _count_nonfinite(value: jax.Array) -> jax.Array:
-  """Counts NaN and inf entries."""
   return jnp.sum(~jnp.isfinite(value), dtype=jnp.int32)
 
 
 def insert(params: dict[str, Any], path: Path, value: jax.Array) -> None:
-  """Puts a leaf at a path, making the dicts on the way."""
+  """Sets a leaf at a path, creating the dicts on the way."""
   for key in path[:-1]:
     params = params.setdefault(key, {})
   params[path[-1]] = value

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a GGUF vocabulary or a `tokenizer.json`."""
+"""Tokenizers built from a GGUF vocabulary or a `tokenizer.json`."""
 
 import functools
 import hashlib
@@ -15,21 +15,17 @@ if TYPE_CHECKING:
   import tokenizers
 
 PRE_TOKENIZERS = ("smollm",)
-"""Values of `tokenizer.ggml.pre` whose split is known here."""
+"""Supported values of `tokenizer.ggml.pre`."""
 CONTROL_TOKEN = 3
-"""The token type of special tokens in GGUF."""
+"""GGUF token type of special tokens."""
 
 
 class Tokenizer:
   """A byte-level BPE tokenizer that never adds special tokens by itself.
 
-  Special tokens that are spelled out in the text, such as `<|im_start|>`, become
-  their ids, as in transformers.
-
-  Attributes:
-    bos_id: Token that begins a text, or None.
-    eos_id: Token that ends a text, or None.
-    chat_template: Jinja template of a conversation, or None.
+  As in transformers, special tokens spelled out in the text, such as `<|im_start|>`,
+  become their ids. `bos_id` and `eos_id` begin and end a text; they and the Jinja
+  `chat_template` may be None.
   """
 
   bos_id: int | None
@@ -51,19 +47,19 @@ class Tokenizer:
     self.chat_template = chat_template
 
   def encode(self, text: str) -> np.ndarray:
-    """Encodes a text as int32 `[n]`; the empty one gives no ids."""
+    """Encodes a text as int32 `[n]`; an empty text gives no ids."""
     ids = self._backend.encode(text, add_special_tokens=False).ids
     return np.asarray(ids, dtype=np.int32)
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Decodes ids, special tokens included; bytes that are no UTF-8 become U+FFFD."""
+    """Decodes ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
     return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
   @functools.cached_property
   def prefix_ids(self) -> tuple[int, ...]:
-    """Ids that the model's own tokenizer puts before a text, such as BOS of Llama-3.
+    """Ids that the model's own tokenizer prepends to a text, such as BOS of Llama-3.
 
-    `encode` leaves them out; who needs the field's conventions adds them.
+    `encode` omits them; callers that follow the usual conventions add them.
     """
     return tuple(self._backend.encode("", add_special_tokens=True).ids)
 
@@ -74,9 +70,9 @@ class Tokenizer:
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """Sha256 (hex) of vocabulary, merges, special tokens and splitting rules.
+    """SHA-256 (hex) of vocabulary, merges, special tokens and splitting rules.
 
-    Padding, truncation and templates of special tokens are left out: `encode` does
+    Padding, truncation and special-token templates are excluded, because `encode` does
     not use them.
     """
     state = json.loads(self._backend.to_str())
@@ -89,7 +85,7 @@ class Tokenizer:
     """Builds the tokenizer from the vocabulary and merges in a GGUF file.
 
     Raises:
-      NotImplementedError: The file names another splitting rule.
+      NotImplementedError: The file names another pre-tokenizer.
     """
     reader = gguf.open_reader(path)
     get = functools.partial(gguf.field, reader)
@@ -119,7 +115,7 @@ class Tokenizer:
 
   @classmethod
   def from_folder(cls, folder: pathlib.Path) -> "Tokenizer":
-    """Reads `tokenizer.json`, and what there is of its settings and chat template.
+    """Reads `tokenizer.json`, and settings and chat template if present.
 
     Raises:
       FileNotFoundError: There is no `tokenizer.json`.
@@ -144,7 +140,7 @@ class Tokenizer:
 
 
 def _check_gguf_kind(path: pathlib.Path, model: str | None, pre: str | None) -> None:
-  """Refuses vocabularies whose split this file does not know."""
+  """Rejects vocabularies whose pre-tokenizer is not supported."""
   if model != "gpt2" or pre not in PRE_TOKENIZERS:
     raise NotImplementedError(
       f"{path}: expected a gpt2 tokenizer with pre-tokenizer "
@@ -156,7 +152,7 @@ def _check_gguf_kind(path: pathlib.Path, model: str | None, pre: str | None) -> 
 def _byte_level_bpe(
   tokens: list[str], merges: list[str], special: list[str]
 ) -> "tokenizers.Tokenizer":
-  """Builds the split of SmolLM: single digits, then GPT-2's byte-level words."""
+  """Builds SmolLM's tokenizer: splits single digits, then GPT-2's byte-level words."""
   import tokenizers
   from tokenizers import decoders, models, pre_tokenizers
 
@@ -174,13 +170,13 @@ def _byte_level_bpe(
 
 
 def _special_id(backend: "tokenizers.Tokenizer", token: Any) -> int | None:
-  """Returns the id of a token given as a string or as a saved AddedToken."""
+  """Returns the id of a token given as a string or a saved AddedToken."""
   content = token.get("content") if isinstance(token, dict) else token
   return None if content is None else backend.token_to_id(content)
 
 
 def _chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
-  """Finds the template: transformers 5 saves it apart, 4 in the settings."""
+  """Finds the chat template: transformers 5 has a file for it, 4 uses the settings."""
   path = folder / "chat_template.jinja"
   if path.is_file():
     return path.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The decoder as linen modules: parameter names, init and capture, no arithmetic.
+"""The decoder as linen modules: parameter names, initialization and activation capture.
 
-This is the only file that imports flax. Parameter names are those of Hugging Face,
-nested: `params["layers_0"]["self_attn"]["q_proj"]["weight"]` is `[out, in]`.
+This is the only file that imports flax. Parameter names are nested Hugging Face names:
+`params["layers_0"]["self_attn"]["q_proj"]["weight"]` is `[out, in]`.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,11 @@ LinearInput = TypeVar("LinearInput", bound=fused_inputs.Input)
 CALIBRATION = "calibration"
 """The linen collection that receives the taps."""
 CACHE = "cache"
-"""The linen collection of an attention's past: `keys`, `values`
-`[B, positions, kv_heads, head_dim]` and `start`, the positions filled, int32."""
+"""The linen collection of an attention layer's key-value cache.
+
+It holds `keys`, `values` `[B, positions, kv_heads, head_dim]` and `start`, the number
+of filled positions, int32.
+"""
 
 PROJECTION_TAPS: dict[tuple[str, str], str] = {
   ("self_attn", "q_proj"): "qkv_input",
@@ -41,10 +44,10 @@ PROJECTION_TAPS: dict[tuple[str, str], str] = {
 def _leaf(
   module: nn.Module, name: str, initializer: nn.initializers.Initializer, *shape: int
 ) -> Any:
-  """Reads a parameter, or creates it in bfloat16 while initializing.
+  """Reads a parameter, or creates it in bfloat16 during initialization.
 
-  `Module.param` refuses a leaf that is not an array, such as a quantized weight;
-  `get_variable` does not. A leaf that is absent outside init still raises there.
+  `Module.param` rejects leaves that are not arrays, such as quantized weights;
+  `get_variable` accepts them and still raises if the leaf is absent.
   """
   if module.has_variable("params", name):
     return module.get_variable("params", name)
@@ -59,12 +62,11 @@ def _tap(module: nn.Module, name: str, value: LinearInput) -> LinearInput:
 
 
 def _run(module: nn.Module, params: Mapping[str, Any], x: jax.Array) -> jax.Array:
-  """Applies an unbound module to its own params."""
   return cast(jax.Array, module.apply({"params": params}, x))
 
 
 class Linear(nn.Module):
-  """A linear layer whose weight may be an array or a quantized leaf."""
+  """A linear layer whose weight is an array or a quantized leaf."""
 
   in_features: int
   out_features: int
@@ -82,20 +84,19 @@ class Linear(nn.Module):
     return self.with_bias(linear(x, self.weight))
 
   def with_bias(self, y: jax.Array) -> jax.Array:
-    """Adds the bias, if there is one, to products `[..., out_features]`."""
+    """Adds the bias, if any, to products `[..., out_features]`."""
     if not self.use_bias:
       return y
     return y + self.bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + self.bias.shape)
 
 
 def _side_by_side(x: fused_inputs.Input, *layers: Linear) -> list[jax.Array]:
-  """The outputs of linears of one input."""
   products = linear_many(x, [layer.weight for layer in layers])
   return [layer.with_bias(y) for layer, y in zip(layers, products, strict=True)]
 
 
 class Embedding(nn.Module):
-  """The embedding matrix, used as a table and, when tied, as the head."""
+  """The embedding matrix: a lookup table and, when tied, the output head."""
 
   config: ModelConfig
 
@@ -114,7 +115,7 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-  """An RMS norm with a scale; `eps` is added to the mean square."""
+  """RMSNorm with a scale; `eps` is added to the mean square."""
 
   width: int
   eps: float
@@ -136,7 +137,7 @@ class Attention(nn.Module):
   config: ModelConfig
 
   def setup(self) -> None:
-    """Names the projections."""
+    """Creates the projections."""
     linears = layer_linears(self.config)
     self.q_proj = Linear(*linears["self_attn", "q_proj"])
     self.k_proj = Linear(*linears["self_attn", "k_proj"])
@@ -147,7 +148,7 @@ class Attention(nn.Module):
       self.k_norm = RMSNorm(widths["k_norm"], self.config.norm_eps)
 
   def __call__(self, x: fused_inputs.Input) -> jax.Array:
-    """Maps what the layer feeds it, `[B, T, d]`, to its output, same shape."""
+    """Maps the layer's input `[B, T, d]` to the attention output, same shape."""
     _tap(self, "qkv_input", x)
     queries, keys, values = self._project(x)
     values = _tap(self, "value", values)
@@ -157,7 +158,7 @@ class Attention(nn.Module):
     return self.o_proj(_tap(self, "o_input", self._attend(queries, keys, values)))
 
   def _project(self, x: fused_inputs.Input) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries and keys, rotated, and values: `[B, T, heads, head_dim]`."""
+    """Returns rotated queries, rotated keys, and values: `[B, T, heads, head_dim]`."""
     config = self.config
     by_head = (*x.shape[:2], -1, config.head_dim)
     queries, keys, values = _side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
@@ -175,7 +176,7 @@ class Attention(nn.Module):
     return queries, keys, values.reshape(by_head)
 
   def _attend(self, queries: jax.Array, keys: jax.Array, values: jax.Array) -> Any:
-    """Attention to the past, from the cache where there is one: `[B, T, features]`."""
+    """Attends to the past, using the cache if there is one: `[B, T, features]`."""
     window = self.config.sliding_window
     if not self.has_variable(CACHE, "start"):
       return functional.causal_attention(queries, keys, values, window=window)
@@ -190,19 +191,19 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-  """The gated MLP."""
+  """Gated MLP."""
 
   config: ModelConfig
 
   def setup(self) -> None:
-    """Names the projections."""
+    """Creates the projections."""
     linears = layer_linears(self.config)
     self.gate_proj = Linear(*linears["mlp", "gate_proj"])
     self.up_proj = Linear(*linears["mlp", "up_proj"])
     self.down_proj = Linear(*linears["mlp", "down_proj"])
 
   def __call__(self, x: fused_inputs.Input) -> jax.Array:
-    """Maps what the layer feeds it, `[B, T, d]`, to its output, same shape."""
+    """Maps the layer's input `[B, T, d]` to the MLP output, same shape."""
     _tap(self, "gate_up_input", x)
     gate, up = _side_by_side(x, self.gate_proj, self.up_proj)
     gate, up = _tap(self, "gate", gate), _tap(self, "up", up)
@@ -212,12 +213,12 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-  """One decoder layer; its norms stand before or after attention and MLP."""
+  """One decoder layer with pre-norm or post-norm."""
 
   config: ModelConfig
 
   def setup(self) -> None:
-    """Names the parts; `layer_norms` says what the norms are called."""
+    """Creates the submodules; `layer_norms` names the norms."""
     config = self.config
     self.self_attn = Attention(config)
     self.mlp = MLP(config)
@@ -238,32 +239,29 @@ class DecoderLayer(nn.Module):
 class CausalLM(nn.Module):
   """A decoder language model.
 
-  `model.apply({"params": params}, tokens)` runs all of it. The methods `embed`,
-  `layer`, `layer_with_taps` and `logits` run it in pieces, on an unbound model, with
-  the same result; they are pure and jit-able. A model is hashable, so it can be a
-  static argument of a jitted function.
-
-  Attributes:
-    config: The model's description.
+  `model.apply({"params": params}, tokens)` runs all of it. On an unbound model, the
+  pure, jit-able methods `embed`, `layer`, `layer_with_taps` and `logits` run it in
+  pieces with the same result. A model is hashable, so it can be a static argument of a
+  jitted function.
   """
 
   config: ModelConfig
 
   def setup(self) -> None:
-    """Names the parts; the list names its members layers_0, layers_1, ..."""
+    """Creates the submodules; flax names the list's members layers_0, layers_1, ..."""
     config = self.config
     self.embed_tokens = Embedding(config)
     self.layers = [DecoderLayer(config) for _ in range(config.num_layers)]
     self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-    # A head among the params wins over the tie: rotated models need one of their own.
+    # A head among the params overrides tying, because rotated models need their own.
     self.has_head = not config.tie_embeddings or self.has_variable("params", "lm_head")
     if self.has_head:
       self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
-    """Logits of tokens, int32 `[B, T]` below `vocab_size`.
+    """Computes float32 logits `[B, T, V]` of int32 tokens `[B, T]` below `vocab_size`.
 
-    They are float32 `[B, T, V]`; row t scores the token after t.
+    Row t scores the token after t.
     """
     hidden = self.embed_tokens(tokens)
     for layer in self.layers:
@@ -273,12 +271,12 @@ class CausalLM(nn.Module):
 
   @property
   def num_layers(self) -> int:
-    """The number of decoder layers."""
+    """Number of decoder layers."""
     return self.config.num_layers
 
   @property
   def projection_taps(self) -> dict[tuple[str, str], str]:
-    """`PROJECTION_TAPS`: a layer's target linears and the tap of their input."""
+    """`PROJECTION_TAPS`: maps a layer's target linears to the taps of their inputs."""
     return PROJECTION_TAPS
 
   @nn.nowrap
@@ -288,14 +286,14 @@ class CausalLM(nn.Module):
 
   @nn.nowrap
   def embed(self, params: Mapping[str, Any], tokens: jax.Array) -> jax.Array:
-    """Looks up tokens, int32 `[B, T]`: hidden states `[B, T, d]`, compute dtype."""
+    """Embeds int32 tokens `[B, T]` as hidden states `[B, T, d]`, compute dtype."""
     return _run(Embedding(self.config, parent=None), params["embed_tokens"], tokens)
 
   @nn.nowrap
   def layer(self, layer_params: Mapping[str, Any], hidden: jax.Array) -> jax.Array:
-    """Runs one decoder layer, of one `layers_i` key of the params.
+    """Runs one decoder layer on hidden states `[B, T, d]` in the compute dtype.
 
-    Hidden states `[B, T, d]` in the compute dtype give hidden states of the same kind.
+    `layer_params` is the value of one `layers_i` key. Shape and dtype are kept.
     """
     return _run(DecoderLayer(self.config, parent=None), layer_params, hidden)
 
@@ -303,12 +301,12 @@ class CausalLM(nn.Module):
   def layer_with_taps(
     self, layer_params: Mapping[str, Any], hidden: jax.Array
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs one decoder layer like `layer`, and returns what its linears saw.
+    """Runs one decoder layer like `layer`, and returns captured activations.
 
     Returns:
-      Hidden states, and the taps: `qkv_input`, `o_input`, `gate_up_input`,
-      `down_input` `[B, T, in]`; `value` `[B, T, kv_heads, head_dim]` before its
-      correction; `gate`, `up` `[B, T, intermediate]`.
+      Hidden states, and the taps: `qkv_input`, `o_input`, `gate_up_input`, `down_input`
+      `[B, T, in]`; `value` `[B, T, kv_heads, head_dim]` before its correction; `gate`,
+      `up` `[B, T, intermediate]`.
     """
     decoder_layer = DecoderLayer(self.config, parent=None)
     output, state = decoder_layer.apply(
@@ -319,7 +317,7 @@ class CausalLM(nn.Module):
 
   @nn.nowrap
   def empty_cache(self, batch: int, positions: int) -> dict[str, Any]:
-    """The cache of one layer before any token, compute dtype, `positions` long."""
+    """Allocates the cache of one layer for `positions` tokens, in the compute dtype."""
     config = self.config
     shape = batch, positions, config.num_kv_heads, config.head_dim
     empty = {name: jnp.zeros(shape, config.dtype) for name in ("keys", "values")}
@@ -335,14 +333,11 @@ class CausalLM(nn.Module):
   ) -> tuple[jax.Array, dict[str, Any]]:
     """Runs one decoder layer on the next tokens of cached sequences.
 
-    Args:
-      layer_params: The value of one `layers_i` key of the params.
-      cache: That layer's cache, with room for the tokens.
-      hidden: `[B, T, d]`, compute dtype, of the T tokens after the cached ones.
-      start: How many are cached, an int32 scalar.
+    `hidden` `[B, T, d]` belongs to the T tokens after the `start` cached ones (an int32
+    scalar); `cache` must have room for them. `layer_params` is as in `layer`.
 
     Returns:
-      Hidden states, same shape and dtype, and the cache with the tokens in it.
+      Hidden states, same shape and dtype, and the updated cache.
     """
     decoder_layer = DecoderLayer(self.config, parent=None)
     past = {"self_attn": {**cache["self_attn"], "start": start}}
@@ -357,8 +352,8 @@ class CausalLM(nn.Module):
   def logits(self, params: Mapping[str, Any], hidden: jax.Array) -> jax.Array:
     """Applies the final norm and the head to outputs of the last layer.
 
-    Only norm, head and embedding of the params are read. `[B, T, d]`, of any positions,
-    gives float32 `[B, T, V]`.
+    Reads only the norm, head and embedding of the params. Maps `[B, T, d]`, at any
+    positions, to float32 `[B, T, V]`.
     """
     norm = RMSNorm(self.config.hidden_size, self.config.norm_eps, parent=None)
     normal = _run(norm, params["norm"], hidden)

@@ -1,4 +1,4 @@
-"""What the verbs of `mxjax discover` do."""
+"""Implements the subcommands of `mxjax discover`."""
 
 import argparse
 import dataclasses
@@ -23,10 +23,10 @@ from mxjax.evaluation.cli.console import say
 
 
 def run_options(options: argparse.Namespace) -> runs.RunOptions:
-  """The options of a run folder.
+  """Builds the options of a run folder.
 
   Raises:
-    ValueError: A language model was asked for, and not where it is.
+    ValueError: The `llm` proposer was chosen without its endpoint and model.
   """
   spec = {"task": options.task, **json.loads(options.task_options)}
   if options.task == "world":
@@ -62,7 +62,7 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
 
 
 def _with_margins(spec: dict[str, Any]) -> dict[str, Any]:
-  """A specification with what is measured once for a contract."""
+  """Adds the margins of a `ptq` task, which are measured once per contract."""
   if spec["task"] != "ptq" or "margins" in spec:
     return spec
   say("measuring margins and thresholds of this contract, once")
@@ -70,11 +70,11 @@ def _with_margins(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def study(options: argparse.Namespace) -> None:
-  """`mxjax discover study`."""
+  """Runs, resumes or plans a study (`mxjax discover study`)."""
   run_ = run_options(options)
   spec = dict(run_.task)
   if spec["task"] == "world":
-    # Each run takes the world of its own seed.
+    # Each run uses the world of its own seed.
     del spec["seed"]
   folder = pathlib.Path(options.out)
   if options.plan:
@@ -85,7 +85,7 @@ def study(options: argparse.Namespace) -> None:
 
 
 def plan(options: argparse.Namespace) -> None:
-  """`mxjax discover plan`."""
+  """Implements `mxjax discover plan`."""
   run_ = run_options(options)
   task, config = task_.load(run_.task), SearchConfig(**run_.config)
   hours = config.budget * task.call_seconds / 3600
@@ -106,7 +106,7 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-  """`mxjax discover run`."""
+  """Implements `mxjax discover run`."""
   run_, folder = run_options(options), pathlib.Path(options.out)
   spec = _with_margins(dict(run_.task))
   runs.write_options(folder, dataclasses.replace(run_, task=spec))
@@ -114,12 +114,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def resume(options: argparse.Namespace) -> None:
-  """`mxjax discover resume`."""
+  """Implements `mxjax discover resume`."""
   _search(pathlib.Path(options.folder), options)
 
 
 def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
-  """Runs the search of a folder to its end, and prints what happens."""
   target = task_.load(runs.read_options(folder).task).target
 
   def show(event: dict[str, Any]) -> None:
@@ -143,12 +142,12 @@ def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
 
 
 def write_report(options: argparse.Namespace) -> None:
-  """`mxjax discover report`."""
+  """Implements `mxjax discover report`."""
   say(f"report: {report.write(pathlib.Path(options.folder))}")
 
 
 def explain_program(options: argparse.Namespace) -> None:
-  """`mxjax discover explain`."""
+  """Implements `mxjax discover explain`."""
   folder = pathlib.Path(options.folder)
   margins_ = read_events(folder)[0]["margins"]
   for story in explain.find(folder, options.program):
@@ -156,10 +155,10 @@ def explain_program(options: argparse.Namespace) -> None:
 
 
 def verify_run(options: argparse.Namespace) -> None:
-  """`mxjax discover verify`.
+  """Implements `mxjax discover verify`.
 
   Raises:
-    ValueError: With everything that does not hold.
+    ValueError: Checks failed; the message lists all of them.
   """
   audit = verify.verify(pathlib.Path(options.folder), options.calls)
   say(
@@ -172,7 +171,7 @@ def verify_run(options: argparse.Namespace) -> None:
 
 
 def doctor(options: argparse.Namespace) -> None:
-  """`mxjax discover doctor`."""
+  """Implements `mxjax discover doctor`."""
   say(f"{platform.system()} {platform.release()} {platform.machine()}")
   say(f"Landlock version {jail.landlock_version()}")
   for level in jail.JAILED:

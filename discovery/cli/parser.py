@@ -1,8 +1,8 @@
 """`mxjax discover plan | run | resume | report | explain | verify | doctor | study`.
 
-This file is the console entry of the whole command line: discovery stands above
-evaluation, so it adds its commands to that room's parser. The commands themselves are
-imported when they run, so that help is instant.
+This file is the console entry point of the whole command line: discovery depends on
+evaluation, so it adds its commands to evaluation's parser. Commands are imported only
+when they run, so that help is instant.
 """
 
 import argparse
@@ -29,12 +29,12 @@ STUDIES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The `mxjax` command."""
+  """Runs the `mxjax` command."""
   return cli.main(arguments, extend=register)
 
 
 def _later(module: str, function: str) -> Callable[[argparse.Namespace], int | None]:
-  """A command that is imported when it runs."""
+  """Returns a command that is imported when it runs."""
 
   def run(options: argparse.Namespace) -> int | None:
     commands = importlib.import_module(f"mxjax.discovery.cli.{module}")
@@ -165,7 +165,7 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     help="share of the way from the initial program to the ideal, held out",
   )
   _add_task(parser)
-  # Its arms, seeds and accounting are the study's own.
+  # The study sets its own arms, seeds and accounting.
   parser.set_defaults(sandbox="off")
 
 

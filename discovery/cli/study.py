@@ -15,10 +15,10 @@ from mxjax.evaluation.cli.console import say
 def options(
   parsed: argparse.Namespace, spec: Mapping[str, Any], proposer: Mapping[str, Any]
 ) -> study.StudyOptions:
-  """The options of a folder.
+  """Builds the options of a study folder.
 
   Raises:
-    ValueError: A proposer that is not ours in a study without a sandbox.
+    ValueError: The sandbox is off for a proposer other than `embedded`.
   """
   if proposer["kind"] != "embedded" and parsed.sandbox == "off":
     raise ValueError(
@@ -37,7 +37,10 @@ def options(
 
 
 def begun_task(folder: pathlib.Path) -> dict[str, Any] | None:
-  """The task that a begun folder was frozen with, or None: it is measured only once."""
+  """Returns the frozen task of an existing study folder, or None.
+
+  Reusing it avoids measuring the task's margins again.
+  """
   frozen = folder / "frozen.json"
   if not frozen.exists():
     return None
@@ -45,7 +48,7 @@ def begun_task(folder: pathlib.Path) -> dict[str, Any] | None:
 
 
 def plan(name: str, settings: study.StudyOptions) -> None:
-  """Tells calls and hours; starts nothing."""
+  """Prints the planned calls and hours; starts nothing."""
   planned = study.STUDIES[name]
   task = task_.load(settings.spec(settings.seeds[0]))
   count = len(planned.arms) * len(settings.seeds)

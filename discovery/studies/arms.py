@@ -1,23 +1,20 @@
-"""The arms of the paper's comparisons, its ablations, and placebos of ours."""
+"""Arms of the paper's comparisons, its ablations, and our own placebos."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 BARE = {"policy": "none", "checker": "none"}
-"""Candidates alone: no controls, no probes."""
+"""Proposes candidates only: no controls, no probes."""
 AS_IN_PAPER: Mapping[str, Any] = {"sequential": False, "reuse": False}
-"""Every registered control runs, and a repeated execution is charged."""
+"""Runs every registered control, and charges repeated executions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-  """One way to search.
+  """A search variant: a title and the fields of `SearchConfig` that it changes.
 
-  Attributes:
-    title: Its name in tables.
-    changes: What it changes of `SearchConfig`.
-    placebo: Whether it is one of ours, without a counterpart in the paper.
+  A `placebo` is our own, without a counterpart in the paper.
   """
 
   title: str
@@ -51,4 +48,4 @@ ARMS: Mapping[str, Arm] = {
     "QuantForge, our accounting", {"sequential": True, "reuse": True}, placebo=True
   ),
 }
-"""By the name that options take."""
+"""Arms by the name used in options."""

@@ -1,10 +1,9 @@
-"""Forty injected implementation cases: twenty real, twenty only apparent.
+"""Forty injected implementation cases: twenty real edits and twenty apparent ones.
 
-The label is known by construction. An apparent edit is a wrapper around a hook that
-changes its text and not the function it computes, or an edit of another hook than the
-declared one; a real edit replaces what a hook computes. Among the real ones are some
-that the evaluator's data hardly exercise, among the apparent ones some that differ in
-the last bit.
+The label is known by construction. An apparent edit either wraps a hook so that its
+text changes but not the function it computes, or changes another hook than the declared
+one; a real edit changes what the declared hook computes. Some real edits are hardly
+exercised by the evaluator's data, and some apparent edits differ in the last bit.
 """
 
 import ast
@@ -22,7 +21,7 @@ from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
 HALF = 20
 CHECKERS: tuple[checkers.Checker, ...] = ("source", "lowered", "probe", "layer_output")
 
-# What a wrapper does to the first array of a hook; `x` is that array.
+# Expressions that a wrapper applies to the first array of a hook, `x`.
 APPARENT: Mapping[str, str] = {
   "renamed": "x",
   "dead code": "x",
@@ -35,20 +34,16 @@ APPARENT: Mapping[str, str] = {
   "turned and back": "(q.T @ (q @ x.astype(jnp.float32))).astype(x.dtype)",
   "other hook": "x",
 }
-"""Ten wrappers; each is tried on two hooks."""
+"""Ten wrappers, each tried on two hooks."""
 RARE = "jnp.where(jnp.abs(x) > 1e6, 0.5 * x, x)"
-"""Halves values that the data do not contain: a real edit that nothing exercises."""
+"""Halves values that do not occur in the data: a real edit that nothing exercises."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """One injected edit.
+  """One injected edit: its description, the declared hooks and the edited program.
 
-  Attributes:
-    name: What it does.
-    declared: Where the response is said to be.
-    source: The edited program.
-    is_real: Whether the declared computation is another function than before.
+  `is_real` tells whether the declared hooks compute another function than before.
   """
 
   name: str
@@ -58,7 +53,7 @@ class Case:
 
 
 def make(task: Task) -> list[Case]:
-  """Forty cases on the task's initial program, half of them real."""
+  """Builds forty cases on the task's initial program, half of them real."""
   source = task.interface.default_source()
   hooks = [h.name for h in task.interface.hooks if h.active_when is None]
   apparent = [
@@ -74,14 +69,14 @@ def make(task: Task) -> list[Case]:
 
 
 def _real(task: Task, source: str, count: int) -> list[Case]:
-  """The task's own edits in an order drawn once, the same for every checker."""
+  """Applies the task's own edits in one fixed random order for every checker."""
   options = [(edit, params) for edit in task.edit_templates for params in edit.params]
   before = admit(source, task.interface).hooks
   cases: list[Case] = []
   for template, params in identity.shuffled(options, "checker cases"):
     edited = template.edit(source, dict(params))
     after = admit(edited, task.interface).hooks
-    # An edit that only sets the plan leaves the declared hook as it was.
+    # Edits that only change the plan leave the declared hook unchanged.
     if any(after[hook] != before[hook] for hook in template.hooks):
       cases.append(Case(template.label(params), template.hooks, edited, True))
   return cases[:count]
@@ -92,14 +87,14 @@ def _apparent(
 ) -> Case:
   where, act = hook, APPARENT[kind]
   if kind == "other hook":
-    # Really changed, but not where it is declared.
+    # A real change, but in another hook than the declared one.
     where, act = hooks[(hooks.index(hook) + 1) % len(hooks)], "-x"
   edited = _wrapped(task, source, where, act, kind)
   return Case(f"{kind}, {hook}", (hook,), edited, False)
 
 
 def _wrapped(task: Task, source: str, hook: str, act: str, kind: str = "") -> str:
-  """The program with a hook that calls its former self on `act` of its first array."""
+  """Replaces a hook by one that calls the original on `act` of its first array."""
   (first, array), *others = task.interface.hook(hook).arguments.items()
   names = [name for name, _ in others]
   before = lambda value: f"{hook}_before({', '.join([value, *names])})"
@@ -129,10 +124,9 @@ def _renamed(source: str, hook: str, name: str) -> str:
 
 
 def judge_all(evaluator: CachedEvaluator) -> list[dict[str, Any]]:
-  """Every case before every checker; calls are outside any budget.
+  """Runs every checker on every case; its calls are outside any budget.
 
-  Returns:
-    For each case its name, label, status, and what each checker accepted.
+  Returns each case's name, label, status, and what each checker accepted.
   """
   parent = evaluator.prepare(evaluator.task.interface.default_source())
   return [_judge(evaluator, case, parent) for case in make(evaluator.task)]
@@ -161,9 +155,9 @@ def _judge(evaluator: CachedEvaluator, case: Case, parent: Prepared) -> dict[str
 
 
 def errors(rows: Sequence[Mapping[str, Any]], checker: str) -> dict[str, int]:
-  """False accepts and false rejects of a checker, with their denominators.
+  """Counts false accepts and false rejects of a checker, with their denominators.
 
-  Real cases whose evaluation failed are left out: no checker can see their effect.
+  Cases whose evaluation failed are left out, because no checker can see their effect.
   """
   ran = [row for row in rows if row["status"] == Status.OK]
   real = [row for row in ran if row["is_real"]]

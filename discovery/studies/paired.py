@@ -1,4 +1,4 @@
-"""Statistics of paired seeds: t and exact intervals, exact tests, gate counts."""
+"""Statistics of paired seeds: t and exact intervals, exact tests, shares."""
 
 import dataclasses
 import itertools
@@ -10,24 +10,25 @@ from scipy import stats
 from mxjax.evaluation.measures.statistics import CONFIDENCE, paired_interval
 
 MAX_EXACT = 16
-"""Pairs up to which all sign patterns are enumerated."""
+"""Largest number of pairs for which all sign patterns are enumerated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Paired:
-  """A comparison over paired seeds; negative differences favor the first arm.
+  """Comparison over paired seeds; negative differences favor the first arm.
 
   Attributes:
-    differences: First minus second, one a seed.
-    mean: Their mean.
-    deviation: Their standard deviation.
-    t_interval: Student's interval of the mean, 95 %.
+    differences: First minus second, one per seed.
+    mean: Mean difference.
+    deviation: Sample standard deviation of the differences.
+    t_interval: Student's 95 % interval of the mean.
     exact_interval: Interval of the center of symmetry from the signed-rank
-      distribution, as close to 95 % from above as its steps allow.
-    exact_coverage: What that interval really covers.
-    sign_flip_p: Exact two-sided p of the mean under sign flips.
+      distribution, with the smallest attainable coverage of at least 95 %, or the
+      largest one if too few seeds reach 95 %.
+    exact_coverage: The actual coverage of `exact_interval`.
+    sign_flip_p: Exact two-sided p-value of the mean under sign flips.
     wins: Seeds in which the first arm is lower.
-    losses: Seeds in which the second one is.
+    losses: Seeds in which the second arm is lower.
   """
 
   differences: tuple[float, ...]
@@ -45,7 +46,7 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Paired:
   """Compares two arms seed by seed.
 
   Raises:
-    ValueError: Fewer than two pairs, or more than can be enumerated.
+    ValueError: There are fewer than two pairs, or more than can be enumerated.
   """
   pairs = np.subtract(first, second)
   if not 2 <= len(pairs) <= MAX_EXACT:
@@ -55,7 +56,7 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Paired:
     )
   student = paired_interval(first, second)
   low, high, coverage = _signed_rank_interval(pairs)
-  # As many resamples as there are sign patterns: the test is exact.
+  # One resample per sign pattern makes the test exact.
   flips = stats.permutation_test(
     (pairs,), np.mean, permutation_type="samples", n_resamples=2 ** len(pairs)
   )
@@ -73,10 +74,10 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Paired:
 
 
 def _signed_rank_interval(pairs: np.ndarray) -> tuple[float, float, float]:
-  """Low, high and coverage of the interval between two Walsh averages.
+  """Returns low, high and coverage of the interval between two Walsh averages.
 
-  Leaving out the k smallest and k largest averages misses the center with twice the
-  probability that the signed-rank sum is at most k.
+  If the k smallest and k largest averages are left out, the interval misses the center
+  with twice the probability that the signed-rank sum is at most k.
   """
   n = len(pairs)
   signs = np.array(list(itertools.product((0, 1), repeat=n)))
@@ -93,6 +94,6 @@ def _signed_rank_interval(pairs: np.ndarray) -> tuple[float, float, float]:
 
 
 def share_interval(count: int, total: int) -> tuple[float, float]:
-  """Two-sided 95 % Clopper-Pearson interval of a share."""
+  """Computes the two-sided 95 % Clopper-Pearson interval of a share."""
   interval = stats.binomtest(count, total).proportion_ci(CONFIDENCE, method="exact")
   return float(interval.low), float(interval.high)

@@ -1,7 +1,7 @@
-"""Regime audit: which stages of a quantizer a champion executes, by behaviour.
+"""Regime audit: which stages of a quantizer a champion uses, judged by behavior.
 
-A stage counts when taking it back to the initial program changes what is executed;
-whether it also pays is asked of the target. What the source says is not looked at.
+A stage is executed if reverting it to the initial program changes executed outputs; it
+pays if that worsens the target by more than its margin. Source text is not examined.
 """
 
 import itertools
@@ -15,17 +15,17 @@ from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 
 
 def champion_source(folder: pathlib.Path) -> str:
-  """Source of the last champion of a closed run."""
+  """Returns the source of the last champion of a closed run."""
   last = [e for e in read_events(folder) if e["event"] == "program"][-1]
   return (folder / "programs" / f"{last['champion']}.py").read_text()
 
 
 def audit(evaluator: CachedEvaluator, source: str) -> dict[str, Any]:
-  """Takes each regime back, and builds the regimes up in order.
+  """Reverts each regime of a champion, and adds the regimes one by one in order.
 
   Returns:
-    For each regime `executed` and `pays`; `hierarchy`: all are executed; `ordered`:
-    each one added to those before it improves the target by more than its margin.
+    `executed` and `pays` by regime; `hierarchy`: all are executed; `ordered`: each
+    regime added to the earlier ones improves the target by more than its margin.
   """
   task = evaluator.task
   regimes = list(task.regimes.items())
@@ -40,7 +40,7 @@ def audit(evaluator: CachedEvaluator, source: str) -> dict[str, Any]:
   reverted, steps = outcomes[: len(regimes)], [*outcomes[len(regimes) :], whole]
 
   def pays(before: Outcome, after: Outcome) -> bool:
-    """A condition that failed gains nothing."""
+    """Tells whether the target improves by more than its margin."""
     if before.status != Status.OK or after.status != Status.OK:
       return False
     gain = before.values[task.target] - after.values[task.target]

@@ -1,4 +1,4 @@
-"""The numbers that study tables print, read off the summaries of runs."""
+"""Numbers of study tables, computed from the summaries of runs."""
 
 import math
 import statistics
@@ -10,21 +10,18 @@ from mxjax.discovery.studies.arms import ARMS
 
 NONE = "---"
 Column = Callable[[str], str]
-"""What a table prints of an arm."""
+"""Formats a table cell of an arm."""
 
 
 def title(arm: str) -> str:
-  """An arm's name in tables."""
+  """Returns an arm's name in tables."""
   return ARMS[arm].title
 
 
 class Results:
-  """What `study.conduct` returns, with the statistics that tables print.
+  """The stored results of `study.conduct`, with the statistics that tables print.
 
-  Attributes:
-    values: The results as they are stored.
-    arms: Names of the arms, the study's own first.
-    seeds: The paired seeds.
+  `arms` begins with the study's own; `seeds` are the paired seeds.
   """
 
   def __init__(self, values: Mapping[str, Any]) -> None:
@@ -34,15 +31,15 @@ class Results:
     self.seeds: list[int] = list(values["seeds"])
 
   def runs(self, arm: str) -> list[dict[str, Any]]:
-    """Summaries of an arm's runs, by seed."""
+    """Returns the summaries of an arm's runs, by seed."""
     return list(self.values["runs"][arm].values())
 
   def shown(self, value: float) -> float:
-    """A target as it is printed: perplexity for its logarithm."""
+    """Converts a target to its printed form: log-perplexity to perplexity."""
     return math.exp(value) if self.values["target"] == "log_ppl" else value
 
   def finals(self, arm: str) -> list[float]:
-    """Held-out target at the last mark, by seed."""
+    """Returns the held-out target at the last mark, by seed."""
     return [self.shown(self._run(arm, s)["marks"][-1][2]) for s in self.seeds]
 
   def _run(self, arm: str, seed: int) -> dict[str, Any]:
@@ -52,27 +49,27 @@ class Results:
     return self.values["landmarks"][str(seed)]["gate"]
 
   def crossing(self, arm: str, seed: int) -> tuple[int, int] | None:
-    """Generation index and confirmation call of the first champion past the gate."""
+    """Returns generation and call of the first champion past the gate, or None."""
     for call, _, hidden, generation in self._run(arm, seed)["marks"]:
       if hidden is not None and hidden <= self._gate(seed):
         return generation, call
     return None
 
   def median(self, arm: str) -> str:
-    """Median held-out target at the last mark."""
+    """Formats the median held-out target at the last mark."""
     return f"{statistics.median(self.finals(arm)):.3f}"
 
   def gate(self, arm: str) -> str:
-    """How many seeds end past the gate."""
+    """Formats the number of seeds that end past the gate."""
     passed = [self._run(arm, s)["marks"][-1][2] <= self._gate(s) for s in self.seeds]
     return f"{sum(passed)}/{len(passed)}"
 
   def generation(self, arm: str) -> str:
-    """Median generation index among crossing seeds."""
+    """Formats the median generation index among seeds that cross the gate."""
     return self._median_crossing(arm, 0)
 
   def confirmation(self, arm: str) -> str:
-    """Median confirmation call among crossing seeds."""
+    """Formats the median confirmation call among seeds that cross the gate."""
     return self._median_crossing(arm, 1)
 
   def _median_crossing(self, arm: str, place: int) -> str:
@@ -80,29 +77,29 @@ class Results:
     return f"{statistics.median(calls):g}" if calls else NONE
 
   def mean(self, arm: str, read: Callable[[dict[str, Any]], float]) -> float:
-    """Mean of what `read` returns for an arm's summaries."""
+    """Averages what `read` returns for an arm's summaries."""
     return statistics.fmean(map(read, self.runs(arm)))
 
   def calls(self, kind: str) -> Column:
-    """Mean calls of a kind."""
+    """Returns a column with the mean number of calls of a kind."""
     return lambda arm: f"{self.mean(arm, lambda run: run['ledger'][kind]):.0f}"
 
   def invalid_successors(self, arm: str) -> str:
-    """Share of followed demands that the successor did not implement."""
+    """Formats the share of followed demands that the successor did not implement."""
     followed, effective = (
       sum(run[key] for run in self.runs(arm)) for key in ("followed", "effective")
     )
     return f"{1 - effective / followed:.2f}" if followed else NONE
 
   def effective_verdicts(self, arm: str) -> str:
-    """Mean and spread over seeds of verdicts whose demand was implemented."""
+    """Formats mean and spread over seeds of verdicts whose demand was implemented."""
     counts = [run["effective"] for run in self.runs(arm)]
     if len(counts) == 1:
       return f"{counts[0]}"
     return f"{statistics.fmean(counts):.1f} ± {statistics.stdev(counts):.1f}"
 
   def difference(self, first: str, second: str) -> str:
-    """One sentence about two arms over paired seeds; an interval needs two seeds."""
+    """Describes the paired difference of two arms; an interval needs two seeds."""
     pair = f"{title(first)} minus {title(second)}"
     if len(self.seeds) < 2:
       (one,), (other,) = self.finals(first), self.finals(second)

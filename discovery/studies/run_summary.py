@@ -1,4 +1,4 @@
-"""What a study reads off the log of one run."""
+"""Summarizes one run from its log, for studies."""
 
 import hashlib
 import pathlib
@@ -18,18 +18,18 @@ Event = Mapping[str, Any]
 
 
 def summarize(folder: pathlib.Path, task: Task) -> dict[str, Any]:
-  """The numbers of a closed run, JSON-ready.
+  """Computes the numbers of a closed run, JSON-ready.
 
-  An *explicit* verdict excludes a registered explanation. It is *effective* when it
-  demands a response and the next program on the same holder, about the same question,
-  changes an executed output of the computation it declares. Both are read off the log
-  in the same way for every arm, so an arm without probes can be compared.
+  A verdict is *explicit* if it excludes a registered explanation. It is *effective* if
+  it demands a response and the next program on the same holder, about the same
+  question, changes an executed output of the computation it declares. Both come from
+  the log in the same way for every arm, so arms without probes are comparable.
 
   Returns:
     The ledger; `marks` as `[call, visible, held-out, call that found the champion]`;
     verdicts by name; `explicit` and `effective` counts; `followed`, the demands that
-    had a successor; the champion; where the truth is known, how often a focal account
-    was supported or excluded rightly; and the SHA-256 of the log.
+    had a successor; the champion; if the truth is known, how often a focal account was
+    rightly supported or excluded; and the SHA-256 of the log.
   """
   events = read_events(folder)
   of = lambda name: [e for e in events if e["event"] == name]
@@ -58,7 +58,7 @@ def summarize(folder: pathlib.Path, task: Task) -> dict[str, Any]:
 
 
 def _successors(events: Sequence[Event]) -> list[bool]:
-  """For every explicit demand with a successor, whether that one implemented it."""
+  """Tells for each explicit demand with a successor whether that one implemented it."""
   packets = {e["id"]: e for e in events if e["event"] == "packet"}
   outputs: dict[str, Mapping[str, str]] = {}
   first_outputs: dict[str, Mapping[str, str]] = {}
@@ -99,7 +99,7 @@ def _answers(
   mine: Mapping[str, str],
   before: Mapping[str, str],
 ) -> bool:
-  """Whether a successor is about the same question and changed what it declares."""
+  """Tells whether a successor addresses the question and changes what it declares."""
   about = successor["residual"]
   if about is None or about["observable"] != asked["residual"]["observable"]:
     return False
@@ -108,7 +108,7 @@ def _answers(
 
 
 def _against_truth(events: Sequence[Event], task: World) -> dict[str, list[int]]:
-  """`[right, wrong]` of focal accounts that were supported and that were excluded."""
+  """Counts `[right, wrong]` among supported and among excluded focal accounts."""
   packets = {e["id"]: e for e in events if e["event"] == "packet"}
   counts = {"supported": [0, 0], "excluded": [0, 0]}
   for event in events:

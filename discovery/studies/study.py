@@ -28,12 +28,9 @@ MATCHED = ("score", "text", "reflect", "quantforge")
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """One question.
+  """A research question: the arms to run over all seeds, and an extra measurement.
 
-  Attributes:
-    title: For people.
-    arms: What it runs over all seeds; studies in one folder share runs.
-    extra: What it measures beside the runs: `replay`, `cases`, `regimes` or nothing.
+  Studies in one folder share runs. `extra` is `replay`, `cases`, `regimes` or empty.
   """
 
   title: str
@@ -67,20 +64,20 @@ STUDIES: Mapping[str, Study] = {
     ),
   ),
 }
-"""By the name that `mxjax discover study` takes."""
+"""Studies by the name that `mxjax discover study` takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-  """What a folder of studies fixes.
+  """Options that are fixed for a folder of studies.
 
   Attributes:
     task: Task specification; the synthetic world takes its seed from the run.
     seeds: Paired seeds of the comparison.
     tuning_seeds: Seeds on which edits, margins and the gate were set; disjoint.
-    budget: Evaluator calls a run.
-    gate: Share of the way from the initial program to the ideal on held-out data
-      that counts as success.
+    budget: Evaluator calls per run.
+    gate: Share of the way from the initial program to the ideal on held-out data that
+      counts as success.
     sandbox: See `RunOptions`.
     proposer: See `RunOptions`.
   """
@@ -96,17 +93,17 @@ class StudyOptions:
   )
 
   def __post_init__(self) -> None:
-    """Refuses to compare on seeds that were tuned on."""
+    """Rejects comparison seeds that were also used for tuning."""
     if shared := sorted(set(self.seeds) & set(self.tuning_seeds)):
       raise ValueError(f"study: seeds {shared} were tuned on; compare on others.")
 
   def spec(self, seed: int) -> dict[str, Any]:
-    """The task of a seed."""
+    """Returns the task specification of a seed."""
     spec = dict(self.task)
     return {**spec, "seed": seed} if spec["task"] == "world" else spec
 
   def run(self, arm: str, seed: int) -> runs.RunOptions:
-    """The options of one run."""
+    """Returns the options of one run."""
     config = {"seed": seed, "budget": self.budget, **AS_IN_PAPER, **ARMS[arm].changes}
     return runs.RunOptions(
       task=self.spec(seed),
@@ -118,7 +115,7 @@ class StudyOptions:
 
 
 def frozen(options: StudyOptions) -> dict[str, Any]:
-  """Everything a comparison could be tuned by, with its hash."""
+  """Returns everything by which a comparison could be tuned, with its hash."""
   task = task_.load(options.spec(options.seeds[0]))
   content = {
     "options": json.loads(json.dumps(dataclasses.asdict(options))),
@@ -134,16 +131,14 @@ def frozen(options: StudyOptions) -> dict[str, Any]:
 class Folder:
   """A folder of studies that share their runs.
 
-  Attributes:
-    options: What it fixes.
-    frozen: What was frozen before its first run.
+  `options` are fixed; `frozen` holds the settings frozen before the first run.
   """
 
   def __init__(self, path: pathlib.Path, options: StudyOptions) -> None:
-    """Opens a folder, new or begun.
+    """Opens a new or existing folder.
 
     Raises:
-      ValueError: It was begun with other edits, margins or options.
+      ValueError: The folder was begun with other edits, margins or options.
     """
     self.path, self.options = path, options
     self.frozen = frozen(options)
@@ -170,7 +165,7 @@ class Folder:
       executor.close()
 
   def executor(self, task: task_.Task) -> JailedExecutor | LocalExecutor:
-    """What traces and runs a task, for all runs of one specification."""
+    """Returns the executor of a task, shared by all runs of one specification."""
     key = identity.canonical(dict(task.spec))
     if key not in self._executors:
       self._executors[key] = self._make_executor(task)
@@ -185,12 +180,12 @@ class Folder:
     return runs.make_executor(task, self._archive, sandbox, compiled=compiled)
 
   def evaluator(self, task: task_.Task, name: str) -> CachedEvaluator:
-    """An evaluator for calls outside any run's budget."""
+    """Returns an evaluator for calls outside any run's budget."""
     store = Store(self.path / name)
     return CachedEvaluator(task, self.executor(task), store, archive=self._archive)
 
   def run_folder(self, arm: str, seed: int) -> pathlib.Path:
-    """Where a run lies."""
+    """Returns the folder of a run."""
     return self.path / "runs" / f"{arm}-{seed}"
 
   def run(self, arm: str, seed: int) -> dict[str, Any]:
@@ -208,7 +203,7 @@ class Folder:
     return run_summary.summarize(folder, task)
 
   def landmarks(self, seed: int) -> dict[str, float]:
-    """Held-out target of the initial program and of the ideal, and the gate between.
+    """Returns held-out targets of the initial program, the ideal and the gate between.
 
     Raises:
       ValueError: The task has no held-out data.
@@ -225,7 +220,7 @@ class Folder:
     return {"initial": initial, "ideal": ideal, "gate": gate}
 
   def replay(self, seed: int) -> list[dict[str, Any]]:
-    """Verdict replay of the QuantForge run of a seed."""
+    """Replays the verdicts of the QuantForge run of a seed."""
     options = self.options.run("quantforge", seed)
     task = task_.load(options.task)
     transitions = verdict_replay.replay(
@@ -238,12 +233,12 @@ class Folder:
     return [dataclasses.asdict(transition) for transition in transitions]
 
   def cases(self, seed: int) -> list[dict[str, Any]]:
-    """The injected implementation cases on the initial program of a seed's task."""
+    """Judges the injected implementation cases on a seed's initial program."""
     task = task_.load(self.options.spec(seed))
     return checker_cases.judge_all(self.evaluator(task, "cases"))
 
   def audit(self, arm: str, seed: int) -> dict[str, Any]:
-    """Regime audit of a run's champion."""
+    """Audits the regimes of a run's champion."""
     task = task_.load(self.options.spec(seed))
     source = regimes.champion_source(self.run_folder(arm, seed))
     return regimes.audit(self.evaluator(task, "regimes"), source)
@@ -257,13 +252,10 @@ def _is_closed(folder: pathlib.Path) -> bool:
 def conduct(
   folder: Folder, name: str, tell: Told, *, seeds: Sequence[int] = ()
 ) -> dict[str, Any]:
-  """Runs or resumes a study; returns its results, JSON-ready.
+  """Runs or resumes one of `STUDIES`; returns its results, JSON-ready.
 
-  Args:
-    folder: Where its runs lie.
-    name: One of `STUDIES`.
-    tell: Told a line for each finished part.
-    seeds: Only these of the folder's seeds, where time demands it; all if empty.
+  `tell` is called with a line for each finished part. `seeds` limits the run to a
+  subset of the folder's seeds, to save time; empty means all.
 
   Raises:
     ValueError: A seed is not among those that the folder was frozen with.

@@ -1,4 +1,4 @@
-"""Study results in the form of the paper's tables, the printed numbers beside ours."""
+"""Formats study results as the paper's tables, beside the paper's numbers."""
 
 import dataclasses
 import importlib.resources
@@ -14,7 +14,7 @@ Rows = Sequence[Sequence[str]]
 PAPER: Mapping[str, Rows] = json.loads(
   (importlib.resources.files(__package__) / "paper_tables.json").read_text("utf-8")
 )
-"""The discovery tables as the paper prints them, by label; the header is first.
+"""The discovery tables as printed in the paper, by label; the header is first.
 
 Paper: Section "Discovery results" and its appendix.
 """
@@ -23,14 +23,9 @@ CALLS = (40, 80, 120, 160, 200, 240)
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """One table.
+  """A table of results, as printed, with notes below it.
 
-  Attributes:
-    title: What it shows.
-    header: Column names.
-    rows: Cells as printed.
-    paper: Rows of the paper's table, with a header of their own, or empty.
-    notes: Sentences below it.
+  `paper` has the rows of the paper's table, with a header of their own, or is empty.
   """
 
   title: str
@@ -40,7 +35,7 @@ class Table:
   notes: Sequence[str] = ()
 
   def markdown(self) -> str:
-    """The table, then the paper's, then the notes."""
+    """Returns the table, the paper's table and the notes in Markdown."""
     parts = [f"**{self.title}**", _grid(self.header, self.rows)]
     if self.paper:
       parts += ["The paper's, with a language model on Qwen3-4B and Llama-3.1-8B:"]
@@ -54,7 +49,7 @@ def _grid(header: Sequence[str], rows: Rows) -> str:
 
 
 def tables(values: Mapping[str, Any]) -> list[Table]:
-  """All tables of a study's results."""
+  """Builds all tables of a study's results."""
   build = {
     "matched": _matched,
     "compilation": _compilation,
@@ -74,13 +69,12 @@ def _by_arm(
   paper: Rows = (),
   notes: Sequence[str] = (),
 ) -> Table:
-  """One row an arm."""
   rows = [[title(arm), *(read(arm) for read in columns.values())] for arm in arms]
   return Table(name, ["Arm", *columns], rows, paper, notes)
 
 
 def _by_seed(results: Results, paper: str, others: Sequence[str]) -> Table:
-  """Held-out target by seed, one row an arm, QuantForge compared with `others`."""
+  """Lists held-out targets by seed and compares QuantForge with `others`."""
   rows = [
     [title(arm), *(f"{value:.3f}" for value in results.finals(arm))]
     for arm in results.arms
@@ -339,7 +333,7 @@ def _placebos(results: Results) -> list[Table]:
 
 
 def _truth(results: Results) -> list[Table]:
-  """Verdicts against the truth, in a world that has one."""
+  """Compares verdicts with the truth, if the task has a known truth."""
 
   def rightly(kind: str) -> Column:
     def read(arm: str) -> str:

@@ -1,9 +1,9 @@
-"""Verdict replay: one piece of evidence, two successors.
+"""Verdict replay: compares two successors that respond to the same evidence.
 
-Each transition is a packet whose controls left an explanation excluded. From the state
-right after it, on the program that holds its response, one successor is proposed by
-free reflection and one under the verdict's constraint, from the same draws, and both
-are evaluated outside any budget.
+Each transition is a packet whose controls excluded an explanation. From the state right
+after it, on the program that holds its response, one successor is proposed by free
+reflection and one under the verdict's constraint, from the same draws; both are
+evaluated outside any budget.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ REFUTED = ("no_effect", "target_only", "mediator_only", "unsafe")
 
 @dataclasses.dataclass(frozen=True)
 class Successor:
-  """What came of the evidence under one condition.
+  """The successor proposed under one condition, and its evaluation.
 
   Attributes:
     label: The edit.
-    status: How its evaluation ended; `none` when nothing was proposed.
+    status: How its evaluation ended; `none` if nothing was proposed.
     change: Visible target minus the parent's, or None.
-    improves: Whether it fell by more than its margin.
+    improves: Whether the target fell by more than its margin.
     implemented: Whether a probe finds the declared change in executed outputs.
-    repeats: Whether the edit was refuted before.
+    repeats: Whether the edit had been refuted before.
   """
 
   label: str
@@ -52,15 +52,10 @@ class Successor:
 
 @dataclasses.dataclass(frozen=True)
 class Transition:
-  """One replayed packet.
+  """One replayed packet, by its hash, and the call at which its verdict was reached.
 
-  Attributes:
-    packet: Its hash.
-    call: Calls spent when its verdict was reached.
-    verdict: The verdict.
-    focal: `supported`, `refuted` or `open`: what became of the focal explanation.
-    free: The successor under free reflection.
-    constrained: The successor under the verdict constraint.
+  `focal` is the fate of the focal explanation: `supported`, `refuted` or `open`. `free`
+  is the successor under free reflection, `constrained` under the verdict's constraint.
   """
 
   packet: str
@@ -80,15 +75,8 @@ def replay(
 ) -> list[Transition]:
   """Replays the first six eligible transitions of a finished run.
 
-  Args:
-    folder: The run; its log is replayed, and nothing is added to it.
-    options: Of the run.
-    task: Its task.
-    executor: Workers for the task.
-    evaluator: Measures successors.
-
-  Returns:
-    Up to six transitions in the order of evaluator calls.
+  The run folder stays unchanged; `options` and `task` are those of the run. The
+  transitions are in the order of evaluator calls.
   """
   store = Store(folder)
   search = runs.make_search(options, task, executor, store)
@@ -107,7 +95,7 @@ def replay(
         successor = functools.partial(_successor, search, proposer, evaluator)
         transitions.append(_transition(search, packet, verdict, successor))
   except ProposerError:
-    # The run itself ended here: no edit was left.
+    # The original run also ended here, because no edit was left.
     pass
   store.close()
   return transitions
@@ -146,7 +134,7 @@ def _transition(
 
 
 def _holder(search: Search, packet: Any, verdict: dict[str, Any]) -> Record:
-  """The program that both successors revise; the parent where nothing is owed."""
+  """Returns the program that both successors revise; the parent if nothing is owed."""
   program, parent = packet["program"], packet["parent"]
   if verdict["response"] not in OWED:
     return search.record(parent)
@@ -162,7 +150,7 @@ def _successor(
   selection: Selection,
   evidence: Evidence,
 ) -> Successor:
-  """What a proposer with this evidence makes of the selection, measured."""
+  """Proposes a successor for the selection from this evidence, and measures it."""
   try:
     proposal = proposer.propose(search.context(selection, evidence))
   except ProposerError:

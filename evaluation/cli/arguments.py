@@ -1,4 +1,4 @@
-"""Options that several commands share, and a parser that suggests the near option."""
+"""Options that several commands share, and a parser that suggests close matches."""
 
 import argparse
 from typing import Any, NoReturn
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from mxjax.evaluation.cli import names
 
 DEFAULT_MODEL = "SmolLM2-135M"
-"""What the embedded model is called."""
+"""Name of the embedded model."""
 MODEL_HELP = (
   "a Hugging Face folder, a .gguf file or a hub id; the embedded "
   f"{DEFAULT_MODEL} when omitted"
@@ -21,16 +21,16 @@ DATA_HELP = (
 
 
 class Parser(argparse.ArgumentParser):
-  """A parser that names the closest option or command when one is misspelled."""
+  """A parser that suggests the closest option or command for a misspelled one."""
 
   def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-    """As of `argparse`, after a look at the options that this parser itself reads."""
+    """Parses like `argparse`, after rejecting unknown options of this parser."""
     for word in args or ():
       if word == "--" or (self._subparsers and not word.startswith("-")):
         break
       name = word.partition("=")[0]
       known = self._option_string_actions
-      # argparse takes any beginning of an option that is the only one with it.
+      # argparse accepts any unambiguous prefix of an option.
       if name.startswith("--") and not any(option.startswith(name) for option in known):
         near = names.suggestion(name, known)
         self.error(f"unrecognized option {name}{near}")
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
       raise
 
   def error(self, message: str) -> NoReturn:
-    """Prints one line, where to find help, and exits with 2."""
+    """Prints the message and how to get help, then exits with 2."""
     self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
 
 
@@ -59,7 +59,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sequences(group: Any) -> None:
-  """Adds the shape of the calibration tokens."""
+  """Adds the options for the shape of the calibration tokens."""
   group.add_argument(
     "--sequences", type=int, default=128, metavar="N", help="default: 128"
   )
@@ -69,7 +69,7 @@ def add_sequences(group: Any) -> None:
 
 
 def add_calibration(parser: argparse.ArgumentParser) -> None:
-  """Adds the calibration tokens."""
+  """Adds the options for the calibration tokens."""
   group = parser.add_argument_group("calibration")
   add = group.add_argument
   add("--calib", metavar="DATA", help=DATA_HELP)
@@ -85,7 +85,7 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
 
 
 def add_windows(group: Any, *, data_help: str, windows_help: str) -> None:
-  """Adds the test windows."""
+  """Adds the options for the test windows."""
   add = group.add_argument
   add("--data", metavar="DATA", help=data_help)
   add("--windows", type=int, default=8, metavar="N", help=windows_help)
@@ -99,7 +99,7 @@ def add_windows(group: Any, *, data_help: str, windows_help: str) -> None:
 
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:
-  """Adds the test windows, what is measured on them, and `--json`."""
+  """Adds the options for test windows and measures, and `--json`."""
   group = parser.add_argument_group("evaluation")
   add_windows(
     group,
@@ -152,7 +152,7 @@ def add_compiled(parser: argparse.ArgumentParser) -> None:
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> Any:
-  """Adds `--mesh`; returns its group."""
+  """Adds `--mesh` and returns its group."""
   group = parser.add_argument_group("devices")
   group.add_argument(
     "--mesh",
@@ -192,7 +192,7 @@ STORAGE = {
   "float8-products": "a GPU multiplies many rows in float8, exact products whose sums "
   "it rounds",
 }
-"""What `--storage` takes, and what each costs."""
+"""Values of `--storage`, and what each costs."""
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
@@ -207,13 +207,12 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
 
 
 def storage(text: str | None) -> dict[str, Any]:
-  """Arguments of `inference_packing.pack_for_inference` for `--storage`.
+  """Returns the arguments of `inference_packing.pack_for_inference` for `--storage`.
 
-  Returns:
-    None of them where the option is absent, so that nothing is packed.
+  The dict is empty if the option is absent; then nothing is packed.
 
   Raises:
-    ValueError: An unknown name, or two kinds of embeddings.
+    ValueError: A name is unknown, or two kinds of embeddings are given.
   """
   requested = names.split(text or "")
   for name in requested:

@@ -1,4 +1,4 @@
-"""What a person sees: progress on stderr, sentences and tables on stdout."""
+"""Console output: progress on stderr, sentences and tables on stdout."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,12 @@ STDOUT = Console()
 
 
 def say(text: str) -> None:
-  """Prints a sentence as it is."""
+  """Prints a sentence without markup."""
   STDOUT.print(text, markup=False, highlight=False)
 
 
 def print_table(table: Table) -> None:
-  """Prints a table; its first column is aligned left, numbers right."""
+  """Prints a table with its first column left-aligned and the others right-aligned."""
   printed = rich_table.Table(title=table.title)
   for index, head in enumerate(table.head):
     printed.add_column(head, justify="right" if index else "left")
@@ -48,7 +48,7 @@ def _bars(*columns: ProgressColumn) -> Progress:
 
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Callable[[str], pipeline.OnProgress]]:
-  """Bars that say layer, stage, time spent and time left; one for each method."""
+  """Shows a bar per method with layer, stage, elapsed and remaining time."""
   columns = (
     TextColumn("{task.fields[method]:<6}"),
     BarColumn(bar_width=24),
@@ -70,7 +70,7 @@ def progress_bars() -> Iterator[Callable[[str], pipeline.OnProgress]]:
 
 @contextlib.contextmanager
 def task_bars() -> Iterator[Callable[[str, int, int], None]]:
-  """A bar for each task, with time spent and left."""
+  """Shows a bar per task with elapsed and remaining time."""
   columns = (
     TextColumn("{task.description:<14}"),
     BarColumn(bar_width=24),
@@ -88,7 +88,7 @@ def task_bars() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def task_table(result: dict[str, Any]) -> Table:
-  """What `evaluate --tasks` prints."""
+  """Builds the table that `evaluate --tasks` prints."""
   rows = []
   for name, task in result["tasks"].items():
     count, seconds = str(task["items"]), f"{task['seconds']:.0f}"
@@ -109,7 +109,7 @@ def _perplexity_cell(result: dict[str, Any]) -> str:
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
-  """The table that ends `compare` and `demo`."""
+  """Builds the final table of `compare` and `demo`."""
   first = next((row for row in rows if "error" not in row), None)
   tests = list(first["perplexity"]) if first else []
   costs = ("operator error", "build s", "MB", "x smaller than BF16")
@@ -138,7 +138,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def plan_tables(planned: plan.Plan, name: str) -> list[Table]:
-  """What `mxjax plan` prints: storage, the loaded model, then the work."""
+  """Builds the tables of `mxjax plan`: storage, the loaded model, then the work."""
   sizes = {
     f"parameters, {planned.parameters / 1e9:.3f} G, in bfloat16": planned.bf16,
     f"auxiliary, {planned.blocks:,} input blocks": planned.auxiliary,

@@ -1,4 +1,4 @@
-"""The devices and processes that the options of a command name."""
+"""Sets up the devices and processes that command-line options name."""
 
 import argparse
 
@@ -9,12 +9,12 @@ from mxjax.devices import processes
 
 
 def is_distributed(options: argparse.Namespace) -> bool:
-  """Whether a command runs as one of several processes."""
+  """Tells whether a command runs as one of several processes."""
   return getattr(options, "distributed", False)
 
 
 def mesh_of(options: argparse.Namespace) -> Mesh | None:
-  """Joins the other processes if there are any; the mesh that options name.
+  """Joins the other processes, if any, and returns the mesh that the options name.
 
   Raises:
     ValueError: A process was named without `--distributed`, or a size does not fit.

@@ -17,11 +17,11 @@ from mxjax.layers import inference_packing
 from mxjax.storage import checkpoint
 
 CHECKPOINT = "checkpoint"
-"""Where a run keeps its checkpoint, inside its folder."""
+"""Name of the subfolder with a run's checkpoint."""
 
 
 class Inputs(NamedTuple):
-  """What a quantizing command works on; `tokens` is int32 `[sequences, length]`."""
+  """Inputs of a quantizing command; `tokens` is int32 `[sequences, length]`."""
 
   model: models.CausalLM
   tokenizer: models.Tokenizer
@@ -30,14 +30,14 @@ class Inputs(NamedTuple):
 
 
 def model_name(options: argparse.Namespace) -> str:
-  """MODEL as it was given, or the name of the embedded model."""
+  """Returns MODEL as given, or the name of the embedded model."""
   return options.model or arguments.DEFAULT_MODEL
 
 
 def calibration(
   options: argparse.Namespace, tokenizer: datasets.TextTokenizer
 ) -> np.ndarray:
-  """Calibration tokens, int32 `[sequences, length]`."""
+  """Loads the calibration tokens, int32 `[sequences, length]`."""
   return datasets.load_tokens(
     options.calib,
     tokenizer,
@@ -52,10 +52,10 @@ def calibration(
 def test_windows(
   options: argparse.Namespace, tokenizer: datasets.TextTokenizer
 ) -> dict[str, np.ndarray]:
-  """Test windows by name, int32 `[windows, window_length]` each.
+  """Loads the test windows by name, int32 `[windows, window_length]` each.
 
   Raises:
-    ValueError: Two sets have one name.
+    ValueError: Two sets have the same name.
   """
   tests: dict[str, np.ndarray] = {}
   for source in options.data.split(",") if options.data else [None]:
@@ -81,7 +81,7 @@ def test_subject(
   tokenizer: models.Tokenizer,
   mesh: Mesh | None,
 ) -> study.Subject:
-  """A model with its float params, and what the options ask to be measured."""
+  """Combines a float model with the measurements that the options request."""
   return study.Subject(
     model,
     params,
@@ -94,10 +94,7 @@ def test_subject(
 
 
 def prepare(options: argparse.Namespace, mesh: Mesh | None = None) -> Inputs:
-  """Loads the model, the calibration tokens and the tests that options name.
-
-  `mesh` is where the subject will be quantized and measured.
-  """
+  """Loads model, calibration tokens and tests for `mesh`, as the options name them."""
   model, params = models.open_pretrained(options.model)
   if not stays_on_disk(options, params.config):
     params = params.load()
@@ -108,7 +105,7 @@ def prepare(options: argparse.Namespace, mesh: Mesh | None = None) -> Inputs:
 
 
 def stays_on_disk(options: argparse.Namespace, config: models.ModelConfig) -> bool:
-  """Whether layers are read when needed: as told, or when the memory is short."""
+  """Tells whether to read layers on demand: by option, or because memory is short."""
   if options.on_disk is not None:
     return options.on_disk
   memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -116,7 +113,7 @@ def stays_on_disk(options: argparse.Namespace, config: models.ModelConfig) -> bo
 
 
 def checkpoint_folder(path: str | pathlib.Path) -> pathlib.Path:
-  """The checkpoint of a folder written by `quantize`; other folders as they are."""
+  """Returns the checkpoint in a folder written by `quantize`, or the folder itself."""
   folder = pathlib.Path(path)
   inside = folder / CHECKPOINT
   return inside if inside.is_dir() else folder
@@ -127,12 +124,10 @@ def restore(
   mesh: Mesh | None = None,
   storage: Mapping[str, Any] | None = None,
 ) -> tuple[models.CausalLM, dict[str, Any], models.Tokenizer, pathlib.Path]:
-  """Model, params, tokenizer and checkpoint folder of what `quantize` wrote.
+  """Loads what `quantize` wrote: model, params, tokenizer and checkpoint folder.
 
-  Args:
-    path: Its folder, or the checkpoint in it.
-    mesh: Where the params will lie.
-    storage: Arguments of `pack_for_inference`; empty or None packs nothing.
+  `path` is the run's folder or the checkpoint in it, `mesh` where to place the params,
+  and `storage` the arguments of `pack_for_inference` (none: nothing is packed).
   """
   folder = checkpoint_folder(path)
   params, config = checkpoint.restore_checkpoint(folder, mesh=mesh)

@@ -1,4 +1,4 @@
-"""Runs a parsed command: its errors as one line, and its exit code."""
+"""Runs a parsed command, prints errors as one line, and returns the exit code."""
 
 import argparse
 import sys
@@ -8,14 +8,14 @@ from mxjax.evaluation.cli import devices, progress
 
 MODULE = "mxjax.evaluation.cli.parser"
 MENDABLE = (ValueError, TypeError, OSError, NotImplementedError, FloatingPointError)
-"""Errors that tell a user what to change; others are ours and show a traceback."""
+"""Errors that users can fix; others are bugs of ours and show a traceback."""
 
 
 def run(options: argparse.Namespace) -> int:
-  """Runs a command; one of several processes runs it in a child that it watches.
+  """Runs a command; a distributed process runs it in a supervised child.
 
-  `options` has the command's function as `run` and its words as `arguments`; the
-  result is the exit code.
+  `options.run` is the command's function and `options.arguments` its words. Returns the
+  exit code.
   """
   execution.keep_freed_memory()
   if folder := getattr(options, "compiled_kept", None):
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     _report(options, "error", message)
     processes.leave(processes.LOST)
   if code:
-    # At its end JAX would wait for the others, and they for this one.
+    # On a normal exit JAX would wait for the other processes, and they for this one.
     processes.leave(code)
   return code
 
@@ -52,7 +52,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace, event: str, message: str) -> None:
-  """Says on stderr why a command ends early, in the form that was asked for."""
   if getattr(options, "log", None) == "json":
     progress.emit(event, message=message)
   else:

@@ -1,7 +1,7 @@
-"""Names that help texts list, and the near one for a name that does not exist.
+"""Names that help texts list, and suggestions for misspelled ones.
 
-The registries that define them import JAX, which help must not wait for, so the names
-stand here a second time; `tests/evaluation/cli/test_help.py` holds both equal.
+The registries that define the names import JAX, which help must not wait for, so the
+names are repeated here; `tests/evaluation/cli/test_help.py` checks that they agree.
 """
 
 import difflib
@@ -21,7 +21,7 @@ FEATURES = (
   *("maps", "refinement", "clipping", "value-recovery", "mlp-recovery", "gains"),
   *("rules", "recovery"),
 )
-"""What `export --drop` takes: `FEATURES` and `GROUPS` of `storage.export.features`."""
+"""Values of `export --drop`: `FEATURES` and `GROUPS` of `storage.export.features`."""
 TASKS = (
   *("wikitext2", "c4", "arc_challenge", "arc_easy", "hellaswag", "piqa", "winogrande"),
 )
@@ -29,7 +29,7 @@ TASKS = (
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-  """`; did you mean X?` for a name close to a known one, otherwise empty."""
+  """Returns `; did you mean X?` for a name close to a known one, otherwise ""."""
   known = list(known)
   longer = [candidate for candidate in known if candidate.startswith(name)]
   close = longer or difflib.get_close_matches(name, known, n=1)
@@ -37,10 +37,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def check(what: str, name: str, known: Iterable[str]) -> None:
-  """Refuses an unknown name.
+  """Rejects an unknown name.
 
   Raises:
-    ValueError: With the closest known name, if any is close, and all of them.
+    ValueError: The name is unknown; lists the known names and suggests a close one.
   """
   known = tuple(known)
   if name not in known:
@@ -51,5 +51,5 @@ def check(what: str, name: str, known: Iterable[str]) -> None:
 
 
 def split(text: str) -> list[str]:
-  """The names of a comma list, without empty ones."""
+  """Splits a comma-separated list of names and drops empty ones."""
   return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""What commands leave: checkpoints, result.json, report.html and printed rows."""
+"""Writes what commands produce: checkpoints, result.json, report.html, printed rows."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ Params = Mapping[str, Any]
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-  """Writes a value so that a crash leaves the old file or the new one."""
+  """Writes JSON atomically: a crash leaves the old file or the new one."""
   atomic_io.write_durably(path, json.dumps(value, indent=1).encode())
 
 
@@ -30,7 +30,7 @@ def save_checkpoint(
   tokenizer: models.Tokenizer,
   **facts: Any,
 ) -> None:
-  """Writes a checkpoint with its tokenizer; `facts` go to `save_checkpoint`."""
+  """Writes a checkpoint and its tokenizer; `facts` are passed to `save_checkpoint`."""
   with tempfile.TemporaryDirectory() as scratch:
     tokenizer.save(pathlib.Path(scratch))
     checkpoint.save_checkpoint(
@@ -49,14 +49,14 @@ def save(
   model: models.CausalLM,
   tokenizer: models.Tokenizer,
 ) -> None:
-  """Writes the checkpoint of a run, with its tokenizer."""
+  """Writes the checkpoint and tokenizer of a run."""
   record = row["record"]
   facts = {key: record[key] for key in ("calibration", "program")}
   save_checkpoint(folder, params, model.config, tokenizer, **facts)
 
 
 def remove_unfinished(folder: pathlib.Path) -> None:
-  """Removes what a process that was killed while saving left beside the run."""
+  """Removes the unfinished files of a process that was killed while saving."""
   for place in folder.glob("*.partial*"):
     if place.is_dir():
       shutil.rmtree(place)
@@ -65,7 +65,7 @@ def remove_unfinished(folder: pathlib.Path) -> None:
 
 
 def fresh_folder(path: pathlib.Path) -> pathlib.Path:
-  """The path, or the first free numbered one beside it."""
+  """Returns the path, or the first free numbered variant of it."""
   candidate, number = path, 1
   while candidate.exists():
     number += 1
@@ -74,7 +74,7 @@ def fresh_folder(path: pathlib.Path) -> pathlib.Path:
 
 
 def check_resumable(folder: pathlib.Path, *ours: str) -> None:
-  """Refuses a folder that has something in it, but none of the folders of `ours`."""
+  """Rejects a folder that is not empty and contains none of the folders `ours`."""
   if not any((folder / name).is_dir() for name in ours):
     atomic_io.check_output(folder)
 
@@ -105,10 +105,10 @@ def continued(
   prompt: str,
   **options: Any,
 ) -> str:
-  """The prompt with its continuation; `options` are those of `models.generate`.
+  """Returns the prompt with its continuation; `options` go to `models.generate`.
 
   Raises:
-    ValueError: The prompt has no token.
+    ValueError: The prompt has no tokens.
   """
   ids = tokenizer.encode(prompt)
   if not len(ids):

@@ -39,7 +39,7 @@ Extend = Callable[[Any], None]
 
 
 class _Version(argparse.Action):
-  """Prints the version; it is looked up only when asked for."""
+  """Prints the version, which is looked up only on request."""
 
   def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
     from importlib import metadata
@@ -53,7 +53,7 @@ class _Version(argparse.Action):
 
 
 def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
-  """The parser of all commands; `extend` adds those of a higher room."""
+  """Builds the parser of all commands; `extend` adds those of a higher package."""
   parser = arguments.Parser(
     prog="mxjax",
     description="Strict MXFP4 W4A4 post-training quantization of decoder LLMs in JAX.",
@@ -70,11 +70,11 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None, extend: Extend | None = None) -> int:
-  """Runs a command; errors a user can mend become one line and exit code 2."""
+  """Runs a command; errors that a user can fix become one line and exit code 2."""
   words = list(sys.argv[1:] if words is None else words)
   options = build_parser(extend).parse_args(words)
   options.arguments = words
-  # Only now: this imports JAX, which help must not wait for.
+  # Imported late: this imports JAX, which help must not wait for.
   from mxjax.evaluation.cli import launch
 
   return launch.run(options)

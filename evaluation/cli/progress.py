@@ -18,28 +18,24 @@ Begin = Callable[[str], pipeline.OnProgress]
 
 
 class Interrupted(KeyboardInterrupt):
-  """Work that was stopped by hand.
-
-  Attributes:
-    resume: The command that continues it.
-  """
+  """Raised when the user stops a run; `resume` is the command that continues it."""
 
   resume: str
 
   def __init__(self, message: str, resume: str) -> None:
-    """Says where the work stopped, and how to continue."""
+    """Stores where the work stopped and how to continue."""
     super().__init__(f"{message}; go on with: {resume}")
     self.resume = resume
 
 
 def emit(event: str, stream: TextIO | None = None, **values: Any) -> None:
-  """Prints one event as a JSON line, on stderr unless told."""
+  """Prints one event as a JSON line, on stderr by default."""
   line = {"event": event, "time": round(time.time(), 3), **values}
   print(json.dumps(line), file=stream or sys.stderr, flush=True)
 
 
 class Clock:
-  """Estimates the time left of work that reports the share it has done."""
+  """Estimates the remaining time of work that reports its completed fraction."""
 
   def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
     """Starts at the first report: work of an earlier process took no time here."""
@@ -47,7 +43,7 @@ class Clock:
     self._start: tuple[float, float] | None = None
 
   def update(self, fraction: float) -> tuple[float, float | None]:
-    """Seconds spent, and seconds left if they can be told yet."""
+    """Returns elapsed seconds, and remaining seconds once they can be estimated."""
     if self._start is None:
       self._start = self._now(), fraction
     begun, first = self._start
@@ -90,17 +86,14 @@ def progress(form: str) -> Iterator[Begin]:
 
 
 class Stopper:
-  """Stops a run after its current layer; a second request stops it at once.
-
-  Between layers there is nothing to wait for, and the first request stops the run.
-  """
+  """Stops a run after its current layer, or at once between layers or on a repeat."""
 
   def __init__(self, tell: Callable[[str], None]) -> None:
     """Takes the function that prints a line for the user."""
     self._tell, self._asked, self._in_layer = tell, False, False
 
   def follow(self, on_progress: pipeline.OnProgress) -> pipeline.OnProgress:
-    """The same callback; through it the stopper learns that a layer has begun."""
+    """Wraps the callback so that the stopper learns when a layer begins."""
 
     def update(now: pipeline.Progress) -> None:
       self._in_layer = True
@@ -109,12 +102,12 @@ class Stopper:
     return update
 
   def __call__(self) -> bool:
-    """Whether to stop; the pipeline asks when a layer is on disk."""
+    """Tells the pipeline, which asks once a layer is on disk, whether to stop."""
     self._in_layer = False
     return self._asked
 
   def ask(self, number: int, frame: FrameType | None) -> None:
-    """The signal handler."""
+    """Handles a signal by requesting a stop."""
     del frame
     if self._asked or not self._in_layer:
       raise KeyboardInterrupt
@@ -127,7 +120,7 @@ class Stopper:
 
 
 def teller(form: str) -> Callable[[str], None]:
-  """Prints sentences on stderr, as events where `form` is `json`."""
+  """Returns a function that prints sentences on stderr, as events for form `json`."""
   if form == "json":
     return lambda text: emit("message", text=text)
   return lambda text: console.STDERR.print(text, markup=False)
@@ -135,9 +128,9 @@ def teller(form: str) -> Callable[[str], None]:
 
 @contextlib.contextmanager
 def stopper(tell: Callable[[str], None]) -> Iterator[Stopper]:
-  """Sends Ctrl-C and SIGTERM to a `Stopper` inside the `with` block."""
+  """Routes Ctrl-C and SIGTERM to a `Stopper` inside the `with` block."""
   result = Stopper(tell)
-  # Only the main thread gets signals; elsewhere they keep their meaning.
+  # Only the main thread gets signals; elsewhere their handlers stay unchanged.
   is_main = threading.current_thread() is threading.main_thread()
   numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
   before = {number: signal.signal(number, result.ask) for number in numbers}
@@ -149,6 +142,6 @@ def stopper(tell: Callable[[str], None]) -> Iterator[Stopper]:
 
 
 def resume_command(arguments: Sequence[str]) -> str:
-  """The command line that continues what `mxjax *arguments` began."""
+  """Returns the command line that continues `mxjax *arguments`."""
   words = [word for word in arguments if word != "--resume"]
   return shlex.join(["mxjax", *words, "--resume"])

@@ -1,4 +1,4 @@
-"""Does the quantized model predict as the float model does? KL and flips by token."""
+"""Agreement of quantized and float predictions: KL divergence and flips per token."""
 
 import functools
 from typing import Any, NamedTuple
@@ -13,23 +13,21 @@ from mxjax.devices import execution
 from mxjax.evaluation.measures.perplexity import WINDOWS_TOGETHER
 
 HEAD_CHUNK = 256
-"""Tokens whose logits exist at once, twice: bounds memory for large vocabularies."""
+"""Tokens whose logits exist at once, in both models: bounds memory."""
 
 
 class Agreement(NamedTuple):
-  """Predictions of two models on the same tokens.
+  """Predictions of two models compared on the same tokens.
 
-  Attributes:
-    divergence: KL(float || quantized) of every prediction, nats, float32
-      `[windows, length - 1]`.
-    is_flipped: Whether the most likely token differs, bool, same shape.
+  `divergence` is KL(float || quantized) in nats, float32 `[windows, length - 1]`;
+  `is_flipped` (bool, same shape) tells whether the most likely token differs.
   """
 
   divergence: np.ndarray
   is_flipped: np.ndarray
 
   def to_dict(self) -> dict[str, Any]:
-    """Mean, median, 99th percentile and maximum of KL, and the share of flips."""
+    """Returns mean, median, 99th percentile and maximum of KL, and the flip rate."""
     kl = np.asarray(self.divergence, np.float64)
     return {
       "predictions": int(kl.size),
@@ -47,7 +45,7 @@ def _compare(
   params: tuple[Params, Params],
   hidden: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-  """KL and flips `[T]` of final hidden states `[1, T, d]`, a chunk at a time."""
+  """Computes KL and flips `[T]` of final hidden states `[1, T, d]` in chunks."""
   length = hidden[0].shape[1]
   padding = -length % HEAD_CHUNK
   chunks = tuple(
@@ -70,7 +68,7 @@ def _compare(
 def agreement(
   model: CausalLanguageModel, params: Params, quantized: Params, tokens: Any
 ) -> Agreement:
-  """KL and flips of all tokens but the first of each window.
+  """Computes KL and flips of all tokens but the first of each window.
 
   Tokens are int32 `[windows, length]`, with a length of at least 2.
   """

@@ -1,7 +1,7 @@
-"""Fit-3, Fit-7 and Robust Fit: damage against the float model, and its summaries.
+"""Fit-3, Fit-7 and Robust Fit: damage relative to the float model, and its summaries.
 
-Paper: Eq. fit7, Eq. robust-fit, Eq. fit3 and Eq. alternative-aggregates. Nothing here
-guesses: a summary of seven tasks needs seven results.
+Paper: Eq. fit7, Eq. robust-fit, Eq. fit3 and Eq. alternative-aggregates. A summary
+raises if any of its results is missing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,21 +18,15 @@ FIT3_TASKS = ("wikitext2", "c4", "arc_challenge")
 """The tasks of Fit-3."""
 
 Scores = Mapping[str, float]
-"""One model's results by task: perplexities, and accuracies as fractions."""
+"""Results of one model by task: perplexities, and accuracies as fractions."""
 
 
 def damage(task: str, score: float, reference: float) -> float:
-  """Relative loss of one task against the float model, negative for a gain.
+  """Computes the relative loss of one task against the float model (negative: gain).
 
-  Paper: Eq. fit7.
-
-  Args:
-    task: One of `TASKS`.
-    score: Of the quantized model, a perplexity or an accuracy.
-    reference: Of the float model, positive, in the same unit.
-
-  Returns:
-    `score / reference - 1` for a perplexity, `1 - score / reference` for an accuracy.
+  Paper: Eq. fit7. For a perplexity the damage is `score / reference - 1`, and for an
+  accuracy `1 - score / reference`. The `reference` is positive, and `task` is one of
+  `TASKS`.
 
   Raises:
     ValueError: The task is unknown, or the reference is not positive.
@@ -49,10 +43,10 @@ def damage(task: str, score: float, reference: float) -> float:
 def damages(
   scores: Scores, references: Scores, tasks: Sequence[str] = TASKS
 ) -> dict[str, float]:
-  """Damage by task of a quantized model against the float model's `references`.
+  """Computes the damage by task relative to the float model's `references`.
 
   Raises:
-    ValueError: A task has no result on either side.
+    ValueError: A task has no result on one side.
   """
   missing = [task for task in tasks if task not in scores or task not in references]
   if missing:
@@ -64,42 +58,42 @@ def damages(
 
 
 def mean_and_worst(values: Iterable[float]) -> float:
-  """Half the mean plus half the maximum; the form of every Fit. Needs a value."""
+  """Returns half the mean plus half the maximum of at least one value."""
   array = np.asarray(list(values), np.float64)
   return float(0.5 * array.mean() + 0.5 * array.max())
 
 
 def fit7(scores: Scores, references: Scores) -> float:
-  """Mean and worst damage over the seven tasks. Paper: Eq. fit7."""
+  """Combines mean and worst damage over the seven tasks. Paper: Eq. fit7."""
   return mean_and_worst(damages(scores, references).values())
 
 
 def fit3(scores: Scores, references: Scores) -> float:
-  """Mean and worst damage over the tasks of Fit-3. Paper: Eq. fit3."""
+  """Combines mean and worst damage over the tasks of Fit-3. Paper: Eq. fit3."""
   return mean_and_worst(damages(scores, references, FIT3_TASKS).values())
 
 
 def robust_fit(fits: Iterable[float]) -> float:
-  """Mean and worst Fit-7 over models. Paper: Eq. robust-fit."""
+  """Combines mean and worst Fit-7 over models. Paper: Eq. robust-fit."""
   return mean_and_worst(fits)
 
 
 def mean_damage(scores: Scores, references: Scores) -> float:
-  """Mean damage over the seven tasks. Paper: Eq. alternative-aggregates."""
+  """Averages damage over the seven tasks. Paper: Eq. alternative-aggregates."""
   return float(np.mean(list(damages(scores, references).values())))
 
 
 def worst_damage(
   scores: Scores, references: Scores, tasks: Sequence[str] = TASKS
 ) -> tuple[str, float]:
-  """The task with the largest damage, and that damage."""
+  """Returns the task with the largest damage, and that damage."""
   by_task = damages(scores, references, tasks)
   worst = max(by_task, key=lambda task: by_task[task])
   return worst, by_task[worst]
 
 
 def acc5(scores: Scores) -> float:
-  """Mean of the five accuracies in percent. Paper: Eq. alternative-aggregates.
+  """Averages the five accuracies, in percent. Paper: Eq. alternative-aggregates.
 
   Raises:
     ValueError: A task has no result.

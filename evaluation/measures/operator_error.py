@@ -1,7 +1,7 @@
-"""Operator error: each linear on the float model's own inputs.
+"""Operator error: the output error of each linear on the float model's inputs.
 
-Errors do not propagate from layer to layer and no rounding chaos enters, so this
-number separates methods that perplexity of a small model cannot.
+Errors do not propagate from layer to layer and rounding chaos plays no role, so
+operator error separates methods that the perplexity of a small model cannot.
 """
 
 import functools
@@ -42,10 +42,10 @@ def _layer_errors(
 def operator_errors(
   model: CausalLanguageModel, params: Params, quantized: Params, tokens: Any
 ) -> dict[str, float]:
-  """||y_q - y||^2 / ||y||^2 of every quantized linear.
+  """Computes ||y_q - y||^2 / ||y||^2 of every quantized linear.
 
-  The inputs of every linear are those of the float model on tokens int32 `[B, T]`.
-  Keys are paths such as `layers_0/mlp/up_proj`.
+  The inputs are those of the float model on int32 tokens `[B, T]`. Keys are paths such
+  as `layers_0/mlp/up_proj`.
   """
   tokens = jnp.asarray(tokens, jnp.int32)
   hidden = model.embed(streams.outer_params(params), tokens)
@@ -68,6 +68,6 @@ def operator_errors(
 def operator_error(
   model: CausalLanguageModel, params: Params, quantized: Params, tokens: Any
 ) -> float:
-  """The mean of `operator_errors` over all quantized linears; NaN without any."""
+  """Averages `operator_errors` over all quantized linears; NaN if there are none."""
   errors = list(operator_errors(model, params, quantized, tokens).values())
   return float(np.mean(errors)) if errors else float("nan")

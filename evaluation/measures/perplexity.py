@@ -21,21 +21,21 @@ PERTURBATION = 1e-6
 """Relative change of the embedding rows in a replicate."""
 HEAD_CHUNK = 512
 WINDOWS_TOGETHER = 16
-"""Windows that go through a layer while it is resident; no result depends on it."""
+"""Windows run through a layer while it is resident; does not affect results."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
   """Perplexity of one model on one set of windows.
 
-  Strict-A4 perplexity of small models is chaotic at the 1 % level: a relative change
-  of the embedding by 1e-6 moves it. Replicates measure that, and a difference inside
-  their spread is a tie.
+  Strict-A4 perplexity of small models is chaotic at the 1 % level: even a relative
+  change of the embedding by 1e-6 moves it. Replicates measure that spread; a smaller
+  difference is a tie.
 
   Attributes:
-    values: One perplexity a replicate; the first is unperturbed.
-    windows: Windows evaluated.
-    length: Tokens in a window; each makes `length - 1` predictions.
+    values: One perplexity per replicate; the first is unperturbed.
+    windows: Number of windows.
+    length: Tokens per window; each window makes `length - 1` predictions.
     window_losses: Mean negative log-likelihood of each window, nats, unperturbed.
   """
 
@@ -51,11 +51,11 @@ class Perplexity:
 
   @property
   def spread(self) -> float:
-    """Largest minus smallest replicate; 0 for one."""
+    """Largest minus smallest replicate; 0 for a single one."""
     return float(np.ptp(self.values))
 
   def to_dict(self) -> dict[str, Any]:
-    """A JSON-ready form."""
+    """Returns a JSON-ready form."""
     return {**dataclasses.asdict(self), "mean": self.mean, "spread": self.spread}
 
 
@@ -74,7 +74,7 @@ def _losses(
 def _losses_here(
   model: CausalLanguageModel, params: Params, hidden: jax.Array, targets: jax.Array
 ) -> jax.Array:
-  """Negative log-likelihood `[B, T]`, the head applied a chunk of tokens at a time."""
+  """Returns negative log-likelihoods `[B, T]`, applying the head chunk by chunk."""
   batch, length, width = hidden.shape
   padding = -length % HEAD_CHUNK
   hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
@@ -100,18 +100,15 @@ def window_losses(
   on_window: Callable[[int, int], None] | None = None,
   placement: Placement = ONE_DEVICE,
 ) -> np.ndarray:
-  """Mean negative log-likelihood of each window, nats, float64 `[windows]`.
+  """Computes mean negative log-likelihoods per window, nats, float64 `[windows]`.
 
-  Args:
-    model: The model.
-    params: Float or quantized params.
-    tokens: int32 `[windows, length]`.
-    on_window: Called with (done, windows) after each.
-    placement: The devices that share windows and output rows.
+  Tokens are int32 `[windows, length]`. `on_window` is called with (done, windows) after
+  each window; `placement` names the devices over which windows and output rows are
+  sharded.
   """
   rows = np.asarray(tokens, np.int32)
   count = placement.mesh.shape[DATA] if placement.mesh else 1
-  # The last window fills the devices up; what comes of its copies is dropped.
+  # Copies of the last window fill up the devices; their losses are dropped.
   filled = np.concatenate([rows, np.repeat(rows[-1:], -len(rows) % count, axis=0)])
   place = lambda a: placement.put(a, P(DATA))
   batches = [place(filled[i : i + count]) for i in range(0, len(filled), count)]
@@ -133,7 +130,7 @@ def window_losses(
 
 
 class _Replaced(Mapping[str, Any]):
-  """Params with some top-level keys replaced; the others are read when asked for."""
+  """Params with some top-level keys replaced; the others are read on demand."""
 
   def __init__(self, params: Params, changes: Mapping[str, Any]) -> None:
     self._params, self._changes = params, changes
@@ -149,7 +146,7 @@ class _Replaced(Mapping[str, Any]):
 
 
 def perturbed(params: Params, seed: int) -> Params:
-  """Params whose embedding rows are multiplied by 1 + 1e-6 N(0, 1), float32."""
+  """Multiplies the embedding rows by 1 + 1e-6 N(0, 1) in float32."""
   weight = jnp.asarray(params["embed_tokens"]["weight"], jnp.float32)
   noise = jax.random.normal(jax.random.key(seed), (weight.shape[0], 1), jnp.float32)
   changed = weight * (1.0 + PERTURBATION * noise)
@@ -165,19 +162,15 @@ def perplexity(
   on_window: Callable[[int, int], None] | None = None,
   mesh: Mesh | None = None,
 ) -> Perplexity:
-  """Perplexity over fixed windows: exp of the mean loss of all predictions.
+  """Computes perplexity over fixed windows: exp of the mean loss of all predictions.
 
-  Args:
-    model: The model.
-    params: Float or quantized.
-    tokens: int32 `[windows, length]`.
-    replicates: Runs in all; those after the first have a perturbed embedding.
-    on_window: Called with (done, windows) after each window of each replicate.
-    mesh: Devices with the axes `data`, which windows are shared out over, and `model`,
-      over which weights lie by output rows; None for one device.
+  Tokens are int32 `[windows, length]`. All `replicates` but the first perturb the
+  embedding; `on_window` is called with (done, windows) after each window of each. Over
+  `mesh`, windows are sharded along the axis `data` and weights by output rows along
+  `model`.
 
   Raises:
-    ValueError: No replicate asked for, or windows too short.
+    ValueError: `replicates` is less than one, or windows are too short.
   """
   tokens = np.asarray(tokens)
   if replicates < 1 or tokens.ndim != 2 or tokens.shape[1] < 2:

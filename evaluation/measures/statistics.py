@@ -1,4 +1,4 @@
-"""Student's interval of paired differences: the one place that computes it."""
+"""Student's t interval of paired differences."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,12 +12,8 @@ CONFIDENCE = 0.95
 class Interval(NamedTuple):
   """Mean of paired differences and a t interval around it.
 
-  Attributes:
-    mean: Of the differences.
-    deviation: Their sample standard deviation, n - 1 in the denominator.
-    low: Lower end.
-    high: Upper end.
-    count: Pairs.
+  `deviation` is the sample standard deviation (denominator n - 1), `count` the number
+  of pairs.
   """
 
   mean: float
@@ -30,16 +26,13 @@ class Interval(NamedTuple):
 def paired_interval(
   first: Sequence[float], second: Sequence[float], *, critical: float | None = None
 ) -> Interval:
-  """The 95 % t interval of `first - second`, paired by position (seed).
+  """Computes the 95 % t interval of `first - second`, paired by position (seed).
 
-  Args:
-    first: One value a seed.
-    second: The other side's values on the same seeds.
-    critical: The t quantile to use; None computes it. The paper rounds that of three
-      seeds to 4.303.
+  `critical` is the t quantile to use; None computes it. The paper rounds that of three
+  seeds to 4.303.
 
   Raises:
-    ValueError: Fewer than two pairs, or unequal counts.
+    ValueError: There are fewer than two pairs, or the counts differ.
   """
   if len(first) != len(second) or len(first) < 2:
     raise ValueError(

@@ -1,1 +1,1 @@
-"""`report.html`: a self-contained page about quantization runs, with its charts."""
+"""`report.html`: a self-contained page with charts about quantization runs."""

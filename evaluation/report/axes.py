@@ -1,4 +1,4 @@
-"""The plot area of a chart, its scales and ticks, and the elements drawn on it."""
+"""Plot area, scales and ticks of a chart, and the SVG elements drawn on it."""
 
 import dataclasses
 import html
@@ -9,7 +9,7 @@ Format = Callable[[float], str]
 
 
 def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
-  """Round numbers that cover at most `[low, high]`."""
+  """Returns round numbers within `[low, high]`."""
   if high <= low:
     return [low]
   raw = (high - low) / count
@@ -20,7 +20,7 @@ def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-  """Powers of ten in `[low, high]`, with 2 and 5 between when there are few."""
+  """Returns powers of ten in `[low, high]`, with 2 and 5 between if there are few."""
   decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
   inside = lambda values: [v for v in values if low * 0.999 <= v <= high * 1.001]
   tens = inside(10.0**d for d in decades)
@@ -44,13 +44,13 @@ class Frame:
   bottom: int = 38
 
   def px(self, value: float) -> float:
-    """Horizontal pixel of a value."""
+    """Returns the horizontal pixel of a value."""
     low, high = self.x
     inner = self.width - self.left - self.right
     return self.left + inner * (value - low) / ((high - low) or 1)
 
   def py(self, value: float) -> float:
-    """Vertical pixel of a value."""
+    """Returns the vertical pixel of a value."""
     low, high = self.y
     if self.log:
       value, low, high = (math.log10(v) for v in (value, low, high))
@@ -58,14 +58,14 @@ class Frame:
     return self.height - self.bottom - inner * (value - low) / ((high - low) or 1)
 
   def holds(self, value: float) -> bool:
-    """Whether a value has a place on the vertical axis."""
+    """Tells whether a value can be drawn on the vertical axis."""
     return math.isfinite(value) and (not self.log or value > 0)
 
 
 def text(
   x: float, y: float, content: str, anchor: str = "middle", kind: str = ""
 ) -> str:
-  """An SVG text element, escaped."""
+  """Returns an SVG text element, escaped."""
   return (
     f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">'
     f"{html.escape(content)}</text>"
@@ -73,14 +73,14 @@ def text(
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-  """An SVG line."""
+  """Returns an SVG line."""
   return (
     f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
   )
 
 
 def rect(x: float, y: float, w: float, h: float, color: int, title: str) -> str:
-  """An SVG bar that shows its title on hover."""
+  """Returns an SVG bar that shows its title on hover."""
   return (
     f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(w, 0):.1f}" height="{max(h, 0):.1f}" '
     f'class="c{color}"><title>{html.escape(title)}</title></rect>'
@@ -88,7 +88,7 @@ def rect(x: float, y: float, w: float, h: float, color: int, title: str) -> str:
 
 
 def axes(frame: Frame, x_label: str, y_format: Format) -> list[str]:
-  """Horizontal grid lines with their values, the base line and its label."""
+  """Draws horizontal grid lines with their values, the base line and its label."""
   ticks = log_ticks(*frame.y) if frame.log else linear_ticks(*frame.y)
   edge = frame.width - frame.right
   parts = []
@@ -103,7 +103,7 @@ def axes(frame: Frame, x_label: str, y_format: Format) -> list[str]:
 
 
 def x_ticks(frame: Frame) -> list[str]:
-  """Integers under the horizontal axis."""
+  """Draws integers under the horizontal axis."""
   ticks = {round(t) for t in linear_ticks(*frame.x, 6)}
   y = frame.height - frame.bottom + 14
   return [text(frame.px(t), y, str(t)) for t in sorted(ticks)]
@@ -112,7 +112,7 @@ def x_ticks(frame: Frame) -> list[str]:
 def value_range(
   values: Sequence[float], *, log: bool, zero: bool
 ) -> tuple[float, float]:
-  """A vertical range that holds the values with a little air."""
+  """Returns a vertical range that contains the values, with a margin."""
   drawn = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
   if not drawn:
     return (1e-3, 1.0) if log else (0.0, 1.0)

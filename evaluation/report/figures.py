@@ -1,4 +1,4 @@
-"""Charts as titled figures: each is empty where there is nothing to draw."""
+"""Charts as titled figures; a figure without data is an empty string."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,13 +8,13 @@ from mxjax.evaluation.report.html import WIDE, figure, legend
 from mxjax.evaluation.report.svg import Part, Series
 
 Stacks = Sequence[tuple[str, Sequence[Part]]]
-"""Named bars and the parts that each is stacked from."""
+"""Named bars, each with the parts it is stacked from."""
 
 
 def lines(
   title: str, series: Sequence[Series], note: str, *, wide: bool = False, **options: Any
 ) -> str:
-  """Lines over the layers, with a legend for several; `options` of `svg.line_chart`."""
+  """Draws lines over the layers, with a legend if several; see `svg.line_chart`."""
   if not any(each.points for each in series):
     return ""
   if wide:
@@ -27,7 +27,7 @@ def lines(
 def stacks(
   draw: Callable[..., str], title: str, bars: Stacks, note: str, **options: Any
 ) -> str:
-  """Stacked bars by `svg.columns` or `svg.rows`, with a legend for several parts."""
+  """Draws stacked bars by `svg.columns` or `svg.rows`, with a legend if needed."""
   if not bars:
     return ""
   parts = dict.fromkeys((part.name, part.color) for _, all_ in bars for part in all_)

@@ -1,16 +1,16 @@
-"""Small pieces of a page's HTML; every string given is escaped unless noted."""
+"""HTML fragments of a page; every string argument is escaped unless noted."""
 
 import html
 import pathlib
 from collections.abc import Iterable, Sequence
 
 WIDE = 1086
-"""Pixels of a chart as wide as the page."""
+"""Width in pixels of a chart as wide as the page."""
 STYLE = pathlib.Path(__file__).with_name("report.css")
 
 
 def document(title: str, body: str) -> str:
-  """A self-contained page of ready HTML: no script, font or image is fetched."""
+  """Returns a self-contained page of ready HTML that fetches nothing."""
   return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -27,7 +27,7 @@ def document(title: str, body: str) -> str:
 
 
 def legend(entries: Iterable[tuple[str, int]]) -> str:
-  """A legend of names and palette indices."""
+  """Returns a legend of names and palette indices."""
   span = lambda name, color: f'<span class="c{color}">{html.escape(name)}</span>'
   spans = (span(name, color) for name, color in entries)
   return f'<div class="legend">{"".join(spans)}</div>'
@@ -36,7 +36,7 @@ def legend(entries: Iterable[tuple[str, int]]) -> str:
 def figure(
   title: str, chart: str, *, note: str = "", keys: str = "", kind: str = ""
 ) -> str:
-  """A titled chart with its legend and a sentence on how to read it."""
+  """Returns a titled chart with its legend and a note on how to read it."""
   head = f"<h4>{html.escape(title)}</h4>"
   if note:
     head += f"<figcaption>{html.escape(note)}</figcaption>"
@@ -44,7 +44,7 @@ def figure(
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """A table; cells are ready HTML, and one that begins with `<td` is a whole cell."""
+  """Returns a table of ready HTML cells; one that begins with `<td` is a whole cell."""
   cell = lambda text: text if text.startswith("<td") else f"<td>{text}</td>"
   lines = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
   heads = "".join(f"<th>{html.escape(name)}</th>" for name in head)
@@ -55,7 +55,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def section(title: str, lead: str, content: str) -> str:
-  """A subsection, or nothing where there is nothing to show; content is HTML."""
+  """Returns a subsection, or "" if `content` (ready HTML) is empty."""
   if not content:
     return ""
   head = f"<h3>{html.escape(title)}</h3>"
@@ -63,6 +63,6 @@ def section(title: str, lead: str, content: str) -> str:
 
 
 def grid(figures: Iterable[str], kind: str = "") -> str:
-  """Figures side by side, empty ones left out."""
+  """Arranges figures side by side, leaving out empty ones."""
   inside = "".join(figures)
   return f'<div class="grid {kind}">{inside}</div>' if inside else ""

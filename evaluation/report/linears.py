@@ -1,4 +1,4 @@
-"""The parts of the report that show linears: errors, decisions and ranges by layer."""
+"""Report sections about linears: errors, decisions and ranges by layer."""
 
 import html
 import statistics
@@ -23,7 +23,7 @@ MAX_COLORS = 7
 
 
 def kinds(layers: Layers) -> list[str]:
-  """Paths of the linears, in forward order."""
+  """Returns the paths of the linears, in forward order."""
   return list(dict.fromkeys(path for layer in layers for path in layer["linears"]))
 
 
@@ -40,7 +40,7 @@ def _short(path: str) -> str:
 
 
 def errors(layers: Layers) -> str:
-  """Relative squared output error by layer and stage, one panel a linear kind."""
+  """Charts relative squared output error by layer and stage, one panel per kind."""
   data = {
     path: {key: _by_layer(layers, path, key) for key in STAGES}
     for path in kinds(layers)
@@ -70,7 +70,6 @@ def errors(layers: Layers) -> str:
 
 
 def _by_kind(layers: Layers, key: str, title: str, note: str, **options: Any) -> str:
-  """One line a linear kind."""
   series = [
     Series(_short(path), _by_layer(layers, path, key), color)
     for color, path in enumerate(kinds(layers)[:MAX_COLORS])
@@ -79,7 +78,7 @@ def _by_kind(layers: Layers, key: str, title: str, note: str, **options: Any) ->
 
 
 def _lists(layers: Layers, key: str) -> list[tuple[int, list[float]]]:
-  """Layer indices with the values of a per-block list, all linears together."""
+  """Collects the values of a per-block list by layer index, all linears together."""
   lists = [
     [value for linear in layer["linears"].values() for value in linear.get(key, ())]
     for layer in layers
@@ -116,7 +115,7 @@ def _interaction(layers: Layers) -> str:
 
 
 def shaping(layers: Layers) -> str:
-  """What the map and the code choice did, layer by layer."""
+  """Charts what the map and the code choice did, layer by layer."""
   edits = _by_kind(
     layers,
     "edit_rate",
@@ -141,7 +140,7 @@ def _histogram(layers: Layers, key: str, title: str) -> str:
 
 
 def ranges(layers: Layers) -> str:
-  """Where the scales lie, and how much saturates."""
+  """Charts the distribution of the scales, and how much saturates."""
   return grid(
     (
       _histogram(layers, "weight_exponents", "Exponents of weight blocks"),
@@ -165,7 +164,7 @@ def ranges(layers: Layers) -> str:
 
 
 def numbers_table(layers: Layers) -> str:
-  """Every linear's errors as a folded table."""
+  """Lists every linear's errors in a folded table."""
   heads = "linear,shape,map,A4 rule,native,mapped,with weights,final,edit rate"
   rows = (
     (

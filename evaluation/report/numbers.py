@@ -1,10 +1,10 @@
-"""How numbers are written for people."""
+"""Formats numbers for people."""
 
 import math
 
 
 def number(value: float) -> str:
-  """Four significant digits; a value that is not finite is named."""
+  """Formats four significant digits; values that are not finite are named."""
   if not math.isfinite(value):
     return "∞" if value == math.inf else "not finite"
   if value == 0:
@@ -16,19 +16,19 @@ def number(value: float) -> str:
 
 
 def share(value: float) -> str:
-  """A share as a percentage."""
+  """Formats a share as a percentage."""
   return f"{100 * value:.3g}%"
 
 
 def size(value: float) -> str:
-  """Bytes in the largest fitting binary unit."""
+  """Formats bytes in the largest fitting binary unit."""
   units = ("B", "KiB", "MiB", "GiB", "TiB")
   power = min(max(int(abs(value)).bit_length() - 1, 0) // 10, len(units) - 1)
   return f"{value / 1024**power:.4g} {units[power]}"
 
 
 def seconds(value: float) -> str:
-  """Seconds, or minutes and hours when long."""
+  """Formats seconds, or minutes and hours if long."""
   if value < 120:
     return f"{value:.3g} s"
   return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"

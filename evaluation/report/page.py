@@ -1,4 +1,4 @@
-"""`write_report`: one self-contained HTML page about quantization runs."""
+"""Writes one self-contained HTML page about quantization runs."""
 
 import html
 import os
@@ -32,7 +32,6 @@ def _check(runs: Sequence[Run]) -> None:
 
 
 def _failures(runs: Sequence[Run]) -> str:
-  """A flagged line for each method that ended in an error."""
   return "".join(
     f'<p class="flag"><b>{html.escape(str(run.get("method", "a run")))}</b> gave no '
     f"result: {html.escape(str(run['error']))}</p>"
@@ -42,7 +41,7 @@ def _failures(runs: Sequence[Run]) -> str:
 
 
 def page(runs: Sequence[Run], *, title: str, subtitle: str) -> str:
-  """The whole HTML document as text; see `write_report`."""
+  """Returns the whole HTML document as text; see `write_report`."""
   _check(runs)
   good = [run for run in runs if "error" not in run]
   links = "".join(
@@ -61,23 +60,19 @@ def page(runs: Sequence[Run], *, title: str, subtitle: str) -> str:
 def write_report(
   path: str | os.PathLike[str], runs: Sequence[Run], *, title: str, subtitle: str
 ) -> pathlib.Path:
-  """Writes a page with everything measured, readable without a network.
+  """Writes a page with all measurements, readable without a network; returns its path.
 
   Args:
     path: The file, replaced if it exists, or a folder, which gets `report.html`.
-    runs: One JSON-ready dict a method: `method`; `perplexity`, by dataset `mean`,
+    runs: One JSON-ready dict per method: `method`; `perplexity`, by dataset `mean`,
       `spread` and `values`; `float_perplexity`, a number or numbers by dataset;
-      `operator_error` or None; `size` of `sizes.size_report` or None; and
-      `record`, of `QuantizationRecord.to_dict`. A run with an `error` instead is
-      shown with that sentence.
+      `operator_error` or None; `size` of `sizes.size_report` or None; and `record`, of
+      `QuantizationRecord.to_dict`. A failed run has an `error` instead, which is shown.
     title: Heading of the page.
-    subtitle: A line under it, such as model, data and machine.
-
-  Returns:
-    The file.
+    subtitle: A line under the heading, such as model, data and machine.
 
   Raises:
-    ValueError: No runs, or one without a needed key.
+    ValueError: There are no runs, or one lacks a required key.
   """
   file = pathlib.Path(path)
   if file.is_dir():

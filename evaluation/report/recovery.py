@@ -1,4 +1,4 @@
-"""The part of the report that shows recovery fits: coefficients and errors."""
+"""Report section about recovery fits: coefficients and errors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from mxjax.evaluation.report.svg import Series
 
 Layers = Sequence[Mapping[str, Any]]
 Fits = Sequence[tuple[int, Mapping[str, Any]]]
-"""Layer indices and what was fitted there."""
+"""Layer indices with the fits of each layer."""
 
 
 def _fits(layers: Layers, name: str) -> Fits:
@@ -21,7 +21,6 @@ def _fits(layers: Layers, name: str) -> Fits:
 
 
 def _series(fits: Fits, names: Mapping[str, str]) -> list[Series]:
-  """A line for each key of the fits; `names` says what the legend calls it."""
   return [
     Series(name, [(float(i), fit[key]) for i, fit in fits if key in fit], color)
     for color, (key, name) in enumerate(names.items())
@@ -41,7 +40,7 @@ def _per_head(fits: Fits, key: str, title: str, neutral: float) -> str:
 
 
 def recovery(layers: Layers) -> str:
-  """Coefficients and errors of the recovery fits, where the run had any."""
+  """Charts coefficients and errors of the recovery fits, if the run had any."""
   attention, mlp = _fits(layers, "attention"), _fits(layers, "mlp")
   coefficients = {
     "alpha": "alpha, gate shift",

@@ -1,4 +1,4 @@
-"""The part of the report that shows one run: from a record's dict to HTML."""
+"""Report section about one run, from its record's dict."""
 
 import collections
 import json
@@ -14,7 +14,7 @@ from mxjax.evaluation.report.svg import Part
 
 
 def damping(record: Mapping[str, Any]) -> str:
-  """The damping each Hessian needed; those that needed more are flagged."""
+  """Shows the damping of each Hessian and flags values other than the default."""
   used = {
     f"{layer['name']}/{path}": linear["damping"]
     for layer in record["layers"]
@@ -46,7 +46,7 @@ def damping(record: Mapping[str, Any]) -> str:
 
 
 def cost(clock: Mapping[str, Any]) -> str:
-  """Wall time and peak memory by stage."""
+  """Shows wall time and peak memory by stage."""
   bars = lambda title, key: [
     (stage, [Part(title, value, 0)]) for stage, value in clock.get(key, {}).items()
   ]
@@ -72,7 +72,7 @@ def cost(clock: Mapping[str, Any]) -> str:
 
 
 def sanity(values: Mapping[str, Any] | None) -> str:
-  """The gate's numbers, or that it was not run."""
+  """Shows the numbers of the sanity gate, or that it was not run."""
   if not values:
     return '<p class="flag">The sanity gate was not run.</p>'
   tiles = {
@@ -89,7 +89,7 @@ def sanity(values: Mapping[str, Any] | None) -> str:
 
 
 def provenance(record: Mapping[str, Any]) -> str:
-  """What another result must share to be compared with this one."""
+  """Shows what another result must share to be comparable with this one."""
   calibration = record["calibration"]
   shape = " × ".join(str(n) for n in calibration.get("shape", ()))
   values = {
@@ -106,7 +106,7 @@ def provenance(record: Mapping[str, Any]) -> str:
 
 
 def run_section(run: Mapping[str, Any], anchor: str) -> str:
-  """All sections of one of the runs of `write_report`, as a `<section>` element."""
+  """Renders one of the runs of `write_report` as a `<section>` element."""
   record = run["record"]
   layers = record["layers"]
   parts = (

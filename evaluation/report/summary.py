@@ -1,4 +1,4 @@
-"""The part of the report that compares runs: a table and three charts."""
+"""Report section that compares runs: a table and three charts."""
 
 import html
 import math
@@ -17,14 +17,12 @@ NONE = "–"
 
 
 def _mean(value: Any) -> float | None:
-  """A number, the mean of a perplexity dict, or None."""
   if isinstance(value, Mapping):
     value = value.get("mean")
   return None if value is None else float(value)
 
 
 def _float_perplexity(runs: Sequence[Run], dataset: str) -> float | None:
-  """The float model's perplexity: a number, or numbers by dataset."""
   for run in runs:
     perplexity = run.get("float_perplexity")
     if isinstance(perplexity, Mapping) and "mean" not in perplexity:
@@ -51,7 +49,7 @@ def _with_spread(value: Mapping[str, Any] | None) -> str:
 def _marked(
   cells: Sequence[str], values: Sequence[float | None], best: Any
 ) -> list[str]:
-  """Cells of a column, the best one marked; ties are all marked."""
+  """Marks the best cells of a column, ties included."""
   finite = [v for v in values if v is not None and math.isfinite(v)]
   target = best(finite) if len(finite) > 1 else None
   return [
@@ -61,7 +59,7 @@ def _marked(
 
 
 def summary_table(runs: Sequence[Run]) -> str:
-  """One row a method, the float model first."""
+  """Lists one row per method, the float model first."""
   sizes = [run.get("size") or {} for run in runs]
   total = next((s["bf16_total"] for s in sizes if s), None)
   columns = {"method": [FLOAT, *(html.escape(str(run["method"])) for run in runs)]}
@@ -89,7 +87,7 @@ def _color(index: int) -> int:
 
 
 def perplexity_chart(runs: Sequence[Run]) -> str:
-  """Bars by dataset: the float model, then each method with its spread."""
+  """Charts perplexity by dataset: the float model, then each method with its spread."""
   groups = []
   for name in _datasets(runs):
     value = _float_perplexity(runs, name)
@@ -113,7 +111,7 @@ def perplexity_chart(runs: Sequence[Run]) -> str:
 
 
 def size_chart(runs: Sequence[Run]) -> str:
-  """Stored bytes by what they are for, beside BF16."""
+  """Charts stored bytes by purpose, beside BF16."""
   bars = []
   for run in runs:
     if not (size := run.get("size")):
@@ -131,7 +129,7 @@ def size_chart(runs: Sequence[Run]) -> str:
 
 
 def error_chart(runs: Sequence[Run]) -> str:
-  """Final error by layer of every method: the geometric mean over its linears."""
+  """Charts each method's final error by layer: the geometric mean over linears."""
   series = []
   for index, run in enumerate(runs):
     points = []
@@ -152,7 +150,7 @@ def error_chart(runs: Sequence[Run]) -> str:
 
 
 def summary(runs: Sequence[Run]) -> str:
-  """Table and charts; empty where every run failed."""
+  """Returns table and charts; empty if every run failed."""
   if not runs:
     return ""
   lead = "Best value of each column in color. Sizes count every stored byte."

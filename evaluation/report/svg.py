@@ -1,7 +1,7 @@
 """Plain charts as inline SVG text: lines, grouped bars, stacked columns and rows.
 
-Colors are CSS classes `c0` to `c7`, so the page decides them for light and dark. Every
-mark carries a `<title>`, which browsers show on hover and read aloud.
+Colors are CSS classes `c0` to `c7`, so the page sets them for light and dark mode.
+Every mark carries a `<title>`, which browsers show on hover and read aloud.
 """
 
 import html
@@ -23,13 +23,10 @@ from mxjax.evaluation.report.numbers import number, share
 
 
 class Series(NamedTuple):
-  """A line or a cloud of dots.
+  """A line or a set of dots; `name` is shown on hover, `color` is a palette index.
 
-  Attributes:
-    name: Shown on hover.
-    points: (x, y); points that are not finite are left out.
-    color: Palette index.
-    band: (x, low, high) drawn behind the line, possibly empty.
+  `points` are (x, y), of which those not finite are left out; `band` has (x, low,
+  high), drawn behind the line, and may be empty.
   """
 
   name: str
@@ -68,23 +65,12 @@ def line_chart(
   y_format: Format = number,
   reference: tuple[float, str] | None = None,
 ) -> str:
-  """Lines (or dots) over a shared axis.
+  """Draws lines, or dots alone with `dots`, over a shared axis as an `<svg>` element.
 
-  Args:
-    series: What is drawn, in order.
-    label: What a screen reader says.
-    x_label: Under the horizontal axis, whose values are integers.
-    width: Pixels.
-    height: Pixels.
-    log: Logarithmic vertical axis; values that are not positive are left out.
-    zero: Whether the vertical axis must hold zero.
-    dots: Dots alone, no lines.
-    y_range: Vertical range; from the values when None.
-    y_format: How vertical values are written.
-    reference: A dashed horizontal line and its name, possibly empty.
-
-  Returns:
-    An `<svg>` element.
+  The horizontal axis has integer values. On a `log` axis, values that are not positive
+  are left out; `zero` forces the vertical axis to include zero, and `y_range` None
+  takes the range of the values. `reference` is a dashed horizontal line and its name,
+  possibly empty. `label` is for screen readers; sizes are in pixels.
   """
   ys = [y for s in series for _, y in s.points]
   ys += [y for s in series for band in s.band for y in band[1:]]
@@ -139,7 +125,7 @@ def bar_groups(
   height: int = 260,
   y_format: Format = number,
 ) -> str:
-  """Vertical bars side by side in named groups, with whiskers of one spread."""
+  """Draws vertical bars in named groups, with whiskers of one spread."""
   values = [p.value + p.spread for _, parts in groups for p in parts]
   finite = [v for v in values if math.isfinite(v)]
   frame = Frame(
@@ -165,7 +151,7 @@ def _bar(
 ) -> list[str]:
   left, right = frame.px(x + 0.08 * step), frame.px(x + 0.92 * step)
   value = part.value if math.isfinite(part.value) else frame.y[1]
-  # A negative value has a label and no bar: the axis begins at zero.
+  # A negative value gets a label and no bar: the axis begins at zero.
   top, base, middle = frame.py(max(value, 0.0)), frame.py(0), (left + right) / 2
   written = y_format(part.value)
   title = f"{part.name}: {written}"
@@ -187,7 +173,7 @@ def columns(
   height: int = 220,
   y_format: Format = share,
 ) -> str:
-  """Stacked vertical columns; labels are thinned to what fits."""
+  """Draws stacked vertical columns; labels are thinned to fit."""
   totals = [sum(p.value for p in parts) for _, parts in items]
   frame = Frame(
     width=width,
@@ -219,7 +205,7 @@ def rows(
   left: int = 128,
   pitch: int = 30,
 ) -> str:
-  """Stacked horizontal bars, their total written at the end."""
+  """Draws stacked horizontal bars with their totals at the end."""
   height = pitch * len(items) + 8
   totals = [sum(p.value for p in parts) for _, parts in items]
   scale = (width - left - 84) / (max(totals, default=0.0) or 1.0)

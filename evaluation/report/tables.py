@@ -1,4 +1,4 @@
-"""Tables of text cells, and their forms: Markdown, CSV and HTML."""
+"""Tables of text cells, rendered as Markdown, CSV and HTML."""
 
 import csv
 import html
@@ -10,13 +10,9 @@ from mxjax.evaluation.report.html import table
 
 
 class Table(NamedTuple):
-  """A table of text cells.
+  """A table of text cells; an empty cell means that there is no result.
 
-  Attributes:
-    title: Heading.
-    head: Column heads.
-    rows: Cells; the empty string where there is no result.
-    note: A sentence below it, or empty.
+  `note` is a sentence below the table, or empty.
   """
 
   title: str
@@ -25,30 +21,30 @@ class Table(NamedTuple):
   note: str = ""
 
   def markdown(self) -> str:
-    """The table under its heading, and the note."""
+    """Returns heading, table and note in Markdown."""
     note = f"\n\n{self.note}" if self.note else ""
     return f"## {self.title}\n\n{markdown_rows(self.head, self.rows)}{note}\n"
 
   def html(self) -> str:
-    """The same as HTML, everything escaped."""
+    """Returns heading, table and note in HTML, everything escaped."""
     cells = [[html.escape(cell) for cell in row] for row in self.rows]
     note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
     return f"<h2>{html.escape(self.title)}</h2>{table(self.head, cells)}{note}"
 
 
 def markdown_rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """Head and rows in Markdown, without a line break at the end."""
+  """Returns head and rows in Markdown, without a trailing line break."""
   lines = [head, ["---"] * len(head), *rows]
   return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def markdown(tables: Iterable[Table]) -> str:
-  """The tables one below the other."""
+  """Returns the tables in Markdown, one below the other."""
   return "\n".join(each.markdown() for each in tables)
 
 
 def comma_separated(tables: Iterable[Table]) -> str:
-  """The tables in one CSV: each row begins with the table's title."""
+  """Returns the tables in one CSV; each row begins with the table's title."""
   text = io.StringIO()
   writer = csv.writer(text, lineterminator="\n")
   for title, head, rows, _ in tables:

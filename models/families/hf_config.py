@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json`, read and written by one table of fields.
+"""Reads and writes Hugging Face's `config.json` from one table of fields.
 
 Unknown config fields raise, unless they are null, false or known not to affect logits.
 """
@@ -22,7 +22,7 @@ NAMES = {
   "tie_embeddings": "tie_word_embeddings",
   "bos_id": "bos_token_id",
 }
-"""Names in the file of the fields of `ModelConfig` that it stores as they are."""
+"""Config field names of the `ModelConfig` fields that are stored unchanged."""
 
 ROPE_NAMES = {
   "factor": "factor",
@@ -36,7 +36,7 @@ TRANSLATED = frozenset(
   """architectures model_type hidden_act rope_theta rope_scaling rope_parameters
   partial_rotary_factor eos_token_id layer_types quantization_config""".split()
 )
-"""Fields of every family that are read in another way than by `NAMES`."""
+"""Config fields of every family that are not read through `NAMES`."""
 
 HARMLESS = frozenset(
   """dtype torch_dtype transformers_version use_cache initializer_range pad_token_id
@@ -52,16 +52,14 @@ HARMLESS = frozenset(
   suppress_tokens exponential_decay_length_penalty remove_invalid_values sep_token_id
   decoder_start_token_id""".split()
 )
-"""Fields of training, generation and bookkeeping: none enters the logits."""
+"""Fields of training, generation and bookkeeping, which do not affect logits."""
 
 
 class Window(NamedTuple):
-  """How the configs of a family state the sliding window of all layers.
+  """How the configs of a family encode the sliding window of all layers.
 
-  Attributes:
-    fields: Names of the config's fields that it concerns.
-    read: The window in tokens, or None, from the parsed config.
-    write: The fields for a window, or None.
+  `fields` names the config fields involved; `read` returns the window in tokens or None
+  from a parsed config, and `write` the fields for a window, or None.
   """
 
   fields: frozenset[str]
@@ -71,17 +69,18 @@ class Window(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """All that is special about the models of one architecture.
+  """What distinguishes the models of one architecture.
 
   Attributes:
     name: `model_type` in the config, and `ModelConfig.family`.
-    architecture: Its entry of `architectures`.
-    defaults: What transformers takes for an absent field, by field of `ModelConfig`.
-      Without one there are as many key-value heads as query heads, and heads share out
-      the hidden size.
+    architecture: Its entry in `architectures`.
+    defaults: Values that transformers assumes for absent fields, by field of
+      `ModelConfig`. Without a default, `num_kv_heads` equals `num_heads`, and
+      `head_dim` is the hidden size divided by `num_heads`.
     flags: Switches of the same name in `config.json` and `ModelConfig`, off if absent.
-    fixed: Fields of `ModelConfig` that no config of the family states.
-    window: How a sliding window is stated, or None if there never is one.
+    fixed: Fields of `ModelConfig` that are constant for the family and absent from its
+      configs.
+    window: How a sliding window is encoded, or None if the family has none.
   """
 
   name: str
@@ -108,7 +107,8 @@ class Family:
     share = require(values, "hidden_size") // heads
     defaults = {"num_kv_heads": heads, "head_dim": share, **self.defaults}
     if "num_key_value_heads" in values:
-      # Null is one key-value head a query head; only absent is the family's default.
+      # A null field means one key-value head per query head; the family's default
+      # applies only if the field is absent.
       defaults["num_kv_heads"] = heads
     defaults |= {"tie_embeddings": False, "bos_id": None}
     fields = {
@@ -131,7 +131,7 @@ class Family:
     )
 
   def write(self, config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` of a model, as far as the family's fields can describe it."""
+    """Returns a model's `config.json` values, as far as the family can express it."""
     eos: Any = list(config.eos_ids)
     values = {
       "architectures": [self.architecture],
@@ -149,7 +149,7 @@ class Family:
 
 
 def get(values: Mapping[str, Any], key: str, default: Any) -> Any:
-  """Returns a field; null means the default, as it does in transformers."""
+  """Returns a field, or the default if it is absent or null, as transformers does."""
   value = values.get(key)
   return default if value is None else value
 
@@ -164,7 +164,6 @@ def require(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-  """Returns none, one or several ids as a tuple."""
   if value is None:
     return ()
   return (value,) if isinstance(value, int) else tuple(value)
@@ -173,7 +172,7 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 def _refuse_unread(
   values: Mapping[str, Any], family: str, known: frozenset[str]
 ) -> None:
-  """Refuses fields that nothing here reads; null and false switch nothing on."""
+  """Rejects fields that are not read, unless they are null or false."""
   unread = [
     name
     for name, value in values.items()
@@ -192,10 +191,10 @@ def _refuse_unread(
 
 
 def refuse_mixed_layers(kinds: set[str]) -> None:
-  """Refuses a model whose layers differ in what they attend to.
+  """Rejects a model whose layers differ in their attention type.
 
   Raises:
-    NotImplementedError: Always; the message names the kinds.
+    NotImplementedError: Always; the message names the types.
   """
   raise NotImplementedError(
     "config.json: expected layer_types of one kind that fits sliding_window, got "
@@ -205,14 +204,13 @@ def refuse_mixed_layers(kinds: set[str]) -> None:
 
 
 def _check_layer_types(values: Mapping[str, Any], window: int | None) -> None:
-  """Refuses layer types that disagree with the window of all layers."""
+  """Rejects layer types that contradict the sliding window."""
   kinds = set(values.get("layer_types") or ())
   if kinds - {"full_attention" if window is None else "sliding_attention"}:
     refuse_mixed_layers(kinds)
 
 
 def _check_features(values: Mapping[str, Any]) -> None:
-  """Refuses what would change the result without being computed."""
   activation = get(values, "hidden_act", "silu")
   unsupported = [f"hidden_act {activation}"] if activation != "silu" else []
   if values.get("quantization_config"):
@@ -225,7 +223,7 @@ def _check_features(values: Mapping[str, Any]) -> None:
 
 
 def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-  """Reads base and scaling; transformers 5 merged both into rope_parameters."""
+  """Reads the base and scaling; transformers 5 merged both into rope_parameters."""
   rope = get(values, "rope_parameters", None) or get(values, "rope_scaling", {})
   theta = float(get(rope, "rope_theta", get(values, "rope_theta", 10000.0)))
   kind = get(rope, "rope_type", get(rope, "type", "default"))

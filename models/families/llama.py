@@ -1,7 +1,7 @@
 """Llama 2, 3, 3.1, 3.2 and models of the same architecture, such as SmolLM2.
 
-Pre-norm, grouped queries, gated MLP. Special: the Llama-3 stretch of the rotary
-frequencies, and optional biases on all attention or all MLP projections.
+Pre-norm, grouped-query attention, gated MLP; Llama-3 scaling of the rotary frequencies
+and optional biases on all attention or all MLP projections.
 """
 
 from mxjax.models.families.hf_config import Family

@@ -1,13 +1,13 @@
-"""Mistral: Llama's layer with a head width of its own and a sliding window.
+"""Mistral: Llama's layer with an explicit head width and a sliding window.
 
-A query sees itself and the `sliding_window - 1` tokens before it. Version 0.1 slides
-over 4,096 tokens; from 0.2 on the field is null and all of the past is seen.
+A query attends to itself and the `sliding_window - 1` tokens before it. Version 0.1
+uses 4,096 tokens; from 0.2 on the field is null and the whole past is visible.
 """
 
 from mxjax.models.families.hf_config import Family, Window
 
 DEFAULT_WINDOW = 4096
-"""What transformers takes where the field is absent, not null."""
+"""Value that transformers assumes if the field is absent (not null)."""
 
 FAMILY = Family(
   name="mistral",

@@ -1,10 +1,10 @@
-"""OLMo-2: post-norm, and an RMS norm over the whole query and key projection.
+"""OLMo-2: post-norm, and RMSNorm over the whole query and key projections.
 
-Attention and MLP read the residual stream as it is; what they return is normalized
-before it is added, so `input_layernorm` is absent and `post_feedforward_layernorm`
-stands at the end. The q and k norms span all heads at once, with a scale for each
-coordinate. In bfloat16 the scale of a norm is applied after rounding, as in the other
-families; transformers applies it before.
+The outputs of attention and MLP are normalized instead of their inputs, so
+`input_layernorm` is absent and `post_feedforward_layernorm` is present. The q and k
+norms span all heads at once, with one scale per coordinate. In bfloat16 the scale of a
+norm is applied after rounding, as in the other families; transformers applies it
+before.
 """
 
 from mxjax.models.families.hf_config import Family

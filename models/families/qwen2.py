@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: Llama's layer with biases on q, k and v, and none on o.
 
-The window of these configs is off unless `use_sliding_window` is set; then the layers
-from `max_window_layers` on slide.
+The configs use a sliding window only if `use_sliding_window` is set, and then only in
+the layers from `max_window_layers` on.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ DEFAULT_MAX_WINDOW_LAYERS = 28
 
 
 def _read_window(values: Mapping[str, Any]) -> int | None:
-  """The window of all layers, or None; refuses a model of which only some slide."""
+  """Returns the window of all layers, or None; rejects models where only some slide."""
   if not values.get("use_sliding_window"):
     return None
   first = get(values, "max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)

@@ -1,8 +1,8 @@
-"""Qwen3: Llama's layer with an RMS norm on each query and key head.
+"""Qwen3: Llama's layer with an RMSNorm on each query and key head.
 
-The norm acts on the `head_dim` coordinates of a head, before rotation, with one scale
-for all heads. Heads have a width of their own: `num_heads * head_dim` need not be the
-width of the model. The biases of Qwen2 are gone.
+The norm acts on the `head_dim` coordinates of a head before rotation, with one scale
+shared by all heads. `num_heads * head_dim` need not equal the hidden size. Unlike
+Qwen2, there are no biases.
 """
 
 from mxjax.models.families import qwen2

@@ -1,1 +1,1 @@
-"""Loaders: Hugging Face folders, hub ids, GGUF files, the embedded models."""
+"""Loaders of Hugging Face folders, hub ids, GGUF files and the embedded models."""

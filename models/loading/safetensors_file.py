@@ -1,4 +1,4 @@
-"""One safetensors file, read a tensor at a time by the safetensors library."""
+"""Reads one safetensors file, one tensor at a time."""
 
 import json
 import pathlib
@@ -7,12 +7,7 @@ import numpy as np
 
 
 class SafetensorsFile:
-  """The tensors of one file, each read when asked, bfloat16 included.
-
-  Attributes:
-    path: The file.
-    names: Names of its tensors.
-  """
+  """The tensors of one file by name, including bfloat16, each read on demand."""
 
   path: pathlib.Path
   names: list[str]
@@ -21,8 +16,8 @@ class SafetensorsFile:
     """Opens a `.safetensors` file and checks its header; reads no tensor.
 
     Raises:
-      FileNotFoundError: There is no such file.
-      ValueError: The file is truncated, or it is no safetensors file.
+      FileNotFoundError: The file is absent.
+      ValueError: The file is truncated or not in the safetensors format.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -38,7 +33,7 @@ class SafetensorsFile:
     return tuple(self._file.get_slice(name).get_shape())
 
   def dtype(self, name: str) -> str:
-    """Returns the dtype of a tensor as the format names it, such as BF16."""
+    """Returns the dtype of a tensor in the format's notation, such as BF16."""
     return self._file.get_slice(name).get_dtype()
 
   def read(self, name: str) -> np.ndarray:
@@ -47,7 +42,7 @@ class SafetensorsFile:
 
 
 def _describe_damage(path: pathlib.Path, error: Exception) -> str:
-  """What the library's error means to someone who downloaded the file."""
+  """Translates the library's error for someone who downloaded the file."""
   size = path.stat().st_size
   with path.open("rb") as file:
     expected = 8 + int.from_bytes(file.read(8), "little")

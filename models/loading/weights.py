@@ -16,19 +16,19 @@ from mxjax.models.loading.safetensors_file import SafetensorsFile
 from mxjax.models.parameters import Path, StoredTensor, parameter_shapes
 
 SINGLE_FILE = "model.safetensors"
-"""Weights of a small checkpoint."""
+"""Weights of an unsharded checkpoint."""
 INDEX_FILE = "model.safetensors.index.json"
-"""Names the shard of every tensor of a large one."""
+"""Maps every tensor of a sharded checkpoint to its shard."""
 DTYPES = ("BF16", "F16", "F32")
 """Stored dtypes that a float checkpoint may have, as safetensors names them."""
 
 
 def read_config(folder: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
-  """Reads the `config.json` of a folder, or that file; weights need not be there.
+  """Reads `config.json`, given its path or folder; weights need not exist.
 
   Raises:
     FileNotFoundError: There is no config.
-    NotImplementedError: The architecture or a feature of it is not supported.
+    NotImplementedError: The architecture or one of its features is not supported.
     ValueError: A required field is absent.
   """
   path = folder / "config.json" if folder.is_dir() else folder
@@ -36,15 +36,14 @@ def read_config(folder: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
 
 
 def open_folder(folder: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
-  """Opens a model saved by transformers, without reading a tensor.
+  """Opens a model saved by transformers without reading any tensor.
 
-  Args:
-    folder: Holds `config.json` and `model.safetensors`, or shards and their index.
-    dtype: Compute dtype of the config; the params keep the dtype of the file.
+  The folder holds `config.json` and `model.safetensors`, or shards and their index.
+  `dtype` is the compute dtype; the params keep the dtype of the file.
 
   Raises:
     FileNotFoundError: A file is absent.
-    NotImplementedError: The architecture or a feature of it is not supported.
+    NotImplementedError: The architecture or one of its features is not supported.
     ValueError: A file is truncated, or tensors are missing, unexpected or mis-shaped.
   """
   config = read_config(folder, dtype=dtype)
@@ -55,7 +54,6 @@ def open_folder(folder: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
-  """Reads a JSON file that must be there."""
   if not path.is_file():
     raise FileNotFoundError(
       f"{path.parent}: expected a file {path.name}, got none; point to a folder saved "
@@ -84,11 +82,10 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _stored_tensors(folder: pathlib.Path) -> Iterator[tuple[Path, StoredTensor]]:
-  """Yields the tensors of all files by params path."""
   for path in weight_files(folder):
     file = SafetensorsFile(path)
     for name in file.names:
-      # Old checkpoints store this buffer; the config determines it.
+      # Old checkpoints store this buffer, which the config determines.
       if name.endswith("rotary_emb.inv_freq"):
         continue
       read = functools.partial(_read_float, file, name)
@@ -96,7 +93,7 @@ def _stored_tensors(folder: pathlib.Path) -> Iterator[tuple[Path, StoredTensor]]
 
 
 def _read_float(file: SafetensorsFile, name: str) -> np.ndarray:
-  """Reads a tensor of a checkpoint that is not quantized."""
+  """Reads a tensor; rejects checkpoints that are already quantized."""
   if file.dtype(name) not in DTYPES:
     raise ValueError(
       f"{file.path}: expected {name} in {', '.join(DTYPES)}, got {file.dtype(name)}; "
@@ -106,7 +103,7 @@ def _read_float(file: SafetensorsFile, name: str) -> np.ndarray:
 
 
 def params_path(name: str) -> Path:
-  """Translates a tensor name of Hugging Face to a path in the params.
+  """Translates a Hugging Face tensor name to a path in the params.
 
   `model.layers.0.mlp.up_proj.bias` becomes `("layers_0", "mlp", "up_proj", "bias")`.
   """
@@ -119,7 +116,7 @@ def params_path(name: str) -> Path:
 
 
 def _drop_tied_head(stored: dict[Path, StoredTensor], folder: pathlib.Path) -> None:
-  """Removes a stored copy of the embedding; a different head is an error."""
+  """Removes a stored copy of the tied embedding; raises if the head differs from it."""
   head = stored.pop(("lm_head", "weight"), None)
   embedding = stored.get(("embed_tokens", "weight"))
   if head is None or embedding is None:
@@ -133,7 +130,7 @@ def _drop_tied_head(stored: dict[Path, StoredTensor], folder: pathlib.Path) -> N
 
 
 def tensor_name(path: Path) -> str:
-  """Translates a path in the params to the name of Hugging Face, as `params_path`."""
+  """Translates a path in the params to a Hugging Face name; inverts `params_path`."""
   first, *rest = path
   if first == "lm_head":
     return ".".join(path)
@@ -143,16 +140,15 @@ def tensor_name(path: Path) -> str:
 def save_folder(
   folder: pathlib.Path, hf_config: Mapping[str, Any], params: Mapping[str, Any]
 ) -> None:
-  """Writes a float model so that `open_folder` and transformers read it.
+  """Writes a float model that `open_folder` and transformers can read.
 
-  Args:
-    folder: Created if absent; `config.json` and `model.safetensors` are replaced.
-    hf_config: JSON values of a config of a supported family.
-    params: Float params of that config, in the dtypes to store.
+  `hf_config` has the JSON values of a supported family, `params` the matching float
+  params in the dtypes to store. The folder is created if absent; `config.json` and
+  `model.safetensors` are replaced.
 
   Raises:
     NotImplementedError: The config is not of a supported family.
-    ValueError: The params are not those that the config implies.
+    ValueError: The params do not match the config.
   """
   from safetensors.flax import save_file
 

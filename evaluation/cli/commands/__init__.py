@@ -1,5 +1,4 @@
-"""The commands, one file each: `add_parser` for its options and `run` for its work.
+"""The commands, one file each: `add_parser` defines the options, `run` does the work.
 
-These files import no JAX at their top, so that help is instant; `run` imports what it
-needs.
+These files import JAX only inside `run`, so that help is instant.
 """

@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-  """Runs the studies, and prints and writes their tables as they finish."""
+  """Runs the studies; prints and writes each table as its study finishes."""
   from mxjax.evaluation import ablation, ablation_table, study
   from mxjax.evaluation.cli import console, inputs, outputs
   from mxjax.methods.hires import ablations

@@ -1,4 +1,4 @@
-"""`mxjax compare`: several methods on the same calibration tokens."""
+"""`mxjax compare`: runs several methods on the same calibration tokens."""
 
 import argparse
 import pathlib
@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-  """Runs the methods that have no row yet, and reports all of them."""
+  """Runs the methods without a finished row, and reports all of them."""
   from mxjax import methods
   from mxjax.evaluation import study
   from mxjax.evaluation.cli import console, inputs, outputs

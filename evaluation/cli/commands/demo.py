@@ -1,4 +1,4 @@
-"""`mxjax demo`: four methods on the embedded model and text."""
+"""`mxjax demo`: compares four methods on the embedded model and text."""
 
 import argparse
 import pathlib
@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-  """Compares, writes the report and a checkpoint, and generates."""
+  """Compares methods, writes the report and a checkpoint, and generates text."""
   from mxjax import models
   from mxjax.evaluation import datasets, study
   from mxjax.evaluation.cli import console, outputs

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
   """Measures and prints.
 
   Raises:
-    ValueError: Options that do not go together, or no model.
+    ValueError: Options conflict, or no model is given.
   """
   for given, flag in ((options.tasks, "--tasks"), (options.storage, "--storage")):
     if given and options.mesh:
@@ -88,7 +88,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _evaluate_checkpoint(options: argparse.Namespace, storage: dict[str, Any]) -> None:
-  """Perplexity, and what else the options ask for."""
   from mxjax import models
   from mxjax.audit import sizes
   from mxjax.evaluation.cli import console, devices, inputs
@@ -124,7 +123,7 @@ def _evaluate_checkpoint(options: argparse.Namespace, storage: dict[str, Any]) -
 
 
 def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> None:
-  """The tasks of a quantized or float model, with a result file."""
+  """Evaluates tasks and writes a result file."""
   from mxjax.evaluation import results
   from mxjax.evaluation.cli import console
   from mxjax.evaluation.tasks import seven_tasks
@@ -157,7 +156,7 @@ def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> Non
 def _task_subject(
   options: argparse.Namespace, storage: dict[str, Any]
 ) -> "seven_tasks.Subject":
-  """A folder of `quantize`, or else any float model."""
+  """Loads a folder written by `quantize`, or else any float model."""
   from mxjax import models
   from mxjax.evaluation import results
   from mxjax.evaluation.cli import inputs
@@ -184,7 +183,7 @@ def _task_subject(
     seed = calibration.get("seed")
     details = {"calibration": calibration, "program": facts["program"]}
   if storage:
-    # Another storage is another model: its results must not stand for the first one's.
+    # Packed storage changes the model, so its results get a name of their own.
     details |= {"storage": names.split(options.storage)}
     method += f" [{options.storage}]"
   return seven_tasks.Subject(

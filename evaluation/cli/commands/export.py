@@ -1,4 +1,4 @@
-"""`mxjax export`: a quantized model in the format of another program."""
+"""`mxjax export`: writes a quantized model in the format of another program."""
 
 import argparse
 import json
@@ -61,7 +61,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-  """Checks, measures, writes, and prints what was written."""
+  """Checks, measures and writes the model, and prints what was written."""
   from mxjax import models
   from mxjax.evaluation import datasets, exporting
   from mxjax.evaluation.cli import console, inputs
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
   )
   folder = inputs.checkpoint_folder(options.checkpoint)
   source = exporting.open_checkpoint(folder)
-  # What stays and cannot be held is refused before anything is measured.
+  # Features that the format cannot hold are rejected before anything is measured.
   changed = exporting.check(target, source)
   record: dict[str, Any] = {"dropped": list(target.dropped)}
   if options.windows:

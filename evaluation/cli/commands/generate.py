@@ -1,4 +1,4 @@
-"""`mxjax generate`: a quantized model continues a prompt."""
+"""`mxjax generate`: continues a prompt with a quantized model."""
 
 import argparse
 import json

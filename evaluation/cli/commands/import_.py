@@ -1,4 +1,4 @@
-"""`mxjax import`: a compressed-tensors model becomes a checkpoint."""
+"""`mxjax import`: converts a compressed-tensors model to a checkpoint."""
 
 import argparse
 import pathlib

@@ -1,4 +1,4 @@
-"""`mxjax plan`: what quantizing a model will take, from its config alone."""
+"""`mxjax plan`: estimates the cost of quantizing a model from its config alone."""
 
 import argparse
 import json

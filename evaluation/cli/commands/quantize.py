@@ -1,4 +1,4 @@
-"""`mxjax quantize`: a run that may be killed at any point and resumed."""
+"""`mxjax quantize`: quantizes a model in a run that can be killed and resumed."""
 
 import argparse
 import contextlib
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
   from mxjax.evaluation.cli import inputs
 
 RUN = "run"
-"""Where a run keeps its journal and finished layers, inside its folder."""
+"""Name of the subfolder with a run's journal and finished layers."""
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -54,7 +54,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-  """Quantizes, measures, and writes the folder."""
+  """Quantizes the model, measures it, and writes the folder."""
   from mxjax import methods
   from mxjax.devices import processes
   from mxjax.evaluation.cli import devices, inputs, outputs, progress
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
 def _quantize(
   options: argparse.Namespace, folder: pathlib.Path, prepared: "inputs.Inputs"
 ) -> dict[str, Any]:
-  """Runs the method in its run folder and saves everything; returns the row."""
+  """Runs the method in its run folder and saves the results; returns the row."""
   from mxjax.devices import processes
   from mxjax.evaluation.cli import inputs, outputs
   from mxjax.storage import checkpoint, run_folder
@@ -123,7 +123,7 @@ def _run_method(
   prepared: "inputs.Inputs",
   stack: contextlib.ExitStack,
 ) -> tuple[dict[str, Any], Any]:
-  """Quantizes and measures with progress shown; the stack owns scratch and signals."""
+  """Quantizes and measures with progress; `stack` owns scratch files and signals."""
   from mxjax import models
   from mxjax.devices import processes
   from mxjax.evaluation import study
@@ -134,7 +134,7 @@ def _run_method(
   is_on_disk = isinstance(prepared.subject.params, models.LazyParams)
   store: Any = {}
   if is_on_disk:
-    # Inside the run folder, so that what a killed process leaves is removed.
+    # Inside the run folder, so that the leftovers of a killed process are removed.
     place = run.path if is_leader else None
     scratch = tempfile.TemporaryDirectory(dir=place, prefix="scratch-")
     store = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))

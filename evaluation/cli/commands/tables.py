@@ -1,4 +1,4 @@
-"""`mxjax tables`: the paper's tables from result files."""
+"""`mxjax tables`: builds the paper's tables from result files."""
 
 import argparse
 import sys
@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-  """Prints the tables, and writes them where asked to."""
+  """Prints the tables, and writes them to files on request."""
   from mxjax.evaluation import paper_tables, results
   from mxjax.evaluation.report import tables
   from mxjax.storage import atomic_io

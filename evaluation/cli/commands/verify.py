@@ -1,4 +1,4 @@
-"""`mxjax verify`: an audit of a quantized model."""
+"""`mxjax verify`: audits a quantized model."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> int:
-  """Prints the audit; 0 where everything holds, 1 where anything does not."""
+  """Prints the audit; returns 0 if every check passes, otherwise 1."""
   from mxjax.audit import verify
   from mxjax.evaluation.cli import console
 
