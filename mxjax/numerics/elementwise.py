@@ -25,16 +25,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def gated_product(gate: jax.Array, up: jax.Array) -> jax.Array:
-  """Computes `silu(gate) * up`.
-
-  Args:
-    gate: Gate outputs, `[..., hidden]`.
-    up: Up outputs, same shape and dtype.
-
-  Returns:
-    The product, same shape and dtype.
-  """
-  # Feature-major, as linears make and take it: a transpose fused with the exponential
-  # would cost XLA:CPU its vector instructions.
+  """Computes `silu(gate) * up` for `[..., hidden]` arrays of one shape and dtype."""
+  # Feature-major, the layout that linears produce and consume: fusing a transpose with
+  # the exponential would cost XLA:CPU its vector instructions.
   rows, columns = (a.reshape(-1, a.shape[-1]).T for a in (gate, up))
   return (jax.nn.silu(rows) * columns).T.reshape(gate.shape)
