@@ -8,9 +8,9 @@ def project_zero_sum_box(x: jax.Array, bound: float) -> jax.Array:
   """Projects each row onto {z : sum(z) = 0, |z_i| <= bound}, by sorted breakpoints.
 
   The solution is `clip(x - shift, -bound, bound)` for the one `shift` that makes the
-  sum zero. That sum falls piecewise linearly in `shift`, with kinks at `x_i - bound`
-  and `x_i + bound`, so `shift` is read off between the two sorted kinks where the sum
-  changes sign: exact, with no iteration.
+  sum zero. The sum falls piecewise linearly in `shift`, with kinks at `x_i - bound` and
+  `x_i + bound`, so interpolation between the two sorted kinks where it changes sign
+  gives `shift` exactly, without iteration.
 
   Paper: the projection inside Eq. hires-spectral-cap.
 
@@ -45,15 +45,9 @@ def project_zero_sum_box_bisection(
 ) -> jax.Array:
   """Projects like `project_zero_sum_box`, by bisection on the shift.
 
+  `steps` halves the bracket [min x - bound, max x + bound] so many times.
+
   Paper: Eq. serb-proposal uses 80 scalar steps.
-
-  Args:
-    x: Rows to project, `[..., n]`.
-    bound: Largest magnitude allowed for an entry, positive.
-    steps: Halvings of the bracket [min x - bound, max x + bound].
-
-  Returns:
-    The projection, `[..., n]`, in the dtype of `x`.
   """
   low = x.min(-1, keepdims=True) - bound
   high = x.max(-1, keepdims=True) + bound
@@ -73,15 +67,9 @@ def project_zero_sum_box_bisection(
 def project_ball(
   x: jax.Array, radius: float, axes: tuple[int, ...] = (-1,)
 ) -> jax.Array:
-  """Projects onto the Euclidean ball of a radius over the given axes.
+  """Projects onto the Euclidean ball of the given positive radius.
 
-  Args:
-    x: Any shape.
-    radius: The radius, positive.
-    axes: The axes over which the norm is taken.
-
-  Returns:
-    `x` scaled down where its norm exceeds `radius`, in the dtype of `x`.
+  The norm is taken over `axes`. The result has the shape and dtype of `x`.
   """
   norm = jnp.sqrt((x * x).sum(axes, keepdims=True))
   return x * jnp.where(norm > radius, radius / jnp.where(norm > 0, norm, 1), 1)
