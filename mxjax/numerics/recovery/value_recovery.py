@@ -14,12 +14,12 @@ from mxjax.numerics import precision
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ValueRecovery:
-  """The affine correction of the value outputs of one layer.
+  """The affine correction of one layer's value outputs.
 
   Attributes:
-    scale: The coefficient a of each head, float32 `[kv_heads]`.
-    offset: The coefficient b of each head, float32 `[kv_heads]`, in units of the
-      value outputs; it is broadcast over the head's coordinates.
+    scale: Coefficient a of each head, float32 `[kv_heads]`.
+    offset: Coefficient b of each head, float32 `[kv_heads]`, in units of the value
+      outputs; it is broadcast over the head's coordinates.
   """
 
   scale: jax.Array
@@ -37,7 +37,7 @@ class ValueMoments:
     target: The sum S_y of float values.
     value_square: The sum S_xx.
     product: The sum S_xy.
-    target_square: The sum S_yy; only errors need it, not the fit.
+    target_square: The sum S_yy; used only by `errors`, not by the fit.
   """
 
   count: jax.Array
@@ -56,7 +56,7 @@ def moments(values: jax.Array, targets: jax.Array) -> ValueMoments:
     targets: Value outputs of the float model on the same tokens, same shape.
 
   Returns:
-    Float64 sums, `[kv_heads]` each; sums of several calls add leaf by leaf.
+    Float64 sums; results of several calls can be added leaf by leaf.
   """
   x = values.astype(jnp.float64)
   y = targets.astype(jnp.float64)
@@ -75,7 +75,7 @@ def moments(values: jax.Array, targets: jax.Array) -> ValueMoments:
 
 @jax.jit
 def solve(sums: ValueMoments) -> ValueRecovery:
-  r"""Fits scale and offset of each head by least squares.
+  r"""Fits the scale and offset of each head by least squares, in float64.
 
   .. math::
     a = \frac{S_{xy} - S_x S_y / N}{S_{xx} - S_x^2 / N}, \qquad
@@ -84,12 +84,6 @@ def solve(sums: ValueMoments) -> ValueRecovery:
   A zero denominator (constant values) gives `(1, 0)`.
 
   Paper: Eq. p3-ols.
-
-  Args:
-    sums: Float64 moments, `[kv_heads]` each.
-
-  Returns:
-    The recovery, float64 `[kv_heads]` leaves.
   """
   precision.require_float64("value_recovery.solve", sums.value_square)
   variance = sums.value_square - sums.value * sums.value / sums.count
@@ -133,9 +127,6 @@ def apply(values: jax.Array, recovery: ValueRecovery) -> jax.Array:
   Args:
     values: Value outputs, `[..., kv_heads, head_dim]`, bfloat16 or float32.
     recovery: Float32 coefficients, `[kv_heads]`.
-
-  Returns:
-    The corrected values, same shape and dtype.
   """
   scale = recovery.scale[:, None].astype(jnp.float32)
   offset = recovery.offset[:, None].astype(jnp.float32)
