@@ -1,13 +1,13 @@
-r"""The interaction correction of Stage I: anchor errors to K, G and T.
+r"""The interaction correction of Stage I: from anchor errors to K, G and T.
 
 One strict encoding of both operands in the reference chart shows which pairs of
 coordinates the rounding errors couple. The pairs on which both folds and both operands
 agree become K, a small matrix with a zero diagonal.
 
-Paper: Eq. hires-anchor-statistics to Eq. bidir-reconstruct, Eq. hires-transform.
-Both orderings of a pair are computed at once: with `Z` any of the matrices, the
-reciprocal coordinate is the symmetric part `(Z + Z^T) / sqrt 2`, the directed one the
-antisymmetric part `(Z - Z^T) / sqrt 2`.
+Paper: Eq. hires-anchor-statistics to Eq. bidir-reconstruct, Eq. hires-transform. The
+code computes both orderings of a pair at once: for any of the matrices `Z`, the
+reciprocal coordinate is the symmetric part `(Z + Z^T) / sqrt 2` and the directed one is
+the antisymmetric part `(Z - Z^T) / sqrt 2`.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class AnchorStatistics:
 
 
 class PairModes(NamedTuple):
-  """A quantity of pairs: reciprocal (symmetric) and directed (antisymmetric)."""
+  """A pair quantity in reciprocal (symmetric) and directed (antisymmetric) modes."""
 
   reciprocal: jax.Array
   directed: jax.Array
@@ -101,7 +101,7 @@ def rotated_error_moment(
 
 
 def unrotate(moment: jax.Array) -> jax.Array:
-  """Takes moments `[..., 32, 32]` back through the Hadamard: R_H M R_H."""
+  """Transforms moments `[..., 32, 32]` back through the Hadamard: R_H M R_H."""
   rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, moment.dtype)
   return jnp.einsum(
     "ij,...jk,kl->...il", rotation, moment, rotation, precision=precision.HIGHEST
@@ -128,14 +128,14 @@ def _off_diagonal(matrix: jax.Array) -> jax.Array:
 
 
 def _by_mode(function: Callable[..., jax.Array], *quantities: PairModes) -> PairModes:
-  """Applies a function of arrays to the reciprocal modes and to the directed ones."""
+  """Applies a function to the reciprocal modes and to the directed modes."""
   return PairModes(*map(function, *quantities))
 
 
 def _threshold(
   folds: tuple[PairModes, PairModes], mean: PairModes, a: PairModes, b: PairModes
 ) -> PairModes:
-  """Computes delta, by which folds and operands disagree (Eq. bidir-threshold).
+  """Computes delta, the disagreement of folds and operands (Eq. bidir-threshold).
 
   A directed coordinate also shrinks by its excess over the reciprocal one.
   """
@@ -198,7 +198,7 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
   scale = denominator * jnp.sqrt(q_hat)
   shrink = lambda p, t: projections.soft_threshold(p / scale, t / scale)
   z = _by_mode(lambda p, t: _off_diagonal(shrink(p, t)), p_mean, threshold)
-  # Each unordered pair stands twice in the matrices, hence the root of two.
+  # Each unordered pair occurs twice in the matrices, hence the root of two.
   both = jnp.stack(z, axis=-3)
   projected = projections.project_ball(both, RADIUS * math.sqrt(2.0), axes=(-3, -2, -1))
   v = PairModes(projected[..., 0, :, :], projected[..., 1, :, :])

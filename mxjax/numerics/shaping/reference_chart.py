@@ -104,8 +104,8 @@ def reference_chart(
     M_0 = \tfrac12 [\operatorname{DN}(A) + \operatorname{DN}(B^{-1})], \qquad
     P_{ref} = \operatorname{Cap}_8(M_0^{-1/2})
 
-  The power -1/2 and the cap act on the same eigenvalues, so one decomposition
-  serves both.
+  The power -1/2 and the cap act on the same eigenvalues, so one decomposition serves
+  both.
 
   Paper: Eq. hires-reference-chart.
 
