@@ -36,8 +36,7 @@ def from_bits(x: jax.Array) -> jax.Array:
 def block_exponent(largest: jax.Array) -> jax.Array:
   """Returns the shared exponent from the int32 bits of a block's largest magnitude.
 
-  Returns:
-    int32 in [-127, 125], or 128 for inf and NaN; same shape.
+  The result is int32 in [-127, 125], or 128 for inf and NaN.
   """
   field = largest >> 23
   exponent = jnp.maximum(field - 129, -127)
@@ -52,9 +51,8 @@ def nearest_index(size: jax.Array) -> jax.Array:
   1.25 as a float makes the legal values 2^22 apart as well and gives 1 the same index.
   Each number is too low where the other applies, so the maximum selects the right one.
 
-  Args:
-    size: Nonnegative float32. The result is exact below 8 for at most 8 significant
-      bits; with more bits, a sum may round up to a tie.
+  `size` is nonnegative float32. The result is exact below 8 for at most 8 significant
+  bits; with more bits, a sum may round up to a tie.
   """
   below_one = bits(size + 1.25)
   from_one = bits(size) + ((1 << 21) + (2 << 22))
@@ -78,19 +76,13 @@ def nearest_value(x: jax.Array) -> jax.Array:
 def magnitude_index(
   magnitude: jax.Array, exponent: jax.Array, *, has_subnormals: bool
 ) -> jax.Array:
-  """Computes `mxfp4.magnitude_index` from bits.
+  """Computes `mxfp4.magnitude_index` from bits, int32 in 0..7, `[rows, 32]`.
 
   No boundary between two codes has more than three significant bits, so the upper half
-  of the bits, a bfloat16 rounded toward zero, is sufficient.
-
-  Args:
-    magnitude: int32 bits of |x|, `[rows, 32]`.
-    exponent: int32 `[rows, 1]`.
-    has_subnormals: Whether this backend's floats have subnormals. A GPU's do; XLA on a
-      CPU flushes them, so tiles with tiny blocks are encoded with integers there.
-
-  Returns:
-    int32 in 0..7, `[rows, 32]`.
+  of the bits, a bfloat16 rounded toward zero, is sufficient. `magnitude` is int32 bits
+  of |x|, `[rows, 32]`; `exponent` is int32 `[rows, 1]`. `has_subnormals` tells whether
+  this backend's floats have subnormals: a GPU's do, but XLA on a CPU flushes them, so
+  tiles with tiny blocks are encoded with integers there.
   """
   magnitude &= UPPER_HALF
 
@@ -111,14 +103,9 @@ def magnitude_index(
 
 
 def encode(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]:
-  """Encodes a tile, one block per row, to nearest magnitudes and exponents.
+  """Encodes a tile float32 `[rows, 32]`, one block per row; see `magnitude_index`.
 
-  Args:
-    x: float32 `[rows, 32]`.
-    has_subnormals: See `magnitude_index`.
-
-  Returns:
-    int32 indices 0..7 `[rows, 32]` and int32 exponents `[rows, 1]`.
+  Returns int32 indices 0..7 `[rows, 32]` and int32 exponents `[rows, 1]`.
   """
   # The upper half contains the exponent, so it also yields the block's exponent.
   magnitude = bits(x) & UPPER_HALF
@@ -130,13 +117,8 @@ def encode(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]
 def encode_values(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]:
   """Encodes like `encode` but returns values, which take fewer instructions than codes.
 
-  Args:
-    x: float32 `[rows, 32]`.
-    has_subnormals: See `magnitude_index`.
-
-  Returns:
-    Nearest legal values in units of the scale, float32 `[rows, 32]`, with unsigned
-    zeros, and int32 exponents `[rows, 1]`.
+  Returns the nearest legal values in units of the scale, float32 `[rows, 32]`, with
+  unsigned zeros, and int32 exponents `[rows, 1]`.
   """
   upper = from_bits(bits(x) & UPPER)
   # Maximum on bits: a GPU's float maximum drops NaN, and the block would go unmarked.

@@ -81,17 +81,11 @@ def launch(
   tile: Tile = Tile(),
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Rounds one group.
+  """Rounds one group of 32 columns.
 
-  Args:
-    weight: float32 `[32, rows]`, compensated for all earlier groups.
-    upper: The group's diagonal block of U, float32 `[32, 32]`.
-    tile: Tile sizes.
-    interpret: Whether to run the kernel without a GPU.
-
-  Returns:
-    uint8 codes `[32, rows]`, int32 exponents `[rows]` and float32 errors (w - q) / U_jj
-    `[32, rows]`.
+  `weight` is float32 `[32, rows]`, compensated for all earlier groups; `upper` is the
+  group's diagonal block of U, float32 `[32, 32]`. Returns uint8 codes `[32, rows]`,
+  int32 exponents `[rows]` and float32 errors (w - q) / U_jj `[32, rows]`.
   """
   rows = weight.shape[1]
   column_spec = lowering.BlockSpec((_BLOCK, tile.rows), lambda i: (0, i))

@@ -54,12 +54,9 @@ def launch(
 
 
 def tail_mask(rows: int, tile: int, index: jax.Array) -> jax.Array | None:
-  """Returns which rows of a tile exist, bool `[tile]`; None if all tiles are full.
+  """Returns which of the `tile` rows of tile `index` exist; None if all tiles are full.
 
-  Args:
-    rows: Rows of the whole array.
-    tile: Rows of a tile.
-    index: Index of the tile, int32.
+  `rows` counts the rows of the whole array; the result is bool `[tile]`.
   """
   if rows % tile == 0:
     return None

@@ -252,15 +252,11 @@ def decode_float8(
   *,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """Decodes `[..., d]` to E4M3 with one scale for the tensor.
+  """Decodes `[..., d]` to E4M3 with one scale for the tensor, exactly.
 
-  Args:
-    tensor: Packed by the paper's scale rule; `float8_range` must accept it.
-    unit: The scale from `float8_range`, a float32 scalar.
-    implementation: See `implementations.choose`.
-
-  Returns:
-    The values in units of `unit`; exact.
+  The tensor is packed by the paper's scale rule, and `float8_range` must accept it.
+  `unit` is the scale from there, a float32 scalar; see `implementations.choose` for
+  `implementation`.
   """
   obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
   implementation = implementations.choose(

@@ -65,13 +65,9 @@ def pair_ptx() -> str:
 def encode_pairs(word: jax.Array, factor: jax.Array, *, interpret: bool) -> jax.Array:
   """Encodes pairs of bfloat16 to bytes of nearest codes.
 
-  Args:
-    word: int32, the even column's bits in the lower half.
-    factor: int32, the bits of the bfloat16 2^-e in both halves.
-    interpret: See `lowering.by_ptx`.
-
-  Returns:
-    int32 with the even column's code in bits 0 to 3, the odd one in bits 4 to 7.
+  `word` is int32 with the even column's bits in the lower half, and `factor` has the
+  bits of the bfloat16 2^-e in both halves. Returns int32 with the even column's code in
+  bits 0 to 3 and the odd one in bits 4 to 7.
   """
 
   def meaning(word: jax.Array, factor: jax.Array) -> jax.Array:
@@ -165,19 +161,15 @@ def encode(
 ) -> mxfp4.MXTensor:
   """Encodes the last axis in blocks of 32, exactly for every finite value.
 
-  `mxfp4.encode` is the definition; every implementation gives the same bits.
+  Every implementation gives the bits of `mxfp4.encode`, which defines the arguments,
+  the result and the errors. None selects the Pallas kernel on a GPU, and on a CPU the
+  native one for arrays of at least `native.encode.WORTH_IT` values outside a trace.
 
   Args:
     x: `[..., d]` float32, bfloat16, float16 or (inside a 64-bit scope) float64, with
-      `d` a multiple of 32. Subnormals follow the formula literally.
+      `d` a multiple of 32.
     rules: Scale and tie rules.
-    implementation: See `implementations.choose`. None selects the Pallas kernel on a
-      GPU, and on a CPU the native one for arrays of at least `native.encode.WORTH_IT`
-      values outside a trace.
-
-  Returns:
-    The packed tensor. While tracing, a block with inf or NaN gets the illegal scale
-    byte 255, which decodes to NaN and which `mxfp4.check_legal` reports.
+    implementation: See `implementations.choose`.
 
   Raises:
     NotImplementedError: The requested implementation cannot run.

@@ -207,15 +207,9 @@ def recover_values(
 ) -> jax.Array:
   """Computes `a (values + bias) + b` of each head in float32.
 
-  Args:
-    values: Value outputs, `[..., kv_heads, head_dim]`, float32 or bfloat16.
-    recovery: Float32 coefficients, `[kv_heads]`.
-    bias: The projection's bias, `[kv_heads * head_dim]`, if not added yet.
-    implementation: See `implementations.choose`; None also prefers XLA's own fusion
-      below `FUSED_VALUES` values.
-
-  Returns:
-    The corrected values, same shape and dtype.
+  `values` is `[..., kv_heads, head_dim]`, float32 or bfloat16, and the result keeps its
+  dtype. `recovery` is float32 `[kv_heads]`. `bias` is the projection's,
+  `[kv_heads * head_dim]`, if not added yet. See `gated_product` for `implementation`.
 
   Raises:
     NotImplementedError: The kernel was requested and cannot run.

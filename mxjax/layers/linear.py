@@ -205,15 +205,10 @@ def _weight_only(
 
 
 def take_rows(weight: Stored | RowSharded, index: jax.Array) -> jax.Array:
-  """Looks up rows of an embedding; an out-of-range index gives NaN rows.
+  """Looks up rows of an embedding `[rows, d]`; an out-of-range index gives NaN rows.
 
-  Args:
-    weight: `[rows, d]`: an array, packed tensor, int8 matrix or row-sharded weight.
-    index: int32, any shape.
-
-  Returns:
-    `[..., d]`: bfloat16 (exact) from a packed tensor, float32 from an int8 matrix,
-    otherwise the dtype of the array.
+  `index` is int32 of any shape. The result `[..., d]` is bfloat16 (exact) from a packed
+  tensor, float32 from an int8 matrix, otherwise in the dtype of the array.
   """
   if isinstance(weight, Int8Matrix | RowSharded):
     return weight.take_rows(index)

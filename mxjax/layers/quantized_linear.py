@@ -55,16 +55,10 @@ def quantized_inputs(
   weight: QuantizedLinear,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """Returns the decoded legal A4 operand of a quantized linear.
+  """Returns the decoded legal A4 operand of inputs `[..., in_features]`.
 
-  Args:
-    x: Inputs, `[..., in_features]`.
-    weight: The linear.
-    implementation: How the A4 rule runs; see `implementations.choose`.
-
-  Returns:
-    float32 `[in_features, n]`, feature-major, where n is the product of the leading
-    axes.
+  The result is float32 `[in_features, n]`, feature-major, where n is the product of the
+  leading axes. `implementation` runs the A4 rule; see `implementations.choose`.
   """
   mxfp4.check_width("linear", x.shape[-1])
   rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
@@ -89,17 +83,8 @@ def quantized_products(
 ) -> list[jax.Array]:
   """Computes the outputs of quantized linears that share their inputs.
 
-  Args:
-    x: Inputs, `[..., in_features]`, float32 or bfloat16, or deferred inputs.
-    weights: The linears.
-    implementation: See `linear`.
-
-  Returns:
-    Outputs of each linear, `[..., out_features]`, in the dtype of `x`.
-
-  Raises:
-    NotImplementedError: The requested implementation cannot run.
-    ValueError: The width is not a multiple of 32.
+  See `linear` for `x`, `implementation` and errors. Returns one output per linear,
+  `[..., out_features]`, in the dtype of `x`.
   """
   width = x.shape[-1]
   mxfp4.check_width("linear", width)

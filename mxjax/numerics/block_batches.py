@@ -29,15 +29,9 @@ def map_block_batches(function: Callable[..., T], *arrays: jax.Array) -> T:
   """Applies a function of independent blocks, in small batches on a CPU.
 
   XLA:CPU makes one pass over memory for each product or reduction; with a few blocks
-  those passes stay in cache. Batching does not change the bits.
-
-  Args:
-    function: Takes arrays `[n, ...]` for any number n of blocks and returns a pytree of
-      such arrays.
-    *arrays: Operands, `[blocks, ...]`; the first one determines the batch size.
-
-  Returns:
-    The function's result for all blocks.
+  those passes stay in cache. Batching does not change the bits. `function` takes arrays
+  `[n, ...]` for any number n of blocks and returns a pytree of such arrays; the first
+  of `arrays`, `[blocks, ...]`, determines the batch size.
   """
   blocks = arrays[0].shape[0]
   nbytes = math.prod(arrays[0].shape[1:]) * arrays[0].dtype.itemsize

@@ -5,18 +5,13 @@ import jax.numpy as jnp
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-  r"""Divides each row by its root mean square and scales it.
+  r"""Divides rows `[..., d]` by their root mean square and multiplies by `weight`.
 
   .. math::
     y = w \odot x / \sqrt{\operatorname{mean}(x^2) + \epsilon}
 
-  Args:
-    x: Rows, `[..., d]`, float32 or bfloat16.
-    weight: Scale of each coordinate, `[d]`, any float dtype.
-    eps: Added to the mean square.
-
-  Returns:
-    The normalized rows, `[..., d]`, in the dtype of `x`.
+  The weight is `[d]`. The mean is in float32; the result has the shape and dtype of
+  `x`.
   """
   wide = x.astype(jnp.float32)
   mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)

@@ -39,14 +39,11 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-  """Builds float32 2^exponent from its bits; the non-finite mark 128 gives NaN.
+  """Builds float32 2^exponent from int32 in [-127, 128]; 128 gives NaN.
 
   2^-127 is subnormal, and a backend may flush a product with it to zero. Values below
   2^-124 can then vanish in arithmetic, but never in a payload, because `decode` is
   exact.
-
-  Args:
-    exponent: int32, any shape, in [-127, 128].
   """
   field = (exponent.astype(jnp.int32) + 127) << 23
   subnormal = jnp.where(exponent == -127, jnp.int32(1 << 22), field)

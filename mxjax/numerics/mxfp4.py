@@ -93,13 +93,8 @@ def block_exponent(
 ) -> jax.Array:
   """Computes each block's exponent from the bits of its largest magnitude.
 
-  Args:
-    x: float32 or float64 with the 32 values of a block on `axis`.
-    rules: The scale rule.
-    axis: The block axis.
-
-  Returns:
-    int32 in [-127, 127], or 128 where the block has an inf or NaN; `axis` is reduced.
+  `x` is float32 or float64 with the 32 values of a block on `axis`. Returns int32 in
+  [-127, 127], or 128 where the block has inf or NaN, with `axis` reduced.
   """
   form = float_bits.float_format(x)
   largest = jnp.max(float_bits.magnitude_bits(x), axis=axis)
@@ -160,15 +155,10 @@ def _scaled_bits(x: jax.Array, exponent: jax.Array) -> jax.Array:
 def magnitude_index(
   x: jax.Array, exponent: jax.Array, rules: Rules = PAPER_RULES
 ) -> jax.Array:
-  """Returns the magnitude index 0..7 of each value at an exponent, saturating.
+  """Returns the int32 magnitude index 0..7 of each value at an exponent, saturating.
 
-  Args:
-    x: float32 or float64.
-    exponent: int32, broadcastable to `x` with the same rank.
-    rules: Tie rule and, for `mx43`, the factor of the scale.
-
-  Returns:
-    int32, the shape of `x`.
+  `x` is float32 or float64; `exponent` is int32, of the same rank and broadcastable.
+  With `mx43`, the scale includes the factor 1/3.
   """
   scaled = _scaled_bits(x, exponent)
   index = jnp.zeros(x.shape, jnp.int32)
@@ -197,15 +187,10 @@ def magnitude(index: jax.Array) -> jax.Array:
 def round_elements(
   x: jax.Array, exponent: jax.Array, rules: Rules = PAPER_RULES
 ) -> jax.Array:
-  """Rounds to signed element values, in units of the scale, at an exponent.
+  """Rounds float32 `x` to signed element values, in units of the scale, at an exponent.
 
-  Args:
-    x: float32.
-    exponent: int32, broadcastable to `x` with the same rank.
-    rules: Tie and scale rules.
-
-  Returns:
-    float32 from {0, ±.5, ±1, ±1.5, ±2, ±3, ±4, ±6} with the sign of `x`.
+  `exponent` is int32, of the same rank and broadcastable. Returns float32 from {0, ±.5,
+  ±1, ±1.5, ±2, ±3, ±4, ±6} with the sign of `x`.
   """
   return jnp.copysign(magnitude(magnitude_index(x, exponent, rules)), x)
 
@@ -277,12 +262,7 @@ def _encode(x: jax.Array, rules: Rules) -> MXTensor:
 
 
 def check_encodable(x: jax.Array) -> None:
-  """Checks that an array is floating point and that its width is a multiple of 32.
-
-  Raises:
-    TypeError: The array is not floating point.
-    ValueError: The width is not a multiple of 32.
-  """
+  """Checks that `x` is floating point (TypeError) and in blocks of 32 (ValueError)."""
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise TypeError(f"mxfp4.encode: expected a floating-point array, got {x.dtype}.")
   check_width("mxfp4.encode", x.shape[-1])
@@ -370,11 +350,9 @@ def decode(
 def check_legal(tensor: MXTensor, place: str = "mxfp4.check_legal") -> None:
   """Checks the dtypes, shapes and scale bytes of a concrete tensor.
 
-  Every nibble is a legal E2M1 code by construction. `place` begins the error message.
-
-  Raises:
-    TypeError: `codes` or `scales` is not uint8.
-    ValueError: Shapes disagree or a scale byte is 255.
+  Every nibble is a legal E2M1 code by construction. `place` begins the error message:
+  TypeError for leaves that are not uint8, ValueError for shapes that disagree or a
+  scale byte of 255.
   """
   for name in ("codes", "scales"):
     leaf = getattr(tensor, name)

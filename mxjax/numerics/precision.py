@@ -38,11 +38,7 @@ def require_float64(place: str, *arrays: jax.Array) -> None:
 
 
 def float32_sums(left: jax.Array, right: jax.Array) -> jax.Array:
-  """Multiplies `[m, d]` by `[d, n]`, both bfloat16 or both float32, with float32 sums.
-
-  Returns:
-    float32 `[m, n]`.
-  """
+  """Multiplies `[m, d]` by `[d, n]`, both bfloat16 or float32, with float32 sums."""
   if left.dtype == jnp.bfloat16:
     # XLA:CPU (jaxlib 0.10.2) chooses the bfloat16 implementation early and fails at run
     # time if it later merges a transpose of the result into the product.
@@ -56,15 +52,7 @@ def float32_sums(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def block_products(matrices: jax.Array, blocks: jax.Array) -> jax.Array:
-  """Multiplies each block of columns by its own matrix, at full precision.
-
-  Args:
-    matrices: `[blocks, 32, 32]`.
-    blocks: `[blocks, 32, n]`, same dtype.
-
-  Returns:
-    `[blocks, 32, n]`.
-  """
+  """Multiplies `[blocks, 32, n]` by `[blocks, 32, 32]` matrices at full precision."""
   rows = matrices.shape[-2]
   if jax.default_backend() == "cpu":
     # XLA:CPU (jaxlib 0.10) uses a second core only for products above a size that 32 x

@@ -12,14 +12,8 @@ def project_zero_sum_box(x: jax.Array, bound: float) -> jax.Array:
   `x_i + bound`, so interpolation between the two sorted kinks where it changes sign
   gives `shift` exactly, without iteration.
 
-  Paper: the projection inside Eq. hires-spectral-cap.
-
-  Args:
-    x: Rows to project, `[..., n]`, floating point.
-    bound: Largest magnitude allowed for an entry, positive.
-
-  Returns:
-    The projection, `[..., n]`, in the dtype of `x`.
+  Rows are `[..., n]`, floating point, and `bound` is positive. The result has the shape
+  and dtype of `x`. Paper: the projection inside Eq. hires-spectral-cap.
 
   Example:
     >>> project_zero_sum_box(jnp.array([3.0, 0.0, 0.0]), 0.5).tolist()

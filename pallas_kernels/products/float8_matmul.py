@@ -31,7 +31,7 @@ _PROGRAMS = 8
 
 
 class _Refs(NamedTuple):
-  """Operands that the kernel reads: inputs by plane, packed weights, and their scales."""
+  """Operands of the kernel: inputs by plane, packed weights, and their scales."""
 
   inputs: tuple[Any, ...]
   input_scales: Any

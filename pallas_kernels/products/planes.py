@@ -119,17 +119,7 @@ def scales(byte: jax.Array, *, interpret: bool) -> jax.Array:
 def plane(
   word: jax.Array, scale: jax.Array, position: int, *, interpret: bool
 ) -> jax.Array:
-  """Decodes the values of one position of four, exactly.
-
-  Args:
-    word: int16, any shape.
-    scale: bfloat16, same shape.
-    position: 0 to 3.
-    interpret: See `lowering.by_ptx`.
-
-  Returns:
-    bfloat16, same shape.
-  """
+  """Decodes one position of four from int16 words, exactly, to bfloat16."""
 
   def meaning(word: jax.Array, scale: jax.Array) -> jax.Array:
     code = (word.astype(jnp.int32) >> (4 * position)) & 15

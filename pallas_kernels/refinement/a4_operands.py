@@ -23,16 +23,10 @@ def a4_operands(
   form: Form,
   implementation: Implementation,
 ) -> list[Any]:
-  """Returns the legal A4 operand of each linear for the same inputs.
+  """Returns each linear's legal A4 operand of the same inputs, `[n, d]` in `form`.
 
-  Args:
-    x: Inputs, `[n, d]`, float32 or bfloat16, or deferred inputs.
-    operators: Each linear's map and A4 rule.
-    form: Form of the result; see `one_code.refine_for`.
-    implementation: See `implementations.choose`.
-
-  Returns:
-    `[n, d]` in that form for each linear.
+  `x` is `[n, d]`, float32 or bfloat16, or deferred inputs; `operators` has each
+  linear's map and A4 rule. See `one_code.refine_for` for `form` and `implementation`.
 
   Raises:
     NotImplementedError: A kernel was requested and cannot run.

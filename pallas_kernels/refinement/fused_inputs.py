@@ -161,12 +161,8 @@ def specs(x: Input, rows: int) -> Any:
 def tiles(refs: Any, width: int) -> Callable[[Any, jax.Array | None], jax.Array]:
   """Returns a function that computes tiles `[rows, 32]` of this program's block.
 
-  Args:
-    refs: The kernel's references for `operands(x)` and `specs`.
-    width: The width d of x.
-
-  Returns:
-    A function of a slice of the program's rows and their mask.
+  `refs` are the kernel's references for `operands(x)` and `specs`, and `width` is the
+  width d of x. The function takes a slice of the program's rows and their mask.
   """
   match refs:
     case Normalized():

@@ -103,13 +103,9 @@ def best_change(
 ) -> tuple[jax.Array, jax.Array]:
   """Finds the legal value nearest to the optimum of a coordinate's parabola.
 
-  Args:
-    nearest: Element values, float32 `[rows, 32]`.
-    slope: In units of the scale, float32 `[rows, 32]`.
-    curvature: float32 `[1, 32]`.
-
-  Returns:
-    Its score and the value, `[rows, 32]` each.
+  `nearest` (element values) and `slope` (in units of the scale) are float32
+  `[rows, 32]`; `curvature` is float32 `[1, 32]`. Returns scores and values,
+  `[rows, 32]` each.
   """
   # A slope of 0 times infinity would be NaN.
   reciprocal = jnp.minimum(1.0 / curvature, jnp.finfo(jnp.float32).max)
@@ -159,8 +155,8 @@ def realize(
 ) -> tuple[jax.Array, jax.Array]:
   """Maps, encodes and refines a tile `[rows, 32]` with loaded tables `t`.
 
-  Returns:
-    Values in units of the scale if `decoded`, else int32 codes; and the exponents.
+  Returns values in units of the scale if `decoded`, else int32 codes; and the
+  exponents.
   """
   if split:
     mapped = x.astype(jnp.float32) if t.matrix is None else _split_dot(x, t.matrix)

@@ -64,15 +64,10 @@ def _pool() -> futures.ThreadPoolExecutor:
 
 
 def encode(x: np.ndarray, scale_rule: str) -> tuple[np.ndarray, np.ndarray] | None:
-  """Encodes float32 values by a rule of `SCALE_RULES`, ties to the larger magnitude.
+  """Encodes float32 `[..., d]` by a rule of `SCALE_RULES`; ties round away from 0.
 
-  Args:
-    x: float32 `[..., d]`, contiguous, d a multiple of 32.
-    scale_rule: The scale rule.
-
-  Returns:
-    Packed codes uint8 `[..., d/2]` and scale bytes uint8 `[..., d/32]`, or None if a
-    value is inf or NaN.
+  `x` is contiguous with d a multiple of 32. Returns packed codes uint8 `[..., d/2]` and
+  scale bytes uint8 `[..., d/32]`, or None if a value is inf or NaN.
   """
   function = _compiled()
   rows, blocks = x.shape[:-1], x.size // BLOCK_SIZE

@@ -14,13 +14,9 @@ def multiplies_and_adds_at_once() -> bool:
 
 
 def compile_module(source: str, names: Iterable[str]) -> dict[str, int]:
-  """Compiles a module into this process and returns the address of each function.
+  """Compiles LLVM IR text into this process and returns the addresses of functions.
 
   The code is never freed, because XLA's threads may still run it at process exit.
-
-  Args:
-    source: The module as LLVM IR text.
-    names: Functions whose addresses to return.
   """
   llvm.initialize_native_target()
   llvm.initialize_native_asmprinter()

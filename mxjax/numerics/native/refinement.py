@@ -78,15 +78,9 @@ def refined(
 
   Call it only where `obstacle` returns None. Paper: Eq. hires-code-score.
 
-  Args:
-    x: float32 `[blocks, 32, n]`, n at least `native.LANES`.
-    gram: G_Q, float32 `[blocks, 32, 32]`.
-    cross: K_Q, float32 `[blocks, 32, 32]`.
-    matrix: float32 `[blocks, 32, 32]`, or None.
-    decodes: Whether to return the decoded blocks or their objective.
-
-  Returns:
-    float32 `[blocks, 32, n]` if `decodes`, else `[blocks, n]`.
+  `x` is float32 `[blocks, 32, n]`, n at least `native.LANES`; `gram` (G_Q), `cross`
+  (K_Q) and `matrix` are float32 `[blocks, 32, 32]`. Returns float32: the decoded
+  blocks, in the shape of `x`, if `decodes`, else their objective `[blocks, n]`.
 
   Raises:
     ValueError: A table cannot be broadcast to `[blocks, 32, 32]`.

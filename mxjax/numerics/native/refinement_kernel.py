@@ -318,10 +318,8 @@ def kernels(kernel_name: Callable[..., str]) -> Kernels:
 
   A kernel with a map takes it as the fourth operand and applies it first. Results are
   the decoded blocks `[blocks, 32, n]`, or the contribution of the refined codes to the
-  objective, `[blocks, n]`.
-
-  Args:
-    kernel_name: Names a kernel from the keywords `maps` and `decodes`.
+  objective, `[blocks, n]`. `kernel_name` names a kernel from the keywords `maps` and
+  `decodes`.
   """
   module = ir.Module("refinement")
   product = _write_product(module)

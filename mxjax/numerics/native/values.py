@@ -177,17 +177,10 @@ def repeat(
   *carried: Value,
   step: int = 1,
 ) -> list[Value]:
-  """Emits a loop that runs at least once.
+  """Emits a loop from `start` to `stop` that runs at least once.
 
-  Args:
-    start: The first index.
-    stop: The index at which the loop ends.
-    body: Maps the index and the carried values to the next carried values.
-    *carried: Values before the first iteration.
-    step: Increment of the index.
-
-  Returns:
-    The carried values after the last iteration.
+  `body` maps the index and the `carried` values to the next carried values. Returns the
+  carried values after the last iteration.
   """
   code = start.code
   before = code.block

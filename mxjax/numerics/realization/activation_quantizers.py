@@ -51,14 +51,9 @@ class ActivationQuantizer:
   feature: ClassVar[tuple[str, str] | None] = None
 
   def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """Rounds inputs that are in the coordinates of the input map.
+    """Rounds float32 inputs `[blocks, 32, n]` in the coordinates of the input map.
 
-    Args:
-      blocks: float32 `[blocks, 32, n]`, feature-major.
-      rules: Scale and tie rules.
-
-    Returns:
-      The decoded A4 values, float32, same shape.
+    Returns the decoded A4 values, float32, same shape.
     """
     raise NotImplementedError(f"{type(self).__name__}.round_mapped is not defined.")
 
@@ -72,15 +67,10 @@ class ActivationQuantizer:
   ) -> jax.Array:
     """Rounds inputs, after applying a map to each block if one is given.
 
-    Args:
-      blocks: float32 `[blocks, 32, n]`, feature-major.
-      rules: Scale and tie rules.
-      matrix: The map, `[blocks, 32, 32]`, same dtype; None if inputs are already
-        mapped.
-      implementation: See `implementations.choose`.
-
-    Returns:
-      The decoded A4 values, float32, same shape.
+    `blocks` is float32 `[blocks, 32, n]`, feature-major, and `matrix` is
+    `[blocks, 32, 32]` of that dtype, or None if the inputs are already mapped. See
+    `implementations.choose` for `implementation`. Returns the decoded A4 values,
+    float32, same shape.
 
     Raises:
       NotImplementedError: The requested implementation cannot run.
@@ -94,11 +84,10 @@ class ActivationQuantizer:
     return None
 
   def kernel_tables(self) -> tuple[jax.Array | None, jax.Array | None] | None:
-    """Returns the tables that `pallas_kernels.refinement` reads.
+    """Returns the packed G_Q and the K_Q that `pallas_kernels.refinement` reads.
 
-    Returns:
-      Packed G_Q, and K_Q; `(None, None)` for nearest codes; None if the Pallas kernel
-      does not support the rule.
+    The result is `(None, None)` for nearest codes, and None if the Pallas kernel does
+    not support the rule.
     """
     return None
 
@@ -190,10 +179,7 @@ class Clipped(ActivationQuantizer):
 def clip_blocks(blocks: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
   """Clips blocks `[blocks, 32, n]` to shares of their own smallest and largest value.
 
-  Args:
-    blocks: Values, any float dtype.
-    low: Share of the smallest value, `[blocks]` or `[blocks, n]`.
-    high: Share of the largest value, same shape.
+  `low` and `high` are the shares, `[blocks]` or `[blocks, n]`.
   """
   share = lambda part: part[:, None, None] if part.ndim == 1 else part[:, None, :]
   smallest = share(low) * blocks.min(-2, keepdims=True)

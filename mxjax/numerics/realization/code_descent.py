@@ -36,16 +36,10 @@ def descend(
 ) -> gptq.Reconstruction:
   """Revisits every code of a linear, column by column, in `passes` passes.
 
-  Args:
-    weight: `[blocks, 32, rows]`, feature-major, float32 or float64.
-    start: Legal codes of `weight`, with one exponent per block.
-    hessian: X'X / n, `[d, d]` with d = 32 * blocks, same dtype.
-    damping: Relative damping, as in `gptq.factor`.
-    rules: Codec rules.
-    passes: Passes over the columns.
-
-  Returns:
-    Codes at the same exponents; each row depends on that row alone.
+  `weight` is `[blocks, 32, rows]`, feature-major, float32 or float64; `start` has its
+  legal codes with one exponent per block; `hessian` is X'X / n, `[d, d]` with d = 32 *
+  blocks, same dtype; `damping` is relative, as in `gptq.factor`. Returns codes at the
+  same exponents; each row depends on that row alone.
   """
   blocks, size, rows = weight.shape
   width = blocks * size

@@ -78,14 +78,10 @@ def _upper_factor(hessian: jax.Array, damping: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="damping")
 def factor(hessian: jax.Array, damping: float = DAMPING) -> Factor:
-  """Factors the damped inverse Hessian, raising the damping tenfold if needed.
+  """Factors the damped inverse of X^T X / n, raising the damping tenfold if needed.
 
-  Args:
-    hessian: X^T X / n, float32 or float64 `[..., d, d]`.
-    damping: Relative damping of the first try.
-
-  Returns:
-    The factor and the damping that was used, which the caller reports.
+  `hessian` is float32 or float64 `[..., d, d]`, and `damping` the relative damping of
+  the first try. The result states the damping that was used; the caller reports it.
   """
   first = jnp.full(hessian.shape[:-2], damping, hessian.dtype)
 
@@ -117,14 +113,9 @@ def round_value(
 ) -> tuple[jax.Array, jax.Array]:
   """Rounds values at a frozen exponent, saturating.
 
-  Args:
-    target: float32 or float64, any shape.
-    exponent: int32, same rank, broadcastable.
-    scale: Decoding factor of that exponent, in the dtype of `target`.
-    rules: Codec rules.
-
-  Returns:
-    uint8 codes in 0..15 and decoded values, the shape of `target`.
+  `target` is float32 or float64; `exponent`, int32, and `scale`, its decoding factor in
+  the dtype of `target`, broadcast to it. Returns uint8 codes in 0..15 and decoded
+  values, in the shape of `target`.
   """
   code = mxfp4.nearest_codes(target, exponent, rules)
   size = mxfp4.magnitude(code & 7).astype(target.dtype)
@@ -197,12 +188,9 @@ def reconstruct_local(
 ) -> Reconstruction:
   """Rounds every block independently, by GPTQ with the block's Hessian (reading A11).
 
-  No error is carried from block to block.
-
-  Args:
-    weight: `[blocks, 32, rows]`, float32 or float64.
-    upper: U from `factor` of each block's Hessian, `[blocks, 32, 32]`, same dtype.
-    rules: Codec rules.
+  `weight` is `[blocks, 32, rows]`, float32 or float64; `upper` is U from `factor` of
+  each block's Hessian, `[blocks, 32, 32]`, same dtype. No error is carried from block
+  to block.
   """
   exponent = mxfp4.block_exponent(weight, rules)
   codes, decoded, _ = _round_group(weight, upper, exponent, rules)
@@ -303,14 +291,9 @@ def reconstruct_ordered(
   Exponents come from the original weights: a block whose columns are reached at
   different times never has a known compensated maximum.
 
-  Args:
-    weight: `[blocks, 32, rows]`, float32 or float64.
-    upper: U from `factor` of the Hessian in that order, `[d, d]`.
-    order: The column rounded at each step, int32 `[d]`.
-    rules: Codec rules.
-
-  Returns:
-    Legal codes, in the original order.
+  `weight` is `[blocks, 32, rows]`, float32 or float64; `order`, int32 `[d]`, lists the
+  column rounded at each step; `upper` is U from `factor` of the Hessian in that order.
+  Returns legal codes in the original order.
   """
   blocks, size, rows = weight.shape
   exponent = mxfp4.block_exponent(weight, rules)

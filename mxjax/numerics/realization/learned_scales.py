@@ -86,18 +86,11 @@ _round.defvjp(
 def relaxed(
   weight: jax.Array, learned: LearnedScales, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> jax.Array:
-  """Decodes weights differentiably in the learned scales.
+  """Decodes weights differentiably in the learned scales, float32 `[blocks, 32, rows]`.
 
   Gradients pass straight through rounding and the ceiling of the exponent, but not
-  through clipping: a clipped value has zero gradient.
-
-  Args:
-    weight: Float weights, float32 `[blocks, 32, rows]`.
-    learned: Factors and logits.
-    rules: Only the tie rule matters.
-
-  Returns:
-    float32 `[blocks, 32, rows]`.
+  through clipping: a clipped value has zero gradient. Of `rules`, only the tie rule
+  matters.
   """
   exponent, bounded = _exponent(weight, learned.factor, rules)
   # A zero block has no scale: dividing by one leaves it zero.

@@ -47,14 +47,10 @@ class Refined(NamedTuple):
 
 @jax.jit
 def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Computes G_Q = W^'W^ and K_Q = W^'(W - W^) of each block.
+  """Computes G_Q = W^'W^ and K_Q = W^'(W - W^) of each block, `[blocks, 32, 32]`.
 
-  Args:
-    weight: Float weights in the installed coordinates, `[blocks, 32, rows]`.
-    decoded: Decoded W4 weights, same shape and dtype.
-
-  Returns:
-    gram and cross, `[blocks, 32, 32]` each, in the dtype of the operands.
+  `weight` is the float weights in the installed coordinates and `decoded` the decoded
+  W4 weights, both `[blocks, 32, rows]`; the results have their dtype.
   """
   gram = jnp.einsum("bim,bjm->bij", decoded, decoded, precision=HIGHEST)
   cross = jnp.einsum("bim,bjm->bij", decoded, weight - decoded, precision=HIGHEST)
@@ -115,21 +111,16 @@ def _grid_neighbours(target: jax.Array) -> tuple[jax.Array, jax.Array]:
 def best_code(
   nearest: jax.Array, scale: jax.Array, slope: jax.Array, curvature: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the legal value with the lowest score for each coordinate.
+  """Returns the lowest score and its legal value for each coordinate.
 
   Delta is a parabola in the value, so its minimum over the grid is next to its vertex
   `nearest - slope / (scale curvature)`, and comparing two scores is equivalent to
   enumerating all fifteen values. Only these two can tie after rounding, and then the
   one toward zero wins because it has the lower code.
 
-  Args:
-    nearest: Element values, `[..., 32, n]`, in units of the scale.
-    scale: 2^e, broadcastable.
-    slope: [G_Q d_0 - K_Q x]_i, same shape as `nearest`.
-    curvature: [G_Q]_ii, broadcastable.
-
-  Returns:
-    Scores and values, the shape of `nearest`; a nonnegative score means no change.
+  `nearest` is element values `[..., 32, n]` in units of the scale, `scale` is 2^e,
+  `slope` is [G_Q d_0 - K_Q x]_i and `curvature` is [G_Q]_ii. Scores and values have the
+  shape of `nearest`; a nonnegative score means no change.
   """
   vertex = nearest - slope / (curvature * scale)
   # A coordinate without curvature has no slope either: 0 / 0 would be NaN.
@@ -151,16 +142,9 @@ def refine(
   cross: jax.Array,
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
 ) -> Refined:
-  """Encodes and refines transformed activations.
+  """Encodes and refines activations `[blocks, 32, n]` in the installed coordinates.
 
-  Args:
-    x: `[blocks, 32, n]` in the installed coordinates, feature-major, float32.
-    gram: G_Q, `[blocks, 32, 32]`, float32.
-    cross: K_Q, `[blocks, 32, 32]`, float32.
-    rules: Codec rules.
-
-  Returns:
-    The refined elements and the objective they reach.
+  `x`, `gram` (G_Q) and `cross` (K_Q) are float32, the tables `[blocks, 32, 32]`.
   """
   exponent = mxfp4.block_exponent(x, rules)
   scale = mxfp4.scale_of(exponent, rules)[..., None, :].astype(x.dtype)

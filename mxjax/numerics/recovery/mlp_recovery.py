@@ -73,13 +73,10 @@ class CellMoments:
 
 @jax.jit
 def column_weights(down_weight: jax.Array) -> jax.Array:
-  r"""Computes coordinate weights omega from the energy of the float down projection.
+  r"""Computes coordinate weights omega from the float down projection `[out, hidden]`.
 
-  Args:
-    down_weight: `[out_features, hidden]`.
-
-  Returns:
-    float64 `[hidden]`: relative energy clipped to [1/4, 4], then scaled to mean one.
+  Returns float64 `[hidden]`: the relative energy of each column, clipped to [1/4, 4]
+  and then scaled to mean one.
   """
   energy = jnp.square(down_weight.astype(jnp.float64)).sum(0)
   precision.require_float64("mlp_recovery.column_weights", energy)
@@ -161,16 +158,10 @@ def cell_moments(
 def normal_equations(
   sums: CellMoments, deviation: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes G_c and z_c of every cell, with the shift column scaled by sigma_g.
+  """Computes G_c `[cells, 3, 3]` and z_c `[cells, 3]`, float64 means over scalar pairs.
 
-  Paper: Eq. jolt-cell-solve.
-
-  Args:
-    sums: Moments of the cells with the unscaled shift column.
-    deviation: sigma_g, float64 scalar.
-
-  Returns:
-    G_c `[cells, 3, 3]` and z_c `[cells, 3]`, float64, means over scalar pairs.
+  `sums` has the unscaled shift column; `deviation`, sigma_g, scales it here. Paper: Eq.
+  jolt-cell-solve.
   """
   one = jnp.ones_like(deviation)
   scale = jnp.stack([deviation, one, one])
@@ -188,14 +179,9 @@ def solve_cells(sums: CellMoments, deviation: jax.Array) -> jax.Array:
     \lambda_c = 2^{-8} \operatorname{tr}(G_c)/3
       + 2^{-20} E_c[\omega m^2] + 2^{-30}
 
-  Paper: Eq. jolt-cell-solve.
-
-  Args:
-    sums: Moments of the cells with the unscaled shift column.
-    deviation: sigma_g, float64 scalar.
-
-  Returns:
-    theta_c, float64 `[cells, 3]`, in the order (alpha, beta, eta).
+  Paper: Eq. jolt-cell-solve. `sums` has the unscaled shift column, and `deviation` is
+  sigma_g, a float64 scalar. Returns theta_c, float64 `[cells, 3]`, in the order (alpha,
+  beta, eta).
   """
   precision.require_float64("mlp_recovery.solve_cells", sums.gram, deviation)
   gram, target = normal_equations(sums, deviation)
@@ -215,19 +201,14 @@ def _lower_median(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def aggregate(cell_estimates: jax.Array) -> jax.Array:
-  r"""Combines the cell estimates by robust shrinkage and bounds the result.
+  r"""Combines the cell estimates theta_c by robust shrinkage and bounds the result.
 
   .. math::
     \tilde\theta = \operatorname{sign}(\mu)\,[|\mu| - d/\sqrt{32}]_+, \qquad
     \theta = \tilde\theta \min(1, \tfrac{1/8}{\|\tilde\theta\|_1 + 2^{-20}})
 
   Paper: Eq. jolt-aggregate. Both medians are the lower middle order statistic.
-
-  Args:
-    cell_estimates: theta_c, float64 `[cells, 3]`.
-
-  Returns:
-    theta, float64 `[3]`.
+  `cell_estimates` is float64 `[cells, 3]`, theta is float64 `[3]`.
   """
   precision.require_float64("mlp_recovery.aggregate", cell_estimates)
   center = _lower_median(cell_estimates)
@@ -243,15 +224,9 @@ def linearized_errors(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes the product's weighted relative squared error before and after correction.
 
-  The error after correction is a first-order prediction, not a measurement.
-
-  Args:
-    sums: Moments of the cells.
-    deviation: sigma_g.
-    theta: Coefficients, float64 `[3]`.
-
-  Returns:
-    Two float64 scalars relative to E[omega m^2], means over cells.
+  The error after correction with `theta`, float64 `[3]`, is a first-order prediction,
+  not a measurement. Both are float64 scalars relative to E[omega m^2], means over
+  cells.
   """
   gram, target = normal_equations(sums, deviation)
   before = sums.error_square / sums.count
@@ -262,20 +237,12 @@ def linearized_errors(
 
 
 def apply(gate: jax.Array, up: jax.Array, recovery: MlpRecovery) -> jax.Array:
-  r"""Returns the corrected gated product, computed in float32.
+  r"""Computes the corrected gated product of `[..., hidden]` arrays in float32.
 
   .. math::
     \bar m = \operatorname{SiLU}((1+\beta) g + \alpha\sigma_g) \odot (1+\eta) u
 
-  Paper: Eq. hires-mlp-update.
-
-  Args:
-    gate: Gate outputs, `[..., hidden]`.
-    up: Up outputs, same shape.
-    recovery: Float32 scalars.
-
-  Returns:
-    The product, same shape and dtype as `gate`.
+  Paper: Eq. hires-mlp-update. The result has the shape and dtype of `gate`.
   """
   # Feature-major for the reason given in `elementwise.gated_product`.
   g, u = (a.astype(jnp.float32).reshape(-1, a.shape[-1]).T for a in (gate, up))

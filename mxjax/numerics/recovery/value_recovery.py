@@ -49,14 +49,10 @@ class ValueMoments:
 
 
 def moments(values: jax.Array, targets: jax.Array) -> ValueMoments:
-  """Sums the pairs of each head over tokens and head coordinates.
+  """Sums the pairs of each head over tokens and head coordinates, in float64.
 
-  Args:
-    values: Realized value outputs, `[..., kv_heads, head_dim]`.
-    targets: Value outputs of the float model on the same tokens, same shape.
-
-  Returns:
-    Float64 sums; results of several calls can be added leaf by leaf.
+  Realized values and the float model's targets for the same tokens are
+  `[..., kv_heads, head_dim]`. Results of several calls can be added leaf by leaf.
   """
   x = values.astype(jnp.float64)
   y = targets.astype(jnp.float64)
@@ -81,9 +77,7 @@ def solve(sums: ValueMoments) -> ValueRecovery:
     a = \frac{S_{xy} - S_x S_y / N}{S_{xx} - S_x^2 / N}, \qquad
     b = \frac{S_y - a S_x}{N}
 
-  A zero denominator (constant values) gives `(1, 0)`.
-
-  Paper: Eq. p3-ols.
+  A zero denominator (constant values) gives `(1, 0)`. Paper: Eq. p3-ols.
   """
   precision.require_float64("value_recovery.solve", sums.value_square)
   variance = sums.value_square - sums.value * sums.value / sums.count
@@ -101,12 +95,7 @@ def solve(sums: ValueMoments) -> ValueRecovery:
 def errors(sums: ValueMoments, recovery: ValueRecovery) -> tuple[jax.Array, jax.Array]:
   """Computes the relative squared error of values before and after a correction.
 
-  Args:
-    sums: Float64 moments, `[kv_heads]` each.
-    recovery: Float64 coefficients.
-
-  Returns:
-    Two float64 scalars, ||v - v*||^2 / ||v*||^2 over all heads.
+  Both are float64 scalars, ||v - v*||^2 / ||v*||^2 over all heads.
   """
   total = sums.target_square.sum()
   before = sums.value_square - 2.0 * sums.product + sums.target_square
@@ -122,12 +111,7 @@ def errors(sums: ValueMoments, recovery: ValueRecovery) -> tuple[jax.Array, jax.
 
 
 def apply(values: jax.Array, recovery: ValueRecovery) -> jax.Array:
-  """Applies the correction in float32 and rounds to the dtype of `values`.
-
-  Args:
-    values: Value outputs, `[..., kv_heads, head_dim]`, bfloat16 or float32.
-    recovery: Float32 coefficients, `[kv_heads]`.
-  """
+  """Corrects `[..., kv_heads, head_dim]` values in float32 and keeps their dtype."""
   scale = recovery.scale[:, None].astype(jnp.float32)
   offset = recovery.offset[:, None].astype(jnp.float32)
   shape = (1,) * (values.ndim - 2) + scale.shape

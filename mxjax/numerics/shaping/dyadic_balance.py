@@ -61,15 +61,10 @@ def subgroup_tiles(matrix: jax.Array) -> jax.Array:
 
 @jax.jit
 def subgroup_moments(blocks: jax.Array) -> jax.Array:
-  """Sums second moments within subgroups, which suffice for the risks.
+  """Sums x_g x_g^T over columns within subgroups, which suffices for the risks.
 
-  Paper: Eq. bilateral-risk.
-
-  Args:
-    blocks: `[blocks, 32, n]`, float32 or float64.
-
-  Returns:
-    The sum over columns of x_g x_g^T, float64 `[blocks, 8, 4, 4]`.
+  `blocks` is `[blocks, 32, n]`, float32 or float64; the result is float64
+  `[blocks, 8, 4, 4]`. Paper: Eq. bilateral-risk.
   """
   width, shape = SUBGROUP_SIZE, subgroup_shape(blocks.shape[0])
   wide = blocks.astype(jnp.float64).reshape(*shape[:-1], -1)
@@ -122,18 +117,12 @@ def propose(
 ) -> jax.Array:
   """Proposes the log2 scales u of each block, by 80 bisection steps.
 
-  A block with a regularized risk that is not positive proposes zero (reading A10).
+  The risks r_A and r_W are float64 `[blocks, 8]`. A block with a regularized risk that
+  is not positive proposes zero (reading A10). `median` is the mean of the two middle
+  values, or the `lower` of them (reading A8). Returns u, float64 `[blocks, 8]`, with
+  zero sum and |u| <= 1/8; positive entries expand the activation coordinate.
 
   Paper: Eq. serb-proposal.
-
-  Args:
-    activation_risk: r_A, float64 `[blocks, 8]`.
-    weight_risk: r_W, same shape.
-    median: `middle`, the mean of the two middle values, or `lower` (reading A8).
-
-  Returns:
-    u, float64 `[blocks, 8]`, zero sum, |u| <= 1/8. Positive entries expand the
-    activation coordinate.
   """
   precision.require_float64("dyadic_balance.propose", activation_risk, weight_risk)
   ordered = jnp.sort(activation_risk + weight_risk, axis=-1)
@@ -172,12 +161,9 @@ def rescaled_moment(moment: jax.Array, log2_scale: jax.Array) -> jax.Array:
 def trial_factor(moment: jax.Array, log2_scale: jax.Array) -> jax.Array:
   """Factors every block of a trial for GPTQ, float32 `[blocks, 32, 32]`.
 
-  This function is separate from `prepare_trial` because of rule 2 of
+  `moment` is X'X / n before rescaling, float64; `log2_scale` is the trial's u, float64
+  `[blocks, 8]`. This function is separate from `prepare_trial` because of rule 2 of
   `mxjax.devices.execution`.
-
-  Args:
-    moment: X'X / n before rescaling, float64 `[blocks, 32, 32]`.
-    log2_scale: The trial's u, float64 `[blocks, 8]`.
   """
   return gptq.factor(rescaled_moment(moment, log2_scale).astype(jnp.float32)).upper
 
@@ -234,17 +220,9 @@ def trial_objective(
   computes it per token as `e'G e - 2 e'K x` at the nearest vector plus the accepted
   change, so no error moments are formed.
 
-  Paper: Eq. serb-realized-loss.
-
-  Args:
-    blocks: Raw inputs, float32 `[blocks, 32, n]`.
-    transforms: D T of each trial, float32 `[trials, blocks, 32, 32]`.
-    grams: float32 `[trials, blocks, 32, 32]`.
-    crosses: float32 `[trials, blocks, 32, 32]`.
-    rules: Codec rules.
-
-  Returns:
-    float64 `[trials, blocks]`.
+  `blocks` is raw inputs, float32 `[blocks, 32, n]`; `transforms` is D T of each trial;
+  `transforms`, `grams` and `crosses` are float32 `[trials, blocks, 32, 32]`. Returns
+  float64 `[trials, blocks]`. Paper: Eq. serb-realized-loss.
   """
 
   # Sequential: when unrolled, XLA:CPU interleaves the trials and takes twice as long.
@@ -269,19 +247,9 @@ def listed_objective(
 ) -> jax.Array:
   """Computes `trial_objective` of one trial for selected blocks only.
 
-  Paper: Eq. serb-realized-loss.
-
-  Args:
-    blocks: Raw inputs, float32 `[blocks, 32, n]`.
-    order: Indices of all blocks, int32 `[blocks]`, selected ones first.
-    count: Number of selected blocks, int32.
-    transform: D T, float32 `[blocks, 32, 32]`.
-    gram: float32 `[blocks, 32, 32]`.
-    cross: float32 `[blocks, 32, 32]`.
-    rules: Codec rules.
-
-  Returns:
-    float64 `[blocks]`; only entries of selected blocks are meaningful.
+  `order` lists all blocks, int32 `[blocks]`, with the `count` selected ones first; the
+  other arguments are as there, without the axis of trials. Returns float64 `[blocks]`,
+  where only entries of selected blocks are meaningful. Paper: Eq. serb-realized-loss.
   """
   size = min(LISTED_AT_ONCE, blocks.shape[0])
 
@@ -299,13 +267,10 @@ def listed_objective(
 
 
 def accept(losses: jax.Array) -> jax.Array:
-  """Picks the step of each block: the largest whose loss does not exceed identity's.
+  """Picks the largest step of each block whose loss does not exceed identity's.
 
-  Args:
-    losses: J_b, `[3, blocks]`, in the order of `STEPS`.
-
-  Returns:
-    1, 0.5 or 0, `[blocks]`.
+  `losses` is J_b, `[3, blocks]`, in the order of `STEPS`. Returns 1, 0.5 or 0,
+  `[blocks]`.
   """
   full, half, identity = losses
   zero = jnp.zeros_like(full)

@@ -51,9 +51,9 @@ class InputMap:
   def block_matrices(self) -> jax.Array | None:
     """Returns the map as one matrix per block, for kernels that apply it.
 
-    Returns:
-      `[blocks, 32, 32]`, or `[1, 32, 32]` for one matrix shared by all blocks, any
-      float dtype; None if the map mixes blocks or is faster in structured form.
+    The result is `[blocks, 32, 32]`, or `[1, 32, 32]` for one matrix shared by all
+    blocks, in any float dtype; None if the map mixes blocks or is faster in structured
+    form.
     """
     return None
 

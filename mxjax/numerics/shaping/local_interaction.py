@@ -82,13 +82,8 @@ def rotated_error_moment(
 ) -> jax.Array:
   """Sums (Q(y) - y) y^T over columns, for y = chart x, in float64.
 
-  Args:
-    blocks: `[blocks, 32, n]`, float32, feature-major.
-    chart: The transform to anchor coordinates, float32 `[blocks, 32, 32]`.
-    rules: Codec rules.
-
-  Returns:
-    float64 `[blocks, 32, 32]`, still in the rotated coordinates.
+  `blocks` is float32 `[blocks, 32, n]`; `chart`, float32 `[blocks, 32, 32]`, maps to
+  anchor coordinates. The result `[blocks, 32, 32]` is still in rotated coordinates.
   """
 
   def moment(blocks: jax.Array, chart: jax.Array) -> jax.Array:
@@ -153,10 +148,7 @@ def _threshold(
 
 
 def _curvature(c: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Computes q-bar `[blocks]` and the sum over folds `[blocks, 32, 32]`.
-
-  Paper: Eq. bidir-curvature.
-  """
+  """Computes q-bar `[blocks]` and the sum over folds `[blocks, 32, 32]`."""
   floor = FLOOR * h.mean(-1) * c.mean(-1)
   curvature = (2.0 + CURVATURE_MARGIN) * h[..., :, None] * c[..., None, :]
   curvature = curvature + floor[..., None, None]
@@ -170,13 +162,7 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
   r"""Solves for the interaction K of all pairs of coordinates in one pass.
 
   Paper: Eq. bidir-first-order, bidir-curvature, bidir-threshold, bidir-soft,
-  bidir-reconstruct.
-
-  Args:
-    anchor: Fold statistics, float64.
-
-  Returns:
-    The solution; `interaction` has a zero diagonal and spectral norm at most 1/8.
+  bidir-reconstruct. `interaction` has a zero diagonal and spectral norm at most 1/8.
 
   Raises:
     TypeError: A statistic is not float64.

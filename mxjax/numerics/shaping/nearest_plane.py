@@ -80,12 +80,7 @@ class Rounded(NamedTuple):
 def upper_cholesky(hessian: jax.Array, damping: jax.Array) -> jax.Array:
   """Computes R with R'R = H + damping mean(diag H) I; NaN if that is not definite.
 
-  Args:
-    hessian: X'X / n, float64 `[d, d]`.
-    damping: Relative damping, a scalar.
-
-  Returns:
-    float64 `[d, d]`, upper triangular.
+  `hessian` is X'X / n, float64 `[d, d]`; R is upper triangular.
   """
   precision.require_float64("nearest_plane.upper_cholesky", hessian)
   size = hessian.shape[-1]
@@ -99,10 +94,8 @@ def upper_cholesky(hessian: jax.Array, damping: jax.Array) -> jax.Array:
 def target(factor: jax.Array, residual: jax.Array, block: jax.Array) -> Target:
   """Computes the target of a block, compensated for all later blocks.
 
-  Args:
-    factor: R, float64 `[d, d]`.
-    residual: Weights not yet rounded, and the errors of rounded ones, `[d, rows]`.
-    block: Index of the block, int32.
+  `factor` is R, float64 `[d, d]`; `residual` holds weights not yet rounded and the
+  errors of rounded ones, `[d, rows]`; `block` is the block's index, int32.
   """
   size = mxfp4.BLOCK_SIZE
   rows = jax.lax.dynamic_slice_in_dim(factor, block * size, size)
@@ -135,12 +128,9 @@ def plane(
 ) -> Plane:
   """Computes the basis of a block and the lattice it spans, in float64.
 
-  Args:
-    gram: `Target.gram`, float64 `[32, 32]`.
-    factor: `Target.factor`.
-    rows: Output features m.
-    basis: `wush`; `wus`, without the Hadamard; `hadamard`, alone; or `identity`.
-    dtype: T is rounded to this dtype, because the same T is applied to inputs online.
+  `gram` and `factor` are those of `Target`, and `rows` is the number of output features
+  m. `basis` is `wush`; `wus`, without the Hadamard; `hadamard`, alone; or `identity`. T
+  is rounded to `dtype`, because the same T is applied to inputs online.
   """
   precision.require_float64("nearest_plane.plane", gram, factor)
   rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, jnp.float64)
@@ -170,17 +160,10 @@ def round_block(
 ) -> tuple[jax.Array, Rounded]:
   """Rounds a block from its last coordinate to its first.
 
-  The exact coordinates `z` determine the exponent once; it stays frozen.
-
-  Args:
-    residual: `[d, rows]`; donated.
-    value: `Target.value`.
-    lattice: The block's plane.
-    block: Index of the block, int32.
-    rules: Codec rules.
-
-  Returns:
-    The residual with the block's error in place of its weights, and the rounded block.
+  The exact coordinates `z` determine the exponent once; it stays frozen. `residual`,
+  `[d, rows]`, is donated; `value` is `Target.value`, `lattice` the block's plane and
+  `block` its index, int32. Returns the residual with the block's error in place of its
+  weights, and the rounded block.
   """
   rotated = jnp.einsum("ji,jm->im", lattice.rotation, value, precision=HIGHEST)
   exact = jnp.einsum("ij,jm->im", lattice.inverse, rotated, precision=HIGHEST)

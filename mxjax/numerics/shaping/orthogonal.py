@@ -50,11 +50,7 @@ def _paley(order: int) -> np.ndarray | None:
 def hadamard_any(order: int) -> np.ndarray | None:
   """Builds a normalized Hadamard matrix as a small Paley matrix times a power of two.
 
-  Args:
-    order: Number of rows, at least 1.
-
-  Returns:
-    float64 `[order, order]`, or None if no such construction is available.
+  Returns float64 `[order, order]`, or None if no such construction is available.
   """
   odd = order
   while odd % 2 == 0:
@@ -74,8 +70,7 @@ def hadamard_any(order: int) -> np.ndarray | None:
 def random_rotation(order: int, seed: int) -> tuple[np.ndarray, str]:
   """Draws a Hadamard matrix with random signs, or a random orthogonal matrix.
 
-  Returns:
-    float64 `[order, order]`, and `hadamard` or `random orthogonal`.
+  Returns float64 `[order, order]`, and `hadamard` or `random orthogonal`.
   """
   rng = np.random.default_rng(seed)
   matrix = hadamard_any(order)

@@ -22,13 +22,9 @@ MAX_CONDITION = 8.0
 
 @jax.jit
 def block_moment(blocks: jax.Array) -> jax.Array:
-  """Sums the uncentered second moment of each block in float64.
+  """Sums x x^T over columns of each block, float64 `[blocks, 32, 32]`.
 
-  Args:
-    blocks: `[blocks, 32, n]`, feature-major, float32 or float64.
-
-  Returns:
-    The *sum* over columns of x x^T, float64 `[blocks, 32, 32]`.
+  `blocks` is `[blocks, 32, n]`, feature-major, float32 or float64.
   """
 
   def moment(blocks: jax.Array) -> jax.Array:

@@ -60,14 +60,9 @@ def equalize(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Finds a rotation of blocks that gives all of them nearly the same energy.
 
   Each step takes the block furthest from the mean and the furthest one on the other
-  side, and rotates the two so that both get their mean.
-
-  Args:
-    covariance: Symmetric, float64 `[B, B]`.
-
-  Returns:
-    R, float64 `[B, B]`, orthogonal, and the largest remaining relative deviation of the
-    diagonal of R' C R.
+  side, and rotates the two so that both get their mean. `covariance` is symmetric,
+  float64 `[B, B]`. Returns R, orthogonal, float64 `[B, B]`, and the largest remaining
+  relative deviation of the diagonal of R' C R.
   """
   precision.require_float64("two_level.equalize", covariance)
   goal = jnp.trace(covariance) / covariance.shape[0]
@@ -127,13 +122,8 @@ def choose_pairs(shares: np.ndarray) -> list[tuple[int, int]]:
   """Picks disjoint column pairs whose deviations differ most, greedily.
 
   The score of a pair is the unevenness of both columns minus the inner product of their
-  deviations.
-
-  Args:
-    shares: `[32, 8]`.
-
-  Returns:
-    `PAIRS` pairs of the `2 * PAIRS` least even columns.
+  deviations. `shares` is `[32, 8]`. Returns `PAIRS` pairs of the `2 * PAIRS` least even
+  columns.
   """
   deviations = shares - 1 / shares.shape[1]
   uneven = np.square(deviations).sum(1)
@@ -158,12 +148,8 @@ def best_angle(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Arra
   sums are the exact occupancies at all these angles. A quarter turn is a full period:
   it swaps the columns and flips a sign.
 
-  Args:
-    first: One column, float32 `[n]` in units of the block scales.
-    second: The other.
-
-  Returns:
-    The angle and its loss; angle zero is among the candidates.
+  The columns are float32 `[n]` in units of the block scales. Returns the angle and its
+  loss; angle zero is among the candidates.
   """
   edges = jnp.asarray(_EDGES, jnp.float32)
   radius = jnp.sqrt(first * first + second * second)[:, None]
@@ -214,12 +200,8 @@ def even_out(
 ) -> tuple[np.ndarray, list[float]]:
   """Finds a rotation of a block's coordinates that uses the magnitudes evenly.
 
-  Args:
-    rows: Blocks pooled over tokens and positions, float32 `[32, n]`.
-    rules: The encoder's scale rule.
-
-  Returns:
-    R, float64 `[32, 32]`, orthogonal, for `x R`; and the loss before each round.
+  `rows` is blocks pooled over tokens and positions, float32 `[32, n]`. Returns R,
+  orthogonal, float64 `[32, 32]`, for `x R`, and the loss before each round.
   """
   size = mxfp4.BLOCK_SIZE
   rotation, losses = np.eye(size), []
