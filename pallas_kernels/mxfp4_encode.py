@@ -161,9 +161,10 @@ def encode(
 ) -> mxfp4.MXTensor:
   """Encodes the last axis in blocks of 32, exactly for every finite value.
 
-  Every implementation gives the bits of `mxfp4.encode`, which defines the arguments,
-  the result and the errors. None selects the Pallas kernel on a GPU, and on a CPU the
-  native one for arrays of at least `native.encode.WORTH_IT` values outside a trace.
+  Every implementation gives the bits of `mxfp4.encode`, the definition. With None, a
+  GPU runs the Pallas kernel, and a CPU the native one for arrays of at least
+  `native.encode.WORTH_IT` values outside a trace. While tracing, a block with inf or
+  NaN gets the illegal scale byte 255, which `mxfp4.check_legal` reports.
 
   Args:
     x: `[..., d]` float32, bfloat16, float16 or (inside a 64-bit scope) float64, with

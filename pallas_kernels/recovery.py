@@ -178,15 +178,9 @@ def gated_product(
 ) -> jax.Array:
   """Computes `silu((1 + beta) gate + alpha sigma_g) * (1 + eta) up` in float32.
 
-  Args:
-    gate: Gate outputs, `[..., hidden]`, float32 or bfloat16.
-    up: Up outputs, same shape and dtype.
-    recovery: Float32 scalars.
-    implementation: See `implementations.choose`; None also prefers XLA's own fusion
-      below `FUSED_VALUES` values.
-
-  Returns:
-    The product, rounded to the dtype of `gate`.
+  `gate` and `up` are `[..., hidden]`, both float32 or bfloat16; the product is rounded
+  to that dtype. `implementation` is as in `implementations.choose`, but None also
+  prefers XLA's own fusion below `FUSED_VALUES` values.
 
   Raises:
     NotImplementedError: The kernel was requested and cannot run.

@@ -313,16 +313,12 @@ def decode(
   dtype: jax.typing.DTypeLike = jnp.bfloat16,
   rules: Rules = PAPER_RULES,
 ) -> jax.Array:
-  """Decodes to `[..., d]`.
+  """Decodes to `[..., d]`, exactly except for `mx43`.
 
-  Args:
-    tensor: Packed codes and scales.
-    dtype: bfloat16 or float32; both hold every MXFP4 value exactly.
-    rules: Only `mx43` matters: it divides by three, rounded once in float32.
-
-  Returns:
-    The values, with signed zeros; NaN in blocks whose scale byte is 255. The rules
-    `even` and `rceil` can round maxima above 2^127 up to 2^128, which is inf.
+  `dtype` is bfloat16 or float32; both hold every MXFP4 value exactly. Of `rules` only
+  `mx43` matters: it divides by three, rounded once in float32. Signed zeros are kept,
+  and blocks whose scale byte is 255 become NaN. The rules `even` and `rceil` can round
+  maxima above 2^127 up to 2^128, which is inf.
   """
   codes = unpack(tensor.codes).astype(jnp.int32)
   blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK_SIZE)

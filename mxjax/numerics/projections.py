@@ -61,10 +61,7 @@ def project_zero_sum_box_bisection(
 def project_ball(
   x: jax.Array, radius: float, axes: tuple[int, ...] = (-1,)
 ) -> jax.Array:
-  """Projects onto the Euclidean ball of the given positive radius.
-
-  The norm is taken over `axes`. The result has the shape and dtype of `x`.
-  """
+  """Projects onto the Euclidean ball of a positive radius, norm over `axes`."""
   norm = jnp.sqrt((x * x).sum(axes, keepdims=True))
   return x * jnp.where(norm > radius, radius / jnp.where(norm > 0, norm, 1), 1)
 

@@ -27,10 +27,10 @@ class Attended:
 
   Attributes:
     sums: Weighted sums of values, float32
-      `[splits, batch, kv_heads, new * group, head_dim]`, where `group` is the number of
-      query heads per key-value head and `splits` a power of two.
-    tops: The largest score of each share, float32, without the last axis; -infinity
-      where it saw no key.
+      `[splits, batch, kv_heads, new * group, head_dim]`, with `group` query heads per
+      key-value head; `splits` is a power of two.
+    tops: Largest score of each share, float32, without the last axis; -infinity where
+      it saw no key.
     totals: Sums of weights, likewise.
     scale: Factor on scores before the exponential (static).
     leading: `(batch, new)`, or their product alone (static).

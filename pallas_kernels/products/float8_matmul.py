@@ -180,18 +180,9 @@ def float8_matmul(
 
   The products are exact; the GPU and its library decide how float8 sums are rounded:
   see docs/concepts/kernels.md. Rows with a block outside E5M2's range are multiplied in
-  bfloat16.
-
-  Args:
-    x: `[n, d]`.
-    weight: Packed `[m, d]`; `mxfp4_decode.float8_range` must accept it.
-    unit: Scale of its float8 values from `float8_range`, a float32 scalar.
-    dtype: Dtype of the result.
-    implementation: Implementation of everything but the library's product; see
-      `implementations.choose`.
-
-  Returns:
-    `[n, m]`.
+  bfloat16. `x` is `[n, d]`, the packed weight `[m, d]` must be accepted by
+  `mxfp4_decode.float8_range`, and `unit` is the scale from there. `implementation`
+  concerns everything but the library's product. Returns `[n, m]` in `dtype`.
 
   Raises:
     NotImplementedError: A kernel was requested and cannot run.

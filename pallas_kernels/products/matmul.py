@@ -76,13 +76,9 @@ class Tile:
 class _Work:
   """Static properties of a launch: shapes, packing and tile sizes.
 
-  Attributes:
-    tile: Tile sizes.
-    rows: Rows of every x.
-    width: Columns of every operand.
-    outputs: Rows of each weight.
-    is_packed: Whether the inputs are packed rather than by planes.
-    interpret: See `lowering.by_ptx`.
+  `rows` counts those of every x, `width` the columns of every operand, `outputs` the
+  rows of each weight. `is_packed` tells whether the inputs are packed rather than by
+  planes; see `lowering.by_ptx` for `interpret`.
   """
 
   tile: Tile

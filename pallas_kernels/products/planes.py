@@ -31,11 +31,7 @@ WORDS = mxfp4.BLOCK_SIZE // COUNT
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Planes:
-  """Values `[n, d]` by planes.
-
-  Attributes:
-    values: bfloat16 `[4, n, d / 4]`.
-  """
+  """Values `[n, d]` by planes: bfloat16 `[4, n, d / 4]`."""
 
   values: jax.Array
 

@@ -230,17 +230,9 @@ def refine_for(
 ) -> list[Refined]:
   """Maps and encodes the inputs of several linears, refining one code of each block.
 
-  With few rows, linears whose tables have one structure share a launch. Paper: Eq.
-  hires-code-score.
-
-  Args:
-    x: Raw inputs, `[n, d]`, bfloat16 or float32, or deferred inputs.
-    tables: Tables of each linear; see `refine`.
-    form: Form of the result; values are exact in bfloat16.
-    implementation: See `implementations.choose`.
-
-  Returns:
-    `[n, d]` in that form for each linear.
+  With few rows, linears whose tables have one structure share a launch. See `refine`
+  for `x`, `form` and the tables. Returns `[n, d]` in that form for each linear. Paper:
+  Eq. hires-code-score.
 
   Raises:
     NotImplementedError: A kernel was requested and cannot run.

@@ -192,20 +192,10 @@ def refined_blocks(
 ) -> jax.Array:
   """Encodes, refines and decodes activations: the dynamic A4 rule of HiRes.
 
-  Paper: Eq. hires-code-score.
-
-  Args:
-    x: `[blocks, 32, n]`, float32.
-    gram: G_Q, as for `refine`.
-    cross: K_Q, as for `refine`.
-    rules: Codec rules.
-    matrix: Map applied to each block first, float32 `[blocks, 32, 32]`; None if x is
-      already in the installed coordinates.
-    implementation: `native` or `xla`, with the same bits; None selects `native` on a
-      CPU where it can run.
-
-  Returns:
-    float32, the shape of `x`.
+  Paper: Eq. hires-code-score. `x`, `gram` and `cross` are as for `refine`, but
+  `matrix`, float32 `[blocks, 32, 32]`, maps each block first; None if x is already in
+  the installed coordinates. `implementation` is `native` or `xla`, with the same bits;
+  None selects `native` on a CPU where it can run. Returns float32 in the shape of `x`.
 
   Raises:
     NotImplementedError: `native` was requested and cannot run.
@@ -229,13 +219,9 @@ def refined_objective(
 ) -> jax.Array:
   """Computes ||W^ q - W x||^2 - ||(W^ - W) x||^2 at the refined vector q of each block.
 
-  Arguments and errors are those of `refined_blocks`, but `native` sums over coordinates
-  in another order than `xla`.
-
-  Paper: the activation-dependent part of Eq. serb-realized-loss.
-
-  Returns:
-    float32 `[blocks, n]`.
+  Returns float32 `[blocks, n]`. Arguments and errors are those of `refined_blocks`, but
+  `native` sums over coordinates in another order than `xla`. Paper: the
+  activation-dependent part of Eq. serb-realized-loss.
   """
   if _choose(implementation, x, rules) == "native":
     return refinement.refined(x, gram, cross, matrix, decodes=False)

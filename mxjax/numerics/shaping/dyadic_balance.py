@@ -88,18 +88,11 @@ def bilateral_risks(
   weight_gram: jax.Array,
   weight_error: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes r_A = tr(G_W C_E) and r_W = tr(G_E C_X) of each subgroup.
+  """Computes r_A = tr(G_W C_E) and r_W = tr(G_E C_X) of each subgroup, `[blocks, 8]`.
 
+  C_X = X'X / n and G_W = W'W are float64 `[blocks, 32, 32]`; the errors are the
+  diagonal tiles of C_E = E_X'E_X / n and G_E = E_W'E_W, float64 `[blocks, 8, 4, 4]`.
   Paper: Eq. bilateral-risk.
-
-  Args:
-    activation_moment: C_X = X'X / n, float64 `[blocks, 32, 32]`.
-    activation_error: Diagonal tiles of C_E = E_X'E_X / n, float64 `[blocks, 8, 4, 4]`.
-    weight_gram: G_W = W'W, shape and dtype of C_X.
-    weight_error: Diagonal tiles of G_E = E_W'E_W, shape and dtype of those of C_E.
-
-  Returns:
-    Two arrays `[blocks, 8]`.
   """
   traces = lambda matrix, tiles: (subgroup_tiles(matrix) * tiles.mT).sum((-2, -1))
   return (

@@ -86,8 +86,7 @@ def hadamard(size: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
 class BlockDense(InputMap):
   """One dense 32 x 32 matrix for each physical block: U = D T of HiRes.
 
-  Attributes:
-    matrix: `[blocks, 32, 32]`, float32 at run time.
+  `matrix` is `[blocks, 32, 32]`, float32 at run time.
   """
 
   matrix: jax.Array
