@@ -158,7 +158,7 @@ def magnitude_index(
   """Returns the int32 magnitude index 0..7 of each value at an exponent, saturating.
 
   `x` is float32 or float64; `exponent` is int32, of the same rank and broadcastable.
-  With `mx43`, the scale includes the factor 1/3.
+  `rules` decides ties and, for `mx43`, the factor 1/3 of the scale.
   """
   scaled = _scaled_bits(x, exponent)
   index = jnp.zeros(x.shape, jnp.int32)

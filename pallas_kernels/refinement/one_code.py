@@ -231,8 +231,8 @@ def refine_for(
   """Maps and encodes the inputs of several linears, refining one code of each block.
 
   With few rows, linears whose tables have one structure share a launch. See `refine`
-  for `x`, `form` and the tables. Returns `[n, d]` in that form for each linear. Paper:
-  Eq. hires-code-score.
+  for `x`, `form` and the tables. Returns `[n, d]` in that form for each linear.
+  Paper: Eq. hires-code-score.
 
   Raises:
     NotImplementedError: A kernel was requested and cannot run.

@@ -3,8 +3,8 @@
 The reference is `mxjax.numerics.realization.one_code.refine`, formula for formula. A
 tile is one block of 32 features by `LANES` tokens, with one token per lane. Each
 product is a chain of fused multiply-adds in the order of the features, which is also
-XLA:CPU's order, so refined codes have the reference's bits. Paper: Eq.
-hires-code-score.
+XLA:CPU's order, so refined codes have the reference's bits.
+Paper: Eq. hires-code-score.
 
 Operands: x `[blocks, 32, n]`, gram and cross `[blocks, 32, 32]`, and for kernels with a
 map `[blocks, 32, 32]`; all float32, n at least `LANES`.

@@ -160,8 +160,8 @@ def normal_equations(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes G_c `[cells, 3, 3]` and z_c `[cells, 3]`, float64 means over scalar pairs.
 
-  `sums` has the unscaled shift column; `deviation`, sigma_g, scales it here. Paper: Eq.
-  jolt-cell-solve.
+  `sums` has the unscaled shift column; `deviation`, sigma_g, scales it here.
+  Paper: Eq. jolt-cell-solve.
   """
   one = jnp.ones_like(deviation)
   scale = jnp.stack([deviation, one, one])

@@ -30,8 +30,7 @@ STEPS = (1.0, 0.5, 0.0)
 """The trials: full step, half step, identity."""
 LOSS_FLOOR = 2.0**-1022
 LISTED_AT_ONCE = 2
-"""Blocks processed together from a list; one at a time costs XLA:CPU twice as much per
-block."""
+"""Blocks processed together from a list; one at a time takes XLA:CPU twice as long."""
 
 
 class Trial(NamedTuple):
@@ -111,9 +110,10 @@ def propose(
   """Proposes the log2 scales u of each block, by 80 bisection steps.
 
   The risks r_A and r_W are float64 `[blocks, 8]`. A block with a regularized risk that
-  is not positive proposes zero (reading A10). `median` is the mean of the two middle
-  values, or the `lower` of them (reading A8). Returns u, float64 `[blocks, 8]`, with
-  zero sum and |u| <= 1/8; positive entries expand the activation coordinate.
+  is not positive proposes zero (reading A10). `median` is `middle`, the mean of the two
+  middle values, or `lower`, the lower one (reading A8). Returns u, float64
+  `[blocks, 8]`, with zero sum and |u| <= 1/8; positive entries expand the activation
+  coordinate.
 
   Paper: Eq. serb-proposal.
   """
@@ -134,7 +134,7 @@ def propose(
 
 
 def diagonal(log2_scale: jax.Array) -> jax.Array:
-  """Returns D's diagonal 2^u, each scale repeated for its four coordinates."""
+  """Returns D's diagonal 2^u, `[..., blocks, 32]`: each scale for four coordinates."""
   return jnp.repeat(jnp.exp2(log2_scale), SUBGROUP_SIZE, axis=-1)
 
 
