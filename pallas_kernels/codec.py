@@ -1,7 +1,8 @@
 """MXFP4 arithmetic inside kernels: the rules of `mxfp4.py` on register tiles.
 
-Only what a GPU lowers well: integer operations on float bits, no tables, no gathers,
-no logarithms. The paper's rules only (`floor` scales, ties to the larger magnitude).
+The code uses only what a GPU lowers well: integer operations on float bits, no tables,
+gathers or logarithms. It supports only the paper's rules (`floor` scales, ties to the
+larger magnitude).
 """
 
 import jax
@@ -13,9 +14,9 @@ from mxjax.numerics import mxfp4
 SIGN = -(1 << 31)
 """The sign bit of a float32."""
 UPPER = -(1 << 16)
-"""The upper half of a float32, a bfloat16."""
+"""Mask of the upper half of a float32, a bfloat16."""
 UPPER_HALF = 0x7FFF0000
-"""The same without its sign."""
+"""The same mask without the sign."""
 NAN = 0x7FC00000
 _EXPONENT = 0xFF << 23
 _SMALLEST_FAST = -124
@@ -33,13 +34,9 @@ def from_bits(x: jax.Array) -> jax.Array:
 
 
 def block_exponent(largest: jax.Array) -> jax.Array:
-  """Returns the shared exponent from the bits of a block's largest magnitude, int32.
+  """Returns the shared exponent from the int32 bits of a block's largest magnitude.
 
-  Args:
-    largest: int32, nonnegative.
-
-  Returns:
-    In [-127, 125], or 128 for inf and NaN; same shape.
+  The result is int32 in [-127, 125], or 128 for inf and NaN.
   """
   field = largest >> 23
   exponent = jnp.maximum(field - 129, -127)
@@ -49,14 +46,13 @@ def block_exponent(largest: jax.Array) -> jax.Array:
 def nearest_index(size: jax.Array) -> jax.Array:
   """Returns the index 0..7 of the legal value nearest to a size, at most 6.
 
-  In the bits of a float32 the legal values from 1 up are 2^22 apart: adding half of
-  that rounds ties up and carries into the exponent. Below 1 the quantum is one half;
-  there 1.25 is added as a float, which puts the legal values 2^22 apart as well, with
-  1 at the same index. Either number is too low where the other one holds.
+  From 1 up, the legal values are 2^22 apart in float32 bits, so adding half of that
+  rounds ties up and carries into the exponent. Below 1 the quantum is one half; adding
+  1.25 as a float makes the legal values 2^22 apart as well and gives 1 the same index.
+  Each number is too low where the other applies, so the maximum selects the right one.
 
-  Args:
-    size: float32, not negative. Exact below 8 with at most 8 significant bits; with
-      more, a sum may round up to a tie.
+  `size` is nonnegative float32. The result is exact below 8 for at most 8 significant
+  bits; with more bits, a sum may round up to a tie.
   """
   below_one = bits(size + 1.25)
   from_one = bits(size) + ((1 << 21) + (2 << 22))
@@ -67,9 +63,9 @@ def nearest_index(size: jax.Array) -> jax.Array:
 def nearest_value(x: jax.Array) -> jax.Array:
   """Rounds float32 x to legal values, ties to even multiples; inf to 6.
 
-  Adding and taking away 1.5 * 2^22 times the power of two of x rounds to the quantum
-  there, one half of that power: two additions, and both signs at once. Below 1 the
-  quantum is that of 1.
+  Adding and subtracting 1.5 * 2^22 times the power of two of x rounds to the local
+  quantum, half of that power, in two additions and for both signs. Below 1 the quantum
+  is that of 1.
   """
   x = jnp.clip(x, -6.0, 6.0)
   power = from_bits(bits(jnp.maximum(jnp.abs(x), 1.0)) & _EXPONENT)
@@ -80,24 +76,18 @@ def nearest_value(x: jax.Array) -> jax.Array:
 def magnitude_index(
   magnitude: jax.Array, exponent: jax.Array, *, has_subnormals: bool
 ) -> jax.Array:
-  """Computes `mxfp4.magnitude_index` from bits.
+  """Computes `mxfp4.magnitude_index` from bits, int32 in 0..7, `[rows, 32]`.
 
-  No boundary between two codes has more than three significant bits, so only the
-  upper half of the bits, a bfloat16 rounded toward zero, decides.
-
-  Args:
-    magnitude: int32 bits of |x|, `[rows, 32]`.
-    exponent: int32 `[rows, 1]`.
-    has_subnormals: Whether this machine's floats have subnormals. A GPU's do; XLA on
-      a CPU flushes them, and tiles with tiny blocks take a detour by integers there.
-
-  Returns:
-    int32 in 0..7, `[rows, 32]`.
+  No boundary between two codes has more than three significant bits, so the upper half
+  of the bits, a bfloat16 rounded toward zero, is sufficient. `magnitude` is int32 bits
+  of |x|, `[rows, 32]`; `exponent` is int32 `[rows, 1]`. `has_subnormals` tells whether
+  this backend's floats have subnormals: a GPU's do, but XLA on a CPU flushes them, so
+  tiles with tiny blocks are encoded with integers there.
   """
   magnitude &= UPPER_HALF
 
   def tiny() -> jax.Array:
-    # An integer mantissa converts exactly, which normalizes subnormals.
+    # Converting an integer mantissa is exact and normalizes subnormals.
     mantissa = bits(magnitude.astype(jnp.float32))
     shift = (jnp.minimum(exponent, _SMALLEST_FAST) + 149) << 23
     normal = magnitude - (exponent << 23)
@@ -113,16 +103,11 @@ def magnitude_index(
 
 
 def encode(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]:
-  """Encodes a tile, one block a row, to nearest magnitudes and exponents.
+  """Encodes a tile float32 `[rows, 32]`, one block per row; see `magnitude_index`.
 
-  Args:
-    x: float32 `[rows, 32]`.
-    has_subnormals: See `magnitude_index`.
-
-  Returns:
-    int32 indices 0..7 `[rows, 32]` and int32 exponents `[rows, 1]`.
+  Returns int32 indices 0..7 `[rows, 32]` and int32 exponents `[rows, 1]`.
   """
-  # The upper half holds the exponent, and so does the block's largest.
+  # The upper half contains the exponent, so it also yields the block's exponent.
   magnitude = bits(x) & UPPER_HALF
   exponent = block_exponent(jnp.max(magnitude, axis=1))[:, None]
   index = magnitude_index(magnitude, exponent, has_subnormals=has_subnormals)
@@ -130,23 +115,18 @@ def encode(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]
 
 
 def encode_values(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]:
-  """Encodes like `encode`, to values: they take fewer instructions than codes.
+  """Encodes like `encode` but returns values, which take fewer instructions than codes.
 
-  Args:
-    x: float32 `[rows, 32]`.
-    has_subnormals: See `magnitude_index`.
-
-  Returns:
-    Nearest legal values in units of the scale, float32 `[rows, 32]`, zeros without a
-    sign, and int32 exponents `[rows, 1]`.
+  Returns the nearest legal values in units of the scale, float32 `[rows, 32]`, with
+  unsigned zeros, and int32 exponents `[rows, 1]`.
   """
   upper = from_bits(bits(x) & UPPER)
-  # By bits: a GPU's maximum of floats drops NaN, and the block would go unmarked.
+  # Maximum on bits: a GPU's float maximum drops NaN, and the block would go unmarked.
   exponent = block_exponent(jnp.max(bits(x) & UPPER_HALF, axis=1))[:, None]
 
   def normal() -> jax.Array:
-    # What the upper half holds has 8 significant bits. So a factor of 1 + 2^-10 takes
-    # ties to the larger magnitude, and nothing else to another side of one.
+    # The upper half has 8 significant bits, so a factor of 1 + 2^-10 rounds ties to the
+    # larger magnitude and moves no other value across a boundary.
     factor = bits(inverse_scale_of(exponent)) | (1 << 13)
     return nearest_value(upper * from_bits(factor))
 
@@ -160,7 +140,7 @@ def encode_values(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax
 
 
 def with_sign(index: jax.Array, x: jax.Array) -> jax.Array:
-  """Returns int32 codes 0..15 of magnitude indices with the signs of float32 x."""
+  """Returns int32 codes 0..15 from magnitude indices and the signs of float32 x."""
   return index | ((bits(x) >> 28) & 8)
 
 
@@ -170,16 +150,16 @@ def code_of(value: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def copy_sign(magnitude: jax.Array, x: jax.Array) -> jax.Array:
-  """Returns float32 magnitudes, not negative, with the signs of float32 x."""
+  """Returns nonnegative float32 magnitudes with the signs of float32 x."""
   return from_bits(bits(magnitude) | (bits(x) & SIGN))
 
 
 def element(codes: jax.Array) -> jax.Array:
   """Returns float32 element values of int32 codes, by way of float16.
 
-  A code's three low bits are the top of a float16 whose exponent is 14 too low, and
-  float16 has the subnormal that the code 0.5 then is. The product with 2^14 is taken
-  in float16: XLA would move a float32 factor over to the scale, where it can overflow.
+  A code's three low bits are the top of a float16 whose exponent is 14 too low; the
+  code for 0.5 becomes a float16 subnormal. The product with 2^14 is taken in float16,
+  because XLA would move a float32 factor to the scale, where it can overflow.
   """
   return _from_half(((codes & 7) << 9) | ((codes & 8) << 12))
 
@@ -201,12 +181,12 @@ def scale(byte: jax.Array) -> jax.Array:
 
 
 def inverse_scale_of(exponent: jax.Array) -> jax.Array:
-  """Returns float32 2^-exponent; 0 for the not-finite mark 128."""
+  """Returns float32 2^-exponent; 0 for the non-finite mark 128."""
   return from_bits((mxfp4.SCALE_BIAS - jnp.minimum(exponent, 127)) << 23)
 
 
 def scale_of(exponent: jax.Array) -> jax.Array:
-  """Returns float32 2^exponent; NaN for the not-finite mark 128."""
+  """Returns float32 2^exponent; NaN for the non-finite mark 128."""
   return scale(exponent + mxfp4.SCALE_BIAS)
 
 
@@ -219,7 +199,7 @@ def pack(codes: jax.Array) -> jax.Array:
 
 
 def spread(scales: jax.Array, columns_each: int) -> jax.Array:
-  """Repeats each of `[rows, blocks]` for the columns of its block."""
+  """Repeats each scale of `[rows, blocks]` for the columns of its block."""
   rows, blocks = scales.shape
   wide = jnp.broadcast_to(scales[:, :, None], (rows, blocks, columns_each))
   return wide.reshape(rows, blocks * columns_each)

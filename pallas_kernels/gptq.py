@@ -1,14 +1,14 @@
-"""GPTQ whose inner 32 columns are one program for each tile of rows.
+"""GPTQ with one kernel program per 32 columns and tile of rows.
 
-The reference is `mxjax.numerics.realization.gptq.reconstruct`. Between groups both
-subtract the errors of all earlier groups by one product; inside a group the reference
-runs a loop of small operations over all rows, which on a GPU is d launches, and this
-kernel keeps 32 columns of some rows in registers, so that a linear takes d/32 launches.
+The reference is `mxjax.numerics.realization.gptq.reconstruct`. Both subtract the errors
+of all earlier groups with one product between groups. Inside a group the reference
+loops over small operations on all rows, which on a GPU means d launches per linear;
+this kernel keeps 32 columns of some rows in registers and needs d/32 launches.
 
-Inside a group the reference takes column j's compensation as one sum over the errors
-before it; here each error is subtracted from all later columns as soon as it is known.
-The terms are the same and their order differs, so a weight that lies on a rounding
-boundary to within float32 may take the other code.
+The reference compensates column j with one sum over the earlier errors; this kernel
+subtracts each error from all later columns as soon as it is known. The terms are the
+same but their order differs, so a weight within float32 rounding of a rounding boundary
+may take the other code.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _BLOCK = mxfp4.BLOCK_SIZE
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """How the work is cut: weight rows a program, and warps."""
+  """Tile sizes: weight rows per program, and warps."""
 
   rows: int = 32
   warps: int = 1
@@ -81,17 +81,11 @@ def launch(
   tile: Tile = Tile(),
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Rounds one group.
+  """Rounds one group of 32 columns.
 
-  Args:
-    weight: float32 `[32, rows]`, compensated for all earlier groups.
-    upper: The group's diagonal block of U, float32 `[32, 32]`.
-    tile: How to cut the rows.
-    interpret: Whether to run the kernel without a GPU.
-
-  Returns:
-    uint8 codes `[32, rows]`, int32 exponents `[rows]` and float32 errors
-    (w - q) / U_jj `[32, rows]`.
+  `weight` is float32 `[32, rows]`, compensated for all earlier groups; `upper` is the
+  group's diagonal block of U, float32 `[32, 32]`. Returns uint8 codes `[32, rows]`,
+  int32 exponents `[rows]` and float32 errors (w - q) / U_jj `[32, rows]`.
   """
   rows = weight.shape[1]
   column_spec = lowering.BlockSpec((_BLOCK, tile.rows), lambda i: (0, i))
@@ -156,15 +150,12 @@ def reconstruct(
 
   Args:
     weight: `[blocks, 32, rows]`, feature-major; the kernel takes float32.
-    upper: U of `gptq.factor`, `[d, d]`, same dtype.
-    rules: Codec rules; the kernel knows the paper's.
+    upper: U from `gptq.factor`, `[d, d]`, same dtype.
+    rules: Codec rules; the kernel supports only the paper's.
     implementation: See `implementations.choose`.
 
-  Returns:
-    The legal codes and decoded weights.
-
   Raises:
-    NotImplementedError: The kernel was asked for and cannot run.
+    NotImplementedError: The kernel was requested and cannot run.
   """
   obstacle = None
   if rules != mxfp4.PAPER_RULES:

@@ -1,8 +1,8 @@
-"""The only file that knows the backend: Triton on NVIDIA GPUs, or interpret mode.
+"""Backend interface for kernels: Triton on NVIDIA GPUs, or interpret mode.
 
-Kernels are written against the few functions here, so that a move to another Pallas
-backend is a change of this file. Compiler parameters are always explicit: without
-them the default backend differs between JAX versions.
+This is the only file that knows the backend, so moving to another Pallas backend
+changes only this file. Compiler parameters are always explicit, because the default
+backend differs between JAX versions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +36,8 @@ def launch(
 ) -> Any:
   """Runs a kernel over a grid; see `pl.pallas_call` for specs and shapes.
 
-  `in_place` names outputs that are the memory of an operand, by the operand's number
-  among all arrays.
+  `in_place` maps operand numbers, counted over all arrays, to outputs that reuse the
+  operand's memory.
   """
   call = pl.pallas_call(
     kernel,
@@ -54,12 +54,9 @@ def launch(
 
 
 def tail_mask(rows: int, tile: int, index: jax.Array) -> jax.Array | None:
-  """Returns which rows of a tile exist, bool `[tile]`; None if all of every tile do.
+  """Returns which of the `tile` rows of tile `index` exist; None if all tiles are full.
 
-  Args:
-    rows: Rows of the whole array.
-    tile: Rows of a tile.
-    index: The tile, int32.
+  `rows` counts the rows of the whole array; the result is bool `[tile]`.
   """
   if rows % tile == 0:
     return None
@@ -67,7 +64,7 @@ def tail_mask(rows: int, tile: int, index: jax.Array) -> jax.Array | None:
 
 
 def switch(index: jax.Array, branches: Sequence[Callable[[], Any]]) -> Any:
-  """Runs one of a few programs that share a launch; a single one without a choice."""
+  """Runs the branch at `index`; a single branch runs without a runtime choice."""
   return branches[0]() if len(branches) == 1 else lax.switch(index, branches)
 
 
@@ -90,7 +87,7 @@ def store(ref: Any, value: jax.Array, *masks: jax.Array | None) -> None:
 def _combine(
   masks: Sequence[jax.Array | None], shape: tuple[int, ...]
 ) -> jax.Array | None:
-  """Returns one mask of the full shape from masks of single axes, or None."""
+  """Combines masks of single axes into one mask of the full shape, or None."""
   result = None
   for axis, mask in enumerate(masks):
     if mask is not None:
@@ -111,13 +108,13 @@ def by_ptx(
 
   Args:
     ptx: Instructions from the 32-bit registers `$1`, `$2`, ... to `$0`. A register
-      holds one element of 32 bits or two of 16, any two: the compiler's choice.
-    meaning: The same in plain operations, for `interpret`; a test compares the two.
-    operands: Arrays of one shape, of 32 bits all or of 16.
-    interpret: Whether to run the meaning.
+      holds one 32-bit element or any two 16-bit elements; the compiler chooses which.
+    meaning: The same operation in plain JAX, for `interpret`; a test compares the two.
+    operands: Arrays of one shape, all 32-bit or all 16-bit.
+    interpret: Whether to run `meaning` instead.
 
   Returns:
-    What the meaning returns: the shape and the width of the operands.
+    The result of `meaning`, in the shape and width of the operands.
   """
   if interpret:
     return meaning(*operands)

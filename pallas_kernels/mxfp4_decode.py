@@ -1,14 +1,14 @@
 """MXFP4 decode in one pass over memory, to bfloat16 or to float8 with one scale.
 
-The reference is `mxjax.numerics.mxfp4.decode`. Products by the library read decoded
-weights, so a forward decodes all of them: 2.5 bytes of traffic a weight to bfloat16,
-1.5 to float8. A byte of codes becomes two bfloat16, a word of four codes four float8,
-each a register of 32 bits with the codes in their order; these views move nothing.
+The reference is `mxjax.numerics.mxfp4.decode`. Library products read decoded weights,
+so a forward pass decodes all of them: 2.5 bytes of traffic per weight to bfloat16, 1.5
+to float8. A byte of codes becomes two bfloat16 and a 16-bit word of four codes becomes
+four float8, each a 32-bit register with the codes in order; these views move no data.
 
-float8 (E4M3) has one scale, a power of two, for a whole weight. The largest block is
-put at the top of the format's range, and all are exact if none lies more than `SPREAD`
-powers of two below that: E2M1 values have two significant bits, which E4M3 holds.
-`float8_range` says whether a weight fits; if not, its float8 is of no use.
+A float8 (E4M3) weight has one power-of-two scale. The largest block is at the top of
+the format's range, and all blocks are exact if none lies more than `SPREAD` powers of
+two below it, because E4M3 holds the two significant bits of E2M1 values. `float8_range`
+tells whether a weight fits; do not use the float8 values of a weight that does not.
 """
 
 import dataclasses
@@ -27,14 +27,16 @@ FLOAT8 = jnp.float8_e4m3fn
 TOP = 6
 """The exponent e for which 6 * 2^e is the largest legal value inside the range."""
 SPREAD = 14
-"""From 6 * 2^TOP down to 0.5 * 2^(TOP - SPREAD), the smallest subnormal."""
+"""Powers of two from 6 * 2^TOP down to 0.5 * 2^(TOP - SPREAD), the smallest
+subnormal."""
 _LOWEST, _HIGHEST = 77, 180
-"""Of a tensor's largest scale byte, so that the scale of a product is a float32."""
+"""Range of a tensor's largest scale byte in which the scale of a product is a
+float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """How the work is cut: blocks a program, warps that share them."""
+  """Tile sizes: blocks per program, and the warps that share them."""
 
   blocks: int = 256
   warps: int = 4
@@ -46,13 +48,14 @@ _TWO_CODES = """
   mul.lo.u32 sign, half, 0x01001000;
   and.b32 sign, sign, 0x80008000;
   or.b32 value, value, sign;"""
-"""A byte's two codes to the halves of a register: magnitude by a factor and a mask."""
+"""Moves a byte's two codes to the halves of a register: magnitude by a factor and a
+mask."""
 
 
 def bfloat16_ptx() -> str:
-  """Returns PTX: a byte of two codes and its block's scale twice, to two bfloat16.
+  """Returns PTX from a byte of two codes and its duplicated scale to two bfloat16.
 
-  See `planes.plane_ptx`: the same two products, on neighbours instead of planes.
+  It uses the same two products as `planes.plane_ptx`, on neighbours instead of planes.
   """
   return f"""{{
   .reg .b32 value, sign, half;
@@ -64,7 +67,7 @@ def bfloat16_ptx() -> str:
 
 
 def float8_ptx() -> str:
-  """Returns PTX: a word of four codes and its block's factor twice, to four E4M3.
+  """Returns PTX from a word of four codes and its duplicated factor to four E4M3.
 
   A code's bits are a float16 whose exponent is 14 too low.
   """
@@ -88,7 +91,7 @@ def float8_ptx() -> str:
 
 
 def bfloat16_pair(byte: jax.Array, scale: jax.Array, *, interpret: bool) -> jax.Array:
-  """Returns two bfloat16, the lower code's below, of int32 bytes and doubled scales."""
+  """Decodes int32 bytes by duplicated scales to two bfloat16, lower code first."""
 
   def meaning(byte: jax.Array, scale: jax.Array) -> jax.Array:
     upper = lambda code: codec.bits(codec.element(code) * codec.from_bits(scale))
@@ -99,7 +102,7 @@ def bfloat16_pair(byte: jax.Array, scale: jax.Array, *, interpret: bool) -> jax.
 
 
 def float8_word(word: jax.Array, factor: jax.Array, *, interpret: bool) -> jax.Array:
-  """Decodes int32 words by doubled factors to four E4M3 each, lowest code first."""
+  """Decodes int32 words by duplicated factors to four E4M3 each, lowest code first."""
 
   def meaning(word: jax.Array, factor: jax.Array) -> jax.Array:
     half = lax.bitcast_convert_type(factor.astype(jnp.int16), jnp.float16)
@@ -125,7 +128,8 @@ def _bfloat16_kernel(
   mask = lowering.tail_mask(rows, tile, lowering.program_id(0))
   byte = lowering.load(codes_ref, mask).astype(jnp.int32)
   scale = codec.scale(lowering.load(scales_ref, mask).astype(jnp.int32))
-  # Upper half and lower half: a scale has no bits below a bfloat16's.
+  # A scale has no bits below those of a bfloat16, so its upper half fits in both
+  # halves.
   twice = codec.bits(scale) | lax.shift_right_logical(codec.bits(scale), 16)
   twice = jnp.broadcast_to(twice[:, None], byte.shape)
   lowering.store(out_ref, bfloat16_pair(byte, twice, interpret=interpret), mask)
@@ -145,7 +149,7 @@ def _float8_kernel(
   word = lowering.load(words_ref, mask).astype(jnp.int32) & 0xFFFF
   byte = lowering.load(scales_ref, mask).astype(jnp.int32)
   exponent = byte - (codec.bits(unit_ref[0]) >> 23)
-  # A float16 2^exponent; the smallest that a legal block needs is a subnormal.
+  # A float16 2^exponent; the smallest that a legal block needs is subnormal.
   factor = jnp.where(exponent == -15, 1 << 9, 0)
   factor = jnp.where(exponent >= -14, (exponent + 15) << 10, factor)
   twice = jnp.broadcast_to((factor * 0x10001)[:, None], word.shape)
@@ -160,7 +164,7 @@ def _launch(
   name: str,
   interpret: bool,
 ) -> jax.Array:
-  """Runs a kernel over blocks, `codes` a row for each; int32, the same shape."""
+  """Runs a kernel over blocks, one per row of `codes`; returns int32 in that shape."""
   tile = Tile()
   rows, width = codes.shape
   spec = lowering.BlockSpec
@@ -185,7 +189,7 @@ def _launch(
 
 
 def launch_bfloat16(tensor: mxfp4.MXTensor, *, interpret: bool = False) -> jax.Array:
-  """Runs the kernel on `[..., d]`."""
+  """Runs the bfloat16 kernel on `[..., d]`."""
   codes = tensor.codes.reshape(-1, mxfp4.BLOCK_SIZE // 2)
   words = _launch(
     _bfloat16_kernel,
@@ -200,7 +204,7 @@ def launch_bfloat16(tensor: mxfp4.MXTensor, *, interpret: bool = False) -> jax.A
 def launch_float8(
   tensor: mxfp4.MXTensor, unit: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-  """Runs the kernel on `[..., d]`; see `decode_float8`."""
+  """Runs the float8 kernel on `[..., d]`; see `decode_float8`."""
   codes = tensor.codes.reshape(-1, mxfp4.BLOCK_SIZE // 4, 2)
   words = _launch(
     _float8_kernel,
@@ -216,7 +220,7 @@ def launch_float8(
 def decode(
   tensor: mxfp4.MXTensor, *, implementation: Implementation | None = None
 ) -> jax.Array:
-  """Decodes `[..., d]` to bfloat16, exactly, as `mxfp4.decode` does."""
+  """Decodes `[..., d]` to bfloat16, exactly, like `mxfp4.decode`."""
   obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
   implementation = implementations.choose(
     "pallas_kernels.decode", implementation, pallas=obstacle
@@ -229,9 +233,9 @@ def decode(
 def float8_range(tensor: mxfp4.MXTensor) -> tuple[jax.Array, jax.Array]:
   """Returns the scale of a tensor's float8 values and whether they are exact.
 
-  The unit, a float32 power of two, puts the largest block at the top of the range.
-  Blocks with the scale byte 0 count as zeros; see `float8.py`. With a byte of 255, or
-  none that float32 could scale by, nothing is exact.
+  The scale, a float32 power of two, puts the largest block at the top of the range.
+  Blocks with scale byte 0 count as zeros; see `float8.py`. Nothing is exact with a byte
+  of 255, or if the scale of a product would not be a float32.
   """
   byte = tensor.scales.astype(jnp.int32)
   below = jnp.where(byte == 0, 0, mxfp4.NOT_FINITE - byte)
@@ -248,15 +252,11 @@ def decode_float8(
   *,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """Decodes `[..., d]` to E4M3 with one scale for the tensor.
+  """Decodes `[..., d]` to E4M3 with one scale for the tensor, exactly.
 
-  Args:
-    tensor: Packed by the paper's scale rule; `float8_range` must say that it fits.
-    unit: The scale from there, a float32 scalar.
-    implementation: See `implementations.choose`.
-
-  Returns:
-    The values in that unit; exact.
+  The tensor is packed by the paper's scale rule, and `float8_range` must accept it.
+  `unit` is the scale from there, a float32 scalar; see `implementations.choose` for
+  `implementation`.
   """
   obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
   implementation = implementations.choose(

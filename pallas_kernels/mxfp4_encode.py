@@ -1,11 +1,11 @@
-"""`mxjax.encode`: MXFP4 encode by the fastest encoder of the platform.
+"""`mxjax.encode`: MXFP4 encode with the platform's fastest encoder.
 
-The definition is `mxjax.numerics.mxfp4.encode`; the encoder for CPUs is
-`mxjax.numerics.native.encode`; the one for GPUs is here. It takes one pass over memory.
-A row-major array `[..., d]` is a list of 32-value blocks, whatever d is, so a program
-takes a tile of blocks from it. A block costs 128 (float32) or 64 (bfloat16) bytes read
-and 17 written. bfloat16 brings twice as many values in the same time, so there two of
-them share a register and their instructions.
+`mxjax.numerics.mxfp4.encode` is the definition and `mxjax.numerics.native.encode` the
+CPU encoder; this module has the GPU encoder, which makes one pass over memory. A
+row-major array `[..., d]` is a list of 32-value blocks for any d, and a program takes a
+tile of these blocks. A block costs 128 (float32) or 64 (bfloat16) bytes read and 17
+written. bfloat16 delivers twice as many values in the same time, so two of them share a
+register and its instructions.
 """
 
 import dataclasses
@@ -28,20 +28,20 @@ from mxjax.pallas_kernels import codec, lowering
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """How the work is cut: blocks a program, warps that share them."""
+  """Tile sizes: blocks per program, and the warps that share them."""
 
   blocks: int = 256
   warps: int = 4
 
 
 def pair_ptx() -> str:
-  """Returns PTX: two bfloat16 and the factor 2^-e twice, to a byte of nearest codes.
+  """Returns PTX from two bfloat16 and the duplicated factor 2^-e to a byte of codes.
 
-  With 2^-126 besides, the legal values below 1 fall on subnormals and all are 2^6
-  apart in the bits, so that adding half of that and cutting rounds ties up. Four
-  mantissa bits decide as well as seven, and keep the products exact where it matters.
-  The sign comes to stand above the three bits of the magnitude; a product with 2^12 + 1
-  brings the two codes together.
+  With an additional factor of 2^-126, the legal values below 1 fall on subnormals and
+  all legal values are 2^6 apart in the bits, so adding half of that and truncating
+  rounds ties up. Four mantissa bits are as decisive as seven and keep the products
+  exact where it matters. The sign ends up above the three magnitude bits; a product
+  with 2^12 + 1 joins the two codes.
   """
   return """{
   .reg .b32 size, other;
@@ -65,13 +65,9 @@ def pair_ptx() -> str:
 def encode_pairs(word: jax.Array, factor: jax.Array, *, interpret: bool) -> jax.Array:
   """Encodes pairs of bfloat16 to bytes of nearest codes.
 
-  Args:
-    word: int32, the even column's bits in the lower half.
-    factor: int32, the bits of the bfloat16 2^-e in both halves.
-    interpret: See `lowering.by_ptx`.
-
-  Returns:
-    int32, the even column's code in the lower four bits, and nothing above eight.
+  `word` is int32 with the even column's bits in the lower half, and `factor` has the
+  bits of the bfloat16 2^-e in both halves. Returns int32 with the even column's code in
+  bits 0 to 3 and the odd one in bits 4 to 7.
   """
 
   def meaning(word: jax.Array, factor: jax.Array) -> jax.Array:
@@ -91,7 +87,7 @@ def encode_pairs(word: jax.Array, factor: jax.Array, *, interpret: bool) -> jax.
 def _encode_words(word: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
   """Encodes pairs of bfloat16: int32 bytes `[n, 16]` and exponents `[n, 1]`."""
   size = word & 0x7FFF7FFF
-  # The upper half of a word decides, whatever is below it.
+  # The upper half of a word determines the exponent, whatever is in the lower half.
   largest = jnp.maximum(jnp.max(size, axis=1), jnp.max(size << 16, axis=1))
   exponent = codec.block_exponent(largest)[:, None]
   factor = (codec.bits(codec.inverse_scale_of(exponent)) >> 16) * 0x10001
@@ -123,7 +119,7 @@ def launch(
   rows, size = math.prod(x.shape) // mxfp4.BLOCK_SIZE, tile.blocks
   blocks = x.reshape(rows, mxfp4.BLOCK_SIZE)
   if x.dtype == jnp.bfloat16:
-    # Two values in a word; nothing is moved.
+    # Views two values as one word; no data moves.
     blocks = lax.bitcast_convert_type(blocks.reshape(rows, -1, 2), jnp.int32)
   codes, scales = lowering.launch(
     functools.partial(_encode_kernel, rows=rows, tile=size, interpret=interpret),
@@ -165,24 +161,21 @@ def encode(
 ) -> mxfp4.MXTensor:
   """Encodes the last axis in blocks of 32, exactly for every finite value.
 
-  `mxfp4.encode` is the definition. The bits do not depend on the implementation.
+  Every implementation gives the bits of `mxfp4.encode`, the definition. With None, a
+  GPU runs the Pallas kernel, and a CPU the native one for arrays of at least
+  `native.encode.WORTH_IT` values outside a trace. While tracing, a block with inf or
+  NaN gets the illegal scale byte 255, which `mxfp4.check_legal` reports.
 
   Args:
     x: `[..., d]` float32, bfloat16, float16 or (inside a 64-bit scope) float64, with
-      `d` a multiple of 32. Subnormals follow the formula literally.
+      `d` a multiple of 32.
     rules: Scale and tie rules.
-    implementation: See `implementations.choose`. None takes the Pallas kernel on a GPU,
-      and on a CPU the native one for arrays of at least `native.encode.WORTH_IT`
-      values outside a trace.
-
-  Returns:
-    The packed tensor. While tracing, a block with inf or NaN gets the illegal scale
-    byte 255, which decodes to NaN and which `mxfp4.check_legal` names.
+    implementation: See `implementations.choose`.
 
   Raises:
-    NotImplementedError: The implementation that was asked for cannot run.
-    TypeError: Not a floating-point array.
-    ValueError: A width that is not a multiple of 32, or (outside a trace) inf or NaN.
+    NotImplementedError: The requested implementation cannot run.
+    TypeError: The array is not floating point.
+    ValueError: The width is not a multiple of 32, or (outside a trace) inf or NaN.
   """
   x = jnp.asarray(x)
   mxfp4.check_encodable(x)

@@ -1,10 +1,9 @@
-"""The recovery operators in one pass with the elementwise work beside them.
+"""Recovery operators fused with the neighbouring elementwise work, in one pass.
 
 References: `mxjax.numerics.recovery.mlp_recovery.apply`,
-`mxjax.numerics.recovery.value_recovery.apply`. Gate and up outputs are read once and
-their corrected product is written once: 3 values of traffic an element. The value
-correction takes in the projection's bias and writes float32 arithmetic back in the
-dtype it read.
+`mxjax.numerics.recovery.value_recovery.apply`. The MLP kernel reads gate and up outputs
+once and writes their corrected product once: 3 values of traffic per element. The value
+kernel adds the projection's bias, computes in float32 and writes the dtype it read.
 """
 
 import dataclasses
@@ -21,12 +20,12 @@ from mxjax.numerics.recovery import mlp_recovery, value_recovery
 from mxjax.pallas_kernels import lowering
 
 FUSED_VALUES = 1 << 20
-"""Values from which None takes a kernel of its own, by estimate; fewer take XLA's."""
+"""Number of values (an estimate) from which None selects the kernel instead of XLA."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """How the work is cut: elements a program, and warps."""
+  """Tile sizes: elements per program, and warps."""
 
   elements: int = 1024
   warps: int = 4
@@ -155,7 +154,7 @@ def launch_values(
 def _choose(
   implementation: Implementation | None, place: str, *arrays: jax.Array
 ) -> Implementation:
-  """Decides what runs; None leaves few values to XLA, which adds no launch."""
+  """Chooses the implementation; None leaves few values to XLA, which adds no launch."""
   slower = ("pallas",) if arrays[0].size < FUSED_VALUES else ()
   obstacle = _obstacle(*arrays)
   return implementations.choose(place, implementation, pallas=obstacle, slower=slower)
@@ -179,18 +178,12 @@ def gated_product(
 ) -> jax.Array:
   """Computes `silu((1 + beta) gate + alpha sigma_g) * (1 + eta) up` in float32.
 
-  Args:
-    gate: Gate outputs, `[..., hidden]`, float32 or bfloat16.
-    up: Up outputs, same shape and dtype.
-    recovery: Float32 scalars.
-    implementation: See `implementations.choose`; None also prefers XLA's own fusion
-      below `FUSED_VALUES` values.
-
-  Returns:
-    The product, rounded to the dtype of `gate`.
+  `gate` and `up` are `[..., hidden]`, both float32 or bfloat16; the product is rounded
+  to that dtype. `implementation` is as in `implementations.choose`, but None also
+  prefers XLA's own fusion below `FUSED_VALUES` values.
 
   Raises:
-    NotImplementedError: The kernel was asked for and cannot run.
+    NotImplementedError: The kernel was requested and cannot run.
   """
   place = "pallas_kernels.gated_product"
   implementation = _choose(implementation, place, gate, up)
@@ -208,18 +201,12 @@ def recover_values(
 ) -> jax.Array:
   """Computes `a (values + bias) + b` of each head in float32.
 
-  Args:
-    values: Value outputs, `[..., kv_heads, head_dim]`, float32 or bfloat16.
-    recovery: Float32 coefficients, `[kv_heads]`.
-    bias: The projection's bias, `[kv_heads * head_dim]`, if not added yet.
-    implementation: See `implementations.choose`; None also prefers XLA's own fusion
-      below `FUSED_VALUES` values.
-
-  Returns:
-    The corrected values, same shape and dtype.
+  `values` is `[..., kv_heads, head_dim]`, float32 or bfloat16, and the result keeps its
+  dtype. `recovery` is float32 `[kv_heads]`. `bias` is the projection's,
+  `[kv_heads * head_dim]`, if not added yet. See `gated_product` for `implementation`.
 
   Raises:
-    NotImplementedError: The kernel was asked for and cannot run.
+    NotImplementedError: The kernel was requested and cannot run.
   """
   place = "pallas_kernels.recover_values"
   implementation = _choose(implementation, place, values)

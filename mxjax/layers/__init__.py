@@ -1,1 +1,1 @@
-"""The quantized linear: the typed leaf of the params tree, and how it is applied."""
+"""Quantized linear layers: the pytree leaf in the params tree and how to apply it."""

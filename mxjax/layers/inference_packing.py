@@ -1,7 +1,6 @@
-"""Packs params for inference: less memory or time at a small, stated cost.
+"""Optional packing of params that trades a small, stated cost for memory or speed.
 
-Nothing here is applied unless it is asked for, and evaluation under the contract runs
-without it.
+Evaluation under the contract runs without it.
 """
 
 import dataclasses
@@ -30,27 +29,24 @@ def pack_for_inference(
 ) -> dict[str, Any]:
   """Returns params that need less memory or time and run through the same calls.
 
-  Quantization stores everything but the decoder linears as it came and the tables of
-  the A4 rule in float32; inference needs neither.
-
   Args:
     params: A model's params, quantized or not.
-    tables: Whether to store the tables G_Q and K_Q of one-code refinement in bfloat16,
-      which halves them. They only rank the candidates of a code: every A4 operand stays
-      legal, and only near-ties may be decided otherwise. Input maps stay float32,
-      because the weights were folded with exactly them.
-    embeddings: How to store the embedding, and the head if it is not tied: `int8` in 8
-      bits with one float32 scale a row, `mxfp4` in 4.25 bits; None as it is. Inputs of
-      the head are not rounded. This changes the model: docs/concepts/kernels.md has the
+    tables: Whether to store the one-code tables G_Q and K_Q in bfloat16, which halves
+      them. The tables only rank candidate codes: every A4 operand stays legal, and only
+      near-ties can change. Input maps stay float32, because the weights were folded
+      with exactly those values.
+    embeddings: Storage of the embedding and of an untied head: `int8` (8 bits, one
+      float32 scale per row), `mxfp4` (4.25 bits), or None for no change. Inputs of the
+      head are not rounded. This changes the model; docs/concepts/kernels.md has the
       cost.
-    products: The dtype in which a GPU multiplies many rows of a quantized linear:
-      `bfloat16`, or `float8`, which decodes weights to a byte with one scale for the
-      tensor. Products are exact in both; sums of float8 are rounded by the GPU: see
-      docs/concepts/kernels.md. A linear whose scales differ too much for float8 stays
-      with bfloat16, and a warning names it. None changes nothing.
+    products: Dtype in which a GPU multiplies many rows of a quantized linear:
+      `bfloat16`, `float8` (weights decoded to one byte with one scale per tensor), or
+      None for no change. Products are exact in both; the GPU rounds float8 sums, see
+      docs/concepts/kernels.md. A linear whose scales differ too much for float8 keeps
+      bfloat16, and a warning names it.
 
   Returns:
-    New params; leaves that do not change are shared with the old ones.
+    New params that share unchanged leaves with `params`.
 
   Raises:
     ValueError: `embeddings` or `products` is not a known name.
@@ -95,7 +91,7 @@ def int8_matrix(weight: jax.Array) -> Int8Matrix:
 def _map_linears(
   change: Callable[[str, QuantizedLinear], Any], node: Any, path: str = ""
 ) -> Any:
-  """Changes the quantized linears of a tree; their names go by slashes."""
+  """Applies `change` to every quantized linear and its slash-separated path."""
   if isinstance(node, Mapping):
     inside = f"{path}/" if path else ""
     return {
@@ -105,7 +101,7 @@ def _map_linears(
 
 
 def _choose_products(params: Mapping[str, Any], products: Products) -> dict[str, Any]:
-  """Sets the float8 scale of every linear that float8 fits, or removes all of them."""
+  """Sets the float8 scale of every linear that float8 fits, or removes all scales."""
   misfits: list[str] = []
 
   def choose(path: str, leaf: QuantizedLinear) -> QuantizedLinear:

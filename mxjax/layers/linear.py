@@ -1,4 +1,4 @@
-"""The one function that applies a linear, whatever its weight is stored as."""
+"""Application of a linear layer, whatever its weight is stored as."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from mxjax.pallas_kernels.refinement import fused_inputs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Matrix:
-  """An embedding or head in eight bits, `codes * scales[:, None]`; never a target.
+  """An embedding or head in int8: `codes * scales[:, None]`; never a target.
 
   Attributes:
     codes: int8 `[rows, features]`, in -127..127.
@@ -30,17 +30,17 @@ class Int8Matrix:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """`(rows, features)`, as of the array it replaces."""
+    """Logical shape `(rows, features)`."""
     return self.codes.shape
 
   def linear(self, x: jax.Array) -> jax.Array:
-    """See `linear`: codes are exact in bfloat16, and scales multiply the product."""
+    """Multiplies `x` by the codes, exact in bfloat16, and then by the scales."""
     y = linear(x, self.codes)
     scales = self.scales.reshape((1,) * (y.ndim - 1) + (-1,))
     return (y.astype(jnp.float32) * scales).astype(x.dtype)
 
   def take_rows(self, index: jax.Array) -> jax.Array:
-    """See `take_rows`; float32."""
+    """Looks up rows as float32; see `take_rows`."""
     codes = jnp.take(self.codes, index, axis=0, mode="clip").astype(jnp.float32)
     return codes * jnp.take(self.scales, index, axis=0, mode="fill")[..., None]
 
@@ -48,10 +48,10 @@ class Int8Matrix:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StraightThrough:
-  """A linear whose inputs are rounded with a gradient, for learning; never a result.
+  """A linear for learning: rounds its inputs straight-through; never a result.
 
   Attributes:
-    weight: Weights `[out_features, in_features]`, rounded already if they should be.
+    weight: Weights `[out_features, in_features]`, already rounded if they should be.
     rules: Scale and tie rules of the inputs (static).
   """
 
@@ -61,24 +61,24 @@ class StraightThrough:
   )
 
   def linear(self, x: jax.Array) -> jax.Array:
-    """See `linear`."""
+    """Multiplies the rounded inputs by the weight; see `linear`."""
     return linear(straight_through.round_rows(x, self.rules), self.weight)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowSharded:
-  """A weight whose output rows lie on several devices; only inside `shard_map`.
+  """A weight whose output rows are sharded over devices; only inside `shard_map`.
 
-  Either way to gather forms every product over the whole input axis on one device, so
-  no sum is split.
+  With either `gather`, one device forms each product over the whole input axis, so no
+  sum is split.
 
   Attributes:
-    weight: This device's rows of any weight that `linear` takes.
-    axis: The mesh axis over which the rows are sharded (static).
-    gather: What travels: the `weights` of every device before the product, where each
-      device has inputs of its own; or the `outputs` after it, where all have the same
-      inputs (static).
+    weight: This device's rows of any weight that `linear` accepts.
+    axis: Mesh axis over which the rows are sharded (static).
+    gather: `weights` gathers the weights before the product, for devices with different
+      inputs; `outputs` gathers the outputs after it, for devices with the same inputs
+      (static).
   """
 
   weight: Any
@@ -86,25 +86,25 @@ class RowSharded:
   gather: Literal["weights", "outputs"] = dataclasses.field(metadata={"static": True})
 
   def whole(self) -> Any:
-    """Gathers the weight with the rows of all devices."""
+    """Gathers the rows of all devices."""
     gather = lambda a: jax.lax.all_gather(a, self.axis, axis=0, tiled=True)
     return map_rows(gather, lambda a: a, self.weight)
 
   def linear(self, x: jax.Array) -> jax.Array:
-    """See `linear`."""
+    """Multiplies after gathering the weights, or before gathering the outputs."""
     if self.gather == "weights":
       return linear(x, self.whole())
     y = linear(x, self.weight)
     return jax.lax.all_gather(y, self.axis, axis=y.ndim - 1, tiled=True)
 
   def take_rows(self, index: jax.Array) -> jax.Array:
-    """See `take_rows`: every device looks up its rows, and the owner's are taken."""
+    """Looks up rows on every device and keeps the row of the device that owns it."""
     if self.gather == "weights":
       return take_rows(self.whole(), index)
     rows = self.weight.shape[0]
     owner = index // rows
     is_here = owner == jax.lax.axis_index(self.axis)
-    # An index outside, here the number of rows, gives NaN.
+    # An out-of-range index, here the number of rows, gives NaN.
     local = take_rows(self.weight, jnp.where(is_here, index % rows, rows))
     of_devices = jax.lax.all_gather(local, self.axis)
     last = of_devices.shape[0] - 1
@@ -114,13 +114,13 @@ class RowSharded:
 
 Stored = jax.Array | mxfp4.MXTensor | Int8Matrix
 Weight = Stored | QuantizedLinear | StraightThrough | RowSharded
-"""What `linear` takes as a weight."""
+"""The weight types that `linear` accepts."""
 
 
 def map_rows(
   by_row: Callable[[Any], Any], whole: Callable[[Any], Any], weight: Any
 ) -> Any:
-  """Maps the arrays of a weight: `by_row` those with a row for each output."""
+  """Applies `by_row` to arrays with one row per output and `whole` to the rest."""
   match weight:
     case QuantizedLinear():
       names = ("input_map", "rounding", "gain", "float8_scale")
@@ -140,16 +140,16 @@ def linear(
 
   Args:
     x: Inputs, `[..., in_features]`, float32 or bfloat16, or deferred inputs.
-    weight: `[out_features, in_features]`: a quantized linear, or an array, packed
-      tensor or int8 matrix, whose values meet inputs that are not rounded.
+    weight: `[out_features, in_features]`. Only a `QuantizedLinear` or `StraightThrough`
+      rounds its inputs; an array, packed tensor or int8 matrix does not.
     implementation: For packed and quantized weights, see `implementations.choose`;
-      `native` concerns the rounding of inputs alone.
+      `native` applies to the rounding of inputs only.
 
   Returns:
     Outputs, `[..., out_features]`, in the dtype of `x`.
 
   Raises:
-    NotImplementedError: The implementation that was asked for cannot run.
+    NotImplementedError: The requested implementation cannot run.
     ValueError: The width of a quantized linear is not a multiple of 32.
   """
   if isinstance(weight, QuantizedLinear):
@@ -172,17 +172,10 @@ def linear_many(
 ) -> list[jax.Array]:
   """Applies several linears to the same inputs; quantized ones share kernel launches.
 
-  Args:
-    x: Inputs of all of them, `[..., in_features]`; see `linear`.
-    weights: Each `[out_features, in_features]`, of any kind that `linear` takes.
-    implementation: See `linear`.
+  See `linear` for arguments and errors.
 
   Returns:
-    Outputs of each weight, `[..., out_features]`, in the dtype of `x`.
-
-  Raises:
-    NotImplementedError: The implementation that was asked for cannot run.
-    ValueError: The width of a quantized linear is not a multiple of 32.
+    One output per weight, `[..., out_features]`, in the dtype of `x`.
   """
   quantized = [weight for weight in weights if isinstance(weight, QuantizedLinear)]
   if len(quantized) == len(weights):
@@ -212,15 +205,10 @@ def _weight_only(
 
 
 def take_rows(weight: Stored | RowSharded, index: jax.Array) -> jax.Array:
-  """Looks up rows of an embedding; an index outside gives NaN rows.
+  """Looks up rows of an embedding `[rows, d]`; an out-of-range index gives NaN rows.
 
-  Args:
-    weight: `[rows, d]`: an array, packed tensor or int8 matrix, or sharded by rows.
-    index: int32, any shape.
-
-  Returns:
-    `[..., d]`, in the dtype of the array; of a packed tensor bfloat16 (exact), of an
-    int8 matrix float32.
+  `index` is int32 of any shape. The result `[..., d]` is bfloat16 (exact) from a packed
+  tensor, float32 from an int8 matrix, otherwise in the dtype of the array.
   """
   if isinstance(weight, Int8Matrix | RowSharded):
     return weight.take_rows(index)

@@ -1,4 +1,4 @@
-"""The typed leaf of a strict W4A4 linear, and its product with inputs."""
+"""Strict W4A4 linear layer: the pytree leaf and its product with inputs."""
 
 import dataclasses
 import math
@@ -21,17 +21,18 @@ from mxjax.pallas_kernels.refinement.a4_operands import a4_operands
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedLinear:
-  """A strict W4A4 linear in place of a weight `[out_features, in_features]`.
+  """A strict W4A4 linear that replaces a weight `[out_features, in_features]`.
 
   Attributes:
     weight: Packed weights in the coordinates of `input_map`.
     input_map: The online map of the inputs, or None.
     rounding: The dynamic A4 rule.
-    gain: A factor on the outputs, a float32 scalar, or None; only a control has one.
+    gain: Factor on the outputs (float32 scalar), or None; only the control method
+      `rtn_gain` sets it.
     rules: Scale and tie rules of both operands (static).
     float8_scale: Scale of the weight's float8 copy (float32 scalar), or None unless
-      float8 products are enabled; see `pack_for_inference`. It belongs to this weight:
-      set it to None when the weight is replaced.
+      float8 products are enabled; see `pack_for_inference`. Reset it to None when you
+      replace the weight.
   """
 
   weight: mxfp4.MXTensor
@@ -45,7 +46,7 @@ class QuantizedLinear:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """`(out_features, in_features)`, as of the array it replaces."""
+    """Logical shape `(out_features, in_features)`."""
     return self.weight.shape
 
 
@@ -54,15 +55,10 @@ def quantized_inputs(
   weight: QuantizedLinear,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """Returns the legal A4 operand of a quantized linear, decoded.
+  """Returns the decoded legal A4 operand of inputs `[..., in_features]`.
 
-  Args:
-    x: Inputs, `[..., in_features]`.
-    weight: The linear.
-    implementation: How the A4 rule runs; see `implementations.choose`.
-
-  Returns:
-    float32 `[in_features, n]`, feature-major, n the product of the leading axes.
+  The result is float32 `[in_features, n]`, feature-major, where n is the product of the
+  leading axes. `implementation` runs the A4 rule; see `implementations.choose`.
   """
   mxfp4.check_width("linear", x.shape[-1])
   rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
@@ -72,7 +68,7 @@ def quantized_inputs(
   if matrix is not None and matrix.shape[0] == blocks.shape[0]:
     matrix = matrix.astype(blocks.dtype)
   elif input_map is not None:
-    # One matrix for all blocks is a wide product, at which XLA is better.
+    # XLA is faster at one matrix for all blocks, which is a single wide product.
     blocks, matrix = input_map.apply(blocks), None
   rounded = weight.rounding.round(
     blocks, weight.rules, matrix=matrix, implementation=implementation
@@ -85,25 +81,16 @@ def quantized_products(
   weights: Sequence[QuantizedLinear],
   implementation: Implementation | None = None,
 ) -> list[jax.Array]:
-  """Computes the outputs of quantized linears that have the same inputs.
+  """Computes the outputs of quantized linears that share their inputs.
 
-  Args:
-    x: Inputs, `[..., in_features]`, float32 or bfloat16, or deferred inputs.
-    weights: The linears.
-    implementation: See `linear`.
-
-  Returns:
-    Outputs of each linear, `[..., out_features]`, in the dtype of `x`.
-
-  Raises:
-    NotImplementedError: The implementation that was asked for cannot run.
-    ValueError: The width is not a multiple of 32.
+  See `linear` for `x`, `implementation` and errors. Returns one output per linear,
+  `[..., out_features]`, in the dtype of `x`.
   """
   width = x.shape[-1]
   mxfp4.check_width("linear", width)
   obstacles = [_obstacle(x, weight) for weight in weights]
   obstacle = next(filter(None, obstacles), None)
-  # `native` concerns the A4 rule alone, which decides when it rounds.
+  # `native` applies only to the A4 rule, which resolves it when it rounds.
   resolved = implementations.choose(
     "linear", implementation, native=None, pallas=obstacle
   )
@@ -122,7 +109,7 @@ def quantized_products(
 def _by_xla(
   x: jax.Array, weight: QuantizedLinear, implementation: Implementation | None
 ) -> jax.Array:
-  """Outputs `[n, out_features]` by XLA's products."""
+  """Computes outputs `[n, out_features]` with XLA products."""
   dtype = _operand_dtype(x, weight)
   operand = quantized_inputs(x, weight, implementation).astype(dtype)
   decoded = mxfp4.decode(weight.weight, dtype, weight.rules)
@@ -135,8 +122,8 @@ def _by_kernels(
   implementation: Implementation | None,
   resolved: Implementation,
 ) -> list[jax.Array]:
-  """Outputs `[n, out_features]` of inputs `[n, in_features]`, in their dtype."""
-  # Computed once for all linears, unless the kernel computes its inputs itself.
+  """Computes outputs `[n, out_features]` with Pallas kernels."""
+  # Materialized once for all linears, unless the kernel can compute the inputs itself.
   rows = fused_inputs.for_kernel(rows)
   is_many = rows.shape[0] >= matmul.LIBRARY_ROWS
   how = {"dtype": rows.dtype, "implementation": implementation}
@@ -160,10 +147,10 @@ def _by_kernels(
 def _operand_dtype(x: jax.Array, weight: QuantizedLinear) -> jax.typing.DTypeLike:
   """Returns the narrowest dtype in which both operands are exact.
 
-  Legal values have two significant bits, so products of bfloat16 are exact and sums
-  are in float32 either way; where a processor multiplies bfloat16 it does so twice as
-  fast. A scale of `mx43` is a third of a power of two, and inputs that are not rounded
-  are no legal values.
+  Legal values have two significant bits, so bfloat16 products are exact, and sums are
+  float32 either way; bfloat16 is twice as fast where the processor supports it. Two
+  cases are not exact in bfloat16: `mx43` scales (a third of a power of two) and inputs
+  that are not rounded.
   """
   is_legal = weight.rounding.is_legal
   return jnp.bfloat16 if is_legal and weight.rules.scale_rule != "mx43" else x.dtype

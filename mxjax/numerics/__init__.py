@@ -1,1 +1,1 @@
-"""Pure functions on arrays: the MXFP4 format, and the mathematics of every stage."""
+"""Pure functions on arrays: the MXFP4 format and the mathematics of every stage."""

@@ -1,4 +1,4 @@
-"""Applies functions of independent blocks to a few blocks at a time, in cache."""
+"""Cache-sized batching of functions that treat blocks independently."""
 
 import math
 from collections.abc import Callable
@@ -9,17 +9,16 @@ import jax
 T = TypeVar("T")
 
 BATCH_BYTES = 3 * 2**19
-"""Most bytes of a batch's first operand: six blocks of 2,048 float32 tokens. On two
-cores with 1 MB of second-level cache each, six blocks and three were the fastest sizes,
-a third faster than all at once; one by one is slower than all at once."""
+"""Maximum size of a batch's first operand: six blocks of 2,048 float32 tokens. On two
+cores with 1 MB of second-level cache each, three and six blocks per batch were fastest,
+a third faster than all blocks at once; one block per batch was slower than all at
+once."""
 
 
 def batch_size(blocks: int, nbytes: int) -> int:
-  """Returns the largest divisor of `blocks`, at least two, that fits; else all.
+  """Returns the largest divisor of `blocks`, at least 2, that fits; else `blocks`.
 
-  Args:
-    blocks: Blocks in all.
-    nbytes: Bytes of one block.
+  `nbytes` is the size of one block.
   """
   most = max(2, BATCH_BYTES // max(nbytes, 1))
   sizes = [n for n in range(2, min(most, blocks) + 1) if blocks % n == 0]
@@ -27,18 +26,12 @@ def batch_size(blocks: int, nbytes: int) -> int:
 
 
 def map_block_batches(function: Callable[..., T], *arrays: jax.Array) -> T:
-  """Applies a function of independent blocks, on a CPU to a few blocks at a time.
+  """Applies a function of independent blocks, in small batches on a CPU.
 
-  XLA:CPU makes one pass over memory for each product or reduction of a function;
-  over a few blocks those passes stay in cache. The bits do not depend on it.
-
-  Args:
-    function: Takes arrays `[n, ...]` for any number n of blocks and returns a pytree of
-      such arrays.
-    *arrays: Its operands, `[blocks, ...]`; the first one decides the batch size.
-
-  Returns:
-    The function's result for all blocks.
+  XLA:CPU makes one pass over memory for each product or reduction; with a few blocks
+  those passes stay in cache. Batching does not change the bits. `function` takes arrays
+  `[n, ...]` for any number n of blocks and returns a pytree of such arrays; the first
+  of `arrays`, `[blocks, ...]`, determines the batch size.
   """
   blocks = arrays[0].shape[0]
   nbytes = math.prod(arrays[0].shape[1:]) * arrays[0].dtype.itemsize

@@ -1,4 +1,4 @@
-"""The frozen contract under which every quantizer is run and judged."""
+"""Frozen contract: the conditions under which every quantizer runs and is judged."""
 
 import dataclasses
 import hashlib
@@ -8,22 +8,22 @@ from typing import Any
 from mxjax.numerics import mxfp4
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The seven decoder projections; embeddings, norms and the head stay as they are."""
+"""The seven decoder projections; embeddings, norms and the head are not quantized."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contract:
-  """The conditions of a result; only results of equal contracts may be compared.
+  """Conditions of a result; only results with equal contracts are comparable.
 
   Paper: Frozen contract (Preliminaries) and Quantization Setup (Appendix).
 
   Attributes:
     rules: Scale and tie rules of both operands.
     targets: Quantized projections.
-    block_size: Values that share a scale on the input axis.
+    block_size: Values on the input axis that share a scale.
     element: Element format.
     scale: Scale format.
-    kv_cache: Whether evaluation may use a cache.
+    kv_cache: Whether evaluation may use a KV cache.
   """
 
   rules: mxfp4.Rules = mxfp4.PAPER_RULES
@@ -39,13 +39,13 @@ class Contract:
 
   @classmethod
   def from_dict(cls, values: dict[str, Any]) -> "Contract":
-    """Reads what `to_dict` returned."""
+    """Builds a contract from the result of `to_dict`."""
     rules = mxfp4.Rules(**values["rules"])
     return cls(**{**values, "rules": rules, "targets": tuple(values["targets"])})
 
   @property
   def hash(self) -> str:
-    """SHA-256 of the canonical JSON form, hex."""
+    """SHA-256 of the canonical JSON form, as hex."""
     text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -5,18 +5,13 @@ import jax.numpy as jnp
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-  r"""Divides each row by its root mean square and scales it.
+  r"""Divides rows `[..., d]` by their root mean square and multiplies by `weight`.
 
   .. math::
     y = w \odot x / \sqrt{\operatorname{mean}(x^2) + \epsilon}
 
-  Args:
-    x: Rows, `[..., d]`, float32 or bfloat16.
-    weight: Scale of each coordinate, `[d]`, any float dtype.
-    eps: Added to the mean square.
-
-  Returns:
-    The normalized rows, `[..., d]`, in the dtype of `x`.
+  The weight is `[d]`. The mean is in float32; the result has the shape and dtype of
+  `x`.
   """
   wide = x.astype(jnp.float32)
   mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
@@ -25,16 +20,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def gated_product(gate: jax.Array, up: jax.Array) -> jax.Array:
-  """Computes `silu(gate) * up`.
-
-  Args:
-    gate: Gate outputs, `[..., hidden]`.
-    up: Up outputs, same shape and dtype.
-
-  Returns:
-    The product, same shape and dtype.
-  """
-  # Feature-major, as linears make and take it: a transpose fused with the exponential
-  # would cost XLA:CPU its vector instructions.
+  """Computes `silu(gate) * up` for `[..., hidden]` arrays of one shape and dtype."""
+  # Feature-major, the layout that linears produce and consume: fusing a transpose with
+  # the exponential would cost XLA:CPU its vector instructions.
   rows, columns = (a.reshape(-1, a.shape[-1]).T for a in (gate, up))
   return (jax.nn.silu(rows) * columns).T.reshape(gate.shape)

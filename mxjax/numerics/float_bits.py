@@ -1,4 +1,4 @@
-"""Exponents, magnitudes and powers of two from the bits of floats."""
+"""Bit-level access to the exponents and magnitudes of floats, and powers of two."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from jax import lax
 
 
 class FloatFormat(NamedTuple):
-  """An IEEE format: the integer type of its bits, mantissa width and exponent bias."""
+  """An IEEE format: integer type for its bits, mantissa width and exponent bias."""
 
   integer: type
   mantissa_bits: int
@@ -28,27 +28,22 @@ def float_format(x: jax.Array) -> FloatFormat:
 
 
 def bits(x: jax.Array) -> jax.Array:
-  """Returns the bits of a float array, int32 or int64."""
+  """Returns the bits of a float array as int32 or int64."""
   return lax.bitcast_convert_type(x, float_format(x).integer)
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-  """Returns the bits of |x|, integers in the order of the magnitudes."""
+  """Returns the bits of |x|: integers ordered like the magnitudes."""
   integer = float_format(x).integer
   return bits(x) & integer(np.iinfo(integer).max)
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-  """Builds float32 2^exponent from its bits; NaN for the not-finite mark 128.
+  """Builds float32 2^exponent from int32 in [-127, 128]; 128 gives NaN.
 
-  2^-127 is subnormal, and a backend may flush a product with it to zero: values
-  below 2^-124 then vanish in arithmetic, never in a payload (`decode` is exact).
-
-  Args:
-    exponent: int32, any shape, in [-127, 128].
-
-  Returns:
-    float32, same shape.
+  2^-127 is subnormal, and a backend may flush a product with it to zero. Values below
+  2^-124 can then vanish in arithmetic, but never in a payload, because `decode` is
+  exact.
   """
   field = (exponent.astype(jnp.int32) + 127) << 23
   subnormal = jnp.where(exponent == -127, jnp.int32(1 << 22), field)

@@ -1,9 +1,8 @@
-"""Which implementation of an operation runs: one choice and one function that decides.
+"""Selection of the implementation that runs an operation.
 
-Every operation has a reference in XLA, which defines it. Some have a kernel for CPUs
-(`native`), some a kernel for NVIDIA GPUs (`pallas`). The choice depends on platform,
-shapes and dtypes alone and is made before anything is launched, so there is nothing to
-fall back from.
+XLA references define every operation. Some operations also have a CPU kernel (`native`)
+or an NVIDIA GPU kernel (`pallas`). The choice depends only on the platform, shapes and
+dtypes and is made before anything is launched, so no fallback is needed.
 """
 
 from collections.abc import Collection
@@ -13,18 +12,18 @@ import jax
 import jax.core
 
 Implementation = Literal["xla", "native", "pallas", "interpret"]
-"""`xla` is the reference; `native` is a kernel in the vector instructions of this
-machine's CPU; `pallas` is a compiled kernel for NVIDIA GPUs; `interpret` runs that
-kernel operation by operation on any platform, for tests."""
+"""`xla` is the reference; `native` is a kernel in this CPU's vector instructions;
+`pallas` is a compiled kernel for NVIDIA GPUs; `interpret` runs the Pallas kernel
+operation by operation on any platform, for tests."""
 
 _FASTEST: dict[str, Implementation] = {"cpu": "native", "gpu": "pallas"}
 
 
 def target_platform() -> str:
-  """Returns the platform that computations are for: `cpu`, `gpu` or another.
+  """Returns the platform that computations target: `cpu`, `gpu` or another.
 
-  A mesh with an abstract device is how code is compiled for a machine that is not
-  there, so it decides if one is set; otherwise the default backend does.
+  A mesh with an abstract device, which compiles for a machine that is not present,
+  takes precedence over the default backend.
   """
   device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
   platform = jax.default_backend() if device is None else device.platform
@@ -48,23 +47,20 @@ def choose(
   slower: Collection[Implementation] = (),
   platform: str | None = None,
 ) -> Implementation:
-  """Decides what runs an operation.
+  """Decides which implementation runs an operation.
 
   Args:
     place: Name of the operation, for error messages.
-    implementation: The caller's choice, which is taken or refused and never replaced;
-      None takes the platform's kernel where it can run, else `xla`.
+    implementation: The caller's choice, which is accepted or rejected but never
+      replaced; None selects the platform's kernel if it can run, else `xla`.
     native: Why the CPU kernel cannot take these arguments, or None if it can.
     pallas: The same for the GPU kernel, compiled or interpreted.
-    slower: Kernels that None passes over because `xla` is faster on these arguments.
-    platform: Where the operands lie, if it is known; otherwise `target_platform()`.
-
-  Returns:
-    The implementation to run.
+    slower: Kernels that None skips because `xla` is faster on these arguments.
+    platform: Platform of the operands if known; otherwise `target_platform()`.
 
   Raises:
-    NotImplementedError: The implementation that was asked for cannot run.
-    ValueError: The choice is not a known name.
+    NotImplementedError: The requested implementation cannot run.
+    ValueError: `implementation` is not a known name.
   """
   known = get_args(Implementation)
   if implementation not in (None, *known):

@@ -1,14 +1,14 @@
-r"""The MXFP4 codec: 32 E2M1 elements under one E8M0 power-of-two scale.
+r"""The MXFP4 codec: 32 E2M1 elements that share one E8M0 power-of-two scale.
 
-Everything that decides a code is integer arithmetic on float bits, so no backend's
-`log2`, `exp2`, subnormals, fused multiply-adds or division can move a code.
+Integer arithmetic on float bits decides every code, so no backend's `log2`, `exp2`,
+subnormals, fused multiply-adds or division can change a code.
 
-Paper: Quantization Setup (Appendix, Algorithm Details). With `e` the block exponent,
+Paper: Quantization Setup (Appendix, Algorithm Details). The block exponent is
 
 .. math::
   e = \operatorname{clip}(\lfloor \log_2 \max_i |x_i| \rfloor - 2, -127, 127)
 
-and element magnitudes 0 to 6 (`MAGNITUDES`), a tie takes the larger magnitude, values
+and the element magnitudes are `MAGNITUDES`. A tie takes the larger magnitude, values
 above 6 * 2^e saturate, and the sign bit follows the input.
 """
 
@@ -31,9 +31,9 @@ BLOCK_SIZE = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The E2M1 magnitudes, indexed by the low three bits of a code."""
 SCALE_BIAS = 127
-"""An E8M0 byte is the exponent plus this."""
+"""Bias of an E8M0 byte: the byte is the exponent plus 127."""
 NOT_FINITE = 255
-"""The E8M0 byte of a block that had inf or NaN; never legal in a payload."""
+"""The E8M0 byte of a block with inf or NaN; never legal in a payload."""
 
 ScaleRule = Literal["floor", "even", "rceil", "mx43"]
 TieRule = Literal["away", "even"]
@@ -41,14 +41,14 @@ TieRule = Literal["away", "even"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-  """How the scale of a block and the rounding of ties are decided.
+  """Rules for the block scale and for rounding ties.
 
   Attributes:
-    scale_rule: With `a` the block maximum, E = floor(log2 a) and mantissa a / 2^E:
-      `floor` (the paper, OCP) uses 2^(E-2); `even` uses 2^(E-1) instead when the
-      mantissa is at least 1.75; `rceil` uses 2^ceil(log2(a / 6)) and never clips;
-      `mx43` stores E and decodes with 2^E / 3.
-    tie_rule: `away` (the paper) sends a tie to the larger magnitude, `even` to the
+    scale_rule: With block maximum a, E = floor(log2 a) and mantissa a / 2^E: `floor`
+      (the paper, OCP) uses 2^(E-2); `even` uses 2^(E-1) instead when the mantissa is at
+      least 1.75; `rceil` uses 2^ceil(log2(a / 6)) and never clips; `mx43` stores E and
+      decodes with 2^E / 3.
+    tie_rule: `away` (the paper) rounds a tie to the larger magnitude, `even` to the
       code with the even index.
   """
 
@@ -71,10 +71,10 @@ PAPER_RULES = Rules()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MXTensor:
-  """A packed MXFP4 array of logical shape `[..., d]`, 4.25 bits a value.
+  """A packed MXFP4 array of logical shape `[..., d]`, 4.25 bits per value.
 
   Attributes:
-    codes: uint8 `[..., d/2]`: two E2M1 codes a byte, the even column in the low
+    codes: uint8 `[..., d/2]`: two E2M1 codes per byte, the even column in the low
       nibble; a code is sign * 8 + magnitude index.
     scales: uint8 `[..., d/32]`: E8M0 bytes, exponent + 127.
   """
@@ -93,13 +93,8 @@ def block_exponent(
 ) -> jax.Array:
   """Computes each block's exponent from the bits of its largest magnitude.
 
-  Args:
-    x: float32 or float64 with the 32 values of a block on `axis`.
-    rules: The scale rule.
-    axis: The block axis.
-
-  Returns:
-    int32 in [-127, 127], or 128 where the block has an inf or NaN; `axis` reduced.
+  `x` is float32 or float64 with the 32 values of a block on `axis`. Returns int32 in
+  [-127, 127], or 128 where the block has inf or NaN, with `axis` reduced.
   """
   form = float_bits.float_format(x)
   largest = jnp.max(float_bits.magnitude_bits(x), axis=axis)
@@ -122,7 +117,7 @@ def block_exponent(
 
 
 def _thresholds(rules: Rules, dtype: np.dtype) -> tuple[np.floating, ...]:
-  """Returns the smallest scaled magnitudes of `dtype` that reach codes 1 to 7."""
+  """Returns the smallest scaled magnitudes in `dtype` that reach codes 1 to 7."""
   dtype = np.dtype(dtype)
   values = [fractions.Fraction(m) for m in MAGNITUDES]
   divisor = 3 if rules.scale_rule == "mx43" else 1
@@ -141,15 +136,16 @@ def _thresholds(rules: Rules, dtype: np.dtype) -> tuple[np.floating, ...]:
 def _scaled_bits(x: jax.Array, exponent: jax.Array) -> jax.Array:
   """Returns the bits of |x| / 2^exponent, or less where the code is zero anyway.
 
-  Dividing by a power of two subtracts from the exponent field. Subnormals have no
-  field to subtract from: their integer mantissa is converted, which is exact.
+  Division by a power of two subtracts from the exponent field. Subnormals have no such
+  field, so their integer mantissa is converted to float, which is exact.
   """
   form = float_bits.float_format(x)
   bits = float_bits.magnitude_bits(x)
   shift = exponent.astype(form.integer) << form.integer(form.mantissa_bits)
   scaled = bits - shift
   if form.mantissa_bits == 23:
-    # Above 2^-100 no subnormal reaches a code: the clamp only prevents overflow.
+    # Above 2^-100 no subnormal reaches a nonzero code: the clamp only prevents
+    # overflow.
     mantissa_shift = (jnp.minimum(exponent, -100) + 149) << 23
     subnormal = float_bits.bits(bits.astype(jnp.float32)) - mantissa_shift
     scaled = jnp.where(bits < (1 << 23), subnormal, scaled)
@@ -159,15 +155,10 @@ def _scaled_bits(x: jax.Array, exponent: jax.Array) -> jax.Array:
 def magnitude_index(
   x: jax.Array, exponent: jax.Array, rules: Rules = PAPER_RULES
 ) -> jax.Array:
-  """Returns the magnitude index 0..7 of each value at an exponent, saturating.
+  """Returns the int32 magnitude index 0..7 of each value at an exponent, saturating.
 
-  Args:
-    x: float32 or float64.
-    exponent: int32, broadcastable to `x` with the same rank.
-    rules: Tie rule and, for `mx43`, the scale's factor.
-
-  Returns:
-    int32, the shape of `x`.
+  `x` is float32 or float64; `exponent` is int32, of the same rank and broadcastable.
+  `rules` decides ties and, for `mx43`, the factor 1/3 of the scale.
   """
   scaled = _scaled_bits(x, exponent)
   index = jnp.zeros(x.shape, jnp.int32)
@@ -187,7 +178,7 @@ def nearest_codes(
 
 
 def magnitude(index: jax.Array) -> jax.Array:
-  """Returns the float32 magnitude of an index 0..7, from bits and not by a table."""
+  """Returns the float32 magnitude of an index 0..7, built from bits without a table."""
   exponent_field = (126 + (index >> 1)) << 23
   normal = lax.bitcast_convert_type(exponent_field | ((index & 1) << 22), jnp.float32)
   return jnp.where(index >= 2, normal, 0.5 * index.astype(jnp.float32))
@@ -196,15 +187,10 @@ def magnitude(index: jax.Array) -> jax.Array:
 def round_elements(
   x: jax.Array, exponent: jax.Array, rules: Rules = PAPER_RULES
 ) -> jax.Array:
-  """Rounds to signed element values, in units of the scale, at an exponent.
+  """Rounds float32 `x` to signed element values, in units of the scale, at an exponent.
 
-  Args:
-    x: float32.
-    exponent: int32, broadcastable to `x` with the same rank.
-    rules: Tie and scale rules.
-
-  Returns:
-    float32 from {0, ±.5, ±1, ±1.5, ±2, ±3, ±4, ±6} with the sign of `x`.
+  `exponent` is int32, of the same rank and broadcastable. Returns float32 from {0, ±.5,
+  ±1, ±1.5, ±2, ±3, ±4, ±6} with the sign of `x`.
   """
   return jnp.copysign(magnitude(magnitude_index(x, exponent, rules)), x)
 
@@ -216,14 +202,9 @@ def scale_of(exponent: jax.Array, rules: Rules = PAPER_RULES) -> jax.Array:
 
 
 def round_blocks(x: jax.Array, rules: Rules = PAPER_RULES) -> jax.Array:
-  """Encodes blocks to the nearest codes and decodes them again.
+  """Rounds blocks `[..., 32, columns]` to nearest: encodes, then decodes, in float32.
 
-  Args:
-    x: float32 `[..., 32, columns]`, the values of a block on axis -2.
-    rules: Scale and tie rules.
-
-  Returns:
-    Q(x) of round-to-nearest, float32, same shape.
+  The 32 values of a block lie on axis -2.
   """
   exponent = block_exponent(x, rules)[..., None, :]
   return round_elements(x, exponent, rules) * scale_of(exponent, rules)
@@ -232,8 +213,8 @@ def round_blocks(x: jax.Array, rules: Rules = PAPER_RULES) -> jax.Array:
 def to_blocks(x: jax.Array) -> jax.Array:
   """Converts rows `[n, d]` to feature-major blocks `[d/32, 32, n]`.
 
-  With the 32 values of a block on axis -2 and rows on the last axis, a reduction over
-  a block is elementwise over vectors of rows, and a block transform is one GEMM.
+  In this layout a block reduction is elementwise over vectors of rows, and a block
+  transform is one GEMM.
   """
   rows, features = x.shape
   return x.T.reshape(features // BLOCK_SIZE, BLOCK_SIZE, rows)
@@ -281,23 +262,14 @@ def _encode(x: jax.Array, rules: Rules) -> MXTensor:
 
 
 def check_encodable(x: jax.Array) -> None:
-  """Refuses arrays that are not floating point or not whole blocks of 32 wide.
-
-  Raises:
-    TypeError: Not a floating-point array.
-    ValueError: A width that is not a multiple of 32.
-  """
+  """Checks that `x` is floating point (TypeError) and in blocks of 32 (ValueError)."""
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise TypeError(f"mxfp4.encode: expected a floating-point array, got {x.dtype}.")
   check_width("mxfp4.encode", x.shape[-1])
 
 
 def check_finite(x: jax.Array, encoded: MXTensor) -> None:
-  """Refuses an array with inf or NaN, which its scale bytes show; not under a trace.
-
-  Raises:
-    ValueError: A block has inf or NaN.
-  """
+  """Raises ValueError if the scale bytes show inf or NaN; no check under a trace."""
   if isinstance(encoded.scales, jax.core.Tracer):
     return
   if bad := int((np.asarray(encoded.scales) == NOT_FINITE).sum()):
@@ -312,8 +284,8 @@ def check_finite(x: jax.Array, encoded: MXTensor) -> None:
 def encode(x: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
   """Encodes the last axis in blocks of 32, exactly for every finite value.
 
-  This is the definition, in XLA. `mxjax.encode` has the same bits and picks the
-  fastest encoder of the platform.
+  This XLA function is the definition. `mxjax.encode` gives the same bits with the
+  platform's fastest encoder.
 
   Args:
     x: `[..., d]` float32, bfloat16, float16 or (inside a 64-bit scope) float64, with
@@ -322,11 +294,11 @@ def encode(x: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
 
   Returns:
     The packed tensor. While tracing, a block with inf or NaN gets the illegal scale
-    byte 255, which decodes to NaN and which `check_legal` names.
+    byte 255, which decodes to NaN and which `check_legal` reports.
 
   Raises:
-    TypeError: Not a floating-point array.
-    ValueError: A width that is not a multiple of 32, or (outside a trace) inf or NaN.
+    TypeError: The array is not floating point.
+    ValueError: The width is not a multiple of 32, or (outside a trace) inf or NaN.
   """
   x = jnp.asarray(x)
   check_encodable(x)
@@ -341,16 +313,12 @@ def decode(
   dtype: jax.typing.DTypeLike = jnp.bfloat16,
   rules: Rules = PAPER_RULES,
 ) -> jax.Array:
-  """Decodes to `[..., d]`; exact in bfloat16 and float32 but for `mx43`.
+  """Decodes to `[..., d]`, exactly except for `mx43`.
 
-  Args:
-    tensor: Packed codes and scales.
-    dtype: bfloat16 or float32. Every MXFP4 value is exact in both.
-    rules: Only `mx43` matters: it divides by three, rounded once in float32.
-
-  Returns:
-    The values, with signed zeros kept; NaN in blocks whose scale byte is 255. The
-    rules `even` and `rceil` can round maxima above 2^127 up to 2^128, which is inf.
+  `dtype` is bfloat16 or float32; both hold every MXFP4 value exactly. Of `rules` only
+  `mx43` matters: it divides by three, rounded once in float32. Signed zeros are kept,
+  and blocks whose scale byte is 255 become NaN. The rules `even` and `rceil` can round
+  maxima above 2^127 up to 2^128, which is inf.
   """
   codes = unpack(tensor.codes).astype(jnp.int32)
   blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK_SIZE)
@@ -358,7 +326,7 @@ def decode(
   index = blocks & 7
   field = jnp.where(index >= 2, 126 + (index >> 1), 126) + exponent
   mantissa = jnp.where(index >= 2, (index & 1) << 22, 0)
-  # Below the normal range the leading one becomes an explicit, shifted bit.
+  # Below the normal range the implicit leading one becomes an explicit, shifted bit.
   subnormal = (mantissa | (1 << 23)) >> jnp.clip(1 - field, 0, 31)
   magnitude_bits = jnp.where(field >= 1, (field << 23) | mantissa, subnormal)
   magnitude_bits = jnp.where(index == 0, 0, magnitude_bits)
@@ -376,11 +344,11 @@ def decode(
 
 
 def check_legal(tensor: MXTensor, place: str = "mxfp4.check_legal") -> None:
-  """Checks a concrete tensor; every nibble is a legal E2M1 code by construction.
+  """Checks the dtypes, shapes and scale bytes of a concrete tensor.
 
-  Raises:
-    TypeError: A leaf is not uint8; `place` begins the message.
-    ValueError: Shapes disagree or a scale byte is 255.
+  Every nibble is a legal E2M1 code by construction. `place` begins the error message:
+  TypeError for leaves that are not uint8, ValueError for shapes that disagree or a
+  scale byte of 255.
   """
   for name in ("codes", "scales"):
     leaf = getattr(tensor, name)

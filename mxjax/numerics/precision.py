@@ -1,9 +1,8 @@
-"""Scoped float64 and the assertion that it is really on.
+"""Scoped float64 and checks that it is on.
 
-The library never flips the process-wide x64 flag. FP64 solvers run inside
-`float64_scope()`, which the pipeline enters around every program hook; each solver
-checks its operands at the door, because the same function called outside the scope
-would silently work in float32.
+The library never changes the process-wide x64 flag. FP64 solvers run inside
+`float64_scope()`, which the pipeline enters around every program hook. Each solver
+checks its operands, because outside the scope it would silently work in float32.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 HIGHEST = jax.lax.Precision.HIGHEST
-"""Full float32 products: TF32 is the default for float32 dots on NVIDIA GPUs."""
+"""Full float32 products; the NVIDIA default for float32 dots is TF32."""
 
 
 @contextlib.contextmanager
@@ -24,15 +23,11 @@ def float64_scope() -> Iterator[None]:
 
 
 def require_float64(place: str, *arrays: jax.Array) -> None:
-  """Checks that every array is float64.
-
-  Args:
-    place: Name of the calling function, for the message.
-    *arrays: Arrays of any shape.
+  """Checks that every array is float64; `place` names the caller in the message.
 
   Raises:
-    TypeError: An array has another dtype, which means the call is outside
-      `float64_scope()` or an operand was not converted.
+    TypeError: An array has another dtype: the call is outside `float64_scope()`, or an
+      operand was not converted.
   """
   for array in arrays:
     if array.dtype != jnp.float64:
@@ -43,18 +38,10 @@ def require_float64(place: str, *arrays: jax.Array) -> None:
 
 
 def float32_sums(left: jax.Array, right: jax.Array) -> jax.Array:
-  """Multiplies matrices with float32 sums; operands may be bfloat16.
-
-  Args:
-    left: `[m, d]`, bfloat16 or float32.
-    right: `[d, n]`, same dtype.
-
-  Returns:
-    float32 `[m, n]`.
-  """
+  """Multiplies `[m, d]` by `[d, n]`, both bfloat16 or float32, with float32 sums."""
   if left.dtype == jnp.bfloat16:
-    # XLA:CPU (jaxlib 0.10.2) decides early who multiplies bfloat16, and fails when run
-    # if it has merged a transpose of the result into the product since then.
+    # XLA:CPU (jaxlib 0.10.2) chooses the bfloat16 implementation early and fails at run
+    # time if it later merges a transpose of the result into the product.
     left, right = jax.lax.optimization_barrier((left, right))
   product = jnp.einsum(
     "md,dn->mn", left, right, precision=HIGHEST, preferred_element_type=jnp.float32
@@ -65,18 +52,10 @@ def float32_sums(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def block_products(matrices: jax.Array, blocks: jax.Array) -> jax.Array:
-  """Multiplies each block of columns by its own matrix, at full precision.
-
-  Args:
-    matrices: `[blocks, 32, 32]`.
-    blocks: `[blocks, 32, n]`, same dtype.
-
-  Returns:
-    `[blocks, 32, n]`.
-  """
+  """Multiplies `[blocks, 32, n]` by `[blocks, 32, 32]` matrices at full precision."""
   rows = matrices.shape[-2]
   if jax.default_backend() == "cpu":
-    # XLA:CPU (jaxlib 0.10) takes a second core for a product only from some size on,
-    # which 32 x 32 just misses; rows of zeros do not change the others' bits.
+    # XLA:CPU (jaxlib 0.10) uses a second core only for products above a size that 32 x
+    # 32 just misses; rows of zeros do not change the bits of the others.
     matrices = jnp.pad(matrices, ((0, 0), (0, 4), (0, 0)))
   return jnp.einsum("bij,bjn->bin", matrices, blocks, precision=HIGHEST)[:, :rows]

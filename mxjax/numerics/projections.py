@@ -8,18 +8,12 @@ def project_zero_sum_box(x: jax.Array, bound: float) -> jax.Array:
   """Projects each row onto {z : sum(z) = 0, |z_i| <= bound}, by sorted breakpoints.
 
   The solution is `clip(x - shift, -bound, bound)` for the one `shift` that makes the
-  sum zero. That sum falls piecewise linearly in `shift`, with kinks at `x_i - bound`
-  and `x_i + bound`, so `shift` is read off between the two sorted kinks where the sum
-  changes sign: exact, with no iteration.
+  sum zero. The sum falls piecewise linearly in `shift`, with kinks at `x_i - bound` and
+  `x_i + bound`, so interpolation between the two sorted kinks where it changes sign
+  gives `shift` exactly, without iteration.
 
-  Paper: the projection inside Eq. hires-spectral-cap.
-
-  Args:
-    x: Rows to project, `[..., n]`, floating point.
-    bound: Largest magnitude allowed for an entry, positive.
-
-  Returns:
-    The projection, `[..., n]`, in the dtype of `x`.
+  Rows are `[..., n]`, floating point, and `bound` is positive. The result has the shape
+  and dtype of `x`. Paper: the projection inside Eq. hires-spectral-cap.
 
   Example:
     >>> project_zero_sum_box(jnp.array([3.0, 0.0, 0.0]), 0.5).tolist()
@@ -45,15 +39,9 @@ def project_zero_sum_box_bisection(
 ) -> jax.Array:
   """Projects like `project_zero_sum_box`, by bisection on the shift.
 
+  `steps` halves the bracket [min x - bound, max x + bound] so many times.
+
   Paper: Eq. serb-proposal uses 80 scalar steps.
-
-  Args:
-    x: Rows to project, `[..., n]`.
-    bound: Largest magnitude allowed for an entry, positive.
-    steps: Halvings of the bracket [min x - bound, max x + bound].
-
-  Returns:
-    The projection, `[..., n]`, in the dtype of `x`.
   """
   low = x.min(-1, keepdims=True) - bound
   high = x.max(-1, keepdims=True) + bound
@@ -73,16 +61,7 @@ def project_zero_sum_box_bisection(
 def project_ball(
   x: jax.Array, radius: float, axes: tuple[int, ...] = (-1,)
 ) -> jax.Array:
-  """Projects onto the Euclidean ball of a radius over the given axes.
-
-  Args:
-    x: Any shape.
-    radius: The radius, positive.
-    axes: The axes over which the norm is taken.
-
-  Returns:
-    `x` scaled down where its norm exceeds `radius`, in the dtype of `x`.
-  """
+  """Projects onto the Euclidean ball of a positive radius, norm over `axes`."""
   norm = jnp.sqrt((x * x).sum(axes, keepdims=True))
   return x * jnp.where(norm > radius, radius / jnp.where(norm > 0, norm, 1), 1)
 

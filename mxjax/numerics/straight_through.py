@@ -1,7 +1,7 @@
-"""Straight-through rounding: forward it rounds, backward it is the identity.
+"""Straight-through rounding: rounds in the forward pass, identity in the backward pass.
 
-The values equal those of the strict encoder bit for bit. Exponents are constants of the
-backward pass, and saturated values pass their gradient on like all others.
+Values equal those of the strict encoder bit for bit. The backward pass treats exponents
+as constants, and saturated values pass their gradient like all others.
 """
 
 import functools
@@ -15,7 +15,7 @@ from mxjax.numerics import mxfp4
 def round_blocks(
   blocks: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> jax.Array:
-  """Rounds float32 blocks `[..., 32, columns]` as `mxfp4.round_blocks` does."""
+  """Rounds float32 blocks `[..., 32, columns]` like `mxfp4.round_blocks`."""
   return mxfp4.round_blocks(blocks, rules)
 
 

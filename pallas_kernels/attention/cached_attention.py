@@ -1,17 +1,18 @@
-"""Attention of the newest few tokens: one pass over the keys and values of the past.
+"""Attention of the newest few tokens, in one pass over cached keys and values.
 
-The reference is `mxjax.models.functional.cached_attention`, which dispatches to here.
+The reference is `mxjax.models.functional.cached_attention`, which dispatches to this
+kernel.
 
-One token leaves nothing to share but the cache, so the time is that of reading the
-cache once. The query heads of a key-value head, and the new tokens, are the rows of one
-tile; the positions that are seen are cut into chunks and shared evenly among programs.
-A program keeps, for each row, the largest score so far, the sum of the weights
-relative to it and the sum of weighted values; `shares.py` combines
-them. The first program of a key-value head begins with the new tokens' own keys and
-values, and writes them into the cache, where no other program reads.
+With few tokens, reading the cache once dominates the time. The query heads of a
+key-value head and the new tokens form the rows of one tile; the visible positions are
+divided into chunks and shared evenly among programs. For each row a program keeps the
+largest score so far, the sum of the weights relative to it, and the sum of weighted
+values; `shares.py` combines these. The first program of a key-value head starts with
+the new tokens' own keys and values and writes them into the cache, where no other
+program reads.
 
-The position of the first query is read on the device: chunks in the future or before
-the window are not read, and a cache that is half empty takes half the time.
+The device reads the position of the first query: chunks in the future or before the
+window are skipped, so a half-empty cache takes half the time.
 """
 
 import dataclasses
@@ -28,14 +29,14 @@ from mxjax.pallas_kernels.attention.shares import Attended
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """How the work is cut.
+  """Tile sizes and launch parameters.
 
   Attributes:
     rows: Rows of queries, a power of two, at least the 16 of a matrix instruction.
     new: New tokens, likewise.
-    chunk: Positions in a step, likewise.
+    chunk: Positions per step, likewise.
     splits: Programs that share the positions of one key-value head, a power of two.
-    warps: Warps of a program.
+    warps: Warps per program.
     stages: Steps whose loads are in flight.
   """
 
@@ -53,7 +54,7 @@ class Tile:
     new, heads = queries.shape[1:3]
     at_least_16 = lambda n: max(16, 1 << (n - 1).bit_length())
     if keys.dtype == jnp.float32:
-      # A product on FP32 units holds whole rows in registers: more would spill.
+      # FP32 units hold whole rows of a product in registers; more rows would spill.
       chunk, warps = 16, 8
     else:
       chunk, warps = min(64, 8192 // head_dim), 4
@@ -81,7 +82,7 @@ def obstacle(
   if head_dim not in (16, 32, 64, 128, 256):
     return f"head_dim must be a power of two from 16 to 256, got {head_dim}"
   count = queries.shape[1] * queries.shape[2] // kv_heads
-  # More rows of float32 would spill registers.
+  # More float32 rows would spill registers.
   most = 32 if queries.dtype == jnp.float32 else 64
   if count > most:
     return (
@@ -92,7 +93,7 @@ def obstacle(
 
 
 class _Running(NamedTuple):
-  """Of each row: weighted values, the largest score, and the sum of weights."""
+  """Running state of each row: weighted values, largest score, and sum of weights."""
 
   sums: jax.Array
   top: jax.Array
@@ -116,7 +117,8 @@ class _Running(NamedTuple):
     scores = dot(queries, keys, transpose_b=True)
     scores = jnp.where(is_seen, scores, -jnp.inf)
     higher = jnp.maximum(self.top, jnp.max(scores, axis=1))
-    # Infinity less infinity would be NaN in a row that has seen no key yet.
+    # A row that has seen no key yet would compute infinity minus infinity, which is
+    # NaN.
     origin = jnp.where(higher == -jnp.inf, 0.0, higher)
     weights = jnp.exp((scores - origin[:, None]) * scale)
     decay = jnp.exp((self.top - origin) * scale)
@@ -139,12 +141,12 @@ def _kernel(
 ) -> None:
   new, group, head_dim = queries_ref.shape
   row = lax.iota(jnp.int32, tile.rows)
-  # Rows beyond the last repeat some of the others, and are not stored.
+  # Padding rows repeat other rows and are not stored.
   token = jnp.minimum(row // group, new - 1)
   queries = queries_ref[token, row % group]
   start, split = start_ref[0], lowering.program_id(2)
   newest_seen = (start + token)[:, None]
-  # Past positions that some query sees.
+  # Past positions that at least one query sees.
   first = 0 if window is None else jnp.maximum(start - window + 1, 0)
   first_chunk = first // tile.chunk
   chunks = (start + tile.chunk - 1) // tile.chunk - first_chunk
@@ -161,14 +163,14 @@ def _kernel(
   def add(step: jax.Array, running: _Running) -> _Running:
     here = lowering.columns(step * tile.chunk, tile.chunk)
     position = step * tile.chunk + lax.iota(jnp.int32, tile.chunk)
-    # Zeros stand for values that no query sees: not even a NaN there times zero.
+    # Zero-fill values that no query sees, because even zero times NaN is NaN.
     exists = (position >= first) & (position < start)
     keys, values = (lowering.load(ref.at[here, :], exists) for ref in past_refs)
     return running.with_keys(queries, keys, values, seen(position, exists))
 
   place = lax.iota(jnp.int32, tile.new)
   exists = (place < new) & (split == 0)
-  # Those beyond the last repeat it, and are neither seen nor stored.
+  # Padding tokens repeat the last one; they are neither seen nor stored.
   newest = [ref[jnp.minimum(place, new - 1)] for ref in new_refs]
   here = lowering.columns(start, tile.new)
   for ref, values in zip(filled_refs, newest, strict=True):
@@ -197,17 +199,17 @@ def launch(
     queries: `[batch, new, heads, head_dim]`, rotated, at positions from `start`,
       float32 or bfloat16.
     keys: `[batch, new, kv_heads, head_dim]`, rotated, same dtype.
-    values: Same shape and dtype.
+    values: Same shape and dtype as `keys`.
     past: The cache's keys and values, `[batch, positions, kv_heads, head_dim]`, same
-      dtype; what lies from `start` on or before all windows is not read.
+      dtype; positions from `start` on or before all windows are not read.
     start: Position of the first query, int32.
-    window: Newest keys that a query sees, itself included; None for all.
-    tile: How the work is cut.
+    window: Number of newest keys that a query sees, including its own; None for all.
+    tile: Tile sizes; None selects them from the shapes.
     interpret: Whether to run without a GPU.
 
   Returns:
     Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`, and the cache
-    with the new keys and values in it: the same memory, if it may be written.
+    with the new keys and values, in the same memory if it may be overwritten.
   """
   past_keys, past_values = past
   tile = Tile.of(queries, past_keys) if tile is None else tile
@@ -243,8 +245,8 @@ def _specs(
   _, new, heads, head_dim = queries
   _, positions, kv_heads, _ = past
   spec = lowering.BlockSpec
-  # The blocks cover whole chunks, and room for whole tiles of new tokens anywhere;
-  # what is beyond the positions is masked.
+  # The blocks cover whole chunks, plus room for a whole tile of new tokens at any
+  # position; accesses beyond the positions are masked.
   covered = -(-positions // tile.chunk) * tile.chunk + tile.new
   cache = spec((None, covered, None, head_dim), lambda b, k, s: (b, 0, k, 0))
   newest = tuple(
@@ -264,7 +266,7 @@ def _specs(
 def _out_shapes(
   queries: jax.Array, past: tuple[jax.Array, jax.Array], tile: Tile
 ) -> list[jax.ShapeDtypeStruct]:
-  """Shapes of the kernel's results: sums, tops, totals, and the filled cache."""
+  """Returns the shapes of sums, tops, totals and the filled cache."""
   batch, new, heads, head_dim = queries.shape
   kv_heads = past[0].shape[2]
   rows = tile.splits, batch, kv_heads, new * heads // kv_heads

@@ -1,9 +1,9 @@
-"""Partial results of cached attention, which their reader combines.
+"""Partial results of cached attention, combined by their consumer.
 
-The programs that share the positions of a head each write the largest score they saw,
-the sum of the weights relative to it, and the sum of weighted values. Combining them is
-little work: the refinement kernel does it for the block of 32 features that it is about
-to encode, and `array` does it for every other reader.
+Each program that shares the positions of a head writes the largest score it saw, the
+sum of the weights relative to it, and the sum of weighted values. Combining them is
+cheap: the refinement kernel does it for the block of 32 features that it is about to
+encode, and `array` does it for every other consumer.
 """
 
 import dataclasses
@@ -26,12 +26,13 @@ class Attended:
   """Deferred attention outputs: the partial results of several programs.
 
   Attributes:
-    sums: Weighted sums of values, float32 `[splits, batch, kv_heads, new * group,
-      head_dim]`, `group` query heads of a key-value head, `splits` a power of two.
-    tops: The largest score of each share, float32, without the last axis; -infinity
-      where it saw no key.
+    sums: Weighted sums of values, float32
+      `[splits, batch, kv_heads, new * group, head_dim]`, with `group` query heads per
+      key-value head; `splits` is a power of two.
+    tops: Largest score of each share, float32, without the last axis; -infinity where
+      it saw no key.
     totals: Sums of weights, likewise.
-    scale: What scores are multiplied by before the exponential (static).
+    scale: Factor on scores before the exponential (static).
     leading: `(batch, new)`, or their product alone (static).
     dtype: Dtype of the outputs (static).
     interpret: Whether a kernel runs without a GPU (static).
@@ -57,7 +58,7 @@ class Attended:
     return dataclasses.replace(self, leading=(math.prod(self.leading),))
 
   def array(self) -> jax.Array:
-    """Computes the outputs by a kernel of their own."""
+    """Combines the outputs in a separate kernel."""
     _, batch, kv_heads, rows, head_dim = self.sums.shape
     new = math.prod(self.leading) // batch
     group = rows // new
@@ -77,10 +78,9 @@ class Attended:
     return out.reshape(self.shape)
 
   def specs(self, width: int) -> Self:
-    """Returns block specs of a program's features for a grid of these, then rows.
+    """Returns block specs for a grid of feature groups, then rows.
 
-    Args:
-      width: Features of a program, all of one head.
+    `width` is the number of features of a program, all of one head.
     """
     splits, batch, _, rows, head_dim = self.sums.shape
     new, each = math.prod(self.leading) // batch, head_dim // width
@@ -99,7 +99,7 @@ class Attended:
 
 
 def combine(refs: Attended) -> jax.Array:
-  """Combines a program's features `[width]` from its references for `specs`."""
+  """Combines a program's features `[width]` from the references given by `specs`."""
   splits, width = refs.sums.shape
   size = min(splits, _STEP)
   top = jnp.max(refs.tops[...], axis=0)
@@ -109,7 +109,7 @@ def combine(refs: Attended) -> jax.Array:
   ) -> tuple[jax.Array, jax.Array]:
     sums, total = carry
     here = lowering.columns(step * size, size)
-    # A share without a seen key has the top -infinity, and so the weight zero.
+    # A share that saw no key has top -infinity, and so weight zero.
     weights = jnp.exp((refs.tops[here] - top) * refs.scale)
     sums += jnp.sum(weights[:, None] * refs.sums[here, :], axis=0)
     return sums, total + jnp.sum(weights * refs.totals[here], axis=0)

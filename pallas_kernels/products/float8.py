@@ -1,14 +1,14 @@
-"""W4A4 inputs in float8, as the library's float8 product reads them.
+"""W4A4 inputs in float8, in the form that the library's float8 product reads.
 
-E2M1 values have two significant bits and every float8 format holds them; what can be
-out of range is a block's power of two. E5M2 reaches from 2^-16 to 57344, so it holds
-every block whose exponent lies in `LOWEST..HIGHEST` as it is, with no scale to be found
-first, and a kernel that rounds inputs can write them so. A block outside is written in
-units of its own scale instead, which E5M2 always holds: nothing is lost, and who
-multiplies can see from the scale that the block is `outside`.
+Every float8 format holds the two significant bits of E2M1 values; only a block's power
+of two can be out of range. E5M2 reaches from 2^-16 to 57344, so it holds every block
+whose exponent lies in `LOWEST..HIGHEST` without an extra scale, and a kernel that
+rounds inputs can write E5M2 directly. A block outside that range is written in units of
+its own scale, which E5M2 always holds. Nothing is lost, and the scale byte tells the
+consumer that the block is outside.
 
-Blocks with the scale byte 0, 2^-127, count as zeros: an encoder gives it to blocks of
-zeros, and no float32 sum beside another block holds them.
+Blocks with the scale byte 0, 2^-127, count as zeros: an encoder gives that byte to zero
+blocks, and no float32 sum with another block preserves such small values.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Float8Inputs:
   """Legal A4 inputs `[n, d]`.
 
   Attributes:
-    values: E5M2 `[n, d]`; of a block outside, in units of its scale.
+    values: E5M2 `[n, d]`; a block outside the range is in units of its scale.
     scales: The scale bytes, uint8 `[n, d / 32]`.
   """
 
@@ -40,7 +40,7 @@ class Float8Inputs:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """`(n, d)`."""
+    """Shape `(n, d)`."""
     return self.values.shape
 
   def decoded(self) -> jax.Array:
@@ -79,5 +79,5 @@ def of_tensor(tensor: mxfp4.MXTensor) -> Float8Inputs:
 
 
 def from_byte(byte: jax.Array) -> jax.Array:
-  """Returns float32 of the int16 bits of E5M2, the upper half of a float16."""
+  """Decodes E5M2 bits, int16, to float32: they are the upper half of a float16."""
   return lax.bitcast_convert_type(byte << 8, jnp.float16).astype(jnp.float32)

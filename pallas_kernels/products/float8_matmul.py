@@ -1,10 +1,10 @@
-"""The library's float8 product of W4A4 operands, and a kernel for what it cannot take.
+"""The library's float8 product of W4A4 operands, and a kernel that corrects some rows.
 
 Inputs are E5M2 in absolute units (`float8.py`), weights E4M3 with one power of two
-(`mxfp4_decode.py`), and their products are exact. Rows with a block outside of E5M2's
-range are taken again in bfloat16. Which rows these are is known on the GPU only, and
-asking from the host would stop it; so the kernel that mends is always launched. A
-program looks at the scales of its rows, and nearly always that is all it does.
+(`mxfp4_decode.py`), and their products are exact. Rows with a block outside E5M2's
+range are recomputed in bfloat16. Only the GPU knows which rows these are, and asking
+from the host would stall it, so the correction kernel always runs. A program checks the
+scales of its rows, and nearly always that is all it does.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from mxjax.pallas_kernels.products import float8, planes
 from mxjax.pallas_kernels.products.float8 import Float8Inputs
 
 _TILE = 64
-"""Rows, outputs and columns of a tile: rarely run, so small."""
+"""Rows, outputs and columns of a tile; small, because products rarely run."""
 _SCALES = 64
-"""Scales of a row that are looked at in a step."""
+"""Scales of a row that are checked per step."""
 _PROGRAMS = 8
 """Programs that share the outputs of a tile of rows."""
 
 
 class _Refs(NamedTuple):
-  """What the kernel reads: inputs by plane, packed weights, and their scales."""
+  """Operands of the kernel: inputs by plane, packed weights, and their scales."""
 
   inputs: tuple[Any, ...]
   input_scales: Any
@@ -41,7 +41,7 @@ class _Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-  """What a launch is compiled for: shapes, and `interpret` of `lowering.by_ptx`."""
+  """Static properties of a launch: shapes, and `interpret` of `lowering.by_ptx`."""
 
   rows: int
   width: int
@@ -50,13 +50,13 @@ class _Work:
 
 
 def _part(step: jax.Array, size: int, total: int) -> tuple[Any, jax.Array | None]:
-  """Columns of a step, and which of them exist; None if all of every step do."""
+  """Returns a step's columns and which of them exist; None if every step is full."""
   exists = step * size + lax.iota(jnp.int32, size) < total
   return lowering.columns(step * size, size), exists if total % size else None
 
 
 def _is_outside(refs: _Refs, x_rows: jax.Array | None, work: _Work) -> jax.Array:
-  """Finds the rows of the tile with a block outside of the range, int32 `[_TILE]`."""
+  """Finds the rows of the tile with a block outside the range, int32 `[_TILE]`."""
   blocks = work.width // mxfp4.BLOCK_SIZE
 
   def look(step: jax.Array, before: jax.Array) -> jax.Array:
@@ -104,7 +104,7 @@ def _mend_kernel(refs: _Refs, product_ref: Any, out_ref: Any, *, work: _Work) ->
   x_rows = lowering.tail_mask(work.rows, _TILE, lowering.program_id(0))
   first = lowering.program_id(1)
   count = (-(-work.outputs // _TILE) - first + _PROGRAMS - 1) // _PROGRAMS
-  # Only those rows: what a row gets must not depend on its neighbours.
+  # Store only those rows, because a row's result must not depend on its neighbours.
   mended = _is_outside(refs, x_rows, work) > 0
 
   def tile(step: jax.Array, carry: None) -> None:
@@ -128,7 +128,7 @@ def mend(
   *,
   interpret: bool = False,
 ) -> jax.Array:
-  """Runs the kernel: rows `[n, m]` whose inputs have a block outside, in bfloat16."""
+  """Recomputes in bfloat16 the rows of `[n, m]` whose inputs have a block outside."""
   (rows, width), outputs = x.shape, weight.shape[0]
   covered = lambda size, unit: -(-size // unit) * unit
   spec = lowering.BlockSpec
@@ -176,25 +176,16 @@ def float8_matmul(
   dtype: jax.typing.DTypeLike = jnp.float32,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """Multiplies W4A4 operands as `matmul.matmul`, by the library's float8 product.
+  """Multiplies W4A4 operands like `matmul.matmul`, with the library's float8 product.
 
   The products are exact; the GPU and its library decide how float8 sums are rounded:
-  see docs/concepts/kernels.md. Rows with a block outside of E5M2's range are multiplied
-  in bfloat16.
-
-  Args:
-    x: `[n, d]`.
-    weight: Packed `[m, d]`; `mxfp4_decode.float8_range` must say that it fits.
-    unit: Scale of its float8 values from there, a float32 scalar.
-    dtype: Dtype of the result.
-    implementation: What runs beside the library's product; see
-      `implementations.choose`.
-
-  Returns:
-    `[n, m]`.
+  see docs/concepts/kernels.md. Rows with a block outside E5M2's range are multiplied in
+  bfloat16. `x` is `[n, d]`, the packed weight `[m, d]` must be accepted by
+  `mxfp4_decode.float8_range`, and `unit` is the scale from there. `implementation`
+  concerns everything but the library's product. Returns `[n, m]` in `dtype`.
 
   Raises:
-    NotImplementedError: A kernel was asked for and cannot run.
+    NotImplementedError: A kernel was requested and cannot run.
     ValueError: Widths differ.
   """
   if x.shape[-1] != weight.shape[-1]:
@@ -207,7 +198,7 @@ def float8_matmul(
     "pallas_kernels.float8_matmul", implementation, pallas=obstacle
   )
   values = mxfp4_decode.decode_float8(weight, unit, implementation=implementation)
-  # The highest precision is what keeps a GPU's library from its fast sums.
+  # The highest precision keeps a GPU's library from using its fast sums.
   product = lax.dot_general(
     x.values,
     values,

@@ -1,15 +1,15 @@
 """Products with packed MXFP4 weights that decode nibbles in registers.
 
-`y = x W^T` with W packed, x bfloat16 or packed as well. Each operand is four planes of
-a quarter of the columns (`planes.py`), and the product is the sum of four products of
-planes. Decoded values are exact in bfloat16 and the sums are float32, so only the order
-of summation differs from the reference, `mxfp4.decode` and a product.
+The kernel computes `y = x W^T` with W packed and x bfloat16 or packed. Each operand is
+four planes with a quarter of the columns each (`planes.py`), and the product is the sum
+of four products of planes. Decoded values are exact in bfloat16 and sums are float32,
+so only the order of summation differs from the reference, `mxfp4.decode` and a product.
 
-Weights are the left operand: what is decoded stays in registers on its way to the
-tensor cores. With few rows of x the time is that of reading 4.25 bits a weight, and
-the columns are split over programs so that enough of them read at once; the partial
-sums are added in a fixed order. With many rows the decoding is repeated for every
-tile of rows, and beyond `LIBRARY_ROWS` it is cheaper to decode once and to call the
+Weights are the left operand, so that decoded values stay in registers on their way to
+the tensor cores. With few rows of x, reading 4.25 bits per weight dominates the time.
+The columns are therefore split over programs so that enough of them read at once, and
+the partial sums are added in a fixed order. With many rows the decoding is repeated for
+every tile of rows; from `LIBRARY_ROWS` on it is cheaper to decode once and call the
 library's product: see docs/concepts/kernels.md for the count.
 """
 
@@ -29,21 +29,21 @@ from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
 from mxjax.pallas_kernels.products import planes
 
 LIBRARY_ROWS = 256
-"""Rows of x from which None means decoding once and the library's product."""
+"""Rows of x from which None selects decoding once and the library's product."""
 _MULTIPROCESSORS = 132
-"""Of an H200."""
+"""Multiprocessors of an H200."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """How the work is cut.
+  """Tile sizes and launch parameters.
 
   Attributes:
-    rows: Rows of x in a program, at least 8.
-    outputs: Rows of the weight in a program.
-    columns: Columns in a step, 64 times a power of two.
+    rows: Rows of x per program, at least 8.
+    outputs: Rows of the weight per program.
+    columns: Columns per step, 64 times a power of two.
     splits: Programs that share the columns of one output tile.
-    warps: Warps of a program.
+    warps: Warps per program.
     stages: Steps whose loads are in flight.
   """
 
@@ -62,8 +62,8 @@ class Tile:
     columns = max(64, math.gcd(width, 256))
     tiles = -(-outputs // 64)
     steps = -(-width // columns)
-    # A multiprocessor works for up to four programs; as many as possible for each, but
-    # first of all equally many, because the last one to end is waited for.
+    # Use up to four programs per multiprocessor, as many as possible. An equal number
+    # for each matters first, because the launch waits for the last program.
     fit = [n for n in range(1, steps + 1) if steps % n == 0]
     fit = [n for n in fit if n * tiles <= 4 * _MULTIPROCESSORS] or [1]
     rounds = lambda n: -(-n * tiles // _MULTIPROCESSORS)
@@ -74,15 +74,11 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-  """What a launch is compiled for: shapes, packing and how it is cut.
+  """Static properties of a launch: shapes, packing and tile sizes.
 
-  Attributes:
-    tile: How the work is cut.
-    rows: Rows of every x.
-    width: Columns of every operand.
-    outputs: Rows of each weight.
-    is_packed: Whether the inputs are packed, or by planes.
-    interpret: See `lowering.by_ptx`.
+  `rows` counts those of every x, `width` the columns of every operand, `outputs` the
+  rows of each weight. `is_packed` tells whether the inputs are packed rather than by
+  planes; see `lowering.by_ptx` for `interpret`.
   """
 
   tile: Tile
@@ -97,7 +93,7 @@ class _Work:
     return -(-self.outputs[linear] // self.tile.outputs)
 
   def first(self, linear: int) -> int:
-    """Returns the place of its first tile among those of all linears."""
+    """Returns the index of the linear's first tile among those of all linears."""
     return sum(map(self.tiles, range(linear)))
 
   @property
@@ -108,7 +104,7 @@ class _Work:
 
   @property
   def covered(self) -> int:
-    """Columns in whole steps; what is beyond the width is masked."""
+    """Columns in whole steps; those beyond the width are masked."""
     return -(-self.width // self.tile.columns) * self.tile.columns
 
   def columns(self, step: jax.Array, unit: int) -> Any:
@@ -140,7 +136,7 @@ def _matmul_kernel(operands: Any, *out_refs: Any, work: _Work) -> None:
 def _packed_planes(
   refs: tuple[Any, Any], step: jax.Array, mask: jax.Array | None, work: _Work
 ) -> list[jax.Array]:
-  """Returns a step's columns of a packed operand, from words and scales, by planes."""
+  """Decodes a step's columns of a packed operand, words and scales, by planes."""
   word, byte = (
     lowering.load(ref.at[:, work.columns(step, unit)], mask, work.exist(step, unit))
     for ref, unit in zip(refs, (planes.COUNT, mxfp4.BLOCK_SIZE), strict=True)
@@ -154,7 +150,7 @@ def _packed_planes(
 def _dense_planes(
   refs: Sequence[Any], step: jax.Array, mask: jax.Array | None, work: _Work
 ) -> list[jax.Array]:
-  """Returns a step's columns of a bfloat16 operand, by planes."""
+  """Loads a step's columns of a bfloat16 operand, by planes."""
   here, exist = (part(step, planes.COUNT) for part in (work.columns, work.exist))
   return [lowering.load(ref.at[:, here], mask, exist) for ref in refs]
 
@@ -213,7 +209,7 @@ def _specs(linear: int, work: _Work) -> tuple[Any, Any, lowering.BlockSpec]:
       spec((None, tile.rows, size), lambda i, j, k, position=position: (position, i, 0))
       for position in range(planes.COUNT)
     )
-  # Programs of the other linears do not read; their place must exist all the same.
+  # Programs of other linears do not read this block, but its index must be valid.
   here = lambda j: jnp.clip(j - work.first(linear), 0, work.tiles(linear) - 1)
   weight = tuple(
     spec((tile.outputs, n), lambda i, j, k: (here(j), 0)) for n in (size, blocks)
@@ -230,9 +226,9 @@ def launch(
   tile: Tile | None = None,
   interpret: bool = False,
 ) -> list[jax.Array]:
-  """Runs the kernel on each x `[n, d]` and W `[m, d]`: each `[n, m]`.
+  """Runs the kernel on each x `[n, d]` and W `[m, d]`; returns `[n, m]` for each.
 
-  All x are of one kind and shape; the number of outputs may differ.
+  All x have one kind and shape; the number of outputs may differ.
   """
   (rows, width), outputs = inputs[0].shape, tuple(w.shape[0] for w in weights)
   tile = Tile.of(rows, sum(outputs), width) if tile is None else tile
@@ -274,8 +270,8 @@ def _library(
       operand = x.whole()
     case _:
       operand = x
-  # A GPU's library sums in float32 and writes what is asked for; XLA on a CPU might
-  # sum in that type too.
+  # A GPU's library sums in float32 and writes the requested dtype; XLA on a CPU might
+  # also sum in that dtype.
   wanted = jnp.float32 if implementation == "xla" else dtype
   total = jnp.einsum(
     "nd,md->nm", operand, decode(weight), preferred_element_type=wanted
@@ -318,9 +314,9 @@ def matmul_each(
   """Computes `x @ decode(weight).T` of each pair with float32 sums, in one launch.
 
   Args:
-    inputs: Each x `[n, d]`, bfloat16, by planes (what a kernel reads), or packed; all
+    inputs: Each x `[n, d]`: bfloat16, by planes (the kernel's layout), or packed; all
       of one kind and shape.
-    weights: Packed, each `[m, d]`, the paper's scale rule.
+    weights: Packed, each `[m, d]`, by the paper's scale rule.
     dtype: Dtype of the results.
     implementation: See `implementations.choose`; None also prefers the library's
       products from `LIBRARY_ROWS` rows up.
@@ -329,8 +325,8 @@ def matmul_each(
     Each `[n, m]`. A scale byte of 255 on either side gives NaN.
 
   Raises:
-    NotImplementedError: A kernel was asked for and cannot run.
-    TypeError: An x is an array, and not bfloat16.
+    NotImplementedError: A kernel was requested and cannot run.
+    TypeError: An x is an array but not bfloat16.
     ValueError: Widths differ.
   """
   for x, weight in zip(inputs, weights, strict=True):

@@ -1,15 +1,16 @@
-"""Packed MXFP4 decoded to bfloat16 four columns at a time, two values in a register.
+"""Packed MXFP4 decoded to bfloat16, two values per register.
 
-Four neighbouring codes are a 16-bit word. Their first, second, third and fourth
-columns are four *planes* of a quarter of the columns each; a product over all columns
-is the sum of the products of the planes, so nothing has to be put in order again.
+Four neighbouring codes form a 16-bit word. The first, second, third and fourth columns
+of all words form four *planes* with a quarter of the columns each. A product over all
+columns is the sum of the products of the planes, so the columns never have to be
+reordered.
 
-A register holds two words, and one shift or mask works on both. A code's sign and
-three low bits, moved to bits 15 and 8 to 6, are a bfloat16 whose exponent is 126 too
-low, the subnormal 0.5 included; two products put in 2^126 and the block's scale. The
-compiler does not find this form, so it is written in PTX, and each function has its
-meaning beside it in plain operations. That the two are the same for every word and
-scale is a test, which reads the PTX. `benchmarks/gpu_counts.py` counts what it takes.
+A register holds two words, and one shift or mask works on both. A code's sign and three
+low bits, moved to bits 15 and 8 to 6, are a bfloat16 whose exponent is 126 too low,
+including the subnormal 0.5; two products multiply by 2^126 and by the block's scale.
+The compiler does not find this form, so it is written in PTX, next to the same
+operation in plain JAX. A test that interprets the PTX checks that the two agree for
+every word and scale. `benchmarks/gpu_counts.py` counts the instructions.
 """
 
 import dataclasses
@@ -22,30 +23,26 @@ from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import codec, lowering
 
 COUNT = 4
-"""Codes of a word, and planes of a tensor."""
+"""Codes in a word, and planes of a tensor."""
 WORDS = mxfp4.BLOCK_SIZE // COUNT
-"""Words of a block."""
+"""Words in a block."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Planes:
-  """Values `[n, d]` by planes.
-
-  Attributes:
-    values: bfloat16 `[4, n, d / 4]`.
-  """
+  """Values `[n, d]` by planes: bfloat16 `[4, n, d / 4]`."""
 
   values: jax.Array
 
   @property
   def shape(self) -> tuple[int, int]:
-    """`(n, d)`."""
+    """Shape `(n, d)`."""
     _, rows, width = self.values.shape
     return rows, COUNT * width
 
   def whole(self) -> jax.Array:
-    """Puts the columns in order again: bfloat16 `[n, d]`."""
+    """Restores the order of the columns: bfloat16 `[n, d]`."""
     return self.values.transpose(1, 2, 0).reshape(self.shape)
 
 
@@ -67,7 +64,7 @@ def split(x: jax.Array) -> Planes:
 
 
 def scale_ptx() -> str:
-  """Returns PTX: scale bytes to bfloat16 2^(byte - 127), NaN for 255."""
+  """Returns PTX from scale bytes to bfloat16 2^(byte - 127), NaN for 255."""
   return """{
   .reg .b32 value, other;
   shl.b32 value, $1, 7;
@@ -79,12 +76,12 @@ def scale_ptx() -> str:
 
 
 def plane_ptx(position: int) -> str:
-  """Returns PTX: words and bfloat16 scales to values of one position of four."""
+  """Returns PTX from words and bfloat16 scales to values of one position of four."""
   lowest = 4 * position
   if position < COUNT - 1:
-    # A product with two bits moves sign and value at once. The distances are to the
-    # left; shifted by 6 before, the third code's are too, and the fourth's needs that
-    # shift anyway.
+    # A product with two bits moves sign and magnitude at once, to the left. Shifting
+    # right by 6 first makes the third code's distances leftward too; the fourth needs
+    # only that shift.
     before = 0 if position < 2 else 6
     at = lowest - before
     code, factor = 0xF << at, (1 << (12 - at)) + (1 << (6 - at))
@@ -118,17 +115,7 @@ def scales(byte: jax.Array, *, interpret: bool) -> jax.Array:
 def plane(
   word: jax.Array, scale: jax.Array, position: int, *, interpret: bool
 ) -> jax.Array:
-  """Decodes the values of one position of four.
-
-  Args:
-    word: int16, any shape.
-    scale: bfloat16, likewise.
-    position: 0 to 3.
-    interpret: See `lowering.by_ptx`.
-
-  Returns:
-    bfloat16, likewise; exact.
-  """
+  """Decodes one position of four from int16 words, exactly, to bfloat16."""
 
   def meaning(word: jax.Array, scale: jax.Array) -> jax.Array:
     code = (word.astype(jnp.int32) >> (4 * position)) & 15

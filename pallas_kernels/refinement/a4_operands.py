@@ -1,4 +1,4 @@
-"""The legal A4 operands of linears by the fused kernel, from maps and A4 rules."""
+"""Legal A4 operands of linears, computed by the fused kernel from maps and A4 rules."""
 
 import functools
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from mxjax.pallas_kernels.refinement import fused_inputs, one_code
 from mxjax.pallas_kernels.refinement.one_code import Form, Tables
 
 Operator = tuple[InputMap | None, ActivationQuantizer]
-"""What a linear does with its inputs: a map, then a rule that has kernel tables."""
+"""A linear's operations on its inputs: a map, then a rule that has kernel tables."""
 
 
 def a4_operands(
@@ -23,19 +23,13 @@ def a4_operands(
   form: Form,
   implementation: Implementation,
 ) -> list[Any]:
-  """Returns each linear's legal A4 operand of the same inputs.
+  """Returns each linear's legal A4 operand of the same inputs, `[n, d]` in `form`.
 
-  Args:
-    x: Inputs, `[n, d]`, float32 or bfloat16, or deferred inputs.
-    operators: Each linear's map and A4 rule.
-    form: What to return; see `one_code.refine_for`.
-    implementation: See `implementations.choose`.
-
-  Returns:
-    `[n, d]` in that form for each linear.
+  `x` is `[n, d]`, float32 or bfloat16, or deferred inputs; `operators` has each
+  linear's map and A4 rule. See `one_code.refine_for` for `form` and `implementation`.
 
   Raises:
-    NotImplementedError: A kernel was asked for and cannot run.
+    NotImplementedError: A kernel was requested and cannot run.
     ValueError: The width is not a multiple of 32, or tables do not fit it.
   """
   refine = functools.partial(
@@ -54,7 +48,7 @@ def a4_operands(
 
 
 def _map_outside(input_map: InputMap | None) -> InputMap | None:
-  """Returns the map if XLA must apply it before the kernel, because it mixes blocks."""
+  """Returns the map if XLA must apply it before the kernel, else None."""
   is_inside = input_map is None or input_map.block_matrices() is not None
   return None if is_inside else input_map
 

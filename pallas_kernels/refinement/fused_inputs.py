@@ -1,9 +1,10 @@
-"""Deferred inputs of linears: computed by XLA or inside the refinement kernel.
+"""Deferred inputs: materialized by XLA or computed inside the refinement kernel.
 
-An RMS norm, a gated product or the end of attention costs a pass over memory and a
+An RMS norm, a gated product or the end of attention would cost a pass over memory and a
 launch of its own. The refinement kernel reads each input once anyway, so it can compute
-the input as well. `array` materializes a deferred input by XLA and defines it; `specs`,
-`operands` and `tiles` compute it inside a kernel. A plain array is one more kind.
+the input as well. `array` materializes a deferred input with XLA and defines it;
+`specs`, `operands` and `tiles` compute it inside a kernel. Plain arrays are supported
+too.
 """
 
 import dataclasses
@@ -22,8 +23,8 @@ from mxjax.pallas_kernels.attention import shares
 from mxjax.pallas_kernels.attention.shares import Attended
 
 SINGLE_ROWS = 4
-"""Most rows for which each row has programs of its own. Only such programs read a row
-whole, so only they can normalize it or combine its attention."""
+"""Largest number of rows for which each row has its own programs. Only such programs
+read a row whole, so only they can normalize it or combine its attention."""
 _CHUNK = 1024
 _BLOCK = mxfp4.BLOCK_SIZE
 
@@ -65,7 +66,7 @@ class Normalized:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GatedProduct:
-  """Gate and up outputs with a deferred SwiGLU product, corrected or not.
+  """Gate and up outputs with a deferred SwiGLU product, optionally corrected.
 
   Attributes:
     gate: `[..., hidden]`, float32 or bfloat16.
@@ -99,7 +100,7 @@ class GatedProduct:
 
 
 Input = jax.Array | Normalized | GatedProduct | Attended
-"""The inputs of a linear: an array, or a deferred one."""
+"""Inputs of a linear: an array, or deferred inputs."""
 
 
 def _flat(a: jax.Array) -> jax.Array:
@@ -107,17 +108,17 @@ def _flat(a: jax.Array) -> jax.Array:
 
 
 def flat(x: Input) -> Input:
-  """Returns an input with one leading axis, `[n, d]`."""
+  """Returns inputs with one leading axis, `[n, d]`."""
   return _flat(x) if isinstance(x, jax.Array) else x.flat()
 
 
 def as_array(x: Input) -> jax.Array:
-  """Returns an input as an array; a deferred one is computed by XLA."""
+  """Returns inputs as an array, computing deferred inputs with XLA."""
   return x if isinstance(x, jax.Array) else x.array()
 
 
 def for_kernel(x: Input) -> Input:
-  """Returns an input `[n, d]` as an array where the kernel cannot compute it."""
+  """Materializes inputs `[n, d]` with XLA if the kernel cannot compute them."""
   match x:
     case Normalized():
       is_possible = True
@@ -130,7 +131,7 @@ def for_kernel(x: Input) -> Input:
 
 
 def operands(x: Input) -> Input:
-  """Returns an input with scalars as arrays of one element, which kernels read."""
+  """Reshapes scalars to arrays of one element, which kernels can read."""
   if isinstance(x, GatedProduct):
     return dataclasses.replace(
       x, recovery=jax.tree.map(lambda a: a.reshape(1), x.recovery)
@@ -160,12 +161,8 @@ def specs(x: Input, rows: int) -> Any:
 def tiles(refs: Any, width: int) -> Callable[[Any, jax.Array | None], jax.Array]:
   """Returns a function that computes tiles `[rows, 32]` of this program's block.
 
-  Args:
-    refs: The references that a kernel got for `operands(x)` and `specs`.
-    width: The width d of x.
-
-  Returns:
-    A function of a slice of the program's rows and their mask.
+  `refs` are the kernel's references for `operands(x)` and `specs`, and `width` is the
+  width d of x. The function takes a slice of the program's rows and their mask.
   """
   match refs:
     case Normalized():

@@ -2,9 +2,8 @@
 
 The references are `mxjax.numerics.shaping.input_maps.BlockDense` and
 `mxjax.numerics.realization.one_code.refine`. A program takes tiles of rows of one block
-of 32 features, for one of the linears that share the input; its 32 x 32 tables are read
-once. What it does with a tile is in `tile.py`, how the tile is computed in
-`fused_inputs.py`.
+of 32 features, for one of the linears that share the input, and reads its 32 x 32
+tables once. `tile.py` processes a tile; `fused_inputs.py` computes its inputs.
 """
 
 import dataclasses
@@ -26,14 +25,14 @@ from mxjax.pallas_kernels.refinement import fused_inputs
 from mxjax.pallas_kernels.refinement.tile import Tables, load_tables, realize
 
 FEW_ROWS = 32
-"""Rows up to which products stay on FP32 units and linears share a launch. With more,
-a choice between tables takes registers that many tiles in flight need."""
+"""Rows up to which products stay on FP32 units and linears share a launch. With more
+rows, choosing between tables takes registers that tiles in flight need."""
 _BLOCK = mxfp4.BLOCK_SIZE
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """How the work is cut: rows at once, tiles a program, warps, and the arithmetic."""
+  """Rows at once, tiles per program, warps, and whether products are split."""
 
   rows: int
   repeats: int
@@ -42,12 +41,12 @@ class Tile:
 
   @classmethod
   def of(cls, rows: int, dtype: jax.typing.DTypeLike) -> "Tile":
-    """Returns the tile for `rows` inputs; few rows are not worth splitting."""
+    """Returns the tile for `rows` inputs; splitting does not pay off for few rows."""
     if rows <= fused_inputs.SINGLE_ROWS:
       return cls(1, 1, 4, split=False)
     if rows <= FEW_ROWS:
       return cls(16, 1, 4, split=False)
-    # Every program prepares its tables, so with many rows it takes several tiles.
+    # Every program prepares its tables, so with many rows it processes several tiles.
     repeats = 8 if rows >= 512 else 1
     if jnp.dtype(dtype) == jnp.bfloat16:
       return cls(64, repeats, 4, split=True)
@@ -55,8 +54,8 @@ class Tile:
 
 
 Form = Literal["codes", "values", "planes", "float8"]
-"""The form of the result: packed codes, bfloat16 values, these as `planes.Planes`, or
-`float8.Float8Inputs`."""
+"""Form of the result: packed codes, bfloat16 values, those values as `planes.Planes`,
+or `float8.Float8Inputs`."""
 
 
 def _kernel(
@@ -126,7 +125,7 @@ def _write(
 
 
 def _table_spec(table: jax.Array | None) -> lowering.BlockSpec | None:
-  """Returns one block of a table; a table of one block serves them all."""
+  """Returns the spec of one block of a table; a table of one block is shared by all."""
   if table is None:
     return None
   rest = table.shape[1:]
@@ -138,7 +137,7 @@ def _table_spec(table: jax.Array | None) -> lowering.BlockSpec | None:
 def _outputs(
   shape: tuple[int, int], size: int, form: Form
 ) -> tuple[list[lowering.BlockSpec], list[jax.ShapeDtypeStruct]]:
-  """Specs and shapes of what the kernel writes for one linear."""
+  """Returns specs and shapes of the kernel's outputs for one linear."""
   rows, width = shape
   spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
   by_tile = lambda b, i, _: (i, b)
@@ -201,7 +200,7 @@ def launch(
 
 
 def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
-  """Computes the result by the reference functions, for `implementation="xla"`."""
+  """Computes the result with the reference functions, for `implementation="xla"`."""
   blocks = mxfp4.to_blocks(x.astype(jnp.float32))
   if tables.matrix is not None:
     wide = jnp.broadcast_to(tables.matrix, (blocks.shape[0], *tables.matrix.shape[1:]))
@@ -229,24 +228,16 @@ def refine_for(
   form: Form = "codes",
   implementation: Implementation | None = None,
 ) -> list[Refined]:
-  """Maps and encodes the inputs of several linears, one code of each block refined.
+  """Maps and encodes the inputs of several linears, refining one code of each block.
 
-  Paper: Eq. hires-code-score. With few rows, linears whose tables have one structure
-  share a launch.
-
-  Args:
-    x: Raw inputs, `[n, d]`, bfloat16 or float32, or deferred inputs.
-    tables: Of each linear; see `refine`.
-    form: The form of the result; values are exact in bfloat16.
-    implementation: See `implementations.choose`.
-
-  Returns:
-    `[n, d]` in that form for each linear.
+  With few rows, linears whose tables have one structure share a launch. See `refine`
+  for `x`, `form` and the tables. Returns `[n, d]` in that form for each linear.
+  Paper: Eq. hires-code-score.
 
   Raises:
-    NotImplementedError: A kernel was asked for and cannot run.
-    ValueError: The width is not a multiple of 32, gram comes without cross, or is not
-      packed.
+    NotImplementedError: A kernel was requested and cannot run.
+    ValueError: The width is not a multiple of 32, gram comes without cross, or gram is
+      not packed.
   """
   mxfp4.check_width("pallas_kernels.refine", x.shape[-1])
   for each in tables:
@@ -298,25 +289,20 @@ def refine(
   form: Form = "codes",
   implementation: Implementation | None = None,
 ) -> Refined:
-  """Maps and encodes the inputs of one linear; see `refine_for`.
+  """Maps and encodes the inputs of one linear; see `refine_for` for errors.
 
   Args:
     x: Raw inputs, `[n, d]`, bfloat16 or float32, or deferred inputs.
-    matrix: The map of each block, float32 `[d/32, 32, 32]`, one for all blocks
-      `[1, 32, 32]`, or None.
-    gram: G_Q as `OneCode` stores it, packed `[d/32, 528]`, float32 or bfloat16, or None
-      for nearest rounding.
-    cross: K_Q, `[d/32, 32, 32]`, likewise.
-    form: The form of the result; values are exact in bfloat16.
+    matrix: Map of each block, float32 `[d/32, 32, 32]`, `[1, 32, 32]` for one map
+      shared by all blocks, or None.
+    gram: G_Q, packed as in `OneCode`, `[d/32, 528]`, float32 or bfloat16, or None for
+      nearest rounding.
+    cross: K_Q, `[d/32, 32, 32]`, float32 or bfloat16, or None with `gram`.
+    form: Form of the result; values are exact in bfloat16.
     implementation: See `implementations.choose`.
 
   Returns:
     `[n, d]` in that form.
-
-  Raises:
-    NotImplementedError: A kernel was asked for and cannot run.
-    ValueError: The width is not a multiple of 32, gram comes without cross, or is not
-      packed.
   """
   tables = Tables(matrix, gram, cross)
   return refine_for(x, [tables], form=form, implementation=implementation)[0]

@@ -1,26 +1,25 @@
-"""What the refinement kernel does with one tile: tables, rounding, the changed code.
+"""Refinement of one tile inside the kernel: tables, rounding, and the changed code.
 
 With `x` the raw inputs of a block of 32 features, U the map, G and K the tables:
 
   y = U x,  q = nearest(y),  slope = G (q - y) - K y,  one code changed where it helps.
 
-No product is rounded to TF32. Two arithmetics:
+No product is rounded to TF32. There are two arithmetics:
 
 - `float32`: the products above on FP32 units.
 - `split`: x is bfloat16 and q / scale has two bits, so both are exact in bfloat16; each
-  float32 table is the sum of three bfloat16 tables, smallest first. With
-  M = (G + K) U the slope is scale * G (q / scale) - M x: every product on the tensor
-  cores is exact and only float32 sums round.
+  float32 table is the sum of three bfloat16 tables, smallest first. With M = (G + K) U
+  the slope is scale * G (q / scale) - M x: every product on the tensor cores is exact
+  and only float32 sums round.
 
 A coordinate's score is a parabola in its value, so the best of the fifteen candidates
-is the legal value nearest to the optimum: a rounding, like the first one. In units of
-the squared scale and in Horner's form, with d the change of the value,
+is the legal value nearest to the optimum, which takes another rounding like the first.
+In units of the squared scale and in Horner's form, with d the change of the value,
 
   score = d (slope + d curvature / 2),  half of `one_code.code_score`.
 
-What a tensor core multiplies costs next to nothing here; what limits the kernel is the
-number of instructions for each value, so they are few: docs/concepts/kernels.md counts
-them.
+Tensor-core products cost next to nothing here. The number of instructions per value
+limits the kernel; docs/concepts/kernels.md counts them.
 """
 
 import dataclasses
@@ -40,11 +39,11 @@ _BLOCK = mxfp4.BLOCK_SIZE
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tables:
-  """The tables of a linear as they are stored, float32 or bfloat16.
+  """The stored tables of a linear, float32 or bfloat16.
 
   Attributes:
     matrix: The map U, `[blocks or 1, 32, 32]`, or None for no map.
-    gram: G, its triangle `[blocks, 528]`, or None for nearest rounding.
+    gram: G, packed upper triangle `[blocks, 528]`, or None for nearest rounding.
     cross: K, `[blocks, 32, 32]`, or None.
   """
 
@@ -73,10 +72,10 @@ def split3(table: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def load_tables(refs: Tables, split: bool) -> Loaded:
-  """Reads a program's tables once and prepares them: no launch does it before.
+  """Reads and prepares a program's tables once, without a separate launch.
 
-  G's triangle is read where `one_code.pack_symmetric` puts an entry, most of it
-  twice.
+  G's entries are gathered from the packed triangle of `one_code.pack_symmetric`, most
+  of them twice.
   """
   form = split3 if split else lambda table: table
   load = lambda ref: None if ref is None else ref[...].astype(jnp.float32)
@@ -104,19 +103,15 @@ def best_change(
 ) -> tuple[jax.Array, jax.Array]:
   """Finds the legal value nearest to the optimum of a coordinate's parabola.
 
-  Args:
-    nearest: Element values, float32 `[rows, 32]`.
-    slope: In units of the scale, likewise.
-    curvature: float32 `[1, 32]`.
-
-  Returns:
-    Its score and the value, `[rows, 32]` each.
+  `nearest` (element values) and `slope` (in units of the scale) are float32
+  `[rows, 32]`; `curvature` is float32 `[1, 32]`. Returns scores and values,
+  `[rows, 32]` each.
   """
   # A slope of 0 times infinity would be NaN.
   reciprocal = jnp.minimum(1.0 / curvature, jnp.finfo(jnp.float32).max)
   optimum = nearest - slope * reciprocal
-  # Of two values as good as each other the one toward zero has the lower code. The
-  # optimum is rounded, so that a tie is one only to within that.
+  # Of two equally good values, the one toward zero has the lower code. The factor also
+  # covers the rounding of the optimum, so ties hold only to within that rounding.
   value = codec.nearest_value(optimum * (1.0 - 2.0**-20))
   delta = value - nearest
   return delta * (slope + delta * (0.5 * curvature)), value
@@ -125,14 +120,14 @@ def best_change(
 def _is_changed(score: jax.Array) -> jax.Array:
   """Returns where a row changes: at its lowest score, the first of equal ones.
 
-  The place takes the lowest five bits of a score, so that one minimum finds both. A
-  negative number is lower with more bits: the first place has most. Scores that differ
-  by less than 2^-18 of them count as equal.
+  The position replaces the lowest five bits of a score, so that one minimum finds both.
+  A negative number is lower with more bits set, so the first position sets the most.
+  Scores that differ relatively by less than 2^-18 count as equal.
   """
   place = (_BLOCK - 1) - lax.broadcasted_iota(jnp.int32, score.shape, 1)
   key = codec.from_bits((codec.bits(score) & -_BLOCK) | place)
   lowest = jnp.min(key, axis=1)[:, None]
-  # A zero with a sign has become a subnormal number.
+  # A signed zero has become a subnormal number.
   return (key == lowest) & (lowest <= -jnp.finfo(jnp.float32).tiny)
 
 
@@ -147,7 +142,7 @@ def _split_dot(x: jax.Array, table: tuple[jax.Array, ...]) -> jax.Array:
 def _sum_of_products(*pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
   """Returns the sum of x table^T, float32 x `[rows, 32]`, on FP32 units.
 
-  A matrix product has at least 16 rows: one row is multiplied and added by itself.
+  A matrix product needs at least 16 rows, so a single row uses elementwise products.
   """
   add = functools.partial(functools.reduce, jnp.add)
   if pairs[0][0].shape[0] == 1:
@@ -158,10 +153,10 @@ def _sum_of_products(*pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
 def realize(
   x: jax.Array, t: Loaded, *, split: bool, decoded: bool, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-  """Maps, encodes and refines a tile `[rows, 32]`; `t` holds loaded tables.
+  """Maps, encodes and refines a tile `[rows, 32]` with loaded tables `t`.
 
-  Returns:
-    Values in units of the scale or, not decoded, int32 codes; and the exponents.
+  Returns values in units of the scale if `decoded`, else int32 codes; and the
+  exponents.
   """
   if split:
     mapped = x.astype(jnp.float32) if t.matrix is None else _split_dot(x, t.matrix)
@@ -180,6 +175,6 @@ def realize(
     scaled = mapped * inverse
     slope = _sum_of_products((nearest - scaled, t.gram), (-scaled, t.mismatch))
   score, value = best_change(nearest, slope, t.curvature)
-  # Zeros have no sign here, so that they are code 0: the lowest code of that value.
+  # Zeros here are unsigned, so they get code 0, the lowest code of that value.
   changed = value if decoded else codec.code_of(value, value)
   return jnp.where(_is_changed(score), changed, result), exponent

@@ -1,9 +1,9 @@
-"""Kernels in the vector instructions of this machine's CPU, compiled by LLVM.
+"""CPU kernels in this machine's vector instructions, compiled by LLVM.
 
-XLA:CPU makes one pass over memory for each product or reduction of a function. The
-kernels here take a tile through all of it in registers and first-level cache, with the
-bits of the references beside them. They need `llvmlite`, which is slow to load, so the
-modules that import it are loaded when a kernel first runs.
+XLA:CPU makes one pass over memory for each product or reduction of a function. These
+kernels take a tile through the whole function in registers and first-level cache, with
+the same bits as their XLA references. They need `llvmlite`, which is slow to load, so
+the modules that import it are loaded when a kernel first runs.
 """
 
 import functools
@@ -11,7 +11,7 @@ import importlib.util
 import os
 
 LANES = 32
-"""Numbers in a vector: two AVX-512 registers, whose latencies then overlap."""
+"""Numbers in a vector: two AVX-512 registers, so that their latencies overlap."""
 
 
 @functools.cache

@@ -1,13 +1,12 @@
-"""Functions that XLA:CPU calls from compiled programs, shared out over its threads.
+"""Custom calls for XLA:CPU, run in parallel on XLA's thread pool.
 
-A kernel is cut into parts that may run in any order and at once. The thread that XLA
-calls on asks the others of XLA's pool for help and takes part after part itself; a
-helper that comes late finds nothing left and goes. The caller waits for parts that
-were begun, never for helpers, so a pool whose threads are all busy costs speed only.
+A kernel is divided into parts that may run concurrently and in any order. The calling
+thread asks the pool for helpers and also takes parts itself; a helper that arrives late
+finds none left and returns. The caller waits only for parts that have started, never
+for helpers, so a pool whose threads are all busy costs only speed.
 
-The numbers below are where XLA's C interface puts its fields: `xla/ffi/api/c_api.h`,
-major version 0, which jaxlib installs and whose order of fields is kept from version
-to version.
+The constants below are field offsets in XLA's C interface: `xla/ffi/api/c_api.h`, major
+version 0, installed by jaxlib. The order of fields is kept from version to version.
 """
 
 import ctypes
@@ -30,22 +29,22 @@ _METADATA, _MAJOR, _MINOR, _TRAITS = 24, 24, 28, 32
 _ERROR_DESTROY, _POOL_SCHEDULE = 64, 136
 _VERSION = 0, 1
 
-# What the threads of one call share; the last to leave frees it.
+# State shared by the threads of one call; the last thread to leave frees it.
 _PARTS, _NEXT, _FINISHED, _USERS, _FRAME, _STATE_BYTES = 0, 8, 16, 24, 32, 40
 
 Part = Callable[[Value, Value], None]
-"""Writes the code of one part, given the call's frame and the part's index."""
+"""Emits the code of one part, given the call frame and the index of the part."""
 
 Count = Callable[[Value], Value]
-"""Writes how many parts a call has, given its frame."""
+"""Emits the code that returns the number of parts, given the call frame."""
 
 
 class Kernels(NamedTuple):
-  """Kernels to be compiled together.
+  """Kernels to compile together.
 
   Attributes:
-    module: Where functions that their parts call are written.
-    written: By name, what counts the parts of a call and what writes one.
+    module: LLVM module that contains the functions that parts call.
+    written: Kernel name to the emitters of its part count and of one part.
   """
 
   module: ir.Module
@@ -53,12 +52,12 @@ class Kernels(NamedTuple):
 
 
 def operand(frame: Value, index: int) -> Value:
-  """Returns the address of an operand's values, inside a part."""
+  """Returns the address of an operand's values; call it inside a part."""
   return _buffer(frame, _ARGUMENTS, index).after(_DATA).load(POINTER)
 
 
 def result(frame: Value, index: int) -> Value:
-  """Returns the address of a result's values, inside a part."""
+  """Returns the address of a result's values; call it inside a part."""
   return _buffer(frame, _RESULTS, index).after(_DATA).load(POINTER)
 
 
@@ -88,7 +87,7 @@ def _begin(
 
 
 def _add(address: Value, number: int, ordering: str) -> Value:
-  """Adds to a shared number atomically and returns what it was before."""
+  """Adds to a shared number atomically and returns its previous value."""
   raw = ir.Constant(I64, number)
   return address.of(address.code.atomic_rmw("add", address.raw, raw, ordering))
 
@@ -102,7 +101,7 @@ def _write_leave(module: ir.Module) -> None:
 
 
 def _write_work(module: ir.Module, name: str, part: Part) -> None:
-  """Takes parts until none is left."""
+  """Emits a loop that takes parts until none is left."""
   code, (state,) = _begin(module, f"{name}.work", ir.VoidType(), POINTER)
   parts = state.after(_PARTS).load(I64, 8)
   frame = state.after(_FRAME).load(POINTER, 8)
@@ -127,14 +126,14 @@ def _write_help(module: ir.Module, name: str) -> None:
 
 
 def _ask(api: Value, place: int, record: Value) -> Value:
-  """Calls a function of XLA's interface; the error it returns, or null."""
+  """Calls a function of XLA's interface and returns its error, or null."""
   signature = ir.FunctionType(POINTER, [POINTER])
   function = api.after(place).load(signature.as_pointer(), 8)
   return api.of(api.code.call(function.raw, [record.raw]))
 
 
 def _fill(record: Value, *fields: Value) -> None:
-  """Fills an argument of XLA's functions: its size, no extension, and its fields."""
+  """Fills an argument struct of XLA's interface: size, null extension, then fields."""
   record.store(16 + 8 * len(fields), I64, 8)
   record.after(8).store(0, I64, 8)
   for i, field in enumerate(fields):
@@ -142,7 +141,7 @@ def _fill(record: Value, *fields: Value) -> None:
 
 
 def _hire(api: Value, frame: Value, state: Value, task: Value) -> None:
-  """Asks the pool for one helper; without a pool there is none."""
+  """Asks the pool for one helper; without a pool, the call goes on without one."""
   code = api.code
   _add(state.after(_USERS), 1, "monotonic")
   record = room(code, 40)
@@ -155,7 +154,7 @@ def _hire(api: Value, frame: Value, state: Value, task: Value) -> None:
 
 
 def _write_entry(module: ir.Module, name: str, count: Count, helpers: int) -> None:
-  """Writes what XLA calls: it reports its version if asked, else runs the kernel."""
+  """Emits the entry point, which reports its version on request or runs the kernel."""
   code, (frame,) = _begin(module, name, POINTER, POINTER)
   null = ir.Constant(POINTER, None)
   extension = frame.after(_EXTENSION).load(POINTER, 8)
@@ -178,7 +177,7 @@ def _write_entry(module: ir.Module, name: str, count: Count, helpers: int) -> No
 
 
 def _new_state(frame: Value, parts: Value) -> Value:
-  """Allocates what the threads of one call share, with one user and nothing done."""
+  """Allocates the shared state of one call, with one user and no part taken."""
   allocate = _function(frame.code.module, "malloc", POINTER, I64)
   size = ir.Constant(I64, _STATE_BYTES)
   state = frame.of(frame.code.call(allocate, [size]))
@@ -205,11 +204,9 @@ def _wait(state: Value, parts: Value) -> None:
 
 
 def register(kernels: Kernels, helpers: int) -> None:
-  """Compiles kernels and makes them known to XLA:CPU by their names.
+  """Compiles kernels and registers them with XLA:CPU by name.
 
-  Args:
-    kernels: The kernels.
-    helpers: Threads beside the caller's.
+  `helpers` is the number of threads besides the caller's.
   """
   _write_leave(kernels.module)
   for name, (count, part) in kernels.written.items():

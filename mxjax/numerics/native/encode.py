@@ -1,8 +1,8 @@
-"""MXFP4 encode in the vector instructions of this machine's CPU.
+"""MXFP4 encoding on the CPU, parallel over cores.
 
-The reference is `mxjax.numerics.mxfp4.encode`, equal bit for bit. XLA:CPU takes longer:
-it makes a pass over memory for the maxima and one for the codes, and packs pairs one by
-one. The kernel is in `encode_kernel`; here the array is divided among the cores.
+The reference is `mxjax.numerics.mxfp4.encode`, equal bit for bit. XLA:CPU is slower: it
+makes one pass over memory for the maxima and another for the codes, and packs pairs one
+by one. `encode_kernel` has the kernel; this module divides the array among the cores.
 """
 
 import ctypes
@@ -20,13 +20,13 @@ from mxjax.numerics import native
 
 BLOCK_SIZE = 32
 WORTH_IT = 2**20
-"""Values from which on compiling this (a fifth of a second, once) is soon paid back."""
+"""Values from which compiling the kernel (once, a fifth of a second) soon pays off."""
 VALUES_A_PART = 2**19
 NOT_FINITE_BITS = 0x7F800000
 
 SCALE_RULES = {"floor": (0, 129), "even": (1 << 21, 129), "rceil": ((1 << 22) - 1, 129)}
-"""By scale rule: a carry and a bias, see `encode_kernel.write`. The mantissa that
-carries into the exponent field is the first that takes the next exponent."""
+"""Scale rule to the carry and bias of `encode_kernel.write`. The smallest mantissa that
+the carry pushes into the exponent field is the first that takes the next exponent."""
 
 
 def obstacle(x: jax.Array, scale_rule: str, tie_rule: str) -> str | None:
@@ -46,7 +46,7 @@ def obstacle(x: jax.Array, scale_rule: str, tie_rule: str) -> str | None:
 
 @functools.cache
 def _compiled() -> Any:
-  """Compiles the kernel, once in a process."""
+  """Compiles the kernel, once per process."""
   from mxjax.numerics.native import encode_kernel
   from mxjax.numerics.native.machine_code import compile_module
 
@@ -57,28 +57,23 @@ def _compiled() -> Any:
 
 @functools.cache
 def _pool() -> futures.ThreadPoolExecutor:
-  """Starts a thread for each other core; a forked process starts its own."""
+  """Returns a pool with a thread per core; a forked process starts its own."""
   if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.cache_clear)
   return futures.ThreadPoolExecutor(native.cores(), "mxjax-encode")
 
 
 def encode(x: np.ndarray, scale_rule: str) -> tuple[np.ndarray, np.ndarray] | None:
-  """Encodes float32 values by a rule of `SCALE_RULES`, ties to the larger magnitude.
+  """Encodes float32 `[..., d]` by a rule of `SCALE_RULES`; ties round away from 0.
 
-  Args:
-    x: float32 `[..., d]`, contiguous, d a multiple of 32.
-    scale_rule: The scale rule.
-
-  Returns:
-    Packed codes uint8 `[..., d/2]` and scale bytes uint8 `[..., d/32]`, or None where
-    a value is inf or NaN.
+  `x` is contiguous with d a multiple of 32. Returns packed codes uint8 `[..., d/2]` and
+  scale bytes uint8 `[..., d/32]`, or None if a value is inf or NaN.
   """
   function = _compiled()
   rows, blocks = x.shape[:-1], x.size // BLOCK_SIZE
-  # Codes and scales share an allocation, each from a multiple of 64 on, where JAX
-  # takes them over without a copy: little else than memory costs as much as finding
-  # an address.
+  # Codes and scales start at multiples of 64 bytes, so that JAX takes them over without
+  # a copy. They share one allocation, because looking up an address is the largest cost
+  # after memory.
   room = -(-16 * blocks // 64) * 64
   raw = np.empty(64 + room + blocks, np.uint8)
   values_at, raw_at = x.ctypes.data, raw.ctypes.data
@@ -91,7 +86,7 @@ def encode(x: np.ndarray, scale_rule: str) -> tuple[np.ndarray, np.ndarray] | No
   left = iter(range(parts))
 
   def work() -> None:
-    # Whoever is free takes the next part: a thread that was asleep comes late.
+    # A free thread takes the next part, because a thread that was asleep starts late.
     for i in left:
       first, count = edges[i], edges[i + 1] - edges[i]
       starts = values_at + 128 * first, codes_at + 16 * first, scales_at + first

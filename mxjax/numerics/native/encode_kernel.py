@@ -1,7 +1,7 @@
-"""The loop of `mxjax.numerics.native.encode`, written with LLVM: a block is a vector.
+"""LLVM loop of `mxjax.numerics.native.encode`, with one block per vector.
 
-Exponents of a chunk of blocks are computed first, then their codes, so that no block
-waits for its own maximum.
+The loop computes the exponents of a chunk of blocks before their codes, so that no
+block waits for its own maximum.
 """
 
 from llvmlite import ir
@@ -24,23 +24,23 @@ from mxjax.numerics.native.values import (
 )
 
 _CHUNK = 16
-"""Blocks of a chunk."""
+"""Blocks in a chunk."""
 _CODE_BYTES = LANES // 2
 _PAIRS, _PACKED = (ir.VectorType(ir.IntType(bits), _CODE_BYTES) for bits in (16, 8))
 _MANTISSA, _SIZE = 23, 2**31 - 1
 
 _THRESHOLDS = (0, 6, 9, 11, 13, 15, 17)
-"""Where |x| / 2^e reaches codes 1 to 7, in quarters of an exponent from .25 on: these
-values have two bits of mantissa, so that the other bits of |x| decide nothing."""
+"""Values of |x| / 2^e from which codes 1 to 7 apply, in quarters of an exponent from
+.25 up: these values have two mantissa bits, so the other bits of |x| do not matter."""
 
 
 def write() -> ir.Module:
-  """Writes the function `encode`.
+  """Builds the module with the function `encode`.
 
-  Its arguments are the addresses of float32 values, of packed codes and of scale bytes,
-  the number of blocks (at least one), and the rule's carry and bias: the exponent is
-  the field of the largest magnitude's bits plus the carry, less the bias, at least
-  -127. It returns the bits of the largest magnitude of all.
+  The function takes the addresses of float32 values, packed codes and scale bytes, the
+  number of blocks (at least one), and the rule's carry and bias. A block's exponent is
+  the exponent field of (largest magnitude's bits + carry) minus the bias, at least
+  -127. The function returns the bits of the largest magnitude of all blocks.
   """
   module = ir.Module("encode")
   takes = ir.FunctionType(I32, [POINTER] * 3 + [I64, I32, I32])
@@ -80,17 +80,17 @@ def write() -> ir.Module:
 
 
 def _values(x: Value, block: Value) -> Value:
-  """Returns the bits of a block's values."""
+  """Loads the bits of a block's values."""
   return x.after(block * VECTOR_BYTES).load(INTS)
 
 
 def _scaled(bits: Value, shift: Value) -> Value:
-  """Returns the bits of |x| / 2^e; the shift is e in place of the exponent field."""
+  """Returns the bits of |x| / 2^e; `shift` is e in the exponent field."""
   size = bits & _SIZE
   normal = size - shift.spread()
 
   def with_subnormals() -> Value:
-    # Subnormals have no exponent field: their mantissa is converted, exactly.
+    # Subnormals have no exponent field: their mantissa is converted to float, exactly.
     mantissa = size.rounded_to_float().bits()
     converted = mantissa - (shift + (149 << _MANTISSA)).spread()
     return where(size < (1 << _MANTISSA), converted, normal)

@@ -1,4 +1,4 @@
-"""Compiles LLVM's language for this machine's processor."""
+"""Compilation of LLVM IR for this machine's processor."""
 
 import platform
 from collections.abc import Iterable
@@ -8,22 +8,15 @@ from llvmlite import binding as llvm
 
 
 def multiplies_and_adds_at_once() -> bool:
-  """Returns whether the processor has fused multiply-adds; old x86 ones do not."""
+  """Returns whether the processor has fused multiply-add, which old x86 ones lack."""
   features = llvm.get_host_cpu_features()
   return platform.machine() not in ("x86_64", "AMD64") or bool(features.get("fma"))
 
 
 def compile_module(source: str, names: Iterable[str]) -> dict[str, int]:
-  """Compiles a module into the memory of this process, where it stays.
+  """Compiles LLVM IR text into this process and returns the addresses of functions.
 
-  It is never freed: XLA's threads may still be inside it when the process ends.
-
-  Args:
-    source: The module as text.
-    names: Functions of it.
-
-  Returns:
-    Where each function begins.
+  The code is never freed, because XLA's threads may still run it at process exit.
   """
   llvm.initialize_native_target()
   llvm.initialize_native_asmprinter()

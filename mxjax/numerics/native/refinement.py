@@ -1,7 +1,7 @@
-"""One-code refinement in the processor's vector instructions, inside jitted functions.
+"""One-code refinement with CPU kernels, callable inside jitted functions.
 
 The references are `mxjax.numerics.realization.one_code.refined_blocks`, equal bit for
-bit, and `refined_objective`, whose sum over 32 coordinates comes in another order.
+bit, and `refined_objective`, whose sum over 32 coordinates runs in another order.
 """
 
 import functools
@@ -16,12 +16,12 @@ from mxjax.numerics import native
 
 BLOCK_SIZE = 32
 KNOWN_INTERFACE = "0"
-"""The major version whose fields `custom_call` reads."""
+"""Major version of XLA's C interface whose field offsets `custom_call` uses."""
 
 
 @functools.cache
 def machine_obstacle() -> str | None:
-  """Returns why no call can run on this machine, or None."""
+  """Returns why custom calls cannot run on this machine, or None."""
   if sys.platform not in ("linux", "darwin"):
     return f"it is written for Linux and macOS, and this is {sys.platform}"
   if missing := native.missing():
@@ -59,7 +59,7 @@ def obstacle(x: jax.Array) -> str | None:
 
 @functools.cache
 def _register() -> None:
-  """Compiles the kernels, once in a process."""
+  """Compiles and registers the kernels, once per process."""
   from mxjax.numerics.native import custom_call, refinement_kernel
 
   kernels = refinement_kernel.kernels(kernel_name)
@@ -74,22 +74,16 @@ def refined(
   *,
   decodes: bool,
 ) -> jax.Array:
-  """Encodes and refines blocks, after a map of each if there is one.
+  """Encodes and refines blocks, after mapping each by its matrix if one is given.
 
-  Paper: Eq. hires-code-score. Call it only where `obstacle` finds none.
+  Call it only where `obstacle` returns None. Paper: Eq. hires-code-score.
 
-  Args:
-    x: float32 `[blocks, 32, n]`, n at least `native.LANES`.
-    gram: G_Q, float32 `[blocks, 32, 32]`.
-    cross: K_Q, float32 `[blocks, 32, 32]`.
-    matrix: float32 `[blocks, 32, 32]`, or None.
-    decodes: Whether the result is the decoded blocks, or their objective.
-
-  Returns:
-    float32 `[blocks, 32, n]`, or `[blocks, n]`.
+  `x` is float32 `[blocks, 32, n]`, n at least `native.LANES`; `gram` (G_Q), `cross`
+  (K_Q) and `matrix` are float32 `[blocks, 32, 32]`. Returns float32: the decoded
+  blocks, in the shape of `x`, if `decodes`, else their objective `[blocks, n]`.
 
   Raises:
-    ValueError: A table is neither of that shape nor one for all blocks.
+    ValueError: A table cannot be broadcast to `[blocks, 32, 32]`.
   """
   _register()
   blocks, _, tokens = x.shape
@@ -99,12 +93,12 @@ def refined(
     name, jax.ShapeDtypeStruct(shape, jnp.float32), vmap_method="sequential"
   )
   tables = (gram, cross) if matrix is None else (gram, cross, matrix)
-  # The kernel reads as many tables as there are blocks, whatever their shape says.
+  # The kernel reads one table per block, whatever the shape says.
   square = blocks, BLOCK_SIZE, BLOCK_SIZE
   return call(x, *(jnp.broadcast_to(t.astype(jnp.float32), square) for t in tables))
 
 
 def kernel_name(*, maps: bool, decodes: bool) -> str:
-  """Returns the name by which XLA knows a kernel."""
+  """Returns the name under which a kernel is registered with XLA."""
   what = "decoded" if decodes else "objective"
   return f"mxjax_refined_{what}" + ("_mapped" if maps else "")

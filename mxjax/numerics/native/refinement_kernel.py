@@ -1,12 +1,13 @@
-"""Map, A4 encode and one-code refinement of a tile of tokens, written with LLVM.
+"""LLVM kernel that maps, encodes and refines a tile of tokens.
 
-The reference is `mxjax.numerics.realization.one_code.refine`, formula for formula; a
-tile is one block of 32 features by `LANES` tokens, a token a lane. Each product is a
-chain of fused multiply-adds in the order of the features, which is also XLA:CPU's
-order, so that refined codes have the reference's bits. Paper: Eq. hires-code-score.
+The reference is `mxjax.numerics.realization.one_code.refine`, formula for formula. A
+tile is one block of 32 features by `LANES` tokens, with one token per lane. Each
+product is a chain of fused multiply-adds in the order of the features, which is also
+XLA:CPU's order, so refined codes have the reference's bits.
+Paper: Eq. hires-code-score.
 
-Operands: x `[blocks, 32, n]`, gram and cross `[blocks, 32, 32]`, and for kernels with
-a map `[blocks, 32, 32]`; all float32, n at least `LANES`.
+Operands: x `[blocks, 32, n]`, gram and cross `[blocks, 32, 32]`, and for kernels with a
+map `[blocks, 32, 32]`; all float32, n at least `LANES`.
 """
 
 import itertools
@@ -36,9 +37,9 @@ _BLOCK = 32
 _TABLE_BYTES = 4 * _BLOCK * _BLOCK
 _TILE_BYTES = _BLOCK * VECTOR_BYTES
 _ROWS_AT_ONCE = 4
-"""Rows of a product that share each load: eight registers of sums."""
+"""Rows of a product that share each load; their sums take eight registers."""
 _STRIP = 8 * LANES
-"""Tokens of a part."""
+"""Tokens in a part."""
 
 _MANTISSA, _BIAS, _SIZE, _SIGN = 23, 127, 2**31 - 1, -(2**31)
 _QUARTER, _HALF, _THREE_QUARTERS, _ONE, _SIX = (
@@ -46,12 +47,13 @@ _QUARTER, _HALF, _THREE_QUARTERS, _ONE, _SIX = (
   for value in (0.25, 0.5, 0.75, 1.0, 6.0)
 )
 _HALF_A_STEP, _WHOLE_STEPS = 1 << 21, -(1 << 22)
-"""Of values from one on, which have one bit of mantissa."""
+"""Half a quantum, and the mask of whole quanta, for values from one up, which have one
+mantissa bit."""
 _NAN = 0x7FC00000
 
 
 class _Tile(NamedTuple):
-  """Addresses of first-level cache, 32 vectors each."""
+  """Addresses of tile buffers in first-level cache, 32 vectors each."""
 
   x: Value
   difference: Value
@@ -61,7 +63,7 @@ class _Tile(NamedTuple):
 
 
 class _Block(NamedTuple):
-  """Addresses of a block's tables; no map is None."""
+  """Addresses of a block's tables; `matrix` is None without a map."""
 
   gram: Value
   cross: Value
@@ -73,7 +75,7 @@ def _row(address: Value, index: Value) -> Value:
 
 
 def _write_product(module: ir.Module) -> ir.Function:
-  """Writes M X for a table M `[32, 32]` and a tile X, sums in the order of columns."""
+  """Emits M X for a table M `[32, 32]` and a tile X, summing in column order."""
   takes = ir.FunctionType(ir.VoidType(), [POINTER] * 3)
   function = ir.Function(module, takes, "block_product")
   code = ir.IRBuilder(function.append_basic_block("entry"))
@@ -97,13 +99,10 @@ def _write_product(module: ir.Module) -> ir.Function:
 
 
 def _scales(largest: Value) -> tuple[Value, Value, Value]:
-  """Computes `mxfp4.block_exponent` and `scale_of`, and what values' bits lose by them.
+  """Computes `mxfp4.block_exponent`, `scale_of` and the shifts for values' bits.
 
-  Args:
-    largest: The bits of the largest magnitude.
-
-  Returns:
-    The exponent in its field, the same for a converted mantissa, and 2^e.
+  Takes the bits of the largest magnitude. Returns the exponent in the exponent field,
+  the shift for a converted subnormal mantissa in the same field, and 2^e.
   """
   field = largest >> _MANTISSA
   exponent = (field - (_BIAS + 2)).call("smax", -_BIAS)
@@ -117,7 +116,7 @@ def _scales(largest: Value) -> tuple[Value, Value, Value]:
 
 
 def _nearest(x: Value, shift: Value, low_shift: Value) -> Value:
-  """Rounds x to element values by its bits, as `mxfp4.round_elements`."""
+  """Rounds x to element values on its bits, like `mxfp4.round_elements`."""
   size = x.bits() & _SIZE
   mantissa = size.rounded_to_float().bits() - low_shift
   scaled = where(size < (1 << _MANTISSA), mantissa, size - shift)
@@ -129,7 +128,7 @@ def _nearest(x: Value, shift: Value, low_shift: Value) -> Value:
 
 
 def _code_score(delta: Value, slope: Value, curvature: Value) -> Value:
-  """Computes `one_code.code_score`: both products are rounded."""
+  """Computes `one_code.code_score`, with both products rounded."""
   return (delta * 2.0) * slope + (delta * delta) * curvature
 
 
@@ -164,7 +163,7 @@ def _best_code(
 def _read(
   tile: _Tile, x: Value, stride: Value, block: _Block, product: ir.Function
 ) -> None:
-  """Brings a tile of inputs into cache, and through the block's map."""
+  """Loads a tile of inputs into cache and applies the block's map, if any."""
   to = tile.x if block.matrix is None else tile.pulled
 
   def row(i: Value) -> list[Value]:
@@ -199,7 +198,7 @@ def _encode(tile: _Tile) -> Value:
 
 
 class _Best(NamedTuple):
-  """The best change of each token: score, coordinate, value; and the objective."""
+  """Each token's best change (score, coordinate, value) and its objective."""
 
   score: Value
   coordinate: Value
@@ -208,7 +207,7 @@ class _Best(NamedTuple):
 
 
 def _refine(tile: _Tile, block: _Block, scale: Value, product: ir.Function) -> _Best:
-  """Finds the lowest score of all coordinates, the first of equal ones."""
+  """Finds the lowest score over all coordinates, the first in case of ties."""
   code = scale.code
   for table, of, to in (
     (block.gram, tile.difference, tile.pulled),
@@ -257,7 +256,7 @@ def _write_decoded(
 def _write_tile(
   module: ir.Module, name: str, product: ir.Function, *, maps: bool, decodes: bool
 ) -> ir.Function:
-  """Writes a function of addresses and of the bytes between features."""
+  """Emits the function for one tile: six addresses and the bytes between features."""
   takes = ir.FunctionType(ir.VoidType(), [POINTER] * 6 + [I64])
   function = ir.Function(module, takes, f"{name}.tile")
   code = ir.IRBuilder(function.append_basic_block("entry"))
@@ -276,7 +275,7 @@ def _write_tile(
 
 
 def _parts(frame: Value) -> Value:
-  """Returns how many strips of tokens all blocks have."""
+  """Returns the number of parts: the strips of tokens of all blocks."""
   return dimension(frame, 0, 0) * _strips(frame)
 
 
@@ -285,7 +284,7 @@ def _strips(frame: Value) -> Value:
 
 
 def _part(tile: ir.Function, *, maps: bool, decodes: bool) -> Part:
-  """Returns what writes the code for one strip of one block."""
+  """Returns the emitter for one strip of one block."""
 
   def write(frame: Value, index: Value) -> None:
     code = frame.code
@@ -298,7 +297,7 @@ def _part(tile: ir.Function, *, maps: bool, decodes: bool) -> Part:
     row_bytes = tokens * 4
     x_block = x.after(block * row_bytes * _BLOCK)
     to_block = to.after(block * row_bytes * (_BLOCK if decodes else 1))
-    # The last tile begins early enough to be whole: some tokens are done twice.
+    # The last tile starts early enough to be full, so it repeats some tokens.
     last = tokens - LANES
     first = strip * _STRIP
     stop = where(first + _STRIP < tokens, first + _STRIP, tokens)
@@ -315,14 +314,12 @@ def _part(tile: ir.Function, *, maps: bool, decodes: bool) -> Part:
 
 
 def kernels(kernel_name: Callable[..., str]) -> Kernels:
-  """Writes all kernels: with and without a map, to decoded blocks or their objective.
+  """Emits all kernels: with and without a map, for decoded blocks or their objective.
 
-  A map of each block is the fourth operand and is applied first. Results are the
-  decoded blocks `[blocks, 32, n]`, or what the refined codes contribute to the
-  objective, `[blocks, n]`.
-
-  Args:
-    kernel_name: Names a kernel by the keywords `maps` and `decodes`.
+  A kernel with a map takes it as the fourth operand and applies it first. Results are
+  the decoded blocks `[blocks, 32, n]`, or the contribution of the refined codes to the
+  objective, `[blocks, n]`. `kernel_name` names a kernel from the keywords `maps` and
+  `decodes`.
   """
   module = ir.Module("refinement")
   product = _write_product(module)

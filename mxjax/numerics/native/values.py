@@ -1,8 +1,8 @@
-"""Operators that write LLVM instructions, so that a kernel reads like its formula.
+"""Python operators that emit LLVM instructions, so that kernels read like formulas.
 
-A `Value` is a number, or a vector of numbers, in a function that is being written. Each
-operator writes one instruction: nothing is reordered, contracted or assumed, so the
-bits are those of the formula as it stands.
+A `Value` is a number or a vector of numbers in a function under construction. Each
+operator emits one instruction. Nothing is reordered, contracted or assumed, so the bits
+are those of the formula as written.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,26 +35,26 @@ def _comparison(sign: str) -> Callable[["Value", Any], "Value"]:
 
 
 class Value:
-  """A value of a function being written, with the operators of its type.
+  """A value in a function under construction, with the operators of its type.
 
-  Comparisons give truth values for `where`; with a NaN they are false.
+  Comparisons give truth values for `where`; a comparison with NaN is false.
   """
 
   def __init__(self, code: ir.IRBuilder, raw: Any) -> None:
     self.code, self.raw = code, raw
 
   def of(self, raw: Any) -> "Value":
-    """Returns another value of the same function."""
+    """Wraps a raw LLVM value of the same function."""
     return Value(self.code, raw)
 
   @property
   def is_float(self) -> bool:
-    """Whether this is a float or a vector of them."""
+    """Whether this is a float or a vector of floats."""
     kind = self.raw.type
     return getattr(kind, "element", kind) == F32
 
   def like(self, other: Any) -> Any:
-    """Returns a value, or a Python number as a constant of this value's type."""
+    """Returns the raw value, converting a Python number to a constant of this type."""
     if isinstance(other, Value):
       return other.raw
     return constant(self.code, self.raw.type, other).raw
@@ -73,7 +73,7 @@ class Value:
   equals = _comparison("==")
 
   def call(self, name: str, *others: Any) -> "Value":
-    """Calls an intrinsic function of values of this type, to this type."""
+    """Calls an LLVM intrinsic whose operands and result have this type."""
     return self._call(name, self.raw.type, others)
 
   def largest(self) -> "Value":
@@ -92,7 +92,7 @@ class Value:
     return self.of(self.code.call(function, operands))
 
   def reinterpreted(self, kind: ir.Type) -> "Value":
-    """Returns the same bits as another type of the same size."""
+    """Reinterprets the bits as another type of the same size."""
     return self.of(self.code.bitcast(self.raw, kind))
 
   def bits(self) -> "Value":
@@ -100,39 +100,39 @@ class Value:
     return self.reinterpreted(INTS)
 
   def floats(self) -> "Value":
-    """Returns the floats of bits."""
+    """Returns the floats with these bits."""
     return self.reinterpreted(FLOATS)
 
   def rounded_to_float(self) -> "Value":
-    """Integers converted to floats."""
+    """Converts integers to floats."""
     return self.of(self.code.sitofp(self.raw, FLOATS))
 
   def signed_shift(self, places: int) -> "Value":
-    """Integers shifted right, the sign kept."""
+    """Shifts integers right, keeping the sign."""
     return self.of(self.code.ashr(self.raw, self.like(places)))
 
   def spread(self) -> "Value":
-    """Returns a number in every lane."""
+    """Broadcasts a number to every lane."""
     kind = ir.VectorType(self.raw.type, LANES)
     none = ir.Constant(kind, ir.Undefined)
     one = self.code.insert_element(none, self.raw, ir.Constant(I32, 0))
     return self.of(self.code.shuffle_vector(one, none, ir.Constant(INTS, [0] * LANES)))
 
   def narrow(self, kind: ir.Type = I32) -> "Value":
-    """Returns the low bits of integers, as integers of a narrower type."""
+    """Truncates integers to a narrower type."""
     return self.of(self.code.trunc(self.raw, kind))
 
   def after(self, nbytes: "Value | int") -> "Value":
-    """Returns the address some bytes behind this one."""
+    """Returns the address `nbytes` after this one."""
     count = nbytes.raw if isinstance(nbytes, Value) else ir.Constant(I64, nbytes)
     return self.of(self.code.gep(self.raw, [count], source_etype=ir.IntType(8)))
 
   def load(self, kind: Any, align: int = 4) -> "Value":
-    """Returns what lies at this address."""
+    """Loads a value of type `kind` from this address."""
     return self.of(self.code.load(self.raw, typ=kind, align=align))
 
   def store(self, value: "Value | int", kind: Any = None, align: int = 4) -> None:
-    """Writes a value, or a constant of a type, to this address."""
+    """Stores a value, or a constant of type `kind`, at this address."""
     raw = value.raw if isinstance(value, Value) else ir.Constant(kind, value)
     self.code.store(raw, self.raw, align=align)
 
@@ -143,13 +143,13 @@ def where(condition: Value, yes: Value, no: Any) -> Value:
 
 
 def constant(code: ir.IRBuilder, kind: Any, number: float) -> Value:
-  """Returns a constant of a type."""
+  """Returns a constant of type `kind`; a vector repeats the number."""
   is_vector = isinstance(kind, ir.VectorType)
   return Value(code, ir.Constant(kind, [number] * kind.count if is_vector else number))
 
 
 def either(condition: Value, yes: Callable[[], Value], no: Value) -> Value:
-  """Writes a branch: the value that `yes` computes if a condition holds, else `no`."""
+  """Emits a branch that computes `yes` if the condition holds and else returns `no`."""
   code = condition.code
   before = code.block
   with code.if_then(condition.raw):
@@ -161,11 +161,11 @@ def either(condition: Value, yes: Callable[[], Value], no: Value) -> Value:
 
 
 def room(code: ir.IRBuilder, nbytes: int) -> Value:
-  """Reserves aligned memory while a function runs and returns its address."""
+  """Allocates 64-byte aligned stack memory and returns its address."""
   with code.goto_entry_block():
     place: Any = code.alloca(ir.ArrayType(ir.IntType(8), nbytes))
     place.align = 64
-  # llvmlite types the address by what is there, as LLVM itself no longer does.
+  # llvmlite gives the address a typed pointer; LLVM itself has only opaque ones.
   place.type = POINTER
   return Value(code, place)
 
@@ -177,17 +177,10 @@ def repeat(
   *carried: Value,
   step: int = 1,
 ) -> list[Value]:
-  """Writes a loop that runs at least once.
+  """Emits a loop from `start` to `stop` that runs at least once.
 
-  Args:
-    start: The first index.
-    stop: The index that ends it.
-    body: Of the index and the carried values, to their next ones.
-    *carried: The values before the first turn.
-    step: What is added to the index.
-
-  Returns:
-    The carried values after the last turn.
+  `body` maps the index and the `carried` values to the next carried values. Returns the
+  carried values after the last iteration.
   """
   code = start.code
   before = code.block

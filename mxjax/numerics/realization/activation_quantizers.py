@@ -1,8 +1,8 @@
-"""The dynamic A4 rules: how a quantized linear rounds its mapped inputs.
+"""Dynamic A4 rules: how a quantized linear rounds its mapped inputs.
 
-A rule is one class below `ActivationQuantizer` under `@register`. The rest of the
-library asks the class and never which class it is, so a rule that is registered runs,
-is written to checkpoints, exported and audited.
+To add a rule, subclass `ActivationQuantizer` and decorate it with `@register`. The rest
+of the library never checks which class a rule is, so a registered rule runs, is saved
+in checkpoints, exported and audited.
 """
 
 import dataclasses
@@ -17,16 +17,16 @@ from mxjax.numerics.precision import block_products
 from mxjax.numerics.realization import one_code
 
 RULES: dict[str, type] = {}
-"""Every registered A4 rule, by the name that checkpoints give it."""
+"""Every registered A4 rule, by its name in checkpoints."""
 
 FEATURES: dict[str, str] = {}
-"""What the registered rules store beside codes: names and descriptions."""
+"""Names and descriptions of what registered rules store besides codes."""
 
 Rule = TypeVar("Rule", bound="ActivationQuantizer")
 
 
 def register(cls: type[Rule]) -> type[Rule]:
-  """Makes a dataclass a pytree and an A4 rule that checkpoints may hold."""
+  """Registers a dataclass as a pytree and as an A4 rule that checkpoints may hold."""
   if RULES.setdefault(cls.__name__, cls) is not cls:
     raise ValueError(
       f"activation_quantizers.register: {cls.__name__} names {RULES[cls.__name__]} "
@@ -37,13 +37,13 @@ def register(cls: type[Rule]) -> type[Rule]:
 
 
 class ActivationQuantizer:
-  """A dynamic A4 rule; a dataclass whose fields are its stored arrays.
+  """Base class of dynamic A4 rules: dataclasses whose fields are their stored arrays.
 
   Attributes:
-    is_legal: Whether its results are legal A4.
-    edits: Codes of a block that may differ from the nearest ones, or None for any.
-    feature: Name and description of what an export format must be able to hold, or
-      None if nothing beside the codes is stored.
+    is_legal: Whether the results are legal A4.
+    edits: How many codes of a block may differ from the nearest ones; None for any.
+    feature: Name and description of what an export format must support, or None if the
+      rule stores nothing besides the codes.
   """
 
   is_legal: ClassVar[bool] = True
@@ -51,14 +51,9 @@ class ActivationQuantizer:
   feature: ClassVar[tuple[str, str] | None] = None
 
   def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """Rounds inputs that are in the coordinates of the input map.
+    """Rounds float32 inputs `[blocks, 32, n]` in the coordinates of the input map.
 
-    Args:
-      blocks: float32 `[blocks, 32, n]`, feature-major.
-      rules: Scale and tie rules.
-
-    Returns:
-      The decoded A4 values, float32, same shape.
+    Returns the decoded A4 values, float32, same shape.
     """
     raise NotImplementedError(f"{type(self).__name__}.round_mapped is not defined.")
 
@@ -70,19 +65,15 @@ class ActivationQuantizer:
     matrix: jax.Array | None = None,
     implementation: Implementation | None = None,
   ) -> jax.Array:
-    """Rounds inputs, after a map of each block if there is one.
+    """Rounds inputs, after applying a map to each block if one is given.
 
-    Args:
-      blocks: float32 `[blocks, 32, n]`, feature-major.
-      rules: Scale and tie rules.
-      matrix: The map, `[blocks, 32, 32]`, same dtype; None for mapped inputs.
-      implementation: See `implementations.choose`.
-
-    Returns:
-      The decoded A4 values, float32, same shape.
+    `blocks` is float32 `[blocks, 32, n]`, feature-major, and `matrix` is
+    `[blocks, 32, 32]` of that dtype, or None if the inputs are already mapped. See
+    `implementations.choose` for `implementation`. Returns the decoded A4 values,
+    float32, same shape.
 
     Raises:
-      NotImplementedError: The implementation that was asked for cannot run.
+      NotImplementedError: The requested implementation cannot run.
     """
     implementations.choose(f"the A4 rule {type(self).__name__}", implementation)
     mapped = blocks if matrix is None else block_products(matrix, blocks)
@@ -93,16 +84,15 @@ class ActivationQuantizer:
     return None
 
   def kernel_tables(self) -> tuple[jax.Array | None, jax.Array | None] | None:
-    """Returns what `pallas_kernels.refinement` reads of the rule.
+    """Returns the packed G_Q and the K_Q that `pallas_kernels.refinement` reads.
 
-    Returns:
-      G_Q, packed, and K_Q; a pair of None for the nearest codes; None if the Pallas
-      kernel does not know the rule.
+    The result is `(None, None)` for nearest codes, and None if the Pallas kernel does
+    not support the rule.
     """
     return None
 
   def narrowed(self) -> Self:
-    """Returns the rule with its tables in the narrowest dtype that serves."""
+    """Returns the rule with its tables in the narrowest sufficient dtype."""
     return self
 
 
@@ -128,9 +118,9 @@ class OneCode(ActivationQuantizer):
   """Dynamic A4 with one-code refinement (Eq. hires-code-score).
 
   Attributes:
-    gram: G_Q, its upper triangle row by row, `[blocks, 528]`, float32, or bfloat16
+    gram: G_Q, packed upper triangle, row by row, `[blocks, 528]`; float32, or bfloat16
       after `pack_for_inference`.
-    cross: K_Q, `[blocks, 32, 32]`, likewise.
+    cross: K_Q, `[blocks, 32, 32]`, same dtypes.
   """
 
   gram: jax.Array
@@ -162,14 +152,14 @@ class OneCode(ActivationQuantizer):
     return self.gram, self.cross
 
   def narrowed(self) -> "OneCode":
-    """See `ActivationQuantizer.narrowed`: bfloat16, which only ranks candidates."""
+    """Returns bfloat16 tables, which suffice to rank candidates."""
     return OneCode(self.gram.astype(jnp.bfloat16), self.cross.astype(jnp.bfloat16))
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Clipped(ActivationQuantizer):
-  """Dynamic A4 by the nearest code of values clipped to shares of the block's range.
+  """Dynamic A4 that clips values to shares of the block's range before rounding.
 
   Attributes:
     low: Share of the block's smallest value that is kept, float32 `[blocks]`.
@@ -189,10 +179,7 @@ class Clipped(ActivationQuantizer):
 def clip_blocks(blocks: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
   """Clips blocks `[blocks, 32, n]` to shares of their own smallest and largest value.
 
-  Args:
-    blocks: Values, any float dtype.
-    low: Share of the smallest value, `[blocks]` or `[blocks, n]`.
-    high: Share of the largest value, same shape.
+  `low` and `high` are the shares, `[blocks]` or `[blocks, n]`.
   """
   share = lambda part: part[:, None, None] if part.ndim == 1 else part[:, None, :]
   smallest = share(low) * blocks.min(-2, keepdims=True)
@@ -203,11 +190,11 @@ def clip_blocks(blocks: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array
 @register
 @dataclasses.dataclass(frozen=True)
 class Unrounded(ActivationQuantizer):
-  """Inputs as they are: the reference for what A4 costs. Not a legal A4 rule."""
+  """Unrounded inputs, to measure what A4 costs; not a legal A4 rule."""
 
   is_legal = False
 
   def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """See `ActivationQuantizer.round_mapped`: returns the inputs themselves."""
+    """Returns the inputs unchanged."""
     del rules
     return blocks

@@ -1,15 +1,16 @@
-r"""Coordinate descent on weight codes, from where GPTQ left them.
+r"""Coordinate descent on weight codes, starting from the result of GPTQ.
 
-GPTQ decides each code once, knowing the errors of the columns before it only. Here
-every code is decided again, knowing all others. With `D = W - W^` and the damped
-Hessian `H`, a decoded value that moves by delta changes the loss `tr(D H D')` by
+GPTQ decides each code once, knowing only the errors of earlier columns. Coordinate
+descent revisits every code with all the others known. With `D = W - W^` and the damped
+Hessian `H`, changing a decoded value by delta changes the loss `tr(D H D')` by
 
 .. math::
   \Delta_j(\delta) = \delta^2 H_{jj} - 2 \delta [D H]_j
 
-a parabola, so the best legal value is the one nearest to its vertex `w^_j + [D H]_j /
-H_jj`, at the exponent that GPTQ froze. A code moves only where Delta is negative: the
-loss never rises. Not in the paper; `methods/hires_next.py` says what it brings.
+a parabola, so the best legal value is the one nearest to its vertex
+`w^_j + [D H]_j / H_jj`, at the exponent that GPTQ froze. A code changes only where
+Delta is negative, so the loss never rises. Not in the paper; `methods/hires_next.py`
+states the benefit.
 """
 
 import functools
@@ -33,18 +34,12 @@ def descend(
   *,
   passes: int = 1,
 ) -> gptq.Reconstruction:
-  """Decides every code of a linear again, column by column, `passes` times over.
+  """Revisits every code of a linear, column by column, in `passes` passes.
 
-  Args:
-    weight: `[blocks, 32, rows]`, feature-major, float32 or float64.
-    start: Legal codes of it, exponents by block.
-    hessian: X'X / n, `[d, d]` with d = 32 * blocks, same dtype.
-    damping: Relative damping, as in `gptq.factor`.
-    rules: Codec rules.
-    passes: Passes over the columns.
-
-  Returns:
-    Codes at the same exponents; each row depends on that row alone.
+  `weight` is `[blocks, 32, rows]`, feature-major, float32 or float64; `start` has its
+  legal codes with one exponent per block; `hessian` is X'X / n, `[d, d]` with d = 32 *
+  blocks, same dtype; `damping` is relative, as in `gptq.factor`. Returns codes at the
+  same exponents; each row depends on that row alone.
   """
   blocks, size, rows = weight.shape
   width = blocks * size
@@ -60,7 +55,8 @@ def descend(
     tile += shift * jnp.eye(size, dtype=tile.dtype)
     gap = (weight - decoded).reshape(width, rows)
     here = jax.lax.dynamic_slice_in_dim(gap, first, size, axis=0)
-    # From the codes as they stand, so that no rounding error adds up over groups.
+    # Recomputed from the current codes, so that rounding errors do not add up over
+    # groups.
     slope = jnp.einsum("id,dm->im", panel, gap, precision=HIGHEST) + shift * here
     exponent = start.exponent[index]
     moved = _descend_group(codes[index], decoded[index], slope, tile, exponent, rules)
@@ -85,13 +81,8 @@ def _descend_group(
 ) -> tuple[jax.Array, jax.Array]:
   """Passes once over the 32 columns of a group, all rows together.
 
-  Args:
-    codes: uint8 `[32, rows]`.
-    decoded: Their values, same shape.
-    slope: D H on these columns, same shape.
-    tile: The group's diagonal tile of H, `[32, 32]`.
-    exponent: int32 `[rows]`.
-    rules: Codec rules.
+  `slope` is D H on these columns, `[32, rows]`; `tile` is the group's diagonal tile of
+  H, `[32, 32]`; `exponent` is int32 `[rows]`.
   """
   scale = mxfp4.scale_of(exponent, rules).astype(decoded.dtype)
 
@@ -99,7 +90,7 @@ def _descend_group(
     codes, decoded, slope = state
     coupling = jax.lax.dynamic_index_in_dim(tile, j, axis=0, keepdims=False)
     pivot, old, pull = coupling[j], decoded[j], slope[j]
-    # A column that no input excites has neither slope nor curvature: it stays.
+    # A column that no input excites has zero slope and curvature and stays unchanged.
     vertex = old + jnp.where(pivot > 0, pull / jnp.where(pivot > 0, pivot, 1), 0)
     code, value = gptq.round_value(vertex, exponent, scale, rules)
     step = value - old

@@ -1,10 +1,10 @@
-r"""GPTQ to legal Block32 MXFP4 codes.
+r"""GPTQ reconstruction of weights as legal Block32 MXFP4 codes.
 
-Columns are reconstructed in order; the rounding error of each is compensated in the
-ones after it through U, the upper Cholesky factor of the damped inverse Hessian. A
-block's exponent is fixed when the block is reached, from the weights as compensated
-so far, and stays frozen while its 32 columns are rounded. Other sources of the
-exponent and other column orders are options, because other systems use them.
+Columns are rounded in order. The rounding error of each column is compensated in the
+later ones through U, the upper Cholesky factor of the damped inverse Hessian. A block's
+exponent comes from the compensated weights when the block is reached, and stays frozen
+while its 32 columns are rounded. Other exponent sources and column orders are options,
+because other systems use them.
 
 Paper: Eq. recon and Discrete Realization; reading A12 and A13 of the specification.
 """
@@ -20,25 +20,25 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST
 
 DAMPING = 0.01
-"""Damping in units of the mean diagonal of the Hessian."""
+"""Damping, in units of the mean diagonal of the Hessian."""
 DAMPING_GROWTH = 10.0
 DAMPING_TRIES = 4
 PANEL = 128
-"""Columns after which the original code writes its compensation back."""
+"""Columns after which the original GPTQ code writes its compensation back."""
 
 ScaleSource = Literal["fresh", "lagged", "static", "searched"]
 SEARCHED = (0, 1)
-"""Exponents that `searched` tries, above the floor rule's: values between 6 and 8
-times the scale of the first are clipped to 6, the second has half as many codes."""
+"""Exponent offsets above the floor rule's that `searched` tries. The first clips values
+between 6 and 8 times its scale to 6; the second has half as many codes."""
 
 
 class Factor(NamedTuple):
-  """The stabilized factorization of an inverse Hessian.
+  """The factor of a damped inverse Hessian.
 
   Attributes:
     upper: U with (H + damping mean(diag H) I)^{-1} = U^T U, `[..., d, d]`.
-    damping: The relative damping that was needed, `[...]`; NaN where none of the
-      tries made the Hessian positive definite.
+    damping: Relative damping that was used, `[...]`; NaN where no try made the Hessian
+      positive definite.
   """
 
   upper: jax.Array
@@ -64,11 +64,11 @@ class Reconstruction(NamedTuple):
 
 
 def _upper_factor(hessian: jax.Array, damping: jax.Array) -> jax.Array:
-  """Computes U of one damping value without an inverse: reverse, factor, solve."""
+  """Computes U for one damping without an inverse: reverse, factor, solve."""
   size = hessian.shape[-1]
   mean = jnp.trace(hessian, axis1=-2, axis2=-1) / size
   identity = jnp.broadcast_to(jnp.eye(size, dtype=hessian.dtype), hessian.shape)
-  # A Hessian that is zero throughout has no curvature: every choice is as good.
+  # An all-zero Hessian has no curvature, so every choice is equally good.
   shift = jnp.where(mean > 0, damping * mean, 1)[..., None, None]
   damped = hessian + shift * identity
   lower = jnp.linalg.cholesky(damped[..., ::-1, ::-1])
@@ -78,21 +78,17 @@ def _upper_factor(hessian: jax.Array, damping: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="damping")
 def factor(hessian: jax.Array, damping: float = DAMPING) -> Factor:
-  """Factors the damped inverse Hessian, raising the damping tenfold if it must.
+  """Factors the damped inverse of X^T X / n, raising the damping tenfold if needed.
 
-  Args:
-    hessian: X^T X / n, float32 or float64 `[..., d, d]`.
-    damping: First relative damping.
-
-  Returns:
-    The factor and the damping that was used, which the caller reports.
+  `hessian` is float32 or float64 `[..., d, d]`, and `damping` the relative damping of
+  the first try. The result states the damping that was used; the caller reports it.
   """
   first = jnp.full(hessian.shape[:-2], damping, hessian.dtype)
 
   def is_good(upper: jax.Array) -> jax.Array:
     return jnp.isfinite(upper).all((-2, -1))
 
-  # One body for every try: XLA compiles the factorization once.
+  # One loop body for every try, so that XLA compiles the factorization once.
   def attempt(
     state: tuple[jax.Array, jax.Array, jax.Array],
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -117,14 +113,9 @@ def round_value(
 ) -> tuple[jax.Array, jax.Array]:
   """Rounds values at a frozen exponent, saturating.
 
-  Args:
-    target: float32 or float64, any shape.
-    exponent: int32, same rank, broadcastable.
-    scale: What decodes at that exponent, in the dtype of `target`.
-    rules: Codec rules.
-
-  Returns:
-    uint8 codes in 0..15 and decoded values, the shape of `target`.
+  `target` is float32 or float64; `exponent`, int32, and `scale`, its decoding factor in
+  the dtype of `target`, broadcast to it. Returns uint8 codes in 0..15 and decoded
+  values, in the shape of `target`.
   """
   code = mxfp4.nearest_codes(target, exponent, rules)
   size = mxfp4.magnitude(code & 7).astype(target.dtype)
@@ -136,14 +127,10 @@ def _round_group(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Rounds the 32 columns of one group, all rows at once.
 
-  Args:
-    weight: `[..., 32, rows]`, compensated for all earlier groups.
-    upper: The group's diagonal block of U, `[..., 32, 32]`.
-    exponent: int32 `[..., rows]` for the group, or `[..., 32, rows]` by column.
-    rules: Codec rules.
-
-  Returns:
-    Codes, decoded values and scaled errors (w - q) / U_jj, `[..., 32, rows]` each.
+  `weight`, `[..., 32, rows]`, is compensated for all earlier groups. `upper` is the
+  group's diagonal block of U. `exponent` is int32 `[..., rows]` for the group or
+  `[..., 32, rows]` by column. Returns codes, decoded values and scaled errors (w - q) /
+  U_jj, `[..., 32, rows]` each.
   """
   by_column = exponent.ndim == weight.ndim
 
@@ -199,15 +186,11 @@ def _round_searched(
 def reconstruct_local(
   weight: jax.Array, upper: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> Reconstruction:
-  """Rounds every block alone by GPTQ with its own Hessian (reading A11).
+  """Rounds every block independently, by GPTQ with the block's Hessian (reading A11).
 
-  Args:
-    weight: `[blocks, 32, rows]`, float32 or float64.
-    upper: U of `factor` of each block's Hessian, `[blocks, 32, 32]`, same dtype.
-    rules: Codec rules.
-
-  Returns:
-    Codes of every block; no error is carried from block to block.
+  `weight` is `[blocks, 32, rows]`, float32 or float64; `upper` is U from `factor` of
+  each block's Hessian, `[blocks, 32, 32]`, same dtype. No error is carried from block
+  to block.
   """
   exponent = mxfp4.block_exponent(weight, rules)
   codes, decoded, _ = _round_group(weight, upper, exponent, rules)
@@ -228,7 +211,8 @@ def _group_exponent(
     return mxfp4.block_exponent(weight, rules)
   if scales == "fresh":
     return mxfp4.block_exponent(target, rules)
-  # Errors of this panel have not reached the buffer that the scale is read from.
+  # The original code writes back errors by panel, so those of the current panel are not
+  # yet in the weights that determine the scale.
   panel = start // PANEL * PANEL
   earlier = jnp.arange(errors.shape[0], dtype=jnp.int32) < panel
   known = jnp.where(earlier[:, None], errors, jnp.zeros_like(errors))
@@ -249,19 +233,19 @@ def reconstruct(
 
   Args:
     weight: `[blocks, 32, rows]`, feature-major, float32 or float64.
-    upper: U of `factor`, `[d, d]` with d = 32 * blocks, same dtype.
+    upper: U from `factor`, `[d, d]` with d = 32 * blocks, same dtype.
     rules: Codec rules.
-    scales: Where a block's exponent comes from: `fresh`, the compensated weights when
-      the block is reached; `lagged`, the weights compensated by earlier panels of 128
-      columns only, as in the original code; `static`, the weights as they came;
-      `searched`, the first of `SEARCHED` exponents whose compensated errors in the
-      block have the smallest sum of squares, whatever the scale rule.
-    exponent: Exponents by column, int32 `[blocks, 32, rows]`, in place of `scales`:
+    scales: Source of a block's exponent: `fresh`, the compensated weights when the
+      block is reached; `lagged`, the weights compensated only by earlier panels of 128
+      columns, as in the original code; `static`, the original weights; `searched`, the
+      first of the `SEARCHED` exponents with the smallest sum of squared compensated
+      errors in the block, whatever the scale rule.
+    exponent: Exponents by column, int32 `[blocks, 32, rows]`, which replace `scales`:
       columns of one group then need not share a physical block.
 
   Returns:
-    The legal codes and decoded weights, in the order of the columns; `exponent` is
-    by column where it was given so.
+    Legal codes and decoded weights in the order of the columns; `exponent` is by column
+    if it was given so.
   """
   blocks, size, rows = weight.shape
 
@@ -291,7 +275,7 @@ def reconstruct(
 
 
 def descending_curvature(hessian: jax.Array) -> jax.Array:
-  """Columns by falling diagonal of the Hessian, int32 `[d]`; ties keep their order."""
+  """Orders columns by falling Hessian diagonal, int32 `[d]`; ties keep their order."""
   return jnp.argsort(-jnp.diagonal(hessian), stable=True).astype(jnp.int32)
 
 
@@ -304,17 +288,12 @@ def reconstruct_ordered(
 ) -> Reconstruction:
   """Rounds by GPTQ in another column order; blocks and exponents stay in place.
 
-  Exponents come from the weights as they came: a block whose columns are reached at
-  different times has no moment at which its compensated maximum is known.
+  Exponents come from the original weights: a block whose columns are reached at
+  different times never has a known compensated maximum.
 
-  Args:
-    weight: `[blocks, 32, rows]`, float32 or float64.
-    upper: U of `factor` of the Hessian in that order, `[d, d]`.
-    order: The column rounded at each step, int32 `[d]`.
-    rules: Codec rules.
-
-  Returns:
-    Legal codes, in the original order.
+  `weight` is `[blocks, 32, rows]`, float32 or float64; `order`, int32 `[d]`, lists the
+  column rounded at each step; `upper` is U from `factor` of the Hessian in that order.
+  Returns legal codes in the original order.
   """
   blocks, size, rows = weight.shape
   exponent = mxfp4.block_exponent(weight, rules)
@@ -330,7 +309,7 @@ def reconstruct_ordered(
 def round_to_nearest(
   weight: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> Reconstruction:
-  """Rounds weights `[blocks, 32, rows]` to nearest, in the form of `reconstruct`."""
+  """Rounds weights `[blocks, 32, rows]` to nearest, as a `Reconstruction`."""
   exponent = mxfp4.block_exponent(weight, rules)
   scale = mxfp4.scale_of(exponent, rules)[..., None, :].astype(weight.dtype)
   codes, decoded = round_value(weight, exponent[..., None, :], scale, rules)
@@ -341,12 +320,9 @@ def round_to_nearest(
 def reconstruction_loss(
   weight: jax.Array, decoded: jax.Array, hessian: jax.Array
 ) -> jax.Array:
-  """Computes tr((W - Q) H (W - Q)^T): the objective of Eq. recon, a scalar.
+  """Computes tr((W - Q) H (W - Q)^T), the objective of Eq. recon, as a scalar.
 
-  Args:
-    weight: `[blocks, 32, rows]`.
-    decoded: Same shape.
-    hessian: `[d, d]`.
+  `weight` and `decoded` are `[blocks, 32, rows]`, `hessian` is `[d, d]`.
   """
   error = (weight - decoded).reshape(-1, weight.shape[-1])
   return jnp.einsum("dm,de,em->", error, hessian, error, precision=HIGHEST)

@@ -1,9 +1,9 @@
-r"""Weights with learned scales, the relaxation of FOCUS.
+r"""Weight quantization with learned scales: the relaxation of FOCUS.
 
-A block has a factor m on its maximum and four divisors c, one for each run of eight
-values. The scale is the rceil scale of m times the maximum; the codes are those of
-`W / c`; the decoded weights are codes times scale. So c moves codes outward, m moves
-exponents, and nothing but codes and scales is stored:
+Each block has a factor m on its maximum a and four divisors c_j, one for each run of
+eight values. The scale S is the rceil scale of m times the maximum, the codes are those
+of `W / c`, and the decoded weights are codes times scale. So c moves codes outward, m
+moves exponents, and only codes and scales are stored:
 
 .. math::
   S = 2^{\lceil \log_2 (m\,a / 6) \rceil}, \qquad
@@ -22,7 +22,7 @@ SUBGROUPS = 4
 DIVISOR_LOGIT = 6.0
 """Initial logit of every divisor: c = .9975."""
 MIN_FACTOR = 2.0**-10
-"""Lower bound of a learned factor: the scale of a block must stay positive."""
+"""Lower bound of a learned factor, because the scale of a block must stay positive."""
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +42,7 @@ class LearnedScales:
 def initial(
   blocks: int, rows: int, divisor_logit: float = DIVISOR_LOGIT
 ) -> LearnedScales:
-  """Returns the start of the learning: every m is 1 and all logits are equal."""
+  """Returns the initial parameters: every m is 1 and all logits are equal."""
   return LearnedScales(
     jnp.ones((blocks, rows), jnp.float32),
     jnp.full((blocks, SUBGROUPS, rows), divisor_logit, jnp.float32),
@@ -86,24 +86,17 @@ _round.defvjp(
 def relaxed(
   weight: jax.Array, learned: LearnedScales, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> jax.Array:
-  """Decodes weights differentiably in the learned scales.
+  """Decodes weights differentiably in the learned scales, float32 `[blocks, 32, rows]`.
 
-  Gradients: rounding and the ceiling of the exponent are straight-through, clipping
-  is not: a clipped value passes none.
-
-  Args:
-    weight: Float weights, float32 `[blocks, 32, rows]`.
-    learned: Factors and logits.
-    rules: Only the tie rule matters.
-
-  Returns:
-    float32 `[blocks, 32, rows]`.
+  Gradients pass straight through rounding and the ceiling of the exponent, but not
+  through clipping: a clipped value has zero gradient. Of `rules`, only the tie rule
+  matters.
   """
   exponent, bounded = _exponent(weight, learned.factor, rules)
   # A zero block has no scale: dividing by one leaves it zero.
   empty = exponent <= -127
   fixed = float_bits.power_of_two(jnp.where(empty, 0, exponent))
-  # Of value one, so that the scale is an exact power of two with slope S / m.
+  # The ratio equals one, so the scale is an exact power of two with slope S / m.
   scale = (fixed * (bounded / jax.lax.stop_gradient(bounded)))[..., None, :]
   scaled = jnp.clip(weight / (scale * _divisors(learned.logits)), -6.0, 6.0)
   return _round(scaled, jnp.asarray(rules.tie_rule == "even")) * scale
@@ -112,7 +105,7 @@ def relaxed(
 def quantize_weight(
   weight: jax.Array, learned: LearnedScales, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> gptq.Reconstruction:
-  """Returns the legal codes of learned scales; the divisors are not stored."""
+  """Returns the legal codes for the learned scales; the divisors are not stored."""
   exponent, _ = _exponent(weight, learned.factor, rules)
   scale = float_bits.power_of_two(exponent)[..., None, :]
   divided = weight / _divisors(learned.logits)

@@ -1,15 +1,15 @@
-r"""One-code refinement of dynamic A4: change one element of a block, or none.
+r"""One-code refinement of dynamic A4: change at most one element of each block.
 
-With `W` the float weights in the installed coordinates and `W^` the decoded ones, the
-output error of rounding a block `x` to `q` is `||W^ q - W x||^2`. Changing coordinate
-i of the nearest vector `q_0` to the legal value c changes it by exactly
+With float weights `W` and decoded weights `W^`, both in the installed coordinates, the
+output error of rounding a block `x` to `q` is `||W^ q - W x||^2`. Changing coordinate i
+of the nearest vector `q_0` to the legal value c changes this error by exactly
 
 .. math::
   \Delta(i,c) = 2\delta_{ic}\,[G_Q d_0 - K_Q x]_i + \delta_{ic}^2\,[G_Q]_{ii}, \qquad
   \delta_{ic} = c - [q_0]_i
 
-The best negative change is taken; ties go to the lowest coordinate, then the lowest
-code. Paper: Eq. hires-code-score and Discrete Realization (Appendix).
+The refinement takes the best negative change; ties go to the lowest coordinate, then
+the lowest code. Paper: Eq. hires-code-score and Discrete Realization (Appendix).
 """
 
 import functools
@@ -32,10 +32,10 @@ class Refined(NamedTuple):
     elements: Element values in units of the scale, float32 `[blocks, 32, n]`.
     exponent: int32 `[blocks, n]`.
     nearest: The nearest element values, before the change.
-    score: The smallest Delta of each block, float32 `[blocks, n]`; the change was
-      made where it is negative.
+    score: The smallest Delta of each block, float32 `[blocks, n]`; the change was made
+      where it is negative.
     nearest_objective: ||W^ q_0 - W x||^2 - ||(W^ - W) x||^2 at the nearest vector,
-      float32 `[blocks, n]`: add the score where negative for the refined one.
+      float32 `[blocks, n]`; adding a negative score gives the refined objective.
   """
 
   elements: jax.Array
@@ -47,14 +47,10 @@ class Refined(NamedTuple):
 
 @jax.jit
 def tables(weight: jax.Array, decoded: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Computes G_Q = W^'W^ and K_Q = W^'(W - W^) of each block.
+  """Computes G_Q = W^'W^ and K_Q = W^'(W - W^) of each block, `[blocks, 32, 32]`.
 
-  Args:
-    weight: Float weights in the installed coordinates, `[blocks, 32, rows]`.
-    decoded: Decoded W4 weights, same shape and dtype.
-
-  Returns:
-    gram and cross, `[blocks, 32, 32]` each, in the dtype of the operands.
+  `weight` is the float weights in the installed coordinates and `decoded` the decoded
+  W4 weights, both `[blocks, 32, rows]`; the results have their dtype.
   """
   gram = jnp.einsum("bim,bjm->bij", decoded, decoded, precision=HIGHEST)
   cross = jnp.einsum("bim,bjm->bij", decoded, weight - decoded, precision=HIGHEST)
@@ -68,7 +64,7 @@ def pack_symmetric(gram: jax.Array) -> jax.Array:
 
 
 def unpack_symmetric(packed: jax.Array) -> jax.Array:
-  """Unpacks what `pack_symmetric` packed, by mirroring."""
+  """Unpacks the result of `pack_symmetric` by mirroring."""
   size = mxfp4.BLOCK_SIZE
   rows, columns = np.triu_indices(size)
   index = np.zeros((size, size), np.int32)
@@ -81,7 +77,7 @@ def _rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
   """Multiplies and rounds, with no sum fused into the product.
 
   XLA:CPU contracts a * b + c to a fused multiply-add, whose unrounded product would
-  break exact ties differently from other backends; a select stops it.
+  break exact ties differently from other backends; the select prevents that.
   """
   product = x * y
   return jnp.where(product == product, product, jnp.nan)
@@ -90,8 +86,8 @@ def _rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
 def code_score(delta: jax.Array, slope: jax.Array, curvature: jax.Array) -> jax.Array:
   """Computes Delta(i, c) = 2 delta slope + delta^2 curvature.
 
-  XLA and the processor's kernel share it to the bit; a GPU's kernel, whose slopes are
-  sums in another order anyway, has half of it in Horner's form.
+  XLA and the CPU kernels agree on it to the bit. The GPU kernel, whose slopes are sums
+  in another order anyway, computes half of it in Horner's form.
   """
   return _rounded_product(2.0 * delta, slope) + _rounded_product(
     delta * delta, curvature
@@ -107,7 +103,7 @@ def _grid_neighbours(target: jax.Array) -> tuple[jax.Array, jax.Array]:
   outer = inner + step
   # The select is several times faster than jnp.minimum on XLA:CPU.
   inner, outer = (jnp.where(v < 6, v, jnp.asarray(6, v.dtype)) for v in (inner, outer))
-  # A zero that is newly chosen is +0, code 0.
+  # A newly chosen zero is +0, code 0.
   signed_inner = jnp.where(inner == 0, inner, jnp.copysign(inner, target))
   return signed_inner, jnp.copysign(outer, target)
 
@@ -115,22 +111,16 @@ def _grid_neighbours(target: jax.Array) -> tuple[jax.Array, jax.Array]:
 def best_code(
   nearest: jax.Array, scale: jax.Array, slope: jax.Array, curvature: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the lowest-scoring legal value of each coordinate, lowest code first.
+  """Returns the lowest score and its legal value for each coordinate.
 
   Delta is a parabola in the value, so its minimum over the grid is next to its vertex
-  `nearest - slope / (scale curvature)`: two scores decide what an enumeration of all
-  fifteen values would. Rounding can tie these two only, and of the two the one toward
-  zero has the lower code.
+  `nearest - slope / (scale curvature)`, and comparing two scores is equivalent to
+  enumerating all fifteen values. Only these two can tie after rounding, and then the
+  one toward zero wins because it has the lower code.
 
-  Args:
-    nearest: Element values, `[..., 32, n]`, in units of the scale.
-    scale: 2^e, broadcastable.
-    slope: [G_Q d_0 - K_Q x]_i, same shape as `nearest`.
-    curvature: [G_Q]_ii, broadcastable.
-
-  Returns:
-    Scores and values, the shape of `nearest`; a score that is not negative stands for
-    no change.
+  `nearest` is element values `[..., 32, n]` in units of the scale, `scale` is 2^e,
+  `slope` is [G_Q d_0 - K_Q x]_i and `curvature` is [G_Q]_ii. Scores and values have the
+  shape of `nearest`; a nonnegative score means no change.
   """
   vertex = nearest - slope / (curvature * scale)
   # A coordinate without curvature has no slope either: 0 / 0 would be NaN.
@@ -152,16 +142,9 @@ def refine(
   cross: jax.Array,
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
 ) -> Refined:
-  """Encodes and refines transformed activations.
+  """Encodes and refines activations `[blocks, 32, n]` in the installed coordinates.
 
-  Args:
-    x: `[blocks, 32, n]` in the installed coordinates, feature-major, float32.
-    gram: G_Q, `[blocks, 32, 32]`, float32.
-    cross: K_Q, `[blocks, 32, 32]`, float32.
-    rules: Codec rules.
-
-  Returns:
-    The refined elements and the objective they reach.
+  `x`, `gram` (G_Q) and `cross` (K_Q) are float32, the tables `[blocks, 32, 32]`.
   """
   exponent = mxfp4.block_exponent(x, rules)
   scale = mxfp4.scale_of(exponent, rules)[..., None, :].astype(x.dtype)
@@ -209,23 +192,13 @@ def refined_blocks(
 ) -> jax.Array:
   """Encodes, refines and decodes activations: the dynamic A4 rule of HiRes.
 
-  Paper: Eq. hires-code-score.
-
-  Args:
-    x: `[blocks, 32, n]`, float32.
-    gram: G_Q, as for `refine`.
-    cross: K_Q, as for `refine`.
-    rules: Codec rules.
-    matrix: A map of each block that comes first, float32 `[blocks, 32, 32]`; without
-      one x is in the installed coordinates already.
-    implementation: `native` or `xla`, the same bits; None takes `native` on a CPU
-      where it can run.
-
-  Returns:
-    float32, the shape of `x`.
+  Paper: Eq. hires-code-score. `x`, `gram` and `cross` are as for `refine`, but
+  `matrix`, float32 `[blocks, 32, 32]`, maps each block first; None if x is already in
+  the installed coordinates. `implementation` is `native` or `xla`, with the same bits;
+  None selects `native` on a CPU where it can run. Returns float32 in the shape of `x`.
 
   Raises:
-    NotImplementedError: `native` was asked for and cannot run.
+    NotImplementedError: `native` was requested and cannot run.
   """
   if _choose(implementation, x, rules) == "native":
     return refinement.refined(x, gram, cross, matrix, decodes=True)
@@ -246,22 +219,9 @@ def refined_objective(
 ) -> jax.Array:
   """Computes ||W^ q - W x||^2 - ||(W^ - W) x||^2 at the refined vector q of each block.
 
-  Paper: the activation-dependent part of Eq. serb-realized-loss.
-
-  Args:
-    x: As for `refined_blocks`.
-    gram: As for `refine`.
-    cross: As for `refine`.
-    rules: Codec rules.
-    matrix: As for `refined_blocks`.
-    implementation: As for `refined_blocks`, but sums over coordinates come in another
-      order.
-
-  Returns:
-    float32 `[blocks, n]`.
-
-  Raises:
-    NotImplementedError: `native` was asked for and cannot run.
+  Returns float32 `[blocks, n]`. Arguments and errors are those of `refined_blocks`, but
+  `native` sums over coordinates in another order than `xla`. Paper: the
+  activation-dependent part of Eq. serb-realized-loss.
   """
   if _choose(implementation, x, rules) == "native":
     return refinement.refined(x, gram, cross, matrix, decodes=False)

@@ -1,7 +1,7 @@
 r"""MLP recovery: three scalars for each gated MLP.
 
-Paper: Eq. hires-mlp-update, Eq. jolt-design, Eq. jolt-cell-solve and
-Eq. jolt-aggregate (Appendix, Structural Recovery).
+Paper: Eq. hires-mlp-update, Eq. jolt-design, Eq. jolt-cell-solve and Eq. jolt-aggregate
+(Appendix, Structural Recovery).
 """
 
 import dataclasses
@@ -13,17 +13,17 @@ from mxjax.numerics import precision
 from mxjax.numerics.block_batches import map_block_batches
 
 CELL_RESIDUES = 8
-"""Sequence residue classes of the calibration cells (sequence index modulo 8)."""
+"""Sequence residue classes of the calibration cells: sequence index modulo 8."""
 CELL_QUARTERS = 4
-"""Quarters of a sequence: 512 tokens each when sequences have 2,048."""
+"""Parts of a sequence that form separate cells; 512 tokens each for 2,048 tokens."""
 L1_BOUND = 1 / 8
-"""The bound on |alpha| + |beta| + |eta|."""
+"""Bound on |alpha| + |beta| + |eta|."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MlpRecovery:
-  """The correction of one gated MLP, float32 scalars.
+  """The correction of one gated MLP, as float32 scalars.
 
   Attributes:
     gate_shift: alpha, in units of `gate_deviation`.
@@ -41,7 +41,7 @@ class MlpRecovery:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GateMoments:
-  """Sums over gate outputs, float64 scalars: count, first and second power."""
+  """Count, sum and sum of squares of gate outputs, as float64 scalars."""
 
   count: jax.Array
   value: jax.Array
@@ -53,15 +53,15 @@ class GateMoments:
 class CellMoments:
   """Weighted normal equations of calibration cells, float64.
 
-  The design here has the *unscaled* shift column `phi'(g) u`: sigma_g is known only
-  after the whole pass, and scaling that column by it commutes with the sums.
+  The design uses the *unscaled* shift column `phi'(g) u`: sigma_g is known only after
+  the whole pass, and scaling that column by it commutes with the sums.
 
   Attributes:
     count: Scalar pairs in each cell, `[cells]`.
     gram: Sums of `omega D'D`, `[cells, 3, 3]`.
     target: Sums of `omega D'e`, `[cells, 3]`.
     product_square: Sums of `omega m^2`, `[cells]`.
-    error_square: Sums of `omega e^2`, `[cells]`; only errors need it.
+    error_square: Sums of `omega e^2`, `[cells]`; used only by `linearized_errors`.
   """
 
   count: jax.Array
@@ -73,13 +73,10 @@ class CellMoments:
 
 @jax.jit
 def column_weights(down_weight: jax.Array) -> jax.Array:
-  r"""Computes coordinate weights from the energy of the float down projection.
+  r"""Computes coordinate weights omega from the float down projection `[out, hidden]`.
 
-  Args:
-    down_weight: `[out_features, hidden]`.
-
-  Returns:
-    omega, float64 `[hidden]`, mean one, clipped to [1/4, 4] before that.
+  Returns float64 `[hidden]`: the relative energy of each column, clipped to [1/4, 4]
+  and then scaled to mean one.
   """
   energy = jnp.square(down_weight.astype(jnp.float64)).sum(0)
   precision.require_float64("mlp_recovery.column_weights", energy)
@@ -109,9 +106,9 @@ def gate_deviation(sums: GateMoments) -> jax.Array:
 
 
 def _row_moments(*arrays: jax.Array) -> dict[tuple[int, int], jax.Array]:
-  """Sums over tokens of products of two columns, float64 `[hidden, cells]` each.
+  """Sums products of two columns over tokens, float64 `[hidden, cells]` each.
 
-  The columns: the three of the design, with an unscaled shift, and the error.
+  The columns are the three of the design, with the unscaled shift, and the error.
   """
   g, u, g_star, u_star = (a.astype(jnp.float64) for a in arrays)
   sigmoid = jax.nn.sigmoid(g)
@@ -134,20 +131,19 @@ def cell_moments(
   """Accumulates the normal equations of cells.
 
   Args:
-    gate: Gate outputs g of the quantized model, feature-major
-      `[hidden, cells, tokens]`.
+    gate: Gate outputs g of the quantized model, `[hidden, cells, tokens]`.
     up: Up outputs u, same shape.
     gate_target: Gate outputs g* of the float weights on the same inputs.
     up_target: Up outputs u* of the float weights.
     weights: omega, float64 `[hidden]`.
 
   Returns:
-    Float64 sums of every cell; sums of several calls add leaf by leaf.
+    Float64 sums for every cell; results of several calls can be added leaf by leaf.
   """
   arrays = gate, up, gate_target, up_target
   by_row = map_block_batches(_row_moments, *arrays)
   precision.require_float64("mlp_recovery.cell_moments", weights, *by_row.values())
-  # omega is one number for all tokens of a coordinate, so it comes after their sum.
+  # omega does not depend on the token, so it is applied after the sum over tokens.
   sums = {pair: jnp.einsum("hc,h->c", sum_, weights) for pair, sum_ in by_row.items()}
   gram = [[sums[min(i, j), max(i, j)] for j in range(3)] for i in range(3)]
   return CellMoments(
@@ -162,16 +158,10 @@ def cell_moments(
 def normal_equations(
   sums: CellMoments, deviation: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes G_c and z_c of every cell with the shift column scaled by sigma_g.
+  """Computes G_c `[cells, 3, 3]` and z_c `[cells, 3]`, float64 means over scalar pairs.
 
+  `sums` has the unscaled shift column; `deviation`, sigma_g, scales it here.
   Paper: Eq. jolt-cell-solve.
-
-  Args:
-    sums: Moments of the cells with the unscaled shift column.
-    deviation: sigma_g, float64 scalar.
-
-  Returns:
-    G_c `[cells, 3, 3]` and z_c `[cells, 3]`, float64, means over scalar pairs.
   """
   one = jnp.ones_like(deviation)
   scale = jnp.stack([deviation, one, one])
@@ -189,14 +179,9 @@ def solve_cells(sums: CellMoments, deviation: jax.Array) -> jax.Array:
     \lambda_c = 2^{-8} \operatorname{tr}(G_c)/3
       + 2^{-20} E_c[\omega m^2] + 2^{-30}
 
-  Paper: Eq. jolt-cell-solve.
-
-  Args:
-    sums: Moments of the cells with the unscaled shift column.
-    deviation: sigma_g, float64 scalar.
-
-  Returns:
-    theta_c, float64 `[cells, 3]`, in the order (alpha, beta, eta).
+  Paper: Eq. jolt-cell-solve. `sums` has the unscaled shift column, and `deviation` is
+  sigma_g, a float64 scalar. Returns theta_c, float64 `[cells, 3]`, in the order (alpha,
+  beta, eta).
   """
   precision.require_float64("mlp_recovery.solve_cells", sums.gram, deviation)
   gram, target = normal_equations(sums, deviation)
@@ -216,19 +201,14 @@ def _lower_median(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def aggregate(cell_estimates: jax.Array) -> jax.Array:
-  r"""Aggregates the cell estimates robustly, shrunk and bounded.
+  r"""Combines the cell estimates theta_c by robust shrinkage and bounds the result.
 
   .. math::
     \tilde\theta = \operatorname{sign}(\mu)\,[|\mu| - d/\sqrt{32}]_+, \qquad
     \theta = \tilde\theta \min(1, \tfrac{1/8}{\|\tilde\theta\|_1 + 2^{-20}})
 
   Paper: Eq. jolt-aggregate. Both medians are the lower middle order statistic.
-
-  Args:
-    cell_estimates: theta_c, float64 `[cells, 3]`.
-
-  Returns:
-    theta, float64 `[3]`.
+  `cell_estimates` is float64 `[cells, 3]`, theta is float64 `[3]`.
   """
   precision.require_float64("mlp_recovery.aggregate", cell_estimates)
   center = _lower_median(cell_estimates)
@@ -242,16 +222,11 @@ def aggregate(cell_estimates: jax.Array) -> jax.Array:
 def linearized_errors(
   sums: CellMoments, deviation: jax.Array, theta: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes the product's weighted relative squared error, before and as predicted.
+  """Computes the product's weighted relative squared error before and after correction.
 
-  Args:
-    sums: Moments of the cells.
-    deviation: sigma_g.
-    theta: Coefficients, float64 `[3]`.
-
-  Returns:
-    Two float64 scalars relative to E[omega m^2], means over cells; the second is
-    the first-order prediction, not a measurement of the corrected product.
+  The error after correction with `theta`, float64 `[3]`, is a first-order prediction,
+  not a measurement. Both are float64 scalars relative to E[omega m^2], means over
+  cells.
   """
   gram, target = normal_equations(sums, deviation)
   before = sums.error_square / sums.count
@@ -262,22 +237,14 @@ def linearized_errors(
 
 
 def apply(gate: jax.Array, up: jax.Array, recovery: MlpRecovery) -> jax.Array:
-  r"""Returns the corrected gated product, in float32, rounded to the dtype of `gate`.
+  r"""Computes the corrected gated product of `[..., hidden]` arrays in float32.
 
   .. math::
     \bar m = \operatorname{SiLU}((1+\beta) g + \alpha\sigma_g) \odot (1+\eta) u
 
-  Paper: Eq. hires-mlp-update.
-
-  Args:
-    gate: Gate outputs, `[..., hidden]`.
-    up: Up outputs, same shape.
-    recovery: Float32 scalars.
-
-  Returns:
-    The product, same shape and dtype as `gate`.
+  Paper: Eq. hires-mlp-update. The result has the shape and dtype of `gate`.
   """
-  # Feature-major, as linears make and take it; see `elementwise.gated_product`.
+  # Feature-major for the reason given in `elementwise.gated_product`.
   g, u = (a.astype(jnp.float32).reshape(-1, a.shape[-1]).T for a in (gate, up))
   shift = recovery.gate_shift * recovery.gate_deviation
   product = jax.nn.silu((1.0 + recovery.gate_scale) * g + shift) * (

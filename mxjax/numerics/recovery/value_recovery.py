@@ -14,12 +14,12 @@ from mxjax.numerics import precision
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ValueRecovery:
-  """The affine correction of the value outputs of one layer.
+  """The affine correction of one layer's value outputs.
 
   Attributes:
-    scale: The coefficient a of each head, float32 `[kv_heads]`.
-    offset: The coefficient b of each head, float32 `[kv_heads]`, in units of the
-      value outputs; it is broadcast over the head's coordinates.
+    scale: Coefficient a of each head, float32 `[kv_heads]`.
+    offset: Coefficient b of each head, float32 `[kv_heads]`, in units of the value
+      outputs; it is broadcast over the head's coordinates.
   """
 
   scale: jax.Array
@@ -37,7 +37,7 @@ class ValueMoments:
     target: The sum S_y of float values.
     value_square: The sum S_xx.
     product: The sum S_xy.
-    target_square: The sum S_yy; only errors need it, not the fit.
+    target_square: The sum S_yy; used only by `errors`, not by the fit.
   """
 
   count: jax.Array
@@ -49,14 +49,10 @@ class ValueMoments:
 
 
 def moments(values: jax.Array, targets: jax.Array) -> ValueMoments:
-  """Sums the pairs of each head over tokens and head coordinates.
+  """Sums the pairs of each head over tokens and head coordinates, in float64.
 
-  Args:
-    values: Realized value outputs, `[..., kv_heads, head_dim]`.
-    targets: Value outputs of the float model on the same tokens, same shape.
-
-  Returns:
-    Float64 sums, `[kv_heads]` each; sums of several calls add leaf by leaf.
+  Realized values and the float model's targets for the same tokens are
+  `[..., kv_heads, head_dim]`. Results of several calls can be added leaf by leaf.
   """
   x = values.astype(jnp.float64)
   y = targets.astype(jnp.float64)
@@ -75,21 +71,13 @@ def moments(values: jax.Array, targets: jax.Array) -> ValueMoments:
 
 @jax.jit
 def solve(sums: ValueMoments) -> ValueRecovery:
-  r"""Fits scale and offset of each head by least squares.
+  r"""Fits the scale and offset of each head by least squares, in float64.
 
   .. math::
     a = \frac{S_{xy} - S_x S_y / N}{S_{xx} - S_x^2 / N}, \qquad
     b = \frac{S_y - a S_x}{N}
 
-  A zero denominator (constant values) gives `(1, 0)`.
-
-  Paper: Eq. p3-ols.
-
-  Args:
-    sums: Float64 moments, `[kv_heads]` each.
-
-  Returns:
-    The recovery, float64 `[kv_heads]` leaves.
+  A zero denominator (constant values) gives `(1, 0)`. Paper: Eq. p3-ols.
   """
   precision.require_float64("value_recovery.solve", sums.value_square)
   variance = sums.value_square - sums.value * sums.value / sums.count
@@ -107,12 +95,7 @@ def solve(sums: ValueMoments) -> ValueRecovery:
 def errors(sums: ValueMoments, recovery: ValueRecovery) -> tuple[jax.Array, jax.Array]:
   """Computes the relative squared error of values before and after a correction.
 
-  Args:
-    sums: Float64 moments, `[kv_heads]` each.
-    recovery: Float64 coefficients.
-
-  Returns:
-    Two float64 scalars, ||v - v*||^2 / ||v*||^2 over all heads.
+  Both are float64 scalars, ||v - v*||^2 / ||v*||^2 over all heads.
   """
   total = sums.target_square.sum()
   before = sums.value_square - 2.0 * sums.product + sums.target_square
@@ -128,15 +111,7 @@ def errors(sums: ValueMoments, recovery: ValueRecovery) -> tuple[jax.Array, jax.
 
 
 def apply(values: jax.Array, recovery: ValueRecovery) -> jax.Array:
-  """Applies the correction in float32 and rounds to the dtype of `values`.
-
-  Args:
-    values: Value outputs, `[..., kv_heads, head_dim]`, bfloat16 or float32.
-    recovery: Float32 coefficients, `[kv_heads]`.
-
-  Returns:
-    The corrected values, same shape and dtype.
-  """
+  """Corrects `[..., kv_heads, head_dim]` values in float32 and keeps their dtype."""
   scale = recovery.scale[:, None].astype(jnp.float32)
   offset = recovery.offset[:, None].astype(jnp.float32)
   shape = (1,) * (values.ndim - 2) + scale.shape

@@ -1,1 +1,1 @@
-"""Stage I, geometric shaping: charts, the local interaction K, the balance D, maps."""
+"""Stage I, geometric shaping: reference chart, interaction K, balance D, input maps."""

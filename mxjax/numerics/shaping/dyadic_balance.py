@@ -7,7 +7,7 @@ forms an `[n, m]` output: with `E = X^ - X` and `F = W^ - W` the numerator of J_
   \operatorname{tr}(\hat W'\hat W\,E'E) + 2\operatorname{tr}(\hat W'F\,E'X)
     + \operatorname{tr}(F'F\,X'X)
 
-a sum of nonnegative error terms in which nothing cancels.
+a sum of error terms only, so no large outputs cancel.
 """
 
 import functools
@@ -30,11 +30,11 @@ STEPS = (1.0, 0.5, 0.0)
 """The trials: full step, half step, identity."""
 LOSS_FLOOR = 2.0**-1022
 LISTED_AT_ONCE = 2
-"""Blocks taken together from a list: one at a time costs XLA:CPU twice as much each."""
+"""Blocks processed together from a list; one at a time takes XLA:CPU twice as long."""
 
 
 class Trial(NamedTuple):
-  """Weights of one trial of the balance, ready to measure activations against.
+  """Encoded weights of one balance trial, used to measure activations.
 
   Attributes:
     gram: G_Q of the block-local GPTQ weights, float32 `[blocks, 32, 32]`.
@@ -53,26 +53,21 @@ def subgroup_shape(blocks: int) -> tuple[int, int, int, int]:
 
 
 def subgroup_tiles(matrix: jax.Array) -> jax.Array:
-  """Takes the diagonal tiles `[blocks, 8, 4, 4]` of `[blocks, 32, 32]`."""
+  """Extracts the diagonal tiles `[blocks, 8, 4, 4]` of `[blocks, 32, 32]`."""
   tiles = matrix.reshape(-1, SUBGROUPS, SUBGROUP_SIZE, SUBGROUPS, SUBGROUP_SIZE)
   return jnp.einsum("bgigj->bgij", tiles)
 
 
 @jax.jit
 def subgroup_moments(blocks: jax.Array) -> jax.Array:
-  """Sums second moments within subgroups, which are all that the risks need.
+  """Sums x_g x_g^T over columns within subgroups, which suffices for the risks.
 
-  Paper: Eq. bilateral-risk.
-
-  Args:
-    blocks: `[blocks, 32, n]`, float32 or float64.
-
-  Returns:
-    The sum over columns of x_g x_g^T, float64 `[blocks, 8, 4, 4]`.
+  `blocks` is `[blocks, 32, n]`, float32 or float64; the result is float64
+  `[blocks, 8, 4, 4]`. Paper: Eq. bilateral-risk.
   """
   width, shape = SUBGROUP_SIZE, subgroup_shape(blocks.shape[0])
   wide = blocks.astype(jnp.float64).reshape(*shape[:-1], -1)
-  # Ten sums: products of 4 x 4 are too small for a matrix product to be worth it.
+  # Ten elementwise sums, because 4 x 4 is too small for a matrix product to pay off.
   sums = {
     (i, j): (wide[:, :, i] * wide[:, :, j]).sum(-1)
     for i in range(width)
@@ -92,18 +87,11 @@ def bilateral_risks(
   weight_gram: jax.Array,
   weight_error: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes r_A = tr(G_W C_E) and r_W = tr(G_E C_X) of each subgroup.
+  """Computes r_A = tr(G_W C_E) and r_W = tr(G_E C_X) of each subgroup, `[blocks, 8]`.
 
+  C_X = X'X / n and G_W = W'W are float64 `[blocks, 32, 32]`; the errors are the
+  diagonal tiles of C_E = E_X'E_X / n and G_E = E_W'E_W, float64 `[blocks, 8, 4, 4]`.
   Paper: Eq. bilateral-risk.
-
-  Args:
-    activation_moment: C_X = X'X / n, float64 `[blocks, 32, 32]`.
-    activation_error: The tiles of C_E = E_X'E_X / n, float64 `[blocks, 8, 4, 4]`.
-    weight_gram: G_W = W'W, as C_X.
-    weight_error: The tiles of G_E = E_W'E_W, as those of C_E.
-
-  Returns:
-    Two arrays `[blocks, 8]`.
   """
   traces = lambda matrix, tiles: (subgroup_tiles(matrix) * tiles.mT).sum((-2, -1))
   return (
@@ -119,19 +107,15 @@ def propose(
   *,
   median: Literal["middle", "lower"] = "middle",
 ) -> jax.Array:
-  """Proposes the log2 scales u of each block.
+  """Proposes the log2 scales u of each block, by 80 bisection steps.
 
-  Paper: Eq. serb-proposal, by 80 bisection steps; a block in which some regularized
-  risk is not positive proposes zero (reading A10).
+  The risks r_A and r_W are float64 `[blocks, 8]`. A block with a regularized risk that
+  is not positive proposes zero (reading A10). `median` is `middle`, the mean of the two
+  middle values, or `lower`, the lower one (reading A8). Returns u, float64
+  `[blocks, 8]`, with zero sum and |u| <= 1/8; positive entries expand the activation
+  coordinate.
 
-  Args:
-    activation_risk: r_A, float64 `[blocks, 8]`.
-    weight_risk: r_W, same shape.
-    median: The mean of the two middle values, or the lower of them (reading A8).
-
-  Returns:
-    u, float64 `[blocks, 8]`, zero sum, |u| <= 1/8. Positive entries expand the
-    activation coordinate.
+  Paper: Eq. serb-proposal.
   """
   precision.require_float64("dyadic_balance.propose", activation_risk, weight_risk)
   ordered = jnp.sort(activation_risk + weight_risk, axis=-1)
@@ -150,7 +134,7 @@ def propose(
 
 
 def diagonal(log2_scale: jax.Array) -> jax.Array:
-  """D's diagonal 2^u, each component broadcast to four coordinates: `[blocks, 32]`."""
+  """Returns D's diagonal 2^u, `[..., blocks, 32]`: each scale for four coordinates."""
   return jnp.repeat(jnp.exp2(log2_scale), SUBGROUP_SIZE, axis=-1)
 
 
@@ -161,20 +145,18 @@ def scaled_transform(transform: jax.Array, log2_scale: jax.Array) -> jax.Array:
 
 
 def rescaled_moment(moment: jax.Array, log2_scale: jax.Array) -> jax.Array:
-  """Computes D M D of moments `[blocks, 32, 32]` for the scales `[blocks, 8]`."""
+  """Computes D M D of moments `[blocks, 32, 32]` for scales `[blocks, 8]`."""
   scale = diagonal(log2_scale)
   return moment * scale[..., :, None] * scale[..., None, :]
 
 
 @jax.jit
 def trial_factor(moment: jax.Array, log2_scale: jax.Array) -> jax.Array:
-  """GPTQ's factor of every block of a trial, float32 `[blocks, 32, 32]`.
+  """Factors every block of a trial for GPTQ, float32 `[blocks, 32, 32]`.
 
-  Apart from `prepare_trial` because of rule 2 of `mxjax.devices.execution`.
-
-  Args:
-    moment: X'X / n before rescaling, float64 `[blocks, 32, 32]`.
-    log2_scale: The trial's u, float64 `[blocks, 8]`.
+  `moment` is X'X / n before rescaling, float64; `log2_scale` is the trial's u, float64
+  `[blocks, 8]`. This function is separate from `prepare_trial` because of rule 2 of
+  `mxjax.devices.execution`.
   """
   return gptq.factor(rescaled_moment(moment, log2_scale).astype(jnp.float32)).upper
 
@@ -187,17 +169,14 @@ def prepare_trial(
   upper: jax.Array,
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
 ) -> Trial:
-  """Encodes the weights of one trial: GPTQ of each block alone (reading A11).
+  """Encodes the weights of one trial by GPTQ of each block alone (reading A11).
 
   Args:
     weight: Stage-I transformed weights before rescaling, float64 `[blocks, 32, m]`.
     activation_moment: X'X / n in the same coordinates, float64 `[blocks, 32, 32]`.
     log2_scale: The trial's u, float64 `[blocks, 8]`.
-    upper: `trial_factor` of the same moment and scales.
+    upper: Result of `trial_factor` for the same moment and scales.
     rules: Codec rules.
-
-  Returns:
-    The trial.
   """
   scaled = (weight / diagonal(log2_scale)[..., None]).astype(jnp.float32)
   moment = rescaled_moment(activation_moment, log2_scale)
@@ -230,24 +209,16 @@ def trial_objective(
 ) -> jax.Array:
   """Computes the activation-dependent part of J_b's numerator, summed over columns.
 
-  Paper: Eq. serb-realized-loss.
+  This is `tr(W^'W^ E'E) + 2 tr(W^'F E'X)` for the refined codes. The refinement already
+  computes it per token as `e'G e - 2 e'K x` at the nearest vector plus the accepted
+  change, so no error moments are formed.
 
-  This is `tr(W^'W^ E'E) + 2 tr(W^'F E'X)` for the refined codes. The refinement
-  scores already hold it token by token, so no error moments are formed:
-  `e'G e - 2 e'K x` at the nearest vector plus the accepted change.
-
-  Args:
-    blocks: Raw inputs, float32 `[blocks, 32, n]`.
-    transforms: D T of each trial, float32 `[trials, blocks, 32, 32]`.
-    grams: float32 `[trials, blocks, 32, 32]`.
-    crosses: float32 `[trials, blocks, 32, 32]`.
-    rules: Codec rules.
-
-  Returns:
-    float64 `[trials, blocks]`.
+  `blocks` is raw inputs, float32 `[blocks, 32, n]`; `transforms` is D T of each trial;
+  `transforms`, `grams` and `crosses` are float32 `[trials, blocks, 32, 32]`. Returns
+  float64 `[trials, blocks]`. Paper: Eq. serb-realized-loss.
   """
 
-  # One after another: unrolled, XLA:CPU interleaves the trials and takes twice as long.
+  # Sequential: when unrolled, XLA:CPU interleaves the trials and takes twice as long.
   def group(blocks: jax.Array, *tables: jax.Array) -> jax.Array:
     trials = tuple(table.swapaxes(0, 1) for table in tables)
     one = lambda t: _objective(blocks, t[0], t[1], t[2], rules)
@@ -267,26 +238,16 @@ def listed_objective(
   cross: jax.Array,
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
 ) -> jax.Array:
-  """Computes `trial_objective` of one trial for some of the blocks only.
+  """Computes `trial_objective` of one trial for selected blocks only.
 
-  Paper: Eq. serb-realized-loss.
-
-  Args:
-    blocks: Raw inputs, float32 `[blocks, 32, n]`.
-    order: All blocks, int32 `[blocks]`, the wanted ones first.
-    count: How many are wanted, int32.
-    transform: D T, float32 `[blocks, 32, 32]`.
-    gram: float32 `[blocks, 32, 32]`.
-    cross: float32 `[blocks, 32, 32]`.
-    rules: Codec rules.
-
-  Returns:
-    float64 `[blocks]`; entries not wanted mean nothing.
+  `order` lists all blocks, int32 `[blocks]`, with the `count` selected ones first; the
+  other arguments are as there, without the axis of trials. Returns float64 `[blocks]`,
+  where only entries of selected blocks are meaningful. Paper: Eq. serb-realized-loss.
   """
   size = min(LISTED_AT_ONCE, blocks.shape[0])
 
   def add(turn: jax.Array, objective: jax.Array) -> jax.Array:
-    # The last slice may begin earlier than asked, and do a block again.
+    # JAX clamps the start of the last slice, so it may recompute a block.
     places = jax.lax.dynamic_slice(order, (turn * size,), (size,))
     some = _objective(
       blocks[places], transform[places], gram[places], cross[places], rules
@@ -299,13 +260,10 @@ def listed_objective(
 
 
 def accept(losses: jax.Array) -> jax.Array:
-  """Picks the step of each block from J_b of (full, half, identity).
+  """Picks the largest step of each block whose loss does not exceed identity's.
 
-  Args:
-    losses: `[3, blocks]` in the order of `STEPS`.
-
-  Returns:
-    1, 0.5 or 0, `[blocks]`: the largest step whose loss does not exceed identity's.
+  `losses` is J_b, `[3, blocks]`, in the order of `STEPS`. Returns 1, 0.5 or 0,
+  `[blocks]`.
   """
   full, half, identity = losses
   zero = jnp.zeros_like(full)

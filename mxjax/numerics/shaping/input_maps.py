@@ -1,8 +1,8 @@
 """Input maps: invertible, structured changes of a linear's input coordinates.
 
 A map T acts as `x T^T` on inputs and `W T^{-1}` on weights, so `x W^T` is unchanged
-(Eq. hires-transform). A map is one class below `InputMap` under `@register`; the rest
-of the library asks the class and never which class it is.
+(Eq. hires-transform). To add a map, subclass `InputMap` and decorate it with
+`@register`; the rest of the library never checks which class a map is.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST, block_products
 
 MAPS: dict[str, type] = {}
-"""Every registered map, by the name that checkpoints give it."""
+"""Every registered map, by its name in checkpoints."""
 
 Map = TypeVar("Map")
 
 
 def register(cls: type[Map]) -> type[Map]:
-  """Makes a dataclass a pytree and an input map that checkpoints may hold."""
+  """Registers a dataclass as a pytree and as an input map that checkpoints may hold."""
   if MAPS.setdefault(cls.__name__, cls) is not cls:
     raise ValueError(
       f"input_maps.register: {cls.__name__} names {MAPS[cls.__name__]} already; give "
@@ -34,7 +34,7 @@ def register(cls: type[Map]) -> type[Map]:
 
 
 class InputMap:
-  """What quantization and inference need of a map, on arrays of any float dtype."""
+  """Interface of input maps, on arrays of any float dtype."""
 
   def apply(self, blocks: jax.Array) -> jax.Array:
     """Maps inputs `[blocks, 32, n]`, feature-major, to the new coordinates."""
@@ -45,21 +45,21 @@ class InputMap:
     raise NotImplementedError(f"{type(self).__name__}.fold is not defined.")
 
   def conjugate(self, hessian: jax.Array) -> jax.Array:
-    """Maps a second moment `[d, d]` of inputs: T H T^T."""
+    """Maps a second moment `[d, d]` of inputs to T H T^T."""
     raise NotImplementedError(f"{type(self).__name__}.conjugate is not defined.")
 
   def block_matrices(self) -> jax.Array | None:
-    """Returns the map as matrices of single blocks, for kernels that apply it.
+    """Returns the map as one matrix per block, for kernels that apply it.
 
-    Returns:
-      `[blocks, 32, 32]`, or `[1, 32, 32]` for one matrix of all blocks, any float
-      dtype; None if the map mixes blocks or is better applied by its structure.
+    The result is `[blocks, 32, 32]`, or `[1, 32, 32]` for one matrix shared by all
+    blocks, in any float dtype; None if the map mixes blocks or is faster in structured
+    form.
     """
     return None
 
   @property
   def hadamard_size(self) -> int | None:
-    """The group size of a plain Hadamard transform, which runtimes know; else None."""
+    """Group size of a plain Hadamard transform, which runtimes support; else None."""
     return None
 
 
@@ -77,7 +77,7 @@ def _sylvester(size: int) -> np.ndarray:
 
 
 def hadamard(size: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-  """Returns the normalized Sylvester-Hadamard matrix `[size, size]`, symmetric, R_H."""
+  """Returns R_H, the normalized, symmetric Sylvester-Hadamard matrix `[size, size]`."""
   return jnp.asarray(_sylvester(size), dtype)
 
 
@@ -86,8 +86,7 @@ def hadamard(size: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
 class BlockDense(InputMap):
   """One dense 32 x 32 matrix for each physical block: U = D T of HiRes.
 
-  Attributes:
-    matrix: `[blocks, 32, 32]`, float32 at run time.
+  `matrix` is `[blocks, 32, 32]`, float32 at run time.
   """
 
   matrix: jax.Array
@@ -97,7 +96,7 @@ class BlockDense(InputMap):
     return block_products(self.matrix.astype(blocks.dtype), blocks)
 
   def fold(self, blocks: jax.Array) -> jax.Array:
-    """See `InputMap.fold`: multiplies with the inverse, which is small, once."""
+    """Multiplies by the explicit inverse, which is small and computed once."""
     inverse = jnp.linalg.inv(self.matrix.astype(blocks.dtype).mT)
     return jnp.einsum("bij,bjm->bim", inverse, blocks, precision=HIGHEST)
 
@@ -122,7 +121,7 @@ class Hadamard(InputMap):
 
   Attributes:
     size: Features in a group, a power of two that divides the width (static).
-    signs: A sign of every feature, applied first, int8 `[d]`, or None.
+    signs: Sign of every feature, applied before the transform, int8 `[d]`, or None.
   """
 
   size: int = dataclasses.field(default=32, metadata={"static": True})
@@ -143,7 +142,7 @@ class Hadamard(InputMap):
     return mapped.reshape(blocks.shape)
 
   def fold(self, blocks: jax.Array) -> jax.Array:
-    """See `InputMap.fold`: the map is orthogonal, so folding is applying."""
+    """Applies the map, because it is orthogonal."""
     return self.apply(blocks)
 
   def conjugate(self, hessian: jax.Array) -> jax.Array:
@@ -182,10 +181,10 @@ class Kronecker(InputMap):
   private: jax.Array
 
   def _mix(self, shared: jax.Array, private: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Multiplies every block's 4 x 8 arrangement: `private^T X shared`."""
+    """Multiplies every block in its 4 x 8 arrangement: `private^T X shared`."""
     count, columns = private.shape[0], blocks.shape[-1]
     tiles = blocks.reshape(count, private.shape[-1], shared.shape[0], columns)
-    # Two products, the small one first: one einsum would build the 32 x 32.
+    # Two products, the small one first; a single einsum would build the 32 x 32 matrix.
     tiles = jnp.einsum("bki,bkjn->bijn", private, tiles, precision=HIGHEST)
     tiles = jnp.einsum("lj,biln->bijn", shared, tiles, precision=HIGHEST)
     return tiles.reshape(blocks.shape)
@@ -196,14 +195,14 @@ class Kronecker(InputMap):
     return self._mix(self.shared.astype(dtype), self.private.astype(dtype), blocks)
 
   def fold(self, blocks: jax.Array) -> jax.Array:
-    """See `InputMap.fold`: P^-T is the Kronecker product of the inverses."""
+    """Applies P^-T, the Kronecker product of the inverse transposes."""
     dtype = blocks.dtype
     shared = jnp.linalg.inv(self.shared.astype(dtype)).mT
     private = jnp.linalg.inv(self.private.astype(dtype)).mT
     return self._mix(shared, private, blocks)
 
   def dense(self, dtype: jax.typing.DTypeLike = jnp.float32) -> BlockDense:
-    """Returns the same map as dense blocks: T = P^T."""
+    """Returns the same map as dense blocks, T = P^T."""
     product = jnp.einsum(
       "bki,lj->bijkl", self.private.astype(dtype), self.shared.astype(dtype)
     )
@@ -235,7 +234,7 @@ class TwoLevel(InputMap):
     return jnp.einsum("kj,bkn->bjn", intra, mixed, precision=HIGHEST)
 
   def fold(self, blocks: jax.Array) -> jax.Array:
-    """See `InputMap.fold`: by the inverses, as stored factors are rounded."""
+    """Uses explicit inverses, because the stored factors are rounded."""
     wide = blocks.dtype
     inverse = TwoLevel(
       jnp.linalg.inv(self.inter.astype(wide)).mT,
@@ -244,7 +243,7 @@ class TwoLevel(InputMap):
     return inverse.apply(blocks)
 
   def conjugate(self, hessian: jax.Array) -> jax.Array:
-    """See `InputMap.conjugate`: T acts on the rows, then on the columns."""
+    """Applies T to the rows, then to the columns."""
     width = hessian.shape[0]
     shape = (-1, mxfp4.BLOCK_SIZE, width)
     rows = self.apply(hessian.reshape(shape)).reshape(width, width)

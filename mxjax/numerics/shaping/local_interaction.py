@@ -1,13 +1,13 @@
-r"""The interaction correction of Stage I: anchor errors to K, G and T.
+r"""The interaction correction of Stage I: from anchor errors to K, G and T.
 
 One strict encoding of both operands in the reference chart shows which pairs of
 coordinates the rounding errors couple. The pairs on which both folds and both operands
 agree become K, a small matrix with a zero diagonal.
 
-Paper: Eq. hires-anchor-statistics to Eq. bidir-reconstruct, Eq. hires-transform.
-Both orderings of a pair are computed at once: with `Z` any of the matrices, the
-reciprocal coordinate is the symmetric part `(Z + Z^T) / sqrt 2`, the directed one the
-antisymmetric part `(Z - Z^T) / sqrt 2`.
+Paper: Eq. hires-anchor-statistics to Eq. bidir-reconstruct, Eq. hires-transform. The
+code computes both orderings of a pair at once: for any of the matrices `Z`, the
+reciprocal coordinate is the symmetric part `(Z + Z^T) / sqrt 2` and the directed one is
+the antisymmetric part `(Z - Z^T) / sqrt 2`.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class AnchorStatistics:
 
 
 class PairModes(NamedTuple):
-  """A quantity of pairs: reciprocal (symmetric) and directed (antisymmetric)."""
+  """A pair quantity in reciprocal (symmetric) and directed (antisymmetric) modes."""
 
   reciprocal: jax.Array
   directed: jax.Array
@@ -82,13 +82,8 @@ def rotated_error_moment(
 ) -> jax.Array:
   """Sums (Q(y) - y) y^T over columns, for y = chart x, in float64.
 
-  Args:
-    blocks: `[blocks, 32, n]`, float32, feature-major.
-    chart: The transform to anchor coordinates, float32 `[blocks, 32, 32]`.
-    rules: Codec rules.
-
-  Returns:
-    float64 `[blocks, 32, 32]`, still in the rotated coordinates.
+  `blocks` is float32 `[blocks, 32, n]`; `chart`, float32 `[blocks, 32, 32]`, maps to
+  anchor coordinates. The result `[blocks, 32, 32]` is still in rotated coordinates.
   """
 
   def moment(blocks: jax.Array, chart: jax.Array) -> jax.Array:
@@ -101,7 +96,7 @@ def rotated_error_moment(
 
 
 def unrotate(moment: jax.Array) -> jax.Array:
-  """Takes moments `[..., 32, 32]` back through the Hadamard: R_H M R_H."""
+  """Transforms moments `[..., 32, 32]` back through the Hadamard: R_H M R_H."""
   rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, moment.dtype)
   return jnp.einsum(
     "ij,...jk,kl->...il", rotation, moment, rotation, precision=precision.HIGHEST
@@ -128,14 +123,14 @@ def _off_diagonal(matrix: jax.Array) -> jax.Array:
 
 
 def _by_mode(function: Callable[..., jax.Array], *quantities: PairModes) -> PairModes:
-  """Applies a function of arrays to the reciprocal modes and to the directed ones."""
+  """Applies a function to the reciprocal modes and to the directed modes."""
   return PairModes(*map(function, *quantities))
 
 
 def _threshold(
   folds: tuple[PairModes, PairModes], mean: PairModes, a: PairModes, b: PairModes
 ) -> PairModes:
-  """Computes delta, by which folds and operands disagree (Eq. bidir-threshold).
+  """Computes delta, the disagreement of folds and operands (Eq. bidir-threshold).
 
   A directed coordinate also shrinks by its excess over the reciprocal one.
   """
@@ -153,10 +148,7 @@ def _threshold(
 
 
 def _curvature(c: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Computes q-bar `[blocks]` and the sum over folds `[blocks, 32, 32]`.
-
-  Paper: Eq. bidir-curvature.
-  """
+  """Computes q-bar `[blocks]` and the sum over folds `[blocks, 32, 32]`."""
   floor = FLOOR * h.mean(-1) * c.mean(-1)
   curvature = (2.0 + CURVATURE_MARGIN) * h[..., :, None] * c[..., None, :]
   curvature = curvature + floor[..., None, None]
@@ -170,13 +162,7 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
   r"""Solves for the interaction K of all pairs of coordinates in one pass.
 
   Paper: Eq. bidir-first-order, bidir-curvature, bidir-threshold, bidir-soft,
-  bidir-reconstruct.
-
-  Args:
-    anchor: Fold statistics, float64.
-
-  Returns:
-    The solution; `interaction` has a zero diagonal and spectral norm at most 1/8.
+  bidir-reconstruct. `interaction` has a zero diagonal and spectral norm at most 1/8.
 
   Raises:
     TypeError: A statistic is not float64.
@@ -198,7 +184,7 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
   scale = denominator * jnp.sqrt(q_hat)
   shrink = lambda p, t: projections.soft_threshold(p / scale, t / scale)
   z = _by_mode(lambda p, t: _off_diagonal(shrink(p, t)), p_mean, threshold)
-  # Each unordered pair stands twice in the matrices, hence the root of two.
+  # Each unordered pair occurs twice in the matrices, hence the root of two.
   both = jnp.stack(z, axis=-3)
   projected = projections.project_ball(both, RADIUS * math.sqrt(2.0), axes=(-3, -2, -1))
   v = PairModes(projected[..., 0, :, :], projected[..., 1, :, :])

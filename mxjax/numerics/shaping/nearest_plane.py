@@ -1,19 +1,18 @@
 r"""Nearest-plane rounding of weights, last block first, and the transform of WUSH.
 
 With `R` the upper Cholesky factor of the damped Hessian, `R'R = H`, the loss of a
-decoded weight `c` is `||R (w - c)||^2`. Babai's nearest plane goes from the last
-coordinate to the first: it is GPTQ on reversed columns. Going block by block leaves
-room to choose a basis `c = T' z` for each block when it is reached, from the target
-that contains the errors of all later blocks. WUSH's basis is
+decoded weight `c` is `||R (w - c)||^2`. Babai's nearest plane proceeds from the last
+coordinate to the first, which is GPTQ on reversed columns. Each block can have its own
+basis `c = T' z`, chosen when the block is reached from a target that contains the
+errors of all later blocks. WUSH's basis is
 
 .. math::
   T_b = H_{32}\, \operatorname{Diag}(\sqrt{s})\, V^\top R_b^{-\top}, \qquad
   R_b (w_b + \ldots) = V \operatorname{Diag}(s) U^\top \sqrt{m}
 
-in which the moments of inputs and of weights both have a constant diagonal: the two
-operands are flat and equally large. All steps are float64. They are separate jitted
-functions because of rule 2 of `mxjax.devices.execution`: products and factorizations
-apart.
+It gives the moments of inputs and of weights a constant diagonal, so both operands are
+flat and equally large. All steps are float64. Products and factorizations are separate
+jitted functions because of rule 2 of `mxjax.devices.execution`.
 """
 
 import functools
@@ -28,7 +27,7 @@ from mxjax.numerics.realization import gptq
 from mxjax.numerics.shaping import input_maps
 
 SPECTRUM_DAMPING = 0.01
-"""Added to the singular values, in units of their mean."""
+"""Damping added to the singular values, in units of their mean."""
 
 Basis = Literal["wush", "wus", "hadamard", "identity"]
 
@@ -37,7 +36,7 @@ class Target(NamedTuple):
   """The target that the codes of a block must reproduce.
 
   Attributes:
-    value: R_b,: times the residual: the target of every row, `[32, rows]`.
+    value: R_b,: times the residual, one target per output row, `[32, rows]`.
     gram: value value', `[32, 32]`.
     factor: R_bb, upper triangular, `[32, 32]`.
   """
@@ -48,12 +47,12 @@ class Target(NamedTuple):
 
 
 class Plane(NamedTuple):
-  """A block's basis and its lattice.
+  """The basis of a block and its lattice.
 
   Attributes:
     transform: T, `[32, 32]`, in float64 but representable in the stored dtype.
-    rotation: Q of R_bb T' = Q R.
-    upper: R of it.
+    rotation: Q of the decomposition R_bb T' = Q R.
+    upper: R of that decomposition.
     inverse: R^-1.
   """
 
@@ -81,17 +80,12 @@ class Rounded(NamedTuple):
 def upper_cholesky(hessian: jax.Array, damping: jax.Array) -> jax.Array:
   """Computes R with R'R = H + damping mean(diag H) I; NaN if that is not definite.
 
-  Args:
-    hessian: X'X / n, float64 `[d, d]`.
-    damping: Relative damping, a scalar.
-
-  Returns:
-    float64 `[d, d]`, upper triangular.
+  `hessian` is X'X / n, float64 `[d, d]`; R is upper triangular.
   """
   precision.require_float64("nearest_plane.upper_cholesky", hessian)
   size = hessian.shape[-1]
   mean = jnp.trace(hessian) / size
-  # A Hessian that is zero throughout has no curvature: every choice is as good.
+  # An all-zero Hessian has no curvature, so every choice is equally good.
   shift = jnp.where(mean > 0, damping * mean, 1)
   return jnp.linalg.cholesky(hessian + shift * jnp.eye(size)).mT
 
@@ -100,10 +94,8 @@ def upper_cholesky(hessian: jax.Array, damping: jax.Array) -> jax.Array:
 def target(factor: jax.Array, residual: jax.Array, block: jax.Array) -> Target:
   """Computes the target of a block, compensated for all later blocks.
 
-  Args:
-    factor: R, float64 `[d, d]`.
-    residual: Weights not yet rounded, and the errors of those that are, `[d, rows]`.
-    block: Index of the block, int32.
+  `factor` is R, float64 `[d, d]`; `residual` holds weights not yet rounded and the
+  errors of rounded ones, `[d, rows]`; `block` is the block's index, int32.
   """
   size = mxfp4.BLOCK_SIZE
   rows = jax.lax.dynamic_slice_in_dim(factor, block * size, size)
@@ -134,17 +126,11 @@ def plane(
   basis: Basis = "wush",
   dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> Plane:
-  """Computes the basis of a block and the lattice it spans.
+  """Computes the basis of a block and the lattice it spans, in float64.
 
-  Args:
-    gram: `Target.gram`, float64 `[32, 32]`.
-    factor: `Target.factor`.
-    rows: Output features m.
-    basis: `wush`; `wus` without the Hadamard; a plain Hadamard; or the identity.
-    dtype: T is rounded to it, because the same T meets the inputs online.
-
-  Returns:
-    The plane, float64.
+  `gram` and `factor` are those of `Target`, and `rows` is the number of output features
+  m. `basis` is `wush`; `wus`, without the Hadamard; `hadamard`, alone; or `identity`. T
+  is rounded to `dtype`, because the same T is applied to inputs online.
   """
   precision.require_float64("nearest_plane.plane", gram, factor)
   rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, jnp.float64)
@@ -174,17 +160,10 @@ def round_block(
 ) -> tuple[jax.Array, Rounded]:
   """Rounds a block from its last coordinate to its first.
 
-  The exponent is that of the exact coordinates `z`, found once, and stays frozen.
-
-  Args:
-    residual: `[d, rows]`; donated.
-    value: `Target.value`.
-    lattice: The block's plane.
-    block: Index of the block, int32.
-    rules: Codec rules.
-
-  Returns:
-    The residual with the block's error in place of its weights, and the block.
+  The exact coordinates `z` determine the exponent once; it stays frozen. `residual`,
+  `[d, rows]`, is donated; `value` is `Target.value`, `lattice` the block's plane and
+  `block` its index, int32. Returns the residual with the block's error in place of its
+  weights, and the rounded block.
   """
   rotated = jnp.einsum("ji,jm->im", lattice.rotation, value, precision=HIGHEST)
   exact = jnp.einsum("ij,jm->im", lattice.inverse, rotated, precision=HIGHEST)

@@ -1,8 +1,9 @@
-r"""Orthogonal matrices: Hadamards of many orders, and gradient steps that stay there.
+r"""Orthogonal matrices: Hadamards of many orders, and Cayley gradient steps.
 
-A step of Cayley SGD moves X along the curve of
+A step of Cayley SGD moves X along the curve
 :math:`Y(\alpha) = (I - \tfrac{\alpha}{2} S)^{-1} (I + \tfrac{\alpha}{2} S) X` with a
-skew S made from the gradient, the inverse replaced by five fixed-point iterations.
+skew-symmetric S computed from the gradient; five fixed-point iterations replace the
+inverse.
 """
 
 import functools
@@ -16,7 +17,7 @@ from mxjax.numerics.precision import HIGHEST
 CAYLEY_ITERATIONS = 5
 EPSILON = 1e-8
 RENEWAL = 101
-"""One step in so many re-orthonormalizes first."""
+"""One step in this many re-orthonormalizes first."""
 
 
 def _is_prime(number: int) -> bool:
@@ -24,7 +25,7 @@ def _is_prime(number: int) -> bool:
 
 
 def _paley(order: int) -> np.ndarray | None:
-  """Builds a Hadamard matrix of an order by a construction of Paley's, or None."""
+  """Builds a Hadamard matrix of an order by one of Paley's constructions, or None."""
   for prime, second in ((order - 1, False), (order // 2 - 1, True)):
     if not _is_prime(prime) or prime % 4 != (1 if second else 3):
       continue
@@ -47,13 +48,9 @@ def _paley(order: int) -> np.ndarray | None:
 
 
 def hadamard_any(order: int) -> np.ndarray | None:
-  """Builds a normalized Hadamard matrix: a small Paley matrix times a power of two.
+  """Builds a normalized Hadamard matrix as a small Paley matrix times a power of two.
 
-  Args:
-    order: Rows, at least 1.
-
-  Returns:
-    float64 `[order, order]`, or None where no such product is known to us.
+  Returns float64 `[order, order]`, or None if no such construction is available.
   """
   odd = order
   while odd % 2 == 0:
@@ -71,14 +68,9 @@ def hadamard_any(order: int) -> np.ndarray | None:
 
 
 def random_rotation(order: int, seed: int) -> tuple[np.ndarray, str]:
-  """Draws a Hadamard with random column signs, or a random orthogonal matrix.
+  """Draws a Hadamard matrix with random signs, or a random orthogonal matrix.
 
-  Args:
-    order: Rows.
-    seed: Of the signs or of the matrix.
-
-  Returns:
-    float64 `[order, order]`, and which of the two it is.
+  Returns float64 `[order, order]`, and `hadamard` or `random orthogonal`.
   """
   rng = np.random.default_rng(seed)
   matrix = hadamard_any(order)
@@ -108,10 +100,10 @@ def cayley_step(
 
   Args:
     matrix: M, orthogonal, float32 `[..., n, n]`.
-    velocity: What the last step returned, zeros at first.
-    gradient: Of the loss with respect to M.
+    velocity: Velocity returned by the previous step, initially zeros.
+    gradient: Gradient of the loss with respect to M.
     rate: Largest step; a bound from the size of the gradient is often smaller.
-    momentum: Share of the velocity that is kept.
+    momentum: Fraction of the velocity that is kept.
 
   Returns:
     The new matrix and velocity.

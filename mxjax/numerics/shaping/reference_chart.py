@@ -22,13 +22,9 @@ MAX_CONDITION = 8.0
 
 @jax.jit
 def block_moment(blocks: jax.Array) -> jax.Array:
-  """Sums the uncentered second moment of each block in float64.
+  """Sums x x^T over columns of each block, float64 `[blocks, 32, 32]`.
 
-  Args:
-    blocks: `[blocks, 32, n]`, feature-major, float32 or float64.
-
-  Returns:
-    The *sum* over columns of x x^T, float64 `[blocks, 32, 32]`.
+  `blocks` is `[blocks, 32, n]`, feature-major, float32 or float64.
   """
 
   def moment(blocks: jax.Array) -> jax.Array:
@@ -98,24 +94,17 @@ def reference_chart(
   weight_moment: jax.Array,
   max_condition: float = MAX_CONDITION,
 ) -> jax.Array:
-  r"""Computes the reference chart P_ref of each block.
+  r"""Computes the reference chart P_ref of each block, symmetric with determinant 1.
 
   .. math::
     M_0 = \tfrac12 [\operatorname{DN}(A) + \operatorname{DN}(B^{-1})], \qquad
     P_{ref} = \operatorname{Cap}_8(M_0^{-1/2})
 
-  The power -1/2 and the cap act on the same eigenvalues, so one decomposition
-  serves both.
+  The power -1/2 and the cap act on the same eigenvalues, so one decomposition serves
+  both. Operands and result are float64 `[blocks, 32, 32]`: A = X^T X / n, B = W^T W /
+  m. `max_condition` is the bound kappa on the condition number.
 
   Paper: Eq. hires-reference-chart.
-
-  Args:
-    activation_moment: X^T X / n, float64 `[blocks, 32, 32]`.
-    weight_moment: W^T W / m, float64 `[blocks, 32, 32]`.
-    max_condition: The bound kappa on the condition number.
-
-  Returns:
-    P_ref, symmetric, determinant 1, float64 `[blocks, 32, 32]`.
 
   Raises:
     TypeError: An operand is not float64.

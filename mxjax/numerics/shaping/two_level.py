@@ -1,8 +1,8 @@
 r"""The two rotations of TORQ: across blocks, then inside every block.
 
-The first makes all blocks carry the same energy, so that one loud block does not use
-its scale alone; the second makes every coordinate of a block use the eight E2M1
-magnitudes evenly. Both are products of plane rotations found greedily.
+The first rotation gives all blocks the same energy, so that no single block dominates;
+the second makes every coordinate of a block use the eight E2M1 magnitudes evenly. Both
+are products of plane rotations found greedily.
 """
 
 import functools
@@ -22,9 +22,9 @@ RIDGE = 1e-8
 OCCUPANCY_ROUNDS = 10
 OCCUPANCY_TOLERANCE = 1e-5
 PAIRS = 8
-"""Disjoint column pairs turned in a round, among the 2 * PAIRS least even columns."""
+"""Disjoint column pairs rotated per round, among the 2 * PAIRS least even columns."""
 ANGLES = 4096
-"""Angles in a quarter turn at which a pair's loss is known exactly."""
+"""Angles in a quarter turn at which the loss of a pair is computed exactly."""
 
 _EDGES = tuple(
   (low + high) / 2
@@ -36,8 +36,7 @@ _EDGES = tuple(
 def block_covariance(hessian: jax.Array) -> jax.Array:
   """Averages second moments between blocks over positions, float64 `[B, B]`.
 
-  Args:
-    hessian: X'X / n, `[d, d]`.
+  `hessian` is X'X / n, `[d, d]`.
   """
   blocks = hessian.shape[0] // mxfp4.BLOCK_SIZE
   shape = (blocks, mxfp4.BLOCK_SIZE, blocks, mxfp4.BLOCK_SIZE)
@@ -48,27 +47,22 @@ def block_covariance(hessian: jax.Array) -> jax.Array:
 def equalizing_angle(
   first: jax.Array, second: jax.Array, cross: jax.Array
 ) -> jax.Array:
-  """Returns the angle after which both diagonal entries are their mean.
+  """Returns the angle that makes both diagonal entries equal to their mean.
 
-  The angle printed in the paper, with the two arguments of the arctangent exchanged,
-  diagonalizes the pair: it pushes the two apart.
+  The angle printed in the paper has the two arguments of the arctangent exchanged and
+  diagonalizes the pair, which pushes the entries apart.
   """
   return 0.5 * jnp.arctan2(second - first, 2.0 * cross)
 
 
 @jax.jit
 def equalize(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Finds a rotation of blocks after which all have nearly the same energy.
+  """Finds a rotation of blocks that gives all of them nearly the same energy.
 
   Each step takes the block furthest from the mean and the furthest one on the other
-  side, and turns the two so that both get their mean.
-
-  Args:
-    covariance: Symmetric, float64 `[B, B]`.
-
-  Returns:
-    R, float64 `[B, B]`, orthogonal, and the largest relative deviation left of the
-    diagonal of R' C R.
+  side, and rotates the two so that both get their mean. `covariance` is symmetric,
+  float64 `[B, B]`. Returns R, orthogonal, float64 `[B, B]`, and the largest remaining
+  relative deviation of the diagonal of R' C R.
   """
   precision.require_float64("two_level.equalize", covariance)
   goal = jnp.trace(covariance) / covariance.shape[0]
@@ -78,7 +72,7 @@ def equalize(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
   def turn(
     matrix: jax.Array, i: jax.Array, j: jax.Array, angle: jax.Array
   ) -> jax.Array:
-    """Turns columns i and j."""
+    """Rotates columns i and j."""
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = matrix[:, i], matrix[:, j]
     return matrix.at[:, i].set(cos * a + sin * b).at[:, j].set(cos * b - sin * a)
@@ -106,10 +100,9 @@ def equalize(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def occupancy(rows: jax.Array) -> jax.Array:
-  """Shares of the eight magnitudes in every column, float32 `[32, 8]`.
+  """Returns the shares of the eight magnitudes in every column, float32 `[32, 8]`.
 
-  Args:
-    rows: float32 `[32, n]` in units of their block's scale.
+  `rows` is float32 `[32, n]` in units of its block scales.
   """
   edges = jnp.asarray(_EDGES, jnp.float32)
   reached = (jnp.abs(rows)[:, None, :] >= edges[None, :, None]).mean(
@@ -128,12 +121,9 @@ def unevenness(shares: jax.Array) -> jax.Array:
 def choose_pairs(shares: np.ndarray) -> list[tuple[int, int]]:
   """Picks disjoint column pairs whose deviations differ most, greedily.
 
-  Args:
-    shares: `[32, 8]`.
-
-  Returns:
-    `PAIRS` pairs of the `2 * PAIRS` least even columns: the score of a pair is the
-    unevenness of both less the inner product of their deviations.
+  The score of a pair is the unevenness of both columns minus the inner product of their
+  deviations. `shares` is `[32, 8]`. Returns `PAIRS` pairs of the `2 * PAIRS` least even
+  columns.
   """
   deviations = shares - 1 / shares.shape[1]
   uneven = np.square(deviations).sum(1)
@@ -154,16 +144,12 @@ def best_angle(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Arra
   """Finds the angle in [0, pi/2) at which two columns use magnitudes most evenly.
 
   The loss is constant between the angles at which a value crosses a boundary. Every
-  crossing is found in closed form and counted into one of `ANGLES` cells, so that the
-  running sums are the exact occupancies at all these angles. A quarter turn is a full
-  period: it exchanges the columns and a sign.
+  crossing has a closed form and is counted into one of `ANGLES` cells, so the running
+  sums are the exact occupancies at all these angles. A quarter turn is a full period:
+  it swaps the columns and flips a sign.
 
-  Args:
-    first: One column, float32 `[n]` in units of the block scales.
-    second: The other.
-
-  Returns:
-    The angle and its loss; angle zero is among the candidates.
+  The columns are float32 `[n]` in units of the block scales. Returns the angle and its
+  loss; angle zero is among the candidates.
   """
   edges = jnp.asarray(_EDGES, jnp.float32)
   radius = jnp.sqrt(first * first + second * second)[:, None]
@@ -214,12 +200,8 @@ def even_out(
 ) -> tuple[np.ndarray, list[float]]:
   """Finds a rotation of a block's coordinates that uses the magnitudes evenly.
 
-  Args:
-    rows: Blocks pooled over tokens and positions, float32 `[32, n]`.
-    rules: The encoder's scale rule.
-
-  Returns:
-    R, float64 `[32, 32]`, orthogonal, for `x R`; and the loss before each round.
+  `rows` is blocks pooled over tokens and positions, float32 `[32, n]`. Returns R,
+  orthogonal, float64 `[32, 32]`, for `x R`, and the loss before each round.
   """
   size = mxfp4.BLOCK_SIZE
   rotation, losses = np.eye(size), []
