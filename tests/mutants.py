@@ -69,7 +69,7 @@ MUTANTS = (
     f"{NUMERICS}/contract.py",
     "text = json.dumps(self.to_dict(), sort_keys=True",
     'text = json.dumps({**self.to_dict(), "rules": 0}, sort_keys=True',
-    ("tests/mxjax/storage/test_checkpoint.py",),
+    ("tests/mxjax/numerics/test_contract.py",),
   ),
   Mutant(
     "box projection on the wrong side of a kink",

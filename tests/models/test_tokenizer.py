@@ -95,6 +95,21 @@ def test_a_folder_gives_its_tokenizer(folder):
   assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.chat_template) == (None,) * 3
 
 
+def test_a_template_of_the_tokenizer_is_a_prefix_and_not_in_every_text(folder):
+  file = folder / "tokenizer.json"
+  end = {"id": "<end>", "ids": [4], "tokens": ["<end>"]}
+  special, text = {"SpecialToken": {"id": "<end>", "type_id": 0}}, {"id": "A"}
+  single = [special, {"Sequence": {**text, "type_id": 0}}]
+  template = {"type": "TemplateProcessing", "single": single, "pair": single}
+  template["pair"] = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+  template["special_tokens"] = {"<end>": end}
+  state = json.loads(file.read_text()) | {"post_processor": template}
+  file.write_text(json.dumps(state))
+  tokenizer = models.load_tokenizer(folder)
+  assert tokenizer.encode("ab a").tolist() == [3, 2, 0]
+  assert tokenizer.prefix_ids == (4,)
+
+
 @pytest.mark.parametrize("token", ["<end>", {"content": "<end>", "special": True}])
 @pytest.mark.parametrize("template", ["T", [{"name": "default", "template": "T"}]])
 def test_settings_of_a_folder_are_read(folder, token, template):

@@ -63,3 +63,13 @@ def test_a_family_without_mlp_bias_cannot_take_the_mlp_recovery(
   mistral = dataclasses.replace(tiny_config, family="mistral")
   with pytest.raises(ValueError, match="family mistral cannot hold .*value-recovery"):
     export.write_dequant(tmp_path / "out", source(hires, mistral))
+
+
+def test_a_bias_goes_through_the_recovery_like_the_product(float64):
+  rng = np.random.default_rng(3)
+  weight, bias, x = (jnp.asarray(rng.standard_normal(s)) for s in ((4, 6), 4, 6))
+  scale, offset = jnp.asarray([2.0, 0.5, 1.0, -1.0]), jnp.asarray(0.25)
+  expected = scale * (weight @ x + bias) + offset
+  linear = {"weight": weight, "bias": bias}
+  dequant._scale_linear(linear, scale, offset)
+  np.testing.assert_allclose(linear["weight"] @ x + linear["bias"], expected)
