@@ -8,6 +8,7 @@ With a store, a layer runs only if a hook needs activations that no stored stati
 covers, or if the next layer's inputs are not saved yet.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,8 @@ class Activations:
     self._layer: Params | None = None
     self._wanted: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
     self._taps: list[dict[str, jax.Array]] | None = None
+    self._cotangents: Chunks | None = None
+    self._gradients: list[dict[str, jax.Array]] = []
     self._leaving: Chunks | None = None
 
   @classmethod
@@ -96,17 +99,24 @@ class Activations:
     )
 
   def observe(
-    self, layer: Params, contract: Contract, plain: tuple[str, ...] = ()
+    self,
+    layer: Params,
+    contract: Contract,
+    plain: tuple[str, ...] = (),
+    cotangents: Chunks | None = None,
   ) -> None:
     """Registers a float layer whose taps are captured; without a store, runs it now.
 
     With a store, the layer runs when its taps are first needed. `contract` names the
     target linears, whose inputs are captured; `plain` names other taps, captured
-    without reshaping.
+    without reshaping. With `cotangents`, the gradients at the layer's output, those at
+    the outputs of its target linears are captured too.
     """
     taps = self.calib.model.projection_taps
     blocked = sorted({taps[path] for path in targets(self.calib.model, contract)})
     self._layer, self._wanted, self._taps = layer, (tuple(blocked), plain), None
+    self._cotangents, self._gradients = cotangents, []
+    self._targets = tuple(targets(self.calib.model, contract))
     if self._store is None:
       self._run()
 
@@ -119,6 +129,13 @@ class Activations:
     layer = placement.shard_rows(self._layer)
     # Hooks run with 64-bit types enabled; the model does not.
     with jax.enable_x64(False):
+      # Before `capture`, which donates the hidden states.
+      if self._cotangents is not None:
+        differentiate = functools.partial(streams.capture_gradients, model, layer)
+        self._gradients = [
+          execution.block_on_cpu(differentiate(*pair, self._targets, placement))
+          for pair in zip(self.hidden, self._cotangents, strict=True)
+        ]
       outputs = [
         execution.block_on_cpu(
           streams.capture(model, layer, chunk, *self._wanted, placement)
@@ -157,8 +174,17 @@ class Activations:
       )
     return views
 
+  def gradients(self) -> list[dict[str, jax.Array]]:
+    """Returns gradients at the outputs of the observed layer's targets, by name.
+
+    One dict for each chunk; empty if `observe` got no cotangents.
+    """
+    self._run()
+    return self._gradients
+
   def release_inputs(self) -> None:
     """Frees the inputs of the observed layer's linears but keeps its plain taps."""
+    self._gradients = []
     if self._taps is not None:
       plain = self._wanted[1]
       self._taps = [{name: chunk[name] for name in plain} for chunk in self._taps]

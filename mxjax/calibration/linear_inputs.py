@@ -40,16 +40,30 @@ def _add_sequence(
 
 
 def _hessian_step(
-  carry: jax.Array, blocks: jax.Array, index: jax.Array, rules: mxfp4.Rules
+  carry: jax.Array,
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  weights: jax.Array | None = None,
 ) -> jax.Array:
   """Adds X'X of a sequence, only the tiles on and above the diagonal."""
-  del index, rules
+  del rules
+  blocks = _weighted(blocks, index, weights)
   flat = blocks.reshape(-1, blocks.shape[-1])
   for start in range(0, flat.shape[0], HESSIAN_TILE):
     tile = flat[start : start + HESSIAN_TILE], flat[start:]
     product = jnp.einsum("dn,en->de", *tile, precision=precision.HIGHEST)
     carry = carry.at[start : start + HESSIAN_TILE, start:].add(product)
   return carry
+
+
+def _weighted(
+  blocks: jax.Array, index: jax.Array, weights: jax.Array | None
+) -> jax.Array:
+  """Multiplies a sequence's tokens by the roots of their weights, if any."""
+  if weights is None:
+    return blocks
+  return blocks * jnp.sqrt(weights[index])[None, None]
 
 
 @jax.jit
@@ -63,9 +77,14 @@ def _mirrored(upper: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def _fold_moment_step(
-  carry: jax.Array, blocks: jax.Array, index: jax.Array, rules: mxfp4.Rules
+  carry: jax.Array,
+  blocks: jax.Array,
+  index: jax.Array,
+  rules: mxfp4.Rules,
+  weights: jax.Array | None = None,
 ) -> jax.Array:
   del rules
+  blocks = _weighted(blocks, index, weights)
   return carry.at[index % 2].add(reference_chart.block_moment(blocks))
 
 
@@ -88,6 +107,10 @@ class LinearInputs:
     record: Entries that hooks add to this linear's part of the report.
     learned: What `Program.prepare` learned for this linear, or None.
     group: What `Program.shape_group` returned for the linears on this tensor.
+    gradients: Chunks `[sequences, T, out_features]` of gradients at this linear's
+      output, if `Program.needs_gradients`; else empty.
+    token_weights: Weights of tokens in `hessian` and `moment`, float32 `[sequences, T]`
+      of mean 1; None for equal ones.
     placement: Where the activations lie; hooks get arrays on the primary device.
     sequences: Number of calibration sequences.
     blocks: Number of physical blocks of the input axis.
@@ -118,6 +141,8 @@ class LinearInputs:
     self.learned: Any = None
     self.group: Any = None
     self.record: dict[str, Any] = {}
+    self.gradients: Sequence[jax.Array] = ()
+    self.token_weights: jax.Array | None = None
     if extent is None:
       arrays = self._chunks
       count = sum(chunk.shape[0] for chunk in arrays)
@@ -128,7 +153,9 @@ class LinearInputs:
   def _chunks(self) -> Sequence[jax.Array]:
     return self._source() if callable(self._source) else self._source
 
-  def for_linear(self, name: str = "", learned: Any = None) -> "LinearInputs":
+  def for_linear(
+    self, name: str = "", learned: Any = None, gradients: Sequence[jax.Array] = ()
+  ) -> "LinearInputs":
     """Returns a view for one linear on this tensor: same cache, own record.
 
     Its record starts as a copy of this view's, which `Program.shape_group` may have
@@ -136,6 +163,13 @@ class LinearInputs:
     """
     view = copy.copy(self)
     view.name, view.learned, view.record = name, learned, dict(self.record)
+    view.gradients = gradients
+    return view
+
+  def weighted(self, token_weights: jax.Array) -> "LinearInputs":
+    """Returns a view whose moments weight tokens, with a cache of its own."""
+    view = copy.copy(self)
+    view.token_weights, view._cache = token_weights, {}
     return view
 
   @property
@@ -190,11 +224,24 @@ class LinearInputs:
     additive in the carry: on a mesh it runs on a zero carry and results are summed. The
     buffers of `init` are donated.
     """
+    return self._sum(self._chunks, step, init, args)
+
+  def reduce_gradients(self, step: Step, init: Any, *args: Any) -> Any:
+    """Like `reduce`, over `gradients`: a step gets `[T, out_features]`."""
+    return self._sum(self.gradients, step, init, args)
+
+  def _sum(
+    self, chunks: Sequence[jax.Array], step: Step, init: Any, args: tuple[Any, ...]
+  ) -> Any:
     init, args = execution.block_on_cpu((init, args))
     totals, args = Totals(init, self.placement), self.placement.replicate(args)
-    for chunk in self._chunks:
+    for chunk in chunks:
       totals.add(_add_sequence, chunk, *args, static=(step, self.rules))
     return totals.value()
+
+  @property
+  def _weights(self) -> tuple[jax.Array, ...]:
+    return () if self.token_weights is None else (self.token_weights,)
 
   def cached(self, name: str, compute: Callable[[], jax.Array]) -> jax.Array:
     """Returns a named reduction, computed once for all linears on this tensor."""
@@ -208,7 +255,8 @@ class LinearInputs:
     width = self.blocks * mxfp4.BLOCK_SIZE
 
     def compute() -> jax.Array:
-      total = self.reduce(_hessian_step, jnp.zeros((width, width), jnp.float32))
+      zeros = jnp.zeros((width, width), jnp.float32)
+      total = self.reduce(_hessian_step, zeros, *self._weights)
       places = jnp.arange(width, dtype=jnp.int32)
       return _mirrored(total, places) / self.tokens
 
@@ -219,7 +267,8 @@ class LinearInputs:
 
     def compute() -> jax.Array:
       shape = (2, self.blocks, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE)
-      return self.reduce(_fold_moment_step, jnp.zeros(shape, jnp.float64))
+      zeros = jnp.zeros(shape, jnp.float64)
+      return self.reduce(_fold_moment_step, zeros, *self._weights)
 
     totals = self.cached("fold_moments", compute)
     return _mean_of_folds(totals, jnp.asarray(self.fold_tokens, jnp.float64))

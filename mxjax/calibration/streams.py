@@ -11,7 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mxjax.calibration.calibration import CausalLanguageModel, Params
+from mxjax.calibration.calibration import (
+  CausalLanguageModel,
+  Params,
+  replace_weights,
+)
 from mxjax.devices import execution
 from mxjax.devices.placement import (
   CALIBRATION,
@@ -20,6 +24,7 @@ from mxjax.devices.placement import (
   Placement,
   Sharing,
 )
+from mxjax.layers.linear import Perturbed
 from mxjax.numerics import mxfp4
 
 Chunks = list[jax.Array]
@@ -91,6 +96,51 @@ def capture(
     return jax.lax.map(one, hidden)
 
   return placement.call(run, layer, hidden)
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=("model", "targets", "placement"),
+  compiler_options=execution.FEW_TEMPORARIES,
+)
+def capture_gradients(
+  model: CausalLanguageModel,
+  layer: Params,
+  hidden: jax.Array,
+  cotangent: jax.Array,
+  targets: tuple[tuple[str, str], ...],
+  placement: Placement = ONE_DEVICE,
+) -> dict[str, jax.Array]:
+  """Takes gradients at the output of a float layer to the outputs of its linears.
+
+  `hidden` enters the layer and `cotangent` is the gradient at its output, both
+  `[sequences, T, d]`. Returns the gradient of each target by its name, such as
+  `q_proj`, `[sequences, T, out_features]`, in the compute dtype.
+  """
+
+  def run(
+    layer: Params, hidden: jax.Array, cotangent: jax.Array
+  ) -> dict[str, jax.Array]:
+    def one(item: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+      states, gradient = item
+      weights = {path: layer[path[0]][path[1]]["weight"] for path in targets}
+
+      def perturbed(steps: dict[str, jax.Array]) -> jax.Array:
+        leaves = {
+          path: Perturbed(weight, steps[path[1]]) for path, weight in weights.items()
+        }
+        return model.layer(replace_weights(layer, leaves), states[None])
+
+      rows = states.shape[0]
+      zeros = {
+        name: jnp.zeros((rows, weight.shape[0]), states.dtype)
+        for (_, name), weight in weights.items()
+      }
+      return jax.vjp(perturbed, zeros)[1](gradient[None])[0]
+
+    return jax.lax.map(one, (hidden, cotangent))
+
+  return placement.call(run, layer, hidden, cotangent)
 
 
 @functools.partial(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mxjax.layers.quantized_linear import QuantizedLinear, quantized_products
 from mxjax.numerics import implementations, mxfp4, straight_through
 from mxjax.numerics.implementations import Implementation
-from mxjax.numerics.precision import HIGHEST
+from mxjax.numerics.precision import HIGHEST, float32_sums
 from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.refinement import fused_inputs
 
@@ -67,6 +67,73 @@ class StraightThrough:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class ScaledInputs:
+  """A strict linear for learning the scales of its inputs; never a result.
+
+  The forward pass is that of `quantized`, bit for bit; the backward pass takes the A4
+  rule for the identity and forms its products in bfloat16 with float32 sums.
+
+  Attributes:
+    quantized: The linear, whose arrays get no gradient.
+    factor: Factors on the inputs before the input map, `[in_features]`.
+  """
+
+  quantized: QuantizedLinear
+  factor: jax.Array
+
+  def linear(self, x: jax.Array) -> jax.Array:
+    """Multiplies the scaled inputs by the quantized weight; see `linear`."""
+    factor = self.factor.reshape((1,) * (x.ndim - 1) + (-1,))
+    return _straight_through(x * factor.astype(x.dtype), self.quantized)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Perturbed:
+  """A linear whose outputs are perturbed, to differentiate by them; never a result.
+
+  Attributes:
+    weight: Any weight that `linear` accepts.
+    perturbation: Added to the outputs, `[tokens, out_features]`.
+  """
+
+  weight: Any
+  perturbation: jax.Array
+
+  def linear(self, x: jax.Array) -> jax.Array:
+    """Multiplies by the weight and adds the perturbation; see `linear`."""
+    y = linear(x, self.weight)
+    return y + self.perturbation.reshape(y.shape).astype(y.dtype)
+
+
+@jax.custom_vjp
+def _straight_through(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
+  return linear(x, weight)
+
+
+def _forward(x: jax.Array, weight: QuantizedLinear) -> tuple[jax.Array, Any]:
+  return linear(x, weight), weight
+
+
+def _backward(weight: QuantizedLinear, cotangent: jax.Array) -> tuple[jax.Array, None]:
+  """Computes U' W' d, without the A4 rule between the two."""
+  rows = cotangent.reshape(-1, cotangent.shape[-1])
+  if weight.gain is not None:
+    rows = rows * weight.gain.astype(rows.dtype)
+  decoded = mxfp4.decode(weight.weight, jnp.bfloat16, weight.rules)
+  mapped = float32_sums(decoded.T, rows.astype(jnp.bfloat16).T)
+  blocks = mapped.reshape(-1, mxfp4.BLOCK_SIZE, mapped.shape[-1])
+  if weight.input_map is not None:
+    [blocks] = jax.linear_transpose(weight.input_map.apply, blocks)(blocks)
+  x = mxfp4.from_blocks(blocks).astype(cotangent.dtype)
+  return x.reshape(*cotangent.shape[:-1], -1), None
+
+
+_straight_through.defvjp(_forward, _backward)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class RowSharded:
   """A weight whose output rows are sharded over devices; only inside `shard_map`.
 
@@ -113,7 +180,9 @@ class RowSharded:
 
 
 Stored = jax.Array | mxfp4.MXTensor | Int8Matrix
-Weight = Stored | QuantizedLinear | StraightThrough | RowSharded
+Weight = (
+  Stored | QuantizedLinear | StraightThrough | ScaledInputs | Perturbed | RowSharded
+)
 """The weight types that `linear` accepts."""
 
 
@@ -158,7 +227,7 @@ def linear(
   match weight:
     case mxfp4.MXTensor():
       return _weight_only(x, weight, implementation)
-    case Int8Matrix() | StraightThrough() | RowSharded():
+    case Int8Matrix() | StraightThrough() | ScaledInputs() | Perturbed() | RowSharded():
       return weight.linear(x)
     case _:
       return _product(x, weight.astype(x.dtype))

@@ -5,10 +5,11 @@ import dataclasses
 import importlib
 import json
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from mxjax.methods.program import Program
+from mxjax.methods.scale_distillation import ScaleDistillation
 
 # Register a method with one line here. Its module is imported on first use, so that
 # importing mxjax loads no optimizer library.
@@ -77,33 +78,45 @@ def __getattr__(name: str) -> Program:
 def get(method: str | Program) -> Program:
   """Looks a program up by name; a `Program` is returned unchanged.
 
-  `method` may carry options, such as `gptq:scales=static:order=activation`; the program
-  is then named by the whole text.
+  `method` may carry options, such as `gptq:scales=static:order=activation`, and end in
+  `+tune` for scale distillation, with options of its own, such as
+  `hires:weighting=fisher+tune:epochs=2`. The program is then named by the whole text.
 
   Raises:
     ValueError: The name or an option is unknown, or a value has the wrong type.
   """
   if isinstance(method, Program):
     return method
-  name, *settings = method.split(":")
-  if name not in METHODS:
+  base, tuned, tuning = method.partition("+tune")
+  name, *settings = base.split(":")
+  if name not in METHODS or (tuning and not tuning.startswith(":")):
     raise ValueError(
-      f"methods: unknown method {name!r}; use one of {', '.join(METHODS)} or pass a "
-      "Program."
+      f"methods: unknown method {method!r}; use one of {', '.join(METHODS)}, if you "
+      "like with +tune behind it, or pass a Program."
     )
-  if not settings:
-    return METHODS[name]
-  options = dict(_option(METHODS[name], text) for text in settings)
-  return dataclasses.replace(METHODS[name], name=method, **options)
+  program = METHODS[name]
+  if settings:
+    program = _with_options(name, program, settings)
+  if tuned:
+    tune = program.tune or ScaleDistillation()
+    tune = _with_options("+tune", tune, tuning.split(":")[1:])
+    program = dataclasses.replace(program, tune=tune)
+  return program if method == name else dataclasses.replace(program, name=method)
 
 
-def _option(program: Program, text: str) -> tuple[str, Any]:
-  """Parses one `option=value`, with the value in the type of the program's field."""
+def _with_options(place: str, options: Any, texts: Sequence[str]) -> Any:
+  """Returns a dataclass of options with some of them set; `place` is for messages."""
+  changes = dict(_option(place, options, text) for text in texts)
+  return dataclasses.replace(options, **changes)
+
+
+def _option(place: str, program: Any, text: str) -> tuple[str, Any]:
+  """Parses one `option=value`, with the value in the type of the dataclass's field."""
   key, equals, value = text.partition("=")
-  fields = {f.name for f in dataclasses.fields(program)} - {"name", "recover"}
+  fields = {f.name for f in dataclasses.fields(program)} - {"name", "recover", "tune"}
   if not equals or key not in fields:
     raise ValueError(
-      f"methods: {program.name} has no option {text!r}; write one of "
+      f"methods: {place} has no option {text!r}; write one of "
       f"{', '.join(sorted(fields))} as option=value."
     )
   hint = typing.get_type_hints(type(program))[key]
@@ -122,7 +135,7 @@ def _option(program: Program, text: str) -> tuple[str, Any]:
     wrong |= not isinstance(parsed, (int, float)) or isinstance(parsed, bool)
   if wrong:
     raise ValueError(
-      f"methods: option {key} of {program.name} cannot be {value!r}; its default is "
+      f"methods: option {key} of {place} cannot be {value!r}; its default is "
       f"{current!r}" + (f" of {', '.join(map(str, choices))}." if choices else ".")
     )
   return key, float(parsed) if isinstance(current, float) else parsed

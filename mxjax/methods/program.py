@@ -17,6 +17,7 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.recovery_fits import RecoveryFit
+from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import Contract
 from mxjax.numerics.realization import gptq
@@ -58,12 +59,17 @@ class Program:
       that the layers quantized so far produce.
     recovery_by: With `model`, each fit covers the whole model before the next begins
       (reading A16); with `layer`, all fits of a layer finish before the next layer.
+    weighting: Whether tokens count equally in the moments that hooks see, or by their
+      Fisher information, for which the model is differentiated once; see `fisher`.
+    tune: Scale distillation after everything else, or None.
   """
 
   name: str = "rtn"
   recover: tuple[RecoveryFit, ...] = ()
   upstream: Literal["float", "quantized"] = "float"
   recovery_by: Literal["model", "layer"] = "model"
+  weighting: Literal["uniform", "fisher"] = "uniform"
+  tune: ScaleDistillation | None = None
 
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
     """Rewrites the float model or learns end to end, before anything else.
@@ -121,8 +127,10 @@ class Program:
     options = {
       field.name: _plain(getattr(self, field.name))
       for field in dataclasses.fields(self)
-      if field.name not in ("name", "recover")
+      if field.name not in ("name", "recover", "tune")
     }
+    if self.tune is not None:
+      options["tune"] = dataclasses.asdict(self.tune)
     return {
       "name": self.name,
       "recover": [fit.name for fit in self.recover],

@@ -1,12 +1,13 @@
 """Stages I and II of Algorithm 1: quantizes the target linears of one layer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.calibration import fisher
 from mxjax.calibration.calibration import (
   CausalLanguageModel,
   Params,
@@ -82,13 +83,15 @@ def quantize_layer(
   contract: Contract,
   announce: Callable[[str], None],
   *,
+  gradients: Sequence[Mapping[str, jax.Array]] = (),
   probe: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Quantizes the targets of one layer.
 
   `views` are the inputs of its targets by tap, `learned` is keyed by path, and
   `announce` gets each linear's name before it is quantized. With `probe`, linears are
-  measured for their records.
+  measured for their records. `gradients` are those at the targets' outputs by name, a
+  dict for each chunk, if the program needs them.
 
   Returns:
     The layer's params with `QuantizedLinear` leaves, and a record for each target.
@@ -101,10 +104,16 @@ def quantize_layer(
   for block, name in targets(model, contract):
     announce(name)
     view = views[model.projection_taps[block, name]]
-    inputs = view.for_linear(name, learned.get(f"{path}/{block}/{name}"))
+    inputs = view.for_linear(
+      name,
+      learned.get(f"{path}/{block}/{name}"),
+      [chunk[name] for chunk in gradients],
+    )
     weight = jnp.asarray(layer[block][name]["weight"])
     execution.trim_malloc(4 * weight.size)
     try:
+      if program.weighting == "fisher":
+        inputs = fisher.weighted(inputs)
       leaf = execution.block_on_cpu(program.quantize_linear(weight, inputs))
     except ValueError as error:
       raise ValueError(f"{path}/{block}/{name}: {error}") from error

@@ -20,7 +20,13 @@ from mxjax.methods.program import Program
 from mxjax.numerics import precision
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.running.layer_quantization import check_params, quantize_layer
-from mxjax.running.progress import LayerStages, OnProgress, Stopped
+from mxjax.running.progress import (
+  BEFORE_TUNING,
+  LayerStages,
+  OnProgress,
+  Stopped,
+  announce_tuning,
+)
 from mxjax.running.progress import Progress as Progress
 from mxjax.running.recovery import recover
 from mxjax.running.run_state import Result, RunState, open_folder
@@ -64,6 +70,7 @@ def quantize_with_record(
         _quantize_next(run, trajectories, contract, probe, on_progress)
         if stop and processes.any_of(stop(), placement.mesh):
           raise Stopped(index + 1, count)
+    run.tune(announce_tuning(on_progress, count))
     return run.finish(check=check)
 
 
@@ -81,7 +88,8 @@ def _quantize_next(
   float_layer = run.params[name]
   largest = 4 * max(leaf.size for leaf in jax.tree.leaves(float_layer))
   place, steps = (index, model.num_layers), 2 + len(program.recover)
-  stages = LayerStages(run.record.clock, on_progress, place, steps, largest)
+  share = BEFORE_TUNING if program.tune else 1.0
+  stages = LayerStages(run.record.clock, on_progress, place, steps, largest, share)
   # Rerun calibration: capture the inputs of each target linear.
   with stages.stage("calibration", 0):
     inputs = trajectories.observe(float_layer, contract)
@@ -90,6 +98,7 @@ def _quantize_next(
     quantized, linears = quantize_layer(
       *(model, name, float_layer, program, inputs, run.learned, contract),
       stages.announce,
+      gradients=float_model.gradients() if program.weighting == "fisher" else (),
       probe=probe,
     )
     jax.block_until_ready(quantized)

@@ -23,6 +23,26 @@ class Progress(NamedTuple):
 OnProgress = Callable[[Progress], None]
 
 
+BEFORE_TUNING = 0.5
+"""Share of a run before the tuning, if the program tunes."""
+
+
+def announce_tuning(
+  on_progress: OnProgress | None, layers: int
+) -> Callable[[int, int, float | None], None]:
+  """Returns what tells the caller the steps of tuning and their divergence."""
+
+  def announce(step: int, steps: int, divergence: float | None) -> None:
+    if on_progress:
+      label = f"scale distillation {step}/{steps}"
+      if divergence is not None:
+        label += f", KL {divergence:.4f}"
+      fraction = BEFORE_TUNING + (1 - BEFORE_TUNING) * step / steps
+      on_progress(Progress(layers - 1, layers, label, fraction))
+
+  return announce
+
+
 class Stopped(Exception):
   """Raised when a run stops on request, after `layer` of `layers` are finished."""
 
@@ -45,20 +65,22 @@ class LayerStages:
     place: tuple[int, int],
     steps: int,
     largest: int,
+    share: float = 1.0,
   ) -> None:
     """Stores the settings; announces nothing yet.
 
     `place` is the layer's index and the number of layers, `steps` its number of stages,
-    `largest` the bytes of its largest array.
+    `largest` the bytes of its largest array, `share` that of all layers in the run.
     """
     self._clock, self._on_progress = clock, on_progress
     self._place, self._steps, self._largest = place, steps, largest
+    self._share = share
 
   def announce(self, label: str, step: int = 1) -> None:
     """Reports the current work within a stage to the caller."""
     if self._on_progress:
       index, layers = self._place
-      fraction = (index + step / self._steps) / layers
+      fraction = self._share * (index + step / self._steps) / layers
       self._on_progress(Progress(index, layers, label, fraction))
 
   @contextlib.contextmanager

@@ -50,6 +50,8 @@ class QuantizationRecord:
     preparation: What `Program.prepare` recorded.
     resumed: One entry for every resume of a killed run: finished layers (`layer`),
       unfinished files that were `discarded`, what `changed` in the environment.
+    tuning: Divergence of every step of scale distillation and how far the factors of
+      each layer moved, or None.
     mesh: Sizes of the axes and number of processes, or None for one device.
   """
 
@@ -62,6 +64,7 @@ class QuantizationRecord:
   preparation: dict[str, Any] = dataclasses.field(default_factory=dict)
   resumed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
   mesh: dict[str, int] | None = None
+  tuning: dict[str, Any] | None = None
 
   def to_dict(self) -> dict[str, Any]:
     """Converts the record to nested dicts that JSON can represent."""

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 from mxjax.calibration.calibration import Calibration, Params
@@ -13,7 +13,7 @@ from mxjax.devices import processes
 from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.methods.program import Prepared, Program
 from mxjax.numerics.contract import Contract
-from mxjax.running import run_identity, sanity
+from mxjax.running import run_identity, sanity, tuning
 from mxjax.running.run_record import QuantizationRecord, StageClock
 from mxjax.running.trajectories import Trajectories
 from mxjax.storage.run_folder import RunFolder
@@ -156,8 +156,7 @@ class RunState:
     `name` is such as `layers_3`; `trajectories` enter the next layer.
     """
     is_last = self.finished + 1 == self._calib.model.num_layers
-    if not is_last:
-      trajectories.float_model.leave()
+    trajectories.leave_layer(is_last=is_last)
     if self._folder:
       with self.record.clock.stage("writing"):
         self._folder.write_layer(
@@ -169,6 +168,22 @@ class RunState:
         )
     self.result[name] = self._results_on.shard_rows(quantized)
     self.record.layers.append(record)
+
+  def tune(self, announce: Callable[[int, int, float | None], None]) -> None:
+    """Runs the program's tuning, if any, and installs what it learned."""
+    if self._program.tune is None:
+      return
+    quantized = self._placement.on_primary(self.result)
+    with self.record.clock.stage("tuning"):
+      learned, record = tuning.distill_scales(
+        *(self._program.tune, self._placement.on_primary(self.params), quantized),
+        *(self._calib, self._folder, announce),
+      )
+      for index, own in enumerate(learned):
+        name = self._calib.model.layer_name(index)
+        layer = tuning.installed(quantized[name], own, self._calib)
+        self.result[name] = self._results_on.shard_rows(layer)
+    self.record = dataclasses.replace(self.record, tuning=record)
 
   def finish(self, *, check: bool) -> Result:
     """Runs the sanity gate if asked for and ends the journal.

@@ -16,6 +16,7 @@ import numpy as np
 from mxjax.calibration.activations import Activations
 from mxjax.calibration.calibration import Calibration, Params
 from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.calibration.output_gradients import OutputGradients
 from mxjax.calibration.store import CalibrationStore
 from mxjax.devices.placement import Placement
 from mxjax.methods.program import Program
@@ -32,13 +33,17 @@ class Trajectories:
   """Hidden states entering the next layer, for every model that a program measures.
 
   `fits` are the states that each recovery fit is measured on, in order. `upstream` is
-  the layers quantized so far, if hooks see their outputs; else None.
+  the layers quantized so far, if hooks see their outputs; else None. `output_gradients`
+  are those of every layer, if the program needs them, and `keep_gradients` leaves them
+  for other runs.
   """
 
   program: Program
   float_model: Activations
   fits: list[Activations]
   upstream: Activations | None
+  output_gradients: OutputGradients | None = None
+  keep_gradients: bool = False
 
   @classmethod
   def begin(
@@ -54,6 +59,10 @@ class Trajectories:
   ) -> "Trajectories":
     """Starts all trajectories before the first layer, or where a killed run stopped."""
     options: dict[str, Any] = {"chunk": chunk, "placement": placement}
+    of_whole, gradients = dict(options), None
+    if program.weighting == "fisher":
+      on_disk = (store or folder) if placement.mesh is None else None
+      gradients = OutputGradients(on_disk.path / "gradients" if on_disk else None)
     if folder and folder.finished:
       saved = folder.read_streams(chunk, placement.put_sequences)
       options["index"] = len(folder.finished)
@@ -65,7 +74,16 @@ class Trajectories:
       entering("float", store=store),
       [entering(name) for name in _fit_names(program)],
       entering("upstream") if program.upstream == "quantized" else None,
+      gradients.compute(params, calib, **of_whole) if gradients else None,
+      keep_gradients=store is not None,
     )
+
+  def leave_layer(self, *, is_last: bool) -> None:
+    """Moves the float trajectory past its layer and frees that layer's gradients."""
+    if self.output_gradients and not self.keep_gradients:
+      self.output_gradients.release(self.float_model.index)
+    if not is_last:
+      self.float_model.leave()
 
   def to_host(self) -> Mapping[str, Sequence[jax.Array | np.ndarray]]:
     """Returns all hidden states entering the next layer, by their name on disk."""
@@ -78,7 +96,13 @@ class Trajectories:
   def observe(self, layer: Params, contract: Contract) -> dict[str, LinearInputs]:
     """Observes a float layer and returns the inputs that hooks see, by tap."""
     plain = {name for fit in self.program.recover for name in fit.float_taps}
-    self.float_model.observe(layer, contract, tuple(sorted(plain)))
+    gradients = self.output_gradients
+    self.float_model.observe(
+      layer,
+      contract,
+      tuple(sorted(plain)),
+      gradients and gradients.leaving(self.float_model.index),
+    )
     if self.upstream is None:
       return self.float_model.inputs(contract)
     # Run the float layer on the outputs of the quantized layers.

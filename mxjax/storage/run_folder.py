@@ -3,6 +3,8 @@
     journal.jsonl         every event with checksums of its files; also the lock
     prepared/             what a program's `prepare` produced, if anything
     layers/NAME           finished layers
+    gradients/            gradients of the layers to come; computed anew on resuming
+    tuning/STEP           what tuning has learned so far, if the program tunes
     streams/INDEX-NAME    hidden states entering the next layer
 
 A layer's files reach the disk before its journal entry, and the entry is written before
@@ -36,7 +38,7 @@ from mxjax.storage.journal import Journal, parse
 from mxjax.storage.tree_io import Description, at, nested, read_tree, write_tree
 
 JOURNAL = "journal.jsonl"
-FOLDERS = ("layers", "prepared", "streams")
+FOLDERS = ("gradients", "layers", "prepared", "streams", "tuning")
 VERSION = 1
 Streams = Mapping[str, Sequence[jax.Array | np.ndarray]]
 """Hidden states by the name of their stream, in chunks `[sequences, T, d]`."""
@@ -71,6 +73,13 @@ class Prepared(NamedTuple):
   params: dict[str, Any] | None
   learned: dict[str, Any]
   record: dict[str, Any]
+
+
+class Tuning(NamedTuple):
+  """State of tuning after a step: arrays in the order of a pytree's leaves, losses."""
+
+  arrays: dict[str, np.ndarray]
+  losses: list[float]
 
 
 class RunFolder:
@@ -167,7 +176,7 @@ class RunFolder:
   def _listed_files(self) -> dict[str, str]:
     """Returns the SHA-256 of every file of the last state, by relative path."""
     files = {}
-    for one in (self.event("prepared"), *self.finished):
+    for one in (self.event("prepared"), *self.finished, self.event("tuned")):
       files |= one["files"] if one else {}
     return files | (self.finished[-1]["streams"] if self.finished else {})
 
@@ -343,6 +352,29 @@ class RunFolder:
     )
     for file in before:
       (self.path / file).unlink()
+
+  def write_tuning(
+    self, arrays: Mapping[str, jax.Array], losses: Sequence[float]
+  ) -> None:
+    """Writes the state of tuning durably, in place of that of the step before."""
+    if self._journal is None:
+      return
+    before = self.event("tuned")
+    file = f"tuning/{len(losses)}.safetensors"
+    with _explain_full_disk(self.path):
+      digest = write_arrays(self.path / file, arrays)
+    self.journal("tuned", files={file: digest}, loss=losses[-1])
+    for old in before["files"] if before else ():
+      (self.path / old).unlink()
+
+  def read_tuning(self) -> Tuning | None:
+    """Reads the state written by `write_tuning`, or returns None."""
+    event = self.event("tuned")
+    if event is None:
+      return None
+    [file] = event["files"]
+    losses = [one["loss"] for one in self.events if one["event"] == "tuned"]
+    return Tuning(read_arrays(self.path / file), losses)
 
   def read_layer(self, event: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the params of a finished layer, bit for bit."""

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.gptq import reconstruct
@@ -80,9 +81,11 @@ def _weight_folds(weight_moments: jax.Array, rotated_inverse: jax.Array) -> jax.
 
 
 def _prepare_anchor(
-  weight: jax.Array, moment: jax.Array, rules: mxfp4.Rules
+  weight: jax.Array, moment: jax.Array, rules: mxfp4.Rules, used: jax.Array | None
 ) -> _Anchor:
   """Computes the chart and the weight side of the anchor encoding.
+
+  `used` is the weight moment of the chart, by default W'W / m.
 
   It is split into several jitted steps by rule 2 of `mxjax.devices.execution`.
   """
@@ -90,7 +93,8 @@ def _prepare_anchor(
   moments = execution.block_on_cpu(_weight_moments(weight))
   even, odd = rows - rows // 2, rows // 2
   total = (moments[0] * even + moments[1] * odd) / rows
-  chart, rotated, rotated_inverse = execution.call_in_batches(_chart, moment, total)
+  used = total if used is None else used
+  chart, rotated, rotated_inverse = execution.call_in_batches(_chart, moment, used)
   return _Anchor(
     chart=chart,
     rotated=rotated.astype(jnp.float32),
@@ -190,7 +194,10 @@ class HiRes(Program):
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
     """Stage I: finds T from chart and interaction, then D from three trials."""
     moment = inputs.moment()
-    anchor = _prepare_anchor(weight, moment, inputs.rules)
+    used = (
+      None if inputs.token_weights is None else fisher.output_moment(weight, inputs)
+    )
+    anchor = _prepare_anchor(weight, moment, inputs.rules, used)
     zeros = jnp.zeros((2, *moment.shape), jnp.float64)
     errors = inputs.reduce(_anchor_step, zeros, anchor.rotated)
     counts = jnp.maximum(jnp.asarray(inputs.fold_tokens, jnp.float64), 1.0)

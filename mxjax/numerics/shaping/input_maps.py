@@ -114,6 +114,23 @@ class BlockDense(InputMap):
     return self.matrix
 
 
+def scaled(input_map: InputMap | None, factor: jax.Array) -> BlockDense:
+  """Returns the map that scales inputs by `factor`, `[d]`, and then applies another.
+
+  Raises:
+    ValueError: The map is not one matrix for each block, or for all of them.
+  """
+  size = mxfp4.BLOCK_SIZE
+  matrix = jnp.eye(size)[None] if input_map is None else input_map.block_matrices()
+  if matrix is None:
+    raise ValueError(
+      "input_maps.scaled: expected a map of single blocks, got "
+      f"{type(input_map).__name__}, which mixes blocks; leave out +tune, because "
+      "scales cannot be folded into it."
+    )
+  return BlockDense(matrix.astype(jnp.float32) * factor.reshape(-1, 1, size))
+
+
 @register
 @dataclasses.dataclass(frozen=True)
 class Hadamard(InputMap):

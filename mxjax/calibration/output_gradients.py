@@ -1,0 +1,177 @@
+r"""Gradients of the float model's own log-likelihood at the outputs of its layers.
+
+Labels are drawn from the model's own predictions, so second moments of these gradients
+are those of the Fisher information. One forward and one backward pass cover the whole
+calibration set, one decoder layer at a time; the loss of a sequence is a sum over its
+tokens.
+
+.. math::
+  g_t = \partial\, \bigl[-\sum_s \log p(y_s \mid x_{\le s})\bigr] / \partial\, h_t,
+  \qquad y_s \sim p(\cdot \mid x_{\le s})
+"""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.calibration import gradients, streams
+from mxjax.calibration.calibration import (
+  Calibration,
+  CausalLanguageModel,
+  Params,
+)
+from mxjax.calibration.streams import Chunks
+from mxjax.devices import execution
+from mxjax.devices.placement import ONE_DEVICE, Placement
+from mxjax.storage.atomic_io import read_arrays, write_arrays
+
+LABEL_SEED = 0
+
+
+@functools.partial(jax.jit, static_argnames=("model", "placement"))
+def _of_final_hidden(
+  model: CausalLanguageModel,
+  outer: Params,
+  hidden: jax.Array,
+  places: jax.Array,
+  placement: Placement,
+) -> jax.Array:
+  """Differentiates the loss of sampled labels by hidden states `[S, T, d]`."""
+
+  def one(outer: Params, states: jax.Array, place: jax.Array) -> jax.Array:
+    key = jax.random.fold_in(jax.random.key(LABEL_SEED), place)
+    length = states.shape[0]
+    positions = jnp.arange(length, dtype=jnp.int32)
+
+    def losses(states: jax.Array, positions: jax.Array) -> jax.Array:
+      scores = jax.nn.log_softmax(model.logits(outer, states[None])[0])
+      keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(positions)
+      labels = jax.vmap(jax.random.categorical)(keys, jax.lax.stop_gradient(scores))
+      return -jnp.take_along_axis(scores, labels[:, None], -1)[:, 0]
+
+    ones = jnp.ones(length, jnp.float32)
+    mean = lambda states: gradients.chunked_mean(
+      losses, length, states, positions, weights=ones
+    )
+    return jax.grad(lambda states: length * mean(states))(states)
+
+  def run(outer: Params, hidden: jax.Array, places: jax.Array) -> jax.Array:
+    return jax.lax.map(lambda item: one(outer, *item), (hidden, places))
+
+  return placement.call(run, outer, hidden, places)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "placement"))
+def _through_layer(
+  model: CausalLanguageModel,
+  layer: Params,
+  hidden: jax.Array,
+  cotangent: jax.Array,
+  placement: Placement,
+) -> jax.Array:
+  """Takes gradients at a layer's output, `[S, T, d]`, to its input."""
+
+  def run(layer: Params, hidden: jax.Array, cotangent: jax.Array) -> jax.Array:
+    def one(item: tuple[jax.Array, jax.Array]) -> jax.Array:
+      states, gradient = item
+      _, back = jax.vjp(lambda rows: model.layer(layer, rows), states[None])
+      return back(gradient[None])[0][0]
+
+    return jax.lax.map(one, (hidden, cotangent))
+
+  return placement.call(run, layer, hidden, cotangent)
+
+
+class OutputGradients:
+  """The gradients at the output of every layer, in memory or in files of a folder."""
+
+  def __init__(self, folder: pathlib.Path | None = None) -> None:
+    """Uses a folder, created on the first write, or memory."""
+    self._folder = folder
+    self._memory: dict[str, Chunks] = {}
+
+  def _file(self, name: str) -> pathlib.Path:
+    assert self._folder is not None
+    return self._folder / f"{name}.safetensors"
+
+  def _put(self, name: str, chunks: Chunks) -> None:
+    if self._folder is None:
+      self._memory[name] = chunks
+      return
+    self._folder.mkdir(parents=True, exist_ok=True)
+    arrays = {f"{part:06d}": chunk for part, chunk in enumerate(chunks)}
+    write_arrays(self._file(name), arrays)
+
+  def _get(self, name: str) -> Chunks:
+    if self._folder is None:
+      return self._memory[name]
+    arrays = read_arrays(self._file(name))
+    return [jnp.asarray(arrays[part]) for part in sorted(arrays)]
+
+  def _remove(self, name: str) -> None:
+    if self._folder is None:
+      del self._memory[name]
+    else:
+      self._file(name).unlink()
+
+  def leaving(self, index: int) -> Chunks:
+    """Returns the gradients at the output of a layer, chunks of `[sequences, T, d]`.
+
+    They have the dtype of the hidden states.
+    """
+    return self._get(f"leaving-{index}")
+
+  def release(self, index: int) -> None:
+    """Frees the gradients at the output of a layer."""
+    self._remove(f"leaving-{index}")
+
+  def is_complete(self, layers: int, chunks: int) -> bool:
+    """Whether the folder has the gradients of all layers, in chunks of this number."""
+    return (
+      self._folder is not None
+      and all(self._file(f"leaving-{index}").is_file() for index in range(layers))
+      and len(self.leaving(0)) == chunks
+    )
+
+  def compute(
+    self,
+    params: Params,
+    calib: Calibration,
+    *,
+    chunk: int = 1,
+    placement: Placement = ONE_DEVICE,
+  ) -> "OutputGradients":
+    """Runs the float model forward and backward and keeps the gradients.
+
+    Until a layer is differentiated, the hidden states entering it are kept in the same
+    place. What is in the folder already is used.
+    """
+    model, wait = calib.model, execution.block_on_cpu
+    count = model.num_layers
+    if self.is_complete(count, -(-len(calib.tokens) // chunk)):
+      return self
+    hidden = streams.embed(model, params, calib.tokens, chunk, placement)
+    for index in range(count):
+      self._put(f"entering-{index}", [jnp.array(part, copy=True) for part in hidden])
+      hidden = streams.advance(
+        model, params[model.layer_name(index)], hidden, placement
+      )
+    outer = placement.shard_rows(streams.outer_params(params))
+    gradient = []
+    for part in hidden:
+      first = chunk * len(gradient)
+      places = jnp.arange(first, first + part.shape[0], dtype=jnp.int32)
+      arrays = outer, part, placement.put_sequences(places)
+      gradient.append(wait(_of_final_hidden(model, *arrays, placement)))
+    for index in reversed(range(count)):
+      self._put(f"leaving-{index}", gradient)
+      if index:
+        layer = placement.shard_rows(params[model.layer_name(index)])
+        gradient = [
+          wait(_through_layer(model, layer, states, part, placement))
+          for states, part in zip(self._get(f"entering-{index}"), gradient, strict=True)
+        ]
+      self._remove(f"entering-{index}")
+    return self

@@ -1,0 +1,165 @@
+r"""Scale distillation: learns input scales of the quantized linears from predictions.
+
+Codes, exponents and the tables of the A4 rule stay as they are. Learned are one factor
+for each input channel of every quantized linear, and one for each channel that several
+linears read (q, k, v; gate, up), which acts like the gain of the norm before them. Both
+fold into the input maps, U = U_0 diag(f), so the result has the form and the cost of
+the program's own.
+
+.. math::
+  \min_f \ \frac1n \sum_t \operatorname{KL}\bigl(p_{\text{float}}(\cdot \mid x_{\le t})
+    \,\|\, p_f(\cdot \mid x_{\le t})\bigr)
+
+The forward pass is the strict model; the backward pass takes the A4 rule for the
+identity. Not in the paper; see `docs/results/hires_next.md`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.calibration import gradients
+from mxjax.calibration.calibration import (
+  CausalLanguageModel,
+  Params,
+  replace_weights,
+)
+from mxjax.layers.linear import ScaledInputs
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.numerics.shaping import input_maps
+
+
+def _quantized(layer: Params, model: CausalLanguageModel) -> dict[tuple[str, str], Any]:
+  """Returns the quantized leaves of a layer by (block, name)."""
+  leaves = {path: layer[path[0]][path[1]]["weight"] for path in model.projection_taps}
+  return {p: leaf for p, leaf in leaves.items() if isinstance(leaf, QuantizedLinear)}
+
+
+def _shared_taps(model: CausalLanguageModel, paths: Any) -> set[str]:
+  """Returns the taps that several of the linears read."""
+  read = [model.projection_taps[path] for path in paths]
+  return {tap for tap in read if read.count(tap) > 1}
+
+
+def _factors(own: Any, model: CausalLanguageModel) -> dict[tuple[str, str], jax.Array]:
+  """Returns the factors on the inputs of each linear of a layer."""
+  factors = {}
+  for path, steps in own["linears"].items():
+    block, name = path.split("/")
+    shared = own["taps"].get(model.projection_taps[block, name], jnp.zeros_like(steps))
+    factors[block, name] = (1 + steps) * (1 + shared)
+  return factors
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictionDivergence:
+  """The divergence of a quantized model's predictions from the float model's."""
+
+  model: CausalLanguageModel
+
+  def embed(self, shared: Any, outer: Params, ids: jax.Array) -> jax.Array:
+    """See `gradients.Objective`."""
+    del shared
+    return self.model.embed(outer, ids)
+
+  def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
+    """Runs the strict layer with scaled inputs."""
+    del shared
+    leaves = _quantized(layer, self.model)
+    scaled = {
+      path: ScaledInputs(leaves[path], factor)
+      for path, factor in _factors(own, self.model).items()
+    }
+    return self.model.layer(replace_weights(layer, scaled), hidden)
+
+  def loss(
+    self,
+    shared: Any,
+    hidden: jax.Array,
+    outer: Params,
+    ids: jax.Array,
+    teacher: jax.Array | None,
+  ) -> jax.Array:
+    """Computes the mean over tokens of KL(float || quantized), over the vocabulary."""
+    del shared
+    assert teacher is not None
+
+    def chunk(states: jax.Array, targets: jax.Array) -> jax.Array:
+      wanted = jax.lax.stop_gradient(self.model.logits(outer, targets[None])[0])
+      target = jax.nn.log_softmax(wanted)
+      student = jax.nn.log_softmax(self.model.logits(outer, states[None])[0])
+      return (jnp.exp(target) * (target - student)).sum(-1)
+
+    length = ids.shape[1]
+    weights = jnp.ones(length, jnp.float32)
+    return gradients.chunked_mean(chunk, length, hidden[0], teacher[0], weights=weights)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleDistillation:
+  """Options of scale distillation: Adam over random chunks of the calibration set.
+
+  The rates rise over the first steps, without which they diverge, and fall to zero.
+
+  Attributes:
+    epochs: Passes over the calibration tokens.
+    length: Tokens of a chunk, which is one step.
+    rate: Adam's rate for the factors of a linear.
+    shared_rate: Adam's rate for the factors that several linears share.
+    warmup: Steps until the rates are whole.
+    seed: Of the order of the chunks.
+  """
+
+  epochs: int = 3
+  length: int = 1024
+  rate: float = 3e-3
+  shared_rate: float = 4e-3
+  warmup: int = 5
+  seed: int = 0
+
+  def initial(self, layers: list[Params], model: CausalLanguageModel) -> list[Any]:
+    """Returns zero steps for every layer: `linears` by path, `taps` by name."""
+    own = []
+    for layer in layers:
+      leaves = _quantized(layer, model)
+      zeros = {
+        "/".join(path): jnp.zeros(leaf.shape[1], jnp.float32)
+        for path, leaf in leaves.items()
+      }
+      taps = {
+        model.projection_taps[path]: jnp.zeros(leaves[path].shape[1], jnp.float32)
+        for path in leaves
+        if model.projection_taps[path] in _shared_taps(model, leaves)
+      }
+      own.append({"linears": zeros, "taps": taps})
+    return own
+
+  def chunks(self, tokens: np.ndarray) -> list[jax.Array]:
+    """Cuts calibration tokens `[S, T]` into equal chunks `[1, <= length]`.
+
+    A row gives as few chunks as `length` allows; what their number does not divide is
+    left out at its end.
+    """
+    parts = -(-tokens.shape[1] // self.length)
+    size = tokens.shape[1] // parts
+    rows = tokens[:, : parts * size].reshape(-1, 1, size)
+    return [jnp.asarray(row) for row in rows]
+
+  def order(self, count: int) -> list[int]:
+    """Returns the chunk of each step: every epoch a new permutation."""
+    rng = np.random.default_rng(self.seed)
+    return [int(i) for _ in range(self.epochs) for i in rng.permutation(count)]
+
+
+def install(layer: Params, own: Any, model: CausalLanguageModel) -> dict[str, Any]:
+  """Folds a layer's factors into the maps of its quantized linears."""
+  leaves, new = _quantized(layer, model), {}
+  for path, factor in _factors(own, model).items():
+    leaf = leaves[path]
+    new[path] = dataclasses.replace(
+      leaf, input_map=input_maps.scaled(leaf.input_map, factor)
+    )
+  return replace_weights(layer, new)

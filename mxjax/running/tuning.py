@@ -1,0 +1,121 @@
+"""Tuning of a finished model on the divergence of its predictions, step by step.
+
+Every step is written to the run folder before the next begins, so a killed run goes on
+to the same bits.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mxjax.calibration import gradients, streams
+from mxjax.calibration.calibration import Calibration, Params
+from mxjax.devices import execution
+from mxjax.methods import scale_distillation
+from mxjax.methods.scale_distillation import PredictionDivergence, ScaleDistillation
+from mxjax.storage.run_folder import RunFolder
+
+
+def _optimizer(options: ScaleDistillation, steps: int) -> optax.GradientTransformation:
+  """Returns Adam with warm-up and a linear decay to zero over `steps`."""
+
+  def adam(rate: float) -> optax.GradientTransformation:
+    rise = lambda step: jnp.minimum(1, (step + 1) / options.warmup)
+    schedule = lambda step: rate * rise(step) * (1 - step / steps)
+    return optax.adam(schedule, b1=0.9, b2=0.95)
+
+  labels = lambda learned: [
+    {part: jax.tree.map(lambda _, label=part: label, layer[part]) for part in layer}
+    for layer in learned
+  ]
+  rates = {"linears": adam(options.rate), "taps": adam(options.shared_rate)}
+  return optax.multi_transform(rates, labels)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "steps"))
+def _update(
+  options: ScaleDistillation, steps: int, learned: Any, state: Any, gradient: Any
+) -> tuple[Any, Any]:
+  with jax.numpy_dtype_promotion("standard"):  # Optax mixes its counter with floats.
+    updates, state = _optimizer(options, steps).update(gradient, state, learned)
+  return optax.apply_updates(learned, updates), state
+
+
+def _restored(like: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+  """Returns stored arrays in the structure of a pytree."""
+  leaves = [jnp.asarray(arrays[key]) for key in sorted(arrays)]
+  return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _named(tree: Any) -> dict[str, jax.Array]:
+  return {f"{i:06d}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+def distill_scales(
+  options: ScaleDistillation,
+  float_params: Params,
+  quantized: Params,
+  calib: Calibration,
+  folder: RunFolder | None,
+  announce: Callable[[int, int, float | None], None],
+) -> tuple[list[Any], dict[str, Any]]:
+  """Learns the input scales of all quantized linears.
+
+  `announce` gets the number of finished steps, that of all steps, and the divergence of
+  the last one. Returns what `scale_distillation.install` takes for each layer, and the
+  record.
+
+  Raises:
+    FloatingPointError: The divergence is not finite.
+  """
+  model = calib.model
+  chunks = options.chunks(calib.tokens)
+  order = options.order(len(chunks))
+  layers = [quantized[model.layer_name(i)] for i in range(model.num_layers)]
+  learned: Any = options.initial(layers, model)
+  state: Any = _optimizer(options, len(order)).init(learned)
+  losses: list[float] = []
+  if folder and (saved := folder.read_tuning()):
+    learned, state = _restored((learned, state), saved.arrays)
+    losses = saved.losses
+  if len(losses) < len(order):
+    announce(len(losses), len(order), None)
+    teachers = streams.final_hiddens(model, float_params, chunks)
+    objective = PredictionDivergence(model)
+    for chunk in order[len(losses) :]:
+      result = gradients.gradients(
+        objective, quantized, None, learned, [chunks[chunk]], [teachers[chunk]]
+      )
+      if not np.isfinite(result.loss):
+        raise FloatingPointError(
+          f"scale distillation: expected a finite divergence, got {result.loss} at "
+          f"step {len(losses) + 1} of {len(order)}; lower the rate, such as rate=.001."
+        )
+      learned, state = execution.block_on_cpu(
+        _update(options, len(order), learned, state, result.own)
+      )
+      losses.append(result.loss)
+      if folder:
+        folder.write_tuning(_named((learned, state)), losses)
+      announce(len(losses), len(order), result.loss)
+  return learned, {"divergence": losses, "order": order, **_moved(learned)}
+
+
+def _moved(learned: list[Any]) -> dict[str, Any]:
+  """Returns the root mean square change of the factors by layer, for the report."""
+  size = lambda layer: sum(leaf.size for leaf in jax.tree.leaves(layer))
+  squares = lambda layer: sum(
+    float(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(layer)
+  )
+  changes = [(squares(layer) / max(size(layer), 1)) ** 0.5 for layer in learned]
+  return {"parameters": sum(map(size, learned)), "change_by_layer": changes}
+
+
+def installed(layer: Params, learned: Any, calib: Calibration) -> dict[str, Any]:
+  """Returns a layer with its learned factors folded into the input maps."""
+  return scale_distillation.install(layer, learned, calib.model)

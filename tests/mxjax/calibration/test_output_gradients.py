@@ -1,0 +1,132 @@
+"""Output gradients and Fisher weights against whole-model differentiation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.calibration import fisher, output_gradients
+from mxjax.calibration.activations import Activations
+from mxjax.calibration.calibration import Calibration
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.calibration.output_gradients import OutputGradients
+from mxjax.numerics import mxfp4
+from mxjax.numerics.contract import PAPER_CONTRACT
+
+
+@pytest.fixture(scope="module")
+def calib(tiny_model, tiny_tokens):
+  return Calibration(tiny_model, tiny_tokens[:3])
+
+
+def sampled(model, params, tokens, place):
+  """The labels that the library draws for a sequence."""
+  scores = jax.nn.log_softmax(model.apply({"params": params}, tokens[None])[0])
+  key = jax.random.fold_in(jax.random.key(output_gradients.LABEL_SEED), place)
+  keys = [jax.random.fold_in(key, position) for position in range(len(tokens))]
+  return jnp.stack(
+    [jax.random.categorical(k, row) for k, row in zip(keys, scores, strict=True)]
+  )
+
+
+def test_gradients_are_those_of_the_whole_model(tiny_model, tiny_params, calib):
+  """A bias on a linear's output, as one would differentiate by hand."""
+  index, place = 0, 1
+  tokens = jnp.asarray(calib.tokens[place])
+  labels = sampled(tiny_model, tiny_params, tokens, place)
+
+  def loss(step):
+    hidden = tiny_model.embed(tiny_params, tokens[None])
+    for layer in range(tiny_model.num_layers):
+      hidden = tiny_model.layer(tiny_params[f"layers_{layer}"], hidden)
+      hidden = hidden + step if layer == index else hidden
+    scores = jax.nn.log_softmax(tiny_model.logits(tiny_params, hidden)[0])
+    return -jnp.take_along_axis(scores, labels[:, None], -1).sum()
+
+  expected = jax.grad(loss)(jnp.zeros((1, len(tokens), 64), jnp.float32))
+  found = OutputGradients().compute(tiny_params, calib).leaving(index)[place]
+  size = jnp.abs(expected).max()
+  assert size > 0
+  assert jnp.abs(found - expected).max() < 1e-4 * size
+
+
+def test_files_chunks_and_memory_give_the_same_bits(tiny_params, calib, tmp_path):
+  alone = OutputGradients().compute(tiny_params, calib)
+  together = OutputGradients().compute(tiny_params, calib, chunk=2)
+  on_disk = OutputGradients(tmp_path / "gradients").compute(tiny_params, calib)
+  again = OutputGradients(tmp_path / "gradients")
+  for index in range(2):
+    expected = jnp.concatenate(alone.leaving(index))
+    for other in (together, on_disk, again):
+      np.testing.assert_array_equal(jnp.concatenate(other.leaving(index)), expected)
+  on_disk.release(0)
+  assert [file.name for file in (tmp_path / "gradients").iterdir()] == [
+    "leaving-1.safetensors"
+  ]
+
+
+def test_a_linear_sees_the_gradient_at_its_own_output(tiny_model, tiny_params, calib):
+  """down_proj ends the layer, so its gradient is that of the layer's output."""
+  leaving = OutputGradients().compute(tiny_params, calib).leaving(0)
+  activations = Activations.embed(tiny_params, calib, chunk=1)
+  activations.observe(tiny_params["layers_0"], PAPER_CONTRACT, (), leaving)
+  seen = activations.gradients()
+  for chunk, expected in zip(seen, leaving, strict=True):
+    np.testing.assert_array_equal(chunk["down_proj"], expected)
+    assert chunk["k_proj"].shape == (1, 32, 32)
+    assert float(jnp.abs(chunk["k_proj"]).max()) > 0
+
+
+def inputs_of(rng, sequences=3, blocks=2, length=8, rows=5):
+  chunks = [
+    jnp.asarray(rng.standard_normal((1, blocks, 32, length)), jnp.float32)
+    for _ in range(sequences)
+  ]
+  gradients = [
+    jnp.asarray(rng.standard_normal((1, length, rows)), jnp.float32)
+    for _ in range(sequences)
+  ]
+  gradients[1] = gradients[1].at[0, 3].mul(100.0)
+  return LinearInputs(chunks).for_linear("one", None, gradients), chunks, gradients
+
+
+def test_token_weights_and_moments_follow_their_definition(float64):
+  rng = np.random.default_rng(0)
+  inputs, chunks, gradients = inputs_of(rng)
+  view = fisher.weighted(inputs)
+  squares = np.square(np.concatenate(gradients).astype(np.float64)).sum(-1)
+  relative = np.minimum(squares / squares.mean(), 20)
+  omega = 0.3 + 0.7 * relative / relative.mean()
+  np.testing.assert_allclose(view.token_weights, omega, rtol=1e-5)
+  assert omega[1, 3] == omega.max() > 5
+  x = np.concatenate(chunks).astype(np.float64).transpose(0, 3, 1, 2).reshape(3, 8, 64)
+  hessian = np.einsum("st,sti,stj->ij", omega, x, x) / 24
+  np.testing.assert_allclose(view.hessian(), hessian, rtol=1e-4, atol=1e-6)
+  blocks = np.stack([hessian[:32, :32], hessian[32:, 32:]])
+  np.testing.assert_allclose(view.moment(), blocks, rtol=1e-4, atol=1e-6)
+  # The view that it came from still counts tokens equally.
+  plain = np.einsum("sti,stj->ij", x, x) / 24
+  np.testing.assert_allclose(inputs.hessian(), plain, rtol=1e-4, atol=1e-6)
+
+
+def test_the_output_moment_follows_its_definition(float64):
+  rng = np.random.default_rng(1)
+  inputs, _, gradients = inputs_of(rng)
+  weight = rng.standard_normal((5, 64))
+  rows = np.concatenate(gradients).astype(np.float64).reshape(-1, 5)
+  used = rows @ weight
+  found = fisher.output_moment(
+    mxfp4.to_blocks(jnp.asarray(weight, jnp.float32)), inputs
+  )
+  for b, part in enumerate((slice(0, 32), slice(32, 64))):
+    of_gradients = used[:, part].T @ used[:, part] / np.square(rows).sum()
+    uniform = weight[:, part].T @ weight[:, part] / 5
+    expected = 0.3 * uniform + 0.7 * of_gradients
+    np.testing.assert_allclose(found[b], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_linear_without_influence_is_refused():
+  inputs, _, gradients = inputs_of(np.random.default_rng(2))
+  dead = inputs.for_linear("dead", None, [jnp.zeros_like(g) for g in gradients])
+  with pytest.raises(ValueError, match="no influence on the predictions"):
+    fisher.weighted(dead)

@@ -1,0 +1,216 @@
+"""Scale distillation: gradient, installation, improvement, resuming."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax import methods, models
+from mxjax.calibration.calibration import Calibration
+from mxjax.evaluation import datasets
+from mxjax.layers.linear import ScaledInputs, linear
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods import scale_distillation
+from mxjax.methods.scale_distillation import ScaleDistillation
+from mxjax.models.loading import embedded
+from mxjax.numerics import mxfp4
+from mxjax.numerics.shaping import input_maps
+from mxjax.running import pipeline, tuning
+from tests import tiny
+
+TUNED = methods.get("hires+tune:epochs=1:length=16")
+
+
+@pytest.fixture(scope="module")
+def calib(tiny_model, tiny_tokens):
+  return Calibration(tiny_model, tiny_tokens[:4])
+
+
+@pytest.fixture(scope="module")
+def leaf(tiny_params, calib):
+  quantized = mxjax.quantize(tiny_params, calib, "hires", check=False)
+  return quantized["layers_0"]["mlp"]["up_proj"]["weight"]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_params, calib):
+  """An uninterrupted run."""
+  return pipeline.quantize_with_record(tiny_params, calib, TUNED, check=False)
+
+
+def rows(count, width, seed=0):
+  return jnp.asarray(
+    np.random.default_rng(seed).standard_normal((count, width)), jnp.float32
+  )
+
+
+def test_the_forward_pass_is_the_strict_one_bit_for_bit(leaf):
+  x, factor = rows(6, 64), 1 + 0.01 * rows(1, 64, seed=1)[0]
+  np.testing.assert_array_equal(
+    linear(x, ScaledInputs(leaf, factor)), linear(x * factor[None], leaf)
+  )
+
+
+def test_the_backward_pass_takes_a4_for_the_identity(leaf):
+  x, cotangent = rows(6, 64), rows(6, 96, seed=2)
+  run = lambda x, factor: linear(x, ScaledInputs(leaf, factor))
+  dx, dfactor = jax.vjp(run, x, jnp.ones(64))[1](cotangent)
+  decoded = np.asarray(mxfp4.decode(leaf.weight, jnp.float32), np.float64)
+  maps = np.asarray(leaf.input_map.matrix, np.float64)
+  mapped = (np.asarray(cotangent, np.float64) @ decoded).reshape(6, 2, 32)
+  expected = np.einsum("bij,nbi->nbj", maps, mapped).reshape(6, 64)
+  size = np.abs(expected).max()
+  np.testing.assert_allclose(dx, expected, atol=0.01 * size)
+  np.testing.assert_allclose(
+    dfactor, (expected * np.asarray(x)).sum(0), atol=0.05 * size
+  )
+
+
+@pytest.mark.parametrize("name", ["rtn", "brq", "hires"])
+def test_installed_factors_compute_what_was_learned(
+  name, tiny_model, tiny_params, calib
+):
+  """Without a map, with one for all blocks, with one for each."""
+  quantized = mxjax.quantize(tiny_params, calib, name, check=False)
+  layer = quantized["layers_1"]
+  [own] = ScaleDistillation().initial([layer], tiny_model)
+  learned = jax.tree.map(
+    lambda zero: zero + 0.02 * rows(1, zero.size, seed=zero.size)[0], own
+  )
+  installed = scale_distillation.install(layer, learned, tiny_model)
+  leaf, old = (x["mlp"]["gate_proj"]["weight"] for x in (installed, layer))
+  x = rows(5, 64, seed=3)
+  steps, shared = learned["linears"]["mlp/gate_proj"], learned["taps"]["gate_up_input"]
+  factor = (1 + steps) * (1 + shared)
+  expected = linear(x, ScaledInputs(old, factor))
+  close = jnp.abs(linear(x, leaf) - expected) < 1e-3 * jnp.abs(expected).max()
+  assert close.mean() > 0.9
+  np.testing.assert_array_equal(leaf.weight.codes, old.weight.codes)
+
+
+def test_linears_on_one_tensor_share_factors(tiny_model, tiny_params, calib):
+  quantized = mxjax.quantize(tiny_params, calib, "rtn", check=False)
+  [own] = ScaleDistillation().initial([quantized["layers_0"]], tiny_model)
+  assert set(own["taps"]) == {"qkv_input", "gate_up_input"}
+  assert len(own["linears"]) == 7
+
+
+def test_maps_that_mix_blocks_are_refused():
+  with pytest.raises(ValueError, match="mixes blocks"):
+    input_maps.scaled(input_maps.Hadamard(128), jnp.ones(128))
+
+
+def test_predictions_of_a_trained_model_come_closer():
+  """On text that tuning did not see; BRQ's map is fixed, so only the tuning learns."""
+  folder = embedded.trained_folder("llama")
+  model, params = models.from_pretrained(folder)
+  tokenizer = models.load_tokenizer(folder)
+  load = lambda split, count: datasets.load_tokens(
+    None, tokenizer, count=count, length=128, split=split
+  )
+  unseen = jnp.asarray(load("test", 4))
+  calib = Calibration(model, load("calibration", 16))
+  exact = jax.nn.log_softmax(model.apply({"params": params}, unseen))
+  quantized = mxjax.quantize(params, calib, "brq", check=False, probe=False)
+  learned, _ = tuning.distill_scales(
+    *(ScaleDistillation(length=128), params, quantized, calib, None), lambda *_: None
+  )
+  layers = [f"layers_{index}" for index in range(len(learned))]
+  tuned = quantized | {
+    name: tuning.installed(quantized[name], own, calib)
+    for name, own in zip(layers, learned, strict=True)
+  }
+
+  def divergence(found):
+    scores = jax.nn.log_softmax(model.apply({"params": found}, unseen))
+    return float((jnp.exp(exact) * (exact - scores)).sum(-1).mean())
+
+  assert divergence(tuned) < 0.95 * divergence(quantized)
+
+
+def test_the_record_has_every_step(whole, tiny_model):
+  record = whole.record.to_dict()["tuning"]
+  assert len(record["divergence"]) == len(record["order"]) == 8
+  assert sorted(record["order"]) == list(range(8))
+  assert record["parameters"] == 2 * (7 * 64 + 32 + 2 * 64)
+  assert len(record["change_by_layer"]) == 2
+  assert min(record["change_by_layer"]) > 0
+  assert whole.record.program["options"]["tune"]["length"] == 16
+
+
+class Killed(Exception):
+  pass
+
+
+@pytest.mark.parametrize("after", ["0/8", "3/8", "8/8"])
+def test_a_killed_tuning_goes_on_to_the_same_bits(
+  after, whole, tiny_params, calib, tmp_path
+):
+  def kill(progress):
+    if f"distillation {after}" in progress.stage:
+      raise Killed
+
+  options = {"check": False, "run_dir": tmp_path / "run"}
+  with pytest.raises(Killed):
+    mxjax.quantize(tiny_params, calib, TUNED, on_progress=kill, **options)
+  resumed = pipeline.quantize_with_record(
+    tiny_params, calib, TUNED, resume=True, **options
+  )
+  assert resumed.record.tuning == whole.record.tuning
+  for ours, theirs in zip(
+    jax.tree.leaves(resumed.params), jax.tree.leaves(whole.params), strict=True
+  ):
+    np.testing.assert_array_equal(ours, theirs)
+  assert len(list((tmp_path / "run" / "tuning").iterdir())) == 1
+
+
+def test_damage_to_the_state_of_tuning_is_found(tiny_params, calib, tmp_path):
+  options = {"check": False, "run_dir": tmp_path / "run"}
+  mxjax.quantize(tiny_params, calib, TUNED, **options)
+  [file] = (tmp_path / "run" / "tuning").iterdir()
+  data = bytearray(file.read_bytes())
+  data[-5] ^= 1
+  file.write_bytes(data)
+  with pytest.raises(ValueError, match="tuning/8.safetensors"):
+    mxjax.quantize(tiny_params, calib, TUNED, resume=True, **options)
+
+
+def test_only_quantized_leaves_change_and_only_their_maps(whole, tiny_params, calib):
+  plain = mxjax.quantize(tiny_params, calib, "hires", check=False)
+  is_leaf = lambda node: isinstance(node, QuantizedLinear)
+  for ours, theirs in zip(
+    jax.tree.leaves(whole.params, is_leaf=is_leaf),
+    jax.tree.leaves(plain, is_leaf=is_leaf),
+    strict=True,
+  ):
+    if not is_leaf(ours):
+      np.testing.assert_array_equal(ours, theirs)
+      continue
+    assert float(jnp.abs(ours.input_map.matrix - theirs.input_map.matrix).max()) > 0
+    same = dataclasses.replace(ours, input_map=theirs.input_map)
+    for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(theirs), strict=True):
+      np.testing.assert_array_equal(a, b)
+  assert len(tiny.leaves_of(whole.params)) == 14
+
+
+def test_names_carry_options_of_tuning():
+  program = methods.get("wush:weighting=fisher+tune:epochs=2")
+  assert program.name == "wush:weighting=fisher+tune:epochs=2"
+  assert (program.weighting, program.tune.epochs) == ("fisher", 2)
+  assert methods.get("wush+r+tune").tune == ScaleDistillation()
+  for wrong in ("rtn+tuned", "rtn+tune:speed=2", "+tune", "rtn+tune:epochs=many"):
+    with pytest.raises(ValueError, match="methods: "):
+      methods.get(wrong)
+
+
+def test_chunks_are_equal_and_each_epoch_sees_all():
+  options = ScaleDistillation(length=40, epochs=3)
+  chunks = options.chunks(np.arange(200).reshape(2, 100).astype(np.int32))
+  assert [chunk.shape for chunk in chunks] == [(1, 33)] * 6
+  assert int(chunks[3][0, 0]) == 100
+  order = options.order(6)
+  assert [sorted(order[i : i + 6]) for i in (0, 6, 12)] == [list(range(6))] * 3
+  assert order[:6] != order[6:12]
