@@ -13,13 +13,13 @@
 `rules` runs the controls under each scale rule, to see how much of what recovery
 repairs is the floor rule's shrinkage of block maxima. `smollm2` runs the methods on the
 fixed token ids of DATA: 8 x 2048 calibration tokens of C4, 8 windows of WikiText-2 and
-4 of C4 documents that calibration did not see. `next` compares our own hires-next, and
+4 of C4 documents that calibration did not see. `next` compares hires-descent, and
 each of its two changes alone, with HiRes over calibration draws; `next-smollm2` both
 programs on shorter windows of the same ids, 4 x 1024 C4 tokens a draw. Where a
 published budget takes hours on a CPU the method has a smaller one, which its name says.
 Rows are kept in runs/, so a killed run goes on where it was. Each writes
 benchmarks/results/NAME.json, rows without their records by layer, and NAME.md, the
-table that docs/results/methods.md or docs/results/hires_next.md shows.
+table that docs/results/methods.md or docs/results/hires_descent.md shows.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def ablate(family, made):
 
 
 def next_(family, made):
-  """HiRes against hires-next and each of its changes, over calibration draws."""
+  """HiRes against hires-descent and each of its changes, over calibration draws."""
   out = RUNS / f"next-{family}"
   words = ["--study", "next", "--seeds", SEEDS, "--agreement"]
   said = call("ablate", *options_of(f"models/trained/{family}", out), *words)
@@ -155,7 +155,7 @@ def next_(family, made):
 
 
 def next_smollm2(options, made):
-  """HiRes and hires-next on SmolLM2, over draws of C4 tokens."""
+  """HiRes and hires-descent on SmolLM2, over draws of C4 tokens."""
   data = pathlib.Path(options.data)
   ids = np.load(data / "c4" / "smollm2_calib_16x2048.npy")[:, :1024]
   wikitext = np.load(data / "wikitext2" / "smollm2_test_8x2048.npy")[:4, :1024]
@@ -167,7 +167,7 @@ def next_smollm2(options, made):
     replicates=2,
     with_agreement=True,
   )
-  rows = {"hires-next": [], "hires": []}
+  rows = {"hires-descent": [], "hires": []}
   for draw in options.draws:
     found, _ = study.compare(
       subject,

@@ -1,4 +1,4 @@
-"""The packets behind hires-next: its two changes, registered, controlled and judged.
+"""The packets behind hires-descent: its two changes, registered, controlled and judged.
 
   python benchmarks/next_packets.py [--out DIR]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 METHODS = (
   *("rtn", "gptq", "mr-gptq", "brq", "wush", "torq", "batquant", "spinquant", "focus"),
-  *("wush+r", "hires", "hires-next", "rtn+gain", "rtn+rceil"),
+  *("wush+r", "hires", "hires-descent", "hires-next", "rtn+gain", "rtn+rceil"),
 )
 """Keys of `mxjax.methods.METHODS`."""
 STUDIES = (

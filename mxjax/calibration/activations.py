@@ -116,7 +116,10 @@ class Activations:
     blocked = sorted({taps[path] for path in targets(self.calib.model, contract)})
     self._layer, self._wanted, self._taps = layer, (tuple(blocked), plain), None
     self._cotangents, self._gradients = cotangents, []
-    self._targets = tuple(targets(self.calib.model, contract))
+    self._targets = tuple(
+      (block, name, layer[block][name]["weight"].shape[0])
+      for block, name in targets(self.calib.model, contract)
+    )
     if self._store is None:
       self._run()
 

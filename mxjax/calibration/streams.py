@@ -108,14 +108,15 @@ def capture_gradients(
   layer: Params,
   hidden: jax.Array,
   cotangent: jax.Array,
-  targets: tuple[tuple[str, str], ...],
+  targets: tuple[tuple[str, str, int], ...],
   placement: Placement = ONE_DEVICE,
 ) -> dict[str, jax.Array]:
   """Takes gradients at the output of a float layer to the outputs of its linears.
 
   `hidden` enters the layer and `cotangent` is the gradient at its output, both
-  `[sequences, T, d]`. Returns the gradient of each target by its name, such as
-  `q_proj`, `[sequences, T, out_features]`, in the compute dtype.
+  `[sequences, T, d]`; `targets` are (block, name, out_features). Returns the gradient
+  of each target by its name, such as `q_proj`, `[sequences, T, out_features]`, in the
+  compute dtype.
   """
 
   def run(
@@ -123,18 +124,18 @@ def capture_gradients(
   ) -> dict[str, jax.Array]:
     def one(item: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
       states, gradient = item
-      weights = {path: layer[path[0]][path[1]]["weight"] for path in targets}
 
       def perturbed(steps: dict[str, jax.Array]) -> jax.Array:
         leaves = {
-          path: Perturbed(weight, steps[path[1]]) for path, weight in weights.items()
+          (block, name): Perturbed(layer[block][name]["weight"], steps[name])
+          for block, name, _ in targets
         }
         return model.layer(replace_weights(layer, leaves), states[None])
 
       rows = states.shape[0]
       zeros = {
-        name: jnp.zeros((rows, weight.shape[0]), states.dtype)
-        for (_, name), weight in weights.items()
+        name: jnp.zeros((rows, out_features), states.dtype)
+        for _, name, out_features in targets
       }
       return jax.vjp(perturbed, zeros)[1](gradient[None])[0]
 

@@ -25,6 +25,7 @@ _REGISTERED = {
   "focus": "baselines.focus.FOCUS",
   "wush+r": "baselines.wush.WUSH_R",
   "hires": "hires.hires.HIRES",
+  "hires-descent": "hires.hires_descent.HIRES_DESCENT",
   "hires-next": "hires.hires_next.HIRES_NEXT",
   "rtn+gain": "baselines.rtn_gain.RTN_GAIN",
   "rtn+rceil": "baselines.focus.RTN_RCEIL",

@@ -154,6 +154,19 @@ class ScaleDistillation:
     return [int(i) for _ in range(self.epochs) for i in rng.permutation(count)]
 
 
+def check(layer: Params, model: CausalLanguageModel) -> None:
+  """Checks that factors can fold into the maps of a layer, before all are quantized.
+
+  Raises:
+    ValueError: A map mixes blocks; the message begins with its linear.
+  """
+  for (block, name), leaf in _quantized(layer, model).items():
+    try:
+      input_maps.scaled(leaf.input_map, jnp.ones(leaf.shape[1]))
+    except ValueError as error:
+      raise ValueError(f"{block}/{name}: {error}") from error
+
+
 def install(layer: Params, own: Any, model: CausalLanguageModel) -> dict[str, Any]:
   """Folds a layer's factors into the maps of its quantized linears."""
   leaves, new = _quantized(layer, model), {}

@@ -11,6 +11,7 @@ from mxjax.calibration.store import CalibrationStore
 from mxjax.calibration.streams import outer_params
 from mxjax.devices import processes
 from mxjax.devices.placement import ONE_DEVICE, Placement
+from mxjax.methods import scale_distillation
 from mxjax.methods.program import Prepared, Program
 from mxjax.numerics.contract import Contract
 from mxjax.running import run_identity, sanity, tuning
@@ -155,6 +156,8 @@ class RunState:
 
     `name` is such as `layers_3`; `trajectories` enter the next layer.
     """
+    if self._program.tune:
+      scale_distillation.check(quantized, self._calib.model)
     is_last = self.finished + 1 == self._calib.model.num_layers
     trajectories.leave_layer(is_last=is_last)
     if self._folder:

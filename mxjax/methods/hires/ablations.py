@@ -18,7 +18,7 @@ from mxjax.methods.baselines.rtn import RTN
 from mxjax.methods.baselines.rtn_gain import RTN_GAIN
 from mxjax.methods.baselines.wush import WUSH, WUSH_R
 from mxjax.methods.hires.hires import HIRES
-from mxjax.methods.hires.hires_next import HIRES_NEXT
+from mxjax.methods.hires.hires_descent import HIRES_DESCENT
 from mxjax.methods.program import Prepared, Program
 from mxjax.methods.recovery_fits import (
   ATTENTION,
@@ -138,9 +138,9 @@ STUDIES: dict[str, Rows] = {
     ("searched weight exponents", _hires("hires, searched", scales="searched")),
     (
       "descent",
-      dataclasses.replace(HIRES_NEXT, name="hires-next, fresh", scales="fresh"),
+      dataclasses.replace(HIRES_DESCENT, name="hires-descent, fresh", scales="fresh"),
     ),
-    ("hires-next", HIRES_NEXT),
+    ("hires-descent", HIRES_DESCENT),
     _FULL,
   ),
   "controls": (

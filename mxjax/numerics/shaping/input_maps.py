@@ -57,6 +57,10 @@ class InputMap:
     """
     return None
 
+  def dense_blocks(self) -> jax.Array | None:
+    """Returns the map like `block_matrices`, even if it is faster in another form."""
+    return self.block_matrices()
+
   @property
   def hadamard_size(self) -> int | None:
     """Group size of a plain Hadamard transform, which runtimes support; else None."""
@@ -117,18 +121,21 @@ class BlockDense(InputMap):
 def scaled(input_map: InputMap | None, factor: jax.Array) -> BlockDense:
   """Returns the map that scales inputs by `factor`, `[d]`, and then applies another.
 
+  The result keeps the dtype of that map.
+
   Raises:
     ValueError: The map is not one matrix for each block, or for all of them.
   """
   size = mxfp4.BLOCK_SIZE
-  matrix = jnp.eye(size)[None] if input_map is None else input_map.block_matrices()
+  matrix = jnp.eye(size)[None] if input_map is None else input_map.dense_blocks()
   if matrix is None:
     raise ValueError(
       "input_maps.scaled: expected a map of single blocks, got "
       f"{type(input_map).__name__}, which mixes blocks; leave out +tune, because "
       "scales cannot be folded into it."
     )
-  return BlockDense(matrix.astype(jnp.float32) * factor.reshape(-1, 1, size))
+  scaled_matrix = matrix.astype(jnp.float32) * factor.reshape(-1, 1, size)
+  return BlockDense(scaled_matrix.astype(matrix.dtype))
 
 
 @register
@@ -225,6 +232,10 @@ class Kronecker(InputMap):
     )
     size = mxfp4.BLOCK_SIZE
     return BlockDense(product.reshape(-1, size, size))
+
+  def dense_blocks(self) -> jax.Array:
+    """See `InputMap.dense_blocks`."""
+    return self.dense().matrix
 
   def conjugate(self, hessian: jax.Array) -> jax.Array:
     """See `InputMap.conjugate`."""

@@ -30,11 +30,12 @@ from mxjax.running import pipeline
 from mxjax.storage import checkpoint
 
 EVALUATED_ON = ((2, 2), (1, 8))
-# Both recovery fits, and layers that depend on the quantized ones before.
+# Both recovery fits, output gradients, and layers that depend on the quantized ones.
 LIGHT = dataclasses.replace(
   methods.GPTQ,
   name="light",
   upstream="quantized",
+  weighting="fisher",
   recover=(recovery_fits.ATTENTION, recovery_fits.MLP),
 )
 
@@ -69,7 +70,7 @@ def quantized(model, params, tokens):
     assert result.record.mesh == Placement(mesh).describe()
     return bits(result.params)
 
-  cases = (LIGHT, (8, 1)), (methods.HIRES_NEXT, (4, 2))
+  cases = (LIGHT, (8, 1)), (methods.HIRES_DESCENT, (4, 2))
   return {p.name: [digest(p), digest(p, shape)] for p, shape in cases}
 
 

@@ -35,7 +35,7 @@ def found(tiny_config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["light", "hires-next"])
+@pytest.mark.parametrize("name", ["light", "hires-descent"])
 def test_results_are_those_of_one_device(found, name):
   alone, on_mesh = found["quantized"][name]
   assert on_mesh == alone

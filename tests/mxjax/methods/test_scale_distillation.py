@@ -98,6 +98,32 @@ def test_linears_on_one_tensor_share_factors(tiny_model, tiny_params, calib):
   assert len(own["linears"]) == 7
 
 
+def test_structured_maps_of_single_blocks_become_dense():
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+  kronecker, factor = input_maps.Kronecker(draw(8, 8), draw(2, 4, 4)), draw(64)
+  blocks = draw(2, 32, 5)
+  np.testing.assert_allclose(
+    input_maps.scaled(kronecker, factor).apply(blocks),
+    kronecker.apply(blocks * factor.reshape(2, 32, 1)),
+    rtol=1e-4,
+    atol=1e-4,
+  )
+  halves = input_maps.BlockDense(draw(2, 32, 32).astype(jnp.bfloat16))
+  assert input_maps.scaled(halves, factor).matrix.dtype == jnp.bfloat16
+
+
+def test_a_method_whose_map_mixes_blocks_is_refused_at_its_first_layer(
+  tiny_params, calib
+):
+  seen = []
+  with pytest.raises(ValueError, match="self_attn/q_proj: .*TwoLevel, which mixes"):
+    mxjax.quantize(
+      tiny_params, calib, "torq+tune", on_progress=lambda p: seen.append(p.layer)
+    )
+  assert set(seen) == {0}
+
+
 def test_maps_that_mix_blocks_are_refused():
   with pytest.raises(ValueError, match="mixes blocks"):
     input_maps.scaled(input_maps.Hadamard(128), jnp.ones(128))

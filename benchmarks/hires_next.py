@@ -1,0 +1,176 @@
+"""hires-next, its parts and its controls on SmolLM2-135M, over calibration draws.
+
+  python benchmarks/hires_next.py --data ../shared/data [--draws 1 2 3] [--rows ROW ...]
+
+Calibration is 8 x 2,048 C4 tokens a draw: rows 0 to 7, 8 to 15 and 16 to 23 of the
+documents in the file. Test windows, 8 each of 2,048 tokens, are the fixed ids of
+WikiText-2 and rows 40 to 47 of the same C4 documents, which no draw reads. KL is from
+the float model, in nats a token; differences of log perplexity and of KL from `hires I
++ II` on the same draw are paired by window, with their standard error. The result file
+is rewritten after every row; rows already in it are kept.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import provenance
+
+from mxjax import methods, models
+from mxjax.calibration import streams
+from mxjax.calibration.calibration import Calibration
+from mxjax.devices import execution
+from mxjax.methods.scale_distillation import ScaleDistillation
+from mxjax.running import pipeline
+from mxjax.running.run_record import peak_memory_bytes
+
+HERE = pathlib.Path(__file__).parent / "results"
+LENGTH, CHUNK = 2048, 256
+REFERENCE = "hires I + II"
+hires = functools.partial(dataclasses.replace, methods.HIRES)
+following = functools.partial(dataclasses.replace, methods.HIRES_NEXT)
+ROWS = {
+  REFERENCE: hires(recover=()),
+  "hires": methods.HIRES,
+  "fisher": hires(recover=(), weighting="fisher"),
+  "fisher, K = 0, D = I": hires(
+    recover=(), weighting="fisher", use_interaction=False, use_balance=False
+  ),
+  "tuned": hires(recover=(), tune=ScaleDistillation()),
+  "fisher, tuned": hires(recover=(), weighting="fisher", tune=ScaleDistillation()),
+  "hires-next without recovery": following(recover=()),
+  "hires-next": methods.HIRES_NEXT,
+}
+
+
+def texts(data):
+  """Calibration rows by draw and test windows by name."""
+  tokenizer = models.load_tokenizer(None)
+  lines = (data / "c4" / "c4_en_train_first1000.jsonl").read_text().splitlines()
+  ids = tokenizer.encode("\n\n".join(json.loads(line)["text"] for line in lines))
+  rows = np.asarray(ids[: 48 * LENGTH], np.int32).reshape(48, LENGTH)
+  fixed = np.load(data / "c4" / "smollm2_calib_16x2048.npy")
+  assert (rows[:16] == fixed).all(), "the tokenizer is not that of the fixed ids"
+  wikitext = np.load(data / "wikitext2" / "smollm2_test_8x2048.npy")
+  draws = {draw: rows[8 * draw - 8 : 8 * draw] for draw in (1, 2, 3)}
+  return draws, {"WikiText-2": wikitext, "C4": rows[40:]}
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def of_window(model, outer, exact, ours, ids):
+  """Mean KL and mean negative log-likelihood of a window."""
+
+  def chunk(item):
+    exact, ours, targets = item
+    scores = [
+      jax.nn.log_softmax(model.logits(outer, hidden[None])[0])
+      for hidden in (exact, ours)
+    ]
+    divergence = (jnp.exp(scores[0]) * (scores[0] - scores[1])).sum(-1)
+    return divergence, -jnp.take_along_axis(scores[1], targets[:, None], 1)[:, 0]
+
+  split = lambda a: a.reshape(-1, CHUNK, *a.shape[1:])
+  targets = jnp.roll(ids[0], -1)
+  divergence, loss = jax.lax.map(
+    chunk, (split(exact[0]), split(ours[0]), split(targets))
+  )
+  return divergence.mean(), loss.reshape(-1)[:-1].mean()
+
+
+def measured(model, params, quantized, windows):
+  """KL and negative log-likelihood by window."""
+  outer = streams.outer_params(params)
+  ids = [jnp.asarray(window[None]) for window in windows]
+  hiddens = zip(
+    streams.final_hiddens(model, params, ids),
+    streams.final_hiddens(model, quantized, ids),
+    ids,
+    strict=True,
+  )
+  values = [of_window(model, outer, *one) for one in hiddens]
+  kl, loss = (np.asarray([float(v[i]) for v in values]) for i in (0, 1))
+  return {"kl": kl.tolist(), "loss": loss.tolist()}
+
+
+def paired(row, reference):
+  """Mean and standard error of a difference over windows."""
+  difference = np.subtract(row, reference)
+  return difference.mean(), difference.std(ddof=1) / len(difference) ** 0.5
+
+
+def tables(rows):
+  """Markdown tables, one for each draw."""
+  head = ["row"]
+  for name in ("WikiText-2", "C4"):
+    head += [f"{name} KL", "difference", f"{name} ppl", "difference of ln ppl"]
+  head.append("build, s")
+  parts = []
+  with_reference = {row["draw"] for row in rows if row["name"] == REFERENCE}
+  for draw in sorted(with_reference):
+    here = {row["name"]: row for row in rows if row["draw"] == draw}
+    lines = []
+    for name, row in here.items():
+      cells = [name]
+      for text in row["texts"]:
+        ours, base = row["texts"][text], here[REFERENCE]["texts"][text]
+        cells.append(f"{np.mean(ours['kl']):.4f}")
+        cells.append("{:+.4f} ± {:.4f}".format(*paired(ours["kl"], base["kl"])))
+        cells.append(f"{np.exp(np.mean(ours['loss'])):.2f}")
+        cells.append("{:+.4f} ± {:.4f}".format(*paired(ours["loss"], base["loss"])))
+      lines.append([*cells, f"{row['build_seconds']:.0f}"])
+    parts.append(f"Draw {draw}:\n\n" + provenance.markdown(head, lines))
+  return "\n".join(parts)
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--data", type=pathlib.Path, default="../shared/data")
+  parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 3])
+  parser.add_argument("--rows", nargs="+", default=[REFERENCE, "hires", "hires-next"])
+  parser.add_argument("--out", type=pathlib.Path, default=HERE / "hires_next.json")
+  parser.add_argument("--compiled", help="a folder of compiled programs to keep")
+  options = parser.parse_args()
+  made = provenance.stamp(hidden=("--data", "--out", "--compiled"))
+  execution.keep_freed_memory()
+  if options.compiled:
+    execution.keep_compiled(options.compiled)
+  model, params = models.from_pretrained(None)
+  draws, tests = texts(options.data)
+  rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+  for draw in options.draws:
+    for name in options.rows:
+      if any((row["draw"], row["name"]) == (draw, name) for row in rows):
+        continue
+      program = ROWS.get(name) or methods.get(name)
+      start = time.perf_counter()
+      built = pipeline.quantize_with_record(
+        params, Calibration(model, draws[draw]), program, check=False, probe=False
+      )
+      row = {
+        "draw": draw,
+        "name": name,
+        "build_seconds": time.perf_counter() - start,
+        "stage_seconds": built.record.clock.seconds,
+        "peak_bytes": peak_memory_bytes(),
+        "tuning": built.record.tuning,
+        "date": made["date"],
+        "texts": {
+          text: measured(model, params, built.params, windows)
+          for text, windows in tests.items()
+        },
+      }
+      rows.append(row)
+      result = json.dumps({**made, "rows": rows}, indent=1)
+      options.out.write_text(result + "\n")
+      options.out.with_suffix(".md").write_text(tables(rows))
+      print(tables([r for r in rows if r["draw"] == draw]), flush=True)
+
+
+if __name__ == "__main__":
+  main()
