@@ -323,6 +323,48 @@ MUTANTS = (
     "    if name not in values\n",
     ("tests/models/test_config.py",),
   ),
+  Mutant(
+    "a loud token weighs without bound",
+    "mxjax/calibration/fisher.py",
+    "jnp.minimum(squares / squares.mean(), LARGEST)",
+    "squares / squares.mean()",
+    ("tests/mxjax/calibration/test_output_gradients.py",),
+  ),
+  Mutant(
+    "output moment without the gradients",
+    "mxjax/calibration/fisher.py",
+    "uniform + SHARE * total / squares",
+    "uniform + SHARE * uniform",
+    ("tests/mxjax/calibration/test_output_gradients.py",),
+  ),
+  Mutant(
+    "every sequence draws the labels of the first",
+    "mxjax/calibration/output_gradients.py",
+    "key = jax.random.fold_in(jax.random.key(LABEL_SEED), place)",
+    "key = jax.random.fold_in(jax.random.key(LABEL_SEED), 0 * place)",
+    ("tests/mxjax/calibration/test_output_gradients.py",),
+  ),
+  Mutant(
+    "the backward pass forgets the input map",
+    "mxjax/layers/linear.py",
+    "    [blocks] = jax.linear_transpose(weight.input_map.apply, blocks)(blocks)\n",
+    "    pass\n",
+    ("tests/mxjax/methods/test_scale_distillation.py",),
+  ),
+  Mutant(
+    "shared factors are learned and not installed",
+    "mxjax/methods/scale_distillation.py",
+    "    factors[block, name] = (1 + steps) * (1 + shared)\n",
+    "    factors[block, name] = 1 + steps + 0 * shared\n",
+    ("tests/mxjax/methods/test_scale_distillation.py",),
+  ),
+  Mutant(
+    "a resumed tuning starts with new moments",
+    "mxjax/running/tuning.py",
+    "    learned, state = _restored((learned, state), saved.arrays)\n",
+    "    learned, _ = _restored((learned, state), saved.arrays)\n",
+    ("tests/mxjax/methods/test_scale_distillation.py",),
+  ),
 )
 
 
