@@ -57,9 +57,6 @@ def open_pretrained(
   Quantization and evaluation accept such params like a dict and hold one layer at a
   time; `model.apply` does not. Arguments and errors are those of `from_pretrained`,
   except that NaN and inf are detected only when a layer is read.
-
-  Returns:
-    A linen module and a mapping with the same keys as its params.
   """
   path = hub.resolve(source)
   open_ = weights.open_folder if path.is_dir() else gguf.open_file

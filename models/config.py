@@ -5,23 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
-"""Names accepted by `ModelConfig.dtype`."""
-
-QK_NORMS = (None, "head", "projection")
-"""Values of `ModelConfig.qk_norm`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
   """Llama-3 scaling of the rotary frequencies.
 
-  Attributes:
-    factor: Divisor of the low frequencies.
-    low_freq_factor: Wavelengths above `original_max_position / low_freq_factor` tokens
-      are stretched by `factor`.
-    high_freq_factor: Wavelengths below `original_max_position / high_freq_factor`
-      tokens are kept; those in between are interpolated.
-    original_max_position: Context length before scaling, in tokens.
+  Wavelengths above `original_max_position / low_freq_factor` tokens are stretched by
+  `factor`, those below `original_max_position / high_freq_factor` are kept, and those
+  in between are interpolated.
   """
 
   factor: float
@@ -86,38 +78,30 @@ class ModelConfig:
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    """Rejects inconsistent fields."""
-    if self.num_heads % self.num_kv_heads:
-      raise ValueError(
-        "ModelConfig: num_heads must be a multiple of num_kv_heads, got "
-        f"{self.num_heads=} and {self.num_kv_heads=}; correct the model's config."
-      )
-    if self.head_dim % 2:
-      raise ValueError(
-        f"ModelConfig: head_dim must be even for rotary embedding, got "
-        f"{self.head_dim=}; correct the model's config."
-      )
-    if self.qk_norm not in QK_NORMS:
-      raise ValueError(
-        f"ModelConfig: qk_norm must be one of {QK_NORMS}, got {self.qk_norm!r}; "
-        "correct the model's config."
-      )
-    if self.sliding_window is not None and self.sliding_window < 1:
-      raise ValueError(
-        "ModelConfig: sliding_window must be positive or None, got "
-        f"{self.sliding_window}; correct the model's config."
-      )
-    if self.dtype not in COMPUTE_DTYPES:
-      raise ValueError(
-        f"ModelConfig: dtype must be one of {', '.join(COMPUTE_DTYPES)}, got "
-        f"{self.dtype!r}; pass one of them as `dtype=`."
-      )
+    heads, groups, window = self.num_heads, self.num_kv_heads, self.sliding_window
+    norms = (None, "head", "projection")
+    for is_wrong, expected in (
+      (heads % groups, f"num_heads a multiple of num_kv_heads, got {heads}, {groups}"),
+      (self.head_dim % 2, f"an even head_dim to rotate, got {self.head_dim}"),
+      (self.qk_norm not in norms, f"qk_norm one of {norms}, got {self.qk_norm!r}"),
+      (
+        window is not None and window < 1,
+        f"a positive sliding_window or None, got {window}",
+      ),
+      (
+        self.dtype not in COMPUTE_DTYPES,
+        f"dtype one of {', '.join(COMPUTE_DTYPES)}, got {self.dtype!r}",
+      ),
+    ):
+      if is_wrong:
+        raise ValueError(
+          f"ModelConfig: expected {expected}; correct the model's config, or the dtype "
+          "that you pass."
+        )
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the fields as JSON values."""
-    values = dataclasses.asdict(self)
-    values["eos_ids"] = list(self.eos_ids)
-    return values
+    return dataclasses.asdict(self) | {"eos_ids": list(self.eos_ids)}
 
   @classmethod
   def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
@@ -126,22 +110,17 @@ class ModelConfig:
     Raises:
       ValueError: Fields are missing, unknown or inconsistent.
     """
-    fields = dataclasses.fields(cls)
-    required = {one.name for one in fields if one.default is dataclasses.MISSING}
-    missing, unknown = (
-      required - set(values),
-      set(values) - {one.name for one in fields},
-    )
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    missing = {k for k, v in defaults.items() if v is dataclasses.MISSING} - {*values}
+    unknown = {*values} - {*defaults}
     if missing or unknown:
       raise ValueError(
         f"ModelConfig.from_dict: missing fields {sorted(missing)}, unknown fields "
         f"{sorted(unknown)}; use a dict made by `ModelConfig.to_dict`."
       )
     scaling = values.get("rope_scaling")
-    return cls(
-      **{
-        **values,
-        "rope_scaling": None if scaling is None else RopeScaling(**scaling),
-        "eos_ids": tuple(values.get("eos_ids", ())),
-      }
-    )
+    typed = {
+      "rope_scaling": None if scaling is None else RopeScaling(**scaling),
+      "eos_ids": tuple(values.get("eos_ids", ())),
+    }
+    return cls(**{**values, **typed})

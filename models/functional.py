@@ -31,10 +31,8 @@ def inverse_frequencies(
   """
   exponents = np.arange(0, head_dim, 2).astype(np.float32) / np.float32(head_dim)
   frequencies = np.float32(1.0) / np.float32(theta) ** exponents
-  return frequencies if scaling is None else _stretch(frequencies, scaling)
-
-
-def _stretch(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+  if scaling is None:
+    return frequencies
   original = scaling.original_max_position
   low, high = scaling.low_freq_factor, scaling.high_freq_factor
   wavelengths = 2 * math.pi / frequencies
@@ -65,10 +63,10 @@ def rotary(
 ) -> jax.Array:
   """Rotates each head by angles proportional to the position.
 
-  Coordinate i is paired with coordinate i + head_dim/2, the layout of Hugging Face
-  checkpoints. Maps `[batch, length, heads, head_dim]` to the same shape and dtype, with
-  float32 `frequencies` `[head_dim / 2]` in radians per token; positions along the
-  sequence axis count from `start` (int32 if an array).
+  Coordinate i is paired with i + head_dim/2, the layout of Hugging Face checkpoints.
+  `x` is `[batch, length, heads, head_dim]`, as is the result; `frequencies` are float32
+  `[head_dim / 2]` in radians per token; positions count from `start` (int32 if an
+  array).
   """
   cos, sin = (a[None, None] for a in _rotations(frequencies, x.shape[1], start))
   first, second = jnp.split(_positions_last(x).astype(jnp.float32), 2, axis=2)
@@ -114,9 +112,9 @@ def causal_attention(
 ) -> jax.Array:
   """Computes causal grouped-query softmax attention.
 
-  Queries are processed in chunks, and each chunk reads only the keys from the start of
-  its first query's window to its own end. The `length x length` scores never exist at
-  once, and nearly half of the products are saved, more with a window.
+  Each chunk of queries reads only the keys from the start of its first query's window
+  to its own end: the `length x length` scores never exist at once, and nearly half of
+  the products are saved, more with a window.
 
   Args:
     queries: `[batch, length, heads, head_dim]`, rotated.

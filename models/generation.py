@@ -27,9 +27,9 @@ def generate(
   """Continues prompts, by default recomputing the whole prefix for every token.
 
   Without a cache, the tokens lie in a buffer of the final length, so every step has the
-  same shapes and compiles once; causal attention ignores everything behind the current
-  position. With a cache, the prompt runs once and each step runs one token per row: two
-  compiled shapes, and the same tokens except for ties within rounding.
+  same shapes and compiles once. With a cache, the prompt runs once and each step runs
+  one token per row: two compiled shapes, and the same tokens except for ties within
+  rounding.
 
   Args:
     model: The model that scores the tokens.
@@ -51,7 +51,6 @@ def generate(
   """
   _check_arguments(model, tokens, max_new_tokens, temperature, top_k, top_p, key)
   batch, start = tokens.shape
-  choose = functools.partial(_next_token, temperature, top_k, top_p, key)
   buffer = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, max_new_tokens)))
   is_done = jnp.zeros(batch, bool)
   cache = empty_cache(model, batch, buffer.shape[1]) if use_cache else None
@@ -62,7 +61,11 @@ def generate(
     else:
       logits, cache = next_logits(model, params, cache, buffer[:, seen:position])
       seen = position
-    newest = choose(logits, position)
+    if key is None or temperature == 0:
+      newest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    else:
+      step = jax.random.fold_in(key, position)
+      newest = sample(step, logits, temperature, top_k=top_k, top_p=top_p)
     if eos_id is not None:
       newest = jnp.where(is_done, eos_id, newest)
       is_done |= newest == eos_id
@@ -70,20 +73,6 @@ def generate(
         return buffer.at[:, position:].set(jnp.full((batch, 1), eos_id, jnp.int32))
     buffer = buffer.at[:, position].set(newest)
   return buffer
-
-
-def _next_token(
-  temperature: float,
-  top_k: int | None,
-  top_p: float | None,
-  key: jax.Array | None,
-  logits: jax.Array,
-  position: int,
-) -> jax.Array:
-  if key is None or temperature == 0:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-  key = jax.random.fold_in(key, position)
-  return sample(key, logits, temperature, top_k=top_k, top_p=top_p)
 
 
 def sample(
@@ -110,7 +99,6 @@ def sample(
 
 
 def _mask_outside_nucleus(scores: jax.Array, top_p: float) -> jax.Array:
-  """Sets scores outside the smallest set of probability `top_p` to -inf."""
   ordered = jnp.sort(scores, axis=-1, descending=True)
   probabilities = jax.nn.softmax(ordered, axis=-1)
   # A token stays while the ones before it fall short, so the first always stays.
@@ -123,7 +111,6 @@ def _mask_outside_nucleus(scores: jax.Array, top_p: float) -> jax.Array:
 def _run_layer(
   model: CausalLM, layer_params: Mapping[str, Any], hidden: jax.Array
 ) -> jax.Array:
-  """Runs one layer; equal layers share the compiled function."""
   return model.layer(layer_params, hidden)
 
 
@@ -145,16 +132,14 @@ def _next_logits(
 
 
 def _outside_layers(params: Mapping[str, Any]) -> dict[str, Any]:
-  return {name: value for name, value in params.items() if "layers_" not in name}
+  # `items()` would read every layer of params on disk.
+  return {name: params[name] for name in params if not name.startswith("layers_")}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-  """Key-value cache of all layers (`CausalLM.empty_cache`) and its length in tokens.
-
-  `length` is an int32 scalar.
-  """
+  """Key-value cache of all layers (`CausalLM.empty_cache`); int32 length in tokens."""
 
   layers: tuple[dict[str, Any], ...]
   length: jax.Array
@@ -173,10 +158,7 @@ def next_logits(
   """Runs the next tokens of every sequence and scores the token after them.
 
   Tokens are int32 `[B, T]`: the prompt first, then one token per step. The buffers of
-  `cache` are donated.
-
-  Returns:
-    Logits, float32 `[B, V]`, and the updated cache.
+  `cache` are donated. Returns float32 logits `[B, V]` and the updated cache.
   """
   if tokens.shape[1] == 1 and jax.default_backend() == "gpu":
     # Launching layer by layer from Python would take longer than running them.
@@ -189,13 +171,12 @@ def next_logits(
 def _run_cached_layers(
   model: CausalLM, params: Mapping[str, Any], cache: Cache, tokens: jax.Array
 ) -> tuple[jax.Array, Cache]:
-  """Returns the hidden states of the next tokens and the updated cache."""
   hidden = model.embed(params, tokens)
   updated = []
-  for index in range(model.num_layers):
-    layer_params, past = params[model.layer_name(index)], cache.layers[index]
+  for index, past in enumerate(cache.layers):
     # Inside a jitted function, equal layers are traced and lowered once.
-    hidden, new = _run_cached_layer(model, layer_params, past, hidden, cache.length)
+    layer = params[model.layer_name(index)]
+    hidden, new = _run_cached_layer(model, layer, past, hidden, cache.length)
     updated.append(new)
   return hidden, Cache(tuple(updated), cache.length + tokens.shape[1])
 
@@ -208,7 +189,6 @@ def _run_cached_layer(
   hidden: jax.Array,
   start: jax.Array,
 ) -> tuple[jax.Array, dict[str, Any]]:
-  """Runs one layer with its cache; equal layers share the compiled function."""
   return model.layer_with_cache(layer_params, cache, hidden, start)
 
 
@@ -230,18 +210,16 @@ def _check_arguments(
   top_p: float | None,
   key: jax.Array | None,
 ) -> None:
-  length = tokens.shape[-1] + max_new_tokens
-  limit = model.config.max_positions
+  length, limit = tokens.shape[-1] + max_new_tokens, model.config.max_positions
+  is_empty = tokens.ndim != 2 or 0 in tokens.shape
   problems = {
-    f"tokens of shape [batch >= 1, length >= 1], got {tokens.shape}": tokens.ndim != 2
-    or 0 in tokens.shape,
+    f"tokens of shape [batch >= 1, length >= 1], got {tokens.shape}": is_empty,
     f"max_new_tokens >= 0, got {max_new_tokens}": max_new_tokens < 0,
     f"at most {limit} positions, got {length}": length > limit,
     f"temperature >= 0, got {temperature}": temperature < 0,
     f"top_k >= 1, got {top_k}": top_k is not None and top_k < 1,
     f"0 < top_p <= 1, got {top_p}": top_p is not None and not 0 < top_p <= 1,
-    "a random key with a positive temperature, got none": temperature > 0
-    and key is None,
+    "a random key above temperature 0, got none": temperature > 0 and key is None,
   }
   if present := [text for text, is_present in problems.items() if is_present]:
     raise ValueError(f"generate: expected {'; '.join(present)}; correct the arguments.")

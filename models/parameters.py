@@ -1,8 +1,8 @@
 """Parameter shapes that a config implies, and checks of stored tensors against them."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,7 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """A named tensor in a file; `read` returns its values on demand.
-
-  The values are a numpy array of `shape` (`[out, in]` for linears) in the final dtype.
-  """
+  """A named tensor in a file; `read` returns its values, in the final dtype."""
 
   name: str
   shape: tuple[int, ...]
@@ -32,7 +29,15 @@ def parameter_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
   shapes: dict[Path, tuple[int, ...]] = {
     ("embed_tokens", "weight"): (vocabulary, width)
   }
-  layer = dict(_layer_shapes(config))
+  layer: dict[Path, tuple[int, ...]] = {
+    (name, "weight"): (width,) for name in layer_norms(config)
+  }
+  for name, size in attention_norms(config).items():
+    layer["self_attn", name, "weight"] = (size,)
+  for path, (in_features, out_features, use_bias) in layer_linears(config).items():
+    layer[*path, "weight"] = (out_features, in_features)
+    if use_bias:
+      layer[*path, "bias"] = (out_features,)
   for index in range(config.num_layers):
     shapes |= {(f"layers_{index}", *path): shape for path, shape in layer.items()}
   shapes["norm", "weight"] = (width,)
@@ -41,28 +46,20 @@ def parameter_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
   return shapes
 
 
-class LinearSize(NamedTuple):
-  """Sizes of one linear of a layer."""
-
-  in_features: int
-  out_features: int
-  use_bias: bool
-
-
-def layer_linears(config: ModelConfig) -> dict[tuple[str, str], LinearSize]:
-  """Returns the linears of a layer by block and name, in forward order."""
+def layer_linears(config: ModelConfig) -> dict[tuple[str, str], tuple[int, int, bool]]:
+  """Returns (inputs, outputs, has bias) of a layer's linears, in forward order."""
   width, hidden = config.hidden_size, config.intermediate_size
   queries = config.num_heads * config.head_dim
   values = config.num_kv_heads * config.head_dim
   qkv_bias = config.attention_bias or config.qkv_bias
   return {
-    ("self_attn", "q_proj"): LinearSize(width, queries, qkv_bias),
-    ("self_attn", "k_proj"): LinearSize(width, values, qkv_bias),
-    ("self_attn", "v_proj"): LinearSize(width, values, qkv_bias),
-    ("self_attn", "o_proj"): LinearSize(queries, width, config.attention_bias),
-    ("mlp", "gate_proj"): LinearSize(width, hidden, config.mlp_bias),
-    ("mlp", "up_proj"): LinearSize(width, hidden, config.mlp_bias),
-    ("mlp", "down_proj"): LinearSize(hidden, width, config.mlp_bias),
+    ("self_attn", "q_proj"): (width, queries, qkv_bias),
+    ("self_attn", "k_proj"): (width, values, qkv_bias),
+    ("self_attn", "v_proj"): (width, values, qkv_bias),
+    ("self_attn", "o_proj"): (queries, width, config.attention_bias),
+    ("mlp", "gate_proj"): (width, hidden, config.mlp_bias),
+    ("mlp", "up_proj"): (width, hidden, config.mlp_bias),
+    ("mlp", "down_proj"): (hidden, width, config.mlp_bias),
   }
 
 
@@ -70,23 +67,10 @@ def attention_norms(config: ModelConfig) -> dict[str, int]:
   """Returns the widths of the query and key norms by name; empty if there are none."""
   if config.qk_norm is None:
     return {}
+  heads, kv_heads = config.num_heads, config.num_kv_heads
   if config.qk_norm == "head":
-    return {"q_norm": config.head_dim, "k_norm": config.head_dim}
-  return {
-    "q_norm": config.num_heads * config.head_dim,
-    "k_norm": config.num_kv_heads * config.head_dim,
-  }
-
-
-def _layer_shapes(config: ModelConfig) -> Iterator[tuple[Path, tuple[int, ...]]]:
-  for name in layer_norms(config):
-    yield (name, "weight"), (config.hidden_size,)
-  for name, width in attention_norms(config).items():
-    yield ("self_attn", name, "weight"), (width,)
-  for path, size in layer_linears(config).items():
-    yield (*path, "weight"), (size.out_features, size.in_features)
-    if size.use_bias:
-      yield (*path, "bias"), (size.out_features,)
+    heads = kv_heads = 1
+  return {"q_norm": heads * config.head_dim, "k_norm": kv_heads * config.head_dim}
 
 
 def layer_norms(config: ModelConfig) -> tuple[str, str]:
@@ -129,7 +113,7 @@ def check_finite(values: Mapping[str, jax.Array], source: str) -> None:
   Raises:
     ValueError: There is NaN or inf; the arrays are named, with their counts.
   """
-  counts = {name: int(_count_nonfinite(value)) for name, value in values.items()}
+  counts = {name: int((~jnp.isfinite(a)).sum()) for name, a in values.items()}
   broken = [
     f"{n} has {count} of {values[n].size}" for n, count in counts.items() if count
   ]
@@ -138,11 +122,6 @@ def check_finite(values: Mapping[str, jax.Array], source: str) -> None:
       f"{source}: expected finite weights, got NaN or inf: {'; '.join(broken)}; "
       "download the checkpoint again or repair those tensors."
     )
-
-
-@jax.jit
-def _count_nonfinite(value: jax.Array) -> jax.Array:
-  return jnp.sum(~jnp.isfinite(value), dtype=jnp.int32)
 
 
 def insert(params: dict[str, Any], path: Path, value: jax.Array) -> None:

@@ -1,5 +1,6 @@
 """Tokenizers built from a GGUF vocabulary or a `tokenizer.json`."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -20,40 +21,29 @@ CONTROL_TOKEN = 3
 """GGUF token type of special tokens."""
 
 
+@dataclasses.dataclass(eq=False)
 class Tokenizer:
   """A byte-level BPE tokenizer that never adds special tokens by itself.
 
   As in transformers, special tokens spelled out in the text, such as `<|im_start|>`,
   become their ids. `bos_id` and `eos_id` begin and end a text; they and the Jinja
-  `chat_template` may be None.
+  `chat_template` may be None. `backend` is of the `tokenizers` package.
   """
 
-  bos_id: int | None
-  eos_id: int | None
-  chat_template: str | None
-
-  def __init__(
-    self,
-    backend: "tokenizers.Tokenizer",
-    *,
-    bos_id: int | None = None,
-    eos_id: int | None = None,
-    chat_template: str | None = None,
-  ) -> None:
-    """Wraps a tokenizer of the `tokenizers` package."""
-    self._backend = backend
-    self.bos_id = bos_id
-    self.eos_id = eos_id
-    self.chat_template = chat_template
+  backend: "tokenizers.Tokenizer"
+  _: dataclasses.KW_ONLY
+  bos_id: int | None = None
+  eos_id: int | None = None
+  chat_template: str | None = None
 
   def encode(self, text: str) -> np.ndarray:
     """Encodes a text as int32 `[n]`; an empty text gives no ids."""
-    ids = self._backend.encode(text, add_special_tokens=False).ids
+    ids = self.backend.encode(text, add_special_tokens=False).ids
     return np.asarray(ids, dtype=np.int32)
 
   def decode(self, ids: Iterable[int]) -> str:
     """Decodes ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
-    return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+    return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
   @functools.cached_property
   def prefix_ids(self) -> tuple[int, ...]:
@@ -61,21 +51,17 @@ class Tokenizer:
 
     `encode` omits them; callers that follow the usual conventions add them.
     """
-    return tuple(self._backend.encode("", add_special_tokens=True).ids)
+    return tuple(self.backend.encode("", add_special_tokens=True).ids)
 
   @property
   def vocab_size(self) -> int:
     """Number of ids, special tokens included."""
-    return self._backend.get_vocab_size(with_added_tokens=True)
+    return self.backend.get_vocab_size(with_added_tokens=True)
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """SHA-256 (hex) of vocabulary, merges, special tokens and splitting rules.
-
-    Padding, truncation and special-token templates are excluded, because `encode` does
-    not use them.
-    """
-    state = json.loads(self._backend.to_str())
+    """SHA-256 (hex) of vocabulary, merges, special tokens and splitting rules."""
+    state = json.loads(self.backend.to_str())
     keys = ("added_tokens", "normalizer", "pre_tokenizer", "model")
     text = json.dumps({key: state[key] for key in keys}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -89,7 +75,13 @@ class Tokenizer:
     """
     reader = gguf.open_reader(path)
     get = functools.partial(gguf.field, reader)
-    _check_gguf_kind(path, get("tokenizer.ggml.model"), get("tokenizer.ggml.pre"))
+    model, pre = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre")
+    if model != "gpt2" or pre not in PRE_TOKENIZERS:
+      raise NotImplementedError(
+        f"{path}: expected a gpt2 tokenizer with pre-tokenizer "
+        f"{', '.join(PRE_TOKENIZERS)}, got {model} with {pre}; load the tokenizer from "
+        "the model's Hugging Face folder."
+      )
     tokens, merges = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.merges")
     types = get("tokenizer.ggml.token_type")
     special = [
@@ -104,9 +96,9 @@ class Tokenizer:
 
   def save(self, folder: pathlib.Path) -> None:
     """Writes `tokenizer.json` and `tokenizer_config.json` for `from_folder`."""
-    self._backend.save(str(folder / "tokenizer.json"))
+    self.backend.save(str(folder / "tokenizer.json"))
     settings = {
-      name: None if number is None else self._backend.id_to_token(number)
+      name: None if number is None else self.backend.id_to_token(number)
       for name, number in (("bos_token", self.bos_id), ("eos_token", self.eos_id))
     }
     settings["chat_template"] = self.chat_template
@@ -136,16 +128,6 @@ class Tokenizer:
       bos_id=_special_id(backend, settings.get("bos_token")),
       eos_id=_special_id(backend, settings.get("eos_token")),
       chat_template=_chat_template(folder, settings),
-    )
-
-
-def _check_gguf_kind(path: pathlib.Path, model: str | None, pre: str | None) -> None:
-  """Rejects vocabularies whose pre-tokenizer is not supported."""
-  if model != "gpt2" or pre not in PRE_TOKENIZERS:
-    raise NotImplementedError(
-      f"{path}: expected a gpt2 tokenizer with pre-tokenizer "
-      f"{', '.join(PRE_TOKENIZERS)}, got {model} with {pre}; load the tokenizer from "
-      "the model's Hugging Face folder."
     )
 
 

@@ -1,6 +1,6 @@
-"""The decoder as linen modules: parameter names, initialization and activation capture.
+"""The decoder as linen modules: the only file that imports flax.
 
-This is the only file that imports flax. Parameter names are nested Hugging Face names:
+Parameter names are nested Hugging Face names:
 `params["layers_0"]["self_attn"]["q_proj"]["weight"]` is `[out, in]`.
 """
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from mxjax.layers.linear import linear, linear_many, take_rows
+from mxjax.layers.linear import add_bias, linear, linear_many, take_rows
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import attention_norms, layer_linears, layer_norms
@@ -23,16 +23,12 @@ LinearInput = TypeVar("LinearInput", bound=fused_inputs.Input)
 CALIBRATION = "calibration"
 """The linen collection that receives the taps."""
 CACHE = "cache"
-"""The linen collection of an attention layer's key-value cache.
-
-It holds `keys`, `values` `[B, positions, kv_heads, head_dim]` and `start`, the number
-of filled positions, int32.
+"""The linen collection of an attention layer's key-value cache: `keys`, `values`
+`[B, positions, kv_heads, head_dim]` and `start`, the number of filled positions, int32.
 """
 
 PROJECTION_TAPS: dict[tuple[str, str], str] = {
-  ("self_attn", "q_proj"): "qkv_input",
-  ("self_attn", "k_proj"): "qkv_input",
-  ("self_attn", "v_proj"): "qkv_input",
+  **{("self_attn", f"{name}_proj"): "qkv_input" for name in "qkv"},
   ("self_attn", "o_proj"): "o_input",
   ("mlp", "gate_proj"): "gate_up_input",
   ("mlp", "up_proj"): "gate_up_input",
@@ -55,7 +51,6 @@ def _leaf(
 
 
 def _tap(module: nn.Module, name: str, value: LinearInput) -> LinearInput:
-  """Records `value` if the caller made the collection mutable, and returns it."""
   if module.is_mutable_collection(CALIBRATION) and not module.is_initializing():
     module.put_variable(CALIBRATION, name, fused_inputs.as_array(value))
   return value
@@ -76,23 +71,23 @@ class Linear(nn.Module):
     """Reads or creates the weight, `[out_features, in_features]`, and the bias."""
     normal = nn.initializers.normal(0.02)
     self.weight = _leaf(self, "weight", normal, self.out_features, self.in_features)
+    self.bias = None
     if self.use_bias:
       self.bias = _leaf(self, "bias", nn.initializers.zeros, self.out_features)
 
   def __call__(self, x: fused_inputs.Input) -> jax.Array:
     """Maps `[..., in_features]` to `[..., out_features]`, same dtype."""
-    return self.with_bias(linear(x, self.weight))
+    return add_bias(linear(x, self.weight), self.bias)
 
-  def with_bias(self, y: jax.Array) -> jax.Array:
-    """Adds the bias, if any, to products `[..., out_features]`."""
-    if not self.use_bias:
-      return y
-    return y + self.bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + self.bias.shape)
+
+def _linears(config: ModelConfig, block: str) -> list[Linear]:
+  sizes = layer_linears(config).items()
+  return [Linear(*size) for (inside, _), size in sizes if inside == block]
 
 
 def _side_by_side(x: fused_inputs.Input, *layers: Linear) -> list[jax.Array]:
   products = linear_many(x, [layer.weight for layer in layers])
-  return [layer.with_bias(y) for layer, y in zip(layers, products, strict=True)]
+  return [add_bias(y, layer.bias) for layer, y in zip(layers, products, strict=True)]
 
 
 class Embedding(nn.Module):
@@ -138,11 +133,8 @@ class Attention(nn.Module):
 
   def setup(self) -> None:
     """Creates the projections."""
-    linears = layer_linears(self.config)
-    self.q_proj = Linear(*linears["self_attn", "q_proj"])
-    self.k_proj = Linear(*linears["self_attn", "k_proj"])
-    self.v_proj = Linear(*linears["self_attn", "v_proj"])
-    self.o_proj = Linear(*linears["self_attn", "o_proj"])
+    linears = _linears(self.config, "self_attn")
+    self.q_proj, self.k_proj, self.v_proj, self.o_proj = linears
     if widths := attention_norms(self.config):
       self.q_norm = RMSNorm(widths["q_norm"], self.config.norm_eps)
       self.k_norm = RMSNorm(widths["k_norm"], self.config.norm_eps)
@@ -197,10 +189,7 @@ class MLP(nn.Module):
 
   def setup(self) -> None:
     """Creates the projections."""
-    linears = layer_linears(self.config)
-    self.gate_proj = Linear(*linears["mlp", "gate_proj"])
-    self.up_proj = Linear(*linears["mlp", "up_proj"])
-    self.down_proj = Linear(*linears["mlp", "down_proj"])
+    self.gate_proj, self.up_proj, self.down_proj = _linears(self.config, "mlp")
 
   def __call__(self, x: fused_inputs.Input) -> jax.Array:
     """Maps the layer's input `[B, T, d]` to the MLP output, same shape."""
@@ -239,10 +228,9 @@ class DecoderLayer(nn.Module):
 class CausalLM(nn.Module):
   """A decoder language model.
 
-  `model.apply({"params": params}, tokens)` runs all of it. On an unbound model, the
-  pure, jit-able methods `embed`, `layer`, `layer_with_taps` and `logits` run it in
-  pieces with the same result. A model is hashable, so it can be a static argument of a
-  jitted function.
+  `model.apply({"params": params}, tokens)` runs all of it; the pure, jit-able methods
+  `embed`, `layer`, `layer_with_taps` and `logits` run an unbound model in pieces with
+  the same result. A model is hashable, so it can be a static argument.
   """
 
   config: ModelConfig
@@ -276,7 +264,7 @@ class CausalLM(nn.Module):
 
   @property
   def projection_taps(self) -> dict[tuple[str, str], str]:
-    """`PROJECTION_TAPS`: maps a layer's target linears to the taps of their inputs."""
+    """See `PROJECTION_TAPS`."""
     return PROJECTION_TAPS
 
   @nn.nowrap
@@ -291,10 +279,7 @@ class CausalLM(nn.Module):
 
   @nn.nowrap
   def layer(self, layer_params: Mapping[str, Any], hidden: jax.Array) -> jax.Array:
-    """Runs one decoder layer on hidden states `[B, T, d]` in the compute dtype.
-
-    `layer_params` is the value of one `layers_i` key. Shape and dtype are kept.
-    """
+    """Runs one decoder layer, the value of a `layers_i` key; shape and dtype stay."""
     return _run(DecoderLayer(self.config, parent=None), layer_params, hidden)
 
   @nn.nowrap
@@ -334,10 +319,7 @@ class CausalLM(nn.Module):
     """Runs one decoder layer on the next tokens of cached sequences.
 
     `hidden` `[B, T, d]` belongs to the T tokens after the `start` cached ones (an int32
-    scalar); `cache` must have room for them. `layer_params` is as in `layer`.
-
-    Returns:
-      Hidden states, same shape and dtype, and the updated cache.
+    scalar); `cache` must have room for them. Returns hidden states and the new cache.
     """
     decoder_layer = DecoderLayer(self.config, parent=None)
     past = {"self_attn": {**cache["self_attn"], "start": start}}
@@ -352,8 +334,7 @@ class CausalLM(nn.Module):
   def logits(self, params: Mapping[str, Any], hidden: jax.Array) -> jax.Array:
     """Applies the final norm and the head to outputs of the last layer.
 
-    Reads only the norm, head and embedding of the params. Maps `[B, T, d]`, at any
-    positions, to float32 `[B, T, V]`.
+    Reads only the norm, head and embedding. Maps `[B, T, d]` to float32 `[B, T, V]`.
     """
     norm = RMSNorm(self.config.hidden_size, self.config.norm_eps, parent=None)
     normal = _run(norm, params["norm"], hidden)

@@ -1,16 +1,12 @@
-"""Registry of the supported model families, by architecture."""
+"""Reading and writing `config.json` of every supported model family."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from mxjax.models.config import ModelConfig
-from mxjax.models.families import llama, mistral, olmo2, qwen2, qwen3
+from mxjax.models.families.decoders import FAMILIES
 
-FAMILIES = {
-  module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3, olmo2)
-}
-"""The families by `model_type`; to add one, add a file here and an entry."""
 ARCHITECTURES = {family.architecture: family for family in FAMILIES.values()}
 """The families by their entry in `architectures`."""
 

@@ -56,10 +56,9 @@ HARMLESS = frozenset(
 
 
 class Window(NamedTuple):
-  """How the configs of a family encode the sliding window of all layers.
+  """How a family's configs encode the sliding window of all layers, in tokens or None.
 
-  `fields` names the config fields involved; `read` returns the window in tokens or None
-  from a parsed config, and `write` the fields for a window, or None.
+  `fields` names the config fields that are read and written.
   """
 
   fields: frozenset[str]
@@ -91,12 +90,7 @@ class Family:
   window: Window | None = None
 
   def read(self, values: Mapping[str, Any], *, dtype: str = "float32") -> ModelConfig:
-    """Translates a parsed `config.json`, as transformers 4 or 5 writes it.
-
-    Raises:
-      NotImplementedError: A field that would change the result is not supported.
-      ValueError: A required field is absent.
-    """
+    """Translates a parsed `config.json`; see `from_hf_config`."""
     window_fields = self.window.fields if self.window else frozenset()
     known = TRANSLATED | HARMLESS | window_fields | {*NAMES.values(), *self.flags}
     _refuse_unread(values, self.name, known)
@@ -118,6 +112,7 @@ class Family:
       for field, name in NAMES.items()
     }
     theta, scaling = _read_rope(values)
+    eos = get(values, "eos_token_id", ())
     return ModelConfig(
       family=self.name,
       **fields,
@@ -126,7 +121,7 @@ class Family:
       rope_theta=theta,
       rope_scaling=scaling,
       sliding_window=window,
-      eos_ids=_token_ids(values.get("eos_token_id")),
+      eos_ids=(eos,) if isinstance(eos, int) else tuple(eos),
       dtype=dtype,
     )
 
@@ -163,39 +158,25 @@ def require(values: Mapping[str, Any], key: str) -> Any:
   return values[key]
 
 
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-  if value is None:
-    return ()
-  return (value,) if isinstance(value, int) else tuple(value)
-
-
 def _refuse_unread(
   values: Mapping[str, Any], family: str, known: frozenset[str]
 ) -> None:
   """Rejects fields that are not read, unless they are null or false."""
   unread = [
-    name
+    f"{name}={value!r}"
     for name, value in values.items()
-    if name not in known
-    and not name.startswith("_")
-    and value is not None
-    and value is not False
+    if not (name in known or name.startswith("_") or value is None or value is False)
   ]
   if unread:
-    listed = ", ".join(f"{name}={values[name]!r}" for name in unread)
     raise NotImplementedError(
       f"config.json: expected only fields that the {family} family reads or that "
-      f"change no logit, got {listed}; remove them if they change nothing, or choose "
-      "another checkpoint."
+      f"change no logit, got {', '.join(unread)}; remove them if they change nothing, "
+      "or choose another checkpoint."
     )
 
 
 def refuse_mixed_layers(kinds: set[str]) -> None:
-  """Rejects a model whose layers differ in their attention type.
-
-  Raises:
-    NotImplementedError: Always; the message names the types.
-  """
+  """Raises NotImplementedError for layers that differ in their attention type."""
   raise NotImplementedError(
     "config.json: expected layer_types of one kind that fits sliding_window, got "
     f"{', '.join(sorted(map(str, kinds)))}; choose a checkpoint whose layers all "
@@ -204,7 +185,6 @@ def refuse_mixed_layers(kinds: set[str]) -> None:
 
 
 def _check_layer_types(values: Mapping[str, Any], window: int | None) -> None:
-  """Rejects layer types that contradict the sliding window."""
   kinds = set(values.get("layer_types") or ())
   if kinds - {"full_attention" if window is None else "sliding_attention"}:
     refuse_mixed_layers(kinds)
@@ -212,13 +192,14 @@ def _check_layer_types(values: Mapping[str, Any], window: int | None) -> None:
 
 def _check_features(values: Mapping[str, Any]) -> None:
   activation = get(values, "hidden_act", "silu")
-  unsupported = [f"hidden_act {activation}"] if activation != "silu" else []
-  if values.get("quantization_config"):
-    unsupported.append("already quantized weights")
-  if unsupported:
+  unsupported = {
+    f"hidden_act {activation}": activation != "silu",
+    "already quantized weights": values.get("quantization_config"),
+  }
+  if found := [text for text, is_present in unsupported.items() if is_present]:
     raise NotImplementedError(
       "config.json: expected silu and unquantized weights, got "
-      f"{', '.join(unsupported)}; choose another checkpoint."
+      f"{', '.join(found)}; choose another checkpoint."
     )
 
 

@@ -29,8 +29,11 @@ def gguf_path(*, verify: bool = False) -> pathlib.Path:
   for location in locations:
     path = pathlib.Path(location) / FILE_NAME
     if path.is_file():
-      if verify:
-        _check_digest(path)
+      if verify and (digest := hashlib.sha256(path.read_bytes()).hexdigest()) != SHA256:
+        raise ValueError(
+          f"{path}: expected sha256 {SHA256}, got {digest}; run `{INSTALL_COMMAND} "
+          "--force-reinstall`."
+        )
       return path
   raise FileNotFoundError(
     f"embedded model: expected {FILE_NAME} in the package {PACKAGE}, got no such "
@@ -38,21 +41,11 @@ def gguf_path(*, verify: bool = False) -> pathlib.Path:
   )
 
 
-def _check_digest(path: pathlib.Path) -> None:
-  with path.open("rb") as file:
-    digest = hashlib.file_digest(file, "sha256").hexdigest()
-  if digest != SHA256:
-    raise ValueError(
-      f"{path}: expected sha256 {SHA256}, got {digest}; run `{INSTALL_COMMAND} "
-      "--force-reinstall`."
-    )
-
-
 def trained_folder(family: str) -> pathlib.Path:
   """Returns the folder of a small trained model of a family, for `from_pretrained`.
 
   These models are made by `examples/train_small.py` and are part of the source tree,
-  not of the wheel. `family` is a key of `mxjax.models.families.FAMILIES`.
+  not of the wheel.
 
   Raises:
     FileNotFoundError: There is no such model for this family.

@@ -57,12 +57,7 @@ def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
 
 
 def open_reader(path: pathlib.Path) -> "GGUFReader":
-  """Memory-maps a GGUF file and reads its header; tensors are views of the file.
-
-  Raises:
-    FileNotFoundError: The file is absent.
-    ValueError: The header does not parse, or the file is shorter than it states.
-  """
+  """Memory-maps a GGUF file and reads its header; raises as `open_file` does."""
   from gguf import GGUFReader
 
   if not path.is_file():
@@ -87,12 +82,7 @@ def field(reader: "GGUFReader", key: str, default: Any = None) -> Any:
 def read_config(
   reader: "GGUFReader", tensors: dict[str, "ReaderTensor"], *, dtype: str = "float32"
 ) -> ModelConfig:
-  """Reads the config from GGUF metadata; tied weights and biases from the tensors.
-
-  Raises:
-    NotImplementedError: The architecture or its rotary scaling is not supported.
-    ValueError: A required key is absent.
-  """
+  """Reads the config from GGUF metadata; tied weights and biases from the tensors."""
   _check_supported(reader, tensors)
   require = functools.partial(_require, reader)
   heads = require("llama.attention.head_count")
@@ -180,9 +170,8 @@ def _decode(
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
   """Restores Hugging Face's order of the `[heads * head_dim, ...]` rows of q and k.
 
-  llama.cpp rotates neighbouring coordinates (2i, 2i + 1) of a head, Hugging Face (i, i
-  + head_dim/2); llama.cpp's converter interleaves the halves of each head to match.
-  `heads` counts query heads for q and key-value heads for k.
+  llama.cpp rotates neighbouring coordinates (2i, 2i + 1) of a head, Hugging Face
+  (i, i + head_dim/2); its converter interleaves the halves of each head to match.
   """
   paired = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
   return paired.swapaxes(1, 2).reshape(rows.shape)

@@ -13,8 +13,8 @@ def resolve(
 ) -> pathlib.Path:
   """Returns the local file or folder of a model, downloading it if it is a hub id.
 
-  `source` is as in `mxjax.models.from_pretrained`; other existing paths are returned as
-  they are. `only_config` skips the weights of a hub id.
+  `source` is as in `mxjax.models.from_pretrained`; `only_config` skips the weights of a
+  hub id.
 
   Raises:
     FileNotFoundError: The path is absent, the hub cannot be reached, or it has no such

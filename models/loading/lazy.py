@@ -1,8 +1,7 @@
 """Params that stay in their file until a layer is read.
 
 The mapping has the keys of a params dict, so code that takes params one layer at a time
-(the pipeline, perplexity, operator error) runs on checkpoints larger than memory.
-Nothing is cached: a layer stays in memory only as long as the caller keeps it.
+runs on checkpoints larger than memory. Nothing is cached.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,15 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from mxjax.models import parameters
 from mxjax.models.config import ModelConfig
-from mxjax.models.parameters import (
-  Path,
-  StoredTensor,
-  check_finite,
-  check_shapes,
-  insert,
-  parameter_shapes,
-)
+from mxjax.models.parameters import Path, StoredTensor
 
 
 class LazyParams(Mapping[str, Any]):
@@ -36,16 +29,14 @@ class LazyParams(Mapping[str, Any]):
   ) -> None:
     """Checks names and shapes against the config; reads no tensor.
 
-    `source` is the file or folder that error messages name.
-
     Raises:
       ValueError: Tensors are missing, unexpected or mis-shaped; all are named.
     """
     self.config = config
     self._source = source
     self._stored = stored
-    expected = parameter_shapes(config)
-    check_shapes(stored, expected, source)
+    expected = parameters.parameter_shapes(config)
+    parameters.check_shapes(stored, expected, source)
     self._paths: dict[str, list[Path]] = {}
     for path in expected:
       self._paths.setdefault(path[0], []).append(path)
@@ -63,20 +54,17 @@ class LazyParams(Mapping[str, Any]):
     params: dict[str, Any] = {}
     values = {}
     for path in paths:
-      # Copied, because the result must not depend on the file, which may be on a slow
-      # disk.
+      # Copied, because the result must not depend on the file.
       value = jnp.array(self._stored[path].read())
       values[self._stored[path].name] = value
-      insert(params, path, value)
-    check_finite(values, self._source)
+      parameters.insert(params, path, value)
+    parameters.check_finite(values, self._source)
     return params
 
   def __iter__(self) -> Iterator[str]:
-    """Iterates over the keys in forward order."""
     return iter(self._paths)
 
   def __len__(self) -> int:
-    """Returns the number of keys."""
     return len(self._paths)
 
   def load(self) -> dict[str, Any]:

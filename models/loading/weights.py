@@ -12,7 +12,6 @@ import numpy as np
 from mxjax.models import families
 from mxjax.models.config import ModelConfig
 from mxjax.models.loading.lazy import LazyParams
-from mxjax.models.loading.safetensors_file import SafetensorsFile
 from mxjax.models.parameters import Path, StoredTensor, parameter_shapes
 
 SINGLE_FILE = "model.safetensors"
@@ -23,14 +22,68 @@ DTYPES = ("BF16", "F16", "F32")
 """Stored dtypes that a float checkpoint may have, as safetensors names them."""
 
 
-def read_config(folder: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
-  """Reads `config.json`, given its path or folder; weights need not exist.
+class SafetensorsFile:
+  """The tensors of one file by name, including bfloat16, each read on demand."""
 
-  Raises:
-    FileNotFoundError: There is no config.
-    NotImplementedError: The architecture or one of its features is not supported.
-    ValueError: A required field is absent.
-  """
+  path: pathlib.Path
+  names: list[str]
+
+  def __init__(self, path: pathlib.Path) -> None:
+    """Checks the header; reads no tensor.
+
+    Raises:
+      FileNotFoundError: The file is absent.
+      ValueError: The file is truncated or not in the safetensors format.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    self.path = path
+    try:
+      self._file = safe_open(path, framework="numpy")
+    except SafetensorError as error:
+      raise ValueError(_describe_damage(path, error)) from error
+    self.names = list(self._file.keys())
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    """Returns the shape of a tensor."""
+    return tuple(self._file.get_slice(name).get_shape())
+
+  def dtype(self, name: str) -> str:
+    """Returns the dtype of a tensor in the format's notation, such as BF16."""
+    return self._file.get_slice(name).get_dtype()
+
+  def read(self, name: str) -> np.ndarray:
+    """Copies one tensor into memory, in the stored dtype."""
+    return self._file.get_tensor(name)
+
+
+def _describe_damage(path: pathlib.Path, error: Exception) -> str:
+  """Translates the library's error for someone who downloaded the file."""
+  size = path.stat().st_size
+  with path.open("rb") as file:
+    expected = 8 + int.from_bytes(file.read(8), "little")
+    if expected <= size:
+      try:
+        header = json.loads(file.read(expected - 8))
+      except ValueError:
+        return (
+          f"{path}: expected a JSON header of safetensors, got bytes that do not parse "
+          f"({error}); download the file again."
+        )
+      header.pop("__metadata__", None)
+      expected += max(
+        (entry["data_offsets"][1] for entry in header.values()), default=0
+      )
+  if expected > size:
+    return (
+      f"{path}: expected {expected} bytes by its header, got {size}; the file is "
+      "truncated or no safetensors file, download it again."
+    )
+  return f"{path}: expected a safetensors file, got {error}; download the file again."
+
+
+def read_config(folder: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
+  """Reads `config.json`, given its path or folder; raises as `open_folder` does."""
   path = folder / "config.json" if folder.is_dir() else folder
   return families.from_hf_config(_read_json(path), dtype=dtype)
 
@@ -93,7 +146,6 @@ def _stored_tensors(folder: pathlib.Path) -> Iterator[tuple[Path, StoredTensor]]
 
 
 def _read_float(file: SafetensorsFile, name: str) -> np.ndarray:
-  """Reads a tensor; rejects checkpoints that are already quantized."""
   if file.dtype(name) not in DTYPES:
     raise ValueError(
       f"{file.path}: expected {name} in {', '.join(DTYPES)}, got {file.dtype(name)}; "
@@ -116,7 +168,6 @@ def params_path(name: str) -> Path:
 
 
 def _drop_tied_head(stored: dict[Path, StoredTensor], folder: pathlib.Path) -> None:
-  """Removes a stored copy of the tied embedding; raises if the head differs from it."""
   head = stored.pop(("lm_head", "weight"), None)
   embedding = stored.get(("embed_tokens", "weight"))
   if head is None or embedding is None:
@@ -143,8 +194,7 @@ def save_folder(
   """Writes a float model that `open_folder` and transformers can read.
 
   `hf_config` has the JSON values of a supported family, `params` the matching float
-  params in the dtypes to store. The folder is created if absent; `config.json` and
-  `model.safetensors` are replaced.
+  params in the dtypes to store. Existing files are replaced.
 
   Raises:
     NotImplementedError: The config is not of a supported family.

@@ -1,13 +1,12 @@
 """Hidden states and taps of the calibration set, one decoder layer at a time.
 
 An `Activations` object follows one trajectory: the float model, the layers quantized so
-far, or the state that a recovery fit is measured on. For the current layer it holds the
-entering hidden states, the inputs of the linears and the statistics reduced from them.
-
-With a store, a layer runs only if a hook needs activations that no stored statistic
-covers, or if the next layer's inputs are not saved yet.
+far, or the state that a recovery fit is measured on. With a store, a layer runs only if
+a hook needs activations that no stored statistic covers, or if the next layer's inputs
+are not saved yet.
 """
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -89,14 +88,9 @@ class Activations:
 
   def copy(self) -> "Activations":
     """Copies the hidden states into new buffers."""
-    hidden = [jnp.array(chunk, copy=True) for chunk in self.hidden]
-    return Activations(
-      self.calib,
-      hidden,
-      chunk=self._chunk,
-      placement=self.placement,
-      index=self.index,
-    )
+    twin = copy.copy(self)
+    twin._hidden = [jnp.array(chunk, copy=True) for chunk in self.hidden]
+    return twin
 
   def observe(
     self,
@@ -107,10 +101,9 @@ class Activations:
   ) -> None:
     """Registers a float layer whose taps are captured; without a store, runs it now.
 
-    With a store, the layer runs when its taps are first needed. `contract` names the
-    target linears, whose inputs are captured; `plain` names other taps, captured
-    without reshaping. With `cotangents`, the gradients at the layer's output, those at
-    the outputs of its target linears are captured too.
+    `contract` names the target linears, whose inputs are captured; `plain` names other
+    taps, captured without reshaping. With `cotangents`, the gradients at the layer's
+    output, those at the outputs of its target linears are captured too.
     """
     taps = self.calib.model.projection_taps
     blocked = sorted({taps[path] for path in targets(self.calib.model, contract)})
@@ -124,7 +117,6 @@ class Activations:
       self._run()
 
   def _run(self) -> list[dict[str, jax.Array]]:
-    """Runs the observed layer, at most once."""
     if self._taps is not None:
       return self._taps
     assert self._layer is not None

@@ -87,33 +87,30 @@ class Calibration:
   vocab_size: int | None = None
 
   def __post_init__(self) -> None:
-    """Validates the tokens and converts them to int32."""
     tokens = np.asarray(self.tokens)
-    place = "Calibration"
     if tokens.size == 0 or tokens.ndim != 2:
       raise ValueError(
-        f"{place}: expected token ids [sequences, length], got shape {tokens.shape}; "
-        "pass at least one full sequence, such as 128 of 2048 tokens."
+        "Calibration: expected token ids [sequences, length], got shape "
+        f"{tokens.shape}; pass at least one full sequence, such as 128 of 2048 tokens."
       )
     if not np.issubdtype(tokens.dtype, np.integer):
       raise TypeError(
-        f"{place}: expected integer token ids, got {tokens.dtype}; tokenize the text."
+        f"Calibration: expected integer token ids, got {tokens.dtype}; tokenize text."
       )
     if tokens.shape[1] < 4:
       raise ValueError(
-        f"{place}: sequences of {tokens.shape[1]} tokens are too short, at least 4 "
+        f"Calibration: sequences of {tokens.shape[1]} tokens are too short, at least 4 "
         "are needed for the four quarters of the MLP fit; use longer sequences."
       )
-    vocab = self.vocab_size or getattr(
-      getattr(self.model, "config", None), "vocab_size", None
-    )
+    config = getattr(self.model, "config", None)
+    vocab = self.vocab_size or getattr(config, "vocab_size", None)
     bad = (tokens < 0) | (tokens >= (vocab or np.inf))
     if bad.any():
       row, column = np.argwhere(bad)[0]
       raise ValueError(
-        f"{place}: {int(bad.sum())} token ids are outside the vocabulary of {vocab}, "
-        f"the first is {tokens[row, column]} at [{row}, {column}]; use the model's own "
-        "tokenizer."
+        f"Calibration: {int(bad.sum())} token ids are outside the vocabulary of "
+        f"{vocab}, the first is {tokens[row, column]} at [{row}, {column}]; use the "
+        "model's own tokenizer."
       )
     object.__setattr__(self, "tokens", np.ascontiguousarray(tokens, np.int32))
 
@@ -124,6 +121,6 @@ class Calibration:
 
 
 def token_fingerprint(tokens: np.ndarray) -> str:
-  """SHA-256 of the shape and the exact int32 ids, hex."""
+  """Returns the fingerprint of these ids; see `Calibration.fingerprint`."""
   array = np.ascontiguousarray(tokens, np.int32)
   return hashlib.sha256(f"int32{array.shape}".encode() + array.tobytes()).hexdigest()

@@ -5,8 +5,8 @@ and differentiates each layer. One compiled function serves all layers, and memo
 the activations of one layer at any depth.
 """
 
-import functools
-from typing import Any, NamedTuple, Protocol
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,40 +14,43 @@ import jax.numpy as jnp
 from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.calibration.streams import outer_params
 from mxjax.devices import execution
+from mxjax.numerics import mxfp4
 
 HEAD_CHUNK = 512
 """Positions whose logits are in memory at once."""
 
 
-class Objective(Protocol):
+class Example(NamedTuple):
+  """Tokens of a sequence, int32 `[1, T]`, and the float model's last hidden states."""
+
+  ids: jax.Array
+  teacher: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
   """A loss of learned parameters; hashable, so that it can be a static argument.
 
   `shared` is learned once for the model, `own` once for each layer; both are pytrees.
   """
 
-  @property
-  def model(self) -> CausalLanguageModel:
-    """The model that is differentiated."""
-    ...
+  model: CausalLanguageModel
+  rules: mxfp4.Rules
 
   def embed(self, shared: Any, outer: Params, ids: jax.Array) -> jax.Array:
     """Embeds int32 tokens `[1, T]` into hidden states `[1, T, d]`."""
-    ...
+    del shared
+    return self.model.embed(outer, ids)
 
   def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
     """Runs one layer, `[1, T, d]` to `[1, T, d]`."""
-    ...
+    raise NotImplementedError
 
   def loss(
-    self,
-    shared: Any,
-    hidden: jax.Array,
-    outer: Params,
-    ids: jax.Array,
-    teacher: jax.Array | None,
+    self, shared: Any, hidden: jax.Array, outer: Params, example: Example
   ) -> jax.Array:
     """Computes the mean loss of a sequence, a scalar."""
-    ...
+    raise NotImplementedError
 
 
 class Gradients(NamedTuple):
@@ -61,12 +64,12 @@ class Gradients(NamedTuple):
   own: list[Any]
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "part"))
+@execution.jit(static_argnames=("objective", "part"))
 def _forward(objective: Objective, part: str, *args: Any) -> jax.Array:
   return getattr(objective, part)(*args)
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "part", "learned"))
+@execution.jit(static_argnames=("objective", "part", "learned"))
 def _backward(
   objective: Objective, part: str, learned: int, cotangent: jax.Array, *args: Any
 ) -> tuple[Any, ...]:
@@ -75,10 +78,8 @@ def _backward(
   return jax.vjp(run, *args[:learned])[1](cotangent)
 
 
-@functools.partial(jax.jit, static_argnames="objective")
-def _loss_gradient(
-  objective: Objective, *args: Any
-) -> tuple[jax.Array, tuple[Any, jax.Array]]:
+@execution.jit(static_argnames="objective")
+def _loss_gradient(objective: Objective, *args: Any) -> Any:
   return jax.value_and_grad(objective.loss, argnums=(0, 1))(*args)
 
 
@@ -92,29 +93,23 @@ def _of_sequence(
   layers: list[Params],
   shared: Any,
   own: list[Any],
-  ids: jax.Array,
-  teacher: jax.Array | None,
+  example: Example,
 ) -> Gradients:
-  wait = execution.block_on_cpu
-  hidden = wait(_forward(objective, "embed", shared, outer, ids))
+  hidden = _forward(objective, "embed", shared, outer, example.ids)
   entering = []
   for layer, learned in zip(layers, own, strict=True):
     entering.append(hidden)
-    hidden = wait(_forward(objective, "layer", shared, learned, hidden, layer))
-  loss, (shared_sum, cotangent) = wait(
-    _loss_gradient(objective, shared, hidden, outer, ids, teacher)
-  )
-  own_gradients: list[Any] = []
-  for layer, learned, before in zip(
-    reversed(layers), reversed(own), reversed(entering), strict=True
-  ):
-    more, gradient, cotangent = wait(
-      _backward(objective, "layer", 3, cotangent, shared, learned, before, layer)
+    hidden = _forward(objective, "layer", shared, learned, hidden, layer)
+  loss, (total, cotangent) = _loss_gradient(objective, shared, hidden, outer, example)
+  gradients: list[Any] = []
+  for layer, learned, before in reversed(list(zip(layers, own, entering, strict=True))):
+    more, gradient, cotangent = _backward(
+      objective, "layer", 3, cotangent, shared, learned, before, layer
     )
-    shared_sum = _add(shared_sum, more)
-    own_gradients.append(gradient)
-  (more,) = wait(_backward(objective, "embed", 1, cotangent, shared, outer, ids))
-  return Gradients(float(loss), _add(shared_sum, more), own_gradients[::-1])
+    total = _add(total, more)
+    gradients.append(gradient)
+  (more,) = _backward(objective, "embed", 1, cotangent, shared, outer, example.ids)
+  return Gradients(float(loss), _add(total, more), gradients[::-1])
 
 
 def gradients(
@@ -122,24 +117,21 @@ def gradients(
   params: Params,
   shared: Any,
   own: list[Any],
-  sequences: list[jax.Array],
-  teachers: list[jax.Array] | None = None,
+  examples: list[Example],
 ) -> Gradients:
-  """Computes the mean loss of some sequences and its gradients.
+  """Computes the mean loss of some sequences, one after the other, and its gradients.
 
   `params` are constants. `own` holds one pytree for each layer, all equal in structure.
-  The `sequences`, int32 `[1, T]` each, run one after the other; `teachers` are the
-  float model's last hidden states, `[1, T, d]` each.
   """
   model, outer = objective.model, outer_params(params)
   layers = [params[model.layer_name(i)] for i in range(model.num_layers)]
   total, sums = 0.0, None
-  for ids, teacher in zip(sequences, teachers or [None] * len(sequences), strict=True):
-    one = _of_sequence(objective, outer, layers, shared, own, ids, teacher)
+  for example in examples:
+    one = _of_sequence(objective, outer, layers, shared, own, example)
     total += one.loss
     sums = _add(sums, (one.shared, one.own))
-  mean = jax.tree.map(lambda leaf: leaf / len(sequences), sums)
-  return Gradients(total / len(sequences), *mean)
+  mean = jax.tree.map(lambda leaf: leaf / len(examples), sums)
+  return Gradients(total / len(examples), *mean)
 
 
 def chunked_mean(
@@ -154,9 +146,8 @@ def chunked_mean(
   padding = -length % chunk
   pad = lambda a: jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1))
   split = lambda a: pad(a).reshape(-1, chunk, *a.shape[1:])
-  losses = jax.lax.map(
-    jax.checkpoint(lambda parts: loss(*parts)), tuple(split(a) for a in arrays)
-  )
+  of_chunk = jax.checkpoint(lambda parts: loss(*parts))
+  losses = jax.lax.map(of_chunk, tuple(split(a) for a in arrays))
   return (losses.reshape(-1)[:length] * weights).sum() / weights.sum()
 
 

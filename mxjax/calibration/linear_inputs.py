@@ -1,8 +1,8 @@
 """Calibration inputs of one linear: the only data a hook sees.
 
-Linears that read the same tensor (q, k, v; gate, up) share one view, so a reduction
-such as the raw Hessian is computed once for all of them. Reductions add one sequence at
-a time in calibration order, so results do not depend on the chunk size.
+Linears that read the same tensor (q, k, v; gate, up) share reductions such as the raw
+Hessian. Reductions add one sequence at a time in calibration order, so results do not
+depend on the chunk size.
 """
 
 import contextlib
@@ -34,7 +34,6 @@ def _add_sequence(
   params: None,
   *args: Any,
 ) -> tuple[Any, None]:
-  """Adapts the step of a hook to a `totals.Step`."""
   step, rules = static
   return step(carry, sequence[1], index, rules, *args), None
 
@@ -90,7 +89,6 @@ def _fold_moment_step(
 
 @jax.jit
 def _mean_of_folds(totals: jax.Array, tokens: jax.Array) -> jax.Array:
-  """Divides sums `[2, blocks, 32, 32]` by the folds' tokens, float64 `[2]`."""
   return totals / jnp.maximum(tokens, 1.0)[:, None, None, None]
 
 
@@ -112,9 +110,8 @@ class LinearInputs:
     token_weights: Weights of tokens in `hessian` and `moment`, float32 `[sequences, T]`
       of mean 1; None for equal ones.
     placement: Where the activations lie; hooks get arrays on the primary device.
-    sequences: Number of calibration sequences.
-    blocks: Number of physical blocks of the input axis.
-    length: Tokens of a sequence.
+    sequences, blocks, length: Calibration sequences, blocks of 32 inputs, and tokens of
+      a sequence.
   """
 
   def __init__(
@@ -126,13 +123,11 @@ class LinearInputs:
     cache: dict[str, jax.Array] | None = None,
     placement: Placement = ONE_DEVICE,
   ) -> None:
-    """Wraps captured activations.
+    """Wraps float32 `[sequences, blocks, 32, tokens]` in calibration order.
 
-    `chunks` are float32 `[sequences, blocks, 32, tokens]` in calibration order (on a
-    mesh with one sequence a device), or a function that captures them when a hook first
-    needs data that the cache lacks. A function requires the (sequences, blocks, tokens)
-    of all chunks as `extent`. `cache` shares reductions with linears that read the same
-    tensor.
+    On a mesh a chunk has one sequence a device. A function captures `chunks` when a
+    hook first needs data that the cache lacks; it requires the (sequences, blocks,
+    tokens) of all chunks as `extent`. `cache` is shared by linears on the same tensor.
     """
     self._source = chunks
     self._cache = {} if cache is None else cache
@@ -156,11 +151,7 @@ class LinearInputs:
   def for_linear(
     self, name: str = "", learned: Any = None, gradients: Sequence[jax.Array] = ()
   ) -> "LinearInputs":
-    """Returns a view for one linear on this tensor: same cache, own record.
-
-    Its record starts as a copy of this view's, which `Program.shape_group` may have
-    filled.
-    """
+    """Returns a view for one linear on this tensor: same cache, a copied record."""
     view = copy.copy(self)
     view.name, view.learned, view.record = name, learned, dict(self.record)
     view.gradients = gradients
@@ -190,8 +181,15 @@ class LinearInputs:
   def sample(self, tokens: int) -> jax.Array:
     """Samples tokens evenly over the calibration set, `[blocks, 32, <= tokens]`."""
     stride = max(1, -(-self.tokens // tokens))
-    places = range(0, self.tokens, stride)
-    return self.gather([divmod(place, self.length) for place in places])
+    places = np.arange(0, self.tokens, stride, dtype=np.int32)
+    rows, positions = np.divmod(places, np.int32(self.length))
+    parts, first = [], 0
+    for chunk in self._chunks:
+      inside = (rows >= first) & (rows < first + chunk.shape[0])
+      columns = chunk[rows[inside] - first, :, :, positions[inside]]
+      parts.append(jnp.moveaxis(self.placement.to_primary(columns), 0, -1))
+      first += chunk.shape[0]
+    return jnp.concatenate(parts, axis=-1)
 
   def sequence(self, index: int) -> jax.Array:
     """Returns one calibration sequence, float32 `[blocks, 32, tokens]`."""
@@ -200,21 +198,6 @@ class LinearInputs:
         return self.placement.to_primary(chunk[index])
       index -= chunk.shape[0]
     raise IndexError(f"linear_inputs: no sequence {index} of {self.sequences}")
-
-  def gather(self, places: Sequence[tuple[int, int]]) -> jax.Array:
-    """Gathers tokens at (sequence, position), float32 `[blocks, 32, len(places)]`."""
-    parts, first = [], 0
-    wanted = np.asarray(places, np.int32).reshape(-1, 2)
-    order = []
-    for chunk in self._chunks:
-      inside = (wanted[:, 0] >= first) & (wanted[:, 0] < first + chunk.shape[0])
-      order.append(np.flatnonzero(inside))
-      rows, positions = wanted[inside, 0] - first, wanted[inside, 1]
-      columns = self.placement.to_primary(chunk[rows, :, :, positions])
-      parts.append(jnp.moveaxis(columns, 0, -1))
-      first += chunk.shape[0]
-    back = np.argsort(np.concatenate(order))
-    return jnp.concatenate(parts, axis=-1)[..., back]
 
   def reduce(self, step: Step, init: Any, *args: Any) -> Any:
     """Folds `step` over sequences in calibration order and returns the last carry.
@@ -247,8 +230,8 @@ class LinearInputs:
     """Returns a named reduction, computed once for all linears on this tensor."""
     with contextlib.suppress(KeyError):
       return self._cache[name]
-    self._cache[name] = compute()
-    return self._cache[name]
+    self._cache[name] = result = compute()
+    return result
 
   def hessian(self) -> jax.Array:
     """Returns the raw Hessian X'X / n, float32 `[d, d]`, cached."""
@@ -257,19 +240,16 @@ class LinearInputs:
     def compute() -> jax.Array:
       zeros = jnp.zeros((width, width), jnp.float32)
       total = self.reduce(_hessian_step, zeros, *self._weights)
-      places = jnp.arange(width, dtype=jnp.int32)
-      return _mirrored(total, places) / self.tokens
+      return _mirrored(total, jnp.arange(width, dtype=jnp.int32)) / self.tokens
 
     return self.cached("hessian", compute)
 
   def fold_moments(self) -> jax.Array:
     """Returns X'X / n of every block by fold, float64 `[2, blocks, 32, 32]`."""
-
-    def compute() -> jax.Array:
-      shape = (2, self.blocks, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE)
-      zeros = jnp.zeros(shape, jnp.float64)
-      return self.reduce(_fold_moment_step, zeros, *self._weights)
-
+    shape = (2, self.blocks, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE)
+    compute = lambda: self.reduce(
+      _fold_moment_step, jnp.zeros(shape, jnp.float64), *self._weights
+    )
     totals = self.cached("fold_moments", compute)
     return _mean_of_folds(totals, jnp.asarray(self.fold_tokens, jnp.float64))
 

@@ -1,9 +1,8 @@
 """On-disk statistics shared by runs on one float model and one calibration set.
 
 The store holds the hidden states entering every layer and the reductions of every
-linear input (raw Hessian, block moments, probes), so a later run need not rerun the
-float layers. The key hashes the content of params and tokens: one store can hold
-several models and calibration sets without mixing them up.
+linear input, so a later run need not rerun the float layers. The key hashes the content
+of params and tokens: one store can hold several models and calibration sets.
 """
 
 import hashlib
@@ -43,7 +42,6 @@ class Reductions(dict[str, jax.Array]):
   """Reductions of one linear input by name; each is a file, written once."""
 
   def __init__(self, folder: pathlib.Path) -> None:
-    """Sets the folder, which is created on the first write."""
     super().__init__()
     self._folder = folder
 
@@ -79,7 +77,7 @@ class CalibrationStore:
     return self.path / f"hidden_{index}.safetensors"
 
   def has_hidden(self, index: int) -> bool:
-    """Whether the hidden states entering layer `index` are stored."""
+    """Whether the hidden states entering a layer are stored."""
     return self._hidden(index).is_file()
 
   def hidden(self, index: int, chunk: int) -> list[jax.Array]:

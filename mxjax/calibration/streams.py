@@ -38,7 +38,7 @@ def outer_params(params: Params) -> dict[str, Any]:
   return {k: params[k] for k in params if not k.startswith("layers_")}
 
 
-@functools.partial(jax.jit, static_argnames=("model", "placement", "sharing"))
+@execution.jit(static_argnames=("model", "placement", "sharing"))
 def _embed(
   model: CausalLanguageModel,
   params: Params,
@@ -59,12 +59,8 @@ def embed(
   """Embeds the calibration tokens, int32 `[S, T]`, in chunks of sequences."""
   outer = placement.shard_rows(outer_params(params))
   parts = [tokens[first : first + chunk] for first in range(0, len(tokens), chunk)]
-  return [
-    execution.block_on_cpu(
-      _embed(model, outer, placement.put_sequences(part), placement)
-    )
-    for part in parts
-  ]
+  put = placement.put_sequences
+  return [_embed(model, outer, put(part), placement) for part in parts]
 
 
 @functools.partial(
@@ -98,8 +94,7 @@ def capture(
   return placement.call(run, layer, hidden)
 
 
-@functools.partial(
-  jax.jit,
+@execution.jit(
   static_argnames=("model", "targets", "placement"),
   compiler_options=execution.FEW_TEMPORARIES,
 )
@@ -144,9 +139,7 @@ def capture_gradients(
   return placement.call(run, layer, hidden, cotangent)
 
 
-@functools.partial(
-  jax.jit, static_argnames=("model", "placement"), donate_argnames="hidden"
-)
+@execution.jit(static_argnames=("model", "placement"), donate_argnames="hidden")
 def _advance(
   model: CausalLanguageModel, layer: Params, hidden: jax.Array, placement: Placement
 ) -> jax.Array:
@@ -164,17 +157,11 @@ def advance(
 ) -> Chunks:
   """Runs hidden states through one layer; their buffers are donated."""
   layer = placement.shard_rows(layer)
-  return [
-    execution.block_on_cpu(_advance(model, layer, chunk, placement)) for chunk in hidden
-  ]
+  return [_advance(model, layer, chunk, placement) for chunk in hidden]
 
 
 def check_finite(hidden: Chunks, place: str) -> None:
-  """Checks that the hidden states leaving `place` are finite.
-
-  Raises:
-    FloatingPointError: There are NaN or inf; the message has the counts.
-  """
+  """Raises FloatingPointError if hidden states leaving `place` are not finite."""
   bad = sum(int((~jnp.isfinite(chunk)).sum()) for chunk in hidden)
   if bad:
     total = sum(chunk.size for chunk in hidden)
@@ -185,7 +172,7 @@ def check_finite(hidden: Chunks, place: str) -> None:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "placement"))
+@execution.jit(static_argnames=("model", "placement"))
 def _layer(
   model: CausalLanguageModel, layer: Params, hidden: jax.Array, placement: Placement
 ) -> jax.Array:
@@ -205,21 +192,8 @@ def final_hiddens(
   leaving the last layer; the bits of a window do not depend on the others.
   """
   outer = placement.shard_rows(outer_params(params))
-  hidden = [
-    execution.block_on_cpu(_embed(model, outer, tokens, placement, EVALUATION))
-    for tokens in windows
-  ]
+  hidden = [_embed(model, outer, tokens, placement, EVALUATION) for tokens in windows]
   for index in range(model.num_layers):
     layer = placement.shard_rows(params[model.layer_name(index)])
-    hidden = [
-      execution.block_on_cpu(_layer(model, layer, states, placement))
-      for states in hidden
-    ]
+    hidden = [_layer(model, layer, states, placement) for states in hidden]
   return hidden
-
-
-def final_hidden(
-  model: CausalLanguageModel, params: Params, tokens: jax.Array
-) -> jax.Array:
-  """Runs one window, int32 `[B, T]`, through all layers to `[B, T, d]`."""
-  return final_hiddens(model, params, [tokens])[0]

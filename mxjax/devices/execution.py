@@ -10,6 +10,7 @@ Two rules keep XLA:CPU (jaxlib 0.10.2) from hanging with every pool thread idle:
 """
 
 import ctypes
+import functools
 import os
 import pathlib
 import sys
@@ -40,9 +41,7 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 def _allocator(name: str) -> Any | None:
   """Returns a function of this process's C library, or None if it lacks it."""
-  if sys.platform != "linux":
-    return None
-  return getattr(ctypes.CDLL(None), name, None)
+  return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def keep_freed_memory() -> bool:
@@ -50,10 +49,9 @@ def keep_freed_memory() -> bool:
 
   XLA:CPU allocates the temporaries of every call anew, and glibc returns buffers of
   this size to the kernel when freed: fetching zeroed pages again took half the
-  processor time of attention over 2,048 tokens. The price is that used memory stays
-  with the process. Because it changes the allocator of the whole process, only programs
-  call it, never the library. Returns whether the allocator took the settings; False if
-  it is not glibc.
+  processor time of attention over 2,048 tokens. Used memory then stays with the
+  process, so only programs call this, never the library. Returns whether the allocator
+  took the settings; False if it is not glibc.
   """
   mallopt = _allocator("mallopt")
   if mallopt is None:
@@ -63,12 +61,11 @@ def keep_freed_memory() -> bool:
 
 
 def trim_malloc(nbytes: int) -> bool:
-  """Returns freed memory to the kernel before a step with large arrays.
+  """Returns freed memory to the kernel before a step with arrays of `nbytes`.
 
   Memory retained by `keep_freed_memory` is fragmented: an array larger than every
-  fragment, such as the factor of a wide Hessian, would need new memory on top. `nbytes`
-  is the size of one array; below `LARGE_BYTES` nothing happens. Returns whether memory
-  was given back; False if the allocator is not glibc.
+  fragment, such as the factor of a wide Hessian, would need new memory on top. Below
+  `LARGE_BYTES` nothing happens. Returns whether memory was given back.
   """
   trim = _allocator("malloc_trim") if nbytes >= LARGE_BYTES else None
   return trim is not None and trim(0) == 1
@@ -77,10 +74,9 @@ def trim_malloc(nbytes: int) -> bool:
 def keep_compiled(folder: str | os.PathLike[str]) -> None:
   """Makes JAX cache compiled programs in a folder shared between processes.
 
-  A HiRes build compiles some two hundred programs. The folder is created if missing,
-  grows, and may be removed at any time. Use one written on a machine with the same
-  processor, and only by people who may run code here. Only programs call this, never
-  the library.
+  The folder is created if missing, grows, and may be removed at any time. Use one
+  written on a machine with the same processor, and only by people who may run code
+  here. Only programs call this, never the library.
   """
   pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
   jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
@@ -98,6 +94,21 @@ def block_on_cpu(tree: T) -> T:
   if jax.default_backend() == "cpu":
     return jax.block_until_ready(tree)
   return tree
+
+
+def jit(**options: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:
+  """Decorates as `jax.jit` with these options; calls wait as `block_on_cpu` does."""
+
+  def decorate(function: Callable[..., T]) -> Callable[..., T]:
+    compiled = jax.jit(function, **options)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+      return block_on_cpu(compiled(*args, **kwargs))
+
+    return call
+
+  return decorate
 
 
 def call_in_batches(function: Callable[..., T], *arrays: jax.Array) -> T:

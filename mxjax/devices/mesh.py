@@ -12,9 +12,9 @@ AXES = (DATA, MODEL)
 
 
 def make(data: int | None = None, model: int = 1) -> Mesh:
-  """Makes a mesh of the devices of all processes.
+  """Makes a mesh of the devices of all processes with these axis sizes.
 
-  `data` and `model` are the axis sizes; if `data` is None, the devices over `model`.
+  `data` is by default the number of devices over `model`.
 
   Raises:
     ValueError: The product of the sizes does not fit the number of devices.
@@ -77,16 +77,10 @@ def normalize(mesh: Mesh | None) -> Mesh | None:
 def alias(array: jax.Array) -> jax.Array:
   """Wraps an array's buffers in a new array object.
 
-  JAX caches host copies on the array object; reading through this alias frees them with
-  the alias.
+  JAX caches host copies on the array object; they are freed with this alias.
   """
   shards = [shard.data for shard in array.addressable_shards]
   return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
-
-
-def _is_shared(weight: Any, mesh: Mesh) -> bool:
-  """Whether a weight has rows that divide over the model axis."""
-  return len(weight.shape) == 2 and weight.shape[0] % mesh.shape[MODEL] == 0
 
 
 def map_weights(
@@ -94,16 +88,16 @@ def map_weights(
 ) -> Any:
   """Maps nested dicts of params, or of other leaves with shapes.
 
-  `shared` is applied to weights whose rows divide over the model axis, `whole` to every
-  other leaf.
+  `shared` maps weights whose rows divide over the model axis, `whole` all other leaves.
   """
   if not isinstance(tree, Mapping):
     return jax.tree.map(whole, tree)
-  result = {}
-  for key, value in tree.items():
-    is_weight = key == "weight" and not isinstance(value, Mapping)
-    if is_weight and _is_shared(value, mesh):
-      result[key] = shared(value)
-    else:
-      result[key] = map_weights(value, mesh, shared, whole)
-  return result
+
+  def one(key: str, value: Any) -> Any:
+    if key == "weight" and not isinstance(value, Mapping):
+      shape = value.shape
+      if len(shape) == 2 and shape[0] % mesh.shape[MODEL] == 0:
+        return shared(value)
+    return map_weights(value, mesh, shared, whole)
+
+  return {key: one(key, value) for key, value in tree.items()}

@@ -95,8 +95,8 @@ class Placement:
   def put(self, array: Any, spec: P) -> jax.Array:
     """Puts an array that every process has where `spec` says, in a new buffer.
 
-    On one device it is a copy, because the buffers of hidden states are donated and
-    host buffers must not be.
+    On one device it is a copy: the buffers of hidden states are donated, and host
+    buffers must not be.
     """
     if self.mesh is None:
       return jnp.array(array)
@@ -122,8 +122,7 @@ class Placement:
   def shard_rows(self, params: T) -> T:
     """Puts params on the mesh, weights by output rows over `model`, the rest whole.
 
-    A weight whose rows do not divide over the axis is whole on every device. `params`
-    are nested dicts of arrays and typed leaves, float or quantized.
+    A weight whose rows do not divide over the axis is whole on every device.
     """
     if self.mesh is None:
       return params
@@ -187,23 +186,19 @@ class Placement:
     """Calls `run(weight, *others)` with output rows split over all devices.
 
     `run` is hashable, and its results have rows on their last axis, each depending on
-    that row of the weight `[..., rows]` alone; every device needs `others` whole.
-    Returns the results of all rows, on the primary device.
+    that row of the weight `[..., rows]` alone. Returns the results of all rows, on the
+    primary device.
     """
     if self.mesh is None:
       return run(weight, *others)
     weight, others = self.replicate((weight, others))
-    return self.to_primary(
-      execution.block_on_cpu(_by_row(run, self.mesh, weight, *others))
-    )
+    return self.to_primary(_by_row(run, self.mesh, weight, *others))
 
 
 ONE_DEVICE = Placement()
 
 
 class _OnPrimary(Mapping[str, Any]):
-  """See `Placement.on_primary`."""
-
   def __init__(self, params: Mapping[str, Any], placement: Placement) -> None:
     self._params, self._placement = params, placement
 
@@ -222,7 +217,7 @@ def _replicated(array: jax.Array, mesh: Mesh) -> jax.Array:
   return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P()))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@execution.jit(static_argnums=(0, 1))
 def _by_row(
   run: Callable[..., T], mesh: Mesh, weight: jax.Array, *others: jax.Array | None
 ) -> T:

@@ -37,8 +37,8 @@ LOST_MESSAGE = (
 def supervise(command: Sequence[str]) -> int:
   """Runs a command in a child process, waits, and explains an abort.
 
-  SIGINT and SIGTERM are passed on. The child ends when this process does. Returns the
-  child's exit code, or `LOST` if it was aborted.
+  SIGINT and SIGTERM are passed on, and the child ends when this process does. Returns
+  the child's exit code, or `LOST` if it was aborted.
   """
   reading, writing = os.pipe()
   # Give the child the same import path, wherever it was started.
@@ -111,7 +111,6 @@ def _spans_processes(mesh: Mesh | None) -> bool:
 
 
 def _gathered(value: np.ndarray) -> np.ndarray:
-  """Stacks the values of all processes."""
   from jax.experimental import multihost_utils
 
   # 32-bit types are enough for all the values compared here.
@@ -139,13 +138,10 @@ def wait_for_all(mesh: Mesh | None) -> None:
 
 
 def check_same(what: str, tree: Any, mesh: Mesh | None) -> None:
-  """Checks that all processes of a mesh have the same values.
-
-  `tree` is a pytree of arrays, numbers and texts, `what` its name in the message.
-  Within one process nothing is compared.
+  """Checks that all processes of a mesh have the same arrays, numbers and texts.
 
   Raises:
-    ValueError: Some process differs.
+    ValueError: Some process differs in `tree`, which the message calls `what`.
   """
   if not _spans_processes(mesh):
     return

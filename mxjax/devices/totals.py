@@ -5,10 +5,8 @@ contribution of one sequence and adds its share of the elements of all contribut
 calibration order: the sum that one device would form.
 """
 
-import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,25 +23,11 @@ contribution of one sequence, an int32 `index` in the set. It must be additive i
 totals: on a mesh it is applied to zeros and the results are added."""
 
 
-class _Layout(NamedTuple):
-  """Structure, shapes and dtypes of a pytree of arrays; hashable."""
-
-  structure: Any
-  shapes: tuple[tuple[int, ...], ...]
-  dtypes: tuple[np.dtype, ...]
-
-  def zeros(self) -> Any:
-    """Builds the tree with zeros."""
-    leaves = map(jnp.zeros, self.shapes, self.dtypes)
-    return jax.tree.unflatten(self.structure, leaves)
-
-
 def _add_in_order(shares: Sequence[jax.Array], tree: Any) -> list[jax.Array]:
   """Adds one contribution of each device to the totals, in device order; traced.
 
   Each device receives its share of every contribution and adds them one by one: the
-  traffic of a reduce-scatter, with the sum that one device would form. `shares` are
-  this device's shares of the totals, `tree` its whole contribution.
+  traffic of a reduce-scatter, with the sum that one device would form.
   """
   totals = []
   for total, part in zip(shares, jax.tree.leaves(tree), strict=True):
@@ -56,8 +40,7 @@ def _add_in_order(shares: Sequence[jax.Array], tree: Any) -> list[jax.Array]:
   return totals
 
 
-@functools.partial(
-  jax.jit,
+@execution.jit(
   static_argnames=("step", "static", "placement", "layout"),
   donate_argnames=("totals", "consumed"),
   compiler_options=execution.FEW_TEMPORARIES,
@@ -66,7 +49,7 @@ def _add_chunk(
   step: Step,
   static: tuple[Any, ...],
   placement: Placement,
-  layout: _Layout,
+  layout: tuple[Any, tuple[jax.ShapeDtypeStruct, ...]],
   params: Any,
   totals: Any,
   consumed: Any,
@@ -89,7 +72,9 @@ def _add_chunk(
   ) -> tuple[list[jax.Array], Any]:
     index = first + jax.lax.axis_index(AXES)
     sequence = jax.tree.map(lambda a: a[0], (consumed, sequences))
-    new, output = step(layout.zeros(), sequence, index, static, params, *args)
+    structure, leaves = layout
+    zeros = jax.tree.unflatten(structure, [jnp.zeros(a.shape, a.dtype) for a in leaves])
+    new, output = step(zeros, sequence, index, static, params, *args)
     return _add_in_order(shares, new), jax.tree.map(lambda a: a[None], output)
 
   whole, split = P(), P(AXES)
@@ -99,15 +84,13 @@ def _add_chunk(
 
 
 class Totals:
-  """Running totals, a pytree of arrays whose elements are sharded on a mesh."""
+  """Running totals, a pytree of donated arrays whose elements a mesh shares."""
 
   def __init__(self, initial: Any, placement: Placement = ONE_DEVICE) -> None:
-    """Starts with `initial`, whose buffers are donated."""
     self._placement, self._first = placement, 0
     leaves, structure = jax.tree.flatten(initial)
-    self._layout = _Layout(
-      structure, tuple(a.shape for a in leaves), tuple(a.dtype for a in leaves)
-    )
+    shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
+    self._layout = structure, shapes
     self._totals = initial
     if placement.mesh:
       count = placement.mesh.size
@@ -132,11 +115,9 @@ class Totals:
     from `Placement.shard_rows`. Returns the outputs of the steps, `[sequences, ...]`.
     """
     first = np.int32(self._first)
-    self._totals, outputs = execution.block_on_cpu(
-      _add_chunk(
-        *(step, static, self._placement, self._layout, params, self._totals),
-        *(consumed, sequences, first, args),
-      )
+    self._totals, outputs = _add_chunk(
+      *(step, static, self._placement, self._layout, params, self._totals),
+      *(consumed, sequences, first, args),
     )
     self._first += jax.tree.leaves((consumed, sequences))[0].shape[0]
     return outputs
@@ -145,9 +126,10 @@ class Totals:
     """Returns the totals so far, on the primary device."""
     if self._placement.mesh is None:
       return self._totals
+    structure, shapes = self._layout
     whole = self._placement.to_primary(self._totals)
     leaves = [
-      flat[: math.prod(shape)].reshape(shape)
-      for flat, shape in zip(whole, self._layout.shapes, strict=True)
+      flat[: like.size].reshape(like.shape)
+      for flat, like in zip(whole, shapes, strict=True)
     ]
-    return jax.tree.unflatten(self._layout.structure, leaves)
+    return jax.tree.unflatten(structure, leaves)

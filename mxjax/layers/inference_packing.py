@@ -57,9 +57,17 @@ def pack_for_inference(
     >>> packed["embed_tokens"]["weight"].codes.nbytes
     2048
   """
-  _check_name("embeddings", embeddings, get_args(Embeddings))
-  _check_name("products", products, get_args(Products))
-  result = dict(_map_linears(_narrow_tables, params) if tables else params)
+  for name, got, kinds in (
+    ("embeddings", embeddings, Embeddings),
+    ("products", products, Products),
+  ):
+    if got not in (None, *get_args(kinds)):
+      known = " or ".join(map(repr, get_args(kinds)))
+      raise ValueError(
+        f"pack_for_inference: {name} must be None, {known}, got {got!r}."
+      )
+  narrow = lambda _, leaf: dataclasses.replace(leaf, rounding=leaf.rounding.narrowed())
+  result = dict(_map_linears(narrow, params) if tables else params)
   if products is not None:
     result = _choose_products(result, products)
   for name in ("embed_tokens", "lm_head") if embeddings else ():
@@ -68,14 +76,6 @@ def pack_for_inference(
       pack = int8_matrix if embeddings == "int8" else encode
       result[name] = {**result[name], "weight": pack(weight)}
   return result
-
-
-def _check_name(argument: str, got: str | None, known: tuple[str, ...]) -> None:
-  if got is not None and got not in known:
-    raise ValueError(
-      f"pack_for_inference: {argument} must be None, {' or '.join(map(repr, known))}, "
-      f"got {got!r}."
-    )
 
 
 @jax.jit
@@ -101,17 +101,15 @@ def _map_linears(
 
 
 def _choose_products(params: Mapping[str, Any], products: Products) -> dict[str, Any]:
-  """Sets the float8 scale of every linear that float8 fits, or removes all scales."""
   misfits: list[str] = []
 
   def choose(path: str, leaf: QuantizedLinear) -> QuantizedLinear:
-    scale = None
-    if products == "float8":
-      scale, fits = mxfp4_decode.float8_range(leaf.weight)
-      if not fits:
-        misfits.append(path)
-        scale = None
-    return dataclasses.replace(leaf, float8_scale=scale)
+    if products != "float8":
+      return dataclasses.replace(leaf, float8_scale=None)
+    scale, fits = mxfp4_decode.float8_range(leaf.weight)
+    if not fits:
+      misfits.append(path)
+    return dataclasses.replace(leaf, float8_scale=scale if fits else None)
 
   result = _map_linears(choose, params)
   if misfits:
@@ -121,8 +119,3 @@ def _choose_products(params: Mapping[str, Any], products: Products) -> dict[str,
       stacklevel=3,
     )
   return result
-
-
-def _narrow_tables(path: str, leaf: QuantizedLinear) -> QuantizedLinear:
-  del path
-  return dataclasses.replace(leaf, rounding=leaf.rounding.narrowed())

@@ -50,9 +50,8 @@ class Int8Matrix:
 class StraightThrough:
   """A linear for learning: rounds its inputs straight-through; never a result.
 
-  Attributes:
-    weight: Weights `[out_features, in_features]`, already rounded if they should be.
-    rules: Scale and tie rules of the inputs (static).
+  `weight` `[out_features, in_features]` is already rounded if it should be; `rules` are
+  those of the inputs (static).
   """
 
   weight: jax.Array
@@ -135,17 +134,11 @@ _straight_through.defvjp(_forward, _backward)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowSharded:
-  """A weight whose output rows are sharded over devices; only inside `shard_map`.
+  """A weight whose output rows are sharded over `axis`; only inside `shard_map`.
 
-  With either `gather`, one device forms each product over the whole input axis, so no
-  sum is split.
-
-  Attributes:
-    weight: This device's rows of any weight that `linear` accepts.
-    axis: Mesh axis over which the rows are sharded (static).
-    gather: `weights` gathers the weights before the product, for devices with different
-      inputs; `outputs` gathers the outputs after it, for devices with the same inputs
-      (static).
+  One device forms each product over the whole input axis, so no sum is split. `gather`
+  is `weights` to gather the weights before the product, for devices with different
+  inputs, or `outputs` to gather the outputs after it, for the same inputs (static).
   """
 
   weight: Any
@@ -251,6 +244,13 @@ def linear_many(
     return quantized_products(x, quantized, implementation)
   x = fused_inputs.as_array(x)
   return [linear(x, weight, implementation=implementation) for weight in weights]
+
+
+def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+  """Adds a bias, if any, to products `[..., out_features]`, in their dtype."""
+  if bias is None:
+    return y
+  return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias.shape)
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:

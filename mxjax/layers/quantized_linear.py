@@ -81,15 +81,10 @@ def quantized_products(
   weights: Sequence[QuantizedLinear],
   implementation: Implementation | None = None,
 ) -> list[jax.Array]:
-  """Computes the outputs of quantized linears that share their inputs.
-
-  See `linear` for `x`, `implementation` and errors. Returns one output per linear,
-  `[..., out_features]`, in the dtype of `x`.
-  """
+  """Computes the outputs of quantized linears on the same inputs; see `linear_many`."""
   width = x.shape[-1]
   mxfp4.check_width("linear", width)
-  obstacles = [_obstacle(x, weight) for weight in weights]
-  obstacle = next(filter(None, obstacles), None)
+  obstacle = next(filter(None, (_obstacle(x, weight) for weight in weights)), None)
   # `native` applies only to the A4 rule, which resolves it when it rounds.
   resolved = implementations.choose(
     "linear", implementation, native=None, pallas=obstacle
@@ -109,7 +104,6 @@ def quantized_products(
 def _by_xla(
   x: jax.Array, weight: QuantizedLinear, implementation: Implementation | None
 ) -> jax.Array:
-  """Computes outputs `[n, out_features]` with XLA products."""
   dtype = _operand_dtype(x, weight)
   operand = quantized_inputs(x, weight, implementation).astype(dtype)
   decoded = mxfp4.decode(weight.weight, dtype, weight.rules)
@@ -122,24 +116,21 @@ def _by_kernels(
   implementation: Implementation | None,
   resolved: Implementation,
 ) -> list[jax.Array]:
-  """Computes outputs `[n, out_features]` with Pallas kernels."""
   # Materialized once for all linears, unless the kernel can compute the inputs itself.
   rows = fused_inputs.for_kernel(rows)
-  is_many = rows.shape[0] >= matmul.LIBRARY_ROWS
   how = {"dtype": rows.dtype, "implementation": implementation}
-  if not is_many:
-    operators = [(w.input_map, w.rounding) for w in weights]
+  operators = [(w.input_map, w.rounding) for w in weights]
+  if rows.shape[0] < matmul.LIBRARY_ROWS:
     operands = a4_operands(rows, operators, "planes", resolved)
     return matmul.matmul_each(operands, [w.weight for w in weights], **how)
   outputs = []
-  for weight in weights:
-    form = "values" if weight.float8_scale is None else "float8"
-    operator = weight.input_map, weight.rounding
+  for weight, operator in zip(weights, operators, strict=True):
+    scale = weight.float8_scale
+    form = "values" if scale is None else "float8"
     [operand] = a4_operands(rows, [operator], form, resolved)
-    if weight.float8_scale is None:
+    if scale is None:
       outputs.append(matmul.matmul(operand, weight.weight, **how))
     else:
-      scale = weight.float8_scale
       outputs.append(float8_matmul(operand, weight.weight, scale, **how))
   return outputs
 

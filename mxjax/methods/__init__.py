@@ -1,22 +1,19 @@
 """The registry of quantization methods; each lives in a file of its own."""
 
-import contextlib
 import dataclasses
 import importlib
-import json
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from mxjax.methods.program import Program
-from mxjax.methods.scale_distillation import ScaleDistillation
 
 # Register a method with one line here. Its module is imported on first use, so that
 # importing mxjax loads no optimizer library.
 _REGISTERED = {
-  "rtn": "baselines.rtn.RTN",
+  "rtn": "program.RTN",
   "gptq": "gptq.GPTQ",
-  "mr-gptq": "baselines.mr_gptq.MR_GPTQ",
+  "mr-gptq": "baselines.brq.MR_GPTQ",
   "brq": "baselines.brq.BRQ",
   "wush": "baselines.wush.WUSH",
   "torq": "baselines.torq.TORQ",
@@ -25,28 +22,19 @@ _REGISTERED = {
   "focus": "baselines.focus.FOCUS",
   "wush+r": "baselines.wush.WUSH_R",
   "hires": "hires.hires.HIRES",
-  "hires-descent": "hires.hires_descent.HIRES_DESCENT",
+  "hires-descent": "hires.hires.HIRES_DESCENT",
   "hires-next": "hires.hires_next.HIRES_NEXT",
   "rtn+gain": "baselines.rtn_gain.RTN_GAIN",
   "rtn+rceil": "baselines.focus.RTN_RCEIL",
 }
 
-PAPER_METHODS = (
-  "rtn",
-  "gptq",
-  "mr-gptq",
-  "brq",
-  "wush",
-  "torq",
-  "batquant",
-  "spinquant",
-  "focus",
-  "hires",
+PAPER_METHODS = tuple(
+  "rtn gptq mr-gptq brq wush torq batquant spinquant focus hires".split()
 )
 """The ten rows of the paper's comparison, HiRes last."""
 
 
-def _load(path: str) -> Program:
+def _load(path: str) -> Any:
   module, _, attribute = path.rpartition(".")
   return getattr(importlib.import_module(f"mxjax.methods.{module}"), attribute)
 
@@ -99,7 +87,7 @@ def get(method: str | Program) -> Program:
   if settings:
     program = _with_options(name, program, settings)
   if tuned:
-    tune = program.tune or ScaleDistillation()
+    tune = program.tune or _load("scale_distillation.ScaleDistillation")()
     tune = _with_options("+tune", tune, tuning.split(":")[1:])
     program = dataclasses.replace(program, tune=tune)
   return program if method == name else dataclasses.replace(program, name=method)
@@ -120,23 +108,17 @@ def _option(place: str, program: Any, text: str) -> tuple[str, Any]:
       f"methods: {place} has no option {text!r}; write one of "
       f"{', '.join(sorted(fields))} as option=value."
     )
-  hint = typing.get_type_hints(type(program))[key]
+  import pydantic
+
+  hint, current = typing.get_type_hints(type(program))[key], getattr(program, key)
   choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-  parsed: Any = value
-  if not choices:
-    with contextlib.suppress(ValueError):
-      parsed = json.loads(value, parse_constant=float)
-  if isinstance(parsed, list):
-    parsed = tuple(parsed)
-  current = getattr(program, key)
-  wrong = bool(choices) and parsed not in choices
-  if isinstance(current, (bool, str)):
-    wrong |= type(parsed) is not type(current)
-  elif isinstance(current, (int, float)):
-    wrong |= not isinstance(parsed, (int, float)) or isinstance(parsed, bool)
-  if wrong:
+  adapter = pydantic.TypeAdapter(hint)
+  try:
+    if choices:
+      return key, adapter.validate_python(value)
+    return key, adapter.validate_json(value, strict=True)
+  except pydantic.ValidationError as error:
     raise ValueError(
       f"methods: option {key} of {place} cannot be {value!r}; its default is "
       f"{current!r}" + (f" of {', '.join(map(str, choices))}." if choices else ".")
-    )
-  return key, float(parsed) if isinstance(current, float) else parsed
+    ) from error

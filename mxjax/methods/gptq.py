@@ -5,9 +5,7 @@ physical Block32 blocks, a block's exponent comes from its compensated weights w
 is reached (`fresh`), columns go in natural order, and the Hessian is that of the float
 model's inputs before A4. The paper does not state the order, the scale source, or
 whether inputs come from the float or the quantized model; these assumptions are options
-here. Columns ordered by activation are rounded with static exponents in their own
-physical blocks; that order is refused with other exponents. Unlike the original, dead
-inputs are not zeroed; damping handles them.
+here. Unlike the original, dead inputs are not zeroed; damping handles them.
 """
 
 import dataclasses
@@ -43,24 +41,23 @@ def reconstruct(
   inputs: LinearInputs,
   input_map: InputMap | None,
   damping: float = gptq.DAMPING,
-  *,
   scales: gptq.ScaleSource = "fresh",
+  *,
   order: Order = "natural",
   descent: int = 0,
 ) -> gptq.Reconstruction:
   """Runs GPTQ in the coordinates of a map, from the shared raw Hessian.
 
   `weight` is folded, float32 `[blocks, 32, out_features]`; `inputs` are in native
-  coordinates. `damping` is the first relative damping; the one that succeeds goes into
-  `inputs.record`. Columns go in natural order or by decreasing diagonal of the Hessian.
-  `descent` counts passes of `code_descent` afterwards.
+  coordinates. `damping` is the first relative damping tried; the one that succeeds goes
+  into `inputs.record`. `descent` counts passes of `code_descent` afterwards.
 
   Raises:
     ValueError: No damping tried made the Hessian positive definite.
   """
   raw = inputs.hessian()
   execution.trim_malloc(raw.nbytes)
-  hessian = execution.block_on_cpu(_conjugated(raw, input_map))
+  hessian = _conjugated(raw, input_map)
   columns, ordered = None, hessian
   if order == "activation":
     columns = gptq.descending_curvature(hessian)
@@ -95,7 +92,6 @@ class _SolveRows:
     hessian: jax.Array | None,
     damping: jax.Array,
   ) -> gptq.Reconstruction:
-    """Runs GPTQ with the factor, then coordinate descent if given a Hessian."""
     if columns is not None:
       result = gptq.reconstruct_ordered(weight, upper, columns, self.rules)
     elif self.scales != "fresh":
@@ -109,7 +105,7 @@ class _SolveRows:
     )
 
 
-@jax.jit
+@execution.jit()
 def _conjugated(hessian: jax.Array, input_map: InputMap | None) -> jax.Array:
   return hessian if input_map is None else input_map.conjugate(hessian)
 
@@ -127,7 +123,6 @@ class Gptq(Program):
   order: Order = "natural"
 
   def __post_init__(self) -> None:
-    """Rejects activation order with non-static scales."""
     if self.order == "activation" and self.scales != "static":
       raise ValueError(
         f"{self.name}: columns in order of activation need scales='static', got "
@@ -140,12 +135,7 @@ class Gptq(Program):
   ) -> Realized:
     """See `Program.quantize_weight`."""
     result = reconstruct(
-      weight,
-      inputs,
-      input_map,
-      self.damping,
-      scales=self.scales,
-      order=self.order,
+      weight, inputs, input_map, self.damping, self.scales, order=self.order
     )
     return Realized(result, Nearest())
 

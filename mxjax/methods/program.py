@@ -1,8 +1,4 @@
-"""The `Program` base class: the hooks that define a PTQ method.
-
-RTN, GPTQ, HiRes and its ablations are programs, run by one pipeline under one contract.
-Nothing is special-cased by name.
-"""
+"""The `Program` base class: the hooks that define a PTQ method, run by one pipeline."""
 
 import dataclasses
 import math
@@ -39,8 +35,7 @@ class Prepared(NamedTuple):
   """Result of `prepare`: the float model of this run, and what was learned.
 
   Operator error is measured against `params`. Hooks get `learned`, keyed by path such
-  as `layers_0/self_attn/q_proj`, as `inputs.learned`. `record` is JSON-ready for the
-  report.
+  as `layers_0/self_attn/q_proj`, as `inputs.learned`; `record` is JSON for the report.
   """
 
   params: Params
@@ -72,10 +67,7 @@ class Program:
   tune: ScaleDistillation | None = None
 
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
-    """Rewrites the float model or learns end to end, before anything else.
-
-    The returned float model must compute the same function as `params`.
-    """
+    """Rewrites the float model, keeping its function, or learns; runs first."""
     del calib, contract
     return Prepared(params)
 
@@ -113,35 +105,23 @@ class Program:
     """
     blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
     input_map = self.shape(blocks, inputs)
-    folded = execution.block_on_cpu(fold(blocks, input_map))
-    realized = self.quantize_weight(folded, inputs, input_map)
-    return QuantizedLinear(
-      weight=pack(realized.weight),
-      input_map=input_map,
-      rounding=realized.rounding,
-      rules=inputs.rules,
-    )
+    folded = fold(blocks, input_map)
+    codes, rounding = self.quantize_weight(folded, inputs, input_map)
+    return QuantizedLinear(pack(codes), input_map, rounding, rules=inputs.rules)
 
   def describe(self) -> Mapping[str, Any]:
     """Returns name and options, JSON-ready, for results and checkpoints."""
     options = {
-      field.name: _plain(getattr(self, field.name))
-      for field in dataclasses.fields(self)
-      if field.name not in ("name", "recover", "tune")
+      field.name: getattr(self, field.name) for field in dataclasses.fields(self)
     }
+    del options["name"], options["recover"], options["tune"]
+    for name, value in options.items():
+      if isinstance(value, float) and not math.isfinite(value):
+        options[name] = str(value)  # For strict JSON.
     if self.tune is not None:
       options["tune"] = dataclasses.asdict(self.tune)
-    return {
-      "name": self.name,
-      "recover": [fit.name for fit in self.recover],
-      "options": options,
-    }
-
-
-def _plain(value: Any) -> Any:
-  """Makes a value strict JSON: non-finite floats become strings."""
-  is_odd = isinstance(value, float) and not math.isfinite(value)
-  return str(value) if is_odd else value
+    recover = [fit.name for fit in self.recover]
+    return {"name": self.name, "recover": recover, "options": options}
 
 
 @jax.jit
@@ -150,9 +130,13 @@ def pack(result: gptq.Reconstruction) -> mxfp4.MXTensor:
   return result.tensor()
 
 
-@jax.jit
+@execution.jit()
 def fold(blocks: jax.Array, input_map: InputMap | None) -> jax.Array:
   """Folds weights into a map's coordinates; computes in float64, returns float32."""
   if input_map is None:
     return blocks
   return input_map.fold(blocks.astype(jnp.float64)).astype(jnp.float32)
+
+
+RTN = Program()
+"""RTN: strict rounding of weights and activations, without calibration data."""

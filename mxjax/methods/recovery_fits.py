@@ -1,32 +1,47 @@
 """Recovery fits as the pipeline runs them: prepare, measure, solve, install.
 
-The numerics are in `value_recovery` and `mlp_recovery`; this module reads the taps of a
-layer and installs the coefficients. A fit's result for a layer depends only on that
-layer and those before it, so all fits can run in one pass over the layers, each on its
-own trajectory, with the results of separate passes.
+The numerics are in `value_recovery` and `mlp_recovery`. A fit's result for a layer
+depends only on that layer and those before it, so all fits can run in one pass over the
+layers, each on its own trajectory, with the results of separate passes.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mxjax.calibration.calibration import Params
-from mxjax.layers.linear import linear
+from mxjax.layers.linear import add_bias, linear
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
 
 Taps = Mapping[str, jax.Array]
 
 
+class Sample(NamedTuple):
+  """What `measure` reads: one sequence's taps, with leading axis 1, and its `index`.
+
+  `float_taps` come from the float trajectory, `constants` from `prepare`.
+  """
+
+  constants: Any
+  float_layer: Params
+  taps: Taps
+  float_taps: Taps
+  index: jax.Array
+
+
 class RecoveryFit:
   """One recovery fit; hashable by identity, so that it can be a static argument.
 
-  `name` is the name in results; `measure` needs `float_taps` of the float trajectory.
+  `name` is the name in results; `measure` needs `float_taps` of the float trajectory;
+  the coefficients are installed as `leaf` beside the projections of `block`.
   """
 
   name: str = ""
   float_taps: tuple[str, ...] = ()
+  block: str = ""
+  leaf: str = ""
 
   def state(self, layer: Params, parent: Params) -> Params:
     """Returns the layer that the fit is measured on.
@@ -43,16 +58,8 @@ class RecoveryFit:
     """Returns constants of the layer and zero moments; call it in a float64 scope."""
     raise NotImplementedError
 
-  def measure(
-    self,
-    moments: Any,
-    constants: Any,
-    float_layer: Params,
-    taps: Taps,
-    float_taps: Taps,
-    index: jax.Array,
-  ) -> Any:
-    """Adds one sequence's taps (leading axis 1) to the moments; traced."""
+  def measure(self, moments: Any, sample: Sample) -> Any:
+    """Adds one sequence to the moments; traced."""
     raise NotImplementedError
 
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
@@ -61,11 +68,7 @@ class RecoveryFit:
 
   def install(self, layer: Params, leaf: Any) -> dict[str, Any]:
     """Returns the layer's params with the coefficients beside its projections."""
-    raise NotImplementedError
-
-
-def _with_leaf(layer: Params, block: str, name: str, leaf: Any) -> dict[str, Any]:
-  return {**layer, block: {**layer[block], name: leaf}}
+    return {**layer, self.block: {**layer[self.block], self.leaf: leaf}}
 
 
 def _float32(tree: Any) -> Any:
@@ -75,7 +78,7 @@ def _float32(tree: Any) -> Any:
 class AttentionFit(RecoveryFit):
   """Fits scale and offset of each key-value head to the float trajectory."""
 
-  name = "attention"
+  name, block, leaf = "attention", "self_attn", "value_recovery"
   float_taps = ("value",)
 
   def prepare(
@@ -87,18 +90,9 @@ class AttentionFit(RecoveryFit):
     zeros = [jnp.zeros(heads, jnp.float64) for _ in range(6)]
     return (), value_recovery.ValueMoments(*zeros)
 
-  def measure(
-    self,
-    moments: Any,
-    constants: Any,
-    float_layer: Params,
-    taps: Taps,
-    float_taps: Taps,
-    index: jax.Array,
-  ) -> Any:
+  def measure(self, moments: Any, sample: Sample) -> Any:
     """See `RecoveryFit.measure`; pairs realized with float value outputs."""
-    del constants, float_layer, index
-    new = value_recovery.moments(taps["value"], float_taps["value"])
+    new = value_recovery.moments(sample.taps["value"], sample.float_taps["value"])
     return jax.tree.map(lambda a, b: a + b, moments, new)
 
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
@@ -112,16 +106,11 @@ class AttentionFit(RecoveryFit):
       "error_after": float(after),
     }
 
-  def install(self, layer: Params, leaf: Any) -> dict[str, Any]:
-    """See `RecoveryFit.install`."""
-    return _with_leaf(layer, "self_attn", "value_recovery", leaf)
-
 
 class MlpFit(RecoveryFit):
   """Fits three scalars of each gated MLP to float weights on the realized input."""
 
-  name = "mlp"
-  float_taps = ()
+  name, block, leaf = "mlp", "mlp", "mlp_recovery"
 
   def prepare(
     self, float_layer: Params, float_taps: Taps, sequences: int
@@ -132,9 +121,8 @@ class MlpFit(RecoveryFit):
     zeros = lambda *shape: jnp.zeros(shape, jnp.float64)
     residues = min(mlp_recovery.CELL_RESIDUES, sequences)
     cells = residues, mlp_recovery.CELL_QUARTERS
-    gate = mlp_recovery.GateMoments(zeros(), zeros(), zeros())
     return weights, (
-      gate,
+      mlp_recovery.GateMoments(zeros(), zeros(), zeros()),
       mlp_recovery.CellMoments(
         count=zeros(*cells),
         gram=zeros(*cells, 3, 3),
@@ -144,23 +132,16 @@ class MlpFit(RecoveryFit):
       ),
     )
 
-  def measure(
-    self,
-    moments: Any,
-    constants: Any,
-    float_layer: Params,
-    taps: Taps,
-    float_taps: Taps,
-    index: jax.Array,
-  ) -> Any:
+  def measure(self, moments: Any, sample: Sample) -> Any:
     """See `RecoveryFit.measure`; a cell is (sequence residue, quarter of positions)."""
-    del float_taps
     gate_sums, cells = moments
-    x = taps["gate_up_input"]
-    float_mlp = float_layer["mlp"]
-    targets = [_float_linear(x, float_mlp[name]) for name in ("gate_proj", "up_proj")]
-    new = _quarter_moments((taps["gate"], taps["up"], *targets), constants)
-    residue = index % cells.count.shape[0]
+    taps, float_mlp = sample.taps, sample.float_layer["mlp"]
+    targets = [
+      add_bias(linear(taps["gate_up_input"], params["weight"]), params.get("bias"))
+      for params in (float_mlp["gate_proj"], float_mlp["up_proj"])
+    ]
+    new = _quarter_moments((taps["gate"], taps["up"], *targets), sample.constants)
+    residue = sample.index % cells.count.shape[0]
     add = jax.tree.map(lambda total, part: total.at[residue].add(part), cells, new)
     sums = mlp_recovery.gate_moments(taps["gate"])
     return jax.tree.map(lambda a, b: a + b, gate_sums, sums), add
@@ -183,10 +164,6 @@ class MlpFit(RecoveryFit):
       "error_after_linearized": float(after),
     }
 
-  def install(self, layer: Params, leaf: Any) -> dict[str, Any]:
-    """See `RecoveryFit.install`."""
-    return _with_leaf(layer, "mlp", "mlp_recovery", leaf)
-
 
 def _quarter_moments(
   arrays: Sequence[jax.Array], weights: jax.Array
@@ -198,24 +175,16 @@ def _quarter_moments(
   length, quarters = arrays[0].shape[1], mlp_recovery.CELL_QUARTERS
   whole = length - length % quarters
   rows = [a[0].T for a in arrays]
-  cells = lambda a, count: a.reshape(a.shape[0], count, a.shape[1] // count)
-  moments = mlp_recovery.cell_moments(
-    *(cells(a[:, :whole], quarters) for a in rows), weights=weights
-  )
+
+  def of_cells(part: slice, count: int) -> mlp_recovery.CellMoments:
+    cells = [a[:, part].reshape(a.shape[0], count, -1) for a in rows]
+    return mlp_recovery.cell_moments(*cells, weights=weights)
+
+  moments = of_cells(slice(whole), quarters)
   if whole == length:
     return moments
-  rest = mlp_recovery.cell_moments(
-    *(cells(a[:, whole:], 1) for a in rows), weights=weights
-  )
+  rest = of_cells(slice(whole, None), 1)
   return jax.tree.map(lambda a, b: a.at[-1].add(b[0]), moments, rest)
-
-
-def _float_linear(x: jax.Array, params: Params) -> jax.Array:
-  y = linear(x, params["weight"])
-  if "bias" not in params:
-    return y
-  bias = params["bias"].astype(y.dtype)
-  return y + bias.reshape((1,) * (y.ndim - 1) + bias.shape)
 
 
 ATTENTION = AttentionFit()

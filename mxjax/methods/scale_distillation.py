@@ -55,15 +55,8 @@ def _factors(own: Any, model: CausalLanguageModel) -> dict[tuple[str, str], jax.
 
 
 @dataclasses.dataclass(frozen=True)
-class PredictionDivergence:
+class PredictionDivergence(gradients.Objective):
   """The divergence of a quantized model's predictions from the float model's."""
-
-  model: CausalLanguageModel
-
-  def embed(self, shared: Any, outer: Params, ids: jax.Array) -> jax.Array:
-    """See `gradients.Objective`."""
-    del shared
-    return self.model.embed(outer, ids)
 
   def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
     """Runs the strict layer with scaled inputs."""
@@ -76,16 +69,11 @@ class PredictionDivergence:
     return self.model.layer(replace_weights(layer, scaled), hidden)
 
   def loss(
-    self,
-    shared: Any,
-    hidden: jax.Array,
-    outer: Params,
-    ids: jax.Array,
-    teacher: jax.Array | None,
+    self, shared: Any, hidden: jax.Array, outer: Params, example: gradients.Example
   ) -> jax.Array:
     """Computes the mean over tokens of KL(float || quantized), over the vocabulary."""
     del shared
-    assert teacher is not None
+    assert example.teacher is not None
 
     def chunk(states: jax.Array, targets: jax.Array) -> jax.Array:
       wanted = jax.lax.stop_gradient(self.model.logits(outer, targets[None])[0])
@@ -93,9 +81,11 @@ class PredictionDivergence:
       student = jax.nn.log_softmax(self.model.logits(outer, states[None])[0])
       return (jnp.exp(target) * (target - student)).sum(-1)
 
-    length = ids.shape[1]
+    length = example.ids.shape[1]
     weights = jnp.ones(length, jnp.float32)
-    return gradients.chunked_mean(chunk, length, hidden[0], teacher[0], weights=weights)
+    return gradients.chunked_mean(
+      chunk, length, hidden[0], example.teacher[0], weights=weights
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import jax
 
 from mxjax.calibration.activations import Activations
 from mxjax.calibration.calibration import CausalLanguageModel, Params
-from mxjax.methods.recovery_fits import RecoveryFit
+from mxjax.methods.recovery_fits import RecoveryFit, Sample
 from mxjax.numerics import precision
 from mxjax.running.progress import LayerStages
 from mxjax.running.trajectories import Trajectories
@@ -27,8 +27,8 @@ def _measure_sequence(
   with jax.enable_x64(False):
     output, taps = model.layer_with_taps(layers["quantized"], hidden[None])
   targets = jax.tree.map(lambda a: a[None], float_taps)
-  moments = fit.measure(moments, constants, layers["float"], taps, targets, index)
-  return moments, output[0]
+  sample = Sample(constants, layers["float"], taps, targets, index)
+  return fit.measure(moments, sample), output[0]
 
 
 def measure(

@@ -18,6 +18,7 @@ from mxjax.calibration.calibration import Calibration, Params
 from mxjax.devices import execution
 from mxjax.methods import scale_distillation
 from mxjax.methods.scale_distillation import PredictionDivergence, ScaleDistillation
+from mxjax.numerics.mxfp4 import PAPER_RULES
 from mxjax.storage.run_folder import RunFolder
 
 
@@ -86,15 +87,16 @@ def distill_scales(
   if len(losses) < len(order):
     announce(len(losses), len(order), None)
     teachers = streams.final_hiddens(model, float_params, chunks)
-    objective = PredictionDivergence(model)
+    examples = list(zip(chunks, teachers, strict=True))
+    objective = PredictionDivergence(model, PAPER_RULES)
     for chunk in order[len(losses) :]:
       result = gradients.gradients(
-        objective, quantized, None, learned, [chunks[chunk]], [teachers[chunk]]
+        objective, quantized, None, learned, [gradients.Example(*examples[chunk])]
       )
       if not np.isfinite(result.loss):
         raise FloatingPointError(
           f"scale distillation: expected a finite divergence, got {result.loss} at "
-          f"step {len(losses) + 1} of {len(order)}; lower the rate, such as rate=.001."
+          f"step {len(losses) + 1} of {len(order)}; lower the rate, such as rate=0.001."
         )
       learned, state = execution.block_on_cpu(
         _update(options, len(order), learned, state, result.own)

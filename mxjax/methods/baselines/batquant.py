@@ -3,8 +3,7 @@
 The original maps inputs by P = diag(P_1 .. P_NB) with P_i = B_i (x) A, a shared 8 x 8
 and a private 4 x 4 factor, clips both operands to learned shares of each block's range,
 and trains with AdamW on text that the model wrote. The paper uses the common C4
-calibration, 160 steps for each transformation group, then one strict GPTQ on the
-transformed weights.
+calibration, 160 steps for each transformation group, then one strict GPTQ.
 
 The structure follows the publication. Training follows its parent code base, FlatQuant,
 and is an assumption: linears that read one tensor share a map; the loss is the squared
@@ -18,7 +17,6 @@ about RTN's, so expect no more.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -31,7 +29,7 @@ import optax
 from mxjax.calibration import gradients
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
-from mxjax.methods.gptq import Gptq, reconstruct
+from mxjax.methods.gptq import Gptq
 from mxjax.methods.program import Realized
 from mxjax.numerics import mxfp4, straight_through
 from mxjax.numerics.precision import HIGHEST
@@ -60,14 +58,14 @@ class Learnable(NamedTuple):
 
 
 class Operators(NamedTuple):
-  """Inputs of the loss: the learned parameters and the factors' inverses."""
+  """The learned parameters, and the inverses of the factors."""
 
   learnable: Learnable
   shared_inverse: jax.Array
   private_inverse: jax.Array
 
 
-@jax.jit
+@execution.jit()
 def _operators(learnable: Learnable) -> Operators:
   """Inverts the small factors, apart from the products (rule 2 of `execution`)."""
   return Operators(
@@ -75,11 +73,7 @@ def _operators(learnable: Learnable) -> Operators:
   )
 
 
-def _mix(shared: jax.Array, private: jax.Array, blocks: jax.Array) -> jax.Array:
-  return input_maps.Kronecker(shared, private).apply(blocks)
-
-
-@functools.partial(jax.jit, static_argnames="rules")
+@execution.jit(static_argnames="rules")
 def _loss_gradient(
   operators: Operators,
   weights: Mapping[str, jax.Array],
@@ -94,13 +88,13 @@ def _loss_gradient(
 
   def loss(operators: Operators) -> jax.Array:
     learned = operators.learnable
-    mapped = _mix(learned.shared, learned.private, x)
+    mapped = input_maps.Kronecker(learned.shared, learned.private).apply(x)
     clipped = clip_blocks(mapped, *jax.nn.sigmoid(learned.inputs))
     operand = straight_through.round_blocks(clipped, rules)
     total = jnp.float32(0)
     for name, weight in weights.items():
-      folded = _mix(operators.shared_inverse.mT, operators.private_inverse.mT, weight)
-      folded = clip_blocks(folded, *jax.nn.sigmoid(learned.weights[name]))
+      fold = input_maps.Kronecker(*(inverse.mT for inverse in operators[1:]))
+      folded = clip_blocks(fold.apply(weight), *jax.nn.sigmoid(learned.weights[name]))
       decoded = straight_through.round_blocks(folded, rules)
       total += jnp.square(outputs(operand, decoded) - exact[name]).sum()
     return total / jnp.where(signal > 0, signal, 1.0)
@@ -115,15 +109,14 @@ def _optimizer(steps: int) -> optax.GradientTransformation:
     optax.cosine_decay_schedule(rate, max(steps, 1), FINAL_SHARE), weight_decay=0.01
   )
   label: Any = Learnable  # Holds names of optimizers here, in place of arrays.
-  labels = lambda tree: label(
-    "factor", "factor", "clip", {name: "clip" for name in tree.weights}
-  )
+  clips = lambda tree: dict.fromkeys(tree.weights, "clip")
+  labels = lambda tree: label("factor", "factor", "clip", clips(tree))
   return optax.multi_transform(
     {"factor": adam(FACTOR_RATE), "clip": adam(CLIP_RATE)}, labels
   )
 
 
-@functools.partial(jax.jit, static_argnames="steps")
+@execution.jit(static_argnames="steps")
 def _update(
   learnable: Any, state: Any, gradient: Operators, steps: int
 ) -> tuple[Any, Any]:
@@ -154,7 +147,7 @@ class BatQuant(Gptq):
   def shape_group(
     self, weights: Mapping[str, jax.Array], inputs: LinearInputs
   ) -> Learnable:
-    """See `Program.shape_group`; trains the map and the shares of one group."""
+    """See `Program.shape_group`; trains the map and the shares."""
     clips = lambda *shape: jnp.full((2, *shape), self.clip_logit, jnp.float32)
     with jax.enable_x64(False):
       learnable: Any = Learnable(
@@ -167,14 +160,11 @@ class BatQuant(Gptq):
       first = last = math.nan
       batches = gradients.batches(inputs.sequences, self.batch, self.steps)
       for step, batch in enumerate(batches):
-        operators = execution.block_on_cpu(_operators(learnable))
         x = execution.block_on_cpu(self._batch(inputs, batch))
-        loss, gradient = execution.block_on_cpu(
-          _loss_gradient(operators, dict(weights), x, inputs.rules)
+        loss, gradient = _loss_gradient(
+          _operators(learnable), dict(weights), x, inputs.rules
         )
-        learnable, state = execution.block_on_cpu(
-          _update(learnable, state, gradient, self.steps)
-        )
+        learnable, state = _update(learnable, state, gradient, self.steps)
         first, last = (float(loss) if step == 0 else first), float(loss)
       condition = _condition(learnable)
     inputs.record |= {"learning_losses": [first, last], "map_condition": condition}
@@ -186,11 +176,9 @@ class BatQuant(Gptq):
     return learnable
 
   def _batch(self, inputs: LinearInputs, batch: list[int]) -> jax.Array:
-    count = inputs.length if self.tokens is None else min(self.tokens, inputs.length)
+    count = min(self.tokens or inputs.length, inputs.length)
     places = np.arange(count) * inputs.length // count
-    parts = [inputs.sequence(index) for index in batch]
-    if count < inputs.length:
-      parts = [part[..., places] for part in parts]
+    parts = [inputs.sequence(index)[..., places] for index in batch]
     return jnp.concatenate(parts, axis=-1)
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
@@ -199,22 +187,16 @@ class BatQuant(Gptq):
     return input_maps.Kronecker(inputs.group.shared, inputs.group.private)
 
   def quantize_weight(
-    self,
-    weight: jax.Array,
-    inputs: LinearInputs,
-    input_map: InputMap | None,
+    self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
   ) -> Realized:
     """See `Program.quantize_weight`; clips the folded weights, then runs GPTQ."""
     low, high = jax.nn.sigmoid(inputs.group.weights[inputs.name])
     clipped = execution.block_on_cpu(clip_blocks(weight, low, high))
-    result = reconstruct(
-      clipped, inputs, input_map, self.damping, scales=self.scales, order=self.order
-    )
-    return Realized(result, Clipped(*jax.nn.sigmoid(inputs.group.inputs)))
+    codes = super().quantize_weight(clipped, inputs, input_map).weight
+    return Realized(codes, Clipped(*jax.nn.sigmoid(inputs.group.inputs)))
 
 
 def _condition(learnable: Learnable) -> float:
-  """Computes the largest condition number of a block's P."""
   of = lambda matrices: np.linalg.cond(np.asarray(matrices, np.float64)).max()
   return float(of(learnable.shared) * of(learnable.private))
 

@@ -1,8 +1,14 @@
-"""BRQ: a normalized Sylvester-Hadamard on every block of 32 inputs, then GPTQ.
+"""BRQ and MR-GPTQ: a normalized Sylvester-Hadamard on groups of inputs, then GPTQ.
 
-The original draws random signs and shares rotations. The paper's port fixes the block
-transform but leaves signs, sharing and the generator open; both are options here, with
+BRQ rotates every block of 32. The original draws random signs and shares rotations; the
+paper's port leaves signs, sharing and the generator open. Both are options here, with
 no signs by default.
+
+MR-GPTQ gives every linear a block Hadamard of one size (128 on the original's command
+line, 32 in its inference package) and takes all scales from the transformed weights
+before any compensation. Our contract keeps transform, static scales and natural order
+but uses its own codec and ties; scale search is off, the original's default. The size
+is an assumption: 128, or where that does not divide the width the larger of 64 and 32.
 """
 
 import dataclasses
@@ -43,14 +49,12 @@ class BlockRotation(Gptq):
         f"{mxfp4.BLOCK_SIZE} to sizes."
       )
     inputs.record["hadamard_size"] = size
-    return input_maps.Hadamard(size, self._signs(width, size))
-
-  def _signs(self, width: int, size: int) -> jax.Array | None:
     if self.signs is None:
-      return None
+      return input_maps.Hadamard(size)
     drawn = size if self.shared else width
     signs = jax.random.rademacher(jax.random.key(self.signs), (drawn,), jnp.int8)
-    return jnp.tile(signs, width // drawn)
+    return input_maps.Hadamard(size, jnp.tile(signs, width // drawn))
 
 
 BRQ = BlockRotation()
+MR_GPTQ = BlockRotation(name="mr-gptq", sizes=(128, 64, 32), scales="static")

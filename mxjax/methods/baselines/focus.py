@@ -13,7 +13,6 @@ scale rule, so compare with RTN under rceil before crediting the learning.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -46,42 +45,27 @@ TOP_TOKENS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
-class _Distillation:
-  """KL divergence from the float model over its likeliest tokens."""
+class _Distillation(gradients.Objective):
+  """KL divergence from the float model over its `top` likeliest tokens."""
 
-  model: CausalLanguageModel
-  rules: mxfp4.Rules
   top: int
 
-  def embed(self, shared: Any, outer: Params, ids: jax.Array) -> jax.Array:
-    """Embeds the tokens without quantization."""
-    del shared
-    return self.model.embed(outer, ids)
-
   def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
-    """Runs the layer with relaxed W4 weights and straight-through A4."""
-    del shared
+    """See `Objective.layer`; relaxes W4 weights, and rounds A4 straight-through."""
     leaves = {}
     for path, learned in own.items():
       block, name = path.split("/")
       blocks = mxfp4.to_blocks(layer[block][name]["weight"].astype(jnp.float32))
-      relaxed = learned_scales.relaxed(blocks, learned, self.rules)
-      leaf = StraightThrough(mxfp4.from_blocks(relaxed), self.rules)
-      leaves[block, name] = leaf
+      relaxed = mxfp4.from_blocks(learned_scales.relaxed(blocks, learned, self.rules))
+      leaves[block, name] = StraightThrough(relaxed, self.rules)
     return self.model.layer(replace_weights(layer, leaves), hidden)
 
   def loss(
-    self,
-    shared: Any,
-    hidden: jax.Array,
-    outer: Params,
-    ids: jax.Array,
-    teacher: jax.Array | None,
+    self, shared: Any, hidden: jax.Array, outer: Params, example: gradients.Example
   ) -> jax.Array:
     """Computes the mean over tokens of KL(teacher || student) on the top k tokens."""
-    del shared
-    assert teacher is not None
-    length = ids.shape[1]
+    assert example.teacher is not None
+    length = example.ids.shape[1]
 
     def chunk(states: jax.Array, targets: jax.Array) -> jax.Array:
       wanted = jax.lax.stop_gradient(self.model.logits(outer, targets[None])[0])
@@ -92,7 +76,8 @@ class _Distillation:
       return (jnp.exp(target) * (target - student)).sum(-1)
 
     weights = jnp.ones(length, jnp.float32)
-    return gradients.chunked_mean(chunk, length, hidden[0], teacher[0], weights=weights)
+    arrays = hidden[0], example.teacher[0]
+    return gradients.chunked_mean(chunk, length, *arrays, weights=weights)
 
 
 def _optimizer() -> optax.GradientTransformation:
@@ -108,7 +93,7 @@ def _optimizer() -> optax.GradientTransformation:
   )
 
 
-@jax.jit
+@execution.jit()
 def _update(learned: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
   with jax.numpy_dtype_promotion("standard"):  # Optax mixes its counter with floats.
     updates, state = _optimizer().update(gradient, state, learned)
@@ -120,9 +105,7 @@ def _update(learned: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
   return jax.tree.map(bounded, learned, is_leaf=is_scales), state
 
 
-@functools.partial(jax.jit, static_argnames="rules")
-def _round(weight: jax.Array, learned: LearnedScales, rules: mxfp4.Rules) -> Any:
-  return learned_scales.quantize_weight(weight, learned, rules)
+_round = jax.jit(learned_scales.quantize_weight, static_argnums=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +126,7 @@ class Focus(Program):
   divisor_logit: float = learned_scales.DIVISOR_LOGIT
 
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
-    """See `Program.prepare`; learns the scales and leaves the params unchanged."""
+    """See `Program.prepare`; learns the scales, and keeps the params."""
     model = calib.model
     own: Any = [
       self._initial(params[model.layer_name(index)], model, contract)
@@ -156,9 +139,10 @@ class Focus(Program):
     losses = []
     for batch in gradients.batches(len(calib.tokens), self.batch, steps):
       rows = [jnp.asarray(calib.tokens[index : index + 1]) for index in batch]
-      teachers = [streams.final_hidden(model, params, row) for row in rows]
-      result = gradients.gradients(objective, params, None, own, rows, teachers)
-      own, state = execution.block_on_cpu(_update(own, state, result.own))
+      teachers = [streams.final_hiddens(model, params, [row])[0] for row in rows]
+      examples = [gradients.Example(*pair) for pair in zip(rows, teachers, strict=True)]
+      result = gradients.gradients(objective, params, None, own, examples)
+      own, state = _update(own, state, result.own)
       losses.append(result.loss)
     learned = {
       f"{model.layer_name(index)}/{path}": scales

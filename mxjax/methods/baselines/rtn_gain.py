@@ -7,6 +7,7 @@ inputs. Compare RTN under `even`, which does not shrink.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +22,10 @@ from mxjax.numerics.realization import gptq
 
 
 def _gain_step(
-  carry: jax.Array,
-  blocks: jax.Array,
-  index: jax.Array,
-  rules: mxfp4.Rules,
-  weight: jax.Array,
-  decoded: jax.Array,
+  carry: jax.Array, blocks: jax.Array, _: jax.Array, rules: mxfp4.Rules, *weights: Any
 ) -> jax.Array:
-  """Adds <y, y^> and <y^, y^> of a sequence's outputs."""
-  del index
+  """Adds <y, y^> and <y^, y^> of a sequence's outputs for (weight, decoded codes)."""
+  weight, decoded = weights
   flat = lambda a: a.reshape(-1, a.shape[-1])
   outputs = lambda x, w: jnp.einsum("dn,dm->nm", flat(x), flat(w), precision=HIGHEST)
   exact = outputs(blocks, weight)
@@ -48,12 +44,9 @@ class RtnGain(Program):
     """See `Program.quantize_linear`."""
     leaf = super().quantize_linear(weight, inputs)
     blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
-    decoded = execution.block_on_cpu(
-      gptq.round_to_nearest(blocks, inputs.rules)
-    ).decoded
-    product, square = inputs.reduce(
-      _gain_step, jnp.zeros(2, jnp.float64), blocks, decoded
-    )
+    rounded = execution.block_on_cpu(gptq.round_to_nearest(blocks, inputs.rules))
+    zeros = jnp.zeros(2, jnp.float64)
+    product, square = inputs.reduce(_gain_step, zeros, blocks, rounded.decoded)
     gain = jnp.where(square > 0, product / jnp.where(square > 0, square, 1.0), 1.0)
     return dataclasses.replace(leaf, gain=gain.astype(jnp.float32))
 

@@ -12,14 +12,13 @@ linears. Where norms follow them (OLMo-2, Gemma), only R2 is used, as in the pap
 port; the record names the recipe.
 
 Assumptions: training also fake-quantizes weights by RTN; exponents are constants of the
-backward pass; the rate falls linearly to zero; tokens are the common calibration set in
-its order; rotations start as Hadamards with random signs, or as random orthogonal
-matrices for sizes without a known Hadamard.
+backward pass; the rate falls linearly to zero; rotations start as Hadamards with random
+signs, or as random orthogonal matrices for sizes without a known Hadamard.
 """
 
 import dataclasses
-import functools
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ from mxjax.devices import execution
 from mxjax.layers.linear import StraightThrough
 from mxjax.methods.gptq import Gptq
 from mxjax.methods.program import Prepared
-from mxjax.numerics import mxfp4, precision, straight_through
+from mxjax.numerics import precision, straight_through
 from mxjax.numerics.contract import Contract
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.shaping import orthogonal
@@ -50,72 +49,59 @@ READERS = {
 WRITERS = (("self_attn", "o_proj"), ("mlp", "down_proj"))
 """The linears that write to the residual stream."""
 
-Recipe = Literal["R1 and R2", "R2 only"]
 
-
-class Rotations(NamedTuple):
-  """R1 of the model and R2 of one layer; R1 is None where it cannot be fused."""
-
-  residual: jax.Array | None
-  value: jax.Array
-
-
-def recipe(layer: Params) -> Recipe:
+def recipe(layer: Params) -> str:
   """Chooses the rotations that a layer allows: R1 needs norms before its linears."""
   norms = {name for name in layer if name.endswith("layernorm")}
   return "R1 and R2" if norms == set(READERS) else "R2 only"
 
 
-def _product(*matrices: jax.Array) -> jax.Array:
-  return functools.reduce(
-    lambda a, b: jnp.einsum("ij,jk->ik", a, b, precision=HIGHEST), matrices
-  )
+def _product(left: jax.Array, right: jax.Array) -> jax.Array:
+  return jnp.einsum("ij,jk->ik", left, right, precision=HIGHEST)
 
 
-def rotate_layer(layer: Params, rotations: Rotations) -> dict[str, Any]:
+def rotate_layer(layer: Params, r1: jax.Array | None, r2: jax.Array) -> dict[str, Any]:
   """Fuses rotations into a layer so that it maps rotated streams as before.
 
-  R1 is `[d, d]` or None, R2 `[head_dim, head_dim]`; the new weights and biases have
-  their dtype. With R1, the norms' gains become one.
+  R1 of the model is `[d, d]`, or None where it cannot be fused; R2 of this layer is
+  `[head_dim, head_dim]`. The new weights and biases have their dtype. With R1, the
+  norms' gains become one.
   """
-  r1, r2 = rotations
-  dtype, head = r2.dtype, r2.shape[0]
-  new: dict[str, Any] = {
-    name: dict(part) if isinstance(part, dict) else part for name, part in layer.items()
-  }
+  head, new = r2.shape[0], dict(layer)
 
-  def put(block: str, name: str, key: str, value: jax.Array) -> None:
-    new[block][name] = {**new[block][name], key: value}
+  def change(
+    block: str,
+    name: str,
+    weight: Callable[[jax.Array], jax.Array],
+    bias: Callable[[jax.Array], jax.Array] | None = None,
+  ) -> None:
+    linear = dict(new[block][name])
+    linear["weight"] = weight(linear["weight"].astype(r2.dtype))
+    if bias is not None and "bias" in linear:
+      linear["bias"] = bias(linear["bias"].astype(r2.dtype))
+    new[block] = {**new[block], name: linear}
 
-  weight_of = lambda block, name: new[block][name]["weight"].astype(dtype)
   if r1 is not None:
     for norm, (block, names) in READERS.items():
-      gain = layer[norm]["weight"].astype(dtype)
+      gain = layer[norm]["weight"]
+      row = gain.astype(r2.dtype)[None, :]
       for name in names:
-        scaled = weight_of(block, name) * gain[None, :]
-        put(block, name, "weight", _product(scaled, r1))
-      new[norm] = {**layer[norm], "weight": jnp.ones_like(layer[norm]["weight"])}
+        change(block, name, lambda w, row=row: _product(w * row, r1))
+      new[norm] = {**layer[norm], "weight": jnp.ones_like(gain)}
     for block, name in WRITERS:
-      put(block, name, "weight", _product(r1.T, weight_of(block, name)))
-      if "bias" in new[block][name]:
-        bias = new[block][name]["bias"].astype(dtype)
-        put(block, name, "bias", _product(bias[None], r1)[0])
-  value = weight_of("self_attn", "v_proj").reshape(-1, head, layer_width(layer))
-  turned = jnp.einsum("kid,ij->kjd", value, r2, precision=HIGHEST)
-  put("self_attn", "v_proj", "weight", turned.reshape(-1, layer_width(layer)))
-  if "bias" in new["self_attn"]["v_proj"]:
-    bias = new["self_attn"]["v_proj"]["bias"].astype(dtype).reshape(-1, head)
-    put("self_attn", "v_proj", "bias", _product(bias, r2).reshape(-1))
-  output = weight_of("self_attn", "o_proj")
-  heads = output.reshape(output.shape[0], -1, head)
-  turned = jnp.einsum("dhi,ij->dhj", heads, r2, precision=HIGHEST)
-  put("self_attn", "o_proj", "weight", turned.reshape(output.shape))
+      change(
+        block, name, lambda w: _product(r1.T, w), lambda b: _product(b[None], r1)[0]
+      )
+  turn = lambda axes, x, *shape: jnp.einsum(
+    axes, x.reshape(shape), r2, precision=HIGHEST
+  ).reshape(x.shape)
+  change(
+    *("self_attn", "v_proj"),
+    lambda w: turn("kid,ij->kjd", w, -1, head, w.shape[-1]),
+    lambda b: turn("ij,jk->ik", b, -1, head),
+  )
+  change("self_attn", "o_proj", lambda w: turn("dhi,ij->dhj", w, len(w), -1, head))
   return new
-
-
-def layer_width(layer: Params) -> int:
-  """Reads the width of the residual stream from a projection's shape."""
-  return layer["self_attn"]["v_proj"]["weight"].shape[-1]
 
 
 def rotate_model(
@@ -141,7 +127,7 @@ def rotate_model(
       new["norm"] = {**params["norm"], "weight": jnp.ones_like(gain)}
     for index in range(model.num_layers):
       name = model.layer_name(index)
-      layer = rotate_layer(params[name], Rotations(residual, wide(r2[index])))
+      layer = rotate_layer(params[name], residual, wide(r2[index]))
       new[name] = execution.block_on_cpu(
         jax.tree.map(lambda a: narrow(a) if a.dtype == jnp.float64 else a, layer)
       )
@@ -149,11 +135,9 @@ def rotate_model(
 
 
 @dataclasses.dataclass(frozen=True)
-class _QuantizedLoss:
+class _QuantizedLoss(gradients.Objective):
   """Next-token loss of the rotated model with fake-quantized operands."""
 
-  model: CausalLanguageModel
-  rules: mxfp4.Rules
   targets: tuple[str, ...]
 
   def embed(self, shared: Any, outer: Params, ids: jax.Array) -> jax.Array:
@@ -165,7 +149,7 @@ class _QuantizedLoss:
 
   def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
     """Runs the rotated layer with W4 by RTN and A4, both straight-through."""
-    rotated = rotate_layer(layer, Rotations(shared, own))
+    rotated = rotate_layer(layer, shared, own)
     leaves = {}
     for block, name in self.model.projection_taps:
       if name in self.targets:
@@ -175,20 +159,14 @@ class _QuantizedLoss:
     return self.model.layer(replace_weights(rotated, leaves), hidden)
 
   def loss(
-    self,
-    shared: Any,
-    hidden: jax.Array,
-    outer: Params,
-    ids: jax.Array,
-    teacher: jax.Array | None,
+    self, shared: Any, hidden: jax.Array, outer: Params, example: gradients.Example
   ) -> jax.Array:
     """Applies the head to unrotated hidden states; the norm commutes with rotations."""
-    del teacher
     if shared is not None:
       back = shared.T.astype(hidden.dtype)
       hidden = jnp.matmul(hidden, back, precision=HIGHEST)
-    length = ids.shape[1]
-    following = jnp.roll(ids[0], -1)
+    length = example.ids.shape[1]
+    following = jnp.roll(example.ids[0], -1)
     weights = (jnp.arange(length) < length - 1).astype(jnp.float32)
 
     def chunk(states: jax.Array, wanted: jax.Array) -> jax.Array:
@@ -218,18 +196,16 @@ class SpinQuant(Gptq):
 
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
     """See `Program.prepare`; learns the rotations and fuses them."""
-    model = calib.model
-    first = params[model.layer_name(0)]
-    rotated = recipe(first)
-    width, head = layer_width(first), _head_dim(model, params)
+    model, first = calib.model, params[calib.model.layer_name(0)]
+    rotated, head = recipe(first), _head_dim(model, params)
+    width = first["self_attn"]["v_proj"]["weight"].shape[-1]
     r1, kind = orthogonal.random_rotation(width, self.seed)
-    r2 = [
-      orthogonal.random_rotation(head, self.seed + 1 + index)[0]
-      for index in range(model.num_layers)
+    own = [
+      jnp.asarray(orthogonal.random_rotation(head, seed)[0], jnp.float32)
+      for seed in range(self.seed + 1, self.seed + 1 + model.num_layers)
     ]
     shared = jnp.asarray(r1, jnp.float32) if rotated == "R1 and R2" else None
-    own = [jnp.asarray(matrix, jnp.float32) for matrix in r2]
-    shared, own, losses = self._learn(params, calib, contract, shared, own)
+    shared, own, losses = self._learn(params, calib, contract, (shared, own))
     record = {
       "recipe": rotated,
       "first_rotation": kind if shared is not None else None,
@@ -239,36 +215,33 @@ class SpinQuant(Gptq):
     return Prepared(rotate_model(model, params, shared, own), record=record)
 
   def _learn(
-    self,
-    params: Params,
-    calib: Calibration,
-    contract: Contract,
-    shared: jax.Array | None,
-    own: list[jax.Array],
+    self, params: Params, calib: Calibration, contract: Contract, start: Any
   ) -> tuple[jax.Array | None, list[jax.Array], list[float]]:
+    """Returns R1, the R2 of the layers, and the loss before every step."""
     objective = _QuantizedLoss(calib.model, contract.rules, contract.targets)
     rng = np.random.default_rng(self.seed)
-    velocity = jax.tree.map(jnp.zeros_like, (shared, own))
-    losses = []
+    matrices, treedef = jax.tree.flatten(start)
+    speeds, losses = [jnp.zeros_like(matrix) for matrix in matrices], []
+
     batches = gradients.batches(len(calib.tokens), self.batch, self.steps)
     for step, batch in enumerate(batches):
-      rows = [jnp.asarray(calib.tokens[index : index + 1]) for index in batch]
-      result = gradients.gradients(objective, params, shared, own, rows)
+      examples = [
+        gradients.Example(jnp.asarray(calib.tokens[index : index + 1]))
+        for index in batch
+      ]
+      shared, own = jax.tree.unflatten(treedef, matrices)
+      result = gradients.gradients(objective, params, shared, own, examples)
       losses.append(result.loss)
       rate = jnp.float32(self.rate * (1 - step / self.steps))
-      matrices, treedef = jax.tree.flatten((shared, own))
-      speeds = jax.tree.leaves(velocity)
       slopes = jax.tree.leaves((result.shared, result.own))
-      moved = []
-      for matrix, speed, slope in zip(matrices, speeds, slopes, strict=True):
+      for place, slope in enumerate(slopes):
+        matrix = matrices[place]
         if rng.integers(orthogonal.RENEWAL) == 0:
           matrix = execution.block_on_cpu(orthogonal.renewed(matrix))
-        moved.append(
-          execution.block_on_cpu(orthogonal.cayley_step(matrix, speed, slope, rate))
+        matrices[place], speeds[place] = execution.block_on_cpu(
+          orthogonal.cayley_step(matrix, speeds[place], slope, rate)
         )
-      shared, own = jax.tree.unflatten(treedef, [new for new, _ in moved])
-      velocity = jax.tree.unflatten(treedef, [speed for _, speed in moved])
-    return shared, own, losses
+    return *jax.tree.unflatten(treedef, matrices), losses
 
 
 def _head_dim(model: CausalLanguageModel, params: Params) -> int:

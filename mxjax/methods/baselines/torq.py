@@ -27,9 +27,8 @@ from mxjax.numerics.shaping import input_maps, two_level
 from mxjax.numerics.shaping.input_maps import InputMap
 
 
-@jax.jit
+@execution.jit()
 def _pooled(blocks: jax.Array, inter: jax.Array) -> jax.Array:
-  """Applies the rotation across blocks and returns rows `[32, blocks * n]`."""
   mixed = jnp.einsum("ab,akn->bkn", inter, blocks, precision=HIGHEST)
   return jnp.moveaxis(mixed, 1, 0).reshape(mxfp4.BLOCK_SIZE, -1)
 
@@ -53,8 +52,7 @@ class Torq(Gptq):
 
     def intra() -> jax.Array:
       sample = inputs.sample(max(1, self.rows // inputs.blocks))
-      rows = execution.block_on_cpu(_pooled(sample, across))
-      rotation, losses = two_level.even_out(rows, inputs.rules)
+      rotation, losses = two_level.even_out(_pooled(sample, across), inputs.rules)
       inputs.record["occupancy_losses"] = losses
       return jnp.asarray(rotation, jnp.float32)
 

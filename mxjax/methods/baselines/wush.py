@@ -7,10 +7,9 @@ basis by nearest planes: GPTQ from the last column to the first. Everything runs
 float64; T is rounded to bfloat16 as stored.
 
 Our contract changes the codec: its exponents and ties replace scales 2^E / 3 and ties
-to even. As in the original, every linear has its own transform. Assumptions: inputs
-come from the float model (the original propagates quantized ones), and a Hessian that
-is not definite is damped ten times more, which is recorded, instead of up to 100 equal
-increments.
+to even. Assumptions: inputs come from the float model (the original propagates
+quantized ones), and a Hessian that is not definite is damped ten times more, which is
+recorded, instead of up to 100 equal increments.
 
 WUSH+R has the same geometry and codes with HiRes's one-code rule and recovery.
 """
@@ -34,7 +33,6 @@ from mxjax.numerics.shaping import input_maps, nearest_plane
 
 
 def _factor(inputs: LinearInputs, damping: float) -> jax.Array:
-  """Computes R of the damped Hessian, float64, and records the damping needed."""
   hessian = inputs.hessian().astype(jnp.float64)
   for attempt in range(gptq.DAMPING_TRIES):
     used = damping * gptq.DAMPING_GROWTH**attempt
@@ -104,14 +102,9 @@ class Wush(Program):
       blocks, factor, inputs.rules, self.basis, jnp.dtype(self.transform_dtype)
     )
     input_map = input_maps.BlockDense(transforms)
-    folded = execution.block_on_cpu(fold(blocks, input_map))
     decoded = result.decoded.astype(jnp.float32)
-    return QuantizedLinear(
-      weight=pack(result),
-      input_map=input_map,
-      rounding=activation_rule(folded, decoded, self.rounding),
-      rules=inputs.rules,
-    )
+    rounding = activation_rule(fold(blocks, input_map), decoded, self.rounding)
+    return QuantizedLinear(pack(result), input_map, rounding, rules=inputs.rules)
 
 
 WUSH = Wush()

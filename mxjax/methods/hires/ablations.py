@@ -1,8 +1,7 @@
 """The paper's ablations of HiRes as programs, by study.
 
 A row is a label and a program; the last row of a study is its reference. Rows that
-differ only in recovery can share one build: `Reused` takes finished linears and fits
-recovery to them.
+differ only in recovery can share one build; see `Reused`.
 """
 
 import dataclasses
@@ -14,26 +13,19 @@ import jax
 from mxjax.calibration.calibration import Calibration, Params
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.methods.baselines.rtn import RTN
+from mxjax.methods import recovery_fits
 from mxjax.methods.baselines.rtn_gain import RTN_GAIN
 from mxjax.methods.baselines.wush import WUSH, WUSH_R
-from mxjax.methods.hires.hires import HIRES
-from mxjax.methods.hires.hires_descent import HIRES_DESCENT
-from mxjax.methods.program import Prepared, Program
-from mxjax.methods.recovery_fits import (
-  ATTENTION,
-  MLP,
-  AttentionFit,
-  MlpFit,
-  RecoveryFit,
-)
+from mxjax.methods.hires.hires import HIRES, HIRES_DESCENT
+from mxjax.methods.program import RTN, Prepared, Program
+from mxjax.methods.recovery_fits import ATTENTION, MLP
 from mxjax.numerics.contract import Contract
 from mxjax.numerics.realization.activation_quantizers import Unrounded
 
 Rows = tuple[tuple[str, Program], ...]
 
 
-class StaleMlp(MlpFit):
+class StaleMlp(recovery_fits.MlpFit):
   """The MLP fit on statistics from before the attention correction."""
 
   def state(self, layer: Params, parent: Params) -> Params:
@@ -54,7 +46,7 @@ def unrounded(layer: Params) -> Params:
   return jax.tree.map(change, layer, is_leaf=_is_quantized)
 
 
-class _BeforeEncoding(RecoveryFit):
+class _BeforeEncoding(recovery_fits.RecoveryFit):
   """Mixin that measures a fit on inputs not rounded to A4."""
 
   def state(self, layer: Params, parent: Params) -> Params:
@@ -63,11 +55,11 @@ class _BeforeEncoding(RecoveryFit):
     return unrounded(layer)
 
 
-class AttentionBeforeEncoding(_BeforeEncoding, AttentionFit):
+class AttentionBeforeEncoding(_BeforeEncoding, recovery_fits.AttentionFit):
   """The attention fit on values computed from inputs not rounded to A4."""
 
 
-class MlpBeforeEncoding(_BeforeEncoding, MlpFit):
+class MlpBeforeEncoding(_BeforeEncoding, recovery_fits.MlpFit):
   """The MLP fit on gates and ups computed from inputs not rounded to A4."""
 
 
@@ -75,43 +67,37 @@ STALE_MLP = StaleMlp()
 BEFORE_ENCODING = (AttentionBeforeEncoding(), MlpBeforeEncoding())
 
 
-def _hires(name: str, **options: Any) -> Program:
-  return dataclasses.replace(HIRES, name=name, **options)
+def _row(label: str, name: str, **options: Any) -> tuple[str, Program]:
+  return label, dataclasses.replace(HIRES, name=name, **options)
 
 
-def _recovered(name: str, *fits: RecoveryFit) -> tuple[str, Program]:
-  return name, _hires(f"hires, {name}", recover=fits)
+def _recovered(name: str, *fits: recovery_fits.RecoveryFit) -> tuple[str, Program]:
+  return _row(name, f"hires, {name}", recover=fits)
 
 
+_RTN = {"weights": "rtn", "rounding": "nearest"}
 _FULL = ("full HiRes", HIRES)
-_NO_RECOVERY = _hires("hires I + II", recover=())
+_NO_RECOVERY = dataclasses.replace(HIRES, name="hires I + II", recover=())
 
 STUDIES: dict[str, Rows] = {
   "stages": (
     ("strict RTN", RTN),
-    (
-      "+ geometric shaping",
-      _hires("hires I", weights="rtn", rounding="nearest", recover=()),
-    ),
+    _row("+ geometric shaping", "hires I", **_RTN, recover=()),
     ("+ discrete realization", _NO_RECOVERY),
     ("+ structural recovery", HIRES),
   ),
   "components": (
-    ("remove interaction K", _hires("hires, K = 0", use_interaction=False)),
-    ("D = I", _hires("hires, D = I", use_balance=False)),
-    (
-      "K = 0, D = I",
-      _hires("hires, K = 0, D = I", use_interaction=False, use_balance=False),
+    _row("remove interaction K", "hires, K = 0", use_interaction=False),
+    _row("D = I", "hires, D = I", use_balance=False),
+    _row(
+      "K = 0, D = I", "hires, K = 0, D = I", use_interaction=False, use_balance=False
     ),
     _FULL,
   ),
   "rules": (
-    (
-      "RTN weights, nearest",
-      _hires("hires, RTN weights", weights="rtn", rounding="nearest"),
-    ),
-    ("nearest", _hires("hires, nearest", rounding="nearest")),
-    ("sensitivity", _hires("hires, sensitivity", rounding="sensitivity")),
+    _row("RTN weights, nearest", "hires, RTN weights", **_RTN),
+    _row("nearest", "hires, nearest", rounding="nearest"),
+    _row("sensitivity", "hires, sensitivity", rounding="sensitivity"),
     _FULL,
   ),
   "recovery": (
@@ -128,14 +114,14 @@ STUDIES: dict[str, Rows] = {
   ),
   "geometry": (("WUSH", WUSH), ("WUSH+R", WUSH_R), _FULL),
   "readings": (
-    ("layer-level J_b (A11)", _hires("hires, layer J", balance_by="layer")),
-    ("static scales (A12)", _hires("hires, static scales", scales="static")),
-    ("layer-by-layer recovery (A16)", _hires("hires, by layer", recovery_by="layer")),
-    ("quantized upstream (A22)", _hires("hires, upstream", upstream="quantized")),
+    _row("layer-level J_b (A11)", "hires, layer J", balance_by="layer"),
+    _row("static scales (A12)", "hires, static scales", scales="static"),
+    _row("layer-by-layer recovery (A16)", "hires, by layer", recovery_by="layer"),
+    _row("quantized upstream (A22)", "hires, upstream", upstream="quantized"),
     _FULL,
   ),
   "next": (
-    ("searched weight exponents", _hires("hires, searched", scales="searched")),
+    _row("searched weight exponents", "hires, searched", scales="searched"),
     (
       "descent",
       dataclasses.replace(HIRES_DESCENT, name="hires-descent, fresh", scales="fresh"),
@@ -161,8 +147,7 @@ STUDIES: dict[str, Rows] = {
 class Reused(Program):
   """Finished linears of another build, with the recovery of this program.
 
-  `leaves` are the linears by path, such as `layers_0/self_attn/q_proj`; `describe`
-  reports the `program` of that build.
+  `leaves` are the linears by path, such as `layers_0/self_attn/q_proj`.
   """
 
   program: Program = RTN
@@ -179,15 +164,14 @@ class Reused(Program):
     return inputs.learned
 
   def describe(self) -> Mapping[str, Any]:
-    """See `Program.describe`; describes the program that made the linears."""
+    """Describes the program that made the linears."""
     return self.program.describe()
 
 
 def build_key(program: Program) -> str | None:
   """Returns a key that determines a program's linears: equal keys, equal linears.
 
-  Returns None if a build cannot be reused because the program rewrites the float model
-  or its hooks see the results of recovery.
+  Returns None if the program rewrites the float model, so that no build can be reused.
   """
   if type(program).prepare is not Program.prepare:
     return None

@@ -1,11 +1,9 @@
 """The balance D of Stage I, measured on a linear's calibration inputs.
 
 Paper: Appendix "Algorithm Details", dyadic balance. Risks of nearest codes give a
-proposal, three trials of it are encoded, and J_b of each decides. The arithmetic is in
-`mxjax.numerics.shaping.dyadic_balance`.
+proposal, three trials of it are encoded, and J_b of each decides.
 """
 
-import functools
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -45,17 +43,11 @@ def _trial_step(
 
 
 def _listed_step(
-  carry: jax.Array,
-  blocks: jax.Array,
-  index: jax.Array,
-  rules: mxfp4.Rules,
-  order: jax.Array,
-  count: jax.Array,
-  *tables: jax.Array,
+  carry: jax.Array, blocks: jax.Array, _: jax.Array, rules: mxfp4.Rules, *tables: Any
 ) -> jax.Array:
-  """Adds a sequence's part for a single trial, only in the listed blocks."""
-  del index
-  of_trial = [table[0] for table in tables]
+  """Adds a sequence's part for a single trial; the first tables list its blocks."""
+  order, count, *of_trials = tables
+  of_trial = [table[0] for table in of_trials]
   return carry + dyadic_balance.listed_objective(blocks, order, count, *of_trial, rules)
 
 
@@ -66,7 +58,6 @@ class _TrialBatch(NamedTuple):
   weights: dyadic_balance.Trial
 
   def tables(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the arrays that a step reads."""
     return self.transforms, self.weights.gram, self.weights.cross
 
 
@@ -83,7 +74,7 @@ class _Trials(NamedTuple):
   signal: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames="rules")
+@execution.jit(static_argnames="rules")
 def _weight_side(folded: jax.Array, rules: mxfp4.Rules) -> tuple[jax.Array, jax.Array]:
   """Computes W'W of folded weights and the tiles of the nearest codes' E_W'E_W."""
   narrow = folded.astype(jnp.float32)
@@ -91,7 +82,7 @@ def _weight_side(folded: jax.Array, rules: mxfp4.Rules) -> tuple[jax.Array, jax.
   return reference_chart.block_moment(folded), dyadic_balance.subgroup_moments(error)
 
 
-@jax.jit
+@execution.jit()
 def _propose(
   gram: jax.Array,
   weight_error: jax.Array,
@@ -108,17 +99,17 @@ def _propose(
   return scales, (gram * mapped_moment).sum((-2, -1))
 
 
-@jax.jit
+@execution.jit()
 def _fold_float64(weight: jax.Array, transform: jax.Array) -> jax.Array:
   return input_maps.BlockDense(transform).fold(weight.astype(jnp.float64))
 
 
-@jax.jit
+@execution.jit()
 def _mapped_moment(moment: jax.Array, transform: jax.Array) -> jax.Array:
   return transform @ moment @ transform.mT
 
 
-@jax.jit
+@execution.jit()
 def _trial_of(
   scaled: jax.Array, decoded: jax.Array, mapped_moment: jax.Array, scale: jax.Array
 ) -> dyadic_balance.Trial:
@@ -141,10 +132,10 @@ def _layer_trial(
   installed = dyadic_balance.scaled_transform(transform, scale)
   input_map = input_maps.BlockDense(installed.astype(jnp.float32))
   result = execution.block_on_cpu(reconstruct(scaled, inputs, input_map))
-  return execution.block_on_cpu(_trial_of(scaled, result.decoded, mapped_moment, scale))
+  return _trial_of(scaled, result.decoded, mapped_moment, scale)
 
 
-@jax.jit
+@execution.jit()
 def _arranged(
   transform: jax.Array,
   scales: tuple[jax.Array, ...],
@@ -172,26 +163,21 @@ def _prepare_trials(
   balance_by: BalanceBy,
 ) -> _Trials:
   """Proposes the balance and encodes the weights of its three trials."""
-  rules = inputs.rules
   tokens = jnp.asarray(inputs.tokens, jnp.float64)
-  folded = execution.block_on_cpu(_fold_float64(weight, transform))
-  mapped_moment = execution.block_on_cpu(_mapped_moment(moment, transform))
-  weight_side = execution.block_on_cpu(_weight_side(folded, rules))
-  scales, signal = execution.block_on_cpu(
-    _propose(*weight_side, mapped_moment, error_sums, tokens)
-  )
-  trials = []
-  for scale in scales:
+  folded = _fold_float64(weight, transform)
+  mapped_moment = _mapped_moment(moment, transform)
+  weight_side = _weight_side(folded, inputs.rules)
+  scales, signal = _propose(*weight_side, mapped_moment, error_sums, tokens)
+
+  def trial(scale: jax.Array) -> dyadic_balance.Trial:
     if balance_by == "layer":
-      trials.append(_layer_trial(folded, mapped_moment, transform, scale, inputs))
-      continue
+      return _layer_trial(folded, mapped_moment, transform, scale, inputs)
     upper = execution.block_on_cpu(dyadic_balance.trial_factor(mapped_moment, scale))
-    trials.append(
-      execution.block_on_cpu(
-        dyadic_balance.prepare_trial(folded, mapped_moment, scale, upper, rules)
-      )
+    return execution.block_on_cpu(
+      dyadic_balance.prepare_trial(folded, mapped_moment, scale, upper, inputs.rules)
     )
-  ends, half = execution.block_on_cpu(_arranged(transform, scales, tuple(trials)))
+
+  ends, half = _arranged(transform, scales, tuple(trial(scale) for scale in scales))
   return _Trials(scales[0], ends, half, signal)
 
 
@@ -207,8 +193,8 @@ def _losses(
 def _measure(trials: _Trials, inputs: LinearInputs) -> np.ndarray:
   """Measures J_b of the three trials, float64 `[3, blocks]`.
 
-  The half step is measured only where the full step is refused and is NaN elsewhere,
-  where it cannot be chosen: measuring is most of a trial's cost.
+  The half step is measured only where the full step is refused, and is NaN elsewhere:
+  measuring is most of a trial's cost.
   """
   tokens = jnp.asarray(inputs.tokens, jnp.float64)
 

@@ -6,8 +6,7 @@ is Stage II (GPTQ and one-code refinement), `recover` is Stage III.
 """
 
 import dataclasses
-import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ class _Anchor(NamedTuple):
   weight_cross_folds: jax.Array
 
 
-@jax.jit
+@execution.jit()
 def _weight_moments(weight: jax.Array) -> jax.Array:
   """Computes W'W / m of even and odd rows (A7), float64 `[2, blocks, 32, 32]`."""
   parts = [weight[..., fold::2] for fold in (0, 1)]
@@ -49,16 +48,14 @@ def _weight_moments(weight: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _chart(
-  moment: jax.Array, weight_moment: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _chart(moment: jax.Array, weight_moment: jax.Array) -> tuple[jax.Array, ...]:
   """Computes P_ref, R_H P_ref and R_H P_ref^-T, float64 `[blocks, 32, 32]`."""
   chart = reference_chart.reference_chart(moment, weight_moment)
   rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, jnp.float64)[None]
   return chart, rotation @ chart, rotation @ jnp.linalg.inv(chart).mT
 
 
-@functools.partial(jax.jit, static_argnames="rules")
+@execution.jit(static_argnames="rules")
 def _weight_crosses(
   weight: jax.Array, rotated_inverse: jax.Array, rules: mxfp4.Rules
 ) -> jax.Array:
@@ -73,7 +70,7 @@ def _weight_crosses(
   return jnp.stack(crosses)
 
 
-@jax.jit
+@execution.jit()
 def _weight_folds(weight_moments: jax.Array, rotated_inverse: jax.Array) -> jax.Array:
   """Computes C_W by fold: the raw moments in the reference chart."""
   mapped = rotated_inverse[None] @ weight_moments @ rotated_inverse.mT[None]
@@ -90,40 +87,30 @@ def _prepare_anchor(
   It is split into several jitted steps by rule 2 of `mxjax.devices.execution`.
   """
   rows = weight.shape[-1]
-  moments = execution.block_on_cpu(_weight_moments(weight))
+  moments = _weight_moments(weight)
   even, odd = rows - rows // 2, rows // 2
   total = (moments[0] * even + moments[1] * odd) / rows
   used = total if used is None else used
   chart, rotated, rotated_inverse = execution.call_in_batches(_chart, moment, used)
-  return _Anchor(
-    chart=chart,
-    rotated=rotated.astype(jnp.float32),
-    weight_folds=execution.block_on_cpu(_weight_folds(moments, rotated_inverse)),
-    weight_cross_folds=execution.block_on_cpu(
-      _weight_crosses(weight, rotated_inverse, rules)
-    ),
-  )
+  folds = _weight_folds(moments, rotated_inverse)
+  crosses = _weight_crosses(weight, rotated_inverse, rules)
+  return _Anchor(chart, rotated.astype(jnp.float32), folds, crosses)
 
 
 def _anchor_step(
-  carry: jax.Array,
-  blocks: jax.Array,
-  index: jax.Array,
-  rules: mxfp4.Rules,
-  rotated: jax.Array,
+  carry: jax.Array, blocks: jax.Array, index: jax.Array, rules: mxfp4.Rules, to: Any
 ) -> jax.Array:
   """Adds a sequence's rotated error-signal moment to its fold (parity, A6)."""
-  moment = local_interaction.rotated_error_moment(blocks, rotated, rules)
+  moment = local_interaction.rotated_error_moment(blocks, to, rules)
   return carry.at[index % 2].add(moment)
 
 
-@functools.partial(jax.jit, static_argnames="use_interaction")
+@execution.jit(static_argnames="use_interaction")
 def _pairs(
   anchor: _Anchor,
   activation_folds: jax.Array,
   errors: jax.Array,
   counts: jax.Array,
-  *,
   use_interaction: bool,
 ) -> jax.Array:
   """Solves K of every block, or returns zeros without `use_interaction`."""
@@ -148,7 +135,7 @@ def spectral_norm(matrices: jax.Array) -> jax.Array:
 ActivationRule = Literal["full", "sensitivity", "nearest"]
 
 
-@functools.partial(jax.jit, static_argnames="rule")
+@execution.jit(static_argnames="rule")
 def activation_rule(
   weight: jax.Array, decoded: jax.Array, rule: ActivationRule
 ) -> Nearest | OneCode:
@@ -190,6 +177,7 @@ class HiRes(Program):
   balance_by: balance.BalanceBy = "block"
   scales: gptq.ScaleSource = "fresh"
   damping: float = gptq.DAMPING
+  descent = 0  # No field: only HiResDescent has this option.
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
     """Stage I: finds T from chart and interaction, then D from three trials."""
@@ -201,15 +189,8 @@ class HiRes(Program):
     zeros = jnp.zeros((2, *moment.shape), jnp.float64)
     errors = inputs.reduce(_anchor_step, zeros, anchor.rotated)
     counts = jnp.maximum(jnp.asarray(inputs.fold_tokens, jnp.float64), 1.0)
-    pairs = execution.block_on_cpu(
-      _pairs(
-        anchor,
-        inputs.fold_moments(),
-        errors,
-        counts,
-        use_interaction=self.use_interaction,
-      )
-    )
+    folds = inputs.fold_moments()
+    pairs = _pairs(anchor, folds, errors, counts, self.use_interaction)
     transform = execution.call_in_batches(
       local_interaction.shaping_transform, anchor.chart, pairs
     )
@@ -223,11 +204,33 @@ class HiRes(Program):
     self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
   ) -> Realized:
     """Stage II: runs GPTQ in the installed coordinates and builds one-code tables."""
-    if self.weights == "gptq":
-      result = reconstruct(weight, inputs, input_map, self.damping, scales=self.scales)
-    else:
+    if self.weights == "rtn":
       result = gptq.round_to_nearest(weight, inputs.rules)
+    else:
+      result = reconstruct(
+        weight, inputs, input_map, self.damping, self.scales, descent=self.descent
+      )
     return Realized(result, activation_rule(weight, result.decoded, self.rounding))
 
 
 HIRES = HiRes()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiResDescent(HiRes):
+  """HiRes with two changes in how weights are quantized.
+
+  Exponents of weight blocks are searched: the floor rule clips values between 6 and 8
+  times the scale, and a block's compensated errors decide whether that costs more than
+  the coarser codes of the next exponent. After GPTQ, `descent` passes of coordinate
+  descent revisit all codes on the same objective, now knowing the errors of all other
+  columns. Both cost only quantization time. Not in the paper: see
+  `docs/results/hires_descent.md` for gains and rejected ideas.
+  """
+
+  name: str = "hires-descent"
+  scales: gptq.ScaleSource = "searched"
+  descent: int = 3
+
+
+HIRES_DESCENT = HiResDescent()

@@ -7,7 +7,7 @@ moves the input maps after recovery is fitted. Not in the paper: see
 `docs/results/hires_next.md`.
 """
 
-from mxjax.methods.hires.hires_descent import HiResDescent
+from mxjax.methods.hires.hires import HiResDescent
 from mxjax.methods.scale_distillation import ScaleDistillation
 
 HIRES_NEXT = HiResDescent(

@@ -10,7 +10,7 @@ Hessian `H`, changing a decoded value by delta changes the loss `tr(D H D')` by
 a parabola, so the best legal value is the one nearest to its vertex
 `w^_j + [D H]_j / H_jj`, at the exponent that GPTQ froze. A code changes only where
 Delta is negative, so the loss never rises. Not in the paper; see
-`methods/hires/hires_descent.py`.
+`HiResDescent`.
 """
 
 import functools

@@ -19,7 +19,6 @@ import numpy as np
 from mxjax.models.config import ModelConfig
 from mxjax.models.families import check_reads_back, to_hf_config
 from mxjax.models.loading import weights
-from mxjax.models.loading.safetensors_file import SafetensorsFile
 from mxjax.storage.atomic_io import list_files, staged, write_arrays, write_json
 
 MANIFEST = "mxjax_export.json"
@@ -143,7 +142,7 @@ def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
   """
   tensors: dict[str, jax.Array] = {}
   for path in weights.weight_files(folder):
-    file = SafetensorsFile(path)
+    file = weights.SafetensorsFile(path)
     tensors |= {name: jnp.asarray(file.read(name)) for name in file.names}
   if (folder / weights.SINGLE_FILE).is_file():
     return tensors
@@ -160,7 +159,9 @@ def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
 def _check_written(
   folder: pathlib.Path, tensors: Mapping[str, Any], places: Mapping[str, str]
 ) -> None:
-  files = {name: SafetensorsFile(folder / name) for name in set(places.values())}
+  files = {
+    name: weights.SafetensorsFile(folder / name) for name in set(places.values())
+  }
   for key, name in places.items():
     read, expected = files[name].read(key), np.asarray(tensors[key])
     if read.dtype != expected.dtype or read.tobytes() != expected.tobytes():

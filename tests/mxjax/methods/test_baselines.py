@@ -68,7 +68,8 @@ def logits_of(tiny_model, tiny_tokens):
   """Logits of params on one sequence, a jitted layer at a time."""
 
   def logits_of(params):
-    hidden = streams.final_hidden(tiny_model, params, jnp.asarray(tiny_tokens[:1]))
+    window = jnp.asarray(tiny_tokens[:1])
+    (hidden,) = streams.final_hiddens(tiny_model, params, [window])
     return tiny_model.logits(streams.outer_params(params), hidden)
 
   return logits_of
@@ -240,16 +241,17 @@ def test_layerwise_gradients_are_those_of_the_whole_model(
       np.random.default_rng(5).standard_normal((1, 32, 64)), "float32"
     )
 
+  example = gradients.Example(ids, teacher)
+
   def whole(shared, own):
     hidden = objective.embed(shared, params, ids)
     for index, learned in enumerate(own):
       layer = params[f"layers_{index}"]
       hidden = objective.layer(shared, learned, hidden, layer)
-    return objective.loss(shared, hidden, params, ids, teacher)
+    return objective.loss(shared, hidden, params, example)
 
   loss, expected = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(shared, own)
-  teachers = None if teacher is None else [teacher]
-  got = gradients.gradients(objective, params, shared, own, [ids], teachers)
+  got = gradients.gradients(objective, params, shared, own, [example])
   assert got.loss == pytest.approx(float(loss), rel=1e-5)
   for a, b in zip(
     jax.tree.leaves((got.shared, got.own)), jax.tree.leaves(expected), strict=True
@@ -305,7 +307,7 @@ def test_a_newcomer_is_one_line_and_is_none_of_the_papers_ten():
   ten = "rtn gptq mr-gptq brq wush torq batquant spinquant focus hires".split()
   assert list(methods.PAPER_METHODS) == ten
   source = pathlib.Path(methods.__file__).read_text()
-  line = '  "rtn": "baselines.rtn.RTN",\n'
+  line = '  "rtn": "program.RTN",\n'
   assert line in source
   planted = source.replace(line, line + '  "newcomer": "gptq.GPTQ",\n')
   scope = {"__name__": "mxjax.methods"}

@@ -79,7 +79,7 @@ def relative_error(model, reference, params, tokens):
 
 def test_float_outputs_are_the_oracles(network, vectors):
   model, params, tokens = network
-  got = streams.final_hidden(model, params, jnp.asarray(tokens[:2]))
+  (got,) = streams.final_hiddens(model, params, [jnp.asarray(tokens[:2])])
   np.testing.assert_allclose(got, vectors["toy/y_ref"], atol=1e-5)
 
 
