@@ -1,6 +1,7 @@
 """Implements `mxjax export`: checks, measures and writes a quantized model."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Mapping
@@ -25,12 +26,10 @@ Params = Mapping[str, Any]
 class Target(NamedTuple):
   """Output options of an export.
 
-  Attributes:
-    format: `compressed-tensors`, `dequant` or `safetensors`.
-    dropped: Names of `features.FEATURES` to leave out.
-    transforms: Whether compressed-tensors keeps Hadamards as `transform_config`.
-    dtype: Dtype of the linears of `dequant`.
-    shard_bytes: Largest file size, in bytes.
+  `format` is `compressed-tensors`, `dequant` or `safetensors`; `dropped` are names of
+  `features.FEATURES` to leave out. `transforms` keeps Hadamards as `transform_config`
+  of compressed-tensors; `dtype` is that of the linears of `dequant`; `shard_bytes` the
+  largest file size.
   """
 
   format: str
@@ -38,11 +37,6 @@ class Target(NamedTuple):
   transforms: bool
   dtype: str
   shard_bytes: int
-
-
-def tokenizer_folder(folder: pathlib.Path) -> pathlib.Path:
-  """Returns the folder of a checkpoint's tokenizer."""
-  return folder / checkpoint.TOKENIZER
 
 
 def open_checkpoint(folder: pathlib.Path) -> export.Source:
@@ -80,9 +74,7 @@ def check(target: Target, source: export.Source) -> dict[str, Any]:
     raise ValueError(
       "export: --transforms is for --format compressed-tensors; leave it out."
     )
-  params = dict(source.params)
-  if target.dropped:
-    params = export.drop(params, target.dropped)
+  params = export.drop(source.params, target.dropped)
   if target.format == "compressed-tensors":
     compressed_tensors.check(params, transforms=target.transforms)
   elif target.format == "dequant":
@@ -120,10 +112,9 @@ def measure(
 def runtime_params(params: Params) -> dict[str, Any]:
   """Returns params with activations rounded as the compressed-tensors library does."""
   is_linear = lambda node: isinstance(node, QuantizedLinear)
+  rules = compressed_tensors.RUNTIME_RULES
   swap = lambda leaf: (
-    dataclasses.replace(leaf, rules=compressed_tensors.RUNTIME_RULES)
-    if is_linear(leaf)
-    else leaf
+    dataclasses.replace(leaf, rules=rules) if is_linear(leaf) else leaf
   )
   return jax.tree.map(swap, dict(params), is_leaf=is_linear)
 
@@ -142,15 +133,14 @@ def write(
   `changed` are the params after dropping features. The tokenizer is copied from the
   checkpoint's `folder`, config and tokenizer files from `float_folder`.
   """
+  writers = {
+    "compressed-tensors": functools.partial(
+      export.write_compressed_tensors, transforms=target.transforms
+    ),
+    "dequant": functools.partial(export.write_dequant, dtype=jnp.dtype(target.dtype)),
+    "safetensors": export.write_state,
+  }
   ready = dataclasses.replace(source, params=changed, record=dict(record))
-  companions = export.Companions(tokenizer_folder(folder), float_folder)
-  options: dict[str, Any] = {"shard_bytes": target.shard_bytes}
-  if target.format == "compressed-tensors":
-    writer = export.write_compressed_tensors
-    options["transforms"] = target.transforms
-  elif target.format == "dequant":
-    writer, options["dtype"] = export.write_dequant, jnp.dtype(target.dtype)
-  else:
-    writer = export.write_state
-  writer(out, ready, companions, **options)
+  companions = export.Companions(folder / checkpoint.TOKENIZER, float_folder)
+  writers[target.format](out, ready, companions, shard_bytes=target.shard_bytes)
   return json.loads((out / MANIFEST).read_text())

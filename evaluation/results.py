@@ -44,26 +44,14 @@ class Result:
 
 
 def to_json(
-  *,
-  model: str,
-  method: str,
-  seed: int | None,
-  tasks: Mapping[str, Mapping[str, Any]],
-  **details: Any,
+  *, tasks: Mapping[str, Mapping[str, Any]], **details: Any
 ) -> dict[str, Any]:
   """Returns the content of a result file, JSON-ready.
 
   Each task has `score`, `items`, `official_items`, `token_sha256` and any other
-  measurements; `details` are further facts.
+  measurements; `details` are `model`, `method`, `seed` and further facts.
   """
-  return {
-    "kind": KIND,
-    "model": model,
-    "method": method,
-    "seed": seed,
-    "tasks": {name: dict(values) for name, values in tasks.items()},
-    **details,
-  }
+  return {"kind": KIND, **details, "tasks": dict(tasks)}
 
 
 def write(
@@ -77,8 +65,7 @@ def write(
     (folder / "items").mkdir(exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     atomic_io.write_durably(folder / "items" / f"{task}.jsonl", text.encode())
-  text = json.dumps(result, indent=1) + "\n"
-  atomic_io.write_durably(folder / "evaluation.json", text.encode())
+  atomic_io.write_json(folder / "evaluation.json", result, indent=1)
 
 
 def _files(places: Iterable[str]) -> list[pathlib.Path]:
@@ -107,21 +94,16 @@ def read(places: Iterable[str]) -> list[Result]:
   for path in _files(places):
     new = _parse(path)
     key = new.model, new.method, new.seed
-    old = results.get(key)
-    if old and any(
-      old.scores[task] != new.scores[task] for task in old.scores.keys() & new.scores
-    ):
-      raise ValueError(
-        f"results: {path} and {old.source} give different scores of {new.method} on "
-        f"{new.model} with seed {new.seed}; keep one of them."
-      )
-    if old:
-      new = dataclasses.replace(
-        new,
-        scores={**old.scores, **new.scores},
-        counts={**old.counts, **new.counts},
-        tokens={**old.tokens, **new.tokens},
-      )
+    if old := results.get(key):
+      shared = old.scores.keys() & new.scores
+      if any(old.scores[task] != new.scores[task] for task in shared):
+        raise ValueError(
+          f"results: {path} and {old.source} give different scores of {new.method} on "
+          f"{new.model} with seed {new.seed}; keep one of them."
+        )
+      parts = ("scores", "counts", "tokens")
+      joined = {part: {**getattr(old, part), **getattr(new, part)} for part in parts}
+      new = dataclasses.replace(new, **joined)
     results[key] = new
   return list(results.values())
 
@@ -159,9 +141,8 @@ def references(results: Sequence[Result]) -> dict[str, Result]:
   floats = {r.model: r for r in results if r.method == FLOAT}
   for result in results:
     reference = floats.get(result.model)
-    known = reference.tokens if reference else {}
     for task, tokens in result.tokens.items():
-      if reference and known.get(task, tokens) != tokens:
+      if reference and reference.tokens.get(task, tokens) != tokens:
         raise ValueError(
           f"results: {result.source} and {reference.source} measured {task} on "
           "different tokens, so a damage would mean nothing; evaluate both with the "

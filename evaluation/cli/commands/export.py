@@ -5,9 +5,15 @@ import json
 import pathlib
 from typing import Any
 
-from mxjax.evaluation.cli import arguments, names
+from mxjax.evaluation.cli import arguments
 
 FORMATS = ("compressed-tensors", "dequant", "safetensors")
+FEATURES = (
+  *("maps", "refinement", "clipping", "value-recovery", "mlp-recovery", "gains"),
+  *("rules", "recovery"),
+)
+"""`FEATURES` and `GROUPS` of `storage.export.features`, which imports JAX; a test
+compares."""
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -20,8 +26,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     "measured again before it is written, with the result in "
     "OUT/mxjax_export.json.",
   )
+  arguments.add(parser, "checkpoint")
   add = parser.add_argument
-  add("checkpoint", metavar="DIR", help="a folder written by `quantize`")
   add(
     "--format",
     required=True,
@@ -30,8 +36,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     "runtime's; dequant, a plain folder of effective weights whose activations are not "
     "rounded; safetensors, all of our own state",
   )
-  add("--out", required=True, metavar="DIR", help="a new folder")
-  add("--drop", metavar="NAMES", help=f"comma list of {', '.join(names.FEATURES)}")
+  arguments.add(parser, "--out")
+  add("--drop", metavar="NAMES", help=f"comma list of {', '.join(FEATURES)}")
   add(
     "--transforms",
     action="store_true",
@@ -51,21 +57,21 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     help="of the linears of dequant",
   )
   add("--shard-gb", type=float, default=5.0, metavar="GB", help="largest file")
-  arguments.add_windows(
-    parser.add_argument_group("measuring"),
-    data_help="the embedded text when omitted",
-    windows_help="0 measures nothing, where nothing is dropped; default: 8",
-  )
-  arguments.add_json(parser)
+  group = parser.add_argument_group("measuring")
+  arguments.add(group, "--data", help="the embedded text when omitted")
+  told = "0 measures nothing, where nothing is dropped; default: 8"
+  arguments.add(group, "--windows", help=told)
+  arguments.add(group, "--window-length")
+  arguments.add(parser, "--json")
   return parser
 
 
 def run(options: argparse.Namespace) -> None:
   """Checks, measures and writes the model, and prints what was written."""
   from mxjax import models
-  from mxjax.evaluation import datasets, exporting
+  from mxjax.evaluation import exporting
   from mxjax.evaluation.cli import console, inputs
-  from mxjax.storage import atomic_io
+  from mxjax.storage import atomic_io, checkpoint
   from mxjax.storage.export import features
 
   out = atomic_io.check_output(options.out)
@@ -82,16 +88,10 @@ def run(options: argparse.Namespace) -> None:
   changed = exporting.check(target, source)
   record: dict[str, Any] = {"dropped": list(target.dropped)}
   if options.windows:
-    tokens = datasets.load_tokens(
-      options.data,
-      models.Tokenizer.from_folder(exporting.tokenizer_folder(folder)),
-      count=options.windows,
-      length=options.window_length,
-      split="test",
-    )
-    data = options.data or "embedded test"
+    tokenizer = models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)
+    tokens = inputs.test_windows(options, options.data, tokenizer)
     measured = exporting.measure(target, source, changed, tokens)
-    record["evaluation"] = {"data": data, **measured}
+    record["evaluation"] = {"data": options.data or "embedded test", **measured}
   elif target.dropped:
     raise ValueError(
       "export: a model that lost something is measured before it is written, got "

@@ -6,7 +6,7 @@ import pathlib
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from mxjax.evaluation.cli import arguments, names
+from mxjax.evaluation.cli import arguments
 
 if TYPE_CHECKING:
   from mxjax.evaluation.cli import inputs
@@ -24,16 +24,12 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     "(Orbax), OUT/run (journal and finished layers), OUT/result.json and "
     "OUT/report.html.",
   )
-  arguments.add_model(parser)
+  arguments.add(parser, "model")
   add = parser.add_argument
   add("--method", default="hires", help=f"{arguments.METHOD_HELP}; default: hires")
-  add("--out", required=True, metavar="DIR", help="a new folder")
-  add(
-    "--chunk",
-    type=int,
-    default=1,
-    help="sequences in a device call; bits do not change",
-  )
+  arguments.add(parser, "--out")
+  chunk_help = "sequences in a device call; bits do not change"
+  arguments.add(parser, "--chunk", help=chunk_help)
   add(
     "--resume",
     action="store_true",
@@ -45,26 +41,41 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     default="bars",
     help="progress on stderr: bars, or one JSON event a line for machines",
   )
-  arguments.add_on_disk(parser)
-  arguments.add_processes(arguments.add_mesh(parser))
-  arguments.add_calibration(parser)
-  arguments.add_evaluation(parser)
-  arguments.add_compiled(parser)
+  arguments.add(parser, "--on-disk")
+  _add_devices(parser.add_argument_group("devices"))
+  arguments.add_run(parser)
   return parser
+
+
+def _add_devices(group: Any) -> None:
+  arguments.add(group, "--mesh")
+  add = group.add_argument
+  add(
+    "--distributed",
+    action="store_true",
+    help="this is one process of several that run the same command on one --out; "
+    "without --mesh all of their devices are on data",
+  )
+  add(
+    "--coordinator",
+    metavar="HOST:PORT",
+    help="process 0's address; this and the next two are taken from the cluster's "
+    "environment when omitted",
+  )
+  add("--processes", type=int, metavar="N", help="how many there are")
+  add("--process", type=int, metavar="I", help="which one this is")
 
 
 def run(options: argparse.Namespace) -> None:
   """Quantizes the model, measures it, and writes the folder."""
-  from mxjax import methods
   from mxjax.devices import processes
-  from mxjax.evaluation.cli import devices, inputs, outputs, progress
+  from mxjax.evaluation.cli import inputs, outputs, progress
   from mxjax.running import pipeline
   from mxjax.storage import atomic_io
 
-  names.check("method", options.method.partition(":")[0], methods.METHODS)
-  methods.get(options.method)
+  arguments.check_method(options.method)
   folder = pathlib.Path(options.out)
-  mesh = devices.mesh_of(options)
+  mesh = inputs.mesh_of(options)
   is_resumed = options.resume and (folder / RUN).is_dir()
   if processes.is_leader() and not is_resumed:
     atomic_io.check_output(folder)
@@ -80,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
     return
   if options.log == "json":
     progress.emit("finished", out=str(folder))
-  outputs.print_rows(options, [row], folder)
+  outputs.print_rows([row], folder, as_json=options.json)
 
 
 def _quantize(
@@ -91,7 +102,7 @@ def _quantize(
   from mxjax.evaluation.cli import inputs, outputs
   from mxjax.storage import checkpoint, run_folder
 
-  model, tokenizer, subject, _ = prepared
+  tokenizer, subject, _ = prepared
   is_leader = processes.is_leader()
   with contextlib.ExitStack() as stack:
     run = stack.enter_context(
@@ -107,7 +118,7 @@ def _quantize(
     }
     row["float_perplexity"] = subject.float_perplexities()
     if not (folder / inputs.CHECKPOINT).exists():
-      outputs.save(folder, row, quantized, model, tokenizer)
+      outputs.save(folder, row, quantized, subject.model, tokenizer)
     elif is_leader:
       checkpoint.check_saved(folder / inputs.CHECKPOINT, quantized)
     if is_leader:

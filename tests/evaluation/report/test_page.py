@@ -7,7 +7,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-from mxjax.evaluation.report import axes, numbers
+from mxjax.evaluation.report import numbers, svg
 from mxjax.evaluation.report import page as report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -310,11 +310,11 @@ def test_sizes_use_binary_units(value, expected):
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 17), (0.13, 0.14), (5, 5)])
 def test_ticks_are_round_and_inside(low, high):
-  ticks = axes.linear_ticks(low, high)
+  ticks = svg.linear_ticks(low, high)
   assert 1 <= len(ticks) <= 7
   assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
 
 
 def test_log_ticks_are_inside():
-  assert axes.log_ticks(1e-4, 1.0) == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
-  assert axes.log_ticks(0.012, 0.3) == pytest.approx([0.02, 0.05, 0.1, 0.2])
+  assert svg.log_ticks(1e-4, 1.0) == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
+  assert svg.log_ticks(0.012, 0.3) == pytest.approx([0.02, 0.05, 0.1, 0.2])
