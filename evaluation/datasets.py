@@ -3,12 +3,12 @@
 import pathlib
 import random
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from mxjax.evaluation import text_sources
 from mxjax.evaluation.text_sources import HUB_SETS
+from mxjax.models.tokenizer import Tokenizer
 
 SAMPLINGS = ("windows", "documents", "offsets")
 """Sampling methods of windows; see `load_tokens`."""
@@ -16,22 +16,9 @@ HUB_SAMPLINGS = {"c4": "documents", "wikitext2": "offsets"}
 """Standard samplings of hub data for calibration."""
 
 
-class TextTokenizer(Protocol):
-  """The tokenizer interface that text windows need."""
-
-  @property
-  def prefix_ids(self) -> tuple[int, ...]:
-    """Ids that the model expects before a text, such as BOS."""
-    ...
-
-  def encode(self, text: str) -> np.ndarray:
-    """Returns the int32 ids of a text, without special tokens."""
-    ...
-
-
 def load_tokens(
   source: str | None,
-  tokenizer: TextTokenizer,
+  tokenizer: Tokenizer,
   *,
   count: int | None,
   length: int,
@@ -45,7 +32,7 @@ def load_tokens(
     source: None for the embedded text, `c4` or `wikitext2` for hub data, or a path:
       `.npy` holds token ids `[n, length]` used as they are, `.jsonl` (or `.json`,
       possibly `.gz`) has a `text` in each line, anything else is plain text.
-    tokenizer: Used for text.
+    tokenizer: Gives `encode` and `prefix_ids`; used for text.
     count: Number of windows; None takes all of an array, or all that `windows` cuts.
     length: Tokens per window.
     split: `calibration` or `test`: the part of hub data or embedded text to use.
@@ -98,14 +85,14 @@ def load_tokens(
   return windows(ids, available, length, place)[order[:count]]
 
 
-def _with_prefix(tokenizer: TextTokenizer, text: str) -> np.ndarray:
+def _with_prefix(tokenizer: Tokenizer, text: str) -> np.ndarray:
   prefix = np.asarray(tokenizer.prefix_ids, np.int32)
   return np.concatenate([prefix, tokenizer.encode(text)])
 
 
 def _document_windows(
   documents: Sequence[str],
-  tokenizer: TextTokenizer,
+  tokenizer: Tokenizer,
   count: int,
   length: int,
   seed: int,

@@ -55,9 +55,7 @@ def model_name(options: argparse.Namespace) -> str:
   return options.model or arguments.DEFAULT_MODEL
 
 
-def calibration(
-  options: argparse.Namespace, tokenizer: datasets.TextTokenizer
-) -> np.ndarray:
+def calibration(options: argparse.Namespace, tokenizer: models.Tokenizer) -> np.ndarray:
   """Loads the calibration tokens, int32 `[sequences, length]`."""
   return datasets.load_tokens(
     options.calib,
@@ -71,7 +69,7 @@ def calibration(
 
 
 def test_windows(
-  options: argparse.Namespace, source: str | None, tokenizer: datasets.TextTokenizer
+  options: argparse.Namespace, source: str | None, tokenizer: models.Tokenizer
 ) -> np.ndarray:
   """Loads the test windows of one source, int32 `[windows, window_length]`."""
   return datasets.load_tokens(

@@ -3,13 +3,10 @@
 import argparse
 import json
 import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mxjax.evaluation.cli import arguments
 from mxjax.evaluation.tasks import tasks
-
-if TYPE_CHECKING:
-  from mxjax.evaluation.tasks import seven_tasks
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -118,6 +115,8 @@ def _evaluate_checkpoint(options: argparse.Namespace, storage: dict[str, Any]) -
 
 def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> None:
   """Evaluates tasks and writes a result file."""
+  import jax
+
   from mxjax.evaluation import results
   from mxjax.evaluation.cli import console
   from mxjax.evaluation.tasks import seven_tasks
@@ -125,10 +124,10 @@ def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> Non
 
   names = seven_tasks.parse_names(options.tasks)
   folder = atomic_io.check_output(options.out) if options.out else None
-  subject = _task_subject(options, storage)
+  subject, facts = _task_subject(options, storage)
   with console.task_bars() as progress:
-    result, items = seven_tasks.run(
-      subject,
+    measured, items = seven_tasks.run(
+      *subject,
       names,
       item_limit=options.items,
       item_source=options.task_source,
@@ -137,6 +136,13 @@ def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> Non
       window_length=options.window_length,
       on_progress=progress,
     )
+  result = results.to_json(
+    tasks=measured,
+    item_source=options.task_source,
+    platform=jax.devices()[0].platform,
+    jax=jax.__version__,
+    **facts,
+  )
   if folder:
     results.write(folder, result, items)
   if options.json:
@@ -149,42 +155,42 @@ def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> Non
 
 def _task_subject(
   options: argparse.Namespace, storage: dict[str, Any]
-) -> "seven_tasks.Subject":
-  """Loads a folder written by `quantize`, or else any float model."""
+) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
+  """Loads a folder written by `quantize`, or else any float model.
+
+  Returns model, params and tokenizer, and the facts that results name it by.
+  """
   from mxjax import models
   from mxjax.evaluation import results
   from mxjax.evaluation.cli import inputs
-  from mxjax.evaluation.tasks import seven_tasks
   from mxjax.layers import inference_packing
   from mxjax.storage import checkpoint
 
   source = options.checkpoint
   folder = inputs.checkpoint_folder(source) if source else None
+  facts: dict[str, Any]
   if folder is None or not (folder / checkpoint.MANIFEST).is_file():
     model, params = models.from_pretrained(source)
     if storage:
       params = inference_packing.pack_for_inference(params, **storage)
-    tokenizer = models.load_tokenizer(source)
+    subject = model, params, models.load_tokenizer(source)
     name = pathlib.Path(source).name if source else arguments.DEFAULT_MODEL
-    method, seed, details = results.FLOAT, None, {}
+    facts = {"model": name, "method": results.FLOAT, "seed": None}
   else:
-    model, params, tokenizer = inputs.restore(folder, storage=storage)
-    facts = checkpoint.read_manifest(folder)
-    calibration = facts["calibration"] or {}
-    name = calibration.get("model") or folder.parent.name
-    method = (facts["program"] or {}).get("name", "quantized")
-    seed = calibration.get("seed")
-    details = {"calibration": calibration, "program": facts["program"]}
+    subject = inputs.restore(folder, storage=storage)
+    manifest = checkpoint.read_manifest(folder)
+    program, calibration = manifest["program"], manifest["calibration"] or {}
+    facts = {
+      "model": calibration.get("model") or folder.parent.name,
+      "method": (program or {}).get("name", "quantized"),
+      "seed": calibration.get("seed"),
+      "calibration": calibration,
+      "program": program,
+    }
+  if options.name:
+    facts["model"] = options.name
   if storage:
     # Packed storage changes the model, so its results get a name of their own.
-    details |= {"storage": arguments.split(options.storage)}
-    method += f" [{options.storage}]"
-  return seven_tasks.Subject(
-    model=model,
-    params=params,
-    tokenizer=tokenizer,
-    name=options.name or name,
-    method=method,
-    seed=seed,
-    details=details,
-  )
+    facts["storage"] = arguments.split(options.storage)
+    facts["method"] += f" [{options.storage}]"
+  return subject, facts

@@ -1,8 +1,6 @@
 """`mxjax export`: writes a quantized model in the format of another program."""
 
 import argparse
-import json
-import pathlib
 from typing import Any
 
 from mxjax.evaluation.cli import arguments
@@ -67,42 +65,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-  """Checks, measures and writes the model, and prints what was written."""
-  from mxjax import models
-  from mxjax.evaluation import exporting
-  from mxjax.evaluation.cli import console, inputs
-  from mxjax.storage import atomic_io, checkpoint
-  from mxjax.storage.export import features
+  """Writes the model in the format, after measuring what it lost."""
+  from mxjax.evaluation.cli import exporting
 
-  out = atomic_io.check_output(options.out)
-  target = exporting.Target(
-    format=options.format,
-    dropped=features.parse(options.drop),
-    transforms=options.transforms,
-    dtype=options.dtype,
-    shard_bytes=int(options.shard_gb * 1e9),
-  )
-  folder = inputs.checkpoint_folder(options.checkpoint)
-  source = exporting.open_checkpoint(folder)
-  # Features that the format cannot hold are rejected before anything is measured.
-  changed = exporting.check(target, source)
-  record: dict[str, Any] = {"dropped": list(target.dropped)}
-  if options.windows:
-    tokenizer = models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)
-    tokens = inputs.test_windows(options, options.data, tokenizer)
-    measured = exporting.measure(target, source, changed, tokens)
-    record["evaluation"] = {"data": options.data or "embedded test", **measured}
-  elif target.dropped:
-    raise ValueError(
-      "export: a model that lost something is measured before it is written, got "
-      "--windows 0; give it windows to be measured on."
-    )
-  float_folder = pathlib.Path(options.model) if options.model else None
-  manifest = exporting.write(out, target, source, changed, record, folder, float_folder)
-  if options.json:
-    print(json.dumps(manifest))
-    return
-  for name, value in record.get("evaluation", {}).get("perplexity", {}).items():
-    console.say(f"perplexity, {name}: {value:.4f}")
-  console.say(f"activations: {manifest['activations']}")
-  console.say(f"wrote {options.format}: {out}")
+  exporting.run(options)

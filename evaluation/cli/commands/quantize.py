@@ -4,12 +4,9 @@ import argparse
 import contextlib
 import pathlib
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mxjax.evaluation.cli import arguments
-
-if TYPE_CHECKING:
-  from mxjax.evaluation.cli import inputs
 
 RUN = "run"
 """Name of the subfolder with a run's journal and finished layers."""
@@ -94,27 +91,50 @@ def run(options: argparse.Namespace) -> None:
   outputs.print_rows([row], folder, as_json=options.json)
 
 
-def _quantize(
-  options: argparse.Namespace, folder: pathlib.Path, prepared: "inputs.Inputs"
-) -> dict[str, Any]:
-  """Runs the method in its run folder and saves the results; returns the row."""
+def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) -> Any:
+  """Runs the method in its run folder, saves what it made, and returns the row."""
+  from mxjax import models
   from mxjax.devices import processes
-  from mxjax.evaluation.cli import inputs, outputs
-  from mxjax.storage import checkpoint, run_folder
+  from mxjax.evaluation import study
+  from mxjax.evaluation.cli import inputs, outputs, progress
+  from mxjax.storage import checkpoint, layer_store, run_folder
 
-  tokenizer, subject, _ = prepared
+  tokenizer, subject, tokens = prepared
   is_leader = processes.is_leader()
+  is_on_disk = isinstance(subject.params, models.LazyParams)
+  tell = progress.teller(options.log)
   with contextlib.ExitStack() as stack:
     run = stack.enter_context(
       run_folder.open_run(folder / RUN, resume=options.resume, mesh=subject.mesh)
     )
     if is_leader:
       outputs.remove_unfinished(folder)
-    row, quantized = _run_method(options, run, prepared, stack)
+    store: Any = {}
+    if is_on_disk:
+      # Inside the run folder, so that the leftovers of a killed process are removed.
+      place = run.path if is_leader else None
+      scratch = tempfile.TemporaryDirectory(dir=place, prefix="scratch-")
+      store = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))
+    begin = stack.enter_context(progress.progress(options.log if is_leader else "none"))
+    stop = stack.enter_context(progress.stopper(tell))
+    for name in run.discarded:
+      tell(f"resume: discarded {name}, which was not finished")
+    row, quantized = study.run_method(
+      subject,
+      tokens,
+      options.method,
+      run_dir=run,
+      chunk=options.chunk,
+      on_progress=stop.follow(begin(options.method)),
+      stop=stop,
+      into=store,
+    )
+    row["layers_on_disk"] = is_on_disk
+    model_name = inputs.model_name(options)
     row["record"]["calibration"] |= {
       "seed": options.seed,
       "data": options.calib or "embedded",
-      "model": pathlib.Path(inputs.model_name(options)).name,
+      "model": pathlib.Path(model_name).name,
     }
     row["float_perplexity"] = subject.float_perplexities()
     if not (folder / inputs.CHECKPOINT).exists():
@@ -122,46 +142,6 @@ def _quantize(
     elif is_leader:
       checkpoint.check_saved(folder / inputs.CHECKPOINT, quantized)
     if is_leader:
-      title = f"{options.method} on {inputs.model_name(options)}"
-      outputs.finish(folder, [row], title)
+      outputs.finish(folder, [row], f"{options.method} on {model_name}")
     processes.wait_for_all(subject.mesh)
   return row
-
-
-def _run_method(
-  options: argparse.Namespace,
-  run: Any,
-  prepared: "inputs.Inputs",
-  stack: contextlib.ExitStack,
-) -> tuple[dict[str, Any], Any]:
-  """Quantizes and measures with progress; `stack` owns scratch files and signals."""
-  from mxjax import models
-  from mxjax.devices import processes
-  from mxjax.evaluation import study
-  from mxjax.evaluation.cli import progress
-  from mxjax.storage import layer_store
-
-  is_leader = processes.is_leader()
-  is_on_disk = isinstance(prepared.subject.params, models.LazyParams)
-  store: Any = {}
-  if is_on_disk:
-    # Inside the run folder, so that the leftovers of a killed process are removed.
-    place = run.path if is_leader else None
-    scratch = tempfile.TemporaryDirectory(dir=place, prefix="scratch-")
-    store = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))
-  tell = progress.teller(options.log)
-  begin = stack.enter_context(progress.progress(options.log if is_leader else "none"))
-  stop = stack.enter_context(progress.stopper(tell))
-  for name in run.discarded:
-    tell(f"resume: discarded {name}, which was not finished")
-  row, quantized = study.run_method(
-    prepared.subject,
-    prepared.tokens,
-    options.method,
-    run_dir=run,
-    chunk=options.chunk,
-    on_progress=stop.follow(begin(options.method)),
-    stop=stop,
-    into=store,
-  )
-  return row | {"layers_on_disk": is_on_disk}, quantized
