@@ -30,7 +30,8 @@ import provenance
 from safetensors.flax import save_file
 
 from mxjax import models
-from mxjax.evaluation import datasets, exporting
+from mxjax.evaluation import datasets
+from mxjax.evaluation.cli import exporting
 from mxjax.evaluation.cli import parser as cli
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.layers.quantized_linear import QuantizedLinear

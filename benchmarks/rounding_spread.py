@@ -25,7 +25,7 @@ from mxjax import methods
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import Calibration, targets
 from mxjax.devices import execution
-from mxjax.evaluation import exporting
+from mxjax.evaluation.cli import exporting
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT

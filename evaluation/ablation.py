@@ -20,26 +20,18 @@ from mxjax.methods.hires import ablations
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.running import pipeline
-from mxjax.storage import atomic_io
 
 _LINEAR_KEYS = ("edit_rate", "local_sensitivity", "local_mismatch", "error_final")
-OnRow = Callable[[str], pipeline.OnProgress | None]
 
 
 def _summary(record: Mapping[str, Any]) -> dict[str, float]:
   """Averages the per-linear values of the run report over all linears."""
-  linears = [line for layer in record["layers"] for line in layer["linears"].values()]
-  means = {
-    key: float(np.mean([line[key] for line in linears if key in line]))
-    for key in _LINEAR_KEYS
-    if any(key in line for line in linears)
-  }
-  scales = [
-    scale
-    for layer in record["layers"]
-    for scale in layer["recovery"].get("attention", {}).get("scale", [])
-  ]
-  return means | ({"value_scale": float(np.mean(scales))} if scales else {})
+  layers = record["layers"]
+  linears = [line for layer in layers for line in layer["linears"].values()]
+  values = {key: [line[key] for line in linears if key in line] for key in _LINEAR_KEYS}
+  attention = [layer["recovery"].get("attention", {}) for layer in layers]
+  values["value_scale"] = [a for fit in attention for a in fit.get("scale", [])]
+  return {key: float(np.mean(found)) for key, found in values.items() if found}
 
 
 def _row(
@@ -51,19 +43,16 @@ def _row(
 ) -> dict[str, Any]:
   """Builds and measures one row; rows with the same build key share their linears."""
   key = ablations.build_key(program)
-  used = program
-  if key is not None and key in builds:
-    used = ablations.reuse(program, builds[key])
+  build = builds.get(key) if key is not None else None
+  used = program if build is None else ablations.reuse(program, build)
   # A row that collapses is a valid result: the sanity gate reports it and does not
   # stop.
   row, params = study.run_method(subject, tokens, used, check=False, **options)
   if key is not None:
     builds[key] = params
-  record = row.pop("record")
-  summary = _summary(record)
-  record["layers"] = []
-  reused = used is not program
-  return row | {"record": record, "linears": summary, "reused_build": reused}
+  row["linears"] = _summary(row["record"])
+  row["record"]["layers"] = []
+  return row | {"reused_build": build is not None}
 
 
 def run(
@@ -73,7 +62,7 @@ def run(
   folder: str | os.PathLike[str],
   *,
   contract: Contract = PAPER_CONTRACT,
-  on_row: OnRow | None = None,
+  on_row: Callable[[str], pipeline.OnProgress | None] | None = None,
 ) -> dict[str, Any]:
   """Runs a study; a killed run resumes from the rows already in the folder.
 
@@ -95,32 +84,27 @@ def run(
     ValueError: The study is unknown, draws are identical, or rows in the folder were
       made from other tokens, tests or programs.
   """
-  rows_of = study_rows(name)
+  if name not in ablations.STUDIES:
+    raise ValueError(
+      f"ablate: unknown study {name!r}; use one of {', '.join(ablations.STUDIES)}."
+    )
   _check_draws(draws)
-  path = pathlib.Path(folder) / study.ROWS
-  path.mkdir(parents=True, exist_ok=True)
+  path = pathlib.Path(folder)
   subject = dataclasses.replace(subject, with_operator_error=True)
+  rows_of = ablations.STUDIES[name]
   results: dict[str, list[dict[str, Any]]] = {label: [] for label, _ in rows_of}
   for seed, tokens in draws.items():
     builds: dict[str, Params] = {}
     for label, program in rows_of:
-      file = path / f"seed{seed}-{_digest(program)}.json"
-      if file.is_file():
-        row = json.loads(file.read_text()) | {"label": label}
-        study.check_row(file, row, subject, tokens, program, contract)
-      else:
+      file = path / study.ROWS / f"seed{seed}-{_digest(program)}.json"
+      row = study.read_row(file, subject, tokens, program, contract)
+      if row is None:
         progress = on_row(f"{label}, seed {seed}") if on_row else None
-        row = {"label": label, "seed": seed} | _row(
-          subject,
-          tokens,
-          program,
-          builds,
-          contract=contract,
-          store=path.parent / study.STORE,
-          on_progress=progress,
-        )
-        atomic_io.write_durably(file, (json.dumps(row, indent=1) + "\n").encode())
-      results[label].append(row)
+        options = {"contract": contract, "store": path / study.STORE}
+        made = _row(subject, tokens, program, builds, on_progress=progress, **options)
+        row = {"label": label, "seed": seed} | made
+        study.write_row(file, row)
+      results[label].append(row | {"label": label})
   return {
     "study": name,
     "seeds": list(draws),
@@ -132,19 +116,6 @@ def run(
 def _digest(program: Program) -> str:
   text = json.dumps(program.describe(), sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def study_rows(name: str) -> ablations.Rows:
-  """Returns the rows of a study.
-
-  Raises:
-    ValueError: The name is unknown.
-  """
-  if name not in ablations.STUDIES:
-    raise ValueError(
-      f"ablate: unknown study {name!r}; use one of {', '.join(ablations.STUDIES)}."
-    )
-  return ablations.STUDIES[name]
 
 
 def _check_draws(draws: Mapping[int, np.ndarray]) -> None:

@@ -4,9 +4,8 @@ Strict-A4 perplexity of small models is chaotic at the 1 % level. A difference c
 only where neither perturbation nor the choice of calibration draws explains it.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +25,7 @@ NOTE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
   """Paired difference between a row and the reference row in one quantity.
 
   Attributes:
@@ -44,23 +42,17 @@ class Comparison:
 
   def __str__(self) -> str:
     """Formats the difference, its interval and the verdict as a cell."""
-    text = f"{self.mean:+.4g}"
-    if self.interval:
-      low, high = self.interval
-      text += f" [{low:+.4g}, {high:+.4g}]"
-    return f"{text} {self.verdict}"
+    ends = "[{:+.4g}, {:+.4g}] ".format(*self.interval) if self.interval else ""
+    return f"{self.mean:+.4g} {ends}{self.verdict}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Quantity:
+class Quantity(NamedTuple):
   """A quantity measured on every row and compared draw by draw.
 
-  Attributes:
-    head: Its column head.
-    read: Returns the values of a row, one per perturbed replicate.
-    form: Format of the values.
-    relative_tie: Relative difference below which rows are equal, for a quantity that
-      perturbation does not affect; None where replicates show the noise.
+  `head` is its column head, `read` returns the values of a row, one per perturbed
+  replicate, and `form` is their format. Rows are equal below `relative_tie`, the
+  relative difference of a quantity that perturbation does not affect; it is None where
+  replicates show the noise.
   """
 
   head: str
@@ -124,22 +116,20 @@ def table(result: Mapping[str, Any]) -> Table:
   quantities = [*map(perplexity, tests), OPERATOR_ERROR]
   if all(row["agreement"] for draws in rows.values() for row in draws):
     quantities.append(DIVERGENCE)
-  head = ["row"]
-  for quantity in quantities:
-    head += [quantity.head, "difference"]
+  heads = [head for quantity in quantities for head in (quantity.head, "difference")]
   body = []
   for label, draws in rows.items():
     cells = [label]
     for quantity in quantities:
-      difference = str(quantity.compare(draws, reference))
       is_reference = draws is reference
-      cells += [quantity.cell(draws), "reference" if is_reference else difference]
+      difference = "reference" if is_reference else quantity.compare(draws, reference)
+      cells += [quantity.cell(draws), str(difference)]
     body.append([*cells, _local_errors(draws)])
   note = NOTE.format(
     seeds=", ".join(map(str, result["seeds"])),
     replicates=len(reference[0]["perplexity"][tests[0]]["values"]) if tests else 0,
   )
-  head.append("local error, sensitivity / mismatch")
+  head = ["row", *heads, "local error, sensitivity / mismatch"]
   return Table(result["study"], head, body, note)
 
 

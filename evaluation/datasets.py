@@ -3,12 +3,12 @@
 import pathlib
 import random
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from mxjax.evaluation import text_sources
 from mxjax.evaluation.text_sources import HUB_SETS
+from mxjax.models.tokenizer import Tokenizer
 
 SAMPLINGS = ("windows", "documents", "offsets")
 """Sampling methods of windows; see `load_tokens`."""
@@ -16,22 +16,9 @@ HUB_SAMPLINGS = {"c4": "documents", "wikitext2": "offsets"}
 """Standard samplings of hub data for calibration."""
 
 
-class TextTokenizer(Protocol):
-  """The tokenizer interface that text windows need."""
-
-  @property
-  def prefix_ids(self) -> tuple[int, ...]:
-    """Ids that the model expects before a text, such as BOS."""
-    ...
-
-  def encode(self, text: str) -> np.ndarray:
-    """Returns the int32 ids of a text, without special tokens."""
-    ...
-
-
 def load_tokens(
   source: str | None,
-  tokenizer: TextTokenizer,
+  tokenizer: Tokenizer,
   *,
   count: int | None,
   length: int,
@@ -45,7 +32,7 @@ def load_tokens(
     source: None for the embedded text, `c4` or `wikitext2` for hub data, or a path:
       `.npy` holds token ids `[n, length]` used as they are, `.jsonl` (or `.json`,
       possibly `.gz`) has a `text` in each line, anything else is plain text.
-    tokenizer: Used for text.
+    tokenizer: Gives `encode` and `prefix_ids`; used for text.
     count: Number of windows; None takes all of an array, or all that `windows` cuts.
     length: Tokens per window.
     split: `calibration` or `test`: the part of hub data or embedded text to use.
@@ -65,7 +52,15 @@ def load_tokens(
     ConnectionError: Hub data was requested without a network.
   """
   place = f"{split} data"
-  _check_source(source, sampling, place)
+  if sampling not in (None, *SAMPLINGS):
+    raise ValueError(
+      f"{place}: expected a sampling of {', '.join(SAMPLINGS)}, got {sampling}."
+    )
+  if source not in (None, *HUB_SETS) and not pathlib.Path(source).is_file():
+    raise FileNotFoundError(
+      f"{place}: {source} is neither a file nor one of {', '.join(HUB_SETS)}; check "
+      "the path."
+    )
   if source is not None and source.endswith(".npy"):
     return _array_windows(np.load(source), count, length, place)
   if sampling is None:
@@ -75,12 +70,11 @@ def load_tokens(
     raise ValueError(f"{place}: expected a number of windows to sample, got none.")
   documents, separator = text_sources.documents(source, split)
   if sampling == "documents":
-    return document_windows(documents, tokenizer, count or 0, length, seed or 0, place)
+    return _document_windows(documents, tokenizer, count or 0, length, seed or 0, place)
   text = separator.join(documents)
-  is_hub = source in HUB_SETS
-  ids = _with_prefix(tokenizer, text) if is_hub else tokenizer.encode(text)
+  ids = _with_prefix(tokenizer, text) if source in HUB_SETS else tokenizer.encode(text)
   if sampling == "offsets":
-    return offset_windows(ids, count or 0, length, seed or 0, place)
+    return _offset_windows(ids, count or 0, length, seed or 0, place)
   available = len(ids) // length
   if count is None:
     # At least one, so that too little text raises an error.
@@ -91,26 +85,14 @@ def load_tokens(
   return windows(ids, available, length, place)[order[:count]]
 
 
-def _check_source(source: str | None, sampling: str | None, place: str) -> None:
-  if sampling not in (None, *SAMPLINGS):
-    raise ValueError(
-      f"{place}: expected a sampling of {', '.join(SAMPLINGS)}, got {sampling}."
-    )
-  if source not in (None, *HUB_SETS) and not pathlib.Path(source).is_file():
-    raise FileNotFoundError(
-      f"{place}: {source} is neither a file nor one of {', '.join(HUB_SETS)}; check "
-      "the path."
-    )
-
-
-def _with_prefix(tokenizer: TextTokenizer, text: str) -> np.ndarray:
+def _with_prefix(tokenizer: Tokenizer, text: str) -> np.ndarray:
   prefix = np.asarray(tokenizer.prefix_ids, np.int32)
   return np.concatenate([prefix, tokenizer.encode(text)])
 
 
-def document_windows(
+def _document_windows(
   documents: Sequence[str],
-  tokenizer: TextTokenizer,
+  tokenizer: Tokenizer,
   count: int,
   length: int,
   seed: int,
@@ -122,9 +104,6 @@ def document_windows(
   tokens than the window; then an offset is drawn. The draws equal those of the GPTQ
   loaders, so equal seeds, shards and tokenizers give equal ids. Each document begins
   with the tokenizer's prefix.
-
-  Raises:
-    ValueError: No document is longer than the window; the message begins with `place`.
   """
   draws = random.Random(seed)
   encoded: dict[int, np.ndarray] = {}
@@ -148,14 +127,10 @@ def document_windows(
   return np.asarray(sample, np.int32)
 
 
-def offset_windows(
+def _offset_windows(
   ids: np.ndarray, count: int, length: int, seed: int, place: str
 ) -> np.ndarray:
-  """Draws the standard WikiText-2 sample: windows at random offsets of the joined text.
-
-  Raises:
-    ValueError: The text is not longer than a window.
-  """
+  """Draws the standard WikiText-2 sample: random offsets of the joined text."""
   if len(ids) <= length:
     raise ValueError(
       f"{place}: expected more than {length} tokens, got {len(ids)}; ask for shorter "
@@ -170,7 +145,7 @@ def windows(ids: np.ndarray, count: int, length: int, place: str) -> np.ndarray:
   """Cuts the first `count` windows, int32 `[count, length]`.
 
   Raises:
-    ValueError: There are not enough tokens.
+    ValueError: There are not enough tokens; the message begins with `place`.
   """
   if len(ids) < count * length:
     raise ValueError(

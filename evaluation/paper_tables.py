@@ -1,7 +1,9 @@
 """Builds the paper's tables from whatever results exist; missing cells stay empty."""
 
+import itertools
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +25,24 @@ HEADINGS = {
   "winogrande": "Wino↑",
 }
 """Column heads of the tasks, as the paper prints them."""
+Against = Mapping[str, fitness.Scores]
+"""Scores of the float model, by the model's name."""
 
 
-def _or_empty(compute: Callable[[], float], form: str) -> str:
-  """Formats a summary, or returns "" if a result is missing."""
+def _or_none(summary: Callable[..., Any], *scores: fitness.Scores) -> Any:
+  """Computes a summary, or returns None if a result is missing."""
   try:
-    return format(compute(), form)
+    return summary(*scores)
   except ValueError:
-    return ""
+    return None
+
+
+def _cell(value: float | None, form: str) -> str:
+  return "" if value is None else format(value, form)
+
+
+def _fit7(result: Result, against: Against) -> float | None:
+  return _or_none(fitness.fit7, result.scores, against.get(result.model, {}))
 
 
 def _cells(result: Result) -> list[str]:
@@ -57,19 +69,11 @@ def _models(results: Iterable[Result]) -> list[str]:
   return list(dict.fromkeys(result.model for result in results))
 
 
-def _fit7(result: Result, floats: Mapping[str, Result]) -> float:
-  """Computes Fit-7 of a result, 0 for the float model; raises if a score is missing."""
-  if result.model not in floats:
-    raise ValueError(f"tables: no {FLOAT} result of {result.model}.")
-  return fitness.fit7(result.scores, floats[result.model].scores)
-
-
-def complete(results: Sequence[Result], model: str) -> Table:
+def _complete(results: Sequence[Result], against: Against, model: str) -> Table:
   """Builds the table of all tasks and Fit-7 of one model, one row per method."""
-  floats = references(results)
   rows, notes = [], []
   for result in _first_seed([r for r in results if r.model == model]):
-    fit = _or_empty(lambda result=result: _fit7(result, floats), ".4f")
+    fit = _cell(_fit7(result, against), ".4f")
     rows.append([result.method, *_cells(result), fit])
     notes += [f"{t}: first {n} of {of}" for t, (n, of) in result.partial.items()]
   head = ["Method", *HEADINGS.values(), "Fit-7↓"]
@@ -78,111 +82,82 @@ def complete(results: Sequence[Result], model: str) -> Table:
   return Table(f"Complete results on {model}", head, rows, note)
 
 
-def cross_model(results: Sequence[Result]) -> Table:
+def _cross_model(results: Sequence[Result], against: Against) -> Table:
   """Builds the table of Fit-7 by method and model, with its mean and Robust Fit."""
-  floats = references(results)
   models = _models(results)
-  fits: dict[str, dict[str, float]] = {}
+  fits: dict[str, dict[str, float | None]] = {}
   for result in _first_seed(results):
-    if result.method == FLOAT:
-      continue
-    by_model = fits.setdefault(result.method, {})
-    try:
-      by_model[result.model] = _fit7(result, floats)
-    except ValueError:
-      continue
+    if result.method != FLOAT:
+      fits.setdefault(result.method, {})[result.model] = _fit7(result, against)
   rows = []
   for method, by_model in fits.items():
-    row = [method, *(f"{by_model[m]:.4f}" if m in by_model else "" for m in models)]
-    if len(by_model) == len(models):
-      values = [by_model[model] for model in models]
-      row += [f"{np.mean(values):.5f}", f"{fitness.robust_fit(values):.5f}"]
-    else:
-      row += ["", ""]
-    rows.append(row)
+    values = [by_model.get(model) for model in models]
+    known = [value for value in values if value is not None]
+    is_complete = len(known) == len(models)
+    summaries = (np.mean(known), fitness.robust_fit(known)) if is_complete else ()
+    cells = [f"{value:.5f}" for value in summaries] or ["", ""]
+    rows.append([method, *(_cell(value, ".4f") for value in values), *cells])
   return Table("Fit-7 across models", ["Method", *models, "Mean↓", "Robust↓"], rows)
 
 
-def seeds(results: Sequence[Result]) -> Table:
+def _seeds(results: Sequence[Result], against: Against) -> Table:
   """Builds the table of calibration seeds, for methods that have several."""
-  floats = references(results)
   rows = []
   for model, method in dict.fromkeys((r.model, r.method) for r in results):
     group = [r for r in results if (r.model, r.method) == (model, method)]
     for result in _by_seed(group) if len(group) > 1 else ():
-      fit = _or_empty(lambda result=result: _fit7(result, floats), ".6f")
+      fit = _cell(_fit7(result, against), ".6f")
       rows.append([model, method, str(result.seed), *_cells(result), fit])
   head = ["Model", "Method", "Seed", *HEADINGS.values(), "Fit-7↓"]
   return Table("Calibration seeds", head, rows)
 
 
-def paired(results: Sequence[Result]) -> Table:
+def _paired(results: Sequence[Result], against: Against) -> Table:
   """Builds the table of paired Fit-7 differences over seeds shared by two methods."""
-  floats = references(results)
   fits: dict[tuple[str, str], dict[int, float]] = {}
   for result in results:
-    if result.seed is None or result.method == FLOAT:
-      continue
-    try:
-      fit = _fit7(result, floats)
-    except ValueError:
-      continue
-    fits.setdefault((result.model, result.method), {})[result.seed] = fit
+    fit = _fit7(result, against)
+    if result.seed is not None and result.method != FLOAT and fit is not None:
+      fits.setdefault((result.model, result.method), {})[result.seed] = fit
   rows = []
-  for (model, first), ours in fits.items():
-    for (other_model, second), theirs in fits.items():
-      shared = sorted(ours.keys() & theirs.keys())
-      if other_model != model or first == second or len(shared) < 2:
-        continue
-      interval = paired_interval([ours[s] for s in shared], [theirs[s] for s in shared])
-      # Each pair appears once, as the difference that favors its first method.
-      if interval.mean < 0 or (interval.mean == 0 and first < second):
-        rows.append(
-          [
-            model,
-            f"{first} − {second}",
-            ", ".join(map(str, shared)),
-            f"{interval.mean:.6f}",
-            f"[{interval.low:.6f}, {interval.high:.6f}]",
-          ]
-        )
+  for ((model, first), ours), ((other_model, second), theirs) in itertools.permutations(
+    fits.items(), 2
+  ):
+    shared = sorted(ours.keys() & theirs.keys())
+    if other_model != model or len(shared) < 2:
+      continue
+    interval = paired_interval([ours[s] for s in shared], [theirs[s] for s in shared])
+    # Each pair appears once, as the difference that favors its first method.
+    if interval.mean < 0 or (interval.mean == 0 and first < second):
+      seeds = ", ".join(map(str, shared))
+      ends = f"[{interval.low:.6f}, {interval.high:.6f}]"
+      rows.append([model, f"{first} − {second}", seeds, f"{interval.mean:.6f}", ends])
   head = ["Model", "Difference", "Seeds", "Mean↓", "95% CI"]
   return Table("Paired differences of Fit-7", head, rows)
 
 
-def aggregates(results: Sequence[Result]) -> Table:
-  """Builds the table of Fit-7, Fit-3, MeanDamage, Acc5 and worst task.
-
-  It has one row per model and method.
-  """
-  floats = references(results)
+def _aggregates(results: Sequence[Result], against: Against) -> Table:
+  """Builds the table of Fit-7, Fit-3, MeanDamage, Acc5 and worst task, by method."""
   rows = []
   for result in _first_seed(results):
-    scores = result.scores
-    against = floats[result.model].scores if result.model in floats else {}
+    pair = result.scores, against.get(result.model, {})
+    summaries = (fitness.fit7, fitness.fit3, fitness.mean_damage)
     row = [result.model, result.method]
-    for summary in (fitness.fit7, fitness.fit3, fitness.mean_damage):
-      row.append(_or_empty(lambda f=summary, s=scores, a=against: f(s, a), ".6f"))
-    row.append(_or_empty(lambda s=scores: fitness.acc5(s), ".4f"))
-    rows.append([*row, _worst(result, against)])
+    row += [_cell(_or_none(summary, *pair), ".6f") for summary in summaries]
+    row.append(_cell(_or_none(fitness.acc5, result.scores), ".4f"))
+    worst = None if result.method == FLOAT else _or_none(fitness.worst_damage, *pair)
+    rows.append([*row, f"{worst[0]} {worst[1]:.5f}" if worst else ""])
   head = ["Model", "Method", "Fit-7↓", "Fit-3↓", "MeanDamage↓", "Acc5 (%)↑", "Worst"]
   return Table("Alternative aggregates", head, rows)
 
 
-def _worst(result: Result, against: Mapping[str, float]) -> str:
-  if result.method == FLOAT:
-    return ""
-  try:
-    task, damage = fitness.worst_damage(result.scores, against)
-  except ValueError:
-    return ""
-  return f"{task} {damage:.5f}"
-
-
 def build(results: Sequence[Result]) -> list[Table]:
   """Builds all tables that have at least one row."""
-  built = [complete(results, model) for model in _models(results)]
-  built += [cross_model(results), seeds(results), paired(results), aggregates(results)]
+  against = {model: exact.scores for model, exact in references(results).items()}
+  built = [_complete(results, against, model) for model in _models(results)]
+  built += [
+    table(results, against) for table in (_cross_model, _seeds, _paired, _aggregates)
+  ]
   return [table for table in built if table.rows]
 
 
@@ -190,16 +165,16 @@ def damage_chart(results: Sequence[Result], model: str) -> str:
   """Draws damage by task and method of one model; empty without a float reference."""
   reference = references(results).get(model)
   shown = [r for r in _first_seed(results) if r.model == model and r.method != FLOAT]
-  if reference is None:
-    return ""
   groups = []
   for task in fitness.TASKS:
-    parts = []
-    for color, result in enumerate(shown):
-      if task in result.scores and task in reference.scores:
-        scores = result.scores[task], reference.scores[task]
-        damage = 100 * fitness.damage(task, *scores)
-        parts.append(svg.Part(result.method, damage, color))
+    if reference is None or task not in reference.scores:
+      continue
+    exact = reference.scores[task]
+    parts = [
+      svg.Part(r.method, 100 * fitness.damage(task, r.scores[task], exact), color)
+      for color, r in enumerate(shown)
+      if task in r.scores
+    ]
     if parts:
       groups.append((HEADINGS[task][:-1], parts))
   if not groups:

@@ -17,53 +17,46 @@ FLOAT = "BF16"
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """Scores of one model under one method and calibration seed.
+  """Measurements of one model under one method and calibration seed.
 
   Attributes:
     model: Name of the model.
     method: Name of the method, `BF16` for the float model.
     seed: Calibration seed, or None.
-    scores: Perplexities and accuracies (fractions) by task; absent if not measured.
-    counts: `(evaluated, official)` windows or items by task; official is 0 if unknown.
-    tokens: SHA-256 of the exact token ids, by task.
+    tasks: What `to_json` was given, by task; absent if not measured.
     source: The file it was read from, for messages.
   """
 
   model: str
   method: str
   seed: int | None
-  scores: Mapping[str, float]
-  counts: Mapping[str, tuple[int, int]]
-  tokens: Mapping[str, str]
+  tasks: Mapping[str, Mapping[str, Any]]
   source: str
 
   @property
+  def scores(self) -> dict[str, float]:
+    """Perplexities and accuracies (fractions) by task."""
+    return {task: float(values["score"]) for task, values in self.tasks.items()}
+
+  @property
   def partial(self) -> dict[str, tuple[int, int]]:
-    """Counts of the tasks of which only a part was evaluated."""
-    return {t: (n, of) for t, (n, of) in self.counts.items() if of and n < of}
+    """Evaluated and official items of the tasks of which only a part was evaluated."""
+    counts = {
+      task: (values["items"], values.get("official_items") or 0)
+      for task, values in self.tasks.items()
+    }
+    return {task: (n, of) for task, (n, of) in counts.items() if n < of}
 
 
 def to_json(
-  *,
-  model: str,
-  method: str,
-  seed: int | None,
-  tasks: Mapping[str, Mapping[str, Any]],
-  **details: Any,
+  *, tasks: Mapping[str, Mapping[str, Any]], **details: Any
 ) -> dict[str, Any]:
   """Returns the content of a result file, JSON-ready.
 
   Each task has `score`, `items`, `official_items`, `token_sha256` and any other
-  measurements; `details` are further facts.
+  measurements; `details` are `model`, `method`, `seed` and further facts.
   """
-  return {
-    "kind": KIND,
-    "model": model,
-    "method": method,
-    "seed": seed,
-    "tasks": {name: dict(values) for name, values in tasks.items()},
-    **details,
-  }
+  return {"kind": KIND, **details, "tasks": dict(tasks)}
 
 
 def write(
@@ -77,8 +70,7 @@ def write(
     (folder / "items").mkdir(exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     atomic_io.write_durably(folder / "items" / f"{task}.jsonl", text.encode())
-  text = json.dumps(result, indent=1) + "\n"
-  atomic_io.write_durably(folder / "evaluation.json", text.encode())
+  atomic_io.write_json(folder / "evaluation.json", result, indent=1)
 
 
 def _files(places: Iterable[str]) -> list[pathlib.Path]:
@@ -107,21 +99,14 @@ def read(places: Iterable[str]) -> list[Result]:
   for path in _files(places):
     new = _parse(path)
     key = new.model, new.method, new.seed
-    old = results.get(key)
-    if old and any(
-      old.scores[task] != new.scores[task] for task in old.scores.keys() & new.scores
-    ):
-      raise ValueError(
-        f"results: {path} and {old.source} give different scores of {new.method} on "
-        f"{new.model} with seed {new.seed}; keep one of them."
-      )
-    if old:
-      new = dataclasses.replace(
-        new,
-        scores={**old.scores, **new.scores},
-        counts={**old.counts, **new.counts},
-        tokens={**old.tokens, **new.tokens},
-      )
+    if old := results.get(key):
+      shared = old.tasks.keys() & new.tasks
+      if any(old.scores[task] != new.scores[task] for task in shared):
+        raise ValueError(
+          f"results: {path} and {old.source} give different scores of {new.method} on "
+          f"{new.model} with seed {new.seed}; keep one of them."
+        )
+      new = dataclasses.replace(new, tasks={**old.tasks, **new.tasks})
     results[key] = new
   return list(results.values())
 
@@ -139,15 +124,8 @@ def _parse(path: pathlib.Path) -> Result:
       f"results: expected tasks of {', '.join(fitness.TASKS)} in {path}, got "
       f"{', '.join(unknown)}; remove them."
     )
-  return Result(
-    model=values["model"],
-    method=values["method"],
-    seed=values["seed"],
-    scores={t: float(v["score"]) for t, v in tasks.items()},
-    counts={t: (v["items"], v.get("official_items") or 0) for t, v in tasks.items()},
-    tokens={t: v["token_sha256"] for t, v in tasks.items()},
-    source=str(path),
-  )
+  names = (values[key] for key in ("model", "method", "seed"))
+  return Result(*names, tasks=tasks, source=str(path))
 
 
 def references(results: Sequence[Result]) -> dict[str, Result]:
@@ -158,13 +136,13 @@ def references(results: Sequence[Result]) -> dict[str, Result]:
   """
   floats = {r.model: r for r in results if r.method == FLOAT}
   for result in results:
-    reference = floats.get(result.model)
-    known = reference.tokens if reference else {}
-    for task, tokens in result.tokens.items():
-      if reference and known.get(task, tokens) != tokens:
+    exact = floats.get(result.model, result)
+    for task, ours in result.tasks.items():
+      theirs = exact.tasks.get(task, ours)
+      if theirs["token_sha256"] != ours["token_sha256"]:
         raise ValueError(
-          f"results: {result.source} and {reference.source} measured {task} on "
-          "different tokens, so a damage would mean nothing; evaluate both with the "
-          "same --items, --windows and data."
+          f"results: {result.source} and {exact.source} measured {task} on different "
+          "tokens, so a damage would mean nothing; evaluate both with the same "
+          "--items, --windows and data."
         )
   return floats

@@ -1,12 +1,13 @@
 """Quantizes and measures models: one method, or several on the same tokens."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,7 @@ class Subject:
     `reference` replaces the subject's float params if the program rewrote them.
     """
     start = time.perf_counter()
+    exact = reference or self.params
     results = {
       name: perplexity(
         self.model, quantized, tokens, replicates=self.replicates, mesh=self.mesh
@@ -82,16 +84,12 @@ class Subject:
     }
     # The rest runs on one device, a layer at a time.
     quantized = Placement.of(self.mesh).on_primary(quantized)
-    error = None
-    if self.with_operator_error and self.tests:
-      window = next(iter(self.tests.values()))[:1]
-      error = operator_error(self.model, reference or self.params, quantized, window)
-    compared = None
-    if self.with_agreement and self.tests:
-      windows = next(iter(self.tests.values()))
-      compared = agreement(
-        self.model, reference or self.params, quantized, windows
-      ).to_dict()
+    error = compared = None
+    first = next(iter(self.tests.values()), None)
+    if self.with_operator_error and first is not None:
+      error = operator_error(self.model, exact, quantized, first[:1])
+    if self.with_agreement and first is not None:
+      compared = agreement(self.model, exact, quantized, first).to_dict()
     return {
       "perplexity": results,
       "operator_error": error,
@@ -139,19 +137,22 @@ def run_method(
   return row, result.params
 
 
-def check_row(
+def read_row(
   file: pathlib.Path,
-  row: Mapping[str, Any],
   subject: Subject,
   tokens: np.ndarray,
   program: Program,
   contract: Contract,
-) -> None:
-  """Rejects a finished row that was made under other settings.
+) -> dict[str, Any] | None:
+  """Reads a finished row; None if there is no file.
 
   Raises:
-    ValueError: Settings differ; the message says which, and what to do.
+    ValueError: It was made under other settings; the message says which, and what to
+      do.
   """
+  if not file.is_file():
+    return None
+  row = json.loads(file.read_text())
   record = row["record"]
   tests = {name: token_fingerprint(t) for name, t in subject.tests.items()}
   replicates = {len(result["values"]) for result in row["perplexity"].values()}
@@ -169,12 +170,19 @@ def check_row(
       f"{file} was made with other {', '.join(differing)}; name another --out, or "
       "remove that file to make the row again."
     )
+  return row
+
+
+def write_row(file: pathlib.Path, row: Mapping[str, Any]) -> None:
+  """Writes a finished row durably."""
+  file.parent.mkdir(parents=True, exist_ok=True)
+  atomic_io.write_json(file, row, indent=1)
 
 
 def compare(
   subject: Subject,
   tokens: np.ndarray,
-  names: Sequence[str],
+  names: Iterable[str],
   *,
   folder: str | os.PathLike[str] | None = None,
   contracts: Mapping[str, Contract] | None = None,
@@ -199,15 +207,13 @@ def compare(
   float_perplexity = subject.float_perplexities()
   path = pathlib.Path(folder) if folder is not None else None
   rows, last = [], None
-  for program in programs:
-    for mark, contract in (contracts or {"": PAPER_CONTRACT}).items():
-      label = f"{program.name} {mark}".strip()
-      file = path / ROWS / f"{label.replace(' ', '-')}.json" if path else None
-      if file and file.is_file():
-        row = json.loads(file.read_text())
-        check_row(file, row, subject, tokens, program, contract)
-        rows.append(row)
-        continue
+  for program, (mark, contract) in itertools.product(
+    programs, (contracts or {"": PAPER_CONTRACT}).items()
+  ):
+    label = f"{program.name} {mark}".strip()
+    file = path / ROWS / f"{label.replace(' ', '-')}.json" if path else None
+    row = read_row(file, subject, tokens, program, contract) if file else None
+    if row is None:
       try:
         row, last = run_method(
           subject,
@@ -221,9 +227,8 @@ def compare(
         row = {"error": str(error)}
       row |= {"method": label, "float_perplexity": float_perplexity}
       if file and "error" not in row:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.write_durably(file, json.dumps(row).encode())
-      rows.append(row)
+        write_row(file, row)
+    rows.append(row)
   return rows, last
 
 

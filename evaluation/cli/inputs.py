@@ -1,4 +1,4 @@
-"""Loads the models, tokens and checkpoints that command-line options name."""
+"""Loads the devices, models, tokens and checkpoints that options name."""
 
 import argparse
 import os
@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 
 from mxjax import models
 from mxjax.audit import plan
+from mxjax.devices import mesh as meshes
+from mxjax.devices import processes
 from mxjax.evaluation import datasets, study
 from mxjax.evaluation.cli import arguments
 from mxjax.layers import inference_packing
@@ -23,10 +25,29 @@ CHECKPOINT = "checkpoint"
 class Inputs(NamedTuple):
   """Inputs of a quantizing command; `tokens` is int32 `[sequences, length]`."""
 
-  model: models.CausalLM
   tokenizer: models.Tokenizer
   subject: study.Subject
   tokens: np.ndarray
+
+
+def mesh_of(options: argparse.Namespace) -> Mesh | None:
+  """Joins the other processes, if any, and returns the mesh that the options name.
+
+  Raises:
+    ValueError: A process was named without `--distributed`, or a size does not fit.
+  """
+  joins = ("coordinator", "processes", "process")
+  named = [f"--{name}" for name in joins if getattr(options, name, None) is not None]
+  if options.distributed:
+    processes.connect(options.coordinator, options.processes, options.process)
+  elif named:
+    raise ValueError(
+      f"devices: expected --distributed beside {', '.join(named)}, got none; add it, "
+      "or leave these out."
+    )
+  if options.mesh is not None:
+    return meshes.make(**meshes.sizes(options.mesh))
+  return meshes.make() if options.distributed else None
 
 
 def model_name(options: argparse.Namespace) -> str:
@@ -34,9 +55,7 @@ def model_name(options: argparse.Namespace) -> str:
   return options.model or arguments.DEFAULT_MODEL
 
 
-def calibration(
-  options: argparse.Namespace, tokenizer: datasets.TextTokenizer
-) -> np.ndarray:
+def calibration(options: argparse.Namespace, tokenizer: models.Tokenizer) -> np.ndarray:
   """Loads the calibration tokens, int32 `[sequences, length]`."""
   return datasets.load_tokens(
     options.calib,
@@ -50,28 +69,16 @@ def calibration(
 
 
 def test_windows(
-  options: argparse.Namespace, tokenizer: datasets.TextTokenizer
-) -> dict[str, np.ndarray]:
-  """Loads the test windows by name, int32 `[windows, window_length]` each.
-
-  Raises:
-    ValueError: Two sets have the same name.
-  """
-  tests: dict[str, np.ndarray] = {}
-  for source in options.data.split(",") if options.data else [None]:
-    name = pathlib.Path(source).stem if source else "embedded test"
-    if name in tests:
-      raise ValueError(
-        f"test data: two sets are named {name}; rename one of the files."
-      )
-    tests[name] = datasets.load_tokens(
-      source,
-      tokenizer,
-      count=options.windows,
-      length=options.window_length,
-      split="test",
-    )
-  return tests
+  options: argparse.Namespace, source: str | None, tokenizer: models.Tokenizer
+) -> np.ndarray:
+  """Loads the test windows of one source, int32 `[windows, window_length]`."""
+  return datasets.load_tokens(
+    source,
+    tokenizer,
+    count=options.windows,
+    length=options.window_length,
+    split="test",
+  )
 
 
 def test_subject(
@@ -81,16 +88,21 @@ def test_subject(
   tokenizer: models.Tokenizer,
   mesh: Mesh | None,
 ) -> study.Subject:
-  """Combines a float model with the measurements that the options request."""
-  return study.Subject(
-    model,
-    params,
-    test_windows(options, tokenizer),
-    options.replicates,
-    options.operator_error,
-    options.agreement,
-    mesh,
-  )
+  """Combines a float model with the tests and measures that the options request.
+
+  Raises:
+    ValueError: Two sets of test windows have the same name.
+  """
+  tests: dict[str, np.ndarray] = {}
+  for source in options.data.split(",") if options.data else [None]:
+    name = pathlib.Path(source).stem if source else "embedded test"
+    if name in tests:
+      raise ValueError(
+        f"test data: two sets are named {name}; rename one of the files."
+      )
+    tests[name] = test_windows(options, source, tokenizer)
+  measures = options.replicates, options.operator_error, options.agreement
+  return study.Subject(model, params, tests, *measures, mesh)
 
 
 def prepare(options: argparse.Namespace, mesh: Mesh | None = None) -> Inputs:
@@ -101,7 +113,7 @@ def prepare(options: argparse.Namespace, mesh: Mesh | None = None) -> Inputs:
   tokenizer = models.load_tokenizer(options.model)
   tokens = calibration(options, tokenizer)
   subject = test_subject(options, model, params, tokenizer, mesh)
-  return Inputs(model, tokenizer, subject, tokens)
+  return Inputs(tokenizer, subject, tokens)
 
 
 def stays_on_disk(options: argparse.Namespace, config: models.ModelConfig) -> bool:
@@ -114,17 +126,16 @@ def stays_on_disk(options: argparse.Namespace, config: models.ModelConfig) -> bo
 
 def checkpoint_folder(path: str | pathlib.Path) -> pathlib.Path:
   """Returns the checkpoint in a folder written by `quantize`, or the folder itself."""
-  folder = pathlib.Path(path)
-  inside = folder / CHECKPOINT
-  return inside if inside.is_dir() else folder
+  inside = pathlib.Path(path) / CHECKPOINT
+  return inside if inside.is_dir() else pathlib.Path(path)
 
 
 def restore(
   path: str | pathlib.Path,
   mesh: Mesh | None = None,
   storage: Mapping[str, Any] | None = None,
-) -> tuple[models.CausalLM, dict[str, Any], models.Tokenizer, pathlib.Path]:
-  """Loads what `quantize` wrote: model, params, tokenizer and checkpoint folder.
+) -> tuple[models.CausalLM, dict[str, Any], models.Tokenizer]:
+  """Loads the model, params and tokenizer that `quantize` wrote.
 
   `path` is the run's folder or the checkpoint in it, `mesh` where to place the params,
   and `storage` the arguments of `pack_for_inference` (none: nothing is packed).
@@ -134,5 +145,4 @@ def restore(
   if storage:
     params = inference_packing.pack_for_inference(params, **storage)
   model = models.CausalLM(models.ModelConfig.from_dict(config))
-  tokenizer = models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)
-  return model, params, tokenizer, folder
+  return model, params, models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)

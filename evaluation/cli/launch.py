@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from mxjax.devices import execution, processes
-from mxjax.evaluation.cli import devices, progress
+from mxjax.evaluation.cli import progress
 
 MODULE = "mxjax.evaluation.cli.parser"
 MENDABLE = (ValueError, TypeError, OSError, NotImplementedError, FloatingPointError)
@@ -18,9 +18,9 @@ def run(options: argparse.Namespace) -> int:
   exit code.
   """
   execution.keep_freed_memory()
-  if folder := getattr(options, "compiled_kept", None):
-    execution.keep_compiled(folder)
-  if not devices.is_distributed(options):
+  if options.compiled_kept:
+    execution.keep_compiled(options.compiled_kept)
+  if not options.distributed:
     return _run(options)
   if not processes.is_supervised():
     return processes.supervise([sys.executable, "-P", "-m", MODULE, *options.arguments])
@@ -45,14 +45,14 @@ def _run(options: argparse.Namespace) -> int:
     _report(options, "stopped", str(error) or "interrupted")
     return 130
   except MENDABLE as error:
-    if devices.is_distributed(options) and processes.lost_message(error):
+    if options.distributed and processes.lost_message(error):
       raise
     _report(options, "error", str(error))
     return 2
 
 
 def _report(options: argparse.Namespace, event: str, message: str) -> None:
-  if getattr(options, "log", None) == "json":
+  if options.log == "json":
     progress.emit(event, message=message)
   else:
     print(f"mxjax {options.command}: {message}", file=sys.stderr)

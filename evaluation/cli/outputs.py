@@ -1,6 +1,5 @@
 """Writes what commands produce: checkpoints, result.json, report.html, printed rows."""
 
-import argparse
 import json
 import pathlib
 import shutil
@@ -16,11 +15,6 @@ from mxjax.evaluation.report import page
 from mxjax.storage import atomic_io, checkpoint
 
 Params = Mapping[str, Any]
-
-
-def write_json(path: pathlib.Path, value: Any) -> None:
-  """Writes JSON atomically: a crash leaves the old file or the new one."""
-  atomic_io.write_durably(path, json.dumps(value, indent=1).encode())
 
 
 def save_checkpoint(
@@ -46,7 +40,7 @@ def save(
   folder: pathlib.Path,
   row: Mapping[str, Any],
   params: Params,
-  model: models.CausalLM,
+  model: Any,
   tokenizer: models.Tokenizer,
 ) -> None:
   """Writes the checkpoint and tokenizer of a run."""
@@ -81,17 +75,16 @@ def check_resumable(folder: pathlib.Path, *ours: str) -> None:
 
 def finish(folder: pathlib.Path, rows: Sequence[dict[str, Any]], title: str) -> None:
   """Writes result.json and report.html."""
-  write_json(folder / "result.json", rows)
-  page.write_report(
-    folder / "report.html", list(rows), title=title, subtitle="strict MXFP4 W4A4"
-  )
+  atomic_io.write_json(folder / "result.json", rows, indent=1)
+  subtitle = "strict MXFP4 W4A4"
+  page.write_report(folder / "report.html", rows, title=title, subtitle=subtitle)
 
 
 def print_rows(
-  options: argparse.Namespace, rows: Sequence[dict[str, Any]], folder: pathlib.Path
+  rows: Sequence[dict[str, Any]], folder: pathlib.Path, *, as_json: bool = False
 ) -> None:
   """Prints rows as a table, or as JSON without the per-layer record."""
-  if options.json:
+  if as_json:
     print(json.dumps([{k: v for k, v in row.items() if k != "record"} for row in rows]))
     return
   console.print_table(console.comparison_table(rows))

@@ -21,16 +21,7 @@ from mxjax.evaluation.cli.commands import (
 )
 
 COMMANDS = (
-  plan,
-  quantize,
-  verify,
-  evaluate,
-  tables,
-  compare,
-  ablate,
-  generate,
-  demo,
-  export,
+  *(plan, quantize, verify, evaluate, tables, compare, ablate, generate, demo, export),
   import_,
 )
 """In the order of the help text."""
@@ -60,6 +51,7 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
     epilog="Example: mxjax quantize --sequences 8 --out runs/smollm2; "
     "mxjax generate runs/smollm2 --prompt 'The moon is'",
   )
+  parser.set_defaults(distributed=False, compiled_kept=None, log="bars")
   parser.add_argument("--version", nargs=0, action=_Version, help="print the version")
   commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
   for command in COMMANDS:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from mxjax.evaluation.cli import console
 from mxjax.running import pipeline
@@ -18,34 +18,29 @@ Begin = Callable[[str], pipeline.OnProgress]
 
 
 class Interrupted(KeyboardInterrupt):
-  """Raised when the user stops a run; `resume` is the command that continues it."""
-
-  resume: str
+  """Raised when the user stops a run; the message ends with how to continue it."""
 
   def __init__(self, message: str, resume: str) -> None:
-    """Stores where the work stopped and how to continue."""
     super().__init__(f"{message}; go on with: {resume}")
-    self.resume = resume
 
 
-def emit(event: str, stream: TextIO | None = None, **values: Any) -> None:
-  """Prints one event as a JSON line, on stderr by default."""
+def emit(event: str, **values: Any) -> None:
+  """Prints one event as a JSON line on stderr."""
   line = {"event": event, "time": round(time.time(), 3), **values}
-  print(json.dumps(line), file=stream or sys.stderr, flush=True)
+  print(json.dumps(line), file=sys.stderr, flush=True)
 
 
 class Clock:
   """Estimates the remaining time of work that reports its completed fraction."""
 
   def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-    """Starts at the first report: work of an earlier process took no time here."""
     self._now = now
     self._start: tuple[float, float] | None = None
 
   def update(self, fraction: float) -> tuple[float, float | None]:
     """Returns elapsed seconds, and remaining seconds once they can be estimated."""
-    if self._start is None:
-      self._start = self._now(), fraction
+    # It starts at the first report: work of an earlier process took no time here.
+    self._start = self._start or (self._now(), fraction)
     begun, first = self._start
     spent = self._now() - begun
     if fraction <= first:
@@ -56,40 +51,36 @@ class Clock:
 @contextlib.contextmanager
 def progress(form: str) -> Iterator[Begin]:
   """Yields a function that starts a display: `bars`, events (`json`) or `none`."""
-  if form == "none":
-    yield lambda method: lambda now: None
-    return
-  if form != "json":
+  if form == "bars":
     with console.progress_bars() as begin:
       yield begin
-    return
+  else:
+    yield _begin_events if form == "json" else lambda method: lambda now: None
 
-  def begin_events(method: str) -> pipeline.OnProgress:
-    clock = Clock()
 
-    def update(now: pipeline.Progress) -> None:
-      spent, left = clock.update(now.fraction)
-      emit(
-        "progress",
-        method=method,
-        layer=now.layer,
-        layers=now.layers,
-        stage=now.stage,
-        fraction=round(now.fraction, 6),
-        seconds=round(spent, 3),
-        seconds_left=None if left is None else round(left, 3),
-      )
+def _begin_events(method: str) -> pipeline.OnProgress:
+  clock = Clock()
 
-    return update
+  def update(now: pipeline.Progress) -> None:
+    spent, left = clock.update(now.fraction)
+    emit(
+      "progress",
+      method=method,
+      layer=now.layer,
+      layers=now.layers,
+      stage=now.stage,
+      fraction=round(now.fraction, 6),
+      seconds=round(spent, 3),
+      seconds_left=None if left is None else round(left, 3),
+    )
 
-  yield begin_events
+  return update
 
 
 class Stopper:
   """Stops a run after its current layer, or at once between layers or on a repeat."""
 
   def __init__(self, tell: Callable[[str], None]) -> None:
-    """Takes the function that prints a line for the user."""
     self._tell, self._asked, self._in_layer = tell, False, False
 
   def follow(self, on_progress: pipeline.OnProgress) -> pipeline.OnProgress:

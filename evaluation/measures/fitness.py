@@ -1,32 +1,28 @@
 """Fit-3, Fit-7 and Robust Fit: damage relative to the float model, and its summaries.
 
-Paper: Eq. fit7, Eq. robust-fit, Eq. fit3 and Eq. alternative-aggregates. A summary
-raises if any of its results is missing.
+Paper: Eq. fit7, Eq. robust-fit, Eq. fit3 and Eq. alternative-aggregates. Scores are
+perplexities, and accuracies as fractions, by task; a summary raises `ValueError` if any
+of its results is missing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-PERPLEXITIES = ("wikitext2", "c4")
-"""Tasks measured by perplexity: lower is better."""
-ACCURACIES = ("arc_challenge", "arc_easy", "hellaswag", "piqa", "winogrande")
-"""Tasks measured by accuracy, as fractions: higher is better."""
-TASKS = (*PERPLEXITIES, *ACCURACIES)
-"""The seven tasks, in the order of the paper's tables."""
+from mxjax.evaluation.tasks.tasks import ACCURACIES, PERPLEXITIES
+from mxjax.evaluation.tasks.tasks import SEVEN as TASKS
+
 FIT3_TASKS = ("wikitext2", "c4", "arc_challenge")
 """The tasks of Fit-3."""
 
 Scores = Mapping[str, float]
-"""Results of one model by task: perplexities, and accuracies as fractions."""
 
 
 def damage(task: str, score: float, reference: float) -> float:
   """Computes the relative loss of one task against the float model (negative: gain).
 
   Paper: Eq. fit7. For a perplexity the damage is `score / reference - 1`, and for an
-  accuracy `1 - score / reference`. The `reference` is positive, and `task` is one of
-  `TASKS`.
+  accuracy `1 - score / reference`.
 
   Raises:
     ValueError: The task is unknown, or the reference is not positive.
@@ -40,20 +36,20 @@ def damage(task: str, score: float, reference: float) -> float:
   return ratio - 1.0 if task in PERPLEXITIES else 1.0 - ratio
 
 
+def _check_complete(place: str, tasks: Sequence[str], *sides: Scores) -> None:
+  missing = [task for task in tasks if not all(task in side for side in sides)]
+  if missing:
+    raise ValueError(
+      f"{place}: expected results of {', '.join(tasks)}, got none of "
+      f"{', '.join(missing)}; evaluate these tasks first."
+    )
+
+
 def damages(
   scores: Scores, references: Scores, tasks: Sequence[str] = TASKS
 ) -> dict[str, float]:
-  """Computes the damage by task relative to the float model's `references`.
-
-  Raises:
-    ValueError: A task has no result on one side.
-  """
-  missing = [task for task in tasks if task not in scores or task not in references]
-  if missing:
-    raise ValueError(
-      f"damages: expected results of {', '.join(tasks)} for both models, got none of "
-      f"{', '.join(missing)}; evaluate these tasks first."
-    )
+  """Computes the damage by task relative to the float model's `references`."""
+  _check_complete("damages", tasks, scores, references)
   return {task: damage(task, scores[task], references[task]) for task in tasks}
 
 
@@ -73,9 +69,8 @@ def fit3(scores: Scores, references: Scores) -> float:
   return mean_and_worst(damages(scores, references, FIT3_TASKS).values())
 
 
-def robust_fit(fits: Iterable[float]) -> float:
-  """Combines mean and worst Fit-7 over models. Paper: Eq. robust-fit."""
-  return mean_and_worst(fits)
+robust_fit = mean_and_worst
+"""Combines mean and worst Fit-7 over models. Paper: Eq. robust-fit."""
 
 
 def mean_damage(scores: Scores, references: Scores) -> float:
@@ -87,21 +82,10 @@ def worst_damage(
   scores: Scores, references: Scores, tasks: Sequence[str] = TASKS
 ) -> tuple[str, float]:
   """Returns the task with the largest damage, and that damage."""
-  by_task = damages(scores, references, tasks)
-  worst = max(by_task, key=lambda task: by_task[task])
-  return worst, by_task[worst]
+  return max(damages(scores, references, tasks).items(), key=lambda item: item[1])
 
 
 def acc5(scores: Scores) -> float:
-  """Averages the five accuracies, in percent. Paper: Eq. alternative-aggregates.
-
-  Raises:
-    ValueError: A task has no result.
-  """
-  missing = [task for task in ACCURACIES if task not in scores]
-  if missing:
-    raise ValueError(
-      f"acc5: expected results of {', '.join(ACCURACIES)}, got none of "
-      f"{', '.join(missing)}; evaluate these tasks first."
-    )
+  """Averages the five accuracies, in percent. Paper: Eq. alternative-aggregates."""
+  _check_complete("acc5", ACCURACIES, scores)
   return 100.0 * float(np.mean([scores[task] for task in ACCURACIES]))

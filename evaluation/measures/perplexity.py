@@ -1,8 +1,9 @@
 """Perplexity over fixed windows, jitted layer by layer, strict A4, no cache."""
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -67,29 +68,26 @@ def _losses(
   targets: jax.Array,
   placement: Placement,
 ) -> jax.Array:
-  run = functools.partial(_losses_here, model)
-  return placement.call(run, params, hidden, targets, sharing=EVALUATION)
-
-
-def _losses_here(
-  model: CausalLanguageModel, params: Params, hidden: jax.Array, targets: jax.Array
-) -> jax.Array:
   """Returns negative log-likelihoods `[B, T]`, applying the head chunk by chunk."""
-  batch, length, width = hidden.shape
-  padding = -length % HEAD_CHUNK
-  hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-  targets = jnp.pad(targets, ((0, 0), (0, padding)))
 
-  def chunk(item: tuple[jax.Array, jax.Array]) -> jax.Array:
-    states, ids = item
-    logits = model.logits(params, states[None])[0]
-    wanted = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
-    return jax.nn.logsumexp(logits, axis=-1) - wanted
+  def run(params: Params, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+    batch, length, width = hidden.shape
+    padding = -length % HEAD_CHUNK
+    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
+    targets = jnp.pad(targets, ((0, 0), (0, padding)))
 
-  losses = jax.lax.map(
-    chunk, (hidden.reshape(-1, HEAD_CHUNK, width), targets.reshape(-1, HEAD_CHUNK))
-  )
-  return losses.reshape(batch, -1)[:, :length]
+    def chunk(item: tuple[jax.Array, jax.Array]) -> jax.Array:
+      states, ids = item
+      logits = model.logits(params, states[None])[0]
+      wanted = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
+      return jax.nn.logsumexp(logits, axis=-1) - wanted
+
+    losses = jax.lax.map(
+      chunk, (hidden.reshape(-1, HEAD_CHUNK, width), targets.reshape(-1, HEAD_CHUNK))
+    )
+    return losses.reshape(batch, -1)[:, :length]
+
+  return placement.call(run, params, hidden, targets, sharing=EVALUATION)
 
 
 def window_losses(
@@ -129,28 +127,14 @@ def window_losses(
   return np.asarray(losses)
 
 
-class _Replaced(Mapping[str, Any]):
-  """Params with some top-level keys replaced; the others are read on demand."""
-
-  def __init__(self, params: Params, changes: Mapping[str, Any]) -> None:
-    self._params, self._changes = params, changes
-
-  def __getitem__(self, key: str) -> Any:
-    return self._changes[key] if key in self._changes else self._params[key]
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(self._params)
-
-  def __len__(self) -> int:
-    return len(self._params)
-
-
 def perturbed(params: Params, seed: int) -> Params:
   """Multiplies the embedding rows by 1 + 1e-6 N(0, 1) in float32."""
   weight = jnp.asarray(params["embed_tokens"]["weight"], jnp.float32)
   noise = jax.random.normal(jax.random.key(seed), (weight.shape[0], 1), jnp.float32)
   changed = weight * (1.0 + PERTURBATION * noise)
-  return _Replaced(params, {"embed_tokens": {"weight": changed}})
+  # Not a dict of both: that would read every layer of params on disk.
+  maps: list[Any] = [{"embed_tokens": {"weight": changed}}, params]
+  return collections.ChainMap(*maps)
 
 
 def perplexity(
@@ -179,13 +163,10 @@ def perplexity(
       f"{replicates=} and shape {tokens.shape}; cut the text into windows first."
     )
   runs, placement = [], Placement.of(mesh)
+  options = {"on_window": on_window, "placement": placement}
   for seed in range(replicates):
-    used = params
-    if seed:
-      used = perturbed(placement.on_primary(params), seed)
-    runs.append(
-      window_losses(model, used, tokens, on_window=on_window, placement=placement)
-    )
+    used = perturbed(placement.on_primary(params), seed) if seed else params
+    runs.append(window_losses(model, used, tokens, **options))
   return Perplexity(
     values=tuple(float(np.exp(losses.mean())) for losses in runs),
     windows=tokens.shape[0],

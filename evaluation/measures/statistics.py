@@ -12,15 +12,13 @@ CONFIDENCE = 0.95
 class Interval(NamedTuple):
   """Mean of paired differences and a t interval around it.
 
-  `deviation` is the sample standard deviation (denominator n - 1), `count` the number
-  of pairs.
+  `deviation` is the sample standard deviation (denominator n - 1).
   """
 
   mean: float
   deviation: float
   low: float
   high: float
-  count: int
 
 
 def paired_interval(
@@ -40,9 +38,8 @@ def paired_interval(
       f"{len(first)} and {len(second)} values; give both sides the same seeds."
     )
   differences = np.subtract(first, second).astype(np.float64)
-  count = len(differences)
   if critical is None:
-    critical = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1))
+    critical = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1))
   mean, half = float(differences.mean()), critical * float(stats.sem(differences))
   deviation = float(differences.std(ddof=1))
-  return Interval(mean, deviation, mean - half, mean + half, count)
+  return Interval(mean, deviation, mean - half, mean + half)

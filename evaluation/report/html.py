@@ -2,7 +2,10 @@
 
 import html
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mxjax.evaluation.report import svg
 
 WIDE = 1086
 """Width in pixels of a chart as wide as the page."""
@@ -41,6 +44,35 @@ def figure(
   if note:
     head += f"<figcaption>{html.escape(note)}</figcaption>"
   return f'<figure class="{kind}">{head}{keys}{chart}</figure>'
+
+
+def lines(
+  title: str,
+  series: Sequence[svg.Series],
+  note: str,
+  *,
+  wide: bool = False,
+  **options: Any,
+) -> str:
+  """Draws lines over the layers, with a legend if several; empty without points."""
+  if not any(each.points for each in series):
+    return ""
+  if wide:
+    options |= {"width": WIDE}
+  chart = svg.line_chart(series, label=title, **options)
+  keys = legend((each.name, each.color) for each in series) if len(series) > 1 else ""
+  return figure(title, chart, note=note, keys=keys, kind="wide" if wide else "")
+
+
+def stacks(
+  draw: Callable[..., str], title: str, bars: svg.Bars, note: str, **options: Any
+) -> str:
+  """Draws `svg.columns` or `svg.rows`, with a legend if needed; empty without bars."""
+  if not bars:
+    return ""
+  parts = dict.fromkeys((part.name, part.color) for _, all_ in bars for part in all_)
+  chart = draw(bars, label=title, **options)
+  return figure(title, chart, note=note, keys=legend(parts) if len(parts) > 1 else "")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

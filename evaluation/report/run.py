@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from mxjax.evaluation.report import figures, linears, numbers, svg
-from mxjax.evaluation.report.html import grid, section, table
-from mxjax.evaluation.report.recovery import recovery
+from mxjax.evaluation.report import layers, numbers, svg
+from mxjax.evaluation.report.html import grid, section, stacks, table
 from mxjax.evaluation.report.svg import Part
 
 
@@ -47,27 +46,25 @@ def damping(record: Mapping[str, Any]) -> str:
 
 def cost(clock: Mapping[str, Any]) -> str:
   """Shows wall time and peak memory by stage."""
-  bars = lambda title, key: [
-    (stage, [Part(title, value, 0)]) for stage, value in clock.get(key, {}).items()
-  ]
-  time, memory = "Time by stage", "Peak memory"
-  return grid(
+  stages = (
     (
-      figures.stacks(
-        svg.rows,
-        time,
-        bars(time, "seconds"),
-        "Wall clock, compilation included.",
-        y_format=numbers.seconds,
-      ),
-      figures.stacks(
-        svg.rows,
-        memory,
-        bars(memory, "peak_bytes"),
-        "Largest resident memory of the process when the stage last ended.",
-        y_format=numbers.size,
-      ),
+      *("Time by stage", "seconds", numbers.seconds),
+      "Wall clock, compilation included.",
+    ),
+    (
+      *("Peak memory", "peak_bytes", numbers.size),
+      "Largest resident memory of the process when the stage last ended.",
+    ),
+  )
+  return grid(
+    stacks(
+      svg.rows,
+      title,
+      [(stage, [Part(title, n, 0)]) for stage, n in clock.get(key, {}).items()],
+      note,
+      y_format=form,
     )
+    for title, key, form, note in stages
   )
 
 
@@ -108,43 +105,37 @@ def provenance(record: Mapping[str, Any]) -> str:
 def run_section(run: Mapping[str, Any], anchor: str) -> str:
   """Renders one of the runs of `write_report` as a `<section>` element."""
   record = run["record"]
-  layers = record["layers"]
-  parts = (
-    section(
-      "Error by layer",
+  found = record["layers"]
+  by_layer = layers.errors(found) + layers.numbers_table(found) if found else ""
+  parts = {
+    "Error by layer": (
       "Relative squared output error of each linear on calibration tokens, after "
       "each stage.",
-      linears.errors(layers) + linears.numbers_table(layers) if layers else "",
+      by_layer,
     ),
-    section(
-      "Shaping and code choice",
+    "Shaping and code choice": (
       "What was decided for each block.",
-      linears.shaping(layers),
+      layers.shaping(found),
     ),
-    section(
-      "Scales and saturation",
-      "How the blocks use the format.",
-      linears.ranges(layers),
+    "Scales and saturation": ("How the blocks use the format.", layers.ranges(found)),
+    "Recovery": (
+      "Structural corrections fitted after quantization.",
+      layers.recovery(found),
     ),
-    section(
-      "Recovery", "Structural corrections fitted after quantization.", recovery(layers)
-    ),
-    section(
-      "Damping",
+    "Damping": (
       "Added to each Hessian's diagonal, relative to its mean, to factor it.",
       damping(record),
     ),
-    section(
-      "Time and memory", "What the run cost on its machine.", cost(record["clock"])
-    ),
-    section(
-      "Sanity gate",
+    "Time and memory": ("What the run cost on its machine.", cost(record["clock"])),
+    "Sanity gate": (
       "Logits against the float model right after quantization.",
       sanity(record.get("sanity")),
     ),
-    section(
-      "Provenance", "Results compare only under equal fingerprints.", provenance(record)
+    "Provenance": (
+      "Results compare only under equal fingerprints.",
+      provenance(record),
     ),
-  )
+  }
+  body = "".join(section(title, *part) for title, part in parts.items())
   name = escape(str(run["method"]))
-  return f'<section class="run" id="{anchor}"><h2>{name}</h2>{"".join(parts)}</section>'
+  return f'<section class="run" id="{anchor}"><h2>{name}</h2>{body}</section>'

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mxjax.evaluation.report import figures, numbers, svg
-from mxjax.evaluation.report.html import figure, grid, legend, table
+from mxjax.evaluation.report import numbers, svg
+from mxjax.evaluation.report.html import figure, grid, legend, lines, stacks, table
 from mxjax.evaluation.report.svg import Part, Series
 
 Run = Mapping[str, Any]
@@ -125,7 +125,7 @@ def size_chart(runs: Sequence[Run]) -> str:
     bars.append((str(run["method"]), [Part(*part, i) for i, part in parts]))
   options = {"y_format": numbers.size, "left": 80, "pitch": 40}
   note = "All bytes a method stores, its tables included."
-  return figures.stacks(svg.rows, "Size", bars, note, **options)
+  return stacks(svg.rows, "Size", bars, note, **options)
 
 
 def error_chart(runs: Sequence[Run]) -> str:
@@ -139,7 +139,7 @@ def error_chart(runs: Sequence[Run]) -> str:
       if positive:
         points.append((float(layer_index), statistics.geometric_mean(positive)))
     series.append(Series(str(run["method"]), points, _color(index)))
-  return figures.lines(
+  return lines(
     "Final error by layer",
     series,
     "Relative squared output error, geometric mean over the layer's linears.",

@@ -62,7 +62,7 @@ class MxjaxLM(LM):
         f"max_length, got {', '.join(unknown) or 'both models'}; correct --model_args."
       )
     if checkpoint:
-      self.model, self.params, self.tokenizer, _ = inputs.restore(checkpoint)
+      self.model, self.params, self.tokenizer = inputs.restore(checkpoint)
     else:
       self.model, self.params = models.from_pretrained(pretrained, dtype=dtype)
       self.tokenizer = models.load_tokenizer(pretrained)

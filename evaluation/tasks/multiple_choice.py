@@ -4,7 +4,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ import numpy as np
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.devices import execution
-from mxjax.evaluation.datasets import TextTokenizer
 from mxjax.evaluation.tasks.tasks import Item, Task
+from mxjax.models.tokenizer import Tokenizer
 
 LENGTH_STEP = 32
 """Lengths are padded to a multiple of this, so that few shapes are compiled."""
@@ -22,15 +22,6 @@ BATCH_TOKENS = 1024
 """Tokens per device call, padding included."""
 GROUP = 32
 """Batches run through a layer while it is resident."""
-
-
-class Tokenizer(TextTokenizer, Protocol):
-  """The tokenizer interface that scoring needs."""
-
-  @property
-  def eos_id(self) -> int | None:
-    """The id that ends a text, or None."""
-    ...
 
 
 class Request(NamedTuple):
@@ -41,11 +32,7 @@ class Request(NamedTuple):
 
 
 class Score(NamedTuple):
-  """Score of a continuation.
-
-  `log_likelihood` is the sum over its tokens, in nats; `is_greedy` tells whether each
-  token is the most likely one.
-  """
+  """Sum of a continuation's log-likelihoods, nats; whether each token is likeliest."""
 
   log_likelihood: float
   is_greedy: bool
@@ -103,15 +90,13 @@ class _Batch(NamedTuple):
   """Requests of similar length, padded to one shape.
 
   `members` are their indices in the list of requests (in the last batch fewer than
-  rows); `tokens` is int32 `[B, T]`. `positions` says where each of the `targets` is
-  predicted, both int32 `[B, C]`; `is_scored`, bool `[B, C]`, is false for padding.
+  rows); `tokens` is int32 `[B, T]`. `scored` says where each target is predicted, what
+  it is, and whether it is one (no padding), `[B, C]` each.
   """
 
   members: list[int]
   tokens: np.ndarray
-  positions: np.ndarray
-  targets: np.ndarray
-  is_scored: np.ndarray
+  scored: tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _inputs(request: Request, longest: int) -> np.ndarray:
@@ -133,25 +118,25 @@ def _batches(requests: Sequence[Request], longest: int) -> Iterator[_Batch]:
   for length, members in sorted(by_length.items()):
     rows = max(1, BATCH_TOKENS // length)
     for start in range(0, len(members), rows):
-      yield _fill(requests, members[start : start + rows], rows, length, longest)
+      yield _fill(requests, members[start : start + rows], (rows, length), longest)
 
 
 def _fill(
-  requests: Sequence[Request], members: list[int], rows: int, length: int, longest: int
+  requests: Sequence[Request], members: list[int], shape: tuple[int, int], longest: int
 ) -> _Batch:
   """Pads on the right, where no scored token attends."""
   widest = max(len(requests[member].continuation) for member in members)
   columns = 1 << (widest - 1).bit_length()
-  tokens = np.zeros((rows, length), np.int32)
-  positions, targets = (np.zeros((rows, columns), np.int32) for _ in range(2))
-  is_scored = np.zeros((rows, columns), bool)
+  tokens = np.zeros(shape, np.int32)
+  positions, targets = np.zeros((2, shape[0], columns), np.int32)
+  is_scored = np.zeros(targets.shape, bool)
   for row, member in enumerate(members):
     inputs, wanted = _inputs(requests[member], longest), requests[member].continuation
     tokens[row, : len(inputs)] = inputs
-    scored = slice(0, len(wanted))
-    positions[row, scored] = np.arange(len(inputs) - len(wanted), len(inputs))
-    targets[row, scored], is_scored[row, scored] = wanted, True
-  return _Batch(members, tokens, positions, targets, is_scored)
+    scored = np.s_[row, : len(wanted)]
+    positions[scored] = np.arange(len(inputs) - len(wanted), len(inputs))
+    targets[scored], is_scored[scored] = wanted, True
+  return _Batch(members, tokens, (positions, targets, is_scored))
 
 
 def score(
@@ -179,9 +164,7 @@ def score(
     hiddens = streams.final_hiddens(model, params, tokens)
     for batch, hidden in zip(group, hiddens, strict=True):
       totals, greedy = execution.block_on_cpu(
-        _score_rows(
-          model, outer, hidden, batch.positions, batch.targets, batch.is_scored
-        )
+        _score_rows(model, outer, hidden, *batch.scored)
       )
       for row, member in enumerate(batch.members):
         scores[member] = Score(float(totals[row]), bool(greedy[row]))
@@ -190,13 +173,12 @@ def score(
   return [scores[index] for index in range(len(requests))]
 
 
-def requests_fingerprint(requests: Sequence[Request]) -> str:
+def _fingerprint(requests: Sequence[Request]) -> str:
   """Returns the SHA-256 (hex) of the exact ids of all requests."""
   digest = hashlib.sha256()
   for context, continuation in requests:
     digest.update(f"{len(context)},{len(continuation)};".encode())
-    digest.update(np.ascontiguousarray(context, np.int32).tobytes())
-    digest.update(np.ascontiguousarray(continuation, np.int32).tobytes())
+    digest.update(np.concatenate([context, continuation], dtype=np.int32).tobytes())
   return digest.hexdigest()
 
 
@@ -223,9 +205,8 @@ def evaluate(
     for item in items
     for context, continuation in zip(item.contexts, item.continuations, strict=True)
   ]
-  scores = iter(
-    score(model, params, requests, max_length=max_length, on_progress=on_progress)
-  )
+  options = {"max_length": max_length, "on_progress": on_progress}
+  scores = iter(score(model, params, requests, **options))
   rows = [_decide(item, [next(scores) for _ in item.choices]) for item in items]
   acc, acc_norm = (
     float(np.mean([row[kind] == row["gold"] for row in rows]))
@@ -241,7 +222,7 @@ def evaluate(
     "standard_error": (accuracy * (1 - accuracy) / max(1, len(rows) - 1)) ** 0.5,
     "items": len(rows),
     "official_items": task.items,
-    "token_sha256": requests_fingerprint(requests),
+    "token_sha256": _fingerprint(requests),
     "seconds": time.perf_counter() - start,
   }, rows
 

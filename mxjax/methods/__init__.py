@@ -1,12 +1,16 @@
-"""The registry of quantization methods; each lives in a file of its own."""
+"""The registry of quantization methods; each lives in a file of its own.
+
+Their names are here without JAX, for the help texts of the command line.
+"""
 
 import dataclasses
 import importlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from mxjax.methods.program import Program
+if TYPE_CHECKING:
+  from mxjax.methods.program import Program
 
 # Register a method with one line here. Its module is imported on first use, so that
 # importing mxjax loads no optimizer library.
@@ -39,10 +43,10 @@ def _load(path: str) -> Any:
   return getattr(importlib.import_module(f"mxjax.methods.{module}"), attribute)
 
 
-class _Methods(Mapping[str, Program]):
+class _Methods(Mapping[str, "Program"]):
   """The registered programs by name, each imported on first use."""
 
-  def __getitem__(self, name: str) -> Program:
+  def __getitem__(self, name: str) -> "Program":
     return _load(_REGISTERED[name])
 
   def __iter__(self) -> Iterator[str]:
@@ -52,11 +56,11 @@ class _Methods(Mapping[str, Program]):
     return len(_REGISTERED)
 
 
-METHODS: Mapping[str, Program] = _Methods()
+METHODS: "Mapping[str, Program]" = _Methods()
 """Every registered method by name."""
 
 
-def __getattr__(name: str) -> Program:
+def __getattr__(name: str) -> "Program":
   """Returns a registered program by its constant's name, such as `methods.HIRES`."""
   for path in _REGISTERED.values():
     if path.rpartition(".")[2] == name:
@@ -64,7 +68,7 @@ def __getattr__(name: str) -> Program:
   raise AttributeError(f"module 'mxjax.methods' has no attribute {name!r}")
 
 
-def get(method: str | Program) -> Program:
+def get(method: "str | Program") -> "Program":
   """Looks a program up by name; a `Program` is returned unchanged.
 
   `method` may carry options, such as `gptq:scales=static:order=activation`, and end in
@@ -74,7 +78,7 @@ def get(method: str | Program) -> Program:
   Raises:
     ValueError: The name or an option is unknown, or a value has the wrong type.
   """
-  if isinstance(method, Program):
+  if not isinstance(method, str):
     return method
   base, tuned, tuning = method.partition("+tune")
   name, *settings = base.split(":")

@@ -11,6 +11,8 @@ from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation import ablation, ablation_table, study
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.hires import ablations
+from mxjax.numerics import mxfp4
+from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.numerics.realization.activation_quantizers import Unrounded
 from mxjax.running.pipeline import quantize_with_record
 
@@ -58,8 +60,7 @@ def test_rows_of_recovery_share_one_build_and_differ_in_what_is_fitted(recovery)
 
 
 def test_a_reused_build_is_the_program_itself(tiny_model, tiny_params):
-  calib = Calibration(tiny_model, draw(0))
-  build = lambda program: quantize_with_record(tiny_params, calib, program, check=False)
+  build = lambda program: built(tiny_model, tiny_params, program)
   program = dataclasses.replace(methods.RTN, recover=methods.HIRES.recover)
   got = build(ablations.reuse(program, build(methods.RTN).params))
   alone = build(program)
@@ -104,27 +105,20 @@ def test_a_program_of_two_studies_is_built_once(recovery, subject, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("change", "message"),
+  ("study_", "draws", "change", "message"),
   [
-    ({"replicates": 3}, "other replicates"),
-    ({"tests": {"text": draw(8)}}, "other tests"),
+    ("recovery", (0,), {"replicates": 3}, "other replicates"),
+    ("recovery", (0,), {"tests": {"text": draw(8)}}, "other tests"),
+    ("stages", (0, 0), {}, "seeds 0, 1 draw the same calibration tokens"),
+    ("colours", (0,), {}, "unknown study 'colours'; use one of stages"),
   ],
 )
-def test_rows_of_another_setting_are_refused(recovery, subject, change, message):
-  folder, _ = recovery
+def test_other_settings_equal_draws_and_unknown_studies_are_refused(
+  recovery, subject, study_, draws, change, message
+):
   other = dataclasses.replace(subject, **change)
   with pytest.raises(ValueError, match=message):
-    ablation.run("recovery", other, {0: draw(0)}, folder)
-
-
-def test_draws_that_are_the_same_are_refused(subject, tmp_path):
-  with pytest.raises(ValueError, match="seeds 0, 3 draw the same calibration tokens"):
-    ablation.run("stages", subject, {0: draw(0), 3: draw(0)}, tmp_path)
-
-
-def test_an_unknown_study_is_named(subject, tmp_path):
-  with pytest.raises(ValueError, match="unknown study 'colours'; use one of stages"):
-    ablation.run("colours", subject, {0: draw(0)}, tmp_path)
+    ablation.run(study_, other, dict(enumerate(map(draw, draws))), recovery[0])
 
 
 def test_the_table_has_every_row_and_the_interval(recovery):
@@ -145,13 +139,17 @@ def row(*values, error=0.01):
   }
 
 
+def by_error(error):
+  return row(1.0, error=error)
+
+
 def test_the_interval_of_paired_draws_is_the_papers():
   """Fresh less stale Fit-3 on Qwen over three seeds (the paper prints these ends)."""
   differences = (-0.009132, -0.006444, -0.008489)
-  rows = [row(1.0, error=0.05 + change) for change in differences]
-  found = ablation_table.OPERATOR_ERROR.compare(rows, [row(1.0, error=0.05)] * 3)
+  rows = [by_error(0.05 + change) for change in differences]
+  found = ablation_table.OPERATOR_ERROR.compare(rows, [by_error(0.05)] * 3)
   assert found.interval == pytest.approx((-0.011509, -0.004535), abs=2e-6)
-  alone = ablation_table.OPERATOR_ERROR.compare(rows[:1], [row(1.0, error=0.05)])
+  alone = ablation_table.OPERATOR_ERROR.compare(rows[:1], [by_error(0.05)])
   assert alone.interval is None
 
 
@@ -160,8 +158,7 @@ def test_the_interval_of_paired_draws_is_the_papers():
   [((9.0, 9.1), "better"), ((10.1, 10.2), "tie"), ((11.0, 11.3), "worse")],
 )
 def test_a_difference_inside_the_spread_is_a_tie(ours, verdict):
-  reference = [row(10.0, 10.2)]
-  found = PERPLEXITY.compare([row(*ours)], reference)
+  found = PERPLEXITY.compare([row(*ours)], [row(10.0, 10.2)])
   assert found.verdict == verdict
   assert found.spread == pytest.approx(max(0.2, np.ptp(ours)))
 
@@ -172,17 +169,13 @@ def test_one_replicate_cannot_rank():
 
 
 def test_differences_are_paired_by_draw():
-  """Draws differ much, the pair little: pairing sees it."""
-  rows, reference = [row(9.0, 9.0), row(19.0, 19.0)], [row(10.0, 10.0), row(20.0, 20.0)]
-  found = PERPLEXITY.compare(rows, reference)
+  """Draws differ much, the pair little: pairing sees it, unless draws do not agree."""
+  reference = [row(10.0, 10.0), row(20.0, 20.0)]
+  found = PERPLEXITY.compare([row(9.0, 9.0), row(19.0, 19.0)], reference)
   assert found.mean == pytest.approx(-1.0)
   assert found.interval == pytest.approx((-1.0, -1.0))
   assert found.verdict == "better"
-
-
-def test_a_difference_that_draws_do_not_agree_on_is_a_tie():
-  rows, reference = [row(9.0, 9.0), row(19.9, 19.9)], [row(10.0, 10.0), row(20.0, 20.0)]
-  found = PERPLEXITY.compare(rows, reference)
+  found = PERPLEXITY.compare([row(9.0, 9.0), row(19.9, 19.9)], reference)
   assert found.interval[0] < 0 < found.interval[1]
   assert found.verdict == "tie"
 
@@ -191,7 +184,7 @@ def test_a_difference_that_draws_do_not_agree_on_is_a_tie():
   ("error", "verdict"), [(0.010009, "tie"), (0.01002, "worse"), (0.0099, "better")]
 )
 def test_operator_errors_within_a_thousandth_are_ties(error, verdict):
-  found = ablation_table.OPERATOR_ERROR.compare([row(1.0, error=error)], [row(1.0)])
+  found = ablation_table.OPERATOR_ERROR.compare([by_error(error)], [by_error(0.01)])
   assert found.verdict == verdict
 
 
@@ -209,18 +202,19 @@ def test_tables_compare_divergences_where_all_rows_have_them():
   assert (found.verdict, found.mean) == ("better", pytest.approx(-0.02))
 
 
+def built(model, params, program, **changes):
+  program = dataclasses.replace(program, **changes)
+  return quantize_with_record(params, Calibration(model, draw(0)), program, check=False)
+
+
 def test_fits_before_encoding_see_unrounded_inputs(tiny_model, tiny_params):
   """Their coefficients differ from the deployed fit's, and the leaves stay legal."""
-  calib = Calibration(tiny_model, draw(0))
-  program = dataclasses.replace(
-    methods.get("rtn"), name="early", recover=ablations.BEFORE_ENCODING
-  )
-  early = quantize_with_record(tiny_params, calib, program, check=False)
-  late = quantize_with_record(
-    tiny_params,
-    calib,
-    dataclasses.replace(program, name="late", recover=methods.HIRES.recover),
-    check=False,
+  early, late = (
+    built(tiny_model, tiny_params, methods.RTN, name=name, recover=recover)
+    for name, recover in (
+      ("early", ablations.BEFORE_ENCODING),
+      ("late", methods.HIRES.recover),
+    )
   )
   scale = lambda r: r.params["layers_0"]["self_attn"]["value_recovery"].scale
   assert np.abs(np.asarray(scale(early) - scale(late))).max() > 1e-4
@@ -232,53 +226,44 @@ def test_fits_before_encoding_see_unrounded_inputs(tiny_model, tiny_params):
 
 
 def test_a_gain_repairs_what_the_floor_rule_takes(tiny_model, tiny_params):
-  calib = Calibration(tiny_model, draw(0))
-  built = quantize_with_record(tiny_params, calib, methods.RTN_GAIN, check=False)
-  linears = built.record.layers[0]["linears"]
-  gains = [line["gain"] for line in linears.values()]
-  assert np.mean(gains) > 1.0  # Floor shrinks block maxima: the gain expands.
-  mean = lambda key: np.mean([line[key] for line in linears.values()])
+  result = built(tiny_model, tiny_params, methods.RTN_GAIN)
+  linears = result.record.layers[0]["linears"].values()
+  mean = lambda key: np.mean([line[key] for line in linears])
+  assert mean("gain") > 1.0  # Floor shrinks block maxima: the gain expands.
   assert mean("error_final") < mean("error_rtn")
 
 
-class TestSweep:
-  def compare(self, subject, folder, names, **options):
-    return study.compare(subject, draw(0), names, folder=folder, **options)
+def test_a_comparison_survives_a_failing_method_and_tries_it_again(
+  subject, tmp_path, monkeypatch
+):
+  calls = []
+  real = study.run_method
 
-  def test_it_survives_a_failing_method_and_tries_it_again(
-    self, subject, tmp_path, monkeypatch
-  ):
-    calls = []
-    real = study.run_method
+  def flaky(subject, tokens, method, **options):
+    calls.append(method.name)
+    if method.name == "gptq" and calls.count("gptq") == 1:
+      raise FloatingPointError("gptq met a bad Hessian")
+    return real(subject, tokens, method, check=False, **options)
 
-    def flaky(subject, tokens, method, **options):
-      calls.append(method.name)
-      if method.name == "gptq" and calls.count("gptq") == 1:
-        raise FloatingPointError("gptq met a bad Hessian")
-      return real(subject, tokens, method, check=False, **options)
+  monkeypatch.setattr(study, "run_method", flaky)
+  names = ("rtn", "gptq", "mr-gptq")
+  rows, _ = study.compare(subject, draw(0), names, folder=tmp_path)
+  assert [row["method"] for row in rows] == [*names]
+  assert rows[1]["error"] == "gptq met a bad Hessian"
+  assert (tmp_path / "store").is_dir()
+  rows, _ = study.compare(subject, draw(0), names, folder=tmp_path)
+  assert not any("error" in row for row in rows)
+  assert calls == ["rtn", "gptq", "mr-gptq", "gptq"]
+  study.clear_store(tmp_path)
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["rows"]
 
-    monkeypatch.setattr(study, "run_method", flaky)
-    rows, _ = self.compare(subject, tmp_path, ("rtn", "gptq", "mr-gptq"))
-    assert [row["method"] for row in rows] == ["rtn", "gptq", "mr-gptq"]
-    assert rows[1]["error"] == "gptq met a bad Hessian"
-    assert (tmp_path / "store").is_dir()
-    rows, _ = self.compare(subject, tmp_path, ("rtn", "gptq", "mr-gptq"))
-    assert not any("error" in row for row in rows)
-    assert calls == ["rtn", "gptq", "mr-gptq", "gptq"]
-    study.clear_store(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["rows"]
 
-  def test_rules_are_marked_in_the_name(self, subject, tmp_path):
-    from mxjax.numerics import mxfp4
-    from mxjax.numerics.contract import PAPER_CONTRACT, Contract
-
-    even = Contract(rules=mxfp4.Rules(scale_rule="even"))
-    contracts = {"": PAPER_CONTRACT, "[even]": even}
-    rows, _ = self.compare(subject, tmp_path, ("rtn",), contracts=contracts)
-    assert [row["method"] for row in rows] == ["rtn", "rtn [even]"]
-    assert rows[0]["operator_error"] != rows[1]["operator_error"]
-
-  def test_rows_of_other_tokens_are_refused(self, subject, tmp_path):
-    self.compare(subject, tmp_path, ("rtn",))
-    with pytest.raises(ValueError, match="other calibration tokens"):
-      study.compare(subject, draw(1), ("rtn",), folder=tmp_path)
+def test_rules_are_marked_and_rows_of_other_tokens_are_refused(subject, tmp_path):
+  even = Contract(rules=mxfp4.Rules(scale_rule="even"))
+  contracts = {"": PAPER_CONTRACT, "[even]": even}
+  options = {"folder": tmp_path, "contracts": contracts}
+  rows, _ = study.compare(subject, draw(0), ("rtn",), **options)
+  assert [row["method"] for row in rows] == ["rtn", "rtn [even]"]
+  assert rows[0]["operator_error"] != rows[1]["operator_error"]
+  with pytest.raises(ValueError, match="other calibration tokens"):
+    study.compare(subject, draw(1), ("rtn",), folder=tmp_path)

@@ -1,37 +1,30 @@
 """Tables from result files; the paper's own rows give the paper's own tables."""
 
-import json
-import pathlib
-
 import pytest
 
 from mxjax.evaluation import paper_tables, results
 from mxjax.evaluation.cli import parser
 from mxjax.evaluation.measures import fitness
-
-PAPER = json.loads(
-  (pathlib.Path(__file__).parent.parent / "golden" / "paper_results.json").read_text()
-)
-COLUMNS = dict(
-  zip(("WT2", "C4", "ARC-C", "ARC-E", "HS", "PIQA", "Wino"), fitness.TASKS, strict=True)
-)
+from tests.evaluation.paper import COLUMNS, PAPER
 
 
 def save(folder, row, *, model, method, seed=None, percent=False, drop=(), tokens="t"):
   """Writes a printed row as a result file."""
-  scored = {}
-  for name, task in COLUMNS.items():
-    if task in drop:
-      continue
-    unit = 100.0 if percent and task in fitness.ACCURACIES else 1.0
-    scored[task] = {
-      "score": float(row[name]) / unit,
-      "items": 5,
-      "official_items": 5,
-      "token_sha256": tokens,
-    }
+  facts = {"items": 5, "official_items": 5, "token_sha256": tokens}
+  unit = lambda task: 100.0 if percent and task in fitness.ACCURACIES else 1.0
+  scored = {
+    task: facts | {"score": float(row[name]) / unit(task)}
+    for name, task in COLUMNS.items()
+    if task not in drop
+  }
   value = results.to_json(model=model, method=method, seed=seed, tasks=scored)
   results.write(folder / f"{model}-{method}-{seed}", value, {})
+
+
+def built(folder):
+  """The tables of the results in a folder, by title."""
+  tables = paper_tables.build(results.read([str(folder)]))
+  return {table.title: table for table in tables}
 
 
 @pytest.fixture
@@ -43,13 +36,9 @@ def seven_models(tmp_path):
   return tmp_path
 
 
-def by_title(found, start):
-  return next(table for table in found if table.title.startswith(start))
-
-
 def test_the_cross_model_table_of_the_paper(seven_models):
-  built = paper_tables.build(results.read([str(seven_models)]))
-  table = by_title(built, "Fit-7 across models")
+  tables = built(seven_models)
+  table = tables["Fit-7 across models"]
   got = {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
   assert len(got) == 10
   for row in PAPER["cross_model_fit7"]:
@@ -58,7 +47,7 @@ def test_the_cross_model_table_of_the_paper(seven_models):
       difference = float(got[row["Method"]][model]) - float(row[model])
       assert abs(difference) < 2.1e-4
     assert abs(float(got[row["Method"]]["Robust↓"]) - float(row["Robust"])) < 1.1e-4
-  assert len(built) == 7 + 2
+  assert len(tables) == 7 + 2
 
 
 def test_a_missing_cell_stays_empty(tmp_path):
@@ -67,15 +56,14 @@ def test_a_missing_cell_stays_empty(tmp_path):
   save(tmp_path, reference, model="Q", method="BF16", percent=True)
   save(tmp_path, rtn, model="Q", method="RTN", percent=True, drop=("piqa",))
   save(tmp_path, rtn, model="Other", method="RTN", percent=True)
-  built = paper_tables.build(results.read([str(tmp_path)]))
-  complete = by_title(built, "Complete results on Q")
+  tables = built(tmp_path)
+  complete = tables["Complete results on Q"]
   row = dict(zip(complete.head, complete.rows[1], strict=True))
   assert row["Method"] == "RTN"
   assert row["PIQA↑"] == row["Fit-7↓"] == ""
   assert row["WT2↓"] == "11.834"
-  cross = by_title(built, "Fit-7 across").rows[0]
-  assert cross == ["RTN", "", "", "", ""]
-  aggregate = {tuple(r[:2]): r for r in by_title(built, "Alternative").rows}
+  assert tables["Fit-7 across models"].rows[0] == ["RTN", "", "", "", ""]
+  aggregate = {tuple(r[:2]): r for r in tables["Alternative aggregates"].rows}
   # Fit-3 needs no PIQA, Acc5 does.
   assert aggregate["Q", "RTN"][3] != "" and aggregate["Q", "RTN"][5] == ""
   assert aggregate["Other", "RTN"][2:5] == ["", "", ""]
@@ -87,15 +75,15 @@ def test_seeds_and_paired_differences_of_the_paper(tmp_path):
     save(tmp_path, row, model=row["Model"], method="BF16")
   for row in PAPER["calib_seed_stability"]:
     save(tmp_path, row, model=row["Model"], method=row["Method"], seed=int(row["Seed"]))
-  built = paper_tables.build(results.read([str(tmp_path)]))
-  seeds = by_title(built, "Calibration seeds")
+  tables = built(tmp_path)
+  seeds = tables["Calibration seeds"]
   printed = {
     (r["Model"], r["Method"], r["Seed"]): r for r in PAPER["calib_seed_stability"]
   }
   assert len(seeds.rows) == 12
   for row in seeds.rows:
     assert abs(float(row[-1]) - float(printed[tuple(row[:3])]["Fit-7"])) < 1.1e-6
-  paired = by_title(built, "Paired")
+  paired = tables["Paired differences of Fit-7"]
   differences = {row[0]: row for row in paired.rows}
   assert differences["Qwen"][1:4] == ["HiRes − WUSH", "0, 3, 5", "-0.017084"]
   assert differences["Qwen"][4] == "[-0.023948, -0.010220]"
@@ -116,31 +104,33 @@ def test_three_files_with_the_same_numbers(seven_models, tmp_path, capsys):
   assert "http" not in page.replace("http://www.w3.org", "")
 
 
-class TestMistakes:
-  ROW = PAPER["ablation_bf16"][0]
+ROW = PAPER["ablation_bf16"][0]
 
-  def test_other_tokens_than_the_float_model(self, tmp_path):
-    save(tmp_path, self.ROW, model="Q", method="BF16")
-    save(tmp_path, self.ROW, model="Q", method="RTN", tokens="others")
-    with pytest.raises(ValueError, match="wikitext2 on different tokens"):
-      paper_tables.build(results.read([str(tmp_path)]))
 
-  def test_two_files_that_contradict(self, tmp_path):
-    save(tmp_path / "a", self.ROW, model="Q", method="RTN")
-    save(tmp_path / "b", self.ROW | {"WT2": "9.0"}, model="Q", method="RTN")
-    with pytest.raises(ValueError, match="different scores of RTN on Q"):
-      results.read([str(tmp_path)])
+def test_other_tokens_than_the_float_model_are_refused(tmp_path):
+  save(tmp_path, ROW, model="Q", method="BF16")
+  save(tmp_path, ROW, model="Q", method="RTN", tokens="others")
+  with pytest.raises(ValueError, match="wikitext2 on different tokens"):
+    built(tmp_path)
 
-  def test_tasks_of_two_files_are_joined(self, tmp_path):
-    save(tmp_path / "a", self.ROW, model="Q", method="RTN", drop=("piqa",))
-    others = tuple(task for task in fitness.TASKS if task != "piqa")
-    save(tmp_path / "b", self.ROW, model="Q", method="RTN", drop=others)
-    (joined,) = results.read([str(tmp_path)])
-    assert set(joined.scores) == set(fitness.TASKS)
 
-  def test_another_file(self, tmp_path, capsys):
-    (tmp_path / "evaluation.json").write_text("[]")
-    assert parser.main(["tables", str(tmp_path)]) == 2
-    assert "kind mxjax-evaluation" in capsys.readouterr().err
-    assert parser.main(["tables", str(tmp_path / "none")]) == 2
-    assert "got none at" in capsys.readouterr().err
+def test_two_files_that_contradict_are_refused(tmp_path):
+  save(tmp_path / "a", ROW, model="Q", method="RTN")
+  save(tmp_path / "b", ROW | {"WT2": "9.0"}, model="Q", method="RTN")
+  with pytest.raises(ValueError, match="different scores of RTN on Q"):
+    results.read([str(tmp_path)])
+
+
+def test_tasks_of_two_files_are_joined(tmp_path):
+  save(tmp_path / "a", ROW, model="Q", method="RTN", drop=("piqa",))
+  others = tuple(task for task in fitness.TASKS if task != "piqa")
+  save(tmp_path / "b", ROW, model="Q", method="RTN", drop=others)
+  (joined,) = results.read([str(tmp_path)])
+  assert set(joined.scores) == set(fitness.TASKS)
+
+
+def test_another_file_is_refused(tmp_path, capsys):
+  (tmp_path / "evaluation.json").write_text("[]")
+  for place, message in (("", "kind mxjax-evaluation"), ("none", "got none at")):
+    assert parser.main(["tables", str(tmp_path / place)]) == 2
+    assert message in capsys.readouterr().err

@@ -31,7 +31,7 @@ def test_every_example_has_under_sixty_lines_of_code_and_a_test(path):
 
 def test_quickstart(monkeypatch, capsys):
   main = example("quickstart", monkeypatch).main
-  results = main(str(EXAMPLES.parent / "models/trained/llama"), "gptq", 2, 32)
+  results = main(str(EXAMPLES.parent / "models/trained/llama"), "rtn", 2, 32)
   assert results["logits"] == (2, 32, 2048)
   assert results["bits a weight"] == 4.25
   assert 0 < results["operator error"] < 0.05

@@ -5,7 +5,13 @@ import json
 import pathlib
 from typing import Any
 
-from mxjax.evaluation.cli import arguments, names
+from mxjax.evaluation.cli import arguments
+
+STUDIES = (
+  *("stages", "components", "rules", "recovery", "encoding", "geometry", "readings"),
+  *("next", "controls"),
+)
+"""Keys of `methods.hires.ablations.STUDIES`, which imports JAX; a test compares."""
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -17,17 +23,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     "OUT/tables.md and OUT/result.json. Finished rows stay in OUT, so a killed run "
     "continues where it was.",
   )
-  arguments.add_model(parser)
+  arguments.add(parser, "model")
   add = parser.add_argument
-  add(
-    "--study", required=True, help=f"comma list of {', '.join(names.STUDIES)}, or all"
-  )
+  add("--study", required=True, help=f"comma list of {', '.join(STUDIES)}, or all")
   add("--seeds", default="0,3,5", help="calibration draws; default: 0,3,5")
-  add("--out", required=True, metavar="DIR", help="a folder")
-  arguments.add_on_disk(parser)
-  arguments.add_calibration(parser)
-  arguments.add_evaluation(parser)
-  arguments.add_compiled(parser)
+  arguments.add(parser, "--out", help="a folder")
+  arguments.add(parser, "--on-disk")
+  arguments.add_run(parser)
   parser.set_defaults(replicates=3)
   return parser
 
@@ -36,19 +38,18 @@ def run(options: argparse.Namespace) -> None:
   """Runs the studies; prints and writes each table as its study finishes."""
   from mxjax.evaluation import ablation, ablation_table, study
   from mxjax.evaluation.cli import console, inputs, outputs
-  from mxjax.methods.hires import ablations
   from mxjax.storage import atomic_io
 
-  studies = names.split(options.study)
+  studies = arguments.split(options.study)
   if studies == ["all"]:
-    studies = list(ablations.STUDIES)
+    studies = list(STUDIES)
   for name in studies:
-    names.check("study", name, ablations.STUDIES)
+    arguments.check("study", name, STUDIES)
   seeds = [int(seed) for seed in options.seeds.split(",")]
   folder = pathlib.Path(options.out)
   outputs.check_resumable(folder, study.ROWS)
   options.seed = seeds[0]
-  _, tokenizer, subject, _ = inputs.prepare(options)
+  tokenizer, subject, _ = inputs.prepare(options)
   draws = {}
   for seed in seeds:
     options.seed = seed
@@ -59,6 +60,6 @@ def run(options: argparse.Namespace) -> None:
       results.append(ablation.run(name, subject, draws, folder, on_row=begin))
     text += ablation_table.table(results[-1]).markdown() + "\n"
     atomic_io.write_durably(folder / "tables.md", text.encode())
-    outputs.write_json(folder / "result.json", results)
+    atomic_io.write_json(folder / "result.json", results, indent=1)
   study.clear_store(folder)
   print(json.dumps(results) if options.json else text)

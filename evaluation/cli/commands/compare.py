@@ -4,7 +4,8 @@ import argparse
 import pathlib
 from typing import Any
 
-from mxjax.evaluation.cli import arguments, names
+from mxjax import methods
+from mxjax.evaluation.cli import arguments
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -14,7 +15,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     help="run several methods on the same calibration tokens",
     description="Quantizes MODEL by each method and ends in one table and one report.",
   )
-  arguments.add_model(parser)
+  arguments.add(parser, "model")
   add = parser.add_argument
   add(
     "--methods",
@@ -27,22 +28,15 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     default="floor",
     help="comma list of floor (the contract), even and rceil: every method under each",
   )
-  add(
-    "--out",
-    required=True,
-    metavar="DIR",
-    help="a new folder, or that of an unfinished comparison to continue",
-  )
-  arguments.add_on_disk(parser)
-  arguments.add_calibration(parser)
-  arguments.add_evaluation(parser)
-  arguments.add_compiled(parser)
+  told = "a new folder, or that of an unfinished comparison to continue"
+  arguments.add(parser, "--out", help=told)
+  arguments.add(parser, "--on-disk")
+  arguments.add_run(parser)
   return parser
 
 
 def run(options: argparse.Namespace) -> None:
   """Runs the methods without a finished row, and reports all of them."""
-  from mxjax import methods
   from mxjax.evaluation import study
   from mxjax.evaluation.cli import console, inputs, outputs
   from mxjax.numerics import mxfp4
@@ -50,11 +44,10 @@ def run(options: argparse.Namespace) -> None:
 
   groups = {"all": tuple(methods.METHODS), "paper": methods.PAPER_METHODS}
   selected: dict[str, None] = {}
-  for name in names.split(options.methods):
+  for name in arguments.split(options.methods):
     selected |= dict.fromkeys(groups.get(name, (name,)))
   for name in selected:
-    names.check("method", name.partition(":")[0], methods.METHODS)
-    methods.get(name)
+    arguments.check_method(name)
   rules = [mxfp4.Rules(scale_rule=rule) for rule in options.scale_rules.split(",")]
   contracts = {
     "" if rule == mxfp4.PAPER_RULES else f"[{rule.scale_rule}]": Contract(rules=rule)
@@ -62,18 +55,13 @@ def run(options: argparse.Namespace) -> None:
   }
   folder = pathlib.Path(options.out)
   outputs.check_resumable(folder, study.ROWS, study.STORE)
-  _, _, subject, tokens = inputs.prepare(options)
+  _, subject, tokens = inputs.prepare(options)
   with console.progress_bars() as begin:
     rows, _ = study.compare(
-      subject,
-      tokens,
-      list(selected),
-      folder=folder,
-      contracts=contracts,
-      on_method=begin,
+      subject, tokens, selected, folder=folder, contracts=contracts, on_method=begin
     )
   folder.mkdir(parents=True, exist_ok=True)
   if not any("error" in row for row in rows):
     study.clear_store(folder)
   outputs.finish(folder, rows, f"Comparison on {inputs.model_name(options)}")
-  outputs.print_rows(options, rows, folder)
+  outputs.print_rows(rows, folder, as_json=options.json)

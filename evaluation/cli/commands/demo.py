@@ -41,8 +41,7 @@ def run(options: argparse.Namespace) -> None:
     )
   folder.mkdir(parents=True, exist_ok=True)
   outputs.finish(folder, rows, "mxjax demo: SmolLM2-135M")
-  console.print_table(console.comparison_table(rows))
-  console.say(f"report: {folder / 'report.html'}")
+  outputs.print_rows(rows, folder)
   if quantized is not None:
     outputs.save(folder, rows[-1], quantized, model, tokenizer)
     text = outputs.continued(model, quantized, tokenizer, PROMPT, max_new_tokens=24)

@@ -3,12 +3,10 @@
 import argparse
 import json
 import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mxjax.evaluation.cli import arguments, names
-
-if TYPE_CHECKING:
-  from mxjax.evaluation.tasks import seven_tasks
+from mxjax.evaluation.cli import arguments
+from mxjax.evaluation.tasks import tasks
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -18,31 +16,26 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     help="measure a checkpoint",
     description="Measures a folder written by `quantize`.",
   )
-  parser.add_argument(
-    "checkpoint",
-    nargs="?",
-    metavar="DIR",
-    help="a folder written by `quantize`; with --tasks also any float model, the "
-    f"embedded {arguments.DEFAULT_MODEL} when omitted",
+  told = (
+    "a folder written by `quantize`; with --tasks also any float model, the embedded "
+    f"{arguments.DEFAULT_MODEL} when omitted"
   )
-  parser.add_argument(
-    "--model",
-    metavar="MODEL",
-    help="the float model, for --operator-error and --agreement",
-  )
-  arguments.add_storage(parser)
-  arguments.add_mesh(parser)
-  arguments.add_evaluation(parser)
-  _add_tasks(parser)
-  arguments.add_compiled(parser)
+  arguments.add(parser, "checkpoint", nargs="?", help=told)
+  told = "the float model, for --operator-error and --agreement"
+  parser.add_argument("--model", metavar="MODEL", help=told)
+  arguments.add(parser, "--storage")
+  arguments.add(parser.add_argument_group("devices"), "--mesh")
+  arguments.add(parser.add_argument_group("evaluation"), *arguments.EVALUATION)
+  arguments.add(parser, "--json")
+  _add_tasks(parser.add_argument_group("tasks"))
+  arguments.add(parser, "--compiled")
   return parser
 
 
-def _add_tasks(parser: argparse.ArgumentParser) -> None:
-  add = parser.add_argument_group("tasks").add_argument
-  add(
-    "--tasks", metavar="NAMES", help=f"all, or a comma list of {', '.join(names.TASKS)}"
-  )
+def _add_tasks(group: Any) -> None:
+  add = group.add_argument
+  names = ", ".join(tasks.SEVEN)
+  add("--tasks", metavar="NAMES", help=f"all, or a comma list of {names}")
   add("--items", type=int, metavar="N", help="first items only")
   add(
     "--task-source",
@@ -90,19 +83,17 @@ def run(options: argparse.Namespace) -> None:
 def _evaluate_checkpoint(options: argparse.Namespace, storage: dict[str, Any]) -> None:
   from mxjax import models
   from mxjax.audit import sizes
-  from mxjax.evaluation.cli import console, devices, inputs
+  from mxjax.evaluation.cli import console, inputs
 
-  mesh = devices.mesh_of(options)
-  model, quantized, tokenizer, folder = inputs.restore(
-    options.checkpoint, mesh, storage
-  )
+  mesh = inputs.mesh_of(options)
+  model, quantized, tokenizer = inputs.restore(options.checkpoint, mesh, storage)
   params: Any = {}
   if options.operator_error or options.agreement:
     _, params = models.from_pretrained(options.model)
   subject = inputs.test_subject(options, model, params, tokenizer, mesh)
   row = {
-    "checkpoint": str(folder),
-    "storage": names.split(options.storage or ""),
+    "checkpoint": str(inputs.checkpoint_folder(options.checkpoint)),
+    "storage": arguments.split(options.storage or ""),
     **subject.measure(quantized),
     "size": sizes.size_report(quantized),
   }
@@ -124,18 +115,20 @@ def _evaluate_checkpoint(options: argparse.Namespace, storage: dict[str, Any]) -
 
 def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> None:
   """Evaluates tasks and writes a result file."""
+  import jax
+
   from mxjax.evaluation import results
   from mxjax.evaluation.cli import console
   from mxjax.evaluation.tasks import seven_tasks
   from mxjax.storage import atomic_io
 
-  tasks = seven_tasks.parse_names(options.tasks)
+  names = seven_tasks.parse_names(options.tasks)
   folder = atomic_io.check_output(options.out) if options.out else None
-  subject = _task_subject(options, storage)
+  subject, facts = _task_subject(options, storage)
   with console.task_bars() as progress:
-    result, items = seven_tasks.run(
-      subject,
-      tasks,
+    measured, items = seven_tasks.run(
+      *subject,
+      names,
       item_limit=options.items,
       item_source=options.task_source,
       texts={"wikitext2": options.wikitext2, "c4": options.c4},
@@ -143,6 +136,13 @@ def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> Non
       window_length=options.window_length,
       on_progress=progress,
     )
+  result = results.to_json(
+    tasks=measured,
+    item_source=options.task_source,
+    platform=jax.devices()[0].platform,
+    jax=jax.__version__,
+    **facts,
+  )
   if folder:
     results.write(folder, result, items)
   if options.json:
@@ -155,43 +155,42 @@ def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> Non
 
 def _task_subject(
   options: argparse.Namespace, storage: dict[str, Any]
-) -> "seven_tasks.Subject":
-  """Loads a folder written by `quantize`, or else any float model."""
+) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
+  """Loads a folder written by `quantize`, or else any float model.
+
+  Returns model, params and tokenizer, and the facts that results name it by.
+  """
   from mxjax import models
   from mxjax.evaluation import results
   from mxjax.evaluation.cli import inputs
-  from mxjax.evaluation.tasks import seven_tasks
   from mxjax.layers import inference_packing
   from mxjax.storage import checkpoint
 
   source = options.checkpoint
   folder = inputs.checkpoint_folder(source) if source else None
+  facts: dict[str, Any]
   if folder is None or not (folder / checkpoint.MANIFEST).is_file():
-    model, lazy = models.open_pretrained(source)
-    params = lazy.load()
+    model, params = models.from_pretrained(source)
     if storage:
       params = inference_packing.pack_for_inference(params, **storage)
-    tokenizer = models.load_tokenizer(source)
+    subject = model, params, models.load_tokenizer(source)
     name = pathlib.Path(source).name if source else arguments.DEFAULT_MODEL
-    method, seed, details = results.FLOAT, None, {}
+    facts = {"model": name, "method": results.FLOAT, "seed": None}
   else:
-    model, params, tokenizer, _ = inputs.restore(folder, storage=storage)
-    facts = checkpoint.read_manifest(folder)
-    calibration = facts["calibration"] or {}
-    name = calibration.get("model") or folder.parent.name
-    method = (facts["program"] or {}).get("name", "quantized")
-    seed = calibration.get("seed")
-    details = {"calibration": calibration, "program": facts["program"]}
+    subject = inputs.restore(folder, storage=storage)
+    manifest = checkpoint.read_manifest(folder)
+    program, calibration = manifest["program"], manifest["calibration"] or {}
+    facts = {
+      "model": calibration.get("model") or folder.parent.name,
+      "method": (program or {}).get("name", "quantized"),
+      "seed": calibration.get("seed"),
+      "calibration": calibration,
+      "program": program,
+    }
+  if options.name:
+    facts["model"] = options.name
   if storage:
     # Packed storage changes the model, so its results get a name of their own.
-    details |= {"storage": names.split(options.storage)}
-    method += f" [{options.storage}]"
-  return seven_tasks.Subject(
-    model=model,
-    params=params,
-    tokenizer=tokenizer,
-    name=options.name or name,
-    method=method,
-    seed=seed,
-    details=details,
-  )
+    facts["storage"] = arguments.split(options.storage)
+    facts["method"] += f" [{options.storage}]"
+  return subject, facts

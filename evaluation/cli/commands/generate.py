@@ -10,17 +10,15 @@ from mxjax.evaluation.cli import arguments
 def add_parser(commands: Any) -> argparse.ArgumentParser:
   """Adds the command and its options."""
   parser = commands.add_parser("generate", help="continue a prompt")
+  arguments.add(parser, "checkpoint")
   add = parser.add_argument
-  add("checkpoint", metavar="DIR", help="a folder written by `quantize`")
   add("--prompt", required=True, help="the text to continue")
   add("--max-new-tokens", type=int, default=32, metavar="N", help="default: 32")
   add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
   add("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
   add("--top-p", type=float, metavar="P", help="sample from a share P of probability")
-  add("--seed", type=int, default=0, metavar="S", help="of the samples")
-  arguments.add_json(parser)
-  arguments.add_storage(parser)
-  arguments.add_compiled(parser)
+  arguments.add(parser, "--seed", help="of the samples")
+  arguments.add(parser, "--json", "--storage", "--compiled")
   return parser
 
 
@@ -32,11 +30,9 @@ def run(options: argparse.Namespace) -> None:
 
   from mxjax.evaluation.cli import inputs, outputs
 
-  model, params, tokenizer, _ = inputs.restore(options.checkpoint, storage=storage)
+  restored = inputs.restore(options.checkpoint, storage=storage)
   text = outputs.continued(
-    model,
-    params,
-    tokenizer,
+    *restored,
     options.prompt,
     max_new_tokens=options.max_new_tokens,
     temperature=options.temperature,

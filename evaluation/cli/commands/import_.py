@@ -4,6 +4,8 @@ import argparse
 import pathlib
 from typing import Any
 
+from mxjax.evaluation.cli import arguments
+
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
   """Adds the command and its options."""
@@ -14,7 +16,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     "OUT/checkpoint, which `mxjax evaluate` takes. Codes and scales stay as they are.",
   )
   parser.add_argument("folder", metavar="FOLDER", help="the compressed-tensors model")
-  parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+  arguments.add(parser, "--out")
   return parser
 
 

@@ -18,14 +18,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     "hidden states, captured inputs, Hessians and the temporaries of compiled "
     "functions. Evaluating the quantized model afterwards is not in it.",
   )
-  arguments.add_model(parser)
-  arguments.add_sequences(parser)
-  parser.add_argument("--chunk", type=int, default=1, help="sequences in a device call")
-  arguments.add_on_disk(parser)
-  parser.add_argument(
-    "--mesh", metavar="AXES", help="memory of one of several devices: data=4,model=2"
-  )
-  arguments.add_json(parser)
+  arguments.add(parser, "model", "--sequences", "--length", "--chunk", "--on-disk")
+  mesh_help = "memory of one of several devices: data=4,model=2"
+  arguments.add(parser, "--mesh", help=mesh_help)
+  arguments.add(parser, "--json")
   return parser
 
 

@@ -4,12 +4,9 @@ import argparse
 import contextlib
 import pathlib
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mxjax.evaluation.cli import arguments, names
-
-if TYPE_CHECKING:
-  from mxjax.evaluation.cli import inputs
+from mxjax.evaluation.cli import arguments
 
 RUN = "run"
 """Name of the subfolder with a run's journal and finished layers."""
@@ -24,16 +21,12 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     "(Orbax), OUT/run (journal and finished layers), OUT/result.json and "
     "OUT/report.html.",
   )
-  arguments.add_model(parser)
+  arguments.add(parser, "model")
   add = parser.add_argument
   add("--method", default="hires", help=f"{arguments.METHOD_HELP}; default: hires")
-  add("--out", required=True, metavar="DIR", help="a new folder")
-  add(
-    "--chunk",
-    type=int,
-    default=1,
-    help="sequences in a device call; bits do not change",
-  )
+  arguments.add(parser, "--out")
+  chunk_help = "sequences in a device call; bits do not change"
+  arguments.add(parser, "--chunk", help=chunk_help)
   add(
     "--resume",
     action="store_true",
@@ -45,26 +38,41 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     default="bars",
     help="progress on stderr: bars, or one JSON event a line for machines",
   )
-  arguments.add_on_disk(parser)
-  arguments.add_processes(arguments.add_mesh(parser))
-  arguments.add_calibration(parser)
-  arguments.add_evaluation(parser)
-  arguments.add_compiled(parser)
+  arguments.add(parser, "--on-disk")
+  _add_devices(parser.add_argument_group("devices"))
+  arguments.add_run(parser)
   return parser
+
+
+def _add_devices(group: Any) -> None:
+  arguments.add(group, "--mesh")
+  add = group.add_argument
+  add(
+    "--distributed",
+    action="store_true",
+    help="this is one process of several that run the same command on one --out; "
+    "without --mesh all of their devices are on data",
+  )
+  add(
+    "--coordinator",
+    metavar="HOST:PORT",
+    help="process 0's address; this and the next two are taken from the cluster's "
+    "environment when omitted",
+  )
+  add("--processes", type=int, metavar="N", help="how many there are")
+  add("--process", type=int, metavar="I", help="which one this is")
 
 
 def run(options: argparse.Namespace) -> None:
   """Quantizes the model, measures it, and writes the folder."""
-  from mxjax import methods
   from mxjax.devices import processes
-  from mxjax.evaluation.cli import devices, inputs, outputs, progress
+  from mxjax.evaluation.cli import inputs, outputs, progress
   from mxjax.running import pipeline
   from mxjax.storage import atomic_io
 
-  names.check("method", options.method.partition(":")[0], methods.METHODS)
-  methods.get(options.method)
+  arguments.check_method(options.method)
   folder = pathlib.Path(options.out)
-  mesh = devices.mesh_of(options)
+  mesh = inputs.mesh_of(options)
   is_resumed = options.resume and (folder / RUN).is_dir()
   if processes.is_leader() and not is_resumed:
     atomic_io.check_output(folder)
@@ -80,77 +88,60 @@ def run(options: argparse.Namespace) -> None:
     return
   if options.log == "json":
     progress.emit("finished", out=str(folder))
-  outputs.print_rows(options, [row], folder)
+  outputs.print_rows([row], folder, as_json=options.json)
 
 
-def _quantize(
-  options: argparse.Namespace, folder: pathlib.Path, prepared: "inputs.Inputs"
-) -> dict[str, Any]:
-  """Runs the method in its run folder and saves the results; returns the row."""
+def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) -> Any:
+  """Runs the method in its run folder, saves what it made, and returns the row."""
+  from mxjax import models
   from mxjax.devices import processes
-  from mxjax.evaluation.cli import inputs, outputs
-  from mxjax.storage import checkpoint, run_folder
+  from mxjax.evaluation import study
+  from mxjax.evaluation.cli import inputs, outputs, progress
+  from mxjax.storage import checkpoint, layer_store, run_folder
 
-  model, tokenizer, subject, _ = prepared
+  tokenizer, subject, tokens = prepared
   is_leader = processes.is_leader()
+  is_on_disk = isinstance(subject.params, models.LazyParams)
+  tell = progress.teller(options.log)
   with contextlib.ExitStack() as stack:
     run = stack.enter_context(
       run_folder.open_run(folder / RUN, resume=options.resume, mesh=subject.mesh)
     )
     if is_leader:
       outputs.remove_unfinished(folder)
-    row, quantized = _run_method(options, run, prepared, stack)
+    store: Any = {}
+    if is_on_disk:
+      # Inside the run folder, so that the leftovers of a killed process are removed.
+      place = run.path if is_leader else None
+      scratch = tempfile.TemporaryDirectory(dir=place, prefix="scratch-")
+      store = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))
+    begin = stack.enter_context(progress.progress(options.log if is_leader else "none"))
+    stop = stack.enter_context(progress.stopper(tell))
+    for name in run.discarded:
+      tell(f"resume: discarded {name}, which was not finished")
+    row, quantized = study.run_method(
+      subject,
+      tokens,
+      options.method,
+      run_dir=run,
+      chunk=options.chunk,
+      on_progress=stop.follow(begin(options.method)),
+      stop=stop,
+      into=store,
+    )
+    row["layers_on_disk"] = is_on_disk
+    model_name = inputs.model_name(options)
     row["record"]["calibration"] |= {
       "seed": options.seed,
       "data": options.calib or "embedded",
-      "model": pathlib.Path(inputs.model_name(options)).name,
+      "model": pathlib.Path(model_name).name,
     }
     row["float_perplexity"] = subject.float_perplexities()
     if not (folder / inputs.CHECKPOINT).exists():
-      outputs.save(folder, row, quantized, model, tokenizer)
+      outputs.save(folder, row, quantized, subject.model, tokenizer)
     elif is_leader:
       checkpoint.check_saved(folder / inputs.CHECKPOINT, quantized)
     if is_leader:
-      title = f"{options.method} on {inputs.model_name(options)}"
-      outputs.finish(folder, [row], title)
+      outputs.finish(folder, [row], f"{options.method} on {model_name}")
     processes.wait_for_all(subject.mesh)
   return row
-
-
-def _run_method(
-  options: argparse.Namespace,
-  run: Any,
-  prepared: "inputs.Inputs",
-  stack: contextlib.ExitStack,
-) -> tuple[dict[str, Any], Any]:
-  """Quantizes and measures with progress; `stack` owns scratch files and signals."""
-  from mxjax import models
-  from mxjax.devices import processes
-  from mxjax.evaluation import study
-  from mxjax.evaluation.cli import progress
-  from mxjax.storage import layer_store
-
-  is_leader = processes.is_leader()
-  is_on_disk = isinstance(prepared.subject.params, models.LazyParams)
-  store: Any = {}
-  if is_on_disk:
-    # Inside the run folder, so that the leftovers of a killed process are removed.
-    place = run.path if is_leader else None
-    scratch = tempfile.TemporaryDirectory(dir=place, prefix="scratch-")
-    store = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))
-  tell = progress.teller(options.log)
-  begin = stack.enter_context(progress.progress(options.log if is_leader else "none"))
-  stop = stack.enter_context(progress.stopper(tell))
-  for name in run.discarded:
-    tell(f"resume: discarded {name}, which was not finished")
-  row, quantized = study.run_method(
-    prepared.subject,
-    prepared.tokens,
-    options.method,
-    run_dir=run,
-    chunk=options.chunk,
-    on_progress=stop.follow(begin(options.method)),
-    stop=stop,
-    into=store,
-  )
-  return row | {"layers_on_disk": is_on_disk}, quantized

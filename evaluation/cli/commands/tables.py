@@ -4,6 +4,8 @@ import argparse
 import sys
 from typing import Any
 
+from mxjax.evaluation.cli import arguments
+
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
   """Adds the command and its options."""
@@ -14,15 +16,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     "seeds with paired intervals, and alternative aggregates; missing cells stay "
     "empty.",
   )
-  parser.add_argument(
-    "results",
-    nargs="+",
-    metavar="RESULT",
-    help="evaluation.json files, or folders searched for them",
-  )
-  parser.add_argument(
-    "--out", metavar="DIR", help="a new folder for tables.md, tables.csv, tables.html"
-  )
+  told = "evaluation.json files, or folders searched for them"
+  parser.add_argument("results", nargs="+", metavar="RESULT", help=told)
+  told = "a new folder for tables.md, tables.csv, tables.html"
+  arguments.add(parser, "--out", required=False, help=told)
   return parser
 
 

@@ -15,9 +15,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     description="Checks contract, checksums, coverage, payloads, maps, operands and "
     "recovery of a quantized model; prints a sentence a fault and exits with 1.",
   )
-  parser.add_argument("folder", metavar="DIR", help="a folder written by `quantize`")
-  parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the inputs")
-  arguments.add_json(parser)
+  arguments.add(parser, "checkpoint")
+  arguments.add(parser, "--seed", help="of the inputs")
+  arguments.add(parser, "--json")
   return parser
 
 
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
   from mxjax.audit import verify
   from mxjax.evaluation.cli import console
 
-  audit = verify.verify(options.folder, seed=options.seed)
+  audit = verify.verify(options.checkpoint, seed=options.seed)
   if options.json:
     print(json.dumps(audit.to_dict()))
   else:

@@ -17,7 +17,6 @@ from mxjax.evaluation.cli import parser
 from mxjax.storage import checkpoint
 
 ROOT = pathlib.Path(__file__).parents[3]
-MODEL = ROOT / "models" / "trained" / "llama"
 pytestmark = pytest.mark.slow
 
 # What Python runs first in a process, and in the child that does its work, that never
@@ -40,18 +39,17 @@ layer_quantization.quantize_layer = held
 
 def arguments(folder, out):
   data = str(folder / "tokens.npy")
-  return [
-    "quantize",
-    str(MODEL),
-    *("--method", "rtn", "--calib", data, "--data", data, "--out", str(out)),
-    *("--sequences", "2", "--length", "64", "--windows", "2", "--window-length", "64"),
-  ]
+  sizes = ("--sequences", "2", "--length", "32", "--windows", "2")
+  source = ("--calib", data, "--data", data, "--window-length", "32")
+  model = str(folder / "model")
+  return ["quantize", model, "--method", "rtn", "--out", str(out), *source, *sizes]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, write_square_model):
   path = tmp_path_factory.mktemp("distributed")
-  tokens = np.random.default_rng(0).integers(0, 2048, (2, 64)).astype(np.int32)
+  write_square_model(path / "model")
+  tokens = np.random.default_rng(0).integers(0, 64, (2, 32)).astype(np.int32)
   np.save(path / "tokens.npy", tokens)
   return path
 
@@ -65,17 +63,16 @@ class Job:
     sign: The file that is made when the held process has reached its layer.
   """
 
-  def __init__(self, folder, out, *more, held=None):
+  def __init__(self, folder, out, *, held=None):
     with socket.socket() as free:
       free.bind(("127.0.0.1", 0))
       port = free.getsockname()[1]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     self.logs = [folder / f"{out.name}-{port}-{i}.log" for i in range(2)]
     self.sign = folder / f"{out.name}-{port}-held"
     self.processes = []
     for i, log in enumerate(self.logs):
-      words = [*arguments(folder, out), "--log", "json", *more]
-      words += ["--distributed", "--coordinator", f"127.0.0.1:{port}"]
+      words = [*arguments(folder, out), "--resume", "--log", "json", "--distributed"]
+      words += ["--coordinator", f"127.0.0.1:{port}"]
       words += ["--processes", "2", "--process", str(i)]
       command = [sys.executable, "-m", "mxjax.evaluation.cli.parser", *words]
       path = str(ROOT)
@@ -85,7 +82,7 @@ class Job:
         code = HELD.format(layer=f"layers_{held[1]}", sign=str(self.sign))
         (first / "sitecustomize.py").write_text(code)
         path = os.pathsep.join([str(first), path])
-      own = {**environment, "PYTHONPATH": path}
+      own = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
       with open(log, "wb") as stream:
         self.processes.append(
           subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, env=own)
@@ -106,7 +103,7 @@ class Job:
 def test_a_lost_process_ends_the_job_and_the_job_resumes(folder):
   out = folder / "lost"
   for lost, layer in ((1, 1), (0, 2)):
-    job = Job(folder, out, "--resume", held=(lost, layer))
+    job = Job(folder, out, held=(lost, layer))
     job.wait_until_held()
     job.processes[lost].send_signal(signal.SIGKILL)
     codes = job.ends()
@@ -114,7 +111,7 @@ def test_a_lost_process_ends_the_job_and_the_job_resumes(folder):
     assert codes[lost] == -signal.SIGKILL
     assert codes[left] == processes.LOST, job.logs[left].read_text()
     assert processes.LOST_MESSAGE in job.logs[left].read_text()
-  job = Job(folder, out, "--resume")
+  job = Job(folder, out)
   assert job.ends() == [0, 0], [log.read_text() for log in job.logs]
 
   assert parser.main(arguments(folder, folder / "alone")) == 0
@@ -128,10 +125,3 @@ def test_a_lost_process_ends_the_job_and_the_job_resumes(folder):
   assert row["record"]["layers"] == alone["record"]["layers"]
   assert row["perplexity"] == alone["perplexity"]
   assert len(row["record"]["resumed"]) >= 2
-
-
-def test_processes_without_distributed_are_refused(folder, capsys):
-  words = [*arguments(folder, folder / "refused"), "--processes", "2"]
-  assert parser.main(words) == 2
-  assert "expected --distributed beside --processes" in capsys.readouterr().err
-  assert not (folder / "refused").exists()

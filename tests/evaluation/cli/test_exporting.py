@@ -6,19 +6,21 @@ import jax
 import numpy as np
 import pytest
 
-from mxjax.evaluation.cli import parser
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.numerics.shaping import input_maps
 from mxjax.storage import checkpoint, export
+from tests import tiny
+
+WINDOWS = ("--windows", "2", "--window-length", "32")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory, tiny_params, tiny_config, write_tokenizer):
+def saved(tmp_path_factory, tiny_params, tiny_config):
   """A checkpoint with Hadamards on its down projections, and its tokenizer."""
   folder = tmp_path_factory.mktemp("quantized")
-  write_tokenizer(folder, 61)
+  tiny.save_tokenizer(folder, 61)
 
   def quantized(path, leaf):
     name = jax.tree_util.keystr(path)
@@ -39,30 +41,20 @@ def saved(tmp_path_factory, tiny_params, tiny_config, write_tokenizer):
 
 
 def command(saved, out, form, *extra):
-  text = str(saved[0] / "text.txt")
-  return [
-    *("export", str(saved[0]), "--format", form, "--out", str(out), "--data", text),
-    *("--windows", "2", "--window-length", "32", "--json", *extra),
-  ]
+  data = ("--data", saved[0] / "text.txt", *WINDOWS)
+  return ["export", saved[0], "--format", form, "--out", out, *data, *extra]
 
 
-def printed(capsys):
-  return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-
-
-def test_what_is_dropped_is_measured_and_said(saved, tmp_path, capsys):
+def test_what_is_dropped_is_measured_and_said(saved, tmp_path, mxjax, refused):
   out = tmp_path / "out"
-  form = "compressed-tensors"
-  assert parser.main(command(saved, out, form)) == 2
-  error = capsys.readouterr().err
+  export_ = command(saved, out, "compressed-tensors")
+  error = refused(*export_)
   assert "cannot hold maps" in error and "--drop maps" in error
-  assert not out.exists()
-  assert parser.main(command(saved, out, form, "--drop", "maps", "--windows", "0")) == 2
-  assert "measured before it is written" in capsys.readouterr().err
+  error = refused(*export_, "--drop", "maps", "--windows", 0)
+  assert "measured before it is written" in error
   assert not out.exists()
 
-  assert parser.main(command(saved, out, form, "--drop", "maps")) == 0
-  manifest = printed(capsys)
+  manifest = mxjax(*export_, "--drop", "maps")
   assert manifest == json.loads((out / "mxjax_export.json").read_text())
   assert manifest["dropped"] == ["maps"]
   assert manifest["source"]["program"] == {"name": "by hand"}
@@ -75,22 +67,18 @@ def test_what_is_dropped_is_measured_and_said(saved, tmp_path, capsys):
   assert len(set(measured.values())) == 3
 
   # The import measures as the export said: our rule on the same codes.
-  assert parser.main(["import", str(out), "--out", str(tmp_path / "in")]) == 0
-  evaluate = ["evaluate", str(tmp_path / "in"), "--data", str(saved[0] / "text.txt")]
-  evaluate += ["--windows", "2", "--window-length", "32", "--json"]
-  capsys.readouterr()
-  assert parser.main(evaluate) == 0
-  again = printed(capsys)["perplexity"]["text"]["mean"]
-  assert again == measured["with what was dropped left out"]
+  mxjax("import", out, "--out", tmp_path / "in", as_json=False)
+  again = mxjax("evaluate", tmp_path / "in", "--data", saved[0] / "text.txt", *WINDOWS)
+  mean = again["perplexity"]["text"]["mean"]
+  assert mean == measured["with what was dropped left out"]
 
 
-def test_transforms_and_own_state_lose_nothing(saved, tmp_path, capsys):
-  extra = ("--windows", "0")
+def test_transforms_and_own_state_lose_nothing(saved, tmp_path, mxjax):
   first, second = tmp_path / "transforms", tmp_path / "state"
-  form = "compressed-tensors"
-  assert parser.main(command(saved, first, form, "--transforms", *extra)) == 0
-  assert printed(capsys)["transforms"] == ["hadamard_32"]
-  assert parser.main(command(saved, second, "safetensors", *extra)) == 0
+  extra = ("--windows", 0)
+  transforms = command(saved, first, "compressed-tensors", "--transforms", *extra)
+  assert mxjax(*transforms)["transforms"] == ["hadamard_32"]
+  mxjax(*command(saved, second, "safetensors", *extra))
   for params in (
     export.read_compressed_tensors(first).params,
     export.read_state(second)[0],
@@ -113,11 +101,8 @@ def test_transforms_and_own_state_lose_nothing(saved, tmp_path, capsys):
   ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(
-  saved, tmp_path, capsys, form, extra, message
+  saved, tmp_path, refused, form, extra, message
 ):
   out = tmp_path / "out"
-  assert parser.main(command(saved, out, form, *extra)) == 2
-  error = capsys.readouterr().err
-  assert message in error
-  assert "Traceback" not in error
+  assert message in refused(*command(saved, out, form, *extra))
   assert not out.exists()

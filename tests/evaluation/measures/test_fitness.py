@@ -5,8 +5,6 @@ for all values that round to it, so a summary is reproduced when its printed val
 meets the range that the printed inputs allow: no tolerance is chosen.
 """
 
-import json
-import pathlib
 import re
 
 import numpy as np
@@ -14,13 +12,8 @@ import pytest
 
 from mxjax.evaluation.measures import fitness
 from mxjax.evaluation.measures.statistics import paired_interval
+from tests.evaluation.paper import COLUMNS, PAPER
 
-PAPER = json.loads(
-  (pathlib.Path(__file__).parents[2] / "golden" / "paper_results.json").read_text()
-)
-COLUMNS = dict(
-  zip(("WT2", "C4", "ARC-C", "ARC-E", "HS", "PIQA", "Wino"), fitness.TASKS, strict=True)
-)
 REFERENCES = {row["Model"]: row for row in PAPER["ablation_bf16"]}
 SHORT_NAMES = {"Qwen3-8B": "Qwen", "Llama-3-8B": "Llama"}
 SEEDS = ("Seed 0", "Seed 3", "Seed 5")
@@ -35,12 +28,8 @@ def cell(text):
 
 def scores(row, *, percent=False):
   """Ranges by task of a printed row."""
-  unit = {task: 100.0 if percent else 1.0 for task in fitness.ACCURACIES}
-  return {
-    task: cell(row[name]) / unit.get(task, 1.0)
-    for name, task in COLUMNS.items()
-    if name in row
-  }
+  unit = lambda task: 100.0 if percent and task in fitness.ACCURACIES else 1.0
+  return {t: cell(row[name]) / unit(t) for name, t in COLUMNS.items() if name in row}
 
 
 def reach(summary, row, reference=None):
@@ -83,10 +72,8 @@ def test_every_fit7_of_the_seven_models():
 @pytest.mark.parametrize(
   ("table", "rows"),
   [
-    ("calib_seed_stability", 12),
-    ("kd_multiseed", 24),
-    ("onecode_rules", 18),
-    ("structural_multiseed", 24),
+    *[("calib_seed_stability", 12), ("kd_multiseed", 24)],
+    *[("onecode_rules", 18), ("structural_multiseed", 24)],
   ],
 )
 def test_every_fit7_of_the_seed_tables(table, rows):
@@ -95,28 +82,6 @@ def test_every_fit7_of_the_seed_tables(table, rows):
     ends = reach(fitness.fit7, scores(row), scores(REFERENCES[row["Model"]]))
     assert_reproduced(row["Fit-7"], ends, row)
     assert ends[1] - ends[0] < 1e-5
-
-
-@pytest.mark.parametrize(
-  "table",
-  [
-    "fresh_stale_multiseed",
-    "encoding_boundary_endpoints",
-    "component_ablations",
-    "discrete_ablations",
-    "structural_ablations",
-    "stage_progression_raw",
-  ],
-)
-def test_every_fit3(table):
-  for row in PAPER[table]:
-    model = SHORT_NAMES.get(row["Model"], row["Model"])
-    percent = model != row["Model"]
-    pair = scores(row, percent=percent), scores(REFERENCES[model])
-    assert_reproduced(row["Fit-3"], reach(fitness.fit3, *pair), row)
-    if "Mean dmg" in row:
-      assert_reproduced(row["Mean dmg"], reach(mean_of_three, *pair), row)
-      assert_reproduced(row["Worst dmg"], reach(worst_of_three, *pair), row)
 
 
 def mean_of_three(ours, reference):
@@ -128,11 +93,24 @@ def worst_of_three(ours, reference):
   return fitness.worst_damage(ours, reference, fitness.FIT3_TASKS)[1]
 
 
-def test_fit3_of_the_encoding_boundary_by_seed():
-  for row in PAPER["encoding_boundary_seeds"]:
-    before = {name.removeprefix("Pre "): value for name, value in row.items()}
-    pair = scores(before), scores(REFERENCES[row["Model"]])
-    assert_reproduced(row["Pre Fit-3"], reach(fitness.fit3, *pair), row)
+@pytest.mark.parametrize(
+  "table",
+  [
+    *["fresh_stale_multiseed", "encoding_boundary_endpoints", "component_ablations"],
+    *["discrete_ablations", "structural_ablations", "stage_progression_raw"],
+    "encoding_boundary_seeds",
+  ],
+)
+def test_every_fit3(table):
+  for printed in PAPER[table]:
+    row = {name.removeprefix("Pre "): value for name, value in printed.items()}
+    model = SHORT_NAMES.get(row["Model"], row["Model"])
+    percent = model != row["Model"]
+    pair = scores(row, percent=percent), scores(REFERENCES[model])
+    assert_reproduced(row["Fit-3"], reach(fitness.fit3, *pair), row)
+    if "Mean dmg" in row:
+      assert_reproduced(row["Mean dmg"], reach(mean_of_three, *pair), row)
+      assert_reproduced(row["Worst dmg"], reach(worst_of_three, *pair), row)
 
 
 def test_robust_fit_and_mean_of_every_method():
@@ -214,23 +192,23 @@ def test_the_exact_quantile_of_three_seeds():
   )
 
 
-class TestMistakes:
-  SCORES = dict.fromkeys(fitness.TASKS, 0.5)
+def test_a_missing_task_is_named():
+  whole = dict.fromkeys(fitness.TASKS, 0.5)
+  partial = {k: v for k, v in whole.items() if k != "piqa"}
+  with pytest.raises(ValueError, match="got none of piqa"):
+    fitness.fit7(partial, whole)
+  with pytest.raises(ValueError, match="got none of piqa"):
+    fitness.acc5(partial)
+  assert fitness.fit3(partial, whole) == 0.0
 
-  def test_a_missing_task_is_named(self):
-    partial = {k: v for k, v in self.SCORES.items() if k != "piqa"}
-    with pytest.raises(ValueError, match="got none of piqa"):
-      fitness.fit7(partial, self.SCORES)
-    with pytest.raises(ValueError, match="got none of piqa"):
-      fitness.acc5(partial)
-    assert fitness.fit3(partial, self.SCORES) == 0.0
 
-  def test_damage_is_signed_and_its_direction_is_the_tasks(self):
-    assert fitness.damage("c4", 11.0, 10.0) == pytest.approx(0.1)
-    assert fitness.damage("piqa", 0.9, 0.6) == pytest.approx(-0.5)
-    with pytest.raises(ValueError, match="positive float score, got c4 with 0"):
-      fitness.damage("c4", 1.0, 0.0)
+def test_damage_is_signed_and_its_direction_is_the_tasks():
+  assert fitness.damage("c4", 11.0, 10.0) == pytest.approx(0.1)
+  assert fitness.damage("piqa", 0.9, 0.6) == pytest.approx(-0.5)
+  with pytest.raises(ValueError, match="positive float score, got c4 with 0"):
+    fitness.damage("c4", 1.0, 0.0)
 
-  def test_unpaired_seeds(self):
-    with pytest.raises(ValueError, match="got 3 and 2 values"):
-      paired_interval([1.0, 2.0, 3.0], [1.0, 2.0])
+
+def test_unpaired_seeds():
+  with pytest.raises(ValueError, match="got 3 and 2 values"):
+    paired_interval([1.0, 2.0, 3.0], [1.0, 2.0])

@@ -7,7 +7,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-from mxjax.evaluation.report import axes, numbers
+from mxjax.evaluation.report import numbers, svg
 from mxjax.evaluation.report import page as report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -23,10 +23,10 @@ class Page(html.parser.HTMLParser):
     self.feed(source)
     self.close()
     assert self.open == []
+    self.text = " ".join(self.words)
 
   def handle_starttag(self, tag, attrs):
-    self.tags.append(tag)
-    self.attributes += attrs
+    self.handle_startendtag(tag, attrs)
     if tag not in VOID:
       self.open.append(tag)
 
@@ -40,64 +40,44 @@ class Page(html.parser.HTMLParser):
   def handle_data(self, data):
     self.words.append(data)
 
-  @property
-  def text(self):
-    return " ".join(self.words)
-
 
 def linear(layer, mapped):
-  record = {
-    "shape": [64, 64],
-    "map": "none",
-    "rounding": "nearest",
-    "edit_rate": 0.0,
-    "saturated_activations": 0.02,
-    "top_code_weights": 0.05,
-    "activation_exponents": {"-3": 10, "-1": 4},
-    "weight_exponents": {"-2": 7},
-  }
+  record = dict(
+    shape=[64, 64],
+    map="none",
+    rounding="nearest",
+    edit_rate=0.0,
+    saturated_activations=0.02,
+    top_code_weights=0.05,
+    activation_exponents={"-3": 10, "-1": 4},
+    weight_exponents={"-2": 7},
+  )
   errors = [0.02 + 0.001 * layer] * 4
   if mapped:
     errors = [0.02, 0.01, 0.008, 0.005 + 0.001 * layer]
-    record |= {
-      "map": "BlockDense",
-      "rounding": "one-code",
-      "edit_rate": 0.9,
-      "balance_steps": [1.0, 0.5, 0.0, 1.0],
-      "interaction_spectral_norm": [0.03, 0.06],
-      "damping": 0.1 if layer == 1 else 0.009999999776482582,
-    }
+    record |= dict(
+      map="BlockDense",
+      rounding="one-code",
+      edit_rate=0.9,
+      balance_steps=[1.0, 0.5, 0.0, 1.0],
+      interaction_spectral_norm=[0.03, 0.06],
+      damping=0.1 if layer == 1 else 0.009999999776482582,
+    )
   names = ("rtn", "mapped_rtn", "mapped_nearest", "final")
   return record | {f"error_{n}": e for n, e in zip(names, errors, strict=True)}
 
 
+ATTENTION = {"scale": [1.01, 0.99], "offset": [1e-5, -2e-4]}
+MLP = {"alpha": -0.01, "beta": 0.03, "eta": 0.02, "gate_deviation": 0.4, "cells": 4}
+RECOVERY = {
+  "attention": ATTENTION | {"error_before": 0.006, "error_after": 0.005},
+  "mlp": MLP | {"error_before": 0.012, "error_after_linearized": 0.01},
+}
+SANITY = {"float_loss": 2.5, "quantized_loss": 2.75, "divergence": 0.0625}
+BYTES = {"codes": 500, "scales": 60, "maps": 40, "rounding": 30, "total": 630}
+
+
 def run(method="hires", layers=3, mapped=True):
-  recovery = {
-    "attention": {
-      "scale": [1.01, 0.99],
-      "offset": [1e-5, -2e-4],
-      "error_before": 0.006,
-      "error_after": 0.005,
-    },
-    "mlp": {
-      "alpha": -0.01,
-      "beta": 0.03,
-      "eta": 0.02,
-      "gate_deviation": 0.4,
-      "cells": 4,
-      "error_before": 0.012,
-      "error_after_linearized": 0.01,
-    },
-  }
-  linears = {
-    "codes": 500,
-    "scales": 60,
-    "maps": 40,
-    "rounding": 30,
-    "total": 630,
-    "weights": 1000,
-    "bits_per_weight": 5.04,
-  }
   return {
     "method": method,
     "perplexity": {
@@ -106,12 +86,9 @@ def run(method="hires", layers=3, mapped=True):
     "float_perplexity": {"wikitext": 18.75},
     "operator_error": 0.0123 if mapped else None,
     "size": {
-      "quantized_linears": linears,
-      "recovery": 20,
-      "other": 400,
-      "total": 1050,
-      "bf16_total": 2400,
-      "ratio": 2400 / 1050,
+      "quantized_linears": BYTES | {"weights": 1000, "bits_per_weight": 5.04},
+      **{"recovery": 20, "other": 400, "total": 1050},
+      **{"bf16_total": 2400, "ratio": 2400 / 1050},
     },
     "record": {
       "program": {"name": method, "recover": [], "options": {"damping": 0.01}},
@@ -121,7 +98,7 @@ def run(method="hires", layers=3, mapped=True):
         {
           "name": f"layers_{index}",
           "linears": {path: linear(index, mapped) for path in PATHS},
-          "recovery": recovery if mapped else {},
+          "recovery": RECOVERY if mapped else {},
         }
         for index in range(layers)
       ],
@@ -129,15 +106,7 @@ def run(method="hires", layers=3, mapped=True):
         "seconds": {"calibration": 1.5, "quantization": 300.0},
         "peak_bytes": {"calibration": 2**30, "quantization": 3 * 2**29},
       },
-      "sanity": {
-        "float_loss": 2.5,
-        "quantized_loss": 2.75,
-        "divergence": 0.0625,
-        "agreement": 0.875,
-        "tokens": 255,
-      }
-      if mapped
-      else None,
+      "sanity": SANITY | {"agreement": 0.875, "tokens": 255} if mapped else None,
     },
   }
 
@@ -148,57 +117,24 @@ def written(runs, tmp_path, **names):
   return path.read_text(encoding="utf-8")
 
 
+EXPECTED = (
+  "A title; its line; Summary; Perplexity; 21.5 ± 0.25; 18.75; 0.0123; 1.025 KiB; "
+  "2.344 KiB; 2.29×; 5.04; Final error by layer; Error by layer; q_proj; down_proj; "
+  "native, nearest; mapped, final weights; Balance steps accepted; identity; "
+  "Edit rate; Interaction norm; bound 1/8; Exponents of weight blocks; "
+  "Exponents of activation blocks; Activations beyond the top code; "
+  "Weights at the top code; Value scale a; Value offset b; "
+  "Error of the value outputs; MLP coefficients; Error of the gated product; Damping; "
+  "0.1 (not the default); 2 of 6 linears needed another damping; "
+  "layers_1/mlp/down_proj; Time by stage; 5 min; Peak memory; 1.5 GiB; Sanity gate; "
+  f"2.75; 87.5%; Provenance; {'c0ffee' * 10}; {'beef' * 16}; 2 × 256"
+)
+
+
 def test_all_sections_and_numbers_are_there(tmp_path):
   source = written([run()], tmp_path)
   page = Page(source)
-  for expected in (
-    "A title",
-    "its line",
-    "Summary",
-    "Perplexity",
-    "21.5 ± 0.25",
-    "18.75",
-    "0.0123",
-    "1.025 KiB",
-    "2.344 KiB",
-    "2.29×",
-    "5.04",
-    "Final error by layer",
-    "Error by layer",
-    "q_proj",
-    "down_proj",
-    "native, nearest",
-    "mapped, final weights",
-    "Balance steps accepted",
-    "identity",
-    "Edit rate",
-    "Interaction norm",
-    "bound 1/8",
-    "Exponents of weight blocks",
-    "Exponents of activation blocks",
-    "Activations beyond the top code",
-    "Weights at the top code",
-    "Value scale a",
-    "Value offset b",
-    "Error of the value outputs",
-    "MLP coefficients",
-    "Error of the gated product",
-    "Damping",
-    "0.1 (not the default)",
-    "2 of 6 linears needed another damping",
-    "layers_1/mlp/down_proj",
-    "Time by stage",
-    "5 min",
-    "Peak memory",
-    "1.5 GiB",
-    "Sanity gate",
-    "2.75",
-    "87.5%",
-    "Provenance",
-    "c0ffee" * 10,
-    "beef" * 16,
-    "2 × 256",
-  ):
+  for expected in EXPECTED.split("; "):
     assert expected in page.text, expected
   assert page.tags.count("svg") == 3 + 2 + 3 + 4 + 5 + 2
 
@@ -293,28 +229,26 @@ def test_runs_that_cannot_be_shown_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("value", "expected"),
-  [(0, "0"), (12.3456, "12.35"), (0.00012, "1.2e-4"), (-3e7, "-3e7"), (1e-3, "0.001")],
+  ("form", "value", "expected"),
+  [
+    *[(numbers.number, 0, "0"), (numbers.number, 12.3456, "12.35")],
+    *[(numbers.number, 0.00012, "1.2e-4"), (numbers.number, -3e7, "-3e7")],
+    *[(numbers.number, 1e-3, "0.001"), (numbers.size, 0, "0 B")],
+    *[(numbers.size, 1023, "1023 B"), (numbers.size, 1024, "1 KiB")],
+    (numbers.size, 1536 * 2**20, "1.5 GiB"),
+  ],
 )
-def test_numbers_have_four_digits(value, expected):
-  assert numbers.number(value) == expected
-
-
-@pytest.mark.parametrize(
-  ("value", "expected"),
-  [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536 * 2**20, "1.5 GiB")],
-)
-def test_sizes_use_binary_units(value, expected):
-  assert numbers.size(value) == expected
+def test_numbers_have_four_digits_and_sizes_binary_units(form, value, expected):
+  assert form(value) == expected
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 17), (0.13, 0.14), (5, 5)])
 def test_ticks_are_round_and_inside(low, high):
-  ticks = axes.linear_ticks(low, high)
+  ticks = svg.linear_ticks(low, high)
   assert 1 <= len(ticks) <= 7
   assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
 
 
 def test_log_ticks_are_inside():
-  assert axes.log_ticks(1e-4, 1.0) == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
-  assert axes.log_ticks(0.012, 0.3) == pytest.approx([0.02, 0.05, 0.1, 0.2])
+  assert svg.log_ticks(1e-4, 1.0) == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
+  assert svg.log_ticks(0.012, 0.3) == pytest.approx([0.02, 0.05, 0.1, 0.2])

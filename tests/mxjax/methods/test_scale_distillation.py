@@ -137,9 +137,10 @@ def test_predictions_of_a_trained_model_come_closer():
   load = lambda split, count: datasets.load_tokens(
     None, tokenizer, count=count, length=128, split=split
   )
-  unseen = jnp.asarray(load("test", 4))
-  calib = Calibration(model, load("calibration", 16))
-  exact = jax.nn.log_softmax(model.apply({"params": params}, unseen))
+  unseen = jnp.asarray(load("test", 16))
+  calib = Calibration(model, load("calibration", 32))
+  apply = jax.jit(model.apply)
+  exact = jax.nn.log_softmax(apply({"params": params}, unseen))
   quantized = mxjax.quantize(params, calib, "brq", check=False, probe=False)
   learned, _ = tuning.distill_scales(
     *(ScaleDistillation(length=128), params, quantized, calib, None), lambda *_: None
@@ -151,7 +152,7 @@ def test_predictions_of_a_trained_model_come_closer():
   }
 
   def divergence(found):
-    scores = jax.nn.log_softmax(model.apply({"params": found}, unseen))
+    scores = jax.nn.log_softmax(apply({"params": found}, unseen))
     return float((jnp.exp(exact) * (exact - scores)).sum(-1).mean())
 
   assert divergence(tuned) < 0.95 * divergence(quantized)

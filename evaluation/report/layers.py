@@ -1,13 +1,13 @@
-"""Report sections about linears: errors, decisions and ranges by layer."""
+"""Report sections by layer: errors, decisions and ranges of linears; recovery fits."""
 
 import html
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mxjax.evaluation.report import figures, numbers, svg
-from mxjax.evaluation.report.axes import value_range
-from mxjax.evaluation.report.html import figure, grid, legend, table
+from mxjax.evaluation.report import numbers, svg
+from mxjax.evaluation.report.html import figure, grid, legend, lines, stacks, table
 from mxjax.evaluation.report.svg import Part, Series
 
 Layers = Sequence[Mapping[str, Any]]
@@ -22,7 +22,7 @@ INTERACTION_BOUND = 1 / 8
 MAX_COLORS = 7
 
 
-def kinds(layers: Layers) -> list[str]:
+def _kinds(layers: Layers) -> list[str]:
   """Returns the paths of the linears, in forward order."""
   return list(dict.fromkeys(path for layer in layers for path in layer["linears"]))
 
@@ -43,7 +43,7 @@ def errors(layers: Layers) -> str:
   """Charts relative squared output error by layer and stage, one panel per kind."""
   data = {
     path: {key: _by_layer(layers, path, key) for key in STAGES}
-    for path in kinds(layers)
+    for path in _kinds(layers)
   }
   is_same = lambda key, later: all(d[key] == d[later] for d in data.values())
   keys = list(STAGES)
@@ -52,14 +52,13 @@ def errors(layers: Layers) -> str:
     for position, key in enumerate(keys)
     if not any(is_same(key, later) for later in keys[position + 1 :])
   ]
-  values = [y for lines in data.values() for key in shown for _, y in lines[key]]
-  limits = value_range(values, log=True, zero=False)
+  values = [y for points in data.values() for key in shown for _, y in points[key]]
+  options = {"log": True, "y_range": svg.value_range(values, log=True)}
   panels = []
-  for path, lines in data.items():
-    series = [Series(STAGES[key], lines[key], i) for i, key in enumerate(shown)]
+  for path, points in data.items():
+    series = [Series(STAGES[key], points[key], i) for i, key in enumerate(shown)]
     label = f"error by layer of {path}"
-    size = {"width": 246, "height": 180}
-    chart = svg.line_chart(series, label=label, log=True, y_range=limits, **size)
+    chart = svg.line_chart(series, label=label, width=246, height=180, **options)
     panels.append(figure(_short(path), chart))
   names = legend((STAGES[key], color) for color, key in enumerate(shown))
   note = "One logarithmic axis for all; a stage equal to a later one is omitted."
@@ -72,9 +71,9 @@ def errors(layers: Layers) -> str:
 def _by_kind(layers: Layers, key: str, title: str, note: str, **options: Any) -> str:
   series = [
     Series(_short(path), _by_layer(layers, path, key), color)
-    for color, path in enumerate(kinds(layers)[:MAX_COLORS])
+    for color, path in enumerate(_kinds(layers)[:MAX_COLORS])
   ]
-  return figures.lines(title, series, note, y_format=numbers.share, **options)
+  return lines(title, series, note, y_format=numbers.share, **options)
 
 
 def _lists(layers: Layers, key: str) -> list[tuple[int, list[float]]]:
@@ -86,57 +85,52 @@ def _lists(layers: Layers, key: str) -> list[tuple[int, list[float]]]:
   return [(index, values) for index, values in enumerate(lists) if values]
 
 
-def _balance(layers: Layers) -> str:
-  bars = []
+def shaping(layers: Layers) -> str:
+  """Charts what the map and the code choice did, layer by layer."""
+  balance = []
   for index, steps in _lists(layers, "balance_steps"):
     shares = [(name, steps.count(step) / len(steps)) for step, name in STEPS.items()]
-    bars.append((str(index), [Part(*part, i) for i, part in enumerate(shares)]))
-  return figures.stacks(
-    svg.columns,
-    "Balance steps accepted",
-    bars,
-    "Share of the 32-wide blocks that took the whole proposal, half, or none.",
-    x_label="layer",
-  )
-
-
-def _interaction(layers: Layers) -> str:
+    balance.append((str(index), [Part(*part, i) for i, part in enumerate(shares)]))
   norms = _lists(layers, "interaction_spectral_norm")
   middle = [(float(i), statistics.median(values)) for i, values in norms]
   band = [(float(i), min(values), max(values)) for i, values in norms]
-  return figures.lines(
-    "Interaction norm",
-    [Series("median", middle, 0, band)],
-    "Spectral norm of K over blocks: median, and the range from least to largest.",
-    zero=True,
-    wide=True,
-    reference=(INTERACTION_BOUND, "bound 1/8"),
+  return grid(
+    (
+      stacks(
+        svg.columns,
+        "Balance steps accepted",
+        balance,
+        "Share of the 32-wide blocks that took the whole proposal, half, or none.",
+        x_label="layer",
+      ),
+      _by_kind(
+        layers,
+        "edit_rate",
+        "Edit rate",
+        "Share of activation blocks in which one code was moved off the nearest.",
+      ),
+      lines(
+        "Interaction norm",
+        [Series("median", middle, 0, band)],
+        "Spectral norm of K over blocks: median, and the range from least to largest.",
+        zero=True,
+        wide=True,
+        reference=(INTERACTION_BOUND, "bound 1/8"),
+      ),
+    )
   )
-
-
-def shaping(layers: Layers) -> str:
-  """Charts what the map and the code choice did, layer by layer."""
-  edits = _by_kind(
-    layers,
-    "edit_rate",
-    "Edit rate",
-    "Share of activation blocks in which one code was moved off the nearest.",
-  )
-  return grid((_balance(layers), edits, _interaction(layers)))
 
 
 def _histogram(layers: Layers, key: str, title: str) -> str:
-  counts: dict[int, int] = {}
+  counts: Counter[int] = Counter()
   for layer in layers:
     for linear in layer["linears"].values():
-      for exponent, count in linear.get(key, {}).items():
-        counts[int(exponent)] = counts.get(int(exponent), 0) + count
-  total = sum(counts.values())
+      counts.update({int(e): count for e, count in linear.get(key, {}).items()})
+  total = counts.total()
   exponents = range(min(counts, default=0), max(counts, default=-1) + 1)
-  share = lambda exponent: counts.get(exponent, 0) / total
-  bars = [(str(e), [Part("blocks", share(e), 0)]) for e in exponents]
+  bars = [(str(e), [Part("blocks", counts[e] / total, 0)]) for e in exponents]
   note = f"Share of {total:,} blocks, all layers together."
-  return figures.stacks(svg.columns, title, bars, note, x_label="block exponent")
+  return stacks(svg.columns, title, bars, note, x_label="block exponent")
 
 
 def ranges(layers: Layers) -> str:
@@ -181,4 +175,66 @@ def numbers_table(layers: Layers) -> str:
   return (
     "<details><summary>Every linear in numbers</summary>"
     f'<div class="card">{table(heads.split(","), rows)}</div></details>'
+  )
+
+
+Fits = Sequence[tuple[int, Mapping[str, Any]]]
+"""Layer indices with the fits of each layer."""
+
+
+def _fits(layers: Layers, name: str) -> Fits:
+  return [
+    (index, layer["recovery"][name])
+    for index, layer in enumerate(layers)
+    if name in layer.get("recovery", {})
+  ]
+
+
+def _series(fits: Fits, names: Mapping[str, str]) -> list[Series]:
+  return [
+    Series(name, [(float(i), fit[key]) for i, fit in fits if key in fit], color)
+    for color, (key, name) in enumerate(names.items())
+  ]
+
+
+def _per_head(fits: Fits, key: str, title: str, neutral: float) -> str:
+  points = [(float(index), value) for index, fit in fits for value in fit[key]]
+  note = f"One dot for each key-value head; the dashed {neutral:g} changes nothing."
+  series = [Series("head", points, 0)]
+  return lines(title, series, note, dots=True, reference=(neutral, ""))
+
+
+def recovery(layers: Layers) -> str:
+  """Charts coefficients and errors of the recovery fits, if the run had any."""
+  attention, mlp = _fits(layers, "attention"), _fits(layers, "mlp")
+  coefficients = {
+    "alpha": "alpha, gate shift",
+    "beta": "beta, gate scale",
+    "eta": "eta, up scale",
+  }
+  before = {"error_before": "before"}
+  return grid(
+    (
+      _per_head(attention, "scale", "Value scale a", 1.0),
+      _per_head(attention, "offset", "Value offset b", 0.0),
+      lines(
+        "Error of the value outputs",
+        _series(attention, before | {"error_after": "after"}),
+        "Relative squared error against the float trajectory.",
+        log=True,
+      ),
+      lines(
+        "Error of the gated product",
+        _series(mlp, before | {"error_after_linearized": "after"}),
+        "Relative squared error; after is the linear prediction, not a measurement.",
+        log=True,
+      ),
+      lines(
+        "MLP coefficients",
+        _series(mlp, coefficients),
+        "Alpha in units of the gate's deviation; the sum of magnitudes is at most 1/8.",
+        zero=True,
+        wide=True,
+      ),
+    )
   )
