@@ -117,12 +117,10 @@ def cases():
   def add(name, values, threads, size):
     result[name] = (*known[name], values / threads, size)
 
-  encode = mxfp4_encode.Tile()
   for name, size in (("float32", 4), ("bfloat16", 2)):
-    values, threads = encode.blocks * 32, encode.warps * 32
+    values, threads = mxfp4_encode.BLOCKS * 32, mxfp4_encode.WARPS * 32
     add(f"encode {name}", values, threads, size + packed)
-  decode = mxfp4_decode.Tile()
-  values, threads = decode.blocks * 32, decode.warps * 32
+  values, threads = mxfp4_decode.BLOCKS * 32, mxfp4_decode.WARPS * 32
   add("decode to bfloat16", values, threads, 2 + packed)
   tile = one_code.Tile.of(2048, jnp.bfloat16)
   for name, size in (("codes", packed), ("values", 2), ("float8", 33 / 32)):

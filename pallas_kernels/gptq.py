@@ -1,17 +1,12 @@
 """GPTQ with one kernel program per 32 columns and tile of rows.
 
-The reference is `mxjax.numerics.realization.gptq.reconstruct`. Both subtract the errors
-of all earlier groups with one product between groups. Inside a group the reference
-loops over small operations on all rows, which on a GPU means d launches per linear;
-this kernel keeps 32 columns of some rows in registers and needs d/32 launches.
-
-The reference compensates column j with one sum over the earlier errors; this kernel
-subtracts each error from all later columns as soon as it is known. The terms are the
-same but their order differs, so a weight within float32 rounding of a rounding boundary
-may take the other code.
+The reference, `mxjax.numerics.realization.gptq.reconstruct`, loops over small
+operations on all rows, which on a GPU means d launches per linear; this kernel keeps 32
+columns of some rows in registers and needs d/32. It subtracts each error from all later
+columns as soon as it is known, the reference sums the earlier errors, so a weight
+within float32 rounding of a rounding boundary may take the other code.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -26,14 +21,8 @@ from mxjax.numerics.realization import gptq
 from mxjax.pallas_kernels import codec, lowering
 
 _BLOCK = mxfp4.BLOCK_SIZE
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-  """Tile sizes: weight rows per program, and warps."""
-
-  rows: int = 32
-  warps: int = 1
+_ROWS = 32
+"""Weight rows per program."""
 
 
 def _group_kernel(
@@ -43,16 +32,15 @@ def _group_kernel(
   exponent_ref: Any,
   error_ref: Any,
   *,
-  tile: Tile,
   rows: int,
   interpret: bool,
 ) -> None:
-  mask = lowering.tail_mask(rows, tile.rows, lowering.program_id(0))
+  mask = lowering.tail_mask(rows, _ROWS, lowering.program_id(0))
   weight = lowering.load(weight_ref, None, mask)
   magnitude = codec.bits(weight) & codec.UPPER_HALF
   exponent = codec.block_exponent(jnp.max(magnitude, axis=0))[:, None]
   scale = codec.scale_of(exponent)
-  lowering.store(exponent_ref, exponent.reshape(tile.rows), mask)
+  lowering.store(exponent_ref, exponent.reshape(_ROWS), mask)
   axis = lax.broadcasted_iota(jnp.int32, weight.shape, 0)
 
   def column(j: jax.Array, weight: jax.Array) -> jax.Array:
@@ -65,7 +53,7 @@ def _group_kernel(
     coupling = upper_ref[here, :].reshape(_BLOCK)[:, None]
     pivot = upper_ref[here, here]
     error = (target - codec.copy_sign(codec.magnitude(index), target) * scale) / pivot
-    as_row = lambda a: a.reshape(1, tile.rows)
+    as_row = lambda a: a.reshape(1, _ROWS)
     code_row = as_row(code.astype(jnp.uint8))
     lowering.store(codes_ref.at[here, :], code_row, None, mask)
     lowering.store(error_ref.at[here, :], as_row(error), None, mask)
@@ -75,11 +63,7 @@ def _group_kernel(
 
 
 def launch(
-  weight: jax.Array,
-  upper: jax.Array,
-  *,
-  tile: Tile = Tile(),
-  interpret: bool = False,
+  weight: jax.Array, upper: jax.Array, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Rounds one group of 32 columns.
 
@@ -88,25 +72,22 @@ def launch(
   int32 exponents `[rows]` and float32 errors (w - q) / U_jj `[32, rows]`.
   """
   rows = weight.shape[1]
-  column_spec = lowering.BlockSpec((_BLOCK, tile.rows), lambda i: (0, i))
+  spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
+  columns = spec((_BLOCK, _ROWS), lambda i: (0, i))
   return lowering.launch(
-    functools.partial(_group_kernel, tile=tile, rows=rows, interpret=interpret),
+    functools.partial(_group_kernel, rows=rows, interpret=interpret),
     weight,
     upper,
     name="gptq_group",
-    grid=(-(-rows // tile.rows),),
-    in_specs=[column_spec, lowering.BlockSpec((_BLOCK, _BLOCK), lambda i: (0, 0))],
-    out_specs=[
-      column_spec,
-      lowering.BlockSpec((tile.rows,), lambda i: (i,)),
-      column_spec,
-    ],
+    grid=(-(-rows // _ROWS),),
+    in_specs=[columns, spec((_BLOCK, _BLOCK), lambda i: (0, 0))],
+    out_specs=[columns, spec((_ROWS,), lambda i: (i,)), columns],
     out_shape=[
-      jax.ShapeDtypeStruct(weight.shape, jnp.uint8),
-      jax.ShapeDtypeStruct((rows,), jnp.int32),
-      jax.ShapeDtypeStruct(weight.shape, jnp.float32),
+      array(weight.shape, jnp.uint8),
+      array((rows,), jnp.int32),
+      array(weight.shape, jnp.float32),
     ],
-    warps=tile.warps,
+    warps=1,
     interpret=interpret,
   )
 
@@ -148,14 +129,9 @@ def reconstruct(
 ) -> gptq.Reconstruction:
   """Rounds a whole linear by GPTQ; `mxjax.numerics.realization.gptq` defines it.
 
-  Args:
-    weight: `[blocks, 32, rows]`, feature-major; the kernel takes float32.
-    upper: U from `gptq.factor`, `[d, d]`, same dtype.
-    rules: Codec rules; the kernel supports only the paper's.
-    implementation: See `implementations.choose`.
-
-  Raises:
-    NotImplementedError: The kernel was requested and cannot run.
+  `weight` is `[blocks, 32, rows]`, feature-major, and `upper`, `[d, d]` in the same
+  dtype, is U from `gptq.factor`. The kernel takes float32 and the paper's rules. See
+  `implementations.choose` for `implementation`.
   """
   obstacle = None
   if rules != mxfp4.PAPER_RULES:

@@ -1,8 +1,7 @@
 """Backend interface for kernels: Triton on NVIDIA GPUs, or interpret mode.
 
-This is the only file that knows the backend, so moving to another Pallas backend
-changes only this file. Compiler parameters are always explicit, because the default
-backend differs between JAX versions.
+Only this file knows the backend. Compiler parameters are always explicit, because the
+default backend differs between JAX versions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -70,8 +69,7 @@ def switch(index: jax.Array, branches: Sequence[Callable[[], Any]]) -> Any:
 
 def load(ref: Any, *masks: jax.Array | None) -> jax.Array:
   """Reads a block; zeros where a mask, one for each leading axis, is False."""
-  shape = ref.shape
-  mask = _combine(masks, shape)
+  mask = _combine(masks, ref.shape)
   return ref[...] if mask is None else triton.load(ref, mask=mask, other=0)
 
 
@@ -106,15 +104,10 @@ def by_ptx(
 ) -> jax.Array:
   """Runs an elementwise operation written in PTX.
 
-  Args:
-    ptx: Instructions from the 32-bit registers `$1`, `$2`, ... to `$0`. A register
-      holds one 32-bit element or any two 16-bit elements; the compiler chooses which.
-    meaning: The same operation in plain JAX, for `interpret`; a test compares the two.
-    operands: Arrays of one shape, all 32-bit or all 16-bit.
-    interpret: Whether to run `meaning` instead.
-
-  Returns:
-    The result of `meaning`, in the shape and width of the operands.
+  `ptx` goes from the 32-bit registers `$1`, `$2`, ... to `$0`; a register holds one
+  32-bit element or any two 16-bit elements, as the compiler chooses. `meaning` is the
+  same operation in plain JAX, which `interpret` runs instead; a test compares the two.
+  The operands and the result have one shape and width, 32 or 16 bits.
   """
   if interpret:
     return meaning(*operands)

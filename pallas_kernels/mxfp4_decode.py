@@ -1,9 +1,9 @@
 """MXFP4 decode in one pass over memory, to bfloat16 or to float8 with one scale.
 
-The reference is `mxjax.numerics.mxfp4.decode`. Library products read decoded weights,
-so a forward pass decodes all of them: 2.5 bytes of traffic per weight to bfloat16, 1.5
-to float8. A byte of codes becomes two bfloat16 and a 16-bit word of four codes becomes
-four float8, each a 32-bit register with the codes in order; these views move no data.
+The reference is `mxjax.numerics.mxfp4.decode`. A forward pass with library products
+decodes all weights: 2.5 bytes of traffic per weight to bfloat16, 1.5 to float8. A byte
+of codes becomes two bfloat16 and a 16-bit word of four codes becomes four float8, each
+a 32-bit register with the codes in order; these views move no data.
 
 A float8 (E4M3) weight has one power-of-two scale. The largest block is at the top of
 the format's range, and all blocks are exact if none lies more than `SPREAD` powers of
@@ -11,7 +11,6 @@ two below it, because E4M3 holds the two significant bits of E2M1 values. `float
 tells whether a weight fits; do not use the float8 values of a weight that does not.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -34,13 +33,8 @@ _LOWEST, _HIGHEST = 77, 180
 float32."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
-  """Tile sizes: blocks per program, and the warps that share them."""
-
-  blocks: int = 256
-  warps: int = 4
-
+BLOCKS, WARPS = 256, 4
+"""Blocks per program, and the warps that share them."""
 
 _TWO_CODES = """
   mul.lo.u32 value, half, {0};
@@ -117,19 +111,12 @@ def float8_word(word: jax.Array, factor: jax.Array, *, interpret: bool) -> jax.A
 
 
 def _bfloat16_kernel(
-  codes_ref: Any,
-  scales_ref: Any,
-  out_ref: Any,
-  *,
-  rows: int,
-  tile: int,
-  interpret: bool,
+  codes_ref: Any, scales_ref: Any, out_ref: Any, *, rows: int, interpret: bool
 ) -> None:
-  mask = lowering.tail_mask(rows, tile, lowering.program_id(0))
+  mask = lowering.tail_mask(rows, BLOCKS, lowering.program_id(0))
   byte = lowering.load(codes_ref, mask).astype(jnp.int32)
   scale = codec.scale(lowering.load(scales_ref, mask).astype(jnp.int32))
-  # A scale has no bits below those of a bfloat16, so its upper half fits in both
-  # halves.
+  # A scale has no bits below those of a bfloat16: its upper half fits in both halves.
   twice = codec.bits(scale) | lax.shift_right_logical(codec.bits(scale), 16)
   twice = jnp.broadcast_to(twice[:, None], byte.shape)
   lowering.store(out_ref, bfloat16_pair(byte, twice, interpret=interpret), mask)
@@ -142,10 +129,9 @@ def _float8_kernel(
   out_ref: Any,
   *,
   rows: int,
-  tile: int,
   interpret: bool,
 ) -> None:
-  mask = lowering.tail_mask(rows, tile, lowering.program_id(0))
+  mask = lowering.tail_mask(rows, BLOCKS, lowering.program_id(0))
   word = lowering.load(words_ref, mask).astype(jnp.int32) & 0xFFFF
   byte = lowering.load(scales_ref, mask).astype(jnp.int32)
   exponent = byte - (codec.bits(unit_ref[0]) >> 23)
@@ -165,25 +151,20 @@ def _launch(
   interpret: bool,
 ) -> jax.Array:
   """Runs a kernel over blocks, one per row of `codes`; returns int32 in that shape."""
-  tile = Tile()
-  rows, width = codes.shape
-  spec = lowering.BlockSpec
-  by_block = lambda n: spec((tile.blocks, n), lambda i: (i, 0))
+  rows, spec = codes.shape[0], lowering.BlockSpec
+  by_block = spec((BLOCKS, codes.shape[1]), lambda i: (i, 0))
+  of_scalars = [spec((1,), lambda i: (0,)) for _ in scalars]
   return lowering.launch(
-    functools.partial(kernel, rows=rows, tile=tile.blocks, interpret=interpret),
+    functools.partial(kernel, rows=rows, interpret=interpret),
     codes,
     scales.reshape(rows),
     *scalars,
     name=name,
-    grid=(-(-rows // tile.blocks),),
-    in_specs=[
-      by_block(width),
-      spec((tile.blocks,), lambda i: (i,)),
-      *(spec((1,), lambda i: (0,)) for _ in scalars),
-    ],
-    out_specs=by_block(width),
-    out_shape=jax.ShapeDtypeStruct((rows, width), jnp.int32),
-    warps=tile.warps,
+    grid=(-(-rows // BLOCKS),),
+    in_specs=[by_block, spec((BLOCKS,), lambda i: (i,)), *of_scalars],
+    out_specs=by_block,
+    out_shape=jax.ShapeDtypeStruct(codes.shape, jnp.int32),
+    warps=WARPS,
     interpret=interpret,
   )
 
@@ -191,13 +172,8 @@ def _launch(
 def launch_bfloat16(tensor: mxfp4.MXTensor, *, interpret: bool = False) -> jax.Array:
   """Runs the bfloat16 kernel on `[..., d]`."""
   codes = tensor.codes.reshape(-1, mxfp4.BLOCK_SIZE // 2)
-  words = _launch(
-    _bfloat16_kernel,
-    codes,
-    tensor.scales,
-    name="mxfp4_decode",
-    interpret=interpret,
-  )
+  how = {"name": "mxfp4_decode", "interpret": interpret}
+  words = _launch(_bfloat16_kernel, codes, tensor.scales, **how)
   return lax.bitcast_convert_type(words, jnp.bfloat16).reshape(tensor.shape)
 
 
@@ -206,25 +182,24 @@ def launch_float8(
 ) -> jax.Array:
   """Runs the float8 kernel on `[..., d]`; see `decode_float8`."""
   codes = tensor.codes.reshape(-1, mxfp4.BLOCK_SIZE // 4, 2)
-  words = _launch(
-    _float8_kernel,
-    lax.bitcast_convert_type(codes, jnp.int16),
-    tensor.scales,
-    unit.reshape(1),
-    name="mxfp4_decode_float8",
-    interpret=interpret,
-  )
+  codes = lax.bitcast_convert_type(codes, jnp.int16)
+  how = {"name": "mxfp4_decode_float8", "interpret": interpret}
+  words = _launch(_float8_kernel, codes, tensor.scales, unit.reshape(1), **how)
   return lax.bitcast_convert_type(words, FLOAT8).reshape(tensor.shape)
+
+
+def _choose(
+  place: str, implementation: Implementation | None, tensor: mxfp4.MXTensor
+) -> Implementation:
+  obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
+  return implementations.choose(place, implementation, pallas=obstacle)
 
 
 def decode(
   tensor: mxfp4.MXTensor, *, implementation: Implementation | None = None
 ) -> jax.Array:
   """Decodes `[..., d]` to bfloat16, exactly, like `mxfp4.decode`."""
-  obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
-  implementation = implementations.choose(
-    "pallas_kernels.decode", implementation, pallas=obstacle
-  )
+  implementation = _choose("pallas_kernels.decode", implementation, tensor)
   if implementation == "xla":
     return mxfp4.decode(tensor, jnp.bfloat16)
   return launch_bfloat16(tensor, interpret=implementation == "interpret")
@@ -254,14 +229,10 @@ def decode_float8(
 ) -> jax.Array:
   """Decodes `[..., d]` to E4M3 with one scale for the tensor, exactly.
 
-  The tensor is packed by the paper's scale rule, and `float8_range` must accept it.
-  `unit` is the scale from there, a float32 scalar; see `implementations.choose` for
-  `implementation`.
+  The tensor is packed by the paper's scale rule, and `float8_range` must accept it;
+  `unit` is the scale from there, a float32 scalar.
   """
-  obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
-  implementation = implementations.choose(
-    "pallas_kernels.decode_float8", implementation, pallas=obstacle
-  )
+  implementation = _choose("pallas_kernels.decode_float8", implementation, tensor)
   if implementation == "xla":
     return (mxfp4.decode(tensor, jnp.float32) * (1 / unit)).astype(FLOAT8)
   return launch_float8(tensor, unit, interpret=implementation == "interpret")

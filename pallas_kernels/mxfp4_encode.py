@@ -2,13 +2,10 @@
 
 `mxjax.numerics.mxfp4.encode` is the definition and `mxjax.numerics.native.encode` the
 CPU encoder; this module has the GPU encoder, which makes one pass over memory. A
-row-major array `[..., d]` is a list of 32-value blocks for any d, and a program takes a
-tile of these blocks. A block costs 128 (float32) or 64 (bfloat16) bytes read and 17
-written. bfloat16 delivers twice as many values in the same time, so two of them share a
-register and its instructions.
+program takes a tile of 32-value blocks, each 128 (float32) or 64 (bfloat16) bytes read
+and 17 written. Two bfloat16 values share a register and its instructions.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -25,13 +22,8 @@ from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.native import encode as native_encode
 from mxjax.pallas_kernels import codec, lowering
 
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-  """Tile sizes: blocks per program, and the warps that share them."""
-
-  blocks: int = 256
-  warps: int = 4
+BLOCKS, WARPS = 256, 4
+"""Blocks per program, and the warps that share them."""
 
 
 def pair_ptx() -> str:
@@ -72,13 +64,11 @@ def encode_pairs(word: jax.Array, factor: jax.Array, *, interpret: bool) -> jax.
 
   def meaning(word: jax.Array, factor: jax.Array) -> jax.Array:
     exponent = mxfp4.SCALE_BIAS - ((factor >> 7) & 255)
-    codes = (
-      codec.with_sign(
-        codec.magnitude_index(codec.bits(half), exponent, has_subnormals=False), half
-      )
+    index = functools.partial(codec.magnitude_index, has_subnormals=False)
+    even, odd = (
+      codec.with_sign(index(codec.bits(half), exponent), half)
       for half in (codec.from_bits(word << 16), codec.from_bits(word & codec.UPPER))
     )
-    even, odd = codes
     return even | (odd << 4)
 
   return lowering.by_ptx(pair_ptx(), meaning, word, factor, interpret=interpret)
@@ -96,9 +86,9 @@ def _encode_words(word: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.A
 
 
 def _encode_kernel(
-  x_ref: Any, codes_ref: Any, scales_ref: Any, *, rows: int, tile: int, interpret: bool
+  x_ref: Any, codes_ref: Any, scales_ref: Any, *, rows: int, interpret: bool
 ) -> None:
-  mask = lowering.tail_mask(rows, tile, lowering.program_id(0))
+  mask = lowering.tail_mask(rows, BLOCKS, lowering.program_id(0))
   x = lowering.load(x_ref, mask)
   if x.dtype == jnp.int32:
     packed, exponent = _encode_words(x, interpret=interpret)
@@ -108,34 +98,33 @@ def _encode_kernel(
     index, exponent = codec.encode(x, has_subnormals=not interpret)
     packed = codec.pack(codec.with_sign(index, x))
   lowering.store(codes_ref, packed, mask)
-  byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8).reshape(tile)
+  byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8).reshape(BLOCKS)
   lowering.store(scales_ref, byte, mask)
 
 
-def launch(
-  x: jax.Array, *, tile: Tile = Tile(), interpret: bool = False
-) -> mxfp4.MXTensor:
+def launch(x: jax.Array, *, interpret: bool = False) -> mxfp4.MXTensor:
   """Runs the kernel on `[..., d]`, float32, bfloat16 or float16."""
-  rows, size = math.prod(x.shape) // mxfp4.BLOCK_SIZE, tile.blocks
+  rows = math.prod(x.shape) // mxfp4.BLOCK_SIZE
+  spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
   blocks = x.reshape(rows, mxfp4.BLOCK_SIZE)
   if x.dtype == jnp.bfloat16:
     # Views two values as one word; no data moves.
     blocks = lax.bitcast_convert_type(blocks.reshape(rows, -1, 2), jnp.int32)
   codes, scales = lowering.launch(
-    functools.partial(_encode_kernel, rows=rows, tile=size, interpret=interpret),
+    functools.partial(_encode_kernel, rows=rows, interpret=interpret),
     blocks,
     name="mxfp4_encode",
-    grid=(-(-rows // size),),
-    in_specs=[lowering.BlockSpec((size, blocks.shape[1]), lambda i: (i, 0))],
+    grid=(-(-rows // BLOCKS),),
+    in_specs=[spec((BLOCKS, blocks.shape[1]), lambda i: (i, 0))],
     out_specs=[
-      lowering.BlockSpec((size, mxfp4.BLOCK_SIZE // 2), lambda i: (i, 0)),
-      lowering.BlockSpec((size,), lambda i: (i,)),
+      spec((BLOCKS, mxfp4.BLOCK_SIZE // 2), lambda i: (i, 0)),
+      spec((BLOCKS,), lambda i: (i,)),
     ],
     out_shape=[
-      jax.ShapeDtypeStruct((rows, mxfp4.BLOCK_SIZE // 2), jnp.uint8),
-      jax.ShapeDtypeStruct((rows,), jnp.uint8),
+      array((rows, mxfp4.BLOCK_SIZE // 2), jnp.uint8),
+      array((rows,), jnp.uint8),
     ],
-    warps=tile.warps,
+    warps=WARPS,
     interpret=interpret,
   )
   leading = x.shape[:-1]
@@ -173,7 +162,6 @@ def encode(
     implementation: See `implementations.choose`.
 
   Raises:
-    NotImplementedError: The requested implementation cannot run.
     TypeError: The array is not floating point.
     ValueError: The width is not a multiple of 32, or (outside a trace) inf or NaN.
   """

@@ -6,7 +6,6 @@ once and writes their corrected product once: 3 values of traffic per element. T
 kernel adds the projection's bias, computes in float32 and writes the dtype it read.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -23,12 +22,10 @@ FUSED_VALUES = 1 << 20
 """Number of values (an estimate) from which None selects the kernel instead of XLA."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
-  """Tile sizes: elements per program, and warps."""
-
-  elements: int = 1024
-  warps: int = 4
+_ELEMENTS = 1024
+"""Elements of the product per program."""
+_TILE = 8, 128
+"""Rows and features of the values per program."""
 
 
 def _product_kernel(
@@ -38,9 +35,8 @@ def _product_kernel(
   out_ref: Any,
   *,
   size: int,
-  tile: Tile,
 ) -> None:
-  mask = lowering.tail_mask(size, tile.elements, lowering.program_id(0))
+  mask = lowering.tail_mask(size, _ELEMENTS, lowering.program_id(0))
   gate, up = (lowering.load(ref, mask) for ref in (gate_ref, up_ref))
   lowering.store(out_ref, corrected_product(gate, up, scalars_ref), mask)
 
@@ -63,26 +59,22 @@ def launch_product(
   up: jax.Array,
   recovery: mlp_recovery.MlpRecovery,
   *,
-  tile: Tile = Tile(),
   interpret: bool = False,
 ) -> jax.Array:
   """Runs the MLP kernel on arrays of one shape and dtype."""
-  flat = lowering.BlockSpec((tile.elements,), lambda i: (i,))
+  flat = lowering.BlockSpec((_ELEMENTS,), lambda i: (i,))
+  scalar = lowering.BlockSpec((1,), lambda i: (0,))
   out = lowering.launch(
-    functools.partial(_product_kernel, size=gate.size, tile=tile),
+    functools.partial(_product_kernel, size=gate.size),
     gate.reshape(-1),
     up.reshape(-1),
     jax.tree.map(lambda a: a.reshape(1), recovery),
     name="mlp_recovery",
-    grid=(-(-gate.size // tile.elements),),
-    in_specs=[
-      flat,
-      flat,
-      jax.tree.map(lambda _: lowering.BlockSpec((1,), lambda i: (0,)), recovery),
-    ],
+    grid=(-(-gate.size // _ELEMENTS),),
+    in_specs=[flat, flat, jax.tree.map(lambda _: scalar, recovery)],
     out_specs=flat,
     out_shape=jax.ShapeDtypeStruct((gate.size,), gate.dtype),
-    warps=tile.warps,
+    warps=4,
     interpret=interpret,
   )
   return out.reshape(gate.shape)
@@ -96,17 +88,12 @@ def _affine_kernel(
   *,
   shape: tuple[int, int],
   head_dim: int,
-  tile: tuple[int, int],
 ) -> None:
-  rows, features = shape
-  row, column = lowering.program_id(0), lowering.program_id(1)
-  masks = (
-    lowering.tail_mask(rows, tile[0], row),
-    lowering.tail_mask(features, tile[1], column),
-  )
-  feature = column * tile[1] + lax.iota(jnp.int32, tile[1])
+  place = lowering.program_id(0), lowering.program_id(1)
+  masks = list(map(lowering.tail_mask, shape, _TILE, place))
+  feature = place[1] * _TILE[1] + lax.iota(jnp.int32, _TILE[1])
   # The last tile may reach beyond the last head.
-  head = jnp.minimum(feature, features - 1) // head_dim
+  head = jnp.minimum(feature, shape[1] - 1) // head_dim
   scale = recovery_ref.scale[head].astype(jnp.float32)[None, :]
   offset = recovery_ref.offset[head].astype(jnp.float32)[None, :]
   values = lowering.load(values_ref, *masks).astype(jnp.float32)
@@ -124,24 +111,22 @@ def launch_values(
 ) -> jax.Array:
   """Runs the value kernel on `[..., kv_heads, head_dim]`."""
   heads, head_dim = values.shape[-2:]
-  features, tile = heads * head_dim, (8, 128)
-  rows = values.size // features
+  features = heads * head_dim
+  rows, (height, width) = values.size // features, _TILE
   spec = lowering.BlockSpec
-  both = spec(tile, lambda i, j: (i, j))
+  both = spec(_TILE, lambda i, j: (i, j))
   of_heads = spec((heads,), lambda i, j: (0,))
   out = lowering.launch(
-    functools.partial(
-      _affine_kernel, shape=(rows, features), head_dim=head_dim, tile=tile
-    ),
+    functools.partial(_affine_kernel, shape=(rows, features), head_dim=head_dim),
     values.reshape(rows, features),
     recovery,
     None if bias is None else bias.reshape(features),
     name="value_recovery",
-    grid=(-(-rows // tile[0]), -(-features // tile[1])),
+    grid=(-(-rows // height), -(-features // width)),
     in_specs=[
       both,
       jax.tree.map(lambda _: of_heads, recovery),
-      None if bias is None else spec((tile[1],), lambda i, j: (j,)),
+      None if bias is None else spec((width,), lambda i, j: (j,)),
     ],
     out_specs=both,
     out_shape=jax.ShapeDtypeStruct((rows, features), values.dtype),
@@ -155,18 +140,15 @@ def _choose(
   implementation: Implementation | None, place: str, *arrays: jax.Array
 ) -> Implementation:
   """Chooses the implementation; None leaves few values to XLA, which adds no launch."""
-  slower = ("pallas",) if arrays[0].size < FUSED_VALUES else ()
-  obstacle = _obstacle(*arrays)
-  return implementations.choose(place, implementation, pallas=obstacle, slower=slower)
-
-
-def _obstacle(*arrays: jax.Array) -> str | None:
-  first = arrays[0]
+  first, obstacle = arrays[0], None
   if any(a.shape != first.shape or a.dtype != first.dtype for a in arrays):
-    return "operands must agree in shape and dtype"
-  if first.dtype not in (jnp.float32, jnp.bfloat16):
-    return f"it takes float32 or bfloat16, got {first.dtype}"
-  return None if first.size else f"there is nothing to do in shape {first.shape}"
+    obstacle = "operands must agree in shape and dtype"
+  elif first.dtype not in (jnp.float32, jnp.bfloat16):
+    obstacle = f"it takes float32 or bfloat16, got {first.dtype}"
+  elif not first.size:
+    obstacle = f"there is nothing to do in shape {first.shape}"
+  slower = ("pallas",) if first.size < FUSED_VALUES else ()
+  return implementations.choose(place, implementation, pallas=obstacle, slower=slower)
 
 
 def gated_product(
@@ -181,9 +163,6 @@ def gated_product(
   `gate` and `up` are `[..., hidden]`, both float32 or bfloat16; the product is rounded
   to that dtype. `implementation` is as in `implementations.choose`, but None also
   prefers XLA's own fusion below `FUSED_VALUES` values.
-
-  Raises:
-    NotImplementedError: The kernel was requested and cannot run.
   """
   place = "pallas_kernels.gated_product"
   implementation = _choose(implementation, place, gate, up)
@@ -204,9 +183,6 @@ def recover_values(
   `values` is `[..., kv_heads, head_dim]`, float32 or bfloat16, and the result keeps its
   dtype. `recovery` is float32 `[kv_heads]`. `bias` is the projection's,
   `[kv_heads * head_dim]`, if not added yet. See `gated_product` for `implementation`.
-
-  Raises:
-    NotImplementedError: The kernel was requested and cannot run.
   """
   place = "pallas_kernels.recover_values"
   implementation = _choose(implementation, place, values)

@@ -1,5 +1,7 @@
 """Euclidean projections and shrinkage, all batched over leading axes."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -10,10 +12,8 @@ def project_zero_sum_box(x: jax.Array, bound: float) -> jax.Array:
   The solution is `clip(x - shift, -bound, bound)` for the one `shift` that makes the
   sum zero. The sum falls piecewise linearly in `shift`, with kinks at `x_i - bound` and
   `x_i + bound`, so interpolation between the two sorted kinks where it changes sign
-  gives `shift` exactly, without iteration.
-
-  Rows are `[..., n]`, floating point, and `bound` is positive. The result has the shape
-  and dtype of `x`. Paper: the projection inside Eq. hires-spectral-cap.
+  gives `shift` exactly. Rows are `[..., n]`, floating point, and `bound` is positive.
+  Paper: the projection inside Eq. hires-spectral-cap.
 
   Example:
     >>> project_zero_sum_box(jnp.array([3.0, 0.0, 0.0]), 0.5).tolist()
@@ -37,18 +37,14 @@ def project_zero_sum_box(x: jax.Array, bound: float) -> jax.Array:
 def project_zero_sum_box_bisection(
   x: jax.Array, bound: float, *, steps: int = 80
 ) -> jax.Array:
-  """Projects like `project_zero_sum_box`, by bisection on the shift.
-
-  `steps` halves the bracket [min x - bound, max x + bound] so many times.
+  """Projects like `project_zero_sum_box`, by `steps` bisections of the shift.
 
   Paper: Eq. serb-proposal uses 80 scalar steps.
   """
   low = x.min(-1, keepdims=True) - bound
   high = x.max(-1, keepdims=True) + bound
 
-  def halve(
-    _: int, bracket: tuple[jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array]:
+  def halve(_: int, bracket: Any) -> Any:
     low, high = bracket
     middle = 0.5 * (low + high)
     too_low = jnp.clip(x - middle, -bound, bound).sum(-1, keepdims=True) > 0

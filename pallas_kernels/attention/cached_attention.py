@@ -1,18 +1,13 @@
 """Attention of the newest few tokens, in one pass over cached keys and values.
 
-The reference is `mxjax.models.functional.cached_attention`, which dispatches to this
-kernel.
+The reference, `mxjax.models.functional.cached_attention`, dispatches to this kernel.
 
-With few tokens, reading the cache once dominates the time. The query heads of a
-key-value head and the new tokens form the rows of one tile; the visible positions are
-divided into chunks and shared evenly among programs. For each row a program keeps the
-largest score so far, the sum of the weights relative to it, and the sum of weighted
-values; `shares.py` combines these. The first program of a key-value head starts with
+The query heads of a key-value head and the new tokens form the rows of one tile; the
+visible positions are divided into chunks and shared evenly among programs, and
+`shares.py` combines what they write. The first program of a key-value head starts with
 the new tokens' own keys and values and writes them into the cache, where no other
-program reads.
-
-The device reads the position of the first query: chunks in the future or before the
-window are skipped, so a half-empty cache takes half the time.
+program reads. The device reads the position of the first query: chunks in the future or
+before the window are skipped, so a half-empty cache takes half the time.
 """
 
 import dataclasses
@@ -29,15 +24,11 @@ from mxjax.pallas_kernels.attention.shares import Attended
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """Tile sizes and launch parameters.
+  """Rows of queries, new tokens and positions per step, and launch parameters.
 
-  Attributes:
-    rows: Rows of queries, a power of two, at least the 16 of a matrix instruction.
-    new: New tokens, likewise.
-    chunk: Positions per step, likewise.
-    splits: Programs that share the positions of one key-value head, a power of two.
-    warps: Warps per program.
-    stages: Steps whose loads are in flight.
+  The first three are powers of two, at least the 16 of a matrix instruction. `splits`,
+  a power of two, programs share the positions of one key-value head; `stages` steps
+  have their loads in flight.
   """
 
   rows: int
@@ -84,12 +75,8 @@ def obstacle(
   count = queries.shape[1] * queries.shape[2] // kv_heads
   # More float32 rows would spill registers.
   most = 32 if queries.dtype == jnp.float32 else 64
-  if count > most:
-    return (
-      f"query heads of a key-value head times new tokens must be at most {most}, "
-      f"got {count}"
-    )
-  return None
+  what = "query heads of a key-value head times new tokens"
+  return f"{what} must be at most {most}, got {count}" if count > most else None
 
 
 class _Running(NamedTuple):
@@ -117,8 +104,7 @@ class _Running(NamedTuple):
     scores = dot(queries, keys, transpose_b=True)
     scores = jnp.where(is_seen, scores, -jnp.inf)
     higher = jnp.maximum(self.top, jnp.max(scores, axis=1))
-    # A row that has seen no key yet would compute infinity minus infinity, which is
-    # NaN.
+    # A row that has seen no key yet would compute infinity minus infinity: NaN.
     origin = jnp.where(higher == -jnp.inf, 0.0, higher)
     weights = jnp.exp((scores - origin[:, None]) * scale)
     decay = jnp.exp((self.top - origin) * scale)
@@ -151,14 +137,13 @@ def _kernel(
   first_chunk = first // tile.chunk
   chunks = (start + tile.chunk - 1) // tile.chunk - first_chunk
 
+  bound = lambda split: first_chunk + split * chunks // tile.splits
+
   def seen(position: jax.Array, exists: jax.Array) -> jax.Array:
     is_seen = exists[None, :] & (position[None, :] <= newest_seen)
     if window is not None:
       is_seen &= position[None, :] > newest_seen - window
     return is_seen
-
-  def bound(split: jax.Array) -> jax.Array:
-    return first_chunk + split * chunks // tile.splits
 
   def add(step: jax.Array, running: _Running) -> _Running:
     here = lowering.columns(step * tile.chunk, tile.chunk)
@@ -195,21 +180,15 @@ def launch(
 ) -> tuple[Attended, tuple[jax.Array, jax.Array]]:
   """Runs the kernel on arguments for which `obstacle` returns None.
 
-  Args:
-    queries: `[batch, new, heads, head_dim]`, rotated, at positions from `start`,
-      float32 or bfloat16.
-    keys: `[batch, new, kv_heads, head_dim]`, rotated, same dtype.
-    values: Same shape and dtype as `keys`.
-    past: The cache's keys and values, `[batch, positions, kv_heads, head_dim]`, same
-      dtype; positions from `start` on or before all windows are not read.
-    start: Position of the first query, int32.
-    window: Number of newest keys that a query sees, including its own; None for all.
-    tile: Tile sizes; None selects them from the shapes.
-    interpret: Whether to run without a GPU.
+  `queries` is `[batch, new, heads, head_dim]`, at positions from `start`, int32, on;
+  `keys` and `values` are `[batch, new, kv_heads, head_dim]`; queries and keys are
+  rotated. `past` is the cache's keys and values, `[batch, positions, kv_heads,
+  head_dim]`; positions from `start` on or before all windows are not read. All are
+  float32 or bfloat16. A query sees the `window` newest keys, including its own; None
+  for all.
 
-  Returns:
-    Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`, and the cache
-    with the new keys and values, in the same memory if it may be overwritten.
+  Returns outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`, and the
+  cache with the new keys and values, in the same memory if it may be overwritten.
   """
   past_keys, past_values = past
   tile = Tile.of(queries, past_keys) if tile is None else tile
@@ -249,11 +228,9 @@ def _specs(
   # position; accesses beyond the positions are masked.
   covered = -(-positions // tile.chunk) * tile.chunk + tile.new
   cache = spec((None, covered, None, head_dim), lambda b, k, s: (b, 0, k, 0))
+  token = None, new, None, head_dim
   newest = tuple(
-    spec(
-      (None, new, None, head_dim),
-      lambda b, k, s, first=first: (b, 0, first + k, 0),
-    )
+    spec(token, lambda b, k, s, first=first: (b, 0, first + k, 0))
     for first in (heads, heads + kv_heads)
   )
   group = spec((None, new, heads // kv_heads, head_dim), lambda b, k, s: (b, 0, k, 0))

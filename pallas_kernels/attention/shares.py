@@ -1,9 +1,7 @@
 """Partial results of cached attention, combined by their consumer.
 
-Each program that shares the positions of a head writes the largest score it saw, the
-sum of the weights relative to it, and the sum of weighted values. Combining them is
-cheap: the refinement kernel does it for the block of 32 features that it is about to
-encode, and `array` does it for every other consumer.
+The refinement kernel combines them for the block of 32 features that it is about to
+encode, and `array` for every other consumer.
 """
 
 import dataclasses
@@ -31,7 +29,7 @@ class Attended:
       key-value head; `splits` is a power of two.
     tops: Largest score of each share, float32, without the last axis; -infinity where
       it saw no key.
-    totals: Sums of weights, likewise.
+    totals: Sums of weights relative to the largest score, likewise.
     scale: Factor on scores before the exponential (static).
     leading: `(batch, new)`, or their product alone (static).
     dtype: Dtype of the outputs (static).
@@ -62,6 +60,7 @@ class Attended:
     _, batch, kv_heads, rows, head_dim = self.sums.shape
     new = math.prod(self.leading) // batch
     group = rows // new
+    shape = batch * new, kv_heads * group * head_dim
     out = lowering.launch(
       _kernel,
       self,
@@ -69,9 +68,7 @@ class Attended:
       grid=(kv_heads * group, batch * new),
       in_specs=[self.specs(head_dim)],
       out_specs=lowering.BlockSpec((None, head_dim), lambda head, row: (row, head)),
-      out_shape=jax.ShapeDtypeStruct(
-        (batch * new, kv_heads * group * head_dim), self.dtype
-      ),
+      out_shape=jax.ShapeDtypeStruct(shape, self.dtype),
       warps=4,
       interpret=self.interpret,
     )
@@ -104,9 +101,7 @@ def combine(refs: Attended) -> jax.Array:
   size = min(splits, _STEP)
   top = jnp.max(refs.tops[...], axis=0)
 
-  def add(
-    step: jax.Array, carry: tuple[jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array]:
+  def add(step: jax.Array, carry: Any) -> Any:
     sums, total = carry
     here = lowering.columns(step * size, size)
     # A share that saw no key has top -infinity, and so weight zero.

@@ -1,14 +1,10 @@
 """W4A4 inputs in float8, in the form that the library's float8 product reads.
 
-Every float8 format holds the two significant bits of E2M1 values; only a block's power
-of two can be out of range. E5M2 reaches from 2^-16 to 57344, so it holds every block
-whose exponent lies in `LOWEST..HIGHEST` without an extra scale, and a kernel that
-rounds inputs can write E5M2 directly. A block outside that range is written in units of
-its own scale, which E5M2 always holds. Nothing is lost, and the scale byte tells the
-consumer that the block is outside.
-
-Blocks with the scale byte 0, 2^-127, count as zeros: an encoder gives that byte to zero
-blocks, and no float32 sum with another block preserves such small values.
+E5M2 reaches from 2^-16 to 57344, so it holds every block whose exponent lies in
+`LOWEST..HIGHEST` without an extra scale. A block outside that range is written in units
+of its own scale, and its scale byte tells the consumer so: nothing is lost. Blocks with
+the scale byte 0, 2^-127, count as zeros: an encoder gives that byte to zero blocks, and
+no float32 sum with another block preserves such small values.
 """
 
 import dataclasses

@@ -1,10 +1,9 @@
 """The library's float8 product of W4A4 operands, and a kernel that corrects some rows.
 
 Inputs are E5M2 in absolute units (`float8.py`), weights E4M3 with one power of two
-(`mxfp4_decode.py`), and their products are exact. Rows with a block outside E5M2's
-range are recomputed in bfloat16. Only the GPU knows which rows these are, and asking
-from the host would stall it, so the correction kernel always runs. A program checks the
-scales of its rows, and nearly always that is all it does.
+(`mxfp4_decode.py`), and their products are exact. A kernel recomputes rows with a block
+outside E5M2's range in bfloat16. It always runs, because only the GPU knows which rows
+these are; nearly always a program only checks the scales of its rows.
 """
 
 import dataclasses
@@ -134,16 +133,13 @@ def mend(
   spec = lowering.BlockSpec
   columns = covered(width, _TILE)
   blocks = covered(width // mxfp4.BLOCK_SIZE, _SCALES)
-  plane = lambda position: spec(
-    (_TILE, columns // planes.COUNT, None), lambda i, j: (i, 0, position)
-  )
+  tile = _TILE, columns // planes.COUNT, None
+  plane = lambda position: spec(tile, lambda i, j: (i, 0, position))
   whole = lambda n: spec((covered(outputs, _TILE), n), lambda i, j: (0, 0))
   out = spec((_TILE, covered(outputs, _TILE)), lambda i, j: (i, 0))
   byte = lax.bitcast_convert_type(x.values, jnp.uint8)
-  byte = byte.reshape(rows, width // planes.COUNT, planes.COUNT)
-  read = _Refs(
-    (byte,) * planes.COUNT, x.scales, planes.words(weight.codes), weight.scales
-  )
+  byte = (byte.reshape(rows, width // planes.COUNT, planes.COUNT),) * planes.COUNT
+  read = _Refs(byte, x.scales, planes.words(weight.codes), weight.scales)
   work = _Work(rows, width, outputs, interpret)
   return lowering.launch(
     functools.partial(_mend_kernel, work=work),
@@ -182,11 +178,8 @@ def float8_matmul(
   see docs/concepts/kernels.md. Rows with a block outside E5M2's range are multiplied in
   bfloat16. `x` is `[n, d]`, the packed weight `[m, d]` must be accepted by
   `mxfp4_decode.float8_range`, and `unit` is the scale from there. `implementation`
-  concerns everything but the library's product. Returns `[n, m]` in `dtype`.
-
-  Raises:
-    NotImplementedError: A kernel was requested and cannot run.
-    ValueError: Widths differ.
+  concerns everything but the library's product. Returns `[n, m]` in `dtype`; raises
+  ValueError if the widths differ.
   """
   if x.shape[-1] != weight.shape[-1]:
     raise ValueError(
@@ -199,21 +192,13 @@ def float8_matmul(
   )
   values = mxfp4_decode.decode_float8(weight, unit, implementation=implementation)
   # The highest precision keeps a GPU's library from using its fast sums.
-  product = lax.dot_general(
-    x.values,
-    values,
-    (((1,), (1,)), ((), ())),
-    precision=HIGHEST,
-    preferred_element_type=dtype,
-  )
-  product = product * unit.astype(dtype)
+  by_columns = ((1,), (1,)), ((), ())
+  how = {"precision": HIGHEST, "preferred_element_type": dtype}
+  product = lax.dot_general(x.values, values, by_columns, **how) * unit.astype(dtype)
   if implementation != "xla":
     return mend(product, x, weight, interpret=implementation == "interpret")
-  total = jnp.einsum(
-    "nd,md->nm",
-    x.decoded(),
-    mxfp4.decode(weight, jnp.bfloat16),
-    preferred_element_type=jnp.float32,
-  ).astype(dtype)
+  wide = x.decoded(), mxfp4.decode(weight, jnp.bfloat16)
+  total = jnp.einsum("nd,md->nm", *wide, preferred_element_type=jnp.float32)
+  total = total.astype(dtype)
   outside = float8.is_outside(float8.exponents(x.scales)).any(axis=1)
   return jnp.where(outside[:, None], total, product)

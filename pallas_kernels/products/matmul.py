@@ -6,11 +6,10 @@ of four products of planes. Decoded values are exact in bfloat16 and sums are fl
 so only the order of summation differs from the reference, `mxfp4.decode` and a product.
 
 Weights are the left operand, so that decoded values stay in registers on their way to
-the tensor cores. With few rows of x, reading 4.25 bits per weight dominates the time.
-The columns are therefore split over programs so that enough of them read at once, and
-the partial sums are added in a fixed order. With many rows the decoding is repeated for
-every tile of rows; from `LIBRARY_ROWS` on it is cheaper to decode once and call the
-library's product: see docs/concepts/kernels.md for the count.
+the tensor cores. With few rows of x, reading the weights dominates the time, so the
+columns are split over programs and the partial sums added in a fixed order. From
+`LIBRARY_ROWS` on it is cheaper to decode once and call the library's product: see
+docs/concepts/kernels.md for the count.
 """
 
 import dataclasses
@@ -77,8 +76,7 @@ class _Work:
   """Static properties of a launch: shapes, packing and tile sizes.
 
   `rows` counts those of every x, `width` the columns of every operand, `outputs` the
-  rows of each weight. `is_packed` tells whether the inputs are packed rather than by
-  planes; see `lowering.by_ptx` for `interpret`.
+  rows of each weight; inputs that are not packed are by planes.
   """
 
   tile: Tile
@@ -124,13 +122,10 @@ def _matmul_kernel(operands: Any, *out_refs: Any, work: _Work) -> None:
   place = tuple(map(lowering.program_id, range(3)))
   count = len(work.outputs)
   linear = sum((place[1] >= work.first(i)).astype(jnp.int32) for i in range(1, count))
-  lowering.switch(
-    linear,
-    [
-      functools.partial(_output_tile, *operands[i], out_refs[i], i, place, work)
-      for i in range(count)
-    ],
+  branch = lambda i: functools.partial(
+    _output_tile, *operands[i], out_refs[i], i, place, work
   )
+  lowering.switch(linear, list(map(branch, range(count))))
 
 
 def _packed_planes(
@@ -187,6 +182,7 @@ def _output_tile(
 
 
 Operand = planes.Planes | mxfp4.MXTensor
+Input = jax.Array | Operand
 
 
 def _operands(x: Operand, weight: mxfp4.MXTensor) -> tuple[Any, jax.Array, jax.Array]:
@@ -256,32 +252,25 @@ def launch(
 
 
 def _library(
-  x: jax.Array | planes.Planes | mxfp4.MXTensor,
+  x: Input,
   weight: mxfp4.MXTensor,
   dtype: jax.typing.DTypeLike,
   implementation: Implementation,
 ) -> jax.Array:
   """Decodes to bfloat16 (exact) and multiplies with float32 sums."""
   decode = functools.partial(mxfp4_decode.decode, implementation=implementation)
-  match x:
-    case mxfp4.MXTensor():
-      operand = decode(x)
-    case planes.Planes():
-      operand = x.whole()
-    case _:
-      operand = x
+  if isinstance(x, mxfp4.MXTensor):
+    x = decode(x)
+  elif isinstance(x, planes.Planes):
+    x = x.whole()
   # A GPU's library sums in float32 and writes the requested dtype; XLA on a CPU might
   # also sum in that dtype.
   wanted = jnp.float32 if implementation == "xla" else dtype
-  total = jnp.einsum(
-    "nd,md->nm", operand, decode(weight), preferred_element_type=wanted
-  )
+  total = jnp.einsum("nd,md->nm", x, decode(weight), preferred_element_type=wanted)
   return total.astype(dtype)
 
 
-def _check(
-  x: jax.Array | planes.Planes | mxfp4.MXTensor, weight: mxfp4.MXTensor
-) -> None:
+def _check(x: Input, weight: mxfp4.MXTensor) -> None:
   if isinstance(x, jax.Array) and x.dtype != jnp.bfloat16:
     raise TypeError(
       f"pallas_kernels.matmul: x must be bfloat16 or packed, got {x.dtype}."
@@ -294,7 +283,7 @@ def _check(
 
 
 def matmul(
-  x: jax.Array | planes.Planes | mxfp4.MXTensor,
+  x: Input,
   weight: mxfp4.MXTensor,
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
@@ -305,7 +294,7 @@ def matmul(
 
 
 def matmul_each(
-  inputs: Sequence[jax.Array | planes.Planes | mxfp4.MXTensor],
+  inputs: Sequence[Input],
   weights: Sequence[mxfp4.MXTensor],
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
@@ -314,20 +303,16 @@ def matmul_each(
   """Computes `x @ decode(weight).T` of each pair with float32 sums, in one launch.
 
   Args:
-    inputs: Each x `[n, d]`: bfloat16, by planes (the kernel's layout), or packed; all
-      of one kind and shape.
-    weights: Packed, each `[m, d]`, by the paper's scale rule.
+    inputs: Each x `[n, d]`: bfloat16 (else TypeError), by planes (the kernel's layout),
+      or packed; all of one kind and shape.
+    weights: Packed, each `[m, d]`, by the paper's scale rule; other widths are a
+      ValueError.
     dtype: Dtype of the results.
     implementation: See `implementations.choose`; None also prefers the library's
       products from `LIBRARY_ROWS` rows up.
 
   Returns:
     Each `[n, m]`. A scale byte of 255 on either side gives NaN.
-
-  Raises:
-    NotImplementedError: A kernel was requested and cannot run.
-    TypeError: An x is an array but not bfloat16.
-    ValueError: Widths differ.
   """
   for x, weight in zip(inputs, weights, strict=True):
     _check(x, weight)

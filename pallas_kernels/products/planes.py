@@ -8,9 +8,8 @@ reordered.
 A register holds two words, and one shift or mask works on both. A code's sign and three
 low bits, moved to bits 15 and 8 to 6, are a bfloat16 whose exponent is 126 too low,
 including the subnormal 0.5; two products multiply by 2^126 and by the block's scale.
-The compiler does not find this form, so it is written in PTX, next to the same
-operation in plain JAX. A test that interprets the PTX checks that the two agree for
-every word and scale. `benchmarks/gpu_counts.py` counts the instructions.
+The compiler does not find this form, so it is written in PTX.
+`benchmarks/gpu_counts.py` counts the instructions.
 """
 
 import dataclasses

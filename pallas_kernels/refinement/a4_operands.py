@@ -26,15 +26,10 @@ def a4_operands(
   """Returns each linear's legal A4 operand of the same inputs, `[n, d]` in `form`.
 
   `x` is `[n, d]`, float32 or bfloat16, or deferred inputs; `operators` has each
-  linear's map and A4 rule. See `one_code.refine_for` for `form` and `implementation`.
-
-  Raises:
-    NotImplementedError: A kernel was requested and cannot run.
-    ValueError: The width is not a multiple of 32, or tables do not fit it.
+  linear's map and A4 rule. See `one_code.refine_for` for the rest and for errors.
   """
-  refine = functools.partial(
-    one_code.refine_for, form=form, implementation=implementation
-  )
+  how = {"form": form, "implementation": implementation}
+  refine = functools.partial(one_code.refine_for, **how)
   tables = [_tables(*operator) for operator in operators]
   outside = [_map_outside(input_map) for input_map, _ in operators]
   if not any(outside):

@@ -1,10 +1,9 @@
 """Deferred inputs: materialized by XLA or computed inside the refinement kernel.
 
 An RMS norm, a gated product or the end of attention would cost a pass over memory and a
-launch of its own. The refinement kernel reads each input once anyway, so it can compute
-the input as well. `array` materializes a deferred input with XLA and defines it;
-`specs`, `operands` and `tiles` compute it inside a kernel. Plain arrays are supported
-too.
+launch of its own; the refinement kernel reads each input once anyway. `array`
+materializes a deferred input with XLA and defines it; `specs`, `operands` and `tiles`
+compute it inside a kernel. Plain arrays are supported too.
 """
 
 import dataclasses
@@ -119,23 +118,18 @@ def as_array(x: Input) -> jax.Array:
 
 def for_kernel(x: Input) -> Input:
   """Materializes inputs `[n, d]` with XLA if the kernel cannot compute them."""
-  match x:
-    case Normalized():
-      is_possible = True
-    case Attended(sums=sums):
-      # A block of features must lie in one head.
-      is_possible = sums.shape[-1] % _BLOCK == 0
-    case _:
-      return x
-  return x if is_possible and x.shape[0] <= SINGLE_ROWS else x.array()
+  if not isinstance(x, Normalized | Attended):
+    return x
+  # A block of features must lie in one head.
+  is_cut = isinstance(x, Attended) and x.sums.shape[-1] % _BLOCK
+  return x.array() if is_cut or x.shape[0] > SINGLE_ROWS else x
 
 
 def operands(x: Input) -> Input:
   """Reshapes scalars to arrays of one element, which kernels can read."""
   if isinstance(x, GatedProduct):
-    return dataclasses.replace(
-      x, recovery=jax.tree.map(lambda a: a.reshape(1), x.recovery)
-    )
+    scalars = jax.tree.map(lambda a: a.reshape(1), x.recovery)
+    return dataclasses.replace(x, recovery=scalars)
   return x
 
 

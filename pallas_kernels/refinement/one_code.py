@@ -56,6 +56,7 @@ class Tile:
 Form = Literal["codes", "values", "planes", "float8"]
 """Form of the result: packed codes, bfloat16 values, those values as `planes.Planes`,
 or `float8.Float8Inputs`."""
+Refined = jax.Array | mxfp4.MXTensor | planes.Planes | float8.Float8Inputs
 
 
 def _kernel(
@@ -74,28 +75,16 @@ def _kernel(
   make = fused_inputs.tiles(x_refs, shape[1])
   first = lowering.program_id(1) * size * tile.repeats
   is_cut = rows % (size * tile.repeats) != 0
+  how = {"split": tile.split, "decoded": form != "codes", "interpret": interpret}
 
   def run(step: jax.Array, carry: None) -> None:
     start = step * size
     offset = lax.iota(jnp.int32, size)
     mask = first + start + offset < rows if is_cut else None
     here = lowering.columns(start, size)
-    result, exponent = realize(
-      make(here, mask),
-      loaded,
-      split=tile.split,
-      decoded=form != "codes",
-      interpret=interpret,
-    )
-    write = functools.partial(_write, form, result, exponent, here, mask)
-    per_linear = len(out_refs) // len(tables)
-    lowering.switch(
-      linear,
-      [
-        functools.partial(write, out_refs[i * per_linear : (i + 1) * per_linear])
-        for i in range(len(tables))
-      ],
-    )
+    result = realize(make(here, mask), loaded, **how)
+    write = functools.partial(_write, form, *result, here, mask)
+    lowering.switch(linear, [functools.partial(write, refs) for refs in out_refs])
     return carry
 
   lax.fori_loop(0, tile.repeats, run, None)
@@ -107,60 +96,51 @@ def _write(
   exponent: jax.Array,
   here: Any,
   mask: jax.Array | None,
-  refs: Sequence[Any],
+  refs: Any,
 ) -> None:
-  """Writes a tile to the outputs of its linear."""
+  """Writes a tile to the references of its linear's output; see `_output`."""
   if form in ("codes", "float8"):
     byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8).reshape(result.shape[0])
     is_packed = form == "codes"
     first = codec.pack(result) if is_packed else float8.of_values(result, exponent)
-    lowering.store(refs[0].at[here, :], first, mask)
-    lowering.store(refs[1].at[here], byte, mask)
+    for ref, part in zip(jax.tree.leaves(refs), (first, byte), strict=True):
+      lowering.store(ref.at[here], part, mask)
     return
   values = (result * codec.scale_of(exponent)).astype(jnp.bfloat16)
   if form == "values":
-    lowering.store(refs[0].at[here, :], values, mask)
+    lowering.store(refs.at[here, :], values, mask)
   else:
-    lowering.store(refs[0].at[:, here, :], planes.of_tile(values), None, mask)
+    tile = planes.of_tile(values)
+    lowering.store(refs.values.at[:, here, :], tile, None, mask)
 
 
-def _table_spec(table: jax.Array | None) -> lowering.BlockSpec | None:
+def _table_spec(table: jax.Array) -> lowering.BlockSpec:
   """Returns the spec of one block of a table; a table of one block is shared by all."""
-  if table is None:
-    return None
   rest = table.shape[1:]
   is_shared = table.shape[0] == 1
   index = lambda b, *_: (0 if is_shared else b, *(0 for _ in rest))
   return lowering.BlockSpec((None, *rest), index)
 
 
-def _outputs(
-  shape: tuple[int, int], size: int, form: Form
-) -> tuple[list[lowering.BlockSpec], list[jax.ShapeDtypeStruct]]:
-  """Returns specs and shapes of the kernel's outputs for one linear."""
-  rows, width = shape
+def _output(rows: int, width: int, size: int, form: Form) -> tuple[Any, Any]:
+  """Returns one linear's result with specs, and with shapes, as its leaves."""
   spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
   by_tile = lambda b, i, _: (i, b)
-  match form:
-    case "codes" | "float8":
-      is_packed = form == "codes"
-      columns = _BLOCK // 2 if is_packed else _BLOCK
-      dtype = jnp.uint8 if is_packed else float8.FORM
-      blocks = width // _BLOCK
-      specs = [spec((size, columns), by_tile), spec((size, None), by_tile)]
-      return specs, [
-        array((rows, blocks * columns), dtype),
-        array((rows, blocks), jnp.uint8),
-      ]
-    case "values":
-      return [spec((size, _BLOCK), by_tile)], [array(shape, jnp.bfloat16)]
-    case "planes":
-      plane = array((planes.COUNT, rows, width // planes.COUNT), jnp.bfloat16)
-      block = planes.COUNT, size, planes.WORDS
-      return [spec(block, lambda b, i, _: (0, i, b))], [plane]
-
-
-Refined = jax.Array | mxfp4.MXTensor | planes.Planes | float8.Float8Inputs
+  if form == "planes":
+    block = spec((planes.COUNT, size, planes.WORDS), lambda b, i, _: (0, i, b))
+    plane = array((planes.COUNT, rows, width // planes.COUNT), jnp.bfloat16)
+    return planes.Planes(block), planes.Planes(plane)
+  share, dtype = {
+    "codes": (2, jnp.uint8),
+    "float8": (1, float8.FORM),
+    "values": (1, jnp.bfloat16),
+  }[form]
+  values = spec((size, _BLOCK // share), by_tile), array((rows, width // share), dtype)
+  if form == "values":
+    return values
+  scales = spec((size, None), by_tile), array((rows, width // _BLOCK), jnp.uint8)
+  kind = mxfp4.MXTensor if form == "codes" else float8.Float8Inputs
+  return kind(values[0], scales[0]), kind(values[1], scales[1])
 
 
 def launch(
@@ -174,29 +154,22 @@ def launch(
   """Runs the kernel on x `[n, d]` for linears whose tables have one structure."""
   rows, width = x.shape
   blocks, size = width // _BLOCK, tile.rows * tile.repeats
-  specs, shapes = _outputs((rows, width), size, form)
-  out = lowering.launch(
-    functools.partial(
-      _kernel, tile=tile, shape=(rows, width), form=form, interpret=interpret
-    ),
+  spec, result = _output(rows, width, size, form)
+  kernel = functools.partial(
+    _kernel, tile=tile, shape=(rows, width), form=form, interpret=interpret
+  )
+  return lowering.launch(
+    kernel,
     fused_inputs.operands(x),
     tuple(tables),
     name="one_code" if tables[0].gram is not None else "transform_encode",
     grid=(blocks, -(-rows // size), len(tables)),
     in_specs=[fused_inputs.specs(x, size), jax.tree.map(_table_spec, tuple(tables))],
-    out_specs=specs * len(tables),
-    out_shape=shapes * len(tables),
+    out_specs=[spec] * len(tables),
+    out_shape=[result] * len(tables),
     warps=tile.warps,
     interpret=interpret,
   )
-  match form:
-    case "codes" | "float8":
-      kind = mxfp4.MXTensor if form == "codes" else float8.Float8Inputs
-      return [kind(*pair) for pair in zip(out[::2], out[1::2], strict=True)]
-    case "values":
-      return out
-    case "planes":
-      return [planes.Planes(values) for values in out]
 
 
 def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
@@ -231,11 +204,10 @@ def refine_for(
   """Maps and encodes the inputs of several linears, refining one code of each block.
 
   With few rows, linears whose tables have one structure share a launch. See `refine`
-  for `x`, `form` and the tables. Returns `[n, d]` in that form for each linear.
-  Paper: Eq. hires-code-score.
+  for the arguments. Returns `[n, d]` in `form` for each linear. Paper: Eq.
+  hires-code-score.
 
   Raises:
-    NotImplementedError: A kernel was requested and cannot run.
     ValueError: The width is not a multiple of 32, gram comes without cross, or gram is
       not packed.
   """
@@ -253,17 +225,12 @@ def refine_for(
   if implementation == "xla":
     rows = fused_inputs.as_array(x)
     return [_reference(rows, each, form) for each in tables]
-  run = functools.partial(
-    launch,
-    fused_inputs.for_kernel(x),
-    tile=Tile.of(x.shape[0], x.dtype),
-    form=form,
-    interpret=implementation == "interpret",
-  )
   is_alike = len(set(map(jax.tree.structure, tables))) == 1
-  if is_alike and x.shape[0] <= FEW_ROWS:
-    return run(tables)
-  return [run([each])[0] for each in tables]
+  together = is_alike and x.shape[0] <= FEW_ROWS
+  made, tile = fused_inputs.for_kernel(x), Tile.of(x.shape[0], x.dtype)
+  how = {"tile": tile, "form": form, "interpret": implementation == "interpret"}
+  launches = [tables] if together else [[each] for each in tables]
+  return [result for some in launches for result in launch(made, some, **how)]
 
 
 def _check_tables(tables: Tables, width: int) -> None:
@@ -298,11 +265,8 @@ def refine(
     gram: G_Q, packed as in `OneCode`, `[d/32, 528]`, float32 or bfloat16, or None for
       nearest rounding.
     cross: K_Q, `[d/32, 32, 32]`, float32 or bfloat16, or None with `gram`.
-    form: Form of the result; values are exact in bfloat16.
+    form: Form of the result, `[n, d]`; values are exact in bfloat16.
     implementation: See `implementations.choose`.
-
-  Returns:
-    `[n, d]` in that form.
   """
   tables = Tables(matrix, gram, cross)
   return refine_for(x, [tables], form=form, implementation=implementation)[0]

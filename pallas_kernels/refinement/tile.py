@@ -18,8 +18,8 @@ In units of the squared scale and in Horner's form, with d the change of the val
 
   score = d (slope + d curvature / 2),  half of `one_code.code_score`.
 
-Tensor-core products cost next to nothing here. The number of instructions per value
-limits the kernel; docs/concepts/kernels.md counts them.
+The number of instructions per value limits the kernel; docs/concepts/kernels.md counts
+them.
 """
 
 import dataclasses

@@ -45,9 +45,7 @@ def descend(
   width = blocks * size
   shift = damping * jnp.trace(hessian) / width
 
-  def group(
-    state: tuple[jax.Array, jax.Array], index: jax.Array
-  ) -> tuple[tuple[jax.Array, jax.Array], None]:
+  def group(state: Any, index: jax.Array) -> tuple[Any, None]:
     codes, decoded = state
     first = index * size
     panel = jax.lax.dynamic_slice_in_dim(hessian, first, size, axis=0)
@@ -55,17 +53,15 @@ def descend(
     tile += shift * jnp.eye(size, dtype=tile.dtype)
     gap = (weight - decoded).reshape(width, rows)
     here = jax.lax.dynamic_slice_in_dim(gap, first, size, axis=0)
-    # Recomputed from the current codes, so that rounding errors do not add up over
-    # groups.
+    # From the current codes, so that rounding errors do not add up over groups.
     slope = jnp.einsum("id,dm->im", panel, gap, precision=HIGHEST) + shift * here
     exponent = start.exponent[index]
     moved = _descend_group(codes[index], decoded[index], slope, tile, exponent, rules)
     put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, index, 0)
     return (put(codes, moved[0]), put(decoded, moved[1])), None
 
-  def once(_: jax.Array, state: tuple[jax.Array, jax.Array]) -> Any:
-    return jax.lax.scan(group, state, jnp.arange(blocks, dtype=jnp.int32))[0]
-
+  order = jnp.arange(blocks, dtype=jnp.int32)
+  once = lambda _, state: jax.lax.scan(group, state, order)[0]
   state = start.codes, start.decoded
   codes, decoded = jax.lax.fori_loop(0, passes, once, state)
   return gptq.Reconstruction(codes, start.exponent, decoded)
@@ -103,7 +99,5 @@ def _descend_group(
       slope - coupling[:, None] * step[None],
     )
 
-  codes, decoded, _ = jax.lax.fori_loop(
-    0, mxfp4.BLOCK_SIZE, column, (codes, decoded, slope)
-  )
-  return codes, decoded
+  state = codes, decoded, slope
+  return jax.lax.fori_loop(0, mxfp4.BLOCK_SIZE, column, state)[:2]

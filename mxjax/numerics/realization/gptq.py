@@ -11,7 +11,7 @@ Paper: Eq. recon and Discrete Realization; reading A12 and A13 of the specificat
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,14 +84,10 @@ def factor(hessian: jax.Array, damping: float = DAMPING) -> Factor:
   the first try. The result states the damping that was used; the caller reports it.
   """
   first = jnp.full(hessian.shape[:-2], damping, hessian.dtype)
-
-  def is_good(upper: jax.Array) -> jax.Array:
-    return jnp.isfinite(upper).all((-2, -1))
+  is_good = lambda upper: jnp.isfinite(upper).all((-2, -1))
 
   # One loop body for every try, so that XLA compiles the factorization once.
-  def attempt(
-    state: tuple[jax.Array, jax.Array, jax.Array],
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def attempt(state: Any) -> Any:
     tries, upper, used = state
     good = is_good(upper)
     growth = jnp.asarray(DAMPING_GROWTH, first.dtype) ** tries.astype(first.dtype)
@@ -99,10 +95,7 @@ def factor(hessian: jax.Array, damping: float = DAMPING) -> Factor:
     again = _upper_factor(hessian, used)
     return tries + 1, jnp.where(good[..., None, None], upper, again), used
 
-  def is_wanted(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-    tries, upper, _ = state
-    return (tries < DAMPING_TRIES) & ~is_good(upper).all()
-
+  is_wanted = lambda state: (state[0] < DAMPING_TRIES) & ~is_good(state[1]).all()
   start = jnp.int32(0), jnp.full_like(hessian, jnp.nan), first
   _, upper, used = jax.lax.while_loop(is_wanted, attempt, start)
   return Factor(upper, jnp.where(is_good(upper), used, jnp.nan))
@@ -111,11 +104,10 @@ def factor(hessian: jax.Array, damping: float = DAMPING) -> Factor:
 def round_value(
   target: jax.Array, exponent: jax.Array, scale: jax.Array, rules: mxfp4.Rules
 ) -> tuple[jax.Array, jax.Array]:
-  """Rounds values at a frozen exponent, saturating.
+  """Rounds float32 or float64 values at a frozen exponent, saturating.
 
-  `target` is float32 or float64; `exponent`, int32, and `scale`, its decoding factor in
-  the dtype of `target`, broadcast to it. Returns uint8 codes in 0..15 and decoded
-  values, in the shape of `target`.
+  `exponent`, int32, and `scale`, its decoding factor in the dtype of `target`,
+  broadcast to it. Returns uint8 codes in 0..15 and decoded values.
   """
   code = mxfp4.nearest_codes(target, exponent, rules)
   size = mxfp4.magnitude(code & 7).astype(target.dtype)
@@ -134,9 +126,7 @@ def _round_group(
   """
   by_column = exponent.ndim == weight.ndim
 
-  def column(
-    j: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def column(j: jax.Array, state: Any) -> Any:
     codes, decoded, errors = state
     coupling = jax.lax.dynamic_index_in_dim(upper, j, axis=-1, keepdims=False)
     pivot = jax.lax.dynamic_index_in_dim(coupling, j, axis=-1, keepdims=True)
@@ -153,12 +143,8 @@ def _round_group(
     return put(codes, code), put(decoded, value), put(errors, error)
 
   zeros = jnp.zeros_like(weight)
-  return jax.lax.fori_loop(
-    0,
-    mxfp4.BLOCK_SIZE,
-    column,
-    (jnp.zeros(weight.shape, jnp.uint8), zeros, zeros),
-  )
+  start = jnp.zeros(weight.shape, jnp.uint8), zeros, zeros
+  return jax.lax.fori_loop(0, mxfp4.BLOCK_SIZE, column, start)
 
 
 def _round_searched(
@@ -197,27 +183,14 @@ def reconstruct_local(
   return Reconstruction(codes, exponent, decoded)
 
 
-def _group_exponent(
-  weight: jax.Array,
-  columns: jax.Array,
-  errors: jax.Array,
-  target: jax.Array,
-  start: jax.Array,
-  scales: ScaleSource,
-  rules: mxfp4.Rules,
+def _lagged(
+  weight: jax.Array, columns: jax.Array, errors: jax.Array, start: jax.Array
 ) -> jax.Array:
-  """Returns the exponent of a group when it is reached, int32 `[rows]`."""
-  if scales == "static":
-    return mxfp4.block_exponent(weight, rules)
-  if scales == "fresh":
-    return mxfp4.block_exponent(target, rules)
-  # The original code writes back errors by panel, so those of the current panel are not
-  # yet in the weights that determine the scale.
+  """Compensates a group as the original code has when it is reached, by panels."""
   panel = start // PANEL * PANEL
   earlier = jnp.arange(errors.shape[0], dtype=jnp.int32) < panel
   known = jnp.where(earlier[:, None], errors, jnp.zeros_like(errors))
-  lagged = weight - jnp.einsum("di,dm->im", columns, known, precision=HIGHEST)
-  return mxfp4.block_exponent(lagged, rules)
+  return weight - jnp.einsum("di,dm->im", columns, known, precision=HIGHEST)
 
 
 @functools.partial(jax.jit, static_argnames=("rules", "scales"))
@@ -240,30 +213,25 @@ def reconstruct(
       columns, as in the original code; `static`, the original weights; `searched`, the
       first of the `SEARCHED` exponents with the smallest sum of squared compensated
       errors in the block, whatever the scale rule.
-    exponent: Exponents by column, int32 `[blocks, 32, rows]`, which replace `scales`:
-      columns of one group then need not share a physical block.
-
-  Returns:
-    Legal codes and decoded weights in the order of the columns; `exponent` is by column
-    if it was given so.
+    exponent: Exponents by column, int32 `[blocks, 32, rows]`, which replace `scales`
+      and which the result then has: columns of a group need not share a block.
   """
   blocks, size, rows = weight.shape
 
-  def group(
-    errors: jax.Array, item: tuple[jax.Array, jax.Array, jax.Array | None]
-  ) -> tuple[jax.Array, Reconstruction]:
-    index, original, given = item
+  def group(errors: jax.Array, item: Any) -> tuple[jax.Array, Reconstruction]:
+    index, original, chosen = item
     start = index * size
     columns = jax.lax.dynamic_slice_in_dim(upper, start, size, axis=1)
     target = original - jnp.einsum("di,dm->im", columns, errors, precision=HIGHEST)
-    chosen = given
     diagonal = jax.lax.dynamic_slice_in_dim(columns, start, size, axis=0)
     if chosen is None and scales == "searched":
       codes, decoded, error, chosen = _round_searched(target, diagonal, rules)
     else:
       if chosen is None:
-        args = (original, columns, errors, target, start, scales, rules)
-        chosen = _group_exponent(*args)
+        source = target if scales == "fresh" else original
+        if scales == "lagged":
+          source = _lagged(original, columns, errors, start)
+        chosen = mxfp4.block_exponent(source, rules)
       codes, decoded, error = _round_group(target, diagonal, chosen, rules)
     errors = jax.lax.dynamic_update_slice_in_dim(errors, error, start, axis=0)
     return errors, Reconstruction(codes, chosen, decoded)

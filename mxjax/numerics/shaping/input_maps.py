@@ -6,16 +6,14 @@ A map T acts as `x T^T` on inputs and `W T^{-1}` on weights, so `x W^T` is uncha
 """
 
 import dataclasses
-import functools
-import math
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST, block_products
+from mxjax.numerics.shaping import orthogonal
 
 MAPS: dict[str, type] = {}
 """Every registered map, by its name in checkpoints."""
@@ -51,9 +49,8 @@ class InputMap:
   def block_matrices(self) -> jax.Array | None:
     """Returns the map as one matrix per block, for kernels that apply it.
 
-    The result is `[blocks, 32, 32]`, or `[1, 32, 32]` for one matrix shared by all
-    blocks, in any float dtype; None if the map mixes blocks or is faster in structured
-    form.
+    The result is `[blocks, 32, 32]`, or `[1, 32, 32]` for all blocks, in any float
+    dtype; None if the map mixes blocks or is faster in structured form.
     """
     return None
 
@@ -67,22 +64,14 @@ class InputMap:
     return None
 
 
-@functools.cache
-def _sylvester(size: int) -> np.ndarray:
+def hadamard(size: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+  """Returns R_H, the normalized, symmetric Sylvester-Hadamard matrix `[size, size]`."""
   if size < 1 or size & (size - 1):
     raise ValueError(
       f"input_maps.hadamard: size must be a power of two, got {size}; use 32, 64 or "
       "128."
     )
-  matrix = np.ones((1, 1))
-  while len(matrix) < size:
-    matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-  return matrix / math.sqrt(size)
-
-
-def hadamard(size: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-  """Returns R_H, the normalized, symmetric Sylvester-Hadamard matrix `[size, size]`."""
-  return jnp.asarray(_sylvester(size), dtype)
+  return jnp.asarray(orthogonal.hadamard_any(size), dtype)
 
 
 @register
@@ -220,18 +209,14 @@ class Kronecker(InputMap):
 
   def fold(self, blocks: jax.Array) -> jax.Array:
     """Applies P^-T, the Kronecker product of the inverse transposes."""
-    dtype = blocks.dtype
-    shared = jnp.linalg.inv(self.shared.astype(dtype)).mT
-    private = jnp.linalg.inv(self.private.astype(dtype)).mT
-    return self._mix(shared, private, blocks)
+    inverse = lambda factor: jnp.linalg.inv(factor.astype(blocks.dtype)).mT
+    return self._mix(inverse(self.shared), inverse(self.private), blocks)
 
   def dense(self, dtype: jax.typing.DTypeLike = jnp.float32) -> BlockDense:
     """Returns the same map as dense blocks, T = P^T."""
-    product = jnp.einsum(
-      "bki,lj->bijkl", self.private.astype(dtype), self.shared.astype(dtype)
-    )
-    size = mxfp4.BLOCK_SIZE
-    return BlockDense(product.reshape(-1, size, size))
+    private, shared = self.private.astype(dtype), self.shared.astype(dtype)
+    product = jnp.einsum("bki,lj->bijkl", private, shared)
+    return BlockDense(product.reshape(-1, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE))
 
   def dense_blocks(self) -> jax.Array:
     """See `InputMap.dense_blocks`."""
@@ -263,12 +248,8 @@ class TwoLevel(InputMap):
 
   def fold(self, blocks: jax.Array) -> jax.Array:
     """Uses explicit inverses, because the stored factors are rounded."""
-    wide = blocks.dtype
-    inverse = TwoLevel(
-      jnp.linalg.inv(self.inter.astype(wide)).mT,
-      jnp.linalg.inv(self.intra.astype(wide)).mT,
-    )
-    return inverse.apply(blocks)
+    inverse = lambda factor: jnp.linalg.inv(factor.astype(blocks.dtype)).mT
+    return TwoLevel(inverse(self.inter), inverse(self.intra)).apply(blocks)
 
   def conjugate(self, hessian: jax.Array) -> jax.Array:
     """Applies T to the rows, then to the columns."""

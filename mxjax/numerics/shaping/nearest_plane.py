@@ -16,7 +16,7 @@ jitted functions because of rule 2 of `mxjax.devices.execution`.
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,20 +60,6 @@ class Plane(NamedTuple):
   rotation: jax.Array
   upper: jax.Array
   inverse: jax.Array
-
-
-class Rounded(NamedTuple):
-  """A rounded block.
-
-  Attributes:
-    codes: uint8 in 0..15, `[32, rows]`.
-    exponent: int32 `[rows]`.
-    decoded: Decoded weights in the block's basis, `[32, rows]`.
-  """
-
-  codes: jax.Array
-  exponent: jax.Array
-  decoded: jax.Array
 
 
 @jax.jit
@@ -128,21 +114,16 @@ def plane(
 ) -> Plane:
   """Computes the basis of a block and the lattice it spans, in float64.
 
-  `gram` and `factor` are those of `Target`, and `rows` is the number of output features
-  m. `basis` is `wush`; `wus`, without the Hadamard; `hadamard`, alone; or `identity`. T
-  is rounded to `dtype`, because the same T is applied to inputs online.
+  `gram` and `factor` are those of `Target`, and `rows` is m. `basis` is `wush`; `wus`,
+  without the Hadamard; `hadamard`, alone; or `identity`. T is rounded to `dtype`,
+  because the same T is applied to inputs online.
   """
   precision.require_float64("nearest_plane.plane", gram, factor)
   rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, jnp.float64)
-  match basis:
-    case "identity":
-      transform = jnp.eye(mxfp4.BLOCK_SIZE)
-    case "hadamard":
-      transform = rotation
-    case "wus":
-      transform = _joint_basis(gram, factor, rows)
-    case "wush":
-      transform = rotation @ _joint_basis(gram, factor, rows)
+  transform = jnp.eye(mxfp4.BLOCK_SIZE) if basis == "identity" else rotation
+  if basis in ("wus", "wush"):
+    joint = _joint_basis(gram, factor, rows)
+    transform = rotation @ joint if basis == "wush" else joint
   transform = transform.astype(dtype).astype(jnp.float64)
   orthogonal, upper = jnp.linalg.qr(factor @ transform.mT)
   identity = jnp.eye(mxfp4.BLOCK_SIZE)
@@ -157,22 +138,20 @@ def round_block(
   lattice: Plane,
   block: jax.Array,
   rules: mxfp4.Rules = mxfp4.PAPER_RULES,
-) -> tuple[jax.Array, Rounded]:
+) -> tuple[jax.Array, gptq.Reconstruction]:
   """Rounds a block from its last coordinate to its first.
 
   The exact coordinates `z` determine the exponent once; it stays frozen. `residual`,
   `[d, rows]`, is donated; `value` is `Target.value`, `lattice` the block's plane and
   `block` its index, int32. Returns the residual with the block's error in place of its
-  weights, and the rounded block.
+  weights, and the rounded block in its basis, without the axis of blocks.
   """
   rotated = jnp.einsum("ji,jm->im", lattice.rotation, value, precision=HIGHEST)
   exact = jnp.einsum("ij,jm->im", lattice.inverse, rotated, precision=HIGHEST)
   exponent = mxfp4.block_exponent(exact, rules)
   scale = mxfp4.scale_of(exponent, rules).astype(jnp.float64)
 
-  def coordinate(
-    step: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def coordinate(step: jax.Array, state: Any) -> Any:
     rotated, codes, decoded = state
     i = mxfp4.BLOCK_SIZE - 1 - step
     column = jax.lax.dynamic_index_in_dim(lattice.upper, i, axis=1, keepdims=False)
@@ -189,4 +168,4 @@ def round_block(
   start = block * mxfp4.BLOCK_SIZE
   weights = jax.lax.dynamic_slice_in_dim(residual, start, mxfp4.BLOCK_SIZE)
   residual = jax.lax.dynamic_update_slice_in_dim(residual, weights - native, start, 0)
-  return residual, Rounded(codes, exponent, decoded)
+  return residual, gptq.Reconstruction(codes, exponent, decoded)

@@ -29,8 +29,6 @@ def _paley(order: int) -> np.ndarray | None:
   for prime, second in ((order - 1, False), (order // 2 - 1, True)):
     if not _is_prime(prime) or prime % 4 != (1 if second else 3):
       continue
-    if second and order % 2:
-      continue
     squares = {i * i % prime for i in range(1, prime)}
     character = np.array([0] + [1 if i in squares else -1 for i in range(1, prime)])
     index = np.arange(prime)
@@ -50,7 +48,8 @@ def _paley(order: int) -> np.ndarray | None:
 def hadamard_any(order: int) -> np.ndarray | None:
   """Builds a normalized Hadamard matrix as a small Paley matrix times a power of two.
 
-  Returns float64 `[order, order]`, or None if no such construction is available.
+  Powers of two give Sylvester's matrix. Returns float64 `[order, order]`, or None if no
+  such construction is available.
   """
   odd = order
   while odd % 2 == 0:
@@ -98,15 +97,10 @@ def cayley_step(
 ) -> tuple[jax.Array, jax.Array]:
   """Takes one descent step that keeps a matrix orthogonal.
 
-  Args:
-    matrix: M, orthogonal, float32 `[..., n, n]`.
-    velocity: Velocity returned by the previous step, initially zeros.
-    gradient: Gradient of the loss with respect to M.
-    rate: Largest step; a bound from the size of the gradient is often smaller.
-    momentum: Fraction of the velocity that is kept.
-
-  Returns:
-    The new matrix and velocity.
+  `matrix` is float32 `[..., n, n]`; `velocity` is that of the previous step, initially
+  zeros, and `momentum` the fraction of it that is kept; `rate` is the largest step, and
+  a bound from the size of the `gradient` is often smaller. Returns the new matrix and
+  velocity.
   """
   product = functools.partial(jnp.matmul, precision=HIGHEST)
   norm = jnp.sqrt((matrix * matrix).sum(-1, keepdims=True))

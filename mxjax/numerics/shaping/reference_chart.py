@@ -12,10 +12,8 @@ import jax.numpy as jnp
 from mxjax.numerics import precision, projections
 from mxjax.numerics.block_batches import map_block_batches
 
-RIDGE = 0.01
-"""Relative part of lambda_A and lambda_B, in units of the mean diagonal."""
-RIDGE_FLOOR = 2.0**-30
-"""Absolute part of lambda_A and lambda_B."""
+RIDGE, RIDGE_FLOOR = 0.01, 2.0**-30
+"""lambda_A and lambda_B: in units of the mean diagonal, and the absolute part."""
 MAX_CONDITION = 8.0
 """The bound kappa of the spectral cap."""
 
@@ -41,41 +39,23 @@ def normalize_determinant(matrix: jax.Array) -> jax.Array:
   return matrix * scale[..., None, None]
 
 
-def _from_spectrum(log_spectrum: jax.Array, eigenvectors: jax.Array) -> jax.Array:
-  return (eigenvectors * jnp.exp(log_spectrum)[..., None, :]) @ eigenvectors.mT
-
-
-def spectral_cap(matrix: jax.Array, max_condition: float = MAX_CONDITION) -> jax.Array:
+def spectral_cap(
+  log_eigenvalues: jax.Array, eigenvectors: jax.Array, max_condition: float
+) -> jax.Array:
   r"""Caps the condition number of a positive definite matrix at unit volume.
-
-  Moves the log-eigenvalues to the nearest point of a zero-sum box, which sets the
-  determinant to one and bounds the ratio of the largest eigenvalue to the smallest by
-  `max_condition`. Eigenvectors are kept.
 
   .. math::
     \operatorname{Cap}_\kappa(S) = U \operatorname{Diag}\!\left[\exp\!\left(
       \Pi_{\mathbf 1^\top z = 0,\ \|z\|_\infty \le \frac12 \log\kappa}
       (\log\lambda)\right)\right] U^\top
 
-  Paper: Eq. hires-spectral-cap.
-
-  Args:
-    matrix: Symmetric positive definite, `[..., q, q]`; float64 in the pipeline.
-    max_condition: The bound kappa on the condition number, at least 1.
-
-  Returns:
-    The capped matrix, `[..., q, q]`, determinant 1, same dtype.
-
-  Example:
-    >>> capped = spectral_cap(jnp.diag(jnp.array([1e-3, 1.0, 1e3])))
-    >>> bool(jnp.linalg.cond(capped) <= 8.001)
-    True
+  The matrix, `[..., q, q]`, is given by its decomposition; the result has determinant 1
+  and a condition number of at most `max_condition`. Paper: Eq. hires-spectral-cap.
   """
-  eigenvalues, eigenvectors = jnp.linalg.eigh(matrix)
   log_spectrum = projections.project_zero_sum_box(
-    jnp.log(eigenvalues), bound=0.5 * math.log(max_condition)
+    log_eigenvalues, bound=0.5 * math.log(max_condition)
   )
-  return _from_spectrum(log_spectrum, eigenvectors)
+  return (eigenvectors * jnp.exp(log_spectrum)[..., None, :]) @ eigenvectors.mT
 
 
 def ridge(moment: jax.Array) -> jax.Array:
@@ -101,13 +81,10 @@ def reference_chart(
     P_{ref} = \operatorname{Cap}_8(M_0^{-1/2})
 
   The power -1/2 and the cap act on the same eigenvalues, so one decomposition serves
-  both. Operands and result are float64 `[blocks, 32, 32]`: A = X^T X / n, B = W^T W /
-  m. `max_condition` is the bound kappa on the condition number.
+  both. Operands and result are float64 (else TypeError) `[blocks, 32, 32]`: A = X^T X /
+  n, B = W^T W / m. `max_condition` is the bound kappa on the condition number.
 
   Paper: Eq. hires-reference-chart.
-
-  Raises:
-    TypeError: An operand is not float64.
   """
   precision.require_float64("reference_chart", activation_moment, weight_moment)
   inverse = jnp.linalg.inv(ridge(weight_moment))
@@ -115,7 +92,4 @@ def reference_chart(
     normalize_determinant(ridge(activation_moment)) + normalize_determinant(inverse)
   )
   eigenvalues, eigenvectors = jnp.linalg.eigh(0.5 * (middle + middle.mT))
-  log_spectrum = projections.project_zero_sum_box(
-    -0.5 * jnp.log(eigenvalues), bound=0.5 * math.log(max_condition)
-  )
-  return _from_spectrum(log_spectrum, eigenvectors)
+  return spectral_cap(-0.5 * jnp.log(eigenvalues), eigenvectors, max_condition)

@@ -7,6 +7,7 @@ are products of plane rotations found greedily.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,9 +78,7 @@ def equalize(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
     a, b = matrix[:, i], matrix[:, j]
     return matrix.at[:, i].set(cos * a + sin * b).at[:, j].set(cos * b - sin * a)
 
-  def step(
-    state: tuple[jax.Array, jax.Array, jax.Array],
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def step(state: Any) -> Any:
     count, matrix, rotation = state
     off = deviation(matrix)
     i = jnp.argmax(jnp.abs(off))
@@ -89,7 +88,7 @@ def equalize(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
     matrix = turn(turn(matrix, i, j, angle).T, i, j, angle).T
     return count + 1, matrix, turn(rotation, i, j, angle)
 
-  def unfinished(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+  def unfinished(state: Any) -> jax.Array:
     worst = jnp.abs(deviation(state[1])).max() / scale
     return (worst > ENERGY_TOLERANCE) & (state[0] < ENERGY_STEPS)
 
@@ -99,15 +98,15 @@ def equalize(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
   return rotation, jnp.abs(deviation(matrix)).max() / scale
 
 
+@jax.jit
 def occupancy(rows: jax.Array) -> jax.Array:
   """Returns the shares of the eight magnitudes in every column, float32 `[32, 8]`.
 
   `rows` is float32 `[32, n]` in units of its block scales.
   """
   edges = jnp.asarray(_EDGES, jnp.float32)
-  reached = (jnp.abs(rows)[:, None, :] >= edges[None, :, None]).mean(
-    -1, dtype=jnp.float32
-  )
+  is_reached = jnp.abs(rows)[:, None, :] >= edges[None, :, None]
+  reached = is_reached.mean(-1, dtype=jnp.float32)
   ends = jnp.ones((rows.shape[0], 1), jnp.float32)
   reached = jnp.concatenate([ends, reached, jnp.zeros_like(ends)], axis=1)
   return reached[:, :-1] - reached[:, 1:]
@@ -143,10 +142,9 @@ def choose_pairs(shares: np.ndarray) -> list[tuple[int, int]]:
 def best_angle(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Finds the angle in [0, pi/2) at which two columns use magnitudes most evenly.
 
-  The loss is constant between the angles at which a value crosses a boundary. Every
-  crossing has a closed form and is counted into one of `ANGLES` cells, so the running
-  sums are the exact occupancies at all these angles. A quarter turn is a full period:
-  it swaps the columns and flips a sign.
+  Every angle at which a value crosses a boundary has a closed form and is counted into
+  one of `ANGLES` cells, so the running sums are the exact occupancies at all these
+  angles. A quarter turn is a full period: it swaps the columns and flips a sign.
 
   The columns are float32 `[n]` in units of the block scales. Returns the angle and its
   loss; angle zero is among the candidates.
@@ -191,7 +189,6 @@ def _scaled(rows: jax.Array, rotation: jax.Array, rules: mxfp4.Rules) -> jax.Arr
   return turned / mxfp4.scale_of(exponent, rules)[None, :]
 
 
-_occupancy = jax.jit(occupancy)
 _best_angles = jax.jit(jax.vmap(best_angle))
 
 
@@ -207,7 +204,7 @@ def even_out(
   rotation, losses = np.eye(size), []
   for _ in range(OCCUPANCY_ROUNDS):
     scaled = _scaled(rows, jnp.asarray(rotation, jnp.float32), rules)
-    shares = np.asarray(_occupancy(scaled))
+    shares = np.asarray(occupancy(scaled))
     losses.append(float(unevenness(jnp.asarray(shares)).sum()))
     if len(losses) > 1 and abs(losses[-1] - losses[-2]) < OCCUPANCY_TOLERANCE:
       break
