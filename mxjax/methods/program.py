@@ -15,11 +15,7 @@ from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.recovery_fits import RecoveryFit
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import Contract
-from mxjax.numerics.realization import gptq
-from mxjax.numerics.realization.activation_quantizers import (
-  ActivationQuantizer,
-  Nearest,
-)
+from mxjax.numerics.realization import activation_quantizers, gptq
 from mxjax.numerics.shaping.input_maps import InputMap
 
 
@@ -27,7 +23,7 @@ class Realized(NamedTuple):
   """Legal codes in the installed coordinates, and the dynamic A4 rule."""
 
   weight: gptq.Reconstruction
-  rounding: ActivationQuantizer
+  rounding: activation_quantizers.ActivationQuantizer
 
 
 class Prepared(NamedTuple):
@@ -90,7 +86,8 @@ class Program:
     coordinates, and `input_map` conjugates their Hessian.
     """
     del input_map
-    return Realized(gptq.round_to_nearest(weight, inputs.rules), Nearest())
+    codes = gptq.round_to_nearest(weight, inputs.rules)
+    return Realized(codes, activation_quantizers.Nearest())
 
   def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
     """Runs `shape`, folds, and runs `quantize_weight`; override it to interleave them.
