@@ -78,8 +78,7 @@ def rotary(
 def _positions_last(x: jax.Array) -> jax.Array:
   """Moves positions last: `[batch, heads, head_dim, length]`.
 
-  Linears produce and quantized linears consume this layout, so XLA inserts no
-  transposes between them, nor inside rotary and attention.
+  Linears produce and consume this layout, so XLA inserts no transposes.
   """
   return x.transpose(0, 2, 3, 1)
 
@@ -166,14 +165,13 @@ def cached_attention(
   """Computes grouped-query softmax attention of new tokens with a key-value cache.
 
   Args:
-    queries: `[batch, new, heads, head_dim]`, rotated, at positions from `start`.
+    queries: `[batch, new, heads, head_dim]`, rotated, at the positions from `start`.
     keys: Keys of the same tokens, `[batch, new, kv_heads, head_dim]`, rotated.
     values: Values of the same tokens, same shape as `keys`.
     past: The cache, with room for the new tokens; entries from `start` on are ignored.
     start: Position of the first query, int32.
     window: Newest keys that a query attends to, itself included; None for all.
-    query_chunk: Queries per chunk; does not affect the result. A kernel takes all of
-      them at once.
+    query_chunk: Queries per chunk; does not affect the result.
     implementation: See `implementations.choose`; a kernel takes a few new tokens only.
 
   Returns:
@@ -214,8 +212,7 @@ Part = tuple[jax.Array, jax.Array, jax.Array | np.ndarray | None]
 def _attend(queries: jax.Array, parts: list[Part]) -> jax.Array:
   """Softmax attention of `[b, k, g, d, t]` over the keys of all parts together.
 
-  Divides by the sum of the weights after the product with the values, because an output
-  has fewer elements than its weights.
+  Divides by the sum of the weights last: an output has fewer elements than its weights.
   """
   scale = queries.shape[3] ** -0.5
   scores = []

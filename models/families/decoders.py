@@ -3,13 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mxjax.models.families.hf_config import (
-  Family,
-  Window,
-  get,
-  refuse_mixed_layers,
-  require,
-)
+from mxjax.models.families import hf_config
+from mxjax.models.families.hf_config import Family, Window
 
 DEFAULT_WINDOW = 4096
 """Window that transformers assumes if the field is absent (not null)."""
@@ -47,15 +42,15 @@ def _read_qwen_window(values: Mapping[str, Any]) -> int | None:
   """
   if not values.get("use_sliding_window"):
     return None
-  first = get(values, "max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
-  layers = range(require(values, "num_hidden_layers"))
+  first = hf_config.get(values, "max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
+  layers = range(hf_config.require(values, "num_hidden_layers"))
   kinds = values.get("layer_types") or [
     "sliding_attention" if index >= first else "full_attention" for index in layers
   ]
   if set(kinds) == {"full_attention"}:
     return None
   if set(kinds) != {"sliding_attention"}:
-    refuse_mixed_layers(set(kinds))
+    hf_config.refuse_mixed_layers(set(kinds))
   return values.get("sliding_window", DEFAULT_WINDOW)
 
 

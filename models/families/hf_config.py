@@ -79,7 +79,7 @@ class Family:
     flags: Switches of the same name in `config.json` and `ModelConfig`, off if absent.
     fixed: Fields of `ModelConfig` that are constant for the family and absent from its
       configs.
-    window: How a sliding window is encoded, or None if the family has none.
+    window: How a sliding window is encoded, by default not at all.
   """
 
   name: str
@@ -87,15 +87,14 @@ class Family:
   defaults: Mapping[str, Any]
   flags: tuple[str, ...] = ()
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  window: Window | None = None
+  window: Window = Window(frozenset(), lambda _: None, lambda _: {})
 
   def read(self, values: Mapping[str, Any], *, dtype: str = "float32") -> ModelConfig:
     """Translates a parsed `config.json`; see `from_hf_config`."""
-    window_fields = self.window.fields if self.window else frozenset()
-    known = TRANSLATED | HARMLESS | window_fields | {*NAMES.values(), *self.flags}
+    known = TRANSLATED | HARMLESS | self.window.fields | {*NAMES.values(), *self.flags}
     _refuse_unread(values, self.name, known)
     _check_features(values)
-    window = self.window.read(values) if self.window else None
+    window = self.window.read(values)
     _check_layer_types(values, window)
     heads = require(values, "num_attention_heads")
     share = require(values, "hidden_size") // heads
@@ -140,7 +139,7 @@ class Family:
     if scaling := config.rope_scaling:
       stored = {name: getattr(scaling, field) for field, name in ROPE_NAMES.items()}
       values["rope_scaling"] = {"rope_type": "llama3", **stored}
-    return values | (self.window.write(config.sliding_window) if self.window else {})
+    return values | self.window.write(config.sliding_window)
 
 
 def get(values: Mapping[str, Any], key: str, default: Any) -> Any:

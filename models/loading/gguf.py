@@ -84,9 +84,18 @@ def read_config(
 ) -> ModelConfig:
   """Reads the config from GGUF metadata; tied weights and biases from the tensors."""
   _check_supported(reader, tensors)
-  require = functools.partial(_require, reader)
+
+  def require(key: str) -> Any:
+    if (value := field(reader, key)) is None:
+      raise ValueError(
+        f"GGUF file: expected the metadata key {key}, got none; use a file converted "
+        "by llama.cpp."
+      )
+    return value
+
   heads = require("llama.attention.head_count")
   width = require("llama.embedding_length")
+  epsilon = require("llama.attention.layer_norm_rms_epsilon")
   eos_id = field(reader, "tokenizer.ggml.eos_token_id")
   return ModelConfig(
     vocab_size=int(tensors["token_embd.weight"].shape[1]),
@@ -96,7 +105,8 @@ def read_config(
     num_heads=heads,
     num_kv_heads=field(reader, "llama.attention.head_count_kv", heads),
     head_dim=field(reader, "llama.attention.key_length", width // heads),
-    norm_eps=_shortest(require("llama.attention.layer_norm_rms_epsilon")),
+    # The shortest decimal of a float32, so 1e-5 stays 1e-5.
+    norm_eps=float(str(np.float32(epsilon))),
     rope_theta=float(field(reader, "llama.rope.freq_base", 10000.0)),
     tie_embeddings="output.weight" not in tensors,
     attention_bias="blk.0.attn_q.bias" in tensors,
@@ -106,21 +116,6 @@ def read_config(
     eos_ids=() if eos_id is None else (eos_id,),
     dtype=dtype,
   )
-
-
-def _require(reader: "GGUFReader", key: str) -> Any:
-  value = field(reader, key)
-  if value is None:
-    raise ValueError(
-      f"GGUF file: expected the metadata key {key}, got none; use a file converted by "
-      "llama.cpp."
-    )
-  return value
-
-
-def _shortest(value: float) -> float:
-  """Returns the shortest decimal of a float32, so 1e-5 stays 1e-5."""
-  return float(str(np.float32(value)))
 
 
 def _check_supported(reader: "GGUFReader", tensors: dict[str, "ReaderTensor"]) -> None:

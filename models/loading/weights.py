@@ -4,7 +4,7 @@ import functools
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -14,6 +14,9 @@ from mxjax.models.config import ModelConfig
 from mxjax.models.loading.lazy import LazyParams
 from mxjax.models.parameters import Path, StoredTensor, parameter_shapes
 
+if TYPE_CHECKING:
+  import safetensors
+
 SINGLE_FILE = "model.safetensors"
 """Weights of an unsharded checkpoint."""
 INDEX_FILE = "model.safetensors.index.json"
@@ -22,39 +25,19 @@ DTYPES = ("BF16", "F16", "F32")
 """Stored dtypes that a float checkpoint may have, as safetensors names them."""
 
 
-class SafetensorsFile:
-  """The tensors of one file by name, including bfloat16, each read on demand."""
+def open_tensors(path: pathlib.Path) -> "safetensors.safe_open":
+  """Opens a `.safetensors` file and checks its header; reads no tensor.
 
-  path: pathlib.Path
-  names: list[str]
+  Raises:
+    FileNotFoundError: The file is absent.
+    ValueError: The file is truncated or not in the safetensors format.
+  """
+  import safetensors
 
-  def __init__(self, path: pathlib.Path) -> None:
-    """Checks the header; reads no tensor.
-
-    Raises:
-      FileNotFoundError: The file is absent.
-      ValueError: The file is truncated or not in the safetensors format.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    self.path = path
-    try:
-      self._file = safe_open(path, framework="numpy")
-    except SafetensorError as error:
-      raise ValueError(_describe_damage(path, error)) from error
-    self.names = list(self._file.keys())
-
-  def shape(self, name: str) -> tuple[int, ...]:
-    """Returns the shape of a tensor."""
-    return tuple(self._file.get_slice(name).get_shape())
-
-  def dtype(self, name: str) -> str:
-    """Returns the dtype of a tensor in the format's notation, such as BF16."""
-    return self._file.get_slice(name).get_dtype()
-
-  def read(self, name: str) -> np.ndarray:
-    """Copies one tensor into memory, in the stored dtype."""
-    return self._file.get_tensor(name)
+  try:
+    return safetensors.safe_open(path, framework="numpy")
+  except safetensors.SafetensorError as error:
+    raise ValueError(_describe_damage(path, error)) from error
 
 
 def _describe_damage(path: pathlib.Path, error: Exception) -> str:
@@ -136,22 +119,25 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _stored_tensors(folder: pathlib.Path) -> Iterator[tuple[Path, StoredTensor]]:
   for path in weight_files(folder):
-    file = SafetensorsFile(path)
-    for name in file.names:
+    file = open_tensors(path)
+    for name in file.keys():
       # Old checkpoints store this buffer, which the config determines.
       if name.endswith("rotary_emb.inv_freq"):
         continue
-      read = functools.partial(_read_float, file, name)
-      yield params_path(name), StoredTensor(name, file.shape(name), read)
+      shape = tuple(file.get_slice(name).get_shape())
+      read = functools.partial(_read_float, path, file, name)
+      yield params_path(name), StoredTensor(name, shape, read)
 
 
-def _read_float(file: SafetensorsFile, name: str) -> np.ndarray:
-  if file.dtype(name) not in DTYPES:
+def _read_float(
+  path: pathlib.Path, file: "safetensors.safe_open", name: str
+) -> np.ndarray:
+  if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
     raise ValueError(
-      f"{file.path}: expected {name} in {', '.join(DTYPES)}, got {file.dtype(name)}; "
-      "load the unquantized checkpoint."
+      f"{path}: expected {name} in {', '.join(DTYPES)}, got {dtype}; load the "
+      "unquantized checkpoint."
     )
-  return file.read(name)
+  return file.get_tensor(name)
 
 
 def params_path(name: str) -> Path:

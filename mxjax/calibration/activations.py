@@ -45,8 +45,8 @@ class Activations:
     """Starts before layer `index`, processing `chunk` sequences in a device call.
 
     `hidden` enters the layer, or is None if the store has it; its buffers are donated
-    when the layer runs. `store` shares the hidden states and reductions of a float
-    model; it does not work on a mesh.
+    when the layer runs. `store` shares hidden states and reductions of a float model;
+    it does not work on a mesh.
     """
     self.calib, self.placement, self.index = calib, placement, index
     self._hidden, self._chunk, self._store = hidden, chunk, store
@@ -206,11 +206,11 @@ class Activations:
     constants: Any,
     static: tuple[Any, ...],
   ) -> Any:
-    """Moves through a layer and returns a sum over its sequences.
+    """Moves through a layer and returns a sum over its sequences, starting at `totals`.
 
     The `totals.Step` gets (hidden `[T, d]`, `taps`), `layers` and `constants`, and
     outputs the hidden states leaving the layer. `taps` belong to another trajectory,
-    one dict of `[sequences, ...]` for each chunk. The sum starts at `totals`.
+    one dict of `[sequences, ...]` for each chunk.
     """
     running, params = Totals(totals, self.placement), self.placement.shard_rows(layers)
     constants = self.placement.replicate(constants)

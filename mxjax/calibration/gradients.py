@@ -1,8 +1,7 @@
 """Gradients through the whole model, one decoder layer at a time.
 
-The forward pass stores the hidden states entering each layer; the backward pass reruns
-and differentiates each layer. One compiled function serves all layers, and memory holds
-the activations of one layer at any depth.
+The backward pass reruns and differentiates each layer from the hidden states entering
+it. One compiled function serves all layers, and memory holds the activations of one.
 """
 
 import dataclasses
@@ -54,10 +53,7 @@ class Objective:
 
 
 class Gradients(NamedTuple):
-  """A loss, averaged over sequences, and its gradients.
-
-  `shared` and `own` have the structure of the parameters.
-  """
+  """A loss, averaged over sequences, and its gradients."""
 
   loss: float
   shared: Any

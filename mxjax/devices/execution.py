@@ -74,9 +74,9 @@ def trim_malloc(nbytes: int) -> bool:
 def keep_compiled(folder: str | os.PathLike[str]) -> None:
   """Makes JAX cache compiled programs in a folder shared between processes.
 
-  The folder is created if missing, grows, and may be removed at any time. Use one
-  written on a machine with the same processor, and only by people who may run code
-  here. Only programs call this, never the library.
+  The folder is created if missing, grows, and may be removed at any time. It must come
+  from a machine with the same processor, and from people who may run code here. Only
+  programs call this, never the library.
   """
   pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
   jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
@@ -87,9 +87,9 @@ def keep_compiled(folder: str | os.PathLike[str]) -> None:
 def block_on_cpu(tree: T) -> T:
   """Waits for a pytree's arrays on CPU; elsewhere lets dispatch run ahead.
 
-  XLA:CPU runs computations and their parallel parts on one pool of as many threads as
-  cores. Independent computations in flight together can each hold a thread while
-  waiting for parts that no thread is left to run: a deadlock seen on two cores.
+  XLA:CPU runs computations and their parallel parts on one pool of threads. Independent
+  computations in flight together can each hold a thread while waiting for parts that no
+  thread is left to run: a deadlock seen on two cores.
   """
   if jax.default_backend() == "cpu":
     return jax.block_until_ready(tree)
@@ -114,9 +114,9 @@ def jit(**options: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:
 def call_in_batches(function: Callable[..., T], *arrays: jax.Array) -> T:
   """Calls a jitted function on a few blocks at a time and joins the results.
 
-  Use it for functions with products before decompositions (rule 2): XLA runs large
-  batches of 32 x 32 products in parallel, which hung at 64 blocks. `function` maps
-  arrays `[blocks, ...]` to a pytree of such arrays and treats blocks independently.
+  For functions with products before decompositions (rule 2): XLA runs large batches of
+  32 x 32 products in parallel, which hung at 64 blocks. `function` maps arrays
+  `[blocks, ...]` to a pytree of such arrays and treats blocks independently.
   """
   blocks = arrays[0].shape[0]
   size = -(-blocks // -(-blocks // BLOCKS_AT_ONCE))

@@ -6,10 +6,9 @@ windows are split over `data`, and each device of a `model` group computes its o
 output rows. Small or unsplittable work (a Cholesky factor, a solve, a report) runs on
 the primary device of each process, with the same programs as without a mesh.
 
-No sum is ever split: products run over the whole input axis on one device, and
-contributions of sequences are added in calibration order (`totals`). So results do not
-depend on the mesh, as far as the backend's products do not depend on their number of
-rows.
+No sum is ever split, and contributions of sequences are added in calibration order
+(`totals`). So results do not depend on the mesh, as far as the backend's products do
+not depend on their number of rows.
 """
 
 import dataclasses
@@ -51,11 +50,7 @@ class Placement:
 
   @classmethod
   def of(cls, mesh: Mesh | None) -> "Placement":
-    """Makes the placement on a mesh whose axes may be swapped, or one missing.
-
-    Raises:
-      ValueError: The mesh has other axes.
-    """
+    """Makes the placement on a mesh; see `mesh.normalize`."""
     return cls(normalize(mesh))
 
   @property

@@ -1,11 +1,9 @@
 """Jobs of several processes with `jax.distributed`, and the loss of one of them.
 
 Every process runs the same program on the same inputs, and their devices form one mesh.
-Each process repeats the unsharded work, and `check_same` compares the results. Only
-process 0 writes.
-
-If process 0 dies, JAX aborts the others from C++, which Python cannot catch. A command
-therefore runs its work in a child process, and `supervise` explains the abort.
+Each repeats the unsharded work, `check_same` compares the results, and process 0
+writes. If process 0 dies, JAX aborts the others from C++, which Python cannot catch. A
+command therefore runs its work in a child process, and `supervise` explains the abort.
 """
 
 import hashlib
@@ -82,9 +80,8 @@ def connect(
 ) -> None:
   """Joins the job; must be called before any other use of JAX.
 
-  `coordinator` is `host:port` of process 0, `processes` their number, `process` the
-  index of this one. Those that are None come from the cluster's environment (Slurm,
-  Kubernetes, Open MPI and others that JAX knows).
+  `coordinator` is `host:port` of process 0. Values that are None come from the
+  cluster's environment (Slurm, Kubernetes, Open MPI and others that JAX knows).
 
   Raises:
     ValueError: A value is missing here and in the environment, or joining fails.

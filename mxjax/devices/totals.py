@@ -1,8 +1,8 @@
 """Sums over the calibration sequences, independent of the device layout.
 
 One device scans the sequences of a chunk. On a mesh, each device computes the
-contribution of one sequence and adds its share of the elements of all contributions in
-calibration order: the sum that one device would form.
+contribution of one sequence, and adds its share of the elements of all contributions in
+calibration order.
 """
 
 from collections.abc import Callable, Sequence

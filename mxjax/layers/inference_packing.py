@@ -32,18 +32,15 @@ def pack_for_inference(
   Args:
     params: A model's params, quantized or not.
     tables: Whether to store the one-code tables G_Q and K_Q in bfloat16, which halves
-      them. The tables only rank candidate codes: every A4 operand stays legal, and only
-      near-ties can change. Input maps stay float32, because the weights were folded
-      with exactly those values.
+      them. They only rank candidate codes: every A4 operand stays legal, and only
+      near-ties can change.
     embeddings: Storage of the embedding and of an untied head: `int8` (8 bits, one
-      float32 scale per row), `mxfp4` (4.25 bits), or None for no change. Inputs of the
-      head are not rounded. This changes the model; docs/concepts/kernels.md has the
-      cost.
+      float32 scale per row), `mxfp4` (4.25 bits), or None for no change. This changes
+      the model; docs/concepts/kernels.md has the cost.
     products: Dtype in which a GPU multiplies many rows of a quantized linear:
       `bfloat16`, `float8` (weights decoded to one byte with one scale per tensor), or
-      None for no change. Products are exact in both; the GPU rounds float8 sums, see
-      docs/concepts/kernels.md. A linear whose scales differ too much for float8 keeps
-      bfloat16, and a warning names it.
+      None for no change. Products are exact in both; the GPU rounds float8 sums. A
+      linear whose scales differ too much for float8 keeps bfloat16, with a warning.
 
   Returns:
     New params that share unchanged leaves with `params`.

@@ -234,10 +234,7 @@ def linear_many(
 ) -> list[jax.Array]:
   """Applies several linears to the same inputs; quantized ones share kernel launches.
 
-  See `linear` for arguments and errors.
-
-  Returns:
-    One output per weight, `[..., out_features]`, in the dtype of `x`.
+  Arguments, results and errors are those of `linear`.
   """
   quantized = [weight for weight in weights if isinstance(weight, QuantizedLinear)]
   if len(quantized) == len(weights):

@@ -58,7 +58,7 @@ def quantized_inputs(
   """Returns the decoded legal A4 operand of inputs `[..., in_features]`.
 
   The result is float32 `[in_features, n]`, feature-major, where n is the product of the
-  leading axes. `implementation` runs the A4 rule; see `implementations.choose`.
+  leading axes.
   """
   mxfp4.check_width("linear", x.shape[-1])
   rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
@@ -138,10 +138,9 @@ def _by_kernels(
 def _operand_dtype(x: jax.Array, weight: QuantizedLinear) -> jax.typing.DTypeLike:
   """Returns the narrowest dtype in which both operands are exact.
 
-  Legal values have two significant bits, so bfloat16 products are exact, and sums are
-  float32 either way; bfloat16 is twice as fast where the processor supports it. Two
-  cases are not exact in bfloat16: `mx43` scales (a third of a power of two) and inputs
-  that are not rounded.
+  Legal values have two significant bits, so bfloat16 products are exact, with sums in
+  float32 either way. Two cases are not exact in bfloat16: `mx43` scales (a third of a
+  power of two) and inputs that are not rounded.
   """
   is_legal = weight.rounding.is_legal
   return jnp.bfloat16 if is_legal and weight.rules.scale_rule != "mx43" else x.dtype

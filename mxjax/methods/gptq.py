@@ -114,7 +114,7 @@ def _conjugated(hessian: jax.Array, input_map: InputMap | None) -> jax.Array:
 class Gptq(Program):
   """GPTQ weights and nearest activations in the coordinates of `shape`.
 
-  `scales` is the source of block exponents; `order` `activation` needs static scales.
+  Columns in the order of their activation need static `scales`.
   """
 
   name: str = "gptq"

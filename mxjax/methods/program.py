@@ -16,11 +16,7 @@ from mxjax.methods.recovery_fits import RecoveryFit
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import Contract
-from mxjax.numerics.realization import gptq
-from mxjax.numerics.realization.activation_quantizers import (
-  ActivationQuantizer,
-  Nearest,
-)
+from mxjax.numerics.realization import activation_quantizers, gptq
 from mxjax.numerics.shaping.input_maps import InputMap
 
 
@@ -28,7 +24,7 @@ class Realized(NamedTuple):
   """Legal codes in the installed coordinates, and the dynamic A4 rule."""
 
   weight: gptq.Reconstruction
-  rounding: ActivationQuantizer
+  rounding: activation_quantizers.ActivationQuantizer
 
 
 class Prepared(NamedTuple):
@@ -96,7 +92,8 @@ class Program:
     coordinates, and `input_map` conjugates their Hessian.
     """
     del input_map
-    return Realized(gptq.round_to_nearest(weight, inputs.rules), Nearest())
+    codes = gptq.round_to_nearest(weight, inputs.rules)
+    return Realized(codes, activation_quantizers.Nearest())
 
   def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
     """Runs `shape`, folds, and runs `quantize_weight`; override it to interleave them.

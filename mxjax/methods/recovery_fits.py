@@ -5,17 +5,21 @@ depends only on that layer and those before it, so all fits can run in one pass 
 layers, each on its own trajectory, with the results of separate passes.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mxjax.calibration.calibration import Params
 from mxjax.layers.linear import add_bias, linear
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.numerics.realization.activation_quantizers import Unrounded
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
 
 Taps = Mapping[str, jax.Array]
+State = Literal["current", "parent", "unrounded"]
 
 
 class Sample(NamedTuple):
@@ -31,6 +35,19 @@ class Sample(NamedTuple):
   index: jax.Array
 
 
+def is_quantized(node: Any) -> bool:
+  """Whether a node of a layer's params is a quantized linear."""
+  return isinstance(node, QuantizedLinear)
+
+
+def unrounded(layer: Params) -> Params:
+  """Returns a quantized layer whose inputs are no longer rounded to A4."""
+  change = lambda node: (
+    dataclasses.replace(node, rounding=Unrounded()) if is_quantized(node) else node
+  )
+  return jax.tree.map(change, layer, is_leaf=is_quantized)
+
+
 class RecoveryFit:
   """One recovery fit; hashable by identity, so that it can be a static argument.
 
@@ -42,15 +59,21 @@ class RecoveryFit:
   float_taps: tuple[str, ...] = ()
   block: str = ""
   leaf: str = ""
+  on: State = "current"
+
+  def __init__(self, on: State = "current") -> None:
+    """Sets the state of the layer that the fit is measured on.
+
+    It is the layer with every earlier fit installed, `current`, the paper's conditional
+    order; the `parent`, without any fit; or `unrounded`: the current one without A4.
+    """
+    self.on = on
 
   def state(self, layer: Params, parent: Params) -> Params:
-    """Returns the layer that the fit is measured on.
-
-    `layer` has every earlier fit installed and is the default, the paper's conditional
-    order; `parent` is the quantized layer without any fit.
-    """
-    del parent
-    return layer
+    """Returns the layer to measure on, from the current one and its parent."""
+    if self.on == "unrounded":
+      return unrounded(layer)
+    return parent if self.on == "parent" else layer
 
   def prepare(
     self, float_layer: Params, float_taps: Taps, sequences: int

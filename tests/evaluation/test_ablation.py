@@ -10,6 +10,7 @@ from mxjax import methods
 from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation import ablation, ablation_table, study
 from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods import recovery_fits
 from mxjax.methods.hires import ablations
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
@@ -221,7 +222,7 @@ def test_fits_before_encoding_see_unrounded_inputs(tiny_model, tiny_params):
   leaf = early.params["layers_0"]["mlp"]["up_proj"]["weight"]
   assert isinstance(leaf, QuantizedLinear)
   assert not isinstance(leaf.rounding, Unrounded)
-  changed = ablations.unrounded(early.params["layers_0"])
+  changed = recovery_fits.unrounded(early.params["layers_0"])
   assert isinstance(changed["mlp"]["up_proj"]["weight"].rounding, Unrounded)
 
 

@@ -1,24 +1,19 @@
+import dataclasses
 import json
 
 import pytest
 
 from mxjax.models import ModelConfig, RopeScaling, families
+from mxjax.models.families import to_hf_config
+from mxjax.models.families.hf_config import Family
+from mxjax.models.parameters import parameter_shapes
+from tests import tiny
 
-FIELDS = dict(
-  vocab_size=96,
-  hidden_size=32,
-  intermediate_size=64,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=8,
-  norm_eps=1e-5,
-  rope_theta=1e4,
-  max_positions=128,
-)
-SCALING = RopeScaling(
-  factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64
-)
+SCALES = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+SCALING = RopeScaling(**SCALES, original_max_position=64)
+HF_SCALING = SCALES | {"original_max_position_embeddings": 64}
+BASE = tiny.config(head_dim=32, tie_embeddings=False, bos_id=0, eos_ids=(1, 2))
+SLIDING = {"use_sliding_window": True, "sliding_window": 64}
 HF = dict(
   architectures=["LlamaForCausalLM"],
   vocab_size=96,
@@ -27,23 +22,22 @@ HF = dict(
   num_hidden_layers=2,
   num_attention_heads=4,
 )
-HF_SCALING = dict(
-  factor=8.0,
-  low_freq_factor=1.0,
-  high_freq_factor=4.0,
-  original_max_position_embeddings=64,
-)
+
+
+def hf(family, **fields):
+  """A sparse config of a family."""
+  architecture = families.FAMILIES[family].architecture
+  return HF | {"architectures": [architecture]} | fields
 
 
 def test_json_round_trip_gives_an_equal_config():
-  config = ModelConfig(**FIELDS, rope_scaling=SCALING, bos_id=1, eos_ids=(2, 3))
-  assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-  plain = ModelConfig(**FIELDS)
-  assert ModelConfig.from_dict(json.loads(json.dumps(plain.to_dict()))) == plain
+  for changes in ({}, dict(rope_scaling=SCALING, bos_id=1, eos_ids=(2, 3))):
+    config = tiny.config(**changes)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_from_dict_names_missing_and_unknown_fields():
-  values = ModelConfig(**FIELDS).to_dict() | {"colour": 1}
+  values = tiny.config().to_dict() | {"colour": 1}
   del values["vocab_size"]
   with pytest.raises(ValueError, match=r"missing fields \['vocab_size'\].*'colour'"):
     ModelConfig.from_dict(values)
@@ -53,13 +47,15 @@ def test_from_dict_names_missing_and_unknown_fields():
   ("change", "message"),
   [
     ({"num_kv_heads": 3}, "num_kv_heads"),
+    ({"qk_norm": "tail"}, "'tail'"),
+    ({"sliding_window": 0}, "positive sliding_window or None, got 0"),
     ({"head_dim": 7}, "even"),
     ({"dtype": "float64"}, "'float64'"),
   ],
 )
 def test_inconsistent_fields_are_refused(change, message):
   with pytest.raises(ValueError, match=message):
-    ModelConfig(**(FIELDS | change))
+    tiny.config(**change)
 
 
 def test_a_sparse_hf_config_takes_the_defaults_of_transformers():
@@ -89,37 +85,9 @@ def test_several_eos_ids_are_kept():
   assert families.from_hf_config(HF | {"eos_token_id": 0}).eos_ids == (0,)
 
 
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    ({"architectures": ["FalconForCausalLM"]}, "LlamaForCausalLM, .*, got FalconFor"),
-    ({"architectures": None, "model_type": "gpt2"}, "got gpt2"),
-    ({"sliding_window": 4096}, "got sliding_window=4096"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "full.*, sliding"),
-    ({"final_logit_softcapping": 30.0}, "got final_logit_softcapping=30.0"),
-    ({"embedding_multiplier": 12.0, "num_experts": 8}, "=12.0, num_experts=8"),
-    ({"rope_interleaved": True}, "rope_interleaved"),
-    ({"hidden_act": "gelu"}, "hidden_act gelu"),
-    ({"quantization_config": {"bits": 4}}, "already quantized"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type yarn"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type linear"),
-    ({"partial_rotary_factor": 0.5}, "fraction 0.5"),
-  ],
-)
-def test_what_would_change_the_result_is_refused_by_name(change, message):
-  with pytest.raises(NotImplementedError, match=message):
-    families.from_hf_config(HF | change)
-
-
 def test_a_missing_field_is_named():
   with pytest.raises(ValueError, match="hidden_size"):
     families.from_hf_config({k: v for k, v in HF.items() if k != "hidden_size"})
-
-
-def hf(family, **fields):
-  """A sparse config of a family."""
-  architecture = families.FAMILIES[family].architecture
-  return HF | {"architectures": [architecture]} | fields
 
 
 @pytest.mark.parametrize(
@@ -134,18 +102,10 @@ def hf(family, **fields):
 )
 def test_each_family_fills_in_what_makes_it_special(family, special):
   config = families.from_hf_config(hf(family, num_attention_heads=32, hidden_size=256))
-  plain = ModelConfig(
-    **{**FIELDS, "norm_eps": 1e-6, "hidden_size": 256, "num_heads": 32},
-  )
-  changed = {
-    field: getattr(config, field)
-    for field in ("attention_bias", "qkv_bias", "qk_norm", "is_post_norm", "head_dim")
-    + ("sliding_window", "norm_eps", "rope_theta", "rope_scaling", "num_kv_heads")
-    if getattr(config, field) != getattr(plain, field)
-  }
-  expected = {} if "num_kv_heads" in special else {"num_kv_heads": 32}
-  assert changed == special | expected
-  assert config.family == family
+  usual = dict(attention_bias=False, qkv_bias=False, qk_norm=None, is_post_norm=False)
+  usual |= dict(sliding_window=None, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None)
+  usual |= dict(head_dim=8, num_kv_heads=32, family=family)
+  assert {name: getattr(config, name) for name in usual} == usual | special
   assert ModelConfig.from_dict(config.to_dict()) == config
 
 
@@ -162,16 +122,9 @@ def test_a_null_window_sees_all_of_the_past_and_an_absent_one_does_not():
   [
     ({}, None),
     ({"use_sliding_window": False, "sliding_window": 64}, None),
-    ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, 64),
-    ({"use_sliding_window": True, "sliding_window": 64}, None),
-    (
-      {
-        "use_sliding_window": True,
-        "sliding_window": 64,
-        "layer_types": ["sliding_attention"] * 2,
-      },
-      64,
-    ),
+    (SLIDING | {"max_window_layers": 0}, 64),
+    (SLIDING, None),
+    (SLIDING | {"layer_types": ["sliding_attention"] * 2}, 64),
   ],
 )
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -183,6 +136,18 @@ def test_the_window_of_qwen_slides_only_where_it_is_switched_on(family, fields, 
 @pytest.mark.parametrize(
   ("family", "change", "message"),
   [
+    ("llama", {"architectures": ["Falcon"]}, "LlamaForCausalLM, .*, got Falcon"),
+    ("llama", {"architectures": None, "model_type": "gpt2"}, "got gpt2"),
+    ("llama", {"sliding_window": 4096}, "got sliding_window=4096"),
+    ("llama", {"layer_types": ["full", "sliding_attention"]}, "full, sliding"),
+    ("llama", {"final_logit_softcapping": 30.0}, "got final_logit_softcapping=30.0"),
+    ("llama", {"embedding_multiplier": 12.0, "num_experts": 8}, "=12.0, num_experts=8"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
+    ("llama", {"quantization_config": {"bits": 4}}, "already quantized"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type yarn"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type linear"),
+    ("llama", {"partial_rotary_factor": 0.5}, "fraction 0.5"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "full.*sliding"),
     ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "got sliding_attention"),
     ("mistral", {"layer_types": ["full_attention"] * 2}, "got full_attention"),
@@ -193,6 +158,52 @@ def test_the_window_of_qwen_slides_only_where_it_is_switched_on(family, fields, 
     ("llama", {"qk_norm": True}, "llama family.*qk_norm=True"),
   ],
 )
-def test_a_field_that_a_family_would_ignore_is_refused(family, change, message):
+def test_what_would_change_the_result_is_refused_by_name(family, change, message):
   with pytest.raises(NotImplementedError, match=message):
-    families.from_hf_config(hf(family, num_key_value_heads=4, **change))
+    families.from_hf_config(hf(family, num_key_value_heads=4) | change)
+
+
+CASES = {
+  "llama": {"rope_scaling": SCALING, "attention_bias": True, "mlp_bias": True},
+  "mistral": {"family": "mistral", "sliding_window": 16, "eos_ids": (2,)},
+  "mistral, all of the past": {"family": "mistral"},
+  "qwen2": {"family": "qwen2", "qkv_bias": True, "sliding_window": 16},
+  "qwen3": {"family": "qwen3", "qk_norm": "head", "attention_bias": True},
+  "qwen3, window": {"family": "qwen3", "qk_norm": "head", "sliding_window": 8},
+  "olmo2": {
+    **{"family": "olmo2", "qk_norm": "projection", "is_post_norm": True},
+    **{"tie_embeddings": True, "eos_ids": (), "bos_id": None},
+  },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_written_config_reads_back_as_the_same_model(name):
+  config = dataclasses.replace(BASE, **CASES[name])
+  assert families.from_hf_config(to_hf_config(config)) == config
+
+
+def test_what_a_family_cannot_say_is_named():
+  config = dataclasses.replace(BASE, family="mistral", mlp_bias=True)
+  with pytest.raises(NotImplementedError, match="mlp_bias would read False, not True"):
+    to_hf_config(config)
+
+
+def test_a_new_family_is_one_object_and_its_registration(monkeypatch):
+  """Read, written, and refused where a field is unknown: no other file knows it."""
+  family = Family(
+    name="toy",
+    architecture="ToyForCausalLM",
+    defaults={"norm_eps": 1e-6, "max_positions": 512},
+    flags=("mlp_bias",),
+    fixed={"qk_norm": "head", "is_post_norm": True},
+  )
+  monkeypatch.setitem(families.FAMILIES, "toy", family)
+  monkeypatch.setitem(families.ARCHITECTURES, "ToyForCausalLM", family)
+  special = {"mlp_bias": True, "qk_norm": "head", "is_post_norm": True}
+  config = dataclasses.replace(BASE, family="toy", **special)
+  values = to_hf_config(config)
+  assert families.from_hf_config(values) == config
+  assert len(parameter_shapes(config)) == 3 + 2 * (2 + 2 + 7 + 3)
+  with pytest.raises(NotImplementedError, match="toy family.*attention_bias=True"):
+    families.from_hf_config(values | {"attention_bias": True})

@@ -28,11 +28,8 @@ def dense_attention(queries, keys, values, window=LENGTH):
 
 def attend(query_chunk, window=None):
   """Attention with a fixed chunk, compiled as a whole."""
-  return jax.jit(
-    functools.partial(
-      functional.causal_attention, query_chunk=query_chunk, window=window
-    )
-  )
+  options = {"query_chunk": query_chunk, "window": window}
+  return jax.jit(functools.partial(functional.causal_attention, **options))
 
 
 @pytest.fixture
@@ -44,17 +41,16 @@ def qkv():
   ]
 
 
-@pytest.mark.parametrize("query_chunk", [1, 4, 8, 9, 10, 512])
-def test_attention_equals_the_dense_form_at_every_chunk_boundary(qkv, query_chunk):
-  got = attend(query_chunk)(*qkv)
-  np.testing.assert_allclose(got, dense_attention(*qkv), atol=2e-6)
-
-
-@pytest.mark.parametrize("query_chunk", [4, 512])
-@pytest.mark.parametrize("window", [1, 3, 20])
-def test_a_window_counts_the_query_itself(qkv, query_chunk, window):
+@pytest.mark.parametrize(
+  ("query_chunk", "window"),
+  [(chunk, None) for chunk in (1, 4, 8, 9, 10, 512)]
+  + [(chunk, window) for chunk in (4, 512) for window in (1, 3, 20)],
+)
+def test_attention_equals_the_dense_form_at_every_boundary(qkv, query_chunk, window):
+  """A window counts the query itself."""
   got = attend(query_chunk, window)(*qkv)
-  np.testing.assert_allclose(got, dense_attention(*qkv, window), atol=2e-6)
+  expected = dense_attention(*qkv, window or LENGTH)
+  np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
 def test_attention_does_not_look_ahead(qkv):

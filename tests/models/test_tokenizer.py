@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 
 from mxjax import models
 
@@ -26,40 +27,13 @@ def tokenizer(gguf_path):
 @pytest.fixture
 def folder(tmp_path):
   """A folder with a hand-made byte-level tokenizer of five tokens."""
-  state = {
-    "version": "1.0",
-    "added_tokens": [
-      {
-        "id": 4,
-        "content": "<end>",
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-      }
-    ],
-    "normalizer": None,
-    "pre_tokenizer": {
-      "type": "ByteLevel",
-      "add_prefix_space": False,
-      "trim_offsets": True,
-      "use_regex": True,
-    },
-    "post_processor": None,
-    "decoder": {
-      "type": "ByteLevel",
-      "add_prefix_space": False,
-      "trim_offsets": True,
-      "use_regex": True,
-    },
-    "model": {
-      "type": "BPE",
-      "vocab": {"a": 0, "b": 1, "Ġ": 2, "ab": 3},
-      "merges": [["a", "b"]],
-    },
-  }
-  (tmp_path / "tokenizer.json").write_text(json.dumps(state), encoding="utf-8")
+  words = {"a": 0, "b": 1, "Ġ": 2, "ab": 3}
+  bpe = tokenizers.models.BPE(vocab=words, merges=[("a", "b")])
+  backend = tokenizers.Tokenizer(bpe)
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  backend.decoder = tokenizers.decoders.ByteLevel()
+  backend.add_special_tokens(["<end>"])
+  backend.save(str(tmp_path / "tokenizer.json"))
   return tmp_path
 
 
@@ -96,15 +70,12 @@ def test_a_folder_gives_its_tokenizer(folder):
 
 
 def test_a_template_of_the_tokenizer_is_a_prefix_and_not_in_every_text(folder):
-  file = folder / "tokenizer.json"
-  end = {"id": "<end>", "ids": [4], "tokens": ["<end>"]}
-  special, text = {"SpecialToken": {"id": "<end>", "type_id": 0}}, {"id": "A"}
-  single = [special, {"Sequence": {**text, "type_id": 0}}]
-  template = {"type": "TemplateProcessing", "single": single, "pair": single}
-  template["pair"] = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-  template["special_tokens"] = {"<end>": end}
-  state = json.loads(file.read_text()) | {"post_processor": template}
-  file.write_text(json.dumps(state))
+  path = str(folder / "tokenizer.json")
+  backend = tokenizers.Tokenizer.from_file(path)
+  backend.post_processor = tokenizers.processors.TemplateProcessing(
+    single="<end> $A", special_tokens=[("<end>", 4)]
+  )
+  backend.save(path)
   tokenizer = models.load_tokenizer(folder)
   assert tokenizer.encode("ab a").tolist() == [3, 2, 0]
   assert tokenizer.prefix_ids == (4,)

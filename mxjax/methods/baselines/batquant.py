@@ -35,7 +35,6 @@ from mxjax.numerics import mxfp4, straight_through
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization.activation_quantizers import Clipped, clip_blocks
 from mxjax.numerics.shaping import input_maps
-from mxjax.numerics.shaping.input_maps import InputMap
 
 FACTOR_RATE = 2e-3
 CLIP_RATE = 10 * FACTOR_RATE
@@ -181,13 +180,13 @@ class BatQuant(Gptq):
     parts = [inputs.sequence(index)[..., places] for index in batch]
     return jnp.concatenate(parts, axis=-1)
 
-  def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> input_maps.Kronecker:
     """See `Program.shape`."""
     del weight
     return input_maps.Kronecker(inputs.group.shared, inputs.group.private)
 
   def quantize_weight(
-    self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
+    self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
   ) -> Realized:
     """See `Program.quantize_weight`; clips the folded weights, then runs GPTQ."""
     low, high = jax.nn.sigmoid(inputs.group.weights[inputs.name])

@@ -20,7 +20,6 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.methods.gptq import Gptq
 from mxjax.numerics import mxfp4
 from mxjax.numerics.shaping import input_maps
-from mxjax.numerics.shaping.input_maps import InputMap
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class BlockRotation(Gptq):
   signs: int | None = None
   shared: bool = True
 
-  def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> input_maps.Hadamard:
     """See `Program.shape`."""
     width = weight.shape[0] * mxfp4.BLOCK_SIZE
     size = next((size for size in self.sizes if width % size == 0), None)

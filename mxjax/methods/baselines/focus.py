@@ -3,13 +3,12 @@
 With frozen weights, the original learns a factor on every block's maximum and four
 divisors that push codes outward and leave no trace at run time (`learned_scales`). Its
 loss is the divergence from the float model on its 1000 likeliest tokens: AdamW without
-decay, rates .02 and .05, one epoch, global batch 32, activations quantized dynamically
-with nothing learned, rceil scales for both operands.
+decay, one epoch, global batch 32, activations quantized dynamically with nothing
+learned, rceil scales for both operands.
 
 Under our contract weights keep the method's rceil scales, which are legal exponents;
 activations (floor by default) and ties follow the contract. With 128 sequences an epoch
-is four steps, with 32 or fewer it is one: much of the difference from RTN may be the
-scale rule, so compare with RTN under rceil before crediting the learning.
+is four steps, so compare with RTN under rceil before crediting the learning.
 """
 
 import dataclasses

@@ -2,15 +2,14 @@
 
 The original reshapes every token to blocks by positions, equalizes the blocks' energy
 by plane rotations, then rotates pairs of positions until the eight magnitudes are used
-evenly; it has no GPTQ. Like the paper, we append strict GPTQ on the transformed weights
-and inputs.
+evenly; it has no GPTQ. Like the paper, we append strict GPTQ.
 
 This follows a public port, not the authors' code, with one correction: the angle that
 equalizes a pair, which in print diagonalizes it. Assumptions: linears that read one
-tensor share a pair of rotations; the energy tolerance is relative; scales follow the
-contract's encoder; the 8192 rows come from tokens evenly spaced over the calibration
-set; a pair's loss is evaluated exactly at 4096 evenly spaced angles instead of random
-midpoints. The published results are close to RTN's, so expect no more.
+tensor share a pair of rotations; the energy tolerance is relative; the 8192 rows come
+from tokens evenly spaced over the calibration set; a pair's loss is evaluated exactly
+at 4096 evenly spaced angles instead of random midpoints. The published results are
+close to RTN's, so expect no more.
 """
 
 import dataclasses
@@ -24,7 +23,6 @@ from mxjax.methods.gptq import Gptq
 from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.shaping import input_maps, two_level
-from mxjax.numerics.shaping.input_maps import InputMap
 
 
 @execution.jit()
@@ -40,7 +38,7 @@ class Torq(Gptq):
   name: str = "torq"
   rows: int = 8192
 
-  def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> input_maps.TwoLevel:
     """See `Program.shape`."""
     del weight
 

@@ -13,65 +13,34 @@ import jax
 from mxjax.calibration.calibration import Calibration, Params
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.methods import recovery_fits
 from mxjax.methods.baselines.rtn_gain import RTN_GAIN
 from mxjax.methods.baselines.wush import WUSH, WUSH_R
 from mxjax.methods.hires.hires import HIRES, HIRES_DESCENT
 from mxjax.methods.program import RTN, Prepared, Program
-from mxjax.methods.recovery_fits import ATTENTION, MLP
+from mxjax.methods.recovery_fits import (
+  ATTENTION,
+  MLP,
+  AttentionFit,
+  MlpFit,
+  RecoveryFit,
+  is_quantized,
+)
 from mxjax.numerics.contract import Contract
-from mxjax.numerics.realization.activation_quantizers import Unrounded
 
 Rows = tuple[tuple[str, Program], ...]
 
 
-class StaleMlp(recovery_fits.MlpFit):
-  """The MLP fit on statistics from before the attention correction."""
-
-  def state(self, layer: Params, parent: Params) -> Params:
-    """See `RecoveryFit.state`; returns the layer without any correction."""
-    del layer
-    return parent
-
-
-def _is_quantized(node: Any) -> bool:
-  return isinstance(node, QuantizedLinear)
-
-
-def unrounded(layer: Params) -> Params:
-  """Returns a quantized layer whose inputs are no longer rounded to A4."""
-  change = lambda node: (
-    dataclasses.replace(node, rounding=Unrounded()) if _is_quantized(node) else node
-  )
-  return jax.tree.map(change, layer, is_leaf=_is_quantized)
-
-
-class _BeforeEncoding(recovery_fits.RecoveryFit):
-  """Mixin that measures a fit on inputs not rounded to A4."""
-
-  def state(self, layer: Params, parent: Params) -> Params:
-    """See `RecoveryFit.state`."""
-    del parent
-    return unrounded(layer)
-
-
-class AttentionBeforeEncoding(_BeforeEncoding, recovery_fits.AttentionFit):
-  """The attention fit on values computed from inputs not rounded to A4."""
-
-
-class MlpBeforeEncoding(_BeforeEncoding, recovery_fits.MlpFit):
-  """The MLP fit on gates and ups computed from inputs not rounded to A4."""
-
-
-STALE_MLP = StaleMlp()
-BEFORE_ENCODING = (AttentionBeforeEncoding(), MlpBeforeEncoding())
+STALE_MLP = MlpFit("parent")
+"""The MLP fit on statistics from before the attention correction."""
+BEFORE_ENCODING = (AttentionFit("unrounded"), MlpFit("unrounded"))
+"""Both fits on values, gates and ups computed from inputs not rounded to A4."""
 
 
 def _row(label: str, name: str, **options: Any) -> tuple[str, Program]:
   return label, dataclasses.replace(HIRES, name=name, **options)
 
 
-def _recovered(name: str, *fits: recovery_fits.RecoveryFit) -> tuple[str, Program]:
+def _recovered(name: str, *fits: RecoveryFit) -> tuple[str, Program]:
   return _row(name, f"hires, {name}", recover=fits)
 
 
@@ -182,10 +151,10 @@ def build_key(program: Program) -> str | None:
 def reuse(program: Program, params: Params) -> Reused:
   """Makes the program take its linears from an earlier build of the same key."""
   layers = {name: params[name] for name in params if name.startswith("layers_")}
-  nodes, _ = jax.tree_util.tree_flatten_with_path(layers, is_leaf=_is_quantized)
+  nodes, _ = jax.tree_util.tree_flatten_with_path(layers, is_leaf=is_quantized)
   # A path ends with the linear's key "weight".
   name_of = lambda path: jax.tree_util.keystr(path[:-1], simple=True, separator="/")
-  leaves = {name_of(path): node for path, node in nodes if _is_quantized(node)}
+  leaves = {name_of(path): node for path, node in nodes if is_quantized(node)}
   return Reused(
     name=program.name,
     recover=program.recover,

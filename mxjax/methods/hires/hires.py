@@ -22,7 +22,6 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq, one_code
 from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode
 from mxjax.numerics.shaping import input_maps, local_interaction, reference_chart
-from mxjax.numerics.shaping.input_maps import InputMap
 
 
 class _Anchor(NamedTuple):
@@ -179,7 +178,7 @@ class HiRes(Program):
   damping: float = gptq.DAMPING
   descent = 0  # No field: only HiResDescent has this option.
 
-  def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> input_maps.BlockDense:
     """Stage I: finds T from chart and interaction, then D from three trials."""
     moment = inputs.moment()
     used = (
@@ -201,7 +200,7 @@ class HiRes(Program):
     return input_maps.BlockDense(transform.astype(jnp.float32))
 
   def quantize_weight(
-    self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
+    self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
   ) -> Realized:
     """Stage II: runs GPTQ in the installed coordinates and builds one-code tables."""
     if self.weights == "rtn":

@@ -142,8 +142,8 @@ def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
   """
   tensors: dict[str, jax.Array] = {}
   for path in weights.weight_files(folder):
-    file = weights.SafetensorsFile(path)
-    tensors |= {name: jnp.asarray(file.read(name)) for name in file.names}
+    file = weights.open_tensors(path)
+    tensors |= {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}
   if (folder / weights.SINGLE_FILE).is_file():
     return tensors
   index = json.loads((folder / weights.INDEX_FILE).read_text(encoding="utf-8"))
@@ -159,11 +159,9 @@ def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
 def _check_written(
   folder: pathlib.Path, tensors: Mapping[str, Any], places: Mapping[str, str]
 ) -> None:
-  files = {
-    name: weights.SafetensorsFile(folder / name) for name in set(places.values())
-  }
+  files = {name: weights.open_tensors(folder / name) for name in set(places.values())}
   for key, name in places.items():
-    read, expected = files[name].read(key), np.asarray(tensors[key])
+    read, expected = files[name].get_tensor(key), np.asarray(tensors[key])
     if read.dtype != expected.dtype or read.tobytes() != expected.tobytes():
       raise OSError(
         f"export: {key} in {folder / name} does not read back as it was written; "

@@ -10,13 +10,9 @@ from mxjax.models.loading import gguf
 KINDS = {
   "input_layernorm": "attn_norm",
   "post_attention_layernorm": "ffn_norm",
-  "q_proj": "attn_q",
-  "k_proj": "attn_k",
-  "v_proj": "attn_v",
+  **{f"{name}_proj": f"attn_{name}" for name in "qkv"},
   "o_proj": "attn_output",
-  "gate_proj": "ffn_gate",
-  "up_proj": "ffn_up",
-  "down_proj": "ffn_down",
+  **{f"{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
 GLOBALS = {
   "model.embed_tokens.weight": "token_embd.weight",
@@ -42,23 +38,28 @@ def gguf_tensor(golden, name, value):
   return f"blk.{parts[2]}.{kind}.{parts[-1]}", rows
 
 
-def write(golden, path, architecture="llama", extra=()):
-  """Writes a golden model as an F32 GGUF file."""
+def write(golden, path, architecture="llama", extra=None):
+  """Writes a golden model as an F32 GGUF file, possibly with one tensor more."""
   config = golden.config
   writer = gguf_package.GGUFWriter(path, architecture)
-  writer.add_block_count(config["num_hidden_layers"])
-  writer.add_context_length(config["max_position_embeddings"])
-  writer.add_embedding_length(config["hidden_size"])
-  writer.add_feed_forward_length(config["intermediate_size"])
-  writer.add_head_count(config["num_attention_heads"])
-  writer.add_head_count_kv(config["num_key_value_heads"])
-  writer.add_key_length(config["head_dim"])
-  writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+  for kind, name in {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "key_length": "head_dim",
+    "layer_norm_rms_eps": "rms_norm_eps",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+  }.items():
+    getattr(writer, f"add_{kind}")(config[name])
   writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-  writer.add_bos_token_id(config["bos_token_id"])
-  writer.add_eos_token_id(config["eos_token_id"])
   tensors = [gguf_tensor(golden, *item) for item in golden.weights.items()]
-  for name, value in [*tensors, *extra]:
+  if extra:
+    tensors.append((extra, np.ones((2, 32), np.float32)))
+  for name, value in tensors:
     writer.add_tensor(name, np.ascontiguousarray(value))
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
@@ -89,20 +90,17 @@ def test_a_gguf_file_equals_the_hf_folder(llama_golden, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, params, want)
 
 
-def test_other_architectures_and_scaling_are_refused_by_name(golden, tmp_path):
-  other = write(golden, tmp_path / "other.gguf", architecture="qwen2")
-  with pytest.raises(NotImplementedError, match="of llama, got qwen2"):
-    models.from_pretrained(other)
-  frequencies = ("rope_freqs.weight", np.ones(4, np.float32))
-  scaled = write(golden, tmp_path / "scaled.gguf", extra=[frequencies])
-  with pytest.raises(NotImplementedError, match="rotary scaling"):
-    models.from_pretrained(scaled)
-
-
-def test_an_unknown_tensor_is_named(golden, tmp_path):
-  extra = ("blk.0.ffn_gate_inp.weight", np.ones((2, 32), np.float32))
-  path = write(golden, tmp_path / "extra.gguf", extra=[extra])
-  with pytest.raises(ValueError, match="ffn_gate_inp.weight is unexpected"):
+@pytest.mark.parametrize(
+  ("options", "error", "message"),
+  [
+    ({"architecture": "qwen2"}, NotImplementedError, "of llama, got qwen2"),
+    ({"extra": "rope_freqs.weight"}, NotImplementedError, "rotary scaling"),
+    ({"extra": "blk.0.ffn_gate_inp.weight"}, ValueError, "gate_inp.weight is unexpect"),
+  ],
+)
+def test_what_is_not_supported_is_named(golden, tmp_path, options, error, message):
+  path = write(golden, tmp_path / "other.gguf", **options)
+  with pytest.raises(error, match=message):
     models.from_pretrained(path)
 
 

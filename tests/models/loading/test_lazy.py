@@ -61,12 +61,13 @@ def test_the_same_tree_whether_loaded_or_read_by_layer(folder):
 
 def test_nothing_is_read_until_a_key_is_asked_for(folder, tmp_path, monkeypatch):
   read = []
-  plain = models.weights.SafetensorsFile.read
-  monkeypatch.setattr(
-    models.weights.SafetensorsFile,
-    "read",
-    lambda self, name: read.append(name) or plain(self, name),
-  )
+  plain = weights._read_float
+
+  def spy(path, file, name):
+    read.append(name)
+    return plain(path, file, name)
+
+  monkeypatch.setattr(weights, "_read_float", spy)
   _, lazy = models.open_pretrained(folder)
   assert read == []
   assert len(lazy) == LAYERS + 3

@@ -1,5 +1,6 @@
 import json
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,24 +13,16 @@ from mxjax.models.loading import weights
 LAYER = "model.layers.1."
 
 
-def flat(params):
-  """Leaves by dotted name."""
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  return {".".join(key.key for key in path): leaf for path, leaf in leaves}
-
-
 def save_shards(golden, folder):
   """Splits a folder's weights over two files and an index."""
   golden.save(folder)
   (folder / "model.safetensors").unlink()
-  names = sorted(golden.weights)
-  shards = {
-    "model-00001-of-00002.safetensors": names[::2],
-    "model-00002-of-00002.safetensors": names[1::2],
-  }
-  for file, part in shards.items():
-    save_file({name: golden.weights[name] for name in part}, folder / file)
-  weight_map = {name: file for file, part in shards.items() for name in part}
+  weight_map = {}
+  for shard in (0, 1):
+    file = f"model-0000{shard + 1}-of-00002.safetensors"
+    part = {name: golden.weights[name] for name in sorted(golden.weights)[shard::2]}
+    save_file(part, folder / file)
+    weight_map |= dict.fromkeys(part, file)
   index = {"metadata": {}, "weight_map": weight_map}
   (folder / "model.safetensors.index.json").write_text(json.dumps(index))
   return folder
@@ -39,10 +32,10 @@ def save_shards(golden, folder):
 def test_every_dtype_is_read_as_stored(family_golden, tmp_path, dtype):
   stored = {k: v.astype(jnp.dtype(dtype)) for k, v in family_golden.weights.items()}
   _, params = models.from_pretrained(family_golden.save(tmp_path / "hf", stored))
-  leaves = flat(params)
+  leaves = flax.traverse_util.flatten_dict(params)
   assert len(leaves) == len(stored)
   for name, value in stored.items():
-    leaf = leaves[".".join(weights.params_path(name))]
+    leaf = leaves[weights.params_path(name)]
     assert leaf.dtype == jnp.dtype(dtype)
     np.testing.assert_array_equal(np.asarray(leaf), value)
 
@@ -131,12 +124,6 @@ def test_a_tied_head_may_be_stored_only_as_a_copy(golden, tmp_path):
   assert "lm_head" not in models.from_pretrained(folder)[1]
   folder = golden.save(tmp_path / "other", tie_word_embeddings=True)
   with pytest.raises(ValueError, match="lm_head.weight to equal the embedding"):
-    models.from_pretrained(folder)
-
-
-def test_an_unknown_architecture_lists_the_supported_ones(golden, tmp_path):
-  folder = golden.save(tmp_path / "hf", architectures=["MambaForCausalLM"])
-  with pytest.raises(NotImplementedError, match="LlamaForCausalLM, .* got Mamba"):
     models.from_pretrained(folder)
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mxjax.audit import sizes
-from mxjax.layers import inference_packing
+from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.layers.linear import linear, linear_many, map_rows, take_rows
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
-from mxjax.numerics.realization import one_code as code_refinement
+from mxjax.numerics.realization import one_code
 from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode, Unrounded
 from mxjax.numerics.shaping.input_maps import BlockDense, Hadamard
 from mxjax.pallas_kernels import mxfp4_decode
@@ -26,19 +26,25 @@ def leaf(kind, features=64, outputs=48, seed=0):
   weight = jnp.asarray(rng.standard_normal((outputs, features)), jnp.float32)
   blocks = features // 32
   matrix = np.linalg.qr(rng.standard_normal((blocks, 32, 32)))[0]
-  gram, cross = code_refinement.tables(
+  gram, cross = one_code.tables(
     mxfp4.to_blocks(weight), mxfp4.round_blocks(mxfp4.to_blocks(weight))
   )
-  one_code = OneCode(code_refinement.pack_symmetric(gram), cross)
+  rule = OneCode(one_code.pack_symmetric(gram), cross)
   input_map, rounding = {
     "rtn": (None, Nearest()),
     "brq": (Hadamard(32), Nearest()),
     "wide": (Hadamard(64), Nearest()),
     "signed": (Hadamard(32, jnp.asarray(rng.choice([-1, 1], 64), jnp.int8)), Nearest()),
     "wush": (BlockDense(jnp.asarray(matrix, jnp.bfloat16)), Nearest()),
-    "hires": (BlockDense(jnp.asarray(matrix, jnp.float32)), one_code),
+    "hires": (BlockDense(jnp.asarray(matrix, jnp.float32)), rule),
   }[kind]
   return QuantizedLinear(mxfp4.encode(weight), input_map, rounding)
+
+
+def packed(weight, **options):
+  """A weight as `pack_for_inference` leaves it."""
+  params = {"embed_tokens": {"weight": weight}}
+  return pack_for_inference(params, **options)["embed_tokens"]["weight"]
 
 
 def draw(shape, dtype=jnp.float32):
@@ -112,19 +118,14 @@ def test_the_reference_sums_exact_products_in_float32(rule, outputs):
 @pytest.mark.parametrize("rows", [3, 300])
 def test_float8_products_are_asked_for_and_take_many_rows(rows):
   x, weight = draw((rows, 64), jnp.bfloat16), leaf("hires")
-  chosen = inference_packing.pack_for_inference(
-    {"w": weight}, tables=False, products="float8"
-  )["w"]
+  chosen = packed(weight, tables=False, products="float8")
   top = float(weight.weight.scales.max())
   assert chosen.float8_scale == 2.0 ** (top - mxfp4.SCALE_BIAS - mxfp4_decode.TOP)
   assert weight.float8_scale is None
   doubled = map_rows(lambda a: jnp.concatenate([a, a]), lambda a: a, chosen)
   assert doubled.float8_scale == chosen.float8_scale
   assert doubled.shape == (96, 64)
-  back = inference_packing.pack_for_inference(
-    {"w": chosen}, tables=False, products="bfloat16"
-  )["w"]
-  assert back.float8_scale is None
+  assert packed(chosen, tables=False, products="bfloat16").float8_scale is None
   got = run(x, chosen, implementation="interpret")
   want = run(x, weight, implementation="interpret")
   text = run.lower(x, chosen, implementation="interpret").as_text()
@@ -141,20 +142,16 @@ def test_a_weight_that_float8_cannot_hold_is_named_and_left():
   wide = dataclasses.replace(weight, weight=mxfp4.MXTensor(weight.weight.codes, scales))
   params = {"layer": {"q": {"weight": weight}, "k": {"weight": wide}}}
   with pytest.warns(UserWarning, match="1 linears stay .*: layer/k/weight"):
-    layer = inference_packing.pack_for_inference(params, products="float8")["layer"]
+    layer = pack_for_inference(params, products="float8")["layer"]
   assert layer["q"]["weight"].float8_scale is not None
   assert layer["k"]["weight"].float8_scale is None
   with pytest.raises(ValueError, match="products must be None"):
-    inference_packing.pack_for_inference(params, products="float16")
-
-
-def test_none_is_the_reference_without_a_gpu():
-  x, weight = draw((3, 64)), leaf("hires")
-  np.testing.assert_array_equal(run(x, weight), run(x, weight, implementation="xla"))
+    pack_for_inference(params, products="float16")
 
 
 def test_an_explicit_choice_never_falls_back():
-  x, weight = draw((3, 64)), leaf("rtn")
+  x, weight = draw((3, 64)), leaf("hires")
+  np.testing.assert_array_equal(run(x, weight), run(x, weight, implementation="xla"))
   with pytest.raises(NotImplementedError, match="linear: .*need an NVIDIA GPU"):
     linear(x, weight, implementation="pallas")
   other = dataclasses.replace(weight, rules=mxfp4.Rules(scale_rule="even"))
@@ -166,10 +163,8 @@ def test_an_explicit_choice_never_falls_back():
 
 def test_a_packed_weight_alone_is_used_as_it_is():
   x, weight = draw((2, 3, 64), jnp.bfloat16), leaf("rtn").weight
-  want = (
-    np.asarray(x, np.float64)
-    @ np.asarray(mxfp4.decode(weight, jnp.float32), np.float64).T
-  )
+  decoded = np.asarray(mxfp4.decode(weight, jnp.float32), np.float64)
+  want = np.asarray(x, np.float64) @ decoded.T
   for how in ("xla", "interpret"):
     got = run(x, weight, implementation=how)
     np.testing.assert_allclose(np.asarray(got, np.float64), want, 1e-2, 0.05)
@@ -187,9 +182,7 @@ def test_rows_of_a_packed_table():
 
 def test_packing_tables_keep_the_result_legal_and_close():
   x, weight = draw((200, 64)), leaf("hires")
-  small = inference_packing.pack_for_inference({"q_proj": {"weight": weight}})[
-    "q_proj"
-  ]["weight"]
+  small = packed(weight)
   assert small.rounding.gram.dtype == small.rounding.cross.dtype == jnp.bfloat16
   assert small.input_map is weight.input_map and small.weight is weight.weight
   got, want = run(x, small), run(x, weight)
@@ -202,7 +195,7 @@ def test_packing_tables_keep_the_result_legal_and_close():
 
 def test_packing_tables_keep_the_gain_of_refinement():
   weight = leaf("hires", outputs=96)
-  small = inference_packing.pack_for_inference({"w": weight})["w"]
+  small = packed(weight)
   gram, cross = weight.rounding.tables()
   x = weight.input_map.apply(mxfp4.to_blocks(draw((300, 64))))
 
@@ -213,7 +206,7 @@ def test_packing_tables_keep_the_gain_of_refinement():
     return (d * (pulled - 2 * mismatch)).sum()
 
   def gain(rounding):
-    refined = code_refinement.refine(x, *rounding.tables())
+    refined = one_code.refine(x, *rounding.tables())
     exponent = np.asarray(refined.exponent, np.float64)
     before = objective(refined.nearest, exponent)
     return before - objective(refined.elements, exponent)
@@ -225,23 +218,18 @@ def test_packing_tables_keep_the_gain_of_refinement():
 def test_packing_packs_embedding_and_head_when_asked():
   table = draw((96, 64), jnp.bfloat16)
   params = {"embed_tokens": {"weight": table}, "norm": {"weight": table[0]}}
-  assert inference_packing.pack_for_inference(params)["embed_tokens"]["weight"] is table
-  packed = inference_packing.pack_for_inference(params, embeddings="mxfp4")
-  report = sizes.size_report(packed)
+  assert packed(table) is table
+  smaller = pack_for_inference(params, embeddings="mxfp4")
+  report = sizes.size_report(smaller)
   assert report["total"] == 96 * 64 * 17 // 32 + 128
   assert report["bf16_total"] == 2 * (96 * 64 + 64)
-  again = inference_packing.pack_for_inference(packed, embeddings="mxfp4")[
-    "embed_tokens"
-  ]["weight"]
-  assert again is packed["embed_tokens"]["weight"]
+  table = smaller["embed_tokens"]["weight"]
+  assert packed(table, embeddings="mxfp4") is table
 
 
 def test_an_int8_matrix_is_close_in_both_its_uses():
   table, x = draw((96, 64), jnp.bfloat16), draw((5, 64))
-  params = inference_packing.pack_for_inference(
-    {"embed_tokens": {"weight": table}}, embeddings="int8"
-  )
-  bytes_ = params["embed_tokens"]["weight"]
+  bytes_ = packed(table, embeddings="int8")
   exact = np.asarray(table, np.float64)
   half_step = np.abs(exact).max(1) / 254 * 1.001
   index = jnp.asarray([95, 0, 7], jnp.int32)
@@ -251,9 +239,9 @@ def test_an_int8_matrix_is_close_in_both_its_uses():
   got, want = np.asarray(linear(x, bytes_)), np.asarray(x, np.float64) @ exact.T
   bound = np.abs(np.asarray(x)).sum(1)[:, None] * half_step[None] + 1e-4
   assert (np.abs(got - want) <= bound).all()
-  assert sizes.size_report(params)["total"] == 96 * 64 + 4 * 96
+  assert sizes.size_report({"weight": bytes_})["total"] == 96 * 64 + 4 * 96
   with pytest.raises(ValueError, match="'int8' or 'mxfp4', got 'int4'"):
-    inference_packing.pack_for_inference(params, embeddings="int4")
+    packed(table, embeddings="int4")
 
 
 def test_the_native_kernel_is_taken_or_refused_by_the_rule():

@@ -14,23 +14,27 @@ import mxjax
 from mxjax import methods
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Calibration
+from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.methods.baselines import focus, spinquant
-from mxjax.numerics import mxfp4
+from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.numerics.realization.activation_quantizers import OneCode
+from mxjax.numerics.shaping import local_interaction
 from mxjax.running import pipeline
 from mxjax.storage import checkpoint
 from tests.tiny import leaves_of
 
 FAST = {
   "gptq": "gptq:scales=static:order=activation",
-  "batquant": "batquant:steps=20",
+  # All sequences in every step: first and last loss are then of the same tokens.
+  "batquant": "batquant:steps=80:batch=64",
+  "torq": "torq:rows=512",
   "spinquant": "spinquant:steps=2:batch=2",
   "focus": "focus:batch=2",
+  "hires-next": "hires-next:use_balance=false",
 }
 """Options that make a method quick; its code path is the same."""
-
 
 SLOW = ("hires", "wush+r")
 """Their legality is tested with the pipeline, and below through shared codes."""
@@ -49,40 +53,37 @@ def build(tiny_params, calib):
   def build(method, contract=PAPER_CONTRACT):
     key = str(method), contract.rules
     if key not in made:
+      program, options = methods.get(method), dict(check=False, probe=False)
       made[key] = pipeline.quantize_with_record(
-        tiny_params, calib, methods.get(method), contract=contract, check=False
+        tiny_params, calib, program, contract=contract, **options
       )
     return made[key]
 
   return build
 
 
+def relative_error(logits, exact):
+  return float(jnp.sqrt(jnp.square(logits - exact).mean() / jnp.square(exact).mean()))
+
+
+def rotation(size, seed):
+  """A random orthogonal matrix."""
+  rng = np.random.default_rng(seed)
+  return jnp.asarray(np.linalg.qr(rng.standard_normal((size, size)))[0], jnp.float32)
+
+
+def assert_same_leaves(left, right):
+  assert jax.tree.structure(left) == jax.tree.structure(right)
+  jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
 def assert_same_weights(left, right):
-  for a, b in zip(leaves_of(left.params), leaves_of(right.params), strict=True):
-    np.testing.assert_array_equal(a.weight.codes, b.weight.codes)
-    np.testing.assert_array_equal(a.weight.scales, b.weight.scales)
-
-
-@pytest.fixture(scope="module")
-def logits_of(tiny_model, tiny_tokens):
-  """Logits of params on one sequence, a jitted layer at a time."""
-
-  def logits_of(params):
-    window = jnp.asarray(tiny_tokens[:1])
-    (hidden,) = streams.final_hiddens(tiny_model, params, [window])
-    return tiny_model.logits(streams.outer_params(params), hidden)
-
-  return logits_of
-
-
-@pytest.fixture(scope="module")
-def exact(logits_of, tiny_params):
-  return logits_of(tiny_params)
+  assert_same_leaves(*([x.weight for x in leaves_of(r.params)] for r in (left, right)))
 
 
 @pytest.mark.parametrize("name", [n for n in methods.METHODS if n not in SLOW])
 def test_every_payload_is_legal_and_the_model_still_runs(
-  name, build, tiny_model, tiny_tokens, logits_of, exact
+  name, build, tiny_model, tiny_params, tiny_tokens
 ):
   result = build(FAST.get(name, name))
   leaves = leaves_of(result.params)
@@ -91,8 +92,12 @@ def test_every_payload_is_legal_and_the_model_still_runs(
     mxfp4.check_legal(leaf.weight)
   error = operator_error(tiny_model, result.reference, result.params, tiny_tokens)
   assert 0 < error < 0.1
-  change = jnp.abs(logits_of(result.params) - exact).mean()
-  assert float(change) < float(jnp.abs(exact).mean())
+  window = jnp.asarray(tiny_tokens[:1])
+  exact, logits = (
+    tiny_model.logits(p, streams.final_hiddens(tiny_model, p, [window])[0])
+    for p in (tiny_params, result.params)
+  )
+  assert float(jnp.abs(logits - exact).mean()) < float(jnp.abs(exact).mean())
 
 
 @pytest.mark.parametrize("name", ["wush", "torq", "batquant", "spinquant", "mr-gptq"])
@@ -100,10 +105,7 @@ def test_what_is_saved_is_what_is_restored(name, build, tiny_config, tmp_path):
   result = build(FAST.get(name, name))
   folder = checkpoint.save_checkpoint(tmp_path / name, result.params, tiny_config)
   restored, _ = checkpoint.restore_checkpoint(folder)
-  a, b = jax.tree.leaves(result.params), jax.tree.leaves(restored)
-  assert jax.tree.structure(result.params) == jax.tree.structure(restored)
-  for x, y in zip(a, b, strict=True):
-    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+  assert_same_leaves(result.params, restored)
 
 
 def test_methods_follow_the_rules_of_the_contract(build):
@@ -116,8 +118,9 @@ def test_methods_follow_the_rules_of_the_contract(build):
   )
 
 
-def test_brq_is_mr_gptq_of_32_with_fresh_scales(build):
-  assert_same_weights(build("brq"), build("mr-gptq:sizes=[32]:scales=fresh"))
+def test_brq_is_mr_gptq_of_32_with_fresh_scales():
+  name = "mr-gptq:sizes=[32]:scales=fresh"
+  assert methods.get(name) == dataclasses.replace(methods.BRQ, name=name)
 
 
 def test_mr_gptq_takes_the_first_size_that_divides_and_records_it(build):
@@ -134,8 +137,7 @@ def test_batquant_at_the_identity_is_gptq(build):
 
 
 def test_batquant_learns(build):
-  # All sequences in every step: first and last loss are then of the same tokens.
-  linears = build("batquant:steps=80:batch=64").record.layers[0]["linears"]
+  linears = build(FAST["batquant"]).record.layers[0]["linears"]
   losses = np.asarray([line["learning_losses"] for line in linears.values()])
   assert (losses[:, 1] < losses[:, 0]).all()
   assert losses[:, 1].mean() < 0.95 * losses[:, 0].mean()
@@ -143,14 +145,12 @@ def test_batquant_learns(build):
 
 
 def test_focus_without_learning_is_rtn_with_rceil_weights(build, tiny_params):
-  unlearned = build("focus:epochs=0:divisor_logit=Infinity")
+  unlearned = build("rtn+rceil")
   rules = mxfp4.Rules(scale_rule="rceil")
   for layer in ("layers_0", "layers_1"):
     weight = tiny_params[layer]["mlp"]["up_proj"]["weight"]
     leaf = unlearned.params[layer]["mlp"]["up_proj"]["weight"]
-    expected = mxfp4.encode(weight, rules)
-    np.testing.assert_array_equal(leaf.weight.codes, expected.codes)
-    np.testing.assert_array_equal(leaf.weight.scales, expected.scales)
+    assert_same_leaves(leaf.weight, mxfp4.encode(weight, rules))
 
 
 def test_focus_distills(tiny_model, tiny_params, tiny_tokens):
@@ -177,14 +177,11 @@ def biased(tiny_model):
 @pytest.mark.parametrize("has_r1", [True, False])
 def test_fused_rotations_keep_the_logits(biased, tiny_tokens, has_r1):
   model, params = biased
-  rng = np.random.default_rng(3)
-  rotation = lambda n: np.linalg.qr(rng.standard_normal((n, n)))[0]
-  r1, r2 = rotation(64) if has_r1 else None, [rotation(16), rotation(16)]
+  r1, r2 = rotation(64, 3) if has_r1 else None, [rotation(16, 4), rotation(16, 5)]
   fused = spinquant.rotate_model(model, params, r1, r2)
   tokens = jnp.asarray(tiny_tokens)
   exact, logits = (model.apply({"params": p}, tokens) for p in (params, fused))
-  error = jnp.sqrt(jnp.square(logits - exact).mean() / jnp.square(exact).mean())
-  assert float(error) < 1e-5
+  assert relative_error(logits, exact) < 1e-5
   changed = fused["layers_0"]["self_attn"]["v_proj"]["weight"]
   original = params["layers_0"]["self_attn"]["v_proj"]["weight"]
   assert float(jnp.abs(changed - original).max()) > 0.1
@@ -213,8 +210,7 @@ def test_spinquant_learns_orthogonal_rotations(tiny_model, tiny_params, tiny_tok
   tokens = jnp.asarray(tiny_tokens)
   exact = tiny_model.apply({"params": tiny_params}, tokens)
   logits = tiny_model.apply({"params": prepared.params}, tokens)
-  error = jnp.sqrt(jnp.square(logits - exact).mean() / jnp.square(exact).mean())
-  assert float(error) < 1e-4
+  assert relative_error(logits, exact) < 1e-4
 
 
 @pytest.mark.parametrize("which", ["spinquant", "focus"])
@@ -227,19 +223,12 @@ def test_layerwise_gradients_are_those_of_the_whole_model(
   teacher = None
   if which == "spinquant":
     objective = spinquant._QuantizedLoss(tiny_model, rules, targets)
-    rng = np.random.default_rng(4)
-    rotation = lambda n: jnp.asarray(
-      np.linalg.qr(rng.standard_normal((n, n)))[0], jnp.float32
-    )
-    shared, own = rotation(64), [rotation(16), rotation(16)]
+    shared, own = rotation(64, 4), [rotation(16, 5), rotation(16, 6)]
   else:
-    objective = focus._Distillation(tiny_model, rules, 10)
-    layers = [params[f"layers_{i}"] for i in range(2)]
-    shared = None
+    objective, shared = focus._Distillation(tiny_model, rules, 10), None
+    layers = params["layers_0"], params["layers_1"]
     own = [focus.FOCUS._initial(x, tiny_model, PAPER_CONTRACT) for x in layers]
-    teacher = jnp.asarray(
-      np.random.default_rng(5).standard_normal((1, 32, 64)), "float32"
-    )
+    teacher = jax.random.normal(jax.random.key(5), (1, 32, 64))
 
   example = gradients.Example(ids, teacher)
 
@@ -253,11 +242,10 @@ def test_layerwise_gradients_are_those_of_the_whole_model(
   loss, expected = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(shared, own)
   got = gradients.gradients(objective, params, shared, own, [example])
   assert got.loss == pytest.approx(float(loss), rel=1e-5)
-  for a, b in zip(
-    jax.tree.leaves((got.shared, got.own)), jax.tree.leaves(expected), strict=True
-  ):
-    scale = float(jnp.abs(b).max()) + 1e-12
-    np.testing.assert_allclose(a, b, atol=2e-3 * scale)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3 * float(jnp.abs(b).max())),
+    *((got.shared, got.own), expected),
+  )
 
 
 @pytest.mark.parametrize(
@@ -298,9 +286,7 @@ def test_wush_and_its_refined_form_share_every_code(build):
 
 def test_a_second_run_learns_the_same_bits(build, tiny_params, calib):
   again = mxjax.quantize(tiny_params, calib, FAST["spinquant"], check=False)
-  first = build(FAST["spinquant"]).params
-  for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
-    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+  assert_same_leaves(build(FAST["spinquant"]).params, again)
 
 
 def test_a_newcomer_is_one_line_and_is_none_of_the_papers_ten():
@@ -319,3 +305,28 @@ def test_a_newcomer_is_one_line_and_is_none_of_the_papers_ten():
 def test_an_unknown_constant_is_an_attribute_error():
   with pytest.raises(AttributeError, match="no attribute 'AWQ'"):
     methods.AWQ  # noqa: B018
+
+
+def test_the_recorded_norm_of_k_is_its_spectral_norm(monkeypatch):
+  """The paper bounds the spectral norm; the Frobenius norm is larger."""
+  interactions = []
+  original = local_interaction.shaping_transform
+
+  def spy(chart, interaction):
+    interactions.append(np.asarray(interaction))
+    return original(chart, interaction)
+
+  monkeypatch.setattr(local_interaction, "shaping_transform", spy)
+  rng = np.random.default_rng(0)
+  draw = lambda n: jnp.asarray(rng.standard_normal((n, 64)), jnp.float32)
+  # Both folds are the same, so that the threshold leaves something of K.
+  inputs = LinearInputs([jnp.stack([mxfp4.to_blocks(draw(96))] * 2)])
+  weight = mxfp4.to_blocks(jnp.repeat(draw(40), 2, axis=0))
+  program = dataclasses.replace(methods.HIRES, use_balance=False)
+  with precision.float64_scope():
+    program.shape(weight, inputs)
+  (interaction,) = interactions
+  recorded = np.asarray(inputs.record["interaction_spectral_norm"])
+  np.testing.assert_allclose(recorded, np.linalg.norm(interaction, 2, (1, 2)))
+  assert (recorded < np.linalg.norm(interaction, axis=(1, 2))).all()
+  assert (recorded <= local_interaction.RADIUS).all()

@@ -14,12 +14,8 @@ def test_golden_value_fits(vectors, float64, case):
   fit = value_recovery.solve(value_recovery.moments(v, target))
   got = np.array([fit.scale[0], fit.offset[0]])
   np.testing.assert_allclose(got, vectors[f"attn/{case}/ab"], rtol=1e-10, atol=1e-12)
-  applied = value_recovery.apply(
-    v.astype(jnp.bfloat16),
-    value_recovery.ValueRecovery(
-      *(a.astype(jnp.float32) for a in (fit.scale, fit.offset))
-    ),
-  )
+  narrow = jax.tree.map(lambda a: a.astype(jnp.float32), fit)
+  applied = value_recovery.apply(v.astype(jnp.bfloat16), narrow)
   assert applied.dtype == jnp.bfloat16
   expected = vectors[f"attn/{case}/applied_bf16"]
   # The vector applies to float32 values; bfloat16 inputs add their own rounding.
