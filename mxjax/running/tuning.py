@@ -34,7 +34,7 @@ def _optimizer(options: ScaleDistillation, steps: int) -> optax.GradientTransfor
     {part: jax.tree.map(lambda _, label=part: label, layer[part]) for part in layer}
     for layer in learned
   ]
-  rates = {"linears": adam(options.rate), "taps": adam(options.shared_rate)}
+  rates: Any = {"linears": adam(options.rate), "taps": adam(options.shared_rate)}
   return optax.multi_transform(rates, labels)
 
 
