@@ -54,7 +54,7 @@ def test_an_nnx_model_of_your_own(monkeypatch):
 
 def test_a_method_of_your_own(monkeypatch):
   source = str(EXAMPLES.parent / "models/trained/llama")
-  errors = example("own_method", monkeypatch).main(source)
+  errors = example("own_method", monkeypatch).main(source, 2, 64)
   assert errors["best-signs"] < errors["gptq"]
 
 
