@@ -75,8 +75,8 @@ class MxjaxLM(LM):
   def _score(
     self, requests: list[multiple_choice.Request]
   ) -> list[multiple_choice.Score]:
-    options = {"max_length": self.max_length}
-    return multiple_choice.score(self.model, self.params, requests, **options)
+    longest = self.max_length
+    return multiple_choice.score(self.model, self.params, requests, max_length=longest)
 
   def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
     """Scores each (context, continuation): log-likelihood and whether it is greedy."""
