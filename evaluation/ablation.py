@@ -67,15 +67,10 @@ def run(
   """Runs a study; a killed run resumes from the rows already in the folder.
 
   A program that occurs in several studies is built once for all of them, and operator
-  error is always measured.
-
-  Args:
-    name: A key of `ablations.STUDIES`.
-    subject: Model and tests.
-    draws: Calibration tokens by seed, int32 `[sequences, length]` each.
-    folder: Where finished rows are written, one file per row and draw.
-    contract: The contract of every row.
-    on_row: Called with each row's label; returns the progress callback of that row.
+  error is always measured. `name` is a key of `ablations.STUDIES`, `draws` are
+  calibration tokens by seed, int32 `[sequences, length]` each, and finished rows are
+  written to `folder`, one file per row and draw. `on_row` is called with each row's
+  label and returns the progress callback of that row.
 
   Returns:
     JSON-ready: `study`, `seeds`, `rows` (label to one result per seed), `reference`.

@@ -28,11 +28,10 @@ NOTE = (
 class Comparison(NamedTuple):
   """Paired difference between a row and the reference row in one quantity.
 
-  Attributes:
-    mean: Mean difference; negative is better than the reference.
-    interval: Exact 95 % t interval over calibration draws, None for fewer than two.
-    spread: How far perturbations alone move the quantity, in the noisier row.
-    verdict: `better`, `worse` or `tie`; `one replicate` if noise was not measured.
+  A negative mean is better than the reference. `interval` is the exact 95 % t interval
+  over calibration draws, None for fewer than two; `spread` is how far perturbations
+  alone move the quantity, in the noisier row. `verdict` is `better`, `worse` or `tie`,
+  or `one replicate` if noise was not measured.
   """
 
   mean: float

@@ -7,13 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mxjax.evaluation import text_sources
-from mxjax.evaluation.text_sources import HUB_SETS
+from mxjax.evaluation.text_sources import HUB_SETS, SAMPLINGS
 from mxjax.models.tokenizer import Tokenizer
-
-SAMPLINGS = ("windows", "documents", "offsets")
-"""Sampling methods of windows; see `load_tokens`."""
-HUB_SAMPLINGS = {"c4": "documents", "wikitext2": "offsets"}
-"""Standard samplings of hub data for calibration."""
 
 
 def load_tokens(
@@ -65,7 +60,7 @@ def load_tokens(
     return _array_windows(np.load(source), count, length, place)
   if sampling is None:
     is_sampled = split == "calibration" and source in HUB_SETS
-    sampling = HUB_SAMPLINGS[str(source)] if is_sampled else "windows"
+    sampling = HUB_SETS[str(source)] if is_sampled else "windows"
   if count is None and sampling != "windows":
     raise ValueError(f"{place}: expected a number of windows to sample, got none.")
   documents, separator = text_sources.documents(source, split)

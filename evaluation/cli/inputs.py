@@ -4,7 +4,7 @@ import argparse
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -20,14 +20,6 @@ from mxjax.storage import checkpoint
 
 CHECKPOINT = "checkpoint"
 """Name of the subfolder with a run's checkpoint."""
-
-
-class Inputs(NamedTuple):
-  """Inputs of a quantizing command; `tokens` is int32 `[sequences, length]`."""
-
-  tokenizer: models.Tokenizer
-  subject: study.Subject
-  tokens: np.ndarray
 
 
 def mesh_of(options: argparse.Namespace) -> Mesh | None:
@@ -105,15 +97,20 @@ def test_subject(
   return study.Subject(model, params, tests, *measures, mesh)
 
 
-def prepare(options: argparse.Namespace, mesh: Mesh | None = None) -> Inputs:
-  """Loads model, calibration tokens and tests for `mesh`, as the options name them."""
+def prepare(
+  options: argparse.Namespace, mesh: Mesh | None = None
+) -> tuple[models.Tokenizer, study.Subject, np.ndarray]:
+  """Loads what a quantizing command needs, for `mesh`, as the options name it.
+
+  Returns the tokenizer, the model with its tests, and the calibration tokens.
+  """
   model, params = models.open_pretrained(options.model)
   if not stays_on_disk(options, params.config):
     params = params.load()
   tokenizer = models.load_tokenizer(options.model)
   tokens = calibration(options, tokenizer)
   subject = test_subject(options, model, params, tokenizer, mesh)
-  return Inputs(tokenizer, subject, tokens)
+  return tokenizer, subject, tokens
 
 
 def stays_on_disk(options: argparse.Namespace, config: models.ModelConfig) -> bool:

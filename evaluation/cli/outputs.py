@@ -36,19 +36,6 @@ def save_checkpoint(
     )
 
 
-def save(
-  folder: pathlib.Path,
-  row: Mapping[str, Any],
-  params: Params,
-  model: Any,
-  tokenizer: models.Tokenizer,
-) -> None:
-  """Writes the checkpoint and tokenizer of a run."""
-  record = row["record"]
-  facts = {key: record[key] for key in ("calibration", "program")}
-  save_checkpoint(folder, params, model.config, tokenizer, **facts)
-
-
 def remove_unfinished(folder: pathlib.Path) -> None:
   """Removes the unfinished files of a process that was killed while saving."""
   for place in folder.glob("*.partial*"):

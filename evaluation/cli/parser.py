@@ -1,30 +1,18 @@
 """The command line: `mxjax plan | quantize | evaluate | compare | ablate | ...`."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mxjax.evaluation.cli import arguments
-from mxjax.evaluation.cli.commands import (
-  ablate,
-  compare,
-  demo,
-  evaluate,
-  export,
-  generate,
-  import_,
-  plan,
-  quantize,
-  tables,
-  verify,
-)
 
 COMMANDS = (
-  *(plan, quantize, verify, evaluate, tables, compare, ablate, generate, demo, export),
-  import_,
+  *("plan", "quantize", "verify", "evaluate", "tables", "compare", "ablate"),
+  *("generate", "demo", "export", "import_"),
 )
-"""In the order of the help text."""
+"""Files of `commands`, in the order of the help text."""
 Extend = Callable[[Any], None]
 """Adds commands to the parser; each sets `run`, a function of its options."""
 
@@ -54,7 +42,8 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
   parser.set_defaults(distributed=False, compiled_kept=None, log="bars")
   parser.add_argument("--version", nargs=0, action=_Version, help="print the version")
   commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-  for command in COMMANDS:
+  for name in COMMANDS:
+    command = importlib.import_module(f"mxjax.evaluation.cli.commands.{name}")
     command.add_parser(commands).set_defaults(run=command.run)
   if extend:
     extend(commands)

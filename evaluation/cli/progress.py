@@ -17,13 +17,6 @@ from mxjax.running import pipeline
 Begin = Callable[[str], pipeline.OnProgress]
 
 
-class Interrupted(KeyboardInterrupt):
-  """Raised when the user stops a run; the message ends with how to continue it."""
-
-  def __init__(self, message: str, resume: str) -> None:
-    super().__init__(f"{message}; go on with: {resume}")
-
-
 def emit(event: str, **values: Any) -> None:
   """Prints one event as a JSON line on stderr."""
   line = {"event": event, "time": round(time.time(), 3), **values}

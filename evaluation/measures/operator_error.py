@@ -53,11 +53,11 @@ def operator_errors(
   for index in range(model.num_layers):
     name = model.layer_name(index)
     layer = quantized[name]
-    weights = {
-      f"{block}/{linear_name}": layer[block][linear_name]["weight"]
-      for block, linear_name in model.projection_taps
+    leaves = {
+      f"{block}/{part}": layer[block][part]["weight"]
+      for block, part in model.projection_taps
+      if isinstance(layer[block][part]["weight"], QuantizedLinear)
     }
-    leaves = {p: w for p, w in weights.items() if isinstance(w, QuantizedLinear)}
     hidden, errors = execution.block_on_cpu(
       _layer_errors(model, params[name], leaves, hidden)
     )

@@ -12,7 +12,7 @@ from mxjax.evaluation.report.summary import summary
 from mxjax.storage.atomic_io import write_durably
 
 Run = Mapping[str, Any]
-_KEYS = ("method", "perplexity", "record")
+_KEYS = ("method", "perplexity", "float_perplexity", "operator_error", "record")
 
 
 def _check(runs: Sequence[Run]) -> None:
@@ -65,7 +65,7 @@ def write_report(
   Args:
     path: The file, replaced if it exists, or a folder, which gets `report.html`.
     runs: One JSON-ready dict per method: `method`; `perplexity`, by dataset `mean`,
-      `spread` and `values`; `float_perplexity`, a number or numbers by dataset;
+      `spread` and `values`; `float_perplexity`, numbers by dataset;
       `operator_error` or None; `size` of `sizes.size_report` or None; and `record`, of
       `QuantizationRecord.to_dict`. A failed run has an `error` instead, which is shown.
     title: Heading of the page.

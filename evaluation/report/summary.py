@@ -16,22 +16,6 @@ SIZE_PARTS = ("codes", "scales", "maps", "rounding tables", "recovery", "not qua
 NONE = "–"
 
 
-def _mean(value: Any) -> float | None:
-  if isinstance(value, Mapping):
-    value = value.get("mean")
-  return None if value is None else float(value)
-
-
-def _float_perplexity(runs: Sequence[Run], dataset: str) -> float | None:
-  for run in runs:
-    perplexity = run.get("float_perplexity")
-    if isinstance(perplexity, Mapping) and "mean" not in perplexity:
-      perplexity = perplexity.get(dataset)
-    if (value := _mean(perplexity)) is not None:
-      return value
-  return None
-
-
 def _datasets(runs: Sequence[Run]) -> list[str]:
   return list(dict.fromkeys(name for run in runs for name in run["perplexity"] or {}))
 
@@ -40,10 +24,16 @@ def _written(value: float | None, form: Callable[[float], str]) -> str:
   return NONE if value is None else form(value)
 
 
+def _float_perplexity(runs: Sequence[Run], name: str) -> float | None:
+  values = [run["float_perplexity"].get(name) for run in runs]
+  return next((value for value in values if value is not None), None)
+
+
 def _with_spread(value: Mapping[str, Any] | None) -> str:
-  spread = float((value or {}).get("spread") or 0.0)
-  text = _written(_mean(value), numbers.number)
-  return f"{text} ± {numbers.number(spread)}" if spread else text
+  if value is None:
+    return NONE
+  spread = f" ± {numbers.number(value['spread'])}" if value["spread"] else ""
+  return f"{numbers.number(value['mean'])}{spread}"
 
 
 def _marked(
@@ -65,10 +55,11 @@ def summary_table(runs: Sequence[Run]) -> str:
   columns = {"method": [FLOAT, *(html.escape(str(run["method"])) for run in runs)]}
   for name in _datasets(runs):
     values = [run["perplexity"].get(name) for run in runs]
-    cells = _marked([_with_spread(v) for v in values], [_mean(v) for v in values], min)
+    means = [value and value["mean"] for value in values]
+    cells = _marked([_with_spread(value) for value in values], means, min)
     exact = _written(_float_perplexity(runs, name), numbers.number)
     columns[f"perplexity, {name}"] = [exact, *cells]
-  errors = [_mean(run.get("operator_error")) for run in runs]
+  errors = [run["operator_error"] for run in runs]
   cells = _marked([_written(e, numbers.number) for e in errors], errors, min)
   columns["operator error"] = [NONE, *cells]
   totals = [total, *(s.get("total") for s in sizes)]
@@ -93,11 +84,9 @@ def perplexity_chart(runs: Sequence[Run]) -> str:
     value = _float_perplexity(runs, name)
     parts = [] if value is None else [Part(FLOAT, value, FLOAT_COLOR)]
     for index, run in enumerate(runs):
-      perplexity = run["perplexity"].get(name)
-      mean = _mean(perplexity)
-      if perplexity is not None and mean is not None:
-        spread = float(perplexity.get("spread") or 0.0)
-        parts.append(Part(run["method"], mean, _color(index), spread))
+      if found := run["perplexity"].get(name):
+        bar = Part(run["method"], found["mean"], _color(index), found["spread"])
+        parts.append(bar)
     groups.append((name, parts))
   if not groups:
     return ""

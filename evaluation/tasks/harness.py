@@ -9,7 +9,6 @@ The harness looks up models in a registry of its own process, so this module reg
 `mxjax[harness]`.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 # Fills the registry, which the harness does itself only while it is empty.
@@ -74,11 +73,10 @@ class MxjaxLM(LM):
     return self.tokenizer.fingerprint
 
   def _score(
-    self, requests: Sequence[multiple_choice.Request]
+    self, requests: list[multiple_choice.Request]
   ) -> list[multiple_choice.Score]:
-    return multiple_choice.score(
-      self.model, self.params, requests, max_length=self.max_length
-    )
+    longest = self.max_length
+    return multiple_choice.score(self.model, self.params, requests, max_length=longest)
 
   def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
     """Scores each (context, continuation): log-likelihood and whether it is greedy."""
@@ -101,11 +99,8 @@ class MxjaxLM(LM):
         context_len=1,
       )
       for context, continuation in map(utils.make_disjoint_window, rolling):
-        windows.append(
-          multiple_choice.Request(
-            np.asarray(context, np.int32), np.asarray(continuation, np.int32)
-          )
-        )
+        pair = (np.asarray(part, np.int32) for part in (context, continuation))
+        windows.append(multiple_choice.Request(*pair))
         owners.append(owner)
     totals = np.zeros(len(requests))
     np.add.at(totals, owners, [s.log_likelihood for s in self._score(windows)])

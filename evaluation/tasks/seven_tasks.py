@@ -37,26 +37,19 @@ def run(
   tokenizer: models.Tokenizer,
   names: Sequence[str],
   *,
-  item_limit: int | None = None,
-  item_source: str = "embedded",
+  item_limit: int | None,
+  item_source: str,
   texts: Mapping[str, str | None],
-  windows: int | None = None,
-  window_length: int = 2048,
+  windows: int | None,
+  window_length: int,
   on_progress: Callable[[str, int, int], None],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-  """Evaluates tasks, after loading the texts and items of all of them.
+  """Evaluates some of `tasks.SEVEN`, after loading the texts and items of all of them.
 
-  Args:
-    model: The model.
-    params: Its float or quantized params.
-    tokenizer: Its tokenizer.
-    names: Some of `tasks.SEVEN`.
-    item_limit: Number of items of each multiple-choice task; all if None.
-    item_source: `embedded` or `hub`.
-    texts: By perplexity task, data to use instead of the hub's.
-    windows: Windows of each text; None means all of WikiText-2 and 256 of C4.
-    window_length: Tokens per window.
-    on_progress: Called with task, done and total.
+  Params are float or quantized. `item_source` is `embedded` or `hub`; `item_limit` None
+  takes all items of a task. `texts` are data to use instead of the hub's, by task;
+  `windows` None takes all windows of WikiText-2 and 256 of C4. `on_progress` is called
+  with task, done and total.
 
   Returns:
     By task the measurements of `results.to_json`, and by multiple-choice task one row

@@ -3,7 +3,6 @@
 import pytest
 
 from mxjax.evaluation import paper_tables, results
-from mxjax.evaluation.cli import parser
 from mxjax.evaluation.measures import fitness
 from tests.evaluation.paper import COLUMNS, PAPER
 
@@ -90,10 +89,9 @@ def test_seeds_and_paired_differences_of_the_paper(tmp_path):
   assert len(paired.rows) == 2
 
 
-def test_three_files_with_the_same_numbers(seven_models, tmp_path, capsys):
+def test_three_files_with_the_same_numbers(seven_models, tmp_path, mxjax):
   out = tmp_path / "out"
-  assert parser.main(["tables", str(seven_models), "--out", str(out)]) == 0
-  printed = capsys.readouterr().out
+  printed = mxjax("tables", seven_models, "--out", out, as_json=False)
   assert printed == (out / "tables.md").read_text()
   assert "| HiRes | 10.055 | 16.299 | 54.85 | 77.61 |" in printed
   assert "Complete results on Qwen-8B,HiRes,10.055" in (out / "tables.csv").read_text()
@@ -129,8 +127,7 @@ def test_tasks_of_two_files_are_joined(tmp_path):
   assert set(joined.scores) == set(fitness.TASKS)
 
 
-def test_another_file_is_refused(tmp_path, capsys):
+def test_another_file_is_refused(tmp_path, refused):
   (tmp_path / "evaluation.json").write_text("[]")
-  for place, message in (("", "kind mxjax-evaluation"), ("none", "got none at")):
-    assert parser.main(["tables", str(tmp_path / place)]) == 2
-    assert message in capsys.readouterr().err
+  assert "kind mxjax-evaluation" in refused("tables", tmp_path)
+  assert "got none at" in refused("tables", tmp_path / "none")

@@ -43,6 +43,8 @@ def run(options: argparse.Namespace) -> None:
   outputs.finish(folder, rows, "mxjax demo: SmolLM2-135M")
   outputs.print_rows(rows, folder)
   if quantized is not None:
-    outputs.save(folder, rows[-1], quantized, model, tokenizer)
+    row = [row for row in rows if "error" not in row][-1]
+    facts = {key: row["record"][key] for key in ("calibration", "program")}
+    outputs.save_checkpoint(folder, quantized, model.config, tokenizer, **facts)
     text = outputs.continued(model, quantized, tokenizer, PROMPT, max_new_tokens=24)
-    console.say(f"{rows[-1]['method']} says: {text!r}")
+    console.say(f"{row['method']} says: {text!r}")

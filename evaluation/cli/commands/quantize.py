@@ -80,9 +80,9 @@ def run(options: argparse.Namespace) -> None:
   try:
     row = _quantize(options, folder, prepared)
   except (KeyboardInterrupt, pipeline.Stopped) as error:
-    raise progress.Interrupted(
-      f"{str(error) or 'interrupted'}; finished layers are in {folder / RUN}",
-      progress.resume_command(options.arguments),
+    raise KeyboardInterrupt(
+      f"{str(error) or 'interrupted'}; finished layers are in {folder / RUN}; go on "
+      f"with: {progress.resume_command(options.arguments)}"
     ) from error
   if not processes.is_leader():
     return
@@ -138,7 +138,9 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
     }
     row["float_perplexity"] = subject.float_perplexities()
     if not (folder / inputs.CHECKPOINT).exists():
-      outputs.save(folder, row, quantized, subject.model, tokenizer)
+      facts = {key: row["record"][key] for key in ("calibration", "program")}
+      config = subject.model.config
+      outputs.save_checkpoint(folder, quantized, config, tokenizer, **facts)
     elif is_leader:
       checkpoint.check_saved(folder / inputs.CHECKPOINT, quantized)
     if is_leader:

@@ -222,7 +222,6 @@ class SpinQuant(Gptq):
     rng = np.random.default_rng(self.seed)
     matrices, treedef = jax.tree.flatten(start)
     speeds, losses = [jnp.zeros_like(matrix) for matrix in matrices], []
-
     batches = gradients.batches(len(calib.tokens), self.batch, self.steps)
     for step, batch in enumerate(batches):
       examples = [

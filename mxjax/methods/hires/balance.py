@@ -61,19 +61,6 @@ class _TrialBatch(NamedTuple):
     return self.transforms, self.weights.gram, self.weights.cross
 
 
-class _Trials(NamedTuple):
-  """The three trials of every block's balance.
-
-  `full_scales` are u of the full step, float64 `[blocks, 8]`; `ends` are the full step
-  and identity; `signal` is ||X W'||^2 / n, float64 `[blocks]`.
-  """
-
-  full_scales: jax.Array
-  ends: _TrialBatch
-  half: _TrialBatch
-  signal: jax.Array
-
-
 @execution.jit(static_argnames="rules")
 def _weight_side(folded: jax.Array, rules: mxfp4.Rules) -> tuple[jax.Array, jax.Array]:
   """Computes W'W of folded weights and the tiles of the nearest codes' E_W'E_W."""
@@ -90,7 +77,10 @@ def _propose(
   error_sums: jax.Array,
   tokens: jax.Array,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-  """Computes u of the three trials from nearest-code risks (A5), and ||X W'||^2 / n."""
+  """Computes u of the three trials, float64 `[blocks, 8]`, and ||X W'||^2 / n.
+
+  They come from the risks of nearest codes (A5).
+  """
   risks = dyadic_balance.bilateral_risks(
     mapped_moment, error_sums / tokens, gram, weight_error
   )
@@ -154,33 +144,6 @@ def _arranged(
   return batch(0, 2), batch(1)
 
 
-def _prepare_trials(
-  weight: jax.Array,
-  moment: jax.Array,
-  transform: jax.Array,
-  error_sums: jax.Array,
-  inputs: LinearInputs,
-  balance_by: BalanceBy,
-) -> _Trials:
-  """Proposes the balance and encodes the weights of its three trials."""
-  tokens = jnp.asarray(inputs.tokens, jnp.float64)
-  folded = _fold_float64(weight, transform)
-  mapped_moment = _mapped_moment(moment, transform)
-  weight_side = _weight_side(folded, inputs.rules)
-  scales, signal = _propose(*weight_side, mapped_moment, error_sums, tokens)
-
-  def trial(scale: jax.Array) -> dyadic_balance.Trial:
-    if balance_by == "layer":
-      return _layer_trial(folded, mapped_moment, transform, scale, inputs)
-    upper = execution.block_on_cpu(dyadic_balance.trial_factor(mapped_moment, scale))
-    return execution.block_on_cpu(
-      dyadic_balance.prepare_trial(folded, mapped_moment, scale, upper, inputs.rules)
-    )
-
-  ends, half = _arranged(transform, scales, tuple(trial(scale) for scale in scales))
-  return _Trials(scales[0], ends, half, signal)
-
-
 @jax.jit
 def _losses(
   objective: jax.Array, weight_terms: jax.Array, signal: jax.Array, tokens: jax.Array
@@ -190,27 +153,29 @@ def _losses(
   return total / jnp.maximum(signal, dyadic_balance.LOSS_FLOOR)[None]
 
 
-def _measure(trials: _Trials, inputs: LinearInputs) -> np.ndarray:
-  """Measures J_b of the three trials, float64 `[3, blocks]`.
+def _measure(
+  ends: _TrialBatch, half: _TrialBatch, signal: jax.Array, inputs: LinearInputs
+) -> np.ndarray:
+  """Measures J_b of full step, half step and identity, float64 `[3, blocks]`.
 
-  The half step is measured only where the full step is refused, and is NaN elsewhere:
-  measuring is most of a trial's cost.
+  `ends` are the full step and identity. The half step is measured only where the full
+  step is refused, and is NaN elsewhere: measuring is most of a trial's cost.
   """
   tokens = jnp.asarray(inputs.tokens, jnp.float64)
 
   def losses(batch: _TrialBatch, objective: jax.Array) -> np.ndarray:
     terms = batch.weights.weight_term
-    return np.asarray(_losses(objective, terms, trials.signal, tokens))
+    return np.asarray(_losses(objective, terms, signal, tokens))
 
   zeros = jnp.zeros((2, inputs.blocks), jnp.float64)
-  sums = inputs.reduce(_trial_step, zeros, *trials.ends.tables())
-  of_full, of_identity = losses(trials.ends, sums)
+  sums = inputs.reduce(_trial_step, zeros, *ends.tables())
+  of_full, of_identity = losses(ends, sums)
   is_refused = ~(of_full <= of_identity)
   order = jnp.asarray(np.argsort(~is_refused, kind="stable").astype(np.int32))
   count = jnp.asarray(is_refused.sum(), jnp.int32)
   zeros = jnp.zeros(inputs.blocks, jnp.float64)
-  sums = inputs.reduce(_listed_step, zeros, order, count, *trials.half.tables())
-  of_half = np.where(is_refused, losses(trials.half, sums[None])[0], np.nan)
+  sums = inputs.reduce(_listed_step, zeros, order, count, *half.tables())
+  of_half = np.where(is_refused, losses(half, sums[None])[0], np.nan)
   return np.stack([of_full, of_half, of_identity])
 
 
@@ -243,9 +208,23 @@ def balanced(
   """
   start = jnp.zeros(dyadic_balance.subgroup_shape(inputs.blocks), jnp.float64)
   errors = inputs.reduce(_error_step, start, transform.astype(jnp.float32))
-  trials = _prepare_trials(weight, moment, transform, errors, inputs, balance_by)
-  losses = _measure(trials, inputs)
-  installed, steps = _installed(trials.full_scales, jnp.asarray(losses), transform)
+  tokens = jnp.asarray(inputs.tokens, jnp.float64)
+  folded = _fold_float64(weight, transform)
+  mapped_moment = _mapped_moment(moment, transform)
+  weight_side = _weight_side(folded, inputs.rules)
+  scales, signal = _propose(*weight_side, mapped_moment, errors, tokens)
+
+  def trial(scale: jax.Array) -> dyadic_balance.Trial:
+    if balance_by == "layer":
+      return _layer_trial(folded, mapped_moment, transform, scale, inputs)
+    upper = execution.block_on_cpu(dyadic_balance.trial_factor(mapped_moment, scale))
+    return execution.block_on_cpu(
+      dyadic_balance.prepare_trial(folded, mapped_moment, scale, upper, inputs.rules)
+    )
+
+  ends, half = _arranged(transform, scales, tuple(trial(scale) for scale in scales))
+  losses = _measure(ends, half, signal, inputs)
+  installed, steps = _installed(scales[0], jnp.asarray(losses), transform)
   inputs.record["balance_steps"] = steps.tolist()
   inputs.record["balance_losses"] = [
     [None if math.isnan(loss) else loss for loss in row] for row in losses.tolist()

@@ -1,28 +1,18 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mxjax.evaluation.measures.agreement import agreement
-from mxjax.models import CausalLM
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 300)).astype(np.int32)
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_config):
-  """A model, its params, and the same with a disturbed projection."""
-  model = CausalLM(tiny_config)
-  init = lambda seed: model.init(jax.random.key(seed), jnp.asarray(TOKENS[:, :4]))
-  params, other = init(0)["params"], init(1)["params"]
-  louder = jax.tree.map(lambda leaf: 8 * leaf, other["layers_1"]["mlp"])
-  return model, params, params | {"layers_1": other["layers_1"] | {"mlp": louder}}
-
-
-def test_kl_and_flips_equal_the_dense_float64_form(pair):
-  model, params, other = pair
-  got = agreement(model, params, other, TOKENS)
-  run = jax.jit(model.apply)
+def test_kl_and_flips_equal_the_dense_float64_form(tiny_model, tiny_params):
+  params = tiny_params
+  louder = jax.tree.map(lambda leaf: 2 * leaf, params["layers_1"]["mlp"])
+  other = params | {"layers_1": params["layers_1"] | {"mlp": louder}}
+  got = agreement(tiny_model, params, other, TOKENS)
+  run = jax.jit(tiny_model.apply)
   log_softmax = lambda x: x - np.log(np.exp(x).sum(-1, keepdims=True))
   exact, ours = (
     log_softmax(np.asarray(run({"params": p}, TOKENS[:, :-1]), np.float64))
@@ -38,8 +28,7 @@ def test_kl_and_flips_equal_the_dense_float64_form(pair):
   assert summary["kl_median"] <= summary["kl_p99"] <= summary["kl_max"]
 
 
-def test_a_model_agrees_with_itself(pair):
-  model, params, _ = pair
-  got = agreement(model, params, params, TOKENS)
+def test_a_model_agrees_with_itself(tiny_model, tiny_params):
+  got = agreement(tiny_model, tiny_params, tiny_params, TOKENS)
   np.testing.assert_allclose(got.divergence, 0, atol=1e-6)
   assert not got.is_flipped.any()

@@ -222,7 +222,7 @@ def test_the_report_survives_json_and_takes_a_folder(tmp_path):
 def test_runs_that_cannot_be_shown_are_named(tmp_path):
   with pytest.raises(ValueError, match="at least one run"):
     report.write_report(tmp_path / "r.html", [], title="t", subtitle="s")
-  with pytest.raises(ValueError, match=r"run 0 \(rtn\) .* got no perplexity, record"):
+  with pytest.raises(ValueError, match=r"run 0 \(rtn\) .* got no perplexity, .*record"):
     report.write_report(
       tmp_path / "r.html", [{"method": "rtn"}], title="t", subtitle="s"
     )

@@ -4,7 +4,6 @@ import pytest
 
 from mxjax.evaluation.tasks import multiple_choice as mc
 from mxjax.evaluation.tasks import tasks
-from mxjax.models import CausalLM
 
 
 class Letters:
@@ -23,15 +22,22 @@ class Letters:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_config):
-  return CausalLM(tiny_config)
+def score(tiny_model, tiny_params):
+  return lambda requests, longest=128: mc.score(
+    tiny_model, tiny_params, requests, max_length=longest
+  )
 
 
 @pytest.fixture(scope="module")
-def params(model):
-  raw = model.init(jax.random.key(0), np.zeros((1, 4), np.int32))["params"]
-  louder = lambda path, a: a * (8 if "proj" in jax.tree_util.keystr(path) else 1)
-  return jax.tree_util.tree_map_with_path(louder, raw)
+def logits(tiny_model, tiny_params):
+  """The logits of ids by the whole model, float64; padded, so that it compiles once."""
+  run = jax.jit(tiny_model.apply)
+
+  def of(ids):
+    padded = np.pad(ids, (0, 64 - len(ids)))[None]
+    return np.asarray(run({"params": tiny_params}, padded)[0, : len(ids)], np.float64)
+
+  return of
 
 
 @pytest.fixture(scope="module")
@@ -43,51 +49,43 @@ def requests():
   return [mc.Request(draw(a), draw(b)) for a, b in sizes]
 
 
-def test_scores_are_those_of_the_whole_model_one_by_one(model, params, requests):
-  scores = mc.score(model, params, requests, max_length=128)
-  run = jax.jit(model.apply)
-  for request, score in list(zip(requests, scores, strict=True))[:7]:
+def test_scores_are_those_of_the_whole_model_one_by_one(score, logits, requests):
+  for request, found in list(zip(requests, score(requests), strict=True))[:7]:
     ids = np.concatenate(request)
-    logits = np.asarray(run({"params": params}, ids[None])[0], np.float64)
-    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    exact = logits(ids)
+    logp = exact - np.log(np.exp(exact).sum(-1, keepdims=True))
     rows = logp[len(request.context) - 1 : len(ids) - 1]
     want = rows[np.arange(len(rows)), request.continuation].sum()
-    assert score.log_likelihood == pytest.approx(want, abs=1e-4)
+    assert found.log_likelihood == pytest.approx(want, abs=1e-4)
     greedy = (rows.argmax(-1) == request.continuation).all()
-    assert score.is_greedy == greedy
+    assert found.is_greedy == greedy
 
 
-def test_greedy_continuations_are_recognized(model, params):
-  context = np.arange(1, 9, dtype=np.int32)
-  ids = context
+def test_greedy_continuations_are_recognized(score, logits):
+  ids = context = np.arange(1, 9, dtype=np.int32)
   for _ in range(3):
-    logits = model.apply({"params": params}, ids[None])[0, -1]
-    ids = np.append(ids, np.int32(logits.argmax()))
+    ids = np.append(ids, np.int32(logits(ids)[-1].argmax()))
   good, bad = ids[8:], ids[8:].copy()
   bad[1] = (bad[1] + 1) % 61
-  requests = [mc.Request(context, good), mc.Request(context, bad)]
-  scores = mc.score(model, params, requests, max_length=64)
+  scores = score([mc.Request(context, good), mc.Request(context, bad)])
   assert [s.is_greedy for s in scores] == [True, False]
 
 
-def test_the_order_of_requests_does_not_matter(model, params, requests):
-  forward = mc.score(model, params, requests, max_length=128)
-  backward = mc.score(model, params, requests[::-1], max_length=128)[::-1]
+def test_the_order_of_requests_does_not_matter(score, requests):
+  forward, backward = score(requests), score(requests[::-1])[::-1]
   np.testing.assert_allclose(
-    [s.log_likelihood for s in forward],
-    [s.log_likelihood for s in backward],
-    atol=1e-4,
+    *([s.log_likelihood for s in scores] for scores in (forward, backward)), atol=1e-4
   )
 
 
-def test_long_requests_lose_their_oldest_tokens(model, params):
+def test_long_requests_lose_their_oldest_tokens(score):
   rng = np.random.default_rng(3)
   context, end = (rng.integers(1, 61, n).astype(np.int32) for n in (100, 4))
-  long = mc.score(model, params, [mc.Request(context, end)], max_length=32)
-  short = mc.score(model, params, [mc.Request(context[-29:], end)], max_length=128)
-  assert long[0].log_likelihood == pytest.approx(short[0].log_likelihood, abs=1e-5)
+  (long,) = score([mc.Request(context, end)], 32)
+  (short,) = score([mc.Request(context[-29:], end)])
+  assert long.log_likelihood == pytest.approx(short.log_likelihood, abs=1e-5)
   with pytest.raises(ValueError, match="continuation of 4 tokens does not fit"):
-    mc.score(model, params, [mc.Request(context, end)], max_length=3)
+    score([mc.Request(context, end)], 3)
 
 
 def test_pairs_are_split_where_the_context_ends():
@@ -114,10 +112,12 @@ def test_a_model_with_bos_gets_it_first():
   np.testing.assert_array_equal(mc.encode_pair(WithBos(), "", "c").context, [7])
 
 
-def test_decisions_and_summary(model, params):
+def test_decisions_and_summary(tiny_model, tiny_params):
   item = tasks.Item("q", ("ab",) * 2, (" c", " cdefgh"), ("c", "cdefgh"), 1)
-  task = tasks.TASKS["piqa"]
-  summary, rows = mc.evaluate(model, params, Letters(), task, [item] * 3, max_length=64)
+  measure = lambda task, items: mc.evaluate(
+    tiny_model, tiny_params, Letters(), tasks.TASKS[task], items, max_length=64
+  )
+  summary, rows = measure("piqa", [item] * 3)
   row = rows[0]
   likelihoods = np.asarray(row["log_likelihoods"])
   assert row["prediction"] == likelihoods.argmax() == 0
@@ -125,8 +125,6 @@ def test_decisions_and_summary(model, params):
   assert (summary["acc"], summary["acc_norm"]) == (0.0, 1.0)
   assert summary["accuracy"] == 1.0
   assert (summary["items"], summary["official_items"]) == (3, 1838)
-  other, _ = mc.evaluate(
-    model, params, Letters(), tasks.TASKS["winogrande"], [item], max_length=64
-  )
+  other, _ = measure("winogrande", [item])
   assert other["accuracy"] == 0.0
   assert other["token_sha256"] != summary["token_sha256"]

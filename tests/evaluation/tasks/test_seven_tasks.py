@@ -11,36 +11,29 @@ from mxjax.evaluation.tasks import seven_tasks
 from mxjax.models.loading import embedded
 
 ITEMS, TASKS = 4, "winogrande,arc_easy,wikitext2"
+SOURCE = embedded.trained_folder("llama")
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
+def evaluated(tmp_path_factory):
+  """Results of the float and the RTN model, and the folder of both."""
+  folder = tmp_path_factory.mktemp("runs")
   try:
     passages = text_sources.embedded_text("test").split("\n\n")
   except FileNotFoundError as error:
     pytest.skip(str(error))
-  path = tmp_path_factory.mktemp("data") / "test.txt"
-  path.write_text("\n\n".join(passages[:20]))
-  return path
-
-
-def run(*arguments):
-  assert parser.main([str(argument) for argument in arguments]) == 0
-
-
-@pytest.fixture(scope="module")
-def evaluated(text, tmp_path_factory):
-  """Results of the float and the RTN model, and the folder of both."""
-  folder = tmp_path_factory.mktemp("runs")
-  source = embedded.trained_folder("llama")
+  text = folder / "test.txt"
+  text.write_text("\n\n".join(passages[:20]))
   sizes = ("--sequences", 2, "--length", 64, "--windows", 1, "--window-length", 64)
-  run("quantize", source, "--method", "rtn", "--out", folder / "rtn", *sizes)
+  quantize = ("quantize", SOURCE, "--method", "rtn", "--out", folder / "rtn", *sizes)
   tail = ("--tasks", TASKS, "--items", ITEMS, "--wikitext2", text)
   tail += ("--task-windows", 2, "--window-length", 64)
-  run("evaluate", source, *tail, "--out", folder / "results/float")
-  run("evaluate", folder / "rtn", *tail, "--out", folder / "results/rtn")
+  exact = ("evaluate", SOURCE, *tail, "--out", folder / "results/float")
+  ours = ("evaluate", folder / "rtn", *tail, "--out", folder / "results/rtn")
+  for words in (quantize, exact, ours):
+    assert parser.main(list(map(str, words))) == 0
   read = lambda name: json.loads(
     (folder / "results" / name / "evaluation.json").read_text()
   )
@@ -71,24 +64,26 @@ def test_every_item_is_saved_and_gives_the_score(evaluated):
   assert all(np.isfinite(row["log_likelihoods"]).all() for row in rows)
 
 
-def test_tables_of_these_results_leave_what_is_missing_empty(evaluated, capsys):
-  folder, _, _ = evaluated
-  run("tables", folder / "results")
-  printed = capsys.readouterr().out
+def test_tables_of_these_results_leave_what_is_missing_empty(evaluated, mxjax):
+  printed = mxjax("tables", evaluated[0] / "results", as_json=False)
   assert "Complete results on llama" in printed
   assert "arc_easy: first 4 of 2376" in printed
   assert "Fit-7 across models" in printed
   assert "| rtn |  |  |  |" in printed
 
 
-def test_mistakes_are_one_line(evaluated, tmp_path, capsys):
-  folder, _, _ = evaluated
-  for arguments, message in [
-    (["--tasks", "boolq"], "all or some of wikitext2"),
-    (["--tasks", "c4"], "pass a text, JSONL or .npy file"),
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    ([SOURCE, "--tasks", "boolq"], "all or some of wikitext2"),
+    ([SOURCE, "--tasks", "c4"], "pass a text, JSONL or .npy file"),
     ([], "expected the folder of a quantized model"),
-  ]:
-    assert parser.main(["evaluate", *arguments]) == 2
-    assert message in capsys.readouterr().err
+  ],
+)
+def test_mistakes_are_one_line(words, message, refused):
+  assert message in refused("evaluate", *words)
+
+
+def test_names_of_tasks_come_in_the_order_of_the_paper():
   assert seven_tasks.parse_names("piqa,c4") == ["c4", "piqa"]
   assert len(seven_tasks.parse_names("all")) == 7

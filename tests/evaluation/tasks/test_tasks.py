@@ -71,15 +71,18 @@ def test_wikihow_marks_are_dropped():
   assert clean(" How to [title] Go [step] on.  Then ") == "How to. Go on. Then"
 
 
-def test_mistakes_are_named():
-  with pytest.raises(ValueError, match="got boolq from embedded"):
-    tasks.load_items("boolq")
-  with pytest.raises(ValueError, match="from disk"):
-    tasks.load_items("piqa", source="disk")
-  with pytest.raises(ValueError, match="at least one item, got limit 0"):
-    tasks.load_items("piqa", limit=0)
-  with pytest.raises(ConnectionError, match="cannot be reached"):
-    tasks.load_items("piqa", source="hub")
+@pytest.mark.parametrize(
+  ("name", "options", "error", "message"),
+  [
+    ("boolq", {}, ValueError, "got boolq from embedded"),
+    ("piqa", {"source": "disk"}, ValueError, "from disk"),
+    ("piqa", {"limit": 0}, ValueError, "at least one item, got limit 0"),
+    ("piqa", {"source": "hub"}, ConnectionError, "cannot be reached"),
+  ],
+)
+def test_mistakes_are_named(name, options, error, message):
+  with pytest.raises(error, match=message):
+    tasks.load_items(name, **options)
 
 
 def test_a_short_split_is_refused(monkeypatch):

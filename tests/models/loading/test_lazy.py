@@ -1,51 +1,30 @@
 """Params on disk: the same model, a layer at a time."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.flax import save_file
 
 from mxjax import methods, models
 from mxjax.calibration.calibration import Calibration
+from mxjax.models.families import to_hf_config
 from mxjax.models.loading import weights
-from mxjax.models.parameters import parameter_shapes
 from mxjax.running import pipeline
 from mxjax.storage import layer_store
+from tests import tiny
 
 LAYERS = 10
-HF = {
-  "architectures": ["LlamaForCausalLM"],
-  "vocab_size": 61,
-  "hidden_size": 128,
-  "intermediate_size": 512,
-  "num_hidden_layers": LAYERS,
-  "num_attention_heads": 4,
-  "max_position_embeddings": 64,
-}
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 16)).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """A checkpoint of one shard a layer, of about half a megabyte each."""
-  path = tmp_path_factory.mktemp("sharded")
-  (path / "config.json").write_text(json.dumps(HF))
-  rng = np.random.default_rng(1)
-  shards = {}
-  for where, shape in parameter_shapes(weights.read_config(path)).items():
-    file = f"model-{where[0]}.safetensors"
-    value = 1.0 + 0.0 * rng.random(shape)
-    if len(shape) > 1:
-      value = 0.05 * rng.standard_normal(shape)
-    name = weights.tensor_name(where)
-    shards.setdefault(file, {})[name] = jnp.asarray(value, jnp.bfloat16)
-  for file, tensors in shards.items():
-    save_file(tensors, path / file)
-  index = {name: file for file, tensors in shards.items() for name in tensors}
-  (path / weights.INDEX_FILE).write_text(json.dumps({"weight_map": index}))
+  """A checkpoint with layers of about half a megabyte each."""
+  path = tmp_path_factory.mktemp("layers") / "hf"
+  widths = dict(hidden_size=128, intermediate_size=512, head_dim=32)
+  config = tiny.config(num_layers=LAYERS, tie_embeddings=False, **widths)
+  params = models.CausalLM(config).init(jax.random.key(0), TOKENS)["params"]
+  weights.save_folder(path, to_hf_config(config), params)
   return path
 
 
