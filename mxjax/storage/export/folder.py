@@ -68,6 +68,9 @@ class Companions:
   model: pathlib.Path | None = None
 
 
+NO_COMPANIONS = Companions()
+
+
 def hf_values(source: Source, companions: Companions) -> dict[str, Any]:
   """Builds the `config.json` of an export, without a format's additions.
 
@@ -94,17 +97,12 @@ def hf_values(source: Source, companions: Companions) -> dict[str, Any]:
   return values
 
 
-def write_tensors(
+def _write_tensors(
   folder: pathlib.Path,
   tensors: Mapping[str, jax.Array | np.ndarray],
-  *,
-  shard_bytes: int = SHARD_BYTES,
+  shard_bytes: int,
 ) -> None:
-  """Writes safetensors, with an index for several shards, and reads them back.
-
-  Raises:
-    OSError: The files read back differently.
-  """
+  """Writes safetensors, with an index for several shards, and reads them back."""
   shards = _shards(tensors, shard_bytes)
   places: dict[str, str] = {}
   for number, names in enumerate(shards, 1):
@@ -118,7 +116,14 @@ def write_tensors(
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     write_json(folder / weights.INDEX_FILE, index)
-  _check_written(folder, tensors, places)
+  files = {name: SafetensorsFile(folder / name) for name in set(places.values())}
+  for key, name in places.items():
+    read, expected = files[name].read(key), np.asarray(tensors[key])
+    if read.dtype != expected.dtype or read.tobytes() != expected.tobytes():
+      raise OSError(
+        f"export: {key} in {folder / name} does not read back as it was written; "
+        "check the disk and export again."
+      )
 
 
 def _shards(tensors: Mapping[str, Any], shard_bytes: int) -> list[list[str]]:
@@ -157,24 +162,11 @@ def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
   return tensors
 
 
-def _check_written(
-  folder: pathlib.Path, tensors: Mapping[str, Any], places: Mapping[str, str]
-) -> None:
-  files = {name: SafetensorsFile(folder / name) for name in set(places.values())}
-  for key, name in places.items():
-    read, expected = files[name].read(key), np.asarray(tensors[key])
-    if read.dtype != expected.dtype or read.tobytes() != expected.tobytes():
-      raise OSError(
-        f"export: {key} in {folder / name} does not read back as it was written; "
-        "check the disk and export again."
-      )
-
-
 def write_folder(
   out: str | os.PathLike[str],
   form: str,
   source: Source,
-  companions: Companions | None,
+  companions: Companions,
   tensors: Mapping[str, jax.Array | np.ndarray],
   *,
   json_files: Mapping[str, Any],
@@ -192,10 +184,10 @@ def write_folder(
     OSError: The tensors read back differently.
   """
   with staged(out) as folder:
-    write_tensors(folder, tensors, shard_bytes=shard_bytes)
+    _write_tensors(folder, tensors, shard_bytes)
     for name, values in json_files.items():
       write_json(folder / name, values)
-    write_companions(folder, source.config, companions or Companions())
+    _write_companions(folder, source.config, companions)
     manifest = {
       "format": form,
       "version": VERSION,
@@ -207,7 +199,7 @@ def write_folder(
   return pathlib.Path(out)
 
 
-def write_companions(
+def _write_companions(
   folder: pathlib.Path, config: ModelConfig, companions: Companions
 ) -> None:
   """Copies tokenizer files, generation config and chat template."""
@@ -215,17 +207,13 @@ def write_companions(
     for name in COMPANIONS:
       if (origin / name).is_file():
         shutil.copyfile(origin / name, folder / name)
-  _name_tokenizer_class(folder / "tokenizer_config.json")
+  file = folder / "tokenizer_config.json"
+  if file.is_file():
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    if "tokenizer_class" not in settings:
+      # AutoTokenizer would infer another from the model type.
+      write_json(file, {"tokenizer_class": "PreTrainedTokenizerFast", **settings})
   if not (folder / "generation_config.json").is_file():
     tokens = {"bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids)}
     known = {name: ids for name, ids in tokens.items() if ids not in (None, [])}
     write_json(folder / "generation_config.json", known)
-
-
-def _name_tokenizer_class(path: pathlib.Path) -> None:
-  """Names a tokenizer class, since AutoTokenizer infers another from the model type."""
-  if not path.is_file():
-    return
-  settings = json.loads(path.read_text(encoding="utf-8"))
-  if "tokenizer_class" not in settings:
-    write_json(path, {"tokenizer_class": "PreTrainedTokenizerFast", **settings})

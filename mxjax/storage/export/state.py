@@ -12,6 +12,7 @@ import pathlib
 from typing import Any
 
 from mxjax.storage.export.folder import (
+  NO_COMPANIONS,
   SHARD_BYTES,
   Companions,
   Source,
@@ -28,7 +29,7 @@ STATE = "mxjax_state.json"
 def write_state(
   out: str | os.PathLike[str],
   source: Source,
-  companions: Companions | None = None,
+  companions: Companions = NO_COMPANIONS,
   *,
   shard_bytes: int = SHARD_BYTES,
 ) -> pathlib.Path:

@@ -21,7 +21,7 @@ from mxjax.numerics.realization.activation_quantizers import (
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping import input_maps
-from mxjax.storage import checkpoint, checkpoint_manifest
+from mxjax.storage import checkpoint
 
 Q = ("layers_0", "self_attn", "q_proj", "weight")
 DOWN = ("layers_1", "mlp", "down_proj", "weight")
@@ -224,7 +224,7 @@ def test_a_manifest_whose_contract_is_not_its_hash(saved):
   file.write_text(json.dumps(manifest))
   (fault,) = verify.verify(saved).faults
   assert "does not match its digest" in fault
-  manifest["digest"] = checkpoint_manifest.manifest_digest(manifest)
+  manifest["digest"] = checkpoint.manifest_digest(manifest)
   file.write_text(json.dumps(manifest))
   (fault,) = verify.verify(saved).faults
   assert fault.startswith("contract: the manifest states the hash")

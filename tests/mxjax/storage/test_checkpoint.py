@@ -19,7 +19,7 @@ from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping import input_maps
-from mxjax.storage import checkpoint, checkpoint_arrays, checkpoint_manifest
+from mxjax.storage import checkpoint, checkpoint_arrays
 from tests import tiny
 
 CONFIG = tiny.config(
@@ -76,7 +76,7 @@ def saved(params, tmp_path):
 def edit(folder, **changes):
   """Changes the manifest and signs it again."""
   manifest = json.loads((folder / "mxjax.json").read_text()) | changes
-  manifest["digest"] = checkpoint_manifest.manifest_digest(manifest)
+  manifest["digest"] = checkpoint.manifest_digest(manifest)
   (folder / "mxjax.json").write_text(json.dumps(manifest))
 
 

@@ -208,11 +208,11 @@ def test_what_was_prepared_comes_back(tmp_path):
     assert folder.read_prepared() is None
     folder.write_prepared(params, learned, {"losses": [0.5]})
   with RunFolder(tmp_path / "run", resume=True) as folder:
-    back = folder.read_prepared()
-  assert back.record == {"losses": [0.5]} and back.learned["layers_1/a/b"] is None
-  np.testing.assert_array_equal(back.learned["layers_0/mlp/up_proj"], [1, 2])
-  assert list(back.params) == ["layers_0", "norm"]
-  assert back.params["layers_0"]["w"].dtype == jnp.bfloat16
+    back, back_learned, record = folder.read_prepared()
+  assert record == {"losses": [0.5]} and back_learned["layers_1/a/b"] is None
+  np.testing.assert_array_equal(back_learned["layers_0/mlp/up_proj"], [1, 2])
+  assert list(back) == ["layers_0", "norm"]
+  assert back["layers_0"]["w"].dtype == jnp.bfloat16
 
 
 def test_a_second_process_is_refused(tmp_path):
