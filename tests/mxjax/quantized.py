@@ -71,6 +71,13 @@ def replaced(tree, path, value):
   return others if value is None else {**others, key: value}
 
 
+def without(params, recovery):
+  """The params with one kind of recovery leaf removed from both layers."""
+  for index in range(2):
+    params = replaced(params, f"layers_{index}/{recovery}", None)
+  return params
+
+
 def assert_same(left, right):
   """Two trees have the same types, dtypes, shapes and bits."""
   assert jax.tree.structure(left) == jax.tree.structure(right)
