@@ -33,10 +33,9 @@ _RECOVERY = {"value_recovery": ValueRecovery, "mlp_recovery": MlpRecovery}
 
 @dataclasses.dataclass
 class Audit:
-  """The result of an audit.
+  """The result of an audit: no `faults`, one sentence each, if all is sound.
 
-  `faults` are one sentence each, and empty if the checkpoint is sound; `counts` are
-  numbers of checked items by kind; `contract` is the hash of the model's contract.
+  `counts` are checked items by kind; `contract` is the hash of the model's contract.
   """
 
   folder: str
@@ -105,13 +104,13 @@ def _read_contract(manifest: Mapping[str, Any], audit: Audit) -> Contract | None
     return None
   audit.contract = contract.hash
   audit.is_paper_contract = contract == PAPER_CONTRACT
-  if contract.hash != manifest["contract_hash"]:
-    audit.faults.append(
-      f"contract: the manifest states the hash {manifest['contract_hash']}, its "
-      f"contract has {contract.hash}."
-    )
-    return None
-  return contract
+  if contract.hash == manifest["contract_hash"]:
+    return contract
+  audit.faults.append(
+    f"contract: the manifest states the hash {manifest['contract_hash']}, its contract "
+    f"has {contract.hash}."
+  )
+  return None
 
 
 def _check_params(

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def peak_memory_bytes() -> int:
-  """Returns the peak resident memory of this process so far, in bytes."""
+  """Returns the peak resident memory of this process so far."""
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak if sys.platform == "darwin" else peak * 1024
 

@@ -61,9 +61,6 @@ def staged(
   """Yields a new folder that is renamed to `out` when the block ends without an error.
 
   `token` names the `partial_folder` shared by several processes; random if None.
-
-  Raises:
-    FileExistsError: `out` is not empty.
   """
   final = check_output(out)
   final.parent.mkdir(parents=True, exist_ok=True)

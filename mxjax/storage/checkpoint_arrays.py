@@ -26,9 +26,9 @@ give each row a file."""
 def save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
   """Writes arrays with Orbax, in files named by their paths.
 
-  All processes of a job must call it. Equal arrays give equal files, because it avoids
-  the default layout (OCDBT), whose file names are random. Only `_CHECKPOINT_METADATA`
-  and `commit_success.txt` hold the time of day.
+  All processes of a job must call it. Equal arrays give equal files, but for the time
+  of day in `_CHECKPOINT_METADATA` and `commit_success.txt`: the default layout (OCDBT),
+  whose file names are random, is avoided.
   """
   from orbax.checkpoint import v1 as ocp
 
@@ -45,12 +45,10 @@ def save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
   saving.use_zarr3 = False
   in_chunks = saving.StorageOptions(chunk_byte_size=CHUNK_BYTES)
 
-  def split(key: Any, value: Any) -> Any:
-    del key
-    is_even = value.ndim == 2 and value.shape[0] % _EVEN_ROWS == 0
-    return in_chunks if is_even else None
-
-  saving.scoped_storage_options_creator = split
+  is_even = lambda value: value.ndim == 2 and value.shape[0] % _EVEN_ROWS == 0
+  saving.scoped_storage_options_creator = lambda _, value: (
+    in_chunks if is_even(value) else None
+  )
   with context, _without_log_message("Skipping merge of OCDBT checkpoints"):
     ocp.save(str(folder.absolute()), nested(to_save))
 

@@ -2,11 +2,9 @@
 
 A quantized linear `p` becomes `p.weight_packed`, uint8 `[out, in/2]` with the even
 column in the low nibble, and `p.weight_scale`, uint8 E8M0 bytes `[out, in/32]`: the
-unchanged bytes of an `MXTensor`, including signed zeros. Everything else keeps its
-dtype.
-
-The format has no rule for activations: a runtime uses its own, so a model measured here
-under the floor rule computes other codes there.
+unchanged bytes of an `MXTensor`. Everything else keeps its dtype. The format has no
+rule for activations: a runtime uses its own and computes other codes than the floor
+rule here.
 """
 
 import os
@@ -75,11 +73,7 @@ def _arguments(*, dynamic: bool) -> dict[str, Any]:
 
 
 def quantization_config(linears: Mapping[str, Any]) -> dict[str, Any]:
-  """Builds the JSON-ready `quantization_config` from weights by module name.
-
-  Raises:
-    ValueError: Nothing is quantized, or only some activations are rounded.
-  """
+  """Builds the JSON-ready `quantization_config` from weights by module name."""
   quantized = {k: v for k, v in linears.items() if isinstance(v, QuantizedLinear)}
   if not quantized:
     raise ValueError(

@@ -3,11 +3,10 @@ r"""A plain Hugging Face folder whose linears hold the effective weight.
 .. math::
   W_{\mathrm{eff}} = \operatorname{decode}(\tilde W)\, T
 
-Any loader reads it, at the speed of the float model. Activations are not rounded, so it
-is weight-only quantization: its perplexity is not that of the strict W4A4 model, and
-one-code tables and clipping, which act on activations, do not apply. Recoveries are
-linear in the outputs they correct and are folded into rows and biases, if the family's
-config has such biases.
+Any loader reads it, at the speed of the float model. Activations are not rounded: this
+is weight-only quantization, whose perplexity is not that of the strict W4A4 model, and
+one-code tables and clipping do not apply. Recoveries are linear in the outputs they
+correct and are folded into rows and biases, if the family's config has such biases.
 """
 
 import dataclasses

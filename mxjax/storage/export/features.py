@@ -70,11 +70,7 @@ def features_of(params: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def parse(text: str | None) -> tuple[str, ...]:
-  """Parses a comma-separated list of features; groups expand to their members.
-
-  Raises:
-    ValueError: A name is unknown.
-  """
+  """Parses a comma-separated list of features; groups expand to their members."""
   names = [name.strip() for name in (text or "").split(",") if name.strip()]
   members = [one for name in names for one in GROUPS.get(name, (name,))]
   if unknown := [name for name in members if name not in FEATURES]:
@@ -123,10 +119,7 @@ def _effective(
 
 
 def effective_weight(leaf: QuantizedLinear) -> jax.Array:
-  r"""Computes the weight that acts on unrounded native inputs like map and codes.
-
-  .. math::
-    y = (x T^\top) \tilde W^\top = x (\tilde W T)^\top
+  """Computes W~ T, which acts on unrounded native inputs like map and codes.
 
   It is float64 `[out_features, in_features]` and contains the gain, if there is one.
   """

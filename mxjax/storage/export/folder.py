@@ -43,11 +43,10 @@ COMPANIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """A quantized model and its provenance.
+  """A quantized model and its provenance, JSON-ready for the manifest.
 
-  `facts` are JSON-ready provenance for the manifest: digest of the checkpoint,
-  contract, program, calibration. `record` is JSON-ready: what was left out, and what
-  was measured before writing.
+  `facts` are digest of the checkpoint, contract, program and calibration; `record` says
+  what was left out, and what was measured before writing.
   """
 
   params: Mapping[str, Any]
@@ -109,8 +108,7 @@ def _write_tensors(
     name = weights.SINGLE_FILE
     if len(shards) > 1:
       name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-    arrays = {key: tensors[key] for key in names}
-    write_arrays(folder / name, arrays, {"format": "pt"})
+    write_arrays(folder / name, {k: tensors[k] for k in names}, {"format": "pt"})
     places |= dict.fromkeys(names, name)
   if len(shards) > 1:
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -140,12 +138,7 @@ def _shards(tensors: Mapping[str, Any], shard_bytes: int) -> list[list[str]]:
 
 
 def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
-  """Reads all tensors of a folder, single or sharded, in their stored dtypes.
-
-  Raises:
-    FileNotFoundError: A file is absent.
-    ValueError: A shard is not a safetensors file, or lacks tensors of the index.
-  """
+  """Reads all tensors of a folder, single or sharded, in their stored dtypes."""
   tensors: dict[str, jax.Array] = {}
   for path in weights.weight_files(folder):
     file = SafetensorsFile(path)
@@ -175,9 +168,8 @@ def write_folder(
 ) -> pathlib.Path:
   """Writes a whole export; `out`, a new folder, appears only when it is complete.
 
-  `form` names the format, `tensors` is the content of the safetensors files,
-  `json_files` maps file names such as `config.json` to values, and `details` go into
-  `mxjax_export.json`. `source` has the config of the export.
+  `form` names the format, `source` has the config of the export, `json_files` maps file
+  names such as `config.json` to values, and `details` go into `mxjax_export.json`.
 
   Raises:
     FileExistsError: The folder is not empty.

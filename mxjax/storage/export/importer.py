@@ -26,10 +26,7 @@ EXPERT_BLOCK_BYTES = 16
 
 
 class Imported(NamedTuple):
-  """A model read from another program's folder, with `QuantizedLinear` leaves.
-
-  `rounds_inputs` says whether its scheme rounds activations; here they follow our rule.
-  """
+  """A model of another program; `rounds_inputs` if its scheme rounds activations."""
 
   params: dict[str, Any]
   config: ModelConfig
@@ -210,11 +207,10 @@ def _expert_tensor(
 
 
 def read_gpt_oss_experts(folder: str | os.PathLike[str]) -> dict[str, Experts]:
-  """Reads the MXFP4 experts of a gpt-oss folder, bit for bit.
+  """Reads the MXFP4 experts of a gpt-oss folder, bit for bit, by layer.
 
   The folder holds safetensors, single or sharded. There is no gpt-oss model here: use
-  this to inspect the weights or to decode them with `mxfp4.decode`. Returns the experts
-  of each layer, by a name such as `model.layers.0.mlp.experts`.
+  this to inspect or decode weights. A name is such as `model.layers.0.mlp.experts`.
 
   Raises:
     FileNotFoundError: A file is absent.

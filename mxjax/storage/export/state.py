@@ -2,8 +2,7 @@
 
 `model.safetensors` (or shards with an index) holds every array of the params by its
 path, such as `layers_0/self_attn/q_proj/weight/weight/codes`; `mxjax_state.json` holds
-the type and static fields of each node, the model, and the contract. Nothing is left
-out, so no model is refused.
+the nodes' types and static fields, the model and the contract. No model is refused.
 """
 
 import json
