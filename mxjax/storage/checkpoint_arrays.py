@@ -45,10 +45,12 @@ def save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
   saving.use_zarr3 = False
   in_chunks = saving.StorageOptions(chunk_byte_size=CHUNK_BYTES)
 
-  is_even = lambda value: value.ndim == 2 and value.shape[0] % _EVEN_ROWS == 0
-  saving.scoped_storage_options_creator = lambda _, value: (
-    in_chunks if is_even(value) else None
-  )
+  def split(key: Any, value: Any) -> Any:
+    del key
+    is_even = value.ndim == 2 and value.shape[0] % _EVEN_ROWS == 0
+    return in_chunks if is_even else None
+
+  saving.scoped_storage_options_creator = split
   with context, _without_log_message("Skipping merge of OCDBT checkpoints"):
     ocp.save(str(folder.absolute()), nested(to_save))
 

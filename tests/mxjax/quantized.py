@@ -78,6 +78,20 @@ def without(params, recovery):
   return params
 
 
+DAMAGES = ("flip", "truncate", "remove")
+
+
+def damage(file, how):
+  """Flips a bit in the middle of a file, cuts its last byte off, or removes it."""
+  data, middle = file.read_bytes(), file.stat().st_size // 2
+  if how == "flip":
+    file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+  elif how == "truncate":
+    file.write_bytes(data[:-1])
+  else:
+    file.unlink()
+
+
 def assert_same(left, right):
   """Two trees have the same types, dtypes, shapes and bits."""
   assert jax.tree.structure(left) == jax.tree.structure(right)

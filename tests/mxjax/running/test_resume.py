@@ -20,6 +20,7 @@ from mxjax.methods import recovery_fits
 from mxjax.methods.program import Prepared
 from mxjax.running import pipeline
 from mxjax.storage import atomic_io, journal
+from tests.mxjax.quantized import damage
 
 # A stream of hidden states for each of three purposes, and little to compile.
 PROGRAM = dataclasses.replace(
@@ -151,7 +152,7 @@ def test_damage_is_refused_before_any_work(tiny_params, calib, undisturbed, tmp_
   assert len(names) == 5
   for file in names:
     data = file.read_bytes()
-    file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    damage(file, "flip")
     worked = []
     with pytest.raises(ValueError, match=file.name):
       run(tiny_params, calib, folder, resume=True, on_progress=worked.append)

@@ -16,7 +16,7 @@ from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.storage import checkpoint, checkpoint_arrays
 from tests import tiny
 from tests.mxjax import quantized
-from tests.mxjax.quantized import assert_same, at, replaced
+from tests.mxjax.quantized import DAMAGES, assert_same, at, damage, replaced
 
 CONFIG = tiny.config(eos_ids=(2,))
 NAME = "layers_0/self_attn/q_proj/weight/weight/codes"
@@ -190,21 +190,15 @@ def test_arrays_that_changed_are_named(params, stored, tmp_path):
   checkpoint.restore_checkpoint(second, verify=False)
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_every_damaged_file_is_named(saved, damage):
+@pytest.mark.parametrize("how", DAMAGES)
+def test_every_damaged_file_is_named(saved, how):
   names = list(checkpoint.read_manifest(saved)["files"])
   assert len(names) > 4
   for name in names:
     file = saved / name
     if not (data := file.read_bytes()):
       continue
-    middle = len(data) // 2
-    flipped = bytes([data[middle] ^ 255])
-    file.write_bytes(data[:middle])
-    if damage == "flip":
-      file.write_bytes(data[:middle] + flipped + data[middle + 1 :])
-    elif damage == "remove":
-      file.unlink()
+    damage(file, how)
     with pytest.raises(ValueError, match=f"got damage: {name} [^;]*; copy"):
       checkpoint.restore_checkpoint(saved)
     file.write_bytes(data)

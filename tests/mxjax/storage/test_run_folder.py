@@ -15,7 +15,7 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.storage.journal import Journal
 from mxjax.storage.run_folder import RunFolder
-from tests.mxjax.quantized import assert_same
+from tests.mxjax.quantized import DAMAGES, assert_same, damage
 
 IDENTITY = {"program": {"name": "p", "options": [1, 2]}, "weights": "ab"}
 PLACE = {"jax": "1", "device": "cpu"}
@@ -89,25 +89,21 @@ def test_layers_and_streams_come_back_bit_for_bit(tmp_path):
   ]
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_every_damaged_file_is_named_and_none_is_used(tmp_path, damage):
+@pytest.mark.parametrize("how", DAMAGES)
+def test_every_damaged_file_is_named_and_none_is_used(tmp_path, how):
   path = make(tmp_path / "run")
   before = tree_bytes(path)
   assert len(before) == 5
   for name, data in before.items():
-    file, middle = path / name, len(data) // 2
-    if damage == "flip":
-      file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
-    elif name == "journal.jsonl":
-      continue
-    elif damage == "truncate":
-      file.write_bytes(data[:-1])
-    else:
-      file.unlink()
-    says = "journal: line . of .*journal.jsonl" if "journal" in name else f"{name} "
+    says = f"{name} "
+    if name == "journal.jsonl":
+      if how != "flip":
+        continue
+      says = "journal: line . of .*journal.jsonl"
+    damage(path / name, how)
     with pytest.raises(ValueError, match=says):
       RunFolder(path, resume=True)
-    file.write_bytes(data)
+    (path / name).write_bytes(data)
     assert tree_bytes(path) == before
   RunFolder(path, resume=True).close()
 

@@ -6,7 +6,7 @@ from mxjax import models
 from mxjax.models.loading import weights
 from mxjax.storage import export
 from mxjax.storage.export import folder
-from tests.mxjax.quantized import assert_same
+from tests.mxjax.quantized import assert_same, damage
 
 
 def test_own_state_round_trip_is_bit_for_bit(hires, source, tiny_config, tmp_path):
@@ -20,9 +20,7 @@ def test_own_state_round_trip_is_bit_for_bit(hires, source, tiny_config, tmp_pat
 
 def test_a_changed_byte_of_own_state_is_named(rtn, source, tmp_path):
   out = export.write_state(tmp_path / "out", source(rtn))
-  file = out / weights.SINGLE_FILE
-  data = file.read_bytes()
-  file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+  damage(out / weights.SINGLE_FILE, "flip")
   with pytest.raises(ValueError, match=r"1 of \d+ arrays .*: \S+;"):
     export.read_state(out)
 
