@@ -64,15 +64,29 @@ _MODULES = {
 """The module that defines each public name."""
 
 
+def _version() -> str:
+  from importlib import metadata
+
+  try:
+    return metadata.version("mxjax")
+  except metadata.PackageNotFoundError as error:
+    raise AttributeError(
+      "mxjax.__version__: expected an installed package, got a bare checkout; run "
+      "`make install`."
+    ) from error
+
+
 def __getattr__(name: str) -> Any:
-  """Imports a public name on first use."""
-  if name not in _MODULES:
+  """Imports a public name, or reads `__version__`, on first use."""
+  if name == "__version__":
+    value = _version()
+  elif name in _MODULES:
+    value = getattr(importlib.import_module(f"mxjax.{_MODULES[name]}"), name)
+  else:
     raise AttributeError(f"module 'mxjax' has no attribute {name!r}")
-  value = getattr(importlib.import_module(f"mxjax.{_MODULES[name]}"), name)
   globals()[name] = value
   return value
 
 
 def __dir__() -> list[str]:
-  """Public names, imported or not."""
   return sorted({*globals(), *__all__})

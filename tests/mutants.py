@@ -193,15 +193,15 @@ MUTANTS = (
   Mutant(
     "a run resumes under another identity",
     "mxjax/storage/run_folder.py",
-    "if ours[key] != theirs[key]",
-    "if ours[key] is theirs",
+    "if started.get(key) != value",
+    "if started.get(key) is started",
     ("tests/mxjax/storage/test_run_folder.py", "tests/mxjax/running/test_resume.py"),
   ),
   Mutant(
     "leftovers of a killed process stay in the run folder",
     "mxjax/storage/run_folder.py",
-    "if file.is_file() and name not in known:",
-    "if file.is_dir() and name not in known:",
+    "if file.is_file() and name not in {JOURNAL, *listed}:",
+    "if file.is_dir() and name not in {JOURNAL, *listed}:",
     ("tests/mxjax/storage/test_run_folder.py", "tests/mxjax/running/test_resume.py"),
   ),
   Mutant(

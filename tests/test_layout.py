@@ -126,3 +126,14 @@ assert not jax.config.jax_enable_x64
 """
   done = run("-c", program)
   assert done.returncode == 0, done.stderr
+
+
+def test_the_version_is_read_on_first_use():
+  program = """
+import sys
+import mxjax
+assert "__version__" not in vars(mxjax) and "importlib.metadata" not in sys.modules
+print(mxjax.__version__)
+"""
+  done = run("-c", program)
+  assert done.stdout.strip() == PYPROJECT["project"]["version"], done.stderr

@@ -1,10 +1,9 @@
 """Memory, disk and work of quantizing a model, from its config alone.
 
-Counts are exact. Memory is the resident memory of a process on CPU: the arrays that the
-pipeline holds in each stage, the temporaries of its largest compiled function, and the
-process itself. Temporaries are XLA:CPU's figures for a compiled function
-(`lower(...).compile().memory_analysis()`), as bytes for each element of the arrays
-involved. `benchmarks/plan_memory.py` compares the plan with runs.
+Counts are exact. Memory is the resident memory of a process on CPU: the arrays held in
+each stage, the temporaries of the largest compiled function as XLA:CPU states them
+(`lower(...).compile().memory_analysis()`), and the process itself.
+`benchmarks/plan_memory.py` compares the plan with runs.
 
 Paper: Persistent storage (Appendix, Computational and Storage Costs).
 """
@@ -27,13 +26,11 @@ CROSS_BYTES = 4 * mxfp4.BLOCK_SIZE**2
 BLOCK_BYTES = MAP_BYTES + GRAM_BYTES + CROSS_BYTES
 """10,304: the matrices that HiRes keeps for one input block."""
 PROCESS_BYTES = 700 * 10**6
-"""Python, JAX and some 200 compiled programs of a HiRes run on CPU, measured: a
-process that quantized one layer of width 128 on 64 tokens, whose arrays are 5 MB,
-peaked at 0.71 GB (`benchmarks/plan_memory.py floor`)."""
+"""Python, JAX and some 200 compiled programs of a HiRes run on CPU: a process that
+quantized a layer with 5 MB of arrays peaked at 0.71 GB (`plan_memory.py floor`)."""
 PASS_BYTES = 7 * 10**6
-"""Growth of a layer pass's compiled program with every QUERIES_AT_ONCE positions,
-over which attention is unrolled: two passes of SmolLM2-135M's layer compiled for
-2,048 positions left a process 94 MB larger than for 256."""
+"""Growth of a layer pass's compiled program with every QUERIES_AT_ONCE positions, over
+which attention is unrolled: two of SmolLM2-135M grow by 94 MB from 256 to 2,048."""
 QUERIES_AT_ONCE = 256
 """As in the attention of `models.functional`."""
 RECOVERY_FITS = 2
@@ -87,15 +84,6 @@ class Plan:
     return dataclasses.asdict(self)
 
 
-def _targets(config: ModelConfig, contract: Contract) -> list[tuple[int, int]]:
-  """Lists `(out_features, in_features)` of the target linears of one layer."""
-  return [
-    (shape[0], shape[1])
-    for path, shape in parameter_shapes(config).items()
-    if path[0] == "layers_0" and path[-1] == "weight" and path[-2] in contract.targets
-  ]
-
-
 def plan(
   config: ModelConfig,
   *,
@@ -116,7 +104,11 @@ def plan(
   Raises:
     ValueError: A target's input width is not a multiple of the block size.
   """
-  linears = _targets(config, contract)
+  linears = [
+    (shape[0], shape[1])
+    for path, shape in parameter_shapes(config).items()
+    if path[0] == "layers_0" and path[-1] == "weight" and path[-2] in contract.targets
+  ]
   if odd := sorted({width for _, width in linears if width % contract.block_size}):
     raise ValueError(
       f"plan: every target needs an input width that is a multiple of "
@@ -124,31 +116,22 @@ def plan(
       "quantized under the contract."
     )
   sizes = _sizes(config, linears, contract.block_size)
-  weights, rest, packed_total = (
-    sizes[key] for key in ("target_weights", "rest", "packed_total")
-  )
-  tokens = sequences * length
+  tokens, layers_packed = sequences * length, sizes["packed_total"] - sizes["rest"]
+  run = RunArrays(config, linears, tokens // (data * model), length, chunk)
   return Plan(
     **sizes,
-    loaded=_loaded(config, packed_total, sizes["blocks"]),
-    memory=_memory(
-      RunArrays(config, linears, tokens // (data * model), length, chunk),
-      model_bytes=None if on_disk else 2 * weights + packed_total,
-      rest=rest,
-      auxiliary=sizes["auxiliary"] // config.num_layers,
-      packed_total=packed_total,
-      mesh=(data * model, model),
-    ),
+    loaded=_loaded(config, sizes),
+    memory=_memory(run, sizes, devices=data * model, model=model, on_disk=on_disk),
     on_disk=on_disk,
     disk={
-      "checkpoint": packed_total,
-      "run folder": packed_total - rest,
-      "scratch, layers on disk": packed_total - rest,
+      "checkpoint": sizes["packed_total"],
+      "run folder": layers_packed,
+      "scratch, layers on disk": layers_packed,
     },
     model_passes=1 + RECOVERY_FITS,
     # Hessian, fold moments, anchor errors, errors after T, balance trials.
     reductions=5,
-    forward_flops=2 * weights * tokens * (1 + RECOVERY_FITS),
+    forward_flops=2 * sizes["target_weights"] * tokens * (1 + RECOVERY_FITS),
   )
 
 
@@ -178,13 +161,13 @@ def _sizes(
   }
 
 
-def _loaded(config: ModelConfig, packed_total: int, blocks: int) -> dict[str, int]:
+def _loaded(config: ModelConfig, sizes: dict[str, int]) -> dict[str, int]:
   """Computes bytes of a loaded HiRes model under each `inference_packing` option."""
-  tables = packed_total - blocks * (GRAM_BYTES + CROSS_BYTES) // 2
+  tables = sizes["packed_total"] - sizes["blocks"] * (GRAM_BYTES + CROSS_BYTES) // 2
   d, copies = config.hidden_size, 1 if config.tie_embeddings else 2
   narrower = lambda row: tables - copies * config.vocab_size * (2 * d - row)
   return {
-    "as quantized": packed_total,
+    "as quantized": sizes["packed_total"],
     "bfloat16 tables": tables,
     # A code for each value, and one float32 scale a row or one E8M0 byte a block.
     "bfloat16 tables, int8 embeddings": narrower(d + 4),
@@ -196,9 +179,8 @@ def _loaded(config: ModelConfig, packed_total: int, blocks: int) -> dict[str, in
 class RunArrays:
   """Sizes in bytes of a run's arrays and temporaries.
 
-  `linears` are `(out_features, in_features)` of a layer's targets, `tokens` the
-  calibration tokens of one device, `length` the tokens of a sequence, `chunk` the
-  sequences in a device call.
+  `linears` are `(out_features, in_features)` of a layer's targets, `tokens` those of
+  one device, `length` those of a sequence, `chunk` the sequences in a device call.
   """
 
   config: ModelConfig
@@ -271,11 +253,10 @@ class RunArrays:
     return max(self.remeasuring(), self._in_loop(6) + columns)
 
   def _in_loop(self, each: int) -> int:
-    """Arrays that XLA hoists out of the loop over the sequences of a chunk.
+    """What XLA hoists out of the loop over the sequences of a chunk, if there is one.
 
-    These are the forms in which the layer's weights enter products, `each` bytes a
-    weight: float32 and, in a quantized layer, a decoding step. A chunk of one has no
-    loop.
+    These are the layer's weights as products take them, `each` bytes a weight: float32
+    and, in a quantized layer, a decoding step.
     """
     return each * self.layer_weights if self.chunk > 1 else 0
 
@@ -305,30 +286,23 @@ class RunArrays:
 
 
 def _memory(
-  run: RunArrays,
-  *,
-  model_bytes: int | None,
-  rest: int,
-  auxiliary: int,
-  packed_total: int,
-  mesh: tuple[int, int],
+  run: RunArrays, sizes: dict[str, int], *, devices: int, model: int, on_disk: bool
 ) -> dict[str, int]:
-  """Computes the peak resident bytes of every stage.
-
-  `model_bytes` is the part of the model that an in-memory run holds; None with layers
-  on disk.
-  """
-  devices, model = mesh
+  """Computes the peak resident bytes of every stage."""
+  rest, packed_total = sizes["rest"], sizes["packed_total"]
   layer = 2 * run.layer_weights
-  packed = run.layer_weights // 2 + run.layer_weights // mxfp4.BLOCK_SIZE + auxiliary
   process = PROCESS_BYTES + run.programs()
-  base = process + (rest + layer + packed if model_bytes is None else model_bytes)
-  base += run.streams() + run.values()
+  base = process + run.streams() + run.values()
+  if on_disk:
+    layer_packed = (packed_total - rest) // run.config.num_layers
+    base += rest + layer + layer_packed
+  else:
+    base += 2 * sizes["target_weights"] + packed_total
   if devices > 1:
     # The rows that lie on the mesh, and a layer gathered from all of them.
     base += (rest + layer) // model + (layer if model > 1 else 0)
   # Capturing reads a layer on disk once more than quantizing it.
-  again = layer if model_bytes is None else 0
+  again = layer if on_disk else 0
   # Recovery holds neither the inputs of the linears nor their Hessians.
   measured = base + run.inputs()
   return {

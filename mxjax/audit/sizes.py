@@ -48,12 +48,9 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
       linears["rounding"] += _bytes((node.rounding, node.gain, node.float8_scale))
     elif isinstance(node, (ValueRecovery, MlpRecovery)):
       recovery += _bytes(node)
-    elif isinstance(node, (MXTensor, Int8Matrix)):
-      other += _bytes(node)
-      values += math.prod(node.shape)
     else:
       other += _bytes(node)
-      values += sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(node))
+      values += math.prod(node.shape)
   quantized = sum(linears.values())
   total, bf16_total = quantized + recovery + other, 2 * (weights + values)
   return {

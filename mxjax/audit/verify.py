@@ -33,10 +33,9 @@ _RECOVERY = {"value_recovery": ValueRecovery, "mlp_recovery": MlpRecovery}
 
 @dataclasses.dataclass
 class Audit:
-  """The result of an audit.
+  """The result of an audit: no `faults`, one sentence each, if all is sound.
 
-  `faults` are one sentence each, and empty if the checkpoint is sound; `counts` are
-  numbers of checked items by kind; `contract` is the hash of the model's contract.
+  `counts` are checked items by kind; `contract` is the hash of the model's contract.
   """
 
   folder: str
@@ -79,7 +78,11 @@ def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
   files = manifest["files"]
   audit.counts["files"] = len(files)
   damage = [f"file {text}." for text in damaged_files(folder, files, verify=True)]
-  audit.faults += damage + list(_unlisted_files(folder, files))
+  found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+  names = [path.relative_to(folder).as_posix() for path in found]
+  unlisted = [name for name in names if name not in {*files, checkpoint.MANIFEST}]
+  audit.faults += damage
+  audit.faults += [f"file {one} is not in {checkpoint.MANIFEST}." for one in unlisted]
   if not damage and contract is not None:
     try:
       params, config = checkpoint.restore_checkpoint(folder, contract=contract)
@@ -101,20 +104,13 @@ def _read_contract(manifest: Mapping[str, Any], audit: Audit) -> Contract | None
     return None
   audit.contract = contract.hash
   audit.is_paper_contract = contract == PAPER_CONTRACT
-  if contract.hash != manifest["contract_hash"]:
-    audit.faults.append(
-      f"contract: the manifest states the hash {manifest['contract_hash']}, its "
-      f"contract has {contract.hash}."
-    )
-    return None
-  return contract
-
-
-def _unlisted_files(folder: pathlib.Path, files: Mapping[str, Any]) -> Iterator[str]:
-  for file in sorted(folder.rglob("*")):
-    name = file.relative_to(folder).as_posix()
-    if file.is_file() and name not in files and name != checkpoint.MANIFEST:
-      yield f"file {name} is not in {checkpoint.MANIFEST}."
+  if contract.hash == manifest["contract_hash"]:
+    return contract
+  audit.faults.append(
+    f"contract: the manifest states the hash {manifest['contract_hash']}, its contract "
+    f"has {contract.hash}."
+  )
+  return None
 
 
 def _check_params(
@@ -134,8 +130,11 @@ def _check_params(
     if fault := _shape_fault(node, shape):
       audit.faults.append(f"{name} {fault}.")
     elif isinstance(node, QuantizedLinear):
+      if node.rules != contract.rules:
+        audit.faults.append(f"{name} has {node.rules}, not the contract's.")
       rng = np.random.default_rng([seed, linears])
-      audit.faults += [f"{name}{text}." for text in _linear_faults(node, contract, rng)]
+      faults = verify_linears.faults(node, rng)
+      audit.faults += [f"{name}: {text}." for text in faults]
       linears += 1
     elif is_target:
       audit.faults.append(f"{name} is a target of the contract and is not quantized.")
@@ -164,15 +163,6 @@ def _shape_fault(node: Any, expected: tuple[int, ...]) -> str | None:
   return None if shape == expected else f"has shape {shape}, expected {expected}"
 
 
-def _linear_faults(
-  node: QuantizedLinear, contract: Contract, rng: np.random.Generator
-) -> Iterator[str]:
-  """Yields the faults of a quantized linear, each to follow its name directly."""
-  if node.rules != contract.rules:
-    yield f" has {node.rules}, not the contract's"
-  yield from (f": {text}" for text in verify_linears.faults(node, rng))
-
-
 def _tensor_faults(node: Any) -> Iterator[str]:
   """Checks a tensor that is not a linear: an array, or one packed to save memory."""
   if isinstance(node, mxfp4.MXTensor):
@@ -189,10 +179,7 @@ def _recovery_faults(node: Any, config: ModelConfig) -> Iterator[str]:
   """Checks shape, dtype and bounds of one recovery leaf."""
   is_values = isinstance(node, ValueRecovery)
   shape = (config.num_kv_heads,) if is_values else ()
-  values = {
-    field.name: np.asarray(getattr(node, field.name))
-    for field in dataclasses.fields(node)
-  }
+  values = {name: np.asarray(value) for name, value in vars(node).items()}
   for name, value in values.items():
     if value.shape != shape or value.dtype != np.float32:
       yield f"{name} is {value.dtype} {value.shape}, its allowance is float32 {shape}"

@@ -28,8 +28,7 @@ def check_params(
   """Checks every target weight before any work and reports all problems at once.
 
   Raises:
-    ValueError: A target is quantized already, its width is not a multiple of 32, or it
-      has NaN or inf; the message names each layer, its shape and its counts.
+    ValueError: Targets are quantized already, or their widths or values are unfit.
   """
   complaints = []
   for index in range(model.num_layers):

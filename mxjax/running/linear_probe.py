@@ -34,7 +34,10 @@ ROUNDING_NAMES = {
 def _relative_error(
   x: jax.Array, weight: jax.Array, operand: jax.Array, decoded: jax.Array
 ) -> jax.Array:
-  """Computes ||X^ W^' - X W'||^2 / ||X W'||^2, features on axis 0 of every operand."""
+  """Computes ||X^ W^' - X W'||^2 / ||X W'||^2; all but the last axis are features."""
+  x, weight, operand, decoded = (
+    array.reshape(-1, array.shape[-1]) for array in (x, weight, operand, decoded)
+  )
   dot = lambda a, b: jnp.einsum("dn,dm->nm", a, b, precision=HIGHEST)
   exact = dot(x, weight)
   error = dot(operand, decoded) - exact
@@ -49,9 +52,8 @@ def _local_objectives(
 ) -> dict[str, jax.Array]:
   """Computes block-local errors of the A4 rule relative to nearest rounding.
 
-  The sensitivity is the sum of d'G_Q d with d = q - x, the mismatch the sum of ||W^ q -
-  W x||^2, both over blocks and tokens. `operands` are `mapped` rounded by the rule and
-  to nearest.
+  Summed over blocks and tokens, sensitivity is d'G_Q d with d = q - x, and mismatch is
+  ||W^ q - W x||^2. `operands` are `mapped` rounded by the rule and to nearest.
   """
   weights = decoded.reshape(folded.shape)
   gram, cross = one_code.tables(folded, weights)
@@ -68,41 +70,34 @@ def _local_objectives(
     return sensitivity, sensitivity + mismatch
 
   pairs = zip(*(sums(operand) for operand in operands), strict=True)
-  ratios = [a / jnp.where(b > 0, b, 1.0) for a, b in pairs]
-  return {"local_sensitivity": ratios[0], "local_mismatch": ratios[1]}
+  sensitivity, mismatch = (a / jnp.where(b > 0, b, 1.0) for a, b in pairs)
+  return {"local_sensitivity": sensitivity, "local_mismatch": mismatch}
 
 
 @jax.jit
 def _probe(
   x: jax.Array, weight: jax.Array, folded: jax.Array, leaf: QuantizedLinear
 ) -> dict[str, jax.Array]:
-  flat = lambda blocks: blocks.reshape(-1, blocks.shape[-1])
   rules = leaf.rules
-  native = flat(weight)
-  errors = {
-    "rtn": _relative_error(
-      flat(x),
-      native,
-      flat(mxfp4.round_blocks(x, rules)),
-      flat(mxfp4.round_blocks(weight, rules)),
-    )
-  }
+  rounded = lambda blocks: mxfp4.round_blocks(blocks, rules)
   mapped = x if leaf.input_map is None else leaf.input_map.apply(x)
-  nearest = mxfp4.round_blocks(mapped, rules)
+  nearest = rounded(mapped)
   decoded = mxfp4.decode(leaf.weight, jnp.float32, rules).T
-  pair = flat(mapped), flat(folded)
-  errors["mapped_rtn"] = _relative_error(
-    *pair, flat(nearest), flat(mxfp4.round_blocks(folded, rules))
-  )
-  errors["mapped_nearest"] = _relative_error(*pair, flat(nearest), decoded)
-  errors["final"] = errors["mapped_nearest"]
-  result = {"edit_rate": jnp.float32(0)}
-  result |= {"local_sensitivity": jnp.float32(1), "local_mismatch": jnp.float32(1)}
-  gain = jnp.float32(1) if leaf.gain is None else leaf.gain
+  one = jnp.float32(1)
+  result = {
+    "error_rtn": _relative_error(x, weight, rounded(x), rounded(weight)),
+    "error_mapped_rtn": _relative_error(mapped, folded, nearest, rounded(folded)),
+    "error_mapped_nearest": _relative_error(mapped, folded, nearest, decoded),
+    "edit_rate": jnp.float32(0),
+    "local_sensitivity": one,
+    "local_mismatch": one,
+  }
+  result["error_final"] = result["error_mapped_nearest"]
+  gain = one if leaf.gain is None else leaf.gain
   is_nearest = leaf.rounding.edits == 0
   operand = nearest if is_nearest else leaf.rounding.round(mapped, rules)
   if not is_nearest or leaf.gain is not None:
-    errors["final"] = _relative_error(*pair, flat(operand), gain * decoded)
+    result["error_final"] = _relative_error(mapped, folded, operand, gain * decoded)
   if not is_nearest:
     result |= _local_objectives(mapped, (operand, nearest), folded, decoded)
   if leaf.rounding.edits:
@@ -114,7 +109,7 @@ def _probe(
   result["top_code_weights"] = (codes == 7).mean(dtype=jnp.float32)
   result["activation_exponents"] = exponent
   result["weight_exponents"] = leaf.weight.scales.astype(jnp.int32) - 127
-  return result | {f"error_{name}": value for name, value in errors.items()}
+  return result
 
 
 def _histogram(exponents: np.ndarray) -> dict[str, int]:

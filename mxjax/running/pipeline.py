@@ -5,6 +5,7 @@ linears are captured; every target linear is shaped and quantized; recovery fits
 measured and installed in turn; the finished layer is journaled.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 
 from mxjax import methods
 from mxjax.calibration.calibration import Calibration, Params
+from mxjax.calibration.store import CalibrationStore
 from mxjax.devices import processes
 from mxjax.devices.placement import Placement
 from mxjax.methods.program import Program
@@ -29,7 +31,7 @@ from mxjax.running.progress import (
 )
 from mxjax.running.progress import Progress as Progress
 from mxjax.running.recovery import recover
-from mxjax.running.run_state import Result, RunState, open_folder
+from mxjax.running.run_state import Result, RunState
 from mxjax.running.trajectories import Trajectories
 from mxjax.storage.run_folder import RunFolder
 
@@ -37,7 +39,7 @@ from mxjax.storage.run_folder import RunFolder
 def quantize_with_record(
   params: Params,
   calib: Calibration,
-  program: Program,
+  method: str | Program = "hires",
   *,
   contract: Contract = PAPER_CONTRACT,
   chunk: int = 1,
@@ -52,7 +54,7 @@ def quantize_with_record(
   mesh: Mesh | None = None,
 ) -> Result:
   """Like `quantize`, and also returns the record and the reference params."""
-  placement = Placement.of(mesh)
+  program, placement = methods.get(method), Placement.of(mesh)
   if mesh is not None and store is not None:
     raise ValueError(
       "quantize: expected a store or a mesh, got both; what a store holds was computed "
@@ -61,11 +63,21 @@ def quantize_with_record(
   params = placement.on_primary(params)
   check_params(calib.model, params, contract)
   chunk = placement.chunk_size(len(calib.tokens), chunk)
-  with open_folder(run_dir, resume=resume) as folder:
+  if run_dir is None or isinstance(run_dir, RunFolder):
+    opened = contextlib.nullcontext(run_dir)
+  else:
+    opened = RunFolder(run_dir, resume=resume)
+  with opened as folder:
     run = RunState(params, calib, program, contract, placement, folder, into)
     count = calib.model.num_layers
     if run.finished < count:
-      trajectories = run.trajectories(chunk, store)
+      shared = None if store is None else CalibrationStore(store, run.params, calib)
+      trajectories = Trajectories.begin(
+        *(program, run.params, calib, folder),
+        chunk=chunk,
+        placement=placement,
+        store=shared,
+      )
       for index in range(run.finished, count):
         _quantize_next(run, trajectories, contract, probe, on_progress)
         if stop and processes.any_of(stop(), placement.mesh):
@@ -174,7 +186,7 @@ def quantize(
   return quantize_with_record(
     params,
     calib,
-    methods.get(method),
+    method,
     contract=contract,
     chunk=chunk,
     run_dir=run_dir,

@@ -1,6 +1,7 @@
 """Progress reports of a run, and the exception that ends a stopped run."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -46,47 +47,37 @@ def announce_tuning(
 class Stopped(Exception):
   """Raised when a run stops on request, after `layer` of `layers` are finished."""
 
-  layer: int
-  layers: int
-
   def __init__(self, layer: int, layers: int) -> None:
-    """Builds the message from the two counts."""
     super().__init__(f"stopped after layer {layer} of {layers}")
     self.layer, self.layers = layer, layers
 
 
+@dataclasses.dataclass
 class LayerStages:
-  """Announces and times the stages of one layer, trimming memory before each."""
+  """Announces and times the stages of one layer, trimming memory before each.
 
-  def __init__(
-    self,
-    clock: StageClock,
-    on_progress: OnProgress | None,
-    place: tuple[int, int],
-    steps: int,
-    largest: int,
-    share: float = 1.0,
-  ) -> None:
-    """Stores the settings; announces nothing yet.
+  `place` is the layer's index and the number of layers, `steps` its number of stages,
+  `largest` the bytes of its largest array, `share` that of all layers in the run.
+  """
 
-    `place` is the layer's index and the number of layers, `steps` its number of stages,
-    `largest` the bytes of its largest array, `share` that of all layers in the run.
-    """
-    self._clock, self._on_progress = clock, on_progress
-    self._place, self._steps, self._largest = place, steps, largest
-    self._share = share
+  clock: StageClock
+  on_progress: OnProgress | None
+  place: tuple[int, int]
+  steps: int
+  largest: int
+  share: float = 1.0
 
   def announce(self, label: str, step: int = 1) -> None:
     """Reports the current work within a stage to the caller."""
-    if self._on_progress:
-      index, layers = self._place
-      fraction = self._share * (index + step / self._steps) / layers
-      self._on_progress(Progress(index, layers, label, fraction))
+    if self.on_progress:
+      index, layers = self.place
+      fraction = self.share * (index + step / self.steps) / layers
+      self.on_progress(Progress(index, layers, label, fraction))
 
   @contextlib.contextmanager
   def stage(self, label: str, step: int) -> Iterator[None]:
     """Announces and times a stage, whose work is the `with` block."""
     self.announce(label, step)
-    execution.trim_malloc(self._largest)
-    with self._clock.stage(label):
+    execution.trim_malloc(self.largest)
+    with self.clock.stage(label):
       yield

@@ -41,9 +41,8 @@ def measure(
   """Moves a trajectory through a quantized layer and returns a fit's moments.
 
   Must be called inside `precision.float64_scope()`; the model itself runs outside it.
-  `layer` is in the state that the fit is measured on, `activations` are the trajectory
-  in that state, and `float_taps` come from the float trajectory, one dict for each
-  chunk.
+  `layer` and `activations` are in the state that the fit is measured on; `float_taps`
+  come from the float trajectory, one dict for each chunk.
   """
   sequences = len(activations.calib.tokens)
   constants, moments = fit.prepare(float_layer, float_taps[0], sequences)
@@ -62,20 +61,17 @@ def recover(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Fits and installs a layer's recovery, and advances the trajectories of the fits.
 
-  `trajectories` are before the layer, and the float one has observed it. `parent` is
-  the quantized layer without recovery. Returns the layer's params, and the records by
-  fit.
+  `trajectories` are before the layer, and the float one has observed it; `parent` is
+  the quantized layer without recovery. Returns the layer's params and records by fit.
   """
   program = trajectories.program
   current, records = dict(parent), {}
   by_layer = program.recovery_by == "layer"
   for position, fit in enumerate(program.recover):
     with stages.stage(f"{fit.name} recovery", 2 + position), precision.float64_scope():
-      # By layer, every fit is measured on the output of the finished layers before this
-      # one.
-      entering = (
-        trajectories.fits[0].copy() if by_layer else trajectories.fits[position]
-      )
+      # By layer, every fit is measured on what the finished layers before it put out.
+      fits = trajectories.fits
+      entering = fits[0].copy() if by_layer else fits[position]
       state = fit.state(current, parent)
       taps = trajectories.float_model.taps
       moments = measure(fit, state, float_layer, entering, taps)

@@ -10,14 +10,14 @@ from typing import Any
 
 
 def peak_memory_bytes() -> int:
-  """Returns the peak resident memory of this process so far, in bytes."""
+  """Returns the peak resident memory of this process so far."""
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak if sys.platform == "darwin" else peak * 1024
 
 
 @dataclasses.dataclass
 class StageClock:
-  """Wall seconds and peak memory by stage."""
+  """Wall seconds and peak memory by stage, of all processes of a resumed run."""
 
   seconds: dict[str, float] = dataclasses.field(default_factory=dict)
   peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -29,14 +29,8 @@ class StageClock:
     yield
     spent = time.perf_counter() - start
     self.seconds[name] = self.seconds.get(name, 0.0) + spent
-    self.peak_bytes[name] = peak_memory_bytes()
-
-  def resume_from(self, seconds: dict[str, float], peak_bytes: dict[str, int]) -> None:
-    """Adds time and peak memory recorded by the interrupted process."""
-    for name, spent in seconds.items():
-      self.seconds[name] = self.seconds.get(name, 0.0) + spent
-    for name, peak in peak_bytes.items():
-      self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak)
+    peak = self.peak_bytes.get(name, 0)
+    self.peak_bytes[name] = max(peak, peak_memory_bytes())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,20 +1,21 @@
 """The finished part of a run, in memory and optionally in a run folder."""
 
-import contextlib
 import dataclasses
-import os
-from collections.abc import Callable, Iterator, MutableMapping
+import platform
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
+import jax
+
 from mxjax.calibration.calibration import Calibration, Params
-from mxjax.calibration.store import CalibrationStore
+from mxjax.calibration.store import params_digest
 from mxjax.calibration.streams import outer_params
 from mxjax.devices import processes
 from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.methods import scale_distillation
 from mxjax.methods.program import Prepared, Program
 from mxjax.numerics.contract import Contract
-from mxjax.running import run_identity, sanity, tuning
+from mxjax.running import sanity, tuning
 from mxjax.running.run_record import QuantizationRecord, StageClock
 from mxjax.running.trajectories import Trajectories
 from mxjax.storage.run_folder import RunFolder
@@ -33,16 +34,37 @@ class Result(NamedTuple):
   reference: Params
 
 
-@contextlib.contextmanager
-def open_folder(
-  run_dir: str | os.PathLike[str] | RunFolder | None, *, resume: bool
-) -> Iterator[RunFolder | None]:
-  """Opens and closes the caller's run folder; an open one is passed through."""
-  if run_dir is None or isinstance(run_dir, RunFolder):
-    yield run_dir
-  else:
-    with RunFolder(run_dir, resume=resume) as folder:
-      yield folder
+def _calibration(calib: Calibration) -> dict[str, Any]:
+  return {"fingerprint": calib.fingerprint, "shape": list(calib.tokens.shape)}
+
+
+def _identity(
+  params: Params, calib: Calibration, program: Program, contract: Contract
+) -> dict[str, Any]:
+  """Returns what determines a run's output and must be equal to resume it.
+
+  It is JSON-ready, and reads every weight.
+  """
+  config = getattr(calib.model, "config", None)
+  return {
+    "program": dict(program.describe()),
+    "contract": contract.hash,
+    "calibration": _calibration(calib),
+    "model": None if config is None else config.to_dict(),
+    "weights": params_digest(params),
+  }
+
+
+def _environment(placement: Placement) -> dict[str, Any]:
+  """Returns what may perturb a run's output and is reported on resume, JSON-ready."""
+  device = jax.devices()[0]
+  return {
+    "jax": jax.__version__,
+    "machine": platform.machine(),
+    "platform": device.platform,
+    "device": device.device_kind,
+    "mesh": placement.describe(),
+  }
 
 
 def _prepare(
@@ -54,21 +76,17 @@ def _prepare(
 ) -> Prepared:
   """Runs `Program.prepare`, or reads its result saved before the run was killed."""
   if folder and (saved := folder.read_prepared()):
-    rewritten = params if saved.params is None else saved.params
-    return Prepared(rewritten, saved.learned, saved.record)
+    rewritten, learned, record = saved
+    return Prepared(params if rewritten is None else rewritten, learned, record)
   prepared = program.prepare(params, calib, contract)
-  is_rewritten = prepared.params is not params
-  if folder and (is_rewritten or prepared.learned):
-    folder.write_prepared(
-      prepared.params if is_rewritten else None,
-      prepared.learned,
-      dict(prepared.record),
-    )
+  rewritten = None if prepared.params is params else prepared.params
+  if folder and (rewritten is not None or prepared.learned):
+    folder.write_prepared(rewritten, prepared.learned, dict(prepared.record))
   return prepared
 
 
 class RunState:
-  """The finished part of a run: layers, records and trajectories.
+  """The finished part of a run: its layers and their records.
 
   `params` and `learned` come from `Program.prepare`. `result` maps names to the
   finished layers and the params outside the layers.
@@ -87,63 +105,41 @@ class RunState:
     """Prepares the program and restores the layers that a killed run finished."""
     self._calib, self._program = calib, program
     self._placement, self._folder = placement, folder
-    resumed = []
+    finished, resumed, clock = [], [], StageClock()
     if folder:
-      identity = run_identity.identity(params, calib, program, contract)
+      identity = _identity(params, calib, program, contract)
       processes.check_same("model, data and options", identity, placement.mesh)
-      resumed = folder.begin(identity, run_identity.environment(placement))
-    clock = StageClock()
+      resumed = folder.begin(identity, _environment(placement))
+      finished = folder.finished
+    if finished:
+      before = finished[-1]["clock"]
+      clock = StageClock(dict(before["seconds"]), dict(before["peak_bytes"]))
     with clock.stage("preparation"):
       prepared = _prepare(folder, program, params, calib, contract)
     self.params, self.learned = prepared.params, prepared.learned
     self.record = QuantizationRecord(
       program=dict(program.describe()),
       contract_hash=contract.hash,
-      calibration={
-        "fingerprint": calib.fingerprint,
-        "shape": list(calib.tokens.shape),
-      },
-      layers=[],
+      calibration=_calibration(calib),
+      layers=[event["record"] for event in finished],
       clock=clock,
       preparation=dict(prepared.record),
       resumed=resumed,
       mesh=placement.describe(),
     )
-    # A caller's mapping receives layers unchanged; otherwise they are placed on the
-    # mesh.
+    # A caller's mapping receives layers unchanged; others are placed on the mesh.
     self._results_on = placement if into is None else ONE_DEVICE
     self.result: MutableMapping[str, Any] = {} if into is None else into
-    self._restore()
-
-  def _restore(self) -> None:
-    outer = outer_params(self.params)
-    self.result.update(self._results_on.shard_rows(outer))
-    for event in self._folder.finished if self._folder else []:
-      assert self._folder
-      layer = self._folder.read_layer(event)
+    self.result.update(self._results_on.shard_rows(outer_params(self.params)))
+    for event in finished:
+      assert folder
+      layer = folder.read_layer(event)
       self.result[event["name"]] = self._results_on.shard_rows(layer)
-      self.record.layers.append(event["record"])
-    if self._folder and self._folder.finished:
-      self.record.clock.resume_from(**self._folder.finished[-1]["clock"])
 
   @property
   def finished(self) -> int:
     """Number of finished layers."""
     return len(self.record.layers)
-
-  def trajectories(
-    self, chunk: int, store: str | os.PathLike[str] | None
-  ) -> Trajectories:
-    """Returns the trajectories, positioned before the first unfinished layer."""
-    shared = None
-    if store is not None:
-      shared = CalibrationStore(store, self.params, self._calib)
-    return Trajectories.begin(
-      *(self._program, self.params, self._calib, self._folder),
-      chunk=chunk,
-      placement=self._placement,
-      store=shared,
-    )
 
   def finish_layer(
     self,

@@ -1,9 +1,8 @@
 """The trajectories of a run, all measured in one pass over the layers.
 
 Each recovery fit is measured on the model with all earlier fits installed and no later
-ones (the conditional order of Eq. conditional-stage). Its result for a layer depends
-only on that layer and those before it, so each fit has its own trajectory and all of
-them share one pass.
+ones (Eq. conditional-stage). What it finds for a layer depends only on the layers up to
+that one, so each fit has its own trajectory and all of them share one pass.
 """
 
 import dataclasses

@@ -17,19 +17,11 @@ from typing import Any
 import numpy as np
 
 PARTIAL = ".partial"
-_DTYPES = {
-  "bfloat16": "BF16",
-  "bool": "BOOL",
-  "float16": "F16",
-  "float32": "F32",
-  "float64": "F64",
-  "int8": "I8",
-  "int16": "I16",
-  "int32": "I32",
-  "int64": "I64",
-  "uint8": "U8",
-  "uint16": "U16",
-  "uint32": "U32",
+_SIZES = {"float": (16, 32, 64), "int": (8, 16, 32, 64), "uint": (8, 16, 32, 64)}
+_DTYPES = {"bfloat16": "BF16", "bool": "BOOL"} | {
+  f"{kind}{bits}": f"{kind[0].upper()}{bits}"
+  for kind, sizes in _SIZES.items()
+  for bits in sizes
 }
 """The names that the safetensors format gives dtypes."""
 
@@ -50,11 +42,7 @@ def check_output(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def create_output(path: str | os.PathLike[str]) -> pathlib.Path:
-  """Creates an output folder, which must not exist or must be empty.
-
-  Raises:
-    FileExistsError: The folder is not empty.
-  """
+  """Creates an output folder after `check_output`."""
   folder = check_output(path)
   folder.mkdir(parents=True, exist_ok=True)
   return folder
@@ -73,9 +61,6 @@ def staged(
   """Yields a new folder that is renamed to `out` when the block ends without an error.
 
   `token` names the `partial_folder` shared by several processes; random if None.
-
-  Raises:
-    FileExistsError: `out` is not empty.
   """
   final = check_output(out)
   final.parent.mkdir(parents=True, exist_ok=True)
@@ -101,9 +86,8 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 def sync_tree(folder: pathlib.Path) -> None:
   """Flushes every file and folder below to disk, deepest first."""
-  for root, _, names in os.walk(folder, topdown=False):
-    for place in (*(os.path.join(root, name) for name in names), root):
-      sync(place)
+  for place in (*sorted(folder.rglob("*"), reverse=True), folder):
+    sync(place)
 
 
 def file_sha256(file: pathlib.Path) -> str:
@@ -127,10 +111,9 @@ def list_files(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
 def damaged_files(
   folder: pathlib.Path, entries: Mapping[str, Mapping[str, Any]], *, verify: bool = True
 ) -> list[str]:
-  """Describes damaged files, one phrase each.
+  """Describes damaged files, one phrase each; without `verify` by sizes only.
 
-  `entries` has `bytes` (optional) and `sha256` by relative path, as `list_files` gives
-  them. Without `verify` only sizes are compared.
+  `entries` are those of `list_files`; `bytes` may be left out.
   """
   damage = []
   for name, entry in entries.items():
@@ -145,10 +128,9 @@ def damaged_files(
 
 
 def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> str:
-  """Writes a file atomically: after a crash it is whole or absent.
+  """Writes or replaces a file atomically: after a crash it is whole or absent.
 
-  An existing file is replaced. Only one of the `parts` is in memory at a time. Returns
-  the SHA-256 of the content, hex.
+  Only one of the `parts` is in memory at a time. Returns the content's SHA-256, hex.
   """
   partial = path.with_name(path.name + PARTIAL)
   digest = hashlib.sha256()
@@ -180,9 +162,9 @@ def write_arrays(
 ) -> str:
   """Writes a safetensors file durably, one array on the host at a time.
 
-  The header is written here because the safetensors library needs every array on the
-  host at once, computes no checksum while writing, and reports a full disk without its
-  error number. `metadata` goes into the header. Returns the SHA-256 of the file, hex.
+  The safetensors library needs every array on the host at once, computes no checksum
+  while writing, and reports a full disk without its error number. `metadata` goes into
+  the header. Returns the SHA-256 of the file, hex.
 
   Raises:
     TypeError: The format has no name for a dtype.

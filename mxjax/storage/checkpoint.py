@@ -1,13 +1,12 @@
 """Quantized checkpoints: arrays written by Orbax, described by `mxjax.json`.
 
-Orbax alone restores typed leaves as plain dicts. The manifest therefore lists every
-node of the params tree with its type and static fields, and every array with its shape,
-dtype and SHA-256, so a checkpoint restores to the same tree, bit for bit, without the
-model that made it.
+Orbax alone restores typed leaves as plain dicts. The manifest lists every node of the
+params tree with its type and static fields, and every array with its shape, dtype and
+SHA-256, so a checkpoint restores bit for bit without the model that made it.
 """
 
-import dataclasses
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -17,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,48 +25,111 @@ from mxjax.devices import processes
 from mxjax.layers.linear import map_rows
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
-from mxjax.storage.atomic_io import (
-  list_files,
-  partial_folder,
-  staged,
-  sync_tree,
-  write_json,
-)
+from mxjax.storage import atomic_io, tree_io
 from mxjax.storage.checkpoint_arrays import load_arrays, save_arrays
-from mxjax.storage.checkpoint_manifest import (
-  ARRAYS,
-  FORMAT_VERSION,
-  MANIFEST,
-  TOKENIZER,
-  check_contract,
-  check_files,
-  manifest_digest,
-  read_manifest,
-)
-from mxjax.storage.tree_io import (
-  changed_arrays,
-  describe_arrays,
-  pack,
-  unpack,
-  walk,
-)
 
-__all__ = [
-  "ARRAYS",
-  "FORMAT_VERSION",
-  "MANIFEST",
-  "TOKENIZER",
-  "check_saved",
-  "read_manifest",
-  "restore_checkpoint",
-  "save_checkpoint",
-]
+FORMAT_VERSION = 1
+MANIFEST = "mxjax.json"
+ARRAYS = "arrays"
+TOKENIZER = "tokenizer"
+_KEYS = tuple("contract contract_hash model_config nodes arrays files digest".split())
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+  """Computes the SHA-256 of a manifest's canonical JSON without its own digest."""
+  content = {key: value for key, value in manifest.items() if key != "digest"}
+  text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
+  """Reads and checks `mxjax.json` of a checkpoint folder; reads no array.
+
+  Returns:
+    The manifest: `format_version`, `contract`, `contract_hash`, `model_config`,
+    `calibration`, `program`, `extra`, `nodes`, `arrays`, `files`, `digest`.
+
+  Raises:
+    FileNotFoundError: There is no manifest.
+    ValueError: It is damaged or of another format version.
+  """
+  file = pathlib.Path(path) / MANIFEST
+  if not file.is_file():
+    raise FileNotFoundError(
+      f"read_manifest: expected {file}, got no such file; name a folder written by "
+      "save_checkpoint."
+    )
+  damaged = f"read_manifest: expected the manifest of a checkpoint in {file}, got "
+  mend = "; copy the checkpoint again, or quantize anew."
+  try:
+    manifest = json.loads(file.read_bytes())
+  except ValueError as error:
+    raise ValueError(f"{damaged}damaged JSON ({error}){mend}") from error
+  if not isinstance(manifest, dict):
+    raise ValueError(f"{damaged}a JSON {type(manifest).__name__}{mend}")
+  version = manifest.get("format_version")
+  if version != FORMAT_VERSION:
+    raise ValueError(
+      f"read_manifest: expected format version {FORMAT_VERSION} in {file}, got "
+      f"{version!r}; use the mxjax version that wrote it."
+    )
+  if missing := [key for key in _KEYS if key not in manifest]:
+    raise ValueError(f"{damaged}none of {', '.join(missing)}{mend}")
+  if manifest_digest(manifest) != manifest["digest"]:
+    raise ValueError(f"{damaged}content that does not match its digest{mend}")
+  return manifest
+
+
+def _by_dotted_name(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  result: dict[str, Any] = {}
+  for key, value in values.items():
+    if isinstance(value, Mapping):
+      result |= _by_dotted_name(value, f"{prefix}{key}.")
+    else:
+      result[prefix + key] = value
+  return result
+
+
+def _check_contract(
+  place: pathlib.Path, manifest: Mapping[str, Any], contract: Contract
+) -> None:
+  if manifest["contract_hash"] == contract.hash:
+    return
+  ours = _by_dotted_name(json.loads(json.dumps(contract.to_dict())))
+  theirs = _by_dotted_name(manifest["contract"])
+  differing = [
+    f"{key} is {theirs.get(key)!r}, expected {ours.get(key)!r}"
+    for key in sorted(ours | theirs)
+    if ours.get(key) != theirs.get(key)
+  ]
+  raise ValueError(
+    f"restore_checkpoint: {place} was quantized under contract "
+    f"{manifest['contract_hash']}, expected {contract.hash}: {'; '.join(differing)}; "
+    "its results are not comparable, so pass its own contract to use it, "
+    "contract=Contract.from_dict(read_manifest(path)['contract'])."
+  )
+
+
+def _check_files(
+  folder: pathlib.Path, entries: Mapping[str, Any], *, verify: bool
+) -> None:
+  if not (folder / ARRAYS).is_dir():
+    raise FileNotFoundError(
+      f"restore_checkpoint: expected the arrays in {folder / ARRAYS}, got no such "
+      "folder; copy the whole checkpoint, not mxjax.json alone."
+    )
+  if damage := atomic_io.damaged_files(folder, entries, verify=verify):
+    raise ValueError(
+      f"restore_checkpoint: expected in {folder} the {len(entries)} files that "
+      f"{MANIFEST} lists, got damage: {'; '.join(damage)}; copy the checkpoint again, "
+      "or quantize anew."
+    )
 
 
 def _check_rules(params: Mapping[str, Any], contract: Contract) -> None:
   wrong = [
     f"{path} has {node.rules}"
-    for path, node in walk(params)
+    for path, node in tree_io.walk(params)
     if isinstance(node, QuantizedLinear) and node.rules != contract.rules
   ]
   if wrong:
@@ -88,13 +151,13 @@ def _write_files(
     (folder / TOKENIZER).mkdir()
   for source in tokenizer_files:
     shutil.copyfile(source, folder / TOKENIZER / pathlib.Path(source).name)
-  save_arrays(folder, arrays)
-  sync_tree(folder)
-  manifest = {**manifest, "files": list_files(folder)}
+  save_arrays(folder / ARRAYS, arrays)
+  atomic_io.sync_tree(folder)
+  manifest = {**manifest, "files": atomic_io.list_files(folder)}
   # Hash the values as read back from JSON, where tuples are lists.
   manifest = json.loads(json.dumps(manifest))
   manifest["digest"] = manifest_digest(manifest)
-  write_json(folder / MANIFEST, manifest, indent=1)
+  atomic_io.write_json(folder / MANIFEST, manifest, indent=1)
 
 
 def save_checkpoint(
@@ -132,10 +195,10 @@ def save_checkpoint(
   """
   to_dict = getattr(model_config, "to_dict", None)
   _check_rules(params, contract)
-  nodes, arrays = pack(params)
+  nodes, arrays = tree_io.pack(params)
   token = processes.from_leader(secrets.randbits(31))
   if not processes.is_leader():
-    save_arrays(partial_folder(path, token), arrays)
+    save_arrays(atomic_io.partial_folder(path, token) / ARRAYS, arrays)
     return pathlib.Path(path)
   manifest: dict[str, Any] = {
     "format_version": FORMAT_VERSION,
@@ -146,9 +209,9 @@ def save_checkpoint(
     "program": program and dict(program),
     "extra": extra and dict(extra),
     "nodes": nodes,
-    "arrays": describe_arrays(arrays),
+    "arrays": tree_io.describe_arrays(arrays),
   }
-  with staged(path, token) as folder:
+  with atomic_io.staged(path, token) as folder:
     _write_files(folder, manifest, arrays, tokenizer_files or ())
   return pathlib.Path(path)
 
@@ -161,11 +224,11 @@ def check_saved(path: str | os.PathLike[str], params: Mapping[str, Any]) -> None
   """
   folder = pathlib.Path(path)
   manifest = read_manifest(folder)
-  check_files(folder, manifest["files"], verify=True)
-  nodes, arrays = pack(params)
+  _check_files(folder, manifest["files"], verify=True)
+  nodes, arrays = tree_io.pack(params)
   entries = manifest["arrays"]
   differing = sorted(arrays.keys() - entries.keys())
-  differing += sorted(changed_arrays(entries, arrays))
+  differing += sorted(tree_io.changed_arrays(entries, arrays))
   if nodes != manifest["nodes"]:
     differing.append("the types of nodes")
   if differing:
@@ -175,46 +238,26 @@ def check_saved(path: str | os.PathLike[str], params: Mapping[str, Any]) -> None
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Placeholder:
-  """A stand-in for an array that a manifest lists."""
-
-  path: str
-  shape: tuple[int, ...]
-  dtype: str
-
-
-def _shardings(
-  manifest: Mapping[str, Any], mesh: Mesh
-) -> dict[str, jax.sharding.Sharding]:
-  """Computes each array's sharding by path, as `mesh.shard_rows` would put it."""
-  placeholders = {
-    path: _Placeholder(path, tuple(entry["shape"]), entry["dtype"])
+def _abstract_arrays(
+  manifest: Mapping[str, Any],
+  sharding: jax.sharding.Sharding | None,
+  mesh: Mesh | None,
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """Describes arrays by path, on a mesh placed as `Placement.shard_rows` would."""
+  sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  arrays = {
+    path: jax.ShapeDtypeStruct(
+      tuple(entry["shape"]), jnp.dtype(entry["dtype"]), sharding=sharding
+    )
     for path, entry in manifest["arrays"].items()
   }
-  shardings: dict[str, jax.sharding.Sharding] = {}
-
-  def place(spec: P, array: _Placeholder) -> None:
-    shardings[array.path] = NamedSharding(mesh, spec)
-
-  whole = functools.partial(place, P())
-  by_row = functools.partial(place, P(meshes.MODEL))
-  rows = lambda weight: map_rows(by_row, whole, weight)
-  meshes.map_weights(unpack(manifest["nodes"], placeholders), mesh, rows, whole)
-  return shardings
-
-
-def _check_arrays(
-  folder: pathlib.Path, entries: Mapping[str, Any], arrays: Mapping[str, jax.Array]
-) -> None:
-  # No process holds all of an array spread over processes; its files were checked.
-  local = {path: e for path, e in entries.items() if arrays[path].is_fully_addressable}
-  if damaged := changed_arrays(local, arrays):
-    raise ValueError(
-      f"restore_checkpoint: {len(damaged)} of {len(entries)} arrays in {folder} do "
-      f"not have the SHA-256 that {MANIFEST} states: {', '.join(damaged)}; copy the "
-      "checkpoint again, or quantize anew."
-    )
+  if mesh is None:
+    return arrays
+  place = lambda spec: lambda one: one.update(sharding=NamedSharding(mesh, spec))
+  whole = place(P())
+  rows = functools.partial(map_rows, place(P(meshes.MODEL)), whole)
+  tree = tree_io.unpack(manifest["nodes"], arrays)
+  return tree_io.leaves_by_path(meshes.map_weights(tree, mesh, rows, whole))
 
 
 def restore_checkpoint(
@@ -245,15 +288,21 @@ def restore_checkpoint(
   """
   folder = pathlib.Path(path)
   manifest = read_manifest(folder)
-  check_contract(folder, manifest, contract)
-  entries, mesh = manifest["arrays"], meshes.normalize(mesh)
-  if mesh is not None:
-    shardings = _shardings(manifest, mesh)
-  else:
-    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shardings = dict.fromkeys(entries, sharding)
-  check_files(folder, manifest["files"], verify=verify)
-  arrays = load_arrays(folder, entries, shardings)
+  _check_contract(folder, manifest, contract)
+  _check_files(folder, manifest["files"], verify=verify)
+  abstract = _abstract_arrays(manifest, sharding, meshes.normalize(mesh))
+  arrays = load_arrays(folder / ARRAYS, abstract)
   if verify:
-    _check_arrays(folder, entries, arrays)
-  return unpack(manifest["nodes"], arrays), manifest["model_config"]
+    # No process holds all of an array spread over processes; its files were checked.
+    entries = {
+      path: entry
+      for path, entry in manifest["arrays"].items()
+      if arrays[path].is_fully_addressable
+    }
+    if damaged := tree_io.changed_arrays(entries, arrays):
+      raise ValueError(
+        f"restore_checkpoint: {len(damaged)} of {len(arrays)} arrays in {folder} do "
+        f"not have the SHA-256 that {MANIFEST} states: {', '.join(damaged)}; copy the "
+        "checkpoint again, or quantize anew."
+      )
+  return tree_io.unpack(manifest["nodes"], arrays), manifest["model_config"]

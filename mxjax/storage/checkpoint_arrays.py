@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mxjax.devices import processes
-from mxjax.storage.checkpoint_manifest import ARRAYS, MANIFEST
 from mxjax.storage.tree_io import at, nested
 
 CHUNK_BYTES = 4 * 2**20
@@ -28,9 +26,9 @@ give each row a file."""
 def save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
   """Writes arrays with Orbax, in files named by their paths.
 
-  All processes of a job must call it. Equal arrays give equal files, because it avoids
-  the default layout (OCDBT), whose file names are random. Only `_CHECKPOINT_METADATA`
-  and `commit_success.txt` hold the time of day.
+  All processes of a job must call it. Equal arrays give equal files, but for the time
+  of day in `_CHECKPOINT_METADATA` and `commit_success.txt`: the default layout (OCDBT),
+  whose file names are random, is avoided.
   """
   from orbax.checkpoint import v1 as ocp
 
@@ -54,7 +52,7 @@ def save_arrays(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
 
   saving.scoped_storage_options_creator = split
   with context, _without_log_message("Skipping merge of OCDBT checkpoints"):
-    ocp.save(str(folder.absolute() / ARRAYS), nested(to_save))
+    ocp.save(str(folder.absolute()), nested(to_save))
 
 
 @contextlib.contextmanager
@@ -70,23 +68,15 @@ def _without_log_message(start: str) -> Iterator[None]:
 
 
 def load_arrays(
-  folder: pathlib.Path,
-  entries: Mapping[str, Any],
-  shardings: Mapping[str, jax.sharding.Sharding],
+  folder: pathlib.Path, abstract: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-  """Reads arrays by path, placed by `shardings`; each process reads only its part.
+  """Reads arrays of known shape, dtype and sharding by path.
 
-  `entries` have shape and dtype by path, as the manifest lists them.
+  Each process reads only its part.
 
   Raises:
-    ValueError: The arrays on disk differ from `entries` or are damaged.
+    ValueError: The arrays on disk are others or damaged.
   """
-  abstract = {
-    path: jax.ShapeDtypeStruct(
-      tuple(entry["shape"]), jnp.dtype(entry["dtype"]), sharding=shardings[path]
-    )
-    for path, entry in entries.items()
-  }
   arrays: dict[str, jax.Array] = {}
   for batch in _read_batches(abstract):
     try:
@@ -94,8 +84,8 @@ def load_arrays(
     except (KeyError, OSError, TypeError, ValueError) as error:
       first = str(error).strip().splitlines()[:1]
       raise ValueError(
-        f"restore_checkpoint: the arrays in {folder / ARRAYS} are not the "
-        f"{len(entries)} that {MANIFEST} lists, or are damaged: "
+        f"restore_checkpoint: the arrays in {folder} are not the {len(abstract)} that "
+        "the checkpoint's manifest lists, or are damaged: "
         f"{''.join(first)[:300]}; copy the checkpoint again, or quantize anew."
       ) from error
     # Orbax leaves the host copies of arrays in reference cycles. Python collects cycles
@@ -133,6 +123,6 @@ def _load(
   # Orbax needs a limit one byte above what it reads.
   context.memory.read_concurrent_bytes = max(sizes, default=0) + 1
   with context:
-    tree = ocp.load(str(folder.absolute() / ARRAYS), nested(abstract))
+    tree = ocp.load(str(folder.absolute()), nested(abstract))
   # The host keeps the sources until the copies to the devices are finished.
   return {path: jax.block_until_ready(at(tree, path)) for path in abstract}

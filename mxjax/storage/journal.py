@@ -24,10 +24,9 @@ def _chain(before: str, rest: bytes) -> str:
 
 
 def parse(path: pathlib.Path, data: bytes) -> tuple[list[dict[str, Any]], int, str]:
-  """Parses and checks a journal's content; `path` is for messages.
+  """Checks a journal's content; returns events, their bytes, and the last's chain.
 
-  Returns the events, their length in bytes and the chain of the last; an incomplete
-  line may follow.
+  An incomplete line may follow the events. `path` is for messages.
 
   Raises:
     ValueError: A complete line does not continue the chain; the message has its number.
@@ -54,9 +53,6 @@ class Journal:
     events: All its events, oldest first.
     torn_bytes: Length of an incomplete last line cut off on opening.
   """
-
-  events: list[dict[str, Any]]
-  torn_bytes: int
 
   def __init__(self, path: pathlib.Path) -> None:
     """Opens or creates the file, takes the lock, checks every line.
@@ -86,14 +82,13 @@ class Journal:
       self._file.close()
       raise
 
-  def append(self, event: str, **values: Any) -> dict[str, Any]:
-    """Appends one event, syncs it to disk and returns it.
+  def append(self, event: str, **values: Any) -> None:
+    """Appends one event and syncs it to disk.
 
     Raises:
       OSError: The disk is full or failing; the journal is left as it was.
     """
-    entry = {"event": event, **values}
-    rest = json.dumps(entry, sort_keys=True)[1:].encode()
+    rest = json.dumps({"event": event, **values}, sort_keys=True)[1:].encode()
     chain = _chain(self._chain, rest)
     line = _BEFORE + chain.encode() + _AFTER + rest + b"\n"
     try:
@@ -107,7 +102,6 @@ class Journal:
     self._chain, self._size = chain, self._size + len(line)
     # Store the event as a reader of the file would see it.
     self.events.append(json.loads(b"{" + rest))
-    return self.events[-1]
 
   def close(self) -> None:
     """Releases the lock."""

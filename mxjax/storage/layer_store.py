@@ -25,20 +25,17 @@ class LayerStore(MutableMapping[str, Any]):
     return self._folder / f"{name}.safetensors"
 
   def __setitem__(self, name: str, value: Any) -> None:
-    """Writes a layer; keeps anything else in memory."""
     if name.startswith("layers_"):
       self._descriptions[name] = write_tree(self._file(name), value)[1]
     else:
       self._resident[name] = value
 
   def __getitem__(self, name: str) -> Any:
-    """Reads a layer back, or returns what is in memory."""
     if name in self._resident:
       return self._resident[name]
     return read_tree(self._file(name), self._descriptions[name])
 
   def __delitem__(self, name: str) -> None:
-    """Removes a layer's file, or what is in memory."""
     if name in self._resident:
       del self._resident[name]
     else:
@@ -46,10 +43,8 @@ class LayerStore(MutableMapping[str, Any]):
       self._file(name).unlink()
 
   def __iter__(self) -> Iterator[str]:
-    """Iterates over keys in memory, then over layers in the order of writing."""
     yield from self._resident
     yield from self._descriptions
 
   def __len__(self) -> int:
-    """The number of keys."""
     return len(self._resident) + len(self._descriptions)

@@ -14,6 +14,7 @@ complete state; any other file in the folder is a leftover.
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -27,21 +28,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mxjax.devices import processes
-from mxjax.storage.atomic_io import (
-  create_output,
-  damaged_files,
-  read_arrays,
-  sync,
-  write_arrays,
-)
+from mxjax.storage import atomic_io, tree_io
 from mxjax.storage.journal import Journal, parse
-from mxjax.storage.tree_io import Description, at, nested, read_tree, write_tree
 
 JOURNAL = "journal.jsonl"
 FOLDERS = ("gradients", "layers", "prepared", "streams", "tuning")
 VERSION = 1
-Streams = Mapping[str, Sequence[jax.Array | np.ndarray]]
-"""Hidden states by the name of their stream, in chunks `[sequences, T, d]`."""
+Event = dict[str, Any]
 
 
 @contextlib.contextmanager
@@ -59,20 +52,8 @@ def _explain_full_disk(path: pathlib.Path) -> Iterator[None]:
 
 
 def _abbreviate(value: Any) -> str:
-  """Formats a value for a message, cut if it is long."""
   text = json.dumps(value, sort_keys=True)
   return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-class Prepared(NamedTuple):
-  """Result of `Program.prepare`, read from disk.
-
-  `params` are None if the program kept the given float model; `learned` is by path.
-  """
-
-  params: dict[str, Any] | None
-  learned: dict[str, Any]
-  record: dict[str, Any]
 
 
 class Tuning(NamedTuple):
@@ -86,11 +67,16 @@ class RunFolder:
   """Finished work on disk; locked against other processes until `close`.
 
   Only one process of a job writes. In the others the folder is read-only: they see the
-  state at the time of opening, and their writes do nothing. `discarded` lists
-  unfinished files of a killed process that were removed on opening.
+  state at the time of opening, and their writes do nothing.
+
+  Attributes:
+    path: The folder.
+    events: The journal's events, oldest first.
+    discarded: Unfinished files of a killed process that were removed on opening.
   """
 
   path: pathlib.Path
+  events: list[Event]
   discarded: list[str]
 
   def __init__(
@@ -114,39 +100,56 @@ class RunFolder:
     """
     self.path, self.discarded = pathlib.Path(path), []
     self._journal: Journal | None = None
+    file = self.path / JOURNAL
     if read_only:
-      self._events = self._read_journal()
-      return
-    if not resume or (self.path.is_dir() and not (self.path / JOURNAL).is_file()):
-      # A run writes nothing before its journal.
-      create_output(path)
-    self.path.mkdir(parents=True, exist_ok=True)
-    self._journal = Journal(self.path / JOURNAL)
-    self._events = self._journal.events
-    try:
-      if not resume and self.events:
-        raise FileExistsError(
-          f"output: {self.path} has a run in it; go on with it by --resume, or name "
-          "another --out."
+      if not file.is_file():
+        raise FileNotFoundError(
+          f"run folder: expected {file}, which process 0 has made, got no such file; "
+          "name an --out that all processes see."
         )
-      self._check_files()
-      self.discarded = self._remove_unlisted_files(self._journal.torn_bytes)
-      for name in FOLDERS:
-        (self.path / name).mkdir(exist_ok=True)
-      for place in (self.path, self.path.absolute().parent):
-        sync(place)
+      self.events = parse(file, file.read_bytes())[0]
+      return
+    if not resume or (self.path.is_dir() and not file.is_file()):
+      # A run writes nothing before its journal.
+      atomic_io.create_output(path)
+    self.path.mkdir(parents=True, exist_ok=True)
+    self._journal = Journal(file)
+    self.events = self._journal.events
+    try:
+      self._restore_last_state(self._journal.torn_bytes, resume=resume)
     except BaseException:
       self.close()
       raise
 
-  def _read_journal(self) -> list[dict[str, Any]]:
-    file = self.path / JOURNAL
-    if not file.is_file():
-      raise FileNotFoundError(
-        f"run folder: expected {file}, which process 0 has made, got no such file; "
-        "name an --out that all processes see."
+  def _restore_last_state(self, torn_bytes: int, *, resume: bool) -> None:
+    """Checks the files that the journal lists and removes all others."""
+    if not resume and self.events:
+      raise FileExistsError(
+        f"output: {self.path} has a run in it; go on with it by --resume, or name "
+        "another --out."
       )
-    return parse(file, file.read_bytes())[0]
+    listed = self._listed_files()
+    if damage := atomic_io.damaged_files(self.path, listed):
+      raise ValueError(
+        f"run folder: expected in {self.path} what {JOURNAL} lists, got damage: "
+        f"{'; '.join(damage)}; nothing of it was used: put back an intact copy, or "
+        "start again with another --out."
+      )
+    for place in self.path.iterdir():
+      if place.is_dir() and place.name not in FOLDERS:
+        shutil.rmtree(place)
+        self.discarded.append(f"{place.name}/")
+    for file in sorted(self.path.rglob("*")):
+      name = file.relative_to(self.path).as_posix()
+      if file.is_file() and name not in {JOURNAL, *listed}:
+        file.unlink()
+        self.discarded.append(name)
+    if torn_bytes:
+      self.discarded.append(f"{JOURNAL}: {torn_bytes} bytes of a last line")
+    for name in FOLDERS:
+      (self.path / name).mkdir(exist_ok=True)
+    for place in (self.path, self.path.absolute().parent):
+      atomic_io.sync(place)
 
   def close(self) -> None:
     """Releases the lock."""
@@ -159,55 +162,26 @@ class RunFolder:
   def __exit__(self, *details: object) -> None:
     self.close()
 
-  @property
-  def events(self) -> list[dict[str, Any]]:
-    """The journal's events, oldest first."""
-    return self._events
-
-  def event(self, name: str) -> dict[str, Any] | None:
+  def event(self, name: str) -> Event | None:
     """Returns the last event of a name, or None."""
     return next((one for one in reversed(self.events) if one["event"] == name), None)
 
   @property
-  def finished(self) -> list[dict[str, Any]]:
+  def finished(self) -> list[Event]:
     """The events of the finished layers, in order."""
     return [one for one in self.events if one["event"] == "layer"]
 
-  def _listed_files(self) -> dict[str, str]:
+  def _listed_files(self) -> dict[str, dict[str, str]]:
     """Returns the SHA-256 of every file of the last state, by relative path."""
-    files = {}
-    for one in (self.event("prepared"), *self.finished, self.event("tuned")):
-      files |= one["files"] if one else {}
-    return files | (self.finished[-1]["streams"] if self.finished else {})
-
-  def _check_files(self) -> None:
-    entries = {name: {"sha256": d} for name, d in self._listed_files().items()}
-    if damage := damaged_files(self.path, entries):
-      raise ValueError(
-        f"run folder: expected in {self.path} what {JOURNAL} lists, got damage: "
-        f"{'; '.join(damage)}; nothing of it was used: put back an intact copy, or "
-        "start again with another --out."
-      )
-
-  def _remove_unlisted_files(self, torn_bytes: int) -> list[str]:
-    """Removes files that no event names and returns their relative paths."""
-    known, discarded = {JOURNAL, *self._listed_files()}, []
-    for place in self.path.iterdir():
-      if place.is_dir() and place.name not in FOLDERS:
-        shutil.rmtree(place)
-        discarded.append(f"{place.name}/")
-    for file in sorted(self.path.rglob("*")):
-      name = file.relative_to(self.path).as_posix()
-      if file.is_file() and name not in known:
-        file.unlink()
-        discarded.append(name)
-    if torn_bytes:
-      discarded.append(f"{JOURNAL}: {torn_bytes} bytes of a last line")
-    return discarded
+    finished, digests = self.finished, {}
+    for one in (self.event("prepared"), *finished, self.event("tuned")):
+      digests |= one["files"] if one else {}
+    digests |= finished[-1]["streams"] if finished else {}
+    return {name: {"sha256": digest} for name, digest in digests.items()}
 
   def begin(
     self, identity: Mapping[str, Any], environment: Mapping[str, Any]
-  ) -> list[dict[str, Any]]:
+  ) -> list[Event]:
     """Journals the start or the resumption of a run.
 
     `identity` determines the result; `environment`, versions and device, may perturb
@@ -219,46 +193,36 @@ class RunFolder:
     """
     if self._journal is None:
       return []
+    # After a JSON round trip tuples are lists, as in the journal.
+    ours = json.loads(json.dumps({**identity, "version": VERSION}))
     started = self.event("start")
     if started is None:
-      self.journal(
-        "start", version=VERSION, environment=dict(environment), **dict(identity)
-      )
+      self.journal("start", environment=dict(environment), **ours)
       return []
-    theirs = {key: started.get(key) for key in identity}
-    # Compare after a JSON round trip, which turns tuples into lists.
-    self._check_identity(
-      json.loads(json.dumps(identity)), theirs, started.get("version")
-    )
+    differing = [
+      f"{key} {_abbreviate(started.get(key))}, not {_abbreviate(value)}"
+      for key, value in ours.items()
+      if started.get(key) != value
+    ]
+    if differing:
+      raise ValueError(
+        f"run folder: the run in {self.path} has {'; '.join(differing)}; resume with "
+        "the model, data and options it was started with, or name another --out."
+      )
     before = started["environment"]
     changed = {
       key: [before.get(key), value]
       for key, value in environment.items()
       if before.get(key) != value
     }
-    details = {"layer": len(self.finished), "discarded": self.discarded}
-    self.journal("resume", **details, changed=changed)
+    self.journal(
+      "resume", layer=len(self.finished), discarded=self.discarded, changed=changed
+    )
     return [
-      {key: one[key] for key in (*details, "changed")}
+      {key: one[key] for key in ("layer", "discarded", "changed")}
       for one in self.events
       if one["event"] == "resume"
     ]
-
-  def _check_identity(
-    self, ours: dict[str, Any], theirs: dict[str, Any], version: Any
-  ) -> None:
-    differing = [
-      f"{key} {_abbreviate(theirs[key])}, not {_abbreviate(ours[key])}"
-      for key in ours
-      if ours[key] != theirs[key]
-    ]
-    if version != VERSION:
-      differing.append(f"run folder version {version}, not {VERSION}")
-    if differing:
-      raise ValueError(
-        f"run folder: the run in {self.path} has {'; '.join(differing)}; resume with "
-        "the model, data and options it was started with, or name another --out."
-      )
 
   def journal(self, event: str, **values: Any) -> None:
     """Appends one event and syncs it to disk."""
@@ -266,15 +230,16 @@ class RunFolder:
       with _explain_full_disk(self.path):
         self._journal.append(event, **values)
 
-  def _write_tree(self, name: str, tree: Any, files: dict[str, str]) -> Description:
-    """Writes a typed tree; adds its file's checksum to `files`."""
+  def _write_tree(
+    self, name: str, tree: Any, digests: dict[str, str]
+  ) -> tree_io.Description:
+    """Writes a typed tree; adds its file's SHA-256 to `digests`."""
     file = f"{name}.safetensors"
-    with _explain_full_disk(self.path):
-      files[file], nodes = write_tree(self.path / file, tree)
+    digests[file], nodes = tree_io.write_tree(self.path / file, tree)
     return nodes
 
-  def _read_tree(self, name: str, nodes: Mapping[str, Any]) -> dict[str, Any]:
-    return read_tree(self.path / f"{name}.safetensors", nodes)
+  def _read_tree(self, name: str, nodes: tree_io.Description) -> dict[str, Any]:
+    return tree_io.read_tree(self.path / f"{name}.safetensors", nodes)
 
   def write_prepared(
     self, params: Mapping[str, Any] | None, learned: Mapping[str, Any], record: Any
@@ -288,32 +253,33 @@ class RunFolder:
       return
     files: dict[str, str] = {}
     nodes: dict[str, Any] = {"learned": None, "params": None}
-    if learned:
-      nodes["learned"] = self._write_tree("prepared/learned", nested(learned), files)
-    if params is not None:
-      nodes["params"] = {
-        key: self._write_tree(f"prepared/params-{key}", value, files)
-        for key, value in params.items()
-      }
+    write = functools.partial(self._write_tree, digests=files)
+    with _explain_full_disk(self.path):
+      if learned:
+        nodes["learned"] = write("prepared/learned", tree_io.nested(learned))
+      if params is not None:
+        nodes["params"] = {
+          key: write(f"prepared/params-{key}", value) for key, value in params.items()
+        }
     self.journal(
       "prepared", files=files, nodes=nodes, paths=sorted(learned), record=record
     )
 
-  def read_prepared(self) -> Prepared | None:
-    """Reads the result written by `write_prepared`, or returns None."""
+  def read_prepared(self) -> tuple[dict[str, Any] | None, dict[str, Any], Any] | None:
+    """Reads the three arguments of `write_prepared`, or returns None."""
     event = self.event("prepared")
     if event is None:
       return None
     nodes, learned, params = event["nodes"], {}, None
     if nodes["learned"]:
       tree = self._read_tree("prepared/learned", nodes["learned"])
-      learned = {path: at(tree, path) for path in event["paths"]}
+      learned = {path: tree_io.at(tree, path) for path in event["paths"]}
     if nodes["params"] is not None:
       params = {
         key: self._read_tree(f"prepared/params-{key}", described)
         for key, described in nodes["params"].items()
       }
-    return Prepared(params, learned, event["record"])
+    return params, learned, event["record"]
 
   def write_layer(
     self,
@@ -321,26 +287,26 @@ class RunFolder:
     layer: Any,
     record: Mapping[str, Any],
     *,
-    streams: Streams,
+    streams: Mapping[str, Sequence[jax.Array | np.ndarray]],
     clock: Mapping[str, Any],
   ) -> None:
     """Writes a finished layer durably, with the inputs of the next one.
 
-    `streams` enter the next layer and are empty after the last; `clock` has seconds and
-    peak bytes by stage so far.
+    `streams` are the hidden states `[sequences, T, d]` entering the next layer, in
+    chunks by name, and empty after the last; `clock` has seconds and peak bytes by
+    stage so far.
     """
     if self._journal is None:
       return
-    index = len(self.finished)
-    before = self.finished[-1]["streams"] if self.finished else {}
-    checksums = {}
-    for stream, chunks in streams.items():
-      file = f"streams/{index + 1}-{stream}.safetensors"
-      arrays = {f"{part:06d}": chunk for part, chunk in enumerate(chunks)}
-      with _explain_full_disk(self.path):
-        checksums[file] = write_arrays(self.path / file, arrays)
+    before = self.finished
+    checksums: dict[str, str] = {}
     files: dict[str, str] = {}
-    nodes = self._write_tree(f"layers/{name}", layer, files)
+    with _explain_full_disk(self.path):
+      for stream, chunks in streams.items():
+        file = f"streams/{len(before) + 1}-{stream}.safetensors"
+        arrays = {f"{part:06d}": chunk for part, chunk in enumerate(chunks)}
+        checksums[file] = atomic_io.write_arrays(self.path / file, arrays)
+      nodes = self._write_tree(f"layers/{name}", layer, files)
     self.journal(
       "layer",
       name=name,
@@ -350,7 +316,7 @@ class RunFolder:
       record=record,
       clock=dict(clock),
     )
-    for file in before:
+    for file in before[-1]["streams"] if before else ():
       (self.path / file).unlink()
 
   def write_tuning(
@@ -362,7 +328,7 @@ class RunFolder:
     before = self.event("tuned")
     file = f"tuning/{len(losses)}.safetensors"
     with _explain_full_disk(self.path):
-      digest = write_arrays(self.path / file, arrays)
+      digest = atomic_io.write_arrays(self.path / file, arrays)
     self.journal("tuned", files={file: digest}, loss=losses[-1])
     for old in before["files"] if before else ():
       (self.path / old).unlink()
@@ -374,9 +340,9 @@ class RunFolder:
       return None
     [file] = event["files"]
     losses = [one["loss"] for one in self.events if one["event"] == "tuned"]
-    return Tuning(read_arrays(self.path / file), losses)
+    return Tuning(atomic_io.read_arrays(self.path / file), losses)
 
-  def read_layer(self, event: Mapping[str, Any]) -> dict[str, Any]:
+  def read_layer(self, event: Event) -> dict[str, Any]:
     """Reads the params of a finished layer, bit for bit."""
     return self._read_tree(f"layers/{event['name']}", event["nodes"])
 
@@ -385,16 +351,16 @@ class RunFolder:
   ) -> dict[str, list[jax.Array]]:
     """Reads the hidden states entering the next layer, by stream, in chunks.
 
-    `place` makes a device array of a chunk, with a buffer of its own.
+    `place` makes a device array of a chunk, with a buffer of its own, because stream
+    buffers are donated and numpy's must not be.
     """
     streams = {}
     for file in self.finished[-1]["streams"]:
-      arrays = read_arrays(self.path / file)
+      arrays = atomic_io.read_arrays(self.path / file)
       rows = np.concatenate([arrays[part] for part in sorted(arrays)])
-      parts = [rows[first : first + chunk] for first in range(0, len(rows), chunk)]
+      starts = range(0, len(rows), chunk)
       name = pathlib.Path(file).stem.partition("-")[2]
-      # Copy because stream buffers are donated and numpy's must not be.
-      streams[name] = [place(part) for part in parts]
+      streams[name] = [place(rows[first : first + chunk]) for first in starts]
     return streams
 
 

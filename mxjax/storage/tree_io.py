@@ -1,9 +1,7 @@
 """The on-disk format of a params tree: named arrays and a JSON description.
 
-A params tree is nested dicts whose nodes are arrays or typed leaves. `pack` returns its
-arrays by path and the type and static fields of every node as JSON; `unpack` is the
-inverse. `write_tree` and `read_tree` keep the arrays in a safetensors file;
-checkpoints, run folders and exports differ only in where the two parts go.
+A params tree is nested dicts whose nodes are arrays or typed leaves. Checkpoints, run
+folders and exports differ only in where the arrays and the description go.
 """
 
 import dataclasses
@@ -49,14 +47,7 @@ def walk(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     yield from walk(value, f"{path}/{key}" if path else key)
 
 
-def _fields(cls: type) -> tuple[list[str], list[str]]:
-  """Lists the array fields and the static fields of a typed node."""
-  fields = dataclasses.fields(cls)
-  static = [field.name for field in fields if field.metadata.get("static")]
-  return [field.name for field in fields if field.name not in static], static
-
-
-def describe(node: Any, path: str, arrays: dict[str, Any]) -> dict[str, Any]:
+def _describe(node: Any, path: str, arrays: dict[str, Any]) -> dict[str, Any]:
   """Describes a node for the manifest and adds its arrays to `arrays` by path."""
   if node is None:
     return {"type": "none"}
@@ -77,23 +68,20 @@ def describe(node: Any, path: str, arrays: dict[str, Any]) -> dict[str, Any]:
       f"save_checkpoint: {path} is a {name}, expected an array or one of "
       f"{', '.join(sorted(TYPES))}; convert it to one of these."
     )
-  children, static = _fields(type(node))
-  values = {field: getattr(node, field) for field in static}
-  return {
-    "type": name,
-    "static": {
-      key: dataclasses.asdict(value) if isinstance(value, mxfp4.Rules) else value
-      for key, value in values.items()
-    },
-    "children": {
-      field: describe(getattr(node, field), f"{path}/{field}", arrays)
-      for field in children
-    },
-  }
+  static, children = {}, {}
+  for field in dataclasses.fields(node):
+    key, value = field.name, getattr(node, field.name)
+    if not field.metadata.get("static"):
+      children[key] = _describe(value, f"{path}/{key}", arrays)
+    elif isinstance(value, mxfp4.Rules):
+      static[key] = dataclasses.asdict(value)
+    else:
+      static[key] = value
+  return {"type": name, "static": static, "children": children}
 
 
-def rebuild(entry: dict[str, Any], path: str, arrays: Mapping[str, Any]) -> Any:
-  """Rebuilds a node; the inverse of `describe`."""
+def _rebuild(entry: dict[str, Any], path: str, arrays: Mapping[str, Any]) -> Any:
+  """Rebuilds a node; the inverse of `_describe`."""
   kind = entry["type"]
   if kind == "none":
     return None
@@ -110,14 +98,14 @@ def rebuild(entry: dict[str, Any], path: str, arrays: Mapping[str, Any]) -> Any:
   if "rules" in static:
     static["rules"] = mxfp4.Rules(**static["rules"])
   children = {
-    field: rebuild(child, f"{path}/{field}", arrays)
+    field: _rebuild(child, f"{path}/{field}", arrays)
     for field, child in entry["children"].items()
   }
   return TYPES[kind](**children, **static)
 
 
 Description = dict[str, Any]
-"""JSON of all nodes of a tree by path, from `describe`."""
+"""JSON of all nodes of a tree by path: type, static fields and children of each."""
 
 
 def pack(tree: Any) -> tuple[Description, dict[str, Any]]:
@@ -127,7 +115,7 @@ def pack(tree: Any) -> tuple[Description, dict[str, Any]]:
     TypeError: The format has no place for a key or a leaf.
   """
   arrays: dict[str, Any] = {}
-  nodes = {path: describe(node, path, arrays) for path, node in walk(tree)}
+  nodes = {path: _describe(node, path, arrays) for path, node in walk(tree)}
   # Tuples become lists, as when read from a JSON file.
   return json.loads(json.dumps(nodes)), arrays
 
@@ -139,14 +127,11 @@ def unpack(nodes: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any
     KeyError: An array is absent.
     ValueError: This version does not know a type.
   """
-  return nested({path: rebuild(node, path, arrays) for path, node in nodes.items()})
+  return nested({path: _rebuild(node, path, arrays) for path, node in nodes.items()})
 
 
 def write_tree(path: pathlib.Path, tree: Any) -> tuple[str, Description]:
-  """Durably writes a tree's arrays to a safetensors file.
-
-  Returns the SHA-256 of the file, hex, and the description.
-  """
+  """Durably writes a tree's arrays to a file; returns its SHA-256 and the nodes."""
   nodes, arrays = pack(tree)
   return write_arrays(path, arrays), nodes
 
@@ -205,10 +190,14 @@ def changed_arrays(entries: Mapping[str, Any], arrays: Mapping[str, Any]) -> lis
   ]
 
 
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+  """Returns the leaves of any pytree by slash-separated path."""
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
 def flatten(tree: Any) -> dict[str, np.ndarray]:
   """Flattens any pytree to host arrays by slash-separated path."""
-  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {
-    jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-    for path, leaf in leaves
-  }
+  return {path: np.asarray(leaf) for path, leaf in leaves_by_path(tree).items()}

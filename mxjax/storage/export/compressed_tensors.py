@@ -2,11 +2,9 @@
 
 A quantized linear `p` becomes `p.weight_packed`, uint8 `[out, in/2]` with the even
 column in the low nibble, and `p.weight_scale`, uint8 E8M0 bytes `[out, in/32]`: the
-unchanged bytes of an `MXTensor`, including signed zeros. Everything else keeps its
-dtype.
-
-The format has no rule for activations: a runtime uses its own, so a model measured here
-under the floor rule computes other codes there.
+unchanged bytes of an `MXTensor`. Everything else keeps its dtype. The format has no
+rule for activations: a runtime uses its own and computes other codes than the floor
+rule here.
 """
 
 import os
@@ -19,14 +17,7 @@ import jax
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models.loading.weights import tensor_name
 from mxjax.numerics import mxfp4
-from mxjax.storage.export import features
-from mxjax.storage.export.folder import (
-  SHARD_BYTES,
-  Companions,
-  Source,
-  hf_values,
-  write_folder,
-)
+from mxjax.storage.export import features, folder
 
 FORMAT = "mxfp4-pack-quantized"
 METHOD = "compressed-tensors"
@@ -40,32 +31,27 @@ _TRANSFORMS_MEND = (
 )
 
 
-def _module(path: features.LeafPath) -> str:
-  """Names the module of a weight, such as `model.layers.0.mlp.up_proj`."""
-  return tensor_name(path).removesuffix(".weight")
-
-
 def _linears(params: Mapping[str, Any]) -> dict[str, Any]:
-  """Maps module names to the weights of all linears, quantized or not."""
+  """Maps modules, as `model.layers.0.mlp.up_proj`, to weights of all linears."""
   return {
-    _module(path): node
+    tensor_name(path).removesuffix(".weight"): node
     for path, node in features.nodes(params)
     if path[-1] == "weight" and (path[-2].endswith("_proj") or path[0] == "lm_head")
   }
 
 
+def _hadamard_size(leaf: QuantizedLinear) -> int | None:
+  return None if leaf.input_map is None else leaf.input_map.hadamard_size
+
+
 def _check_fused(linears: Mapping[str, Any]) -> None:
   def kind(leaf: Any) -> Any:
-    if not isinstance(leaf, QuantizedLinear):
-      return None
-    size = None if leaf.input_map is None else leaf.input_map.hadamard_size
-    return size, not leaf.rounding.is_legal
+    if isinstance(leaf, QuantizedLinear):
+      return _hadamard_size(leaf), not leaf.rounding.is_legal
+    return None
 
-  for module in linears:
-    block, _, name = module.rpartition(".")
+  for block in dict.fromkeys(module.rpartition(".")[0] for module in linears):
     for group in FUSED:
-      if name != group[0]:
-        continue
       kinds = {part: kind(linears.get(f"{block}.{part}")) for part in group}
       if len(set(kinds.values())) > 1:
         raise ValueError(
@@ -87,11 +73,7 @@ def _arguments(*, dynamic: bool) -> dict[str, Any]:
 
 
 def quantization_config(linears: Mapping[str, Any]) -> dict[str, Any]:
-  """Builds the JSON-ready `quantization_config` from weights by module name.
-
-  Raises:
-    ValueError: Nothing is quantized, or only some activations are rounded.
-  """
+  """Builds the JSON-ready `quantization_config` from weights by module name."""
   quantized = {k: v for k, v in linears.items() if isinstance(v, QuantizedLinear)}
   if not quantized:
     raise ValueError(
@@ -115,9 +97,7 @@ def quantization_config(linears: Mapping[str, Any]) -> dict[str, Any]:
         "targets": ["Linear"],
         "format": FORMAT,
         "weights": _arguments(dynamic=False),
-        "input_activations": None
-        if weight_only == {True}
-        else _arguments(dynamic=True),
+        "input_activations": None if weight_only.pop() else _arguments(dynamic=True),
         "output_activations": None,
       }
     },
@@ -131,10 +111,10 @@ def quantization_config(linears: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _transform_config(quantized: Mapping[str, QuantizedLinear]) -> dict[str, Any]:
-  """Builds one group for each Hadamard size; empty without Hadamards."""
+  """Builds one group for each Hadamard size."""
   by_size: dict[int, list[str]] = {}
   for module, leaf in quantized.items():
-    if leaf.input_map is not None and (size := leaf.input_map.hadamard_size):
+    if size := _hadamard_size(leaf):
       by_size.setdefault(size, []).append(module)
   groups = {
     f"hadamard_{size}": {
@@ -153,24 +133,6 @@ def _transform_config(quantized: Mapping[str, QuantizedLinear]) -> dict[str, Any
   return {"config_groups": groups} if groups else {}
 
 
-def cannot_hold(
-  params: Mapping[str, Any], *, transforms: bool = False
-) -> dict[str, list[str]]:
-  """Lists the features of a model that the format cannot hold, with their paths."""
-  present = features.features_of(params)
-  if not transforms or "maps" not in present:
-    return present
-  shared = {
-    ".".join(path)
-    for path, node in features.nodes(params)
-    if isinstance(node, QuantizedLinear)
-    and node.input_map is not None
-    and node.input_map.hadamard_size is not None
-  }
-  maps = [path for path in present.pop("maps") if path not in shared]
-  return {"maps": maps, **present} if maps else present
-
-
 def check(params: Mapping[str, Any], *, transforms: bool = False) -> None:
   """Rejects a model that the format cannot hold.
 
@@ -178,8 +140,13 @@ def check(params: Mapping[str, Any], *, transforms: bool = False) -> None:
     ValueError: It has features that the format lacks, all of them named, or linears
       that runtimes fuse are not quantized alike.
   """
-  mends = {} if transforms else {"maps": _TRANSFORMS_MEND}
-  features.refuse(METHOD, cannot_hold(params, transforms=transforms), mends)
+  lacking, mends = features.features_of(params), {"maps": _TRANSFORMS_MEND}
+  if transforms and (maps := lacking.pop("maps", None)):
+    leaves = {".".join(path): node for path, node in features.nodes(params)}
+    mends = {}
+    if others := [path for path in maps if _hadamard_size(leaves[path]) is None]:
+      lacking = {"maps": others, **lacking}
+  features.refuse(METHOD, lacking, mends)
   _check_fused(_linears(params))
 
 
@@ -204,11 +171,11 @@ def to_tensors(params: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 def write_compressed_tensors(
   out: str | os.PathLike[str],
-  source: Source,
-  companions: Companions | None = None,
+  source: folder.Source,
+  companions: folder.Companions = folder.NO_COMPANIONS,
   *,
   transforms: bool = False,
-  shard_bytes: int = SHARD_BYTES,
+  shard_bytes: int = folder.SHARD_BYTES,
 ) -> pathlib.Path:
   """Writes a folder that compressed-tensors decompresses to our decoded weights.
 
@@ -222,22 +189,20 @@ def write_compressed_tensors(
     ValueError: The format cannot hold features of the model; all are named.
   """
   check(source.params, transforms=transforms)
-  linears = _linears(source.params)
-  scheme = quantization_config(linears)
+  scheme = quantization_config(_linears(source.params))
   rounds_inputs = scheme["config_groups"]["group_0"]["input_activations"] is not None
   hadamards = scheme.get("transform_config", {}).get("config_groups", {})
-  values = hf_values(source, companions or Companions())
-  return write_folder(
+  values = folder.hf_values(source, companions)
+  tensors = to_tensors(source.params)
+  return folder.write_folder(
     out,
     METHOD,
     source,
     companions,
-    to_tensors(source.params),
+    tensors,
     json_files={"config.json": values | {"quantization_config": scheme}},
     details={
-      "quantized_linears": sum(
-        isinstance(leaf, QuantizedLinear) for leaf in linears.values()
-      ),
+      "quantized_linears": sum(name.endswith("_packed") for name in tensors),
       "activations": "MXFP4 by the runtime's own rule, or none where it has no W4A4 "
       "kernel"
       if rounds_inputs

@@ -3,11 +3,10 @@ r"""A plain Hugging Face folder whose linears hold the effective weight.
 .. math::
   W_{\mathrm{eff}} = \operatorname{decode}(\tilde W)\, T
 
-Any loader reads it, at the speed of the float model. Activations are not rounded, so it
-is weight-only quantization: its perplexity is not that of the strict W4A4 model, and
-one-code tables and clipping, which act on activations, do not apply. Recoveries are
-linear in the outputs they correct and are folded into rows and biases, if the family's
-config has such biases.
+Any loader reads it, at the speed of the float model. Activations are not rounded: this
+is weight-only quantization, whose perplexity is not that of the strict W4A4 model, and
+one-code tables and clipping do not apply. Recoveries are linear in the outputs they
+correct and are folded into rows and biases, if the family's config has such biases.
 """
 
 import dataclasses
@@ -26,14 +25,7 @@ from mxjax.models.loading.weights import tensor_name
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
-from mxjax.storage.export import features
-from mxjax.storage.export.folder import (
-  SHARD_BYTES,
-  Companions,
-  Source,
-  hf_values,
-  write_folder,
-)
+from mxjax.storage.export import features, folder
 
 FORMAT = "dequant"
 
@@ -51,11 +43,7 @@ def cannot_hold(params: Mapping[str, Any], config: ModelConfig) -> dict[str, lis
 
 
 def check(params: Mapping[str, Any], config: ModelConfig) -> None:
-  """Rejects a model that the format cannot hold.
-
-  Raises:
-    ValueError: A recovery needs a bias that the family lacks.
-  """
+  """Raises a ValueError if a recovery needs a bias that the family lacks."""
   place = f"{FORMAT} of the family {config.family}"
   features.refuse(place, cannot_hold(params, config))
 
@@ -81,68 +69,45 @@ def _scale_linear(linear: dict[str, Any], scale: jax.Array, offset: jax.Array) -
 def _fold_values(block: dict[str, Any], recovery: ValueRecovery) -> None:
   linear = block["v_proj"]
   repeat = linear["weight"].shape[0] // recovery.scale.shape[0]
-  _scale_linear(
-    linear, jnp.repeat(recovery.scale, repeat), jnp.repeat(recovery.offset, repeat)
-  )
+  each_row = lambda of_heads: jnp.repeat(of_heads, repeat)
+  _scale_linear(linear, each_row(recovery.scale), each_row(recovery.offset))
 
 
 def _fold_mlp(block: dict[str, Any], recovery: MlpRecovery) -> None:
+  wide = {key: value.astype(jnp.float64) for key, value in vars(recovery).items()}
   one, none = jnp.float64(1), jnp.zeros((), jnp.float64)
-  wide = lambda scalar: scalar.astype(jnp.float64)
-  shift = wide(recovery.gate_shift) * wide(recovery.gate_deviation)
-  _scale_linear(block["gate_proj"], one + wide(recovery.gate_scale), shift)
-  _scale_linear(block["up_proj"], one + wide(recovery.up_scale), none)
+  shift = wide["gate_shift"] * wide["gate_deviation"]
+  _scale_linear(block["gate_proj"], one + wide["gate_scale"], shift)
+  _scale_linear(block["up_proj"], one + wide["up_scale"], none)
 
 
-def _fold_layer(layer: Mapping[str, Any], biased: Mapping[str, bool]) -> dict[str, Any]:
-  """Converts a layer's linears to float64 and folds recovery into them.
-
-  `biased` says, by block, whether all linears of the block shall have a bias.
-  """
-  folds = {"value_recovery": _fold_values, "mlp_recovery": _fold_mlp}
-  result = dict(layer)
-  for name, add_bias in biased.items():
-    block = {key: node for key, node in layer[name].items() if key not in folds}
-    linears = [part for part in block if part.endswith("_proj")]
-    for part in linears:
-      block[part] = {key: _wide(leaf) for key, leaf in block[part].items()}
-    for key, fold in folds.items():
-      if (recovery := layer[name].get(key)) is not None:
-        fold(block, recovery)
-    for part in linears if add_bias else ():
-      rows = block[part]["weight"].shape[0]
-      block[part].setdefault("bias", jnp.zeros(rows, jnp.float64))
-    result[name] = block
-  return result
+_FOLDS = {"value_recovery": _fold_values, "mlp_recovery": _fold_mlp}
 
 
-def _round_linears(
-  layer: Mapping[str, Any], biased: Mapping[str, bool], dtype: jax.typing.DTypeLike
+def _effective_block(
+  block: Mapping[str, Any], add_bias: bool, dtype: jax.typing.DTypeLike
 ) -> tuple[dict[str, Any], float]:
-  """Casts the folded layer to `dtype` and returns the largest relative error."""
-  result, largest = dict(layer), 0.0
-  for name in biased:
-    result[name] = dict(layer[name])
-    for part, linear in layer[name].items():
-      if not part.endswith("_proj"):
-        continue
-      rounded = {key: array.astype(dtype) for key, array in linear.items()}
-      result[name][part] = rounded
-      error = rounded["weight"].astype(jnp.float64) - linear["weight"]
-      norm = float(jnp.linalg.norm(linear["weight"]))
-      largest = max(largest, float(jnp.linalg.norm(error)) / norm if norm else 0.0)
+  """Folds maps, gains and recovery into the linears and casts them to `dtype`.
+
+  With `add_bias` all linears get a bias. Also returns their largest relative error.
+  """
+  result = {key: node for key, node in block.items() if key not in _FOLDS}
+  linears = [part for part in result if part.endswith("_proj")]
+  for part in linears:
+    result[part] = {key: _wide(leaf) for key, leaf in block[part].items()}
+  for key, fold in _FOLDS.items():
+    if (recovery := block.get(key)) is not None:
+      fold(result, recovery)
+  largest = 0.0
+  for part in linears:
+    wide = result[part]
+    if add_bias:
+      wide.setdefault("bias", jnp.zeros(wide["weight"].shape[0], jnp.float64))
+    result[part] = {key: array.astype(dtype) for key, array in wide.items()}
+    error = result[part]["weight"].astype(jnp.float64) - wide["weight"]
+    norm = float(jnp.linalg.norm(wide["weight"]))
+    largest = max(largest, float(jnp.linalg.norm(error)) / norm if norm else 0.0)
   return result, largest
-
-
-def _add_biases(params: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
-  """Adds the biases that recoveries need to the config."""
-  present = features.features_of(params)
-  needs_bias = "value-recovery" in present and not config.qkv_bias
-  return dataclasses.replace(
-    config,
-    attention_bias=config.attention_bias or needs_bias,
-    mlp_bias=config.mlp_bias or "mlp-recovery" in present,
-  )
 
 
 def effective_params(
@@ -152,33 +117,42 @@ def effective_params(
 ) -> tuple[dict[str, Any], ModelConfig, float]:
   """Converts quantized weights to a float model without maps, tables and recovery.
 
-  New weights and biases have `dtype`. Returns float params, their config with any added
-  biases, and the largest relative Frobenius error of a linear from rounding to `dtype`.
+  New weights and biases have `dtype`. Returns float params, their config with the
+  biases that recoveries need, and the largest relative Frobenius error of a linear from
+  rounding to `dtype`.
   """
-  new_config = _add_biases(params, config)
+  present = features.features_of(params)
+  values_need_bias = "value-recovery" in present and not config.qkv_bias
+  new_config = dataclasses.replace(
+    config,
+    attention_bias=config.attention_bias or values_need_bias,
+    mlp_bias=config.mlp_bias or "mlp-recovery" in present,
+  )
   biased = {"self_attn": new_config.attention_bias, "mlp": new_config.mlp_bias}
   result: dict[str, Any] = {}
   largest = 0.0
   for key, value in params.items():
-    if key.startswith("layers_"):
-      with precision.float64_scope():
-        result[key], error = _round_linears(_fold_layer(value, biased), biased, dtype)
-      largest = max(largest, error)
-    else:
+    if not key.startswith("layers_"):
       result[key] = {
         name: mxfp4.decode(leaf) if isinstance(leaf, mxfp4.MXTensor) else leaf
         for name, leaf in value.items()
       }
+      continue
+    result[key] = dict(value)
+    for name, add_bias in biased.items():
+      with precision.float64_scope():
+        result[key][name], error = _effective_block(value[name], add_bias, dtype)
+      largest = max(largest, error)
   return result, new_config, largest
 
 
 def write_dequant(
   out: str | os.PathLike[str],
-  source: Source,
-  companions: Companions | None = None,
+  source: folder.Source,
+  companions: folder.Companions = folder.NO_COMPANIONS,
   *,
   dtype: jax.typing.DTypeLike = jnp.bfloat16,
-  shard_bytes: int = SHARD_BYTES,
+  shard_bytes: int = folder.SHARD_BYTES,
 ) -> pathlib.Path:
   """Writes a folder that any Hugging Face loader reads; see `write_folder`.
 
@@ -193,9 +167,9 @@ def write_dequant(
   present = features.features_of(source.params)
   params, config, error = effective_params(source.params, source.config, dtype)
   plain = dataclasses.replace(source, params=params, config=config)
-  values = hf_values(plain, companions or Companions())
+  values = folder.hf_values(plain, companions)
   foldable = ("maps", "gains", "value-recovery", "mlp-recovery")
-  return write_folder(
+  return folder.write_folder(
     out,
     FORMAT,
     plain,

@@ -18,7 +18,7 @@ from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping.input_maps import InputMap
 from mxjax.pallas_kernels.mxfp4_encode import encode
-from mxjax.storage.tree_io import walk
+from mxjax.storage.tree_io import nested, walk
 
 FEATURES = ChainMap(
   {
@@ -43,40 +43,34 @@ def nodes(params: Mapping[str, Any]) -> Iterator[tuple[LeafPath, Any]]:
     yield tuple(path.split("/")), node
 
 
-def _of_linear(leaf: QuantizedLinear) -> Iterator[str]:
-  if leaf.input_map is not None:
-    yield "maps"
-  if leaf.rounding.feature is not None:
-    yield leaf.rounding.feature[0]
-  if leaf.gain is not None:
-    yield "gains"
-  if leaf.rules.scale_rule == "mx43":
-    yield "rules"
+def _features(node: Any) -> Iterator[str]:
+  match node:
+    case ValueRecovery():
+      yield "value-recovery"
+    case MlpRecovery():
+      yield "mlp-recovery"
+    case QuantizedLinear():
+      if node.input_map is not None:
+        yield "maps"
+      if node.rounding.feature is not None:
+        yield node.rounding.feature[0]
+      if node.gain is not None:
+        yield "gains"
+      if node.rules.scale_rule == "mx43":
+        yield "rules"
 
 
 def features_of(params: Mapping[str, Any]) -> dict[str, list[str]]:
   """Lists the features of quantized params with the dotted paths that have them."""
   paths_of: dict[str, list[str]] = {}
   for path, node in nodes(params):
-    names: Iterator[str] = iter(())
-    match node:
-      case QuantizedLinear():
-        names = _of_linear(node)
-      case ValueRecovery():
-        names = iter(("value-recovery",))
-      case MlpRecovery():
-        names = iter(("mlp-recovery",))
-    for name in names:
+    for name in _features(node):
       paths_of.setdefault(name, []).append(".".join(path))
   return paths_of
 
 
 def parse(text: str | None) -> tuple[str, ...]:
-  """Parses a comma-separated list of features; groups expand to their members.
-
-  Raises:
-    ValueError: A name is unknown.
-  """
+  """Parses a comma-separated list of features; groups expand to their members."""
   names = [name.strip() for name in (text or "").split(",") if name.strip()]
   members = [one for name in names for one in GROUPS.get(name, (name,))]
   if unknown := [name for name in members if name not in FEATURES]:
@@ -92,13 +86,9 @@ def refuse(
   features: Mapping[str, Collection[str]],
   mends: Mapping[str, str] | None = None,
 ) -> None:
-  """Rejects a model with features that a format cannot hold.
+  """Raises a ValueError that names all features that the format `form` cannot hold.
 
-  `form` names the format, `features` has paths by feature, and `mends` may offer an
-  alternative to dropping a feature.
-
-  Raises:
-    ValueError: There is such a feature; the message names all.
+  `features` has paths by feature; `mends` may offer an alternative to dropping one.
   """
   if not features:
     return
@@ -129,10 +119,7 @@ def _effective(
 
 
 def effective_weight(leaf: QuantizedLinear) -> jax.Array:
-  r"""Computes the weight that acts on unrounded native inputs like map and codes.
-
-  .. math::
-    y = (x T^\top) \tilde W^\top = x (\tilde W T)^\top
+  """Computes W~ T, which acts on unrounded native inputs like map and codes.
 
   It is float64 `[out_features, in_features]` and contains the gain, if there is one.
   """
@@ -142,27 +129,21 @@ def effective_weight(leaf: QuantizedLinear) -> jax.Array:
 
 
 def _without(leaf: QuantizedLinear, names: Collection[str]) -> QuantizedLinear:
-  rounding = leaf.rounding
+  rounding, rules, weight = leaf.rounding, leaf.rules, leaf.weight
   if rounding.feature is not None and rounding.feature[0] in names:
     rounding = Nearest()
-  gain = None if "gains" in names else leaf.gain
-  new = dataclasses.replace(leaf, rounding=rounding, gain=gain)
-  unmap = "maps" in names and leaf.input_map is not None
-  rules = leaf.rules
   if "rules" in names and rules.scale_rule == "mx43":
     rules = mxfp4.PAPER_RULES
-  if not unmap and rules == leaf.rules:
-    return new
-  # The gain stays separate and is not encoded with the weight.
-  plain = dataclasses.replace(
-    leaf, gain=None, input_map=leaf.input_map if unmap else None
-  )
-  native = effective_weight(plain).astype(jnp.float32)
+  input_map = None if "maps" in names else leaf.input_map
+  is_unmapped = input_map is not leaf.input_map
+  if is_unmapped or rules != leaf.rules:
+    # The gain stays separate and is not encoded with the weight.
+    mapped = leaf.input_map if is_unmapped else None
+    native = effective_weight(dataclasses.replace(leaf, gain=None, input_map=mapped))
+    weight = encode(native.astype(jnp.float32), rules)
+  gain = None if "gains" in names else leaf.gain
   return dataclasses.replace(
-    new,
-    weight=encode(native, rules),
-    input_map=None if unmap else leaf.input_map,
-    rules=rules,
+    leaf, weight=weight, input_map=input_map, rounding=rounding, gain=gain, rules=rules
   )
 
 
@@ -184,21 +165,10 @@ def drop(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
       f"export: {', '.join(staying)} is measured in the coordinates of the maps, so "
       f"maps cannot be dropped alone; drop {','.join(['maps', *staying])} together."
     )
-  return _drop(params, names)
-
-
-def _drop(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-  result: dict[str, Any] = {}
-  for key, node in params.items():
-    match node:
-      case Mapping():
-        result[key] = _drop(node, names)
-      case QuantizedLinear():
-        result[key] = _without(node, names)
-      case ValueRecovery() if "value-recovery" in names:
-        pass
-      case MlpRecovery() if "mlp-recovery" in names:
-        pass
-      case _:
-        result[key] = node
-  return result
+  kept: dict[str, Any] = {}
+  for path, node in walk(params):
+    if isinstance(node, QuantizedLinear):
+      kept[path] = _without(node, names)
+    elif not set(_features(node)) & set(names):
+      kept[path] = node
+  return nested(kept)

@@ -42,11 +42,10 @@ COMPANIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """A quantized model and its provenance.
+  """A quantized model and its provenance, JSON-ready for the manifest.
 
-  `facts` are JSON-ready provenance for the manifest: digest of the checkpoint,
-  contract, program, calibration. `record` is JSON-ready: what was left out, and what
-  was measured before writing.
+  `facts` are digest of the checkpoint, contract, program and calibration; `record` says
+  what was left out, and what was measured before writing.
   """
 
   params: Mapping[str, Any]
@@ -65,6 +64,9 @@ class Companions:
 
   tokenizer: pathlib.Path | None = None
   model: pathlib.Path | None = None
+
+
+NO_COMPANIONS = Companions()
 
 
 def hf_values(source: Source, companions: Companions) -> dict[str, Any]:
@@ -93,31 +95,32 @@ def hf_values(source: Source, companions: Companions) -> dict[str, Any]:
   return values
 
 
-def write_tensors(
+def _write_tensors(
   folder: pathlib.Path,
   tensors: Mapping[str, jax.Array | np.ndarray],
-  *,
-  shard_bytes: int = SHARD_BYTES,
+  shard_bytes: int,
 ) -> None:
-  """Writes safetensors, with an index for several shards, and reads them back.
-
-  Raises:
-    OSError: The files read back differently.
-  """
+  """Writes safetensors, with an index for several shards, and reads them back."""
   shards = _shards(tensors, shard_bytes)
   places: dict[str, str] = {}
   for number, names in enumerate(shards, 1):
     name = weights.SINGLE_FILE
     if len(shards) > 1:
       name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-    arrays = {key: tensors[key] for key in names}
-    write_arrays(folder / name, arrays, {"format": "pt"})
+    write_arrays(folder / name, {k: tensors[k] for k in names}, {"format": "pt"})
     places |= dict.fromkeys(names, name)
   if len(shards) > 1:
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     write_json(folder / weights.INDEX_FILE, index)
-  _check_written(folder, tensors, places)
+  files = {name: weights.open_tensors(folder / name) for name in set(places.values())}
+  for key, name in places.items():
+    read, expected = files[name].get_tensor(key), np.asarray(tensors[key])
+    if read.dtype != expected.dtype or read.tobytes() != expected.tobytes():
+      raise OSError(
+        f"export: {key} in {folder / name} does not read back as it was written; "
+        "check the disk and export again."
+      )
 
 
 def _shards(tensors: Mapping[str, Any], shard_bytes: int) -> list[list[str]]:
@@ -134,12 +137,7 @@ def _shards(tensors: Mapping[str, Any], shard_bytes: int) -> list[list[str]]:
 
 
 def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
-  """Reads all tensors of a folder, single or sharded, in their stored dtypes.
-
-  Raises:
-    FileNotFoundError: A file is absent.
-    ValueError: A shard is not a safetensors file, or lacks tensors of the index.
-  """
+  """Reads all tensors of a folder, single or sharded, in their stored dtypes."""
   tensors: dict[str, jax.Array] = {}
   for path in weights.weight_files(folder):
     file = weights.open_tensors(path)
@@ -156,24 +154,11 @@ def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
   return tensors
 
 
-def _check_written(
-  folder: pathlib.Path, tensors: Mapping[str, Any], places: Mapping[str, str]
-) -> None:
-  files = {name: weights.open_tensors(folder / name) for name in set(places.values())}
-  for key, name in places.items():
-    read, expected = files[name].get_tensor(key), np.asarray(tensors[key])
-    if read.dtype != expected.dtype or read.tobytes() != expected.tobytes():
-      raise OSError(
-        f"export: {key} in {folder / name} does not read back as it was written; "
-        "check the disk and export again."
-      )
-
-
 def write_folder(
   out: str | os.PathLike[str],
   form: str,
   source: Source,
-  companions: Companions | None,
+  companions: Companions,
   tensors: Mapping[str, jax.Array | np.ndarray],
   *,
   json_files: Mapping[str, Any],
@@ -182,19 +167,18 @@ def write_folder(
 ) -> pathlib.Path:
   """Writes a whole export; `out`, a new folder, appears only when it is complete.
 
-  `form` names the format, `tensors` is the content of the safetensors files,
-  `json_files` maps file names such as `config.json` to values, and `details` go into
-  `mxjax_export.json`. `source` has the config of the export.
+  `form` names the format, `source` has the config of the export, `json_files` maps file
+  names such as `config.json` to values, and `details` go into `mxjax_export.json`.
 
   Raises:
     FileExistsError: The folder is not empty.
     OSError: The tensors read back differently.
   """
   with staged(out) as folder:
-    write_tensors(folder, tensors, shard_bytes=shard_bytes)
+    _write_tensors(folder, tensors, shard_bytes)
     for name, values in json_files.items():
       write_json(folder / name, values)
-    write_companions(folder, source.config, companions or Companions())
+    _write_companions(folder, source.config, companions)
     manifest = {
       "format": form,
       "version": VERSION,
@@ -206,7 +190,7 @@ def write_folder(
   return pathlib.Path(out)
 
 
-def write_companions(
+def _write_companions(
   folder: pathlib.Path, config: ModelConfig, companions: Companions
 ) -> None:
   """Copies tokenizer files, generation config and chat template."""
@@ -214,17 +198,13 @@ def write_companions(
     for name in COMPANIONS:
       if (origin / name).is_file():
         shutil.copyfile(origin / name, folder / name)
-  _name_tokenizer_class(folder / "tokenizer_config.json")
+  file = folder / "tokenizer_config.json"
+  if file.is_file():
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    if "tokenizer_class" not in settings:
+      # AutoTokenizer would infer another from the model type.
+      write_json(file, {"tokenizer_class": "PreTrainedTokenizerFast", **settings})
   if not (folder / "generation_config.json").is_file():
     tokens = {"bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids)}
     known = {name: ids for name, ids in tokens.items() if ids not in (None, [])}
     write_json(folder / "generation_config.json", known)
-
-
-def _name_tokenizer_class(path: pathlib.Path) -> None:
-  """Names a tokenizer class, since AutoTokenizer infers another from the model type."""
-  if not path.is_file():
-    return
-  settings = json.loads(path.read_text(encoding="utf-8"))
-  if "tokenizer_class" not in settings:
-    write_json(path, {"tokenizer_class": "PreTrainedTokenizerFast", **settings})

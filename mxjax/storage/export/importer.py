@@ -1,6 +1,5 @@
 """Readers of other programs' MXFP4 checkpoints, for evaluation here."""
 
-import dataclasses
 import json
 import math
 import os
@@ -27,10 +26,7 @@ EXPERT_BLOCK_BYTES = 16
 
 
 class Imported(NamedTuple):
-  """A model read from another program's folder, with `QuantizedLinear` leaves.
-
-  `rounds_inputs` says whether its scheme rounds activations; here they follow our rule.
-  """
+  """A model of another program; `rounds_inputs` if its scheme rounds activations."""
 
   params: dict[str, Any]
   config: ModelConfig
@@ -54,11 +50,8 @@ def _check_scheme(place: str, scheme: Mapping[str, Any]) -> dict[str, Any]:
     "kv_cache_scheme": (scheme.get("kv_cache_scheme"), None),
     "output_activations": (group.get("output_activations"), None),
   }
-  wrong = [
-    f"{name} {got!r}, not {want!r}"
-    for name, (got, want) in expected.items()
-    if got != want
-  ]
+  checks = expected.items()
+  wrong = [f"{k} {got!r}, not {want!r}" for k, (got, want) in checks if got != want]
   if inputs := group.get("input_activations"):
     keys = ("num_bits", "type", "group_size", "dynamic")
     got = tuple(inputs.get(key) for key in keys)
@@ -122,13 +115,11 @@ def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
   maps = _read_maps(str(folder), scheme)
   leaves: dict[parameters.Path, Any] = {}
   tensors = read_tensors(folder)
-  for name in list(tensors):
-    if name.endswith(".weight_packed"):
-      module = name.removesuffix(".weight_packed")
-      tensor = _take_packed(str(folder), module, tensors)
-      leaves[params_path(f"{module}.weight")] = QuantizedLinear(
-        tensor, maps.get(module), rounding
-      )
+  packed = [name for name in tensors if name.endswith(".weight_packed")]
+  for module in (name.removesuffix(".weight_packed") for name in packed):
+    tensor = _take_packed(str(folder), module, tensors)
+    leaf = QuantizedLinear(tensor, maps.get(module), rounding)
+    leaves[params_path(f"{module}.weight")] = leaf
   leaves |= {params_path(name): tensor for name, tensor in tensors.items()}
   if config.tie_embeddings:
     leaves.pop(("lm_head", "weight"), None)
@@ -178,8 +169,7 @@ def _check_leaves(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Experts:
+class Experts(NamedTuple):
   """The experts of one gpt-oss layer; biases may be None.
 
   `gate` and `up` are the even and odd rows of the fused tensor, packed
@@ -217,21 +207,19 @@ def _expert_tensor(
 
 
 def read_gpt_oss_experts(folder: str | os.PathLike[str]) -> dict[str, Experts]:
-  """Reads the MXFP4 experts of a gpt-oss folder, bit for bit.
+  """Reads the MXFP4 experts of a gpt-oss folder, bit for bit, by layer.
 
   The folder holds safetensors, single or sharded. There is no gpt-oss model here: use
-  this to inspect the weights or to decode them with `mxfp4.decode`. Returns the experts
-  of each layer, by a name such as `model.layers.0.mlp.experts`.
+  this to inspect or decode weights. A name is such as `model.layers.0.mlp.experts`.
 
   Raises:
     FileNotFoundError: A file is absent.
     ValueError: There are none, or a tensor is missing, illegal or mis-shaped.
   """
   place, tensors = str(folder), read_tensors(pathlib.Path(folder))
-  suffixes = (".gate_up_proj_blocks", ".down_proj_blocks")
-  names = sorted(
-    {k.removesuffix(s) for k in tensors for s in suffixes if k.endswith(s)}
-  )
+  parts = (key.rpartition(".") for key in tensors)
+  blocks = ("gate_up_proj_blocks", "down_proj_blocks")
+  names = sorted({name for name, _, part in parts if part in blocks})
   if not names:
     raise ValueError(
       f"{place}: expected tensors like model.layers.0.mlp.experts.gate_up_proj_blocks, "

@@ -2,8 +2,7 @@
 
 `model.safetensors` (or shards with an index) holds every array of the params by its
 path, such as `layers_0/self_attn/q_proj/weight/weight/codes`; `mxjax_state.json` holds
-the type and static fields of each node, the model, and the contract. Nothing is left
-out, so no model is refused.
+the nodes' types and static fields, the model and the contract. No model is refused.
 """
 
 import json
@@ -12,6 +11,7 @@ import pathlib
 from typing import Any
 
 from mxjax.storage.export.folder import (
+  NO_COMPANIONS,
   SHARD_BYTES,
   Companions,
   Source,
@@ -28,7 +28,7 @@ STATE = "mxjax_state.json"
 def write_state(
   out: str | os.PathLike[str],
   source: Source,
-  companions: Companions | None = None,
+  companions: Companions = NO_COMPANIONS,
   *,
   shard_bytes: int = SHARD_BYTES,
 ) -> pathlib.Path:

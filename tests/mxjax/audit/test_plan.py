@@ -1,21 +1,20 @@
+"""Plans against the paper's tables, what runs store, and what XLA states."""
+
+import dataclasses
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import mxjax
-from mxjax import methods
 from mxjax.audit import plan, sizes
 from mxjax.calibration import streams
 from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.models import CausalLM, families
 from mxjax.numerics.realization import gptq
-from mxjax.running import pipeline
+from tests import tiny
+from tests.conftest import GOLDEN
 
-GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 CONFIGS = {
   name: families.from_hf_config(values)
   for name, values in json.loads((GOLDEN / "paper_configs.json").read_text()).items()
@@ -36,11 +35,9 @@ def test_the_papers_storage_table(row):
 
 
 def test_recovery_bytes_of_the_paper():
-  printed = {"Qwen3-8B": 2880, "Llama-3-8B": 2560, "Qwen3-32B": 5120}
-  for name, size in printed.items():
+  for name, size in {"Qwen3-8B": 2880, "Llama-3-8B": 2560, "Qwen3-32B": 5120}.items():
     planned = plan.plan(CONFIGS[name])
-    assert planned.auxiliary - planned.blocks * plan.BLOCK_BYTES == size
-  assert plan.BLOCK_BYTES == 10_304
+    assert planned.auxiliary - planned.blocks * 10_304 == size
 
 
 def test_all_seven_models_of_the_paper_can_be_planned():
@@ -57,14 +54,8 @@ def test_all_seven_models_of_the_paper_can_be_planned():
   assert billions == pytest.approx(expected, rel=3e-3)
 
 
-def test_the_packed_layout_is_what_a_run_stores(tiny_config):
-  model = CausalLM(tiny_config)
-  tokens = np.arange(64, dtype=np.int32).reshape(2, 32) % 61
-  params = model.init(jax.random.key(0), jnp.asarray(tokens))["params"]
-  result = pipeline.quantize_with_record(
-    params, mxjax.Calibration(model, tokens), methods.HIRES, check=False
-  )
-  planned, measured = plan.plan(tiny_config), sizes.size_report(result.params)
+def test_the_packed_layout_is_what_a_run_stores(tiny_config, tiny_hires):
+  planned, measured = plan.plan(tiny_config), sizes.size_report(tiny_hires.params)
   linears = measured["quantized_linears"]
   assert planned.codes == linears["codes"]
   assert planned.scales == linears["scales"]
@@ -80,8 +71,8 @@ def test_the_packed_layout_is_what_a_run_stores(tiny_config):
     "bfloat16 tables, int8 embeddings": {"embeddings": "int8"},
     "bfloat16 tables, MXFP4 embeddings": {"embeddings": "mxfp4"},
   }.items():
-    loaded = sizes.size_report(pack_for_inference(result.params, **options))["total"]
-    assert planned.loaded.pop(label) == loaded
+    packed = pack_for_inference(tiny_hires.params, **options)
+    assert planned.loaded.pop(label) == sizes.size_report(packed)["total"]
   assert not planned.loaded
 
 
@@ -97,8 +88,6 @@ def test_more_calibration_takes_more_memory_and_work_only():
 
 
 def test_a_width_that_no_block_divides_is_refused(tiny_config):
-  import dataclasses
-
   with pytest.raises(ValueError, match="multiple of 32, got 80"):
     plan.plan(dataclasses.replace(tiny_config, intermediate_size=80))
 
@@ -120,16 +109,14 @@ LENGTH, WIDTH, HIDDEN = 1024, 512, 1536
 @pytest.fixture
 def layer_run():
   """A model of one layer, shapes of its params, and what the plan counts of a run."""
-  config = families.from_hf_config(
-    {
-      "architectures": ["LlamaForCausalLM"],
-      "vocab_size": 64,
-      "hidden_size": WIDTH,
-      "intermediate_size": HIDDEN,
-      "num_hidden_layers": 1,
-      "num_attention_heads": 8,
-      "max_position_embeddings": LENGTH,
-    }
+  config = tiny.config(
+    hidden_size=WIDTH,
+    intermediate_size=HIDDEN,
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=WIDTH // 8,
+    max_positions=LENGTH,
   )
   model = CausalLM(config)
   shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))

@@ -1,68 +1,29 @@
+"""Audits: a sound checkpoint passes, and every kind of fault is one sentence."""
+
 import dataclasses
 import json
-import pathlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mxjax.audit import verify, verify_linears
-from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT
-from mxjax.numerics.realization import one_code
-from mxjax.numerics.realization.activation_quantizers import (
-  Clipped,
-  Nearest,
-  OneCode,
-  Unrounded,
-)
-from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
+from mxjax.numerics.realization.activation_quantizers import Clipped, Unrounded
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping import input_maps
-from mxjax.storage import checkpoint, checkpoint_manifest
+from mxjax.storage import checkpoint
+from tests.mxjax import quantized
+from tests.mxjax.quantized import at, replaced
 
-Q = ("layers_0", "self_attn", "q_proj", "weight")
-DOWN = ("layers_1", "mlp", "down_proj", "weight")
-
-
-def quantized(rng, weight, kind):
-  """Leaves as the methods make them: maps, tables and codes that belong together."""
-  rows, width = weight.shape
-  blocks = width // 32
-  weight = jnp.asarray(rng.standard_normal((rows, width)), jnp.float32)
-  if kind == "hadamard":
-    rotation = input_maps.Hadamard(32)
-    folded = rotation.fold(mxfp4.to_blocks(weight))
-    return QuantizedLinear(mxfp4.encode(mxfp4.from_blocks(folded)), rotation, Nearest())
-  tensor = mxfp4.encode(weight)
-  if kind == "rtn":
-    return QuantizedLinear(tensor, None, Nearest())
-  matrix = jnp.eye(32)[None] + 0.2 * jnp.asarray(
-    rng.standard_normal((blocks, 32, 32)), jnp.float32
-  )
-  decoded = mxfp4.to_blocks(mxfp4.decode(tensor, jnp.float32))
-  gram, cross = one_code.tables(mxfp4.to_blocks(weight), decoded)
-  rounding = OneCode(one_code.pack_symmetric(gram), cross)
-  return QuantizedLinear(tensor, input_maps.BlockDense(matrix), rounding)
+Q = "layers_0/self_attn/q_proj/weight"
+DOWN = "layers_1/mlp/down_proj/weight"
 
 
 @pytest.fixture(scope="module")
-def params(tiny_model):
-  rng = np.random.default_rng(0)
-  tree = tiny_model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
-  for index in range(2):
-    layer = tree[f"layers_{index}"]
-    for block, kind in (("self_attn", "hires"), ("mlp", ("hadamard", "rtn")[index])):
-      for linear in layer[block].values():
-        linear["weight"] = quantized(rng, linear["weight"], kind)
-    layer["self_attn"]["value_recovery"] = ValueRecovery(
-      jnp.float32([1.1, 0.9]), jnp.float32([0.01, -0.02])
-    )
-    scalars = [jnp.float32(value) for value in (0.05, -0.05, 0.025, 1.5)]
-    layer["mlp"]["mlp_recovery"] = MlpRecovery(*scalars)
-  return tree
+def params(tiny_params):
+  return quantized.model(tiny_params, quantized.MIXED, recovery=True)
 
 
 @pytest.fixture
@@ -70,29 +31,26 @@ def saved(params, tiny_config, tmp_path):
   return checkpoint.save_checkpoint(tmp_path / "out", params, tiny_config)
 
 
-def replaced(tree, path, value):
-  """The tree with another value at a path; None takes the key away."""
-  key, *rest = path
-  new = dict(tree)
-  if rest:
-    new[key] = replaced(tree[key], rest, value)
-  elif value is None:
-    del new[key]
-  else:
-    new[key] = value
-  return new
+@pytest.fixture
+def fault_of(params, tiny_config):
+  """The one fault of the params with another value at a path."""
+
+  def audit(path, value):
+    found = verify.Audit("")
+    changed = replaced(params, path, value)
+    verify._check_params(changed, tiny_config, PAPER_CONTRACT, found, 0)
+    (fault,) = found.faults
+    return fault
+
+  return audit
 
 
-def at(tree, path):
-  for key in path:
-    tree = tree[key]
-  return tree
-
-
-def faults_of(params, config):
-  audit = verify.Audit("")
-  verify._check_params(params, config, PAPER_CONTRACT, audit, 0)
-  return audit.faults
+@pytest.fixture
+def leaf_fault(params, fault_of):
+  """The one fault of a leaf with other fields."""
+  return lambda path, **changes: fault_of(
+    path, dataclasses.replace(at(params, path), **changes)
+  )
 
 
 def test_a_sound_checkpoint_has_no_faults(saved):
@@ -105,105 +63,80 @@ def test_a_sound_checkpoint_has_no_faults(saved):
   assert found.lines()[-1].endswith("everything holds")
 
 
-def leaf_faults(params, config, path, **changes):
-  leaf = dataclasses.replace(at(params, path), **changes)
-  return faults_of(replaced(params, path, leaf), config)
+def test_illegal_payloads(params, leaf_fault):
+  weight = at(params, Q).weight
+  scales = dataclasses.replace(weight, scales=weight.scales.at[3, 1].set(255))
+  codes = dataclasses.replace(weight, codes=weight.codes.astype(jnp.int32))
+  begin = "layers_0/self_attn/q_proj/weight: payload: 1 scale bytes"
+  assert leaf_fault(Q, weight=scales).startswith(begin)
+  assert "expected uint8 codes" in leaf_fault(Q, weight=codes)
+  unrounded = leaf_fault(Q, rounding=Unrounded())
+  assert unrounded.endswith("its inputs are not rounded to A4.")
 
 
-def test_illegal_payloads(params, tiny_config):
-  leaf = at(params, Q)
-  scales = leaf.weight.scales.at[3, 1].set(255)
-  (fault,) = leaf_faults(
-    params, tiny_config, Q, weight=dataclasses.replace(leaf.weight, scales=scales)
-  )
-  assert fault.startswith("layers_0/self_attn/q_proj/weight: payload: 1 scale bytes")
-  codes = leaf.weight.codes.astype(jnp.int32)
-  (fault,) = leaf_faults(
-    params, tiny_config, Q, weight=dataclasses.replace(leaf.weight, codes=codes)
-  )
-  assert "expected uint8 codes" in fault
-  (fault,) = leaf_faults(params, tiny_config, Q, rounding=Unrounded())
-  assert fault.endswith("its inputs are not rounded to A4.")
+def test_tables_that_are_not_of_the_codes(params, leaf_fault):
+  weight = at(params, Q).weight
+  other = dataclasses.replace(weight, codes=weight.codes ^ jnp.uint8(8))
+  assert "its table G_Q is not that of its codes" in leaf_fault(Q, weight=other)
 
 
-def test_tables_that_are_not_of_the_codes(params, tiny_config):
-  leaf = at(params, Q)
-  codes = leaf.weight.codes ^ jnp.uint8(8)
-  other = dataclasses.replace(leaf.weight, codes=codes)
-  (fault,) = leaf_faults(params, tiny_config, Q, weight=other)
-  assert "its table G_Q is not that of its codes" in fault
-
-
-def test_maps_that_lose_information_or_are_not_finite(params, tiny_config):
+def test_maps_that_lose_information_or_are_not_finite(params, leaf_fault):
   matrix = at(params, Q).input_map.matrix
   singular = input_maps.BlockDense(matrix.at[0, 5].set(matrix[0, 6]))
-  (fault,) = leaf_faults(params, tiny_config, Q, input_map=singular)
+  fault = leaf_fault(Q, input_map=singular)
   assert "its map does not reproduce the folded function" in fault
   nan = input_maps.BlockDense(matrix.at[0, 0, 0].set(jnp.nan))
-  (fault,) = leaf_faults(params, tiny_config, Q, input_map=nan)
+  fault = leaf_fault(Q, input_map=nan)
   assert "input_map/matrix has 1 NaN or inf of 2048 values" in fault
 
 
-def test_operands_that_are_not_the_rule(params, tiny_config, monkeypatch):
+@pytest.mark.parametrize(
+  ("before", "after", "message"),
+  [
+    (1.7, 1.0, "differ from the nearest codes in more than 0 places"),
+    (1.0, 1.1, "not E2M1 under a power-of-two scale"),
+  ],
+)
+def test_operands_that_are_not_the_rule(params, monkeypatch, before, after, message):
   real = mxfp4.round_blocks
-  down = {"rules": PAPER_CONTRACT.rules}
-  twice = lambda x, rules: real(x * 1.7, rules)
-  with monkeypatch.context() as patch:
-    patch.setattr(mxfp4, "round_blocks", twice)
-    faults = leaf_faults(params, tiny_config, DOWN, **down)
-  assert any("differ from the nearest codes in more than 0 places" in f for f in faults)
-  with monkeypatch.context() as patch:
-    patch.setattr(mxfp4, "round_blocks", lambda x, rules: real(x, rules) * 1.1)
-    faults = leaf_faults(params, tiny_config, DOWN, **down)
-  assert any("not E2M1 under a power-of-two scale" in f for f in faults)
+  wrong = lambda x, rules: real(x * before, rules) * after
+  monkeypatch.setattr(mxfp4, "round_blocks", wrong)
+  faults = verify_linears.faults(at(params, DOWN), np.random.default_rng(0))
+  assert any(message in fault for fault in faults)
 
 
-def test_clipped_operands_are_legal_but_not_nearest(params, tiny_config):
+def test_clipped_operands_are_legal_but_not_nearest(params):
   shares = jnp.full((3,), 0.5, jnp.float32)
-  assert not leaf_faults(params, tiny_config, DOWN, rounding=Clipped(shares, shares))
+  clipped = dataclasses.replace(at(params, DOWN), rounding=Clipped(shares, shares))
+  assert not list(verify_linears.faults(clipped, np.random.default_rng(0)))
 
 
-def test_coverage(params, tiny_config):
+def test_coverage(params, fault_of):
   weight = jnp.zeros(at(params, Q).shape, jnp.bfloat16)
-  (fault,) = faults_of(replaced(params, Q, {"weight": weight}["weight"]), tiny_config)
-  assert fault.endswith(
-    "q_proj/weight is a target of the contract and is not quantized."
-  )
-  (fault,) = faults_of(replaced(params, Q[:-1], None), tiny_config)
-  assert fault == "layers_0/self_attn/q_proj/weight is missing."
-  swapped = replaced(params, DOWN, at(params, Q))
-  (fault,) = faults_of(swapped, tiny_config)
-  assert "down_proj/weight has shape (64, 64), expected (64, 96)" in fault
-  norm = ("norm", "weight")
-  bad = replaced(params, norm, at(params, norm).at[0].set(jnp.inf))
-  (fault,) = faults_of(bad, tiny_config)
-  assert fault.startswith("norm/weight has 1 NaN or inf")
+  unquantized = "q_proj/weight is a target of the contract and is not quantized."
+  assert fault_of(Q, weight).endswith(unquantized)
+  missing = fault_of("layers_0/self_attn/q_proj", None)
+  assert missing == "layers_0/self_attn/q_proj/weight is missing."
+  swapped = fault_of(DOWN, at(params, Q))
+  assert "down_proj/weight has shape (64, 64), expected (64, 96)" in swapped
+  bad = at(params, "norm/weight").at[0].set(jnp.inf)
+  assert fault_of("norm/weight", bad).startswith("norm/weight has 1 NaN or inf")
+  rules = dataclasses.replace(at(params, DOWN), rules=mxfp4.Rules(tie_rule="even"))
+  assert "tie_rule='even'), not the contract's." in fault_of(DOWN, rules)
 
 
-def test_recovery_beyond_bounds_and_allowance(params, tiny_config):
-  mlp, values = (
-    ("layers_0", "mlp", "mlp_recovery"),
-    (
-      "layers_0",
-      "self_attn",
-      "value_recovery",
-    ),
-  )
-  loud = dataclasses.replace(at(params, mlp), gate_scale=jnp.float32(0.06))
-  (fault,) = faults_of(replaced(params, mlp, loud), tiny_config)
-  assert "|alpha| + |beta| + |eta| is 0.135000, above the bound of 0.125" in fault
-  wide = dataclasses.replace(at(params, mlp), up_scale=jnp.zeros(96, jnp.float32))
-  (fault,) = faults_of(replaced(params, mlp, wide), tiny_config)
-  assert "up_scale is float32 (96,), its allowance is float32 ()" in fault
-  many = ValueRecovery(jnp.ones(4, jnp.float32), jnp.ones(4, jnp.float32))
-  (fault,) = faults_of(replaced(params, values, many), tiny_config)
-  assert "scale is float32 (4,), its allowance is float32 (2,)" in fault
-  broken = dataclasses.replace(at(params, values), offset=jnp.float32([0, jnp.nan]))
-  (fault,) = faults_of(replaced(params, values, broken), tiny_config)
-  assert fault.endswith("offset is not finite.")
-  extra = replaced(params, ("layers_0", "mlp", "hidden_bias"), jnp.zeros(3))
-  (fault,) = faults_of(extra, tiny_config)
-  assert "layers_0/mlp/hidden_bias is no parameter of this model" in fault
+def test_recovery_beyond_bounds_and_allowance(leaf_fault, fault_of):
+  mlp, values = "layers_0/mlp/mlp_recovery", "layers_0/self_attn/value_recovery"
+  loud = leaf_fault(mlp, gate_scale=jnp.float32(0.06))
+  assert "|alpha| + |beta| + |eta| is 0.135000, above the bound of 0.125" in loud
+  wide = leaf_fault(mlp, up_scale=jnp.zeros(96, jnp.float32))
+  assert "up_scale is float32 (96,), its allowance is float32 ()" in wide
+  many = fault_of(values, ValueRecovery(jnp.ones(4), jnp.ones(4)))
+  assert "scale is float32 (4,), its allowance is float32 (2,)" in many
+  broken = leaf_fault(values, offset=jnp.float32([0, jnp.nan]))
+  assert broken.endswith("offset is not finite.")
+  extra = fault_of("layers_0/mlp/hidden_bias", jnp.zeros(3))
+  assert "layers_0/mlp/hidden_bias is no parameter of this model" in extra
 
 
 def test_files_that_changed_or_came(saved):
@@ -224,7 +157,7 @@ def test_a_manifest_whose_contract_is_not_its_hash(saved):
   file.write_text(json.dumps(manifest))
   (fault,) = verify.verify(saved).faults
   assert "does not match its digest" in fault
-  manifest["digest"] = checkpoint_manifest.manifest_digest(manifest)
+  manifest["digest"] = checkpoint.manifest_digest(manifest)
   file.write_text(json.dumps(manifest))
   (fault,) = verify.verify(saved).faults
   assert fault.startswith("contract: the manifest states the hash")
@@ -232,7 +165,7 @@ def test_a_manifest_whose_contract_is_not_its_hash(saved):
 
 def test_no_checkpoint_there(tmp_path):
   with pytest.raises(FileNotFoundError, match="mxjax.json, got no such file"):
-    verify.verify(pathlib.Path(tmp_path))
+    verify.verify(tmp_path)
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-20, 2.0**90])

@@ -1,8 +1,10 @@
 """Runs that die: at every durable event, by a disk that fails, by damage."""
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
+import itertools
 import os
 import pathlib
 import shutil
@@ -18,6 +20,7 @@ from mxjax.methods import recovery_fits
 from mxjax.methods.program import Prepared
 from mxjax.running import pipeline
 from mxjax.storage import atomic_io, journal
+from tests.mxjax.quantized import damage
 
 # A stream of hidden states for each of three purposes, and little to compile.
 PROGRAM = dataclasses.replace(
@@ -51,39 +54,33 @@ def undisturbed(tiny_params, calib, tmp_path_factory):
   return run(tiny_params, calib, folder), folder
 
 
-class Recorder:
-  """Calls back at every durable event: what a SIGKILL there would leave is there."""
+@contextlib.contextmanager
+def watched(at_event):
+  """Calls back with number and name at every durable event, where a SIGKILL may be."""
+  numbers = itertools.count(1)
 
-  def __init__(self, monkeypatch, at_event):
-    self.names = []
-    for module, name in (
+  def wrap(original, name):
+    def wrapped(*arguments, **keywords):
+      at_event(next(numbers), f"before {name}")
+      result = original(*arguments, **keywords)
+      at_event(next(numbers), f"after {name}")
+      return result
+
+    return wrapped
+
+  with pytest.MonkeyPatch.context() as patch:
+    for place, name in (
       (os, "fsync"),
       (os, "replace"),
       (pathlib.Path, "unlink"),
       (atomic_io, "write_parts"),
       (journal.Journal, "append"),
     ):
-      self._wrap(monkeypatch, module, name, at_event)
-
-  def _wrap(self, monkeypatch, module, name, at_event):
-    original = getattr(module, name)
-
-    def wrapped(*arguments, **keywords):
-      self._event(f"before {name}", at_event)
-      result = original(*arguments, **keywords)
-      self._event(f"after {name}", at_event)
-      return result
-
-    monkeypatch.setattr(module, name, wrapped)
-
-  def _event(self, name, at_event):
-    self.names.append(name)
-    at_event(len(self.names), name)
+      patch.setattr(place, name, wrap(getattr(place, name), name))
+    yield
 
 
-def test_killed_at_every_durable_event(
-  tiny_params, calib, undisturbed, tmp_path, monkeypatch
-):
+def test_killed_at_every_durable_event(tiny_params, calib, undisturbed, tmp_path):
   """The folder as it was at each event is resumed, to the same bits.
 
   A killed process leaves exactly the writes that it had made, so a copy of the folder
@@ -97,8 +94,7 @@ def test_killed_at_every_durable_event(
       shutil.copytree(folder, place)
       copies.append(place)
 
-  with monkeypatch.context() as patch:
-    Recorder(patch, copy)
+  with watched(copy):
     result = run(tiny_params, calib, folder)
   expected = bits(result.params)
   assert expected == bits(undisturbed[0].params)
@@ -107,15 +103,11 @@ def test_killed_at_every_durable_event(
   for place in copies:
     events = journal.parse(place, (place / "journal.jsonl").read_bytes())[0]
     finished = sum(one["event"] == "layer" for one in events)
-    state = {
-      p.relative_to(place).as_posix(): p.read_bytes()
-      for p in place.rglob("*")
-      if p.is_file()
-    }
-    key = hashlib.sha256(repr(sorted(state.items())).encode()).hexdigest()
-    if key in states:
+    files = [p for p in sorted(place.rglob("*")) if p.is_file()]
+    state = tuple((p.relative_to(place).as_posix(), p.read_bytes()) for p in files)
+    if state in states:
       continue
-    states.add(key)
+    states.add(state)
     worked = []
     resumed = run(tiny_params, calib, place, resume=True, on_progress=worked.append)
     assert bits(resumed.params) == expected, place.name
@@ -130,24 +122,22 @@ def test_killed_at_every_durable_event(
 
 @pytest.mark.parametrize(("code", "step"), [(errno.ENOSPC, 13), (errno.EIO, 40)])
 def test_a_disk_that_fails_at_any_event(
-  tiny_params, calib, undisturbed, tmp_path, monkeypatch, code, step
+  tiny_params, calib, undisturbed, tmp_path, code, step
 ):
   """Events in turn refuse; what is there goes on to the same bits."""
   expected = bits(undisturbed[0].params)
-  with monkeypatch.context() as patch:
-    total = Recorder(patch, lambda *_: None)
+  seen = []
+  with watched(lambda *event: seen.append(event)):
     run(tiny_params, calib, tmp_path / "count")
-  for at in range(3, len(total.names) - 3, step):
+  for at in range(3, len(seen) - 3, step):
     folder = tmp_path / f"run-{at}"
 
     def refuse(number, name, at=at):
       if number == at:
         raise OSError(code, os.strerror(code))
 
-    with monkeypatch.context() as patch:
-      Recorder(patch, refuse)
-      with pytest.raises(OSError, match=os.strerror(code)) as caught:
-        run(tiny_params, calib, folder)
+    with pytest.raises(OSError, match=os.strerror(code)) as caught, watched(refuse):
+      run(tiny_params, calib, folder)
     if code == errno.ENOSPC and caught.value.errno is None:
       assert "make room, then go on with --resume" in str(caught.value)
     again = run(tiny_params, calib, folder, resume=True)
@@ -162,7 +152,7 @@ def test_damage_is_refused_before_any_work(tiny_params, calib, undisturbed, tmp_
   assert len(names) == 5
   for file in names:
     data = file.read_bytes()
-    file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    damage(file, "flip")
     worked = []
     with pytest.raises(ValueError, match=file.name):
       run(tiny_params, calib, folder, resume=True, on_progress=worked.append)
@@ -183,9 +173,8 @@ def test_other_tokens_options_and_weights_are_refused(
   program = dataclasses.replace(PROGRAM, recover=(recovery_fits.MLP,))
   with pytest.raises(ValueError, match="has program .*light"):
     run(tiny_params, calib, folder, program, resume=True)
-  weights = jax.tree.map(lambda a: a, tiny_params)
-  norm = weights["norm"]["weight"]
-  weights["norm"] = {"weight": norm.at[0].add(norm.dtype.type(1))}
+  norm = tiny_params["norm"]["weight"]
+  weights = {**tiny_params, "norm": {"weight": norm.at[0].add(norm.dtype.type(1))}}
   with pytest.raises(ValueError, match="has weights"):
     run(weights, calib, folder, resume=True)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mxjax
 from mxjax import methods
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import Calibration
@@ -15,6 +16,7 @@ from mxjax.models import CausalLM, RopeScaling
 from mxjax.numerics import mxfp4
 from mxjax.running import pipeline
 from tests import tiny
+from tests.mxjax.quantized import without
 
 PROJECTIONS = {
   "q": ("self_attn", "q_proj"),
@@ -68,15 +70,6 @@ def quantized(network):
   )
 
 
-def relative_error(model, reference, params, tokens):
-  """Squared error of the final hidden states over their square."""
-  exact, got = (
-    np.asarray(jnp.concatenate(streams.final_hiddens(model, p, list(tokens[:, None]))))
-    for p in (reference, params)
-  )
-  return float(((got - exact) ** 2).sum() / (exact**2).sum())
-
-
 def test_float_outputs_are_the_oracles(network, vectors):
   model, params, tokens = network
   (got,) = streams.final_hiddens(model, params, [jnp.asarray(tokens[:2])])
@@ -121,18 +114,12 @@ def test_recovery_is_the_oracles(quantized, vectors, layer):
 def test_output_errors_of_the_stages_are_the_oracles(network, quantized, vectors):
   model, params, tokens = network
   full = quantized.params
-
-  def without(kind, node):
-    if not isinstance(node, dict):
-      return node
-    return {k: without(kind, v) for k, v in node.items() if k != kind}
-
-  attention = without("mlp_recovery", full)
-  shaped = without("value_recovery", attention)
-  nearest = pipeline.quantize_with_record(
-    params, Calibration(model, tokens), methods.RTN, check=False
-  ).params
-  got = [
-    relative_error(model, params, p, tokens) for p in (nearest, shaped, attention, full)
-  ]
-  np.testing.assert_allclose(got, vectors["toy/relerr"], rtol=0.05)
+  attention = without(full, "mlp/mlp_recovery")
+  shaped = without(attention, "self_attn/value_recovery")
+  nearest = mxjax.quantize(params, Calibration(model, tokens), "rtn", check=False)
+  exact, *others = (
+    np.asarray(jnp.concatenate(streams.final_hiddens(model, p, list(tokens[:, None]))))
+    for p in (params, nearest, shaped, attention, full)
+  )
+  errors = [((got - exact) ** 2).sum() / (exact**2).sum() for got in others]
+  np.testing.assert_allclose(errors, vectors["toy/relerr"], rtol=0.05)

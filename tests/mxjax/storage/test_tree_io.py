@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,6 +10,7 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.numerics.shaping import input_maps
 from mxjax.storage import layer_store, tree_io
+from tests.mxjax.quantized import assert_same
 
 
 def tree():
@@ -20,25 +20,20 @@ def tree():
   return {"mlp": {"up_proj": {"weight": leaf}}, "norm": norm, "none": None, "empty": {}}
 
 
-def same(left, right):
-  assert jax.tree.structure(left) == jax.tree.structure(right)
-  for ours, theirs in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-    assert ours.dtype == theirs.dtype
-    np.testing.assert_array_equal(ours, theirs)
-
-
 def test_a_tree_comes_back_from_its_file_and_its_json(tmp_path):
   digest, nodes = tree_io.write_tree(tmp_path / "tree", tree())
   assert len(digest) == 64
-  same(tree_io.read_tree(tmp_path / "tree", json.loads(json.dumps(nodes))), tree())
+  assert_same(
+    tree_io.read_tree(tmp_path / "tree", json.loads(json.dumps(nodes))), tree()
+  )
 
 
 def test_a_layer_on_disk_has_the_same_format(tmp_path):
   store = layer_store.LayerStore(tmp_path)
   store["layers_0"] = tree()
-  same(store["layers_0"], tree())
+  assert_same(store["layers_0"], tree())
   nodes, _ = tree_io.pack(tree())
-  same(tree_io.read_tree(tmp_path / "layers_0.safetensors", nodes), tree())
+  assert_same(tree_io.read_tree(tmp_path / "layers_0.safetensors", nodes), tree())
 
 
 def test_arrays_that_are_absent_or_other_are_named():

@@ -1,18 +1,20 @@
-"""Models with what each method leaves, and golden files of the libraries."""
+"""Models with what each method leaves, golden files, and what the tests read."""
 
-import jax.numpy as jnp
+import dataclasses
+import json
+
+import jax
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.numerics import mxfp4
-from mxjax.numerics.realization import one_code
-from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode
-from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
-from mxjax.numerics.recovery.value_recovery import ValueRecovery
-from mxjax.numerics.shaping import input_maps
+from mxjax.numerics.realization.activation_quantizers import Unrounded
+from mxjax.storage import export
 from tests.conftest import GOLDEN
-from tests.mxjax.storage.export.models import replaced
+from tests.mxjax import quantized
+
+DOWN = "layers_0/mlp/down_proj/weight"
 
 
 @pytest.fixture(scope="session")
@@ -22,43 +24,58 @@ def golden():
 
 @pytest.fixture(scope="session")
 def rtn(tiny_params):
-  make = lambda block, name, weight: QuantizedLinear(
-    mxfp4.encode(weight), None, Nearest()
-  )
-  return replaced(tiny_params, make)
+  return quantized.model(tiny_params, "rtn")
 
 
 @pytest.fixture(scope="session")
 def hires(tiny_params):
   """Maps, tables and both recoveries, all of them far from the identity."""
-  rng = np.random.default_rng(0)
-  random = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  return quantized.model(tiny_params, "hires", recovery=True)
 
-  def make(block, name, weight):
-    blocks = weight.shape[1] // 32
-    matrix = jnp.eye(32, dtype=jnp.float32)[None] + 0.1 * random(blocks, 32, 32)
-    gram = random(blocks, 32, 32)
-    rounding = OneCode(one_code.pack_symmetric(gram @ gram.mT), random(blocks, 32, 32))
-    return QuantizedLinear(
-      mxfp4.encode(weight), input_maps.BlockDense(matrix), rounding
-    )
 
-  params = replaced(tiny_params, make)
-  for index in range(2):
-    layer = params[f"layers_{index}"]
-    layer["self_attn"]["value_recovery"] = ValueRecovery(
-      jnp.float32([1.3, 0.8]), jnp.float32([0.05, -0.2])
-    )
-    scalars = [jnp.float32(value) for value in (0.1, -0.2, 0.15, 1.5)]
-    layer["mlp"]["mlp_recovery"] = MlpRecovery(*scalars)
-  return params
+@pytest.fixture(scope="session")
+def hadamard(tiny_params):
+  return quantized.model(tiny_params, "hadamard")
+
+
+@pytest.fixture(scope="session")
+def unrounded():
+  """Removes the rounding of inputs from params."""
+  is_leaf = lambda node: isinstance(node, QuantizedLinear)
+  strip = lambda node: (
+    dataclasses.replace(node, rounding=Unrounded()) if is_leaf(node) else node
+  )
+  return lambda params: jax.tree.map(strip, params, is_leaf=is_leaf)
 
 
 @pytest.fixture
-def hadamard(tiny_params):
-  make = lambda block, name, weight: QuantizedLinear(
-    mxfp4.encode(weight),
-    input_maps.Hadamard(64 if weight.shape[1] == 64 else 32),
-    Nearest(),
-  )
-  return replaced(tiny_params, make)
+def source(tiny_config):
+  """Makes a source of params."""
+  return lambda params: export.Source(params, tiny_config, facts={"digest": "ab"})
+
+
+@pytest.fixture
+def compressed(source, tmp_path):
+  """Writes a compressed-tensors folder; returns it and its quantization config."""
+
+  def write(params, **options):
+    out = tmp_path / "out"
+    export.write_compressed_tensors(out, source(params), **options)
+    values = json.loads((out / "config.json").read_text())
+    return out, values["quantization_config"]
+
+  return write
+
+
+@pytest.fixture(scope="session")
+def tensors_in():
+  """Reads all tensors of a folder."""
+
+  def read(folder):
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+      with safe_open(path, framework="flax") as file:
+        found |= {name: np.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    return found
+
+  return read

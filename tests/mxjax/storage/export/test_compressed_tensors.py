@@ -12,13 +12,8 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.shaping import input_maps
 from mxjax.storage import export
 from mxjax.storage.export import compressed_tensors
-from tests.mxjax.storage.export.models import (
-  same,
-  source,
-  tensors_in,
-  unrounded,
-  with_leaf,
-)
+from tests.mxjax.quantized import assert_same, at, replaced
+from tests.mxjax.storage.export.conftest import DOWN
 
 
 def test_the_library_decompresses_to_our_decoded_bits(golden):
@@ -42,41 +37,34 @@ def test_the_librarys_activation_rule_is_the_one_we_say(golden):
     mxfp4.decode(mxfp4.encode(rows, rules), jnp.float32, rules)
   )
   np.testing.assert_array_equal(ours(compressed_tensors.RUNTIME_RULES), rounded)
-  assert (ours(mxfp4.PAPER_RULES) != rounded).any()
-  half = mxfp4.Rules(scale_rule="even")
-  assert (ours(half) != rounded).any()
+  for other in (mxfp4.PAPER_RULES, mxfp4.Rules(scale_rule="even")):
+    assert (ours(other) != rounded).any()
 
 
-def test_the_scheme_is_the_librarys_own_preset(golden, rtn, tiny_config, tmp_path):
-  export.write_compressed_tensors(tmp_path / "out", source(rtn, tiny_config))
-  values = json.loads((tmp_path / "out" / "config.json").read_text())
+def test_the_scheme_is_the_librarys_own_preset(golden, rtn, compressed):
   expected = json.loads(str(golden["scheme"]))
   # A field of the newest version, null.
   assert expected.pop("moe_sparsity_config") is None
-  assert values["quantization_config"] == expected
+  assert compressed(rtn)[1] == expected
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 6000])
 def test_compressed_tensors_round_trip_is_bit_for_bit(
-  rtn, tiny_config, tmp_path, shard_bytes
+  rtn, tiny_config, compressed, shard_bytes
 ):
-  out = export.write_compressed_tensors(
-    tmp_path / "out", source(rtn, tiny_config), shard_bytes=shard_bytes
-  )
+  out, _ = compressed(rtn, shard_bytes=shard_bytes)
   assert (out / weights.INDEX_FILE).is_file() == (shard_bytes == 6000)
   imported = export.read_compressed_tensors(out)
-  same(imported.params, rtn)
+  assert_same(imported.params, rtn)
   assert imported.rounds_inputs
   assert dataclasses.replace(imported.config, family="llama") == tiny_config
 
 
-def test_names_bytes_and_the_rest_are_as_specified(rtn, tiny_config, tmp_path):
-  out = export.write_compressed_tensors(tmp_path / "out", source(rtn, tiny_config))
+def test_names_bytes_and_the_rest_are_as_specified(rtn, compressed, tensors_in):
+  out, _ = compressed(rtn)
   tensors = tensors_in(out)
-  name = "model.layers.1.mlp.down_proj"
-  codes = np.asarray(
-    mxfp4.unpack(rtn["layers_1"]["mlp"]["down_proj"]["weight"].weight.codes)
-  )
+  name = "model.layers.0.mlp.down_proj"
+  codes = np.asarray(mxfp4.unpack(at(rtn, DOWN).weight.codes))
   assert f"{name}.weight" not in tensors
   packed = tensors[f"{name}.weight_packed"]
   assert (packed.dtype, packed.shape) == (np.uint8, (64, 48))
@@ -89,75 +77,57 @@ def test_names_bytes_and_the_rest_are_as_specified(rtn, tiny_config, tmp_path):
   assert len(tensors) == 2 * 14 + 2 + 4
   manifest = json.loads((out / "mxjax_export.json").read_text())
   assert manifest["quantized_linears"] == 14
-  assert set(manifest["files"]) == {
-    p.name for p in out.iterdir() if p.name != "mxjax_export.json"
-  }
+  assert {*manifest["files"], "mxjax_export.json"} == {p.name for p in out.iterdir()}
 
 
-def test_a_linear_left_in_float_is_ignored_by_name(
-  rtn, tiny_config, tiny_params, tmp_path
-):
-  plain = tiny_params["layers_0"]["mlp"]["down_proj"]["weight"]
-  params = with_leaf(rtn, plain)
-  out = export.write_compressed_tensors(tmp_path / "out", source(params, tiny_config))
-  scheme = json.loads((out / "config.json").read_text())["quantization_config"]
+def test_a_linear_left_in_float_is_ignored_by_name(rtn, tiny_params, compressed):
+  params = replaced(rtn, DOWN, at(tiny_params, DOWN))
+  out, scheme = compressed(params)
   assert scheme["ignore"] == ["lm_head", "model.layers.0.mlp.down_proj"]
-  same(export.read_compressed_tensors(out).params, params)
+  assert_same(export.read_compressed_tensors(out).params, params)
 
 
-def test_fused_linears_must_be_quantized_alike(rtn, tiny_config, tiny_params, tmp_path):
-  layer = {**rtn["layers_0"]}
-  plain = tiny_params["layers_0"]["mlp"]["up_proj"]
-  layer["mlp"] = {**layer["mlp"], "up_proj": plain}
-  mixed = source({**rtn, "layers_0": layer}, tiny_config)
+def test_fused_linears_must_be_quantized_alike(rtn, tiny_params, compressed, tmp_path):
+  up = "layers_0/mlp/up_proj"
   with pytest.raises(ValueError, match="join gate_proj, up_proj of model.layers.0.mlp"):
-    export.write_compressed_tensors(tmp_path / "out", mixed)
+    compressed(replaced(rtn, up, at(tiny_params, up)))
   assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_alone_are_a_scheme_without_activations(rtn, tiny_config, tmp_path):
+def test_weights_alone_are_a_scheme_without_activations(rtn, unrounded, compressed):
   params = unrounded(rtn)
-  out = export.write_compressed_tensors(tmp_path / "out", source(params, tiny_config))
-  scheme = json.loads((out / "config.json").read_text())["quantization_config"]
+  out, scheme = compressed(params)
   assert scheme["config_groups"]["group_0"]["input_activations"] is None
   imported = export.read_compressed_tensors(out)
   assert not imported.rounds_inputs
-  same(imported.params, params)
+  assert_same(imported.params, params)
 
 
-def test_shared_hadamards_are_kept_only_on_request(hadamard, tiny_config, tmp_path):
-  model = source(hadamard, tiny_config)
+def test_shared_hadamards_are_kept_only_on_request(hadamard, compressed):
   with pytest.raises(
     ValueError, match=r"cannot hold maps .* in 14 places.*--transforms"
   ):
-    export.write_compressed_tensors(tmp_path / "out", model)
-  out = export.write_compressed_tensors(tmp_path / "out", model, transforms=True)
-  scheme = json.loads((out / "config.json").read_text())["quantization_config"]
+    compressed(hadamard)
+  out, scheme = compressed(hadamard, transforms=True)
   groups = scheme["transform_config"]["config_groups"]
-  assert {name: group["head_dim"] for name, group in groups.items()} == {
-    "hadamard_32": 32,
-    "hadamard_64": 64,
-  }
+  sizes = {name: group["head_dim"] for name, group in groups.items()}
+  assert sizes == {"hadamard_32": 32, "hadamard_64": 64}
   online, folded = groups["hadamard_32"]["apply"]
   assert (online["location"], folded["location"]) == ("input", "weight_input")
   assert online["targets"] == [f"model.layers.{i}.mlp.down_proj" for i in (0, 1)]
-  same(export.read_compressed_tensors(out).params, hadamard)
+  assert_same(export.read_compressed_tensors(out).params, hadamard)
 
 
-def test_signed_hadamards_have_no_place(hadamard, tiny_config, tmp_path):
-  leaf = hadamard["layers_0"]["mlp"]["down_proj"]["weight"]
-  signs = jnp.ones(96, jnp.int8)
-  signed = dataclasses.replace(leaf, input_map=input_maps.Hadamard(32, signs))
-  model = source(with_leaf(hadamard, signed), tiny_config)
+def test_signed_hadamards_have_no_place(hadamard, compressed):
+  signs = input_maps.Hadamard(32, jnp.ones(96, jnp.int8))
+  signed = dataclasses.replace(at(hadamard, DOWN), input_map=signs)
   with pytest.raises(ValueError, match="maps .* in 1 places, first layers_0.mlp.down"):
-    export.write_compressed_tensors(tmp_path / "out", model, transforms=True)
+    compressed(replaced(hadamard, DOWN, signed), transforms=True)
 
 
-def test_a_rotated_head_unties_the_config(rtn, tiny_config, tmp_path):
+def test_a_rotated_head_unties_the_config(rtn, compressed):
   head = {"weight": 2 * rtn["embed_tokens"]["weight"]}
-  out = export.write_compressed_tensors(
-    tmp_path / "out", source({**rtn, "lm_head": head}, tiny_config)
-  )
+  out, _ = compressed({**rtn, "lm_head": head})
   values = json.loads((out / "config.json").read_text())
   assert values["tie_word_embeddings"] is False
-  same(export.read_compressed_tensors(out).params["lm_head"], head)
+  assert_same(export.read_compressed_tensors(out).params["lm_head"], head)

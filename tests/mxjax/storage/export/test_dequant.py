@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,38 +12,32 @@ from mxjax import models
 from mxjax.numerics import mxfp4
 from mxjax.storage import export
 from mxjax.storage.export import dequant
-from tests.mxjax.storage.export.models import source, tensors_in, unrounded
 
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
 def test_dequant_computes_the_model_without_activation_rounding(
-  hires, tiny_config, tiny_model, tmp_path
+  hires, unrounded, source, tiny_model, tmp_path
 ):
   """Maps and both recoveries are in weights and biases; only A4 is gone."""
-  out = export.write_dequant(
-    tmp_path / "out", source(hires, tiny_config), dtype=jnp.float32
-  )
+  out = export.write_dequant(tmp_path / "out", source(hires), dtype=jnp.float32)
   model, params = models.from_pretrained(out)
   assert model.config.attention_bias and model.config.mlp_bias
-  ours = model.apply({"params": params}, TOKENS)
-  expected = tiny_model.apply({"params": unrounded(hires)}, TOKENS)
-  strict = tiny_model.apply({"params": hires}, TOKENS)
+  run = lambda model, params: jax.jit(model.apply)({"params": params}, TOKENS)
+  ours, strict = run(model, params), run(tiny_model, hires)
+  expected = run(tiny_model, unrounded(hires))
   error = float(jnp.abs(ours - expected).max())
   assert error < 1e-4 * float(jnp.abs(expected).max())
   assert float(jnp.abs(strict - expected).max()) > 100 * error
   manifest = json.loads((out / "mxjax_export.json").read_text())
   assert manifest["without_meaning_here"] == ["refinement"]
-  assert set(manifest["folded_into_weights"]) == {
-    "maps",
-    "value-recovery",
-    "mlp-recovery",
-  }
+  folded = {"maps", "value-recovery", "mlp-recovery"}
+  assert set(manifest["folded_into_weights"]) == folded
   assert 0 < manifest["largest_relative_rounding_error"] < 1e-7
 
 
-def test_dequant_of_plain_codes_is_exact_in_bfloat16(rtn, tiny_config, tmp_path):
-  out = export.write_dequant(tmp_path / "out", source(rtn, tiny_config))
+def test_dequant_of_plain_codes_is_exact_in_bfloat16(rtn, source, tmp_path, tensors_in):
+  out = export.write_dequant(tmp_path / "out", source(rtn))
   tensors = tensors_in(out)
   leaf = rtn["layers_0"]["self_attn"]["v_proj"]["weight"]
   # No product with a map here, which would lose the signs of zeros.
@@ -56,13 +51,15 @@ def test_dequant_of_plain_codes_is_exact_in_bfloat16(rtn, tiny_config, tmp_path)
 
 
 def test_a_family_without_mlp_bias_cannot_take_the_mlp_recovery(
-  hires, tiny_config, tmp_path
+  hires, source, tiny_config, tmp_path
 ):
   qwen = dataclasses.replace(tiny_config, family="qwen3")
   assert set(dequant.cannot_hold(hires, qwen)) == {"mlp-recovery"}
   mistral = dataclasses.replace(tiny_config, family="mistral")
   with pytest.raises(ValueError, match="family mistral cannot hold .*value-recovery"):
-    export.write_dequant(tmp_path / "out", source(hires, mistral))
+    export.write_dequant(
+      tmp_path / "out", dataclasses.replace(source(hires), config=mistral)
+    )
 
 
 def test_a_bias_goes_through_the_recovery_like_the_product(float64):

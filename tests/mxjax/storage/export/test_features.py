@@ -13,57 +13,44 @@ from mxjax.numerics.realization.activation_quantizers import Clipped, Unrounded
 from mxjax.numerics.shaping import input_maps
 from mxjax.storage import export
 from mxjax.storage.export import features
-from tests.mxjax.storage.export.models import same, source, with_leaf
+from tests.mxjax.quantized import assert_same, at, replaced
+from tests.mxjax.storage.export.conftest import DOWN
+
+SHARES = jnp.full((3,), 0.9, jnp.float32)
+# Each is one thing that compressed-tensors has no place for.
+ODD = {
+  "gains": {"gain": jnp.float32(1.1)},
+  "clipping": {"rounding": Clipped(SHARES, SHARES)},
+  "rules": {"rules": mxfp4.Rules(scale_rule="mx43")},
+}
 
 
-def odd_leaf(kind, leaf):
-  """A leaf with one thing that compressed-tensors has no place for."""
-  blocks = leaf.shape[1] // 32
-  shares = jnp.full((blocks,), 0.9, jnp.float32)
-  return dataclasses.replace(
-    leaf,
-    **{
-      "gains": lambda: {"gain": jnp.float32(1.1)},
-      "clipping": lambda: {"rounding": Clipped(shares, shares)},
-      "rules": lambda: {"rules": mxfp4.Rules(scale_rule="mx43")},
-    }[kind](),
-  )
-
-
-@pytest.mark.parametrize("kind", ["gains", "clipping", "rules"])
-def test_each_feature_is_refused_by_name_and_can_be_dropped(
-  rtn, tiny_config, tmp_path, kind
-):
-  leaf = rtn["layers_0"]["mlp"]["down_proj"]["weight"]
-  params = with_leaf(rtn, odd_leaf(kind, leaf))
+@pytest.mark.parametrize("kind", ODD)
+def test_each_feature_is_refused_by_name_and_can_be_dropped(rtn, compressed, kind):
+  leaf = at(rtn, DOWN)
+  params = replaced(rtn, DOWN, dataclasses.replace(leaf, **ODD[kind]))
   with pytest.raises(ValueError, match=rf"cannot hold {kind} .*--drop {kind}"):
-    export.write_compressed_tensors(tmp_path / "out", source(params, tiny_config))
+    compressed(params)
   dropped = export.drop(params, [kind])
   assert export.features_of(dropped) == {}
-  new = dropped["layers_0"]["mlp"]["down_proj"]["weight"]
-  kept = (
-    np.asarray(new.weight.codes).tobytes() == np.asarray(leaf.weight.codes).tobytes()
-  )
+  kept = np.array_equal(at(dropped, DOWN).weight.codes, leaf.weight.codes)
   assert kept == (kind != "rules")
-  out = export.write_compressed_tensors(tmp_path / "out", source(dropped, tiny_config))
-  same(export.read_compressed_tensors(out).params, dropped)
+  assert_same(export.read_compressed_tensors(compressed(dropped)[0]).params, dropped)
 
 
-def test_everything_hires_has_is_named_and_dropped(hires, tiny_config, tmp_path):
+def test_everything_hires_has_is_named_and_dropped(hires, compressed):
   names = ["maps", "refinement", "value-recovery", "mlp-recovery"]
   assert set(export.features_of(hires)) == set(names)
   with pytest.raises(ValueError) as caught:
-    export.write_compressed_tensors(tmp_path / "out", source(hires, tiny_config))
+    compressed(hires)
   assert all(name in str(caught.value) for name in names)
   with pytest.raises(ValueError, match="maps cannot be dropped alone"):
     export.drop(hires, ["maps"])
   dropped = export.drop(hires, features.parse("maps,refinement,recovery"))
   assert export.features_of(dropped) == {}
-  leaf = hires["layers_1"]["self_attn"]["q_proj"]["weight"]
-  native = np.asarray(features.effective_weight(leaf)).astype(np.float32)
-  same(
-    dropped["layers_1"]["self_attn"]["q_proj"]["weight"].weight, mxfp4.encode(native)
-  )
+  path = "layers_1/self_attn/q_proj/weight"
+  native = np.asarray(features.effective_weight(at(hires, path))).astype(np.float32)
+  assert_same(at(dropped, path).weight, mxfp4.encode(native))
 
 
 def test_unknown_names_are_refused():
@@ -71,31 +58,24 @@ def test_unknown_names_are_refused():
     features.parse("maps,colour")
 
 
+def random(*shape):
+  values = np.random.default_rng(sum(shape)).normal(size=shape)
+  return jnp.asarray(values, jnp.float32)
+
+
 MAPS = {
-  "none": lambda rng: None,
-  "dense": lambda rng: input_maps.BlockDense(
-    jnp.asarray(np.eye(32) + 0.1 * rng.normal(size=(2, 32, 32)), jnp.float32)
-  ),
-  "hadamard": lambda rng: input_maps.Hadamard(
-    64, jnp.asarray(rng.choice([-1, 1], 64), jnp.int8)
-  ),
-  "kronecker": lambda rng: input_maps.Kronecker(
-    jnp.asarray(rng.normal(size=(8, 8)), jnp.float32),
-    jnp.asarray(rng.normal(size=(2, 4, 4)), jnp.float32),
-  ),
-  "two-level": lambda rng: input_maps.TwoLevel(
-    jnp.asarray(rng.normal(size=(2, 2)), jnp.float32),
-    jnp.asarray(rng.normal(size=(32, 32)), jnp.float32),
-  ),
+  "none": lambda: None,
+  "dense": lambda: input_maps.BlockDense(jnp.eye(32)[None] + 0.1 * random(2, 32, 32)),
+  "hadamard": lambda: input_maps.Hadamard(64, jnp.sign(random(64)).astype(jnp.int8)),
+  "kronecker": lambda: input_maps.Kronecker(random(8, 8), random(2, 4, 4)),
+  "two-level": lambda: input_maps.TwoLevel(random(2, 2), random(32, 32)),
 }
 
 
 @pytest.mark.parametrize("name", MAPS)
 def test_effective_weight_is_map_codes_and_gain_together(name):
-  rng = np.random.default_rng(1)
-  weight = mxfp4.encode(jnp.asarray(rng.normal(size=(48, 64)), jnp.float32))
-  leaf = QuantizedLinear(weight, MAPS[name](rng), Unrounded(), jnp.float32(1.25))
-  x = jnp.asarray(rng.normal(size=(7, 64)), jnp.float32)
+  weight, x = mxfp4.encode(random(48, 64)), random(7, 64)
+  leaf = QuantizedLinear(weight, MAPS[name](), Unrounded(), jnp.float32(1.25))
   effective = np.asarray(features.effective_weight(leaf))
   assert effective.dtype == np.float64
   expected = np.asarray(linear(x, leaf), np.float64)
