@@ -8,8 +8,8 @@ from html import escape
 from typing import Any
 
 from mxjax.evaluation.report import layers, numbers, svg
-from mxjax.evaluation.report.html import grid, section, stacks, table
-from mxjax.evaluation.report.svg import Part
+from mxjax.evaluation.report.html import grid, lines, section, stacks, table
+from mxjax.evaluation.report.svg import Part, Series
 
 
 def damping(record: Mapping[str, Any]) -> str:
@@ -85,6 +85,38 @@ def sanity(values: Mapping[str, Any] | None) -> str:
   return f'<div class="tiles">{"".join(cards)}</div>'
 
 
+def tuning(record: Mapping[str, Any] | None) -> str:
+  """Charts the divergence over the steps of scale distillation, and what moved."""
+  if not record:
+    return ""
+  losses, moved = record["divergence"], record["change_by_layer"]
+  # One pass over the tokens, so that easy and hard chunks average out.
+  window = len(set(record["order"]))
+  means = [
+    (float(end), sum(losses[end - window : end]) / window)
+    for end in range(window, len(losses) + 1)
+  ]
+  steps = [(float(step), loss) for step, loss in enumerate(losses, 1)]
+  return grid(
+    (
+      lines(
+        "Divergence from the float model, nats a token",
+        [Series("step", steps, 0), Series(f"mean of {window}", means, 1)],
+        f"{len(losses)} steps; each is one chunk of the calibration tokens.",
+        x_label="step",
+        zero=True,
+      ),
+      lines(
+        "Change of the factors by layer",
+        [Series("root mean square", list(enumerate(map(float, moved))), 0)],
+        f"{record['parameters']:,} factors, all 1 before.",
+        y_format=numbers.share,
+        zero=True,
+      ),
+    )
+  )
+
+
 def provenance(record: Mapping[str, Any]) -> str:
   """Shows what another result must share to be comparable with this one."""
   calibration = record["calibration"]
@@ -121,6 +153,10 @@ def run_section(run: Mapping[str, Any], anchor: str) -> str:
     "Recovery": (
       "Structural corrections fitted after quantization.",
       layers.recovery(found),
+    ),
+    "Scale distillation": (
+      "Input scales learned from the float model's predictions.",
+      tuning(record.get("tuning")),
     ),
     "Damping": (
       "Added to each Hessian's diagonal, relative to its mean, to factor it.",

@@ -139,6 +139,21 @@ def test_all_sections_and_numbers_are_there(tmp_path):
   assert page.tags.count("svg") == 3 + 2 + 3 + 4 + 5 + 2
 
 
+def test_a_tuned_run_shows_its_curve_and_where_it_moved(tmp_path):
+  tuned = run()
+  assert "Scale distillation" not in written([tuned], tmp_path)
+  tuned["record"]["tuning"] = {
+    "divergence": [0.31, 0.29, 0.28, 0.25],
+    "order": [1, 0, 0, 1],
+    "parameters": 1234,
+    "change_by_layer": [0.01, 0.02, 0.015],
+  }
+  page = Page(written([tuned], tmp_path))
+  for expected in ("Scale distillation", "4 steps", "mean of 2", "1,234 factors"):
+    assert expected in page.text, expected
+  assert page.tags.count("svg") == 19 + 2
+
+
 def test_nothing_is_fetched(tmp_path):
   source = written([run()], tmp_path)
   page = Page(source)
