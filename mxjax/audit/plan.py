@@ -39,45 +39,25 @@ RECOVERY_FITS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """Sizes in bytes, counts, and work; see `to_dict` for the printed form.
+  """Sizes in bytes, counts, and work; see `to_dict` for the printed form."""
 
-  Attributes:
-    parameters: Parameters of the whole model; a tied head counts once.
-    target_weights: Weights of the target linears.
-    blocks: Input blocks of all target linears, counted for each linear.
-    bf16: The whole model in bfloat16.
-    auxiliary: Input maps, one-code tables and recovery coefficients.
-    decoded_total: The paper's layout: bfloat16 weights and the auxiliary tensors.
-    codes: Packed E2M1 codes of the targets.
-    scales: E8M0 bytes of the targets.
-    rest: Unquantized params in bfloat16: embedding, norms, head and biases.
-    packed_total: Our layout: codes, scales, auxiliary and rest.
-    loaded: By storage option: as quantized, and after `mxjax.layers.inference_packing`.
-    memory: Peak resident bytes by stage, excluding evaluation of the quantized model.
-    on_disk: Whether `memory` assumes that layers and results stay on disk.
-    disk: Bytes written: checkpoint, run folder, and scratch of layers kept on disk.
-    model_passes: Passes of the calibration set through every layer.
-    reductions: Passes over the captured inputs of each target linear.
-    forward_flops: Products of the model passes, two a multiply-add.
-  """
-
-  parameters: int
-  target_weights: int
-  blocks: int
-  bf16: int
-  auxiliary: int
-  decoded_total: int
-  codes: int
-  scales: int
-  rest: int
-  packed_total: int
-  loaded: dict[str, int]
-  memory: dict[str, int]
-  on_disk: bool
-  disk: dict[str, int]
-  model_passes: int
-  reductions: int
-  forward_flops: int
+  parameters: int  #: Of the whole model; a tied head counts once.
+  target_weights: int  #: Weights of the target linears.
+  blocks: int  #: Input blocks of all target linears, counted for each linear.
+  bf16: int  #: The whole model in bfloat16.
+  auxiliary: int  #: Input maps, one-code tables and recovery coefficients.
+  decoded_total: int  #: The paper's layout: bfloat16 weights and the auxiliary tensors.
+  codes: int  #: Packed E2M1 codes of the targets.
+  scales: int  #: E8M0 bytes of the targets.
+  rest: int  #: Unquantized params in bfloat16: embedding, norms, head and biases.
+  packed_total: int  #: Our layout: codes, scales, auxiliary and rest.
+  loaded: dict[str, int]  #: As quantized, and by option of `layers.inference_packing`.
+  memory: dict[str, int]  #: Peak resident bytes by stage, without evaluation.
+  on_disk: bool  #: Whether `memory` assumes that layers and results stay on disk.
+  disk: dict[str, int]  #: Written: checkpoint, run folder, scratch of layers on disk.
+  model_passes: int  #: Passes of the calibration set through every layer.
+  reductions: int  #: Passes over the captured inputs of each target linear.
+  forward_flops: int  #: Products of the model passes, two a multiply-add.
 
   def to_dict(self) -> dict[str, Any]:
     """Converts the plan to nested dicts that JSON can represent."""

@@ -35,29 +35,24 @@ class StageClock:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationRecord:
-  """The measurements that a report shows, JSON-ready through `to_dict`.
-
-  Attributes:
-    calibration: Fingerprint and shape of the calibration tokens.
-    layers: One dict for each layer: `linears` by path, `recovery` by fit.
-    sanity: The sanity gate's comparison, or None if it was not run.
-    preparation: What `Program.prepare` recorded.
-    resumed: One entry for every resume of a killed run: finished layers (`layer`),
-      unfinished files that were `discarded`, what `changed` in the environment.
-    tuning: Divergence of every step of scale distillation and how far the factors of
-      each layer moved, or None.
-    mesh: Sizes of the axes and number of processes, or None for one device.
-  """
+  """The measurements that a report shows, JSON-ready through `to_dict`."""
 
   program: dict[str, Any]
   contract_hash: str
-  calibration: dict[str, Any]
-  layers: list[dict[str, Any]]
+  calibration: dict[str, Any]  #: Fingerprint and shape of the calibration tokens.
+  layers: list[dict[str, Any]]  #: By layer: `linears` by path, `recovery` by fit.
   clock: StageClock
+  #: The sanity gate's comparison, or None if it was not run.
   sanity: dict[str, Any] | None = None
+  #: What `Program.prepare` recorded.
   preparation: dict[str, Any] = dataclasses.field(default_factory=dict)
+  #: One entry for every resume of a killed run: finished layers (`layer`), unfinished
+  #: files that were `discarded`, what `changed` in the environment.
   resumed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  #: Sizes of the axes and number of processes, or None for one device.
   mesh: dict[str, int] | None = None
+  #: Divergence of every step of scale distillation, and how far the factors of each
+  #: layer moved.
   tuning: dict[str, Any] | None = None
 
   def to_dict(self) -> dict[str, Any]:
