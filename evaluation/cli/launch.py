@@ -4,7 +4,6 @@ import argparse
 import sys
 
 from mxjax.devices import execution, processes
-from mxjax.evaluation.cli import progress
 
 MODULE = "mxjax.evaluation.cli.parser"
 MENDABLE = (ValueError, TypeError, OSError, NotImplementedError, FloatingPointError)
@@ -53,6 +52,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace, event: str, message: str) -> None:
   if options.log == "json":
+    # Imported here: the supervisor of a process has no use for the pipeline.
+    from mxjax.evaluation.cli import progress
+
     progress.emit(event, message=message)
   else:
     print(f"mxjax {options.command}: {message}", file=sys.stderr)

@@ -5,20 +5,6 @@ import json
 import pytest
 
 from mxjax.evaluation.cli import parser
-from tests import tiny
-
-
-@pytest.fixture(scope="session")
-def write_square_model():
-  """Writes a model folder whose linears have one shape, so that little is compiled."""
-
-  def write(path):
-    path.mkdir(exist_ok=True)
-    heads = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "max_positions": 64}
-    return tiny.save_folder(path, num_layers=3, **heads, **sizes)
-
-  return write
 
 
 @pytest.fixture

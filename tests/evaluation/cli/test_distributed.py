@@ -1,22 +1,17 @@
 """Two local processes quantize one model; either is lost, and the job resumes."""
 
 import json
-import os
-import pathlib
 import signal
 import socket
-import subprocess
-import sys
 import time
 
-import numpy as np
 import pytest
 
 from mxjax.devices import processes
 from mxjax.evaluation.cli import parser
 from mxjax.storage import checkpoint
+from tests.evaluation.cli import square
 
-ROOT = pathlib.Path(__file__).parents[3]
 pytestmark = pytest.mark.slow
 
 # What Python runs first in a process, and in the child that does its work, that never
@@ -37,23 +32,6 @@ layer_quantization.quantize_layer = held
 """
 
 
-def arguments(folder, out):
-  data = str(folder / "tokens.npy")
-  sizes = ("--sequences", "2", "--length", "32", "--windows", "2")
-  source = ("--calib", data, "--data", data, "--window-length", "32")
-  model = str(folder / "model")
-  return ["quantize", model, "--method", "rtn", "--out", str(out), *source, *sizes]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, write_square_model):
-  path = tmp_path_factory.mktemp("distributed")
-  write_square_model(path / "model")
-  tokens = np.random.default_rng(0).integers(0, 64, (2, 32)).astype(np.int32)
-  np.save(path / "tokens.npy", tokens)
-  return path
-
-
 class Job:
   """Both processes of a job, each with its output in a file.
 
@@ -67,26 +45,21 @@ class Job:
     with socket.socket() as free:
       free.bind(("127.0.0.1", 0))
       port = free.getsockname()[1]
-    self.logs = [folder / f"{out.name}-{port}-{i}.log" for i in range(2)]
-    self.sign = folder / f"{out.name}-{port}-held"
+    self.logs = [out.with_name(f"{out.name}-{port}-{i}.log") for i in range(2)]
+    self.sign = out.with_name(f"{out.name}-{port}-held")
     self.processes = []
     for i, log in enumerate(self.logs):
-      words = [*arguments(folder, out), "--resume", "--log", "json", "--distributed"]
+      words = square.quantize(folder, out, "rtn", "--resume", "--distributed")
       words += ["--coordinator", f"127.0.0.1:{port}"]
       words += ["--processes", "2", "--process", str(i)]
-      command = [sys.executable, "-m", "mxjax.evaluation.cli.parser", *words]
-      path = str(ROOT)
+      path = []
       if held and held[0] == i:
-        first = folder / f"first-{port}"
-        first.mkdir()
+        path = [out.with_name(f"first-{port}")]
+        path[0].mkdir()
         code = HELD.format(layer=f"layers_{held[1]}", sign=str(self.sign))
-        (first / "sitecustomize.py").write_text(code)
-        path = os.pathsep.join([str(first), path])
-      own = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+        (path[0] / "sitecustomize.py").write_text(code)
       with open(log, "wb") as stream:
-        self.processes.append(
-          subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, env=own)
-        )
+        self.processes.append(square.start(words, stream, path))
 
   def wait_until_held(self):
     """Returns when the held process has reached its layer."""
@@ -100,10 +73,10 @@ class Job:
     return [process.wait(300) for process in self.processes]
 
 
-def test_a_lost_process_ends_the_job_and_the_job_resumes(folder):
-  out = folder / "lost"
+def test_a_lost_process_ends_the_job_and_the_job_resumes(tmp_path):
+  model, out = square.write(tmp_path / "model"), tmp_path / "lost"
   for lost, layer in ((1, 1), (0, 2)):
-    job = Job(folder, out, held=(lost, layer))
+    job = Job(model, out, held=(lost, layer))
     job.wait_until_held()
     job.processes[lost].send_signal(signal.SIGKILL)
     codes = job.ends()
@@ -111,16 +84,14 @@ def test_a_lost_process_ends_the_job_and_the_job_resumes(folder):
     assert codes[lost] == -signal.SIGKILL
     assert codes[left] == processes.LOST, job.logs[left].read_text()
     assert processes.LOST_MESSAGE in job.logs[left].read_text()
-  job = Job(folder, out)
+  job = Job(model, out)
   assert job.ends() == [0, 0], [log.read_text() for log in job.logs]
 
-  assert parser.main(arguments(folder, folder / "alone")) == 0
-  arrays = lambda name: checkpoint.read_manifest(folder / name / "checkpoint")["arrays"]
-  assert arrays("lost") == arrays("alone")
-  row, alone = (
-    json.loads((folder / name / "result.json").read_text())[0]
-    for name in ("lost", "alone")
-  )
+  assert parser.main(square.quantize(model, tmp_path / "alone", "rtn")) == 0
+  folders = (out, tmp_path / "alone")
+  ours, theirs = (checkpoint.read_manifest(f / "checkpoint")["arrays"] for f in folders)
+  assert ours == theirs
+  row, alone = (json.loads((f / "result.json").read_text())[0] for f in folders)
   assert row["record"]["mesh"] == {"data": 2, "model": 1, "processes": 2}
   assert row["record"]["layers"] == alone["record"]["layers"]
   assert row["perplexity"] == alone["perplexity"]

@@ -1,21 +1,16 @@
 """Clock, Ctrl-C and events without a model; and real processes that are killed."""
 
 import json
-import os
-import pathlib
 import signal
 import subprocess
-import sys
 import time
 
-import numpy as np
 import pytest
 
 from mxjax.evaluation.cli import progress
 from mxjax.running import pipeline
 from mxjax.storage import checkpoint
-
-ROOT = pathlib.Path(__file__).parents[3]
+from tests.evaluation.cli import square
 
 
 def test_time_left_is_that_of_the_work_seen():
@@ -80,32 +75,6 @@ def test_the_command_that_resumes():
   assert progress.resume_command([*words, "--resume"]) == said
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory, write_square_model):
-  path = write_square_model(tmp_path_factory.mktemp("model"))
-  np.save(path / "ids.npy", np.arange(64, dtype=np.int32).reshape(2, 32) % 60)
-  return path
-
-
-def words(folder, out, *extra):
-  ids = str(folder / "ids.npy")
-  sizes = ["--sequences", "2", "--length", "32", "--windows", "2"]
-  data = ["--calib", ids, "--data", ids, "--window-length", "32"]
-  method = ["--method", "mr-gptq", "--log", "json", "--json"]
-  return ["quantize", str(folder), "--out", str(out), *data, *sizes, *method, *extra]
-
-
-def start(folder, out, *extra):
-  return subprocess.Popen(
-    [sys.executable, "-m", "mxjax.evaluation.cli.parser", *words(folder, out, *extra)],
-    env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    cwd=ROOT,
-    stderr=subprocess.PIPE,
-    stdout=subprocess.DEVNULL,
-    text=True,
-  )
-
-
 def events(process):
   """The child's events as they come; what is no event ends up in the assertion."""
   for line in process.stderr:
@@ -123,17 +92,16 @@ def arrays(out):
   return {key: manifest[key] for key in ("arrays", "nodes", "program", "calibration")}
 
 
-def test_killed_processes_go_on_to_the_same_checkpoint(
-  model_folder, tmp_path, mxjax, refused
-):
+def test_killed_processes_go_on_to_the_same_checkpoint(tmp_path, mxjax, refused):
   """One child dies in its second layer; the next is stopped by SIGINT in the third."""
   out = tmp_path / "out"
-  quantize = words(model_folder, out, "--resume")
-  with start(model_folder, out) as first:
+  model = square.write(tmp_path / "model")
+  quantize = square.quantize(model, out, "mr-gptq", "--resume")
+  with square.start(quantize, subprocess.PIPE) as first:
     assert 1 in layers_of(first)
     first.send_signal(signal.SIGKILL)
   assert first.wait(300) == -signal.SIGKILL
-  with start(model_folder, out, "--resume") as second:
+  with square.start(quantize, subprocess.PIPE) as second:
     assert next(layers_of(second)) >= 1
     # While it holds the folder, here at rest, nobody else gets in.
     second.send_signal(signal.SIGSTOP)
@@ -149,7 +117,7 @@ def test_killed_processes_go_on_to_the_same_checkpoint(
   assert not (out / "checkpoint").exists()
   mxjax(*quantize)
   undisturbed = tmp_path / "undisturbed"
-  mxjax(*words(model_folder, undisturbed))
+  mxjax(*square.quantize(model, undisturbed, "mr-gptq"))
   assert arrays(out) == arrays(undisturbed)
   for file in sorted((undisturbed / "run/layers").iterdir()):
     assert (out / "run/layers" / file.name).read_bytes() == file.read_bytes()
