@@ -143,6 +143,7 @@ def plan_tables(planned: plan.Plan, name: str) -> list[Table]:
     ["passes through the model", str(planned.model_passes)],
     ["passes over each linear's inputs", str(planned.reductions)],
     ["products of the model passes", f"{planned.forward_flops:.3g} FLOP"],
+    ["products that hires-next adds", f"{planned.prediction_flops:.3g} FLOP"],
   ]
   storage = [*written(sizes), ["packed against bfloat16", ratio]]
   place = "on disk" if planned.on_disk else "in memory"

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from typing import Any
 
+from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import parameter_shapes
 from mxjax.numerics import mxfp4
@@ -58,6 +59,7 @@ class Plan:
   model_passes: int  #: Passes of the calibration set through every layer.
   reductions: int  #: Passes over the captured inputs of each target linear.
   forward_flops: int  #: Products of the model passes, two a multiply-add.
+  prediction_flops: int  #: Products that `hires-next` adds to them.
 
   def to_dict(self) -> dict[str, Any]:
     """Converts the plan to nested dicts that JSON can represent."""
@@ -107,12 +109,27 @@ def plan(
       "checkpoint": sizes["packed_total"],
       "run folder": layers_packed,
       "scratch, layers on disk": layers_packed,
+      "scratch, gradients of hires-next": config.num_layers * run.gradients(),
     },
     model_passes=1 + RECOVERY_FITS,
     # Hessian, fold moments, anchor errors, errors after T, balance trials.
     reductions=5,
     forward_flops=2 * sizes["target_weights"] * tokens * (1 + RECOVERY_FITS),
+    prediction_flops=_prediction_flops(config, sizes["target_weights"], tokens),
   )
+
+
+def _prediction_flops(config: ModelConfig, weights: int, tokens: int) -> int:
+  """Counts the products of gradients and scale distillation.
+
+  The backward pass reruns each layer and each chunk of the head.
+  """
+  head, epochs = config.vocab_size * config.hidden_size, ScaleDistillation().epochs
+  # Forward; for every layer forward and back; the same to the linears' outputs.
+  gradients = 5 * weights + 3 * head
+  # The float model once; in each epoch forward, forward again and back.
+  distillation = (1 + 3 * epochs) * weights + 5 * epochs * head
+  return 2 * tokens * (gradients + distillation)
 
 
 def _sizes(
@@ -192,6 +209,10 @@ class RunArrays:
   def streams(self) -> int:
     """Hidden states of the float model and of each recovery fit."""
     return (1 + RECOVERY_FITS) * self.tokens * self.config.hidden_size * self.itemsize
+
+  def gradients(self) -> int:
+    """Gradients at the output of one layer, or the hidden states entering it."""
+    return self.tokens * self.config.hidden_size * self.itemsize
 
   def inputs(self) -> int:
     """Captured inputs of a layer's linears, float32."""
