@@ -14,7 +14,8 @@ from mxjax.evaluation import text_sources
 DEFAULT_MODEL = "SmolLM2-135M"
 """Name of the embedded model."""
 METHOD_HELP = (
-  f"one of {', '.join(methods.METHODS)}, with options as in gptq:scales=static"
+  f"one of {', '.join(methods.METHODS)}, with options as in gptq:scales=static; any of them "
+  "with weighting=fisher, or with +tune behind it"
 )
 DATA_HELP = (
   "a .npy of token ids [n, length] used exactly, a text file, a .jsonl with a text in "
@@ -169,7 +170,7 @@ def check(what: str, name: str, known: Iterable[str]) -> None:
 
 def check_method(text: str) -> None:
   """Rejects an unknown method, or one with options that it does not have."""
-  check("method", text.partition(":")[0], methods.METHODS)
+  check("method", methods.base_name(text), methods.METHODS)
   methods.get(text)
 
 

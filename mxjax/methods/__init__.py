@@ -68,6 +68,11 @@ def __getattr__(name: str) -> "Program":
   raise AttributeError(f"module 'mxjax.methods' has no attribute {name!r}")
 
 
+def base_name(method: str) -> str:
+  """Returns the registered name in a method with options and `+tune`."""
+  return method.partition("+tune")[0].partition(":")[0]
+
+
 def get(method: "str | Program") -> "Program":
   """Looks a program up by name; a `Program` is returned unchanged.
 
