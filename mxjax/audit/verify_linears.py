@@ -5,6 +5,7 @@ format's definition, so the auditor shares no arithmetic with the code it audits
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from mxjax.layers import quantized_linear
 from mxjax.layers.linear import linear
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4, precision
+from mxjax.storage.tree_io import leaves_by_path
 
 GRID = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """Magnitudes of E2M1."""
@@ -72,18 +74,18 @@ def _relative_error(computed: np.ndarray, expected: np.ndarray) -> float:
   return float(np.linalg.norm(computed - expected) / (size if size > 0 else 1.0))
 
 
-def _payload_faults(leaf: QuantizedLinear) -> Iterator[str]:
-  try:
-    mxfp4.check_legal(leaf.weight, "payload")
-  except (TypeError, ValueError) as error:
-    yield str(error).rstrip(".")
-  for path, array in jax.tree_util.tree_leaves_with_path(leaf):
+def payload_faults(node: Any) -> Iterator[str]:
+  """Checks legality and finite values of a linear, a packed tensor or an array."""
+  packed = node.weight if isinstance(node, QuantizedLinear) else node
+  if isinstance(packed, mxfp4.MXTensor):
+    try:
+      mxfp4.check_legal(packed, "payload")
+    except (TypeError, ValueError) as error:
+      yield str(error).rstrip(".")
+  for path, array in leaves_by_path(node).items():
     if jnp.issubdtype(array.dtype, jnp.floating):
       if bad := int((~np.isfinite(np.asarray(array, np.float32))).sum()):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        yield f"{name} has {bad} NaN or inf of {array.size} values"
-  if not leaf.rounding.is_legal:
-    yield "its inputs are not rounded to A4"
+        yield f"{path} has {bad} NaN or inf of {array.size} values".lstrip()
 
 
 def _table_faults(leaf: QuantizedLinear, decoded: np.ndarray) -> Iterator[str]:
@@ -138,9 +140,11 @@ def _operand_faults(
 
 def faults(leaf: QuantizedLinear, rng: np.random.Generator) -> Iterator[str]:
   """Yields everything wrong with one linear, a phrase each; `rng` draws the inputs."""
-  payload_faults = list(_payload_faults(leaf))
-  yield from payload_faults
-  if payload_faults:
+  fatal = list(payload_faults(leaf))
+  if not leaf.rounding.is_legal:
+    fatal.append("its inputs are not rounded to A4")
+  yield from fatal
+  if fatal:
     return
   decoded = decode(np.asarray(leaf.weight.codes), np.asarray(leaf.weight.scales))
   width = decoded.shape[1]
