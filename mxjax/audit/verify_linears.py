@@ -138,6 +138,13 @@ def _operand_faults(
     )
 
 
+@jax.jit
+def _run(x: jax.Array, leaf: QuantizedLinear) -> tuple[jax.Array, jax.Array]:
+  """Returns the runtime's A4 operand and its output."""
+  operand = quantized_linear.quantized_inputs(x, leaf)
+  return operand, linear(x, leaf, implementation="xla")
+
+
 def faults(leaf: QuantizedLinear, rng: np.random.Generator) -> Iterator[str]:
   """Yields everything wrong with one linear, a phrase each; `rng` draws the inputs."""
   fatal = list(payload_faults(leaf))
@@ -151,12 +158,11 @@ def faults(leaf: QuantizedLinear, rng: np.random.Generator) -> Iterator[str]:
   yield from _table_faults(leaf, decoded)
   yield from _map_faults(leaf, rng, width)
   x = rng.standard_normal((PROBES, width)).astype(np.float32)
-  flat = np.asarray(quantized_linear.quantized_inputs(jnp.asarray(x), leaf))
+  flat, output = map(np.asarray, _run(jnp.asarray(x), leaf))
   operand = flat.astype(np.float64).reshape(-1, BLOCK, PROBES)
   yield from _operand_faults(leaf, x, operand)
-  output = linear(jnp.asarray(x), leaf, implementation="xla")
   gain = 1.0 if leaf.gain is None else float(leaf.gain)
   expected = gain * flat.astype(np.float64).T @ decoded.T
-  error = _relative_error(np.asarray(output, np.float64), expected)
+  error = _relative_error(output.astype(np.float64), expected)
   if not error <= PRODUCT_TOLERANCE:
     yield f"its output is not operand times codes, relative error {error:.1e}"
