@@ -16,7 +16,6 @@ from mxjax.audit import verify_linears
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import parameter_shapes
-from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.numerics.recovery import mlp_recovery
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
@@ -139,7 +138,8 @@ def _check_params(
     elif is_target:
       audit.faults.append(f"{name} is a target of the contract and is not quantized.")
     else:
-      audit.faults += [f"{name} {text}." for text in _tensor_faults(node)]
+      faults = verify_linears.payload_faults(node)
+      audit.faults += [f"{name} {text}." for text in faults]
   audit.counts["quantized linears"] = linears
   audit.counts["other tensors"] = len(shapes) - linears
   audit.counts["recovery leaves"] = 0
@@ -161,18 +161,6 @@ def _shape_fault(node: Any, expected: tuple[int, ...]) -> str | None:
     return "is missing"
   shape = tuple(getattr(node, "shape", ()))
   return None if shape == expected else f"has shape {shape}, expected {expected}"
-
-
-def _tensor_faults(node: Any) -> Iterator[str]:
-  """Checks a tensor that is not a linear: an array, or one packed to save memory."""
-  if isinstance(node, mxfp4.MXTensor):
-    try:
-      mxfp4.check_legal(node, "payload")
-    except (TypeError, ValueError) as error:
-      yield str(error).rstrip(".")
-    return
-  if bad := int((~np.isfinite(np.asarray(node, np.float32))).sum()):
-    yield f"has {bad} NaN or inf of {node.size} values"
 
 
 def _recovery_faults(node: Any, config: ModelConfig) -> Iterator[str]:

@@ -5,6 +5,7 @@ format's definition, so the auditor shares no arithmetic with the code it audits
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from mxjax.layers import quantized_linear
 from mxjax.layers.linear import linear
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4, precision
+from mxjax.storage.tree_io import leaves_by_path
 
 GRID = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """Magnitudes of E2M1."""
@@ -72,18 +74,18 @@ def _relative_error(computed: np.ndarray, expected: np.ndarray) -> float:
   return float(np.linalg.norm(computed - expected) / (size if size > 0 else 1.0))
 
 
-def _payload_faults(leaf: QuantizedLinear) -> Iterator[str]:
-  try:
-    mxfp4.check_legal(leaf.weight, "payload")
-  except (TypeError, ValueError) as error:
-    yield str(error).rstrip(".")
-  for path, array in jax.tree_util.tree_leaves_with_path(leaf):
+def payload_faults(node: Any) -> Iterator[str]:
+  """Checks legality and finite values of a linear, a packed tensor or an array."""
+  packed = node.weight if isinstance(node, QuantizedLinear) else node
+  if isinstance(packed, mxfp4.MXTensor):
+    try:
+      mxfp4.check_legal(packed, "payload")
+    except (TypeError, ValueError) as error:
+      yield str(error).rstrip(".")
+  for path, array in leaves_by_path(node).items():
     if jnp.issubdtype(array.dtype, jnp.floating):
       if bad := int((~np.isfinite(np.asarray(array, np.float32))).sum()):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        yield f"{name} has {bad} NaN or inf of {array.size} values"
-  if not leaf.rounding.is_legal:
-    yield "its inputs are not rounded to A4"
+        yield f"{path} has {bad} NaN or inf of {array.size} values".lstrip()
 
 
 def _table_faults(leaf: QuantizedLinear, decoded: np.ndarray) -> Iterator[str]:
@@ -136,23 +138,31 @@ def _operand_faults(
     )
 
 
+@jax.jit
+def _run(x: jax.Array, leaf: QuantizedLinear) -> tuple[jax.Array, jax.Array]:
+  """Returns the runtime's A4 operand and its output."""
+  operand = quantized_linear.quantized_inputs(x, leaf)
+  return operand, linear(x, leaf, implementation="xla")
+
+
 def faults(leaf: QuantizedLinear, rng: np.random.Generator) -> Iterator[str]:
   """Yields everything wrong with one linear, a phrase each; `rng` draws the inputs."""
-  payload_faults = list(_payload_faults(leaf))
-  yield from payload_faults
-  if payload_faults:
+  fatal = list(payload_faults(leaf))
+  if not leaf.rounding.is_legal:
+    fatal.append("its inputs are not rounded to A4")
+  yield from fatal
+  if fatal:
     return
   decoded = decode(np.asarray(leaf.weight.codes), np.asarray(leaf.weight.scales))
   width = decoded.shape[1]
   yield from _table_faults(leaf, decoded)
   yield from _map_faults(leaf, rng, width)
   x = rng.standard_normal((PROBES, width)).astype(np.float32)
-  flat = np.asarray(quantized_linear.quantized_inputs(jnp.asarray(x), leaf))
+  flat, output = map(np.asarray, _run(jnp.asarray(x), leaf))
   operand = flat.astype(np.float64).reshape(-1, BLOCK, PROBES)
   yield from _operand_faults(leaf, x, operand)
-  output = linear(jnp.asarray(x), leaf, implementation="xla")
   gain = 1.0 if leaf.gain is None else float(leaf.gain)
   expected = gain * flat.astype(np.float64).T @ decoded.T
-  error = _relative_error(np.asarray(output, np.float64), expected)
+  error = _relative_error(output.astype(np.float64), expected)
   if not error <= PRODUCT_TOLERANCE:
     yield f"its output is not operand times codes, relative error {error:.1e}"

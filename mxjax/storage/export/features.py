@@ -34,10 +34,8 @@ FEATURES = ChainMap(
 GROUPS = {"recovery": ("value-recovery", "mlp-recovery")}
 """Names that stand for several features."""
 
-LeafPath = tuple[str, ...]
 
-
-def nodes(params: Mapping[str, Any]) -> Iterator[tuple[LeafPath, Any]]:
+def nodes(params: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
   """Yields typed nodes and arrays of nested dicts, each with its path."""
   for path, node in walk(params):
     yield tuple(path.split("/")), node

@@ -9,6 +9,7 @@ import pytest
 import mxjax
 from mxjax.audit import verify
 from mxjax.methods.program import Program, Realized
+from mxjax.models import CausalLM
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import activation_quantizers, gptq
 from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
@@ -16,6 +17,7 @@ from mxjax.numerics.shaping import input_maps
 from mxjax.numerics.shaping.input_maps import InputMap
 from mxjax.storage import export
 from mxjax.storage.export import features
+from tests import tiny
 from tests.mxjax.quantized import assert_same
 
 
@@ -66,22 +68,25 @@ class Toy(Program):
 
 
 def test_they_are_quantized_restored_run_and_audited(
-  tiny_model, tiny_params, tiny_calib, tiny_config, tmp_path
+  tiny_params, tiny_tokens, tmp_path
 ):
-  made = mxjax.quantize(tiny_params, tiny_calib, Toy(name="toy"), check=False)
+  model = CausalLM(tiny.config(num_layers=1))
+  float_params = {key: tiny_params[key] for key in tiny_params if key != "layers_1"}
+  calib = mxjax.Calibration(model, tiny_tokens)
+  made = mxjax.quantize(float_params, calib, Toy(name="toy"), check=False)
   leaf = made["layers_0"]["mlp"]["up_proj"]["weight"]
   assert (type(leaf.rounding), type(leaf.input_map)) == (Damped, Reversed)
 
-  mxjax.save_checkpoint(tmp_path / "out", made, tiny_config)
+  mxjax.save_checkpoint(tmp_path / "out", made, model.config)
   params = mxjax.restore_checkpoint(tmp_path / "out")[0]
   assert_same(params, made)
-  logits = jax.jit(tiny_model.apply)({"params": params}, tiny_calib.tokens)
+  logits = jax.jit(model.apply)({"params": params}, tiny_tokens)
   assert bool(jnp.isfinite(logits).all())
 
   audit = verify.verify(tmp_path / "out")
-  assert audit.faults == [] and audit.counts["quantized linears"] == 14
+  assert audit.faults == [] and audit.counts["quantized linears"] == 7
   assert set(export.features_of(params)) == {"maps", "damping"}
-  with pytest.raises(ValueError, match=r"damping \(a share of the activations\) in 14"):
+  with pytest.raises(ValueError, match=r"damping \(a share of the activations\) in 7"):
     features.refuse("a format", export.features_of(params))
   assert export.features_of(export.drop(params, {"maps", "damping"})) == {}
 
