@@ -14,8 +14,8 @@ from mxjax.evaluation import text_sources
 DEFAULT_MODEL = "SmolLM2-135M"
 """Name of the embedded model."""
 METHOD_HELP = (
-  f"one of {', '.join(methods.METHODS)}, with options as in gptq:scales=static; any of them "
-  "with weighting=fisher, or with +tune behind it"
+  f"one of {', '.join(methods.METHODS)}, with options as in gptq:scales=static; "
+  "weighting=fisher, and +tune at the end, go with any"
 )
 DATA_HELP = (
   "a .npy of token ids [n, length] used exactly, a text file, a .jsonl with a text in "
