@@ -5,6 +5,7 @@ Help must not wait for JAX, so nothing here imports it.
 
 import argparse
 import difflib
+import textwrap
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -179,8 +180,19 @@ def split(text: str) -> list[str]:
   return [name.strip() for name in text.split(",") if name.strip()]
 
 
+class _Formatter(argparse.HelpFormatter):
+  """Wraps help between words, never at the hyphen of a name that users would copy."""
+
+  def _split_lines(self, text: str, width: int) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class Parser(argparse.ArgumentParser):
   """A parser that suggests the closest option or command for a misspelled one."""
+
+  def __init__(self, *args: Any, **options: Any) -> None:
+    """See `argparse.ArgumentParser`; help keeps hyphenated names whole."""
+    super().__init__(*args, **{"formatter_class": _Formatter} | options)
 
   def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
     """Parses like `argparse`, after rejecting unknown options of this parser."""

@@ -15,7 +15,7 @@ from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.methods import scale_distillation
 from mxjax.methods.program import Prepared, Program
 from mxjax.numerics.contract import Contract
-from mxjax.running import sanity, tuning
+from mxjax.running import sanity
 from mxjax.running.run_record import QuantizationRecord, StageClock
 from mxjax.running.trajectories import Trajectories
 from mxjax.storage.run_folder import RunFolder
@@ -172,6 +172,9 @@ class RunState:
     """Runs the program's tuning, if any, and installs what it learned."""
     if self._program.tune is None:
       return
+    # Imported here, because nothing else in a run needs an optimizer library.
+    from mxjax.running import tuning
+
     quantized = self._placement.on_primary(self.result)
     with self.record.clock.stage("tuning"):
       learned, record = tuning.distill_scales(
