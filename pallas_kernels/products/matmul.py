@@ -35,15 +35,10 @@ _MULTIPROCESSORS = 132
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """Tile sizes and launch parameters.
+  """Rows of x and of the weight per program, columns per step, and launch parameters.
 
-  Attributes:
-    rows: Rows of x per program, at least 8.
-    outputs: Rows of the weight per program.
-    columns: Columns per step, 64 times a power of two.
-    splits: Programs that share the columns of one output tile.
-    warps: Warps per program.
-    stages: Steps whose loads are in flight.
+  Rows of x are at least 8, columns 64 times a power of two. `splits` programs share the
+  columns of one output tile; `stages` steps have their loads in flight.
   """
 
   rows: int

@@ -1,9 +1,7 @@
 r"""Weight quantization with learned scales: the relaxation of FOCUS.
 
 Each block has a factor m on its maximum a and four divisors c_j, one for each run of
-eight values. The scale S is the rceil scale of m times the maximum, the codes are those
-of `W / c`, and the decoded weights are codes times scale. So c moves codes outward, m
-moves exponents, and only codes and scales are stored:
+eight values; only codes and scales are stored:
 
 .. math::
   S = 2^{\lceil \log_2 (m\,a / 6) \rceil}, \qquad
@@ -109,7 +107,5 @@ def quantize_weight(
   exponent, _ = _exponent(weight, learned.factor, rules)
   scale = float_bits.power_of_two(exponent)[..., None, :]
   divided = weight / _divisors(learned.logits)
-  codes, decoded = gptq.round_value(
-    divided, exponent[..., None, :], scale, _rules(rules)
-  )
-  return gptq.Reconstruction(codes, exponent, decoded)
+  result = gptq.round_value(divided, exponent[..., None, :], scale, _rules(rules))
+  return gptq.Reconstruction(result[0], exponent, result[1])

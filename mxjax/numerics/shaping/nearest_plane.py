@@ -1,18 +1,16 @@
 r"""Nearest-plane rounding of weights, last block first, and the transform of WUSH.
 
-With `R` the upper Cholesky factor of the damped Hessian, `R'R = H`, the loss of a
-decoded weight `c` is `||R (w - c)||^2`. Babai's nearest plane proceeds from the last
-coordinate to the first, which is GPTQ on reversed columns. Each block can have its own
-basis `c = T' z`, chosen when the block is reached from a target that contains the
-errors of all later blocks. WUSH's basis is
+With `R` the upper Cholesky factor of the damped Hessian, the loss of a decoded weight
+`c` is `||R (w - c)||^2`. Babai's nearest plane proceeds from the last coordinate to the
+first, which is GPTQ on reversed columns. Each block can have its own basis `c = T' z`,
+chosen from a target that contains the errors of all later blocks. WUSH's basis is
 
 .. math::
   T_b = H_{32}\, \operatorname{Diag}(\sqrt{s})\, V^\top R_b^{-\top}, \qquad
   R_b (w_b + \ldots) = V \operatorname{Diag}(s) U^\top \sqrt{m}
 
-It gives the moments of inputs and of weights a constant diagonal, so both operands are
-flat and equally large. All steps are float64. Products and factorizations are separate
-jitted functions because of rule 2 of `mxjax.devices.execution`.
+Both operands are then flat and equally large. All steps are float64. Products and
+factorizations are separate functions because of rule 2 of `mxjax.devices.execution`.
 """
 
 import functools

@@ -156,15 +156,10 @@ def best_angle(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Arra
   at = jnp.arccos(jnp.where(crosses, edges[None, :] / jnp.maximum(radius, 1e-30), 0.0))
   quarter = jnp.float32(math.pi / 2)
   # |cos| falls through the edge at +at and rises at -at; |sin| a quarter turn later.
-  events = (
-    (0, at, -1.0),
-    (0, -at, 1.0),
-    (1, quarter - at, 1.0),
-    (1, at - quarter, -1.0),
-  )
+  places = at, -at, quarter - at, at - quarter
   changes = jnp.zeros((ANGLES, 2, len(_EDGES)), jnp.float32)
   edge = jnp.broadcast_to(jnp.arange(len(_EDGES))[None, :], at.shape)
-  for column, place, sign in events:
+  for column, place, sign in zip((0, 0, 1, 1), places, (-1, 1, 1, -1), strict=True):
     angle = jnp.mod(place - phase, 2 * quarter)
     cell = jnp.ceil(angle / quarter * ANGLES).astype(jnp.int32)
     inside = crosses & (cell < ANGLES)
