@@ -90,12 +90,6 @@ class _Work:
     return sum(map(self.tiles, range(linear)))
 
   @property
-  def grid(self) -> tuple[int, int, int]:
-    """Row tiles, output tiles of all linears, splits."""
-    every = self.first(len(self.outputs))
-    return -(-self.rows // self.tile.rows), every, self.tile.splits
-
-  @property
   def covered(self) -> int:
     """Columns in whole steps; those beyond the width are masked."""
     return -(-self.width // self.tile.columns) * self.tile.columns
@@ -231,7 +225,7 @@ def launch(
     functools.partial(_matmul_kernel, work=work),
     tuple(map(_operands, inputs, weights)),
     name="mxfp4_matmul",
-    grid=work.grid,
+    grid=(-(-rows // tile.rows), work.first(len(outputs)), tile.splits),
     in_specs=[tuple(operands for operands, _ in specs)],
     out_specs=[out for _, out in specs],
     out_shape=[

@@ -51,8 +51,6 @@ def test_it_takes_any_leading_axes_and_widths():
 
 def test_an_explicit_choice_never_falls_back():
   x = jnp.ones((2, 32))
-  with pytest.raises(NotImplementedError, match="need an NVIDIA GPU"):
-    mxfp4_encode.encode(x, implementation="pallas")
   other = mxfp4.Rules(scale_rule="even")
   for implementation in ("pallas", "interpret"):
     with pytest.raises(NotImplementedError, match="paper's rules only"):

@@ -107,5 +107,6 @@ def quantize_weight(
   exponent, _ = _exponent(weight, learned.factor, rules)
   scale = float_bits.power_of_two(exponent)[..., None, :]
   divided = weight / _divisors(learned.logits)
-  result = gptq.round_value(divided, exponent[..., None, :], scale, _rules(rules))
-  return gptq.Reconstruction(result[0], exponent, result[1])
+  rules = _rules(rules)
+  codes, decoded = gptq.round_value(divided, exponent[..., None, :], scale, rules)
+  return gptq.Reconstruction(codes, exponent, decoded)

@@ -78,8 +78,8 @@ def solve(sums: ValueMoments) -> ValueRecovery:
   is_constant = variance == 0
   scale = covariance / jnp.where(is_constant, 1.0, variance)
   offset = (sums.target - scale * sums.value) / sums.count
-  one, zero = (jnp.where(is_constant, *pair) for pair in ((1.0, scale), (0.0, offset)))
-  return ValueRecovery(one, zero)
+  scale = jnp.where(is_constant, 1.0, scale)
+  return ValueRecovery(scale, jnp.where(is_constant, 0.0, offset))
 
 
 @jax.jit
