@@ -26,11 +26,9 @@ MIN_FACTOR = 2.0**-10
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LearnedScales:
-  """The learned parameters of one linear.
+  """The learned parameters of one linear, float32.
 
-  Attributes:
-    factor: m, float32 `[blocks, rows]`.
-    logits: q with c = sigmoid(q), float32 `[blocks, 4, rows]`.
+  `factor` is m, `[blocks, rows]`; `logits` is q, `[blocks, 4, rows]`: c = sigmoid(q).
   """
 
   factor: jax.Array
@@ -86,9 +84,8 @@ def relaxed(
 ) -> jax.Array:
   """Decodes weights differentiably in the learned scales, float32 `[blocks, 32, rows]`.
 
-  Gradients pass straight through rounding and the ceiling of the exponent, but not
-  through clipping: a clipped value has zero gradient. Of `rules`, only the tie rule
-  matters.
+  Gradients pass straight through rounding and the ceiling of the exponent; a clipped
+  value has none. Of `rules`, only the tie rule matters.
   """
   exponent, bounded = _exponent(weight, learned.factor, rules)
   # A zero block has no scale: dividing by one leaves it zero.

@@ -104,9 +104,7 @@ def propose(
   is not positive proposes zero (reading A10). `median` is `middle`, the mean of the two
   middle values, or `lower`, the lower one (reading A8). Returns u, float64
   `[blocks, 8]`, with zero sum and |u| <= 1/8; positive entries expand the activation
-  coordinate.
-
-  Paper: Eq. serb-proposal.
+  coordinate. Paper: Eq. serb-proposal.
   """
   precision.require_float64("dyadic_balance.propose", activation_risk, weight_risk)
   ordered = jnp.sort(activation_risk + weight_risk, axis=-1)

@@ -33,10 +33,8 @@ Basis = Literal["wush", "wus", "hadamard", "identity"]
 class Target(NamedTuple):
   """The target that the codes of a block must reproduce.
 
-  Attributes:
-    value: R_b,: times the residual, one target per output row, `[32, rows]`.
-    gram: value value', `[32, 32]`.
-    factor: R_bb, upper triangular, `[32, 32]`.
+  `value` is R_b,: times the residual, `[32, rows]`; `gram` is value value' and `factor`
+  R_bb, upper triangular, both `[32, 32]`.
   """
 
   value: jax.Array
@@ -47,11 +45,8 @@ class Target(NamedTuple):
 class Plane(NamedTuple):
   """The basis of a block and its lattice.
 
-  Attributes:
-    transform: T, `[32, 32]`, in float64 but representable in the stored dtype.
-    rotation: Q of the decomposition R_bb T' = Q R.
-    upper: R of that decomposition.
-    inverse: R^-1.
+  `transform` is T, `[32, 32]`, in float64 but representable in the stored dtype;
+  `rotation`, `upper` and `inverse` are Q, R and R^-1 of R_bb T' = Q R.
   """
 
   transform: jax.Array
