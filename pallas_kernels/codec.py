@@ -47,9 +47,8 @@ def nearest_index(size: jax.Array) -> jax.Array:
   """Returns the index 0..7 of the legal value nearest to a size, at most 6.
 
   From 1 up, the legal values are 2^22 apart in float32 bits, so adding half of that
-  rounds ties up and carries into the exponent. Below 1 the quantum is one half; adding
-  1.25 as a float makes the legal values 2^22 apart as well and gives 1 the same index.
-  Each number is too low where the other applies, so the maximum selects the right one.
+  rounds ties up and carries into the exponent. Below 1, adding 1.25 as a float makes
+  the legal values 2^22 apart as well. Each number is too low where the other applies.
 
   `size` is nonnegative float32. The result is exact below 8 for at most 8 significant
   bits; with more bits, a sum may round up to a tie.
@@ -64,8 +63,7 @@ def nearest_value(x: jax.Array) -> jax.Array:
   """Rounds float32 x to legal values, ties to even multiples; inf to 6.
 
   Adding and subtracting 1.5 * 2^22 times the power of two of x rounds to the local
-  quantum, half of that power, in two additions and for both signs. Below 1 the quantum
-  is that of 1.
+  quantum, half of that power, or that of 1 below 1.
   """
   x = jnp.clip(x, -6.0, 6.0)
   power = from_bits(bits(jnp.maximum(jnp.abs(x), 1.0)) & _EXPONENT)
@@ -80,9 +78,8 @@ def magnitude_index(
 
   No boundary between two codes has more than three significant bits, so the upper half
   of the bits, a bfloat16 rounded toward zero, is sufficient. `magnitude` is int32 bits
-  of |x|, `[rows, 32]`; `exponent` is int32 `[rows, 1]`. `has_subnormals` tells whether
-  this backend's floats have subnormals: a GPU's do, but XLA on a CPU flushes them, so
-  tiles with tiny blocks are encoded with integers there.
+  of |x|, `[rows, 32]`; `exponent` is int32 `[rows, 1]`. `has_subnormals` is false where
+  XLA on a CPU flushes subnormals: tiny blocks are encoded with integers there.
   """
   magnitude &= UPPER_HALF
 
@@ -115,10 +112,9 @@ def encode(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]
 
 
 def encode_values(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]:
-  """Encodes like `encode` but returns values, which take fewer instructions than codes.
+  """Encodes like `encode`, to values, which take fewer instructions than codes.
 
-  Returns the nearest legal values in units of the scale, float32 `[rows, 32]`, with
-  unsigned zeros, and int32 exponents `[rows, 1]`.
+  They are in units of the scale, float32 `[rows, 32]`, with unsigned zeros.
   """
   upper = from_bits(bits(x) & UPPER)
   # Maximum on bits: a GPU's float maximum drops NaN, and the block would go unmarked.

@@ -53,7 +53,7 @@ def launch(
 
 
 def tail_mask(rows: int, tile: int, index: jax.Array) -> jax.Array | None:
-  """Returns which of the `tile` rows of tile `index` exist; None if all tiles are full.
+  """Returns which of the `tile` rows of a tile exist; None if all tiles are full.
 
   `rows` counts the rows of the whole array; the result is bool `[tile]`.
   """

@@ -90,7 +90,7 @@ def bfloat16_pair(byte: jax.Array, scale: jax.Array, *, interpret: bool) -> jax.
   def meaning(byte: jax.Array, scale: jax.Array) -> jax.Array:
     upper = lambda code: codec.bits(codec.element(code) * codec.from_bits(scale))
     even, odd = upper(byte & 15), upper(byte >> 4)
-    return lax.shift_right_logical(even, 16) | (odd & codec.UPPER)
+    return lax.shift_right_logical(even, jnp.int32(16)) | (odd & codec.UPPER)
 
   return lowering.by_ptx(bfloat16_ptx(), meaning, byte, scale, interpret=interpret)
 
@@ -117,7 +117,7 @@ def _bfloat16_kernel(
   byte = lowering.load(codes_ref, mask).astype(jnp.int32)
   scale = codec.scale(lowering.load(scales_ref, mask).astype(jnp.int32))
   # A scale has no bits below those of a bfloat16: its upper half fits in both halves.
-  twice = codec.bits(scale) | lax.shift_right_logical(codec.bits(scale), 16)
+  twice = codec.bits(scale) | lax.shift_right_logical(codec.bits(scale), jnp.int32(16))
   twice = jnp.broadcast_to(twice[:, None], byte.shape)
   lowering.store(out_ref, bfloat16_pair(byte, twice, interpret=interpret), mask)
 

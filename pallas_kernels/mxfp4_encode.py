@@ -156,8 +156,7 @@ def encode(
   NaN gets the illegal scale byte 255, which `mxfp4.check_legal` reports.
 
   Args:
-    x: `[..., d]` float32, bfloat16, float16 or (inside a 64-bit scope) float64, with
-      `d` a multiple of 32.
+    x: `[..., d]` float32, bfloat16, float16 or (inside a 64-bit scope) float64.
     rules: Scale and tie rules.
     implementation: See `implementations.choose`.
 

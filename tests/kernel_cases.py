@@ -40,23 +40,22 @@ def refinement_cases():
   )
   gated = lambda n: fused_inputs.GatedProduct(*[array((n, 4096), b16)] * 2, recovered)
   normalized = fused_inputs.Normalized(array((1, 4096), b16), array((4096,), b16), 1e-6)
+  wide, narrow = array((2048, 4096), f32), array((2048, 4096), b16)
+  rows = lambda n: array((n, 4096), b16)
+  three = functools.partial(by_plane, linears=3)
   return {
-    "one code, split, codes": codes(array((2048, 4096), b16), *tables),
-    "one code, split, values": values(array((2048, 4096), b16), *tables),
-    "one code, float32, codes": codes(array((2048, 4096), f32), *tables),
-    "one code, float32, planes, 1 row": by_plane(array((1, 4096), b16), *tables),
-    "one code, split, planes, 48 rows": by_plane(array((48, 4096), b16), *tables),
+    "one code, split, codes": codes(narrow, *tables),
+    "one code, split, values": values(narrow, *tables),
+    "one code, float32, codes": codes(wide, *tables),
+    "one code, float32, planes, 1 row": by_plane(rows(1), *tables),
+    "one code, split, planes, 48 rows": by_plane(rows(48), *tables),
     "one code, split, values, of a gated product": values(gated(2048), *tables),
-    "one code, planes, 1 row, normalized, 3 linears": by_plane(
-      normalized, *tables, linears=3
-    ),
+    "one code, planes, 1 row, normalized, 3 linears": three(normalized, *tables),
     "one code, planes, 1 row, of a gated product": by_plane(gated(1), *tables),
     "one code, planes, 1 row, of attention": by_plane(attended, *tables),
-    "one code, float32, planes, 16 rows, 3 linears": by_plane(
-      array((16, 4096), b16), *tables, linears=3
-    ),
-    "nearest, split, values": values(array((2048, 4096), b16), tables[0], None, None),
-    "one code, split, float8": refine(array((2048, 4096), b16), *tables, form="float8"),
+    "one code, float32, planes, 16 rows, 3 linears": three(rows(16), *tables),
+    "nearest, split, values": values(narrow, tables[0], None, None),
+    "one code, split, float8": refine(narrow, *tables, form="float8"),
   }
 
 
@@ -83,47 +82,30 @@ def product_cases():
     launch = functools.partial(matmul.launch, dtype=b16)
     return launch, [x] * len(weights), list(weights)
 
+  narrow = float8.Float8Inputs(array((2048, 4096), float8.FORM), array((2048, 128), u8))
+  to_float8 = functools.partial(float8_matmul.float8_matmul, dtype=b16)
+  wide, square, flat = packed(12288, 4096), packed(4096, 4096), packed(1024, 4096)
+  one_row = dense(1, 4096)
   return {
-    "float8 product, 2048 rows": (
-      functools.partial(float8_matmul.float8_matmul, dtype=b16),
-      float8.Float8Inputs(array((2048, 4096), float8.FORM), array((2048, 128), u8)),
-      packed(12288, 4096),
-      scalar,
-    ),
-    "matmul bfloat16 x packed, 2048 rows": product(
-      dense(2048, 4096), packed(12288, 4096)
-    ),
-    "matmul packed x packed, 2048 rows": product(
-      packed(2048, 4096), packed(4096, 4096)
-    ),
-    "matmul bfloat16 x packed, 1 row": product(dense(1, 4096), packed(4096, 4096)),
-    "matmul packed x packed, 16 rows": product(packed(16, 4096), packed(12288, 4096)),
-    "matmul bfloat16 x packed, 1 row, 3 linears": product(
-      dense(1, 4096), packed(4096, 4096), packed(1024, 4096), packed(1024, 4096)
-    ),
+    "float8 product, 2048 rows": (to_float8, narrow, wide, scalar),
+    "matmul bfloat16 x packed, 2048 rows": product(dense(2048, 4096), wide),
+    "matmul packed x packed, 2048 rows": product(packed(2048, 4096), square),
+    "matmul bfloat16 x packed, 1 row": product(one_row, square),
+    "matmul packed x packed, 16 rows": product(packed(16, 4096), wide),
+    "matmul bfloat16 x packed, 1 row, 3 linears": product(one_row, square, flat, flat),
     "matmul bfloat16 x packed, 48 rows": product(dense(48, 576), packed(1536, 576)),
   }
 
 
 def other_cases():
+  hidden, group = [array((2048, 12288), b16)] * 2, array((32, 12288), f32)
+  heads = ValueRecovery(*[array((8,), f32)] * 2)
   return {
     "encode float32": (mxfp4_encode.launch, array((2048, 4096), f32)),
     "encode bfloat16": (mxfp4_encode.launch, array((2048, 4096), b16)),
-    "GPTQ group of 32 columns": (
-      gptq.launch,
-      array((32, 12288), f32),
-      array((32, 32), f32),
-    ),
-    "MLP recovery": (
-      recovery.launch_product,
-      *[array((2048, 12288), b16)] * 2,
-      recovered,
-    ),
-    "value recovery": (
-      recovery.launch_values,
-      array((2048, 8, 128), b16),
-      ValueRecovery(*[array((8,), f32)] * 2),
-    ),
+    "GPTQ group of 32 columns": (gptq.launch, group, array((32, 32), f32)),
+    "MLP recovery": (recovery.launch_product, *hidden, recovered),
+    "value recovery": (recovery.launch_values, array((2048, 8, 128), b16), heads),
     "decode to bfloat16": (mxfp4_decode.launch_bfloat16, packed(12288, 4096)),
   }
 

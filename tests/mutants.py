@@ -46,8 +46,8 @@ MUTANTS = (
   Mutant(
     "floor scale one binade too large",
     f"{NUMERICS}/mxfp4.py",
-    "      exponent -= 2\n",
-    "      exponent -= 1\n",
+    "    exponent -= 2\n",
+    "    exponent -= 1\n",
     ("tests/mxjax/numerics/test_mxfp4.py",),
   ),
   Mutant(
@@ -97,7 +97,7 @@ MUTANTS = (
     f"{REALIZATION}/gptq.py",
     "]).argmin(0)",
     "]).argmax(0)",
-    ("tests/mxjax/numerics/realization/test_gptq.py",),
+    ("tests/mxjax/numerics/realization/test_code_descent.py",),
   ),
   Mutant(
     "descent accepts half of the steps that help",

@@ -10,9 +10,8 @@ T = TypeVar("T")
 
 BATCH_BYTES = 3 * 2**19
 """Maximum size of a batch's first operand: six blocks of 2,048 float32 tokens. On two
-cores with 1 MB of second-level cache each, three and six blocks per batch were fastest,
-a third faster than all blocks at once; one block per batch was slower than all at
-once."""
+cores with 1 MB of second-level cache each, three and six blocks were a third faster
+than all at once, and one was slower."""
 
 
 def batch_size(blocks: int, nbytes: int) -> int:

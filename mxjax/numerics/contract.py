@@ -15,15 +15,10 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 class Contract:
   """Conditions of a result; only results with equal contracts are comparable.
 
-  Paper: Frozen contract (Preliminaries) and Quantization Setup (Appendix).
-
-  Attributes:
-    rules: Scale and tie rules of both operands.
-    targets: Quantized projections.
-    block_size: Values on the input axis that share a scale.
-    element: Element format.
-    scale: Scale format.
-    kv_cache: Whether evaluation may use a KV cache.
+  They are the scale and tie rules of both operands, the quantized projections, the
+  values on the input axis that share a scale, the formats of elements and scales, and
+  whether evaluation may use a KV cache. Paper: Frozen contract (Preliminaries) and
+  Quantization Setup (Appendix).
   """
 
   rules: mxfp4.Rules = mxfp4.PAPER_RULES

@@ -1,8 +1,7 @@
 """Selection of the implementation that runs an operation.
 
-XLA references define every operation. Some operations also have a CPU kernel (`native`)
-or an NVIDIA GPU kernel (`pallas`). The choice depends only on the platform, shapes and
-dtypes and is made before anything is launched, so no fallback is needed.
+XLA references define every operation. The choice of a kernel depends only on the
+platform, shapes and dtypes and is made before anything is launched: no fallback.
 """
 
 from collections.abc import Collection
@@ -59,7 +58,8 @@ def choose(
     platform: Platform of the operands if known; otherwise `target_platform()`.
 
   Raises:
-    NotImplementedError: The requested implementation cannot run.
+    NotImplementedError: The requested implementation cannot run. So does every function
+      that passes its `implementation` on to here.
     ValueError: `implementation` is not a known name.
   """
   known = get_args(Implementation)
@@ -75,12 +75,13 @@ def choose(
     can_run = obstacles[fastest] is None and fastest not in slower
     return fastest if can_run else "xla"
   obstacle = obstacles[implementation]
-  if implementation == "native" and platform != "cpu":
-    obstacle = obstacle or f"the platform is {platform} and native kernels need a CPU"
-  if implementation == "pallas" and platform != "gpu":
-    obstacle = obstacle or (
-      f"the platform is {platform} and compiled kernels need an NVIDIA GPU"
-    )
+  needs = {
+    "native": ("cpu", "native kernels need a CPU"),
+    "pallas": ("gpu", "compiled kernels need an NVIDIA GPU"),
+  }
+  needed, why = needs.get(implementation, (platform, ""))
+  if obstacle is None and platform != needed:
+    obstacle = f"the platform is {platform} and {why}"
   if obstacle is not None:
     raise NotImplementedError(
       f"{place}: implementation={implementation!r} cannot run because {obstacle}; "

@@ -16,7 +16,7 @@ import dataclasses
 import fractions
 import functools
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.core
@@ -45,9 +45,8 @@ class Rules:
 
   Attributes:
     scale_rule: With block maximum a, E = floor(log2 a) and mantissa a / 2^E: `floor`
-      (the paper, OCP) uses 2^(E-2); `even` uses 2^(E-1) instead when the mantissa is at
-      least 1.75; `rceil` uses 2^ceil(log2(a / 6)) and never clips; `mx43` stores E and
-      decodes with 2^E / 3.
+      (the paper, OCP) uses 2^(E-2); `even` uses 2^(E-1) from mantissa 1.75 up; `rceil`
+      uses 2^ceil(log2(a / 6)) and never clips; `mx43` stores E and decodes with 2^E/3.
     tie_rule: `away` (the paper) rounds a tie to the larger magnitude, `even` to the
       code with the even index.
   """
@@ -57,10 +56,8 @@ class Rules:
 
   def __post_init__(self) -> None:
     """Checks the names."""
-    for name, got, known in (
-      ("scale_rule", self.scale_rule, ("floor", "even", "rceil", "mx43")),
-      ("tie_rule", self.tie_rule, ("away", "even")),
-    ):
+    for name, kind in (("scale_rule", ScaleRule), ("tie_rule", TieRule)):
+      got, known = getattr(self, name), get_args(kind)
       if got not in known:
         raise ValueError(f"mxfp4.Rules: {name} must be one of {known}, got {got!r}.")
 
@@ -93,8 +90,8 @@ def block_exponent(
 ) -> jax.Array:
   """Computes each block's exponent from the bits of its largest magnitude.
 
-  `x` is float32 or float64 with the 32 values of a block on `axis`. Returns int32 in
-  [-127, 127], or 128 where the block has inf or NaN, with `axis` reduced.
+  `x` is float32 or float64 with a block's values on `axis`, which is reduced. Returns
+  int32 in [-127, 127], or 128 where the block has inf or NaN.
   """
   form = float_bits.float_format(x)
   largest = jnp.max(float_bits.magnitude_bits(x), axis=axis)
@@ -102,15 +99,12 @@ def block_exponent(
   mantissa = largest & form.integer((1 << form.mantissa_bits) - 1)
   half = form.integer(1 << (form.mantissa_bits - 1))
   exponent = field.astype(jnp.int32) - form.bias
-  match rules.scale_rule:
-    case "floor":
-      exponent -= 2
-    case "even":
-      exponent += jnp.where(mantissa >= half + (half >> 1), -1, -2).astype(jnp.int32)
-    case "rceil":
-      exponent += jnp.where(mantissa > half, -1, -2).astype(jnp.int32)
-    case "mx43":
-      pass
+  if rules.scale_rule == "floor":
+    exponent -= 2
+  elif rules.scale_rule == "even":
+    exponent += jnp.where(mantissa >= half + (half >> 1), -1, -2).astype(jnp.int32)
+  elif rules.scale_rule == "rceil":
+    exponent += jnp.where(mantissa > half, -1, -2).astype(jnp.int32)
   clipped = jnp.clip(exponent, -127, 127)
   finite = field < form.integer(2 * form.bias + 1)
   return jnp.where(finite, clipped, jnp.int32(128))
@@ -144,8 +138,7 @@ def _scaled_bits(x: jax.Array, exponent: jax.Array) -> jax.Array:
   shift = exponent.astype(form.integer) << form.integer(form.mantissa_bits)
   scaled = bits - shift
   if form.mantissa_bits == 23:
-    # Above 2^-100 no subnormal reaches a nonzero code: the clamp only prevents
-    # overflow.
+    # Above 2^-100 no subnormal reaches a nonzero code: the clamp prevents overflow.
     mantissa_shift = (jnp.minimum(exponent, -100) + 149) << 23
     subnormal = float_bits.bits(bits.astype(jnp.float32)) - mantissa_shift
     scaled = jnp.where(bits < (1 << 23), subnormal, scaled)
@@ -187,11 +180,7 @@ def magnitude(index: jax.Array) -> jax.Array:
 def round_elements(
   x: jax.Array, exponent: jax.Array, rules: Rules = PAPER_RULES
 ) -> jax.Array:
-  """Rounds float32 `x` to signed element values, in units of the scale, at an exponent.
-
-  `exponent` is int32, of the same rank and broadcastable. Returns float32 from {0, ±.5,
-  ±1, ±1.5, ±2, ±3, ±4, ±6} with the sign of `x`.
-  """
+  """Rounds float32 to element values in units of the scale; see `magnitude_index`."""
   return jnp.copysign(magnitude(magnitude_index(x, exponent, rules)), x)
 
 
@@ -284,21 +273,9 @@ def check_finite(x: jax.Array, encoded: MXTensor) -> None:
 def encode(x: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
   """Encodes the last axis in blocks of 32, exactly for every finite value.
 
-  This XLA function is the definition. `mxjax.encode` gives the same bits with the
-  platform's fastest encoder.
-
-  Args:
-    x: `[..., d]` float32, bfloat16, float16 or (inside a 64-bit scope) float64, with
-      `d` a multiple of 32. Subnormals follow the formula literally.
-    rules: Scale and tie rules.
-
-  Returns:
-    The packed tensor. While tracing, a block with inf or NaN gets the illegal scale
-    byte 255, which decodes to NaN and which `check_legal` reports.
-
-  Raises:
-    TypeError: The array is not floating point.
-    ValueError: The width is not a multiple of 32, or (outside a trace) inf or NaN.
+  This XLA function is the definition; `mxjax.encode`, which gives the same bits with
+  the platform's fastest encoder, describes arguments and errors. Subnormals follow the
+  formula literally. The scale byte 255 of a block with inf or NaN decodes to NaN.
   """
   x = jnp.asarray(x)
   check_encodable(x)
@@ -315,10 +292,10 @@ def decode(
 ) -> jax.Array:
   """Decodes to `[..., d]`, exactly except for `mx43`.
 
-  `dtype` is bfloat16 or float32; both hold every MXFP4 value exactly. Of `rules` only
-  `mx43` matters: it divides by three, rounded once in float32. Signed zeros are kept,
-  and blocks whose scale byte is 255 become NaN. The rules `even` and `rceil` can round
-  maxima above 2^127 up to 2^128, which is inf.
+  `dtype` is bfloat16 or float32; both hold every MXFP4 value. Of `rules` only `mx43`
+  matters: it divides by three, rounded once in float32. Signed zeros are kept, and
+  scale bytes of 255 give NaN. The rules `even` and `rceil` can round maxima above 2^127
+  up to 2^128, which is inf.
   """
   codes = unpack(tensor.codes).astype(jnp.int32)
   blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK_SIZE)
@@ -330,12 +307,10 @@ def decode(
   subnormal = (mantissa | (1 << 23)) >> jnp.clip(1 - field, 0, 31)
   magnitude_bits = jnp.where(field >= 1, (field << 23) | mantissa, subnormal)
   magnitude_bits = jnp.where(index == 0, 0, magnitude_bits)
-  nan = jnp.int32(0x7FC00000)
-  magnitude_bits = jnp.where(exponent > 127, nan, magnitude_bits)
+  magnitude_bits = jnp.where(exponent > 127, jnp.int32(0x7FC00000), magnitude_bits)
   bits = (magnitude_bits | ((blocks >> 3) << 31)).reshape(codes.shape)
   if rules.scale_rule == "mx43":
-    values = lax.bitcast_convert_type(bits, jnp.float32) / 3.0
-    return values.astype(dtype)
+    return (lax.bitcast_convert_type(bits, jnp.float32) / 3.0).astype(dtype)
   if jnp.dtype(dtype) == jnp.bfloat16:
     # Truncation is exact here and, unlike a conversion, keeps subnormals.
     upper = lax.shift_right_logical(bits, jnp.int32(16)).astype(jnp.uint16)
@@ -346,9 +321,8 @@ def decode(
 def check_legal(tensor: MXTensor, place: str = "mxfp4.check_legal") -> None:
   """Checks the dtypes, shapes and scale bytes of a concrete tensor.
 
-  Every nibble is a legal E2M1 code by construction. `place` begins the error message:
-  TypeError for leaves that are not uint8, ValueError for shapes that disagree or a
-  scale byte of 255.
+  `place` begins the error message: TypeError for leaves that are not uint8, ValueError
+  for shapes that disagree or a scale byte of 255.
   """
   for name in ("codes", "scales"):
     leaf = getattr(tensor, name)

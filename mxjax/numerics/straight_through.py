@@ -19,18 +19,10 @@ def round_blocks(
   return mxfp4.round_blocks(blocks, rules)
 
 
-def _forward(blocks: jax.Array, rules: mxfp4.Rules) -> tuple[jax.Array, None]:
-  return mxfp4.round_blocks(blocks, rules), None
-
-
-def _backward(
-  rules: mxfp4.Rules, residual: None, gradient: jax.Array
-) -> tuple[jax.Array]:
-  del rules, residual
-  return (gradient,)
-
-
-round_blocks.defvjp(_forward, _backward)
+round_blocks.defvjp(
+  lambda blocks, rules: (mxfp4.round_blocks(blocks, rules), None),
+  lambda rules, residual, gradient: (gradient,),
+)
 
 
 def round_rows(x: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES) -> jax.Array:

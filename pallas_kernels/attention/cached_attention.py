@@ -190,23 +190,19 @@ def launch(
   Returns outputs, `[batch, new, heads * head_dim]`, in the dtype of `values`, and the
   cache with the new keys and values, in the same memory if it may be overwritten.
   """
-  past_keys, past_values = past
-  tile = Tile.of(queries, past_keys) if tile is None else tile
+  tile = Tile.of(queries, past[0]) if tile is None else tile
   # One array, because XLA writes it in one launch.
   newest = jnp.concatenate([queries, keys, values], axis=2)
-  in_specs, out_specs = _specs(queries.shape, past_keys.shape, tile)
-  positions = past_keys.shape[1]
+  positions = past[0].shape[1]
   *shares, filled_keys, filled_values = lowering.launch(
     functools.partial(_kernel, tile=tile, positions=positions, window=window),
     jnp.asarray(start, jnp.int32).reshape(1),
     newest,
     (newest, newest),
-    (past_keys, past_values),
+    past,
     name="cached_attention",
     grid=(queries.shape[0], keys.shape[2], tile.splits),
-    in_specs=in_specs,
-    out_specs=out_specs,
-    out_shape=_out_shapes(queries, past, tile),
+    **_specs(queries, past, tile),
     in_place={4: 3, 5: 4},
     warps=tile.warps,
     stages=tile.stages,
@@ -218,12 +214,15 @@ def launch(
 
 
 def _specs(
-  queries: tuple[int, ...], past: tuple[int, ...], tile: Tile
-) -> tuple[list[Any], list[lowering.BlockSpec]]:
-  """Returns block specs of the kernel's operands and results, from shapes."""
-  _, new, heads, head_dim = queries
-  _, positions, kv_heads, _ = past
-  spec = lowering.BlockSpec
+  queries: jax.Array, past: tuple[jax.Array, jax.Array], tile: Tile
+) -> dict[str, Any]:
+  """Returns block specs of the kernel's operands and results, and the results' shapes.
+
+  Results are sums, tops, totals and the filled cache.
+  """
+  batch, new, heads, head_dim = queries.shape
+  positions, kv_heads = past[0].shape[1:3]
+  spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
   # The blocks cover whole chunks, plus room for a whole tile of new tokens at any
   # position; accesses beyond the positions are masked.
   covered = -(-positions // tile.chunk) * tile.chunk + tile.new
@@ -237,18 +236,10 @@ def _specs(
   row = spec((None, None, None, tile.rows), lambda b, k, s: (s, b, k, 0))
   sums = spec((None, None, None, tile.rows, head_dim), lambda b, k, s: (s, b, k, 0, 0))
   start = spec((1,), lambda b, k, s: (0,))
-  return [start, group, newest, (cache, cache)], [sums, row, row, cache, cache]
-
-
-def _out_shapes(
-  queries: jax.Array, past: tuple[jax.Array, jax.Array], tile: Tile
-) -> list[jax.ShapeDtypeStruct]:
-  """Returns the shapes of sums, tops, totals and the filled cache."""
-  batch, new, heads, head_dim = queries.shape
-  kv_heads = past[0].shape[2]
   rows = tile.splits, batch, kv_heads, new * heads // kv_heads
-  shapes = (*rows, head_dim), rows, rows
-  return [
-    *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
-    *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in past),
-  ]
+  shares = [array(shape, jnp.float32) for shape in ((*rows, head_dim), rows, rows)]
+  return {
+    "in_specs": [start, group, newest, (cache, cache)],
+    "out_specs": [sums, row, row, cache, cache],
+    "out_shape": [*shares, *(array(a.shape, a.dtype) for a in past)],
+  }

@@ -35,15 +35,10 @@ _MULTIPROCESSORS = 132
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """Tile sizes and launch parameters.
+  """Rows of x and of the weight per program, columns per step, and launch parameters.
 
-  Attributes:
-    rows: Rows of x per program, at least 8.
-    outputs: Rows of the weight per program.
-    columns: Columns per step, 64 times a power of two.
-    splits: Programs that share the columns of one output tile.
-    warps: Warps per program.
-    stages: Steps whose loads are in flight.
+  Rows of x are at least 8, columns 64 times a power of two. `splits` programs share the
+  columns of one output tile; `stages` steps have their loads in flight.
   """
 
   rows: int
@@ -93,12 +88,6 @@ class _Work:
   def first(self, linear: int) -> int:
     """Returns the index of the linear's first tile among those of all linears."""
     return sum(map(self.tiles, range(linear)))
-
-  @property
-  def grid(self) -> tuple[int, int, int]:
-    """Row tiles, output tiles of all linears, splits."""
-    every = self.first(len(self.outputs))
-    return -(-self.rows // self.tile.rows), every, self.tile.splits
 
   @property
   def covered(self) -> int:
@@ -236,7 +225,7 @@ def launch(
     functools.partial(_matmul_kernel, work=work),
     tuple(map(_operands, inputs, weights)),
     name="mxfp4_matmul",
-    grid=work.grid,
+    grid=(-(-rows // tile.rows), work.first(len(outputs)), tile.splits),
     in_specs=[tuple(operands for operands, _ in specs)],
     out_specs=[out for _, out in specs],
     out_shape=[

@@ -1,9 +1,8 @@
 """Block transform, A4 encode and one-code refinement in one pass over activations.
 
-The references are `mxjax.numerics.shaping.input_maps.BlockDense` and
-`mxjax.numerics.realization.one_code.refine`. A program takes tiles of rows of one block
-of 32 features, for one of the linears that share the input, and reads its 32 x 32
-tables once. `tile.py` processes a tile; `fused_inputs.py` computes its inputs.
+The references are `input_maps.BlockDense` and `one_code.refine` of `mxjax.numerics`. A
+program takes tiles of rows of one block of 32 features, for one of the linears that
+share the input. `tile.py` processes a tile; `fused_inputs.py` computes its inputs.
 """
 
 import dataclasses
@@ -124,7 +123,8 @@ def _table_spec(table: jax.Array) -> lowering.BlockSpec:
 
 def _output(rows: int, width: int, size: int, form: Form) -> tuple[Any, Any]:
   """Returns one linear's result with specs, and with shapes, as its leaves."""
-  spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
+  spec: Any = lowering.BlockSpec
+  array: Any = jax.ShapeDtypeStruct
   by_tile = lambda b, i, _: (i, b)
   if form == "planes":
     block = spec((planes.COUNT, size, planes.WORDS), lambda b, i, _: (0, i, b))

@@ -12,9 +12,8 @@ No product is rounded to TF32. There are two arithmetics:
   the slope is scale * G (q / scale) - M x: every product on the tensor cores is exact
   and only float32 sums round.
 
-A coordinate's score is a parabola in its value, so the best of the fifteen candidates
-is the legal value nearest to the optimum, which takes another rounding like the first.
-In units of the squared scale and in Horner's form, with d the change of the value,
+The best of a coordinate's fifteen candidates is the legal value nearest to the optimum.
+Its score, in units of the squared scale and in Horner's form, with d the change, is
 
   score = d (slope + d curvature / 2),  half of `one_code.code_score`.
 

@@ -32,6 +32,26 @@ _WAIT = (
 
 
 class Memory:
+  """Bytes from an address on; those that do not exist are an error to touch."""
+
+  def __init__(self, size, base, fill, exists):
+    self.base = base
+    self.bytes = np.full(size, fill, np.uint8)
+    self.exists = np.full(size, exists)
+
+  def place(self, address, size, is_on):
+    """Indices `[threads, size]` of bytes; those of threads that are off are 0."""
+    index = np.where(is_on, address - np.uint64(self.base), 0).astype(np.int64)
+    index = index[:, None] + np.arange(size)
+    inside = (index >= 0) & (index < len(self.bytes))
+    if not (inside & self.exists[np.where(inside, index, 0)])[is_on].all():
+      raise IndexError("an address outside of the kernel's arrays or shared memory")
+    if (index[is_on, 0] % size).any():
+      raise IndexError(f"an address that is not aligned to {size} bytes")
+    return index
+
+
+class Arrays(Memory):
   """The arrays of a launch, one after the other, with gaps between them."""
 
   def __init__(self, arrays):
@@ -40,8 +60,7 @@ class Memory:
     for array in arrays:
       self.addresses.append(_BASE + end)
       end += -(-array.nbytes // 256) * 256 + _GAP
-    self.bytes = np.zeros(end, np.uint8)
-    self.exists = np.zeros(end, bool)
+    super().__init__(end, _BASE, 0, exists=False)
     self.spans = []
     for array, address in zip(arrays, self.addresses, strict=True):
       first = address - _BASE
@@ -50,35 +69,8 @@ class Memory:
       self.exists[self.spans[-1][0]] = True
 
   def array(self, index):
-    """What an array holds now."""
     span, like = self.spans[index]
     return self.bytes[span].copy().view(like.dtype).reshape(like.shape)
-
-  def place(self, address, size, is_on):
-    """Indices `[threads, size]` of bytes; those of threads that are off are 0."""
-    index = np.where(is_on, address - np.uint64(_BASE), 0).astype(np.int64)
-    index = index[:, None] + np.arange(size)
-    inside = (index >= 0) & (index < len(self.bytes))
-    if not (inside & self.exists[np.where(inside, index, 0)])[is_on].all():
-      raise IndexError("an address outside of the kernel's arrays")
-    if (index[is_on, 0] % size).any():
-      raise IndexError(f"an address that is not aligned to {size} bytes")
-    return index
-
-
-class Shared(Memory):
-  """The shared memory of a block."""
-
-  def __init__(self):
-    """Of NaN, whatever is read as."""
-    self.bytes = np.full(SHARED_BYTES, 0xFF, np.uint8)
-
-  def place(self, address, size, is_on):
-    """See `Memory.place`."""
-    index = np.where(is_on, address, 0).astype(np.int64)[:, None] + np.arange(size)
-    if (index >= SHARED_BYTES).any() or (index[is_on, 0] % size).any():
-      raise IndexError("an address outside of shared memory, or not aligned")
-    return index
 
 
 def parse(ptx):
@@ -105,12 +97,11 @@ def parse(ptx):
 
 
 class Block:
-  """One block of threads."""
-
   def __init__(self, program, memory, place):
-    """Begins with no registers."""
     self.code, self.labels, self.threads = program
-    self.memory, self.shared, self.place = memory, Shared(), place
+    self.memory, self.place = memory, place
+    # Of NaN, whatever is read as.
+    self.shared = Memory(SHARED_BYTES, 0, 0xFF, exists=True)
     self.registers = {}
 
   def value(self, name, size):
@@ -135,7 +126,6 @@ class Block:
     return np.full(self.threads, number & ((1 << size) - 1), UNSIGNED[size])
 
   def write(self, name, value, is_on):
-    """Sets a register where threads are on."""
     value = np.broadcast_to(value, (self.threads,))
     if kind := re.match(r"%(p|rs|rd|r)\d", name):
       value = value.astype(_WIDTH[kind[1]])
@@ -144,17 +134,14 @@ class Block:
     self.registers[name] = value
 
   def address(self, text):
-    """Of `[register + offset]`."""
     match = re.match(r"\[ ?([%\w]+) ?(?:\+ ?(-?\d+))? ?\]", text)
     base = self.value(match[1], 64).astype(np.uint64)
     return base + np.uint64(int(match[2] or 0) & (2**64 - 1))
 
   def names(self, text):
-    """Registers of `{a, b}`."""
     return [n.strip() for n in text.strip("{} ").split(",")]
 
   def run(self):
-    """Executes the block to its end."""
     at = 0
     while at < len(self.code):
       predicate, operation, operands = self.code[at]
@@ -172,7 +159,6 @@ class Block:
         self.step(operation, operands, is_on)
 
   def step(self, operation, operands, is_on):
-    """Executes one instruction."""
     name, *rest = operation.split(".")
     match name:
       case "ld" if rest[0].startswith("param"):
@@ -220,7 +206,6 @@ class Block:
         self.write(operands[0], evaluate(operation, sources), is_on)
 
   def move(self, name, rest, operands, is_on):
-    """Loads or stores one to four registers of each thread."""
     memory = self.memory if "global" in rest else self.shared
     size = int(rest[-1][1:]) // 8
     where, registers = operands if name == "st" else operands[::-1]
@@ -302,7 +287,6 @@ class Block:
       self.registers[register] = total.astype(np.float32).view(np.uint32)
 
   def mma(self, out, a, b, c):
-    """A product m16n8k16 of each warp."""
     lane = np.arange(32)
     pairs = self.fragment(b).reshape(-1, 32, 2, 2)
     right = np.zeros((len(pairs), 16, 8))
@@ -355,7 +339,7 @@ def launch(ptx, grid, arrays):
   """
   program = parse(ptx)
   distinct = list({id(a): a for a in arrays}.values())
-  memory = Memory(distinct)
+  memory = Arrays(distinct)
   place = [next(i for i, d in enumerate(distinct) if d is a) for a in arrays]
   memory.addresses = [memory.addresses[i] for i in place]
   with np.errstate(all="ignore"):

@@ -7,23 +7,10 @@ import pytest
 from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import mxfp4_decode
 from tests.pallas_kernels import ptx_machine
+from tests.pallas_kernels.operands import elements, packed
 
 decode = jax.jit(mxfp4_decode.decode, static_argnames="implementation")
 decode_float8 = jax.jit(mxfp4_decode.decode_float8, static_argnames="implementation")
-
-
-def tensor(rows, width, *, low, high, seed=0):
-  """Random codes whose scale bytes lie in a range and reach both ends of it."""
-  rng = np.random.default_rng(seed)
-  scales = rng.integers(low, high + 1, (rows, width // 32)).astype(np.uint8)
-  scales[0, :2] = low, high
-  codes = rng.integers(0, 256, (rows, width // 2)).astype(np.uint8)
-  return mxfp4.MXTensor(jnp.asarray(codes), jnp.asarray(scales))
-
-
-def values(codes):
-  magnitude = np.array(mxfp4.MAGNITUDES)[codes & 7]
-  return np.where(codes >= 8, -magnitude, magnitude)
 
 
 def test_ptx_of_every_byte_at_every_scale():
@@ -35,7 +22,8 @@ def test_ptx_of_every_byte_at_every_scale():
     factor.astype(np.uint32) * 0x10001,
   )
   got = got.view(ml_dtypes.bfloat16).reshape(-1, 2)
-  want = values(np.stack([byte & 15, byte >> 4], 1)) * np.exp2(scale - 127.0)[:, None]
+  codes = np.stack([byte & 15, byte >> 4], 1)
+  want = elements(codes) * np.exp2(scale - 127.0)[:, None]
   largest = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
   want = np.where(np.abs(want) > largest, np.copysign(np.inf, want), want)
   np.testing.assert_array_equal(got.astype(np.float64), want)
@@ -51,35 +39,34 @@ def test_ptx_of_every_word_at_every_factor():
     factor = np.full(word.shape, half * 0x10001, np.uint32)
     got = ptx_machine.run(mxfp4_decode.float8_ptx(), word, factor)
     as_float8 = got.view(np.uint8).view(mxfp4_decode.FLOAT8).reshape(-1, 4)
-    np.testing.assert_array_equal(
-      as_float8.astype(np.float64), values(code) * 2.0**exponent
-    )
+    want = elements(code) * 2.0**exponent
+    np.testing.assert_array_equal(as_float8.astype(np.float64), want)
   signed = jnp.asarray(word.view(np.int32)), jnp.asarray(factor.view(np.int32))
   plain = mxfp4_decode.float8_word(*signed, interpret=True)
   np.testing.assert_array_equal(np.asarray(plain).view(np.uint32), got)
 
 
 def test_the_kernel_decodes_as_the_reference():
-  packed = tensor(70, 96, low=3, high=250)
-  got = decode(packed, implementation="interpret")
-  assert got.dtype == jnp.bfloat16 and got.shape == packed.shape
-  np.testing.assert_array_equal(got, mxfp4.decode(packed, jnp.bfloat16))
+  tensor = packed(70, 96, -124, 123)
+  got = decode(tensor, implementation="interpret")
+  assert got.dtype == jnp.bfloat16 and got.shape == tensor.shape
+  np.testing.assert_array_equal(got, mxfp4.decode(tensor, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 def test_a_tensor_inside_the_range_is_exact(implementation):
-  packed = tensor(40, 64, low=120 - mxfp4_decode.SPREAD, high=120)
+  tensor = packed(40, 64, -7 - mxfp4_decode.SPREAD, -7)
   # A block of zeros has the lowest byte and is in nobody's way.
-  packed = mxfp4.MXTensor(packed.codes.at[3, :16].set(0), packed.scales.at[3, 0].set(0))
-  unit, fits = mxfp4_decode.float8_range(packed)
-  got = decode_float8(packed, unit, implementation=implementation)
+  tensor = mxfp4.MXTensor(tensor.codes.at[3, :16].set(0), tensor.scales.at[3, 0].set(0))
+  unit, fits = mxfp4_decode.float8_range(tensor)
+  got = decode_float8(tensor, unit, implementation=implementation)
   assert bool(fits) and got.dtype == mxfp4_decode.FLOAT8
   back = got.astype(jnp.float32) * unit
-  np.testing.assert_array_equal(back, mxfp4.decode(packed, jnp.float32))
+  np.testing.assert_array_equal(back, mxfp4.decode(tensor, jnp.float32))
 
 
 def test_one_power_of_two_more_does_not_fit():
-  packed = tensor(40, 64, low=119 - mxfp4_decode.SPREAD, high=120)
-  assert not mxfp4_decode.float8_range(packed)[1]
-  broken = mxfp4.MXTensor(packed.codes, packed.scales.at[:].set(255))
+  tensor = packed(40, 64, -8 - mxfp4_decode.SPREAD, -7)
+  assert not mxfp4_decode.float8_range(tensor)[1]
+  broken = mxfp4.MXTensor(tensor.codes, tensor.scales.at[:].set(255))
   assert not mxfp4_decode.float8_range(broken)[1]

@@ -38,8 +38,7 @@ def test_the_kernel_equals_the_reference_bit_for_bit(dtype):
   assert x.shape[0] % mxfp4_encode.BLOCKS  # the last tile is cut
   got = encode(x, implementation="interpret")
   want = encode(x, implementation="xla")
-  np.testing.assert_array_equal(got.scales, want.scales)
-  np.testing.assert_array_equal(got.codes, want.codes)
+  jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_it_takes_any_leading_axes_and_widths():
@@ -47,24 +46,11 @@ def test_it_takes_any_leading_axes_and_widths():
   got = encode(x, implementation="interpret")
   want = mxfp4.encode(x)
   assert got.shape == x.shape
-  np.testing.assert_array_equal(got.codes, want.codes)
-  np.testing.assert_array_equal(got.scales, want.scales)
-
-
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_a_block_that_is_not_finite_is_marked(value):
-  x = np.ones((4, 64), np.float32)
-  x[2, 40] = value
-  got = encode(jnp.asarray(x), implementation="interpret")
-  want = np.full((4, 2), 125, np.uint8)
-  want[2, 1] = mxfp4.NOT_FINITE
-  np.testing.assert_array_equal(got.scales, want)
+  jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_an_explicit_choice_never_falls_back():
   x = jnp.ones((2, 32))
-  with pytest.raises(NotImplementedError, match="need an NVIDIA GPU"):
-    mxfp4_encode.encode(x, implementation="pallas")
   other = mxfp4.Rules(scale_rule="even")
   for implementation in ("pallas", "interpret"):
     with pytest.raises(NotImplementedError, match="paper's rules only"):
@@ -72,11 +58,6 @@ def test_an_explicit_choice_never_falls_back():
   np.testing.assert_array_equal(
     mxfp4_encode.encode(x, other).codes, mxfp4.encode(x, other).codes
   )
-
-
-def test_a_width_that_is_no_multiple_of_32_is_refused():
-  with pytest.raises(ValueError, match="mxfp4.encode"):
-    mxfp4_encode.encode(jnp.ones((2, 40)), implementation="interpret")
 
 
 @pytest.mark.parametrize("exponent", [-127, -126, -90, -1, 0, 3, 125])

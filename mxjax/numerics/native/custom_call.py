@@ -1,22 +1,22 @@
-"""Custom calls for XLA:CPU, run in parallel on XLA's thread pool.
+"""Machine code, and custom calls for XLA:CPU, run in parallel on XLA's thread pool.
 
 A kernel is divided into parts that may run concurrently and in any order. The calling
-thread asks the pool for helpers and also takes parts itself; a helper that arrives late
-finds none left and returns. The caller waits only for parts that have started, never
-for helpers, so a pool whose threads are all busy costs only speed.
+thread asks the pool for helpers and takes parts itself. It waits only for parts that
+have started, never for helpers, so a pool whose threads are all busy costs only speed.
 
 The constants below are field offsets in XLA's C interface: `xla/ffi/api/c_api.h`, major
 version 0, installed by jaxlib. The order of fields is kept from version to version.
 """
 
 import ctypes
-from collections.abc import Callable
-from typing import NamedTuple
+import platform
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
+from llvmlite import binding as llvm
 from llvmlite import ir
 
-from mxjax.numerics.native.machine_code import compile_module
 from mxjax.numerics.native.values import I32, I64, POINTER, Value, constant, room
 
 # XLA_FFI_CallFrame
@@ -37,18 +37,6 @@ Part = Callable[[Value, Value], None]
 
 Count = Callable[[Value], Value]
 """Emits the code that returns the number of parts, given the call frame."""
-
-
-class Kernels(NamedTuple):
-  """Kernels to compile together.
-
-  Attributes:
-    module: LLVM module that contains the functions that parts call.
-    written: Kernel name to the emitters of its part count and of one part.
-  """
-
-  module: ir.Module
-  written: dict[str, tuple[Count, Part]]
 
 
 def operand(frame: Value, index: int) -> Value:
@@ -96,7 +84,7 @@ def _write_leave(module: ir.Module) -> None:
   code, (state,) = _begin(module, "leave", ir.VoidType(), POINTER)
   users = _add(state.after(_USERS), -1, "acq_rel")
   with code.if_then(users.equals(1).raw):
-    code.call(_function(module, "free", ir.VoidType(), POINTER), [state.raw])
+    _call(state, "free")
   code.ret_void()
 
 
@@ -121,8 +109,14 @@ def _write_work(module: ir.Module, name: str, part: Part) -> None:
 def _write_help(module: ir.Module, name: str) -> None:
   code, (state,) = _begin(module, f"{name}.help", ir.VoidType(), POINTER)
   for step in (f"{name}.work", "leave"):
-    code.call(_function(module, step, ir.VoidType(), POINTER), [state.raw])
+    _call(state, step)
   code.ret_void()
+
+
+def _call(state: Value, name: str) -> None:
+  """Calls a function that takes the state and returns nothing."""
+  function = _function(state.code.module, name, ir.VoidType(), POINTER)
+  state.code.call(function, [state.raw])
 
 
 def _ask(api: Value, place: int, record: Value) -> Value:
@@ -150,7 +144,7 @@ def _hire(api: Value, frame: Value, state: Value, task: Value) -> None:
   with code.if_then(code.icmp_unsigned("!=", error.raw, ir.Constant(POINTER, None))):
     _fill(record, error)
     _ask(api, _ERROR_DESTROY, record)
-    code.call(_function(code.module, "leave", ir.VoidType(), POINTER), [state.raw])
+    _call(state, "leave")
 
 
 def _write_entry(module: ir.Module, name: str, count: Count, helpers: int) -> None:
@@ -166,13 +160,13 @@ def _write_entry(module: ir.Module, name: str, count: Count, helpers: int) -> No
   parts = count(frame)
   state = _new_state(frame, parts)
   api = frame.after(_API).load(POINTER, 8)
-  function = lambda what: _function(module, what, ir.VoidType(), POINTER)
+  task = frame.of(_function(module, f"{name}.help", ir.VoidType(), POINTER))
   for helper in range(helpers):
     with code.if_then((constant(code, I64, helper + 1) < parts).raw):
-      _hire(api, frame, state, frame.of(function(f"{name}.help")))
-  code.call(function(f"{name}.work"), [state.raw])
+      _hire(api, frame, state, task)
+  _call(state, f"{name}.work")
   _wait(state, parts)
-  code.call(function("leave"), [state.raw])
+  _call(state, "leave")
   code.ret(null)
 
 
@@ -203,17 +197,48 @@ def _wait(state: Value, parts: Value) -> None:
   code.position_at_end(done)
 
 
-def register(kernels: Kernels, helpers: int) -> None:
+def multiplies_and_adds_at_once() -> bool:
+  """Returns whether the processor has fused multiply-add, which old x86 ones lack."""
+  features = llvm.get_host_cpu_features()
+  return platform.machine() not in ("x86_64", "AMD64") or bool(features.get("fma"))
+
+
+def compile_module(source: str, names: Iterable[str]) -> dict[str, int]:
+  """Compiles LLVM IR text into this process and returns the addresses of functions.
+
+  The code is never freed, because XLA's threads may still run it at process exit.
+  """
+  llvm.initialize_native_target()
+  llvm.initialize_native_asmprinter()
+  machine: Any = llvm.Target.from_default_triple().create_target_machine(
+    cpu=llvm.get_host_cpu_name(),
+    features=llvm.get_host_cpu_features().flatten(),
+    opt=3,
+  )
+  module = llvm.parse_assembly(source)
+  module.verify()
+  engine: Any = llvm.create_mcjit_compiler(module, machine)
+  engine.finalize_object()
+  addresses = {name: engine.get_function_address(name) for name in names}
+  engine.detach()
+  return addresses
+
+
+def register(
+  module: ir.Module, kernels: dict[str, tuple[Count, Part]], helpers: int
+) -> None:
   """Compiles kernels and registers them with XLA:CPU by name.
 
-  `helpers` is the number of threads besides the caller's.
+  `module` contains the functions that parts call; `kernels` maps a name to the emitters
+  of its part count and of one part; `helpers` is the number of threads besides the
+  caller's.
   """
-  _write_leave(kernels.module)
-  for name, (count, part) in kernels.written.items():
-    _write_work(kernels.module, name, part)
-    _write_help(kernels.module, name)
-    _write_entry(kernels.module, name, count, helpers)
-  addresses = compile_module(str(kernels.module), kernels.written)
+  _write_leave(module)
+  for name, (count, part) in kernels.items():
+    _write_work(module, name, part)
+    _write_help(module, name)
+    _write_entry(module, name, count, helpers)
+  addresses = compile_module(str(module), kernels)
   signature = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
   for name, address in addresses.items():
     capsule = jax.ffi.pycapsule(signature(address))

@@ -48,7 +48,7 @@ def obstacle(x: jax.Array, scale_rule: str, tie_rule: str) -> str | None:
 def _compiled() -> Any:
   """Compiles the kernel, once per process."""
   from mxjax.numerics.native import encode_kernel
-  from mxjax.numerics.native.machine_code import compile_module
+  from mxjax.numerics.native.custom_call import compile_module
 
   addresses = compile_module(str(encode_kernel.write()), ["encode"])
   kinds = [ctypes.c_void_p] * 3 + [ctypes.c_int64, ctypes.c_int32, ctypes.c_int32]

@@ -26,7 +26,7 @@ def machine_obstacle() -> str | None:
     return f"it is written for Linux and macOS, and this is {sys.platform}"
   if missing := native.missing():
     return missing
-  from mxjax.numerics.native.machine_code import multiplies_and_adds_at_once
+  from mxjax.numerics.native.custom_call import multiplies_and_adds_at_once
 
   if not multiplies_and_adds_at_once():
     return "this processor has no fused multiply-add"
@@ -63,7 +63,7 @@ def _register() -> None:
   from mxjax.numerics.native import custom_call, refinement_kernel
 
   kernels = refinement_kernel.kernels(kernel_name)
-  custom_call.register(kernels, native.cores() - 1)
+  custom_call.register(*kernels, native.cores() - 1)
 
 
 def refined(
@@ -76,14 +76,9 @@ def refined(
 ) -> jax.Array:
   """Encodes and refines blocks, after mapping each by its matrix if one is given.
 
-  Call it only where `obstacle` returns None. Paper: Eq. hires-code-score.
-
-  `x` is float32 `[blocks, 32, n]`, n at least `native.LANES`; `gram` (G_Q), `cross`
-  (K_Q) and `matrix` are float32 `[blocks, 32, 32]`. Returns float32: the decoded
-  blocks, in the shape of `x`, if `decodes`, else their objective `[blocks, n]`.
-
-  Raises:
-    ValueError: A table cannot be broadcast to `[blocks, 32, 32]`.
+  Call it only where `obstacle` returns None. Arguments and results are those of
+  `one_code.refined_blocks` if `decodes`, else of `one_code.refined_objective`. A table
+  that cannot be broadcast to `[blocks, 32, 32]` is a ValueError.
   """
   _register()
   blocks, _, tokens = x.shape

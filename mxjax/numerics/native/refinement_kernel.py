@@ -1,10 +1,8 @@
 """LLVM kernel that maps, encodes and refines a tile of tokens.
 
 The reference is `mxjax.numerics.realization.one_code.refine`, formula for formula. A
-tile is one block of 32 features by `LANES` tokens, with one token per lane. Each
-product is a chain of fused multiply-adds in the order of the features, which is also
-XLA:CPU's order, so refined codes have the reference's bits.
-Paper: Eq. hires-code-score.
+tile is one block of 32 features by `LANES` tokens, one per lane. Each product is a
+chain of fused multiply-adds in XLA:CPU's order, so refined codes have its bits.
 
 Operands: x `[blocks, 32, n]`, gram and cross `[blocks, 32, 32]`, and for kernels with a
 map `[blocks, 32, 32]`; all float32, n at least `LANES`.
@@ -18,7 +16,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from mxjax.numerics.native import LANES
-from mxjax.numerics.native.custom_call import Kernels, Part, dimension, operand, result
+from mxjax.numerics.native.custom_call import Count, Part, dimension, operand, result
 from mxjax.numerics.native.values import (
   F32,
   FLOATS,
@@ -60,14 +58,6 @@ class _Tile(NamedTuple):
   nearest: Value
   pulled: Value
   mismatch: Value
-
-
-class _Block(NamedTuple):
-  """Addresses of a block's tables; `matrix` is None without a map."""
-
-  gram: Value
-  cross: Value
-  matrix: Value | None
 
 
 def _row(address: Value, index: Value) -> Value:
@@ -127,11 +117,6 @@ def _nearest(x: Value, shift: Value, low_shift: Value) -> Value:
   return (magnitude | (x.bits() & _SIGN)).floats()
 
 
-def _code_score(delta: Value, slope: Value, curvature: Value) -> Value:
-  """Computes `one_code.code_score`, with both products rounded."""
-  return (delta * 2.0) * slope + (delta * delta) * curvature
-
-
 def _grid_neighbours(target: Value) -> tuple[Value, Value]:
   """Computes `one_code._grid_neighbours`."""
   size = target.call("fabs")
@@ -150,29 +135,28 @@ def _best_code(
   """Computes `one_code.best_code`."""
   vertex = nearest - slope / (curvature * scale)
   inner, outer = _grid_neighbours(where(slope.equals(0.0), nearest, vertex))
-  inner_score, outer_score = (
-    _code_score((value - nearest) * scale, slope, curvature) for value in (inner, outer)
-  )
+  # `one_code.code_score`, with both products rounded.
+  score = lambda delta: (delta * 2.0) * slope + (delta * delta) * curvature
+  inner_score, outer_score = (score((v - nearest) * scale) for v in (inner, outer))
   is_better = outer_score < inner_score
-  return (
-    where(is_better, outer_score, inner_score),
-    where(is_better, outer, inner),
-  )
+  pairs = (outer_score, inner_score), (outer, inner)
+  best, value = (where(is_better, *pair) for pair in pairs)
+  return best, value
 
 
 def _read(
-  tile: _Tile, x: Value, stride: Value, block: _Block, product: ir.Function
+  tile: _Tile, x: Value, stride: Value, matrix: Value | None, product: ir.Function
 ) -> None:
   """Loads a tile of inputs into cache and applies the block's map, if any."""
-  to = tile.x if block.matrix is None else tile.pulled
+  to = tile.x if matrix is None else tile.pulled
 
   def row(i: Value) -> list[Value]:
     _row(to, i).store(x.after(i * stride).load(FLOATS), align=64)
     return []
 
   repeat(constant(x.code, I64, 0), _BLOCK, row)
-  if block.matrix is not None:
-    x.code.call(product, [v.raw for v in (block.matrix, to, tile.x)])
+  if matrix is not None:
+    x.code.call(product, [v.raw for v in (matrix, to, tile.x)])
 
 
 def _encode(tile: _Tile) -> Value:
@@ -206,20 +190,19 @@ class _Best(NamedTuple):
   objective: Value
 
 
-def _refine(tile: _Tile, block: _Block, scale: Value, product: ir.Function) -> _Best:
+def _refine(
+  tile: _Tile, gram: Value, cross: Value, scale: Value, product: ir.Function
+) -> _Best:
   """Finds the lowest score over all coordinates, the first in case of ties."""
   code = scale.code
-  for table, of, to in (
-    (block.gram, tile.difference, tile.pulled),
-    (block.cross, tile.x, tile.mismatch),
-  ):
-    code.call(product, [table.raw, of.raw, to.raw])
+  code.call(product, [gram.raw, tile.difference.raw, tile.pulled.raw])
+  code.call(product, [cross.raw, tile.x.raw, tile.mismatch.raw])
 
   def row(i: Value, *before: Value) -> list[Value]:
     best = _Best(*before)
     mismatch = _row(tile.mismatch, i).load(FLOATS, 64)
     slope = _row(tile.pulled, i).load(FLOATS, 64) - mismatch
-    curvature = block.gram.after(i * (4 * (_BLOCK + 1))).load(F32).spread()
+    curvature = gram.after(i * (4 * (_BLOCK + 1))).load(F32).spread()
     nearest = _row(tile.nearest, i).load(FLOATS, 64)
     score, value = _best_code(nearest, scale, slope, curvature)
     is_best = score < best.score
@@ -261,11 +244,10 @@ def _write_tile(
   function = ir.Function(module, takes, f"{name}.tile")
   code = ir.IRBuilder(function.append_basic_block("entry"))
   x, gram, cross, matrix, to, cache, stride = (Value(code, a) for a in function.args)
-  block = _Block(gram, cross, matrix if maps else None)
   tile = _Tile(*(cache.after(i * _TILE_BYTES) for i in range(len(_Tile._fields))))
-  _read(tile, x, stride, block, product)
+  _read(tile, x, stride, matrix if maps else None, product)
   scale = _encode(tile)
-  best = _refine(tile, block, scale, product)
+  best = _refine(tile, gram, cross, scale, product)
   if decodes:
     _write_decoded(tile, scale, best, to, stride)
   else:
@@ -313,13 +295,13 @@ def _part(tile: ir.Function, *, maps: bool, decodes: bool) -> Part:
   return write
 
 
-def kernels(kernel_name: Callable[..., str]) -> Kernels:
+def kernels(
+  kernel_name: Callable[..., str],
+) -> tuple[ir.Module, dict[str, tuple[Count, Part]]]:
   """Emits all kernels: with and without a map, for decoded blocks or their objective.
 
-  A kernel with a map takes it as the fourth operand and applies it first. Results are
-  the decoded blocks `[blocks, 32, n]`, or the contribution of the refined codes to the
-  objective, `[blocks, n]`. `kernel_name` names a kernel from the keywords `maps` and
-  `decodes`.
+  A kernel with a map takes it as the fourth operand and applies it first. `kernel_name`
+  names a kernel from the keywords `maps` and `decodes`.
   """
   module = ir.Module("refinement")
   product = _write_product(module)
@@ -328,4 +310,4 @@ def kernels(kernel_name: Callable[..., str]) -> Kernels:
     name = kernel_name(maps=maps, decodes=decodes)
     tile = _write_tile(module, name, product, maps=maps, decodes=decodes)
     written[name] = _parts, _part(tile, maps=maps, decodes=decodes)
-  return Kernels(module, written)
+  return module, written

@@ -1,8 +1,7 @@
 """Dynamic A4 rules: how a quantized linear rounds its mapped inputs.
 
-To add a rule, subclass `ActivationQuantizer` and decorate it with `@register`. The rest
-of the library never checks which class a rule is, so a registered rule runs, is saved
-in checkpoints, exported and audited.
+To add a rule, subclass `ActivationQuantizer` and decorate it with `@register`: it runs,
+is saved in checkpoints, exported and audited.
 """
 
 import dataclasses
@@ -65,15 +64,10 @@ class ActivationQuantizer:
     matrix: jax.Array | None = None,
     implementation: Implementation | None = None,
   ) -> jax.Array:
-    """Rounds inputs, after applying a map to each block if one is given.
+    """Rounds inputs like `round_mapped`, after applying a map to each block if any.
 
-    `blocks` is float32 `[blocks, 32, n]`, feature-major, and `matrix` is
-    `[blocks, 32, 32]` of that dtype, or None if the inputs are already mapped. See
-    `implementations.choose` for `implementation`. Returns the decoded A4 values,
-    float32, same shape.
-
-    Raises:
-      NotImplementedError: The requested implementation cannot run.
+    `matrix` is float32 `[blocks, 32, 32]`, or None if the inputs are already mapped.
+    See `implementations.choose` for `implementation`.
     """
     implementations.choose(f"the A4 rule {type(self).__name__}", implementation)
     mapped = blocks if matrix is None else block_products(matrix, blocks)
@@ -86,8 +80,7 @@ class ActivationQuantizer:
   def kernel_tables(self) -> tuple[jax.Array | None, jax.Array | None] | None:
     """Returns the packed G_Q and the K_Q that `pallas_kernels.refinement` reads.
 
-    The result is `(None, None)` for nearest codes, and None if the Pallas kernel does
-    not support the rule.
+    `(None, None)` means nearest codes, None that the kernel does not support the rule.
     """
     return None
 

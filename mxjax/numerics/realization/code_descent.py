@@ -1,16 +1,14 @@
 r"""Coordinate descent on weight codes, starting from the result of GPTQ.
 
-GPTQ decides each code once, knowing only the errors of earlier columns. Coordinate
-descent revisits every code with all the others known. With `D = W - W^` and the damped
-Hessian `H`, changing a decoded value by delta changes the loss `tr(D H D')` by
+With `D = W - W^` and the damped Hessian `H`, changing a decoded value by delta changes
+the loss `tr(D H D')` by
 
 .. math::
   \Delta_j(\delta) = \delta^2 H_{jj} - 2 \delta [D H]_j
 
-a parabola, so the best legal value is the one nearest to its vertex
-`w^_j + [D H]_j / H_jj`, at the exponent that GPTQ froze. A code changes only where
-Delta is negative, so the loss never rises. Not in the paper; see
-`HiResDescent`.
+so the best legal value at the exponent that GPTQ froze is the one nearest to
+`w^_j + [D H]_j / H_jj`. A code changes only where Delta is negative. Not in the paper;
+`HiResDescent` states the benefit.
 """
 
 import functools
@@ -75,11 +73,7 @@ def _descend_group(
   exponent: jax.Array,
   rules: mxfp4.Rules,
 ) -> tuple[jax.Array, jax.Array]:
-  """Passes once over the 32 columns of a group, all rows together.
-
-  `slope` is D H on these columns, `[32, rows]`; `tile` is the group's diagonal tile of
-  H, `[32, 32]`; `exponent` is int32 `[rows]`.
-  """
+  """Passes once over a group's 32 columns; `slope` is D H, `tile` their tile of H."""
   scale = mxfp4.scale_of(exponent, rules).astype(decoded.dtype)
 
   def column(j: jax.Array, state: Any) -> Any:

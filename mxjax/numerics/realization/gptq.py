@@ -2,9 +2,7 @@ r"""GPTQ reconstruction of weights as legal Block32 MXFP4 codes.
 
 Columns are rounded in order. The rounding error of each column is compensated in the
 later ones through U, the upper Cholesky factor of the damped inverse Hessian. A block's
-exponent comes from the compensated weights when the block is reached, and stays frozen
-while its 32 columns are rounded. Other exponent sources and column orders are options,
-because other systems use them.
+exponent stays frozen while its 32 columns are rounded.
 
 Paper: Eq. recon and Discrete Realization; reading A12 and A13 of the specification.
 """
@@ -119,10 +117,9 @@ def _round_group(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Rounds the 32 columns of one group, all rows at once.
 
-  `weight`, `[..., 32, rows]`, is compensated for all earlier groups. `upper` is the
-  group's diagonal block of U. `exponent` is int32 `[..., rows]` for the group or
-  `[..., 32, rows]` by column. Returns codes, decoded values and scaled errors (w - q) /
-  U_jj, `[..., 32, rows]` each.
+  `weight`, `[..., 32, rows]`, is compensated for all earlier groups; `upper` is the
+  group's diagonal block of U; `exponent` is int32 `[..., rows]`, or by column. Returns
+  codes, decoded values and scaled errors (w - q) / U_jj, in the shape of `weight`.
   """
   by_column = exponent.ndim == weight.ndim
 
@@ -256,12 +253,9 @@ def reconstruct_ordered(
 ) -> Reconstruction:
   """Rounds by GPTQ in another column order; blocks and exponents stay in place.
 
-  Exponents come from the original weights: a block whose columns are reached at
-  different times never has a known compensated maximum.
-
-  `weight` is `[blocks, 32, rows]`, float32 or float64; `order`, int32 `[d]`, lists the
-  column rounded at each step; `upper` is U from `factor` of the Hessian in that order.
-  Returns legal codes in the original order.
+  Exponents come from the original weights. `order`, int32 `[d]`, lists the column
+  rounded at each step; `upper` is U from `factor` of the Hessian in that order. Returns
+  legal codes in the original order.
   """
   blocks, size, rows = weight.shape
   exponent = mxfp4.block_exponent(weight, rules)

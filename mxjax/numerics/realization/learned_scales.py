@@ -1,9 +1,7 @@
 r"""Weight quantization with learned scales: the relaxation of FOCUS.
 
 Each block has a factor m on its maximum a and four divisors c_j, one for each run of
-eight values. The scale S is the rceil scale of m times the maximum, the codes are those
-of `W / c`, and the decoded weights are codes times scale. So c moves codes outward, m
-moves exponents, and only codes and scales are stored:
+eight values; only codes and scales are stored:
 
 .. math::
   S = 2^{\lceil \log_2 (m\,a / 6) \rceil}, \qquad
@@ -28,11 +26,9 @@ MIN_FACTOR = 2.0**-10
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LearnedScales:
-  """The learned parameters of one linear.
+  """The learned parameters of one linear, float32.
 
-  Attributes:
-    factor: m, float32 `[blocks, rows]`.
-    logits: q with c = sigmoid(q), float32 `[blocks, 4, rows]`.
+  `factor` is m, `[blocks, rows]`; `logits` is q, `[blocks, 4, rows]`: c = sigmoid(q).
   """
 
   factor: jax.Array
@@ -88,9 +84,8 @@ def relaxed(
 ) -> jax.Array:
   """Decodes weights differentiably in the learned scales, float32 `[blocks, 32, rows]`.
 
-  Gradients pass straight through rounding and the ceiling of the exponent, but not
-  through clipping: a clipped value has zero gradient. Of `rules`, only the tie rule
-  matters.
+  Gradients pass straight through rounding and the ceiling of the exponent; a clipped
+  value has none. Of `rules`, only the tie rule matters.
   """
   exponent, bounded = _exponent(weight, learned.factor, rules)
   # A zero block has no scale: dividing by one leaves it zero.
@@ -109,7 +104,6 @@ def quantize_weight(
   exponent, _ = _exponent(weight, learned.factor, rules)
   scale = float_bits.power_of_two(exponent)[..., None, :]
   divided = weight / _divisors(learned.logits)
-  codes, decoded = gptq.round_value(
-    divided, exponent[..., None, :], scale, _rules(rules)
-  )
+  rules = _rules(rules)
+  codes, decoded = gptq.round_value(divided, exponent[..., None, :], scale, rules)
   return gptq.Reconstruction(codes, exponent, decoded)

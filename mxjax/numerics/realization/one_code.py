@@ -32,8 +32,7 @@ class Refined(NamedTuple):
     elements: Element values in units of the scale, float32 `[blocks, 32, n]`.
     exponent: int32 `[blocks, n]`.
     nearest: The nearest element values, before the change.
-    score: The smallest Delta of each block, float32 `[blocks, n]`; the change was made
-      where it is negative.
+    score: Smallest Delta of each block, float32 `[blocks, n]`; changed where negative.
     nearest_objective: ||W^ q_0 - W x||^2 - ||(W^ - W) x||^2 at the nearest vector,
       float32 `[blocks, n]`; adding a negative score gives the refined objective.
   """
@@ -86,12 +85,10 @@ def _rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
 def code_score(delta: jax.Array, slope: jax.Array, curvature: jax.Array) -> jax.Array:
   """Computes Delta(i, c) = 2 delta slope + delta^2 curvature.
 
-  XLA and the CPU kernels agree on it to the bit. The GPU kernel, whose slopes are sums
-  in another order anyway, computes half of it in Horner's form.
+  XLA and the CPU kernels agree on it to the bit; the GPU kernel takes Horner's form.
   """
-  return _rounded_product(2.0 * delta, slope) + _rounded_product(
-    delta * delta, curvature
-  )
+  linear = _rounded_product(2.0 * delta, slope)
+  return linear + _rounded_product(delta * delta, curvature)
 
 
 def _grid_neighbours(target: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -114,13 +111,11 @@ def best_code(
   """Returns the lowest score and its legal value for each coordinate.
 
   Delta is a parabola in the value, so its minimum over the grid is next to its vertex
-  `nearest - slope / (scale curvature)`, and comparing two scores is equivalent to
-  enumerating all fifteen values. Only these two can tie after rounding, and then the
-  one toward zero wins because it has the lower code.
+  `nearest - slope / (scale curvature)`: two scores decide what fifteen would. At a tie
+  the value toward zero wins because it has the lower code.
 
-  `nearest` is element values `[..., 32, n]` in units of the scale, `scale` is 2^e,
-  `slope` is [G_Q d_0 - K_Q x]_i and `curvature` is [G_Q]_ii. Scores and values have the
-  shape of `nearest`; a nonnegative score means no change.
+  `nearest` is element values `[..., 32, n]` in units of the scale 2^e, `slope` is
+  [G_Q d_0 - K_Q x]_i and `curvature` is [G_Q]_ii. A nonnegative score means no change.
   """
   vertex = nearest - slope / (curvature * scale)
   # A coordinate without curvature has no slope either: 0 / 0 would be NaN.
@@ -129,10 +124,8 @@ def best_code(
     code_score((value - nearest) * scale, slope, curvature) for value in (inner, outer)
   )
   is_better = outer_score < inner_score
-  return (
-    jnp.where(is_better, outer_score, inner_score),
-    jnp.where(is_better, outer, inner),
-  )
+  score = jnp.where(is_better, outer_score, inner_score)
+  return score, jnp.where(is_better, outer, inner)
 
 
 @functools.partial(jax.jit, static_argnames="rules")
@@ -170,17 +163,6 @@ def refine(
   )
 
 
-def _choose(
-  implementation: Implementation | None, x: jax.Array, rules: mxfp4.Rules
-) -> Implementation:
-  obstacle = refinement.obstacle(x)
-  if rules != mxfp4.PAPER_RULES:
-    obstacle = f"it knows the paper's rules only, got {rules}"
-  return implementations.choose(
-    "one_code.refined_blocks", implementation, native=obstacle
-  )
-
-
 def refined_blocks(
   x: jax.Array,
   gram: jax.Array,
@@ -189,43 +171,34 @@ def refined_blocks(
   *,
   matrix: jax.Array | None = None,
   implementation: Implementation | None = None,
+  decodes: bool = True,
 ) -> jax.Array:
   """Encodes, refines and decodes activations: the dynamic A4 rule of HiRes.
 
   Paper: Eq. hires-code-score. `x`, `gram` and `cross` are as for `refine`, but
   `matrix`, float32 `[blocks, 32, 32]`, maps each block first; None if x is already in
   the installed coordinates. `implementation` is `native` or `xla`, with the same bits;
-  None selects `native` on a CPU where it can run. Returns float32 in the shape of `x`.
-
-  Raises:
-    NotImplementedError: `native` was requested and cannot run.
+  None selects `native` on a CPU where it can run. Returns float32 in the shape of `x`;
+  see `refined_objective` for what it returns unless it `decodes`.
   """
-  if _choose(implementation, x, rules) == "native":
-    return refinement.refined(x, gram, cross, matrix, decodes=True)
+  obstacle = refinement.obstacle(x)
+  if rules != mxfp4.PAPER_RULES:
+    obstacle = f"it knows the paper's rules only, got {rules}"
+  place = "one_code.refined_blocks"
+  if implementations.choose(place, implementation, native=obstacle) == "native":
+    return refinement.refined(x, gram, cross, matrix, decodes=decodes)
   mapped = x if matrix is None else block_products(matrix, x)
   result = refine(mapped, gram, cross, rules)
+  if not decodes:
+    gain = jnp.where(result.score < 0, result.score, jnp.float32(0))
+    return result.nearest_objective + gain
   scale = mxfp4.scale_of(result.exponent, rules)[..., None, :].astype(x.dtype)
   return result.elements * scale
 
 
-def refined_objective(
-  x: jax.Array,
-  gram: jax.Array,
-  cross: jax.Array,
-  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
-  *,
-  matrix: jax.Array | None = None,
-  implementation: Implementation | None = None,
-) -> jax.Array:
-  """Computes ||W^ q - W x||^2 - ||(W^ - W) x||^2 at the refined vector q of each block.
+refined_objective = functools.partial(refined_blocks, decodes=False)
+"""Computes ||W^ q - W x||^2 - ||(W^ - W) x||^2 at the refined vector q of each block.
 
-  Returns float32 `[blocks, n]`. Arguments and errors are those of `refined_blocks`, but
-  `native` sums over coordinates in another order than `xla`. Paper: the
-  activation-dependent part of Eq. serb-realized-loss.
-  """
-  if _choose(implementation, x, rules) == "native":
-    return refinement.refined(x, gram, cross, matrix, decodes=False)
-  mapped = x if matrix is None else block_products(matrix, x)
-  result = refine(mapped, gram, cross, rules)
-  gain = jnp.where(result.score < 0, result.score, jnp.float32(0))
-  return result.nearest_objective + gain
+Returns float32 `[blocks, n]`. `native` sums over coordinates in another order than
+`xla`. Paper: the activation-dependent part of Eq. serb-realized-loss.
+"""

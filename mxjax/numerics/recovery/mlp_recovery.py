@@ -53,8 +53,8 @@ class GateMoments:
 class CellMoments:
   """Weighted normal equations of calibration cells, float64.
 
-  The design uses the *unscaled* shift column `phi'(g) u`: sigma_g is known only after
-  the whole pass, and scaling that column by it commutes with the sums.
+  The design has the *unscaled* shift column `phi'(g) u`, because sigma_g is known only
+  after the whole pass.
 
   Attributes:
     count: Scalar pairs in each cell, `[cells]`.
@@ -88,9 +88,7 @@ def gate_moments(gate: jax.Array) -> GateMoments:
   """Sums gate outputs and their squares over all axes, in float64."""
   g = gate.astype(jnp.float64)
   precision.require_float64("mlp_recovery.gate_moments", g)
-  return GateMoments(
-    count=jnp.asarray(g.size, jnp.float64), value=g.sum(), square=(g * g).sum()
-  )
+  return GateMoments(jnp.asarray(g.size, jnp.float64), g.sum(), (g * g).sum())
 
 
 @jax.jit
@@ -128,17 +126,10 @@ def cell_moments(
   up_target: jax.Array,
   weights: jax.Array,
 ) -> CellMoments:
-  """Accumulates the normal equations of cells.
+  """Computes the sums of every cell; those of several calls add up leaf by leaf.
 
-  Args:
-    gate: Gate outputs g of the quantized model, `[hidden, cells, tokens]`.
-    up: Up outputs u, same shape.
-    gate_target: Gate outputs g* of the float weights on the same inputs.
-    up_target: Up outputs u* of the float weights.
-    weights: omega, float64 `[hidden]`.
-
-  Returns:
-    Float64 sums for every cell; results of several calls can be added leaf by leaf.
+  Gate and up outputs of the quantized model and of the float weights on the same inputs
+  are `[hidden, cells, tokens]`; `weights` is omega, float64 `[hidden]`.
   """
   arrays = gate, up, gate_target, up_target
   by_row = map_block_batches(_row_moments, *arrays)
@@ -160,8 +151,7 @@ def normal_equations(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes G_c `[cells, 3, 3]` and z_c `[cells, 3]`, float64 means over scalar pairs.
 
-  `sums` has the unscaled shift column; `deviation`, sigma_g, scales it here.
-  Paper: Eq. jolt-cell-solve.
+  `deviation`, sigma_g, scales the shift column here. Paper: Eq. jolt-cell-solve.
   """
   one = jnp.ones_like(deviation)
   scale = jnp.stack([deviation, one, one])
@@ -179,9 +169,8 @@ def solve_cells(sums: CellMoments, deviation: jax.Array) -> jax.Array:
     \lambda_c = 2^{-8} \operatorname{tr}(G_c)/3
       + 2^{-20} E_c[\omega m^2] + 2^{-30}
 
-  Paper: Eq. jolt-cell-solve. `sums` has the unscaled shift column, and `deviation` is
-  sigma_g, a float64 scalar. Returns theta_c, float64 `[cells, 3]`, in the order (alpha,
-  beta, eta).
+  Paper: Eq. jolt-cell-solve. `deviation` is sigma_g, a float64 scalar. Returns theta_c,
+  float64 `[cells, 3]`, in the order (alpha, beta, eta).
   """
   precision.require_float64("mlp_recovery.solve_cells", sums.gram, deviation)
   gram, target = normal_equations(sums, deviation)
@@ -192,11 +181,6 @@ def solve_cells(sums: CellMoments, deviation: jax.Array) -> jax.Array:
   )
   system = gram + ridge[:, None, None] * jnp.eye(3, dtype=gram.dtype)[None]
   return jnp.linalg.solve(system, target[..., None])[..., 0]
-
-
-def _lower_median(x: jax.Array) -> jax.Array:
-  """Returns the lower middle order statistic along the first axis."""
-  return jnp.sort(x, axis=0)[(x.shape[0] - 1) // 2]
 
 
 @jax.jit
@@ -211,9 +195,10 @@ def aggregate(cell_estimates: jax.Array) -> jax.Array:
   `cell_estimates` is float64 `[cells, 3]`, theta is float64 `[3]`.
   """
   precision.require_float64("mlp_recovery.aggregate", cell_estimates)
-  center = _lower_median(cell_estimates)
-  spread = 1.4826 * _lower_median(jnp.abs(cell_estimates - center[None]))
   cells = cell_estimates.shape[0]
+  median = lambda x: jnp.sort(x, axis=0)[(cells - 1) // 2]
+  center = median(cell_estimates)
+  spread = 1.4826 * median(jnp.abs(cell_estimates - center[None]))
   shrunk = jnp.sign(center) * jnp.maximum(jnp.abs(center) - spread / cells**0.5, 0.0)
   return shrunk * jnp.minimum(1.0, L1_BOUND / (jnp.abs(shrunk).sum() + 2.0**-20))
 
@@ -224,9 +209,8 @@ def linearized_errors(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes the product's weighted relative squared error before and after correction.
 
-  The error after correction with `theta`, float64 `[3]`, is a first-order prediction,
-  not a measurement. Both are float64 scalars relative to E[omega m^2], means over
-  cells.
+  The error after correction with `theta`, float64 `[3]`, is a first-order prediction.
+  Both are float64 scalars relative to E[omega m^2], means over cells.
   """
   gram, target = normal_equations(sums, deviation)
   before = sums.error_square / sums.count
@@ -247,7 +231,6 @@ def apply(gate: jax.Array, up: jax.Array, recovery: MlpRecovery) -> jax.Array:
   # Feature-major for the reason given in `elementwise.gated_product`.
   g, u = (a.astype(jnp.float32).reshape(-1, a.shape[-1]).T for a in (gate, up))
   shift = recovery.gate_shift * recovery.gate_deviation
-  product = jax.nn.silu((1.0 + recovery.gate_scale) * g + shift) * (
-    (1.0 + recovery.up_scale) * u
-  )
+  silu = jax.nn.silu((1.0 + recovery.gate_scale) * g + shift)
+  product = silu * ((1.0 + recovery.up_scale) * u)
   return product.T.reshape(gate.shape).astype(gate.dtype)

@@ -29,15 +29,9 @@ class ValueRecovery:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ValueMoments:
-  """Sums over scalar pairs (value, target) of each head, float64 `[kv_heads]`.
+  """Sums over scalar pairs (value x, target y) of each head, float64 `[kv_heads]`.
 
-  Attributes:
-    count: The number N of pairs.
-    value: The sum S_x of realized values.
-    target: The sum S_y of float values.
-    value_square: The sum S_xx.
-    product: The sum S_xy.
-    target_square: The sum S_yy; used only by `errors`, not by the fit.
+  They are N, S_x, S_y, S_xx, S_xy, and S_yy, which only `errors` uses.
   """
 
   count: jax.Array
@@ -58,9 +52,8 @@ def moments(values: jax.Array, targets: jax.Array) -> ValueMoments:
   y = targets.astype(jnp.float64)
   precision.require_float64("value_recovery.moments", x, y)
   axes = (*range(x.ndim - 2), x.ndim - 1)
-  count = x.size // x.shape[-2]
   return ValueMoments(
-    count=jnp.full(x.shape[-2], count, jnp.float64),
+    count=jnp.full(x.shape[-2], x.size // x.shape[-2], jnp.float64),
     value=x.sum(axes),
     target=y.sum(axes),
     value_square=(x * x).sum(axes),
@@ -85,10 +78,8 @@ def solve(sums: ValueMoments) -> ValueRecovery:
   is_constant = variance == 0
   scale = covariance / jnp.where(is_constant, 1.0, variance)
   offset = (sums.target - scale * sums.value) / sums.count
-  return ValueRecovery(
-    scale=jnp.where(is_constant, 1.0, scale),
-    offset=jnp.where(is_constant, 0.0, offset),
-  )
+  scale = jnp.where(is_constant, 1.0, scale)
+  return ValueRecovery(scale, jnp.where(is_constant, 0.0, offset))
 
 
 @jax.jit

@@ -11,6 +11,7 @@ a sum of error terms only, so no large outputs cancel.
 """
 
 import functools
+import itertools
 from typing import Literal, NamedTuple
 
 import jax
@@ -36,10 +37,8 @@ LISTED_AT_ONCE = 2
 class Trial(NamedTuple):
   """Encoded weights of one balance trial, used to measure activations.
 
-  Attributes:
-    gram: G_Q of the block-local GPTQ weights, float32 `[blocks, 32, 32]`.
-    cross: K_Q, float32 `[blocks, 32, 32]`.
-    weight_term: tr(F'F X'X) of the scaled operands, float64 `[blocks]`.
+  `gram` and `cross` are G_Q and K_Q of the block-local GPTQ weights, float32 `[blocks,
+  32, 32]`; `weight_term` is tr(F'F X'X) of the scaled operands, float64 `[blocks]`.
   """
 
   gram: jax.Array
@@ -68,16 +67,10 @@ def subgroup_moments(blocks: jax.Array) -> jax.Array:
   width, shape = SUBGROUP_SIZE, subgroup_shape(blocks.shape[0])
   wide = blocks.astype(jnp.float64).reshape(*shape[:-1], -1)
   # Ten elementwise sums, because 4 x 4 is too small for a matrix product to pay off.
-  sums = {
-    (i, j): (wide[:, :, i] * wide[:, :, j]).sum(-1)
-    for i in range(width)
-    for j in range(i, width)
-  }
-  rows = [
-    jnp.stack([sums[min(i, j), max(i, j)] for j in range(width)], axis=-1)
-    for i in range(width)
-  ]
-  return jnp.stack(rows, axis=-2)
+  pairs = itertools.combinations_with_replacement(range(width), 2)
+  sums = {(i, j): (wide[:, :, i] * wide[:, :, j]).sum(-1) for i, j in pairs}
+  rows = [[sums[min(i, j), max(i, j)] for j in range(width)] for i in range(width)]
+  return jnp.stack([jnp.stack(row, axis=-1) for row in rows], axis=-2)
 
 
 @jax.jit
@@ -94,10 +87,8 @@ def bilateral_risks(
   Paper: Eq. bilateral-risk.
   """
   traces = lambda matrix, tiles: (subgroup_tiles(matrix) * tiles.mT).sum((-2, -1))
-  return (
-    traces(weight_gram, activation_error),
-    traces(activation_moment, weight_error),
-  )
+  activation_risk = traces(weight_gram, activation_error)
+  return activation_risk, traces(activation_moment, weight_error)
 
 
 @functools.partial(jax.jit, static_argnames="median")
@@ -113,9 +104,7 @@ def propose(
   is not positive proposes zero (reading A10). `median` is `middle`, the mean of the two
   middle values, or `lower`, the lower one (reading A8). Returns u, float64
   `[blocks, 8]`, with zero sum and |u| <= 1/8; positive entries expand the activation
-  coordinate.
-
-  Paper: Eq. serb-proposal.
+  coordinate. Paper: Eq. serb-proposal.
   """
   precision.require_float64("dyadic_balance.propose", activation_risk, weight_risk)
   ordered = jnp.sort(activation_risk + weight_risk, axis=-1)
@@ -171,12 +160,8 @@ def prepare_trial(
 ) -> Trial:
   """Encodes the weights of one trial by GPTQ of each block alone (reading A11).
 
-  Args:
-    weight: Stage-I transformed weights before rescaling, float64 `[blocks, 32, m]`.
-    activation_moment: X'X / n in the same coordinates, float64 `[blocks, 32, 32]`.
-    log2_scale: The trial's u, float64 `[blocks, 8]`.
-    upper: Result of `trial_factor` for the same moment and scales.
-    rules: Codec rules.
+  `weight` is Stage-I transformed weights before rescaling, float64 `[blocks, 32, m]`;
+  `upper` is the result of `trial_factor` for the same moment and scales.
   """
   scaled = (weight / diagonal(log2_scale)[..., None]).astype(jnp.float32)
   moment = rescaled_moment(activation_moment, log2_scale)
@@ -187,14 +172,9 @@ def prepare_trial(
   return Trial(gram, cross, (error_gram * moment).sum((-2, -1)))
 
 
-def _objective(
-  blocks: jax.Array,
-  transform: jax.Array,
-  gram: jax.Array,
-  cross: jax.Array,
-  rules: mxfp4.Rules,
-) -> jax.Array:
+def _objective(rules: mxfp4.Rules, *operands: jax.Array) -> jax.Array:
   """Computes `trial_objective` of one trial, float64 `[blocks]`."""
+  blocks, transform, gram, cross = operands
   objective = one_code.refined_objective(blocks, gram, cross, rules, matrix=transform)
   return objective.astype(jnp.float64).sum(-1)
 
@@ -209,19 +189,18 @@ def trial_objective(
 ) -> jax.Array:
   """Computes the activation-dependent part of J_b's numerator, summed over columns.
 
-  This is `tr(W^'W^ E'E) + 2 tr(W^'F E'X)` for the refined codes. The refinement already
-  computes it per token as `e'G e - 2 e'K x` at the nearest vector plus the accepted
-  change, so no error moments are formed.
+  This is `tr(W^'W^ E'E) + 2 tr(W^'F E'X)` for the refined codes, which the refinement
+  computes per token, so no error moments are formed.
 
-  `blocks` is raw inputs, float32 `[blocks, 32, n]`; `transforms` is D T of each trial;
-  `transforms`, `grams` and `crosses` are float32 `[trials, blocks, 32, 32]`. Returns
-  float64 `[trials, blocks]`. Paper: Eq. serb-realized-loss.
+  `blocks` is raw inputs, float32 `[blocks, 32, n]`; `transforms` (D T), `grams` and
+  `crosses` are float32 `[trials, blocks, 32, 32]`. Returns float64 `[trials, blocks]`.
+  Paper: Eq. serb-realized-loss.
   """
 
   # Sequential: when unrolled, XLA:CPU interleaves the trials and takes twice as long.
   def group(blocks: jax.Array, *tables: jax.Array) -> jax.Array:
     trials = tuple(table.swapaxes(0, 1) for table in tables)
-    one = lambda t: _objective(blocks, t[0], t[1], t[2], rules)
+    one = lambda trial: _objective(rules, blocks, *trial)
     return jax.lax.map(one, trials).T
 
   by_block = (table.swapaxes(0, 1) for table in (transforms, grams, crosses))
@@ -249,10 +228,8 @@ def listed_objective(
   def add(turn: jax.Array, objective: jax.Array) -> jax.Array:
     # JAX clamps the start of the last slice, so it may recompute a block.
     places = jax.lax.dynamic_slice(order, (turn * size,), (size,))
-    some = _objective(
-      blocks[places], transform[places], gram[places], cross[places], rules
-    )
-    return objective.at[places].set(some)
+    some = [operand[places] for operand in (blocks, transform, gram, cross)]
+    return objective.at[places].set(_objective(rules, *some))
 
   turns = (count + (size - 1)) // size
   zeros = jnp.zeros(blocks.shape[0], jnp.float64)
@@ -266,5 +243,5 @@ def accept(losses: jax.Array) -> jax.Array:
   `[blocks]`.
   """
   full, half, identity = losses
-  zero = jnp.zeros_like(full)
-  return jnp.where(full <= identity, 1.0, jnp.where(half <= identity, 0.5, zero))
+  rest = jnp.where(half <= identity, 0.5, jnp.zeros_like(full))
+  return jnp.where(full <= identity, 1.0, rest)

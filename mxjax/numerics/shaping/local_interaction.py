@@ -57,14 +57,8 @@ class PairModes(NamedTuple):
 class PairSolution(NamedTuple):
   """The pairwise solution, `[blocks, 32, 32]` matrices over (i, j).
 
-  Attributes:
-    mean: The averaged first-order term p-bar, in both modes.
-    threshold: delta, in both modes.
-    relative_curvature: q-hat, at least one.
-    mean_curvature: q-bar, `[blocks]`.
-    unprojected: z, in both modes.
-    projected: v, in both modes.
-    interaction: K.
+  In the paper's letters: p-bar, delta, q-hat (at least one), q-bar (`[blocks]`), z, v
+  and K.
   """
 
   mean: PairModes
@@ -80,10 +74,10 @@ class PairSolution(NamedTuple):
 def rotated_error_moment(
   blocks: jax.Array, chart: jax.Array, rules: mxfp4.Rules = mxfp4.PAPER_RULES
 ) -> jax.Array:
-  """Sums (Q(y) - y) y^T over columns, for y = chart x, in float64.
+  """Sums (Q(y) - y) y^T over columns, for y = chart x, in float64 `[blocks, 32, 32]`.
 
   `blocks` is float32 `[blocks, 32, n]`; `chart`, float32 `[blocks, 32, 32]`, maps to
-  anchor coordinates. The result `[blocks, 32, 32]` is still in rotated coordinates.
+  anchor coordinates, in which the result is still rotated.
   """
 
   def moment(blocks: jax.Array, chart: jax.Array) -> jax.Array:
@@ -108,14 +102,6 @@ def _modes(z: jax.Array) -> PairModes:
   return PairModes((z + z.mT) / root, (z - z.mT) / root)
 
 
-def _fold_disagreement(first: jax.Array, second: jax.Array) -> jax.Array:
-  return 0.5 * jnp.abs(first - second)
-
-
-def _attribution_disagreement(a: jax.Array, b: jax.Array) -> jax.Array:
-  return 0.5 * (jnp.abs(a) + jnp.abs(b) - jnp.abs(a + b))
-
-
 def _off_diagonal(matrix: jax.Array) -> jax.Array:
   size = matrix.shape[-1]
   keep = 1.0 - jnp.eye(size, dtype=matrix.dtype)
@@ -134,14 +120,10 @@ def _threshold(
 
   A directed coordinate also shrinks by its excess over the reciprocal one.
   """
-  disagreement = _by_mode(
-    lambda first, second, x, y: (
-      _fold_disagreement(first, second) + _attribution_disagreement(x, y)
-    ),
-    *folds,
-    a,
-    b,
-  )
+  of_folds = lambda first, second: 0.5 * jnp.abs(first - second)
+  of_operands = lambda x, y: 0.5 * (jnp.abs(x) + jnp.abs(y) - jnp.abs(x + y))
+  both = lambda first, second, x, y: of_folds(first, second) + of_operands(x, y)
+  disagreement = _by_mode(both, *folds, a, b)
   excess = jnp.abs(mean.directed) - jnp.abs(mean.reciprocal)
   directed = disagreement.directed + jnp.maximum(excess, 0.0)
   return disagreement._replace(directed=directed)
@@ -163,9 +145,6 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
 
   Paper: Eq. bidir-first-order, bidir-curvature, bidir-threshold, bidir-soft,
   bidir-reconstruct. `interaction` has a zero diagonal and spectral norm at most 1/8.
-
-  Raises:
-    TypeError: A statistic is not float64.
   """
   precision.require_float64("local_interaction.solve_pairs", anchor.activation_cross)
   c = jnp.diagonal(anchor.activation, axis1=-2, axis2=-1)
@@ -174,9 +153,8 @@ def solve_pairs(anchor: AnchorStatistics) -> PairSolution:
   b = -c[..., None, :] * anchor.weight_cross
   p_first, p_second = _modes(a[0] + b[0]), _modes(a[1] + b[1])
   p_mean = _by_mode(lambda x, y: 0.5 * (x + y), p_first, p_second)
-  threshold = _threshold(
-    (p_first, p_second), p_mean, _modes(a.mean(0)), _modes(b.mean(0))
-  )
+  means = _modes(a.mean(0)), _modes(b.mean(0))
+  threshold = _threshold((p_first, p_second), p_mean, *means)
 
   q_mean, q_pair = _curvature(c, h)
   denominator = (q_mean + FLOOR)[..., None, None]

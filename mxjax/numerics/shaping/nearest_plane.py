@@ -1,18 +1,16 @@
 r"""Nearest-plane rounding of weights, last block first, and the transform of WUSH.
 
-With `R` the upper Cholesky factor of the damped Hessian, `R'R = H`, the loss of a
-decoded weight `c` is `||R (w - c)||^2`. Babai's nearest plane proceeds from the last
-coordinate to the first, which is GPTQ on reversed columns. Each block can have its own
-basis `c = T' z`, chosen when the block is reached from a target that contains the
-errors of all later blocks. WUSH's basis is
+With `R` the upper Cholesky factor of the damped Hessian, the loss of a decoded weight
+`c` is `||R (w - c)||^2`. Babai's nearest plane proceeds from the last coordinate to the
+first, which is GPTQ on reversed columns. Each block can have its own basis `c = T' z`,
+chosen from a target that contains the errors of all later blocks. WUSH's basis is
 
 .. math::
   T_b = H_{32}\, \operatorname{Diag}(\sqrt{s})\, V^\top R_b^{-\top}, \qquad
   R_b (w_b + \ldots) = V \operatorname{Diag}(s) U^\top \sqrt{m}
 
-It gives the moments of inputs and of weights a constant diagonal, so both operands are
-flat and equally large. All steps are float64. Products and factorizations are separate
-jitted functions because of rule 2 of `mxjax.devices.execution`.
+Both operands are then flat and equally large. All steps are float64. Products and
+factorizations are separate functions because of rule 2 of `mxjax.devices.execution`.
 """
 
 import functools
@@ -35,10 +33,8 @@ Basis = Literal["wush", "wus", "hadamard", "identity"]
 class Target(NamedTuple):
   """The target that the codes of a block must reproduce.
 
-  Attributes:
-    value: R_b,: times the residual, one target per output row, `[32, rows]`.
-    gram: value value', `[32, 32]`.
-    factor: R_bb, upper triangular, `[32, 32]`.
+  `value` is R_b,: times the residual, `[32, rows]`; `gram` is value value' and `factor`
+  R_bb, upper triangular, both `[32, 32]`.
   """
 
   value: jax.Array
@@ -49,11 +45,8 @@ class Target(NamedTuple):
 class Plane(NamedTuple):
   """The basis of a block and its lattice.
 
-  Attributes:
-    transform: T, `[32, 32]`, in float64 but representable in the stored dtype.
-    rotation: Q of the decomposition R_bb T' = Q R.
-    upper: R of that decomposition.
-    inverse: R^-1.
+  `transform` is T, `[32, 32]`, in float64 but representable in the stored dtype;
+  `rotation`, `upper` and `inverse` are Q, R and R^-1 of R_bb T' = Q R.
   """
 
   transform: jax.Array

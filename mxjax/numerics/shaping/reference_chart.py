@@ -82,9 +82,7 @@ def reference_chart(
 
   The power -1/2 and the cap act on the same eigenvalues, so one decomposition serves
   both. Operands and result are float64 (else TypeError) `[blocks, 32, 32]`: A = X^T X /
-  n, B = W^T W / m. `max_condition` is the bound kappa on the condition number.
-
-  Paper: Eq. hires-reference-chart.
+  n, B = W^T W / m. Paper: Eq. hires-reference-chart.
   """
   precision.require_float64("reference_chart", activation_moment, weight_moment)
   inverse = jnp.linalg.inv(ridge(weight_moment))

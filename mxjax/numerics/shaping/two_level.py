@@ -50,8 +50,7 @@ def equalizing_angle(
 ) -> jax.Array:
   """Returns the angle that makes both diagonal entries equal to their mean.
 
-  The angle printed in the paper has the two arguments of the arctangent exchanged and
-  diagonalizes the pair, which pushes the entries apart.
+  The one printed in the paper, with the arguments exchanged, diagonalizes the pair.
   """
   return 0.5 * jnp.arctan2(second - first, 2.0 * cross)
 
@@ -118,11 +117,10 @@ def unevenness(shares: jax.Array) -> jax.Array:
 
 
 def choose_pairs(shares: np.ndarray) -> list[tuple[int, int]]:
-  """Picks disjoint column pairs whose deviations differ most, greedily.
+  """Picks `PAIRS` disjoint pairs of the least even columns of `[32, 8]`, greedily.
 
   The score of a pair is the unevenness of both columns minus the inner product of their
-  deviations. `shares` is `[32, 8]`. Returns `PAIRS` pairs of the `2 * PAIRS` least even
-  columns.
+  deviations.
   """
   deviations = shares - 1 / shares.shape[1]
   uneven = np.square(deviations).sum(1)
@@ -156,15 +154,10 @@ def best_angle(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Arra
   at = jnp.arccos(jnp.where(crosses, edges[None, :] / jnp.maximum(radius, 1e-30), 0.0))
   quarter = jnp.float32(math.pi / 2)
   # |cos| falls through the edge at +at and rises at -at; |sin| a quarter turn later.
-  events = (
-    (0, at, -1.0),
-    (0, -at, 1.0),
-    (1, quarter - at, 1.0),
-    (1, at - quarter, -1.0),
-  )
+  places = at, -at, quarter - at, at - quarter
   changes = jnp.zeros((ANGLES, 2, len(_EDGES)), jnp.float32)
   edge = jnp.broadcast_to(jnp.arange(len(_EDGES))[None, :], at.shape)
-  for column, place, sign in events:
+  for column, place, sign in zip((0, 0, 1, 1), places, (-1, 1, 1, -1), strict=True):
     angle = jnp.mod(place - phase, 2 * quarter)
     cell = jnp.ceil(angle / quarter * ANGLES).astype(jnp.int32)
     inside = crosses & (cell < ANGLES)

@@ -23,10 +23,12 @@ def test_golden_projections_by_both_algorithms(vectors, float64, width, bound):
     np.testing.assert_allclose(got, expected, atol=tolerance)
 
 
-@hypothesis.given(
-  st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=32),
-  st.floats(0.01, 4.0),
-)
+ROWS = [
+  st.lists(st.floats(-50, 50, width=32), min_size=n, max_size=n) for n in (2, 7, 32)
+]
+
+
+@hypothesis.given(st.one_of(*ROWS), st.floats(0.01, 4.0))
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_projection_is_feasible_and_optimal(row, bound):
   from mxjax.numerics import precision

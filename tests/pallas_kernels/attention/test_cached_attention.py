@@ -23,15 +23,9 @@ def cached(queries, keys, values, start, *, window=None, implementation=None):
     jax.lax.dynamic_update_slice_in_dim(a, jnp.full_like(part, 7), start, axis=1)
     for a, part in zip((keys, values), newest, strict=True)
   ]
-  outputs, filled = functional.cached_attention(
-    queries,
-    *newest,
-    tuple(past),
-    start,
-    window=window,
-    implementation=implementation,
-  )
-  return fused_inputs.as_array(outputs), filled
+  how = {"window": window, "implementation": implementation}
+  made = functional.cached_attention(queries, *newest, tuple(past), start, **how)
+  return fused_inputs.as_array(made[0]), made[1]
 
 
 @functools.partial(jax.jit, static_argnames="tile")
@@ -172,12 +166,7 @@ def test_the_start_is_no_constant_of_the_program():
 
 @pytest.mark.parametrize(
   ("new", "head_dim", "dtype"),
-  [
-    (1, 32, jnp.bfloat16),
-    (2, 64, jnp.float32),
-    (1, 16, jnp.float32),
-    (3, 32, "float32"),
-  ],
+  [(1, 32, "bfloat16"), (2, 64, "float32"), (1, 16, "float32"), (3, 32, "float32")],
 )
 def test_the_refinement_ends_attention_itself(new, head_dim, dtype):
   arrays = problem(2, new, 8, 2, 150, head_dim, dtype, seed=5)
@@ -233,14 +222,10 @@ def test_what_does_not_fit_is_refused_and_none_takes_the_reference(
     jax.tree.map(np.testing.assert_array_equal, *pair)
 
 
-def test_operands_of_two_dtypes_are_refused():
+def test_operands_of_two_dtypes_are_refused_and_without_a_gpu_the_compiled_kernel():
   queries, keys, values = problem(1, 1, 2, 1, 8, 16, jnp.float32)
   narrow = queries.astype(jnp.bfloat16)
   why_not = cached_attention.obstacle(narrow, keys, values, (keys, values))
   assert "got bfloat16, float32, float32, float32, float32" in why_not
-
-
-def test_the_compiled_kernel_needs_a_gpu():
-  arrays = problem(1, 1, 2, 1, 8, 16, jnp.float32)
   with pytest.raises(NotImplementedError, match="NVIDIA GPU"):
-    cached(*arrays, jnp.int32(0), implementation="pallas")
+    cached(queries, keys, values, jnp.int32(0), implementation="pallas")

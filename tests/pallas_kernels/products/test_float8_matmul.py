@@ -9,6 +9,8 @@ from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import mxfp4_decode
 from mxjax.pallas_kernels.products import float8, float8_matmul
 from mxjax.pallas_kernels.refinement import one_code
+from tests.pallas_kernels.operands import exact
+from tests.pallas_kernels.operands import packed as tensor
 
 product = jax.jit(
   float8_matmul.float8_matmul, static_argnames=("dtype", "implementation")
@@ -16,36 +18,17 @@ product = jax.jit(
 BIAS = mxfp4.SCALE_BIAS
 
 
-def tensor(rows, width, low, high, seed=0):
-  """Random codes whose exponents lie in a range and reach both ends of it."""
-  rng = np.random.default_rng(seed)
-  scales = rng.integers(low, high + 1, (rows, width // 32)) + BIAS
-  scales[0, :2] = low + BIAS, high + BIAS
-  codes = rng.integers(0, 256, (rows, width // 2))
-  return mxfp4.MXTensor(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
-
-
-def exact(x, weight):
-  """The product in float64, and what float32 sums may be off by."""
-  x, w = (np.asarray(mxfp4.decode(t, jnp.float32), np.float64) for t in (x, weight))
-  return x @ w.T, x.shape[1] * 2.0**-24 * (np.abs(x) @ np.abs(w).T)
-
-
 def test_every_code_at_every_scale_is_held():
-  codes = np.tile(np.arange(16, dtype=np.uint8), 2)
   # What an encoder gives, less what XLA flushes on a CPU.
   bytes_ = np.append(np.arange(3, 253), mxfp4.NOT_FINITE).astype(np.uint8)
-  packed = np.broadcast_to(codes[::2] | (codes[1::2] << 4), (len(bytes_), 16))
-  tensor = mxfp4.MXTensor(jnp.asarray(packed), jnp.asarray(bytes_[:, None]))
-  narrow = jax.jit(float8.of_tensor)(tensor)
-  outside = np.asarray(float8.is_outside(float8.exponents(tensor.scales)))[:, 0]
+  codes = np.tile(np.arange(16), (len(bytes_), 2))
+  every = mxfp4.MXTensor(mxfp4.pack(jnp.asarray(codes)), jnp.asarray(bytes_[:, None]))
+  narrow, want = jax.jit(float8.of_tensor)(every), mxfp4.decode(every, jnp.float32)
+  outside = np.asarray(float8.is_outside(float8.exponents(every.scales)))[:, 0]
   assert (bytes_[~outside] == np.arange(BIAS - 15, BIAS + 14)).all()
-  np.testing.assert_array_equal(
-    np.asarray(narrow.decoded(), np.float32),
-    np.asarray(mxfp4.decode(tensor, jnp.bfloat16), np.float32),
-  )
+  np.testing.assert_array_equal(narrow.decoded().astype(jnp.float32), want)
   inside = narrow.values[~outside].astype(jnp.float32)
-  np.testing.assert_array_equal(inside, mxfp4.decode(tensor, jnp.float32)[~outside])
+  np.testing.assert_array_equal(inside, want[~outside])
 
 
 def test_bytes_are_read_as_the_library_reads_them():

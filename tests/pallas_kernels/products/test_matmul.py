@@ -9,6 +9,7 @@ from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels.products import matmul as matmul_kernel
 from mxjax.pallas_kernels.products import planes
 from mxjax.pallas_kernels.products.matmul import Tile, matmul
+from tests.pallas_kernels.operands import exact
 
 
 @functools.partial(jax.jit, static_argnames="tile")
@@ -27,15 +28,9 @@ def problem(rows, outputs, width, seed=0, spread=20):
   return mxfp4.encode(draw(rows)), mxfp4.encode(draw(outputs))
 
 
-def exact(x, weight):
-  """The product in float64, and the sum of magnitudes that bounds its rounding."""
-  x, w = (np.asarray(mxfp4.decode(t, jnp.float32), np.float64) for t in (x, weight))
-  return x @ w.T, np.abs(x) @ np.abs(w).T
-
-
-def check(got, want, size, terms):
-  # float32 sums of exact products: each addition rounds at most once.
-  assert (np.abs(np.asarray(got, np.float64) - want) <= terms * 2.0**-24 * size).all()
+def check(got, *operands):
+  want, bound = exact(*operands)
+  assert (np.abs(np.asarray(got, np.float64) - want) <= bound).all()
 
 
 @pytest.mark.parametrize(
@@ -49,14 +44,14 @@ def test_the_kernel_equals_exact_products_summed(rows, outputs, width, is_packed
     operand, weight, implementation="interpret"
   )
   assert got.shape == (rows, outputs) and got.dtype == jnp.float32
-  check(got, *exact(x, weight), terms=width)
-  check(matmul(operand, weight, implementation="xla"), *exact(x, weight), terms=width)
+  check(got, x, weight)
+  check(matmul(operand, weight, implementation="xla"), x, weight)
 
 
 def test_splitting_the_columns_changes_only_the_order_of_sums():
   x, weight = problem(7, 96, 256, seed=1)
   got = launch(x, weight, tile=Tile(16, 32, 64, splits=2))
-  check(got, *exact(x, weight), terms=256)
+  check(got, x, weight)
 
 
 def test_integers_are_exact_whatever_the_order():
@@ -68,12 +63,9 @@ def test_integers_are_exact_whatever_the_order():
 
 
 def test_every_code_at_every_scale_decodes_exactly():
-  codes = np.tile(np.arange(16, dtype=np.uint8), 2)
-  packed = np.broadcast_to(codes[::2] | (codes[1::2] << 4), (250, 16))
+  codes = mxfp4.pack(jnp.asarray(np.tile(np.arange(16), (250, 2))))
   # Exponents that reach subnormals are the backend's to flush in a product.
-  weight = mxfp4.MXTensor(
-    jnp.asarray(packed), jnp.asarray(np.arange(3, 253, dtype=np.uint8)[:, None])
-  )
+  weight = mxfp4.MXTensor(codes, jnp.arange(3, 253, dtype=jnp.uint8)[:, None])
   identity = planes.split(jnp.eye(32, dtype=jnp.bfloat16))
   got = launch(identity, weight, tile=Tile(32, 64, 64))
   np.testing.assert_array_equal(got.T, mxfp4.decode(weight, jnp.float32))
@@ -109,22 +101,20 @@ def test_multiprocessors_get_equally_many_programs_at_most_four(outputs, width, 
 
 
 def test_operands_that_do_not_fit_are_refused():
-  x, weight = problem(2, 32, 64)
+  _, weight = problem(2, 32, 64)
   with pytest.raises(TypeError, match="bfloat16 or packed, got float32"):
     matmul(jnp.ones((2, 64)), weight)
   with pytest.raises(ValueError, match=r"expected x \[n, d\]"):
     matmul(jnp.ones((2, 32), jnp.bfloat16), weight)
-  with pytest.raises(NotImplementedError, match="NVIDIA GPU"):
-    matmul(x, weight, implementation="pallas")
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_products_that_share_a_launch_are_those_of_one_each(is_packed):
-  pairs = [problem(5, m, 128, seed=m) for m in (70, 32, 130)]
+  pairs = [problem(5, m, 64, seed=m) for m in (70, 32)]
   inputs = [x if is_packed else mxfp4.decode(x, jnp.bfloat16) for x, _ in pairs]
   weights = [w for _, w in pairs]
   each = jax.jit(matmul_kernel.matmul_each, static_argnames="implementation")
   for y, pair in zip(
     each(inputs, weights, implementation="interpret"), pairs, strict=True
   ):
-    check(y, *exact(*pair), terms=128)
+    check(y, *pair)

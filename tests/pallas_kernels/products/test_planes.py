@@ -6,6 +6,7 @@ import pytest
 from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels.products import planes
 from tests.pallas_kernels import ptx_machine
+from tests.pallas_kernels.operands import elements
 
 
 def registers(halves):
@@ -27,16 +28,11 @@ def test_ptx_of_every_word_is_what_the_reference_decodes(position):
     scale = np.full(word.shape, 2.0**exponent, ml_dtypes.bfloat16)
     got = run(planes.plane_ptx(position), shuffled, scale)
     code = (shuffled >> (4 * position)) & 15
-    magnitude = np.array(mxfp4.MAGNITUDES)[code & 7]
-    want = np.where(code >= 8, -magnitude, magnitude) * 2.0**exponent
+    want = elements(code) * 2.0**exponent
     np.testing.assert_array_equal(got.astype(np.float64), want)
     assert (np.signbit(got) == (code >= 8)).all()
-    plain = planes.plane(
-      jnp.asarray(shuffled.view(np.int16)),
-      jnp.asarray(scale),
-      position,
-      interpret=True,
-    )
+    operands = jnp.asarray(shuffled.view(np.int16)), jnp.asarray(scale)
+    plain = planes.plane(*operands, position, interpret=True)
     np.testing.assert_array_equal(np.asarray(plain), got)
 
 
@@ -54,8 +50,7 @@ def test_the_whole_range_of_scales_is_exact():
   word = np.repeat(np.arange(16, dtype=np.uint16), 256)
   byte = np.tile(np.arange(256, dtype=np.uint16), 16)
   got = run(planes.plane_ptx(0), word, run(planes.scale_ptx(), byte))
-  magnitude = np.array(mxfp4.MAGNITUDES)[word & 7]
-  want = np.where(word >= 8, -magnitude, magnitude) * np.exp2(byte.astype(float) - 127)
+  want = elements(word) * np.exp2(byte.astype(float) - 127)
   want = np.where(byte == 255, np.nan, want)
   # Beyond the largest bfloat16 there is infinity, here and in the reference.
   largest = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)

@@ -1,7 +1,7 @@
 """The refinement in the processor's own vector instructions, against the reference."""
 
 import functools
-import threading
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,15 @@ from mxjax.numerics.realization import one_code
 from mxjax.numerics.realization.activation_quantizers import OneCode
 
 BLOCKS = 3
+BOTH = "native", "xla"
+
+
+@pytest.fixture
+def asked_anew():
+  """What stands in the way of the kernel is not remembered, before and after."""
+  refinement.machine_obstacle.cache_clear()
+  yield
+  refinement.machine_obstacle.cache_clear()
 
 
 def tables(rng, blocks=BLOCKS):
@@ -54,19 +63,13 @@ def test_refined_codes_have_the_bits_of_the_reference(tokens, is_mapped):
   rng = np.random.default_rng(tokens)
   x, (gram, cross) = hard_inputs(rng, tokens), tables(rng)
   matrix = maps(rng) if is_mapped else None
-  native_call, reference = (
-    jax.jit(functools.partial(one_code.refined_blocks, implementation=implementation))
-    for implementation in ("native", "xla")
-  )
-  got = native_call(x, gram, cross, matrix=matrix)
-  same_bits(got, reference(x, gram, cross, matrix=matrix))
-  mapped = x if matrix is None else reference_map(matrix, x)
+  refine = jax.jit(one_code.refined_blocks, static_argnames="implementation")
+  call = functools.partial(refine, x, gram, cross, matrix=matrix)
+  got, expected = (call(implementation=how) for how in BOTH)
+  same_bits(got, expected)
+  mapped = x if matrix is None else jax.jit(one_code.block_products)(matrix, x)
   changed = np.asarray(got) != np.asarray(mxfp4.round_blocks(mapped))
   assert 0.1 < changed.any(1).mean() < 1  # the rule did something, and not everywhere
-
-
-def reference_map(matrix, x):
-  return jax.jit(one_code.block_products)(matrix, x)
 
 
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["alone", "mapped"])
@@ -75,12 +78,8 @@ def test_the_objective_is_the_references(is_mapped):
   x = jnp.asarray(rng.standard_t(3, (BLOCKS, 32, 700)).astype(np.float32))
   gram, cross = tables(rng)
   matrix = maps(rng) if is_mapped else None
-  got, expected = (
-    one_code.refined_objective(
-      x, gram, cross, matrix=matrix, implementation=implementation
-    )
-    for implementation in ("native", "xla")
-  )
+  objective = functools.partial(one_code.refined_objective, x, gram, cross)
+  got, expected = (objective(matrix=matrix, implementation=how) for how in BOTH)
   assert got.shape == (BLOCKS, 700)
   np.testing.assert_allclose(got, expected, rtol=0, atol=3e-6 * np.abs(expected).max())
 
@@ -92,14 +91,8 @@ def test_extremes_of_the_range_and_what_is_not_finite():
   x[1, :, :32] *= np.float32(2.0**-120)
   x[2, 4, 5], x[2, 7, 40] = np.nan, np.inf
   gram, cross = (jnp.zeros_like(t).at[0].set(t[0]) for t in tables(rng))
-  got, expected = (
-    np.asarray(
-      one_code.refined_blocks(
-        jnp.asarray(x), gram, cross, implementation=implementation
-      )
-    )
-    for implementation in ("native", "xla")
-  )
+  refine = functools.partial(one_code.refined_blocks, jnp.asarray(x), gram, cross)
+  got, expected = (np.asarray(refine(implementation=how)) for how in BOTH)
   np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
   assert np.isnan(got).sum() == 2 * 32
   same_bits(np.nan_to_num(got), np.nan_to_num(expected))
@@ -133,23 +126,15 @@ def test_calls_from_several_threads_do_not_wait_for_each_other():
     for _ in range(50):
       wrong.append((np.asarray(refine(x, gram, cross)) != expected).sum())
 
-  threads = [threading.Thread(target=work) for _ in range(4)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
+  with futures.ThreadPoolExecutor(4) as pool:
+    list(pool.map(lambda _: work(), range(4)))
   assert len(wrong) == 200 and sum(wrong) == 0
 
 
-def test_another_interface_of_xla_is_not_called(monkeypatch):
+def test_another_interface_of_xla_is_not_called(monkeypatch, asked_anew):
+  why_not = "version 1 of XLA's C interface, and here it is 0"
   monkeypatch.setattr(refinement, "KNOWN_INTERFACE", "1")
-  refinement.machine_obstacle.cache_clear()
-  try:
-    assert "version 1 of XLA's C interface, and here it is 0" in refinement.obstacle(
-      jnp.ones((1, 32, 32))
-    )
-  finally:
-    refinement.machine_obstacle.cache_clear()
+  assert why_not in refinement.obstacle(jnp.ones((1, 32, 32)))
 
 
 def test_tables_of_another_shape_are_never_read_past_their_end():
@@ -165,7 +150,7 @@ def test_tables_of_another_shape_are_never_read_past_their_end():
     one_code.refined_blocks(rows, gram, cross, implementation="native")
 
 
-def test_an_explicit_choice_never_falls_back(monkeypatch):
+def test_an_explicit_choice_never_falls_back(monkeypatch, asked_anew):
   rng = np.random.default_rng(9)
   gram, cross = tables(rng)
   few, many = jnp.ones((BLOCKS, 32, 31)), jnp.ones((BLOCKS, 32, 32))
@@ -179,12 +164,9 @@ def test_an_explicit_choice_never_falls_back(monkeypatch):
   assert call(few).shape == few.shape
   monkeypatch.setattr(native, "is_installed", lambda: False)
   refinement.machine_obstacle.cache_clear()
-  try:
-    with pytest.raises(NotImplementedError, match="pip install llvmlite"):
-      call(many, implementation="native")
-    assert call(many).shape == many.shape
-  finally:
-    refinement.machine_obstacle.cache_clear()
+  with pytest.raises(NotImplementedError, match="pip install llvmlite"):
+    call(many, implementation="native")
+  assert call(many).shape == many.shape
 
 
 def test_of_equal_changes_the_lowest_coordinate_is_taken():

@@ -104,16 +104,12 @@ def test_searched_exponents_lower_the_loss_of_gptq(problem):
   weight, hessian, factor, start = problem
   found = gptq.reconstruct(weight, factor.upper, scales="searched")
   assert not np.array_equal(found.exponent, start.exponent)
-  losses = [
-    gptq.reconstruction_loss(weight, result.decoded, hessian)
-    for result in (found, start)
-  ]
-  assert losses[0] < losses[1]
+  loss = lambda result: gptq.reconstruction_loss(weight, result.decoded, hessian)
+  assert loss(found) < loss(start)
 
 
 def test_searched_exponents_need_powers_of_two(problem):
   weight, _, factor, _ = problem
+  thirds = mxfp4.Rules(scale_rule="mx43")
   with pytest.raises(ValueError, match="mx43"):
-    gptq.reconstruct(
-      weight, factor.upper, mxfp4.Rules(scale_rule="mx43"), scales="searched"
-    )
+    gptq.reconstruct(weight, factor.upper, thirds, scales="searched")

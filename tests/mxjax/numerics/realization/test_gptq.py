@@ -50,16 +50,9 @@ def test_the_factor_inverts_the_damped_hessian(float64):
   x = rng.standard_normal((3, 100, 32))
   hessian = jnp.asarray(np.einsum("bni,bnj->bij", x, x) / 100)
   upper, damping = gptq.factor(hessian)
-  damped = (
-    hessian
-    + 0.01
-    * jnp.trace(hessian, axis1=1, axis2=2)[:, None, None]
-    / 32
-    * jnp.eye(32)[None]
-  )
-  np.testing.assert_allclose(
-    upper.mT @ upper @ damped, np.broadcast_to(np.eye(32), (3, 32, 32)), atol=1e-9
-  )
+  mean = jnp.trace(hessian, axis1=1, axis2=2)[:, None, None] / 32
+  inverted = upper.mT @ upper @ (hessian + 0.01 * mean * jnp.eye(32)[None])
+  np.testing.assert_allclose(np.asarray(inverted) - np.eye(32), 0, atol=1e-9)
   np.testing.assert_array_equal(np.tril(upper[0], -1), 0)
   np.testing.assert_array_equal(damping, 0.01)
 
@@ -91,16 +84,12 @@ def test_local_reconstruction_is_gptq_of_each_block_alone():
 def test_codes_and_decoded_weights_agree():
   rng = np.random.default_rng(3)
   weight = jnp.asarray(rng.standard_normal((2, 32, 8)).astype(np.float32))
-  for result in (
-    gptq.round_to_nearest(weight),
-    gptq.reconstruct(weight, jnp.eye(64, dtype=jnp.float32)),
-  ):
+  nearest = gptq.round_to_nearest(weight)
+  for result in (nearest, gptq.reconstruct(weight, jnp.eye(64, dtype=jnp.float32))):
     decoded = mxfp4.decode(result.tensor(), jnp.float32)
     np.testing.assert_array_equal(decoded, mxfp4.from_blocks(result.decoded))
-  np.testing.assert_array_equal(
-    gptq.round_to_nearest(weight).tensor().codes,
-    mxfp4.encode(mxfp4.from_blocks(weight)).codes,
-  )
+  encoded = mxfp4.encode(mxfp4.from_blocks(weight))
+  np.testing.assert_array_equal(nearest.tensor().codes, encoded.codes)
 
 
 def column_loop(weight, hessian, *, scales, order):
@@ -130,30 +119,17 @@ def column_loop(weight, hessian, *, scales, order):
   return decoded
 
 
-@pytest.mark.parametrize("scales", ["fresh", "lagged", "static"])
-def test_each_scale_source_is_that_of_a_column_loop(float64, scales):
+def test_each_scale_source_is_that_of_a_column_loop(float64):
   rng = np.random.default_rng(4)
   weight = rng.standard_t(4, (24, 192))
-  x = rng.standard_normal((400, 192)) @ (
-    np.eye(192) + 0.05 * rng.standard_normal((192, 192))
-  )
-  hessian = x.T @ x / 400
-  upper = gptq.factor(jnp.asarray(hessian)).upper
-  result = gptq.reconstruct(blocks_of(weight), upper, scales=scales)
-  expected = column_loop(weight, hessian, scales=scales, order=np.arange(192))
-  np.testing.assert_array_equal(mxfp4.from_blocks(result.decoded), expected)
-
-
-def test_the_scale_sources_differ(float64):
-  """Else the test above could not tell them apart."""
-  rng = np.random.default_rng(4)
-  weight = blocks_of(rng.standard_t(4, (24, 192)))
   x = rng.standard_normal((400, 192)) + rng.standard_normal((400, 1))
-  upper = gptq.factor(jnp.asarray(x.T @ x / 400)).upper
-  exponents = {
-    scales: np.asarray(gptq.reconstruct(weight, upper, scales=scales).exponent)
-    for scales in ("fresh", "lagged", "static")
-  }
+  hessian, exponents = x.T @ x / 400, {}
+  upper = gptq.factor(jnp.asarray(hessian)).upper
+  for scales in ("fresh", "lagged", "static"):
+    result = gptq.reconstruct(blocks_of(weight), upper, scales=scales)
+    expected = column_loop(weight, hessian, scales=scales, order=np.arange(192))
+    np.testing.assert_array_equal(mxfp4.from_blocks(result.decoded), expected)
+    exponents[scales] = np.asarray(result.exponent)
   assert (exponents["fresh"] != exponents["static"]).any()
   assert (exponents["fresh"] != exponents["lagged"]).any()
   # In the first panel of 128 columns nothing has been written back yet.
@@ -175,16 +151,3 @@ def test_columns_in_order_of_activation_keep_their_blocks(float64):
   np.testing.assert_array_equal(mxfp4.from_blocks(result.decoded), expected)
   decoded = mxfp4.decode(result.tensor(), jnp.float32)
   np.testing.assert_array_equal(decoded, expected.astype(np.float32))
-
-
-def test_a_searched_exponent_is_never_worse_in_its_block():
-  """Without feedback, the squared error of a block is what the search compares."""
-  rng = np.random.default_rng(5)
-  weight = jnp.asarray(rng.standard_t(3, (3, 32, 40)).astype(np.float32))
-  upper = jnp.eye(96, dtype=jnp.float32)
-  errors = [
-    np.square(gptq.reconstruct(weight, upper, scales=scales).decoded - weight).sum(1)
-    for scales in ("searched", "fresh")
-  ]
-  assert (errors[0] <= errors[1] * (1 + 1e-6)).all()
-  assert errors[0].sum() < 0.99 * errors[1].sum()

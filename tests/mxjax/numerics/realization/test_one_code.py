@@ -125,20 +125,15 @@ def test_refinement_never_raises_the_block_objective():
     scale = np.exp2(np.asarray(got.exponent[0], np.float64))[:, None]
     target = x.astype(np.float64) @ w.T
 
-    def objective(elements, scale=scale, w_hat=w_hat, target=target):
-      q = np.asarray(elements[0].T, np.float64) * scale
-      return ((q @ w_hat.T - target) ** 2).sum(-1)
-
-    after, before = objective(got.elements), objective(got.nearest)
+    q = [np.asarray(a[0].T, np.float64) * scale for a in (got.elements, got.nearest)]
+    after, before = (((a @ w_hat.T - target) ** 2).sum(-1) for a in q)
     assert (after <= before * (1 + 1e-6)).all()
     assert (after < before).mean() > 0.3
     gap = ((w_hat - w).astype(np.float64) @ x.T) ** 2
     claimed = np.asarray(got.nearest_objective[0]) + gap.sum(0)
     np.testing.assert_allclose(claimed, before, rtol=1e-3, atol=1e-3)
-    gained = before - after
-    np.testing.assert_allclose(
-      gained, -np.minimum(np.asarray(got.score[0]), 0), rtol=1e-3, atol=1e-3
-    )
+    gained = -np.minimum(np.asarray(got.score[0]), 0)
+    np.testing.assert_allclose(before - after, gained, rtol=1e-3, atol=1e-3)
 
 
 def test_exact_ties_are_the_same_in_and_out_of_jit():
@@ -146,11 +141,10 @@ def test_exact_ties_are_the_same_in_and_out_of_jit():
   w = rng.integers(-2, 3, (4, 32)).astype(np.float32)
   w_hat = rng.integers(-2, 3, (4, 32)).astype(np.float32)
   x = jnp.asarray(rng.integers(-12, 13, (1, 32, 500)).astype(np.float32) / 2)
-  gram, cross = one_code.tables(
-    mxfp4.to_blocks(jnp.asarray(w)), mxfp4.to_blocks(jnp.asarray(w_hat))
+  tables = one_code.tables(*(mxfp4.to_blocks(jnp.asarray(a)) for a in (w, w_hat)))
+  eager, jitted = (
+    refine(x, *tables) for refine in (one_code.refine, jax.jit(one_code.refine))
   )
-  eager = one_code.refine(x, gram, cross)
-  jitted = jax.jit(one_code.refine)(x, gram, cross)
   np.testing.assert_array_equal(eager.elements, jitted.elements)
 
 

@@ -177,14 +177,11 @@ def test_hires_balances_a_wide_layer_by_both_readings(vectors, float64, by):
   )
 
 
-def test_the_accepted_step_never_raises_the_loss(float64):
-  rng = np.random.default_rng(0)
-  losses = jnp.asarray(rng.uniform(size=(3, 500)))
-  steps = np.asarray(dyadic_balance.accept(losses))
-  index = np.select([steps == 1, steps == 0.5], [0, 1], 2)
-  chosen = np.take_along_axis(np.asarray(losses), index[None], 0)[0]
-  assert (chosen <= np.asarray(losses[2])).all()
-  assert set(steps) == {0.0, 0.5, 1.0}
+def test_the_largest_step_that_does_not_raise_the_loss_is_accepted(float64):
+  losses = np.random.default_rng(0).uniform(size=(3, 500))
+  steps = dyadic_balance.accept(jnp.asarray(losses))
+  is_good = losses[:2] <= losses[2]
+  np.testing.assert_array_equal(steps, np.select([*is_good], [1.0, 0.5], 0.0))
 
 
 def test_a_silent_operand_proposes_nothing(float64):
@@ -215,18 +212,12 @@ def test_listed_blocks_get_what_they_get_among_all(float64, wanted):
     jnp.asarray(rng.standard_normal((5, 32, 32)), jnp.float32) for _ in range(3)
   )
   gram = root @ root.mT
-  everywhere = dyadic_balance.trial_objective(
-    x, transform[None], gram[None], 0.1 * cross[None]
-  )[0]
+  tables = transform, gram, 0.1 * cross
+  everywhere = dyadic_balance.trial_objective(x, *(table[None] for table in tables))[0]
   others = [block for block in range(5) if block not in wanted]
-  objective = dyadic_balance.listed_objective(
-    x,
-    jnp.asarray([*wanted, *others], jnp.int32),
-    jnp.int32(len(wanted)),
-    transform,
-    gram,
-    0.1 * cross,
-  )
+  order = jnp.asarray([*wanted, *others], jnp.int32)
+  count = jnp.int32(len(wanted))
+  objective = dyadic_balance.listed_objective(x, order, count, *tables)
   got, everywhere = np.asarray(objective), np.asarray(everywhere)
   np.testing.assert_allclose(got[wanted], everywhere[wanted], rtol=1e-6)
   # What is not wanted is skipped, but for a block that fills the last turn.

@@ -16,13 +16,6 @@ def test_orders_with_a_known_hadamard(order):
   np.testing.assert_allclose(np.abs(matrix), 1 / np.sqrt(order), rtol=1e-12)
 
 
-def test_powers_of_two_are_sylvester():
-  np.testing.assert_allclose(
-    orthogonal.hadamard_any(4) * 2,
-    [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]],
-  )
-
-
 @pytest.mark.parametrize(
   ("order", "kind"), [(24, "hadamard"), (6, "random orthogonal")]
 )

@@ -8,17 +8,7 @@ import pytest
 from mxjax.numerics import mxfp4
 from mxjax.numerics.shaping import input_maps, local_interaction, reference_chart
 
-CASES = [
-  "gauss",
-  "heavy",
-  "corr",
-  "sparse",
-  "wide_scale",
-  "zeroX",
-  "outlier",
-  "zeroW",
-  "rank1",
-]
+CASES = "gauss heavy corr sparse wide_scale zeroX outlier zeroW rank1".split()
 
 
 def rel(got, expected, tolerance):
@@ -34,31 +24,22 @@ def pairs(matrix):
 def anchor_from(x, w, parity, chart):
   """Fold statistics of one block, by the library's own pieces."""
   rotation = input_maps.hadamard(32, jnp.float64)
-  rotated = (rotation @ chart)[None]
   inverse = jnp.linalg.inv(chart).T  # V = W P^-1, so feature-major V = P^-T W
-  stats = {name: [] for name in ("c", "cw", "kx", "kw")}
+
+  def moments(rows, chart):
+    blocks = jnp.asarray(rows.T[None])
+    y = chart @ blocks[0].astype(jnp.float64)
+    rotated = (rotation @ chart)[None].astype(jnp.float32)
+    error = local_interaction.rotated_error_moment(blocks, rotated)
+    return y @ y.T / len(rows), local_interaction.unrotate(error)[0] / len(rows)
+
+  folds = []
   for fold in (0, 1):
-    xb = jnp.asarray(x[parity == fold].T[None])
-    y = chart @ xb[0].astype(jnp.float64)
-    n = y.shape[-1]
-    stats["c"].append(y @ y.T / n)
-    moment = local_interaction.rotated_error_moment(xb, rotated.astype(jnp.float32))
-    stats["kx"].append(local_interaction.unrotate(moment)[0] / n)
-    wb = jnp.asarray(w[fold::2].T[None])
-    v = inverse @ wb[0].astype(jnp.float64)
-    m = v.shape[-1]
-    stats["cw"].append(v @ v.T / m)
-    moment = local_interaction.rotated_error_moment(
-      wb, (rotation @ inverse)[None].astype(jnp.float32)
-    )
-    stats["kw"].append(local_interaction.unrotate(moment)[0].T / m)
-  stacked = {k: jnp.stack(v)[:, None] for k, v in stats.items()}
-  return local_interaction.AnchorStatistics(
-    activation=stacked["c"],
-    weight=stacked["cw"],
-    activation_cross=stacked["kx"],
-    weight_cross=stacked["kw"],
-  )
+    of_x, cross_x = moments(x[parity == fold], chart)
+    of_w, cross_w = moments(w[fold::2], inverse)
+    folds.append((of_x, of_w, cross_x, cross_w.T))
+  stacked = [jnp.stack(part)[:, None] for part in zip(*folds, strict=True)]
+  return local_interaction.AnchorStatistics(*stacked)
 
 
 @pytest.mark.parametrize("case", CASES)
