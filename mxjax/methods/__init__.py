@@ -32,8 +32,9 @@ _REGISTERED = {
   "rtn+rceil": "baselines.focus.RTN_RCEIL",
 }
 
-PAPER_METHODS = tuple(
-  "rtn gptq mr-gptq brq wush torq batquant spinquant focus hires".split()
+PAPER_METHODS = (
+  *("rtn", "gptq", "mr-gptq", "brq", "wush", "torq", "batquant", "spinquant", "focus"),
+  "hires",
 )
 """The ten rows of the paper's comparison, HiRes last."""
 

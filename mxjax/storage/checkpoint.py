@@ -32,7 +32,15 @@ FORMAT_VERSION = 1
 MANIFEST = "mxjax.json"
 ARRAYS = "arrays"
 TOKENIZER = "tokenizer"
-_KEYS = tuple("contract contract_hash model_config nodes arrays files digest".split())
+_KEYS = (
+  "contract",
+  "contract_hash",
+  "model_config",
+  "nodes",
+  "arrays",
+  "files",
+  "digest",
+)
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
