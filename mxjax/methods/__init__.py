@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-  from mxjax.methods.program import Program
+  from mxjax.methods import program
 
 # Register a method with one line here. Its module is imported on first use, so that
 # importing mxjax loads no optimizer library.
@@ -44,10 +44,10 @@ def _load(path: str) -> Any:
   return getattr(importlib.import_module(f"mxjax.methods.{module}"), attribute)
 
 
-class _Methods(Mapping[str, "Program"]):
+class _Methods(Mapping[str, "program.Program"]):
   """The registered programs by name, each imported on first use."""
 
-  def __getitem__(self, name: str) -> "Program":
+  def __getitem__(self, name: str) -> "program.Program":
     return _load(_REGISTERED[name])
 
   def __iter__(self) -> Iterator[str]:
@@ -57,11 +57,11 @@ class _Methods(Mapping[str, "Program"]):
     return len(_REGISTERED)
 
 
-METHODS: "Mapping[str, Program]" = _Methods()
+METHODS: "Mapping[str, program.Program]" = _Methods()
 """Every registered method by name."""
 
 
-def __getattr__(name: str) -> "Program":
+def __getattr__(name: str) -> "program.Program":
   """Returns a registered program by its constant's name, such as `methods.HIRES`."""
   for path in _REGISTERED.values():
     if path.rpartition(".")[2] == name:
@@ -74,7 +74,7 @@ def base_name(method: str) -> str:
   return method.partition("+tune")[0].partition(":")[0]
 
 
-def get(method: "str | Program") -> "Program":
+def get(method: "str | program.Program") -> "program.Program":
   """Looks a program up by name; a `Program` is returned unchanged.
 
   `method` may carry options, such as `gptq:scales=static:order=activation`, and end in
