@@ -26,7 +26,8 @@ def run(options: argparse.Namespace) -> None:
   """Compares methods, writes the report and a checkpoint, and generates text."""
   from mxjax import models
   from mxjax.evaluation import datasets, study
-  from mxjax.evaluation.cli import console, outputs
+  from mxjax.evaluation.cli import console, outputs, speaking
+  from mxjax.models.streaming import PrefixCache
 
   folder = outputs.fresh_folder(pathlib.Path(options.out))
   model, params = models.from_pretrained(None)
@@ -46,5 +47,7 @@ def run(options: argparse.Namespace) -> None:
     row = [row for row in rows if "error" not in row][-1]
     facts = {key: row["record"][key] for key in ("calibration", "program")}
     outputs.save_checkpoint(folder, quantized, model.config, tokenizer, **facts)
-    text = outputs.continued(model, quantized, tokenizer, PROMPT, max_new_tokens=24)
-    console.say(f"{row['method']} says: {text!r}")
+    cache = PrefixCache(model, quantized, 256)
+    ids = tokenizer.encode(PROMPT)
+    said = speaking.speak(cache, tokenizer, ids, max_new_tokens=24)["text"]
+    console.say(f"{row['method']} says: {PROMPT + said!r}")
