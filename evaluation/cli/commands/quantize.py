@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   )
   arguments.add(parser, "model")
   add = parser.add_argument
-  add("--method", default="hires", help=f"{arguments.METHOD_HELP}; default: hires")
+  add("--method", default="hires", metavar="M", help=arguments.METHOD_HELP)
   arguments.add(parser, "--out")
   chunk_help = "sequences in a device call; bits do not change"
   arguments.add(parser, "--chunk", help=chunk_help)
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
   is_resumed = options.resume and (folder / RUN).is_dir()
   if processes.is_leader() and not is_resumed:
     atomic_io.check_output(folder)
-  prepared = inputs.prepare(options, mesh)
+  prepared = inputs.prepare(options, [options.method], mesh)
   try:
     row = _quantize(options, folder, prepared)
   except (KeyboardInterrupt, pipeline.Stopped) as error:
@@ -96,7 +96,7 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
   from mxjax import models
   from mxjax.devices import processes
   from mxjax.evaluation import study
-  from mxjax.evaluation.cli import inputs, outputs, progress
+  from mxjax.evaluation.cli import inputs, outputs, progress, settings
   from mxjax.storage import checkpoint, layer_store, run_folder
 
   tokenizer, subject, tokens = prepared
@@ -136,7 +136,9 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
       "data": options.calib or "embedded",
       "model": pathlib.Path(model_name).name,
     }
-    row["float_perplexity"] = subject.float_perplexities()
+    steps = study.evaluation_steps(begin("float model"), subject.model.num_layers)
+    row["float_perplexity"] = subject.float_perplexities(steps)
+    row["made_by"] = settings.made_by(options)
     if not (folder / inputs.CHECKPOINT).exists():
       facts = {key: row["record"][key] for key in ("calibration", "program")}
       config = subject.model.config
