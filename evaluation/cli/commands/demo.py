@@ -5,8 +5,12 @@ import pathlib
 from typing import Any
 
 METHODS = ("rtn", "gptq", "brq", "hires")
-SEQUENCES, LENGTH = 8, 512
-"""Calibration and test windows."""
+SETTINGS: dict[str, Any] = dict(
+  **dict(model=None, calib=None, data=None, sampling=None, seed=0, on_disk=False),
+  **dict(sequences=8, length=512, windows=8, window_length=512, replicates=1),
+  **dict(operator_error=True, agreement=False),
+)
+"""What options of `compare` would say."""
 PROMPT = "The history of the steam engine begins"
 
 
@@ -19,27 +23,29 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     "text, writes a report, and lets the HiRes model speak.",
   )
   parser.add_argument("--out", default="runs/demo", metavar="DIR", help="a new folder")
+  parser.set_defaults(**SETTINGS)
   return parser
 
 
 def run(options: argparse.Namespace) -> None:
   """Compares methods, writes the report and a checkpoint, and generates text."""
-  from mxjax import models
-  from mxjax.evaluation import datasets, study
-  from mxjax.evaluation.cli import console, outputs, progress, settings, speaking
+  from mxjax.evaluation import study
+  from mxjax.evaluation.cli import (
+    console,
+    inputs,
+    outputs,
+    progress,
+    settings,
+    speaking,
+  )
   from mxjax.models.streaming import PrefixCache
 
   folder = outputs.fresh_folder(pathlib.Path(options.out))
-  model, params = models.from_pretrained(None)
-  tokenizer = models.load_tokenizer(None)
-  load = lambda split: datasets.load_tokens(
-    None, tokenizer, count=SEQUENCES, length=LENGTH, split=split
-  )
-  subject = study.Subject(model, params, {"unseen passages": load("test")})
+  tokenizer, subject, tokens = inputs.prepare(options, METHODS)
   facts = {"made_by": settings.made_by(options)}
   with progress.progress("bars") as begin:
     rows, quantized = study.compare(
-      subject, load("calibration"), METHODS, on_method=begin, facts=facts
+      subject, tokens, METHODS, on_method=begin, facts=facts
     )
   folder.mkdir(parents=True, exist_ok=True)
   outputs.finish(folder, rows, "mxjax demo: SmolLM2-135M")
@@ -47,8 +53,8 @@ def run(options: argparse.Namespace) -> None:
   if quantized is not None:
     row = [row for row in rows if "error" not in row][-1]
     facts = {key: row["record"][key] for key in ("calibration", "program")}
-    outputs.save_checkpoint(folder, quantized, model.config, tokenizer, **facts)
-    cache = PrefixCache(model, quantized, 256)
+    outputs.save_checkpoint(folder, quantized, subject.model.config, tokenizer, **facts)
+    cache = PrefixCache(subject.model, quantized, 256)
     ids = tokenizer.encode(PROMPT)
     said = speaking.speak(cache, tokenizer, ids, max_new_tokens=24)["text"]
     console.say(f"{row['method']} says: {PROMPT + said!r}")
