@@ -61,7 +61,9 @@ class Model(nn.Module):
 def main(method="gptq"):
   model, tokens = Model(), jax.random.randint(jax.random.key(1), (4, 32), 0, VOCABULARY)
   params = model.init(jax.random.key(0), tokens)["params"]
-  qparams = mxjax.quantize(params, mxjax.Calibration(model, tokens, VOCABULARY), method)
+  calib = mxjax.Calibration(model, tokens, VOCABULARY)
+  contract = mxjax.Contract(targets=("up_proj", "down_proj"))
+  qparams = mxjax.quantize(params, calib, method, contract=contract)
   before, after = (model.apply({"params": p}, tokens) for p in (params, qparams))
   print(
     "relative error of the logits:", float(jnp.std(after - before) / jnp.std(before))

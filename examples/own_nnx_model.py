@@ -58,7 +58,8 @@ def main(method="gptq"):
   params = {f"layers_{index}": layer for index, layer in enumerate(layers)}
   params["table"] = jax.random.normal(rngs.params(), (VOCABULARY, WIDTH))
   calib = mxjax.Calibration(Adapter(), tokens, VOCABULARY)
-  qparams = mxjax.quantize(params, calib, method)
+  contract = mxjax.Contract(targets=("up_proj", "down_proj"))
+  qparams = mxjax.quantize(params, calib, method, contract=contract)
   return from_params(qparams["layers_0"]), from_params(params["layers_0"])
 
 

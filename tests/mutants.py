@@ -365,6 +365,20 @@ MUTANTS = (
     "    learned, _ = _restored((learned, state), saved.arrays)\n",
     ("tests/mxjax/methods/test_scale_distillation.py",),
   ),
+  Mutant(
+    "a target that no projection has is passed over",
+    "mxjax/running/layer_quantization.py",
+    "  if missing or not contract.targets or not model.num_layers:\n",
+    "  if not contract.targets or not model.num_layers:\n",
+    ("tests/mxjax/running/test_pipeline.py",),
+  ),
+  Mutant(
+    "layers are told from other params by a fixed prefix",
+    "mxjax/calibration/streams.py",
+    "layers = {model.layer_name(index) for index in range(model.num_layers)}",
+    'layers = {key for key in params if key.startswith("layers_")}',
+    ("tests/mxjax/running/test_pipeline.py",),
+  ),
 )
 
 

@@ -32,10 +32,11 @@ Chunks = list[jax.Array]
 each chunk has one sequence a device."""
 
 
-def outer_params(params: Params) -> dict[str, Any]:
-  """Returns the params outside the decoder layers: embedding, final norm, head."""
+def outer_params(model: CausalLanguageModel, params: Params) -> dict[str, Any]:
+  """Returns the params outside the model's layers: embedding, final norm, head."""
+  layers = {model.layer_name(index) for index in range(model.num_layers)}
   # `items()` would read every layer of params on disk.
-  return {k: params[k] for k in params if not k.startswith("layers_")}
+  return {key: params[key] for key in params if key not in layers}
 
 
 @execution.jit(static_argnames=("model", "placement", "sharing"))
@@ -57,7 +58,7 @@ def embed(
   placement: Placement = ONE_DEVICE,
 ) -> Chunks:
   """Embeds the calibration tokens, int32 `[S, T]`, in chunks of sequences."""
-  outer = placement.shard_rows(outer_params(params))
+  outer = placement.shard_rows(outer_params(model, params))
   parts = [tokens[first : first + chunk] for first in range(0, len(tokens), chunk)]
   put = placement.put_sequences
   return [_embed(model, outer, put(part), placement) for part in parts]
@@ -191,7 +192,7 @@ def final_hiddens(
   `params` are float or quantized, possibly on disk. Returns hidden states `[B, T, d]`
   leaving the last layer; the bits of a window do not depend on the others.
   """
-  outer = placement.shard_rows(outer_params(params))
+  outer = placement.shard_rows(outer_params(model, params))
   hidden = [_embed(model, outer, tokens, placement, EVALUATION) for tokens in windows]
   for index in range(model.num_layers):
     layer = placement.shard_rows(params[model.layer_name(index)])

@@ -130,7 +130,9 @@ class RunState:
     # A caller's mapping receives layers unchanged; others are placed on the mesh.
     self._results_on = placement if into is None else ONE_DEVICE
     self.result: MutableMapping[str, Any] = {} if into is None else into
-    self.result.update(self._results_on.shard_rows(outer_params(self.params)))
+    self.result.update(
+      self._results_on.shard_rows(outer_params(calib.model, self.params))
+    )
     for event in finished:
       assert folder
       layer = folder.read_layer(event)

@@ -60,7 +60,7 @@ def _log_probabilities(
 
 def _run(model: CausalLanguageModel, params: Params, tokens: jax.Array) -> jax.Array:
   (hidden,) = streams.final_hiddens(model, params, [tokens])
-  return _log_probabilities(model, streams.outer_params(params), hidden)
+  return _log_probabilities(model, streams.outer_params(model, params), hidden)
 
 
 def compare(

@@ -86,6 +86,16 @@ def test_the_two_entrances_take_the_same_arguments():
   assert first == second
 
 
+def test_params_outside_the_layers_are_found_by_the_models_own_names(model, params):
+  class Renamed(CausalLM):
+    def layer_name(self, index):
+      return f"block{index}"
+
+  renamed = {key.replace("layers_", "block"): params[key] for key in params}
+  outer = streams.outer_params(Renamed(model.config), renamed)
+  assert set(outer) == set(params) - {"layers_0", "layers_1"}
+
+
 def test_every_target_becomes_a_legal_operator(model, params, hires):
   leaves = leaves_of(hires)
   assert len(leaves) == 14
@@ -297,6 +307,20 @@ class TestBadInputs:
   def test_an_unknown_method(self, quantize):
     with pytest.raises(ValueError, match="unknown method 'awq'"):
       quantize("awq")
+
+  @pytest.mark.parametrize(
+    ("names", "message"),
+    [
+      (
+        ("q_proj", "query", "up"),
+        r"\(q_proj, query, up\).*\(q_proj, k_proj.*no query, up;",
+      ),
+      ((), r"2 layers \(q_proj.*got no target"),
+    ],
+  )
+  def test_targets_that_the_model_does_not_have(self, quantize, names, message):
+    with pytest.raises(ValueError, match=message):
+      quantize(contract=mxjax.Contract(targets=names))
 
   def test_an_already_quantized_model(self, tiny_calib, hires):
     with pytest.raises(ValueError, match="already quantized"):
