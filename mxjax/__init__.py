@@ -22,7 +22,7 @@ if TYPE_CHECKING:
   from mxjax.numerics.mxfp4 import MXTensor, Rules, decode
   from mxjax.pallas_kernels.mxfp4_encode import encode
   from mxjax.running.pipeline import quantize
-  from mxjax.storage.checkpoint import restore_checkpoint, save_checkpoint
+  from mxjax.storage.checkpoint import load, restore_checkpoint, save_checkpoint
 
 __all__ = [
   "PAPER_CONTRACT",
@@ -36,6 +36,7 @@ __all__ = [
   "encode",
   "from_pretrained",
   "linear",
+  "load",
   "load_tokenizer",
   "pack_for_inference",
   "quantize",
@@ -55,6 +56,7 @@ _MODULES = {
   "encode": "pallas_kernels.mxfp4_encode",
   "from_pretrained": "models",
   "linear": "layers.linear",
+  "load": "storage.checkpoint",
   "load_tokenizer": "models",
   "pack_for_inference": "layers.inference_packing",
   "quantize": "running.pipeline",
