@@ -79,7 +79,6 @@ def quantized_inputs(
   return rounded.reshape(x.shape[-1], -1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def quantized_products(
   x: fused_inputs.Input,
   weights: Sequence[QuantizedLinear],
@@ -91,6 +90,16 @@ def quantized_products(
   of U' W' d over the linears, with W decoded and d the gradient at the output, in
   bfloat16 products with float32 sums. The linears' arrays get no gradient.
   """
+  outputs: Any = _products(x, weights, implementation)
+  return outputs
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _products(
+  x: fused_inputs.Input,
+  weights: Sequence[QuantizedLinear],
+  implementation: Implementation | None,
+) -> list[jax.Array]:
   width = x.shape[-1]
   mxfp4.check_width("linear", width)
   obstacle = next(filter(None, (_obstacle(x, weight) for weight in weights)), None)
@@ -116,7 +125,7 @@ def _forward(
   implementation: Implementation | None,
 ) -> tuple[list[jax.Array], Any]:
   deferred = None if isinstance(x, jax.Array) else x
-  return quantized_products(x, weights, implementation), (deferred, weights)
+  return _products(x, weights, implementation), (deferred, weights)
 
 
 def _backward(
@@ -132,7 +141,7 @@ def _backward(
   return at_parts, None
 
 
-quantized_products.defvjp(_forward, _backward)
+_products.defvjp(_forward, _backward)
 
 
 def _input_gradient(weight: QuantizedLinear, cotangent: jax.Array) -> jax.Array:
