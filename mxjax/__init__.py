@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from mxjax.calibration.calibration import Calibration
+  from mxjax.calibration.flax_calls import apply
+  from mxjax.calibration.flax_model import FlaxModel
   from mxjax.layers.inference_packing import pack_for_inference
   from mxjax.layers.linear import linear
   from mxjax.layers.quantized_linear import QuantizedLinear
@@ -28,10 +30,12 @@ __all__ = [
   "PAPER_CONTRACT",
   "Calibration",
   "Contract",
+  "FlaxModel",
   "MXTensor",
   "Program",
   "QuantizedLinear",
   "Rules",
+  "apply",
   "decode",
   "encode",
   "from_pretrained",
@@ -48,10 +52,12 @@ _MODULES = {
   "PAPER_CONTRACT": "numerics.contract",
   "Calibration": "calibration.calibration",
   "Contract": "numerics.contract",
+  "FlaxModel": "calibration.flax_model",
   "MXTensor": "numerics.mxfp4",
   "Program": "methods.program",
   "QuantizedLinear": "layers.quantized_linear",
   "Rules": "numerics.mxfp4",
+  "apply": "calibration.flax_calls",
   "decode": "numerics.mxfp4",
   "encode": "pallas_kernels.mxfp4_encode",
   "from_pretrained": "models",

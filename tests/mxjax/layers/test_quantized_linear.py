@@ -278,15 +278,14 @@ def test_gradients_pass_deferred_inputs_and_add_over_linears():
   weights, norm = [leaf("hires"), leaf("rtn", outputs=16)], jnp.ones(64)
   rows = draw((40, 64))
 
-  def total(make):
-    def loss(rows, norm):
-      return sum(
-        y.sum() for y in linear_many(make(Normalized(rows, norm, 1e-6)), weights)
-      )
+  deferred = lambda x: linear_many(x, weights)
+  alone = lambda x: [linear(x.array(), weight) for weight in weights]
 
+  def gradients(run):
+    loss = lambda *parts: sum(y.sum() for y in run(Normalized(*parts, 1e-6)))
     return jax.grad(loss, argnums=(0, 1))(rows, norm)
 
-  deferred, whole = total(lambda x: x), total(lambda x: x.array())
+  deferred, whole = map(gradients, (deferred, alone))
   for got, want in zip(deferred, whole, strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert jnp.abs(want).max() > 0.1

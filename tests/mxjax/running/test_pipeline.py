@@ -322,6 +322,18 @@ class TestBadInputs:
     with pytest.raises(ValueError, match=message):
       quantize(contract=mxjax.Contract(targets=names))
 
+  def test_recovery_of_parts_that_the_model_does_not_have(self, params, tiny_calib):
+    class Plain(CausalLM):
+      def layer_with_taps(self, layer_params, hidden):
+        output, taps = super().layer_with_taps(layer_params, hidden)
+        return output, {name: taps[name] for name in taps if name != "gate"}
+
+    calib = dataclasses.replace(tiny_calib, model=Plain(tiny_calib.model.config))
+    with pytest.raises(
+      ValueError, match=r"\(attention, mlp\).*: mlp lacks the tap gate;"
+    ):
+      mxjax.quantize(params, calib)
+
   def test_an_already_quantized_model(self, tiny_calib, hires):
     with pytest.raises(ValueError, match="already quantized"):
       mxjax.quantize(hires, tiny_calib)
