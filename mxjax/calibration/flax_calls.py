@@ -209,10 +209,18 @@ def apply(module: Any, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> 
 
   Returns:
     What the module returns. Jit, grad and the other transformations work as usual.
+
+  Raises:
+    ValueError: The variables of a linen module have no params.
   """
   run = lambda module, *args, **kwargs: module(*args, **kwargs)
   if not isinstance(module, nn.Module):
     return call(module, params, run, args, kwargs, visit=quantized)
+  if "params" not in params:
+    raise ValueError(
+      "mxjax.apply: expected the variables of a linen module, {'params': ...}, as for "
+      f"module.apply, got a dict of {', '.join(map(str, params)) or 'nothing'}."
+    )
   others = {name: tree for name, tree in params.items() if name != "params"}
   method = kwargs.pop("method", "__call__")
   return call(

@@ -234,6 +234,11 @@ class BoundModule:
       hidden = [array[None] for array in (output, *entering[1:])]
     taps = set(self.projection_taps.values())
     rows = {path.replace("/", "."): array[None] for path, array in inputs.items()}
+    if missing := sorted(taps - set(rows)):
+      raise ValueError(
+        f"quantize: expected the inputs of {', '.join(missing)}, which do not leave a "
+        "transformation such as nn.scan; unroll it, or leave them by a rule with None."
+      )
     return hidden, {name: rows[name] for name in taps}
 
   def logits(self, params: Params, hidden: Any) -> jax.Array:

@@ -179,11 +179,12 @@ def quantize(
 
   Returns:
     The same tree with `QuantizedLinear` leaves in place of target weights, for the same
-    `model.apply`.
+    `model.apply`; of a `FlaxModel`, for `mxjax.apply`.
 
   Raises:
-    ValueError: A width, a weight or a Hessian cannot be quantized; the message names
-      the layer.
+    TypeError: The model lacks members of `CausalLanguageModel`.
+    ValueError: The model lacks a target or what a recovery fit reads, or a width, a
+      weight or a Hessian cannot be quantized; the message names the layer.
     FloatingPointError: Activations are not finite, or the quantized model collapsed.
     FileExistsError: `run_dir` is not empty.
     BlockingIOError: Another process is using `run_dir`.

@@ -319,6 +319,14 @@ class Stacked(nn.Module):
     return nn.scan(one, length=2, **axes)(self, batch["x"], None)[0]
 
 
+class Recurrent(nn.Module):
+  @nn.compact
+  def __call__(self, batch):
+    one = lambda _, x, __: (nn.Dense(64, name="dense")(x), None)
+    shared = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+    return nn.scan(one, length=2, **shared)(self, batch["x"], None)[0]
+
+
 @pytest.mark.parametrize(
   ("module", "options", "message"),
   [
@@ -347,6 +355,7 @@ class Stacked(nn.Module):
       {},
       r"kernel \(64, 64\) for dense in the params, got one of shape \(2, 64",
     ),
+    (Recurrent(), {}, "the inputs of dense, which do not leave a transformation"),
     (Encoder(), {"method": "spinquant"}, "spinquant learns on or rewrites a decoder"),
     (Encoder(), {"method": "gptq+tune"}, "differentiates the predictions"),
     (Encoder(), {"method": "gptq:upstream=quantized"}, "which FlaxModel.layers"),
@@ -367,6 +376,8 @@ def test_a_bare_module_is_told_what_it_lacks(batch):
   tokens = np.zeros((2, 8), np.int32)
   with pytest.raises(TypeError, match="num_layers, .*mxjax.FlaxModel"):
     mxjax.quantize({}, mxjax.Calibration(Encoder(), tokens))
+  with pytest.raises(ValueError, match="as for module.apply, got a dict of embed"):
+    mxjax.apply(Encoder(), {"embed": {}}, batch)
   with pytest.raises(ValueError, match="examples on their first axis"):
     mxjax.Calibration(mxjax.FlaxModel(module=Encoder()), {**batch, "x": batch["x"][:2]})
 
