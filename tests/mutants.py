@@ -396,8 +396,8 @@ MUTANTS = (
   Mutant(
     "layers need not follow each other",
     "mxjax/calibration/flax_discovery.py",
-    "if not after.args or after.args[0] is not before.output:",
-    "if not after.args:",
+    "elif not after.args or after.args[0] is not before.output:",
+    "elif not after.args:",
     ("tests/mxjax/calibration/test_flax_model.py",),
   ),
   Mutant(

@@ -100,11 +100,14 @@ def _check_chain(layers: list[LayerCall], pattern: str, dense: list[Found]) -> N
       f"quantize: expected an array from {first.path}, got {type(first.output)}; a "
       "layer must return what the next one takes, or leave `layers` out."
     )
+  paths = [one.path for one in layers]
   for before, after in zip(layers, layers[1:], strict=False):
     others = lambda call: jax.tree.leaves((call.args[1:], call.kwargs))
     same = zip(others(first), others(after), strict=False)
     complaint = None
-    if not after.args or after.args[0] is not before.output:
+    if paths.count(after.path) > 1:
+      complaint = "one call, got several"
+    elif not after.args or after.args[0] is not before.output:
       complaint = (
         f"the output of {before.path} as its first argument, got another value"
       )
@@ -117,7 +120,7 @@ def _check_chain(layers: list[LayerCall], pattern: str, dense: list[Found]) -> N
     if complaint:
       raise ValueError(
         f"quantize: layers must form a chain; expected for {after.path} {complaint}; "
-        "leave `layers` out to take the module as a whole."
+        "use a module without nn.remat around its layers, or leave `layers` out."
       )
 
 

@@ -244,6 +244,13 @@ def test_a_stopped_run_goes_on_to_the_same_bits(linen, tmp_path):
   assert_same(linen(Encoder(), **options, resume=True)[1], alone)
 
 
+class Twice(nn.Module):
+  @nn.compact
+  def __call__(self, batch):
+    layer = nn.Dense(64, name="layers_0")
+    return layer(layer(batch["x"]))
+
+
 class Shared(nn.Module):
   """A dense layer called twice, in bfloat16, under remat, after a batch norm."""
 
@@ -348,6 +355,8 @@ class Recurrent(nn.Module):
       {"layers": LAYERS, "rules": {".*0/up": "rtn", ".*/down": "rtn"}},
       "the same linears in every layer",
     ),
+    (Encoder(block=nn.remat(Block)), {"layers": LAYERS}, "without nn.remat around"),
+    (Twice(), {"layers": LAYERS}, "expected for layers_0 one call, got several"),
     (Bare(), {}, "got none for '..'.*the module calls none"),
     (Odd(), {}, "linears/narrow has input width 20"),
     (
