@@ -429,6 +429,20 @@ MUTANTS = (
     ("tests/mxjax/calibration/test_flax_model.py",),
   ),
   Mutant(
+    "outputs of a module may be infinite",
+    "mxjax/calibration/flax_model.py",
+    "hidden = hidden[0], 0 * jnp.stack(sums).sum()[None]",
+    "hidden = hidden[0], jnp.zeros(1)",
+    ("tests/mxjax/calibration/test_flax_model.py",),
+  ),
+  Mutant(
+    "a resumed module takes its layers' arguments in another order",
+    "mxjax/running/trajectories.py",
+    "return [list(chunk) for chunk in",
+    "return [list(chunk)[::-1] for chunk in",
+    ("tests/mxjax/calibration/test_flax_model.py",),
+  ),
+  Mutant(
     "recovery of parts that a model lacks is not refused",
     "mxjax/running/entrance.py",
     "  if program.recover:\n    _check_recovery",

@@ -391,7 +391,16 @@ def test_a_bare_module_is_told_what_it_lacks(batch):
     mxjax.Calibration(mxjax.FlaxModel(module=Encoder()), {**batch, "x": batch["x"][:2]})
 
 
+class Overflowing(nn.Module):
+  @nn.compact
+  def __call__(self, batch):
+    return jnp.exp(100 * nn.Dense(64, name="dense")(batch["x"]))
+
+
 def test_a_collapsed_module_fails_loudly(linen):
+  with pytest.raises(FloatingPointError, match="leaving module are NaN or inf"):
+    linen(Overflowing())
+
   class Broken(mxjax.Program):
     def quantize_linear(self, weight, inputs):
       return super().quantize_linear(30 * weight, inputs)
