@@ -401,6 +401,13 @@ MUTANTS = (
     ("tests/mxjax/calibration/test_flax_model.py",),
   ),
   Mutant(
+    "all layers run with the statistics of the first",
+    "mxjax/calibration/flax_discovery.py",
+    "return bool(jax.tree.leaves(others))",
+    "return False",
+    ("tests/mxjax/calibration/test_flax_model.py",),
+  ),
+  Mutant(
     "only the first call of a dense layer is measured",
     "mxjax/calibration/flax_calls.py",
     "{path: jnp.concatenate(rows) for path, rows in seen.items()}",

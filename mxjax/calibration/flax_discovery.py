@@ -115,6 +115,8 @@ def _check_chain(layers: list[LayerCall], pattern: str, dense: list[Found]) -> N
       a is b or (not flax_calls.is_array(a) and a == b) for a, b in same
     ):
       complaint = f"the other arguments of {first.path}, got others"
+    elif _has_state(after.module):
+      complaint = "params alone, got other state, which differs from layer to layer"
     elif not _alike(first.module, after.module):
       complaint = f"a module that equals {first.path} but for params, got another"
     if complaint:
@@ -122,6 +124,14 @@ def _check_chain(layers: list[LayerCall], pattern: str, dense: list[Found]) -> N
         f"quantize: layers must form a chain; expected for {after.path} {complaint}; "
         "use a module without nn.remat around its layers, or leave `layers` out."
       )
+
+
+def _has_state(module: Any) -> bool:
+  """Whether an nnx module has state besides params and random keys."""
+  if isinstance(module, nn.Module):
+    return False
+  *_, others = nnx.split(module, nnx.Param, nnx.RngState, ...)
+  return bool(jax.tree.leaves(others))
 
 
 def _structure(call: LayerCall) -> Any:

@@ -68,9 +68,18 @@ class FlaxModel:
     return self.run(flax_calls.quantized, params, batch)
 
   def bound_to(self, params: Params, inputs: Any) -> "BoundModule":
-    """Finds linears and layers by tracing one example; see `flax_discovery.plan`."""
+    """Finds linears and layers by tracing one example.
+
+    Raises:
+      ValueError: See `flax_discovery.plan`; or layers have state besides params.
+    """
     example = jax.tree.map(lambda a: a[:1], inputs)
     params = unfreeze(meta.unbox(params))
+    if self.layers and self.state:
+      raise ValueError(
+        "FlaxModel: expected no state beside layers, got the collections "
+        f"{', '.join(self.state)}; leave `layers` out to take the module as a whole."
+      )
     plan = flax_discovery.plan(
       self.run, params, example, self.rules, self.layers, self._modules()
     )

@@ -357,6 +357,7 @@ class Recurrent(nn.Module):
     ),
     (Encoder(block=nn.remat(Block)), {"layers": LAYERS}, "without nn.remat around"),
     (Twice(), {"layers": LAYERS}, "expected for layers_0 one call, got several"),
+    (Encoder(), {"layers": LAYERS, "state": {"batch_stats": {}}}, "no state beside"),
     (Bare(), {}, "got none for '..'.*the module calls none"),
     (Odd(), {}, "linears/narrow has input width 20"),
     (
@@ -379,6 +380,26 @@ class Recurrent(nn.Module):
 def test_what_is_missing_is_said_at_the_door(linen, module, options, message):
   with pytest.raises(ValueError, match=message):
     linen(module, **options)
+
+
+def test_layers_with_statistics_of_their_own_are_refused(batch):
+  class Normed(nnx.Module):
+    def __init__(self, rngs):
+      layer = lambda: nnx.Sequential(
+        nnx.Linear(64, 64, rngs=rngs), nnx.BatchNorm(64, rngs=rngs)
+      )
+      self.layers = nnx.List([layer(), layer()])
+
+    def __call__(self, x):
+      for layer in self.layers:
+        x = layer(x)
+      return x
+
+  module = Normed(nnx.Rngs(0))
+  module.eval()
+  model = mxjax.FlaxModel(module=module, layers=LAYERS)
+  with pytest.raises(ValueError, match="layers/1 params alone, got other state"):
+    mxjax.quantize(model.params, mxjax.Calibration(model, batch["x"]), "rtn")
 
 
 def test_a_bare_module_is_told_what_it_lacks(batch):
