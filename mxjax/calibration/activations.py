@@ -154,7 +154,7 @@ class Activations:
   def inputs(self, contract: Contract) -> dict[str, LinearInputs]:
     """Returns the inputs of the observed layer's target linears, by tap."""
     assert self._layer is not None
-    sequences = self.calib.sequences
+    sequences = self.calib.count
     views: dict[str, LinearInputs] = {}
     for block, name in targets(self.calib.model, contract):
       tap = self.calib.model.projection_taps[block, name]

@@ -131,7 +131,7 @@ class Calibration:
     object.__setattr__(self, "tokens", inputs)
 
   @property
-  def sequences(self) -> int:
+  def count(self) -> int:
     """The number of sequences, or of examples of another kind."""
     return jax.tree.leaves(self.tokens)[0].shape[0]
 

@@ -67,7 +67,7 @@ def quantize_with_record(
   params, calib, program, contract = entered[:4]
   params = placement.on_primary(params)
   check_params(calib.model, params, contract)
-  chunk = placement.chunk_size(calib.sequences, chunk)
+  chunk = placement.chunk_size(calib.count, chunk)
   if run_dir is None or isinstance(run_dir, RunFolder):
     opened = contextlib.nullcontext(run_dir)
   else:

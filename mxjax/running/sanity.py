@@ -90,7 +90,7 @@ def report(
   for exact, got in pairs:
     exact, got = (np.asarray(a, np.float64) for a in (exact, got))
     error, total = error + ((got - exact) ** 2).sum(), total + (exact**2).sum()
-  return OutputReport(float(error / total), min(calib.sequences, SANITY_EXAMPLES))
+  return OutputReport(float(error / total), min(calib.count, SANITY_EXAMPLES))
 
 
 @functools.partial(jax.jit, static_argnames="model")

@@ -13,7 +13,7 @@ import pathlib
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,6 @@ from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.storage import atomic_io, tree_io
 from mxjax.storage.checkpoint_arrays import load_arrays, save_arrays
-
-if TYPE_CHECKING:
-  from mxjax.models import CausalLM
 
 FORMAT_VERSION = 1
 MANIFEST = "mxjax.json"
@@ -328,7 +325,7 @@ def load(
   verify: bool = True,
   sharding: jax.sharding.Sharding | None = None,
   mesh: Mesh | None = None,
-) -> tuple["CausalLM", dict[str, Any]]:
+) -> tuple[Any, dict[str, Any]]:
   """Loads a quantized model, ready for `model.apply({"params": params}, tokens)`.
 
   `path` is a folder written by `save_checkpoint`, or the output folder of the command
