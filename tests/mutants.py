@@ -226,6 +226,13 @@ MUTANTS = (
     ("tests/mxjax/audit/test_plan.py",),
   ),
   Mutant(
+    "torch code without the shift of recovered values",
+    "mxjax/storage/export/transformers_folder.py",
+    'yield of("v_proj"), {"output_scale": scale, "output_shift": shift}',
+    'yield of("v_proj"), {"output_scale": scale}',
+    ("tests/mxjax/storage/export/test_transformers.py",),
+  ),
+  Mutant(
     "dequantized bias not scaled by the recovery",
     "mxjax/storage/export/dequant.py",
     "jnp.zeros(rows, jnp.float64)) * scale + offset",
