@@ -64,6 +64,7 @@ EXPORTS = {
   ],
 }
 """What is exported of each method, with further options."""
+FORMATS = ("compressed-tensors", "dequant", "transformers")
 
 
 def run(*arguments):
@@ -124,6 +125,8 @@ def exports_of(source, method, scratch, tokens, options):
   params, config = checkpoint.restore_checkpoint(out / "checkpoint")
   config = models.ModelConfig.from_dict(config)
   for number, (form, extra) in enumerate(EXPORTS[method]):
+    if form not in options.formats:
+      continue
     folder = scratch / f"{method}-{number}"
     run("export", out, "--format", form, "--out", folder, "--windows", options.windows,
         "--window-length", options.length, *extra)  # fmt: skip
@@ -224,6 +227,7 @@ def main():
   parser.add_argument("--consumer", required=True, help="python with torch")
   parser.add_argument("--models", default="models/trained/llama")
   parser.add_argument("--methods", default=",".join(EXPORTS))
+  parser.add_argument("--formats", nargs="+", default=FORMATS)
   parser.add_argument("--sequences", type=int, default=16)
   parser.add_argument("--windows", type=int, default=8)
   parser.add_argument("--length", type=int, default=256)

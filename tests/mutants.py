@@ -226,6 +226,20 @@ MUTANTS = (
     ("tests/mxjax/audit/test_plan.py",),
   ),
   Mutant(
+    "a reverted hook stays the edit's",
+    "discovery/tasks/two_files.py",
+    'computation[hook] = parent["computation"][hook]',
+    "pass",
+    ("tests/discovery/tasks/test_own_tasks.py",),
+  ),
+  Mutant(
+    "a task's module is looked for in the command's folders only",
+    "discovery/core/task.py",
+    "sys.path.insert(0, path)",
+    "pass",
+    ("tests/discovery/tasks/test_own_tasks.py",),
+  ),
+  Mutant(
     "torch code without the shift of recovered values",
     "mxjax/storage/export/transformers_folder.py",
     'yield of("v_proj"), {"output_scale": scale, "output_shift": shift}',

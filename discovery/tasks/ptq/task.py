@@ -52,12 +52,6 @@ class PtqTask:
 
   target = "log_ppl"
   phases: Sequence[str] = ("fit", "measure")
-  call_seconds = 19.0
-  """Seconds of a call for a small trained model on a busy pair of cores.
-
-  Most of them are compilation. The value is the time in
-  `benchmarks/results/discovery_run.json` divided by its 240 calls.
-  """
   interface = INTERFACE
   regimes = REGIMES
   interventions = INTERVENTIONS
