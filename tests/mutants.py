@@ -226,6 +226,20 @@ MUTANTS = (
     ("tests/mxjax/audit/test_plan.py",),
   ),
   Mutant(
+    "evolved programs never get output gradients",
+    "discovery/tasks/ptq/candidate.py",
+    '"fisher" if call.plan["gradients"] else "uniform"',
+    '"uniform"',
+    ("tests/discovery/tasks/ptq/test_ptq.py",),
+  ),
+  Mutant(
+    "fisher moments in native coordinates",
+    "discovery/tasks/ptq/candidate_codes.py",
+    '"activation_fisher": transform @ activation @ transform.mT',
+    '"activation_fisher": activation',
+    ("tests/discovery/tasks/ptq/test_ptq.py",),
+  ),
+  Mutant(
     "a reverted hook stays the edit's",
     "discovery/tasks/two_files.py",
     'computation[hook] = parent["computation"][hook]',
