@@ -259,6 +259,9 @@ def test_layerwise_gradients_are_those_of_the_whole_model(
     ("gptq:order=activation", "need scales='static'"),
     ("batquant:steps=many", "its default is 160"),
     ("hires:use_balance=0", "its default is True"),
+    ("hires:recover=head", "unknown recovery 'head'; write none, or attention"),
+    ("hires:recover=mlp-late", "-parent or -unrounded"),
+    ("quip+r", "unknown method 'quip\\+r'"),
   ],
 )
 def test_a_wrong_option_is_explained(text, message):
@@ -295,6 +298,24 @@ def test_the_formats_said_to_hold_a_method_do(name, build, tiny_config):
     else:
       with pytest.raises(ValueError):
         check(params)
+
+
+def test_any_state_of_recovery_has_a_name(build):
+  for name, expected in {
+    "hires:recover=none": [],
+    "hires:recover=attention+mlp-parent": ["attention", "mlp-parent"],
+    "gptq+r": ["attention", "mlp"],
+    "wush+r": ["attention", "mlp"],
+    "brq+r:recover=mlp-unrounded": ["mlp-unrounded"],
+  }.items():
+    program = methods.get(name)
+    assert (program.name, program.describe()["recover"]) == (name, expected)
+  assert methods.get("gptq+r").recover == methods.HIRES.recover
+  assert methods.get("wush+r") is methods.WUSH_R
+  params = build("rtn:recover=mlp").params
+  layer = params["layers_0"]
+  assert "mlp_recovery" in layer["mlp"]
+  assert "value_recovery" not in layer["self_attn"]
 
 
 def test_wush_and_its_refined_form_share_every_code(build):
