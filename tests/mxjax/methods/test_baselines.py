@@ -35,6 +35,7 @@ FAST = {
   "torq": "torq:rows=512",
   "spinquant": "spinquant:steps=2:batch=2",
   "focus": "focus:batch=2",
+  "hires-descent": "hires-descent:use_balance=false",
   "hires-next": "hires-next:use_balance=false",
 }
 """Options that make a method quick; its code path is the same."""
