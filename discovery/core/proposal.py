@@ -1,6 +1,7 @@
 """The protocol of proposers: templates, language models and people use the same one."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
@@ -136,6 +137,11 @@ class Proposal:
   controls: tuple[Control, ...] = ()
   declared: tuple[str, ...] = ()
   usage: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"calls": 1})
+
+  def __post_init__(self) -> None:
+    """Rejects what the log cannot hold: NaN, infinities and broken Unicode."""
+    text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
+    text.encode()
 
   def to_dict(self) -> dict[str, Any]:
     """Returns a JSON-ready form."""

@@ -169,7 +169,7 @@ class JailedExecutor:
     """Returns everything that a call may execute, including the parent's hooks."""
     hooks = [*call.computation.items()]
     parent = call.intervention.get("parent")
-    if isinstance(parent, Mapping):
+    if parent:
       hooks += parent["computation"].items()
     return {lowered: (name, *self._forms(lowered)) for name, lowered in hooks}
 

@@ -32,6 +32,8 @@ RUN_LIMITS = jail.Limits(
   seconds=600.0, cpu_seconds=1 << 20, memory_bytes=16 << 30, message_bytes=1 << 30
 )
 
+FRAMING = 1 << 16
+"""Bytes of a message beside the reply that it carries: lengths, outcome, output."""
 GATE_SECONDS = 120.0
 """Seconds allowed for checking one program's artifacts.
 
@@ -110,7 +112,7 @@ class Worker:
 
   def _receive(self, deadline: float) -> list[bytes]:
     length = frames.length_of(self._read(8, deadline))
-    if length > self._limits.message_bytes:
+    if length > self._limits.message_bytes + FRAMING:
       self._fail(Status.REFUSED, f"a reply of {length} bytes")
     return frames.unpack(self._read(length, deadline))
 
@@ -128,9 +130,16 @@ class Worker:
       left -= len(data)
     return b"".join(parts)
 
-  def _fail(self, status: Status, detail: str) -> None:
-    os.killpg(self._process.pid, signal.SIGKILL)
+  def _end(self) -> None:
+    try:
+      os.killpg(self._process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+      # It ended by itself and was waited for.
+      pass
     self._process.wait()
+
+  def _fail(self, status: Status, detail: str) -> None:
+    self._end()
     self._errors.seek(0, os.SEEK_END)
     self._errors.seek(max(self._errors.tell() - self._limits.stderr_bytes, 0))
     tail = self._errors.read().decode(errors="replace").strip()
@@ -142,11 +151,7 @@ class Worker:
 
   def kill(self) -> None:
     """Kills the worker and everything in its jail."""
-    try:
-      os.killpg(self._process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-      pass
-    self._process.wait()
+    self._end()
     for pipe in (self._process.stdin, self._process.stdout):
       if pipe is not None:
         try:
@@ -182,7 +187,7 @@ class Tracer:
       WorkerError: This machine cannot provide the level.
     """
     self._level, self._limits = level, limits
-    self._worker = Worker("trace_worker.py", _import_path(), limits)
+    self._worker: Worker | None = None
     outcome, reply = self._job({"probe": True})
     if reply[:1] != b"F":
       self.close()
@@ -202,12 +207,21 @@ class Tracer:
       **job,
     }
     seconds = self._limits.seconds + 30
-    head, reply = self._worker.ask(json.dumps(request).encode(), seconds)
+    if self._worker is None:
+      self._worker = Worker("trace_worker.py", _import_path(), self._limits)
+    try:
+      head, reply = self._worker.ask(json.dumps(request).encode(), seconds)
+    except WorkerError:
+      self.close()
+      raise
     return json.loads(head), reply
 
   def trace(self, source: str, hooks: Sequence[Mapping[str, Any]]) -> RawTrace:
     """Executes a source in its own jail and returns unchecked bytes."""
-    outcome, reply = self._job({"source": source, "hooks": [dict(h) for h in hooks]})
+    try:
+      outcome, reply = self._job({"source": source, "hooks": [dict(h) for h in hooks]})
+    except WorkerError as error:
+      return RawTrace(error.status, f"the trace worker failed: {error}")
     status, detail = _classify(outcome, reply)
     if status != Status.OK:
       return RawTrace(status, detail)
@@ -225,16 +239,20 @@ class Tracer:
 
   def close(self) -> None:
     """Ends the supervisor."""
-    self._worker.kill()
+    if self._worker is not None:
+      self._worker.kill()
+      self._worker = None
 
 
 def _classify(outcome: Mapping[str, Any], reply: bytes) -> tuple[Status, str]:
   tail = outcome["output"].strip()[-300:]
   if outcome["verdict"] == "oversize":
     return Status.REFUSED, "the trace worker sent more than it may"
+  if outcome["verdict"] == "stuck":
+    return Status.REFUSED, "the trace left a scratch folder that cannot be removed"
   if outcome["verdict"] == "timeout" or outcome["signal"] in CPU_SIGNALS:
     return Status.TIMEOUT, f"tracing took too long: {tail}"
-  text = reply[1:].decode(errors="replace") if reply[:1] == b"E" else tail
+  text = reply[1:2001].decode(errors="replace") if reply[:1] == b"E" else tail
   if reply[:1] != b"A" and any(sign in text for sign in MEMORY_SIGNS):
     return Status.MEMORY, text
   if reply[:1] == b"E":

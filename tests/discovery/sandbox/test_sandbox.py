@@ -36,7 +36,9 @@ TEMP = tempfile.mkdtemp(prefix="mxjax-probes-")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_scratch():
+def own_scratch(tmp_path_factory):
+  # Pytest makes its own folder, too, where `tempfile` points when it is first asked.
+  tmp_path_factory.getbasetemp()
   before, tempfile.tempdir = tempfile.tempdir, TEMP
   yield
   tempfile.tempdir = before
