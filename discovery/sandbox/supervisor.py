@@ -166,12 +166,12 @@ class Worker:
 class RawTrace:
   """Unchecked output of the trace jail.
 
-  `hooks` holds the unit and batched artifact of each hook.
+  `hooks` holds the artifact of each hook.
   """
 
   status: Status
   detail: str = ""
-  hooks: Mapping[str, tuple[bytes, bytes]] = dataclasses.field(default_factory=dict)
+  hooks: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 class Tracer:
@@ -227,15 +227,14 @@ class Tracer:
       return RawTrace(status, detail)
     try:
       parts = frames.unpack(reply[1:])
-      if len(parts) % 3:
+      if len(parts) % 2:
         raise ValueError("a message whose lengths do not add up")
-      names = [name.decode() for name in parts[0::3]]
+      names = [name.decode() for name in parts[0::2]]
     except (ValueError, UnicodeDecodeError) as error:
       return RawTrace(Status.REFUSED, f"the trace worker sent {error}")
     if sorted(names) != sorted(h["name"] for h in hooks):
       return RawTrace(Status.REFUSED, f"the trace worker sent hooks {names}"[:300])
-    pairs = zip(parts[1::3], parts[2::3], strict=True)
-    return RawTrace(Status.OK, "", dict(zip(names, pairs, strict=True)))
+    return RawTrace(Status.OK, "", dict(zip(names, parts[1::2], strict=True)))
 
   def close(self) -> None:
     """Ends the supervisor."""
@@ -322,7 +321,7 @@ class RunWorker:
     return answer, payload
 
   def gate(
-    self, specs: Sequence[Mapping[str, Any]], hooks: Mapping[str, tuple[bytes, bytes]]
+    self, specs: Sequence[Mapping[str, Any]], hooks: Mapping[str, bytes]
   ) -> dict[str, str]:
     """Checks artifacts and returns their identities by hook.
 
@@ -330,7 +329,7 @@ class RunWorker:
       WorkerError: An artifact was refused, or the gate itself ended.
     """
     request = {"kind": "gate", "specs": [dict(spec) for spec in specs]}
-    blobs = [blob for spec in specs for blob in hooks[spec["name"]]]
+    blobs = [hooks[spec["name"]] for spec in specs]
     seconds = min(GATE_SECONDS, self._limits.seconds)
     answer, _ = self._ask([json.dumps(request).encode(), *blobs], seconds)
     names = [spec["name"] for spec in specs]
@@ -339,14 +338,13 @@ class RunWorker:
   def run(
     self,
     call: Mapping[str, Any],
-    artifacts: Mapping[str, tuple[str, bytes, bytes]],
+    artifacts: Mapping[str, tuple[str, bytes]],
     before: bytes,
   ) -> tuple[dict[str, Any], bytes]:
     """Runs the phase on a call, given as `Call._asdict()`.
 
-    `artifacts` holds hook name, unit and batched form by identity, for everything that
-    the call may execute; each is sent to a worker once. `before` comes from the
-    previous phase.
+    `artifacts` holds hook name and artifact by identity, for everything that the call
+    may execute; each is sent to a worker once. `before` comes from the previous phase.
 
     Raises:
       WorkerError: The call failed.
@@ -358,7 +356,7 @@ class RunWorker:
       "call": dict(call),
       "artifacts": [[key, art[0]] for key, art in fresh.items()],
     }
-    blobs = [blob for art in fresh.values() for blob in art[1:]]
+    blobs = [data for _, data in fresh.values()]
     head = json.dumps(request).encode()
     self._sent |= fresh.keys()
     return self._ask([head, *blobs, before])
