@@ -67,15 +67,11 @@ def traced(code, spec=SPEC):
   return hook.unit
 
 
-def table(data, spec=SPEC):
-  made = artifact.ArtifactTable({spec["name"]: spec})
-  made.add("computation", spec["name"], data)
-  return made
-
-
 def both_forms(data):
-  forms = table(data)
-  return jax.jit(forms.unit("computation")), jax.jit(forms.batched("computation"))
+  """Both forms of an artifact, under the identity that they would have."""
+  table, computation = artifact.ArtifactTable({"hook": SPEC}), artifact.gate(SPEC, data)
+  table.add(computation, "hook", data)
+  return jax.jit(table.unit(computation)), jax.jit(table.batched(computation))
 
 
 def rows(seed, count=5):
