@@ -172,12 +172,17 @@ class Proposer(Protocol):
 
     Raises:
       ExhaustedError: Nothing is left for this parent; the search asks for the next one.
+      OutageError: There is no answer now; the run stops and can be resumed.
       ProposerError: The proposer cannot continue; the run ends.
     """
 
 
 class ProposerError(RuntimeError):
   """Raised when a proposer cannot continue: no answer, no credit or no edit left."""
+
+
+class OutageError(ProposerError, ConnectionError):
+  """Raised when there is no answer now; the run stays open and can be resumed."""
 
 
 class ExhaustedError(ProposerError):
