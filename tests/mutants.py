@@ -319,8 +319,8 @@ MUTANTS = (
   Mutant(
     "endpoint asks again before Retry-After",
     "discovery/proposers/endpoint.py",
-    "wait = max(wait, float(after))",
-    "wait = min(wait, float(after))",
+    "jitter, _seconds(after))",
+    "jitter, 0.0 * _seconds(after))",
     ("tests/discovery/proposers/test_proposers.py",),
   ),
   Mutant(

@@ -12,6 +12,7 @@ from mxjax.discovery.audit import explain, report, verify
 from mxjax.discovery.cli import study as studies
 from mxjax.discovery.core import edit_templates
 from mxjax.discovery.core import task as task_
+from mxjax.discovery.core.proposal import OutageError
 from mxjax.discovery.core.store import read_events
 from mxjax.discovery.proposers.endpoint import HttpClient
 from mxjax.discovery.sandbox import jail, supervisor
@@ -125,6 +126,7 @@ def run(options: argparse.Namespace) -> None:
   """Implements `mxjax discover run`."""
   run_, folder = run_options(options), pathlib.Path(options.out)
   task_.load(run_.task)  # Before anything is written.
+  _probe(run_)
   spec = _with_margins(dict(run_.task))
   runs.write_options(folder, dataclasses.replace(run_, task=spec))
   _search(folder, options)
@@ -132,7 +134,23 @@ def run(options: argparse.Namespace) -> None:
 
 def resume(options: argparse.Namespace) -> None:
   """Implements `mxjax discover resume`."""
-  _search(pathlib.Path(options.folder), options)
+  folder = pathlib.Path(options.folder)
+  if not runs.is_closed(folder):
+    _probe(runs.read_options(folder))
+  _search(folder, options)
+
+
+def _probe(options: runs.RunOptions) -> None:
+  """Asks the endpoint of a run for one word, before anything is paid for.
+
+  Raises:
+    OutageError: It does not answer.
+  """
+  settings = dict(options.proposer)
+  if settings.pop("kind") == "llm":
+    named = ("base_url", "model", "key_variable")
+    client = HttpClient(**{k: v for k, v in settings.items() if k in named})
+    say(f"endpoint: {client.probe().model!r} answered")
 
 
 def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
@@ -145,13 +163,18 @@ def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
     elif event["event"] == "verdict":
       say(f"  {event['verdict']} ({event['reason']})")
 
-  champion = runs.run(
-    folder,
-    workers=options.workers,
-    ray=options.ray,
-    compiled=options.compiled,
-    on_event=show,
-  )
+  try:
+    champion = runs.run(
+      folder,
+      workers=options.workers,
+      ray=options.ray,
+      compiled=options.compiled,
+      on_event=show,
+    )
+  except OutageError as error:
+    raise OutageError(
+      f"{error} Nothing is lost; go on with `mxjax discover resume {folder}`."
+    ) from error
   path = report.write(folder)
   say(f"champion {champion.id[:12]}, found at call {champion.call}")
   say(f"ledger: {read_events(folder)[-1]['ledger']}")
@@ -188,7 +211,11 @@ def verify_run(options: argparse.Namespace) -> None:
 
 
 def doctor(options: argparse.Namespace) -> None:
-  """Implements `mxjax discover doctor`."""
+  """Implements `mxjax discover doctor`.
+
+  Raises:
+    OutageError: The endpoint does not answer.
+  """
   say(f"{platform.system()} {platform.release()} {platform.machine()}")
   say(f"Landlock version {jail.landlock_version()}")
   for level in jail.JAILED:
@@ -203,9 +230,5 @@ def doctor(options: argparse.Namespace) -> None:
   key = "set" if os.environ.get("OPENAI_API_KEY") else "not set"
   say(f"OPENAI_API_KEY is {key}")
   if options.endpoint:
-    client = HttpClient(base_url=options.endpoint, model="doctor", deadline=10.0)
-    try:
-      reply = client.complete({"messages": [{"role": "user", "content": "Say yes."}]})
-      say(f"endpoint: {reply.model} answered")
-    except RuntimeError as error:
-      say(f"endpoint: {error}")
+    settings = {"base_url": options.endpoint, "model": "doctor"}
+    _probe(runs.RunOptions(task={}, config={}, proposer={"kind": "llm", **settings}))

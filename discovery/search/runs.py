@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mxjax.discovery.core import task as task_
-from mxjax.discovery.core.proposal import Proposer, Record
+from mxjax.discovery.core.proposal import OutageError, Proposer, Record
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
 from mxjax.discovery.proposers.endpoint import Cassette, HttpClient
@@ -73,6 +73,13 @@ def read_options(folder: pathlib.Path) -> RunOptions:
   if not path.exists():
     raise FileNotFoundError(f"discover: {folder} is no run: it has no run.json.")
   return RunOptions(**json.loads(path.read_text()))
+
+
+def is_closed(folder: pathlib.Path) -> bool:
+  """Returns whether a run has ended; a torn last line does not count."""
+  path = folder / "log.jsonl"
+  lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
+  return bool(lines) and json.loads(lines[-1])["event"] == "closed"
 
 
 def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
@@ -151,6 +158,7 @@ def run(
   the trajectory nor any identity depends on it. `on_event` receives every event.
 
   Raises:
+    OutageError: The proposer gave no answer; the run can be resumed.
     RuntimeError: The held-out scorer failed.
   """
   options = read_options(folder)
@@ -162,6 +170,12 @@ def run(
   )
   try:
     champion = make_search(options, task, executor, store).run(on_event)
+  except OutageError:
+    # The scorer would wait for the end of the log.
+    if scorer is not None:
+      scorer.terminate()
+      scorer.wait()
+    raise
   finally:
     executor.close()
     store.close()

@@ -33,7 +33,7 @@ def default_identities() -> dict[str, str]:
   specs = interface.INTERFACE.to_list()
   traced = tracing.trace(interface.INTERFACE.default_source(), specs)
   return {
-    hook.name: artifact.gate(spec, hook.unit, hook.batched)
+    hook.name: artifact.gate(spec, hook.unit)
     for hook, spec in zip(traced, specs, strict=True)
   }
 
