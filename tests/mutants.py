@@ -226,6 +226,41 @@ MUTANTS = (
     ("tests/mxjax/audit/test_plan.py",),
   ),
   Mutant(
+    "evolved programs never get output gradients",
+    "discovery/tasks/ptq/candidate.py",
+    '"fisher" if call.plan["gradients"] else "uniform"',
+    '"uniform"',
+    ("tests/discovery/tasks/ptq/test_ptq.py",),
+  ),
+  Mutant(
+    "fisher moments in native coordinates",
+    "discovery/tasks/ptq/candidate_codes.py",
+    '"activation_fisher": transform @ activation @ transform.mT',
+    '"activation_fisher": activation',
+    ("tests/discovery/tasks/ptq/test_ptq.py",),
+  ),
+  Mutant(
+    "a reverted hook stays the edit's",
+    "discovery/tasks/two_files.py",
+    'computation[hook] = parent["computation"][hook]',
+    "pass",
+    ("tests/discovery/tasks/test_own_tasks.py",),
+  ),
+  Mutant(
+    "a task's module is looked for in the command's folders only",
+    "discovery/core/task.py",
+    "sys.path.insert(0, path)",
+    "pass",
+    ("tests/discovery/tasks/test_own_tasks.py",),
+  ),
+  Mutant(
+    "torch code without the shift of recovered values",
+    "mxjax/storage/export/transformers_folder.py",
+    'yield of("v_proj"), {"output_scale": scale, "output_shift": shift}',
+    'yield of("v_proj"), {"output_scale": scale}',
+    ("tests/mxjax/storage/export/test_transformers.py",),
+  ),
+  Mutant(
     "dequantized bias not scaled by the recovery",
     "mxjax/storage/export/dequant.py",
     "jnp.zeros(rows, jnp.float64)) * scale + offset",
@@ -284,8 +319,8 @@ MUTANTS = (
   Mutant(
     "endpoint asks again before Retry-After",
     "discovery/proposers/endpoint.py",
-    "wait = max(wait, float(after))",
-    "wait = min(wait, float(after))",
+    "jitter, _seconds(after))",
+    "jitter, 0.0 * _seconds(after))",
     ("tests/discovery/proposers/test_proposers.py",),
   ),
   Mutant(

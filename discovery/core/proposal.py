@@ -1,6 +1,7 @@
 """The protocol of proposers: templates, language models and people use the same one."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
@@ -137,6 +138,11 @@ class Proposal:
   declared: tuple[str, ...] = ()
   usage: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"calls": 1})
 
+  def __post_init__(self) -> None:
+    """Rejects what the log cannot hold: NaN, infinities and broken Unicode."""
+    text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
+    text.encode()
+
   def to_dict(self) -> dict[str, Any]:
     """Returns a JSON-ready form."""
     return dataclasses.asdict(self)
@@ -166,12 +172,17 @@ class Proposer(Protocol):
 
     Raises:
       ExhaustedError: Nothing is left for this parent; the search asks for the next one.
+      OutageError: There is no answer now; the run stops and can be resumed.
       ProposerError: The proposer cannot continue; the run ends.
     """
 
 
 class ProposerError(RuntimeError):
   """Raised when a proposer cannot continue: no answer, no credit or no edit left."""
+
+
+class OutageError(ProposerError, ConnectionError):
+  """Raised when there is no answer now; the run stays open and can be resumed."""
 
 
 class ExhaustedError(ProposerError):

@@ -48,10 +48,12 @@ class Control:
 
   def __post_init__(self) -> None:
     """Rejects a reserved name or a cost that the ledger cannot charge."""
-    if self.name == PRIMARY or not isinstance(self.cost, int) or self.cost < 1:
+    if (
+      self.name in (PRIMARY, "probe") or not isinstance(self.cost, int) or self.cost < 1
+    ):
       raise ValueError(
-        f"Control {self.name!r}: expected a name other than {PRIMARY!r} and an integer "
-        f"cost of at least 1, got cost {self.cost!r}; mend the proposal."
+        f"Control {self.name!r}: expected a name other than {PRIMARY!r} and 'probe' "
+        f"and an integer cost of at least 1, got cost {self.cost!r}; mend the proposal."
       )
 
 

@@ -6,10 +6,13 @@ from typing import Any, Literal
 import pydantic
 
 from mxjax.discovery.core.candidate_source import admit
-from mxjax.discovery.core.proposal import Context, Proposal
+from mxjax.discovery.core.proposal import Context, OutageError, Proposal
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.proposers import prompt
 from mxjax.discovery.proposers.endpoint import Client, Reply
+
+UNUSABLE_IN_A_ROW = 5
+"""Proposals without a usable answer after which the model counts as out of order."""
 
 
 class _Explanation(pydantic.BaseModel, extra="forbid", strict=True):
@@ -71,9 +74,14 @@ class LlmProposer:
     """
     self._client, self._task, self._count, self._price = client, task, count, price
     self.name = client.name
+    self._unusable = 0
 
   def propose(self, context: Context) -> Proposal:
-    """See `Proposer.propose`; an answer that is not admitted gets one repair turn."""
+    """See `Proposer.propose`; an answer that is not admitted gets one repair turn.
+
+    Raises:
+      OutageError: The client has no answer, or too many in a row were unusable.
+    """
     messages = prompt.messages(context, self._task, count=self._count)
     usage = {"calls": 0, "input_tokens": 0, "output_tokens": 0, "micro_dollars": 0}
     complaint = ""
@@ -86,6 +94,7 @@ class LlmProposer:
       try:
         proposal = Answer.model_validate_json(_json_of(reply.text)).proposal(usage)
         admit(proposal.source, self._task.interface)
+        self._unusable = 0
         return proposal
       except ValueError as error:
         complaint = str(error)[:2000]
@@ -94,6 +103,12 @@ class LlmProposer:
           {"role": "assistant", "content": reply.text},
           {"role": "user", "content": f"That was not accepted: {complaint} Repair it."},
         ]
+    self._unusable += 1
+    if self._unusable >= UNUSABLE_IN_A_ROW:
+      raise OutageError(
+        f"llm: {self._unusable} answers of {self.name} in a row were no proposals; the "
+        f"last: {complaint[:200]!r}; choose another model."
+      )
     # The search books this as a rejected proposal: proposer calls, no evaluator call.
     return Proposal(source="", label="unusable answer", note=complaint, usage=usage)
 

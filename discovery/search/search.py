@@ -16,6 +16,7 @@ from mxjax.discovery.core.proposal import (
   Context,
   Evidence,
   ExhaustedError,
+  OutageError,
   Proposal,
   Proposer,
   ProposerError,
@@ -57,7 +58,11 @@ class Search:
     self._round = self._proposals = self._improved = 0
 
   def run(self, on_event: Callable[[dict[str, Any]], None] | None = None) -> Record:
-    """Runs to the end of the budget; returns the champion."""
+    """Runs to the end of the budget; returns the champion.
+
+    Raises:
+      OutageError: The proposer gave no answer; the log stays open.
+    """
     self.history.on_event = on_event
     self.begin()
     reason = "budget"
@@ -67,6 +72,9 @@ class Search:
         break
       try:
         self.round()
+      except OutageError:
+        self._store.close()
+        raise
       except ProposerError as error:
         reason = f"proposer: {error}"
         break

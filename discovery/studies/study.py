@@ -8,7 +8,7 @@ from typing import Any
 
 from mxjax.discovery.core import edit_templates, identity
 from mxjax.discovery.core import task as task_
-from mxjax.discovery.core.store import Store, read_events
+from mxjax.discovery.core.store import Store
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import heldout, runs
@@ -194,7 +194,7 @@ class Folder:
     task = task_.load(options.task)
     if not (folder / "run.json").exists():
       runs.write_options(folder, options)
-    if not _is_closed(folder):
+    if not runs.is_closed(folder):
       executor, store = self.executor(task), Store(folder)
       runs.make_search(options, task, executor, store, self._archive).run()
     hidden = task.holdout()
@@ -242,11 +242,6 @@ class Folder:
     task = task_.load(self.options.spec(seed))
     source = regimes.champion_source(self.run_folder(arm, seed))
     return regimes.audit(self.evaluator(task, "regimes"), source)
-
-
-def _is_closed(folder: pathlib.Path) -> bool:
-  path = folder / "log.jsonl"
-  return path.exists() and read_events(folder)[-1]["event"] == "closed"
 
 
 def conduct(
