@@ -240,6 +240,13 @@ MUTANTS = (
     ("tests/discovery/tasks/ptq/test_ptq.py",),
   ),
   Mutant(
+    "answers cost nothing",
+    "discovery/search/runs.py",
+    "prices[0] * reply.input_tokens + prices[1] * reply.output_tokens",
+    "prices[0] * reply.input_tokens",
+    ("tests/discovery/proposers/test_endpoint.py",),
+  ),
+  Mutant(
     "a reverted hook stays the edit's",
     "discovery/tasks/two_files.py",
     'computation[hook] = parent["computation"][hook]',
