@@ -33,7 +33,7 @@ class Denoise:
   edit_templates = (edit("smooth", SMOOTH), edit("flip", FLIP))
   interventions, regimes = {"half": "half of the edit"}, {"Filter": ("clean",)}
   target, margins = "loss", {"loss": 1e-3, "noise": 1e-3}
-  phases, call_seconds = ("measure",), 0.1
+  phases = ("measure",)
 
   def __init__(self, seed=0):
     self.spec = {"task": f"{__name__}:Denoise", "seed": seed}

@@ -29,7 +29,7 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
   Raises:
     ValueError: The `llm` proposer was chosen without its endpoint and model.
   """
-  spec = {"task": options.task, **json.loads(options.task_options)}
+  spec = {**_task(options.task), **json.loads(options.task_options)}
   if options.task == "world":
     spec.setdefault("seed", options.seed)
   if options.model:
@@ -62,6 +62,20 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
   )
 
 
+def _task(name: str) -> dict[str, Any]:
+  """Returns the beginning of a task's specification, with the folder of its module."""
+  if pathlib.Path(name).is_dir():
+    return {"task": str(pathlib.Path(name).resolve())}
+  module, _, function = name.partition(":")
+  here = pathlib.Path.cwd()
+  package = module.partition(".")[0]
+  is_here = any((here / file).exists() for file in (f"{package}.py", package))
+  # The command's own sys.path does not have the current folder.
+  if function and is_here:
+    return {"task": name, "path": str(here)}
+  return {"task": name}
+
+
 def _with_margins(spec: dict[str, Any]) -> dict[str, Any]:
   """Adds the margins of a `ptq` task, which are measured once per contract."""
   if spec["task"] != "ptq" or "margins" in spec:
@@ -86,29 +100,32 @@ def study(options: argparse.Namespace) -> None:
 
 
 def plan(options: argparse.Namespace) -> None:
-  """Implements `mxjax discover plan`."""
+  """Implements `mxjax discover plan`, which measures two calls."""
   run_ = run_options(options)
   task, config = task_.load(run_.task), SearchConfig(**run_.config)
-  hours = config.budget * task.call_seconds / 3600
   deck = edit_templates.fingerprint(task.edit_templates)[:12]
-  rows = {
-    "task": dict(task.spec),
-    "evaluator calls": f"{config.budget}, candidates, controls and probes together",
-    "proposer calls": f"at most {config.budget * config.proposals_per_call}",
-    "one call": f"about {task.call_seconds:g} s on one worker",
-    "in all": f"about {hours:.2f} h on one worker",
-    "held-out": f"{config.budget // config.mark_every} champions, outside the budget",
-    "proposer": f"{options.proposer}; {len(task.edit_templates)} edits, hash {deck}",
-    "arm": f"{options.arm}: {config}",
-    "sandbox": run_.sandbox,
-  }
-  for name, value in rows.items():
-    say(f"{name}: {value}")
+  proposals = config.budget * config.proposals_per_call
+  held_out = "nothing is scored on held-out data"
+  if task.holdout() is not None and run_.holdout != "off":
+    marks = config.budget // config.mark_every
+    held_out = f"{marks} champions are scored on held-out data outside the budget"
+  say(f"The task is {json.dumps(dict(task.spec))}.")
+  say(
+    f"A run pays {config.budget} evaluator calls, for candidates, controls and probes "
+    f"together, and asks the proposer at most {proposals} times; {held_out}."
+  )
+  say(studies.measured(task, run_.sandbox, config.budget))
+  say(
+    f"The proposer is {options.proposer}; the task has {len(task.edit_templates)} edit "
+    f"templates, hash {deck}."
+  )
+  say(f"The arm is {options.arm}: {config}.")
 
 
 def run(options: argparse.Namespace) -> None:
   """Implements `mxjax discover run`."""
   run_, folder = run_options(options), pathlib.Path(options.out)
+  task_.load(run_.task)  # Before anything is written.
   _probe(run_)
   spec = _with_margins(dict(run_.task))
   runs.write_options(folder, dataclasses.replace(run_, task=spec))

@@ -58,7 +58,11 @@ def register(commands: Any) -> None:
     parser.set_defaults(run=_later("commands", function))
     return parser
 
-  _add_task(verb("plan", "what a run would cost; starts nothing", "plan"))
+  _add_task(
+    verb(
+      "plan", "what a run would cost; runs the default program, starts nothing", "plan"
+    )
+  )
   run = verb("run", "start a run", "run")
   _add_task(run)
   run.add_argument("--out", required=True, metavar="DIR", help="a new folder")
@@ -99,7 +103,12 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
-  add("--task", default="ptq", help="ptq, world, or package.module:function")
+  add(
+    "--task",
+    default="ptq",
+    help="ptq, world, package.module:function, or a folder with "
+    "initial.py and evaluate.py",
+  )
   add("--task-options", default="{}", metavar="JSON", help="options of the task")
   add("--model", metavar="MODEL", help="visible model of the ptq task")
   add("--holdout-model", metavar="MODEL", help="held-out model of the ptq task")

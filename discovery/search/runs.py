@@ -5,6 +5,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -198,6 +199,43 @@ def make_search(
   """Builds the search that the options describe, without executing anything."""
   evaluator = CachedEvaluator(task, executor, store, archive=archive)
   return Search(options.search, evaluator, make_proposer(options, task), store)
+
+
+def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
+  """Runs the default program twice in a scratch folder; returns the seconds of each.
+
+  In the first call workers start and compile, as for every new program; the second
+  shares what was compiled.
+
+  Raises:
+    RuntimeError: The task's own default program does not run.
+  """
+  outcomes: list[task_.Outcome] = []
+  seconds: list[float] = []
+
+  def on_done(_: int, outcome: task_.Outcome, duration: float) -> None:
+    outcomes.append(outcome)
+    seconds.append(duration)
+
+  with tempfile.TemporaryDirectory(prefix="mxjax-plan-") as scratch:
+    store = Store(pathlib.Path(scratch))
+    executor = make_executor(task, store, sandbox)
+    try:
+      ended: Any = executor.trace(task.interface.default_source())
+      if ended.status == task_.Status.OK:
+        call = task_.Call(ended.computation, task.interface.default_plan, {})
+        for _ in range(2):
+          executor.run([call.active(task.interface)], on_done)
+        ended = outcomes[-1]
+    finally:
+      executor.close()
+      store.close()
+  if ended.status != task_.Status.OK:
+    raise RuntimeError(
+      f"discover: the default program of {dict(task.spec)} ended with {ended.status}: "
+      f"{ended.detail}; mend the task before a run."
+    )
+  return seconds
 
 
 def start_holdout(folder: pathlib.Path) -> "subprocess.Popen[bytes]":

@@ -81,7 +81,6 @@ class World:
 
   target = "loss"
   phases: Sequence[str] = ("measure",)
-  call_seconds = 0.02
   interface = INTERFACE
   regimes = REGIMES
   # The margin of the loss is four times the chaos; residuals are exact to 0.02.

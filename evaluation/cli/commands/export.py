@@ -5,13 +5,26 @@ from typing import Any
 
 from mxjax.evaluation.cli import arguments
 
-FORMATS = ("compressed-tensors", "dequant", "safetensors")
+FORMATS = ("compressed-tensors", "dequant", "safetensors", "transformers")
 FEATURES = (
   *("maps", "refinement", "clipping", "value-recovery", "mlp-recovery", "gains"),
   *("rules", "recovery"),
 )
 """`FEATURES` and `GROUPS` of `storage.export.features`, which imports JAX; a test
 compares."""
+
+
+COMPRESSED = ("rtn", "gptq", "spinquant", "focus", "rtn+rceil")
+"""Methods whose models compressed-tensors holds as they are."""
+TRANSFORMED = ("mr-gptq", "brq")
+"""Methods whose models it holds with --transforms."""
+
+
+def formats(method: str) -> tuple[str, ...]:
+  """Returns the formats that can hold a model of a registered method."""
+  if method == "rtn+gain":
+    return ("dequant", "safetensors")
+  return FORMATS if method in (*COMPRESSED, *TRANSFORMED) else FORMATS[1:]
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -31,8 +44,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     required=True,
     choices=FORMATS,
     help="compressed-tensors for vLLM and its like, where the activation rule is the "
-    "runtime's; dequant, a plain folder of effective weights whose activations are not "
-    "rounded; safetensors, all of our own state",
+    f"runtime's, for {', '.join(COMPRESSED)}, and {' and '.join(TRANSFORMED)} with "
+    "--transforms; dequant, a plain folder of effective weights whose activations are "
+    "not rounded; safetensors, all of our own state; transformers, everything, and "
+    "torch code that runs the strict model, slowly",
   )
   arguments.add(parser, "--out")
   add("--drop", metavar="NAMES", help=f"comma list of {', '.join(FEATURES)}")

@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -164,11 +164,13 @@ def write_folder(
   json_files: Mapping[str, Any],
   details: Mapping[str, Any],
   shard_bytes: int,
+  copies: Sequence[pathlib.Path] = (),
 ) -> pathlib.Path:
   """Writes a whole export; `out`, a new folder, appears only when it is complete.
 
   `form` names the format, `source` has the config of the export, `json_files` maps file
-  names such as `config.json` to values, and `details` go into `mxjax_export.json`.
+  names such as `config.json` to values, `details` go into `mxjax_export.json`, and
+  `copies` are files that are copied.
 
   Raises:
     FileExistsError: The folder is not empty.
@@ -178,6 +180,8 @@ def write_folder(
     _write_tensors(folder, tensors, shard_bytes)
     for name, values in json_files.items():
       write_json(folder / name, values)
+    for file in copies:
+      shutil.copyfile(file, folder / file.name)
     _write_companions(folder, source.config, companions)
     manifest = {
       "format": form,
