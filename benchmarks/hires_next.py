@@ -85,7 +85,7 @@ def of_window(model, outer, exact, ours, ids):
 
 def measured(model, params, quantized, windows):
   """KL and negative log-likelihood by window."""
-  outer = streams.outer_params(params)
+  outer = streams.outer_params(model, params)
   ids = [jnp.asarray(window[None]) for window in windows]
   hiddens = zip(
     streams.final_hiddens(model, params, ids),

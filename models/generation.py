@@ -128,12 +128,13 @@ def _next_logits(
   hidden = model.embed(params, buffer)
   for index in range(model.num_layers):
     hidden = _run_layer(model, params[model.layer_name(index)], hidden)
-  return _run_head(model, _outside_layers(params), hidden, jnp.int32(position))
+  return _run_head(model, _outside_layers(model, params), hidden, jnp.int32(position))
 
 
-def _outside_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+def _outside_layers(model: CausalLM, params: Mapping[str, Any]) -> dict[str, Any]:
+  layers = {model.layer_name(index) for index in range(model.num_layers)}
   # `items()` would read every layer of params on disk.
-  return {name: params[name] for name in params if not name.startswith("layers_")}
+  return {name: params[name] for name in params if name not in layers}
 
 
 @jax.tree_util.register_dataclass
@@ -165,7 +166,7 @@ def next_logits(
     return _run_token(model, params, cache, tokens)
   hidden, cache = _run_cached_layers(model, params, cache, tokens)
   last = jnp.int32(tokens.shape[1] - 1)
-  return _run_head(model, _outside_layers(params), hidden, last), cache
+  return _run_head(model, _outside_layers(model, params), hidden, last), cache
 
 
 def _run_cached_layers(

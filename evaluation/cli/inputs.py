@@ -18,7 +18,7 @@ from mxjax.evaluation.cli import arguments
 from mxjax.layers import inference_packing
 from mxjax.storage import checkpoint
 
-CHECKPOINT = "checkpoint"
+CHECKPOINT = checkpoint.CHECKPOINT
 """Name of the subfolder with a run's checkpoint."""
 
 
@@ -138,8 +138,7 @@ def restore(
   and `storage` the arguments of `pack_for_inference` (none: nothing is packed).
   """
   folder = checkpoint_folder(path)
-  params, config = checkpoint.restore_checkpoint(folder, mesh=mesh)
+  model, params = checkpoint.load(folder, mesh=mesh)
   if storage:
     params = inference_packing.pack_for_inference(params, **storage)
-  model = models.CausalLM(models.ModelConfig.from_dict(config))
   return model, params, models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)

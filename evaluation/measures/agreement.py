@@ -72,7 +72,7 @@ def agreement(
 
   Tokens are int32 `[windows, length]`, with a length of at least 2.
   """
-  outer = streams.outer_params(params), streams.outer_params(quantized)
+  outer = [streams.outer_params(model, tree) for tree in (params, quantized)]
   divergences, flips = [], []
   windows = [jnp.asarray(window[None, :-1]) for window in np.asarray(tokens, np.int32)]
   for start in range(0, len(windows), WINDOWS_TOGETHER):

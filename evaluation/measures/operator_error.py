@@ -48,7 +48,7 @@ def operator_errors(
   as `layers_0/mlp/up_proj`.
   """
   tokens = jnp.asarray(tokens, jnp.int32)
-  hidden = model.embed(streams.outer_params(params), tokens)
+  hidden = model.embed(streams.outer_params(model, params), tokens)
   result: dict[str, float] = {}
   for index in range(model.num_layers):
     name = model.layer_name(index)

@@ -110,7 +110,7 @@ def window_losses(
   filled = np.concatenate([rows, np.repeat(rows[-1:], -len(rows) % count, axis=0)])
   place = lambda a: placement.put(a, P(DATA))
   batches = [place(filled[i : i + count]) for i in range(0, len(filled), count)]
-  outer = placement.shard_rows(streams.outer_params(params))
+  outer = placement.shard_rows(streams.outer_params(model, params))
   losses = []
   for start in range(0, len(batches), WINDOWS_TOGETHER):
     group = batches[start : start + WINDOWS_TOGETHER]

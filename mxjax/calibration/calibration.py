@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -74,7 +75,8 @@ class Calibration:
 
   Attributes:
     model: The model the params belong to.
-    tokens: Integer ids, `[sequences, length]`; kept as int32.
+    tokens: Integer ids, `[sequences, length]`; kept as int32. For a `FlaxModel`, what
+      its module takes: any pytree of arrays `[examples, ...]`.
     vocab_size: Ids must be below this; taken from `model.config` when None.
 
   Raises:
@@ -87,6 +89,8 @@ class Calibration:
   vocab_size: int | None = None
 
   def __post_init__(self) -> None:
+    if getattr(self.model, "takes_any_inputs", False):
+      return self._take_any()
     tokens = np.asarray(self.tokens)
     if tokens.size == 0 or tokens.ndim != 2:
       raise ValueError(
@@ -113,11 +117,39 @@ class Calibration:
         "model's own tokenizer."
       )
     object.__setattr__(self, "tokens", np.ascontiguousarray(tokens, np.int32))
+    return None
+
+  def _take_any(self) -> None:
+    """Checks inputs that are any pytree of arrays `[examples, ...]`."""
+    inputs = jax.tree.map(np.asarray, self.tokens)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(inputs)]
+    if len({shape[:1] for shape in shapes}) != 1 or not all(map(math.prod, shapes)):
+      raise ValueError(
+        "Calibration: expected arrays with examples on their first axis, equally many "
+        f"and at least one, got the shapes {shapes}."
+      )
+    object.__setattr__(self, "tokens", inputs)
+
+  @property
+  def count(self) -> int:
+    """The number of sequences, or of examples of another kind."""
+    return jax.tree.leaves(self.tokens)[0].shape[0]
+
+  @property
+  def shape(self) -> list[Any]:
+    """The shape of the tokens, or of every array of other inputs; JSON-ready."""
+    shapes = [list(leaf.shape) for leaf in jax.tree.leaves(self.tokens)]
+    return shapes if getattr(self.model, "takes_any_inputs", False) else shapes[0]
 
   @property
   def fingerprint(self) -> str:
     """SHA-256 of shape and exact ids, hex; recorded with every result."""
-    return token_fingerprint(self.tokens)
+    if not getattr(self.model, "takes_any_inputs", False):
+      return token_fingerprint(self.tokens)
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(self.tokens):
+      digest.update(f"{path} {leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
+    return digest.hexdigest()
 
 
 def token_fingerprint(tokens: np.ndarray) -> str:

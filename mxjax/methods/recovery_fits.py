@@ -52,11 +52,13 @@ def unrounded(layer: Params) -> Params:
 class RecoveryFit:
   """One recovery fit; hashable by identity, so that it can be a static argument.
 
-  `name` is the name in results; `measure` needs `float_taps` of the float trajectory;
-  the coefficients are installed as `leaf` beside the projections of `block`.
+  `name` is the name in results; `measure` needs `taps` of the layer and `float_taps` of
+  the float trajectory; the coefficients are installed as `leaf` beside the projections
+  of `block`.
   """
 
   name: str = ""
+  taps: tuple[str, ...] = ()
   float_taps: tuple[str, ...] = ()
   block: str = ""
   leaf: str = ""
@@ -108,7 +110,7 @@ class AttentionFit(RecoveryFit):
   """Fits scale and offset of each key-value head to the float trajectory."""
 
   name, block, leaf = "attention", "self_attn", "value_recovery"
-  float_taps = ("value",)
+  taps = float_taps = ("value",)
 
   def prepare(
     self, float_layer: Params, float_taps: Taps, sequences: int
@@ -140,6 +142,7 @@ class MlpFit(RecoveryFit):
   """Fits three scalars of each gated MLP to float weights on the realized input."""
 
   name, block, leaf = "mlp", "mlp", "mlp_recovery"
+  taps = ("gate_up_input", "gate", "up")
 
   def prepare(
     self, float_layer: Params, float_taps: Taps, sequences: int

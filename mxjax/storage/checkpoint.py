@@ -32,6 +32,8 @@ FORMAT_VERSION = 1
 MANIFEST = "mxjax.json"
 ARRAYS = "arrays"
 TOKENIZER = "tokenizer"
+CHECKPOINT = "checkpoint"
+"""The checkpoint in the output folder of the command line."""
 _KEYS = (
   "contract",
   "contract_hash",
@@ -252,7 +254,6 @@ def _abstract_arrays(
   mesh: Mesh | None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
   """Describes arrays by path, on a mesh placed as `Placement.shard_rows` would."""
-  sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   arrays = {
     path: jax.ShapeDtypeStruct(
       tuple(entry["shape"]), jnp.dtype(entry["dtype"]), sharding=sharding
@@ -282,7 +283,8 @@ def restore_checkpoint(
     path: A folder written by `save_checkpoint`.
     contract: The caller's contract, which must equal the checkpoint's.
     verify: Whether to check every file's and array's SHA-256, not only file sizes.
-    sharding: Where all arrays go; the first device when None.
+    sharding: Where all arrays go; if None, to the first device, uncommitted: a jitted
+      function may place them beside its other arguments.
     mesh: Devices over whose `model` axis the weights are sharded by output rows, in
       place of `sharding`; it need not match the mesh of the save. Each process reads
       its part of the arrays, one array at a time.
@@ -314,3 +316,35 @@ def restore_checkpoint(
         "checkpoint again, or quantize anew."
       )
   return tree_io.unpack(manifest["nodes"], arrays), manifest["model_config"]
+
+
+def load(
+  path: str | os.PathLike[str],
+  *,
+  contract: Contract = PAPER_CONTRACT,
+  verify: bool = True,
+  sharding: jax.sharding.Sharding | None = None,
+  mesh: Mesh | None = None,
+) -> tuple[Any, dict[str, Any]]:
+  """Loads a quantized model, ready for `model.apply({"params": params}, tokens)`.
+
+  `path` is a folder written by `save_checkpoint`, or the output folder of the command
+  `mxjax quantize`. The other arguments and errors are those of `restore_checkpoint`.
+
+  Raises:
+    ValueError: The config is not that of a model of `mxjax.models` either.
+  """
+  from mxjax.models import CausalLM, ModelConfig
+
+  inside = pathlib.Path(path) / CHECKPOINT
+  folder = inside if inside.is_dir() else pathlib.Path(path)
+  params, config = restore_checkpoint(
+    folder, contract=contract, verify=verify, sharding=sharding, mesh=mesh
+  )
+  try:
+    return CausalLM(ModelConfig.from_dict(config)), params
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f"load: expected in {folder} the config of a model of mxjax.models, got another "
+      f"({error}); restore_checkpoint(path) returns the params for a model of your own."
+    ) from error

@@ -176,7 +176,7 @@ class Measure:
     """Returns the errors of each linear, and a digest of all rounded A4 values."""
     model = self._model
     tokens = jnp.asarray(self._tokens[:1], jnp.int32)
-    hidden = model.embed(streams.outer_params(self._params), tokens)
+    hidden = model.embed(streams.outer_params(model, self._params), tokens)
     result, digests = {}, []
     for index in range(model.num_layers):
       name = model.layer_name(index)

@@ -137,8 +137,7 @@ def build_key(program: Program) -> str | None:
 
 def reuse(program: Program, params: Params) -> Reused:
   """Makes the program take its linears from an earlier build of the same key."""
-  layers = {name: params[name] for name in params if name.startswith("layers_")}
-  nodes, _ = jax.tree_util.tree_flatten_with_path(layers, is_leaf=is_quantized)
+  nodes, _ = jax.tree_util.tree_flatten_with_path(dict(params), is_leaf=is_quantized)
   # A path ends with the linear's key "weight".
   name_of = lambda path: jax.tree_util.keystr(path[:-1], simple=True, separator="/")
   leaves = {name_of(path): node for path, node in nodes if is_quantized(node)}
