@@ -230,6 +230,8 @@ def conduct(folder, programs, seed, level, on_event=None):
   executor = JailedExecutor(TASK, kept, level=level, **LIMITS)
   evaluator = CachedEvaluator(TASK, executor, kept)
   proposed = llm.LlmProposer(client, TASK)
+  # Most answers are meant to be unusable, many in a row.
+  llm.UNUSABLE_IN_A_ROW = programs
   try:
     search.Search(options.search, evaluator, proposed, kept).run(on_event)
   finally:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mxjax.discovery.core.store import read_events
+from mxjax.evaluation.cli.console import printable
 
 Event = dict[str, Any]
 
@@ -111,7 +112,7 @@ def find(folder: pathlib.Path, program: str) -> list[Story]:
 
 
 def text(story: Story, margins: dict[str, float]) -> str:
-  """Renders a story for a terminal."""
+  """Renders a story for a terminal, with control characters escaped."""
   packet = story.packet["packet"]
   lines = _registered(story, packet)
   for outcome in story.outcomes:
@@ -131,7 +132,8 @@ def text(story: Story, margins: dict[str, float]) -> str:
     done = "implemented" if c["implemented"] else "not implemented"
     lines.append(f"check by {c['checker']}: {done}; {c['detail']}")
   lines.append(f"margins: {margins}" if packet["explanations"] else "")
-  return "\n".join([*lines, story.diff])
+  # A line break within a name would begin a line that looks like ours.
+  return "\n".join([*(printable(line, "") for line in lines), printable(story.diff)])
 
 
 def _registered(story: Story, packet: Event) -> list[str]:

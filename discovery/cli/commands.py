@@ -51,6 +51,8 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
     proposer |= {"base_url": options.endpoint, "model": options.endpoint_model}
   if options.proposer in ("llm", "cassette"):
     proposer |= {"cassette": options.cassette, "tokenizer": options.tokenizer}
+    if options.prices:
+      proposer["prices"] = options.prices
   if options.proposer == "human":
     proposer["folder"] = options.answers or "answers"
   return runs.RunOptions(
@@ -177,7 +179,10 @@ def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
     ) from error
   path = report.write(folder)
   say(f"champion {champion.id[:12]}, found at call {champion.call}")
-  say(f"ledger: {read_events(folder)[-1]['ledger']}")
+  ledger = read_events(folder)[-1]["ledger"]
+  say(f"ledger: {ledger}")
+  if paid := ledger["proposer"].get("micro_dollars"):
+    say(f"the proposer's tokens cost {paid / 1e6:.2f} dollars at the given prices")
   say(f"report: {path}")
 
 

@@ -130,6 +130,13 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   )
   add("--endpoint", metavar="URL", help="OpenAI-compatible base URL")
   add("--endpoint-model", metavar="NAME", help="the model to ask there")
+  add(
+    "--prices",
+    type=float,
+    nargs=2,
+    metavar=("IN", "OUT"),
+    help="dollars a million tokens, to count what llm costs",
+  )
   add("--cassette", metavar="FILE", help="record to it (llm) or replay it (cassette)")
   add("--tokenizer", metavar="FILE", help="tokenizer.json for exact budgets")
   add("--answers", metavar="DIR", help="folder of the human queue")

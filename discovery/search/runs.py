@@ -98,13 +98,18 @@ def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
   tokenizer = settings.pop("tokenizer", None)
   count = tokenizer_count(tokenizer) if tokenizer else estimated_tokens
   cassette = settings.pop("cassette", None)
+  # Dollars a million tokens are micro-dollars a token.
+  prices = settings.pop("prices", (0.0, 0.0))
+  price = lambda reply: round(
+    prices[0] * reply.input_tokens + prices[1] * reply.output_tokens
+  )
   if kind == "llm":
     client: Any = HttpClient(**settings)
     if cassette:
       client = Cassette(cassette, "record", client)
-    return LlmProposer(client, task, count=count)
+    return LlmProposer(client, task, count=count, price=price)
   if kind == "cassette":
-    return LlmProposer(Cassette(cassette, "replay"), task, count=count)
+    return LlmProposer(Cassette(cassette, "replay"), task, count=count, price=price)
   raise ValueError(
     f"discover: unknown proposer {kind!r}; use embedded, llm, cassette or human."
   )

@@ -22,6 +22,12 @@ from mxjax.numerics.contract import Contract
 from mxjax.running.linear_probe import linear_record
 
 
+@jax.jit
+def _not_finite(weight: jax.Array) -> jax.Array:
+  """Counts NaN and inf where the weight lies, without a copy of it on the host."""
+  return (~jnp.isfinite(weight)).sum(dtype=jnp.int32)
+
+
 def _check_targets(model: CausalLanguageModel, contract: Contract) -> None:
   """Checks that the model has every projection that the contract names, and one."""
   names = list(dict.fromkeys(name for _, name in model.projection_taps))
@@ -33,12 +39,6 @@ def _check_targets(model: CausalLanguageModel, contract: Contract) -> None:
       f"({', '.join(names) or 'none'}), got no {', '.join(missing) or 'target'}; pass "
       "contract=mxjax.Contract(targets=...) with the projections to quantize."
     )
-
-
-@jax.jit
-def _not_finite(weight: jax.Array) -> jax.Array:
-  """Counts NaN and inf where the weight lies, without a copy of it on the host."""
-  return (~jnp.isfinite(weight)).sum(dtype=jnp.int32)
 
 
 def check_params(

@@ -342,6 +342,16 @@ def test_an_outage_leaves_a_run_that_goes_on(server, tmp_path, capsys):
   assert logs[0] == logs[1]
 
 
+def test_tokens_cost_what_was_said(server, tmp_path, capsys):
+  server.replies = [http(chat()), *edits()]
+  prices = ["--prices", "2000", "8000"]
+  assert discover(server, tmp_path / "run", "run", *prices) == 0
+  used = store.read_events(tmp_path / "run")[-1]["ledger"]["proposer"]
+  cost = 2000 * used["input_tokens"] + 8000 * used["output_tokens"]
+  assert used["micro_dollars"] == cost > 0
+  assert f"cost {cost / 1e6:.2f} dollars" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_model_that_answers_junk_stops_the_run(server, tmp_path, capsys):
   server.replies = [http(chat("I would rather talk about the weather."))]
   assert discover(server, tmp_path / "run", "run") == 2

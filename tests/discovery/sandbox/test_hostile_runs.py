@@ -39,6 +39,7 @@ def policy_open(script, monkeypatch):
     kept = getattr(candidate_source, f"FORBIDDEN_{name}")
     monkeypatch.setattr(candidate_source, f"FORBIDDEN_{name}", kept)
   monkeypatch.setattr(candidate_source, "IMPORTS", candidate_source.IMPORTS)
+  monkeypatch.setattr(script.llm, "UNUSABLE_IN_A_ROW", 0)
   script.open_policy()
 
 
