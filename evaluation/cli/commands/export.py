@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from mxjax import methods
 from mxjax.evaluation.cli import arguments
 
 FORMATS = ("compressed-tensors", "dequant", "safetensors", "transformers")
@@ -21,10 +22,14 @@ TRANSFORMED = ("mr-gptq", "brq")
 
 
 def formats(method: str) -> tuple[str, ...]:
-  """Returns the formats that can hold a model of a registered method."""
-  if method == "rtn+gain":
+  """Returns the formats that can hold a model of a method, given with its options."""
+  name, tuned = methods.base_name(method), "+tune" in method
+  if name == "rtn+gain":
     return ("dequant", "safetensors")
-  return FORMATS if method in (*COMPRESSED, *TRANSFORMED) else FORMATS[1:]
+  # Both add to a linear what compressed-tensors has no place for.
+  is_recovered = method.startswith(f"{name}+r") or "recover=" in method
+  is_plain = name in (*COMPRESSED, *TRANSFORMED) and not (tuned or is_recovered)
+  return FORMATS if is_plain else FORMATS[1:]
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:

@@ -97,6 +97,7 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
   from mxjax.devices import processes
   from mxjax.evaluation import study
   from mxjax.evaluation.cli import inputs, outputs, progress
+  from mxjax.evaluation.cli.commands import export
   from mxjax.storage import checkpoint, layer_store, run_folder
 
   tokenizer, subject, tokens = prepared
@@ -117,6 +118,9 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
       store = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))
     begin = stack.enter_context(progress.progress(options.log if is_leader else "none"))
     stop = stack.enter_context(progress.stopper(tell))
+    if is_leader:
+      formats = ", ".join(export.formats(options.method))
+      tell(f"a model of {options.method} can be exported as {formats}")
     for name in run.discarded:
       tell(f"resume: discarded {name}, which was not finished")
     row, quantized = study.run_method(

@@ -319,6 +319,11 @@ def test_any_state_of_recovery_has_a_name(build):
   assert "value_recovery" not in layer["self_attn"]
 
 
+@pytest.mark.parametrize("method", ["rtn+tune:epochs=1", "gptq+r", "brq:recover=mlp"])
+def test_tuned_and_recovered_models_are_none_of_compressed_tensors(method):
+  assert command.formats(method) == command.formats("hires")
+
+
 def test_wush_and_its_refined_form_share_every_code(build):
   refined = build("wush:rounding=full")
   assert_same_weights(build("wush"), refined)
