@@ -12,7 +12,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from mxjax.discovery.core.task import RefusedError
-from mxjax.discovery.sandbox import artifact, tracing
+from mxjax.discovery.sandbox import artifact, jail, supervisor, tracing
 from mxjax.discovery.sandbox.rebuilding import lapack
 
 SPEC = {
@@ -128,9 +128,9 @@ def test_41_rows_never_see_their_neighbours(name):
   code = LEAKS[name]
   if name == "custom_vmap":
     data = traced(code)
+  elif jail.landlock_version() < 1:
+    pytest.skip("no Landlock")
   else:
-    from mxjax.discovery.sandbox import supervisor
-
     tracer = supervisor.Tracer("standard")
     try:
       data = tracer.trace(HEADER + code, [SPEC]).hooks["hook"]
@@ -297,11 +297,11 @@ def test_lapack_calls_have_one_shape(routine, change):
 
 def test_calls_that_multiply_are_counted_before_anything_is_built():
   double = "func.func private @f{n}(%x: tensor<8xf32>) -> tensor<8xf32> {{\n"
-  double += "%0 = call @f{m}(%x) : (tensor<8xf32>) -> tensor<8xf32>\n" * 1
+  double += "%0 = call @f{m}(%x) : (tensor<8xf32>) -> tensor<8xf32>\n"
   double += "%1 = call @f{m}(%0) : (tensor<8xf32>) -> tensor<8xf32>\n"
   double += "return %1 : tensor<8xf32>\n}}\n"
-  functions = "".join(double.format(n=n, m=n + 1) for n in range(40))
-  functions += "func.func private @f40(%x: tensor<8xf32>) -> tensor<8xf32> {\n"
+  functions = "".join(double.format(n=n, m=n + 1) for n in range(12))
+  functions += "func.func private @f12(%x: tensor<8xf32>) -> tensor<8xf32> {\n"
   functions += "return %x : tensor<8xf32>\n}\n"
   call = f"%0 = call @f0(%x) : (tensor<8xf32>) -> tensor<8xf32>\n{END}"
   with pytest.raises(RefusedError, match="operations, at most"):
