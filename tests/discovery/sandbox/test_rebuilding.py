@@ -228,6 +228,10 @@ REFUSED = {
   f"tensor<8xf32>\n{END}",
   "complex": "%c = stablehlo.constant dense<[(1.0, 2.0), (3.0, 4.0)]> : "
   "tensor<2xcomplex<f32>>\n%0 = stablehlo.negate %x : tensor<8xf32>\n" + END,
+  "sort by another order": '%0 = "stablehlo.sort"(%x) <{dimension = 0 : i64}> ({\n'
+  "^b(%p: tensor<f32>, %q: tensor<f32>):\n %c = stablehlo.compare GT, %p, %q : "
+  "(tensor<f32>, tensor<f32>) -> tensor<i1>\n stablehlo.return %c : tensor<i1>\n}) : "
+  f"(tensor<8xf32>) -> tensor<8xf32>\n{END}",
   "unknown function": "%0 = call @main(%x, %y) : (tensor<8xf32>, tensor<8xf32>) -> "
   f"tensor<8xf32>\n{END}",
   "1 x 1 in an 8 x 8 solve": SOLVE.format(a="1x1", b="8x8", c="8x8", side=76),
