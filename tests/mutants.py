@@ -583,6 +583,13 @@ MUTANTS = (
     ("tests/discovery/sandbox/test_rebuilding.py",),
   ),
   Mutant(
+    "any comparator sorts by the first key",
+    "discovery/sandbox/rebuilding/operations.py",
+    "if _fingerprint(theirs.regions[0]) == _fingerprint(op.regions[0]):",
+    "if _fingerprint(theirs.regions[0]) and _fingerprint(op.regions[0]):",
+    ("tests/discovery/sandbox/test_rebuilding.py",),
+  ),
+  Mutant(
     "calls are counted once, not expanded",
     "discovery/sandbox/rebuilding/program.py",
     "        parts.append(self._size(callee))\n",

@@ -250,22 +250,22 @@ def drop_capabilities() -> None:
   _call("capset", _libc.capset(ctypes.byref(header), (ctypes.c_uint32 * 6)()))
 
 
-def limit_threads() -> int | None:
-  """Limits the threads of this pid namespace; returns the limit, or None without one.
+def limit_threads() -> bool:
+  """Limits the threads of this pid namespace; returns whether the kernel can.
 
   The kernel has had the limit per namespace since 6.14, and before for all processes.
   RLIMIT_NPROC does not bind root.
   """
   release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
   if release < (6, 14) or os.getpid() != 1:
-    return None
+    return False
   most = THREADS + 8 * (os.cpu_count() or 1)
   try:
     with open("/proc/sys/kernel/pid_max", "w") as file:
       file.write(str(most))
   except OSError:
-    return None
-  return most
+    return False
+  return True
 
 
 def set_limits(limits: Limits) -> None:
@@ -333,9 +333,9 @@ def lock(
   Returns:
     The features in force, for the execution identity.
   """
-  threads = None
+  limited = False
   if level == "strict":
-    threads = limit_threads()
+    limited = limit_threads()
     mount_scratch(scratch)
   os.chdir(scratch)
   set_limits(limits)
@@ -347,7 +347,7 @@ def lock(
     "namespaces": sorted(_CLONE) if level == "strict" else [],
     "landlock": version,
     "seccomp": len(_SYSCALLS),
-    "threads": threads,
+    "threads limited": limited,
     "memory_bytes": limits.memory_bytes,
   }
 

@@ -12,7 +12,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from mxjax.discovery.core.task import RefusedError
-from mxjax.discovery.sandbox import artifact, tracing
+from mxjax.discovery.sandbox import artifact, jail, supervisor, tracing
 from mxjax.discovery.sandbox.rebuilding import lapack
 
 SPEC = {
@@ -128,9 +128,9 @@ def test_41_rows_never_see_their_neighbours(name):
   code = LEAKS[name]
   if name == "custom_vmap":
     data = traced(code)
+  elif jail.landlock_version() < 1:
+    pytest.skip("no Landlock")
   else:
-    from mxjax.discovery.sandbox import supervisor
-
     tracer = supervisor.Tracer("standard")
     try:
       data = tracer.trace(HEADER + code, [SPEC]).hooks["hook"]
@@ -228,6 +228,10 @@ REFUSED = {
   f"tensor<8xf32>\n{END}",
   "complex": "%c = stablehlo.constant dense<[(1.0, 2.0), (3.0, 4.0)]> : "
   "tensor<2xcomplex<f32>>\n%0 = stablehlo.negate %x : tensor<8xf32>\n" + END,
+  "sort by another order": '%0 = "stablehlo.sort"(%x) <{dimension = 0 : i64}> ({\n'
+  "^b(%p: tensor<f32>, %q: tensor<f32>):\n %c = stablehlo.compare GT, %p, %q : "
+  "(tensor<f32>, tensor<f32>) -> tensor<i1>\n stablehlo.return %c : tensor<i1>\n}) : "
+  f"(tensor<8xf32>) -> tensor<8xf32>\n{END}",
   "unknown function": "%0 = call @main(%x, %y) : (tensor<8xf32>, tensor<8xf32>) -> "
   f"tensor<8xf32>\n{END}",
   "1 x 1 in an 8 x 8 solve": SOLVE.format(a="1x1", b="8x8", c="8x8", side=76),
@@ -297,11 +301,11 @@ def test_lapack_calls_have_one_shape(routine, change):
 
 def test_calls_that_multiply_are_counted_before_anything_is_built():
   double = "func.func private @f{n}(%x: tensor<8xf32>) -> tensor<8xf32> {{\n"
-  double += "%0 = call @f{m}(%x) : (tensor<8xf32>) -> tensor<8xf32>\n" * 1
+  double += "%0 = call @f{m}(%x) : (tensor<8xf32>) -> tensor<8xf32>\n"
   double += "%1 = call @f{m}(%0) : (tensor<8xf32>) -> tensor<8xf32>\n"
   double += "return %1 : tensor<8xf32>\n}}\n"
-  functions = "".join(double.format(n=n, m=n + 1) for n in range(40))
-  functions += "func.func private @f40(%x: tensor<8xf32>) -> tensor<8xf32> {\n"
+  functions = "".join(double.format(n=n, m=n + 1) for n in range(12))
+  functions += "func.func private @f12(%x: tensor<8xf32>) -> tensor<8xf32> {\n"
   functions += "return %x : tensor<8xf32>\n}\n"
   call = f"%0 = call @f0(%x) : (tensor<8xf32>) -> tensor<8xf32>\n{END}"
   with pytest.raises(RefusedError, match="operations, at most"):

@@ -272,7 +272,7 @@ def test_12_a_flood_of_output_is_cut_and_harmless(tracer, record_property):
 
 
 def test_5_threads_have_a_limit_in_strict(tracer):
-  if not tracer.features["threads"]:
+  if not tracer.features["threads limited"]:
     pytest.skip("this kernel or this level has no limit of its own")
   code = (
     "import threading, time\nthreading.stack_size(1 << 16)\n"
