@@ -43,13 +43,18 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
   }
   if options.as_in_paper:
     config |= AS_IN_PAPER
+  if options.paper_allocation:
+    config["allocation"] = ARMS[options.arm].allocation
   proposer: dict[str, Any] = {"kind": options.proposer}
+  if options.contested_accounts:
+    proposer["contested"] = True
   if options.proposer == "llm":
     if not (options.endpoint and options.endpoint_model):
       raise ValueError("discover: llm needs --endpoint and --endpoint-model.")
     proposer |= {"base_url": options.endpoint, "model": options.endpoint_model}
   if options.proposer in ("llm", "cassette"):
     proposer |= {"cassette": options.cassette, "tokenizer": options.tokenizer}
+    proposer |= {"effort": options.reasoning_effort}
   if options.proposer == "human":
     proposer["folder"] = options.answers or "answers"
   return runs.RunOptions(

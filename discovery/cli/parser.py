@@ -112,6 +112,11 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
     action="store_true",
     help="run every registered control, and charge repeated executions",
   )
+  add(
+    "--paper-allocation",
+    action="store_true",
+    help="divide the 240 calls among candidates, controls and probes as the paper does",
+  )
   add("--sandbox", default="strict", choices=jail.LEVELS, help="default: strict")
   add(
     "--proposer",
@@ -121,6 +126,12 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   )
   add("--endpoint", metavar="URL", help="OpenAI-compatible base URL")
   add("--endpoint-model", metavar="NAME", help="the model to ask there")
+  add("--reasoning-effort", metavar="LEVEL", help="asked of the model, such as high")
+  add(
+    "--contested-accounts",
+    action="store_true",
+    help="embedded edits register only accounts that a control must tell apart",
+  )
   add("--cassette", metavar="FILE", help="record to it (llm) or replay it (cassette)")
   add("--tokenizer", metavar="FILE", help="tokenizer.json for exact budgets")
   add("--answers", metavar="DIR", help="folder of the human queue")
@@ -163,6 +174,12 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     type=float,
     default=0.7,
     help="share of the way from the initial program to the ideal, held out",
+  )
+  add(
+    "--gate-at",
+    type=float,
+    metavar="TARGET",
+    help="a held-out target that counts as success beside the share",
   )
   _add_task(parser)
   # The study sets its own arms, seeds and accounting.

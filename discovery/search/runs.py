@@ -82,21 +82,26 @@ def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
   """
   settings = dict(options.proposer)
   kind = settings.pop("kind")
+  is_contested = settings.pop("contested", False)
   if kind == "embedded":
-    return EmbeddedProposer(task.edit_templates, task.target)
+    templates = task.edit_templates
+    if is_contested:
+      templates = [template.contested() for template in templates]
+    return EmbeddedProposer(templates, task.target)
   if kind == "human":
     seconds = settings.get("seconds", 86_400.0)
     return HumanProposer(settings["folder"], task, seconds=seconds)
   tokenizer = settings.pop("tokenizer", None)
   count = tokenizer_count(tokenizer) if tokenizer else estimated_tokens
   cassette = settings.pop("cassette", None)
+  asked: dict[str, Any] = {"count": count, "effort": settings.pop("effort", None)}
   if kind == "llm":
     client: Any = HttpClient(**settings)
     if cassette:
       client = Cassette(cassette, "record", client)
-    return LlmProposer(client, task, count=count)
+    return LlmProposer(client, task, **asked)
   if kind == "cassette":
-    return LlmProposer(Cassette(cassette, "replay"), task, count=count)
+    return LlmProposer(Cassette(cassette, "replay"), task, **asked)
   raise ValueError(
     f"discover: unknown proposer {kind!r}; use embedded, llm, cassette or human."
   )
