@@ -200,7 +200,7 @@ def size(request):
 
 
 def test_the_repair_turn_is_inside_the_input_allowance():
-  parent = record("p", source=SOURCE + "# " + "x" * 150_000)
+  parent = record("p", source=SOURCE + "# " + "x" * 165_000)
   history = [dataclasses.replace(PACKET, note=LONG[:1000]) for _ in range(50)]
   asked = context(history=history, parent=parent)
   # What the first request leaves is less than the reply to repair.
