@@ -112,6 +112,11 @@ class StudyOptions:
     spec = dict(self.task)
     return {**spec, "seed": seed} if spec["task"] == "world" else spec
 
+  def absolute_gate(self, target: str) -> float:
+    """Returns `gate_at`, which must be set, in the units of the target."""
+    assert self.gate_at is not None
+    return math.log(self.gate_at) if target == "log_ppl" else self.gate_at
+
   def run(self, arm: str, seed: int) -> runs.RunOptions:
     """Returns the options of one run."""
     config = {"seed": seed, "budget": self.budget, **AS_IN_PAPER, **ARMS[arm].changes}
@@ -245,8 +250,8 @@ class Folder:
     initial, ideal = outcome.values[task.target], task.ideal()
     gate = initial - self.options.gate * (initial - ideal)
     found = {"initial": initial, "ideal": ideal, "gate": gate}
-    if (at := self.options.gate_at) is not None:
-      found["absolute"] = math.log(at) if task.target == "log_ppl" else at
+    if self.options.gate_at is not None:
+      found["absolute"] = self.options.absolute_gate(task.target)
     return found
 
   def replay(self, seed: int) -> list[dict[str, Any]]:
