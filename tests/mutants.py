@@ -319,8 +319,8 @@ MUTANTS = (
   Mutant(
     "ledger releases what a reused call would have cost",
     "discovery/core/ledger.py",
-    "self._reserved -= charged",
-    "self._reserved -= cost",
+    "self._reserved[condition.kind] -= charged",
+    "self._reserved[condition.kind] -= condition.cost",
     ("tests/discovery/search/test_search.py",),
   ),
   Mutant(

@@ -44,7 +44,11 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
   }
   if options.as_in_paper:
     config |= AS_IN_PAPER
+  if options.paper_allocation:
+    config["allocation"] = ARMS[options.arm].allocation
   proposer: dict[str, Any] = {"kind": options.proposer}
+  if options.contested_accounts:
+    proposer["contested"] = True
   if options.proposer == "llm":
     if not (options.endpoint and options.endpoint_model):
       raise ValueError("discover: llm needs --endpoint and --endpoint-model.")
@@ -53,6 +57,7 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
     proposer |= {"cassette": options.cassette, "tokenizer": options.tokenizer}
     if options.prices:
       proposer["prices"] = options.prices
+    proposer |= {"effort": options.reasoning_effort}
   if options.proposer == "human":
     proposer["folder"] = options.answers or "answers"
   return runs.RunOptions(

@@ -121,6 +121,11 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
     action="store_true",
     help="run every registered control, and charge repeated executions",
   )
+  add(
+    "--paper-allocation",
+    action="store_true",
+    help="divide the 240 calls among candidates, controls and probes as the paper does",
+  )
   add("--sandbox", default="strict", choices=jail.LEVELS, help="default: strict")
   add(
     "--proposer",
@@ -136,6 +141,12 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
     nargs=2,
     metavar=("IN", "OUT"),
     help="dollars a million tokens, to count what llm costs",
+  )
+  add("--reasoning-effort", metavar="LEVEL", help="asked of the model, such as high")
+  add(
+    "--contested-accounts",
+    action="store_true",
+    help="embedded edits register only accounts that a control must tell apart",
   )
   add("--cassette", metavar="FILE", help="record to it (llm) or replay it (cassette)")
   add("--tokenizer", metavar="FILE", help="tokenizer.json for exact budgets")
@@ -179,6 +190,12 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     type=float,
     default=0.7,
     help="share of the way from the initial program to the ideal, held out",
+  )
+  add(
+    "--gate-at",
+    type=float,
+    metavar="TARGET",
+    help="a held-out target that counts as success beside the share",
   )
   _add_task(parser)
   # The study sets its own arms, seeds and accounting.

@@ -32,6 +32,8 @@ def options(
     tuning_seeds=tuple(parsed.tuned_on),
     budget=parsed.budget,
     gate=parsed.gate,
+    gate_at=parsed.gate_at,
+    is_allocated=parsed.paper_allocation,
     sandbox=parsed.sandbox,
     proposer=proposer,
   )

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -262,6 +263,14 @@ def with_plan(source: str, updates: Mapping[str, Literal]) -> str:
       return ast.unparse(tree) + "\n"
   body = f"PLAN = {dict(updates)!r}\n"
   return with_functions(source, body)
+
+
+def diff(before: str, after: str, names: tuple[str, str] = ("", "")) -> str:
+  """Returns the unified difference of two sources; `names` head it if given."""
+  lines = difflib.unified_diff(
+    before.splitlines(), after.splitlines(), *names, lineterm="", n=2
+  )
+  return "\n".join(lines if any(names) else list(lines)[2:])
 
 
 def _name(node: ast.stmt) -> str | None:

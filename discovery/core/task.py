@@ -11,7 +11,7 @@ import enum
 import importlib
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mxjax.discovery.core import identity
@@ -90,6 +90,17 @@ class Call(NamedTuple):
       if name in interface.names and interface.hook(name).is_active(self.plan)
     }
     return self._replace(computation=hooks)
+
+  def part(self, names: Iterable[str]) -> "Call":
+    """Returns the hooks and plan values of this call that `names` covers."""
+    chosen = set(names)
+    cut = lambda values: {k: v for k, v in values.items() if k in chosen}
+    return Call(cut(self.computation), cut(self.plan), {})
+
+  def replaced(self, part: "Call") -> "Call":
+    """Returns the call without intervention that has the part of another program."""
+    hooks = {**self.computation, **part.computation}
+    return Call(hooks, {**self.plan, **part.plan}, {})
 
 
 class Artifacts(Protocol):

@@ -66,13 +66,16 @@ class LlmProposer:
     *,
     count: prompt.Count = prompt.estimated_tokens,
     price: Callable[[Reply], int] = lambda reply: 0,
+    effort: str | None = None,
   ) -> None:
     """Sets up the proposer.
 
     `client` is an endpoint or a cassette, `count` counts tokens, and `price` returns
-    the cost of a reply in micro-dollars.
+    the cost of a reply in micro-dollars. `effort` is the reasoning effort to ask for,
+    such as `high` in the paper; None leaves the endpoint's default.
     """
     self._client, self._task, self._count, self._price = client, task, count, price
+    self._effort = {"reasoning_effort": effort} if effort else {}
     self.name = client.name
     self._unusable = 0
 
@@ -98,11 +101,17 @@ class LlmProposer:
         return proposal
       except ValueError as error:
         complaint = str(error)[:2000]
-        messages = [
-          *messages,
+        turn = [
           {"role": "assistant", "content": reply.text},
           {"role": "user", "content": f"That was not accepted: {complaint} Repair it."},
         ]
+        size = sum(self._count(message["content"]) for message in turn)
+        try:
+          first = prompt.messages(context, self._task, count=self._count, reserve=size)
+        except ValueError:
+          complaint += " The reply is too long for a repair turn."
+          break
+        messages = [*first, *turn]
     self._unusable += 1
     if self._unusable >= UNUSABLE_IN_A_ROW:
       raise OutageError(
@@ -117,4 +126,5 @@ class LlmProposer:
     return {
       "messages": messages,
       "response_format": {"type": "json_schema", "json_schema": schema},
+      **self._effort,
     }

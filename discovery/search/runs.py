@@ -90,8 +90,12 @@ def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
   """
   settings = dict(options.proposer)
   kind = settings.pop("kind")
+  is_contested = settings.pop("contested", False)
   if kind == "embedded":
-    return EmbeddedProposer(task.edit_templates, task.target)
+    templates = task.edit_templates
+    if is_contested:
+      templates = [template.contested() for template in templates]
+    return EmbeddedProposer(templates, task.target)
   if kind == "human":
     seconds = settings.get("seconds", 86_400.0)
     return HumanProposer(settings["folder"], task, seconds=seconds)
@@ -103,13 +107,15 @@ def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
   price = lambda reply: round(
     prices[0] * reply.input_tokens + prices[1] * reply.output_tokens
   )
+  effort = settings.pop("effort", None)
+  asked: dict[str, Any] = {"count": count, "effort": effort, "price": price}
   if kind == "llm":
     client: Any = HttpClient(**settings)
     if cassette:
       client = Cassette(cassette, "record", client)
-    return LlmProposer(client, task, count=count, price=price)
+    return LlmProposer(client, task, **asked)
   if kind == "cassette":
-    return LlmProposer(Cassette(cassette, "replay"), task, count=count, price=price)
+    return LlmProposer(Cassette(cassette, "replay"), task, **asked)
   raise ValueError(
     f"discover: unknown proposer {kind!r}; use embedded, llm, cassette or human."
   )

@@ -143,7 +143,7 @@ class World:
   def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
     """Returns the sites whose excess is above the threshold."""
     return [
-      Residual(program, name, values[name], THRESHOLD, site)
+      Residual(program, name, values[name], THRESHOLD, (site,))
       for site in SITES
       if values[name := f"excess_{site}"] > THRESHOLD
     ]

@@ -139,15 +139,15 @@ INTERFACE = Interface(
   header="import jax\nimport jax.numpy as jnp\n" + ENCODE,
 )
 
-RESIDUALS: Mapping[str, str] = {
-  "contaminated": "transform",
-  "activation_error": "encode_act",
-  "weight_error": "encode_weight",
-  "operator_error": "transform",
-  "value_error": "recover_value",
-  "mlp_error": "recover_mlp",
+RESIDUALS: Mapping[str, tuple[str, ...]] = {
+  "contaminated": ("transform",),
+  "activation_error": ("encode_act", "tables"),
+  "weight_error": ("encode_weight", "curvature"),
+  "operator_error": ("transform", "balance"),
+  "value_error": ("recover_value", "attention"),
+  "mlp_error": ("recover_mlp", "mlp"),
 }
-"""Measured questions, and the hook whose computation each is about."""
+"""Measured questions, and the hooks and plan keys that each is about."""
 
 REGIMES: Mapping[str, tuple[str, ...]] = {
   "Geometric shaping": ("transform", "balance"),

@@ -126,7 +126,7 @@ class PtqTask:
     """Returns the observables above half of the initial program's value."""
     thresholds = {k: OPEN_SHARE * v for k, v in self.options.initial.items()}
     return [
-      Residual(program, name, values[name], thresholds[name], hook)
-      for name, hook in RESIDUALS.items()
+      Residual(program, name, values[name], thresholds[name], computation)
+      for name, computation in RESIDUALS.items()
       if name in thresholds and values[name] > thresholds[name]
     ]
