@@ -11,10 +11,11 @@
     return {"loss": float(...)}    # hooks.clean maps rows [n, 16] to [n, 16]
 
 It may also define `RESIDUALS`, which maps an observable to the value above which it is
-an open question and to its hook; `PLAN`, which maps a key to the values that programs
-may give it and which `evaluate` gets as `plan`; and `EDITS`, a list of `EditTemplate`,
-without which the embedded proposer has nothing to propose. A program is traced in the
-jail like any other; `evaluate.py` is the user's own and runs in the run worker.
+an open question, followed by the hooks and plan keys that it is about; `PLAN`, which
+maps a key to the values that programs may give it and which `evaluate` gets as `plan`;
+and `EDITS`, a list of `EditTemplate`, without which the embedded proposer has nothing
+to propose. A program is traced in the jail like any other; `evaluate.py` is the user's
+own and runs in the run worker.
 """
 
 import ast
@@ -169,10 +170,10 @@ class TwoFiles:
 
   def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
     """Returns the observables above their value in `RESIDUALS`."""
-    default = {self.target: (self.ideal(), self.interface.names[0])}
+    default = {self.target: (self.ideal(), *self.interface.names)}
     return [
-      Residual(program, name, values[name], limit, hook)
-      for name, (limit, hook) in getattr(self.module, "RESIDUALS", default).items()
+      Residual(program, name, values[name], limit, tuple(hooks))
+      for name, (limit, *hooks) in getattr(self.module, "RESIDUALS", default).items()
       if values[name] > limit
     ]
 
