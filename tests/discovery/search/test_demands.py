@@ -183,6 +183,18 @@ def test_every_checker_looks_at_the_residuals_computation(conduct, checker):
   assert checks(events, "extend") == [False]
 
 
+@pytest.mark.parametrize("checker", ["probe", "layer_output"])
+def test_a_probe_takes_back_the_residuals_computation_alone(conduct, checker):
+  """The other edit moves every layer, and stays in the probe."""
+  first, _, told = supported(A)
+  apparent = {A: f"({first_body(first, A)}) * 1", B: "-x"}
+  answer = proposal(apparent, **{**told, "declared": (A, B)})
+  _, events, _ = conduct(first, answer, checker=checker)
+  assert checks(events, "extend") == [False]
+  ran = [e["kind"] for e in of(events, "outcome")]
+  assert ran.count("probe") == 1
+
+
 def test_an_unanswered_demand_follows_the_program_that_ignored_it(conduct):
   first, _, told = supported(A)
   # The second edit gains elsewhere, so it is the next champion and parent.
@@ -323,6 +335,41 @@ def test_unresolved_demands_a_control_that_separates_what_is_left(
   assert checks(events, "add_discriminator") == expected
 
 
+def test_a_control_that_ran_before_is_no_new_discriminator(conduct):
+  said = lambda name, **under: Explanation(
+    name, "", {"primary": {"loss": "down"}} | {k: {"loss": v} for k, v in under.items()}
+  )
+  first = (
+    said("one", broken="up", permute="same"),
+    said("two", broken="down", permute="same"),
+    said("three", permute="down"),
+  )
+  # The same controls, told to separate what they had not.
+  again = (said("one", permute="same"), said("two", permute="down"))
+  name = next(op for op, kind in TASK.truth[A].items() if kind == "mechanism")
+  told = {"residual": f"excess_{A}", "declared": (A,), "controls": (BROKEN, WORKING)}
+  edit = {A: operation(name)}
+  _, events, _ = conduct(
+    proposal(edit, explanations=first, **told),
+    proposal(edit | {B: "-x"}, explanations=again, **told),
+    parents="initial",
+  )
+  assert of(events, "verdict")[0]["survivors"] == ["one", "two"]
+  assert checks(events, "add_discriminator") == [False]
+
+
+@pytest.mark.parametrize("is_sequential", [True, False])
+def test_controls_wait_for_the_primary_run_and_go_if_it_left_nothing(
+  conduct, is_sequential
+):
+  it, told = inert()
+  _, events, _ = conduct(proposal({A: it}, **told), sequential=is_sequential)
+  ran = [e["condition"] for e in of(events, "outcome")[1:]]
+  assert ran == ["primary", *([] if is_sequential else ["elsewhere", "permute"])]
+  registered = {c["name"] for c in of(events, "packet")[1]["packet"]["conditions"]}
+  assert registered == {"primary", "elsewhere", "permute"}
+
+
 @pytest.mark.parametrize("is_new", [True, False])
 def test_where_no_account_is_left_a_new_one_is_demanded(conduct, is_new):
   wrong = Explanation("wrong", "", {"primary": {"loss": "up"}})
@@ -361,7 +408,9 @@ def inert():
 def test_a_retired_intervention_comes_back_under_no_name(conduct, act, ended):
   it, told = inert()
   again = proposal({A: act.replace("{it}", it), B: "-x"}, label="again", declared=(B,))
-  running, events, _ = conduct(proposal({A: it}, **told), again, parents="initial")
+  running, events, _ = conduct(
+    proposal({A: it}, **told), again, parents="initial", frontier=8
+  )
   assert of(events, "verdict")[0]["response"] == "retire"
   if ended == "refused":
     assert [e["status"] for e in of(events, "refused")] == ["retire"]
@@ -372,7 +421,7 @@ def test_a_retired_intervention_comes_back_under_no_name(conduct, act, ended):
     # The program that brought it back owes its removal, and cannot wait that out.
     program = of(events, "packet")[-1]["packet"]["program"]
     holders = [e["program"] for e in of(events, "demand") if e["status"] == "failed"]
-    assert holders == [program] * running.programs.holds(program)
+    assert holders == [program]
 
 
 def test_a_retained_program_must_lose_its_retired_intervention(conduct):

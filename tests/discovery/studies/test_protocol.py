@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import pytest
 
@@ -12,8 +13,8 @@ from mxjax.discovery.core.packet import Condition
 from mxjax.discovery.core.residual import PRIMARY, Explanation, disagree
 from mxjax.discovery.core.task import Call
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
-from mxjax.discovery.search import controls, runs
-from mxjax.discovery.studies import study, verdict_replay
+from mxjax.discovery.search import controls, heldout, runs
+from mxjax.discovery.studies import regimes, study, verdict_replay
 from mxjax.discovery.studies.arms import ARMS
 from mxjax.discovery.studies.results import Results
 from mxjax.discovery.tasks import world
@@ -208,7 +209,59 @@ def test_the_frozen_hash_moves_with_task_tokenizer_and_sources(tmp_path, monkeyp
 
   monkeypatch.setattr(study.identity, "_python_files", one_changed)
   hashes.append(study.frozen(options)["hash"])
-  assert len(set(hashes)) == 4
+  monkeypatch.setattr(world.World, "contract", {"world": "other"})
+  hashes.append(study.frozen(options)["hash"])
+  assert len(set(hashes)) == 5
+
+
+def test_scores_stay_sealed_until_the_run_is_closed(folder, summary, tmp_path):
+  whole = folder.run_folder("quantforge", 4)
+  opened = tmp_path / "run"
+  for name in (whole, heldout.sealed_folder(whole)):
+    shutil.copytree(name, opened.with_name(opened.name + name.name[len(whole.name) :]))
+  assert [m["call"] for m in heldout.unsealed(opened)] == [20, 40]
+  log = opened / "log.jsonl"
+  log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+  assert heldout.unsealed(opened) == []
+  with pytest.raises(ValueError, match="not closed"):
+    heldout.score_closed(opened, TASK, folder.executor(TASK), None)
+
+
+def mechanisms(task, sites):
+  """The initial program with the right operation at some sites."""
+  source = task.interface.default_source()
+  for site in sites:
+    names = [
+      n for n, kind in task.truth[site].items() if kind in ("mechanism", "capacity")
+    ]
+    card = next(c for c in task.edit_templates if c.id == f"{site}-{names[0]}")
+    source = card.edit(source, {"amplitude": 0.5})
+  return source
+
+
+@pytest.mark.parametrize(
+  ("regimes_in", "is_ordered"), [(1, False), (3, True)], ids=["one", "all"]
+)
+def test_the_regime_audit_sees_what_a_program_executes(folder, regimes_in, is_ordered):
+  task = world.World(seed=4)
+  names = list(task.regimes)
+  sites = [s for name in names[:regimes_in] for s in task.regimes[name]]
+  found = regimes.audit(folder.evaluator(task, "audit"), mechanisms(task, sites))
+  expected = {name: index < regimes_in for index, name in enumerate(names)}
+  assert found["executed"] == expected
+  assert found["pays"] == expected
+  assert found["hierarchy"] == (regimes_in == 3)
+  assert found["ordered"] == is_ordered
+
+
+def test_an_inert_regime_is_executed_and_does_not_pay(folder):
+  task = world.World(seed=4)
+  name = next(n for n, kind in task.truth["mlp"].items() if "inert" in kind)
+  card = next(c for c in task.edit_templates if c.id == f"mlp-{name}")
+  source = card.edit(task.interface.default_source(), {"amplitude": 0.25})
+  found = regimes.audit(folder.evaluator(task, "audit"), source)
+  assert found["executed"]["Structural recovery"]
+  assert not any(found["pays"].values())
 
 
 PAPER_CALLS = {
