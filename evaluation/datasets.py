@@ -9,6 +9,7 @@ import numpy as np
 from mxjax.evaluation import text_sources
 from mxjax.evaluation.text_sources import HUB_SETS, SAMPLINGS
 from mxjax.models.tokenizer import Tokenizer
+from mxjax.numerics.token_ids import token_ids
 
 
 def load_tokens(
@@ -119,7 +120,7 @@ def _document_windows(
     if len(ids) > length:
       start = draws.randint(0, len(ids) - length - 1)
       sample.append(ids[start : start + length])
-  return np.asarray(sample, np.int32)
+  return token_ids(sample, place)
 
 
 def _offset_windows(
@@ -133,7 +134,7 @@ def _offset_windows(
     )
   draws = random.Random(seed)
   starts = [draws.randint(0, len(ids) - length - 1) for _ in range(count)]
-  return np.stack([ids[start : start + length] for start in starts]).astype(np.int32)
+  return token_ids([ids[start : start + length] for start in starts], place)
 
 
 def windows(ids: np.ndarray, count: int, length: int, place: str) -> np.ndarray:
@@ -147,7 +148,7 @@ def windows(ids: np.ndarray, count: int, length: int, place: str) -> np.ndarray:
       f"{place}: {count} windows of {length} tokens need {count * length} tokens, got "
       f"{len(ids)}; ask for fewer or shorter windows, or give more text."
     )
-  return np.asarray(ids[: count * length], np.int32).reshape(count, length)
+  return token_ids(ids[: count * length], place).reshape(count, length)
 
 
 def _array_windows(
@@ -159,4 +160,4 @@ def _array_windows(
       f"{place}: expected token ids of at least [{wanted}, {length}], got "
       f"{array.shape}; ask for fewer or shorter sequences."
     )
-  return np.asarray(array[:wanted, :length], np.int32)
+  return token_ids(array[:wanted, :length], place)

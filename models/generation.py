@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.models.transformer import CausalLM
+from mxjax.numerics.token_ids import token_ids
 
 
 def generate(
@@ -51,7 +52,8 @@ def generate(
   """
   _check_arguments(model, tokens, max_new_tokens, temperature, top_k, top_p, key)
   batch, start = tokens.shape
-  buffer = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, max_new_tokens)))
+  ids = token_ids(tokens, "generate", vocabulary=model.config.vocab_size)
+  buffer = jnp.pad(ids, ((0, 0), (0, max_new_tokens)))
   is_done = jnp.zeros(batch, bool)
   cache = empty_cache(model, batch, buffer.shape[1]) if use_cache else None
   seen = 0

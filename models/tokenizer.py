@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mxjax.models.loading import gguf
+from mxjax.numerics.token_ids import token_ids
 
 if TYPE_CHECKING:
   import tokenizers
@@ -39,7 +40,7 @@ class Tokenizer:
   def encode(self, text: str) -> np.ndarray:
     """Encodes a text as int32 `[n]`; an empty text gives no ids."""
     ids = self.backend.encode(text, add_special_tokens=False).ids
-    return np.asarray(ids, dtype=np.int32)
+    return token_ids(np.asarray(ids, np.int64), "tokenizer")
 
   def decode(self, ids: Iterable[int]) -> str:
     """Decodes ids, special tokens included; invalid UTF-8 becomes U+FFFD."""

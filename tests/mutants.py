@@ -184,6 +184,20 @@ MUTANTS = (
     ("tests/mxjax/methods/test_recovery_fits.py",),
   ),
   Mutant(
+    "durations pass for token ids",
+    f"{NUMERICS}/token_ids.py",
+    'array.dtype.kind not in "iu"',
+    "not np.issubdtype(array.dtype, np.integer)",
+    ("tests/mxjax/numerics/test_token_ids.py",),
+  ),
+  Mutant(
+    "token ids beyond int32 wrap",
+    f"{NUMERICS}/token_ids.py",
+    "vocabulary or LARGEST + 1",
+    "vocabulary or 2**63",
+    ("tests/mxjax/numerics/test_token_ids.py",),
+  ),
+  Mutant(
     "journal lines not chained to the ones before",
     "mxjax/storage/journal.py",
     "hashlib.sha256(before.encode() + rest)",
