@@ -7,15 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from mxjax.intake.token_ids import token_ids
 from mxjax.models.transformer import CausalLM
-from mxjax.numerics.token_ids import token_ids
 
 
 def generate(
   model: CausalLM,
   params: Mapping[str, Any],
-  tokens: jax.Array,
+  tokens: jax.Array | np.ndarray,
   *,
   max_new_tokens: int,
   temperature: float = 0.0,
@@ -205,7 +206,7 @@ def _run_token(
 
 def _check_arguments(
   model: CausalLM,
-  tokens: jax.Array,
+  tokens: jax.Array | np.ndarray,
   max_new_tokens: int,
   temperature: float,
   top_k: int | None,

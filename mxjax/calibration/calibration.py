@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from mxjax.intake.token_ids import token_ids
 from mxjax.numerics.contract import Contract
-from mxjax.numerics.token_ids import token_ids
 
 Params = Mapping[str, Any]
 

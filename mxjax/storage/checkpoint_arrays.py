@@ -124,5 +124,8 @@ def _load(
   context.memory.read_concurrent_bytes = max(sizes, default=0) + 1
   with context:
     tree = ocp.load(str(folder.absolute()), nested(abstract))
+  arrays = {path: at(tree, path) for path in abstract}
+  if absent := [k for k, one in arrays.items() if not isinstance(one, jax.Array)]:
+    raise KeyError(f"no array {', '.join(absent[:3])}")
   # The host keeps the sources until the copies to the devices are finished.
-  return {path: jax.block_until_ready(at(tree, path)) for path in abstract}
+  return jax.block_until_ready(arrays)

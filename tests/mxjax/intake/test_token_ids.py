@@ -7,7 +7,7 @@ from mxjax import models
 from mxjax.calibration.calibration import Calibration, token_fingerprint
 from mxjax.evaluation import datasets
 from mxjax.evaluation.measures import agreement, operator_error, perplexity
-from mxjax.numerics.token_ids import token_ids
+from mxjax.intake.token_ids import token_ids
 
 WRONG = {
   "floats": np.ones((2, 8)),
