@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from mxjax.intake.token_ids import token_ids
 from mxjax.models.transformer import CausalLM
 
 
 def generate(
   model: CausalLM,
   params: Mapping[str, Any],
-  tokens: jax.Array,
+  tokens: jax.Array | np.ndarray,
   *,
   max_new_tokens: int,
   temperature: float = 0.0,
@@ -51,7 +53,8 @@ def generate(
   """
   _check_arguments(model, tokens, max_new_tokens, temperature, top_k, top_p, key)
   batch, start = tokens.shape
-  buffer = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, max_new_tokens)))
+  ids = token_ids(tokens, "generate", vocabulary=model.config.vocab_size)
+  buffer = jnp.pad(ids, ((0, 0), (0, max_new_tokens)))
   is_done = jnp.zeros(batch, bool)
   cache = empty_cache(model, batch, buffer.shape[1]) if use_cache else None
   seen = 0
@@ -204,7 +207,7 @@ def _run_token(
 
 def _check_arguments(
   model: CausalLM,
-  tokens: jax.Array,
+  tokens: jax.Array | np.ndarray,
   max_new_tokens: int,
   temperature: float,
   top_k: int | None,

@@ -259,3 +259,17 @@ def _intervention(
       "plan": dict(before.plan),
     }
   return intervention
+
+
+def left_out(
+  selection: Selection, proposal: Proposal, attempt: Attempt, config: SearchConfig
+) -> list[str]:
+  """Names what a proposal asked for and its packet does not hold."""
+  asked = {
+    "question": config.policy != "none"
+    and selection.residual(proposal) is not None
+    and attempt.packet.residual is None,
+    "demands": config.checker != "none"
+    and len(selection.checked(proposal)) > len(attempt.demands),
+  }
+  return [name for name, is_left_out in asked.items() if is_left_out]

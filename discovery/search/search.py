@@ -246,14 +246,7 @@ class Search:
       note=proposal.note,
       packet=packet.to_dict(),
     )
-    asked = {
-      "question": self._config.policy != "none"
-      and selection.residual(proposal) is not None
-      and packet.residual is None,
-      "demands": self._config.checker != "none"
-      and len(selection.checked(proposal)) > len(attempt.demands),
-    }
-    if left_out := [name for name, is_left_out in asked.items() if is_left_out]:
+    if left_out := registration.left_out(selection, proposal, attempt, self._config):
       self.history.emit("reduced", packet=packet.hash, left_out=left_out)
     return attempt
 

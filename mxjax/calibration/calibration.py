@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from mxjax.intake.token_ids import token_ids
 from mxjax.numerics.contract import Contract
 
 Params = Mapping[str, Any]
@@ -58,6 +59,18 @@ def targets(model: CausalLanguageModel, contract: Contract) -> list[tuple[str, s
   return [path for path in model.projection_taps if path[1] in contract.targets]
 
 
+def model_ids(
+  model: CausalLanguageModel, tokens: Any, place: str, vocab_size: int | None = None
+) -> np.ndarray:
+  """Checks a model's token ids with `token_ids`.
+
+  The vocabulary is that of `model.config`, if it has one and no `vocab_size` is given.
+  """
+  config = getattr(model, "config", None)
+  vocabulary = vocab_size or getattr(config, "vocab_size", None)
+  return token_ids(tokens, place, vocabulary=vocabulary)
+
+
 def replace_weights(
   layer: Params, weights: Mapping[tuple[str, str], Any]
 ) -> dict[str, Any]:
@@ -91,32 +104,18 @@ class Calibration:
   def __post_init__(self) -> None:
     if getattr(self.model, "takes_any_inputs", False):
       return self._take_any()
-    tokens = np.asarray(self.tokens)
+    tokens = model_ids(self.model, self.tokens, "Calibration", self.vocab_size)
     if tokens.size == 0 or tokens.ndim != 2:
       raise ValueError(
         "Calibration: expected token ids [sequences, length], got shape "
         f"{tokens.shape}; pass at least one full sequence, such as 128 of 2048 tokens."
-      )
-    if not np.issubdtype(tokens.dtype, np.integer):
-      raise TypeError(
-        f"Calibration: expected integer token ids, got {tokens.dtype}; tokenize text."
       )
     if tokens.shape[1] < 4:
       raise ValueError(
         f"Calibration: sequences of {tokens.shape[1]} tokens are too short, at least 4 "
         "are needed for the four quarters of the MLP fit; use longer sequences."
       )
-    config = getattr(self.model, "config", None)
-    vocab = self.vocab_size or getattr(config, "vocab_size", None)
-    bad = (tokens < 0) | (tokens >= (vocab or np.inf))
-    if bad.any():
-      row, column = np.argwhere(bad)[0]
-      raise ValueError(
-        f"Calibration: {int(bad.sum())} token ids are outside the vocabulary of "
-        f"{vocab}, the first is {tokens[row, column]} at [{row}, {column}]; use the "
-        "model's own tokenizer."
-      )
-    object.__setattr__(self, "tokens", np.ascontiguousarray(tokens, np.int32))
+    object.__setattr__(self, "tokens", tokens)
     return None
 
   def _take_any(self) -> None:
@@ -154,5 +153,5 @@ class Calibration:
 
 def token_fingerprint(tokens: np.ndarray) -> str:
   """Returns the fingerprint of these ids; see `Calibration.fingerprint`."""
-  array = np.ascontiguousarray(tokens, np.int32)
+  array = token_ids(tokens, "token_fingerprint")
   return hashlib.sha256(f"int32{array.shape}".encode() + array.tobytes()).hexdigest()

@@ -135,5 +135,10 @@ def _load(
       for path, one in abstract.items()
     }
     tree = ocp.load(str(folder.absolute()), nested(wanted))
+  arrays = {path: at(tree, path) for path in abstract}
+  if absent := [
+    k for k, one in arrays.items() if not isinstance(one, jax.Array | np.ndarray)
+  ]:
+    raise KeyError(f"no array {', '.join(absent[:3])}")
   # The host keeps the sources until the copies to the devices are finished.
-  return {path: jax.block_until_ready(jnp.asarray(at(tree, path))) for path in abstract}
+  return {path: jax.block_until_ready(jnp.asarray(one)) for path, one in arrays.items()}

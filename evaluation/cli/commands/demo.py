@@ -40,11 +40,12 @@ def run(options: argparse.Namespace) -> None:
       subject, load("calibration"), METHODS, on_method=begin
     )
   folder.mkdir(parents=True, exist_ok=True)
-  outputs.finish(folder, rows, "mxjax demo: SmolLM2-135M")
-  outputs.print_rows(rows, folder)
   if quantized is not None:
     row = [row for row in rows if "error" not in row][-1]
     facts = {key: row["record"][key] for key in ("calibration", "program")}
     outputs.save_checkpoint(folder, quantized, model.config, tokenizer, **facts)
+  outputs.finish(folder, rows, "mxjax demo: SmolLM2-135M")
+  outputs.print_rows(rows, folder)
+  if quantized is not None:
     text = outputs.continued(model, quantized, tokenizer, PROMPT, max_new_tokens=24)
     console.say(f"{row['method']} says: {text!r}")
