@@ -3,6 +3,7 @@
 import pathlib
 from typing import Any
 
+from mxjax.models import families
 from mxjax.models.config import ModelConfig, RopeScaling
 from mxjax.models.generation import generate
 from mxjax.models.loading import gguf, hub, weights
@@ -58,9 +59,12 @@ def open_pretrained(
   time; `model.apply` does not. Arguments and errors are those of `from_pretrained`,
   except that NaN and inf are detected only when a layer is read.
   """
+  config = load_config(source, dtype=dtype) if hub.is_id(source) else None
   path = hub.resolve(source)
-  open_ = weights.open_folder if path.is_dir() else gguf.open_file
-  params = open_(path, dtype=dtype)
+  if path.is_dir():
+    params = weights.open_folder(path, dtype=dtype, config=config)
+  else:
+    params = gguf.open_file(path, dtype=dtype)
   return CausalLM(params.config), params
 
 
@@ -71,7 +75,9 @@ def load_config(
 
   Arguments and errors are as in `from_pretrained`; `source` may be a `config.json`.
   """
-  path = hub.resolve(source, only_config=True)
+  if hub.is_id(source):
+    return families.from_hf_config(hub.config(str(source)), dtype=dtype)
+  path = hub.resolve(source)
   if path.suffix == ".gguf":
     return gguf.open_file(path, dtype=dtype).config
   return weights.read_config(path, dtype=dtype)
@@ -82,7 +88,10 @@ def load_tokenizer(source: str | pathlib.Path | None = None) -> Tokenizer:
 
   Raises:
     FileNotFoundError: The model does not exist, or it has no tokenizer.
-    NotImplementedError: The GGUF file uses an unsupported pre-tokenizer.
+    NotImplementedError: The GGUF file uses an unsupported pre-tokenizer, or the hub's
+      tokenizer is none that `tokenizers` can run.
   """
+  if hub.is_id(source):
+    return Tokenizer.from_hub(str(source))
   path = hub.resolve(source)
   return Tokenizer.from_folder(path) if path.is_dir() else Tokenizer.from_gguf(path)

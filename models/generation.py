@@ -51,7 +51,7 @@ def generate(
   Raises:
     ValueError: An argument is out of range, or the length exceeds the model's.
   """
-  _check_arguments(model, tokens, max_new_tokens, temperature, top_k, top_p, key)
+  check_arguments(model, tokens, max_new_tokens, temperature, top_k, top_p, key)
   batch, start = tokens.shape
   ids = token_ids(tokens, "generate", vocabulary=model.config.vocab_size)
   buffer = jnp.pad(ids, ((0, 0), (0, max_new_tokens)))
@@ -64,11 +64,7 @@ def generate(
     else:
       logits, cache = next_logits(model, params, cache, buffer[:, seen:position])
       seen = position
-    if key is None or temperature == 0:
-      newest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    else:
-      step = jax.random.fold_in(key, position)
-      newest = sample(step, logits, temperature, top_k=top_k, top_p=top_p)
+    newest = choose(logits, position, temperature, top_k, top_p, key)
     if eos_id is not None:
       newest = jnp.where(is_done, eos_id, newest)
       is_done |= newest == eos_id
@@ -76,6 +72,24 @@ def generate(
         return buffer.at[:, position:].set(jnp.full((batch, 1), eos_id, jnp.int32))
     buffer = buffer.at[:, position].set(newest)
   return buffer
+
+
+def choose(
+  logits: jax.Array,
+  position: int,
+  temperature: float,
+  top_k: int | None,
+  top_p: float | None,
+  key: jax.Array | None,
+) -> jax.Array:
+  """Chooses the tokens of a position, int32 `[B]`, from float32 logits `[B, V]`.
+
+  The arguments are those of `generate`. Samples depend on the key and the position.
+  """
+  if key is None or temperature == 0:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  step = jax.random.fold_in(key, position)
+  return sample(step, logits, temperature, top_k=top_k, top_p=top_p)
 
 
 def sample(
@@ -157,18 +171,23 @@ def empty_cache(model: CausalLM, batch: int, positions: int) -> Cache:
 
 
 def next_logits(
-  model: CausalLM, params: Mapping[str, Any], cache: Cache, tokens: jax.Array
+  model: CausalLM,
+  params: Mapping[str, Any],
+  cache: Cache,
+  tokens: jax.Array,
+  position: int | None = None,
 ) -> tuple[jax.Array, Cache]:
   """Runs the next tokens of every sequence and scores the token after them.
 
-  Tokens are int32 `[B, T]`: the prompt first, then one token per step. The buffers of
-  `cache` are donated. Returns float32 logits `[B, V]` and the updated cache.
+  Tokens are int32 `[B, T]`: the prompt first, then one token per step. `position` is
+  that of the token, among these, whose successor is scored: by default the last. The
+  buffers of `cache` are donated. Returns float32 logits `[B, V]` and the updated cache.
   """
   if tokens.shape[1] == 1 and jax.default_backend() == "gpu":
     # Launching layer by layer from Python would take longer than running them.
     return _run_token(model, params, cache, tokens)
   hidden, cache = _run_cached_layers(model, params, cache, tokens)
-  last = jnp.int32(tokens.shape[1] - 1)
+  last = jnp.int32(tokens.shape[1] - 1 if position is None else position)
   return _run_head(model, _outside_layers(model, params), hidden, last), cache
 
 
@@ -205,7 +224,7 @@ def _run_token(
   return model.logits(params, hidden)[:, -1], cache
 
 
-def _check_arguments(
+def check_arguments(
   model: CausalLM,
   tokens: jax.Array | np.ndarray,
   max_new_tokens: int,
@@ -214,6 +233,7 @@ def _check_arguments(
   top_p: float | None,
   key: jax.Array | None,
 ) -> None:
+  """Raises ValueError for arguments of `generate` that are out of range."""
   length, limit = tokens.shape[-1] + max_new_tokens, model.config.max_positions
   is_empty = tokens.ndim != 2 or 0 in tokens.shape
   problems = {

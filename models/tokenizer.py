@@ -5,15 +5,15 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pydantic
 
 from mxjax.intake.reading import read_bytes, read_json, refusing
 from mxjax.intake.token_ids import token_ids
-from mxjax.models.loading import gguf
+from mxjax.models.loading import gguf, hub
 
 if TYPE_CHECKING:
   import tokenizers
@@ -72,6 +72,40 @@ class Tokenizer:
     """Decodes ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
     return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
+  def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
+    """Renders a conversation by the chat template, up to where the reply begins.
+
+    Every message has a `role` (system, user or assistant) and a `content`. Special
+    tokens are spelled out, so `encode` turns the text into the prompt.
+
+    Raises:
+      ValueError: There is no template, or it refuses these messages.
+    """
+    if self.chat_template is None:
+      raise ValueError(
+        "chat: expected a tokenizer with a chat template, got none; it is a base "
+        "model's: continue a text with `mxjax generate` instead."
+      )
+    import jinja2
+    import tokenizers
+
+    ends = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+    engine = hub.quiet_transformers().PreTrainedTokenizerFast(
+      # Only the template is run, so it needs no vocabulary.
+      tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()),
+      chat_template=self.chat_template,
+      **{k: self.backend.id_to_token(i) for k, i in ends.items() if i is not None},
+    )
+    try:
+      return engine.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=True
+      )
+    except jinja2.TemplateError as error:
+      raise ValueError(
+        f"chat: the model's chat template refuses these messages ({error}); change "
+        "them, or leave the system message out."
+      ) from error
+
   @functools.cached_property
   def prefix_ids(self) -> tuple[int, ...]:
     """Ids that the model's own tokenizer prepends to a text, such as BOS of Llama-3.
@@ -126,6 +160,32 @@ class Tokenizer:
       eos_id=get("tokenizer.ggml.eos_token_id"),
       chat_template=get("tokenizer.chat_template"),
       source=str(path),
+    )
+
+  @classmethod
+  def from_hub(cls, name: str) -> "Tokenizer":
+    """Takes the tokenizer that `transformers` builds for a hub id.
+
+    Raises:
+      FileNotFoundError: The hub cannot be reached, or it has no such tokenizer.
+      NotImplementedError: `transformers` has no fast tokenizer for the model.
+    """
+    import tokenizers
+
+    built, file = hub.tokenizer(name)
+    auto: Any = built
+    if file:
+      backend = tokenizers.Tokenizer.from_file(file)
+    elif (backend := getattr(auto, "backend_tokenizer", None)) is None:
+      raise NotImplementedError(
+        f"{name}: expected a fast tokenizer, got {type(auto).__name__}, which runs in "
+        "Python; convert it to a tokenizer.json and load it from a folder."
+      )
+    return cls(
+      backend,
+      bos_id=auto.bos_token_id,
+      eos_id=auto.eos_token_id,
+      chat_template=_default_template(auto.chat_template),
     )
 
   def save(self, folder: pathlib.Path) -> None:
@@ -204,5 +264,12 @@ def _chat_template(folder: pathlib.Path, settings: Settings) -> str | None:
       return read_bytes(path).decode()
   template = settings.chat_template
   if isinstance(template, list):
-    return {entry.name: entry.template for entry in template}.get("default")
+    return _default_template({entry.name: entry.template for entry in template})
   return template
+
+
+def _default_template(template: Any) -> str | None:
+  """Returns the default of several named templates, or the only one."""
+  if isinstance(template, list):
+    template = {entry["name"]: entry["template"] for entry in template}
+  return template.get("default") if isinstance(template, dict) else template

@@ -1152,6 +1152,48 @@ MUTANTS = (
     'layers = {key for key in params if key.startswith("layers_")}',
     ("tests/mxjax/running/test_pipeline.py",),
   ),
+  Mutant(
+    "temperature on the wrong side",
+    "models/generation.py",
+    "scores = logits / temperature",
+    "scores = logits * temperature",
+    ("tests/models/test_generation.py",),
+  ),
+  Mutant(
+    "top-p leaves the token out that reaches it",
+    "models/generation.py",
+    "before = jnp.cumsum(probabilities, axis=-1) - probabilities",
+    "before = jnp.cumsum(probabilities, axis=-1)",
+    ("tests/models/test_generation.py",),
+  ),
+  Mutant(
+    "kept keys of another conversation are used",
+    "models/streaming.py",
+    "start = int(differs[0]) if differs.size else common",
+    "start = common",
+    ("tests/models/test_streaming.py",),
+  ),
+  Mutant(
+    "the beginning of a stop string is shown",
+    "models/streaming.py",
+    "end -= max(held, default=0)",
+    "end -= 0 * max(held, default=0)",
+    ("tests/models/test_streaming.py",),
+  ),
+  Mutant(
+    "a hub tokenizer is rebuilt without its file",
+    "models/tokenizer.py",
+    "    if file:\n",
+    "    if file and False:\n",
+    ("tests/models/loading/test_hub.py",),
+  ),
+  Mutant(
+    "a chat forgets its own replies",
+    "evaluation/cli/speaking.py",
+    '"assistant", "content": facts["text"]',
+    '"assistant", "content": ""',
+    ("tests/evaluation/cli/test_cli.py",),
+  ),
 )
 
 

@@ -41,6 +41,34 @@ OPTIONS: dict[str, dict[str, Any]] = {
     f"{DEFAULT_MODEL} when omitted",
   ),
   "checkpoint": dict(metavar="DIR", help="a folder written by `quantize`"),
+  "source": dict(
+    nargs="?",
+    metavar="DIR",
+    help="a folder written by `quantize`, or a float model: a Hugging Face folder, a "
+    f".gguf file or a hub id; the embedded {DEFAULT_MODEL} when omitted",
+  ),
+  "--max-new-tokens": dict(
+    type=int, default=32, metavar="N", help="default: %(default)s"
+  ),
+  "--temperature": dict(
+    type=float,
+    default=0.0,
+    metavar="X",
+    help="divides the logits; 0 takes the likeliest token; default: %(default)s",
+  ),
+  "--top-k": dict(type=int, metavar="K", help="only the K likeliest tokens"),
+  "--top-p": dict(
+    type=float,
+    metavar="P",
+    help="only the likeliest tokens that reach probability P together; default: "
+    "%(default)s",
+  ),
+  "--stop": dict(
+    action="append",
+    default=[],
+    metavar="TEXT",
+    help="end before this text; may be repeated",
+  ),
   "--out": dict(required=True, metavar="DIR", help="a new folder"),
   "--json": dict(action="store_true", help="print JSON for machines"),
   "--calib": dict(metavar="DATA", help=DATA_HELP),
@@ -105,6 +133,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """What `argparse` needs to know of each shared option."""
 CALIBRATION = ("--calib", "--sequences", "--length", "--seed", "--sampling")
 WINDOWS = ("--data", "--windows", "--window-length")
+SAMPLING = (
+  "--max-new-tokens",
+  "--temperature",
+  "--top-k",
+  "--top-p",
+  "--stop",
+  "--seed",
+)
 EVALUATION = (*WINDOWS, "--replicates", "--operator-error", "--agreement")
 
 
@@ -145,6 +181,12 @@ def storage(text: str | None) -> dict[str, Any]:
     "embeddings": kinds[0] if kinds else None,
     "products": "float8" if "float8-products" in requested else None,
   }
+
+
+def sampling(options: argparse.Namespace) -> dict[str, Any]:
+  """Returns the arguments of `speaking.speak` for the options of `SAMPLING`."""
+  names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+  return {name: getattr(options, name) for name in names} | {"stops": options.stop}
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

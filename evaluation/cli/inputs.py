@@ -127,18 +127,29 @@ def checkpoint_folder(path: str | pathlib.Path) -> pathlib.Path:
   return inside if inside.is_dir() else pathlib.Path(path)
 
 
+def is_checkpoint(source: str | None) -> bool:
+  """Tells whether `source` is a folder written by `quantize`, or its checkpoint."""
+  return bool(source) and ((checkpoint_folder(source) / checkpoint.MANIFEST).is_file())
+
+
 def restore(
-  path: str | pathlib.Path,
+  source: str | None,
   mesh: Mesh | None = None,
   storage: Mapping[str, Any] | None = None,
 ) -> tuple[models.CausalLM, dict[str, Any], models.Tokenizer]:
-  """Loads the model, params and tokenizer that `quantize` wrote.
+  """Loads the model, params and tokenizer that `quantize` wrote, or any float model.
 
-  `path` is the run's folder or the checkpoint in it, `mesh` where to place the params,
-  and `storage` the arguments of `pack_for_inference` (none: nothing is packed).
+  `source` is the run's folder, the checkpoint in it, or what `models.from_pretrained`
+  takes; `mesh` is where to place a checkpoint's params, and `storage` the arguments of
+  `pack_for_inference` (none: nothing is packed).
   """
-  folder = checkpoint_folder(path)
-  model, params = checkpoint.load(folder, mesh=mesh)
+  if is_checkpoint(source):
+    folder = checkpoint_folder(str(source))
+    model, params = checkpoint.load(folder, mesh=mesh)
+    tokenizer = models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)
+  else:
+    model, params = models.from_pretrained(source)
+    tokenizer = models.load_tokenizer(source)
   if storage:
     params = inference_packing.pack_for_inference(params, **storage)
-  return model, params, models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)
+  return model, params, tokenizer

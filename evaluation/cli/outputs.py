@@ -7,8 +7,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from mxjax import models
 from mxjax.evaluation.cli import console, inputs
 from mxjax.evaluation.report import page
@@ -91,22 +89,3 @@ def print_rows(
     return
   console.print_table(console.comparison_table(rows))
   console.say(f"report: {folder / 'report.html'}")
-
-
-def continued(
-  model: models.CausalLM,
-  params: Params,
-  tokenizer: models.Tokenizer,
-  prompt: str,
-  **options: Any,
-) -> str:
-  """Returns the prompt with its continuation; `options` go to `models.generate`.
-
-  Raises:
-    ValueError: The prompt has no tokens.
-  """
-  ids = tokenizer.encode(prompt)
-  if not len(ids):
-    raise ValueError("generate: the prompt is empty; give at least one word.")
-  output = models.generate(model, params, ids[None], eos_id=tokenizer.eos_id, **options)
-  return tokenizer.decode(np.asarray(output[0]))

@@ -82,18 +82,21 @@ def read_hf_config(path: pathlib.Path) -> dict[str, Any]:
   return read_json(path, HfConfig, CONFIG, mend=SAVE).model_dump(exclude_unset=True)
 
 
-def open_folder(folder: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
+def open_folder(
+  folder: pathlib.Path, *, dtype: str = "float32", config: ModelConfig | None = None
+) -> LazyParams:
   """Opens a model saved by transformers without reading any tensor.
 
   The folder holds `config.json` and `model.safetensors`, or shards and their index.
-  `dtype` is the compute dtype; the params keep the dtype of the file.
+  `dtype` is the compute dtype; the params keep the dtype of the file. A `config` stands
+  in for the folder's.
 
   Raises:
     FileNotFoundError: A file is absent.
     NotImplementedError: The architecture or one of its features is not supported.
     ValueError: A file is truncated, or tensors are missing, unexpected or mis-shaped.
   """
-  config = read_config(folder, dtype=dtype)
+  config = config or read_config(folder, dtype=dtype)
   stored = dict(_stored_tensors(folder))
   if config.tie_embeddings:
     _drop_tied_head(stored, folder)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from mxjax.models import functional, generation
 from mxjax.models.generation import generate, sample
@@ -90,10 +91,24 @@ def test_top_p_keeps_the_fewest_that_reach_it(draws):
   assert set(draws(top_p=1.0)) == set(range(10))
 
 
-def test_frequencies_follow_the_temperature(draws):
-  counts = np.bincount(draws(), minlength=10) / 4000
-  want = np.asarray(jax.nn.softmax(jnp.arange(10.0) / 4.0))
-  np.testing.assert_allclose(counts, want, atol=0.03)
+@pytest.mark.parametrize("temperature", [4.0, 1.5])
+@pytest.mark.parametrize("kept", [10, 4])
+def test_frequencies_follow_temperature_and_nucleus(kept, temperature):
+  """Chi-squared of 4,000 draws against the softmax of what top-p leaves."""
+  logits = np.arange(10.0)
+  weights = np.exp(logits / temperature)
+  share = weights / weights.sum()
+  top_p = min(1.0, share[-kept:].sum() - share[-kept] / 2)
+  want = np.where(logits >= 10 - kept, weights, 0.0)
+  want *= 4000 / want.sum()
+  rows = jnp.tile(jnp.asarray(logits, jnp.float32)[None], (4000, 1))
+  drawn = sample(jax.random.key(1), rows, temperature, top_p=float(top_p))
+  counts = np.bincount(np.asarray(drawn), minlength=10)
+  assert counts[: 10 - kept].sum() == 0
+  chosen = want > 0
+  chi_squared = ((counts - want)[chosen] ** 2 / want[chosen]).sum()
+  # Passes with probability 0.999.
+  assert chi_squared < stats.chi2.ppf(0.999, kept - 1)
 
 
 @pytest.mark.parametrize(

@@ -130,3 +130,34 @@ def test_another_split_in_a_gguf_file_is_refused_by_name(tmp_path, pre):
   writer.close()
   with pytest.raises(NotImplementedError, match=f"smollm, got gpt2 with {pre}"):
     models.load_tokenizer(tmp_path / "other.gguf")
+
+
+def test_a_conversation_is_rendered_by_the_template(tokenizer):
+  said = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Bye"},
+  ]
+  turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in said]
+  want = "".join(turns) + "<|im_start|>assistant\n"
+  assert tokenizer.chat_prompt(said) == want
+  assert tokenizer.decode(tokenizer.encode(want)) == want
+
+
+def test_a_template_sees_the_special_tokens_and_may_refuse(folder):
+  template = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ eos_token }}{{ messages | length }}{{ add_generation_prompt }}"
+  )
+  settings = {"eos_token": "<end>", "chat_template": template}
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  tokenizer = models.load_tokenizer(folder)
+  assert tokenizer.chat_prompt([{"role": "user", "content": "a"}]) == "<end>1True"
+  with pytest.raises(ValueError, match="refuses these messages .no system."):
+    tokenizer.chat_prompt([{"role": "system", "content": "a"}])
+
+
+def test_a_base_model_is_no_chat_model(folder):
+  with pytest.raises(ValueError, match="expected a tokenizer with a chat template"):
+    models.load_tokenizer(folder).chat_prompt([])

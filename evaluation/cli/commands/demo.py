@@ -26,7 +26,8 @@ def run(options: argparse.Namespace) -> None:
   """Compares methods, writes the report and a checkpoint, and generates text."""
   from mxjax import models
   from mxjax.evaluation import datasets, study
-  from mxjax.evaluation.cli import console, outputs
+  from mxjax.evaluation.cli import console, outputs, speaking
+  from mxjax.models.streaming import PrefixCache
 
   folder = outputs.fresh_folder(pathlib.Path(options.out))
   model, params = models.from_pretrained(None)
@@ -47,5 +48,7 @@ def run(options: argparse.Namespace) -> None:
   outputs.finish(folder, rows, "mxjax demo: SmolLM2-135M")
   outputs.print_rows(rows, folder)
   if quantized is not None:
-    text = outputs.continued(model, quantized, tokenizer, PROMPT, max_new_tokens=24)
-    console.say(f"{row['method']} says: {text!r}")
+    cache = PrefixCache(model, quantized, 256)
+    ids = tokenizer.encode(PROMPT)
+    said = speaking.speak(cache, tokenizer, ids, max_new_tokens=24)["text"]
+    console.say(f"{row['method']} says: {PROMPT + said!r}")

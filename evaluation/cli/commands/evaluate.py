@@ -1,4 +1,4 @@
-"""`mxjax evaluate`: perplexity of a quantized model, or tasks of any model."""
+"""`mxjax evaluate`: perplexity or tasks of a quantized or float model."""
 
 import argparse
 import json
@@ -13,14 +13,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   """Adds the command and its options."""
   parser = commands.add_parser(
     "evaluate",
-    help="measure a checkpoint",
-    description="Measures a folder written by `quantize`.",
+    help="measure a quantized or float model",
+    description="Measures perplexity of a model, or tasks with --tasks.",
   )
-  told = (
-    "a folder written by `quantize`; with --tasks also any float model, the embedded "
-    f"{arguments.DEFAULT_MODEL} when omitted"
-  )
-  arguments.add(parser, "checkpoint", nargs="?", help=told)
+  arguments.add(parser, "source")
   told = "the float model, for --operator-error and --agreement"
   parser.add_argument("--model", metavar="MODEL", help=told)
   arguments.add(parser, "--storage")
@@ -60,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
   """Measures and prints.
 
   Raises:
-    ValueError: Options conflict, or no model is given.
+    ValueError: Options conflict.
   """
   for given, flag in ((options.tasks, "--tasks"), (options.storage, "--storage")):
     if given and options.mesh:
@@ -71,28 +67,31 @@ def run(options: argparse.Namespace) -> None:
   storage = arguments.storage(options.storage)
   if options.tasks:
     _evaluate_tasks(options, storage)
-  elif options.checkpoint is None:
-    raise ValueError(
-      "evaluate: expected the folder of a quantized model, got none; name one, or pass "
-      "--tasks to evaluate a float model."
-    )
   else:
-    _evaluate_checkpoint(options, storage)
+    _evaluate_perplexity(options, storage)
 
 
-def _evaluate_checkpoint(options: argparse.Namespace, storage: dict[str, Any]) -> None:
+def _evaluate_perplexity(options: argparse.Namespace, storage: dict[str, Any]) -> None:
   from mxjax import models
   from mxjax.audit import sizes
   from mxjax.evaluation.cli import console, inputs
+  from mxjax.evaluation.report import numbers
 
+  is_compared = options.operator_error or options.agreement
+  if is_compared and not inputs.is_checkpoint(options.source):
+    raise ValueError(
+      f"evaluate: expected a folder written by `quantize` to compare with the float "
+      f"model, got {options.source or arguments.DEFAULT_MODEL}, which is one; leave "
+      "--operator-error and --agreement out."
+    )
   mesh = inputs.mesh_of(options)
-  model, quantized, tokenizer = inputs.restore(options.checkpoint, mesh, storage)
+  model, quantized, tokenizer = inputs.restore(options.source, mesh, storage)
   params: Any = {}
-  if options.operator_error or options.agreement:
+  if is_compared:
     _, params = models.from_pretrained(options.model)
   subject = inputs.test_subject(options, model, params, tokenizer, mesh)
   row = {
-    "checkpoint": str(inputs.checkpoint_folder(options.checkpoint)),
+    "checkpoint": str(options.source or arguments.DEFAULT_MODEL),
     "storage": arguments.split(options.storage or ""),
     **subject.measure(quantized),
     "size": sizes.size_report(quantized),
@@ -110,7 +109,7 @@ def _evaluate_checkpoint(options: argparse.Namespace, storage: dict[str, Any]) -
       f"against the float model: KL {row['agreement']['kl_mean']:.4f} nats a token, "
       f"{row['agreement']['flips']:.2%} of predictions flipped"
     )
-  console.say(f"size: {row['size']['total'] / 1e6:.1f} MB")
+  console.say(f"size: {numbers.size(row['size']['total'])}")
 
 
 def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> None:
@@ -160,24 +159,18 @@ def _task_subject(
 
   Returns model, params and tokenizer, and the facts that results name it by.
   """
-  from mxjax import models
   from mxjax.evaluation import results
   from mxjax.evaluation.cli import inputs
-  from mxjax.layers import inference_packing
   from mxjax.storage import checkpoint
 
-  source = options.checkpoint
-  folder = inputs.checkpoint_folder(source) if source else None
+  source = options.source
+  subject = inputs.restore(source, storage=storage)
   facts: dict[str, Any]
-  if folder is None or not (folder / checkpoint.MANIFEST).is_file():
-    model, params = models.from_pretrained(source)
-    if storage:
-      params = inference_packing.pack_for_inference(params, **storage)
-    subject = model, params, models.load_tokenizer(source)
+  if not inputs.is_checkpoint(source):
     name = pathlib.Path(source).name if source else arguments.DEFAULT_MODEL
     facts = {"model": name, "method": results.FLOAT, "seed": None}
   else:
-    subject = inputs.restore(folder, storage=storage)
+    folder = inputs.checkpoint_folder(source)
     manifest = checkpoint.read_manifest(folder)
     program, calibration = manifest["program"], manifest["calibration"] or {}
     facts = {

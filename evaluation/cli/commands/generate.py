@@ -1,43 +1,51 @@
-"""`mxjax generate`: continues a prompt with a quantized model."""
+"""`mxjax generate` and `mxjax chat`: let a model continue a text or answer."""
 
 import argparse
-import json
 from typing import Any
 
 from mxjax.evaluation.cli import arguments
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
-  """Adds the command and its options."""
+  """Adds both commands and their options; returns the parser of `generate`."""
+  chat = commands.add_parser(
+    "chat",
+    help="talk with a model that has a chat template",
+    description="Answers each line typed at a terminal with the conversation so far "
+    "in mind. Standard input that is no terminal is one message: echo 'What is a "
+    "quark?' | mxjax chat DIR.",
+  )
+  arguments.add(chat, "source")
+  chat.add_argument("--system", metavar="TEXT", help="a first message with the rules")
+  _add_speaking(chat, **{"--max-new-tokens": 512, "--temperature": 0.7, "--top-p": 0.9})
+  told = "most tokens of a conversation, which set the cache's memory; default: 2048"
+  chat.add_argument("--context", type=int, default=2048, metavar="T", help=told)
+  chat.set_defaults(run=run_chat)
+
   parser = commands.add_parser("generate", help="continue a prompt")
-  arguments.add(parser, "checkpoint")
-  add = parser.add_argument
-  add("--prompt", required=True, help="the text to continue")
-  add("--max-new-tokens", type=int, default=32, metavar="N", help="default: 32")
-  add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-  add("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
-  add("--top-p", type=float, metavar="P", help="sample from a share P of probability")
-  arguments.add(parser, "--seed", help="of the samples")
-  arguments.add(parser, "--json", "--storage", "--compiled")
+  arguments.add(parser, "source")
+  parser.add_argument("--prompt", required=True, help="the text to continue")
+  _add_speaking(parser)
+  arguments.add(parser, "--json")
   return parser
+
+
+def _add_speaking(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+  group = parser.add_argument_group("sampling")
+  arguments.add(group, *arguments.SAMPLING)
+  parser.set_defaults(**{k[2:].replace("-", "_"): v for k, v in defaults.items()})
+  arguments.add(parser, "--storage", "--compiled")
 
 
 def run(options: argparse.Namespace) -> None:
   """Prints the prompt and its continuation."""
-  storage = arguments.storage(options.storage)
+  from mxjax.evaluation.cli import speaking
 
-  import jax
+  speaking.generate(options)
 
-  from mxjax.evaluation.cli import inputs, outputs
 
-  restored = inputs.restore(options.checkpoint, storage=storage)
-  text = outputs.continued(
-    *restored,
-    options.prompt,
-    max_new_tokens=options.max_new_tokens,
-    temperature=options.temperature,
-    top_k=options.top_k,
-    top_p=options.top_p,
-    key=jax.random.key(options.seed),
-  )
-  print(json.dumps({"text": text}) if options.json else text)
+def run_chat(options: argparse.Namespace) -> None:
+  """Answers messages until the input ends."""
+  from mxjax.evaluation.cli import speaking
+
+  speaking.chat(options)

@@ -1,6 +1,8 @@
 """The commands on a tiny model folder with a real tokenizer file."""
 
+import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from mxjax.devices import execution
 from mxjax.evaluation import study
 from mxjax.evaluation.cli import parser
 from mxjax.methods.hires import ablations
+from mxjax.models import Tokenizer
 from tests import tiny
 
 WINDOWS = ("--windows", "2", "--window-length", "32")
@@ -44,7 +47,9 @@ def test_quantize_evaluate_generate(folder, tmp_path, mxjax):
   assert 0 < row["agreement"]["kl_mean"] < 1
 
   generate = ["generate", out, "--prompt", "the cat", "--max-new-tokens", 4]
-  assert mxjax(*generate)["text"].startswith("the cat")
+  said = mxjax(*generate)
+  assert said["text"].startswith("the cat")
+  assert (said["tokens"], said["end"]) == (4, "4 new tokens")
 
   # The same model in less memory: the embedding changes it a little, and is told.
   packed = ("--storage", "int8-embeddings,float8-products")
@@ -54,6 +59,84 @@ def test_quantize_evaluate_generate(folder, tmp_path, mxjax):
   assert small["size"]["other"] < 0.6 * again["size"]["other"]
   before, after = (r["perplexity"]["text"]["mean"] for r in (again, small))
   assert after != before and after == pytest.approx(before, rel=0.05)
+
+
+def test_a_float_model_is_evaluated_and_continues_text(folder, mxjax, refused):
+  evaluate = ["evaluate", folder, "--data", folder / "text.txt", *WINDOWS]
+  row = mxjax(*evaluate)
+  assert row["perplexity"]["text"]["mean"] > 1
+  assert row["size"]["ratio"] == 1.0
+  assert "mxjax quantize" not in mxjax(*evaluate, as_json=False)
+  message = refused(*evaluate, "--agreement")
+  assert "expected a folder written by `quantize` to compare" in message
+  generate = ["generate", folder, "--prompt", "the cat", "--temperature", 3]
+  texts = [mxjax(*generate, "--seed", seed)["text"] for seed in (1, 1, 2)]
+  assert texts[0] == texts[1] != texts[2]
+  rest = texts[0].removeprefix("the cat")
+  stopped = mxjax(*generate, "--seed", 1, "--stop", rest[2:4])
+  assert stopped["text"] == "the cat" + rest[: rest.index(rest[2:4])]
+  assert stopped["end"] == "stop string"
+
+
+@pytest.fixture
+def chat_folder(folder, tmp_path):
+  place = shutil.copytree(folder, tmp_path / "chat")
+  template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}a:"
+  settings = {"chat_template": template}
+  (place / "tokenizer_config.json").write_text(json.dumps(settings))
+  return place
+
+
+def test_chat_answers_what_is_piped(chat_folder, mxjax, monkeypatch, capsys):
+  asked = []
+  chat_prompt = Tokenizer.chat_prompt
+  keep = lambda self, messages: (
+    asked.append([dict(m) for m in messages]) or chat_prompt(self, messages)
+  )
+  monkeypatch.setattr(Tokenizer, "chat_prompt", keep)
+  monkeypatch.setattr("sys.stdin", io.StringIO("the cat\nsat on\n"))
+  options = ["--system", "be brief", "--max-new-tokens", "5", "--seed", "7"]
+  assert parser.main(["chat", str(chat_folder), *options]) == 0
+  told = capsys.readouterr()
+  assert told.out.strip()
+  assert "5 tokens, " in told.err and "tokens/s" in told.err
+  assert asked[1:] == [
+    [
+      {"role": "system", "content": "be brief"},
+      {"role": "user", "content": "the cat\nsat on"},
+    ]
+  ]
+
+
+def test_chat_at_a_terminal_keeps_the_conversation(chat_folder, monkeypatch, capsys):
+  class Terminal(io.StringIO):
+    isatty = lambda self: True
+
+  lines = iter(["the cat", "", "the dog"])
+  prompts = []
+
+  def typed(prompt):
+    del prompt
+    try:
+      return next(lines)
+    except StopIteration:
+      raise EOFError from None
+
+  monkeypatch.setattr("sys.stdin", Terminal())
+  monkeypatch.setattr("builtins.input", typed)
+  encode = Tokenizer.encode
+  keep = lambda self, text: prompts.append(text) or encode(self, text)
+  monkeypatch.setattr(Tokenizer, "encode", keep)
+  options = ["--max-new-tokens", "4", "--temperature", "0"]
+  assert parser.main(["chat", str(chat_folder), *options]) == 0
+  first = capsys.readouterr().out.splitlines()[0]
+  assert prompts == ["u:the cat a:", f"u:the cat a:{first} u:the dog a:"]
+
+
+def test_chat_needs_a_template_and_a_message(folder, chat_folder, refused, monkeypatch):
+  assert "expected a tokenizer with a chat template" in refused("chat", folder)
+  monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+  assert "expected a message on standard input" in refused("chat", chat_folder)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from mxjax.storage.export import features
 
 ROOT = pathlib.Path(__file__).parents[3]
 COMMANDS = (
-  "plan quantize verify evaluate tables compare ablate generate demo export import "
-  "discover"
+  "plan quantize verify evaluate tables compare ablate generate chat demo export "
+  "import discover"
 ).split()
 
 

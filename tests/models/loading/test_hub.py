@@ -1,10 +1,13 @@
+import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from mxjax import models
-from mxjax.models.loading import embedded
+from mxjax.models.loading import embedded, hub
+from tests import tiny
 
 
 def test_importing_the_models_does_not_import_the_heavy_packages():
@@ -42,3 +45,56 @@ def test_the_embedded_file_has_the_known_digest(gguf_path, monkeypatch):
   monkeypatch.setattr(embedded, "SHA256", "0" * 64)
   with pytest.raises(ValueError, match="expected sha256 000"):
     embedded.gguf_path(verify=True)
+
+
+def test_a_hub_model_is_read_by_transformers_as_its_folder_is(golden, tmp_path):
+  """The hub is its cache here, as an earlier download left it; no network, no torch.
+
+  Without a tokenizer_class, transformers 5 would split the text otherwise.
+  """
+  cached = tmp_path / "models--owner--name"
+  (cached / "refs").mkdir(parents=True)
+  (cached / "refs/main").write_text("0123")
+  (cached / "snapshots").mkdir()
+  folder = golden.save(cached / "snapshots/0123")
+  tiny.save_tokenizer(folder, 64)
+  settings = {"eos_token": "a", "chat_template": "{{ messages[0].content }}!"}
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  code = f"""
+import sys
+from mxjax import models
+for source in ("owner/name", {str(folder)!r}):
+  tokenizer = models.load_tokenizer(source)
+  print(tokenizer.encode("the cat").tolist(), tokenizer.eos_id, tokenizer.bos_id)
+  print(tokenizer.chat_prompt([dict(role="user", content="Hi")]))
+  print(models.load_config(source), models.open_pretrained(source)[1].config)
+assert "torch" not in sys.modules
+try:
+  models.load_tokenizer("owner/none")
+except FileNotFoundError as error:
+  print(error, file=sys.stderr)
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    env=os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  lines = done.stdout.splitlines()
+  assert lines[:3] == lines[3:] and lines[1] == "Hi!"
+  assert "owner/none: expected a folder here or a reachable hub" in done.stderr
+  assert "PyTorch" not in done.stderr
+
+
+@pytest.mark.parametrize("source", ["a/b", "HuggingFaceTB/SmolLM2-135M"])
+def test_what_looks_like_a_hub_id_is_one(source, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert hub.is_id(source)
+  (tmp_path / source).mkdir(parents=True)
+  assert not hub.is_id(source)
+
+
+@pytest.mark.parametrize("source", [None, "a", "a/b/c", "./a", "/a", "~/a", "a/b.gguf"])
+def test_a_path_is_no_hub_id(source):
+  assert not hub.is_id(source)

@@ -1,0 +1,152 @@
+"""Generation of one sequence token by token, as a chat or a terminal shows it."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.models import generation
+from mxjax.models.transformer import CausalLM
+
+CHUNK = 32
+"""Tokens of a prompt that run at once. Prompts of any length share this shape, so a
+turn of a chat compiles nothing new."""
+
+
+class PrefixCache:
+  """The key-value cache of one sequence, which keeps the prefix that the next shares.
+
+  Attributes:
+    limit: Most tokens of a sequence.
+  """
+
+  def __init__(
+    self, model: CausalLM, params: Mapping[str, Any], limit: int | None = None
+  ) -> None:
+    """Prepares an empty cache for `limit` tokens, by default the model's limit."""
+    self.model, self._params = model, params
+    self.limit = min(limit or model.config.max_positions, model.config.max_positions)
+    self._cache: generation.Cache | None = None
+    self._held = np.zeros(0, np.int32)
+
+  def logits(self, ids: np.ndarray) -> jax.Array:
+    """Scores the token after `ids`, int32 `[T]`, T from 1 to `limit`: float32 `[V]`.
+
+    Runs only the tokens behind the longest prefix that the last call left here.
+    """
+    # The last token always runs: its logits are not kept.
+    common = min(len(self._held), len(ids) - 1)
+    differs = np.flatnonzero(self._held[:common] != ids[:common])
+    start = int(differs[0]) if differs.size else common
+    # The buffers are donated: after an interruption there is nothing to go on from.
+    cache, self._cache = self._cache, None
+    if cache is None:
+      # A last chunk may reach behind the limit by its padding.
+      cache = generation.empty_cache(self.model, 1, self.limit + CHUNK)
+      start = 0
+    scores = None
+    while start < len(ids):
+      part = ids[start : start + CHUNK]
+      # Zeros behind a shorter chunk change nothing: no token of it sees them, and the
+      # next tokens overwrite them, because the length excludes them.
+      padded = part if len(part) == 1 else np.pad(part, (0, CHUNK - len(part)))
+      cache = dataclasses.replace(cache, length=jnp.int32(start))
+      scores, cache = generation.next_logits(
+        self.model, self._params, cache, jnp.asarray(padded[None]), len(part) - 1
+      )
+      start += len(part)
+    self._cache, self._held = cache, ids
+    assert scores is not None
+    return scores[0]
+
+
+def stream(
+  cache: PrefixCache,
+  ids: np.ndarray,
+  *,
+  max_new_tokens: int,
+  temperature: float = 0.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+  key: jax.Array | None = None,
+  eos_ids: Collection[int] = (),
+) -> Iterator[int]:
+  """Yields the tokens after a prompt, each as soon as it is known.
+
+  Ends before the first of `eos_ids`, after `max_new_tokens`, or where the sequence
+  fills the cache. The other arguments, and the tokens up to ties within rounding, are
+  those of `generation.generate`.
+
+  Args:
+    cache: Scores the tokens and keeps them for the next call.
+    ids: The prompt, int32 `[T]`, T at least 1.
+    max_new_tokens: Most tokens to yield.
+    temperature: 0 takes the most likely token; otherwise logits are divided by it.
+    top_k: Sample only among the k most likely tokens.
+    top_p: Sample only among the fewest tokens whose total probability reaches this.
+    key: Random key, required when `temperature` is positive.
+    eos_ids: Tokens that end the text; they are not yielded.
+
+  Raises:
+    ValueError: An argument is out of range, or the prompt leaves no room in the cache.
+  """
+  room = cache.limit - len(ids)
+  if room < 1:
+    raise ValueError(
+      f"generate: expected a prompt of less than {cache.limit} tokens, the context of "
+      f"the model here, got {len(ids)}; shorten it, or start another conversation."
+    )
+  generation.check_arguments(
+    cache.model,
+    jnp.asarray(ids[None]),
+    min(max_new_tokens, room),
+    temperature,
+    top_k,
+    top_p,
+    key,
+  )
+  for _ in range(min(max_new_tokens, room)):
+    newest = int(
+      generation.choose(
+        cache.logits(ids)[None], len(ids), temperature, top_k, top_p, key
+      )[0]
+    )
+    if newest in eos_ids:
+      return
+    yield newest
+    ids = np.append(ids, np.int32(newest))
+
+
+def text_pieces(
+  tokens: Iterable[int],
+  decode: Callable[[Sequence[int]], str],
+  stops: Sequence[str] = (),
+) -> Iterator[str]:
+  """Yields the text of tokens piece by piece, up to the first stop string.
+
+  What may be the beginning of a stop string, or of a character whose bytes are not
+  complete, is held back until the next token decides. The pieces join to the decoded
+  text without the stop string and what follows it.
+  """
+  ids: list[int] = []
+  shown, text = 0, ""
+  for token in tokens:
+    ids.append(token)
+    text = decode(ids)
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    if found:
+      yield text[shown : min(found)]
+      return
+    end = len(text.rstrip("\ufffd"))
+    held = (
+      n for stop in stops for n in range(1, len(stop)) if text[:end].endswith(stop[:n])
+    )
+    end -= max(held, default=0)
+    if end > shown:
+      yield text[shown:end]
+      shown = end
+  if shown < len(text):
+    yield text[shown:]
