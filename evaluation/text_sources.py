@@ -52,7 +52,7 @@ def arrow_table(path: pathlib.Path) -> "pyarrow.Table":
   """Reads the table of an Arrow stream file."""
   import pyarrow
 
-  with pyarrow.memory_map(str(path)) as source:
+  with refusing(path, "a stream of Arrow"), pyarrow.memory_map(str(path)) as source:
     return pyarrow.ipc.open_stream(source).read_all()
 
 

@@ -551,7 +551,7 @@ MUTANTS = (
     "mxjax/intake/reading.py",
     "limit = min(TEXT_BYTES, least + ratio * path.stat().st_size)",
     "limit = 2**40",
-    ("tests/evaluation/test_damaged_files.py",),
+    ("tests/evaluation/test_datasets.py",),
   ),
   Mutant(
     "sizes of a config are used before they are checked",
@@ -601,6 +601,27 @@ MUTANTS = (
     "check_folder(folder, is_ours=False)",
     "check_folder(folder / 'x', is_ours=False)",
     ("tests/evaluation/cli/test_every_byte.py",),
+  ),
+  Mutant(
+    "the room on a disk is not looked at",
+    "mxjax/storage/checkpoint.py",
+    "atomic_io.check_room(folder.parent, arrays.values(), files=2)",
+    "atomic_io.check_room(folder.parent, (), files=2)",
+    ("tests/evaluation/cli/test_failing_disks.py",),
+  ),
+  Mutant(
+    "errors of full disks stay as libraries word them",
+    "mxjax/storage/atomic_io.py",
+    "if number is None and _FULL in str(error):",
+    "if number is _FULL:",
+    ("tests/mxjax/storage/test_atomic_io.py",),
+  ),
+  Mutant(
+    "tokenizer files wait on the system's own disk",
+    "evaluation/cli/outputs.py",
+    "    dir=folder, prefix=",
+    "    prefix=",
+    ("tests/evaluation/cli/test_failing_disks.py",),
   ),
   Mutant(
     "journal lines not chained to the ones before",

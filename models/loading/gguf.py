@@ -177,10 +177,12 @@ def _decode(
   """Dequantizes a tensor to bfloat16, in Hugging Face's row order."""
   from gguf.quants import dequantize
 
-  values = np.asarray(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
-  if permuted_heads:
-    values = unpermute(values, permuted_heads)
-  return values.astype(np.float32).astype(jnp.bfloat16)
+  # NaN and inf are found and counted when a layer is read.
+  with np.errstate(all="ignore"):
+    values = np.asarray(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
+    if permuted_heads:
+      values = unpermute(values, permuted_heads)
+    return values.astype(np.float32).astype(jnp.bfloat16)
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:

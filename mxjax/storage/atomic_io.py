@@ -66,6 +66,8 @@ _REFUSALS = {
   errno.EACCES: "allow writing there",
   errno.EPERM: "allow writing there",
 }
+_BLOCK = 4096
+"""Bytes that the smallest file takes on a disk."""
 _FULL, _REFUSED = "No space left on device", "cannot take more"
 
 
@@ -94,6 +96,20 @@ def explaining(
       f"{place}: {path} {_REFUSED} ({os.strerror(number)}); {_REFUSALS[number]}, then "
       f"{mend}."
     ) from error
+
+
+def check_room(folder: pathlib.Path, arrays: Iterable[Any], files: int) -> None:
+  """Checks that a disk has room for arrays, in so many files each.
+
+  Raises:
+    OSError: There is too little.
+  """
+  need = sum(array.nbytes + files * _BLOCK for array in arrays)
+  if (free := shutil.disk_usage(folder).free) < need:
+    raise OSError(
+      f"output: {folder} {_REFUSED}: expected {need} bytes free, got {free}; make "
+      "room, then repeat the command, with --resume if it has that."
+    )
 
 
 @contextlib.contextmanager
@@ -177,17 +193,23 @@ def damaged_files(
 def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> str:
   """Writes or replaces a file atomically: after a crash it is whole or absent.
 
-  Only one of the `parts` is in memory at a time. Returns the content's SHA-256, hex.
+  Only one of the `parts` is in memory at a time. Processes that write one file at once
+  do not meet before it is whole. Returns the content's SHA-256, hex.
   """
-  partial = path.with_name(path.name + PARTIAL)
+  partial = path.with_name(f"{path.name}{PARTIAL}-{secrets.token_hex(4)}")
   digest = hashlib.sha256()
-  with open(partial, "wb") as file:
-    for part in parts:
-      digest.update(part)
-      file.write(part)
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(partial, path)
+  try:
+    with open(partial, "wb") as file:
+      for part in parts:
+        digest.update(part)
+        file.write(part)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(partial, path)
+  except OSError:
+    # A full disk needs the room.
+    partial.unlink(missing_ok=True)
+    raise
   sync(path.parent)
   return digest.hexdigest()
 

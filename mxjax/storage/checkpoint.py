@@ -203,6 +203,8 @@ def save_checkpoint(
     "arrays": tree_io.describe_arrays(arrays),
   }
   with atomic_io.staged(path, token) as folder:
+    # Orbax reports a full disk at length, and goes on writing for a while.
+    atomic_io.check_room(folder.parent, arrays.values(), files=2)
     _write_files(folder, manifest, arrays, tokenizer_files or ())
   return pathlib.Path(path)
 

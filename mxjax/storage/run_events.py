@@ -39,6 +39,7 @@ class _Prepared(pydantic.BaseModel):
   files: _Files
   nodes: _PreparedNodes
   paths: list[str]
+  record: Any
 
 
 class _Clock(pydantic.BaseModel):
