@@ -603,6 +603,13 @@ MUTANTS = (
     ("tests/evaluation/cli/test_every_byte.py",),
   ),
   Mutant(
+    "processes that write one file share its partial name",
+    "mxjax/storage/atomic_io.py",
+    'f"{path.name}{PARTIAL}-{secrets.token_hex(4)}"',
+    "path.name + PARTIAL",
+    ("tests/mxjax/storage/test_atomic_io.py",),
+  ),
+  Mutant(
     "the room on a disk is not looked at",
     "mxjax/storage/checkpoint.py",
     "atomic_io.check_room(folder.parent, arrays.values(), files=2)",

@@ -78,6 +78,18 @@ def test_too_little_room_is_told_before_anything_is_written(tmp_path, monkeypatc
     atomic_io.check_room(tmp_path, [np.zeros(11, np.int8)], files=3)
 
 
+def test_two_that_write_one_file_do_not_meet(tmp_path):
+  def parts():
+    yield b"first "
+    atomic_io.write_durably(tmp_path / "x", b"second")
+    assert (tmp_path / "x").read_bytes() == b"second"
+    yield b"whole"
+
+  atomic_io.write_parts(tmp_path / "x", parts())
+  assert (tmp_path / "x").read_bytes() == b"first whole"
+  assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
 def test_every_damaged_file_is_told_apart(tmp_path):
   for name in ("same", "cut", "other", "absent"):
     (tmp_path / name).write_bytes(b"content")
