@@ -13,9 +13,9 @@ def test_explain_escapes_what_a_model_wrote():
     | {"packet": {**body, "explanations": [account]}},
     ({**outcome, "detail": evil},),
     (evil,),
-    {"verdict": "x", "reason": evil, "survivors": [], "excluded": []}
+    {"verdict": "x", "reason": evil, "survivors": [], "excluded": [], "explicit": ""}
     | {"response": evil, "observed": {}},
-    {"checker": evil, "implemented": True, "detail": evil},
+    ({"checker": evil, "response": evil, "implemented": True, "detail": evil},),
     None,
     "+\tx = 1\n-" + evil,
   )
