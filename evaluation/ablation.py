@@ -63,6 +63,7 @@ def run(
   *,
   contract: Contract = PAPER_CONTRACT,
   on_row: Callable[[str], pipeline.OnProgress | None] | None = None,
+  facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
   """Runs a study; a killed run resumes from the rows already in the folder.
 
@@ -70,7 +71,8 @@ def run(
   error is always measured. `name` is a key of `ablations.STUDIES`, `draws` are
   calibration tokens by seed, int32 `[sequences, length]` each, and finished rows are
   written to `folder`, one file per row and draw. `on_row` is called with each row's
-  label and returns the progress callback of that row.
+  label and returns the progress callback of that row. New rows get the JSON-ready
+  `facts`.
 
   Returns:
     JSON-ready: `study`, `seeds`, `rows` (label to one result per seed), `reference`.
@@ -97,7 +99,7 @@ def run(
         progress = on_row(f"{label}, seed {seed}") if on_row else None
         options = {"contract": contract, "store": path / study.STORE}
         made = _row(subject, tokens, program, builds, on_progress=progress, **options)
-        row = {"label": label, "seed": seed} | made
+        row = {"label": label, "seed": seed, **(facts or {})} | made
         study.write_row(file, row)
       results[label].append(row | {"label": label})
   return {

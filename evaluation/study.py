@@ -25,7 +25,7 @@ from mxjax.calibration.calibration import (
 from mxjax.devices.placement import Placement
 from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.operator_error import operator_error
-from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.evaluation.measures.perplexity import Perplexity, perplexity
 from mxjax.intake.reading import parse_json, read_bytes, refusing
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
@@ -34,8 +34,26 @@ from mxjax.storage import atomic_io
 
 ROWS = "rows"
 """Name of the subfolder with a study's finished rows."""
+EVALUATING = "evaluating"
+"""How the stages of an evaluation begin in a run's progress."""
 STORE = "store"
 """Name of the subfolder with float-model data that methods of a study share."""
+
+OnWindow = Callable[[int, int], None]
+"""Called with (done, windows) after each test window."""
+
+
+def evaluation_steps(
+  on_progress: pipeline.OnProgress, layers: int, begin: float = 0.0
+) -> OnWindow:
+  """Returns what reports test windows as `Progress` from the fraction `begin` to 1."""
+
+  def step(done: int, total: int) -> None:
+    stage = f"{EVALUATING}, window {done}/{total}"
+    fraction = begin + (1 - begin) * done / total
+    on_progress(pipeline.Progress(layers - 1, layers, stage, fraction))
+
+  return step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,27 +79,44 @@ class Subject:
   with_agreement: bool = False
   mesh: Mesh | None = None
 
-  def float_perplexities(self) -> dict[str, float]:
+  def float_perplexities(self, on_window: OnWindow | None = None) -> dict[str, float]:
     """Measures unperturbed perplexity of the float model on every test."""
+    results = self._perplexities(self.params, 1, on_window)
+    return {name: result.mean for name, result in results.items()}
+
+  def _perplexities(
+    self, params: Params, replicates: int, on_window: OnWindow | None
+  ) -> dict[str, Perplexity]:
+    """Measures all tests, and counts their windows together."""
+    total = replicates * sum(map(len, self.tests.values()))
+    done = itertools.count()
+    step = (lambda *_: on_window(next(done), total)) if on_window else None
+    if step:
+      step()
+    options = {"replicates": replicates, "mesh": self.mesh, "on_window": step}
     return {
-      name: perplexity(self.model, self.params, tokens, mesh=self.mesh).mean
+      name: perplexity(self.model, params, tokens, **options)
       for name, tokens in self.tests.items()
     }
 
   def measure(
-    self, quantized: Params, reference: Params | None = None
+    self,
+    quantized: Params,
+    reference: Params | None = None,
+    on_window: OnWindow | None = None,
   ) -> dict[str, Any]:
     """Measures quantized params: perplexities, operator error, agreement; JSON-ready.
 
-    `reference` replaces the subject's float params if the program rewrote them.
+    `reference` replaces the subject's float params if the program rewrote them;
+    `on_window` is called with (done, windows) after each window of a perplexity.
     """
     start = time.perf_counter()
     exact = reference or self.params
     results = {
-      name: perplexity(
-        self.model, quantized, tokens, replicates=self.replicates, mesh=self.mesh
-      ).to_dict()
-      for name, tokens in self.tests.items()
+      name: result.to_dict()
+      for name, result in self._perplexities(
+        quantized, self.replicates, on_window
+      ).items()
     }
     # The rest runs on one device, a layer at a time.
     quantized = Placement.of(self.mesh).on_primary(quantized)
@@ -104,24 +139,32 @@ def run_method(
   subject: Subject,
   tokens: np.ndarray,
   method: str | Program,
+  *,
+  on_progress: pipeline.OnProgress | None = None,
   **options: Any,
 ) -> tuple[dict[str, Any], Params]:
   """Quantizes with one method and measures the result.
 
-  Calibration tokens are int32 `[sequences, length]`; `options` are those of
-  `pipeline.quantize_with_record`.
+  Calibration tokens are int32 `[sequences, length]`; `on_progress` follows both, and
+  its last fraction is 1; `options` are those of `pipeline.quantize_with_record`.
 
   Returns:
     A JSON-ready row (`method`, `perplexity`, `operator_error`, `size`, `seconds`,
     `record`), and the quantized params.
   """
   program = methods.get(method)
+  # Tokens that pass through the model before the evaluation, and in it.
+  before = np.size(tokens) * (1 + len(program.recover))
+  after = subject.replicates * sum(map(np.size, subject.tests.values()))
+  share = before / (before + after)
+  follow = on_progress or (lambda now: None)
   start = time.perf_counter()
   result = pipeline.quantize_with_record(
     subject.params,
     Calibration(subject.model, tokens),
     program,
     mesh=subject.mesh,
+    on_progress=lambda now: follow(now._replace(fraction=share * now.fraction)),
     **options,
   )
   seconds = time.perf_counter() - start
@@ -131,7 +174,11 @@ def run_method(
   row = {
     "method": program.name,
     "seconds": seconds,
-    **subject.measure(result.params, result.reference),
+    **subject.measure(
+      result.params,
+      result.reference,
+      evaluation_steps(follow, subject.model.num_layers, share),
+    ),
     "size": sizes.size_report(result.params),
     "record": result.record.to_dict(),
   }
@@ -166,6 +213,7 @@ def read_row(
       "rules": record["contract_hash"] != contract.hash,
       "replicates": replicates - {subject.replicates} != set(),
       "operator error": subject.with_operator_error and row["operator_error"] is None,
+      "agreement": subject.with_agreement and row["agreement"] is None,
     }
   if differing := [name for name, is_other in differs.items() if is_other]:
     raise ValueError(
@@ -189,6 +237,7 @@ def compare(
   folder: str | os.PathLike[str] | None = None,
   contracts: Mapping[str, Contract] | None = None,
   on_method: Callable[[str], pipeline.OnProgress | None] | None = None,
+  facts: Mapping[str, Any] | None = None,
 ) -> tuple[list[dict[str, Any]], Params | None]:
   """Runs several methods in order on the same calibration tokens.
 
@@ -199,14 +248,17 @@ def compare(
 
   Every method runs under each of `contracts`, with the key appended to its name; None
   means the paper's contract alone. `on_method` is called with each name and returns the
-  progress callback of that method.
+  progress callback of that method. New rows get the JSON-ready `facts`.
 
   Returns:
     One row per method and contract, and the params of the last method that succeeded in
     this call.
   """
   programs = [methods.get(name) for name in names]
-  float_perplexity = subject.float_perplexities()
+  follow = on_method("float model") if on_method else None
+  float_perplexity = subject.float_perplexities(
+    evaluation_steps(follow, subject.model.num_layers) if follow else None
+  )
   path = pathlib.Path(folder) if folder is not None else None
   rows, last = [], None
   for program, (mark, contract) in itertools.product(
@@ -227,7 +279,7 @@ def compare(
         )
       except (ValueError, FloatingPointError, MemoryError, JaxRuntimeError) as error:
         row = {"error": str(error)}
-      row |= {"method": label, "float_perplexity": float_perplexity}
+      row |= {"method": label, "float_perplexity": float_perplexity, **(facts or {})}
       if file and "error" not in row:
         write_row(file, row)
     rows.append(row)

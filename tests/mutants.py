@@ -1222,6 +1222,41 @@ MUTANTS = (
     '"assistant", "content": ""',
     ("tests/evaluation/cli/test_cli.py",),
   ),
+  Mutant(
+    "a run's progress ends before its evaluation",
+    "evaluation/study.py",
+    "fraction = begin + (1 - begin) * done / total",
+    "fraction = begin * done / total",
+    ("tests/evaluation/cli/test_progress.py",),
+  ),
+  Mutant(
+    "help leaves out a default of zero",
+    "evaluation/cli/arguments.py",
+    "is_left_out = value is None or isinstance(value, (bool, list))",
+    "is_left_out = not value or isinstance(value, (bool, list))",
+    ("tests/evaluation/cli/test_help.py",),
+  ),
+  Mutant(
+    "a row without KL and flips is taken for one with them",
+    "evaluation/study.py",
+    'subject.with_agreement and row["agreement"] is None',
+    'subject.with_agreement and row["agreement"] is False',
+    ("tests/evaluation/cli/test_cli.py",),
+  ),
+  Mutant(
+    "the recovery fits cost no time",
+    "evaluation/cli/settings.py",
+    "STARTING_FIT * len(program.recover) + work / rate",
+    "work / rate",
+    ("tests/evaluation/cli/test_progress.py",),
+  ),
+  Mutant(
+    "a result does not say what made it",
+    "evaluation/cli/settings.py",
+    'shlex.join(["mxjax", *options.arguments])',
+    'shlex.join(["mxjax"])',
+    ("tests/evaluation/cli/test_progress.py",),
+  ),
 )
 
 

@@ -90,7 +90,7 @@ def register(commands: Any) -> None:
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
-  add("--workers", type=int, default=1, metavar="N", help="processes; default: 1")
+  add("--workers", type=int, default=1, metavar="N", help="processes")
   add("--ray", action="store_true", help="workers on a Ray cluster")
   add(
     "--compiled",
@@ -112,9 +112,9 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--task-options", default="{}", metavar="JSON", help="options of the task")
   add("--model", metavar="MODEL", help="visible model of the ptq task")
   add("--holdout-model", metavar="MODEL", help="held-out model of the ptq task")
-  add("--budget", type=int, default=240, metavar="CALLS", help="default: 240")
-  add("--seed", type=int, default=0, help="default: 0")
-  add("--arm", default="quantforge", choices=sorted(ARMS), help="default: quantforge")
+  add("--budget", type=int, default=240, metavar="CALLS", help="of the evaluator")
+  add("--seed", type=int, default=0, help="of every random choice")
+  add("--arm", default="quantforge", choices=sorted(ARMS), help="which search")
   add("--width", type=int, default=1, help="proposals made from one state")
   add(
     "--as-in-paper",
@@ -126,12 +126,13 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
     action="store_true",
     help="divide the 240 calls among candidates, controls and probes as the paper does",
   )
-  add("--sandbox", default="strict", choices=jail.LEVELS, help="default: strict")
+  told = "how candidates are jailed"
+  add("--sandbox", default="strict", choices=jail.LEVELS, help=told)
   add(
     "--proposer",
     default="embedded",
     metavar="KIND",
-    help="embedded, llm, cassette or human; default: embedded",
+    help="embedded, llm, cassette or human",
   )
   add("--endpoint", metavar="URL", help="OpenAI-compatible base URL")
   add("--endpoint-model", metavar="NAME", help="the model to ask there")
@@ -155,7 +156,7 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
     "--holdout",
     default="after",
     choices=("after", "during", "off"),
-    help="when champions are measured on held-out data; default: after",
+    help="when champions are measured on held-out data",
   )
 
 

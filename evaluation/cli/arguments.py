@@ -48,20 +48,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     f".gguf file or a hub id; the embedded {DEFAULT_MODEL} when omitted",
   ),
   "--max-new-tokens": dict(
-    type=int, default=32, metavar="N", help="default: %(default)s"
+    type=int, default=32, metavar="N", help="most tokens to make"
   ),
   "--temperature": dict(
     type=float,
     default=0.0,
     metavar="X",
-    help="divides the logits; 0 takes the likeliest token; default: %(default)s",
+    help="divides the logits; 0 takes the likeliest token",
   ),
   "--top-k": dict(type=int, metavar="K", help="only the K likeliest tokens"),
   "--top-p": dict(
     type=float,
     metavar="P",
-    help="only the likeliest tokens that reach probability P together; default: "
-    "%(default)s",
+    help="only the likeliest tokens that reach probability P together",
   ),
   "--stop": dict(
     action="append",
@@ -72,11 +71,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "--out": dict(required=True, metavar="DIR", help="a new folder"),
   "--json": dict(action="store_true", help="print JSON for machines"),
   "--calib": dict(metavar="DATA", help=DATA_HELP),
-  "--sequences": dict(type=int, default=128, metavar="N", help="default: 128"),
-  "--length": dict(
-    type=int, default=2048, metavar="T", help="tokens each; default: 2048"
-  ),
-  "--seed": dict(type=int, default=0, metavar="S", help="of the sample; default: 0"),
+  "--sequences": dict(type=int, default=128, metavar="N", help="texts to calibrate on"),
+  "--length": dict(type=int, default=2048, metavar="T", help="tokens each"),
+  "--seed": dict(type=int, default=0, metavar="S", help="of the sample"),
   "--sampling": dict(
     choices=text_sources.SAMPLINGS,
     help="consecutive windows of the joined text; or the field's C4 sample (random "
@@ -84,11 +81,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "WikiText-2 sample (random offsets of the text), the default for wikitext2",
   ),
   "--data": dict(metavar="DATA", help=f"{DATA_HELP}; several sets with commas between"),
-  "--windows": dict(
-    type=int, default=8, metavar="N", help="windows of each set; default: 8"
-  ),
+  "--windows": dict(type=int, default=8, metavar="N", help="windows of each set"),
   "--window-length": dict(
-    type=int, default=2048, metavar="T", help="tokens in a window; default: 2048"
+    type=int, default=2048, metavar="T", help="tokens in a window"
   ),
   "--replicates": dict(
     type=int,
@@ -223,7 +218,15 @@ def split(text: str) -> list[str]:
 
 
 class _Formatter(argparse.HelpFormatter):
-  """Wraps help between words, never at the hyphen of a name that users would copy."""
+  """Adds every default; wraps between words, never at the hyphen of a name."""
+
+  def _get_help_string(self, action: argparse.Action) -> str | None:
+    value = action.default
+    # None, False and lists are left out: no default, or one that the help describes.
+    is_left_out = value is None or isinstance(value, (bool, list))
+    if is_left_out or value == argparse.SUPPRESS or not action.option_strings:
+      return action.help
+    return f"{action.help}; default: %(default)s"
 
   def _split_lines(self, text: str, width: int) -> list[str]:
     return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)

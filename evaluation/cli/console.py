@@ -11,7 +11,6 @@ from rich.console import Console
 from mxjax.audit import plan
 from mxjax.evaluation.report import numbers
 from mxjax.evaluation.report.tables import Table
-from mxjax.running import pipeline
 
 STDERR = Console(stderr=True)
 STDOUT = Console()
@@ -34,54 +33,44 @@ def say(text: str) -> None:
 
 def print_table(table: Table) -> None:
   """Prints a table with its first column left-aligned and the others right-aligned."""
-  printed = rich_table.Table(title=table.title)
-  for index, head in enumerate(table.head):
-    printed.add_column(head, justify="right" if index else "left")
+  printed = rich_table.Table(
+    title=table.title, box=None, pad_edge=False, padding=(0, 2, 0, 0)
+  )
+  first, *others = table.head
+  printed.add_column(first, overflow="fold", min_width=8)
+  for head in others:
+    # Numbers are never broken, so that of narrow terminals only names are.
+    printed.add_column(head.replace(" ", "\n"), justify="right", no_wrap=True)
   for row in table.rows:
     printed.add_row(*row)
   STDOUT.print(printed)
+  if table.note:
+    say(table.note)
 
 
-def _bars(name: str, state: progress.ProgressColumn) -> progress.Progress:
+def bars(name: str, state: str, left: str) -> progress.Progress:
+  """Returns a display of bars; the texts are templates of a task's fields."""
   return progress.Progress(
     progress.TextColumn(name),
-    progress.BarColumn(bar_width=24),
-    state,
+    progress.BarColumn(bar_width=16),
+    progress.TaskProgressColumn(),
+    progress.TextColumn(state),
     progress.TimeElapsedColumn(),
-    progress.TextColumn("left"),
-    progress.TimeRemainingColumn(),
+    progress.TextColumn(left),
     console=STDERR,
   )
 
 
 @contextlib.contextmanager
-def progress_bars() -> Iterator[Callable[[str], pipeline.OnProgress]]:
-  """Shows a bar per method with layer, stage, elapsed and remaining time."""
-  stage = progress.TextColumn("{task.description:<34}")
-  with _bars("{task.fields[method]:<6}", stage) as bars:
-
-    def begin(method: str) -> pipeline.OnProgress:
-      task = bars.add_task("starting", total=1.0, method=method)
-
-      def update(now: pipeline.Progress) -> None:
-        text = f"layer {now.layer + 1}/{now.layers}: {now.stage}"
-        bars.update(task, completed=now.fraction, description=text)
-
-      return update
-
-    yield begin
-
-
-@contextlib.contextmanager
 def task_bars() -> Iterator[Callable[[str, int, int], None]]:
-  """Shows a bar per task with elapsed and remaining time."""
-  with _bars("{task.description:<14}", progress.MofNCompleteColumn()) as bars:
+  """Shows a bar per task with counts and elapsed time."""
+  with bars("{task.description}", "{task.completed}/{task.total}", "") as shown:
     known: dict[str, progress.TaskID] = {}
 
     def update(name: str, done: int, total: int) -> None:
       if name not in known:
-        known[name] = bars.add_task(name, total=total)
-      bars.update(known[name], completed=done)
+        known[name] = shown.add_task(name, total=total)
+      shown.update(known[name], completed=done)
 
     yield update
 
@@ -107,30 +96,66 @@ def _perplexity_cell(result: dict[str, Any]) -> str:
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
-  """Builds the final table of `compare` and `demo`."""
-  first = next((row for row in rows if "error" not in row), None)
-  tests = list(first["perplexity"]) if first else []
-  costs = ("operator error", "build s", "MB", "x smaller than BF16")
-  body = []
-  if first:
-    values = [f"{first['float_perplexity'][name]:.2f}" for name in tests]
-    megabytes = f"{first['size']['bf16_total'] / 1e6:.0f}"
-    body.append(["BF16 weights", *values, "0", "-", megabytes, "1.00"])
+  """Builds the final table of `compare` and `demo`, with a column a measure asked for.
+
+  Its short names and few digits leave room for three tests in 80 columns.
+  """
+  good = [row for row in rows if "error" not in row]
+  tests = list(good[0]["perplexity"]) if good else []
+  bits = lambda row: row["size"]["quantized_linears"]["bits_per_weight"]
+  # What each column shows, how, and what the float model has there.
+  columns: dict[str, tuple[Callable[[Any], str | None], str]] = {
+    **{
+      f"ppl {name}": (
+        lambda row, name=name: _perplexity_cell(row["perplexity"][name]),
+        f"{good[0]['float_perplexity'][name]:.2f}",
+      )
+      for name in tests
+    },
+    "operator error": (
+      lambda row: _written(row["operator_error"], "{:.4f}".format),
+      "-",
+    ),
+    "KL": (lambda row: _agreement(row, "kl_mean", "{:.4f}".format), "0"),
+    "flips": (lambda row: _agreement(row, "flips", "{:.2%}".format), "0"),
+    "bits a weight": (lambda row: f"{bits(row):.2f}", "16"),
+    "size, MiB": (
+      lambda row: f"{row['size']['total'] / 2**20:.4g}",
+      f"{good[0]['size']['bf16_total'] / 2**20:.4g}" if good else "",
+    ),
+    "build, s": (lambda row: f"{row['seconds']:.3g}", "-"),
+  }
+  shown = {
+    head: (cell, exact)
+    for head, (cell, exact) in columns.items()
+    if any(cell(row) is not None for row in good)
+  }
+  body = [["BF16", *(exact for _, exact in shown.values())]] if good else []
   for row in rows:
     if "error" in row:
-      body.append([row["method"], *["failed"] * len(tests), row["error"][:60]])
-      continue
-    error, size = row["operator_error"], row["size"]
-    cells = [_perplexity_cell(row["perplexity"][name]) for name in tests]
-    cells.append("-" if error is None else f"{error:.6f}")
-    cells += [f"{row['seconds']:.0f}", f"{size['total'] / 1e6:.0f}"]
-    body.append([row["method"], *cells, f"{size['ratio']:.2f}"])
-  head = ("method", *(f"perplexity, {name}" for name in tests), *costs)
-  return Table("strict MXFP4 W4A4", head, body)
+      empty = [""] * (len(shown) - 1)
+      body.append([row["method"], "failed", *empty][: 1 + max(1, len(shown))])
+    else:
+      body.append([row["method"], *(cell(row) or "-" for cell, _ in shown.values())])
+  note = "; ".join(f"{row['method']}: {row['error']}" for row in rows if "error" in row)
+  return Table("strict MXFP4 W4A4", ("method", *shown), body, note)
 
 
-def plan_tables(planned: plan.Plan, name: str) -> list[Table]:
-  """Builds the tables of `mxjax plan`: storage, the loaded model, then the work."""
+def _written(value: float | None, form: Callable[[float], str]) -> str | None:
+  return None if value is None else form(value)
+
+
+def _agreement(
+  row: dict[str, Any], key: str, form: Callable[[float], str]
+) -> str | None:
+  return form(row["agreement"][key]) if row.get("agreement") else None
+
+
+def plan_tables(planned: plan.Plan, name: str, seconds: float | None) -> list[Table]:
+  """Builds the tables of `mxjax plan`: storage, the loaded model, then the work.
+
+  `seconds` are those of a HiRes run here, or None if nothing tells.
+  """
   sizes = {
     f"parameters, {planned.parameters / 1e9:.3f} G, in bfloat16": planned.bf16,
     f"auxiliary, {planned.blocks:,} input blocks": planned.auxiliary,
@@ -154,6 +179,7 @@ def plan_tables(planned: plan.Plan, name: str) -> list[Table]:
     ["passes over each linear's inputs", str(planned.reductions)],
     ["products of the model passes", f"{planned.forward_flops:.3g} FLOP"],
     ["products that hires-next adds", f"{planned.prediction_flops:.3g} FLOP"],
+    *([["time on this machine, about", numbers.about(seconds)]] if seconds else []),
   ]
   storage = [*written(sizes), ["packed against bfloat16", ratio]]
   place = "on disk" if planned.on_disk else "in memory"

@@ -3,7 +3,7 @@
 import argparse
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from mxjax.audit import plan
 from mxjax.devices import mesh as meshes
 from mxjax.devices import processes
 from mxjax.evaluation import datasets, study
-from mxjax.evaluation.cli import arguments
+from mxjax.evaluation.cli import arguments, progress, settings
 from mxjax.layers import inference_packing
 from mxjax.storage import checkpoint
 
@@ -98,14 +98,20 @@ def test_subject(
 
 
 def prepare(
-  options: argparse.Namespace, mesh: Mesh | None = None
+  options: argparse.Namespace, names: Iterable[str] = (), mesh: Mesh | None = None
 ) -> tuple[models.Tokenizer, study.Subject, np.ndarray]:
   """Loads what a quantizing command needs, for `mesh`, as the options name it.
 
-  Returns the tokenizer, the model with its tests, and the calibration tokens.
+  First it says what the methods `names` are about to take. Returns the tokenizer, the
+  model with its tests, and the calibration tokens.
   """
+  tell = progress.teller(options.log if processes.is_leader() else "none")
+  tell(f"loading {model_name(options)}")
   model, params = models.open_pretrained(options.model)
-  if not stays_on_disk(options, params.config):
+  on_disk = stays_on_disk(options, params.config)
+  for line in settings.announcement(options, params.config, names, on_disk=on_disk):
+    tell(line)
+  if not on_disk:
     params = params.load()
   tokenizer = models.load_tokenizer(options.model)
   tokens = calibration(options, tokenizer)

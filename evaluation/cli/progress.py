@@ -1,6 +1,7 @@
 """Progress of long runs as bars or JSON events, and a clean stop on Ctrl-C."""
 
 import contextlib
+import functools
 import json
 import shlex
 import signal
@@ -11,9 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+from rich.progress import Progress as Display
+
+from mxjax.evaluation import study
 from mxjax.evaluation.cli import console
+from mxjax.evaluation.report import numbers
 from mxjax.running import pipeline
 
+LEFT = "{task.fields[left]}"
 Begin = Callable[[str], pipeline.OnProgress]
 
 
@@ -45,10 +51,30 @@ class Clock:
 def progress(form: str) -> Iterator[Begin]:
   """Yields a function that starts a display: `bars`, events (`json`) or `none`."""
   if form == "bars":
-    with console.progress_bars() as begin:
-      yield begin
+    with console.bars("{task.fields[method]}", "{task.description}", LEFT) as shown:
+      yield functools.partial(_begin_bar, shown)
   else:
     yield _begin_events if form == "json" else lambda method: lambda now: None
+
+
+def _begin_bar(shown: Display, method: str) -> pipeline.OnProgress:
+  task = shown.add_task("starting", total=1.0, method=method, left="")
+  clock = Clock()
+  first: int | None = None
+
+  def update(now: pipeline.Progress) -> None:
+    nonlocal first
+    first = now.layer if first is None else first
+    text = now.stage
+    if not text.startswith(study.EVALUATING):
+      # Later layers have the shapes of the first, whose programs are compiled.
+      compiling = ", compiling" if now.layer == first else ""
+      text = f"layer {now.layer + 1}/{now.layers}: {text}{compiling}"
+    _, left = clock.update(now.fraction)
+    told = f"{numbers.about(left)} left" if left else ""
+    shown.update(task, completed=now.fraction, description=text, left=told)
+
+  return update
 
 
 def _begin_events(method: str) -> pipeline.OnProgress:
@@ -80,7 +106,8 @@ class Stopper:
     """Wraps the callback so that the stopper learns when a layer begins."""
 
     def update(now: pipeline.Progress) -> None:
-      self._in_layer = True
+      # A perplexity is measured again in less time than waiting for it would take.
+      self._in_layer = not now.stage.startswith(study.EVALUATING)
       on_progress(now)
 
     return update
@@ -104,10 +131,15 @@ class Stopper:
 
 
 def teller(form: str) -> Callable[[str], None]:
-  """Returns a function that prints sentences on stderr, as events for form `json`."""
+  """Returns a function that prints sentences on stderr, as events for form `json`.
+
+  For form `none` it prints nothing.
+  """
+  if form == "none":
+    return lambda text: None
   if form == "json":
     return lambda text: emit("message", text=text)
-  return lambda text: console.STDERR.print(text, markup=False)
+  return lambda text: console.STDERR.print(text, markup=False, highlight=False)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,11 @@ def size(value: float) -> str:
   return f"{value / 1024**power:.4g} {units[power]}"
 
 
+def about(value: float) -> str:
+  """Formats estimated seconds with two digits."""
+  return seconds(float(f"{value:.2g}"))
+
+
 def seconds(value: float) -> str:
   """Formats seconds, or minutes and hours if long."""
   if value < 120:

@@ -117,8 +117,8 @@ def tuning(record: Mapping[str, Any] | None) -> str:
   )
 
 
-def provenance(record: Mapping[str, Any]) -> str:
-  """Shows what another result must share to be comparable with this one."""
+def provenance(record: Mapping[str, Any], made_by: Mapping[str, Any]) -> str:
+  """Shows what another result must share to be comparable, and what made this one."""
   calibration = record["calibration"]
   shape = " × ".join(str(n) for n in calibration.get("shape", ()))
   values = {
@@ -126,7 +126,10 @@ def provenance(record: Mapping[str, Any]) -> str:
     "calibration": calibration.get("fingerprint", "unknown"),
     "calibration tokens": shape or "unknown",
     "program": json.dumps(record["program"], ensure_ascii=False),
+    **{key: made_by[key] for key in ("date", "command", "device") if key in made_by},
   }
+  if versions := made_by.get("versions"):
+    values["versions"] = ", ".join(f"{name} {v}" for name, v in versions.items())
   cells = (
     (name, f'<td class="long mono">{escape(str(value))}</td>')
     for name, value in values.items()
@@ -169,7 +172,7 @@ def run_section(run: Mapping[str, Any], anchor: str) -> str:
     ),
     "Provenance": (
       "Results compare only under equal fingerprints.",
-      provenance(record),
+      provenance(record, run.get("made_by") or {}),
     ),
   }
   body = "".join(section(title, *part) for title, part in parts.items())

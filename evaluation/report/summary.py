@@ -62,6 +62,14 @@ def summary_table(runs: Sequence[Run]) -> str:
   errors = [run["operator_error"] for run in runs]
   cells = _marked([_written(e, numbers.number) for e in errors], errors, min)
   columns["operator error"] = [NONE, *cells]
+  for head, key, form in (
+    ("KL, nats", "kl_mean", numbers.number),
+    ("flips", "flips", numbers.share),
+  ):
+    found = [(run.get("agreement") or {}).get(key) for run in runs]
+    if any(value is not None for value in found):
+      cells = _marked([_written(value, form) for value in found], found, min)
+      columns[head] = ["0", *cells]
   totals = [total, *(s.get("total") for s in sizes)]
   columns["size"] = [_written(value, numbers.size) for value in totals]
   bits = [s.get("quantized_linears", {}).get("bits_per_weight") for s in sizes]

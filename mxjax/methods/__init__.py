@@ -4,6 +4,7 @@ Their names are here without JAX, for the help texts of the command line.
 """
 
 import dataclasses
+import difflib
 import importlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,8 +121,10 @@ def _option(place: str, program: Any, text: str) -> tuple[str, Any]:
   key, equals, value = text.partition("=")
   fields = {f.name for f in dataclasses.fields(program)} - {"name", "tune"}
   if not equals or key not in fields:
+    close = difflib.get_close_matches(key, fields, n=1)
     raise ValueError(
-      f"methods: {place} has no option {text!r}; write one of "
+      f"methods: {place} has no option {text!r}; "
+      f"{f'did you mean {close[0]}? ' if close else ''}write one of "
       f"{', '.join(sorted(fields))} as option=value."
     )
   if key == "recover":

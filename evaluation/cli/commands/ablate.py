@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   arguments.add(parser, "model")
   add = parser.add_argument
   add("--study", required=True, help=f"comma list of {', '.join(STUDIES)}, or all")
-  add("--seeds", default="0,3,5", help="calibration draws; default: 0,3,5")
+  add("--seeds", default="0,3,5", help="calibration draws")
   arguments.add(parser, "--out", help="a folder")
   arguments.add(parser, "--on-disk")
   arguments.add_run(parser)
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(options: argparse.Namespace) -> None:
   """Runs the studies; prints and writes each table as its study finishes."""
   from mxjax.evaluation import ablation, ablation_table, study
-  from mxjax.evaluation.cli import console, inputs, outputs
+  from mxjax.evaluation.cli import inputs, outputs, progress, settings
   from mxjax.storage import atomic_io
 
   studies = arguments.split(options.study)
@@ -55,9 +55,11 @@ def run(options: argparse.Namespace) -> None:
     options.seed = seed
     draws[seed] = inputs.calibration(options, tokenizer)
   results, text = [], ""
+  facts = {"made_by": settings.made_by(options)}
   for name in studies:
-    with console.progress_bars() as begin:
-      results.append(ablation.run(name, subject, draws, folder, on_row=begin))
+    with progress.progress("bars") as begin:
+      result = ablation.run(name, subject, draws, folder, on_row=begin, facts=facts)
+      results.append(result)
     text += ablation_table.table(results[-1]).markdown() + "\n"
     atomic_io.write_durably(folder / "tables.md", text.encode())
     atomic_io.write_json(folder / "result.json", results, indent=1)

@@ -20,12 +20,14 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   add(
     "--methods",
     default="rtn,gptq,brq,hires",
+    metavar="NAMES",
     help="comma list: paper for the paper's ten, all for everything, or each "
-    f"{arguments.METHOD_HELP}; default: rtn,gptq,brq,hires",
+    f"{arguments.METHOD_HELP}",
   )
   add(
     "--scale-rules",
     default="floor",
+    metavar="NAMES",
     help="comma list of floor (the contract), even and rceil: every method under each",
   )
   told = "a new folder, or that of an unfinished comparison to continue"
@@ -38,7 +40,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(options: argparse.Namespace) -> None:
   """Runs the methods without a finished row, and reports all of them."""
   from mxjax.evaluation import study
-  from mxjax.evaluation.cli import console, inputs, outputs
+  from mxjax.evaluation.cli import inputs, outputs, progress, settings
   from mxjax.numerics import mxfp4
   from mxjax.numerics.contract import Contract
 
@@ -55,10 +57,12 @@ def run(options: argparse.Namespace) -> None:
   }
   folder = pathlib.Path(options.out)
   outputs.check_resumable(folder, study.ROWS, study.STORE)
-  _, subject, tokens = inputs.prepare(options)
-  with console.progress_bars() as begin:
+  _, subject, tokens = inputs.prepare(options, selected)
+  places = {"folder": folder, "contracts": contracts}
+  facts = {"made_by": settings.made_by(options)}
+  with progress.progress("bars") as begin:
     rows, _ = study.compare(
-      subject, tokens, selected, folder=folder, contracts=contracts, on_method=begin
+      subject, tokens, selected, on_method=begin, facts=facts, **places
     )
   folder.mkdir(parents=True, exist_ok=True)
   if not any("error" in row for row in rows):

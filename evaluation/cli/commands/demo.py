@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> None:
   """Compares methods, writes the report and a checkpoint, and generates text."""
   from mxjax import models
   from mxjax.evaluation import datasets, study
-  from mxjax.evaluation.cli import console, outputs, speaking
+  from mxjax.evaluation.cli import console, outputs, progress, settings, speaking
   from mxjax.models.streaming import PrefixCache
 
   folder = outputs.fresh_folder(pathlib.Path(options.out))
@@ -36,9 +36,10 @@ def run(options: argparse.Namespace) -> None:
     None, tokenizer, count=SEQUENCES, length=LENGTH, split=split
   )
   subject = study.Subject(model, params, {"unseen passages": load("test")})
-  with console.progress_bars() as begin:
+  facts = {"made_by": settings.made_by(options)}
+  with progress.progress("bars") as begin:
     rows, quantized = study.compare(
-      subject, load("calibration"), METHODS, on_method=begin
+      subject, load("calibration"), METHODS, on_method=begin, facts=facts
     )
   folder.mkdir(parents=True, exist_ok=True)
   if quantized is not None:

@@ -1,6 +1,7 @@
 """`mxjax evaluate`: perplexity or tasks of a quantized or float model."""
 
 import argparse
+import functools
 import json
 import pathlib
 from typing import Any
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
 def _evaluate_perplexity(options: argparse.Namespace, storage: dict[str, Any]) -> None:
   from mxjax import models
   from mxjax.audit import sizes
-  from mxjax.evaluation.cli import console, inputs
+  from mxjax.evaluation.cli import console, inputs, progress, settings
   from mxjax.evaluation.report import numbers
 
   is_compared = options.operator_error or options.agreement
@@ -85,15 +86,24 @@ def _evaluate_perplexity(options: argparse.Namespace, storage: dict[str, Any]) -
       "--operator-error and --agreement out."
     )
   mesh = inputs.mesh_of(options)
+  progress.teller(options.log)(
+    f"loading {options.source or arguments.DEFAULT_MODEL}; then {options.windows} x "
+    f"{options.window_length:,} tokens of {options.data or 'embedded text'}"
+  )
   model, quantized, tokenizer = inputs.restore(options.source, mesh, storage)
   params: Any = {}
   if is_compared:
     _, params = models.from_pretrained(options.model)
   subject = inputs.test_subject(options, model, params, tokenizer, mesh)
+  with console.task_bars() as bars:
+    measured = subject.measure(
+      quantized, on_window=functools.partial(bars, "evaluating")
+    )
   row = {
     "checkpoint": str(options.source or arguments.DEFAULT_MODEL),
     "storage": arguments.split(options.storage or ""),
-    **subject.measure(quantized),
+    **measured,
+    "made_by": settings.made_by(options),
     "size": sizes.size_report(quantized),
   }
   if options.json:
@@ -114,10 +124,8 @@ def _evaluate_perplexity(options: argparse.Namespace, storage: dict[str, Any]) -
 
 def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> None:
   """Evaluates tasks and writes a result file."""
-  import jax
-
   from mxjax.evaluation import results
-  from mxjax.evaluation.cli import console
+  from mxjax.evaluation.cli import console, settings
   from mxjax.evaluation.tasks import seven_tasks
   from mxjax.storage import atomic_io
 
@@ -138,8 +146,7 @@ def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> Non
   result = results.to_json(
     tasks=measured,
     item_source=options.task_source,
-    platform=jax.devices()[0].platform,
-    jax=jax.__version__,
+    made_by=settings.made_by(options),
     **facts,
   )
   if folder:

@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   add("--shard-gb", type=float, default=5.0, metavar="GB", help="largest file")
   group = parser.add_argument_group("measuring")
   arguments.add(group, "--data", help="the embedded text when omitted")
-  told = "0 measures nothing, where nothing is dropped; default: 8"
+  told = "0 measures nothing, where nothing is dropped"
   arguments.add(group, "--windows", help=told)
   arguments.add(group, "--window-length")
   arguments.add(parser, "--json")

@@ -18,7 +18,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   arguments.add(chat, "source")
   chat.add_argument("--system", metavar="TEXT", help="a first message with the rules")
   _add_speaking(chat, **{"--max-new-tokens": 512, "--temperature": 0.7, "--top-p": 0.9})
-  told = "most tokens of a conversation, which set the cache's memory; default: 2048"
+  told = "most tokens of a conversation, which set the cache's memory"
   chat.add_argument("--context", type=int, default=2048, metavar="T", help=told)
   chat.set_defaults(run=run_chat)
 

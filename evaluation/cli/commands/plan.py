@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> None:
   from mxjax import models
   from mxjax.audit import plan
   from mxjax.devices import mesh as meshes
-  from mxjax.evaluation.cli import console, inputs
+  from mxjax.evaluation.cli import console, inputs, settings
 
   config = models.load_config(options.model)
   planned = plan.plan(
@@ -44,5 +44,6 @@ def run(options: argparse.Namespace) -> None:
   if options.json:
     print(json.dumps(planned.to_dict()))
     return
-  for table in console.plan_tables(planned, inputs.model_name(options)):
+  seconds = settings.expected_seconds(planned, ["hires"], options.mesh)
+  for table in console.plan_tables(planned, inputs.model_name(options), seconds):
     console.print_table(table)

@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   )
   arguments.add(parser, "model")
   add = parser.add_argument
-  add("--method", default="hires", help=f"{arguments.METHOD_HELP}; default: hires")
+  add("--method", default="hires", metavar="M", help=arguments.METHOD_HELP)
   arguments.add(parser, "--out")
   chunk_help = "sequences in a device call; bits do not change"
   arguments.add(parser, "--chunk", help=chunk_help)
@@ -67,6 +67,7 @@ def run(options: argparse.Namespace) -> None:
   """Quantizes the model, measures it, and writes the folder."""
   from mxjax.devices import processes
   from mxjax.evaluation.cli import inputs, outputs, progress
+  from mxjax.evaluation.cli.commands import export
   from mxjax.running import pipeline
   from mxjax.storage import atomic_io
 
@@ -76,7 +77,11 @@ def run(options: argparse.Namespace) -> None:
   is_resumed = options.resume and (folder / RUN).is_dir()
   if processes.is_leader() and not is_resumed:
     atomic_io.check_output(folder)
-  prepared = inputs.prepare(options, mesh)
+  if processes.is_leader():
+    formats = ", ".join(export.formats(options.method))
+    tell = progress.teller(options.log)
+    tell(f"a model of {options.method} can be exported as {formats}")
+  prepared = inputs.prepare(options, [options.method], mesh)
   try:
     row = _quantize(options, folder, prepared)
   except (KeyboardInterrupt, pipeline.Stopped) as error:
@@ -96,8 +101,7 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
   from mxjax import models
   from mxjax.devices import processes
   from mxjax.evaluation import study
-  from mxjax.evaluation.cli import inputs, outputs, progress
-  from mxjax.evaluation.cli.commands import export
+  from mxjax.evaluation.cli import inputs, outputs, progress, settings
   from mxjax.storage import checkpoint, layer_store, run_folder
 
   tokenizer, subject, tokens = prepared
@@ -118,9 +122,6 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
       store = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))
     begin = stack.enter_context(progress.progress(options.log if is_leader else "none"))
     stop = stack.enter_context(progress.stopper(tell))
-    if is_leader:
-      formats = ", ".join(export.formats(options.method))
-      tell(f"a model of {options.method} can be exported as {formats}")
     for name in run.discarded:
       tell(f"resume: discarded {name}, which was not finished")
     row, quantized = study.run_method(
@@ -140,7 +141,9 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
       "data": options.calib or "embedded",
       "model": pathlib.Path(model_name).name,
     }
-    row["float_perplexity"] = subject.float_perplexities()
+    steps = study.evaluation_steps(begin("float model"), subject.model.num_layers)
+    row["float_perplexity"] = subject.float_perplexities(steps)
+    row["made_by"] = settings.made_by(options)
     if not (folder / inputs.CHECKPOINT).exists():
       facts = {key: row["record"][key] for key in ("calibration", "program")}
       config = subject.model.config

@@ -173,7 +173,7 @@ def test_plan_reads_the_config_alone(folder, tmp_path, mxjax):
   assert "packed layout" in mxjax("plan", config, as_json=False)
 
 
-def test_compare_marks_rules_and_resumes(folder, tmp_path, mxjax):
+def test_compare_marks_rules_and_resumes(folder, tmp_path, mxjax, refused):
   out = tmp_path / "out"
   (folder / "other.txt").write_text(tiny.TEXT[7:])
   both = ("--data", f"{folder / 'text.txt'},{folder / 'other.txt'}")
@@ -184,6 +184,8 @@ def test_compare_marks_rules_and_resumes(folder, tmp_path, mxjax):
   names = ["rtn", "rtn [even]", "rtn+rceil", "rtn+rceil [even]"]
   assert [row["method"] for row in rows] == names
   assert rows[0] == first[0]
+  command = ["compare", *arguments(folder, out, *more, *both)]
+  assert "made with other agreement" in refused(*command, "--agreement")
   assert not (out / "store").exists()
   assert "rtn [even]" in (out / "report.html").read_text()
   assert json.loads((out / "result.json").read_text())[0]["record"]["layers"]

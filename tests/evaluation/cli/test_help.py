@@ -70,6 +70,25 @@ def test_help_explains_each_command(command, capsys):
 
 
 @pytest.mark.parametrize(
+  ("command", "defaults"),
+  [
+    ("quantize", {"--sequences N": 128, "--length T": 2048, "--method M": "hires"}),
+    ("quantize", {"--seed S": 0, "--replicates R": 1}),
+    ("chat", {"--temperature X": 0.7, "--max-new-tokens N": 512}),
+    ("generate", {"--temperature X": 0.0, "--max-new-tokens N": 32}),
+    ("compare", {"--methods NAMES": "rtn,gptq,brq,hires"}),
+  ],
+)
+def test_help_shows_every_default_once(command, defaults, capsys):
+  _, told = printed([command, "--help"], capsys)
+  text = " ".join(told.out.partition("positional arguments")[2].split())
+  for option, value in defaults.items():
+    explained = text.split(f" {option} ", 1)[1].split(" --", 1)[0]
+    assert explained.count("default: ") == 1
+    assert f"; default: {value}" in explained
+
+
+@pytest.mark.parametrize(
   ("words", "message"),
   [
     (["quantise"], "did you mean quantize?"),
@@ -88,6 +107,7 @@ def test_a_misspelled_word_is_answered_with_the_near_one(words, message, capsys)
   ("words", "message"),
   [
     (["quantize", "--method", "gtpq:scales=static"], "did you mean gptq?"),
+    (["quantize", "--method", "gptq:scale=static"], "did you mean scales?"),
     (["compare", "--methods", "rtn,hire"], "did you mean hires?"),
     (["ablate", "--study", "stage"], "did you mean stages?"),
   ],

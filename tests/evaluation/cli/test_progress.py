@@ -1,16 +1,24 @@
 """Clock, Ctrl-C and events without a model; and real processes that are killed."""
 
 import argparse
+import datetime
+import html
+import io
 import json
+import shlex
 import signal
 import subprocess
 import time
 
+import jax
 import pytest
+from rich.console import Console
 
-from mxjax.evaluation.cli import console, launch, progress
+from mxjax.audit import plan
+from mxjax.evaluation.cli import console, launch, parser, progress, settings
 from mxjax.running import pipeline
 from mxjax.storage import checkpoint
+from tests import tiny
 from tests.evaluation.cli import square
 
 
@@ -45,6 +53,7 @@ class TestStopper:
 
   def test_between_layers_there_is_nothing_to_wait_for(self):
     stop, follow, _, _ = self.make()
+    follow(pipeline.Progress(1, 2, "evaluating, window 1/4", 0.9))
     with pytest.raises(KeyboardInterrupt):
       stop.ask(signal.SIGINT, None)
     follow(self.NOW)
@@ -67,6 +76,112 @@ def test_events_are_lines_of_json(capsys):
   where = {"method": "gptq", "layer": 1, "layers": 4, "stage": "quantization"}
   clock = {"fraction": 0.25, "seconds": 0.0, "seconds_left": None}
   assert event == {"event": "progress", **where, **clock}
+
+
+def test_a_bar_says_what_compiles_what_is_evaluated_and_ends_full():
+  template = "{task.fields[method]}"
+  with console.bars(template, "{task.description}", progress.LEFT) as shown:
+    update = progress._begin_bar(shown, "gptq")
+    (task,) = shown.tasks
+    told = []
+    for now in (
+      pipeline.Progress(0, 2, "calibration", 0.0),
+      pipeline.Progress(1, 2, "quantization", 0.45),
+      pipeline.Progress(1, 2, "evaluating, window 3/4", 0.975),
+      pipeline.Progress(1, 2, "evaluating, window 4/4", 1.0),
+    ):
+      update(now)
+      told.append(task.description)
+    assert told == [
+      "layer 1/2: calibration, compiling",
+      "layer 2/2: quantization",
+      "evaluating, window 3/4",
+      "evaluating, window 4/4",
+    ]
+    assert task.finished and task.percentage == 100
+
+
+def test_a_run_tells_its_settings_its_cost_and_what_made_it(tmp_path, capsys):
+  model, out = square.write(tmp_path / "model"), tmp_path / "out"
+  words = square.quantize(model, out, "rtn", "--replicates", "2")
+  assert parser.main(words) == 0
+  said = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+  messages = [event["text"] for event in said if event["event"] == "message"]
+  assert messages[0] == f"loading {model}"
+  assert f"calibration: 2 x 32 tokens of {model / 'ids.npy'}, seed 0" in messages
+  assert any(text.startswith("expected memory: up to ") for text in messages)
+  assert any(text.startswith("expected time: about ") for text in messages)
+  for method, windows in (("rtn", 4), ("float model", 2)):
+    run = [e for e in said if e.get("method") == method]
+    fractions = [event["fraction"] for event in run]
+    assert fractions == sorted(fractions) and fractions[-1] == 1
+    assert run[-1]["stage"] == f"evaluating, window {windows}/{windows}"
+  (row,) = json.loads((out / "result.json").read_text())
+  made_by = row["made_by"]
+  assert made_by["command"] == shlex.join(["mxjax", *words])
+  assert made_by["versions"]["jax"] == jax.__version__
+  assert made_by["device"].startswith("cpu: ")
+  assert datetime.datetime.fromisoformat(made_by["date"]).tzinfo
+  page = (out / "report.html").read_text()
+  assert html.escape(made_by["command"]) in page and made_by["date"] in page
+
+
+MEASURED = {
+  ("rtn", 4, 256): 13,
+  ("rtn", 8, 512): 22,
+  ("gptq", 4, 256): 23,
+  ("gptq", 8, 512): 34,
+  ("hires", 4, 256): 72,
+  ("hires", 8, 512): 90,
+}
+"""Seconds of SmolLM2-135M on one core of 104 GFLOP/s, with one test window of 256."""
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_the_expected_time_is_within_a_factor_of_two(case):
+  method, sequences, length = case
+  config = tiny.config(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+  )
+  planned = plan.plan(config, sequences=sequences, length=length)
+  expect = lambda *names: settings.expected_seconds(planned, names, None, 256, 104e9)
+  assert 0.5 < expect(method) / MEASURED[case] < 2
+  assert expect(method, "hires-next") > 2 * expect(method)
+  assert settings.expected_seconds(planned, [method], "data=2") is None
+
+
+def test_tables_fit_a_terminal_of_80_columns(monkeypatch):
+  size = {"total": 153.8 * 2**20, "bf16_total": 256.6 * 2**20}
+  size["quantized_linears"] = {"bits_per_weight": 7.88}
+  row = {
+    "method": "gptq:scales=static:order=activation",
+    "perplexity": {"embedded test": {"mean": 1234.56, "spread": 2.0, "values": [1, 2]}},
+    "float_perplexity": {"embedded test": 1200.0},
+    "operator_error": 0.012345,
+    "agreement": {"kl_mean": 0.12345, "flips": 0.3346},
+    "size": size,
+    "seconds": 12345.6,
+  }
+  failed = {"method": "batquant", "error": "ValueError: too little memory"}
+  text = io.StringIO()
+  monkeypatch.setattr(console, "STDOUT", Console(file=text, width=80))
+  console.print_table(console.comparison_table([row, failed]))
+  assert max(map(len, text.getvalue().splitlines())) <= 80
+  words = text.getvalue().split()
+  assert {"0.0123", "0.1235", "33.46%", "7.88", "153.8", "256.6", "failed"} <= set(
+    words
+  )
+  assert "batquant: ValueError: too little memory" in text.getvalue()
+  plain = row | {"agreement": None, "operator_error": None}
+  assert not {"KL", "flips", "operator error"} & set(
+    console.comparison_table([plain]).head
+  )
 
 
 def test_the_command_that_resumes():
