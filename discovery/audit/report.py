@@ -11,6 +11,7 @@ from mxjax.discovery.audit import explain
 from mxjax.discovery.audit.explain import Story
 from mxjax.discovery.core.ledger import KINDS
 from mxjax.discovery.core.store import read_events
+from mxjax.discovery.core.verdict import Verdict
 from mxjax.discovery.search import heldout
 from mxjax.evaluation.report import html as report_html
 from mxjax.evaluation.report import numbers, svg
@@ -18,6 +19,24 @@ from mxjax.storage import atomic_io
 
 Event = dict[str, Any]
 MAX_DIFF_LINES = 60
+MEANINGS = {
+  Verdict.SUPPORTED: "the target improved, and only the proposed explanation is left",
+  Verdict.TARGET_ONLY: "the target improved, but another explanation is left",
+  Verdict.MEDIATOR_ONLY: "what was predicted beside the target came, without a gain",
+  Verdict.NO_EFFECT: "nothing predicted happened, or the program is its parent",
+  Verdict.UNRESOLVED: "several explanations are left, or none",
+  Verdict.UNSAFE: "a condition broke the contract, or the parent was not restored",
+}
+WORDS = {
+  "target": "What the search minimizes, on the visible model.",
+  "held-out target": "The same on a model that the search never sees.",
+  "packet": "A proposed program with explanations, their predictions and controls, "
+  "registered before anything runs.",
+  "condition": "One execution of a packet: the program itself, or a control.",
+  "residual": "A measured quantity over its threshold, which a packet explains.",
+  "call": "One charged execution by the evaluator.",
+  **{name: meaning.capitalize() + "." for name, meaning in MEANINGS.items()},
+}
 
 
 def write(folder: pathlib.Path) -> pathlib.Path:
@@ -31,7 +50,6 @@ def page(folder: pathlib.Path) -> str:
   """Returns the HTML of the report."""
   events, told = read_events(folder), explain.stories(folder)
   first = events[0]
-  style = report_html.STYLE.read_text(encoding="utf-8")
   title = f"Discovery on {first['task']['task']}, seed {first['config']['seed']}"
   sections = [
     _summary(folder, events),
@@ -41,25 +59,11 @@ def page(folder: pathlib.Path) -> str:
     _residuals(events),
     _lineage(told, events),
     _packets(told),
+    report_html.glossary(WORDS),
   ]
-  return f"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)}</title>
-<style>{style}
-pre {{ overflow-x: auto; font-size: 12px; line-height: 1.35; }}
-ins {{ text-decoration: none; color: #1a7f37; }}
-del {{ text-decoration: none; color: #b35900; }}
-details {{ margin: 0.4em 0; }}
-</style>
-<main>
-<h1>{html.escape(title)}</h1>
-<p class="lead">{html.escape(_lead(events))}</p>
-{"".join(sections)}
-</main>
-</html>
-"""
+  head = f"<header><h1>{html.escape(title)}</h1></header>"
+  lead = f'<p class="lead">{html.escape(_lead(events))}</p>'
+  return report_html.document(title, head + lead + "".join(sections))
 
 
 def _lead(events: list[Event]) -> str:
@@ -94,26 +98,28 @@ def _code(identity: str) -> str:
 def _curves(folder: pathlib.Path, events: list[Event]) -> str:
   measured = [e for e in events if e["event"] == "program"]
   measured.sort(key=lambda e: (e["call"], -e["value"]))
-  best = itertools.accumulate((e["value"] for e in measured), min)
-  anytime = [(float(e["call"]), b) for e, b in zip(measured, best, strict=True)]
+  found = [(float(e["call"]), e["value"]) for e in measured]
+  best = itertools.accumulate((value for _, value in found), min)
+  anytime = [(call, b) for (call, _), b in zip(found, best, strict=True)]
   marks = heldout.unsealed(folder)
   scores = [(float(m["call"]), m["value"]) for m in marks if m["value"] is not None]
-  chart = lambda name, points: svg.line_chart(
-    [svg.Series(name, points, 0)], label=name, x_label="evaluator calls"
-  )
   figures = [
-    report_html.figure(
-      "Best visible target", chart("visible", anytime), note="After each call charged."
-    )
+    report_html.lines(
+      "Visible target",
+      [
+        svg.Series("best so far", anytime, 0, form="steps"),
+        svg.Series("every executed program", found, 1, form="dots"),
+      ],
+      "At the call that was charged for it; lower is better.",
+      x_label="evaluator calls",
+    ),
+    report_html.lines(
+      "Held-out target of the champion",
+      [svg.Series("held-out", scores, 0, form="steps")],
+      "Measured by another process; the search never saw it.",
+      x_label="evaluator calls",
+    ),
   ]
-  if scores:
-    figures.append(
-      report_html.figure(
-        "Held-out target of the champion",
-        chart("held-out", scores),
-        note="Measured by another process; the search never saw it.",
-      )
-    )
   return "<h2>Anytime curves</h2>" + report_html.grid(figures)
 
 
@@ -158,14 +164,21 @@ def _verdicts(told: list[Story]) -> str:
   checks = [check for s in told for check in s.checks]
   done = sum(c["implemented"] for c in checks)
   explicit = Counter(v["explicit"] for v in verdicts)
-  rows = [[*map(html.escape, key), str(n)] for key, n in sorted(counts.items())]
+  rows = [
+    [
+      *map(html.escape, key),
+      str(n),
+      f'<td class="long">{MEANINGS[Verdict(key[0])]}</td>',
+    ]
+    for key, n in sorted(counts.items())
+  ]
   note = (
     f"<p>{len(verdicts) - explicit['']} of {len(verdicts)} verdicts exclude an account "
     f"that shares the focal one's primary prediction, {explicit['primary']} of them by "
     f"the primary run alone; {done} of {len(checks)} checks found the response in the "
     "executed computation.</p>"
   )
-  head = ["verdict", "reason", "required response", "packets"]
+  head = ["verdict", "reason", "required response", "packets", "it means"]
   return "<h2>Verdicts</h2>" + report_html.table(head, rows) + note
 
 
@@ -193,18 +206,34 @@ def _residuals(events: list[Event]) -> str:
 
 
 def _lineage(told: list[Story], events: list[Event]) -> str:
+  """Draws the executed programs as a tree, with the line of the champion open."""
   champion = [e for e in events if e["event"] == "program"][-1]["champion"]
-  parts = []
-  for story in explain.lineage(told, champion):
-    program = story.packet["packet"]["program"]
-    label = html.escape(story.packet.get("label", "the initial program"))
-    assert story.program is not None, "a parent was executed"
-    value = story.program["value"]
-    parts.append(
-      f"<details><summary>{_code(program)} {label}: {value:.5g}</summary>"
-      f"{_diff(story.diff)}</details>"
-    )
-  return "<h2>Lineage of the champion</h2>" + "".join(parts)
+  line = {s.packet["id"] for s in explain.lineage(told, champion)}
+  children: defaultdict[str, list[Story]] = defaultdict(list)
+  seen: set[str] = set()
+  for story in told:
+    body = story.packet["packet"]
+    # A program may be proposed again; as in `explain.lineage`, its first packet counts.
+    if story.program is not None and body["program"] not in seen:
+      seen.add(body["program"])
+      children[body["parent"]].append(story)
+
+  def branch(parent: str) -> str:
+    items = []
+    for story in children[parent]:
+      program, is_ours = story.packet["packet"]["program"], story.packet["id"] in line
+      assert story.program is not None
+      label = html.escape(story.packet.get("label", "the initial program"))
+      name = f"{_code(program)} {label}: {story.program['value']:.5g}"
+      shown = f"<b>{name}</b>" if is_ours else name
+      fold = f"<details><summary>{shown}</summary>{_diff(story.diff)}</details>"
+      items.append(f"<li>{fold}{branch(program)}</li>")
+    return f"<ul>{''.join(items)}</ul>" if items else ""
+
+  lead = (
+    "<p>Every executed program under its parent; the line of the champion in bold.</p>"
+  )
+  return f'<h2>Lineage</h2>{lead}<div class="tree">{branch("")}</div>'
 
 
 def _diff(text: str) -> str:

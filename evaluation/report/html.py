@@ -2,13 +2,11 @@
 
 import html
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mxjax.evaluation.report import svg
 
-WIDE = 1086
-"""Width in pixels of a chart as wide as the page."""
 STYLE = pathlib.Path(__file__).with_name("report.css")
 
 
@@ -36,32 +34,28 @@ def legend(entries: Iterable[tuple[str, int]]) -> str:
   return f'<div class="legend">{"".join(spans)}</div>'
 
 
-def figure(
-  title: str, chart: str, *, note: str = "", keys: str = "", kind: str = ""
-) -> str:
+def figure(title: str, chart: str, *, note: str = "", keys: str = "") -> str:
   """Returns a titled chart with its legend and a note on how to read it."""
   head = f"<h4>{html.escape(title)}</h4>"
   if note:
     head += f"<figcaption>{html.escape(note)}</figcaption>"
-  return f'<figure class="{kind}">{head}{keys}{chart}</figure>'
+  return f"<figure>{head}{keys}{chart}</figure>"
 
 
 def lines(
   title: str,
   series: Sequence[svg.Series],
   note: str,
-  *,
-  wide: bool = False,
   **options: Any,
 ) -> str:
   """Draws lines over the layers, with a legend if several; empty without points."""
-  if not any(each.points for each in series):
+  series = [each for each in series if each.points]
+  if not series:
     return ""
-  if wide:
-    options |= {"width": WIDE}
   chart = svg.line_chart(series, label=title, **options)
-  keys = legend((each.name, each.color) for each in series) if len(series) > 1 else ""
-  return figure(title, chart, note=note, keys=keys, kind="wide" if wide else "")
+  names = [(each.name, each.color) for each in svg.merged(series)]
+  keys = legend(names) if len(series) > 1 else ""
+  return figure(title, chart, note=note, keys=keys)
 
 
 def stacks(
@@ -81,7 +75,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
   lines = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
   heads = "".join(f"<th>{html.escape(name)}</th>" for name in head)
   return (
-    f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>'
+    f'<div class="scroll" tabindex="0"><table><thead><tr>{heads}</tr></thead>'
     f"<tbody>{lines}</tbody></table></div>"
   )
 
@@ -94,7 +88,22 @@ def section(title: str, lead: str, content: str) -> str:
   return f'{head}<p class="lead">{html.escape(lead)}</p>{content}'
 
 
-def grid(figures: Iterable[str], kind: str = "") -> str:
+def grid(figures: Iterable[str]) -> str:
   """Arranges figures side by side, leaving out empty ones."""
   inside = "".join(figures)
-  return f'<div class="grid {kind}">{inside}</div>' if inside else ""
+  return f'<div class="grid">{inside}</div>' if inside else ""
+
+
+def folded(title: str, content: str, *, is_open: bool = False) -> str:
+  """Returns ready HTML under a line that opens and closes it."""
+  state = " open" if is_open else ""
+  return f"<details{state}><summary>{html.escape(title)}</summary>{content}</details>"
+
+
+def glossary(words: Mapping[str, str]) -> str:
+  """Returns a folded list of words and their meaning."""
+  entries = "".join(
+    f"<dt>{html.escape(word)}</dt><dd>{html.escape(meaning)}</dd>"
+    for word, meaning in words.items()
+  )
+  return folded("Words on this page", f"<dl>{entries}</dl>")

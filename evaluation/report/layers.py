@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxjax.evaluation.report import numbers, svg
-from mxjax.evaluation.report.html import figure, grid, legend, lines, stacks, table
+from mxjax.evaluation.report.html import (
+  figure,
+  folded,
+  grid,
+  legend,
+  lines,
+  stacks,
+  table,
+)
 from mxjax.evaluation.report.svg import Part, Series
 
 Layers = Sequence[Mapping[str, Any]]
@@ -45,27 +53,24 @@ def errors(layers: Layers) -> str:
     path: {key: _by_layer(layers, path, key) for key in STAGES}
     for path in _kinds(layers)
   }
-  is_same = lambda key, later: all(d[key] == d[later] for d in data.values())
-  keys = list(STAGES)
-  shown = [
-    key
-    for position, key in enumerate(keys)
-    if not any(is_same(key, later) for later in keys[position + 1 :])
-  ]
-  values = [y for points in data.values() for key in shown for _, y in points[key]]
+  # Stages that are equal in every linear are one line with all of their names.
+  names: dict[str, str] = {}
+  for key in STAGES:
+    same = (k for k in names if all(d[k] == d[key] for d in data.values()))
+    first = next(same, None)
+    names[first or key] = f"{names[first]} = {STAGES[key]}" if first else STAGES[key]
+  values = [y for points in data.values() for key in names for _, y in points[key]]
   options = {"log": True, "y_range": svg.value_range(values, log=True)}
   panels = []
   for path, points in data.items():
-    series = [Series(STAGES[key], points[key], i) for i, key in enumerate(shown)]
-    label = f"error by layer of {path}"
-    chart = svg.line_chart(series, label=label, width=246, height=180, **options)
+    series = [
+      Series(name, points[key], i) for i, (key, name) in enumerate(names.items())
+    ]
+    chart = svg.line_chart(series, label=f"error by layer of {path}", **options)
     panels.append(figure(_short(path), chart))
-  names = legend((STAGES[key], color) for color, key in enumerate(shown))
-  note = "One logarithmic axis for all; a stage equal to a later one is omitted."
-  panels.append(
-    f'<div class="card keys"><h4>Stages</h4>{names}<p class="lead">{note}</p></div>'
-  )
-  return grid(panels, "small")
+  keys = legend((name, color) for color, name in enumerate(names.values()))
+  note = '<p class="lead">All have the same vertical range.</p>'
+  return f"{keys}{note}{grid(panels)}"
 
 
 def _by_kind(layers: Layers, key: str, title: str, note: str, **options: Any) -> str:
@@ -114,7 +119,6 @@ def shaping(layers: Layers) -> str:
         [Series("median", middle, 0, band)],
         "Spectral norm of K over blocks: median, and the range from least to largest.",
         zero=True,
-        wide=True,
         reference=(INTERACTION_BOUND, "bound 1/8"),
       ),
     )
@@ -172,10 +176,8 @@ def numbers_table(layers: Layers) -> str:
     for layer in layers
     for path, linear in layer["linears"].items()
   )
-  return (
-    "<details><summary>Every linear in numbers</summary>"
-    f'<div class="card">{table(heads.split(","), rows)}</div></details>'
-  )
+  content = f'<div class="card">{table(heads.split(","), rows)}</div>'
+  return folded("Every linear in numbers", content)
 
 
 Fits = Sequence[tuple[int, Mapping[str, Any]]]
@@ -200,8 +202,8 @@ def _series(fits: Fits, names: Mapping[str, str]) -> list[Series]:
 def _per_head(fits: Fits, key: str, title: str, neutral: float) -> str:
   points = [(float(index), value) for index, fit in fits for value in fit[key]]
   note = f"One dot for each key-value head; the dashed {neutral:g} changes nothing."
-  series = [Series("head", points, 0)]
-  return lines(title, series, note, dots=True, reference=(neutral, ""))
+  series = [Series("head", points, 0, form="dots")]
+  return lines(title, series, note, reference=(neutral, ""))
 
 
 def recovery(layers: Layers) -> str:
@@ -234,7 +236,6 @@ def recovery(layers: Layers) -> str:
         _series(mlp, coefficients),
         "Alpha in units of the gate's deviation; the sum of magnitudes is at most 1/8.",
         zero=True,
-        wide=True,
       ),
     )
   )

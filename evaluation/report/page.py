@@ -6,12 +6,32 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mxjax.evaluation.report.html import document
+from mxjax.evaluation.report.html import document, glossary
 from mxjax.evaluation.report.run import run_section
 from mxjax.evaluation.report.summary import summary
 from mxjax.storage.atomic_io import write_durably
 
 Run = Mapping[str, Any]
+WORDS = {
+  "perplexity": "How badly the model predicts text: the exponential of the mean loss.",
+  "operator error": "Relative squared error of a linear's output on the float model's "
+  "inputs, the mean over linears.",
+  "KL": "Mean divergence of the predictions from the float model's, nats a token.",
+  "flips": "Share of positions where the likeliest token is another.",
+  "bits a weight": "All stored bytes of the linears, with maps and tables, over their "
+  "weights.",
+  "block": "32 neighbouring values with one power of two as their scale.",
+  "map": "The transform of a block's inputs, folded into the weights.",
+  "edit rate": "Share of activation blocks in which the A4 rule moved one code away "
+  "from the nearest.",
+  "saturation": "Values beyond 6 times the scale, the largest code.",
+  "damping": "What is added to a Hessian's diagonal so that it can be factored.",
+  "recovery": "Corrections of attention values and of the MLP's gate that are fitted "
+  "after quantization.",
+  "spread": "Difference of the largest and smallest replicate, whose embeddings differ "
+  "by 1e-6.",
+  "sanity gate": "A comparison with the float model that stops a collapsed one.",
+}
 _KEYS = ("method", "perplexity", "float_perplexity", "operator_error", "record")
 
 
@@ -48,11 +68,15 @@ def page(runs: Sequence[Run], *, title: str, subtitle: str) -> str:
     f'<a href="#run-{index}">{html.escape(str(run["method"]))}</a>'
     for index, run in enumerate(good)
   )
-  sections = "".join(run_section(run, f"run-{index}") for index, run in enumerate(good))
+  sections = "".join(
+    run_section(run, f"run-{index}", is_open=len(good) == 1)
+    for index, run in enumerate(good)
+  )
   body = f"""<header><h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p>
 <nav aria-label="sections"><a href="#summary">Summary</a>{links}</nav></header>
 <section id="summary"><h2>Summary</h2>{_failures(runs)}{summary(good)}</section>
 {sections}
+{glossary(WORDS)}
 <footer>Written by mxjax. Hover over a mark to read its value.</footer>"""
   return document(title, body)
 

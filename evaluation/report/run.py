@@ -8,7 +8,14 @@ from html import escape
 from typing import Any
 
 from mxjax.evaluation.report import layers, numbers, svg
-from mxjax.evaluation.report.html import grid, lines, section, stacks, table
+from mxjax.evaluation.report.html import (
+  folded,
+  grid,
+  lines,
+  section,
+  stacks,
+  table,
+)
 from mxjax.evaluation.report.svg import Part, Series
 
 
@@ -38,8 +45,8 @@ def damping(record: Mapping[str, Any]) -> str:
   if raised:
     content += (
       f'<p class="flag">{len(raised)} of {len(used)} linears needed another damping '
-      f"than {usual}.</p><details open><summary>Which</summary>"
-      f"{table(('linear', 'damping used'), raised)}</details>"
+      f"than {usual}.</p>"
+      + folded("Which", table(("linear", "damping used"), raised), is_open=True)
     )
   return f'<div class="card narrow">{content}</div>'
 
@@ -137,8 +144,8 @@ def provenance(record: Mapping[str, Any], made_by: Mapping[str, Any]) -> str:
   return f'<div class="card facts">{table(("what", "value"), cells)}</div>'
 
 
-def run_section(run: Mapping[str, Any], anchor: str) -> str:
-  """Renders one of the runs of `write_report` as a `<section>` element."""
+def run_section(run: Mapping[str, Any], anchor: str, *, is_open: bool = False) -> str:
+  """Renders one of the runs of `write_report`, folded under its name."""
   record = run["record"]
   found = record["layers"]
   by_layer = layers.errors(found) + layers.numbers_table(found) if found else ""
@@ -176,5 +183,9 @@ def run_section(run: Mapping[str, Any], anchor: str) -> str:
     ),
   }
   body = "".join(section(title, *part) for title, part in parts.items())
-  name = escape(str(run["method"]))
-  return f'<section class="run" id="{anchor}"><h2>{name}</h2>{body}</section>'
+  linears = (run.get("size") or {}).get("quantized_linears", {})
+  bits = linears.get("bits_per_weight")
+  title = str(run["method"]) + (f", {bits:.3g} bits a weight" if bits else "")
+  # A link to what is inside opens the fold.
+  inside = f'<div id="{anchor}">{body}</div>'
+  return f'<section class="run">{folded(title, inside, is_open=is_open)}</section>'

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mxjax.evaluation.report import numbers, svg
-from mxjax.evaluation.report.html import figure, grid, legend, lines, stacks, table
+from mxjax.evaluation.report.html import figure, grid, lines, stacks, table
 from mxjax.evaluation.report.svg import Part, Series
 
 Run = Mapping[str, Any]
@@ -85,25 +85,18 @@ def _color(index: int) -> int:
   return index % FLOAT_COLOR
 
 
-def perplexity_chart(runs: Sequence[Run]) -> str:
-  """Charts perplexity by dataset: the float model, then each method with its spread."""
-  groups = []
-  for name in _datasets(runs):
-    value = _float_perplexity(runs, name)
-    parts = [] if value is None else [Part(FLOAT, value, FLOAT_COLOR)]
-    for index, run in enumerate(runs):
-      if found := run["perplexity"].get(name):
-        bar = Part(run["method"], found["mean"], _color(index), found["spread"])
-        parts.append(bar)
-    groups.append((name, parts))
-  if not groups:
-    return ""
-  names = [(str(run["method"]), _color(i)) for i, run in enumerate(runs)]
+def perplexity_chart(runs: Sequence[Run], name: str) -> str:
+  """Charts perplexity on a dataset: the float model, then each method."""
+  value = _float_perplexity(runs, name)
+  bars = [] if value is None else [(FLOAT, [Part(name, value, FLOAT_COLOR)])]
+  for index, run in enumerate(runs):
+    if found := run["perplexity"].get(name):
+      part = Part(name, found["mean"], _color(index), found["spread"])
+      bars.append((str(run["method"]), [part]))
+  has_spread = any(part.spread for _, parts in bars for part in parts)
+  note = "Lower is better." + " The whisker is one spread over replicates." * has_spread
   return figure(
-    "Perplexity",
-    svg.bar_groups(groups, label="perplexity by method"),
-    keys=legend([(FLOAT, FLOAT_COLOR), *names]),
-    note="Lower is better; the whisker is one spread over replicates.",
+    f"Perplexity, {name}", svg.rows(bars, label=f"perplexity on {name}"), note=note
   )
 
 
@@ -120,9 +113,8 @@ def size_chart(runs: Sequence[Run]) -> str:
     values = (*linears, rounding, size["recovery"], size["other"])
     parts = enumerate(zip(SIZE_PARTS, values, strict=True))
     bars.append((str(run["method"]), [Part(*part, i) for i, part in parts]))
-  options = {"y_format": numbers.size, "left": 80, "pitch": 40}
   note = "All bytes a method stores, its tables included."
-  return stacks(svg.rows, "Size", bars, note, **options)
+  return stacks(svg.rows, "Size", bars, note, y_format=numbers.size)
 
 
 def error_chart(runs: Sequence[Run]) -> str:
@@ -141,8 +133,6 @@ def error_chart(runs: Sequence[Run]) -> str:
     series,
     "Relative squared output error, geometric mean over the layer's linears.",
     log=True,
-    wide=True,
-    height=240,
   )
 
 
@@ -151,5 +141,34 @@ def summary(runs: Sequence[Run]) -> str:
   if not runs:
     return ""
   lead = "Best value of each column in color. Sizes count every stored byte."
-  charts = grid((perplexity_chart(runs), size_chart(runs), error_chart(runs)))
-  return f'<p class="lead">{lead}</p>{summary_table(runs)}{charts}'
+  charts = grid(
+    (
+      *(perplexity_chart(runs, name) for name in _datasets(runs)),
+      size_chart(runs),
+      error_chart(runs),
+    )
+  )
+  verdicts = "".join(f"<li>{html.escape(verdict(run))}</li>" for run in runs)
+  return (
+    f'<ul class="verdict">{verdicts}</ul>{summary_table(runs)}'
+    f'<p class="lead">{lead}</p>{charts}'
+  )
+
+
+def verdict(run: Run) -> str:
+  """Returns a sentence on what a method costs and saves."""
+  parts = []
+  for name, found in (run["perplexity"] or {}).items():
+    exact = run["float_perplexity"].get(name)
+    if exact and math.isfinite(found["mean"]):
+      parts.append(f"perplexity {found['mean'] / exact - 1:+.1%} on {name}")
+  if agreement := run.get("agreement"):
+    parts.append(f"{numbers.share(agreement['flips'])} of predictions flipped")
+  if size := run.get("size"):
+    bits = size["quantized_linears"]["bits_per_weight"]
+    parts.append(f"{bits:.3g} bits a weight")
+    ratio, word = size["ratio"], "smaller"
+    if ratio < 1:
+      ratio, word = 1 / ratio, "larger"
+    parts.append(f"the whole model {ratio:.2f}× {word} than in BF16")
+  return f"{run['method']}: {', '.join(parts) or 'nothing was measured'}."

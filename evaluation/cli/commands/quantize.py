@@ -77,11 +77,11 @@ def run(options: argparse.Namespace) -> None:
   is_resumed = options.resume and (folder / RUN).is_dir()
   if processes.is_leader() and not is_resumed:
     atomic_io.check_output(folder)
+  prepared = inputs.prepare(options, [options.method], mesh)
   if processes.is_leader():
     formats = ", ".join(export.formats(options.method))
     tell = progress.teller(options.log)
     tell(f"a model of {options.method} can be exported as {formats}")
-  prepared = inputs.prepare(options, [options.method], mesh)
   try:
     row = _quantize(options, folder, prepared)
   except (KeyboardInterrupt, pipeline.Stopped) as error:

@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from mxjax.discovery.audit import explain, verify
+from mxjax.discovery.audit import explain, report, verify
 from mxjax.discovery.cli import parser
 from mxjax.discovery.core import store
+from mxjax.discovery.core.verdict import Verdict
 from mxjax.discovery.search import heldout, runs
 
 BUDGET = 10
@@ -101,6 +102,32 @@ def test_the_report_is_one_file_without_scripts(finished):
   assert "http://" not in page.replace("http://www.w3.org", "")
   for part in ("Anytime", "Ledger", "Verdicts", "Residuals", "Lineage", "Packets"):
     assert f"<h2>{part}" in page
+  assert set(report.MEANINGS) == set(Verdict)
+  told = explain.stories(finished)
+  seen = {Verdict(s.verdict["verdict"]) for s in told if s.verdict}
+  assert seen and all(f">{report.MEANINGS[each]}</td>" in page for each in seen)
+
+
+def test_the_lineage_is_a_tree_with_the_line_of_the_champion(finished):
+  page, told = report.page(finished), explain.stories(finished)
+  tree = page.partition('<div class="tree">')[2].partition("</div>")[0]
+  programs = {s.packet["packet"]["program"]: s for s in told if s.program}
+  assert tree.count("<li>") == len(programs) > 1
+  champion = [e for e in store.read_events(finished) if e["event"] == "program"][-1]
+  line = explain.lineage(told, champion["champion"])
+  assert tree.count("<b>") == len(line)
+  # A program lies as deep in the tree as it has ancestors.
+  last = tree.partition(f"<code>{champion['champion'][:12]}</code>")[0]
+  assert last.count("<ul>") - last.count("</ul>") == len(line)
+
+
+def test_the_curve_has_steps_and_every_program(finished):
+  page = report.page(finished)
+  drawing = page.partition('aria-label="Visible target"')[2].partition("</svg>")[0]
+  measured = [e for e in store.read_events(finished) if e["event"] == "program"]
+  assert drawing.count("<circle") == len(measured)
+  (points,) = re.findall(r'<polyline points="([^"]*)"', drawing)
+  assert len(points.split()) == 2 * len(measured) - 1
 
 
 def test_a_lineage_ends_where_a_program_was_proposed_again():

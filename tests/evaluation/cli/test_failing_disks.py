@@ -33,8 +33,8 @@ def said(words, folder):
   with square.start(words, subprocess.PIPE) as process:
     error = process.stderr.read()
   assert process.returncode == 2, error
-  # The progress bar of a run that fails later is there as well.
-  lines = [line for line in error.splitlines() if not line.startswith("rtn")]
+  # What a run that fails later says of itself is there as well.
+  lines = [line for line in error.splitlines() if line.startswith("mxjax ")]
   assert len(lines) == 1 and str(folder) in lines[0], error
   return lines[0]
 

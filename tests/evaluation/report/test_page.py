@@ -139,6 +139,111 @@ def test_all_sections_and_numbers_are_there(tmp_path):
   assert page.tags.count("svg") == 3 + 2 + 3 + 4 + 5 + 2
 
 
+def test_charts_are_as_wide_as_a_phone_and_tables_scroll(tmp_path):
+  source = written([run(), run("rtn", mapped=False)], tmp_path)
+  assert 'name="viewport" content="width=device-width' in source
+  widths = {int(w) for w in re.findall(r'<svg viewBox="0 0 (\d+) ', source)}
+  assert widths == {svg.WIDTH} and svg.WIDTH <= 390
+  assert source.count("<table>") == source.count('<div class="scroll" tabindex="0">')
+
+
+def test_the_verdict_comes_first_and_methods_fold(tmp_path):
+  source = written([run(), run("rtn", mapped=False)], tmp_path)
+  told = (
+    "hires: perplexity +14.7% on wikitext, 5.04 bits a weight, the whole model 2.29×"
+  )
+  assert source.index(told) < source.index("<table>")
+  fold = '<details><summary>hires, 5.04 bits a weight</summary><div id="run-0">'
+  assert fold in source
+  # One method alone is shown at once.
+  assert fold.replace("<details>", "<details open>") in written([run()], tmp_path)
+  large = run()
+  large["size"]["ratio"] = 0.5
+  assert "the whole model 2.00× larger than in BF16" in written([large], tmp_path)
+
+
+def test_kl_and_flips_are_shown_where_they_were_measured(tmp_path):
+  measured = run() | {"agreement": {"kl_mean": 0.1234, "flips": 0.0875}}
+  source = written([measured, run("rtn", mapped=False)], tmp_path)
+  assert "<th>KL, nats</th><th>flips</th>" in source
+  assert "<td>0.1234</td><td>8.75%</td>" in source.replace(' class="best"', "")
+  assert "8.75% of predictions flipped" in source
+  assert "<th>flips</th>" not in written([run()], tmp_path)
+
+
+def test_the_glossary_is_folded(tmp_path):
+  source = written([run()], tmp_path)
+  assert "<details><summary>Words on this page</summary><dl>" in source
+  for word in ("perplexity", "operator error", "KL", "bits a weight", "edit rate"):
+    assert f"<dt>{word}</dt>" in source
+
+
+def test_what_made_a_result_is_shown(tmp_path):
+  facts = {"date": "2026-01-02", "command": "mxjax <quantize>", "device": "cpu"}
+  facts["versions"] = {"jax": "1.2", "flax": "3.4"}
+  text = Page(written([run() | {"made_by": facts}], tmp_path)).text
+  for said in ("2026-01-02", "mxjax <quantize>", "cpu", "jax 1.2, flax 3.4"):
+    assert said in text
+
+
+def chart(*series, **options):
+  return xml.etree.ElementTree.fromstring(
+    svg.line_chart(series, label="a chart", **options)
+  )
+
+
+def words_of(drawing):
+  return [element.text for element in drawing.iter("text")]
+
+
+def test_series_that_coincide_are_one_line_with_both_names():
+  points = [(0.0, 1.0), (1.0, 2.0)]
+  both = svg.Series("a", points, 0), svg.Series("b", list(points), 1)
+  other = svg.Series("c", [(0.0, 1.0), (1.0, 3.0)], 2)
+  assert [s.name for s in svg.merged([*both, other])] == ["a = b", "c"]
+  drawn = chart(*both, other)
+  assert len(drawn.findall("polyline")) == 2
+  titles = [title.text for title in drawn.iter("title")]
+  assert "a = b, layer 1: 2" in titles
+
+
+def test_steps_hold_a_value_until_the_next_and_dots_have_no_line():
+  points = [(0.0, 3.0), (2.0, 1.0)]
+  steps = chart(svg.Series("best", points, 0, form="steps"))
+  (line,) = steps.findall("polyline")
+  corners = [tuple(map(float, p.split(","))) for p in line.get("points").split()]
+  (x0, y0), (x1, y1), (x2, y2) = corners
+  assert (y0, x1) == (y1, x2) and y2 > y1 and x1 > x0
+  dots = chart(svg.Series("all", points, 0, form="dots"))
+  assert not dots.findall("polyline") and len(dots.findall("circle")) == 2
+
+
+@pytest.mark.parametrize("values", [(0.0105, 0.0119), (0.021, 0.049), (1e-6, 1.0)])
+def test_a_log_axis_says_so_and_has_several_ticks(values):
+  series = svg.Series("a", list(enumerate(values)), 0)
+  logarithmic, plain = chart(series, log=True), chart(series)
+  assert "logarithmic axis" in words_of(logarithmic)
+  assert "logarithmic axis" not in words_of(plain)
+  assert len(logarithmic.findall("line[@class='tick']")) >= 2
+
+
+def test_bars_have_names_totals_and_only_measured_whiskers():
+  bars = [
+    ("a group", []),
+    ("one", [svg.Part("x", 2.0, 0, 0.5)]),
+    ("two", [svg.Part("x", 1.0, 1), svg.Part("y", 3.0, 2)]),
+    ("none", [svg.Part("x", -1.0, 3)]),
+    ("all", [svg.Part("x", math.inf, 4)]),
+  ]
+  drawn = xml.etree.ElementTree.fromstring(svg.rows(bars, label="bars"))
+  words = "a group; one; 2; two; 4; none; -1; all; ∞".split("; ")
+  assert words_of(drawn) == words
+  assert len(drawn.findall("line[@class='whisker']")) == 1
+  widths = [float(rect.get("width")) for rect in drawn.findall("rect")]
+  assert widths[2] == pytest.approx(3 * widths[1], abs=0.2)
+  assert widths[3] == 0 and max(widths) < svg.WIDTH - 60
+
+
 def test_a_tuned_run_shows_its_curve_and_where_it_moved(tmp_path):
   tuned = run()
   assert "Scale distillation" not in written([tuned], tmp_path)
@@ -179,9 +284,13 @@ def test_a_run_without_map_recovery_or_gate(tmp_path):
   plain["size"] = None
   page = Page(written([plain], tmp_path))
   assert "The sanity gate was not run." in page.text
-  for absent in ("Recovery", "Damping", "Balance", "Interaction", "native, nearest"):
-    assert absent not in page.text, absent
-  assert "final weights and A4 rule" in page.text
+  # As headings: the glossary explains the words on every page.
+  for absent in ("Recovery", "Damping", "Balance", "Interaction"):
+    assert absent not in page.words, absent
+  # Nothing was mapped or refined, so the four stages are one line.
+  assert (
+    "native, nearest = mapped, nearest = mapped, final weights = final" in page.text
+  )
 
 
 def test_everything_given_is_escaped(tmp_path):
@@ -267,3 +376,4 @@ def test_ticks_are_round_and_inside(low, high):
 def test_log_ticks_are_inside():
   assert svg.log_ticks(1e-4, 1.0) == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
   assert svg.log_ticks(0.012, 0.3) == pytest.approx([0.02, 0.05, 0.1, 0.2])
+  assert svg.log_ticks(0.0105, 0.0119)[0] == pytest.approx(0.0106, abs=2e-4)
