@@ -136,7 +136,8 @@ def test_the_best_candidate_is_the_champion_and_not_the_largest_gain():
     for i in range(60)
   ]
   first = dataclasses.replace(PACKET, program="champion")
-  kept = prompt.select(context(history=(first, *others)))
+  older = dataclasses.replace(others[0], program="older")
+  kept = prompt.select(context(history=(older, first, *others)))
   assert kept[0].program == "champion"
   assert len(kept) == 1 + prompt.LATEST
 

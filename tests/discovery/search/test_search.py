@@ -269,3 +269,14 @@ def test_parents_are_the_retained_programs_then_the_rest(finished):
   assert values == sorted(values)
   firsts = {running.programs.parents(executed, 3, (n, 0))[0].id for n in range(40)}
   assert len(firsts) == len(kept)
+
+
+def test_a_reused_call_releases_nothing():
+  ledger = Ledger(10, reuse=True)
+  condition = Condition("primary", "candidate", Call({}, {}, {}), 2, "again")
+  ledger.reserve(ledger.price([condition]))
+  ledger.settle("first", condition, "ok")
+  assert ledger.left == 8
+  assert ledger.price([condition]).total() == 0
+  ledger.settle("second", condition, "ok")
+  assert ledger.left == 8
