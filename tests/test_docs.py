@@ -1,6 +1,7 @@
 """The documents name files that exist, and show what the result files hold."""
 
 import importlib.util
+import json
 import pathlib
 import re
 
@@ -66,3 +67,141 @@ def test_the_imports_of_the_readme_work():
   lines = [line for line in code[1].splitlines() if re.match("import |from ", line)]
   assert lines
   exec("\n".join(lines), {})
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+REGISTERS = {
+  "encode float32 / bfloat16": ("encode float32", "encode bfloat16"),
+  "decode to bfloat16 / float8": (
+    "decode to bfloat16",
+    "float8 product, 2048 rows: mxfp4_decode_float8",
+  ),
+  "one code, split, codes / values / float8": (
+    "one code, split, codes",
+    "one code, split, values",
+    "one code, split, float8",
+  ),
+  "one code, split, planes, 48 rows": ("one code, split, planes, 48 rows",),
+  "one code, 1 row / normalized, for 3 linears": (
+    "one code, float32, planes, 1 row",
+    "one code, planes, 1 row, normalized, 3 linears",
+  ),
+  "map and nearest, split": ("nearest, split, values",),
+  "GPTQ group": ("GPTQ group of 32 columns",),
+  "attention, 1 token / 16 tokens": (
+    "attention, 1 token, bfloat16",
+    "attention, 16 tokens, bfloat16, window",
+  ),
+  "matmul bfloat16 x packed, 2048 rows / 1 row": (
+    "matmul bfloat16 x packed, 2048 rows",
+    "matmul bfloat16 x packed, 1 row",
+  ),
+  "matmul packed x packed, 2048 rows / 16 rows": (
+    "matmul packed x packed, 2048 rows",
+    "matmul packed x packed, 16 rows",
+  ),
+}
+"""The kernels of a row of the table of registers, by their names in the result file."""
+
+
+def result(name):
+  return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def registers():
+  text = (RESULTS / "kernels_sm90a.txt").read_text()
+  # The first part of the file is that of the jax release the document names.
+  used = dict(re.findall(r"^ok   (.+?) +(\d+) registers", text, re.MULTILINE)[::-1])
+  return {row: [" / ".join(used[k] for k in names)] for row, names in REGISTERS.items()}
+
+
+def prefill():
+  data, written = result("prefill_cpu"), {"one code (HiRes)": "one code"}
+  written["float, bfloat16 arithmetic"] = "bfloat16"
+  times = data["ratio_to_float32"], data["cpu_ratio_to_float32"]
+  names = {kind: kind for kind in times[0]} | written
+  return {row: [f"{t[kind]:.2f}" for t in times] for row, kind in names.items()}
+
+
+def packed_memory():
+  return {
+    name: [f"{size['to_bf16']:.3f}" for size in sizes.values()]
+    for name, sizes in result("memory")["sizes"].items()
+  }
+
+
+def instructions():
+  forms = {
+    "instructions": ".1f",
+    "on integer units": ".1f",
+    "memory rate at most": ".2f",
+  }
+  return {
+    name.replace("nearest, split", "map and nearest, split"): [
+      format(kernel[key], form) for key, form in forms.items()
+    ]
+    for name, kernel in result("gpu_counts")["kernels"].items()
+  }
+
+
+def mesh_memory():
+  size = lambda value: "-" if value is None else f"{value / 1e6:.1f}"
+  name = lambda mesh: (
+    f"data={mesh['data']}, model={mesh['model']}" if mesh else "one device"
+  )
+  keys = ("params_at_rest_per_device", "peak_lead", "peak_others")
+  rows = result("mesh_memory")["rows"]
+  return {name(row["mesh"]): [size(row[key]) for key in keys] for row in rows}
+
+
+def large_models():
+  stages = ("calibration", "quantization", "attention recovery", "mlp recovery")
+  return {
+    f"{row['model']}, data={row['mesh']['data']}, model={row['mesh']['model']}": [
+      f"{row['first_device_bytes'][stage] / 1e9:.1f}" for stage in stages
+    ]
+    for row in result("scale_plan")["rows"]
+  }
+
+
+def shown_rows(document, head, label_cells=1):
+  """Cells of the table under a head, by what its first cells say."""
+  text = (ROOT / "docs" / document).read_text()
+  (body,) = re.findall(rf"^{re.escape(head)}\n\|[-| ]+\|\n((?:\|.*\n)+)", text, re.M)
+  rows = [[c.strip() for c in line.strip("|").split("|")] for line in body.split("\n")]
+  return {", ".join(r[:label_cells]): r[label_cells:] for r in rows if len(r) > 1}
+
+
+@pytest.mark.parametrize(
+  ("document", "head", "label_cells", "measured"),
+  [
+    ("results/runtime.md", "| forward | time | CPU time |", 1, prefill),
+    (
+      "results/runtime.md",
+      "| | as quantized | bfloat16 tables | and int8 embeddings "
+      "| or MXFP4 embeddings |",
+      *(1, packed_memory),
+    ),
+    ("results/runtime.md", "| kernel | registers |", 1, registers),
+    (
+      "results/runtime.md",
+      "| kernel | instructions | on integer units | bound / memory rate |",
+      *(1, instructions),
+    ),
+    (
+      "guides/devices.md",
+      "| mesh | params at rest | peak of the first device | peak of the others |",
+      *(1, mesh_memory),
+    ),
+    (
+      "guides/devices.md",
+      "| model | mesh | calibration | quantization | attention | MLP |",
+      *(2, large_models),
+    ),
+  ],
+)
+def test_a_typed_table_shows_its_result_file(document, head, label_cells, measured):
+  expected, shown = measured(), shown_rows(document, head, label_cells)
+  assert len(shown) > 3
+  for label, cells in shown.items():
+    assert cells == expected[label.removesuffix(" (shapes only)")], label
