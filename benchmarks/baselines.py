@@ -215,7 +215,7 @@ def rules(family, made):
     for rule in RULES
     for plain, repaired in (
       ("rtn", "rtn+gain"),
-      ("rtn", "rtn, recovery"),
+      ("rtn", "rtn+r"),
       ("hires I + II", "hires"),
     )
   }

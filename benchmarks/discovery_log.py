@@ -29,7 +29,7 @@ def summary(folder):
     "visible": [[e["call"], e["value"]] for e in of("mark")],
     "heldout": [[e["call"], e["value"]] for e in heldout.unsealed(folder)],
     "verdicts": collections.Counter(e["verdict"] for e in of("verdict")),
-    "explicit": sum(bool(e["excluded"]) for e in of("verdict")),
+    "explicit": collections.Counter(e["explicit"] for e in of("verdict")),
     "responses_implemented": [
       sum(e["implemented"] for e in of("check")),
       len(of("check")),

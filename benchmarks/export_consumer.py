@@ -112,6 +112,19 @@ def check_compressed(folder, expected, tokens):
   return result
 
 
+def check_strict(folder, logits, tokens):
+  """The strict model by the code in the folder, beside our logits of one window."""
+  model = load(folder, trust_remote_code=True)
+  with torch.no_grad():
+    theirs = model(torch.from_numpy(tokens[:1]).long()).logits
+  scores = [s.double().log_softmax(-1) for s in (torch.from_numpy(logits), theirs)]
+  divergence = (scores[0].exp() * (scores[0] - scores[1])).sum(-1).mean()
+  return {
+    "perplexity_strict": perplexity(model, tokens),
+    "divergence_from_ours": divergence.item(),
+  }
+
+
 def check_tokenizer(folder, text):
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   return tokenizer.encode(text, add_special_tokens=False)
@@ -125,6 +138,8 @@ def main(path):
     folder = pathlib.Path(entry["folder"])
     if entry["format"] == "compressed-tensors":
       results[name] = check_compressed(folder, load_file(entry["expected"]), tokens)
+    elif entry["format"] == "transformers":
+      results[name] = check_strict(folder, np.load(entry["logits"]), tokens)
     else:
       results[name] = {"perplexity": perplexity(load(folder), tokens)}
     results[name]["text_ids"] = check_tokenizer(folder, job["text"])

@@ -10,10 +10,11 @@ side runs in one of its own, which has torch, transformers and compressed-tensor
 
 For every export: do the library's decompressed weights equal ours bit for bit, does
 transformers load the same values, and what perplexity do both sides compute on the
-same tokens. Two of ours are compared with torch: weights alone (activations not
-rounded, which is also all that a dequant folder computes), and activations rounded as
-compressed-tensors does it. Strict floor-rule W4A4 has no counterpart on the other side
-and stands beside them. Writes benchmarks/results/export_roundtrip.json.
+same tokens. Three of ours are compared with torch: weights alone (activations not
+rounded, which is also all that a dequant folder computes), activations rounded as
+compressed-tensors does it, and strict W4A4, which the code in a `transformers` folder
+computes. For the last, the mean KL between both sides is measured as well. Writes
+benchmarks/results/export_roundtrip.json.
 """
 
 import argparse
@@ -46,16 +47,24 @@ RESULT = HERE / "results" / "export_roundtrip.json"
 TEXT = "The steam engine of 1712 pumped water: 12 strokes a minute.\n"
 EXPORTS = {
   "rtn": [("compressed-tensors", ())],
+  "batquant": [("transformers", ())],
   "gptq": [("compressed-tensors", ()), ("dequant", ())],
   "spinquant": [("compressed-tensors", ())],
-  "mr-gptq": [("compressed-tensors", ("--transforms",)), ("dequant", ())],
+  "torq": [("transformers", ())],
+  "mr-gptq": [
+    ("compressed-tensors", ("--transforms",)),
+    ("dequant", ()),
+    ("transformers", ()),
+  ],
   "hires": [
+    ("transformers", ()),
     ("dequant", ()),
     ("dequant", ("--dtype", "float32")),
     ("compressed-tensors", ("--drop", "maps,refinement,recovery")),
   ],
 }
 """What is exported of each method, with further options."""
+FORMATS = ("compressed-tensors", "dequant", "transformers")
 
 
 def run(*arguments):
@@ -92,6 +101,8 @@ def ours(form, params, config, tokens, options):
     "strict_w4a4_floor": of(model, params),
     "weight_only": of(model, unrounded(params)),
   }
+  if form == "transformers":
+    return result
   if form == "compressed-tensors":
     result["activations_as_compressed_tensors"] = of(
       model, exporting.runtime_params(params)
@@ -114,6 +125,8 @@ def exports_of(source, method, scratch, tokens, options):
   params, config = checkpoint.restore_checkpoint(out / "checkpoint")
   config = models.ModelConfig.from_dict(config)
   for number, (form, extra) in enumerate(EXPORTS[method]):
+    if form not in options.formats:
+      continue
     folder = scratch / f"{method}-{number}"
     run("export", out, "--format", form, "--out", folder, "--windows", options.windows,
         "--window-length", options.length, *extra)  # fmt: skip
@@ -128,6 +141,10 @@ def exports_of(source, method, scratch, tokens, options):
       pairs = zip(jax.tree.leaves(again), jax.tree.leaves(kept), strict=True)
       same = all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
       assert same, "our importer read other bits"
+    if form == "transformers":
+      entry["logits"] = str(scratch / f"{method}-{number}.logits.npy")
+      logits = models.CausalLM(config).apply({"params": params}, tokens[:1])
+      np.save(entry["logits"], np.asarray(logits))
     name = " ".join([method, form, *extra])
     yield name, entry, ours(form, kept, config, tokens, extra)
 
@@ -162,6 +179,7 @@ def compare(name, own, theirs):
   """Relative differences of perplexities that should be one number."""
   pairs = {
     "weight_only": (own["weight_only"], theirs.get("perplexity_weight_only")),
+    "strict": (own["strict_w4a4_floor"], theirs.get("perplexity_strict")),
     "activations_rounded": (
       own.get("activations_as_compressed_tensors"),
       theirs.get("perplexity_as_loaded"),
@@ -181,6 +199,7 @@ def table(result):
   head += ["relative difference"]
   keys = {
     "weight_only": ("weights alone", "weight_only", "perplexity_weight_only"),
+    "strict": ("strict W4A4", "strict_w4a4_floor", "perplexity_strict"),
     "activations_rounded": (
       "activations as compressed-tensors rounds them",
       "activations_as_compressed_tensors",
@@ -207,7 +226,8 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--consumer", required=True, help="python with torch")
   parser.add_argument("--models", default="models/trained/llama")
-  parser.add_argument("--methods", default="rtn,gptq,spinquant,mr-gptq,hires")
+  parser.add_argument("--methods", default=",".join(EXPORTS))
+  parser.add_argument("--formats", nargs="+", default=FORMATS)
   parser.add_argument("--sequences", type=int, default=16)
   parser.add_argument("--windows", type=int, default=8)
   parser.add_argument("--length", type=int, default=256)

@@ -1,35 +1,21 @@
-"""What the sections of `gpu.py` share: sizes, the clock, results and goals."""
+"""What the sections of `gpu_sections.py` share: sizes, the clock and compilation."""
 
 import concurrent.futures
-import datetime
-import importlib.metadata
-import json
-import os
-import pathlib
 import statistics
 import time
 
 import jax
 
-GOALS = {
-  "encode, share of copy bandwidth": (0.80, "at least"),
-  "HiRes forward, times BF16": (1.10, "at most"),
-  "HiRes forward, float8 products, times BF16": (1.00, "at most"),
-  "HiRes decode, times BF16 tokens a second": (2.5, "at least"),
-  "8B build, minutes": (5.0, "at most"),
-}
-
 
 class Bench:
-  """What all sections share: sizes, results and the clock."""
+  """What all sections share: sizes, implementations and the clock."""
 
-  def __init__(self, options):
-    self.smoke, self.out = options.smoke, pathlib.Path(options.out)
-    self.how = "interpret" if options.smoke else "pallas"
+  def __init__(self, smoke):
+    self.smoke = smoke
+    self.how = "interpret" if smoke else "pallas"
     # None: the runtime's own choice, which is what a user gets.
-    self.runtime = "interpret" if options.smoke else None
-    self.start, self.budget = time.perf_counter(), options.budget
-    self.results, self.goals = {}, {}
+    self.runtime = "interpret" if smoke else None
+    self.copy = float("nan")  # Bytes a second that a copy moves, once measured.
     # The compiler takes one core and seconds for a kernel.
     self.pool = concurrent.futures.ThreadPoolExecutor(8)
 
@@ -57,25 +43,3 @@ class Bench:
       jax.block_until_ready(result)
       times.append((time.perf_counter() - start) / count)
     return statistics.median(times)
-
-  def save(self):
-    device = jax.devices()[0]
-    packages = ("jax", "jaxlib", "numpy")
-    document = {
-      "command": f"python benchmarks/gpu.py{' --smoke' if self.smoke else ''}",
-      "date": datetime.date.today().isoformat(),
-      "device": device.device_kind,
-      "platform": device.platform,
-      "load": os.getloadavg()[0],
-      "versions": {name: importlib.metadata.version(name) for name in packages},
-      "seconds": time.perf_counter() - self.start,
-      "goals": self.goals,
-      "results": self.results,
-    }
-    self.out.parent.mkdir(parents=True, exist_ok=True)
-    self.out.write_text(json.dumps(document, indent=1) + "\n")
-
-  def goal(self, name, value):
-    bound, sense = GOALS[name]
-    is_met = value >= bound if sense == "at least" else value <= bound
-    self.goals[name] = {"value": value, "goal": f"{sense} {bound}", "met": is_met}

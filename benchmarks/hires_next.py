@@ -46,6 +46,10 @@ ROWS = {
   "fisher, tuned": hires(recover=(), weighting="fisher", tune=ScaleDistillation()),
   "hires-next without recovery": following(recover=()),
   "hires-next": methods.HIRES_NEXT,
+  "rtn": methods.get("rtn"),
+  "rtn, tuned": methods.get("rtn+tune"),
+  "wush": methods.get("wush"),
+  "wush, fisher, tuned": methods.get("wush:weighting=fisher+tune"),
 }
 
 
@@ -85,7 +89,7 @@ def of_window(model, outer, exact, ours, ids):
 
 def measured(model, params, quantized, windows):
   """KL and negative log-likelihood by window."""
-  outer = streams.outer_params(params)
+  outer = streams.outer_params(model, params)
   ids = [jnp.asarray(window[None]) for window in windows]
   hiddens = zip(
     streams.final_hiddens(model, params, ids),
@@ -125,7 +129,30 @@ def tables(rows):
         cells.append("{:+.4f} ± {:.4f}".format(*paired(ours["loss"], base["loss"])))
       lines.append([*cells, f"{row['build_seconds']:.0f}"])
     parts.append(f"Draw {draw}:\n\n" + provenance.markdown(head, lines))
-  return "\n".join(parts)
+  return "\n".join([*parts, over_draws(rows)])
+
+
+def over_draws(rows):
+  """A table of the rows with several draws: means and standard deviations over them."""
+  head, lines = ["row", "draws"], []
+  for name in ("WikiText-2", "C4"):
+    head += [f"{name} KL", f"{name} ppl over that of {REFERENCE}"]
+  base = {row["draw"]: row for row in rows if row["name"] == REFERENCE}
+  for name in dict.fromkeys(row["name"] for row in rows):
+    same = [row for row in rows if row["name"] == name and row["draw"] in base]
+    if len(same) < 2:
+      continue
+    cells = [name, f"{len(same)}"]
+    for text in same[0]["texts"]:
+      of = lambda row, key, text=text: np.mean(row["texts"][text][key])
+      kl = [of(row, "kl") for row in same]
+      gains = [of(row, "loss") - of(base[row["draw"]], "loss") for row in same]
+      for values in (kl, np.exp(gains)):
+        cells.append(f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}")
+    lines.append(cells)
+  return "Mean and standard deviation over draws:\n\n" + provenance.markdown(
+    head, lines
+  )
 
 
 def main():

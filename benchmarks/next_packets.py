@@ -242,14 +242,14 @@ def packets(folder):
   """What every packet registered, showed and was judged, in order."""
   found = []
   for story in explain.stories(folder):
-    verdict, check = story.verdict or {}, story.check or {}
+    verdict = story.verdict or {}
     found.append(
       {
         "label": story.packet.get("label", "RTN"),
         "packet": story.packet["id"][:12],
         "program": story.packet["packet"]["program"][:12],
         "parent": story.packet["packet"]["parent"][:12],
-        "answers": (story.packet["packet"]["response_to"] or "")[:12],
+        "answers": [p[:12] for p in story.packet["packet"]["response_to"]],
         "conditions": {
           outcome["condition"]: {
             "status": outcome["status"],
@@ -261,9 +261,9 @@ def packets(folder):
         "verdict": verdict.get("verdict", ""),
         "reason": verdict.get("reason", ""),
         "left": verdict.get("survivors", []),
-        "excluded": verdict.get("excluded", []),
+        "excluded": list(verdict.get("excluded", [])),
         "response": verdict.get("response", ""),
-        "implemented": check.get("implemented"),
+        "implemented": [check["implemented"] for check in story.checks],
       }
     )
   return found

@@ -2,7 +2,7 @@
 
   python benchmarks/probe_table.py
 
-Runs the three test files that `TESTS` names. Probes of the jail and of the search hand
+Runs the four test files that `TESTS` names. Probes of the jail and of the search hand
 over the status, the charge and what they left behind as they were observed; the others,
 whose test names begin with their number, whether they held. Writes results/probes.json
 and results/probes.md.
@@ -25,6 +25,7 @@ HERE = pathlib.Path(__file__).parent
 RESULT = HERE / "results" / "probes.json"
 TESTS = [
   "tests/discovery/sandbox/test_sandbox.py",
+  "tests/discovery/sandbox/test_rebuilding.py",
   "tests/discovery/core/test_candidate_source.py",
   "tests/discovery/tasks/ptq/test_ptq.py",
 ]

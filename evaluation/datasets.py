@@ -8,6 +8,8 @@ import numpy as np
 
 from mxjax.evaluation import text_sources
 from mxjax.evaluation.text_sources import HUB_SETS, SAMPLINGS
+from mxjax.intake.reading import refusing
+from mxjax.intake.token_ids import token_ids
 from mxjax.models.tokenizer import Tokenizer
 
 
@@ -46,18 +48,17 @@ def load_tokens(
       is unknown.
     ConnectionError: Hub data was requested without a network.
   """
-  place = f"{split} data"
+  place = f"{split} data" + (f" {source}" if source else "")
   if sampling not in (None, *SAMPLINGS):
     raise ValueError(
       f"{place}: expected a sampling of {', '.join(SAMPLINGS)}, got {sampling}."
     )
   if source not in (None, *HUB_SETS) and not pathlib.Path(source).is_file():
     raise FileNotFoundError(
-      f"{place}: {source} is neither a file nor one of {', '.join(HUB_SETS)}; check "
-      "the path."
+      f"{place} is neither a file nor one of {', '.join(HUB_SETS)}; check the path."
     )
   if source is not None and source.endswith(".npy"):
-    return _array_windows(np.load(source), count, length, place)
+    return _array_windows(_array(source), count, length, place)
   if sampling is None:
     is_sampled = split == "calibration" and source in HUB_SETS
     sampling = HUB_SETS[str(source)] if is_sampled else "windows"
@@ -119,7 +120,7 @@ def _document_windows(
     if len(ids) > length:
       start = draws.randint(0, len(ids) - length - 1)
       sample.append(ids[start : start + length])
-  return np.asarray(sample, np.int32)
+  return token_ids(sample, place)
 
 
 def _offset_windows(
@@ -133,7 +134,7 @@ def _offset_windows(
     )
   draws = random.Random(seed)
   starts = [draws.randint(0, len(ids) - length - 1) for _ in range(count)]
-  return np.stack([ids[start : start + length] for start in starts]).astype(np.int32)
+  return token_ids([ids[start : start + length] for start in starts], place)
 
 
 def windows(ids: np.ndarray, count: int, length: int, place: str) -> np.ndarray:
@@ -147,16 +148,25 @@ def windows(ids: np.ndarray, count: int, length: int, place: str) -> np.ndarray:
       f"{place}: {count} windows of {length} tokens need {count * length} tokens, got "
       f"{len(ids)}; ask for fewer or shorter windows, or give more text."
     )
-  return np.asarray(ids[: count * length], np.int32).reshape(count, length)
+  return token_ids(ids[: count * length], place).reshape(count, length)
+
+
+def _array(source: str) -> np.ndarray:
+  """Maps an array of a file; a header that asks for more than the file is refused."""
+  with refusing(source, "an .npy file with an array of token ids", "save it again"):
+    array = np.load(source, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+      raise ValueError(f"several arrays, {type(array).__name__}")
+    return array
 
 
 def _array_windows(
   array: np.ndarray, count: int | None, length: int, place: str
 ) -> np.ndarray:
-  wanted = count or max(1, len(array))
+  wanted = count or max(1, array.shape[0] if array.ndim else 0)
   if array.ndim != 2 or array.shape[0] < wanted or array.shape[1] < length:
     raise ValueError(
       f"{place}: expected token ids of at least [{wanted}, {length}], got "
       f"{array.shape}; ask for fewer or shorter sequences."
     )
-  return np.asarray(array[:wanted, :length], np.int32)
+  return token_ids(array[:wanted, :length], place)

@@ -6,7 +6,10 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pydantic
+
 from mxjax.evaluation.measures import fitness
+from mxjax.intake.reading import read_json, refusing
 from mxjax.storage import atomic_io
 
 KIND = "mxjax-evaluation"
@@ -111,13 +114,30 @@ def read(places: Iterable[str]) -> list[Result]:
   return list(results.values())
 
 
+class _Task(pydantic.BaseModel):
+  score: float
+  items: int
+  official_items: int | None = None
+  token_sha256: str
+
+
+class _File(pydantic.BaseModel):
+  model: str
+  method: str
+  seed: int | None
+  tasks: dict[str, _Task]
+
+
 def _parse(path: pathlib.Path) -> Result:
-  values = json.loads(path.read_text(encoding="utf-8"))
-  if not isinstance(values, dict) or values.get("kind") != KIND:
+  mend = "name what `mxjax evaluate --tasks ... --out` wrote"
+  values = read_json(path, dict[str, Any], f"a file of kind {KIND}", mend=mend)
+  if values.get("kind") != KIND:
     raise ValueError(
       f"results: expected {path} to be of kind {KIND}, got another file; name what "
       "`mxjax evaluate --tasks ... --out` wrote."
     )
+  with refusing(path, "a result", mend):
+    _File.model_validate(values, strict=True)
   tasks = values["tasks"]
   if unknown := sorted(set(tasks) - set(fitness.TASKS)):
     raise ValueError(

@@ -26,6 +26,7 @@ from mxjax.devices.placement import Placement
 from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.evaluation.measures.perplexity import Perplexity, perplexity
+from mxjax.intake.reading import parse_json, read_bytes, refusing
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.running import pipeline
@@ -199,20 +200,21 @@ def read_row(
   """
   if not file.is_file():
     return None
-  row = json.loads(file.read_text())
-  record = row["record"]
   tests = {name: token_fingerprint(t) for name, t in subject.tests.items()}
-  replicates = {len(result["values"]) for result in row["perplexity"].values()}
   made_of = token_fingerprint(tokens)
-  differs = {
-    "calibration tokens": record["calibration"]["fingerprint"] != made_of,
-    "tests": row["tests"] != tests,
-    "options": record["program"] != json.loads(json.dumps(program.describe())),
-    "rules": record["contract_hash"] != contract.hash,
-    "replicates": replicates - {subject.replicates} != set(),
-    "operator error": subject.with_operator_error and row["operator_error"] is None,
-    "agreement": subject.with_agreement and row["agreement"] is None,
-  }
+  with refusing(file, "a row of a comparison", "remove it to make the row again"):
+    row = parse_json(read_bytes(file), dict[str, Any])
+    record = row["record"]
+    replicates = {len(result["values"]) for result in row["perplexity"].values()}
+    differs = {
+      "calibration tokens": record["calibration"]["fingerprint"] != made_of,
+      "tests": row["tests"] != tests,
+      "options": record["program"] != json.loads(json.dumps(program.describe())),
+      "rules": record["contract_hash"] != contract.hash,
+      "replicates": replicates - {subject.replicates} != set(),
+      "operator error": subject.with_operator_error and row["operator_error"] is None,
+      "agreement": subject.with_agreement and row["agreement"] is None,
+    }
   if differing := [name for name, is_other in differs.items() if is_other]:
     raise ValueError(
       f"{file} was made with other {', '.join(differing)}; name another --out, or "

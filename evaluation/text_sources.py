@@ -1,10 +1,12 @@
 """Sources of text: embedded passages, files, and hub data sets."""
 
-import gzip
 import importlib.util
-import json
 import pathlib
 from typing import TYPE_CHECKING, Any
+
+import pydantic
+
+from mxjax.intake.reading import parse_json, read_text, refusing
 
 if TYPE_CHECKING:
   import pyarrow
@@ -50,7 +52,7 @@ def arrow_table(path: pathlib.Path) -> "pyarrow.Table":
   """Reads the table of an Arrow stream file."""
   import pyarrow
 
-  with pyarrow.memory_map(str(path)) as source:
+  with refusing(path, "a stream of Arrow"), pyarrow.memory_map(str(path)) as source:
     return pyarrow.ipc.open_stream(source).read_all()
 
 
@@ -108,9 +110,22 @@ def documents(source: str | None, split: str) -> tuple[list[str], str]:
     kept = rows[: C4_TEST_DOCUMENTS if split == "test" else None]
     return [row["text"] for row in kept], " "
   path = pathlib.Path(source)
-  open_ = gzip.open if path.suffix == ".gz" else open
-  with open_(path, "rt", encoding="utf-8") as file:
-    text = file.read()
+  data = read_text(path)
   if {".jsonl", ".json"} & set(path.suffixes):
-    return [json.loads(line)["text"] for line in text.splitlines() if line], "\n\n"
-  return [text], "\n\n"
+    # Not by `splitlines`: JSON may hold other breaks of lines as they are.
+    lines = enumerate(data.split(b"\n"), 1)
+    return [_line(path, *line) for line in lines if line[1].strip()], "\n\n"
+  with refusing(path, "a text in UTF-8", "convert it"):
+    return [data.decode().replace("\r\n", "\n").replace("\r", "\n")], "\n\n"
+
+
+class Line(pydantic.BaseModel):
+  """What a line of a JSONL file must have."""
+
+  text: str
+
+
+def _line(path: pathlib.Path, number: int, line: bytes) -> str:
+  place = f"{path}, line {number}"
+  with refusing(place, 'a JSON object with a "text"', "correct or remove the line"):
+    return parse_json(line, Line).text

@@ -33,7 +33,7 @@ class Denoise:
   edit_templates = (edit("smooth", SMOOTH), edit("flip", FLIP))
   interventions, regimes = {"half": "half of the edit"}, {"Filter": ("clean",)}
   target, margins = "loss", {"loss": 1e-3, "noise": 1e-3}
-  phases, call_seconds = ("measure",), 0.1
+  phases = ("measure",)
 
   def __init__(self, seed=0):
     self.spec = {"task": f"{__name__}:Denoise", "seed": seed}
@@ -49,7 +49,7 @@ class Denoise:
 
   def residuals(self, program, values):
     """The open questions about a program: is there noise left to remove?"""
-    return [Residual(program, "noise", values["noise"], 0.01, "clean")]
+    return [Residual(program, "noise", values["noise"], 0.01, ("clean",))]
 
   def run(self, call, artifacts, payload):
     """One evaluator call: the hook on all rows, and the error of what it returns."""
@@ -57,7 +57,8 @@ class Denoise:
     share = 0.5 if call.intervention.get("kind") == "half" else 1.0
     estimate = self.rows + share * (np.asarray(cleaned) - self.rows)
     loss = float(np.square(estimate - self.signal).mean())
-    return {"values": {"loss": loss, "noise": loss}}, b""
+    outputs = {"clean": str(np.square(cleaned).sum())}  # tells if the hook changed
+    return {"values": {"loss": loss, "noise": loss}, "outputs": outputs}, b""
 
 
 def main(folder=None, budget=8):

@@ -1,7 +1,7 @@
-"""Quantize a Flax linen model of your own.
+"""Quantize a Flax linen model of your own: here a language model without attention.
 
-`mxjax.quantize` sees a model only through the protocol `CausalLanguageModel`: one
-layer at a time, and the input of every linear in it.
+`mxjax.FlaxModel` finds the dense layers by tracing the model, and `mxjax.apply` runs it
+with the quantized params.
 """
 
 import flax.linen as nn
@@ -13,56 +13,36 @@ import mxjax
 WIDTH, VOCABULARY, LAYERS = 64, 50, 2
 
 
-class Linear(nn.Module):
-  shape: tuple[int, int]  # [out_features, in_features]
-
-  @nn.compact
-  def __call__(self, x):
-    self.sow("taps", "input", x)
-    # Not `self.param`, which refuses a quantized leaf in place of an array.
-    init = lambda: nn.initializers.lecun_normal()(self.make_rng("params"), self.shape)
-    return mxjax.linear(x, self.variable("params", "weight", init).value)
-
-
-class MLP(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    hidden = nn.gelu(Linear((2 * WIDTH, WIDTH), name="up_proj")(x))
-    return Linear((WIDTH, 2 * WIDTH), name="down_proj")(hidden)
-
-
 class Layer(nn.Module):
   @nn.compact
   def __call__(self, x):
     past = jnp.cumsum(x, axis=1) / jnp.arange(1.0, x.shape[1] + 1)[None, :, None]
-    return x + MLP(name="mlp")(nn.RMSNorm()(past))
+    hidden = nn.gelu(nn.Dense(2 * WIDTH, name="expand")(nn.RMSNorm()(past)))
+    return x + nn.Dense(WIDTH, name="shrink")(hidden)
 
 
 class Model(nn.Module):
-  num_layers = LAYERS
-  projection_taps = {("mlp", "up_proj"): "up_proj", ("mlp", "down_proj"): "down_proj"}
-  layer_name = nn.nowrap(lambda self, index: f"layers_{index}")
-  embed = nn.nowrap(lambda self, params, tokens: params["table"][tokens])
-  layer = nn.nowrap(lambda self, params, x: Layer().apply({"params": params}, x))
-  logits = nn.nowrap(lambda self, params, x: x @ params["table"].T)
-
-  @nn.nowrap
-  def layer_with_taps(self, params, x):
-    output, state = Layer().apply({"params": params}, x, mutable=["taps"])
-    return output, {name: tap["input"][0] for name, tap in state["taps"]["mlp"].items()}
-
   @nn.compact
   def __call__(self, tokens):
-    table = self.param("table", nn.initializers.normal(1.0), (VOCABULARY, WIDTH))
-    layers = [Layer(name=self.layer_name(index)) for index in range(LAYERS)]
-    return nn.Sequential(layers)(table[tokens]) @ table.T
+    x = nn.Embed(VOCABULARY, WIDTH, name="embed")(tokens)
+    for index in range(LAYERS):
+      x = Layer(name=f"layer_{index}")(x)
+    return nn.Dense(VOCABULARY, name="head")(x)
 
 
 def main(method="gptq"):
-  model, tokens = Model(), jax.random.randint(jax.random.key(1), (4, 32), 0, VOCABULARY)
-  params = model.init(jax.random.key(0), tokens)["params"]
-  qparams = mxjax.quantize(params, mxjax.Calibration(model, tokens, VOCABULARY), method)
-  before, after = (model.apply({"params": p}, tokens) for p in (params, qparams))
+  module = Model()
+  tokens = jax.random.randint(jax.random.key(1), (4, 32), 0, VOCABULARY)
+  params = module.init(jax.random.key(0), tokens)["params"]
+
+  # Paths of modules to methods; the first match decides. The head stays as it is.
+  rules = {"head": None, ".*/expand": method, ".*": "rtn"}
+  model = mxjax.FlaxModel(module=module, rules=rules)
+  qparams = mxjax.quantize(params, mxjax.Calibration(model, tokens))
+
+  # `mxjax.apply` takes what `module.apply` takes.
+  forward = jax.jit(lambda params: mxjax.apply(module, {"params": params}, tokens))
+  before, after = forward(params), forward(qparams)
   print(
     "relative error of the logits:", float(jnp.std(after - before) / jnp.std(before))
   )

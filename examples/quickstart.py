@@ -30,8 +30,7 @@ def main(source="models/trained/llama", method="hires", sequences=8, length=128)
 
   with tempfile.TemporaryDirectory() as folder:
     mxjax.save_checkpoint(f"{folder}/checkpoint", qparams, model.config)
-    restored, config = mxjax.restore_checkpoint(f"{folder}/checkpoint")
-  assert config == model.config.to_dict()
+    model, restored = mxjax.load(f"{folder}/checkpoint")
 
   size = size_report(restored)
   results = {

@@ -1,10 +1,40 @@
 """The frozen configuration of a decoder model, and its JSON form."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
+QK_NORMS = ("head", "projection")
+SIZES = {
+  "vocab_size": 2**24,
+  "hidden_size": 2**20,
+  "intermediate_size": 2**22,
+  "num_layers": 2**12,
+  "num_heads": 2**14,
+  "num_kv_heads": 2**14,
+  "head_dim": 2**14,
+  "max_positions": 2**31 - 1,
+  "sliding_window": 2**31 - 1,
+}
+"""Largest value of each size; a config beyond is damaged, and never computed with."""
+_FLAGS = "tie_embeddings attention_bias qkv_bias mlp_bias is_post_norm".split()
+
+
+def _is_id(value: Any) -> bool:
+  return type(value) is int and 0 <= value < 2**31
+
+
+def _is_positive(value: Any) -> bool:
+  return type(value) in (int, float) and 0 < value < math.inf
+
+
+def size_fault(name: str, value: Any) -> str | None:
+  """Says what a size should be if `value`, from a file, is no size at all."""
+  if type(value) is int and 1 <= value <= SIZES[name]:
+    return None
+  return f"{name} an integer from 1 to {SIZES[name]}, got {str(value)[:40]}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,26 +108,39 @@ class ModelConfig:
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    heads, groups, window = self.num_heads, self.num_kv_heads, self.sliding_window
-    norms = (None, "head", "projection")
-    for is_wrong, expected in (
-      (heads % groups, f"num_heads a multiple of num_kv_heads, got {heads}, {groups}"),
-      (self.head_dim % 2, f"an even head_dim to rotate, got {self.head_dim}"),
-      (self.qk_norm not in norms, f"qk_norm one of {norms}, got {self.qk_norm!r}"),
-      (
-        window is not None and window < 1,
-        f"a positive sliding_window or None, got {window}",
-      ),
-      (
-        self.dtype not in COMPUTE_DTYPES,
-        f"dtype one of {', '.join(COMPUTE_DTYPES)}, got {self.dtype!r}",
-      ),
-    ):
-      if is_wrong:
-        raise ValueError(
-          f"ModelConfig: expected {expected}; correct the model's config, or the dtype "
-          "that you pass."
-        )
+    if (fault := next(self._faults(), None)) is not None:
+      raise ValueError(
+        f"ModelConfig: expected {fault}; correct the model's config, or the dtype "
+        "that you pass."
+      )
+
+  def _faults(self) -> Iterator[str]:
+    """Yields what should be otherwise, types first: values come from files."""
+    for name in SIZES:
+      value = getattr(self, name)
+      if name != "sliding_window" or value is not None:
+        if fault := size_fault(name, value):
+          yield fault
+    scaling = dataclasses.asdict(self.rope_scaling) if self.rope_scaling else {}
+    for name in ("norm_eps", "rope_theta", *scaling):
+      value = scaling[name] if name in scaling else getattr(self, name)
+      if not _is_positive(value):
+        yield f"a positive {name}, got {value!r}"
+    for name in _FLAGS:
+      if type(value := getattr(self, name)) is not bool:
+        yield f"{name} true or false, got {value!r}"
+    for value in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
+      if not _is_id(value):
+        yield f"token ids for bos_id and eos_ids, got {value!r}"
+    heads, groups, norms = self.num_heads, self.num_kv_heads, (None, *QK_NORMS)
+    if heads % groups:
+      yield f"num_heads a multiple of num_kv_heads, got {heads}, {groups}"
+    if self.head_dim % 2:
+      yield f"an even head_dim to rotate, got {self.head_dim}"
+    if self.qk_norm not in norms:
+      yield f"qk_norm one of {norms}, got {self.qk_norm!r}"
+    if self.dtype not in COMPUTE_DTYPES:
+      yield f"dtype one of {', '.join(COMPUTE_DTYPES)}, got {self.dtype!r}"
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the fields as JSON values."""

@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from mxjax.intake.token_ids import token_ids
 from mxjax.models.transformer import CausalLM
 
 
 def generate(
   model: CausalLM,
   params: Mapping[str, Any],
-  tokens: jax.Array,
+  tokens: jax.Array | np.ndarray,
   *,
   max_new_tokens: int,
   temperature: float = 0.0,
@@ -51,7 +53,8 @@ def generate(
   """
   check_arguments(model, tokens, max_new_tokens, temperature, top_k, top_p, key)
   batch, start = tokens.shape
-  buffer = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, max_new_tokens)))
+  ids = token_ids(tokens, "generate", vocabulary=model.config.vocab_size)
+  buffer = jnp.pad(ids, ((0, 0), (0, max_new_tokens)))
   is_done = jnp.zeros(batch, bool)
   cache = empty_cache(model, batch, buffer.shape[1]) if use_cache else None
   seen = 0
@@ -142,12 +145,13 @@ def _next_logits(
   hidden = model.embed(params, buffer)
   for index in range(model.num_layers):
     hidden = _run_layer(model, params[model.layer_name(index)], hidden)
-  return _run_head(model, _outside_layers(params), hidden, jnp.int32(position))
+  return _run_head(model, _outside_layers(model, params), hidden, jnp.int32(position))
 
 
-def _outside_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+def _outside_layers(model: CausalLM, params: Mapping[str, Any]) -> dict[str, Any]:
+  layers = {model.layer_name(index) for index in range(model.num_layers)}
   # `items()` would read every layer of params on disk.
-  return {name: params[name] for name in params if not name.startswith("layers_")}
+  return {name: params[name] for name in params if name not in layers}
 
 
 @jax.tree_util.register_dataclass
@@ -184,7 +188,7 @@ def next_logits(
     return _run_token(model, params, cache, tokens)
   hidden, cache = _run_cached_layers(model, params, cache, tokens)
   last = jnp.int32(tokens.shape[1] - 1 if position is None else position)
-  return _run_head(model, _outside_layers(params), hidden, last), cache
+  return _run_head(model, _outside_layers(model, params), hidden, last), cache
 
 
 def _run_cached_layers(
@@ -222,7 +226,7 @@ def _run_token(
 
 def check_arguments(
   model: CausalLM,
-  tokens: jax.Array,
+  tokens: jax.Array | np.ndarray,
   max_new_tokens: int,
   temperature: float,
   top_k: int | None,

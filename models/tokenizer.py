@@ -9,7 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pydantic
 
+from mxjax.intake.reading import read_bytes, read_json, refusing
+from mxjax.intake.token_ids import token_ids
 from mxjax.models.loading import gguf, hub
 
 if TYPE_CHECKING:
@@ -21,13 +24,35 @@ CONTROL_TOKEN = 3
 """GGUF token type of special tokens."""
 
 
+class Special(pydantic.BaseModel):
+  """A saved special token; its other fields are not read."""
+
+  content: str
+
+
+class Template(pydantic.BaseModel):
+  """One of several chat templates."""
+
+  name: str
+  template: str
+
+
+class Settings(pydantic.BaseModel):
+  """What is read of `tokenizer_config.json`."""
+
+  bos_token: str | Special | None = None
+  eos_token: str | Special | None = None
+  chat_template: str | list[Template] | None = None
+
+
 @dataclasses.dataclass(eq=False)
 class Tokenizer:
   """A byte-level BPE tokenizer that never adds special tokens by itself.
 
   As in transformers, special tokens spelled out in the text, such as `<|im_start|>`,
   become their ids. `bos_id` and `eos_id` begin and end a text; they and the Jinja
-  `chat_template` may be None. `backend` is of the `tokenizers` package.
+  `chat_template` may be None. `backend` is of the `tokenizers` package; `source`, the
+  file it came from, is for messages.
   """
 
   backend: "tokenizers.Tokenizer"
@@ -35,11 +60,13 @@ class Tokenizer:
   bos_id: int | None = None
   eos_id: int | None = None
   chat_template: str | None = None
+  source: str = "tokenizer"
 
   def encode(self, text: str) -> np.ndarray:
     """Encodes a text as int32 `[n]`; an empty text gives no ids."""
-    ids = self.backend.encode(text, add_special_tokens=False).ids
-    return np.asarray(ids, dtype=np.int32)
+    with refusing(self.source, "a tokenizer that encodes any text"):
+      ids = self.backend.encode(text, add_special_tokens=False).ids
+    return token_ids(np.asarray(ids, np.int64), "tokenizer")
 
   def decode(self, ids: Iterable[int]) -> str:
     """Decodes ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
@@ -85,7 +112,8 @@ class Tokenizer:
 
     `encode` omits them; callers that follow the usual conventions add them.
     """
-    return tuple(self.backend.encode("", add_special_tokens=True).ids)
+    with refusing(self.source, "a tokenizer that encodes any text"):
+      return tuple(self.backend.encode("", add_special_tokens=True).ids)
 
   @property
   def vocab_size(self) -> int:
@@ -107,6 +135,11 @@ class Tokenizer:
     Raises:
       NotImplementedError: The file names another pre-tokenizer.
     """
+    with refusing(path, "the tokenizer of a model"):
+      return cls._from_gguf(path)
+
+  @classmethod
+  def _from_gguf(cls, path: pathlib.Path) -> "Tokenizer":
     reader = gguf.open_reader(path)
     get = functools.partial(gguf.field, reader)
     model, pre = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre")
@@ -126,6 +159,7 @@ class Tokenizer:
       bos_id=get("tokenizer.ggml.bos_token_id"),
       eos_id=get("tokenizer.ggml.eos_token_id"),
       chat_template=get("tokenizer.chat_template"),
+      source=str(path),
     )
 
   @classmethod
@@ -175,19 +209,22 @@ class Tokenizer:
     import tokenizers
 
     path = folder / "tokenizer.json"
-    if not path.is_file():
-      raise FileNotFoundError(
-        f"{folder}: expected a file tokenizer.json, got none; save the fast tokenizer "
-        "of the model there."
-      )
-    backend = tokenizers.Tokenizer.from_file(str(path))
-    settings_path = folder / "tokenizer_config.json"
-    settings = json.loads(settings_path.read_text()) if settings_path.is_file() else {}
+    with refusing(path, "a tokenizer of the library tokenizers"):
+      data = read_bytes(path, mend="save the fast tokenizer of the model there")
+      backend = tokenizers.Tokenizer.from_buffer(data)
+    # What a tokenizer was last used with says nothing about the texts given here.
+    backend.no_truncation()
+    backend.no_padding()
+    path = folder / "tokenizer_config.json"
+    settings = Settings()
+    if path.is_file():
+      settings = read_json(path, Settings, "the settings of a tokenizer")
     return cls(
       backend,
-      bos_id=_special_id(backend, settings.get("bos_token")),
-      eos_id=_special_id(backend, settings.get("eos_token")),
+      bos_id=_special_id(backend, settings.bos_token),
+      eos_id=_special_id(backend, settings.eos_token),
       chat_template=_chat_template(folder, settings),
+      source=str(folder / "tokenizer.json"),
     )
 
 
@@ -211,18 +248,24 @@ def _byte_level_bpe(
   return backend
 
 
-def _special_id(backend: "tokenizers.Tokenizer", token: Any) -> int | None:
+def _special_id(
+  backend: "tokenizers.Tokenizer", token: str | Special | None
+) -> int | None:
   """Returns the id of a token given as a string or a saved AddedToken."""
-  content = token.get("content") if isinstance(token, dict) else token
+  content = token.content if isinstance(token, Special) else token
   return None if content is None else backend.token_to_id(content)
 
 
-def _chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
+def _chat_template(folder: pathlib.Path, settings: Settings) -> str | None:
   """Finds the chat template: transformers 5 has a file for it, 4 uses the settings."""
   path = folder / "chat_template.jinja"
   if path.is_file():
-    return path.read_text(encoding="utf-8")
-  return _default_template(settings.get("chat_template"))
+    with refusing(path, "a chat template in UTF-8"):
+      return read_bytes(path).decode()
+  template = settings.chat_template
+  if isinstance(template, list):
+    return _default_template({entry.name: entry.template for entry in template})
+  return template
 
 
 def _default_template(template: Any) -> str | None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from mxjax.calibration.calibration import Calibration
+  from mxjax.calibration.flax_calls import apply
+  from mxjax.calibration.flax_model import FlaxModel
   from mxjax.layers.inference_packing import pack_for_inference
   from mxjax.layers.linear import linear
   from mxjax.layers.quantized_linear import QuantizedLinear
@@ -22,20 +24,23 @@ if TYPE_CHECKING:
   from mxjax.numerics.mxfp4 import MXTensor, Rules, decode
   from mxjax.pallas_kernels.mxfp4_encode import encode
   from mxjax.running.pipeline import quantize
-  from mxjax.storage.checkpoint import restore_checkpoint, save_checkpoint
+  from mxjax.storage.checkpoint import load, restore_checkpoint, save_checkpoint
 
 __all__ = [
   "PAPER_CONTRACT",
   "Calibration",
   "Contract",
+  "FlaxModel",
   "MXTensor",
   "Program",
   "QuantizedLinear",
   "Rules",
+  "apply",
   "decode",
   "encode",
   "from_pretrained",
   "linear",
+  "load",
   "load_tokenizer",
   "pack_for_inference",
   "quantize",
@@ -47,14 +52,17 @@ _MODULES = {
   "PAPER_CONTRACT": "numerics.contract",
   "Calibration": "calibration.calibration",
   "Contract": "numerics.contract",
+  "FlaxModel": "calibration.flax_model",
   "MXTensor": "numerics.mxfp4",
   "Program": "methods.program",
   "QuantizedLinear": "layers.quantized_linear",
   "Rules": "numerics.mxfp4",
+  "apply": "calibration.flax_calls",
   "decode": "numerics.mxfp4",
   "encode": "pallas_kernels.mxfp4_encode",
   "from_pretrained": "models",
   "linear": "layers.linear",
+  "load": "storage.checkpoint",
   "load_tokenizer": "models",
   "pack_for_inference": "layers.inference_packing",
   "quantize": "running.pipeline",

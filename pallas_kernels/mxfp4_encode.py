@@ -161,10 +161,10 @@ def encode(
     implementation: See `implementations.choose`.
 
   Raises:
-    TypeError: The array is not floating point.
+    TypeError: The array is not floating point, or the call is differentiated.
     ValueError: The width is not a multiple of 32, or (outside a trace) inf or NaN.
   """
-  x = jnp.asarray(x)
+  x = mxfp4.without_gradient(jnp.asarray(x))
   mxfp4.check_encodable(x)
   names = rules.scale_rule, rules.tie_rule
   implementation = implementations.choose(

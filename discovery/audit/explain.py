@@ -1,12 +1,13 @@
 """Explains a program from the log: packet, controls, verdict, code change and probe."""
 
 import dataclasses
-import difflib
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from mxjax.discovery.core import candidate_source
 from mxjax.discovery.core.store import read_events
+from mxjax.evaluation.cli.console import printable
 
 Event = dict[str, Any]
 
@@ -26,7 +27,7 @@ class Story:
   outcomes: tuple[Event, ...]
   skipped: tuple[str, ...]
   verdict: Event | None
-  check: Event | None
+  checks: tuple[Event, ...]
   program: Event | None
   diff: str
 
@@ -57,22 +58,19 @@ def _story(
   first = lambda kind: next((e for e in events if e["event"] == kind), None)
   body = packet["packet"]
   skipped = first("skipped")
-  diff = difflib.unified_diff(
-    source(folder, body["parent"]).splitlines(),
-    source(folder, body["program"]).splitlines(),
-    f"parent {body['parent'][:12]}",
-    f"program {body['program'][:12]}",
-    lineterm="",
-    n=2,
+  diff = candidate_source.diff(
+    source(folder, body["parent"]),
+    source(folder, body["program"]),
+    (f"parent {body['parent'][:12]}", f"program {body['program'][:12]}"),
   )
   return Story(
     packet,
     tuple(e for e in events if e["event"] == "outcome"),
     tuple(skipped["controls"]) if skipped else (),
     first("verdict"),
-    first("check"),
+    tuple(e for e in events if e["event"] == "check"),
     programs.get(body["program"]),
-    "\n".join(diff),
+    diff,
   )
 
 
@@ -111,7 +109,7 @@ def find(folder: pathlib.Path, program: str) -> list[Story]:
 
 
 def text(story: Story, margins: dict[str, float]) -> str:
-  """Renders a story for a terminal."""
+  """Renders a story for a terminal, with control characters escaped."""
   packet = story.packet["packet"]
   lines = _registered(story, packet)
   for outcome in story.outcomes:
@@ -125,13 +123,15 @@ def text(story: Story, margins: dict[str, float]) -> str:
   if v := story.verdict:
     lines.append(
       f"verdict: {v['verdict']} ({v['reason']}); left {v['survivors']}; excluded "
-      f"{v['excluded']}; response: {v['response']}"
+      f"{v['excluded']}, explicit by {v['explicit'] or 'nothing'}; response: "
+      f"{v['response']}"
     )
-  if c := story.check:
+  for c in story.checks:
     done = "implemented" if c["implemented"] else "not implemented"
-    lines.append(f"check by {c['checker']}: {done}; {c['detail']}")
+    lines.append(f"{c['response']}, check by {c['checker']}: {done}; {c['detail']}")
   lines.append(f"margins: {margins}" if packet["explanations"] else "")
-  return "\n".join([*lines, story.diff])
+  # A line break within a name would begin a line that looks like ours.
+  return "\n".join([*(printable(line, "") for line in lines), printable(story.diff)])
 
 
 def _registered(story: Story, packet: Event) -> list[str]:
@@ -143,12 +143,11 @@ def _registered(story: Story, packet: Event) -> list[str]:
   ]
   if story.packet.get("note"):
     lines.append(f"  {story.packet['note']}")
-  if packet["response_to"]:
-    lines.append(f"answers the verdict of packet {packet['response_to'][:12]}")
+  lines += [f"answers the verdict of packet {p[:12]}" for p in packet["response_to"]]
   if r := packet["residual"]:
     lines.append(
       f"residual: {r['observable']} = {r['value']:.4g} over {r['threshold']:.4g}, in "
-      f"{r['computation']}"
+      f"{', '.join(r['computation'])}"
     )
   for account in packet["explanations"]:
     lines.append(f"  {account['name']}: {account['statement']}")

@@ -161,9 +161,9 @@ def _verdicts(told: list[Story]) -> str:
   verdicts = [s.verdict for s in told if s.verdict]
   keys = ("verdict", "reason", "response")
   counts = Counter(tuple(v[key] for key in keys) for v in verdicts)
-  checks = [s.check for s in told if s.check]
+  checks = [check for s in told for check in s.checks]
   done = sum(c["implemented"] for c in checks)
-  explicit = sum(bool(v["excluded"]) for v in verdicts)
+  explicit = Counter(v["explicit"] for v in verdicts)
   rows = [
     [
       *map(html.escape, key),
@@ -173,8 +173,10 @@ def _verdicts(told: list[Story]) -> str:
     for key, n in sorted(counts.items())
   ]
   note = (
-    f"<p>{explicit} of {len(verdicts)} verdicts exclude an explanation; {done} of "
-    f"{len(checks)} demanded responses reached the executed computation.</p>"
+    f"<p>{len(verdicts) - explicit['']} of {len(verdicts)} verdicts exclude an account "
+    f"that shares the focal one's primary prediction, {explicit['primary']} of them by "
+    f"the primary run alone; {done} of {len(checks)} checks found the response in the "
+    "executed computation.</p>"
   )
   head = ["verdict", "reason", "required response", "packets", "it means"]
   return "<h2>Verdicts</h2>" + report_html.table(head, rows) + note

@@ -12,6 +12,7 @@ from mxjax.discovery.audit import explain, report, verify
 from mxjax.discovery.cli import study as studies
 from mxjax.discovery.core import edit_templates
 from mxjax.discovery.core import task as task_
+from mxjax.discovery.core.proposal import OutageError
 from mxjax.discovery.core.store import read_events
 from mxjax.discovery.proposers.endpoint import HttpClient
 from mxjax.discovery.sandbox import jail, supervisor
@@ -28,7 +29,7 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
   Raises:
     ValueError: The `llm` proposer was chosen without its endpoint and model.
   """
-  spec = {"task": options.task, **json.loads(options.task_options)}
+  spec = {**_task(options.task), **json.loads(options.task_options)}
   if options.task == "world":
     spec.setdefault("seed", options.seed)
   if options.model:
@@ -43,13 +44,20 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
   }
   if options.as_in_paper:
     config |= AS_IN_PAPER
+  if options.paper_allocation:
+    config["allocation"] = ARMS[options.arm].allocation
   proposer: dict[str, Any] = {"kind": options.proposer}
+  if options.contested_accounts:
+    proposer["contested"] = True
   if options.proposer == "llm":
     if not (options.endpoint and options.endpoint_model):
       raise ValueError("discover: llm needs --endpoint and --endpoint-model.")
     proposer |= {"base_url": options.endpoint, "model": options.endpoint_model}
   if options.proposer in ("llm", "cassette"):
     proposer |= {"cassette": options.cassette, "tokenizer": options.tokenizer}
+    if options.prices:
+      proposer["prices"] = options.prices
+    proposer |= {"effort": options.reasoning_effort}
   if options.proposer == "human":
     proposer["folder"] = options.answers or "answers"
   return runs.RunOptions(
@@ -59,6 +67,20 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
     proposer=proposer,
     holdout=options.holdout,
   )
+
+
+def _task(name: str) -> dict[str, Any]:
+  """Returns the beginning of a task's specification, with the folder of its module."""
+  if pathlib.Path(name).is_dir():
+    return {"task": str(pathlib.Path(name).resolve())}
+  module, _, function = name.partition(":")
+  here = pathlib.Path.cwd()
+  package = module.partition(".")[0]
+  is_here = any((here / file).exists() for file in (f"{package}.py", package))
+  # The command's own sys.path does not have the current folder.
+  if function and is_here:
+    return {"task": name, "path": str(here)}
+  return {"task": name}
 
 
 def _with_margins(spec: dict[str, Any]) -> dict[str, Any]:
@@ -85,29 +107,33 @@ def study(options: argparse.Namespace) -> None:
 
 
 def plan(options: argparse.Namespace) -> None:
-  """Implements `mxjax discover plan`."""
+  """Implements `mxjax discover plan`, which measures two calls."""
   run_ = run_options(options)
   task, config = task_.load(run_.task), SearchConfig(**run_.config)
-  hours = config.budget * task.call_seconds / 3600
   deck = edit_templates.fingerprint(task.edit_templates)[:12]
-  rows = {
-    "task": dict(task.spec),
-    "evaluator calls": f"{config.budget}, candidates, controls and probes together",
-    "proposer calls": f"at most {config.budget * config.proposals_per_call}",
-    "one call": f"about {task.call_seconds:g} s on one worker",
-    "in all": f"about {hours:.2f} h on one worker",
-    "held-out": f"{config.budget // config.mark_every} champions, outside the budget",
-    "proposer": f"{options.proposer}; {len(task.edit_templates)} edits, hash {deck}",
-    "arm": f"{options.arm}: {config}",
-    "sandbox": run_.sandbox,
-  }
-  for name, value in rows.items():
-    say(f"{name}: {value}")
+  proposals = config.budget * config.proposals_per_call
+  held_out = "nothing is scored on held-out data"
+  if task.holdout() is not None and run_.holdout != "off":
+    marks = config.budget // config.mark_every
+    held_out = f"{marks} champions are scored on held-out data outside the budget"
+  say(f"The task is {json.dumps(dict(task.spec))}.")
+  say(
+    f"A run pays {config.budget} evaluator calls, for candidates, controls and probes "
+    f"together, and asks the proposer at most {proposals} times; {held_out}."
+  )
+  say(studies.measured(task, run_.sandbox, config.budget))
+  say(
+    f"The proposer is {options.proposer}; the task has {len(task.edit_templates)} edit "
+    f"templates, hash {deck}."
+  )
+  say(f"The arm is {options.arm}: {config}.")
 
 
 def run(options: argparse.Namespace) -> None:
   """Implements `mxjax discover run`."""
   run_, folder = run_options(options), pathlib.Path(options.out)
+  task_.load(run_.task)  # Before anything is written.
+  _probe(run_)
   spec = _with_margins(dict(run_.task))
   runs.write_options(folder, dataclasses.replace(run_, task=spec))
   _search(folder, options)
@@ -115,7 +141,23 @@ def run(options: argparse.Namespace) -> None:
 
 def resume(options: argparse.Namespace) -> None:
   """Implements `mxjax discover resume`."""
-  _search(pathlib.Path(options.folder), options)
+  folder = pathlib.Path(options.folder)
+  if not runs.is_closed(folder):
+    _probe(runs.read_options(folder))
+  _search(folder, options)
+
+
+def _probe(options: runs.RunOptions) -> None:
+  """Asks the endpoint of a run for one word, before anything is paid for.
+
+  Raises:
+    OutageError: It does not answer.
+  """
+  settings = dict(options.proposer)
+  if settings.pop("kind") == "llm":
+    named = ("base_url", "model", "key_variable")
+    client = HttpClient(**{k: v for k, v in settings.items() if k in named})
+    say(f"endpoint: {client.probe().model!r} answered")
 
 
 def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
@@ -128,16 +170,24 @@ def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
     elif event["event"] == "verdict":
       say(f"  {event['verdict']} ({event['reason']})")
 
-  champion = runs.run(
-    folder,
-    workers=options.workers,
-    ray=options.ray,
-    compiled=options.compiled,
-    on_event=show,
-  )
+  try:
+    champion = runs.run(
+      folder,
+      workers=options.workers,
+      ray=options.ray,
+      compiled=options.compiled,
+      on_event=show,
+    )
+  except OutageError as error:
+    raise OutageError(
+      f"{error} Nothing is lost; go on with `mxjax discover resume {folder}`."
+    ) from error
   path = report.write(folder)
   say(f"champion {champion.id[:12]}, found at call {champion.call}")
-  say(f"ledger: {read_events(folder)[-1]['ledger']}")
+  ledger = read_events(folder)[-1]["ledger"]
+  say(f"ledger: {ledger}")
+  if paid := ledger["proposer"].get("micro_dollars"):
+    say(f"the proposer's tokens cost {paid / 1e6:.2f} dollars at the given prices")
   say(f"report: {path}")
 
 
@@ -171,7 +221,11 @@ def verify_run(options: argparse.Namespace) -> None:
 
 
 def doctor(options: argparse.Namespace) -> None:
-  """Implements `mxjax discover doctor`."""
+  """Implements `mxjax discover doctor`.
+
+  Raises:
+    OutageError: The endpoint does not answer.
+  """
   say(f"{platform.system()} {platform.release()} {platform.machine()}")
   say(f"Landlock version {jail.landlock_version()}")
   for level in jail.JAILED:
@@ -186,9 +240,5 @@ def doctor(options: argparse.Namespace) -> None:
   key = "set" if os.environ.get("OPENAI_API_KEY") else "not set"
   say(f"OPENAI_API_KEY is {key}")
   if options.endpoint:
-    client = HttpClient(base_url=options.endpoint, model="doctor", deadline=10.0)
-    try:
-      reply = client.complete({"messages": [{"role": "user", "content": "Say yes."}]})
-      say(f"endpoint: {reply.model} answered")
-    except RuntimeError as error:
-      say(f"endpoint: {error}")
+    settings = {"base_url": options.endpoint, "model": "doctor"}
+    _probe(runs.RunOptions(task={}, config={}, proposer={"kind": "llm", **settings}))

@@ -58,7 +58,11 @@ def register(commands: Any) -> None:
     parser.set_defaults(run=_later("commands", function))
     return parser
 
-  _add_task(verb("plan", "what a run would cost; starts nothing", "plan"))
+  _add_task(
+    verb(
+      "plan", "what a run would cost; runs the default program, starts nothing", "plan"
+    )
+  )
   run = verb("run", "start a run", "run")
   _add_task(run)
   run.add_argument("--out", required=True, metavar="DIR", help="a new folder")
@@ -99,7 +103,12 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
-  add("--task", default="ptq", help="ptq, world, or package.module:function")
+  add(
+    "--task",
+    default="ptq",
+    help="ptq, world, package.module:function, or a folder with "
+    "initial.py and evaluate.py",
+  )
   add("--task-options", default="{}", metavar="JSON", help="options of the task")
   add("--model", metavar="MODEL", help="visible model of the ptq task")
   add("--holdout-model", metavar="MODEL", help="held-out model of the ptq task")
@@ -112,6 +121,11 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
     action="store_true",
     help="run every registered control, and charge repeated executions",
   )
+  add(
+    "--paper-allocation",
+    action="store_true",
+    help="divide the 240 calls among candidates, controls and probes as the paper does",
+  )
   told = "how candidates are jailed"
   add("--sandbox", default="strict", choices=jail.LEVELS, help=told)
   add(
@@ -122,6 +136,19 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   )
   add("--endpoint", metavar="URL", help="OpenAI-compatible base URL")
   add("--endpoint-model", metavar="NAME", help="the model to ask there")
+  add(
+    "--prices",
+    type=float,
+    nargs=2,
+    metavar=("IN", "OUT"),
+    help="dollars a million tokens, to count what llm costs",
+  )
+  add("--reasoning-effort", metavar="LEVEL", help="asked of the model, such as high")
+  add(
+    "--contested-accounts",
+    action="store_true",
+    help="embedded edits register only accounts that a control must tell apart",
+  )
   add("--cassette", metavar="FILE", help="record to it (llm) or replay it (cassette)")
   add("--tokenizer", metavar="FILE", help="tokenizer.json for exact budgets")
   add("--answers", metavar="DIR", help="folder of the human queue")
@@ -164,6 +191,12 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     type=float,
     default=0.7,
     help="share of the way from the initial program to the ideal, held out",
+  )
+  add(
+    "--gate-at",
+    type=float,
+    metavar="TARGET",
+    help="a held-out target that counts as success beside the share",
   )
   _add_task(parser)
   # The study sets its own arms, seeds and accounting.

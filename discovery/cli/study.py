@@ -8,6 +8,7 @@ from typing import Any
 
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.sandbox.jail import LEVELS
+from mxjax.discovery.search import runs
 from mxjax.discovery.studies import study, tables
 from mxjax.evaluation.cli.console import say
 
@@ -31,6 +32,8 @@ def options(
     tuning_seeds=tuple(parsed.tuned_on),
     budget=parsed.budget,
     gate=parsed.gate,
+    gate_at=parsed.gate_at,
+    is_allocated=parsed.paper_allocation,
     sandbox=parsed.sandbox,
     proposer=proposer,
   )
@@ -47,20 +50,28 @@ def begun_task(folder: pathlib.Path) -> dict[str, Any] | None:
   return json.loads(frozen.read_text())["options"]["task"]
 
 
+def measured(task: task_.Task, sandbox: str, calls: int) -> str:
+  """Runs the default program twice and says what a number of calls would take."""
+  first, later = runs.measure_calls(task, sandbox)
+  low, high = (calls * seconds / 3600 for seconds in sorted((first, later)))
+  return (
+    f"A call of the default program took {first:.1f} s with start and compilation, and "
+    f"{later:.1f} s again (sandbox {sandbox}); {calls} calls on one worker take "
+    f"{low:.2f} to {high:.2f} h, depending on how many programs are new."
+  )
+
+
 def plan(name: str, settings: study.StudyOptions) -> None:
-  """Prints the planned calls and hours; starts nothing."""
+  """Prints the planned calls and hours; runs the default program, starts nothing."""
   planned = study.STUDIES[name]
   task = task_.load(settings.spec(settings.seeds[0]))
   count = len(planned.arms) * len(settings.seeds)
   calls = count * settings.budget
-  hours = calls * task.call_seconds / 3600
   say(f"{planned.title}: {', '.join(planned.arms)}")
   say(f"seeds: {list(settings.seeds)}; tuned on {list(settings.tuning_seeds)}")
   say(f"{count} runs, {calls} evaluator calls, held-out marks beside them")
-  say(
-    f"at most {hours:.1f} h at {task.call_seconds:g} s a call; a computation that "
-    "another run paid for is charged and not repeated"
-  )
+  say(measured(task, settings.sandbox, calls))
+  say("A computation that another run paid for is charged and not repeated.")
 
 
 def conduct(name: str, folder: pathlib.Path, settings: study.StudyOptions) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,6 +10,10 @@ from mxjax.discovery.core import identity
 from mxjax.discovery.core.interface import Interface, Literal
 
 MAX_BYTES = 65_536
+MAX_DEPTH = 100
+"""Deepest nesting of the syntax tree, far within Python's recursion limit."""
+MAX_INTEGER_BITS = 1024
+"""Longest integer constant; Python does not print much longer ones."""
 IMPORTS = ("functools", "jax", "jax.lax", "jax.numpy", "math", "numpy")
 FORBIDDEN_NAMES = frozenset(
   """breakpoint classmethod compile delattr dir eval exec exit getattr globals hasattr
@@ -67,13 +72,18 @@ def admit(source: str, interface: Interface) -> CandidateSource:
   Raises:
     RejectedError: The source breaks a rule; the message names the line and the rule.
   """
-  if len(source.encode()) > MAX_BYTES:
-    raise RejectedError(f"program: at most {MAX_BYTES} bytes, got {len(source)}.")
   try:
+    if (size := len(source.encode())) > MAX_BYTES:
+      raise RejectedError(f"program: at most {MAX_BYTES} bytes, got {size}.")
     tree = ast.parse(source)
+    _check_depth(tree)
     compile(tree, "<candidate>", "exec", dont_inherit=True)
+  except RejectedError:
+    raise
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
     raise RejectedError(f"program: does not parse: {error}.") from error
+  for node in ast.walk(tree):
+    _check_node(node)
   hooks: dict[str, str] = {}
   plan = interface.default_plan
   for node in tree.body:
@@ -90,11 +100,29 @@ def admit(source: str, interface: Interface) -> CandidateSource:
         f"program: line {node.lineno}: a module holds imports, constants, PLAN and "
         f"functions; {type(node).__name__} is none of them."
       )
-  for node in ast.walk(tree):
-    _check_node(node)
+    elif taken := _bound(node) & {*interface.names}:
+      _refuse(node, f"{sorted(taken)} are hooks; define them by def")
   _check_signatures(tree, interface)
   known = {name: text for name, text in hooks.items() if name in interface.names}
   return CandidateSource(source, plan, known)
+
+
+def _check_depth(tree: ast.AST) -> None:
+  """Refuses nesting that would exhaust recursion wherever the tree is visited."""
+  level: list[ast.AST] = [tree]
+  for _ in range(MAX_DEPTH):
+    level = [child for node in level for child in ast.iter_child_nodes(node)]
+  if level:
+    _refuse(level[0], f"nested more than {MAX_DEPTH} deep")
+
+
+def _bound(node: ast.stmt) -> set[str]:
+  """Returns the names that a statement binds, other than by `def`."""
+  nodes = list(ast.walk(node))
+  stored = {
+    n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+  }
+  return stored | {n.asname or n.name for n in nodes if isinstance(n, ast.alias)}
 
 
 def _assigned(node: ast.stmt) -> str | None:
@@ -131,6 +159,9 @@ def _check_node(node: ast.AST) -> None:
   """Applies the syntax allow-list to one node."""
   if isinstance(node, FORBIDDEN_NODES):
     _refuse(node, f"{type(node).__name__} is not allowed")
+  if isinstance(node, ast.Constant) and isinstance(node.value, int):
+    if node.value.bit_length() > MAX_INTEGER_BITS:
+      _refuse(node, f"an integer of more than {MAX_INTEGER_BITS} bits")
   if isinstance(node, ast.Import):
     for alias in node.names:
       if alias.name not in IMPORTS:
@@ -186,14 +217,14 @@ def hook_keys(source: str, hooks: Iterable[str]) -> dict[str, str]:
   rest = [
     ast.unparse(node)
     for node in tree.body
-    if _name(node) not in names and _name(node) != "PLAN"
+    if not (isinstance(node, ast.FunctionDef) and node.name in names)
+    and _name(node) != "PLAN"
   ]
   # A hook that another hook calls by name is part of what the caller computes.
   used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & names
   shared = [text[name] for name in sorted(used & text.keys())]
   return {
-    name: identity.digest([name, text[name], rest, shared])
-    for name in names & text.keys()
+    name: identity.digest([name, text.get(name, ""), rest, shared]) for name in names
   }
 
 
@@ -232,6 +263,14 @@ def with_plan(source: str, updates: Mapping[str, Literal]) -> str:
       return ast.unparse(tree) + "\n"
   body = f"PLAN = {dict(updates)!r}\n"
   return with_functions(source, body)
+
+
+def diff(before: str, after: str, names: tuple[str, str] = ("", "")) -> str:
+  """Returns the unified difference of two sources; `names` head it if given."""
+  lines = difflib.unified_diff(
+    before.splitlines(), after.splitlines(), *names, lineterm="", n=2
+  )
+  return "\n".join(lines if any(names) else list(lines)[2:])
 
 
 def _name(node: ast.stmt) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.candidate_source import with_functions, with_plan
-from mxjax.discovery.core.residual import Control, Explanation
+from mxjax.discovery.core.residual import PRIMARY, Control, Explanation, disagree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,18 @@ class EditTemplate:
   def applies(self, plan: Mapping[str, Any]) -> bool:
     """Returns whether the edit makes sense on a program with this plan."""
     return all(plan.get(key) == value for key, value in self.needs.items())
+
+  def contested(self) -> "EditTemplate":
+    """Returns the edit with only those accounts that a control must tell apart.
+
+    They agree with one another on the primary run; the focal one is among them.
+    """
+    kept: list[Explanation] = []
+    for account in self.explanations:
+      first = account.predicts(PRIMARY)
+      if not any(disagree(first, other.predicts(PRIMARY)) for other in kept):
+        kept.append(account)
+    return dataclasses.replace(self, explanations=tuple(kept))
 
   def label(self, params: Mapping[str, Any]) -> str:
     """Returns the name of the edit with its parameters."""

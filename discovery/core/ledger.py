@@ -8,6 +8,7 @@ reused.
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxjax.discovery.core.packet import Condition
@@ -38,13 +39,33 @@ class Entry:
 class Ledger:
   """Evaluator calls of one run; `entries` holds the settled conditions in order."""
 
-  def __init__(self, budget: int, *, reuse: bool = True) -> None:
-    """Opens a ledger; with `reuse`, a repeated execution identity is free."""
+  def __init__(
+    self,
+    budget: int,
+    *,
+    reuse: bool = True,
+    allocation: Mapping[str, int] | None = None,
+  ) -> None:
+    """Opens a ledger; with `reuse`, a repeated execution identity is free.
+
+    `allocation` divides the budget by kind of call; without it, any kind may use all.
+
+    Raises:
+      ValueError: The allocation does not name every kind or does not add up.
+    """
+    if allocation and (
+      set(allocation) != set(KINDS) or sum(allocation.values()) != budget
+    ):
+      raise ValueError(
+        f"ledger: expected an allocation of {budget} calls to {', '.join(KINDS)}, got "
+        f"{dict(allocation)}; make the parts add up."
+      )
     self.budget = budget
     self.entries: list[Entry] = []
     self.proposer: Counter[str] = Counter()
-    self._reuse = reuse
-    self._reserved = 0
+    self._reuse, self._allocation = reuse, allocation
+    self._reserved: Counter[str] = Counter()
+    self._charged: Counter[str] = Counter()
     self._charged_calls: dict[str, int] = {}
 
   @property
@@ -55,7 +76,13 @@ class Ledger:
   @property
   def left(self) -> int:
     """Calls that are neither charged nor reserved."""
-    return self.budget - self.spent - self._reserved
+    return self.budget - self.spent - self._reserved.total()
+
+  def left_for(self, kind: str) -> int:
+    """Calls of a kind that are neither charged nor reserved."""
+    if self._allocation is None:
+      return self.left
+    return self._allocation[kind] - self._charged[kind] - self._reserved[kind]
 
   def ran(self, exec_id: str) -> bool:
     """Returns whether this execution was settled before."""
@@ -65,21 +92,32 @@ class Ledger:
     """Returns the calls spent when this execution was first settled."""
     return self._charged_calls[exec_id]
 
-  def price(self, conditions: list[tuple[str, int]]) -> int:
-    """Returns the charge for `(exec_id, cost)` conditions if they were run now."""
+  def price(self, conditions: Sequence[Condition]) -> Counter[str]:
+    """Returns the charge of each kind for conditions if they were run now."""
     if self._reuse:
-      conditions = [c for c in dict.fromkeys(conditions) if not self.ran(c[0])]
-    return sum(cost for _, cost in conditions)
+      first = {c.exec_id: c for c in reversed(conditions)}
+      conditions = [c for c in first.values() if not self.ran(c.exec_id)]
+    charges: Counter[str] = Counter()
+    for condition in conditions:
+      charges[condition.kind] += condition.cost
+    return charges
 
-  def reserve(self, calls: int) -> None:
+  def fits(self, charges: Counter[str]) -> bool:
+    """Returns whether these calls are left, in all and of each kind."""
+    each = all(count <= self.left_for(kind) for kind, count in charges.items())
+    return each and charges.total() <= self.left
+
+  def reserve(self, charges: Counter[str]) -> None:
     """Reserves calls for a packet.
 
     Raises:
       ValueError: The packet does not fit into the budget and must not start.
     """
-    if calls > self.left:
-      raise ValueError(f"ledger: {calls} calls do not fit into the {self.left} left.")
-    self._reserved += calls
+    if not self.fits(charges):
+      raise ValueError(
+        f"ledger: {dict(charges)} calls do not fit into the {self.left} left."
+      )
+    self._reserved += charges
 
   def settle(self, packet: str, condition: Condition, status: str) -> Entry:
     """Books one condition of a reserved packet, whatever its status."""
@@ -87,7 +125,8 @@ class Ledger:
     charged = 0 if is_reused else condition.cost
     call = self.spent + charged
     self._charged_calls.setdefault(condition.exec_id, call)
-    self._reserved -= charged
+    self._reserved[condition.kind] -= charged
+    self._charged[condition.kind] += charged
     entry = Entry(
       call,
       condition.kind,
@@ -102,16 +141,13 @@ class Ledger:
 
   def release(self) -> None:
     """Releases calls that finished packets reserved but did not need."""
-    self._reserved = 0
+    self._reserved.clear()
 
   def totals(self) -> dict[str, Any]:
     """Returns charged calls by kind, reused and failed conditions, and proposer use."""
-    charged = {kind: 0 for kind in KINDS}
-    for entry in self.entries:
-      charged[entry.kind] += entry.charged
     return {
-      **charged,
-      "total": sum(charged.values()),
+      **{kind: self._charged[kind] for kind in KINDS},
+      "total": self._charged.total(),
       "budget": self.budget,
       "reused": sum(entry.charged == 0 for entry in self.entries),
       "failed": sum(e.status != "ok" and e.charged > 0 for e in self.entries),

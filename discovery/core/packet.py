@@ -38,8 +38,8 @@ class Packet:
     residual: The question, or None for a candidate without one.
     explanations: The focal explanation first; empty without a residual.
     allowed: Names of all allowed controls.
-    response_to: Hash of the packet whose verdict this one answers, or None.
-    declared: Hooks and plan keys in which the response must be found.
+    response_to: Hashes of the packets whose demands are checked on this one.
+    declared: Hooks and plan keys that the proposer says it changed.
   """
 
   program: str
@@ -51,7 +51,7 @@ class Packet:
   explanations: tuple[Explanation, ...] = ()
   allowed: tuple[str, ...] = ()
   policy: str = "none"
-  response_to: str | None = None
+  response_to: tuple[str, ...] = ()
   declared: tuple[str, ...] = ()
   checker: str = "none"
 
@@ -66,8 +66,3 @@ class Packet:
   def hash(self) -> str:
     """SHA-256 of the canonical form; it registers the packet before its first call."""
     return identity.digest(self.to_dict())
-
-  @property
-  def prices(self) -> list[tuple[str, int]]:
-    """`(exec_id, cost)` of every condition."""
-    return [(condition.exec_id, condition.cost) for condition in self.conditions]

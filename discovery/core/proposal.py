@@ -1,12 +1,14 @@
 """The protocol of proposers: templates, language models and people use the same one."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
-from mxjax.discovery.core.residual import Control, Explanation, Residual
+from mxjax.discovery.core.residual import Control, Explanation, Residual, Symbol
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Call
+from mxjax.discovery.core.verdict import FORBIDDING
 
 Evidence = Literal["none", "score", "text", "reflect", "verdict"]
 """What an arm may read: nothing, or as Score-only, TextMem, ReflectMem, QuantForge."""
@@ -47,11 +49,18 @@ class Experiment:
 
   Attributes:
     label: The proposer's name of the edit, such as a template and its parameters.
+    note: The proposer's own words.
     status: How the primary run ended, or `duplicate`.
     changes: Change of each observable from the parent.
     gain: Whether the target improved by more than its margin.
+    score: The measured target, or None.
+    feedback: What execution said: an error, or why the proposal was refused.
+    diff: Unified difference from the parent's source.
+    explanations: The registered accounts with their predictions, the focal one first.
+    observed: Symbols of every condition that ran, by condition and observable.
+    excluded: Excluded accounts, each with the condition that contradicts it.
     survivors: Remaining explanations.
-    implemented: Result of the checker for a response, or None.
+    implemented: Whether every demand on it was met, or None without one.
   """
 
   program: str
@@ -61,22 +70,31 @@ class Experiment:
   status: str
   changes: Mapping[str, float]
   gain: bool
+  score: float | None = None
+  feedback: str = ""
+  diff: str = ""
   verdict: str = ""
   reason: str = ""
-  excluded: tuple[str, ...] = ()
+  explanations: tuple[Explanation, ...] = ()
+  observed: Mapping[str, Mapping[str, Symbol]] = dataclasses.field(default_factory=dict)
+  excluded: Mapping[str, str] = dataclasses.field(default_factory=dict)
   survivors: tuple[str, ...] = ()
   implemented: bool | None = None
-  source: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Required:
-  """A response that the next relevant program must carry.
+class Demand:
+  """A response that later revisions of a program must carry.
 
   Attributes:
     packet: Hash of the packet with the verdict.
     label: The edit that the verdict was about.
     survivors: Remaining explanations.
+    computation: Hooks and plan keys in which a check looks for the response.
+    before: The computation in the parent of the program that the verdict is about.
+    intervention: The computation in that program.
+    accounts: The accounts that its packet registered, the focal one first.
+    ran: The interventions of its controls that succeeded.
     attempts: Responses that have failed their check so far.
   """
 
@@ -86,7 +104,17 @@ class Required:
   label: str
   survivors: tuple[str, ...]
   residual: Residual
+  computation: tuple[str, ...]
+  before: Call
+  intervention: Call
+  accounts: tuple[Explanation, ...] = ()
+  ran: tuple[Mapping[str, Any], ...] = ()
   attempts: int = 0
+
+  @property
+  def forbids(self) -> bool:
+    """Whether it keeps an intervention out, instead of asking for a change."""
+    return self.response in FORBIDDING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +124,12 @@ class Context:
   Attributes:
     address: Round and position within it; draws depend on the seed and this address.
     residuals: Open questions measured on the parent.
-    required: The response that the parent owes, or None.
+    demands: Responses that revisions of the parent must carry, oldest first.
     history: Experiments in order, reduced to the arm's evidence.
-    donors: Other retained programs.
+    champion: The best program so far.
+    donors: Other retained programs, best first.
     stagnation: Packets since the best program last improved.
+    compiles: Whether verdicts become demands; otherwise they are reflected on freely.
     restarts: Whether every proposal revises the initial program, as in best-of-N.
   """
 
@@ -108,11 +138,13 @@ class Context:
   target: str
   parent: Record
   residuals: tuple[Residual, ...]
-  required: Required | None
+  demands: tuple[Demand, ...]
   history: tuple[Experiment, ...]
+  champion: Record
   donors: tuple[Record, ...]
   evidence: Evidence
   stagnation: int
+  compiles: bool = True
   restarts: bool = False
 
 
@@ -124,7 +156,7 @@ class Proposal:
     label: Short name of the edit.
     residual: Observable of the residual addressed, or None.
     explanations: Competing explanations, the focal one first.
-    declared: Hooks or plan keys in which the response is to be found.
+    declared: Hooks or plan keys that were changed, among them those of any response.
     usage: Proposer calls, tokens and cost in micro-dollars, as integers by name.
   """
 
@@ -136,6 +168,11 @@ class Proposal:
   controls: tuple[Control, ...] = ()
   declared: tuple[str, ...] = ()
   usage: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"calls": 1})
+
+  def __post_init__(self) -> None:
+    """Rejects what the log cannot hold: NaN, infinities and broken Unicode."""
+    text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
+    text.encode()
 
   def to_dict(self) -> dict[str, Any]:
     """Returns a JSON-ready form."""
@@ -166,12 +203,17 @@ class Proposer(Protocol):
 
     Raises:
       ExhaustedError: Nothing is left for this parent; the search asks for the next one.
+      OutageError: There is no answer now; the run stops and can be resumed.
       ProposerError: The proposer cannot continue; the run ends.
     """
 
 
 class ProposerError(RuntimeError):
   """Raised when a proposer cannot continue: no answer, no credit or no edit left."""
+
+
+class OutageError(ProposerError, ConnectionError):
+  """Raised when there is no answer now; the run stays open and can be resumed."""
 
 
 class ExhaustedError(ProposerError):
@@ -204,13 +246,16 @@ def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
 
   Score-only sees code, scores and execution feedback. TextMem adds free-form summaries
   and the free observables; ReflectMem has the same diagnostics. Only QuantForge sees
-  verdicts, the explanations they exclude, and whether a response reached the code.
+  predictions, control outcomes, what they exclude and leave, and whether a response
+  reached the code. Without evidence, only the edit and how it ended remain.
   """
   if evidence == "verdict":
     return experiment
-  bare = dataclasses.replace(
-    experiment, verdict="", reason="", excluded=(), survivors=(), implemented=None
-  )
-  if evidence in ("none", "score"):
-    return dataclasses.replace(bare, note="", changes={})
-  return bare
+  seen = {"program", "parent", "label", "status", "gain"}
+  if evidence != "none":
+    seen |= {"score", "feedback", "diff"}
+  if evidence in ("text", "reflect"):
+    seen |= {"note", "changes"}
+  bare = Experiment("", "", "", "", "", {}, gain=False)
+  shown = {name: getattr(experiment, name) for name in seen}
+  return dataclasses.replace(bare, **shown)

@@ -48,10 +48,12 @@ class Control:
 
   def __post_init__(self) -> None:
     """Rejects a reserved name or a cost that the ledger cannot charge."""
-    if self.name == PRIMARY or not isinstance(self.cost, int) or self.cost < 1:
+    if (
+      self.name in (PRIMARY, "probe") or not isinstance(self.cost, int) or self.cost < 1
+    ):
       raise ValueError(
-        f"Control {self.name!r}: expected a name other than {PRIMARY!r} and an integer "
-        f"cost of at least 1, got cost {self.cost!r}; mend the proposal."
+        f"Control {self.name!r}: expected a name other than {PRIMARY!r} and 'probe' "
+        f"and an integer cost of at least 1, got cost {self.cost!r}; mend the proposal."
       )
 
 
@@ -61,14 +63,23 @@ class Residual:
 
   Attributes:
     observable: The measured quantity that is too large.
-    computation: Hook that the question is about; implementation checks look only there.
+    computation: Hooks and plan keys that the question is about, never a single string;
+      implementation checks look only there.
   """
 
   program: str
   observable: str
   value: float
   threshold: float
-  computation: str
+  computation: tuple[str, ...]
+
+  def __post_init__(self) -> None:
+    """Rejects a computation that no check could look at."""
+    if isinstance(self.computation, str) or not self.computation:
+      raise ValueError(
+        f"Residual {self.observable!r}: expected a tuple of hooks and plan keys as its "
+        f"computation, got {self.computation!r}; name every one it is about."
+      )
 
   @property
   def key(self) -> str:

@@ -2,13 +2,16 @@
 
 A specification identifies a task, and any process can rebuild the task from it. It is
 a small JSON object: `{"task": "world", ...}`, `{"task": "ptq", ...}`, or, for a user's
-own task, `{"task": "package.module:function", ...}`.
+own task, `{"task": "package.module:function", ...}` or `{"task": FOLDER}` with the two
+files of `discovery.tasks.two_files`. `path` beside `task` is the folder of the module.
 """
 
 import dataclasses
 import enum
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mxjax.discovery.core import identity
@@ -88,6 +91,17 @@ class Call(NamedTuple):
     }
     return self._replace(computation=hooks)
 
+  def part(self, names: Iterable[str]) -> "Call":
+    """Returns the hooks and plan values of this call that `names` covers."""
+    chosen = set(names)
+    cut = lambda values: {k: v for k, v in values.items() if k in chosen}
+    return Call(cut(self.computation), cut(self.plan), {})
+
+  def replaced(self, part: "Call") -> "Call":
+    """Returns the call without intervention that has the part of another program."""
+    hooks = {**self.computation, **part.computation}
+    return Call(hooks, {**self.plan, **part.plan}, {})
+
 
 class Artifacts(Protocol):
   """Executable hooks by lowered identity."""
@@ -156,10 +170,6 @@ class Task(Protocol):
     """Kinds of control that the evaluator can run, and what each changes."""
 
   @property
-  def call_seconds(self) -> float:
-    """Approximate seconds of an evaluator call, for `plan`."""
-
-  @property
   def phases(self) -> Sequence[str]:
     """Phases of an evaluator call; no phase holds another's data."""
 
@@ -183,11 +193,27 @@ class Task(Protocol):
     """Returns the same task on data that the search never sees, or None."""
 
 
+class _Located:
+  """A task from a module in a folder of the user's, which `load` finds again."""
+
+  def __init__(self, task: Any, path: str) -> None:
+    self._task, self._path = task, path
+    self.spec = {**task.spec, "path": path}
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._task, name)
+
+  def holdout(self) -> "Task | None":
+    """Returns the task on held-out data, or None."""
+    held_out = self._task.holdout()
+    return None if held_out is None else _Located(held_out, self._path)
+
+
 def load(spec: Mapping[str, Any]) -> Task:
   """Builds a task from its specification.
 
   Raises:
-    ValueError: The task is unknown.
+    ValueError: The task is unknown, or its module or function is not found.
   """
   options = dict(spec)
   name: str = options.pop("task")
@@ -195,10 +221,24 @@ def load(spec: Mapping[str, Any]) -> Task:
     "world": "mxjax.discovery.tasks.world:World",
     "ptq": "mxjax.discovery.tasks.ptq.task:PtqTask",
   }
+  path = options.pop("path", None)
+  if path is not None and path not in sys.path:
+    sys.path.insert(0, path)
   module, _, function = str(known.get(name, name)).partition(":")
+  if not function and pathlib.Path(name).is_dir():
+    module, function = "mxjax.discovery.tasks.two_files", "TwoFiles"
+    options["folder"] = name
   if not function:
     raise ValueError(
-      f"task: unknown task {name!r}; use one of {', '.join(known)} or "
-      "package.module:function."
+      f"task: unknown task {name!r}; use one of {', '.join(known)}, a folder with "
+      "initial.py and evaluate.py, or package.module:function."
     )
-  return getattr(importlib.import_module(module), function)(**options)
+  try:
+    make = getattr(importlib.import_module(module), function)
+  except (ModuleNotFoundError, AttributeError) as error:
+    raise ValueError(
+      f"task: expected {function} in a module {module}, got: {error}; run in the "
+      "folder of the module, or install its package."
+    ) from error
+  task = make(**options)
+  return task if path is None else _Located(task, path)

@@ -16,6 +16,7 @@ from mxjax.discovery.core.residual import (
   Predicted,
   Symbol,
   consistent,
+  disagree,
 )
 
 Survivors = Literal["focal", "competitor", "several", "none"]
@@ -53,8 +54,8 @@ RESPONSES: Mapping[Verdict, Response] = {
 }
 
 
-OWED = frozenset(Response) - {Response.RETIRE, Response.REJECT}
-"""Responses that a later program must carry; the others only forbid something."""
+FORBIDDING = frozenset({Response.RETIRE, Response.REJECT})
+"""Responses that keep an intervention out of later programs; the others ask for one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +65,17 @@ class Finding:
   Attributes:
     reason: Cell of the truth table.
     survivors: Explanations that no observation contradicts, in registered order.
+    excluded: The other explanations, each with the first condition that contradicts it.
+    rivals: The focal explanation, and those that predict its primary outcome too. Any
+      other account is a straw man: whatever a run shows, it excludes that account or
+      the focal one.
   """
 
   verdict: Verdict
   reason: str
   survivors: tuple[str, ...]
-  excluded: tuple[str, ...]
+  excluded: Mapping[str, str]
+  rivals: tuple[str, ...] = ()
 
   @property
   def response(self) -> Response:
@@ -77,9 +83,14 @@ class Finding:
     return RESPONSES[self.verdict]
 
   @property
-  def is_explicit(self) -> bool:
-    """Whether at least one registered explanation was excluded."""
-    return bool(self.excluded)
+  def explicit(self) -> Literal["", "primary", "control"]:
+    """What made the verdict explicit; empty if only straw men were excluded.
+
+    A verdict is explicit if it excludes a rival: by a control, or all of them already
+    by the primary run.
+    """
+    by = {self.excluded[name] for name in self.rivals if name in self.excluded}
+    return "control" if by - {PRIMARY} else "primary" if by else ""
 
 
 def decide(
@@ -136,11 +147,10 @@ def resolve(
   observable, relative to the parent; `decide` describes the flags.
   """
   focal = explanations[0]
-  left = [
-    e.name
-    for e in explanations
-    if all(consistent(e.predicts(name), seen) for name, seen in observed.items())
-  ]
+  order = sorted(observed, key=lambda name: name != PRIMARY)
+  against = lambda e: [n for n in order if not consistent(e.predicts(n), observed[n])]
+  gone = {e.name: names[0] for e in explanations if (names := against(e))}
+  left = [e.name for e in explanations if e.name not in gone]
   if not left:
     survivors: Survivors = "none"
   elif len(left) > 1:
@@ -158,6 +168,9 @@ def resolve(
     shows_signature=bool(signature) and consistent(signature, primary),
     survivors=survivors,
   )
-  gone = tuple(e.name for e in explanations if e.name not in left)
+  first = focal.predicts(PRIMARY)
+  rivals = tuple(
+    e.name for e in explanations if not disagree(first, e.predicts(PRIMARY))
+  )
   known = is_safe and not is_equivalent
-  return Finding(verdict, reason, tuple(left), gone if known else ())
+  return Finding(verdict, reason, tuple(left), gone if known else {}, rivals)

@@ -14,13 +14,13 @@ from mxjax.discovery.core.candidate_source import RejectedError
 from mxjax.discovery.core.edit_templates import EditTemplate, fingerprint, id_of
 from mxjax.discovery.core.proposal import (
   Context,
+  Demand,
   ExhaustedError,
   Experiment,
   Proposal,
   ProposerError,
-  Required,
 )
-from mxjax.discovery.core.verdict import Response, Verdict
+from mxjax.discovery.core.verdict import Response
 
 NAME = "embedded-v1"
 NOTHING_LEFT = "every card was tried on this parent"
@@ -82,7 +82,7 @@ class EmbeddedProposer:
   def _options(self, context: Context) -> list[_Option]:
     """Returns applicable edits that were not yet tried on this parent."""
     tried = {(e.parent, e.label) for e in context.history}
-    demand = context.required
+    demand = _asked(context)
     repeats = (
       demand and demand.response == Response.ADD_DISCRIMINATOR and demand.survivors
     )
@@ -99,46 +99,39 @@ class EmbeddedProposer:
     return options
 
   def _allowed(self, options: list[_Option], context: Context) -> list[_Option]:
-    """Masks the options by QuantForge's response map; this is not a score bonus.
+    """Masks the options by the demands on the parent; this is not a score bonus.
 
-    If the mask leaves nothing, this library cannot meet the demand, and the unmasked
-    options are returned.
+    If the mask leaves nothing, this library cannot meet the demand, and options that
+    are not forbidden, or else all, are returned for the search to refuse.
     """
     if context.evidence != "verdict":
       return options
-    retired = {
-      id_of(e.label)
-      for e in context.history
-      if e.verdict in (Verdict.NO_EFFECT, Verdict.UNSAFE)
-      and e.reason != "parent_equivalent"
-    }
-    live = [o for o in options if o.template.id not in retired]
-    if context.required is not None:
-      focused = self._answers(live, context.required)
+    bans = [d for d in context.demands if d.forbids]
+    banned = {id_of(d.label) for d in bans}
+    live = [o for o in options if o.template.id not in banned]
+    for ban in bans:
+      if context.parent.full_call.part(ban.computation) == ban.intervention:
+        live = [o for o in live if set(o.template.hooks) & set(ban.computation)]
+    if (demand := _asked(context)) is not None:
+      focused = self._answers(live, demand)
     else:
       open_now = {r.observable for r in context.residuals}
       focused = [o for o in live if o.template.residual in open_now]
     return focused or live or options
 
-  def _answers(self, options: list[_Option], required: Required) -> list[_Option]:
-    template = self._by_id.get(id_of(required.label))
+  def _answers(self, options: list[_Option], demand: Demand) -> list[_Option]:
+    template = self._by_id.get(id_of(demand.label))
     if template is None:
       return options
-    match required.response if required.survivors else "new_account":
-      case Response.EXTEND:
-        next_ = {template.id, *template.follow_ups}
-        return [
-          o for o in options if o.template.id in next_ and o.label != required.label
-        ]
-      case Response.ADD_DISCRIMINATOR:
-        return [o for o in options if o.label == required.label]
+    if demand.response == Response.ADD_DISCRIMINATOR and demand.survivors:
+      return [o for o in options if o.label == demand.label]
+    there = [o for o in options if set(o.template.hooks) & set(demand.computation)]
+    if demand.response == Response.EXTEND and demand.survivors:
+      next_ = {template.id, *template.follow_ups}
+      return [o for o in there if o.template.id in next_ and o.label != demand.label]
     # The gain or the signature is real but its explanation is wrong, or no explanation
     # is left: try another edit of the same computation, with its own explanations.
-    return [
-      o
-      for o in options
-      if set(o.template.hooks) & set(template.hooks) and o.template.id != template.id
-    ]
+    return [o for o in there if o.template.id != template.id]
 
   def _score(self, option: _Option, context: Context) -> float:
     """Adds prior, optimism and the terms that the arm's evidence allows."""
@@ -193,3 +186,8 @@ class EmbeddedProposer:
       controls=template.controls,
       declared=template.hooks,
     )
+
+
+def _asked(context: Context) -> Demand | None:
+  """Returns the oldest demand for a change, if there is one."""
+  return next((d for d in context.demands if not d.forbids), None)

@@ -1,20 +1,34 @@
 """Client for OpenAI-compatible endpoints, and cassettes that record its replies."""
 
+import base64
+import contextlib
 import dataclasses
+import email.utils
+import functools
 import json
+import logging
 import os
 import pathlib
+import re
+import socket
+import threading
 import time
-from collections.abc import Mapping
+import urllib.parse
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 import pydantic
 
 from mxjax.discovery.core import identity
-from mxjax.discovery.core.proposal import ProposerError
+from mxjax.discovery.core.proposal import OutageError
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 MAX_REPLY_BYTES = 16 << 20
+PROBE_SECONDS = 10.0
+SECRET_LENGTH = 8
+"""Keys shorter than this, such as the `EMPTY` of a local server, are not cut out."""
+LOG = logging.getLogger(__name__)
 
 
 class Reply(pydantic.BaseModel, extra="forbid", strict=True):
@@ -26,8 +40,8 @@ class Reply(pydantic.BaseModel, extra="forbid", strict=True):
   text: str
   model: str
   finish_reason: str
-  input_tokens: int
-  output_tokens: int
+  input_tokens: int = pydantic.Field(ge=0)
+  output_tokens: int = pydantic.Field(ge=0)
   attempts: int = 1
 
 
@@ -42,16 +56,83 @@ class Client(Protocol):
     """Sends a chat-completion request.
 
     Raises:
-      ProposerError: There was no usable answer within the deadline.
+      OutageError: There was no usable answer within the deadline.
     """
+
+
+class _Connection:
+  """One HTTP client, kept over requests, whose reads end at a deadline."""
+
+  def __init__(self) -> None:
+    import httpx
+
+    limits = httpx.Limits(max_connections=1)
+    self._client = httpx.Client(follow_redirects=False, limits=limits)
+    self._socket: Any = None
+
+  def close(self) -> None:
+    self._client.close()
+
+  def _opened(self, event: str, info: Mapping[str, Any]) -> None:
+    if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+      self._socket = info["return_value"].get_extra_info("socket")
+
+  def _cut(self) -> None:
+    if self._socket is not None:
+      with contextlib.suppress(OSError):
+        self._socket.shutdown(socket.SHUT_RDWR)
+
+  def post(
+    self, url: str, body: Any, headers: Mapping[str, str], end: float
+  ) -> tuple[int, Mapping[str, str], bytes]:
+    """Returns status, headers and body, within the deadline and the size limit.
+
+    Raises:
+      OutageError: The reply is too long or compressed.
+      httpx.TransportError: There is none in time.
+    """
+    import httpx
+
+    left, data = max(end - time.monotonic(), 0.001), bytearray()
+    # The timeouts of the library begin again with every byte that arrives.
+    cutter = threading.Timer(left, self._cut)
+    cutter.daemon = True
+    cutter.start()
+    more = {"extensions": {"trace": self._opened}, "timeout": left}
+    try:
+      with self._client.stream("POST", url, json=body, headers=headers, **more) as got:
+        if got.headers.get("Content-Encoding", "identity") != "identity":
+          raise OutageError(
+            "endpoint: the reply is compressed, which was not asked for."
+          )
+        for chunk in got.iter_raw(1 << 16):
+          data += chunk
+          if len(data) > MAX_REPLY_BYTES:
+            raise OutageError(
+              f"endpoint: a reply of more than {MAX_REPLY_BYTES} bytes; ask for less."
+            )
+        if time.monotonic() >= end:
+          raise httpx.ReadTimeout("cut off")
+        return got.status_code, got.headers, bytes(data)
+    except httpx.TransportError as error:
+      if time.monotonic() >= end:
+        raise httpx.ReadTimeout(
+          "the reply was still coming in at the deadline"
+        ) from error
+      raise
+    finally:
+      cutter.cancel()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HttpClient:
   """Client of an OpenAI-compatible `/chat/completions` endpoint.
 
+  Redirects are not followed, so the key goes to `base_url` alone, and it is cut out of
+  everything that comes back. Retries are logged as warnings.
+
   Attributes:
-    base_url: Such as `http://localhost:8000/v1`.
+    base_url: Such as `http://localhost:8000/v1`, without credentials.
     key_variable: Environment variable with the API key; the key is never recorded.
     deadline: Seconds for a request with all its retries.
     pause: Seconds before the first retry; doubles on each retry, with jitter.
@@ -68,76 +149,141 @@ class HttpClient:
     """See `Client`."""
     return f"llm:{self.model}"
 
+  @functools.cached_property
+  def _kept(self) -> _Connection:
+    connection = _Connection()
+    weakref.finalize(self, connection.close)
+    return connection
+
+  def probe(self) -> Reply:
+    """Asks for one word within `PROBE_SECONDS`.
+
+    Raises:
+      OutageError: See `Client.complete`.
+    """
+    quick = dataclasses.replace(self, deadline=min(self.deadline, PROBE_SECONDS))
+    return quick.complete({"messages": [{"role": "user", "content": "Say yes."}]})
+
   def complete(self, request: Mapping[str, Any]) -> Reply:
     """See `Client.complete`; retries temporary errors and obeys Retry-After."""
     import httpx
 
-    end, attempt = time.monotonic() + self.deadline, 0
+    end, attempt, secrets = time.monotonic() + self.deadline, 0, self._secrets()
+    body = {**request, "model": self.model}
     while True:
       attempt += 1
       after = ""
       try:
-        code, after, data = self._post(request, end)
+        code, headers, data = self._kept.post(self._url(), body, self._headers(), end)
+        data = _without(data, secrets)
         if httpx.codes.is_success(code):
           return self._reply(data, attempt)
         if code not in RETRIED:
-          detail = data[:500].decode(errors="replace")
-          raise ProposerError(f"endpoint: HTTP {code}: {detail}")
-        reason = f"HTTP {code}"
-      except httpx.TransportError as error:
-        reason = f"{type(error).__name__}: {error}"
+          raise OutageError(
+            f"endpoint: {self.base_url} answered HTTP {code}: {_shown(data)}; "
+            + ("give the address it leads to." if 300 <= code < 400 else "mend that.")
+          )
+        reason, after = f"HTTP {code}", headers.get("Retry-After", "")
+      except (httpx.TransportError, httpx.DecodingError) as error:
+        reason = _without(f"{type(error).__name__}: {error}".encode(), secrets).decode()
       jitter = 0.5 + identity.draw(identity.digest(dict(request)), attempt)
-      wait = self.pause * 2 ** (attempt - 1) * jitter
-      if after.isdigit():
-        wait = max(wait, float(after))
+      wait = max(self.pause * 2 ** (attempt - 1) * jitter, _seconds(after))
       if time.monotonic() + wait > end:
-        raise ProposerError(
+        raise OutageError(
           f"endpoint: {self.base_url} gave no answer in {attempt} tries within "
-          f"{self.deadline:g} s; the last was {reason}."
+          f"{self.deadline:g} s; the last was {reason!r:.300}, and the next would be "
+          f"in {wait:.3g} s."
         )
+      LOG.warning("endpoint: %.300r; try %d in %.1f s", reason, attempt + 1, wait)
       time.sleep(wait)
 
-  def _post(self, request: Mapping[str, Any], end: float) -> tuple[int, str, bytes]:
-    """Returns status, Retry-After and body, within the deadline and the size limit."""
+  def _url(self) -> str:
     import httpx
 
-    url = f"{self.base_url.rstrip('/')}/chat/completions"
-    left, body = max(end - time.monotonic(), 0.001), {**request, "model": self.model}
-    sent = httpx.stream("POST", url, json=body, headers=self._headers(), timeout=left)
-    data = b""
-    with sent as response:
-      for chunk in response.iter_bytes():
-        data += chunk
-        if len(data) > MAX_REPLY_BYTES:
-          raise ProposerError(f"endpoint: a reply of more than {MAX_REPLY_BYTES} bytes")
-        if time.monotonic() > end:
-          raise httpx.ReadTimeout("the reply was still coming in at the deadline")
-      return response.status_code, response.headers.get("Retry-After", ""), data
+    try:
+      url = httpx.URL(f"{self.base_url.rstrip('/')}/chat/completions")
+    except httpx.InvalidURL as error:
+      raise OutageError(f"endpoint: {self.base_url!r:.200}: {error}.") from None
+    if url.scheme not in ("http", "https") or not re.fullmatch(r"[\w.:-]+", url.host):
+      raise OutageError(
+        f"endpoint: expected http(s)://host/..., got {self.base_url!r:.200}."
+      )
+    if url.userinfo or url.query or url.fragment:
+      raise OutageError(
+        "endpoint: expected an address without credentials, query or fragment, which "
+        f"would be recorded; put the key into {self.key_variable}."
+      )
+    return str(url)
 
   def _headers(self) -> dict[str, str]:
     key = os.environ.get(self.key_variable, "")
-    if not (key.isascii() and key.isprintable()):
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
       # The HTTP library would quote the key in its own error message.
-      raise ProposerError(
+      raise OutageError(
         f"endpoint: {self.key_variable} holds characters that no HTTP header can; set "
-        "it again without line breaks."
+        "it again without line breaks or spaces at its ends."
       )
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    # Compressed replies could be of any size once read.
+    headers = {"Accept-Encoding": "identity"}
+    return {**headers, "Authorization": f"Bearer {key}"} if key else headers
+
+  def _secrets(self) -> list[bytes]:
+    """Returns the forms of the key that a reply might hold; none of a short key."""
+    key = os.environ.get(self.key_variable, "")
+    if len(key) < SECRET_LENGTH:
+      return []
+    forms = {key, urllib.parse.quote(key, safe=""), json.dumps(key)[1:-1]}
+    encoded = base64.b64encode(key.encode(errors="replace"))
+    return sorted({*(form.encode(errors="replace") for form in forms), encoded})
 
   def _reply(self, data: bytes, attempt: int) -> Reply:
     try:
       body = json.loads(data)
       choice, usage = body["choices"][0], body.get("usage") or {}
-      return Reply(
+      reply = Reply(
         text=choice["message"]["content"] or "",
-        model=body.get("model", self.model),
+        model=body.get("model") or self.model,
         finish_reason=choice.get("finish_reason") or "",
         input_tokens=usage.get("prompt_tokens", 0),
         output_tokens=usage.get("completion_tokens", 0),
         attempts=attempt,
       )
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-      raise ProposerError(f"endpoint: not a chat completion: {data!r:.300}") from error
+      # Half a surrogate pair is JSON, but no text that a file or a request can hold.
+      f"{reply.text}{reply.model}{reply.finish_reason}".encode()
+      return reply
+    except (
+      ValueError,
+      KeyError,
+      IndexError,
+      TypeError,
+      AttributeError,
+      RecursionError,
+    ):
+      raise OutageError(
+        f"endpoint: {self.base_url} answered no chat completion: {_shown(data)}; check "
+        "that the address ends before /chat/completions."
+      ) from None
+
+
+def _without(data: bytes, secrets: Iterable[bytes]) -> bytes:
+  for secret in secrets:
+    data = data.replace(secret, b"[key]")
+  return data
+
+
+def _shown(data: bytes) -> str:
+  """Returns the beginning of a body in a form that a terminal and a log can print."""
+  return repr(data[:300].decode(errors="replace"))
+
+
+def _seconds(after: str) -> float:
+  """Returns the seconds of a Retry-After header; 0 if it is neither number nor date."""
+  if re.fullmatch(r"[0-9]{1,9}", after):
+    return float(after)
+  try:
+    return max(email.utils.parsedate_to_datetime(after).timestamp() - time.time(), 0.0)
+  except (ValueError, OverflowError):
+    return 0.0
 
 
 class Cassette:
@@ -183,7 +329,7 @@ class Cassette:
     if key in self._replies:
       return self._replies[key]
     if self._mode == "replay" or self._client is None:
-      raise ProposerError(
+      raise OutageError(
         f"cassette: {self._path} holds no reply to request {key[:12]}; record again, "
         "or replay with the version and configuration that recorded it."
       )

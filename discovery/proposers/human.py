@@ -4,7 +4,7 @@ import json
 import pathlib
 import time
 
-from mxjax.discovery.core.proposal import Context, Proposal, ProposerError
+from mxjax.discovery.core.proposal import Context, OutageError, Proposal
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.proposers import prompt
 from mxjax.discovery.proposers.llm import Answer
@@ -40,7 +40,7 @@ class HumanProposer:
     end = time.monotonic() + self._seconds
     while not path.exists():
       if time.monotonic() > end:
-        raise ProposerError(f"human: no {path} within {self._seconds:g} s")
+        raise OutageError(f"human: no {path} within {self._seconds:g} s")
       time.sleep(self._poll)
     values = json.loads(path.read_text())
     beside = self._folder / str(values.get("source", ""))

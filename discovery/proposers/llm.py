@@ -6,10 +6,13 @@ from typing import Any, Literal
 import pydantic
 
 from mxjax.discovery.core.candidate_source import admit
-from mxjax.discovery.core.proposal import Context, Proposal
+from mxjax.discovery.core.proposal import Context, OutageError, Proposal
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.proposers import prompt
 from mxjax.discovery.proposers.endpoint import Client, Reply
+
+UNUSABLE_IN_A_ROW = 5
+"""Proposals without a usable answer after which the model counts as out of order."""
 
 
 class _Explanation(pydantic.BaseModel, extra="forbid", strict=True):
@@ -63,17 +66,25 @@ class LlmProposer:
     *,
     count: prompt.Count = prompt.estimated_tokens,
     price: Callable[[Reply], int] = lambda reply: 0,
+    effort: str | None = None,
   ) -> None:
     """Sets up the proposer.
 
     `client` is an endpoint or a cassette, `count` counts tokens, and `price` returns
-    the cost of a reply in micro-dollars.
+    the cost of a reply in micro-dollars. `effort` is the reasoning effort to ask for,
+    such as `high` in the paper; None leaves the endpoint's default.
     """
     self._client, self._task, self._count, self._price = client, task, count, price
+    self._effort = {"reasoning_effort": effort} if effort else {}
     self.name = client.name
+    self._unusable = 0
 
   def propose(self, context: Context) -> Proposal:
-    """See `Proposer.propose`; an answer that is not admitted gets one repair turn."""
+    """See `Proposer.propose`; an answer that is not admitted gets one repair turn.
+
+    Raises:
+      OutageError: The client has no answer, or too many in a row were unusable.
+    """
     messages = prompt.messages(context, self._task, count=self._count)
     usage = {"calls": 0, "input_tokens": 0, "output_tokens": 0, "micro_dollars": 0}
     complaint = ""
@@ -86,14 +97,27 @@ class LlmProposer:
       try:
         proposal = Answer.model_validate_json(_json_of(reply.text)).proposal(usage)
         admit(proposal.source, self._task.interface)
+        self._unusable = 0
         return proposal
       except ValueError as error:
         complaint = str(error)[:2000]
-        messages = [
-          *messages,
+        turn = [
           {"role": "assistant", "content": reply.text},
           {"role": "user", "content": f"That was not accepted: {complaint} Repair it."},
         ]
+        size = sum(self._count(message["content"]) for message in turn)
+        try:
+          first = prompt.messages(context, self._task, count=self._count, reserve=size)
+        except ValueError:
+          complaint += " The reply is too long for a repair turn."
+          break
+        messages = [*first, *turn]
+    self._unusable += 1
+    if self._unusable >= UNUSABLE_IN_A_ROW:
+      raise OutageError(
+        f"llm: {self._unusable} answers of {self.name} in a row were no proposals; the "
+        f"last: {complaint[:200]!r}; choose another model."
+      )
     # The search books this as a rejected proposal: proposer calls, no evaluator call.
     return Proposal(source="", label="unusable answer", note=complaint, usage=usage)
 
@@ -102,4 +126,5 @@ class LlmProposer:
     return {
       "messages": messages,
       "response_format": {"type": "json_schema", "json_schema": schema},
+      **self._effort,
     }

@@ -1,17 +1,19 @@
 """Builds the prompt for a language model from an allow-list, within a token budget.
 
-Paper: Appendix "Reflection prompt and memory". Memory keeps the best candidate, the
-latest 20 experiments, up to 16 failed directions and up to 16 successful mechanisms.
+Paper: Appendix "Reflection prompt and memory". Memory keeps the champion, the latest 20
+experiments, up to 16 failed directions and up to 16 successful mechanisms; residuals,
+demands, donors and what packets registered and showed count towards its allowance.
 When it exceeds its allowance, it merges duplicates first and then drops the least
 relevant of the older entries; failures are not dropped before others.
 """
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from mxjax.discovery.core.proposal import Context, Experiment
+from mxjax.discovery.core.proposal import Context, Demand, Experiment, Record
 from mxjax.discovery.core.task import Task
+from mxjax.discovery.core.verdict import Response
 
 INPUT_TOKENS = 65_536
 MEMORY_TOKENS = 16_384
@@ -20,12 +22,29 @@ LATEST, FAILURES, MECHANISMS = 20, 16, 16
 Count = Callable[[str], int]
 
 REFLECTION = (
-  "Set this round beside its parent and the experiments most like it, those that "
-  "worked and those that failed. Keep what was observed apart from what you infer. "
-  "List modifications already rejected and under which conditions. Make one code "
-  "change that this comparison speaks for; say what it should improve and how it may "
-  "fail. To return to a rejected direction, say what is different now."
+  "Compare this round with its parent and the most relevant successful and failed "
+  "experiments. Distinguish observations from causal inferences. Record rejected "
+  "modifications and the conditions under which they were rejected. Propose one code "
+  "change supported by these historical comparisons, and explain its expected benefit "
+  "and possible failure modes. If revisiting a rejected direction, explain how the new "
+  "conditions differ."
 )
+"""The paper's instruction to ReflectMem, as printed there."""
+
+RESPONSES: Mapping[str, str] = {
+  Response.EXTEND: "extend or compose the direction there",
+  Response.REPAIR_EXPLANATION: "repair the explanation: change the computation and "
+  "register a focal account that the verdict did not exclude",
+  Response.REPAIR_TRANSFER: "repair transfer to the target: change the computation and "
+  "predict that the target goes down",
+  Response.RETIRE: "retire the intervention: leave the computation as before it, or "
+  "make it execute something else",
+  Response.ADD_DISCRIMINATOR: "add a discriminator: repeat the edit, register what is "
+  "left standing by the same names and a new control under which two of them predict "
+  "differently; if nothing is left, change the computation and register a new account",
+  Response.REJECT: "reject it: do not bring it back",
+}
+"""What each response asks of the next program; checks look for exactly this."""
 
 
 def estimated_tokens(text: str) -> int:
@@ -41,24 +60,46 @@ def tokenizer_count(path: str | pathlib.Path) -> Count:
   return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
+def _table(conditions: Mapping[str, Mapping[str, str]]) -> str:
+  """Renders symbols by condition and observable."""
+  cells = lambda row: ", ".join(f"{k} {v}" for k, v in sorted(row.items()))
+  return "; ".join(f"{name}: {cells(row)}" for name, row in conditions.items())
+
+
 def entry_text(experiment: Experiment) -> str:
-  """Renders an experiment as one line of memory."""
-  changes = ", ".join(f"{k} {v:+.4g}" for k, v in sorted(experiment.changes.items()))
+  """Renders an experiment for memory, with whatever its arm may see of it.
+
+  A packet shows what each account predicted, what its conditions showed of that, what
+  this excluded by which condition, and what is left.
+  """
+  e = experiment
   parts = [
-    f"[{experiment.program[:8]} from {experiment.parent[:8]}] {experiment.label}",
-    f"status {experiment.status}; {'gain' if experiment.gain else 'no gain'}",
-    changes,
-    experiment.note,
+    f"[{e.program[:8]} from {e.parent[:8]}] {e.label}",
+    f"status {e.status}; {'gain' if e.gain else 'no gain'}",
+    "" if e.score is None else f"score {e.score:.6g}",
+    ", ".join(f"{k} {v:+.4g}" for k, v in sorted(e.changes.items())),
+    e.feedback,
+    e.note,
   ]
-  if experiment.verdict:
-    parts.append(
-      f"verdict {experiment.verdict} ({experiment.reason}); excluded "
-      f"{', '.join(experiment.excluded) or 'none'}; left "
-      f"{', '.join(experiment.survivors) or 'none'}"
+  if e.implemented is not None:
+    parts.append(f"response {'' if e.implemented else 'not '}implemented")
+  lines = ["; ".join(part for part in parts if part)]
+  lines += [
+    f"  {account.name} ({account.statement}) predicts {_table(account.predictions)}"
+    for account in e.explanations
+  ]
+  asked = {o for a in e.explanations for row in a.predictions.values() for o in row}
+  seen = {
+    c: {o: s for o, s in row.items() if o in asked} for c, row in e.observed.items()
+  }
+  if e.verdict:
+    gone = [f"{name} by {condition}" for name, condition in e.excluded.items()]
+    lines.append(f"  observed {_table(seen)}")
+    lines.append(
+      f"  verdict {e.verdict} ({e.reason}); excluded {', '.join(gone) or 'none'}; left "
+      f"{', '.join(e.survivors) or 'none'}"
     )
-  if experiment.implemented is not None:
-    parts.append(f"response {'' if experiment.implemented else 'not '}implemented")
-  return "; ".join(part for part in parts if part)
+  return "\n".join([*lines, e.diff] if e.diff else lines)
 
 
 def _merged(entries: Sequence[Experiment]) -> list[Experiment]:
@@ -86,7 +127,7 @@ def select(
   """Returns the experiments in memory, in order, within `allowance` rendered tokens."""
   history = list(context.history)
   gains = [e for e in history if e.gain]
-  best = min(gains, key=lambda e: e.changes.get(context.target, 0.0), default=None)
+  best = next((e for e in history if e.program == context.champion.id), None)
   failures = [e for e in history if not e.gain][-FAILURES:]
   wanted = {id(e) for e in (*history[-LATEST:], *failures, *gains[-MECHANISMS:])}
   if best is not None:
@@ -126,43 +167,97 @@ def _system(task: Task) -> str:
 
 
 def _question(context: Context) -> list[str]:
-  """Returns the current question, as far as the arm's evidence allows."""
+  """Returns code, objective and diagnostics, as far as the arm's evidence allows."""
+  measured = dict(context.parent.values)
+  if context.evidence in ("none", "score"):
+    measured = {context.target: measured[context.target]}
   parts = [
     f"Target to lower: {context.target}.",
-    f"Measured: {dict(context.parent.values)}",
+    f"Measured: {measured}",
     f"Program:\n{context.parent.source}",
   ]
-  if context.evidence == "reflect":
+  if context.evidence == "reflect" or not context.compiles:
     parts.append(REFLECTION)
-  if context.evidence == "verdict":
-    questions = [f"{r.observable} = {r.value:.4g}" for r in context.residuals]
-    parts.append(f"Open residuals: {', '.join(questions) or 'none'}")
-    if (demand := context.required) is not None:
-      parts.append(
-        f"Required response: {demand.response}, because {demand.label} was "
-        f"{demand.verdict} on {demand.residual.observable} (left standing: "
-        f"{demand.survivors}). Change the computation {demand.residual.computation} "
-        "accordingly and declare it."
-      )
   return parts
 
 
+def _demand_text(demand: Demand) -> str:
+  return (
+    f"Required response: {RESPONSES[demand.response]}. {demand.label} was "
+    f"{demand.verdict} on {demand.residual.observable} (left standing: "
+    f"{', '.join(demand.survivors) or 'none'}). The computation is "
+    f"{', '.join(demand.computation)}; declare what you change of it."
+  )
+
+
+def _program_text(record: Record, context: Context, what: str) -> str:
+  told = f"{what} {record.id[:8]}, {context.target} {record.values[context.target]:.6g}"
+  if record.id == context.parent.id:
+    return f"{told}: the program above."
+  return f"{told}:\n{record.source}"
+
+
+def memory(
+  context: Context, allowance: int = MEMORY_TOKENS, count: Count = estimated_tokens
+) -> str:
+  """Returns the memory section, within `allowance` tokens.
+
+  Demands and residuals come first, then the champion, stagnation, and donors in at most
+  half of what is left; experiments take the rest. What does not fit is counted.
+  """
+  if context.evidence == "none":
+    return "Experiments so far:\nnone"
+  left, shown = allowance - count(f"{_LEFT_OUT.format(10**6, 'programs')}\n") * 2, []
+
+  def add(texts: Sequence[str], what: str, limit: int) -> None:
+    nonlocal left
+    used = 0
+    for number, text in enumerate(texts):
+      if used + (cost := count(text + "\n\n")) > limit:
+        shown.append(_LEFT_OUT.format(len(texts) - number, what))
+        break
+      shown.append(text)
+      used += cost
+    left -= used
+
+  if context.evidence == "verdict":
+    questions = [f"{r.observable} = {r.value:.4g}" for r in context.residuals]
+    texts = [_demand_text(demand) for demand in context.demands]
+    texts.append(f"Open residuals: {', '.join(questions) or 'none'}")
+    add(texts, "demands and residuals", left)
+  best = _program_text(context.champion, context, "Best program")
+  stagnation = f"Experiments since the best program improved: {context.stagnation}"
+  others = [r for r in context.donors if r.id != context.champion.id]
+  donors = [_program_text(record, context, "Donor") for record in others]
+  add([stagnation, best], "programs", left)
+  add(donors, "donors", left // 2)
+  head = "Experiments so far:"
+  entries = select(context, max(left - count(head + "\n"), 0), count)
+  told = "\n".join(entry_text(entry) for entry in entries)
+  return "\n\n".join([*shown, f"{head}\n{told or 'none'}"])
+
+
+_LEFT_OUT = "({} more {} do not fit into memory.)"
+
+
 def messages(
-  context: Context, task: Task, *, count: Count = estimated_tokens
+  context: Context, task: Task, *, count: Count = estimated_tokens, reserve: int = 0
 ) -> list[dict[str, str]]:
   """Returns the chat messages that request one proposal.
+
+  `reserve` is the number of tokens that later messages of the same request need.
 
   Raises:
     ValueError: The program and the instructions alone exceed the input budget.
   """
-  system, parts = _system(task), _question(context)
-  fixed = count(system) + sum(map(count, parts))
-  if fixed > INPUT_TOKENS:
+  system, parts = _system(task), "\n\n".join(_question(context))
+  fixed = count(system) + count(parts + "\n\n") + reserve
+  least = count(f"{_LEFT_OUT.format(10**6, 'programs')}\n") * 3
+  if fixed + least > INPUT_TOKENS:
     raise ValueError(
       f"prompt: the program and instructions take {fixed} tokens of {INPUT_TOKENS}; "
       "shorten the program."
     )
-  entries = select(context, min(MEMORY_TOKENS, INPUT_TOKENS - fixed), count)
-  memory = "\n".join(entry_text(entry) for entry in entries)
-  user = "\n\n".join([*parts, f"Experiments so far:\n{memory or 'none'}"])
+  told = memory(context, min(MEMORY_TOKENS, INPUT_TOKENS - fixed), count)
+  user = f"{parts}\n\n{told}"
   return [{"role": "system", "content": system}, {"role": "user", "content": user}]

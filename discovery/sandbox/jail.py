@@ -9,6 +9,7 @@ import ctypes
 import dataclasses
 import os
 import platform
+import re
 import resource
 import signal
 import struct
@@ -20,6 +21,8 @@ from typing import Any
 LEVELS = ("strict", "standard", "off")
 JAILED = LEVELS[:2]
 SCRATCH_BYTES = 64 << 20
+THREADS = 512
+"""Threads of a jail in `strict`, beside eight per processor that libraries start."""
 
 _CLONE = {
   "user": 0x10000000,
@@ -34,22 +37,45 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _MS_REC_PRIVATE, _MS_NOSUID_NODEV = 0x4000 | 0x40000, 0x2 | 0x4
 _READ_FILE, _READ_DIR, _EXECUTE = 1 << 2, 1 << 3, 1 << 0
 _FILE_RIGHTS = _EXECUTE | 1 << 1 | _READ_FILE | 1 << 14 | 1 << 15
-_SYSCALLS_DENIED = {
-  # Processes and their memory.
-  **dict(fork=57, vfork=58, execve=59, execveat=322, ptrace=101, kill=62, tkill=200),
-  **dict(pidfd_open=434, pidfd_send_signal=424, process_vm_readv=310),
-  **dict(process_vm_writev=311, setsid=112, setpgid=109),
-  # The network.
-  **dict(socket=41, socketpair=53, connect=42, bind=49, listen=50, accept=43),
-  # Mounts and namespaces.
-  **dict(mount=165, umount2=166, pivot_root=155, chroot=161, unshare=272, setns=308),
-  **dict(open_tree=428, move_mount=429, fsopen=430, open_by_handle_at=304),
-  # The kernel.
-  **dict(bpf=321, perf_event_open=298, keyctl=250, add_key=248, request_key=249),
-  **dict(io_uring_setup=425, userfaultfd=323, init_module=175, finit_module=313),
-  **dict(kexec_load=246, memfd_create=319, name_to_handle_at=303, personality=135),
+_SYSCALLS = {
+  # Files: only ordinary ones in the scratch folder; no links, owners, modes or times.
+  **dict(read=0, write=1, close=3, stat=4, fstat=5, lstat=6, lseek=8, pread64=17),
+  **dict(pwrite64=18, readv=19, writev=20, access=21, dup=32, dup2=33, dup3=292),
+  **dict(fsync=74, fdatasync=75, ftruncate=77, getdents64=217, getcwd=79, chdir=80),
+  **dict(rename=82, unlink=87, readlink=89, umask=95, openat=257, newfstatat=262),
+  **dict(unlinkat=263, renameat=264, readlinkat=267, faccessat=269, faccessat2=439),
+  **dict(fallocate=285, renameat2=316, statx=332, fadvise64=221, fstatfs=138),
+  **dict(statfs=137, close_range=436, flock=73, open=2, copy_file_range=326),
+  # Memory; shared memory of System V and memfd would escape the limit.
+  **dict(mmap=9, mprotect=10, munmap=11, brk=12, mremap=25, msync=26, mincore=27),
+  **dict(madvise=28, mbind=237, set_mempolicy=238, get_mempolicy=239, membarrier=324),
+  # Threads and time.
+  **dict(rt_sigaction=13, rt_sigprocmask=14, rt_sigreturn=15, sched_yield=24),
+  **dict(pause=34, nanosleep=35, setitimer=38, getpid=39, exit=60, uname=63),
+  **dict(gettimeofday=96, getrlimit=97, getrusage=98, sysinfo=99, times=100),
+  **dict(getuid=102, getgid=104, geteuid=107, getegid=108, getppid=110),
+  **dict(sigaltstack=131, sched_getparam=143, sched_getscheduler=145, arch_prctl=158),
+  **dict(sched_get_priority_max=146, sched_get_priority_min=147, gettid=186),
+  **dict(futex=202, sched_getaffinity=204, set_tid_address=218, restart_syscall=219),
+  **dict(clock_gettime=228, clock_getres=229, clock_nanosleep=230, exit_group=231),
+  **dict(set_robust_list=273, getcpu=309, getrandom=318, rseq=334),
+  # Pipes and waiting.
+  **dict(poll=7, pipe=22, select=23, epoll_wait=232, epoll_ctl=233, pselect6=270),
+  **dict(ppoll=271, epoll_pwait=281, eventfd2=290, epoll_create1=291, pipe2=293),
 }
-_CLONE_SYSCALL, _CLONE3_SYSCALL, _CLONE_THREAD = 56, 435, 0x10000
+"""Calls that are allowed with any arguments; any other returns EPERM."""
+_ARGUMENTS = {
+  # Asking about terminals and closing on exec; others change a file's attributes.
+  "ioctl": (16, 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
+  # Copies, flags and locks; others send signals to processes or lease files.
+  "fcntl": (72, 1, (*range(8), 36, 37, 38, 1030)),
+  # Names of threads and of memory.
+  "prctl": (157, 0, (15, 16, 0x53564D41)),
+  # Limits of this process, which may only fall.
+  "prlimit64": (302, 0, (0,)),
+}
+"""Calls allowed for some values of one argument: number, its place, the values."""
+_TGKILL, _CLONE_SYSCALL, _CLONE3_SYSCALL, _CLONE_THREAD = 234, 56, 435, 0x10000
 
 
 class JailError(RuntimeError):
@@ -170,7 +196,7 @@ def restrict_files(
 
 
 def restrict_syscalls() -> None:
-  """Forbids new processes, sockets, mounts and tracing (seccomp); allows threads."""
+  """Allows what JAX needs for files, memory and threads, and nothing else (seccomp)."""
   if platform.machine() != "x86_64" or sys.maxsize < 2**32:
     raise JailError(
       f"jail: the syscall filter knows x86_64 only, this is {platform.machine()}; use "
@@ -187,17 +213,25 @@ def restrict_syscalls() -> None:
     step(at_least, 0, 1, 0x40000000),
     step(leave, 0, 0, kill),
   ]
-  for number in _SYSCALLS_DENIED.values():
-    program += [step(equal, 0, 1, number), step(leave, 0, 0, deny)]
+  for number in _SYSCALLS.values():
+    program += [step(equal, 0, 1, number), step(leave, 0, 0, allow)]
+  # A process may signal itself, as abort does.
+  for number, place, values in (*_ARGUMENTS.values(), (_TGKILL, 0, (os.getpid(),))):
+    program += [
+      step(equal, 0, 2 * len(values) + 2, number),
+      step(load, 0, 0, 16 + 8 * place),
+    ]
+    for value in values:
+      program += [step(equal, 0, 1, value), step(leave, 0, 0, allow)]
+    program += [step(leave, 0, 0, deny)]
   # glibc falls back from clone3 to clone, whose flags a filter can read.
   program += [step(equal, 0, 1, _CLONE3_SYSCALL), step(leave, 0, 0, missing)]
   program += [
-    step(equal, 0, 4, _CLONE_SYSCALL),
+    step(equal, 0, 3, _CLONE_SYSCALL),
     step(load, 0, 0, 16),
-    step(is_set, 1, 0, _CLONE_THREAD),
+    step(is_set, 0, 1, _CLONE_THREAD),
+    step(leave, 0, 0, allow),
     step(leave, 0, 0, deny),
-    step(leave, 0, 0, allow),
-    step(leave, 0, 0, allow),
   ]
   code = b"".join(program)
   buffer = ctypes.create_string_buffer(code, len(code))
@@ -211,9 +245,27 @@ def restrict_syscalls() -> None:
 
 
 def drop_capabilities() -> None:
-  """Drops the capabilities that a user namespace grants its first process."""
+  """Drops the capabilities of root, or of the first process in a user namespace."""
   header = (ctypes.c_uint32 * 2)(0x20080522, 0)
   _call("capset", _libc.capset(ctypes.byref(header), (ctypes.c_uint32 * 6)()))
+
+
+def limit_threads() -> bool:
+  """Limits the threads of this pid namespace; returns whether the kernel can.
+
+  The kernel has had the limit per namespace since 6.14, and before for all processes.
+  RLIMIT_NPROC does not bind root.
+  """
+  release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+  if release < (6, 14) or os.getpid() != 1:
+    return False
+  most = THREADS + 8 * (os.cpu_count() or 1)
+  try:
+    with open("/proc/sys/kernel/pid_max", "w") as file:
+      file.write(str(most))
+  except OSError:
+    return False
+  return True
 
 
 def set_limits(limits: Limits) -> None:
@@ -281,19 +333,21 @@ def lock(
   Returns:
     The features in force, for the execution identity.
   """
+  limited = False
   if level == "strict":
+    limited = limit_threads()
     mount_scratch(scratch)
   os.chdir(scratch)
   set_limits(limits)
   version = restrict_files(readable, [scratch, "/dev/null", *writable], listable)
-  if level == "strict":
-    drop_capabilities()
+  drop_capabilities()
   restrict_syscalls()
   return {
     "level": level,
     "namespaces": sorted(_CLONE) if level == "strict" else [],
     "landlock": version,
-    "seccomp": len(_SYSCALLS_DENIED),
+    "seccomp": len(_SYSCALLS),
+    "threads limited": limited,
     "memory_bytes": limits.memory_bytes,
   }
 

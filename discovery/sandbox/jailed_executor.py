@@ -24,8 +24,8 @@ from mxjax.discovery.sandbox import jail, supervisor
 from mxjax.discovery.sandbox.executor import OnDone, Traced, run_phases
 from mxjax.discovery.sandbox.supervisor import RunWorker, Tracer, WorkerError
 
-Serialized = Mapping[str, tuple[str, bytes, bytes]]
-"""Hook name, unit form and batched form of each artifact, by identity."""
+Serialized = Mapping[str, tuple[str, bytes]]
+"""Name of the hook and its artifact, by identity."""
 
 
 class EvaluatorWorker:
@@ -160,8 +160,7 @@ class JailedExecutor:
     except WorkerError as error:
       return Traced(error.status, detail=str(error))
     for name, lowered in gated.items():
-      for form, data in zip(("unit", "batched"), raw.hooks[name], strict=True):
-        self._store.put_bytes("artifacts", f"{lowered}.{form}", data)
+      self._store.put_bytes("artifacts", f"{lowered}.unit", raw.hooks[name])
       self._store.put("hooks", keys[name], {"hook": name, "computation": lowered})
     return Traced(Status.OK, computation | gated)
 
@@ -169,15 +168,14 @@ class JailedExecutor:
     """Returns everything that a call may execute, including the parent's hooks."""
     hooks = [*call.computation.items()]
     parent = call.intervention.get("parent")
-    if isinstance(parent, Mapping):
+    if parent:
       hooks += parent["computation"].items()
-    return {lowered: (name, *self._forms(lowered)) for name, lowered in hooks}
+    return {lowered: (name, self._artifact(lowered)) for name, lowered in hooks}
 
-  def _forms(self, lowered: str) -> tuple[bytes, bytes]:
-    unit = self._store.get_bytes("artifacts", f"{lowered}.unit")
-    batched = self._store.get_bytes("artifacts", f"{lowered}.batched")
-    assert unit is not None and batched is not None
-    return unit, batched
+  def _artifact(self, lowered: str) -> bytes:
+    data = self._store.get_bytes("artifacts", f"{lowered}.unit")
+    assert data is not None
+    return data
 
   def run(self, calls: Sequence[Call], on_done: OnDone) -> None:
     """See `Executor.run`; calls go to the next free worker."""

@@ -42,9 +42,9 @@ class LocalExecutor:
     missing = [dict(spec) for name, spec in specs.items() if name not in computation]
     try:
       for hook in tracing.trace(source, missing) if missing else ():
-        lowered = artifact.gate(specs[hook.name], hook.unit, hook.batched)
+        lowered = artifact.gate(specs[hook.name], hook.unit)
         computation[hook.name] = self._hooks[keys[hook.name]] = lowered
-        self._artifacts.add(lowered, hook.name, hook.unit, hook.batched)
+        self._artifacts.add(lowered, hook.name, hook.unit)
     except RefusedError as error:
       return Traced(Status.REFUSED, detail=str(error))
     except Exception as error:  # noqa: BLE001

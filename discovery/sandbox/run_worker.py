@@ -78,17 +78,16 @@ class _Phase:
     self._session: Any = None
 
   def gate(self, request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
-    forms = zip(request["specs"], blobs[0::2], blobs[1::2], strict=True)
-    return {"computation": [self._artifact.gate(*each) for each in forms]}
+    pairs = zip(request["specs"], blobs, strict=True)
+    return {"computation": [self._artifact.gate(*pair) for pair in pairs]}
 
   def run(
     self, request: dict[str, Any], blobs: list[bytes]
   ) -> tuple[dict[str, Any], bytes]:
     """Runs a call; the last blob comes from the previous phase, the others are new."""
     *new, before = blobs
-    forms = zip(request["artifacts"], new[0::2], new[1::2], strict=True)
-    for (computation, name), unit, batched in forms:
-      self._artifacts.add(computation, name, unit, batched)
+    for (computation, name), data in zip(request["artifacts"], new, strict=True):
+      self._artifacts.add(computation, name, data)
     if self._session is None:
       self._session = self._task.open(self._name)
     return self._session.run(

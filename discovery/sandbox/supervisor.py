@@ -32,6 +32,8 @@ RUN_LIMITS = jail.Limits(
   seconds=600.0, cpu_seconds=1 << 20, memory_bytes=16 << 30, message_bytes=1 << 30
 )
 
+FRAMING = 1 << 16
+"""Bytes of a message beside the reply that it carries: lengths, outcome, output."""
 GATE_SECONDS = 120.0
 """Seconds allowed for checking one program's artifacts.
 
@@ -110,7 +112,7 @@ class Worker:
 
   def _receive(self, deadline: float) -> list[bytes]:
     length = frames.length_of(self._read(8, deadline))
-    if length > self._limits.message_bytes:
+    if length > self._limits.message_bytes + FRAMING:
       self._fail(Status.REFUSED, f"a reply of {length} bytes")
     return frames.unpack(self._read(length, deadline))
 
@@ -128,9 +130,16 @@ class Worker:
       left -= len(data)
     return b"".join(parts)
 
-  def _fail(self, status: Status, detail: str) -> None:
-    os.killpg(self._process.pid, signal.SIGKILL)
+  def _end(self) -> None:
+    try:
+      os.killpg(self._process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+      # It ended by itself and was waited for.
+      pass
     self._process.wait()
+
+  def _fail(self, status: Status, detail: str) -> None:
+    self._end()
     self._errors.seek(0, os.SEEK_END)
     self._errors.seek(max(self._errors.tell() - self._limits.stderr_bytes, 0))
     tail = self._errors.read().decode(errors="replace").strip()
@@ -142,11 +151,7 @@ class Worker:
 
   def kill(self) -> None:
     """Kills the worker and everything in its jail."""
-    try:
-      os.killpg(self._process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-      pass
-    self._process.wait()
+    self._end()
     for pipe in (self._process.stdin, self._process.stdout):
       if pipe is not None:
         try:
@@ -161,12 +166,12 @@ class Worker:
 class RawTrace:
   """Unchecked output of the trace jail.
 
-  `hooks` holds the unit and batched artifact of each hook.
+  `hooks` holds the artifact of each hook.
   """
 
   status: Status
   detail: str = ""
-  hooks: Mapping[str, tuple[bytes, bytes]] = dataclasses.field(default_factory=dict)
+  hooks: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 class Tracer:
@@ -182,7 +187,7 @@ class Tracer:
       WorkerError: This machine cannot provide the level.
     """
     self._level, self._limits = level, limits
-    self._worker = Worker("trace_worker.py", _import_path(), limits)
+    self._worker: Worker | None = None
     outcome, reply = self._job({"probe": True})
     if reply[:1] != b"F":
       self.close()
@@ -202,39 +207,51 @@ class Tracer:
       **job,
     }
     seconds = self._limits.seconds + 30
-    head, reply = self._worker.ask(json.dumps(request).encode(), seconds)
+    if self._worker is None:
+      self._worker = Worker("trace_worker.py", _import_path(), self._limits)
+    try:
+      head, reply = self._worker.ask(json.dumps(request).encode(), seconds)
+    except WorkerError:
+      self.close()
+      raise
     return json.loads(head), reply
 
   def trace(self, source: str, hooks: Sequence[Mapping[str, Any]]) -> RawTrace:
     """Executes a source in its own jail and returns unchecked bytes."""
-    outcome, reply = self._job({"source": source, "hooks": [dict(h) for h in hooks]})
+    try:
+      outcome, reply = self._job({"source": source, "hooks": [dict(h) for h in hooks]})
+    except WorkerError as error:
+      return RawTrace(error.status, f"the trace worker failed: {error}")
     status, detail = _classify(outcome, reply)
     if status != Status.OK:
       return RawTrace(status, detail)
     try:
       parts = frames.unpack(reply[1:])
-      if len(parts) % 3:
+      if len(parts) % 2:
         raise ValueError("a message whose lengths do not add up")
-      names = [name.decode() for name in parts[0::3]]
+      names = [name.decode() for name in parts[0::2]]
     except (ValueError, UnicodeDecodeError) as error:
       return RawTrace(Status.REFUSED, f"the trace worker sent {error}")
     if sorted(names) != sorted(h["name"] for h in hooks):
       return RawTrace(Status.REFUSED, f"the trace worker sent hooks {names}"[:300])
-    pairs = zip(parts[1::3], parts[2::3], strict=True)
-    return RawTrace(Status.OK, "", dict(zip(names, pairs, strict=True)))
+    return RawTrace(Status.OK, "", dict(zip(names, parts[1::2], strict=True)))
 
   def close(self) -> None:
     """Ends the supervisor."""
-    self._worker.kill()
+    if self._worker is not None:
+      self._worker.kill()
+      self._worker = None
 
 
 def _classify(outcome: Mapping[str, Any], reply: bytes) -> tuple[Status, str]:
   tail = outcome["output"].strip()[-300:]
   if outcome["verdict"] == "oversize":
     return Status.REFUSED, "the trace worker sent more than it may"
+  if outcome["verdict"] == "stuck":
+    return Status.REFUSED, "the trace left a scratch folder that cannot be removed"
   if outcome["verdict"] == "timeout" or outcome["signal"] in CPU_SIGNALS:
     return Status.TIMEOUT, f"tracing took too long: {tail}"
-  text = reply[1:].decode(errors="replace") if reply[:1] == b"E" else tail
+  text = reply[1:2001].decode(errors="replace") if reply[:1] == b"E" else tail
   if reply[:1] != b"A" and any(sign in text for sign in MEMORY_SIGNS):
     return Status.MEMORY, text
   if reply[:1] == b"E":
@@ -304,7 +321,7 @@ class RunWorker:
     return answer, payload
 
   def gate(
-    self, specs: Sequence[Mapping[str, Any]], hooks: Mapping[str, tuple[bytes, bytes]]
+    self, specs: Sequence[Mapping[str, Any]], hooks: Mapping[str, bytes]
   ) -> dict[str, str]:
     """Checks artifacts and returns their identities by hook.
 
@@ -312,7 +329,7 @@ class RunWorker:
       WorkerError: An artifact was refused, or the gate itself ended.
     """
     request = {"kind": "gate", "specs": [dict(spec) for spec in specs]}
-    blobs = [blob for spec in specs for blob in hooks[spec["name"]]]
+    blobs = [hooks[spec["name"]] for spec in specs]
     seconds = min(GATE_SECONDS, self._limits.seconds)
     answer, _ = self._ask([json.dumps(request).encode(), *blobs], seconds)
     names = [spec["name"] for spec in specs]
@@ -321,14 +338,13 @@ class RunWorker:
   def run(
     self,
     call: Mapping[str, Any],
-    artifacts: Mapping[str, tuple[str, bytes, bytes]],
+    artifacts: Mapping[str, tuple[str, bytes]],
     before: bytes,
   ) -> tuple[dict[str, Any], bytes]:
     """Runs the phase on a call, given as `Call._asdict()`.
 
-    `artifacts` holds hook name, unit and batched form by identity, for everything that
-    the call may execute; each is sent to a worker once. `before` comes from the
-    previous phase.
+    `artifacts` holds hook name and artifact by identity, for everything that the call
+    may execute; each is sent to a worker once. `before` comes from the previous phase.
 
     Raises:
       WorkerError: The call failed.
@@ -340,7 +356,7 @@ class RunWorker:
       "call": dict(call),
       "artifacts": [[key, art[0]] for key, art in fresh.items()],
     }
-    blobs = [blob for art in fresh.values() for blob in art[1:]]
+    blobs = [data for _, data in fresh.values()]
     head = json.dumps(request).encode()
     self._sent |= fresh.keys()
     return self._ask([head, *blobs, before])

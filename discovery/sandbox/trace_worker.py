@@ -64,7 +64,7 @@ def _trace(job: dict[str, Any]) -> bytes:
   except BaseException as error:  # noqa: BLE001
     # Anything that candidate code raises, including SystemExit, is its result.
     return ERROR + f"{type(error).__name__}: {error}".encode(errors="replace")[:2000]
-  parts = [p for hook in hooks for p in (hook.name.encode(), hook.unit, hook.batched)]
+  parts = [p for hook in hooks for p in (hook.name.encode(), hook.unit)]
   return ARTIFACTS + sys.modules["frames"].pack(parts)
 
 
@@ -135,6 +135,16 @@ def _kill(child: int) -> int:
   return os.waitpid(child, 0)[1]
 
 
+def _removed(scratch: str) -> bool:
+  """Removes a scratch folder; returns whether nothing of it remains."""
+  try:
+    shutil.rmtree(scratch, ignore_errors=True)
+  except RecursionError:
+    # Folders nested deeper than Python recurses stay, and are reported.
+    pass
+  return not os.path.lexists(scratch)
+
+
 def _supervise(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
   """Runs one job; nothing of the job remains when this returns."""
   limits = sys.modules["jail"].Limits(**job["limits"])
@@ -148,14 +158,13 @@ def _supervise(job: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     status = _kill(child)
   os.close(result)
   os.close(output)
-  shutil.rmtree(scratch)
   outcome = {
-    "verdict": verdict,
+    "verdict": verdict if _removed(scratch) else "stuck",
     "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
     "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0,
     "output": tail.decode(errors="replace"),
   }
-  return outcome, reply if verdict == "ended" else b""
+  return outcome, reply if outcome["verdict"] == "ended" else b""
 
 
 def main() -> None:

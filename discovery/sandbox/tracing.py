@@ -18,14 +18,10 @@ PLATFORMS = ("cpu",)
 
 
 class TracedHook(NamedTuple):
-  """Serialized `jax.export` artifacts of one hook.
-
-  `batched` is the unit form under `vmap` with a symbolic batch size, or empty.
-  """
+  """The serialized `jax.export` artifact of one hook, for one unit."""
 
   name: str
   unit: bytes
-  batched: bytes
 
 
 @contextlib.contextmanager
@@ -94,8 +90,6 @@ def trace_hook(function: Callable[..., Any], spec: dict[str, Any]) -> TracedHook
     TypeError: The hook returned something other than arrays.
     ValueError: Two traces of the hook differ.
   """
-  call = _flat(function, spec["name"])
-  names = [name for name, _ in spec["arguments"]]
   trees = [tree for _, tree in spec["arguments"]]
   with tracing_scope():
     # A fresh wrapper each time, because JAX's trace cache would return the same
@@ -107,16 +101,7 @@ def trace_hook(function: Callable[..., Any], spec: dict[str, Any]) -> TracedHook
     ]
     if units[0] != units[1]:
       raise ValueError(f"{spec['name']} traces differently each time")
-    batched = b""
-    if spec["batched"]:
-      axes = tuple(0 if name in spec["batched"] else None for name in names)
-      (size,) = jax.export.symbolic_shape("n")
-      lead = [(size,) if name in spec["batched"] else () for name in names]
-      batched = _exported(
-        jax.vmap(call, in_axes=axes),
-        [avals(tree, extra) for tree, extra in zip(trees, lead, strict=True)],
-      )
-  return TracedHook(spec["name"], units[0], batched)
+  return TracedHook(spec["name"], units[0])
 
 
 def trace(source: str, hooks: list[dict[str, Any]]) -> list[TracedHook]:

@@ -1,16 +1,22 @@
-"""Checks whether a declared response reached the computation that a residual names.
+"""Checks whether a demanded response reached the computation that a residual names.
 
 There are four checkers. Source diff, execution probe and layer output are the paper's;
 comparing the lowered program is our addition and costs no evaluator call. All look only
-at the declared hooks and plan keys, so unrelated code need not change.
+at the residual's computation, whatever the proposer declares, so unrelated code need
+not change and cannot stand in for the response.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from mxjax.discovery.core.candidate_source import CandidateSource
+from mxjax.discovery.core.packet import Packet
+from mxjax.discovery.core.proposal import Demand
+from mxjax.discovery.core.residual import PRIMARY, disagree
 from mxjax.discovery.core.task import Call, Outcome, Status
+from mxjax.discovery.core.verdict import Response
 
 Checker = Literal["none", "source", "lowered", "probe", "layer_output"]
 LAYER_TOLERANCE = 0.05
@@ -31,60 +37,57 @@ def needs_probe(checker: Checker) -> bool:
   return checker in ("probe", "layer_output")
 
 
-def reverted(candidate: Call, parent: Call, declared: Iterable[str]) -> Call:
-  """Returns the candidate with only the declared hooks and plan keys as in the parent.
+def reverted(candidate: Call, parent: Call, computation: Iterable[str]) -> Call:
+  """Returns the candidate with only these hooks and plan keys as in the parent.
 
   The result has the execution identity of the program that it amounts to. If the
   response is the only change, that is the parent, which costs nothing to run again.
   """
-  hooks, plan = dict(candidate.computation), dict(candidate.plan)
-  for name in declared:
-    if name in plan:
-      plan[name] = parent.plan[name]
-    elif name in parent.computation:
-      hooks[name] = parent.computation[name]
-    else:
-      hooks.pop(name, None)
-  return Call(hooks, plan, {})
+  return candidate.replaced(parent.part(computation))
 
 
 def by_source(
-  candidate: CandidateSource, parent: CandidateSource, declared: Iterable[str]
+  candidate: CandidateSource, parent: CandidateSource, computation: Iterable[str]
 ) -> Check:
-  """Accepts if the text of a declared hook or a declared plan value differs."""
+  """Accepts if the text of one of these hooks or one of these plan values differs."""
+  return _compared("source", computation, candidate, parent, ("plan", "hooks"))
+
+
+def by_lowering(candidate: Call, parent: Call, computation: Iterable[str]) -> Check:
+  """Accepts if the lowered program of a hook or a plan value differs."""
+  return _compared("lowered", computation, candidate, parent, ("plan", "computation"))
+
+
+def _compared(
+  checker: Checker,
+  computation: Iterable[str],
+  mine: object,
+  before: object,
+  fields: tuple[str, ...],
+) -> Check:
+  value: Callable[[object, str, str], object] = lambda program, field, name: getattr(
+    program, field
+  ).get(name)
   changed = [
     name
-    for name in declared
-    if candidate.plan.get(name) != parent.plan.get(name)
-    or candidate.hooks.get(name) != parent.hooks.get(name)
+    for name in computation
+    if any(value(mine, f, name) != value(before, f, name) for f in fields)
   ]
-  return Check("source", bool(changed), f"source differs in {changed}")
+  return Check(checker, bool(changed), f"{checker} differs in {changed}")
 
 
-def by_lowering(candidate: Call, parent: Call, declared: Iterable[str]) -> Check:
-  """Accepts if a declared hook's lowered program or a declared plan value differs."""
-  changed = [
-    name
-    for name in declared
-    if candidate.computation.get(name) != parent.computation.get(name)
-    or candidate.plan.get(name) != parent.plan.get(name)
-  ]
-  return Check("lowered", bool(changed), f"lowered program differs in {changed}")
-
-
-def by_probe(candidate: Outcome, without: Outcome, declared: Iterable[str]) -> Check:
-  """Accepts if reverting the response changes an output of the declared computation.
+def by_probe(candidate: Outcome, without: Outcome, computation: Iterable[str]) -> Check:
+  """Accepts if reverting the response changes an output of the computation.
 
   `without` is the outcome of the `reverted` call.
   """
   if candidate.status != Status.OK or without.status != Status.OK:
     return Check("probe", False, f"probe ended {without.status}")
-  changed = [
-    name
-    for name in output_names(declared, candidate.outputs)
-    if candidate.outputs.get(name) != without.outputs.get(name)
-  ]
-  return Check("probe", bool(changed), f"outputs changed by the rollback: {changed}")
+  names = [name for name in computation if name in candidate.outputs]
+  if not names:
+    return Check("probe", False, f"the evaluator reports no output of {computation}")
+  changed = [n for n in names if candidate.outputs[n] != without.outputs.get(n)]
+  return Check("probe", bool(changed), f"outputs that differ from the probe: {changed}")
 
 
 def by_layer_output(candidate: Outcome, without: Outcome) -> Check:
@@ -105,7 +108,44 @@ def by_layer_output(candidate: Outcome, without: Outcome) -> Check:
   return Check("layer_output", not still, f"layers that did not move: {still}")
 
 
-def output_names(declared: Iterable[str], outputs: Mapping[str, str]) -> list[str]:
-  """Returns the declared computation's outputs; for a plan key, all outputs."""
-  names = [name for name in declared if name in outputs]
-  return names or sorted(outputs)
+def retests(demand: Demand) -> bool:
+  """Returns whether a demand asks for a new control of the same intervention."""
+  return demand.response == Response.ADD_DISCRIMINATOR and bool(demand.survivors)
+
+
+def missing(
+  demand: Demand, packet: Packet, outcomes: Mapping[str, Outcome], target: str
+) -> str:
+  """Returns what the response lacks in its registration, or an empty string.
+
+  The changed computation is checked separately. A repair needs a focal account that the
+  verdict did not exclude, or one that predicts a gain of the target; a discriminator
+  needs a control that ran, is new and separates two of the surviving accounts, or, if
+  none survived, a new account.
+  """
+  accounts = packet.explanations
+  match demand.response:
+    case Response.ADD_DISCRIMINATOR if demand.survivors:
+      left = [e for e in accounts if e.name in demand.survivors]
+      new = [
+        c.name
+        for c in packet.conditions
+        if c.kind == "control"
+        and c.name in outcomes
+        and outcomes[c.name].status == Status.OK
+        and c.call.intervention not in demand.ran
+      ]
+      pairs = itertools.product(new, itertools.combinations(left, 2))
+      if not any(disagree(a.predicts(n), b.predicts(n)) for n, (a, b) in pairs):
+        return f"no new control separates two of {list(demand.survivors)}"
+    case Response.ADD_DISCRIMINATOR:
+      if all(account in demand.accounts for account in accounts):
+        return "no new account is registered"
+    case Response.REPAIR_EXPLANATION:
+      refuted = [e for e in demand.accounts if e.name not in demand.survivors]
+      if not accounts or accounts[0] in refuted:
+        return "the focal account is missing, or one that the verdict excluded"
+    case Response.REPAIR_TRANSFER:
+      if not accounts or accounts[0].predicts(PRIMARY).get(target) != "down":
+        return f"the focal account predicts no gain of {target}"
+  return ""

@@ -1,10 +1,11 @@
 """The two frontiers: programs by performance, and questions with their status."""
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable
 
 from mxjax.discovery.core import identity
-from mxjax.discovery.core.proposal import Record, Required
+from mxjax.discovery.core.proposal import Demand, Record
 from mxjax.discovery.core.residual import Residual
 
 
@@ -31,6 +32,10 @@ class ExecutableFrontier:
       return False
     self.records = self._ranked([*self.records, record])[: self._size]
     return record in self.records
+
+  def holds(self, program: str) -> bool:
+    """Returns whether a program is among the retained ones."""
+    return any(record.id == program for record in self.records)
 
   def parents(
     self, executed: Iterable[Record], seed: int, address: tuple[int, int]
@@ -66,7 +71,7 @@ class Question:
 
 
 class ResidualFrontier:
-  """All questions by key, and the response that the next revision of a program owes.
+  """All questions by key, and the demands that revisions of a program must meet.
 
   Measuring a program again keeps the questions of other programs.
   """
@@ -74,7 +79,7 @@ class ResidualFrontier:
   def __init__(self) -> None:
     """Starts empty."""
     self.questions: dict[str, Question] = {}
-    self.required: dict[str, Required] = {}
+    self._demands: defaultdict[str, dict[str, Demand]] = defaultdict(dict)
 
   def open(self, residuals: Iterable[Residual]) -> list[Residual]:
     """Adds residuals measured on a program; returns the new ones."""
@@ -91,6 +96,22 @@ class ResidualFrontier:
       if q.residual.program == program and q.status == "open"
     ]
     return tuple(sorted(mine, key=lambda r: (-r.excess, r.observable)))
+
+  def demands(self, program: str) -> tuple[Demand, ...]:
+    """Returns the demands that revisions of a program must meet, oldest first."""
+    return tuple(self._demands[program].values())
+
+  def owe(self, program: str, demand: Demand) -> None:
+    """Adds a demand; one about the same packet is replaced in its place."""
+    self._demands[program][demand.packet] = demand
+
+  def standing(self, program: str, packet: str) -> Demand | None:
+    """Returns the demand of a packet as it stands, or None if it was settled."""
+    return self._demands[program].get(packet)
+
+  def settle(self, program: str, demand: Demand) -> None:
+    """Takes a demand away."""
+    del self._demands[program][demand.packet]
 
   def move(self, residual: Residual, status: str, packet: str) -> None:
     """Changes the status of a question."""

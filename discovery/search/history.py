@@ -1,10 +1,11 @@
 """History of a run: events for the log, experiments for the proposer, and marks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mxjax.discovery.core import verdict
+from mxjax.discovery.core import candidate_source, verdict
 from mxjax.discovery.core.proposal import Experiment, Proposal, Record
+from mxjax.discovery.core.residual import Symbol
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.search.registration import Attempt
@@ -32,7 +33,8 @@ class History:
     self,
     attempt: Attempt,
     finding: verdict.Finding | None,
-    implemented: bool | None,
+    checks: Mapping[str, bool],
+    observed: Mapping[str, Mapping[str, Symbol]],
   ) -> None:
     """Adds an executed packet to the experiments."""
     outcome, target = attempt.outcome, self._task.target
@@ -50,37 +52,42 @@ class History:
         status=outcome.status,
         changes=changes,
         gain=changes.get(target, 0.0) < -self._task.margins.get(target, 0.0),
+        score=outcome.values.get(target),
+        feedback=outcome.detail,
+        diff=candidate_source.diff(attempt.parent.source, attempt.prepared.source),
         verdict=finding.verdict if finding else "",
         reason=finding.reason if finding else "",
-        excluded=finding.excluded if finding else (),
+        explanations=attempt.packet.explanations,
+        observed=observed,
+        excluded=finding.excluded if finding else {},
         survivors=finding.survivors if finding else (),
-        implemented=implemented,
-        source=attempt.prepared.source,
+        implemented=all(checks.values()) if checks else None,
       )
     )
 
   def refuse(
-    self, proposal: Proposal, program: str, parent: str, status: str, detail: str
+    self, proposal: Proposal, program: str, parent: Record, status: str, detail: str
   ) -> None:
     """Logs a proposal refused before any evaluator call, and adds an experiment."""
     self.emit(
       "refused",
       label=proposal.label,
       program=program,
-      parent=parent,
+      parent=parent.id,
       status=str(status),
       detail=detail,
     )
     self.experiments.append(
       Experiment(
         program=program,
-        parent=parent,
+        parent=parent.id,
         label=proposal.label,
-        note=detail,
+        note=proposal.note,
         status=str(status),
         changes={},
         gain=False,
-        source=proposal.source,
+        feedback=detail,
+        diff=candidate_source.diff(parent.source, proposal.source),
       )
     )
 

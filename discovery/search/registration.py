@@ -5,7 +5,7 @@ import dataclasses
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition, Packet
-from mxjax.discovery.core.proposal import Proposal, Record, Required
+from mxjax.discovery.core.proposal import Demand, Proposal, Record
 from mxjax.discovery.core.residual import (
   PRIMARY,
   SYMBOLS,
@@ -14,7 +14,7 @@ from mxjax.discovery.core.residual import (
   Residual,
   Symbol,
 )
-from mxjax.discovery.core.task import Call, Outcome
+from mxjax.discovery.core.task import Call, Outcome, Status
 from mxjax.discovery.core.verdict import Response
 from mxjax.discovery.search import checkers, controls
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
@@ -28,35 +28,54 @@ class Selection:
   Attributes:
     address: Round and position within it; draws depend on the seed and this address.
     residuals: The parent's actionable residuals, largest excess first.
-    required: The response that the parent owes, or None.
+    demands: What revisions of the parent must carry, oldest first.
   """
 
   address: tuple[int, int]
   parent: Record
   residuals: tuple[Residual, ...]
-  required: Required | None
+  demands: tuple[Demand, ...]
 
   def residual(self, proposal: Proposal) -> Residual | None:
     """Returns the residual that a proposal addresses; an owed one takes precedence."""
-    owed = (self.required.residual,) if self.required else ()
+    owed = [d.residual for d in self.demands if not d.forbids]
     named = (r for r in (*owed, *self.residuals) if r.observable == proposal.residual)
     return next(named, None)
+
+  def checked(self, proposal: Proposal) -> tuple[Demand, ...]:
+    """Returns the demands that a proposal must meet, the owed response first.
+
+    It answers one of those that ask for a change: the first about its own residual, or
+    else the oldest, so naming no residual evades none. It must keep out every
+    intervention that is forbidden.
+    """
+    asking = [d for d in self.demands if not d.forbids]
+    asking.sort(key=lambda d: d.residual.observable != proposal.residual)
+    return (*asking[:1], *(d for d in self.demands if d.forbids))
 
 
 @dataclasses.dataclass
 class Attempt:
   """One registered packet on its way through a round.
 
-  `outcomes` are by condition; `skipped` names registered controls that will not run.
+  `demands` are checked on it. `outcomes` are by condition; `skipped` names registered
+  controls that will not run.
   """
 
   proposal: Proposal
   prepared: Prepared
   parent: Record
-  required: Required | None
+  demands: tuple[Demand, ...]
   packet: Packet
   outcomes: dict[str, Outcome] = dataclasses.field(default_factory=dict)
   skipped: frozenset[str] = frozenset()
+
+  @property
+  def is_safe(self) -> bool:
+    """Whether the candidate ran within the contract, and its rollback did."""
+    rollback = {probe_name(d) for d in self.demands if not d.forbids} | {PRIMARY}
+    ended = [o.status for name, o in self.outcomes.items() if name in rollback]
+    return all(status == Status.OK for status in ended)
 
   @property
   def outcome(self) -> Outcome:
@@ -102,6 +121,40 @@ def alone(prepared: Prepared, parent: str, evaluator: CachedEvaluator) -> Packet
   )
 
 
+def probe_name(demand: Demand) -> str:
+  """Returns the name of the condition that probes a demand."""
+  return f"probe {demand.packet[:12]}"
+
+
+def probed(demand: Demand, candidate: Call, parent: Call) -> Call:
+  """Returns the counterpart that a candidate must differ from to meet a demand.
+
+  A demand for a change takes the computation back to the parent's; one that forbids an
+  intervention puts that intervention in.
+  """
+  if demand.forbids:
+    return candidate.replaced(demand.intervention)
+  return checkers.reverted(candidate, parent, demand.computation)
+
+
+def carries(evaluator: CachedEvaluator, call: Call, part: Call) -> bool:
+  """Returns whether a program executes the same with this part of another one."""
+  identities = (call, call.replaced(part))
+  return len({evaluator.condition("", "", c).exec_id for c in identities}) == 1
+
+
+def forbidden(
+  selection: Selection, prepared: Prepared, evaluator: CachedEvaluator
+) -> Demand | None:
+  """Returns a demand that a candidate breaks by its lowered program, before any call.
+
+  An intervention whose lowered program is the parent's needs no ban.
+  """
+  has = lambda part: carries(evaluator, prepared.full_call, part)
+  broken = (d for d in selection.demands if d.forbids)
+  return next((d for d in broken if has(d.intervention) and not has(d.before)), None)
+
+
 def freeze(
   selection: Selection,
   proposal: Proposal,
@@ -111,59 +164,87 @@ def freeze(
   evaluator: CachedEvaluator,
   ledger: Ledger,
 ) -> Attempt:
-  """Freezes a proposal into a packet; near the end of the budget, the candidate alone.
+  """Freezes a proposal into a packet; near the end of the budget, with less in it.
+
+  If the packet does not fit, it goes without its question, then without its demands,
+  which stay owed, then without both.
 
   Raises:
     ValueError: The allowed controls cannot separate the explanations.
   """
-  assert prepared.call is not None
-  parent, required = selection.parent, selection.required
-  packet = alone(prepared, parent.id, evaluator)
-  first = Attempt(proposal, prepared, parent, None, packet)
-  conditions = list(packet.conditions)
+  first = alone(prepared, selection.parent.id, evaluator)
   residual = selection.residual(proposal) if config.policy != "none" else None
+  demands = selection.checked(proposal) if config.checker != "none" else ()
+  # If the minimal set left several explanations, run every allowed control.
+  policy = "all" if any(map(checkers.retests, demands)) else config.policy
+  asks: tuple[Condition, ...] = ()
   if residual is not None:
-    for control in _controls(selection, proposal, config):
-      call = prepared.call._replace(
-        intervention=_intervention(control, parent, evaluator)
+    asks = _question(selection, proposal, prepared, policy, config.seed, evaluator)
+  probes = _probes(selection, prepared, demands, config, evaluator, ledger)
+  for has_question, has_demands in ((1, 1), (0, 1), (1, 0), (0, 0)):
+    packet = dataclasses.replace(
+      first,
+      conditions=first.conditions + asks * has_question + probes * has_demands,
+      declared=proposal.declared,
+    )
+    if has_question and residual is not None:
+      packet = dataclasses.replace(
+        packet,
+        residual=residual,
+        explanations=proposal.explanations,
+        allowed=tuple(c.name for c in proposal.controls),
+        policy=policy,
       )
-      conditions.append(
-        evaluator.condition(control.name, "control", call, control.cost)
-      )
-  is_checked = required is not None and config.checker != "none"
-  if is_checked and checkers.needs_probe(config.checker):
-    call = checkers.reverted(prepared.full_call, parent.full_call, proposal.declared)
-    conditions.append(evaluator.condition("probe", "probe", call))
-  packet = dataclasses.replace(
-    packet,
-    conditions=tuple(conditions),
-    residual=residual,
-    explanations=proposal.explanations if residual is not None else (),
-    allowed=tuple(c.name for c in proposal.controls),
-    policy=config.policy,
-    response_to=required.packet if required else None,
-    declared=proposal.declared,
-    checker=config.checker if is_checked else "none",
-  )
-  if ledger.price(packet.prices) > ledger.left:
-    return first
-  return dataclasses.replace(first, required=required, packet=packet)
+    if has_demands and demands:
+      answered = tuple(d.packet for d in demands)
+      packet = dataclasses.replace(packet, response_to=answered, checker=config.checker)
+    if ledger.fits(ledger.price(packet.conditions)):
+      break
+  checked = demands if packet.response_to else ()
+  return Attempt(proposal, prepared, selection.parent, checked, packet)
 
 
-def _controls(
-  selection: Selection, proposal: Proposal, config: SearchConfig
-) -> tuple[Control, ...]:
-  policy, required = config.policy, selection.required
-  if required and required.response == Response.ADD_DISCRIMINATOR:
-    # If the minimal set left several explanations, run every allowed control.
-    policy = "all" if required.survivors else policy
-  return controls.select(
-    policy,
-    proposal.explanations,
-    proposal.controls,
-    config.seed,
-    *selection.address,
-  )
+def _question(
+  selection: Selection,
+  proposal: Proposal,
+  prepared: Prepared,
+  policy: controls.Policy,
+  seed: int,
+  evaluator: CachedEvaluator,
+) -> tuple[Condition, ...]:
+  """Returns the conditions of the selected controls."""
+  accounts, address = proposal.explanations, (seed, *selection.address)
+  conditions = []
+  for control in controls.select(policy, accounts, proposal.controls, *address):
+    intervention = _intervention(control, selection.parent, evaluator)
+    call = prepared.full_call._replace(intervention=intervention)
+    conditions.append(evaluator.condition(control.name, "control", call, control.cost))
+  return tuple(conditions)
+
+
+def _probes(
+  selection: Selection,
+  prepared: Prepared,
+  demands: tuple[Demand, ...],
+  config: SearchConfig,
+  evaluator: CachedEvaluator,
+  ledger: Ledger,
+) -> tuple[Condition, ...]:
+  """Returns the probes that demands need beyond what identities and records tell."""
+  own, conditions = prepared.full_call, []
+  needing = demands if checkers.needs_probe(config.checker) else ()
+  for demand in needing:
+    call = probed(demand, own, selection.parent.full_call)
+    condition = evaluator.condition(probe_name(demand), "probe", call)
+    is_told = demand.forbids and (
+      demand.response == Response.REJECT
+      or ledger.ran(condition.exec_id)
+      or carries(evaluator, own, demand.before)
+    )
+    is_same = carries(evaluator, own, call.part(demand.computation))
+    if not (is_told or is_same or checkers.retests(demand)):
+      conditions.append(condition)
+  return tuple(conditions)
 
 
 def _intervention(
@@ -178,3 +259,17 @@ def _intervention(
       "plan": dict(before.plan),
     }
   return intervention
+
+
+def left_out(
+  selection: Selection, proposal: Proposal, attempt: Attempt, config: SearchConfig
+) -> list[str]:
+  """Names what a proposal asked for and its packet does not hold."""
+  asked = {
+    "question": config.policy != "none"
+    and selection.residual(proposal) is not None
+    and attempt.packet.residual is None,
+    "demands": config.checker != "none"
+    and len(selection.checked(proposal)) > len(attempt.demands),
+  }
+  return [name for name, is_left_out in asked.items() if is_left_out]

@@ -4,9 +4,10 @@ Paper: Appendix "Controlled Experiments and Program Updates", Eq. residual-compi
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 from mxjax.discovery.core import verdict
-from mxjax.discovery.core.proposal import Record, Required
+from mxjax.discovery.core.proposal import Demand, Record
 from mxjax.discovery.core.residual import (
   PRIMARY,
   Residual,
@@ -14,9 +15,9 @@ from mxjax.discovery.core.residual import (
   consistent,
   symbol,
 )
-from mxjax.discovery.core.task import Outcome, Status, Task
-from mxjax.discovery.core.verdict import Finding, Response, Verdict
-from mxjax.discovery.search import checkers, controls
+from mxjax.discovery.core.task import Call, Outcome, Status, Task
+from mxjax.discovery.core.verdict import FORBIDDING, Finding, Response, Verdict
+from mxjax.discovery.search import checkers, controls, registration
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.search.checkers import Check
 from mxjax.discovery.search.frontier import ResidualFrontier
@@ -24,7 +25,10 @@ from mxjax.discovery.search.history import History
 from mxjax.discovery.search.registration import Attempt
 
 MAX_ATTEMPTS = 2
-"""Number of failed checks of a response after which the demand is dropped."""
+"""Number of failed checks of a response after which the log says it is abandoned.
+
+Its question then stays unresolved; an intervention that is forbidden stays forbidden.
+"""
 
 
 def symbols(task: Task, parent: Record, outcome: Outcome) -> dict[str, Symbol]:
@@ -49,11 +53,12 @@ def pointless(task: Task, attempt: Attempt) -> frozenset[str]:
 
 
 def observed(task: Task, attempt: Attempt) -> dict[str, dict[str, Symbol]]:
-  """Returns the symbols of every condition that succeeded, except the probe."""
+  """Returns the symbols of every condition that succeeded, except probes."""
+  probes = {c.name for c in attempt.packet.conditions if c.kind == "probe"}
   return {
     name: symbols(task, attempt.parent, outcome)
     for name, outcome in attempt.outcomes.items()
-    if name != "probe" and outcome.status == Status.OK
+    if name not in probes and outcome.status == Status.OK
   }
 
 
@@ -70,48 +75,129 @@ def resolve(
   task: Task, attempt: Attempt, seen: dict[str, dict[str, Symbol]]
 ) -> Finding:
   """Compares the observations with the registered predictions."""
-  ran = [attempt.outcomes[n] for n in (PRIMARY, "probe") if n in attempt.outcomes]
   return verdict.resolve(
     attempt.packet.explanations,
     seen,
     task.target,
-    is_safe=all(outcome.status == Status.OK for outcome in ran),
+    is_safe=attempt.is_safe,
     is_equivalent=_is_equivalent(attempt, seen.get(PRIMARY, {})),
   )
 
 
-def check(evaluator: CachedEvaluator, attempt: Attempt) -> Check:
-  """Checks for a response in the source, the lowered program or executed outputs."""
-  packet, outcome, parent = attempt.packet, attempt.outcome, attempt.parent
+def check(evaluator: CachedEvaluator, attempt: Attempt, demand: Demand) -> Check:
+  """Checks whether a candidate meets a demand, in the computation that it names."""
+  packet, outcome = attempt.packet, attempt.outcome
   checker: checkers.Checker = packet.checker  # pyright: ignore[reportAssignmentType]
   if outcome.status != Status.OK:
     return Check(checker, False, f"the candidate ended {outcome.status}")
+  if demand.forbids:
+    return _kept_out(evaluator, attempt, demand, checker)
+  target = evaluator.task.target
+  if lacks := checkers.missing(demand, packet, attempt.outcomes, target):
+    return Check(checker, False, lacks)
+  own, scope = attempt.prepared.full_call, demand.computation
+  if checkers.retests(demand):
+    is_same = registration.carries(evaluator, own, demand.intervention)
+    return Check(checker, is_same, f"the same intervention in {scope}: {is_same}")
+  if not set(scope) & set(packet.declared):
+    return Check(checker, False, f"declares {packet.declared}, nothing of {scope}")
+  if demand.response == Response.EXTEND and registration.carries(
+    evaluator, own, demand.before
+  ):
+    return Check(checker, False, f"{scope} is as before the supported intervention")
+  return _changed(evaluator, attempt, demand, checker)
+
+
+def _changed(
+  evaluator: CachedEvaluator,
+  attempt: Attempt,
+  demand: Demand,
+  checker: checkers.Checker,
+) -> Check:
+  """Checks that the demand's computation is not the parent's."""
+  own, parent, scope = attempt.prepared, attempt.parent, demand.computation
   if checker == "source":
-    mine, before = attempt.prepared.admitted, evaluator.prepare(parent.source).admitted
-    assert mine is not None and before is not None
-    return checkers.by_source(mine, before, packet.declared)
+    before = evaluator.prepare(parent.source).admitted
+    assert own.admitted is not None and before is not None
+    return checkers.by_source(own.admitted, before, scope)
   if checker == "lowered":
-    call = attempt.prepared.full_call
-    return checkers.by_lowering(call, parent.full_call, packet.declared)
-  without = attempt.outcomes["probe"]
+    return checkers.by_lowering(own.full_call, parent.full_call, scope)
+  without = attempt.outcomes.get(registration.probe_name(demand))
+  if without is None:
+    return Check(checker, False, f"{scope} executes as in the parent")
   if checker == "probe":
-    return checkers.by_probe(outcome, without, packet.declared)
-  return checkers.by_layer_output(outcome, without)
+    return checkers.by_probe(attempt.outcome, without, scope)
+  return checkers.by_layer_output(attempt.outcome, without)
 
 
-def answer(
-  residuals: ResidualFrontier, history: History, attempt: Attempt, implemented: bool
+def _kept_out(
+  evaluator: CachedEvaluator,
+  attempt: Attempt,
+  demand: Demand,
+  checker: checkers.Checker,
+) -> Check:
+  """Checks that a candidate does not execute an intervention under another name.
+
+  A candidate that has its lowered program was refused before its first call.
+  """
+  own, scope = attempt.prepared.full_call, demand.computation
+  if registration.carries(evaluator, own, demand.before):
+    return Check(checker, True, f"{scope} is as before the intervention")
+  if demand.response == Response.REJECT or not checkers.needs_probe(checker):
+    return Check(checker, True, f"{scope} is not what was {demand.response}")
+  name = registration.probe_name(demand)
+  if (with_it := attempt.outcomes.get(name)) is None:
+    # The run has paid for this execution before.
+    call = registration.probed(demand, own, attempt.parent.full_call)
+    (with_it,) = evaluator.measure(call)
+  if with_it.status != Status.OK:
+    return Check(checker, True, f"with the intervention it ends {with_it.status}")
+  return checkers.by_probe(attempt.outcome, with_it, scope)
+
+
+def settle(
+  residuals: ResidualFrontier,
+  history: History,
+  attempt: Attempt,
+  demand: Demand,
+  *,
+  is_met: bool,
+  is_retained: bool,
 ) -> None:
-  """Settles the demand that a packet answered: met, retried or dropped."""
-  demanded = attempt.required
-  assert demanded is not None
-  residuals.required.pop(attempt.parent.id, None)
-  tries = demanded.attempts + 1
-  if not implemented and tries < MAX_ATTEMPTS:
-    again = dataclasses.replace(demanded, attempts=tries)
-    residuals.required[attempt.parent.id] = again
-  elif implemented and demanded.verdict == Verdict.SUPPORTED:
-    _move(residuals, history, demanded.residual, "closed", attempt.packet.hash)
+  """Settles a demand that a packet answered: met, or owed again and by its program too.
+
+  A response that failed `MAX_ATTEMPTS` times is abandoned, which the log says. What is
+  forbidden stays so.
+  """
+  parent, program = attempt.parent.id, attempt.packet.program
+  holders = [program] if is_retained else []
+  if demand.forbids:
+    if not is_met:
+      _owe(residuals, history, demand, holders, "failed")
+    return
+  # Another packet of the same round may have settled it.
+  if (standing := residuals.standing(parent, demand.packet)) is None:
+    return
+  again = dataclasses.replace(demand, attempts=standing.attempts + 1)
+  if not is_met and again.attempts < MAX_ATTEMPTS:
+    _owe(residuals, history, again, [parent, *holders], "failed")
+    return
+  residuals.settle(parent, demand)
+  _tell(history, demand, parent, "met" if is_met else "abandoned")
+  if is_met and demand.verdict == Verdict.SUPPORTED:
+    _move(residuals, history, demand.residual, "closed", attempt.packet.hash)
+
+
+def _owe(
+  residuals: ResidualFrontier,
+  history: History,
+  demand: Demand,
+  holders: Iterable[str],
+  status: str,
+) -> None:
+  for holder in holders:
+    residuals.owe(holder, demand)
+    _tell(history, demand, holder, status)
 
 
 def demand(
@@ -123,7 +209,7 @@ def demand(
   is_retained: bool,
   compiles: bool,
 ) -> None:
-  """Records what a finding supports, and which program owes the response to it.
+  """Records what a finding supports, and which programs owe the response to it.
 
   `is_retained` tells whether the candidate is among the retained programs. `compiles`
   is False in the ablation in which verdicts create no demands.
@@ -132,28 +218,73 @@ def demand(
   assert packet.residual is not None
   if finding.verdict == Verdict.SUPPORTED:
     _move(residuals, history, packet.residual, "supported", packet.hash)
-  if compiles and finding.response in verdict.OWED:
-    holder = holder_of(
-      finding.response, packet.program, packet.parent, is_retained=is_retained
-    )
-    required = Required(
-      packet.hash,
-      finding.verdict,
-      finding.response,
-      attempt.proposal.label,
-      finding.survivors,
-      packet.residual,
-    )
-    residuals.required.setdefault(holder, required)
+  if not compiles:
+    return
+  mine, before = attempt.prepared.full_call, attempt.parent.full_call
+  scope = _scope(finding.response, packet.residual.computation, mine, before)
+  controls_ = {c.name: c.call for c in packet.conditions if c.kind == "control"}
+  required = Demand(
+    packet.hash,
+    finding.verdict,
+    finding.response,
+    attempt.proposal.label,
+    finding.survivors,
+    packet.residual,
+    scope,
+    before.part(scope),
+    mine.part(scope),
+    packet.explanations,
+    tuple(
+      call.intervention
+      for name, call in controls_.items()
+      if name in attempt.outcomes and attempt.outcomes[name].status == Status.OK
+    ),
+  )
+  holders = holders_of(
+    finding.response, packet.program, packet.parent, is_retained=is_retained
+  )
+  _owe(residuals, history, required, holders, "owed")
 
 
-def holder_of(response: str, program: str, parent: str, *, is_retained: bool) -> str:
-  """Returns the program whose next revision owes a response.
+def _scope(
+  response: Response, asked: tuple[str, ...], mine: Call, before: Call
+) -> tuple[str, ...]:
+  """Returns the hooks and plan keys in which a response is looked for.
 
-  A discriminator concerns the step from the parent, so the parent owes it.
+  A change is asked of the residual's computation. What is retired, rejected or tested
+  again is the intervention: what it changed there, or else whatever it changed.
   """
+  if response not in (*FORBIDDING, Response.ADD_DISCRIMINATOR):
+    return asked
+  names = sorted(mine.computation.keys() | mine.plan.keys())
+  changed = tuple(n for n in names if mine.part([n]) != before.part([n]))
+  within = tuple(n for n in changed if n in asked)
+  return changed if response == Response.REJECT else within or changed or asked
+
+
+def holders_of(
+  response: str, program: str, parent: str, *, is_retained: bool
+) -> tuple[str, ...]:
+  """Returns the programs whose revisions owe a response, the one to revise first.
+
+  A discriminator concerns the step from the parent, so the parent owes it. What is
+  forbidden is forbidden to the parent's revisions, and must leave the program too.
+  """
+  if response in FORBIDDING:
+    return (parent, program) if is_retained else (parent,)
   asks_again = response == Response.ADD_DISCRIMINATOR
-  return program if is_retained and not asks_again else parent
+  return (program,) if is_retained and not asks_again else (parent,)
+
+
+def _tell(history: History, demand: Demand, holder: str, status: str) -> None:
+  history.emit(
+    "demand",
+    packet=demand.packet,
+    program=holder,
+    response=demand.response,
+    computation=list(demand.computation),
+    status=status,
+  )
 
 
 def _move(

@@ -5,11 +5,12 @@ import json
 import pathlib
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 from mxjax.discovery.core import task as task_
-from mxjax.discovery.core.proposal import Proposer, Record
+from mxjax.discovery.core.proposal import OutageError, Proposer, Record
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
 from mxjax.discovery.proposers.endpoint import Cassette, HttpClient
@@ -74,6 +75,13 @@ def read_options(folder: pathlib.Path) -> RunOptions:
   return RunOptions(**json.loads(path.read_text()))
 
 
+def is_closed(folder: pathlib.Path) -> bool:
+  """Returns whether a run has ended; a torn last line does not count."""
+  path = folder / "log.jsonl"
+  lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
+  return bool(lines) and json.loads(lines[-1])["event"] == "closed"
+
+
 def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
   """Builds the proposer that the options describe.
 
@@ -82,21 +90,32 @@ def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
   """
   settings = dict(options.proposer)
   kind = settings.pop("kind")
+  is_contested = settings.pop("contested", False)
   if kind == "embedded":
-    return EmbeddedProposer(task.edit_templates, task.target)
+    templates = task.edit_templates
+    if is_contested:
+      templates = [template.contested() for template in templates]
+    return EmbeddedProposer(templates, task.target)
   if kind == "human":
     seconds = settings.get("seconds", 86_400.0)
     return HumanProposer(settings["folder"], task, seconds=seconds)
   tokenizer = settings.pop("tokenizer", None)
   count = tokenizer_count(tokenizer) if tokenizer else estimated_tokens
   cassette = settings.pop("cassette", None)
+  # Dollars a million tokens are micro-dollars a token.
+  prices = settings.pop("prices", (0.0, 0.0))
+  price = lambda reply: round(
+    prices[0] * reply.input_tokens + prices[1] * reply.output_tokens
+  )
+  effort = settings.pop("effort", None)
+  asked: dict[str, Any] = {"count": count, "effort": effort, "price": price}
   if kind == "llm":
     client: Any = HttpClient(**settings)
     if cassette:
       client = Cassette(cassette, "record", client)
-    return LlmProposer(client, task, count=count)
+    return LlmProposer(client, task, **asked)
   if kind == "cassette":
-    return LlmProposer(Cassette(cassette, "replay"), task, count=count)
+    return LlmProposer(Cassette(cassette, "replay"), task, **asked)
   raise ValueError(
     f"discover: unknown proposer {kind!r}; use embedded, llm, cassette or human."
   )
@@ -150,6 +169,7 @@ def run(
   the trajectory nor any identity depends on it. `on_event` receives every event.
 
   Raises:
+    OutageError: The proposer gave no answer; the run can be resumed.
     RuntimeError: The held-out scorer failed.
   """
   options = read_options(folder)
@@ -161,6 +181,12 @@ def run(
   )
   try:
     champion = make_search(options, task, executor, store).run(on_event)
+  except OutageError:
+    # The scorer would wait for the end of the log.
+    if scorer is not None:
+      scorer.terminate()
+      scorer.wait()
+    raise
   finally:
     executor.close()
     store.close()
@@ -184,6 +210,43 @@ def make_search(
   """Builds the search that the options describe, without executing anything."""
   evaluator = CachedEvaluator(task, executor, store, archive=archive)
   return Search(options.search, evaluator, make_proposer(options, task), store)
+
+
+def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
+  """Runs the default program twice in a scratch folder; returns the seconds of each.
+
+  In the first call workers start and compile, as for every new program; the second
+  shares what was compiled.
+
+  Raises:
+    RuntimeError: The task's own default program does not run.
+  """
+  outcomes: list[task_.Outcome] = []
+  seconds: list[float] = []
+
+  def on_done(_: int, outcome: task_.Outcome, duration: float) -> None:
+    outcomes.append(outcome)
+    seconds.append(duration)
+
+  with tempfile.TemporaryDirectory(prefix="mxjax-plan-") as scratch:
+    store = Store(pathlib.Path(scratch))
+    executor = make_executor(task, store, sandbox)
+    try:
+      ended: Any = executor.trace(task.interface.default_source())
+      if ended.status == task_.Status.OK:
+        call = task_.Call(ended.computation, task.interface.default_plan, {})
+        for _ in range(2):
+          executor.run([call.active(task.interface)], on_done)
+        ended = outcomes[-1]
+    finally:
+      executor.close()
+      store.close()
+  if ended.status != task_.Status.OK:
+    raise RuntimeError(
+      f"discover: the default program of {dict(task.spec)} ended with {ended.status}: "
+      f"{ended.detail}; mend the task before a run."
+    )
+  return seconds
 
 
 def start_holdout(folder: pathlib.Path) -> "subprocess.Popen[bytes]":

@@ -16,6 +16,7 @@ from mxjax.discovery.core.proposal import (
   Context,
   Evidence,
   ExhaustedError,
+  OutageError,
   Proposal,
   Proposer,
   ProposerError,
@@ -47,7 +48,8 @@ class Search:
     self._config, self._evaluator = config, evaluator
     self._proposer, self._store = proposer, store
     self._task = evaluator.task
-    self.ledger = Ledger(config.budget, reuse=config.reuse)
+    allocation = config.allocation
+    self.ledger = Ledger(config.budget, reuse=config.reuse, allocation=allocation)
     self.programs = ExecutableFrontier(self._task.target, config.frontier)
     self.residuals = ResidualFrontier()
     self.history = History(store, self._task, config.mark_every)
@@ -57,7 +59,11 @@ class Search:
     self._round = self._proposals = self._improved = 0
 
   def run(self, on_event: Callable[[dict[str, Any]], None] | None = None) -> Record:
-    """Runs to the end of the budget; returns the champion."""
+    """Runs to the end of the budget; returns the champion.
+
+    Raises:
+      OutageError: The proposer gave no answer; the log stays open.
+    """
     self.history.on_event = on_event
     self.begin()
     reason = "budget"
@@ -67,6 +73,9 @@ class Search:
         break
       try:
         self.round()
+      except OutageError:
+        self._store.close()
+        raise
       except ProposerError as error:
         reason = f"proposer: {error}"
         break
@@ -84,8 +93,8 @@ class Search:
 
   @property
   def is_spent(self) -> bool:
-    """Whether no evaluator call is left."""
-    return self.ledger.left <= 0
+    """Whether no evaluator call is left for a candidate."""
+    return min(self.ledger.left, self.ledger.left_for("candidate")) <= 0
 
   def begin(self) -> None:
     """Logs the configuration and measures the initial program with the first call.
@@ -107,7 +116,7 @@ class Search:
     if prepared.call is not None:
       packet = registration.alone(prepared, "", self._evaluator)
       self.history.emit("packet", id=packet.hash, packet=packet.to_dict())
-      self.ledger.reserve(1)
+      self.ledger.reserve(self.ledger.price(packet.conditions))
       (ended,) = self._run([(packet, packet.conditions[0])])
     if ended.status != Status.OK:
       raise ValueError(
@@ -132,13 +141,13 @@ class Search:
     self._round += 1
     self._execute(attempts)
     for attempt in attempts:
-      # Retain by measured performance; measure the program's residuals anew.
+      # Retain by measured performance, unless unsafe; measure its residuals anew.
       record = self._retain(attempt)
       # Resolve the residual and verify the required response.
       finding = self._resolve(attempt)
-      implemented = self._verify(attempt)
+      checks = self._verify(attempt)
       # Open the next intervention space: the responses that later programs owe.
-      self._compile(attempt, record, finding, implemented)
+      self._compile(attempt, record, finding, checks)
       self.history.mark(self.ledger.spent, self._records.values())
     self.ledger.release()
 
@@ -167,9 +176,9 @@ class Search:
     return self.programs.parents(executed, self._config.seed, address)
 
   def select(self, address: tuple[int, int], parent: Record) -> Selection:
-    """Returns a parent with its actionable residuals and the response it owes."""
-    required = self.residuals.required.get(parent.id)
-    return Selection(address, parent, self.residuals.actionable(parent.id), required)
+    """Returns a parent with its actionable residuals and the responses it owes."""
+    demands = self.residuals.demands(parent.id)
+    return Selection(address, parent, self.residuals.actionable(parent.id), demands)
 
   def _ask(self, selection: Selection) -> Proposal:
     key = f"{self._proposals:05d}-{selection.parent.id[:12]}"
@@ -190,11 +199,13 @@ class Search:
       target=self._task.target,
       parent=parent,
       residuals=selection.residuals,
-      required=selection.required,
+      demands=selection.demands,
       history=tuple(strip(e, evidence) for e in self.history.experiments),
+      champion=self.programs.best,
       donors=tuple(r for r in self.programs.records if r.id != parent.id),
       evidence=evidence,
       stagnation=len(self.history.experiments) - self._improved,
+      compiles=self._config.compile_verdicts,
       restarts=self._config.parents == "initial",
     )
 
@@ -204,10 +215,14 @@ class Search:
     """Registers and logs one packet; returns None when nothing is to run."""
     prepared = self._evaluator.prepare(proposal.source)
     refuse = lambda status, detail: self.history.refuse(
-      proposal, prepared.id, selection.parent.id, status, detail
+      proposal, prepared.id, selection.parent, status, detail
     )
     if prepared.call is None:
       return refuse(prepared.status, prepared.detail)
+    banned = registration.forbidden(selection, prepared, self._evaluator)
+    if banned is not None and self._config.checker != "none":
+      told = f"{banned.label} was {banned.verdict}: {banned.response} it"
+      return refuse(banned.response, told)
     try:
       attempt = registration.freeze(
         selection,
@@ -222,7 +237,7 @@ class Search:
     packet = attempt.packet
     if all(self.ledger.ran(c.exec_id) for c in packet.conditions):
       return refuse("duplicate", "everything in it ran before")
-    self.ledger.reserve(self.ledger.price(packet.prices))
+    self.ledger.reserve(self.ledger.price(packet.conditions))
     self._store.put_bytes("programs", f"{prepared.id}.py", proposal.source.encode())
     self.history.emit(
       "packet",
@@ -231,6 +246,8 @@ class Search:
       note=proposal.note,
       packet=packet.to_dict(),
     )
+    if left_out := registration.left_out(selection, proposal, attempt, self._config):
+      self.history.emit("reduced", packet=packet.hash, left_out=left_out)
     return attempt
 
   def _execute(self, attempts: list[Attempt]) -> None:
@@ -272,8 +289,11 @@ class Search:
   # Retain, resolve, verify, compile.
 
   def _retain(self, attempt: Attempt) -> Record | None:
-    """Records a successful candidate and offers it to the frontier."""
-    if attempt.outcome.status != Status.OK:
+    """Records a safe candidate and offers it to the frontier."""
+    if not attempt.is_safe:
+      self.history.emit(
+        "rejected", program=attempt.packet.program, packet=attempt.packet.hash
+      )
       return None
     exec_id = attempt.packet.conditions[0].exec_id
     return self._record(attempt.prepared, attempt.parent.id, exec_id, attempt.outcome)
@@ -329,41 +349,52 @@ class Search:
       residual=packet.residual.key,
       observed={name: dict(values) for name, values in seen.items()},
       response=finding.response,
+      explicit=finding.explicit,
       **dataclasses.asdict(finding),
     )
     return finding
 
-  def _verify(self, attempt: Attempt) -> bool | None:
-    """Returns whether a demanded response reached the code; None without a demand."""
-    packet = attempt.packet
-    if packet.checker == "none":
-      return None
-    check = resolution.check(self._evaluator, attempt)
-    self.history.emit(
-      "check",
-      packet=packet.hash,
-      response_to=packet.response_to,
-      **dataclasses.asdict(check),
-    )
-    return check.implemented
+  def _verify(self, attempt: Attempt) -> dict[str, bool]:
+    """Returns by packet whether each demand reached the executed computation."""
+    met = {}
+    for demand in attempt.demands:
+      check = resolution.check(self._evaluator, attempt, demand)
+      self.history.emit(
+        "check",
+        packet=attempt.packet.hash,
+        response_to=demand.packet,
+        response=demand.response,
+        **dataclasses.asdict(check),
+      )
+      met[demand.packet] = check.implemented
+    return met
 
   def _compile(
     self,
     attempt: Attempt,
     record: Record | None,
     finding: verdict.Finding | None,
-    implemented: bool | None,
+    checks: dict[str, bool],
   ) -> None:
-    """Turns the verdict into demands on later programs; settles the answered demand."""
-    if attempt.required is not None and implemented is not None:
-      resolution.answer(self.residuals, self.history, attempt, implemented)
+    """Settles the answered demands; turns the verdict into new ones."""
+    is_retained = record is not None and self.programs.holds(record.id)
+    for demand in attempt.demands:
+      resolution.settle(
+        self.residuals,
+        self.history,
+        attempt,
+        demand,
+        is_met=checks[demand.packet],
+        is_retained=is_retained,
+      )
     if finding is not None:
       resolution.demand(
         self.residuals,
         self.history,
         attempt,
         finding,
-        is_retained=record is not None and record in self.programs.records,
+        is_retained=is_retained,
         compiles=self._config.compile_verdicts,
       )
-    self.history.remember(attempt, finding, implemented)
+    seen = resolution.observed(self._task, attempt)
+    self.history.remember(attempt, finding, checks, seen)

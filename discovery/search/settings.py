@@ -1,6 +1,7 @@
 """Configuration of a search."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from mxjax.discovery.core.proposal import Evidence
@@ -27,6 +28,7 @@ class SearchConfig:
       left by the primary run. The paper runs them all.
     parents: `frontier`, or `initial`: every proposal revises the initial program.
     shuffled_verdicts: Placebo: replaces each finding by one drawn from all so far.
+    allocation: Calls for each of `ledger.KINDS`, or None: any kind may use the budget.
     corruption: Placebo: rate at which predicted symbols are redrawn.
   """
 
@@ -44,4 +46,5 @@ class SearchConfig:
   sequential: bool = True
   parents: Literal["frontier", "initial"] = "frontier"
   shuffled_verdicts: bool = False
+  allocation: Mapping[str, int] | None = None
   corruption: float = 0.0

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mxjax.discovery.core.ledger import KINDS
+
 BARE = {"policy": "none", "checker": "none"}
 """Proposes candidates only: no controls, no probes."""
 AS_IN_PAPER: Mapping[str, Any] = {"sequential": False, "reuse": False}
@@ -14,32 +16,51 @@ AS_IN_PAPER: Mapping[str, Any] = {"sequential": False, "reuse": False}
 class Arm:
   """A search variant: a title and the fields of `SearchConfig` that it changes.
 
-  A `placebo` is our own, without a counterpart in the paper.
+  A `placebo` is our own, without a counterpart in the paper. `calls` is the paper's
+  allocation of 240 calls to candidates, controls and probes, by which a search can be
+  bound.
   """
 
   title: str
   changes: Mapping[str, Any]
   placebo: bool = False
+  calls: tuple[int, int, int] = (141, 69, 30)
+
+  @property
+  def allocation(self) -> dict[str, int]:
+    """The paper's calls by kind."""
+    return dict(zip(KINDS, self.calls, strict=True))
 
 
 ARMS: Mapping[str, Arm] = {
-  "score": Arm("Score-only", {"evidence": "score", **BARE}),
-  "text": Arm("TextMem", {"evidence": "text", **BARE}),
-  "reflect": Arm("ReflectMem", {"evidence": "reflect", **BARE}),
+  "score": Arm("Score-only", {"evidence": "score", **BARE}, calls=(240, 0, 0)),
+  "text": Arm("TextMem", {"evidence": "text", **BARE}, calls=(240, 0, 0)),
+  "reflect": Arm("ReflectMem", {"evidence": "reflect", **BARE}, calls=(240, 0, 0)),
   "quantforge": Arm("QuantForge", {}),
   "no-compile": Arm(
-    "Without compilation", {"compile_verdicts": False, "checker": "none"}
+    "Without compilation",
+    {"compile_verdicts": False, "checker": "none"},
+    calls=(171, 69, 0),
   ),
-  "source": Arm("Source diff", {"checker": "source"}),
-  "layer-output": Arm("Layer-output comparison", {"checker": "layer_output"}),
-  "lowered": Arm("Lowered program", {"checker": "lowered"}, placebo=True),
+  "source": Arm("Source diff", {"checker": "source"}, calls=(171, 69, 0)),
+  "layer-output": Arm(
+    "Layer-output comparison", {"checker": "layer_output"}, calls=(97, 69, 74)
+  ),
+  "lowered": Arm(
+    "Lowered program", {"checker": "lowered"}, placebo=True, calls=(171, 69, 0)
+  ),
   "random-controls": Arm("Random legal", {"policy": "random", "sequential": False}),
-  "all-controls": Arm("All pre-specified", {"policy": "all", "sequential": False}),
-  "uniform": Arm("Uniform random", {"evidence": "none", **BARE}, placebo=True),
+  "all-controls": Arm(
+    "All pre-specified", {"policy": "all", "sequential": False}, calls=(92, 118, 30)
+  ),
+  "uniform": Arm(
+    "Uniform random", {"evidence": "none", **BARE}, placebo=True, calls=(240, 0, 0)
+  ),
   "best-of-n": Arm(
     "Best of N from RTN",
     {"evidence": "none", "parents": "initial", **BARE},
     placebo=True,
+    calls=(240, 0, 0),
   ),
   "shuffled": Arm("Shuffled verdicts", {"shuffled_verdicts": True}, placebo=True),
   "corrupted-20": Arm("Predictions corrupted, 20 %", {"corruption": 0.2}, placebo=True),

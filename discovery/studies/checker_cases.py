@@ -1,8 +1,8 @@
 """Forty injected implementation cases: twenty real edits and twenty apparent ones.
 
 The label is known by construction. An apparent edit either wraps a hook so that its
-text changes but not the function it computes, or changes another hook than the declared
-one; a real edit changes what the declared hook computes. Some real edits are hardly
+text changes but not the function it computes, or changes another hook than the one
+demanded; a real edit changes what that hook computes. Some real edits are hardly
 exercised by the evaluator's data, and some apparent edits differ in the last bit.
 """
 
@@ -41,13 +41,13 @@ RARE = "jnp.where(jnp.abs(x) > 1e6, 0.5 * x, x)"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """One injected edit: its description, the declared hooks and the edited program.
+  """One injected edit: its description, the hooks that a demand names and the program.
 
-  `is_real` tells whether the declared hooks compute another function than before.
+  `is_real` tells whether these hooks compute another function than before.
   """
 
   name: str
-  declared: tuple[str, ...]
+  computation: tuple[str, ...]
   source: str
   is_real: bool
 
@@ -76,7 +76,7 @@ def _real(task: Task, source: str, count: int) -> list[Case]:
   for template, params in identity.shuffled(options, "checker cases"):
     edited = template.edit(source, dict(params))
     after = admit(edited, task.interface).hooks
-    # Edits that only change the plan leave the declared hook unchanged.
+    # Edits that only change the plan leave those hooks unchanged.
     if any(after[hook] != before[hook] for hook in template.hooks):
       cases.append(Case(template.label(params), template.hooks, edited, True))
   return cases[:count]
@@ -87,7 +87,7 @@ def _apparent(
 ) -> Case:
   where, act = hook, APPARENT[kind]
   if kind == "other hook":
-    # A real change, but in another hook than the declared one.
+    # A real change, but in another hook than the demanded one.
     where, act = hooks[(hooks.index(hook) + 1) % len(hooks)], "-x"
   edited = _wrapped(task, source, where, act, kind)
   return Case(f"{kind}, {hook}", (hook,), edited, False)
@@ -138,12 +138,12 @@ def _judge(evaluator: CachedEvaluator, case: Case, parent: Prepared) -> dict[str
     raise ValueError(f"cases: {case.name} does not run: {prepared.detail}")
   assert parent.admitted is not None
   mine, before = prepared.full_call, parent.full_call
-  back = checkers.reverted(mine, before, case.declared)
+  back = checkers.reverted(mine, before, case.computation)
   outcome, without = evaluator.measure(mine, back)
   checks = (
-    checkers.by_source(prepared.admitted, parent.admitted, case.declared),
-    checkers.by_lowering(mine, before, case.declared),
-    checkers.by_probe(outcome, without, case.declared),
+    checkers.by_source(prepared.admitted, parent.admitted, case.computation),
+    checkers.by_lowering(mine, before, case.computation),
+    checkers.by_probe(outcome, without, case.computation),
     checkers.by_layer_output(outcome, without),
   )
   return {

@@ -45,11 +45,11 @@ class Results:
   def _run(self, arm: str, seed: int) -> dict[str, Any]:
     return self.values["runs"][arm][str(seed)]
 
-  def _gate(self, seed: int) -> float:
-    return self.values["landmarks"][str(seed)]["gate"]
+  def _gate(self, seed: int, name: str = "gate") -> float:
+    return self.values["landmarks"][str(seed)][name]
 
   def crossing(self, arm: str, seed: int) -> tuple[int, int] | None:
-    """Returns generation and call of the first champion past the gate, or None."""
+    """Returns generation and call of the first champion past the relative gate."""
     for call, _, hidden, generation in self._run(arm, seed)["marks"]:
       if hidden is not None and hidden <= self._gate(seed):
         return generation, call
@@ -60,9 +60,13 @@ class Results:
     return f"{statistics.median(self.finals(arm)):.3f}"
 
   def gate(self, arm: str) -> str:
-    """Formats the number of seeds that end past the gate."""
-    passed = [self._run(arm, s)["marks"][-1][2] <= self._gate(s) for s in self.seeds]
-    return f"{sum(passed)}/{len(passed)}"
+    """Formats the seeds that end past the relative gate, and past an absolute one."""
+    at = self.values.get("gate_at")
+    names = ["gate", *(["absolute"] if at is not None else [])]
+    final = {s: self._run(arm, s)["marks"][-1][2] for s in self.seeds}
+    counts = [sum(final[s] <= self._gate(s, n) for s in self.seeds) for n in names]
+    told = [f"{count}/{len(self.seeds)}" for count in counts]
+    return told[0] if at is None else f"{told[0]}, {told[1]} at {at:g}"
 
   def generation(self, arm: str) -> str:
     """Formats the median generation index among seeds that cross the gate."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from mxjax.discovery.core.residual import PRIMARY
 from mxjax.discovery.core.store import read_events
-from mxjax.discovery.core.task import Task
-from mxjax.discovery.core.verdict import OWED
-from mxjax.discovery.search import checkers, heldout
-from mxjax.discovery.search.resolution import holder_of
+from mxjax.discovery.core.task import Call, Task
+from mxjax.discovery.core.verdict import FORBIDDING
+from mxjax.discovery.search import heldout
+from mxjax.discovery.search.resolution import holders_of
 from mxjax.discovery.tasks.world import World
 
 Event = Mapping[str, Any]
@@ -20,16 +20,17 @@ Event = Mapping[str, Any]
 def summarize(folder: pathlib.Path, task: Task) -> dict[str, Any]:
   """Computes the numbers of a closed run, JSON-ready.
 
-  A verdict is *explicit* if it excludes a registered explanation. It is *effective* if
-  it demands a response and the next program on the same holder, about the same
-  question, changes an executed output of the computation it declares. Both come from
-  the log in the same way for every arm, so arms without probes are comparable.
+  A verdict is *explicit* if it excludes a rival, see `Finding.explicit`. It is
+  *effective* if it also demands a change and the next program on the same holder, about
+  the same question, changes the residual's computation and an output of it. Both come
+  from the log in the same way for every arm, so arms without probes are comparable.
 
   Returns:
     The ledger; `marks` as `[call, visible, held-out, call that found the champion]`;
-    verdicts by name; `explicit` and `effective` counts; `followed`, the demands that
-    had a successor; the champion; if the truth is known, how often a focal account was
-    rightly supported or excluded; and the SHA-256 of the log.
+    verdicts by name; `explicit` and `effective` counts; `explicit_primary`, those that
+    the primary run made explicit without a control; `followed`, the demands that had a
+    successor; `demands` by status; the champion; if the truth is known, how often a
+    focal account was rightly supported or excluded; and the SHA-256 of the log.
   """
   events = read_events(folder)
   of = lambda name: [e for e in events if e["event"] == name]
@@ -47,7 +48,9 @@ def summarize(folder: pathlib.Path, task: Task) -> dict[str, Any]:
     ],
     "champion": programs[-1]["champion"],
     "verdicts": dict(sorted(Counter(e["verdict"] for e in verdicts).items())),
-    "explicit": sum(bool(e["excluded"]) for e in verdicts),
+    "explicit": sum(bool(e["explicit"]) for e in verdicts),
+    "explicit_primary": sum(e["explicit"] == "primary" for e in verdicts),
+    "demands": dict(sorted(Counter(e["status"] for e in of("demand")).items())),
     "effective": sum(successors),
     "followed": len(successors),
     "checked": len(checks),
@@ -63,6 +66,7 @@ def _successors(events: Sequence[Event]) -> list[bool]:
   outputs: dict[str, Mapping[str, str]] = {}
   first_outputs: dict[str, Mapping[str, str]] = {}
   is_retained: dict[str, bool] = {}
+  calls = {p["packet"]["program"]: _call(p["packet"]) for p in packets.values()}
   for event in events:
     if event["event"] == "outcome" and event["condition"] == PRIMARY:
       program = packets[event["packet"]]["packet"]["program"]
@@ -72,12 +76,12 @@ def _successors(events: Sequence[Event]) -> list[bool]:
       is_retained.setdefault(event["program"], event["kept"])
   answers = []
   for event in events:
-    if event["event"] != "verdict" or not event["excluded"]:
+    if event["event"] != "verdict" or not event["explicit"]:
       continue
-    if event["response"] not in OWED:
+    if event["response"] in FORBIDDING:
       continue
     asked = packets[event["packet"]]["packet"]
-    holder = holder_of(
+    (holder,) = holders_of(
       event["response"],
       asked["program"],
       asked["parent"],
@@ -87,24 +91,29 @@ def _successors(events: Sequence[Event]) -> list[bool]:
       later = successor["n"] > event["n"] and successor["id"] in outputs
       if later and successor["packet"]["parent"] == holder:
         before = first_outputs.get(holder, {})
-        mine = outputs[successor["id"]]
-        answers.append(_answers(successor["packet"], asked, mine, before))
+        mine, held = outputs[successor["id"]], calls[holder]
+        answers.append(_answers(successor["packet"], asked, held, mine, before))
         break
   return answers
+
+
+def _call(packet: Mapping[str, Any]) -> Call:
+  return Call(**packet["conditions"][0]["call"])
 
 
 def _answers(
   successor: Mapping[str, Any],
   asked: Mapping[str, Any],
+  held: Call,
   mine: Mapping[str, str],
   before: Mapping[str, str],
 ) -> bool:
-  """Tells whether a successor addresses the question and changes what it declares."""
-  about = successor["residual"]
+  """Tells whether a successor addresses the question and changes its computation."""
+  about, scope = successor["residual"], asked["residual"]["computation"]
   if about is None or about["observable"] != asked["residual"]["observable"]:
     return False
-  names = checkers.output_names(successor["declared"], mine)
-  return any(mine.get(name) != before.get(name) for name in names)
+  is_changed = _call(successor).part(scope) != held.part(scope)
+  return is_changed and any(mine.get(n) != before.get(n) for n in scope)
 
 
 def _against_truth(events: Sequence[Event], task: World) -> dict[str, list[int]]:

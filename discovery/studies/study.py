@@ -1,14 +1,19 @@
 """Studies: arms over paired seeds, frozen before they start, resumable at any point."""
 
 import dataclasses
+import inspect
 import json
+import math
 import pathlib
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from mxjax.discovery.core import edit_templates, identity
 from mxjax.discovery.core import task as task_
-from mxjax.discovery.core.store import Store, read_events
+from mxjax.discovery.core.store import Store
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import heldout, runs
@@ -78,6 +83,9 @@ class StudyOptions:
     budget: Evaluator calls per run.
     gate: Share of the way from the initial program to the ideal on held-out data that
       counts as success.
+    gate_at: Held-out target, perplexity for language models, that counts as success
+      beside it, such as the paper's 8.00; None for no such gate.
+    is_allocated: Whether the calls of each kind are those of the paper's arm.
     sandbox: See `RunOptions`.
     proposer: See `RunOptions`.
   """
@@ -87,6 +95,8 @@ class StudyOptions:
   tuning_seeds: tuple[int, ...] = ()
   budget: int = 240
   gate: float = 0.7
+  gate_at: float | None = None
+  is_allocated: bool = False
   sandbox: str = "off"
   proposer: Mapping[str, Any] = dataclasses.field(
     default_factory=lambda: {"kind": "embedded"}
@@ -102,9 +112,16 @@ class StudyOptions:
     spec = dict(self.task)
     return {**spec, "seed": seed} if spec["task"] == "world" else spec
 
+  def absolute_gate(self, target: str) -> float:
+    """Returns `gate_at`, which must be set, in the units of the target."""
+    assert self.gate_at is not None
+    return math.log(self.gate_at) if target == "log_ppl" else self.gate_at
+
   def run(self, arm: str, seed: int) -> runs.RunOptions:
     """Returns the options of one run."""
     config = {"seed": seed, "budget": self.budget, **AS_IN_PAPER, **ARMS[arm].changes}
+    if self.is_allocated:
+      config["allocation"] = ARMS[arm].allocation
     return runs.RunOptions(
       task=self.spec(seed),
       config=config,
@@ -115,16 +132,29 @@ class StudyOptions:
 
 
 def frozen(options: StudyOptions) -> dict[str, Any]:
-  """Returns everything by which a comparison could be tuned, with its hash."""
+  """Returns everything by which a comparison could be tuned, with its hash.
+
+  This is what scores (the evaluator's contract and sources, the task's own module),
+  what selects, registers, resolves, compiles and prompts (all of discovery), and what
+  the prompt is cut with (the tokenizer).
+  """
   task = task_.load(options.spec(options.seeds[0]))
+  tokenizer = options.proposer.get("tokenizer")
   content = {
     "options": json.loads(json.dumps(dataclasses.asdict(options))),
     "cards": edit_templates.fingerprint(task.edit_templates),
     "margins": dict(task.margins),
-    "arms": {name: dict(arm.changes) for name, arm in ARMS.items()},
+    "arms": {name: [dict(arm.changes), arm.calls] for name, arm in ARMS.items()},
     "as_in_paper": dict(AS_IN_PAPER),
-    "sources": identity.source_digest("mxjax.discovery"),
+    "sources": identity.source_digest("mxjax.discovery", "mxjax.evaluation.measures"),
+    "contract": identity.digest(dict(task.contract)),
+    "task": identity.digest(pathlib.Path(inspect.getfile(type(task))).read_bytes()),
+    "tokenizer": identity.digest(pathlib.Path(tokenizer).read_bytes())
+    if tokenizer
+    else None,
+    "versions": {"jax": jax.__version__, "python": platform.python_version()},
   }
+  content = json.loads(json.dumps(content))
   return {**content, "hash": identity.digest(content)}
 
 
@@ -194,7 +224,7 @@ class Folder:
     task = task_.load(options.task)
     if not (folder / "run.json").exists():
       runs.write_options(folder, options)
-    if not _is_closed(folder):
+    if not runs.is_closed(folder):
       executor, store = self.executor(task), Store(folder)
       runs.make_search(options, task, executor, store, self._archive).run()
     hidden = task.holdout()
@@ -203,7 +233,9 @@ class Folder:
     return run_summary.summarize(folder, task)
 
   def landmarks(self, seed: int) -> dict[str, float]:
-    """Returns held-out targets of the initial program, the ideal and the gate between.
+    """Returns held-out targets: the initial program, the ideal and the gates.
+
+    `gate` lies between the two; `absolute` is there if the options have `gate_at`.
 
     Raises:
       ValueError: The task has no held-out data.
@@ -217,7 +249,10 @@ class Folder:
     (outcome,) = evaluator.measure(call)
     initial, ideal = outcome.values[task.target], task.ideal()
     gate = initial - self.options.gate * (initial - ideal)
-    return {"initial": initial, "ideal": ideal, "gate": gate}
+    found = {"initial": initial, "ideal": ideal, "gate": gate}
+    if self.options.gate_at is not None:
+      found["absolute"] = self.options.absolute_gate(task.target)
+    return found
 
   def replay(self, seed: int) -> list[dict[str, Any]]:
     """Replays the verdicts of the QuantForge run of a seed."""
@@ -242,11 +277,6 @@ class Folder:
     task = task_.load(self.options.spec(seed))
     source = regimes.champion_source(self.run_folder(arm, seed))
     return regimes.audit(self.evaluator(task, "regimes"), source)
-
-
-def _is_closed(folder: pathlib.Path) -> bool:
-  path = folder / "log.jsonl"
-  return path.exists() and read_events(folder)[-1]["event"] == "closed"
 
 
 def conduct(
@@ -275,6 +305,7 @@ def conduct(
     "tuning_seeds": list(folder.options.tuning_seeds),
     "budget": folder.options.budget,
     "gate_share": folder.options.gate,
+    "gate_at": folder.options.gate_at,
     "sandbox": folder.options.sandbox,
     "landmarks": {str(seed): folder.landmarks(seed) for seed in seeds},
     "runs": {arm: {} for arm in study.arms},

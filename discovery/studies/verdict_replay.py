@@ -1,9 +1,10 @@
 """Verdict replay: compares two successors that respond to the same evidence.
 
-Each transition is a packet whose controls excluded an explanation. From the state right
-after it, on the program that holds its response, one successor is proposed by free
-reflection and one under the verdict's constraint, from the same draws; both are
-evaluated outside any budget.
+Each transition is a packet in which a control excluded an explanation that the primary
+run had left. From the state right after it, on the program that holds its response, one
+successor is proposed by free reflection and one under the verdict's constraint. Both
+proposers read the same packets with predictions, verdicts, exclusions and survivors;
+only the compiled demand differs. Both are evaluated outside any budget.
 """
 
 import dataclasses
@@ -13,16 +14,20 @@ from collections.abc import Callable
 from typing import Any
 
 from mxjax.discovery.core.edit_templates import id_of
-from mxjax.discovery.core.proposal import Evidence, Proposer, ProposerError, Record
+from mxjax.discovery.core.proposal import (
+  Context,
+  Demand,
+  Proposer,
+  ProposerError,
+  Record,
+)
 from mxjax.discovery.core.residual import PRIMARY
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Status, Task
-from mxjax.discovery.core.verdict import OWED
 from mxjax.discovery.sandbox.executor import Executor
-from mxjax.discovery.search import checkers, runs
+from mxjax.discovery.search import checkers, registration, runs
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
-from mxjax.discovery.search.registration import Selection
-from mxjax.discovery.search.resolution import holder_of
+from mxjax.discovery.search.resolution import holders_of
 from mxjax.discovery.search.search import Search
 
 PER_TRAJECTORY = 6
@@ -38,7 +43,7 @@ class Successor:
     status: How its evaluation ended; `none` if nothing was proposed.
     change: Visible target minus the parent's, or None.
     improves: Whether the target fell by more than its margin.
-    implemented: Whether a probe finds the declared change in executed outputs.
+    implemented: Whether a probe finds the response in the residual's computation.
     repeats: Whether the edit had been refuted before.
   """
 
@@ -92,7 +97,7 @@ def replay(
       verdict = next((e for e in events if e["event"] == "verdict"), None)
       if verdict is not None and _is_eligible(verdict):
         packet = next(e for e in events if e["event"] == "packet")["packet"]
-        successor = functools.partial(_successor, search, proposer, evaluator)
+        successor = functools.partial(_successor, proposer, evaluator)
         transitions.append(_transition(search, packet, verdict, successor))
   except ProposerError:
     # The original run also ended here, because no edit was left.
@@ -102,69 +107,65 @@ def replay(
 
 
 def _is_eligible(verdict: dict[str, Any]) -> bool:
-  controls = set(verdict["observed"]) - {PRIMARY}
-  return bool(verdict["excluded"]) and bool(controls)
+  return any(condition != PRIMARY for condition in verdict["excluded"].values())
 
 
 def _transition(
   search: Search,
   packet: dict[str, Any],
   verdict: dict[str, Any],
-  successor: Callable[[Selection, Evidence], Successor],
+  successor: Callable[[Context, Demand], Successor],
 ) -> Transition:
   address = (len(search.history.experiments), 0)
   selection = search.select(address, _holder(search, packet, verdict))
-  required = selection.required
-  if required is not None and required.packet != verdict["packet"]:
-    required = None
+  (demand,) = (d for d in selection.demands if d.packet == verdict["packet"])
+  constrained = dataclasses.replace(
+    search.context(selection, "verdict"), demands=(demand,)
+  )
+  free = dataclasses.replace(constrained, demands=(), compiles=False)
   focal = "open"
   if verdict["verdict"] == "supported":
     focal = "supported"
   elif packet["explanations"][0]["name"] in verdict["excluded"]:
     focal = "refuted"
-  owing = lambda required: dataclasses.replace(selection, required=required)
   return Transition(
     packet=verdict["packet"],
     call=search.ledger.spent,
     verdict=verdict["verdict"],
     focal=focal,
-    free=successor(owing(None), "reflect"),
-    constrained=successor(owing(required), "verdict"),
+    free=successor(free, demand),
+    constrained=successor(constrained, demand),
   )
 
 
 def _holder(search: Search, packet: Any, verdict: dict[str, Any]) -> Record:
-  """Returns the program that both successors revise; the parent if nothing is owed."""
+  """Returns the program that both successors revise."""
   program, parent = packet["program"], packet["parent"]
-  if verdict["response"] not in OWED:
-    return search.record(parent)
-  is_retained = any(record.id == program for record in search.programs.records)
-  holder = holder_of(verdict["response"], program, parent, is_retained=is_retained)
-  return search.record(holder)
+  is_retained = search.programs.holds(program)
+  holders = holders_of(verdict["response"], program, parent, is_retained=is_retained)
+  return search.record(holders[0])
 
 
 def _successor(
-  search: Search,
-  proposer: Proposer,
-  evaluator: CachedEvaluator,
-  selection: Selection,
-  evidence: Evidence,
+  proposer: Proposer, evaluator: CachedEvaluator, context: Context, demand: Demand
 ) -> Successor:
-  """Proposes a successor for the selection from this evidence, and measures it."""
+  """Proposes a successor in a context, measures it and probes it for the demand."""
   try:
-    proposal = proposer.propose(search.context(selection, evidence))
+    proposal = proposer.propose(context)
   except ProposerError:
     return Successor("", "none")
   prepared = evaluator.prepare(proposal.source)
   if prepared.call is None:
     return Successor(proposal.label, str(prepared.status))
-  parent, declared = selection.parent, proposal.declared
-  back = checkers.reverted(prepared.full_call, parent.full_call, declared)
-  mine, without = evaluator.measure(prepared.call, back)
+  own, parent = prepared.full_call, context.parent
+  call = registration.probed(demand, own, parent.full_call)
+  mine, without = evaluator.measure(prepared.call, call)
   repeats = any(
     e.verdict in REFUTED and id_of(e.label) == id_of(proposal.label)
-    for e in search.history.experiments
+    for e in context.history
   )
+  is_out = demand.forbids and registration.carries(evaluator, own, demand.before)
+  probe = checkers.by_probe(mine, without, demand.computation)
   if mine.status != Status.OK:
     return Successor(proposal.label, str(mine.status), repeats=repeats)
   target = evaluator.task.target
@@ -174,6 +175,6 @@ def _successor(
     status=str(mine.status),
     change=change,
     improves=bool(change < -evaluator.task.margins[target]),
-    implemented=checkers.by_probe(mine, without, declared).implemented,
+    implemented=is_out or probe.implemented,
     repeats=repeats,
   )

@@ -81,7 +81,6 @@ class World:
 
   target = "loss"
   phases: Sequence[str] = ("measure",)
-  call_seconds = 0.02
   interface = INTERFACE
   regimes = REGIMES
   # The margin of the loss is four times the chaos; residuals are exact to 0.02.
@@ -144,7 +143,7 @@ class World:
   def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
     """Returns the sites whose excess is above the threshold."""
     return [
-      Residual(program, name, values[name], THRESHOLD, site)
+      Residual(program, name, values[name], THRESHOLD, (site,))
       for site in SITES
       if values[name := f"excess_{site}"] > THRESHOLD
     ]

@@ -16,9 +16,19 @@ STDERR = Console(stderr=True)
 STDOUT = Console()
 
 
+def printable(text: str, kept: str = "\n\t") -> str:
+  """Returns text with everything escaped that a terminal could act on.
+
+  Names and notes come from models and files. `kept` are the control characters that
+  stay.
+  """
+  shown = lambda c: c if c.isprintable() or c in kept else ascii(c)[1:-1]
+  return "".join(map(shown, text))
+
+
 def say(text: str) -> None:
-  """Prints a sentence without markup."""
-  STDOUT.print(text, markup=False, highlight=False)
+  """Prints a sentence without markup, escaped by `printable`."""
+  STDOUT.print(printable(text), markup=False, highlight=False)
 
 
 def print_table(table: Table) -> None:

@@ -19,7 +19,12 @@ from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics.contract import Contract
 from mxjax.storage import atomic_io, checkpoint, export
-from mxjax.storage.export import compressed_tensors, dequant, features
+from mxjax.storage.export import (
+  compressed_tensors,
+  dequant,
+  features,
+  transformers_folder,
+)
 from mxjax.storage.export.folder import MANIFEST
 
 
@@ -56,6 +61,7 @@ def run(options: argparse.Namespace) -> None:
     ),
     "dequant": functools.partial(export.write_dequant, dtype=jnp.dtype(options.dtype)),
     "safetensors": export.write_state,
+    "transformers": export.write_transformers,
   }
   ready = dataclasses.replace(source, params=params, record=record)
   float_folder = pathlib.Path(options.model) if options.model else None
@@ -106,6 +112,8 @@ def _check(
     compressed_tensors.check(params, transforms=options.transforms)
   elif options.format == "dequant":
     dequant.check(params, source.config)
+  elif options.format == "transformers":
+    transformers_folder.to_tensors(params)
   return params
 
 

@@ -18,7 +18,7 @@ from mxjax.evaluation.cli import arguments, progress, settings
 from mxjax.layers import inference_packing
 from mxjax.storage import checkpoint
 
-CHECKPOINT = "checkpoint"
+CHECKPOINT = checkpoint.CHECKPOINT
 """Name of the subfolder with a run's checkpoint."""
 
 
@@ -151,8 +151,7 @@ def restore(
   """
   if is_checkpoint(source):
     folder = checkpoint_folder(str(source))
-    params, config = checkpoint.restore_checkpoint(folder, mesh=mesh)
-    model = models.CausalLM(models.ModelConfig.from_dict(config))
+    model, params = checkpoint.load(folder, mesh=mesh)
     tokenizer = models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)
   else:
     model, params = models.from_pretrained(source)

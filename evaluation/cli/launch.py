@@ -57,4 +57,6 @@ def _report(options: argparse.Namespace, event: str, message: str) -> None:
 
     progress.emit(event, message=message)
   else:
-    print(f"mxjax {options.command}: {message}", file=sys.stderr)
+    from mxjax.evaluation.cli.console import printable
+
+    print(printable(f"mxjax {options.command}: {message}"), file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any
 from mxjax import models
 from mxjax.evaluation.cli import console, inputs
 from mxjax.evaluation.report import page
-from mxjax.storage import atomic_io, checkpoint
+from mxjax.storage import atomic_io, checkpoint, sealed
 
 Params = Mapping[str, Any]
 
@@ -23,7 +23,8 @@ def save_checkpoint(
   **facts: Any,
 ) -> None:
   """Writes a checkpoint and its tokenizer; `facts` are passed to `save_checkpoint`."""
-  with tempfile.TemporaryDirectory() as scratch:
+  # On the disk of the result: the system's own place for such files may be full.
+  with atomic_io.explaining(folder), scratch_folder(folder) as scratch:
     tokenizer.save(pathlib.Path(scratch))
     checkpoint.save_checkpoint(
       folder / inputs.CHECKPOINT,
@@ -34,9 +35,21 @@ def save_checkpoint(
     )
 
 
+def scratch_folder(folder: pathlib.Path) -> "tempfile.TemporaryDirectory[str]":
+  """Makes a folder below `folder` that `remove_unfinished` knows."""
+  folder.mkdir(parents=True, exist_ok=True)
+  return tempfile.TemporaryDirectory(
+    dir=folder, prefix=f"tokenizer{atomic_io.PARTIAL}-"
+  )
+
+
 def remove_unfinished(folder: pathlib.Path) -> None:
-  """Removes the unfinished files of a process that was killed while saving."""
-  for place in folder.glob("*.partial*"):
+  """Removes the unfinished files of a process that was killed while saving.
+
+  The list of what it once finished goes too: the run that goes on writes a new one.
+  """
+  (folder / sealed.OUTPUTS).unlink(missing_ok=True)
+  for place in folder.glob(f"*{atomic_io.PARTIAL}*"):
     if place.is_dir():
       shutil.rmtree(place)
     else:
@@ -59,10 +72,12 @@ def check_resumable(folder: pathlib.Path, *ours: str) -> None:
 
 
 def finish(folder: pathlib.Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-  """Writes result.json and report.html."""
-  atomic_io.write_json(folder / "result.json", rows, indent=1)
-  subtitle = "strict MXFP4 W4A4"
-  page.write_report(folder / "report.html", rows, title=title, subtitle=subtitle)
+  """Writes result.json, report.html, and the list of files that `verify` checks."""
+  with atomic_io.explaining(folder):
+    atomic_io.write_json(folder / "result.json", rows, indent=1)
+    subtitle = "strict MXFP4 W4A4"
+    page.write_report(folder / "report.html", rows, title=title, subtitle=subtitle)
+    sealed.write_outputs(folder)
 
 
 def print_rows(

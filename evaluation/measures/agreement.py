@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.calibration import streams
-from mxjax.calibration.calibration import CausalLanguageModel, Params
+from mxjax.calibration.calibration import CausalLanguageModel, Params, model_ids
 from mxjax.devices import execution
 from mxjax.evaluation.measures.perplexity import WINDOWS_TOGETHER
 
@@ -72,9 +72,10 @@ def agreement(
 
   Tokens are int32 `[windows, length]`, with a length of at least 2.
   """
-  outer = streams.outer_params(params), streams.outer_params(quantized)
+  outer = [streams.outer_params(model, tree) for tree in (params, quantized)]
   divergences, flips = [], []
-  windows = [jnp.asarray(window[None, :-1]) for window in np.asarray(tokens, np.int32)]
+  rows = model_ids(model, tokens, "agreement")
+  windows = [jnp.asarray(window[None, :-1]) for window in rows]
   for start in range(0, len(windows), WINDOWS_TOGETHER):
     group = windows[start : start + WINDOWS_TOGETHER]
     pairs = zip(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.calibration import streams
-from mxjax.calibration.calibration import CausalLanguageModel, Params
+from mxjax.calibration.calibration import CausalLanguageModel, Params, model_ids
 from mxjax.devices import execution
 from mxjax.layers.linear import linear
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -47,8 +47,8 @@ def operator_errors(
   The inputs are those of the float model on int32 tokens `[B, T]`. Keys are paths such
   as `layers_0/mlp/up_proj`.
   """
-  tokens = jnp.asarray(tokens, jnp.int32)
-  hidden = model.embed(streams.outer_params(params), tokens)
+  tokens = jnp.asarray(model_ids(model, tokens, "operator_errors"))
+  hidden = model.embed(streams.outer_params(model, params), tokens)
   result: dict[str, float] = {}
   for index in range(model.num_layers):
     name = model.layer_name(index)

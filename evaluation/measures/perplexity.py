@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mxjax.calibration import streams
-from mxjax.calibration.calibration import CausalLanguageModel, Params
+from mxjax.calibration.calibration import CausalLanguageModel, Params, model_ids
 from mxjax.devices import execution
 from mxjax.devices.mesh import DATA
 from mxjax.devices.placement import EVALUATION, ONE_DEVICE, Placement
@@ -104,13 +104,13 @@ def window_losses(
   each window; `placement` names the devices over which windows and output rows are
   sharded.
   """
-  rows = np.asarray(tokens, np.int32)
+  rows = model_ids(model, tokens, "perplexity")
   count = placement.mesh.shape[DATA] if placement.mesh else 1
   # Copies of the last window fill up the devices; their losses are dropped.
   filled = np.concatenate([rows, np.repeat(rows[-1:], -len(rows) % count, axis=0)])
   place = lambda a: placement.put(a, P(DATA))
   batches = [place(filled[i : i + count]) for i in range(0, len(filled), count)]
-  outer = placement.shard_rows(streams.outer_params(params))
+  outer = placement.shard_rows(streams.outer_params(model, params))
   losses = []
   for start in range(0, len(batches), WINDOWS_TOGETHER):
     group = batches[start : start + WINDOWS_TOGETHER]

@@ -155,7 +155,7 @@ def score(
   Raises:
     ValueError: A continuation alone is longer than `max_length`.
   """
-  outer = streams.outer_params(params)
+  outer = streams.outer_params(model, params)
   batches = list(_batches(requests, max_length))
   scores: dict[int, Score] = {}
   for start in range(0, len(batches), GROUP):

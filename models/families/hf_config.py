@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from mxjax.models.config import ModelConfig, RopeScaling
+from mxjax.models.config import SIZES, ModelConfig, RopeScaling, size_fault
 
 NAMES = {
   "vocab_size": "vocab_size",
@@ -91,6 +91,7 @@ class Family:
 
   def read(self, values: Mapping[str, Any], *, dtype: str = "float32") -> ModelConfig:
     """Translates a parsed `config.json`; see `from_hf_config`."""
+    _check_sizes(values)
     known = TRANSLATED | HARMLESS | self.window.fields | {*NAMES.values(), *self.flags}
     _refuse_unread(values, self.name, known)
     _check_features(values)
@@ -155,6 +156,16 @@ def require(values: Mapping[str, Any], key: str) -> Any:
       f"config.json: expected a field {key}, got none; use the config of the model."
     )
   return values[key]
+
+
+def _check_sizes(values: Mapping[str, Any]) -> None:
+  """Rejects sizes that are none, before anything is computed with them."""
+  for field, name in NAMES.items():
+    if field in SIZES and values.get(name) is not None:
+      if fault := size_fault(field, values[name]):
+        raise ValueError(
+          f"config.json: expected {fault} as {name}; use the config of the model."
+        )
 
 
 def _refuse_unread(

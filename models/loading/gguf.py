@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.intake.reading import refusing
 from mxjax.models.config import ModelConfig
 from mxjax.models.loading.lazy import LazyParams
 from mxjax.models.parameters import Path, StoredTensor
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("llama",)
 """Supported values of `general.architecture`."""
+
+MOST_VALUES = 4_000_000
+"""Values in a file's metadata; 256,000 tokens and their merges take 2,000,000."""
 
 GLOBAL_NAMES = {
   "token_embd": ("embed_tokens",),
@@ -52,25 +56,42 @@ def open_file(path: pathlib.Path, *, dtype: str = "float32") -> LazyParams:
   """
   reader = open_reader(path)
   tensors = {tensor.name: tensor for tensor in reader.tensors}
-  config = read_config(reader, tensors, dtype=dtype)
-  return LazyParams(dict(_stored_tensors(tensors, config)), config, str(path))
+  with refusing(path, "the metadata of a model converted by llama.cpp"):
+    config = read_config(reader, tensors, dtype=dtype)
+    return LazyParams(dict(_stored_tensors(tensors, config)), config, str(path))
 
 
 def open_reader(path: pathlib.Path) -> "GGUFReader":
   """Memory-maps a GGUF file and reads its header; raises as `open_file` does."""
-  from gguf import GGUFReader
-
   if not path.is_file():
     raise FileNotFoundError(
       f"{path}: expected a GGUF file, got no file; check the path."
     )
-  try:
-    return GGUFReader(path)
-  except (ValueError, IndexError, KeyError) as error:
-    raise ValueError(
-      f"{path}: expected a complete GGUF file, got {path.stat().st_size} bytes that do "
-      f"not parse ({error}); download the file again."
-    ) from error
+  with refusing(path, "a complete GGUF file"):
+    return _bounded_reader()(path)
+
+
+@functools.cache
+def _bounded_reader() -> type["GGUFReader"]:
+  """Makes the library's reader stop where the file ends.
+
+  By itself it reads nothing there, for as many times as a count says.
+  """
+  from gguf import GGUFReader
+
+  class Bounded(GGUFReader):
+    reads = 0
+
+    def _get(
+      self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any
+    ) -> Any:
+      self.reads += 1
+      end = int(offset) + np.dtype(dtype).itemsize * int(count)
+      if end > len(self.data) or self.reads > MOST_VALUES:
+        raise ValueError(f"value {self.reads} would end at byte {end}")
+      return super()._get(int(offset), dtype, count, *order, **named)
+
+  return Bounded
 
 
 def field(reader: "GGUFReader", key: str, default: Any = None) -> Any:
@@ -156,10 +177,12 @@ def _decode(
   """Dequantizes a tensor to bfloat16, in Hugging Face's row order."""
   from gguf.quants import dequantize
 
-  values = np.asarray(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
-  if permuted_heads:
-    values = unpermute(values, permuted_heads)
-  return values.astype(np.float32).astype(jnp.bfloat16)
+  # NaN and inf are found and counted when a layer is read.
+  with np.errstate(all="ignore"):
+    values = np.asarray(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
+    if permuted_heads:
+      values = unpermute(values, permuted_heads)
+    return values.astype(np.float32).astype(jnp.bfloat16)
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+import pydantic
 
+from mxjax.intake.reading import read_json, refusing
 from mxjax.models import families
 from mxjax.models.config import ModelConfig
 from mxjax.models.loading.lazy import LazyParams
@@ -24,6 +26,28 @@ INDEX_FILE = "model.safetensors.index.json"
 DTYPES = ("BF16", "F16", "F32")
 """Stored dtypes that a float checkpoint may have, as safetensors names them."""
 
+CONFIG = "the config of a model"
+SAVE = "point to a folder saved by transformers' save_pretrained"
+Fields = dict[str, Any] | None
+
+
+class HfConfig(pydantic.BaseModel, extra="allow"):
+  """The nested fields of a `config.json`; all others are kept as they are."""
+
+  architectures: list[str] | None = None
+  model_type: str | None = None
+  rope_scaling: Fields = None
+  rope_parameters: Fields = None
+  layer_types: list[str] | None = None
+  eos_token_id: int | list[int] | None = None
+  quantization_config: Fields = None
+
+
+class Index(pydantic.BaseModel):
+  """What an index file must have."""
+
+  weight_map: dict[str, str]
+
 
 def open_tensors(path: pathlib.Path) -> "safetensors.safe_open":
   """Opens a `.safetensors` file and checks its header; reads no tensor.
@@ -34,41 +58,28 @@ def open_tensors(path: pathlib.Path) -> "safetensors.safe_open":
   """
   import safetensors
 
-  try:
-    return safetensors.safe_open(path, framework="numpy")
-  except safetensors.SafetensorError as error:
-    raise ValueError(_describe_damage(path, error)) from error
-
-
-def _describe_damage(path: pathlib.Path, error: Exception) -> str:
-  """Translates the library's error for someone who downloaded the file."""
-  size = path.stat().st_size
-  with path.open("rb") as file:
-    expected = 8 + int.from_bytes(file.read(8), "little")
-    if expected <= size:
-      try:
-        header = json.loads(file.read(expected - 8))
-      except ValueError:
-        return (
-          f"{path}: expected a JSON header of safetensors, got bytes that do not parse "
-          f"({error}); download the file again."
-        )
-      header.pop("__metadata__", None)
-      expected += max(
-        (entry["data_offsets"][1] for entry in header.values()), default=0
+  with refusing(path, "safetensors, a JSON header and all its tensors"):
+    size = path.stat().st_size
+    with path.open("rb") as file:
+      end = 8 + int.from_bytes(file.read(8), "little")
+    if end > size:
+      raise ValueError(
+        f"{path}: expected {end} bytes by its header, got {size}; the file is "
+        "truncated or no safetensors file, download it again."
       )
-  if expected > size:
-    return (
-      f"{path}: expected {expected} bytes by its header, got {size}; the file is "
-      "truncated or no safetensors file, download it again."
-    )
-  return f"{path}: expected a safetensors file, got {error}; download the file again."
+    return safetensors.safe_open(path, framework="numpy")
 
 
 def read_config(folder: pathlib.Path, *, dtype: str = "float32") -> ModelConfig:
   """Reads `config.json`, given its path or folder; raises as `open_folder` does."""
   path = folder / "config.json" if folder.is_dir() else folder
-  return families.from_hf_config(_read_json(path), dtype=dtype)
+  with refusing(path, CONFIG, SAVE):
+    return families.from_hf_config(read_hf_config(path), dtype=dtype)
+
+
+def read_hf_config(path: pathlib.Path) -> dict[str, Any]:
+  """Reads a `config.json`; checks the structure of its nested fields only."""
+  return read_json(path, HfConfig, CONFIG, mend=SAVE).model_dump(exclude_unset=True)
 
 
 def open_folder(
@@ -92,15 +103,6 @@ def open_folder(
   return LazyParams(stored, config, str(folder))
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-  if not path.is_file():
-    raise FileNotFoundError(
-      f"{path.parent}: expected a file {path.name}, got none; point to a folder saved "
-      "by transformers' save_pretrained."
-    )
-  return json.loads(path.read_text(encoding="utf-8"))
-
-
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
   """Lists the safetensors files of a folder, single or sharded.
 
@@ -109,8 +111,8 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
   """
   if (folder / SINGLE_FILE).is_file():
     return [folder / SINGLE_FILE]
-  index = _read_json(folder / INDEX_FILE)
-  files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+  weight_map = read_index(folder)
+  files = [folder / name for name in sorted(set(weight_map.values()))]
   missing = [path.name for path in files if not path.is_file()]
   if missing:
     raise FileNotFoundError(
@@ -120,10 +122,29 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
   return files
 
 
+def read_index(folder: pathlib.Path) -> dict[str, str]:
+  """Reads the shard of every tensor; shards are files of the folder itself."""
+  path = folder / INDEX_FILE
+  weight_map = read_json(path, Index, "an index of safetensors", mend=SAVE).weight_map
+  is_file = lambda name: name.endswith(".safetensors") and "/" not in name
+  outside = [name for name in weight_map.values() if not is_file(name)]
+  if outside:
+    raise ValueError(
+      f"{path}: expected names of files in its own folder, got {outside[0]!r}; {SAVE}."
+    )
+  return weight_map
+
+
 def _stored_tensors(folder: pathlib.Path) -> Iterator[tuple[Path, StoredTensor]]:
+  places: dict[str, pathlib.Path] = {}
   for path in weight_files(folder):
     file = open_tensors(path)
     for name in file.keys():
+      if (first := places.setdefault(name, path)) != path:
+        raise ValueError(
+          f"{path}: expected tensors that no other shard has, got {name}, which "
+          f"{first.name} has too; {SAVE}."
+        )
       # Old checkpoints store this buffer, which the config determines.
       if name.endswith("rotary_emb.inv_freq"):
         continue

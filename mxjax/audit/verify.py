@@ -20,9 +20,8 @@ from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.numerics.recovery import mlp_recovery
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
-from mxjax.storage import checkpoint, run_folder
-from mxjax.storage.atomic_io import damaged_files
-from mxjax.storage.journal import parse
+from mxjax.storage import checkpoint, run_events, run_journal, sealed
+from mxjax.storage.atomic_io import damaged_files, file_names
 from mxjax.storage.tree_io import walk
 
 ROUNDED = 1e-6
@@ -77,9 +76,8 @@ def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
   files = manifest["files"]
   audit.counts["files"] = len(files)
   damage = [f"file {text}." for text in damaged_files(folder, files, verify=True)]
-  found = (path for path in sorted(folder.rglob("*")) if path.is_file())
-  names = [path.relative_to(folder).as_posix() for path in found]
-  unlisted = [name for name in names if name not in {*files, checkpoint.MANIFEST}]
+  known = {*files, checkpoint.MANIFEST}
+  unlisted = [name for name in file_names(folder) if name not in known]
   audit.faults += damage
   audit.faults += [f"file {one} is not in {checkpoint.MANIFEST}." for one in unlisted]
   if not damage and contract is not None:
@@ -90,8 +88,8 @@ def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
     else:
       audit.counts["arrays"] = len(manifest["arrays"])
       _check_params(params, ModelConfig.from_dict(config), contract, audit, seed)
-  if (outer / "run" / run_folder.JOURNAL).is_file():
-    _check_run_folder(outer / "run", manifest, audit)
+  if outer != folder:
+    _check_output_folder(outer, manifest, audit)
   return audit
 
 
@@ -187,27 +185,43 @@ def _recovery_faults(node: Any, config: ModelConfig) -> Iterator[str]:
     yield f"sigma_g is {float(values['gate_deviation'])}, below zero"
 
 
-def _check_run_folder(
+def _check_output_folder(
   folder: pathlib.Path, manifest: Mapping[str, Any], audit: Audit
 ) -> None:
-  """Checks the journal, its files, and that the checkpoint has the same types."""
-  file = folder / run_folder.JOURNAL
+  """Checks what is beside the checkpoint: the run, the results, and nothing else."""
+  vouched = {f"checkpoint/{one}" for one in (*manifest["files"], checkpoint.MANIFEST)}
+  if (folder / "run" / run_journal.JOURNAL).is_file():
+    vouched |= _check_run_folder(folder / "run", manifest, audit)
+  # `mxjax import` writes a checkpoint alone, which vouches for itself.
+  if {*file_names(folder)} - vouched:
+    audit.faults += [f"{text}." for text in sealed.output_faults(folder, vouched)]
+
+
+def _check_run_folder(
+  folder: pathlib.Path, manifest: Mapping[str, Any], audit: Audit
+) -> set[str]:
+  """Checks the journal, its files, and that the checkpoint has the same types.
+
+  Returns the files that the journal vouches for.
+  """
   try:
-    events, size, _ = parse(file, file.read_bytes())
+    events, torn_bytes = run_journal.read_events(folder)
   except ValueError as error:
     audit.faults.append(str(error))
-    return
-  if size != file.stat().st_size:
-    audit.faults.append(f"run/{file.name} ends in an incomplete line.")
-  if not any(one["event"] == "finished" for one in events):
-    audit.faults.append(f"run/{file.name} does not say that the run finished.")
-  layers = [one for one in events if one["event"] == "layer"]
+    return set()
+  if torn_bytes:
+    audit.faults.append(f"run/{run_journal.JOURNAL} ends in an incomplete line.")
+  if not run_events.last(events, "finished"):
+    text = f"run/{run_journal.JOURNAL} does not say that the run finished."
+    audit.faults.append(text)
+  listed = run_events.listed_files(events)
+  audit.faults += [f"run/{text}." for text in damaged_files(folder, listed)]
+  layers = run_events.finished_layers(events)
   for one in layers:
-    entries = {name: {"sha256": digest} for name, digest in one["files"].items()}
-    audit.faults += [f"run/{text}." for text in damaged_files(folder, entries)]
     for path, node in one["nodes"].items():
       if manifest["nodes"].get(f"{one['name']}/{path}") != node:
         audit.faults.append(
           f"{one['name']}/{path} is of another type in the checkpoint than in run/."
         )
   audit.counts["layers of the run"] = len(layers)
+  return {f"run/{name}" for name in listed}

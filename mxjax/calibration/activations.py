@@ -89,7 +89,7 @@ class Activations:
   def copy(self) -> "Activations":
     """Copies the hidden states into new buffers."""
     twin = copy.copy(self)
-    twin._hidden = [jnp.array(chunk, copy=True) for chunk in self.hidden]
+    twin._hidden = [jax.tree.map(jnp.copy, chunk) for chunk in self.hidden]
     return twin
 
   def observe(
@@ -154,12 +154,14 @@ class Activations:
   def inputs(self, contract: Contract) -> dict[str, LinearInputs]:
     """Returns the inputs of the observed layer's target linears, by tap."""
     assert self._layer is not None
-    sequences, length = self.calib.tokens.shape
+    sequences = self.calib.count
     views: dict[str, LinearInputs] = {}
     for block, name in targets(self.calib.model, contract):
       tap = self.calib.model.projection_taps[block, name]
       width = self._layer[block][name]["weight"].shape[-1]
       store = self._store
+      # Reading the shape would run the layer, which a store may make unnecessary.
+      length = self.calib.tokens.shape[1] if store else self._run()[0][tap].shape[-1]
       views[tap] = LinearInputs(
         lambda tap=tap: [chunk[tap] for chunk in self._run()],
         contract.rules,

@@ -2,12 +2,14 @@
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from mxjax.intake.token_ids import token_ids
 from mxjax.numerics.contract import Contract
 
 Params = Mapping[str, Any]
@@ -57,6 +59,18 @@ def targets(model: CausalLanguageModel, contract: Contract) -> list[tuple[str, s
   return [path for path in model.projection_taps if path[1] in contract.targets]
 
 
+def model_ids(
+  model: CausalLanguageModel, tokens: Any, place: str, vocab_size: int | None = None
+) -> np.ndarray:
+  """Checks a model's token ids with `token_ids`.
+
+  The vocabulary is that of `model.config`, if it has one and no `vocab_size` is given.
+  """
+  config = getattr(model, "config", None)
+  vocabulary = vocab_size or getattr(config, "vocab_size", None)
+  return token_ids(tokens, place, vocabulary=vocabulary)
+
+
 def replace_weights(
   layer: Params, weights: Mapping[tuple[str, str], Any]
 ) -> dict[str, Any]:
@@ -74,7 +88,8 @@ class Calibration:
 
   Attributes:
     model: The model the params belong to.
-    tokens: Integer ids, `[sequences, length]`; kept as int32.
+    tokens: Integer ids, `[sequences, length]`; kept as int32. For a `FlaxModel`, what
+      its module takes: any pytree of arrays `[examples, ...]`.
     vocab_size: Ids must be below this; taken from `model.config` when None.
 
   Raises:
@@ -87,40 +102,56 @@ class Calibration:
   vocab_size: int | None = None
 
   def __post_init__(self) -> None:
-    tokens = np.asarray(self.tokens)
+    if getattr(self.model, "takes_any_inputs", False):
+      return self._take_any()
+    tokens = model_ids(self.model, self.tokens, "Calibration", self.vocab_size)
     if tokens.size == 0 or tokens.ndim != 2:
       raise ValueError(
         "Calibration: expected token ids [sequences, length], got shape "
         f"{tokens.shape}; pass at least one full sequence, such as 128 of 2048 tokens."
-      )
-    if not np.issubdtype(tokens.dtype, np.integer):
-      raise TypeError(
-        f"Calibration: expected integer token ids, got {tokens.dtype}; tokenize text."
       )
     if tokens.shape[1] < 4:
       raise ValueError(
         f"Calibration: sequences of {tokens.shape[1]} tokens are too short, at least 4 "
         "are needed for the four quarters of the MLP fit; use longer sequences."
       )
-    config = getattr(self.model, "config", None)
-    vocab = self.vocab_size or getattr(config, "vocab_size", None)
-    bad = (tokens < 0) | (tokens >= (vocab or np.inf))
-    if bad.any():
-      row, column = np.argwhere(bad)[0]
+    object.__setattr__(self, "tokens", tokens)
+    return None
+
+  def _take_any(self) -> None:
+    """Checks inputs that are any pytree of arrays `[examples, ...]`."""
+    inputs = jax.tree.map(np.asarray, self.tokens)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(inputs)]
+    if len({shape[:1] for shape in shapes}) != 1 or not all(map(math.prod, shapes)):
       raise ValueError(
-        f"Calibration: {int(bad.sum())} token ids are outside the vocabulary of "
-        f"{vocab}, the first is {tokens[row, column]} at [{row}, {column}]; use the "
-        "model's own tokenizer."
+        "Calibration: expected arrays with examples on their first axis, equally many "
+        f"and at least one, got the shapes {shapes}."
       )
-    object.__setattr__(self, "tokens", np.ascontiguousarray(tokens, np.int32))
+    object.__setattr__(self, "tokens", inputs)
+
+  @property
+  def count(self) -> int:
+    """The number of sequences, or of examples of another kind."""
+    return jax.tree.leaves(self.tokens)[0].shape[0]
+
+  @property
+  def shape(self) -> list[Any]:
+    """The shape of the tokens, or of every array of other inputs; JSON-ready."""
+    shapes = [list(leaf.shape) for leaf in jax.tree.leaves(self.tokens)]
+    return shapes if getattr(self.model, "takes_any_inputs", False) else shapes[0]
 
   @property
   def fingerprint(self) -> str:
     """SHA-256 of shape and exact ids, hex; recorded with every result."""
-    return token_fingerprint(self.tokens)
+    if not getattr(self.model, "takes_any_inputs", False):
+      return token_fingerprint(self.tokens)
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(self.tokens):
+      digest.update(f"{path} {leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
+    return digest.hexdigest()
 
 
 def token_fingerprint(tokens: np.ndarray) -> str:
   """Returns the fingerprint of these ids; see `Calibration.fingerprint`."""
-  array = np.ascontiguousarray(tokens, np.int32)
+  array = token_ids(tokens, "token_fingerprint")
   return hashlib.sha256(f"int32{array.shape}".encode() + array.tobytes()).hexdigest()

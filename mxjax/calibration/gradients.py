@@ -119,7 +119,7 @@ def gradients(
 
   `params` are constants. `own` holds one pytree for each layer, all equal in structure.
   """
-  model, outer = objective.model, outer_params(params)
+  model, outer = objective.model, outer_params(objective.model, params)
   layers = [params[model.layer_name(i)] for i in range(model.num_layers)]
   total, sums = 0.0, None
   for example in examples:

@@ -158,7 +158,7 @@ class OutputGradients:
       hidden = streams.advance(
         model, params[model.layer_name(index)], hidden, placement
       )
-    outer = placement.shard_rows(streams.outer_params(params))
+    outer = placement.shard_rows(streams.outer_params(model, params))
     gradient = []
     for part in hidden:
       first = chunk * len(gradient)

@@ -29,13 +29,23 @@ from mxjax.numerics import mxfp4
 
 Chunks = list[jax.Array]
 """Hidden states `[sequences, T, d]` in calibration order, compute dtype; on a mesh
-each chunk has one sequence a device."""
+each chunk has one sequence a device. A model of another kind may use any pytree."""
 
 
-def outer_params(params: Params) -> dict[str, Any]:
-  """Returns the params outside the decoder layers: embedding, final norm, head."""
+def outer_params(model: CausalLanguageModel, params: Params) -> dict[str, Any]:
+  """Returns the params outside the model's layers: embedding, final norm, head."""
+  layers = {model.layer_name(index) for index in range(model.num_layers)}
   # `items()` would read every layer of params on disk.
-  return {k: params[k] for k in params if not k.startswith("layers_")}
+  return {key: params[key] for key in params if key not in layers}
+
+
+def _one(sequence: Any) -> Any:
+  """Makes a batch of one sequence; `_only` takes it out again."""
+  return jax.tree.map(lambda a: a[None], sequence)
+
+
+def _only(batch: Any) -> Any:
+  return jax.tree.map(lambda a: a[0], batch)
 
 
 @execution.jit(static_argnames=("model", "placement", "sharing"))
@@ -56,11 +66,12 @@ def embed(
   chunk: int,
   placement: Placement = ONE_DEVICE,
 ) -> Chunks:
-  """Embeds the calibration tokens, int32 `[S, T]`, in chunks of sequences."""
-  outer = placement.shard_rows(outer_params(params))
-  parts = [tokens[first : first + chunk] for first in range(0, len(tokens), chunk)]
-  put = placement.put_sequences
-  return [_embed(model, outer, put(part), placement) for part in parts]
+  """Embeds calibration tokens, int32 `[S, T]` or what the model takes, in chunks."""
+  outer = placement.shard_rows(outer_params(model, params))
+  starts = range(0, jax.tree.leaves(tokens)[0].shape[0], chunk)
+  cut = lambda first: jax.tree.map(lambda a: a[first : first + chunk], tokens)
+  put = lambda part: jax.tree.map(placement.put_sequences, part)
+  return [_embed(model, outer, put(cut(first)), placement) for first in starts]
 
 
 @functools.partial(
@@ -85,9 +96,9 @@ def capture(
 
   def run(layer: Params, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     def one(sequence: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-      output, taps = model.layer_with_taps(layer, sequence[None])
+      output, taps = model.layer_with_taps(layer, _one(sequence))
       inputs = {t: mxfp4.to_blocks(taps[t][0].astype(jnp.float32)) for t in blocked}
-      return output[0], inputs | {t: taps[t][0] for t in plain}
+      return _only(output), inputs | {t: taps[t][0] for t in plain}
 
     return jax.lax.map(one, hidden)
 
@@ -144,7 +155,7 @@ def _advance(
   model: CausalLanguageModel, layer: Params, hidden: jax.Array, placement: Placement
 ) -> jax.Array:
   def run(layer: Params, hidden: jax.Array) -> jax.Array:
-    return jax.lax.map(lambda row: model.layer(layer, row[None])[0], hidden)
+    return jax.lax.map(lambda row: _only(model.layer(layer, _one(row))), hidden)
 
   return placement.call(run, layer, hidden)
 
@@ -162,9 +173,12 @@ def advance(
 
 def check_finite(hidden: Chunks, place: str) -> None:
   """Raises FloatingPointError if hidden states leaving `place` are not finite."""
-  bad = sum(int((~jnp.isfinite(chunk)).sum()) for chunk in hidden)
+  leaves = [
+    leaf for leaf in jax.tree.leaves(hidden) if jnp.issubdtype(leaf.dtype, jnp.floating)
+  ]
+  bad = sum(int((~jnp.isfinite(leaf)).sum()) for leaf in leaves)
   if bad:
-    total = sum(chunk.size for chunk in hidden)
+    total = sum(leaf.size for leaf in leaves)
     raise FloatingPointError(
       f"quantize: {bad} of {total} hidden values leaving {place} are NaN or inf on the "
       "calibration tokens; the float model itself overflows there, so check its "
@@ -191,7 +205,7 @@ def final_hiddens(
   `params` are float or quantized, possibly on disk. Returns hidden states `[B, T, d]`
   leaving the last layer; the bits of a window do not depend on the others.
   """
-  outer = placement.shard_rows(outer_params(params))
+  outer = placement.shard_rows(outer_params(model, params))
   hidden = [_embed(model, outer, tokens, placement, EVALUATION) for tokens in windows]
   for index in range(model.num_layers):
     layer = placement.shard_rows(params[model.layer_name(index)])

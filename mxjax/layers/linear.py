@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mxjax.layers.quantized_linear import QuantizedLinear, quantized_products
 from mxjax.numerics import implementations, mxfp4, straight_through
 from mxjax.numerics.implementations import Implementation
-from mxjax.numerics.precision import HIGHEST, float32_sums
+from mxjax.numerics.precision import HIGHEST
 from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.refinement import fused_inputs
 
@@ -69,8 +69,7 @@ class StraightThrough:
 class ScaledInputs:
   """A strict linear for learning the scales of its inputs; never a result.
 
-  The forward pass is that of `quantized`, bit for bit; the backward pass takes the A4
-  rule for the identity and forms its products in bfloat16 with float32 sums.
+  The forward pass is that of `quantized`, bit for bit, and so is the gradient.
 
   Attributes:
     quantized: The linear, whose arrays get no gradient.
@@ -83,7 +82,7 @@ class ScaledInputs:
   def linear(self, x: jax.Array) -> jax.Array:
     """Multiplies the scaled inputs by the quantized weight; see `linear`."""
     factor = self.factor.reshape((1,) * (x.ndim - 1) + (-1,))
-    return _straight_through(x * factor.astype(x.dtype), self.quantized)
+    return linear(x * factor.astype(x.dtype), self.quantized)
 
 
 @jax.tree_util.register_dataclass
@@ -103,32 +102,6 @@ class Perturbed:
     """Multiplies by the weight and adds the perturbation; see `linear`."""
     y = linear(x, self.weight)
     return y + self.perturbation.reshape(y.shape).astype(y.dtype)
-
-
-@jax.custom_vjp
-def _straight_through(x: jax.Array, weight: QuantizedLinear) -> jax.Array:
-  return linear(x, weight)
-
-
-def _forward(x: jax.Array, weight: QuantizedLinear) -> tuple[jax.Array, Any]:
-  return linear(x, weight), weight
-
-
-def _backward(weight: QuantizedLinear, cotangent: jax.Array) -> tuple[jax.Array, None]:
-  """Computes U' W' d, without the A4 rule between the two."""
-  rows = cotangent.reshape(-1, cotangent.shape[-1])
-  if weight.gain is not None:
-    rows = rows * weight.gain.astype(rows.dtype)
-  decoded = mxfp4.decode(weight.weight, jnp.bfloat16, weight.rules)
-  mapped = float32_sums(decoded.T, rows.astype(jnp.bfloat16).T)
-  blocks = mapped.reshape(-1, mxfp4.BLOCK_SIZE, mapped.shape[-1])
-  if weight.input_map is not None:
-    [blocks] = jax.linear_transpose(weight.input_map.apply, blocks)(blocks)
-  x = mxfp4.from_blocks(blocks).astype(cotangent.dtype)
-  return x.reshape(*cotangent.shape[:-1], -1), None
-
-
-_straight_through.defvjp(_forward, _backward)
 
 
 @jax.tree_util.register_dataclass
@@ -208,7 +181,9 @@ def linear(
       `native` applies to the rounding of inputs only.
 
   Returns:
-    Outputs, `[..., out_features]`, in the dtype of `x`.
+    Outputs, `[..., out_features]`, in the dtype of `x`. The gradient of a quantized
+    linear with respect to `x` is straight-through, see `quantized_products`; its own
+    arrays have none, that is zero.
 
   Raises:
     NotImplementedError: The requested implementation cannot run.

@@ -1,13 +1,16 @@
 """Strict W4A4 linear layer: the pytree leaf and its product with inputs."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.exported import register_dataclass
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import float32_sums
 from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
@@ -18,7 +21,7 @@ from mxjax.pallas_kernels.refinement import fused_inputs
 from mxjax.pallas_kernels.refinement.a4_operands import a4_operands
 
 
-@jax.tree_util.register_dataclass
+@register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedLinear:
   """A strict W4A4 linear that replaces a weight `[out_features, in_features]`.
@@ -81,7 +84,22 @@ def quantized_products(
   weights: Sequence[QuantizedLinear],
   implementation: Implementation | None = None,
 ) -> list[jax.Array]:
-  """Computes the outputs of quantized linears on the same inputs; see `linear_many`."""
+  """Computes the outputs of quantized linears on the same inputs; see `linear_many`.
+
+  The backward pass takes the A4 rule for the identity: the gradient at `x` is the sum
+  of U' W' d over the linears, with W decoded and d the gradient at the output, in
+  bfloat16 products with float32 sums. The linears' arrays get no gradient.
+  """
+  outputs: Any = _products(x, weights, implementation)
+  return outputs
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _products(
+  x: fused_inputs.Input,
+  weights: Sequence[QuantizedLinear],
+  implementation: Implementation | None,
+) -> list[jax.Array]:
   width = x.shape[-1]
   mxfp4.check_width("linear", width)
   obstacle = next(filter(None, (_obstacle(x, weight) for weight in weights)), None)
@@ -99,6 +117,45 @@ def quantized_products(
     scaled = y if weight.gain is None else y * weight.gain.astype(y.dtype)
     result.append(scaled.reshape(*x.shape[:-1], weight.shape[0]))
   return result
+
+
+def _forward(
+  x: fused_inputs.Input,
+  weights: Sequence[QuantizedLinear],
+  implementation: Implementation | None,
+) -> tuple[list[jax.Array], Any]:
+  deferred = None if isinstance(x, jax.Array) else x
+  return _products(x, weights, implementation), (deferred, weights)
+
+
+def _backward(
+  implementation: Implementation | None, saved: Any, cotangents: list[jax.Array]
+) -> tuple[Any, None]:
+  del implementation
+  deferred, weights = saved
+  parts = map(_input_gradient, weights, cotangents)
+  gradient = functools.reduce(jnp.add, parts)
+  if deferred is None:
+    return gradient, None
+  [at_parts] = jax.vjp(fused_inputs.as_array, deferred)[1](gradient)
+  return at_parts, None
+
+
+_products.defvjp(_forward, _backward)
+
+
+def _input_gradient(weight: QuantizedLinear, cotangent: jax.Array) -> jax.Array:
+  """Computes U' W' d, without the A4 rule between the two."""
+  rows = cotangent.reshape(-1, cotangent.shape[-1])
+  if weight.gain is not None:
+    rows = rows * weight.gain.astype(rows.dtype)
+  decoded = mxfp4.decode(weight.weight, jnp.bfloat16, weight.rules)
+  mapped = float32_sums(decoded.T, rows.astype(jnp.bfloat16).T)
+  blocks = mapped.reshape(-1, mxfp4.BLOCK_SIZE, mapped.shape[-1])
+  if weight.input_map is not None:
+    [blocks] = jax.linear_transpose(weight.input_map.apply, blocks)(blocks)
+  x = mxfp4.from_blocks(blocks).astype(cotangent.dtype)
+  return x.reshape(*cotangent.shape[:-1], -1)
 
 
 def _by_xla(

@@ -71,16 +71,19 @@ def __getattr__(name: str) -> "program.Program":
 
 
 def base_name(method: str) -> str:
-  """Returns the registered name in a method with options and `+tune`."""
-  return method.partition("+tune")[0].partition(":")[0]
+  """Returns the registered name in a method with options, `+r` and `+tune`."""
+  name = method.partition("+tune")[0].partition(":")[0]
+  return name if name in METHODS else name.removesuffix("+r")
 
 
 def get(method: "str | program.Program") -> "program.Program":
   """Looks a program up by name; a `Program` is returned unchanged.
 
-  `method` may carry options, such as `gptq:scales=static:order=activation`, and end in
-  `+tune` for scale distillation, with options of its own, such as
-  `hires:weighting=fisher+tune:epochs=2`. The program is then named by the whole text.
+  `method` may carry options, such as `gptq:scales=static:order=activation`, among them
+  `recover`, whose value `recovery_fits.parse` reads: `hires:recover=attention`. After
+  the name, `+r` adds HiRes' recovery to any method. It may end in `+tune` for scale
+  distillation, with options of its own, such as `hires:weighting=fisher+tune:epochs=2`.
+  The program is then named by the whole text.
 
   Raises:
     ValueError: The name or an option is unknown, or a value has the wrong type.
@@ -88,13 +91,16 @@ def get(method: "str | program.Program") -> "program.Program":
   if not isinstance(method, str):
     return method
   base, tuned, tuning = method.partition("+tune")
-  name, *settings = base.split(":")
+  text, *settings = base.split(":")
+  name = base_name(text)
   if name not in METHODS or (tuning and not tuning.startswith(":")):
     raise ValueError(
       f"methods: unknown method {method!r}; use one of {', '.join(METHODS)}, if you "
-      "like with +tune behind it, or pass a Program."
+      "like with +r or +tune behind it, or pass a Program."
     )
   program = METHODS[name]
+  if name != text:
+    program = dataclasses.replace(program, recover=METHODS["hires"].recover)
   if settings:
     program = _with_options(name, program, settings)
   if tuned:
@@ -113,7 +119,7 @@ def _with_options(place: str, options: Any, texts: Sequence[str]) -> Any:
 def _option(place: str, program: Any, text: str) -> tuple[str, Any]:
   """Parses one `option=value`, with the value in the type of the dataclass's field."""
   key, equals, value = text.partition("=")
-  fields = {f.name for f in dataclasses.fields(program)} - {"name", "recover", "tune"}
+  fields = {f.name for f in dataclasses.fields(program)} - {"name", "tune"}
   if not equals or key not in fields:
     close = difflib.get_close_matches(key, fields, n=1)
     raise ValueError(
@@ -121,6 +127,10 @@ def _option(place: str, program: Any, text: str) -> tuple[str, Any]:
       f"{f'did you mean {close[0]}? ' if close else ''}write one of "
       f"{', '.join(sorted(fields))} as option=value."
     )
+  if key == "recover":
+    from mxjax.methods import recovery_fits
+
+    return key, recovery_fits.parse(value)
   import pydantic
 
   hint, current = typing.get_type_hints(type(program))[key], getattr(program, key)

@@ -117,7 +117,7 @@ class Program:
         options[name] = str(value)  # For strict JSON.
     if self.tune is not None:
       options["tune"] = dataclasses.asdict(self.tune)
-    recover = [fit.name for fit in self.recover]
+    recover = [fit.label for fit in self.recover]
     return {"name": self.name, "recover": recover, "options": options}
 
 

@@ -6,8 +6,9 @@ layers, each on its own trajectory, with the results of separate passes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -51,11 +52,13 @@ def unrounded(layer: Params) -> Params:
 class RecoveryFit:
   """One recovery fit; hashable by identity, so that it can be a static argument.
 
-  `name` is the name in results; `measure` needs `float_taps` of the float trajectory;
-  the coefficients are installed as `leaf` beside the projections of `block`.
+  `name` is the name in results; `measure` needs `taps` of the layer and `float_taps` of
+  the float trajectory; the coefficients are installed as `leaf` beside the projections
+  of `block`.
   """
 
   name: str = ""
+  taps: tuple[str, ...] = ()
   float_taps: tuple[str, ...] = ()
   block: str = ""
   leaf: str = ""
@@ -68,6 +71,11 @@ class RecoveryFit:
     order; the `parent`, without any fit; or `unrounded`: the current one without A4.
     """
     self.on = on
+
+  @property
+  def label(self) -> str:
+    """The name, with the state if it is not the paper's; see `named`."""
+    return self.name if self.on == "current" else f"{self.name}-{self.on}"
 
   def state(self, layer: Params, parent: Params) -> Params:
     """Returns the layer to measure on, from the current one and its parent."""
@@ -102,7 +110,7 @@ class AttentionFit(RecoveryFit):
   """Fits scale and offset of each key-value head to the float trajectory."""
 
   name, block, leaf = "attention", "self_attn", "value_recovery"
-  float_taps = ("value",)
+  taps = float_taps = ("value",)
 
   def prepare(
     self, float_layer: Params, float_taps: Taps, sequences: int
@@ -134,6 +142,7 @@ class MlpFit(RecoveryFit):
   """Fits three scalars of each gated MLP to float weights on the realized input."""
 
   name, block, leaf = "mlp", "mlp", "mlp_recovery"
+  taps = ("gate_up_input", "gate", "up")
 
   def prepare(
     self, float_layer: Params, float_taps: Taps, sequences: int
@@ -210,5 +219,31 @@ def _quarter_moments(
   return jax.tree.map(lambda a, b: a.at[-1].add(b[0]), moments, rest)
 
 
-ATTENTION = AttentionFit()
-MLP = MlpFit()
+_FITS = {fit.name: fit for fit in (AttentionFit, MlpFit)}
+
+
+@functools.cache
+def named(label: str) -> RecoveryFit:
+  """Returns the fit of a label, `attention` or `mlp`, such as `mlp-parent`.
+
+  Equal labels give one object, because a fit is a static argument by identity.
+
+  Raises:
+    ValueError: The label is unknown.
+  """
+  name, _, on = label.partition("-")
+  states = get_args(State)
+  if name not in _FITS or (on or "current") not in states:
+    raise ValueError(
+      f"methods: unknown recovery {label!r}; write none, or attention and mlp joined "
+      f"by +, each with -{' or -'.join(states[1:])} behind it if you like."
+    )
+  return _FITS[name](on or "current")  # pyright: ignore[reportArgumentType]
+
+
+def parse(text: str) -> tuple[RecoveryFit, ...]:
+  """Returns the fits of labels joined by `+`, in this order; `none` is no fit."""
+  return () if text == "none" else tuple(map(named, text.split("+")))
+
+
+ATTENTION, MLP = named("attention"), named("mlp")

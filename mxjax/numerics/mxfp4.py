@@ -16,7 +16,7 @@ import dataclasses
 import fractions
 import functools
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.core
@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from mxjax.numerics import float_bits
+from mxjax.numerics.exported import register_dataclass
 
 BLOCK_SIZE = 32
 """Values that share one scale, contiguous on the input axis."""
@@ -65,7 +66,7 @@ class Rules:
 PAPER_RULES = Rules()
 
 
-@jax.tree_util.register_dataclass
+@register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MXTensor:
   """A packed MXFP4 array of logical shape `[..., d]`, 4.25 bits per value.
@@ -250,6 +251,25 @@ def _encode(x: jax.Array, rules: Rules) -> MXTensor:
   return pack_tensor(codes.reshape(x.shape), exponent)
 
 
+@jax.custom_jvp
+def _no_gradient(x: jax.Array) -> jax.Array:
+  return x
+
+
+@_no_gradient.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+  raise TypeError(
+    "mxfp4.encode: expected an input that is not differentiated, got one that is; "
+    "codes are integers without a gradient, so round with mxjax.numerics."
+    "straight_through.round_rows, or call encode on jax.lax.stop_gradient(x)."
+  )
+
+
+def without_gradient(x: jax.Array) -> jax.Array:
+  """Returns `x`; differentiating what is computed from it raises a TypeError."""
+  return _no_gradient(x) if isinstance(x, jax.core.Tracer) else x
+
+
 def check_encodable(x: jax.Array) -> None:
   """Checks that `x` is floating point (TypeError) and in blocks of 32 (ValueError)."""
   if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -277,7 +297,7 @@ def encode(x: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
   the platform's fastest encoder, describes arguments and errors. Subnormals follow the
   formula literally. The scale byte 255 of a block with inf or NaN decodes to NaN.
   """
-  x = jnp.asarray(x)
+  x = without_gradient(jnp.asarray(x))
   check_encodable(x)
   is_wide = x.dtype in (jnp.float32, jnp.float64)
   tensor = _encode(x if is_wide else x.astype(jnp.float32), rules)

@@ -22,14 +22,35 @@ from mxjax.numerics.contract import Contract
 from mxjax.running.linear_probe import linear_record
 
 
+@jax.jit
+def _not_finite(weight: jax.Array) -> jax.Array:
+  """Counts NaN and inf where the weight lies, without a copy of it on the host."""
+  return (~jnp.isfinite(weight)).sum(dtype=jnp.int32)
+
+
+def _check_targets(model: CausalLanguageModel, contract: Contract) -> None:
+  """Checks that the model has every projection that the contract names, and one."""
+  names = list(dict.fromkeys(name for _, name in model.projection_taps))
+  missing = [name for name in contract.targets if name not in names]
+  if missing or not contract.targets or not model.num_layers:
+    raise ValueError(
+      f"quantize: expected each of Contract.targets ({', '.join(contract.targets)}) "
+      f"among the projections of the model's {model.num_layers} layers "
+      f"({', '.join(names) or 'none'}), got no {', '.join(missing) or 'target'}; pass "
+      "contract=mxjax.Contract(targets=...) with the projections to quantize."
+    )
+
+
 def check_params(
   model: CausalLanguageModel, params: Params, contract: Contract
 ) -> None:
   """Checks every target weight before any work and reports all problems at once.
 
   Raises:
-    ValueError: Targets are quantized already, or their widths or values are unfit.
+    ValueError: A target names no projection of the model, targets are quantized
+      already, or their widths or values are unfit.
   """
+  _check_targets(model, contract)
   complaints = []
   for index in range(model.num_layers):
     layer = params[model.layer_name(index)]
@@ -41,7 +62,7 @@ def check_params(
         continue
       if weight.shape[-1] % contract.block_size:
         complaints.append(f"{path} has input width {weight.shape[-1]}")
-      if bad := int((~np.isfinite(np.asarray(weight, np.float32))).sum()):
+      if bad := int(_not_finite(weight)):
         complaints.append(f"{path} has {bad} NaN or inf of {weight.size} weights")
   if complaints:
     raise ValueError(

@@ -21,6 +21,7 @@ from mxjax.devices.placement import Placement
 from mxjax.methods.program import Program
 from mxjax.numerics import precision
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
+from mxjax.running import entrance
 from mxjax.running.layer_quantization import check_params, quantize_layer
 from mxjax.running.progress import (
   BEFORE_TUNING,
@@ -54,15 +55,19 @@ def quantize_with_record(
   mesh: Mesh | None = None,
 ) -> Result:
   """Like `quantize`, and also returns the record and the reference params."""
-  program, placement = methods.get(method), Placement.of(mesh)
+  placement = Placement.of(mesh)
   if mesh is not None and store is not None:
     raise ValueError(
       "quantize: expected a store or a mesh, got both; what a store holds was computed "
       "by one device, so leave one of them out."
     )
+  entered = entrance.enter(
+    *(params, calib, methods.get(method), contract), store=store, into=into, mesh=mesh
+  )
+  params, calib, program, contract = entered[:4]
   params = placement.on_primary(params)
   check_params(calib.model, params, contract)
-  chunk = placement.chunk_size(len(calib.tokens), chunk)
+  chunk = placement.chunk_size(calib.count, chunk)
   if run_dir is None or isinstance(run_dir, RunFolder):
     opened = contextlib.nullcontext(run_dir)
   else:
@@ -83,7 +88,7 @@ def quantize_with_record(
         if stop and processes.any_of(stop(), placement.mesh):
           raise Stopped(index + 1, count)
     run.tune(announce_tuning(on_progress, count))
-    return run.finish(check=check)
+    return entrance.leave(run.finish(check=check), entered)
 
 
 def _quantize_next(
@@ -154,7 +159,8 @@ def quantize(
 
   Args:
     params: The model's params, with float weights `[out, in]`.
-    calib: The model, used only to measure, and int32 tokens `[sequences, length]`.
+    calib: The model, used only to measure, and int32 tokens `[sequences, length]`; or a
+      `FlaxModel` and whatever its module takes.
     method: A name in `mxjax.methods.METHODS`, optionally with options, or a `Program`.
     contract: The number format, its rules, and the target linears.
     chunk: Sequences in a device call; the result does not depend on it.
@@ -173,11 +179,12 @@ def quantize(
 
   Returns:
     The same tree with `QuantizedLinear` leaves in place of target weights, for the same
-    `model.apply`.
+    `model.apply`; of a `FlaxModel`, for `mxjax.apply`.
 
   Raises:
-    ValueError: A width, a weight or a Hessian cannot be quantized; the message names
-      the layer.
+    TypeError: The model lacks members of `CausalLanguageModel`.
+    ValueError: The model lacks a target or what a recovery fit reads, or a width, a
+      weight or a Hessian cannot be quantized; the message names the layer.
     FloatingPointError: Activations are not finite, or the quantized model collapsed.
     FileExistsError: `run_dir` is not empty.
     BlockingIOError: Another process is using `run_dir`.

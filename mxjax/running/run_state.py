@@ -20,8 +20,6 @@ from mxjax.running.run_record import QuantizationRecord, StageClock
 from mxjax.running.trajectories import Trajectories
 from mxjax.storage.run_folder import RunFolder
 
-SANITY_TOKENS = 256
-
 
 class Result(NamedTuple):
   """Quantized params, the run's record, and the float params that were quantized.
@@ -35,7 +33,7 @@ class Result(NamedTuple):
 
 
 def _calibration(calib: Calibration) -> dict[str, Any]:
-  return {"fingerprint": calib.fingerprint, "shape": list(calib.tokens.shape)}
+  return {"fingerprint": calib.fingerprint, "shape": calib.shape}
 
 
 def _identity(
@@ -130,7 +128,9 @@ class RunState:
     # A caller's mapping receives layers unchanged; others are placed on the mesh.
     self._results_on = placement if into is None else ONE_DEVICE
     self.result: MutableMapping[str, Any] = {} if into is None else into
-    self.result.update(self._results_on.shard_rows(outer_params(self.params)))
+    self.result.update(
+      self._results_on.shard_rows(outer_params(calib.model, self.params))
+    )
     for event in finished:
       assert folder
       layer = folder.read_layer(event)
@@ -199,9 +199,8 @@ class RunState:
       record = dataclasses.replace(record, sanity=ended["sanity"])
     elif check:
       with record.clock.stage("sanity gate"):
-        tokens = self._calib.tokens[:1, :SANITY_TOKENS]
         quantized = self._placement.on_primary(self.result)
-        report = sanity.compare(self._calib.model, self.params, quantized, tokens)
+        report = sanity.report(self._calib, self.params, quantized)
       record = dataclasses.replace(record, sanity=dataclasses.asdict(report))
       report.check(self._program.name)
     if folder and not ended:

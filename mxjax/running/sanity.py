@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.calibration import streams
-from mxjax.calibration.calibration import CausalLanguageModel, Params
+from mxjax.calibration.calibration import Calibration, CausalLanguageModel, Params
 
+SANITY_TOKENS, SANITY_EXAMPLES = 256, 8
 MAX_EXCESS_NATS = 2.5
 """Excess over the float model's loss that counts as collapse: perplexity times 12."""
 MIN_AGREEMENT = 0.05
@@ -51,6 +52,47 @@ class SanityReport:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class OutputReport:
+  """Comparison of the outputs of a model of any kind on the same examples.
+
+  `relative_error` is ||q - f||^2 / ||f||^2 over all float outputs.
+  """
+
+  relative_error: float
+  examples: int
+
+  def check(self, name: str) -> None:
+    """Raises FloatingPointError if outputs of zero would not be farther away."""
+    if not self.relative_error < 1:
+      raise FloatingPointError(
+        f"sanity: the model quantized by {name} collapsed: the squared error of its "
+        f"outputs is {self.relative_error:.3f} of their square on {self.examples} "
+        "examples; look for the first layer with a large error in the report, or pass "
+        "check=False to keep the result anyway."
+      )
+
+
+def report(
+  calib: Calibration, params: Params, quantized: Params
+) -> SanityReport | OutputReport:
+  """Compares the models on the first calibration examples."""
+  model: Any = calib.model
+  if not hasattr(model, "outputs"):
+    tokens = calib.tokens[:1, :SANITY_TOKENS]
+    return compare(model, params, quantized, tokens)
+  inputs = jax.tree.map(lambda a: a[:SANITY_EXAMPLES], calib.tokens)
+  run = jax.jit(model.outputs)
+  pairs = zip(
+    *(jax.tree.leaves(run(p, inputs)) for p in (params, quantized)), strict=True
+  )
+  error = total = 0.0
+  for exact, got in pairs:
+    exact, got = (np.asarray(a, np.float64) for a in (exact, got))
+    error, total = error + ((got - exact) ** 2).sum(), total + (exact**2).sum()
+  return OutputReport(float(error / total), min(calib.count, SANITY_EXAMPLES))
+
+
 @functools.partial(jax.jit, static_argnames="model")
 def _log_probabilities(
   model: CausalLanguageModel, params: Params, hidden: jax.Array
@@ -60,7 +102,7 @@ def _log_probabilities(
 
 def _run(model: CausalLanguageModel, params: Params, tokens: jax.Array) -> jax.Array:
   (hidden,) = streams.final_hiddens(model, params, [tokens])
-  return _log_probabilities(model, streams.outer_params(params), hidden)
+  return _log_probabilities(model, streams.outer_params(model, params), hidden)
 
 
 def compare(

@@ -27,6 +27,12 @@ def _fit_names(program: Program) -> list[str]:
   return [f"recovery{place}-{fit.name}" for place, fit in enumerate(program.recover)]
 
 
+def _joined(saved: Mapping[str, Sequence[Any]], name: str) -> list[Any]:
+  """Returns chunks of several arrays, each array read from a stream of its own."""
+  parts = [saved[f"{name}.{i}"] for i in range(len(saved)) if f"{name}.{i}" in saved]
+  return [list(chunk) for chunk in zip(*parts, strict=True)]
+
+
 @dataclasses.dataclass
 class Trajectories:
   """Hidden states entering the next layer, for every model that a program measures.
@@ -65,7 +71,11 @@ class Trajectories:
     if folder and folder.finished:
       saved = folder.read_streams(chunk, placement.put_sequences)
       options["index"] = len(folder.finished)
-      entering = lambda name, **more: Activations(calib, saved[name], **options, **more)
+      entering = lambda name, **more: Activations(
+        *(calib, saved[name] if name in saved else _joined(saved, name)),
+        **options,
+        **more,
+      )
     else:
       entering = lambda _, **more: Activations.embed(params, calib, **options, **more)
     return cls(
@@ -90,7 +100,15 @@ class Trajectories:
     named |= dict(zip(_fit_names(self.program), self.fits, strict=True))
     if self.upstream is not None:
       named["upstream"] = self.upstream
-    return {name: activations.to_host() for name, activations in named.items()}
+    streams = {}
+    for name, activations in named.items():
+      chunks = activations.to_host()
+      if isinstance(chunks[0], list):  # A Flax module's: one stream for each array.
+        parts = zip(*chunks, strict=True)
+        streams |= {f"{name}.{place}": part for place, part in enumerate(parts)}
+      else:
+        streams[name] = chunks
+    return streams
 
   def observe(self, layer: Params, contract: Contract) -> dict[str, LinearInputs]:
     """Observes a float layer and returns the inputs that hooks see, by tap."""

@@ -5,6 +5,7 @@ or a full disk leaves the old file or none, and partial files that nobody reads.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -15,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+
+from mxjax.intake.reading import refusing
 
 PARTIAL = ".partial"
 _SIZES = {"float": (16, 32, 64), "int": (8, 16, 32, 64), "uint": (8, 16, 32, 64)}
@@ -44,7 +47,8 @@ def check_output(path: str | os.PathLike[str]) -> pathlib.Path:
 def create_output(path: str | os.PathLike[str]) -> pathlib.Path:
   """Creates an output folder after `check_output`."""
   folder = check_output(path)
-  folder.mkdir(parents=True, exist_ok=True)
+  with explaining(folder):
+    folder.mkdir(parents=True, exist_ok=True)
   return folder
 
 
@@ -52,6 +56,60 @@ def partial_folder(out: str | os.PathLike[str], token: int) -> pathlib.Path:
   """Names the folder beside `out` in which its content is prepared."""
   folder = pathlib.Path(out)
   return folder.with_name(f"{folder.name}{PARTIAL}-{token:08x}")
+
+
+_REFUSALS = {
+  errno.ENOSPC: "make room",
+  errno.EDQUOT: "make room",
+  errno.EFBIG: "make room",
+  errno.EROFS: "mount it for writing",
+  errno.EACCES: "allow writing there",
+  errno.EPERM: "allow writing there",
+}
+_BLOCK = 4096
+"""Bytes that the smallest file takes on a disk."""
+_FULL, _REFUSED = "No space left on device", "cannot take more"
+
+
+@contextlib.contextmanager
+def explaining(
+  path: str | os.PathLike[str],
+  place: str = "output",
+  mend: str = "repeat the command, with --resume if it has that",
+) -> Iterator[None]:
+  """Says in one sentence that `path` cannot be written: full, read-only, forbidden.
+
+  Libraries that write files report a full disk in long texts of their own.
+
+  Raises:
+    OSError: In place of theirs.
+  """
+  try:
+    yield
+  except Exception as error:
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and _FULL in str(error):
+      number = errno.ENOSPC
+    if number not in _REFUSALS or _REFUSED in str(error):
+      raise
+    raise OSError(
+      f"{place}: {path} {_REFUSED} ({os.strerror(number)}); {_REFUSALS[number]}, then "
+      f"{mend}."
+    ) from error
+
+
+def check_room(folder: pathlib.Path, arrays: Iterable[Any], files: int) -> None:
+  """Checks that a disk has room for arrays, in so many files each.
+
+  Raises:
+    OSError: There is too little.
+  """
+  need = sum(array.nbytes + files * _BLOCK for array in arrays)
+  if (free := shutil.disk_usage(folder).free) < need:
+    raise OSError(
+      f"output: {folder} {_REFUSED}: expected {need} bytes free, got {free}; make "
+      "room, then repeat the command, with --resume if it has that."
+    )
 
 
 @contextlib.contextmanager
@@ -63,16 +121,17 @@ def staged(
   `token` names the `partial_folder` shared by several processes; random if None.
   """
   final = check_output(out)
-  final.parent.mkdir(parents=True, exist_ok=True)
   partial = partial_folder(out, secrets.randbits(31) if token is None else token)
-  partial.mkdir()
-  try:
-    yield partial
-    os.replace(partial, final)
-  finally:
-    # The rename has moved the folder away unless something failed.
-    shutil.rmtree(partial, ignore_errors=True)
-  sync(final.parent)
+  with explaining(final):
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial.mkdir()
+    try:
+      yield partial
+      os.replace(partial, final)
+    finally:
+      # The rename has moved the folder away unless something failed.
+      shutil.rmtree(partial, ignore_errors=True)
+    sync(final.parent)
 
 
 def sync(path: str | os.PathLike[str]) -> None:
@@ -96,16 +155,20 @@ def file_sha256(file: pathlib.Path) -> str:
     return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def describe_file(file: pathlib.Path) -> dict[str, Any]:
+  """Returns the size and SHA-256 of a file."""
+  return {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+
+
+def file_names(folder: pathlib.Path) -> list[str]:
+  """Lists the relative paths of all that is no folder below a folder, sorted."""
+  found = (one for one in folder.rglob("*") if one.is_symlink() or not one.is_dir())
+  return sorted(one.relative_to(folder).as_posix() for one in found)
+
+
 def list_files(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
   """Lists size and SHA-256 of every file below a folder, by relative path."""
-  return {
-    file.relative_to(folder).as_posix(): {
-      "bytes": file.stat().st_size,
-      "sha256": file_sha256(file),
-    }
-    for file in sorted(folder.rglob("*"))
-    if file.is_file()
-  }
+  return {name: describe_file(folder / name) for name in file_names(folder)}
 
 
 def damaged_files(
@@ -130,17 +193,23 @@ def damaged_files(
 def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> str:
   """Writes or replaces a file atomically: after a crash it is whole or absent.
 
-  Only one of the `parts` is in memory at a time. Returns the content's SHA-256, hex.
+  Only one of the `parts` is in memory at a time. Processes that write one file at once
+  do not meet before it is whole. Returns the content's SHA-256, hex.
   """
-  partial = path.with_name(path.name + PARTIAL)
+  partial = path.with_name(f"{path.name}{PARTIAL}-{secrets.token_hex(4)}")
   digest = hashlib.sha256()
-  with open(partial, "wb") as file:
-    for part in parts:
-      digest.update(part)
-      file.write(part)
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(partial, path)
+  try:
+    with open(partial, "wb") as file:
+      for part in parts:
+        digest.update(part)
+        file.write(part)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(partial, path)
+  except OSError:
+    # A full disk needs the room.
+    partial.unlink(missing_ok=True)
+    raise
   sync(path.parent)
   return digest.hexdigest()
 
@@ -204,4 +273,5 @@ def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
   """Reads a safetensors file; check its SHA-256 first."""
   from safetensors.numpy import load_file
 
-  return load_file(path)
+  with refusing(path, "safetensors as written before"):
+    return load_file(path)

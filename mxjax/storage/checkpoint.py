@@ -6,48 +6,50 @@ SHA-256, so a checkpoint restores bit for bit without the model that made it.
 """
 
 import functools
-import hashlib
 import json
 import os
 import pathlib
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import pydantic
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mxjax.devices import mesh as meshes
 from mxjax.devices import processes
+from mxjax.intake.reading import refusing
 from mxjax.layers.linear import map_rows
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
-from mxjax.storage import atomic_io, tree_io
+from mxjax.storage import atomic_io, sealed, tree_io
 from mxjax.storage.checkpoint_arrays import load_arrays, save_arrays
 
 FORMAT_VERSION = 1
 MANIFEST = "mxjax.json"
 ARRAYS = "arrays"
 TOKENIZER = "tokenizer"
-_KEYS = (
-  "contract",
-  "contract_hash",
-  "model_config",
-  "nodes",
-  "arrays",
-  "files",
-  "digest",
-)
+CHECKPOINT = "checkpoint"
+"""The checkpoint in the output folder of the command line."""
+MEND = "copy the checkpoint again, or quantize anew"
 
 
-def manifest_digest(manifest: Mapping[str, Any]) -> str:
-  """Computes the SHA-256 of a manifest's canonical JSON without its own digest."""
-  content = {key: value for key, value in manifest.items() if key != "digest"}
-  text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-  return hashlib.sha256(text.encode()).hexdigest()
+class _Array(pydantic.BaseModel):
+  shape: list[Annotated[int, pydantic.Field(ge=0, lt=2**40)]]
+  dtype: str
+  sha256: sealed.Digest
+
+
+class _Manifest(sealed.Sealed):
+  contract: dict[str, Any]
+  contract_hash: str
+  model_config_: dict[str, Any] = pydantic.Field(alias="model_config")
+  nodes: tree_io.Nodes
+  arrays: dict[str, _Array]
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -67,25 +69,9 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
       f"read_manifest: expected {file}, got no such file; name a folder written by "
       "save_checkpoint."
     )
-  damaged = f"read_manifest: expected the manifest of a checkpoint in {file}, got "
-  mend = "; copy the checkpoint again, or quantize anew."
-  try:
-    manifest = json.loads(file.read_bytes())
-  except ValueError as error:
-    raise ValueError(f"{damaged}damaged JSON ({error}){mend}") from error
-  if not isinstance(manifest, dict):
-    raise ValueError(f"{damaged}a JSON {type(manifest).__name__}{mend}")
-  version = manifest.get("format_version")
-  if version != FORMAT_VERSION:
-    raise ValueError(
-      f"read_manifest: expected format version {FORMAT_VERSION} in {file}, got "
-      f"{version!r}; use the mxjax version that wrote it."
-    )
-  if missing := [key for key in _KEYS if key not in manifest]:
-    raise ValueError(f"{damaged}none of {', '.join(missing)}{mend}")
-  if manifest_digest(manifest) != manifest["digest"]:
-    raise ValueError(f"{damaged}content that does not match its digest{mend}")
-  return manifest
+  version = "format_version", FORMAT_VERSION
+  what = "the manifest of a checkpoint"
+  return sealed.read(file, what, MEND, kind=_Manifest, version=version)
 
 
 def _by_dotted_name(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -162,10 +148,7 @@ def _write_files(
   save_arrays(folder / ARRAYS, arrays)
   atomic_io.sync_tree(folder)
   manifest = {**manifest, "files": atomic_io.list_files(folder)}
-  # Hash the values as read back from JSON, where tuples are lists.
-  manifest = json.loads(json.dumps(manifest))
-  manifest["digest"] = manifest_digest(manifest)
-  atomic_io.write_json(folder / MANIFEST, manifest, indent=1)
+  sealed.write(folder / MANIFEST, manifest)
 
 
 def save_checkpoint(
@@ -220,6 +203,8 @@ def save_checkpoint(
     "arrays": tree_io.describe_arrays(arrays),
   }
   with atomic_io.staged(path, token) as folder:
+    # Orbax reports a full disk at length, and goes on writing for a while.
+    atomic_io.check_room(folder.parent, arrays.values(), files=2)
     _write_files(folder, manifest, arrays, tokenizer_files or ())
   return pathlib.Path(path)
 
@@ -252,7 +237,6 @@ def _abstract_arrays(
   mesh: Mesh | None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
   """Describes arrays by path, on a mesh placed as `Placement.shard_rows` would."""
-  sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   arrays = {
     path: jax.ShapeDtypeStruct(
       tuple(entry["shape"]), jnp.dtype(entry["dtype"]), sharding=sharding
@@ -282,7 +266,8 @@ def restore_checkpoint(
     path: A folder written by `save_checkpoint`.
     contract: The caller's contract, which must equal the checkpoint's.
     verify: Whether to check every file's and array's SHA-256, not only file sizes.
-    sharding: Where all arrays go; the first device when None.
+    sharding: Where all arrays go; if None, to the first device, uncommitted: a jitted
+      function may place them beside its other arguments.
     mesh: Devices over whose `model` axis the weights are sharded by output rows, in
       place of `sharding`; it need not match the mesh of the save. Each process reads
       its part of the arrays, one array at a time.
@@ -298,7 +283,8 @@ def restore_checkpoint(
   manifest = read_manifest(folder)
   _check_contract(folder, manifest, contract)
   _check_files(folder, manifest["files"], verify=verify)
-  abstract = _abstract_arrays(manifest, sharding, meshes.normalize(mesh))
+  with refusing(folder / MANIFEST, "nodes and arrays of a checkpoint", MEND):
+    abstract = _abstract_arrays(manifest, sharding, meshes.normalize(mesh))
   arrays = load_arrays(folder / ARRAYS, abstract)
   if verify:
     # No process holds all of an array spread over processes; its files were checked.
@@ -313,4 +299,37 @@ def restore_checkpoint(
         f"not have the SHA-256 that {MANIFEST} states: {', '.join(damaged)}; copy the "
         "checkpoint again, or quantize anew."
       )
-  return tree_io.unpack(manifest["nodes"], arrays), manifest["model_config"]
+  with refusing(folder / MANIFEST, "nodes and arrays of a checkpoint", MEND):
+    return tree_io.unpack(manifest["nodes"], arrays), manifest["model_config"]
+
+
+def load(
+  path: str | os.PathLike[str],
+  *,
+  contract: Contract = PAPER_CONTRACT,
+  verify: bool = True,
+  sharding: jax.sharding.Sharding | None = None,
+  mesh: Mesh | None = None,
+) -> tuple[Any, dict[str, Any]]:
+  """Loads a quantized model, ready for `model.apply({"params": params}, tokens)`.
+
+  `path` is a folder written by `save_checkpoint`, or the output folder of the command
+  `mxjax quantize`. The other arguments and errors are those of `restore_checkpoint`.
+
+  Raises:
+    ValueError: The config is not that of a model of `mxjax.models` either.
+  """
+  from mxjax.models import CausalLM, ModelConfig
+
+  inside = pathlib.Path(path) / CHECKPOINT
+  folder = inside if inside.is_dir() else pathlib.Path(path)
+  params, config = restore_checkpoint(
+    folder, contract=contract, verify=verify, sharding=sharding, mesh=mesh
+  )
+  try:
+    return CausalLM(ModelConfig.from_dict(config)), params
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f"load: expected in {folder} the config of a model of mxjax.models, got another "
+      f"({error}); restore_checkpoint(path) returns the params for a model of your own."
+    ) from error

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mxjax.devices import processes
@@ -70,7 +71,7 @@ def _without_log_message(start: str) -> Iterator[None]:
 def load_arrays(
   folder: pathlib.Path, abstract: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-  """Reads arrays of known shape, dtype and sharding by path.
+  """Reads arrays of known shape, dtype and sharding, if any, by path.
 
   Each process reads only its part.
 
@@ -100,9 +101,10 @@ def _read_batches(
   """Splits a checkpoint into parts of which this process reads about `BATCH_BYTES`."""
   batch, size = {}, 0
   for path, one in abstract.items():
-    assert one.sharding is not None
-    shard = math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize
-    here = shard * len(one.sharding.addressable_devices)
+    here = math.prod(one.shape) * one.dtype.itemsize
+    if one.sharding is not None:
+      part = math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize
+      here = part * len(one.sharding.addressable_devices)
     if batch and size + here > BATCH_BYTES:
       yield batch
       batch, size = {}, 0
@@ -114,7 +116,11 @@ def _read_batches(
 def _load(
   folder: pathlib.Path, abstract: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-  """Reads some arrays of a checkpoint, one large array at a time."""
+  """Reads some arrays of a checkpoint, one large array at a time.
+
+  An array without a sharding is read on the host and left uncommitted, so that a jitted
+  function may place it beside its other arguments.
+  """
   from orbax.checkpoint import v1 as ocp
 
   sizes = [math.prod(one.shape) * one.dtype.itemsize for one in abstract.values()]
@@ -123,6 +129,16 @@ def _load(
   # Orbax needs a limit one byte above what it reads.
   context.memory.read_concurrent_bytes = max(sizes, default=0) + 1
   with context:
-    tree = ocp.load(str(folder.absolute()), nested(abstract))
+    on_host = lambda one: np.broadcast_to(np.zeros((), one.dtype), one.shape)
+    wanted = {
+      path: on_host(one) if one.sharding is None else one
+      for path, one in abstract.items()
+    }
+    tree = ocp.load(str(folder.absolute()), nested(wanted))
+  arrays = {path: at(tree, path) for path in abstract}
+  if absent := [
+    k for k, one in arrays.items() if not isinstance(one, jax.Array | np.ndarray)
+  ]:
+    raise KeyError(f"no array {', '.join(absent[:3])}")
   # The host keeps the sources until the copies to the devices are finished.
-  return {path: jax.block_until_ready(at(tree, path)) for path in abstract}
+  return {path: jax.block_until_ready(jnp.asarray(one)) for path, one in arrays.items()}

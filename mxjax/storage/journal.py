@@ -13,6 +13,7 @@ import os
 import pathlib
 from typing import Any
 
+from mxjax.intake.reading import parse_json, refusing
 from mxjax.storage.atomic_io import sync
 
 _BEFORE, _AFTER = b'{"chain": "', b'", '
@@ -41,7 +42,8 @@ def parse(path: pathlib.Path, data: bytes) -> tuple[list[dict[str, Any]], int, s
         "states, so what it and later lines say cannot be used; put back an intact "
         "copy of the folder, or start again with another --out."
       )
-    events.append(json.loads(b"{" + rest))
+    with refusing(path, f"a JSON object in line {number}"):
+      events.append(parse_json(b"{" + rest, dict[str, Any]))
     size += len(line) + 1
   return events, size, chain
 
@@ -51,7 +53,7 @@ class Journal:
 
   Attributes:
     events: All its events, oldest first.
-    torn_bytes: Length of an incomplete last line cut off on opening.
+    torn_bytes: Length of an incomplete last line, which `cut` removes.
   """
 
   def __init__(self, path: pathlib.Path) -> None:
@@ -75,12 +77,15 @@ class Journal:
       data = self._file.read()
       self.events, self._size, self._chain = parse(path, data)
       self.torn_bytes = len(data) - self._size
-      if self.torn_bytes:
-        self._file.truncate(self._size)
-      sync(path.parent)
     except BaseException:
       self._file.close()
       raise
+
+  def cut(self) -> None:
+    """Removes the incomplete last line; once the folder is known to be whole."""
+    if self.torn_bytes:
+      self._file.truncate(self._size)
+    sync(self._path.parent)
 
   def append(self, event: str, **values: Any) -> None:
     """Appends one event and syncs it to disk.
@@ -92,6 +97,7 @@ class Journal:
     chain = _chain(self._chain, rest)
     line = _BEFORE + chain.encode() + _AFTER + rest + b"\n"
     try:
+      self._file.truncate(self._size)
       if (written := self._file.write(line)) != len(line):
         # A nearly full disk takes a part; writing the rest raises the error.
         self._file.write(line[written:])

@@ -15,8 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pydantic
 
 from mxjax.devices import mesh as meshes
+from mxjax.intake.reading import refusing
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import activation_quantizers
@@ -108,6 +110,17 @@ Description = dict[str, Any]
 """JSON of all nodes of a tree by path: type, static fields and children of each."""
 
 
+class Node(pydantic.BaseModel):
+  """The structure of one node in a `Description`."""
+
+  type: str
+  static: dict[str, Any] = {}
+  children: "dict[str, Node]" = {}
+
+
+Nodes = dict[str, Node]
+
+
 def pack(tree: Any) -> tuple[Description, dict[str, Any]]:
   """Splits a tree into its description and its arrays, both by path.
 
@@ -139,7 +152,8 @@ def write_tree(path: pathlib.Path, tree: Any) -> tuple[str, Description]:
 def read_tree(path: pathlib.Path, nodes: Mapping[str, Any]) -> dict[str, Any]:
   """Reads a tree written by `write_tree`, bit for bit."""
   arrays = {name: jnp.asarray(array) for name, array in read_arrays(path).items()}
-  return unpack(nodes, arrays)
+  with refusing(path, "the arrays of the nodes beside it"):
+    return unpack(nodes, arrays)
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def test_fits_before_encoding_see_unrounded_inputs(tiny_model, tiny_params):
   early, late = (
     built(tiny_model, tiny_params, methods.RTN, name=name, recover=recover)
     for name, recover in (
-      ("early", ablations.BEFORE_ENCODING),
+      ("early", recovery_fits.parse("attention-unrounded+mlp-unrounded")),
       ("late", methods.HIRES.recover),
     )
   )

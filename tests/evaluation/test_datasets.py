@@ -52,6 +52,29 @@ def test_text_and_jsonl(text):
   np.testing.assert_array_equal(ids[0], Letters().encode("one two\n\nsix")[:12])
 
 
+def test_jsonl_may_hold_breaks_of_lines_as_they_are(text):
+  ids = load(text('{"text": "a\u2028b\x85c"}\n\n', "a.jsonl"), count=1, length=5)
+  np.testing.assert_array_equal(ids[0], Letters().encode("a\u2028b\x85c"))
+
+
+def test_a_gzip_file_unpacks_to_no_more_than_texts_do(tmp_path):
+  path = tmp_path / "bomb.jsonl.gz"
+  path.write_bytes(gzip.compress(lines("a" * 50_000_000).encode()))
+  with pytest.raises(ValueError, match=r"bomb.jsonl.gz: expected .* when unpacked"):
+    load(path)
+
+
+@pytest.mark.parametrize(
+  "line", ["{", "[1]", '{"texts": "a"}', '{"text": 1}', "[" * 9999]
+)
+def test_a_line_that_is_no_text_is_told_by_its_number(text, line):
+  path = text(f"{lines('one', 'two')}\n{line}\n", "a.jsonl")
+  with pytest.raises(
+    ValueError, match="a.jsonl, line 3: expected a JSON object .*; cor"
+  ):
+    load(path)
+
+
 def test_too_little_text_and_missing_files_are_named(text):
   with pytest.raises(ValueError, match="need 16 tokens, got 5"):
     load(text("short"))

@@ -26,7 +26,7 @@ def example(name, monkeypatch):
 def test_every_example_has_under_sixty_lines_of_code_and_a_test(path):
   code = [line for line in path.read_text().splitlines() if line.strip()]
   assert len(code) < 60
-  assert f'example("{path.stem}"' in pathlib.Path(__file__).read_text()
+  assert f'"{path.stem}"' in pathlib.Path(__file__).read_text()
 
 
 def test_quickstart(monkeypatch, capsys):
@@ -39,19 +39,15 @@ def test_quickstart(monkeypatch, capsys):
   assert "operator error" in capsys.readouterr().out
 
 
-def test_a_linen_model_of_your_own(monkeypatch):
-  qparams, before, after = example("own_linen_model", monkeypatch).main("rtn")
-  for layer in ("layers_0", "layers_1"):
-    for name in ("up_proj", "down_proj"):
-      assert isinstance(qparams[layer]["mlp"][name]["weight"], QuantizedLinear)
-  assert 0 < jnp.std(after - before) < 0.3 * jnp.std(before)
-
-
-def test_an_nnx_model_of_your_own(monkeypatch):
-  quantized, exact = example("own_nnx_model", monkeypatch).main("rtn")
-  assert isinstance(quantized.mlp.up_proj.weight.get_value(), QuantizedLinear)
-  x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 64)), jnp.float32)
-  before, after = exact(x)[0], quantized(x)[0]
+@pytest.mark.parametrize(
+  ("name", "linears"),
+  [("own_linen_model", 4), ("own_nnx_model", 6), ("own_vision_transformer", 12)],
+)
+def test_a_model_of_your_own(monkeypatch, name, linears):
+  qparams, before, after = example(name, monkeypatch).main("rtn")
+  is_quantized = lambda leaf: isinstance(leaf, QuantizedLinear)
+  leaves = jax.tree.leaves(qparams, is_leaf=is_quantized)
+  assert sum(map(is_quantized, leaves)) == linears
   assert 0 < jnp.std(after - before) < 0.3 * jnp.std(before)
 
 

@@ -12,9 +12,12 @@ compressed-tensors decompresses them to; `encoded/*`: a bfloat16 weight and the 
 tensors that the library compresses it to; `activations/*`: float32 rows and what its
 dynamic MXFP4 makes of them; `experts/*`: blocks and scales as gpt-oss has them, and
 the bits of what transformers decodes, `[E, columns, rows]`; `scheme`: the library's own
-JSON of its MXFP4 preset.
+JSON of its MXFP4 preset. `strict/*`: buffers of linears of every kind, inputs, and the
+outputs of the code that a transformers folder carries, whose SHA-256 is `strict/code`.
 """
 
+import hashlib
+import importlib.util
 import json
 import pathlib
 
@@ -31,10 +34,75 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 OUT = pathlib.Path(__file__).parent / "exports.npz"
+CODE = pathlib.Path(__file__).parents[2] / "mxjax/storage/export/modeling_mxfp4.py"
+ROWS, BLOCKS = 48, 2
 
 
 def bits(tensor):
   return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def operators(rng):
+  """Input maps and A4 rules by name, as the buffers of a strict linear."""
+  near = lambda *shape: np.float32(np.eye(32) + 0.1 * rng.standard_normal(shape))
+  whitened = rng.standard_normal((BLOCKS, 32, ROWS))
+  gram = whitened @ whitened.transpose(0, 2, 1)
+  rows, columns = np.triu_indices(32)
+  hadamard = np.ones((1, 1))
+  while len(hadamard) < 32:
+    hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+  rotation, _ = np.linalg.qr(rng.standard_normal((32, 32)))
+  return {
+    "plain": {},
+    "refined": {
+      "input_blocks": near(BLOCKS, 32, 32),
+      "refine_gram": gram[:, rows, columns],
+      "refine_cross": 0.1 * rng.standard_normal((BLOCKS, 32, 32)),
+    },
+    "clipped": {
+      "input_blocks": near(BLOCKS, 32, 32),
+      "clip_low": np.array([0.8, 0.9]),
+      "clip_high": np.array([0.95, 0.7]),
+    },
+    "hadamard": {
+      "input_signs": rng.choice([-1.0, 1.0], 64),
+      "input_mix": np.array([[1, 1], [1, -1]]) / np.sqrt(2),
+      "input_blocks": hadamard[None] / np.sqrt(32),
+    },
+    "two-level": {
+      "input_mix": np.array([[0.6, -0.8], [0.8, 0.6]]),
+      "input_blocks": rotation[None],
+    },
+  }
+
+
+def strict(rng):
+  """Buffers, inputs and outputs of strict linears, by the code of the folder."""
+  spec = importlib.util.spec_from_file_location("modeling_mxfp4", CODE)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  x = rng.standard_normal((3, 5, 32 * BLOCKS)).astype(np.float32)
+  x[0, 0, :8] = [6.0, 5.0, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25]
+  x[0, 1] = 0
+  code = hashlib.sha256(CODE.read_bytes()).hexdigest()
+  arrays = {"strict/code": np.array(code), "strict/x": x}
+  for kind, operator in operators(rng).items():
+    buffers = {
+      "weight_packed": rng.integers(0, 256, (ROWS, 16 * BLOCKS), dtype=np.uint8),
+      "weight_scale": rng.integers(120, 130, (ROWS, BLOCKS), dtype=np.uint8),
+      "bias": rng.standard_normal(ROWS).astype(np.float32),
+      "output_scale": rng.uniform(0.5, 2, ROWS).astype(np.float32),
+      "output_shift": rng.standard_normal(ROWS).astype(np.float32),
+      **{name: np.float32(value) for name, value in operator.items()},
+    }
+    shapes = {name: (a.shape, str(a.dtype)) for name, a in buffers.items()}
+    linear = module.MXFP4Linear(shapes)
+    linear.load_state_dict({k: torch.from_numpy(a) for k, a in buffers.items()})
+    with torch.no_grad():
+      y = linear(torch.from_numpy(x)).numpy()
+    arrays |= {f"strict/{kind}/{name}": a for name, a in buffers.items()}
+    arrays[f"strict/{kind}/y"] = y
+  return arrays
 
 
 def main():
@@ -99,7 +167,7 @@ def main():
     ignore=["lm_head"],
   )
   arrays["scheme"] = np.array(json.dumps(config.to_dict(), sort_keys=True))
-  np.savez_compressed(OUT, **arrays)
+  np.savez_compressed(OUT, **arrays, **strict(rng))
 
 
 if __name__ == "__main__":

@@ -43,12 +43,44 @@ def test_from_dict_names_missing_and_unknown_fields():
     ModelConfig.from_dict(values)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+  ("name", "value"),
+  [
+    *(("num_attention_heads", one) for one in (0, "4", 4.0, True, -4)),
+    *(("num_hidden_layers", one) for one in (10**30, 2**13, 2.5)),
+    ("head_dim", 2**20),
+    ("vocab_size", 10**30),
+  ],
+)
+def test_sizes_that_are_none_are_refused_before_they_are_used(family, name, value):
+  fields = {"use_sliding_window": True} if family == "qwen2" else {}
+  with pytest.raises(ValueError, match=f"an integer from 1 to .*, got .* as {name};"):
+    families.from_hf_config(hf(family, **fields, **{name: value}))
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    *({"norm_eps": one} for one in (0, -1e-5, float("nan"), "1e-5", True)),
+    {"rope_theta": float("inf")},
+    {"tie_embeddings": "no"},
+    {"eos_ids": (2.0,)},
+    {"bos_id": 2**31},
+    {"rope_scaling": RopeScaling(**SCALES | {"factor": 0}, original_max_position=64)},
+  ],
+)
+def test_values_of_another_kind_are_refused(change):
+  with pytest.raises(ValueError, match="ModelConfig: expected .*, got .*; correct"):
+    tiny.config(**change)
+
+
 @pytest.mark.parametrize(
   ("change", "message"),
   [
     ({"num_kv_heads": 3}, "num_kv_heads"),
     ({"qk_norm": "tail"}, "'tail'"),
-    ({"sliding_window": 0}, "positive sliding_window or None, got 0"),
+    ({"sliding_window": 0}, "sliding_window an integer from 1 to 2147483647, got 0"),
     ({"head_dim": 7}, "even"),
     ({"dtype": "float64"}, "'float64'"),
   ],

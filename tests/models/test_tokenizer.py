@@ -92,6 +92,15 @@ def test_settings_of_a_folder_are_read(folder, token, template):
   assert models.load_tokenizer(folder).chat_template == "apart"
 
 
+def test_what_a_tokenizer_was_last_used_with_cuts_no_text(folder):
+  path = str(folder / "tokenizer.json")
+  backend = tokenizers.Tokenizer.from_file(path)
+  backend.enable_truncation(2)
+  backend.enable_padding(length=9)
+  backend.save(path)
+  assert models.load_tokenizer(folder).encode("ab a ab").tolist() == [3, 2, 0, 2, 3]
+
+
 def test_a_folder_without_tokenizer_says_so(tmp_path):
   with pytest.raises(FileNotFoundError, match="expected a file tokenizer.json"):
     models.load_tokenizer(tmp_path)

@@ -159,7 +159,8 @@ class CandidateProgram(Program):
       recover.append(HookAttentionFit(unit))
     if call.plan["mlp"]:
       recover.append(HookMlpFit(artifacts.unit(call.computation["recover_mlp"])))
-    super().__init__(name="candidate", recover=tuple(recover))
+    weighting = "fisher" if call.plan["gradients"] else "uniform"
+    super().__init__(name="candidate", recover=tuple(recover), weighting=weighting)
 
   def describe(self) -> Mapping[str, Any]:
     """Returns the names only; the packet identifies the program that runs."""

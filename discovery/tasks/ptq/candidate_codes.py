@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.discovery.core.task import ContractError
@@ -156,6 +157,18 @@ def _folded(transform: jax.Array, weight: jax.Array) -> jax.Array:
   return input_maps.BlockDense(transform).fold(weight)
 
 
+@jax.jit
+def _fisher_stats(
+  transform: jax.Array, activation: jax.Array, weight: jax.Array
+) -> dict[str, jax.Array]:
+  """Maps moments weighted by output gradients to the coordinates of a map."""
+  inverse = jnp.linalg.inv(transform)
+  return {
+    "activation_fisher": transform @ activation @ transform.mT,
+    "weight_fisher": inverse.mT @ weight @ inverse,
+  }
+
+
 @functools.partial(jax.jit, static_argnames="rules")
 def _weight_stats(folded: jax.Array, rules: mxfp4.Rules) -> dict[str, jax.Array]:
   narrow = folded.astype(jnp.float32)
@@ -179,17 +192,24 @@ def measure_stats(
     inputs: The linear's inputs.
     transform: Map that defines the coordinates of the moments, `[blocks, 32, 32]`.
   """
+  wide = transform.astype(jnp.float64)
   # Three separate buffers, because the reduction donates them.
   start = {
     name: jnp.zeros(transform.shape, jnp.float64)
     for name in ("error", "cross", "signal")
   }
   moments = inputs.reduce(_error_step, start, transform.astype(jnp.float32))
-  wide = transform.astype(jnp.float64)
   folded = execution.block_on_cpu(_folded(wide, weight.astype(jnp.float64)))
+  signal = moments["signal"] / inputs.tokens
+  weights = execution.block_on_cpu(_weight_stats(folded, inputs.rules))
+  by_gradients = {"activation_fisher": signal, "weight_fisher": weights["weight"]}
+  if inputs.token_weights is not None:
+    native = inputs.moment(), fisher.output_moment(weight, inputs)
+    by_gradients = execution.block_on_cpu(_fisher_stats(wide, *native))
   return {
-    "activation": moments["signal"] / inputs.tokens,
+    "activation": signal,
     "activation_error": moments["error"] / inputs.tokens,
     "activation_cross": moments["cross"] / inputs.tokens,
-    **execution.block_on_cpu(_weight_stats(folded, inputs.rules)),
+    **weights,
+    **by_gradients,
   }

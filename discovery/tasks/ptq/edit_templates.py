@@ -7,6 +7,7 @@ in `edit_templates.toml`; this file gives each its registered experiment.
 
 import importlib.resources
 import tomllib
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -128,6 +129,7 @@ def _edit(
   residual: str = "",
   params: Sequence[Mapping[str, Any]] = ({},),
   follow_ups: Sequence[str] = (),
+  also: Mapping[str, Any] = types.MappingProxyType({}),
   id: str,  # noqa: A002
 ) -> EditTemplate:
   """Builds a template from one entry of the file, whose comment explains the fields."""
@@ -139,7 +141,7 @@ def _edit(
     id=id,
     hooks=(hook,),
     template=source,
-    plan={key: setting},
+    plan={key: setting, **also},
     params=tuple(params),
     residual=residual,
     explanations=explanations,

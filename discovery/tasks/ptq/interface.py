@@ -14,9 +14,11 @@ STATS = {
     "activation",
     "activation_cross",
     "activation_error",
+    "activation_fisher",
     "weight",
     "weight_cross",
     "weight_error",
+    "weight_fisher",
   )
 }
 PAYLOAD = (Aval("uint8", (32,)), Aval("int32", ()))
@@ -46,7 +48,10 @@ HOOKS = (
     default="def transform(stats):\n  return jnp.eye(32, dtype=jnp.float64)\n",
     doc="The invertible 32 x 32 map T of a block's inputs; weights get its inverse "
     "transpose. Statistics are second moments X'X/n and W'W/m, error moments E'E/n "
-    "and cross moments E'X/n of the nearest codes, in native coordinates.",
+    "and cross moments E'X/n of the nearest codes, in native coordinates. With the "
+    "plan key gradients, activation_fisher weights tokens and weight_fisher weights "
+    "outputs by the float model's gradients there; without it they equal activation "
+    "and weight.",
   ),
   Hook(
     name="balance",
@@ -68,7 +73,7 @@ HOOKS = (
     doc="Codes and exponent of 32 weights of a row. `curvature` is the identity, the "
     "upper factor U of the block's own damped inverse Hessian (plan local), or the "
     "diagonal block of U of the whole linear (plan full, errors then propagate to "
-    "later blocks).",
+    "later blocks). With the plan key gradients, the Hessian weights tokens.",
   ),
   Hook(
     name="encode_act",
@@ -127,21 +132,22 @@ INTERFACE = Interface(
     "balance": ("off", "measured", "stale"),
     "curvature": ("none", "local", "full"),
     "tables": ("realized", "float"),
+    "gradients": (False, True),
     "attention": (False, True),
     "mlp": (False, True),
   },
   header="import jax\nimport jax.numpy as jnp\n" + ENCODE,
 )
 
-RESIDUALS: Mapping[str, str] = {
-  "contaminated": "transform",
-  "activation_error": "encode_act",
-  "weight_error": "encode_weight",
-  "operator_error": "transform",
-  "value_error": "recover_value",
-  "mlp_error": "recover_mlp",
+RESIDUALS: Mapping[str, tuple[str, ...]] = {
+  "contaminated": ("transform",),
+  "activation_error": ("encode_act", "tables"),
+  "weight_error": ("encode_weight", "curvature"),
+  "operator_error": ("transform", "balance"),
+  "value_error": ("recover_value", "attention"),
+  "mlp_error": ("recover_mlp", "mlp"),
 }
-"""Measured questions, and the hook whose computation each is about."""
+"""Measured questions, and the hooks and plan keys that each is about."""
 
 REGIMES: Mapping[str, tuple[str, ...]] = {
   "Geometric shaping": ("transform", "balance"),

@@ -18,6 +18,7 @@ from mxjax.discovery.sandbox.artifact import ArtifactTable
 from mxjax.discovery.tasks.ptq import payload, phases
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.task import PtqTask
+from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.perplexity import perplexity
 
 REPLICATES = 4
@@ -40,23 +41,25 @@ def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
   none = ArtifactTable({})
   _, operands = phases.Fit(task.options).run(call, none, b"")
   initial = phases.Measure(task.options).run(call, none, operands)[0]["values"]
-  deviation, sampling_error = _noise(task.options, operands)
+  deviation, errors = _noise(task.options, operands)
   margins = {
     name: OPERATOR_SHARE * max(abs(value), 1e-4)
     for name, value in initial.items()
-    if name != task.target and not name.startswith("layer_")
+    if name not in errors and not name.startswith("layer_")
   }
   # Two programs, each a mean over the task's replicates.
   chaos = deviation * (2.0 / task.options.replicates) ** 0.5
-  margins[task.target] = max(SPREADS * chaos, sampling_error)
+  # Both are in nats a token, and the loss that the replicates perturb is the noisier.
+  margins |= {name: max(SPREADS * chaos, error) for name, error in errors.items()}
   return {**task.spec, "margins": margins, "initial": initial}
 
 
-def _noise(options: PtqOptions, operands: bytes) -> tuple[float, float]:
-  """Measures the noise of the initial program's log perplexity.
+def _noise(options: PtqOptions, operands: bytes) -> tuple[float, dict[str, float]]:
+  """Measures the noise of the initial program's predictions.
 
-  Returns the standard deviation over perturbed replicates, and the standard error over
-  windows of the loss in excess of the float model's.
+  Returns the standard deviation of the log perplexity over perturbed replicates, and
+  the standard error over windows of the loss in excess of the float model's and, if it
+  is the objective, of the divergence.
   """
   model, params = options.load()
   quantized = payload.to_params(
@@ -66,5 +69,11 @@ def _noise(options: PtqOptions, operands: bytes) -> tuple[float, float]:
   measured = perplexity(model, quantized, tokens, replicates=REPLICATES)
   exact = perplexity(model, params, tokens)
   excess = np.subtract(measured.window_losses, exact.window_losses)
-  error = np.std(excess, ddof=1) / len(excess) ** 0.5
-  return float(np.std(np.log(measured.values), ddof=1)), float(error)
+  samples = {"log_ppl": excess}
+  if options.objective == "kl":
+    samples["kl"] = agreement(model, params, quantized, tokens).divergence.mean(-1)
+  errors = {
+    name: float(np.std(values, ddof=1) / len(values) ** 0.5)
+    for name, values in samples.items()
+  }
+  return float(np.std(np.log(measured.values), ddof=1)), errors

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from mxjax.numerics.recovery.mlp_recovery import CELL_RESIDUES
 
 RANDOM = "random:"
 """Prefix of a model source: `random:3` is a tiny model with random weights."""
+Objective = Literal["log_ppl", "kl"]
 VOCABULARY = 97
 """Vocabulary size of a random model."""
 
@@ -35,6 +36,8 @@ class PtqOptions:
     test_text: A separate file for the evaluation split.
     replicates: Perplexity runs averaged in the target.
     seed: Seed for drawing the calibration windows.
+    objective: The observable that the search minimizes: log perplexity, or the mean KL
+      divergence from the float model, which is measured only when it is the objective.
     margins: Registered margins, measured by `margins.calibrated`.
     initial: Observables of the initial program, measured with the margins.
 
@@ -52,6 +55,7 @@ class PtqOptions:
   test_text: str | None = None
   replicates: int = 1
   seed: int = 0
+  objective: Objective = "log_ppl"
   margins: Mapping[str, float] = dataclasses.field(default_factory=dict)
   initial: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -61,6 +65,11 @@ class PtqOptions:
       source = getattr(self, name)
       if source is not None and pathlib.Path(source).exists():
         object.__setattr__(self, name, str(pathlib.Path(source).resolve()))
+    if self.objective not in get_args(Objective):
+      raise ValueError(
+        f"ptq: expected an objective of {', '.join(get_args(Objective))}, got "
+        f"{self.objective!r}; use one of these."
+      )
     if self.calibration[0] < CELL_RESIDUES:
       raise ValueError(
         f"ptq: recover_mlp is told of {CELL_RESIDUES} classes of sequences, so it "

@@ -17,6 +17,7 @@ from mxjax.discovery.core.task import Artifacts, Call, ContractError
 from mxjax.discovery.sandbox import artifact, tracing
 from mxjax.discovery.tasks.ptq import candidate, interface, payload
 from mxjax.discovery.tasks.ptq.options import PtqOptions
+from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4, precision
@@ -32,7 +33,7 @@ def default_identities() -> dict[str, str]:
   specs = interface.INTERFACE.to_list()
   traced = tracing.trace(interface.INTERFACE.default_source(), specs)
   return {
-    hook.name: artifact.gate(spec, hook.unit, hook.batched)
+    hook.name: artifact.gate(spec, hook.unit)
     for hook, spec in zip(traced, specs, strict=True)
   }
 
@@ -127,7 +128,7 @@ class Measure:
     """Loads the float model and the evaluation text."""
     self._model, self._params = options.load()
     self._tokens = options.tokens("measure")
-    self._replicates = options.replicates
+    self._replicates, self._objective = options.replicates, options.objective
 
   def run(
     self, call: Call, artifacts: Artifacts, before: bytes
@@ -157,6 +158,9 @@ class Measure:
       "value_error": mean("total", "/v_proj/"),
       "mlp_error": mean("total", "/mlp/"),
     }
+    if self._objective == "kl":
+      compared = agreement(model, self._params, params, self._tokens)
+      values["kl"] = float(np.mean(compared.divergence, dtype=np.float64))
     for index in range(model.num_layers):
       values[f"layer_{index}"] = mean("total", f"/{model.layer_name(index)}/")
     if bad := [name for name, value in values.items() if not np.isfinite(value)]:
@@ -172,7 +176,7 @@ class Measure:
     """Returns the errors of each linear, and a digest of all rounded A4 values."""
     model = self._model
     tokens = jnp.asarray(self._tokens[:1], jnp.int32)
-    hidden = model.embed(streams.outer_params(self._params), tokens)
+    hidden = model.embed(streams.outer_params(model, self._params), tokens)
     result, digests = {}, []
     for index in range(model.num_layers):
       name = model.layer_name(index)

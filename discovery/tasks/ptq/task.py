@@ -50,14 +50,7 @@ class PtqTask:
   The options contain margins and thresholds measured by `margins.calibrated`.
   """
 
-  target = "log_ppl"
   phases: Sequence[str] = ("fit", "measure")
-  call_seconds = 19.0
-  """Seconds of a call for a small trained model on a busy pair of cores.
-
-  Most of them are compilation. The value is the time in
-  `benchmarks/results/discovery_run.json` divided by its 240 calls.
-  """
   interface = INTERFACE
   regimes = REGIMES
   interventions = INTERVENTIONS
@@ -73,6 +66,11 @@ class PtqTask:
     if unknown := sorted(set(options) - known):
       raise ValueError(f"ptq: unknown options {unknown}; use some of {sorted(known)}.")
     self.options = PtqOptions(**options)
+
+  @property
+  def target(self) -> str:
+    """The objective of the options."""
+    return self.options.objective
 
   @property
   def spec(self) -> Mapping[str, Any]:
@@ -110,7 +108,9 @@ class PtqTask:
     return (Fit if phase == "fit" else Measure)(self.options)
 
   def ideal(self) -> float:
-    """Returns the log perplexity of the float model."""
+    """Returns the objective of the float model."""
+    if self.target == "kl":
+      return 0.0
     model, params = self.options.load()
     return float(np.log(perplexity(model, params, self.options.tokens("measure")).mean))
 
@@ -126,7 +126,7 @@ class PtqTask:
     """Returns the observables above half of the initial program's value."""
     thresholds = {k: OPEN_SHARE * v for k, v in self.options.initial.items()}
     return [
-      Residual(program, name, values[name], thresholds[name], hook)
-      for name, hook in RESIDUALS.items()
+      Residual(program, name, values[name], thresholds[name], computation)
+      for name, computation in RESIDUALS.items()
       if name in thresholds and values[name] > thresholds[name]
     ]

@@ -48,12 +48,13 @@ def run(options: argparse.Namespace) -> None:
       subject, tokens, METHODS, on_method=begin, facts=facts
     )
   folder.mkdir(parents=True, exist_ok=True)
-  outputs.finish(folder, rows, "mxjax demo: SmolLM2-135M")
-  outputs.print_rows(rows, folder)
   if quantized is not None:
     row = [row for row in rows if "error" not in row][-1]
     facts = {key: row["record"][key] for key in ("calibration", "program")}
     outputs.save_checkpoint(folder, quantized, subject.model.config, tokenizer, **facts)
+  outputs.finish(folder, rows, "mxjax demo: SmolLM2-135M")
+  outputs.print_rows(rows, folder)
+  if quantized is not None:
     cache = PrefixCache(subject.model, quantized, 256)
     ids = tokenizer.encode(PROMPT)
     said = speaking.speak(cache, tokenizer, ids, max_new_tokens=24)["text"]

@@ -3,15 +3,33 @@
 import argparse
 from typing import Any
 
+from mxjax import methods
 from mxjax.evaluation.cli import arguments
 
-FORMATS = ("compressed-tensors", "dequant", "safetensors")
+FORMATS = ("compressed-tensors", "dequant", "safetensors", "transformers")
 FEATURES = (
   *("maps", "refinement", "clipping", "value-recovery", "mlp-recovery", "gains"),
   *("rules", "recovery"),
 )
 """`FEATURES` and `GROUPS` of `storage.export.features`, which imports JAX; a test
 compares."""
+
+
+COMPRESSED = ("rtn", "gptq", "spinquant", "focus", "rtn+rceil")
+"""Methods whose models compressed-tensors holds as they are."""
+TRANSFORMED = ("mr-gptq", "brq")
+"""Methods whose models it holds with --transforms."""
+
+
+def formats(method: str) -> tuple[str, ...]:
+  """Returns the formats that can hold a model of a method, given with its options."""
+  name, tuned = methods.base_name(method), "+tune" in method
+  if name == "rtn+gain":
+    return ("dequant", "safetensors")
+  # Both add to a linear what compressed-tensors has no place for.
+  is_recovered = method.startswith(f"{name}+r") or "recover=" in method
+  is_plain = name in (*COMPRESSED, *TRANSFORMED) and not (tuned or is_recovered)
+  return FORMATS if is_plain else FORMATS[1:]
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -31,8 +49,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     required=True,
     choices=FORMATS,
     help="compressed-tensors for vLLM and its like, where the activation rule is the "
-    "runtime's; dequant, a plain folder of effective weights whose activations are not "
-    "rounded; safetensors, all of our own state",
+    f"runtime's, for {', '.join(COMPRESSED)}, and {' and '.join(TRANSFORMED)} with "
+    "--transforms; dequant, a plain folder of effective weights whose activations are "
+    "not rounded; safetensors, all of our own state; transformers, everything, and "
+    "torch code that runs the strict model, slowly",
   )
   arguments.add(parser, "--out")
   add("--drop", metavar="NAMES", help=f"comma list of {', '.join(FEATURES)}")

@@ -67,6 +67,7 @@ def run(options: argparse.Namespace) -> None:
   """Quantizes the model, measures it, and writes the folder."""
   from mxjax.devices import processes
   from mxjax.evaluation.cli import inputs, outputs, progress
+  from mxjax.evaluation.cli.commands import export
   from mxjax.running import pipeline
   from mxjax.storage import atomic_io
 
@@ -77,6 +78,10 @@ def run(options: argparse.Namespace) -> None:
   if processes.is_leader() and not is_resumed:
     atomic_io.check_output(folder)
   prepared = inputs.prepare(options, [options.method], mesh)
+  if processes.is_leader():
+    formats = ", ".join(export.formats(options.method))
+    tell = progress.teller(options.log)
+    tell(f"a model of {options.method} can be exported as {formats}")
   try:
     row = _quantize(options, folder, prepared)
   except (KeyboardInterrupt, pipeline.Stopped) as error:

@@ -115,7 +115,7 @@ def rotate_model(
   with precision.float64_scope():
     wide = lambda array: jnp.asarray(array).astype(jnp.float64)
     residual = None if r1 is None else wide(r1)
-    new: dict[str, Any] = outer_params(params)
+    new: dict[str, Any] = outer_params(model, params)
     if residual is not None:
       embedding = params["embed_tokens"]["weight"]
       head = params["lm_head"]["weight"] if "lm_head" in params else embedding
@@ -249,7 +249,7 @@ def _head_dim(model: CausalLanguageModel, params: Params) -> int:
   layer = params[model.layer_name(0)]
 
   def values(ids: jax.Array) -> jax.Array:
-    hidden = model.embed(outer_params(params), ids)
+    hidden = model.embed(outer_params(model, params), ids)
     return model.layer_with_taps(layer, hidden)[1]["value"]
 
   return jax.eval_shape(values, ids).shape[-1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from mxjax import methods
 from mxjax.calibration.calibration import Calibration, Params
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -17,31 +18,18 @@ from mxjax.methods.baselines.rtn_gain import RTN_GAIN
 from mxjax.methods.baselines.wush import WUSH, WUSH_R
 from mxjax.methods.hires.hires import HIRES, HIRES_DESCENT
 from mxjax.methods.program import RTN, Prepared, Program
-from mxjax.methods.recovery_fits import (
-  ATTENTION,
-  MLP,
-  AttentionFit,
-  MlpFit,
-  RecoveryFit,
-  is_quantized,
-)
+from mxjax.methods.recovery_fits import is_quantized
 from mxjax.numerics.contract import Contract
 
 Rows = tuple[tuple[str, Program], ...]
-
-
-STALE_MLP = MlpFit("parent")
-"""The MLP fit on statistics from before the attention correction."""
-BEFORE_ENCODING = (AttentionFit("unrounded"), MlpFit("unrounded"))
-"""Both fits on values, gates and ups computed from inputs not rounded to A4."""
 
 
 def _row(label: str, name: str, **options: Any) -> tuple[str, Program]:
   return label, dataclasses.replace(HIRES, name=name, **options)
 
 
-def _recovered(name: str, *fits: RecoveryFit) -> tuple[str, Program]:
-  return _row(name, f"hires, {name}", recover=fits)
+def _recovered(label: str, fits: str) -> tuple[str, Program]:
+  return label, methods.get(f"hires:recover={fits}")
 
 
 _RTN = {"weights": "rtn", "rounding": "nearest"}
@@ -71,14 +59,16 @@ STUDIES: dict[str, Rows] = {
   ),
   "recovery": (
     ("none", _NO_RECOVERY),
-    _recovered("attention only", ATTENTION),
-    _recovered("MLP only", MLP),
-    _recovered("stale MLP statistics", ATTENTION, STALE_MLP),
+    _recovered("attention only", "attention"),
+    _recovered("MLP only", "mlp"),
+    # On statistics from before the attention correction.
+    _recovered("stale MLP statistics", "attention+mlp-parent"),
     _FULL,
   ),
   "encoding": (
     ("none", _NO_RECOVERY),
-    _recovered("fitted before encoding", *BEFORE_ENCODING),
+    # On values, gates and ups computed from inputs not rounded to A4.
+    _recovered("fitted before encoding", "attention-unrounded+mlp-unrounded"),
     _FULL,
   ),
   "geometry": (("WUSH", WUSH), ("WUSH+R", WUSH_R), _FULL),
@@ -100,10 +90,7 @@ STUDIES: dict[str, Rows] = {
   ),
   "controls": (
     ("RTN + one gain", RTN_GAIN),
-    (
-      "RTN + recovery",
-      dataclasses.replace(RTN, name="rtn, recovery", recover=(ATTENTION, MLP)),
-    ),
+    ("RTN + recovery", methods.get("rtn+r")),
     ("HiRes without recovery", _NO_RECOVERY),
     ("HiRes", HIRES),
     ("strict RTN", RTN),
@@ -150,8 +137,7 @@ def build_key(program: Program) -> str | None:
 
 def reuse(program: Program, params: Params) -> Reused:
   """Makes the program take its linears from an earlier build of the same key."""
-  layers = {name: params[name] for name in params if name.startswith("layers_")}
-  nodes, _ = jax.tree_util.tree_flatten_with_path(layers, is_leaf=is_quantized)
+  nodes, _ = jax.tree_util.tree_flatten_with_path(dict(params), is_leaf=is_quantized)
   # A path ends with the linear's key "weight".
   name_of = lambda path: jax.tree_util.keystr(path[:-1], simple=True, separator="/")
   leaves = {name_of(path): node for path, node in nodes if is_quantized(node)}

@@ -77,8 +77,8 @@ def refined(
   """Encodes and refines blocks, after mapping each by its matrix if one is given.
 
   Call it only where `obstacle` returns None. Arguments and results are those of
-  `one_code.refined_blocks` if `decodes`, else of `one_code.refined_objective`. A table
-  that cannot be broadcast to `[blocks, 32, 32]` is a ValueError.
+  `one_code.reference`. A table that cannot be broadcast to `[blocks, 32, 32]` is a
+  ValueError.
   """
   _register()
   blocks, _, tokens = x.shape

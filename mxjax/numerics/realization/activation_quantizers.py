@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.exported import register_dataclass
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import block_products
 from mxjax.numerics.realization import one_code
@@ -32,7 +33,7 @@ def register(cls: type[Rule]) -> type[Rule]:
       "already; give the new rule another name."
     )
   FEATURES.update([cls.feature] if cls.feature else [])
-  return jax.tree_util.register_dataclass(cls)
+  return register_dataclass(cls)
 
 
 class ActivationQuantizer:

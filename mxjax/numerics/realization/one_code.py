@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics import exported, implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.native import refinement
 from mxjax.numerics.precision import HIGHEST, block_products
@@ -185,8 +185,23 @@ def refined_blocks(
   if rules != mxfp4.PAPER_RULES:
     obstacle = f"it knows the paper's rules only, got {rules}"
   place = "one_code.refined_blocks"
+  tables = (gram, cross) if matrix is None else (gram, cross, matrix)
   if implementations.choose(place, implementation, native=obstacle) == "native":
-    return refinement.refined(x, gram, cross, matrix, decodes=decodes)
+    kernel = refinement.refined
+    return exported.kernel_or_reference(kernel, reference, x, *tables, decodes=decodes)
+  return reference(x, *tables, rules=rules, decodes=decodes)
+
+
+def reference(
+  x: jax.Array,
+  gram: jax.Array,
+  cross: jax.Array,
+  matrix: jax.Array | None = None,
+  *,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+  decodes: bool,
+) -> jax.Array:
+  """Defines `refined_blocks`, in XLA operations."""
   mapped = x if matrix is None else block_products(matrix, x)
   result = refine(mapped, gram, cross, rules)
   if not decodes:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from mxjax.numerics import precision
 from mxjax.numerics.block_batches import map_block_batches
+from mxjax.numerics.exported import register_dataclass
 
 CELL_RESIDUES = 8
 """Sequence residue classes of the calibration cells: sequence index modulo 8."""
@@ -20,7 +21,7 @@ L1_BOUND = 1 / 8
 """Bound on |alpha| + |beta| + |eta|."""
 
 
-@jax.tree_util.register_dataclass
+@register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MlpRecovery:
   """The correction of one gated MLP, as float32 scalars.

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import precision
+from mxjax.numerics.exported import register_dataclass
 
 
-@jax.tree_util.register_dataclass
+@register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ValueRecovery:
   """The affine correction of one layer's value outputs.

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import mxfp4
+from mxjax.numerics.exported import register_dataclass
 from mxjax.numerics.precision import HIGHEST, block_products
 from mxjax.numerics.shaping import orthogonal
 
@@ -28,7 +29,7 @@ def register(cls: type[Map]) -> type[Map]:
       f"input_maps.register: {cls.__name__} names {MAPS[cls.__name__]} already; give "
       "the new map another name."
     )
-  return jax.tree_util.register_dataclass(cls)
+  return register_dataclass(cls)
 
 
 class InputMap:

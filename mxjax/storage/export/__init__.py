@@ -14,6 +14,7 @@ from mxjax.storage.export.importer import (
   read_gpt_oss_experts,
 )
 from mxjax.storage.export.state import read_state, write_state
+from mxjax.storage.export.transformers_folder import write_transformers
 
 __all__ = [
   "FEATURES",
@@ -28,4 +29,5 @@ __all__ = [
   "write_compressed_tensors",
   "write_dequant",
   "write_state",
+  "write_transformers",
 ]

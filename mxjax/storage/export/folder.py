@@ -5,21 +5,29 @@ only then renamed to the output folder.
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.intake.reading import read_json, refusing
 from mxjax.models.config import ModelConfig
 from mxjax.models.families import check_reads_back, to_hf_config
 from mxjax.models.loading import weights
-from mxjax.storage.atomic_io import list_files, staged, write_arrays, write_json
+from mxjax.storage import sealed
+from mxjax.storage.atomic_io import (
+  damaged_files,
+  file_names,
+  list_files,
+  staged,
+  write_arrays,
+  write_json,
+)
 
 MANIFEST = "mxjax_export.json"
 """Manifest of an export: its source, what was left out, and the cost of that."""
@@ -83,7 +91,7 @@ def hf_values(source: Source, companions: Companions) -> dict[str, Any]:
   dtype = str(getattr(source.params["embed_tokens"]["weight"], "dtype", "bfloat16"))
   if companions.model is None or not (companions.model / "config.json").is_file():
     return {**to_hf_config(config), "torch_dtype": dtype}
-  values = json.loads((companions.model / "config.json").read_text(encoding="utf-8"))
+  values = weights.read_hf_config(companions.model / "config.json")
   values.pop("dtype", None)
   biases = {
     name: getattr(config, name)
@@ -141,17 +149,45 @@ def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
   tensors: dict[str, jax.Array] = {}
   for path in weights.weight_files(folder):
     file = weights.open_tensors(path)
-    tensors |= {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}
+    with refusing(path, "tensors of dtypes that JAX has"):
+      tensors |= {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}
   if (folder / weights.SINGLE_FILE).is_file():
     return tensors
-  index = json.loads((folder / weights.INDEX_FILE).read_text(encoding="utf-8"))
-  if absent := sorted(index["weight_map"].keys() - tensors.keys()):
+  weight_map = weights.read_index(folder)
+  if absent := sorted(weight_map.keys() - tensors.keys()):
     raise ValueError(
-      f"{folder}: expected the {len(index['weight_map'])} tensors of "
+      f"{folder}: expected the {len(weight_map)} tensors of "
       f"{weights.INDEX_FILE}, got none of {', '.join(absent[:5])}; download the shards "
       "again."
     )
   return tensors
+
+
+def check_folder(folder: pathlib.Path, *, is_ours: bool) -> None:
+  """Checks every file of an export against its manifest.
+
+  Folders of other programs have none; `is_ours` says that this one must.
+
+  Raises:
+    FileNotFoundError: There is no manifest where there must be one.
+    ValueError: Files are damaged, or there are further weights.
+  """
+  path = folder / MANIFEST
+  if not is_ours and not path.exists():
+    return
+  mend = "copy the folder again"
+  files = sealed.read(path, "the manifest of an export", mend)["files"]
+  damage = damaged_files(folder, files)
+  damage += [
+    f"{name} is not listed"
+    for name in file_names(folder)
+    if ".safetensors" in name and name not in files
+  ]
+  if damage:
+    raise ValueError(
+      f"{folder}: expected the {len(files)} files that {MANIFEST} lists, got damage: "
+      f"{'; '.join(damage)}; {mend}."
+    )
 
 
 def write_folder(
@@ -164,11 +200,13 @@ def write_folder(
   json_files: Mapping[str, Any],
   details: Mapping[str, Any],
   shard_bytes: int,
+  copies: Sequence[pathlib.Path] = (),
 ) -> pathlib.Path:
   """Writes a whole export; `out`, a new folder, appears only when it is complete.
 
   `form` names the format, `source` has the config of the export, `json_files` maps file
-  names such as `config.json` to values, and `details` go into `mxjax_export.json`.
+  names such as `config.json` to values, `details` go into `mxjax_export.json`, and
+  `copies` are files that are copied.
 
   Raises:
     FileExistsError: The folder is not empty.
@@ -178,6 +216,8 @@ def write_folder(
     _write_tensors(folder, tensors, shard_bytes)
     for name, values in json_files.items():
       write_json(folder / name, values)
+    for file in copies:
+      shutil.copyfile(file, folder / file.name)
     _write_companions(folder, source.config, companions)
     manifest = {
       "format": form,
@@ -186,7 +226,7 @@ def write_folder(
       **source.record,
       **details,
     }
-    write_json(folder / MANIFEST, {**manifest, "files": list_files(folder)})
+    sealed.write(folder / MANIFEST, {**manifest, "files": list_files(folder)})
   return pathlib.Path(out)
 
 
@@ -200,7 +240,7 @@ def _write_companions(
         shutil.copyfile(origin / name, folder / name)
   file = folder / "tokenizer_config.json"
   if file.is_file():
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings = read_json(file, dict[str, Any], "the settings of a tokenizer")
     if "tokenizer_class" not in settings:
       # AutoTokenizer would infer another from the model type.
       write_json(file, {"tokenizer_class": "PreTrainedTokenizerFast", **settings})

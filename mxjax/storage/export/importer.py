@@ -1,6 +1,5 @@
 """Readers of other programs' MXFP4 checkpoints, for evaluation here."""
 
-import json
 import math
 import os
 import pathlib
@@ -10,19 +9,21 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mxjax.intake.reading import refusing
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import families, parameters
 from mxjax.models.config import ModelConfig
-from mxjax.models.loading.weights import params_path
+from mxjax.models.loading.weights import params_path, read_hf_config
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import TARGETS
 from mxjax.numerics.realization.activation_quantizers import Nearest, Unrounded
 from mxjax.numerics.shaping.input_maps import Hadamard
 from mxjax.storage.export.compressed_tensors import FORMAT, METHOD
-from mxjax.storage.export.folder import read_tensors
+from mxjax.storage.export.folder import check_folder, read_tensors
 
 EXPERT_BLOCK_BYTES = 16
 """Bytes of the 32 codes of a block in gpt-oss, low nibble first."""
+_HADAMARDS = {2**exponent for exponent in range(5, 17)}
 
 
 class Imported(NamedTuple):
@@ -80,9 +81,9 @@ def _read_maps(place: str, scheme: Mapping[str, Any]) -> dict[str, Hadamard]:
         f"{place}: expected transforms of the type hadamard at inputs of modules named "
         f"one by one, got {name}: {group}; such a model cannot be run here."
       )
-    if not isinstance(group.get("head_dim"), int):
+    if group.get("head_dim") not in _HADAMARDS:
       raise ValueError(
-        f"{place}: expected head_dim in the transform {name}, got "
+        f"{place}: expected head_dim, a power of two, in the transform {name}, got "
         f"{group.get('head_dim')}; write the size of its blocks there."
       )
     targets = [target for a in online for target in a["targets"]]
@@ -99,20 +100,18 @@ def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
   Raises:
     FileNotFoundError: A file is absent.
     NotImplementedError: The architecture is not supported.
-    ValueError: Another scheme, or tensors that are missing, illegal or mis-shaped.
+    ValueError: Another scheme, tensors that are missing, illegal or mis-shaped, or, in
+      a folder from here, files whose SHA-256 is not the one of its manifest.
   """
   folder = pathlib.Path(folder)
-  if not (folder / "config.json").is_file():
-    raise FileNotFoundError(
-      f"{folder}: expected a file config.json, got none; point to a folder saved by "
-      "compressed-tensors or `mxjax export`."
-    )
-  values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+  check_folder(folder, is_ours=False)
+  values = read_hf_config(folder / "config.json")
   scheme = values.pop("quantization_config", None) or {}
-  group = _check_scheme(str(folder), scheme)
-  config = families.from_hf_config(values)
-  rounding = Unrounded() if group.get("input_activations") is None else Nearest()
-  maps = _read_maps(str(folder), scheme)
+  with refusing(folder / "config.json", f"a config of {METHOD}"):
+    group = _check_scheme(str(folder), scheme)
+    config = families.from_hf_config(values)
+    rounding = Unrounded() if group.get("input_activations") is None else Nearest()
+    maps = _read_maps(str(folder), scheme)
   leaves: dict[parameters.Path, Any] = {}
   tensors = read_tensors(folder)
   packed = [name for name in tensors if name.endswith(".weight_packed")]

@@ -5,20 +5,21 @@ path, such as `layers_0/self_attn/q_proj/weight/weight/codes`; `mxjax_state.json
 the nodes' types and static fields, the model and the contract. No model is refused.
 """
 
-import json
 import os
 import pathlib
 from typing import Any
 
+from mxjax.intake.reading import read_json, refusing
 from mxjax.storage.export.folder import (
   NO_COMPANIONS,
   SHARD_BYTES,
   Companions,
   Source,
+  check_folder,
   read_tensors,
   write_folder,
 )
-from mxjax.storage.tree_io import changed_arrays, describe_arrays, pack, unpack
+from mxjax.storage.tree_io import describe_arrays, pack, unpack
 
 FORMAT = "mxjax-safetensors"
 VERSION = 1
@@ -67,25 +68,17 @@ def read_state(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
 
   Raises:
     FileNotFoundError: A file is absent.
-    ValueError: Another version, or arrays that are missing or changed.
+    ValueError: Another version, or files that are missing or changed.
   """
   file = pathlib.Path(folder) / STATE
-  if not file.is_file():
-    raise FileNotFoundError(
-      f"{folder}: expected a file {STATE}, got none; point to a folder written by "
-      "`mxjax export --format safetensors`."
-    )
-  state = json.loads(file.read_text(encoding="utf-8"))
+  mend = "point to a folder written by `mxjax export --format safetensors`"
+  state = read_json(file, dict[str, Any], "the state of an export", mend=mend)
   if (kind := (state.get("format"), state.get("version"))) != (FORMAT, VERSION):
     raise ValueError(
       f"{file}: expected {FORMAT} of version {VERSION}, got {kind}; use the mxjax "
       "version that wrote it."
     )
+  check_folder(pathlib.Path(folder), is_ours=True)
   arrays = read_tensors(pathlib.Path(folder))
-  if damaged := changed_arrays(state["arrays"], arrays):
-    raise ValueError(
-      f"{folder}: {len(damaged)} of {len(state['arrays'])} arrays are missing or do "
-      f"not have the SHA-256 that {STATE} states: {', '.join(damaged[:5])}; copy the "
-      "folder again."
-    )
-  return unpack(state["nodes"], arrays), state
+  with refusing(file, "the state of an export", "copy the folder again"):
+    return unpack(state["nodes"], arrays), state

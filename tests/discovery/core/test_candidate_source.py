@@ -1,6 +1,5 @@
 """Admission by syntax, source edits, and identities of lowered programs."""
 
-import jax.numpy as jnp
 import pytest
 
 from mxjax.discovery.core import candidate_source
@@ -40,7 +39,7 @@ HEADER = "import jax\nimport jax.numpy as jnp\nimport numpy as np\n"
 
 def lowered(source):
   (traced,) = tracing.trace(HEADER + source, INTERFACE.to_list())
-  return artifact.gate(INTERFACE.hook("encode").to_dict(), traced.unit, traced.batched)
+  return artifact.gate(INTERFACE.hook("encode").to_dict(), traced.unit)
 
 
 RENAMED = (
@@ -162,40 +161,7 @@ def test_the_gate_names_the_rule(code, complaint, monkeypatch):
   )
   monkeypatch.setattr(artifact, "MAX_OPERATIONS", 400)
   with pytest.raises(artifact.RefusedError, match=complaint):
-    artifact.check(traced.unit, INTERFACE.hook("encode").to_dict())
-
-
-@pytest.mark.parametrize(
-  "leak",
-  [
-    lambda x: x + 1e-3 * x.mean(0, keepdims=True),
-    lambda x: x.at[1:].add(1e-3 * x[:-1]),
-    lambda x: x * jnp.where(jnp.arange(len(x))[:, None] < 3, 1, x[:1] > 0),
-  ],
-  ids=["mean", "previous", "first"],
-)
-def test_41_a_batch_that_mixes_rows_is_refused(leak):
-  spec = INTERFACE.hook("encode").to_dict()
-  unit = lambda x: (jnp.asarray(x),)
-  artifact.check_independence(unit, unit, spec)
-  with pytest.raises(artifact.RefusedError, match="neighbours"):
-    artifact.check_independence(unit, lambda x: (leak(jnp.asarray(x)),), spec)
-
-
-def test_a_batched_form_that_is_not_the_units_is_refused():
-  spec = INTERFACE.hook("encode").to_dict()
-  unit = lambda x: (jnp.asarray(x),)
-  with pytest.raises(artifact.RefusedError, match="not the unit"):
-    artifact.check_independence(unit, lambda x: (2 * jnp.asarray(x),), spec)
-
-
-def test_a_forged_batch_has_an_identity_of_its_own():
-  good, other = (
-    tracing.trace(HEADER + code, INTERFACE.to_list())[0] for code in (RTN, GENUINE)
-  )
-  spec = INTERFACE.hook("encode").to_dict()
-  forged = artifact.gate(spec, good.unit, other.batched)
-  assert forged != artifact.gate(spec, good.unit, good.batched)
+    artifact.gate(INTERFACE.hook("encode").to_dict(), traced.unit)
 
 
 def test_a_hook_that_traces_differently_each_time_fails():
@@ -217,7 +183,7 @@ def test_34_damaged_artifacts_are_refused_and_the_gate_goes_on():
   worker = supervisor.RunWorker(task.spec, task.phases[0], [], "standard", limits)
 
   def gated(unit):
-    return worker.gate([spec], {"encode": (unit, traced.batched)})
+    return worker.gate([spec], {"encode": unit})
 
   whole = gated(traced.unit)
   refusals = {Status.REFUSED, Status.CRASHED, Status.TIMEOUT, Status.MEMORY}

@@ -92,7 +92,7 @@ def test_the_papers_example_of_random_allocation(control, expected, left):
     is_equivalent=False,
   )
   assert (finding.verdict, finding.survivors) == (expected, left)
-  assert finding.is_explicit
+  assert finding.explicit == "control"
   assert set(finding.survivors) | set(finding.excluded) == {"identity", "capacity"}
 
 
@@ -106,7 +106,7 @@ def test_without_the_control_nothing_is_excluded():
   )
   assert finding.verdict == Verdict.UNRESOLVED
   assert finding.reason == "several_left"
-  assert not finding.is_explicit
+  assert not finding.explicit
 
 
 def test_an_unsafe_run_excludes_nothing():
@@ -114,7 +114,7 @@ def test_an_unsafe_run_excludes_nothing():
     (IDENTITY, CAPACITY), {}, "loss", is_safe=False, is_equivalent=False
   )
   assert finding.verdict == Verdict.UNSAFE
-  assert finding.excluded == ()
+  assert finding.excluded == {}
 
 
 def test_what_was_not_observed_contradicts_nobody():

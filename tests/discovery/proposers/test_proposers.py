@@ -42,8 +42,9 @@ def context(history=(), evidence="verdict", address=(0, 0)):
     target="loss",
     parent=record,
     residuals=(),
-    required=None,
+    demands=(),
     history=tuple(history),
+    champion=record,
     donors=(),
     evidence=evidence,
     stagnation=0,
@@ -52,8 +53,9 @@ def context(history=(), evidence="verdict", address=(0, 0)):
 
 def test_memory_keeps_the_best_the_latest_and_sixteen_of_each_kind():
   history = [experiment(i, gain=i % 3 == 0) for i in range(100)]
-  history[0] = dataclasses.replace(history[0], changes={"loss": -9.0})
-  kept = prompt.select(context(history))
+  told = context(history)
+  best = dataclasses.replace(told.champion, id="program0")
+  kept = prompt.select(dataclasses.replace(told, champion=best))
   names = [e.program for e in kept]
   assert names == sorted(names, key=lambda n: int(n.removeprefix("program")))
   assert history[0] in kept

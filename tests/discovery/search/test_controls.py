@@ -56,6 +56,9 @@ def test_selection_is_the_cheapest_first_of_equals(experiment):
   chosen = controls.minimal(explanations, allowed)
   cost, names = sum(c.cost for c in chosen), tuple(c.name for c in chosen)
   assert (cost, len(chosen), names) == expected
+  assert controls.select("minimal", explanations, allowed) == chosen
+  everything = controls.select("all", explanations, allowed)
+  assert {c.name for c in everything} == {c.name for c in allowed}
 
 
 @hypothesis.settings(max_examples=40, deadline=None)

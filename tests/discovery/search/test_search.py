@@ -1,6 +1,7 @@
 """Whole runs in the synthetic world: ledger, replay, kill and resume, arms."""
 
 import itertools
+from collections import Counter
 
 import pytest
 
@@ -151,7 +152,7 @@ def test_width_changes_the_trajectory_but_not_the_accounts(executor, tmp_path):
     {"checker": "source"},
     {"checker": "lowered", "reuse": False},
     {"shuffled_verdicts": True},
-    {"corruption": 0.5},
+    {"corruption": 0.5, "proposals_per_call": 40},
     {"compile_verdicts": False, "checker": "none"},
   ],
   ids=lambda arm: "-".join(f"{k}={v}" for k, v in arm.items()),
@@ -202,10 +203,10 @@ def test_the_held_out_world_has_the_same_truth_and_other_numbers():
 
 def test_a_ledger_reserves_settles_and_reuses():
   ledger = Ledger(5)
-  ledger.reserve(3)
+  ledger.reserve(Counter(candidate=1, control=2))
   assert ledger.left == 2
   with pytest.raises(ValueError, match="do not fit"):
-    ledger.reserve(3)
+    ledger.reserve(Counter(candidate=3))
   condition = lambda name, kind, cost, exec_id: Condition(
     name, kind, Call({}, {}, {}), cost, exec_id
   )
@@ -217,8 +218,12 @@ def test_a_ledger_reserves_settles_and_reuses():
   assert (ledger.spent, ledger.left) == (3, 2)
   totals = ledger.totals()
   assert (totals["failed"], totals["reused"], totals["total"]) == (1, 1, 3)
-  assert ledger.price([("a", 1), ("c", 2), ("c", 2)]) == 2
-  assert Ledger(5, reuse=False).price([("c", 2), ("c", 2)]) == 4
+  known, new = (
+    condition("primary", "candidate", 1, "a"),
+    condition("c", "probe", 2, "c"),
+  )
+  assert ledger.price([known, new, new]) == {"probe": 2}
+  assert Ledger(5, reuse=False).price([new, new]) == {"probe": 4}
 
 
 def test_an_exhausted_parent_gives_way_to_another(executor, tmp_path):
@@ -264,3 +269,14 @@ def test_parents_are_the_retained_programs_then_the_rest(finished):
   assert values == sorted(values)
   firsts = {running.programs.parents(executed, 3, (n, 0))[0].id for n in range(40)}
   assert len(firsts) == len(kept)
+
+
+def test_a_reused_call_releases_nothing():
+  ledger = Ledger(10, reuse=True)
+  condition = Condition("primary", "candidate", Call({}, {}, {}), 2, "again")
+  ledger.reserve(ledger.price([condition]))
+  ledger.settle("first", condition, "ok")
+  assert ledger.left == 8
+  assert ledger.price([condition]).total() == 0
+  ledger.settle("second", condition, "ok")
+  assert ledger.left == 8

@@ -75,7 +75,7 @@ def test_half_of_the_cases_are_real_and_all_are_admitted():
   parent = admit(TASK.interface.default_source(), TASK.interface)
   for case in cases:
     changed = checkers.by_source(
-      admit(case.source, TASK.interface), parent, case.declared
+      admit(case.source, TASK.interface), parent, case.computation
     )
     # Only the edit of another hook leaves the declared text alone.
     assert changed.implemented != case.name.startswith("other hook")

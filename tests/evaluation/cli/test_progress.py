@@ -1,5 +1,6 @@
 """Clock, Ctrl-C and events without a model; and real processes that are killed."""
 
+import argparse
 import datetime
 import html
 import io
@@ -14,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from mxjax.audit import plan
-from mxjax.evaluation.cli import console, parser, progress, settings
+from mxjax.evaluation.cli import console, launch, parser, progress, settings
 from mxjax.running import pipeline
 from mxjax.storage import checkpoint
 from tests import tiny
@@ -247,3 +248,14 @@ def test_killed_processes_go_on_to_the_same_checkpoint(tmp_path, mxjax, refused)
   fault = "run/layers/layers_1.safetensors has another SHA-256."
   assert fault in mxjax("verify", out, as_json=False, code=1).splitlines()
   assert "layers/layers_1.safetensors has another" in refused(*quantize)
+
+
+def test_no_printed_text_acts_on_the_terminal(capsys):
+  evil = "a\x1b[2J\x07\x9b1m\r\u202e\ud800\u2028é"
+  escaped = "a\\x1b[2J\\x07\\x9b1m\\r\\u202e\\ud800\\u2028é"
+  assert console.printable(evil + "\n\t") == escaped + "\n\t"
+  console.say(evil)
+  launch._report(argparse.Namespace(log="text", command="quantize"), "error", evil)
+  printed = capsys.readouterr()
+  assert escaped in printed.out.replace("\n", "")
+  assert printed.err == f"mxjax quantize: {escaped}\n"

@@ -77,7 +77,6 @@ def test_tables_of_these_results_leave_what_is_missing_empty(evaluated, mxjax):
   [
     ([SOURCE, "--tasks", "boolq"], "all or some of wikitext2"),
     ([SOURCE, "--tasks", "c4"], "pass a text, JSONL or .npy file"),
-    ([], "expected the folder of a quantized model"),
   ],
 )
 def test_mistakes_are_one_line(words, message, refused):

@@ -113,6 +113,18 @@ def test_a_truncated_file_is_one_sentence(golden, tmp_path, kept):
     models.from_pretrained(path)
 
 
+@pytest.mark.parametrize("length", [300_000, 2**60, 2**64 - 1])
+def test_a_list_is_no_longer_than_its_file(tmp_path, length):
+  """The library would read nothing, that many times."""
+  number = lambda value, size: value.to_bytes(size, "little")
+  header = b"GGUF" + number(3, 4) + number(0, 8) + number(1, 8)
+  key = number(1, 8) + b"k" + number(9, 4)
+  path = tmp_path / "long.gguf"
+  path.write_bytes(header + key + number(0, 4) + number(length, 8) + bytes(100))
+  with pytest.raises(ValueError, match="long.gguf: expected a complete GGUF file, got"):
+    models.from_pretrained(path)
+
+
 def test_the_embedded_model_predicts_text(gguf_path):
   model, params = models.from_pretrained(gguf_path)
   assert model.config.num_layers == 30

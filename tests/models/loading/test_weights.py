@@ -54,6 +54,39 @@ def test_a_missing_shard_is_named(golden, tmp_path):
     models.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("name", ["/tmp/x.safetensors", "../x", "a/../../x", "a/x", ""])
+def test_shards_lie_in_the_folder_of_their_index(golden, tmp_path, name):
+  folder = save_shards(golden, tmp_path / "hf")
+  path = folder / "model.safetensors.index.json"
+  index = json.loads(path.read_text())
+  index["weight_map"]["model.norm.weight"] = name
+  path.write_text(json.dumps(index))
+  with pytest.raises(ValueError, match="names of files in its own folder, got "):
+    models.from_pretrained(folder)
+
+
+def test_a_tensor_has_one_shard(golden, tmp_path):
+  folder = save_shards(golden, tmp_path / "hf")
+  save_file(golden.weights, folder / "model-00002-of-00002.safetensors")
+  with pytest.raises(ValueError, match="that no other shard has, got .*00001-of-00002"):
+    models.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+  "offsets", [[-4096, 0], [0, 4096], [128, 64], [2**62, 2**62 + 128], [0, 2**64]]
+)
+def test_offsets_that_overlap_or_leave_the_file_are_refused(golden, tmp_path, offsets):
+  path = golden.save(tmp_path / "hf") / "model.safetensors"
+  data = path.read_bytes()
+  end = 8 + int.from_bytes(data[:8], "little")
+  header = json.loads(data[8:end])
+  header["model.norm.weight"]["data_offsets"] = offsets
+  text = json.dumps(header).encode()
+  path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+  with pytest.raises(ValueError, match="safetensors: expected .*all its tensors, got"):
+    models.from_pretrained(path.parent)
+
+
 def test_params_do_not_need_the_file_any_more(golden, tmp_path):
   folder = golden.save(tmp_path / "hf")
   model, params = models.from_pretrained(folder)
@@ -70,8 +103,10 @@ def test_a_truncated_file_is_told_by_its_bytes(golden, tmp_path, kept):
   size = int(kept * len(data))
   path.write_bytes(data[:size])
   header_end = 8 + int.from_bytes(data[:8], "little")
-  expected = len(data) if size >= header_end else header_end
-  message = rf"model.safetensors: expected {expected} bytes.*got {size}; .*download"
+  what = (
+    "all its tensors" if size >= header_end else f"{header_end} bytes by its header"
+  )
+  message = rf"model.safetensors: expected .*{what}, got {size}.*; .*download"
   with pytest.raises(ValueError, match=message):
     models.from_pretrained(path.parent)
 

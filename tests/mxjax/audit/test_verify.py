@@ -13,7 +13,7 @@ from mxjax.numerics.contract import PAPER_CONTRACT
 from mxjax.numerics.realization.activation_quantizers import Clipped, Unrounded
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping import input_maps
-from mxjax.storage import checkpoint
+from mxjax.storage import checkpoint, sealed
 from tests.mxjax import quantized
 from tests.mxjax.quantized import at, replaced
 
@@ -159,7 +159,7 @@ def test_a_manifest_whose_contract_is_not_its_hash(saved):
   file.write_text(json.dumps(manifest))
   (fault,) = verify.verify(saved).faults
   assert "does not match its digest" in fault
-  manifest["digest"] = checkpoint.manifest_digest(manifest)
+  manifest["digest"] = sealed.digest(manifest)
   file.write_text(json.dumps(manifest))
   (fault,) = verify.verify(saved).faults
   assert fault.startswith("contract: the manifest states the hash")

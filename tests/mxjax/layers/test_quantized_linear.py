@@ -254,3 +254,38 @@ def test_the_native_kernel_is_taken_or_refused_by_the_rule():
     weight = dataclasses.replace(leaf("rtn"), rounding=rounding)
     with pytest.raises(NotImplementedError, match="has no kernel for CPUs"):
       run(x, weight, implementation="native")
+
+
+@pytest.mark.parametrize("kind", ["rtn", "wide", "signed", "wush", "hires"])
+def test_gradients_at_the_input_are_straight_through(kind):
+  x, back = draw((48, 64)), draw((48, 48))[::-1]
+  weight = dataclasses.replace(leaf(kind), gain=jnp.float32(2))
+  gradient = jax.jit(jax.grad(lambda x: jnp.vdot(linear(x, weight), back)))(x)
+  decoded = np.asarray(mxfp4.decode(weight.weight, jnp.float32), float)
+  # U' W' d: the map's columns are the images of the unit vectors.
+  identity = jnp.eye(64)
+  mapped = mxfp4.to_blocks(identity)
+  if weight.input_map is not None:
+    mapped = weight.input_map.apply(mapped)
+  want = (
+    2 * np.asarray(back, float) @ decoded @ np.asarray(mapped, float).reshape(64, 64)
+  )
+  error = np.linalg.norm(gradient - want) / np.linalg.norm(want)
+  assert error < 2**-8
+
+
+def test_gradients_pass_deferred_inputs_and_add_over_linears():
+  weights, norm = [leaf("hires"), leaf("rtn", outputs=16)], jnp.ones(64)
+  rows = draw((40, 64))
+
+  deferred = lambda x: linear_many(x, weights)
+  alone = lambda x: [linear(x.array(), weight) for weight in weights]
+
+  def gradients(run):
+    loss = lambda *parts: sum(y.sum() for y in run(Normalized(*parts, 1e-6)))
+    return jax.grad(loss, argnums=(0, 1))(rows, norm)
+
+  deferred, whole = map(gradients, (deferred, alone))
+  for got, want in zip(deferred, whole, strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert jnp.abs(want).max() > 0.1

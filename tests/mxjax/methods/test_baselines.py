@@ -1,6 +1,7 @@
 """Every baseline on a tiny model: identities, legality, and the float function kept."""
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -15,6 +16,7 @@ from mxjax import methods
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Calibration
 from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.evaluation.cli.commands import export as command
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.methods.baselines import focus, spinquant
 from mxjax.numerics import mxfp4, precision
@@ -23,6 +25,7 @@ from mxjax.numerics.realization.activation_quantizers import OneCode
 from mxjax.numerics.shaping import local_interaction
 from mxjax.running import pipeline
 from mxjax.storage import checkpoint
+from mxjax.storage.export import compressed_tensors, dequant, transformers_folder
 from tests.tiny import leaves_of
 
 FAST = {
@@ -32,6 +35,7 @@ FAST = {
   "torq": "torq:rows=512",
   "spinquant": "spinquant:steps=2:batch=2",
   "focus": "focus:batch=2",
+  "hires-descent": "hires-descent:use_balance=false",
   "hires-next": "hires-next:use_balance=false",
 }
 """Options that make a method quick; its code path is the same."""
@@ -256,6 +260,9 @@ def test_layerwise_gradients_are_those_of_the_whole_model(
     ("gptq:order=activation", "need scales='static'"),
     ("batquant:steps=many", "its default is 160"),
     ("hires:use_balance=0", "its default is True"),
+    ("hires:recover=head", "unknown recovery 'head'; write none, or attention"),
+    ("hires:recover=mlp-late", "-parent or -unrounded"),
+    ("quip+r", "unknown method 'quip\\+r'"),
   ],
 )
 def test_a_wrong_option_is_explained(text, message):
@@ -273,6 +280,48 @@ def test_options_in_a_name_reach_the_program():
   program = methods.get("batquant:tokens=64:clip_logit=Infinity")
   assert (program.tokens, program.clip_logit) == (64, math.inf)
   assert methods.get("brq:sizes=[64,32]").sizes == (64, 32)
+
+
+@pytest.mark.parametrize("name", [n for n in methods.METHODS if n not in SLOW])
+def test_the_formats_said_to_hold_a_method_do(name, build, tiny_config):
+  params = build(FAST.get(name, name)).params
+  checks = {
+    "compressed-tensors": functools.partial(
+      compressed_tensors.check, transforms=name in command.TRANSFORMED
+    ),
+    "dequant": lambda params: dequant.check(params, tiny_config),
+    "safetensors": lambda params: None,
+    "transformers": transformers_folder.to_tensors,
+  }
+  for form, check in checks.items():
+    if form in command.formats(name):
+      check(params)
+    else:
+      with pytest.raises(ValueError):
+        check(params)
+
+
+def test_any_state_of_recovery_has_a_name(build):
+  for name, expected in {
+    "hires:recover=none": [],
+    "hires:recover=attention+mlp-parent": ["attention", "mlp-parent"],
+    "gptq+r": ["attention", "mlp"],
+    "wush+r": ["attention", "mlp"],
+    "brq+r:recover=mlp-unrounded": ["mlp-unrounded"],
+  }.items():
+    program = methods.get(name)
+    assert (program.name, program.describe()["recover"]) == (name, expected)
+  assert methods.get("gptq+r").recover == methods.HIRES.recover
+  assert methods.get("wush+r") is methods.WUSH_R
+  params = build("rtn:recover=mlp").params
+  layer = params["layers_0"]
+  assert "mlp_recovery" in layer["mlp"]
+  assert "value_recovery" not in layer["self_attn"]
+
+
+@pytest.mark.parametrize("method", ["rtn+tune:epochs=1", "gptq+r", "brq:recover=mlp"])
+def test_tuned_and_recovered_models_are_none_of_compressed_tensors(method):
+  assert command.formats(method) == command.formats("hires")
 
 
 def test_wush_and_its_refined_form_share_every_code(build):

@@ -279,3 +279,13 @@ def test_tensor_passes_through_jit_vmap_and_tree_map():
 def test_require_float64_names_the_caller():
   with pytest.raises(TypeError, match="here: expected float64 operands, got float32"):
     precision.require_float64("here", jnp.zeros(3, jnp.float32))
+
+
+@pytest.mark.parametrize("encoder", [mxfp4.encode, encode])
+def test_the_codes_have_no_gradient_and_say_so(encoder):
+  decoded = lambda x: mxfp4.decode(encoder(x), jnp.float32).sum()
+  x = jnp.linspace(-3, 3, 64).reshape(2, 32)
+  with pytest.raises(TypeError, match="codes are integers without a gradient"):
+    jax.jit(jax.grad(decoded))(x)
+  stopped = jax.grad(lambda x: decoded(jax.lax.stop_gradient(x)) + x.sum())(x)
+  np.testing.assert_array_equal(stopped, 1)

@@ -86,6 +86,16 @@ def test_the_two_entrances_take_the_same_arguments():
   assert first == second
 
 
+def test_params_outside_the_layers_are_found_by_the_models_own_names(model, params):
+  class Renamed(CausalLM):
+    def layer_name(self, index):
+      return f"block{index}"
+
+  renamed = {key.replace("layers_", "block"): params[key] for key in params}
+  outer = streams.outer_params(Renamed(model.config), renamed)
+  assert set(outer) == set(params) - {"layers_0", "layers_1"}
+
+
 def test_every_target_becomes_a_legal_operator(model, params, hires):
   leaves = leaves_of(hires)
   assert len(leaves) == 14
@@ -98,6 +108,22 @@ def test_every_target_becomes_a_legal_operator(model, params, hires):
   logits, exact = run({"params": hires}, tokens), run({"params": params}, tokens)
   assert logits.shape == exact.shape
   assert 0 < float(jnp.abs(logits - exact).mean()) < float(jnp.abs(exact).mean())
+
+
+def test_a_quantized_model_has_gradients_at_its_embedding(model, params, hires):
+  tokens = jnp.arange(40, dtype=jnp.int32)[None]
+
+  def gradient(params):
+    def loss(table):
+      logits = model.apply({"params": {**params, "embed_tokens": table}}, tokens)
+      return -jax.nn.log_softmax(logits)[..., 3].mean()
+
+    return jax.jit(jax.grad(loss))(params["embed_tokens"])["weight"].astype("float32")
+
+  exact, got = gradient(params), gradient(hires)
+  cosine = jnp.vdot(exact, got) / jnp.linalg.norm(exact) / jnp.linalg.norm(got)
+  # Not 1: the loud channels move the hidden states that the gradients are taken at.
+  assert 0.4 < cosine < 1
 
 
 @pytest.mark.parametrize(("method", "chunk"), [("hires", 1), ("hires", 2), ("gptq", 5)])
@@ -297,6 +323,32 @@ class TestBadInputs:
   def test_an_unknown_method(self, quantize):
     with pytest.raises(ValueError, match="unknown method 'awq'"):
       quantize("awq")
+
+  @pytest.mark.parametrize(
+    ("names", "message"),
+    [
+      (
+        ("q_proj", "query", "up"),
+        r"\(q_proj, query, up\).*\(q_proj, k_proj.*no query, up;",
+      ),
+      ((), r"2 layers \(q_proj.*got no target"),
+    ],
+  )
+  def test_targets_that_the_model_does_not_have(self, quantize, names, message):
+    with pytest.raises(ValueError, match=message):
+      quantize(contract=mxjax.Contract(targets=names))
+
+  def test_recovery_of_parts_that_the_model_does_not_have(self, params, tiny_calib):
+    class Plain(CausalLM):
+      def layer_with_taps(self, layer_params, hidden):
+        output, taps = super().layer_with_taps(layer_params, hidden)
+        return output, {name: taps[name] for name in taps if name != "gate"}
+
+    calib = dataclasses.replace(tiny_calib, model=Plain(tiny_calib.model.config))
+    with pytest.raises(
+      ValueError, match=r"\(attention, mlp\).*: mlp lacks the tap gate;"
+    ):
+      mxjax.quantize(params, calib)
 
   def test_an_already_quantized_model(self, tiny_calib, hires):
     with pytest.raises(ValueError, match="already quantized"):

@@ -202,7 +202,7 @@ def test_what_was_prepared_is_not_prepared_again(tiny_params, calib, tmp_path):
 def test_quantized_upstream_and_a_store_resume_too(tiny_params, calib, tmp_path):
   program = dataclasses.replace(methods.RTN, upstream="quantized")
   undisturbed = run(tiny_params, calib, None, program)
-  options = {"store": tmp_path / "store"}
+  options = {"store": tmp_path / "shared"}
   for name, more in (("plain", {}), ("store", options), ("filled store", options)):
     with pytest.raises(pipeline.Stopped):
       run(tiny_params, calib, tmp_path / name, program, stop=lambda: True, **more)

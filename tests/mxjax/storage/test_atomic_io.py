@@ -1,5 +1,8 @@
 """Files and folders that are whole or absent, and their checksums."""
 
+import errno
+import shutil
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,6 +46,48 @@ def test_a_staged_folder_appears_whole_or_not_at_all(tmp_path):
       pass
   assert [path.name for path in tmp_path.iterdir()] == ["deep"]
   assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+  ("error", "message"),
+  [
+    (OSError(errno.ENOSPC, "x"), r"No space left on device\); make room, then"),
+    (
+      ValueError("RESOURCE: No space left on device [many\nlines]"),
+      "; make room, then",
+    ),
+    (OSError(errno.EROFS, "x"), r"Read-only file system\); mount it for writing, then"),
+    (PermissionError(errno.EACCES, "x"), "; allow writing there, then"),
+  ],
+)
+def test_what_cannot_be_written_is_one_sentence(tmp_path, error, message):
+  with pytest.raises(OSError, match=message) as caught:
+    with atomic_io.explaining(tmp_path / "out"), atomic_io.staged(tmp_path / "out"):
+      raise error
+  assert str(caught.value).startswith(f"output: {tmp_path / 'out'} cannot take more")
+  assert len(str(caught.value).splitlines()) == 1
+  with pytest.raises(ValueError, match="^another$"), atomic_io.explaining(tmp_path):
+    raise ValueError("another")
+
+
+def test_too_little_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
+  usage = type("Usage", (), {"free": 3 * 4096 + 10})
+  monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+  atomic_io.check_room(tmp_path, [np.zeros(10, np.int8)], files=3)
+  with pytest.raises(OSError, match="expected 12299 bytes free, got 12298; make room"):
+    atomic_io.check_room(tmp_path, [np.zeros(11, np.int8)], files=3)
+
+
+def test_two_that_write_one_file_do_not_meet(tmp_path):
+  def parts():
+    yield b"first "
+    atomic_io.write_durably(tmp_path / "x", b"second")
+    assert (tmp_path / "x").read_bytes() == b"second"
+    yield b"whole"
+
+  atomic_io.write_parts(tmp_path / "x", parts())
+  assert (tmp_path / "x").read_bytes() == b"first whole"
+  assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_every_damaged_file_is_told_apart(tmp_path):

@@ -13,7 +13,7 @@ from mxjax import models
 from mxjax.audit import sizes
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
-from mxjax.storage import checkpoint, checkpoint_arrays
+from mxjax.storage import checkpoint, checkpoint_arrays, sealed
 from tests import tiny
 from tests.mxjax import quantized
 from tests.mxjax.quantized import DAMAGES, assert_same, at, damage, replaced
@@ -47,7 +47,7 @@ def saved(stored, tmp_path):
 def edit(folder, **changes):
   """Changes the manifest and signs it again."""
   manifest = json.loads((folder / "mxjax.json").read_text()) | changes
-  manifest["digest"] = checkpoint.manifest_digest(manifest)
+  manifest["digest"] = sealed.digest(manifest)
   (folder / "mxjax.json").write_text(json.dumps(manifest))
 
 
@@ -208,13 +208,16 @@ def test_every_damaged_file_is_named(saved, how):
 @pytest.mark.parametrize(
   ("harm", "message"),
   [
-    (lambda text: text[:-200], "mxjax.json, got damaged JSON .*; copy"),
+    (
+      lambda text: text[:-200],
+      "mxjax.json: expected the manifest .*Invalid JSON.*; copy",
+    ),
     (
       lambda text: text.replace('"size": 64', '"size": 32'),
       "does not match its digest",
     ),
-    (lambda _: "[]", "got a JSON list"),
-    (lambda _: '{"format_version": 1}', "got none of contract"),
+    (lambda _: "[]", "should be an object"),
+    (lambda _: '{"format_version": 1}', "contract Field required"),
   ],
 )
 def test_a_damaged_manifest_is_one_sentence(saved, harm, message):
@@ -228,7 +231,7 @@ def test_what_is_absent_or_unknown_is_named(saved, tmp_path):
   with pytest.raises(FileNotFoundError, match="expected .*mxjax.json, got no such"):
     checkpoint.read_manifest(tmp_path)
   edit(saved, format_version=7)
-  with pytest.raises(ValueError, match="expected format version 1 .* got 7"):
+  with pytest.raises(ValueError, match="expected format version 1, got 7"):
     checkpoint.read_manifest(saved)
   edit(saved, format_version=1, nodes={"a": {"type": "Kite", "static": {}}})
   with pytest.raises(ValueError, match="a has the type 'Kite'"):

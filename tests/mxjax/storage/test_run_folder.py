@@ -148,6 +148,46 @@ def test_a_torn_last_line_is_dropped_and_said(tmp_path):
     assert (path / "journal.jsonl").read_bytes() == whole
 
 
+def test_a_journal_cut_anywhere_is_refused_and_nothing_is_deleted(tmp_path):
+  """A kill tears the last line only, while what the line before needs is there."""
+  path = make(tmp_path / "run", layers=3)
+  whole = (path / "journal.jsonl").read_bytes()
+  for kept in (*range(0, len(whole) - 1, 97), 1, whole.index(b"\n"), len(whole) - 1):
+    (path / "journal.jsonl").write_bytes(whole[:kept])
+    before = tree_bytes(path)
+    with pytest.raises(ValueError, match="got damage"):
+      RunFolder(path, resume=True)
+    assert tree_bytes(path) == before
+
+
+def test_files_that_no_kill_leaves_are_not_deleted(tmp_path):
+  path = make(tmp_path / "run")
+  for name in ("notes.txt", "layers/a/b", "streams/7-float.safetensors", "tuning/9"):
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"damage: {name} is in no line"):
+      RunFolder(path, resume=True)
+    (path / name).unlink()
+  RunFolder(path, resume=True).close()
+
+
+@pytest.mark.parametrize("name", ["../precious", "/etc/passwd", "layers/../../x", "x"])
+def test_a_journal_lists_no_file_outside_its_folder(tmp_path, name):
+  """Whoever writes a whole journal anew could else have a resume delete any file."""
+  path = make(tmp_path / "run", layers=1)
+  (tmp_path / "precious").write_text("kept")
+  with RunFolder(path, resume=True) as folder:
+    events = folder.events
+  events[-1]["streams"] = {name: "ab" * 32}
+  (path / "journal.jsonl").unlink()
+  journal = Journal(path / "journal.jsonl")
+  for event in events:
+    journal.append(**event)
+  journal.close()
+  with pytest.raises(ValueError, match="an event of a run in line 2"):
+    RunFolder(path, resume=True)
+
+
 def test_leftovers_are_removed_and_said(tmp_path):
   path = make(tmp_path / "run", layers=1)
   (path / "layers/layers_1.safetensors.partial").write_bytes(b"half")
@@ -237,7 +277,8 @@ def test_a_file_larger_than_the_system_takes_leaves_the_state_before(tmp_path):
       with pytest.raises(OSError, match=says), no_file_larger_than(size):
         write(folder, 1)
     with RunFolder(path, resume=True) as folder:
-      assert folder.discarded
+      # The first file is taken back; those before a journal line are leftovers.
+      assert bool(folder.discarded) == (size > 200)
     assert tree_bytes(path) == before
   with RunFolder(path, resume=True) as folder:
     write(folder, 1)

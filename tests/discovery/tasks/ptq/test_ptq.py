@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 import mxjax
+from mxjax.calibration import fisher
+from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.discovery.core import candidate_source, identity, store
 from mxjax.discovery.core.candidate_source import admit
 from mxjax.discovery.core.task import Call, ContractError, Outcome, Status
 from mxjax.discovery.sandbox import tracing
-from mxjax.discovery.sandbox.artifact import ArtifactTable, check_independence
+from mxjax.discovery.sandbox.artifact import ArtifactTable
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks.ptq import (
@@ -18,11 +20,13 @@ from mxjax.discovery.tasks.ptq import (
   candidate_codes,
   edit_templates,
   interface,
+  margins,
   payload,
 )
 from mxjax.discovery.tasks.ptq import (
   task as ptq,
 )
+from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq, one_code
@@ -62,7 +66,7 @@ def hook(name, source=SOURCE):
   """The batched form of a traced hook."""
   (traced,) = tracing.trace(source, [SPECS[name]])
   table = ArtifactTable(SPECS)
-  table.add("x", name, traced.unit, traced.batched)
+  table.add("x", name, traced.unit)
   return jax.jit(table.batched("x"))
 
 
@@ -175,17 +179,6 @@ def test_error_propagation_between_blocks_is_gptqs():
   loss = lambda decoded: float(gptq.reconstruction_loss(weight, decoded, hessian))
   assert loss(value) == pytest.approx(loss(expected.decoded), rel=0.02)
   assert loss(value) < loss(gptq.round_to_nearest(weight).decoded)
-
-
-def test_a_hook_that_carries_errors_on_passes_every_draw_of_the_check():
-  """One turned code turns others of its row: a draw must not decide."""
-  spec = SPECS["encode_weight"]
-  (traced,) = tracing.trace(template("gptq").edit(SOURCE, {}), [spec])
-  table = ArtifactTable(SPECS)
-  table.add("x", "encode_weight", traced.unit, traced.batched)
-  unit, batched = jax.jit(table.unit("x")), jax.jit(table.batched("x"))
-  for _ in range(25):
-    check_independence(unit, batched, spec)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +316,64 @@ def test_there_are_as_many_decoys_as_useful_templates_and_all_are_admitted():
   for each in edit_templates.EDIT_TEMPLATES:
     for params in each.params:
       admit(each.edit(SOURCE, params), INTERFACE)
+
+
+def test_programs_are_told_what_output_gradients_weight(float64):
+  rng = np.random.default_rng(5)
+  x, gradients = rng.normal(size=(2, 2, 32, 7)), rng.normal(size=(2, 7, 24))
+  gradients[0, 0] *= 50  # Heavier than the largest weight of a token.
+  weight = rng.normal(size=(2, 32, 24))
+  transform = np.eye(32) + 0.1 * rng.normal(size=(2, 32, 32))
+  narrow = lambda array: jnp.asarray(array, jnp.float32)
+  inputs = LinearInputs([narrow(x)])
+  stats = lambda view: candidate_codes.measure_stats(
+    narrow(weight), view, jnp.asarray(transform)
+  )
+  plain = stats(inputs)
+  view = inputs.for_linear("q_proj", None, [narrow(gradients)])
+  weighted = stats(fisher.weighted(view))
+  for name in ("activation", "weight"):
+    np.testing.assert_array_equal(plain[name], plain[f"{name}_fisher"])
+    np.testing.assert_array_equal(plain[name], weighted[name])
+  squares = np.square(gradients).sum(-1)
+  share = np.minimum(squares / squares.mean(), 20)
+  share = 0.3 + 0.7 * share / share.mean()
+  moment = np.einsum("st,sbit,sbjt->bij", share, x, x) / 14
+  back = np.einsum("bim,stm->bist", weight, gradients).reshape(2, 32, -1)
+  output = 0.3 * weight @ weight.transpose(0, 2, 1) / 24
+  output += 0.7 * back @ back.transpose(0, 2, 1) / squares.sum()
+  inverse = np.linalg.inv(transform)
+  expected = {
+    "activation_fisher": transform @ moment @ transform.transpose(0, 2, 1),
+    "weight_fisher": inverse.transpose(0, 2, 1) @ output @ inverse,
+  }
+  for name, array in expected.items():
+    np.testing.assert_allclose(weighted[name], array, rtol=1e-4, atol=1e-4)
+
+
+def test_the_plan_asks_for_output_gradients(executor):
+  source = template("chart-fisher").edit(SOURCE, {})
+  assert "'gradients': True" in source
+  weighted = measure(executor, source)
+  plain = measure(executor, source.replace("'gradients': True", "'gradients': False"))
+  chart = measure(executor, template("chart").edit(SOURCE, {"exponent": 0.5}))
+  assert plain.outputs == chart.outputs != weighted.outputs
+
+
+def test_the_divergence_can_be_the_objective(rtn_operands):
+  task = ptq.PtqTask(**OPTIONS, objective="kl")
+  assert (task.target, task.ideal()) == ("kl", 0.0)
+  model, params, operands = rtn_operands
+  executor = LocalExecutor(task)
+  outcome = measure(executor, SOURCE)
+  quantized = payload.to_params(operands, params, model, lambda: None)
+  expected = agreement(model, params, quantized, task.options.tokens("measure"))
+  assert outcome.values["kl"] == pytest.approx(expected.divergence.mean(), rel=1e-5)
+  spec = margins.calibrated(task.spec)
+  error = expected.divergence.mean(-1).std(ddof=1) / 2**0.5
+  assert spec["margins"]["kl"] >= 0.99 * error > 0
+  with pytest.raises(ValueError, match="expected an objective of log_ppl, kl"):
+    ptq.PtqTask(**OPTIONS, objective="loss")
 
 
 def test_an_unknown_intervention_is_a_contract_error():

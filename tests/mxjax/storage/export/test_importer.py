@@ -68,6 +68,7 @@ def test_other_schemes_are_refused_by_name(hadamard, compressed, path, value, me
   values = json.loads((out / "config.json").read_text())
   values["quantization_config"] = scheme
   (out / "config.json").write_text(json.dumps(values))
+  (out / "mxjax_export.json").unlink()
   with pytest.raises(ValueError, match=message):
     export.read_compressed_tensors(out)
 
@@ -75,6 +76,7 @@ def test_other_schemes_are_refused_by_name(hadamard, compressed, path, value, me
 def test_damaged_tensors_are_named(rtn, compressed, tensors_in):
   out, _ = compressed(rtn)
   good = {name: jnp.asarray(value) for name, value in tensors_in(out).items()}
+  (out / "mxjax_export.json").unlink()
   name = "model.layers.0.mlp.up_proj"
   scale = f"{name}.weight_scale"
   for change, message in (

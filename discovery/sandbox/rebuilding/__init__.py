@@ -1,0 +1,1 @@
+"""Hooks rebuilt on the trusted side from the StableHLO of an artifact."""

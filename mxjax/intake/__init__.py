@@ -1,0 +1,1 @@
+"""What comes from outside, and the one way in: files of others, token ids."""

@@ -1,0 +1,122 @@
+"""JSON files that state their own digest, and the files that they list."""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, TypeVar
+
+import pydantic
+
+from mxjax.intake.reading import read_json, refusing
+from mxjax.storage import atomic_io
+
+OUTPUTS = "mxjax_files.json"
+"""Lists what a finished command wrote beside and above its checkpoint and its run."""
+LISTED = ("result.json", "report.html", "checkpoint/mxjax.json", "run/journal.jsonl")
+"""The files of an output folder that nothing else in it has a digest of."""
+
+
+def _inside(name: str) -> str:
+  parts = name.split("/")
+  is_odd = {"", ".", ".."} & {*parts} or max(map(len, name.encode().split(b"/"))) > 255
+  if is_odd or "\\" in name or "\0" in name:
+    raise ValueError("Name should be of a file inside the folder")
+  return name
+
+
+FileName = Annotated[str, pydantic.AfterValidator(_inside)]
+Digest = Annotated[str, pydantic.StringConstraints(pattern="^[0-9a-f]{64}$")]
+
+
+class Entry(pydantic.BaseModel):
+  """Size and SHA-256 of a file."""
+
+  bytes: Annotated[int, pydantic.Field(ge=0)]
+  sha256: Digest
+
+
+Files = dict[FileName, Entry]
+
+
+class Sealed(pydantic.BaseModel):
+  """What every sealed file has."""
+
+  digest: Digest
+  files: Files
+
+
+T = TypeVar("T", bound=pydantic.BaseModel)
+
+
+def digest(values: Mapping[str, Any]) -> str:
+  """Computes the SHA-256 of values' canonical JSON without their own digest."""
+  content = {key: value for key, value in values.items() if key != "digest"}
+  text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
+  """Writes JSON with its digest, durably."""
+  # Digest the values as read back from JSON, where tuples are lists.
+  read = json.loads(json.dumps(values))
+  atomic_io.write_json(path, {**read, "digest": digest(read)}, indent=1)
+
+
+def read(
+  path: pathlib.Path,
+  expected: str,
+  mend: str,
+  *,
+  kind: type[T] = Sealed,
+  version: tuple[str, int] | None = None,
+) -> dict[str, Any]:
+  """Reads a sealed file of the structure `kind`; `version` is a field and its value.
+
+  Raises:
+    FileNotFoundError: There is none.
+    ValueError: It is damaged or of another version.
+  """
+  values = read_json(path, dict[str, Any], expected, mend=mend)
+  if version and values.get(version[0]) != version[1]:
+    raise ValueError(
+      f"{path}: expected format version {version[1]}, got "
+      f"{values.get(version[0])!r}; use the mxjax version that wrote it."
+    )
+  with refusing(path, expected, mend):
+    kind.model_validate(values, strict=True)
+  if digest(values) != values["digest"]:
+    raise ValueError(
+      f"{path}: expected {expected}, got content that does not match its digest; "
+      f"{mend}."
+    )
+  return values
+
+
+def write_outputs(folder: pathlib.Path) -> None:
+  """Lists the files of a finished output folder, in `OUTPUTS`."""
+  files = {
+    name: entry
+    for name in LISTED
+    if (folder / name).is_file()
+    for entry in [atomic_io.describe_file(folder / name)]
+  }
+  write(folder / OUTPUTS, {"version": 1, "files": files})
+
+
+def output_faults(folder: pathlib.Path, others: Iterable[str]) -> list[str]:
+  """Compares an output folder with its list and the names that `others` vouch for.
+
+  Returns a phrase for each file that is missing, changed, or that nothing lists.
+  """
+  mend = "if its run was cut short, go on with --resume"
+  try:
+    values = read(folder / OUTPUTS, "the list of a finished output folder", mend)
+  except (OSError, ValueError) as error:
+    return [str(error).rstrip(".")]
+  known = {OUTPUTS, *values["files"], *others}
+  faults = atomic_io.damaged_files(folder, values["files"])
+  found = atomic_io.file_names(folder)
+  return faults + [
+    f"{name} is in no list of {folder}" for name in found if name not in known
+  ]

@@ -1,0 +1,235 @@
+"""What a prompt tells each arm, and the token allowances that it keeps."""
+
+import dataclasses
+
+import pytest
+
+from mxjax.discovery.core.proposal import Context, Demand, Experiment, Record, strip
+from mxjax.discovery.core.residual import Explanation, Residual
+from mxjax.discovery.core.task import Call
+from mxjax.discovery.core.verdict import Response
+from mxjax.discovery.proposers import endpoint, llm, prompt
+from mxjax.discovery.search import runs
+from mxjax.discovery.tasks import world
+
+TASK = world.World(seed=3)
+SOURCE = TASK.interface.default_source()
+RESIDUAL = Residual("p", "excess_mlp", 0.9, 0.5, ("mlp",))
+ACCOUNTS = (
+  Explanation("site", "told why", {"primary": {"loss": "down"}, "c": {"loss": "same"}}),
+  Explanation("size", "any does", {"primary": {"loss": "down"}, "c": {"loss": "down"}}),
+)
+PACKET = Experiment(
+  program="program1",
+  parent="p",
+  label="edit",
+  note="in its own words",
+  status="ok",
+  changes={"loss": -0.1, "layer_0": 0.25},
+  gain=True,
+  score=2.875,
+  feedback="an error was told",
+  diff="-  return x\n+  return 2 * x",
+  verdict="supported",
+  reason="focal_alone",
+  explanations=ACCOUNTS,
+  observed={"primary": {"loss": "down"}, "c": {"loss": "same", "layer_0": "up"}},
+  excluded={"size": "c"},
+  survivors=("site",),
+  implemented=True,
+)
+CONTROLLED = (
+  "site (told why) predicts primary: loss down; c: loss same",
+  "size (any does) predicts primary: loss down; c: loss down",
+  "observed primary: loss down; c: loss same",
+  "verdict supported (focal_alone); excluded size by c; left site",
+  "response implemented",
+)
+
+
+def record(name, value=3.0, source=SOURCE):
+  values = {"loss": value, "layer_0": 1.0}
+  return Record(name, source, "", 1, {}, {"remeasure": False}, name, values, {})
+
+
+def demand(response=Response.EXTEND, **changes):
+  part = Call({}, {}, {})
+  made = Demand(
+    "packet", "supported", response, "edit", ("site",), RESIDUAL, ("mlp",), part, part
+  )
+  return dataclasses.replace(made, **changes)
+
+
+def context(evidence="verdict", history=(PACKET,), **changes):
+  made = Context(
+    seed=0,
+    address=(0, 0),
+    target="loss",
+    parent=record("p"),
+    residuals=(RESIDUAL,),
+    demands=(demand(),),
+    history=tuple(strip(e, evidence) for e in history),
+    champion=record("champion", 2.5, "# the champion's source\n"),
+    donors=(record("donor", 2.75, "# a donor's source\n"),),
+    evidence=evidence,
+    stagnation=7,
+  )
+  return dataclasses.replace(made, **changes)
+
+
+def told(context, **options):
+  system, user = prompt.messages(context, TASK, **options)
+  return system["content"] + user["content"]
+
+
+def test_a_packet_tells_predictions_controls_exclusions_and_what_is_left():
+  text = told(context())
+  for part in (*CONTROLLED, "+  return 2 * x", "in its own words"):
+    assert part in text
+
+
+@pytest.mark.parametrize(
+  ("evidence", "seen", "hidden"),
+  [
+    (
+      "score",
+      ("score 2.875", "an error was told", "+  return 2 * x", "gain"),
+      ("in its own words", "layer_0", *CONTROLLED),
+    ),
+    (
+      "text",
+      ("score 2.875", "in its own words", "layer_0 +0.25"),
+      (prompt.REFLECTION, *CONTROLLED),
+    ),
+    ("reflect", ("layer_0 +0.25", prompt.REFLECTION), CONTROLLED),
+    ("none", (), ("score 2.875", "+  return", "donor's source", *CONTROLLED)),
+  ],
+)
+def test_an_arm_is_told_what_its_evidence_allows(evidence, seen, hidden):
+  text = told(context(evidence))
+  assert all(part in text for part in seen)
+  assert not any(part in text for part in (*hidden, "Required response"))
+
+
+def test_memory_tells_champion_donors_stagnation_residuals_and_demands():
+  text = prompt.memory(context())
+  for part in (
+    "Best program champion, loss 2.5:\n# the champion's source",
+    "Donor donor, loss 2.75:\n# a donor's source",
+    "since the best program improved: 7",
+    "Open residuals: excess_mlp = 0.9",
+    "Required response: extend or compose",
+    "The computation is mlp",
+  ):
+    assert part in text
+
+
+@pytest.mark.parametrize("response", list(Response))
+def test_every_response_is_told_in_the_terms_of_its_check(response):
+  text = prompt.memory(context(demands=(demand(response),)))
+  assert f"Required response: {prompt.RESPONSES[response]}." in text
+
+
+def test_the_best_candidate_is_the_champion_and_not_the_largest_gain():
+  others = [
+    dataclasses.replace(PACKET, program=f"p{i}", label=f"{i}", changes={"loss": -9.0})
+    for i in range(60)
+  ]
+  first = dataclasses.replace(PACKET, program="champion")
+  older = dataclasses.replace(others[0], program="older")
+  kept = prompt.select(context(history=(older, first, *others)))
+  assert kept[0].program == "champion"
+  assert len(kept) == 1 + prompt.LATEST
+
+
+LONG = "word " * 4000
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"demands": tuple(demand(packet=f"{i}", label=LONG[:999]) for i in range(99))},
+    {"donors": tuple(record(f"{i}", source=LONG) for i in range(9))},
+    {"champion": record("champion", source=LONG * 4)},
+    {"history": tuple(dataclasses.replace(PACKET, note=LONG) for _ in range(50))},
+    {"residuals": (dataclasses.replace(RESIDUAL, observable=LONG * 4),)},
+  ],
+  ids=lambda changes: next(iter(changes)),
+)
+def test_everything_counts_inside_the_memory_allowance(changes):
+  text = prompt.memory(context(**changes))
+  assert prompt.estimated_tokens(text) <= prompt.MEMORY_TOKENS
+  if "history" not in changes:
+    assert "do not fit into memory" in text
+
+
+def test_the_reflection_is_the_papers_instruction():
+  assert prompt.REFLECTION.startswith("Compare this round with its parent and the most")
+  assert prompt.REFLECTION.endswith("direction, explain how the new conditions differ.")
+  assert "Distinguish observations from causal inferences." in prompt.REFLECTION
+  assert len(prompt.REFLECTION.split()) == 59
+
+
+def test_free_reflection_reads_the_same_packets_and_no_demand():
+  bound = context()
+  free = dataclasses.replace(bound, demands=(), compiles=False)
+  text = told(free)
+  assert all(part in text for part in (*CONTROLLED, prompt.REFLECTION))
+  assert "Required response" not in text
+  assert "Required response" in told(bound)
+  assert prompt.REFLECTION not in told(bound)
+
+
+class Tape:
+  """A client whose first reply is not usable; keeps the requests."""
+
+  name = "tape"
+
+  def __init__(self, first):
+    self.first, self.requests = first, []
+
+  def complete(self, request):
+    self.requests.append(request)
+    text = self.first if len(self.requests) == 1 else '{"source": "x = 1", "label": ""}'
+    return endpoint.Reply(
+      text=text, model="m", finish_reason="stop", input_tokens=1, output_tokens=1
+    )
+
+
+def size(request):
+  return sum(prompt.estimated_tokens(m["content"]) for m in request["messages"])
+
+
+def test_the_repair_turn_is_inside_the_input_allowance():
+  parent = record("p", source=SOURCE + "# " + "x" * 165_000)
+  history = [dataclasses.replace(PACKET, note=LONG[:1000]) for _ in range(50)]
+  asked = context(history=history, parent=parent)
+  # What the first request leaves is less than the reply to repair.
+  tape = Tape("not an answer " * 500)
+  proposal = llm.LlmProposer(tape, TASK).propose(asked)
+  assert proposal.source == "x = 1"
+  first, second = tape.requests
+  assert size(first) + prompt.estimated_tokens(tape.first) > prompt.INPUT_TOKENS
+  assert size(second) <= prompt.INPUT_TOKENS
+  assert second["messages"][2]["content"] == tape.first
+
+
+def test_a_reply_too_long_to_repair_gets_no_second_turn():
+  tape = Tape("y" * 3 * prompt.INPUT_TOKENS)
+  proposal = llm.LlmProposer(tape, TASK).propose(context())
+  assert len(tape.requests) == 1
+  assert "too long for a repair turn" in proposal.note
+
+
+def test_the_reasoning_effort_is_asked_for_only_if_set(tmp_path):
+  tapes = {effort: Tape("") for effort in (None, "high")}
+  for effort, tape in tapes.items():
+    llm.LlmProposer(tape, TASK, effort=effort).propose(context())
+  assert "reasoning_effort" not in tapes[None].requests[0]
+  assert tapes["high"].requests[0]["reasoning_effort"] == "high"
+  (tmp_path / "tape.jsonl").touch()
+  settings = {"kind": "cassette", "cassette": tmp_path / "tape.jsonl", "effort": "low"}
+  made = runs.make_proposer(
+    runs.RunOptions(task={}, config={}, proposer=settings), TASK
+  )
+  assert made._request([])["reasoning_effort"] == "low"
