@@ -1300,6 +1300,13 @@ MUTANTS = (
     ("tests/evaluation/test_datasets.py",),
   ),
   Mutant(
+    "the worst method is named the best",
+    "evaluation/report/summary.py",
+    "if value == min(finite)]",
+    "if value == max(finite)]",
+    ("tests/evaluation/report/test_page.py",),
+  ),
+  Mutant(
     "a typed table shows another number than its result file",
     "docs/guides/devices.md",
     "| 70B (Llama 3) | data=1, model=8 | 21.3 | 49.0 |",

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import os
+import pathlib
 import platform
 import shlex
 import time
@@ -27,12 +28,20 @@ REDUCING = 2.0
 PACKAGES = ("mxjax", "jax", "jaxlib", "flax", "numpy", "transformers")
 
 
+def _processor() -> str:
+  """Returns the name of the processor, where the system tells, or its architecture."""
+  file = pathlib.Path("/proc/cpuinfo")
+  lines = file.read_text().splitlines() if file.is_file() else []
+  names = (line.partition(":")[2].strip() for line in lines if "model name" in line)
+  return next(names, platform.machine())
+
+
 def made_by(options: argparse.Namespace) -> dict[str, Any]:
   """Returns date, command, device and versions for a result file, JSON-ready."""
   device = jax.devices()[0]
   kind = f"{device.device_kind} x {jax.device_count()}"
   if device.platform == "cpu":
-    kind = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    kind = f"{_processor()}, {os.cpu_count()} cores"
   installed = {}
   for name in PACKAGES:
     try:

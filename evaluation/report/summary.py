@@ -148,11 +148,36 @@ def summary(runs: Sequence[Run]) -> str:
       error_chart(runs),
     )
   )
-  verdicts = "".join(f"<li>{html.escape(verdict(run))}</li>" for run in runs)
+  said = [*winners(runs), *map(verdict, runs)]
+  verdicts = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in said)
   return (
     f'<ul class="verdict">{verdicts}</ul>{summary_table(runs)}'
     f'<p class="lead">{lead}</p>{charts}'
   )
+
+
+def winners(runs: Sequence[Run]) -> list[str]:
+  """Returns a sentence on which methods are best, ties included; none for one run."""
+  bits = lambda run: (run.get("size") or {}).get("quantized_linears", {})
+  measures: dict[str, Callable[[Run], float | None]] = {
+    **{
+      f"perplexity on {name}": lambda run, name=name: (
+        run["perplexity"].get(name, {}).get("mean")
+      )
+      for name in _datasets(runs)
+    },
+    "operator error": lambda run: run["operator_error"],
+    "KL": lambda run: (run.get("agreement") or {}).get("kl_mean"),
+    "number of bits a weight": lambda run: bits(run).get("bits_per_weight"),
+  }
+  parts = []
+  for name, measure in measures.items():
+    values = {str(run["method"]): measure(run) for run in runs}
+    finite = [v for v in values.values() if v is not None and math.isfinite(v)]
+    if len(finite) > 1:
+      best = [method for method, value in values.items() if value == min(finite)]
+      parts.append(f"lowest {name}: {', '.join(best)}")
+  return [f"L{'; '.join(parts)[1:]}."] if parts else []
 
 
 def verdict(run: Run) -> str:

@@ -1,5 +1,6 @@
 """The commands on a tiny model folder with a real tokenizer file."""
 
+import importlib.util
 import io
 import json
 import shutil
@@ -13,6 +14,7 @@ from mxjax.evaluation import study
 from mxjax.evaluation.cli import parser
 from mxjax.methods.hires import ablations
 from mxjax.models import Tokenizer
+from mxjax.models.loading import embedded
 from tests import tiny
 
 WINDOWS = ("--windows", "2", "--window-length", "32")
@@ -133,6 +135,18 @@ def test_chat_at_a_terminal_keeps_the_conversation(chat_folder, monkeypatch, cap
   assert prompts == ["u:the cat a:", f"u:the cat a:{first} u:the dog a:"]
 
 
+@pytest.mark.slow
+def test_the_embedded_model_answers(monkeypatch, capsys):
+  if not importlib.util.find_spec(embedded.PACKAGE):
+    pytest.skip("the wheel of the embedded model is not installed")
+  asked = "What is the capital of France? Answer in one sentence."
+  monkeypatch.setattr("sys.stdin", io.StringIO(asked))
+  assert parser.main(["chat", "--temperature", "0", "--max-new-tokens", "40"]) == 0
+  told = capsys.readouterr()
+  assert told.out == "The capital of France is Paris.\n"
+  assert "end of text" in told.err
+
+
 def test_chat_needs_a_template_and_a_message(folder, chat_folder, refused, monkeypatch):
   assert "expected a tokenizer with a chat template" in refused("chat", folder)
   monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
@@ -170,7 +184,8 @@ def test_plan_reads_the_config_alone(folder, tmp_path, mxjax):
   config.write_text((folder / "config.json").read_text())
   # q, k, v and o, gate, up of width 64, down of 96.
   assert mxjax("plan", config, "--sequences", 4)["blocks"] == 6 * 2 + 3
-  assert "packed layout" in mxjax("plan", config, as_json=False)
+  told = mxjax("plan", config, as_json=False)
+  assert "packed layout" in told and "time on this machine, about" in told
 
 
 def test_compare_marks_rules_and_resumes(folder, tmp_path, mxjax, refused):

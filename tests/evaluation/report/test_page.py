@@ -155,8 +155,11 @@ def test_the_verdict_comes_first_and_methods_fold(tmp_path):
   assert source.index(told) < source.index("<table>")
   fold = '<details><summary>hires, 5.04 bits a weight</summary><div id="run-0">'
   assert fold in source
+  best = "Lowest perplexity on wikitext: hires, rtn; lowest number of bits a weight"
+  assert source.index(best) < source.index(told)
   # One method alone is shown at once.
   assert fold.replace("<details>", "<details open>") in written([run()], tmp_path)
+  assert "Lowest" not in written([run()], tmp_path)
   large = run()
   large["size"]["ratio"] = 0.5
   assert "the whole model 2.00× larger than in BF16" in written([large], tmp_path)
@@ -164,6 +167,8 @@ def test_the_verdict_comes_first_and_methods_fold(tmp_path):
 
 def test_kl_and_flips_are_shown_where_they_were_measured(tmp_path):
   measured = run() | {"agreement": {"kl_mean": 0.1234, "flips": 0.0875}}
+  worse = run("rtn") | {"agreement": {"kl_mean": 0.5, "flips": 0.2}}
+  assert "; lowest KL: hires;" in written([worse, measured], tmp_path)
   source = written([measured, run("rtn", mapped=False)], tmp_path)
   assert "<th>KL, nats</th><th>flips</th>" in source
   assert "<td>0.1234</td><td>8.75%</td>" in source.replace(' class="best"', "")
