@@ -1148,8 +1148,15 @@ MUTANTS = (
   Mutant(
     "the jail allows any number of threads",
     "discovery/sandbox/jail.py",
-    "THREADS = 512\n",
-    "THREADS = 1 << 14\n",
+    "THREADS = 512 +",
+    "THREADS = (1 << 14) +",
+    ("tests/discovery/sandbox/test_sandbox.py",),
+  ),
+  Mutant(
+    "nobody counts the threads where the kernel does not",
+    "discovery/sandbox/jail.py",
+    "    if threads > THREADS:",
+    "    if threads < 0:",
     ("tests/discovery/sandbox/test_sandbox.py",),
   ),
   Mutant(
