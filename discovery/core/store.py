@@ -15,6 +15,9 @@ from typing import Any
 from mxjax.discovery.core import identity
 from mxjax.storage import atomic_io
 
+FORMAT = 2
+"""Of the log; its first event says it. Logs of version 0.1 had none."""
+
 
 class ReplayError(RuntimeError):
   """Raised when a resumed run decides differently from its log."""
@@ -56,6 +59,8 @@ class Store:
     number = len(self.events)
     previous = self.events[-1]["hash"] if self.events else ""
     event = {"n": number, "event": event_name, **fields, "previous": previous}
+    if not number:
+      event["format"] = FORMAT
     event["hash"] = identity.digest(event)
     line = identity.canonical(event)
     if number < len(self._old):
@@ -108,7 +113,7 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Returns all events of a log after checking its hash chain.
 
   Raises:
-    ValueError: The chain is broken.
+    ValueError: The chain is broken, or the log has another format.
   """
   events: list[dict[str, Any]] = []
   for line in (pathlib.Path(path) / "log.jsonl").read_text().splitlines():
@@ -121,4 +126,9 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         "was changed after it was written."
       )
     events.append(event)
+    if (format_ := events[0].get("format")) != FORMAT:
+      raise ValueError(
+        f"{path}/log.jsonl: expected a log of format {FORMAT}, got {format_}; read it "
+        "with the version of mxjax that ran it, or run it again."
+      )
   return events

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from mxjax.discovery.core import store
+from mxjax.discovery.core import identity, store
 from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition
 from mxjax.discovery.core.task import Call
@@ -128,6 +128,15 @@ def test_a_changed_log_is_noticed(finished, executor, tmp_path):
   with pytest.raises((store.ReplayError, ValueError)):
     run(tmp_path, executor)
   with pytest.raises(ValueError):
+    store.read_events(tmp_path)
+
+
+def test_a_log_of_another_format_is_refused_in_a_sentence(finished, tmp_path):
+  first = {**store.read_events(finished[1])[0], "format": None}
+  event = {key: value for key, value in first.items() if key != "hash"}
+  line = identity.canonical({**event, "hash": identity.digest(event)})
+  (tmp_path / "log.jsonl").write_text(line + "\n")
+  with pytest.raises(ValueError, match=f"format {store.FORMAT}, got None; read it"):
     store.read_events(tmp_path)
 
 
