@@ -1153,6 +1153,13 @@ MUTANTS = (
     ("tests/discovery/sandbox/test_sandbox.py",),
   ),
   Mutant(
+    "statistics are read whatever their checksum",
+    "mxjax/storage/atomic_io.py",
+    "    if (found := _checksum(arrays)) != stated:",
+    "    if not (found := _checksum(arrays)):",
+    ("tests/mxjax/storage/test_checked_arrays.py",),
+  ),
+  Mutant(
     "nobody counts the threads where the kernel does not",
     "discovery/sandbox/jail.py",
     "    if threads > THREADS:",
