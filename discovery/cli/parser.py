@@ -198,6 +198,18 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     metavar="TARGET",
     help="a held-out target that counts as success beside the share",
   )
+  add(
+    "--our-accounting",
+    action="store_true",
+    help="every arm skips controls that no longer tell anything apart and repeats "
+    "executions for free; the paper charges both",
+  )
+  add(
+    "--expects",
+    default="",
+    metavar="TEXT",
+    help="what the study should show, frozen before its first run",
+  )
   _add_task(parser)
   # The study sets its own arms, seeds and accounting.
   parser.set_defaults(sandbox="off")

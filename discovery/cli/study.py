@@ -34,6 +34,8 @@ def options(
     gate=parsed.gate,
     gate_at=parsed.gate_at,
     is_allocated=parsed.paper_allocation,
+    is_sequential=parsed.our_accounting,
+    expects=parsed.expects,
     sandbox=parsed.sandbox,
     proposer=proposer,
   )
@@ -70,6 +72,8 @@ def plan(name: str, settings: study.StudyOptions) -> None:
   say(f"{planned.title}: {', '.join(planned.arms)}")
   say(f"seeds: {list(settings.seeds)}; tuned on {list(settings.tuning_seeds)}")
   say(f"{count} runs, {calls} evaluator calls, held-out marks beside them")
+  if settings.expects:
+    say(f"expected: {settings.expects}")
   say(measured(task, settings.sandbox, calls))
   say("A computation that another run paid for is charged and not repeated.")
 

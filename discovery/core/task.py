@@ -219,6 +219,7 @@ def load(spec: Mapping[str, Any]) -> Task:
   name: str = options.pop("task")
   known = {
     "world": "mxjax.discovery.tasks.world:World",
+    "noisy-world": "mxjax.discovery.tasks.noisy_world:NoisyWorld",
     "ptq": "mxjax.discovery.tasks.ptq.task:PtqTask",
   }
   path = options.pop("path", None)
