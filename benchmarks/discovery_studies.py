@@ -9,10 +9,10 @@
 Does what `mxjax discover study` does for every named study (all by default) in one
 folder, and writes what was found to results/studies_world.json or studies_ptq.json.
 Killed at any point it goes on where it stood when given the same folder. `--only` takes
-some of the folder's seeds, where time demands it. The two worlds of `payoff-` are where
-experiments should pay and where they should not; what is expected is frozen with the
-plan, and every arm pays only for what it executes anew. `tables` writes the tables of both
-files beside them, one Markdown file a study.
+some of the folder's seeds, where time demands it. In the two worlds of `payoff-`
+experiments should pay and should not; what is expected is frozen with the plan, and
+every arm pays only for what it executes anew. `tables` writes the tables of all files
+beside them, one Markdown file a study.
 """
 
 import argparse
@@ -46,9 +46,9 @@ EXPECTED = {
   "that only a control shows. QuantForge ends lower on held-out data than Score-only, "
   "TextMem, ReflectMem, uniform random draws and shuffled verdicts in at least six of "
   "eight seeds.",
-  "payoff-plain": "few edits, 144, and a score with hardly any noise. Experiments bring "
-  "nothing; QuantForge is not behind any other arm by more than noise: the 95 % interval "
-  "of each paired difference holds zero or lies below it.",
+  "payoff-plain": "few edits, 144, and a score with hardly any noise. Experiments "
+  "bring nothing; QuantForge is not behind any other arm by more than noise: the 95 % "
+  "interval of each paired difference holds zero or lies below it.",
 }
 PAYOFF_TUNED = (1, 2, 3, 31, 32, 33)
 
