@@ -23,13 +23,15 @@ from mxjax.discovery.core.task import Artifacts, Call, ContractError
 STAGES = ("shape", "round", "recover")
 SITES = tuple(f"{stage}_{part}" for stage in STAGES for part in "abcd")
 WIDTH, ROWS = 8, 32
-KINDS = ("right",) * 2 + ("lucky",) * 4 + ("idle",) * 2
+KINDS = ("right",) * 2 + ("lucky",) * 5 + ("idle",)
 """What the eight ideas are, in an order that the seed decides."""
-WORKS, HARMS = 0.12, 0.12
-"""Shares of variants: those of right and lucky ideas that act, and all that harm."""
-LUCK = 1.0
+WORKS: Mapping[str, float] = {"right": 0.12, "lucky": 0.25, "idle": 0.0}
+"""Shares of the variants that do something, by the kind of their idea."""
+HARMS = 0.12
+LUCK = 0.8
 """A lucky gain in units of the right one at the same site."""
-THRESHOLD, MARGIN, CHAOS = 0.5, 0.004, 0.001
+EXCESS: Mapping[str, float] = {"right": 0.2, "lucky": 0.45, "none": 0.9}
+THRESHOLD, MARGIN, CHAOS = 0.4, 0.004, 0.001
 
 _ROW = Aval("float32", (WIDTH,))
 
@@ -79,7 +81,7 @@ class NoisyWorld:
     for idea, kind in enumerate(self.kinds):
       for variant in range(WIDTH):
         drawn = identity.draw(self._seed, site, idea, variant)
-        if drawn < WORKS and kind != "idle":
+        if drawn < WORKS[kind]:
           effects[idea, variant] = kind
         elif drawn > 1 - HARMS:
           effects[idea, variant] = "harm"
@@ -169,7 +171,8 @@ class NoisyWorld:
       is_lucky = "lucky" in active and not self._transfer and site != redrawn
       share = 1.0 if "right" in active else LUCK * is_lucky
       loss -= share * self._gain(site) - 0.05 * ("harm" in active)
-      values[f"excess_{site}"] = 0.2 if active & {"right", "lucky"} else 0.9
+      best = next((kind for kind in ("right", "lucky") if kind in active), "none")
+      values[f"excess_{site}"] = EXCESS[best]
     return {"loss": loss, **values}
 
   def ideal(self) -> float:
