@@ -106,7 +106,7 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add(
     "--task",
     default="ptq",
-    help="ptq, world, package.module:function, or a folder with "
+    help="ptq, world, noisy-world, package.module:function, or a folder with "
     "initial.py and evaluate.py",
   )
   add("--task-options", default="{}", metavar="JSON", help="options of the task")

@@ -119,7 +119,7 @@ class StudyOptions:
   def spec(self, seed: int) -> dict[str, Any]:
     """Returns the task specification of a seed."""
     spec = dict(self.task)
-    return {**spec, "seed": seed} if spec["task"].endswith("world") else spec
+    return {**spec, "seed": seed} if spec["task"] in task_.WORLDS else spec
 
   def absolute_gate(self, target: str) -> float:
     """Returns `gate_at`, which must be set, in the units of the target."""
