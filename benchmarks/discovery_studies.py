@@ -34,7 +34,7 @@ from mxjax.models.loading import embedded
 
 HERE = pathlib.Path(__file__).parent
 PTQ = {"calibration": [8, 64], "windows": [16, 128]}
-SEEDS = tuple(range(101, 109))
+SEEDS, PAYOFF_SEEDS = tuple(range(101, 109)), tuple(range(201, 209))
 TUNED = (1, 2, 3, 11, 12, 21, 22)
 WORLDS = {
   "world": "world",
@@ -50,7 +50,7 @@ EXPECTED = {
   "bring nothing; QuantForge is not behind any other arm by more than noise: the 95 % "
   "interval of each paired difference holds zero or lies below it.",
 }
-PAYOFF_TUNED = (1, 2, 3, 31, 32, 33)
+PAYOFF_TUNED = (1, 2, 3, 31, 32, 33, 101, 102)
 
 
 def cpu():
@@ -138,12 +138,15 @@ def main():
   parser.add_argument("world", choices=(*WORLDS, "ptq", "tables"))
   parser.add_argument("studies", nargs="*")
   parser.add_argument("--out", default=None)
-  parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+  parser.add_argument("--seeds", type=int, nargs="+")
   parser.add_argument("--only", type=int, nargs="+", help="some of the seeds")
   parser.add_argument("--budget", type=int, default=240)
   options = parser.parse_args()
   if options.world == "tables":
     return write_tables()
+  options.seeds = options.seeds or (
+    PAYOFF_SEEDS if options.world in EXPECTED else SEEDS
+  )
   options.out = options.out or f"runs/studies_{options.world}"
   conduct(options)
 

@@ -156,9 +156,20 @@ class EmbeddedProposer:
     if (demand := _asked(context)) is not None:
       focused = self._answers(live, demand)
     else:
+      # An excess may fall without its question being answered: only where a verdict
+      # bore an edit out does a closed question stay closed.
       open_now = {r.observable for r in context.residuals}
-      focused = [o for o in live if o.template.residual in open_now]
+      done = self._answered(context) - open_now
+      focused = [o for o in live if o.template.residual not in done]
     return focused or live or options
+
+  def _answered(self, context: Context) -> set[str | None]:
+    """Returns the observables of questions for which an edit was supported."""
+    return {
+      self._by_id[name].residual
+      for e in context.history
+      if e.verdict == Verdict.SUPPORTED and (name := id_of(e.label)) in self._by_id
+    }
 
   def _answers(self, options: list[_Option], demand: Demand) -> list[_Option]:
     template = self._by_id.get(id_of(demand.label))
