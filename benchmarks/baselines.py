@@ -1,14 +1,14 @@
-"""Every method and every ablation study on the small trained models.
+"""Every method and every ablation of the paper on the small trained models.
 
   python benchmarks/baselines.py compare llama
   python benchmarks/baselines.py checks llama
-  python benchmarks/baselines.py ablate llama
+  python benchmarks/baselines.py reproduce llama
   python benchmarks/baselines.py rules llama
   python benchmarks/baselines.py next llama qwen3 mistral olmo2
   python benchmarks/baselines.py next-smollm2 [--data ../shared/data] [--draws 1 2 3]
   python benchmarks/baselines.py smollm2 [--data ../shared/data] [--methods NAMES]
 
-`compare` and `ablate` are the product's own commands, called as a person would;
+`compare` and `reproduce` are the product's own commands, called as a person would;
 `checks` compares variants of those methods whose rank differs from the paper's;
 `rules` runs the controls under each scale rule, to see how much of what recovery
 repairs is the floor rule's shrinkage of block maxima. `smollm2` runs the methods on the
@@ -31,9 +31,10 @@ import provenance
 import trained
 
 from mxjax import models
-from mxjax.evaluation import ablation_table, study
+from mxjax.evaluation import study
 from mxjax.evaluation.cli import parser as cli
-from mxjax.methods.hires import ablations
+from mxjax.evaluation.measures.statistics import compare as compare_draws
+from mxjax.evaluation.reproduce.declared import TABLES
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 
@@ -42,6 +43,10 @@ RUNS = pathlib.Path("runs/baselines")
 CALIBRATION, TEST = (16, 256), (16, 256)
 REPLICATES = 3
 SEEDS = "0,3,5"
+ABLATIONS = (
+  "stages,components,discrete,rules,local,edits,recovery,encoding,geometry,readings,"
+  "next,controls"
+)
 RULES = ("floor", "even", "rceil")
 CHECKS = (
   *("rtn+rceil", "focus", "focus:batch=4:epochs=8"),
@@ -56,7 +61,7 @@ SMOLLM2 = (
 
 
 def options_of(model, out):
-  """What `compare` and `ablate` share on the command line."""
+  """The options of `compare`."""
   words = [str(model), "--out", out]
   words += ["--sequences", CALIBRATION[0], "--length", CALIBRATION[1]]
   words += ["--windows", TEST[0], "--window-length", TEST[1]]
@@ -127,31 +132,40 @@ def checks(family, made):
   compare(family, made, "checks", ",".join(CHECKS))
 
 
-def ablate(family, made):
-  """All studies over the calibration draws of the paper's table."""
-  out = RUNS / f"ablate-{family}"
-  words = ["--study", "all", "--seeds", SEEDS]
-  said = call("ablate", *options_of(f"models/trained/{family}", out), *words)
-  studies = json.loads((out / "result.json").read_text())
-  for one in studies:
-    one["rows"] = {
-      label: [slim(row) for row in rows] for label, rows in one["rows"].items()
-    }
+def ablations(name, family, made, tables, *extra):
+  """Tables of ablations over the calibration draws of the paper, without tasks."""
+  out = RUNS / f"{name}-{family}"
+  words = [tables, "--models", f"models/trained/{family}", "--out", str(out)]
+  words += ["--sequences", CALIBRATION[0], "--length", CALIBRATION[1]]
+  words += ["--windows", TEST[0], "--window-length", TEST[1]]
+  words += [
+    "--replicates",
+    REPLICATES,
+    "--calib",
+    "embedded",
+    "--wikitext2",
+    "embedded",
+  ]
+  words += ["--seeds", SEEDS, "--without", "tasks", "--operator-error", *extra]
+  words += ["--local-sequences", TEST[0]]
+  said = call("reproduce", *map(str, words))
   text = (out / "tables.md").read_text().replace("## ", "### ")
-  write(f"ablate_{family}", {**made, "mxjax": said, "studies": studies}, text)
+  facts = [
+    {"build": file.parent.parent.name, **slim(row)}
+    for file in sorted(out.glob("*/*/build/result.json"))
+    for row in json.loads(file.read_text())
+  ]
+  write(f"{name}_{family}", {**made, "mxjax": said, "rows": facts}, text)
+
+
+def reproduce(family, made):
+  """All ablations."""
+  ablations("reproduce", family, made, ABLATIONS)
 
 
 def next_(family, made):
-  """HiRes against hires-descent and each of its changes, over calibration draws."""
-  out = RUNS / f"next-{family}"
-  words = ["--study", "next", "--seeds", SEEDS, "--agreement"]
-  said = call("ablate", *options_of(f"models/trained/{family}", out), *words)
-  (study_,) = json.loads((out / "result.json").read_text())
-  study_["rows"] = {
-    label: [slim(row) for row in rows] for label, rows in study_["rows"].items()
-  }
-  text = (out / "tables.md").read_text().split("\n\n", 1)[1]
-  write(f"next_{family}", {**made, "mxjax": said, "study": study_}, text)
+  """HiRes against hires-descent and each of its changes."""
+  ablations("next", family, made, "next", "--agreement")
 
 
 def next_smollm2(options, made):
@@ -177,11 +191,22 @@ def next_smollm2(options, made):
       on_method=print,
     )
     for row in found:
-      rows[row["method"]].append(slim(row) | {"linears": {}})
-  result = {"study": "next", "seeds": options.draws, "reference": "hires"}
-  result["rows"] = rows
-  text = ablation_table.table(result).markdown().split("\n\n", 1)[1]
-  write("next_smollm2", {**made, "study": result}, text)
+      rows[row["method"]].append(slim(row))
+  result = {"seeds": options.draws, "rows": rows}
+  ours, theirs = rows.values()
+  lines = []
+  for head, read, least in (
+    ("perplexity, WikiText-2", lambda r: r["perplexity"]["WikiText-2"]["values"], 0),
+    ("perplexity, C4", lambda r: r["perplexity"]["C4"]["values"], 0),
+    ("operator error", lambda r: [r["operator_error"]], 1e-3),
+    ("KL, nats", lambda r: [r["agreement"]["kl_mean"]], 1e-3),
+  ):
+    sides = [[read(row) for row in side] for side in (ours, theirs)]
+    means = [float(np.mean(side)) for side in sides]
+    found = compare_draws(*sides, least=least * means[1])
+    lines.append([head, *(f"{mean:.6g}" for mean in means), str(found)])
+  head = ["quantity", *rows, "difference"]
+  write("next_smollm2", {**made, **result}, provenance.markdown(head, lines))
 
 
 def gain_of(row):
@@ -195,7 +220,7 @@ def gain_of(row):
 def rules(family, made):
   """RTN and HiRes with and without repairs, under every scale rule."""
   subject, calibration = trained.subject(family, CALIBRATION, TEST, REPLICATES)
-  programs = [program for _, program in ablations.STUDIES["controls"]]
+  programs = list(TABLES["controls"].rows.values())
   contracts = {
     f"[{rule}]": Contract(rules=mxfp4.Rules(scale_rule=rule)) for rule in RULES
   }
@@ -216,7 +241,7 @@ def rules(family, made):
     for plain, repaired in (
       ("rtn", "rtn+gain"),
       ("rtn", "rtn+r"),
-      ("hires I + II", "hires"),
+      ("hires:recover=none", "hires"),
     )
   }
   lines, summary = [], {}
@@ -278,7 +303,7 @@ def smollm2(options, made):
 COMMANDS = {
   "compare": compare,
   "checks": checks,
-  "ablate": ablate,
+  "reproduce": reproduce,
   "rules": rules,
   "next": next_,
 }
