@@ -3,12 +3,14 @@
   python benchmarks/baselines.py compare llama
   python benchmarks/baselines.py checks llama
   python benchmarks/baselines.py reproduce llama
+  python benchmarks/baselines.py stages [--data ../shared/data]
   python benchmarks/baselines.py rules llama
   python benchmarks/baselines.py next llama qwen3 mistral olmo2
   python benchmarks/baselines.py next-smollm2 [--data ../shared/data] [--draws 1 2 3]
   python benchmarks/baselines.py smollm2 [--data ../shared/data] [--methods NAMES]
 
-`compare` and `reproduce` are the product's own commands, called as a person would;
+`compare`, `reproduce` and `stages` are the product's own commands, called as a person
+would;
 `checks` compares variants of those methods whose rank differs from the paper's;
 `rules` runs the controls under each scale rule, to see how much of what recovery
 repairs is the floor rule's shrinkage of block maxima. `smollm2` runs the methods on the
@@ -43,6 +45,8 @@ RUNS = pathlib.Path("runs/baselines")
 CALIBRATION, TEST = (16, 256), (16, 256)
 REPLICATES = 3
 SEEDS = "0,3,5"
+ITEMS = 100
+FAMILIES = ("llama", "qwen3", "mistral", "olmo2")
 ABLATIONS = (
   "stages,components,discrete,rules,local,edits,recovery,encoding,geometry,readings,"
   "next,controls"
@@ -132,40 +136,58 @@ def checks(family, made):
   compare(family, made, "checks", ",".join(CHECKS))
 
 
-def ablations(name, family, made, tables, *extra):
-  """Tables of ablations over the calibration draws of the paper, without tasks."""
-  out = RUNS / f"{name}-{family}"
-  words = [tables, "--models", f"models/trained/{family}", "--out", str(out)]
+def reproduced(name, families, made, tables, *extra, data=""):
+  """Tables of `mxjax reproduce` over the paper's calibration draws; hides `data`."""
+  out = RUNS / name
+  models_ = ",".join(f"models/trained/{family}" for family in families)
+  words = [tables, "--models", models_, "--out", str(out), "--calib", "embedded"]
   words += ["--sequences", CALIBRATION[0], "--length", CALIBRATION[1]]
-  words += ["--windows", TEST[0], "--window-length", TEST[1]]
-  words += [
-    "--replicates",
-    REPLICATES,
-    "--calib",
-    "embedded",
-    "--wikitext2",
-    "embedded",
-  ]
-  words += ["--seeds", SEEDS, "--without", "tasks", "--operator-error", *extra]
-  words += ["--local-sequences", TEST[0]]
+  words += ["--windows", TEST[0], "--window-length", TEST[1], "--seeds", SEEDS]
+  words += ["--local-sequences", TEST[0], "--operator-error", *extra]
   said = call("reproduce", *map(str, words))
   text = (out / "tables.md").read_text().replace("## ", "### ")
-  facts = [
-    {"build": file.parent.parent.name, **slim(row)}
+  rows = [
+    {"build": "/".join(file.parts[-4:-2]), **slim(row)}
     for file in sorted(out.glob("*/*/build/result.json"))
     for row in json.loads(file.read_text())
   ]
-  write(f"{name}_{family}", {**made, "mxjax": said, "rows": facts}, text)
+  measured = [
+    json.loads(f.read_text()) for f in sorted(out.glob("*/*/*/evaluation.json"))
+  ]
+  for entry in measured:
+    entry["tasks"] = {
+      task: {"score": found["score"], "items": found["items"]}
+      for task, found in entry["tasks"].items()
+    }
+  found = json.dumps({"mxjax": said, "rows": rows, "results": measured})
+  found = json.loads(found.replace(str(data), "DATA") if data else found)
+  write(name, {**made, **found}, text)
+
+
+WITHOUT_TASKS = (
+  *("--without", "tasks", "--wikitext2", "embedded"),
+  *("--replicates", REPLICATES),
+)
 
 
 def reproduce(family, made):
-  """All ablations."""
-  ablations("reproduce", family, made, ABLATIONS)
+  """All ablations of one family, without tasks."""
+  reproduced(f"reproduce_{family}", [family], made, ABLATIONS, *WITHOUT_TASKS)
 
 
 def next_(family, made):
-  """HiRes against hires-descent and each of its changes."""
-  ablations("next", family, made, "next", "--agreement")
+  """HiRes against hires-descent and each of its changes, over calibration draws."""
+  extra = (*WITHOUT_TASKS, "--agreement")
+  reproduced(f"next_{family}", [family], made, "next", *extra)
+
+
+def stages(options, made):
+  """Stages of all families, on the first items and windows of Fit-3's tasks."""
+  data = pathlib.Path(options.data)
+  words = ["--items", ITEMS, "--task-source", "embedded"]
+  words += ["--wikitext2", data / "wikitext2" / "wiki.test.raw"]
+  words += ["--c4", data / "c4" / "c4_en_train_first1000.jsonl"]
+  reproduced("stages", FAMILIES, made, "stages", *words, data=data)
 
 
 def next_smollm2(options, made):
@@ -307,20 +329,20 @@ COMMANDS = {
   "rules": rules,
   "next": next_,
 }
-SMOLLM2_COMMANDS = {"smollm2": smollm2, "next-smollm2": next_smollm2}
+WHOLE = {"smollm2": smollm2, "next-smollm2": next_smollm2, "stages": stages}
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("what", choices=(*COMMANDS, *SMOLLM2_COMMANDS))
+  parser.add_argument("what", choices=(*COMMANDS, *WHOLE))
   parser.add_argument("families", nargs="*", metavar="FAMILY")
   parser.add_argument("--data", default="../shared/data")
   parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 3])
   parser.add_argument("--methods", help="of smollm2, with commas between")
   options = parser.parse_args()
   made = provenance.stamp(hidden=("--data",))
-  if options.what in SMOLLM2_COMMANDS:
-    SMOLLM2_COMMANDS[options.what](options, made)
+  if options.what in WHOLE:
+    WHOLE[options.what](options, made)
   for family in options.families:
     COMMANDS[options.what](family, made)
 

@@ -83,9 +83,7 @@ def _measure(options: argparse.Namespace, job: Job, source: str | None = None) -
 
 
 def make(
-  options: argparse.Namespace,
-  call: Callable[[list[str]], Any],
-  seconds: float | None,
+  options: argparse.Namespace, call: Callable[[list[str]], Any], seconds: float | None
 ) -> Mapping[Build, str]:
   """Does the jobs, by `call` of other commands; returns what failed, by build.
 

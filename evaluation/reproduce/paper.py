@@ -56,8 +56,8 @@ def printed(declared: Declared) -> list[Printed]:
     seed = int(row["Seed"]) if "Seed" in row else None
     cells = found.setdefault((row["Model"], label, seed), {})
     for name in declared.columns:
-      heads = [head for head in QUANTITIES[name].printed if head in row]
-      cells |= {name: row[heads[0]]} if heads else {}
+      head = QUANTITIES[name].printed
+      cells |= {name: row[head]} if head in row else {}
   rows = [Printed(*key, cells) for key, cells in found.items()]
   models = list(dict.fromkeys(row.model for row in rows))
   place = lambda row: (models.index(row.model), row.seed or 0, labels.index(row.label))

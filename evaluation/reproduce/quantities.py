@@ -64,7 +64,6 @@ class Quantity(NamedTuple):
     needs: Tasks, or `build`, `local` and `cost`.
     of_scores: Computes it from scores of a method and of the float model.
     of_facts: Computes it from other measures: a value, or one per perturbed replicate.
-    printed: Heads of the column in `paper.json`.
     least: Smallest difference that counts, the paper's threshold.
     is_relative: Whether `least` is a share of the reference.
   """
@@ -74,9 +73,13 @@ class Quantity(NamedTuple):
   needs: tuple[str, ...]
   of_scores: Callable[[Scores, Scores], float] | None = None
   of_facts: Callable[[Mapping[str, Any]], Any] | None = None
-  printed: tuple[str, ...] = ()
   least: float = 0.0
   is_relative: bool = False
+
+  @property
+  def printed(self) -> str:
+    """Its head in `paper.json`."""
+    return self.head.rstrip("↓↑").removesuffix(" (%)")
 
   def values(self, cell: Measured) -> list[float]:
     """Returns the value, or one per replicate; none if something was not measured."""
@@ -126,23 +129,23 @@ def _three(summary: Callable[[Sequence[float]], Any]) -> Callable[..., float]:
   return read
 
 
-def _task(name: str, head: str, *printed: str) -> Quantity:
+def _task(name: str, head: str) -> Quantity:
   form = ".4f" if name in PERPLEXITIES else ".2f"
-  read = lambda scores, exact: scores[name]
-  return Quantity(head, form, (name,), read, printed=printed)
+  return Quantity(head, form, (name,), lambda scores, exact: scores[name])
 
 
 def _fact(
-  head: str, form: str, need: str, read: Callable[[Any], Any], *printed: str
+  head: str, form: str, need: str, read: str | Callable[[Any], Any], **options: Any
 ) -> Quantity:
-  of_facts = lambda facts: read(facts[need])
-  return Quantity(head, form, (need,), None, of_facts, printed)
+  """Reads an entry of a measure, or computes it from the measure."""
+  of_measure = (lambda measure: measure[read]) if isinstance(read, str) else read
+  of_facts = lambda facts: of_measure(facts[need])
+  return Quantity(head, form, (need,), of_facts=of_facts, **options)
 
 
-def _only(by_test: Mapping[str, Any]) -> Any:
-  """Returns the entry of the only test."""
-  (found,) = by_test.values()
-  return found
+def _perplexity(row: Any) -> list[float]:
+  (found,) = row["perplexity"].values()
+  return found["values"]
 
 
 def _minutes(row: Any) -> float:
@@ -153,146 +156,55 @@ def _minutes(row: Any) -> float:
   return row["seconds"] / 60
 
 
-def _auxiliary(row: Any) -> float:
+def _sizes(row: Any) -> tuple[float, float, float]:
+  """Returns bytes of maps, of all auxiliary tensors, and of the model in bfloat16."""
   linears = row["size"]["quantized_linears"]
-  return linears["maps"] + linears["rounding"] + row["size"]["recovery"]
+  auxiliary = linears["maps"] + linears["rounding"] + row["size"]["recovery"]
+  return linears["maps"], auxiliary, row["size"]["bf16_total"]
 
 
-_FIT3_TASKS, _SEVEN = fitness.FIT3_TASKS, tuple(SEVEN)
+def _storage(head: str, form: str, read: Callable[[float, float, float], float]) -> Any:
+  return _fact(head, form, "build", lambda row: read(*_sizes(row)))
+
+
+_THREE, _SEVEN = fitness.FIT3_TASKS, tuple(SEVEN)
+_FEW = {"least": 1e-3, "is_relative": True}
+"""Differences of noiseless errors up to a thousandth are ties."""
 QUANTITIES: Mapping[str, Quantity] = {
-  "wikitext2": _task("wikitext2", "WT2↓", "WT2"),
-  "c4": _task("c4", "C4↓", "C4"),
-  "arc_challenge": _task("arc_challenge", "ARC-C (%)↑", "ARC-C"),
-  "arc_easy": _task("arc_easy", "ARC-E (%)↑", "ARC-E"),
-  "hellaswag": _task("hellaswag", "HS (%)↑", "HS"),
-  "piqa": _task("piqa", "PIQA (%)↑", "PIQA"),
-  "winogrande": _task("winogrande", "Wino (%)↑", "Wino"),
-  "fit3": Quantity(
-    "Fit-3↓", ".5f", _FIT3_TASKS, fitness.fit3, printed=("Fit-3",), least=0.003
-  ),
-  "fit7": Quantity(
-    "Fit-7↓",
-    ".6f",
-    _SEVEN,
-    fitness.fit7,
-    printed=("Fit-7", "Fit-7 mean+-sd"),
-    least=0.002,
-  ),
-  "mean_damage3": Quantity(
-    "Mean dmg.↓", ".5f", _FIT3_TASKS, _three(np.mean), printed=("Mean dmg",)
-  ),
-  "worst3": Quantity(
-    "Worst dmg.↓", ".5f", _FIT3_TASKS, _three(np.max), printed=("Worst dmg",)
-  ),
-  "mean_damage": Quantity(
-    "MeanDamage↓",
-    ".6f",
-    _SEVEN,
-    fitness.mean_damage,
-    printed=("MeanDamage",),
-  ),
+  "wikitext2": _task("wikitext2", "WT2↓"),
+  "c4": _task("c4", "C4↓"),
+  "arc_challenge": _task("arc_challenge", "ARC-C (%)↑"),
+  "arc_easy": _task("arc_easy", "ARC-E (%)↑"),
+  "hellaswag": _task("hellaswag", "HS (%)↑"),
+  "piqa": _task("piqa", "PIQA (%)↑"),
+  "winogrande": _task("winogrande", "Wino (%)↑"),
+  "fit3": Quantity("Fit-3↓", ".5f", _THREE, fitness.fit3, least=0.003),
+  "fit7": Quantity("Fit-7↓", ".6f", _SEVEN, fitness.fit7, least=0.002),
+  "mean_damage3": Quantity("Mean dmg↓", ".5f", _THREE, _three(np.mean)),
+  "worst3": Quantity("Worst dmg↓", ".5f", _THREE, _three(np.max)),
+  "mean_damage": Quantity("MeanDamage↓", ".6f", _SEVEN, fitness.mean_damage),
   "worst": Quantity(
     "Worst damage↓", ".5f", _SEVEN, lambda *pair: fitness.worst_damage(*pair)[1]
   ),
-  "acc5": Quantity(
-    "Acc5↑",
-    ".4f",
-    _SEVEN[2:],
-    lambda scores, exact: fitness.acc5(scores),
-    printed=("Acc5",),
+  "acc5": Quantity("Acc5↑", ".4f", _SEVEN[2:], lambda ours, _: fitness.acc5(ours)),
+  "operator_error": _fact("operator error↓", ".6f", "build", "operator_error", **_FEW),
+  "kl": _fact(
+    "KL, nats↓", ".4f", "build", lambda row: row["agreement"]["kl_mean"], **_FEW
   ),
-  "operator_error": Quantity(
-    "operator error↓",
-    ".6f",
-    ("build",),
-    None,
-    lambda facts: facts["build"]["operator_error"],
-    least=1e-3,
-    is_relative=True,
-  ),
-  "kl": Quantity(
-    "KL, nats↓",
-    ".4f",
-    ("build",),
-    None,
-    lambda facts: facts["build"]["agreement"]["kl_mean"],
-    least=1e-3,
-    is_relative=True,
-  ),
-  "perplexity": _fact(
-    "perplexity↓", ".3f", "build", lambda row: _only(row["perplexity"])["values"]
-  ),
-  "local_sensitivity": _fact(
-    "Sensitivity↓", ".3f", "local", lambda m: m["local_sensitivity"], "Sensitivity"
-  ),
-  "local_mismatch": _fact(
-    "Mismatch↓", ".3f", "local", lambda m: m["local_mismatch"], "Mismatch"
-  ),
-  "layer_mse": _fact(
-    "Local MSE↓", ".8g", "local", lambda m: m["layer_mse"], "Local MSE"
-  ),
-  "codes_per_block": _fact(
-    "Codes per block",
-    ".2f",
-    "local",
-    lambda m: m["codes_per_block"],
-    "Codes per block",
-  ),
-  "edited_elements": _fact(
-    "Edited A4 elements",
-    ".2%",
-    "local",
-    lambda m: m["edited_elements"],
-    "Edited A4 elements",
-  ),
-  "build_minutes": _fact(
-    "Quantization, min↓",
-    ".1f",
-    "build",
-    _minutes,
-    "Quantization, min",
-  ),
-  "tokens_per_second": _fact(
-    "tok/s↑", ".1f", "cost", lambda m: m["tokens_per_second"], "tok/s"
-  ),
-  "forward_ms": _fact(
-    "Forward, ms↓", ".0f", "cost", lambda m: m["forward_ms"], "Forward, ms"
-  ),
-  "blocks": _fact(
-    "Input blocks",
-    ",.0f",
-    "build",
-    lambda row: row["size"]["quantized_linears"]["maps"] / plan.MAP_BYTES,
-    "Input blocks",
-  ),
-  "bf16_gib": _fact(
-    "BF16 GiB",
-    ".3f",
-    "build",
-    lambda row: row["size"]["bf16_total"] / GIB,
-    "BF16 GiB",
-  ),
-  "auxiliary_mib": _fact(
-    "Auxiliary MiB",
-    ".3f",
-    "build",
-    lambda row: _auxiliary(row) / MIB,
-    "Auxiliary MiB",
-  ),
-  "total_gib": _fact(
-    "Total GiB",
-    ".3f",
-    "build",
-    lambda row: (row["size"]["bf16_total"] + _auxiliary(row)) / GIB,
-    "Total GiB",
-  ),
-  "increase": _fact(
-    "Increase",
-    ".2%",
-    "build",
-    lambda row: _auxiliary(row) / row["size"]["bf16_total"],
-    "Increase",
-  ),
+  "perplexity": _fact("perplexity↓", ".3f", "build", _perplexity),
+  "local_sensitivity": _fact("Sensitivity↓", ".3f", "local", "local_sensitivity"),
+  "local_mismatch": _fact("Mismatch↓", ".3f", "local", "local_mismatch"),
+  "layer_mse": _fact("Local MSE↓", ".8g", "local", "layer_mse"),
+  "codes_per_block": _fact("Codes per block", ".2f", "local", "codes_per_block"),
+  "edited_elements": _fact("Edited A4 elements", ".2%", "local", "edited_elements"),
+  "build_minutes": _fact("Quantization, min↓", ".1f", "build", _minutes),
+  "tokens_per_second": _fact("tok/s↑", ".1f", "cost", "tokens_per_second"),
+  "forward_ms": _fact("Forward, ms↓", ".0f", "cost", "forward_ms"),
+  "blocks": _storage("Input blocks", ",.0f", lambda maps, *_: maps / plan.MAP_BYTES),
+  "bf16_gib": _storage("BF16 GiB", ".3f", lambda _, more, bf16: bf16 / GIB),
+  "auxiliary_mib": _storage("Auxiliary MiB", ".3f", lambda _, more, bf16: more / MIB),
+  "total_gib": _storage("Total GiB", ".3f", lambda _, more, bf16: (more + bf16) / GIB),
+  "increase": _storage("Increase", ".2%", lambda _, more, bf16: more / bf16),
 }
 """The columns of all tables by name."""
 INTERVALS = ("Fit-3↓", "Fit-7↓")
