@@ -57,6 +57,13 @@ UNDEMANDED = (
   "reject",
 )
 DISCOVERY = (
+  (
+    "the anytime figure draws the visible target",
+    "studies/figures.py",
+    "for call, _, hidden, _ in",
+    "for call, hidden, _, _ in",
+    "studies/test_study.py",
+  ),
   *(
     (
       f"the verdict that demands to {response} demands nothing",
