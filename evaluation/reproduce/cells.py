@@ -203,7 +203,8 @@ def table_cells(
           result.tasks if result else {},
           exact.tasks if exact else {},
           facts.get(key, {}),
-          failures.get(key, ""),
+          # Without the float model's results no damage can be told.
+          failures.get(key) or failures.get((model, FLOAT, None), ""),
         )
   return cells
 

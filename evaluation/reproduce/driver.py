@@ -138,7 +138,8 @@ def run(
   last = None
   for number, job in enumerate(jobs):
     draw = job.build.model, job.build.seed
-    if last != draw:
+    # What a killed process left of the draw in work is used again.
+    if last not in (None, draw):
       shutil.rmtree(work.out / STORE, ignore_errors=True)
     last = draw
     if job.build in unbuilt:

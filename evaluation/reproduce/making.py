@@ -83,11 +83,11 @@ def _measure(options: argparse.Namespace, job: Job, source: str | None = None) -
 
 
 def make(
-  options: argparse.Namespace, call: Callable[[list[str]], Any], seconds: float | None
+  options: argparse.Namespace, call: Callable[[list[str]], Any], left: Table
 ) -> Mapping[Build, str]:
   """Does the jobs, by `call` of other commands; returns what failed, by build.
 
-  `seconds` are those expected, or None.
+  First it says `left`, the plan of what is to be done.
 
   Raises:
     ValueError: The folder was made with other settings.
@@ -105,14 +105,14 @@ def make(
   found = {"quantize": work.quantize, "evaluate": work.evaluate}
   driver.check_settings(work.out, found | {"local_sequences": options.local_sequences})
   jobs, tell = _jobs(options), progress.teller(options.log)
-  tell(f"{len(jobs)} jobs, {sum(job.is_done(work.out) for job in jobs)} of them done")
-  if seconds:
-    tell(f"expected time: about {numbers.about(seconds)}")
+  for row in left.rows:
+    parts = zip(left.head[1:], row[1:], strict=True)
+    tell(f"{row[0]}: {'; '.join(f'{head}: {cell}' for head, cell in parts)}")
   clock, count = progress.Clock(), itertools.count()
-  left = sum(not job.is_done(work.out) for job in jobs)
+  todo = sum(not job.is_done(work.out) for job in jobs)
 
   def on_job(job: Job, number: int) -> None:
-    remaining = clock.update(next(count) / max(1, left))[1]
+    remaining = clock.update(next(count) / max(1, todo))[1]
     about = f"; about {numbers.about(remaining)} left" if remaining else ""
     tell(f"[{number + 1}/{len(jobs)}] {job}{about}")
 
@@ -140,7 +140,7 @@ def tables_made(
   key = lambda build: (build.name, build.method, build.seed)
   builds = dict.fromkeys(job.build for job in jobs)
   facts = {key(build): cells.measured(build, out) for build in builds}
-  told = {key(build): message for build, message in failures.items()}
+  told = {key(build): f"{build}: {message}" for build, message in failures.items()}
   return tables_of(options, found, facts, told), found
 
 

@@ -51,11 +51,7 @@ def build(
   whole = title.replace("(reduced)", f"(reduced: {', '.join(reduced)})")
   form = _by_model if declared.is_by_model else _by_row
   source = f"Paper: {declared.label}." if declared.label else "Not in the paper."
-  failures = [
-    f"{model}, {label}: {cell.failure}"
-    for (model, label, _), cell in cells.items()
-    if cell.failure
-  ]
+  failures = filter(None, (cell.failure for cell in cells.values()))
   untimed = "build_minutes" in declared.columns and any(
     "build" in cell.facts and not QUANTITIES["build_minutes"].values(cell)
     for cell in cells.values()
@@ -108,9 +104,13 @@ def _by_model(
   summaries = [name for name in theirs if name in SUMMARIES]
   rows = []
   for label in dict.fromkeys([*(key[1] for key in cells), *(k[1] for k in printed)]):
-    ours = {key[0]: cell for key, cell in cells.items() if key[1] == label}
-    texts = [_cell(quantity, ours.get(model)) for model in models]
-    values = [v for cell in ours.values() for v in quantity.values(cell)]
+    own = [
+      [cell for (of, at, _), cell in cells.items() if (of, at) == (model, label)]
+      for model in models
+    ]
+    texts = [_cell(quantity, draws) for draws in own]
+    by_model = [[v for cell in draws for v in quantity.values(cell)] for draws in own]
+    values = [float(np.mean(draws)) for draws in by_model if draws]
     means = ["", ""]
     if len(values) == len(models):
       means = [f"{v:.5f}" for v in (np.mean(values), fitness.robust_fit(values))]
@@ -121,10 +121,16 @@ def _by_model(
   return Table(f"{title}: {quantity.head}", head, rows)
 
 
-def _cell(quantity: Quantity, cell: Measured | None) -> str:
-  if cell is None:
-    return ""
-  return quantity.text(cell) or (FAILED if cell.failure else "")
+def _cell(quantity: Quantity, draws: Sequence[Measured]) -> str:
+  """Formats the value of one draw, or the mean and deviation of several."""
+  values = [value for cell in draws for value in quantity.values(cell)]
+  if len(values) > 1:
+    return (
+      f"{np.mean(values):{quantity.form}} ± {np.std(values, ddof=1):{quantity.form}}"
+    )
+  texts = [quantity.text(cell) for cell in draws]
+  failed = FAILED if any(cell.failure for cell in draws) else ""
+  return next(filter(None, texts), failed)
 
 
 def _differences(declared: Declared, cells: Cells, name: str, title: str) -> Table:

@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plan:
       _print_plan(options, *planned)
       return 0
-    failures = making.make(options, _call, planned[1])
+    failures = making.make(options, _call, planned[0])
     made, found = making.tables_made(options, failures)
   if options.out:
     for path in page.write(pathlib.Path(options.out), made, found):

@@ -222,5 +222,17 @@ def test_failed_cells_say_so_beside_what_was_measured():
   (table,) = tables.build(declared, {("m", "HiRes", 0): cell}, reduced=["2 windows"])
   assert table.title == f"{declared.title} (reduced: 2 windows)"
   assert table.rows[0] == ["m", "HiRes", "0.50", "failed"]
-  assert "m, HiRes: build: no memory" in table.note
+  assert "build: no memory" in table.note
   assert tables.build(declared, {("m", "HiRes", 0): Measured()}) == []
+
+
+def test_columns_of_models_average_several_draws():
+  cell = lambda fit: Measured({"x": {"score": fit}}, {})
+  quantity = QUANTITIES["fit7"]._replace(of_scores=lambda scores, _: scores["x"])
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(QUANTITIES, "fit7", quantity)
+    found = {("m", "RTN", 0): cell(0.2), ("m", "RTN", 3): cell(0.3)}
+    (table,) = tables.build(TABLES["main"], found)
+  row = dict(zip(table.head, table.rows[0], strict=True))
+  assert row["m"] == "0.250000 ± 0.070711"
+  assert row["Mean"] == "0.25000" and row["Qwen-8B (paper)"] == ".1666"
