@@ -147,18 +147,17 @@ def reproduced(name, families, made, tables, *extra, data=""):
   said = call("reproduce", *map(str, words))
   text = (out / "tables.md").read_text().replace("## ", "### ")
   rows = [
-    {"build": "/".join(file.parts[-4:-2]), **slim(row)}
+    {"build": "/".join(file.parts[-4:-2])}
+    | {key: row[key] for key in ("method", "seconds", "operator_error")}
+    | {"perplexity": {n: found["values"] for n, found in row["perplexity"].items()}}
     for file in sorted(out.glob("*/*/build/result.json"))
     for row in json.loads(file.read_text())
   ]
-  measured = [
-    json.loads(f.read_text()) for f in sorted(out.glob("*/*/*/evaluation.json"))
-  ]
-  for entry in measured:
-    entry["tasks"] = {
-      task: {"score": found["score"], "items": found["items"]}
-      for task, found in entry["tasks"].items()
-    }
+  measured = {}
+  for file in sorted(out.glob("*/*/*/evaluation.json")):
+    for task, found in json.loads(file.read_text())["tasks"].items():
+      place = measured.setdefault("/".join(file.parts[-4:-2]), {})
+      place[task] = {key: found[key] for key in ("score", "items", "token_sha256")}
   found = json.dumps({"mxjax": said, "rows": rows, "results": measured})
   found = json.loads(found.replace(str(data), "DATA") if data else found)
   write(name, {**made, **found}, text)

@@ -148,7 +148,7 @@ def _differences(declared: Declared, cells: Cells, name: str, title: str) -> Tab
     pairs = [p for p in pairs if all(quantity.values(side) for side in p)]
     if pairs:
       found[model, label] = _compare(quantity, pairs)
-  ours = {key: comparison.mean for key, (_, comparison) in found.items()}
+  ours = {key: comparison for key, (_, comparison) in found.items()}
   for model in dict.fromkeys(row.model for row in printed):
     by_label = {
       label: {
@@ -174,18 +174,26 @@ def _differences(declared: Declared, cells: Cells, name: str, title: str) -> Tab
   share = f"{quantity.least:.1%}" if quantity.is_relative else f"{quantity.least:g}"
   note = DIFFERENCES.format(least=share)
   return Table(
-    f"{title}: differences of {quantity.head}", [*head, "sign as here"], rows, note
+    f"{title}: differences of {quantity.head}",
+    [*head, "models with this sign"],
+    rows,
+    note,
   )
 
 
 def _agrees(
-  ours: Mapping[tuple[str, str], float], model: str, label: str, theirs: Comparison
+  ours: Mapping[tuple[str, str], Comparison],
+  model: str,
+  label: str,
+  theirs: Comparison,
 ) -> str:
-  """Counts our models whose difference has the sign of the paper's."""
+  """Counts our models whose difference has the sign of the paper's, and the ties."""
   if (model, label) in ours:
     return ""
-  here = [mean for (_, of), mean in ours.items() if of == label]
-  return f"{sum(mean * theirs.mean > 0 for mean in here)}/{len(here)}"
+  here = [comparison for (_, of), comparison in ours.items() if of == label]
+  ties = sum(comparison.verdict == "tie" for comparison in here)
+  same = sum(comparison.mean * theirs.mean > 0 for comparison in here)
+  return f"{same} of {len(here)}" + (f", {ties} ties" if ties else "")
 
 
 def _compare(
