@@ -32,7 +32,7 @@ LONGEST_FIRST = (
   "sandbox/test_sandbox.py",
   "cli/test_progress.py",
   "families/test_families.py",
-  "evaluation/test_ablation.py",
+  "reproduce/test_driver.py",
   "search/test_search.py",
   "search/test_runs.py",
   "running/test_toy_network.py",

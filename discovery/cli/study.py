@@ -9,7 +9,7 @@ from typing import Any
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.sandbox.jail import LEVELS
 from mxjax.discovery.search import runs
-from mxjax.discovery.studies import study, tables
+from mxjax.discovery.studies import figures, study, tables
 from mxjax.evaluation.cli.console import say
 
 
@@ -88,4 +88,6 @@ def conduct(name: str, folder: pathlib.Path, settings: study.StudyOptions) -> No
     study_folder.close()
   text = "\n\n".join(table.markdown() for table in tables.tables(results))
   (folder / f"{name}.md").write_text(text + "\n")
+  if name == "matched":
+    (folder / "anytime.html").write_text(figures.anytime(results), encoding="utf-8")
   print(text)
