@@ -41,6 +41,41 @@ LONGEST_FIRST = (
 """Files that a run starts with, so that no worker ends with a long one alone."""
 
 
+OPTIMIZED = (
+  "/mxjax/devices/",
+  "/mxjax/layers/",
+  "/mxjax/numerics/",
+  "loading/test_gguf.py",
+  "running/test_pipeline.py",
+  "running/test_toy_network.py",
+)
+"""Tests whose programs are compiled as users compile them.
+
+They hold results to an oracle, or to the bits of another shape or device, where the
+instructions that the compiler chooses matter; one computes for longer than it compiles.
+All other tests show what is done with results. Theirs are compiled with few of LLVM's
+passes, in three fifths of the time: most of a run is compiling.
+"""
+
+
+def is_optimized(path):
+  return any(part in path.as_posix() for part in OPTIMIZED)
+
+
+def optimize(wanted):
+  """Sets how this process and those that tests start compile from now on."""
+  if jax.config.read("jax_disable_most_optimizations") == wanted:
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", not wanted)
+  os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not wanted))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+  """Before any fixture of the test compiles something."""
+  optimize(is_optimized(item.path))
+
+
 def pytest_configure(config):
   jax.config.update("jax_numpy_dtype_promotion", "strict")
   jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -66,12 +101,15 @@ def share_compiled_programs(config):
 
 
 def pytest_collection_modifyitems(items):
-  """A worker takes whole files (`--dist loadfile`), in this order."""
+  """A worker takes whole files (`--dist loadfile`), in this order.
+
+  Optimized files are together, so that a worker drops its programs once.
+  """
 
   def rank(item):
     path = item.path.as_posix()
     ranks = (i for i, end in enumerate(LONGEST_FIRST) if path.endswith(end))
-    return next(ranks, len(LONGEST_FIRST))
+    return not is_optimized(item.path), next(ranks, len(LONGEST_FIRST))
 
   items.sort(key=rank)
 

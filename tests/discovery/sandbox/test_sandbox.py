@@ -29,7 +29,7 @@ TASK = world.World(seed=3)
 SPEC = TASK.interface.hook("geometry").to_dict()
 HEADER = "import jax\nimport jax.numpy as jnp\n"
 GOOD = HEADER + "def geometry(x):\n  return x + 0.25 * jnp.roll(x, 1)\n"
-LIMITS = jail.Limits(seconds=90.0, cpu_seconds=3, memory_bytes=3 << 30, files=64)
+LIMITS = jail.Limits(seconds=90.0, cpu_seconds=2, memory_bytes=3 << 30, files=64)
 LEVELS = ("strict", "standard")
 # A folder of this process: other runs on the machine leave theirs in the common one.
 TEMP = tempfile.mkdtemp(prefix="mxjax-probes-")
@@ -459,7 +459,7 @@ class PastAdmission(CachedEvaluator):
 def test_a_search_survives_every_probe_and_charges_by_rule(tmp_path, record_property):
   before = remains()
   kept = store.Store(tmp_path)
-  run_limits = jail.Limits(seconds=45.0, memory_bytes=6 << 30, cpu_seconds=1 << 20)
+  run_limits = jail.Limits(seconds=20.0, memory_bytes=6 << 30, cpu_seconds=1 << 20)
   executor = JailedExecutor(TASK, kept, trace_limits=LIMITS, run_limits=run_limits)
   evaluator = PastAdmission(TASK, executor, kept)
   script = Scripted([(name, source) for name, (source, _, _) in RUN_PROBES.items()])
