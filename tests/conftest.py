@@ -26,17 +26,21 @@ VECTORS_SHA256 = "cbc62b5727d2e9fca4b696f6213a0a4028f0a746c7f92cac4f768b88ae5345
 
 LONGEST_FIRST = (
   "devices/test_mesh.py",
-  "methods/test_baselines.py",
   "running/test_pipeline.py",
-  "cli/test_distributed.py",
+  "running/test_toy_network.py",
+  "methods/test_baselines.py",
   "sandbox/test_sandbox.py",
-  "cli/test_progress.py",
+  "methods/test_scale_distillation.py",
+  "loading/test_trained.py",
+  "examples/test_examples.py",
+  "ptq/test_ptq.py",
   "families/test_families.py",
   "evaluation/test_ablation.py",
+  "cli/test_distributed.py",
+  "cli/test_cli.py",
   "search/test_search.py",
   "search/test_runs.py",
-  "running/test_toy_network.py",
-  "loading/test_trained.py",
+  "calibration/test_flax_model.py",
 )
 """Files that a run starts with, so that no worker ends with a long one alone."""
 
@@ -47,7 +51,6 @@ OPTIMIZED = (
   "/mxjax/numerics/",
   "loading/test_gguf.py",
   "running/test_pipeline.py",
-  "running/test_toy_network.py",
 )
 """Tests whose programs are compiled as users compile them.
 
