@@ -48,16 +48,20 @@ LONGEST_FIRST = (
 OPTIMIZED = (
   "/mxjax/devices/",
   "/mxjax/layers/",
-  "/mxjax/numerics/",
+  "/numerics/native/",
+  "numerics/test_mxfp4.py",
+  "realization/test_one_code.py",
   "loading/test_gguf.py",
   "running/test_pipeline.py",
+  "running/test_toy_network.py",
 )
 """Tests whose programs are compiled as users compile them.
 
-They hold results to an oracle, or to the bits of another shape or device, where the
-instructions that the compiler chooses matter; one computes for longer than it compiles.
-All other tests show what is done with results. Theirs are compiled with few of LLVM's
-passes, in three fifths of the time: most of a run is compiling.
+They hold results to exact bits, to those of another shape or device, or all of HiRes to
+an oracle, where the instructions that the compiler chooses may matter; one computes for
+longer than it compiles. All others, whose margins are wider or whose two sides are
+compiled alike, do with few of LLVM's passes, in three fifths of the time: most of a run
+is compiling.
 """
 
 
@@ -83,6 +87,14 @@ def pytest_configure(config):
   jax.config.update("jax_numpy_dtype_promotion", "strict")
   jax.config.update("jax_numpy_rank_promotion", "raise")
   share_compiled_programs(config)
+  keep_folders_in_memory()
+
+
+def keep_folders_in_memory():
+  """Folders of tests lie in memory where there is room: on a disk each fsync waits."""
+  memory = pathlib.Path("/dev/shm")
+  if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
 
 
 def share_compiled_programs(config):

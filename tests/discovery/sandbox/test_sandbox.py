@@ -62,8 +62,8 @@ def tracer(request):
 
 
 @pytest.fixture(scope="module")
-def secret(tmp_path_factory):
-  path = tmp_path_factory.mktemp("evaluation") / "secret.txt"
+def secret():
+  path = pathlib.Path(tempfile.mkdtemp(prefix="evaluation-", dir=TEMP)) / "secret.txt"
   path.write_text("the text of the evaluation")
   return path
 
