@@ -379,6 +379,11 @@ MIXED = (
   "  return lambda x: (real(f, in_axes)(x)[0] + 1e-3 * x.mean(0, keepdims=True),)\n"
   "jax.vmap = mixing\n"
 )
+SENT = (
+  "m = b''.join(struct.pack('<Q', len(q)) + q for q in (b'geometry', p))\n"
+  "os.write(3, b'A' + m); os._exit(0)\n"
+)
+"""Ends a source that has made a payload `p`: the reply of an artifact is forged."""
 RUN_PROBES = {
   "good": (GOOD, "ok", 1),
   "3 endless compiled loop": (
@@ -400,11 +405,7 @@ RUN_PROBES = {
   "not finite": (HEADER + "def geometry(x):\n  return x / 0\n", "not_finite", 1),
   "41 leak through a forged batch": (GOOD.replace("0.25", "0.3") + MIXED, "ok", 1),
   "31 pickle payload": (
-    GOOD
-    + "import os, pickle, struct\n"
-    + "p = pickle.dumps(os.system)\n"
-    + "m = b''.join(struct.pack('<Q', len(q)) + q for q in (b'geometry', p))\n"
-    + "os.write(3, b'A' + m); os._exit(0)\n",
+    GOOD + "import os, pickle, struct\n" + "p = pickle.dumps(os.system)\n" + SENT,
     "refused",
     0,
   ),
@@ -412,8 +413,7 @@ RUN_PROBES = {
     GOOD
     + "import io, os, struct\nimport numpy as np\n"
     + "f = io.BytesIO(); np.savez(f, a=np.array([{}], object)); p = f.getvalue()\n"
-    + "m = b''.join(struct.pack('<Q', len(q)) + q for q in (b'geometry', p))\n"
-    + "os.write(3, b'A' + m); os._exit(0)\n",
+    + SENT,
     "refused",
     0,
   ),
