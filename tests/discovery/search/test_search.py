@@ -40,15 +40,15 @@ class CountingExecutor(LocalExecutor):
 @pytest.fixture(scope="module")
 def executor():
   """One executor: artifacts traced for one run serve the others."""
-  return CountingExecutor(world.World(seed=3))
+  return CountingExecutor(world.World(seed=5))
 
 
 def run(folder, executor, proposer=None, **config):
-  task = world.World(seed=3)
+  task = world.World(seed=5)
   kept = store.Store(folder)
   evaluator = CachedEvaluator(task, executor, kept)
   proposer = proposer or embedded.EmbeddedProposer(task.edit_templates, "loss")
-  options = {"seed": 3, "budget": BUDGET, "mark_every": 10, **config}
+  options = {"seed": 5, "budget": BUDGET, "mark_every": 10, **config}
   running = search.Search(search.SearchConfig(**options), evaluator, proposer, kept)
   try:
     running.run()
@@ -191,7 +191,7 @@ def test_arms_without_verdicts_never_see_one(executor, tmp_path):
       seen.append(context)
       return super().propose(context)
 
-  spy = Spy(world.World(seed=3).edit_templates, "loss")
+  spy = Spy(world.World(seed=5).edit_templates, "loss")
   run(tmp_path, executor, spy, budget=8, evidence="text")
   entries = list(itertools.chain.from_iterable(c.history for c in seen))
   assert entries
@@ -200,7 +200,7 @@ def test_arms_without_verdicts_never_see_one(executor, tmp_path):
 
 def test_verdicts_agree_with_the_truth_of_the_world(finished):
   running, _ = finished
-  task = world.World(seed=3)
+  task = world.World(seed=5)
   expected = {"supported": {"mechanism"}, "mediator_only": {"mediator", "mechanism"}}
   judged = 0
   for entry in running.history.experiments:
@@ -213,7 +213,7 @@ def test_verdicts_agree_with_the_truth_of_the_world(finished):
 
 
 def test_the_held_out_world_has_the_same_truth_and_other_numbers():
-  task = world.World(seed=3)
+  task = world.World(seed=5)
   held_out = task.holdout()
   assert held_out.truth == task.truth
   assert held_out.contract != task.contract
@@ -246,7 +246,7 @@ def test_a_ledger_reserves_settles_and_reuses():
 
 def run_of_few(folder, executor):
   """A run whose proposer has too few templates for its budget."""
-  few = embedded.EmbeddedProposer(world.World(seed=3).edit_templates[:7], "loss")
+  few = embedded.EmbeddedProposer(world.World(seed=5).edit_templates[:7], "loss")
   return run(folder, executor, proposer=few, budget=60)
 
 
