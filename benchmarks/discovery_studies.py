@@ -34,8 +34,7 @@ from mxjax.models.loading import embedded
 
 HERE = pathlib.Path(__file__).parent
 PTQ = {"calibration": [8, 64], "windows": [16, 128]}
-SEEDS, PAYOFF_SEEDS = tuple(range(101, 109)), tuple(range(201, 209))
-TUNED = (1, 2, 3, 11, 12, 21, 22)
+SEEDS, PAYOFF_SEEDS = tuple(range(301, 309)), tuple(range(201, 209))
 WORLDS = {
   "world": "world",
   "payoff-noisy": "noisy-world",
@@ -50,7 +49,7 @@ EXPECTED = {
   "bring nothing; QuantForge is not behind any other arm by more than noise: the 95 % "
   "interval of each paired difference holds zero or lies below it.",
 }
-PAYOFF_TUNED = (1, 2, 3, 31, 32, 33, 101, 102)
+TUNED = (1, 2, 3, 11, 12, 21, 22, 31, 32, 33, 101, 102)
 
 
 def cpu():
@@ -86,7 +85,7 @@ def conduct(options):
   made = study.StudyOptions(
     task=task(options.world, folder),
     seeds=tuple(options.seeds),
-    tuning_seeds=PAYOFF_TUNED if options.world in EXPECTED else TUNED,
+    tuning_seeds=TUNED,
     budget=options.budget,
     is_sequential=options.world in EXPECTED,
     expects=EXPECTED.get(options.world, ""),
