@@ -71,11 +71,17 @@ def check_resumable(folder: pathlib.Path, *ours: str) -> None:
     atomic_io.check_output(folder)
 
 
-def finish(folder: pathlib.Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-  """Writes result.json, report.html, and the list of files that `verify` checks."""
+def finish(
+  folder: pathlib.Path, rows: Sequence[dict[str, Any]], what: str, model: str
+) -> None:
+  """Writes result.json, report.html, and the list of files that `verify` checks.
+
+  The report's title is `what` and the last part of the model's name or path.
+  """
+  title = f"{what} {pathlib.PurePath(model).name}"
   with atomic_io.explaining(folder):
     atomic_io.write_json(folder / "result.json", rows, indent=1)
-    subtitle = "strict MXFP4 W4A4"
+    subtitle = f"{model}, strict MXFP4 W4A4"
     page.write_report(folder / "report.html", rows, title=title, subtitle=subtitle)
     sealed.write_outputs(folder)
 

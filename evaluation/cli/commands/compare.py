@@ -67,5 +67,5 @@ def run(options: argparse.Namespace) -> None:
   folder.mkdir(parents=True, exist_ok=True)
   if not any("error" in row for row in rows):
     study.clear_store(folder)
-  outputs.finish(folder, rows, f"Comparison on {inputs.model_name(options)}")
+  outputs.finish(folder, rows, "Comparison on", inputs.model_name(options))
   outputs.print_rows(rows, folder, as_json=options.json)

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     row = [row for row in rows if "error" not in row][-1]
     facts = {key: row["record"][key] for key in ("calibration", "program")}
     outputs.save_checkpoint(folder, quantized, subject.model.config, tokenizer, **facts)
-  outputs.finish(folder, rows, "mxjax demo: SmolLM2-135M")
+  outputs.finish(folder, rows, "mxjax demo:", "SmolLM2-135M")
   outputs.print_rows(rows, folder)
   if quantized is not None:
     cache = PrefixCache(subject.model, quantized, 256)

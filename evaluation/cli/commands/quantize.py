@@ -206,6 +206,6 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
     elif is_leader:
       checkpoint.check_saved(folder / inputs.CHECKPOINT, quantized)
     if is_leader:
-      outputs.finish(folder, [row], f"{options.method} on {model_name}")
+      outputs.finish(folder, [row], f"{options.method} on", model_name)
     processes.wait_for_all(subject.mesh)
   return row
