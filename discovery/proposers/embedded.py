@@ -21,7 +21,7 @@ from mxjax.discovery.core.proposal import (
   Proposal,
   ProposerError,
 )
-from mxjax.discovery.core.verdict import Response
+from mxjax.discovery.core.verdict import Response, Verdict
 
 NAME = "embedded-v1"
 NOTHING_LEFT = "every card was tried on this parent"
@@ -47,6 +47,8 @@ class _Past:
     trials: Experiments by label.
     changes: Changes of the target by template.
     gains: Whether the experiments that ran gained, by family.
+    supported: Families with a gain for the reason that the edit gave.
+    refuted: Families with a gain for another reason.
     best: The best gain, at least 1e-9.
   """
 
@@ -59,6 +61,8 @@ class _Past:
     self.trials: dict[str, list[Experiment]] = defaultdict(list)
     self.changes: dict[str, list[float]] = defaultdict(list)
     self.gains: dict[str, list[bool]] = defaultdict(list)
+    self.supported: set[str] = set()
+    self.refuted: set[str] = set()
     self.best = 1e-9
     for experiment in history:
       template = id_of(experiment.label)
@@ -66,10 +70,13 @@ class _Past:
       self.trials[experiment.label].append(experiment)
       self.changes[template].append(change)
       self.best = max(self.best, -change)
+      family = getattr(templates.get(template), "family", "")
       if experiment.status == "ok":
-        self.gains[getattr(templates.get(template), "family", "")].append(
-          experiment.gain
-        )
+        self.gains[family].append(experiment.gain)
+      if experiment.verdict == Verdict.SUPPORTED:
+        self.supported.add(family)
+      elif experiment.verdict == Verdict.TARGET_ONLY:
+        self.refuted.add(family)
 
 
 class EmbeddedProposer:
@@ -149,9 +156,20 @@ class EmbeddedProposer:
     if (demand := _asked(context)) is not None:
       focused = self._answers(live, demand)
     else:
+      # An excess may fall without its question being answered: only where a verdict
+      # bore an edit out does a closed question stay closed.
       open_now = {r.observable for r in context.residuals}
-      focused = [o for o in live if o.template.residual in open_now]
+      done = self._answered(context) - open_now
+      focused = [o for o in live if o.template.residual not in done]
     return focused or live or options
+
+  def _answered(self, context: Context) -> set[str | None]:
+    """Returns the observables of questions for which an edit was supported."""
+    return {
+      self._by_id[name].residual
+      for e in context.history
+      if e.verdict == Verdict.SUPPORTED and (name := id_of(e.label)) in self._by_id
+    }
 
   def _answers(self, options: list[_Option], demand: Demand) -> list[_Option]:
     template = self._by_id.get(id_of(demand.label))
@@ -205,6 +223,10 @@ def _score(option: _Option, context: Context, past: _Past) -> float:
     score -= 0.5 * any(
       not e.gain and e.parent == context.parent.id for e in option.trials
     )
+  if context.evidence == "verdict":
+    # An idea that a control bore out goes first, one that it unmasked goes last.
+    family = option.template.family
+    score += (family in past.supported) - (family in past.refuted)
   where = (context.seed, *context.address, option.label, "explore")
   return score + 0.1 * identity.draw(*where)
 
