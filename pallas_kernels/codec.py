@@ -71,6 +71,21 @@ def nearest_value(x: jax.Array) -> jax.Array:
   return (x + rounder) - rounder
 
 
+def neighbours(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the legal values around a size, toward zero and away, and their middle.
+
+  `size` is nonnegative float32; from 6 up the values are 4 and 6. In the order inner,
+  middle, outer. From 1 up a legal value has one bit of mantissa, and so has one plus a
+  legal value below 1.
+  """
+  size = jnp.minimum(size, 5.0)
+  offset = jnp.where(size < 1.0, 1.0, 0.0)
+  inner = bits(size + offset) & -(1 << 22)
+  parts = inner, inner | (1 << 21), inner + (1 << 22)
+  inner, middle, outer = (from_bits(part) - offset for part in parts)
+  return inner, middle, outer
+
+
 def magnitude_index(
   magnitude: jax.Array, exponent: jax.Array, *, has_subnormals: bool
 ) -> jax.Array:

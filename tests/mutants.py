@@ -578,6 +578,27 @@ MUTANTS = (
     ("tests/mxjax/numerics/shaping/test_dyadic_balance.py",),
   ),
   Mutant(
+    "half step in a loop of unknown length on a GPU too",
+    f"{NUMERICS}/block_batches.py",
+    "if not _is_batched():",
+    "if False:",
+    ("tests/mxjax/numerics/shaping/test_dyadic_balance.py",),
+  ),
+  Mutant(
+    "Hessian of bfloat16 inputs summed in bfloat16",
+    "mxjax/calibration/linear_inputs.py",
+    'sums = {"preferred_element_type": jnp.float32}',
+    "sums = {}",
+    ("tests/mxjax/calibration/test_linear_inputs.py",),
+  ),
+  Mutant(
+    "record of every Hessian on a GPU says bfloat16",
+    "mxjax/calibration/linear_inputs.py",
+    "return self._chunks[0].dtype == jnp.bfloat16",
+    "return True",
+    ("tests/mxjax/calibration/test_linear_inputs.py",),
+  ),
+  Mutant(
     "balance proposed eight times too strong",
     f"{SHAPING}/dyadic_balance.py",
     "project_zero_sum_box_bisection(BOUND * centered, BOUND)",

@@ -91,13 +91,13 @@ def capture(
   """Runs a chunk through a float layer and returns its output and taps.
 
   `hidden`, `[sequences, T, d]`, is donated. `blocked` taps are returned feature-major,
-  float32 `[sequences, blocks, 32, T]`; `plain` taps unchanged, `[sequences, T, ...]`.
+  `[sequences, blocks, 32, T]`; `plain` taps unchanged, `[sequences, T, ...]`.
   """
 
   def run(layer: Params, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     def one(sequence: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
       output, taps = model.layer_with_taps(layer, _one(sequence))
-      inputs = {t: mxfp4.to_blocks(taps[t][0].astype(jnp.float32)) for t in blocked}
+      inputs = {t: mxfp4.to_blocks(taps[t][0]) for t in blocked}
       return _only(output), inputs | {t: taps[t][0] for t in plain}
 
     return jax.lax.map(one, hidden)

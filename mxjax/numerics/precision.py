@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
+from mxjax.numerics import implementations
+
 HIGHEST = jax.lax.Precision.HIGHEST
 """Full float32 products; the NVIDIA default for float32 dots is TF32."""
 
@@ -54,7 +56,7 @@ def float32_sums(left: jax.Array, right: jax.Array) -> jax.Array:
 def block_products(matrices: jax.Array, blocks: jax.Array) -> jax.Array:
   """Multiplies `[blocks, 32, n]` by `[blocks, 32, 32]` matrices at full precision."""
   rows = matrices.shape[-2]
-  if jax.default_backend() == "cpu":
+  if implementations.target_platform() == "cpu":
     # XLA:CPU (jaxlib 0.10) uses a second core only for products above a size that 32 x
     # 32 just misses; rows of zeros do not change the bits of the others.
     matrices = jnp.pad(matrices, ((0, 0), (0, 4), (0, 0)))

@@ -109,25 +109,25 @@ def best_change(
   # A slope of 0 times infinity would be NaN.
   reciprocal = jnp.minimum(1.0 / curvature, jnp.finfo(jnp.float32).max)
   optimum = nearest - slope * reciprocal
-  # Of two equally good values, the one toward zero has the lower code. The factor also
-  # covers the rounding of the optimum, so ties hold only to within that rounding.
-  value = codec.nearest_value(optimum * (1.0 - 2.0**-20))
+  # The quotient only says between which values the optimum lies; which is nearer, the
+  # slope at their middle does, in one rounding. At a tie it is 0, and the value toward
+  # zero has the lower code.
+  inner, middle, outer = codec.neighbours(jnp.abs(optimum))
+  middle = codec.copy_sign(middle, optimum)
+  rises = slope + (middle - nearest) * curvature
+  is_outer = jnp.where(optimum < 0, rises > 0, rises < 0)
+  value = jnp.where(is_outer, outer, inner)
+  value = jnp.where(optimum < 0, 0.0 - value, value)
   delta = value - nearest
   return delta * (slope + delta * (0.5 * curvature)), value
 
 
 def _is_changed(score: jax.Array) -> jax.Array:
-  """Returns where a row changes: at its lowest score, the first of equal ones.
-
-  The position replaces the lowest five bits of a score, so that one minimum finds both.
-  A negative number is lower with more bits set, so the first position sets the most.
-  Scores that differ relatively by less than 2^-18 count as equal.
-  """
-  place = (_BLOCK - 1) - lax.broadcasted_iota(jnp.int32, score.shape, 1)
-  key = codec.from_bits((codec.bits(score) & -_BLOCK) | place)
-  lowest = jnp.min(key, axis=1)[:, None]
-  # A signed zero has become a subnormal number.
-  return (key == lowest) & (lowest <= -jnp.finfo(jnp.float32).tiny)
+  """Returns where a row changes: at its lowest score, the first of equal ones."""
+  lowest = jnp.min(score, axis=1)[:, None]
+  place = lax.broadcasted_iota(jnp.int32, score.shape, 1)
+  ties = jnp.where(score == lowest, place, _BLOCK)
+  return (place == jnp.min(ties, axis=1)[:, None]) & (lowest < 0)
 
 
 def _split_dot(x: jax.Array, table: tuple[jax.Array, ...]) -> jax.Array:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import mxfp4, precision, projections
-from mxjax.numerics.block_batches import map_block_batches
+from mxjax.numerics.block_batches import map_block_batches, map_listed_blocks
 from mxjax.numerics.realization import gptq, one_code
 
 SUBGROUPS = 8
@@ -30,8 +30,6 @@ RISK_FLOOR = 2.0**-12
 STEPS = (1.0, 0.5, 0.0)
 """The trials: full step, half step, identity."""
 LOSS_FLOOR = 2.0**-1022
-LISTED_AT_ONCE = 2
-"""Blocks processed together from a list; one at a time takes XLA:CPU twice as long."""
 
 
 class Trial(NamedTuple):
@@ -223,17 +221,8 @@ def listed_objective(
   other arguments are as there, without the axis of trials. Returns float64 `[blocks]`,
   where only entries of selected blocks are meaningful. Paper: Eq. serb-realized-loss.
   """
-  size = min(LISTED_AT_ONCE, blocks.shape[0])
-
-  def add(turn: jax.Array, objective: jax.Array) -> jax.Array:
-    # JAX clamps the start of the last slice, so it may recompute a block.
-    places = jax.lax.dynamic_slice(order, (turn * size,), (size,))
-    some = [operand[places] for operand in (blocks, transform, gram, cross)]
-    return objective.at[places].set(_objective(rules, *some))
-
-  turns = (count + (size - 1)) // size
-  zeros = jnp.zeros(blocks.shape[0], jnp.float64)
-  return jax.lax.fori_loop(jnp.int32(0), turns, add, zeros)
+  objective = functools.partial(_objective, rules)
+  return map_listed_blocks(objective, order, count, blocks, transform, gram, cross)
 
 
 def accept(losses: jax.Array) -> jax.Array:

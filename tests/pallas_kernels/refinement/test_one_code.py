@@ -96,6 +96,22 @@ def test_two_candidates_are_as_good_as_fifteen_on_a_grid_full_of_ties():
   assert changed.sum() > 1000
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_least_difference_of_two_scores_decides(sign):
+  score = np.full((3, 32), -1, np.float32)
+  score[1, 20] = np.nextafter(np.float32(-1), np.float32(-2))
+  score[2] = np.float32(1e-40) * np.arange(32)
+  changed = np.argwhere(jax.jit(tile._is_changed)(jnp.asarray(score)))
+  np.testing.assert_array_equal(changed, [[0, 0], [1, 20]])
+  # The optimum lies half a step above `nearest`, or one rounding to either side of it.
+  middle = np.float32(0.25)
+  towards = [np.nextafter(middle, np.float32(to)) for to in (0, 1)]
+  slope = -sign * jnp.asarray([[middle, *towards] + [0] * 29], jnp.float32)
+  zero, one = jnp.zeros((1, 32)), jnp.ones((1, 32))
+  _, value = jax.jit(tile.best_change)(zero, slope, one)
+  np.testing.assert_array_equal(value[0, :3], [0, 0, sign * 0.5])
+
+
 def test_a_block_that_cannot_improve_keeps_its_codes():
   x, *_ = problem()
   x = x[:3].at[:, 31].set(-1e-3).at[:, 0].set(-1e-3)

@@ -1,10 +1,13 @@
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.methods.hires import balance
-from mxjax.numerics import mxfp4
+from mxjax.numerics import block_batches, implementations, mxfp4
 from mxjax.numerics.realization import gptq, one_code
 from mxjax.numerics.shaping import dyadic_balance, reference_chart
 
@@ -204,21 +207,47 @@ def test_error_moments_are_the_diagonal_tiles_of_the_whole(float64):
   )
 
 
-@pytest.mark.parametrize("wanted", [[], [4], [0, 2, 3], [0, 1, 2, 3, 4]])
-def test_listed_blocks_get_what_they_get_among_all(float64, wanted):
+def listing(wanted):
+  """Tables of five blocks, and a list of them with the wanted ones first."""
   rng = np.random.default_rng(5)
   x = jnp.asarray(rng.standard_normal((5, 32, 40)), jnp.float32)
   transform, root, cross = (
     jnp.asarray(rng.standard_normal((5, 32, 32)), jnp.float32) for _ in range(3)
   )
-  gram = root @ root.mT
-  tables = transform, gram, 0.1 * cross
-  everywhere = dyadic_balance.trial_objective(x, *(table[None] for table in tables))[0]
   others = [block for block in range(5) if block not in wanted]
   order = jnp.asarray([*wanted, *others], jnp.int32)
-  count = jnp.int32(len(wanted))
+  return x, order, jnp.int32(len(wanted)), transform, root @ root.mT, 0.1 * cross
+
+
+@pytest.mark.parametrize("wanted", [[], [4], [0, 2, 3], [0, 1, 2, 3, 4]])
+def test_listed_blocks_get_what_they_get_among_all(float64, wanted):
+  x, order, count, *tables = listing(wanted)
+  everywhere = dyadic_balance.trial_objective(x, *(table[None] for table in tables))[0]
   objective = dyadic_balance.listed_objective(x, order, count, *tables)
   got, everywhere = np.asarray(objective), np.asarray(everywhere)
   np.testing.assert_allclose(got[wanted], everywhere[wanted], rtol=1e-6)
   # What is not wanted is skipped, but for a block that fills the last turn.
-  assert (got[others] == 0).sum() >= len(others) - dyadic_balance.LISTED_AT_ONCE + 1
+  others = [block for block in range(5) if block not in wanted]
+  assert (got[others] == 0).sum() >= len(others) - block_batches.LISTED_AT_ONCE + 1
+
+
+def loops(traced):
+  """Loops in what JAX traced, at any depth: `while` where no one knows their length."""
+  return re.findall(r"\b(while|scan)\[", str(traced))
+
+
+def test_on_a_gpu_the_half_step_takes_all_blocks_without_a_loop(float64, monkeypatch):
+  wanted = [0, 2, 3]
+  x, order, count, *tables = listing(wanted)
+  # Functions of their own, because JAX keeps what it traced of one.
+  form = lambda: lambda *args: dyadic_balance.listed_objective.__wrapped__(*args)
+  found = lambda: loops(jax.make_jaxpr(form())(x, order, count, *tables))
+  run = lambda: np.asarray(jax.jit(form())(x, order, count, *tables))
+  listed, on_cpu = found(), run()
+  assert listed.count("while") == 1
+  with monkeypatch.context() as patch:
+    patch.setattr(implementations, "target_platform", lambda: "gpu")
+    assert not found()
+  # The same arithmetic, so a block's decision does not depend on the form.
+  monkeypatch.setattr(block_batches, "_is_batched", lambda: False)
+  np.testing.assert_array_equal(run()[wanted], on_cpu[wanted])
