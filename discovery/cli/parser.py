@@ -21,6 +21,7 @@ STUDIES = (
   "compilation",
   "controls",
   "matched",
+  "payoff",
   "placebos",
   "regimes",
   "replay",
