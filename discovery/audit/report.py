@@ -48,7 +48,8 @@ def write(folder: pathlib.Path) -> pathlib.Path:
 
 def page(folder: pathlib.Path) -> str:
   """Returns the HTML of the report."""
-  events, told = read_events(folder), explain.stories(folder)
+  events = read_events(folder)
+  told = explain.stories(folder, events)
   first = events[0]
   title = f"Discovery on {first['task']['task']}, seed {first['config']['seed']}"
   sections = [

@@ -10,6 +10,7 @@ identity as soon as they are known; a resumed run reads them instead of paying a
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -117,6 +118,11 @@ def _lines(path: pathlib.Path) -> Iterator[str]:
       yield line.removesuffix("\n")
 
 
+def _with_shared_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """Returns a dict whose keys are one string in all events, for half of the memory."""
+  return {sys.intern(key): value for key, value in pairs}
+
+
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Returns all events of a log after checking its hash chain.
 
@@ -124,8 +130,8 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     ValueError: The chain is broken, or the log has another format.
   """
   events: list[dict[str, Any]] = []
-  for line in (pathlib.Path(path) / "log.jsonl").read_text().splitlines():
-    event = json.loads(line)
+  for line in _lines(pathlib.Path(path) / "log.jsonl"):
+    event = json.loads(line, object_pairs_hook=_with_shared_keys)
     body = {key: value for key, value in event.items() if key != "hash"}
     previous = events[-1]["hash"] if events else ""
     if event["hash"] != identity.digest(body) or event["previous"] != previous:
