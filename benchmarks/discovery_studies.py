@@ -82,13 +82,13 @@ def results_of(world):
 
 
 def conduct(options):
-  folder = pathlib.Path(options.out)
+  folder, is_payoff = pathlib.Path(options.out), options.world in EXPECTED
   made = study.StudyOptions(
     task=task(options.world, folder),
     seeds=tuple(options.seeds),
     tuning_seeds=TUNED + (TUNED_IN_WORLDS if options.world in WORLDS else ()),
     budget=options.budget,
-    is_sequential=options.world in EXPECTED,
+    is_sequential=is_payoff,
     expects=EXPECTED.get(options.world, ""),
     # Jailed workers drop what they compiled when it fills their memory.
     sandbox="off" if options.world in WORLDS else "strict",
@@ -98,7 +98,7 @@ def conduct(options):
   written = json.loads(result.read_text()) if result.exists() else {}
   if written.get("frozen", {}).get("hash") != held.frozen["hash"]:
     written = {"frozen": held.frozen, "studies": {}}
-  every = ["payoff"] if options.world in EXPECTED else study.STUDIES
+  every = [name for name in study.STUDIES if (name == "payoff") == is_payoff]
   for name in options.studies or every:
     start = time.perf_counter()
     tell = lambda line: print(line, flush=True)
