@@ -56,7 +56,22 @@ UNDEMANDED = (
   "add_discriminator",
   "reject",
 )
+CONFIG = "cli/test_config.py"
 DISCOVERY = (
+  (
+    "a file of options wins over the command line",
+    "cli/config.py",
+    "[*before, *(args or ())]",
+    "[*(args or ()), *before]",
+    CONFIG,
+  ),
+  (
+    "unknown options of a file are left out",
+    "cli/config.py",
+    "      if name not in known:\n",
+    "      if name not in known and not name:\n",
+    CONFIG,
+  ),
   (
     "the anytime figure draws the visible target",
     "studies/figures.py",

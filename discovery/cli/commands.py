@@ -9,6 +9,7 @@ import platform
 from typing import Any
 
 from mxjax.discovery.audit import explain, report, verify
+from mxjax.discovery.cli import config
 from mxjax.discovery.cli import study as studies
 from mxjax.discovery.core import edit_templates
 from mxjax.discovery.core import task as task_
@@ -21,6 +22,7 @@ from mxjax.discovery.search.search import SearchConfig
 from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER
 from mxjax.discovery.tasks.ptq import margins
 from mxjax.evaluation.cli.console import say
+from mxjax.storage import atomic_io
 
 
 def run_options(options: argparse.Namespace) -> runs.RunOptions:
@@ -136,6 +138,8 @@ def run(options: argparse.Namespace) -> None:
   _probe(run_)
   spec = _with_margins(dict(run_.task))
   runs.write_options(folder, dataclasses.replace(run_, task=spec))
+  resolved = config.text(options.resolved).encode()
+  atomic_io.write_durably(folder / "config.toml", resolved)
   _search(folder, options)
 
 

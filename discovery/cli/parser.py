@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mxjax.discovery.cli import config
 from mxjax.discovery.sandbox import jail
 from mxjax.discovery.studies.arms import ARMS
 from mxjax.evaluation.cli import parser as cli
@@ -26,6 +27,8 @@ STUDIES = (
   "replay",
 )
 """Keys of `mxjax.discovery.studies.study.STUDIES`, whose import takes a second."""
+FLAG = argparse.BooleanOptionalAction
+"""So that the command line can take back what a file of options says."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,20 +54,27 @@ def register(commands: Any) -> None:
     description="Searches for better PTQ programs: every candidate is a registered "
     "experiment, and its verdict is a demand on later code.",
   )
-  verbs = discover.add_subparsers(dest="verb", required=True, metavar="VERB")
+  verbs = discover.add_subparsers(
+    dest="verb", required=True, metavar="VERB", parser_class=config.Parser
+  )
 
-  def verb(name: str, told: str, function: str) -> argparse.ArgumentParser:
+  def verb(name: str, told: str, function: str) -> config.Parser:
     parser = verbs.add_parser(name, help=told, description=told)
     parser.set_defaults(run=_later("commands", function))
     return parser
 
-  _add_task(
-    verb(
-      "plan", "what a run would cost; runs the default program, starts nothing", "plan"
-    )
+  plan = verb(
+    "plan", "what a run would cost; runs the default program, starts nothing", "plan"
   )
-  run = verb("run", "start a run", "run")
-  _add_task(run)
+  run = plan.holder = verb("run", "start a run", "run")
+  for parser in (plan, run):
+    _add_task(parser)
+    parser.add_argument(
+      "--config",
+      metavar="FILE",
+      help="a TOML file with options of `run` under their names here; options of the "
+      "command line win",
+    )
   run.add_argument("--out", required=True, metavar="DIR", help="a new folder")
   _add_workers(run)
   resume = verb("resume", "continue a run, paying nothing twice", "resume")
@@ -91,7 +101,7 @@ def register(commands: Any) -> None:
 def _add_workers(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("--workers", type=int, default=1, metavar="N", help="processes")
-  add("--ray", action="store_true", help="workers on a Ray cluster")
+  add("--ray", action=FLAG, help="workers on a Ray cluster")
   add(
     "--compiled",
     metavar="DIR",
@@ -99,6 +109,7 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
     help="where jailed workers share compiled programs, also with later runs; they "
     "may write there",
   )
+  parser.set_defaults(ray=False)
 
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
@@ -118,12 +129,12 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--width", type=int, default=1, help="proposals made from one state")
   add(
     "--as-in-paper",
-    action="store_true",
+    action=FLAG,
     help="run every registered control, and charge repeated executions",
   )
   add(
     "--paper-allocation",
-    action="store_true",
+    action=FLAG,
     help="divide the 240 calls among candidates, controls and probes as the paper does",
   )
   told = "how candidates are jailed"
@@ -146,7 +157,7 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--reasoning-effort", metavar="LEVEL", help="asked of the model, such as high")
   add(
     "--contested-accounts",
-    action="store_true",
+    action=FLAG,
     help="embedded edits register only accounts that a control must tell apart",
   )
   add("--cassette", metavar="FILE", help="record to it (llm) or replay it (cassette)")
@@ -158,6 +169,8 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
     choices=("after", "during", "off"),
     help="when champions are measured on held-out data",
   )
+  flags = ("as_in_paper", "paper_allocation", "contested_accounts")
+  parser.set_defaults(**dict.fromkeys(flags, False))
 
 
 def _add_study(parser: argparse.ArgumentParser) -> None:
