@@ -57,7 +57,78 @@ UNDEMANDED = (
   "reject",
 )
 CONFIG = "cli/test_config.py"
+WEIGHTED = "proposers/test_weighted.py"
 DISCOVERY = (
+  (
+    "endpoints are drawn without their weights",
+    "proposers/weighted.py",
+    "bisect.bisect_right(self._bounds, drawn * self._bounds[-1])",
+    "int(drawn * len(self._bounds))",
+    WEIGHTED,
+  ),
+  (
+    "one endpoint for all proposals of a round",
+    "proposers/weighted.py",
+    "list(context.address)",
+    "context.address[0]",
+    WEIGHTED,
+  ),
+  (
+    "endpoints of a cassette answer for each other",
+    "proposers/endpoint.py",
+    '{"scope": scope} if scope else {}',
+    "{}",
+    WEIGHTED,
+  ),
+  (
+    "endpoints that do not count tokens are taken at their word",
+    "proposers/endpoint.py",
+    "if self.metered and not (",
+    "if not self.metered and not (",
+    WEIGHTED,
+  ),
+  (
+    "replies before an outage are asked for again",
+    "proposers/llm.py",
+    'stored = self._store.get("replies", key)',
+    "stored = None",
+    WEIGHTED,
+  ),
+  (
+    "a resumed run's prompt writes its numbers otherwise",
+    "search/cached_evaluator.py",
+    "entry = json.loads(identity.canonical(entry))",
+    "identity.canonical(entry)",
+    WEIGHTED,
+  ),
+  (
+    "output tokens are outside the budget",
+    "core/ledger.py",
+    'self.proposer["input_tokens"] + self.proposer["output_tokens"]',
+    'self.proposer["input_tokens"]',
+    WEIGHTED,
+  ),
+  (
+    "a budget in dollars counts micro-dollars as dollars' thousandths",
+    "core/ledger.py",
+    'self.proposer["micro_dollars"] / 1e6',
+    'self.proposer["micro_dollars"] / 1e9',
+    WEIGHTED,
+  ),
+  (
+    "a round asks on beyond the proposer's budget",
+    SEARCH,
+    "return left <= 0 or bool(self.ledger.overspent)",
+    "return left <= 0",
+    WEIGHTED,
+  ),
+  (
+    "replies of several endpoints are not logged",
+    SEARCH,
+    "    if proposal.replies:\n",
+    "    if not proposal.to_dict():\n",
+    WEIGHTED,
+  ),
   (
     "a file of options wins over the command line",
     "cli/config.py",
@@ -790,7 +861,7 @@ MUTANTS = (
   ),
   Mutant(
     "answers cost nothing",
-    "discovery/search/runs.py",
+    "discovery/proposers/weighted.py",
     "prices[0] * reply.input_tokens + prices[1] * reply.output_tokens",
     "prices[0] * reply.input_tokens",
     ("tests/discovery/proposers/test_endpoint.py",),

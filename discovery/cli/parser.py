@@ -31,6 +31,17 @@ FLAG = argparse.BooleanOptionalAction
 """So that the command line can take back what a file of options says."""
 
 
+def amount(text: str) -> float:
+  """Returns a number of dollars.
+
+  Raises:
+    ValueError: It is negative or not finite.
+  """
+  if not 0 <= (value := float(text)) < float("inf"):
+    raise ValueError
+  return value
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the `mxjax` command."""
   return cli.main(arguments, extend=register)
@@ -74,6 +85,16 @@ def register(commands: Any) -> None:
       metavar="FILE",
       help="a TOML file with options of `run` under their names here; options of the "
       "command line win",
+    )
+    parser.add_argument(
+      "--max-tokens",
+      type=int,
+      metavar="N",
+      help="end the run after the answer with which the proposer has used N, in and "
+      "out",
+    )
+    parser.add_argument(
+      "--max-cost", type=amount, metavar="DOLLARS", help="the same at the given prices"
     )
   run.add_argument("--out", required=True, metavar="DIR", help="a new folder")
   _add_workers(run)
@@ -140,6 +161,19 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   told = "how candidates are jailed"
   add("--sandbox", default="strict", choices=jail.LEVELS, help=told)
   add(
+    "--holdout",
+    default="after",
+    choices=("after", "during", "off"),
+    help="when champions are measured on held-out data",
+  )
+  _add_proposer(parser)
+  flags = ("as_in_paper", "paper_allocation", "contested_accounts")
+  parser.set_defaults(**dict.fromkeys(flags, False))
+
+
+def _add_proposer(parser: argparse.ArgumentParser) -> None:
+  add = parser.add_argument
+  add(
     "--proposer",
     default="embedded",
     metavar="KIND",
@@ -148,8 +182,14 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--endpoint", metavar="URL", help="OpenAI-compatible base URL")
   add("--endpoint-model", metavar="NAME", help="the model to ask there")
   add(
+    "--endpoints",
+    metavar="JSON",
+    help="several instead: a list of objects with url and model, and if need be "
+    "weight, prices and key-variable, the environment variable of its key",
+  )
+  add(
     "--prices",
-    type=float,
+    type=amount,
     nargs=2,
     metavar=("IN", "OUT"),
     help="dollars a million tokens, to count what llm costs",
@@ -163,14 +203,6 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--cassette", metavar="FILE", help="record to it (llm) or replay it (cassette)")
   add("--tokenizer", metavar="FILE", help="tokenizer.json for exact budgets")
   add("--answers", metavar="DIR", help="folder of the human queue")
-  add(
-    "--holdout",
-    default="after",
-    choices=("after", "during", "off"),
-    help="when champions are measured on held-out data",
-  )
-  flags = ("as_in_paper", "paper_allocation", "contested_accounts")
-  parser.set_defaults(**dict.fromkeys(flags, False))
 
 
 def _add_study(parser: argparse.ArgumentParser) -> None:
@@ -224,8 +256,8 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     help="what the study should show, frozen before its first run",
   )
   _add_task(parser)
-  # The study sets its own arms, seeds and accounting.
-  parser.set_defaults(sandbox="off")
+  # The study sets its own arms, seeds, budgets and accounting.
+  parser.set_defaults(sandbox="off", max_tokens=None, max_cost=None)
 
 
 if __name__ == "__main__":
