@@ -57,8 +57,30 @@ UNDEMANDED = (
   "reject",
 )
 CONFIG = "cli/test_config.py"
+STATUS = "audit/test_status.py"
 WEIGHTED = "proposers/test_weighted.py"
 DISCOVERY = (
+  (
+    "a line that is being written breaks the log",
+    "core/store.py",
+    '.read_text().rpartition("\\n")[0]',
+    ".read_text()",
+    STATUS,
+  ),
+  (
+    "answered questions count as open",
+    "audit/status.py",
+    'for k, state in status.items() if state == "open"',
+    "for k, state in status.items() if state",
+    STATUS,
+  ),
+  (
+    "who follows a run sees its beginning only",
+    "cli/commands.py",
+    "      if is_closed:\n",
+    "      if text:\n",
+    STATUS,
+  ),
   (
     "endpoints are drawn without their weights",
     "proposers/weighted.py",

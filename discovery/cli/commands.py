@@ -6,9 +6,14 @@ import json
 import os
 import pathlib
 import platform
+import time
 from typing import Any
 
+from rich import live
+from rich.text import Text
+
 from mxjax.discovery.audit import explain, report, verify
+from mxjax.discovery.audit import status as progress
 from mxjax.discovery.cli import config
 from mxjax.discovery.cli import study as studies
 from mxjax.discovery.cli.options import run_options
@@ -21,7 +26,7 @@ from mxjax.discovery.sandbox import jail, supervisor
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.search import SearchConfig
 from mxjax.discovery.tasks.ptq import margins
-from mxjax.evaluation.cli.console import say
+from mxjax.evaluation.cli.console import STDOUT, printable, say
 from mxjax.storage import atomic_io
 
 
@@ -133,6 +138,22 @@ def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
   if paid := ledger["proposer"].get("micro_dollars"):
     say(f"the proposer's tokens cost {paid / 1e6:.2f} dollars at the given prices")
   say(f"report: {path}")
+
+
+def status(options: argparse.Namespace) -> None:
+  """Implements `mxjax discover status`, which only reads."""
+  folder = pathlib.Path(options.folder)
+  text, is_closed = progress.read(folder)
+  if not options.follow:
+    say(text)
+    return
+  with live.Live(console=STDOUT, auto_refresh=False) as shown:
+    while True:
+      shown.update(Text(printable(text)), refresh=True)
+      if is_closed:
+        return
+      time.sleep(options.follow)
+      text, is_closed = progress.read(folder)
 
 
 def write_report(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`mxjax discover plan | run | resume | report | explain | verify | doctor | study`.
+"""`mxjax discover plan | run | resume | status | report | explain | verify | ...`.
 
 This file is the console entry point of the whole command line: discovery depends on
 evaluation, so it adds its commands to evaluation's parser. Commands are imported only
@@ -80,22 +80,7 @@ def register(commands: Any) -> None:
   run = plan.holder = verb("run", "start a run", "run")
   for parser in (plan, run):
     _add_task(parser)
-    parser.add_argument(
-      "--config",
-      metavar="FILE",
-      help="a TOML file with options of `run` under their names here; options of the "
-      "command line win",
-    )
-    parser.add_argument(
-      "--max-tokens",
-      type=int,
-      metavar="N",
-      help="end the run after the answer with which the proposer has used N, in and "
-      "out",
-    )
-    parser.add_argument(
-      "--max-cost", type=amount, metavar="DOLLARS", help="the same at the given prices"
-    )
+    _add_limits(parser)
   run.add_argument("--out", required=True, metavar="DIR", help="a new folder")
   _add_workers(run)
   resume = verb("resume", "continue a run, paying nothing twice", "resume")
@@ -103,6 +88,16 @@ def register(commands: Any) -> None:
   _add_workers(resume)
   report = verb("report", "write DIR/report.html", "write_report")
   report.add_argument("folder", metavar="DIR", help="folder of a run")
+  status = verb("status", "how far a run is, also while it goes on", "status")
+  status.add_argument("folder", metavar="DIR", help="folder of a run")
+  status.add_argument(
+    "--follow",
+    type=float,
+    nargs="?",
+    const=2.0,
+    metavar="SECONDS",
+    help="look again every 2 s, or so many, until the run has ended",
+  )
   explain = verb("explain", "why a program exists", "explain_program")
   explain.add_argument("folder", metavar="DIR", help="folder of a run")
   explain.add_argument("program", metavar="PROGRAM", help="start of its identity")
@@ -117,6 +112,24 @@ def register(commands: Any) -> None:
     "study", "the paper's discovery studies: plan, run or resume, and tabulate", "study"
   )
   _add_study(study)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "--config",
+    metavar="FILE",
+    help="a TOML file with options of `run` under their names here; options of the "
+    "command line win",
+  )
+  parser.add_argument(
+    "--max-tokens",
+    type=int,
+    metavar="N",
+    help="end the run after the answer with which the proposer has used N, in and out",
+  )
+  parser.add_argument(
+    "--max-cost", type=amount, metavar="DOLLARS", help="the same at the given prices"
+  )
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:

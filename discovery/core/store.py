@@ -120,11 +120,15 @@ def _lines(path: pathlib.Path) -> Iterator[str]:
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Returns all events of a log after checking its hash chain.
 
+  A last line without its end is left out: it is being written, or was when the run was
+  killed.
+
   Raises:
     ValueError: The chain is broken, or the log has another format.
   """
   events: list[dict[str, Any]] = []
-  for line in (pathlib.Path(path) / "log.jsonl").read_text().splitlines():
+  whole = (pathlib.Path(path) / "log.jsonl").read_text().rpartition("\n")[0]
+  for line in whole.splitlines():
     event = json.loads(line)
     body = {key: value for key, value in event.items() if key != "hash"}
     previous = events[-1]["hash"] if events else ""
