@@ -58,8 +58,37 @@ UNDEMANDED = (
 )
 CONFIG = "cli/test_config.py"
 STATUS = "audit/test_status.py"
+REPORT = "audit/test_report.py"
 WEIGHTED = "proposers/test_weighted.py"
 DISCOVERY = (
+  (
+    "what a model wrote is markup in the report",
+    "audit/programs.py",
+    'html.escape(printable(text, "\\t"))',
+    'printable(text, "\\t")',
+    REPORT,
+  ),
+  (
+    "what a model wrote turns the report's text around",
+    "audit/programs.py",
+    'html.escape(printable(text, "\\t"))',
+    "html.escape(text)",
+    REPORT,
+  ),
+  (
+    "differences are cut without a word",
+    "audit/programs.py",
+    "if left := len(every) - len(lines):",
+    "if left := 0:",
+    REPORT,
+  ),
+  (
+    "the champion is told from its first ancestor",
+    "audit/programs.py",
+    "_diff(line[-1].diff), is_open=True",
+    "_diff(line[1].diff), is_open=True",
+    REPORT,
+  ),
   (
     "a line that is being written breaks the log",
     "core/store.py",
@@ -1544,7 +1573,7 @@ MUTANTS = (
   ),
   Mutant(
     "the lineage shows children of the first program only",
-    "discovery/audit/report.py",
+    "discovery/audit/programs.py",
     "{fold}{branch(program)}",
     "{fold}",
     ("tests/discovery/search/test_runs.py",),

@@ -41,7 +41,7 @@ def read(folder: pathlib.Path) -> tuple[str, bool]:
     _calls(folder, events, config),
     *_programs(events),
     *_questions(events),
-    *_spent(folder, events, config),
+    *proposer_use(folder, events, config),
   ]
   return "\n".join(lines), is_closed
 
@@ -96,7 +96,7 @@ def _questions(events: list[dict[str, Any]]) -> list[str]:
   ]
 
 
-def _spent(
+def proposer_use(
   folder: pathlib.Path, events: list[dict[str, Any]], config: dict[str, Any]
 ) -> list[str]:
   """Returns tokens and money, which the stored proposals have, and who answered."""
