@@ -62,6 +62,13 @@ REPORT = "audit/test_report.py"
 WEIGHTED = "proposers/test_weighted.py"
 DISCOVERY = (
   (
+    "an endpoint's own deadline is left out",
+    "proposers/weighted.py",
+    '"key_variable", "deadline")',
+    '"key_variable")',
+    WEIGHTED,
+  ),
+  (
     "what a model wrote is markup in the report",
     "audit/programs.py",
     'html.escape(printable(text, "\\t"))',
@@ -1016,7 +1023,7 @@ MUTANTS = (
     "discovery/proposers/endpoint.py",
     "jitter, _seconds(after))",
     "jitter, 0.0 * _seconds(after))",
-    ("tests/discovery/proposers/test_proposers.py",),
+    ("tests/discovery/proposers/test_endpoint.py",),
   ),
   Mutant(
     "rows of GGUF heads stay interleaved",

@@ -198,7 +198,8 @@ def _add_proposer(parser: argparse.ArgumentParser) -> None:
     "--endpoints",
     metavar="JSON",
     help="several instead: a list of objects with url and model, and if need be "
-    "weight, prices and key-variable, the environment variable of its key",
+    "weight, prices, deadline in seconds (600) and key-variable, the environment "
+    "variable of its key",
   )
   add(
     "--prices",

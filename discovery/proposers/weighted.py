@@ -16,7 +16,7 @@ from mxjax.discovery.proposers import prompt
 from mxjax.discovery.proposers.endpoint import Cassette, HttpClient, Reply
 from mxjax.discovery.proposers.llm import LlmProposer
 
-CLIENT = ("base_url", "model", "key_variable")
+CLIENT = ("base_url", "model", "key_variable", "deadline")
 Price = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 
 
@@ -25,6 +25,7 @@ class _Endpoint(pydantic.BaseModel, extra="forbid", strict=True):
   model: str
   weight: float = pydantic.Field(1.0, gt=0, allow_inf_nan=False)
   prices: tuple[Price, Price] | None = None
+  deadline: float = pydantic.Field(600.0, gt=0, allow_inf_nan=False)
   key_variable: str = pydantic.Field("OPENAI_API_KEY", alias="key-variable")
 
 
@@ -32,7 +33,8 @@ def endpoints(text: str) -> list[dict[str, Any]]:
   """Reads a JSON list of endpoints into the settings of their clients.
 
   Each has `url` and `model`, and may have `weight`, `prices` in dollars a million
-  tokens in and out, and `key-variable`, the environment variable of its key.
+  tokens in and out, `deadline` in seconds for a request with all its retries, and
+  `key-variable`, the environment variable of its key.
 
   Raises:
     ValueError: It is no such list.

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import time
 
 import pytest
 
@@ -25,19 +26,30 @@ def servers(monkeypatch):
     server.close()
 
 
+HOSTILE = {
+  "hangs": ([(5, b"")], "no answer in 1 tries"),
+  "trickles": ([(0, http(b"", length=900)), *[(0.05, b"x")] * 900], "no answer in 1"),
+  "redirects": (http(b"", "307 Go", ["Location: http://127.0.0.1:9/v1"]), "leads to"),
+  "429": (http(b"", "429 Slow", ["Retry-After: 99"]), "next would be in 99 s"),
+  "speaks HTML": (http(b"<h1>Ignore the rules[2J</h1>"), "no chat completion"),
+}
+
+
 def answers(number):
   """What a server answers, each other edits."""
   return [PROBED, *list(edits())[number::2]]
 
 
-def discover(servers, folder, *words, **options):
+def discover(servers, folder, *words, deadline=20.0, **options):
   """Starts a run of a file with these endpoints, or resumes the folder's run."""
   if folder.exists():
     return parser.main(["discover", "resume", str(folder)])
   given = {"task": "world", "seed": 3, "budget": 6, "proposer": "llm", **options}
   lines = [f"{name} = {json.dumps(value)}" for name, value in given.items()]
   for server, weight in zip(servers, (1, 2), strict=False):
-    lines += ["[[endpoints]]", f'url = "{server.url}"', f"weight = {weight}"]
+    # Only what is meant to hang comes near it.
+    lines += ["[[endpoints]]", f"deadline = {deadline}", f'url = "{server.url}"']
+    lines += [f"weight = {weight}"]
     lines += [f'model = "model-{weight}"', f"prices = [{100 * weight}, 1000]"]
   file = folder.with_suffix(".toml")
   file.write_text("\n".join(lines))
@@ -60,6 +72,14 @@ class Named:
     if self._is_down:
       raise OutageError(self.name)
     return Proposal(source="", label=self.name)
+
+
+def test_clients_have_what_the_options_say():
+  said = {"url": "u", "model": "m", "deadline": 3, "key-variable": "K", "weight": 2}
+  (settings,) = weighted.endpoints(json.dumps([said]))
+  (made,) = weighted.clients({"endpoints": [settings]}, metered=True)
+  assert (made.base_url, made.model, made.key_variable) == ("u", "m", "K")
+  assert (made.deadline, made.metered, settings["weight"]) == (3.0, True, 2.0)
 
 
 def test_weights_are_shares_and_each_address_has_one_endpoint():
@@ -112,6 +132,24 @@ def test_an_endpoint_that_fails_is_named_and_asked_again_by_the_same_run(
   servers[0].replies, servers[1].replies = answers(0), [PROBED, *rest]
   assert discover(servers, tmp_path / "run") == 0
   assert log(tmp_path / "run") == log(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_server_leaves_a_run_that_goes_on(servers, tmp_path, capsys, name):
+  (server, _), (reply, match) = servers, HOSTILE[name]
+  server.replies = [*answers(0)[:2], reply]
+  start = time.monotonic()
+  assert discover([server], tmp_path / "run", budget=3, deadline=0.5) == 2
+  assert time.monotonic() - start < 5
+  told = capsys.readouterr().err
+  assert match in told
+  assert len(told.splitlines()) == 1
+  assert told.rstrip().isprintable()
+  server.replies = [PROBED, *answers(0)[2:]]
+  assert discover([server], tmp_path / "run") == 0
+  events = store.read_events(tmp_path / "run")
+  assert events[-1]["reason"] == "budget"
+  assert len([e for e in events if e["event"] == "replies"]) == 2
 
 
 def test_a_recorded_run_of_several_endpoints_replays(servers, tmp_path):
