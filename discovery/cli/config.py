@@ -1,7 +1,28 @@
 """One TOML file with the options of a run, under the names of the command line.
 
 Its options become words before those of the command line, so both are read and checked
-by the same parser, and the command line wins.
+by the same parser, and the command line wins. An example::
+
+    task = "world"
+    proposer = "llm"
+    max-tokens = 2_000_000  # in and out
+    max-cost = 5.0          # dollars
+
+    [task-options]
+    seed = 3
+
+    [[endpoints]]
+    url = "http://localhost:8000/v1"
+    model = "small"
+    weight = 3              # asked for three of four proposals
+    prices = [0.0, 0.0]     # dollars a million tokens, in and out
+
+    [[endpoints]]
+    url = "https://example.org/v1"
+    model = "large"
+    prices = [2.0, 8.0]
+    deadline = 120          # seconds for a request with its retries
+    key-variable = "KEY"    # environment variable of its key
 """
 
 import argparse

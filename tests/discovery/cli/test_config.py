@@ -1,10 +1,11 @@
 """One file for a run: what it may hold, what wins, and what the folder keeps of it."""
 
 import json
+import textwrap
 
 import pytest
 
-from mxjax.discovery.cli import config, parser
+from mxjax.discovery.cli import config, options, parser
 from mxjax.discovery.search import runs
 from mxjax.evaluation.cli import parser as cli
 
@@ -31,20 +32,27 @@ def parsed(tmp_path, verb, *words, text=FILE):
 
 
 def test_the_file_is_read_like_the_command_line_and_the_command_line_wins(tmp_path):
-  options = parsed(tmp_path, "run", "--budget", "9", "--no-ray", "--out=here")
-  assert (options.task, options.seed, options.prices) == ("world", 3, [1.0, 2.5])
-  assert json.loads(options.task_options)["nested"] == [1, 2.5]
-  assert options.as_in_paper is True
-  assert (options.budget, options.ray, options.out) == (9, False, "here")
+  read = parsed(tmp_path, "run", "--budget", "9", "--no-ray", "--out=here")
+  assert (read.task, read.seed, read.prices) == ("world", 3, [1.0, 2.5])
+  assert json.loads(read.task_options)["nested"] == [1, 2.5]
+  assert read.as_in_paper is True
+  assert (read.budget, read.ray, read.out) == (9, False, "here")
   # `plan` has no folder and no workers: it takes what it knows.
   assert parsed(tmp_path, "plan").budget == 4
 
 
+def test_the_example_is_a_file_of_options(tmp_path):
+  text = textwrap.dedent((config.__doc__ or "").partition("::\n")[2])
+  made = options.run_options(parsed(tmp_path, "run", "--out", "x", text=text))
+  assert (made.task["seed"], made.config["max_cost"]) == (3, 5.0)
+  assert [one["weight"] for one in made.proposer["endpoints"]] == [3.0, 1.0]
+
+
 def test_what_a_folder_keeps_is_a_file_of_the_same_options(tmp_path):
-  options = parsed(tmp_path, "run", "--model=a\x7f\"'\\\U0001f600\t", "--width=2")
-  again = parsed(tmp_path, "run", text=config.text(options.resolved))
-  assert again.resolved == options.resolved
-  assert again.model == options.model
+  read = parsed(tmp_path, "run", "--model=a\x7f\"'\\\U0001f600\t", "--width=2")
+  again = parsed(tmp_path, "run", text=config.text(read.resolved))
+  assert again.resolved == read.resolved
+  assert again.model == read.model
   assert {"out", "width", "compiled"} <= set(again.resolved)
 
 
