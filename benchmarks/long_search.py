@@ -74,6 +74,15 @@ def undisturbed(folder, options):
   return time.monotonic() - begun, memory
 
 
+def resident(memory, calls):
+  """Peak resident memory by quarter of the paid calls, and of the report behind."""
+  quarter = lambda n: f"quarter {4 * n // calls + 1}" if n < calls else "report"
+  peaks = collections.defaultdict(float)
+  for count, megabytes in memory:
+    peaks[quarter(count)] = max(peaks[quarter(count)], megabytes)
+  return {"resident_MB": dict(peaks)}
+
+
 def killed(folder, options, end):
   """Kills a run at random counts and resumes it; returns these counts."""
   random_ = random.Random(options.seed)
@@ -121,15 +130,13 @@ def main():
     seconds, memory = undisturbed(whole, options)
     counts = killed(broken, options, paid(whole))
     logs = [(folder / "log.jsonl").read_bytes() for folder in (whole, broken)]
-    half = len(memory) // 2
     result = {
       **made,
       "seconds_undisturbed": round(seconds),
       "ledger": store.read_events(whole)[-1]["ledger"],
       "reason": store.read_events(whole)[-1]["reason"],
       "calls_executed": paid(whole),
-      "resident_MB_first_half": max((m for _, m in memory[:half]), default=0),
-      "resident_MB_second_half": max((m for _, m in memory[half:]), default=0),
+      **resident(memory, paid(whole)),
       "killed_after_calls": counts,
       "same_log": logs[0] == logs[1],
       "sums_agree": all(map(sums_agree, (whole, broken))),

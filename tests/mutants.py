@@ -99,8 +99,8 @@ DISCOVERY = (
   (
     "a line that is being written breaks the log",
     "core/store.py",
-    '.read_text().rpartition("\\n")[0]',
-    ".read_text()",
+    '      if line.endswith("\\n"):\n',
+    "      if line:\n",
     STATUS,
   ),
   (

@@ -38,9 +38,8 @@ def source(folder: pathlib.Path, program: str) -> str:
   return path.read_text() if program and path.exists() else ""
 
 
-def stories(folder: pathlib.Path) -> list[Story]:
-  """Returns the stories of all packets of a run, in order."""
-  events = read_events(folder)
+def stories(folder: pathlib.Path, events: Sequence[Event]) -> list[Story]:
+  """Returns the stories of all packets among the events of a run, in order."""
   packets = [e for e in events if e["event"] == "packet"]
   by_packet: dict[str, list[Event]] = {p["id"]: [] for p in packets}
   programs: dict[str, Event] = {}
@@ -97,7 +96,9 @@ def find(folder: pathlib.Path, program: str) -> list[Story]:
     ValueError: The prefix names no program or several.
   """
   named = [
-    s for s in stories(folder) if s.packet["packet"]["program"].startswith(program)
+    s
+    for s in stories(folder, read_events(folder))
+    if s.packet["packet"]["program"].startswith(program)
   ]
   names = {s.packet["packet"]["program"] for s in named}
   if len(names) != 1:

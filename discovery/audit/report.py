@@ -47,14 +47,9 @@ def write(folder: pathlib.Path) -> pathlib.Path:
 
 
 def page(folder: pathlib.Path) -> str:
-  """Returns the HTML of the report.
-
-  Raises:
-    ValueError: No program is measured yet.
-  """
-  events, told = read_events(folder), explain.stories(folder)
-  if not any(event["event"] == "program" for event in events):
-    raise ValueError(f"report: {folder} has no measured program yet; try again later.")
+  """Returns the HTML of the report."""
+  events = read_events(folder)
+  told = explain.stories(folder, events)
   first = events[0]
   title = f"Discovery on {first['task']['task']}, seed {first['config']['seed']}"
   sections = [
@@ -84,6 +79,8 @@ def _lead(events: list[Event]) -> str:
 
 def _summary(folder: pathlib.Path, events: list[Event]) -> str:
   measured = [e for e in events if e["event"] == "program"]
+  if not measured:
+    raise ValueError(f"report: {folder} has no measured program yet; try again later.")
   initial = measured[0]
   options = json.loads((folder / "run.json").read_text())
   champion = measured[-1]["champion"]

@@ -10,6 +10,7 @@ identity as soon as they are known; a resumed run reads them instead of paying a
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,7 +115,13 @@ class Store:
 def _lines(path: pathlib.Path) -> Iterator[str]:
   with path.open(encoding="utf-8") as file:
     for line in file:
-      yield line.removesuffix("\n")
+      if line.endswith("\n"):
+        yield line.removesuffix("\n")
+
+
+def _with_shared_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """Returns a dict whose keys are one string in all events, for half of the memory."""
+  return {sys.intern(key): value for key, value in pairs}
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -127,9 +134,8 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     ValueError: The chain is broken, or the log has another format.
   """
   events: list[dict[str, Any]] = []
-  whole = (pathlib.Path(path) / "log.jsonl").read_text().rpartition("\n")[0]
-  for line in whole.splitlines():
-    event = json.loads(line)
+  for line in _lines(pathlib.Path(path) / "log.jsonl"):
+    event = json.loads(line, object_pairs_hook=_with_shared_keys)
     body = {key: value for key, value in event.items() if key != "hash"}
     previous = events[-1]["hash"] if events else ""
     if event["hash"] != identity.digest(body) or event["previous"] != previous:

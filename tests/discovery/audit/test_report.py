@@ -61,7 +61,7 @@ def test_orders_of_a_model_reach_no_terminal_and_stop_nothing(evil, capsys):
 
 
 def test_the_champion_is_told_from_its_parent_and_from_the_beginning(evil):
-  page, told = report.page(evil), explain.stories(evil)
+  page, told = report.page(evil), explain.stories(evil, store.read_events(evil))
   events = store.read_events(evil)
   champion = [e for e in events if e["event"] == "program"][-1]["champion"]
   line = explain.lineage(told, champion)
@@ -82,7 +82,7 @@ def test_the_champion_is_told_from_its_parent_and_from_the_beginning(evil):
 
 def test_what_the_tree_leaves_out_is_counted(evil):
   tree = report.page(evil).partition('<div class="tree">')[2].partition("</div>")[0]
-  diffs = [s.diff for s in explain.stories(evil) if s.program]
+  diffs = [s.diff for s in explain.stories(evil, store.read_events(evil)) if s.program]
   assert max(len(diff.splitlines()) for diff in diffs) > LINES
   for diff in diffs:
     left = len(diff.splitlines()) - programs.MAX_DIFF_LINES

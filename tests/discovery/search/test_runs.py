@@ -103,13 +103,16 @@ def test_the_report_is_one_file_without_scripts(finished):
   for part in ("Anytime", "Ledger", "Verdicts", "Residuals", "Lineage", "Packets"):
     assert f"<h2>{part}" in page
   assert set(report.MEANINGS) == set(Verdict)
-  told = explain.stories(finished)
+  told = explain.stories(finished, store.read_events(finished))
   seen = {Verdict(s.verdict["verdict"]) for s in told if s.verdict}
   assert seen and all(f">{report.MEANINGS[each]}</td>" in page for each in seen)
 
 
 def test_the_lineage_is_a_tree_with_the_line_of_the_champion(finished):
-  page, told = report.page(finished), explain.stories(finished)
+  page, told = (
+    report.page(finished),
+    explain.stories(finished, store.read_events(finished)),
+  )
   tree = page.partition('<div class="tree">')[2].partition("</div>")[0]
   programs = {s.packet["packet"]["program"]: s for s in told if s.program}
   assert tree.count("<li>") == len(programs) > 1
@@ -144,7 +147,9 @@ def test_a_lineage_ends_where_a_program_was_proposed_again():
 
 
 def test_explain_tells_packet_prediction_and_change(finished, capsys):
-  story = next(s for s in explain.stories(finished) if s.verdict)
+  story = next(
+    s for s in explain.stories(finished, store.read_events(finished)) if s.verdict
+  )
   program = story.packet["packet"]["program"]
   assert parser.main(["discover", "explain", str(finished), program[:12]]) == 0
   shown = capsys.readouterr().out
