@@ -7,8 +7,9 @@ import pathlib
 from collections import Counter, defaultdict
 from typing import Any
 
-from mxjax.discovery.audit import explain
+from mxjax.discovery.audit import explain, programs
 from mxjax.discovery.audit.explain import Story
+from mxjax.discovery.audit.status import proposer_use
 from mxjax.discovery.core.ledger import KINDS
 from mxjax.discovery.core.store import read_events
 from mxjax.discovery.core.verdict import Verdict
@@ -18,7 +19,6 @@ from mxjax.evaluation.report import numbers, svg
 from mxjax.storage import atomic_io
 
 Event = dict[str, Any]
-MAX_DIFF_LINES = 60
 MEANINGS = {
   Verdict.SUPPORTED: "the target improved, and only the proposed explanation is left",
   Verdict.TARGET_ONLY: "the target improved, but another explanation is left",
@@ -58,7 +58,8 @@ def page(folder: pathlib.Path) -> str:
     _ledger(folder, events),
     _verdicts(told),
     _residuals(events),
-    _lineage(told, events),
+    programs.champion(folder, told, events),
+    programs.tree(told, events),
     _packets(told),
     report_html.glossary(WORDS),
   ]
@@ -77,23 +78,26 @@ def _lead(events: list[Event]) -> str:
 
 
 def _summary(folder: pathlib.Path, events: list[Event]) -> str:
-  programs = [e for e in events if e["event"] == "program"]
+  measured = [e for e in events if e["event"] == "program"]
+  if not measured:
+    raise ValueError(f"report: {folder} has no measured program yet; try again later.")
+  initial = measured[0]
   options = json.loads((folder / "run.json").read_text())
-  champion = programs[-1]["champion"]
-  best = next(e for e in programs if e["program"] == champion)
+  champion = measured[-1]["champion"]
+  best = next(e for e in measured if e["program"] == champion)
   rows = [
-    ["initial program", _code(programs[0]["program"]), f"{programs[0]['value']:.5g}"],
-    ["champion", _code(champion), f"{best['value']:.5g} at call {best['call']}"],
+    ["initial program", programs.code(initial["program"]), f"{initial['value']:.5g}"],
+    [
+      "champion",
+      programs.code(champion),
+      f"{best['value']:.5g} at call {best['call']}",
+    ],
     ["sandbox", html.escape(options["sandbox"]), ""],
-    ["log", _code(events[-1]["hash"]), f"{len(events)} chained events"],
+    ["log", programs.code(events[-1]["hash"]), f"{len(events)} chained events"],
   ]
   config = html.escape(json.dumps(events[0]["config"], indent=1))
   more = f"<details><summary>configuration</summary><pre>{config}</pre></details>"
   return "<h2>Run</h2>" + report_html.table(["", "", "target"], rows) + more
-
-
-def _code(identity: str) -> str:
-  return f"<code>{html.escape(identity[:12])}</code>"
 
 
 def _curves(folder: pathlib.Path, events: list[Event]) -> str:
@@ -154,6 +158,8 @@ def _ledger(folder: pathlib.Path, events: list[Event]) -> str:
     f"<p>{proposals} proposals, {len(refused)} of them refused before any call. "
     "A repeated execution costs nothing.</p>"
   )
+  use = proposer_use(folder, events, events[0]["config"])
+  note += "".join(f"<p>{programs.shown(line.strip())}</p>" for line in use)
   head = ["kind", "calls charged", "reused", "failed", "time"]
   return "<h2>Ledger</h2>" + report_html.table(head, body) + note
 
@@ -195,7 +201,7 @@ def _residuals(events: list[Event]) -> str:
     if moves:
       rows.append(
         [
-          _code(r["program"]),
+          programs.code(r["program"]),
           html.escape(r["observable"]),
           f"{r['value']:.4g} over {r['threshold']:.4g}",
           html.escape(", then ".join(moves)),
@@ -206,46 +212,6 @@ def _residuals(events: list[Event]) -> str:
   return "<h2>Residuals</h2>" + note + (report_html.table(head, rows) if rows else "")
 
 
-def _lineage(told: list[Story], events: list[Event]) -> str:
-  """Draws the executed programs as a tree, with the line of the champion open."""
-  champion = [e for e in events if e["event"] == "program"][-1]["champion"]
-  line = {s.packet["id"] for s in explain.lineage(told, champion)}
-  children: defaultdict[str, list[Story]] = defaultdict(list)
-  seen: set[str] = set()
-  for story in told:
-    body = story.packet["packet"]
-    # A program may be proposed again; as in `explain.lineage`, its first packet counts.
-    if story.program is not None and body["program"] not in seen:
-      seen.add(body["program"])
-      children[body["parent"]].append(story)
-
-  def branch(parent: str) -> str:
-    items = []
-    for story in children[parent]:
-      program, is_ours = story.packet["packet"]["program"], story.packet["id"] in line
-      assert story.program is not None
-      label = html.escape(story.packet.get("label", "the initial program"))
-      name = f"{_code(program)} {label}: {story.program['value']:.5g}"
-      shown = f"<b>{name}</b>" if is_ours else name
-      fold = f"<details><summary>{shown}</summary>{_diff(story.diff)}</details>"
-      items.append(f"<li>{fold}{branch(program)}</li>")
-    return f"<ul>{''.join(items)}</ul>" if items else ""
-
-  lead = (
-    "<p>Every executed program under its parent; the line of the champion in bold.</p>"
-  )
-  return f'<h2>Lineage</h2>{lead}<div class="tree">{branch("")}</div>'
-
-
-def _diff(text: str) -> str:
-  lines = []
-  for line in text.splitlines()[:MAX_DIFF_LINES]:
-    shown = html.escape(line)
-    tag = {"+": "ins", "-": "del"}.get(line[:1])
-    lines.append(f"<{tag}>{shown}</{tag}>" if tag else shown)
-  return f"<pre>{chr(10).join(lines)}</pre>"
-
-
 def _packets(told: list[Story]) -> str:
   parts = []
   for story in told:
@@ -253,9 +219,9 @@ def _packets(told: list[Story]) -> str:
     if not body["explanations"]:
       continue
     verdict = story.verdict["verdict"] if story.verdict else "not resolved"
-    label = html.escape(story.packet.get("label", ""))
+    label = programs.shown(story.packet.get("label", ""))
     parts.append(
-      f"<details><summary>{_code(story.packet['id'])} {label}: "
+      f"<details><summary>{programs.code(story.packet['id'])} {label}: "
       f"{html.escape(verdict)}</summary>{_predictions(story)}</details>"
     )
   lead = "<p>Registered predictions beside what was observed.</p>"
@@ -280,6 +246,7 @@ def _predictions(story: Story) -> str:
       for account in accounts:
         said = account["predictions"].get(name, {}).get(observable, "")
         wrong = said and name in observed and said != seen
+        said = html.escape(said)
         cells.append(f"<del>{said}</del>" if wrong else said)
       rows.append(cells)
   head = ["condition", "observable", "observed", *(a["name"] for a in accounts)]

@@ -6,81 +6,28 @@ import json
 import os
 import pathlib
 import platform
+import time
 from typing import Any
 
+from rich import live
+from rich.text import Text
+
 from mxjax.discovery.audit import explain, report, verify
+from mxjax.discovery.audit import status as progress
+from mxjax.discovery.cli import config
 from mxjax.discovery.cli import study as studies
+from mxjax.discovery.cli.options import run_options
 from mxjax.discovery.core import edit_templates
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.proposal import OutageError
 from mxjax.discovery.core.store import read_events
-from mxjax.discovery.proposers.endpoint import HttpClient
+from mxjax.discovery.proposers import weighted
 from mxjax.discovery.sandbox import jail, supervisor
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.search import SearchConfig
-from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER
 from mxjax.discovery.tasks.ptq import margins
-from mxjax.evaluation.cli.console import say
-
-
-def run_options(options: argparse.Namespace) -> runs.RunOptions:
-  """Builds the options of a run folder.
-
-  Raises:
-    ValueError: The `llm` proposer was chosen without its endpoint and model.
-  """
-  spec = {**_task(options.task), **json.loads(options.task_options)}
-  if options.task in task_.WORLDS:
-    spec.setdefault("seed", options.seed)
-  if options.model:
-    spec["model"] = options.model
-  if options.holdout_model:
-    spec["holdout"] = options.holdout_model
-  config = {
-    "seed": options.seed,
-    "budget": options.budget,
-    "width": options.width,
-    **ARMS[options.arm].changes,
-  }
-  if options.as_in_paper:
-    config |= AS_IN_PAPER
-  if options.paper_allocation:
-    config["allocation"] = ARMS[options.arm].allocation
-  proposer: dict[str, Any] = {"kind": options.proposer}
-  if options.contested_accounts:
-    proposer["contested"] = True
-  if options.proposer == "llm":
-    if not (options.endpoint and options.endpoint_model):
-      raise ValueError("discover: llm needs --endpoint and --endpoint-model.")
-    proposer |= {"base_url": options.endpoint, "model": options.endpoint_model}
-  if options.proposer in ("llm", "cassette"):
-    proposer |= {"cassette": options.cassette, "tokenizer": options.tokenizer}
-    if options.prices:
-      proposer["prices"] = options.prices
-    proposer |= {"effort": options.reasoning_effort}
-  if options.proposer == "human":
-    proposer["folder"] = options.answers or "answers"
-  return runs.RunOptions(
-    task=spec,
-    config=config,
-    sandbox=options.sandbox,
-    proposer=proposer,
-    holdout=options.holdout,
-  )
-
-
-def _task(name: str) -> dict[str, Any]:
-  """Returns the beginning of a task's specification, with the folder of its module."""
-  if pathlib.Path(name).is_dir():
-    return {"task": str(pathlib.Path(name).resolve())}
-  module, _, function = name.partition(":")
-  here = pathlib.Path.cwd()
-  package = module.partition(".")[0]
-  is_here = any((here / file).exists() for file in (f"{package}.py", package))
-  # The command's own sys.path does not have the current folder.
-  if function and is_here:
-    return {"task": name, "path": str(here)}
-  return {"task": name}
+from mxjax.evaluation.cli.console import STDOUT, printable, say
+from mxjax.storage import atomic_io
 
 
 def _with_margins(spec: dict[str, Any]) -> dict[str, Any]:
@@ -121,6 +68,8 @@ def plan(options: argparse.Namespace) -> None:
     f"A run pays {config.budget} evaluator calls, for candidates, controls and probes "
     f"together, and asks the proposer at most {proposals} times; {held_out}."
   )
+  if limits := {k: v for k, v in run_.config.items() if k.startswith("max_")}:
+    say(f"It asks nothing more once the proposer has used {limits}.")
   say(studies.measured(task, run_.sandbox, config.budget))
   say(
     f"The proposer is {options.proposer}; the task has {len(task.edit_templates)} edit "
@@ -136,6 +85,8 @@ def run(options: argparse.Namespace) -> None:
   _probe(run_)
   spec = _with_margins(dict(run_.task))
   runs.write_options(folder, dataclasses.replace(run_, task=spec))
+  resolved = config.text(options.resolved).encode()
+  atomic_io.write_durably(folder / "config.toml", resolved)
   _search(folder, options)
 
 
@@ -148,16 +99,14 @@ def resume(options: argparse.Namespace) -> None:
 
 
 def _probe(options: runs.RunOptions) -> None:
-  """Asks the endpoint of a run for one word, before anything is paid for.
+  """Asks every endpoint of a run for one word, before anything is paid for.
 
   Raises:
-    OutageError: It does not answer.
+    OutageError: One does not answer.
   """
-  settings = dict(options.proposer)
-  if settings.pop("kind") == "llm":
-    named = ("base_url", "model", "key_variable")
-    client = HttpClient(**{k: v for k, v in settings.items() if k in named})
-    say(f"endpoint: {client.probe().model!r} answered")
+  if options.proposer["kind"] == "llm":
+    for client in weighted.clients(options.proposer, metered=options.search.is_metered):
+      say(f"endpoint: {client.probe().model!r} answered")
 
 
 def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
@@ -189,6 +138,22 @@ def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
   if paid := ledger["proposer"].get("micro_dollars"):
     say(f"the proposer's tokens cost {paid / 1e6:.2f} dollars at the given prices")
   say(f"report: {path}")
+
+
+def status(options: argparse.Namespace) -> None:
+  """Implements `mxjax discover status`, which only reads."""
+  folder = pathlib.Path(options.folder)
+  text, is_closed = progress.read(folder)
+  if not options.follow:
+    say(text)
+    return
+  with live.Live(console=STDOUT, auto_refresh=False) as shown:
+    while True:
+      shown.update(Text(printable(text)), refresh=True)
+      if is_closed:
+        return
+      time.sleep(options.follow)
+      text, is_closed = progress.read(folder)
 
 
 def write_report(options: argparse.Namespace) -> None:

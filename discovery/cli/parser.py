@@ -1,4 +1,4 @@
-"""`mxjax discover plan | run | resume | report | explain | verify | doctor | study`.
+"""`mxjax discover plan | run | resume | status | report | explain | verify | ...`.
 
 This file is the console entry point of the whole command line: discovery depends on
 evaluation, so it adds its commands to evaluation's parser. Commands are imported only
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mxjax.discovery.cli import config
 from mxjax.discovery.sandbox import jail
 from mxjax.discovery.studies.arms import ARMS
 from mxjax.evaluation.cli import parser as cli
@@ -27,6 +28,19 @@ STUDIES = (
   "replay",
 )
 """Keys of `mxjax.discovery.studies.study.STUDIES`, whose import takes a second."""
+FLAG = argparse.BooleanOptionalAction
+"""So that the command line can take back what a file of options says."""
+
+
+def amount(text: str) -> float:
+  """Returns a number of dollars.
+
+  Raises:
+    ValueError: It is negative or not finite.
+  """
+  if not 0 <= (value := float(text)) < float("inf"):
+    raise ValueError
+  return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,20 +66,22 @@ def register(commands: Any) -> None:
     description="Searches for better PTQ programs: every candidate is a registered "
     "experiment, and its verdict is a demand on later code.",
   )
-  verbs = discover.add_subparsers(dest="verb", required=True, metavar="VERB")
+  verbs = discover.add_subparsers(
+    dest="verb", required=True, metavar="VERB", parser_class=config.Parser
+  )
 
-  def verb(name: str, told: str, function: str) -> argparse.ArgumentParser:
+  def verb(name: str, told: str, function: str) -> config.Parser:
     parser = verbs.add_parser(name, help=told, description=told)
     parser.set_defaults(run=_later("commands", function))
     return parser
 
-  _add_task(
-    verb(
-      "plan", "what a run would cost; runs the default program, starts nothing", "plan"
-    )
+  plan = verb(
+    "plan", "what a run would cost; runs the default program, starts nothing", "plan"
   )
-  run = verb("run", "start a run", "run")
-  _add_task(run)
+  run = plan.holder = verb("run", "start a run", "run")
+  for parser in (plan, run):
+    _add_task(parser)
+    _add_limits(parser)
   run.add_argument("--out", required=True, metavar="DIR", help="a new folder")
   _add_workers(run)
   resume = verb("resume", "continue a run, paying nothing twice", "resume")
@@ -73,6 +89,16 @@ def register(commands: Any) -> None:
   _add_workers(resume)
   report = verb("report", "write DIR/report.html", "write_report")
   report.add_argument("folder", metavar="DIR", help="folder of a run")
+  status = verb("status", "how far a run is, also while it goes on", "status")
+  status.add_argument("folder", metavar="DIR", help="folder of a run")
+  status.add_argument(
+    "--follow",
+    type=float,
+    nargs="?",
+    const=2.0,
+    metavar="SECONDS",
+    help="look again every 2 s, or so many, until the run has ended",
+  )
   explain = verb("explain", "why a program exists", "explain_program")
   explain.add_argument("folder", metavar="DIR", help="folder of a run")
   explain.add_argument("program", metavar="PROGRAM", help="start of its identity")
@@ -89,10 +115,28 @@ def register(commands: Any) -> None:
   _add_study(study)
 
 
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "--config",
+    metavar="FILE",
+    help="a TOML file with options of `run` under their names here; options of the "
+    "command line win",
+  )
+  parser.add_argument(
+    "--max-tokens",
+    type=int,
+    metavar="N",
+    help="end the run after the answer with which the proposer has used N, in and out",
+  )
+  parser.add_argument(
+    "--max-cost", type=amount, metavar="DOLLARS", help="the same at the given prices"
+  )
+
+
 def _add_workers(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("--workers", type=int, default=1, metavar="N", help="processes")
-  add("--ray", action="store_true", help="workers on a Ray cluster")
+  add("--ray", action=FLAG, help="workers on a Ray cluster")
   add(
     "--compiled",
     metavar="DIR",
@@ -100,6 +144,7 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
     help="where jailed workers share compiled programs, also with later runs; they "
     "may write there",
   )
+  parser.set_defaults(ray=False)
 
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
@@ -119,16 +164,29 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--width", type=int, default=1, help="proposals made from one state")
   add(
     "--as-in-paper",
-    action="store_true",
+    action=FLAG,
     help="run every registered control, and charge repeated executions",
   )
   add(
     "--paper-allocation",
-    action="store_true",
+    action=FLAG,
     help="divide the 240 calls among candidates, controls and probes as the paper does",
   )
   told = "how candidates are jailed"
   add("--sandbox", default="strict", choices=jail.LEVELS, help=told)
+  add(
+    "--holdout",
+    default="after",
+    choices=("after", "during", "off"),
+    help="when champions are measured on held-out data",
+  )
+  _add_proposer(parser)
+  flags = ("as_in_paper", "paper_allocation", "contested_accounts")
+  parser.set_defaults(**dict.fromkeys(flags, False))
+
+
+def _add_proposer(parser: argparse.ArgumentParser) -> None:
+  add = parser.add_argument
   add(
     "--proposer",
     default="embedded",
@@ -138,8 +196,15 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--endpoint", metavar="URL", help="OpenAI-compatible base URL")
   add("--endpoint-model", metavar="NAME", help="the model to ask there")
   add(
+    "--endpoints",
+    metavar="JSON",
+    help="several instead: a list of objects with url and model, and if need be "
+    "weight, prices, deadline in seconds (600) and key-variable, the environment "
+    "variable of its key",
+  )
+  add(
     "--prices",
-    type=float,
+    type=amount,
     nargs=2,
     metavar=("IN", "OUT"),
     help="dollars a million tokens, to count what llm costs",
@@ -147,18 +212,12 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--reasoning-effort", metavar="LEVEL", help="asked of the model, such as high")
   add(
     "--contested-accounts",
-    action="store_true",
+    action=FLAG,
     help="embedded edits register only accounts that a control must tell apart",
   )
   add("--cassette", metavar="FILE", help="record to it (llm) or replay it (cassette)")
   add("--tokenizer", metavar="FILE", help="tokenizer.json for exact budgets")
   add("--answers", metavar="DIR", help="folder of the human queue")
-  add(
-    "--holdout",
-    default="after",
-    choices=("after", "during", "off"),
-    help="when champions are measured on held-out data",
-  )
 
 
 def _add_study(parser: argparse.ArgumentParser) -> None:
@@ -212,8 +271,8 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     help="what the study should show, frozen before its first run",
   )
   _add_task(parser)
-  # The study sets its own arms, seeds and accounting.
-  parser.set_defaults(sandbox="off")
+  # The study sets its own arms, seeds, budgets and accounting.
+  parser.set_defaults(sandbox="off", max_tokens=None, max_cost=None)
 
 
 if __name__ == "__main__":

@@ -45,10 +45,13 @@ class Ledger:
     *,
     reuse: bool = True,
     allocation: Mapping[str, int] | None = None,
+    max_tokens: int | None = None,
+    max_cost: float | None = None,
   ) -> None:
     """Opens a ledger; with `reuse`, a repeated execution identity is free.
 
     `allocation` divides the budget by kind of call; without it, any kind may use all.
+    `max_tokens` and `max_cost`, in dollars, are the proposer's budgets.
 
     Raises:
       ValueError: The allocation does not name every kind or does not add up.
@@ -64,6 +67,7 @@ class Ledger:
     self.entries: list[Entry] = []
     self.proposer: Counter[str] = Counter()
     self._reuse, self._allocation = reuse, allocation
+    self._max_tokens, self._max_cost = max_tokens, max_cost
     self._reserved: Counter[str] = Counter()
     self._charged: Counter[str] = Counter()
     self._charged_calls: dict[str, int] = {}
@@ -77,6 +81,17 @@ class Ledger:
   def left(self) -> int:
     """Calls that are neither charged nor reserved."""
     return self.budget - self.spent - self._reserved.total()
+
+  @property
+  def overspent(self) -> str:
+    """The proposer's budget that is used up, with its sum, or an empty string."""
+    tokens = self.proposer["input_tokens"] + self.proposer["output_tokens"]
+    dollars = self.proposer["micro_dollars"] / 1e6
+    if self._max_tokens is not None and tokens >= self._max_tokens:
+      return f"max-tokens: {tokens} of {self._max_tokens}"
+    if self._max_cost is not None and dollars >= self._max_cost:
+      return f"max-cost: {dollars:.6f} of {self._max_cost:.6f} dollars"
+    return ""
 
   def left_for(self, kind: str) -> int:
     """Calls of a kind that are neither charged nor reserved."""

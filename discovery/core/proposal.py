@@ -158,6 +158,7 @@ class Proposal:
     explanations: Competing explanations, the focal one first.
     declared: Hooks or plan keys that were changed, among them those of any response.
     usage: Proposer calls, tokens and cost in micro-dollars, as integers by name.
+    replies: Endpoint and model of each reply, if there are several endpoints.
   """
 
   source: str
@@ -168,6 +169,7 @@ class Proposal:
   controls: tuple[Control, ...] = ()
   declared: tuple[str, ...] = ()
   usage: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"calls": 1})
+  replies: tuple[Mapping[str, str], ...] = ()
 
   def __post_init__(self) -> None:
     """Rejects what the log cannot hold: NaN, infinities and broken Unicode."""
@@ -187,6 +189,7 @@ class Proposal:
         "explanations": tuple(Explanation(**e) for e in values["explanations"]),
         "controls": tuple(Control(**c) for c in values["controls"]),
         "declared": tuple(values["declared"]),
+        "replies": tuple(values.get("replies", ())),
       }
     )
 

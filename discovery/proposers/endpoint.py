@@ -136,6 +136,7 @@ class HttpClient:
     key_variable: Environment variable with the API key; the key is never recorded.
     deadline: Seconds for a request with all its retries.
     pause: Seconds before the first retry; doubles on each retry, with jitter.
+    metered: Whether a reply must say how many tokens it took, as budgets need.
   """
 
   base_url: str
@@ -143,6 +144,7 @@ class HttpClient:
   key_variable: str = "OPENAI_API_KEY"
   deadline: float = 600.0
   pause: float = 1.0
+  metered: bool = False
 
   @property
   def name(self) -> str:
@@ -240,6 +242,13 @@ class HttpClient:
     try:
       body = json.loads(data)
       choice, usage = body["choices"][0], body.get("usage") or {}
+      if self.metered and not (
+        usage.get("prompt_tokens") and "completion_tokens" in usage
+      ):
+        raise OutageError(
+          f"endpoint: {self.base_url} does not say how many tokens a reply took, got "
+          f"{usage!r:.200}; run without --max-tokens and --max-cost, or ask another."
+        )
       reply = Reply(
         text=choice["message"]["content"] or "",
         model=body.get("model") or self.model,
@@ -299,15 +308,18 @@ class Cassette:
     path: str | os.PathLike[str],
     mode: Literal["record", "replay"],
     client: Client | None = None,
+    scope: str = "",
   ) -> None:
     """Opens a cassette, which is a JSON-lines file.
 
-    `record` asks `client` and appends its replies; `replay` only reads.
+    `record` asks `client` and appends its replies; `replay` only reads. `scope` tells
+    the replies of several endpoints to one request apart.
 
     Raises:
       FileNotFoundError: There is no file to replay.
     """
     self._path, self._mode, self._client = pathlib.Path(path), mode, client
+    self._scope = {"scope": scope} if scope else {}
     self._replies: dict[str, Reply] = {}
     if self._path.exists():
       for line in self._path.read_text().splitlines():
@@ -325,7 +337,7 @@ class Cassette:
 
   def complete(self, request: Mapping[str, Any]) -> Reply:
     """See `Client.complete`."""
-    key = identity.digest(dict(request))
+    key = identity.digest({**request, **self._scope})
     if key in self._replies:
       return self._replies[key]
     if self._mode == "replay" or self._client is None:

@@ -1,6 +1,7 @@
 """Prepares candidates and runs calls for one run, paying for each only once."""
 
 import dataclasses
+import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -149,6 +150,8 @@ class CachedEvaluator:
 
     def on_done(index: int, outcome: Outcome, seconds: float) -> None:
       entry = {"outcome": outcome.to_dict(), "seconds": seconds}
+      # As a resumed run reads it, so that both send a proposer the same prompt.
+      entry = json.loads(identity.canonical(entry))
       stored[names[index]] = entry
       for store in (self._store, self._archive):
         if store is not None:

@@ -40,8 +40,16 @@ def symbols(task: Task, parent: Record, outcome: Outcome) -> dict[str, Symbol]:
   }
 
 
-def pointless(task: Task, attempt: Attempt) -> frozenset[str]:
-  """Returns controls that separate no explanations left by the primary run."""
+def skip_pointless(task: Task, history: History, attempt: Attempt) -> None:
+  """Skips controls that separate no explanations left by the primary run."""
+  if attempt.packet.policy == "minimal":
+    attempt.skipped = _pointless(task, attempt)
+  if attempt.skipped:
+    names = sorted(attempt.skipped)
+    history.emit("skipped", packet=attempt.packet.hash, controls=names)
+
+
+def _pointless(task: Task, attempt: Attempt) -> frozenset[str]:
   packet = attempt.packet
   registered = {c.name for c in packet.conditions if c.kind == "control"}
   if not registered:

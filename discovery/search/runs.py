@@ -12,11 +12,9 @@ from typing import Any
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.proposal import OutageError, Proposer, Record
 from mxjax.discovery.core.store import Store
+from mxjax.discovery.proposers import weighted
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
-from mxjax.discovery.proposers.endpoint import Cassette, HttpClient
 from mxjax.discovery.proposers.human import HumanProposer
-from mxjax.discovery.proposers.llm import LlmProposer
-from mxjax.discovery.proposers.prompt import estimated_tokens, tokenizer_count
 from mxjax.discovery.sandbox.executor import Executor
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor, RayWorker
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
@@ -82,8 +80,10 @@ def is_closed(folder: pathlib.Path) -> bool:
   return bool(lines) and json.loads(lines[-1])["event"] == "closed"
 
 
-def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
-  """Builds the proposer that the options describe.
+def make_proposer(
+  options: RunOptions, task: task_.Task, store: Store | None = None
+) -> Proposer:
+  """Builds the proposer that the options describe; `store` keeps paid replies.
 
   Raises:
     ValueError: The kind is unknown.
@@ -99,23 +99,9 @@ def make_proposer(options: RunOptions, task: task_.Task) -> Proposer:
   if kind == "human":
     seconds = settings.get("seconds", 86_400.0)
     return HumanProposer(settings["folder"], task, seconds=seconds)
-  tokenizer = settings.pop("tokenizer", None)
-  count = tokenizer_count(tokenizer) if tokenizer else estimated_tokens
-  cassette = settings.pop("cassette", None)
-  # Dollars a million tokens are micro-dollars a token.
-  prices = settings.pop("prices", (0.0, 0.0))
-  price = lambda reply: round(
-    prices[0] * reply.input_tokens + prices[1] * reply.output_tokens
-  )
-  effort = settings.pop("effort", None)
-  asked: dict[str, Any] = {"count": count, "effort": effort, "price": price}
-  if kind == "llm":
-    client: Any = HttpClient(**settings)
-    if cassette:
-      client = Cassette(cassette, "record", client)
-    return LlmProposer(client, task, **asked)
-  if kind == "cassette":
-    return LlmProposer(Cassette(cassette, "replay"), task, **asked)
+  if kind in ("llm", "cassette"):
+    metered = options.search.is_metered
+    return weighted.make(options.proposer, task, store=store, metered=metered)
   raise ValueError(
     f"discover: unknown proposer {kind!r}; use embedded, llm, cassette or human."
   )
@@ -209,7 +195,7 @@ def make_search(
 ) -> Search:
   """Builds the search that the options describe, without executing anything."""
   evaluator = CachedEvaluator(task, executor, store, archive=archive)
-  return Search(options.search, evaluator, make_proposer(options, task), store)
+  return Search(options.search, evaluator, make_proposer(options, task, store), store)
 
 
 def measure_calls(task: task_.Task, sandbox: str) -> list[float]:

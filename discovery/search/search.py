@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from mxjax.discovery.core import identity, verdict
-from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import (
   Context,
@@ -48,8 +47,7 @@ class Search:
     self._config, self._evaluator = config, evaluator
     self._proposer, self._store = proposer, store
     self._task = evaluator.task
-    allocation = config.allocation
-    self.ledger = Ledger(config.budget, reuse=config.reuse, allocation=allocation)
+    self.ledger = config.ledger()
     self.programs = ExecutableFrontier(self._task.target, config.frontier)
     self.residuals = ResidualFrontier()
     self.history = History(store, self._task, config.mark_every)
@@ -66,11 +64,7 @@ class Search:
     """
     self.history.on_event = on_event
     self.begin()
-    reason = "budget"
-    while not self.is_spent:
-      if self._proposals >= self._config.budget * self._config.proposals_per_call:
-        reason = "proposals"
-        break
+    while not (reason := self._over()):
       try:
         self.round()
       except OutageError:
@@ -93,8 +87,16 @@ class Search:
 
   @property
   def is_spent(self) -> bool:
-    """Whether no evaluator call is left for a candidate."""
-    return min(self.ledger.left, self.ledger.left_for("candidate")) <= 0
+    """Whether nothing is left for a candidate: no call, or no token or money."""
+    left = min(self.ledger.left, self.ledger.left_for("candidate"))
+    return left <= 0 or bool(self.ledger.overspent)
+
+  def _over(self) -> str:
+    """Returns which budget ends the run now, or an empty string."""
+    if self.is_spent:
+      return self.ledger.overspent or "budget"
+    most = self._config.budget * self._config.proposals_per_call
+    return "proposals" if self._proposals >= most else ""
 
   def begin(self) -> None:
     """Logs the configuration and measures the initial program with the first call.
@@ -104,7 +106,7 @@ class Search:
     """
     self.history.emit(
       "open",
-      config=dataclasses.asdict(self._config),
+      config=self._config.to_dict(),
       task=dict(self._task.spec),
       evaluator=self._evaluator.fingerprint,
       target=self._task.target,
@@ -186,6 +188,8 @@ class Search:
     proposal = answer(self._store, key, lambda: self._proposer.propose(context))
     self._proposals += 1
     self.ledger.proposer.update(proposal.usage)
+    if proposal.replies:
+      self.history.emit("replies", proposal=key, replies=list(proposal.replies))
     corruption = (self._config.corruption, self._config.seed, selection.address)
     accounts = (registration.corrupted(e, *corruption) for e in proposal.explanations)
     return dataclasses.replace(proposal, explanations=tuple(accounts))
@@ -256,15 +260,8 @@ class Search:
     alive = [a for a in attempts if a.outcome.status == Status.OK]
     if self._config.sequential:
       for attempt in alive:
-        self._skip_pointless(attempt)
+        resolution.skip_pointless(self._task, self.history, attempt)
     self._run_conditions(alive, primary=False)
-
-  def _skip_pointless(self, attempt: Attempt) -> None:
-    if attempt.packet.policy == "minimal":
-      attempt.skipped = resolution.pointless(self._task, attempt)
-    if attempt.skipped:
-      names = sorted(attempt.skipped)
-      self.history.emit("skipped", packet=attempt.packet.hash, controls=names)
 
   def _run_conditions(self, attempts: list[Attempt], *, primary: bool) -> None:
     pairs = [(a, c) for a in attempts for c in a.conditions(primary=primary)]

@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
+from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.proposal import Evidence
 from mxjax.discovery.search.checkers import Checker
 from mxjax.discovery.search.controls import Policy
@@ -30,6 +31,8 @@ class SearchConfig:
     shuffled_verdicts: Placebo: replaces each finding by one drawn from all so far.
     allocation: Calls for each of `ledger.KINDS`, or None: any kind may use the budget.
     corruption: Placebo: rate at which predicted symbols are redrawn.
+    max_tokens: Of the proposer, in and out, after which nothing more is asked; or None.
+    max_cost: The same in dollars.
   """
 
   seed: int = 0
@@ -48,3 +51,25 @@ class SearchConfig:
   shuffled_verdicts: bool = False
   allocation: Mapping[str, int] | None = None
   corruption: float = 0.0
+  max_tokens: int | None = None
+  max_cost: float | None = None
+
+  @property
+  def is_metered(self) -> bool:
+    """Whether the proposer has a budget."""
+    return not (self.max_tokens is None and self.max_cost is None)
+
+  def ledger(self) -> Ledger:
+    """Returns an empty ledger of these budgets."""
+    return Ledger(
+      self.budget,
+      reuse=self.reuse,
+      allocation=self.allocation,
+      max_tokens=self.max_tokens,
+      max_cost=self.max_cost,
+    )
+
+  def to_dict(self) -> dict[str, Any]:
+    """Returns a JSON-ready form; budgets of the proposer are in it only if set."""
+    unset = {k for k in ("max_tokens", "max_cost") if getattr(self, k) is None}
+    return {k: v for k, v in dataclasses.asdict(self).items() if k not in unset}

@@ -171,7 +171,7 @@ SLOW = {
   "headers": drip(b"HTTP/1.1 200 OK\r\nX: " + b"y" * 2000),
   "body": [(0, http(b"", length=2000)), *drip(b"x" * 2000)],
   "body to the end": [(0, b"HTTP/1.1 200 OK\r\n\r\n" + chat()), *drip(b" " * 2000)],
-  "late then quiet": [(0.8, http(b"", length=10)), (60, b"")],
+  "late then quiet": [(0.3, http(b"", length=10)), (60, b"")],
 }
 
 
@@ -179,8 +179,19 @@ SLOW = {
 def test_one_deadline_holds_whatever_trickles(server, name):
   server.replies = [SLOW[name]]
   start = time.monotonic()
-  fails(server, "no answer in 1 tries")
+  fails(server, "no answer in 1 tries", deadline=0.5)
   assert time.monotonic() - start < 2.0
+
+
+@pytest.mark.parametrize("after", ["7", "Fri, 31 Dec 1999 23:59:59 GMT", "-1"])
+def test_retry_after_is_waited_for_and_then_answered(server, monkeypatch, after):
+  waits = []
+  monkeypatch.setattr(endpoint.time, "sleep", waits.append)
+  server.replies = [http(b"", "429 Slow", [f"Retry-After: {after}"]), http(chat())]
+  assert client(server, deadline=20.0).complete(ASK).attempts == 2
+  # The server's thread sleeps for no time at all.
+  (wait,) = filter(None, waits)
+  assert wait == 7 if after == "7" else wait < 0.1
 
 
 def test_a_long_reply_is_not_read_to_its_end(server):

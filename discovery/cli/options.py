@@ -1,0 +1,101 @@
+"""The options of a run folder from those of the command line."""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+from mxjax.discovery.core import task as task_
+from mxjax.discovery.proposers import weighted
+from mxjax.discovery.search import runs
+from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER
+
+
+def run_options(options: argparse.Namespace) -> runs.RunOptions:
+  """Builds the options of a run folder.
+
+  Raises:
+    ValueError: What was chosen is not complete.
+  """
+  spec = {**_task(options.task), **json.loads(options.task_options)}
+  if options.task in task_.WORLDS:
+    spec.setdefault("seed", options.seed)
+  if options.model:
+    spec["model"] = options.model
+  if options.holdout_model:
+    spec["holdout"] = options.holdout_model
+  config = {
+    "seed": options.seed,
+    "budget": options.budget,
+    "width": options.width,
+    **ARMS[options.arm].changes,
+  }
+  if options.as_in_paper:
+    config |= AS_IN_PAPER
+  if options.paper_allocation:
+    config["allocation"] = ARMS[options.arm].allocation
+  for name in ("max_tokens", "max_cost"):
+    if getattr(options, name) is not None:
+      config[name] = getattr(options, name)
+  return runs.RunOptions(
+    task=spec,
+    config=config,
+    sandbox=options.sandbox,
+    proposer=_proposer(options),
+    holdout=options.holdout,
+  )
+
+
+def _proposer(options: argparse.Namespace) -> dict[str, Any]:
+  """Returns the settings of the proposer.
+
+  Raises:
+    ValueError: `llm` lacks its endpoint or model, or prices for a budget in dollars.
+  """
+  proposer: dict[str, Any] = {"kind": options.proposer}
+  if options.contested_accounts:
+    proposer["contested"] = True
+  if options.proposer == "human":
+    proposer["folder"] = options.answers or "answers"
+  if options.proposer not in ("llm", "cassette"):
+    return proposer
+  single = {
+    "base_url": options.endpoint,
+    "model": options.endpoint_model,
+    "prices": options.prices,
+  }
+  single = {name: value for name, value in single.items() if value is not None}
+  if options.endpoints:
+    if single:
+      raise ValueError(
+        "discover: --endpoints has each address, model and prices; leave out "
+        "--endpoint, --endpoint-model and --prices."
+      )
+    proposer["endpoints"] = weighted.endpoints(options.endpoints)
+  elif options.proposer == "llm" and not {"base_url", "model"} <= single.keys():
+    raise ValueError(
+      "discover: llm needs --endpoint and --endpoint-model, or --endpoints."
+    )
+  proposer |= single
+  priced = [one.get("prices") for one in proposer.get("endpoints", [proposer])]
+  if options.max_cost is not None and not all(priced):
+    raise ValueError("discover: --max-cost needs the prices of every endpoint.")
+  return proposer | {
+    "cassette": options.cassette,
+    "tokenizer": options.tokenizer,
+    "effort": options.reasoning_effort,
+  }
+
+
+def _task(name: str) -> dict[str, Any]:
+  """Returns the beginning of a task's specification, with the folder of its module."""
+  if pathlib.Path(name).is_dir():
+    return {"task": str(pathlib.Path(name).resolve())}
+  module, _, function = name.partition(":")
+  here = pathlib.Path.cwd()
+  package = module.partition(".")[0]
+  is_here = any((here / file).exists() for file in (f"{package}.py", package))
+  # The command's own sys.path does not have the current folder.
+  if function and is_here:
+    return {"task": name, "path": str(here)}
+  return {"task": name}

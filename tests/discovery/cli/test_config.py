@@ -1,0 +1,107 @@
+"""One file for a run: what it may hold, what wins, and what the folder keeps of it."""
+
+import json
+import textwrap
+
+import pytest
+
+from mxjax.discovery.cli import config, options, parser
+from mxjax.discovery.search import runs
+from mxjax.evaluation.cli import parser as cli
+
+FILE = """
+task = "world"
+task-options = {frontier_note = "é\\u0001", nested = [1, 2.5]}
+seed = 3
+budget = 4
+sandbox = "off"
+holdout = "off"
+proposer = "llm"
+prices = [1, 2.5]
+as-in-paper = true
+ray = true
+out = "from-file"
+"""
+
+
+def parsed(tmp_path, verb, *words, text=FILE):
+  (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+  built = cli.build_parser(parser.register)
+  path = str(tmp_path / "run.toml")
+  return built.parse_args(["discover", verb, *words, "--config", path])
+
+
+def test_the_file_is_read_like_the_command_line_and_the_command_line_wins(tmp_path):
+  read = parsed(tmp_path, "run", "--budget", "9", "--no-ray", "--out=here")
+  assert (read.task, read.seed, read.prices) == ("world", 3, [1.0, 2.5])
+  assert json.loads(read.task_options)["nested"] == [1, 2.5]
+  assert read.as_in_paper is True
+  assert (read.budget, read.ray, read.out) == (9, False, "here")
+  # `plan` has no folder and no workers: it takes what it knows.
+  assert parsed(tmp_path, "plan").budget == 4
+
+
+def test_the_example_is_a_file_of_options(tmp_path):
+  text = textwrap.dedent((config.__doc__ or "").partition("::\n")[2])
+  made = options.run_options(parsed(tmp_path, "run", "--out", "x", text=text))
+  assert (made.task["seed"], made.config["max_cost"]) == (3, 5.0)
+  assert [one["weight"] for one in made.proposer["endpoints"]] == [3.0, 1.0]
+
+
+def test_what_a_folder_keeps_is_a_file_of_the_same_options(tmp_path):
+  read = parsed(tmp_path, "run", "--model=a\x7f\"'\\\U0001f600\t", "--width=2")
+  again = parsed(tmp_path, "run", text=config.text(read.resolved))
+  assert again.resolved == read.resolved
+  assert again.model == read.model
+  assert {"out", "width", "compiled"} <= set(again.resolved)
+
+
+@pytest.mark.parametrize(
+  ("text", "match"),
+  [
+    ("budgets = 3", "unknown option 'budgets'; did you mean budget?"),
+    ("task_options = 3", "did you mean task-options?"),
+    ("config = 'x'", "unknown option 'config'"),
+    ("no-ray = true", "unknown option 'no-ray'"),
+    ("ray = 1", "ray: expected true or false, got 1"),
+    ("seed = true", "seed: expected a number or text, got True"),
+    ("seed = [1]", "seed: expected a number or text"),
+    ("seed = 1.5", "argument --seed: invalid int value: '1.5'"),
+    ("prices = 3", "prices: expected an array"),
+    ("prices = [3]", "argument --prices: expected 2 arguments"),
+    ("task-options = 3", "task-options: expected a table"),
+    ("model = {a = 1}", "model: expected a number or text"),
+    ("sandbox = 'strikt'", "did you mean strict?"),
+    ("seed = ", "run.toml: expected TOML in UTF-8"),
+  ],
+)
+def test_what_is_no_option_is_refused_in_one_sentence(tmp_path, capsys, text, match):
+  with pytest.raises(SystemExit) as left:
+    parsed(tmp_path, "run", "--out", "x", text=text)
+  assert left.value.code == 2
+  told = capsys.readouterr().err.splitlines()
+  assert match in told[0]
+  assert "--help" in told[-1]
+  assert len(told) == 2
+
+
+def test_a_file_that_is_not_there_is_one_sentence(capsys):
+  assert_ = lambda *words: pytest.raises(SystemExit, parser.main, ["discover", *words])
+  assert_("run", "--out", "x", "--config", "/no/such.toml")
+  assert "/no/such.toml" in capsys.readouterr().err
+  assert_("run", "--out", "x", "--config")
+  assert "expected one argument" in capsys.readouterr().err
+
+
+def test_a_run_from_its_own_file_is_the_same_run(tmp_path):
+  (tmp_path / "run.toml").write_text(
+    'task = "world"\nbudget = 3\nsandbox = "off"\nholdout = "off"\n'
+  )
+  one, two = tmp_path / "one", tmp_path / "two"
+  start = ["discover", "run", "--config"]
+  words = [str(tmp_path / "run.toml"), "--seed", "5", "--out", str(one)]
+  assert parser.main([*start, *words]) == 0
+  assert runs.read_options(one).config["seed"] == 5
+  assert parser.main([*start, str(one / "config.toml"), "--out", str(two)]) == 0
+  for name in ("run.json", "log.jsonl"):
+    assert (one / name).read_bytes() == (two / name).read_bytes()
