@@ -766,6 +766,69 @@ MUTANTS = (
     '"uniform"',
     ("tests/discovery/tasks/ptq/test_ptq.py",),
   ),
+  *(
+    Mutant(
+      name,
+      "discovery/tasks/ptq/candidate_passes.py",
+      before,
+      after,
+      ("tests/discovery/tasks/ptq/test_programs.py",),
+    )
+    for name, before, after in (
+      (
+        "a pass forgets the sequences before the last",
+        "return carry + _sums(",
+        "return _sums(",
+      ),
+      (
+        "every tile of weights is told that it is the first",
+        "rows = jnp.arange(0, weight.shape[-1], TILE, dtype=jnp.int32)",
+        "rows = jnp.zeros(weight.shape[-1] // TILE, jnp.int32)",
+      ),
+      (
+        "a pass begins from nothing",
+        "state = self._solved(weight, step, of_inputs, eye, state)",
+        "state = self._solved(weight, step, of_inputs, eye, _first_state(len(eye)))",
+      ),
+      (
+        "solved states go unchecked",
+        """    require_finite("solve", state)
+    return state""",
+        "    return state",
+      ),
+      (
+        "solved maps go unchecked",
+        """    require_map("solve", state[:, 0])
+    return""",
+        "    return",
+      ),
+      (
+        "blocks reached carry no later error",
+        "residual = residual.at[start : start + size].set(wide[index] - native)",
+        "residual = residual.at[start : start + size].set(0.0)",
+      ),
+      (
+        "tokens beyond the last tile",
+        """    _require_tiles("tokens in a calibration sequence", inputs.length)
+""",
+        "",
+      ),
+    )
+  ),
+  Mutant(
+    "a hook is exported for the first number of rows alone",
+    "discovery/sandbox/artifact.py",
+    "key = self.computation, rows",
+    "key = self.computation, min(rows, 1)",
+    ("tests/discovery/tasks/ptq/test_programs.py",),
+  ),
+  Mutant(
+    "the neighbour's sums are a block's own",
+    "discovery/tasks/ptq/candidate_passes.py",
+    "told = self.told((of_inputs, of_weights))",
+    "told = (of_inputs, of_weights)",
+    ("tests/discovery/tasks/ptq/test_programs.py",),
+  ),
   Mutant(
     "fisher moments in native coordinates",
     "discovery/tasks/ptq/candidate_codes.py",
