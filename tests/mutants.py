@@ -791,12 +791,6 @@ MUTANTS = (
         "state = self._solved(weight, step, of_inputs, eye, _first_state(len(eye)))",
       ),
       (
-        "solved states go unchecked",
-        """    require_finite("solve", state)
-    return state""",
-        "    return state",
-      ),
-      (
         "solved maps go unchecked",
         """    require_map("solve", state[:, 0])
     return""",
@@ -828,6 +822,47 @@ MUTANTS = (
     "told = self.told((of_inputs, of_weights))",
     "told = (of_inputs, of_weights)",
     ("tests/discovery/tasks/ptq/test_programs.py",),
+  ),
+  *(
+    Mutant(
+      name,
+      "discovery/tasks/ptq/" + file,
+      before,
+      after,
+      ("tests/discovery/tasks/ptq/test_order.py",),
+    )
+    for name, file, before, after in (
+      (
+        "what reads the channels keeps their old order",
+        "structure/order.py",
+        "columns = (order[:, None] + channels * heads).reshape(-1)",
+        "columns = np.arange(order.size * readers)",
+      ),
+      (
+        "keys sort channels from the largest down",
+        "structure/order.py",
+        "np.argsort(keys, axis=1",
+        "np.argsort(-keys, axis=1",
+      ),
+      (
+        "the random order is the program's own",
+        "structure/order.py",
+        "if part == now.permuted:",
+        "if False:",
+      ),
+      (
+        "orders may name a channel twice",
+        "structure/order.py",
+        "(np.sort(order, axis=1) != expected).any()",
+        "False",
+      ),
+      (
+        "errors are measured in the old order",
+        "phases.py",
+        "exact = order.arranged(self._params, model, operands)",
+        "exact = self._params",
+      ),
+    )
   ),
   Mutant(
     "fisher moments in native coordinates",

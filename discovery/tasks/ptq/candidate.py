@@ -28,12 +28,12 @@ from mxjax.discovery.tasks.ptq.candidate_codes import (
   measure_stats,
   require_finite,
 )
-from mxjax.discovery.tasks.ptq.candidate_fits import HookAttentionFit, HookMlpFit
 from mxjax.discovery.tasks.ptq.candidate_passes import (
   Passes,
   require_legal,
   require_map,
 )
+from mxjax.discovery.tasks.ptq.structure.fits import HookAttentionFit, HookMlpFit
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.program import Program, Realized, fold, pack
 from mxjax.methods.recovery_fits import RecoveryFit
@@ -85,6 +85,7 @@ class Behaviour:
     shuffled: Hooks that receive another block's statistics.
     random_map: Whether a random rotation replaces the map.
     dose: Factor applied to the balance.
+    permuted: Part whose channels are in a random order.
   """
 
   hooks: Mapping[str, str]
@@ -92,6 +93,7 @@ class Behaviour:
   shuffled: frozenset[str] = frozenset()
   random_map: bool = False
   dose: float = 1.0
+  permuted: str = ""
 
 
 PARTS: Mapping[str, Callable[[int, str], bool]] = {
@@ -106,6 +108,7 @@ INTERVENTIONS: Mapping[str, str] = {
   "random_map": "the map is replaced by a fixed random rotation",
   "scope": "{part: even|odd|attention|mlp}: the edit in some linears only",
   "dose": "{factor}: the balance scaled",
+  "permute": "{part: mlp|values}: these channels in a fixed random order",
 }
 """Changes that a control may make; see `behaviours`."""
 
@@ -127,6 +130,8 @@ def behaviours(call: Call) -> Callable[[int, str], Behaviour]:
       behaviour = dataclasses.replace(behaviour, random_map=True)
     case {"kind": "dose", "factor": factor}:
       behaviour = dataclasses.replace(behaviour, dose=float(factor))
+    case {"kind": "permute", "part": "mlp" | "values" as part}:
+      behaviour = dataclasses.replace(behaviour, permuted=part)
     case {"kind": kind}:
       raise ContractError(
         f"ptq: unknown intervention {kind!r}, or one without its values; use one of "

@@ -142,8 +142,8 @@ class Passes:
     Returns the map of every block, float64 `[blocks, 32, 32]`.
 
     Raises:
-      ContractError: A state is not finite, a map has no inverse, or a length does not
-        divide into tiles.
+      ContractError: A map is not finite or has no inverse, or a length does not divide
+        into tiles.
     """
     _require_tiles("tokens in a calibration sequence", inputs.length)
     _require_tiles("weight rows", weight.shape[-1])
@@ -164,9 +164,7 @@ class Passes:
     of_weights = execution.block_on_cpu(measured)
     steps = np.full(len(state), int(step), np.int32)
     told = self.told((of_inputs, of_weights))
-    (state,) = map_units(self.solve, steps, *told, curvature, state)
-    require_finite("solve", state)
-    return state
+    return map_units(self.solve, steps, *told, curvature, state)[0]
 
   def reach(self, weight: jax.Array, inputs: LinearInputs, encode: Function) -> Reached:
     """Visits blocks from the last to the first; each runs its passes and is encoded.

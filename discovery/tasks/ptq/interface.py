@@ -100,7 +100,22 @@ PASSES = (
   ),
 )
 
+CHANNEL = ("index", "peak", "reader", "square", "writer")
+
 HOOKS = (
+  Hook(
+    name="arrange",
+    arguments={"channel": dict.fromkeys(CHANNEL, SCALAR)},
+    outputs=(SCALAR,),
+    batched=("channel",),
+    active_when=("arrange", ("mlp", "values", "both")),
+    default='def arrange(channel):\n  return channel["index"]\n',
+    doc="The key by which a channel is sorted, among the hidden channels of an MLP "
+    "(plan mlp) or inside a value head (plan values): a free permutation, which "
+    "decides what inputs of down_proj or o_proj share a scale. `square` is a channel's "
+    "mean square, `peak` its largest magnitude; `reader` and `writer` are mean squares "
+    "of the weights that read it and that write it.",
+  ),
   *PASSES,
   Hook(
     name="transform",
@@ -193,6 +208,7 @@ HOOKS = (
 INTERFACE = Interface(
   hooks=HOOKS,
   plan={
+    "arrange": ("off", "mlp", "values", "both"),
     "transform": ("off", "measured", "solved", "reached"),
     "passes": tuple(range(1, MAX_PASSES + 1)),
     "balance": ("off", "measured", "stale"),
@@ -205,7 +221,7 @@ INTERFACE = Interface(
   header="import jax\nimport jax.numpy as jnp\n" + ENCODE,
 )
 
-SHAPING = ("transform", "passes", *(hook.name for hook in PASSES))
+SHAPING = ("arrange", "transform", "passes", *(hook.name for hook in PASSES))
 RESIDUALS: Mapping[str, tuple[str, ...]] = {
   "contaminated": SHAPING,
   "activation_error": ("encode_act", "tables"),

@@ -24,6 +24,7 @@ RECOVERIES: Mapping[tuple[str, str], type] = {
 }
 """Recovery leaves by block and name."""
 DECIDED = {
+  "arrange": ("order",),
   **{hook.name: ("map",) for hook in PASSES},
   "transform": ("map",),
   "balance": ("map",),

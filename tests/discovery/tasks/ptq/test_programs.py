@@ -209,6 +209,6 @@ def test_a_method_as_a_program_is_the_librarys(
   record_property("codes", codes)
   record_property("codes that differ", differ)
   assert differ <= codes // 10_000, f"{differ} of {codes} codes differ"
-  errors, _ = task.open("measure")._operator_errors(library)
+  errors, _ = task.open("measure")._operator_errors(library, params)
   exact = np.mean([error["total"] for error in errors.values()])
   assert values["operator_error"] == pytest.approx(exact, abs=1e-6)
