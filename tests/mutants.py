@@ -810,6 +810,13 @@ MUTANTS = (
     )
   ),
   Mutant(
+    "a program's tables are those of the float weights",
+    "discovery/tasks/ptq/candidate.py",
+    "measured_tables(function, weight, result.decoded)",
+    "measured_tables(function, weight, weight)",
+    ("tests/discovery/tasks/ptq/test_programs.py",),
+  ),
+  Mutant(
     "a hook is exported for the first number of rows alone",
     "discovery/sandbox/artifact.py",
     "key = self.computation, rows",

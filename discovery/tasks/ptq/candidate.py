@@ -30,6 +30,7 @@ from mxjax.discovery.tasks.ptq.candidate_codes import (
 )
 from mxjax.discovery.tasks.ptq.candidate_passes import (
   Passes,
+  measured_tables,
   require_legal,
   require_map,
 )
@@ -274,8 +275,12 @@ class CandidateProgram(Program):
     hook = self._now.hooks["encode_act"]
     if hook == self._defaults["encode_act"]:
       return Nearest()
-    target = result.decoded if self._now.plan["tables"] == "realized" else weight
-    tables = execution.block_on_cpu(one_code.tables(weight, target))
+    if (plan := self._now.plan["tables"]) == "measured":
+      function = self._artifacts.batched(self._now.hooks["tables"])
+      tables = measured_tables(function, weight, result.decoded)
+    else:
+      target = result.decoded if plan == "realized" else weight
+      tables = execution.block_on_cpu(one_code.tables(weight, target))
     gram, cross = self._told("encode_act", tables)
     return HookRounding(gram, cross, self._artifacts.batched(hook))
 

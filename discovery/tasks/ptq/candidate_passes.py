@@ -60,6 +60,11 @@ def _require_tiles(what: str, columns: int) -> None:
     )
 
 
+def _tiles(block: jax.Array) -> jax.Array:
+  """Cuts `[32, n]` into tiles of its columns, `[n / 32, 32, 32]`."""
+  return block.reshape(mxfp4.BLOCK_SIZE, -1, TILE).swapaxes(0, 1)
+
+
 def _sums(
   function: Function,
   blocks: jax.Array,
@@ -74,8 +79,7 @@ def _sums(
 
   def one(item: tuple[jax.Array, jax.Array]) -> jax.Array:
     block, own = item
-    tiles = block.reshape(mxfp4.BLOCK_SIZE, -1, TILE).swapaxes(0, 1)
-    return function(tiles, index, step, own)[0].sum(0)
+    return function(_tiles(block), index, step, own)[0].sum(0)
 
   return jax.lax.map(one, (blocks, state))
 
@@ -86,6 +90,33 @@ def _weight_sums(
 ) -> jax.Array:
   rows = jnp.arange(0, weight.shape[-1], TILE, dtype=jnp.int32)
   return _sums(function, weight.astype(jnp.float64), rows, step, state)
+
+
+@functools.partial(jax.jit, static_argnames="function")
+def _table_sums(
+  function: Function, weight: jax.Array, decoded: jax.Array
+) -> list[jax.Array]:
+  def one(pair: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
+    tables = function(*map(_tiles, pair))
+    return [table.sum(0).astype(jnp.float32) for table in tables]
+
+  return jax.lax.map(one, (weight, decoded))
+
+
+def measured_tables(
+  function: Function, weight: jax.Array, decoded: jax.Array
+) -> list[jax.Array]:
+  """Sums a program's tables over the rows of folded and decoded weights.
+
+  Both weights are float32 `[blocks, 32, rows]`, the two tables `[blocks, 32, 32]`.
+
+  Raises:
+    ContractError: A table is not finite, or the rows do not divide into tiles.
+  """
+  _require_tiles("weight rows", weight.shape[-1])
+  tables = execution.block_on_cpu(_table_sums(function, weight, decoded))
+  require_finite("tables", *map(np.asarray, tables))
+  return tables
 
 
 @dataclasses.dataclass(frozen=True)

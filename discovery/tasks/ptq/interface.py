@@ -156,6 +156,19 @@ HOOKS = (
     "the remaining loss |R (w - w^)|^2, upper.",
   ),
   Hook(
+    name="tables",
+    arguments={"weight": TABLE, "decoded": TABLE},
+    outputs=(MATRIX, MATRIX),
+    batched=("weight", "decoded"),
+    active_when=("tables", ("measured",)),
+    default="def tables(weight, decoded):\n"
+    "  weight, decoded = weight.astype(jnp.float64), decoded.astype(jnp.float64)\n"
+    "  return decoded @ decoded.T, decoded @ (weight - decoded).T\n",
+    doc="What a tile of 32 weight rows, `[32 coordinates, 32 rows]`, adds to the two "
+    "tables of a block that encode_act is given, from its weights in the coordinates "
+    "of the map and from those of its codes.",
+  ),
+  Hook(
     name="encode_act",
     arguments={"block": BLOCK, "gram": TABLE, "cross": TABLE},
     outputs=PAYLOAD,
@@ -164,8 +177,8 @@ HOOKS = (
     "  exponent = block_exponent(block)\n"
     "  return nearest_codes(block, exponent), exponent\n",
     doc="Codes and exponent of 32 activations of a token, given the block's tables "
-    "G = W^'W^ and K = W^'(W - W^) of the realized weights W^ (plan realized), or "
-    "G = W'W and K = 0 (plan float).",
+    "G = W^'W^ and K = W^'(W - W^) of the realized weights W^ (plan realized), "
+    "G = W'W and K = 0 (plan float), or those of the hook tables (plan measured).",
   ),
   Hook(
     name="recover_value",
@@ -213,7 +226,7 @@ INTERFACE = Interface(
     "passes": tuple(range(1, MAX_PASSES + 1)),
     "balance": ("off", "measured", "stale"),
     "curvature": ("none", "local", "full"),
-    "tables": ("realized", "float"),
+    "tables": ("realized", "float", "measured"),
     "gradients": (False, True),
     "attention": (False, True),
     "mlp": (False, True),

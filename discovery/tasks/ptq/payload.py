@@ -29,6 +29,7 @@ DECIDED = {
   "transform": ("map",),
   "balance": ("map",),
   "encode_weight": ("codes", "scales"),
+  "tables": ("gram", "cross"),
   "recover_value": ("value_recovery",),
   "recover_mlp": ("mlp_recovery",),
 }

@@ -12,6 +12,7 @@ PLAN = {
   "transform": "solved",
   "passes": 5,
   "curvature": "full",
+  "tables": "measured",
   "attention": True,
   "mlp": True,
 }
@@ -81,9 +82,9 @@ def moment(a, b):
 
 
 def slots(*matrices):
-  """Fills the state or the sums with matrices, the first ones first."""
-  rest = jnp.zeros((12 - len(matrices), 32, 32), jnp.float64)
-  return jnp.concatenate([jnp.stack(matrices).astype(jnp.float64), rest])
+  """Fills the state or the sums with matrices, or numbers, the first ones first."""
+  filled = [jnp.broadcast_to(jnp.float64(entry), (32, 32)) for entry in matrices]
+  return jnp.stack(filled + (12 - len(filled)) * [jnp.zeros((32, 32))])
 
 
 def hadamard():
@@ -99,20 +100,10 @@ def unit_volume(matrix):
   return matrix * jnp.exp(-jnp.linalg.slogdet(matrix)[1] / 32)
 
 
-def diagonal(values):
-  """Puts three numbers onto the diagonal of a matrix."""
-  return jnp.diag(jnp.pad(jnp.stack([*values]), (0, 29)))
-
-
-def folds(even, odd, *counts):
-  """Returns the sums of two folds and their counts."""
-  return slots(even, odd, *(jnp.full((32, 32), count) for count in counts))
-
-
 def input_folds(matrix, index):
   """Returns what a tile adds to the fold of its sequence."""
   odd = (index % 2).astype(jnp.float64)
-  return folds((1 - odd) * matrix, odd * matrix, 32 * (1 - odd), 32 * odd)
+  return slots((1 - odd) * matrix, odd * matrix, 32 * (1 - odd), 32 * odd)
 
 
 def means(sums):
@@ -128,7 +119,7 @@ def input_moments(tile, index, state):
 
 def weight_moments(tile, index, state):
   """Sums w w' by fold: even and odd rows."""
-  return folds(*(moment(tile[:, n::2], tile[:, n::2]) for n in (0, 1)), 16, 16)
+  return slots(*(moment(tile[:, n::2], tile[:, n::2]) for n in (0, 1)), 16, 16)
 
 
 def capped(log_values, bound):
@@ -170,7 +161,7 @@ def anchor_weights(tile, index, state):
   """Sums e v' by fold, rotated."""
   mapped = product(jnp.float32(state[1]), jnp.float32(tile))
   error = rounded(mapped) - mapped
-  return folds(*(moment(error[:, n::2], mapped[:, n::2]) for n in (0, 1)), 16, 16)
+  return slots(*(moment(error[:, n::2], mapped[:, n::2]) for n in (0, 1)), 16, 16)
 
 
 def modes(z):
@@ -220,7 +211,7 @@ def balance_inputs(tile, index, state):
   """Sums e e' and counts the tokens."""
   mapped = product(jnp.float32(state[0]), tile)
   error = rounded(mapped) - mapped
-  return slots(moment(error, error), jnp.full((32, 32), 32))
+  return slots(moment(error, error), 32)
 
 
 def balance_weights(tile, index, state):
@@ -292,17 +283,16 @@ def trial_weights(tile, index, state):
     scaled = jnp.float32(folded / scale[:, None])
     _, values = gptq(scaled, jnp.float32(upper), exponents(scaled))
     error = scaled - values
-    term = jnp.sum(moment(error, error) * inputs)
-    return moment(values, values), moment(values, error), term
+    return *tables(scaled, values), jnp.sum(moment(error, error) * inputs)
 
   trials = zip(state[2, :3], state[3:6], state[6:9], strict=True)
   grams, crosses, terms = zip(*(trial(*t) for t in trials), strict=True)
-  return slots(*grams, *crosses, diagonal(terms))
+  return slots(*grams, *crosses, *terms)
 
 
 def solve_trials(input_sums, weight_sums, state):
   """Keeps T, the scales, and the tables of every trial."""
-  return slots(state[0], state[2], *weight_sums[:7])
+  return slots(state[0], state[2], *weight_sums[:9])
 
 
 # Pass 4: J_b of every trial, and the largest step that does not raise it.
@@ -322,13 +312,13 @@ def trial_inputs(tile, index, state):
     return jnp.sum(jnp.float64(objective))
 
   trials = zip(known[:3], grams, crosses, strict=True)
-  return slots(diagonal(trial(*t) for t in trials), jnp.full((32, 32), 32.0))
+  return slots(*(trial(*t) for t in trials), 32)
 
 
 def solve_acceptance(input_sums, weight_sums, state):
   """Installs D T of the accepted step."""
   known = state[1]
-  total = jnp.diagonal(input_sums[0] / input_sums[1, 0, 0] + state[8])[:3]
+  total = (input_sums[:3] / input_sums[3] + state[8:11])[:, 0, 0]
   full, half, identity = total / jnp.maximum(known[3, 0], 2.0**-1022)
   scale = jnp.where(half <= identity, known[1], known[2])
   scale = jnp.where(full <= identity, known[0], scale)
@@ -361,6 +351,11 @@ def encode_weight(block, curvature):
   """GPTQ, whose errors go on to later blocks."""
   exponent = exponents(block[:, None])
   return gptq(block[:, None], curvature, exponent)[0][:, 0], exponent[0]
+
+
+def tables(weight, decoded):
+  """Sums G_Q and K_Q."""
+  return moment(decoded, decoded), moment(decoded, weight - decoded)
 
 
 def encode_act(block, gram, cross):

@@ -13,7 +13,7 @@ from mxjax.discovery.core import candidate_source, identity, store
 from mxjax.discovery.core.task import Call, ContractError, Status
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from mxjax.discovery.tasks.ptq import interface, payload, programs
+from mxjax.discovery.tasks.ptq import edit_templates, interface, payload, programs
 from mxjax.discovery.tasks.ptq import task as ptq
 from mxjax.discovery.tasks.ptq.candidate_passes import Passes
 from mxjax.methods.baselines import wush
@@ -52,9 +52,9 @@ def in_process(task, source, folder):
   del folder
   executor = LocalExecutor(task)
   call = traced(executor, source)
-  run = lambda phase, before: task.open(phase).run(call, executor._artifacts, before)
-  _, operands = run("fit", b"")
-  return payload.from_bytes(operands), run("measure", operands)[0]["values"]
+  phase = lambda name, data: task.open(name).run(call, executor._artifacts, data)
+  _, operands = phase("fit", b"")
+  return payload.from_bytes(operands), phase("measure", operands)[0]["values"]
 
 
 def nibbles(packed):
@@ -151,6 +151,31 @@ def test_blocks_reached_are_those_of_the_librarys_wush(float64):
   np.testing.assert_array_equal(result.exponent, expected.exponent)
 
 
+def run(source, **intervention):
+  call = traced(executor(), source)._replace(intervention=intervention)
+  outcomes = []
+  executor().run([call], lambda index, outcome, seconds: outcomes.append(outcome))
+  return outcomes[0]
+
+
+def test_a_program_can_measure_its_own_tables():
+  template = next(t for t in edit_templates.USEFUL if t.id == "one-code")
+  realized = template.edit(INTERFACE.default_source(), {"rounds": 1})
+  measured = candidate_source.with_plan(realized, {"tables": "measured"})
+  expected, got = run(realized).values, run(measured).values
+  for name in ("activation_error", "operator_error"):
+    assert got[name] == pytest.approx(expected[name], abs=1e-6)
+  wrong = candidate_source.with_functions(
+    measured,
+    "def tables(weight, decoded):\n"
+    "  nan = jnp.full((32, 32), jnp.nan)\n"
+    "  return nan, nan\n",
+  )
+  outcome = run(wrong)
+  assert outcome.status == Status.CONTRACT
+  assert "tables: returned NaN" in outcome.detail
+
+
 @pytest.mark.parametrize(
   ("plan", "intervention", "message"),
   [
@@ -162,11 +187,9 @@ def test_blocks_reached_are_those_of_the_librarys_wush(float64):
 )
 def test_what_cannot_be_reached_is_a_contract_error(plan, intervention, message):
   source = candidate_source.with_plan(programs.source("wush"), plan)
-  call = traced(executor(), source)._replace(intervention=intervention)
-  outcomes = []
-  executor().run([call], lambda index, outcome, seconds: outcomes.append(outcome))
-  assert outcomes[0].status == Status.CONTRACT
-  assert message in outcomes[0].detail
+  outcome = run(source, **intervention)
+  assert outcome.status == Status.CONTRACT
+  assert message in outcome.detail
 
 
 def test_programs_are_admitted_and_start_from_nothing_of_ours():
@@ -178,7 +201,7 @@ def test_programs_are_admitted_and_start_from_nothing_of_ours():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("name", "options", "run"),
+  ("name", "options", "where"),
   [
     ("wush", RANDOM, in_jail),
     ("hires", RANDOM, in_jail),
@@ -187,10 +210,10 @@ def test_programs_are_admitted_and_start_from_nothing_of_ours():
   ],
 )
 def test_a_method_as_a_program_is_the_librarys(
-  name, options, run, tmp_path, record_property
+  name, options, where, tmp_path, record_property
 ):
   task = ptq.PtqTask(**options)
-  got, values = run(task, programs.source(name), tmp_path)
+  got, values = where(task, programs.source(name), tmp_path)
   model, params = task.options.load()
   calib = mxjax.Calibration(model, task.options.tokens("fit"))
   library = mxjax.quantize(params, calib, name, check=False, probe=False)
