@@ -858,6 +858,12 @@ MUTANTS = (
         "if False:",
       ),
       (
+        "a control permutes every layer",
+        "candidate.py",
+        "permuted if first <= layer < end else behaviour",
+        "permuted",
+      ),
+      (
         "orders may name a channel twice",
         "structure/order.py",
         "(np.sort(order, axis=1) != expected).any()",

@@ -109,7 +109,8 @@ INTERVENTIONS: Mapping[str, str] = {
   "random_map": "the map is replaced by a fixed random rotation",
   "scope": "{part: even|odd|attention|mlp}: the edit in some linears only",
   "dose": "{factor}: the balance scaled",
-  "permute": "{part: mlp|values}: these channels in a fixed random order",
+  "permute": "{part: mlp|values}: these channels in a fixed random order, in all "
+  "layers or those of {layers: [first, end]}, without the end",
 }
 """Changes that a control may make; see `behaviours`."""
 
@@ -131,8 +132,10 @@ def behaviours(call: Call) -> Callable[[int, str], Behaviour]:
       behaviour = dataclasses.replace(behaviour, random_map=True)
     case {"kind": "dose", "factor": factor}:
       behaviour = dataclasses.replace(behaviour, dose=float(factor))
-    case {"kind": "permute", "part": "mlp" | "values" as part}:
-      behaviour = dataclasses.replace(behaviour, permuted=part)
+    case {"kind": "permute", "part": "mlp" | "values" as part, **rest}:
+      permuted = dataclasses.replace(behaviour, permuted=part)
+      first, end = rest.get("layers", (0, np.inf))
+      return lambda layer, block: permuted if first <= layer < end else behaviour
     case {"kind": kind}:
       raise ContractError(
         f"ptq: unknown intervention {kind!r}, or one without its values; use one of "

@@ -71,7 +71,8 @@ PASSES = (
     "all tiles of 32 tokens",
     "float32",
     "`index` is the tile's calibration sequence, and the inputs are in native "
-    "coordinates. Not called with transform reached, where the sums are zero.",
+    "coordinates, all tokens alike. Not called with transform reached, where the sums "
+    "are zero.",
   ),
   _measure(
     "weights",

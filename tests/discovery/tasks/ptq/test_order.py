@@ -131,6 +131,15 @@ def test_measuring_follows_the_order_of_the_fit(executor):
   assert by_peak.values["operator_error"] < 2 * parent.values["operator_error"]
 
 
+def test_a_control_can_permute_some_layers_only(executor):
+  call = Call({}, INTERFACE.default_plan, {"kind": "permute", "part": "mlp"})
+  orders = lambda **more: executor._session("fit")._orders(
+    call._replace(intervention={**call.intervention, **more}), executor._artifacts
+  )
+  assert {place.layer for place in orders()} == {0, 1}
+  assert {place.layer for place in orders(layers=[1, 2])} == {1}
+
+
 def test_half_of_an_edit_can_keep_the_parents_order(executor):
   program = candidate_source.admit(BY_PEAK, INTERFACE)
   traced = executor.trace(
