@@ -34,6 +34,7 @@ LONGEST_FIRST = (
   "loading/test_trained.py",
   "examples/test_examples.py",
   "ptq/test_ptq.py",
+  "ptq/test_programs.py",
   "families/test_families.py",
   "reproduce/test_driver.py",
   "cli/test_distributed.py",
@@ -54,6 +55,7 @@ OPTIMIZED = (
   "loading/test_gguf.py",
   "running/test_pipeline.py",
   "running/test_toy_network.py",
+  "ptq/test_programs.py",
 )
 """Tests whose programs are compiled as users compile them.
 

@@ -931,6 +931,117 @@ MUTANTS = (
     '"uniform"',
     ("tests/discovery/tasks/ptq/test_ptq.py",),
   ),
+  *(
+    Mutant(
+      name,
+      "discovery/tasks/ptq/candidate_passes.py",
+      before,
+      after,
+      ("tests/discovery/tasks/ptq/test_programs.py",),
+    )
+    for name, before, after in (
+      (
+        "a pass forgets the sequences before the last",
+        "return carry + _sums(",
+        "return _sums(",
+      ),
+      (
+        "every tile of weights is told that it is the first",
+        "rows = jnp.arange(0, weight.shape[-1], TILE, dtype=jnp.int32)",
+        "rows = jnp.zeros(weight.shape[-1] // TILE, jnp.int32)",
+      ),
+      (
+        "a pass begins from nothing",
+        "state = self._solved(weight, step, of_inputs, eye, state)",
+        "state = self._solved(weight, step, of_inputs, eye, _first_state(len(eye)))",
+      ),
+      (
+        "solved maps go unchecked",
+        """    require_map("solve", state[:, 0])
+    return""",
+        "    return",
+      ),
+      (
+        "blocks reached carry no later error",
+        "residual = residual.at[start : start + size].set(wide[index] - native)",
+        "residual = residual.at[start : start + size].set(0.0)",
+      ),
+      (
+        "tokens beyond the last tile",
+        """    _require_tiles("tokens in a calibration sequence", inputs.length)
+""",
+        "",
+      ),
+    )
+  ),
+  Mutant(
+    "a program's tables are those of the float weights",
+    "discovery/tasks/ptq/candidate.py",
+    "measured_tables(function, weight, result.decoded)",
+    "measured_tables(function, weight, weight)",
+    ("tests/discovery/tasks/ptq/test_programs.py",),
+  ),
+  Mutant(
+    "a hook is exported for the first number of rows alone",
+    "discovery/sandbox/artifact.py",
+    "key = self.computation, rows",
+    "key = self.computation, min(rows, 1)",
+    ("tests/discovery/tasks/ptq/test_programs.py",),
+  ),
+  Mutant(
+    "the neighbour's sums are a block's own",
+    "discovery/tasks/ptq/candidate_passes.py",
+    "told = self.told((of_inputs, of_weights))",
+    "told = (of_inputs, of_weights)",
+    ("tests/discovery/tasks/ptq/test_programs.py",),
+  ),
+  *(
+    Mutant(
+      name,
+      "discovery/tasks/ptq/" + file,
+      before,
+      after,
+      ("tests/discovery/tasks/ptq/test_order.py",),
+    )
+    for name, file, before, after in (
+      (
+        "what reads the channels keeps their old order",
+        "structure/order.py",
+        "columns = (order[:, None] + channels * heads).reshape(-1)",
+        "columns = np.arange(order.size * readers)",
+      ),
+      (
+        "keys sort channels from the largest down",
+        "structure/order.py",
+        "np.argsort(keys, axis=1",
+        "np.argsort(-keys, axis=1",
+      ),
+      (
+        "the random order is the program's own",
+        "structure/order.py",
+        "if part == now.permuted:",
+        "if False:",
+      ),
+      (
+        "a control permutes every layer",
+        "candidate.py",
+        "permuted if first <= layer < end else behaviour",
+        "permuted",
+      ),
+      (
+        "orders may name a channel twice",
+        "structure/order.py",
+        "(np.sort(order, axis=1) != expected).any()",
+        "False",
+      ),
+      (
+        "errors are measured in the old order",
+        "phases.py",
+        "exact = order.arranged(self._params, model, operands)",
+        "exact = self._params",
+      ),
+    )
+  ),
   Mutant(
     "fisher moments in native coordinates",
     "discovery/tasks/ptq/candidate_codes.py",

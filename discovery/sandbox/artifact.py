@@ -142,6 +142,7 @@ class ArtifactTable:
     self.specs = specs
     self._data: dict[str, tuple[str, bytes]] = {}
     self._rebuilt: dict[str, Callable[..., Any]] = {}
+    self._exported: dict[tuple[str, int], jax.export.Exported] = {}
 
   def add(self, computation: str, name: str, data: bytes) -> None:
     """Adds the artifact of a hook."""
@@ -160,7 +161,8 @@ class ArtifactTable:
     spec = self.specs[name]
     if computation not in self._rebuilt:
       self._rebuilt[computation] = rebuilt(data, spec)
-    return _Callable(computation, batched, self._rebuilt[computation], spec)
+    function = self._rebuilt[computation]
+    return _Callable(computation, batched, function, spec, self._exported)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +173,9 @@ class _Callable:
   batched: bool
   function: Callable[..., Any] = dataclasses.field(compare=False)
   spec: Mapping[str, Any] = dataclasses.field(compare=False)
+  exported: dict[tuple[str, int], jax.export.Exported] = dataclasses.field(
+    compare=False
+  )
 
   def __call__(self, *arguments: Any) -> tuple[jax.Array, ...]:
     names = [name for name, _ in self.spec["arguments"]]
@@ -183,10 +188,11 @@ class _Callable:
       if self.batched
       else 0
     )
-    function = _over_rows(self.function, self.spec) if self.batched else self.function
-    # Exported, because 64-bit types must hold whatever the caller's setting is.
-    with tracing_scope():
-      exported = jax.export.export(jax.jit(function), platforms=PLATFORMS)(
-        *_leaves(self.spec, rows)
-      )
-    return tuple(exported.call(*jax.tree.leaves(arguments)))
+    key = self.computation, rows
+    if key not in self.exported:
+      function = _over_rows(self.function, self.spec) if rows else self.function
+      # Exported, because 64-bit types must hold whatever the caller's setting is.
+      with tracing_scope():
+        export = jax.export.export(jax.jit(function), platforms=PLATFORMS)
+        self.exported[key] = export(*_leaves(self.spec, rows))
+    return tuple(self.exported[key].call(*jax.tree.leaves(arguments)))

@@ -17,7 +17,6 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.discovery.core.task import Artifacts, Call, ContractError
 from mxjax.discovery.tasks.ptq.candidate_codes import (
-  EXPONENT_SLACK,
   Function,
   conjugated,
   decoded,
@@ -29,9 +28,15 @@ from mxjax.discovery.tasks.ptq.candidate_codes import (
   measure_stats,
   require_finite,
 )
-from mxjax.discovery.tasks.ptq.candidate_fits import HookAttentionFit, HookMlpFit
+from mxjax.discovery.tasks.ptq.candidate_passes import (
+  Passes,
+  measured_tables,
+  require_legal,
+  require_map,
+)
+from mxjax.discovery.tasks.ptq.structure.fits import HookAttentionFit, HookMlpFit
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.methods.program import Program, Realized
+from mxjax.methods.program import Program, Realized, fold, pack
 from mxjax.methods.recovery_fits import RecoveryFit
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq, one_code
@@ -41,8 +46,6 @@ from mxjax.numerics.realization.activation_quantizers import (
 )
 from mxjax.numerics.shaping import dyadic_balance, input_maps
 
-MAX_CONDITION = 1e4
-"""Largest condition number of a block's map; above it, folding loses float32 digits."""
 MAX_LOG2_BALANCE = 4.0
 
 
@@ -83,6 +86,7 @@ class Behaviour:
     shuffled: Hooks that receive another block's statistics.
     random_map: Whether a random rotation replaces the map.
     dose: Factor applied to the balance.
+    permuted: Part whose channels are in a random order.
   """
 
   hooks: Mapping[str, str]
@@ -90,6 +94,7 @@ class Behaviour:
   shuffled: frozenset[str] = frozenset()
   random_map: bool = False
   dose: float = 1.0
+  permuted: str = ""
 
 
 PARTS: Mapping[str, Callable[[int, str], bool]] = {
@@ -104,6 +109,8 @@ INTERVENTIONS: Mapping[str, str] = {
   "random_map": "the map is replaced by a fixed random rotation",
   "scope": "{part: even|odd|attention|mlp}: the edit in some linears only",
   "dose": "{factor}: the balance scaled",
+  "permute": "{part: mlp|values}: these channels in a fixed random order, in all "
+  "layers or those of {layers: [first, end]}, without the end",
 }
 """Changes that a control may make; see `behaviours`."""
 
@@ -125,6 +132,10 @@ def behaviours(call: Call) -> Callable[[int, str], Behaviour]:
       behaviour = dataclasses.replace(behaviour, random_map=True)
     case {"kind": "dose", "factor": factor}:
       behaviour = dataclasses.replace(behaviour, dose=float(factor))
+    case {"kind": "permute", "part": "mlp" | "values" as part, **rest}:
+      permuted = dataclasses.replace(behaviour, permuted=part)
+      first, end = rest.get("layers", (0, np.inf))
+      return lambda layer, block: permuted if first <= layer < end else behaviour
     case {"kind": kind}:
       raise ContractError(
         f"ptq: unknown intervention {kind!r}, or one without its values; use one of "
@@ -170,7 +181,39 @@ class CandidateProgram(Program):
     """See `Program.quantize_linear`; tracks the position in the pipeline."""
     layer, block, _ = next(self._paths)
     self._now = self._behaviour(layer, block)
+    if self._now.plan["transform"] == "reached":
+      return self._reached(weight, inputs)
     return super().quantize_linear(weight, inputs)
+
+  def _reached(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
+    """Maps and encodes the blocks one by one, from the last to the first."""
+    plan, now = self._now.plan, self._now
+    if (plan["balance"], plan["curvature"]) != ("off", "full"):
+      raise ContractError(
+        "ptq: transform reached needs balance off and curvature full, got "
+        f"{plan['balance']} and {plan['curvature']}; change the plan."
+      )
+    if now.random_map or now.shuffled - {"encode_act"}:
+      raise ContractError(
+        "ptq: random_map and shuffle_stats cannot change transform reached, whose "
+        "blocks are mapped one by one; use the control scope."
+      )
+    blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
+    encode = self._artifacts.batched(now.hooks["encode_weight"])
+    maps, result = self._passes().reach(blocks, inputs, encode)
+    input_map = input_maps.BlockDense(maps.astype(jnp.float32))
+    rounding = self._rounding(fold(blocks, input_map), result)
+    return QuantizedLinear(pack(result), input_map, rounding, rules=inputs.rules)
+
+  def _passes(self) -> Passes:
+    hooks, batched = self._now.hooks, self._artifacts.batched
+    return Passes(
+      measure_inputs=batched(hooks["measure_inputs"]),
+      measure_weights=batched(hooks["measure_weights"]),
+      solve=self._artifacts.unit(hooks["solve"]),
+      count=int(self._now.plan["passes"]),
+      told=lambda sums: self._told("solve", sums),
+    )
 
   def _told(self, hook: str, stats: Any) -> Any:
     """Returns each block's own statistics or, under a control, its neighbour's."""
@@ -188,28 +231,27 @@ class CandidateProgram(Program):
     transform = jnp.broadcast_to(
       jnp.eye(mxfp4.BLOCK_SIZE, dtype=jnp.float64), (weight.shape[0], 32, 32)
     )
-    stats = measure_stats(weight, inputs, transform)
+    native = transform
     if plan["transform"] != "off":
-      transform = self._transform(stats)
+      transform = self._transform(weight, inputs, native)
     if plan["balance"] != "off":
-      if plan["balance"] == "measured" and plan["transform"] != "off":
-        stats = measure_stats(weight, inputs, transform)
+      at = transform if plan["balance"] == "measured" else native
+      stats = measure_stats(weight, inputs, at)
       transform = self._balance(stats)[..., None] * transform
     return input_maps.BlockDense(transform.astype(jnp.float32))
 
-  def _transform(self, stats: Any) -> jax.Array:
-    """Returns the hook's maps, `[blocks, 32, 32]`, checked to be invertible."""
-    unit = self._artifacts.unit(self._now.hooks["transform"])
-    (maps,) = map_units(unit, self._told("transform", stats))
+  def _transform(
+    self, weight: jax.Array, inputs: LinearInputs, native: jax.Array
+  ) -> jax.Array:
+    """Returns the program's maps, `[blocks, 32, 32]`, checked to be invertible."""
     if self._now.random_map:
-      maps = _random_rotations(len(maps))
-    require_finite("transform", maps)
-    worst = float(np.linalg.cond(maps).max())
-    if not worst <= MAX_CONDITION:
-      raise ContractError(
-        f"transform: a map with condition number {worst:.3g} has no usable inverse; "
-        f"at most {MAX_CONDITION:g}."
-      )
+      return jnp.asarray(_random_rotations(len(native)))
+    if self._now.plan["transform"] == "solved":
+      return self._passes().maps(weight, inputs)
+    unit = self._artifacts.unit(self._now.hooks["transform"])
+    stats = measure_stats(weight, inputs, native)
+    (maps,) = map_units(unit, self._told("transform", stats))
+    require_map("transform", maps)
     return jnp.asarray(maps)
 
   def _balance(self, stats: Any) -> jax.Array:
@@ -228,14 +270,22 @@ class CandidateProgram(Program):
   ) -> Realized:
     """Returns the candidate's codes, and its activation rule with tables from them."""
     result = self._encode(weight, inputs, input_map)
+    return Realized(result, self._rounding(weight, result))
+
+  def _rounding(
+    self, weight: jax.Array, result: gptq.Reconstruction
+  ) -> ActivationQuantizer:
     hook = self._now.hooks["encode_act"]
     if hook == self._defaults["encode_act"]:
-      return Realized(result, Nearest())
-    target = result.decoded if self._now.plan["tables"] == "realized" else weight
-    tables = execution.block_on_cpu(one_code.tables(weight, target))
+      return Nearest()
+    if (plan := self._now.plan["tables"]) == "measured":
+      function = self._artifacts.batched(self._now.hooks["tables"])
+      tables = measured_tables(function, weight, result.decoded)
+    else:
+      target = result.decoded if plan == "realized" else weight
+      tables = execution.block_on_cpu(one_code.tables(weight, target))
     gram, cross = self._told("encode_act", tables)
-    rounding = HookRounding(gram, cross, self._artifacts.batched(hook))
-    return Realized(result, rounding)  # pyright: ignore[reportArgumentType]
+    return HookRounding(gram, cross, self._artifacts.batched(hook))
 
   def _encode(
     self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
@@ -267,12 +317,7 @@ class CandidateProgram(Program):
         full=plan == "full",
       )
     )
-    if not bool(is_legal.all()):
-      bad = int((~is_legal).sum())
-      raise ContractError(
-        f"encode_weight: {bad} of {is_legal.size} blocks have a code over 15 or an "
-        f"exponent more than {EXPONENT_SLACK} from that of their largest value."
-      )
+    require_legal(is_legal)
     return gptq.Reconstruction(codes, exponent, value)
 
 

@@ -8,6 +8,11 @@ MATRIX = Aval("float64", (32, 32))
 TABLE = Aval("float32", (32, 32))
 BLOCK = Aval("float32", (32,))
 SCALAR = Aval("float64", ())
+INTEGER = Aval("int32", ())
+MATRICES = 12
+"""Matrices in the state of a block, and in the sums of a pass."""
+STATE = Aval("float64", (MATRICES, 32, 32))
+MAX_PASSES = 8
 STATS = {
   name: MATRIX
   for name in (
@@ -39,7 +44,80 @@ def nearest_codes(block, exponent):
   return (index + 8 * jnp.signbit(block)).astype(jnp.uint8)
 '''
 
+
+def _measure(what: str, tile: str, dtype: str, doc: str) -> Hook:
+  """Builds the hook that a pass reduces over the tiles of one operand."""
+  name = f"measure_{what}"
+  return Hook(
+    name=name,
+    arguments={
+      "tile": Aval(dtype, (32, 32)),
+      "index": INTEGER,
+      "step": INTEGER,
+      "state": STATE,
+    },
+    outputs=(STATE,),
+    batched=("tile", "index"),
+    active_when=("transform", ("solved", "reached")),
+    default=f"def {name}(tile, index, step, state):\n  return jnp.zeros_like(state)\n",
+    doc=f"What pass `step` (0, 1, ...) sums over {tile} of a block, `[32 coordinates, "
+    f"32 columns]`; a branch for each pass under jax.lax.switch. {doc}",
+  )
+
+
+PASSES = (
+  _measure(
+    "inputs",
+    "all tiles of 32 tokens",
+    "float32",
+    "`index` is the tile's calibration sequence, and the inputs are in native "
+    "coordinates, all tokens alike. Not called with transform reached, where the sums "
+    "are zero.",
+  ),
+  _measure(
+    "weights",
+    "all tiles of 32 weight rows",
+    "float64",
+    "`index` is the tile's first row. Weights are in native coordinates, float32 "
+    "values; with transform reached, they carry the errors of the later blocks.",
+  ),
+  Hook(
+    name="solve",
+    arguments={
+      "step": INTEGER,
+      "input_sums": STATE,
+      "weight_sums": STATE,
+      "curvature": MATRIX,
+      "state": STATE,
+    },
+    outputs=(STATE,),
+    active_when=("transform", ("solved", "reached")),
+    default="def solve(step, input_sums, weight_sums, curvature, state):\n"
+    "  return state\n",
+    doc="A block's state after pass `step`, from what the pass measured. It starts "
+    "with the identity and zeros, and after the last of the plan's `passes` its first "
+    "matrix is the map T. `curvature` is the identity, or with transform reached the "
+    "block's diagonal tile of R, upper, R'R the damped Hessian of the linear.",
+  ),
+)
+
+CHANNEL = ("index", "peak", "reader", "square", "writer")
+
 HOOKS = (
+  Hook(
+    name="arrange",
+    arguments={"channel": dict.fromkeys(CHANNEL, SCALAR)},
+    outputs=(SCALAR,),
+    batched=("channel",),
+    active_when=("arrange", ("mlp", "values", "both")),
+    default='def arrange(channel):\n  return channel["index"]\n',
+    doc="The key by which a channel is sorted, among the hidden channels of an MLP "
+    "(plan mlp) or inside a value head (plan values): a free permutation, which "
+    "decides what inputs of down_proj or o_proj share a scale. `square` is a channel's "
+    "mean square, `peak` its largest magnitude; `reader` and `writer` are mean squares "
+    "of the weights that read it and that write it.",
+  ),
+  *PASSES,
   Hook(
     name="transform",
     arguments={"stats": STATS},
@@ -73,7 +151,23 @@ HOOKS = (
     doc="Codes and exponent of 32 weights of a row. `curvature` is the identity, the "
     "upper factor U of the block's own damped inverse Hessian (plan local), or the "
     "diagonal block of U of the whole linear (plan full, errors then propagate to "
-    "later blocks). With the plan key gradients, the Hessian weights tokens.",
+    "later blocks). With the plan key gradients, the Hessian weights tokens. With "
+    "transform reached, blocks are visited from the last to the first: each runs its "
+    "passes and is encoded in the coordinates of its map, where `curvature` is R of "
+    "the remaining loss |R (w - w^)|^2, upper.",
+  ),
+  Hook(
+    name="tables",
+    arguments={"weight": TABLE, "decoded": TABLE},
+    outputs=(MATRIX, MATRIX),
+    batched=("weight", "decoded"),
+    active_when=("tables", ("measured",)),
+    default="def tables(weight, decoded):\n"
+    "  weight, decoded = weight.astype(jnp.float64), decoded.astype(jnp.float64)\n"
+    "  return decoded @ decoded.T, decoded @ (weight - decoded).T\n",
+    doc="What a tile of 32 weight rows, `[32 coordinates, 32 rows]`, adds to the two "
+    "tables of a block that encode_act is given, from its weights in the coordinates "
+    "of the map and from those of its codes.",
   ),
   Hook(
     name="encode_act",
@@ -84,8 +178,8 @@ HOOKS = (
     "  exponent = block_exponent(block)\n"
     "  return nearest_codes(block, exponent), exponent\n",
     doc="Codes and exponent of 32 activations of a token, given the block's tables "
-    "G = W^'W^ and K = W^'(W - W^) of the realized weights W^ (plan realized), or "
-    "G = W'W and K = 0 (plan float).",
+    "G = W^'W^ and K = W^'(W - W^) of the realized weights W^ (plan realized), "
+    "G = W'W and K = 0 (plan float), or those of the hook tables (plan measured).",
   ),
   Hook(
     name="recover_value",
@@ -128,10 +222,12 @@ HOOKS = (
 INTERFACE = Interface(
   hooks=HOOKS,
   plan={
-    "transform": ("off", "measured"),
+    "arrange": ("off", "mlp", "values", "both"),
+    "transform": ("off", "measured", "solved", "reached"),
+    "passes": tuple(range(1, MAX_PASSES + 1)),
     "balance": ("off", "measured", "stale"),
     "curvature": ("none", "local", "full"),
-    "tables": ("realized", "float"),
+    "tables": ("realized", "float", "measured"),
     "gradients": (False, True),
     "attention": (False, True),
     "mlp": (False, True),
@@ -139,18 +235,19 @@ INTERFACE = Interface(
   header="import jax\nimport jax.numpy as jnp\n" + ENCODE,
 )
 
+SHAPING = ("arrange", "transform", "passes", *(hook.name for hook in PASSES))
 RESIDUALS: Mapping[str, tuple[str, ...]] = {
-  "contaminated": ("transform",),
+  "contaminated": SHAPING,
   "activation_error": ("encode_act", "tables"),
   "weight_error": ("encode_weight", "curvature"),
-  "operator_error": ("transform", "balance"),
+  "operator_error": (*SHAPING, "balance"),
   "value_error": ("recover_value", "attention"),
   "mlp_error": ("recover_mlp", "mlp"),
 }
 """Measured questions, and the hooks and plan keys that each is about."""
 
 REGIMES: Mapping[str, tuple[str, ...]] = {
-  "Geometric shaping": ("transform", "balance"),
+  "Geometric shaping": (*SHAPING, "balance"),
   "Discrete realization": ("encode_weight", "encode_act", "curvature", "tables"),
   "Structural recovery": ("attention", "mlp"),
 }

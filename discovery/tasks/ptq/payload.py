@@ -10,6 +10,7 @@ import numpy as np
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.tasks.ptq import candidate
+from mxjax.discovery.tasks.ptq.interface import PASSES
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
@@ -23,9 +24,12 @@ RECOVERIES: Mapping[tuple[str, str], type] = {
 }
 """Recovery leaves by block and name."""
 DECIDED = {
+  "arrange": ("order",),
+  **{hook.name: ("map",) for hook in PASSES},
   "transform": ("map",),
   "balance": ("map",),
   "encode_weight": ("codes", "scales"),
+  "tables": ("gram", "cross"),
   "recover_value": ("value_recovery",),
   "recover_mlp": ("mlp_recovery",),
 }

@@ -17,6 +17,7 @@ from mxjax.discovery.core.task import Artifacts, Call, ContractError
 from mxjax.discovery.sandbox import artifact, tracing
 from mxjax.discovery.tasks.ptq import candidate, interface, payload
 from mxjax.discovery.tasks.ptq.options import PtqOptions
+from mxjax.discovery.tasks.ptq.structure import order
 from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -57,12 +58,27 @@ class Fit:
   ) -> tuple[dict[str, Any], bytes]:
     """Runs the pipeline with the candidate's hooks; returns the packed operands."""
     del before
+    orders = self._orders(call, artifacts)
+    params = order.arranged(self._params, self._model, orders)
     program = candidate.CandidateProgram(call, artifacts, self._paths, self._defaults)
     result = pipeline.quantize_with_record(
-      self._params, self._calibration, program, check=False, probe=False
+      params, self._calibration, program, check=False, probe=False
     )
-    operands = payload.of_params(result.params, self._model)
+    operands = {**payload.of_params(result.params, self._model), **orders}
     return {"outputs": payload.digests(operands)}, payload.to_bytes(operands)
+
+  def _orders(self, call: Call, artifacts: Artifacts) -> payload.Operands:
+    """Returns the orders of channels, measured in the float model when first asked."""
+    if call.plan["arrange"] == "off" and call.intervention.get("kind") != "permute":
+      parent = call.intervention.get("parent")
+      if not parent or parent["plan"]["arrange"] == "off":
+        return {}
+    behaviour = candidate.behaviours(call)
+    return order.choose(self._model, self._channels, behaviour, artifacts)
+
+  @functools.cached_property
+  def _channels(self) -> list[dict[str, dict[str, np.ndarray]]]:
+    return order.measure_channels(self._model, self._params, self._calibration.tokens)
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -143,8 +159,9 @@ class Measure:
     hook = _activation_hook(call)
     rounding = lambda: artifacts.batched(hook)
     operands = payload.from_bytes(before)
-    params = payload.to_params(operands, self._params, model, rounding)
-    errors, rounded = self._operator_errors(params)
+    exact = order.arranged(self._params, model, operands)
+    params = payload.to_params(operands, exact, model, rounding)
+    errors, rounded = self._operator_errors(params, exact)
     mean = lambda key, part="": float(
       np.mean([e[key] for path, e in errors.items() if part in f"/{path}/"])
     )
@@ -157,6 +174,9 @@ class Measure:
       "contaminated": mean("contaminated"),
       "value_error": mean("total", "/v_proj/"),
       "mlp_error": mean("total", "/mlp/"),
+      "down_contaminated": mean("contaminated", "/down_proj/"),
+      "down_up_ratio": mean("activation", "/down_proj/")
+      / max(mean("activation", "/up_proj/"), 1e-30),
     }
     if self._objective == "kl":
       compared = agreement(model, self._params, params, self._tokens)
@@ -171,23 +191,23 @@ class Measure:
     return {"values": values, "outputs": {"encode_act": rounded}}, b""
 
   def _operator_errors(
-    self, params: Mapping[str, Any]
+    self, params: Mapping[str, Any], float_params: Mapping[str, Any]
   ) -> tuple[dict[str, dict[str, float]], str]:
     """Returns the errors of each linear, and a digest of all rounded A4 values."""
     model = self._model
     tokens = jnp.asarray(self._tokens[:1], jnp.int32)
-    hidden = model.embed(streams.outer_params(model, self._params), tokens)
+    hidden = model.embed(streams.outer_params(model, float_params), tokens)
     result, digests = {}, []
     for index in range(model.num_layers):
       name = model.layer_name(index)
       leaves, maps, folded = {}, {}, {}
       for block, linear in model.projection_taps:
         path, leaf = f"{block}/{linear}", params[name][block][linear]["weight"]
-        exact = self._params[name][block][linear]["weight"]
+        exact = float_params[name][block][linear]["weight"]
         leaves[path], maps[path] = leaf, leaf.input_map
         folded[path] = execution.block_on_cpu(_folded(exact, leaf.input_map))
       hidden, inputs = execution.block_on_cpu(
-        _mapped(model, self._params[name], maps, hidden)
+        _mapped(model, float_params[name], maps, hidden)
       )
       errors, activations = execution.block_on_cpu(_errors(leaves, folded, inputs))
       for path, values in errors.items():

@@ -32,7 +32,12 @@ from mxjax.numerics.realization import gptq
 from mxjax.numerics.shaping import input_maps, nearest_plane
 
 
-def _factor(inputs: LinearInputs, damping: float) -> jax.Array:
+def damped_factor(inputs: LinearInputs, damping: float = gptq.DAMPING) -> jax.Array:
+  """Returns R of the damped Hessian, float64 `[d, d]`, upper triangular.
+
+  Raises:
+    ValueError: No damping tried made the Hessian positive definite.
+  """
   hessian = inputs.hessian().astype(jnp.float64)
   for attempt in range(gptq.DAMPING_TRIES):
     used = damping * gptq.DAMPING_GROWTH**attempt
@@ -97,7 +102,7 @@ class Wush(Program):
   def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
     """See `Program.quantize_linear`."""
     blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
-    factor = _factor(inputs, self.damping)
+    factor = damped_factor(inputs, self.damping)
     result, transforms = round_blocks(
       blocks, factor, inputs.rules, self.basis, jnp.dtype(self.transform_dtype)
     )

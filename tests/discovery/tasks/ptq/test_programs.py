@@ -1,0 +1,241 @@
+"""Whole methods as programs: HiRes and WUSH in passes, equal to the library's own."""
+
+import functools
+import json
+import os
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.discovery.core import candidate_source, identity, store
+from mxjax.discovery.core.task import Call, ContractError, Status
+from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
+from mxjax.discovery.tasks.ptq import edit_templates, interface, payload, programs
+from mxjax.discovery.tasks.ptq import task as ptq
+from mxjax.discovery.tasks.ptq.candidate_passes import Passes
+from mxjax.methods.baselines import wush
+
+RANDOM = {"model": "random:0", "calibration": [8, 32], "windows": [2, 32]}
+TRAINED = {"model": "models/trained/qwen3", "layers": 1, "windows": [2, 64]}
+INTERFACE = interface.INTERFACE
+
+
+def traced(executor, source):
+  """The call of a source, completed as a search completes it."""
+  program = candidate_source.admit(source, INTERFACE)
+  defaults = INTERFACE.default_source()
+  whole = candidate_source.with_functions(source, defaults, replace=False)
+  result = executor.trace(whole)
+  assert result.status == Status.OK, result.detail
+  return Call(result.computation, program.plan, {}).active(INTERFACE)
+
+
+def in_jail(task, source, folder):
+  """The operands and observables of a program that ran behind all walls."""
+  # Most of the time goes to compiling, much of it what the library compiles too.
+  compiled = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+  executor = JailedExecutor(task, store.Store(folder), compiled=compiled)
+  try:
+    call = traced(executor, source)
+    plain = json.loads(identity.canonical(call._asdict()))
+    fit, measure = executor._workers[0]._workers
+    _, operands = fit.run(plain, executor.artifacts(call), b"")
+    result, _ = measure.run(plain, executor.artifacts(call), operands)
+  finally:
+    executor.close()
+  return payload.from_bytes(operands), result["values"]
+
+
+def in_process(task, source, folder):
+  """The same without walls."""
+  del folder
+  executor = LocalExecutor(task)
+  call = traced(executor, source)
+  phase = lambda name, data: task.open(name).run(call, executor._artifacts, data)
+  _, operands = phase("fit", b"")
+  return payload.from_bytes(operands), phase("measure", operands)[0]["values"]
+
+
+def nibbles(packed):
+  packed = np.asarray(packed)
+  return np.stack([packed & 15, packed >> 4])
+
+
+@functools.cache
+def executor():
+  return LocalExecutor(ptq.PtqTask(**RANDOM))
+
+
+def passes(source, count=1, told=lambda sums: sums):
+  """Passes of a source, as the evaluator runs them."""
+  table, hooks = executor()._artifacts, traced(executor(), source).computation
+  measures = (
+    table.batched(hooks["measure_inputs"]),
+    table.batched(hooks["measure_weights"]),
+  )
+  return Passes(*measures, table.unit(hooks["solve"]), count, told)
+
+
+SUMS = """
+import jax.numpy as jnp
+PLAN = {"transform": "solved"}
+def sums(tile, index, step, state):
+  moment = jnp.matmul(tile, tile.T, precision="highest").astype(jnp.float64)
+  return jnp.stack([moment, index * moment] + 10 * [jnp.zeros((32, 32))])
+def measure_inputs(tile, index, step, state):
+  return (step + 1) * sums(tile, index, step, state)
+def measure_weights(tile, index, step, state):
+  return sums(tile, index, step, state)
+def solve(step, input_sums, weight_sums, curvature, state):
+  return state.at[0].add(input_sums[0] + input_sums[1] + weight_sums[1])
+"""
+
+
+def operands(tokens=64, rows=96):
+  rng = np.random.default_rng(0)
+  x, weight = rng.normal(size=(3, 2, 32, tokens)), rng.normal(size=(2, 32, rows))
+  narrow = lambda array: jnp.asarray(array, jnp.float32)
+  return narrow(weight), LinearInputs([narrow(x[:2]), narrow(x[2:])])
+
+
+def expected_maps(weight, inputs):
+  x = np.stack([inputs.sequence(n) for n in range(3)]).astype(np.float64)
+  weight = np.asarray(weight, np.float64)
+  order = 1 + np.arange(3)
+  of_inputs = np.einsum("s,sbit,sbjt->bij", order, x, x)
+  first_rows = np.arange(weight.shape[-1]) // 32 * 32
+  of_weights = np.einsum("r,bir,bjr->bij", first_rows, weight, weight)
+  # The second pass weights inputs twice.
+  return np.eye(32) + 3 * of_inputs + 2 * of_weights
+
+
+def test_passes_sum_all_tiles_and_hand_on_their_state(float64):
+  weight, inputs = operands()
+  maps = passes(SUMS, count=2).maps(weight, inputs)
+  np.testing.assert_allclose(maps, expected_maps(weight, inputs), rtol=1e-4, atol=1e-2)
+  told = lambda sums: [jnp.roll(part, 1, axis=0) for part in sums]
+  swapped = passes(SUMS, count=2, told=told).maps(weight, inputs)
+  np.testing.assert_array_equal(swapped, maps[::-1])
+
+
+@pytest.mark.parametrize(
+  ("lengths", "matrix", "message"),
+  [
+    ((48, 96), "state[0]", "multiple of 32 tokens in a calibration sequence"),
+    ((64, 80), "state[0]", "multiple of 32 weight rows"),
+    ((64, 96), "jnp.log(-state[0])", "solve: returned NaN"),
+    ((64, 96), "jnp.ones((32, 32))", "solve: a map with condition number"),
+  ],
+)
+def test_what_passes_cannot_use_is_a_contract_error(float64, lengths, matrix, message):
+  solve = (
+    "def solve(step, input_sums, weight_sums, curvature, state):\n"
+    f"  return state.at[0].set({matrix})\n"
+  )
+  source = candidate_source.with_functions(SUMS, solve)
+  with pytest.raises(ContractError, match=message):
+    passes(source).maps(*operands(*lengths))
+
+
+def test_blocks_reached_are_those_of_the_librarys_wush(float64):
+  weight, inputs = operands()
+  hook = traced(executor(), programs.source("wush")).computation["encode_weight"]
+  encode = executor()._artifacts.batched(hook)
+  maps, result = passes(programs.source("wush")).reach(weight, inputs, encode)
+  expected, transforms = wush.round_blocks(
+    weight, wush.damped_factor(inputs), inputs.rules, "wush"
+  )
+  np.testing.assert_array_equal(maps, transforms.astype(jnp.float64))
+  np.testing.assert_array_equal(result.codes, expected.codes)
+  np.testing.assert_array_equal(result.exponent, expected.exponent)
+
+
+def run(source, **intervention):
+  call = traced(executor(), source)._replace(intervention=intervention)
+  outcomes = []
+  executor().run([call], lambda index, outcome, seconds: outcomes.append(outcome))
+  return outcomes[0]
+
+
+def test_a_program_can_measure_its_own_tables():
+  template = next(t for t in edit_templates.USEFUL if t.id == "one-code")
+  realized = template.edit(INTERFACE.default_source(), {"rounds": 1})
+  measured = candidate_source.with_plan(realized, {"tables": "measured"})
+  expected, got = run(realized).values, run(measured).values
+  for name in ("activation_error", "operator_error"):
+    assert got[name] == pytest.approx(expected[name], abs=1e-6)
+  wrong = candidate_source.with_functions(
+    measured,
+    "def tables(weight, decoded):\n"
+    "  nan = jnp.full((32, 32), jnp.nan)\n"
+    "  return nan, nan\n",
+  )
+  outcome = run(wrong)
+  assert outcome.status == Status.CONTRACT
+  assert "tables: returned NaN" in outcome.detail
+
+
+@pytest.mark.parametrize(
+  ("plan", "intervention", "message"),
+  [
+    ({"curvature": "none"}, {}, "balance off and curvature full"),
+    ({"balance": "stale"}, {}, "balance off and curvature full"),
+    ({}, {"kind": "random_map"}, "use the control scope"),
+    ({}, {"kind": "shuffle_stats", "hooks": ["solve"]}, "use the control scope"),
+  ],
+)
+def test_what_cannot_be_reached_is_a_contract_error(plan, intervention, message):
+  source = candidate_source.with_plan(programs.source("wush"), plan)
+  outcome = run(source, **intervention)
+  assert outcome.status == Status.CONTRACT
+  assert message in outcome.detail
+
+
+def test_programs_are_admitted_and_start_from_nothing_of_ours():
+  for name in ("hires", "wush"):
+    source = programs.source(name)
+    assert "mxjax" not in source
+    candidate_source.admit(source, INTERFACE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("name", "options", "where"),
+  [
+    ("wush", RANDOM, in_jail),
+    ("hires", RANDOM, in_jail),
+    ("wush", TRAINED, in_process),
+    ("hires", TRAINED, in_process),
+  ],
+)
+def test_a_method_as_a_program_is_the_librarys(
+  name, options, where, tmp_path, record_property
+):
+  task = ptq.PtqTask(**options)
+  got, values = where(task, programs.source(name), tmp_path)
+  model, params = task.options.load()
+  calib = mxjax.Calibration(model, task.options.tokens("fit"))
+  library = mxjax.quantize(params, calib, name, check=False, probe=False)
+  expected = payload.of_params(library, model)
+  assert got.keys() == expected.keys()
+  codes = differ = 0
+  for place, arrays in expected.items():
+    for field, array in arrays.items():
+      if field == "codes":
+        codes += 2 * array.size
+        differ += int((nibbles(array) != nibbles(got[place][field])).sum())
+      elif field != "scales":
+        np.testing.assert_allclose(
+          np.asarray(got[place][field]), np.asarray(array, np.float32), atol=1e-6
+        )
+  record_property("codes", codes)
+  record_property("codes that differ", differ)
+  assert differ <= codes // 10_000, f"{differ} of {codes} codes differ"
+  errors, _ = task.open("measure")._operator_errors(library, params)
+  exact = np.mean([error["total"] for error in errors.values()])
+  assert values["operator_error"] == pytest.approx(exact, abs=1e-6)
