@@ -24,7 +24,10 @@ def summary(folder):
     "proposer": events[0]["proposer"],
     "lineage": [
       [s.packet.get("label", "the initial program"), s.program["value"]]
-      for s in explain.lineage(explain.stories(folder), of("program")[-1]["champion"])
+      for s in explain.lineage(
+        explain.stories(folder, events),
+        of("program")[-1]["champion"],
+      )
     ],
     "visible": [[e["call"], e["value"]] for e in of("mark")],
     "heldout": [[e["call"], e["value"]] for e in heldout.unsealed(folder)],

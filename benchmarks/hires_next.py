@@ -35,12 +35,12 @@ from mxjax.running.run_record import peak_memory_bytes
 HERE = pathlib.Path(__file__).parent / "results"
 LENGTH, CHUNK = 2048, 256
 SMALL, WINDOWS = 512, 16
-REFERENCE = "hires I + II"
+REFERENCE, PAPER = "hires I + II", "hires"
 hires = functools.partial(dataclasses.replace, methods.HIRES)
 following = functools.partial(dataclasses.replace, methods.HIRES_NEXT)
 ROWS = {
   REFERENCE: hires(recover=()),
-  "hires": methods.HIRES,
+  PAPER: methods.HIRES,
   "fisher": hires(recover=(), weighting="fisher"),
   "fisher, K = 0, D = I": hires(
     recover=(), weighting="fisher", use_interaction=False, use_balance=False
@@ -153,11 +153,22 @@ def tables(rows):
   return "\n".join([*parts, over_draws(rows)])
 
 
+def from_paper(same, papers, text):
+  """Mean over draws of the difference of KL from `hires`, with its error by window."""
+  if not all(row["draw"] in papers for row in same):
+    return ""
+  mean = lambda rows: np.mean([row["texts"][text]["kl"] for row in rows], axis=0)
+  others = [papers[row["draw"]] for row in same]
+  return "{:+.4f} ± {:.4f}".format(*paired(mean(same), mean(others)))
+
+
 def over_draws(rows):
   """A table of the rows with several draws: means and standard deviations over them."""
   head, lines = ["row", "draws"], []
   for name in ("WikiText-2", "C4"):
-    head += [f"{name} KL", f"{name} ppl over that of {REFERENCE}"]
+    head += [f"{name} KL", f"less that of {PAPER}"]
+    head += [f"{name} ppl over that of {REFERENCE}"]
+  papers = {row["draw"]: row for row in rows if row["name"] == PAPER}
   base = {row["draw"]: row for row in rows if row["name"] == REFERENCE}
   for name in dict.fromkeys(row["name"] for row in rows):
     same = [row for row in rows if row["name"] == name and row["draw"] in base]
@@ -168,8 +179,8 @@ def over_draws(rows):
       of = lambda row, key, text=text: np.mean(row["texts"][text][key])
       kl = [of(row, "kl") for row in same]
       gains = [of(row, "loss") - of(base[row["draw"]], "loss") for row in same]
-      for values in (kl, np.exp(gains)):
-        cells.append(f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}")
+      spread = lambda values: f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
+      cells += [spread(kl), from_paper(same, papers, text), spread(np.exp(gains))]
     lines.append(cells)
   return "Mean and standard deviation over draws:\n\n" + provenance.markdown(
     head, lines

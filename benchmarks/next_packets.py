@@ -19,7 +19,7 @@ from mxjax.discovery.audit import explain
 from mxjax.discovery.core.edit_templates import EditTemplate
 from mxjax.discovery.core.proposal import ExhaustedError, Proposal, ProposerError
 from mxjax.discovery.core.residual import Control, Explanation
-from mxjax.discovery.core.store import Store
+from mxjax.discovery.core.store import Store, read_events
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.search.search import Search, SearchConfig
@@ -241,7 +241,7 @@ def shown(values):
 def packets(folder):
   """What every packet registered, showed and was judged, in order."""
   found = []
-  for story in explain.stories(folder):
+  for story in explain.stories(folder, read_events(folder)):
     verdict = story.verdict or {}
     found.append(
       {
