@@ -1,14 +1,16 @@
-"""Every method and every ablation study on the small trained models.
+"""Every method and every ablation of the paper on the small trained models.
 
   python benchmarks/baselines.py compare llama
   python benchmarks/baselines.py checks llama
-  python benchmarks/baselines.py ablate llama
+  python benchmarks/baselines.py reproduce llama
+  python benchmarks/baselines.py stages [--data ../shared/data]
   python benchmarks/baselines.py rules llama
   python benchmarks/baselines.py next llama qwen3 mistral olmo2
   python benchmarks/baselines.py next-smollm2 [--data ../shared/data] [--draws 1 2 3]
   python benchmarks/baselines.py smollm2 [--data ../shared/data] [--methods NAMES]
 
-`compare` and `ablate` are the product's own commands, called as a person would;
+`compare`, `reproduce` and `stages` are the product's own commands, called as a person
+would;
 `checks` compares variants of those methods whose rank differs from the paper's;
 `rules` runs the controls under each scale rule, to see how much of what recovery
 repairs is the floor rule's shrinkage of block maxima. `smollm2` runs the methods on the
@@ -31,9 +33,10 @@ import provenance
 import trained
 
 from mxjax import models
-from mxjax.evaluation import ablation_table, study
+from mxjax.evaluation import study
 from mxjax.evaluation.cli import parser as cli
-from mxjax.methods.hires import ablations
+from mxjax.evaluation.measures.statistics import compare as compare_draws
+from mxjax.evaluation.reproduce.declared import TABLES
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 
@@ -42,6 +45,12 @@ RUNS = pathlib.Path("runs/baselines")
 CALIBRATION, TEST = (16, 256), (16, 256)
 REPLICATES = 3
 SEEDS = "0,3,5"
+ITEMS = 100
+FAMILIES = ("llama", "qwen3", "mistral", "olmo2")
+ABLATIONS = (
+  "stages,components,discrete,rules,local,edits,recovery,encoding,geometry,readings,"
+  "next,controls"
+)
 RULES = ("floor", "even", "rceil")
 CHECKS = (
   *("rtn+rceil", "focus", "focus:batch=4:epochs=8"),
@@ -56,7 +65,7 @@ SMOLLM2 = (
 
 
 def options_of(model, out):
-  """What `compare` and `ablate` share on the command line."""
+  """The options of `compare`."""
   words = [str(model), "--out", out]
   words += ["--sequences", CALIBRATION[0], "--length", CALIBRATION[1]]
   words += ["--windows", TEST[0], "--window-length", TEST[1]]
@@ -127,31 +136,57 @@ def checks(family, made):
   compare(family, made, "checks", ",".join(CHECKS))
 
 
-def ablate(family, made):
-  """All studies over the calibration draws of the paper's table."""
-  out = RUNS / f"ablate-{family}"
-  words = ["--study", "all", "--seeds", SEEDS]
-  said = call("ablate", *options_of(f"models/trained/{family}", out), *words)
-  studies = json.loads((out / "result.json").read_text())
-  for one in studies:
-    one["rows"] = {
-      label: [slim(row) for row in rows] for label, rows in one["rows"].items()
-    }
+def reproduced(name, families, made, tables, *extra, data=""):
+  """Tables of `mxjax reproduce` over the paper's calibration draws; hides `data`."""
+  out = RUNS / name
+  models_ = ",".join(f"models/trained/{family}" for family in families)
+  words = [tables, "--models", models_, "--out", str(out), "--calib", "embedded"]
+  words += ["--sequences", CALIBRATION[0], "--length", CALIBRATION[1]]
+  words += ["--windows", TEST[0], "--window-length", TEST[1], "--seeds", SEEDS]
+  words += ["--local-sequences", TEST[0], "--operator-error", *extra]
+  said = call("reproduce", *map(str, words))
   text = (out / "tables.md").read_text().replace("## ", "### ")
-  write(f"ablate_{family}", {**made, "mxjax": said, "studies": studies}, text)
+  rows = [
+    {"build": "/".join(file.parts[-4:-2])}
+    | {key: row[key] for key in ("method", "seconds", "operator_error")}
+    | {"perplexity": {n: found["values"] for n, found in row["perplexity"].items()}}
+    for file in sorted(out.glob("*/*/build/result.json"))
+    for row in json.loads(file.read_text())
+  ]
+  measured = {}
+  for file in sorted(out.glob("*/*/*/evaluation.json")):
+    for task, found in json.loads(file.read_text())["tasks"].items():
+      place = measured.setdefault("/".join(file.parts[-4:-2]), {})
+      place[task] = {key: found[key] for key in ("score", "items", "token_sha256")}
+  found = json.dumps({"mxjax": said, "rows": rows, "results": measured})
+  found = json.loads(found.replace(str(data), "DATA") if data else found)
+  write(name, {**made, **found}, text)
+
+
+WITHOUT_TASKS = (
+  *("--without", "tasks", "--wikitext2", "embedded"),
+  *("--replicates", REPLICATES),
+)
+
+
+def reproduce(family, made):
+  """All ablations of one family, without tasks."""
+  reproduced(f"reproduce_{family}", [family], made, ABLATIONS, *WITHOUT_TASKS)
 
 
 def next_(family, made):
   """HiRes against hires-descent and each of its changes, over calibration draws."""
-  out = RUNS / f"next-{family}"
-  words = ["--study", "next", "--seeds", SEEDS, "--agreement"]
-  said = call("ablate", *options_of(f"models/trained/{family}", out), *words)
-  (study_,) = json.loads((out / "result.json").read_text())
-  study_["rows"] = {
-    label: [slim(row) for row in rows] for label, rows in study_["rows"].items()
-  }
-  text = (out / "tables.md").read_text().split("\n\n", 1)[1]
-  write(f"next_{family}", {**made, "mxjax": said, "study": study_}, text)
+  extra = (*WITHOUT_TASKS, "--agreement")
+  reproduced(f"next_{family}", [family], made, "next", *extra)
+
+
+def stages(options, made):
+  """Stages of all families, on the first items and windows of Fit-3's tasks."""
+  data = pathlib.Path(options.data)
+  words = ["--items", ITEMS, "--task-source", "embedded"]
+  words += ["--wikitext2", data / "wikitext2" / "wiki.test.raw"]
+  words += ["--c4", data / "c4" / "c4_en_train_first1000.jsonl"]
+  reproduced("stages", FAMILIES, made, "stages", *words, data=data)
 
 
 def next_smollm2(options, made):
@@ -177,11 +212,22 @@ def next_smollm2(options, made):
       on_method=print,
     )
     for row in found:
-      rows[row["method"]].append(slim(row) | {"linears": {}})
-  result = {"study": "next", "seeds": options.draws, "reference": "hires"}
-  result["rows"] = rows
-  text = ablation_table.table(result).markdown().split("\n\n", 1)[1]
-  write("next_smollm2", {**made, "study": result}, text)
+      rows[row["method"]].append(slim(row))
+  result = {"seeds": options.draws, "rows": rows}
+  ours, theirs = rows.values()
+  lines = []
+  for head, read, least in (
+    ("perplexity, WikiText-2", lambda r: r["perplexity"]["WikiText-2"]["values"], 0),
+    ("perplexity, C4", lambda r: r["perplexity"]["C4"]["values"], 0),
+    ("operator error", lambda r: [r["operator_error"]], 1e-3),
+    ("KL, nats", lambda r: [r["agreement"]["kl_mean"]], 1e-3),
+  ):
+    sides = [[read(row) for row in side] for side in (ours, theirs)]
+    means = [float(np.mean(side)) for side in sides]
+    found = compare_draws(*sides, least=least * means[1])
+    lines.append([head, *(f"{mean:.6g}" for mean in means), str(found)])
+  head = ["quantity", *rows, "difference"]
+  write("next_smollm2", {**made, **result}, provenance.markdown(head, lines))
 
 
 def gain_of(row):
@@ -195,7 +241,7 @@ def gain_of(row):
 def rules(family, made):
   """RTN and HiRes with and without repairs, under every scale rule."""
   subject, calibration = trained.subject(family, CALIBRATION, TEST, REPLICATES)
-  programs = [program for _, program in ablations.STUDIES["controls"]]
+  programs = list(TABLES["controls"].rows.values())
   contracts = {
     f"[{rule}]": Contract(rules=mxfp4.Rules(scale_rule=rule)) for rule in RULES
   }
@@ -216,7 +262,7 @@ def rules(family, made):
     for plain, repaired in (
       ("rtn", "rtn+gain"),
       ("rtn", "rtn+r"),
-      ("hires I + II", "hires"),
+      ("hires:recover=none", "hires"),
     )
   }
   lines, summary = [], {}
@@ -278,24 +324,24 @@ def smollm2(options, made):
 COMMANDS = {
   "compare": compare,
   "checks": checks,
-  "ablate": ablate,
+  "reproduce": reproduce,
   "rules": rules,
   "next": next_,
 }
-SMOLLM2_COMMANDS = {"smollm2": smollm2, "next-smollm2": next_smollm2}
+WHOLE = {"smollm2": smollm2, "next-smollm2": next_smollm2, "stages": stages}
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("what", choices=(*COMMANDS, *SMOLLM2_COMMANDS))
+  parser.add_argument("what", choices=(*COMMANDS, *WHOLE))
   parser.add_argument("families", nargs="*", metavar="FAMILY")
   parser.add_argument("--data", default="../shared/data")
   parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 3])
   parser.add_argument("--methods", help="of smollm2, with commas between")
   options = parser.parse_args()
   made = provenance.stamp(hidden=("--data",))
-  if options.what in SMOLLM2_COMMANDS:
-    SMOLLM2_COMMANDS[options.what](options, made)
+  if options.what in WHOLE:
+    WHOLE[options.what](options, made)
   for family in options.families:
     COMMANDS[options.what](family, made)
 

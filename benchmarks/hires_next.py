@@ -1,10 +1,12 @@
-"""hires-next, its parts and its controls on SmolLM2-135M, over calibration draws.
+"""hires-next, its parts and its controls, over calibration draws.
 
   python benchmarks/hires_next.py --data ../shared/data [--draws 1 2 3] [--rows ROW ...]
+    [--model models/trained/llama]
 
-Calibration is 8 x 2,048 C4 tokens a draw: rows 0 to 7, 8 to 15 and 16 to 23 of the
-documents in the file. Test windows, 8 each of 2,048 tokens, are the fixed ids of
-WikiText-2 and rows 40 to 47 of the same C4 documents, which no draw reads. KL is from
+Calibration is 8 rows of C4 tokens a draw: rows 0 to 7, 8 to 15 and 16 to 23 of the
+documents in the file, of 2,048 tokens for SmolLM2-135M and of 512 for a small trained
+model. Test windows of the same length, 8 each (16 for a small model), are the first of
+WikiText-2 and rows 40 and on of the C4 documents, which no draw reads. KL is from
 the float model, in nats a token; differences of log perplexity and of KL from `hires I
 + II` on the same draw are paired by window, with their standard error. The result file
 is rewritten after every row; rows already in it are kept.
@@ -32,6 +34,7 @@ from mxjax.running.run_record import peak_memory_bytes
 
 HERE = pathlib.Path(__file__).parent / "results"
 LENGTH, CHUNK = 2048, 256
+SMALL, WINDOWS = 512, 16
 REFERENCE = "hires I + II"
 hires = functools.partial(dataclasses.replace, methods.HIRES)
 following = functools.partial(dataclasses.replace, methods.HIRES_NEXT)
@@ -62,8 +65,26 @@ def texts(data):
   fixed = np.load(data / "c4" / "smollm2_calib_16x2048.npy")
   assert (rows[:16] == fixed).all(), "the tokenizer is not that of the fixed ids"
   wikitext = np.load(data / "wikitext2" / "smollm2_test_8x2048.npy")
-  draws = {draw: rows[8 * draw - 8 : 8 * draw] for draw in (1, 2, 3)}
-  return draws, {"WikiText-2": wikitext, "C4": rows[40:]}
+  return _drawn(rows), {"WikiText-2": wikitext, "C4": rows[40:]}
+
+
+def small_texts(data, source):
+  """The same of a small model, from the same documents by its own tokenizer."""
+  tokenizer = models.load_tokenizer(source)
+  read = lambda *names: data.joinpath(*names).read_text()
+  lines = read("c4", "c4_en_train_first1000.jsonl").splitlines()
+  documents = {
+    "C4": "\n\n".join(json.loads(line)["text"] for line in lines),
+    "WikiText-2": read("wikitext2", "wiki.test.raw"),
+  }
+  ids = {name: tokenizer.encode(text) for name, text in documents.items()}
+  cut = lambda ids, count: np.asarray(ids[: count * SMALL], np.int32).reshape(-1, SMALL)
+  rows, wikitext = cut(ids["C4"], 40 + WINDOWS), cut(ids["WikiText-2"], WINDOWS)
+  return _drawn(rows), {"WikiText-2": wikitext, "C4": rows[40:]}
+
+
+def _drawn(rows):
+  return {draw: rows[8 * draw - 8 : 8 * draw] for draw in (1, 2, 3)}
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -160,15 +181,20 @@ def main():
   parser.add_argument("--data", type=pathlib.Path, default="../shared/data")
   parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 3])
   parser.add_argument("--rows", nargs="+", default=[REFERENCE, "hires", "hires-next"])
-  parser.add_argument("--out", type=pathlib.Path, default=HERE / "hires_next.json")
+  parser.add_argument("--model", help="a folder; SmolLM2-135M if omitted")
+  parser.add_argument("--out", type=pathlib.Path, help="results/hires_next*.json")
   parser.add_argument("--compiled", help="a folder of compiled programs to keep")
   options = parser.parse_args()
+  if options.out is None:
+    name = f"_{pathlib.Path(options.model).name}" if options.model else ""
+    options.out = HERE / f"hires_next{name}.json"
   made = provenance.stamp(hidden=("--data", "--out", "--compiled"))
   execution.keep_freed_memory()
   if options.compiled:
     execution.keep_compiled(options.compiled)
-  model, params = models.from_pretrained(None)
-  draws, tests = texts(options.data)
+  model, params = models.from_pretrained(options.model)
+  found = small_texts(options.data, options.model) if options.model else None
+  draws, tests = found or texts(options.data)
   rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
   for draw in options.draws:
     for name in options.rows:

@@ -2,11 +2,12 @@
 
   python benchmarks/long_search.py [--budget 5000] [--workers 8] [--kills 20]
 
-Two runs of the synthetic world with the same seed: one is left alone; the other is
-killed with SIGKILL, workers included, after random numbers of paid calls, and resumed
-each time. Both logs must be the same bytes, the ledger's sums those of the outcomes in
-the log, and `verify` must find nothing. The supervisor's memory is read over the
-undisturbed run. Writes results/long_search.json; exits with 1 where anything differs.
+Two runs of the synthetic world, its edits in 64 sizes, with the same seed: one is left
+alone; the other is killed with SIGKILL, workers included, after random numbers of paid
+calls, and resumed each time. Both logs must be the same bytes, the ledger's sums those
+of the outcomes in the log, and `verify` must find nothing. The supervisor's memory is
+read over the undisturbed run. Writes results/long_search.json; exits with 1 where
+anything differs.
 """
 
 import argparse
@@ -26,7 +27,8 @@ import provenance
 from mxjax.discovery.audit import verify
 from mxjax.discovery.core import store
 
-RESULT = pathlib.Path(__file__).parent / "results" / "long_search.json"
+HERE = pathlib.Path(__file__).parent.resolve()
+RESULT = HERE / "results" / "long_search.json"
 CLI = [sys.executable, "-m", "mxjax.discovery.cli.parser", "discover"]
 SECONDS = 0.5
 """Between two looks at a run."""
@@ -37,7 +39,8 @@ def start(folder, options):
   if (folder / "run.json").exists():
     words = ["resume", str(folder), *words]
   else:
-    words += ["--task", "world", "--seed", str(options.seed), "--holdout", "off"]
+    words += ["--task", "long_world:LongWorld", "--holdout", "off"]
+    words += ["--seed", str(options.seed)]
     words += ["--budget", str(options.budget), "--width", str(options.width)]
     words = ["run", "--out", str(folder), *words]
   # A session of its own, so that a kill reaches the workers as a crash would not.
@@ -46,6 +49,7 @@ def start(folder, options):
     stdout=subprocess.DEVNULL,
     stderr=subprocess.PIPE,
     start_new_session=True,
+    cwd=HERE,
   )
 
 

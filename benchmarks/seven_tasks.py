@@ -2,10 +2,10 @@
 
   python benchmarks/seven_tasks.py --data ../shared/data
 
-Calls `mxjax quantize`, `mxjax evaluate --tasks all` and `mxjax tables` as a person
-would, and times them. The subset is the first --items items of each multiple-choice
-task and the first --windows windows of the two texts; on two cores the full sets take
-hours. What is finished in runs/seven-tasks is not done again. Writes
+Calls `mxjax quantize`, `mxjax evaluate --tasks all` and `mxjax reproduce --results` as
+a person would, and times them. The subset is the first --items items of each
+multiple-choice task and the first --windows windows of the two texts; on two cores the
+full sets take hours. What is finished in runs/seven-tasks is not done again. Writes
 benchmarks/results/seven_tasks.json, and seven_tasks.md, which docs/results/methods.md
 shows.
 """
@@ -24,6 +24,7 @@ RUNS = pathlib.Path("runs/seven-tasks")
 METHODS = ("rtn", "hires")
 WIKITEXT2, C4 = "wikitext2/wiki.test.raw", "c4/c4_en_train_first1000.jsonl"
 NAME = "SmolLM2-135M"
+TABLES = ("reproduce", "raw,main,aggregates", "--results")
 
 
 def call(*words):
@@ -76,7 +77,7 @@ def main():
     json.loads(file.read_text()) for file in sorted(RUNS.glob("*/evaluation.json"))
   ]
   tables = subprocess.run(
-    [sys.executable, "-m", "mxjax.evaluation.cli.parser", "tables", str(RUNS)],
+    [sys.executable, "-m", "mxjax.evaluation.cli.parser", *TABLES, str(RUNS)],
     check=True,
     stdout=subprocess.PIPE,
     text=True,

@@ -6,16 +6,17 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pydantic
 
 from mxjax.evaluation.measures import fitness
+from mxjax.evaluation.tasks.tasks import FLOAT as FLOAT
+from mxjax.evaluation.tasks.tasks import TASKS
 from mxjax.intake.reading import read_json, refusing
 from mxjax.storage import atomic_io
 
 KIND = "mxjax-evaluation"
 """The `kind` field of every result file."""
-FLOAT = "BF16"
-"""Method name of the float model, the reference of all comparisons."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Result:
     model: Name of the model.
     method: Name of the method, `BF16` for the float model.
     seed: Calibration seed, or None.
-    tasks: What `to_json` was given, by task; absent if not measured.
+    tasks: What `to_json` was given, by task, and `file`, where it was read from;
+      absent if not measured.
     source: The file it was read from, for messages.
   """
 
@@ -74,6 +76,22 @@ def write(
     text = "".join(json.dumps(row) + "\n" for row in rows)
     atomic_io.write_durably(folder / "items" / f"{task}.jsonl", text.encode())
   atomic_io.write_json(folder / "evaluation.json", result, indent=1)
+
+
+def decisions(task: str, values: Mapping[str, Any]) -> np.ndarray | None:
+  """Returns what a task's score is the mean of, float64 `[items or windows]`.
+
+  `values` are those of `Result.tasks`. These are losses in nats a token for a
+  perplexity, else 1 for a right and 0 for a wrong decision; None if they were not kept.
+  """
+  if "window_losses" in values:
+    return np.asarray(values["window_losses"], np.float64)
+  path = pathlib.Path(values["file"]).parent / "items" / f"{task}.jsonl"
+  if not path.is_file():
+    return None
+  kind = "prediction_norm" if TASKS[task].is_normalized else "prediction"
+  rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+  return np.asarray([row[kind] == row["gold"] for row in rows], np.float64)
 
 
 def _files(places: Iterable[str]) -> list[pathlib.Path]:
@@ -138,7 +156,7 @@ def _parse(path: pathlib.Path) -> Result:
     )
   with refusing(path, "a result", mend):
     _File.model_validate(values, strict=True)
-  tasks = values["tasks"]
+  tasks = {n: {**task, "file": str(path)} for n, task in values["tasks"].items()}
   if unknown := sorted(set(tasks) - set(fitness.TASKS)):
     raise ValueError(
       f"results: expected tasks of {', '.join(fitness.TASKS)} in {path}, got "

@@ -26,25 +26,75 @@ VECTORS_SHA256 = "cbc62b5727d2e9fca4b696f6213a0a4028f0a746c7f92cac4f768b88ae5345
 
 LONGEST_FIRST = (
   "devices/test_mesh.py",
-  "methods/test_baselines.py",
   "running/test_pipeline.py",
-  "cli/test_distributed.py",
+  "running/test_toy_network.py",
+  "methods/test_baselines.py",
   "sandbox/test_sandbox.py",
-  "cli/test_progress.py",
+  "methods/test_scale_distillation.py",
+  "loading/test_trained.py",
+  "examples/test_examples.py",
+  "ptq/test_ptq.py",
   "families/test_families.py",
-  "evaluation/test_ablation.py",
+  "reproduce/test_driver.py",
+  "cli/test_distributed.py",
+  "cli/test_cli.py",
   "search/test_search.py",
   "search/test_runs.py",
-  "running/test_toy_network.py",
-  "loading/test_trained.py",
+  "calibration/test_flax_model.py",
 )
 """Files that a run starts with, so that no worker ends with a long one alone."""
+
+
+OPTIMIZED = (
+  "/mxjax/devices/",
+  "/mxjax/layers/",
+  "/numerics/native/",
+  "numerics/test_mxfp4.py",
+  "realization/test_one_code.py",
+  "loading/test_gguf.py",
+  "running/test_pipeline.py",
+  "running/test_toy_network.py",
+)
+"""Tests whose programs are compiled as users compile them.
+
+They hold results to exact bits, to those of another shape or device, or all of HiRes to
+an oracle, where the instructions that the compiler chooses may matter; one computes for
+longer than it compiles. All others, whose margins are wider or whose two sides are
+compiled alike, do with few of LLVM's passes, in three fifths of the time: most of a run
+is compiling.
+"""
+
+
+def is_optimized(path):
+  return any(part in path.as_posix() for part in OPTIMIZED)
+
+
+def optimize(wanted):
+  """Sets how this process and those that tests start compile from now on."""
+  if jax.config.read("jax_disable_most_optimizations") == wanted:
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", not wanted)
+  os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not wanted))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+  """Before any fixture of the test compiles something."""
+  optimize(is_optimized(item.path))
 
 
 def pytest_configure(config):
   jax.config.update("jax_numpy_dtype_promotion", "strict")
   jax.config.update("jax_numpy_rank_promotion", "raise")
   share_compiled_programs(config)
+  keep_folders_in_memory()
+
+
+def keep_folders_in_memory():
+  """Folders of tests lie in memory where there is room: on a disk each fsync waits."""
+  memory = pathlib.Path("/dev/shm")
+  if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
 
 
 def share_compiled_programs(config):
@@ -66,12 +116,15 @@ def share_compiled_programs(config):
 
 
 def pytest_collection_modifyitems(items):
-  """A worker takes whole files (`--dist loadfile`), in this order."""
+  """A worker takes whole files (`--dist loadfile`), in this order.
+
+  Optimized files are together, so that a worker drops its programs once.
+  """
 
   def rank(item):
     path = item.path.as_posix()
     ranks = (i for i, end in enumerate(LONGEST_FIRST) if path.endswith(end))
-    return next(ranks, len(LONGEST_FIRST))
+    return not is_optimized(item.path), next(ranks, len(LONGEST_FIRST))
 
   items.sort(key=rank)
 

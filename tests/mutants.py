@@ -57,6 +57,13 @@ UNDEMANDED = (
   "reject",
 )
 DISCOVERY = (
+  (
+    "the anytime figure draws the visible target",
+    "studies/figures.py",
+    "for call, _, hidden, _ in",
+    "for call, hidden, _, _ in",
+    "studies/test_study.py",
+  ),
   *(
     (
       f"the verdict that demands to {response} demands nothing",
@@ -384,6 +391,86 @@ DISCOVERY = (
   ),
 )
 
+REPRODUCE = (
+  (
+    "a finished job of a reproduction runs again",
+    "reproduce/driver.py",
+    "if not job.is_done(work.out):",
+    "if True:",
+    "test_driver.py",
+  ),
+  (
+    "a half-made evaluation counts as done",
+    "reproduce/cells.py",
+    'else place / "evaluation.json").is_file()',
+    "else place).exists()",
+    "test_driver.py",
+  ),
+  (
+    "a failing cell ends the reproduction",
+    "reproduce/driver.py",
+    "    except FAILING as error:",
+    "    except ZeroDivisionError as error:",
+    "test_driver.py",
+  ),
+  (
+    "a reproduction with failures ends with 0",
+    "cli/commands/reproduce.py",
+    "return int(bool(failures))",
+    "return 0",
+    "test_driver.py",
+  ),
+  (
+    "a reduced table has the title of the whole",
+    "reproduce/tables.py",
+    "(reduced: {', '.join(reduced)})",
+    "",
+    "test_driver.py",
+  ),
+  (
+    "linears are shared with a method that makes others",
+    "reproduce/cells.py",
+    "linears_key(other) == key:",
+    "other.method != FLOAT:",
+    "test_driver.py",
+  ),
+  (
+    "builds that differ in recovery make their linears again",
+    "reproduce/driver.py",
+    "    if linears:",
+    "    if False:",
+    "test_driver.py",
+  ),
+  (
+    "the same tokens count as two calibration draws",
+    "reproduce/driver.py",
+    "!= build.seed:",
+    "== ():",
+    "test_driver.py",
+  ),
+  (
+    "other settings go on in the folder of a reproduction",
+    "reproduce/driver.py",
+    "if there.get(name) != given.get(name):",
+    "if False:",
+    "test_driver.py",
+  ),
+  (
+    "methods are resampled on items of their own",
+    "reproduce/quantities.py",
+    "values[_resampled(name, len(values))]",
+    "values[_resampled(name + str(values.sum()), len(values))]",
+    "test_tables.py",
+  ),
+  (
+    "differences are not paired with the reference row",
+    "reproduce/tables.py",
+    "(cell, cells[model, declared.reference, seed])",
+    "(cell, cell)",
+    "test_tables.py",
+  ),
+)
+"""Mistakes in `evaluation/reproduce` and the tests of it that notice."""
 MUTANTS = (
   Mutant(
     "floor scale one binade too large",
@@ -733,7 +820,7 @@ MUTANTS = (
     "evaluation/measures",
     "0.5 * array.mean() + 0.5 * array.max()",
     "0.5 * array.mean() + 0.5 * array.mean()",
-    ("tests/evaluation/test_paper_tables.py", "tests/evaluation/measures"),
+    ("tests/evaluation/reproduce/test_tables.py", "tests/evaluation/measures"),
   ),
   Mutant(
     "normalized accuracy not normalized",
@@ -769,6 +856,19 @@ MUTANTS = (
     "self._reserved[condition.kind] -= charged",
     "self._reserved[condition.kind] -= condition.cost",
     ("tests/discovery/search/test_search.py",),
+  ),
+  *(
+    Mutant(
+      name, f"evaluation/{file}", old, new, (f"tests/evaluation/reproduce/{test}",)
+    )
+    for name, file, old, new, test in REPRODUCE
+  ),
+  Mutant(
+    "local sensitivity without the square of the weights",
+    "mxjax/running/linear_probe.py",
+    "sensitivity = form(moved, gram, moved)",
+    "sensitivity = jnp.square(moved).sum()",
+    ("tests/evaluation/measures/test_local_errors.py",),
   ),
   *(
     Mutant(name, f"discovery/{file}", old, new, (f"tests/discovery/{test}",))
@@ -1148,8 +1248,57 @@ MUTANTS = (
   Mutant(
     "the jail allows any number of threads",
     "discovery/sandbox/jail.py",
-    "THREADS = 512\n",
-    "THREADS = 1 << 14\n",
+    "THREADS = 512 +",
+    "THREADS = (1 << 14) +",
+    ("tests/discovery/sandbox/test_sandbox.py",),
+  ),
+  Mutant(
+    "statistics are read whatever their checksum",
+    "mxjax/storage/atomic_io.py",
+    "    if (found := _checksum(arrays)) != stated:",
+    "    if not (found := _checksum(arrays)):",
+    ("tests/mxjax/storage/test_checked_arrays.py",),
+  ),
+  Mutant(
+    "verdicts say nothing about an idea at other sites",
+    "discovery/proposers/embedded.py",
+    "    score += (family in past.supported) - (family in past.refuted)",
+    "    score += 0.0 * (family in past.supported)",
+    ("tests/discovery/tasks/test_noisy_world.py",),
+  ),
+  Mutant(
+    "luck carries over to held-out data",
+    "discovery/tasks/noisy_world.py",
+    "in active and not self._transfer and",
+    "in active and",
+    ("tests/discovery/tasks/test_noisy_world.py",),
+  ),
+  Mutant(
+    "a study pays as the paper whatever its accounting",
+    "discovery/studies/study.py",
+    "charged = {} if self.is_sequential else AS_IN_PAPER",
+    "charged = AS_IN_PAPER",
+    ("tests/discovery/tasks/test_noisy_world.py",),
+  ),
+  Mutant(
+    "logs of any format are read",
+    "discovery/core/store.py",
+    'if (format_ := events[0].get("format")) != FORMAT:',
+    'if (format_ := events[0].get("format")) == 0:',
+    ("tests/discovery/search/test_search.py",),
+  ),
+  Mutant(
+    "a comparison tells every method from the best",
+    "evaluation/report/summary.py",
+    "paired_interval(windows, losses[best]).low <= 0",
+    "paired_interval(windows, losses[best]).low <= -9",
+    ("tests/evaluation/report/test_page.py",),
+  ),
+  Mutant(
+    "nobody counts the threads where the kernel does not",
+    "discovery/sandbox/jail.py",
+    "    if threads > THREADS:",
+    "    if threads < 0:",
     ("tests/discovery/sandbox/test_sandbox.py",),
   ),
   Mutant(

@@ -48,13 +48,13 @@ def test_a_failing_section_costs_itself_only(tmp_path):
 def test_a_hanging_section_is_stopped_and_no_disk_still_reports(tmp_path):
   blocked = tmp_path / "file"
   blocked.write_text("")
-  budget = ["--budget", "20"]
+  budget = ["--budget", "7"]
   done = rehearse(blocked, "hang:device", *budget, only=["device", "ceilings"])
   assert done.returncode == 1
-  assert "device: stopped after 20 s" in done.stdout
+  assert "device: stopped after 7 s" in done.stdout
   assert "ceilings: left out: no time" in done.stdout
   assert f"gpu: cannot write {blocked}" in done.stdout
-  assert '"status": "stopped after 20 s"' not in blocked.read_text()
+  assert '"status": "stopped after 7 s"' not in blocked.read_text()
 
 
 @pytest.mark.parametrize(

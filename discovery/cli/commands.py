@@ -30,7 +30,7 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
     ValueError: The `llm` proposer was chosen without its endpoint and model.
   """
   spec = {**_task(options.task), **json.loads(options.task_options)}
-  if options.task == "world":
+  if options.task in task_.WORLDS:
     spec.setdefault("seed", options.seed)
   if options.model:
     spec["model"] = options.model
@@ -95,7 +95,7 @@ def study(options: argparse.Namespace) -> None:
   """Runs, resumes or plans a study (`mxjax discover study`)."""
   run_ = run_options(options)
   spec = dict(run_.task)
-  if spec["task"] == "world":
+  if spec["task"] in task_.WORLDS:
     # Each run uses the world of its own seed.
     del spec["seed"]
   folder = pathlib.Path(options.out)

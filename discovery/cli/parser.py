@@ -106,7 +106,7 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add(
     "--task",
     default="ptq",
-    help="ptq, world, package.module:function, or a folder with "
+    help="ptq, world, noisy-world, package.module:function, or a folder with "
     "initial.py and evaluate.py",
   )
   add("--task-options", default="{}", metavar="JSON", help="options of the task")
@@ -197,6 +197,18 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     type=float,
     metavar="TARGET",
     help="a held-out target that counts as success beside the share",
+  )
+  add(
+    "--our-accounting",
+    action="store_true",
+    help="every arm skips controls that no longer tell anything apart and repeats "
+    "executions for free; the paper charges both",
+  )
+  add(
+    "--expects",
+    default="",
+    metavar="TEXT",
+    help="what the study should show, frozen before its first run",
   )
   _add_task(parser)
   # The study sets its own arms, seeds and accounting.

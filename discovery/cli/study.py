@@ -9,7 +9,7 @@ from typing import Any
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.sandbox.jail import LEVELS
 from mxjax.discovery.search import runs
-from mxjax.discovery.studies import study, tables
+from mxjax.discovery.studies import figures, study, tables
 from mxjax.evaluation.cli.console import say
 
 
@@ -34,6 +34,8 @@ def options(
     gate=parsed.gate,
     gate_at=parsed.gate_at,
     is_allocated=parsed.paper_allocation,
+    is_sequential=parsed.our_accounting,
+    expects=parsed.expects,
     sandbox=parsed.sandbox,
     proposer=proposer,
   )
@@ -70,6 +72,8 @@ def plan(name: str, settings: study.StudyOptions) -> None:
   say(f"{planned.title}: {', '.join(planned.arms)}")
   say(f"seeds: {list(settings.seeds)}; tuned on {list(settings.tuning_seeds)}")
   say(f"{count} runs, {calls} evaluator calls, held-out marks beside them")
+  if settings.expects:
+    say(f"expected: {settings.expects}")
   say(measured(task, settings.sandbox, calls))
   say("A computation that another run paid for is charged and not repeated.")
 
@@ -84,4 +88,6 @@ def conduct(name: str, folder: pathlib.Path, settings: study.StudyOptions) -> No
     study_folder.close()
   text = "\n\n".join(table.markdown() for table in tables.tables(results))
   (folder / f"{name}.md").write_text(text + "\n")
+  if name == "matched":
+    (folder / "anytime.html").write_text(figures.anytime(results), encoding="utf-8")
   print(text)

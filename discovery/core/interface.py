@@ -83,8 +83,18 @@ class Interface:
   header: str = "import jax\nimport jax.numpy as jnp\n"
 
   def hook(self, name: str) -> Hook:
-    """Returns the hook with this name; it must exist."""
-    return next(h for h in self.hooks if h.name == name)
+    """Returns the hook with this name.
+
+    Raises:
+      ValueError: There is none.
+    """
+    for hook in self.hooks:
+      if hook.name == name:
+        return hook
+    raise ValueError(
+      f"interface: expected a hook among {', '.join(self.names)}, got {name!r}; name "
+      "one of these."
+    )
 
   @property
   def names(self) -> tuple[str, ...]:

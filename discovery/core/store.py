@@ -10,10 +10,14 @@ identity as soon as they are known; a resumed run reads them instead of paying a
 import json
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from mxjax.discovery.core import identity
 from mxjax.storage import atomic_io
+
+FORMAT = 2
+"""Of the log; its first event says it. Logs of version 0.1 had none."""
 
 
 class ReplayError(RuntimeError):
@@ -21,31 +25,32 @@ class ReplayError(RuntimeError):
 
 
 class Store:
-  """A run folder; `events` holds all events so far, including replayed ones."""
+  """A run folder. Events are in its log, not in memory."""
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
     """Opens a folder that is new or has a log to replay."""
     self.path = pathlib.Path(path)
     self.path.mkdir(parents=True, exist_ok=True)
-    self.events: list[dict[str, Any]] = []
-    self._old = self._read_log()
+    self._count, self._last = 0, ""
+    self._left = self._read_log()
+    self._next = next(self._left, None)
     self._file = None
 
   @property
   def replaying(self) -> bool:
     """Whether events still come from the log."""
-    return len(self.events) < len(self._old)
+    return self._next is not None
 
-  def _read_log(self) -> list[str]:
+  def _read_log(self) -> Iterator[str]:
     """Returns the complete lines of the log; cuts a torn last line off the file."""
     path = self.path / "log.jsonl"
     if not path.exists():
-      return []
+      return iter(())
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
       atomic_io.write_durably(path, whole)
-    return whole.decode().splitlines()
+    return _lines(path)
 
   def emit(self, event_name: str, /, **fields: Any) -> dict[str, Any]:
     """Appends an event durably, or checks it against the log while replaying.
@@ -53,26 +58,28 @@ class Store:
     Raises:
       ReplayError: The log has a different event here.
     """
-    number = len(self.events)
-    previous = self.events[-1]["hash"] if self.events else ""
-    event = {"n": number, "event": event_name, **fields, "previous": previous}
+    number = self._count
+    event = {"n": number, "event": event_name, **fields, "previous": self._last}
+    if not number:
+      event["format"] = FORMAT
     event["hash"] = identity.digest(event)
     line = identity.canonical(event)
-    if number < len(self._old):
-      if self._old[number] != line:
+    if self._next is not None:
+      if self._next != line:
         raise ReplayError(
-          f"{self.path}: event {number} was {self._old[number][:200]}, now it would "
+          f"{self.path}: event {number} was {self._next[:200]}, now it would "
           f"be {line[:200]}; resume with the same version and configuration."
         )
+      self._next = next(self._left, None)
     else:
       if self._file is None:
         self._file = (self.path / "log.jsonl").open("a", encoding="utf-8")
       self._file.write(line + "\n")
       self._file.flush()
       os.fsync(self._file.fileno())
+    self._count, self._last = number + 1, event["hash"]
     # The JSON round trip makes a run and its replay hold identical values.
-    self.events.append(json.loads(line))
-    return self.events[-1]
+    return json.loads(line)
 
   def get(self, folder: str, key: str) -> Any | None:
     """Returns the JSON value stored under a key, or None."""
@@ -104,11 +111,17 @@ class Store:
       self._file = None
 
 
+def _lines(path: pathlib.Path) -> Iterator[str]:
+  with path.open(encoding="utf-8") as file:
+    for line in file:
+      yield line.removesuffix("\n")
+
+
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Returns all events of a log after checking its hash chain.
 
   Raises:
-    ValueError: The chain is broken.
+    ValueError: The chain is broken, or the log has another format.
   """
   events: list[dict[str, Any]] = []
   for line in (pathlib.Path(path) / "log.jsonl").read_text().splitlines():
@@ -121,4 +134,9 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         "was changed after it was written."
       )
     events.append(event)
+    if (format_ := events[0].get("format")) != FORMAT:
+      raise ValueError(
+        f"{path}/log.jsonl: expected a log of format {FORMAT}, got {format_}; read it "
+        "with the version of mxjax that ran it, or run it again."
+      )
   return events

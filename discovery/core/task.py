@@ -209,6 +209,13 @@ class _Located:
     return None if held_out is None else _Located(held_out, self._path)
 
 
+WORLDS: Mapping[str, str] = {
+  "world": "mxjax.discovery.tasks.world:World",
+  "noisy-world": "mxjax.discovery.tasks.noisy_world:NoisyWorld",
+}
+"""Synthetic tasks, drawn by a seed."""
+
+
 def load(spec: Mapping[str, Any]) -> Task:
   """Builds a task from its specification.
 
@@ -218,7 +225,7 @@ def load(spec: Mapping[str, Any]) -> Task:
   options = dict(spec)
   name: str = options.pop("task")
   known = {
-    "world": "mxjax.discovery.tasks.world:World",
+    **WORLDS,
     "ptq": "mxjax.discovery.tasks.ptq.task:PtqTask",
   }
   path = options.pop("path", None)

@@ -6,7 +6,8 @@ change in a specified world. It cannot show what a language model would do.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxjax.discovery.core import identity
@@ -20,7 +21,7 @@ from mxjax.discovery.core.proposal import (
   Proposal,
   ProposerError,
 )
-from mxjax.discovery.core.verdict import Response
+from mxjax.discovery.core.verdict import Response, Verdict
 
 NAME = "embedded-v1"
 NOTHING_LEFT = "every card was tried on this parent"
@@ -39,6 +40,45 @@ class _Option:
   trials: tuple[Experiment, ...]
 
 
+class _Past:
+  """What the history says of labels, templates and families, read once a proposal.
+
+  Attributes:
+    trials: Experiments by label.
+    changes: Changes of the target by template.
+    gains: Whether the experiments that ran gained, by family.
+    supported: Families with a gain for the reason that the edit gave.
+    refuted: Families with a gain for another reason.
+    best: The best gain, at least 1e-9.
+  """
+
+  def __init__(
+    self,
+    history: Sequence[Experiment],
+    target: str,
+    templates: Mapping[str, EditTemplate],
+  ) -> None:
+    self.trials: dict[str, list[Experiment]] = defaultdict(list)
+    self.changes: dict[str, list[float]] = defaultdict(list)
+    self.gains: dict[str, list[bool]] = defaultdict(list)
+    self.supported: set[str] = set()
+    self.refuted: set[str] = set()
+    self.best = 1e-9
+    for experiment in history:
+      template = id_of(experiment.label)
+      change = experiment.changes.get(target, 0.0)
+      self.trials[experiment.label].append(experiment)
+      self.changes[template].append(change)
+      self.best = max(self.best, -change)
+      family = getattr(templates.get(template), "family", "")
+      if experiment.status == "ok":
+        self.gains[family].append(experiment.gain)
+      if experiment.verdict == Verdict.SUPPORTED:
+        self.supported.add(family)
+      elif experiment.verdict == Verdict.TARGET_ONLY:
+        self.refuted.add(family)
+
+
 class EmbeddedProposer:
   """Applies the edit template with the best score to the parent."""
 
@@ -50,13 +90,14 @@ class EmbeddedProposer:
 
   def propose(self, context: Context) -> Proposal:
     """See `Proposer.propose`."""
-    options = self._options(context)
+    past = _Past(context.history, self._target, self._by_id)
+    options = self._options(context, past)
     if context.evidence == "none":
       return self._blind(options, context)
     options = self._allowed(options, context)
     if not options:
       raise ExhaustedError(NOTHING_LEFT)
-    best = min(options, key=lambda o: (-self._score(o, context), o.label))
+    best = min(options, key=lambda o: (-_score(o, context, past), o.label))
     return self._proposal([best], context)
 
   def _blind(self, options: list[_Option], context: Context) -> Proposal:
@@ -79,7 +120,7 @@ class EmbeddedProposer:
       raise ExhaustedError(NOTHING_LEFT)
     return self._proposal(drawn, context)
 
-  def _options(self, context: Context) -> list[_Option]:
+  def _options(self, context: Context, past: _Past) -> list[_Option]:
     """Returns applicable edits that were not yet tried on this parent."""
     tried = {(e.parent, e.label) for e in context.history}
     demand = _asked(context)
@@ -94,7 +135,7 @@ class EmbeddedProposer:
         label = template.label(params)
         if (context.parent.id, label) in tried and not repeats:
           continue
-        trials = tuple(e for e in context.history if e.label == label)
+        trials = tuple(past.trials.get(label, ()))
         options.append(_Option(template, dict(params), label, trials))
     return options
 
@@ -115,9 +156,20 @@ class EmbeddedProposer:
     if (demand := _asked(context)) is not None:
       focused = self._answers(live, demand)
     else:
+      # An excess may fall without its question being answered: only where a verdict
+      # bore an edit out does a closed question stay closed.
       open_now = {r.observable for r in context.residuals}
-      focused = [o for o in live if o.template.residual in open_now]
+      done = self._answered(context) - open_now
+      focused = [o for o in live if o.template.residual not in done]
     return focused or live or options
+
+  def _answered(self, context: Context) -> set[str | None]:
+    """Returns the observables of questions for which an edit was supported."""
+    return {
+      self._by_id[name].residual
+      for e in context.history
+      if e.verdict == Verdict.SUPPORTED and (name := id_of(e.label)) in self._by_id
+    }
 
   def _answers(self, options: list[_Option], demand: Demand) -> list[_Option]:
     template = self._by_id.get(id_of(demand.label))
@@ -132,40 +184,6 @@ class EmbeddedProposer:
     # The gain or the signature is real but its explanation is wrong, or no explanation
     # is left: try another edit of the same computation, with its own explanations.
     return [o for o in there if o.template.id != template.id]
-
-  def _score(self, option: _Option, context: Context) -> float:
-    """Adds prior, optimism and the terms that the arm's evidence allows."""
-    prior = identity.draw(context.seed, option.label, "prior")
-    wins = sum(e.gain for e in option.trials)
-    score = 0.05 * prior + OPTIMISM / (1 + len(option.trials))
-    score += 0.3 * (wins - (len(option.trials) - wins))
-    if context.evidence in ("text", "reflect", "verdict"):
-      score -= self._damage(option, context)
-    if context.evidence in ("reflect", "verdict"):
-      score += 0.2 * self._family_balance(option, context)
-      score -= 0.5 * any(
-        not e.gain and e.parent == context.parent.id for e in option.trials
-      )
-    where = (context.seed, *context.address, option.label, "explore")
-    return score + 0.1 * identity.draw(*where)
-
-  def _damage(self, option: _Option, context: Context) -> float:
-    """Returns the template's weighted mean change of the target over the best gain."""
-    change = lambda e: e.changes.get(self._target, 0.0)
-    best = max([1e-9, *(max(-change(e), 0.0) for e in context.history)])
-    prefix = option.template.id + "("
-    related = [change(e) for e in context.history if e.label.startswith(prefix)]
-    return 0.3 * (sum(related) / len(related)) / best if related else 0.0
-
-  def _family_balance(self, option: _Option, context: Context) -> float:
-    """Returns the balance of gains among experiments of its family, from -1 to 1."""
-    family = lambda e: getattr(self._by_id.get(id_of(e.label)), "family", "")
-    siblings = [
-      e.gain
-      for e in context.history
-      if family(e) == option.template.family and e.status == "ok"
-    ]
-    return 2 * sum(siblings) / len(siblings) - 1 if siblings else 0.0
 
   def _proposal(self, options: list[_Option], context: Context) -> Proposal:
     """Applies all edits to the parent; the experiment is that of the first edit."""
@@ -186,6 +204,31 @@ class EmbeddedProposer:
       controls=template.controls,
       declared=template.hooks,
     )
+
+
+def _score(option: _Option, context: Context, past: _Past) -> float:
+  """Adds prior, optimism and the terms that the arm's evidence allows."""
+  prior = identity.draw(context.seed, option.label, "prior")
+  wins = sum(e.gain for e in option.trials)
+  score = 0.05 * prior + OPTIMISM / (1 + len(option.trials))
+  score += 0.3 * (wins - (len(option.trials) - wins))
+  if context.evidence in ("text", "reflect", "verdict"):
+    # The template's mean change of the target, in units of the best gain.
+    if related := past.changes.get(option.template.id):
+      score -= 0.3 * (sum(related) / len(related)) / past.best
+  if context.evidence in ("reflect", "verdict"):
+    # The balance of gains among experiments of its family, from -1 to 1.
+    if siblings := past.gains.get(option.template.family):
+      score += 0.2 * (2 * sum(siblings) / len(siblings) - 1)
+    score -= 0.5 * any(
+      not e.gain and e.parent == context.parent.id for e in option.trials
+    )
+  if context.evidence == "verdict":
+    # An idea that a control bore out goes first, one that it unmasked goes last.
+    family = option.template.family
+    score += (family in past.supported) - (family in past.refuted)
+  where = (context.seed, *context.address, option.label, "explore")
+  return score + 0.1 * identity.draw(*where)
 
 
 def _asked(context: Context) -> Demand | None:

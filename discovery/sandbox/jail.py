@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import resource
+import select
 import signal
 import struct
 import sys
@@ -21,8 +22,10 @@ from typing import Any
 LEVELS = ("strict", "standard", "off")
 JAILED = LEVELS[:2]
 SCRATCH_BYTES = 64 << 20
-THREADS = 512
-"""Threads of a jail in `strict`, beside eight per processor that libraries start."""
+THREADS = 512 + 8 * (os.cpu_count() or 1)
+"""Threads of a jail; libraries start some for each processor."""
+WATCH_SECONDS = 0.05
+"""Between two counts of a jail's threads from outside."""
 
 _CLONE = {
   "user": 0x10000000,
@@ -179,9 +182,7 @@ def restrict_files(
   grants = [(path, read) for path in readable]
   grants += [(path, _READ_DIR) for path in listable]
   grants += [(path, rights & ~_EXECUTE) for path in writable]
-  for path, access in grants:
-    if not os.path.exists(path):
-      continue
+  for path, access in filter(lambda grant: os.path.exists(grant[0]), grants):
     handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     if not os.path.isdir(path):
       access &= _FILE_RIGHTS & rights
@@ -254,15 +255,14 @@ def limit_threads() -> bool:
   """Limits the threads of this pid namespace; returns whether the kernel can.
 
   The kernel has had the limit per namespace since 6.14, and before for all processes.
-  RLIMIT_NPROC does not bind root.
+  RLIMIT_NPROC does not bind root. `_watch` is the limit everywhere else.
   """
   release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
   if release < (6, 14) or os.getpid() != 1:
     return False
-  most = THREADS + 8 * (os.cpu_count() or 1)
   try:
     with open("/proc/sys/kernel/pid_max", "w") as file:
-      file.write(str(most))
+      file.write(str(THREADS))
   except OSError:
     return False
   return True
@@ -347,7 +347,7 @@ def lock(
     "namespaces": sorted(_CLONE) if level == "strict" else [],
     "landlock": version,
     "seccomp": len(_SYSCALLS),
-    "threads limited": limited,
+    "threads": "refused by the kernel" if limited else "watched",
     "memory_bytes": limits.memory_bytes,
   }
 
@@ -357,6 +357,9 @@ def fork_into_jail(level: str) -> None:
 
   In `strict`, the child is the first process of its own pid namespace. When it ends, or
   the waiting parent is killed, the kernel ends everything that it started.
+
+  Raises:
+    JailError: No such level; or, in the parent, the child had too many threads.
   """
   if level not in JAILED:
     raise JailError(f"jail: level {level!r} is not one of {', '.join(JAILED)}.")
@@ -364,7 +367,7 @@ def fork_into_jail(level: str) -> None:
     enter_namespaces()
   child = os.fork()
   if child:
-    _, status = os.waitpid(child, 0)
+    status = _watch(child)
     if os.WIFSIGNALED(status):
       # With a core limit of zero and default handling, end as the child ended.
       resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -376,16 +379,21 @@ def fork_into_jail(level: str) -> None:
   die_with_parent()
 
 
-def clean_environment() -> dict[str, str]:
-  """Returns the whole environment of a worker; nothing is inherited."""
-  return {
-    "PATH": "/usr/bin:/bin",
-    "HOME": "/nonexistent",
-    "LANG": "C.UTF-8",
-    "JAX_PLATFORMS": "cpu",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONDONTWRITEBYTECODE": "1",
-  }
+def _watch(child: int) -> int:
+  """Waits for a child, which cannot fork, and returns its exit status.
+
+  Raises:
+    JailError: The child had more than `THREADS` threads; it has been killed.
+  """
+  handle = os.pidfd_open(child)
+  while not select.select([handle], [], [], WATCH_SECONDS)[0]:
+    with open(f"/proc/{child}/stat") as file:
+      threads = int(file.read().rpartition(")")[2].split()[17])
+    if threads > THREADS:
+      os.kill(child, signal.SIGKILL)
+      os.waitpid(child, 0)
+      raise JailError(
+        f"jail: killed with {threads} threads; a candidate may have {THREADS}."
+      )
+  os.close(handle)
+  return os.waitpid(child, 0)[1]

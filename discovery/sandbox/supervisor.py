@@ -42,6 +42,21 @@ a tree of any size.
 """
 
 
+def _clean_environment() -> dict[str, str]:
+  """Returns the whole environment of a worker; nothing is inherited."""
+  return {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/nonexistent",
+    "LANG": "C.UTF-8",
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+  }
+
+
 class WorkerError(RuntimeError):
   """Raised for a worker that ended, hung or sent invalid data; it is already killed.
 
@@ -88,7 +103,7 @@ class Worker:
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=self._errors,
-      env=jail.clean_environment(),
+      env=_clean_environment(),
       cwd="/",
       start_new_session=True,
     )

@@ -49,6 +49,10 @@ class Prepared:
     return Call(self.computation, self.admitted.plan, {})
 
 
+PREPARED = 512
+"""Sources whose traces are kept in memory, those used last; others are traced anew."""
+
+
 class CachedEvaluator:
   """Admits, traces and executes candidates; a store remembers every outcome.
 
@@ -92,11 +96,13 @@ class CachedEvaluator:
     self._prepared: dict[str, Prepared] = {}
 
   def prepare(self, source: str) -> Prepared:
-    """Admits and traces a source; identical text is traced once."""
+    """Admits and traces a source; one of the last used is not traced again."""
     key = identity.digest(source.encode())
-    if key not in self._prepared:
-      self._prepared[key] = self._prepare(key, source)
-    return self._prepared[key]
+    prepared = self._prepared.pop(key, None) or self._prepare(key, source)
+    self._prepared[key] = prepared
+    if len(self._prepared) > PREPARED:
+      del self._prepared[next(iter(self._prepared))]
+    return prepared
 
   def _prepare(self, key: str, source: str) -> Prepared:
     try:

@@ -5,7 +5,7 @@ from typing import Any
 
 from mxjax.discovery.core import candidate_source, verdict
 from mxjax.discovery.core.proposal import Experiment, Proposal, Record
-from mxjax.discovery.core.residual import Symbol
+from mxjax.discovery.core.residual import Explanation, Symbol
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.search.registration import Attempt
@@ -22,6 +22,8 @@ class History:
     self.on_event: OnEvent | None = None
     self._store, self._task, self._every = store, task, mark_every
     self._marked = 0
+    # Edits share their accounts, which a long run would hold thousands of times.
+    self._accounts: dict[str, tuple[Explanation, ...]] = {}
 
   def emit(self, name: str, /, **fields: Any) -> None:
     """Logs an event."""
@@ -43,6 +45,8 @@ class History:
       for name, value in outcome.values.items()
       if name in attempt.parent.values
     }
+    accounts = attempt.packet.explanations
+    accounts = self._accounts.setdefault(repr(accounts), accounts)
     self.experiments.append(
       Experiment(
         program=attempt.prepared.id,
@@ -57,7 +61,7 @@ class History:
         diff=candidate_source.diff(attempt.parent.source, attempt.prepared.source),
         verdict=finding.verdict if finding else "",
         reason=finding.reason if finding else "",
-        explanations=attempt.packet.explanations,
+        explanations=accounts,
         observed=observed,
         excluded=finding.excluded if finding else {},
         survivors=finding.survivors if finding else (),

@@ -95,6 +95,8 @@ def corrupted(
   account: Explanation, rate: float, seed: int, address: tuple[int, int]
 ) -> Explanation:
   """Redraws the predicted symbols of an explanation at a rate, as a placebo."""
+  if not rate:
+    return account
 
   def redrawn(name: str, observable: str, predicted: Symbol) -> Symbol:
     where = (seed, *address, "corrupt", account.name, name, observable)

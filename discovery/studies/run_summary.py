@@ -3,7 +3,7 @@
 import hashlib
 import pathlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mxjax.discovery.core.residual import PRIMARY
@@ -12,6 +12,7 @@ from mxjax.discovery.core.task import Call, Task
 from mxjax.discovery.core.verdict import FORBIDDING
 from mxjax.discovery.search import heldout
 from mxjax.discovery.search.resolution import holders_of
+from mxjax.discovery.tasks.noisy_world import NoisyWorld
 from mxjax.discovery.tasks.world import World
 
 Event = Mapping[str, Any]
@@ -55,7 +56,9 @@ def summarize(folder: pathlib.Path, task: Task) -> dict[str, Any]:
     "followed": len(successors),
     "checked": len(checks),
     "implemented": sum(bool(e["implemented"]) for e in checks),
-    "against_truth": _against_truth(events, task) if isinstance(task, World) else {},
+    "against_truth": _against_truth(events, task.focal_is_true)
+    if isinstance(task, World | NoisyWorld)
+    else {},
     "log_sha256": hashlib.sha256((folder / "log.jsonl").read_bytes()).hexdigest(),
   }
 
@@ -116,16 +119,18 @@ def _answers(
   return is_changed and any(mine.get(n) != before.get(n) for n in scope)
 
 
-def _against_truth(events: Sequence[Event], task: World) -> dict[str, list[int]]:
+def _against_truth(
+  events: Sequence[Event], is_true: Callable[[str], bool]
+) -> dict[str, list[int]]:
   """Counts `[right, wrong]` among supported and among excluded focal accounts."""
   packets = {e["id"]: e for e in events if e["event"] == "packet"}
   counts = {"supported": [0, 0], "excluded": [0, 0]}
   for event in events:
     if event["event"] == "verdict":
       packet = packets[event["packet"]]
-      is_true = task.focal_is_true(packet["label"])
+      right = is_true(packet["label"])
       if event["verdict"] == "supported":
-        counts["supported"][not is_true] += 1
+        counts["supported"][not right] += 1
       if packet["packet"]["explanations"][0]["name"] in event["excluded"]:
-        counts["excluded"][is_true] += 1
+        counts["excluded"][right] += 1
   return counts

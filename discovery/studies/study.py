@@ -56,6 +56,10 @@ STUDIES: Mapping[str, Study] = {
   ),
   "replay": Study("Verdict replay", ("quantforge",), "replay"),
   "regimes": Study("Regime audit", MATCHED, "regimes"),
+  "payoff": Study(
+    "Where experiments pay",
+    ("quantforge", "score", "text", "reflect", "uniform", "shuffled", "no-compile"),
+  ),
   "placebos": Study(
     "Placebos",
     (
@@ -86,6 +90,9 @@ class StudyOptions:
     gate_at: Held-out target, perplexity for language models, that counts as success
       beside it, such as the paper's 8.00; None for no such gate.
     is_allocated: Whether the calls of each kind are those of the paper's arm.
+    is_sequential: Whether every arm skips controls that no longer tell anything apart
+      and repeats executions for free; the paper charges both.
+    expects: What the comparison is expected to show, in the words of its plan.
     sandbox: See `RunOptions`.
     proposer: See `RunOptions`.
   """
@@ -97,6 +104,8 @@ class StudyOptions:
   gate: float = 0.7
   gate_at: float | None = None
   is_allocated: bool = False
+  is_sequential: bool = False
+  expects: str = ""
   sandbox: str = "off"
   proposer: Mapping[str, Any] = dataclasses.field(
     default_factory=lambda: {"kind": "embedded"}
@@ -110,7 +119,7 @@ class StudyOptions:
   def spec(self, seed: int) -> dict[str, Any]:
     """Returns the task specification of a seed."""
     spec = dict(self.task)
-    return {**spec, "seed": seed} if spec["task"] == "world" else spec
+    return {**spec, "seed": seed} if spec["task"] in task_.WORLDS else spec
 
   def absolute_gate(self, target: str) -> float:
     """Returns `gate_at`, which must be set, in the units of the target."""
@@ -119,7 +128,8 @@ class StudyOptions:
 
   def run(self, arm: str, seed: int) -> runs.RunOptions:
     """Returns the options of one run."""
-    config = {"seed": seed, "budget": self.budget, **AS_IN_PAPER, **ARMS[arm].changes}
+    charged = {} if self.is_sequential else AS_IN_PAPER
+    config = {"seed": seed, "budget": self.budget, **charged, **ARMS[arm].changes}
     if self.is_allocated:
       config["allocation"] = ARMS[arm].allocation
     return runs.RunOptions(
@@ -306,6 +316,7 @@ def conduct(
     "budget": folder.options.budget,
     "gate_share": folder.options.gate,
     "gate_at": folder.options.gate_at,
+    "expects": folder.options.expects,
     "sandbox": folder.options.sandbox,
     "landmarks": {str(seed): folder.landmarks(seed) for seed in seeds},
     "runs": {arm: {} for arm in study.arms},

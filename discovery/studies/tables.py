@@ -58,6 +58,7 @@ def tables(values: Mapping[str, Any]) -> list[Table]:
     "replay": _replay,
     "regimes": _regimes,
     "placebos": _placebos,
+    "payoff": _placebos,
   }[values["study"]]
   return build(Results(values))
 
@@ -327,7 +328,9 @@ def _placebos(results: Results) -> list[Table]:
     "Proposals": lambda arm: f"{results.mean(arm, proposals):.0f}",
   }
   notes = [results.difference("quantforge", other) for other in results.arms[1:]]
-  name = "QuantForge and placebos"
+  if expects := results.values.get("expects"):
+    notes.insert(0, f"Expected before the first run: {expects}")
+  name = "QuantForge beside arms without its verdicts"
   table = _by_arm(name, results.arms, columns, notes=notes)
   return [table, *_truth(results)]
 

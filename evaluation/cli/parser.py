@@ -1,4 +1,4 @@
-"""The command line: `mxjax plan | quantize | evaluate | compare | ablate | ...`."""
+"""The command line: `mxjax plan | quantize | evaluate | compare | reproduce | ...`."""
 
 import argparse
 import importlib
@@ -9,7 +9,7 @@ from typing import Any
 from mxjax.evaluation.cli import arguments
 
 COMMANDS = (
-  *("plan", "quantize", "verify", "evaluate", "tables", "compare", "ablate"),
+  *("plan", "quantize", "verify", "evaluate", "compare", "reproduce"),
   *("generate", "demo", "export", "import_"),
 )
 """Files of `commands`, in the order of the help text."""

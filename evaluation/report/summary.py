@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mxjax.evaluation.measures.statistics import paired_interval
 from mxjax.evaluation.report import numbers, svg
 from mxjax.evaluation.report.html import figure, grid, lines, stacks, table
 from mxjax.evaluation.report.svg import Part, Series
@@ -177,7 +178,32 @@ def winners(runs: Sequence[Run]) -> list[str]:
     if len(finite) > 1:
       best = [method for method, value in values.items() if value == min(finite)]
       parts.append(f"lowest {name}: {', '.join(best)}")
-  return [f"L{'; '.join(parts)[1:]}."] if parts else []
+  best = [f"L{'; '.join(parts)[1:]}."] if parts else []
+  return best + [s for name in _datasets(runs) for s in _undecided(runs, name)]
+
+
+def _undecided(runs: Sequence[Run], name: str) -> list[str]:
+  """Returns a sentence on methods that the windows do not tell from the best."""
+  losses = {
+    str(run["method"]): run["perplexity"][name].get("window_losses", [])
+    for run in runs
+    if math.isfinite(run["perplexity"].get(name, {}).get("mean", math.nan))
+  }
+  counts = {len(windows) for windows in losses.values()}
+  if len(losses) < 2 or len(counts) > 1 or min(counts) < 2:
+    return []
+  best = min(losses, key=lambda method: statistics.fmean(losses[method]))
+  close = [
+    method
+    for method, windows in losses.items()
+    if method != best and paired_interval(windows, losses[best]).low <= 0
+  ]
+  if not close:
+    return []
+  return [
+    f"{counts.pop()} windows of {name} do not tell {', '.join(close)} from {best}: the "
+    "95 % interval of the paired difference contains zero."
+  ]
 
 
 def verdict(run: Run) -> str:

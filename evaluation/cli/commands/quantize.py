@@ -39,9 +39,32 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     help="progress on stderr: bars, or one JSON event a line for machines",
   )
   arguments.add(parser, "--on-disk")
+  _add_sharing(parser.add_argument_group("sharing work with other builds"))
   _add_devices(parser.add_argument_group("devices"))
   arguments.add_run(parser)
   return parser
+
+
+def _add_sharing(group: Any) -> None:
+  add = group.add_argument
+  add(
+    "--store",
+    metavar="DIR",
+    help="keep the float model's hidden states and Hessians in DIR, and use those of "
+    "an earlier build on the same model and tokens; bits do not change",
+  )
+  add(
+    "--linears",
+    metavar="DIR",
+    help="take the linears from a folder that `quantize` wrote on the same tokens, by "
+    "a method that differs only in recovery; bits do not change",
+  )
+  add(
+    "--no-check",
+    dest="check",
+    action="store_false",
+    help="keep a model that collapsed instead of ending with an error",
+  )
 
 
 def _add_devices(group: Any) -> None:
@@ -96,6 +119,35 @@ def run(options: argparse.Namespace) -> None:
   outputs.print_rows([row], folder, as_json=options.json)
 
 
+def _program(options: argparse.Namespace, tokens: Any) -> Any:
+  """Returns the program to run, which may take its linears from another build.
+
+  Raises:
+    ValueError: That build has other tokens, or differs in more than recovery.
+  """
+  from mxjax import methods
+  from mxjax.calibration.calibration import token_fingerprint
+  from mxjax.evaluation.cli import inputs
+  from mxjax.methods import reused
+  from mxjax.storage import checkpoint
+
+  program = methods.get(options.method)
+  if not options.linears:
+    return program
+  folder = inputs.checkpoint_folder(options.linears)
+  manifest = checkpoint.read_manifest(folder)
+  theirs, key = manifest["program"]["name"], reused.build_key(program)
+  tokens_differ = manifest["calibration"]["fingerprint"] != token_fingerprint(tokens)
+  if key is None or tokens_differ or reused.build_key(methods.get(theirs)) != key:
+    raise ValueError(
+      f"quantize: expected --linears of a build that differs from {options.method} "
+      f"only in recovery, on the same tokens, got {theirs} on "
+      f"{'other' if tokens_differ else 'the same'} tokens in {options.linears}; leave "
+      "the option out."
+    )
+  return reused.reuse(program, checkpoint.load(folder)[1])
+
+
 def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) -> Any:
   """Runs the method in its run folder, saves what it made, and returns the row."""
   from mxjax import models
@@ -105,6 +157,7 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
   from mxjax.storage import checkpoint, layer_store, run_folder
 
   tokenizer, subject, tokens = prepared
+  program = _program(options, tokens)
   is_leader = processes.is_leader()
   is_on_disk = isinstance(subject.params, models.LazyParams)
   tell = progress.teller(options.log)
@@ -127,8 +180,10 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
     row, quantized = study.run_method(
       subject,
       tokens,
-      options.method,
+      program,
       run_dir=run,
+      store=options.store,
+      check=options.check,
       chunk=options.chunk,
       on_progress=stop.follow(begin(options.method)),
       stop=stop,

@@ -29,7 +29,7 @@ TASK = world.World(seed=3)
 SPEC = TASK.interface.hook("geometry").to_dict()
 HEADER = "import jax\nimport jax.numpy as jnp\n"
 GOOD = HEADER + "def geometry(x):\n  return x + 0.25 * jnp.roll(x, 1)\n"
-LIMITS = jail.Limits(seconds=90.0, cpu_seconds=3, memory_bytes=3 << 30, files=64)
+LIMITS = jail.Limits(seconds=90.0, cpu_seconds=2, memory_bytes=3 << 30, files=64)
 LEVELS = ("strict", "standard")
 # A folder of this process: other runs on the machine leave theirs in the common one.
 TEMP = tempfile.mkdtemp(prefix="mxjax-probes-")
@@ -62,8 +62,8 @@ def tracer(request):
 
 
 @pytest.fixture(scope="module")
-def secret(tmp_path_factory):
-  path = tmp_path_factory.mktemp("evaluation") / "secret.txt"
+def secret():
+  path = pathlib.Path(tempfile.mkdtemp(prefix="evaluation-", dir=TEMP)) / "secret.txt"
   path.write_text("the text of the evaluation")
   return path
 
@@ -271,18 +271,18 @@ def test_12_a_flood_of_output_is_cut_and_harmless(tracer, record_property):
   assert len(found.detail) <= 4096
 
 
-def test_5_threads_have_a_limit_in_strict(tracer):
-  if not tracer.features["threads limited"]:
-    pytest.skip("this kernel or this level has no limit of its own")
+def test_5_threads_have_a_limit_at_every_level(tracer):
   code = (
     "import threading, time\nthreading.stack_size(1 << 16)\n"
     "for n in range(6000):\n"
     "  threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
-    "raise RuntimeError('BREACH')\n"
+    "time.sleep(1)\nraise RuntimeError('BREACH')\n"
   )
   found = tracer.trace(probe(code), [SPEC])
   assert found.status == Status.TRACE_FAILED
-  assert "start new thread" in found.detail
+  by_kernel = tracer.features["threads"] == "refused by the kernel"
+  assert ("start new thread" if by_kernel else "a candidate may have") in found.detail
+  assert tracer.trace(GOOD, [SPEC]).status == Status.OK
 
 
 def test_what_is_denied_lets_libraries_fall_back(tracer):
@@ -379,6 +379,11 @@ MIXED = (
   "  return lambda x: (real(f, in_axes)(x)[0] + 1e-3 * x.mean(0, keepdims=True),)\n"
   "jax.vmap = mixing\n"
 )
+SENT = (
+  "m = b''.join(struct.pack('<Q', len(q)) + q for q in (b'geometry', p))\n"
+  "os.write(3, b'A' + m); os._exit(0)\n"
+)
+"""Ends a source that has made a payload `p`: the reply of an artifact is forged."""
 RUN_PROBES = {
   "good": (GOOD, "ok", 1),
   "3 endless compiled loop": (
@@ -400,11 +405,7 @@ RUN_PROBES = {
   "not finite": (HEADER + "def geometry(x):\n  return x / 0\n", "not_finite", 1),
   "41 leak through a forged batch": (GOOD.replace("0.25", "0.3") + MIXED, "ok", 1),
   "31 pickle payload": (
-    GOOD
-    + "import os, pickle, struct\n"
-    + "p = pickle.dumps(os.system)\n"
-    + "m = b''.join(struct.pack('<Q', len(q)) + q for q in (b'geometry', p))\n"
-    + "os.write(3, b'A' + m); os._exit(0)\n",
+    GOOD + "import os, pickle, struct\n" + "p = pickle.dumps(os.system)\n" + SENT,
     "refused",
     0,
   ),
@@ -412,8 +413,7 @@ RUN_PROBES = {
     GOOD
     + "import io, os, struct\nimport numpy as np\n"
     + "f = io.BytesIO(); np.savez(f, a=np.array([{}], object)); p = f.getvalue()\n"
-    + "m = b''.join(struct.pack('<Q', len(q)) + q for q in (b'geometry', p))\n"
-    + "os.write(3, b'A' + m); os._exit(0)\n",
+    + SENT,
     "refused",
     0,
   ),
@@ -459,7 +459,7 @@ class PastAdmission(CachedEvaluator):
 def test_a_search_survives_every_probe_and_charges_by_rule(tmp_path, record_property):
   before = remains()
   kept = store.Store(tmp_path)
-  run_limits = jail.Limits(seconds=45.0, memory_bytes=6 << 30, cpu_seconds=1 << 20)
+  run_limits = jail.Limits(seconds=20.0, memory_bytes=6 << 30, cpu_seconds=1 << 20)
   executor = JailedExecutor(TASK, kept, trace_limits=LIMITS, run_limits=run_limits)
   evaluator = PastAdmission(TASK, executor, kept)
   script = Scripted([(name, source) for name, (source, _, _) in RUN_PROBES.items()])

@@ -1,11 +1,12 @@
 """Whole runs in the synthetic world: ledger, replay, kill and resume, arms."""
 
 import itertools
+import shutil
 from collections import Counter
 
 import pytest
 
-from mxjax.discovery.core import store
+from mxjax.discovery.core import identity, store
 from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition
 from mxjax.discovery.core.task import Call
@@ -39,15 +40,15 @@ class CountingExecutor(LocalExecutor):
 @pytest.fixture(scope="module")
 def executor():
   """One executor: artifacts traced for one run serve the others."""
-  return CountingExecutor(world.World(seed=3))
+  return CountingExecutor(world.World(seed=5))
 
 
 def run(folder, executor, proposer=None, **config):
-  task = world.World(seed=3)
+  task = world.World(seed=5)
   kept = store.Store(folder)
   evaluator = CachedEvaluator(task, executor, kept)
   proposer = proposer or embedded.EmbeddedProposer(task.edit_templates, "loss")
-  options = {"seed": 3, "budget": BUDGET, "mark_every": 10, **config}
+  options = {"seed": 5, "budget": BUDGET, "mark_every": 10, **config}
   running = search.Search(search.SearchConfig(**options), evaluator, proposer, kept)
   try:
     running.run()
@@ -64,6 +65,12 @@ def log(folder):
 def finished(tmp_path_factory, executor):
   folder = tmp_path_factory.mktemp("finished")
   return run(folder, executor), folder
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+  """The finished run's log and outcomes, for a test that harms them."""
+  return shutil.copytree(finished[1], tmp_path / "copied")
 
 
 def test_the_ledger_adds_up_to_the_budget(finished):
@@ -94,14 +101,19 @@ def test_the_same_configuration_writes_the_same_bytes(finished, executor, tmp_pa
   assert log(tmp_path) == log(folder)
 
 
+@pytest.fixture(scope="module")
+def whole(executor, tmp_path_factory):
+  """How many calls an undisturbed run executes."""
+  executor.executed, executor.stop_after = 0, None
+  run(tmp_path_factory.mktemp("whole"), executor)
+  return executor.executed
+
+
 @pytest.mark.parametrize("stop_after", [1, 2, 7, 13])
 def test_a_killed_run_resumes_to_the_same_bytes_and_pays_nothing_twice(
-  finished, executor, tmp_path, stop_after
+  finished, whole, executor, tmp_path, stop_after
 ):
   _, folder = finished
-  executor.executed, executor.stop_after = 0, None
-  run(tmp_path / "whole", executor)
-  whole = executor.executed
   executor.executed, executor.stop_after = 0, stop_after
   with pytest.raises(KeyboardInterrupt):
     run(tmp_path / "killed", executor)
@@ -111,23 +123,29 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_pays_nothing_twice(
   assert log(tmp_path / "killed") == log(folder)
 
 
-def test_a_torn_last_line_is_redone(finished, executor, tmp_path):
-  _, folder = finished
-  run(tmp_path, executor)
-  path = tmp_path / "log.jsonl"
+def test_a_torn_last_line_is_redone(finished, copied, executor):
+  path = copied / "log.jsonl"
   data = path.read_bytes()
   path.write_bytes(data[: len(data) * 2 // 3])
-  run(tmp_path, executor)
-  assert log(tmp_path) == log(folder)
+  run(copied, executor)
+  assert log(copied) == log(finished[1])
 
 
-def test_a_changed_log_is_noticed(finished, executor, tmp_path):
-  run(tmp_path, executor)
-  path = tmp_path / "log.jsonl"
+def test_a_changed_log_is_noticed(copied, executor):
+  path = copied / "log.jsonl"
   path.write_bytes(path.read_bytes().replace(b'"kept":true', b'"kept":fals', 1))
   with pytest.raises((store.ReplayError, ValueError)):
-    run(tmp_path, executor)
+    run(copied, executor)
   with pytest.raises(ValueError):
+    store.read_events(copied)
+
+
+def test_a_log_of_another_format_is_refused_in_a_sentence(finished, tmp_path):
+  first = {**store.read_events(finished[1])[0], "format": None}
+  event = {key: value for key, value in first.items() if key != "hash"}
+  line = identity.canonical({**event, "hash": identity.digest(event)})
+  (tmp_path / "log.jsonl").write_text(line + "\n")
+  with pytest.raises(ValueError, match=f"format {store.FORMAT}, got None; read it"):
     store.read_events(tmp_path)
 
 
@@ -173,7 +191,7 @@ def test_arms_without_verdicts_never_see_one(executor, tmp_path):
       seen.append(context)
       return super().propose(context)
 
-  spy = Spy(world.World(seed=3).edit_templates, "loss")
+  spy = Spy(world.World(seed=5).edit_templates, "loss")
   run(tmp_path, executor, spy, budget=8, evidence="text")
   entries = list(itertools.chain.from_iterable(c.history for c in seen))
   assert entries
@@ -182,7 +200,7 @@ def test_arms_without_verdicts_never_see_one(executor, tmp_path):
 
 def test_verdicts_agree_with_the_truth_of_the_world(finished):
   running, _ = finished
-  task = world.World(seed=3)
+  task = world.World(seed=5)
   expected = {"supported": {"mechanism"}, "mediator_only": {"mediator", "mechanism"}}
   judged = 0
   for entry in running.history.experiments:
@@ -195,7 +213,7 @@ def test_verdicts_agree_with_the_truth_of_the_world(finished):
 
 
 def test_the_held_out_world_has_the_same_truth_and_other_numbers():
-  task = world.World(seed=3)
+  task = world.World(seed=5)
   held_out = task.holdout()
   assert held_out.truth == task.truth
   assert held_out.contract != task.contract
@@ -226,11 +244,22 @@ def test_a_ledger_reserves_settles_and_reuses():
   assert Ledger(5, reuse=False).price([new, new]) == {"probe": 4}
 
 
-def test_an_exhausted_parent_gives_way_to_another(executor, tmp_path):
-  task = world.World(seed=3)
-  few = embedded.EmbeddedProposer(task.edit_templates[:7], "loss")
-  running = run(tmp_path, executor, proposer=few, budget=60)
-  events = store.read_events(tmp_path)
+def run_of_few(folder, executor):
+  """A run whose proposer has too few templates for its budget."""
+  few = embedded.EmbeddedProposer(world.World(seed=5).edit_templates[:7], "loss")
+  return run(folder, executor, proposer=few, budget=60)
+
+
+@pytest.fixture(scope="module")
+def exhausted_run(tmp_path_factory, executor):
+  folder = tmp_path_factory.mktemp("exhausted")
+  executor.stop_after = None
+  return run_of_few(folder, executor), folder
+
+
+def test_an_exhausted_parent_gives_way_to_another(exhausted_run):
+  running, folder = exhausted_run
+  events = store.read_events(folder)
   exhausted = [e["program"] for e in events if e["event"] == "exhausted"]
   assert exhausted
   assert len(exhausted) == len(set(exhausted))
@@ -239,20 +268,17 @@ def test_an_exhausted_parent_gives_way_to_another(executor, tmp_path):
   assert running.ledger.spent == 60
 
 
-def test_a_run_resumes_past_an_exhausted_parent(executor, tmp_path):
-  task = world.World(seed=3)
-  few = embedded.EmbeddedProposer(task.edit_templates[:7], "loss")
-  executor.stop_after = None
-  run(tmp_path / "whole", executor, proposer=few, budget=60)
-  events = store.read_events(tmp_path / "whole")
+def test_a_run_resumes_past_an_exhausted_parent(exhausted_run, executor, tmp_path):
+  _, folder = exhausted_run
+  events = store.read_events(folder)
   first = next(e["n"] for e in events if e["event"] == "exhausted")
   paid = sum(e["charged"] for e in events[:first] if e["event"] == "outcome")
   executor.executed, executor.stop_after = 0, paid + 3
   with pytest.raises(KeyboardInterrupt):
-    run(tmp_path / "killed", executor, proposer=few, budget=60)
+    run_of_few(tmp_path, executor)
   executor.stop_after = None
-  run(tmp_path / "killed", executor, proposer=few, budget=60)
-  assert log(tmp_path / "killed") == log(tmp_path / "whole")
+  run_of_few(tmp_path, executor)
+  assert log(tmp_path) == log(folder)
 
 
 def test_parents_are_the_retained_programs_then_the_rest(finished):

@@ -90,7 +90,7 @@ def test_the_library_of_contested_accounts_can_be_asked_for():
 def folder(tmp_path_factory):
   path = tmp_path_factory.mktemp("protocol") / "world"
   options = study.StudyOptions(
-    task={"task": "world"}, seeds=(4,), budget=40, gate_at=2.9
+    task={"task": "world"}, seeds=(5,), budget=40, gate_at=2.9
   )
   held = study.Folder(path, options)
   yield held
@@ -99,11 +99,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def summary(folder):
-  return folder.run("quantforge", 4)
+  return folder.run("quantforge", 5)
 
 
 def test_explicit_verdicts_are_counted_with_those_of_the_primary_alone(folder, summary):
-  events = store.read_events(folder.run_folder("quantforge", 4))
+  events = store.read_events(folder.run_folder("quantforge", 5))
   found = [e["explicit"] for e in events if e["event"] == "verdict"]
   assert "" in found or "control" in found
   assert summary["explicit"] == len(found) - found.count("")
@@ -119,7 +119,7 @@ def test_replayed_arms_read_the_same_evidence(folder, summary, monkeypatch):
     return original(proposer, evaluator, context, demand)
 
   monkeypatch.setattr(verdict_replay, "_successor", spy)
-  transitions = folder.replay(4)
+  transitions = folder.replay(5)
   assert transitions
   assert len(seen) == 2 * len(transitions)
   for (free, _), (bound, demand), transition in zip(
@@ -137,26 +137,26 @@ def test_replayed_arms_read_the_same_evidence(folder, summary, monkeypatch):
 
 
 def test_replay_takes_packets_whose_control_excluded_something_new(folder, summary):
-  events = store.read_events(folder.run_folder("quantforge", 4))
+  events = store.read_events(folder.run_folder("quantforge", 5))
   verdicts = [e for e in events if e["event"] == "verdict"]
   new = [e for e in verdicts if set(e["excluded"].values()) - {PRIMARY}]
   # Controls ran in others too, and excluded only what the primary run had.
   assert len(new) < sum(
     len(e["observed"]) > 1 and bool(e["excluded"]) for e in verdicts
   )
-  replayed = [t["packet"] for t in folder.replay(4)]
+  replayed = [t["packet"] for t in folder.replay(5)]
   assert replayed == [e["packet"] for e in new][: verdict_replay.PER_TRAJECTORY]
 
 
 def test_the_absolute_gate_stands_beside_the_relative_one(folder, summary):
-  found = folder.landmarks(4)
+  found = folder.landmarks(5)
   assert found["absolute"] == 2.9
   assert found["absolute"] != found["gate"]
   results = Results(
     {
-      "runs": {"quantforge": {"4": summary}},
-      "seeds": [4],
-      "landmarks": {"4": found},
+      "runs": {"quantforge": {"5": summary}},
+      "seeds": [5],
+      "landmarks": {"5": found},
       "gate_at": 2.9,
       "target": "loss",
     }
@@ -190,7 +190,7 @@ def test_the_frozen_hash_moves_with_task_tokenizer_and_sources(tmp_path, monkeyp
   tokenizer.write_text("{}")
   options = study.StudyOptions(
     task={"task": "world"},
-    seeds=(4,),
+    seeds=(5,),
     proposer={"kind": "embedded", "tokenizer": str(tokenizer)},
   )
   hashes = [study.frozen(options)["hash"]]
@@ -215,7 +215,7 @@ def test_the_frozen_hash_moves_with_task_tokenizer_and_sources(tmp_path, monkeyp
 
 
 def test_scores_stay_sealed_until_the_run_is_closed(folder, summary, tmp_path):
-  whole = folder.run_folder("quantforge", 4)
+  whole = folder.run_folder("quantforge", 5)
   opened = tmp_path / "run"
   for name in (whole, heldout.sealed_folder(whole)):
     shutil.copytree(name, opened.with_name(opened.name + name.name[len(whole.name) :]))
@@ -243,7 +243,7 @@ def mechanisms(task, sites):
   ("regimes_in", "is_ordered"), [(1, False), (3, True)], ids=["one", "all"]
 )
 def test_the_regime_audit_sees_what_a_program_executes(folder, regimes_in, is_ordered):
-  task = world.World(seed=4)
+  task = world.World(seed=5)
   names = list(task.regimes)
   sites = [s for name in names[:regimes_in] for s in task.regimes[name]]
   found = regimes.audit(folder.evaluator(task, "audit"), mechanisms(task, sites))
@@ -281,17 +281,17 @@ def test_every_arm_has_the_papers_allocation():
   for name, calls in PAPER_CALLS.items():
     assert tuple(ARMS[name].allocation[kind] for kind in KINDS) == calls
   assert all(sum(arm.calls) == 240 for arm in ARMS.values())
-  options = study.StudyOptions(task={"task": "world"}, seeds=(4,), is_allocated=True)
-  config = options.run("quantforge", 4).config
+  options = study.StudyOptions(task={"task": "world"}, seeds=(5,), is_allocated=True)
+  config = options.run("quantforge", 5).config
   assert config["allocation"] == dict(zip(KINDS, (141, 69, 30), strict=True))
 
 
 def test_no_kind_of_call_exceeds_its_allocation(folder, tmp_path):
-  options = folder.options.run("quantforge", 4)
+  options = folder.options.run("quantforge", 5)
   allocation = {"candidate": 14, "control": 7, "probe": 3}
   config = {**options.config, "budget": 24, "allocation": allocation}
   options = dataclasses.replace(options, config=config)
-  task = world.World(seed=4)
+  task = world.World(seed=5)
   kept = store.Store(tmp_path)
   running = runs.make_search(options, task, folder.executor(task), kept)
   running.run()

@@ -1,6 +1,7 @@
 """Studies: statistics against the paper's numbers, freezing, resuming, tables."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from mxjax.discovery.cli import parser
 from mxjax.discovery.core import store
 from mxjax.discovery.core.candidate_source import admit
 from mxjax.discovery.search import checkers
-from mxjax.discovery.studies import checker_cases, paired, study, tables
+from mxjax.discovery.studies import checker_cases, figures, paired, study, tables
 from mxjax.discovery.studies.arms import ARMS
+from mxjax.discovery.studies.results import Results
 from mxjax.discovery.studies.tables import PAPER
 from mxjax.discovery.tasks import world
 
@@ -168,3 +170,16 @@ def test_plan_tells_calls_and_starts_nothing(capsys, tmp_path):
 def test_every_study_names_known_arms():
   for each in study.STUDIES.values():
     assert set(each.arms) <= set(ARMS)
+
+
+def test_the_anytime_figure_has_our_medians_and_the_papers():
+  path = pathlib.Path(__file__).parents[3] / "benchmarks/results/studies_world.json"
+  values = json.loads(path.read_text())["studies"]["matched"]["results"]
+  page = figures.anytime(values)
+  assert page.count("<svg") == 2
+  assert page.count('class="band') == len(values["runs"]) == 4
+  final = Results(values).median("quantforge")
+  assert f"<title>QuantForge, evaluator calls 240: {final}</title>" in page
+  for arm, *cells in PAPER["anytime_values"][1:]:
+    for call, cell in zip(PAPER["anytime_values"][0][1:], cells, strict=True):
+      assert f"<title>{arm}, evaluator calls {call}: {float(cell):.4g}</title>" in page

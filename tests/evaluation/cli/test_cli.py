@@ -8,11 +8,8 @@ import shutil
 import numpy as np
 import pytest
 
-from mxjax import methods
 from mxjax.devices import execution
-from mxjax.evaluation import study
 from mxjax.evaluation.cli import parser
-from mxjax.methods.hires import ablations
 from mxjax.models import Tokenizer
 from mxjax.models.loading import embedded
 from tests import tiny
@@ -204,20 +201,6 @@ def test_compare_marks_rules_and_resumes(folder, tmp_path, mxjax, refused):
   assert not (out / "store").exists()
   assert "rtn [even]" in (out / "report.html").read_text()
   assert json.loads((out / "result.json").read_text())[0]["record"]["layers"]
-
-
-def test_ablate_writes_tables_and_resumes(folder, tmp_path, mxjax, monkeypatch):
-  rows = (("one gain", methods.RTN_GAIN), ("strict RTN", methods.RTN))
-  monkeypatch.setitem(ablations.STUDIES, "controls", rows)
-  out = tmp_path / "out"
-  extra = ("--study", "controls", "--seeds", "0,3", "--replicates", 2)
-  command = ["ablate", *arguments(folder, out, *extra)]
-  (result,) = mxjax(*command)
-  assert result["seeds"] == [0, 3]
-  table = (out / "tables.md").read_text()
-  assert "| one gain |" in table and "reference" in table
-  monkeypatch.setattr(study, "run_method", None)
-  assert mxjax(*command) == [result]
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import pytest
 from mxjax import methods
 from mxjax.discovery.cli import parser
 from mxjax.discovery.studies import study
-from mxjax.evaluation.cli.commands import ablate, export
-from mxjax.methods.hires import ablations
+from mxjax.evaluation.cli.commands import export, reproduce
+from mxjax.evaluation.reproduce import cells
 from mxjax.storage.export import features
 
 ROOT = pathlib.Path(__file__).parents[3]
 COMMANDS = (
-  "plan quantize verify evaluate tables compare ablate generate chat demo export "
+  "plan quantize verify evaluate compare reproduce generate chat demo export "
   "import discover"
 ).split()
 
@@ -48,7 +48,7 @@ for words in (["--help"], ["--version"], *helps, ["discover", "study", "--help"]
 
 
 def test_names_in_help_are_those_of_the_registries():
-  assert ablate.STUDIES == tuple(ablations.STUDIES)
+  assert reproduce.MEASURES == cells.MEASURES
   assert export.FEATURES == (*features.FEATURES, *features.GROUPS)
   assert tuple(parser.STUDIES) == tuple(sorted(study.STUDIES))
 
@@ -109,7 +109,7 @@ def test_a_misspelled_word_is_answered_with_the_near_one(words, message, capsys)
     (["quantize", "--method", "gtpq:scales=static"], "did you mean gptq?"),
     (["quantize", "--method", "gptq:scale=static"], "did you mean scales?"),
     (["compare", "--methods", "rtn,hire"], "did you mean hires?"),
-    (["ablate", "--study", "stage"], "did you mean stages?"),
+    (["reproduce", "stage"], "did you mean stages?"),
   ],
 )
 def test_a_misspelled_name_is_answered_with_the_near_one(

@@ -18,7 +18,12 @@ def setting(tiny_config):
   params = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
   tokens = np.random.default_rng(0).integers(0, 61, (3, 40)).astype(np.int32)
   calib = mxjax.Calibration(model, tokens)
-  return model, params, tokens, mxjax.quantize(params, calib, "rtn", check=False)
+  return (
+    model,
+    params,
+    tokens,
+    mxjax.quantize(params, calib, "rtn", check=False, probe=False),
+  )
 
 
 def test_perplexity_equals_the_definition(setting):

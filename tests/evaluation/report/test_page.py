@@ -165,6 +165,22 @@ def test_the_verdict_comes_first_and_methods_fold(tmp_path):
   assert "the whole model 2.00× larger than in BF16" in written([large], tmp_path)
 
 
+def test_what_the_windows_do_not_tell_apart_is_said(tmp_path):
+  def measured(method, losses):
+    made = run(method, mapped=False)
+    made["perplexity"]["wikitext"]["window_losses"] = losses
+    return made
+
+  runs = [
+    measured("best", [3.0, 4.0, 3.5]),
+    measured("close", [3.1, 3.9, 3.6]),
+    measured("worse", [3.2, 4.21, 3.7]),
+  ]
+  source = written(runs, tmp_path)
+  assert "3 windows of wikitext do not tell close from best" in source
+  assert "do not tell" not in written(runs[::2], tmp_path)
+
+
 def test_kl_and_flips_are_shown_where_they_were_measured(tmp_path):
   measured = run() | {"agreement": {"kl_mean": 0.1234, "flips": 0.0875}}
   worse = run("rtn") | {"agreement": {"kl_mean": 0.5, "flips": 0.2}}

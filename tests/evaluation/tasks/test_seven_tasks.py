@@ -65,11 +65,12 @@ def test_every_item_is_saved_and_gives_the_score(evaluated):
 
 
 def test_tables_of_these_results_leave_what_is_missing_empty(evaluated, mxjax):
-  printed = mxjax("tables", evaluated[0] / "results", as_json=False)
-  assert "Complete results on llama" in printed
-  assert "arc_easy: first 4 of 2376" in printed
+  places = ("--results", evaluated[0] / "results")
+  printed = mxjax("reproduce", "main,raw", *places, as_json=False)
+  title = "Complete seven-task results (reduced: "
+  assert f"{title}arc_easy: first 4 of 2376, winogrande: first 4 of 1267)" in printed
   assert "Fit-7 across models" in printed
-  assert "| rtn |  |  |  |" in printed
+  assert "| RTN |  |  |  |" in printed
 
 
 @pytest.mark.parametrize(

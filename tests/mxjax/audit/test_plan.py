@@ -14,12 +14,13 @@ from mxjax.models import CausalLM, families
 from mxjax.numerics.realization import gptq
 from tests import tiny
 from tests.conftest import GOLDEN
+from tests.evaluation.paper import PAPER
 
 CONFIGS = {
   name: families.from_hf_config(values)
   for name, values in json.loads((GOLDEN / "paper_configs.json").read_text()).items()
 }
-STORAGE = json.loads((GOLDEN / "paper_results.json").read_text())["storage"]
+STORAGE = PAPER["storage"]
 MIB, GIB = 2**20, 2**30
 
 

@@ -103,7 +103,7 @@ def linen(batch):
     spec = {name: options.pop(name) for name in names & set(options)}
     params = module.init(jax.random.key(2), batch)["params"]
     calib = mxjax.Calibration(mxjax.FlaxModel(module=module, **spec), batch)
-    return params, mxjax.quantize(params, calib, method, **options)
+    return params, mxjax.quantize(params, calib, method, probe=False, **options)
 
   return run
 
@@ -136,7 +136,8 @@ class Watching(mxjax.Program):
 
 def quantized(own, batch, method, **options):
   model = mxjax.FlaxModel(module=own[0], **options)
-  return mxjax.quantize(own[1], mxjax.Calibration(model, batch), method)
+  calib = mxjax.Calibration(model, batch)
+  return mxjax.quantize(own[1], calib, method, probe=False)
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def quantized(model, params, tokens):
   def digest(program, shape=None, chunk=1):
     mesh = meshes.make(*shape) if shape else None
     result = pipeline.quantize_with_record(
-      params, calib, program, check=False, mesh=mesh, chunk=chunk
+      params, calib, program, check=False, probe=False, mesh=mesh, chunk=chunk
     )
     assert result.record.mesh == Placement(mesh).describe()
     return bits(result.params)
@@ -77,7 +77,7 @@ def quantized(model, params, tokens):
 def resumed(model, params, tokens, folder):
   """A run that stops on one mesh after a layer, and goes on with another."""
   calib = mxjax.Calibration(model, tokens)
-  options = {"check": False, "run_dir": folder / "run"}
+  options = {"check": False, "probe": False, "run_dir": folder / "run"}
   try:
     mxjax.quantize(
       params, calib, LIGHT, mesh=meshes.make(8, 1), stop=lambda: True, **options
@@ -145,7 +145,9 @@ def main():
   rng = np.random.default_rng(1)
   tokens = rng.integers(0, model.config.vocab_size, (8, 32)).astype(np.int32)
   windows = rng.integers(0, model.config.vocab_size, (5, 32)).astype(np.int32)
-  once = mxjax.quantize(params, mxjax.Calibration(model, tokens), "rtn", check=False)
+  once = mxjax.quantize(
+    params, mxjax.Calibration(model, tokens), "rtn", check=False, probe=False
+  )
   with tempfile.TemporaryDirectory() as scratch:
     folder = pathlib.Path(scratch)
     for name, facts in {

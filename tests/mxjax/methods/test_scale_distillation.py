@@ -31,14 +31,16 @@ def calib(tiny_model, tiny_tokens):
 
 @pytest.fixture(scope="module")
 def leaf(tiny_params, calib):
-  quantized = mxjax.quantize(tiny_params, calib, "hires", check=False)
+  quantized = mxjax.quantize(tiny_params, calib, "hires", check=False, probe=False)
   return quantized["layers_0"]["mlp"]["up_proj"]["weight"]
 
 
 @pytest.fixture(scope="module")
 def whole(tiny_params, calib):
   """An uninterrupted run."""
-  return pipeline.quantize_with_record(tiny_params, calib, TUNED, check=False)
+  return pipeline.quantize_with_record(
+    tiny_params, calib, TUNED, check=False, probe=False
+  )
 
 
 def rows(count, width, seed=0):
@@ -74,7 +76,7 @@ def test_installed_factors_compute_what_was_learned(
   name, tiny_model, tiny_params, calib
 ):
   """Without a map, with one for all blocks, with one for each."""
-  quantized = mxjax.quantize(tiny_params, calib, name, check=False)
+  quantized = mxjax.quantize(tiny_params, calib, name, check=False, probe=False)
   layer = quantized["layers_1"]
   [own] = ScaleDistillation().initial([layer], tiny_model)
   learned = jax.tree.map(
@@ -92,7 +94,7 @@ def test_installed_factors_compute_what_was_learned(
 
 
 def test_linears_on_one_tensor_share_factors(tiny_model, tiny_params, calib):
-  quantized = mxjax.quantize(tiny_params, calib, "rtn", check=False)
+  quantized = mxjax.quantize(tiny_params, calib, "rtn", check=False, probe=False)
   [own] = ScaleDistillation().initial([quantized["layers_0"]], tiny_model)
   assert set(own["taps"]) == {"qkv_input", "gate_up_input"}
   assert len(own["linears"]) == 7
@@ -182,7 +184,7 @@ def test_a_killed_tuning_goes_on_to_the_same_bits(
     if f"distillation {after}" in progress.stage:
       raise Killed
 
-  options = {"check": False, "run_dir": tmp_path / "run"}
+  options = {"check": False, "probe": False, "run_dir": tmp_path / "run"}
   with pytest.raises(Killed):
     mxjax.quantize(tiny_params, calib, TUNED, on_progress=kill, **options)
   resumed = pipeline.quantize_with_record(
@@ -197,7 +199,7 @@ def test_a_killed_tuning_goes_on_to_the_same_bits(
 
 
 def test_damage_to_the_state_of_tuning_is_found(tiny_params, calib, tmp_path):
-  options = {"check": False, "run_dir": tmp_path / "run"}
+  options = {"check": False, "probe": False, "run_dir": tmp_path / "run"}
   mxjax.quantize(tiny_params, calib, TUNED, **options)
   [file] = (tmp_path / "run" / "tuning").iterdir()
   data = bytearray(file.read_bytes())
@@ -208,7 +210,7 @@ def test_damage_to_the_state_of_tuning_is_found(tiny_params, calib, tmp_path):
 
 
 def test_only_quantized_leaves_change_and_only_their_maps(whole, tiny_params, calib):
-  plain = mxjax.quantize(tiny_params, calib, "hires", check=False)
+  plain = mxjax.quantize(tiny_params, calib, "hires", check=False, probe=False)
   is_leaf = lambda node: isinstance(node, QuantizedLinear)
   for ours, theirs in zip(
     jax.tree.leaves(whole.params, is_leaf=is_leaf),

@@ -45,7 +45,7 @@ def hires(tiny_hires):
 @pytest.fixture(scope="module")
 def quantize(params, tiny_calib):
   return lambda method="hires", calib=tiny_calib, **options: mxjax.quantize(
-    params, calib, method, check=False, **options
+    params, calib, method, check=False, probe=False, **options
   )
 
 

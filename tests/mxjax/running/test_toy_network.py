@@ -66,7 +66,7 @@ def network(vectors):
 def quantized(network):
   model, params, tokens = network
   return pipeline.quantize_with_record(
-    params, Calibration(model, tokens), methods.HIRES, check=False
+    params, Calibration(model, tokens), methods.HIRES, check=False, probe=False
   )
 
 
@@ -116,7 +116,9 @@ def test_output_errors_of_the_stages_are_the_oracles(network, quantized, vectors
   full = quantized.params
   attention = without(full, "mlp/mlp_recovery")
   shaped = without(attention, "self_attn/value_recovery")
-  nearest = mxjax.quantize(params, Calibration(model, tokens), "rtn", check=False)
+  nearest = mxjax.quantize(
+    params, Calibration(model, tokens), "rtn", check=False, probe=False
+  )
   exact, *others = (
     np.asarray(jnp.concatenate(streams.final_hiddens(model, p, list(tokens[:, None]))))
     for p in (params, nearest, shaped, attention, full)

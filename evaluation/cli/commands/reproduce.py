@@ -1,0 +1,146 @@
+"""`mxjax reproduce`: makes tables of the paper, from builds to printed numbers."""
+
+import argparse
+import contextlib
+import io
+import json
+import pathlib
+import sys
+from typing import Any
+
+from mxjax.evaluation.cli import arguments
+from mxjax.evaluation.reproduce.declared import TABLES
+from mxjax.evaluation.tasks.tasks import SEVEN
+
+MEASURES = ("local", "cost")
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+  """Adds the command and its options."""
+  parser = commands.add_parser(
+    "reproduce",
+    help="the paper's tables: builds, evaluates, and prints them beside the paper's",
+    description="Builds what the tables need by `quantize`, evaluates it by "
+    "`evaluate`, and writes OUT/tables.md, tables.csv and tables.html beside the "
+    "paper's numbers. The same command goes on where a killed one was. Settings are "
+    "the paper's by default; a reduced table says so in its title.",
+  )
+  add = parser.add_argument
+  add("tables", metavar="TABLES", help=f"comma list of {', '.join(TABLES)}, or all")
+  told = f"comma list of folders or hub ids; {arguments.DEFAULT_MODEL} is embedded"
+  add("--models", metavar="NAMES", help=told)
+  told = "folder of all builds and tables, new or of an earlier reproduction"
+  arguments.add(parser, "--out", required=False, help=told)
+  told = "print tables of these results of `evaluate --tasks` instead; may be repeated"
+  add("--results", metavar="PLACE", action="append", default=[], help=told)
+  add("--plan", action="store_true", help="print what it would take, and start nothing")
+  add("--seeds", metavar="LIST", help="calibration draws instead of the paper's")
+  told = f"comma list of what to leave out: tasks, {', '.join((*SEVEN, *MEASURES))}"
+  add("--without", metavar="NAMES", help=told)
+  told = "share hidden states and Hessians between builds, on disk"
+  add("--store", action=argparse.BooleanOptionalAction, default=True, help=told)
+  _add_settings(parser)
+  arguments.add(parser, "--json", "--compiled")
+  return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+  """Adds what is passed on to `quantize` and `evaluate`."""
+  group = parser.add_argument_group("calibration")
+  arguments.add(group, "--calib", default="c4", help="embedded, or as of `quantize`")
+  arguments.add(group, "--sequences", "--length", "--sampling")
+  group = parser.add_argument_group("evaluation")
+  add = group.add_argument
+  add("--items", type=int, metavar="N", help="first items of each task only")
+  told = "first windows of wikitext2 and c4 only"
+  arguments.add(group, "--windows", default=None, help=told)
+  arguments.add(group, "--window-length")
+  add("--task-source", choices=("embedded", "hub"), default="hub", help="of items")
+  add("--wikitext2", metavar="DATA", help="instead of the hub's; embedded, or a file")
+  add("--c4", metavar="DATA", help="instead of the hub's; embedded, or a file")
+  told = "sequences for local errors, which calibration did not see"
+  add("--local-sequences", type=int, metavar="N", default=512, help=told)
+  arguments.add(group, "--replicates", "--operator-error", "--agreement")
+
+
+def _check(options: argparse.Namespace) -> None:
+  """Parses lists in place.
+
+  Raises:
+    ValueError: A name is unknown, models share a name, or what to do is not said.
+  """
+  names = arguments.split(options.tables)
+  options.tables = list(TABLES) if names == ["all"] else names
+  for name in options.tables:
+    arguments.check("table", name, TABLES)
+  options.models = arguments.split(options.models or "")
+  options.seeds = [int(seed) for seed in arguments.split(options.seeds or "")] or None
+  options.without = [
+    each
+    for name in arguments.split(options.without or "")
+    for each in (SEVEN if name == "tasks" else [name])
+  ]
+  for name in options.without:
+    arguments.check("measure", name, (*SEVEN, *MEASURES))
+  short = [pathlib.Path(model).name for model in options.models]
+  if len(set(short)) < len(short):
+    raise ValueError(
+      f"reproduce: expected models of different names, got {', '.join(short)}; rename "
+      "a folder."
+    )
+  if bool(options.models) == bool(options.results):
+    raise ValueError(
+      "reproduce: expected --models to build, or --results to read, got "
+      f"{'both' if options.models else 'none'}; give one of them."
+    )
+  if options.models and not (options.out or options.plan):
+    raise ValueError("reproduce: expected --out for what is built, got none; add it.")
+
+
+def run(options: argparse.Namespace) -> int:
+  """Makes the tables; returns 1 if a cell failed."""
+  from mxjax.evaluation import results
+  from mxjax.evaluation.reproduce import making, page
+
+  _check(options)
+  if options.results:
+    found = results.read(options.results)
+    results.references(found)
+    made, failures = making.tables_of(options, found), {}
+  else:
+    planned = making.planned(options)
+    if options.plan:
+      _print_plan(options, *planned)
+      return 0
+    failures = making.make(options, _call, planned[0])
+    made, found = making.tables_made(options, failures)
+  if options.out:
+    for path in page.write(pathlib.Path(options.out), made, found):
+      print(path, file=sys.stderr)
+  if options.json:
+    told = {str(build): message for build, message in failures.items()}
+    print(json.dumps({"tables": [t._asdict() for t in made], "failures": told}))
+  else:
+    print("\n".join(table.markdown() for table in made), end="")
+  for build, message in failures.items():
+    print(f"mxjax reproduce: failed, {build}: {message}", file=sys.stderr)
+  return int(bool(failures))
+
+
+def _print_plan(options: argparse.Namespace, table: Any, seconds: Any) -> None:
+  from mxjax.evaluation.cli import console
+
+  if options.json:
+    print(json.dumps({**table._asdict(), "seconds": seconds}))
+  else:
+    console.print_table(table)
+
+
+def _call(words: list[str]) -> None:
+  """Runs another command in this process, without what it prints on stdout."""
+  from mxjax.evaluation.cli import parser
+
+  options = parser.build_parser().parse_args(words)
+  options.arguments = words
+  with contextlib.redirect_stdout(io.StringIO()):
+    options.run(options)

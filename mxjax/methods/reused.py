@@ -1,0 +1,65 @@
+"""Linears of a finished build, reused by programs that differ only in recovery."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from mxjax.calibration.calibration import Calibration, Params
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods.program import RTN, Prepared, Program
+from mxjax.methods.recovery_fits import is_quantized
+from mxjax.numerics.contract import Contract
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reused(Program):
+  """Finished linears of another build, with the recovery of this program.
+
+  `leaves` are the linears by path, such as `layers_0/self_attn/q_proj`.
+  """
+
+  program: Program = RTN
+  leaves: Mapping[str, QuantizedLinear] = dataclasses.field(default_factory=dict)
+
+  def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
+    """See `Program.prepare`."""
+    del calib, contract
+    return Prepared(params, learned=self.leaves)
+
+  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
+    """See `Program.quantize_linear`; returns the finished linear."""
+    del weight
+    return inputs.learned
+
+  def describe(self) -> Mapping[str, Any]:
+    """Describes the program that made the linears."""
+    return self.program.describe()
+
+
+def build_key(program: Program) -> str | None:
+  """Returns a key that determines a program's linears: equal keys, equal linears.
+
+  Returns None if the program rewrites the float model, so that no build can be reused.
+  """
+  if type(program).prepare is not Program.prepare:
+    return None
+  plain = dataclasses.replace(program, name="", recover=(), recovery_by="model")
+  return f"{type(program).__name__} {plain}"
+
+
+def reuse(program: Program, params: Params) -> Reused:
+  """Makes the program take its linears from an earlier build of the same key."""
+  nodes, _ = jax.tree_util.tree_flatten_with_path(dict(params), is_leaf=is_quantized)
+  # A path ends with the linear's key "weight".
+  name_of = lambda path: jax.tree_util.keystr(path[:-1], simple=True, separator="/")
+  leaves = {name_of(path): node for path, node in nodes if is_quantized(node)}
+  return Reused(
+    name=program.name,
+    recover=program.recover,
+    recovery_by=program.recovery_by,
+    program=program,
+    leaves=leaves,
+  )

@@ -1,0 +1,219 @@
+"""The driver end to end on a tiny model: kills, failures, reduced tables, plans."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from mxjax.evaluation import study
+from mxjax.evaluation.reproduce import cells, driver
+from mxjax.evaluation.reproduce.declared import TABLES, Declared
+from tests import tiny
+
+ROOT = pathlib.Path(__file__).parents[3]
+TABLE = Declared(
+  "",
+  "Paths",
+  {"none": "rtn", "both": "rtn+r", "gain": "rtn+gain"},
+  ("wikitext2", "codes_per_block", "operator_error"),
+  draws=(0, 3),
+  reference="none",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny.save_folder(tmp_path_factory.mktemp("model"), max_positions=256)
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch):
+  monkeypatch.setitem(TABLES, "discrete", TABLE)
+
+
+def words(model, out, *extra, tables="discrete"):
+  text = model / "text.txt"
+  data = ["--calib", text, "--wikitext2", text, "--sequences", 2]
+  sizes = ["--length", 32, "--windows", 2, "--window-length", 32]
+  sizes += ["--local-sequences", 2, "--operator-error"]
+  return ["reproduce", tables, "--models", model, "--out", out, *data, *sizes, *extra]
+
+
+@pytest.fixture(scope="module")
+def made(model, tmp_path_factory):
+  """A finished reproduction: its folder."""
+  from mxjax.evaluation.cli import parser
+
+  out = tmp_path_factory.mktemp("made") / "out"
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(TABLES, "discrete", TABLE)
+    assert parser.main(list(map(str, words(model, out)))) == 0
+  return out
+
+
+def test_the_table_has_every_cell_and_its_differences(made, model):
+  text = (made / "tables.md").read_text()
+  rows = re.findall(rf"\| {model.name} \| (\S+) \| (\d) \| ([\d.]+) \|", text)
+  assert [row[:2] for row in rows] == [
+    (label, str(seed)) for seed in (0, 3) for label in TABLE.rows
+  ]
+  assert "failed" not in text and "Not in the paper." in text
+  title = "## Paths (reduced: 2 x 32 calibration tokens, calibrated on text.txt, "
+  title += "first 2 windows, windows of 32 tokens, text.txt for wikitext2, "
+  assert title + "local errors on 2 sequences)" in text
+  assert text.count("## Paths (reduced): differences of operator error") == 1
+  # The linears are the same in these rows.
+  assert re.search(rf"\| {model.name} \| both \| \+0.000000, \+0.000000 \| \+0 ", text)
+  assert not (made / "store").exists()
+
+
+def test_rows_that_differ_in_recovery_share_linears(made, model):
+  def built_by(method, seed):
+    facts = cells.measured(cells.Build(str(model), method, seed), made)
+    return facts["build"]["made_by"]["command"]
+
+  assert "--linears" not in built_by("rtn", 3) and "--store" in built_by("rtn", 3)
+  assert re.search(r"--linears \S+/rtn-seed3/build", built_by("rtn+r", 3))
+  assert "--linears" not in built_by("rtn+gain", 3)
+
+
+def test_shared_linears_give_the_build_itself(made, model, tmp_path, mxjax):
+  text = model / "text.txt"
+  data = ("--calib", text, "--data", text, "--sequences", 2, "--length", 32)
+  sizes = ("--windows", 2, "--window-length", 32)
+  out = tmp_path / "alone"
+  (alone,) = mxjax("quantize", model, "--method", "rtn+r", "--out", out, *data, *sizes)
+  shared = cells.measured(cells.Build(str(model), "rtn+r", 0), made)["build"]
+  assert alone["perplexity"] == shared["perplexity"]
+  assert mxjax("verify", made / model.name / "rtn+r-seed0" / "build")["faults"] == []
+
+
+def test_linears_of_another_method_or_draw_are_refused(made, model, tmp_path, refused):
+  place = made / model.name / "rtn-seed0" / "build"
+  text = model / "text.txt"
+  data = ("--calib", text, "--data", text, "--sequences", 2, "--length", 32)
+  sizes = ("--windows", 2, "--window-length", 32, "--out", tmp_path / "new")
+  options = (*data, *sizes, "--linears", place)
+  assert "got rtn on the same tokens" in refused(
+    *("quantize", model, "--method", "gptq"), *options
+  )
+  said = refused("quantize", model, "--method", "rtn+r", "--seed", 3, *options)
+  assert "got rtn on other tokens" in said
+
+
+def test_a_finished_reproduction_runs_nothing_again(made, model, mxjax, monkeypatch):
+  monkeypatch.setattr(driver.Work, "perform", None)
+  before = (made / "tables.md").read_text()
+  assert mxjax(*words(model, made), as_json=False) == before
+  more = mxjax(*words(model, made, "--seeds", "3"))["tables"]
+  assert "1 of 2 calibration draws" in more[0]["title"]
+  mxjax(*words(model, made), as_json=False)
+
+
+def test_other_settings_are_refused(made, model, refused):
+  said = refused(*words(model, made, "--windows", 1))
+  assert "was made with quantize" in said and "name another --out" in said
+
+
+@pytest.mark.slow
+def test_a_kill_costs_the_job_in_work_alone(model, made, tmp_path, mxjax):
+  """A real process, killed while its third build runs; the table is the same."""
+  out = tmp_path / "out"
+  program = (
+    "import sys; from mxjax.evaluation.cli import parser;"
+    "from mxjax.evaluation.reproduce.declared import TABLES;"
+    "from tests.evaluation.reproduce.test_driver import TABLE;"
+    "TABLES['discrete'] = TABLE; sys.exit(parser.main(sys.argv[1:]))"
+  )
+  process = subprocess.Popen(
+    [sys.executable, "-c", program, *map(str, words(model, out))],
+    cwd=ROOT,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
+  )
+  third = out / model.name / "rtn+gain-seed0" / "build" / "run"
+  deadline = time.monotonic() + 200
+  while not (third / "journal.jsonl").is_file() and time.monotonic() < deadline:
+    assert process.poll() is None
+    time.sleep(0.02)
+  process.send_signal(signal.SIGKILL)
+  process.wait()
+  finished = out / model.name / "rtn-seed0" / "build" / "result.json"
+  assert finished.is_file() and not (third.parent / "result.json").exists()
+  stamp = finished.stat().st_mtime_ns
+  # What a killed evaluation leaves: a folder without its last file.
+  (third.parent.parent / "wikitext2" / "items").mkdir(parents=True)
+  mxjax(*words(model, out), as_json=False)
+  assert finished.stat().st_mtime_ns == stamp
+  assert (out / "tables.md").read_text() == (made / "tables.md").read_text()
+
+
+def test_a_failing_cell_costs_itself_and_is_tried_again(
+  model, made, tmp_path, mxjax, monkeypatch, capsys
+):
+  real, calls = study.run_method, []
+
+  def failing(subject, tokens, method, **options):
+    calls.append(method.name)
+    if method.name == "rtn+gain":
+      raise FloatingPointError("layers_1: not\nfinite")
+    return real(subject, tokens, method, **options)
+
+  out = tmp_path / "out"
+  command = words(model, out, "--seeds", "0")
+  with monkeypatch.context() as patch:
+    patch.setattr(study, "run_method", failing)
+    told = mxjax(*command, code=1)
+  message = "build: layers_1: not finite"
+  assert list(told["failures"].values()) == [message]
+  row = next(r for r in told["tables"][0]["rows"] if r[1] == "gain")
+  assert set(row[3:]) == {"failed"}
+  build = f"rtn+gain of {model.name}, seed 0"
+  assert f"{build}: {message}" in told["tables"][0]["note"]
+  assert calls == ["rtn", "rtn+r", "rtn+gain"]
+  again = mxjax(*command)
+  assert again["failures"] == {}
+  assert "failed" not in str(again["tables"])
+
+
+def test_equal_draws_are_refused(model, tmp_path, refused):
+  np.save(tmp_path / "ids.npy", np.arange(4 * 32, dtype=np.int32).reshape(4, 32) % 60)
+  options = words(model, tmp_path / "out", "--without", "tasks,local")
+  said = refused(*options, "--calib", tmp_path / "ids.npy")
+  assert "seeds 0 and 3 drew the same calibration tokens" in said
+
+
+def test_the_plan_counts_what_is_left_and_starts_nothing(model, made, tmp_path, mxjax):
+  out = tmp_path / "out"
+  plan = mxjax(*words(model, out, "--plan"))
+  (row,) = plan["rows"]
+  told = dict(zip(plan["head"], row, strict=True))
+  assert told["builds"] == "6 (4 with linears of their own)"
+  assert told["evaluations"] == "7 (1 tasks)"
+  assert told["measures"] == "6"
+  assert told["passes"] == "18"
+  assert plan["seconds"] > 0 and not out.exists()
+  left = mxjax(*words(model, made, "--plan"))
+  assert left["rows"][0][1] == "0 (0 with linears of their own)"
+  assert left["note"].startswith("0 jobs are left")
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (["stages"], "expected --models to build, or --results to read, got none"),
+    (["stage", "--models", "a"], "did you mean stages?"),
+    (["stages", "--models", "a"], "expected --out for what is built"),
+    (["stages", "--models", "x/a,y/a", "--out", "o"], "models of different names"),
+    (["stages", "--models", "a", "--without", "locl"], "did you mean local?"),
+  ],
+)
+def test_mistakes_are_one_line(options, message, refused):
+  assert message in refused("reproduce", *options)

@@ -1,0 +1,82 @@
+"""Linears of a finished build, taken by programs that differ only in recovery."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mxjax import methods
+from mxjax.calibration.calibration import Calibration
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods import recovery_fits, reused
+from mxjax.numerics.realization.activation_quantizers import Unrounded
+from mxjax.running.pipeline import quantize_with_record
+
+
+def draw(seed):
+  return np.random.default_rng(seed).integers(0, 61, (3, 32)).astype(np.int32)
+
+
+def built(model, params, program, **changes):
+  program = dataclasses.replace(program, **changes)
+  return quantize_with_record(params, Calibration(model, draw(0)), program, check=False)
+
+
+def test_a_reused_build_is_the_program_itself(tiny_model, tiny_params):
+  build = lambda program: built(tiny_model, tiny_params, program)
+  program = dataclasses.replace(methods.RTN, recover=methods.HIRES.recover)
+  got = build(reused.reuse(program, build(methods.RTN).params))
+  alone = build(program)
+  assert got.record.program == alone.record.program
+  for block, name in (("self_attn", "value_recovery"), ("mlp", "mlp_recovery")):
+    left, right = (p.params["layers_1"][block][name] for p in (got, alone))
+    for field in dataclasses.fields(left):
+      a, b = getattr(left, field.name), getattr(right, field.name)
+      np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+  ("name", "other", "is_equal"),
+  [
+    ("hires", "hires:recover=none", True),
+    ("hires", "hires:recover=attention+mlp-parent", True),
+    ("hires", "hires:recovery_by=layer", True),
+    ("rtn", "rtn+r", True),
+    ("hires", "hires:use_balance=false", False),
+    ("hires", "hires:rounding=nearest", False),
+    ("hires", "hires:upstream=quantized", False),
+    ("wush", "wush+r", False),
+    ("rtn", "rtn+gain", False),
+    ("rtn", "gptq", False),
+  ],
+)
+def test_only_equal_linears_have_equal_build_keys(name, other, is_equal):
+  first, second = (reused.build_key(methods.get(each)) for each in (name, other))
+  assert (first == second) == is_equal
+  assert reused.build_key(methods.FOCUS) is None
+
+
+def test_fits_before_encoding_see_unrounded_inputs(tiny_model, tiny_params):
+  """Their coefficients differ from the deployed fit's, and the leaves stay legal."""
+  early, late = (
+    built(tiny_model, tiny_params, methods.RTN, name=name, recover=recover)
+    for name, recover in (
+      ("early", recovery_fits.parse("attention-unrounded+mlp-unrounded")),
+      ("late", methods.HIRES.recover),
+    )
+  )
+  scale = lambda r: r.params["layers_0"]["self_attn"]["value_recovery"].scale
+  assert np.abs(np.asarray(scale(early) - scale(late))).max() > 1e-4
+  leaf = early.params["layers_0"]["mlp"]["up_proj"]["weight"]
+  assert isinstance(leaf, QuantizedLinear)
+  assert not isinstance(leaf.rounding, Unrounded)
+  changed = recovery_fits.unrounded(early.params["layers_0"])
+  assert isinstance(changed["mlp"]["up_proj"]["weight"].rounding, Unrounded)
+
+
+def test_a_gain_repairs_what_the_floor_rule_takes(tiny_model, tiny_params):
+  result = built(tiny_model, tiny_params, methods.RTN_GAIN)
+  linears = result.record.layers[0]["linears"].values()
+  mean = lambda key: np.mean([line[key] for line in linears])
+  assert mean("gain") > 1.0  # Floor shrinks block maxima: the gain expands.
+  assert mean("error_final") < mean("error_rtn")
