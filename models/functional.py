@@ -182,12 +182,12 @@ def _is_ancestor(
   tree: Tree, window: int | None, queries: np.ndarray, keys: np.ndarray
 ) -> jax.Array:
   """Masks keys `[1, s]` of queries `[t, 1]`, indices in a row: `[b, 1, 1, t, s]`."""
-  of_keys = jnp.asarray(tree.ends)[:, keys]
-  is_seen = (keys <= queries)[None] & (queries[None] < of_keys)
+  ends, depths = jnp.asarray(tree.ends), jnp.asarray(tree.positions)
+  rows, columns = jnp.asarray(queries)[None], jnp.asarray(keys)[None]
+  is_seen = (columns <= rows) & (rows < ends[:, keys])
   if window is not None:
-    depth = jnp.asarray(tree.positions)
-    is_seen &= depth[:, queries] - depth[:, keys] < window
-  return is_seen[:, None, None]
+    is_seen &= depths[:, queries] - depths[:, keys] < window
+  return jnp.expand_dims(is_seen, (1, 2))
 
 
 KeysAndValues = tuple[jax.Array, jax.Array]

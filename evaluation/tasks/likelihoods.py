@@ -6,6 +6,8 @@ of an item's choices, is in the row once. Activations are rounded per token and 
 and a token attends to its ancestors alone, so a score depends on nothing else in its
 row; only the order of float32 sums differs from that of a sequence alone. Under strict
 4-bit activations even that can move a rounded input, and with it the score.
+
+Models of your own, whose `layer` takes no tree, run one request a row: none is shared.
 """
 
 import dataclasses
@@ -17,13 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.calibration import streams
-from mxjax.calibration.calibration import Params
+from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.devices import execution
 from mxjax.models.functional import Tree
 from mxjax.models.transformer import CausalLM
 
 ROW = 512
 """Tokens of a row; rows of longer requests are twice, four times, ... as long."""
+LENGTH_STEP = 32
+"""Rows of one request are padded to a multiple of this, so few shapes are compiled."""
 BATCH_TOKENS = 1024
 """Tokens per device call, padding included."""
 GROUP = 32
@@ -106,8 +110,10 @@ class _Batch:
     return cls(stack("tokens"), Tree(stack("positions"), stack("ends")), predictors)
 
 
-def _rows(requests: Sequence[Request], longest: int) -> dict[int, list[_Row]]:
-  """Packs requests into rows, by the length of the rows."""
+def _rows(
+  requests: Sequence[Request], longest: int, is_shared: bool
+) -> dict[int, list[_Row]]:
+  """Packs requests into rows, by the length of the rows; one a row if not shared."""
   inputs = [request.inputs(longest) for request in requests]
   # The prefix in common with any request before is that with the one just before.
   order = sorted(range(len(requests)), key=lambda member: inputs[member].tolist())
@@ -116,38 +122,32 @@ def _rows(requests: Sequence[Request], longest: int) -> dict[int, list[_Row]]:
     ids, predicted = inputs[member], len(requests[member].continuation)
     if predicted > longest:
       raise ValueError(
-        f"multiple_choice: a continuation of {predicted} tokens does not fit into the "
+        f"likelihoods: a continuation of {predicted} tokens does not fit into the "
         f"model's {longest} positions; use a model with more."
       )
-    length = max(ROW, 1 << (len(ids) - 1).bit_length())
-    filled = rows.setdefault(length, [_Row(length)])
-    if not filled[-1].add(member, ids, predicted):
+    length = -(-len(ids) // LENGTH_STEP) * LENGTH_STEP
+    if is_shared:
+      length = max(ROW, 1 << (len(ids) - 1).bit_length())
+    filled = rows.setdefault(length, [])
+    if not (filled and is_shared and filled[-1].add(member, ids, predicted)):
       filled.append(_Row(length))
       filled[-1].add(member, ids, predicted)
   return rows
 
 
-def _batches(requests: Sequence[Request], longest: int) -> Iterator[_Batch]:
+def _batches(
+  requests: Sequence[Request], longest: int, is_shared: bool
+) -> Iterator[_Batch]:
   """Batches the rows of each length; the last batch may have fewer."""
-  for length, rows in sorted(_rows(requests, longest).items()):
+  for length, rows in sorted(_rows(requests, longest, is_shared).items()):
     count = max(1, BATCH_TOKENS // length)
     for start in range(0, len(rows), count):
       yield _Batch.of(rows[start : start + count])
 
 
 @execution.jit(static_argnames="model")
-def _embed(model: CausalLM, params: Params, tokens: jax.Array) -> jax.Array:
-  return model.embed(params, tokens)
-
-
-@execution.jit(static_argnames="model")
-def _layer(model: CausalLM, params: Params, hidden: jax.Array, tree: Tree) -> jax.Array:
-  return model.layer(params, hidden, tree)
-
-
-@execution.jit(static_argnames="model")
 def _predict(
-  model: CausalLM,
+  model: CausalLanguageModel,
   params: Params,
   hidden: jax.Array,
   predictors: jax.Array,
@@ -162,7 +162,7 @@ def _predict(
 
 
 def _score_batch(
-  model: CausalLM,
+  model: CausalLanguageModel,
   params: Params,
   batch: _Batch,
   hidden: jax.Array,
@@ -192,7 +192,7 @@ def _score_batch(
 
 
 def score(
-  model: CausalLM,
+  model: CausalLanguageModel,
   params: Params,
   requests: Sequence[Request],
   *,
@@ -208,19 +208,16 @@ def score(
     ValueError: A continuation alone is longer than `max_length`.
   """
   outer = streams.outer_params(model, params)
-  batches = list(_batches(requests, max_length))
+  is_shared = isinstance(model, CausalLM)
+  batches = list(_batches(requests, max_length, is_shared))
   scores: dict[int, Score] = {}
   for start in range(0, len(batches), GROUP):
     group = batches[start : start + GROUP]
-    hidden = [_embed(model, outer, batch.tokens) for batch in group]
-    for index in range(model.num_layers):
-      layer = params[model.layer_name(index)]
-      hidden = [
-        _layer(model, layer, states, batch.tree)
-        for states, batch in zip(hidden, group, strict=True)
-      ]
-    for batch, states in zip(group, hidden, strict=True):
-      scores |= _score_batch(model, outer, batch, states, requests)
-      if on_progress:
-        on_progress(len(scores), len(requests))
+    tokens = [jnp.asarray(batch.tokens) for batch in group]
+    trees = [batch.tree for batch in group] if is_shared else None
+    hiddens = streams.final_hiddens(model, params, tokens, trees=trees)
+    for batch, hidden in zip(group, hiddens, strict=True):
+      scores |= _score_batch(model, outer, batch, hidden, requests)
+    if on_progress:
+      on_progress(len(scores), len(requests))
   return [scores[index] for index in range(len(requests))]

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mxjax.calibration.calibration import Params
+from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.evaluation.tasks.likelihoods import Request, Score, score
 from mxjax.evaluation.tasks.tasks import Item, Task
 from mxjax.models.tokenizer import Tokenizer
-from mxjax.models.transformer import CausalLM
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
@@ -50,7 +49,7 @@ def _fingerprint(requests: Sequence[Request]) -> str:
 
 
 def evaluate(
-  model: CausalLM,
+  model: CausalLanguageModel,
   params: Params,
   tokenizer: Tokenizer,
   task: Task,
