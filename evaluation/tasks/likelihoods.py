@@ -24,10 +24,10 @@ from mxjax.devices import execution
 from mxjax.models.functional import Tree
 from mxjax.models.transformer import CausalLM
 
-ROW = 512
-"""Tokens of a row; rows of longer requests are twice, four times, ... as long."""
+ROW = 256
+"""Most tokens of a row; if one request has more, twice, four times, ... as many."""
 LENGTH_STEP = 32
-"""Rows of one request are padded to a multiple of this, so few shapes are compiled."""
+"""Lengths are padded to a multiple of this, so that few shapes are compiled."""
 BATCH_TOKENS = 1024
 """Tokens per device call, padding included."""
 GROUP = 32
@@ -100,10 +100,11 @@ class _Batch:
 
   @classmethod
   def of(cls, rows: Sequence[_Row]) -> "_Batch":
-    """Stacks rows."""
-    stack = lambda name: np.stack([getattr(row, name) for row in rows])
+    """Stacks rows, without columns that are padding in all of them."""
+    width = -(-max(row.size for row in rows) // LENGTH_STEP) * LENGTH_STEP
+    stack = lambda name: np.stack([getattr(row, name)[:width] for row in rows])
     predictors = {
-      member: index * len(row.tokens) + path
+      member: index * width + path
       for index, row in enumerate(rows)
       for member, path in row.predictors.items()
     }
