@@ -10,7 +10,8 @@ Run it in an environment that has both (never the project's own, which has no to
   .venv-harness/bin/python benchmarks/harness_agreement.py --items 200
 
 Both sides read the same rows. The harness uses its own task files, with only the data
-set replaced by a local file, and a float32 torch model of the same weights. Writes
+set replaced by a local file, and a torch model of the same weights, both in float32 or
+with `--dtype bfloat16` both in bfloat16. Writes
 benchmarks/results/harness_agreement.json: for each task the rate at which the chosen
 answers agree, the largest difference of a log-likelihood, and every disagreement with
 its reason.
@@ -92,9 +93,11 @@ def harness_rows(name):
   ]
 
 
-def run_harness(folder, names, limit, tokenizer_file):
+def run_harness(folder, names, limit, tokenizer_file, dtype):
   """Log-likelihoods by task and item, from the harness with torch."""
-  model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    folder, dtype=getattr(torch, dtype)
+  )
   tokenizer = transformers.PreTrainedTokenizerFast(
     tokenizer_file=str(tokenizer_file), eos_token="<|im_end|>", pad_token="<|im_end|>"
   )
@@ -192,19 +195,22 @@ def table(report):
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--items", type=int, default=200, help="of each task, the first")
+  parser.add_argument("--dtype", default="float32", help="arithmetic of both sides")
   parser.add_argument("--tasks", default=",".join(tasks.TASKS))
   parser.add_argument("--out", type=pathlib.Path, default=RESULT)
   options = parser.parse_args()
   made = provenance.stamp(packages=("lm_eval", "torch", "transformers"))
   names = options.tasks.split(",")
-  model, params = models.from_pretrained()
+  model, params = models.from_pretrained(dtype=options.dtype)
   tokenizer = models.load_tokenizer()
   with tempfile.TemporaryDirectory() as scratch:
     folder = pathlib.Path(scratch)
     weights.save_folder(folder, hf_config(model.config), params)
     tokenizer.save(folder)
     start = time.perf_counter()
-    theirs = run_harness(folder, names, options.items, folder / "tokenizer.json")
+    theirs = run_harness(
+      folder, names, options.items, folder / "tokenizer.json", options.dtype
+    )
     harness_seconds = time.perf_counter() - start
   results, seconds = {}, {}
   for name in names:
@@ -222,7 +228,7 @@ def main():
     print(name, {k: v for k, v in results[name].items() if k != "disagreements"})
   report = {
     **made,
-    "model": "SmolLM2-135M-Instruct, bfloat16 weights, float32 arithmetic",
+    "model": f"SmolLM2-135M-Instruct, bfloat16 weights, {options.dtype} arithmetic",
     "tasks": results,
     "harness_seconds": harness_seconds,
     "mxjax_seconds": seconds,

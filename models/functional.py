@@ -6,6 +6,7 @@ precision.
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +48,20 @@ def inverse_frequencies(
 def _rotations(
   frequencies: np.ndarray, length: int, start: int | jax.Array
 ) -> tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]:
-  """Returns cosines and sines at `length` positions, float32 `[half, length]`."""
+  """Returns cosines and sines at `length` positions, float32 `[half, length]`.
+
+  Positions that are given one by one, below `length`, give `[batch, 1, half, length]`.
+  """
   if isinstance(start, int):
     # Constants: XLA:CPU would recompute them for every head inside the loop.
     positions = np.arange(start, start + length, dtype=np.float32)
     angles = frequencies[:, None] * positions[None, :]
     return np.cos(angles), np.sin(angles)
+  if start.ndim:
+    tables = _rotations(frequencies, length, 0)
+    looked_up = (jnp.asarray(table).T[start] for table in tables)
+    cos, sin = (a.transpose(0, 2, 1)[:, None] for a in looked_up)
+    return cos, sin
   positions = (start + jnp.arange(length, dtype=jnp.int32)).astype(jnp.float32)
   angles = jnp.asarray(frequencies)[:, None] * positions[None, :]
   return jnp.cos(angles), jnp.sin(angles)
@@ -66,9 +75,10 @@ def rotary(
   Coordinate i is paired with i + head_dim/2, the layout of Hugging Face checkpoints.
   `x` is `[batch, length, heads, head_dim]`, as is the result; `frequencies` are float32
   `[head_dim / 2]` in radians per token; positions count from `start` (int32 if an
-  array).
+  array), or are `start` where that is `[batch, length]`, each below `length`.
   """
-  cos, sin = (a[None, None] for a in _rotations(frequencies, x.shape[1], start))
+  tables = _rotations(frequencies, x.shape[1], start)
+  cos, sin = (a if a.ndim == 4 else a[None, None] for a in tables)
   first, second = jnp.split(_positions_last(x).astype(jnp.float32), 2, axis=2)
   turned = [first * cos - second * sin, second * cos + first * sin]
   joined = jnp.concatenate(turned, axis=2).astype(x.dtype)
@@ -101,12 +111,29 @@ def _by_position(chunks: list[jax.Array]) -> jax.Array:
   return features.reshape(batch, -1, length).transpose(0, 2, 1)
 
 
+class Tree(NamedTuple):
+  """Rows of tokens that branch: sequences behind a prefix that they share.
+
+  The tokens of a row are the nodes of trees in depth-first order. A token attends to
+  itself and its ancestors, so it is computed as in a sequence of them alone, up to the
+  order of sums.
+
+  Attributes:
+    positions: Ancestors of each token, int32 `[batch, length]`.
+    ends: Index behind the last descendant of each token, int32 `[batch, length]`.
+  """
+
+  positions: jax.Array | np.ndarray
+  ends: jax.Array | np.ndarray
+
+
 def causal_attention(
   queries: jax.Array,
   keys: jax.Array,
   values: jax.Array,
   *,
   window: int | None = None,
+  tree: Tree | None = None,
   query_chunk: int = QUERY_CHUNK,
 ) -> jax.Array:
   """Computes causal grouped-query softmax attention.
@@ -121,6 +148,7 @@ def causal_attention(
       head `h // (heads / kv_heads)`.
     values: Same shape as `keys`.
     window: Tokens that a query attends to, itself included; None for the whole past.
+    tree: Where sequences branch; None if each row is one sequence.
     query_chunk: Queries per chunk; does not affect the result.
 
   Returns:
@@ -131,12 +159,15 @@ def causal_attention(
   chunks = []
   for start in range(0, length, query_chunk):
     stop = min(start + query_chunk, length)
-    first = 0 if window is None else max(0, start - window + 1)
+    # In a tree, ancestors in the window may lie far back in the row.
+    first = 0 if window is None or tree else max(0, start - window + 1)
     positions = np.arange(start, stop)[:, None]
     # Only the chunk's own keys can lie in its future; earlier keys need no mask.
     past, own = np.arange(first, start)[None, :], np.arange(start, stop)[None, :]
     masks = [None, own <= positions]
-    if window is not None:
+    if tree is not None:
+      masks = [_is_ancestor(tree, window, positions, keys) for keys in (past, own)]
+    elif window is not None:
       masks = [past > positions - window, masks[1] & (own > positions - window)]
     parts = [
       (keys[..., low:high], values[..., low:high], mask)
@@ -145,6 +176,18 @@ def causal_attention(
     ]
     chunks.append(_attend(queries[..., start:stop], parts))
   return _by_position(chunks)
+
+
+def _is_ancestor(
+  tree: Tree, window: int | None, queries: np.ndarray, keys: np.ndarray
+) -> jax.Array:
+  """Masks keys `[1, s]` of queries `[t, 1]`, indices in a row: `[b, 1, 1, t, s]`."""
+  ends, depths = jnp.asarray(tree.ends), jnp.asarray(tree.positions)
+  rows, columns = jnp.asarray(queries)[None], jnp.asarray(keys)[None]
+  is_seen = (columns <= rows) & (rows < ends[:, keys])
+  if window is not None:
+    is_seen &= depths[:, queries] - depths[:, keys] < window
+  return jnp.expand_dims(is_seen, (1, 2))
 
 
 KeysAndValues = tuple[jax.Array, jax.Array]
@@ -206,7 +249,8 @@ def cached_attention(
 
 
 Part = tuple[jax.Array, jax.Array, jax.Array | np.ndarray | None]
-"""Keys and values `[b, k, d, s]`, and the attention mask, bool `[t, s]`, or None."""
+"""Keys and values `[b, k, d, s]`, and the attention mask or None: bool `[t, s]`, or
+`[b, 1, 1, t, s]`."""
 
 
 def _attend(queries: jax.Array, parts: list[Part]) -> jax.Array:
@@ -225,7 +269,8 @@ def _attend(queries: jax.Array, parts: list[Part]) -> jax.Array:
       preferred_element_type=jnp.float32,
     )
     if is_seen is not None:
-      product = jnp.where(is_seen[None, None, None], product, -jnp.inf)
+      mask = is_seen if is_seen.ndim == 5 else is_seen[None, None, None]
+      product = jnp.where(mask, product, -jnp.inf)
     scores.append(product)
   top = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
   weights = [jnp.exp((s - top) * scale) for s in scores]

@@ -26,6 +26,8 @@ CACHE = "cache"
 """The linen collection of an attention layer's key-value cache: `keys`, `values`
 `[B, positions, kv_heads, head_dim]` and `start`, the number of filled positions, int32.
 """
+TREE = "tree"
+"""The linen collection of an attention layer's `tree`, where sequences branch."""
 
 PROJECTION_TAPS: dict[tuple[str, str], str] = {
   **{("self_attn", f"{name}_proj"): "qkv_input" for name in "qkv"},
@@ -162,7 +164,8 @@ class Attention(nn.Module):
     frequencies = functional.inverse_frequencies(
       config.head_dim, config.rope_theta, config.rope_scaling
     )
-    start = self.get_variable(CACHE, "start", 0)
+    tree = self.get_variable(TREE, "tree")
+    start = tree.positions if tree else self.get_variable(CACHE, "start", 0)
     queries = functional.rotary(queries, frequencies, start)
     keys = functional.rotary(keys, frequencies, start)
     return queries, keys, values.reshape(by_head)
@@ -171,7 +174,10 @@ class Attention(nn.Module):
     """Attends to the past, using the cache if there is one: `[B, T, features]`."""
     window = self.config.sliding_window
     if not self.has_variable(CACHE, "start"):
-      return functional.causal_attention(queries, keys, values, window=window)
+      tree = self.get_variable(TREE, "tree")
+      return functional.causal_attention(
+        queries, keys, values, window=window, tree=tree
+      )
     past = self.get_variable(CACHE, "keys"), self.get_variable(CACHE, "values")
     start = self.get_variable(CACHE, "start")
     outputs, filled = functional.cached_attention(
@@ -278,9 +284,22 @@ class CausalLM(nn.Module):
     return _run(Embedding(self.config, parent=None), params["embed_tokens"], tokens)
 
   @nn.nowrap
-  def layer(self, layer_params: Mapping[str, Any], hidden: jax.Array) -> jax.Array:
-    """Runs one decoder layer, the value of a `layers_i` key; shape and dtype stay."""
-    return _run(DecoderLayer(self.config, parent=None), layer_params, hidden)
+  def layer(
+    self,
+    layer_params: Mapping[str, Any],
+    hidden: jax.Array,
+    tree: functional.Tree | None = None,
+  ) -> jax.Array:
+    """Runs one decoder layer, the value of a `layers_i` key; shape and dtype stay.
+
+    The sequences of `hidden` may branch, see `functional.Tree`.
+    """
+    variables: dict[str, Any] = {"params": layer_params}
+    if tree is not None:
+      variables[TREE] = {"self_attn": {"tree": tree}}
+    return cast(
+      jax.Array, DecoderLayer(self.config, parent=None).apply(variables, hidden)
+    )
 
   @nn.nowrap
   def layer_with_taps(

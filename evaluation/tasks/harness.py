@@ -23,7 +23,7 @@ from lm_eval.api.registry import (  # pyright: ignore[reportMissingImports]
 
 from mxjax import models
 from mxjax.evaluation.cli import inputs
-from mxjax.evaluation.tasks import multiple_choice
+from mxjax.evaluation.tasks import likelihoods, multiple_choice
 
 MAX_NEW_TOKENS = 256
 """Tokens to generate if a task does not say how many."""
@@ -72,11 +72,9 @@ class MxjaxLM(LM):
     """Key of the harness's caches."""
     return self.tokenizer.fingerprint
 
-  def _score(
-    self, requests: list[multiple_choice.Request]
-  ) -> list[multiple_choice.Score]:
+  def _score(self, requests: list[likelihoods.Request]) -> list[likelihoods.Score]:
     longest = self.max_length
-    return multiple_choice.score(self.model, self.params, requests, max_length=longest)
+    return likelihoods.score(self.model, self.params, requests, max_length=longest)
 
   def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
     """Scores each (context, continuation): log-likelihood and whether it is greedy."""
@@ -100,7 +98,7 @@ class MxjaxLM(LM):
       )
       for context, continuation in map(utils.make_disjoint_window, rolling):
         pair = (np.asarray(part, np.int32) for part in (context, continuation))
-        windows.append(multiple_choice.Request(*pair))
+        windows.append(likelihoods.Request(*pair))
         owners.append(owner)
     totals = np.zeros(len(requests))
     np.add.at(totals, owners, [s.log_likelihood for s in self._score(windows)])

@@ -188,9 +188,13 @@ def check_finite(hidden: Chunks, place: str) -> None:
 
 @execution.jit(static_argnames=("model", "placement"))
 def _layer(
-  model: CausalLanguageModel, layer: Params, hidden: jax.Array, placement: Placement
+  model: CausalLanguageModel,
+  layer: Params,
+  hidden: jax.Array,
+  placement: Placement,
+  *tree: Any,
 ) -> jax.Array:
-  return placement.call(model.layer, layer, hidden, sharing=EVALUATION)
+  return placement.call(model.layer, layer, hidden, *tree, sharing=EVALUATION)
 
 
 def final_hiddens(
@@ -198,16 +202,22 @@ def final_hiddens(
   params: Params,
   windows: Sequence[jax.Array],
   placement: Placement = ONE_DEVICE,
+  trees: Sequence[Any] | None = None,
 ) -> Chunks:
   """Runs windows through all layers, reading each layer once for all of them.
 
   Each window is int32 `[B, T]`, on a mesh with one window for each device along `data`.
   `params` are float or quantized, possibly on disk. Returns hidden states `[B, T, d]`
-  leaving the last layer; the bits of a window do not depend on the others.
+  leaving the last layer; the bits of a window do not depend on the others. `trees` say
+  for each window where its sequences branch; `CausalLM.layer` takes them.
   """
   outer = placement.shard_rows(outer_params(model, params))
   hidden = [_embed(model, outer, tokens, placement, EVALUATION) for tokens in windows]
+  branches = [(tree,) for tree in trees] if trees else [()] * len(hidden)
   for index in range(model.num_layers):
     layer = placement.shard_rows(params[model.layer_name(index)])
-    hidden = [_layer(model, layer, states, placement) for states in hidden]
+    hidden = [
+      _layer(model, layer, states, placement, *tree)
+      for states, tree in zip(hidden, branches, strict=True)
+    ]
   return hidden
