@@ -79,6 +79,11 @@ class Subject:
   with_agreement: bool = False
   mesh: Mesh | None = None
 
+  @property
+  def dtype(self) -> str | None:
+    """The model's compute dtype; None if it does not tell."""
+    return getattr(getattr(self.model, "config", None), "dtype", None)
+
   def float_perplexities(self, on_window: OnWindow | None = None) -> dict[str, float]:
     """Measures unperturbed perplexity of the float model on every test."""
     results = self._perplexities(self.params, 1, on_window)
@@ -127,6 +132,7 @@ class Subject:
     if self.with_agreement and first is not None:
       compared = agreement(self.model, exact, quantized, first).to_dict()
     return {
+      "dtype": self.dtype,
       "perplexity": results,
       "operator_error": error,
       "agreement": compared,
@@ -209,6 +215,7 @@ def read_row(
     differs = {
       "calibration tokens": record["calibration"]["fingerprint"] != made_of,
       "tests": row["tests"] != tests,
+      "dtype": row["dtype"] != subject.dtype,
       "options": record["program"] != json.loads(json.dumps(program.describe())),
       "rules": record["contract_hash"] != contract.hash,
       "replicates": replicates - {subject.replicates} != set(),

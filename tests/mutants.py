@@ -722,6 +722,27 @@ MUTANTS = (
     ("tests/mxjax/numerics/shaping/test_dyadic_balance.py",),
   ),
   Mutant(
+    "the compute dtype asked for does not reach the model",
+    "evaluation/cli/inputs.py",
+    "options.model, dtype=options.dtype or models.ModelConfig.dtype",
+    "options.model, dtype=models.ModelConfig.dtype",
+    ("tests/evaluation/cli/test_cli.py",),
+  ),
+  Mutant(
+    "a checkpoint is evaluated under a dtype that it does not have",
+    "evaluation/cli/inputs.py",
+    "if dtype not in (None, model.config.dtype):",
+    "if False:",
+    ("tests/evaluation/cli/test_cli.py",),
+  ),
+  Mutant(
+    "rows of a comparison in another dtype are taken over",
+    "evaluation/study.py",
+    '"dtype": row["dtype"] != subject.dtype,',
+    '"dtype": False,',
+    ("tests/evaluation/cli/test_cli.py",),
+  ),
+  Mutant(
     "half step in a loop of unknown length on a GPU too",
     f"{NUMERICS}/block_batches.py",
     "if not _is_batched():",

@@ -118,6 +118,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     help="share the work out over devices, such as data=4,model=2: sequences over "
     "data, weights by output rows over model; one device when omitted",
   ),
+  "--dtype": dict(
+    choices=("float32", "bfloat16"),
+    help="compute dtype of a float model: float32, the default, or bfloat16 as in the "
+    "paper; params keep theirs, and what `quantize` wrote keeps that of its build",
+  ),
   "--storage": dict(
     metavar="NAMES",
     help="how the loaded model is stored and multiplied, outside the paper's "

@@ -107,7 +107,9 @@ def prepare(
   """
   tell = progress.teller(options.log if processes.is_leader() else "none")
   tell(f"loading {model_name(options)}")
-  model, params = models.open_pretrained(options.model)
+  model, params = models.open_pretrained(
+    options.model, dtype=options.dtype or models.ModelConfig.dtype
+  )
   on_disk = stays_on_disk(options, params.config)
   for line in settings.announcement(options, params.config, names, on_disk=on_disk):
     tell(line)
@@ -142,19 +144,31 @@ def restore(
   source: str | None,
   mesh: Mesh | None = None,
   storage: Mapping[str, Any] | None = None,
+  dtype: str | None = None,
 ) -> tuple[models.CausalLM, dict[str, Any], models.Tokenizer]:
   """Loads the model, params and tokenizer that `quantize` wrote, or any float model.
 
   `source` is the run's folder, the checkpoint in it, or what `models.from_pretrained`
   takes; `mesh` is where to place a checkpoint's params, and `storage` the arguments of
-  `pack_for_inference` (none: nothing is packed).
+  `pack_for_inference` (none: nothing is packed). `dtype` is the compute dtype of a
+  float model.
+
+  Raises:
+    ValueError: A checkpoint computes in another dtype.
   """
   if is_checkpoint(source):
     folder = checkpoint_folder(str(source))
     model, params = checkpoint.load(folder, mesh=mesh)
+    if dtype not in (None, model.config.dtype):
+      raise ValueError(
+        f"{folder}: expected --dtype {model.config.dtype}, that of its build, got "
+        f"{dtype}; leave the option out, or quantize again with --dtype {dtype}."
+      )
     tokenizer = models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)
   else:
-    model, params = models.from_pretrained(source)
+    model, params = models.from_pretrained(
+      source, dtype=dtype or models.ModelConfig.dtype
+    )
     tokenizer = models.load_tokenizer(source)
   if storage:
     params = inference_packing.pack_for_inference(params, **storage)

@@ -119,6 +119,7 @@ def announcement(
   memory = numbers.size(max(planned.memory.values()))
   lines = [
     f"method: {', '.join(names)}" if names else "",
+    f"arithmetic: {config.dtype}",
     f"calibration: {options.sequences} x {options.length:,} tokens of "
     f"{text(options.calib)}, "
     f"seed {options.seed}",

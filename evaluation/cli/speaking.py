@@ -99,7 +99,9 @@ def generate(options: argparse.Namespace) -> None:
   """Prints the prompt and its continuation, as JSON or piece by piece."""
   storage = arguments.storage(options.storage)
   sampling = arguments.sampling(options)
-  model, params, tokenizer = inputs.restore(options.source, storage=storage)
+  model, params, tokenizer = inputs.restore(
+    options.source, storage=storage, dtype=options.dtype
+  )
   ids = tokenizer.encode(options.prompt)
   ids = np.concatenate([np.asarray(tokenizer.prefix_ids, np.int32), ids])
   # The cache needs no more room than this text.
@@ -124,7 +126,9 @@ def chat(options: argparse.Namespace) -> None:
   sampling = arguments.sampling(options)
   is_terminal = sys.stdin.isatty()
   print("loading", file=sys.stderr)
-  model, params, tokenizer = inputs.restore(options.source, storage=storage)
+  model, params, tokenizer = inputs.restore(
+    options.source, storage=storage, dtype=options.dtype
+  )
   messages = [{"role": "system", "content": options.system}] if options.system else []
   # A base model's tokenizer is refused before anyone has typed a message.
   tokenizer.chat_prompt([*messages, {"role": "user", "content": ""}])

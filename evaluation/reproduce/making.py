@@ -73,7 +73,7 @@ def planned(options: argparse.Namespace) -> tuple[Table, float | None]:
 
 def _measure(options: argparse.Namespace, job: Job, source: str | None = None) -> Any:
   """Does a job of `cells.MEASURES` on the folder or name of a model."""
-  model, params, tokenizer = inputs.restore(source)
+  model, params, tokenizer = inputs.restore(source, dtype=options.dtype)
   tokens = settings.unseen_tokens(options, job, tokenizer)
   if job.what == "cost":
     return running_cost(model, params, tokens[0])

@@ -48,6 +48,7 @@ def quantize_words(options: argparse.Namespace) -> list[str]:
     replicates=options.replicates,
     operator_error=options.operator_error,
     agreement=options.agreement,
+    dtype=options.dtype,
   )
 
 
@@ -60,6 +61,7 @@ def evaluate_words(options: argparse.Namespace) -> list[str]:
     c4=options.c4,
     task_windows=options.windows,
     window_length=options.window_length,
+    dtype=options.dtype,
   )
 
 
@@ -83,6 +85,8 @@ def reduced(whole: Declared, needs: set[str], options: argparse.Namespace) -> li
     found.append(f"{len(used)} of {len(whole.draws)} calibration draws")
   if (options.sequences, options.length) != (SEQUENCES, LENGTH):
     found.append(f"{options.sequences} x {options.length} calibration tokens")
+  if options.dtype != "bfloat16":
+    found.append("float32 arithmetic")
   if options.calib != "c4":
     found.append(f"calibrated on {_name(options.calib)}")
   if {*ACCURACIES} & needs and options.items:

@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   )
   told = "a new folder, or that of an unfinished comparison to continue"
   arguments.add(parser, "--out", help=told)
-  arguments.add(parser, "--on-disk")
+  arguments.add(parser, "--on-disk", "--dtype")
   arguments.add_run(parser)
   return parser
 

@@ -8,7 +8,7 @@ METHODS = ("rtn", "gptq", "brq", "hires")
 SETTINGS: dict[str, Any] = dict(
   **dict(model=None, calib=None, data=None, sampling=None, seed=0, on_disk=False),
   **dict(sequences=8, length=512, windows=8, window_length=512, replicates=1),
-  **dict(operator_error=True, agreement=False),
+  **dict(operator_error=True, agreement=False, dtype=None),
 )
 """What options of `compare` would say."""
 PROMPT = "The history of the steam engine begins"

@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   arguments.add(parser, "source")
   told = "the float model, for --operator-error and --agreement"
   parser.add_argument("--model", metavar="MODEL", help=told)
-  arguments.add(parser, "--storage")
+  arguments.add(parser, "--storage", "--dtype")
   arguments.add(parser.add_argument_group("devices"), "--mesh")
   arguments.add(parser.add_argument_group("evaluation"), *arguments.EVALUATION)
   arguments.add(parser, "--json")
@@ -90,7 +90,9 @@ def _evaluate_perplexity(options: argparse.Namespace, storage: dict[str, Any]) -
     f"loading {options.source or arguments.DEFAULT_MODEL}; then {options.windows} x "
     f"{options.window_length:,} tokens of {options.data or 'embedded text'}"
   )
-  model, quantized, tokenizer = inputs.restore(options.source, mesh, storage)
+  model, quantized, tokenizer = inputs.restore(
+    options.source, mesh, storage, options.dtype
+  )
   params: Any = {}
   if is_compared:
     _, params = models.from_pretrained(options.model)
@@ -171,7 +173,7 @@ def _task_subject(
   from mxjax.storage import checkpoint
 
   source = options.source
-  subject = inputs.restore(source, storage=storage)
+  subject = inputs.restore(source, storage=storage, dtype=options.dtype)
   facts: dict[str, Any]
   if not inputs.is_checkpoint(source):
     name = pathlib.Path(source).name if source else arguments.DEFAULT_MODEL

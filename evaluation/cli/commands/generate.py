@@ -34,7 +34,7 @@ def _add_speaking(parser: argparse.ArgumentParser, **defaults: Any) -> None:
   group = parser.add_argument_group("sampling")
   arguments.add(group, *arguments.SAMPLING)
   parser.set_defaults(**{k[2:].replace("-", "_"): v for k, v in defaults.items()})
-  arguments.add(parser, "--storage", "--compiled")
+  arguments.add(parser, "--storage", "--dtype", "--compiled")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     default="bars",
     help="progress on stderr: bars, or one JSON event a line for machines",
   )
-  arguments.add(parser, "--on-disk")
+  arguments.add(parser, "--on-disk", "--dtype")
   _add_sharing(parser.add_argument_group("sharing work with other builds"))
   _add_devices(parser.add_argument_group("devices"))
   arguments.add_run(parser)

@@ -176,6 +176,33 @@ def test_layers_on_disk_give_the_same_bits(folder, tmp_path, mxjax):
   assert sorted(p.name for p in tmp_path.iterdir()) == ["no-on-disk", "on-disk"]
 
 
+def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refused):
+  out, rows = tmp_path / "bfloat16", []
+  for dtype in ("bfloat16", "float32"):
+    words = arguments(folder, tmp_path / dtype, "--method", "rtn", "--dtype", dtype)
+    rows += mxjax("quantize", *words)
+    manifest = json.loads((tmp_path / dtype / "checkpoint/mxjax.json").read_text())
+    assert manifest["model_config"]["dtype"] == dtype == rows[-1]["dtype"]
+  narrow, wide = (row["perplexity"]["text"]["mean"] for row in rows)
+  assert narrow != wide
+  assert narrow == pytest.approx(wide, rel=0.05)
+  exact = [row["float_perplexity"]["text"] for row in rows]
+  assert exact[0] != exact[1]
+
+  words = ["--data", folder / "text.txt", *WINDOWS]
+  again = mxjax("evaluate", out, *words)
+  assert (again["dtype"], again["perplexity"]) == ("bfloat16", rows[0]["perplexity"])
+  told = refused("evaluate", out, *words, "--dtype", "float32")
+  assert "expected --dtype bfloat16, that of its build, got float32" in told
+  of_float = mxjax("evaluate", folder, *words, "--dtype", "bfloat16")
+  assert of_float["perplexity"]["text"]["mean"] == exact[0]
+  resumed = arguments(folder, out, "--method", "rtn", "--dtype", "float32", "--resume")
+  assert "model" in refused("quantize", *resumed)
+  both = ["compare", *arguments(folder, tmp_path / "both", "--methods", "rtn")]
+  mxjax(*both)
+  assert "made with other dtype" in refused(*both, "--dtype", "bfloat16")
+
+
 def test_plan_reads_the_config_alone(folder, tmp_path, mxjax):
   config = tmp_path / "config.json"
   config.write_text((folder / "config.json").read_text())

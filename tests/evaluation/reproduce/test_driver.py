@@ -64,7 +64,8 @@ def test_the_table_has_every_cell_and_its_differences(made, model):
     (label, str(seed)) for seed in (0, 3) for label in TABLE.rows
   ]
   assert "failed" not in text and "Not in the paper." in text
-  title = "## Paths (reduced: 2 x 32 calibration tokens, calibrated on text.txt, "
+  title = "## Paths (reduced: 2 x 32 calibration tokens, float32 arithmetic, "
+  title += "calibrated on text.txt, "
   title += "first 2 windows, windows of 32 tokens, text.txt for wikitext2, "
   assert title + "local errors on 2 sequences)" in text
   assert text.count("## Paths (reduced): differences of operator error") == 1
