@@ -27,8 +27,8 @@ class Result:
     model: Name of the model.
     method: Name of the method, `BF16` for the float model.
     seed: Calibration seed, or None.
-    tasks: What `to_json` was given, by task, and `file`, where it was read from;
-      absent if not measured.
+    tasks: What `to_json` was given, by task, `file`, where it was read from, and the
+      compute `dtype`; absent if not measured.
     source: The file it was read from, for messages.
   """
 
@@ -156,7 +156,9 @@ def _parse(path: pathlib.Path) -> Result:
     )
   with refusing(path, "a result", mend):
     _File.model_validate(values, strict=True)
-  tasks = {n: {**task, "file": str(path)} for n, task in values["tasks"].items()}
+  # Before there was a choice, all was float32.
+  facts = {"file": str(path), "dtype": values.get("dtype", "float32")}
+  tasks = {n: {**task, **facts} for n, task in values["tasks"].items()}
   if unknown := sorted(set(tasks) - set(fitness.TASKS)):
     raise ValueError(
       f"results: expected tasks of {', '.join(fitness.TASKS)} in {path}, got "
@@ -170,7 +172,8 @@ def references(results: Sequence[Result]) -> dict[str, Result]:
   """Returns the float model's result by model, after checking that the rest match it.
 
   Raises:
-    ValueError: A method was evaluated on other tokens than the float model.
+    ValueError: A method was evaluated on other tokens than the float model, or in
+      another dtype.
   """
   floats = {r.model: r for r in results if r.method == FLOAT}
   for result in results:
@@ -182,5 +185,11 @@ def references(results: Sequence[Result]) -> dict[str, Result]:
           f"results: {result.source} and {exact.source} measured {task} on different "
           "tokens, so a damage would mean nothing; evaluate both with the same "
           "--items, --windows and data."
+        )
+      if theirs.get("dtype") != ours.get("dtype"):
+        raise ValueError(
+          f"results: {result.source} measured {task} in {ours['dtype']} and "
+          f"{exact.source} in {theirs['dtype']}, so a damage would mean nothing; "
+          "evaluate both with the same --dtype."
         )
   return floats

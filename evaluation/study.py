@@ -215,7 +215,7 @@ def read_row(
     differs = {
       "calibration tokens": record["calibration"]["fingerprint"] != made_of,
       "tests": row["tests"] != tests,
-      "dtype": row["dtype"] != subject.dtype,
+      "dtype": row.get("dtype", "float32") != (subject.dtype or "float32"),
       "options": record["program"] != json.loads(json.dumps(program.describe())),
       "rules": record["contract_hash"] != contract.hash,
       "replicates": replicates - {subject.replicates} != set(),

@@ -736,9 +736,16 @@ MUTANTS = (
     ("tests/evaluation/cli/test_cli.py",),
   ),
   Mutant(
+    "damage from a float model in another dtype",
+    "evaluation/results.py",
+    'if theirs.get("dtype") != ours.get("dtype"):',
+    "if False:",
+    ("tests/evaluation/reproduce/test_tables.py",),
+  ),
+  Mutant(
     "rows of a comparison in another dtype are taken over",
     "evaluation/study.py",
-    '"dtype": row["dtype"] != subject.dtype,',
+    '"dtype": row.get("dtype", "float32") != (subject.dtype or "float32"),',
     '"dtype": False,',
     ("tests/evaluation/cli/test_cli.py",),
   ),

@@ -189,6 +189,7 @@ def _task_subject(
       "calibration": calibration,
       "program": program,
     }
+  facts["dtype"] = subject[0].config.dtype
   if options.name:
     facts["model"] = options.name
   if storage:

@@ -13,7 +13,18 @@ from mxjax.evaluation.reproduce.quantities import QUANTITIES, Measured
 from tests.evaluation.paper import COLUMNS, PAPER
 
 
-def save(folder, row, *, model, method, seed=None, percent=False, drop=(), tokens="t"):
+def save(
+  folder,
+  row,
+  *,
+  model,
+  method,
+  seed=None,
+  percent=False,
+  drop=(),
+  tokens="t",
+  **facts_of_file,
+):
   """Writes a printed row as a result file."""
   facts = {"items": 5, "official_items": 5, "token_sha256": tokens}
   unit = lambda task: 100.0 if percent and task in fitness.ACCURACIES else 1.0
@@ -22,7 +33,8 @@ def save(folder, row, *, model, method, seed=None, percent=False, drop=(), token
     for name, task in COLUMNS.items()
     if task not in drop and name in row
   }
-  value = results.to_json(model=model, method=method, seed=seed, tasks=scored)
+  named = {"model": model, "method": method, "seed": seed, **facts_of_file}
+  value = results.to_json(tasks=scored, **named)
   results.write(folder / f"{model}-{method}-{seed}", value, {})
 
 
@@ -160,6 +172,16 @@ def test_other_tokens_than_the_float_model_are_refused(tmp_path, refused):
   save(tmp_path, ROW, model="Q", method="RTN", tokens="others")
   message = refused("reproduce", "all", "--results", tmp_path)
   assert "wikitext2 on different tokens" in message
+
+
+def test_another_dtype_than_the_float_models_is_refused(tmp_path, refused):
+  # What says nothing was made before there was a choice, in float32.
+  save(tmp_path, ROW, model="Q", method="BF16")
+  save(tmp_path, ROW, model="Q", method="RTN", dtype="float32")
+  results.references(results.read([tmp_path]))
+  save(tmp_path, ROW, model="Q", method="HiRes", dtype="bfloat16")
+  message = refused("reproduce", "all", "--results", tmp_path)
+  assert "in bfloat16 and" in message and "the same --dtype" in message
 
 
 def test_two_files_that_contradict_are_refused(tmp_path):
