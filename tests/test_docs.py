@@ -110,8 +110,7 @@ def result(name):
 
 def registers():
   text = (RESULTS / "kernels_sm90a.txt").read_text()
-  # The first part of the file is that of the jax release the document names.
-  used = dict(re.findall(r"^ok   (.+?) +(\d+) registers", text, re.MULTILINE)[::-1])
+  used = dict(re.findall(r"^ok   (.+?) +(\d+) registers", text, re.MULTILINE))
   return {row: [" / ".join(used[k] for k in names)] for row, names in REGISTERS.items()}
 
 
