@@ -11,18 +11,16 @@ them apart; the control that draws the noise again does.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.edit_templates import EditTemplate, id_of
-from mxjax.discovery.core.interface import Aval, Hook, Interface
-from mxjax.discovery.core.residual import Control, Explanation, Residual
+from mxjax.discovery.core.residual import Control, Explanation
 from mxjax.discovery.core.task import Artifacts, Call, ContractError
+from mxjax.discovery.tasks.synthetic import WIDTH, Synthetic, margins, site_interface
 
 STAGES = ("shape", "round", "recover")
 SITES = tuple(f"{stage}_{part}" for stage in STAGES for part in "abcd")
-WIDTH, ROWS = 8, 32
 KINDS = ("right",) * 2 + ("lucky",) * 5 + ("idle",)
 """What the eight ideas are, in an order that the seed decides."""
 WORKS: Mapping[str, float] = {"right": 0.12, "lucky": 0.25, "idle": 0.0}
@@ -31,17 +29,13 @@ HARMS = 0.12
 LUCK = 0.8
 """A lucky gain in units of the right one at the same site."""
 EXCESS: Mapping[str, float] = {"right": 0.2, "lucky": 0.45, "none": 0.9}
-THRESHOLD, MARGIN, CHAOS = 0.4, 0.004, 0.001
-
-_ROW = Aval("float32", (WIDTH,))
 
 
-class NoisyWorld:
+class NoisyWorld(Synthetic):
   """A synthetic landscape; see `mxjax.discovery.core.task.Task`."""
 
-  target = "loss"
-  phases: Sequence[str] = ("measure",)
-  margins: Mapping[str, float] = {"loss": MARGIN} | {f"excess_{s}": 0.02 for s in SITES}
+  name, sites, rows, threshold = "noisy-world", SITES, 32, 0.4
+  margins: Mapping[str, float] = margins(SITES)
   regimes: Mapping[str, tuple[str, ...]] = {
     stage: tuple(site for site in SITES if site.startswith(stage)) for stage in STAGES
   }
@@ -49,29 +43,12 @@ class NoisyWorld:
     "redraw": "{site}: the edit's effect under another draw of the noise",
     "elsewhere": "{site}: the edit done where nothing reads it",
   }
-  interface = Interface(
-    hooks=tuple(
-      Hook(
-        name=site,
-        arguments={"x": _ROW},
-        outputs=(_ROW,),
-        batched=("x",),
-        default=f"def {site}(x):\n  return x\n",
-        doc=f"What is done at {site}; the default does nothing.",
-      )
-      for site in SITES
-    ),
-    plan={"unused": (False,)},
-  )
+  interface = site_interface(SITES, {"unused": (False,)})
 
   def __init__(self, seed: int = 0, transfer: int = 0) -> None:
     """Draws a world; `transfer` above 0 is its held-out form."""
-    self._seed, self._transfer = seed, transfer
-    self._inputs = (
-      np.random.default_rng(1234).standard_normal((ROWS, WIDTH)).astype(np.float32)
-    )
+    super().__init__(seed, transfer)
     self._solve = np.linalg.pinv(self._inputs.astype(np.float64))
-    self._known: dict[str, tuple[np.ndarray, str]] = {}
     self.kinds = identity.shuffled(KINDS, seed, "kinds")
     self.effects = {site: self._effects(site) for site in SITES}
 
@@ -91,46 +68,22 @@ class NoisyWorld:
     return effects
 
   @property
-  def spec(self) -> Mapping[str, Any]:
-    """See `Task`."""
-    return {"task": "noisy-world", "seed": self._seed, "transfer": self._transfer}
-
-  @property
   def contract(self) -> Mapping[str, Any]:
     """Digest of the truth, which stands for weights, tokens and evaluator."""
     effects = {site: e.tolist() for site, e in self.effects.items()}
     return {"noisy world": identity.digest([effects, self._transfer])}
 
-  def readable(self, phase: str) -> Sequence[str]:
-    """Returns no files."""
-    del phase
-    return ()
+  def _amounts(self, change: np.ndarray) -> np.ndarray:
+    """Returns how much of each variant of each idea is in a change."""
+    return self._solve @ change
 
-  def open(self, phase: str) -> "NoisyWorld":
-    """Returns the world, which is its own session."""
-    del phase
-    return self
+  @staticmethod
+  def _digest(result: np.ndarray) -> str:
+    return identity.digest(result.tobytes().hex())[:16]
 
-  def holdout(self) -> "NoisyWorld":
-    """Returns the same truth with other magnitudes and another draw of the noise."""
-    return NoisyWorld(self._seed, self._transfer + 1)
-
-  def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
-    """Returns the sites whose excess is above the threshold."""
-    return [
-      Residual(program, name, values[name], THRESHOLD, (site,))
-      for site in SITES
-      if values[name := f"excess_{site}"] > THRESHOLD
-    ]
-
-  def run(
-    self, call: Call, artifacts: Artifacts, before: bytes
-  ) -> tuple[dict[str, Any], bytes]:
-    """Runs every site's hook on the fixed rows and evaluates the landscape."""
-    del before
-    done, outputs = {}, {}
-    for site in SITES:
-      done[site], outputs[site] = self._behaviour(call.computation[site], artifacts)
+  def _values(
+    self, done: dict[str, np.ndarray], call: Call, artifacts: Artifacts
+  ) -> dict[str, float]:
     redrawn = ""
     if change := call.intervention:
       kind, site = change["kind"], change["site"]
@@ -141,23 +94,7 @@ class NoisyWorld:
         redrawn = site
       else:
         raise ContractError(f"noisy world: unknown {kind!r}; use {self.interventions}.")
-    values = self._landscape(done, redrawn)
-    noise = identity.draw(self._seed, self._transfer, sorted(outputs.items()), "chaos")
-    values["loss"] += CHAOS * (2 * noise - 1)
-    return {"values": values, "outputs": outputs}, b""
-
-  def _behaviour(
-    self, computation: str, artifacts: Artifacts
-  ) -> tuple[np.ndarray, str]:
-    """Returns how much of each variant of each idea a hook does, and its digest."""
-    if computation not in self._known:
-      result = np.asarray(jax.jit(artifacts.batched(computation))(self._inputs)[0])
-      if not np.isfinite(result).all():
-        raise FloatingPointError("noisy world: a hook returned NaN or inf.")
-      change = (result - self._inputs).astype(np.float64)
-      digest = identity.digest(result.tobytes().hex())[:16]
-      self._known[computation] = self._solve @ change, digest
-    return self._known[computation]
+    return self._landscape(done, redrawn)
 
   def _gain(self, site: str) -> float:
     return 0.05 + 0.1 * identity.draw(self._seed, self._transfer, site, "gain")

@@ -8,22 +8,19 @@ change as the program does. Verdicts, explanations and checkers can be judged ag
 the truth, and a whole run takes seconds.
 """
 
-import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.edit_templates import EditTemplate, id_of
-from mxjax.discovery.core.interface import Aval, Hook, Interface
-from mxjax.discovery.core.residual import Control, Explanation, Predicted, Residual
+from mxjax.discovery.core.residual import Control, Explanation, Predicted
 from mxjax.discovery.core.task import Artifacts, Call
+from mxjax.discovery.tasks.synthetic import Synthetic, margins, site_interface
 
 SITES = ("geometry", "balance", "weights", "activations", "attention", "mlp")
-WIDTH, ROWS = 8, 16
 OPERATIONS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
   "shift": ("jnp.roll(x, 1)", lambda x: np.roll(x, 1, -1)),
   "mirror": ("x[::-1]", lambda x: x[..., ::-1]),
@@ -50,41 +47,20 @@ REGIMES: Mapping[str, tuple[str, ...]] = {
 LAYERS = 4
 UNREAD = 0.1
 """Probability that a layer does not read a site."""
-THRESHOLD = 0.5
-MARGIN = 0.004
-CHAOS = 0.001
-
-
-_ROW = Aval("float32", (WIDTH,))
-INTERFACE = Interface(
-  hooks=tuple(
-    Hook(
-      name=site,
-      arguments={"x": _ROW},
-      outputs=(_ROW,),
-      batched=("x",),
-      default=f"def {site}(x):\n  return x\n",
-      doc=f"What is done at {site}; the default does nothing.",
-    )
-    for site in SITES
-  ),
-  plan={"remeasure": (False, True)},
-)
+INTERFACE = site_interface(SITES, {"remeasure": (False, True)})
 """One hook per site, on rows of eight numbers."""
 
 
-class World:
+class World(Synthetic):
   """A synthetic landscape; see `mxjax.discovery.core.task.Task`.
 
   `truth` holds the kind of each operation, by site and operation.
   """
 
-  target = "loss"
-  phases: Sequence[str] = ("measure",)
+  name, sites, rows, threshold = "world", SITES, 16, 0.5
   interface = INTERFACE
   regimes = REGIMES
-  # The margin of the loss is four times the chaos; residuals are exact to 0.02.
-  margins: Mapping[str, float] = {"loss": MARGIN} | {f"excess_{s}": 0.02 for s in SITES}
+  margins: Mapping[str, float] = margins(SITES)
   interventions: Mapping[str, str] = {
     "permute": "{site}: the edit's size at the site, with what it does permuted",
     "elsewhere": "{site}: the edit done where no site reads it",
@@ -97,12 +73,9 @@ class World:
     `seed` decides the truth; `transfer` decides only the sizes of effects and noise.
     The held-out world has the truth of the visible one with other magnitudes.
     """
-    self._seed, self._transfer = seed, transfer
-    generator = np.random.default_rng(1234)
-    self._inputs = generator.standard_normal((ROWS, WIDTH)).astype(np.float32)
+    super().__init__(seed, transfer)
     basis = [apply(self._inputs).ravel() for _, apply in OPERATIONS.values()]
     self._solve = np.linalg.pinv(np.stack(basis, 1).astype(np.float64))
-    self._known: dict[str, tuple[np.ndarray, str]] = {}
     self.truth = {site: self._site_truth(site) for site in SITES}
     order = identity.shuffled(SITES, seed, "order")
     self.prerequisite = dict(zip(order[1:], order, strict=False))
@@ -117,68 +90,20 @@ class World:
     )
 
   @property
-  def spec(self) -> Mapping[str, Any]:
-    """See `Task`."""
-    return {"task": "world", "seed": self._seed, "transfer": self._transfer}
-
-  @property
   def contract(self) -> Mapping[str, Any]:
     """Digest of the truth, which stands for weights, tokens and evaluator."""
     return {"world": identity.digest([self.truth, self.prerequisite, self._transfer])}
 
-  def readable(self, phase: str) -> Sequence[str]:
-    """Returns no files."""
-    del phase
-    return ()
+  def _amounts(self, change: np.ndarray) -> np.ndarray:
+    """Returns the amplitude of each operation in a change."""
+    return self._solve @ change.ravel()
 
-  def open(self, phase: str) -> "World":
-    """Returns the world, which is its own session."""
-    del phase
-    return self
-
-  def holdout(self) -> "World":
-    """Returns a world of the same truth with other magnitudes."""
-    return World(self._seed, self._transfer + 1)
-
-  def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
-    """Returns the sites whose excess is above the threshold."""
-    return [
-      Residual(program, name, values[name], THRESHOLD, (site,))
-      for site in SITES
-      if values[name := f"excess_{site}"] > THRESHOLD
-    ]
-
-  # The evaluator.
-
-  def run(
-    self, call: Call, artifacts: Artifacts, before: bytes
-  ) -> tuple[dict[str, Any], bytes]:
-    """Runs every site's hook on the fixed rows and evaluates the landscape."""
-    del before
-    amplitudes, outputs = {}, {}
-    for site in SITES:
-      amplitudes[site], outputs[site] = self._behaviour(
-        call.computation[site], artifacts
-      )
-    amplitudes = self._intervened(amplitudes, call.intervention, artifacts)
+  def _values(
+    self, done: dict[str, np.ndarray], call: Call, artifacts: Artifacts
+  ) -> dict[str, float]:
+    amplitudes = self._intervened(done, call.intervention, artifacts)
     values = self._landscape(amplitudes, bool(call.plan["remeasure"]))
-    noise = identity.draw(self._seed, self._transfer, sorted(outputs.items()), "chaos")
-    values["loss"] += CHAOS * (2 * noise - 1)
-    values |= self._layers(amplitudes)
-    return {"values": values, "outputs": outputs}, b""
-
-  def _behaviour(
-    self, computation: str, artifacts: Artifacts
-  ) -> tuple[np.ndarray, str]:
-    """Returns a hook's amplitude of each operation, and a digest of its result."""
-    if computation not in self._known:
-      result = np.asarray(jax.jit(artifacts.batched(computation))(self._inputs)[0])
-      if not np.isfinite(result).all():
-        raise FloatingPointError("world: a hook returned NaN or inf.")
-      change = (result - self._inputs).astype(np.float64).ravel()
-      digest = hashlib.sha256(result.tobytes()).hexdigest()[:16]
-      self._known[computation] = self._solve @ change, digest
-    return self._known[computation]
+    return values | self._layers(amplitudes)
 
   def _intervened(
     self,

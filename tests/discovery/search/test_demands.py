@@ -15,7 +15,7 @@ from mxjax.discovery.core.residual import Control, Explanation, Residual
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import search
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
-from mxjax.discovery.tasks import world
+from mxjax.discovery.tasks import synthetic, world
 
 TASK = world.World(seed=3)
 CARDS = {card.id: card for card in TASK.edit_templates}
@@ -495,7 +495,7 @@ def test_a_candidate_whose_rollback_fails_never_enters_the_frontier(conduct):
   assert (
     outcome["values"]["loss"] < running.record(contexts[1].parent.id).values["loss"]
   )
-  assert best >= outcome["values"]["loss"] - world.MARGIN
+  assert best >= outcome["values"]["loss"] - synthetic.MARGIN
 
 
 def test_a_residual_names_a_computation_and_not_a_string():
