@@ -37,7 +37,7 @@ class MxjaxLM(LM):
     self,
     checkpoint: str | None = None,
     pretrained: str | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     max_length: int | str | None = None,
     batch_size: int | str | None = None,
     device: str | None = None,
@@ -45,13 +45,15 @@ class MxjaxLM(LM):
   ) -> None:
     """Loads a checkpoint folder of `mxjax quantize`, or a float model.
 
-    `pretrained` is a float model that `from_pretrained` accepts, run in `dtype`; if
-    neither is given, the embedded SmolLM2. `max_length` limits the positions; None uses
-    the model's own. `batch_size` and `device` come from the harness and are ignored:
-    batches are formed by length, and JAX chooses the device.
+    `pretrained` is a float model that `from_pretrained` accepts; if neither is given,
+    the embedded SmolLM2. `dtype` is the compute dtype of a float model, float32 if
+    None; a checkpoint has that of its build. `max_length` limits the positions; None
+    uses the model's own. `batch_size` and `device` come from the harness and are
+    ignored: batches are formed by length, and JAX chooses the device.
 
     Raises:
-      ValueError: Arguments are unknown, or two models are given.
+      ValueError: Arguments are unknown, two models are given, or a checkpoint was built
+        in another dtype.
     """
     super().__init__()
     del batch_size, device
@@ -60,11 +62,8 @@ class MxjaxLM(LM):
         "mxjax-lm-eval: expected model_args checkpoint or pretrained, dtype and "
         f"max_length, got {', '.join(unknown) or 'both models'}; correct --model_args."
       )
-    if checkpoint:
-      self.model, self.params, self.tokenizer = inputs.restore(checkpoint)
-    else:
-      self.model, self.params = models.from_pretrained(pretrained, dtype=dtype)
-      self.tokenizer = models.load_tokenizer(pretrained)
+    source = checkpoint or pretrained
+    self.model, self.params, self.tokenizer = inputs.restore(source, dtype=dtype)
     self.max_length = int(max_length or self.model.config.max_positions)
 
   @property

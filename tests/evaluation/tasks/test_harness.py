@@ -9,7 +9,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from mxjax import models
-from mxjax.evaluation.tasks import harness, multiple_choice
+from mxjax.evaluation.tasks import harness, likelihoods, multiple_choice
 from mxjax.models.loading import embedded
 
 
@@ -23,6 +23,12 @@ def lm():
   return get_model("mxjax").create_from_arg_string(f"pretrained={folder}")
 
 
+def test_the_dtype_is_that_of_the_argument(lm):
+  source = str(embedded.trained_folder("llama"))
+  narrow = harness.MxjaxLM(pretrained=source, dtype="bfloat16")
+  assert (lm.model.config.dtype, narrow.model.config.dtype) == ("float32", "bfloat16")
+
+
 def test_the_harness_finds_the_model_by_name():
   assert get_model("mxjax") is harness.MxjaxLM
 
@@ -31,15 +37,15 @@ def test_log_likelihoods_are_ours(lm):
   pairs = [("The city of", " London"), ("It was built in", " the 19th century")]
   got = lm.loglikelihood([instance(*pair) for pair in pairs])
   requests = [multiple_choice.encode_pair(lm.tokenizer, *pair) for pair in pairs]
-  want = multiple_choice.score(lm.model, lm.params, requests, max_length=lm.max_length)
+  want = likelihoods.score(lm.model, lm.params, requests, max_length=lm.max_length)
   assert got == [tuple(score) for score in want]
 
 
 def test_rolling_log_likelihood_predicts_every_token_once(lm):
   text = "The river flows through the city. " * 20
   ids = lm.tokenizer.encode(text)
-  whole = multiple_choice.Request(np.asarray([0], np.int32), ids)
-  (want,) = multiple_choice.score(lm.model, lm.params, [whole], max_length=1024)
+  whole = likelihoods.Request(np.asarray([0], np.int32), ids)
+  (want,) = likelihoods.score(lm.model, lm.params, [whole], max_length=1024)
   (got,) = lm.loglikelihood_rolling([instance(text)])
   assert got == pytest.approx(want.log_likelihood, rel=1e-5)
 
