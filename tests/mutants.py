@@ -743,6 +743,15 @@ MUTANTS = (
     ("tests/evaluation/reproduce/test_tables.py",),
   ),
   Mutant(
+    "a reproduction builds in another dtype than it was asked for",
+    "evaluation/reproduce/settings.py",
+    """    agreement=options.agreement,
+    dtype=options.dtype,""",
+    """    agreement=options.agreement,
+    dtype="float32",""",
+    ("tests/evaluation/reproduce/test_declared.py",),
+  ),
+  Mutant(
     "rows of a comparison in another dtype are taken over",
     "evaluation/study.py",
     '"dtype": row.get("dtype", "float32") != (subject.dtype or "float32"),',

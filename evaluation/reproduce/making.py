@@ -54,7 +54,7 @@ def planned(options: argparse.Namespace) -> tuple[Table, float | None]:
   name = lambda model: None if model == DEFAULT_MODEL else model
   plans = {
     model: plan.plan(
-      models.load_config(name(model)),
+      models.load_config(name(model), dtype=options.dtype),
       sequences=options.sequences,
       length=options.length,
     )

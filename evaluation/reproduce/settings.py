@@ -48,7 +48,7 @@ def quantize_words(options: argparse.Namespace) -> list[str]:
     replicates=options.replicates,
     operator_error=options.operator_error,
     agreement=options.agreement,
-    dtype=options.dtype or "float32",
+    dtype=options.dtype,
   )
 
 
@@ -61,7 +61,7 @@ def evaluate_words(options: argparse.Namespace) -> list[str]:
     c4=options.c4,
     task_windows=options.windows,
     window_length=options.window_length,
-    dtype=options.dtype or "float32",
+    dtype=options.dtype,
   )
 
 

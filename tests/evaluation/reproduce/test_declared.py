@@ -3,7 +3,8 @@
 import pytest
 
 from mxjax import methods
-from mxjax.evaluation.reproduce import cells, paper
+from mxjax.evaluation.cli import parser
+from mxjax.evaluation.reproduce import cells, paper, settings
 from mxjax.evaluation.reproduce.cells import Build
 from mxjax.evaluation.reproduce.declared import TABLES
 from mxjax.evaluation.reproduce.quantities import QUANTITIES
@@ -129,3 +130,15 @@ def test_draws_replace_those_of_the_paper():
   assert drawn("fresh", None) == {0, 3, 5}
   assert drawn("fresh", [1, 2]) == drawn("stages", [1, 2]) == {1, 2}
   assert drawn("stages", None) == {0}
+
+
+def test_builds_and_evaluations_get_the_dtype_and_titles_say_it():
+  words = ["reproduce", "main", "--models", "a", "--dtype"]
+  told = {}
+  for dtype in ("bfloat16", "float32"):
+    options = parser.build_parser().parse_args([*words, dtype])
+    options.models, options.seeds, options.without = ["a"], (), ()
+    for passed in (settings.quantize_words, settings.evaluate_words):
+      assert passed(options)[-2:] == ["--dtype", dtype]
+    told[dtype] = settings.reduced(TABLES["main"], set(), options)
+  assert set(told["float32"]) - set(told["bfloat16"]) == {"float32 arithmetic"}
