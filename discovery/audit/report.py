@@ -1,7 +1,6 @@
 """Writes `report.html`, a single file for a run without scripts or downloads."""
 
 import html
-import itertools
 import json
 import pathlib
 from collections import Counter, defaultdict
@@ -102,10 +101,9 @@ def _summary(folder: pathlib.Path, events: list[Event]) -> str:
 
 def _curves(folder: pathlib.Path, events: list[Event]) -> str:
   measured = [e for e in events if e["event"] == "program"]
-  measured.sort(key=lambda e: (e["call"], -e["value"]))
+  values = {e["program"]: e["value"] for e in measured}
   found = [(float(e["call"]), e["value"]) for e in measured]
-  best = itertools.accumulate((value for _, value in found), min)
-  anytime = [(call, b) for (call, _), b in zip(found, best, strict=True)]
+  anytime = [(float(e["call"]), values[e["champion"]]) for e in measured]
   marks = heldout.unsealed(folder)
   scores = [(float(m["call"]), m["value"]) for m in marks if m["value"] is not None]
   figures = [

@@ -12,6 +12,7 @@ from mxjax.discovery.core.store import Store, read_events
 from mxjax.discovery.core.task import Call
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.discovery.search.frontier import TRANSFER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,9 @@ def verify(folder: pathlib.Path, calls: int = 3, seed: int = 0) -> Verification:
   charged, last = sum(e["charged"] for e in outcomes), events[-1]
   if last["event"] == "closed" and last["ledger"]["total"] != charged:
     complaints.append(f"the ledger says {last['ledger']['total']}, not {charged}")
-  fine = [e for e in outcomes if e["status"] == "ok" and e["kind"] != "probe"]
+  # Values on the transfer model are in no event.
+  fine = [e for e in outcomes if e["status"] == "ok" and e["condition"] != TRANSFER]
+  fine = [e for e in fine if e["kind"] != "probe"]
   again = identity.shuffled(fine, seed, "verify")[:calls]
   if again:
     complaints += _execute(folder, options, task, packets, again)

@@ -20,10 +20,13 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
   spec = {**_task(options.task), **json.loads(options.task_options)}
   if options.task in task_.WORLDS:
     spec.setdefault("seed", options.seed)
-  if options.model:
-    spec["model"] = options.model
-  if options.holdout_model:
-    spec["holdout"] = options.holdout_model
+  named = {
+    "model": options.model,
+    "holdout": options.holdout_model,
+    "transfer": options.transfer_model,
+    "start": options.start,
+  }
+  spec |= {name: value for name, value in named.items() if value}
   config = {
     "seed": options.seed,
     "budget": options.budget,

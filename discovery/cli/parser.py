@@ -158,6 +158,10 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--task-options", default="{}", metavar="JSON", help="options of the task")
   add("--model", metavar="MODEL", help="visible model of the ptq task")
   add("--holdout-model", metavar="MODEL", help="held-out model of the ptq task")
+  told = "model of the ptq task on which a gain must hold to be built upon"
+  add("--transfer-model", metavar="MODEL", help=told)
+  told = "program of the ptq task to begin with: rtn, gptq, wush or hires"
+  add("--start", metavar="NAME", help=told)
   add("--budget", type=int, default=240, metavar="CALLS", help="of the evaluator")
   add("--seed", type=int, default=0, help="of every random choice")
   add("--arm", default="quantforge", choices=sorted(ARMS), help="which search")

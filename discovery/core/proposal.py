@@ -25,6 +25,8 @@ class Record:
     computation: Lowered identity of every hook, active or not.
     exec_id: Identity of its primary execution.
     outputs: Digests of named outputs.
+    is_accepted: Whether later programs may revise it: not, where a task has a second
+      model, if it is no improvement of both.
   """
 
   id: str
@@ -36,6 +38,7 @@ class Record:
   exec_id: str
   values: Mapping[str, float]
   outputs: Mapping[str, str]
+  is_accepted: bool = True
 
   @property
   def full_call(self) -> Call:
@@ -52,7 +55,9 @@ class Experiment:
     note: The proposer's own words.
     status: How the primary run ended, or `duplicate`.
     changes: Change of each observable from the parent.
-    gain: Whether the target improved by more than its margin.
+    gain: Whether the target improved by more than its margin, and the step was not
+      refused by the transfer model.
+    transfers: Whether that model improved as well, or None if it was not asked.
     score: The measured target, or None.
     feedback: What execution said: an error, or why the proposal was refused.
     diff: Unified difference from the parent's source.
@@ -80,6 +85,7 @@ class Experiment:
   excluded: Mapping[str, str] = dataclasses.field(default_factory=dict)
   survivors: tuple[str, ...] = ()
   implemented: bool | None = None
+  transfers: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,16 +253,17 @@ def answer(store: Store, key: str, ask: Callable[[], Proposal]) -> Proposal:
 def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
   """Removes the fields of an experiment that an arm may not see.
 
-  Score-only sees code, scores and execution feedback. TextMem adds free-form summaries
-  and the free observables; ReflectMem has the same diagnostics. Only QuantForge sees
-  predictions, control outcomes, what they exclude and leave, and whether a response
-  reached the code. Without evidence, only the edit and how it ended remain.
+  Score-only sees code, scores, execution feedback and whether gains transfer. TextMem
+  adds free-form summaries and the free observables; ReflectMem has the same
+  diagnostics. Only QuantForge sees predictions, control outcomes, what they exclude and
+  leave, and whether a response reached the code. Without evidence, only the edit and
+  how it ended remain.
   """
   if evidence == "verdict":
     return experiment
   seen = {"program", "parent", "label", "status", "gain"}
   if evidence != "none":
-    seen |= {"score", "feedback", "diff"}
+    seen |= {"score", "feedback", "diff", "transfers"}
   if evidence in ("text", "reflect"):
     seen |= {"note", "changes"}
   bare = Experiment("", "", "", "", "", {}, gain=False)

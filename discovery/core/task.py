@@ -193,6 +193,27 @@ class Task(Protocol):
     """Returns the same task on data that the search never sees, or None."""
 
 
+def initial_source(task: Task) -> str:
+  """Returns the program that a run begins with.
+
+  It is the task's attribute `initial_source`, or without one the interface's default.
+  """
+  return getattr(task, "initial_source", "") or task.interface.default_source()
+
+
+def transfer(task: Task) -> Task | None:
+  """Returns the task on the model that must improve too, by its method `transfer`.
+
+  None if the task has no such method or no such model.
+  """
+  return getattr(task, "transfer", lambda: None)()
+
+
+def with_transfer(task: Task) -> list[Task]:
+  """Returns the task and, if it has a model that must improve too, the task on it."""
+  return [each for each in (task, transfer(task)) if each is not None]
+
+
 class _Located:
   """A task from a module in a folder of the user's, which `load` finds again."""
 
@@ -205,8 +226,14 @@ class _Located:
 
   def holdout(self) -> "Task | None":
     """Returns the task on held-out data, or None."""
-    held_out = self._task.holdout()
-    return None if held_out is None else _Located(held_out, self._path)
+    return self._located(self._task.holdout())
+
+  def transfer(self) -> "Task | None":
+    """Returns the task on the model that must improve too, or None."""
+    return self._located(transfer(self._task))
+
+  def _located(self, task: "Task | None") -> "Task | None":
+    return None if task is None else _Located(task, self._path)
 
 
 WORLDS: Mapping[str, str] = {

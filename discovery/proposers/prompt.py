@@ -76,6 +76,7 @@ def entry_text(experiment: Experiment) -> str:
   parts = [
     f"[{e.program[:8]} from {e.parent[:8]}] {e.label}",
     f"status {e.status}; {'gain' if e.gain else 'no gain'}",
+    "" if e.transfers is None else f"transfer {'' if e.transfers else 'not '}accepted",
     "" if e.score is None else f"score {e.score:.6g}",
     ", ".join(f"{k} {v:+.4g}" for k, v in sorted(e.changes.items())),
     e.feedback,

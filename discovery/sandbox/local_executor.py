@@ -24,19 +24,19 @@ class LocalExecutor:
     """Binds a task; phases load their data on first use."""
     self._task = task
     specs = {spec["name"]: spec for spec in task.interface.to_list()}
-    self._artifacts = artifact.ArtifactTable(specs)
+    self.artifacts = artifact.ArtifactTable(specs)
     self._sessions: dict[str, Session] = {}
     self._hooks: dict[str, str] = {}
 
   def sibling(self, task: Task) -> "LocalExecutor":
     """Returns an executor that shares these artifacts, for a task of this interface."""
     other = LocalExecutor(task)
-    other._artifacts, other._hooks = self._artifacts, self._hooks
+    other.artifacts, other._hooks = self.artifacts, self._hooks
     return other
 
   def trace(self, source: str) -> Traced:
     """See `Executor.trace`; a hook with a known key (`hook_keys`) is not retraced."""
-    specs = self._artifacts.specs
+    specs = self.artifacts.specs
     keys = hook_keys(source, specs)
     computation = {n: self._hooks[k] for n, k in keys.items() if k in self._hooks}
     missing = [dict(spec) for name, spec in specs.items() if name not in computation]
@@ -44,7 +44,7 @@ class LocalExecutor:
       for hook in tracing.trace(source, missing) if missing else ():
         lowered = artifact.gate(specs[hook.name], hook.unit)
         computation[hook.name] = self._hooks[keys[hook.name]] = lowered
-        self._artifacts.add(lowered, hook.name, hook.unit)
+        self.artifacts.add(lowered, hook.name, hook.unit)
     except RefusedError as error:
       return Traced(Status.REFUSED, detail=str(error))
     except Exception as error:  # noqa: BLE001
@@ -63,7 +63,7 @@ class LocalExecutor:
   def _outcome(self, call: Call) -> Outcome:
     try:
       return run_phases(
-        functools.partial(self._session(phase).run, call, self._artifacts)
+        functools.partial(self._session(phase).run, call, self.artifacts)
         for phase in self._task.phases
       )
     except Exception as error:  # noqa: BLE001

@@ -1,12 +1,23 @@
-"""The two frontiers: programs by performance, and questions with their status."""
+"""The two frontiers: programs by performance, and questions with their status.
+
+A task may have a second model, on which a gain must hold before it is built upon.
+"""
 
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable
 
 from mxjax.discovery.core import identity
+from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.proposal import Demand, Record
 from mxjax.discovery.core.residual import Residual
+from mxjax.discovery.core.task import Outcome, Status
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
+from mxjax.discovery.search.history import History
+from mxjax.discovery.search.registration import Attempt
+
+TRANSFER = "transfer"
+"""Name of the condition that runs on the second model; it is charged as a candidate."""
 
 
 class ExecutableFrontier:
@@ -53,6 +64,73 @@ class ExecutableFrontier:
 
   def _ranked(self, records: Iterable[Record]) -> list[Record]:
     return sorted(records, key=lambda r: (r.values[self._target], r.call))
+
+
+class Transfer:
+  """Accepts an improvement only if the transfer-validation model improves as well.
+
+  Paper: appendix "Discovery protocols", algorithm discovery. The comparison program is
+  the parent, so every step to a champion improved both models. The proposer is told
+  whether a step was accepted, and nothing else that the second model shows.
+  """
+
+  def __init__(self, evaluator: CachedEvaluator) -> None:
+    """Binds the evaluator of the task on that model."""
+    self._evaluator = evaluator
+    self._targets: dict[str, float] = {}
+
+  def begin(
+    self, packet: str, prepared: Prepared, ledger: Ledger, history: History
+  ) -> None:
+    """Measures the initial program.
+
+    Raises:
+      ValueError: It does not run on the second model.
+    """
+    outcome = self._run(packet, prepared, ledger, history)
+    if outcome.status != Status.OK:
+      raise ValueError(
+        f"search: the initial program must run on the transfer model, got "
+        f"{outcome.status}: {outcome.detail}"
+      )
+
+  def judge(self, attempt: Attempt, ledger: Ledger, history: History) -> bool | None:
+    """Whether a gain on the visible model is accepted; None if there is none.
+
+    Without a call left it is not.
+    """
+    if not history.improves(attempt.changes):
+      return None
+    ledger.release()
+    packet, accepted = attempt.packet, False
+    if min(ledger.left, ledger.left_for("candidate")) > 0:
+      self._run(packet.hash, attempt.prepared, ledger, history)
+      accepted = self._improves(packet.program, packet.parent)
+    ids = {"program": packet.program, "against": packet.parent}
+    history.emit(TRANSFER, packet=packet.hash, **ids, accepted=accepted)
+    return accepted
+
+  def _run(
+    self, packet: str, prepared: Prepared, ledger: Ledger, history: History
+  ) -> Outcome:
+    """Runs a program and books the call, without its values."""
+    call = self._evaluator.prepare(prepared.source).call
+    assert call is not None, "it was traced for the visible model"
+    condition = self._evaluator.condition(TRANSFER, "candidate", call)
+    (outcome,) = self._evaluator.run([condition])
+    if outcome.status == Status.OK:
+      self._targets[prepared.id] = outcome.values[self._evaluator.task.target]
+    ledger.reserve(ledger.price([condition]))
+    bare = dataclasses.replace(outcome, values={}, outputs={})
+    history.book(ledger, packet, condition, bare)
+    return outcome
+
+  def _improves(self, program: str, parent: str) -> bool:
+    if program not in self._targets:
+      return False
+    task = self._evaluator.task
+    change = self._targets[program] - self._targets[parent]
+    return change < -task.margins.get(task.target, 0.0)
 
 
 @dataclasses.dataclass

@@ -1,13 +1,16 @@
 """History of a run: events for the log, experiments for the proposer, and marks."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mxjax.discovery.core import candidate_source, verdict
+from mxjax.discovery.core.ledger import Ledger
+from mxjax.discovery.core.packet import Condition
 from mxjax.discovery.core.proposal import Experiment, Proposal, Record
 from mxjax.discovery.core.residual import Explanation, Symbol
 from mxjax.discovery.core.store import Store
-from mxjax.discovery.core.task import Task
+from mxjax.discovery.core.task import Outcome, Task
 from mxjax.discovery.search.registration import Attempt
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -31,6 +34,19 @@ class History:
     if self.on_event:
       self.on_event(event)
 
+  def book(
+    self, ledger: Ledger, packet: str, condition: Condition, outcome: Outcome
+  ) -> None:
+    """Books a condition of a reserved packet, and logs how it ended."""
+    entry = ledger.settle(packet, condition, outcome.status)
+    self.emit(
+      "outcome",
+      **dataclasses.asdict(entry),
+      values=dict(outcome.values),
+      outputs=dict(outcome.outputs),
+      detail=outcome.detail,
+    )
+
   def remember(
     self,
     attempt: Attempt,
@@ -39,12 +55,7 @@ class History:
     observed: Mapping[str, Mapping[str, Symbol]],
   ) -> None:
     """Adds an executed packet to the experiments."""
-    outcome, target = attempt.outcome, self._task.target
-    changes = {
-      name: value - attempt.parent.values[name]
-      for name, value in outcome.values.items()
-      if name in attempt.parent.values
-    }
+    outcome, changes = attempt.outcome, attempt.changes
     accounts = attempt.packet.explanations
     accounts = self._accounts.setdefault(repr(accounts), accounts)
     self.experiments.append(
@@ -55,8 +66,8 @@ class History:
         note=attempt.proposal.note,
         status=outcome.status,
         changes=changes,
-        gain=changes.get(target, 0.0) < -self._task.margins.get(target, 0.0),
-        score=outcome.values.get(target),
+        gain=self.improves(changes) and attempt.transfers is not False,
+        score=outcome.values.get(self._task.target),
         feedback=outcome.detail,
         diff=candidate_source.diff(attempt.parent.source, attempt.prepared.source),
         verdict=finding.verdict if finding else "",
@@ -66,8 +77,14 @@ class History:
         excluded=finding.excluded if finding else {},
         survivors=finding.survivors if finding else (),
         implemented=all(checks.values()) if checks else None,
+        transfers=attempt.transfers,
       )
     )
+
+  def improves(self, changes: Mapping[str, float]) -> bool:
+    """Whether the target's change is a gain by more than its margin."""
+    target = self._task.target
+    return changes.get(target, 0.0) < -self._task.margins.get(target, 0.0)
 
   def refuse(
     self, proposal: Proposal, program: str, parent: Record, status: str, detail: str
@@ -98,7 +115,7 @@ class History:
   def mark(self, spent: int, records: Iterable[Record]) -> None:
     """Logs the champion at every multiple of `mark_every` calls that was passed."""
     target = self._task.target
-    measured = list(records)
+    measured = [record for record in records if record.is_accepted]
     while self._marked + self._every <= spent:
       self._marked += self._every
       known = [r for r in measured if r.call <= self._marked]

@@ -59,7 +59,7 @@ class Attempt:
   """One registered packet on its way through a round.
 
   `demands` are checked on it. `outcomes` are by condition; `skipped` names registered
-  controls that will not run.
+  controls that will not run. `transfers` is that of `Experiment`.
   """
 
   proposal: Proposal
@@ -69,6 +69,7 @@ class Attempt:
   packet: Packet
   outcomes: dict[str, Outcome] = dataclasses.field(default_factory=dict)
   skipped: frozenset[str] = frozenset()
+  transfers: bool | None = None
 
   @property
   def is_safe(self) -> bool:
@@ -81,6 +82,12 @@ class Attempt:
   def outcome(self) -> Outcome:
     """Outcome of the primary run."""
     return self.outcomes[PRIMARY]
+
+  @property
+  def changes(self) -> dict[str, float]:
+    """Change of each observable of the primary run from the parent."""
+    before = self.parent.values
+    return {k: v - before[k] for k, v in self.outcome.values.items() if k in before}
 
   def conditions(self, *, primary: bool) -> list[Condition]:
     """Returns the primary condition, or the other conditions that are to run."""

@@ -6,7 +6,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxjax.discovery.core import task as task_
@@ -19,6 +19,7 @@ from mxjax.discovery.sandbox.executor import Executor
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor, RayWorker
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.discovery.search.frontier import Transfer
 from mxjax.discovery.search.history import OnEvent
 from mxjax.discovery.search.search import Search, SearchConfig
 from mxjax.storage import atomic_io
@@ -162,11 +163,14 @@ def run(
   task = task_.load(options.task)
   scorer = start_holdout(folder) if options.holdout == "during" else None
   store = Store(folder)
-  executor = make_executor(
-    task, store, options.sandbox, workers=workers, ray=ray, compiled=compiled
-  )
+  executors = [
+    make_executor(
+      each, store, options.sandbox, workers=workers, ray=ray, compiled=compiled
+    )
+    for each in task_.with_transfer(task)
+  ]
   try:
-    champion = make_search(options, task, executor, store).run(on_event)
+    champion = make_search(options, task, executors, store).run(on_event)
   except OutageError:
     # The scorer would wait for the end of the log.
     if scorer is not None:
@@ -174,7 +178,8 @@ def run(
       scorer.wait()
     raise
   finally:
-    executor.close()
+    for executor in executors:
+      executor.close()
     store.close()
   if options.holdout == "after":
     scorer = start_holdout(folder)
@@ -189,13 +194,21 @@ def run(
 def make_search(
   options: RunOptions,
   task: task_.Task,
-  executor: Executor,
+  executors: Sequence[Executor],
   store: Store,
   archive: Store | None = None,
 ) -> Search:
-  """Builds the search that the options describe, without executing anything."""
-  evaluator = CachedEvaluator(task, executor, store, archive=archive)
-  return Search(options.search, evaluator, make_proposer(options, task, store), store)
+  """Builds the search that the options describe, without executing anything.
+
+  `executors` are of the task and, if it has one, of the task on its transfer model.
+  """
+  evaluators = [
+    CachedEvaluator(each, executor, store, archive=archive)
+    for each, executor in zip(task_.with_transfer(task), executors, strict=True)
+  ]
+  proposer = make_proposer(options, task, store)
+  transfer = Transfer(evaluators[1]) if len(evaluators) > 1 else None
+  return Search(options.search, evaluators[0], proposer, store, transfer)
 
 
 def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
@@ -218,7 +231,7 @@ def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
     store = Store(pathlib.Path(scratch))
     executor = make_executor(task, store, sandbox)
     try:
-      ended: Any = executor.trace(task.interface.default_source())
+      ended: Any = executor.trace(task_.initial_source(task))
       if ended.status == task_.Status.OK:
         call = task_.Call(ended.computation, task.interface.default_plan, {})
         for _ in range(2):

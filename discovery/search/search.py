@@ -24,10 +24,9 @@ from mxjax.discovery.core.proposal import (
   strip,
 )
 from mxjax.discovery.core.store import Store
-from mxjax.discovery.core.task import Outcome, Status
-from mxjax.discovery.search import registration, resolution
+from mxjax.discovery.core.task import Outcome, Status, initial_source
+from mxjax.discovery.search import frontier, registration, resolution
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
-from mxjax.discovery.search.frontier import ExecutableFrontier, ResidualFrontier
 from mxjax.discovery.search.history import History
 from mxjax.discovery.search.registration import Attempt, Selection
 from mxjax.discovery.search.settings import SearchConfig
@@ -42,14 +41,16 @@ class Search:
     evaluator: CachedEvaluator,
     proposer: Proposer,
     store: Store,
+    transfer: frontier.Transfer | None = None,
   ) -> None:
-    """Sets up a run without executing anything."""
+    """Sets up a run without executing anything; `transfer` judges improvements."""
+    self._transfer = transfer
     self._config, self._evaluator = config, evaluator
     self._proposer, self._store = proposer, store
     self._task = evaluator.task
     self.ledger = config.ledger()
-    self.programs = ExecutableFrontier(self._task.target, config.frontier)
-    self.residuals = ResidualFrontier()
+    self.programs = frontier.ExecutableFrontier(self._task.target, config.frontier)
+    self.residuals = frontier.ResidualFrontier()
     self.history = History(store, self._task, config.mark_every)
     self._records: dict[str, Record] = {}
     self._findings: list[verdict.Finding] = []
@@ -113,7 +114,7 @@ class Search:
       proposer=self._proposer.name,
       margins=dict(self._task.margins),
     )
-    prepared = self._evaluator.prepare(self._task.interface.default_source())
+    prepared = self._evaluator.prepare(initial_source(self._task))
     ended: Prepared | Outcome = prepared
     if prepared.call is not None:
       packet = registration.alone(prepared, "", self._evaluator)
@@ -125,7 +126,9 @@ class Search:
         f"search: the initial program must run, got {ended.status}: {ended.detail}"
       )
     assert isinstance(ended, Outcome)
-    self._record(prepared, "", packet.conditions[0].exec_id, ended)
+    if self._transfer is not None:
+      self._transfer.begin(packet.hash, prepared, self.ledger, self.history)
+    self._record(packet, prepared, ended, True)
     self.history.mark(self.ledger.spent, self._records.values())
 
   def round(self) -> None:
@@ -172,7 +175,7 @@ class Search:
     raise ProposerError("nothing is left to propose from any executed program")
 
   def _parents(self, address: tuple[int, int]) -> list[Record]:
-    executed = list(self._records.values())
+    executed = [record for record in self._records.values() if record.is_accepted]
     if self._config.parents == "initial":
       return executed[:1]
     return self.programs.parents(executed, self._config.seed, address)
@@ -273,14 +276,7 @@ class Search:
     """Runs conditions in parallel and books them in the order of the packets."""
     outcomes = self._evaluator.run([condition for _, condition in conditions])
     for (packet, condition), outcome in zip(conditions, outcomes, strict=True):
-      entry = self.ledger.settle(packet.hash, condition, outcome.status)
-      self.history.emit(
-        "outcome",
-        **dataclasses.asdict(entry),
-        values=dict(outcome.values),
-        outputs=dict(outcome.outputs),
-        detail=outcome.detail,
-      )
+      self.history.book(self.ledger, packet.hash, condition, outcome)
     return outcomes
 
   # Retain, resolve, verify, compile.
@@ -292,27 +288,31 @@ class Search:
         "rejected", program=attempt.packet.program, packet=attempt.packet.hash
       )
       return None
-    exec_id = attempt.packet.conditions[0].exec_id
-    return self._record(attempt.prepared, attempt.parent.id, exec_id, attempt.outcome)
+    is_accepted = True
+    if self._transfer is not None:
+      attempt.transfers = self._transfer.judge(attempt, self.ledger, self.history)
+      is_accepted = attempt.transfers is True
+    return self._record(attempt.packet, attempt.prepared, attempt.outcome, is_accepted)
 
   def _record(
-    self, prepared: Prepared, parent: str, exec_id: str, outcome: Outcome
+    self, packet: Packet, prepared: Prepared, outcome: Outcome, is_accepted: bool
   ) -> Record:
-    call = prepared.full_call
+    call, exec_id = prepared.full_call, packet.conditions[0].exec_id
     record = Record(
       id=prepared.id,
       source=prepared.source,
-      parent=parent,
+      parent=packet.parent,
       call=self.ledger.call_of(exec_id),
       computation=call.computation,
       plan=call.plan,
       exec_id=exec_id,
       values=outcome.values,
       outputs=outcome.outputs,
+      is_accepted=is_accepted,
     )
     self._store.put_bytes("programs", f"{prepared.id}.py", prepared.source.encode())
     before = self.programs.best.id if self.programs.records else ""
-    is_retained = self.programs.retain(record)
+    is_retained = is_accepted and self.programs.retain(record)
     self._records.setdefault(record.id, record)
     opened = self.residuals.open(self._task.residuals(record.id, record.values))
     if self.programs.best.id != before:
@@ -320,7 +320,7 @@ class Search:
     self.history.emit(
       "program",
       program=record.id,
-      parent=parent,
+      parent=packet.parent,
       call=record.call,
       kept=is_retained,
       champion=self.programs.best.id,

@@ -235,8 +235,9 @@ class Folder:
     if not (folder / "run.json").exists():
       runs.write_options(folder, options)
     if not runs.is_closed(folder):
-      executor, store = self.executor(task), Store(folder)
-      runs.make_search(options, task, executor, store, self._archive).run()
+      executors = [self.executor(each) for each in task_.with_transfer(task)]
+      store = Store(folder)
+      runs.make_search(options, task, executors, store, self._archive).run()
     hidden = task.holdout()
     if hidden is not None:
       heldout.score_closed(folder, hidden, self.executor(hidden), self._archive)
@@ -272,7 +273,7 @@ class Folder:
       self.run_folder("quantforge", seed),
       options,
       task,
-      self.executor(task),
+      [self.executor(each) for each in task_.with_transfer(task)],
       self.evaluator(task, "replay"),
     )
     return [dataclasses.asdict(transition) for transition in transitions]

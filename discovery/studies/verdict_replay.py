@@ -10,7 +10,7 @@ only the compiled demand differs. Both are evaluated outside any budget.
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mxjax.discovery.core.edit_templates import id_of
@@ -75,7 +75,7 @@ def replay(
   folder: pathlib.Path,
   options: runs.RunOptions,
   task: Task,
-  executor: Executor,
+  executors: Sequence[Executor],
   evaluator: CachedEvaluator,
 ) -> list[Transition]:
   """Replays the first six eligible transitions of a finished run.
@@ -84,7 +84,7 @@ def replay(
   transitions are in the order of evaluator calls.
   """
   store = Store(folder)
-  search = runs.make_search(options, task, executor, store)
+  search = runs.make_search(options, task, executors, store)
   events: list[dict[str, Any]] = []
   search.history.on_event = events.append
   proposer = runs.make_proposer(options, task)

@@ -8,13 +8,14 @@ Operator errors have no such noise; their margin is a small fraction of the init
 program's value.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from mxjax.discovery.core.task import Call
-from mxjax.discovery.sandbox.artifact import ArtifactTable
+from mxjax.discovery.core import candidate_source
+from mxjax.discovery.core.task import Artifacts, Call, Status
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks.ptq import payload, phases
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.task import PtqTask
@@ -35,13 +36,11 @@ def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
   identity, so it must not contain anything that differs between runs, such as a time.
   """
   task = PtqTask(**{key: value for key, value in spec.items() if key != "task"})
-  plan = task.interface.default_plan
-  call = Call(phases.default_identities(), plan, {}).active(task.interface)
-  # The initial program runs the library's own code, so no artifact is ever requested.
-  none = ArtifactTable({})
-  _, operands = phases.Fit(task.options).run(call, none, b"")
-  initial = phases.Measure(task.options).run(call, none, operands)[0]["values"]
-  deviation, errors = _noise(task.options, operands)
+  call, artifacts = _initial(task)
+  _, operands = phases.Fit(task.options).run(call, artifacts, b"")
+  initial = phases.Measure(task.options).run(call, artifacts, operands)[0]["values"]
+  rounding = lambda: artifacts.batched(call.computation["encode_act"])
+  deviation, errors = _noise(task.options, operands, rounding)
   margins = {
     name: OPERATOR_SHARE * max(abs(value), 1e-4)
     for name, value in initial.items()
@@ -49,22 +48,36 @@ def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
   }
   # Two programs, each a mean over the task's replicates.
   chaos = deviation * (2.0 / task.options.replicates) ** 0.5
-  # Both are in nats a token, and the loss that the replicates perturb is the noisier.
+  # All are in nats a token, or relative losses of about that size.
   margins |= {name: max(SPREADS * chaos, error) for name, error in errors.items()}
   return {**task.spec, "margins": margins, "initial": initial}
 
 
-def _noise(options: PtqOptions, operands: bytes) -> tuple[float, dict[str, float]]:
+def _initial(task: PtqTask) -> tuple[Call, Artifacts]:
+  """Returns the initial program's call, and what it runs."""
+  executor, source = LocalExecutor(task), task.initial_source
+  program = candidate_source.admit(source, task.interface)
+  defaults = task.interface.default_source()
+  traced = executor.trace(
+    candidate_source.with_functions(source, defaults, replace=False)
+  )
+  if traced.status != Status.OK:
+    raise ValueError(f"ptq: the initial program is {traced.status}: {traced.detail}.")
+  call = Call(traced.computation, program.plan, {})
+  return call.active(task.interface), executor.artifacts
+
+
+def _noise(
+  options: PtqOptions, operands: bytes, rounding: Callable[[], Any]
+) -> tuple[float, dict[str, float]]:
   """Measures the noise of the initial program's predictions.
 
   Returns the standard deviation of the log perplexity over perturbed replicates, and
-  the standard error over windows of the loss in excess of the float model's and, if it
-  is the objective, of the divergence.
+  the standard error over windows of the loss in excess of the float model's and of the
+  objective: the divergence, or for `fit3` the damage to the first text.
   """
   model, params = options.load()
-  quantized = payload.to_params(
-    payload.from_bytes(operands), params, model, lambda: None
-  )
+  quantized = payload.to_params(payload.from_bytes(operands), params, model, rounding)
   tokens = options.tokens("measure")
   measured = perplexity(model, quantized, tokens, replicates=REPLICATES)
   exact = perplexity(model, params, tokens)
@@ -72,6 +85,8 @@ def _noise(options: PtqOptions, operands: bytes) -> tuple[float, dict[str, float
   samples = {"log_ppl": excess}
   if options.objective == "kl":
     samples["kl"] = agreement(model, params, quantized, tokens).divergence.mean(-1)
+  if options.objective == "fit3":
+    samples["fit3"] = np.expm1(excess)
   errors = {
     name: float(np.std(values, ddof=1) / len(values) ** 0.5)
     for name, values in samples.items()

@@ -16,7 +16,9 @@ from mxjax.numerics.recovery.mlp_recovery import CELL_RESIDUES
 
 RANDOM = "random:"
 """Prefix of a model source: `random:3` is a tiny model with random weights."""
-Objective = Literal["log_ppl", "kl"]
+Objective = Literal["log_ppl", "kl", "fit3"]
+Start = Literal["rtn", "gptq", "wush", "hires"]
+TEXTS = ("text", "test_text", "second_text")
 VOCABULARY = 97
 """Vocabulary size of a random model."""
 
@@ -30,45 +32,63 @@ class PtqOptions:
     layers: Keeps only this many first layers of the model.
     holdout: The held-out model, which the search never loads.
     holdout_layers: Keeps only this many first layers of the held-out model.
+    transfer: The model on which an improvement must hold to be accepted.
+    transfer_layers: Keeps only this many first layers of that model.
     calibration: `[sequences, length]` of the calibration windows.
     windows: `[windows, length]` of the evaluation text.
     text: A text file for both splits; None for the embedded text.
     test_text: A separate file for the evaluation split.
     replicates: Perplexity runs averaged in the target.
     seed: Seed for drawing the calibration windows.
-    objective: The observable that the search minimizes: log perplexity, or the mean KL
-      divergence from the float model, which is measured only when it is the objective.
+    second_text: Another evaluation text, which `fit3` needs.
+    objective: The observable that the search minimizes: log perplexity; the mean KL
+      divergence from the float model; or `fit3`, Eq. fit3 with a stand-in for
+      ARC-Challenge, of which a small model knows nothing: the loss of accuracy at
+      predicting the float model's own next token. The last two are measured only when
+      they are the objective.
+    start: The program that the search begins with.
     margins: Registered margins, measured by `margins.calibrated`.
     initial: Observables of the initial program, measured with the margins.
 
   Raises:
-    ValueError: There are too few calibration sequences for the MLP fit.
+    ValueError: A name is unknown, `fit3` has no second text, or there are too few
+      calibration sequences for the MLP fit.
   """
 
   model: str | None = None
   layers: int | None = None
   holdout: str | None = None
   holdout_layers: int | None = None
+  transfer: str | None = None
+  transfer_layers: int | None = None
   calibration: Sequence[int] = (8, 128)
   windows: Sequence[int] = (4, 128)
   text: str | None = None
   test_text: str | None = None
+  second_text: str | None = None
   replicates: int = 1
   seed: int = 0
   objective: Objective = "log_ppl"
+  start: Start = "rtn"
   margins: Mapping[str, float] = dataclasses.field(default_factory=dict)
   initial: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self) -> None:
     """Makes paths absolute, because workers and resumed runs use other folders."""
-    for name in ("model", "holdout", "text", "test_text"):
+    for name in ("model", "holdout", "transfer", *TEXTS):
       source = getattr(self, name)
       if source is not None and pathlib.Path(source).exists():
         object.__setattr__(self, name, str(pathlib.Path(source).resolve()))
-    if self.objective not in get_args(Objective):
+    for name, known in {"objective": Objective, "start": Start}.items():
+      if (given := getattr(self, name)) not in get_args(known):
+        raise ValueError(
+          f"ptq: expected as {name} one of {', '.join(get_args(known))}, got "
+          f"{given!r}; use one of these."
+        )
+    if self.objective == "fit3" and self.second_text is None and not self.is_random:
       raise ValueError(
-        f"ptq: expected an objective of {', '.join(get_args(Objective))}, got "
-        f"{self.objective!r}; use one of these."
+        "ptq: expected a second_text for the objective fit3, got none; name the file "
+        "of another text."
       )
     if self.calibration[0] < CELL_RESIDUES:
       raise ValueError(
@@ -87,13 +107,18 @@ class PtqOptions:
     return _load_model(self.model, self.layers)
 
   def tokens(self, phase: str) -> np.ndarray:
-    """Returns the token windows of a phase, int32 `[windows, length]`."""
+    """Returns the token windows of a phase, int32 `[windows, length]`.
+
+    Beside the phases, `second` names the windows of the second text.
+    """
     is_fit = phase == "fit"
     shape = self.calibration if is_fit else self.windows
     seed = self.seed if is_fit else 0
     if self.is_random:
       generator = np.random.default_rng([seed, not is_fit])
-      return generator.integers(0, VOCABULARY, tuple(shape)).astype(np.int32)
+      drawn = (shape[0] * (2 if phase == "second" else 1), shape[1])
+      ids = generator.integers(0, VOCABULARY, drawn).astype(np.int32)
+      return ids[-shape[0] :]
     return datasets.load_tokens(
       self._text(phase),
       models.load_tokenizer(self.model),
@@ -104,11 +129,13 @@ class PtqOptions:
     )
 
   def _text(self, phase: str) -> str | None:
-    return (self.test_text if phase == "measure" else None) or self.text
+    own = {"measure": self.test_text, "second": self.second_text}
+    return own.get(phase) or self.text
 
   def readable(self, phase: str) -> list[str]:
-    """Returns the model files and the phase's text: all paths its worker may read."""
-    paths = (None if self.is_random else self.model, self._text(phase))
+    """Returns the model files and the phase's texts: all paths its worker may read."""
+    second = self.second_text if phase == "measure" else None
+    paths = (None if self.is_random else self.model, self._text(phase), second)
     return [str(pathlib.Path(path).resolve()) for path in paths if path]
 
 

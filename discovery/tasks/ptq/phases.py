@@ -18,6 +18,7 @@ from mxjax.discovery.sandbox import artifact, tracing
 from mxjax.discovery.tasks.ptq import candidate, interface, payload
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.structure import order
+from mxjax.evaluation.measures import fitness
 from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -145,6 +146,7 @@ class Measure:
     self._model, self._params = options.load()
     self._tokens = options.tokens("measure")
     self._replicates, self._objective = options.replicates, options.objective
+    self._second = options.tokens("second") if options.objective == "fit3" else None
 
   def run(
     self, call: Call, artifacts: Artifacts, before: bytes
@@ -178,9 +180,8 @@ class Measure:
       "down_up_ratio": mean("activation", "/down_proj/")
       / max(mean("activation", "/up_proj/"), 1e-30),
     }
-    if self._objective == "kl":
-      compared = agreement(model, self._params, params, self._tokens)
-      values["kl"] = float(np.mean(compared.divergence, dtype=np.float64))
+    if self._objective != "log_ppl":
+      values[self._objective] = self._distance(params, measured.mean)
     for index in range(model.num_layers):
       values[f"layer_{index}"] = mean("total", f"/{model.layer_name(index)}/")
     if bad := [name for name, value in values.items() if not np.isfinite(value)]:
@@ -189,6 +190,25 @@ class Measure:
         "or an activation payload is not legal."
       )
     return {"values": values, "outputs": {"encode_act": rounded}}, b""
+
+  def _distance(self, params: Mapping[str, Any], ppl: float) -> float:
+    """Returns the objective `kl` or `fit3`; `ppl` is the perplexity of the text."""
+    compared = agreement(self._model, self._params, params, self._tokens)
+    if self._objective == "kl":
+      return float(np.mean(compared.divergence, dtype=np.float64))
+    first, second = self._float_perplexities
+    again = perplexity(
+      self._model, params, self._second, replicates=self._replicates
+    ).mean
+    # The float model agrees with itself, so the loss of accuracy is the share of flips.
+    return fitness.mean_and_worst(
+      [ppl / first - 1, again / second - 1, float(compared.is_flipped.mean())]
+    )
+
+  @functools.cached_property
+  def _float_perplexities(self) -> list[float]:
+    texts = (self._tokens, self._second)
+    return [perplexity(self._model, self._params, text).mean for text in texts]
 
   def _operator_errors(
     self, params: Mapping[str, Any], float_params: Mapping[str, Any]

@@ -18,6 +18,7 @@ from mxjax.calibration.calibration import token_fingerprint
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.residual import Residual
 from mxjax.discovery.core.task import Session
+from mxjax.discovery.tasks.ptq import programs
 from mxjax.discovery.tasks.ptq.candidate import INTERVENTIONS
 from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES
 from mxjax.discovery.tasks.ptq.interface import INTERFACE, REGIMES, RESIDUALS
@@ -26,6 +27,8 @@ from mxjax.discovery.tasks.ptq.phases import Fit, Measure
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.numerics.contract import PAPER_CONTRACT
 
+OTHERS = ("holdout", "transfer")
+"""Options that name other models; the task on one of them knows neither."""
 OPEN_SHARE = 0.5
 """A residual is open while it exceeds this fraction of the initial program's value."""
 EVALUATOR_PACKAGES = (
@@ -86,6 +89,9 @@ class PtqTask:
   def contract(self) -> Mapping[str, Any]:
     """Contract, weights, tokens and evaluator sources, each by content."""
     model, params = self.options.load()
+    second = {}
+    if self.target == "fit3":
+      second["second"] = token_fingerprint(self.options.tokens("second"))
     weights = [
       [jax.tree_util.keystr(path), identity.digest(np.asarray(leaf).tobytes())]
       for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -96,6 +102,7 @@ class PtqTask:
       "weights": identity.digest(weights),
       "calibration": token_fingerprint(self.options.tokens("fit")),
       "evaluation": token_fingerprint(self.options.tokens("measure")),
+      **second,
       "source": identity.source_digest(*EVALUATOR_PACKAGES),
     }
 
@@ -109,18 +116,32 @@ class PtqTask:
 
   def ideal(self) -> float:
     """Returns the objective of the float model."""
-    if self.target == "kl":
+    if self.target != "log_ppl":
       return 0.0
     model, params = self.options.load()
     return float(np.log(perplexity(model, params, self.options.tokens("measure")).mean))
 
+  @property
+  def initial_source(self) -> str:
+    """The program that the search begins with; RTN is every default."""
+    start = self.options.start
+    return self.interface.default_source() if start == "rtn" else programs.source(start)
+
   def holdout(self) -> "PtqTask | None":
     """Returns the task on the held-out model, or None if there is none."""
+    return self._on("holdout")
+
+  def transfer(self) -> "PtqTask | None":
+    """Returns the task on the transfer-validation model, or None if there is none."""
+    return self._on("transfer")
+
+  def _on(self, which: str) -> "PtqTask | None":
     options = dataclasses.asdict(self.options)
-    model, layers = options.pop("holdout"), options.pop("holdout_layers")
+    model, layers = options[which], options[f"{which}_layers"]
     if model is None and layers is None:
       return None
-    return PtqTask(**{**options, "model": model, "layers": layers})
+    others = {f"{name}{end}": None for name in OTHERS for end in ("", "_layers")}
+    return PtqTask(**{**options, **others, "model": model, "layers": layers})
 
   def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:
     """Returns the observables above half of the initial program's value."""

@@ -27,7 +27,7 @@ def searched(tmp_path_factory):
   )
   kept, task = store.Store(folder), task_.load(spec)
   executor = runs.make_executor(task, kept, "off")
-  search = runs.make_search(runs.read_options(folder), task, executor, kept)
+  search = runs.make_search(runs.read_options(folder), task, [executor], kept)
   search.run()
   return folder, search
 

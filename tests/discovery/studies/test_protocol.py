@@ -293,7 +293,7 @@ def test_no_kind_of_call_exceeds_its_allocation(folder, tmp_path):
   options = dataclasses.replace(options, config=config)
   task = world.World(seed=5)
   kept = store.Store(tmp_path)
-  running = runs.make_search(options, task, folder.executor(task), kept)
+  running = runs.make_search(options, task, [folder.executor(task)], kept)
   running.run()
   totals = running.ledger.totals()
   assert all(totals[kind] <= allocation[kind] for kind in KINDS)

@@ -154,7 +154,7 @@ def test_observables_of_margins_must_be_returned(folder):
   mine = task.load({"task": str(folder)})
   [(executor, call)] = calls(mine, mine.interface.default_source())
   with pytest.raises(ContractError, match="expected loss, got"):
-    mine.run(call, executor._artifacts, b"")
+    mine.run(call, executor.artifacts, b"")
 
 
 def test_a_module_in_the_current_folder_is_found_by_all_processes(tmp_path):

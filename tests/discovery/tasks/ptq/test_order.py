@@ -108,7 +108,7 @@ def test_an_order_is_found_by_keys_and_keeps_the_function(executor, task):
   )
   call = Call(traced.computation, program.plan, {})
   fit = executor._session("fit")
-  orders = fit._orders(call, executor._artifacts)
+  orders = fit._orders(call, executor.artifacts)
   assert orders.keys() == {
     Place(layer, block, "order") for layer in (0, 1) for block in ("mlp", "self_attn")
   }
@@ -134,7 +134,7 @@ def test_measuring_follows_the_order_of_the_fit(executor):
 def test_a_control_can_permute_some_layers_only(executor):
   call = Call({}, INTERFACE.default_plan, {"kind": "permute", "part": "mlp"})
   orders = lambda **more: executor._session("fit")._orders(
-    call._replace(intervention={**call.intervention, **more}), executor._artifacts
+    call._replace(intervention={**call.intervention, **more}), executor.artifacts
   )
   assert {place.layer for place in orders()} == {0, 1}
   assert {place.layer for place in orders(layers=[1, 2])} == {1}
@@ -151,7 +151,7 @@ def test_half_of_an_edit_can_keep_the_parents_order(executor):
   }
   change = {"kind": "scope", "part": "mlp", "parent": parent}
   call = Call(traced.computation, program.plan, change)
-  orders = executor._session("fit")._orders(call, executor._artifacts)
+  orders = executor._session("fit")._orders(call, executor.artifacts)
   assert {place.block for place in orders} == {"mlp"}
 
 

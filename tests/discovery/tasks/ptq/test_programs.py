@@ -56,7 +56,7 @@ def in_process(task, source, folder):
   del folder
   executor = LocalExecutor(task)
   call = traced(executor, source)
-  phase = lambda name, data: task.open(name).run(call, executor._artifacts, data)
+  phase = lambda name, data: task.open(name).run(call, executor.artifacts, data)
   _, operands = phase("fit", b"")
   return payload.from_bytes(operands), phase("measure", operands)[0]["values"]
 
@@ -73,7 +73,7 @@ def executor():
 
 def passes(source, count=1, told=lambda sums: sums):
   """Passes of a source, as the evaluator runs them."""
-  table, hooks = executor()._artifacts, traced(executor(), source).computation
+  table, hooks = executor().artifacts, traced(executor(), source).computation
   measures = (
     table.batched(hooks["measure_inputs"]),
     table.batched(hooks["measure_weights"]),
@@ -145,7 +145,7 @@ def test_what_passes_cannot_use_is_a_contract_error(float64, lengths, matrix, me
 def test_blocks_reached_are_those_of_the_librarys_wush(float64):
   weight, inputs = operands()
   hook = traced(executor(), programs.source("wush")).computation["encode_weight"]
-  encode = executor()._artifacts.batched(hook)
+  encode = executor().artifacts.batched(hook)
   maps, result = passes(programs.source("wush")).reach(weight, inputs, encode)
   expected, transforms = wush.round_blocks(
     weight, wush.damped_factor(inputs), inputs.rules, "wush"

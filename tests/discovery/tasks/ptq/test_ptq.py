@@ -372,8 +372,55 @@ def test_the_divergence_can_be_the_objective(rtn_operands):
   spec = margins.calibrated(task.spec)
   error = expected.divergence.mean(-1).std(ddof=1) / 2**0.5
   assert spec["margins"]["kl"] >= 0.99 * error > 0
-  with pytest.raises(ValueError, match="expected an objective of log_ppl, kl"):
+  with pytest.raises(ValueError, match="as objective one of log_ppl, kl, fit3, got"):
     ptq.PtqTask(**OPTIONS, objective="loss")
+
+
+def test_fit3_can_be_the_objective(rtn_operands):
+  task = ptq.PtqTask(**OPTIONS, objective="fit3")
+  assert (task.target, task.ideal()) == ("fit3", 0.0)
+  model, params, operands = rtn_operands
+  measured = measure(LocalExecutor(task), SOURCE).values["fit3"]
+  quantized = payload.to_params(operands, params, model, lambda: None)
+  first, second = (task.options.tokens(name) for name in ("measure", "second"))
+  assert (first != second).any()
+  ppl = lambda text, tree: perplexity(model, tree, text).mean
+  damages = [ppl(text, quantized) / ppl(text, params) - 1 for text in (first, second)]
+  damages.append(agreement(model, params, quantized, first).is_flipped.mean())
+  expected = sum(damages) / 6 + max(damages) / 2
+  assert measured == pytest.approx(expected, rel=1e-5)
+  excess = np.subtract(
+    *(perplexity(model, tree, first).window_losses for tree in (quantized, params))
+  )
+  spec = margins.calibrated(task.spec)
+  assert spec["margins"]["fit3"] >= 0.99 * np.expm1(excess).std(ddof=1) / 2**0.5 > 0
+  assert "second" in task.contract
+  with pytest.raises(ValueError, match="expected a second_text"):
+    ptq.PtqTask(model="models/trained/llama", objective="fit3")
+
+
+def test_a_search_can_begin_with_a_whole_method(executor):
+  task = ptq.PtqTask(**OPTIONS, start="gptq")
+  source = task.initial_source
+  defaults = candidate_source.with_functions(source, SOURCE, replace=False)
+  card = template("gptq").edit(SOURCE, {})
+  ours, cards = measure(executor, defaults), measure(executor, card)
+  assert ours.values == cards.values != measure(executor, SOURCE).values
+  initial = margins.calibrated(task.spec)["initial"]
+  assert initial["operator_error"] == pytest.approx(ours.values["operator_error"])
+  with pytest.raises(ValueError, match="as start one of rtn, gptq, wush, hires, got"):
+    ptq.PtqTask(**OPTIONS, start="spinquant")
+
+
+def test_the_transfer_model_is_another_task_that_knows_neither():
+  names = {"holdout": "random:2", "transfer": "random:1"}
+  task = ptq.PtqTask(**OPTIONS, **names, start="gptq")
+  second, held_out = task.transfer(), task.holdout()
+  assert (second.options.model, held_out.options.model) == ("random:1", "random:2")
+  for other in (second, held_out):
+    assert other.transfer() is None is other.holdout()
+    assert other.options.start == "gptq"
+  assert ptq.PtqTask(**OPTIONS).transfer() is None
 
 
 def test_an_unknown_intervention_is_a_contract_error():

@@ -1,0 +1,167 @@
+"""Runs on two models: what improves only the visible one is not built upon."""
+
+import itertools
+import pathlib
+
+import pytest
+
+from mxjax.discovery.audit import status, verify
+from mxjax.discovery.core import store
+from mxjax.discovery.core import task as task_
+from mxjax.discovery.core.proposal import Experiment, strip
+from mxjax.discovery.proposers import prompt
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
+from mxjax.discovery.search import runs
+from mxjax.discovery.tasks import world
+
+BUDGET = 60
+WRONG = world.SITES[:3]
+
+
+class Contrary(world.World):
+  """A world in which what is gained at three sites is lost."""
+
+  name = "contrary"
+
+  def _gain(self, site):
+    return super()._gain(site) * (-1 if site in WRONG else 1)
+
+
+class Visible(world.World):
+  """A world whose second model is the contrary one."""
+
+  def transfer(self):
+    return Contrary(self._seed)
+
+
+SPEC = {
+  "task": f"{pathlib.Path(__file__).stem}:Visible",
+  "path": str(pathlib.Path(__file__).parent),
+  "seed": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def tasks():
+  return task_.with_transfer(task_.load(SPEC))
+
+
+@pytest.fixture(scope="module")
+def executors(tasks):
+  return [LocalExecutor(task) for task in tasks]
+
+
+def run(folder, executors, **config):
+  options = runs.RunOptions(
+    task=SPEC,
+    config={"seed": 5, "budget": BUDGET, "mark_every": 10, **config},
+    sandbox="off",
+    holdout="off",
+  )
+  if not folder.exists():
+    runs.write_options(folder, options)
+  kept = store.Store(folder)
+  running = runs.make_search(options, task_.load(SPEC), executors, kept)
+  try:
+    running.run()
+  finally:
+    kept.close()
+  return running
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, executors):
+  folder = tmp_path_factory.mktemp("transfer") / "run"
+  return run(folder, executors), folder
+
+
+def target(task, executor, source):
+  """The loss of a program on a task, measured outside any run."""
+  found = []
+  call = executor.trace(source).computation
+  full = task_.Call(call, task.interface.default_plan, {})
+  executor.run([full], lambda index, outcome, seconds: found.append(outcome))
+  return found[0].values["loss"]
+
+
+def events(folder, name):
+  return [e for e in store.read_events(folder) if e["event"] == name]
+
+
+def test_every_step_to_the_champion_improved_both_models(finished, tasks, executors):
+  running, _ = finished
+  line = [running.programs.best]
+  while line[-1].parent:
+    line.append(running.record(line[-1].parent))
+  assert len(line) > 2
+  for task, executor in zip(tasks, executors, strict=True):
+    losses = [target(task, executor, record.source) for record in line]
+    margin = task.margins["loss"]
+    assert all(a < b - margin for a, b in itertools.pairwise(losses))
+
+
+def test_a_gain_on_the_visible_model_alone_is_not_built_upon(finished):
+  running, folder = finished
+  judged = {e["program"]: e["accepted"] for e in events(folder, "transfer")}
+  assert set(judged.values()) == {True, False}
+  first = events(folder, "program")[0]["program"]
+  parents = {e["packet"]["parent"] for e in events(folder, "packet")} - {""}
+  assert parents <= {first} | {p for p, accepted in judged.items() if accepted}
+  kept = {record.id for record in running.programs.records}
+  assert kept <= {first} | {p for p, accepted in judged.items() if accepted}
+  champions = {e["champion"] for e in events(folder, "mark")}
+  assert champions <= {first} | {p for p, accepted in judged.items() if accepted}
+  assert running.programs.best.id in champions
+  best = min(events(folder, "program"), key=lambda e: e["value"])
+  refused = [e for e in running.history.experiments if e.transfers is False]
+  assert refused
+  assert not any(e.gain for e in refused)
+  told, _ = status.read(folder)
+  assert f"best: {running.programs.best.values['loss']:.6g}" in told
+  assert best["value"] <= running.programs.best.values["loss"]
+
+
+def test_transfer_is_paid_for_and_its_numbers_stay_with_the_evaluator(finished):
+  running, folder = finished
+  paid = [e for e in events(folder, "outcome") if e["condition"] == "transfer"]
+  accepted = {e["packet"] for e in events(folder, "transfer") if e["accepted"]}
+  assert accepted < {e["packet"] for e in paid}
+  assert all((e["charged"], e["values"]) == (1, {}) for e in paid)
+  assert running.ledger.totals()["total"] <= BUDGET
+  assert not verify.verify(folder, calls=2).complaints
+
+
+def test_a_resumed_run_judges_alike(finished, tasks, executors, tmp_path):
+  _, folder = finished
+
+  class Killed(LocalExecutor):
+    def run(self, calls, on_done):
+      super().run(calls, on_done)
+      raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    run(tmp_path / "run", [executors[0], Killed(tasks[1])])
+  run(tmp_path / "run", executors)
+  read = lambda place: (place / "log.jsonl").read_bytes()
+  assert read(tmp_path / "run") == read(folder)
+
+
+def test_without_a_call_left_nothing_is_accepted(finished, executors, tmp_path):
+  _, folder = finished
+  accepted = [e for e in events(folder, "transfer") if e["accepted"]]
+  call = next(
+    e["call"]
+    for e in events(folder, "outcome")
+    if (e["packet"], e["condition"]) == (accepted[0]["packet"], "transfer")
+  )
+  running = run(tmp_path / "run", executors, budget=call - 1)
+  (last,) = events(tmp_path / "run", "transfer")[-1:]
+  assert (last["program"], last["accepted"]) == (accepted[0]["program"], False)
+  assert running.programs.best.parent == ""
+
+
+def test_proposers_are_told_whether_a_gain_transfers_and_no_more():
+  entry = Experiment("p", "q", "edit", "", "ok", {}, gain=False, transfers=False)
+  assert "transfer not accepted" in prompt.entry_text(entry)
+  for evidence, expected in {"none": None, "score": False, "verdict": False}.items():
+    assert strip(entry, evidence).transfers is expected
