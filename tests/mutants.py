@@ -1412,6 +1412,13 @@ MUTANTS = (
     ("tests/mxjax/storage/test_load.py",),
   ),
   Mutant(
+    "the divergence's gradient forgets the number of tokens",
+    "mxjax/methods/scale_distillation.py",
+    "at_states / len(states)",
+    "at_states",
+    ("tests/mxjax/methods/test_scale_distillation.py",),
+  ),
+  Mutant(
     "shared factors are learned and not installed",
     "mxjax/methods/scale_distillation.py",
     "    factors[block, name] = (1 + steps) * (1 + shared)\n",

@@ -138,13 +138,19 @@ def chunked_mean(
   `loss` maps chunks of the arrays, `[length, ...]` each, to losses `[chunk]`; it is
   recomputed in the backward pass. `weights` are float32 `[length]`, not all zero.
   """
+  of_chunk = jax.checkpoint(lambda parts: loss(*parts))
+  losses = by_chunk(of_chunk, length, *arrays)
+  return (losses * weights).sum() / weights.sum()
+
+
+def by_chunk(run: Any, length: int, *arrays: jax.Array) -> Any:
+  """Maps chunks of arrays `[length, ...]`, one tuple each, and joins the results."""
   chunk = min(HEAD_CHUNK, length)
   padding = -length % chunk
   pad = lambda a: jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1))
   split = lambda a: pad(a).reshape(-1, chunk, *a.shape[1:])
-  of_chunk = jax.checkpoint(lambda parts: loss(*parts))
-  losses = jax.lax.map(of_chunk, tuple(split(a) for a in arrays))
-  return (losses.reshape(-1)[:length] * weights).sum() / weights.sum()
+  joined = lambda a: a.reshape(-1, *a.shape[2:])[:length]
+  return jax.tree.map(joined, jax.lax.map(run, tuple(split(a) for a in arrays)))
 
 
 def batches(sequences: int, batch: int, steps: int) -> list[list[int]]:

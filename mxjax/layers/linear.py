@@ -81,8 +81,26 @@ class ScaledInputs:
 
   def linear(self, x: jax.Array) -> jax.Array:
     """Multiplies the scaled inputs by the quantized weight; see `linear`."""
-    factor = self.factor.reshape((1,) * (x.ndim - 1) + (-1,))
-    return linear(x * factor.astype(x.dtype), self.quantized)
+    return linear(_scaled(x, self.factor), self.quantized)
+
+
+@jax.custom_vjp
+def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+  """Multiplies the last axis of `x` by a factor each."""
+  return x * factor.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def _scaled_backward(
+  saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  x, factor = saved
+  products = (x * cotangent).reshape(-1, x.shape[-1]).astype(factor.dtype)
+  # A product with ones: XLA:CPU sums columns ten times slower.
+  sums = jnp.dot(jnp.ones(len(products), factor.dtype), products, precision=HIGHEST)
+  return _scaled(cotangent, factor), sums
+
+
+_scaled.defvjp(lambda x, factor: (_scaled(x, factor), (x, factor)), _scaled_backward)
 
 
 @jax.tree_util.register_dataclass

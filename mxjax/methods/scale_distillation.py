@@ -15,6 +15,7 @@ identity. Not in the paper; see `docs/results/hires_next.md`.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -74,18 +75,41 @@ class PredictionDivergence(gradients.Objective):
     """Computes the mean over tokens of KL(float || quantized), over the vocabulary."""
     del shared
     assert example.teacher is not None
+    return _divergence(self.model, hidden[0], example.teacher[0], outer)
 
-    def chunk(states: jax.Array, targets: jax.Array) -> jax.Array:
-      wanted = jax.lax.stop_gradient(self.model.logits(outer, targets[None])[0])
-      target = jax.nn.log_softmax(wanted)
-      student = jax.nn.log_softmax(self.model.logits(outer, states[None])[0])
-      return (jnp.exp(target) * (target - student)).sum(-1)
 
-    length = example.ids.shape[1]
-    weights = jnp.ones(length, jnp.float32)
-    return gradients.chunked_mean(
-      chunk, length, hidden[0], example.teacher[0], weights=weights
-    )
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _divergence(
+  model: CausalLanguageModel, states: jax.Array, targets: jax.Array, outer: Params
+) -> jax.Array:
+  """Computes the mean divergence of last hidden states `[T, d]` from the teacher's."""
+  return _divergence_and_gradient(model, states, targets, outer)[0]
+
+
+def _divergence_and_gradient(
+  model: CausalLanguageModel, states: jax.Array, targets: jax.Array, outer: Params
+) -> tuple[jax.Array, jax.Array]:
+  """Also computes its gradient at the states, from the same logits.
+
+  At the student's logits it is the difference of the two distributions.
+  """
+  head = lambda hidden: model.logits(outer, hidden[None])[0]
+
+  def chunk(parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    mine, pull = jax.vjp(head, parts[0])
+    student, target = jax.nn.log_softmax(mine), jax.nn.log_softmax(head(parts[1]))
+    likely = jnp.exp(target)
+    [gradient] = pull(jnp.exp(student) - likely)
+    return (likely * (target - student)).sum(-1), gradient
+
+  losses, at_states = gradients.by_chunk(chunk, len(states), states, targets)
+  return losses.mean(), at_states / len(states)
+
+
+_divergence.defvjp(
+  _divergence_and_gradient,
+  lambda model, gradient, cotangent: (cotangent * gradient, None, None),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import pytest
 
 import mxjax
 from mxjax import methods, models
+from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation import datasets
 from mxjax.layers.linear import ScaledInputs, linear
@@ -160,6 +161,31 @@ def test_predictions_of_a_trained_model_come_closer():
   seen = calib.tokens
   assert divergence(tuned, seen) < 0.93 * divergence(quantized, seen)
   assert divergence(tuned, unseen) < 0.98 * divergence(quantized, unseen)
+
+
+def test_the_gradient_of_the_divergence_is_that_of_its_definition(
+  tiny_model, tiny_params
+):
+  """Over several chunks of the head, of which the last is not full."""
+  outer = streams.outer_params(tiny_model, tiny_params)
+  states, teacher = rows(1100, 64), rows(1100, 64, seed=3)
+  objective = scale_distillation.PredictionDivergence(tiny_model, mxfp4.PAPER_RULES)
+  example = gradients.Example(jnp.zeros((1, 1100), jnp.int32), teacher[None])
+
+  def defined(hidden):
+    logs = [
+      jax.nn.log_softmax(tiny_model.logits(outer, h)) for h in (teacher[None], hidden)
+    ]
+    return (jnp.exp(logs[0]) * (logs[0] - logs[1])).sum(-1).mean()
+
+  ours = lambda hidden: objective.loss(None, hidden, outer, example)
+  found, expected = (
+    jax.value_and_grad(lambda h, run=run: 3 * run(h))(states[None])
+    for run in (ours, defined)
+  )
+  assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-5)
+  size = np.abs(expected[1]).max()
+  np.testing.assert_allclose(found[1], expected[1], atol=1e-5 * size)
 
 
 def test_the_record_has_every_step(whole, tiny_model):
