@@ -42,6 +42,7 @@ class Mutant(NamedTuple):
   tests: tuple[str, ...]
 
 
+TREES = "proposers/expressions/"
 DEMANDS = "search/test_demands.py"
 PROTOCOL = "studies/test_protocol.py"
 PROMPT = "proposers/test_prompt.py"
@@ -277,7 +278,7 @@ DISCOVERY = (
   (
     "an old control discriminates again",
     CHECKERS,
-    "and c.call.intervention not in demand.ran",
+    "and (c.call.intervention or c.call.computation) not in demand.ran",
     "and c.call.intervention != demand.ran",
     DEMANDS,
   ),
@@ -960,6 +961,84 @@ MUTANTS = (
     "4 * (2 * config.num_kv_heads + 4)",
     "4 * (2 * config.num_kv_heads + 3)",
     ("tests/mxjax/audit/test_plan.py",),
+  ),
+  *(
+    Mutant(
+      name,
+      f"discovery/{file}",
+      before,
+      after,
+      ("tests/discovery/proposers/test_expressions.py",),
+    )
+    for name, file, before, after in (
+      (
+        "a tree takes parts of any type",
+        TREES + "grammar.py",
+        "if got != rule.takes:",
+        "if len(got) != len(rule.takes):",
+      ),
+      (
+        "trees are counted without their parameters",
+        TREES + "grammar.py",
+        "len(rule.settings) * math.prod(parts)",
+        "math.prod(parts)",
+      ),
+      (
+        "parts that are for controls are proposed",
+        TREES + "grammar.py",
+        "if r.type == kind and not r.is_control)",
+        "if r.type == kind)",
+      ),
+      (
+        "variations grow without a bound",
+        TREES + "variation.py",
+        "grammar.depth - len(path), draws))",
+        "9, draws))",
+      ),
+      (
+        "the changed part is always the whole tree",
+        TREES + "variation.py",
+        "if len(differing) != 1:",
+        "if differing:",
+      ),
+      (
+        "a docstring makes a tree of any hook",
+        TREES + "source.py",
+        "if is_default or text in",
+        "if True or text in",
+      ),
+      (
+        "a control of a tree is the parent",
+        TREES + "experiment.py",
+        "if tree.children not in known:",
+        "if tree.children:",
+      ),
+      (
+        "nothing but gains tells the accounts of a tree apart",
+        TREES + "experiment.py",
+        '"down" if control in gaining else "up"',
+        '"down"',
+      ),
+      (
+        "a control may be the candidate",
+        "search/registration.py",
+        ".exec_id in same:",
+        '.exec_id == "":',
+      ),
+      (
+        "a program under another text is paid for again",
+        "search/registration.py",
+        "p.exec_id == own and p.id not in known",
+        "p.exec_id == own and False",
+      ),
+    )
+  ),
+  Mutant(
+    "a trace is taken for that of another helper's helper",
+    "discovery/core/candidate_source.py",
+    "for n in used.get(one, ())} - found",
+    "for n in used.get(one, ()) if one not in used} - found",
+    ("tests/discovery/core/test_candidate_source.py",),
   ),
   Mutant(
     "evolved programs never get output gradients",

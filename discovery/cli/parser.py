@@ -191,7 +191,7 @@ def _add_proposer(parser: argparse.ArgumentParser) -> None:
     "--proposer",
     default="embedded",
     metavar="KIND",
-    help="embedded, llm, cassette or human",
+    help="embedded, expressions, llm, cassette or human",
   )
   add("--endpoint", metavar="URL", help="OpenAI-compatible base URL")
   add("--endpoint-model", metavar="NAME", help="the model to ask there")

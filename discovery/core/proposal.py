@@ -94,7 +94,8 @@ class Demand:
     before: The computation in the parent of the program that the verdict is about.
     intervention: The computation in that program.
     accounts: The accounts that its packet registered, the focal one first.
-    ran: The interventions of its controls that succeeded.
+    ran: The interventions of its controls that succeeded, or the computations of those
+      that are programs.
     attempts: Responses that have failed their check so far.
   """
 

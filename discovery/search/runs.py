@@ -14,6 +14,7 @@ from mxjax.discovery.core.proposal import OutageError, Proposer, Record
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.proposers import weighted
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
+from mxjax.discovery.proposers.expressions.proposer import ExpressionProposer
 from mxjax.discovery.proposers.human import HumanProposer
 from mxjax.discovery.sandbox.executor import Executor
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor, RayWorker
@@ -31,7 +32,8 @@ class RunOptions:
   Attributes:
     config: Fields of `SearchConfig`.
     sandbox: `strict`, `standard` or `off`.
-    proposer: `{"kind": "embedded" | "llm" | "cassette" | "human", ...}`.
+    proposer: Settings with their `kind`: `embedded`, `expressions`, `llm`, `cassette`
+      or `human`.
     holdout: When the held-out scorer runs: `after`, `during` or `off`.
   """
 
@@ -91,11 +93,19 @@ def make_proposer(
   settings = dict(options.proposer)
   kind = settings.pop("kind")
   is_contested = settings.pop("contested", False)
-  if kind == "embedded":
+  if kind in ("embedded", "expressions"):
     templates = task.edit_templates
     if is_contested:
       templates = [template.contested() for template in templates]
-    return EmbeddedProposer(templates, task.target)
+    if kind == "embedded":
+      return EmbeddedProposer(templates, task.target)
+    if (grammar := getattr(task, "grammar", None)) is None:
+      raise ValueError(
+        f"discover: task {task.spec['task']!r} has no grammar of trees; use another "
+        "proposer, such as embedded."
+      )
+    hooks, target = task.interface, task.target
+    return ExpressionProposer(grammar, hooks, templates, target, contested=is_contested)
   if kind == "human":
     seconds = settings.get("seconds", 86_400.0)
     return HumanProposer(settings["folder"], task, seconds=seconds)
@@ -103,7 +113,8 @@ def make_proposer(
     metered = options.search.is_metered
     return weighted.make(options.proposer, task, store=store, metered=metered)
   raise ValueError(
-    f"discover: unknown proposer {kind!r}; use embedded, llm, cassette or human."
+    f"discover: unknown proposer {kind!r}; use embedded, expressions, llm, "
+    "cassette or human."
   )
 
 

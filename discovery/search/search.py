@@ -241,6 +241,8 @@ class Search:
     packet = attempt.packet
     if all(self.ledger.ran(c.exec_id) for c in packet.conditions):
       return refuse("duplicate", "everything in it ran before")
+    if twin := registration.twin(attempt, self._records.values()):
+      return refuse("duplicate", f"it executes the same as {twin.id[:12]}")
     self.ledger.reserve(self.ledger.price(packet.conditions))
     self._store.put_bytes("programs", f"{prepared.id}.py", proposal.source.encode())
     self.history.emit(

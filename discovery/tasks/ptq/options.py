@@ -38,6 +38,7 @@ class PtqOptions:
     seed: Seed for drawing the calibration windows.
     objective: The observable that the search minimizes: log perplexity, or the mean KL
       divergence from the float model, which is measured only when it is the objective.
+    proxy: Whether calls measure only the operator error of a few blocks.
     margins: Registered margins, measured by `margins.calibrated`.
     initial: Observables of the initial program, measured with the margins.
 
@@ -56,6 +57,7 @@ class PtqOptions:
   replicates: int = 1
   seed: int = 0
   objective: Objective = "log_ppl"
+  proxy: bool = False
   margins: Mapping[str, float] = dataclasses.field(default_factory=dict)
   initial: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -87,8 +89,11 @@ class PtqOptions:
     return _load_model(self.model, self.layers)
 
   def tokens(self, phase: str) -> np.ndarray:
-    """Returns the token windows of a phase, int32 `[windows, length]`."""
-    is_fit = phase == "fit"
+    """Returns the token windows of a phase, int32 `[windows, length]`.
+
+    The proxy has those of the calibration.
+    """
+    is_fit = phase != "measure"
     shape = self.calibration if is_fit else self.windows
     seed = self.seed if is_fit else 0
     if self.is_random:
