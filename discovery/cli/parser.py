@@ -161,7 +161,27 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--budget", type=int, default=240, metavar="CALLS", help="of the evaluator")
   add("--seed", type=int, default=0, help="of every random choice")
   add("--arm", default="quantforge", choices=sorted(ARMS), help="which search")
+  add(
+    "--start",
+    default="",
+    metavar="PROGRAM",
+    help="the program to begin from: a file, or gptq, hires or wush for the ptq task",
+  )
   add("--width", type=int, default=1, help="proposals made from one state")
+  add(
+    "--screen",
+    type=float,
+    metavar="RATIO",
+    help="measure the task's free proxy, and refuse candidates whose proxy is above "
+    "RATIO of their parent's",
+  )
+  add(
+    "--proposals-per-call",
+    type=int,
+    default=6,
+    metavar="N",
+    help="after N proposals for each call of the budget the run ends",
+  )
   add(
     "--as-in-paper",
     action=FLAG,

@@ -54,6 +54,7 @@ class Experiment:
     changes: Change of each observable from the parent.
     gain: Whether the target improved by more than its margin.
     score: The measured target, or None.
+    proxy: The free proxy relative to the parent's, or None if it was not measured.
     feedback: What execution said: an error, or why the proposal was refused.
     diff: Unified difference from the parent's source.
     explanations: The registered accounts with their predictions, the focal one first.
@@ -71,6 +72,7 @@ class Experiment:
   changes: Mapping[str, float]
   gain: bool
   score: float | None = None
+  proxy: float | None = None
   feedback: str = ""
   diff: str = ""
   verdict: str = ""
@@ -248,16 +250,17 @@ def answer(store: Store, key: str, ask: Callable[[], Proposal]) -> Proposal:
 def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
   """Removes the fields of an experiment that an arm may not see.
 
-  Score-only sees code, scores and execution feedback. TextMem adds free-form summaries
-  and the free observables; ReflectMem has the same diagnostics. Only QuantForge sees
-  predictions, control outcomes, what they exclude and leave, and whether a response
-  reached the code. Without evidence, only the edit and how it ended remain.
+  Score-only sees code, scores, proxies and execution feedback. TextMem adds free-form
+  summaries and the free observables; ReflectMem has the same diagnostics. Only
+  QuantForge sees predictions, control outcomes, what they exclude and leave, and
+  whether a response reached the code. Without evidence, only the edit and how it ended
+  remain.
   """
   if evidence == "verdict":
     return experiment
   seen = {"program", "parent", "label", "status", "gain"}
   if evidence != "none":
-    seen |= {"score", "feedback", "diff"}
+    seen |= {"score", "proxy", "feedback", "diff"}
   if evidence in ("text", "reflect"):
     seen |= {"note", "changes"}
   bare = Experiment("", "", "", "", "", {}, gain=False)

@@ -208,15 +208,32 @@ def freeze(
   return Attempt(proposal, prepared, selection.parent, checked, packet)
 
 
-def twin(attempt: Attempt, programs: Iterable[Record]) -> Record | None:
-  """Returns another program, not the parent, that executes the same as the candidate.
+def unfit(
+  selection: Selection,
+  prepared: Prepared,
+  evaluator: CachedEvaluator,
+  programs: Iterable[Record],
+  *,
+  checker: str,
+) -> tuple[str, str] | None:
+  """Returns a status and why a candidate is refused before any measurement, or None.
 
-  Experiments on it would ask again what that program has answered. An edit that leaves
-  its parent as it is has a verdict of its own, and costs no call.
+  Experiments on what executes the same as another program than the parent would ask
+  again what that program has answered. An edit that leaves its parent as it is has a
+  verdict of its own, and costs no call.
   """
-  own, known = attempt.packet.conditions[0].exec_id, {attempt.prepared.id}
-  known.add(attempt.parent.id)
-  return next((p for p in programs if p.exec_id == own and p.id not in known), None)
+  if prepared.call is None:
+    return prepared.status, prepared.detail
+  banned = forbidden(selection, prepared, evaluator)
+  if banned is not None and checker != "none":
+    told = f"{banned.label} was {banned.verdict}: {banned.response} it"
+    return banned.response, told
+  (own,) = _identities(evaluator, prepared.call)
+  known = {prepared.id, selection.parent.id}
+  for other in programs:
+    if other.exec_id == own.exec_id and other.id not in known:
+      return "duplicate", f"it executes the same as {other.id[:12]}"
+  return None
 
 
 def _question(

@@ -176,8 +176,10 @@ def run(
   executor = make_executor(
     task, store, options.sandbox, workers=workers, ray=ray, compiled=compiled
   )
+  screening = _screening(options, task, executor, store)
   try:
-    champion = make_search(options, task, executor, store).run(on_event)
+    search = make_search(options, task, executor, store, screening=screening)
+    champion = search.run(on_event)
   except OutageError:
     # The scorer would wait for the end of the log.
     if scorer is not None:
@@ -186,6 +188,8 @@ def run(
     raise
   finally:
     executor.close()
+    if screening is not None:
+      screening.close()
     store.close()
   if options.holdout == "after":
     scorer = start_holdout(folder)
@@ -203,10 +207,42 @@ def make_search(
   executor: Executor,
   store: Store,
   archive: Store | None = None,
+  screening: Executor | None = None,
 ) -> Search:
-  """Builds the search that the options describe, without executing anything."""
+  """Builds the search that the options describe, without executing anything.
+
+  `screening` executes the task's proxy, if the options ask for a screen.
+  """
   evaluator = CachedEvaluator(task, executor, store, archive=archive)
-  return Search(options.search, evaluator, make_proposer(options, task, store), store)
+  proxy = None
+  if screening is not None:
+    proxy = CachedEvaluator(_proxy(task), screening, store, archive=archive)
+  proposer = make_proposer(options, task, store)
+  return Search(options.search, evaluator, proposer, store, proxy)
+
+
+def _proxy(task: task_.Task) -> task_.Task:
+  """Returns the task that measures a task's proxy.
+
+  Raises:
+    ValueError: The task has none.
+  """
+  if not hasattr(task, "proxy"):
+    raise ValueError(
+      f"discover: task {task.spec['task']!r} has no proxy; leave out --screen."
+    )
+  return task.proxy()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _screening(
+  options: RunOptions, task: task_.Task, executor: Executor, store: Store
+) -> LocalExecutor | JailedExecutor | None:
+  """Returns an executor for the proxy that shares the artifacts, or None."""
+  if options.search.screen is None:
+    return None
+  if isinstance(executor, LocalExecutor):
+    return executor.sibling(_proxy(task))
+  return make_executor(_proxy(task), store, options.sandbox)
 
 
 def measure_calls(task: task_.Task, sandbox: str) -> list[float]:

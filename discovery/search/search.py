@@ -26,7 +26,7 @@ from mxjax.discovery.core.proposal import (
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Outcome, Status
 from mxjax.discovery.search import registration, resolution
-from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared, Screen
 from mxjax.discovery.search.frontier import ExecutableFrontier, ResidualFrontier
 from mxjax.discovery.search.history import History
 from mxjax.discovery.search.registration import Attempt, Selection
@@ -42,8 +42,9 @@ class Search:
     evaluator: CachedEvaluator,
     proposer: Proposer,
     store: Store,
+    proxy: CachedEvaluator | None = None,
   ) -> None:
-    """Sets up a run without executing anything."""
+    """Sets up a run without executing anything; `proxy` measures for its screen."""
     self._config, self._evaluator = config, evaluator
     self._proposer, self._store = proposer, store
     self._task = evaluator.task
@@ -51,6 +52,7 @@ class Search:
     self.programs = ExecutableFrontier(self._task.target, config.frontier)
     self.residuals = ResidualFrontier()
     self.history = History(store, self._task, config.mark_every)
+    self._screen = Screen(proxy, config.screen, self.history.proxies)
     self._records: dict[str, Record] = {}
     self._findings: list[verdict.Finding] = []
     self._exhausted: set[str] = set()
@@ -113,7 +115,8 @@ class Search:
       proposer=self._proposer.name,
       margins=dict(self._task.margins),
     )
-    prepared = self._evaluator.prepare(self._task.interface.default_source())
+    start = self._config.start or self._task.interface.default_source()
+    prepared = self._evaluator.prepare(start)
     ended: Prepared | Outcome = prepared
     if prepared.call is not None:
       packet = registration.alone(prepared, "", self._evaluator)
@@ -125,6 +128,7 @@ class Search:
         f"search: the initial program must run, got {ended.status}: {ended.detail}"
       )
     assert isinstance(ended, Outcome)
+    self._screen.check(prepared, "", self.history.emit)
     self._record(prepared, "", packet.conditions[0].exec_id, ended)
     self.history.mark(self.ledger.spent, self._records.values())
 
@@ -221,12 +225,12 @@ class Search:
     refuse = lambda status, detail: self.history.refuse(
       proposal, prepared.id, selection.parent, status, detail
     )
-    if prepared.call is None:
-      return refuse(prepared.status, prepared.detail)
-    banned = registration.forbidden(selection, prepared, self._evaluator)
-    if banned is not None and self._config.checker != "none":
-      told = f"{banned.label} was {banned.verdict}: {banned.response} it"
-      return refuse(banned.response, told)
+    checker, known = self._config.checker, self._records.values()
+    found = (selection, prepared, self._evaluator, known)
+    if why := registration.unfit(*found, checker=checker):
+      return refuse(*why)
+    if told := self._screen.check(prepared, selection.parent.id, self.history.emit):
+      return refuse("screened", told)
     try:
       attempt = registration.freeze(
         selection,
@@ -241,8 +245,6 @@ class Search:
     packet = attempt.packet
     if all(self.ledger.ran(c.exec_id) for c in packet.conditions):
       return refuse("duplicate", "everything in it ran before")
-    if twin := registration.twin(attempt, self._records.values()):
-      return refuse("duplicate", f"it executes the same as {twin.id[:12]}")
     self.ledger.reserve(self.ledger.price(packet.conditions))
     self._store.put_bytes("programs", f"{prepared.id}.py", proposal.source.encode())
     self.history.emit(

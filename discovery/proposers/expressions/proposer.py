@@ -196,7 +196,7 @@ def _values(context: Context) -> dict[tuple[str, str], list[float]]:
   """Returns what earlier trees with each word brought, as far as the arm may read."""
   found: dict[tuple[str, str], list[float]] = defaultdict(list)
   for past in context.history:
-    if past.label.startswith(PREFIX) and past.status == "ok":
+    if past.label.startswith(PREFIX) and (past.status == "ok" or past.proxy):
       for word in _words(past.label.removeprefix(PREFIX)):
         found[word].append(_worth(past, context))
   return found
@@ -204,6 +204,9 @@ def _values(context: Context) -> dict[tuple[str, str], list[float]]:
 
 def _worth(past: Experiment, context: Context) -> float:
   worth = 1.0 if past.gain else -1.0
+  if past.proxy is not None:
+    # A tenth less is as good as a gain; a program that is much worse is no worse yet.
+    worth = worth / 2 + min(max(10 * (1 - past.proxy), -1.0), 1.0)
   if context.evidence == "verdict":
     # A part that a control bore out goes first, one that it unmasked goes last.
     worth += (past.verdict == Verdict.SUPPORTED) - (past.verdict == Verdict.TARGET_ONLY)

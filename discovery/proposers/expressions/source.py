@@ -54,18 +54,26 @@ def applied(source: str, grammar: Grammar, interface: Interface, tree: Node) -> 
 
 
 def trees(source: str, grammar: Grammar, interface: Interface) -> dict[str, Node]:
-  """Returns the trees of a program's hooks, without those written in another way."""
+  """Returns the trees of a program's hooks, without those written in another way.
+
+  A hook that is as inherited has the tree that the grammar says it amounts to.
+  """
+  written = {
+    node.name: node
+    for node in ast.parse(source).body
+    if isinstance(node, ast.FunctionDef)
+  }
   found: dict[str, Node] = {}
-  for node in ast.parse(source).body:
-    if not isinstance(node, ast.FunctionDef) or node.name not in grammar.hooks:
-      continue
-    text, default = ast.unparse(node), interface.hook(node.name).default
-    is_default = text == ast.unparse(ast.parse(default))
-    told = grammar.defaults.get(node.name) if is_default else ast.get_docstring(node)
+  for hook in grammar.hooks:
+    (default,) = ast.parse(interface.hook(hook).default).body
+    node = written.get(hook, default)
+    assert isinstance(node, ast.FunctionDef)
+    text, is_default = ast.unparse(node), ast.unparse(node) == ast.unparse(default)
+    told = grammar.defaults.get(hook) if is_default else ast.get_docstring(node)
     try:
-      tree = grammar.parse(told or "", node.name)
+      tree = grammar.parse(told or "", hook)
     except ValueError:
       continue
     if is_default or text in with_functions("", code(grammar, interface, tree)):
-      found[node.name] = tree
+      found[hook] = tree
   return found

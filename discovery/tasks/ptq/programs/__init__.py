@@ -4,5 +4,5 @@ import importlib.resources
 
 
 def source(name: str) -> str:
-  """Returns the source of a program, `hires` or `wush`."""
+  """Returns the source of a program: `gptq`, `hires` or `wush`."""
   return (importlib.resources.files(__name__) / f"{name}.py").read_text()
