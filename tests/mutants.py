@@ -42,6 +42,7 @@ class Mutant(NamedTuple):
   tests: tuple[str, ...]
 
 
+SCREEN = "tests/discovery/search/test_screen.py"
 TREES = "proposers/expressions/"
 DEMANDS = "search/test_demands.py"
 PROTOCOL = "studies/test_protocol.py"
@@ -509,7 +510,7 @@ DISCOVERY = (
   (
     "Score-only sees no past scores",
     "core/proposal.py",
-    'seen |= {"score", "feedback", "diff"}',
+    'seen |= {"score", "proxy", "feedback", "diff"}',
     'seen |= {"feedback", "diff"}',
     PROMPT,
   ),
@@ -1028,8 +1029,37 @@ MUTANTS = (
       (
         "a program under another text is paid for again",
         "search/registration.py",
-        "p.exec_id == own and p.id not in known",
-        "p.exec_id == own and False",
+        "if other.exec_id == own.exec_id and other.id not in known:",
+        "if other.exec_id == own.exec_id and not known:",
+      ),
+    )
+  ),
+  *(
+    Mutant(name, f"discovery/{file}", before, after, (SCREEN,))
+    for name, file, before, after in (
+      (
+        "what the proxy finds worse runs all the same",
+        "search/cached_evaluator.py",
+        "if ratio <= self._most:",
+        "if ratio:",
+      ),
+      (
+        "every proxy is as good as its parent's",
+        "search/cached_evaluator.py",
+        "self._values.get(parent, value)",
+        "value",
+      ),
+      (
+        "the proxy has the tokens of the evaluation",
+        "tasks/ptq/options.py",
+        'is_fit = phase != "measure"',
+        'is_fit = phase == "fit"',
+      ),
+      (
+        "no arm reads the proxy",
+        "core/proposal.py",
+        '"score", "proxy", "feedback"',
+        '"score", "feedback"',
       ),
     )
   ),

@@ -213,7 +213,6 @@ def unfit(
   prepared: Prepared,
   evaluator: CachedEvaluator,
   programs: Iterable[Record],
-  *,
   checker: str,
 ) -> tuple[str, str] | None:
   """Returns a status and why a candidate is refused before any measurement, or None.

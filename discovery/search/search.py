@@ -225,9 +225,8 @@ class Search:
     refuse = lambda status, detail: self.history.refuse(
       proposal, prepared.id, selection.parent, status, detail
     )
-    checker, known = self._config.checker, self._records.values()
-    found = (selection, prepared, self._evaluator, known)
-    if why := registration.unfit(*found, checker=checker):
+    known = (self._evaluator, self._records.values(), self._config.checker)
+    if why := registration.unfit(selection, prepared, *known):
       return refuse(*why)
     if told := self._screen.check(prepared, selection.parent.id, self.history.emit):
       return refuse("screened", told)

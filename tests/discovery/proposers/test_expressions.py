@@ -67,8 +67,8 @@ def test_the_count_is_that_of_all_trees(hook, depth):
 
 @pytest.mark.parametrize("hook", GRAMMAR.hooks)
 def test_different_trees_are_different_programs(hook):
-  trees = {drawn(hook, index) for index in range(200)}
-  assert len(trees) > 100
+  trees = {drawn(hook, index) for index in range(80)}
+  assert len(trees) > 40
   admitted = (
     candidate_source.admit(source.applied(INITIAL, GRAMMAR, INTERFACE, t), INTERFACE)
     for t in trees
@@ -349,22 +349,3 @@ def test_what_lowers_to_a_program_that_ran_costs_nothing(tmp_path):
   refused = [e for e in store.read_events(tmp_path) if e["event"] == "refused"]
   assert [(e["label"], e["status"]) for e in refused] == [("the same", "duplicate")]
   assert running.ledger.spent == 2
-
-
-def test_a_short_run_finds_what_no_card_offers(tmp_path):
-  task = PtqTask(
-    model="random:0", calibration=[8, 32], proxy=True, margins={"proxy_error": 1e-4}
-  )
-  only = dataclasses.replace(GRAMMAR, residuals={"encode_act": "proxy_act"})
-  executor = LocalExecutor(task)
-  proposer = ExpressionProposer(only, INTERFACE, (), task.target)
-  running = run(tmp_path, task, proposer, executor, seed=6, budget=7)
-  evaluator = CachedEvaluator(task, executor, store.Store(tmp_path / "cards"))
-  cards = [
-    evaluator.prepare(card.edit(INITIAL, params)).full_call
-    for card in task.edit_templates
-    if card.hooks == ("encode_act",)
-    for params in card.params
-  ]
-  best = min(o.values["proxy_error"] for o in evaluator.measure(*cards))
-  assert running.programs.best.values["proxy_error"] < 0.97 * best
