@@ -77,6 +77,7 @@ def entry_text(experiment: Experiment) -> str:
     f"[{e.program[:8]} from {e.parent[:8]}] {e.label}",
     f"status {e.status}; {'gain' if e.gain else 'no gain'}",
     "" if e.score is None else f"score {e.score:.6g}",
+    "" if e.proxy is None else f"proxy {e.proxy:.4g} of its parent's",
     ", ".join(f"{k} {v:+.4g}" for k, v in sorted(e.changes.items())),
     e.feedback,
     e.note,

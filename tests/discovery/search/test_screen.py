@@ -8,6 +8,7 @@ import pytest
 from mxjax.discovery.core import candidate_source, store
 from mxjax.discovery.core.proposal import ExhaustedError, Proposal, strip
 from mxjax.discovery.core.task import Status
+from mxjax.discovery.proposers import prompt
 from mxjax.discovery.proposers.expressions.proposer import ExpressionProposer
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import runs, search
@@ -106,6 +107,7 @@ def test_every_arm_but_a_blind_one_reads_the_proxy(screened):
   told = proposer.contexts[-1].history
   assert [e.proxy for e in told] == [e["ratio"] for e in events["proxy"][1:]]
   assert strip(told[0], "score").proxy == told[0].proxy is not None
+  assert f"proxy {told[0].proxy:.4g} of its" in prompt.entry_text(told[0])
   assert strip(told[0], "none").proxy is None
   del running
 
