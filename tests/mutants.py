@@ -42,6 +42,8 @@ class Mutant(NamedTuple):
   tests: tuple[str, ...]
 
 
+SCREEN = "tests/discovery/search/test_screen.py"
+TREES = "proposers/expressions/"
 DEMANDS = "search/test_demands.py"
 PROTOCOL = "studies/test_protocol.py"
 PROMPT = "proposers/test_prompt.py"
@@ -277,7 +279,7 @@ DISCOVERY = (
   (
     "an old control discriminates again",
     CHECKERS,
-    "and c.call.intervention not in demand.ran",
+    "and (c.call.intervention or c.call.computation) not in demand.ran",
     "and c.call.intervention != demand.ran",
     DEMANDS,
   ),
@@ -508,7 +510,7 @@ DISCOVERY = (
   (
     "Score-only sees no past scores",
     "core/proposal.py",
-    'seen |= {"score", "feedback", "diff", "transfers"}',
+    'seen |= {"score", "proxy", "feedback", "diff", "transfers"}',
     'seen |= {"feedback", "diff"}',
     PROMPT,
   ),
@@ -960,6 +962,113 @@ MUTANTS = (
     "4 * (2 * config.num_kv_heads + 4)",
     "4 * (2 * config.num_kv_heads + 3)",
     ("tests/mxjax/audit/test_plan.py",),
+  ),
+  *(
+    Mutant(
+      name,
+      f"discovery/{file}",
+      before,
+      after,
+      ("tests/discovery/proposers/test_expressions.py",),
+    )
+    for name, file, before, after in (
+      (
+        "a tree takes parts of any type",
+        TREES + "grammar.py",
+        "if got != rule.takes:",
+        "if len(got) != len(rule.takes):",
+      ),
+      (
+        "trees are counted without their parameters",
+        TREES + "grammar.py",
+        "len(rule.settings) * math.prod(parts)",
+        "math.prod(parts)",
+      ),
+      (
+        "parts that are for controls are proposed",
+        TREES + "grammar.py",
+        "if r.type == kind and not r.is_control)",
+        "if r.type == kind)",
+      ),
+      (
+        "variations grow without a bound",
+        TREES + "variation.py",
+        "grammar.depth - len(path), draws))",
+        "9, draws))",
+      ),
+      (
+        "the changed part is always the whole tree",
+        TREES + "variation.py",
+        "if len(differing) != 1:",
+        "if differing:",
+      ),
+      (
+        "a docstring makes a tree of any hook",
+        TREES + "source.py",
+        "if is_default or text in",
+        "if True or text in",
+      ),
+      (
+        "a control of a tree is the parent",
+        TREES + "experiment.py",
+        "if tree.children not in known:",
+        "if tree.children:",
+      ),
+      (
+        "nothing but gains tells the accounts of a tree apart",
+        TREES + "experiment.py",
+        '"down" if control in gaining else "up"',
+        '"down"',
+      ),
+      (
+        "a control may be the candidate",
+        "search/registration.py",
+        ".exec_id in same:",
+        '.exec_id == "":',
+      ),
+      (
+        "a program under another text is paid for again",
+        "search/registration.py",
+        "if other.exec_id == own.exec_id and other.id not in known:",
+        "if other.exec_id == own.exec_id and not known:",
+      ),
+    )
+  ),
+  *(
+    Mutant(name, f"discovery/{file}", before, after, (SCREEN,))
+    for name, file, before, after in (
+      (
+        "what the proxy finds worse runs all the same",
+        "search/cached_evaluator.py",
+        "if ratio <= self._most:",
+        "if ratio:",
+      ),
+      (
+        "every proxy is as good as its parent's",
+        "search/cached_evaluator.py",
+        "self._values.get(parent, value)",
+        "value",
+      ),
+      (
+        "the proxy has the tokens of the evaluation",
+        "tasks/ptq/options.py",
+        'is_fit = phase in ("fit", "proxy")',
+        'is_fit = phase == "fit"',
+      ),
+      (
+        "no arm reads the proxy",
+        "core/proposal.py",
+        '"score", "proxy", "feedback"',
+        '"score", "feedback"',
+      ),
+    )
+  ),
+  Mutant(
+    "a trace is taken for that of another helper's helper",
+    "discovery/core/candidate_source.py",
+    "for n in used.get(one, ())} - found",
+    "for n in used.get(one, ()) if one not in used} - found",
+    ("tests/discovery/core/test_candidate_source.py",),
   ),
   Mutant(
     "evolved programs never get output gradients",
@@ -1622,10 +1731,10 @@ MUTANTS = (
     ("tests/discovery/tasks/ptq/test_ptq.py",),
   ),
   Mutant(
-    "a run begins with RTN whatever is asked",
-    "discovery/tasks/ptq/task.py",
-    'self.interface.default_source() if start == "rtn" else programs.source(start)',
-    "self.interface.default_source()",
+    "margins are those of RTN whatever a run begins with",
+    "discovery/tasks/ptq/margins.py",
+    "programs.source(start) if start else defaults",
+    "defaults",
     ("tests/discovery/tasks/ptq/test_ptq.py",),
   ),
   Mutant(

@@ -25,17 +25,21 @@ from mxjax.discovery.proposers import weighted
 from mxjax.discovery.sandbox import jail, supervisor
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.search import SearchConfig
-from mxjax.discovery.tasks.ptq import margins
+from mxjax.discovery.tasks.ptq import margins, programs
 from mxjax.evaluation.cli.console import STDOUT, printable, say
 from mxjax.storage import atomic_io
 
 
-def _with_margins(spec: dict[str, Any]) -> dict[str, Any]:
-  """Adds the margins of a `ptq` task, which are measured once per contract."""
+def _with_margins(spec: dict[str, Any], start: str = "") -> dict[str, Any]:
+  """Adds the margins of a `ptq` task, which are measured once per contract.
+
+  They are those of `start`, if that is a program of the library: a file's source would
+  run outside the jail.
+  """
   if spec["task"] != "ptq" or "margins" in spec:
     return spec
   say("measuring margins and thresholds of this contract, once")
-  return dict(margins.calibrated(spec))
+  return dict(margins.calibrated(spec, start if start in programs.NAMES else ""))
 
 
 def study(options: argparse.Namespace) -> None:
@@ -83,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
   run_, folder = run_options(options), pathlib.Path(options.out)
   task_.load(run_.task)  # Before anything is written.
   _probe(run_)
-  spec = _with_margins(dict(run_.task))
+  spec = _with_margins(dict(run_.task), options.start)
   runs.write_options(folder, dataclasses.replace(run_, task=spec))
   resolved = config.text(options.resolved).encode()
   atomic_io.write_durably(folder / "config.toml", resolved)

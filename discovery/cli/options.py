@@ -8,7 +8,9 @@ from typing import Any
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.proposers import weighted
 from mxjax.discovery.search import runs
+from mxjax.discovery.search.settings import SearchConfig
 from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER
+from mxjax.discovery.tasks.ptq import programs
 
 
 def run_options(options: argparse.Namespace) -> runs.RunOptions:
@@ -24,7 +26,6 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
     "model": options.model,
     "holdout": options.holdout_model,
     "transfer": options.transfer_model,
-    "start": options.start,
   }
   spec |= {name: value for name, value in named.items() if value}
   config = {
@@ -37,7 +38,11 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
     config |= AS_IN_PAPER
   if options.paper_allocation:
     config["allocation"] = ARMS[options.arm].allocation
-  for name in ("max_tokens", "max_cost"):
+  if options.proposals_per_call != SearchConfig.proposals_per_call:
+    config["proposals_per_call"] = options.proposals_per_call
+  if options.start:
+    config["start"] = _program(options.start)
+  for name in ("max_tokens", "max_cost", "screen"):
     if getattr(options, name) is not None:
       config[name] = getattr(options, name)
   return runs.RunOptions(
@@ -88,6 +93,22 @@ def _proposer(options: argparse.Namespace) -> dict[str, Any]:
     "tokenizer": options.tokenizer,
     "effort": options.reasoning_effort,
   }
+
+
+def _program(name: str) -> str:
+  """Returns the source of a file, or of a program of the ptq task.
+
+  Raises:
+    ValueError: There is neither.
+  """
+  path = pathlib.Path(name)
+  if path.is_file():
+    return path.read_text()
+  if name not in programs.NAMES:
+    raise ValueError(
+      f"discover: --start: expected a file, {', '.join(programs.NAMES)}, got {name!r}."
+    )
+  return programs.source(name)
 
 
 def _task(name: str) -> dict[str, Any]:

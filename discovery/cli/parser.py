@@ -160,12 +160,30 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--holdout-model", metavar="MODEL", help="held-out model of the ptq task")
   told = "model of the ptq task on which a gain must hold to be built upon"
   add("--transfer-model", metavar="MODEL", help=told)
-  told = "program of the ptq task to begin with: rtn, gptq, wush or hires"
-  add("--start", metavar="NAME", help=told)
   add("--budget", type=int, default=240, metavar="CALLS", help="of the evaluator")
   add("--seed", type=int, default=0, help="of every random choice")
   add("--arm", default="quantforge", choices=sorted(ARMS), help="which search")
+  add(
+    "--start",
+    default="",
+    metavar="PROGRAM",
+    help="the program to begin from: a file, or gptq, wush or hires for the ptq task",
+  )
   add("--width", type=int, default=1, help="proposals made from one state")
+  add(
+    "--screen",
+    type=float,
+    metavar="RATIO",
+    help="measure the task's free proxy, and refuse candidates whose proxy is above "
+    "RATIO of their parent's",
+  )
+  add(
+    "--proposals-per-call",
+    type=int,
+    default=6,
+    metavar="N",
+    help="after N proposals for each call of the budget the run ends",
+  )
   add(
     "--as-in-paper",
     action=FLAG,
@@ -195,7 +213,7 @@ def _add_proposer(parser: argparse.ArgumentParser) -> None:
     "--proposer",
     default="embedded",
     metavar="KIND",
-    help="embedded, llm, cassette or human",
+    help="embedded, expressions, llm, cassette or human",
   )
   add("--endpoint", metavar="URL", help="OpenAI-compatible base URL")
   add("--endpoint-model", metavar="NAME", help="the model to ask there")

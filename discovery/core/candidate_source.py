@@ -209,23 +209,32 @@ def _normalized(source: str) -> str:
 def hook_keys(source: str, hooks: Iterable[str]) -> dict[str, str]:
   """Returns, per hook, a digest of everything that its tracing can depend on.
 
-  The digest covers the hook's own text, all code that is not a hook, and the text of
-  hooks that other functions call. Hooks with equal digests trace to the same program.
+  The digest covers the hook's own text, every statement that is not a function, and the
+  functions that these name, directly or through others. Hooks with equal digests trace
+  to the same program.
   """
-  tree, names = ast.parse(source), set(hooks)
-  text = {n.name: ast.unparse(n) for n in tree.body if isinstance(n, ast.FunctionDef)}
-  rest = [
-    ast.unparse(node)
-    for node in tree.body
-    if not (isinstance(node, ast.FunctionDef) and node.name in names)
-    and _name(node) != "PLAN"
+  body = ast.parse(source).body
+  text = {n.name: ast.unparse(n) for n in body if isinstance(n, ast.FunctionDef)}
+  used = {n.name: _names(n) for n in body if isinstance(n, ast.FunctionDef)}
+  others = [
+    n for n in body if not isinstance(n, ast.FunctionDef) and _name(n) != "PLAN"
   ]
-  # A hook that another hook calls by name is part of what the caller computes.
-  used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & names
-  shared = [text[name] for name in sorted(used & text.keys())]
-  return {
-    name: identity.digest([name, text.get(name, ""), rest, shared]) for name in names
-  }
+  rest = [ast.unparse(node) for node in others]
+  shared = {name for node in others for name in _names(node)}
+
+  def reached(name: str) -> list[str]:
+    found: set[str] = set()
+    waiting = {name} | shared
+    while waiting:
+      found |= waiting
+      waiting = {n for one in waiting for n in used.get(one, ())} - found
+    return [text[one] for one in sorted(found & text.keys())]
+
+  return {name: identity.digest([name, rest, reached(name)]) for name in hooks}
+
+
+def _names(node: ast.AST) -> set[str]:
+  return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
 def with_functions(source: str, code: str, *, replace: bool = True) -> str:

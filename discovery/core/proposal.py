@@ -59,6 +59,7 @@ class Experiment:
       refused by the transfer model.
     transfers: Whether that model improved as well, or None if it was not asked.
     score: The measured target, or None.
+    proxy: The free proxy relative to the parent's, or None if it was not measured.
     feedback: What execution said: an error, or why the proposal was refused.
     diff: Unified difference from the parent's source.
     explanations: The registered accounts with their predictions, the focal one first.
@@ -76,6 +77,7 @@ class Experiment:
   changes: Mapping[str, float]
   gain: bool
   score: float | None = None
+  proxy: float | None = None
   feedback: str = ""
   diff: str = ""
   verdict: str = ""
@@ -100,7 +102,8 @@ class Demand:
     before: The computation in the parent of the program that the verdict is about.
     intervention: The computation in that program.
     accounts: The accounts that its packet registered, the focal one first.
-    ran: The interventions of its controls that succeeded.
+    ran: The interventions of its controls that succeeded, or the computations of those
+      that are programs.
     attempts: Responses that have failed their check so far.
   """
 
@@ -253,8 +256,8 @@ def answer(store: Store, key: str, ask: Callable[[], Proposal]) -> Proposal:
 def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
   """Removes the fields of an experiment that an arm may not see.
 
-  Score-only sees code, scores, execution feedback and whether gains transfer. TextMem
-  adds free-form summaries and the free observables; ReflectMem has the same
+  Score-only sees code, scores, proxies, execution feedback and whether gains transfer.
+  TextMem adds free-form summaries and the free observables; ReflectMem has the same
   diagnostics. Only QuantForge sees predictions, control outcomes, what they exclude and
   leave, and whether a response reached the code. Without evidence, only the edit and
   how it ended remain.
@@ -263,7 +266,7 @@ def strip(experiment: Experiment, evidence: Evidence) -> Experiment:
     return experiment
   seen = {"program", "parent", "label", "status", "gain"}
   if evidence != "none":
-    seen |= {"score", "feedback", "diff", "transfers"}
+    seen |= {"score", "proxy", "feedback", "diff", "transfers"}
   if evidence in ("text", "reflect"):
     seen |= {"note", "changes"}
   bare = Experiment("", "", "", "", "", {}, gain=False)

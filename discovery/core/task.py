@@ -193,14 +193,6 @@ class Task(Protocol):
     """Returns the same task on data that the search never sees, or None."""
 
 
-def initial_source(task: Task) -> str:
-  """Returns the program that a run begins with.
-
-  It is the task's attribute `initial_source`, or without one the interface's default.
-  """
-  return getattr(task, "initial_source", "") or task.interface.default_source()
-
-
 def transfer(task: Task) -> Task | None:
   """Returns the task on the model that must improve too, by its method `transfer`.
 

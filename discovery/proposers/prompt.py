@@ -78,6 +78,7 @@ def entry_text(experiment: Experiment) -> str:
     f"status {e.status}; {'gain' if e.gain else 'no gain'}",
     "" if e.transfers is None else f"transfer {'' if e.transfers else 'not '}accepted",
     "" if e.score is None else f"score {e.score:.6g}",
+    "" if e.proxy is None else f"proxy {e.proxy:.4g} of its parent's",
     ", ".join(f"{k} {v:+.4g}" for k, v in sorted(e.changes.items())),
     e.feedback,
     e.note,

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,45 @@ class Prepared:
     """The call with every hook, active or not; needs an admitted source."""
     assert self.admitted is not None
     return Call(self.computation, self.admitted.plan, {})
+
+
+class Screen:
+  """The free proxy of a task, which every arm reads alike.
+
+  It is measured in the same jail, from the data of the calibration phase alone, and its
+  outcomes are stored with the run, so a resumed run decides alike.
+  """
+
+  def __init__(
+    self,
+    evaluator: "CachedEvaluator | None",
+    most: float | None,
+    ratios: dict[str, float | None],
+  ) -> None:
+    """Takes the evaluator of the proxy's task; without one, nothing is screened.
+
+    `most` is the largest proxy, relative to the parent's, that is worth a call.
+    `ratios` receives the last such ratio of each program.
+    """
+    self._evaluator, self._most, self._ratios = evaluator, most, ratios
+    self._values: dict[str, float] = {}
+
+  def check(self, prepared: Prepared, parent: str, emit: Callable[..., None]) -> str:
+    """Measures and logs the proxy; returns why it is not worth a call, if so."""
+    if self._evaluator is None or self._most is None:
+      return ""
+    (ended,) = self._evaluator.measure(prepared.full_call)
+    ratio = None
+    if ended.status == Status.OK:
+      self._values[prepared.id] = value = ended.values[self._evaluator.task.target]
+      ratio = value / max(self._values.get(parent, value), 1e-30)
+    self._ratios[prepared.id] = ratio
+    emit("proxy", program=prepared.id, parent=parent, ratio=ratio, **ended.to_dict())
+    if ratio is None:
+      return f"its proxy ended {ended.status}: {ended.detail}"
+    if ratio <= self._most:
+      return ""
+    return f"its proxy is {ratio:.4g} of its parent's, at most {self._most}"
 
 
 PREPARED = 512

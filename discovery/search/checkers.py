@@ -133,7 +133,7 @@ def missing(
         if c.kind == "control"
         and c.name in outcomes
         and outcomes[c.name].status == Status.OK
-        and c.call.intervention not in demand.ran
+        and (c.call.intervention or c.call.computation) not in demand.ran
       ]
       pairs = itertools.product(new, itertools.combinations(left, 2))
       if not any(disagree(a.predicts(n), b.predicts(n)) for n, (a, b) in pairs):

@@ -17,11 +17,16 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 
 class History:
-  """The experiments of a run; `on_event`, if set, receives every logged event."""
+  """The experiments of a run; `on_event`, if set, receives every logged event.
+
+  Attributes:
+    proxies: The last proxy of each program relative to its parent's.
+  """
 
   def __init__(self, store: Store, task: Task, mark_every: int) -> None:
     """Starts empty."""
     self.experiments: list[Experiment] = []
+    self.proxies: dict[str, float | None] = {}
     self.on_event: OnEvent | None = None
     self._store, self._task, self._every = store, task, mark_every
     self._marked = 0
@@ -68,6 +73,7 @@ class History:
         changes=changes,
         gain=self.improves(changes) and attempt.transfers is not False,
         score=outcome.values.get(self._task.target),
+        proxy=self.proxies.get(attempt.prepared.id),
         feedback=outcome.detail,
         diff=candidate_source.diff(attempt.parent.source, attempt.prepared.source),
         verdict=finding.verdict if finding else "",
@@ -107,6 +113,7 @@ class History:
         status=str(status),
         changes={},
         gain=False,
+        proxy=self.proxies.get(program),
         feedback=detail,
         diff=candidate_source.diff(parent.source, proposal.source),
       )

@@ -1,8 +1,10 @@
 """Turns a proposal into a frozen packet with selected controls and priced calls."""
 
 import dataclasses
+from collections.abc import Iterable
 
 from mxjax.discovery.core import identity
+from mxjax.discovery.core.candidate_source import with_functions
 from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import Demand, Proposal, Record
@@ -148,8 +150,8 @@ def probed(demand: Demand, candidate: Call, parent: Call) -> Call:
 
 def carries(evaluator: CachedEvaluator, call: Call, part: Call) -> bool:
   """Returns whether a program executes the same with this part of another one."""
-  identities = (call, call.replaced(part))
-  return len({evaluator.condition("", "", c).exec_id for c in identities}) == 1
+  before, after = _identities(evaluator, call, call.replaced(part))
+  return before.exec_id == after.exec_id
 
 
 def forbidden(
@@ -213,6 +215,33 @@ def freeze(
   return Attempt(proposal, prepared, selection.parent, checked, packet)
 
 
+def unfit(
+  selection: Selection,
+  prepared: Prepared,
+  evaluator: CachedEvaluator,
+  programs: Iterable[Record],
+  checker: str,
+) -> tuple[str, str] | None:
+  """Returns a status and why a candidate is refused before any measurement, or None.
+
+  Experiments on what executes the same as another program than the parent would ask
+  again what that program has answered. An edit that leaves its parent as it is has a
+  verdict of its own, and costs no call.
+  """
+  if prepared.call is None:
+    return prepared.status, prepared.detail
+  banned = forbidden(selection, prepared, evaluator)
+  if banned is not None and checker != "none":
+    told = f"{banned.label} was {banned.verdict}: {banned.response} it"
+    return banned.response, told
+  (own,) = _identities(evaluator, prepared.call)
+  known = {prepared.id, selection.parent.id}
+  for other in programs:
+    if other.exec_id == own.exec_id and other.id not in known:
+      return "duplicate", f"it executes the same as {other.id[:12]}"
+  return None
+
+
 def _question(
   selection: Selection,
   proposal: Proposal,
@@ -225,8 +254,7 @@ def _question(
   accounts, address = proposal.explanations, (seed, *selection.address)
   conditions = []
   for control in controls.select(policy, accounts, proposal.controls, *address):
-    intervention = _intervention(control, selection.parent, evaluator)
-    call = prepared.full_call._replace(intervention=intervention)
+    call = _controlled(control, selection.parent, prepared, evaluator)
     conditions.append(evaluator.condition(control.name, "control", call, control.cost))
   return tuple(conditions)
 
@@ -256,18 +284,39 @@ def _probes(
   return tuple(conditions)
 
 
-def _intervention(
-  control: Control, parent: Record, evaluator: CachedEvaluator
-) -> dict[str, object]:
-  """Returns a control's intervention, with the parent's call filled in if requested."""
-  intervention = dict(control.intervention)
+def _controlled(
+  control: Control, parent: Record, prepared: Prepared, evaluator: CachedEvaluator
+) -> Call:
+  """Returns the call of a control, with the parent's call filled in if requested.
+
+  A control of kind `program` is the candidate with the functions of its `code` in the
+  place of its own, and so has the identity of the program that it amounts to.
+
+  Raises:
+    ValueError: The control's program does not trace, or is the candidate or its parent.
+  """
+  own, intervention = prepared.full_call, dict(control.intervention)
+  if intervention.get("kind") == "program":
+    source = with_functions(prepared.source, intervention["code"])
+    other = evaluator.prepare(source)
+    same = {c.exec_id for c in _identities(evaluator, own, parent.full_call)}
+    if other.call is None or _identities(evaluator, other.call)[0].exec_id in same:
+      raise ValueError(
+        f"control {control.name}: expected a program that is neither the candidate nor "
+        f"its parent, got {other.detail or 'one that executes the same'}."
+      )
+    return other.full_call
   if intervention.get("parent"):
     before: Call = parent.full_call.active(evaluator.task.interface)
     intervention["parent"] = {
       "computation": dict(before.computation),
       "plan": dict(before.plan),
     }
-  return intervention
+  return own._replace(intervention=intervention)
+
+
+def _identities(evaluator: CachedEvaluator, *calls: Call) -> list[Condition]:
+  return [evaluator.condition("", "", call) for call in calls]
 
 
 def left_out(

@@ -243,7 +243,7 @@ def demand(
     mine.part(scope),
     packet.explanations,
     tuple(
-      call.intervention
+      call.intervention or call.computation
       for name, call in controls_.items()
       if name in attempt.outcomes and attempt.outcomes[name].status == Status.OK
     ),

@@ -14,6 +14,7 @@ from mxjax.discovery.core.proposal import OutageError, Proposer, Record
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.proposers import weighted
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
+from mxjax.discovery.proposers.expressions.proposer import ExpressionProposer
 from mxjax.discovery.proposers.human import HumanProposer
 from mxjax.discovery.sandbox.executor import Executor
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor, RayWorker
@@ -32,7 +33,8 @@ class RunOptions:
   Attributes:
     config: Fields of `SearchConfig`.
     sandbox: `strict`, `standard` or `off`.
-    proposer: `{"kind": "embedded" | "llm" | "cassette" | "human", ...}`.
+    proposer: Settings with their `kind`: `embedded`, `expressions`, `llm`, `cassette`
+      or `human`.
     holdout: When the held-out scorer runs: `after`, `during` or `off`.
   """
 
@@ -92,11 +94,19 @@ def make_proposer(
   settings = dict(options.proposer)
   kind = settings.pop("kind")
   is_contested = settings.pop("contested", False)
-  if kind == "embedded":
+  if kind in ("embedded", "expressions"):
     templates = task.edit_templates
     if is_contested:
       templates = [template.contested() for template in templates]
-    return EmbeddedProposer(templates, task.target)
+    if kind == "embedded":
+      return EmbeddedProposer(templates, task.target)
+    if (grammar := getattr(task, "grammar", None)) is None:
+      raise ValueError(
+        f"discover: task {task.spec['task']!r} has no grammar of trees; use another "
+        "proposer, such as embedded."
+      )
+    hooks, target = task.interface, task.target
+    return ExpressionProposer(grammar, hooks, templates, target, contested=is_contested)
   if kind == "human":
     seconds = settings.get("seconds", 86_400.0)
     return HumanProposer(settings["folder"], task, seconds=seconds)
@@ -104,7 +114,8 @@ def make_proposer(
     metered = options.search.is_metered
     return weighted.make(options.proposer, task, store=store, metered=metered)
   raise ValueError(
-    f"discover: unknown proposer {kind!r}; use embedded, llm, cassette or human."
+    f"discover: unknown proposer {kind!r}; use embedded, expressions, llm, "
+    "cassette or human."
   )
 
 
@@ -169,8 +180,10 @@ def run(
     )
     for each in task_.with_transfer(task)
   ]
+  screening = _screening(options, task, executors[0], store)
   try:
-    champion = make_search(options, task, executors, store).run(on_event)
+    search = make_search(options, task, executors, store, screening=screening)
+    champion = search.run(on_event)
   except OutageError:
     # The scorer would wait for the end of the log.
     if scorer is not None:
@@ -178,7 +191,7 @@ def run(
       scorer.wait()
     raise
   finally:
-    for executor in executors:
+    for executor in filter(None, (*executors, screening)):
       executor.close()
     store.close()
   if options.holdout == "after":
@@ -197,18 +210,47 @@ def make_search(
   executors: Sequence[Executor],
   store: Store,
   archive: Store | None = None,
+  screening: Executor | None = None,
 ) -> Search:
   """Builds the search that the options describe, without executing anything.
 
-  `executors` are of the task and, if it has one, of the task on its transfer model.
+  `executors` are of the task and, if it has one, of the task on its transfer model;
+  `screening` executes the task's proxy, if the options ask for a screen.
   """
   evaluators = [
     CachedEvaluator(each, executor, store, archive=archive)
     for each, executor in zip(task_.with_transfer(task), executors, strict=True)
   ]
+  proxy = None
+  if screening is not None:
+    proxy = CachedEvaluator(_proxy(task), screening, store, archive=archive)
   proposer = make_proposer(options, task, store)
   transfer = Transfer(evaluators[1]) if len(evaluators) > 1 else None
-  return Search(options.search, evaluators[0], proposer, store, transfer)
+  return Search(options.search, evaluators[0], proposer, store, transfer, proxy)
+
+
+def _proxy(task: task_.Task) -> task_.Task:
+  """Returns the task that measures a task's proxy.
+
+  Raises:
+    ValueError: The task has none.
+  """
+  if not hasattr(task, "proxy"):
+    raise ValueError(
+      f"discover: task {task.spec['task']!r} has no proxy; leave out --screen."
+    )
+  return task.proxy()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _screening(
+  options: RunOptions, task: task_.Task, executor: Executor, store: Store
+) -> LocalExecutor | JailedExecutor | None:
+  """Returns an executor for the proxy that shares the artifacts, or None."""
+  if options.search.screen is None:
+    return None
+  if isinstance(executor, LocalExecutor):
+    return executor.sibling(_proxy(task))
+  return make_executor(_proxy(task), store, options.sandbox)
 
 
 def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
@@ -231,7 +273,7 @@ def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
     store = Store(pathlib.Path(scratch))
     executor = make_executor(task, store, sandbox)
     try:
-      ended: Any = executor.trace(task_.initial_source(task))
+      ended: Any = executor.trace(task.interface.default_source())
       if ended.status == task_.Status.OK:
         call = task_.Call(ended.computation, task.interface.default_plan, {})
         for _ in range(2):

@@ -24,9 +24,9 @@ from mxjax.discovery.core.proposal import (
   strip,
 )
 from mxjax.discovery.core.store import Store
-from mxjax.discovery.core.task import Outcome, Status, initial_source
+from mxjax.discovery.core.task import Outcome, Status
 from mxjax.discovery.search import frontier, registration, resolution
-from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared, Screen
 from mxjax.discovery.search.history import History
 from mxjax.discovery.search.registration import Attempt, Selection
 from mxjax.discovery.search.settings import SearchConfig
@@ -42,8 +42,9 @@ class Search:
     proposer: Proposer,
     store: Store,
     transfer: frontier.Transfer | None = None,
+    proxy: CachedEvaluator | None = None,
   ) -> None:
-    """Sets up a run without executing anything; `transfer` judges improvements."""
+    """Sets up a run; `transfer` judges improvements, `proxy` measures for a screen."""
     self._transfer = transfer
     self._config, self._evaluator = config, evaluator
     self._proposer, self._store = proposer, store
@@ -52,6 +53,7 @@ class Search:
     self.programs = frontier.ExecutableFrontier(self._task.target, config.frontier)
     self.residuals = frontier.ResidualFrontier()
     self.history = History(store, self._task, config.mark_every)
+    self._screen = Screen(proxy, config.screen, self.history.proxies)
     self._records: dict[str, Record] = {}
     self._findings: list[verdict.Finding] = []
     self._exhausted: set[str] = set()
@@ -114,7 +116,8 @@ class Search:
       proposer=self._proposer.name,
       margins=dict(self._task.margins),
     )
-    prepared = self._evaluator.prepare(initial_source(self._task))
+    start = self._config.start or self._task.interface.default_source()
+    prepared = self._evaluator.prepare(start)
     ended: Prepared | Outcome = prepared
     if prepared.call is not None:
       packet = registration.alone(prepared, "", self._evaluator)
@@ -128,6 +131,7 @@ class Search:
     assert isinstance(ended, Outcome)
     if self._transfer is not None:
       self._transfer.begin(packet.hash, prepared, self.ledger, self.history)
+    self._screen.check(prepared, "", self.history.emit)
     self._record(packet, prepared, ended, True)
     self.history.mark(self.ledger.spent, self._records.values())
 
@@ -224,12 +228,11 @@ class Search:
     refuse = lambda status, detail: self.history.refuse(
       proposal, prepared.id, selection.parent, status, detail
     )
-    if prepared.call is None:
-      return refuse(prepared.status, prepared.detail)
-    banned = registration.forbidden(selection, prepared, self._evaluator)
-    if banned is not None and self._config.checker != "none":
-      told = f"{banned.label} was {banned.verdict}: {banned.response} it"
-      return refuse(banned.response, told)
+    known = (self._evaluator, self._records.values(), self._config.checker)
+    if why := registration.unfit(selection, prepared, *known):
+      return refuse(*why)
+    if told := self._screen.check(prepared, selection.parent.id, self.history.emit):
+      return refuse("screened", told)
     try:
       attempt = registration.freeze(
         selection,

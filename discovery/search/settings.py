@@ -31,6 +31,9 @@ class SearchConfig:
     shuffled_verdicts: Placebo: replaces each finding by one drawn from all so far.
     allocation: Calls for each of `ledger.KINDS`, or None: any kind may use the budget.
     corruption: Placebo: rate at which predicted symbols are redrawn.
+    screen: Largest proxy, relative to the parent's, that is worth a call; None measures
+      none.
+    start: Source of the initial program; the task's default program if empty.
     max_tokens: Of the proposer, in and out, after which nothing more is asked; or None.
     max_cost: The same in dollars.
   """
@@ -51,6 +54,8 @@ class SearchConfig:
   shuffled_verdicts: bool = False
   allocation: Mapping[str, int] | None = None
   corruption: float = 0.0
+  screen: float | None = None
+  start: str = ""
   max_tokens: int | None = None
   max_cost: float | None = None
 
@@ -70,6 +75,7 @@ class SearchConfig:
     )
 
   def to_dict(self) -> dict[str, Any]:
-    """Returns a JSON-ready form; budgets of the proposer are in it only if set."""
-    unset = {k for k in ("max_tokens", "max_cost") if getattr(self, k) is None}
+    """Returns a JSON-ready form, without what is not set."""
+    optional = ("max_tokens", "max_cost", "screen", "start")
+    unset = {name for name in optional if getattr(self, name) in (None, "")}
     return {k: v for k, v in dataclasses.asdict(self).items() if k not in unset}

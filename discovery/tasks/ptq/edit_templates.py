@@ -13,6 +13,7 @@ from typing import Any
 
 from mxjax.discovery.core.edit_templates import EditTemplate
 from mxjax.discovery.core.residual import Control, Explanation, Predicted, Symbol
+from mxjax.discovery.proposers.expressions.grammar import Grammar
 
 
 def _both(symbol: Symbol, observable: str) -> Mapping[str, Predicted]:
@@ -160,3 +161,7 @@ USEFUL, DECOYS = (
 )
 EDIT_TEMPLATES = (*USEFUL, *DECOYS)
 assert len(USEFUL) == len(DECOYS)
+
+_TREES = importlib.resources.files(__package__) / "grammar.toml"
+GRAMMAR = Grammar.from_dict(tomllib.loads(_TREES.read_text()), SNIPPETS)
+"""Trees for the hooks, with the snippets of the edits among their helpers."""

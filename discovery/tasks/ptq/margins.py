@@ -16,7 +16,7 @@ import numpy as np
 from mxjax.discovery.core import candidate_source
 from mxjax.discovery.core.task import Artifacts, Call, Status
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from mxjax.discovery.tasks.ptq import payload, phases
+from mxjax.discovery.tasks.ptq import payload, phases, programs
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.task import PtqTask
 from mxjax.evaluation.measures.agreement import agreement
@@ -28,15 +28,16 @@ SPREADS = 2.0
 OPERATOR_SHARE = 0.01
 
 
-def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
+def calibrated(spec: Mapping[str, Any], start: str = "") -> dict[str, Any]:
   """Returns the specification completed with measured `margins` and `initial`.
 
-  Runs the initial program, which is our own source, in this process and measures its
-  perplexity over perturbed replicates. The result becomes part of every execution
-  identity, so it must not contain anything that differs between runs, such as a time.
+  Runs the default program, or that of the library named by `start`, which are our own
+  sources, in this process and measures its perplexity over perturbed replicates. The
+  result becomes part of every execution identity, so it must not contain anything that
+  differs between runs, such as a time.
   """
   task = PtqTask(**{key: value for key, value in spec.items() if key != "task"})
-  call, artifacts = _initial(task)
+  call, artifacts = _initial(task, start)
   _, operands = phases.Fit(task.options).run(call, artifacts, b"")
   initial = phases.Measure(task.options).run(call, artifacts, operands)[0]["values"]
   rounding = lambda: artifacts.batched(call.computation["encode_act"])
@@ -53,11 +54,11 @@ def calibrated(spec: Mapping[str, Any]) -> dict[str, Any]:
   return {**task.spec, "margins": margins, "initial": initial}
 
 
-def _initial(task: PtqTask) -> tuple[Call, Artifacts]:
+def _initial(task: PtqTask, start: str) -> tuple[Call, Artifacts]:
   """Returns the initial program's call, and what it runs."""
-  executor, source = LocalExecutor(task), task.initial_source
+  executor, defaults = LocalExecutor(task), task.interface.default_source()
+  source = programs.source(start) if start else defaults
   program = candidate_source.admit(source, task.interface)
-  defaults = task.interface.default_source()
   traced = executor.trace(
     candidate_source.with_functions(source, defaults, replace=False)
   )

@@ -17,7 +17,6 @@ from mxjax.numerics.recovery.mlp_recovery import CELL_RESIDUES
 RANDOM = "random:"
 """Prefix of a model source: `random:3` is a tiny model with random weights."""
 Objective = Literal["log_ppl", "kl", "fit3"]
-Start = Literal["rtn", "gptq", "wush", "hires"]
 TEXTS = ("text", "test_text", "second_text")
 VOCABULARY = 97
 """Vocabulary size of a random model."""
@@ -46,7 +45,7 @@ class PtqOptions:
       ARC-Challenge, of which a small model knows nothing: the loss of accuracy at
       predicting the float model's own next token. The last two are measured only when
       they are the objective.
-    start: The program that the search begins with.
+    proxy: Whether calls measure only the operator error of a few blocks.
     margins: Registered margins, measured by `margins.calibrated`.
     initial: Observables of the initial program, measured with the margins.
 
@@ -69,7 +68,7 @@ class PtqOptions:
   replicates: int = 1
   seed: int = 0
   objective: Objective = "log_ppl"
-  start: Start = "rtn"
+  proxy: bool = False
   margins: Mapping[str, float] = dataclasses.field(default_factory=dict)
   initial: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -79,12 +78,11 @@ class PtqOptions:
       source = getattr(self, name)
       if source is not None and pathlib.Path(source).exists():
         object.__setattr__(self, name, str(pathlib.Path(source).resolve()))
-    for name, known in {"objective": Objective, "start": Start}.items():
-      if (given := getattr(self, name)) not in get_args(known):
-        raise ValueError(
-          f"ptq: expected as {name} one of {', '.join(get_args(known))}, got "
-          f"{given!r}; use one of these."
-        )
+    if self.objective not in get_args(Objective):
+      raise ValueError(
+        f"ptq: expected an objective of {', '.join(get_args(Objective))}, got "
+        f"{self.objective!r}; use one of these."
+      )
     if self.objective == "fit3" and self.second_text is None and not self.is_random:
       raise ValueError(
         "ptq: expected a second_text for the objective fit3, got none; name the file "
@@ -109,9 +107,10 @@ class PtqOptions:
   def tokens(self, phase: str) -> np.ndarray:
     """Returns the token windows of a phase, int32 `[windows, length]`.
 
-    Beside the phases, `second` names the windows of the second text.
+    Beside the phases, `second` names the windows of the second text. The proxy has
+    those of the calibration.
     """
-    is_fit = phase == "fit"
+    is_fit = phase in ("fit", "proxy")
     shape = self.calibration if is_fit else self.windows
     seed = self.seed if is_fit else 0
     if self.is_random:

@@ -101,7 +101,7 @@ def _mapped(
 
 
 @jax.jit
-def _errors(
+def operator_errors(
   leaves: Mapping[str, QuantizedLinear], folded: Any, inputs: Mapping[str, jax.Array]
 ) -> tuple[dict[str, dict[str, jax.Array]], dict[str, jax.Array]]:
   """Returns relative squared errors of a layer's linears, and the rounded activations.
@@ -133,7 +133,8 @@ def _errors(
 
 
 @jax.jit
-def _folded(weight: jax.Array, input_map: Any) -> jax.Array:
+def fold_weight(weight: jax.Array, input_map: Any) -> jax.Array:
+  """Returns float32 blocks of a weight `[out, in]` in the coordinates of a map."""
   blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
   return blocks if input_map is None else input_map.fold(blocks)
 
@@ -225,11 +226,13 @@ class Measure:
         path, leaf = f"{block}/{linear}", params[name][block][linear]["weight"]
         exact = float_params[name][block][linear]["weight"]
         leaves[path], maps[path] = leaf, leaf.input_map
-        folded[path] = execution.block_on_cpu(_folded(exact, leaf.input_map))
+        folded[path] = execution.block_on_cpu(fold_weight(exact, leaf.input_map))
       hidden, inputs = execution.block_on_cpu(
         _mapped(model, float_params[name], maps, hidden)
       )
-      errors, activations = execution.block_on_cpu(_errors(leaves, folded, inputs))
+      errors, activations = execution.block_on_cpu(
+        operator_errors(leaves, folded, inputs)
+      )
       for path, values in errors.items():
         result[f"{name}/{path}"] = {k: float(v) for k, v in values.items()}
         # Adding zero drops the sign of zeros, which is not a response.

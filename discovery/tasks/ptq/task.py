@@ -18,12 +18,12 @@ from mxjax.calibration.calibration import token_fingerprint
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.residual import Residual
 from mxjax.discovery.core.task import Session
-from mxjax.discovery.tasks.ptq import programs
 from mxjax.discovery.tasks.ptq.candidate import INTERVENTIONS
-from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES
+from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES, GRAMMAR
 from mxjax.discovery.tasks.ptq.interface import INTERFACE, REGIMES, RESIDUALS
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.phases import Fit, Measure
+from mxjax.discovery.tasks.ptq.proxy import PROXY, Proxy
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.numerics.contract import PAPER_CONTRACT
 
@@ -53,11 +53,11 @@ class PtqTask:
   The options contain margins and thresholds measured by `margins.calibrated`.
   """
 
-  phases: Sequence[str] = ("fit", "measure")
   interface = INTERFACE
   regimes = REGIMES
   interventions = INTERVENTIONS
   edit_templates = EDIT_TEMPLATES
+  grammar = GRAMMAR
 
   def __init__(self, **options: Any) -> None:
     """Takes the fields of `PtqOptions`.
@@ -71,9 +71,14 @@ class PtqTask:
     self.options = PtqOptions(**options)
 
   @property
+  def phases(self) -> Sequence[str]:
+    """The two phases, or that of the proxy alone."""
+    return ("proxy",) if self.options.proxy else ("fit", "measure")
+
+  @property
   def target(self) -> str:
-    """The objective of the options."""
-    return self.options.objective
+    """The objective of the options, or the proxy."""
+    return PROXY if self.options.proxy else self.options.objective
 
   @property
   def spec(self) -> Mapping[str, Any]:
@@ -112,7 +117,11 @@ class PtqTask:
 
   def open(self, phase: str) -> Session:
     """Loads the model and the phase's tokens."""
-    return (Fit if phase == "fit" else Measure)(self.options)
+    return {"fit": Fit, "measure": Measure, "proxy": Proxy}[phase](self.options)
+
+  def proxy(self) -> "PtqTask":
+    """Returns the task whose calls measure a few blocks only; see `Proxy`."""
+    return PtqTask(**{**dataclasses.asdict(self.options), "proxy": True})
 
   def ideal(self) -> float:
     """Returns the objective of the float model."""
@@ -120,12 +129,6 @@ class PtqTask:
       return 0.0
     model, params = self.options.load()
     return float(np.log(perplexity(model, params, self.options.tokens("measure")).mean))
-
-  @property
-  def initial_source(self) -> str:
-    """The program that the search begins with; RTN is every default."""
-    start = self.options.start
-    return self.interface.default_source() if start == "rtn" else programs.source(start)
 
   def holdout(self) -> "PtqTask | None":
     """Returns the task on the held-out model, or None if there is none."""

@@ -1,14 +1,17 @@
 """One file for a run: what it may hold, what wins, and what the folder keeps of it."""
 
 import json
+import pathlib
 import textwrap
 
 import pytest
 
 from mxjax.discovery.cli import config, options, parser
 from mxjax.discovery.search import runs
+from mxjax.discovery.tasks.ptq import programs
 from mxjax.evaluation.cli import parser as cli
 
+BENCHMARKS = pathlib.Path(__file__).parents[3] / "benchmarks"
 FILE = """
 task = "world"
 task-options = {frontier_note = "é\\u0001", nested = [1, 2.5]}
@@ -46,6 +49,20 @@ def test_the_example_is_a_file_of_options(tmp_path):
   made = options.run_options(parsed(tmp_path, "run", "--out", "x", text=text))
   assert (made.task["seed"], made.config["max_cost"]) == (3, 5.0)
   assert [one["weight"] for one in made.proposer["endpoints"]] == [3.0, 1.0]
+
+
+@pytest.mark.parametrize("start", ["gptq", "hires"])
+def test_a_committed_search_can_be_run(tmp_path, start):
+  text = (BENCHMARKS / f"search_{start}.toml").read_text()
+  made = options.run_options(parsed(tmp_path, "run", "--out", "x", text=text))
+  assert made.config["start"] == programs.source(start)
+  assert made.config["budget"] * made.config["proposals_per_call"] >= 2000
+  task = runs.task_.load(made.task)
+  assert task.target == "kl"
+  assert task.holdout().options.model != task.options.model
+  runs.make_proposer(made, task)
+  with pytest.raises(ValueError, match="expected a file, gptq"):
+    options.run_options(parsed(tmp_path, "run", "--out=x", "--start=none", text=text))
 
 
 def test_what_a_folder_keeps_is_a_file_of_the_same_options(tmp_path):

@@ -207,3 +207,37 @@ def test_34_damaged_artifacts_are_refused_and_the_gate_goes_on():
     worker.close()
   with pytest.raises(artifact.RefusedError):
     artifact.load(b"", "encode")
+
+
+def test_a_hook_is_traced_again_only_for_what_it_reaches():
+  text = """
+SIZE = {size}
+
+def far(x):
+  return x + {far}
+
+def near(x):
+  return far(x)
+
+def other(x):
+  return x + {other}
+
+def geometry(x):
+  return near(x)
+
+def mlp(x):
+  return other(x)
+"""
+  keys = lambda **changed: candidate_source.hook_keys(
+    text.format(**{"size": 1, "far": 1, "other": 1, **changed}), ["geometry", "mlp"]
+  )
+  first, same = (
+    keys(),
+    lambda **changed: [
+      name for name, key in keys(**changed).items() if key == keys()[name]
+    ],
+  )
+  assert first["geometry"] != first["mlp"]
+  assert same(far=2) == ["mlp"]
+  assert same(other=2) == ["geometry"]
+  assert same(size=2) == []

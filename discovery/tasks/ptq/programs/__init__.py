@@ -2,7 +2,9 @@
 
 import importlib.resources
 
+NAMES = ("gptq", "wush", "hires")
+
 
 def source(name: str) -> str:
-  """Returns the source of a program, `gptq`, `wush` or `hires`."""
+  """Returns the source of one of `NAMES`."""
   return (importlib.resources.files(__name__) / f"{name}.py").read_text()

@@ -1,0 +1,103 @@
+"""How fast the free proxy of the ptq task is, and how well it ranks what is real.
+
+  python benchmarks/proxy_rank.py [--trees 24] [--seed 0]
+
+Candidates are the edit cards on the GPTQ program, and trees drawn for one of its hooks.
+On the small Llama-family model, each has its proxy, which includes tracing and
+compiling, the proxy again, compiled, and the KL divergence that an evaluator call
+measures. Rank correlations are Spearman's, over all candidates that run and over those
+whose KL is at most that of GPTQ plus a half. Writes results/proxy_rank.json.
+"""
+
+import argparse
+import json
+import pathlib
+import tempfile
+import time
+
+import numpy as np
+import provenance
+import scipy.stats
+
+from mxjax.discovery.core import store
+from mxjax.discovery.proposers.expressions import source, variation
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.discovery.tasks.ptq import programs
+from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES, GRAMMAR
+from mxjax.discovery.tasks.ptq.task import PtqTask
+from mxjax.models.loading import embedded
+
+RESULT = pathlib.Path(__file__).parent / "results" / "proxy_rank.json"
+OPTIONS = {"objective": "kl", "calibration": [8, 128], "windows": [16, 128]}
+RECOVERY = ("recover_value", "recover_mlp")
+
+
+def candidates(interface, trees, seed):
+  """Sources by label, of which the proxy sees what changed."""
+  start = programs.source("gptq")
+  made = {"gptq": start}
+  for card in EDIT_TEMPLATES:
+    if not set(card.hooks) & set(RECOVERY):
+      made[card.label(card.params[0])] = card.edit(start, card.params[0])
+  for index in range(trees):
+    hook = GRAMMAR.hooks[index % len(GRAMMAR.hooks)]
+    tree = variation.fresh(GRAMMAR, hook, variation.Draws(seed, index))
+    made[tree.text] = source.applied(start, GRAMMAR, interface, tree)
+  return made
+
+
+def correlation(rows):
+  """Spearman's rank correlation of proxy and KL, and how many rows it is over."""
+  pairs = [(row["proxy"], row["kl"]) for row in rows]
+  found = scipy.stats.spearmanr(*zip(*pairs, strict=True))
+  return {"rows": len(rows), "spearman": float(found.statistic)}
+
+
+def measured(trees, seed):
+  """One row a candidate."""
+  task = PtqTask(model=str(embedded.trained_folder("llama")), **OPTIONS)
+  executor = LocalExecutor(task)
+  folder = store.Store(tempfile.mkdtemp(prefix="mxjax-proxy-"))
+  real = CachedEvaluator(task, executor, folder)
+  again = executor.sibling(task.proxy())
+  proxy = CachedEvaluator(task.proxy(), again, folder)
+  seconds = []
+  for label, text in candidates(task.interface, trees, seed).items():
+    start = time.perf_counter()
+    prepared = real.prepare(text)
+    (fast,) = proxy.measure(prepared.full_call)
+    first = time.perf_counter() - start
+    again.run([prepared.full_call], lambda *done: seconds.append(done[-1]))
+    (slow,) = real.measure(prepared.full_call)
+    row = {"label": label, "status": [fast.status, slow.status]}
+    row |= {"proxy": fast.values.get("proxy_error"), "kl": slow.values.get("kl")}
+    yield row | {"seconds": first, "seconds again": seconds[-1]}
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--trees", type=int, default=24)
+  parser.add_argument("--seed", type=int, default=0)
+  options = parser.parse_args()
+  rows = []
+  for row in measured(options.trees, options.seed):
+    rows.append(row)
+    print(json.dumps(row), flush=True)
+  ran = [row for row in rows if row["proxy"] is not None and row["kl"] is not None]
+  near = [row for row in ran if row["kl"] <= 1.5 * rows[0]["kl"]]
+  result = {
+    **provenance.stamp(("scipy",)),
+    "options": OPTIONS | vars(options),
+    "all": correlation(ran),
+    "near gptq": correlation(near),
+    "median seconds": float(np.median([row["seconds"] for row in rows[1:]])),
+    "median seconds again": float(np.median([r["seconds again"] for r in rows[1:]])),
+    "rows": rows,
+  }
+  RESULT.write_text(json.dumps(result, indent=1) + "\n")
+  print({key: result[key] for key in result if key != "rows"})
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,1 @@
+"""Candidates from typed expression trees, varied and recombined by draws."""

@@ -1,0 +1,188 @@
+"""The free proxy: what it reads, what it refuses, and that it costs no call."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mxjax.discovery.core import candidate_source, store
+from mxjax.discovery.core.proposal import ExhaustedError, Proposal, strip
+from mxjax.discovery.core.task import Status
+from mxjax.discovery.proposers import prompt
+from mxjax.discovery.proposers.expressions.proposer import ExpressionProposer
+from mxjax.discovery.sandbox.local_executor import LocalExecutor
+from mxjax.discovery.search import runs, search
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.discovery.tasks import world
+from mxjax.discovery.tasks.ptq import programs, proxy
+from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES, GRAMMAR
+from mxjax.discovery.tasks.ptq.interface import INTERFACE
+from mxjax.discovery.tasks.ptq.task import PtqTask
+
+PTQ = {"model": "random:0", "calibration": [8, 32], "windows": [2, 32]}
+INITIAL = world.INTERFACE.default_source()
+
+
+class Screened(world.World):
+  """A world whose proxy is the loss of its held-out twin."""
+
+  def proxy(self):
+    return Screened(self._seed, self._transfer + 1)
+
+
+class Told:
+  """Proposes one change of a site after another, and keeps what it was told."""
+
+  name = "told"
+
+  def __init__(self, *codes):
+    self._left, self.contexts = list(codes), []
+
+  def propose(self, context):
+    self.contexts.append(context)
+    if not self._left:
+      raise ExhaustedError
+    code = self._left.pop(0)
+    text = f"def attention(x):\n  return {code}\n"
+    return Proposal(
+      source=candidate_source.with_functions(context.parent.source, text), label=code
+    )
+
+
+class Counting(LocalExecutor):
+  """Counts what it executes."""
+
+  ran = 0
+
+  def run(self, calls, on_done):
+    self.ran += len(calls)
+    super().run(calls, on_done)
+
+
+CODES = ("x * 9", "x + 0.001 * x[::-1]", "x / (x - x)", "x * 9 + 0")
+
+
+def run(folder, **config):
+  task = Screened(seed=5)
+  executor, kept, proposer = LocalExecutor(task), store.Store(folder), Told(*CODES)
+  measuring = Counting(task.proxy())
+  measuring._artifacts, measuring._hooks = executor._artifacts, executor._hooks
+  evaluator = CachedEvaluator(task, executor, kept)
+  proxied = CachedEvaluator(task.proxy(), measuring, kept)
+  settings = search.SearchConfig(budget=9, parents="initial", **config)
+  running = search.Search(settings, evaluator, proposer, kept, proxied)
+  running.run()
+  events = store.read_events(folder)
+  return (
+    running,
+    proposer,
+    {
+      k: [e for e in events if e["event"] == k] for k in ("proxy", "refused", "outcome")
+    },
+    measuring.ran,
+  )
+
+
+@pytest.fixture(scope="module")
+def screened(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("screened")
+  return folder, *run(folder, screen=1.0)
+
+
+def test_what_the_proxy_finds_worse_costs_no_call(screened):
+  _, running, _, events, ran = screened
+  initial, big, _, broken, _ = events["proxy"]
+  assert initial["ratio"] == 1.0
+  assert big["ratio"] > 1.0
+  assert broken["status"] == Status.NOT_FINITE
+  assert broken["ratio"] is None
+  refused = {e["label"]: e for e in events["refused"]}
+  assert refused["x * 9"]["status"] == "screened"
+  assert "not_finite" in refused["x / (x - x)"]["detail"]
+  assert running.ledger.spent == len(events["outcome"]) < ran == 5
+
+
+def test_every_arm_but_a_blind_one_reads_the_proxy(screened):
+  _, running, proposer, events, _ = screened
+  told = proposer.contexts[-1].history
+  assert [e.proxy for e in told] == [e["ratio"] for e in events["proxy"][1:]]
+  assert strip(told[0], "score").proxy == told[0].proxy is not None
+  assert f"proxy {told[0].proxy:.4g} of its" in prompt.entry_text(told[0])
+  assert strip(told[0], "none").proxy is None
+  del running
+
+
+def test_a_resumed_run_measures_no_proxy_again(screened):
+  folder, *_ = screened
+  before = (folder / "log.jsonl").read_bytes()
+  *_, ran = run(folder, screen=1.0)
+  assert ran == 0
+  assert (folder / "log.jsonl").read_bytes() == before
+
+
+def test_without_a_screen_nothing_is_measured(tmp_path):
+  _, _, events, ran = run(tmp_path)
+  assert ran == 0
+  assert not events["proxy"]
+
+
+def test_a_task_without_a_proxy_says_so(tmp_path):
+  options = runs.RunOptions(
+    task={"task": "world"}, config={"screen": 1.0}, sandbox="off", holdout="off"
+  )
+  runs.write_options(tmp_path / "run", options)
+  with pytest.raises(ValueError, match="has no proxy"):
+    runs.run(tmp_path / "run")
+
+
+def test_the_proxy_reads_calibration_only():
+  task = PtqTask(**PTQ).proxy()
+  options = task.options
+  assert list(task.phases) == ["proxy"]
+  np.testing.assert_array_equal(options.tokens("proxy"), options.tokens("fit"))
+  assert task.readable("proxy") == PtqTask(**PTQ).readable("fit")
+  texts = {**PTQ, "model": None, "text": __file__, "test_text": proxy.__file__}
+  told = PtqTask(**texts).proxy()
+  assert __file__ in told.readable("proxy")
+  assert proxy.__file__ not in told.readable("proxy")
+
+
+def test_the_proxy_tells_good_edits_from_bad_ones(tmp_path):
+  task = PtqTask(**PTQ).proxy()
+  evaluator = CachedEvaluator(task, LocalExecutor(task), store.Store(tmp_path))
+
+  def measured(text):
+    (outcome,) = evaluator.measure(evaluator.prepare(text).full_call)
+    return outcome.values["proxy_error"]
+
+  initial = INTERFACE.default_source()
+  edit = {t.id: t.edit(initial, t.params[0]) for t in EDIT_TEMPLATES}
+  rtn = measured(initial)
+  assert measured(edit["chart"]) < 0.95 * rtn
+  assert measured(edit["gptq"]) < 0.98 * rtn
+  assert measured(edit["wrong-chart"]) > 1.5 * rtn
+  assert measured(edit["value-affine"]) == rtn
+  assert measured(programs.source("gptq")) == pytest.approx(measured(edit["gptq"]))
+
+
+def test_a_short_run_finds_what_no_card_offers(tmp_path):
+  task = PtqTask(
+    model="random:0", calibration=[8, 32], proxy=True, margins={"proxy_error": 1e-4}
+  )
+  initial = INTERFACE.default_source()
+  only = dataclasses.replace(GRAMMAR, residuals={"encode_act": "proxy_act"})
+  executor = LocalExecutor(task)
+  proposer = ExpressionProposer(only, INTERFACE, (), task.target)
+  kept = store.Store(tmp_path)
+  evaluator = CachedEvaluator(task, executor, kept)
+  settings = search.SearchConfig(seed=6, budget=7)
+  running = search.Search(settings, evaluator, proposer, kept)
+  running.run()
+  cards = [
+    evaluator.prepare(card.edit(initial, params)).full_call
+    for card in task.edit_templates
+    if card.hooks == ("encode_act",)
+    for params in card.params
+  ]
+  best = min(o.values["proxy_error"] for o in evaluator.measure(*cards))
+  assert running.programs.best.values["proxy_error"] < 0.97 * best
