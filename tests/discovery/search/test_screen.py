@@ -66,11 +66,11 @@ def run(folder, **config):
   task = Screened(seed=5)
   executor, kept, proposer = LocalExecutor(task), store.Store(folder), Told(*CODES)
   measuring = Counting(task.proxy())
-  measuring._artifacts, measuring._hooks = executor._artifacts, executor._hooks
+  measuring.artifacts, measuring._hooks = executor.artifacts, executor._hooks
   evaluator = CachedEvaluator(task, executor, kept)
   proxied = CachedEvaluator(task.proxy(), measuring, kept)
   settings = search.SearchConfig(budget=9, parents="initial", **config)
-  running = search.Search(settings, evaluator, proposer, kept, proxied)
+  running = search.Search(settings, evaluator, proposer, kept, proxy=proxied)
   running.run()
   events = store.read_events(folder)
   return (
