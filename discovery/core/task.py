@@ -139,7 +139,11 @@ class ContractError(ValueError):
 
 
 class Task(Protocol):
-  """A search problem."""
+  """A search problem.
+
+  It may also have a `grammar` for `--proposer expressions`, and a method `proxy`, for
+  `--screen`, that returns the task of a cheap stand-in for its target.
+  """
 
   @property
   def spec(self) -> Mapping[str, Any]:
