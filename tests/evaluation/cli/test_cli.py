@@ -178,8 +178,9 @@ def test_layers_on_disk_give_the_same_bits(folder, tmp_path, mxjax):
 
 def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refused):
   out, rows = tmp_path / "bfloat16", []
-  for dtype in ("bfloat16", "float32"):
-    words = arguments(folder, tmp_path / dtype, "--method", "rtn", "--dtype", dtype)
+  # Of a folder, bfloat16 is the default.
+  for dtype, option in (("bfloat16", []), ("float32", ["--dtype", "float32"])):
+    words = arguments(folder, tmp_path / dtype, "--method", "rtn", *option)
     rows += mxjax("quantize", *words)
     manifest = json.loads((tmp_path / dtype / "checkpoint/mxjax.json").read_text())
     assert manifest["model_config"]["dtype"] == dtype == rows[-1]["dtype"]
@@ -194,13 +195,15 @@ def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refuse
   assert (again["dtype"], again["perplexity"]) == ("bfloat16", rows[0]["perplexity"])
   told = refused("evaluate", out, *words, "--dtype", "float32")
   assert "expected --dtype bfloat16, that of its build, got float32" in told
-  of_float = mxjax("evaluate", folder, *words, "--dtype", "bfloat16")
-  assert of_float["perplexity"]["text"]["mean"] == exact[0]
-  resumed = arguments(folder, out, "--method", "rtn", "--dtype", "float32", "--resume")
-  assert "model" in refused("quantize", *resumed)
+  for option, mean in (([], exact[0]), (["--dtype", "float32"], exact[1])):
+    of_float = mxjax("evaluate", folder, *words, *option)
+    assert of_float["perplexity"]["text"]["mean"] == mean
+  resumed = arguments(folder, tmp_path / "float32", "--method", "rtn", "--resume")
+  told = refused("quantize", *resumed)
+  assert 'run has model dtype "float32", not "bfloat16"; resume with' in told
   both = ["compare", *arguments(folder, tmp_path / "both", "--methods", "rtn")]
-  mxjax(*both)
-  assert "made with other dtype" in refused(*both, "--dtype", "bfloat16")
+  assert mxjax(*both)[0]["dtype"] == "bfloat16"
+  assert "made with other dtype" in refused(*both, "--dtype", "float32")
 
 
 def test_plan_reads_the_config_alone(folder, tmp_path, mxjax):
