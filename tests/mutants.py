@@ -750,6 +750,27 @@ MUTANTS = (
     ("tests/evaluation/cli/test_cli.py",),
   ),
   Mutant(
+    "a plan is for the default dtype whatever is asked",
+    "evaluation/cli/commands/plan.py",
+    "models.load_config(options.model, dtype=options.dtype)",
+    "models.load_config(options.model, dtype=None)",
+    ("tests/evaluation/cli/test_cli.py",),
+  ),
+  Mutant(
+    "the time of a plan is that of float32 products",
+    "evaluation/cli/settings.py",
+    "products_a_second(planned.dtype)",
+    'products_a_second("float32")',
+    ("tests/evaluation/cli/test_cli.py",),
+  ),
+  Mutant(
+    "a plan takes captured inputs for float32",
+    "mxjax/audit/plan.py",
+    "return self.itemsize * self.tokens * sum(self.tap_widths)",
+    "return 4 * self.tokens * sum(self.tap_widths)",
+    ("tests/mxjax/audit/test_plan.py",),
+  ),
+  Mutant(
     "one model of a reproduction tells the dtype of all",
     "evaluation/reproduce/settings.py",
     'if dtype(m) != "bfloat16"]',

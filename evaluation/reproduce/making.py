@@ -62,9 +62,9 @@ def planned(options: argparse.Namespace) -> tuple[Table, float | None]:
     *(options.items, options.windows, options.window_length),
     *(options.local_sequences, options.length),
   )
-  rate = timing.products_a_second()
+  rate = functools.cache(timing.products_a_second)
   seconds = lambda made, names, tokens: timing.expected_seconds(
-    made, names, None, tokens, rate
+    made, names, None, tokens, rate(made.dtype)
   )
   return planning.plan_table(todo, plans, sizes, seconds, _timed(options))
 

@@ -8,8 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
+from mxjax import models
+from mxjax.audit import plan
 from mxjax.devices import execution
-from mxjax.evaluation.cli import parser
+from mxjax.evaluation.cli import parser, settings
 from mxjax.models import Tokenizer
 from mxjax.models.loading import embedded
 from tests import tiny
@@ -213,6 +215,19 @@ def test_plan_reads_the_config_alone(folder, tmp_path, mxjax):
   assert mxjax("plan", config, "--sequences", 4)["blocks"] == 6 * 2 + 3
   told = mxjax("plan", config, as_json=False)
   assert "packed layout" in told and "time on this machine, about" in told
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_plan_is_for_the_dtype_of_the_run(folder, mxjax, monkeypatch, dtype):
+  timed = []
+  rate = lambda dtype: timed.append(dtype) or 1e9
+  monkeypatch.setattr(settings, "products_a_second", rate)
+  words = ["plan", folder, *(["--dtype", dtype] if dtype == "float32" else [])]
+  config = models.load_config(folder, dtype=dtype)
+  expected = plan.plan(config, on_disk=False).to_dict()
+  assert mxjax(*words, "--no-on-disk") == json.loads(json.dumps(expected))
+  assert f"a run in {dtype}, layers in memory" in mxjax(*words, as_json=False)
+  assert timed == [dtype]
 
 
 def test_compare_marks_rules_and_resumes(folder, tmp_path, mxjax, refused):
