@@ -168,7 +168,9 @@ def test_layers_on_disk_give_the_same_bits(folder, tmp_path, mxjax):
   rows, manifests = [], []
   for flag in ("--on-disk", "--no-on-disk"):
     out = tmp_path / flag.strip("-")
-    rows += mxjax("quantize", *arguments(folder, out, "--method", "gptq", flag))
+    method = ("--method", "gptq:staged=float16")
+    rows += mxjax("quantize", *arguments(folder, out, *method, flag))
+    assert mxjax("verify", out)["faults"] == []
     manifests.append(json.loads((out / "checkpoint/mxjax.json").read_text()))
   assert manifests[0]["arrays"] == manifests[1]["arrays"]
   assert manifests[0]["nodes"] == manifests[1]["nodes"]
