@@ -750,6 +750,13 @@ MUTANTS = (
     ("tests/evaluation/cli/test_cli.py",),
   ),
   Mutant(
+    "a bfloat16 model embeds in float32",
+    "models/transformer.py",
+    "return take_rows(self.weight, tokens).astype(self.config.dtype)",
+    "return take_rows(self.weight, tokens).astype(jnp.float32)",
+    ("tests/mxjax/calibration/test_activations.py",),
+  ),
+  Mutant(
     "staged activations keep the compute dtype",
     "mxjax/calibration/streams.py",
     "kept = {t: array.astype(staged) for t, array in kept.items()}",

@@ -1,5 +1,7 @@
 """One trajectory of the calibration set: what enters a layer, and what it sees."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from mxjax.calibration import streams
 from mxjax.calibration.activations import Activations
 from mxjax.calibration.calibration import Calibration
 from mxjax.calibration.store import CalibrationStore
+from mxjax.models import CausalLM
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT
 
@@ -99,6 +102,27 @@ def test_staged_activations_are_those_of_the_computation_in_float16(
   np.testing.assert_array_equal(view, sides[1][0][tap][0].astype(jnp.float32))
   activations.leave()
   assert activations.hidden[0].dtype == jnp.float32
+
+
+def test_a_bfloat16_model_computes_and_captures_in_bfloat16(
+  tiny_model, tiny_params, calib
+):
+  model = CausalLM(dataclasses.replace(tiny_model.config, dtype="bfloat16"))
+  narrow = dataclasses.replace(calib, model=model)
+  activations = Activations.embed(tiny_params, narrow, chunk=1)
+  arrays = [*activations.copy().hidden]
+  activations.observe(tiny_params["layers_0"], PAPER_CONTRACT, ("value",))
+  for tap, view in activations.inputs(PAPER_CONTRACT).items():
+    seen = view.sequence(0)
+    assert seen.dtype == jnp.float32, tap
+    np.testing.assert_array_equal(seen, seen.astype(jnp.bfloat16).astype(jnp.float32))
+  arrays += [array for chunk in activations.taps for array in chunk.values()]
+  activations.leave()
+  # Perplexities read the hidden states that leave the last layer.
+  arrays += [*activations.hidden]
+  windows = [jnp.asarray(calib.tokens[:1])]
+  arrays += streams.final_hiddens(model, tiny_params, windows)
+  assert {array.dtype for array in arrays} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.parametrize("peak", [65504.0, 65520.0])
