@@ -66,7 +66,7 @@ SMOLLM2 = (
 
 def options_of(model, out):
   """The options of `compare`."""
-  words = [str(model), "--out", out]
+  words = [str(model), "--out", out, "--dtype", "float32"]
   words += ["--sequences", CALIBRATION[0], "--length", CALIBRATION[1]]
   words += ["--windows", TEST[0], "--window-length", TEST[1]]
   return [str(word) for word in [*words, "--replicates", REPLICATES]]
@@ -141,6 +141,7 @@ def reproduced(name, families, made, tables, *extra, data=""):
   out = RUNS / name
   models_ = ",".join(f"models/trained/{family}" for family in families)
   words = [tables, "--models", models_, "--out", str(out), "--calib", "embedded"]
+  words += ["--dtype", "float32"]
   words += ["--sequences", CALIBRATION[0], "--length", CALIBRATION[1]]
   words += ["--windows", TEST[0], "--window-length", TEST[1], "--seeds", SEEDS]
   words += ["--local-sequences", TEST[0], "--operator-error", *extra]

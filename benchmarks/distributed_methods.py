@@ -31,7 +31,7 @@ def words(options, method, folder, out):
   tokens = str(folder / "tokens.npy")
   return [
     *("quantize", str(MODEL), "--method", method, "--out", str(out)),
-    *("--calib", tokens, "--data", tokens),
+    *("--calib", tokens, "--data", tokens, "--dtype", "float32"),
     *("--sequences", str(options.sequences), "--length", str(options.length)),
     *("--windows", "2", "--window-length", str(options.length)),
   ]

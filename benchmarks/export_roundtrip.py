@@ -121,7 +121,7 @@ def exports_of(source, method, scratch, tokens, options):
   model = [source] if source else []
   arguments = ["quantize", *model, "--method", method, "--out", out, "--windows", 1]
   arguments += ["--sequences", options.sequences, "--length", options.length]
-  run(*arguments, "--window-length", options.length)
+  run(*arguments, "--window-length", options.length, "--dtype", "float32")
   params, config = checkpoint.restore_checkpoint(out / "checkpoint")
   config = models.ModelConfig.from_dict(config)
   for number, (form, extra) in enumerate(EXPORTS[method]):

@@ -98,6 +98,7 @@ class Runner:
     words = ["quantize", str(self.model), "--out", str(out), "--method", self.method]
     words += ["--calib", ids, "--data", ids, "--sequences", "4", "--length", "32"]
     words += ["--windows", "2", "--window-length", "32", "--log", "json", "--json"]
+    words += ["--dtype", "float32"]
     return subprocess.Popen(
       [sys.executable, "-m", "mxjax.evaluation.cli.parser", *words, *extra],
       env=self.environment,

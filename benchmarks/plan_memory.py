@@ -45,11 +45,13 @@ class Case:
   length: int = 1024
   chunk: int = 1
   on_disk: bool = True
+  dtype: str = "float32"
 
 
 CASES = {
   "floor": Case(layers=1, width=128, intermediate=384, sequences=1, length=64),
   "small": Case(),
+  "small in bfloat16": Case(dtype="bfloat16"),
   "chunk of two": Case(layers=2, chunk=2),
   "many sequences": Case(layers=2, sequences=128),
   "wide": Case(layers=2, width=2048, intermediate=6144, sequences=4),
@@ -67,7 +69,9 @@ from mxjax.storage import layer_store
 from mxjax.calibration.calibration import Calibration
 folder, case = json.loads(sys.argv[1])
 execution.keep_freed_memory()
-model, params = models.open_pretrained(folder and pathlib.Path(folder))
+model, params = models.open_pretrained(
+  folder and pathlib.Path(folder), dtype=case["dtype"]
+)
 config = dataclasses.replace(model.config, num_layers=case["layers"])
 model = type(model)(config)
 if not case["on_disk"]:
@@ -119,7 +123,7 @@ def measure(case):
     folder = pathlib.Path(scratch) if case.width else None
     if folder:
       make_checkpoint(folder, case)
-    config = models.load_config(folder)
+    config = models.load_config(folder, dtype=case.dtype)
     planned = plan.plan(
       # In memory a run holds all layers, however many of them the case quantizes.
       config,

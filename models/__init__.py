@@ -7,6 +7,7 @@ from mxjax.models import families
 from mxjax.models.config import ModelConfig, RopeScaling
 from mxjax.models.generation import generate
 from mxjax.models.loading import gguf, hub, weights
+from mxjax.models.loading.hub import default_dtype
 from mxjax.models.loading.lazy import LazyParams
 from mxjax.models.tokenizer import Tokenizer
 from mxjax.models.transformer import PROJECTION_TAPS, CausalLM
@@ -18,6 +19,7 @@ __all__ = [
   "ModelConfig",
   "RopeScaling",
   "Tokenizer",
+  "default_dtype",
   "from_pretrained",
   "generate",
   "load_config",
@@ -27,15 +29,16 @@ __all__ = [
 
 
 def from_pretrained(
-  source: str | pathlib.Path | None = None, *, dtype: str = "float32"
+  source: str | pathlib.Path | None = None, *, dtype: str | None = "float32"
 ) -> tuple[CausalLM, dict[str, Any]]:
   """Loads a model and all of its weights.
 
   Args:
     source: None for the embedded SmolLM2-135M-Instruct, a `.gguf` file, a folder saved
       by transformers, or a hub id.
-    dtype: Compute dtype, "float32" or "bfloat16". The params keep the dtype in which
-      they are stored (bfloat16 for a GGUF file).
+    dtype: Compute dtype, "float32" or "bfloat16"; None takes `default_dtype(source)`,
+      as every command does without --dtype. The params keep the dtype in which they
+      are stored (bfloat16 for a GGUF file).
 
   Returns:
     A linen module and its params. `model.apply({"params": params}, tokens)` maps int32
@@ -51,7 +54,7 @@ def from_pretrained(
 
 
 def open_pretrained(
-  source: str | pathlib.Path | None = None, *, dtype: str = "float32"
+  source: str | pathlib.Path | None = None, *, dtype: str | None = "float32"
 ) -> tuple[CausalLM, LazyParams]:
   """Opens a model whose weights stay on disk until a layer is read.
 
@@ -59,6 +62,7 @@ def open_pretrained(
   time; `model.apply` does not. Arguments and errors are those of `from_pretrained`,
   except that NaN and inf are detected only when a layer is read.
   """
+  dtype = dtype or default_dtype(source)
   config = load_config(source, dtype=dtype) if hub.is_id(source) else None
   path = hub.resolve(source)
   if path.is_dir():
@@ -69,12 +73,13 @@ def open_pretrained(
 
 
 def load_config(
-  source: str | pathlib.Path | None = None, *, dtype: str = "float32"
+  source: str | pathlib.Path | None = None, *, dtype: str | None = "float32"
 ) -> ModelConfig:
   """Reads the config of a model, without downloading its weights.
 
   Arguments and errors are as in `from_pretrained`; `source` may be a `config.json`.
   """
+  dtype = dtype or default_dtype(source)
   if hub.is_id(source):
     return families.from_hf_config(hub.config(str(source)), dtype=dtype)
   path = hub.resolve(source)

@@ -120,8 +120,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
   ),
   "--dtype": dict(
     choices=("float32", "bfloat16"),
-    help="compute dtype of a float model: float32, the default, or bfloat16 as in the "
-    "paper; params keep theirs, and what `quantize` wrote keeps that of its build",
+    help="compute dtype of a float model, by default bfloat16 of a folder or hub id, "
+    "as in the paper, and float32 of a .gguf file and the embedded model; params keep "
+    "theirs, and what `quantize` wrote keeps that of its build",
   ),
   "--storage": dict(
     metavar="NAMES",

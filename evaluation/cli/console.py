@@ -186,5 +186,5 @@ def plan_tables(planned: plan.Plan, name: str, seconds: float | None) -> list[Ta
   return [
     Table(f"{name}: storage", ("what", "size"), storage),
     Table("loaded and packed, HiRes", ("storage", "memory", "to bfloat16"), loaded),
-    Table(f"a run, layers {place}", ("what", "amount"), work),
+    Table(f"a run in {planned.dtype}, layers {place}", ("what", "amount"), work),
   ]

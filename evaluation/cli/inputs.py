@@ -107,9 +107,7 @@ def prepare(
   """
   tell = progress.teller(options.log if processes.is_leader() else "none")
   tell(f"loading {model_name(options)}")
-  model, params = models.open_pretrained(
-    options.model, dtype=options.dtype or models.ModelConfig.dtype
-  )
+  model, params = models.open_pretrained(options.model, dtype=options.dtype)
   on_disk = stays_on_disk(options, params.config)
   for line in settings.announcement(options, params.config, names, on_disk=on_disk):
     tell(line)
@@ -151,7 +149,7 @@ def restore(
   `source` is the run's folder, the checkpoint in it, or what `models.from_pretrained`
   takes; `mesh` is where to place a checkpoint's params, and `storage` the arguments of
   `pack_for_inference` (none: nothing is packed). `dtype` is the compute dtype of a
-  float model.
+  float model; without it, `models.default_dtype` decides.
 
   Raises:
     ValueError: A checkpoint computes in another dtype.
@@ -166,9 +164,7 @@ def restore(
       )
     tokenizer = models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)
   else:
-    model, params = models.from_pretrained(
-      source, dtype=dtype or models.ModelConfig.dtype
-    )
+    model, params = models.from_pretrained(source, dtype=dtype)
     tokenizer = models.load_tokenizer(source)
   if storage:
     params = inference_packing.pack_for_inference(params, **storage)

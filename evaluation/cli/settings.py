@@ -56,9 +56,9 @@ def made_by(options: argparse.Namespace) -> dict[str, Any]:
   }
 
 
-def products_a_second() -> float:
-  """Measures float32 products on the first device, in FLOP/s, within half a second."""
-  matrix = jnp.ones((1024, 1024), jnp.float32)
+def products_a_second(dtype: str) -> float:
+  """Measures products on the first device, in FLOP/s, within half a second."""
+  matrix = jnp.ones((1024, 1024), dtype)
   run = jax.jit(lambda a: a @ a)
   jax.block_until_ready(run(matrix))
   seconds = []
@@ -84,7 +84,7 @@ def expected_seconds(
   """
   if mesh or jax.default_backend() != "cpu":
     return None
-  rate = rate or products_a_second()
+  rate = rate or products_a_second(planned.dtype)
   one_pass = planned.forward_flops / planned.model_passes
   flops = 2.0 * planned.target_weights * test_tokens
   seconds = flops / rate

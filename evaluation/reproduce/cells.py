@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mxjax import methods
+from mxjax.evaluation.cli.arguments import DEFAULT_MODEL
 from mxjax.evaluation.reproduce.declared import Declared
 from mxjax.evaluation.reproduce.quantities import QUANTITIES, Measured
 from mxjax.evaluation.reproduce.tables import Key
@@ -19,6 +20,11 @@ from mxjax.storage import sealed
 
 BUILD = "build"
 MEASURES = ("local", "cost")
+
+
+def source(model: str) -> str | None:
+  """Returns what loads a model of `--models`: None for the embedded one."""
+  return None if model == DEFAULT_MODEL else model
 
 
 class Build(NamedTuple):

@@ -274,6 +274,7 @@ TABLES: Mapping[str, Declared] = {
     {
       "layer-level J_b (A11)": "hires:balance_by=layer",
       "static scales (A12)": "hires:scales=static",
+      "float16-staged activations (A15)": "hires:staged=float16",
       "layer-by-layer recovery (A16)": "hires:recovery_by=layer",
       "quantized upstream (A22)": "hires:upstream=quantized",
       "full HiRes": "hires",

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from jax.errors import JaxRuntimeError
 
-from mxjax.evaluation.cli.arguments import DEFAULT_MODEL
 from mxjax.evaluation.reproduce import cells
 from mxjax.evaluation.reproduce.cells import BUILD, MEASURES, Build, Job
 from mxjax.evaluation.results import FLOAT
@@ -78,7 +77,7 @@ class Work(NamedTuple):
 
 def _source(model: str) -> list[str]:
   """Returns the word that names a model: none for the embedded one."""
-  return [] if model == DEFAULT_MODEL else [model]
+  return [word] if (word := cells.source(model)) else []
 
 
 def check_settings(out: pathlib.Path, settings: Mapping[str, Any]) -> None:

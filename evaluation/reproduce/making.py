@@ -12,7 +12,6 @@ from mxjax.audit import plan
 from mxjax.evaluation import results
 from mxjax.evaluation.cli import inputs, progress
 from mxjax.evaluation.cli import settings as timing
-from mxjax.evaluation.cli.arguments import DEFAULT_MODEL
 from mxjax.evaluation.measures.cost import running_cost
 from mxjax.evaluation.measures.local_errors import local_errors
 from mxjax.evaluation.report import numbers
@@ -51,10 +50,9 @@ def planned(options: argparse.Namespace) -> tuple[Table, float | None]:
   """Plans the jobs that are not done; reads configs alone."""
   out = pathlib.Path(options.out) if options.out else None
   todo = [job for job in _jobs(options) if not (out and job.is_done(out))]
-  name = lambda model: None if model == DEFAULT_MODEL else model
   plans = {
     model: plan.plan(
-      models.load_config(name(model), dtype=options.dtype),
+      models.load_config(cells.source(model), dtype=options.dtype),
       sequences=options.sequences,
       length=options.length,
     )
@@ -64,9 +62,9 @@ def planned(options: argparse.Namespace) -> tuple[Table, float | None]:
     *(options.items, options.windows, options.window_length),
     *(options.local_sequences, options.length),
   )
-  rate = timing.products_a_second()
+  rate = functools.cache(timing.products_a_second)
   seconds = lambda made, names, tokens: timing.expected_seconds(
-    made, names, None, tokens, rate
+    made, names, None, tokens, rate(made.dtype)
   )
   return planning.plan_table(todo, plans, sizes, seconds, _timed(options))
 
@@ -77,8 +75,7 @@ def _measure(options: argparse.Namespace, job: Job, source: str | None = None) -
   tokens = settings.unseen_tokens(options, job, tokenizer)
   if job.what == "cost":
     return running_cost(model, params, tokens[0])
-  float_name = None if job.build.model == DEFAULT_MODEL else job.build.model
-  exact = models.from_pretrained(float_name)[1]
+  exact = models.from_pretrained(cells.source(job.build.model))[1]
   return local_errors(model, exact, params, tokens)
 
 
@@ -103,7 +100,10 @@ def make(
     _timed(options),
   )
   found = {"quantize": work.quantize, "evaluate": work.evaluate}
-  driver.check_settings(work.out, found | {"local_sequences": options.local_sequences})
+  found |= {"local_sequences": options.local_sequences}
+  if options.dtype is None:
+    found["default dtype"] = "bfloat16 of folders and hub ids"
+  driver.check_settings(work.out, found)
   jobs, tell = _jobs(options), progress.teller(options.log)
   for row in left.rows:
     parts = zip(left.head[1:], row[1:], strict=True)

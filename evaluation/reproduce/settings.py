@@ -85,8 +85,10 @@ def reduced(whole: Declared, needs: set[str], options: argparse.Namespace) -> li
     found.append(f"{len(used)} of {len(whole.draws)} calibration draws")
   if (options.sequences, options.length) != (SEQUENCES, LENGTH):
     found.append(f"{options.sequences} x {options.length} calibration tokens")
-  if options.dtype != "bfloat16":
-    found.append("float32 arithmetic")
+  dtype = lambda model: options.dtype or models.default_dtype(cells.source(model))
+  if wide := [m for m in options.models if dtype(m) != "bfloat16"]:
+    of = "" if wide == options.models else f" of {', '.join(map(_name, wide))}"
+    found.append(f"float32 arithmetic{of}")
   if options.calib != "c4":
     found.append(f"calibrated on {_name(options.calib)}")
   if {*ACCURACIES} & needs and options.items:

@@ -46,10 +46,11 @@ class MxjaxLM(LM):
     """Loads a checkpoint folder of `mxjax quantize`, or a float model.
 
     `pretrained` is a float model that `from_pretrained` accepts; if neither is given,
-    the embedded SmolLM2. `dtype` is the compute dtype of a float model, float32 if
-    None; a checkpoint has that of its build. `max_length` limits the positions; None
-    uses the model's own. `batch_size` and `device` come from the harness and are
-    ignored: batches are formed by length, and JAX chooses the device.
+    the embedded SmolLM2. `dtype` is the compute dtype of a float model, by default
+    that of `models.default_dtype`; a checkpoint has that of its build. `max_length`
+    limits the positions; None uses the model's own. `batch_size` and `device` come
+    from the harness and are ignored: batches are formed by length, and JAX chooses
+    the device.
 
     Raises:
       ValueError: Arguments are unknown, two models are given, or a checkpoint was built

@@ -26,6 +26,16 @@ def is_id(source: str | pathlib.Path | None) -> bool:
   )
 
 
+def default_dtype(source: str | pathlib.Path | None) -> str:
+  """Returns the compute dtype of a model for which none is asked.
+
+  It is bfloat16, as in the paper, of a hub id and of a folder as transformers saves
+  them; a GGUF file, and so the embedded model, computes in float32.
+  """
+  is_gguf = source is None or str(source).endswith(".gguf")
+  return "float32" if is_gguf else "bfloat16"
+
+
 def resolve(source: str | pathlib.Path | None) -> pathlib.Path:
   """Returns the local file or folder of a model, downloading it if it is a hub id.
 

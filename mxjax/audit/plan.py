@@ -42,6 +42,7 @@ RECOVERY_FITS = 2
 class Plan:
   """Sizes in bytes, counts, and work; see `to_dict` for the printed form."""
 
+  dtype: str  #: Compute dtype, of which are hidden states and captured inputs.
   parameters: int  #: Of the whole model; a tied head counts once.
   target_weights: int  #: Weights of the target linears.
   blocks: int  #: Input blocks of all target linears, counted for each linear.
@@ -102,6 +103,7 @@ def plan(
   run = RunArrays(config, linears, tokens // (data * model), length, chunk)
   return Plan(
     **sizes,
+    dtype=config.dtype,
     loaded=_loaded(config, sizes),
     memory=_memory(run, sizes, devices=data * model, model=model, on_disk=on_disk),
     on_disk=on_disk,
@@ -215,8 +217,8 @@ class RunArrays:
     return self.tokens * self.config.hidden_size * self.itemsize
 
   def inputs(self) -> int:
-    """Captured inputs of a layer's linears, float32."""
-    return 4 * self.tokens * sum(self.tap_widths)
+    """Captured inputs of a layer's linears."""
+    return self.itemsize * self.tokens * sum(self.tap_widths)
 
   def values(self) -> int:
     """A layer's captured values, the targets of attention's fit."""
@@ -235,8 +237,8 @@ class RunArrays:
     return self._in_loop(4) + max(
       # A float32 product: its copy of the weight, input and output.
       4 * largest + 4 * length * (d + hidden),
-      # Gate, up and their product.
-      12 * length * hidden,
+      # Gate, up and their product in float32; XLA keeps narrow ones beside them.
+      (12 if self.itemsize == 4 else 16) * length * hidden,
       # Scores and their exponentials beside the queries.
       8 * config.num_heads * queries * length + 4 * length * d,
     )

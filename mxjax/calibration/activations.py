@@ -41,15 +41,18 @@ class Activations:
     placement: Placement = ONE_DEVICE,
     index: int = 0,
     store: CalibrationStore | None = None,
+    staged: str = "compute",
   ) -> None:
     """Starts before layer `index`, processing `chunk` sequences in a device call.
 
     `hidden` enters the layer, or is None if the store has it; its buffers are donated
     when the layer runs. `store` shares hidden states and reductions of a float model;
-    it does not work on a mesh.
+    it does not work on a mesh. `staged` is the dtype of captured taps; see
+    `streams.capture`.
     """
     self.calib, self.placement, self.index = calib, placement, index
     self._hidden, self._chunk, self._store = hidden, chunk, store
+    self._staged = staged
     self._layer: Params | None = None
     self._wanted: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
     self._taps: list[dict[str, jax.Array]] | None = None
@@ -65,11 +68,11 @@ class Activations:
     *,
     chunk: int,
     placement: Placement = ONE_DEVICE,
-    store: CalibrationStore | None = None,
+    **options: Any,
   ) -> "Activations":
-    """Embeds the tokens and starts before the first layer."""
+    """Embeds the tokens and starts before the first layer; `options` as there."""
     hidden = streams.embed(calib.model, params, calib.tokens, chunk, placement)
-    return cls(calib, hidden, chunk=chunk, placement=placement, store=store)
+    return cls(calib, hidden, chunk=chunk, placement=placement, **options)
 
   @property
   def hidden(self) -> Chunks:
@@ -133,7 +136,7 @@ class Activations:
         ]
       outputs = [
         execution.block_on_cpu(
-          streams.capture(model, layer, chunk, *self._wanted, placement)
+          streams.capture(model, layer, chunk, *self._wanted, placement, self._staged)
         )
         for chunk in self.hidden
       ]
@@ -141,7 +144,9 @@ class Activations:
       self._hidden = None
       self._leaving = [output for output, _ in outputs]
       streams.check_finite(self._leaving, model.layer_name(self.index))
-    self._taps = [taps for _, taps in outputs]
+      self._taps = [taps for _, taps in outputs]
+      if self._staged != "compute":
+        streams.check_staged(self._taps, model.layer_name(self.index))
     if self._store is not None:
       self._store.put_hidden(self.index + 1, self._leaving)
     return self._taps

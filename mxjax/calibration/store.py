@@ -64,15 +64,22 @@ class CalibrationStore:
   """Stored statistics of one float model and one calibration set."""
 
   def __init__(
-    self, root: str | os.PathLike[str], params: Params, calib: Calibration
+    self,
+    root: str | os.PathLike[str],
+    params: Params,
+    calib: Calibration,
+    staged: str = "compute",
   ) -> None:
     """Derives the folder from the content of params and tokens; writes nothing.
 
-    `root` has one subfolder for each content key, which includes the compute dtype.
+    `root` has one subfolder for each content key, which includes the compute dtype and
+    that in which activations are `staged`.
     """
     config = getattr(calib.model, "config", None)
     dtype = getattr(config, "dtype", "")
-    parts = (FORMAT, params_digest(params), calib.fingerprint, dtype)
+    parts = [FORMAT, params_digest(params), calib.fingerprint, dtype]
+    if staged != "compute":
+      parts.append(staged)
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()
     self.path = pathlib.Path(root) / key[:16]
 

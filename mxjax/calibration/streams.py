@@ -76,7 +76,7 @@ def embed(
 
 @functools.partial(
   jax.jit,
-  static_argnames=("model", "blocked", "plain", "placement"),
+  static_argnames=("model", "blocked", "plain", "placement", "staged"),
   donate_argnames="hidden",
   compiler_options=execution.FEW_TEMPORARIES,
 )
@@ -87,18 +87,23 @@ def capture(
   blocked: tuple[str, ...],
   plain: tuple[str, ...],
   placement: Placement = ONE_DEVICE,
+  staged: str = "compute",
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Runs a chunk through a float layer and returns its output and taps.
 
   `hidden`, `[sequences, T, d]`, is donated. `blocked` taps are returned feature-major,
   `[sequences, blocks, 32, T]`; `plain` taps unchanged, `[sequences, T, ...]`.
+  Taps are rounded to the dtype `staged`, or keep their own with `compute`.
   """
 
   def run(layer: Params, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     def one(sequence: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
       output, taps = model.layer_with_taps(layer, _one(sequence))
-      inputs = {t: mxfp4.to_blocks(taps[t][0]) for t in blocked}
-      return _only(output), inputs | {t: taps[t][0] for t in plain}
+      kept = {t: mxfp4.to_blocks(taps[t][0]) for t in blocked}
+      kept |= {t: taps[t][0] for t in plain}
+      if staged != "compute":
+        kept = {t: array.astype(staged) for t, array in kept.items()}
+      return _only(output), kept
 
     return jax.lax.map(one, hidden)
 
@@ -184,6 +189,18 @@ def check_finite(hidden: Chunks, place: str) -> None:
       "calibration tokens; the float model itself overflows there, so check its "
       "weights and its compute dtype."
     )
+
+
+def check_staged(taps: Sequence[dict[str, jax.Array]], place: str) -> None:
+  """Raises FloatingPointError if captured activations of `place` are not finite."""
+  for name in taps[0]:
+    if bad := sum(int((~jnp.isfinite(chunk[name])).sum()) for chunk in taps):
+      dtype = taps[0][name].dtype
+      raise FloatingPointError(
+        f"quantize: {bad} of {sum(chunk[name].size for chunk in taps)} captured values "
+        f"of {place}/{name} are beyond {dtype}, whose largest is "
+        f"{float(jnp.finfo(dtype).max):g}; leave the option staged={dtype} out."
+      )
 
 
 @execution.jit(static_argnames=("model", "placement"))

@@ -52,6 +52,9 @@ class Program:
       (reading A16); with `layer`, all fits of a layer finish before the next layer.
     weighting: Whether tokens count equally in the moments that hooks see, or by their
       Fisher information, for which the model is differentiated once; see `fisher`.
+    staged: Dtype in which captured activations, the inputs of linears and what recovery
+      fits take from the float model, are kept between passes (reading A15): that of
+      the computation, or float16, whose overflow is refused.
     tune: Scale distillation after everything else, or None.
   """
 
@@ -60,6 +63,7 @@ class Program:
   upstream: Literal["float", "quantized"] = "float"
   recovery_by: Literal["model", "layer"] = "model"
   weighting: Literal["uniform", "fisher"] = "uniform"
+  staged: Literal["compute", "float16"] = "compute"
   tune: ScaleDistillation | None = None
 
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
@@ -112,6 +116,8 @@ class Program:
       field.name: getattr(self, field.name) for field in dataclasses.fields(self)
     }
     del options["name"], options["recover"], options["tune"]
+    if self.staged == "compute":
+      del options["staged"]  # Older runs and rows do not name it.
     for name, value in options.items():
       if isinstance(value, float) and not math.isfinite(value):
         options[name] = str(value)  # For strict JSON.

@@ -60,6 +60,7 @@ def reuse(program: Program, params: Params) -> Reused:
     name=program.name,
     recover=program.recover,
     recovery_by=program.recovery_by,
+    staged=program.staged,
     program=program,
     leaves=leaves,
   )

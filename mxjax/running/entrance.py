@@ -124,17 +124,20 @@ def _program(bound: Any, default: Program) -> tuple[Program, list[str]]:
   kept = [dataclasses.replace(one, recover=()) for one in programs]
   if len(kept) == 1:
     return kept[0], unfit
-  if len({one.upstream for one in kept}) > 1:
-    raise ValueError(
-      "quantize: expected one value of `upstream` in the methods of all rules, got "
-      f"{', '.join(f'{one.name} with {one.upstream}' for one in kept)}; choose one."
-    )
+  shared = {}
+  for option in ("upstream", "staged"):
+    values = [getattr(one, option) for one in kept]
+    if len({*values}) > 1:
+      named = [f"{p.name} with {v}" for p, v in zip(kept, values, strict=True)]
+      raise ValueError(
+        f"quantize: expected one value of `{option}` in the methods of all rules, got "
+        f"{', '.join(named)}; choose one."
+      )
+    shared[option] = values[0]
   order = {key: place for place, key in enumerate(by_method)}
   choice = {name: order[key] for name, key in keys.items()}
   name = " and ".join(one.name for one in kept)
-  return ByRule(
-    name=name, programs=kept, choice=choice, upstream=kept[0].upstream
-  ), unfit
+  return ByRule(name=name, programs=kept, choice=choice, **shared), unfit
 
 
 def _check_program(program: Program, layers: int) -> None:

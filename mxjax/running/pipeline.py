@@ -76,7 +76,11 @@ def quantize_with_record(
     run = RunState(params, calib, program, contract, placement, folder, into)
     count = calib.model.num_layers
     if run.finished < count:
-      shared = None if store is None else CalibrationStore(store, run.params, calib)
+      shared = (
+        None
+        if store is None
+        else CalibrationStore(*(store, run.params, calib, program.staged))
+      )
       trajectories = Trajectories.begin(
         *(program, run.params, calib, folder),
         chunk=chunk,

@@ -65,6 +65,7 @@ class Trajectories:
     """Starts all trajectories before the first layer, or where a killed run stopped."""
     options: dict[str, Any] = {"chunk": chunk, "placement": placement}
     of_whole, gradients = dict(options), None
+    options["staged"] = program.staged
     if program.weighting == "fisher":
       on_disk = (store or folder) if placement.mesh is None else None
       gradients = OutputGradients(on_disk.path / "gradients" if on_disk else None)

@@ -43,6 +43,17 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, 
   }
 
 
+def _parts(key: str, had: Any, new: Any) -> list[tuple[str, list[Any]]]:
+  """Returns what differs in a value, of two mappings by their keys."""
+  if isinstance(had, Mapping) and isinstance(new, Mapping):
+    return [
+      (f"{key} {part}", [had.get(part), new.get(part)])
+      for part in {**had, **new}
+      if had.get(part) != new.get(part)
+    ]
+  return [(key, [had, new])]
+
+
 class RunJournal:
   """The journal of a run and its folder; locked against other processes until `close`.
 
@@ -197,7 +208,9 @@ class RunJournal:
       return []
     if wrong := _differing(ours, started):
       texts = [
-        f"{k} {_abbreviate(had)}, not {_abbreviate(v)}" for k, (had, v) in wrong.items()
+        f"{name} {_abbreviate(had)}, not {_abbreviate(new)}"
+        for key, pair in wrong.items()
+        for name, (had, new) in _parts(key, *pair)
       ]
       raise ValueError(
         f"run folder: the run in {self.path} has {'; '.join(texts)}; resume with "

@@ -19,6 +19,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     "functions. Evaluating the quantized model afterwards is not in it.",
   )
   arguments.add(parser, "model", "--sequences", "--length", "--chunk", "--on-disk")
+  arguments.add(parser, "--dtype")
   mesh_help = "memory of one of several devices: data=4,model=2"
   arguments.add(parser, "--mesh", help=mesh_help)
   arguments.add(parser, "--json")
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
   from mxjax.devices import mesh as meshes
   from mxjax.evaluation.cli import console, inputs, settings
 
-  config = models.load_config(options.model)
+  config = models.load_config(options.model, dtype=options.dtype)
   planned = plan.plan(
     config,
     sequences=options.sequences,

@@ -49,7 +49,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group("calibration")
   arguments.add(group, "--calib", default="c4", help="embedded, or as of `quantize`")
   arguments.add(group, "--sequences", "--length", "--sampling")
-  arguments.add(parser, "--dtype", default="float32")
+  arguments.add(parser, "--dtype")
   group = parser.add_argument_group("evaluation")
   add = group.add_argument
   add("--items", type=int, metavar="N", help="first items of each task only")

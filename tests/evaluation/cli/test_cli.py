@@ -8,8 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
+from mxjax import models
+from mxjax.audit import plan
 from mxjax.devices import execution
-from mxjax.evaluation.cli import parser
+from mxjax.evaluation.cli import parser, settings
 from mxjax.models import Tokenizer
 from mxjax.models.loading import embedded
 from tests import tiny
@@ -166,7 +168,9 @@ def test_layers_on_disk_give_the_same_bits(folder, tmp_path, mxjax):
   rows, manifests = [], []
   for flag in ("--on-disk", "--no-on-disk"):
     out = tmp_path / flag.strip("-")
-    rows += mxjax("quantize", *arguments(folder, out, "--method", "gptq", flag))
+    method = ("--method", "gptq:staged=float16")
+    rows += mxjax("quantize", *arguments(folder, out, *method, flag))
+    assert mxjax("verify", out)["faults"] == []
     manifests.append(json.loads((out / "checkpoint/mxjax.json").read_text()))
   assert manifests[0]["arrays"] == manifests[1]["arrays"]
   assert manifests[0]["nodes"] == manifests[1]["nodes"]
@@ -178,8 +182,9 @@ def test_layers_on_disk_give_the_same_bits(folder, tmp_path, mxjax):
 
 def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refused):
   out, rows = tmp_path / "bfloat16", []
-  for dtype in ("bfloat16", "float32"):
-    words = arguments(folder, tmp_path / dtype, "--method", "rtn", "--dtype", dtype)
+  # Of a folder, bfloat16 is the default.
+  for dtype, option in (("bfloat16", []), ("float32", ["--dtype", "float32"])):
+    words = arguments(folder, tmp_path / dtype, "--method", "rtn", *option)
     rows += mxjax("quantize", *words)
     manifest = json.loads((tmp_path / dtype / "checkpoint/mxjax.json").read_text())
     assert manifest["model_config"]["dtype"] == dtype == rows[-1]["dtype"]
@@ -194,13 +199,15 @@ def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refuse
   assert (again["dtype"], again["perplexity"]) == ("bfloat16", rows[0]["perplexity"])
   told = refused("evaluate", out, *words, "--dtype", "float32")
   assert "expected --dtype bfloat16, that of its build, got float32" in told
-  of_float = mxjax("evaluate", folder, *words, "--dtype", "bfloat16")
-  assert of_float["perplexity"]["text"]["mean"] == exact[0]
-  resumed = arguments(folder, out, "--method", "rtn", "--dtype", "float32", "--resume")
-  assert "model" in refused("quantize", *resumed)
+  for option, mean in (([], exact[0]), (["--dtype", "float32"], exact[1])):
+    of_float = mxjax("evaluate", folder, *words, *option)
+    assert of_float["perplexity"]["text"]["mean"] == mean
+  resumed = arguments(folder, tmp_path / "float32", "--method", "rtn", "--resume")
+  told = refused("quantize", *resumed)
+  assert 'run has model dtype "float32", not "bfloat16"; resume with' in told
   both = ["compare", *arguments(folder, tmp_path / "both", "--methods", "rtn")]
-  mxjax(*both)
-  assert "made with other dtype" in refused(*both, "--dtype", "bfloat16")
+  assert mxjax(*both)[0]["dtype"] == "bfloat16"
+  assert "made with other dtype" in refused(*both, "--dtype", "float32")
 
 
 def test_plan_reads_the_config_alone(folder, tmp_path, mxjax):
@@ -210,6 +217,19 @@ def test_plan_reads_the_config_alone(folder, tmp_path, mxjax):
   assert mxjax("plan", config, "--sequences", 4)["blocks"] == 6 * 2 + 3
   told = mxjax("plan", config, as_json=False)
   assert "packed layout" in told and "time on this machine, about" in told
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_plan_is_for_the_dtype_of_the_run(folder, mxjax, monkeypatch, dtype):
+  timed = []
+  rate = lambda dtype: timed.append(dtype) or 1e9
+  monkeypatch.setattr(settings, "products_a_second", rate)
+  words = ["plan", folder, *(["--dtype", dtype] if dtype == "float32" else [])]
+  config = models.load_config(folder, dtype=dtype)
+  expected = plan.plan(config, on_disk=False).to_dict()
+  assert mxjax(*words, "--no-on-disk") == json.loads(json.dumps(expected))
+  assert f"a run in {dtype}, layers in memory" in mxjax(*words, as_json=False)
+  assert timed == [dtype]
 
 
 def test_compare_marks_rules_and_resumes(folder, tmp_path, mxjax, refused):

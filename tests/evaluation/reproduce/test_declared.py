@@ -4,6 +4,7 @@ import pytest
 
 from mxjax import methods
 from mxjax.evaluation.cli import parser
+from mxjax.evaluation.cli.arguments import DEFAULT_MODEL
 from mxjax.evaluation.reproduce import cells, paper, settings
 from mxjax.evaluation.reproduce.cells import Build
 from mxjax.evaluation.reproduce.declared import TABLES
@@ -133,12 +134,17 @@ def test_draws_replace_those_of_the_paper():
 
 
 def test_builds_and_evaluations_get_the_dtype_and_titles_say_it():
-  words = ["reproduce", "main", "--models", "a", "--dtype"]
   told = {}
-  for dtype in ("bfloat16", "float32"):
-    options = parser.build_parser().parse_args([*words, dtype])
-    options.models, options.seeds, options.without = ["a"], (), ()
+  models = ["a", DEFAULT_MODEL]
+  for dtype in ("bfloat16", "float32", None):
+    words = [] if dtype is None else ["--dtype", dtype]
+    options = parser.build_parser().parse_args(["reproduce", "main", *words])
+    options.models, options.seeds, options.without = models, (), ()
     for passed in (settings.quantize_words, settings.evaluate_words):
-      assert passed(options)[-2:] == ["--dtype", dtype]
-    told[dtype] = settings.reduced(TABLES["main"], set(), options)
-  assert set(told["float32"]) - set(told["bfloat16"]) == {"float32 arithmetic"}
+      made = passed(options)
+      assert made[-2:] == words if dtype else "--dtype" not in made
+    told[dtype] = set(settings.reduced(TABLES["main"], set(), options))
+  assert told["float32"] - told["bfloat16"] == {"float32 arithmetic"}
+  # By default each model has its own.
+  of_one = {f"float32 arithmetic of {DEFAULT_MODEL}"}
+  assert told[None] - told["bfloat16"] == of_one

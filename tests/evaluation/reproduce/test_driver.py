@@ -1,5 +1,6 @@
 """The driver end to end on a tiny model: kills, failures, reduced tables, plans."""
 
+import json
 import os
 import pathlib
 import re
@@ -64,8 +65,8 @@ def test_the_table_has_every_cell_and_its_differences(made, model):
     (label, str(seed)) for seed in (0, 3) for label in TABLE.rows
   ]
   assert "failed" not in text and "Not in the paper." in text
-  title = "## Paths (reduced: 2 x 32 calibration tokens, float32 arithmetic, "
-  title += "calibrated on text.txt, "
+  title = "## Paths (reduced: 2 x 32 calibration tokens, calibrated on "
+  title += "text.txt, "
   title += "first 2 windows, windows of 32 tokens, text.txt for wikitext2, "
   assert title + "local errors on 2 sequences)" in text
   assert text.count("## Paths (reduced): differences of operator error") == 1
@@ -117,9 +118,16 @@ def test_a_finished_reproduction_runs_nothing_again(made, model, mxjax, monkeypa
   mxjax(*words(model, made), as_json=False)
 
 
-def test_other_settings_are_refused(made, model, refused):
-  said = refused(*words(model, made, "--windows", 1))
-  assert "was made with quantize" in said and "name another --out" in said
+def test_other_settings_are_refused(made, model, tmp_path, refused):
+  for changed in (("--windows", 1), ("--dtype", "float32")):
+    said = refused(*words(model, made, *changed))
+    assert "was made with quantize" in said and "name another --out" in said
+  # A folder of a time when every model computed in float32.
+  old = json.loads((made / "settings.json").read_text())
+  del old["default dtype"]
+  (tmp_path / "settings.json").write_text(json.dumps(old))
+  said = refused(*words(model, tmp_path))
+  assert "was made with default dtype None, got bfloat16 of folders" in said
 
 
 @pytest.mark.slow

@@ -27,10 +27,12 @@ def evaluated(tmp_path_factory):
   text = folder / "test.txt"
   text.write_text("\n\n".join(passages[:20]))
   sizes = ("--sequences", 2, "--length", 64, "--windows", 1, "--window-length", 64)
+  sizes += ("--dtype", "float32")
   quantize = ("quantize", SOURCE, "--method", "rtn", "--out", folder / "rtn", *sizes)
   tail = ("--tasks", TASKS, "--items", ITEMS, "--wikitext2", text)
   tail += ("--task-windows", 2, "--window-length", 64)
-  exact = ("evaluate", SOURCE, *tail, "--out", folder / "results/float")
+  float32 = ("--dtype", "float32")
+  exact = ("evaluate", SOURCE, *tail, *float32, "--out", folder / "results/float")
   ours = ("evaluate", folder / "rtn", *tail, "--out", folder / "results/rtn")
   for words in (quantize, exact, ours):
     assert parser.main(list(map(str, words))) == 0

@@ -86,6 +86,7 @@ def test_a_gguf_file_equals_the_hf_folder(llama_golden, tmp_path):
   model, params = models.from_pretrained(write(llama_golden, tmp_path / "tiny.gguf"))
   want_model, want = models.from_pretrained(folder)
   assert model == want_model
+  assert models.load_config(tmp_path / "tiny.gguf", dtype=None).dtype == "float32"
   assert jax.tree.structure(params) == jax.tree.structure(want)
   jax.tree.map(np.testing.assert_array_equal, params, want)
 

@@ -26,6 +26,22 @@ def test_a_path_that_is_not_there_is_not_sent_to_the_hub(tmp_path):
       models.from_pretrained(source)
 
 
+@pytest.mark.parametrize(
+  ("source", "dtype"),
+  [(None, "float32"), ("a/b.gguf", "float32"), ("owner/name", "bfloat16")],
+)
+def test_the_source_decides_on_the_default_dtype(source, dtype):
+  assert models.default_dtype(source) == dtype
+
+
+def test_loaders_take_the_default_dtype_where_none_is_named(tmp_path):
+  folder = tiny.save_folder(tmp_path)
+  for read in (models.from_pretrained, models.open_pretrained):
+    assert read(folder, dtype=None)[0].config.dtype == "bfloat16"
+  assert models.load_config(folder, dtype=None).dtype == "bfloat16"
+  assert models.load_config(folder).dtype == "float32"
+
+
 def test_a_hub_id_without_network_says_what_to_do(monkeypatch, tmp_path):
   constants = pytest.importorskip("huggingface_hub.constants")
   monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

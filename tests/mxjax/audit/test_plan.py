@@ -111,8 +111,8 @@ def test_devices_share_streams_and_taps_but_not_the_solve():
 LENGTH, WIDTH, HIDDEN = 1024, 512, 1536
 
 
-@pytest.fixture
-def layer_run():
+@pytest.fixture(params=("float32", "bfloat16"))
+def layer_run(request):
   """A model of one layer, shapes of its params, and what the plan counts of a run."""
   config = tiny.config(
     hidden_size=WIDTH,
@@ -122,6 +122,7 @@ def layer_run():
     num_kv_heads=8,
     head_dim=WIDTH // 8,
     max_positions=LENGTH,
+    dtype=request.param,
   )
   model = CausalLM(config)
   shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
@@ -135,7 +136,7 @@ def layer_run():
 
 def test_arrays_and_temporaries_of_a_pass_are_those_that_xla_states(layer_run):
   model, layer, run = layer_run
-  hidden = jax.ShapeDtypeStruct((1, LENGTH, WIDTH), jnp.float32)
+  hidden = jax.ShapeDtypeStruct((1, LENGTH, WIDTH), model.config.dtype)
   taps = tuple(sorted(set(model.projection_taps.values())))
   lowered = streams.capture.lower(model, layer, hidden, taps, ("value",))
   stated = lowered.compile().memory_analysis()
@@ -143,7 +144,7 @@ def test_arrays_and_temporaries_of_a_pass_are_those_that_xla_states(layer_run):
   # Beside the arrays there is a table of their places.
   assert run.inputs() + run.values() == pytest.approx(kept, abs=1024)
   # Float, attention's and MLP's fit: a stream each.
-  assert run.streams() == 3 * hidden.size * 4
+  assert run.streams() == 3 * hidden.size * hidden.dtype.itemsize
   assert run.capturing() == pytest.approx(stated.temp_size_in_bytes, rel=0.2)
 
 
@@ -156,15 +157,16 @@ def test_the_largest_step_of_a_linear_is_what_xla_states(layer_run):
   assert run.solving(1) == pytest.approx(step + weights, rel=0.2)
 
 
-def test_a_plan_counts_every_array_of_a_run():
-  config = CONFIGS["Llama-3.2-3B"]
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_a_plan_counts_every_array_of_a_run(dtype, size):
+  config = dataclasses.replace(CONFIGS["Llama-3.2-3B"], dtype=dtype)
   few, many = (plan.plan(config, sequences=n, length=512) for n in (8, 16))
   tokens = 8 * 512
   d, hidden, values = 3072, 8192, 1024
   more = {stage: many.memory[stage] - few.memory[stage] for stage in few.memory}
-  recovery = tokens * (3 * d + values) * 4
+  recovery = tokens * (3 * d + values) * size
   assert more["attention recovery"] == more["mlp recovery"] == recovery
-  inputs = tokens * (3 * d + hidden) * 4
+  inputs = tokens * (3 * d + hidden) * size
   assert more["calibration"] == more["quantization"] == recovery + inputs
   held = plan.plan(config, sequences=8, length=512, on_disk=False)
   layer, packed = few.target_weights // 28 * 2, few.packed_total - few.rest

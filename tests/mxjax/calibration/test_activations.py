@@ -1,5 +1,7 @@
 """One trajectory of the calibration set: what enters a layer, and what it sees."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from mxjax.calibration import streams
 from mxjax.calibration.activations import Activations
 from mxjax.calibration.calibration import Calibration
 from mxjax.calibration.store import CalibrationStore
+from mxjax.models import CausalLM
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT
 
@@ -75,6 +78,76 @@ def test_with_a_store_a_layer_runs_only_where_nothing_stored_answers(
       activations.leave()
   assert counts == [0, 1, 2, 2] and len(calls) == 2
   jax.tree.map(np.testing.assert_array_equal, moments[:2], moments[2:])
+
+
+def test_staged_activations_are_those_of_the_computation_in_float16(
+  tiny_params, calib, tmp_path
+):
+  layer, sides, places = tiny_params["layers_0"], [], set()
+  for staged in ("compute", "float16"):
+    activations = Activations.embed(tiny_params, calib, chunk=2, staged=staged)
+    activations.observe(layer, PAPER_CONTRACT, ("value",))
+    sides.append(activations.taps)
+    places.add(CalibrationStore(tmp_path, tiny_params, calib, staged).path)
+  assert len(places) == 2
+  for wide, narrow in zip(*sides, strict=True):
+    assert {array.dtype for array in wide.values()} == {jnp.dtype("float32")}
+    rounded = {t: np.asarray(a).astype(np.float16) for t, a in wide.items()}
+    assert {array.dtype for array in narrow.values()} == {jnp.dtype("float16")}
+    jax.tree.map(np.testing.assert_array_equal, rounded, narrow)
+  # Hidden states flow on as they are; what hooks read is float32 of the rounded.
+  tap = calib.model.projection_taps["mlp", "down_proj"]
+  view = activations.inputs(PAPER_CONTRACT)[tap].sequence(0)
+  assert view.dtype == jnp.float32
+  np.testing.assert_array_equal(view, sides[1][0][tap][0].astype(jnp.float32))
+  activations.leave()
+  assert activations.hidden[0].dtype == jnp.float32
+
+
+def test_a_bfloat16_model_computes_and_captures_in_bfloat16(
+  tiny_model, tiny_params, calib
+):
+  model = CausalLM(dataclasses.replace(tiny_model.config, dtype="bfloat16"))
+  narrow = dataclasses.replace(calib, model=model)
+  activations = Activations.embed(tiny_params, narrow, chunk=1)
+  arrays = [*activations.copy().hidden]
+  activations.observe(tiny_params["layers_0"], PAPER_CONTRACT, ("value",))
+  for tap, view in activations.inputs(PAPER_CONTRACT).items():
+    seen = view.sequence(0)
+    assert seen.dtype == jnp.float32, tap
+    np.testing.assert_array_equal(seen, seen.astype(jnp.bfloat16).astype(jnp.float32))
+  arrays += [array for chunk in activations.taps for array in chunk.values()]
+  activations.leave()
+  # Perplexities read the hidden states that leave the last layer.
+  arrays += [*activations.hidden]
+  windows = [jnp.asarray(calib.tokens[:1])]
+  arrays += streams.final_hiddens(model, tiny_params, windows)
+  assert {array.dtype for array in arrays} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("peak", [65504.0, 65520.0])
+def test_an_overflow_of_float16_is_one_sentence(tiny_params, calib, peak, monkeypatch):
+  """The largest value stays; the next that rounds beyond it is refused."""
+  original = type(calib.model).layer_with_taps
+
+  def planted(self, layer, hidden):
+    output, taps = original(self, layer, hidden)
+    return output, taps | {"value": taps["value"].at[0, 3, 0, 0].set(peak)}
+
+  monkeypatch.setattr(type(calib.model), "layer_with_taps", planted)
+  streams.capture.clear_cache()
+  activations = Activations.embed(tiny_params, calib, chunk=1, staged="float16")
+  observe = lambda: activations.observe(
+    tiny_params["layers_0"], PAPER_CONTRACT, ("value",)
+  )
+  if peak > 65504:
+    told = r"3 of \d+ captured values of layers_0/value are beyond float16, whose larg"
+    with pytest.raises(FloatingPointError, match=told):
+      observe()
+  else:
+    observe()
+    assert float(activations.taps[0]["value"][0, 3, 0, 0]) == peak
+  streams.capture.clear_cache()
 
 
 def test_an_overflow_of_the_float_model_names_the_layer(tiny_params, calib):

@@ -45,6 +45,7 @@ def test_a_reused_build_is_the_program_itself(tiny_model, tiny_params):
     ("hires", "hires:use_balance=false", False),
     ("hires", "hires:rounding=nearest", False),
     ("hires", "hires:upstream=quantized", False),
+    ("hires", "hires:staged=float16", False),
     ("wush", "wush+r", False),
     ("rtn", "rtn+gain", False),
     ("rtn", "gptq", False),

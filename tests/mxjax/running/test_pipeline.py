@@ -235,6 +235,24 @@ def test_recovery_in_one_pass_equals_separate_passes(
         np.testing.assert_allclose(got, one, atol=2e-5)
 
 
+def test_a_build_on_staged_activations_resumes_to_its_own_bits(quantize, tmp_path):
+  method = "gptq:staged=float16"
+  with pytest.raises(pipeline.Stopped):
+    quantize(method, run_dir=tmp_path / "run", stop=lambda: True)
+  plain = quantize("gptq")
+  with pytest.raises(ValueError, match="staged"):
+    quantize("gptq", run_dir=tmp_path / "run", resume=True)
+  resumed = quantize(method, run_dir=tmp_path / "run", resume=True)
+  alone = quantize(method, store=tmp_path / "store")
+  assert_same(resumed, alone)
+  codes = lambda params: [np.asarray(leaf.weight.codes) for leaf in leaves_of(params)]
+  pairs = list(zip(codes(resumed), codes(plain), strict=True))
+  differing = sum(int((a != b).sum()) for a, b in pairs)
+  assert 0 < differing < 0.1 * sum(a.size for a, _ in pairs)
+  # The statistics of a store are not taken over from the other dtype.
+  assert_same(quantize("gptq", store=tmp_path / "store"), plain)
+
+
 def test_the_record_says_what_happened(tiny_hires):
   record = tiny_hires.record
   assert json.loads(json.dumps(record.to_dict()))["program"]["name"] == "hires"

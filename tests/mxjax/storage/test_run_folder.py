@@ -207,7 +207,7 @@ def test_another_run_is_refused_with_what_differs(tmp_path):
     with pytest.raises(ValueError) as caught:
       folder.begin(other, PLACE)
   assert 'weights "ab", not "cd"' in str(caught.value)
-  assert 'program {"name": "p"' in str(caught.value)
+  assert 'program name "p", not "q"' in str(caught.value)
 
 
 def test_a_changed_environment_is_shown(tmp_path):
