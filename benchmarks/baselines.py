@@ -234,6 +234,7 @@ def tables(options, made):
     words += ["--windows", 16 if is_small else 8, "--window-length", length]
     words += ["--local-sequences", options.local_sequences, "--operator-error"]
     words += ["--replicates", REPLICATES] if is_small else []
+    words += ["--without", options.without] if options.without else []
     collected(f"tables_{name}", made, words, {data: "DATA", RUNS.resolve(): "RUNS"})
 
 
@@ -395,6 +396,7 @@ def main():
   parser.add_argument("--seeds", default=SEEDS, help="calibration draws")
   parser.add_argument("--items", type=int, default=ITEMS, help="of each task")
   parser.add_argument("--local-sequences", type=int, default=16)
+  parser.add_argument("--without", help="columns or rows of tables, by name")
   options = parser.parse_args()
   made = provenance.stamp(hidden=("--data",))
   if options.what in WHOLE:
