@@ -4,7 +4,7 @@
   python benchmarks/baselines.py checks llama
   python benchmarks/baselines.py reproduce llama
   python benchmarks/baselines.py stages [--data ../shared/data]
-  python benchmarks/baselines.py tables smollm2 llama [--data ../shared/data]
+  python benchmarks/baselines.py tables smollm2 --part methods [--data ../shared/data]
   python benchmarks/baselines.py rules llama
   python benchmarks/baselines.py next llama qwen3 mistral olmo2
   python benchmarks/baselines.py next-smollm2 [--data ../shared/data] [--draws 1 2 3]
@@ -54,6 +54,11 @@ ABLATIONS = (
   "stages,components,discrete,rules,local,edits,recovery,encoding,geometry,readings,"
   "next,controls"
 )
+PARTS = {
+  "methods": "main,raw,references,aggregates",
+  "ablations": "stages,discrete,progression,components,recovery,encoding,edits",
+}
+"""The paper's tables of one calibration draw, in two results."""
 RULES = ("floor", "even", "rceil")
 CHECKS = (
   *("rtn+rceil", "focus", "focus:batch=4:epochs=8"),
@@ -225,7 +230,7 @@ def tables(options, made):
     is_small = name in FAMILIES
     length = 256 if is_small else 2048
     model = f"models/trained/{name}" if is_small else "SmolLM2-135M"
-    words = [options.tables, "--models", model, "--dtype", "bfloat16"]
+    words = [PARTS[options.part], "--models", model, "--dtype", "bfloat16"]
     words += ["--out", RUNS / f"tables_{name}", "--seeds", options.seeds]
     words += ["--calib", calibration, "--sampling", "windows"]
     words += ["--sequences", 16 if is_small else 8, "--length", length]
@@ -235,7 +240,8 @@ def tables(options, made):
     words += ["--local-sequences", options.local_sequences, "--operator-error"]
     words += ["--replicates", REPLICATES] if is_small else []
     words += ["--without", options.without] if options.without else []
-    collected(f"tables_{name}", made, words, {data: "DATA", RUNS.resolve(): "RUNS"})
+    made_of = f"tables_{name}_{options.part}"
+    collected(made_of, made, words, {data: "DATA", RUNS.resolve(): "RUNS"})
 
 
 def next_smollm2(options, made):
@@ -392,7 +398,7 @@ def main():
   parser.add_argument("--data", default="../shared/data")
   parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 3])
   parser.add_argument("--methods", help="of smollm2, with commas between")
-  parser.add_argument("--tables", default="all", help="of `mxjax reproduce`")
+  parser.add_argument("--part", choices=PARTS, default="ablations", help="of tables")
   parser.add_argument("--seeds", default=SEEDS, help="calibration draws")
   parser.add_argument("--items", type=int, default=ITEMS, help="of each task")
   parser.add_argument("--local-sequences", type=int, default=16)

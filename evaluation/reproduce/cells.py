@@ -79,7 +79,7 @@ def needs(declared: Declared, extra: Sequence[str] = ()) -> set[str]:
 
 
 def without(declared: Declared, left_out: Iterable[str]) -> Declared:
-  """Returns the table without rows of these labels, and columns that need such a job."""
+  """Returns the table without rows of these labels and columns of these jobs."""
   absent = {*left_out}
   rows = {label: row for label, row in declared.rows.items() if label not in absent}
   kept = [name for name in declared.columns if not {*QUANTITIES[name].needs} & absent]

@@ -142,3 +142,10 @@ def test_builds_and_evaluations_get_the_dtype_and_titles_say_it():
       assert passed(options)[-2:] == ["--dtype", dtype]
     told[dtype] = settings.reduced(TABLES["main"], set(), options)
   assert set(told["float32"]) - set(told["bfloat16"]) == {"float32 arithmetic"}
+
+
+def test_the_paper_keeps_a_row_that_is_left_out_of_ours():
+  whole = TABLES["main"]
+  cut = cells.without(whole, ["BATQuant+GPTQ"])
+  assert "BATQuant+GPTQ" not in cut.rows
+  assert {row.label for row in paper.printed(cut)} == {*whole.rows}
