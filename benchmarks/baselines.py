@@ -4,6 +4,7 @@
   python benchmarks/baselines.py checks llama
   python benchmarks/baselines.py reproduce llama
   python benchmarks/baselines.py stages [--data ../shared/data]
+  python benchmarks/baselines.py tables smollm2 --part methods [--data ../shared/data]
   python benchmarks/baselines.py rules llama
   python benchmarks/baselines.py next llama qwen3 mistral olmo2
   python benchmarks/baselines.py next-smollm2 [--data ../shared/data] [--draws 1 2 3]
@@ -46,11 +47,18 @@ CALIBRATION, TEST = (16, 256), (16, 256)
 REPLICATES = 3
 SEEDS = "0,3,5"
 ITEMS = 100
+CALIBRATION_DOCUMENTS = 600
+"""Of the thousand of C4; the others are unseen text."""
 FAMILIES = ("llama", "qwen3", "mistral", "olmo2")
 ABLATIONS = (
   "stages,components,discrete,rules,local,edits,recovery,encoding,geometry,readings,"
   "next,controls"
 )
+PARTS = {
+  "methods": "main,raw,references,aggregates",
+  "ablations": "stages,discrete,progression,components,recovery,encoding,edits",
+}
+"""The paper's tables of one calibration draw, in two results."""
 RULES = ("floor", "even", "rceil")
 CHECKS = (
   *("rtn+rceil", "focus", "focus:batch=4:epochs=8"),
@@ -145,6 +153,15 @@ def reproduced(name, families, made, tables, *extra, data=""):
   words += ["--sequences", CALIBRATION[0], "--length", CALIBRATION[1]]
   words += ["--windows", TEST[0], "--window-length", TEST[1], "--seeds", SEEDS]
   words += ["--local-sequences", TEST[0], "--operator-error", *extra]
+  collected(name, made, words, {data: "DATA"} if data else {})
+
+
+def collected(name, made, words, hidden):
+  """Runs `mxjax reproduce`, and writes its tables and results; hides paths.
+
+  What is finished in its folder, of other tables too, is in the results.
+  """
+  out = pathlib.Path(words[words.index("--out") + 1])
   said = call("reproduce", *map(str, words))
   text = (out / "tables.md").read_text().replace("## ", "### ")
   rows = [
@@ -160,8 +177,9 @@ def reproduced(name, families, made, tables, *extra, data=""):
       place = measured.setdefault("/".join(file.parts[-4:-2]), {})
       place[task] = {key: found[key] for key in ("score", "items", "token_sha256")}
   found = json.dumps({"mxjax": said, "rows": rows, "results": measured})
-  found = json.loads(found.replace(str(data), "DATA") if data else found)
-  write(name, {**made, **found}, text)
+  for place, word in hidden.items():
+    found, text = (whole.replace(str(place), word) for whole in (found, text))
+  write(name, {**made, **json.loads(found)}, text)
 
 
 WITHOUT_TASKS = (
@@ -188,6 +206,43 @@ def stages(options, made):
   words += ["--wikitext2", data / "wikitext2" / "wiki.test.raw"]
   words += ["--c4", data / "c4" / "c4_en_train_first1000.jsonl"]
   reproduced("stages", FAMILIES, made, "stages", *words, data=data)
+
+
+def split_c4(data, folder):
+  """Writes the C4 documents as two files, to calibrate on and to measure on."""
+  file = data / "c4" / "c4_en_train_first1000.jsonl"
+  lines = file.read_text().splitlines(keepends=True)
+  parts = {"calibration": lines[:CALIBRATION_DOCUMENTS]}
+  parts["unseen"] = lines[CALIBRATION_DOCUMENTS:]
+  folder.mkdir(parents=True, exist_ok=True)
+  for name, part in parts.items():
+    (folder / f"c4_{name}.jsonl").write_text("".join(part))
+  return [folder / f"c4_{name}.jsonl" for name in parts]
+
+
+def tables(options, made):
+  """The paper's tables of SmolLM2-135M, or of a small model, in the paper's BF16.
+
+  Calibration draw 0 of SmolLM2 is rows 0 to 7 of the reference protocol.
+  """
+  data = pathlib.Path(options.data).resolve()
+  calibration, unseen = split_c4(data, RUNS.resolve() / "c4")
+  for name in options.families:
+    is_small = name in FAMILIES
+    length = 256 if is_small else 2048
+    model = f"models/trained/{name}" if is_small else "SmolLM2-135M"
+    words = [PARTS[options.part], "--models", model, "--dtype", "bfloat16"]
+    words += ["--out", RUNS / f"tables_{name}", "--seeds", options.seeds]
+    words += ["--calib", calibration, "--sampling", "windows"]
+    words += ["--sequences", 16 if is_small else 8, "--length", length]
+    words += ["--items", options.items, "--task-source", "embedded"]
+    words += ["--wikitext2", data / "wikitext2" / "wiki.test.raw", "--c4", unseen]
+    words += ["--windows", 16 if is_small else 8, "--window-length", length]
+    words += ["--local-sequences", options.local_sequences, "--operator-error"]
+    words += ["--replicates", REPLICATES] if is_small else []
+    words += ["--without", options.without] if options.without else []
+    made_of = f"tables_{name}_{options.part}"
+    collected(made_of, made, words, {data: "DATA", RUNS.resolve(): "RUNS"})
 
 
 def next_smollm2(options, made):
@@ -329,7 +384,12 @@ COMMANDS = {
   "rules": rules,
   "next": next_,
 }
-WHOLE = {"smollm2": smollm2, "next-smollm2": next_smollm2, "stages": stages}
+WHOLE = {
+  "smollm2": smollm2,
+  "next-smollm2": next_smollm2,
+  "stages": stages,
+  "tables": tables,
+}
 
 
 def main():
@@ -339,10 +399,16 @@ def main():
   parser.add_argument("--data", default="../shared/data")
   parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 3])
   parser.add_argument("--methods", help="of smollm2, with commas between")
+  parser.add_argument("--part", choices=PARTS, default="ablations", help="of tables")
+  parser.add_argument("--seeds", default=SEEDS, help="calibration draws")
+  parser.add_argument("--items", type=int, default=ITEMS, help="of each task")
+  parser.add_argument("--local-sequences", type=int, default=16)
+  parser.add_argument("--without", help="columns or rows of tables, by name")
   options = parser.parse_args()
   made = provenance.stamp(hidden=("--data",))
   if options.what in WHOLE:
     WHOLE[options.what](options, made)
+    return
   for family in options.families:
     COMMANDS[options.what](family, made)
 

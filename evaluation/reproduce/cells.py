@@ -85,11 +85,11 @@ def needs(declared: Declared, extra: Sequence[str] = ()) -> set[str]:
 
 
 def without(declared: Declared, left_out: Iterable[str]) -> Declared:
-  """Returns the table without the columns that need a job of `left_out`."""
-  kept = [
-    name for name in declared.columns if not {*QUANTITIES[name].needs} & {*left_out}
-  ]
-  return declared._replace(columns=tuple(kept))
+  """Returns the table without rows of these labels and columns of these jobs."""
+  absent = {*left_out}
+  rows = {label: row for label, row in declared.rows.items() if label not in absent}
+  kept = [name for name in declared.columns if not {*QUANTITIES[name].needs} & absent]
+  return declared._replace(rows=rows, columns=tuple(kept))
 
 
 def jobs(

@@ -44,7 +44,6 @@ def _rows(key: str) -> Iterator[Mapping[str, str]]:
 def printed(declared: Declared) -> list[Printed]:
   """Returns the paper's rows of a table in its order; none for a table of ours."""
   found: dict[tuple[str, str, int | None], dict[str, str]] = {}
-  labels = list(declared.rows)
   for row in (row for key in declared.paper for row in _rows(key)):
     label = next(
       (row[head] for head in LABELS if head in row), next(iter(declared.rows))
@@ -60,6 +59,8 @@ def printed(declared: Declared) -> list[Printed]:
       cells |= {name: row[head]} if head in row else {}
   rows = [Printed(*key, cells) for key, cells in found.items()]
   models = list(dict.fromkeys(row.model for row in rows))
+  # A row may be left out of ours.
+  labels = list(dict.fromkeys([*declared.rows, *(row.label for row in rows)]))
   place = lambda row: (models.index(row.model), row.seed or 0, labels.index(row.label))
   return sorted(rows, key=place)
 

@@ -103,7 +103,7 @@ def reduced(whole: Declared, needs: set[str], options: argparse.Namespace) -> li
         found.append(f"{_name(source)} for {task}")
   if "local" in needs and options.local_sequences < LOCAL_SEQUENCES:
     found.append(f"local errors on {options.local_sequences} sequences")
-  absent = cells.needs(whole) - needs
+  absent = (cells.needs(whole) - needs) | whole.rows.keys()
   if left_out := [name for name in options.without if name in absent]:
     found.append(f"without {', '.join(left_out)}")
   return found

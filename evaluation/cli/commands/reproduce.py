@@ -35,7 +35,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   add("--results", metavar="PLACE", action="append", default=[], help=told)
   add("--plan", action="store_true", help="print what it would take, and start nothing")
   add("--seeds", metavar="LIST", help="calibration draws instead of the paper's")
-  told = f"comma list of what to leave out: tasks, {', '.join((*SEVEN, *MEASURES))}"
+  told = (
+    f"comma list of what to leave out: tasks, {', '.join((*SEVEN, *MEASURES))}, or "
+    "rows by their labels"
+  )
   add("--without", metavar="NAMES", help=told)
   told = "share hidden states and Hessians between builds, on disk"
   add("--store", action=argparse.BooleanOptionalAction, default=True, help=told)
@@ -82,7 +85,8 @@ def _check(options: argparse.Namespace) -> None:
     for each in (SEVEN if name == "tasks" else [name])
   ]
   for name in options.without:
-    arguments.check("measure", name, (*SEVEN, *MEASURES))
+    labels = dict.fromkeys(label for t in options.tables for label in TABLES[t].rows)
+    arguments.check("measure or row", name, (*SEVEN, *MEASURES, *labels))
   short = [pathlib.Path(model).name for model in options.models]
   if len(set(short)) < len(short):
     raise ValueError(

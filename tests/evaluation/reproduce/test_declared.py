@@ -148,3 +148,10 @@ def test_builds_and_evaluations_get_the_dtype_and_titles_say_it():
   # By default each model has its own.
   of_one = {f"float32 arithmetic of {DEFAULT_MODEL}"}
   assert told[None] - told["bfloat16"] == of_one
+
+
+def test_the_paper_keeps_a_row_that_is_left_out_of_ours():
+  whole = TABLES["main"]
+  cut = cells.without(whole, ["BATQuant+GPTQ"])
+  assert "BATQuant+GPTQ" not in cut.rows
+  assert {row.label for row in paper.printed(cut)} == {*whole.rows}

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -190,6 +191,15 @@ def test_a_failing_cell_costs_itself_and_is_tried_again(
   again = mxjax(*command)
   assert again["failures"] == {}
   assert "failed" not in str(again["tables"])
+
+
+def test_rows_can_be_left_out(model, made, tmp_path, mxjax):
+  out = shutil.copytree(made, tmp_path / "out")
+  table, *_ = mxjax(*words(model, out, "--without", "gain"))["tables"]
+  assert [row[1] for row in table["rows"]] == ["none", "both"] * 2
+  assert "without gain" in table["title"]
+  plan = mxjax(*words(model, tmp_path / "new", "--without", "gain", "--plan"))
+  assert plan["rows"][0][1] == "4 (2 with linears of their own)"
 
 
 def test_equal_draws_are_refused(model, tmp_path, refused):
