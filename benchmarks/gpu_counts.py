@@ -6,8 +6,9 @@ Also the launches of a compiled layer, for one token beside a cache and for 2,04
 
 Compiles the kernels as `tests/compile_kernels.py` does, for an H200 and without one,
 disassembles them (`nvdisasm` of a CUDA toolkit, or of the package triton), and counts
-the instructions of one pass through the innermost loop, or of the whole kernel where it
-has none. A multiprocessor starts 128 instructions a cycle, 64 of them on the units for
+the instructions of one pass through the largest loop, or of the whole kernel where it
+has none; and those of the whole kernel with all its passes, which bound the rate.
+A multiprocessor starts 128 instructions a cycle, 64 of them on the units for
 integers, comparisons and selections; that bounds the values a second, and the bound is
 set beside the values that the memory can bring and take. Bounds are no measurements:
 nothing here has run, and no kernel reaches all of its bound.
@@ -20,6 +21,7 @@ import datetime
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import re
@@ -30,7 +32,12 @@ import tempfile
 
 sys.path[:0] = map(str, pathlib.Path(__file__).resolve().parents[:2])
 
-from tests import compile_kernels, kernel_cases
+from tests import compile_kernels
+
+if compile_kernels.obstacle() is None:
+  compile_kernels.prepare()  # XLA reads it when jax is imported.
+
+from tests import kernel_cases
 
 MULTIPROCESSORS, CLOCK, MEMORY = 132, 1.755e9, 4.3e12
 STARTED, INTEGER = 128, 64
@@ -67,8 +74,11 @@ def instructions(sass):
   return found, loops
 
 
-def count(ptx, folder, per_thread):
-  """Instructions a value by kind."""
+def count(ptx, folder, per_thread, passes=1):
+  """Instructions a value by kind, of `passes` through the loop in the whole kernel.
+
+  What is outside the loop runs once. Branches that are skipped count as if taken.
+  """
   cubin = folder / "kernel.cubin"
   tool = compile_kernels.toolkit() / "bin" / "ptxas"
   architecture = f"-arch={compile_kernels.ARCHITECTURE}"
@@ -77,6 +87,7 @@ def count(ptx, folder, per_thread):
     [disassembler(), "-c", cubin], capture_output=True, text=True, check=True
   ).stdout
   found, loops = instructions(sass)
+  whole = sum(op.split(".")[0] != "NOP" for op in found)
   if loops:
     start, end = max(loops, key=lambda span: span[1] - span[0])
     found = found[start:end]
@@ -88,10 +99,30 @@ def count(ptx, folder, per_thread):
   )
   return {
     "instructions": total / per_thread,
+    "of the whole kernel": (whole + (passes - 1) * total) / (passes * per_thread),
     "on integer units": (total - multiply - elsewhere) / per_thread,
     "counted": f"{'loop' if loops else 'kernel'} of {total}, {per_thread} values",
     "most frequent": dict(by_operation.most_common(12)),
   }
+
+
+def waves(launch, arguments, assembled):
+  """Programs, those that registers let run at once, and their quotient: of Triton's."""
+  import jax
+
+  found = [
+    (equation.params["grid_mapping"].grid, equation.params["compiler_params"].num_warps)
+    for equation in jax.make_jaxpr(launch)(*arguments).eqns
+    if equation.primitive.name == "pallas_call"
+  ]
+  if not found:
+    return {}
+  [[grid, warps]] = found
+  # Registers are given to a warp in units of 256.
+  of_a_warp = -(-assembled["registers"] * 32 // 256) * 256
+  at_once = MULTIPROCESSORS * min(65536 // (of_a_warp * warps), 64 // warps)
+  programs = math.prod(grid)
+  return {"programs": programs, "at once": at_once, "waves": programs / at_once}
 
 
 def disassembler():
@@ -103,10 +134,10 @@ def disassembler():
 
 
 def cases():
-  """Name: launch, arguments, values a thread of one pass, and bytes a value."""
+  """Name: launch, arguments, values a thread of one pass, passes, bytes a value."""
   import jax.numpy as jnp
 
-  from mxjax.pallas_kernels import mxfp4_decode, mxfp4_encode
+  from mxjax.pallas_kernels import mosaic, mxfp4_decode, mxfp4_encode
   from mxjax.pallas_kernels.products import matmul
   from mxjax.pallas_kernels.refinement import one_code
 
@@ -114,18 +145,24 @@ def cases():
   packed = 17 / 32
   result = {}
 
-  def add(name, values, threads, size):
-    result[name] = (*known[name], values / threads, size)
+  def add(name, values, threads, size, passes=1):
+    result[name] = (*known[name], values / threads, passes, size)
 
   for name, size in (("float32", 4), ("bfloat16", 2)):
     values, threads = mxfp4_encode.BLOCKS * 32, mxfp4_encode.WARPS * 32
     add(f"encode {name}", values, threads, size + packed)
+  if not mosaic.obstacle():
+    add("encode bfloat16, Mosaic", mosaic.BLOCKS * 32, 128, 2 + packed)
   values, threads = mxfp4_decode.BLOCKS * 32, mxfp4_decode.WARPS * 32
   add("decode to bfloat16", values, threads, 2 + packed)
   tile = one_code.Tile.of(2048, jnp.bfloat16)
+  refine = lambda name, size: add(
+    name, tile.rows * 32, tile.warps * 32, size, tile.repeats
+  )
   for name, size in (("codes", packed), ("values", 2), ("float8", 33 / 32)):
-    add(f"one code, split, {name}", tile.rows * 32, tile.warps * 32, 2 + size)
-  add("nearest, split, values", tile.rows * 32, tile.warps * 32, 4)
+    refine(f"one code, split, {name}", 2 + size)
+  refine("one code, split, values, of a gated product", 6)
+  refine("nearest, split, values", 4)
   for name, rows, shape in (
     ("bfloat16 x packed, 1 row", 1, (4096, 4096)),
     ("packed x packed, 16 rows", 16, (12288, 4096)),
@@ -134,7 +171,8 @@ def cases():
   ):
     tile = matmul.Tile.of(rows, *shape)
     values = tile.outputs * tile.columns
-    add(f"matmul {name}", values, tile.warps * 32, packed)
+    passes = shape[1] // (tile.columns * tile.splits)
+    add(f"matmul {name}", values, tile.warps * 32, packed, passes)
   return result
 
 
@@ -238,20 +276,21 @@ def main():
   rate = MULTIPROCESSORS * CLOCK
   kernels = {}
   with tempfile.TemporaryDirectory() as folder:
-    compile_kernels.prepare()
     folder = pathlib.Path(folder)
     run = compile_kernels.compiler(folder)
-    for name, (launch, *arguments, per_thread, size) in cases().items():
+    for name, (launch, *arguments, per_thread, passes, size) in cases().items():
       ptx = run(launch, *arguments)[0][0]
-      result = count(ptx, folder, per_thread)
+      result = count(ptx, folder, per_thread, passes)
+      result |= waves(launch, arguments, compile_kernels.assemble(ptx, folder))
       values = rate * min(
-        STARTED / result["instructions"], INTEGER / result["on integer units"]
+        STARTED / result["of the whole kernel"], INTEGER / result["on integer units"]
       )
       result["values a second at most"] = values
       result["memory rate at most"] = values * size / MEMORY
       kernels[name] = result
       print(
         f"{name:36s} {result['instructions']:6.2f} instructions, "
+        f"{result['of the whole kernel']:6.2f} of the whole kernel, "
         f"{result['on integer units']:5.2f} on integer units, "
         f"{values:.3g} values/s, {result['memory rate at most']:.2f} of the memory's"
       )

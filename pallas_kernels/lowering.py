@@ -1,9 +1,10 @@
 """Backend interface for kernels: Triton on NVIDIA GPUs, or interpret mode.
 
-Only this file knows the backend. Compiler parameters are always explicit, because the
-default backend differs between JAX versions.
+Only this file knows the backend, besides `mosaic.py`. Compiler parameters are
+always explicit, because the default backend differs between JAX versions.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,21 @@ program_id = pl.program_id
 when = pl.when
 columns = pl.ds
 """A half-open range of columns: (start, size)."""
+
+
+def backend() -> str:
+  """Returns what compiles kernels that have two forms: `triton` or `mosaic`.
+
+  The environment variable MXJAX_PALLAS_BACKEND says it, read when a kernel is traced;
+  `triton` is the default.
+
+  Raises:
+    ValueError: It names another.
+  """
+  name = os.environ.get("MXJAX_PALLAS_BACKEND", "triton")
+  if name not in ("triton", "mosaic"):
+    raise ValueError(f"MXJAX_PALLAS_BACKEND must be triton or mosaic, got {name!r}.")
+  return name
 
 
 def launch(

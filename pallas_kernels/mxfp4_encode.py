@@ -20,7 +20,7 @@ from jax import lax
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.native import encode as native_encode
-from mxjax.pallas_kernels import codec, lowering
+from mxjax.pallas_kernels import codec, lowering, mosaic
 
 BLOCKS, WARPS = 256, 4
 """Blocks per program, and the warps that share them."""
@@ -104,6 +104,8 @@ def _encode_kernel(
 
 def launch(x: jax.Array, *, interpret: bool = False) -> mxfp4.MXTensor:
   """Runs the kernel on `[..., d]`, float32, bfloat16 or float16."""
+  if lowering.backend() == "mosaic":
+    return mosaic.encode(x, interpret=interpret)
   rows = math.prod(x.shape) // mxfp4.BLOCK_SIZE
   spec, array = lowering.BlockSpec, jax.ShapeDtypeStruct
   blocks = x.reshape(rows, mxfp4.BLOCK_SIZE)
@@ -139,6 +141,11 @@ def _obstacle(x: jax.Array, rules: mxfp4.Rules) -> str | None:
     return f"it takes float32, bfloat16 or float16, got {x.dtype}"
   if not isinstance(x, jax.core.Tracer) and len(x.devices()) > 1:
     return f"it runs on one device, and the array lies on {x.devices()}"
+  if lowering.backend() == "mosaic":
+    if x.dtype != jnp.bfloat16 or x.size < mosaic.BLOCKS * mxfp4.BLOCK_SIZE:
+      wanted = f"bfloat16 of {mosaic.BLOCKS} blocks or more"
+      return f"its Mosaic form takes {wanted}, got {x.dtype}{list(x.shape)}"
+    return mosaic.obstacle()
   return None if x.size else f"there is nothing to encode in shape {x.shape}"
 
 

@@ -8,6 +8,7 @@ Needs the CUDA plugin of the installed jax (two wheels, no CUDA libraries) and `
 with `libdevice` from a CUDA toolkit. Without them it says so and ends with code 77.
 """
 
+import contextlib
 import importlib.metadata
 import os
 import pathlib
@@ -64,14 +65,15 @@ def toolkit():
 def obstacle():
   """Why nothing can be compiled here, or None."""
   version = importlib.metadata.version("jax")
-  try:
-    plugin = importlib.metadata.version("jax-cuda13-plugin")
-  except importlib.metadata.PackageNotFoundError:
-    plugin = "none"
-  if plugin != version:
+  found = {}
+  for cuda in ("cuda13", "cuda12"):
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      found[cuda] = importlib.metadata.version(f"jax-{cuda}-plugin")
+  if version not in found.values():
     return (
-      f"jax {version} needs its own CUDA plugin and found {plugin}; `make kernels`, or "
-      f"pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
+      f"jax {version} needs its own CUDA plugin and found {found or 'none'}; `make "
+      f"kernels`, or pip install --no-deps jax-cuda13-plugin=={version} "
+      f"jax-cuda13-pjrt=={version}"
     )
   if toolkit() is None:
     return "no CUDA toolkit with ptxas and libdevice in CUDA_HOME or /usr/local/cuda"
@@ -135,6 +137,9 @@ def compiler(dump):
   mesh = topologies.make_mesh(topology, (1,), ("x",))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+  # Mosaic GPU writes what it compiles to a folder of its own choice.
+  os.environ |= {"MOSAIC_GPU_DUMP_TO": str(dump), "MOSAIC_GPU_DUMP_PTX": "1"}
 
   def run(function, *arguments):
     for path in filter(pathlib.Path.is_file, dump.rglob("*")):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from mxjax.numerics import mxfp4
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
-from mxjax.pallas_kernels import gptq, mxfp4_decode, mxfp4_encode, recovery
+from mxjax.pallas_kernels import gptq, mosaic, mxfp4_decode, mxfp4_encode, recovery
 from mxjax.pallas_kernels.attention import cached_attention
 from mxjax.pallas_kernels.products import float8, float8_matmul, matmul, planes
 from mxjax.pallas_kernels.refinement import fused_inputs, one_code
@@ -110,5 +110,12 @@ def other_cases():
   }
 
 
+def mosaic_cases():
+  if mosaic.obstacle():
+    return {}
+  return {"encode bfloat16, Mosaic": (mosaic.encode, array((2048, 4096), b16))}
+
+
 def cases():
-  return refinement_cases() | attention_cases() | product_cases() | other_cases()
+  triton = refinement_cases() | attention_cases() | product_cases() | other_cases()
+  return triton | mosaic_cases()

@@ -619,6 +619,20 @@ REPRODUCE = (
 """Mistakes in `evaluation/reproduce` and the tests of it that notice."""
 MUTANTS = (
   Mutant(
+    "Mosaic's encoder takes the exponent of the even columns only",
+    "pallas_kernels/mosaic.py",
+    "jnp.max(jnp.maximum(*sizes), axis=1)",
+    "jnp.max(sizes[0], axis=1)",
+    ("tests/pallas_kernels/test_mosaic.py",),
+  ),
+  Mutant(
+    "an unknown backend of kernels is Triton",
+    "pallas_kernels/lowering.py",
+    'if name not in ("triton", "mosaic"):',
+    'if name == "mosaics":',
+    ("tests/pallas_kernels/test_mosaic.py",),
+  ),
+  Mutant(
     "floor scale one binade too large",
     f"{NUMERICS}/mxfp4.py",
     "    exponent -= 2\n",

@@ -1,0 +1,86 @@
+"""The Mosaic GPU form of kernels, for jax 0.11 and newer: the bfloat16 encoder so far.
+
+JAX 0.11 deprecates Triton in Pallas and keeps `kernel` of Mosaic GPU. This form is
+compiled for sm_90a and interpreted, and no GPU has run it; `lowering.backend` chooses.
+"""
+
+import functools
+import inspect
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from mxjax.numerics import mxfp4
+from mxjax.pallas_kernels import codec
+
+BLOCKS = 64
+"""Blocks of a program, one warp group: the rows of the smallest `WGMMA` layout, in
+which four threads hold a block and each has eight of its values."""
+_api: Any = mosaic_gpu
+
+
+def obstacle() -> str | None:
+  """Returns why no kernel can be made here, or None. This alone knows of versions."""
+  has_interpreter = hasattr(mosaic_gpu, "InterpretGPUParams")
+  if has_interpreter and "out_type" in inspect.signature(_api.kernel).parameters:
+    return None
+  return f"Mosaic GPU kernels need jax 0.11 or newer, got {jax.__version__}"
+
+
+def encode_halves(
+  even: jax.Array, odd: jax.Array, *, has_subnormals: bool
+) -> tuple[jax.Array, jax.Array]:
+  """Encodes blocks by their even and odd columns, float32 `[n, 16]` each.
+
+  Returns int32 bytes of two codes, `[n, 16]`, and int32 exponents, `[n]`.
+  """
+  halves = even, odd
+  sizes = [codec.bits(half) & codec.UPPER_HALF for half in halves]
+  exponent = codec.block_exponent(jnp.max(jnp.maximum(*sizes), axis=1))
+  wide = lax.broadcast_in_dim(exponent, even.shape, (0,))
+  index = functools.partial(codec.magnitude_index, has_subnormals=has_subnormals)
+  low, high = (
+    codec.with_sign(index(size, wide), half)
+    for size, half in zip(sizes, halves, strict=True)
+  )
+  return low | (high << 4), exponent
+
+
+def encode(x: jax.Array, *, interpret: bool = False) -> mxfp4.MXTensor:
+  """Runs the encoder on bfloat16 `[..., d]` of 64 blocks or more.
+
+  Raises:
+    NotImplementedError: JAX is older than 0.11.
+  """
+  if why_not := obstacle():
+    raise NotImplementedError(f"mosaic.encode: {why_not}.")
+  rows = math.prod(x.shape) // mxfp4.BLOCK_SIZE
+  # Views two values as one word; no data moves.
+  pairs = x.reshape(rows, mxfp4.BLOCK_SIZE // 2, 2)
+  words = lax.bitcast_convert_type(pairs, jnp.int32)
+
+  def mxjax_mxfp4_encode(x_ref: Any, codes_ref: Any, scales_ref: Any) -> None:
+    # The last program overlaps the one before, and both write the same bytes.
+    first = jnp.minimum(lax.axis_index("tile") * BLOCKS, rows - BLOCKS)
+    here = pl.ds(first, BLOCKS)
+    word = _api.load(x_ref.at[here], layout=_api.Layout.WGMMA, optimized=False)
+    even, odd = codec.from_bits(word << 16), codec.from_bits(word & codec.UPPER)
+    packed, exponent = encode_halves(even, odd, has_subnormals=not interpret)
+    codes_ref[here] = packed.astype(jnp.uint8)
+    scales_ref[here] = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8)
+
+  shapes = (rows, mxfp4.BLOCK_SIZE // 2), (rows,)
+  codes, scales = _api.kernel(
+    mxjax_mxfp4_encode,
+    out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes),
+    grid=(-(-rows // BLOCKS),),
+    grid_names=("tile",),
+    interpret=_api.InterpretGPUParams() if interpret else None,
+  )(words)
+  leading = x.shape[:-1]
+  return mxfp4.MXTensor(codes.reshape(*leading, -1), scales.reshape(*leading, -1))
