@@ -56,7 +56,7 @@ ABLATIONS = (
 )
 PARTS = {
   "methods": "main,raw,references,aggregates",
-  "ablations": "stages,discrete,progression,components,recovery,encoding,edits",
+  "ablations": "stages,discrete,progression,components,recovery",
 }
 """The paper's tables of one calibration draw, in two results."""
 RULES = ("floor", "even", "rceil")
