@@ -171,7 +171,7 @@ def test_other_tokens_options_and_weights_are_refused(
   with pytest.raises(ValueError, match="has calibration .*fingerprint"):
     run(tiny_params, other, folder, resume=True)
   program = dataclasses.replace(PROGRAM, recover=(recovery_fits.MLP,))
-  with pytest.raises(ValueError, match="has program .*light"):
+  with pytest.raises(ValueError, match=r'has program recover .*not \["mlp"\]'):
     run(tiny_params, calib, folder, program, resume=True)
   norm = tiny_params["norm"]["weight"]
   weights = {**tiny_params, "norm": {"weight": norm.at[0].add(norm.dtype.type(1))}}
