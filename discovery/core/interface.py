@@ -5,7 +5,7 @@ contract of the task: a candidate cannot hand over anything else.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 Literal = str | int | float | bool | None
@@ -95,6 +95,11 @@ class Interface:
       f"interface: expected a hook among {', '.join(self.names)}, got {name!r}; name "
       "one of these."
     )
+
+  def without(self, names: Collection[str]) -> "Interface":
+    """Returns the interface without some hooks."""
+    hooks = tuple(hook for hook in self.hooks if hook.name not in names)
+    return dataclasses.replace(self, hooks=hooks)
 
   @property
   def names(self) -> tuple[str, ...]:

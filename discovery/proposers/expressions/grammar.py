@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mxjax.discovery.core import identity
@@ -160,6 +160,11 @@ class Grammar:
     rules = [dataclasses.asdict(rule) for rule in self.rules]
     others = (self.helpers, self.controls, self.defaults, self.residuals, self.depth)
     return identity.digest([rules, *others])
+
+  def without(self, hooks: Collection[str]) -> "Grammar":
+    """Returns the grammar whose edits leave some hooks alone."""
+    kept = {hook: name for hook, name in self.residuals.items() if hook not in hooks}
+    return dataclasses.replace(self, residuals=kept)
 
   @property
   def hooks(self) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ from mxjax.numerics.realization import gptq, one_code
 from mxjax.numerics.realization.activation_quantizers import (
   ActivationQuantizer,
   Nearest,
+  OneCode,
 )
 from mxjax.numerics.shaping import dyadic_balance, input_maps
 
@@ -75,6 +76,23 @@ class HookRounding(ActivationQuantizer):
       return jnp.where(is_legal, decoded(codes.T, exponent), jnp.float32(jnp.nan))
 
     return jax.lax.map(one, (blocks, self.gram, self.cross))
+
+  def tables(self) -> tuple[jax.Array, jax.Array]:
+    """Returns the two tables of the hook."""
+    return self.gram, self.cross
+
+
+def activation_rule(
+  artifacts: Artifacts, hook: str | None
+) -> Callable[[jax.Array, jax.Array], ActivationQuantizer]:
+  """Returns what makes an A4 rule of two tables, `[blocks, 32, 32]` each.
+
+  Without a hook, which some tasks freeze, that is HiRes' own.
+  """
+  if hook is None:
+    return lambda gram, cross: OneCode(one_code.pack_symmetric(gram), cross)
+  function = artifacts.batched(hook)
+  return lambda gram, cross: HookRounding(gram, cross, function)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +293,7 @@ class CandidateProgram(Program):
   def _rounding(
     self, weight: jax.Array, result: gptq.Reconstruction
   ) -> ActivationQuantizer:
-    hook = self._now.hooks["encode_act"]
+    hook = self._now.hooks.get("encode_act")
     if hook == self._defaults["encode_act"]:
       return Nearest()
     if (plan := self._now.plan["tables"]) == "measured":
@@ -285,7 +303,7 @@ class CandidateProgram(Program):
       target = result.decoded if plan == "realized" else weight
       tables = execution.block_on_cpu(one_code.tables(weight, target))
     gram, cross = self._told("encode_act", tables)
-    return HookRounding(gram, cross, self._artifacts.batched(hook))
+    return activation_rule(self._artifacts, hook)(gram, cross)
 
   def _encode(
     self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None

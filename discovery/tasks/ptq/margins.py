@@ -16,11 +16,12 @@ import numpy as np
 from mxjax.discovery.core import candidate_source
 from mxjax.discovery.core.task import Artifacts, Call, Status
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from mxjax.discovery.tasks.ptq import payload, phases, programs
+from mxjax.discovery.tasks.ptq import candidate, payload, phases, programs
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.task import PtqTask
 from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
 
 REPLICATES = 4
 SPREADS = 2.0
@@ -40,7 +41,7 @@ def calibrated(spec: Mapping[str, Any], start: str = "") -> dict[str, Any]:
   call, artifacts = _initial(task, start)
   _, operands = phases.Fit(task.options).run(call, artifacts, b"")
   initial = phases.Measure(task.options).run(call, artifacts, operands)[0]["values"]
-  rounding = lambda: artifacts.batched(call.computation["encode_act"])
+  rounding = candidate.activation_rule(artifacts, call.computation.get("encode_act"))
   deviation, errors = _noise(task.options, operands, rounding)
   margins = {
     name: OPERATOR_SHARE * max(abs(value), 1e-4)
@@ -69,7 +70,9 @@ def _initial(task: PtqTask, start: str) -> tuple[Call, Artifacts]:
 
 
 def _noise(
-  options: PtqOptions, operands: bytes, rounding: Callable[[], Any]
+  options: PtqOptions,
+  operands: bytes,
+  rounding: Callable[[Any, Any], ActivationQuantizer],
 ) -> tuple[float, dict[str, float]]:
   """Measures the noise of the initial program's predictions.
 

@@ -17,6 +17,11 @@ from mxjax.numerics.recovery.mlp_recovery import CELL_RESIDUES
 RANDOM = "random:"
 """Prefix of a model source: `random:3` is a tiny model with random weights."""
 Objective = Literal["log_ppl", "kl", "fit3"]
+ActivationRule = Literal["program", "one_code"]
+CHOICES = {
+  "objective": get_args(Objective),
+  "activation_rule": get_args(ActivationRule),
+}
 TEXTS = ("text", "test_text", "second_text")
 VOCABULARY = 97
 """Vocabulary size of a random model."""
@@ -45,6 +50,9 @@ class PtqOptions:
       ARC-Challenge, of which a small model knows nothing: the loss of accuracy at
       predicting the float model's own next token. The last two are measured only when
       they are the objective.
+    activation_rule: What rounds activations at run time: `program`, the hook
+      encode_act; or `one_code`, HiRes' own rule, with the program's tables. Then
+      programs have no such hook, and none costs more at run time than HiRes.
     proxy: Whether calls measure only the operator error of a few blocks.
     margins: Registered margins, measured by `margins.calibrated`.
     initial: Observables of the initial program, measured with the margins.
@@ -68,6 +76,7 @@ class PtqOptions:
   replicates: int = 1
   seed: int = 0
   objective: Objective = "log_ppl"
+  activation_rule: ActivationRule = "program"
   proxy: bool = False
   margins: Mapping[str, float] = dataclasses.field(default_factory=dict)
   initial: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -78,11 +87,12 @@ class PtqOptions:
       source = getattr(self, name)
       if source is not None and pathlib.Path(source).exists():
         object.__setattr__(self, name, str(pathlib.Path(source).resolve()))
-    if self.objective not in get_args(Objective):
-      raise ValueError(
-        f"ptq: expected an objective of {', '.join(get_args(Objective))}, got "
-        f"{self.objective!r}; use one of these."
-      )
+    for name, known in CHOICES.items():
+      if (value := getattr(self, name)) not in known:
+        raise ValueError(
+          f"ptq: expected {name} to be one of {', '.join(known)}, got {value!r}; use "
+          "one of these."
+        )
     if self.objective == "fit3" and self.second_text is None and not self.is_random:
       raise ValueError(
         "ptq: expected a second_text for the objective fit3, got none; name the file "
@@ -94,6 +104,11 @@ class PtqOptions:
         f"needs at least as many, got calibration {self.calibration}; raise its first "
         "number."
       )
+
+  @property
+  def frozen_hooks(self) -> tuple[str, ...]:
+    """Hooks of the interface that programs of this task do not have."""
+    return ("encode_act",) if self.activation_rule == "one_code" else ()
 
   @property
   def is_random(self) -> bool:

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.discovery.core import identity
-from mxjax.discovery.tasks.ptq import candidate
 from mxjax.discovery.tasks.ptq.interface import PASSES
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
-from mxjax.numerics.realization.activation_quantizers import Nearest
+from mxjax.numerics.realization.activation_quantizers import (
+  ActivationQuantizer,
+  Nearest,
+)
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping import input_maps
@@ -70,17 +72,20 @@ def _of_linear(leaf: QuantizedLinear) -> dict[str, Any]:
   arrays: dict[str, Any] = {"codes": leaf.weight.codes, "scales": leaf.weight.scales}
   if leaf.input_map is not None:
     arrays["map"] = leaf.input_map.matrix  # pyright: ignore[reportAttributeAccessIssue]
-  if isinstance(leaf.rounding, candidate.HookRounding):
-    arrays |= {"gram": leaf.rounding.gram, "cross": leaf.rounding.cross}
+  if (tables := leaf.rounding.tables()) is not None:
+    arrays |= dict(zip(("gram", "cross"), tables, strict=True))
   return arrays
 
 
 def to_params(
-  operands: Operands, params: Mapping[str, Any], model: Any, function: Callable[[], Any]
+  operands: Operands,
+  params: Mapping[str, Any],
+  model: Any,
+  rule: Callable[[Any, Any], ActivationQuantizer],
 ) -> dict[str, Any]:
   """Returns the float params with the leaves described by the operands of `of_params`.
 
-  `function` returns the activation hook; it is called only for leaves with its tables.
+  `rule` makes the A4 rule of a leaf with tables from these.
 
   Raises:
     ValueError: Codes or scales are not legal MXFP4.
@@ -91,7 +96,7 @@ def to_params(
     layer = {block: dict(leaves) for block, leaves in params[name].items()}
     for block, leaf in model.projection_taps:
       place = Place(index, block, leaf)
-      linear = _to_linear(operands[place], function)
+      linear = _to_linear(operands[place], rule)
       mxfp4.check_legal(linear.weight, str(place))
       layer[block][leaf] = {**layer[block][leaf], "weight": linear}
     for (block, leaf), kind in RECOVERIES.items():
@@ -102,11 +107,11 @@ def to_params(
 
 
 def _to_linear(
-  arrays: Mapping[str, Any], function: Callable[[], Any]
+  arrays: Mapping[str, Any], rule: Callable[[Any, Any], ActivationQuantizer]
 ) -> QuantizedLinear:
-  rounding = Nearest()
+  rounding: ActivationQuantizer = Nearest()
   if "gram" in arrays:
-    rounding = candidate.HookRounding(arrays["gram"], arrays["cross"], function())
+    rounding = rule(arrays["gram"], arrays["cross"])
   return QuantizedLinear(
     mxfp4.MXTensor(arrays["codes"], arrays["scales"]),
     input_maps.BlockDense(arrays["map"]) if "map" in arrays else None,

@@ -160,7 +160,7 @@ class Measure:
     """
     model = self._model
     hook = _activation_hook(call)
-    rounding = lambda: artifacts.batched(hook)
+    rounding = candidate.activation_rule(artifacts, hook)
     operands = payload.from_bytes(before)
     exact = order.arranged(self._params, model, operands)
     params = payload.to_params(operands, exact, model, rounding)
@@ -190,7 +190,7 @@ class Measure:
         f"ptq: {bad} are not finite: the candidate's codes or coefficients overflow, "
         "or an activation payload is not legal."
       )
-    return {"values": values, "outputs": {"encode_act": rounded}}, b""
+    return {"values": values, "outputs": {"encode_act": rounded} if hook else {}}, b""
 
   def _distance(self, params: Mapping[str, Any], ppl: float) -> float:
     """Returns the objective `kl` or `fit3`; `ppl` is the perplexity of the text."""
@@ -241,13 +241,13 @@ class Measure:
     return result, identity.digest(digests)[:16]
 
 
-def _activation_hook(call: Call) -> str:
-  """Returns the identity of the activation hook, which all linears must share.
+def _activation_hook(call: Call) -> str | None:
+  """Returns the identity of the activation hook, which all linears share, if any.
 
   Raises ContractError if a `scope` control would divide an edit of it over linears.
   """
-  hook = call.computation["encode_act"]
+  hook = call.computation.get("encode_act")
   if call.intervention.get("kind") == "scope":
-    if call.intervention["parent"]["computation"]["encode_act"] != hook:
+    if call.intervention["parent"]["computation"].get("encode_act") != hook:
       raise ContractError("ptq: `scope` cannot divide an edit of encode_act.")
   return hook

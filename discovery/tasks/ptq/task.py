@@ -53,11 +53,7 @@ class PtqTask:
   The options contain margins and thresholds measured by `margins.calibrated`.
   """
 
-  interface = INTERFACE
-  regimes = REGIMES
   interventions = INTERVENTIONS
-  edit_templates = EDIT_TEMPLATES
-  grammar = GRAMMAR
 
   def __init__(self, **options: Any) -> None:
     """Takes the fields of `PtqOptions`.
@@ -69,6 +65,16 @@ class PtqTask:
     if unknown := sorted(set(options) - known):
       raise ValueError(f"ptq: unknown options {unknown}; use some of {sorted(known)}.")
     self.options = PtqOptions(**options)
+    frozen = self.options.frozen_hooks
+    self.interface = INTERFACE.without(frozen)
+    self.grammar = GRAMMAR.without(frozen)
+    self.edit_templates = tuple(
+      template for template in EDIT_TEMPLATES if not {*template.hooks} & {*frozen}
+    )
+    self.regimes = {
+      stage: tuple(name for name in names if name not in frozen)
+      for stage, names in REGIMES.items()
+    }
 
   @property
   def phases(self) -> Sequence[str]:
