@@ -1822,6 +1822,13 @@ MUTANTS = (
     ("tests/discovery/tasks/ptq/test_ptq.py",),
   ),
   Mutant(
+    "programs of a task with a frozen A4 rule bring their own",
+    "discovery/tasks/ptq/options.py",
+    'return ("encode_act",) if',
+    "return () if",
+    ("tests/discovery/tasks/ptq/test_activation_rule.py",),
+  ),
+  Mutant(
     "the transfer task knows the held-out model",
     "discovery/tasks/ptq/task.py",
     "{**options, **others,",
