@@ -57,8 +57,9 @@ ABLATIONS = (
 PARTS = {
   "methods": "main,raw,references,aggregates",
   "ablations": "stages,discrete,progression,components,recovery",
+  "details": "geometry,rules,local,edits,rule-cost,fresh,encoding,storage,cost",
 }
-"""The paper's tables of one calibration draw, in two results."""
+"""The paper's tables of one calibration draw, in three results."""
 RULES = ("floor", "even", "rceil")
 CHECKS = (
   *("rtn+rceil", "focus", "focus:batch=4:epochs=8"),

@@ -1829,6 +1829,13 @@ MUTANTS = (
     ("tests/discovery/tasks/ptq/test_activation_rule.py",),
   ),
   Mutant(
+    "stagnation counts from before the first experiment",
+    "discovery/search/search.py",
+    "stagnation=max(0, len(self.history.experiments) - self._improved),",
+    "stagnation=len(self.history.experiments) - self._improved,",
+    ("tests/discovery/search/test_search.py",),
+  ),
+  Mutant(
     "the transfer task knows the held-out model",
     "discovery/tasks/ptq/task.py",
     "{**options, **others,",

@@ -19,7 +19,7 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
   Raises:
     ValueError: What was chosen is not complete.
   """
-  spec = {**_task(options.task), **json.loads(options.task_options)}
+  spec = {**_task(options.task), **_task_options(options.task_options)}
   if options.task in task_.WORLDS:
     spec.setdefault("seed", options.seed)
   named = {
@@ -52,6 +52,25 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
     proposer=_proposer(options),
     holdout=options.holdout,
   )
+
+
+def _task_options(text: str) -> dict[str, Any]:
+  """Returns the JSON object of `--task-options`.
+
+  Raises:
+    ValueError: The text is no JSON object.
+  """
+  try:
+    values = json.loads(text)
+  except ValueError as error:
+    values = error
+  if not isinstance(values, dict):
+    told = f"{text[:80]!r}" + (f": {values}" if isinstance(values, ValueError) else "")
+    raise ValueError(
+      f"discover: expected a JSON object in --task-options, got {told}; write one in "
+      """single quotes, such as '{"objective": "kl"}'."""
+    )
+  return values
 
 
 def _proposer(options: argparse.Namespace) -> dict[str, Any]:

@@ -215,7 +215,7 @@ class Search:
       champion=self.programs.best,
       donors=tuple(r for r in self.programs.records if r.id != parent.id),
       evidence=evidence,
-      stagnation=len(self.history.experiments) - self._improved,
+      stagnation=max(0, len(self.history.experiments) - self._improved),
       compiles=self._config.compile_verdicts,
       restarts=self._config.parents == "initial",
     )

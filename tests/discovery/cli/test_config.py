@@ -102,6 +102,13 @@ def test_what_is_no_option_is_refused_in_one_sentence(tmp_path, capsys, text, ma
   assert len(told) == 2
 
 
+@pytest.mark.parametrize("text", ["{objective: kl}", "[1]", "3", ""])
+def test_task_options_that_are_no_object_are_refused(tmp_path, text):
+  given = parsed(tmp_path, "run", "--task-options", text)
+  with pytest.raises(ValueError, match=r"expected a JSON object in --task-options"):
+    options.run_options(given)
+
+
 def test_a_file_that_is_not_there_is_one_sentence(capsys):
   assert_ = lambda *words: pytest.raises(SystemExit, parser.main, ["discover", *words])
   assert_("run", "--out", "x", "--config", "/no/such.toml")

@@ -57,6 +57,23 @@ def run(folder, executor, proposer=None, **config):
   return running
 
 
+def test_stagnation_counts_the_experiments_since_the_best_one(tmp_path, executor):
+  told = []
+
+  class Listening(embedded.EmbeddedProposer):
+    def propose(self, context):
+      programs = [experiment.program for experiment in context.history]
+      champion = context.champion.id
+      best = programs.index(champion) + 1 if champion in programs else 0
+      told.append((context.stagnation, len(programs) - best))
+      return super().propose(context)
+
+  run(tmp_path, executor, Listening(world.World(seed=5).edit_templates, "loss"))
+  assert told[0] == (0, 0)
+  assert all(stagnation == since for stagnation, since in told)
+  assert max(told)[0] > 1
+
+
 def log(folder):
   return (folder / "log.jsonl").read_bytes()
 
