@@ -7,8 +7,9 @@ Every program is fitted from scratch on each small trained model, to 8 windows o
 tokens a draw, and measured on 64 windows of WikiText-2 and 64 of C4 documents that no
 draw reads. KL is from the float model, in nats a token. Differences from HiRes on the
 same model, draw and text are paired by window; the interval is the mean over draws of
-a window's difference, plus or minus 1.96 standard errors over windows. Writes
-results/discovery_champion.{json,md} after every row.
+a window's difference, plus or minus 1.96 standard errors over windows. Writes --out,
+results/discovery_champion.{json,md}, after every row, and goes on from the rows that it
+has of the same programs.
 """
 
 import argparse
@@ -83,11 +84,13 @@ def fitted(task, source):
   return payload.to_params(operands, exact, model, rule)
 
 
-def rows(options, folder, programs):
-  """One row a model, draw and program: mean KL of each window by text."""
+def rows(options, folder, programs, done):
+  """One row a model, draw and program not in `done`: mean KL of each window by text."""
   for name in options.models:
     for draw in options.draws:
       for label in (*options.methods, *programs):
+        if (name, draw, label) in done:
+          continue
         program = programs.get(label, {"activation_rule": "program"})
         tasks = {
           text: task_on(name, folder, text, draw, program["activation_rule"])
@@ -144,17 +147,23 @@ def main():
   parser.add_argument("--models", nargs="+", default=MODELS)
   parser.add_argument("--methods", nargs="+", default=[REFERENCE, "gptq"])
   parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 3])
+  parser.add_argument("--out", type=pathlib.Path, default=RESULT)
   options = parser.parse_args()
   programs = {run.name: champion(run) for run in options.runs}
   folder, done = pathlib.Path(tempfile.mkdtemp(prefix="mxjax-champion-")), []
+  if options.out.exists():
+    earlier = json.loads(options.out.read_text())
+    done = earlier["rows"] if earlier["programs"] == programs else []
   texts(options.data, folder)
-  for row in rows(options, folder, programs):
+  known = {(row["model"], row["draw"], row["program"]) for row in done}
+  for row in rows(options, folder, programs, known):
     done.append(row)
     result = {**provenance.stamp(), "programs": programs, "rows": done}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    RESULT.with_suffix(".md").write_text(table(done))
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(table(done))
     means = {text: float(np.mean(values)) for text, values in row["kl"].items()}
     print({**row, "kl": means}, flush=True)
+  options.out.with_suffix(".md").write_text(table(done))
   print(table(done))
 
 

@@ -25,6 +25,7 @@ from mxjax.discovery.proposers import weighted
 from mxjax.discovery.sandbox import jail, supervisor
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.search import SearchConfig
+from mxjax.discovery.studies.tables import Table
 from mxjax.discovery.tasks.ptq import margins, programs
 from mxjax.evaluation.cli.console import STDOUT, printable, say
 from mxjax.storage import atomic_io
@@ -43,7 +44,12 @@ def _with_margins(spec: dict[str, Any], start: str = "") -> dict[str, Any]:
 
 
 def study(options: argparse.Namespace) -> None:
-  """Runs, resumes or plans a study (`mxjax discover study`)."""
+  """Implements `mxjax discover study`."""
+  studied(options)
+
+
+def studied(options: argparse.Namespace) -> list[Table]:
+  """Runs, resumes or plans a study; returns its tables, or none of a plan."""
   run_ = run_options(options)
   spec = dict(run_.task)
   if spec["task"] in task_.WORLDS:
@@ -52,9 +58,10 @@ def study(options: argparse.Namespace) -> None:
   folder = pathlib.Path(options.out)
   if options.plan:
     studies.plan(options.name, studies.options(options, spec, run_.proposer))
-    return
+    return []
   spec = studies.begun_task(folder) or _with_margins(spec)
-  studies.conduct(options.name, folder, studies.options(options, spec, run_.proposer))
+  settings = studies.options(options, spec, run_.proposer)
+  return studies.conduct(options.name, folder, settings)
 
 
 def plan(options: argparse.Namespace) -> None:

@@ -28,6 +28,9 @@ STUDIES = (
   "replay",
 )
 """Keys of `mxjax.discovery.studies.study.STUDIES`, whose import takes a second."""
+PAPER_STUDIES = tuple(name for name in STUDIES if name != "payoff")
+CALLS = 240
+"""Of a run, in the paper."""
 FLAG = argparse.BooleanOptionalAction
 """So that the command line can take back what a file of options says."""
 
@@ -59,7 +62,8 @@ def _later(module: str, function: str) -> Callable[[argparse.Namespace], int | N
 
 
 def register(commands: Any) -> None:
-  """Adds `discover` to the parser of `mxjax`."""
+  """Adds `discover` to the parser of `mxjax`, and its studies to `reproduce`."""
+  _add_studies(commands.choices["reproduce"])
   discover = commands.add_parser(
     "discover",
     help="search for better programs by controlled experiments (QuantForge)",
@@ -113,6 +117,19 @@ def register(commands: Any) -> None:
     "study", "the paper's discovery studies: plan, run or resume, and tabulate", "study"
   )
   _add_study(study)
+
+
+def _add_studies(reproduce: argparse.ArgumentParser) -> None:
+  group = reproduce.add_argument_group(
+    "discovery tables", f"TABLES may also hold {', '.join(PAPER_STUDIES)}."
+  )
+  add = group.add_argument
+  told = "what is searched: world, or MODEL,HELDOUT; then all holds the studies, too"
+  add("--studied", metavar="TASK", help=told)
+  told = "evaluator calls of each run of a study"
+  add("--study-calls", type=int, default=CALLS, metavar="N", help=told)
+  add("--study-seeds", metavar="LIST", help="comma list of seeds; default: 101 to 108")
+  reproduce.set_defaults(run=_later("reproducing", "run"))
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

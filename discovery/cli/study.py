@@ -78,16 +78,20 @@ def plan(name: str, settings: study.StudyOptions) -> None:
   say("A computation that another run paid for is charged and not repeated.")
 
 
-def conduct(name: str, folder: pathlib.Path, settings: study.StudyOptions) -> None:
-  """Runs or resumes a study and prints its tables."""
+def conduct(
+  name: str, folder: pathlib.Path, settings: study.StudyOptions
+) -> list[tables.Table]:
+  """Runs or resumes a study; prints its tables and returns them."""
   study_folder = study.Folder(folder, settings)
   say(f"frozen: {study_folder.frozen['hash']}")
   try:
     results = study.conduct(study_folder, name, say)
   finally:
     study_folder.close()
-  text = "\n\n".join(table.markdown() for table in tables.tables(results))
+  made = tables.tables(results)
+  text = "\n\n".join(table.markdown() for table in made)
   (folder / f"{name}.md").write_text(text + "\n")
   if name == "matched":
     (folder / "anytime.html").write_text(figures.anytime(results), encoding="utf-8")
   print(text)
+  return made

@@ -18,6 +18,7 @@ from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import heldout, runs
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.discovery.search.settings import SearchConfig
 from mxjax.discovery.studies import (
   checker_cases,
   regimes,
@@ -112,7 +113,12 @@ class StudyOptions:
   )
 
   def __post_init__(self) -> None:
-    """Rejects comparison seeds that were also used for tuning."""
+    """Rejects seeds that were tuned on, and runs without a held-out mark."""
+    if self.budget < (least := SearchConfig.mark_every):
+      raise ValueError(
+        f"study: expected at least {least} calls, after which a champion is first "
+        f"scored on held-out data, got {self.budget}; raise the budget."
+      )
     if shared := sorted(set(self.seeds) & set(self.tuning_seeds)):
       raise ValueError(f"study: seeds {shared} were tuned on; compare on others.")
 
