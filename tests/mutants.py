@@ -1787,6 +1787,13 @@ MUTANTS = (
     ("tests/discovery/search/test_transfer.py",),
   ),
   Mutant(
+    "a reduced study of reproduce has the title of a full one",
+    "discovery/cli/reproducing.py",
+    "given.budget < parser.CALLS",
+    "False",
+    ("tests/discovery/cli/test_reproducing.py",),
+  ),
+  Mutant(
     "a refused program is a champion of a mark",
     "discovery/search/history.py",
     "[record for record in records if record.is_accepted]",
