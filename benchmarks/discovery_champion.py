@@ -140,6 +140,13 @@ def table(rows):
   return provenance.markdown(head, lines)
 
 
+def text(result):
+  """JSON with a line a row."""
+  rows = ",\n".join(json.dumps(row) for row in result["rows"])
+  head = json.dumps({**result, "rows": []}, indent=1)
+  return head.replace('"rows": []', f'"rows": [\n{rows}\n]') + "\n"
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("runs", type=pathlib.Path, nargs="+")
@@ -159,7 +166,7 @@ def main():
   for row in rows(options, folder, programs, known):
     done.append(row)
     result = {**provenance.stamp(), "programs": programs, "rows": done}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    options.out.write_text(text(result))
     options.out.with_suffix(".md").write_text(table(done))
     means = {text: float(np.mean(values)) for text, values in row["kl"].items()}
     print({**row, "kl": means}, flush=True)

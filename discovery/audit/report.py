@@ -71,8 +71,8 @@ def _lead(events: list[Event]) -> str:
   first, last = events[0], events[-1]
   state = "open" if last["event"] != "closed" else f"closed: {last['reason']}"
   return (
-    f"Proposer {first['proposer']}. {state}. A search that works from a library of "
-    "edit templates re-assembles what the library holds; it does not discover it."
+    f"Proposer {first['proposer']}. {state}. A search with an embedded proposer puts "
+    "together what its edit templates and operators hold, and nothing else."
   )
 
 
@@ -94,7 +94,9 @@ def _summary(folder: pathlib.Path, events: list[Event]) -> str:
     ["sandbox", html.escape(options["sandbox"]), ""],
     ["log", programs.code(events[-1]["hash"]), f"{len(events)} chained events"],
   ]
-  config = html.escape(json.dumps(events[0]["config"], indent=1))
+  # The program that a run began with has its own place below.
+  config = {k: v for k, v in events[0]["config"].items() if k != "start"}
+  config = html.escape(json.dumps(config, indent=1))
   more = f"<details><summary>configuration</summary><pre>{config}</pre></details>"
   return "<h2>Run</h2>" + report_html.table(["", "", "target"], rows) + more
 

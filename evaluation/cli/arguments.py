@@ -4,6 +4,7 @@ Help must not wait for JAX, so nothing here imports it.
 """
 
 import argparse
+import csv
 import difflib
 import textwrap
 from collections.abc import Iterable
@@ -219,8 +220,12 @@ def check_method(text: str) -> None:
 
 
 def split(text: str) -> list[str]:
-  """Splits a comma-separated list of names and drops empty ones."""
-  return [name.strip() for name in text.split(",") if name.strip()]
+  """Splits a comma-separated list of names and drops empty ones.
+
+  A name that holds a comma itself stands in double quotes.
+  """
+  names = next(csv.reader([text], skipinitialspace=True), [])
+  return [name.strip() for name in names if name.strip()]
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   add("--seeds", metavar="LIST", help="calibration draws instead of the paper's")
   told = (
     f"comma list of what to leave out: tasks, {', '.join((*SEVEN, *MEASURES))}, or "
-    "rows by their labels"
+    "rows by their labels, in double quotes where they hold a comma"
   )
   add("--without", metavar="NAMES", help=told)
   told = "share hidden states and Hessians between builds, on disk"
