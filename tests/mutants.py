@@ -1794,6 +1794,20 @@ MUTANTS = (
     ("tests/discovery/cli/test_reproducing.py",),
   ),
   Mutant(
+    "a program whose own change is retired is revised all the same",
+    "discovery/search/search.py",
+    "if self._config.revise_retired else",
+    "if True else",
+    (f"tests/discovery/{DEMANDS}",),
+  ),
+  Mutant(
+    "a parent of a retired change is not revised either",
+    "discovery/search/frontier.py",
+    "and record.full_call.part(demand.computation) == demand.intervention",
+    "",
+    (f"tests/discovery/{DEMANDS}",),
+  ),
+  Mutant(
     "a refused program is a champion of a mark",
     "discovery/search/history.py",
     "[record for record in records if record.is_accepted]",

@@ -32,6 +32,7 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
     "seed": options.seed,
     "budget": options.budget,
     "width": options.width,
+    "revise_retired": options.revise_retired,
     **ARMS[options.arm].changes,
   }
   if options.as_in_paper:

@@ -186,6 +186,12 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
     metavar="PROGRAM",
     help="the program to begin from: a file, or gptq, wush or hires for the ptq task",
   )
+  add(
+    "--revise-retired",
+    action=FLAG,
+    default=True,
+    help="revise programs whose own change a verdict retired, by taking it back",
+  )
   add("--width", type=int, default=1, help="proposals made from one state")
   add(
     "--screen",

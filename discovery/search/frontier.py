@@ -179,6 +179,18 @@ class ResidualFrontier:
     """Returns the demands that revisions of a program must meet, oldest first."""
     return tuple(self._demands[program].values())
 
+  def unretired(self, programs: Iterable[Record]) -> list[Record]:
+    """Returns the programs that do not hold a change that they must take back."""
+    return [
+      record
+      for record in programs
+      if not any(
+        demand.forbids
+        and record.full_call.part(demand.computation) == demand.intervention
+        for demand in self.demands(record.id)
+      )
+    ]
+
   def owe(self, program: str, demand: Demand) -> None:
     """Adds a demand; one about the same packet is replaced in its place."""
     self._demands[program][demand.packet] = demand

@@ -141,8 +141,7 @@ class Search:
     for position in range(self._config.width):
       if self.is_spent:
         break
-      # Select a program and its actionable residuals; propose an executable
-      # intervention with competing explanations.
+      # Select a program and its residuals; propose an intervention and explanations.
       selection, proposal = self._propose((self._round, position))
       # Compile the cheapest controls that separate the explanations; freeze the packet.
       if (attempt := self._freeze(selection, proposal)) is not None:
@@ -182,7 +181,8 @@ class Search:
     executed = [record for record in self._records.values() if record.is_accepted]
     if self._config.parents == "initial":
       return executed[:1]
-    return self.programs.parents(executed, self._config.seed, address)
+    ordered = self.programs.parents(executed, self._config.seed, address)
+    return ordered if self._config.revise_retired else self.residuals.unretired(ordered)
 
   def select(self, address: tuple[int, int], parent: Record) -> Selection:
     """Returns a parent with its actionable residuals and the responses it owes."""

@@ -31,6 +31,8 @@ class SearchConfig:
     shuffled_verdicts: Placebo: replaces each finding by one drawn from all so far.
     allocation: Calls for each of `ledger.KINDS`, or None: any kind may use the budget.
     corruption: Placebo: rate at which predicted symbols are redrawn.
+    revise_retired: Whether a program whose own change a verdict retired is revised
+      further, or only what it came from. Such a revision must take the change back.
     screen: Largest proxy, relative to the parent's, that is worth a call; None measures
       none.
     start: Source of the initial program; the task's default program if empty.
@@ -54,6 +56,7 @@ class SearchConfig:
   shuffled_verdicts: bool = False
   allocation: Mapping[str, int] | None = None
   corruption: float = 0.0
+  revise_retired: bool = True
   screen: float | None = None
   start: str = ""
   max_tokens: int | None = None
@@ -76,6 +79,6 @@ class SearchConfig:
 
   def to_dict(self) -> dict[str, Any]:
     """Returns a JSON-ready form, without what is not set."""
-    optional = ("max_tokens", "max_cost", "screen", "start")
-    unset = {name for name in optional if getattr(self, name) in (None, "")}
+    optional = ("max_tokens", "max_cost", "screen", "start", "revise_retired")
+    unset = {n for n in optional if getattr(self, n) == getattr(SearchConfig, n)}
     return {k: v for k, v in dataclasses.asdict(self).items() if k not in unset}

@@ -437,6 +437,12 @@ def test_a_retained_program_must_lose_its_retired_intervention(conduct):
   kept = {e["packet"]["parent"] for e in of(events, "packet")[2:]}
   assert kept
   assert program not in kept
+  # A search may also leave such a program alone, and lose no proposal on it.
+  running, events, _ = conduct(first, *elsewhere, frontier=8, revise_retired=False)
+  assert running.programs.holds(program)
+  assert not of(events, "refused")
+  assert len(of(events, "packet")) == 2 + len(elsewhere)
+  assert program not in {e["packet"]["parent"] for e in of(events, "packet")}
 
 
 def test_an_unsafe_candidate_is_rejected_and_its_parent_restored(conduct):
