@@ -180,18 +180,10 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--budget", type=int, default=240, metavar="CALLS", help="of the evaluator")
   add("--seed", type=int, default=0, help="of every random choice")
   add("--arm", default="quantforge", choices=sorted(ARMS), help="which search")
-  add(
-    "--start",
-    default="",
-    metavar="PROGRAM",
-    help="the program to begin from: a file, or gptq, wush or hires for the ptq task",
-  )
-  add(
-    "--revise-retired",
-    action=FLAG,
-    default=True,
-    help="revise programs whose own change a verdict retired, by taking it back",
-  )
+  told = "the program to begin from: a file, or gptq, wush or hires for the ptq task"
+  add("--start", default="", metavar="PROGRAM", help=told)
+  told = "revise programs whose own change a verdict retired, by taking it back"
+  add("--revise-retired", action=FLAG, default=True, help=told)
   add("--width", type=int, default=1, help="proposals made from one state")
   add(
     "--screen",
