@@ -1055,6 +1055,13 @@ MUTANTS = (
     ("tests/mxjax/devices/test_mesh.py",),
   ),
   Mutant(
+    "new totals beside committed arrays stay uncommitted",
+    "mxjax/devices",
+    "if not isinstance(place, SingleDeviceSharding):",
+    "if True:",
+    ("tests/mxjax/devices/test_totals.py",),
+  ),
+  Mutant(
     "plan counts one scalar too few of a layer's recovery",
     "mxjax/audit/plan.py",
     "4 * (2 * config.num_kv_heads + 4)",

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
 
 from mxjax.devices import execution
 from mxjax.devices.mesh import AXES
@@ -83,6 +84,24 @@ def _add_chunk(
   return placement.call(run, params, *arrays, specs=specs)
 
 
+def _beside(totals: Any, arrays: Any) -> Any:
+  """Commits new totals to the device that an array of a call is committed to.
+
+  Its results are, so totals that start uncommitted would compile every step twice.
+  """
+  committed = (
+    array.sharding
+    for array in jax.tree.leaves(arrays)
+    if isinstance(array, jax.Array) and array.committed
+  )
+  place = next(committed, None)
+  if not isinstance(place, SingleDeviceSharding):
+    return totals
+  # Totals are donated, and host buffers must not be.
+  own = lambda a: a if isinstance(a, jax.Array) else jnp.array(a)
+  return jax.device_put(jax.tree.map(own, totals), place)
+
+
 class Totals:
   """Running totals, a pytree of donated arrays whose elements a mesh shares."""
 
@@ -115,6 +134,8 @@ class Totals:
     from `Placement.shard_rows`. Returns the outputs of the steps, `[sequences, ...]`.
     """
     first = np.int32(self._first)
+    if not first and self._placement.mesh is None:
+      self._totals = _beside(self._totals, (params, consumed, sequences, args))
     self._totals, outputs = _add_chunk(
       *(step, static, self._placement, self._layout, params, self._totals),
       *(consumed, sequences, first, args),

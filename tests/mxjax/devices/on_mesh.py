@@ -142,6 +142,8 @@ def main():
   jax.config.update("jax_numpy_rank_promotion", "raise")
   model = CausalLM(ModelConfig.from_dict(json.loads(sys.argv[1])))
   params = model.init(jax.random.key(0), np.zeros((1, 4), np.int32))["params"]
+  # As a mesh leaves them on its first device, so that both share what is compiled.
+  params = jax.device_put(params, jax.devices()[0])
   rng = np.random.default_rng(1)
   tokens = rng.integers(0, model.config.vocab_size, (8, 32)).astype(np.int32)
   windows = rng.integers(0, model.config.vocab_size, (5, 32)).astype(np.int32)
