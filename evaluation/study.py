@@ -15,7 +15,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 from mxjax import methods
-from mxjax.audit import sizes
+from mxjax.audit import arithmetic, sizes
 from mxjax.calibration.calibration import (
   Calibration,
   CausalLanguageModel,
@@ -155,8 +155,8 @@ def run_method(
   its last fraction is 1; `options` are those of `pipeline.quantize_with_record`.
 
   Returns:
-    A JSON-ready row (`method`, `perplexity`, `operator_error`, `size`, `seconds`,
-    `record`), and the quantized params.
+    A JSON-ready row (`method`, `perplexity`, `operator_error`, `size`,
+    `arithmetic`, `seconds`, `record`), and the quantized params.
   """
   program = methods.get(method)
   # Tokens that pass through the model before the evaluation, and in it.
@@ -177,6 +177,7 @@ def run_method(
   if result.record.resumed:
     # Includes the time of interrupted processes.
     seconds = sum(result.record.clock.seconds.values())
+  record = result.record.to_dict()
   row = {
     "method": program.name,
     "seconds": seconds,
@@ -186,7 +187,11 @@ def run_method(
       evaluation_steps(follow, subject.model.num_layers, share),
     ),
     "size": sizes.size_report(result.params),
-    "record": result.record.to_dict(),
+    "arithmetic": subject.dtype
+    and arithmetic.arithmetic(
+      result.params, subject.dtype, record["program"], record["layers"]
+    ),
+    "record": record,
   }
   return row, result.params
 

@@ -978,6 +978,20 @@ MUTANTS = (
     ("tests/mxjax/storage/test_run_folder.py",),
   ),
   Mutant(
+    "the arithmetic of a record is always that of the paper",
+    "mxjax/audit/arithmetic.py",
+    "mlp_recovery.apply, rows, rows, node).dtype)",
+    'lambda *_: jnp.zeros((), "bfloat16"), rows, rows, node).dtype)',
+    ("tests/mxjax/audit/test_verify.py",),
+  ),
+  Mutant(
+    "verify believes the stated arithmetic",
+    "mxjax/audit/verify.py",
+    "if stated.get(name) != found.get(name)",
+    "if stated.get(name) != stated.get(name)",
+    ("tests/mxjax/audit/test_verify.py",),
+  ),
+  Mutant(
     "verify leaves out what is beside the checkpoint",
     "mxjax/audit/verify.py",
     "if outer != folder:",

@@ -124,8 +124,17 @@ def tuning(record: Mapping[str, Any] | None) -> str:
   )
 
 
-def provenance(record: Mapping[str, Any], made_by: Mapping[str, Any]) -> str:
+def _words(value: Any) -> str:
+  """Writes JSON of an arithmetic on one line, such as `attention bfloat16`."""
+  if isinstance(value, Mapping):
+    return ", ".join(f"{name} {_words(one)}" for name, one in value.items())
+  return value if isinstance(value, str) else " and ".join(value)
+
+
+def provenance(run: Mapping[str, Any]) -> str:
   """Shows what another result must share to be comparable, and what made this one."""
+  record, made_by = run["record"], run.get("made_by") or {}
+  arithmetic = run.get("arithmetic") or {}
   calibration = record["calibration"]
   shape = " × ".join(str(n) for n in calibration.get("shape", ()))
   values = {
@@ -133,6 +142,10 @@ def provenance(record: Mapping[str, Any], made_by: Mapping[str, Any]) -> str:
     "calibration": calibration.get("fingerprint", "unknown"),
     "calibration tokens": shape or "unknown",
     "program": json.dumps(record["program"], ensure_ascii=False),
+    "arithmetic": "; ".join(
+      f"{name.replace('_', ' ')}: {_words(one)}" for name, one in arithmetic.items()
+    )
+    or "unknown",
     **{key: made_by[key] for key in ("date", "command", "device") if key in made_by},
   }
   if versions := made_by.get("versions"):
@@ -179,7 +192,7 @@ def run_section(run: Mapping[str, Any], anchor: str, *, is_open: bool = False) -
     ),
     "Provenance": (
       "Results compare only under equal fingerprints.",
-      provenance(record, run.get("made_by") or {}),
+      provenance(run),
     ),
   }
   body = "".join(section(title, *part) for title, part in parts.items())

@@ -20,7 +20,7 @@ def _bytes(tree: Any) -> int:
   return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _nodes(params: Mapping[str, Any]) -> Iterator[Any]:
+def typed_nodes(params: Mapping[str, Any]) -> Iterator[Any]:
   """Yields typed nodes and arrays, with one top-level key in memory at a time."""
   for key in params:
     yield from jax.tree.leaves(params[key], is_leaf=lambda n: isinstance(n, _NODES))
@@ -39,7 +39,7 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
   """
   linears = dict.fromkeys(("codes", "scales", "maps", "rounding"), 0)
   recovery = other = values = weights = 0
-  for node in _nodes(params):
+  for node in typed_nodes(params):
     if isinstance(node, QuantizedLinear):
       weights += math.prod(node.shape)
       linears["codes"] += _bytes(node.weight.codes)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mxjax.audit import verify_linears
+from mxjax.audit import arithmetic, verify_linears
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import parameter_shapes
@@ -87,7 +87,9 @@ def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
       audit.faults.append(str(error))
     else:
       audit.counts["arrays"] = len(manifest["arrays"])
-      _check_params(params, ModelConfig.from_dict(config), contract, audit, seed)
+      built = ModelConfig.from_dict(config)
+      _check_params(params, built, contract, audit, seed)
+      _check_arithmetic(params, built.dtype, manifest, audit)
   if outer != folder:
     _check_output_folder(outer, manifest, audit)
   return audit
@@ -152,6 +154,22 @@ def _check_params(
       continue
     audit.counts["recovery leaves"] += 1
     audit.faults += [f"{name}: {text}." for text in _recovery_faults(node, config)]
+
+
+def _check_arithmetic(
+  params: Mapping[str, Any], dtype: str, manifest: Mapping[str, Any], audit: Audit
+) -> None:
+  """Compares the stated arithmetic, which older checkpoints lack, with what is here."""
+  stated = (manifest["extra"] or {}).get("arithmetic")
+  if not stated:
+    return
+  found = arithmetic.arithmetic(params, dtype, manifest["program"])
+  audit.faults += [
+    f"arithmetic: the manifest states {name} as {stated.get(name)}, the model has "
+    f"{found.get(name)}."
+    for name in sorted((stated.keys() | found) - {arithmetic.BUILD})
+    if stated.get(name) != found.get(name)
+  ]
 
 
 def _shape_fault(node: Any, expected: tuple[int, ...]) -> str | None:

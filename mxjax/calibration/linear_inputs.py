@@ -252,7 +252,8 @@ class LinearInputs:
     """Returns the raw Hessian X'X / n, float32 `[d, d]`, cached.
 
     On a GPU it is multiplied in bfloat16 where the inputs are bfloat16 without weights.
-    Those products are exact, sums are float32 in another order, and `record` says so.
+    Those products are exact, and sums are float32 in another order; `record` says
+    which ran.
     """
     width = self.blocks * mxfp4.BLOCK_SIZE
 
@@ -261,9 +262,10 @@ class LinearInputs:
       total = self._sum(self._chunks, _hessian_step, zeros, self._weights, dtype)
       return _mirrored(total, jnp.arange(width, dtype=jnp.int32)) / self.tokens
 
-    if not self._is_narrow():
+    is_narrow = self._is_narrow()
+    self.record["hessian_products"] = "bfloat16" if is_narrow else "float32"
+    if not is_narrow:
       return self.cached("hessian", compute)
-    self.record["hessian_products"] = "bfloat16"
     # A name of its own, because a store may serve a CPU too.
     return self.cached("hessian_bfloat16", lambda: compute(None))
 

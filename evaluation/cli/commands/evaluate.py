@@ -188,6 +188,7 @@ def _task_subject(
       "seed": calibration.get("seed"),
       "calibration": calibration,
       "program": program,
+      "arithmetic": (manifest["extra"] or {}).get("arithmetic"),
     }
   facts["dtype"] = subject[0].config.dtype
   if options.name:

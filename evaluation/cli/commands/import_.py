@@ -1,6 +1,7 @@
 """`mxjax import`: converts a compressed-tensors model to a checkpoint."""
 
 import argparse
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -16,7 +17,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     "OUT/checkpoint, which `mxjax evaluate` takes. Codes and scales stay as they are.",
   )
   parser.add_argument("folder", metavar="FOLDER", help="the compressed-tensors model")
-  arguments.add(parser, "--out")
+  arguments.add(parser, "--out", "--dtype")
   return parser
 
 
@@ -30,14 +31,15 @@ def run(options: argparse.Namespace) -> None:
   out = atomic_io.check_output(options.out)
   folder = pathlib.Path(options.folder)
   model = export.read_compressed_tensors(folder)
+  dtype = options.dtype or models.default_dtype(str(folder))
   outputs.save_checkpoint(
     out,
     model.params,
-    model.config,
+    dataclasses.replace(model.config, dtype=dtype),
     models.load_tokenizer(str(folder)),
     program={"name": f"imported from {compressed_tensors.METHOD}"},
     extra={"rounds_inputs": model.rounds_inputs},
   )
   rounds = "rounded by our rule" if model.rounds_inputs else "not rounded (W4A16)"
-  console.say(f"activations: {rounds}")
+  console.say(f"activations: {rounds}; arithmetic: {dtype}")
   console.say(f"wrote checkpoint: {out}")

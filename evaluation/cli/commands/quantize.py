@@ -189,7 +189,6 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
       stop=stop,
       into=store,
     )
-    row["layers_on_disk"] = is_on_disk
     model_name = inputs.model_name(options)
     row["record"]["calibration"] |= {
       "seed": options.seed,
@@ -198,9 +197,10 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
     }
     steps = study.evaluation_steps(begin("float model"), subject.model.num_layers)
     row["float_perplexity"] = subject.float_perplexities(steps)
-    row["made_by"] = settings.made_by(options)
+    row |= {"layers_on_disk": is_on_disk, "made_by": settings.made_by(options)}
     if not (folder / inputs.CHECKPOINT).exists():
       facts = {key: row["record"][key] for key in ("calibration", "program")}
+      facts["extra"] = {"arithmetic": row["arithmetic"]}
       config = subject.model.config
       outputs.save_checkpoint(folder, quantized, config, tokenizer, **facts)
     elif is_leader:

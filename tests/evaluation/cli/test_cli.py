@@ -188,6 +188,10 @@ def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refuse
     rows += mxjax("quantize", *words)
     manifest = json.loads((tmp_path / dtype / "checkpoint/mxjax.json").read_text())
     assert manifest["model_config"]["dtype"] == dtype == rows[-1]["dtype"]
+    stated = manifest["extra"]["arithmetic"]
+    assert stated["model"] == stated["staged"] == dtype
+    page = (tmp_path / dtype / "report.html").read_text()
+    assert f"model: {dtype}; staged: {dtype}; unquantized:" in page
   narrow, wide = (row["perplexity"]["text"]["mean"] for row in rows)
   assert narrow != wide
   assert narrow == pytest.approx(wide, rel=0.05)

@@ -67,7 +67,8 @@ def test_what_is_dropped_is_measured_and_said(saved, tmp_path, mxjax, refused):
   assert len(set(measured.values())) == 3
 
   # The import measures as the export said: our rule on the same codes.
-  mxjax("import", out, "--out", tmp_path / "in", as_json=False)
+  words = ("import", out, "--out", tmp_path / "in", "--dtype", "float32")
+  assert "arithmetic: float32" in mxjax(*words, as_json=False)
   again = mxjax("evaluate", tmp_path / "in", "--data", saved[0] / "text.txt", *WINDOWS)
   mean = again["perplexity"]["text"]["mean"]
   assert mean == measured["with what was dropped left out"]

@@ -90,6 +90,10 @@ def run(method="hires", layers=3, mapped=True):
       **{"recovery": 20, "other": 400, "total": 1050},
       **{"bf16_total": 2400, "ratio": 2400 / 1050},
     },
+    "arithmetic": {
+      **{"model": "bfloat16", "maps": ["bfloat16", "float32"]},
+      "recovery_rounded": {"mlp": "bfloat16"},
+    },
     "record": {
       "program": {"name": method, "recover": [], "options": {"damping": 0.01}},
       "contract_hash": "c0ffee" * 10,
@@ -127,7 +131,8 @@ EXPECTED = (
   "Error of the value outputs; MLP coefficients; Error of the gated product; Damping; "
   "0.1 (not the default); 2 of 6 linears needed another damping; "
   "layers_1/mlp/down_proj; Time by stage; 5 min; Peak memory; 1.5 GiB; Sanity gate; "
-  f"2.75; 87.5%; Provenance; {'c0ffee' * 10}; {'beef' * 16}; 2 × 256"
+  f"2.75; 87.5%; Provenance; {'c0ffee' * 10}; {'beef' * 16}; 2 × 256; "
+  "model: bfloat16; maps: bfloat16 and float32; recovery rounded: mlp bfloat16"
 )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.audit import verify, verify_linears
+from mxjax.audit import arithmetic, verify, verify_linears
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT
 from mxjax.numerics.realization.activation_quantizers import Clipped, Unrounded
@@ -61,6 +61,36 @@ def test_a_sound_checkpoint_has_no_faults(saved):
   assert found.is_paper_contract
   assert json.loads(json.dumps(found.to_dict()))["faults"] == []
   assert found.lines()[-1].endswith("everything holds")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_stated_arithmetic_is_that_of_the_model(
+  params, tiny_config, tmp_path, dtype
+):
+  program = {"name": "by hand", "options": {"staged": "float16"}}
+  layers = [{"linears": {"q": {"hessian_products": "float32"}, "k": {}}}]
+  stated = arithmetic.arithmetic(params, dtype, program, layers)
+  assert stated == {
+    **{"model": dtype, "staged": "float16", "hessian_products": ["float32"]},
+    **{"maps": ["float32"], "tables": ["float32"], "unquantized": ["bfloat16"]},
+    **{"recovery": ["float32"]},
+    "recovery_rounded": {"attention": dtype, "mlp": dtype},
+  }
+  config = dataclasses.replace(tiny_config, dtype=dtype)
+  for name, change, faults in (
+    ("sound", {}, []),
+    (
+      "other",
+      {"staged": dtype},
+      [
+        f"arithmetic: the manifest states staged as {dtype}, the model has float16.",
+      ],
+    ),
+  ):
+    extra = {"arithmetic": stated | change}
+    facts = {"program": program, "extra": extra}
+    saved = checkpoint.save_checkpoint(tmp_path / name, params, config, **facts)
+    assert verify.verify(saved).faults == faults
 
 
 def test_illegal_payloads(params, leaf_fault):

@@ -1,0 +1,68 @@
+"""Which number formats a quantized model was built with and computes in."""
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.audit.sizes import typed_nodes
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.numerics.recovery import mlp_recovery, value_recovery
+
+BUILD = "hessian_products"
+"""The entry that the stored model alone does not tell."""
+
+
+def _rounded_to(node: Any, dtype: str) -> str:
+  """Returns the dtype in which a recovery correction leaves values of a dtype."""
+  if isinstance(node, mlp_recovery.MlpRecovery):
+    rows = jax.ShapeDtypeStruct((1, 1), dtype)
+    return str(jax.eval_shape(mlp_recovery.apply, rows, rows, node).dtype)
+  values = jax.ShapeDtypeStruct((*node.scale.shape, 1), dtype)
+  return str(jax.eval_shape(value_recovery.apply, values, node).dtype)
+
+
+def arithmetic(
+  params: Mapping[str, Any],
+  dtype: str,
+  program: Mapping[str, Any] | None,
+  layers: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+  """Names the dtypes that the paper's section on arithmetic names; JSON-ready.
+
+  Args:
+    params: Quantized params, possibly on disk.
+    dtype: The model's compute dtype.
+    program: `Program.describe()`, or None.
+    layers: Those of the run's record, if it is at hand.
+
+  Returns:
+    `model`; `staged`, of activations kept between calibration passes; `maps`, `tables`
+    (of activation rounding), `gains`, `recovery` (coefficients) and `unquantized`,
+    lists of the dtypes stored, without those that the model lacks; `recovery_rounded`,
+    by kind of correction that the model has, the dtype its float32 result is rounded
+    to; and with `layers` `hessian_products`.
+  """
+  staged = (program or {}).get("options", {}).get("staged", dtype)
+  stored, rounded = collections.defaultdict(set), {}
+  for node in typed_nodes(params):
+    if isinstance(node, QuantizedLinear):
+      parts = {"maps": node.input_map, "tables": node.rounding, "gains": node.gain}
+    elif isinstance(node, (value_recovery.ValueRecovery, mlp_recovery.MlpRecovery)):
+      is_mlp = isinstance(node, mlp_recovery.MlpRecovery)
+      rounded["mlp" if is_mlp else "attention"] = _rounded_to(node, dtype)
+      parts = {"recovery": node}
+    else:
+      parts = {"unquantized": node}
+    for name, part in parts.items():
+      stored[name] |= {str(leaf.dtype) for leaf in jax.tree.leaves(part)}
+  linears = [linear for layer in layers for linear in layer["linears"].values()]
+  stored[BUILD] = {linear[BUILD] for linear in linears if BUILD in linear}
+  return {
+    "model": str(jnp.dtype(dtype)),
+    "staged": staged,
+    **{name: sorted(found) for name, found in sorted(stored.items()) if found},
+    **({"recovery_rounded": rounded} if rounded else {}),
+  }
