@@ -5,7 +5,6 @@ compiled for sm_90a and interpreted, and no GPU has run it; `lowering.backend` c
 """
 
 import functools
-import inspect
 import math
 from typing import Any
 
@@ -13,23 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu
 
 from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import codec
+from mxjax.pallas_kernels.mosaic import device
+from mxjax.pallas_kernels.mosaic.device import gpu
 
 BLOCKS = 64
 """Blocks of a program, one warp group: the rows of the smallest `WGMMA` layout, in
 which four threads hold a block and each has eight of its values."""
-_api: Any = mosaic_gpu
-
-
-def obstacle() -> str | None:
-  """Returns why no kernel can be made here, or None. This alone knows of versions."""
-  has_interpreter = hasattr(mosaic_gpu, "InterpretGPUParams")
-  if has_interpreter and "out_type" in inspect.signature(_api.kernel).parameters:
-    return None
-  return f"Mosaic GPU kernels need jax 0.11 or newer, got {jax.__version__}"
 
 
 def encode_halves(
@@ -57,7 +48,7 @@ def encode(x: jax.Array, *, interpret: bool = False) -> mxfp4.MXTensor:
   Raises:
     NotImplementedError: JAX is older than 0.11.
   """
-  if why_not := obstacle():
+  if why_not := device.obstacle():
     raise NotImplementedError(f"mosaic.encode: {why_not}.")
   rows = math.prod(x.shape) // mxfp4.BLOCK_SIZE
   # Views two values as one word; no data moves.
@@ -68,19 +59,19 @@ def encode(x: jax.Array, *, interpret: bool = False) -> mxfp4.MXTensor:
     # The last program overlaps the one before, and both write the same bytes.
     first = jnp.minimum(lax.axis_index("tile") * BLOCKS, rows - BLOCKS)
     here = pl.ds(first, BLOCKS)
-    word = _api.load(x_ref.at[here], layout=_api.Layout.WGMMA, optimized=False)
+    word = gpu.load(x_ref.at[here], layout=gpu.Layout.WGMMA, optimized=False)
     even, odd = codec.from_bits(word << 16), codec.from_bits(word & codec.UPPER)
     packed, exponent = encode_halves(even, odd, has_subnormals=not interpret)
     codes_ref[here] = packed.astype(jnp.uint8)
     scales_ref[here] = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8)
 
   shapes = (rows, mxfp4.BLOCK_SIZE // 2), (rows,)
-  codes, scales = _api.kernel(
+  codes, scales = gpu.kernel(
     mxjax_mxfp4_encode,
     out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes),
     grid=(-(-rows // BLOCKS),),
     grid_names=("tile",),
-    interpret=_api.InterpretGPUParams() if interpret else None,
+    interpret=gpu.InterpretGPUParams() if interpret else None,
   )(words)
   leading = x.shape[:-1]
   return mxfp4.MXTensor(codes.reshape(*leading, -1), scales.reshape(*leading, -1))
