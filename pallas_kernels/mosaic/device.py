@@ -6,6 +6,7 @@ JAX, which interpret mode runs instead.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,20 @@ def obstacle() -> str | None:
   if has_interpreter and "out_type" in inspect.signature(gpu.kernel).parameters:
     return None
   return f"Mosaic GPU kernels need jax 0.11 or newer, got {jax.__version__}"
+
+
+def is_blackwell() -> bool:
+  """Returns whether computations target a GPU of Blackwell's generation."""
+  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+  kind = jax.devices()[0].device_kind if device is None else device.device_kind
+  return re.search(r"\bG?B[123]00\b", kind) is not None
+
+
+def hopper_obstacle() -> str | None:
+  """Returns why no kernel with Hopper's matrix instructions can be made, or None."""
+  if is_blackwell():
+    return "its Mosaic form uses matrix instructions that only Hopper has"
+  return obstacle()
 
 
 def mode(interpret: bool) -> Any:

@@ -1,8 +1,4 @@
-"""The Mosaic GPU form of kernels, for jax 0.11 and newer: the bfloat16 encoder so far.
-
-JAX 0.11 deprecates Triton in Pallas and keeps `kernel` of Mosaic GPU. This form is
-compiled for sm_90a and interpreted, and no GPU has run it; `lowering.backend` chooses.
-"""
+"""The bfloat16 encoder in Mosaic GPU; see `mxfp4_encode.py`."""
 
 import functools
 import math
@@ -21,6 +17,14 @@ from mxjax.pallas_kernels.mosaic.device import gpu
 BLOCKS = 64
 """Blocks of a program, one warp group: the rows of the smallest `WGMMA` layout, in
 which four threads hold a block and each has eight of its values."""
+
+
+def obstacle(x: jax.Array) -> str | None:
+  """Returns why the encoder cannot take an array, or None."""
+  if x.dtype != jnp.bfloat16 or x.size < BLOCKS * mxfp4.BLOCK_SIZE:
+    wanted = f"bfloat16 of {BLOCKS} blocks or more"
+    return f"its Mosaic form takes {wanted}, got {x.dtype}{list(x.shape)}"
+  return device.obstacle()
 
 
 def encode_halves(
@@ -43,13 +47,7 @@ def encode_halves(
 
 
 def encode(x: jax.Array, *, interpret: bool = False) -> mxfp4.MXTensor:
-  """Runs the encoder on bfloat16 `[..., d]` of 64 blocks or more.
-
-  Raises:
-    NotImplementedError: JAX is older than 0.11.
-  """
-  if why_not := device.obstacle():
-    raise NotImplementedError(f"mosaic.encode: {why_not}.")
+  """Runs the encoder on bfloat16 `[..., d]` of 64 blocks or more."""
   rows = math.prod(x.shape) // mxfp4.BLOCK_SIZE
   # Views two values as one word; no data moves.
   pairs = x.reshape(rows, mxfp4.BLOCK_SIZE // 2, 2)
@@ -71,7 +69,7 @@ def encode(x: jax.Array, *, interpret: bool = False) -> mxfp4.MXTensor:
     out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes),
     grid=(-(-rows // BLOCKS),),
     grid_names=("tile",),
-    interpret=gpu.InterpretGPUParams() if interpret else None,
+    interpret=device.mode(interpret),
   )(words)
   leading = x.shape[:-1]
   return mxfp4.MXTensor(codes.reshape(*leading, -1), scales.reshape(*leading, -1))

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import codec
-from mxjax.pallas_kernels.mosaic import device, weights
+from mxjax.pallas_kernels.mosaic import blackwell, device, weights
 from mxjax.pallas_kernels.mosaic.device import gpu
 
 OUTPUTS, GROUPS, COLUMNS, STAGES = 64, 2, 128, 4
@@ -168,6 +168,17 @@ def _kernel(refs: dict[str, Any], s: dict[str, Any], work: _Work) -> None:
 
   gpu.wait_smem_to_gmem(0)
 
+  @pl.when(group == GROUPS)
+  def _() -> None:
+    # A barrier may not end with an arrival that nothing waited for.
+    program, programs = lax.axis_index("program"), lax.axis_size("program")
+    tiles = lax.div(work.count - program + programs - 1, programs)
+    for slot in range(STAGES):
+
+      @pl.when(tiles * work.steps > slot)
+      def _(slot: int = slot) -> None:
+        gpu.barrier_wait(s["consumed"].at[slot])
+
 
 def _scratch(work: _Work, x: Any, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
   """Returns the shared memory of a program."""
@@ -184,12 +195,20 @@ def _scratch(work: _Work, x: Any, dtype: jax.typing.DTypeLike) -> dict[str, Any]
   return scratch
 
 
-def obstacle(rows: int, width: int, outputs: int) -> str | None:
-  """Returns why the kernels cannot multiply these shapes, or None."""
+def obstacle(x: Any, weight: mxfp4.MXTensor) -> str | None:
+  """Returns why the kernels cannot multiply x `[n, d]` by W `[m, d]`, or None."""
+  (rows, width), outputs = x.shape, weight.shape[0]
+  if is_native(x):
+    return blackwell.obstacle(rows, width, outputs)
   if rows < ROWS or width % COLUMNS or outputs % _ACROSS:
     wanted = f"{ROWS} rows or more, widths of {COLUMNS} and outputs of {_ACROSS} each"
     return f"its Mosaic form takes {wanted}, got {[rows, width, outputs]}"
-  return device.obstacle()
+  return device.hopper_obstacle()
+
+
+def is_native(x: Any) -> bool:
+  """Returns whether the tensor cores take the inputs as they are."""
+  return isinstance(x, mxfp4.MXTensor) and device.is_blackwell()
 
 
 def _launch(
@@ -255,13 +274,20 @@ def float8_product(
 
 
 def packed_product(
-  x: jax.Array,
+  x: jax.Array | mxfp4.MXTensor,
   weight: mxfp4.MXTensor,
   *,
   dtype: jax.typing.DTypeLike,
   interpret: bool = False,
 ) -> jax.Array:
-  """Multiplies bfloat16 x `[n, d]` by a packed weight `[m, d]`."""
+  """Multiplies bfloat16 or packed x `[n, d]` by a packed weight `[m, d]`.
+
+  XLA decodes packed x, except on Blackwell.
+  """
+  if is_native(x):
+    return blackwell.product(x, weight, dtype=dtype)
+  if isinstance(x, mxfp4.MXTensor):
+    x = mxfp4.decode(x, jnp.bfloat16)
   how = {"decode": weights.as_bfloat16, "dtype": dtype, "interpret": interpret}
   one = jnp.float32(1)
   return _launch("mxjax_packed_product", weights.split(x), weight, one, **how)

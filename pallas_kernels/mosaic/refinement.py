@@ -8,7 +8,7 @@ for G q.
 """
 
 import dataclasses
-import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import codec
-from mxjax.pallas_kernels.mosaic import device
+from mxjax.pallas_kernels.mosaic import device, pairs
 from mxjax.pallas_kernels.mosaic.device import gpu
 from mxjax.pallas_kernels.products import float8
 
@@ -30,81 +30,6 @@ AT_ONCE = 3 * device.MULTIPROCESSORS
 _BLOCK = mxfp4.BLOCK_SIZE
 _PACKED = _BLOCK * (_BLOCK + 1) // 2
 _PAIR = _BLOCK // 2
-
-UPPER_PTX = "prmt.b32 $0, $1, $2, 0x7632;"
-"""From two float32 to their upper halves, two bfloat16."""
-
-NEAREST_PTX = """{
-  .reg .b32 size, other;
-  and.b32 size, $1, 0x7FF87FF8;
-  mul.rn.bf16x2 size, size, $2;
-  mov.b32 other, 0x00800080;
-  mul.rn.bf16x2 size, size, other;
-  mov.b32 other, 0x00200020;
-  add.u16x2 size, size, other;
-  mov.b32 other, 0x01FF01FF;
-  min.u16x2 size, size, other;
-  and.b32 size, size, 0x01C001C0;
-  mov.b32 other, 0x7E807E80;
-  mul.rn.bf16x2 size, size, other;
-  lop3.b32 $0, $1, 0x80008000, size, 0xEA;
-}"""
-"""From two bfloat16 and the duplicated 2^-e to their nearest values, two bfloat16. The
-bits are those of `mxfp4_encode.pair_ptx`; a product with 2^126 makes them values."""
-
-CODES_PTX = """{
-  .reg .b32 size, other;
-  mov.b32 other, 0x00800080;
-  mul.rn.bf16x2 size, $1, other;
-  and.b32 size, size, 0x01C001C0;
-  shr.b32 other, $1, 6;
-  and.b32 other, other, 0x02000200;
-  or.b32 size, size, other;
-  mul.lo.u32 size, size, 4097;
-  shr.b32 $0, size, 18;
-}"""
-"""From two legal bfloat16 values to a byte of two codes."""
-
-
-def _by_ptx(ptx: str, meaning: Any, layout: Any, *operands: Any, interpret: bool) -> Any:
-  """Runs PTX on `[64, 32]` elements and, after them, words of two: `[64, 16]`."""
-  is_whole = [operand.shape[1] == _BLOCK for operand in operands]
-  words = device.words_layout()
-  layouts = [gpu.Layout.WGMMA if whole else words for whole in is_whole]
-  how = {"layouts": layouts, "layout": layout, "interpret": interpret}
-  return device.by_ptx(ptx, meaning, *operands, **how)
-
-
-def halves(word: jax.Array) -> jax.Array:
-  """Returns float32 `[n, 2 m]` of the two bfloat16 in int32 words `[n, m]`."""
-  pair = jnp.stack([word << 16, word & codec.UPPER], axis=-1)
-  return codec.from_bits(pair.reshape(word.shape[0], -1))
-
-
-def upper_words(x: jax.Array) -> jax.Array:
-  """Returns the upper halves of float32 `[n, 32]`, two to an int32 word."""
-  bits = lax.shift_right_logical(codec.bits(x), jnp.int32(16))
-  even, odd = jnp.moveaxis(bits.reshape(x.shape[0], -1, 2), -1, 0)
-  return even | (odd << 16)
-
-
-def nearest_values(word: jax.Array, factor: jax.Array) -> jax.Array:
-  """Encodes pairs of bfloat16 to legal values, bfloat16 `[n, 32]`; see `NEAREST_PTX`.
-
-  `word` and `factor`, the duplicated bits of 2^-e, are int32 `[n, 16]`. A zero keeps
-  the sign of what was rounded to it.
-  """
-  x = halves(word)
-  exponent = mxfp4.SCALE_BIAS - jnp.repeat((factor >> 7) & 255, 2, axis=1)
-  bits = codec.bits(x) & codec.UPPER_HALF
-  index = codec.magnitude_index(bits, exponent, has_subnormals=False)
-  return codec.copy_sign(codec.magnitude(index), x).astype(jnp.bfloat16)
-
-
-def packed_codes(values: jax.Array) -> jax.Array:
-  """Returns bytes of two codes, uint8 `[n, 16]`, of legal bfloat16 `[n, 32]`."""
-  wide = values.astype(jnp.float32)
-  return codec.pack(codec.code_of(wide, wide))
 
 
 def best_change(
@@ -180,7 +105,7 @@ class _Work:
 def _narrow(x: jax.Array, work: _Work) -> jax.Array:
   """Cuts float32 to bfloat16."""
   cut = lambda x: codec.from_bits(codec.bits(x) & codec.UPPER).astype(jnp.bfloat16)
-  return _by_ptx(UPPER_PTX, cut, gpu.Layout.WGMMA, x, interpret=work.interpret)
+  return pairs.run(pairs.UPPER_PTX, cut, gpu.Layout.WGMMA, x, interpret=work.interpret)
 
 
 def _terms(table: jax.Array, work: _Work) -> list[jax.Array]:
@@ -249,11 +174,11 @@ def _mapped(
 
   What is left out is below the last bit of a float32 product.
   """
-  pairs = (0, 2), (1, 1), (2, 0), (1, 2), (2, 1), (2, 2)
+  products = (0, 2), (1, 1), (2, 0), (1, 2), (2, 1), (2, 2)
 
   def product(block: int) -> jax.Array:
     def run(acc: Any) -> jax.Array:
-      for i, j in pairs:
+      for i, j in products:
         columns = slice(j * _BLOCK, (j + 1) * _BLOCK)
         matrix = scratch["map"].at[_of_block(block), columns]
         stage = scratch["stage"].at[:, :_BLOCK] if work.interpret else None
@@ -274,8 +199,9 @@ def _products(x: Any, block: int, scratch: Any, work: _Work) -> list[jax.Array]:
     for i in range(TERMS):
       for acc, table in zip(accs, tables, strict=True):
         gpu.wgmma(acc, x, table.at[:, i * _BLOCK : (i + 1) * _BLOCK].T)
-    # Nothing may read an accumulator before the products are waited for.
-    return list(lax.optimization_barrier([acc[...] for acc in accs]))
+    # One wait is for all. Nothing may read an accumulator before it.
+    rest = (gpu.wgmma_accumulator_load(acc, wait_n=None) for acc in accs[1:])
+    return list(lax.optimization_barrier([accs[0][...], *rest]))
 
   return pl.run_scoped(run, *[gpu.ACC((ROWS, _BLOCK), jnp.float32)] * len(tables))
 
@@ -299,21 +225,26 @@ def _realize(
   how = {"interpret": work.interpret}
   products = _products(x, block, scratch, work) if work.has_map or work.has_gram else []
   if work.has_map:
-    words = _by_ptx(
-      UPPER_PTX, upper_words, device.words_layout(), products[0], **how
+    words = pairs.run(
+      pairs.UPPER_PTX, pairs.upper_words, device.words_layout(), products[0], **how
     )
   else:
     words = gpu.load(x, layout=gpu.Layout.WGMMA)
-    cast = lambda x: upper_words(x.astype(jnp.float32))
-    words = _by_ptx("mov.b32 $0, $1;", cast, device.words_layout(), words, **how)
+    cast = lambda x: pairs.upper_words(x.astype(jnp.float32))
+    words = pairs.run("mov.b32 $0, $1;", cast, device.words_layout(), words, **how)
   size = words & 0x7FFF7FFF
   # The upper half of a word determines the exponent, whatever is in the lower half.
   largest = jnp.maximum(jnp.max(size, axis=1), jnp.max(size << 16, axis=1))
   exponent = codec.block_exponent(largest)
   inverse = codec.inverse_scale_of(exponent)
   factor = lax.shift_right_logical(codec.bits(inverse), jnp.int32(16)) * 0x10001
-  nearest = _by_ptx(
-    NEAREST_PTX, nearest_values, gpu.Layout.WGMMA, words, _by_row(factor, _PAIR), **how
+  nearest = pairs.run(
+    pairs.NEAREST_PTX,
+    pairs.nearest_values,
+    gpu.Layout.WGMMA,
+    words,
+    _by_row(factor, _PAIR),
+    **how,
   )
   if not work.has_gram:
     return nearest, exponent
@@ -335,7 +266,7 @@ def _outputs(
   if work.form == "codes":
     layout = device.words_layout()
     how = {"interpret": work.interpret}
-    return _by_ptx(CODES_PTX, packed_codes, layout, values, **how), byte
+    return pairs.run(pairs.CODES_PTX, pairs.packed_codes, layout, values, **how), byte
   if work.form == "values":
     return values * _by_row(codec.scale_of(exponent).astype(jnp.bfloat16)), None
   scale = codec.scale_of(exponent)
@@ -345,9 +276,7 @@ def _outputs(
 
 def _kernel(refs: dict[str, Any], scratch: Any, work: _Work) -> None:
   pair = lax.axis_index("pair")
-  count = jnp.minimum(
-    work.repeats, work.tiles - lax.axis_index("part") * work.repeats
-  )
+  count = jnp.minimum(work.repeats, work.tiles - lax.axis_index("part") * work.repeats)
 
   def fetch(step: jax.Array) -> None:
     slot, rows = lax.rem(step, 2), pl.ds(work.start(step), ROWS)
@@ -386,12 +315,15 @@ def _kernel(refs: dict[str, Any], scratch: Any, work: _Work) -> None:
   gpu.wait_smem_to_gmem(0)
 
 
-def obstacle(rows: int, width: int, tables: Any, form: str) -> str | None:
-  """Returns why the kernel cannot take inputs `[rows, width]`, or None."""
-  if rows < ROWS or width % (BLOCKS * _BLOCK):
-    wanted = f"{ROWS} rows or more and a width in multiples of {BLOCKS * _BLOCK}"
-    return f"its Mosaic form takes {wanted}, got {[rows, width]}"
-  return device.obstacle()
+def obstacle(x: Any, form: str) -> str | None:
+  """Returns why the kernel cannot take inputs `[..., d]`, or None."""
+  unit = BLOCKS * _BLOCK
+  if math.prod(x.shape[:-1]) < ROWS or x.shape[-1] % unit or x.dtype != jnp.bfloat16:
+    wanted = f"bfloat16, {ROWS} rows or more, and widths in multiples of {unit}"
+    return f"its Mosaic form takes {wanted}, got {x.dtype}{list(x.shape)}"
+  if form == "planes":
+    return "its Mosaic form does not write planes, which few rows need"
+  return device.hopper_obstacle()
 
 
 def launch(

@@ -29,7 +29,8 @@ FLOAT8_PTX = """{
   prmt.b32 value, $2, $3, index;
   shl.b32 sign, $1, 4;
   prmt.b32 sign, sign, $1, 0x5140;
-  lop3.b32 $0, value, sign, 0x80808080, 0xF8;
+  and.b32 sign, sign, 0x80808080;
+  or.b32 $0, value, sign;
 }"""
 """From a word and a table of eight E5M2 magnitudes, in two registers, to four E5M2."""
 _TABLE = (0x3E3C3800, 0x04040400), (0x46444240, 0x04040404)
@@ -45,7 +46,8 @@ def pair_ptx(pair: int) -> str:
   mul.lo.u32 value, half, 0x00040040;
   and.b32 value, value, 0x01C001C0;
   mul.lo.u32 half, half, 0x01001000;
-  lop3.b32 value, value, half, 0x80008000, 0xF8;
+  and.b32 half, half, 0x80008000;
+  or.b32 value, value, half;
   mov.b32 half, 0x7E807E80;
   mul.rn.bf16x2 value, value, half;
   mul.rn.bf16x2 $0, value, $2;
