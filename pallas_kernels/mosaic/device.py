@@ -109,7 +109,7 @@ def _map_registers(ptx: str, arrays: Sequence[Any], result: Any) -> Any:
   for place, source in zip(np.ndindex(registers.shape), sources, strict=True):
     operands = [word for register in source for word in words(register)]
     constraints = ",".join(["=r", *("r" for _ in operands)])
-    word = llvm.inline_asm(integer(32), operands, ptx, constraints)
+    word: Any = llvm.inline_asm(integer(32), operands, ptx, constraints)
     word = word if bits == 32 else arith.trunci(integer(bits), word)
     registers[place] = utils.bitcast(word, kind)
   signed = utils.is_signed(result.dtype)

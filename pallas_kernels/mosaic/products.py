@@ -284,9 +284,9 @@ def packed_product(
 
   XLA decodes packed x, except on Blackwell.
   """
-  if is_native(x):
-    return blackwell.product(x, weight, dtype=dtype)
   if isinstance(x, mxfp4.MXTensor):
+    if is_native(x):
+      return blackwell.product(x, weight, dtype=dtype)
     x = mxfp4.decode(x, jnp.bfloat16)
   how = {"decode": weights.as_bfloat16, "dtype": dtype, "interpret": interpret}
   one = jnp.float32(1)
