@@ -1,6 +1,6 @@
 """Kills real `mxjax quantize` processes, resumes them, and compares the results.
 
-    python benchmarks/killed_runs.py --out benchmarks/results/killed_runs.json
+    python benchmarks/killed_runs.py [--random 20]
 
 A small model is made and quantized once undisturbed. Then, for every named stage of
 every layer and for random moments, a child is killed by SIGKILL there and another goes
@@ -11,7 +11,6 @@ children must have worked on no layer that was on disk. Exits with 1 where anyth
 differs.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -23,63 +22,46 @@ import sys
 import tempfile
 import time
 
+import common
+import jax
 import numpy as np
-import provenance
+import tokenizers
 
-CONFIG = {
-  "architectures": ["LlamaForCausalLM"],
-  "model_type": "llama",
-  "vocab_size": 64,
-  "hidden_size": 64,
-  "intermediate_size": 128,
-  "num_hidden_layers": 3,
-  "num_attention_heads": 4,
-  "num_key_value_heads": 2,
-  "head_dim": 16,
-  "rms_norm_eps": 1e-5,
-  "rope_theta": 10000.0,
-  "max_position_embeddings": 64,
-  "tie_word_embeddings": True,
-  "hidden_act": "silu",
-}
+from mxjax.models import CausalLM, ModelConfig
+from mxjax.models.families import to_hf_config
+from mxjax.models.loading import weights
+
+CONFIG = ModelConfig(
+  vocab_size=64,
+  hidden_size=64,
+  intermediate_size=128,
+  num_layers=3,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=16,
+  norm_eps=1e-5,
+  rope_theta=1e4,
+  max_positions=64,
+  tie_embeddings=True,
+)
+STAGES = ("calibration", "quantization", "q_proj", "down_proj")
+RECOVERY = ("attention recovery", "mlp recovery")
+TIMED = ("arrays/_CHECKPOINT_METADATA", "arrays/commit_success.txt")
+"""Files in which Orbax writes down the time of day."""
 
 
 def make_model(folder):
   """A folder as transformers saves them, of random weights, with a tokenizer."""
-  import tokenizers
-  from safetensors.numpy import save_file
-
-  rng = np.random.default_rng(0)
-  width, hidden = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-  tensors = {"model.embed_tokens.weight": (64, width), "model.norm.weight": (width,)}
-  for index in range(CONFIG["num_hidden_layers"]):
-    layer = f"model.layers.{index}"
-    for name, shape in (
-      ("self_attn.q_proj", (width, width)),
-      ("self_attn.k_proj", (width // 2, width)),
-      ("self_attn.v_proj", (width // 2, width)),
-      ("self_attn.o_proj", (width, width)),
-      ("mlp.gate_proj", (hidden, width)),
-      ("mlp.up_proj", (hidden, width)),
-      ("mlp.down_proj", (width, hidden)),
-      ("input_layernorm", (width,)),
-      ("post_attention_layernorm", (width,)),
-    ):
-      tensors[f"{layer}.{name}.weight"] = shape
-  values = {
-    name: (
-      np.ones(shape) if len(shape) == 1 else 0.1 * rng.standard_normal(shape)
-    ).astype(np.float32)
-    for name, shape in tensors.items()
-  }
   folder.mkdir()
-  save_file(values, folder / "model.safetensors")
-  (folder / "config.json").write_text(json.dumps(CONFIG))
+  model = CausalLM(CONFIG)
+  params = model.init(jax.random.key(0), np.zeros((1, 4), np.int32))["params"]
+  weights.save_folder(folder, to_hf_config(CONFIG), params)
   backend = tokenizers.Tokenizer(tokenizers.models.BPE())
   trainer = tokenizers.trainers.BpeTrainer(vocab_size=64, show_progress=False)
   backend.train_from_iterator(["the cat sat on the mat"] * 9, trainer)
   backend.save(str(folder / "tokenizer.json"))
-  np.save(folder / "ids.npy", rng.integers(0, 64, (4, 32)).astype(np.int32))
+  ids = np.random.default_rng(0).integers(0, 64, (4, 32)).astype(np.int32)
+  np.save(folder / "ids.npy", ids)
 
 
 class Runner:
@@ -148,10 +130,6 @@ def finished_layers(out):
   return sum(json.loads(line)["event"] == "layer" for line in lines)
 
 
-TIMED = ("arrays/_CHECKPOINT_METADATA", "arrays/commit_success.txt")
-"""Files in which Orbax writes down the time of day."""
-
-
 def content(out):
   """SHA-256 of every file of the checkpoint and of every finished layer.
 
@@ -173,16 +151,35 @@ def content(out):
   return found | {"checkpoint/mxjax.json": manifest}
 
 
+def killed_and_resumed(runner, out, point, again, layers):
+  """Kills a run at a point, and perhaps its resumption; how a last one ended it."""
+  layer, where = point
+  kill = lambda: runner.kill_after(out, where)
+  if layer is not None:
+    kill = lambda: runner.kill_at_stage(out, layer, where)
+  kills = [kill()]
+  if again:
+    kills.append(runner.kill_after(out, again, "--resume"))
+  before = finished_layers(out)
+  worked, spent = runner.finish(out, "--resume")
+  return {
+    "layer": layer,
+    "point": where,
+    "kills": sum(kills),
+    "finished_before": before,
+    "layers_worked_after": worked,
+    "redid_nothing": worked == layers[before:],
+    "seconds": spent,
+  }
+
+
 def main():
-  parser = argparse.ArgumentParser()
+  parser = common.parser(__doc__)
   parser.add_argument("--random", type=int, default=20, metavar="N")
-  parser.add_argument("--named", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--method", default="hires")
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--out", type=pathlib.Path)
   options = parser.parse_args()
-  made = provenance.stamp(hidden=("--out",))
-  rng = random.Random(options.seed)
+  made, rng, rows = common.stamp(), random.Random(options.seed), []
   with tempfile.TemporaryDirectory() as scratch:
     work = pathlib.Path(scratch)
     make_model(work / "model")
@@ -190,38 +187,16 @@ def main():
     runner.finish(work / "warm")
     layers, seconds = runner.finish(work / "undisturbed")
     expected = content(work / "undisturbed")
-    print(f"{len(expected)} files to compare", flush=True)
-    stages = ["calibration", "quantization", "q_proj", "down_proj"]
-    if options.method == "hires":
-      stages += ["attention recovery", "mlp recovery"]
+    stages = STAGES + RECOVERY * (options.method == "hires")
     points = [(layer, stage) for layer in layers for stage in stages]
-    points = points if options.named else []
     points += [(None, rng.uniform(0, seconds)) for _ in range(options.random)]
-    rows = []
-    for number, (layer, where) in enumerate(points):
+    for number, point in enumerate(points):
       out = work / f"run-{number}"
-      if layer is None:
-        killed = runner.kill_after(out, where)
-      else:
-        killed = runner.kill_at_stage(out, layer, where)
-      kills = [killed]
-      before = finished_layers(out)
-      if rng.random() < 1 / 3:
-        kills.append(runner.kill_after(out, rng.uniform(0, seconds), "--resume"))
-        before = finished_layers(out)
-      worked, spent = runner.finish(out, "--resume")
-      row = {
-        "layer": layer,
-        "point": where,
-        "kills": sum(kills),
-        "finished_before": before,
-        "layers_worked_after": worked,
-        "same": content(out) == expected,
-        "redid_nothing": worked == layers[before:],
-        "seconds": spent,
-      }
-      rows.append(row)
-      print(json.dumps(row), flush=True)
+      again = rng.uniform(0, seconds) if rng.random() < 1 / 3 else 0
+      row = killed_and_resumed(runner, out, point, again, layers)
+      rows.append(row | {"same": content(out) == expected})
+      print(json.dumps(rows[-1]), flush=True)
+  total = lambda key: sum(row[key] for row in rows)
   result = {
     **made,
     "files_compared": len(expected),
@@ -229,16 +204,11 @@ def main():
     "method": options.method,
     "undisturbed_seconds": seconds,
     "points": len(rows),
-    "kills": sum(row["kills"] for row in rows),
-    "same": sum(row["same"] for row in rows),
-    "redid_nothing": sum(row["redid_nothing"] for row in rows),
+    **{key: total(key) for key in ("kills", "same", "redid_nothing")},
     "rows": rows,
   }
-  if options.out:
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-  print({key: value for key, value in result.items() if key != "rows"})
-  return int(not all(row["same"] and row["redid_nothing"] for row in rows))
+  common.write(options.out, result)
+  return int(not len(rows) == total("same") == total("redid_nothing"))
 
 
 if __name__ == "__main__":
