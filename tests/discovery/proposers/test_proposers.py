@@ -5,14 +5,11 @@ import json
 
 import pytest
 
-from mxjax.discovery.core import store
 from mxjax.discovery.core.proposal import Context, Experiment, ProposerError, Record
 from mxjax.discovery.proposers import endpoint, human, llm, prompt
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
-from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from mxjax.discovery.search import search
-from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks import world
+from tests.discovery import searching
 from tests.discovery.proposers.test_endpoint import Server, chat, client, http
 
 TASK = world.World(seed=3)
@@ -154,12 +151,8 @@ def test_an_answer_that_is_not_admitted_gets_one_repair_turn(server):
 
 
 def run(folder, proposer):
-  kept = store.Store(folder)
-  evaluator = CachedEvaluator(TASK, LocalExecutor(TASK), kept)
-  config = search.SearchConfig(seed=3, budget=6)
-  running = search.Search(config, evaluator, proposer, kept)
-  running.run()
-  return running, (folder / "log.jsonl").read_text()
+  running = searching.run(folder, TASK, proposer, seed=3, budget=6)
+  return running, searching.log(folder).decode()
 
 
 def test_a_recorded_run_replays_without_the_server(server, tmp_path):
