@@ -29,9 +29,14 @@ KERNELS = (
   *("encode", "one code", "matmul", "linears of one input", "decode"),
   *("float8 product", "GPTQ", "recovery", "attention", "layer"),
 )
+WHOLE = (
+  *("prefill BF16, fastest attention", "prefill BF16", "prefill HiRes"),
+  *("prefill HiRes, float8 products", "decode BF16", "decode HiRes"),
+)
+"""Whole models, the baselines first; compiled side by side before anything is timed."""
 PART_SECONDS = 540
-TOGETHER = 4
-"""Checks that run at once: each compiles on a core or two."""
+TOGETHER = 6
+"""Sections that only check or compile and so run at once, on a core or two each."""
 PARTS = {
   1: {
     "device": 60,
@@ -40,7 +45,13 @@ PARTS = {
     "memory-bound kernels": 150,
     "packed products": 150,
   },
-  2: {"device": 60, "ceilings": 60, "prefill 8B": 240, "decode 8B": 240},
+  2: {
+    "device": 60,
+    "ceilings": 60,
+    **{f"compile {name}": 300 for name in WHOLE},
+    "torch's baselines": 90,
+    **dict.fromkeys((*WHOLE, "decode HiRes, int8 head"), 120),
+  },
   3: {"device": 60, "ceilings": 60, "build 8B": 360, "prefill 32B": 240},
 }
 """Sections of each part in order, with their largest seconds."""
@@ -104,7 +115,7 @@ class Part:
     sections = dict(PARTS[self.number])
     if self.options.only:
       sections = {k: v for k, v in sections.items() if k in self.options.only}
-    together = [name for name in sections if name.startswith("check ")]
+    together = [name for name in sections if name.startswith(("check ", "compile "))]
     waiting = list(sections)
     while waiting:
       count = len(together) if waiting[0] in together else 1
@@ -125,7 +136,7 @@ class Part:
       return name, {"status": "left out: no time"}, f"\n== {name}: left out, no time\n"
     file = self.scratch / f"{name}.json"
     command = [sys.executable, str(HERE / "gpu_sections.py"), name, "--out", str(file)]
-    command += ["--ceilings", str(self.scratch / "ceilings.json")]
+    command += ["--earlier", str(self.scratch)]
     command += ["--compiled", self.options.compiled]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if self.options.smoke:

@@ -124,8 +124,7 @@ def _in_programs(
   at_once = min(at_once, count - 1)
   programs = -(-(count - 1) // at_once)
   # The last program may run too many tokens: another length would compile again.
-  positions = start + programs * at_once
-  cache = empty_cache(model, batch, -(-positions // CACHE_STEP) * CACHE_STEP)
+  cache = _cache_of(model, batch, start + programs * at_once)
   logits, cache = next_logits(model, params, cache, ids)
   newest = choose(logits, start, *how[:4])
   is_done = jnp.zeros(batch, bool) if how.eos_id is None else newest == how.eos_id
@@ -138,6 +137,10 @@ def _in_programs(
     state, tokens = _run_tokens(model, params, state, traced, at_once, how.top_k)
     made.append(tokens)
   return jnp.concatenate([ids, jnp.concatenate(made)[:count].T], axis=1)
+
+
+def _cache_of(model: CausalLM, batch: int, positions: int) -> "Cache":
+  return empty_cache(model, batch, -(-positions // CACHE_STEP) * CACHE_STEP)
 
 
 @functools.partial(

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -51,10 +52,11 @@ def test_a_hanging_section_is_stopped_and_no_disk_still_reports(tmp_path):
   budget = ["--budget", "7"]
   done = rehearse(blocked, "hang:device", *budget, only=["device", "ceilings"])
   assert done.returncode == 1
-  assert "device: stopped after 7 s" in done.stdout
+  # On a busy machine the first section begins late, and gets what is left.
+  assert re.search("device: stopped after [5-7] s", done.stdout)
   assert "ceilings: left out: no time" in done.stdout
   assert f"gpu: cannot write {blocked}" in done.stdout
-  assert '"status": "stopped after 7 s"' not in blocked.read_text()
+  assert '"status": "stopped after' not in blocked.read_text()
 
 
 @pytest.mark.parametrize(
