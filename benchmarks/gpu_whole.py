@@ -92,7 +92,7 @@ def decode(bench, shape, kind):
   ids = np.asarray(jax.random.randint(key, (1, prompt), 0, shape.vocabulary))
   model, params = gpu_models.random_model(key, shape, kind.partition(",")[0])
   if "int8" in kind:
-    params = pack_for_inference(params, tables=False, embeddings="int8")
+    params = pack_for_inference(params, tables=False, embeddings="int8", products=None)
   how = {"use_cache": True, "tokens_at_once": at_once}
   run = lambda n: generation.generate(model, params, ids, max_new_tokens=n, **how)
   jax.block_until_ready(run(few))

@@ -76,6 +76,9 @@ def test_goals_rest_on_checked_kernels(tmp_path, checks, value, verdict):
   goal = "encode, share of copy bandwidth"
   part.results = {**checks, "memory-bound kernels": {"goals": {goal: value}}}
   assert part.goals()[goal]["verdict"] == verdict
+  low, high = part.goals()[goal]["predicted"]
+  assert 0 < low < high
+  assert set(gpu.GOALS) == set(gpu.PREDICTIONS["goals"])
   part.save()
   later = gpu.Part(2, options)
   later.results = {"memory-bound kernels": {"goals": {goal: value}}}
@@ -97,4 +100,5 @@ def test_every_section_of_the_parts_exists():
   )
   sections, checks = json.loads(done.stdout)
   assert {name for part in gpu.PARTS.values() for name in part} == set(sections)
+  assert set(gpu.PREDICTIONS["predicted"]) <= set(sections)
   assert list(gpu.KERNELS) == checks
