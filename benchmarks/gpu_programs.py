@@ -41,7 +41,7 @@ def of_token(stacked):
     gpu_models.empty_cache(shape, POSITIONS),
   )
   one = jax.eval_shape(make)
-  several = [one] * LAYERS
+  several = [[part] * LAYERS for part in one]
   if stacked:
     longer = lambda a: jax.ShapeDtypeStruct((LAYERS, *a.shape), a.dtype)
     several = jax.tree.map(longer, one)
@@ -50,19 +50,19 @@ def of_token(stacked):
     start = jnp.int32(POSITIONS - 1)
     return gpu_models.forward_layer(shape, None, None, each[0], hidden, each[1], start)
 
-  def token(several, hidden):
+  def token(params, caches, hidden):
     if stacked:
-      return jax.lax.scan(layer, hidden, several)
+      return jax.lax.scan(layer, hidden, (params, caches))
     after = []
-    for each in several:
+    for each in zip(params, caches, strict=True):
       hidden, cache = layer(hidden, each)
       after.append(cache)
     return hidden, after
 
   mesh, place = compile_kernels.target()
-  arguments = several, jax.ShapeDtypeStruct((1, 1, shape.hidden), jnp.bfloat16)
+  arguments = *several, jax.ShapeDtypeStruct((1, 1, shape.hidden), jnp.bfloat16)
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    jitted = jax.jit(token, donate_argnums=0)
+    jitted = jax.jit(token, donate_argnums=1)
     made = jitted.lower(*jax.tree.map(place, arguments)).compile()
   counts = hlo.Program(made.as_text()).counts()
   return {name: count / LAYERS for name, count in counts.items()}

@@ -12,7 +12,8 @@ import re
 
 BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all"}
-CALLS = ("call", "conditional", "async-start", "async-done")
+FREE |= {"fusion-done", "copy-done", "async-done"}
+CALLS = ("call", "conditional", "async-start")
 _HEAD = re.compile(r"^(ENTRY )?%([\w.\-]+) \(")
 _LINE = re.compile(
   r"^\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(?:, (.*))?$"
@@ -45,10 +46,10 @@ def arrays(type_):
   return found[:1] if len(found) == 2 and found[1][0] == "s8" else found
 
 
-def nbytes(type_):
-  """Bytes of a type."""
+def nbytes(found):
+  """Bytes of arrays."""
   bits = lambda dtype: BITS.get(dtype) or int(re.search(r"\d+", dtype)[0])
-  return sum(math.prod(sizes) * bits(dtype) // 8 for dtype, sizes in arrays(type_))
+  return sum(math.prod(sizes) * bits(dtype) // 8 for dtype, sizes in found)
 
 
 class Program:
@@ -91,7 +92,8 @@ class Program:
         if one.operation in (*FREE, *CALLS, "custom-call", "while"):
           continue
         read = {array for n in one.operands for array in self.of(body, n)}
-        size = max((math.prod(sizes) for _, sizes in arrays(one.type)), default=0)
+        made = self.results(body, one)
+        size = max((math.prod(sizes) for _, sizes in made), default=0)
         if any(math.prod(array[1]) <= size for array in read & weights):
           found.append(f"{name}: {one.name} = {one.type}")
     return found
@@ -156,19 +158,31 @@ class Program:
     }
     moved = 0
     for place, name in enumerate(one.operands):
-      whole = nbytes(body[name].type) if name in body else 0
+      whole = nbytes(arrays(body[name].type)) if name in body else 0
       users = [i for i in inside.values() if parameters.get(place) in i.operands]
       slices = ("dynamic-slice", "slice", "gather", "dynamic-update-slice")
       if users and all(user.operation in slices for user in users):
         sizes = [
-          0 if user.operation == slices[3] else nbytes(user.type) for user in users
+          0 if user.operation == slices[3] else nbytes(arrays(user.type))
+          for user in users
         ]
         whole = min(whole, sum(sizes))
       moved += whole
     updates = [i for i in inside.values() if i.operation == "dynamic-update-slice"]
-    if updates and len(arrays(one.type)) == 1:
-      return moved + sum(nbytes(inside[i.operands[1]].type) for i in updates)
-    return moved + nbytes(one.type)
+    results = self.results(body, one)
+    if updates and len(results) == 1:
+      of_update = (arrays(inside[i.operands[1]].type) for i in updates)
+      return moved + sum(map(nbytes, of_update))
+    return moved + nbytes(results)
+
+  @staticmethod
+  def results(body, one):
+    """Arrays that an instruction makes; the start of one repeats its operands."""
+    found = arrays(one.type)
+    if not one.operation.endswith("-start"):
+      return found
+    named = [arrays(body[name].type) for name in one.operands if name in body]
+    return found[sum(map(len, named)) : -1]
 
   def _products(self, body, one):
     inside = self.computations.get(one.called("calls") or "", {}).values()

@@ -28,6 +28,8 @@ ENTRY %main (w: bf16[2048,1024], x: bf16[4,1024], t: f32[64,1024]) -> bf16[4,204
   %zero = s32[] constant(0)
   %start = (s32[], f32[64,1024]{1,0}) tuple(%zero, /*index=1*/%t)
   %while.1 = (s32[], f32[64,1024]{1,0}) while(%start), condition=%c, body=%body@TURNS@
+  %row.s = ((f32[64,1024], s32[]), f32[1,1024], u32[]) @START@
+  %row.d = f32[1,1024]{1,0} fusion-done(%row.s)
   %copy.1 = bf16[2048,1024]{0,1} copy(%w), metadata={op_name="x"}
   %gemm = (bf16[4,2048]{1,0}, s8[33554432]{0}) custom-call(%x, %copy.1), @PRODUCT@
   ROOT %y = bf16[4,2048]{1,0} get-tuple-element(%gemm), index=0
@@ -38,6 +40,9 @@ TEXT = TEXT.replace(
   'custom_call_target="__cublas$lt$matmul", '
   'backend_config={"lhs_contracting_dimensions":["1"]}',
 )
+TEXT = TEXT.replace(
+  "@START@", "fusion-start(%t, %zero), kind=kLoop, calls=%fused_slice"
+)
 KNOWN = ', backend_config={"known_trip_count":{"n":"64"}}'
 WEIGHTS = {("bf16", (2048, 1024))}
 
@@ -45,9 +50,10 @@ WEIGHTS = {("bf16", (2048, 1024))}
 def test_counts_follow_loops_and_take_slices_for_what_they_are():
   counts = hlo.Program(TEXT.replace("@TURNS@", KNOWN)).counts()
   weight, x, row = 2 * 2048 * 1024, 2 * 4 * 1024, 4 * 1024
-  assert counts["launches"] == 64 + 2
-  # A row is read and written 64 times; a scalar with it. The product reads the copy.
-  loop = 64 * (2 * row + 4)
+  assert counts["launches"] == 64 + 3
+  # A row is read and written 64 times and once; a scalar with it. The product reads
+  # the copy.
+  loop = 65 * (2 * row + 4)
   assert counts["bytes"] == loop + 2 * weight + (weight + x + 2 * 4 * 2048)
   assert counts["bf16 operations of products"] == 2 * 4 * 1024 * 2048
 
