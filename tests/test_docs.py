@@ -100,17 +100,6 @@ REGISTERS = {
     "matmul packed x packed, 2048 rows",
     "matmul packed x packed, 16 rows",
   ),
-  "Mosaic one code, codes / values / float8": (
-    "Mosaic one code, codes",
-    "Mosaic one code, values",
-    "Mosaic one code, float8",
-  ),
-  "Mosaic map and nearest, values": ("Mosaic nearest, values",),
-  "Mosaic products, float8 / bfloat16": (
-    "Mosaic float8 product, 2048 rows",
-    "Mosaic bfloat16 x packed, 2048 rows",
-  ),
-  "Mosaic product for Blackwell (sm_100a)": ("Mosaic packed x packed, Blackwell",),
 }
 """The kernels of a row of the table of registers, by their names in the result file."""
 
