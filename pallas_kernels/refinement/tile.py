@@ -55,10 +55,9 @@ class Loaded(NamedTuple):
   """A block's tables in registers, each three bfloat16 terms if products are split."""
 
   matrix: Any
-  """U; in split form with a gram, `[64, 32]`, U above M = (G + K) U."""
   gram: Any
   mismatch: Any
-  """K; in split form M without a map, else None."""
+  """K, or M = (G + K) U in split form."""
   curvature: Any
   """The diagonal of G, float32 `[1, 32]`."""
 
@@ -95,24 +94,7 @@ def load_tables(refs: Tables, split: bool) -> Loaded:
     mismatch = gram + cross
     if matrix is not None:
       mismatch = lowering.dot_float32(mismatch, matrix)
-      return Loaded(form(_below(matrix, mismatch)), form(gram), None, curvature)
   return Loaded(mapping, form(gram), form(mismatch), curvature)
-
-
-def _below(upper: jax.Array, lower: jax.Array) -> jax.Array:
-  """Puts one table `[32, 32]` below another, so that one product serves both."""
-  both = (2, *upper.shape)
-  is_lower = lax.broadcasted_iota(jnp.int32, both, 0) > 0
-  wide = lambda table: jnp.broadcast_to(table[None], both)
-  return jnp.where(is_lower, wide(lower), wide(upper)).reshape(2 * _BLOCK, _BLOCK)
-
-
-def _halves(both: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Takes `[rows, 64]`, the product with tables by `_below`, apart."""
-  parts = both.reshape(both.shape[0], 2, _BLOCK)
-  is_second = lax.broadcasted_iota(jnp.int32, parts.shape, 1) > 0
-  first = jnp.sum(jnp.where(is_second, 0.0, parts), axis=1)
-  return first, jnp.sum(jnp.where(is_second, parts, 0.0), axis=1)
 
 
 def best_change(
@@ -175,11 +157,8 @@ def realize(
   Returns values in units of the scale if `decoded`, else int32 codes; and the
   exponents.
   """
-  moved = None
   if split:
     mapped = x.astype(jnp.float32) if t.matrix is None else _split_dot(x, t.matrix)
-    if t.mismatch is None and t.gram is not None:
-      mapped, moved = _halves(mapped)
   else:
     x = x.astype(jnp.float32)
     mapped = x if t.matrix is None else _sum_of_products((x, t.matrix))
@@ -190,8 +169,7 @@ def realize(
   inverse = codec.inverse_scale_of(exponent)
   if split:
     slope = _split_dot(nearest.astype(jnp.bfloat16), t.gram)
-    moved = _split_dot(x, t.mismatch) if moved is None else moved
-    slope -= moved * inverse
+    slope -= _split_dot(x, t.mismatch) * inverse
   else:
     scaled = mapped * inverse
     slope = _sum_of_products((nearest - scaled, t.gram), (-scaled, t.mismatch))
