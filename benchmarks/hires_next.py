@@ -182,9 +182,7 @@ def over_draws(rows):
       spread = lambda values: f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
       cells += [spread(kl), from_paper(same, papers, text), spread(np.exp(gains))]
     lines.append(cells)
-  return "Mean and standard deviation over draws:\n\n" + common.markdown(
-    head, lines
-  )
+  return "Mean and standard deviation over draws:\n\n" + common.markdown(head, lines)
 
 
 def main():
