@@ -27,7 +27,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 KERNELS = (
   *("encode", "one code", "matmul", "linears of one input", "decode"),
-  *("float8 product", "GPTQ", "recovery", "attention", "layer"),
+  *("float8 product", "GPTQ", "recovery", "attention", "layer", "Mosaic forms"),
 )
 WHOLE = (
   *("prefill BF16, fastest attention", "prefill BF16", "prefill HiRes"),
