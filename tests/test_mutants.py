@@ -14,11 +14,11 @@ def test_every_mutant_fits_the_code():
   assert not told, "\n".join(told)
 
 
-def test_names_are_unique_and_every_mutant_was_caught():
-  names = [mutant.name for mutant in MUTANTS]
-  assert len(set(names)) == len(names)
+def test_names_are_unique_and_every_mutant_as_it_is_was_caught():
+  listed = [(m.name, m.find.strip(), m.replace.strip()) for m in MUTANTS]
+  assert len({name for name, *_ in listed}) == len(listed)
   results = json.loads(mutants.RESULTS.read_text())
-  assert [row["mutant"] for row in results] == names
+  assert [(row["mutant"], row["from"], row["to"]) for row in results] == listed
   assert not [row["mutant"] for row in results if row["caught by"] is None]
 
 
