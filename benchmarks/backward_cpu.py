@@ -7,15 +7,9 @@ distillation does, in one process, in turns; "not moved" leaves the transposed o
 of products to XLA. Processor time is that of all threads.
 """
 
-import argparse
-import json
-import pathlib
-import statistics
-import time
-
+import common
 import jax
 import jax.numpy as jnp
-import provenance
 
 from mxjax import methods, models
 from mxjax.calibration import gradients
@@ -26,17 +20,15 @@ from mxjax.methods.scale_distillation import PredictionDivergence
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
 
-HERE = pathlib.Path(__file__).parent / "results"
 INDEX = 3
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = common.parser(__doc__)
   parser.add_argument("--tokens", type=int, default=1024)
   parser.add_argument("--repeats", type=int, default=7)
-  parser.add_argument("--out", type=pathlib.Path, default=HERE / "backward_cpu.json")
   options = parser.parse_args()
-  made = provenance.stamp(hidden=("--out",))
+  made = common.stamp()
   model, params = models.from_pretrained(None)
   layer = params[model.layer_name(INDEX)]
   leaves = {
@@ -65,21 +57,17 @@ def main():
 
   sides = [side(quantized_linear._moved), side(lambda matrix: matrix)]
   gap = float(jnp.abs(sides[0][1] - sides[1][1]).max() / jnp.abs(sides[1][1]).max())
-  times = {"moved": [], "not moved": []}
-  for _ in range(options.repeats):
-    for name, (call, _) in zip(times, sides, strict=True):
-      start = time.process_time()
-      jax.block_until_ready(call())
-      times[name].append(time.process_time() - start)
-  result = {**made, "processor_seconds": times, "gap": gap}
-  options.out.write_text(json.dumps(result, indent=1) + "\n")
-  medians = [statistics.median(each) for each in times.values()]
-  cells = [*(f"{value:.3f}" for value in medians), f"{medians[1] / medians[0]:.2f}"]
-  table = provenance.markdown(
-    ["moved, s", "not moved, s", "ratio", "gap"], [[*cells, f"{gap:.0e}"]]
-  )
-  options.out.with_suffix(".md").write_text(table)
-  print(table)
+  names = "moved", "not moved"
+  calls = {
+    name: lambda call=call: jax.block_until_ready(call())
+    for name, (call, _) in zip(names, sides, strict=True)
+  }
+  times = common.in_turns(calls, options.repeats)[1]
+  middle = common.medians(times)
+  ratio = middle["not moved"] / middle["moved"]
+  cells = [*(f"{middle[name]:.3f}" for name in names), f"{ratio:.2f}", f"{gap:.0e}"]
+  print(common.markdown(["moved, s", "not moved, s", "ratio", "gap"], [cells]))
+  common.write(options.out, {**made, "processor_seconds": times, "gap": gap})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """hires-next, its parts and its controls, over calibration draws.
 
   python benchmarks/hires_next.py --data ../shared/data [--draws 1 2 3] [--rows ROW ...]
-    [--model models/trained/llama] [--kept FOLDER]
+    [--model models/trained/llama]
 
 Calibration is 8 rows of C4 tokens a draw: rows 0 to 7, 8 to 15 and 16 to 23 of the
 documents in the file, of 2,048 tokens for SmolLM2-135M and of 512 for a small trained
@@ -9,38 +9,33 @@ model. Test windows of the same length, 8 each (16 for a small model), are the f
 WikiText-2 and rows 40 and on of the C4 documents, which no draw reads. KL is from
 the float model, in nats a token; differences of log perplexity and of KL from `hires I
 + II` on the same draw are paired by window, with their standard error. The result file
-is rewritten after every row; rows already in it are kept. With `--kept`, what precedes
-tuning is kept as run folders, and rows that differ in tuning alone share it. A row
-whose name ends in `, inputs not rounded` has the weights of the row before the comma.
+is rewritten after every row; rows already in it are kept.
 """
 
 import argparse
 import dataclasses
 import functools
-import hashlib
 import json
 import pathlib
+import time
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-import provenance
 
 from mxjax import methods, models
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import Calibration
 from mxjax.devices import execution
-from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.scale_distillation import ScaleDistillation
-from mxjax.numerics.realization.activation_quantizers import Unrounded
-from mxjax.running import pipeline, tuning
+from mxjax.running import pipeline
 from mxjax.running.run_record import peak_memory_bytes
 
 HERE = pathlib.Path(__file__).parent / "results"
 LENGTH, CHUNK = 2048, 256
 SMALL, WINDOWS = 512, 16
 REFERENCE, PAPER = "hires I + II", "hires"
-UNROUNDED = ", inputs not rounded"
 hires = functools.partial(dataclasses.replace, methods.HIRES)
 following = functools.partial(dataclasses.replace, methods.HIRES_NEXT)
 ROWS = {
@@ -53,7 +48,6 @@ ROWS = {
   "tuned": hires(recover=(), tune=ScaleDistillation()),
   "fisher, tuned": hires(recover=(), weighting="fisher", tune=ScaleDistillation()),
   "hires-next without recovery": following(recover=()),
-  "hires-next, not tuned": following(tune=None),
   "hires-next": methods.HIRES_NEXT,
   "rtn": methods.get("rtn"),
   "rtn, tuned": methods.get("rtn+tune"),
@@ -155,7 +149,7 @@ def tables(rows):
         cells.append(f"{np.exp(np.mean(ours['loss'])):.2f}")
         cells.append("{:+.4f} ± {:.4f}".format(*paired(ours["loss"], base["loss"])))
       lines.append([*cells, f"{row['build_seconds']:.0f}"])
-    parts.append(f"Draw {draw}:\n\n" + provenance.markdown(head, lines))
+    parts.append(f"Draw {draw}:\n\n" + common.markdown(head, lines))
   return "\n".join([*parts, over_draws(rows)])
 
 
@@ -188,49 +182,7 @@ def over_draws(rows):
       spread = lambda values: f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
       cells += [spread(kl), from_paper(same, papers, text), spread(np.exp(gains))]
     lines.append(cells)
-  return "Mean and standard deviation over draws:\n\n" + provenance.markdown(
-    head, lines
-  )
-
-
-def built(params, calib, program, kept):
-  """Quantizes; with a folder `kept`, from a run there that stops before tuning."""
-  plain = {"check": False, "probe": False}
-  if kept is None:
-    return pipeline.quantize_with_record(params, calib, program, **plain)
-  untuned = dataclasses.replace(program, tune=None)
-  text = json.dumps([untuned.describe(), calib.fingerprint], sort_keys=True)
-  folder = kept / hashlib.sha256(text.encode()).hexdigest()[:16]
-  before = pipeline.quantize_with_record(
-    params, calib, untuned, run_dir=folder, resume=folder.exists(), **plain
-  )
-  if program.tune is None:
-    return before
-  clock = before.record.clock
-  with clock.stage("tuning"):
-    learned, record = tuning.distill_scales(
-      *(program.tune, params, before.params, calib, None), lambda *_: None
-    )
-  names = [calib.model.layer_name(index) for index in range(calib.model.num_layers)]
-  layers = {
-    name: tuning.installed(before.params[name], own, calib)
-    for name, own in zip(names, learned, strict=True)
-  }
-  return before._replace(
-    params={**before.params, **layers},
-    record=dataclasses.replace(before.record, tuning=record),
-  )
-
-
-def without_rounding(params):
-  """The same weights with inputs that are not rounded, to see what A4 costs."""
-  is_leaf = lambda node: isinstance(node, QuantizedLinear)
-  change = lambda node: (
-    dataclasses.replace(node, rounding=Unrounded()) if is_leaf(node) else node
-  )
-  return {
-    name: jax.tree.map(change, node, is_leaf=is_leaf) for name, node in params.items()
-  }
+  return "Mean and standard deviation over draws:\n\n" + common.markdown(head, lines)
 
 
 def main():
@@ -240,13 +192,12 @@ def main():
   parser.add_argument("--rows", nargs="+", default=[REFERENCE, "hires", "hires-next"])
   parser.add_argument("--model", help="a folder; SmolLM2-135M if omitted")
   parser.add_argument("--out", type=pathlib.Path, help="results/hires_next*.json")
-  parser.add_argument("--kept", type=pathlib.Path, help="a folder of untuned runs")
   parser.add_argument("--compiled", help="a folder of compiled programs to keep")
   options = parser.parse_args()
   if options.out is None:
     name = f"_{pathlib.Path(options.model).name}" if options.model else ""
     options.out = HERE / f"hires_next{name}.json"
-  made = provenance.stamp(hidden=("--data", "--out", "--compiled", "--kept"))
+  made = common.stamp()
   execution.keep_freed_memory()
   if options.compiled:
     execution.keep_compiled(options.compiled)
@@ -258,28 +209,27 @@ def main():
     for name in options.rows:
       if any((row["draw"], row["name"]) == (draw, name) for row in rows):
         continue
-      of_program = name.removesuffix(UNROUNDED)
-      program = ROWS.get(of_program) or methods.get(of_program)
-      result = built(params, Calibration(model, draws[draw]), program, options.kept)
-      quantized = result.params
-      if of_program != name:
-        quantized = without_rounding(quantized)
+      program = ROWS.get(name) or methods.get(name)
+      start = time.perf_counter()
+      built = pipeline.quantize_with_record(
+        params, Calibration(model, draws[draw]), program, check=False, probe=False
+      )
       row = {
         "draw": draw,
         "name": name,
-        "build_seconds": sum(result.record.clock.seconds.values()),
-        "stage_seconds": result.record.clock.seconds,
+        "build_seconds": time.perf_counter() - start,
+        "stage_seconds": built.record.clock.seconds,
         "peak_bytes": peak_memory_bytes(),
-        "tuning": result.record.tuning,
+        "tuning": built.record.tuning,
         "date": made["date"],
         "texts": {
-          text: measured(model, params, quantized, windows)
+          text: measured(model, params, built.params, windows)
           for text, windows in tests.items()
         },
       }
       rows.append(row)
-      text = json.dumps({**made, "rows": rows}, indent=1)
-      options.out.write_text(text + "\n")
+      result = json.dumps({**made, "rows": rows}, indent=1)
+      options.out.write_text(result + "\n")
       options.out.with_suffix(".md").write_text(tables(rows))
       print(tables([r for r in rows if r["draw"] == draw]), flush=True)
 

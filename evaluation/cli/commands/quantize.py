@@ -10,6 +10,8 @@ from mxjax.evaluation.cli import arguments
 
 RUN = "run"
 """Name of the subfolder with a run's journal and finished layers."""
+PASSED_ON = ("store", "check", "chunk", "save_every")
+"""Options that `quantize` of the library has too."""
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -31,6 +33,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     "--resume",
     action="store_true",
     help="continue the run in OUT, if there is one, to the same bits",
+  )
+  add(
+    "--save-every",
+    type=int,
+    metavar="LAYERS",
+    help="write the hidden states that a killed run goes on from after so many layers; "
+    "a kill costs no more than these (every layer, or up to 8 where they exceed 1 GiB)",
   )
   add(
     "--log",
@@ -176,15 +185,13 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
     begin = stack.enter_context(progress.progress(options.log if is_leader else "none"))
     stop = stack.enter_context(progress.stopper(tell))
     for name in run.discarded:
-      tell(f"resume: discarded {name}, which was not finished")
+      tell(f"resume: discarded {name}, whose work is done again")
     row, quantized = study.run_method(
       subject,
       tokens,
       program,
       run_dir=run,
-      store=options.store,
-      check=options.check,
-      chunk=options.chunk,
+      **{name: vars(options)[name] for name in PASSED_ON},
       on_progress=stop.follow(begin(options.method)),
       stop=stop,
       into=store,
