@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.exported import register_dataclass
@@ -152,12 +153,23 @@ def _input_gradient(weight: QuantizedLinear, cotangent: jax.Array) -> jax.Array:
   if weight.gain is not None:
     rows = rows * weight.gain.astype(rows.dtype)
   decoded = mxfp4.decode(weight.weight, jnp.bfloat16, weight.rules)
-  mapped = float32_sums(decoded.T, rows.astype(jnp.bfloat16).T)
+  mapped = float32_sums(_moved(decoded.T), _moved(rows.astype(jnp.bfloat16).T))
   blocks = mapped.reshape(-1, mxfp4.BLOCK_SIZE, mapped.shape[-1])
   if weight.input_map is not None:
     [blocks] = jax.linear_transpose(weight.input_map.apply, blocks)(blocks)
   x = mxfp4.from_blocks(blocks).astype(cotangent.dtype)
   return x.reshape(*cotangent.shape[:-1], -1)
+
+
+def _moved(transposed: jax.Array) -> jax.Array:
+  """Moves a transposed bfloat16 matrix in memory, on a CPU.
+
+  XLA:CPU (jaxlib 0.10.2) multiplies transposed matrices in float32, at half the speed;
+  `benchmarks/backward_cpu.py` has both sides.
+  """
+  if implementations.target_platform() != "cpu":
+    return transposed
+  return with_layout_constraint(transposed, Layout((0, 1)))
 
 
 def _by_xla(

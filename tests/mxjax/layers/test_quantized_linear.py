@@ -55,6 +55,16 @@ def draw(shape, dtype=jnp.float32):
   return x.astype(dtype)
 
 
+def test_the_backward_pass_multiplies_in_bfloat16_on_cpus():
+  """XLA:CPU multiplies transposed matrices in float32 unless they are moved."""
+  back = lambda x, weight, y: jax.vjp(lambda x: linear(x, weight), x)[1](y)
+  lowered = jax.jit(back).lower(draw((40, 64)), leaf("rtn"), draw((40, 48)))
+  computations = lowered.compile().as_text().split("\n\n")
+  [product] = [text for text in computations if " dot(" in text]
+  assert "bf16[64,48]" in product
+  assert "bf16[48,40]" in product
+
+
 @pytest.mark.parametrize("kind", ["rtn", "brq", "wide", "signed", "wush", "hires"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_kernels_compute_the_linear_of_the_reference(kind, dtype):
