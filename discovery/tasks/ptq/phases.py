@@ -14,7 +14,7 @@ from mxjax.calibration.calibration import targets
 from mxjax.devices import execution
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.task import Artifacts, Call, ContractError
-from mxjax.discovery.sandbox import artifact, tracing
+from mxjax.discovery.sandbox import artifact, frames, tracing
 from mxjax.discovery.tasks.ptq import candidate, interface, payload
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.structure import order
@@ -31,11 +31,12 @@ OUTLIER_RATIO = 32
 
 
 def default_identities() -> dict[str, str]:
-  """Returns the lowered identity of every default hook, traced from our own source."""
-  specs = interface.INTERFACE.to_list()
+  """Returns the lowered identity of the default encoders, traced from our source."""
+  hooks = [interface.INTERFACE.hook(name) for name in ("encode_weight", "encode_act")]
+  specs = [hook.to_dict() for hook in hooks]
   traced = tracing.trace(interface.INTERFACE.default_source(), specs)
   return {
-    hook.name: artifact.gate(spec, hook.unit)
+    hook.name: artifact.gate(spec, frames.pack(hook.units))
     for hook, spec in zip(traced, specs, strict=True)
   }
 
