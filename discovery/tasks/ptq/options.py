@@ -49,6 +49,9 @@ class PtqOptions:
     holdout_windows: The same on the held-out model; None for those of the search.
     text: A text file for both splits; None for the embedded text.
     test_text: A separate file for the evaluation split.
+    module_layers: `[first, end]`, without the end, of the layers whose modules
+      `value_error`, `mlp_error` and the observables of down_proj are about; None for
+      all.
     replicates: Perplexity runs averaged in the target.
     seed: Seed for drawing the calibration windows.
     second_text: Another evaluation text, which `fit3` needs.
@@ -82,6 +85,7 @@ class PtqOptions:
   text: str | None = None
   test_text: str | None = None
   second_text: str | None = None
+  module_layers: Sequence[int] | None = None
   replicates: int = 1
   seed: int = 0
   objective: Objective = "log_ppl"
