@@ -31,6 +31,8 @@ TIMES_DECLARED = 64
 MAX_FLOPS = 1 << 36
 """Floating-point operations of the program of one unit, a loop's counted once: seconds
 of one core. What loops add to that ends at the time limit of a call."""
+Sizes = Mapping[str, int]
+"""Sizes of one kind of unit, by the names in the shapes of a hook."""
 
 
 def load(data: bytes, name: str) -> jax.export.Exported:
@@ -57,9 +59,6 @@ def _check_avals(place: str, what: str, got: list[Any], wanted: list[Any]) -> No
       f"{place}: expected {what} {show(wanted)}, got {show(got)}; return exactly the "
       "declared shapes and dtypes."
     )
-
-
-Sizes = Mapping[str, int]
 
 
 def _leaves(
