@@ -26,6 +26,7 @@ import re
 import sys
 import time
 
+import common
 import jax
 import scipy
 
@@ -34,7 +35,6 @@ from mxjax.discovery.studies import study, tables
 from mxjax.discovery.tasks.ptq import margins
 from mxjax.models.loading import embedded
 
-HERE = pathlib.Path(__file__).parent
 PTQ = {"calibration": [8, 64], "windows": [16, 128]}
 SEEDS, PAYOFF_SEEDS = tuple(range(301, 309)), tuple(range(201, 209))
 WORLDS = {
@@ -73,11 +73,6 @@ TUNED = (1, 2, 3, 11, 12, 21, 22)
 TUNED_IN_WORLDS = (31, 32, 33, 101, 102)
 
 
-def cpu():
-  lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-  return next(line.split(": ")[1] for line in lines if "model name" in line)
-
-
 def task(world, folder):
   if world in WORLDS:
     return {"task": WORLDS[world]}
@@ -99,7 +94,7 @@ def placeless(text, task):
 
 
 def results_of(world):
-  return HERE / "results" / f"studies_{world.replace('-', '_')}.json"
+  return common.RESULTS / f"studies_{world.replace('-', '_')}.json"
 
 
 def conduct(options):
@@ -133,7 +128,7 @@ def conduct(options):
       f"--seeds {' '.join(map(str, made.seeds))} --budget {made.budget}"
       + (f" --only {' '.join(map(str, options.only))}" if options.only else ""),
       "date": datetime.date.today().isoformat(),
-      "cpu": cpu(),
+      "cpu": common.cpu(),
       "versions": {
         "python": platform.python_version(),
         "jax": jax.__version__,

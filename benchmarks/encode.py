@@ -14,23 +14,19 @@ writes more than an encoder does. Results are written only if other processes le
 cores alone while the runs were timed.
 """
 
-import dataclasses
-import datetime
 import importlib.metadata
-import json
 import os
 import pathlib
-import platform
 import shutil
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 THREADS = 2
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,15 +49,11 @@ WARMUPS = 3
 TURNS = 15
 CALLS = 5  # of a turn
 OTHERS_AT_MOST = 0.05  # of one core, on average
-COMMAND = "python benchmarks/encode.py"
-RESULTS = pathlib.Path(__file__).parent / "results" / "encode.json"
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+PACKED = "packed codes, E8M0 bytes"
 
-Payload = tuple[np.ndarray, np.ndarray]
 
-
-@dataclasses.dataclass(frozen=True)
-class Contender:
+class Contender(NamedTuple):
   """One way to encode.
 
   Attributes:
@@ -75,128 +67,95 @@ class Contender:
   name: str
   package: str
   output: str
-  encode: Callable[[], Any]
-  payload: Callable[[Any], Payload]
+  encode: object
+  payload: object
 
 
-def unpacked(codes: np.ndarray) -> np.ndarray:
-  return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
-
-
-def exponents(scales: np.ndarray) -> np.ndarray:
+def exponents(scales):
   """The exponents of float scales, which must be powers of two."""
   mantissa, exponent = np.frexp(scales)
   assert (mantissa == 0.5).all(), "a scale is not a power of two"
   return exponent - 1
 
 
-def bytes_payload(codes: Any, scales: Any) -> Payload:
-  return unpacked(np.asarray(codes)), np.asarray(scales).astype(np.int32) - 127
+def bytes_payload(codes, scales):
+  codes = np.asarray(codes)
+  unpacked = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+  return unpacked, np.asarray(scales).astype(np.int32) - 127
 
 
-def ours(x: np.ndarray) -> list[Contender]:
+def ours(x):
   values = jax.device_put(x)
-  return [
-    Contender(
-      name="mxjax.numerics.mxfp4.encode",
-      package="mxjax",
-      output="packed codes, E8M0 bytes",
-      encode=lambda: jax.block_until_ready(mxjax.encode(values)),
-      payload=lambda tensor: bytes_payload(tensor.codes, tensor.scales),
-    )
-  ]
+  encode = lambda: jax.block_until_ready(mxjax.encode(values))
+  payload = lambda tensor: bytes_payload(tensor.codes, tensor.scales)
+  yield Contender("mxjax.numerics.mxfp4.encode", "mxjax", PACKED, encode, payload)
 
 
-def torchao_contenders(x: np.ndarray) -> list[Contender]:
+def torchao(x):
   values = torch.from_numpy(x)
-
-  def to_mx(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return mx_tensor.to_mx(values, torch.float4_e2m1fn_x2, BLOCK)
-
-  def contender(name: str, call: Callable) -> Contender:
-    return Contender(
-      name=name,
-      package="torchao",
-      output="packed codes, E8M0 bytes",
-      encode=lambda: call(values),
-      payload=lambda pair: bytes_payload(
-        pair[1].view(torch.uint8), pair[0].view(torch.uint8)
-      ),
-    )
-
-  contenders = [contender("torchao to_mx, eager", to_mx)]
+  to_mx = lambda values: mx_tensor.to_mx(values, torch.float4_e2m1fn_x2, BLOCK)
+  payload = lambda pair: bytes_payload(*(one.view(torch.uint8) for one in pair[::-1]))
+  calls = {"eager": to_mx}
   if shutil.which("g++"):
     # The CPU compiler of torch 2.13 lacks a C++ name for the type of the scales, and
     # fails. With the name it gives the same bits as eager mode, in less time.
     inductor_cpp.DTYPE_TO_CPP[torch.float8_e8m0fnu] = "at::Float8_e8m0fnu"
-    contenders.append(contender("torchao to_mx, torch.compile", torch.compile(to_mx)))
+    calls["torch.compile"] = torch.compile(to_mx)
   else:
     print("no g++: torch.compile is left out")
-  return contenders
+  for how, call in calls.items():
+    encode = lambda call=call: call(values)
+    yield Contender(f"torchao to_mx, {how}", "torchao", PACKED, encode, payload)
 
 
-def qwix_contenders(x: np.ndarray) -> list[Contender]:
+def of_qwix(x):
   values = jax.device_put(x)
 
-  def quantize(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def quantize(values):
     array = qwix.quantize(values, "mxfp4", channelwise_axes=(0,), tiled_axes={1: BLOCK})
     return array.qvalue, array.scale
 
-  def quantize_and_pack(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def quantize_and_pack(values):
     codes, scales = quantize(values)
     nibbles = jax.lax.bitcast_convert_type(codes, jnp.uint4).astype(jnp.uint8)
     packed = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
     bits = jax.lax.bitcast_convert_type(scales, jnp.uint32)
     return packed, (bits >> 23).astype(jnp.uint8)
 
+  def wide(pair):
+    codes, scales = map(np.asarray, pair)
+    return codes.view(np.uint8) & 15, exponents(scales)
+
   plain, packing = jax.jit(quantize), jax.jit(quantize_and_pack)
-  return [
-    Contender(
-      name="qwix.quantize, jit",
-      package="qwix",
-      output="one byte a code, float32 scales",
-      encode=lambda: jax.block_until_ready(plain(values)),
-      payload=lambda pair: (
-        np.asarray(pair[0]).view(np.uint8) & 15,
-        exponents(np.asarray(pair[1])),
-      ),
-    ),
-    Contender(
-      name="qwix.quantize, jit, packed here",
-      package="qwix",
-      output="packed codes, E8M0 bytes",
-      encode=lambda: jax.block_until_ready(packing(values)),
-      payload=lambda pair: bytes_payload(*pair),
-    ),
-  ]
-
-
-def compressed_tensors_contenders(x: np.ndarray) -> list[Contender]:
-  values = torch.from_numpy(x)
-  scheme = QuantizationScheme(targets=["Linear"], **MXFP4A16)
-  compressor = BaseCompressor.get_value_from_registry(
-    CompressionFormat.mxfp4_pack_quantized.value
+  yield Contender(
+    *("qwix.quantize, jit", "qwix", "one byte a code, float32 scales"),
+    *(lambda: jax.block_until_ready(plain(values)), wide),
+  )
+  yield Contender(
+    *("qwix.quantize, jit, packed here", "qwix", PACKED),
+    lambda: jax.block_until_ready(packing(values)),
+    lambda pair: bytes_payload(*pair),
   )
 
-  def compress() -> dict[str, torch.Tensor]:
+
+def compressed_tensors(x):
+  values = torch.from_numpy(x)
+  scheme = QuantizationScheme(targets=["Linear"], **MXFP4A16)
+  form = CompressionFormat.mxfp4_pack_quantized.value
+  compressor = BaseCompressor.get_value_from_registry(form)
+
+  def compress():
     blocks = values.view(SHAPE[0], -1, BLOCK)
     scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights)
     return compressor.compress({"weight": values, "weight_scale": scale}, scheme)
 
-  return [
-    Contender(
-      name="compressed-tensors MXFP4 compressor",
-      package="compressed-tensors",
-      output="packed codes, E8M0 bytes",
-      encode=compress,
-      payload=lambda state: bytes_payload(
-        state["weight_packed"], state["weight_scale"]
-      ),
-    )
-  ]
+  yield Contender(
+    *("compressed-tensors MXFP4 compressor", "compressed-tensors", PACKED, compress),
+    lambda state: bytes_payload(state["weight_packed"], state["weight_scale"]),
+  )
 
 
-def yardsticks(x: np.ndarray) -> dict[str, Callable[[], Any]]:
+def yardsticks(x):
   """The first step of any encoder by itself, and a copy that changes a bit."""
   values = jax.device_put(x)
   negated = jax.jit(lambda x: -x)
@@ -207,7 +166,7 @@ def yardsticks(x: np.ndarray) -> dict[str, Callable[[], Any]]:
   }
 
 
-def rule_exponents(x: np.ndarray) -> dict[str, np.ndarray]:
+def rule_exponents(x):
   """The exponents that each known scale rule gives, in exact arithmetic."""
   largest = np.abs(x.astype(np.float64)).reshape(len(x), -1, BLOCK).max(-1)
   mantissa, exponent = np.frexp(largest)
@@ -219,7 +178,7 @@ def rule_exponents(x: np.ndarray) -> dict[str, np.ndarray]:
   }
 
 
-def check(name: str, x: np.ndarray, payload: Payload) -> str:
+def check(name, x, payload):
   """Refuses what is not MXFP4; returns the scale rule and the blocks that follow it."""
   codes, exponent = payload
   assert codes.shape == x.shape, (name, codes.shape)
@@ -243,7 +202,7 @@ def check(name: str, x: np.ndarray, payload: Payload) -> str:
   return rule if exceptions == 0 else f"{rule} but for {exceptions} blocks"
 
 
-def measure(calls: list[Callable[[], Any]]) -> np.ndarray:
+def measure(calls):
   """Seconds [contender, turn, call of the turn]."""
   for call in calls:
     for _ in range(WARMUPS):
@@ -258,7 +217,7 @@ def measure(calls: list[Callable[[], Any]]) -> np.ndarray:
   return seconds
 
 
-def cpu_seconds_of_others() -> float:
+def cpu_seconds_of_others():
   """CPU time of the whole machine so far, less this process's own."""
   fields = pathlib.Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
   user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
@@ -267,85 +226,50 @@ def cpu_seconds_of_others() -> float:
   return ticks / os.sysconf("SC_CLK_TCK") - own.user - own.system
 
 
-def cpu_model() -> str:
-  lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-  models = [line.split(":")[1].strip() for line in lines if "model name" in line]
-  return models[0] if models else platform.machine()
-
-
-def main() -> None:
+def main():
+  options = common.parser(__doc__).parse_args()
+  made = common.stamp("torch", "llvmlite")
   torch.set_num_threads(THREADS)
   # As `mxjax` sets it for its own commands; it holds for all libraries measured here.
   keeps_memory = execution.keep_freed_memory()
   rng = np.random.default_rng(0)
   rows = np.exp(rng.standard_normal((SHAPE[0], 1)))
   x = (rows * rng.standard_normal(SHAPE)).astype(np.float32)
-  contenders = [
-    *ours(x),
-    *torchao_contenders(x),
-    *qwix_contenders(x),
-    *compressed_tensors_contenders(x),
-  ]
+  sides = ours, torchao, of_qwix, compressed_tensors
+  contenders = [contender for side in sides for contender in side(x)]
   rules = [check(c.name, x, c.payload(c.encode())) for c in contenders]
   yards = yardsticks(x)
   start, others = time.perf_counter(), cpu_seconds_of_others()
   seconds = measure([*(c.encode for c in contenders), *yards.values()])
   others = (cpu_seconds_of_others() - others) / (time.perf_counter() - start)
   medians = np.median(seconds[:, :, 1:], axis=(1, 2))
-  count = len(contenders)
-  best_peer = medians[1:count].min()
+  best_peer = medians[1 : len(contenders)].min()
+  speeds = [round(x.nbytes / median / 1e9, 3) for median in medians]
   table = []
-  print(
-    f"{SHAPE} float32, {THREADS} threads, median of {TURNS} turns of {CALLS} calls "
-    "without their first"
-  )
-  for contender, rule, times, median in zip(
-    contenders, rules, seconds[:count], medians[:count], strict=True
-  ):
+  for i, contender in enumerate(contenders):
     row = {
       "name": contender.name,
       "version": importlib.metadata.version(contender.package),
-      "scale_rule": rule,
+      "scale_rule": rules[i],
       "output": contender.output,
-      "median_ms": round(1e3 * median, 3),
-      "fastest_ms": round(1e3 * times.min(), 3),
-      "median_ms_of_first_calls": round(1e3 * np.median(times[:, 0]), 3),
-      "input_gb_per_s": round(x.nbytes / median / 1e9, 3),
-      "speed_over_best_peer": round(best_peer / median, 3),
+      "median_ms": round(1e3 * medians[i], 3),
+      "fastest_ms": round(1e3 * seconds[i].min(), 3),
+      "median_ms_of_first_calls": round(1e3 * np.median(seconds[i, :, 0]), 3),
+      "input_gb_per_s": speeds[i],
+      "speed_over_best_peer": round(best_peer / medians[i], 3),
     }
     table.append(row)
-    print(
-      f"{row['name']:36} {row['input_gb_per_s']:7.3f} GB/s "
-      f"{row['median_ms']:9.2f} ms  {row['speed_over_best_peer']:6.2f}x best peer  "
-      f"[{rule}; {contender.output}]"
-    )
-  beside = {
-    name: round(x.nbytes / median / 1e9, 3)
-    for name, median in zip(yards, medians[count:], strict=True)
-  }
-  for name, speed in beside.items():
-    print(f"{name:36} {speed:7.3f} GB/s, no encoder")
+    print(f"{speeds[i]:7.3f} GB/s {row['speed_over_best_peer']:6.2f}x  {row['name']}")
+  beside = dict(zip(yards, speeds[len(contenders) :], strict=True))
+  print(beside)
   if others > OTHERS_AT_MOST:
     raise SystemExit(
       f"not written: other processes used {others:.2f} cores meanwhile, at most "
       f"{OTHERS_AT_MOST} may be; run it again on a quiet machine"
     )
+  made["machine"] |= {"threads": THREADS, "cores_used_by_others": round(others, 3)}
   result = {
-    "command": COMMAND,
-    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    "machine": {
-      "cpu": cpu_model(),
-      "cores": os.cpu_count(),
-      "threads": THREADS,
-      "cores_used_by_others": round(others, 3),
-    },
-    "versions": {
-      "python": platform.python_version(),
-      "jax": jax.__version__,
-      "torch": torch.__version__,
-      "numpy": np.__version__,
-      "llvmlite": importlib.metadata.version("llvmlite"),
-    },
+    **made,
     "shape": SHAPE,
     "dtype": "float32",
     "freed_memory_kept": keeps_memory,
@@ -355,8 +279,7 @@ def main() -> None:
     "results": table,
     "no_encoders_input_gb_per_s": beside,
   }
-  RESULTS.parent.mkdir(exist_ok=True)
-  RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+  common.write(options.out, result)
 
 
 if __name__ == "__main__":

@@ -13,21 +13,19 @@ transformers load the same values, and what perplexity do both sides compute on 
 same tokens. Three of ours are compared with torch: weights alone (activations not
 rounded, which is also all that a dequant folder computes), activations rounded as
 compressed-tensors does it, and strict W4A4, which the code in a `transformers` folder
-computes. For the last, the mean KL between both sides is measured as well. Writes
-benchmarks/results/export_roundtrip.json.
+computes. For the last, the mean KL between both sides is measured as well.
 """
 
-import argparse
 import dataclasses
 import json
 import pathlib
 import subprocess
 import tempfile
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-import provenance
 from safetensors.flax import save_file
 
 from mxjax import models
@@ -42,8 +40,6 @@ from mxjax.numerics.realization.activation_quantizers import Unrounded
 from mxjax.storage import checkpoint, export
 from mxjax.storage.export import dequant, features
 
-HERE = pathlib.Path(__file__).parent
-RESULT = HERE / "results" / "export_roundtrip.json"
 TEXT = "The steam engine of 1712 pumped water: 12 strokes a minute.\n"
 EXPORTS = {
   "rtn": [("compressed-tensors", ())],
@@ -64,7 +60,6 @@ EXPORTS = {
   ],
 }
 """What is exported of each method, with further options."""
-FORMATS = ("compressed-tensors", "dequant", "transformers")
 
 
 def run(*arguments):
@@ -72,16 +67,17 @@ def run(*arguments):
   assert code == 0, arguments
 
 
+def is_quantized(node):
+  return isinstance(node, QuantizedLinear)
+
+
 def unrounded(params):
   """The same model with inputs that are mapped but not rounded."""
+  change = lambda leaf: dataclasses.replace(leaf, rounding=Unrounded())
   return jax.tree.map(
-    lambda leaf: (
-      dataclasses.replace(leaf, rounding=Unrounded())
-      if isinstance(leaf, QuantizedLinear)
-      else leaf
-    ),
+    lambda leaf: change(leaf) if is_quantized(leaf) else leaf,
     params,
-    is_leaf=lambda node: isinstance(node, QuantizedLinear),
+    is_leaf=is_quantized,
   )
 
 
@@ -89,7 +85,7 @@ def decoded(params):
   return {
     tensor_name(path): mxfp4.decode(leaf.weight, jnp.bfloat16, leaf.rules)
     for path, leaf in features.nodes(params)
-    if isinstance(leaf, QuantizedLinear)
+    if is_quantized(leaf)
   }
 
 
@@ -125,8 +121,6 @@ def exports_of(source, method, scratch, tokens, options):
   params, config = checkpoint.restore_checkpoint(out / "checkpoint")
   config = models.ModelConfig.from_dict(config)
   for number, (form, extra) in enumerate(EXPORTS[method]):
-    if form not in options.formats:
-      continue
     folder = scratch / f"{method}-{number}"
     run("export", out, "--format", form, "--out", folder, "--windows", options.windows,
         "--window-length", options.length, *extra)  # fmt: skip
@@ -163,32 +157,43 @@ def roundtrip(source, methods, options):
       for name, entry, own in exports_of(source, method, scratch, tokens, options):
         job["folders"][name], numbers[name] = entry, own
     (scratch / "job.json").write_text(json.dumps(job))
-    command = [options.consumer, str(HERE / "export_consumer.py"), scratch / "job.json"]
+    command = [
+      options.consumer,
+      str(pathlib.Path(__file__).with_name("export_consumer.py")),
+      scratch / "job.json",
+    ]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     reply = json.loads(output.splitlines()[-1])
     ids = tokenizer.encode(TEXT).tolist()
     rows = {}
     for name, theirs in reply["results"].items():
       theirs["tokenizer_agrees"] = theirs.pop("text_ids") == ids
-      rows[name] = {"ours": numbers[name], "theirs": theirs, **compare(name, numbers[name], theirs)}  # fmt: skip # noqa: E501
+      found = {"ours": numbers[name], "theirs": theirs}
+      rows[name] = found | compare(numbers[name], theirs)
       print(json.dumps({name: rows[name]}, indent=1), flush=True)
     return rows, reply["versions"]
 
 
-def compare(name, own, theirs):
-  """Relative differences of perplexities that should be one number."""
-  pairs = {
-    "weight_only": (own["weight_only"], theirs.get("perplexity_weight_only")),
-    "strict": (own["strict_w4a4_floor"], theirs.get("perplexity_strict")),
-    "activations_rounded": (
-      own.get("activations_as_compressed_tensors"),
-      theirs.get("perplexity_as_loaded"),
-    ),
-    "effective_weights": (own.get("effective_weights"), theirs.get("perplexity")),
-  }
+COMPARED = {
+  "weight_only": ("weights alone", "weight_only", "perplexity_weight_only"),
+  "strict": ("strict W4A4", "strict_w4a4_floor", "perplexity_strict"),
+  "activations_rounded": (
+    "activations as compressed-tensors rounds them",
+    "activations_as_compressed_tensors",
+    "perplexity_as_loaded",
+  ),
+  "effective_weights": ("effective weights", "effective_weights", "perplexity"),
+}
+"""Perplexities that should be one number: their name, ours and theirs."""
+
+
+def compare(own, theirs):
+  """Relative differences of what both sides computed."""
   return {
     "relative_difference": {
-      key: their / our - 1 for key, (our, their) in pairs.items() if our and their
+      key: theirs[other] / own[mine] - 1
+      for key, (_, mine, other) in COMPARED.items()
+      if mine in own and other in theirs
     }
   }
 
@@ -196,17 +201,6 @@ def compare(name, own, theirs):
 def table(result):
   """The table of docs/guides/export.md."""
   head = ["model", "export", "linears equal bit for bit", "compared", "ours", "theirs"]
-  head += ["relative difference"]
-  keys = {
-    "weight_only": ("weights alone", "weight_only", "perplexity_weight_only"),
-    "strict": ("strict W4A4", "strict_w4a4_floor", "perplexity_strict"),
-    "activations_rounded": (
-      "activations as compressed-tensors rounds them",
-      "activations_as_compressed_tensors",
-      "perplexity_as_loaded",
-    ),
-    "effective_weights": ("effective weights", "effective_weights", "perplexity"),
-  }
   lines = []
   for model, found in result.items():
     for name, row in found["exports"].items():
@@ -216,37 +210,31 @@ def table(result):
         equal = theirs["linears"] - len(theirs["library_bits_unequal"])
         equal = f"{equal} of {theirs['expected_linears']}"
       for key, difference in row["relative_difference"].items():
-        label, mine, other = keys[key]
+        label, mine, other = COMPARED[key]
         values = [f"{row['ours'][mine]:.4f}", f"{theirs[other]:.4f}"]
         lines.append([model, name, equal, label, *values, f"{difference:+.0e}"])
-  return provenance.markdown(head, lines)
+  return common.markdown([*head, "relative difference"], lines)
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__)
+  parser = common.parser(__doc__)
   parser.add_argument("--consumer", required=True, help="python with torch")
   parser.add_argument("--models", default="models/trained/llama")
   parser.add_argument("--methods", default=",".join(EXPORTS))
-  parser.add_argument("--formats", nargs="+", default=FORMATS)
   parser.add_argument("--sequences", type=int, default=16)
   parser.add_argument("--windows", type=int, default=8)
   parser.add_argument("--length", type=int, default=256)
-  parser.add_argument("--out", type=pathlib.Path, default=RESULT)
   options = parser.parse_args()
-  made = provenance.stamp(hidden=("--consumer", "--out"))
-  result = json.loads(options.out.read_text()) if options.out.is_file() else {}
+  made, result = common.stamp(), common.read(options.out, {})
   for source in options.models.split(","):
     rows, versions = roundtrip(
       None if source == "embedded" else source, options.methods.split(","), options
     )
     name = "SmolLM2-135M-Instruct" if source == "embedded" else source
-    result[name] = {
-      **made,
-      "versions": made["versions"] | versions,
-      "exports": {**result.get(name, {}).get("exports", {}), **rows},
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(table(result))
+    known = result.get(name, {}).get("exports", {})
+    result[name] = made | {"exports": known | rows}
+    result[name]["versions"] = made["versions"] | versions
+    common.write(options.out, result, table(result))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Run it before a change that must not move a bit, and after it:
 
   python benchmarks/golden_run.py --out before.json
-  python benchmarks/golden_run.py --against before.json
+  python benchmarks/golden_run.py --out after.json --against before.json
 
 Codes and scales of every linear are one checksum each, everything else of the params
 (maps, rounding tables, recovery) another, and logits on unseen tokens a third. Methods
@@ -11,29 +11,30 @@ that learn take a few steps. Checksums of floats hold for one machine and one ve
 JAX; `--against` says which linears differ.
 """
 
-import argparse
-import datetime
 import hashlib
 import json
 import pathlib
-import platform
 import sys
 
+import common
 import jax
 import numpy as np
 
 import mxjax
 from mxjax import methods
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 SEQUENCES, LENGTH = 8, 128
 SLOW = {
   "batquant": "batquant:steps=2",
   "spinquant": "spinquant:steps=2",
   "focus": "focus:epochs=1",
 }
-EXTRA = ("gptq:scales=static", "gptq:scales=static:order=activation")
-HIRES_MODELS = ("mistral", "olmo2", "qwen3")
+WORK = [
+  *(("llama", SLOW.get(name, name)) for name in methods.METHODS),
+  *(("llama", "gptq:scales=static"), ("llama", "gptq:scales=static:order=activation")),
+  *((family, "hires") for family in ("mistral", "olmo2", "qwen3")),
+]
 
 
 def digest(leaves):
@@ -46,96 +47,66 @@ def digest(leaves):
   return total.hexdigest()
 
 
-def is_quantized(node):
-  """Whether a node is a quantized linear, by its parts."""
-  return hasattr(node, "weight") and hasattr(node.weight, "codes")
-
-
 def checksums(model, params, tokens):
   """What is compared of one quantized model."""
-  nodes, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)
-  weights = {
-    jax.tree_util.keystr(path): digest([node.weight.codes, node.weight.scales])
-    for path, node in nodes
-    if is_quantized(node)
-  }
-  rest = {
-    jax.tree_util.keystr(path): digest(
-      [leaf for leaf in jax.tree.leaves(node) if leaf.dtype != np.uint8]
-    )
-    for path, node in nodes
-  }
+  is_leaf = lambda node: isinstance(node, mxjax.QuantizedLinear)
+  weights, rest = {}, {}
+  for path, node in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)[0]:
+    name = jax.tree_util.keystr(path)
+    if is_leaf(node):
+      weights[name] = digest([node.weight.codes, node.weight.scales])
+    leaves = jax.tree.leaves(node)
+    rest[name] = digest([leaf for leaf in leaves if leaf.dtype != np.uint8])
   logits = jax.jit(model.apply)({"params": params}, tokens)
   return {"weights": weights, "rest": rest, "logits": digest([logits])}
 
 
-def load(name):
-  """A trained model, and calibration and test tokens of the license text."""
-  folder = ROOT / "models" / "trained" / name
-  model, params = mxjax.from_pretrained(folder)
-  tokenizer = mxjax.load_tokenizer(folder)
-  ids = np.asarray(tokenizer.encode((ROOT / "LICENSE").read_text()), np.int32)
-  ids = np.resize(ids, (SEQUENCES + 1) * LENGTH).reshape(-1, LENGTH)
-  return model, params, ids[:-1], ids[-1:]
-
-
 def run(only):
-  """Quantizes by every method, or by those whose name contains `only`."""
+  """Quantizes by every method, or by those of which MODEL/METHOD contains `only`."""
   entries = {}
-  names = [SLOW.get(name, name) for name in methods.METHODS]
-  work = [("llama", name) for name in (*names, *EXTRA)]
-  work += [(model, "hires") for model in HIRES_MODELS]
-  work = [(model, method) for model, method in work if only in f"{model}/{method}"]
-  loaded = {}
-  for model_name, method in work:
-    if model_name not in loaded:
-      loaded = {model_name: load(model_name)}
-    model, params, calib_tokens, tokens = loaded[model_name]
-    calib = mxjax.Calibration(model, calib_tokens)
-    quantized = mxjax.quantize(params, calib, method)
-    entries[f"{model_name}/{method}"] = checksums(model, quantized, tokens)
-    print(f"{model_name}/{method}", file=sys.stderr, flush=True)
+  for family, method in WORK:
+    name = f"{family}/{method}"
+    if only in name:
+      folder = ROOT / "models" / "trained" / family
+      model, params = mxjax.from_pretrained(folder)
+      text = (ROOT / "LICENSE").read_text()
+      ids = np.asarray(mxjax.load_tokenizer(folder).encode(text), np.int32)
+      ids = np.resize(ids, (SEQUENCES + 1) * LENGTH).reshape(-1, LENGTH)
+      calib = mxjax.Calibration(model, ids[:-1])
+      quantized = mxjax.quantize(params, calib, method)
+      entries[name] = checksums(model, quantized, ids[-1:])
+      print(name, file=sys.stderr, flush=True)
   return entries
 
 
 def compare(before, after):
   """One line for each difference."""
-  lines = [f"missing: {name}" for name in before if name not in after]
+  lines = [f"missing: {name}" for name in before.keys() - after]
   for name in before.keys() & after.keys():
     for part in ("weights", "rest"):
       old, new = before[name][part], after[name][part]
-      lines += [
-        f"{name}: {part} of {key}" for key in old | new if old.get(key) != new.get(key)
-      ]
+      changed = [key for key in old | new if old.get(key) != new.get(key)]
+      lines += [f"{name}: {part} of {key}" for key in changed]
     if before[name]["logits"] != after[name]["logits"]:
       lines.append(f"{name}: logits")
   return sorted(lines)
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--out", type=pathlib.Path)
+  parser = common.parser(__doc__)
   parser.add_argument("--against", type=pathlib.Path)
   parser.add_argument("--only", default="", help="a part of MODEL/METHOD")
   options = parser.parse_args()
   entries = run(options.only)
-  result = {
-    "command": "python benchmarks/golden_run.py",
-    "date": datetime.date.today().isoformat(),
-    "machine": f"{platform.machine()}, {jax.devices()[0].platform}",
-    "jax": jax.__version__,
-    "tokens": [SEQUENCES, LENGTH],
-    "entries": entries,
-  }
-  if options.out:
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-  if options.against:
-    before = json.loads(options.against.read_text())["entries"]
-    before = {k: v for k, v in before.items() if options.only in k}
-    lines = compare(before, entries)
-    print("\n".join(lines) or f"{len(before)} builds equal, bit for bit")
-    return bool(lines)
-  return 0
+  result = {**common.stamp(), "tokens": [SEQUENCES, LENGTH], "entries": entries}
+  common.write(options.out, result)
+  if not options.against:
+    return 0
+  before = json.loads(options.against.read_text())["entries"]
+  before = {k: v for k, v in before.items() if options.only in k}
+  lines = compare(before, entries)
+  print("\n".join(lines) or f"{len(before)} builds equal, bit for bit")
+  return bool(lines)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def cases():
   return result
 
 
-def rows_of_a_token(run, folder):
+def rows_of_a_token(run, folder, only):
   """What the refinements of a token take: a program is a row of a block and a linear.
 
   `cycles at least` is what all of a launch's instructions take to start, for inputs of
@@ -191,6 +191,8 @@ def rows_of_a_token(run, folder):
     ("planes, 1 row, of a gated product", 1),
     ("planes, 1 row, of attention", 1),
   ):
+    if only not in name:
+      continue
     launch, *arguments = known[f"one code, {name}"]
     instructions = count(run(launch, *arguments)[0][0], folder, 1)["instructions"]
     cycles = 128 * linears * 32 * warps * instructions / STARTED / MULTIPROCESSORS
@@ -270,7 +272,12 @@ def main():
   """Writes and prints the result."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--out", default="benchmarks/results/gpu_counts.json")
+  parser.add_argument(
+    "--only", default="", help="count again what has this in its name"
+  )
   options = parser.parse_args()
+  out = pathlib.Path(options.out)
+  stored = json.loads(out.read_text()) if options.only else {}
   if why_not := compile_kernels.obstacle():
     sys.exit(f"nothing was compiled: {why_not}")
   rate = MULTIPROCESSORS * CLOCK
@@ -279,6 +286,8 @@ def main():
     folder = pathlib.Path(folder)
     run = compile_kernels.compiler(folder)
     for name, (launch, *arguments, per_thread, passes, size) in cases().items():
+      if options.only not in name:
+        continue
       ptx = run(launch, *arguments)[0][0]
       result = count(ptx, folder, per_thread, passes)
       result |= waves(launch, arguments, compile_kernels.assemble(ptx, folder))
@@ -294,8 +303,9 @@ def main():
         f"{result['on integer units']:5.2f} on integer units, "
         f"{values:.3g} values/s, {result['memory rate at most']:.2f} of the memory's"
       )
-    of_a_token = rows_of_a_token(run, folder)
-    of_a_layer = launches(run)
+    of_a_token = rows_of_a_token(run, folder, options.only)
+    layers = "launches of a Qwen3-8B-shaped layer"
+    of_a_layer = stored[layers] if options.only else launches(run)
   document = {
     "command": "python benchmarks/gpu_counts.py",
     "date": datetime.date.today().isoformat(),
@@ -306,11 +316,11 @@ def main():
       "memory_TBps": MEMORY / 1e12,
     },
     "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib")},
-    "kernels": kernels,
-    "refinements of a token": of_a_token,
-    "launches of a Qwen3-8B-shaped layer": of_a_layer,
+    "kernels": stored.get("kernels", {}) | kernels,
+    "refinements of a token": stored.get("refinements of a token", {}) | of_a_token,
+    layers: of_a_layer,
   }
-  pathlib.Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
+  out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Random-weight models of real shapes, and one layer function for all kinds of leaf.
 
 Time does not depend on what weights hold, but it does depend on every layer having
-its own. Norms, rotary positions and products are the library's; attention is the
-fastest that this machine offers, so that the bfloat16 forward is a fair baseline.
-Qwen3's norms of queries and keys are left out on both sides.
+its own. `random_model` is what users run, with the library's own attention. In
+`forward_layer` norms, rotary positions and products are the library's, and attention
+is the fastest that this machine offers: a baseline of bfloat16. Qwen3's norms of
+queries and keys are left out on all sides.
 """
 
 import dataclasses
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.layers.linear import linear, linear_many
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.models import functional
+from mxjax.models import CausalLM, ModelConfig, functional
+from mxjax.models.parameters import layer_norms
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import OneCode
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
@@ -170,9 +172,60 @@ def forward_layer(
   return hidden + made, cache
 
 
+def config_of(shape, layers=None):
+  """The configuration of a `CausalLM` of this shape in bfloat16."""
+  return ModelConfig(
+    vocab_size=shape.vocabulary,
+    hidden_size=shape.hidden,
+    intermediate_size=shape.intermediate,
+    num_layers=layers or shape.layers,
+    num_heads=shape.heads,
+    num_kv_heads=shape.kv_heads,
+    head_dim=shape.head_dim,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_embeddings=False,
+    max_positions=4096,
+    dtype="bfloat16",
+  )
+
+
+def random_model(key, shape, kind, layers=None):
+  """A `CausalLM` as users run it, and random params of this kind of leaf."""
+  config = config_of(shape, layers)
+  keys = jax.random.split(key, config.num_layers + 1)
+  one = jnp.ones(shape.hidden, jnp.bfloat16)
+  head = random_head(keys[-1], shape)["head"]
+  params = {
+    "embed_tokens": {"weight": head},
+    "norm": {"weight": one},
+    "lm_head": {"weight": head[::-1]},
+  }
+  for index in range(config.num_layers):
+    layer = random_layer(keys[index], shape, kind)
+    inside = {"self_attn": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down")}
+    blocks = {
+      block: {f"{name}_proj": {"weight": layer[name]} for name in names}
+      for block, names in inside.items()
+    }
+    if kind != "BF16":
+      blocks["self_attn"]["value_recovery"] = layer["value_recovery"]
+      blocks["mlp"]["mlp_recovery"] = layer["mlp_recovery"]
+    norms = {name: {"weight": one} for name in layer_norms(config)}
+    params[f"layers_{index}"] = {**blocks, **norms}
+  return CausalLM(config), params
+
+
 def forward_head(params, hidden):
   """Logits of all positions, bfloat16."""
   return linear(fused_inputs.Normalized(hidden, params["norm"], 1e-6), params["head"])
+
+
+def forward_all(shape, attention, implementation, layers, head, hidden):
+  """Logits `[1, T, vocabulary]` of hidden states by all layers."""
+  for layer in layers:
+    hidden, _ = forward_layer(shape, attention, implementation, layer, hidden)
+  return forward_head(head, hidden)
 
 
 def empty_cache(shape, positions):

@@ -11,25 +11,22 @@ Run it in an environment that has both (never the project's own, which has no to
 
 Both sides read the same rows. The harness uses its own task files, with only the data
 set replaced by a local file, and a torch model of the same weights, both in float32 or
-with `--dtype bfloat16` both in bfloat16. Writes
-benchmarks/results/harness_agreement.json: for each task the rate at which the chosen
-answers agree, the largest difference of a log-likelihood, and every disagreement with
-its reason.
+with `--dtype bfloat16` both in bfloat16. Written are, for each task, the rate at which
+the chosen answers agree, the largest difference of a log-likelihood, and every
+disagreement with its reason.
 """
 
-import argparse
 import json
 import os
 import pathlib
 import tempfile
-import time
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import common
 import lm_eval
 import numpy as np
-import provenance
 import torch
 import transformers
 from lm_eval.models.huggingface import HFLM
@@ -38,9 +35,10 @@ from lm_eval.tasks import TaskManager
 from mxjax import models
 from mxjax.evaluation import text_sources
 from mxjax.evaluation.tasks import multiple_choice, tasks
+from mxjax.models import families
 from mxjax.models.loading import weights
 
-RESULT = pathlib.Path(__file__).parent / "results" / "harness_agreement.json"
+PACKAGES = ("lm_eval", "torch", "transformers")
 TASK_FILES = {
   "arc_challenge": "arc/arc_challenge.yaml",
   "arc_easy": "arc/arc_easy.yaml",
@@ -50,26 +48,38 @@ TASK_FILES = {
 }
 
 
-def hf_config(config):
-  """The config.json of the embedded Llama-architecture model."""
-  return {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": config.vocab_size,
-    "hidden_size": config.hidden_size,
-    "intermediate_size": config.intermediate_size,
-    "num_hidden_layers": config.num_layers,
-    "num_attention_heads": config.num_heads,
-    "num_key_value_heads": config.num_kv_heads,
-    "head_dim": config.head_dim,
-    "rms_norm_eps": config.norm_eps,
-    "rope_theta": config.rope_theta,
-    "tie_word_embeddings": config.tie_embeddings,
-    "max_position_embeddings": config.max_positions,
-    "bos_token_id": config.bos_id,
-    "eos_token_id": config.eos_ids[0],
-    "hidden_act": "silu",
-  }
+class Twins:
+  """The embedded SmolLM2-135M here and in torch, by a Hugging Face folder of it.
+
+  Attributes:
+    model, params, tokenizer: Ours.
+    torch: The model of transformers, of the same dtype.
+    torch_tokenizer: What its harness needs beside it.
+  """
+
+  def __init__(self, folder, dtype="float32"):
+    self.model, self.params = models.from_pretrained(dtype=dtype)
+    config = families.to_hf_config(self.model.config)
+    weights.save_folder(folder, config, self.params)
+    self.tokenizer = models.load_tokenizer()
+    self.tokenizer.save(folder)
+    self.torch = transformers.AutoModelForCausalLM.from_pretrained(
+      folder, dtype=getattr(torch, dtype)
+    )
+    self.torch_tokenizer = transformers.PreTrainedTokenizerFast(
+      tokenizer_file=str(folder / "tokenizer.json"),
+      eos_token="<|im_end|>",
+      pad_token="<|im_end|>",
+    )
+
+  def harness(self, batch_size):
+    """The torch side as a language model of the harness."""
+    return HFLM(
+      pretrained=self.torch,
+      tokenizer=self.torch_tokenizer,
+      batch_size=batch_size,
+      device="cpu",
+    )
 
 
 def harness_rows(name):
@@ -93,14 +103,8 @@ def harness_rows(name):
   ]
 
 
-def run_harness(folder, names, limit, tokenizer_file, dtype):
+def run_harness(folder, names, limit, model):
   """Log-likelihoods by task and item, from the harness with torch."""
-  model = transformers.AutoModelForCausalLM.from_pretrained(
-    folder, dtype=getattr(torch, dtype)
-  )
-  tokenizer = transformers.PreTrainedTokenizerFast(
-    tokenizer_file=str(tokenizer_file), eos_token="<|im_end|>", pad_token="<|im_end|>"
-  )
   base = pathlib.Path(lm_eval.__file__).parent / "tasks"
   for name in names:
     data = folder / f"{name}.jsonl"
@@ -116,20 +120,18 @@ def run_harness(folder, names, limit, tokenizer_file, dtype):
       "test_split: null\n"
     )
   output = lm_eval.simple_evaluate(
-    model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8, device="cpu"),
+    model=model,
     tasks=[f"local_{name}" for name in names],
     task_manager=TaskManager(include_path=str(folder), include_defaults=False),
     limit=limit,
     log_samples=True,
     bootstrap_iters=0,
   )
+  of = lambda name: sorted(
+    output["samples"][f"local_{name}"], key=lambda x: x["doc_id"]
+  )
   return {
-    name: [
-      [float(response[0]) for response in sample["filtered_resps"]]
-      for sample in sorted(
-        output["samples"][f"local_{name}"], key=lambda sample: sample["doc_id"]
-      )
-    ]
+    name: [[float(response[0]) for response in x["filtered_resps"]] for x in of(name)]
     for name in names
   }
 
@@ -153,17 +155,9 @@ def compare(task, items, ours, theirs):
     margin = float(np.ptp(scores[1][choices]))
     allowed = float((np.abs(sides[0] - sides[1]) / divisor)[choices].sum())
     near = "a tie within rounding" if margin <= allowed else "a real difference"
-    lines.append(
-      {
-        "id": item.id,
-        "mxjax": choices[0],
-        "harness": choices[1],
-        "gold": item.gold,
-        "margin": margin,
-        "reason": near,
-        "log_likelihoods": [side.tolist() for side in sides],
-      }
-    )
+    told = {"id": item.id, "mxjax": choices[0], "harness": choices[1]}
+    told |= {"gold": item.gold, "margin": margin, "reason": near}
+    lines.append(told | {"log_likelihoods": [side.tolist() for side in sides]})
   return {
     "items": len(items),
     "official_items": task.items,
@@ -189,53 +183,35 @@ def table(report):
     ]
     for name, found in report["tasks"].items()
   ]
-  return provenance.markdown(head, lines)
+  return common.markdown(head, lines)
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = common.parser(__doc__)
   parser.add_argument("--items", type=int, default=200, help="of each task, the first")
   parser.add_argument("--dtype", default="float32", help="arithmetic of both sides")
   parser.add_argument("--tasks", default=",".join(tasks.TASKS))
-  parser.add_argument("--out", type=pathlib.Path, default=RESULT)
   options = parser.parse_args()
-  made = provenance.stamp(packages=("lm_eval", "torch", "transformers"))
+  report = common.stamp(*PACKAGES) | {"dtype": options.dtype, "tasks": {}}
   names = options.tasks.split(",")
-  model, params = models.from_pretrained(dtype=options.dtype)
-  tokenizer = models.load_tokenizer()
   with tempfile.TemporaryDirectory() as scratch:
     folder = pathlib.Path(scratch)
-    weights.save_folder(folder, hf_config(model.config), params)
-    tokenizer.save(folder)
-    start = time.perf_counter()
-    theirs = run_harness(
-      folder, names, options.items, folder / "tokenizer.json", options.dtype
-    )
-    harness_seconds = time.perf_counter() - start
-  results, seconds = {}, {}
+    twins = Twins(folder, options.dtype)
+    theirs = run_harness(folder, names, options.items, twins.harness(8))
   for name in names:
     items = tasks.load_items(name, limit=options.items)
-    summary, rows = multiple_choice.evaluate(
-      model,
-      params,
-      tokenizer,
+    _, rows = multiple_choice.evaluate(
+      twins.model,
+      twins.params,
+      twins.tokenizer,
       tasks.TASKS[name],
       items,
-      max_length=model.config.max_positions,
+      max_length=twins.model.config.max_positions,
     )
-    seconds[name] = summary["seconds"]
-    results[name] = compare(tasks.TASKS[name], items, rows, theirs[name])
-    print(name, {k: v for k, v in results[name].items() if k != "disagreements"})
-  report = {
-    **made,
-    "model": f"SmolLM2-135M-Instruct, bfloat16 weights, {options.dtype} arithmetic",
-    "tasks": results,
-    "harness_seconds": harness_seconds,
-    "mxjax_seconds": seconds,
-  }
-  options.out.parent.mkdir(parents=True, exist_ok=True)
-  options.out.write_text(json.dumps(report, indent=1) + "\n")
-  options.out.with_suffix(".md").write_text(table(report))
+    found = compare(tasks.TASKS[name], items, rows, theirs[name])
+    report["tasks"][name] = found
+    print(name, found["agreement"], flush=True)
+  common.write(options.out, report, table(report))
 
 
 if __name__ == "__main__":

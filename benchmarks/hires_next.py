@@ -19,10 +19,10 @@ import json
 import pathlib
 import time
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-import provenance
 
 from mxjax import methods, models
 from mxjax.calibration import streams
@@ -149,7 +149,7 @@ def tables(rows):
         cells.append(f"{np.exp(np.mean(ours['loss'])):.2f}")
         cells.append("{:+.4f} ± {:.4f}".format(*paired(ours["loss"], base["loss"])))
       lines.append([*cells, f"{row['build_seconds']:.0f}"])
-    parts.append(f"Draw {draw}:\n\n" + provenance.markdown(head, lines))
+    parts.append(f"Draw {draw}:\n\n" + common.markdown(head, lines))
   return "\n".join([*parts, over_draws(rows)])
 
 
@@ -182,9 +182,7 @@ def over_draws(rows):
       spread = lambda values: f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
       cells += [spread(kl), from_paper(same, papers, text), spread(np.exp(gains))]
     lines.append(cells)
-  return "Mean and standard deviation over draws:\n\n" + provenance.markdown(
-    head, lines
-  )
+  return "Mean and standard deviation over draws:\n\n" + common.markdown(head, lines)
 
 
 def main():
@@ -199,7 +197,7 @@ def main():
   if options.out is None:
     name = f"_{pathlib.Path(options.model).name}" if options.model else ""
     options.out = HERE / f"hires_next{name}.json"
-  made = provenance.stamp(hidden=("--data", "--out", "--compiled"))
+  made = common.stamp()
   execution.keep_freed_memory()
   if options.compiled:
     execution.keep_compiled(options.compiled)

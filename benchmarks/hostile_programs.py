@@ -6,10 +6,9 @@ A seeded stand-in for a language model answers with edits of the synthetic world
 programs that break a rule in one of the ways of `HOSTILE`, and with text that is no
 answer at all. The syntax policy is opened first, so that what it would have stopped
 reaches the jail. The run must end, its ledger must add up, and `verify` must find
-nothing. Writes results/hostile_programs.json.
+nothing.
 """
 
-import argparse
 import collections
 import dataclasses
 import json
@@ -29,7 +28,6 @@ from mxjax.discovery.search import runs, search
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks import world
 
-RESULT = pathlib.Path(__file__).parent / "results" / "hostile_programs.json"
 SEED = 3
 TASK = world.World(seed=SEED)
 LIMITS = {
@@ -252,19 +250,20 @@ def conduct(folder, programs, seed, level, on_event=None):
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__)
+  import common  # The tests import this file alone.
+
+  parser = common.parser(__doc__)
   parser.add_argument("--programs", type=int, default=1000)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--level", default="strict", choices=jail.JAILED)
   options = parser.parse_args()
+  found = common.stamp() | {"level": options.level}
   open_policy()
   start = time.monotonic()
   with tempfile.TemporaryDirectory() as temporary:
     folder = pathlib.Path(temporary) / "run"
-    seen = conduct(folder, options.programs, options.seed, options.level)
-  found = {**vars(options), **seen, "seconds": round(time.monotonic() - start)}
-  RESULT.write_text(json.dumps(found, indent=1) + "\n")
-  print(json.dumps(found, indent=1))
+    found |= conduct(folder, options.programs, options.seed, options.level)
+  common.write(options.out, found | {"seconds": round(time.monotonic() - start)})
 
 
 if __name__ == "__main__":

@@ -1,29 +1,23 @@
 """Bytes that each of eight virtual devices holds while a model is quantized.
 
-  python benchmarks/mesh_memory.py [--width 256] [--sequences 16] [--length 128]
+  python benchmarks/mesh_memory.py
 
 The same random model and tokens on meshes of several shapes, by RTN with both recovery
 fits: the streams of HiRes and little to compile. At the begin of every stage the live
 arrays of each device are summed; temporaries of compiled programs are not in it. The
-codes of every mesh are compared with those of one device. Writes
-benchmarks/results/mesh_memory.json.
+codes of every mesh are compared with those of one device.
 """
 
-import argparse
 import dataclasses
-import datetime
 import gc
 import hashlib
-import json
 import os
-import pathlib
-import platform
-import sys
 
 DEVICES = 8
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
+import common
 import jax
 import numpy as np
 
@@ -35,10 +29,23 @@ from mxjax.methods import recovery_fits
 from mxjax.models import CausalLM, ModelConfig
 from mxjax.running import pipeline
 
-RESULT = pathlib.Path(__file__).parent / "results" / "mesh_memory.json"
 SHAPES = (None, (2, 1), (8, 1), (4, 2), (1, 8))
+TOKENS = (16, 128)
 PROGRAM = dataclasses.replace(
   methods.RTN, name="rtn+recovery", recover=(recovery_fits.ATTENTION, recovery_fits.MLP)
+)
+CONFIG = ModelConfig(
+  vocab_size=1024,
+  hidden_size=256,
+  intermediate_size=768,
+  num_layers=2,
+  num_heads=8,
+  num_kv_heads=4,
+  head_dim=32,
+  norm_eps=1e-5,
+  tie_embeddings=True,
+  rope_theta=1e4,
+  max_positions=TOKENS[1],
 )
 
 
@@ -68,13 +75,11 @@ def measure(model, params, tokens, shape):
   on_mesh = Placement(mesh).shard_rows(params)
   if mesh is None:
     on_mesh = jax.tree.map(jax.numpy.asarray, params)
-  at_rest = held()
-  peaks = {}
+  at_rest, peaks = held(), {}
 
   def follow(now):
-    now_held = held()
     before = peaks.get(now.stage, [0] * DEVICES)
-    peaks[now.stage] = [max(a, b) for a, b in zip(before, now_held, strict=True)]
+    peaks[now.stage] = [max(a, b) for a, b in zip(before, held(), strict=True)]
 
   result = pipeline.quantize_with_record(
     on_mesh,
@@ -93,58 +98,23 @@ def measure(model, params, tokens, shape):
     "peak_lead": peak[0],
     "peak_others": max(peak[1:used], default=None),
     "peak_by_stage_lead": {stage: now[0] for stage, now in peaks.items()},
-    "result_bits": bits(result.params),
-  }
+  }, bits(result.params)
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--width", type=int, default=256)
-  parser.add_argument("--layers", type=int, default=2)
-  parser.add_argument("--sequences", type=int, default=16)
-  parser.add_argument("--length", type=int, default=128)
-  options = parser.parse_args()
-  config = ModelConfig(
-    vocab_size=1024,
-    hidden_size=options.width,
-    intermediate_size=3 * options.width,
-    num_layers=options.layers,
-    num_heads=options.width // 32,
-    num_kv_heads=options.width // 64,
-    head_dim=32,
-    norm_eps=1e-5,
-    tie_embeddings=True,
-    rope_theta=1e4,
-    max_positions=options.length,
-  )
-  model = CausalLM(config)
+  options = common.parser(__doc__).parse_args()
+  model = CausalLM(CONFIG)
   params = model.init(jax.random.key(0), np.zeros((1, 4), np.int32))["params"]
   params = jax.tree.map(np.asarray, params)
-  shape = options.sequences, options.length
-  tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape)
-  rows = []
-  for mesh in SHAPES:
-    rows.append(measure(model, params, tokens.astype(np.int32), mesh))
-    print({k: v for k, v in rows[-1].items() if "stage" not in k}, flush=True)
-  expected = rows[0]["result_bits"]
-  for row in rows:
-    row["same_bits_as_one_device"] = row.pop("result_bits") == expected
-  result = {
-    "command": " ".join(["python", *sys.argv]),
-    "machine": {
-      "platform": platform.platform(),
-      "cores": os.cpu_count(),
-      "virtual_devices": DEVICES,
-      "python": platform.python_version(),
-      "jax": jax.__version__,
-      "date": datetime.date.today().isoformat(),
-    },
-    "model": config.to_dict(),
-    "calibration": list(shape),
-    "program": PROGRAM.name,
-    "rows": rows,
-  }
-  RESULT.write_text(json.dumps(result, indent=1) + "\n")
+  tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, TOKENS)
+  rows, first = [], None
+  for shape in SHAPES:
+    row, now = measure(model, params, tokens.astype(np.int32), shape)
+    first = first or now
+    rows.append(row | {"same_bits_as_one_device": now == first})
+    print(rows[-1], flush=True)
+  result = {"model": CONFIG.to_dict(), "calibration": TOKENS, "program": PROGRAM.name}
+  common.write(options.out, common.stamp() | result | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ starts (freed memory stays with the process), and compares the peak resident mem
 each stage with the plan. All cases but the embedded model are random sharded
 checkpoints. The kernel keeps the highest mark only: what a stage measures is the
 highest of it and all before, of all layers, so the plan is compared in the same form.
-Without names all cases run. Writes benchmarks/results/plan_memory.json, a case at a
-time; those not named stay as they are.
+Without names all cases run; those not named stay as they are in the result.
 """
 
-import argparse
 import dataclasses
 import json
 import pathlib
@@ -19,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 
+import common
 import jax.numpy as jnp
 import numpy as np
-import provenance
 from safetensors.flax import save_file
 
 from mxjax import models
@@ -29,7 +27,6 @@ from mxjax.audit import plan
 from mxjax.models.loading import weights
 from mxjax.models.parameters import parameter_shapes
 
-RESULT = pathlib.Path(__file__).parent / "results" / "plan_memory.json"
 STAGES = ("calibration", "quantization", "attention recovery", "mlp recovery")
 
 
@@ -103,14 +100,12 @@ def make_checkpoint(folder, case):
     "max_position_embeddings": case.length,
   }
   (folder / "config.json").write_text(json.dumps(config))
-  rng = np.random.default_rng(0)
-  shards = {}
+  rng, shards = np.random.default_rng(0), {}
   for path, shape in parameter_shapes(weights.read_config(folder)).items():
     value = rng.standard_normal(shape, np.float32) * 0.02 if len(shape) > 1 else 1.0
     array = jnp.broadcast_to(jnp.asarray(value, jnp.bfloat16), shape)
-    shards.setdefault(f"model-{path[0]}.safetensors", {})[weights.tensor_name(path)] = (
-      array
-    )
+    shard = shards.setdefault(f"model-{path[0]}.safetensors", {})
+    shard[weights.tensor_name(path)] = array
   for file, tensors in shards.items():
     save_file(tensors, folder / file)
   index = {name: file for file, tensors in shards.items() for name in tensors}
@@ -123,23 +118,17 @@ def measure(case):
     folder = pathlib.Path(scratch) if case.width else None
     if folder:
       make_checkpoint(folder, case)
-    config = models.load_config(folder, dtype=case.dtype)
+    # In memory a run holds all layers, however many of them the case quantizes.
     planned = plan.plan(
-      # In memory a run holds all layers, however many of them the case quantizes.
-      config,
+      models.load_config(folder, dtype=case.dtype),
       sequences=case.sequences,
       length=case.length,
       chunk=case.chunk,
       on_disk=case.on_disk,
     )
-    request = [str(folder) if folder else None, dataclasses.asdict(case)]
-    done = subprocess.run(
-      [sys.executable, "-c", CODE, json.dumps(request)],
-      stdout=subprocess.PIPE,
-      text=True,
-      check=True,
-    )
-  measured = json.loads(done.stdout)
+    request = json.dumps([str(folder) if folder else None, dataclasses.asdict(case)])
+    command = [sys.executable, "-c", CODE, request]
+    measured = json.loads(subprocess.check_output(command))
   highest, stages = 0, {}
   for stage in STAGES:
     highest = max(highest, planned.memory[stage])
@@ -161,17 +150,14 @@ def measure(case):
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = common.parser(__doc__)
   parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
-  names = parser.parse_args().cases or list(CASES)
-  if unknown := sorted(set(names) - set(CASES)):
-    parser.error(f"expected cases of {', '.join(CASES)}, got {', '.join(unknown)}")
-  for name in names:
-    row = {**provenance.stamp(), **measure(CASES[name])}
-    print(name, json.dumps(row, indent=1))
-    rows = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-    rows = {known: rows[known] for known in CASES if known in rows} | {name: row}
-    RESULT.write_text(json.dumps(rows, indent=1) + "\n")
+  options = parser.parse_args()
+  for name in options.cases or CASES:
+    row = {**common.stamp(), **measure(CASES[name])}
+    print(name, f"{row['ratio']:.2f}", flush=True)
+    rows = common.read(options.out, {}) | {name: row}
+    common.write(options.out, {name: rows[name] for name in CASES if name in rows})
 
 
 if __name__ == "__main__":

@@ -4,25 +4,20 @@
 
 Runs the four test files that `TESTS` names. Probes of the jail and of the search hand
 over the status, the charge and what they left behind as they were observed; the others,
-whose test names begin with their number, whether they held. Writes results/probes.json
-and results/probes.md.
+whose test names begin with their number, whether they held.
 """
 
 import collections
-import datetime
 import json
 import pathlib
-import platform
 import re
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 
-import jax
+import common
 
-HERE = pathlib.Path(__file__).parent
-RESULT = HERE / "results" / "probes.json"
 TESTS = [
   "tests/discovery/sandbox/test_sandbox.py",
   "tests/discovery/sandbox/test_rebuilding.py",
@@ -32,16 +27,19 @@ TESTS = [
 PROBES = 44
 
 
-def cases(folder):
-  report = pathlib.Path(folder) / "report.xml"
-  written = ["-o", "junit_family=legacy", f"--junitxml={report}"]
-  command = [sys.executable, "-m", "pytest", "-q", *TESTS, *written]
-  subprocess.run(command, cwd=HERE.parent, check=False)
-  return list(ElementTree.parse(report).getroot().iter("testcase"))
+def cases():
+  """The tests, as pytest's report tells them."""
+  with tempfile.TemporaryDirectory() as folder:
+    report = pathlib.Path(folder) / "report.xml"
+    written = ["-o", "junit_family=legacy", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", "-q", *TESTS, *written]
+    subprocess.run(command, cwd=pathlib.Path(__file__).parents[1], check=False)
+    return list(ElementTree.parse(report).getroot().iter("testcase"))
 
 
-def rows(testcases):
-  for case in testcases:
+def rows():
+  """What each probe showed."""
+  for case in cases():
     name = case.get("name")
     held = case.find("failure") is None and case.find("error") is None
     if case.find("skipped") is not None:
@@ -49,8 +47,7 @@ def rows(testcases):
     found = [p.get("value") for p in case.iter("property")]
     for value in found:
       yield {**json.loads(value), "held": held}
-    numbers = re.match(r"test_((?:\d+_(?:and_|to_)?)+)", name)
-    if not found and numbers:
+    if not found and re.match(r"test_((?:\d+_(?:and_|to_)?)+)", name):
       yield {"probe": name.removeprefix("test_"), "held": held}
 
 
@@ -64,12 +61,12 @@ def numbered(probe):
 
 
 def table(found):
+  """A line a probe, and how many were run."""
   by_number = collections.defaultdict(list)
   for row in found:
     for number in set(numbered(row["probe"])):
       by_number[number].append(row)
-  lines = ["| probe | runs | observed | charged | left behind | held |"]
-  lines += ["| --- | --- | --- | --- | --- | --- |"]
+  lines = []
   for number in range(1, PROBES + 1):
     mine = by_number[number]
     statuses = sorted({r["status"] for r in mine if "status" in r})
@@ -78,26 +75,19 @@ def table(found):
     held = f"{sum(r['held'] for r in mine)}/{len(mine)}"
     shown = ", ".join(statuses) or "by its own test"
     cost = ", ".join(map(str, charged)) or "-"
-    lines.append(f"| {number} | {len(mine)} | {shown} | {cost} | {left} | {held} |")
-  return "\n".join(lines), by_number
+    lines.append([str(number), str(len(mine)), shown, cost, str(left), held])
+  head = ["probe", "runs", "observed", "charged", "left behind", "held"]
+  run = sum(bool(by_number[number]) for number in range(1, PROBES + 1))
+  return common.markdown(head, lines), run
 
 
 def main():
-  with tempfile.TemporaryDirectory() as folder:
-    found = list(rows(cases(folder)))
-  text, by_number = table(found)
-  result = {
-    "command": "python benchmarks/probe_table.py",
-    "date": datetime.date.today().isoformat(),
-    "machine": f"{platform.system()} {platform.release()} {platform.machine()}",
-    "python": platform.python_version(),
-    "jax": jax.__version__,
-    "probes_run": sum(bool(by_number[n]) for n in range(1, PROBES + 1)),
-    "held": all(row["held"] for row in found),
-    "rows": found,
-  }
-  RESULT.write_text(json.dumps(result, indent=1) + "\n")
-  RESULT.with_suffix(".md").write_text(text + "\n")
+  options = common.parser(__doc__).parse_args()
+  found = list(rows())
+  text, run = table(found)
+  held = all(row["held"] for row in found)
+  result = {**common.stamp(), "probes_run": run, "held": held, "rows": found}
+  common.write(options.out, result, text)
 
 
 if __name__ == "__main__":

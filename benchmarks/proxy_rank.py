@@ -6,17 +6,15 @@ Candidates are the edit cards on the GPTQ program, and trees drawn for one of it
 On the small Llama-family model, each has its proxy, which includes tracing and
 compiling, the proxy again, compiled, and the KL divergence that an evaluator call
 measures. Rank correlations are Spearman's, over all candidates that run and over those
-whose KL is at most that of GPTQ plus a half. Writes results/proxy_rank.json.
+whose KL is at most that of GPTQ plus a half.
 """
 
-import argparse
 import json
-import pathlib
 import tempfile
 import time
 
+import common
 import numpy as np
-import provenance
 import scipy.stats
 
 from mxjax.discovery.core import store
@@ -28,9 +26,8 @@ from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES, GRAMMAR
 from mxjax.discovery.tasks.ptq.task import PtqTask
 from mxjax.models.loading import embedded
 
-RESULT = pathlib.Path(__file__).parent / "results" / "proxy_rank.json"
-OPTIONS = {"objective": "kl", "calibration": [8, 128], "windows": [16, 128]}
-RECOVERY = ("recover_value", "recover_mlp")
+SHAPES = {"objective": "kl", "calibration": [8, 128], "windows": [16, 128]}
+RECOVERY = {"recover_value", "recover_mlp"}
 
 
 def candidates(interface, trees, seed):
@@ -38,7 +35,7 @@ def candidates(interface, trees, seed):
   start = programs.source("gptq")
   made = {"gptq": start}
   for card in EDIT_TEMPLATES:
-    if not set(card.hooks) & set(RECOVERY):
+    if not set(card.hooks) & RECOVERY:
       made[card.label(card.params[0])] = card.edit(start, card.params[0])
   for index in range(trees):
     hook = GRAMMAR.hooks[index % len(GRAMMAR.hooks)]
@@ -56,7 +53,7 @@ def correlation(rows):
 
 def measured(trees, seed):
   """One row a candidate."""
-  task = PtqTask(model=str(embedded.trained_folder("llama")), **OPTIONS)
+  task = PtqTask(model=str(embedded.trained_folder("llama")), **SHAPES)
   executor = LocalExecutor(task)
   folder = store.Store(tempfile.mkdtemp(prefix="mxjax-proxy-"))
   real = CachedEvaluator(task, executor, folder)
@@ -76,7 +73,7 @@ def measured(trees, seed):
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = common.parser(__doc__)
   parser.add_argument("--trees", type=int, default=24)
   parser.add_argument("--seed", type=int, default=0)
   options = parser.parse_args()
@@ -86,17 +83,17 @@ def main():
     print(json.dumps(row), flush=True)
   ran = [row for row in rows if row["proxy"] is not None and row["kl"] is not None]
   near = [row for row in ran if row["kl"] <= 1.5 * rows[0]["kl"]]
+  middle = lambda key: float(np.median([row[key] for row in rows[1:]]))
   result = {
-    **provenance.stamp(("scipy",)),
-    "options": OPTIONS | vars(options),
+    **common.stamp("scipy"),
+    "options": SHAPES | {"trees": options.trees, "seed": options.seed},
     "all": correlation(ran),
     "near gptq": correlation(near),
-    "median seconds": float(np.median([row["seconds"] for row in rows[1:]])),
-    "median seconds again": float(np.median([r["seconds again"] for r in rows[1:]])),
+    "median seconds": middle("seconds"),
+    "median seconds again": middle("seconds again"),
     "rows": rows,
   }
-  RESULT.write_text(json.dumps(result, indent=1) + "\n")
-  print({key: result[key] for key in result if key != "rows"})
+  common.write(options.out, result)
 
 
 if __name__ == "__main__":

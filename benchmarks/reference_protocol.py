@@ -1,21 +1,18 @@
 """The reference protocol on SmolLM2-135M: fixed token ids in, one result file out.
 
-  python benchmarks/reference_protocol.py --data ../shared/data [--replicates 3]
+  python benchmarks/reference_protocol.py [--builds NAME ...] [--replicates 3]
 
 Operator error is measured on the first test window, perplexity on all windows asked
 for. A build with recovery gives a row before it and one after each fit, because
-recovery leaves codes alone.
-The result file is rewritten after every row, and rows already in it are kept.
+recovery leaves codes alone. The result file is rewritten after every row, and rows
+already in it are kept.
 """
 
-import argparse
+import collections
 import dataclasses
-import json
-import pathlib
 import time
 
-import numpy as np
-import provenance
+import common
 
 from mxjax import methods, models
 from mxjax.audit import sizes
@@ -28,8 +25,6 @@ from mxjax.numerics.shaping import input_maps
 from mxjax.running import pipeline
 from mxjax.running.run_record import peak_memory_bytes
 
-HIRES = methods.HIRES
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotatedOneCode(HiRes):
@@ -41,25 +36,24 @@ class RotatedOneCode(HiRes):
     return input_maps.Hadamard()
 
 
+VARIANTS = {
+  "hires I + RTN weights, nearest": {"weights": "rtn", "rounding": "nearest"},
+  "hires I + GPTQ, nearest": {"rounding": "nearest"},
+  "hires I + II, D = I": {"use_balance": False},
+  "hires I + II, K = 0": {"use_interaction": False},
+  "hires I + II, K = 0, D = I": {"use_interaction": False, "use_balance": False},
+  "hires I + II, layer-level J_b": {"balance_by": "layer"},
+}
 BUILDS = {
   **methods.METHODS,
-  "hires I + RTN weights, nearest": dataclasses.replace(
-    HIRES, weights="rtn", rounding="nearest", recover=()
-  ),
-  "hires I + GPTQ, nearest": dataclasses.replace(HIRES, rounding="nearest", recover=()),
-  "hires I + II, D = I": dataclasses.replace(HIRES, use_balance=False, recover=()),
-  "hires I + II, K = 0": dataclasses.replace(HIRES, use_interaction=False, recover=()),
-  "hires I + II, K = 0, D = I": dataclasses.replace(
-    HIRES, use_interaction=False, use_balance=False, recover=()
-  ),
-  "hires I + II, layer-level J_b": dataclasses.replace(
-    HIRES, balance_by="layer", recover=()
-  ),
+  **{
+    name: dataclasses.replace(methods.HIRES, recover=(), **changes)
+    for name, changes in VARIANTS.items()
+  },
   "Hadamard-32 + GPTQ, one-code": RotatedOneCode(name="rotated-one-code", recover=()),
 }
-
 HOURS = ("batquant", "spinquant")
-
+"""What takes hours on a CPU, and is built if it is named."""
 CUMULATIVE = {
   "hires": ("hires I + II", "hires I + II + attention", "hires full"),
   "wush+r": ("wush + one-code", "wush + one-code + attention", "wush+r"),
@@ -76,97 +70,62 @@ def without(params, block, name):
   }
 
 
-def variants(name, params):
+def states(name, params):
   """Cumulative states that one build contains."""
   if name not in CUMULATIVE:
     return {name: params}
   attention = without(params, "mlp", "mlp_recovery")
-  states = (without(attention, "self_attn", "value_recovery"), attention, params)
-  return dict(zip(CUMULATIVE[name], states, strict=True))
+  before = without(attention, "self_attn", "value_recovery")
+  return dict(zip(CUMULATIVE[name], (before, attention, params), strict=True))
 
 
 def balance_steps(record):
-  """Shares of full, half and identity over all blocks, or None."""
-  steps = [
+  """Shares of full, half and no step over all blocks, or None."""
+  steps = collections.Counter(
     step
     for layer in record.layers
     for linear in layer["linears"].values()
     for step in linear.get("balance_steps", [])
-  ]
-  return (
-    {str(s): steps.count(s) / len(steps) for s in (1.0, 0.5, 0.0)} if steps else None
   )
+  total = steps.total()
+  return {str(s): steps[s] / total for s in (1.0, 0.5, 0.0)} if total else None
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--data", default="../shared/data")
-  parser.add_argument(
-    "--builds",
-    nargs="+",
-    default=[name for name in BUILDS if name not in HOURS],
-    metavar="NAME",
-    help="rows, or methods with options such as batquant:tokens=256; all but "
-    f"{' and '.join(HOURS)} when omitted, which take hours on a CPU",
-  )
-  parser.add_argument("--sequences", type=int, default=8)
-  parser.add_argument("--windows", type=int, default=8)
+  parser = common.parser(__doc__, data=True)
+  told = f"rows, or methods with options; all but {' and '.join(HOURS)} if omitted"
+  builds = [name for name in BUILDS if name not in HOURS]
+  parser.add_argument("--builds", nargs="+", default=builds, metavar="NAME", help=told)
   parser.add_argument("--replicates", type=int, default=3)
-  parser.add_argument(
-    "--compiled",
-    metavar="DIR",
-    help="keep compiled programs here and use those of earlier runs; the row says so",
-  )
-  parser.add_argument("--out", default="benchmarks/results/reference_protocol.json")
+  parser.add_argument("--compiled", metavar="DIR", help="of compiled programs to keep")
   options = parser.parse_args()
-  data = pathlib.Path(options.data)
-  calib = np.load(data / "c4/smollm2_calib_16x2048.npy")[: options.sequences]
-  tests = np.load(data / "wikitext2/smollm2_test_8x2048.npy")[: options.windows]
-  out = pathlib.Path(options.out)
-  result = json.loads(out.read_text()) if out.exists() else {"rows": {}}
-  command = "python benchmarks/reference_protocol.py --data DIR"
-  command += f" --sequences {options.sequences} --windows {options.windows}"
-  command += f" --replicates {options.replicates}"
+  calib, tests = (ids[:8] for ids in common.smollm2_ids(options.data))
+  result = common.read(options.out, {"rows": {}})
   execution.keep_freed_memory()
   if options.compiled:
-    command += " --compiled DIR"
     execution.keep_compiled(options.compiled)
-  command += " --builds"
-  model, params = models.from_pretrained(None)
+  model, params = models.from_pretrained()
   for name in options.builds:
-    made, start = provenance.stamp(), time.perf_counter()
+    made, start = common.stamp(), time.perf_counter()
+    program = BUILDS.get(name) or methods.get(name)
     built = pipeline.quantize_with_record(
-      params,
-      Calibration(model, calib),
-      BUILDS.get(name) or methods.get(name),
-      check=False,
+      params, Calibration(model, calib), program, check=False
     )
-    seconds = time.perf_counter() - start
-    peak = peak_memory_bytes()
-    error = operator_error(model, built.reference, built.params, tests[:1])
-    print(f"{name}: built in {seconds:.0f} s, operator error {error:.6f}", flush=True)
-    for row, quantized in variants(name, built.params).items():
-      entry = {
-        "command": f"{command} {name!r}",
-        "machine": made["machine"],
-        "versions": made["versions"],
-        "date": made["date"],
-        "operator_error": error,
-        "build_seconds": seconds,
-        "stage_seconds": built.record.clock.seconds,
-        "peak_bytes": peak,
-        "calibration": built.record.calibration,
-        "balance_steps": balance_steps(built.record),
-        "size": sizes.size_report(quantized),
-      }
-      if options.replicates:
-        entry["perplexity"] = perplexity(
-          model, quantized, tests, replicates=options.replicates
-        ).to_dict()
-        print(f"  {row}: {entry['perplexity']['values']}", flush=True)
-      result["rows"][row] = entry
-      out.parent.mkdir(parents=True, exist_ok=True)
-      out.write_text(json.dumps(result, indent=1) + "\n")
+    entry = {
+      **made,
+      "build_seconds": time.perf_counter() - start,
+      "stage_seconds": built.record.clock.seconds,
+      "peak_bytes": peak_memory_bytes(),
+      "operator_error": operator_error(model, built.reference, built.params, tests[:1]),
+      "calibration": built.record.calibration,
+      "balance_steps": balance_steps(built.record),
+    }
+    for row, quantized in states(name, built.params).items():
+      found = perplexity(model, quantized, tests, replicates=options.replicates)
+      size = sizes.size_report(quantized)
+      result["rows"][row] = entry | {"size": size, "perplexity": found.to_dict()}
+      common.write(options.out, result)
+      print(f"{row}: {entry['operator_error']:.6f}, {found.values}", flush=True)
 
 
 if __name__ == "__main__":

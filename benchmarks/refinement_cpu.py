@@ -4,21 +4,15 @@
 
 Inputs are raw blocks that a map of each block takes into the installed coordinates
 first, as in every forward of HiRes. Before anything is timed the decoded blocks are
-checked to have the same bits. Both run jitted; medians and their ratio are printed and
-written to `benchmarks/results/refinement_cpu.json`.
+checked to have the same bits. Both run jitted; medians and their ratio are written.
 """
 
-import argparse
 import functools
-import json
-import pathlib
-import statistics
-import time
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-import provenance
 
 from mxjax.devices import execution
 from mxjax.numerics import mxfp4
@@ -29,7 +23,6 @@ SHAPES = {
   "SmolLM2, width 1536, 2048 tokens": (48, 2048),
   "8B, width 4096, 512 tokens": (128, 512),
 }
-OUT = pathlib.Path(__file__).parent / "results" / "refinement_cpu.json"
 
 
 def problem(blocks, tokens):
@@ -42,42 +35,42 @@ def problem(blocks, tokens):
   return (jnp.asarray(x), gram, cross), jnp.asarray(maps.astype(np.float32))
 
 
+def measure(shape, what, rounds):
+  """Medians of both sides, of one function and shape."""
+  operands, maps = problem(*SHAPES[shape])
+
+  def call(name):
+    chosen = functools.partial(getattr(one_code, what), implementation=name)
+    return functools.partial(jax.jit(chosen), *operands, matrix=maps)
+
+  calls = {name: call(name) for name in ("native", "xla")}
+  same = bool((calls["native"]() == calls["xla"]()).all())
+  assert same or what == "refined_objective", shape
+  ready = {
+    name: lambda call=call: jax.block_until_ready(call())
+    for name, call in calls.items()
+  }
+  medians = common.medians(common.in_turns(ready, rounds)[0])
+  return {
+    "what": what,
+    "shape": shape,
+    "milliseconds": {name: 1e3 * value for name, value in medians.items()},
+    "ratio": medians["xla"] / medians["native"],
+    "same_bits": same,
+  }
+
+
 def main():
-  parser = argparse.ArgumentParser(description=__doc__)
+  parser = common.parser(__doc__)
   parser.add_argument("--rounds", type=int, default=15)
   options = parser.parse_args()
   execution.keep_freed_memory()
-  result = provenance.stamp(packages=("llvmlite",)) | {"rows": []}
-  for shape, (blocks, tokens) in SHAPES.items():
-    operands, maps = problem(blocks, tokens)
+  result = common.stamp("llvmlite") | {"rows": []}
+  for shape in SHAPES:
     for what in ("refined_blocks", "refined_objective"):
-      calls = {
-        name: jax.jit(functools.partial(getattr(one_code, what), implementation=name))
-        for name in ("native", "xla")
-      }
-      found = {name: call(*operands, matrix=maps) for name, call in calls.items()}
-      same = bool((found["native"] == found["xla"]).all())
-      assert same or what == "refined_objective", shape
-      seconds = {name: [] for name in calls}
-      for _ in range(options.rounds):
-        for name, call in calls.items():
-          start = time.perf_counter()
-          jax.block_until_ready(call(*operands, matrix=maps))
-          seconds[name].append(time.perf_counter() - start)
-      medians = {name: statistics.median(times) for name, times in seconds.items()}
-      row = {
-        "what": what,
-        "shape": shape,
-        "milliseconds": {name: 1e3 * value for name, value in medians.items()},
-        "ratio": medians["xla"] / medians["native"],
-        "same_bits": same,
-      }
-      result["rows"].append(row)
-      print(
-        f"{shape:34s} {what:18s} native {row['milliseconds']['native']:6.2f} ms, "
-        f"XLA {row['milliseconds']['xla']:6.2f} ms: {row['ratio']:.1f} x"
-      )
-  OUT.write_text(json.dumps(result, indent=1) + "\n")
+      result["rows"].append(measure(shape, what, options.rounds))
+      print(result["rows"][-1], flush=True)
+  common.write(options.out, result)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ began. Then the same under a hard limit on data memory (RLIMIT_DATA), which each
 sets to what it has at that moment and a share of the checkpoint more: who gets through.
 
 glibc keeps freed buffers of up to 32 MB for later unless it is told not to; peaks are
-given both ways, the limits with MALLOC_MMAP_THRESHOLD_ set. Linux only. Writes
-benchmarks/results/restore_memory.json and its table.
+given both ways, the limits with MALLOC_MMAP_THRESHOLD_ set. Linux only.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -27,10 +25,15 @@ import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import provenance
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-HERE = pathlib.Path(__file__).parent
-RESULT = HERE / "results" / "restore_memory.json"
+from mxjax.devices import mesh as meshes
+from mxjax.models import ModelConfig
+from mxjax.storage import checkpoint
+
 PROCESSES = (1, 2, 4)
 LIMITS = (0.5, 0.75, 1.25)
 """Shares of the checkpoint that a limited child may add to what it holds."""
@@ -38,50 +41,9 @@ RETURNING = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 """Makes glibc hand freed buffers of a megabyte and more back at once."""
 
 
-def random_linear(rng, rows, width):
-  """A HiRes leaf with random contents: restoring does not look at them."""
-  import jax.numpy as jnp
-
-  from mxjax.layers.quantized_linear import QuantizedLinear
-  from mxjax.numerics import mxfp4
-  from mxjax.numerics.realization.activation_quantizers import OneCode
-  from mxjax.numerics.shaping import input_maps
-
-  blocks = width // mxfp4.BLOCK_SIZE
-  codes = lambda *shape: jnp.asarray(rng.integers(0, 256, shape, "uint8"))
-  table = lambda *shape: jnp.asarray(rng.random(shape, "float32"))
-  return QuantizedLinear(
-    mxfp4.MXTensor(codes(rows, width // 2), codes(rows, blocks)),
-    input_maps.BlockDense(table(blocks, 32, 32)),
-    OneCode(table(blocks, 528), table(blocks, 32, 32)),
-  )
-
-
-def random_params(config):
-  import jax.numpy as jnp
-  import numpy as np
-
-  from mxjax.models.parameters import insert, parameter_shapes
-  from mxjax.numerics.contract import PAPER_CONTRACT
-
-  rng, params = np.random.default_rng(0), {}
-  for path, shape in parameter_shapes(config).items():
-    is_target = len(path) > 2 and path[-2] in PAPER_CONTRACT.targets
-    leaf = (
-      random_linear(rng, *shape)
-      if is_target
-      else jnp.asarray(rng.random(shape, "float32"), jnp.bfloat16)
-    )
-    insert(params, path, leaf)
-  return params
-
-
 def save(folder, width, layers, vocabulary):
   """Writes the checkpoint; the bytes of its arrays, and of the largest."""
-  import jax
-
-  from mxjax.models import ModelConfig
-  from mxjax.storage import checkpoint
+  import memory
 
   config = ModelConfig(
     vocab_size=vocabulary,
@@ -96,7 +58,15 @@ def save(folder, width, layers, vocabulary):
     rope_theta=1e4,
     max_positions=2048,
   )
-  params = random_params(config)
+  rng = np.random.default_rng(0)
+
+  def contents(shape, dtype):
+    """At random: restoring does not look at them, but zeros would not be stored."""
+    if dtype == jnp.uint8:
+      return jnp.asarray(rng.integers(0, 256, shape, "uint8"))
+    return jnp.asarray(rng.random(shape, "float32"), dtype)
+
+  params = memory.hires_model(config, contents)
   checkpoint.save_checkpoint(folder, params, config)
   sizes = [leaf.nbytes for leaf in jax.tree.leaves(params)]
   files = sum(1 for file in folder.rglob("*") if file.is_file())
@@ -110,19 +80,12 @@ def save(folder, width, layers, vocabulary):
 
 def field(file, name):
   """A number of a file in /proc/self, in the file's unit."""
-  for line in pathlib.Path("/proc/self", file).read_text().splitlines():
-    if line.startswith(f"{name}:"):
-      return int(line.split()[1])
-  raise ValueError(f"no {name} in /proc/self/{file}")
+  lines = pathlib.Path("/proc/self", file).read_text().splitlines()
+  return int(next(x for x in lines if x.startswith(f"{name}:")).split()[1])
 
 
 def child(folder, process, processes, port, limit):
   """Restores what this process holds; prints what it took."""
-  import jax
-
-  from mxjax.devices import mesh as meshes
-  from mxjax.storage import checkpoint
-
   mesh = None
   if processes > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
@@ -135,13 +98,9 @@ def child(folder, process, processes, port, limit):
     data = field("status", "VmData") * 1024 + limit
     resource.setrlimit(resource.RLIMIT_DATA, (data, data))
   params, _ = checkpoint.restore_checkpoint(folder, mesh=mesh)
-  held = sum(
-    shard.data.nbytes
-    for leaf in jax.tree.leaves(params)
-    for shard in leaf.addressable_shards
-  )
+  shards = [s for leaf in jax.tree.leaves(params) for s in leaf.addressable_shards]
   row = {
-    "held": held,
+    "held": sum(shard.data.nbytes for shard in shards),
     "peak_above_start": field("status", "VmHWM") * 1024 - before,
     "start": before,
     "read": field("io", "rchar") - read,
@@ -175,6 +134,7 @@ def restore(folder, processes, limit=0, environment=RETURNING):
       continue
     said = errors.strip().splitlines()[-1:] or [signal.Signals(-one.returncode).name]
     rows.append({"failed": said[0][:200]})
+  assert limit or all("failed" not in row for row in rows), rows
   return rows
 
 
@@ -183,62 +143,46 @@ def table(result):
   head = ["processes", "held by each, MB", "peak, MB", "peak, handed back, MB"]
   head += ["read, MB", *(f"limit {share:.0%}" for share in LIMITS)]
   lines = []
+  most = lambda each, key: f"{max(one[key] for one in each) / 1e6:.0f}"
   for row in result["restored"]:
-    most = lambda each, key: f"{max(one[key] for one in each) / 1e6:.0f}"
     each, returning = row["each"], row["each_returning"]
     limits = (x for x in result["limits"] if x["processes"] == row["processes"])
-    lines.append([
-      str(row["processes"]),
-      most(each, "held"),
-      most(each, "peak_above_start"),
-      most(returning, "peak_above_start"),
-      most(each, "read"),
-      *("restored" if limit["restored"] else "out of memory" for limit in limits),
-    ])  # fmt: skip
-  return provenance.markdown(head, lines)
-
-
-def restored(folder, processes, environment):
-  """What each child tells; all of them must get through."""
-  rows = restore(folder, processes, environment=environment)
-  assert all("failed" not in row for row in rows), rows
-  return rows
+    peaks = (most(some, "peak_above_start") for some in (each, returning))
+    cells = [str(row["processes"]), most(each, "held"), *peaks, most(each, "read")]
+    ends = ("restored" if x["restored"] else "out of memory" for x in limits)
+    lines.append([*cells, *ends])
+  return common.markdown(head, lines)
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__)
+  parser = common.parser(__doc__)
   parser.add_argument("--width", type=int, default=4096)
   parser.add_argument("--layers", type=int, default=6)
   parser.add_argument("--vocabulary", type=int, default=16384)
-  parser.add_argument("--out", type=pathlib.Path, default=RESULT)
   options = parser.parse_args()
-  result = provenance.stamp(("orbax-checkpoint", "tensorstore"), hidden=("--out",))
+  result = common.stamp("orbax-checkpoint", "tensorstore")
   with tempfile.TemporaryDirectory() as scratch:
     folder = pathlib.Path(scratch, "checkpoint")
     save(pathlib.Path(f"{folder}.small"), 512, 1, 64)
-    size = options.width, options.layers, options.vocabulary
-    result["checkpoint"] = save(folder, *size)
-    print(result["checkpoint"], flush=True)
-    result["restored"], result["limits"] = [], []
-    for count in PROCESSES:
-      row = {
+    shape = options.width, options.layers, options.vocabulary
+    result["checkpoint"] = save(folder, *shape)
+    result["restored"] = [
+      {
         "processes": count,
-        "each": restored(folder, count, {}),
-        "each_returning": restored(folder, count, RETURNING),
+        "each": restore(folder, count, environment={}),
+        "each_returning": restore(folder, count),
       }
-      result["restored"].append(row)
-      print(row, flush=True)
+      for count in PROCESSES
+    ]
+    result["limits"] = []
     for share in LIMITS:
       for count in PROCESSES:
         limit = int(share * result["checkpoint"]["bytes"])
-        rows = restore(folder, count, limit)
-        failed = sorted({row["failed"] for row in rows if "failed" in row})
+        ends = {row.get("failed") for row in restore(folder, count, limit)}
+        failed = sorted(ends - {None})
         row = {"share": share, "bytes": limit, "processes": count}
-        row |= {"restored": not failed, "failed": failed}
-        result["limits"].append(row)
-        print(row, flush=True)
-  options.out.write_text(json.dumps(result, indent=1) + "\n")
-  options.out.with_suffix(".md").write_text(table(result))
+        result["limits"].append(row | {"restored": not failed, "failed": failed})
+  common.write(options.out, result, table(result))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,11 @@ import numpy as np
 
 from mxjax.intake.token_ids import token_ids
 from mxjax.models.transformer import CausalLM
+
+TOKENS_AT_ONCE = 16
+"""Tokens per row that one program generates on a GPU; then it asks whether to stop."""
+CACHE_STEP = 256
+"""Positions by which caches of such programs grow: close lengths compile once."""
 
 
 def generate(
@@ -25,13 +30,15 @@ def generate(
   key: jax.Array | None = None,
   eos_id: int | None = None,
   use_cache: bool = False,
+  tokens_at_once: int | None = None,
 ) -> jax.Array:
   """Continues prompts, by default recomputing the whole prefix for every token.
 
   Without a cache, the tokens lie in a buffer of the final length, so every step has the
   same shapes and compiles once. With a cache, the prompt runs once and each step runs
   one token per row: two compiled shapes, and the same tokens except for ties within
-  rounding.
+  rounding. On a GPU several steps are one program, because starting each from Python
+  would take longer than some of its kernels.
 
   Args:
     model: The model that scores the tokens.
@@ -44,6 +51,9 @@ def generate(
     key: Random key, required when `temperature` is positive.
     eos_id: Token after which a row is padded with this token, or None.
     use_cache: Whether to keep the keys and values of past tokens in memory.
+    tokens_at_once: With a cache, tokens per row that one program generates; the tokens
+      do not depend on it. None takes `TOKENS_AT_ONCE` on a GPU, and elsewhere runs
+      layer by layer, as 1 does.
 
   Returns:
     Prompts and continuations, int32 `[B, T + max_new_tokens]`.
@@ -54,6 +64,13 @@ def generate(
   check_arguments(model, tokens, max_new_tokens, temperature, top_k, top_p, key)
   batch, start = tokens.shape
   ids = token_ids(tokens, "generate", vocabulary=model.config.vocab_size)
+  if tokens_at_once is not None and tokens_at_once < 1:
+    raise ValueError(f"generate: expected tokens_at_once >= 1, got {tokens_at_once}.")
+  if tokens_at_once is None:
+    tokens_at_once = TOKENS_AT_ONCE if jax.default_backend() == "gpu" else 1
+  if use_cache and tokens_at_once > 1 and max_new_tokens > 1:
+    how = _How(temperature, top_k, top_p, key, eos_id)
+    return _in_programs(model, params, ids, max_new_tokens, tokens_at_once, how)
   buffer = jnp.pad(ids, ((0, 0), (0, max_new_tokens)))
   is_done = jnp.zeros(batch, bool)
   cache = empty_cache(model, batch, buffer.shape[1]) if use_cache else None
@@ -74,6 +91,89 @@ def generate(
   return buffer
 
 
+class _How(NamedTuple):
+  """How `generate` chooses tokens, and where it stops."""
+
+  temperature: float
+  top_k: int | None
+  top_p: float | None
+  key: jax.Array | None
+  eos_id: int | None
+
+
+class _Decoding(NamedTuple):
+  """State between two tokens: the newest `[B]` is not in the cache yet."""
+
+  cache: "Cache"
+  newest: jax.Array
+  is_done: jax.Array
+  position: jax.Array
+  """Of the token after the newest, int32."""
+
+
+def _in_programs(
+  model: CausalLM,
+  params: Mapping[str, Any],
+  ids: jax.Array,
+  count: int,
+  at_once: int,
+  how: _How,
+) -> jax.Array:
+  """Generates `count` tokens, all but the first by programs of `at_once` each."""
+  batch, start = ids.shape
+  at_once = min(at_once, count - 1)
+  programs = -(-(count - 1) // at_once)
+  # The last program may run too many tokens: another length would compile again.
+  cache = _cache_of(model, batch, start + programs * at_once)
+  logits, cache = next_logits(model, params, cache, ids)
+  newest = choose(logits, start, *how[:4])
+  is_done = jnp.zeros(batch, bool) if how.eos_id is None else newest == how.eos_id
+  state, made = _Decoding(cache, newest, is_done, jnp.int32(start + 1)), [newest[None]]
+  traced = how._replace(key=None if how.temperature == 0 else how.key, top_k=None)
+  for _ in range(programs):
+    if how.eos_id is not None and bool(state.is_done.all()):
+      made.append(jnp.full((count, batch), how.eos_id, jnp.int32))
+      break
+    state, tokens = _run_tokens(model, params, state, traced, at_once, how.top_k)
+    made.append(tokens)
+  return jnp.concatenate([ids, jnp.concatenate(made)[:count].T], axis=1)
+
+
+def _cache_of(model: CausalLM, batch: int, positions: int) -> "Cache":
+  return empty_cache(model, batch, -(-positions // CACHE_STEP) * CACHE_STEP)
+
+
+@functools.partial(
+  jax.jit, static_argnames=("model", "count", "top_k"), donate_argnames="state"
+)
+def _run_tokens(
+  model: CausalLM,
+  params: Mapping[str, Any],
+  state: _Decoding,
+  how: _How,
+  count: int,
+  top_k: int | None,
+) -> tuple[_Decoding, jax.Array]:
+  """Generates the next tokens of every sequence, int32 `[count, B]`, in one program.
+
+  Layers stay arrays of their own: a scan over stacked layers would copy each layer's
+  weights out of the stack before its kernels.
+  """
+
+  def step(state: _Decoding, _: None) -> tuple[_Decoding, jax.Array]:
+    tokens = state.newest[:, None]
+    hidden, cache = _run_cached_layers(model, params, state.cache, tokens)
+    logits = model.logits(params, hidden)[:, -1]
+    newest = _choose(logits, state.position, how.temperature, top_k, *how[2:4])
+    is_done = state.is_done
+    if how.eos_id is not None:
+      newest = jnp.where(is_done, how.eos_id, newest)
+      is_done |= newest == how.eos_id
+    return _Decoding(cache, newest, is_done, state.position + 1), newest
+
+  return jax.lax.scan(step, state, None, length=count)
+
+
 def choose(
   logits: jax.Array,
   position: int,
@@ -86,7 +186,20 @@ def choose(
 
   The arguments are those of `generate`. Samples depend on the key and the position.
   """
-  if key is None or temperature == 0:
+  key = None if temperature == 0 else key
+  return _choose(logits, position, temperature, top_k, top_p, key)
+
+
+def _choose(
+  logits: jax.Array,
+  position: Any,
+  temperature: Any,
+  top_k: int | None,
+  top_p: Any,
+  key: jax.Array | None,
+) -> jax.Array:
+  """Chooses like `choose`, with all but `top_k` traced or not; no key is greedy."""
+  if key is None:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
   step = jax.random.fold_in(key, position)
   return sample(step, logits, temperature, top_k=top_k, top_p=top_p)
@@ -95,10 +208,10 @@ def choose(
 def sample(
   key: jax.Array,
   logits: jax.Array,
-  temperature: float,
+  temperature: Any,
   *,
   top_k: int | None = None,
-  top_p: float | None = None,
+  top_p: Any = None,
 ) -> jax.Array:
   """Samples one token per row: int32 `[B]` from float32 logits `[B, V]`.
 
@@ -115,7 +228,7 @@ def sample(
   return jax.random.categorical(key, scores, axis=-1).astype(jnp.int32)
 
 
-def _mask_outside_nucleus(scores: jax.Array, top_p: float) -> jax.Array:
+def _mask_outside_nucleus(scores: jax.Array, top_p: Any) -> jax.Array:
   ordered = jnp.sort(scores, axis=-1, descending=True)
   probabilities = jax.nn.softmax(ordered, axis=-1)
   # A token stays while the ones before it fall short, so the first always stays.

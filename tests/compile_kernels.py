@@ -3,6 +3,7 @@
 XLA's GPU compiler runs on any machine if it is told what device to compile for. What
 is shown is what `ptxas` says of the code that would run: registers, spills, and which
 matrix instructions are used. A spill, or TF32 where float32 was meant, is a failure.
+So are faults of whole functions; see `hot_functions.py`.
 
 Needs the CUDA plugin of the installed jax (two wheels, no CUDA libraries) and `ptxas`
 with `libdevice` from a CUDA toolkit. Without them it says so and ends with code 77.
@@ -126,8 +127,8 @@ def entries(dump):
   ]
 
 
-def compiler(dump):
-  """A function that compiles for the GPU: our kernels' PTX files, and the program."""
+def target():
+  """A mesh of the GPU that is not there, and what places abstract arrays on it."""
   import jax
   from jax.experimental import topologies
 
@@ -136,8 +137,14 @@ def compiler(dump):
   )
   mesh = topologies.make_mesh(topology, (1,), ("x",))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+  return mesh, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
+
+def compiler(dump):
+  """A function that compiles for the GPU: our kernels' PTX files, and the program."""
+  import jax
+
+  mesh, place = target()
   # Mosaic GPU writes what it compiles to a folder of its own choice.
   os.environ |= {"MOSAIC_GPU_DUMP_TO": str(dump), "MOSAIC_GPU_DUMP_PTX": "1"}
 
@@ -202,8 +209,12 @@ def main():
     import jax
 
     print(f"jax {jax.__version__}, {ARCHITECTURE}")
-    faults = compile_all(sys.argv[1] if len(sys.argv) > 1 else "", pathlib.Path(folder))
-  print(f"{len(faults)} kernels at fault" if faults else "no spills")
+    selected = sys.argv[1] if len(sys.argv) > 1 else ""
+    faults = compile_all(selected, pathlib.Path(folder))
+    from tests import hot_functions
+
+    faults += [name for name, _, wrong in hot_functions.check(selected) if wrong]
+  print(f"at fault: {', '.join(faults)}" if faults else "no spills, waits or copies")
   return 1 if faults else 0
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -51,10 +52,11 @@ def test_a_hanging_section_is_stopped_and_no_disk_still_reports(tmp_path):
   budget = ["--budget", "7"]
   done = rehearse(blocked, "hang:device", *budget, only=["device", "ceilings"])
   assert done.returncode == 1
-  assert "device: stopped after 7 s" in done.stdout
+  # On a busy machine the first section begins late, and gets what is left.
+  assert re.search("device: stopped after [5-7] s", done.stdout)
   assert "ceilings: left out: no time" in done.stdout
   assert f"gpu: cannot write {blocked}" in done.stdout
-  assert '"status": "stopped after 7 s"' not in blocked.read_text()
+  assert '"status": "stopped after' not in blocked.read_text()
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,9 @@ def test_goals_rest_on_checked_kernels(tmp_path, checks, value, verdict):
   goal = "encode, share of copy bandwidth"
   part.results = {**checks, "memory-bound kernels": {"goals": {goal: value}}}
   assert part.goals()[goal]["verdict"] == verdict
+  low, high = part.goals()[goal]["predicted"]
+  assert 0 < low < high
+  assert set(gpu.GOALS) == set(gpu.PREDICTIONS["goals"])
   part.save()
   later = gpu.Part(2, options)
   later.results = {"memory-bound kernels": {"goals": {goal: value}}}
@@ -95,4 +100,5 @@ def test_every_section_of_the_parts_exists():
   )
   sections, checks = json.loads(done.stdout)
   assert {name for part in gpu.PARTS.values() for name in part} == set(sections)
+  assert set(gpu.PREDICTIONS["predicted"]) <= set(sections)
   assert list(gpu.KERNELS) == checks

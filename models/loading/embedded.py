@@ -45,7 +45,7 @@ def gguf_path(*, verify: bool = False) -> pathlib.Path:
 def trained_folder(family: str) -> pathlib.Path:
   """Returns the folder of a small trained model of a family, for `from_pretrained`.
 
-  These models are made by `examples/train_small.py` and are part of the source tree,
+  These models are made by `benchmarks/train_models.py` and are part of the source tree,
   not of the wheel.
 
   Raises:
@@ -56,5 +56,5 @@ def trained_folder(family: str) -> pathlib.Path:
     return folder
   raise FileNotFoundError(
     f"trained models: expected {folder}, got no such folder; use a source checkout, or "
-    f"train one with `python examples/train_small.py {family} --out {folder}`."
+    f"train one with `python benchmarks/train_models.py {family} --out {folder}`."
   )

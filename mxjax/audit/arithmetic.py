@@ -41,7 +41,8 @@ def arithmetic(
   Returns:
     `model`; `staged`, of activations kept between calibration passes; `maps`, `tables`
     (of activation rounding), `gains`, `recovery` (coefficients) and `unquantized`,
-    lists of the dtypes stored, without those that the model lacks; `recovery_rounded`,
+    lists of the dtypes stored, without those that the model lacks; `products`, float8
+    if a GPU multiplies many rows of any linear so; `recovery_rounded`,
     by kind of correction that the model has, the dtype its float32 result is rounded
     to; and with `layers` `hessian_products`.
   """
@@ -50,6 +51,8 @@ def arithmetic(
   for node in typed_nodes(params):
     if isinstance(node, QuantizedLinear):
       parts = {"maps": node.input_map, "tables": node.rounding, "gains": node.gain}
+      if node.float8_scale is not None:
+        stored["products"].add("float8")
     elif isinstance(node, (value_recovery.ValueRecovery, mlp_recovery.MlpRecovery)):
       is_mlp = isinstance(node, mlp_recovery.MlpRecovery)
       rounded["mlp" if is_mlp else "attention"] = _rounded_to(node, dtype)

@@ -155,7 +155,11 @@ def capture_gradients(
   return placement.call(run, layer, hidden, cotangent)
 
 
-@execution.jit(static_argnames=("model", "placement"), donate_argnames="hidden")
+@execution.jit(
+  static_argnames=("model", "placement"),
+  donate_argnames="hidden",
+  compiler_options=execution.FEW_TEMPORARIES,
+)
 def _advance(
   model: CausalLanguageModel, layer: Params, hidden: jax.Array, placement: Placement
 ) -> jax.Array:

@@ -28,12 +28,16 @@ BLOCKS_AT_ONCE = 48
 LARGE_BYTES = 32 * 2**20
 """Array size from which freed memory is returned to the kernel before allocating."""
 
-FEW_TEMPORARIES = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+FEW_TEMPORARIES = {
+  "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+  "xla_gpu_dot_merger_threshold_mb": 0,
+}
 """Compiler options for functions with large temporaries; the bits stay the same.
 
 XLA:CPU's default order starts everything as early as it can, such as the float32
 copies of all weights of a layer: at width 2048 a layer's pass then takes three times
-the temporaries. A layer of SmolLM2 takes as long either way."""
+the temporaries. A layer of SmolLM2 takes as long either way. XLA:GPU would copy the
+weights of q, k and v into one matrix in every call."""
 
 # Parameters of glibc's mallopt, <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8

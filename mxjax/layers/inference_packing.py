@@ -13,11 +13,18 @@ import jax.numpy as jnp
 
 from mxjax.layers.linear import Int8Matrix
 from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.numerics import mxfp4
+from mxjax.numerics.precision import HIGHEST
 from mxjax.pallas_kernels import mxfp4_decode
 from mxjax.pallas_kernels.mxfp4_encode import encode
+from mxjax.pallas_kernels.products import float8
+from mxjax.pallas_kernels.products.float8_matmul import float8_matmul
 
 Embeddings = Literal["int8", "mxfp4"]
-Products = Literal["bfloat16", "float8"]
+Products = Literal["bfloat16", "float8", "fastest"]
+FLOAT8_ERROR = 2.0**-9
+"""Largest error of a float8 product, relative to its norm, with which it is taken: a
+fiftieth of what rounding the inputs costs. Exact sums would give 0."""
 
 
 def pack_for_inference(
@@ -25,7 +32,7 @@ def pack_for_inference(
   *,
   tables: bool = True,
   embeddings: Embeddings | None = None,
-  products: Products | None = None,
+  products: Products | None = "fastest",
 ) -> dict[str, Any]:
   """Returns params that need less memory or time and run through the same calls.
 
@@ -41,6 +48,8 @@ def pack_for_inference(
       `bfloat16`, `float8` (weights decoded to one byte with one scale per tensor), or
       None for no change. Products are exact in both; the GPU rounds float8 sums. A
       linear whose scales differ too much for float8 keeps bfloat16, with a warning.
+      `fastest` is float8 where `float8_is_faster`, which a warning says, and no change
+      elsewhere.
 
   Returns:
     New params that share unchanged leaves with `params`.
@@ -65,6 +74,8 @@ def pack_for_inference(
       )
   narrow = lambda _, leaf: dataclasses.replace(leaf, rounding=leaf.rounding.narrowed())
   result = dict(_map_linears(narrow, params) if tables else params)
+  if products == "fastest":
+    products = "float8" if float8_is_faster() else None
   if products is not None:
     result = _choose_products(result, products)
   for name in ("embed_tokens", "lm_head") if embeddings else ():
@@ -73,6 +84,43 @@ def pack_for_inference(
       pack = int8_matrix if embeddings == "int8" else encode
       result[name] = {**result[name], "weight": pack(weight)}
   return result
+
+
+def float8_is_faster() -> bool:
+  """Decides whether quantized linears are multiplied in float8 by default.
+
+  They are on an NVIDIA GPU of the Hopper generation whose float8 product passes a
+  check: its error is at most `FLOAT8_ERROR`. A warning says which way it went.
+  """
+  device = _device()
+  capability = str(getattr(device, "compute_capability", ""))
+  if device.platform != "gpu" or not capability.startswith("9."):
+    return False
+  error = float(float8_error())
+  passes = error <= FLOAT8_ERROR
+  warnings.warn(
+    f"pack_for_inference: many rows are multiplied in "
+    f"{'float8' if passes else 'bfloat16'} on this {device.device_kind}, whose float8 "
+    f"products have an error of {error:.1e} (allowed: {FLOAT8_ERROR:.1e}); "
+    "products='bfloat16' or 'float8' decides otherwise.",
+    stacklevel=3,
+  )
+  return passes
+
+
+def _device() -> jax.Device:
+  return jax.devices()[0]
+
+
+def float8_error() -> jax.Array:
+  """Measures the error of the float8 product on random operands, over their norm."""
+  keys = jax.random.split(jax.random.key(0), 2)
+  x, weight = (encode(jax.random.normal(key, (128, 4096))) for key in keys)
+  scale, _ = mxfp4_decode.float8_range(weight)
+  got = float8_matmul(float8.of_tensor(x), weight, scale)
+  values = (mxfp4.decode(tensor, jnp.float32) for tensor in (x, weight))
+  want = jnp.einsum("nd,md->nm", *values, precision=HIGHEST)
+  return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
 
 
 @jax.jit

@@ -53,6 +53,7 @@ def quantize_with_record(
   probe: bool = True,
   into: MutableMapping[str, Any] | None = None,
   mesh: Mesh | None = None,
+  save_every: int | None = None,
 ) -> Result:
   """Like `quantize`, and also returns the record and the reference params."""
   placement = Placement.of(mesh)
@@ -87,9 +88,12 @@ def quantize_with_record(
         placement=placement,
         store=shared,
       )
+      run.save_after(save_every, trajectories)
       for index in range(run.finished, count):
-        _quantize_next(run, trajectories, contract, probe, on_progress)
-        if stop and processes.any_of(stop(), placement.mesh):
+        name, *made = _quantize_next(run, trajectories, contract, probe, on_progress)
+        is_stopping = bool(stop and processes.any_of(stop(), placement.mesh))
+        run.finish_layer(name, *made, trajectories, is_stopping=is_stopping)
+        if is_stopping:
           raise Stopped(index + 1, count)
     run.tune(announce_tuning(on_progress, count))
     return entrance.leave(run.finish(check=check), entered)
@@ -101,8 +105,11 @@ def _quantize_next(
   contract: Contract,
   probe: bool,
   on_progress: OnProgress | None,
-) -> None:
-  """Runs Algorithm hiresmx for the next layer, in the order of its lines."""
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+  """Runs Algorithm hiresmx for the next layer, in the order of its lines.
+
+  Returns the layer's name, its quantized params and its record.
+  """
   float_model, program = trajectories.float_model, trajectories.program
   model, index = float_model.calib.model, float_model.index
   name = model.layer_name(index)
@@ -133,8 +140,7 @@ def _quantize_next(
       trajectories.upstream.advance(quantized)
   # Fit and install attention recovery; remeasure, fit and install MLP recovery.
   quantized, fits = recover(trajectories, float_layer, quantized, stages)
-  record = {"name": name, "linears": linears, "recovery": fits}
-  run.finish_layer(name, quantized, record, trajectories)
+  return name, quantized, {"name": name, "linears": linears, "recovery": fits}
 
 
 def quantize(
@@ -153,6 +159,7 @@ def quantize(
   probe: bool = True,
   into: MutableMapping[str, Any] | None = None,
   mesh: Mesh | None = None,
+  save_every: int | None = None,
 ) -> MutableMapping[str, Any]:
   """Quantizes the decoder linears of a model to strict MXFP4 W4A4.
 
@@ -180,6 +187,9 @@ def quantize(
     into: A mapping that receives the finished layers, such as a `LayerStore`.
     mesh: Devices that share sequences and output rows, with the axes `data` and
       `model`; the codes equal those of one device, see `docs/guides/devices.md`.
+    save_every: After how many layers `run_dir` gets the hidden states from which a
+      killed run goes on; a kill costs that many layers at most. None saves after every
+      layer if they take up to 1 GiB, and after up to eight layers if they take more.
 
   Returns:
     The same tree with `QuantizedLinear` leaves in place of target weights, for the same
@@ -187,8 +197,9 @@ def quantize(
 
   Raises:
     TypeError: The model lacks members of `CausalLanguageModel`.
-    ValueError: The model lacks a target or what a recovery fit reads, or a width, a
-      weight or a Hessian cannot be quantized; the message names the layer.
+    ValueError: The model lacks a target or what a recovery fit reads, a width, a
+      weight or a Hessian cannot be quantized (the message names the layer), or
+      `save_every` is below 1.
     FloatingPointError: Activations are not finite, or the quantized model collapsed.
     FileExistsError: `run_dir` is not empty.
     BlockingIOError: Another process is using `run_dir`.
@@ -209,4 +220,5 @@ def quantize(
     probe=probe,
     into=into,
     mesh=mesh,
+    save_every=save_every,
   ).params

@@ -49,6 +49,9 @@ class QuantizationRecord:
   #: One entry for every resume of a killed run: finished layers (`layer`), unfinished
   #: files that were `discarded`, what `changed` in the environment.
   resumed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  #: Layers after which hidden states were written, so that a kill costs no more than
+  #: these; None without a run folder, or if no layer was left to do.
+  save_every: int | None = None
   #: Sizes of the axes and number of processes, or None for one device.
   mesh: dict[str, int] | None = None
   #: Divergence of every step of scale distillation, and how far the factors of each

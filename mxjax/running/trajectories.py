@@ -95,6 +95,12 @@ class Trajectories:
     if not is_last:
       self.float_model.leave()
 
+  def nbytes(self) -> int:
+    """Bytes of all hidden states entering the next layer."""
+    followed = [self.float_model, *self.fits]
+    followed += [] if self.upstream is None else [self.upstream]
+    return sum(leaf.nbytes for one in followed for leaf in jax.tree.leaves(one.hidden))
+
   def to_host(self) -> Mapping[str, Sequence[jax.Array | np.ndarray]]:
     """Returns all hidden states entering the next layer, by their name on disk."""
     named = {"float": self.float_model}

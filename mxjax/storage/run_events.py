@@ -51,7 +51,8 @@ class _Layer(pydantic.BaseModel):
   name: str
   files: _Files
   nodes: Nodes
-  streams: _Files
+  #: Hidden states entering the next layer; None if they were not written.
+  streams: _Files | None
   record: dict[str, Any]
   clock: _Clock
 
@@ -94,9 +95,27 @@ def last(events: Sequence[Event], name: str) -> Event | None:
   return next((one for one in reversed(events) if one["event"] == name), None)
 
 
+def written_layers(events: Sequence[Event]) -> list[Event]:
+  """The events of the layers written since the last resume and of those it kept."""
+  layers = []
+  for one in events:
+    if one["event"] == "resume":
+      del layers[one["layer"] :]
+    elif one["event"] == "layer":
+      layers.append(one)
+  return layers
+
+
 def finished_layers(events: Sequence[Event]) -> list[Event]:
-  """The events of the finished layers, in order."""
-  return [one for one in events if one["event"] == "layer"]
+  """The events of the layers that a resumed run keeps, in order.
+
+  It goes on from the last hidden states that were written, so it does the layers after
+  them again.
+  """
+  layers = written_layers(events)
+  while layers and layers[-1]["streams"] is None:
+    layers.pop()
+  return layers
 
 
 def listed_files(events: Sequence[Event]) -> dict[str, dict[str, str]]:
@@ -112,14 +131,16 @@ def unexplained(names: Iterable[str], events: Sequence[Event]) -> list[str]:
   """Selects unlisted files that no interruption of this run can have left.
 
   A killed process leaves what it was writing for the next event, or had not yet removed
-  after the last: the files of one layer, streams, tuning. More of them were finished
-  once, and the journal has lost its lines.
+  after the last: the files of one layer, streams, tuning; and layers after the last
+  streams. More of them were finished once, and the journal has lost its lines.
   """
-  layers = len(finished_layers(events))
+  written = written_layers(events)
+  layers, known = len(written), {name for one in written for name in one["files"]}
+  saved = [n for n, one in enumerate(written, 1) if one["streams"] is not None]
   tuned = sum(one["event"] == "tuned" for one in events)
   is_early = not layers and not last(events, "prepared")
   numbers = {
-    "streams": {str(layers - 1), str(layers + 1)},
+    "streams": {str(layers + 1), *map(str, saved[-2:-1])},
     "tuning": {str(tuned - 1), str(tuned + 1)},
   }
   odd, new_layers = [], []
@@ -130,7 +151,7 @@ def unexplained(names: Iterable[str], events: Sequence[Event]) -> list[str]:
       continue
     is_ours = events and re.match(_NAME, name)
     if is_ours and folder == "layers":
-      new_layers.append(name)
+      new_layers += [] if name in known else [name]
     elif not is_ours or not (
       folder == "gradients"
       or (folder == "prepared" and is_early)

@@ -8,8 +8,9 @@
     streams/INDEX-NAME    hidden states entering the next layer
 
 A layer's files reach the disk before its journal entry, and the entry is written before
-the previous layer's hidden states are removed. So the journal always names exactly one
-complete state; any other file in the folder is a leftover.
+the hidden states that were written before are removed. So the journal always names
+exactly one complete state, that of the last hidden states; any other file in the folder
+is a leftover, and layers after that state are done again by a resumed run.
 """
 
 import functools
@@ -25,7 +26,7 @@ from jax.sharding import Mesh
 
 from mxjax.devices import processes
 from mxjax.intake.reading import refusing
-from mxjax.storage import atomic_io, tree_io
+from mxjax.storage import atomic_io, run_events, tree_io
 from mxjax.storage.run_events import Event
 from mxjax.storage.run_journal import RunJournal
 
@@ -98,23 +99,23 @@ class RunFolder(RunJournal):
     layer: Any,
     record: Mapping[str, Any],
     *,
-    streams: Mapping[str, Sequence[jax.Array | np.ndarray]],
+    streams: Mapping[str, Sequence[jax.Array | np.ndarray]] | None,
     clock: Mapping[str, Any],
   ) -> None:
     """Writes a finished layer durably, with the inputs of the next one.
 
     `streams` are the hidden states `[sequences, T, d]` entering the next layer, in
-    chunks by name, and empty after the last; `clock` has seconds and peak bytes by
-    stage so far.
+    chunks by name, and empty after the last; with None a resumed run does this layer
+    again. `clock` has seconds and peak bytes by stage so far.
     """
     if self._journal is None:
       return
-    before = self.finished
+    before, number = self.finished, len(run_events.written_layers(self.events)) + 1
     checksums: dict[str, str] = {}
     files: dict[str, str] = {}
     with self.explaining():
-      for stream, chunks in streams.items():
-        file = f"streams/{len(before) + 1}-{stream}.safetensors"
+      for stream, chunks in (streams or {}).items():
+        file = f"streams/{number}-{stream}.safetensors"
         arrays = {f"{part:06d}": chunk for part, chunk in enumerate(chunks)}
         checksums[file] = atomic_io.write_arrays(self.path / file, arrays)
       nodes = self._write_tree(f"layers/{name}", layer, files)
@@ -123,11 +124,11 @@ class RunFolder(RunJournal):
       name=name,
       files=files,
       nodes=nodes,
-      streams=checksums,
+      streams=None if streams is None else checksums,
       record=record,
       clock=dict(clock),
     )
-    for file in before[-1]["streams"] if before else ():
+    for file in before[-1]["streams"] if before and streams is not None else ():
       (self.path / file).unlink()
 
   def write_tuning(

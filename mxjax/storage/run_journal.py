@@ -183,7 +183,7 @@ class RunJournal:
 
   @property
   def finished(self) -> list[Event]:
-    """The events of the finished layers, in order."""
+    """The events of the layers that a resumed run keeps, in order."""
     return run_events.finished_layers(self.events)
 
   def begin(

@@ -152,11 +152,14 @@ def specs(x: Input, rows: int) -> Any:
       return tile
 
 
-def tiles(refs: Any, width: int) -> Callable[[Any, jax.Array | None], jax.Array]:
+def tiles(
+  refs: Any, width: int, interpret: bool
+) -> Callable[[Any, jax.Array | None], jax.Array]:
   """Returns a function that computes tiles `[rows, 32]` of this program's block.
 
   `refs` are the kernel's references for `operands(x)` and `specs`, and `width` is the
-  width d of x. The function takes a slice of the program's rows and their mask.
+  width d of x; `interpret` is that of `lowering.by_ptx`. The function takes a slice of
+  the program's rows and their mask.
   """
   match refs:
     case Normalized():
@@ -169,7 +172,7 @@ def tiles(refs: Any, width: int) -> Callable[[Any, jax.Array | None], jax.Array]
       outputs = shares.combine(refs)
       return lambda here, mask: outputs[None, :]
     case GatedProduct():
-      return functools.partial(_product_tile, refs)
+      return functools.partial(_product_tile, refs, interpret)
     case _:
       return lambda here, mask: lowering.load(refs.at[here, :], mask)
 
@@ -186,10 +189,12 @@ def _inverse_norm(refs: Normalized, width: int) -> jax.Array:
   return lax.rsqrt(jnp.sum(total) / width + refs.eps)
 
 
-def _product_tile(refs: GatedProduct, here: Any, mask: jax.Array | None) -> jax.Array:
+def _product_tile(
+  refs: GatedProduct, interpret: bool, here: Any, mask: jax.Array | None
+) -> jax.Array:
   """Returns a tile of the product, in the arithmetic of its reference."""
   gate, up = (lowering.load(ref.at[here, :], mask) for ref in (refs.gate, refs.up))
   if refs.recovery is not None:
-    return recovery.corrected_product(gate, up, refs.recovery)
-  wide = gate.astype(jnp.float32)
-  return (wide / (1.0 + jnp.exp(-wide))).astype(gate.dtype) * up
+    return recovery.corrected_product(gate, up, refs.recovery, interpret)
+  passed = recovery.silu(gate.astype(jnp.float32), interpret)
+  return passed.astype(gate.dtype) * up

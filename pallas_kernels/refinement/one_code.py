@@ -71,7 +71,7 @@ def _kernel(
   loaded = lowering.switch(
     linear, [functools.partial(load_tables, refs, tile.split) for refs in tables]
   )
-  make = fused_inputs.tiles(x_refs, shape[1])
+  make = fused_inputs.tiles(x_refs, shape[1], interpret)
   first = lowering.program_id(1) * size * tile.repeats
   is_cut = rows % (size * tile.repeats) != 0
   how = {"split": tile.split, "decoded": form != "codes", "interpret": interpret}

@@ -139,6 +139,44 @@ def test_a_cache_changes_nothing_but_the_work(tiny, length):
   np.testing.assert_array_equal(cached, plain)
 
 
+@pytest.mark.parametrize(
+  "options",
+  [
+    {},
+    {"temperature": 1.5, "key": jax.random.key(3), "top_k": 20, "top_p": 0.9},
+    {"temperature": 0.7, "key": jax.random.key(4)},
+  ],
+)
+def test_many_tokens_in_a_program_are_those_of_one_at_a_time(tiny, options):
+  model, params, tokens = tiny
+  options |= {"max_new_tokens": 8, "use_cache": True}
+  run = lambda **more: np.asarray(
+    generate(model, params, tokens[:, :4], **options, **more)
+  )
+  want = run()
+  # The token that a row generates third ends it; the other rows go on.
+  eos = int(want[0, 6])
+  for at_once in (3, 16):
+    np.testing.assert_array_equal(run(tokens_at_once=at_once), want)
+    ended = run(eos_id=eos, tokens_at_once=at_once)
+    np.testing.assert_array_equal(ended, run(eos_id=eos))
+    assert (ended[0, 6:] == eos).all()
+
+
+def test_programs_of_tokens_stop_when_every_row_has_ended(tiny, monkeypatch):
+  model, params, tokens = tiny
+  options = {"max_new_tokens": 9, "use_cache": True, "tokens_at_once": 2}
+  run = lambda **more: generate(model, params, tokens[:1, :4], **options, **more)
+  calls, original = [], generation._run_tokens
+  count = lambda *args: calls.append(1) or original(*args)
+  monkeypatch.setattr(generation, "_run_tokens", count)
+  eos = int(run()[0, 6])
+  assert len(calls) == 4
+  assert (run(eos_id=eos)[0, 6:] == eos).all() and len(calls) == 5
+  with pytest.raises(ValueError, match="tokens_at_once >= 1, got 0"):
+    generate(model, params, tokens, max_new_tokens=1, tokens_at_once=0)
+
+
 def test_cached_logits_equal_those_of_the_whole_prefix(tiny):
   model, params, tokens = tiny
   want = model.apply({"params": params}, tokens)

@@ -27,7 +27,8 @@ def run(ptx, *operands):
     uint32, that shape.
   """
   registers = {f"${i + 1}": operand for i, operand in enumerate(operands)}
-  number = lambda text: np.full(operands[0].shape, int(text, 0), np.uint32)
+  value = lambda text: int(text.replace("0f", "0x"), 0)
+  number = lambda text: np.full(operands[0].shape, value(text), np.uint32)
   for line in ptx.strip().removeprefix("{").removesuffix("}").split(";"):
     words = re.split(r"[,\s{}]+", line.strip().removesuffix("}"))
     if words[0] in ("", ".reg"):
@@ -143,6 +144,9 @@ FUNCTIONS = {
   "abs.f32": lambda a: a & np.uint32((1 << 31) - 1),
   "ex2.approx.ftz.f32": _float32(
     lambda a: np.where(np.exp2(a) < 2.0**-126, 0, np.exp2(a))
+  ),
+  "rcp.approx.ftz.f32": _float32(
+    lambda a: np.where(abs(a) > 2.0**126, np.copysign(0, a), 1 / a)
   ),
   "rsqrt.approx.f32": _float32(lambda a: 1 / np.sqrt(a)),
   "cvt.sat.f32.f32": _float32(lambda a: np.fmin(np.fmax(a, 0), 1)),

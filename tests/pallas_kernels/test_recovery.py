@@ -6,6 +6,7 @@ import pytest
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.pallas_kernels import recovery
+from tests.pallas_kernels import ptx_machine
 
 MLP = MlpRecovery(*(jnp.float32(v) for v in (0.05, -0.03, 0.02, 1.7)))
 VALUES = ValueRecovery(jnp.float32([1.1, 0.9, 1.0]), jnp.float32([0.1, -0.2, 0.0]))
@@ -47,3 +48,20 @@ def test_operands_that_disagree_are_refused():
   gate = jnp.ones((2, 32))
   with pytest.raises(NotImplementedError, match="agree in shape and dtype"):
     recovery.gated_product(gate, gate[:1], MLP, implementation="interpret")
+
+
+def test_silu_in_ptx_is_within_a_few_units_of_float32():
+  """Every bfloat16 from -87 up, and what lies behind: the sign, infinity and NaN."""
+  halves = np.arange(1 << 16, dtype=np.uint16)
+  x = (halves.astype(np.uint32) << 16).view(np.float32)
+  x = x[np.isfinite(x) & (x >= -87)]
+  got = ptx_machine.run(recovery.silu_ptx(), x.view(np.uint32)).view(np.float32)
+  exact = x.astype(np.float64) / (1 + np.exp(-x.astype(np.float64)))
+  # The exponential of -87 is off by 87 roundings of its exponent.
+  bound = 2.0**-22 + np.maximum(-x, 0) * 2.0**-23
+  assert (abs(got - exact) <= bound * abs(exact) + 2.0**-126).all()
+  ends = np.float32([-1e9, np.inf, np.nan])
+  got = ptx_machine.run(recovery.silu_ptx(), ends.view(np.uint32)).view(np.float32)
+  np.testing.assert_array_equal(got, np.float32([0, np.inf, np.nan]))
+  plain = recovery.silu(jnp.asarray(x), interpret=True)
+  np.testing.assert_allclose(plain, exact, 1e-5, 1e-37)

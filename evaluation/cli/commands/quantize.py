@@ -33,6 +33,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     help="continue the run in OUT, if there is one, to the same bits",
   )
   add(
+    "--save-every",
+    type=int,
+    metavar="LAYERS",
+    help="write the hidden states that a killed run goes on from after so many layers; "
+    "a kill costs no more than these (every layer, or up to 8 where they exceed 1 GiB)",
+  )
+  add(
     "--log",
     choices=("bars", "json"),
     default="bars",
@@ -176,7 +183,7 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
     begin = stack.enter_context(progress.progress(options.log if is_leader else "none"))
     stop = stack.enter_context(progress.stopper(tell))
     for name in run.discarded:
-      tell(f"resume: discarded {name}, which was not finished")
+      tell(f"resume: discarded {name}, whose work is done again")
     row, quantized = study.run_method(
       subject,
       tokens,
@@ -188,6 +195,7 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
       on_progress=stop.follow(begin(options.method)),
       stop=stop,
       into=store,
+      save_every=options.save_every,
     )
     model_name = inputs.model_name(options)
     row["record"]["calibration"] |= {

@@ -77,7 +77,7 @@ class Server:
             taken.sendall(piece)
           if b"Content-Length" not in (reply if isinstance(reply, bytes) else b""):
             return
-    except OSError:
+    except (OSError, ValueError):  # The socket or its file was closed.
       return
 
   def close(self):

@@ -7,19 +7,19 @@ import tomllib
 import pytest
 
 from mxjax.discovery.core import candidate_source, store
-from mxjax.discovery.core.proposal import ExhaustedError, Proposal
+from mxjax.discovery.core.proposal import Proposal
 from mxjax.discovery.core.residual import PRIMARY, Control, Explanation
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.proposers.expressions import experiment, source, variation
 from mxjax.discovery.proposers.expressions.grammar import Grammar, Node
 from mxjax.discovery.proposers.expressions.proposer import PREFIX, ExpressionProposer
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from mxjax.discovery.search import controls, search
-from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.discovery.search import controls
 from mxjax.discovery.tasks import world
 from mxjax.discovery.tasks.ptq.edit_templates import GRAMMAR
 from mxjax.discovery.tasks.ptq.interface import INTERFACE
 from mxjax.discovery.tasks.ptq.task import PtqTask
+from tests.discovery import searching
 
 INITIAL = INTERFACE.default_source()
 ROWS = """
@@ -203,46 +203,8 @@ def test_an_edit_has_accounts_that_its_cheapest_controls_tell_apart(hook, path, 
   assert all(executor.trace(program).status == Status.OK for program in programs)
 
 
-class Scripted:
-  """Proposes what it was given, in order."""
-
-  name = "scripted"
-
-  def __init__(self, *proposals):
-    self._left = list(proposals)
-
-  def propose(self, context):
-    del context
-    if not self._left:
-      raise ExhaustedError
-    return self._left.pop(0)
-
-
-class Counting(LocalExecutor):
-  """Counts what is executed, and stops there like a killed process."""
-
-  executed, stop_after = 0, -1
-
-  def run(self, calls, on_done):
-    def counted(*arguments):
-      on_done(*arguments)
-      self.executed += 1
-      if self.executed == self.stop_after:
-        raise KeyboardInterrupt
-
-    super().run(calls, counted)
-
-
 def run(folder, task, proposer, executor=None, **config):
-  kept = store.Store(folder)
-  evaluator = CachedEvaluator(task, executor or LocalExecutor(task), kept)
-  options = search.SearchConfig(**{"seed": 5, **config})
-  running = search.Search(options, evaluator, proposer, kept)
-  try:
-    running.run()
-  finally:
-    kept.close()
-  return running
+  return searching.run(folder, task, proposer, executor, **{"seed": 5, **config})
 
 
 def trees_of_rows(task):
@@ -253,7 +215,7 @@ def trees_of_rows(task):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   folder, task = tmp_path_factory.mktemp("rows"), world.World(seed=5)
-  executor = Counting(task)
+  executor = searching.Counting(task)
   return run(folder, task, trees_of_rows(task), executor, budget=40), folder, executor
 
 
@@ -272,15 +234,14 @@ def test_a_killed_run_of_trees_resumes_to_the_same_bytes(
 ):
   _, folder, whole = finished
   task = world.World(seed=5)
-  executor = Counting(task)
+  executor = searching.Counting(task)
   executor.stop_after = stop_after
   with pytest.raises(KeyboardInterrupt):
     run(tmp_path, task, trees_of_rows(task), executor, budget=40)
-  executor.stop_after = -1
+  executor.stop_after = None
   run(tmp_path, task, trees_of_rows(task), executor, budget=40)
   assert executor.executed == whole.executed
-  log = lambda path: (path / "log.jsonl").read_bytes()
-  assert log(tmp_path) == log(folder)
+  assert searching.log(tmp_path) == searching.log(folder)
 
 
 def asked(text, control, **more):
@@ -320,7 +281,7 @@ def test_a_program_is_a_control_and_has_its_own_identity(tmp_path):
     asked(edited("x + 2.0"), control),
   ]
   config = {"budget": 9, "sequential": False, "parents": "initial"}
-  run(tmp_path, task, Scripted(*proposals), **config)
+  run(tmp_path, task, searching.Scripted(*proposals), **config)
   events = store.read_events(tmp_path)
   outcomes = [e for e in events if e["event"] == "outcome"]
   assert [(e["condition"], e["charged"]) for e in outcomes] == [
@@ -345,7 +306,7 @@ def test_what_lowers_to_a_program_that_ran_costs_nothing(tmp_path):
     asked(text, control, label="the same"),
   ]
   config = {"budget": 9, "parents": "initial"}
-  running = run(tmp_path, task, Scripted(*proposals), **config)
+  running = run(tmp_path, task, searching.Scripted(*proposals), **config)
   refused = [e for e in store.read_events(tmp_path) if e["event"] == "refused"]
   assert [(e["label"], e["status"]) for e in refused] == [("the same", "duplicate")]
   assert running.ledger.spent == 2

@@ -1,21 +1,16 @@
 """Memory rules, a local OpenAI-compatible server, cassettes, the human queue."""
 
 import dataclasses
-import http.server
 import json
-import threading
-import traceback
 
 import pytest
 
-from mxjax.discovery.core import store
 from mxjax.discovery.core.proposal import Context, Experiment, ProposerError, Record
 from mxjax.discovery.proposers import endpoint, human, llm, prompt
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
-from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from mxjax.discovery.search import search
-from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks import world
+from tests.discovery import searching
+from tests.discovery.proposers.test_endpoint import Server, chat, client, http
 
 TASK = world.World(seed=3)
 SOURCE = TASK.interface.default_source()
@@ -108,136 +103,68 @@ def test_a_program_too_long_for_the_input_is_an_error():
     prompt.messages(long, TASK)
 
 
-class Stub(http.server.BaseHTTPRequestHandler):
-  """Answers like a chat-completion endpoint, with faults before it does."""
-
-  faults: list = []
-  requests: list = []
-
-  def do_POST(self):
-    body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-    Stub.requests.append((self.path, body, self.headers.get("Authorization")))
-    if Stub.faults:
-      code, headers = Stub.faults.pop(0)
-      self.send_response(code)
-      for key, value in headers.items():
-        self.send_header(key, value)
-      self.end_headers()
-      self.wfile.write(b"busy")
-      return
-    number = len(body["messages"][-1]["content"])
-    bad = Stub.broken and len(body["messages"]) == 2
-    amplitude = 0.1 + (number % 7) / 10
-    proposal = TASK.edit_templates[number % len(TASK.edit_templates)]
-    answer = {
-      "source": "import os\n"
-      if bad
-      else proposal.edit(SOURCE, {"amplitude": amplitude}),
-      "label": f"{proposal.id} by stub",
-      "residual": proposal.residual,
-      "explanations": [dataclasses.asdict(e) for e in proposal.explanations],
-      "controls": [dataclasses.asdict(c) for c in proposal.controls],
-      "declared": list(proposal.hooks),
-    }
-    text = f"Here it is:\n```json\n{json.dumps(answer)}\n```"
-    reply = {
-      "model": "stub-1",
-      "choices": [{"message": {"content": text}, "finish_reason": "stop"}],
-      "usage": {"prompt_tokens": 100, "completion_tokens": 50},
-    }
-    data = json.dumps(reply).encode()
-    self.send_response(200)
-    self.end_headers()
-    self.wfile.write(data)
-
-  def log_message(self, *arguments):
-    del arguments
+def answer(template, source=None):
+  """A reply with the whole experiment of an edit, or with another program."""
+  told = {
+    "source": source or template.edit(SOURCE, {"amplitude": 0.5}),
+    "label": f"{template.id} by a model",
+    "residual": template.residual,
+    "explanations": [dataclasses.asdict(e) for e in template.explanations],
+    "controls": [dataclasses.asdict(c) for c in template.controls],
+    "declared": list(template.hooks),
+  }
+  return http(chat(f"Here it is:\n```json\n{json.dumps(told)}\n```"))
 
 
 @pytest.fixture
-def server():
-  Stub.faults, Stub.requests, Stub.broken = [], [], False
-  made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stub)
-  thread = threading.Thread(target=made.serve_forever)
-  thread.start()
-  yield f"http://127.0.0.1:{made.server_port}/v1"
-  made.shutdown()
-  thread.join()
-  made.server_close()
-
-
-def client(url, **options):
-  return endpoint.HttpClient(base_url=url, model="stub", pause=0.01, **options)
-
-
-def test_a_proposal_comes_back_with_its_usage(server, monkeypatch):
+def server(monkeypatch):
   monkeypatch.setenv("OPENAI_API_KEY", "the-key")
-  proposal = llm.LlmProposer(client(server), TASK).propose(context())
-  assert proposal.usage["calls"] == 1
-  assert proposal.usage["input_tokens"] == 100
+  made = Server()
+  made.replies = [answer(template) for template in TASK.edit_templates]
+  yield made
+  made.close()
+
+
+def test_a_proposal_comes_back_with_its_usage(server):
+  proposal = llm.LlmProposer(client(server, deadline=20.0), TASK).propose(context())
+  assert (proposal.usage["calls"], proposal.usage["input_tokens"]) == (1, 3)
   assert proposal.explanations[0].name == "mechanism"
-  path, body, key = Stub.requests[0]
-  assert path == "/v1/chat/completions"
-  assert key == "Bearer the-key"
+  head, headers, body = server.requests[0]
+  assert head.startswith(b"POST /v1/chat/completions ")
+  assert headers["authorization"] == "Bearer the-key"
   assert body["response_format"]["type"] == "json_schema"
   assert "the-key" not in json.dumps(body)
-
-
-def test_passing_faults_are_retried_and_others_are_not(server):
-  Stub.faults = [(503, {}), (429, {"Retry-After": "0"})]
-  assert client(server).complete({"messages": [{"content": "x"}]}).attempts == 3
-  Stub.faults = [(401, {})]
-  with pytest.raises(ProposerError, match="401"):
-    client(server).complete({"messages": [{"content": "x"}]})
-
-
-def test_a_deadline_ends_the_retries(server):
-  Stub.faults = [(503, {"Retry-After": "60"})] * 5
-  with pytest.raises(ProposerError, match="1 tries"):
-    client(server, deadline=5.0).complete({"messages": [{"content": "x"}]})
-
-
-def test_a_key_that_no_header_can_hold_is_not_printed(server, monkeypatch):
-  monkeypatch.setenv("OPENAI_API_KEY", "secret\nkey")
-  with pytest.raises(ProposerError, match="OPENAI_API_KEY") as caught:
-    client(server).complete({"messages": [{"content": "x"}]})
-  assert "secret" not in "".join(traceback.format_exception(caught.value))
-  assert not Stub.requests
 
 
 def test_a_reply_is_bounded_in_size(server, monkeypatch):
   monkeypatch.setattr(endpoint, "MAX_REPLY_BYTES", 100)
   with pytest.raises(ProposerError, match="more than 100 bytes"):
-    client(server).complete({"messages": [{"content": "x"}]})
+    client(server, deadline=20.0).complete({"messages": [{"content": "x"}]})
 
 
 def test_an_answer_that_is_not_admitted_gets_one_repair_turn(server):
-  Stub.broken = True
-  proposal = llm.LlmProposer(client(server), TASK).propose(context())
+  server.replies.insert(0, answer(TASK.edit_templates[0], "import os\n"))
+  proposal = llm.LlmProposer(client(server, deadline=20.0), TASK).propose(context())
   assert proposal.usage["calls"] == 2
   assert "import os" not in proposal.source
-  assert "not accepted" in Stub.requests[1][1]["messages"][-1]["content"]
+  assert "not accepted" in server.requests[1][2]["messages"][-1]["content"]
 
 
 def run(folder, proposer):
-  kept = store.Store(folder)
-  evaluator = CachedEvaluator(TASK, LocalExecutor(TASK), kept)
-  config = search.SearchConfig(seed=3, budget=6)
-  running = search.Search(config, evaluator, proposer, kept)
-  running.run()
-  return running, (folder / "log.jsonl").read_text()
+  running = searching.run(folder, TASK, proposer, seed=3, budget=6)
+  return running, searching.log(folder).decode()
 
 
 def test_a_recorded_run_replays_without_the_server(server, tmp_path):
   tape = tmp_path / "tape.jsonl"
-  recorder = endpoint.Cassette(tape, "record", client(server))
+  recorder = endpoint.Cassette(tape, "record", client(server, deadline=20.0))
   running, recorded = run(tmp_path / "live", llm.LlmProposer(recorder, TASK))
   assert running.ledger.proposer["calls"] >= 3
-  asked = len(Stub.requests)
+  asked = len(server.requests)
   replayer = endpoint.Cassette(tape, "replay")
   assert replayer.name.startswith("cassette:")
   _, replayed = run(tmp_path / "replayed", llm.LlmProposer(replayer, TASK))
-  assert len(Stub.requests) == asked
+  assert len(server.requests) == asked
   strip = lambda text: [
     {k: v for k, v in json.loads(line).items() if k not in ("hash", "previous")}
     for line in text.splitlines()[1:]
@@ -247,7 +174,7 @@ def test_a_recorded_run_replays_without_the_server(server, tmp_path):
 
 def test_a_cassette_fails_closed(server, tmp_path):
   tape = tmp_path / "tape.jsonl"
-  endpoint.Cassette(tape, "record", client(server)).complete(
+  endpoint.Cassette(tape, "record", client(server, deadline=20.0)).complete(
     {"messages": [{"content": "a"}]}
   )
   with pytest.raises(ProposerError, match="no reply"):

@@ -13,9 +13,8 @@ from mxjax.discovery.core import store
 from mxjax.discovery.core.proposal import Proposal, ProposerError
 from mxjax.discovery.core.residual import Control, Explanation, Residual
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from mxjax.discovery.search import search
-from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks import synthetic, world
+from tests.discovery import searching
 
 TASK = world.World(seed=3)
 CARDS = {card.id: card for card in TASK.edit_templates}
@@ -58,21 +57,6 @@ def proposal(edits, **told):
   )
 
 
-class Scripted:
-  """Makes the proposals of a list, one a call; keeps what it was told."""
-
-  name = "scripted"
-
-  def __init__(self, script):
-    self._script, self.contexts = list(script), []
-
-  def propose(self, context):
-    self.contexts.append(context)
-    if not self._script:
-      raise ProposerError("the script has ended")
-    return self._script.pop(0)(context)
-
-
 @pytest.fixture(scope="module")
 def executor():
   return LocalExecutor(TASK)
@@ -83,13 +67,12 @@ def conduct(executor, tmp_path):
   """Runs a script in the world; returns the search, its events and the contexts."""
 
   def run(*script, task=TASK, **config):
-    kept = store.Store(tmp_path / f"run{len(list(tmp_path.iterdir()))}")
-    evaluator = CachedEvaluator(task, executor.sibling(task), kept)
+    folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+    proposer = searching.Scripted(*script, at_end=ProposerError)
     options = {"seed": 3, "budget": 60, "frontier": 1, **config}
-    proposer = Scripted(script)
-    running = search.Search(search.SearchConfig(**options), evaluator, proposer, kept)
-    running.run()
-    return running, store.read_events(kept.path), proposer.contexts
+    at = executor.sibling(task)
+    running = searching.run(folder, task, proposer, at, **options)
+    return running, store.read_events(folder), proposer.contexts
 
   return run
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from mxjax.discovery.core import candidate_source, store
-from mxjax.discovery.core.proposal import ExhaustedError, Proposal, strip
+from mxjax.discovery.core.proposal import Proposal, strip
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.proposers import prompt
 from mxjax.discovery.proposers.expressions.proposer import ExpressionProposer
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from mxjax.discovery.search import runs, search
+from mxjax.discovery.search import runs
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.studies import study
 from mxjax.discovery.tasks import world
@@ -19,6 +19,7 @@ from mxjax.discovery.tasks.ptq import programs, proxy
 from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES, GRAMMAR
 from mxjax.discovery.tasks.ptq.interface import INTERFACE
 from mxjax.discovery.tasks.ptq.task import PtqTask
+from tests.discovery import searching
 
 PTQ = {"model": "random:0", "calibration": [8, 32], "windows": [2, 32]}
 INITIAL = world.INTERFACE.default_source()
@@ -31,57 +32,26 @@ class Screened(world.World):
     return Screened(self._seed, self._transfer + 1)
 
 
-class Told:
-  """Proposes one change of a site after another, and keeps what it was told."""
-
-  name = "told"
-
-  def __init__(self, *codes):
-    self._left, self.contexts = list(codes), []
-
-  def propose(self, context):
-    self.contexts.append(context)
-    if not self._left:
-      raise ExhaustedError
-    code = self._left.pop(0)
-    text = f"def attention(x):\n  return {code}\n"
-    return Proposal(
-      source=candidate_source.with_functions(context.parent.source, text), label=code
-    )
-
-
-class Counting(LocalExecutor):
-  """Counts what it executes."""
-
-  ran = 0
-
-  def run(self, calls, on_done):
-    self.ran += len(calls)
-    super().run(calls, on_done)
+def changed(code):
+  """Proposes another site of the parent."""
+  text = f"def attention(x):\n  return {code}\n"
+  source = candidate_source.with_functions
+  return lambda told: Proposal(source=source(told.parent.source, text), label=code)
 
 
 CODES = ("x * 9", "x + 0.001 * x[::-1]", "x / (x - x)", "x * 9 + 0")
 
 
 def run(folder, **config):
-  task = Screened(seed=5)
-  executor, kept, proposer = LocalExecutor(task), store.Store(folder), Told(*CODES)
-  measuring = Counting(task.proxy())
+  task, proposer = Screened(seed=5), searching.Scripted(*map(changed, CODES))
+  executor, measuring = LocalExecutor(task), searching.Counting(task.proxy())
   measuring.artifacts, measuring._hooks = executor.artifacts, executor._hooks
-  evaluator = CachedEvaluator(task, executor, kept)
-  proxied = CachedEvaluator(task.proxy(), measuring, kept)
-  settings = search.SearchConfig(budget=9, parents="initial", **config)
-  running = search.Search(settings, evaluator, proposer, kept, proxy=proxied)
-  running.run()
-  events = store.read_events(folder)
-  return (
-    running,
-    proposer,
-    {
-      k: [e for e in events if e["event"] == k] for k in ("proxy", "refused", "outcome")
-    },
-    measuring.ran,
-  )
+  config |= {"budget": 9, "parents": "initial"}
+  running = searching.run(folder, task, proposer, executor, measuring, **config)
+  found = {name: [] for name in ("proxy", "refused", "outcome")}
+  for event in store.read_events(folder):
+    found.setdefault(event["event"], []).append(event)
+  return running, proposer, found, measuring.executed
 
 
 @pytest.fixture(scope="module")
@@ -187,13 +157,10 @@ def test_a_short_run_finds_what_no_card_offers(tmp_path):
   )
   initial = INTERFACE.default_source()
   only = dataclasses.replace(GRAMMAR, residuals={"encode_act": "proxy_act"})
-  executor = LocalExecutor(task)
   proposer = ExpressionProposer(only, INTERFACE, (), task.target)
-  kept = store.Store(tmp_path)
-  evaluator = CachedEvaluator(task, executor, kept)
-  settings = search.SearchConfig(seed=6, budget=7)
-  running = search.Search(settings, evaluator, proposer, kept)
-  running.run()
+  executor = LocalExecutor(task)
+  running = searching.run(tmp_path / "run", task, proposer, executor, seed=6, budget=7)
+  evaluator = CachedEvaluator(task, executor, store.Store(tmp_path / "cards"))
   cards = [
     evaluator.prepare(card.edit(initial, params)).full_call
     for card in task.edit_templates

@@ -11,50 +11,23 @@ from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition
 from mxjax.discovery.core.task import Call
 from mxjax.discovery.proposers import embedded
-from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from mxjax.discovery.search import search
-from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks import world
+from tests.discovery import searching
 
 BUDGET = 30
-
-
-class CountingExecutor(LocalExecutor):
-  """Counts what is really executed, and can be stopped like a killed process."""
-
-  def __init__(self, task, stop_after=None):
-    super().__init__(task)
-    self.executed = 0
-    self.stop_after = stop_after
-
-  def run(self, calls, on_done):
-    def counted(*arguments):
-      on_done(*arguments)
-      self.executed += 1
-      if self.executed == self.stop_after:
-        raise KeyboardInterrupt
-
-    super().run(calls, counted)
 
 
 @pytest.fixture(scope="module")
 def executor():
   """One executor: artifacts traced for one run serve the others."""
-  return CountingExecutor(world.World(seed=5))
+  return searching.Counting(world.World(seed=5))
 
 
 def run(folder, executor, proposer=None, **config):
   task = world.World(seed=5)
-  kept = store.Store(folder)
-  evaluator = CachedEvaluator(task, executor, kept)
   proposer = proposer or embedded.EmbeddedProposer(task.edit_templates, "loss")
   options = {"seed": 5, "budget": BUDGET, "mark_every": 10, **config}
-  running = search.Search(search.SearchConfig(**options), evaluator, proposer, kept)
-  try:
-    running.run()
-  finally:
-    kept.close()
-  return running
+  return searching.run(folder, task, proposer, executor, **options)
 
 
 def test_stagnation_counts_the_experiments_since_the_best_one(tmp_path, executor):
@@ -72,10 +45,6 @@ def test_stagnation_counts_the_experiments_since_the_best_one(tmp_path, executor
   assert told[0] == (0, 0)
   assert all(stagnation == since for stagnation, since in told)
   assert max(told)[0] > 1
-
-
-def log(folder):
-  return (folder / "log.jsonl").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +84,7 @@ def test_every_packet_is_registered_before_its_first_call(finished):
 def test_the_same_configuration_writes_the_same_bytes(finished, executor, tmp_path):
   _, folder = finished
   run(tmp_path, executor)
-  assert log(tmp_path) == log(folder)
+  assert searching.log(tmp_path) == searching.log(folder)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +106,7 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_pays_nothing_twice(
   executor.stop_after = None
   run(tmp_path / "killed", executor)
   assert executor.executed == whole
-  assert log(tmp_path / "killed") == log(folder)
+  assert searching.log(tmp_path / "killed") == searching.log(folder)
 
 
 def test_a_torn_last_line_is_redone(finished, copied, executor):
@@ -145,7 +114,7 @@ def test_a_torn_last_line_is_redone(finished, copied, executor):
   data = path.read_bytes()
   path.write_bytes(data[: len(data) * 2 // 3])
   run(copied, executor)
-  assert log(copied) == log(finished[1])
+  assert searching.log(copied) == searching.log(finished[1])
 
 
 def test_a_changed_log_is_noticed(copied, executor):
@@ -295,7 +264,7 @@ def test_a_run_resumes_past_an_exhausted_parent(exhausted_run, executor, tmp_pat
     run_of_few(tmp_path, executor)
   executor.stop_after = None
   run_of_few(tmp_path, executor)
-  assert log(tmp_path) == log(folder)
+  assert searching.log(tmp_path) == searching.log(folder)
 
 
 def test_parents_are_the_retained_programs_then_the_rest(finished):

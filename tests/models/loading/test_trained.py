@@ -69,7 +69,7 @@ def test_unseen_text_is_far_below_unigrams(trained):
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", ["llama", "olmo2"], indirect=True)
 def test_hires_is_below_rtn(trained):
-  """One model with pre-norm, one with post-norm; benchmarks/families.py has all."""
+  """One model with pre-norm, one with post-norm; docs/results/methods.md has all."""
   _, model, params, test, calibration = trained
   subject = study.Subject(model, params, {"test": test})
   run = lambda name: study.run_method(

@@ -1,12 +1,15 @@
 import dataclasses
 import functools
+import types
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.audit import sizes
+from mxjax.audit import arithmetic, sizes
+from mxjax.layers import inference_packing
 from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.layers.linear import linear, linear_many, map_rows, take_rows
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -147,6 +150,41 @@ def test_a_weight_that_float8_cannot_hold_is_named_and_left():
   assert layer["k"]["weight"].float8_scale is None
   with pytest.raises(ValueError, match="products must be None"):
     pack_for_inference(params, products="float16")
+
+
+@pytest.mark.parametrize(
+  "platform, capability, error, chosen",
+  [
+    ("gpu", "9.0", 4e-4, "float8"),
+    ("gpu", "9.0", 0.1, "bfloat16"),
+    ("gpu", "9.0", float("nan"), "bfloat16"),
+    ("gpu", "8.9", 4e-4, None),
+    ("cpu", None, 4e-4, None),
+  ],
+)
+def test_float8_is_the_default_where_its_products_pass(
+  monkeypatch, platform, capability, error, chosen
+):
+  device = types.SimpleNamespace(
+    platform=platform, compute_capability=capability, device_kind="this device"
+  )
+  params = {"layer": {"q": {"weight": leaf("rtn")}}}
+  with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    patch.setattr(inference_packing, "float8_error", lambda: error)
+    patch.setattr(inference_packing, "_device", lambda: device)
+    result = pack_for_inference(params)
+  assert len(told) == (chosen is not None)
+  if told:
+    assert f"multiplied in {chosen} on this this device" in str(told[0].message)
+  weight = result["layer"]["q"]["weight"]
+  assert (weight.float8_scale is not None) == (chosen == "float8")
+  named = arithmetic.arithmetic(result, "bfloat16", None).get("products")
+  assert named == (["float8"] if chosen == "float8" else None)
+
+
+def test_the_float8_product_is_measured_against_the_exact_one():
+  assert float(inference_packing.float8_error()) < 1e-6
 
 
 def test_an_explicit_choice_never_falls_back():

@@ -16,9 +16,12 @@ import pytest
 import mxjax
 from mxjax import methods
 from mxjax.calibration.calibration import Calibration
+from mxjax.devices import placement
 from mxjax.methods import recovery_fits
 from mxjax.methods.program import Prepared
-from mxjax.running import pipeline
+from mxjax.models import CausalLM
+from mxjax.running import pipeline, run_state
+from mxjax.running.trajectories import Trajectories
 from mxjax.storage import atomic_io, journal
 from tests.mxjax.quantized import damage
 
@@ -118,6 +121,64 @@ def test_killed_at_every_durable_event(tiny_params, calib, undisturbed, tmp_path
     assert not list((place / "streams").iterdir())
     seen.add(finished)
   assert seen == {0, 1, 2} and len(states) > 15
+
+
+@pytest.fixture(scope="module")
+def deep(tiny_config, tiny_tokens):
+  """A model of four layers, its params, and calibration tokens."""
+  config = dataclasses.replace(tiny_config, num_layers=4)
+  model = CausalLM(config)
+  params = model.init(jax.random.key(5), tiny_tokens[:1])["params"]
+  return params, Calibration(model, tiny_tokens[:2])
+
+
+def test_killed_with_hidden_states_of_every_third_layer(deep, tmp_path):
+  """The layers after the last hidden states are done again, to the same bits."""
+  folder, copies = tmp_path / "run", []
+
+  def copy(number, name):
+    if name in ("before append", "after append", "after unlink"):
+      place = tmp_path / f"{number:03d} {name}"
+      shutil.copytree(folder, place)
+      copies.append(place)
+
+  with watched(copy):
+    result = run(*deep, folder, save_every=3)
+  assert result.record.save_every == 3
+  expected, again = bits(run(*deep).params), set()
+  assert bits(result.params) == expected
+  for place in copies:
+    events = journal.parse(place, (place / "journal.jsonl").read_bytes())[0]
+    written = sum(one["event"] == "layer" for one in events)
+    worked = []
+    resumed = run(*deep, place, resume=True, save_every=3, on_progress=worked.append)
+    assert bits(resumed.params) == expected, place.name
+    kept = written if written == 4 else 3 * (written // 3)
+    assert {p.layer for p in worked} == set(range(kept, 4)), place.name
+    again.add(written - kept)
+  assert again == {0, 1, 2}
+
+
+def test_a_stopped_run_loses_nothing(deep, tmp_path):
+  folder, calls = tmp_path / "run", iter([False, True])
+  with pytest.raises(pipeline.Stopped, match="after layer 2 of 4"):
+    run(*deep, folder, save_every=4, stop=lambda: next(calls))
+  resumed = run(*deep, folder, resume=True, save_every=4)
+  assert [one["layer"] for one in resumed.record.resumed] == [2]
+  assert bits(resumed.params) == bits(run(*deep).params)
+
+
+def test_how_often_hidden_states_are_written_depends_on_their_size(deep, tmp_path):
+  sizes = (0, 1, 2**30, 2**30 + 1, 3 * 2**31, 2**40)
+  assert [run_state.save_every(size) for size in sizes] == [1, 1, 1, 2, 6, 8]
+  trajectories = Trajectories.begin(
+    *(PROGRAM, *deep, None), chunk=2, placement=placement.ONE_DEVICE, store=None
+  )
+  hidden = trajectories.float_model.hidden
+  assert trajectories.nbytes() == 3 * sum(part.nbytes for part in hidden)
+  assert run(*deep).record.save_every is None
+  with pytest.raises(ValueError, match="save_every of at least 1, got 0"):
+    run(*deep, tmp_path / "none", save_every=0)
 
 
 @pytest.mark.parametrize(("code", "step"), [(errno.ENOSPC, 13), (errno.EIO, 40)])

@@ -38,12 +38,13 @@ def stream(seed):
   return [jnp.asarray(rows[:2]), jnp.asarray(rows[2:4]), jnp.asarray(rows[4:])]
 
 
-def write(folder, index):
+def write(folder, index, saved=True):
+  streams = {"float": stream(index), "recovery0-mlp": stream(-index + 9)}
   folder.write_layer(
     f"layers_{index}",
     layer(index),
     {"value": index / 3},
-    streams={"float": stream(index), "recovery0-mlp": stream(-index + 9)},
+    streams=streams if saved else None,
     clock={"seconds": {"calibration": 1.5}, "peak_bytes": {}},
   )
 
@@ -87,6 +88,52 @@ def test_layers_and_streams_come_back_bit_for_bit(tmp_path):
     "2-float.safetensors",
     "2-recovery0-mlp.safetensors",
   ]
+
+
+def names(path):
+  files = [p for p in path.rglob("*") if p.is_file() and p.name != "journal.jsonl"]
+  return sorted(p.relative_to(path).as_posix() for p in files)
+
+
+def test_layers_after_the_last_hidden_states_are_done_again(tmp_path):
+  path = make(tmp_path / "run", layers=1)
+  saved = names(path)
+  with RunFolder(path, resume=True) as folder:
+    folder.begin(IDENTITY, PLACE)
+    for index in (1, 2):
+      write(folder, index, saved=False)
+    # What the first layer left is there until other hidden states are.
+    lost = ["layers/layers_1.safetensors", "layers/layers_2.safetensors"]
+    assert names(path) == sorted([*saved, *lost])
+  for again in range(2):
+    with RunFolder(path, resume=True) as folder:
+      assert len(folder.finished) == 1
+      assert names(path) == saved
+      assert folder.discarded == ([] if again else lost)
+      if again:
+        folder.begin(IDENTITY, PLACE)
+        for index in (1, 2, 3):
+          write(folder, index, saved=index == 2)
+        assert [one["name"] for one in folder.finished] == [
+          *("layers_0", "layers_1", "layers_2")
+        ]
+  with RunFolder(path, resume=True) as folder:
+    assert folder.discarded == ["layers/layers_3.safetensors"]
+    assert [str(len(s)) for s in folder.read_streams(4)["float"]] == ["4", "1"]
+  assert [n for n in names(path) if "streams" in n] == [
+    *("streams/3-float.safetensors", "streams/3-recovery0-mlp.safetensors")
+  ]
+
+
+def test_more_unlisted_layers_than_were_journaled_are_refused(tmp_path):
+  path = make(tmp_path / "run", layers=1)
+  with RunFolder(path, resume=True) as folder:
+    folder.begin(IDENTITY, PLACE)
+    write(folder, 1, saved=False)
+  for name in ("layers_2", "layers_3"):
+    (path / f"layers/{name}.safetensors").write_bytes(b"x")
+  with pytest.raises(ValueError, match="layers_2.safetensors is in no line.*layers_3"):
+    RunFolder(path, resume=True)
 
 
 @pytest.mark.parametrize("how", DAMAGES)

@@ -1,0 +1,133 @@
+"""What benchmarks share: options, inputs, how a result was made, and how it is kept."""
+
+import argparse
+import collections
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+import sys
+import time
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+PLACES = ("--data", "--out", "--compiled", "--consumer")
+"""Options that say where something lies, which no result tells."""
+WIKITEXT = "wikitext2/wiki.test.raw"
+C4 = "c4/c4_en_train_first1000.jsonl"
+CALIBRATION_DOCUMENTS = 600
+"""Of the thousand of C4; the others are unseen text."""
+
+
+def parser(doc, *, data=False, out=True):
+  """A parser with `--out`, by default the script's own result, and with `--data`."""
+  made = argparse.ArgumentParser(
+    description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  if out:
+    own = RESULTS / f"{pathlib.Path(sys.argv[0]).stem}.json"
+    made.add_argument("--out", type=pathlib.Path, default=own, help="the result file")
+  if data:
+    folder = pathlib.Path("../shared/data")
+    made.add_argument("--data", type=pathlib.Path, default=folder, help="of texts, ids")
+  return made
+
+
+def command():
+  """The command line of this script, without the options that name places."""
+  words, skip = ["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}"], False
+  for word in sys.argv[1:]:
+    name = word.split("=")[0]
+    if skip or name in PLACES:
+      skip = not skip and "=" not in word
+      continue
+    words.append(pathlib.Path(word).name if word.startswith("/") else word)
+  return " ".join(words)
+
+
+def cpu():
+  """The processor's name."""
+  file = pathlib.Path("/proc/cpuinfo")
+  lines = file.read_text().splitlines() if file.is_file() else []
+  names = (line.split(":")[1].strip() for line in lines if "model name" in line)
+  return next(names, platform.machine())
+
+
+def stamp(*packages):
+  """Entries for the top of a result file; versions are of `packages`, too."""
+  return {
+    "command": command(),
+    "machine": {
+      "cpu": cpu(),
+      "cores": os.cpu_count(),
+      "load_at_start": os.getloadavg()[0],
+      "python": platform.python_version(),
+    },
+    "versions": {
+      name: importlib.metadata.version(name) for name in (*PACKAGES, *packages)
+    },
+    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+  }
+
+
+def markdown(head, lines):
+  """A Markdown table of text cells."""
+  rows = [head, ["---"] * len(head), *lines]
+  return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def write(path, result, text=""):
+  """Writes the result, and beside it the Markdown that the documents include."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(result, indent=1) + "\n")
+  if text:
+    path.with_suffix(".md").write_text(text)
+    print(text, flush=True)
+
+
+def read(path, otherwise):
+  """The result that is there, or what a first run begins with."""
+  return json.loads(path.read_text()) if path.is_file() else otherwise
+
+
+def smollm2_ids(data):
+  """Fixed SmolLM2 token ids: of C4 [16, 2048] and of WikiText-2 [8, 2048]."""
+  import numpy as np
+
+  files = ("c4/smollm2_calib_16x2048.npy", "wikitext2/smollm2_test_8x2048.npy")
+  return [np.load(data / file).astype(np.int32) for file in files]
+
+
+def split_c4(data, folder):
+  """Writes the C4 documents as two files, to calibrate on and to measure on."""
+  lines = (data / C4).read_text().splitlines(keepends=True)
+  folder.mkdir(parents=True, exist_ok=True)
+  files = [folder / f"c4_{name}.jsonl" for name in ("calibration", "unseen")]
+  files[0].write_text("".join(lines[:CALIBRATION_DOCUMENTS]))
+  files[1].write_text("".join(lines[CALIBRATION_DOCUMENTS:]))
+  return files
+
+
+def in_turns(calls, rounds):
+  """Wall and CPU seconds of each call by round.
+
+  Calls take turns in one process, so that a busy moment of the machine hits all.
+  """
+  seconds = collections.defaultdict(list), collections.defaultdict(list)
+  for _ in range(rounds):
+    for name, call in calls.items():
+      starts = time.perf_counter(), time.process_time()
+      call()
+      for spent, start, clock in zip(
+        seconds, starts, (time.perf_counter, time.process_time), strict=True
+      ):
+        spent[name].append(clock() - start)
+  return tuple(map(dict, seconds))
+
+
+def medians(seconds):
+  """Median by name."""
+  return {name: statistics.median(values) for name, values in seconds.items()}

@@ -1,0 +1,187 @@
+"""What `gpu.py` will measure, predicted from counts before any GPU has run it.
+
+  python benchmarks/gpu_predictions.py
+
+Reads `results/gpu_counts.json` and writes ranges to `results/gpu_predictions.json`, by
+section and name; `gpu.py` puts each range beside its measurement. The assumptions are
+below: shares of the peak rates of an H200 that kernels of their kind reach elsewhere.
+"""
+
+import json
+import pathlib
+
+import gpu_models
+
+HERE = pathlib.Path(__file__).resolve().parent
+COPY = 0.78, 0.88
+"""Of 4.8 TB/s: read and written by a copy, in TB/s 3.7 to 4.2."""
+STREAM = 0.75, 0.92
+"""Of a copy's rate: kernels that only stream."""
+ISSUE = 0.60, 0.75
+"""Of the rate at which a multiprocessor starts instructions."""
+TENSOR, SQUARE = (0.60, 0.72), (0.68, 0.80)
+"""Of 989 TFLOP/s in bfloat16: a layer's products, and one large square product."""
+FLOAT8 = 0.55, 0.70
+"""Of 1,979 TFLOP/s: products with exact sums."""
+LAUNCH = 1.5e-6, 2.5e-6
+"""Seconds by which a dependent launch in a graph delays the next."""
+ATTENTION = 4.0, 8.0
+"""Times that the library's attention takes of cuDNN's, which runs at half of TENSOR."""
+BUILD_MINUTES = 2.3, 4.5
+"""An estimate of stages and compilation, with nothing counted behind its upper end."""
+PEAK, PEAK8, MEMORY = 989e12, 1979e12, 4.8e12
+TOKENS, POSITIONS = 2048, 2048
+
+
+def span(low, high, digits=3):
+  """A range, smaller first, rounded to some leading digits."""
+  return [float(f"{value:.{digits}g}") for value in sorted((low, high))]
+
+
+def sums(*ranges):
+  """The range of a sum."""
+  return tuple(sum(ends) for ends in zip(*ranges, strict=True))
+
+
+def times(count, each):
+  """A range many times."""
+  return tuple(count * end for end in each)
+
+
+def inverse(amount, rates, peak):
+  """Seconds for an amount at shares of a peak rate, shorter first."""
+  return tuple(amount / (share * peak) for share in reversed(rates))
+
+
+def share_of_copy(kernel):
+  """Range of a kernel's rate, relative to a copy's: by memory, or by instructions."""
+  # The counts compare with 4.3 TB/s, a copy here reaches COPY of the peak.
+  bound = kernel["memory rate at most"] * 4.3e12 / MEMORY
+  ends = zip(STREAM, ISSUE, reversed(COPY), strict=True)
+  return span(*(min(stream, issue * bound / copy) for stream, issue, copy in ends))
+
+
+def refinement(kernels, name, values):
+  """Seconds in which a kernel refines so many values."""
+  return inverse(values, ISSUE, kernels[name]["values a second at most"])
+
+
+def forward(shape, kind, counts):
+  """Seconds of the logits of 2,048 tokens."""
+  kernels, layers = counts["kernels"], shape.layers
+  launches = counts["launches of a Qwen3-8B-shaped layer"][kind]["2048 tokens"]
+  peak, shares = (PEAK8, FLOAT8) if "float8" in kind else (PEAK, TENSOR)
+  parts = [
+    times(layers, inverse(shape.linear_flop(TOKENS), shares, peak)),
+    times(layers * launches, LAUNCH),
+    inverse(2 * TOKENS * shape.hidden * shape.vocabulary, TENSOR, PEAK),
+  ]
+  fast = inverse(shape.attention_flop(TOKENS), times(0.5, TENSOR), PEAK)
+  slow = tuple(a * b for a, b in zip(ATTENTION, fast, strict=True))
+  parts.append(times(layers, fast if "fastest" in kind else slow))
+  if "BF16" not in kind:
+    q = shape.heads * shape.head_dim
+    name = "one code, split, float8" if "float8" in kind else "one code, split, values"
+    # q, k, v, gate and up each refine the layer's inputs, o the attention's.
+    values = TOKENS * (5 * shape.hidden + q)
+    parts.append(times(layers, refinement(kernels, name, values)))
+    gated = "one code, split, values, of a gated product"
+    of_down = refinement(kernels, gated, TOKENS * shape.intermediate)
+    parts.append(times(layers, of_down))
+    # Weights are decoded to bfloat16 or float8 before the library's product.
+    width = 1 if "float8" in kind else 2
+    moved = layers * shape.weights() * (17 / 32 + 2 * width)
+    parts.append(inverse(moved, COPY, MEMORY))
+  return sums(*parts)
+
+
+def token(shape, kind, counts):
+  """Seconds of a token beside a cache."""
+  stored = "BF16" if kind == "BF16" else "HiRes"
+  launches = counts["launches of a Qwen3-8B-shaped layer"][stored]["one token"]
+  head = shape.hidden * shape.vocabulary * (1 if "int8" in kind else 2)
+  cache = 2 * 2 * shape.kv_heads * shape.head_dim * POSITIONS
+  weights = shape.weights() * (2 if kind == "BF16" else 17 / 32)
+  parts = [inverse(shape.layers * (weights + cache) + head, COPY, MEMORY)]
+  parts.append(times(shape.layers * launches, LAUNCH))
+  if kind != "BF16":
+    cycles = counts["refinements of a token"].values()
+    each = sum(one["cycles at least"] for one in cycles)
+    parts.append(times(shape.layers, inverse(each, ISSUE, 1.755e9)))
+    tables = sum(d // 32 for _, d in shape.linears().values()) * (2 * 1024 + 528) * 4
+    parts.append(inverse(shape.layers * tables, COPY, MEMORY))
+  return sums(*parts)
+
+
+def predictions(counts):
+  """Ranges by section and name."""
+  kernels, shape = counts["kernels"], gpu_models.QWEN3_8B
+  known = {
+    "encode float32": "encode float32",
+    "encode bfloat16": "encode bfloat16",
+    "one code bfloat16, codes": "one code, split, codes",
+    "one code bfloat16, values": "one code, split, values",
+    "one code bfloat16, float8": "one code, split, float8",
+    "decode bfloat16": "decode to bfloat16",
+  }
+  result = {
+    "ceilings": {
+      "copy_GBps": span(*times(MEMORY / 1e9, COPY)),
+      "bf16_TFLOPs": span(*times(PEAK / 1e12, SQUARE)),
+    },
+    "memory-bound kernels": {
+      "share_of_copy": {
+        name: share_of_copy(kernels[kernel]) for name, kernel in known.items()
+      }
+    },
+  }
+  for kind in ("BF16, fastest attention", "BF16", *gpu_models.KINDS[:-1]):
+    stored = kind.partition(", fastest")[0]
+    seconds = forward(shape, kind, counts | _launches(counts, kind, stored))
+    result[f"prefill {kind}"] = {"ms": span(*times(1e3, seconds))}
+  for kind in ("BF16", "HiRes", "HiRes, int8 head"):
+    result[f"decode {kind}"] = {"ms": span(*times(1e3, token(shape, kind, counts)))}
+  return result
+
+
+def goals(predicted):
+  """Ranges of what `gpu.py` compares with goals.
+
+  Both sides of a ratio depend on the same shares of peaks, so their ends go together.
+  """
+  ms = lambda name: predicted[name]["ms"]
+  over = lambda a, b: span(*(x / y for x, y in zip(ms(a), ms(b), strict=True)))
+  baseline, float8 = "prefill BF16, fastest attention", "HiRes, float8 products"
+  encode = predicted["memory-bound kernels"]["share_of_copy"]
+  return {
+    "encode, share of copy bandwidth": encode["encode float32"],
+    "HiRes forward, times BF16": over("prefill HiRes", baseline),
+    "HiRes forward, float8 products, times BF16": over(f"prefill {float8}", baseline),
+    "HiRes decode, times BF16 tokens a second": over("decode BF16", "decode HiRes"),
+    "8B build, minutes": list(BUILD_MINUTES),
+  }
+
+
+def _launches(counts, kind, stored):
+  name = "launches of a Qwen3-8B-shaped layer"
+  return {name: {**counts[name], kind: counts[name][stored]}}
+
+
+def main():
+  """Writes and prints the result."""
+  counts = json.loads((HERE / "results" / "gpu_counts.json").read_text())
+  predicted = predictions(counts)
+  document = {
+    "command": "python benchmarks/gpu_predictions.py",
+    "from": {"gpu_counts.json": counts["date"], "versions": counts["versions"]},
+    "for": "one NVIDIA H200; nothing was run",
+    "goals": goals(predicted),
+    "predicted": predicted,
+  }
+  text = json.dumps(document, indent=1)
+  (HERE / "results" / "gpu_predictions.json").write_text(text + "\n")
+  print(text)
+
+
+if __name__ == "__main__":
+  main()
