@@ -13,8 +13,8 @@ Killed at any point it goes on where it stood when given the same folder. `--onl
 some of the folder's seeds, where time demands it. In the two worlds of `payoff-`, and
 with the real evaluator in the two of `payoff-real-`, experiments should pay and should
 not; what is expected is frozen with the plan, and every arm pays only for what it
-executes anew. `tables` writes the tables of all files
-beside them, one Markdown file a study.
+executes anew. `tables` writes the tables of all files beside them, one Markdown file a
+study.
 """
 
 import argparse
