@@ -286,7 +286,7 @@ class LinearPasses:
     """
     state = _of_linear(weight.shape[0], input_map)
     for step in map(jnp.int32, range(self.count)):
-      zeros = jnp.zeros(state.shape, jnp.float64)
+      zeros = jnp.zeros(state.shape, jnp.float32)
       sums = inputs.reduce(_LinearStep(self.measure), zeros, step, state)
       require_finite("measure_linear", np.asarray(sums))
       state = execution.block_on_cpu(_solved_linear(self.solve, step, sums, state))
@@ -299,11 +299,11 @@ class LinearPasses:
 
 
 def _of_linear(blocks: int, input_map: Any) -> jax.Array:
-  """Returns the first state of a linear, float64 `[2, width, width]`."""
+  """Returns the first state of a linear, float32 `[2, width, width]`."""
   maps = np.eye(mxfp4.BLOCK_SIZE)[None].repeat(blocks, 0)
   if input_map is not None:
-    maps = np.asarray(input_map.matrix, np.float64)
-  tiles = np.zeros((2, blocks, mxfp4.BLOCK_SIZE, blocks, mxfp4.BLOCK_SIZE))
+    maps = np.asarray(input_map.matrix)
+  tiles = np.zeros((2, blocks, mxfp4.BLOCK_SIZE, blocks, mxfp4.BLOCK_SIZE), np.float32)
   for index, each in enumerate(maps):
     tiles[0, index, :, index] = each
   width = blocks * mxfp4.BLOCK_SIZE

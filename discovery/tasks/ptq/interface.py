@@ -12,8 +12,8 @@ INTEGER = Aval("int32", ())
 MATRICES = 12
 """Matrices in the state of a block, and in the sums of a pass."""
 STATE = Aval("float64", (MATRICES, 32, 32))
-LINEAR = Aval("float64", (2, "width", "width"))
-"""State of a linear, and the sums of its passes."""
+LINEAR = Aval("float32", (2, "width", "width"))
+"""State of a linear, and the sums of its passes, in the precision of GPTQ."""
 SUMS = Aval("float64", (32, 32))
 """What a head or an MLP sums for its recovery."""
 MAX_PASSES = 8

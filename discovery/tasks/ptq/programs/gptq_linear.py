@@ -76,26 +76,26 @@ def measure_linear(inputs, index, step, state):
   moment = product(inputs, inputs.T)
   upper = jnp.triu(moment) + jnp.triu(moment, 1).T
   count = jnp.full_like(moment, inputs.shape[1])
-  return jnp.stack([upper, count]).astype(jnp.float64)
+  return jnp.stack([upper, count])
 
 
 def solve_linear(step, sums, state):
   """Finds U of the Hessian in the coordinates of T."""
   width = state.shape[1]
   blocks = width // 32
-  hessian = jnp.float32(sums[0]) / jnp.float32(sums[1, 0, 0])
-  of_blocks = jnp.float32(state[0]).reshape(blocks, 32, blocks, 32)
+  hessian = sums[0] / sums[1, 0, 0]
+  of_blocks = state[0].reshape(blocks, 32, blocks, 32)
   maps = of_blocks[jnp.arange(blocks), :, jnp.arange(blocks)]
   tiles = hessian.reshape(blocks, 32, blocks, 32)
   left = jnp.einsum("aij,ajbk->aibk", maps, tiles, precision="highest")
   both = jnp.einsum("aibk,blk->aibl", left, maps, precision="highest")
   upper = factor(both.reshape(width, width))
-  return jnp.stack([upper, jnp.zeros_like(upper)]).astype(jnp.float64)
+  return jnp.stack([upper, jnp.zeros_like(upper)])
 
 
 def encode_linear(row, state):
   """Encodes block by block; each is told of the errors of those before it."""
-  upper = jnp.float32(state[0])
+  upper = state[0]
 
   def group(block, carry):
     codes, scales, errors = carry

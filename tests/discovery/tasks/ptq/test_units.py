@@ -76,7 +76,7 @@ SHOWN = (
   HEADER
   + """
 def measure_linear(inputs, index, step, state):
-  moment = jnp.matmul(inputs, inputs.T, precision="highest").astype(jnp.float64)
+  moment = jnp.matmul(inputs, inputs.T, precision="highest")
   return jnp.stack([(index + 1) * moment, (step + 1) * state[0]])
 def solve_linear(step, sums, state):
   return jnp.stack([state[0] + sums[0], state[1] + sums[1]])
@@ -148,7 +148,7 @@ HOSTILE = {
   "arithmetic without end": (
     "def solve_linear(step, sums, state):\n"
     "  wide = jnp.tile(state[0].astype(jnp.bfloat16), (80, 80))\n"
-    "  return state + jnp.sum(wide @ wide).astype(jnp.float64)\n",
+    "  return state + jnp.sum(wide @ wide).astype(jnp.float32)\n",
     Status.REFUSED,
     "solve_linear: [0-9]+ floating-point operations, at most 68719476736",
   ),
@@ -174,7 +174,7 @@ def test_what_a_pass_may_not_do_is_refused_before_it_runs(name):
   [
     (
       "def measure_linear(inputs, index, step, state):\n"
-      "  return jnp.full_like(state, 1e308)\n",
+      "  return jnp.full_like(state, 2e38)\n",
       "measure_linear: returned NaN or inf",
     ),
     (
