@@ -360,6 +360,12 @@ def check_layer(rng, how, size):
   return {"relative_error": errors, "passed": max(errors.values()) < 0.03}
 
 
+def check_mosaic(rng, how, size):
+  import gpu_mosaic  # It takes what is above.
+
+  return gpu_mosaic.check(rng, how, size)
+
+
 CHECKS = {
   "encode": check_encode,
   "one code": check_refinement,
@@ -371,6 +377,7 @@ CHECKS = {
   "recovery": check_recovery,
   "attention": check_attention,
   "layer": check_layer,
+  "Mosaic forms": check_mosaic,
 }
 
 

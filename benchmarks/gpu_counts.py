@@ -6,8 +6,9 @@ Also the launches of a compiled layer, for one token beside a cache and for 2,04
 
 Compiles the kernels as `tests/compile_kernels.py` does, for an H200 and without one,
 disassembles them (`nvdisasm` of a CUDA toolkit, or of the package triton), and counts
-the instructions of one pass through the largest loop, or of the whole kernel where it
-has none; and those of the whole kernel with all its passes, which bound the rate.
+the instructions of one pass through the loop that has most matrix instructions for its
+size, else through the largest loop, or of the whole kernel where it has none; and those
+of the whole kernel with all its passes, which bound the rate.
 A multiprocessor starts 128 instructions a cycle, 64 of them on the units for
 integers, comparisons and selections; that bounds the values a second, and the bound is
 set beside the values that the memory can bring and take. Bounds are no measurements:
@@ -74,6 +75,12 @@ def instructions(sass):
   return found, loops
 
 
+def weight_of_loop(found, span):
+  """Share of matrix instructions of a warp group, then size."""
+  operations = found[slice(*span)]
+  return sum("GMMA" in op for op in operations) / len(operations), len(operations)
+
+
 def count(ptx, folder, per_thread, passes=1):
   """Instructions a value by kind, of `passes` through the loop in the whole kernel.
 
@@ -89,7 +96,7 @@ def count(ptx, folder, per_thread, passes=1):
   found, loops = instructions(sass)
   whole = sum(op.split(".")[0] != "NOP" for op in found)
   if loops:
-    start, end = max(loops, key=lambda span: span[1] - span[0])
+    start, end = max(loops, key=functools.partial(weight_of_loop, found))
     found = found[start:end]
   by_operation = collections.Counter(op.split(".")[0] for op in found)
   total = sum(n for op, n in by_operation.items() if op != "NOP")
@@ -101,6 +108,7 @@ def count(ptx, folder, per_thread, passes=1):
     "instructions": total / per_thread,
     "of the whole kernel": (whole + (passes - 1) * total) / (passes * per_thread),
     "on integer units": (total - multiply - elsewhere) / per_thread,
+    "waits for products": sum(op.startswith("WARPGROUP.DEPBAR") for op in found),
     "counted": f"{'loop' if loops else 'kernel'} of {total}, {per_thread} values",
     "most frequent": dict(by_operation.most_common(12)),
   }
@@ -137,7 +145,8 @@ def cases():
   """Name: launch, arguments, values a thread of one pass, passes, bytes a value."""
   import jax.numpy as jnp
 
-  from mxjax.pallas_kernels import mosaic, mxfp4_decode, mxfp4_encode
+  from mxjax.pallas_kernels import mxfp4_decode, mxfp4_encode
+  from mxjax.pallas_kernels.mosaic import device
   from mxjax.pallas_kernels.products import matmul
   from mxjax.pallas_kernels.refinement import one_code
 
@@ -151,8 +160,6 @@ def cases():
   for name, size in (("float32", 4), ("bfloat16", 2)):
     values, threads = mxfp4_encode.BLOCKS * 32, mxfp4_encode.WARPS * 32
     add(f"encode {name}", values, threads, size + packed)
-  if not mosaic.obstacle():
-    add("encode bfloat16, Mosaic", mosaic.BLOCKS * 32, 128, 2 + packed)
   values, threads = mxfp4_decode.BLOCKS * 32, mxfp4_decode.WARPS * 32
   add("decode to bfloat16", values, threads, 2 + packed)
   tile = one_code.Tile.of(2048, jnp.bfloat16)
@@ -173,7 +180,29 @@ def cases():
     values = tile.outputs * tile.columns
     passes = shape[1] // (tile.columns * tile.splits)
     add(f"matmul {name}", values, tile.warps * 32, packed, passes)
+  if not device.obstacle():
+    for case in mosaic_cases(packed):
+      add(*case)
   return result
+
+
+def mosaic_cases(packed):
+  """The arguments of `add` in `cases`, for kernels in Mosaic GPU."""
+  from mxjax.pallas_kernels.mosaic import encode, products, refinement
+
+  width = refinement.BLOCKS * 32
+  tiles, pairs = 2048 // refinement.ROWS, 4096 // width
+  passes = -(-tiles // (refinement.AT_ONCE // pairs))
+  yield "Mosaic encode bfloat16", encode.BLOCKS * 32, 128, 2 + packed
+  for name, size in (("codes", packed), ("values", 2), ("float8", 33 / 32)):
+    case = f"Mosaic one code, {name}"
+    yield case, refinement.ROWS * width, 128, 2 + size, passes
+  yield "Mosaic nearest, values", refinement.ROWS * width, 128, 4, passes
+  # A pass is two steps, and those after the loop are not in it.
+  values = 2 * products.OUTPUTS * products.COLUMNS
+  passes = (4096 // products.COLUMNS - 2) // 2
+  for name in ("float8 product", "bfloat16 x packed"):
+    yield f"Mosaic {name}, 2048 rows", values, 128, packed, passes
 
 
 def rows_of_a_token(run, folder, only):

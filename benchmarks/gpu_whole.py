@@ -1,5 +1,6 @@
 """Whole random models in one program, as users run them, beside BF16 baselines."""
 
+import dataclasses
 import functools
 import time
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.layers.inference_packing import pack_for_inference
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import CausalLM, generation
 
 BASELINE = "BF16, fastest attention"
@@ -117,12 +119,26 @@ def decode(bench, shape, kind):
   return result
 
 
+def is_quantized(node):
+  """Whether a node of the params is a quantized linear."""
+  return isinstance(node, QuantizedLinear)
+
+
+def in_float8(node):
+  """A linear as `pack_for_inference` leaves it, of which packing needs the weights."""
+  unit = jax.ShapeDtypeStruct((), jnp.float32)
+  return dataclasses.replace(node, float8_scale=unit) if is_quantized(node) else node
+
+
 def compile_whole(bench, shape, name, kind):
   """Compiles a whole model for later sections, beside others, without its weights."""
   start = time.perf_counter()
   if name == "prefill":
-    run, make = whole_model(bench, shape, kind)
-    run.lower(*jax.eval_shape(make)).compile()
+    run, make = whole_model(bench, shape, kind.partition(", float8")[0])
+    arguments = jax.eval_shape(make)
+    if "float8" in kind:
+      arguments = jax.tree.map(in_float8, arguments, is_leaf=is_quantized)
+    run.lower(*arguments).compile()
   else:
     prompt, count, at_once = decoding(bench)
     model = CausalLM(gpu_models.config_of(shape))

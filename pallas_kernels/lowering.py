@@ -1,6 +1,6 @@
 """Backend interface for kernels: Triton on NVIDIA GPUs, or interpret mode.
 
-Only this file knows the backend, besides `mosaic.py`. Compiler parameters are
+Only this file knows the backend, besides the folder `mosaic`. Compiler parameters are
 always explicit, because the default backend differs between JAX versions.
 """
 
@@ -22,7 +22,7 @@ columns = pl.ds
 
 
 def backend() -> str:
-  """Returns what compiles kernels that have two forms: `triton` or `mosaic`.
+  """Returns what compiles kernels: `triton` or `mosaic`.
 
   The environment variable MXJAX_PALLAS_BACKEND says it, read when a kernel is traced;
   `triton` is the default.
@@ -34,6 +34,15 @@ def backend() -> str:
   if name not in ("triton", "mosaic"):
     raise ValueError(f"MXJAX_PALLAS_BACKEND must be triton or mosaic, got {name!r}.")
   return name
+
+
+def obstacle(mosaic: str | None = "it has no Mosaic form") -> str | None:
+  """Returns why the chosen backend cannot make a kernel, or None.
+
+  `mosaic` says why its Mosaic form cannot take the arguments, or None. The Triton forms
+  ask for themselves.
+  """
+  return mosaic if backend() == "mosaic" else None
 
 
 def launch(

@@ -192,6 +192,7 @@ def _choose(
   place: str, implementation: Implementation | None, tensor: mxfp4.MXTensor
 ) -> Implementation:
   obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
+  obstacle = obstacle or lowering.obstacle()
   return implementations.choose(place, implementation, pallas=obstacle)
 
 

@@ -20,7 +20,8 @@ from jax import lax
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.native import encode as native_encode
-from mxjax.pallas_kernels import codec, lowering, mosaic
+from mxjax.pallas_kernels import codec, lowering
+from mxjax.pallas_kernels.mosaic import encode as mosaic
 
 BLOCKS, WARPS = 256, 4
 """Blocks per program, and the warps that share them."""
@@ -141,12 +142,9 @@ def _obstacle(x: jax.Array, rules: mxfp4.Rules) -> str | None:
     return f"it takes float32, bfloat16 or float16, got {x.dtype}"
   if not isinstance(x, jax.core.Tracer) and len(x.devices()) > 1:
     return f"it runs on one device, and the array lies on {x.devices()}"
-  if lowering.backend() == "mosaic":
-    if x.dtype != jnp.bfloat16 or x.size < mosaic.BLOCKS * mxfp4.BLOCK_SIZE:
-      wanted = f"bfloat16 of {mosaic.BLOCKS} blocks or more"
-      return f"its Mosaic form takes {wanted}, got {x.dtype}{list(x.shape)}"
-    return mosaic.obstacle()
-  return None if x.size else f"there is nothing to encode in shape {x.shape}"
+  if not x.size:
+    return f"there is nothing to encode in shape {x.shape}"
+  return lowering.obstacle(mosaic.obstacle(x))
 
 
 def encode(

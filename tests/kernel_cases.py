@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from mxjax.numerics import mxfp4
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
-from mxjax.pallas_kernels import gptq, mosaic, mxfp4_decode, mxfp4_encode, recovery
+from mxjax.pallas_kernels import gptq, mxfp4_decode, mxfp4_encode, recovery
 from mxjax.pallas_kernels.attention import cached_attention
+from mxjax.pallas_kernels.mosaic import blackwell, device, encode, products, refinement
 from mxjax.pallas_kernels.products import float8, float8_matmul, matmul, planes
 from mxjax.pallas_kernels.refinement import fused_inputs, one_code
 
@@ -111,9 +112,32 @@ def other_cases():
 
 
 def mosaic_cases():
-  if mosaic.obstacle():
+  if device.obstacle():
     return {}
-  return {"encode bfloat16, Mosaic": (mosaic.encode, array((2048, 4096), b16))}
+  narrow, square = array((2048, 4096), b16), array((128, 32, 32), f32)
+  tables = square, array((128, 528), f32), square
+
+  def refine(*tables, form):
+    launch = functools.partial(refinement.launch, form=form)
+    return launch, narrow, one_code.Tables(*tables)
+
+  to_float8, to_packed, native = (
+    functools.partial(product, dtype=b16)
+    for product in (products.float8_product, products.packed_product, blackwell.product)
+  )
+  eight, wide = array((2048, 4096), float8.FORM), packed(12288, 4096)
+  one_code_cases = {
+    f"Mosaic one code, {form}": refine(*tables, form=form)
+    for form in ("codes", "values", "float8")
+  }
+  return one_code_cases | {
+    "Mosaic one code without a map, values": refine(None, *tables[1:], form="values"),
+    "Mosaic nearest, values": refine(square, None, None, form="values"),
+    "Mosaic float8 product, 2048 rows": (to_float8, eight, wide, scalar),
+    "Mosaic bfloat16 x packed, 2048 rows": (to_packed, narrow, wide),
+    "Mosaic encode bfloat16": (encode.encode, narrow),
+    "Mosaic packed x packed, Blackwell": (native, packed(2048, 4096), wide),
+  }
 
 
 def cases():

@@ -15,6 +15,8 @@ from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import float32_sums
 from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
 from mxjax.numerics.shaping.input_maps import InputMap
+from mxjax.pallas_kernels import lowering
+from mxjax.pallas_kernels.mosaic import refinement
 from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.products.float8_matmul import float8_matmul
 from mxjax.pallas_kernels.refinement import fused_inputs
@@ -211,4 +213,7 @@ def _obstacle(x: fused_inputs.Input, weight: QuantizedLinear) -> str | None:
     return f"kernels do not know the rounding {type(weight.rounding).__name__}"
   if x.dtype not in (jnp.float32, jnp.bfloat16):
     return f"kernels take float32 or bfloat16 inputs, got {x.dtype}"
-  return None if math.prod(x.shape) else f"there are no inputs in shape {x.shape}"
+  if not math.prod(x.shape):
+    return f"there are no inputs in shape {x.shape}"
+  is_few = math.prod(x.shape[:-1]) < matmul.LIBRARY_ROWS
+  return lowering.obstacle(refinement.obstacle(x, "planes" if is_few else "values"))

@@ -90,9 +90,9 @@ def quantize_with_record(
       )
       run.save_after(save_every, trajectories)
       for index in range(run.finished, count):
-        name, *made = _quantize_next(run, trajectories, contract, probe, on_progress)
+        made = _quantize_next(run, trajectories, contract, probe, on_progress)
         is_stopping = bool(stop and processes.any_of(stop(), placement.mesh))
-        run.finish_layer(name, *made, trajectories, is_stopping=is_stopping)
+        run.finish_layer(*made, trajectories, is_stopping=is_stopping)
         if is_stopping:
           raise Stopped(index + 1, count)
     run.tune(announce_tuning(on_progress, count))

@@ -76,7 +76,9 @@ def obstacle(
   # More float32 rows would spill registers.
   most = 32 if queries.dtype == jnp.float32 else 64
   what = "query heads of a key-value head times new tokens"
-  return f"{what} must be at most {most}, got {count}" if count > most else None
+  if count > most:
+    return f"{what} must be at most {most}, got {count}"
+  return lowering.obstacle()
 
 
 class _Running(NamedTuple):

@@ -52,8 +52,8 @@ def exponents(scales: jax.Array) -> jax.Array:
 
 def is_outside(exponent: jax.Array) -> jax.Array:
   """Returns whether blocks of int32 exponents exceed the range of E5M2."""
-  inside = (exponent >= LOWEST) & (exponent <= HIGHEST)
-  return ~(inside | (exponent == -mxfp4.SCALE_BIAS))
+  is_small = (exponent < LOWEST) & (exponent != -mxfp4.SCALE_BIAS)
+  return is_small | (exponent > HIGHEST)
 
 
 def own_unit(exponent: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST
 from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
+from mxjax.pallas_kernels.mosaic import products
 from mxjax.pallas_kernels.products import float8, planes
 from mxjax.pallas_kernels.products.float8 import Float8Inputs
 
@@ -164,6 +165,29 @@ def mend(
   )
 
 
+def _by_mosaic(
+  x: Float8Inputs,
+  weight: mxfp4.MXTensor,
+  unit: jax.Array,
+  dtype: jax.typing.DTypeLike,
+  interpret: bool,
+) -> jax.Array:
+  """Computes `float8_matmul` with kernels that decode weights in registers.
+
+  Rows with a block outside the range take the bfloat16 product, which runs only where
+  there are any.
+  """
+  how = {"dtype": dtype, "interpret": interpret}
+  product = products.float8_product(x.values, weight, unit, **how)
+  outside = float8.is_outside(float8.exponents(x.scales)).any(axis=1)
+
+  def mended() -> jax.Array:
+    wide = products.packed_product(x.decoded(), weight, **how)
+    return jnp.where(outside[:, None], wide, product)
+
+  return lax.cond(outside.any(), mended, lambda: product)
+
+
 def float8_matmul(
   x: Float8Inputs,
   weight: mxfp4.MXTensor,
@@ -187,9 +211,12 @@ def float8_matmul(
       f"{x.shape} and {weight.shape}."
     )
   obstacle = None if x.shape[0] else "x has no rows"
+  obstacle = obstacle or lowering.obstacle(products.obstacle(x, weight))
   implementation = implementations.choose(
     "pallas_kernels.float8_matmul", implementation, pallas=obstacle
   )
+  if implementation != "xla" and lowering.backend() == "mosaic":
+    return _by_mosaic(x, weight, unit, dtype, implementation == "interpret")
   values = mxfp4_decode.decode_float8(weight, unit, implementation=implementation)
   # The highest precision keeps a GPU's library from using its fast sums.
   by_columns = ((1,), (1,)), ((), ())

@@ -25,6 +25,7 @@ from jax import lax
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
+from mxjax.pallas_kernels.mosaic import products
 from mxjax.pallas_kernels.products import planes
 
 LIBRARY_ROWS = 256
@@ -307,9 +308,16 @@ def matmul_each(
     _check(x, weight)
   rows = inputs[0].shape[0]
   obstacle = None if rows else "x has no rows"
+  for x, weight in zip(inputs, weights, strict=True):
+    obstacle = obstacle or lowering.obstacle(products.obstacle(x, weight))
   resolved = implementations.choose(
     "pallas_kernels.matmul", implementation, pallas=obstacle
   )
+  if resolved != "xla" and lowering.backend() == "mosaic":
+    how = {"dtype": dtype, "interpret": resolved == "interpret"}
+    product = functools.partial(products.packed_product, **how)
+    whole = (x.whole() if isinstance(x, planes.Planes) else x for x in inputs)
+    return list(map(product, whole, weights))
   if resolved == "xla" or (implementation is None and rows >= LIBRARY_ROWS):
     pairs = zip(inputs, weights, strict=True)
     return [_library(x, weight, dtype, resolved) for x, weight in pairs]

@@ -19,6 +19,7 @@ from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization import one_code
 from mxjax.pallas_kernels import codec, lowering
+from mxjax.pallas_kernels.mosaic import refinement as mosaic
 from mxjax.pallas_kernels.products import float8, planes
 from mxjax.pallas_kernels.refinement import fused_inputs
 from mxjax.pallas_kernels.refinement.tile import Tables, load_tables, realize
@@ -194,6 +195,13 @@ def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
   return values if form == "values" else planes.split(values)
 
 
+def _by_mosaic(x: jax.Array, tables: Tables, form: Form, interpret: bool) -> Refined:
+  parts = mosaic.launch(x, tables, form=form, interpret=interpret)
+  if form == "values":
+    return parts[0]
+  return mxfp4.MXTensor(*parts) if form == "codes" else float8.Float8Inputs(*parts)
+
+
 def refine_for(
   x: fused_inputs.Input,
   tables: Sequence[Tables],
@@ -219,12 +227,16 @@ def refine_for(
     obstacle = f"x must be float32 or bfloat16, got {x.dtype}"
   elif len(x.shape) != 2 or x.shape[0] == 0:
     obstacle = f"x must be [n, d] with n at least 1, got {x.shape}"
+  obstacle = obstacle or lowering.obstacle(mosaic.obstacle(x, form))
   implementation = implementations.choose(
     "pallas_kernels.refine", implementation, pallas=obstacle
   )
   if implementation == "xla":
     rows = fused_inputs.as_array(x)
     return [_reference(rows, each, form) for each in tables]
+  if lowering.backend() == "mosaic":
+    rows, interpret = fused_inputs.as_array(x), implementation == "interpret"
+    return [_by_mosaic(rows, each, form, interpret) for each in tables]
   is_alike = len(set(map(jax.tree.structure, tables))) == 1
   together = is_alike and x.shape[0] <= FEW_ROWS
   made, tile = fused_inputs.for_kernel(x), Tile.of(x.shape[0], x.dtype)

@@ -172,6 +172,11 @@ _COMPARE = {
   "le": np.less_equal,
   "gt": np.greater,
   "ge": np.greater_equal,
+  # Unordered: true of NaN, too.
+  "ltu": lambda a, b: ~np.greater_equal(a, b),
+  "leu": lambda a, b: ~np.greater(a, b),
+  "gtu": lambda a, b: ~np.less_equal(a, b),
+  "geu": lambda a, b: ~np.less(a, b),
 }
 _BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 

@@ -10,6 +10,8 @@ from mxjax.evaluation.cli import arguments
 
 RUN = "run"
 """Name of the subfolder with a run's journal and finished layers."""
+PASSED_ON = ("store", "check", "chunk", "save_every")
+"""Options that `quantize` of the library has too."""
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -189,13 +191,10 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
       tokens,
       program,
       run_dir=run,
-      store=options.store,
-      check=options.check,
-      chunk=options.chunk,
+      **{name: vars(options)[name] for name in PASSED_ON},
       on_progress=stop.follow(begin(options.method)),
       stop=stop,
       into=store,
-      save_every=options.save_every,
     )
     model_name = inputs.model_name(options)
     row["record"]["calibration"] |= {

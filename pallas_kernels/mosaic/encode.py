@@ -1,11 +1,6 @@
-"""The Mosaic GPU form of kernels, for jax 0.11 and newer: the bfloat16 encoder so far.
-
-JAX 0.11 deprecates Triton in Pallas and keeps `kernel` of Mosaic GPU. This form is
-compiled for sm_90a and interpreted, and no GPU has run it; `lowering.backend` chooses.
-"""
+"""The bfloat16 encoder in Mosaic GPU; see `mxfp4_encode.py`."""
 
 import functools
-import inspect
 import math
 from typing import Any
 
@@ -13,23 +8,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu
 
 from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import codec
+from mxjax.pallas_kernels.mosaic import device
+from mxjax.pallas_kernels.mosaic.device import gpu
 
 BLOCKS = 64
 """Blocks of a program, one warp group: the rows of the smallest `WGMMA` layout, in
 which four threads hold a block and each has eight of its values."""
-_api: Any = mosaic_gpu
 
 
-def obstacle() -> str | None:
-  """Returns why no kernel can be made here, or None. This alone knows of versions."""
-  has_interpreter = hasattr(mosaic_gpu, "InterpretGPUParams")
-  if has_interpreter and "out_type" in inspect.signature(_api.kernel).parameters:
-    return None
-  return f"Mosaic GPU kernels need jax 0.11 or newer, got {jax.__version__}"
+def obstacle(x: jax.Array) -> str | None:
+  """Returns why the encoder cannot take an array, or None."""
+  if x.dtype != jnp.bfloat16 or x.size < BLOCKS * mxfp4.BLOCK_SIZE:
+    wanted = f"bfloat16 of {BLOCKS} blocks or more"
+    return f"its Mosaic form takes {wanted}, got {x.dtype}{list(x.shape)}"
+  return device.obstacle()
 
 
 def encode_halves(
@@ -52,13 +47,7 @@ def encode_halves(
 
 
 def encode(x: jax.Array, *, interpret: bool = False) -> mxfp4.MXTensor:
-  """Runs the encoder on bfloat16 `[..., d]` of 64 blocks or more.
-
-  Raises:
-    NotImplementedError: JAX is older than 0.11.
-  """
-  if why_not := obstacle():
-    raise NotImplementedError(f"mosaic.encode: {why_not}.")
+  """Runs the encoder on bfloat16 `[..., d]` of 64 blocks or more."""
   rows = math.prod(x.shape) // mxfp4.BLOCK_SIZE
   # Views two values as one word; no data moves.
   pairs = x.reshape(rows, mxfp4.BLOCK_SIZE // 2, 2)
@@ -68,19 +57,19 @@ def encode(x: jax.Array, *, interpret: bool = False) -> mxfp4.MXTensor:
     # The last program overlaps the one before, and both write the same bytes.
     first = jnp.minimum(lax.axis_index("tile") * BLOCKS, rows - BLOCKS)
     here = pl.ds(first, BLOCKS)
-    word = _api.load(x_ref.at[here], layout=_api.Layout.WGMMA, optimized=False)
+    word = gpu.load(x_ref.at[here], layout=gpu.Layout.WGMMA, optimized=False)
     even, odd = codec.from_bits(word << 16), codec.from_bits(word & codec.UPPER)
     packed, exponent = encode_halves(even, odd, has_subnormals=not interpret)
     codes_ref[here] = packed.astype(jnp.uint8)
     scales_ref[here] = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8)
 
   shapes = (rows, mxfp4.BLOCK_SIZE // 2), (rows,)
-  codes, scales = _api.kernel(
+  codes, scales = gpu.kernel(
     mxjax_mxfp4_encode,
     out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes),
     grid=(-(-rows // BLOCKS),),
     grid_names=("tile",),
-    interpret=_api.InterpretGPUParams() if interpret else None,
+    interpret=device.mode(interpret),
   )(words)
   leading = x.shape[:-1]
   return mxfp4.MXTensor(codes.reshape(*leading, -1), scales.reshape(*leading, -1))

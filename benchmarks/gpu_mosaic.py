@@ -1,0 +1,72 @@
+"""Correctness of the Mosaic GPU forms, called by themselves: see `gpu_checks.py`."""
+
+import gpu_checks
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.numerics import mxfp4
+from mxjax.pallas_kernels import mxfp4_decode
+from mxjax.pallas_kernels.mosaic import (
+  blackwell,
+  device,
+  encode,
+  products,
+  refinement,
+)
+from mxjax.pallas_kernels.products import float8
+from mxjax.pallas_kernels.refinement import one_code
+
+
+def check(rng, how, size):
+  """What this GPU's generation has, if the installed jax can make it."""
+  if why_not := device.obstacle():
+    return {"skipped": why_not, "passed": True}
+  if how != "pallas":
+    return {"skipped": "tests/pallas_kernels/mosaic interprets them", "passed": True}
+  rows = size + 64 + 3
+  x = gpu_checks.activations(rng, rows, 256, jnp.bfloat16)
+  got = jax.jit(encode.encode)(x)
+  results = {"encode": float(gpu_checks.differing(got, mxfp4.encode(x)) != (0.0, 0))}
+  if device.is_blackwell():
+    operands = (packed(rng, 256, 256), packed(rng, 128, 256))
+    results["MXFP4 product"] = error(blackwell.product, *operands)
+  else:
+    results["one code"] = refinement_gap(rng, x)
+    x, weight = packed(rng, rows, 256), packed(rng, 256, 256)
+    results["packed product"] = error(products.packed_product, x, weight)
+    unit, _ = mxfp4_decode.float8_range(weight)
+    narrow = lambda x, weight, dtype: products.float8_product(
+      float8.of_tensor(x).values, weight, unit, dtype=dtype
+    )
+    # Sums of float8 keep fewer bits: 14 would show 1e-4.
+    results["float8 product"] = error(narrow, x, weight, relative=1e-3)
+  return {"error_in_bounds": results, "passed": max(results.values()) <= 1}
+
+
+def packed(rng, rows, width):
+  return mxfp4.encode(jnp.asarray(rng.standard_t(5, (rows, width)), jnp.float32))
+
+
+def refinement_gap(rng, x):
+  """The objective's distance from the reference, in units of what is allowed."""
+  tables = gpu_checks.tables(rng, x.shape[1] // 32)
+  parts = jax.jit(refinement.launch, static_argnames="form")(
+    x, one_code.Tables(*tables), form="codes"
+  )
+  want = one_code.refine(x, *tables, implementation="xla")
+  reached, scale = gpu_checks.objective(mxfp4.MXTensor(*parts), x, *tables)
+  reference, _ = gpu_checks.objective(want, x, *tables)
+  gap = np.abs(reached - reference) / np.maximum(scale, 1e-30)
+  return float(gap.max() / 1e-4)
+
+
+def error(product, x, weight, relative=None):
+  """The largest error against float64 in units of what is allowed."""
+  got = jax.jit(product, static_argnames="dtype")(x, weight, dtype=jnp.float32)
+  wide = [np.asarray(mxfp4.decode(t, jnp.float32), np.float64) for t in (x, weight)]
+  want, sizes = wide[0] @ wide[1].T, np.abs(wide[0]) @ np.abs(wide[1]).T
+  off = np.abs(np.asarray(got, np.float64) - want)
+  if relative is not None:
+    return float(np.linalg.norm(off) / np.linalg.norm(want) / relative)
+  return float((off / (x.shape[1] * 2.0**-24 * sizes)).max())

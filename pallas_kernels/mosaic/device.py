@@ -1,0 +1,164 @@
+"""What the Mosaic GPU kernels share: versions, PTX on registers, memory, products.
+
+Mosaic GPU cannot change the width of elements in registers, gather, or read the two
+elements of one register. `by_ptx` and `take` add that. Each has its meaning in plain
+JAX, which interpret mode runs instead.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu
+
+gpu: Any = mosaic_gpu
+"""The API, untyped: it differs between versions of jax."""
+MULTIPROCESSORS = 132
+"""Multiprocessors of an H200."""
+
+
+def obstacle() -> str | None:
+  """Returns why no kernel can be made here, or None. This alone knows of versions."""
+  has_interpreter = hasattr(mosaic_gpu, "InterpretGPUParams")
+  if has_interpreter and "out_type" in inspect.signature(gpu.kernel).parameters:
+    return None
+  return f"Mosaic GPU kernels need jax 0.11 or newer, got {jax.__version__}"
+
+
+def is_blackwell() -> bool:
+  """Returns whether computations target a GPU of Blackwell's generation."""
+  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+  kind = jax.devices()[0].device_kind if device is None else device.device_kind
+  return re.search(r"\bG?B[123]00\b", kind) is not None
+
+
+def hopper_obstacle() -> str | None:
+  """Returns why no kernel with Hopper's matrix instructions can be made, or None."""
+  if is_blackwell():
+    return "its Mosaic form uses matrix instructions that only Hopper has"
+  return obstacle()
+
+
+def mode(interpret: bool) -> Any:
+  """Returns the argument `interpret` of a kernel."""
+  return gpu.InterpretGPUParams() if interpret else None
+
+
+def words_layout() -> Any:
+  """Returns the layout of words `[64, n]` that belongs to `WGMMA` and `WGMMA_8BIT`.
+
+  A thread has the words whose elements it has in those layouts: two elements a word in
+  `WGMMA`, four in `WGMMA_8BIT`. The registers come in the same order.
+  """
+  tiling = gpu.Tiling(((64, 4), (16, 4), (8, 4), (1,)))
+  how = {"warp_dims": (-7,), "lane_dims": (-3, -2), "vector_dim": -1}
+  return gpu.Layout.TILED(tiling, **how)
+
+
+def by_ptx(
+  ptx: str,
+  meaning: Callable[..., jax.Array],
+  *operands: jax.Array,
+  layouts: Sequence[Any],
+  layout: Any,
+  interpret: bool,
+) -> jax.Array:
+  """Runs PTX once for every register of the result.
+
+  `ptx` goes from the 32-bit registers `$1`, `$2`, ... of the operands to `$0`: two for
+  a register of two 32-bit elements, one extended by zeros for a narrow one; a narrow
+  result is cut. `layouts` are those of the operands and `layout` that of the result;
+  their registers correspond in order. `meaning` is the same operation in plain JAX.
+  """
+  if interpret:
+    return meaning(*operands)
+  like = jax.eval_shape(meaning, *operands)
+  result = gpu.ShapeDtypeStruct(like.shape, like.dtype, layout=layout)
+
+  @gpu.inline_mgpu(arg_types=tuple(layouts), return_type=result)
+  def emit(context: Any, *arrays: Any) -> Any:
+    return _map_registers(ptx, arrays, result)
+
+  return emit(*operands)
+
+
+def _map_registers(ptx: str, arrays: Sequence[Any], result: Any) -> Any:
+  """Emits the inline assembly of `by_ptx`."""
+  from jax.experimental.mosaic import gpu as mgpu
+  from jaxlib.mlir import ir
+  from jaxlib.mlir.dialects import arith, llvm, vector
+
+  integer, utils = ir.IntegerType.get_signless, mgpu.utils
+
+  def words(register: Any) -> list[Any]:
+    bits = utils.bitwidth(register.type)
+    if bits < 32:
+      return [arith.extui(integer(32), utils.bitcast(register, integer(bits)))]
+    pair = utils.bitcast(register, ir.VectorType.get((bits // 32,), integer(32)))
+    return [vector.extract(pair, [], [i]) for i in range(bits // 32)]
+
+  layout = result.layout.to_mgpu()
+  kind = layout.registers_element_type(utils.dtype_to_ir_type(result.dtype))
+  bits = utils.bitwidth(kind)
+  registers = np.empty(layout.registers_shape(result.shape), object)
+  sources = zip(*(array.registers.flat for array in arrays), strict=True)
+  for place, source in zip(np.ndindex(registers.shape), sources, strict=True):
+    operands = [word for register in source for word in words(register)]
+    constraints = ",".join(["=r", *("r" for _ in operands)])
+    word: Any = llvm.inline_asm(integer(32), operands, ptx, constraints)
+    word = word if bits == 32 else arith.trunci(integer(bits), word)
+    registers[place] = utils.bitcast(word, kind)
+  signed = utils.is_signed(result.dtype)
+  return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
+
+
+def take(ref: Any, index: jax.Array, *, layout: Any, interpret: bool) -> jax.Array:
+  """Reads `ref[index]` from a vector in global memory, in the shape of the index."""
+  if interpret:
+    return ref[...][index]
+  result = gpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=layout)
+
+  @gpu.inline_mgpu(arg_types=(gpu.RefType(), layout), return_type=result)
+  def emit(context: Any, memory: Any, places: Any) -> Any:
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, memref
+
+    def read(place: Any, _: Any) -> Any:
+      return memref.load(memory, [arith.index_cast(ir.IndexType.get(), place)])
+
+    signed = mgpu.utils.is_signed(result.dtype)
+    return places.foreach(read, create_array=True, is_signed=signed)
+
+  return emit(ref, index)
+
+
+def tile(
+  rows: int, columns: int, dtype: jax.typing.DTypeLike, *leading: int, swizzle: int = 0
+) -> Any:
+  """Returns shared memory `[*leading, rows, columns]` for copies and products.
+
+  `swizzle` is the bytes of a row that stay together, 32, 64 or 128; by default as many
+  as a row has.
+  """
+  size = jnp.dtype(dtype).itemsize
+  swizzle = swizzle or min(128, columns * size)
+  transforms = gpu.TilingTransform((8, swizzle // size)), gpu.SwizzleTransform(swizzle)
+  return gpu.SMEM((*leading, rows, columns), dtype, transforms=transforms)
+
+
+def multiply(acc: Any, a: jax.Array, b: Any, stage: Any) -> None:
+  """Starts `acc += a @ b` with a in registers and b in shared memory.
+
+  Interpret mode takes no operand from registers: it goes through the memory `stage`,
+  which is None otherwise.
+  """
+  if stage is None:
+    gpu.wgmma(acc, a, b)
+  else:
+    stage[...] = a
+    gpu.wgmma(acc, stage, b)

@@ -1,0 +1,293 @@
+"""Products of inputs and packed weights in Mosaic GPU: persistent, warp-specialized.
+
+One program on each multiprocessor walks over output tiles. A memory warp group keeps
+`STAGES` steps of 128 columns in flight by TMA. Two compute warp groups have 64 outputs
+each: they decode a step's weights to registers while the products of the step before
+run, with inputs from shared memory.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mxjax.numerics import mxfp4
+from mxjax.pallas_kernels import codec
+from mxjax.pallas_kernels.mosaic import blackwell, device, weights
+from mxjax.pallas_kernels.mosaic.device import gpu
+
+OUTPUTS, GROUPS, COLUMNS, STAGES = 64, 2, 128, 4
+ROWS = 64
+"""Fewest rows; with fewer, most of a tile would be empty."""
+_ACROSS = OUTPUTS * GROUPS
+_WORDS = COLUMNS // 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """Static properties of a launch; `decode` is a function of `weights.py`."""
+
+  tile: int
+  rows: int
+  outputs: int
+  steps: int
+  planes: int
+  decode: Callable[..., list[jax.Array]]
+  interpret: bool
+
+  @property
+  def row_tiles(self) -> int:
+    return -(-self.rows // self.tile)
+
+  @property
+  def count(self) -> int:
+    """Returns the number of output tiles."""
+    return self.row_tiles * (self.outputs // _ACROSS)
+
+
+class _Place:
+  """An output tile: its rows, its outputs, and the slots of its steps."""
+
+  def __init__(self, info: Any, work: _Work) -> None:
+    tile = info.index[0]
+    # The last tile overlaps the one before, and both write the same.
+    first = lax.rem(tile, work.row_tiles) * work.tile
+    self.rows = pl.ds(jnp.minimum(first, work.rows - work.tile), work.tile)
+    self.first = lax.div(tile, work.row_tiles) * _ACROSS
+    self._step = info.local_index * work.steps
+
+  def step(self, k: Any) -> jax.Array:
+    """Returns how many steps the program took before step k."""
+    return self._step + k
+
+  def slot(self, k: Any) -> jax.Array:
+    """Returns which stage step k uses."""
+    return lax.rem(self.step(k), STAGES)
+
+
+def _fetch(refs: dict[str, Any], s: dict[str, Any], place: _Place, work: _Work) -> None:
+  """Copies a tile's operands to shared memory, step by step."""
+  across = pl.ds(place.first, _ACROSS)
+  size = COLUMNS // work.planes
+
+  def fetch(k: jax.Array, carry: None) -> None:
+    slot = place.slot(k)
+
+    @pl.when(place.step(k) >= STAGES)
+    def _() -> None:
+      gpu.barrier_wait(s["consumed"].at[slot])
+
+    copy = functools.partial(gpu.copy_gmem_to_smem, barrier=s["arrived"].at[slot])
+    for plane in range(work.planes):
+      here = plane, place.rows, pl.ds(k * size, size)
+      copy(refs["x"].at[here], s["x"].at[slot, plane])
+    copy(refs["words"].at[across, pl.ds(k * _WORDS, _WORDS)], s["words"].at[slot])
+    return carry
+
+  lax.fori_loop(0, work.steps, fetch, None)
+
+
+def _total(
+  refs: dict[str, Any],
+  s: dict[str, Any],
+  place: _Place,
+  group: jax.Array,
+  work: _Work,
+) -> jax.Array:
+  """Computes a warp group's part of a tile, float32 `[64 outputs, rows]`."""
+  mine = pl.ds(place.first + group * OUTPUTS, OUTPUTS)
+
+  def decode(k: Any) -> list[jax.Array]:
+    column = gpu.Layout.WGMMA.reduce(1)
+    scales = gpu.load(refs["scales"].at[mine, k], layout=column, optimized=False)
+    gpu.barrier_wait(s["arrived"].at[place.slot(k)])
+    here = s["words"].at[place.slot(k), pl.ds(group * OUTPUTS, OUTPUTS)]
+    words = gpu.load(here, layout=device.words_layout(), optimized=False)
+    return work.decode(words, scales, refs["unit_byte"][0], work.interpret)
+
+  def run(acc: Any) -> jax.Array:
+    def multiply(k: Any, parts: list[jax.Array]) -> None:
+      stage = s["stage"].at[group] if work.interpret else None
+      for plane, part in enumerate(parts):
+        device.multiply(acc, part, s["x"].at[place.slot(k), plane].T, stage)
+
+    def finish(k: Any) -> None:
+      gpu.wgmma_wait(0)
+      gpu.barrier_arrive(s["consumed"].at[place.slot(k)])
+
+    def step(k: Any, parts: list[jax.Array]) -> list[jax.Array]:
+      """Multiplies step k while the weights of the next are decoded."""
+      multiply(k, parts)
+      following = decode(k + 1)
+      finish(k)
+      return following
+
+    def two(half: jax.Array, parts: list[jax.Array]) -> list[jax.Array]:
+      # Two steps have registers of their own. In a loop over single steps, what is
+      # decoded would replace what is being multiplied, and ptxas would wait.
+      return step(2 * half + 1, step(2 * half, parts))
+
+    left = 1 + (work.steps - 1) % 2
+    parts = lax.fori_loop(0, (work.steps - left) // 2, two, decode(0))
+    for k in range(work.steps - left, work.steps - 1):
+      parts = step(k, parts)
+    multiply(work.steps - 1, parts)
+    finish(work.steps - 1)
+    return lax.optimization_barrier(acc[...])
+
+  return pl.run_scoped(run, gpu.ACC((OUTPUTS, work.tile), jnp.float32))
+
+
+def _kernel(refs: dict[str, Any], s: dict[str, Any], work: _Work) -> None:
+  group = lax.axis_index("group")
+
+  @gpu.nd_loop((work.count,), collective_axes="program")
+  def _(info: Any) -> None:
+    place = _Place(info, work)
+
+    @pl.when(group == GROUPS)
+    def _() -> None:
+      gpu.set_max_registers(40, action="decrease")
+      _fetch(refs, s, place, work)
+
+    @pl.when(group < GROUPS)
+    def _() -> None:
+      gpu.set_max_registers(232, action="increase")
+      y = _total(refs, s, place, group, work) * refs["unit"][0]
+      y = gpu.layout_cast(y.astype(refs["out"].dtype), gpu.Layout.WGMMA_TRANSPOSED)
+      gpu.wait_smem_to_gmem(0, wait_read_only=True)
+      s["out"].at[group].T[...] = y
+      gpu.commit_smem()
+      mine = pl.ds(place.first + group * OUTPUTS, OUTPUTS)
+      gpu.copy_smem_to_gmem(s["out"].at[group], refs["out"].at[place.rows, mine])
+
+  gpu.wait_smem_to_gmem(0)
+
+  @pl.when(group == GROUPS)
+  def _() -> None:
+    # A barrier may not end with an arrival that nothing waited for.
+    program, programs = lax.axis_index("program"), lax.axis_size("program")
+    tiles = lax.div(work.count - program + programs - 1, programs)
+    for slot in range(STAGES):
+
+      @pl.when(tiles * work.steps > slot)
+      def _(slot: int = slot) -> None:
+        gpu.barrier_wait(s["consumed"].at[slot])
+
+
+def _scratch(work: _Work, x: Any, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
+  """Returns the shared memory of a program."""
+  size = COLUMNS // work.planes
+  scratch = {
+    "x": device.tile(work.tile, size, x.dtype, STAGES, work.planes),
+    "words": device.tile(_ACROSS, _WORDS, jnp.int16, STAGES),
+    "out": device.tile(work.tile, OUTPUTS, dtype, GROUPS),
+    "arrived": gpu.Barrier(num_arrivals=work.planes + 1, num_barriers=STAGES),
+    "consumed": gpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+  }
+  if work.interpret:
+    scratch["stage"] = device.tile(OUTPUTS, size, x.dtype, GROUPS)
+  return scratch
+
+
+def obstacle(x: Any, weight: mxfp4.MXTensor) -> str | None:
+  """Returns why the kernels cannot multiply x `[n, d]` by W `[m, d]`, or None."""
+  (rows, width), outputs = x.shape, weight.shape[0]
+  if is_native(x):
+    return blackwell.obstacle(rows, width, outputs)
+  if rows < ROWS or width % COLUMNS or outputs % _ACROSS:
+    wanted = f"{ROWS} rows or more, widths of {COLUMNS} and outputs of {_ACROSS} each"
+    return f"its Mosaic form takes {wanted}, got {[rows, width, outputs]}"
+  return device.hopper_obstacle()
+
+
+def is_native(x: Any) -> bool:
+  """Returns whether the tensor cores take the inputs as they are."""
+  return isinstance(x, mxfp4.MXTensor) and device.is_blackwell()
+
+
+def _launch(
+  name: str,
+  x: jax.Array,
+  weight: mxfp4.MXTensor,
+  unit: jax.Array,
+  *,
+  decode: Callable[..., list[jax.Array]],
+  dtype: jax.typing.DTypeLike,
+  interpret: bool,
+) -> jax.Array:
+  """Runs the kernel on x `[planes, n, d / planes]`; `unit` multiplies the result."""
+  planes, rows, _ = x.shape
+  outputs, width = weight.shape
+  # Half of the registers of a compute group hold the sums of a tile of 256 rows.
+  largest = 256 // planes if jnp.dtype(dtype).itemsize == 2 else 128
+  tile = min(largest, 1 << (rows.bit_length() - 1))
+  shape = tile, rows, outputs, width // COLUMNS
+  work = _Work(*shape, planes, decode, interpret)
+  view = lambda a, kind, n: lax.bitcast_convert_type(a.reshape(outputs, -1, n), kind)
+  inputs = {
+    "x": x,
+    "words": view(weight.codes, jnp.int16, 2),
+    "scales": view(weight.scales, jnp.int32, 4),
+    "unit": unit.reshape(1),
+    "unit_byte": (codec.bits(unit) >> 23).reshape(1),
+  }
+  names = [*inputs, "out"]
+
+  def body(*refs: Any, **scratch: Any) -> None:
+    _kernel(dict(zip(names, refs, strict=True)), scratch, work)
+
+  body.__name__ = name
+  call = gpu.kernel(
+    body,
+    out_type=jax.ShapeDtypeStruct((rows, outputs), dtype),
+    scratch_types=_scratch(work, x, dtype),
+    grid=(min(device.MULTIPROCESSORS, work.count),),
+    grid_names=("program",),
+    num_threads=GROUPS + 1,
+    thread_name="group",
+    interpret=device.mode(interpret),
+  )
+  return call(*inputs.values())
+
+
+def float8_product(
+  x: jax.Array,
+  weight: mxfp4.MXTensor,
+  unit: jax.Array,
+  *,
+  dtype: jax.typing.DTypeLike,
+  interpret: bool = False,
+) -> jax.Array:
+  """Multiplies E5M2 x `[n, d]` by a packed weight `[m, d]` that float8 holds.
+
+  `unit` is the weight's scale, from `mxfp4_decode.float8_range`. A weight in E4M3 by
+  that scale is exact in E5M2 too, whose table needs no subnormals.
+  """
+  how = {"decode": weights.as_float8, "dtype": dtype, "interpret": interpret}
+  return _launch("mxjax_float8_product", x[None], weight, unit, **how)
+
+
+def packed_product(
+  x: jax.Array | mxfp4.MXTensor,
+  weight: mxfp4.MXTensor,
+  *,
+  dtype: jax.typing.DTypeLike,
+  interpret: bool = False,
+) -> jax.Array:
+  """Multiplies bfloat16 or packed x `[n, d]` by a packed weight `[m, d]`.
+
+  XLA decodes packed x, except on Blackwell.
+  """
+  if isinstance(x, mxfp4.MXTensor):
+    if is_native(x):
+      return blackwell.product(x, weight, dtype=dtype)
+    x = mxfp4.decode(x, jnp.bfloat16)
+  how = {"decode": weights.as_bfloat16, "dtype": dtype, "interpret": interpret}
+  one = jnp.float32(1)
+  return _launch("mxjax_packed_product", weights.split(x), weight, one, **how)

@@ -1,0 +1,395 @@
+"""Map, A4 encode and one-code refinement of many rows, in Mosaic GPU.
+
+The split arithmetic of `refinement/tile.py`, with its exact ties. A program, one warp
+group, takes two blocks of 32 features and walks over tiles of 64 rows; TMA brings the
+next tile while this one is computed. The three bfloat16 terms of a table lie side by
+side along K, so that a tile waits for its products twice: once for U x and M x, once
+for G q.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mxjax.numerics import mxfp4
+from mxjax.pallas_kernels import codec
+from mxjax.pallas_kernels.mosaic import device, pairs
+from mxjax.pallas_kernels.mosaic.device import gpu
+from mxjax.pallas_kernels.products import float8
+
+ROWS, BLOCKS, TERMS = 64, 2, 3
+"""Rows of a tile, blocks of a program, and bfloat16 terms of a float32 table."""
+AT_ONCE = 3 * device.MULTIPROCESSORS
+"""Programs that run at once; registers and shared memory allow three each."""
+_BLOCK = mxfp4.BLOCK_SIZE
+_PACKED = _BLOCK * (_BLOCK + 1) // 2
+_PAIR = _BLOCK // 2
+
+
+def best_change(
+  nearest: jax.Array,
+  slope: jax.Array,
+  curvature: jax.Array,
+  half: jax.Array,
+  reciprocal: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Computes `tile.best_change` with fewer instructions, float32 `[n, 32]`.
+
+  `half` is half the curvature and `reciprocal` one over it, finite.
+
+  The score and, where it is negative, the value are the same; a zero may be negative.
+  """
+  optimum = nearest - slope * reciprocal
+  sign = codec.bits(optimum) & codec.SIGN
+  size = jnp.minimum(jnp.abs(optimum), 5.0)
+  offset = jnp.where(size < 1.0, 1.0, 0.0)
+  inner = codec.bits(size + offset) & -(1 << 22)
+  middle = codec.from_bits(inner | (1 << 21)) - offset
+  middle = codec.from_bits(codec.bits(middle) | sign)
+  rises = slope + (middle - nearest) * curvature
+  is_outer = codec.from_bits(codec.bits(rises) ^ sign) < 0
+  value = codec.from_bits(jnp.where(is_outer, inner + (1 << 22), inner)) - offset
+  value = codec.from_bits(codec.bits(value) | sign)
+  delta = value - nearest
+  return delta * (slope + delta * half), value
+
+
+def _is_changed(score: jax.Array, place: jax.Array) -> jax.Array:
+  """Returns where a row changes: at its lowest score, the first of equal ones."""
+  lowest = jnp.min(score, axis=1)
+  ties = jnp.where(score == _by_row(lowest), place, _BLOCK)
+  first = jnp.where(lowest < 0, jnp.min(ties, axis=1), _BLOCK)
+  return place == _by_row(first)
+
+
+def _by_row(column: jax.Array, width: int = _BLOCK) -> jax.Array:
+  return lax.broadcast_in_dim(column, (ROWS, width), (0,))
+
+
+def _by_column(row: jax.Array) -> jax.Array:
+  return lax.broadcast_in_dim(row, (ROWS, _BLOCK), (1,))
+
+
+def _iota(axis: int) -> jax.Array:
+  shape, layout = (ROWS, _BLOCK), gpu.Layout.WGMMA
+  return gpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """Static properties of a launch, and the program's place in it."""
+
+  rows: int
+  repeats: int
+  has_map: bool
+  has_gram: bool
+  form: str
+  interpret: bool
+
+  @property
+  def tiles(self) -> int:
+    return -(-self.rows // ROWS)
+
+  def start(self, step: jax.Array) -> jax.Array:
+    """Returns a tile's first row; the last tile overlaps, and writes the same."""
+    tile = lax.axis_index("part") * self.repeats + step
+    return jnp.minimum(tile * ROWS, self.rows - ROWS)
+
+
+def _narrow(x: jax.Array, work: _Work) -> jax.Array:
+  """Cuts float32 to bfloat16."""
+  cut = lambda x: codec.from_bits(codec.bits(x) & codec.UPPER).astype(jnp.bfloat16)
+  return pairs.run(pairs.UPPER_PTX, cut, gpu.Layout.WGMMA, x, interpret=work.interpret)
+
+
+def _terms(table: jax.Array, work: _Work) -> list[jax.Array]:
+  """Returns three bfloat16 terms that add up to a float32 table, smallest first."""
+  terms = []
+  for _ in range(TERMS):
+    terms.insert(0, _narrow(table, work))
+    table = table - codec.from_bits(codec.bits(table) & codec.UPPER)
+  return terms
+
+
+def _store_terms(ref: Any, terms: Sequence[jax.Array]) -> None:
+  for i, term in enumerate(terms):
+    ref[:, i * _BLOCK : (i + 1) * _BLOCK] = term
+
+
+def _of_block(block: int) -> Any:
+  return pl.ds(block * _BLOCK, _BLOCK)
+
+
+def _triangle(low: jax.Array, high: jax.Array, block: Any) -> jax.Array:
+  """Returns places in the packed triangles of `one_code.pack_symmetric`."""
+  return block * _PACKED + (low * (2 * _BLOCK - 1 - low) >> 1) + high
+
+
+def _prepare(refs: dict[str, Any], scratch: Any, work: _Work) -> None:
+  """Writes the terms of U, G and M, and the curvatures, to shared memory."""
+  pair, how = lax.axis_index("pair"), {"interpret": work.interpret}
+  here = pl.ds(pair * ROWS, ROWS)
+
+  def load(name: str) -> jax.Array:
+    how = {"layout": gpu.Layout.WGMMA, "optimized": False}
+    return gpu.load(refs[name].at[here], **how).astype(jnp.float32)
+
+  if work.has_map:
+    _store_terms(scratch["map"], _terms(load("matrix"), work))
+  if not work.has_gram:
+    return
+  row, column = _iota(0), _iota(1)
+  inside, block = row & (_BLOCK - 1), pair * BLOCKS + (row >> 5)
+  place = _triangle(jnp.minimum(inside, column), jnp.maximum(inside, column), block)
+  gram = device.take(refs["gram"], place, layout=gpu.Layout.WGMMA, **how)
+  gram = gram.astype(jnp.float32)
+  _store_terms(scratch["gram"], _terms(gram, work))
+  mismatch = gram + load("cross")
+  if work.has_map:
+    gpu.commit_smem()
+    mismatch = _mapped(_terms(mismatch, work), scratch, work, row < _BLOCK)
+  _store_terms(scratch["mismatch"], _terms(mismatch, work))
+  layout = gpu.Layout.WGMMA.reduce(0)
+  diagonal = gpu.broadcasted_iota(jnp.int32, (_BLOCK,), 0, layout=layout)
+  for b in range(BLOCKS):
+    place = _triangle(diagonal, diagonal, pair * BLOCKS + b)
+    curvature = device.take(refs["gram"], place, layout=layout, **how)
+    curvature = curvature.astype(jnp.float32)
+    # A slope of 0 times infinity would be NaN.
+    reciprocal = jnp.minimum(1.0 / curvature, jnp.finfo(jnp.float32).max)
+    for i, row in enumerate((curvature, 0.5 * curvature, reciprocal)):
+      scratch["curvature"][b, i] = row
+
+
+def _mapped(
+  terms: Sequence[jax.Array], scratch: Any, work: _Work, is_first: jax.Array
+) -> jax.Array:
+  """Multiplies both blocks' tables by U, float32 `[64, 32]`, from their terms.
+
+  What is left out is below the last bit of a float32 product.
+  """
+  products = (0, 2), (1, 1), (2, 0), (1, 2), (2, 1), (2, 2)
+
+  def product(block: int) -> jax.Array:
+    def run(acc: Any) -> jax.Array:
+      for i, j in products:
+        columns = slice(j * _BLOCK, (j + 1) * _BLOCK)
+        matrix = scratch["map"].at[_of_block(block), columns]
+        stage = scratch["stage"].at[:, :_BLOCK] if work.interpret else None
+        device.multiply(acc, terms[i], matrix, stage)
+      return lax.optimization_barrier(acc[...])
+
+    return pl.run_scoped(run, gpu.ACC((ROWS, _BLOCK), jnp.float32))
+
+  return jnp.where(is_first, product(0), product(1))
+
+
+def _products(x: Any, block: int, scratch: Any, work: _Work) -> list[jax.Array]:
+  """Returns U x and M x of a tile in shared memory, those that there are."""
+  there = ("map", work.has_map), ("mismatch", work.has_gram)
+  tables = [scratch[name].at[_of_block(block)] for name, is_there in there if is_there]
+
+  def run(*accs: Any) -> list[jax.Array]:
+    for i in range(TERMS):
+      for acc, table in zip(accs, tables, strict=True):
+        gpu.wgmma(acc, x, table.at[:, i * _BLOCK : (i + 1) * _BLOCK].T)
+    # One wait is for all. Nothing may read an accumulator before it.
+    rest = (gpu.wgmma_accumulator_load(acc, wait_n=None) for acc in accs[1:])
+    return list(lax.optimization_barrier([accs[0][...], *rest]))
+
+  return pl.run_scoped(run, *[gpu.ACC((ROWS, _BLOCK), jnp.float32)] * len(tables))
+
+
+def _pulled(nearest: jax.Array, block: int, scratch: Any, work: _Work) -> jax.Array:
+  """Returns G q."""
+
+  def run(acc: Any) -> jax.Array:
+    whole = jnp.concatenate([nearest] * TERMS, axis=1)
+    stage = scratch["stage"] if work.interpret else None
+    device.multiply(acc, whole, scratch["gram"].at[_of_block(block)].T, stage)
+    return lax.optimization_barrier(acc[...])
+
+  return pl.run_scoped(run, gpu.ACC((ROWS, _BLOCK), jnp.float32))
+
+
+def _realize(
+  x: Any, block: int, scratch: Any, work: _Work
+) -> tuple[jax.Array, jax.Array]:
+  """Realizes a tile: bfloat16 values in units of the scale, and exponents `[64]`."""
+  how = {"interpret": work.interpret}
+  products = _products(x, block, scratch, work) if work.has_map or work.has_gram else []
+  if work.has_map:
+    words = pairs.run(
+      pairs.UPPER_PTX, pairs.upper_words, device.words_layout(), products[0], **how
+    )
+  else:
+    words = gpu.load(x, layout=gpu.Layout.WGMMA)
+    cast = lambda x: pairs.upper_words(x.astype(jnp.float32))
+    words = pairs.run("mov.b32 $0, $1;", cast, device.words_layout(), words, **how)
+  size = words & 0x7FFF7FFF
+  # The upper half of a word determines the exponent, whatever is in the lower half.
+  largest = jnp.maximum(jnp.max(size, axis=1), jnp.max(size << 16, axis=1))
+  exponent = codec.block_exponent(largest)
+  inverse = codec.inverse_scale_of(exponent)
+  factor = lax.shift_right_logical(codec.bits(inverse), jnp.int32(16)) * 0x10001
+  nearest = pairs.run(
+    pairs.NEAREST_PTX,
+    pairs.nearest_values,
+    gpu.Layout.WGMMA,
+    words,
+    _by_row(factor, _PAIR),
+    **how,
+  )
+  if not work.has_gram:
+    return nearest, exponent
+  slope = _pulled(nearest, block, scratch, work) - products[-1] * _by_row(inverse)
+  before = nearest.astype(jnp.float32)
+  layout = gpu.Layout.WGMMA.reduce(0)
+  rows = (gpu.load(scratch["curvature"].at[block, i], layout=layout) for i in range(3))
+  score, value = best_change(before, slope, *map(_by_column, rows))
+  # A newly chosen zero is +0, code 0.
+  result = jnp.where(_is_changed(score, _iota(1)), value + 0.0, before)
+  return _narrow(result, work), exponent
+
+
+def _outputs(
+  values: jax.Array, exponent: jax.Array, work: _Work
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns a tile in the form that is asked for, and its scale bytes."""
+  byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8)
+  if work.form == "codes":
+    layout = device.words_layout()
+    how = {"interpret": work.interpret}
+    return pairs.run(pairs.CODES_PTX, pairs.packed_codes, layout, values, **how), byte
+  if work.form == "values":
+    return values * _by_row(codec.scale_of(exponent).astype(jnp.bfloat16)), None
+  scale = codec.scale_of(exponent)
+  factor = _by_row(jnp.where(float8.is_outside(exponent), 1.0, scale))
+  return (values.astype(jnp.float32) * factor).astype(float8.FORM), byte
+
+
+def _kernel(refs: dict[str, Any], scratch: Any, work: _Work) -> None:
+  pair = lax.axis_index("pair")
+  count = jnp.minimum(work.repeats, work.tiles - lax.axis_index("part") * work.repeats)
+
+  def fetch(step: jax.Array) -> None:
+    slot, rows = lax.rem(step, 2), pl.ds(work.start(step), ROWS)
+    for block in range(BLOCKS):
+      columns = pl.ds((pair * BLOCKS + block) * _BLOCK, _BLOCK)
+      source, target = refs["x"].at[rows, columns], scratch["x"].at[slot, block]
+      gpu.copy_gmem_to_smem(source, target, scratch["arrived"].at[slot])
+
+  fetch(jnp.int32(0))
+  _prepare(refs, scratch, work)
+  gpu.commit_smem()
+
+  def run(step: jax.Array, carry: None) -> None:
+    slot, rows = lax.rem(step, 2), pl.ds(work.start(step), ROWS)
+    gpu.barrier_wait(scratch["arrived"].at[slot])
+
+    @pl.when(step + 1 < count)
+    def _() -> None:
+      fetch(step + 1)
+
+    gpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for block in range(BLOCKS):
+      x = scratch["x"].at[slot, block]
+      result, byte = _outputs(*_realize(x, block, scratch, work), work)
+      scratch["out"][block] = result
+      index = pair * BLOCKS + block
+      if byte is not None:
+        refs["scales"][rows, index] = byte
+      gpu.commit_smem()
+      size = result.shape[1]
+      columns = pl.ds(index * size, size)
+      gpu.copy_smem_to_gmem(scratch["out"].at[block], refs["out"].at[rows, columns])
+    return carry
+
+  lax.fori_loop(0, count, run, None)
+  gpu.wait_smem_to_gmem(0)
+
+
+def obstacle(x: Any, form: str) -> str | None:
+  """Returns why the kernel cannot take inputs `[..., d]`, or None."""
+  unit = BLOCKS * _BLOCK
+  if math.prod(x.shape[:-1]) < ROWS or x.shape[-1] % unit or x.dtype != jnp.bfloat16:
+    wanted = f"bfloat16, {ROWS} rows or more, and widths in multiples of {unit}"
+    return f"its Mosaic form takes {wanted}, got {x.dtype}{list(x.shape)}"
+  if form == "planes":
+    return "its Mosaic form does not write planes, which few rows need"
+  return device.hopper_obstacle()
+
+
+def launch(
+  x: jax.Array, tables: Any, *, form: str, interpret: bool = False
+) -> list[jax.Array]:
+  """Runs the kernel on bfloat16 `[n, d]`; `tables` is a `tile.Tables`.
+
+  Returns the values, bfloat16 `[n, d]`, or codes and scales, or float8 and scales.
+  """
+  rows, width = x.shape
+  blocks = width // _BLOCK
+  tiles = -(-rows // ROWS)
+  parts = max(1, min(tiles, AT_ONCE * BLOCKS // blocks))
+  work = _Work(
+    rows,
+    -(-tiles // parts),
+    tables.matrix is not None,
+    tables.gram is not None,
+    form,
+    interpret,
+  )
+  inputs = {"x": x}
+  if work.has_map:
+    matrix = jnp.broadcast_to(tables.matrix, (blocks, _BLOCK, _BLOCK))
+    inputs["matrix"] = matrix.reshape(width, _BLOCK)
+  if work.has_gram:
+    inputs["gram"] = tables.gram.reshape(-1)
+    inputs["cross"] = tables.cross.reshape(width, _BLOCK)
+  array = jax.ShapeDtypeStruct
+  share, dtype = {
+    "codes": (2, jnp.uint8),
+    "values": (1, jnp.bfloat16),
+    "float8": (1, float8.FORM),
+  }[form]
+  outputs = {"out": array((rows, width // share), dtype)}
+  if form != "values":
+    outputs["scales"] = array((rows, blocks), jnp.uint8)
+  names = [*inputs, *outputs]
+
+  def mxjax_one_code(*refs: Any, **scratch: Any) -> None:
+    _kernel(dict(zip(names, refs, strict=True)), scratch, work)
+
+  call = gpu.kernel(
+    mxjax_one_code,
+    out_type=tuple(outputs.values()),
+    scratch_types=_scratch(work, share, dtype),
+    grid=(blocks // BLOCKS, -(-tiles // work.repeats)),
+    grid_names=("pair", "part"),
+    interpret=device.mode(interpret),
+  )
+  return list(call(*inputs.values()))
+
+
+def _scratch(work: _Work, share: int, dtype: Any) -> dict[str, Any]:
+  """Returns the shared memory of a program."""
+  three = device.tile(ROWS, TERMS * _BLOCK, jnp.bfloat16, swizzle=64)
+  scratch = {
+    "x": device.tile(ROWS, _BLOCK, jnp.bfloat16, 2, BLOCKS),
+    "out": gpu.SMEM((BLOCKS, ROWS, _BLOCK // share), dtype),
+    "arrived": gpu.Barrier(num_arrivals=BLOCKS, num_barriers=2),
+  }
+  if work.has_map:
+    scratch["map"] = three
+  if work.has_gram:
+    scratch |= {"gram": three, "mismatch": three}
+    scratch["curvature"] = gpu.SMEM((BLOCKS, 3, _BLOCK), jnp.float32)
+  if work.interpret:
+    scratch["stage"] = three
+  return scratch

@@ -1,0 +1,61 @@
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mxjax.pallas_kernels.mosaic import pairs
+from tests.pallas_kernels import ptx_machine
+
+BOUNDARIES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def registers(values):
+  """Pairs of bfloat16 as uint32, and as the int32 that kernels see."""
+  word = np.ascontiguousarray(values).view(np.uint32)[:, 0]
+  return word, jnp.asarray(word.view(np.int32))[:, None]
+
+
+def twice(result):
+  """A register's two bfloat16 in float64, `[n, 2]`."""
+  return result.view(ml_dtypes.bfloat16).astype(np.float64).reshape(-1, 2)
+
+
+@pytest.mark.parametrize("exponent", [-127, -126, -90, 0, 3, 125])
+def test_ptx_rounds_every_pair_to_the_nearest_values(exponent):
+  halves = np.arange(1 << 16, dtype=np.uint16)
+  halves = halves[(halves & 0x7FFF) < 0x7F80]
+  values = halves.view(ml_dtypes.bfloat16).astype(np.float64)
+  # No larger value is in a block of this exponent.
+  halves = halves[np.abs(values) < 2.0 ** (exponent + 3)]
+  shuffled = np.random.default_rng(0).permutation(halves)
+  x = np.stack([halves, shuffled], axis=1)
+  word, seen = registers(x)
+  factor = np.full(word.shape, ((127 - exponent) << 7) * 0x10001, np.uint32)
+  got = ptx_machine.run(pairs.NEAREST_PTX, word, factor)
+  x = x.view(ml_dtypes.bfloat16).astype(np.float64)
+  index = np.searchsorted(BOUNDARIES, np.abs(x) / 2.0**exponent, side="right")
+  want = np.copysign(MAGNITUDES[index], x)
+  np.testing.assert_array_equal(twice(got), want)
+  assert (np.signbit(twice(got)) == np.signbit(x)).all()
+  plain = pairs.nearest_values(seen, jnp.asarray(factor.view(np.int32))[:, None])
+  np.testing.assert_array_equal(np.asarray(plain, np.float64), want)
+
+
+def test_ptx_packs_every_pair_of_values():
+  codes = np.stack(np.meshgrid(np.arange(16), np.arange(16)), axis=-1).reshape(-1, 2)
+  values = np.copysign(MAGNITUDES[codes & 7], np.where(codes > 7, -1.0, 1.0))
+  word, _ = registers(values.astype(ml_dtypes.bfloat16).view(np.uint16))
+  want = codes[:, 0] | codes[:, 1] << 4
+  np.testing.assert_array_equal(ptx_machine.run(pairs.CODES_PTX, word) & 255, want)
+  plain = pairs.packed_codes(jnp.asarray(values, jnp.bfloat16))
+  np.testing.assert_array_equal(plain[:, 0], want)
+
+
+def test_ptx_joins_upper_halves():
+  x = np.random.default_rng(0).standard_normal((100, 2)).astype(np.float32)
+  even, odd = np.ascontiguousarray(x.T).view(np.uint32)
+  got = ptx_machine.run(pairs.UPPER_PTX, even, odd)
+  np.testing.assert_array_equal(got, (even >> 16) | (odd & 0xFFFF0000))
+  plain = np.asarray(pairs.upper_words(jnp.asarray(x)))[:, 0]
+  np.testing.assert_array_equal(plain.view(np.uint32), got)

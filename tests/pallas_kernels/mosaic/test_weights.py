@@ -1,0 +1,43 @@
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mxjax.pallas_kernels.mosaic import weights
+from tests.pallas_kernels import ptx_machine
+from tests.pallas_kernels.operands import elements
+
+WORDS = np.random.default_rng(0).permutation(np.arange(1 << 16, dtype=np.uint16))
+CODES = (WORDS[:, None] >> (4 * np.arange(4))) & 15
+SEEN = jnp.asarray(WORDS.view(np.int16))[:, None]
+
+
+@pytest.mark.parametrize("shift", [-13, -1, 0, 13])
+def test_ptx_looks_every_word_up_in_a_table(shift):
+  tables = [start + shift * step for start, step in weights._TABLE]
+  filled = [np.full(WORDS.shape, table, np.uint32) for table in tables]
+  got = ptx_machine.run(weights.FLOAT8_PTX, WORDS.astype(np.uint32), *filled)
+  wide = got.view(ml_dtypes.float8_e5m2).astype(np.float64).reshape(-1, 4)
+  np.testing.assert_array_equal(wide, elements(CODES) * 2.0**shift)
+  seen = (jnp.asarray(table.view(np.int32))[:, None] for table in filled)
+  plain = np.asarray(weights.float8_values(SEEN, *seen))
+  np.testing.assert_array_equal(plain.view(np.uint8), got.view(np.uint8).reshape(-1, 4))
+
+
+@pytest.mark.parametrize("pair", [0, 1])
+@pytest.mark.parametrize("exponent", [-120, 0, 121])
+def test_ptx_decodes_a_pair_of_every_word(pair, exponent):
+  scale = np.full(WORDS.shape, ((127 + exponent) << 7) * 0x10001, np.uint32)
+  got = ptx_machine.run(weights.pair_ptx(pair), WORDS.astype(np.uint32), scale)
+  wide = got.view(ml_dtypes.bfloat16).astype(np.float64).reshape(-1, 2)
+  want = elements(CODES[:, 2 * pair : 2 * pair + 2]) * 2.0**exponent
+  np.testing.assert_array_equal(wide, want)
+  plain = weights.pair_values(pair)(SEEN, jnp.asarray(scale.view(np.int32))[:, None])
+  np.testing.assert_array_equal(np.asarray(plain, np.float64), want)
+
+
+def test_pairs_of_columns_are_put_first_and_second():
+  x = jnp.arange(24).reshape(2, 12)
+  first, second = np.asarray(weights.split(x))
+  np.testing.assert_array_equal(first[0], [0, 1, 4, 5, 8, 9])
+  np.testing.assert_array_equal(second[1], [14, 15, 18, 19, 22, 23])
