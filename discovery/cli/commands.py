@@ -57,10 +57,10 @@ def studied(options: argparse.Namespace) -> list[Table]:
     del spec["seed"]
   folder = pathlib.Path(options.out)
   if options.plan:
-    studies.plan(options.name, studies.options(options, spec, run_.proposer))
+    studies.plan(options.name, studies.options(options, spec, run_))
     return []
-  spec = studies.begun_task(folder) or _with_margins(spec)
-  settings = studies.options(options, spec, run_.proposer)
+  spec = studies.begun_task(folder) or _with_margins(spec, options.start)
+  settings = studies.options(options, spec, run_)
   return studies.conduct(options.name, folder, settings)
 
 

@@ -26,6 +26,7 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
     "model": options.model,
     "holdout": options.holdout_model,
     "transfer": options.transfer_model,
+    "dtype": options.dtype,
   }
   spec |= {name: value for name, value in named.items() if value}
   config = {

@@ -15,6 +15,7 @@ from typing import Any
 from mxjax.discovery.cli import config
 from mxjax.discovery.sandbox import jail
 from mxjax.discovery.studies.arms import ARMS
+from mxjax.evaluation.cli import arguments
 from mxjax.evaluation.cli import parser as cli
 
 STUDIES = (
@@ -23,12 +24,13 @@ STUDIES = (
   "controls",
   "matched",
   "payoff",
+  "payoff-real",
   "placebos",
   "regimes",
   "replay",
 )
 """Keys of `mxjax.discovery.studies.study.STUDIES`, whose import takes a second."""
-PAPER_STUDIES = tuple(name for name in STUDIES if name != "payoff")
+PAPER_STUDIES = tuple(name for name in STUDIES if not name.startswith("payoff"))
 CALLS = 240
 """Of a run, in the paper."""
 FLAG = argparse.BooleanOptionalAction
@@ -177,6 +179,8 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--holdout-model", metavar="MODEL", help="held-out model of the ptq task")
   told = "model of the ptq task on which a gain must hold to be built upon"
   add("--transfer-model", metavar="MODEL", help=told)
+  told = "compute dtype of the models of the ptq task; float32 when omitted"
+  arguments.add(parser, "--dtype", help=told)
   add("--budget", type=int, default=240, metavar="CALLS", help="of the evaluator")
   add("--seed", type=int, default=0, help="of every random choice")
   add("--arm", default="quantforge", choices=sorted(ARMS), help="which search")

@@ -12,15 +12,19 @@ from mxjax.discovery.search import runs
 from mxjax.discovery.studies import figures, study, tables
 from mxjax.evaluation.cli.console import say
 
+SHARED = ("screen", "start", "proposals_per_call")
+"""Fields of `SearchConfig` that the command line sets for all arms of a study."""
+
 
 def options(
-  parsed: argparse.Namespace, spec: Mapping[str, Any], proposer: Mapping[str, Any]
+  parsed: argparse.Namespace, spec: Mapping[str, Any], run: runs.RunOptions
 ) -> study.StudyOptions:
-  """Builds the options of a study folder.
+  """Builds the options of a study folder, from those of a run on the task `spec`.
 
   Raises:
     ValueError: The sandbox is off for a proposer other than `embedded`.
   """
+  proposer = run.proposer
   if proposer["kind"] != "embedded" and parsed.sandbox == "off":
     raise ValueError(
       f"study: programs of {proposer['kind']} run in a sandbox; use --sandbox "
@@ -35,6 +39,7 @@ def options(
     gate_at=parsed.gate_at,
     is_allocated=parsed.paper_allocation,
     is_sequential=parsed.our_accounting,
+    config={name: run.config[name] for name in SHARED if name in run.config},
     expects=parsed.expects,
     sandbox=parsed.sandbox,
     proposer=proposer,

@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mxjax.discovery.core import identity
@@ -206,12 +206,13 @@ def _normalized(source: str) -> str:
   return ast.unparse(tree)
 
 
-def hook_keys(source: str, hooks: Iterable[str]) -> dict[str, str]:
+def hook_keys(source: str, hooks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
   """Returns, per hook, a digest of everything that its tracing can depend on.
 
-  The digest covers the hook's own text, every statement that is not a function, and the
-  functions that these name, directly or through others. Hooks with equal digests trace
-  to the same program.
+  The digest covers the hook's own text, every statement that is not a function, the
+  functions that these name, directly or through others, and the sizes of its units.
+  Hooks with equal digests trace to the same program. `hooks` holds `Hook.to_dict()` by
+  name.
   """
   body = ast.parse(source).body
   text = {n.name: ast.unparse(n) for n in body if isinstance(n, ast.FunctionDef)}
@@ -230,7 +231,10 @@ def hook_keys(source: str, hooks: Iterable[str]) -> dict[str, str]:
       waiting = {n for one in waiting for n in used.get(one, ())} - found
     return [text[one] for one in sorted(found & text.keys())]
 
-  return {name: identity.digest([name, rest, reached(name)]) for name in hooks}
+  return {
+    name: identity.digest([name, rest, reached(name), spec["sizes"]])
+    for name, spec in hooks.items()
+  }
 
 
 def _names(node: ast.AST) -> set[str]:

@@ -5,7 +5,7 @@ contract of the task: a candidate cannot hand over anything else.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 Literal = str | int | float | bool | None
@@ -13,10 +13,13 @@ Literal = str | int | float | bool | None
 
 @dataclasses.dataclass(frozen=True)
 class Aval:
-  """Dtype (a NumPy name) and shape of one array of a unit: block, head or layer."""
+  """Dtype (a NumPy name) and shape of one array of a unit: block, head, linear, layer.
+
+  A dimension may be the name of a size, whose values are in `Interface.sizes`.
+  """
 
   dtype: str
-  shape: tuple[int, ...]
+  shape: tuple[int | str, ...]
 
   def to_list(self) -> list[Any]:
     """Returns the form sent to workers: `[dtype, [dimensions]]`."""
@@ -25,6 +28,8 @@ class Aval:
 
 Tree = Aval | Mapping[str, Aval]
 """One array, or a flat dictionary of named arrays."""
+Sizes = Sequence[Mapping[str, int]]
+"""The kinds of unit that there are: for each, its sizes by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,8 +58,22 @@ class Hook:
     """Returns whether the evaluator calls this hook under a plan."""
     return self.active_when is None or plan[self.active_when[0]] in self.active_when[1]
 
-  def to_dict(self) -> dict[str, Any]:
-    """Returns what a worker needs to trace the hook or to check its artifact."""
+  def to_dict(self, sizes: Sizes = ({},)) -> dict[str, Any]:
+    """Returns what a worker needs to trace the hook or to check its artifacts.
+
+    The hook is traced once for each distinct choice, in `sizes`, of what it names.
+    """
+    leaves = [
+      aval
+      for tree in (*self.arguments.values(), *self.outputs)
+      for aval in ([tree] if isinstance(tree, Aval) else tree.values())
+    ]
+    named = {size for aval in leaves for size in aval.shape if isinstance(size, str)}
+    own: list[dict[str, int]] = []
+    for each in sizes:
+      chosen = {name: each[name] for name in sorted(named) if name in each}
+      if len(chosen) == len(named) and chosen not in own:
+        own.append(chosen)
     plain = lambda tree: (
       tree.to_list()
       if isinstance(tree, Aval)
@@ -65,6 +84,7 @@ class Hook:
       "arguments": [[name, plain(tree)] for name, tree in self.arguments.items()],
       "outputs": [aval.to_list() for aval in self.outputs],
       "batched": list(self.batched),
+      "sizes": own,
     }
 
 
@@ -76,11 +96,13 @@ class Interface:
     hooks: Hooks in the order in which they run.
     plan: Allowed values of every plan key, the default first.
     header: Imports at the top of the default program.
+    sizes: Sizes of the units of the task's data, by the names in its hooks' shapes.
   """
 
   hooks: tuple[Hook, ...]
   plan: Mapping[str, tuple[Literal, ...]]
   header: str = "import jax\nimport jax.numpy as jnp\n"
+  sizes: Sizes = ({},)
 
   def hook(self, name: str) -> Hook:
     """Returns the hook with this name.
@@ -119,4 +141,4 @@ class Interface:
 
   def to_list(self) -> list[dict[str, Any]]:
     """Returns the hooks in the form that is sent to workers."""
-    return [hook.to_dict() for hook in self.hooks]
+    return [hook.to_dict(self.sizes) for hook in self.hooks]

@@ -6,15 +6,17 @@ discarded at the first fault.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.export
 import jax.extend.core
-import jax.numpy as jnp
 
 from mxjax.discovery.core.task import RefusedError
+from mxjax.discovery.sandbox import frames
 from mxjax.discovery.sandbox.rebuilding.program import Rebuilder
 from mxjax.discovery.sandbox.tracing import PLATFORMS, avals, tracing_scope
 
@@ -22,6 +24,15 @@ MAX_ARTIFACT_BYTES = 512 * 1024
 MAX_OPERATIONS = 4_000
 MAX_CONSTANT_BYTES = 40 * 1024
 """Five 32 x 32 matrices in float64: enough for structure, too little for weights."""
+MAX_VALUE_BYTES = 256 << 20
+"""Bytes of all values that the program of one unit computes, or else `TIMES_DECLARED`
+times those of its arguments and results; what a loop computes counts once."""
+TIMES_DECLARED = 64
+MAX_FLOPS = 1 << 36
+"""Floating-point operations of the program of one unit, a loop's counted once: seconds
+of one core. What loops add to that ends at the time limit of a call."""
+Sizes = Mapping[str, int]
+"""Sizes of one kind of unit, by the names in the shapes of a hook."""
 
 
 def load(data: bytes, name: str) -> jax.export.Exported:
@@ -50,13 +61,62 @@ def _check_avals(place: str, what: str, got: list[Any], wanted: list[Any]) -> No
     )
 
 
-def _leaves(spec: Mapping[str, Any], rows: int = 0) -> list[jax.ShapeDtypeStruct]:
+def _leaves(
+  spec: Mapping[str, Any], sizes: Sizes, rows: int = 0
+) -> list[jax.ShapeDtypeStruct]:
   """Returns the arrays that a hook takes, in order; `rows` gives its batched form."""
   lead = lambda name: (rows,) if rows and name in spec["batched"] else ()
-  return jax.tree.leaves([avals(tree, lead(name)) for name, tree in spec["arguments"]])
+  trees = [avals(tree, dict(sizes), lead(name)) for name, tree in spec["arguments"]]
+  return jax.tree.leaves(trees)
 
 
-def rebuilt(data: bytes, spec: Mapping[str, Any]) -> Callable[..., list[jax.Array]]:
+def by_size(data: bytes, spec: Mapping[str, Any]) -> list[tuple[Sizes, bytes]]:
+  """Returns the artifacts of a hook, packed, with the sizes of the unit of each.
+
+  Raises:
+    RefusedError: There is not one for each of the sizes of `spec`.
+  """
+  try:
+    parts, wrong = frames.unpack(data), ""
+  except ValueError as error:
+    parts, wrong = [], f": {error}"
+  if wrong or len(parts) != len(spec["sizes"]):
+    raise RefusedError(
+      f"{spec['name']}: expected an artifact for each of {spec['sizes']}, got "
+      f"{len(parts)}{wrong}."
+    )
+  return list(zip(spec["sizes"], parts, strict=True))
+
+
+def _values(jaxpr: Any) -> Iterator[int]:
+  """Returns the bytes of every value that a program computes, loops' parts once."""
+  for equation in jaxpr.eqns:
+    for value in equation.outvars:
+      yield math.prod(value.aval.shape) * value.aval.dtype.itemsize
+    for part in jax.extend.core.jaxprs_in_params(equation.params):
+      yield from _values(part)
+
+
+def _check_work(closed: Any, lowered: Any) -> None:
+  """Refuses a program that needs more memory or arithmetic than one unit may."""
+  size = lambda avals: sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
+  declared = size(closed.in_avals) + size(closed.out_avals)
+  most = max(MAX_VALUE_BYTES, TIMES_DECLARED * declared)
+  if (held := sum(_values(closed.jaxpr))) > most:
+    raise RefusedError(
+      f"its values have {held} bytes, at most {most}; use smaller arrays, or a loop "
+      "over parts of the unit."
+    )
+  if (flops := int(lowered.cost_analysis().get("flops", 0))) > MAX_FLOPS:
+    raise RefusedError(
+      f"{flops} floating-point operations, at most {MAX_FLOPS}; compute less for a "
+      "unit."
+    )
+
+
+def rebuilt(
+  data: bytes, spec: Mapping[str, Any], sizes: Sizes = types.MappingProxyType({})
+) -> Callable[..., list[jax.Array]]:
   """Rebuilds a hook of one unit from its artifact, after every static check.
 
   Returns a function of the arrays of `spec`, which is `Hook.to_dict()`, in flat order.
@@ -65,7 +125,7 @@ def rebuilt(data: bytes, spec: Mapping[str, Any]) -> Callable[..., list[jax.Arra
   Raises:
     RefusedError: The artifact breaks a rule, which the message names.
   """
-  place, wanted = spec["name"], _leaves(spec)
+  place, wanted = spec["name"], _leaves(spec, sizes)
   exported = load(data, place)
   if tuple(exported.platforms) != ("cpu",):
     raise RefusedError(f"{place}: lowered for {exported.platforms}, not for cpu.")
@@ -92,9 +152,7 @@ def rebuilt(data: bytes, spec: Mapping[str, Any]) -> Callable[..., list[jax.Arra
     # Hostile modules fail in MLIR or JAX, each with its own errors.
     detail = f"{type(error).__name__}: {error}"[:300]
     raise RefusedError(f"{place}: its module is damaged: {detail}") from error
-  outputs = [
-    jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for dtype, shape in spec["outputs"]
-  ]
+  outputs = [avals(entry, dict(sizes)) for entry in spec["outputs"]]
   _check_avals(place, "results", closed.out_avals, outputs)
   return jax.extend.core.jaxpr_as_fun(closed)
 
@@ -106,29 +164,40 @@ def _over_rows(
   is_row = [
     0 if name in spec["batched"] else None
     for name, tree in spec["arguments"]
-    for _ in jax.tree.leaves(avals(tree))
+    for _ in (tree if isinstance(tree, dict) else [tree])
   ]
   return jax.vmap(function, in_axes=tuple(is_row))
 
 
 def gate(spec: Mapping[str, Any], data: bytes) -> str:
-  """Checks the artifact of a hook; returns the identity of its computation.
+  """Checks the artifacts of a hook; returns the identity of its computation.
 
-  The identity is the hash of the hook's name and of the rebuilt program as JAX lowers
-  it, which holds no name from the source and no dead code.
+  The identity is the hash of the hook's name and of the rebuilt programs as JAX lowers
+  them, which hold no name from the source and no dead code.
 
   Raises:
-    RefusedError: `rebuilt` refuses it, or JAX cannot batch it.
+    RefusedError: `rebuilt` refuses one, it needs too much, or JAX cannot batch it.
   """
-  function = rebuilt(data, spec)
+  texts = [_gated(part, spec, sizes) for sizes, part in by_size(data, spec)]
+  return hashlib.sha256("\n".join([spec["name"], *texts]).encode()).hexdigest()
+
+
+def _gated(data: bytes, spec: Mapping[str, Any], sizes: Sizes) -> str:
+  """Returns the text of the program of one size, after every check."""
+  function = rebuilt(data, spec, sizes)
   with tracing_scope():
     if spec["batched"]:
       try:
-        jax.eval_shape(_over_rows(function, spec), *_leaves(spec, 2))
+        jax.eval_shape(_over_rows(function, spec), *_leaves(spec, sizes, 2))
       except NotImplementedError as error:
         raise RefusedError(f"{spec['name']}: cannot be batched: {error}") from error
-    lowered = jax.jit(function, keep_unused=True).lower(*_leaves(spec)).as_text()
-  return hashlib.sha256(f"{spec['name']}\n{lowered}".encode()).hexdigest()
+    leaves = _leaves(spec, sizes)
+    lowered = jax.jit(function, keep_unused=True).lower(*leaves)
+    try:
+      _check_work(jax.make_jaxpr(function)(*leaves), lowered)
+    except RefusedError as error:
+      raise RefusedError(f"{spec['name']}: {error}") from error
+  return lowered.as_text()
 
 
 class ArtifactTable:
@@ -141,11 +210,11 @@ class ArtifactTable:
     """Starts empty."""
     self.specs = specs
     self._data: dict[str, tuple[str, bytes]] = {}
-    self._rebuilt: dict[str, Callable[..., Any]] = {}
-    self._exported: dict[tuple[str, int], jax.export.Exported] = {}
+    self._rebuilt: dict[str, list[Callable[..., Any]]] = {}
+    self._exported: dict[tuple[str, int, int], jax.export.Exported] = {}
 
   def add(self, computation: str, name: str, data: bytes) -> None:
-    """Adds the artifact of a hook."""
+    """Adds the artifacts of a hook, packed."""
     self._data.setdefault(computation, (name, data))
 
   def unit(self, computation: str) -> Callable[..., Any]:
@@ -160,9 +229,11 @@ class ArtifactTable:
     name, data = self._data[computation]
     spec = self.specs[name]
     if computation not in self._rebuilt:
-      self._rebuilt[computation] = rebuilt(data, spec)
-    function = self._rebuilt[computation]
-    return _Callable(computation, batched, function, spec, self._exported)
+      self._rebuilt[computation] = [
+        rebuilt(part, spec, sizes) for sizes, part in by_size(data, spec)
+      ]
+    functions = self._rebuilt[computation]
+    return _Callable(computation, batched, functions, spec, self._exported)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,9 +242,9 @@ class _Callable:
 
   computation: str
   batched: bool
-  function: Callable[..., Any] = dataclasses.field(compare=False)
+  functions: list[Callable[..., Any]] = dataclasses.field(compare=False)
   spec: Mapping[str, Any] = dataclasses.field(compare=False)
-  exported: dict[tuple[str, int], jax.export.Exported] = dataclasses.field(
+  exported: dict[tuple[str, int, int], jax.export.Exported] = dataclasses.field(
     compare=False
   )
 
@@ -188,11 +259,27 @@ class _Callable:
       if self.batched
       else 0
     )
-    key = self.computation, rows
+    leaves = jax.tree.leaves(arguments)
+    index = self._size(leaves, rows)
+    key = self.computation, index, rows
     if key not in self.exported:
-      function = _over_rows(self.function, self.spec) if rows else self.function
+      function = self.functions[index]
+      function = _over_rows(function, self.spec) if rows else function
       # Exported, because 64-bit types must hold whatever the caller's setting is.
       with tracing_scope():
         export = jax.export.export(jax.jit(function), platforms=PLATFORMS)
-        self.exported[key] = export(*_leaves(self.spec, rows))
-    return tuple(self.exported[key].call(*jax.tree.leaves(arguments)))
+        self.exported[key] = export(
+          *_leaves(self.spec, self.spec["sizes"][index], rows)
+        )
+    return tuple(self.exported[key].call(*leaves))
+
+  def _size(self, leaves: list[Any], rows: int) -> int:
+    """Returns the place of the sizes that arrays have, among those of the hook."""
+    got = [tuple(leaf.shape) for leaf in leaves]
+    for index, sizes in enumerate(self.spec["sizes"]):
+      if got == [leaf.shape for leaf in _leaves(self.spec, sizes, rows)]:
+        return index
+    raise ValueError(
+      f"{self.spec['name']}: expected arrays of one of {self.spec['sizes']}, got "
+      f"{got}; the task's interface must have the sizes of all units of its data."
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 from mxjax.discovery.core.candidate_source import hook_keys
 from mxjax.discovery.core.task import Call, Outcome, RefusedError, Session, Status, Task
-from mxjax.discovery.sandbox import artifact, tracing
+from mxjax.discovery.sandbox import artifact, frames, tracing
 from mxjax.discovery.sandbox.executor import OnDone, Traced, run_phases, status_of
 
 
@@ -42,9 +42,10 @@ class LocalExecutor:
     missing = [dict(spec) for name, spec in specs.items() if name not in computation]
     try:
       for hook in tracing.trace(source, missing) if missing else ():
-        lowered = artifact.gate(specs[hook.name], hook.unit)
+        packed = frames.pack(hook.units)
+        lowered = artifact.gate(specs[hook.name], packed)
         computation[hook.name] = self._hooks[keys[hook.name]] = lowered
-        self.artifacts.add(lowered, hook.name, hook.unit)
+        self.artifacts.add(lowered, hook.name, packed)
     except RefusedError as error:
       return Traced(Status.REFUSED, detail=str(error))
     except Exception as error:  # noqa: BLE001

@@ -64,8 +64,9 @@ def _trace(job: dict[str, Any]) -> bytes:
   except BaseException as error:  # noqa: BLE001
     # Anything that candidate code raises, including SystemExit, is its result.
     return ERROR + f"{type(error).__name__}: {error}".encode(errors="replace")[:2000]
-  parts = [p for hook in hooks for p in (hook.name.encode(), hook.unit)]
-  return ARTIFACTS + sys.modules["frames"].pack(parts)
+  pack = sys.modules["frames"].pack
+  parts = [p for hook in hooks for p in (hook.name.encode(), pack(hook.units))]
+  return ARTIFACTS + pack(parts)
 
 
 def _start(job: dict[str, Any], scratch: str) -> tuple[int, int, int]:

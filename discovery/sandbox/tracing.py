@@ -18,10 +18,10 @@ PLATFORMS = ("cpu",)
 
 
 class TracedHook(NamedTuple):
-  """The serialized `jax.export` artifact of one hook, for one unit."""
+  """The serialized `jax.export` artifacts of one hook, for one unit of each size."""
 
   name: str
-  unit: bytes
+  units: list[bytes]
 
 
 @contextlib.contextmanager
@@ -35,16 +35,19 @@ def tracing_scope() -> Iterator[None]:
     yield
 
 
-def _aval(entry: list[Any], lead: tuple[Any, ...] = ()) -> jax.ShapeDtypeStruct:
+def _aval(
+  entry: list[Any], sizes: dict[str, int], lead: tuple[Any, ...]
+) -> jax.ShapeDtypeStruct:
   dtype, shape = entry
-  return jax.ShapeDtypeStruct((*lead, *shape), jnp.dtype(dtype))
+  known = [sizes.get(size, size) for size in shape]
+  return jax.ShapeDtypeStruct((*lead, *known), jnp.dtype(dtype))
 
 
-def avals(tree: Any, lead: tuple[Any, ...] = ()) -> Any:
+def avals(tree: Any, sizes: dict[str, int], lead: tuple[Any, ...] = ()) -> Any:
   """Builds an argument's abstract arrays from `[dtype, shape]` or a dictionary."""
   if isinstance(tree, dict):
-    return {name: _aval(entry, lead) for name, entry in tree.items()}
-  return _aval(tree, lead)
+    return {name: _aval(entry, sizes, lead) for name, entry in tree.items()}
+  return _aval(tree, sizes, lead)
 
 
 def _without_dead_code(
@@ -84,24 +87,28 @@ def _flat(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def trace_hook(function: Callable[..., Any], spec: dict[str, Any]) -> TracedHook:
-  """Exports one hook.
+  """Exports one hook, at every size of its unit.
 
   Raises:
     TypeError: The hook returned something other than arrays.
     ValueError: Two traces of the hook differ.
   """
-  trees = [tree for _, tree in spec["arguments"]]
+  units = [_unit(function, spec, sizes) for sizes in spec["sizes"]]
+  return TracedHook(spec["name"], units)
+
+
+def _unit(
+  function: Callable[..., Any], spec: dict[str, Any], sizes: dict[str, int]
+) -> bytes:
+  arguments = [avals(tree, sizes) for _, tree in spec["arguments"]]
   with tracing_scope():
     # A fresh wrapper each time, because JAX's trace cache would return the same
     # function's first trace. One line for both, because the artifact holds the line
     # numbers of its tracing.
-    units = [
-      _exported(_flat(function, spec["name"]), [avals(tree) for tree in trees])
-      for _ in range(2)
-    ]
+    units = [_exported(_flat(function, spec["name"]), arguments) for _ in range(2)]
     if units[0] != units[1]:
       raise ValueError(f"{spec['name']} traces differently each time")
-  return TracedHook(spec["name"], units[0])
+  return units[0]
 
 
 def trace(source: str, hooks: list[dict[str, Any]]) -> list[TracedHook]:

@@ -223,13 +223,13 @@ def make_search(
   ]
   proxy = None
   if screening is not None:
-    proxy = CachedEvaluator(_proxy(task), screening, store, archive=archive)
+    proxy = CachedEvaluator(proxy_of(task), screening, store, archive=archive)
   proposer = make_proposer(options, task, store)
   transfer = Transfer(evaluators[1]) if len(evaluators) > 1 else None
   return Search(options.search, evaluators[0], proposer, store, transfer, proxy)
 
 
-def _proxy(task: task_.Task) -> task_.Task:
+def proxy_of(task: task_.Task) -> task_.Task:
   """Returns the task that measures a task's proxy.
 
   Raises:
@@ -249,8 +249,8 @@ def _screening(
   if options.search.screen is None:
     return None
   if isinstance(executor, LocalExecutor):
-    return executor.sibling(_proxy(task))
-  return make_executor(_proxy(task), store, options.sandbox)
+    return executor.sibling(proxy_of(task))
+  return make_executor(proxy_of(task), store, options.sandbox)
 
 
 def measure_calls(task: task_.Task, sandbox: str) -> list[float]:

@@ -55,7 +55,8 @@ class Case:
 def make(task: Task) -> list[Case]:
   """Builds forty cases on the task's initial program, half of them real."""
   source = task.interface.default_source()
-  hooks = [h.name for h in task.interface.hooks if h.active_when is None]
+  plan = task.interface.default_plan
+  hooks = [h.name for h in task.interface.hooks if h.is_active(plan)]
   apparent = [
     _apparent(task, source, kind, hooks[index % len(hooks)], hooks)
     for round_ in range(HALF // len(APPARENT))

@@ -61,6 +61,10 @@ STUDIES: Mapping[str, Study] = {
     "Where experiments pay",
     ("quantforge", "score", "text", "reflect", "uniform", "shuffled", "no-compile"),
   ),
+  "payoff-real": Study(
+    "Where experiments pay, real evaluator",
+    ("quantforge", "score", "text", "reflect", "uniform", "shuffled"),
+  ),
   "placebos": Study(
     "Placebos",
     (
@@ -93,6 +97,7 @@ class StudyOptions:
     is_allocated: Whether the calls of each kind are those of the paper's arm.
     is_sequential: Whether every arm skips controls that no longer tell anything apart
       and repeats executions for free; the paper charges both.
+    config: Fields of `SearchConfig` that all arms share, such as `screen` and `start`.
     expects: What the comparison is expected to show, in the words of its plan.
     sandbox: See `RunOptions`.
     proposer: See `RunOptions`.
@@ -106,6 +111,7 @@ class StudyOptions:
   gate_at: float | None = None
   is_allocated: bool = False
   is_sequential: bool = False
+  config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   expects: str = ""
   sandbox: str = "off"
   proposer: Mapping[str, Any] = dataclasses.field(
@@ -135,7 +141,8 @@ class StudyOptions:
   def run(self, arm: str, seed: int) -> runs.RunOptions:
     """Returns the options of one run."""
     charged = {} if self.is_sequential else AS_IN_PAPER
-    config = {"seed": seed, "budget": self.budget, **charged, **ARMS[arm].changes}
+    config = {"seed": seed, "budget": self.budget, **charged, **self.config}
+    config |= ARMS[arm].changes
     if self.is_allocated:
       config["allocation"] = ARMS[arm].allocation
     return runs.RunOptions(
@@ -242,8 +249,10 @@ class Folder:
       runs.write_options(folder, options)
     if not runs.is_closed(folder):
       executors = [self.executor(each) for each in task_.with_transfer(task)]
-      store = Store(folder)
-      runs.make_search(options, task, executors, store, self._archive).run()
+      store, screening = Store(folder), None
+      if options.search.screen is not None:
+        screening = self.executor(runs.proxy_of(task))
+      runs.make_search(options, task, executors, store, self._archive, screening).run()
     hidden = task.holdout()
     if hidden is not None:
       heldout.score_closed(folder, hidden, self.executor(hidden), self._archive)

@@ -59,6 +59,7 @@ def tables(values: Mapping[str, Any]) -> list[Table]:
     "regimes": _regimes,
     "placebos": _placebos,
     "payoff": _placebos,
+    "payoff-real": _placebos,
   }[values["study"]]
   return build(Results(values))
 

@@ -29,11 +29,13 @@ from mxjax.discovery.tasks.ptq.candidate_codes import (
   require_finite,
 )
 from mxjax.discovery.tasks.ptq.candidate_passes import (
+  LinearPasses,
   Passes,
   measured_tables,
   require_legal,
   require_map,
 )
+from mxjax.discovery.tasks.ptq.interface import OF_LINEARS
 from mxjax.discovery.tasks.ptq.structure.fits import HookAttentionFit, HookMlpFit
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.program import Program, Realized, fold, pack
@@ -184,10 +186,12 @@ class CandidateProgram(Program):
     self._now = self._behaviour(0, "self_attn")
     recover: list[RecoveryFit] = []
     if call.plan["attention"]:
-      unit = artifacts.unit(call.computation["recover_value"])
-      recover.append(HookAttentionFit(unit))
+      sum_ = artifacts.batched(call.computation["measure_value"])
+      fit = artifacts.unit(call.computation["recover_value"])
+      recover.append(HookAttentionFit(sum_, fit))
     if call.plan["mlp"]:
-      recover.append(HookMlpFit(artifacts.unit(call.computation["recover_mlp"])))
+      names = ("measure_mlp", "recover_mlp")
+      recover.append(HookMlpFit(*(artifacts.unit(call.computation[n]) for n in names)))
     weighting = "fisher" if call.plan["gradients"] else "uniform"
     super().__init__(name="candidate", recover=tuple(recover), weighting=weighting)
 
@@ -231,6 +235,20 @@ class CandidateProgram(Program):
       solve=self._artifacts.unit(hooks["solve"]),
       count=int(self._now.plan["passes"]),
       told=lambda sums: self._told("solve", sums),
+    )
+
+  def _linear_passes(self) -> LinearPasses:
+    hooks, table = self._now.hooks, self._artifacts
+    if told := sorted(self._now.shuffled & {hook.name for hook in OF_LINEARS}):
+      raise ContractError(
+        f"ptq: shuffle_stats cannot change {told}, because a linear has no neighbour; "
+        "use the control scope."
+      )
+    return LinearPasses(
+      measure=table.unit(hooks["measure_linear"]),
+      solve=table.unit(hooks["solve_linear"]),
+      encode=table.batched(hooks["encode_linear"]),
+      count=int(self._now.plan["linear_passes"]),
     )
 
   def _told(self, hook: str, stats: Any) -> Any:
@@ -308,7 +326,10 @@ class CandidateProgram(Program):
   def _encode(
     self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
   ) -> gptq.Reconstruction:
-    hook, plan = self._now.hooks["encode_weight"], self._now.plan["curvature"]
+    plan = self._now.plan["curvature"]
+    if plan == "solved":
+      return self._linear_passes().codes(weight, inputs, input_map)
+    hook = self._now.hooks["encode_weight"]
     if hook == self._defaults["encode_weight"] and plan != "full":
       return gptq.round_to_nearest(weight, inputs.rules)
     eye = jnp.broadcast_to(jnp.eye(32, dtype=jnp.float32), (weight.shape[0], 32, 32))

@@ -24,7 +24,7 @@ from mxjax.discovery.tasks.ptq.candidate_codes import (
   map_units,
   require_finite,
 )
-from mxjax.discovery.tasks.ptq.interface import STATE
+from mxjax.discovery.tasks.ptq.interface import MATRICES
 from mxjax.methods.baselines.wush import damped_factor
 from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST
@@ -237,7 +237,99 @@ class Passes:
     return Reached(together(*maps), jax.tree.map(together, *results))
 
 
-def require_legal(is_legal: jax.Array) -> None:
+@dataclasses.dataclass(frozen=True)
+class _LinearStep:
+  """Adds a calibration sequence to the sums of a linear's pass."""
+
+  function: Function
+
+  def __call__(
+    self,
+    carry: jax.Array,
+    blocks: jax.Array,
+    index: jax.Array,
+    rules: mxfp4.Rules,
+    step: jax.Array,
+    state: jax.Array,
+  ) -> jax.Array:
+    del rules
+    inputs = blocks.reshape(-1, blocks.shape[-1])
+    return carry + self.function(inputs, index.astype(jnp.int32), step, state)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearPasses:
+  """The passes of a program on a whole linear, and its encoder of a row.
+
+  Attributes:
+    measure: Hook of one unit.
+    solve: Hook of one unit.
+    encode: Batched hook.
+    count: Passes that run.
+  """
+
+  measure: Function
+  solve: Function
+  encode: Function
+  count: int
+
+  def codes(
+    self, weight: jax.Array, inputs: LinearInputs, input_map: Any
+  ) -> gptq.Reconstruction:
+    """Runs all passes, and encodes folded weights `[blocks, 32, rows]`, float32.
+
+    `inputs` are in native coordinates; `input_map`, which may be None, has a matrix for
+    each block.
+
+    Raises:
+      ContractError: Sums or a state are not finite, or codes are not legal.
+    """
+    state = _of_linear(weight.shape[0], input_map)
+    for step in map(jnp.int32, range(self.count)):
+      zeros = jnp.zeros(state.shape, jnp.float32)
+      sums = inputs.reduce(_LinearStep(self.measure), zeros, step, state)
+      require_finite("measure_linear", np.asarray(sums))
+      state = execution.block_on_cpu(_solved_linear(self.solve, step, sums, state))
+      require_finite("solve_linear", np.asarray(state))
+    codes, exponent, value, is_legal = execution.block_on_cpu(
+      _encoded_rows(self.encode, weight, state)
+    )
+    require_legal(is_legal, "encode_linear")
+    return gptq.Reconstruction(codes, exponent, value)
+
+
+def _of_linear(blocks: int, input_map: Any) -> jax.Array:
+  """Returns the first state of a linear, float32 `[2, width, width]`."""
+  maps = np.eye(mxfp4.BLOCK_SIZE)[None].repeat(blocks, 0)
+  if input_map is not None:
+    maps = np.asarray(input_map.matrix)
+  tiles = np.zeros((2, blocks, mxfp4.BLOCK_SIZE, blocks, mxfp4.BLOCK_SIZE), np.float32)
+  for index, each in enumerate(maps):
+    tiles[0, index, :, index] = each
+  width = blocks * mxfp4.BLOCK_SIZE
+  return jnp.asarray(tiles.reshape(2, width, width))
+
+
+@functools.partial(jax.jit, static_argnames="function")
+def _solved_linear(
+  function: Function, step: jax.Array, sums: jax.Array, state: jax.Array
+) -> jax.Array:
+  return function(step, sums, state)[0]
+
+
+@functools.partial(jax.jit, static_argnames="function")
+def _encoded_rows(
+  function: Function, weight: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """Encodes whole rows; returns codes, exponents, values and legality by block."""
+  blocks, size, rows = weight.shape
+  codes, exponent = function(weight.reshape(-1, rows).T, state)
+  codes, exponent = codes.T.reshape(blocks, size, rows), exponent.T
+  is_legal = legal(codes, exponent, weight)
+  return codes, exponent, decoded(codes, exponent), is_legal
+
+
+def require_legal(is_legal: jax.Array, place: str = "encode_weight") -> None:
   """Rejects weights with an illegal block, from `candidate_codes.legal`.
 
   Raises:
@@ -246,13 +338,13 @@ def require_legal(is_legal: jax.Array) -> None:
   if not bool(is_legal.all()):
     bad = int((~is_legal).sum())
     raise ContractError(
-      f"encode_weight: {bad} of {is_legal.size} blocks have a code over 15 or an "
+      f"{place}: {bad} of {is_legal.size} blocks have a code over 15 or an "
       f"exponent more than {EXPONENT_SLACK} from that of their largest value."
     )
 
 
 def _first_state(blocks: int) -> np.ndarray:
-  state = np.zeros((blocks, *STATE.shape))
+  state = np.zeros((blocks, MATRICES, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE))
   state[:, 0] = np.eye(mxfp4.BLOCK_SIZE)
   return state
 

@@ -12,6 +12,10 @@ INTEGER = Aval("int32", ())
 MATRICES = 12
 """Matrices in the state of a block, and in the sums of a pass."""
 STATE = Aval("float64", (MATRICES, 32, 32))
+LINEAR = Aval("float32", (2, "width", "width"))
+"""State of a linear, and the sums of its passes, in the precision of GPTQ."""
+SUMS = Aval("float64", (32, 32))
+"""What a head or an MLP sums for its recovery."""
 MAX_PASSES = 8
 STATS = {
   name: MATRIX
@@ -101,6 +105,135 @@ PASSES = (
   ),
 )
 
+OF_LINEARS = (
+  Hook(
+    name="measure_linear",
+    arguments={
+      "inputs": Aval("float32", ("width", "tokens")),
+      "index": INTEGER,
+      "step": INTEGER,
+      "state": LINEAR,
+    },
+    outputs=(LINEAR,),
+    active_when=("curvature", ("solved",)),
+    default="def measure_linear(inputs, index, step, state):\n"
+    "  return jnp.zeros_like(state)\n",
+    doc="What pass `step` of a linear sums over all calibration sequences, such as its "
+    "Hessian. `index` is the sequence, and its inputs are in native coordinates, all "
+    "tokens alike.",
+  ),
+  Hook(
+    name="solve_linear",
+    arguments={"step": INTEGER, "sums": LINEAR, "state": LINEAR},
+    outputs=(LINEAR,),
+    active_when=("curvature", ("solved",)),
+    default="def solve_linear(step, sums, state):\n  return state\n",
+    doc="A linear's state after pass `step` of the plan's `linear_passes`, from what "
+    "the pass measured. It starts with the map T of all blocks, block-diagonal, and "
+    "zeros.",
+  ),
+  Hook(
+    name="encode_linear",
+    arguments={"row": Aval("float32", ("width",)), "state": LINEAR},
+    outputs=(Aval("uint8", ("width",)), Aval("int32", ("blocks",))),
+    batched=("row",),
+    active_when=("curvature", ("solved",)),
+    default="def encode_linear(row, state):\n"
+    "  blocks = row.reshape(-1, 32)\n"
+    "  exponent = jax.vmap(block_exponent)(blocks)\n"
+    "  codes = jax.vmap(nearest_codes)(blocks, exponent)\n"
+    "  return codes.reshape(-1), exponent\n",
+    doc="Codes of a whole row of weights in the coordinates of T, and the exponents of "
+    "its blocks, from the last state of the linear: the program carries errors from "
+    "block to block itself.",
+  ),
+)
+
+TOKENS_OF_HEAD = Aval("float32", ("tokens", "head"))
+HIDDEN = Aval("float32", ("hidden", "tokens"))
+OF_LAYERS = (
+  Hook(
+    name="measure_value",
+    arguments={"value": TOKENS_OF_HEAD, "target": TOKENS_OF_HEAD, "index": INTEGER},
+    outputs=(SUMS,),
+    batched=("value", "target"),
+    active_when=("attention", (True,)),
+    default="""
+def measure_value(value, target, index):
+  x, y = value.astype(jnp.float64), target.astype(jnp.float64)
+  sums = [x, y, x * x, x * y, y * y]
+  first = jnp.stack([jnp.float64(x.size), *(jnp.sum(each) for each in sums)])
+  return jnp.zeros((32, 32)).at[0, :6].set(first)
+""",
+    doc="What one key-value head sums over all calibration sequences: its realized "
+    "values and those of the float model, of sequence `index`. By default the first "
+    "row has count, value, target, value_square, product and target_square.",
+  ),
+  Hook(
+    name="recover_value",
+    arguments={"sums": SUMS},
+    outputs=(Aval("float64", (2,)),),
+    active_when=("attention", (True,)),
+    default="def recover_value(sums):\n  return jnp.array([1.0, 0.0], jnp.float64)\n",
+    doc="Scale and offset of one key-value head's value outputs, from its sums.",
+  ),
+  Hook(
+    name="measure_mlp",
+    arguments={
+      "gate": HIDDEN,
+      "up": HIDDEN,
+      "gate_target": HIDDEN,
+      "up_target": HIDDEN,
+      "down": Aval("float32", ("model", "hidden")),
+      "index": INTEGER,
+    },
+    outputs=(SUMS,),
+    active_when=("mlp", (True,)),
+    default="""
+def measure_mlp(gate, up, gate_target, up_target, down, index):
+  g, u, g_star, u_star = (
+    each.astype(jnp.float64) for each in (gate, up, gate_target, up_target)
+  )
+  energy = jnp.sum(jnp.square(down.astype(jnp.float64)), axis=0)
+  omega = jnp.clip(energy / (jnp.mean(energy) + 2.0**-20), 0.25, 4.0)
+  omega = omega / jnp.mean(omega)
+  sigmoid = jax.nn.sigmoid(g)
+  slope = sigmoid + g * sigmoid * (1 - sigmoid)
+  product = g * sigmoid * u
+  error = g_star * jax.nn.sigmoid(g_star) * u_star - product
+  design = jnp.stack([slope * u, g * slope * u, product, error])
+  tokens = g.shape[1]
+  quarter = jnp.minimum(jnp.arange(tokens) // (tokens // 4), 3)
+  masks = (quarter == jnp.arange(4)[:, None]).astype(jnp.float64)
+  moments = jnp.einsum(
+    "ciht,jht->cij", design * masks[:, None, None] * omega[:, None], design
+  )
+  ones = g.shape[0] * jnp.sum(masks, axis=1)
+  gates = jnp.einsum("kht,ct->ck", jnp.stack([g, g * g]), masks)
+  cells = [ones[:, None], moments[:, :3, :3].reshape(4, 9), moments[:, :3, 3], gates]
+  filled = jnp.pad(jnp.concatenate(cells, axis=1), ((0, 0), (0, 17)))
+  return jax.lax.dynamic_update_slice(
+    jnp.zeros((32, 32)), filled, (4 * (index % 8), jnp.int32(0))
+  )
+""",
+    doc="What one MLP sums over all calibration sequences: its realized gate and up "
+    "outputs, those of the float weights on the same inputs, and the float weight of "
+    "down_proj. By default a row is a calibration cell, 4 (index mod 8) + quarter of "
+    "the sequence: its count, the weighted normal equations of gate shift, gate scale "
+    "and up scale (9 and 3 numbers, without the gate's deviation), and sum and sum of "
+    "squares of the gate.",
+  ),
+  Hook(
+    name="recover_mlp",
+    arguments={"sums": SUMS},
+    outputs=(Aval("float64", (4,)),),
+    active_when=("mlp", (True,)),
+    default="def recover_mlp(sums):\n  return jnp.array([0.0, 0, 0, 1])\n",
+    doc="Gate shift, gate scale, up scale and the unit of the shift of one layer, from "
+    "its sums.",
+  ),
+)
+
 CHANNEL = ("index", "peak", "reader", "square", "writer")
 
 HOOKS = (
@@ -145,6 +278,7 @@ HOOKS = (
     arguments={"block": BLOCK, "curvature": TABLE},
     outputs=PAYLOAD,
     batched=("block",),
+    active_when=("curvature", ("none", "local", "full")),
     default="def encode_weight(block, curvature):\n"
     "  exponent = block_exponent(block)\n"
     "  return nearest_codes(block, exponent), exponent\n",
@@ -156,6 +290,7 @@ HOOKS = (
     "passes and is encoded in the coordinates of its map, where `curvature` is R of "
     "the remaining loss |R (w - w^)|^2, upper.",
   ),
+  *OF_LINEARS,
   Hook(
     name="tables",
     arguments={"weight": TABLE, "decoded": TABLE},
@@ -181,42 +316,7 @@ HOOKS = (
     "G = W^'W^ and K = W^'(W - W^) of the realized weights W^ (plan realized), "
     "G = W'W and K = 0 (plan float), or those of the hook tables (plan measured).",
   ),
-  Hook(
-    name="recover_value",
-    arguments={
-      "stats": {
-        name: SCALAR
-        for name in (
-          "count",
-          "product",
-          "target",
-          "target_square",
-          "value",
-          "value_square",
-        )
-      }
-    },
-    outputs=(Aval("float64", (2,)),),
-    active_when=("attention", (True,)),
-    default="def recover_value(stats):\n  return jnp.array([1.0, 0.0], jnp.float64)\n",
-    doc="Scale and offset of one key-value head's value outputs, from sums over pairs "
-    "(realized value, float target).",
-  ),
-  Hook(
-    name="recover_mlp",
-    arguments={
-      "stats": {
-        "count": Aval("float64", (32,)),
-        "gram": Aval("float64", (32, 3, 3)),
-        "target": Aval("float64", (32, 3)),
-      }
-    },
-    outputs=(Aval("float64", (3,)),),
-    active_when=("mlp", (True,)),
-    default="def recover_mlp(stats):\n  return jnp.zeros(3, jnp.float64)\n",
-    doc="Gate shift, gate scale and up scale of one layer, from the normal equations "
-    "of 32 calibration cells.",
-  ),
+  *OF_LAYERS,
 )
 
 INTERFACE = Interface(
@@ -226,7 +326,8 @@ INTERFACE = Interface(
     "transform": ("off", "measured", "solved", "reached"),
     "passes": tuple(range(1, MAX_PASSES + 1)),
     "balance": ("off", "measured", "stale"),
-    "curvature": ("none", "local", "full"),
+    "curvature": ("none", "local", "full", "solved"),
+    "linear_passes": tuple(range(1, MAX_PASSES + 1)),
     "tables": ("realized", "float", "measured"),
     "gradients": (False, True),
     "attention": (False, True),
@@ -235,20 +336,22 @@ INTERFACE = Interface(
   header="import jax\nimport jax.numpy as jnp\n" + ENCODE,
 )
 
-SHAPING = ("arrange", "transform", "passes", *(hook.name for hook in PASSES))
+_names = lambda hooks: tuple(hook.name for hook in hooks)
+SHAPING = ("arrange", "transform", "passes", *_names(PASSES))
+ENCODING = ("encode_weight", "curvature", "linear_passes", *_names(OF_LINEARS))
 RESIDUALS: Mapping[str, tuple[str, ...]] = {
   "contaminated": SHAPING,
   "activation_error": ("encode_act", "tables"),
-  "weight_error": ("encode_weight", "curvature"),
+  "weight_error": ENCODING,
   "operator_error": (*SHAPING, "balance"),
-  "value_error": ("recover_value", "attention"),
-  "mlp_error": ("recover_mlp", "mlp"),
+  "value_error": ("measure_value", "recover_value", "attention"),
+  "mlp_error": ("measure_mlp", "recover_mlp", "mlp"),
 }
 """Measured questions, and the hooks and plan keys that each is about."""
 
 REGIMES: Mapping[str, tuple[str, ...]] = {
   "Geometric shaping": (*SHAPING, "balance"),
-  "Discrete realization": ("encode_weight", "encode_act", "curvature", "tables"),
+  "Discrete realization": (*ENCODING, "encode_act", "tables"),
   "Structural recovery": ("attention", "mlp"),
 }
 """The three stages of the paper's hierarchy, in order."""

@@ -12,19 +12,24 @@ import numpy as np
 
 from mxjax import models
 from mxjax.evaluation import datasets
+from mxjax.numerics.mxfp4 import BLOCK_SIZE
 from mxjax.numerics.recovery.mlp_recovery import CELL_RESIDUES
 
 RANDOM = "random:"
 """Prefix of a model source: `random:3` is a tiny model with random weights."""
 Objective = Literal["log_ppl", "kl", "fit3"]
 ActivationRule = Literal["program", "one_code"]
+Dtype = Literal["float32", "bfloat16"]
 CHOICES = {
+  "dtype": get_args(Dtype),
   "objective": get_args(Objective),
   "activation_rule": get_args(ActivationRule),
 }
 TEXTS = ("text", "test_text", "second_text")
 VOCABULARY = 97
 """Vocabulary size of a random model."""
+PROXY_BLOCKS = 2
+"""Blocks of inputs to which the proxy cuts a linear."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,14 +39,19 @@ class PtqOptions:
   Attributes:
     model: Model used by the search: anything that `from_pretrained` accepts.
     layers: Keeps only this many first layers of the model.
+    dtype: Compute dtype of the float models, `float32` or `bfloat16`.
     holdout: The held-out model, which the search never loads.
     holdout_layers: Keeps only this many first layers of the held-out model.
     transfer: The model on which an improvement must hold to be accepted.
     transfer_layers: Keeps only this many first layers of that model.
     calibration: `[sequences, length]` of the calibration windows.
     windows: `[windows, length]` of the evaluation text.
+    holdout_windows: The same on the held-out model; None for those of the search.
     text: A text file for both splits; None for the embedded text.
     test_text: A separate file for the evaluation split.
+    module_layers: `[first, end]`, without the end, of the layers whose modules
+      `value_error`, `mlp_error` and the observables of down_proj are about; None for
+      all.
     replicates: Perplexity runs averaged in the target.
     seed: Seed for drawing the calibration windows.
     second_text: Another evaluation text, which `fit3` needs.
@@ -64,15 +74,18 @@ class PtqOptions:
 
   model: str | None = None
   layers: int | None = None
+  dtype: Dtype = "float32"
   holdout: str | None = None
   holdout_layers: int | None = None
   transfer: str | None = None
   transfer_layers: int | None = None
   calibration: Sequence[int] = (8, 128)
   windows: Sequence[int] = (4, 128)
+  holdout_windows: Sequence[int] | None = None
   text: str | None = None
   test_text: str | None = None
   second_text: str | None = None
+  module_layers: Sequence[int] | None = None
   replicates: int = 1
   seed: int = 0
   objective: Objective = "log_ppl"
@@ -115,9 +128,27 @@ class PtqOptions:
     """Whether the model has random weights."""
     return self.model is not None and self.model.startswith(RANDOM)
 
+  @functools.cached_property
+  def sizes(self) -> list[dict[str, int]]:
+    """Sizes of the linears, heads and MLPs of the model, and of what the proxy cuts."""
+    config = _config(self.model, self.dtype)
+    tokens = {"tokens": self.calibration[1]}
+    heads = config.num_heads * config.head_dim
+    whole = [config.hidden_size, heads, config.intermediate_size]
+    cut = [min(width, PROXY_BLOCKS * BLOCK_SIZE) for width in whole]
+    mlp = {"hidden": config.intermediate_size, "model": config.hidden_size}
+    return [
+      *(
+        {"width": width, "blocks": width // BLOCK_SIZE, **tokens}
+        for width in dict.fromkeys([*whole, *cut])
+      ),
+      {"head": config.head_dim, **tokens},
+      {**mlp, **tokens},
+    ]
+
   def load(self) -> tuple[Any, dict[str, Any]]:
     """Returns the model and its float params."""
-    return _load_model(self.model, self.layers)
+    return _load_model(self.model, self.layers, self.dtype)
 
   def tokens(self, phase: str) -> np.ndarray:
     """Returns the token windows of a phase, int32 `[windows, length]`.
@@ -154,15 +185,19 @@ class PtqOptions:
 
 
 @functools.lru_cache(maxsize=4)
-def _load_model(source: str | None, layers: int | None) -> tuple[Any, dict[str, Any]]:
+def _load_model(
+  source: str | None, layers: int | None, dtype: Dtype
+) -> tuple[Any, dict[str, Any]]:
   """Loads a model and its params, committed to the device.
 
   Artifacts return committed arrays, so uncommitted params would compile a layer twice.
   """
   if source is not None and source.startswith(RANDOM):
-    model, params = _random_model(int(source.removeprefix(RANDOM)))
+    model = models.CausalLM(_config(source, dtype))
+    seed = jax.random.key(int(source.removeprefix(RANDOM)))
+    params = dict(model.init(seed, jnp.zeros((1, 4), jnp.int32))["params"])
   else:
-    model, params = models.from_pretrained(source)
+    model, params = models.from_pretrained(source, dtype=dtype)
     if layers is not None and layers < model.num_layers:
       config = dataclasses.replace(model.config, num_layers=layers)
       cut = {model.layer_name(index) for index in range(layers, model.num_layers)}
@@ -171,9 +206,11 @@ def _load_model(source: str | None, layers: int | None) -> tuple[Any, dict[str, 
   return model, jax.device_put(params, jax.devices()[0])
 
 
-def _random_model(seed: int) -> tuple[Any, dict[str, Any]]:
-  """Builds a tiny random model, which exercises all code but has no meaning."""
-  config = models.ModelConfig(
+def _config(source: str | None, dtype: Dtype) -> models.ModelConfig:
+  if source is None or not source.startswith(RANDOM):
+    return models.load_config(source, dtype=dtype)
+  # Tiny, with random weights: it exercises all code and has no meaning.
+  return models.ModelConfig(
     vocab_size=VOCABULARY,
     hidden_size=64,
     intermediate_size=96,
@@ -185,7 +222,5 @@ def _random_model(seed: int) -> tuple[Any, dict[str, Any]]:
     tie_embeddings=True,
     rope_theta=1e4,
     max_positions=128,
+    dtype=dtype,
   )
-  model = models.CausalLM(config)
-  variables = model.init(jax.random.key(seed), jnp.zeros((1, 4), jnp.int32))
-  return model, dict(variables["params"])

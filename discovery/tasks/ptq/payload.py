@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.discovery.core import identity
-from mxjax.discovery.tasks.ptq.interface import PASSES
+from mxjax.discovery.tasks.ptq.interface import OF_LINEARS, PASSES
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import (
@@ -31,9 +31,10 @@ DECIDED = {
   "transform": ("map",),
   "balance": ("map",),
   "encode_weight": ("codes", "scales"),
+  **{hook.name: ("codes", "scales") for hook in OF_LINEARS},
   "tables": ("gram", "cross"),
-  "recover_value": ("value_recovery",),
-  "recover_mlp": ("mlp_recovery",),
+  **dict.fromkeys(("measure_value", "recover_value"), ("value_recovery",)),
+  **dict.fromkeys(("measure_mlp", "recover_mlp"), ("mlp_recovery",)),
 }
 """Fields or leaves whose content each hook decides."""
 

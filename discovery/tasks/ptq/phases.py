@@ -14,7 +14,7 @@ from mxjax.calibration.calibration import targets
 from mxjax.devices import execution
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.task import Artifacts, Call, ContractError
-from mxjax.discovery.sandbox import artifact, tracing
+from mxjax.discovery.sandbox import artifact, frames, tracing
 from mxjax.discovery.tasks.ptq import candidate, interface, payload
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.structure import order
@@ -31,11 +31,12 @@ OUTLIER_RATIO = 32
 
 
 def default_identities() -> dict[str, str]:
-  """Returns the lowered identity of every default hook, traced from our own source."""
-  specs = interface.INTERFACE.to_list()
+  """Returns the lowered identity of the default encoders, traced from our source."""
+  hooks = [interface.INTERFACE.hook(name) for name in ("encode_weight", "encode_act")]
+  specs = [hook.to_dict() for hook in hooks]
   traced = tracing.trace(interface.INTERFACE.default_source(), specs)
   return {
-    hook.name: artifact.gate(spec, hook.unit)
+    hook.name: artifact.gate(spec, frames.pack(hook.units))
     for hook, spec in zip(traced, specs, strict=True)
   }
 
@@ -147,6 +148,7 @@ class Measure:
     self._model, self._params = options.load()
     self._tokens = options.tokens("measure")
     self._replicates, self._objective = options.replicates, options.objective
+    self._module_layers = options.module_layers
     self._second = options.tokens("second") if options.objective == "fit3" else None
 
   def run(
@@ -165,8 +167,16 @@ class Measure:
     exact = order.arranged(self._params, model, operands)
     params = payload.to_params(operands, exact, model, rounding)
     errors, rounded = self._operator_errors(params, exact)
+    first, end = self._module_layers or (0, model.num_layers)
+    modules = {model.layer_name(index) for index in range(first, end)}
     mean = lambda key, part="": float(
-      np.mean([e[key] for path, e in errors.items() if part in f"/{path}/"])
+      np.mean(
+        [
+          error[key]
+          for path, error in errors.items()
+          if part in f"/{path}/" and (not part or path.partition("/")[0] in modules)
+        ]
+      )
     )
     measured = perplexity(model, params, self._tokens, replicates=self._replicates)
     values = {
@@ -184,7 +194,9 @@ class Measure:
     if self._objective != "log_ppl":
       values[self._objective] = self._distance(params, measured.mean)
     for index in range(model.num_layers):
-      values[f"layer_{index}"] = mean("total", f"/{model.layer_name(index)}/")
+      name = model.layer_name(index)
+      of_layer = [e["total"] for p, e in errors.items() if p.startswith(f"{name}/")]
+      values[f"layer_{index}"] = float(np.mean(of_layer))
     if bad := [name for name, value in values.items() if not np.isfinite(value)]:
       raise FloatingPointError(
         f"ptq: {bad} are not finite: the candidate's codes or coefficients overflow, "

@@ -18,12 +18,12 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.discovery.core.task import Artifacts, Call
 from mxjax.discovery.tasks.ptq import candidate, phases
-from mxjax.discovery.tasks.ptq.options import PtqOptions
+from mxjax.discovery.tasks.ptq.options import PROXY_BLOCKS, PtqOptions
 from mxjax.numerics import mxfp4, precision
 
 PROXY = "proxy_error"
 LINEARS = ("q_proj", "o_proj", "up_proj", "down_proj")
-BLOCKS, ROWS = 2, 64
+ROWS = 64
 
 
 def _spread(size: int, count: int) -> np.ndarray:
@@ -59,7 +59,7 @@ class Proxy:
       if name in LINEARS:
         weight = jnp.asarray(layer[block][name]["weight"], jnp.float32)
         weight = weight[_spread(weight.shape[0], ROWS)]
-        places = _spread(weight.shape[1] // mxfp4.BLOCK_SIZE, BLOCKS)
+        places = _spread(weight.shape[1] // mxfp4.BLOCK_SIZE, PROXY_BLOCKS)
         each = jax.vmap(mxfp4.to_blocks)(taps[tap].astype(jnp.float32))[:, places]
         told = 3 * len(each) // 4
         measured = jnp.concatenate([*each[told:]], axis=-1)

@@ -16,6 +16,7 @@ import numpy as np
 
 from mxjax.calibration.calibration import token_fingerprint
 from mxjax.discovery.core import identity
+from mxjax.discovery.core.interface import Interface
 from mxjax.discovery.core.residual import Residual
 from mxjax.discovery.core.task import Session
 from mxjax.discovery.tasks.ptq.candidate import INTERVENTIONS
@@ -66,7 +67,6 @@ class PtqTask:
       raise ValueError(f"ptq: unknown options {unknown}; use some of {sorted(known)}.")
     self.options = PtqOptions(**options)
     frozen = self.options.frozen_hooks
-    self.interface = INTERFACE.without(frozen)
     self.grammar = GRAMMAR.without(frozen)
     self.edit_templates = tuple(
       template for template in EDIT_TEMPLATES if not {*template.hooks} & {*frozen}
@@ -75,6 +75,12 @@ class PtqTask:
       stage: tuple(name for name in names if name not in frozen)
       for stage, names in REGIMES.items()
     }
+
+  @functools.cached_property
+  def interface(self) -> Interface:
+    """The hooks, but those that the task freezes, at the sizes of its model."""
+    left = INTERFACE.without(self.options.frozen_hooks)
+    return dataclasses.replace(left, sizes=self.options.sizes)
 
   @property
   def phases(self) -> Sequence[str]:
@@ -149,7 +155,12 @@ class PtqTask:
     model, layers = options[which], options[f"{which}_layers"]
     if model is None and layers is None:
       return None
-    others = {f"{name}{end}": None for name in OTHERS for end in ("", "_layers")}
+    others: dict[str, Any] = {
+      f"{name}{end}": None for name in OTHERS for end in ("", "_layers")
+    }
+    others["holdout_windows"] = None
+    if which == "holdout":
+      others["windows"] = options["holdout_windows"] or options["windows"]
     return PtqTask(**{**options, **others, "model": model, "layers": layers})
 
   def residuals(self, program: str, values: Mapping[str, float]) -> list[Residual]:

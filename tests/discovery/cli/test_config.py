@@ -129,3 +129,12 @@ def test_a_run_from_its_own_file_is_the_same_run(tmp_path):
   assert parser.main([*start, str(one / "config.toml"), "--out", str(two)]) == 0
   for name in ("run.json", "log.jsonl"):
     assert (one / name).read_bytes() == (two / name).read_bytes()
+
+
+def test_a_search_says_in_which_dtype_it_computes(tmp_path):
+  text = 'task = "ptq"\nmodel = "random:0"\n'
+  made = lambda *words: options.run_options(
+    parsed(tmp_path, "run", "--out", "x", *words, text=text)
+  )
+  assert made("--dtype", "bfloat16").task["dtype"] == "bfloat16"
+  assert runs.task_.load(made().task).spec["dtype"] == "float32"

@@ -18,7 +18,7 @@ def test_the_names_are_those_of_the_papers_studies():
   from mxjax.discovery.studies.study import STUDIES
 
   assert {*parser.STUDIES} == {*STUDIES}
-  assert {*parser.PAPER_STUDIES} == {*STUDIES} - {"payoff"}
+  assert {*parser.PAPER_STUDIES} == {*STUDIES} - {"payoff", "payoff-real"}
 
 
 def test_a_study_becomes_tables_beside_the_papers_and_a_picture(tmp_path, capsys):

@@ -5,7 +5,7 @@ import pytest
 from mxjax.discovery.core import candidate_source
 from mxjax.discovery.core.interface import Aval, Hook, Interface
 from mxjax.discovery.core.task import Status
-from mxjax.discovery.sandbox import artifact, jail, supervisor, tracing
+from mxjax.discovery.sandbox import artifact, frames, jail, supervisor, tracing
 from mxjax.discovery.tasks import world
 
 ROW = Aval("float32", (32,))
@@ -39,7 +39,7 @@ HEADER = "import jax\nimport jax.numpy as jnp\nimport numpy as np\n"
 
 def lowered(source):
   (traced,) = tracing.trace(HEADER + source, INTERFACE.to_list())
-  return artifact.gate(INTERFACE.hook("encode").to_dict(), traced.unit)
+  return artifact.gate(INTERFACE.hook("encode").to_dict(), frames.pack(traced.units))
 
 
 RENAMED = (
@@ -161,7 +161,7 @@ def test_the_gate_names_the_rule(code, complaint, monkeypatch):
   )
   monkeypatch.setattr(artifact, "MAX_OPERATIONS", 400)
   with pytest.raises(artifact.RefusedError, match=complaint):
-    artifact.gate(INTERFACE.hook("encode").to_dict(), traced.unit)
+    artifact.gate(INTERFACE.hook("encode").to_dict(), frames.pack(traced.units))
 
 
 def test_a_hook_that_traces_differently_each_time_fails():
@@ -177,7 +177,7 @@ def test_a_hook_that_traces_differently_each_time_fails():
 def test_34_damaged_artifacts_are_refused_and_the_gate_goes_on():
   """In a worker, as always: a damaged one may crash its reader or keep it for ever."""
   (traced,) = tracing.trace(HEADER + RTN, INTERFACE.to_list())
-  spec = INTERFACE.hook("encode").to_dict()
+  spec, unit = INTERFACE.hook("encode").to_dict(), frames.pack(traced.units)
   limits = jail.Limits(seconds=10.0, memory_bytes=4 << 30, cpu_seconds=1 << 20)
   task = world.World(seed=3)
   worker = supervisor.RunWorker(task.spec, task.phases[0], [], "standard", limits)
@@ -185,12 +185,12 @@ def test_34_damaged_artifacts_are_refused_and_the_gate_goes_on():
   def gated(unit):
     return worker.gate([spec], {"encode": unit})
 
-  whole = gated(traced.unit)
+  whole = gated(unit)
   refusals = {Status.REFUSED, Status.CRASHED, Status.TIMEOUT, Status.MEMORY}
   seen = []
   try:
-    for position in range(0, len(traced.unit), len(traced.unit) // 7):
-      broken = bytearray(traced.unit)
+    for position in range(0, len(unit), len(unit) // 7):
+      broken = bytearray(unit)
       broken[position] ^= 0x5A
       try:
         gated(bytes(broken))
@@ -198,11 +198,11 @@ def test_34_damaged_artifacts_are_refused_and_the_gate_goes_on():
         seen.append(error.status)
     assert seen
     assert set(seen) <= refusals
-    for cut in (1, 100, len(traced.unit) // 2):
+    for cut in (1, 100, len(unit) // 2):
       with pytest.raises(supervisor.WorkerError) as caught:
-        gated(traced.unit[:cut])
+        gated(unit[:cut])
       assert caught.value.status == Status.REFUSED
-    assert gated(traced.unit) == whole
+    assert gated(unit) == whole
   finally:
     worker.close()
   with pytest.raises(artifact.RefusedError):
@@ -228,8 +228,9 @@ def geometry(x):
 def mlp(x):
   return other(x)
 """
-  keys = lambda **changed: candidate_source.hook_keys(
-    text.format(**{"size": 1, "far": 1, "other": 1, **changed}), ["geometry", "mlp"]
+  keys = lambda n=1, **changed: candidate_source.hook_keys(
+    text.format(**{"size": 1, "far": 1, "other": 1, **changed}),
+    dict.fromkeys(("geometry", "mlp"), {"sizes": [{"n": n}]}),
   )
   first, same = (
     keys(),
@@ -241,3 +242,4 @@ def mlp(x):
   assert same(far=2) == ["mlp"]
   assert same(other=2) == ["geometry"]
   assert same(size=2) == []
+  assert same(n=2) == []

@@ -127,8 +127,9 @@ def test_what_is_admitted_can_be_printed_and_identified():
 
 
 def test_a_hook_that_is_no_function_is_no_error_of_the_executor():
-  keys = candidate_source.hook_keys(GOOD + "mlp = 3\n", ["geometry", "mlp"])
-  other = candidate_source.hook_keys(GOOD + "mlp = 4\n", ["geometry", "mlp"])
+  specs = dict.fromkeys(("geometry", "mlp"), SPEC)
+  keys = candidate_source.hook_keys(GOOD + "mlp = 3\n", specs)
+  other = candidate_source.hook_keys(GOOD + "mlp = 4\n", specs)
   assert keys.keys() == {"geometry", "mlp"}
   assert keys["mlp"] != other["mlp"]
 

@@ -12,7 +12,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from mxjax.discovery.core.task import RefusedError
-from mxjax.discovery.sandbox import artifact, jail, supervisor, tracing
+from mxjax.discovery.sandbox import artifact, frames, jail, supervisor, tracing
 from mxjax.discovery.sandbox.rebuilding import lapack
 
 SPEC = {
@@ -20,6 +20,7 @@ SPEC = {
   "arguments": [["x", ["float32", [8]]], ["y", ["float32", [8]]]],
   "outputs": [["float32", [8]]],
   "batched": ["x"],
+  "sizes": [{}],
 }
 HEADER = "import functools\nimport jax\nimport jax.numpy as jnp\n"
 BODIES = [
@@ -64,7 +65,7 @@ BODIES = [
 
 def traced(code, spec=SPEC):
   (hook,) = tracing.trace(HEADER + code, [spec])
-  return hook.unit
+  return frames.pack(hook.units)
 
 
 def both_forms(data):
@@ -176,7 +177,8 @@ def forged(body, functions="", **changes):
   }}
   {functions}
 }}"""
-  honest = artifact.load(traced("def hook(x, y):\n  return x + y\n"), "hook")
+  (unit,) = frames.unpack(traced("def hook(x, y):\n  return x + y\n"))
+  honest = artifact.load(unit, "hook")
   with mlir.make_ir_context() as context:
     context.allow_unregistered_dialects = True
     module = ir.Module.parse(text)
@@ -184,7 +186,7 @@ def forged(body, functions="", **changes):
       module, stablehlo.get_current_version()
     )
   made = dataclasses.replace(honest, mlir_module_serialized=bytes(data), **changes)
-  return bytes(made.serialize())
+  return frames.pack([bytes(made.serialize())])
 
 
 def test_a_module_written_by_hand_passes_if_it_is_in_order():

@@ -399,8 +399,8 @@ RUN_PROBES = {
     + "  ones = jnp.ones((100_000, 1000, 1000), x.dtype)\n"
     + "  big = jax.lax.cumsum(ones * x[0], axis=0)\n"
     + "  return x + jnp.sort(big, axis=0)[-1, -1, -1]\n",
-    "memory",
-    1,
+    "refused",
+    0,
   ),
   "not finite": (HEADER + "def geometry(x):\n  return x / 0\n", "not_finite", 1),
   "41 leak through a forged batch": (GOOD.replace("0.25", "0.3") + MIXED, "ok", 1),

@@ -13,6 +13,7 @@ from mxjax.discovery.proposers.expressions.proposer import ExpressionProposer
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.discovery.studies import study
 from mxjax.discovery.tasks import world
 from mxjax.discovery.tasks.ptq import programs, proxy
 from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES, GRAMMAR
@@ -103,6 +104,21 @@ def test_a_task_without_a_proxy_says_so(tmp_path):
   runs.write_options(tmp_path / "run", options)
   with pytest.raises(ValueError, match="has no proxy"):
     runs.run(tmp_path / "run")
+
+
+def test_every_arm_of_a_study_is_screened(tmp_path):
+  spec = {"task": "tests.discovery.search.test_screen:Screened", "seed": 5}
+  options = study.StudyOptions(
+    task=spec, seeds=(4,), budget=20, config={"screen": 1.0, "proposals_per_call": 2}
+  )
+  held = study.Folder(tmp_path / "study", options)
+  for arm in ("quantforge", "uniform"):
+    held.run(arm, 4)
+    events = store.read_events(held.run_folder(arm, 4))
+    refused = [e["status"] for e in events if e["event"] == "refused"]
+    assert "screened" in refused
+    assert len([e for e in events if e["event"] == "proxy"]) > len(refused)
+  held.close()
 
 
 def test_the_proxy_reads_calibration_only():

@@ -1,8 +1,9 @@
-"""HiRes as a program: geometry in five passes, then codes, then two recovery fits.
+"""HiRes as a program: passes of blocks, of linears, of value heads and of MLPs.
 
-Second moments give the reference chart, errors of one encoding in the chart give the
-interaction K, errors in the coordinates of T propose the balance D, its three trials
-encode the weights, and J_b of the encoded operands accepts one.
+Blocks: second moments give the reference chart, errors of one encoding in the chart
+give the interaction K, errors in the coordinates of T propose the balance D, its three
+trials encode the weights, and J_b of the encoded operands accepts one. Linears: one
+pass sums the Hessian, and rows are encoded by GPTQ. Heads and MLPs: two recovery fits.
 """
 
 import jax
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 PLAN = {
   "transform": "solved",
   "passes": 5,
-  "curvature": "full",
+  "curvature": "solved",
+  "linear_passes": 1,
   "tables": "measured",
   "attention": True,
   "mlp": True,
@@ -47,7 +49,7 @@ def rounded(columns):
 
 
 def gptq(columns, upper, exponent):
-  """Returns codes, and values, by GPTQ of a block alone, in the order of its rows."""
+  """Returns codes, values and scaled errors of a block, in the order of its rows."""
 
   def coordinate(i, state):
     codes, values, errors = state
@@ -59,7 +61,7 @@ def gptq(columns, upper, exponent):
 
   zeros = jnp.zeros(columns.shape, jnp.float32)
   start = jnp.zeros(columns.shape, jnp.uint8), zeros, zeros
-  return jax.lax.fori_loop(0, 32, coordinate, start)[:2]
+  return jax.lax.fori_loop(0, 32, coordinate, start)
 
 
 def code_scores(values, gram, slope, exponent):
@@ -245,8 +247,8 @@ def proposal(risk_a, risk_w):
 def factor(hessian):
   """Returns U with inv(H + .01 mean(diag H)) = U'U, tenfold damping if needed."""
   hessian = jnp.float32(hessian)
-  mean = jnp.trace(hessian) / 32
-  eye = jnp.eye(32, dtype=jnp.float32)
+  mean = jnp.trace(hessian) / hessian.shape[0]
+  eye = jnp.eye(hessian.shape[0], dtype=jnp.float32)
 
   def attempt(state):
     damping, _ = state
@@ -281,7 +283,7 @@ def trial_weights(tile, index, state):
 
   def trial(scale, upper, inputs):
     scaled = jnp.float32(folded / scale[:, None])
-    _, values = gptq(scaled, jnp.float32(upper), exponents(scaled))
+    _, values, _ = gptq(scaled, jnp.float32(upper), exponents(scaled))
     error = scaled - values
     return *tables(scaled, values), jnp.sum(moment(error, error) * inputs)
 
@@ -347,12 +349,6 @@ def solve(step, input_sums, weight_sums, curvature, state):
   return jax.lax.switch(step, passes, input_sums, weight_sums, state)
 
 
-def encode_weight(block, curvature):
-  """GPTQ, whose errors go on to later blocks."""
-  exponent = exponents(block[:, None])
-  return gptq(block[:, None], curvature, exponent)[0][:, 0], exponent[0]
-
-
 def tables(weight, decoded):
   """Sums G_Q and K_Q."""
   return moment(decoded, decoded), moment(decoded, weight - decoded)
@@ -369,27 +365,3 @@ def encode_act(block, gram, cross):
   place, code = best // 16, (best % 16).astype(jnp.uint8)
   chosen = jnp.where(scores[best] < 0, code, codes[place, 0])
   return codes[:, 0].at[place].set(chosen), exponent[0]
-
-
-def recover_value(stats):
-  """Least squares of a head's values; constant values are left alone."""
-  count, x, y = stats["count"], stats["value"], stats["target"]
-  variance = stats["value_square"] - x * x / count
-  scale = (stats["product"] - x * y / count) / jnp.where(variance == 0, 1, variance)
-  fit = jnp.stack([scale, (y - scale * x) / count])
-  return jnp.where(variance == 0, jnp.array([1.0, 0.0]), fit)
-
-
-def recover_mlp(stats):
-  """Ridge regression of every cell, and their robust, bounded aggregate."""
-  gram, target = stats["gram"], stats["target"]
-  trace = jnp.trace(gram, axis1=1, axis2=2)
-  damping = 2.0**-8 * trace / 3 + 2.0**-20 * gram[:, 2, 2] + 2.0**-30
-  system = gram + damping[:, None, None] * jnp.eye(3)
-  of_cells = jnp.linalg.solve(system, target[..., None])[..., 0]
-  median = lambda x: jnp.sort(x, axis=0)[15]
-  center = median(of_cells)
-  spread = 1.4826 * median(jnp.abs(of_cells - center))
-  shrunk = jnp.maximum(jnp.abs(center) - spread / jnp.sqrt(jnp.float64(32)), 0)
-  theta = jnp.sign(center) * shrunk
-  return theta * jnp.minimum(1, 1 / 8 / (jnp.sum(jnp.abs(theta)) + 2.0**-20))

@@ -1,35 +1,56 @@
-"""Recovery fits whose coefficients come from a candidate's hooks."""
+"""Recovery fits whose sums and coefficients come from a candidate's hooks."""
 
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mxjax.discovery.tasks.ptq.candidate_codes import (
   Function,
   map_units,
   require_finite,
 )
-from mxjax.methods.recovery_fits import AttentionFit, MlpFit
+from mxjax.discovery.tasks.ptq.interface import SUMS
+from mxjax.layers.linear import add_bias, linear
+from mxjax.methods.recovery_fits import AttentionFit, MlpFit, Sample
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
 
-MLP_CELLS = mlp_recovery.CELL_RESIDUES * mlp_recovery.CELL_QUARTERS
+
+def _solved(place: str, function: Function, sums: jax.Array) -> np.ndarray:
+  """Returns the coefficients of stacked units, from their checked sums."""
+  require_finite(place.replace("recover", "measure"), np.asarray(sums))
+  (found,) = map_units(function, sums)
+  require_finite(place, found)
+  return found
 
 
 @dataclasses.dataclass(frozen=True)
 class HookAttentionFit(AttentionFit):
-  """Attention recovery with two coefficients per head from a hook."""
+  """Attention recovery: a head's sums, `sum_`, and two coefficients from them, `fit`.
 
-  function: Function
+  `sum_` is the batched hook.
+  """
+
+  sum_: Function
+  fit: Function
+
+  def prepare(self, float_layer: Any, float_taps: Any, sequences: int) -> Any:
+    """Returns no constants, and zero sums for every head."""
+    del float_layer, sequences
+    heads = float_taps["value"].shape[-2]
+    return (), jnp.zeros((heads, *SUMS.shape), jnp.float64)
+
+  def measure(self, moments: Any, sample: Sample) -> Any:
+    """See `RecoveryFit.measure`; a unit sees one head of one sequence."""
+    of_heads = lambda taps: taps["value"][0].swapaxes(0, 1).astype(jnp.float32)
+    values = of_heads(sample.taps), of_heads(sample.float_taps)
+    return moments + self.sum_(*values, sample.index.astype(jnp.int32))[0]
 
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
     """See `RecoveryFit.solve`."""
-    stats = {
-      field.name: getattr(moments, field.name) for field in dataclasses.fields(moments)
-    }
-    (pairs,) = map_units(self.function, stats)
-    require_finite("recover_value", pairs)
+    pairs = _solved("recover_value", self.fit, moments)
     fit = value_recovery.ValueRecovery(
       jnp.asarray(pairs[:, 0], jnp.float32), jnp.asarray(pairs[:, 1], jnp.float32)
     )
@@ -38,23 +59,29 @@ class HookAttentionFit(AttentionFit):
 
 @dataclasses.dataclass(frozen=True)
 class HookMlpFit(MlpFit):
-  """MLP recovery with three scalars per layer from a hook."""
+  """MLP recovery: a layer's sums, `sum_`, and four coefficients from them, `fit`."""
 
-  function: Function
+  sum_: Function
+  fit: Function
+
+  def prepare(self, float_layer: Any, float_taps: Any, sequences: int) -> Any:
+    """Returns no constants, and zero sums."""
+    del float_layer, float_taps, sequences
+    return (), jnp.zeros(SUMS.shape, jnp.float64)
+
+  def measure(self, moments: Any, sample: Sample) -> Any:
+    """See `RecoveryFit.measure`; targets are the float weights' on the same inputs."""
+    taps, float_mlp = sample.taps, sample.float_layer["mlp"]
+    targets = [
+      add_bias(linear(taps["gate_up_input"], params["weight"]), params.get("bias"))
+      for params in (float_mlp["gate_proj"], float_mlp["up_proj"])
+    ]
+    arrays = [a[0].T.astype(jnp.float32) for a in (taps["gate"], taps["up"], *targets)]
+    down = float_mlp["down_proj"]["weight"].astype(jnp.float32)
+    return moments + self.sum_(*arrays, down, sample.index.astype(jnp.int32))[0]
 
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
     """See `RecoveryFit.solve`."""
-    gate_sums, by_cell = moments
-    cells = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), by_cell)
-    deviation = mlp_recovery.gate_deviation(gate_sums)
-    gram, target = mlp_recovery.normal_equations(cells, deviation)
-    if gram.shape[0] != MLP_CELLS:
-      raise ValueError(f"ptq: expected {MLP_CELLS} cells, got {gram.shape[0]}.")
-    stats = {"gram": gram[None], "target": target[None], "count": cells.count[None]}
-    (theta,) = map_units(self.function, stats)
-    require_finite("recover_mlp", theta)
-    theta = theta[0]
-    leaf = mlp_recovery.MlpRecovery(
-      *(jnp.asarray(value, jnp.float32) for value in (*theta, deviation))
-    )
+    theta = _solved("recover_mlp", self.fit, moments[None])[0]
+    leaf = mlp_recovery.MlpRecovery(*(jnp.asarray(each, jnp.float32) for each in theta))
     return leaf, {"theta": theta.tolist()}

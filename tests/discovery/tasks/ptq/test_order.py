@@ -99,6 +99,18 @@ def test_the_papers_verdict_guided_update_runs_as_it_is_written(executor):
   assert measured(executor, reverted).outputs["solve"] != successor.outputs["solve"]
 
 
+def test_a_question_can_be_about_the_modules_of_some_layers(executor, monkeypatch):
+  session = executor._session("measure")
+  change = {"kind": "permute", "part": "mlp", "layers": [1, 2]}
+  seen = {}
+  for layers in ([0, 1], [1, 2]):
+    monkeypatch.setattr(session, "_module_layers", layers)
+    parent, control = measured(executor, SOURCE), measured(executor, SOURCE, **change)
+    seen[layers[0]] = control.values["down_up_ratio"] / parent.values["down_up_ratio"]
+  assert seen[0] == pytest.approx(1)
+  assert seen[1] > 1.2
+
+
 def test_an_order_is_found_by_keys_and_keeps_the_function(executor, task):
   model, params = task.options.load()
   params = with_large_channels(params, model)

@@ -199,7 +199,7 @@ def test_what_cannot_be_reached_is_a_contract_error(plan, intervention, message)
 
 
 def test_programs_are_admitted_and_start_from_nothing_of_ours():
-  for name in ("hires", "wush"):
+  for name in programs.NAMES:
     source = programs.source(name)
     assert "mxjax" not in source
     candidate_source.admit(source, INTERFACE)
@@ -218,10 +218,9 @@ def square(tmp_path_factory):
 @pytest.mark.parametrize(
   ("name", "where"),
   [
-    ("wush", in_jail),
-    ("hires", in_jail),
-    ("wush", in_process),
-    ("hires", in_process),
+    (name, where)
+    for where in (in_jail, in_process)
+    for name in ("wush", "gptq-linear", "hires")
   ],
 )
 def test_a_method_as_a_program_is_the_librarys(
@@ -231,7 +230,8 @@ def test_a_method_as_a_program_is_the_librarys(
   got, values = where(task, programs.source(name), tmp_path)
   model, params = task.options.load()
   calib = mxjax.Calibration(model, task.options.tokens("fit"))
-  library = mxjax.quantize(params, calib, name, check=False, probe=False)
+  method = name.removesuffix("-linear")
+  library = mxjax.quantize(params, calib, method, check=False, probe=False)
   expected = payload.of_params(library, model)
   assert got.keys() == expected.keys()
   codes = differ = 0

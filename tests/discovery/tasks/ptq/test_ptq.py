@@ -11,7 +11,7 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.discovery.core import candidate_source, identity, store
 from mxjax.discovery.core.candidate_source import admit
 from mxjax.discovery.core.task import Call, ContractError, Outcome, Status
-from mxjax.discovery.sandbox import tracing
+from mxjax.discovery.sandbox import frames, tracing
 from mxjax.discovery.sandbox.artifact import ArtifactTable
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
@@ -67,7 +67,7 @@ def hook(name, source=SOURCE):
   """The batched form of a traced hook."""
   (traced,) = tracing.trace(source, [SPECS[name]])
   table = ArtifactTable(SPECS)
-  table.add("x", name, traced.unit)
+  table.add("x", name, frames.pack(traced.units))
   return jax.jit(table.batched("x"))
 
 
@@ -223,11 +223,8 @@ def test_44_a_map_without_an_inverse_is_a_contract_violation(executor):
   ("name", "code"),
   [
     ("transform", "def transform(stats):\n  return jnp.eye(64, dtype=jnp.float64)\n"),
-    (
-      "recover_value",
-      "def recover_value(stats):\n  return jnp.zeros(3, jnp.float64)\n",
-    ),
-    ("recover_mlp", "def recover_mlp(stats):\n  return jnp.zeros(4, jnp.float64)\n"),
+    ("recover_value", "def recover_value(sums):\n  return jnp.zeros(3)\n"),
+    ("recover_mlp", "def recover_mlp(sums):\n  return jnp.zeros(5)\n"),
     (
       "encode_act",
       "def encode_act(block, gram, cross):\n"
