@@ -27,7 +27,7 @@ def run(ptx, *operands):
     uint32, that shape.
   """
   registers = {f"${i + 1}": operand for i, operand in enumerate(operands)}
-  value = lambda text: int(text.replace("0f", "0x"), 0)
+  value = lambda text: int(re.sub("^0f", "0x", text), 0)
   number = lambda text: np.full(operands[0].shape, value(text), np.uint32)
   for line in ptx.strip().removeprefix("{").removesuffix("}").split(";"):
     words = re.split(r"[,\s{}]+", line.strip().removesuffix("}"))
