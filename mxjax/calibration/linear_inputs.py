@@ -260,7 +260,7 @@ class LinearInputs:
     def compute(dtype: Any = jnp.float32) -> jax.Array:
       zeros = jnp.zeros((width, width), jnp.float32)
       total = self._sum(self._chunks, _hessian_step, zeros, self._weights, dtype)
-      return _mirrored(total, jnp.arange(width, dtype=jnp.int32)) / self.tokens
+      return _mirrored(total, np.arange(width, dtype=np.int32)) / self.tokens
 
     is_narrow = self._is_narrow()
     self.record["hessian_products"] = "bfloat16" if is_narrow else "float32"
@@ -282,9 +282,9 @@ class LinearInputs:
       _fold_moment_step, jnp.zeros(shape, jnp.float64), *self._weights
     )
     totals = self.cached("fold_moments", compute)
-    return _mean_of_folds(totals, jnp.asarray(self.fold_tokens, jnp.float64))
+    return _mean_of_folds(totals, np.asarray(self.fold_tokens, np.float64))
 
   def moment(self) -> jax.Array:
     """Returns X'X / n of every block over all tokens, float64 `[blocks, 32, 32]`."""
-    tokens = jnp.asarray(self.fold_tokens, jnp.float64)
+    tokens = np.asarray(self.fold_tokens, np.float64)
     return _mean_of_all(self.fold_moments(), tokens)

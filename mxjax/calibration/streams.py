@@ -180,12 +180,17 @@ def advance(
   return [_advance(model, layer, chunk, placement) for chunk in hidden]
 
 
+@jax.jit
+def _not_finite(hidden: jax.Array) -> jax.Array:
+  return (~jnp.isfinite(hidden)).sum(dtype=jnp.int32)
+
+
 def check_finite(hidden: Chunks, place: str) -> None:
   """Raises FloatingPointError if hidden states leaving `place` are not finite."""
   leaves = [
     leaf for leaf in jax.tree.leaves(hidden) if jnp.issubdtype(leaf.dtype, jnp.floating)
   ]
-  bad = sum(int((~jnp.isfinite(leaf)).sum()) for leaf in leaves)
+  bad = sum(int(_not_finite(leaf)) for leaf in leaves)
   if bad:
     total = sum(leaf.size for leaf in leaves)
     raise FloatingPointError(

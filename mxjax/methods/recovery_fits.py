@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mxjax.calibration.calibration import Params
 from mxjax.layers.linear import add_bias, linear
@@ -102,6 +103,7 @@ class RecoveryFit:
     return {**layer, self.block: {**layer[self.block], self.leaf: leaf}}
 
 
+@jax.jit
 def _float32(tree: Any) -> Any:
   return jax.tree.map(lambda a: a.astype(jnp.float32), tree)
 
@@ -181,10 +183,11 @@ class MlpFit(RecoveryFit):
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
     """See `RecoveryFit.solve`."""
     gate_sums, by_cell = moments
-    cells = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), by_cell)
+    cells = _flat(by_cell)
     deviation = mlp_recovery.gate_deviation(gate_sums)
-    theta = mlp_recovery.aggregate(mlp_recovery.solve_cells(cells, deviation))
-    before, after = mlp_recovery.linearized_errors(cells, deviation, theta)
+    solved = mlp_recovery.aggregate(mlp_recovery.solve_cells(cells, deviation))
+    before, after = mlp_recovery.linearized_errors(cells, deviation, solved)
+    theta = np.asarray(solved)
     leaf = mlp_recovery.MlpRecovery(theta[0], theta[1], theta[2], deviation)
     return _float32(leaf), {
       "alpha": float(theta[0]),
@@ -195,6 +198,12 @@ class MlpFit(RecoveryFit):
       "error_before": float(before),
       "error_after_linearized": float(after),
     }
+
+
+@jax.jit
+def _flat(by_cell: mlp_recovery.CellMoments) -> mlp_recovery.CellMoments:
+  """Joins the two axes of the cells, residue and quarter."""
+  return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), by_cell)
 
 
 def _quarter_moments(

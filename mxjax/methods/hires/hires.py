@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
@@ -88,8 +89,10 @@ def _prepare_anchor(
   rows = weight.shape[-1]
   moments = _weight_moments(weight)
   even, odd = rows - rows // 2, rows // 2
-  total = (moments[0] * even + moments[1] * odd) / rows
-  used = total if used is None else used
+  if used is None:
+    # On the host: a compiled sum of products may contract and round once less.
+    first, second = np.asarray(moments)
+    used = jnp.asarray((first * even + second * odd) / rows)
   chart, rotated, rotated_inverse = execution.call_in_batches(_chart, moment, used)
   folds = _weight_folds(moments, rotated_inverse)
   crosses = _weight_crosses(weight, rotated_inverse, rules)
@@ -187,7 +190,7 @@ class HiRes(Program):
     anchor = _prepare_anchor(weight, moment, inputs.rules, used)
     zeros = jnp.zeros((2, *moment.shape), jnp.float64)
     errors = inputs.reduce(_anchor_step, zeros, anchor.rotated)
-    counts = jnp.maximum(jnp.asarray(inputs.fold_tokens, jnp.float64), 1.0)
+    counts = np.maximum(np.asarray(inputs.fold_tokens, np.float64), 1.0)
     folds = inputs.fold_moments()
     pairs = _pairs(anchor, folds, errors, counts, self.use_interaction)
     transform = execution.call_in_batches(
