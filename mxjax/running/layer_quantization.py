@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.calibration import fisher
+from mxjax.calibration import fisher, streams
 from mxjax.calibration.calibration import (
   CausalLanguageModel,
   Params,
@@ -20,12 +20,6 @@ from mxjax.methods.program import Program
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import Contract
 from mxjax.running.linear_probe import linear_record
-
-
-@jax.jit
-def _not_finite(weight: jax.Array) -> jax.Array:
-  """Counts NaN and inf where the weight lies, without a copy of it on the host."""
-  return (~jnp.isfinite(weight)).sum(dtype=jnp.int32)
 
 
 @jax.jit
@@ -68,7 +62,7 @@ def check_params(
         continue
       if weight.shape[-1] % contract.block_size:
         complaints.append(f"{path} has input width {weight.shape[-1]}")
-      if bad := int(_not_finite(weight)):
+      if bad := int(streams.count_not_finite(weight)):
         complaints.append(f"{path} has {bad} NaN or inf of {weight.size} weights")
   if complaints:
     raise ValueError(
