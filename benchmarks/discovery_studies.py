@@ -52,9 +52,10 @@ EXPECTED = {
   "interval of each paired difference holds zero or lies below it.",
   "payoff-real-noisy": "more than a million programs, most of them bad, and a score of "
   "128 tokens, so that many gains are luck of the text; the model of another family is "
-  "scored on 2,048. Controls cost about half of the calls, and tell a mechanism from "
-  "luck. QuantForge ends lower on held-out data than Score-only, TextMem, ReflectMem, "
-  "uniform random draws and shuffled verdicts in at least six of eight seeds.",
+  "scored on 2,048. Controls are paid where a primary run leaves accounts undecided, "
+  "and tell a mechanism from luck. QuantForge ends lower on held-out data than "
+  "Score-only, TextMem, ReflectMem, uniform random draws and shuffled verdicts in at "
+  "least six of eight seeds.",
   "payoff-real-plain": "24 edits with 32 settings, and a divergence over 2,048 tokens "
   "with hardly any noise: all arms come to the same few programs. Experiments bring "
   "nothing; QuantForge is not behind any other arm by more than noise: the 95 % "
@@ -64,12 +65,16 @@ REAL = {
   "payoff-real-noisy": {
     "task": {"windows": [2, 64], "holdout_windows": [16, 128]},
     "proposer": {"kind": "expressions"},
-    "config": {"screen": 1.0, "proposals_per_call": 4},
+    "config": {"screen": 1.0, "proposals_per_call": 4, "revise_retired": False},
   },
   "payoff-real-plain": {"task": {"objective": "kl"}},
 }
-"""Options of the real evaluator's regimes; the proxy refuses bad trees for free."""
-TUNED = (1, 2, 3, 11, 12, 21, 22)
+"""Options of the real evaluator's regimes; the proxy refuses bad trees for free.
+
+A champion that holds a retired change is not revised: on seed 900, most proposals came
+from one, did not take the change back, and were used up long before the calls.
+"""
+TUNED = (1, 2, 3, 11, 12, 21, 22, 900)
 TUNED_IN_WORLDS = (31, 32, 33, 101, 102)
 
 
