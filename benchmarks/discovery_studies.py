@@ -5,6 +5,7 @@
                                         [--only N ...]
   python benchmarks/discovery_studies.py payoff-noisy | payoff-plain
   python benchmarks/discovery_studies.py payoff-real-noisy | payoff-real-plain
+                                        [--only N ...] [--core N]
   python benchmarks/discovery_studies.py tables
 
 Does what `mxjax discover study` does for every named study (all by default) in one
@@ -13,13 +14,16 @@ Killed at any point it goes on where it stood when given the same folder. `--onl
 some of the folder's seeds, where time demands it. In the two worlds of `payoff-`, and
 with the real evaluator in the two of `payoff-real-`, experiments should pay and should
 not; what is expected is frozen with the plan, and every arm pays only for what it
-executes anew. `tables` writes the tables of all files beside them, one Markdown file a
+executes anew. The last two run on one core, because XLA's threads wait for one another
+at the processor's cost, and their number is in the last bits of what is measured.
+`tables` writes the tables of all files beside them, one Markdown file a
 study.
 """
 
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import platform
 import re
@@ -166,6 +170,7 @@ def main():
   parser.add_argument("--seeds", type=int, nargs="+")
   parser.add_argument("--only", type=int, nargs="+", help="some of the seeds")
   parser.add_argument("--budget", type=int)
+  parser.add_argument("--core", type=int, default=0, help="of the real regimes")
   options = parser.parse_args()
   if options.world == "tables":
     return write_tables()
@@ -174,6 +179,9 @@ def main():
   )
   options.budget = options.budget or (60 if options.world in REAL else 240)
   options.out = options.out or f"runs/studies_{options.world}"
+  if options.world in REAL:
+    # Before XLA counts the cores; workers inherit it.
+    os.sched_setaffinity(0, {options.core})
   conduct(options)
 
 
