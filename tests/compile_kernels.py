@@ -94,6 +94,8 @@ def prepare():
   """Sets what XLA reads from the environment; before jax is imported."""
   os.environ |= {
     "JAX_PLATFORMS": "cpu",
+    # Else every trace that a compiler keeps is looked up in its library, for seconds.
+    "LLVM_DISABLE_SYMBOLIZATION": "1",
     "PATH": f"{toolkit() / 'bin'}{os.pathsep}{os.environ['PATH']}",
     "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit()} --xla_gpu_autotune_level=0 "
     # Without a GPU nothing can be timed, and the library's product is what is meant.
