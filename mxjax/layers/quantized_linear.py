@@ -22,6 +22,7 @@ from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.products.float8_matmul import float8_matmul
 from mxjax.pallas_kernels.refinement import fused_inputs
 from mxjax.pallas_kernels.refinement.a4_operands import a4_operands
+from mxjax.pallas_kernels.refinement.one_code import Form
 
 
 @register_dataclass
@@ -194,11 +195,18 @@ def _by_kernels(
   if rows.shape[0] < matmul.LIBRARY_ROWS:
     operands = a4_operands(rows, operators, "planes", resolved)
     return matmul.matmul_each(operands, [w.weight for w in weights], **how)
+  forms: list[Form] = [
+    "values" if weight.float8_scale is None else "float8" for weight in weights
+  ]
+  made: dict[int, Any] = {}
+  # Linears whose operands have one form share a pass over the inputs.
+  for form in sorted(set(forms)):
+    places = [place for place, wanted in enumerate(forms) if wanted == form]
+    some = [operators[place] for place in places]
+    made |= zip(places, a4_operands(rows, some, form, resolved), strict=True)
   outputs = []
-  for weight, operator in zip(weights, operators, strict=True):
-    scale = weight.float8_scale
-    form = "values" if scale is None else "float8"
-    [operand] = a4_operands(rows, [operator], form, resolved)
+  for place, weight in enumerate(weights):
+    operand, scale = made[place], weight.float8_scale
     if scale is None:
       outputs.append(matmul.matmul(operand, weight.weight, **how))
     else:
