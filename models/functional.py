@@ -293,4 +293,4 @@ def _attend(queries: jax.Array, parts: list[Part]) -> jax.Array:
     )
     for weight, (_, values, _) in zip(weights, parts, strict=True)
   )
-  return rounded((outputs / total).astype(parts[0][1].dtype))
+  return rounded(jnp.divide(outputs, total).astype(parts[0][1].dtype))
