@@ -70,32 +70,33 @@ def differences(left, right):
 
 
 def measure(scratch, options):
-  """What both sides and the perturbed checkpoint choose, by task."""
+  """What both sides and the perturbed checkpoint choose; yields task by task."""
   saved, folder = build(scratch, options)
   params, config = checkpoint.restore_checkpoint(saved)
   model = models.CausalLM(models.ModelConfig.from_dict(config))
-  tokenizer, names = models.load_tokenizer(), options.tasks.split(",")
+  tokenizer = models.load_tokenizer()
   other = harness_agreement.as_harness(
     in_torch(folder), harness_agreement.load_tokenizer(folder), options.batch_size
   )
-  theirs = harness_agreement.run_harness(scratch, names, options.items, other)
-  found = {}
-  for name in names:
+  for name in options.tasks.split(","):
     task, items = tasks.TASKS[name], tasks.load_items(name, limit=options.items)
+    [theirs] = harness_agreement.run_harness(
+      scratch, [name], options.items, other
+    ).values()
     score = lambda used, task=task, items=items: multiple_choice.evaluate(
       model, used, tokenizer, task, items, max_length=config["max_positions"]
     )[1]
     ours, moved = score(params), score(perturbed(params, 1))
     own = [row["log_likelihoods"] for row in ours]
     moved = [row["log_likelihoods"] for row in moved]
-    found[name] = {
-      "harness": harness_agreement.compare(task, items, ours, theirs[name])
-      | {"differences": differences(own, theirs[name])},
-      "perturbed": harness_agreement.compare(task, items, ours, moved)
-      | {"differences": differences(own, moved)},
-    }
-    print(name, found[name]["harness"]["agreement"], flush=True)
-  return found
+    yield (
+      name,
+      {
+        side: harness_agreement.compare(task, items, ours, others)
+        | {"differences": differences(own, others)}
+        for side, others in {"harness": theirs, "perturbed": moved}.items()
+      },
+    )
 
 
 def table(report):
@@ -131,11 +132,12 @@ def main():
   parser.add_argument("--tasks", default=",".join(tasks.TASKS))
   options = parser.parse_args()
   report = common.read(options.out, {})
-  entry = common.stamp(*harness_agreement.PACKAGES)
+  entry = common.stamp(*harness_agreement.PACKAGES) | {"tasks": {}}
   with tempfile.TemporaryDirectory() as scratch:
-    entry["tasks"] = measure(pathlib.Path(scratch), options)
-  report[options.method] = entry
-  common.write(options.out, report, table(report))
+    for name, found in measure(pathlib.Path(scratch), options):
+      entry["tasks"][name] = found
+      report[options.method] = entry
+      common.write(options.out, report, table(report))
 
 
 if __name__ == "__main__":
