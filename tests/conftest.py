@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import jax
 import numpy as np
 import pytest
+from jax._src import compiler
 
 from mxjax.devices import execution
 from mxjax.numerics import precision
@@ -25,8 +26,8 @@ VECTORS_SHA256 = "cbc62b5727d2e9fca4b696f6213a0a4028f0a746c7f92cac4f768b88ae5345
 
 
 LONGEST_FIRST = (
+  "ptq/test_programs.py",
   "devices/test_mesh.py",
-  "running/test_pipeline.py",
   "running/test_toy_network.py",
   "methods/test_baselines.py",
   "sandbox/test_sandbox.py",
@@ -34,7 +35,7 @@ LONGEST_FIRST = (
   "loading/test_trained.py",
   "examples/test_examples.py",
   "ptq/test_ptq.py",
-  "ptq/test_programs.py",
+  "running/test_pipeline.py",
   "families/test_families.py",
   "reproduce/test_driver.py",
   "cli/test_distributed.py",
@@ -48,12 +49,12 @@ LONGEST_FIRST = (
 
 OPTIMIZED = (
   "/mxjax/devices/",
-  "/mxjax/layers/",
+  "layers/test_cpu_products.py",
   "/numerics/native/",
   "numerics/test_mxfp4.py",
   "realization/test_one_code.py",
   "loading/test_gguf.py",
-  "running/test_pipeline.py",
+  "running/test_chunks.py",
   "running/test_toy_network.py",
   "ptq/test_programs.py",
 )
@@ -67,22 +68,48 @@ is compiling.
 """
 
 
-def is_optimized(path):
-  return any(part in path.as_posix() for part in OPTIMIZED)
+def matches(path, parts):
+  return any(part in path.as_posix() for part in parts)
 
 
-def optimize(wanted):
+WITHOUT_EMITTERS = ("ptq/test_programs.py",)
+"""Optimized tests whose two sides are compiled alike, so that `PLAIN` serves."""
+
+PLAIN = ("xla_cpu_use_fusion_emitters", False)
+"""An option of XLA with which small programs compile in half of the time.
+
+XLA reads its flags once in a process, so it joins the options of each program.
+"""
+
+
+def compile_options(*arguments, **options):
+  """JAX's options of a program, and `PLAIN` unless the test is of users' programs."""
+  made = jax_compile_options(*arguments, **options)
+  if not with_emitters:
+    made.env_option_overrides = [*made.env_option_overrides, PLAIN]
+  return made
+
+
+jax_compile_options, with_emitters = compiler.get_compile_options, True
+compiler.get_compile_options = compile_options
+
+
+def optimize(wanted, emitters):
   """Sets how this process and those that tests start compile from now on."""
-  if jax.config.read("jax_disable_most_optimizations") == wanted:
+  global with_emitters
+  before = not jax.config.read("jax_disable_most_optimizations"), with_emitters
+  if before != (wanted, emitters):
     jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", not wanted)
+    with_emitters = emitters
   os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not wanted))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
   """Before any fixture of the test compiles something."""
-  optimize(is_optimized(item.path))
+  wanted = matches(item.path, OPTIMIZED)
+  optimize(wanted, emitters=wanted and not matches(item.path, WITHOUT_EMITTERS))
 
 
 def pytest_configure(config):
@@ -126,7 +153,7 @@ def pytest_collection_modifyitems(items):
   def rank(item):
     path = item.path.as_posix()
     ranks = (i for i, end in enumerate(LONGEST_FIRST) if path.endswith(end))
-    return not is_optimized(item.path), next(ranks, len(LONGEST_FIRST))
+    return not matches(item.path, OPTIMIZED), next(ranks, len(LONGEST_FIRST))
 
   items.sort(key=rank)
 

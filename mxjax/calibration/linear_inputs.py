@@ -74,13 +74,18 @@ def _weighted(
 
 
 @jax.jit
-def _mirrored(upper: jax.Array, places: jax.Array) -> jax.Array:
-  """Mirrors an upper triangle into a symmetric matrix `[d, d]`.
+def _mirrored_mean(upper: jax.Array, places: jax.Array, tokens: jax.Array) -> jax.Array:
+  """Mirrors the upper triangle of a sum into a symmetric mean over tokens `[d, d]`.
 
   `places` are 0 to d - 1, int32. Created in here, they would make XLA:CPU compile this
   for minutes, on 400 MB, where d is a power of two.
   """
-  return jnp.where(places[:, None] <= places[None, :], upper, upper.T)
+  return jnp.where(places[:, None] <= places[None, :], upper, upper.T) / tokens
+
+
+@jax.jit
+def _float32_row(chunk: jax.Array, index: jax.Array) -> jax.Array:
+  return chunk[index].astype(jnp.float32)
 
 
 def _fold_moment_step(
@@ -96,13 +101,10 @@ def _fold_moment_step(
 
 
 @jax.jit
-def _mean_of_folds(totals: jax.Array, tokens: jax.Array) -> jax.Array:
-  return totals / jnp.maximum(tokens, 1.0)[:, None, None, None]
-
-
-@jax.jit
-def _mean_of_all(folds: jax.Array, tokens: jax.Array) -> jax.Array:
-  return (folds[0] * tokens[0] + folds[1] * tokens[1]) / tokens.sum()
+def _means(totals: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Divides sums of two folds by their tokens: the mean by fold, and of all."""
+  folds = totals / jnp.maximum(tokens, 1.0)[:, None, None, None]
+  return folds, (folds[0] * tokens[0] + folds[1] * tokens[1]) / tokens.sum()
 
 
 class LinearInputs:
@@ -204,7 +206,7 @@ class LinearInputs:
     """Returns one calibration sequence, float32 `[blocks, 32, tokens]`."""
     for chunk in self._chunks:
       if index < chunk.shape[0]:
-        return self.placement.to_primary(chunk[index]).astype(jnp.float32)
+        return self.placement.to_primary(_float32_row(chunk, np.int32(index)))
       index -= chunk.shape[0]
     raise IndexError(f"linear_inputs: no sequence {index} of {self.sequences}")
 
@@ -258,9 +260,10 @@ class LinearInputs:
     width = self.blocks * mxfp4.BLOCK_SIZE
 
     def compute(dtype: Any = jnp.float32) -> jax.Array:
-      zeros = jnp.zeros((width, width), jnp.float32)
-      total = self._sum(self._chunks, _hessian_step, zeros, self._weights, dtype)
-      return _mirrored(total, np.arange(width, dtype=np.int32)) / self.tokens
+      start = execution.zeros(jax.ShapeDtypeStruct((width, width), jnp.float32))
+      total = self._sum(self._chunks, _hessian_step, start, self._weights, dtype)
+      places = np.arange(width, dtype=np.int32)
+      return _mirrored_mean(total, places, np.float32(self.tokens))
 
     is_narrow = self._is_narrow()
     self.record["hessian_products"] = "bfloat16" if is_narrow else "float32"
@@ -275,16 +278,19 @@ class LinearInputs:
       return False
     return self._chunks[0].dtype == jnp.bfloat16
 
-  def fold_moments(self) -> jax.Array:
-    """Returns X'X / n of every block by fold, float64 `[2, blocks, 32, 32]`."""
+  def _moments(self) -> tuple[jax.Array, jax.Array]:
+    """Returns X'X / n of every block by fold, and over all tokens."""
     shape = (2, self.blocks, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE)
     compute = lambda: self.reduce(
-      _fold_moment_step, jnp.zeros(shape, jnp.float64), *self._weights
+      _fold_moment_step, *execution.float64_zeros(shape), *self._weights
     )
     totals = self.cached("fold_moments", compute)
-    return _mean_of_folds(totals, np.asarray(self.fold_tokens, np.float64))
+    return _means(totals, np.asarray(self.fold_tokens, np.float64))
+
+  def fold_moments(self) -> jax.Array:
+    """Returns X'X / n of every block by fold, float64 `[2, blocks, 32, 32]`."""
+    return self._moments()[0]
 
   def moment(self) -> jax.Array:
     """Returns X'X / n of every block over all tokens, float64 `[blocks, 32, 32]`."""
-    tokens = np.asarray(self.fold_tokens, np.float64)
-    return _mean_of_all(self.fold_moments(), tokens)
+    return self._moments()[1]

@@ -115,6 +115,22 @@ def jit(**options: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:
   return decorate
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _zeros(leaves: tuple[jax.ShapeDtypeStruct, ...]) -> list[jax.Array]:
+  return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def zeros(like: Any) -> Any:
+  """Returns zeros for a pytree of `jax.ShapeDtypeStruct`, by one program for all."""
+  leaves, structure = jax.tree.flatten(like)
+  return jax.tree.unflatten(structure, _zeros(tuple(leaves)))
+
+
+def float64_zeros(*shapes: tuple[int, ...]) -> list[jax.Array]:
+  """Returns the starts of several float64 sums, as `zeros` does."""
+  return zeros([jax.ShapeDtypeStruct(shape, jnp.float64) for shape in shapes])
+
+
 def call_in_batches(function: Callable[..., T], *arrays: jax.Array) -> T:
   """Calls a jitted function on a few blocks at a time and joins the results.
 

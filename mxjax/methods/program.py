@@ -104,7 +104,7 @@ class Program:
 
     `weight` is `[out_features, in_features]`; the returned leaf replaces it.
     """
-    blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
+    blocks = mxfp4.weight_blocks(weight)
     input_map = self.shape(blocks, inputs)
     folded = fold(blocks, input_map)
     codes, rounding = self.quantize_weight(folded, inputs, input_map)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.calibration.calibration import Params
+from mxjax.devices import execution
 from mxjax.layers.linear import add_bias, linear
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics.realization.activation_quantizers import Unrounded
@@ -120,7 +121,7 @@ class AttentionFit(RecoveryFit):
     """Returns no constants, and zero moments for every head."""
     del float_layer, sequences
     heads = float_taps["value"].shape[-2]
-    zeros = [jnp.zeros(heads, jnp.float64) for _ in range(6)]
+    zeros = execution.float64_zeros(*[(heads,)] * 6)
     return (), value_recovery.ValueMoments(*zeros)
 
   def measure(self, moments: Any, sample: Sample) -> Any:
@@ -152,18 +153,14 @@ class MlpFit(RecoveryFit):
     """Returns the coordinate weights omega as constants, and zero moments by cell."""
     del float_taps
     weights = mlp_recovery.column_weights(float_layer["mlp"]["down_proj"]["weight"])
-    zeros = lambda *shape: jnp.zeros(shape, jnp.float64)
     residues = min(mlp_recovery.CELL_RESIDUES, sequences)
     cells = residues, mlp_recovery.CELL_QUARTERS
+    shapes = cells, (*cells, 3, 3), (*cells, 3), cells, cells
+    sums = execution.float64_zeros((), (), (), *shapes)
+    gate_sums, cell_sums = sums[:3], sums[3:]
     return weights, (
-      mlp_recovery.GateMoments(zeros(), zeros(), zeros()),
-      mlp_recovery.CellMoments(
-        count=zeros(*cells),
-        gram=zeros(*cells, 3, 3),
-        target=zeros(*cells, 3),
-        product_square=zeros(*cells),
-        error_square=zeros(*cells),
-      ),
+      mlp_recovery.GateMoments(*gate_sums),
+      mlp_recovery.CellMoments(*cell_sums),
     )
 
   def measure(self, moments: Any, sample: Sample) -> Any:

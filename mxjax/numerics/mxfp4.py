@@ -210,6 +210,12 @@ def to_blocks(x: jax.Array) -> jax.Array:
   return x.T.reshape(features // BLOCK_SIZE, BLOCK_SIZE, rows)
 
 
+@jax.jit
+def weight_blocks(weight: jax.Array) -> jax.Array:
+  """Converts a weight `[n, d]` to blocks as `to_blocks` does, in float32."""
+  return to_blocks(weight.astype(jnp.float32))
+
+
 def from_blocks(blocks: jax.Array) -> jax.Array:
   """Converts feature-major blocks `[blocks, 32, n]` to rows `[n, 32 * blocks]`."""
   return blocks.reshape(-1, blocks.shape[-1]).T

@@ -22,12 +22,6 @@ from mxjax.numerics.contract import Contract
 from mxjax.running.linear_probe import linear_record
 
 
-@jax.jit
-def _to_blocks(weight: jax.Array) -> jax.Array:
-  """Returns a weight as float32 blocks, by one program."""
-  return mxfp4.to_blocks(weight.astype(jnp.float32))
-
-
 def _check_targets(model: CausalLanguageModel, contract: Contract) -> None:
   """Checks that the model has every projection that the contract names, and one."""
   names = list(dict.fromkeys(name for _, name in model.projection_taps))
@@ -83,7 +77,7 @@ def _shape_groups(
   """Runs `shape_group` on each tap and stores the result for its linears."""
   for tap, view in views.items():
     weights = {
-      name: _to_blocks(jnp.asarray(layer[block][name]["weight"]))
+      name: mxfp4.weight_blocks(layer[block][name]["weight"])
       for block, name in targets(model, contract)
       if model.projection_taps[block, name] == tap
     }

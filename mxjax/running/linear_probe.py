@@ -143,7 +143,7 @@ def linear_record(
     record["gain"] = float(leaf.gain)
   if not probe:
     return record
-  blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
+  blocks = mxfp4.weight_blocks(weight)
   folded = execution.block_on_cpu(fold(blocks, leaf.input_map))
   probed = execution.block_on_cpu(
     _probe(inputs.probe(PROBE_TOKENS), blocks, folded, leaf)

@@ -43,7 +43,7 @@ class RtnGain(Program):
   def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
     """See `Program.quantize_linear`."""
     leaf = super().quantize_linear(weight, inputs)
-    blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
+    blocks = mxfp4.weight_blocks(weight)
     rounded = execution.block_on_cpu(gptq.round_to_nearest(blocks, inputs.rules))
     zeros = jnp.zeros(2, jnp.float64)
     product, square = inputs.reduce(_gain_step, zeros, blocks, rounded.decoded)

@@ -101,7 +101,7 @@ class Wush(Program):
 
   def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
     """See `Program.quantize_linear`."""
-    blocks = mxfp4.to_blocks(weight.astype(jnp.float32))
+    blocks = mxfp4.weight_blocks(weight)
     factor = damped_factor(inputs, self.damping)
     result, transforms = round_blocks(
       blocks, factor, inputs.rules, self.basis, jnp.dtype(self.transform_dtype)

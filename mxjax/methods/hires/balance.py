@@ -5,6 +5,7 @@ proposal, three trials of it are encoded, and J_b of each decides.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -62,11 +63,21 @@ class _TrialBatch(NamedTuple):
 
 
 @execution.jit(static_argnames="rules")
-def _weight_side(folded: jax.Array, rules: mxfp4.Rules) -> tuple[jax.Array, jax.Array]:
-  """Computes W'W of folded weights and the tiles of the nearest codes' E_W'E_W."""
+def _weight_side(
+  weight: jax.Array, transform: jax.Array, rules: mxfp4.Rules
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Folds a weight in float64, and computes what the proposal reads of it.
+
+  Returns the folded weight, its W'W, and the tiles of the nearest codes' E_W'E_W.
+  """
+  folded = input_maps.BlockDense(transform).fold(weight.astype(jnp.float64))
   narrow = folded.astype(jnp.float32)
   error = mxfp4.round_blocks(narrow, rules) - narrow
-  return reference_chart.block_moment(folded), dyadic_balance.subgroup_moments(error)
+  gram, tiles = (
+    reference_chart.block_moment(folded),
+    dyadic_balance.subgroup_moments(error),
+  )
+  return folded, gram, tiles
 
 
 @execution.jit()
@@ -87,11 +98,6 @@ def _propose(
   proposal = dyadic_balance.propose(*risks)
   scales = tuple(step * proposal for step in dyadic_balance.STEPS)
   return scales, (gram * mapped_moment).sum((-2, -1))
-
-
-@execution.jit()
-def _fold_float64(weight: jax.Array, transform: jax.Array) -> jax.Array:
-  return input_maps.BlockDense(transform).fold(weight.astype(jnp.float64))
 
 
 @execution.jit()
@@ -144,38 +150,33 @@ def _arranged(
   return batch(0, 2), batch(1)
 
 
-@jax.jit
-def _losses(
-  objective: jax.Array, weight_terms: jax.Array, signal: jax.Array, tokens: jax.Array
-) -> jax.Array:
-  """Computes J_b of trials, float64 `[trials, blocks]`, from summed objectives."""
-  total = objective / tokens + weight_terms
-  return total / jnp.maximum(signal, dyadic_balance.LOSS_FLOOR)[None]
-
-
 def _measure(
-  ends: _TrialBatch, half: _TrialBatch, signal: jax.Array, inputs: LinearInputs
+  ends: _TrialBatch,
+  half: _TrialBatch,
+  signal: jax.Array,
+  inputs: LinearInputs,
+  starts: Sequence[jax.Array],
 ) -> np.ndarray:
   """Measures J_b of full step, half step and identity, float64 `[3, blocks]`.
 
   `ends` are the full step and identity. The half step is measured only where the full
   step is refused, and is NaN elsewhere: measuring is most of a trial's cost.
+  `starts` are zeros for the sums of two trials and of one, float64 `[2, blocks]` and
+  `[blocks]`.
   """
-  tokens = jnp.asarray(inputs.tokens, jnp.float64)
+  floored = np.maximum(np.asarray(signal), dyadic_balance.LOSS_FLOOR)
 
   def losses(batch: _TrialBatch, objective: jax.Array) -> np.ndarray:
-    terms = batch.weights.weight_term
-    return np.asarray(_losses(objective, terms, signal, tokens))
+    terms = np.asarray(batch.weights.weight_term)
+    return (np.asarray(objective) / inputs.tokens + terms) / floored
 
-  zeros = jnp.zeros((2, inputs.blocks), jnp.float64)
-  sums = inputs.reduce(_trial_step, zeros, *ends.tables())
+  sums = inputs.reduce(_trial_step, starts[0], *ends.tables())
   of_full, of_identity = losses(ends, sums)
   is_refused = ~(of_full <= of_identity)
-  order = jnp.asarray(np.argsort(~is_refused, kind="stable").astype(np.int32))
-  count = jnp.asarray(is_refused.sum(), jnp.int32)
-  zeros = jnp.zeros(inputs.blocks, jnp.float64)
-  sums = inputs.reduce(_listed_step, zeros, order, count, *half.tables())
-  of_half = np.where(is_refused, losses(half, sums[None])[0], np.nan)
+  order = np.argsort(~is_refused, kind="stable").astype(np.int32)
+  count = is_refused.sum(dtype=np.int32)
+  sums = inputs.reduce(_listed_step, starts[1], order, count, *half.tables())
+  of_half = np.where(is_refused, losses(half, sums)[0], np.nan)
   return np.stack([of_full, of_half, of_identity])
 
 
@@ -206,13 +207,15 @@ def balanced(
   `balance_losses`: J_b of the full step, the half step (None if not needed) and
   identity.
   """
-  start = jnp.zeros(dyadic_balance.subgroup_shape(inputs.blocks), jnp.float64)
+  blocks = inputs.blocks
+  start, *starts = execution.float64_zeros(
+    dyadic_balance.subgroup_shape(blocks), (2, blocks), (blocks,)
+  )
   errors = inputs.reduce(_error_step, start, transform.astype(jnp.float32))
-  tokens = jnp.asarray(inputs.tokens, jnp.float64)
-  folded = _fold_float64(weight, transform)
+  tokens = np.float64(inputs.tokens)
   mapped_moment = _mapped_moment(moment, transform)
-  weight_side = _weight_side(folded, inputs.rules)
-  scales, signal = _propose(*weight_side, mapped_moment, errors, tokens)
+  folded, *tables = _weight_side(weight, transform, inputs.rules)
+  scales, signal = _propose(*tables, mapped_moment, errors, tokens)
 
   def trial(scale: jax.Array) -> dyadic_balance.Trial:
     if balance_by == "layer":
@@ -223,8 +226,8 @@ def balanced(
     )
 
   ends, half = _arranged(transform, scales, tuple(trial(scale) for scale in scales))
-  losses = _measure(ends, half, signal, inputs)
-  installed, steps = _installed(scales[0], jnp.asarray(losses), transform)
+  losses = _measure(ends, half, signal, inputs, starts)
+  installed, steps = _installed(scales[0], losses, transform)
   inputs.record["balance_steps"] = steps.tolist()
   inputs.record["balance_losses"] = [
     [None if math.isnan(loss) else loss for loss in row] for row in losses.tolist()

@@ -49,10 +49,14 @@ def _weight_moments(weight: jax.Array) -> jax.Array:
 
 @jax.jit
 def _chart(moment: jax.Array, weight_moment: jax.Array) -> tuple[jax.Array, ...]:
-  """Computes P_ref, R_H P_ref and R_H P_ref^-T, float64 `[blocks, 32, 32]`."""
+  """Computes P_ref, R_H P_ref in float32 and R_H P_ref^-T, `[blocks, 32, 32]`.
+
+  The first and the last are float64.
+  """
   chart = reference_chart.reference_chart(moment, weight_moment)
   rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, jnp.float64)[None]
-  return chart, rotation @ chart, rotation @ jnp.linalg.inv(chart).mT
+  rotated = (rotation @ chart).astype(jnp.float32)
+  return chart, rotated, rotation @ jnp.linalg.inv(chart).mT
 
 
 @execution.jit(static_argnames="rules")
@@ -96,7 +100,7 @@ def _prepare_anchor(
   chart, rotated, rotated_inverse = execution.call_in_batches(_chart, moment, used)
   folds = _weight_folds(moments, rotated_inverse)
   crosses = _weight_crosses(weight, rotated_inverse, rules)
-  return _Anchor(chart, rotated.astype(jnp.float32), folds, crosses)
+  return _Anchor(chart, rotated, folds, crosses)
 
 
 def _anchor_step(
@@ -188,8 +192,8 @@ class HiRes(Program):
       None if inputs.token_weights is None else fisher.output_moment(weight, inputs)
     )
     anchor = _prepare_anchor(weight, moment, inputs.rules, used)
-    zeros = jnp.zeros((2, *moment.shape), jnp.float64)
-    errors = inputs.reduce(_anchor_step, zeros, anchor.rotated)
+    (start,) = execution.float64_zeros((2, *moment.shape))
+    errors = inputs.reduce(_anchor_step, start, anchor.rotated)
     counts = np.maximum(np.asarray(inputs.fold_tokens, np.float64), 1.0)
     folds = inputs.fold_moments()
     pairs = _pairs(anchor, folds, errors, counts, self.use_interaction)

@@ -126,15 +126,6 @@ def test_a_quantized_model_has_gradients_at_its_embedding(model, params, hires):
   assert 0.4 < cosine < 1
 
 
-@pytest.mark.parametrize(("method", "chunk"), [("hires", 1), ("hires", 2), ("gptq", 5)])
-def test_another_run_or_chunk_size_does_not_change_a_bit(
-  quantize, by_method, hires, method, chunk
-):
-  """Chunks of which the last is smaller, and all sequences in one."""
-  alone = hires if method == "hires" else by_method(method)
-  assert_same(alone, quantize(method, chunk=chunk))
-
-
 @pytest.mark.parametrize("method", ["hires", "brq", "rtn"])
 def test_a_shared_store_does_not_change_a_bit(
   quantize, by_method, hires, tmp_path, method, monkeypatch
