@@ -92,7 +92,7 @@ def main():
   report["tasks"] = {}
   with tempfile.TemporaryDirectory() as scratch:
     twins = harness_agreement.Twins(pathlib.Path(scratch))
-    sides = {"mxjax": MxjaxLM(pretrained=scratch)}
+    sides = {"mxjax": MxjaxLM(pretrained=scratch, dtype="float32")}
     for size in map(int, options.batch_sizes.split(",")):
       sides[f"lm-eval, batch {size}"] = twins.harness(size)
     for name in options.tasks.split(","):
