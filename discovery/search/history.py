@@ -120,7 +120,11 @@ class History:
     )
 
   def mark(self, spent: int, records: Iterable[Record]) -> None:
-    """Logs the champion at every multiple of `mark_every` calls that was passed."""
+    """Logs the champion at every multiple of `mark_every` calls that was passed.
+
+    When a run ends, `spent` is its whole budget: one that ends early is compared with
+    the others, at each of their marks, by the champion that it had.
+    """
     target = self._task.target
     measured = [record for record in records if record.is_accepted]
     while self._marked + self._every <= spent:

@@ -76,6 +76,7 @@ class Search:
       except ProposerError as error:
         reason = f"proposer: {error}"
         break
+    self.history.mark(self._config.budget, self._records.values())
     self.history.emit("closed", reason=reason, ledger=self.ledger.totals())
     self._store.close()
     return self.programs.best
@@ -225,14 +226,13 @@ class Search:
   def _freeze(self, selection: Selection, proposal: Proposal) -> Attempt | None:
     """Registers and logs one packet; returns None when nothing is to run."""
     prepared = self._evaluator.prepare(proposal.source)
-    refuse = lambda status, detail: self.history.refuse(
-      proposal, prepared.id, selection.parent, status, detail
-    )
+    told = (proposal, prepared.id, selection.parent)
+    refuse = lambda status, detail: self.history.refuse(*told, status, detail)
     known = (self._evaluator, self._records.values(), self._config.checker)
     if why := registration.unfit(selection, prepared, *known):
       return refuse(*why)
-    if told := self._screen.check(prepared, selection.parent.id, self.history.emit):
-      return refuse("screened", told)
+    if why := self._screen.check(prepared, selection.parent.id, self.history.emit):
+      return refuse("screened", why)
     try:
       attempt = registration.freeze(
         selection,

@@ -26,6 +26,7 @@ from mxjax.discovery.tasks.ptq.candidate_codes import (
   legal,
   map_units,
   measure_stats,
+  neighbours,
   require_finite,
 )
 from mxjax.discovery.tasks.ptq.candidate_passes import (
@@ -35,8 +36,8 @@ from mxjax.discovery.tasks.ptq.candidate_passes import (
   require_legal,
   require_map,
 )
-from mxjax.discovery.tasks.ptq.interface import OF_LINEARS
 from mxjax.discovery.tasks.ptq.structure.fits import HookAttentionFit, HookMlpFit
+from mxjax.discovery.tasks.ptq.structure.interventions import RECOVERY, behaviours
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.program import Program, Realized, fold, pack
 from mxjax.methods.recovery_fits import RecoveryFit
@@ -97,73 +98,6 @@ def activation_rule(
   return lambda gram, cross: HookRounding(gram, cross, function)
 
 
-@dataclasses.dataclass(frozen=True)
-class Behaviour:
-  """Hooks and plan for a linear, with the changes of the control.
-
-  Attributes:
-    hooks: Lowered identity of each hook.
-    shuffled: Hooks that receive another block's statistics.
-    random_map: Whether a random rotation replaces the map.
-    dose: Factor applied to the balance.
-    permuted: Part whose channels are in a random order.
-  """
-
-  hooks: Mapping[str, str]
-  plan: Mapping[str, Any]
-  shuffled: frozenset[str] = frozenset()
-  random_map: bool = False
-  dose: float = 1.0
-  permuted: str = ""
-
-
-PARTS: Mapping[str, Callable[[int, str], bool]] = {
-  "even": lambda layer, block: layer % 2 == 0,
-  "odd": lambda layer, block: layer % 2 == 1,
-  "attention": lambda layer, block: block == "self_attn",
-  "mlp": lambda layer, block: block == "mlp",
-}
-"""Linears selected by each `scope`, as a predicate of layer and block."""
-INTERVENTIONS: Mapping[str, str] = {
-  "shuffle_stats": "{hooks}: each block is told its neighbour's statistics",
-  "random_map": "the map is replaced by a fixed random rotation",
-  "scope": "{part: even|odd|attention|mlp}: the edit in some linears only",
-  "dose": "{factor}: the balance scaled",
-  "permute": "{part: mlp|values}: these channels in a fixed random order, in all "
-  "layers or those of {layers: [first, end]}, without the end",
-}
-"""Changes that a control may make; see `behaviours`."""
-
-
-def behaviours(call: Call) -> Callable[[int, str], Behaviour]:
-  """Returns the behaviour of each layer and block under a call's intervention.
-
-  Raises:
-    ContractError: The intervention is unknown or lacks its values.
-  """
-  behaviour = Behaviour(call.computation, call.plan)
-  match dict(call.intervention):
-    case {"kind": "scope", "part": part, "parent": before}:
-      parent, is_inside = Behaviour(before["computation"], before["plan"]), PARTS[part]
-      return lambda layer, block: behaviour if is_inside(layer, block) else parent
-    case {"kind": "shuffle_stats", "hooks": hooks}:
-      behaviour = dataclasses.replace(behaviour, shuffled=frozenset(hooks))
-    case {"kind": "random_map"}:
-      behaviour = dataclasses.replace(behaviour, random_map=True)
-    case {"kind": "dose", "factor": factor}:
-      behaviour = dataclasses.replace(behaviour, dose=float(factor))
-    case {"kind": "permute", "part": "mlp" | "values" as part, **rest}:
-      permuted = dataclasses.replace(behaviour, permuted=part)
-      first, end = rest.get("layers", (0, np.inf))
-      return lambda layer, block: permuted if first <= layer < end else behaviour
-    case {"kind": kind}:
-      raise ContractError(
-        f"ptq: unknown intervention {kind!r}, or one without its values; use one of "
-        f"{dict(INTERVENTIONS)}."
-      )
-  return lambda layer, block: behaviour
-
-
 class CandidateProgram(Program):
   """A candidate run by the library's pipeline; use one instance per quantization."""
 
@@ -185,13 +119,19 @@ class CandidateProgram(Program):
     self._paths = iter(paths)
     self._now = self._behaviour(0, "self_attn")
     recover: list[RecoveryFit] = []
+    told = lambda hook: hook in self._now.shuffled
     if call.plan["attention"]:
       sum_ = artifacts.batched(call.computation["measure_value"])
       fit = artifacts.unit(call.computation["recover_value"])
-      recover.append(HookAttentionFit(sum_, fit))
+      recover.append(HookAttentionFit(sum_, fit, told("recover_value")))
     if call.plan["mlp"]:
-      names = ("measure_mlp", "recover_mlp")
-      recover.append(HookMlpFit(*(artifacts.unit(call.computation[n]) for n in names)))
+      sum_, fit = (artifacts.unit(call.computation[n]) for n in RECOVERY["mlp"])
+      recover.append(HookMlpFit(sum_, fit, told("recover_mlp")))
+      if told("recover_mlp") and len({layer for layer, *_ in paths}) < 2:
+        raise ContractError(
+          "recover_mlp: shuffle_stats tells a layer the sums of the layer before it, "
+          "got one layer; use another control."
+        )
     weighting = "fisher" if call.plan["gradients"] else "uniform"
     super().__init__(name="candidate", recover=tuple(recover), weighting=weighting)
 
@@ -239,11 +179,6 @@ class CandidateProgram(Program):
 
   def _linear_passes(self) -> LinearPasses:
     hooks, table = self._now.hooks, self._artifacts
-    if told := sorted(self._now.shuffled & {hook.name for hook in OF_LINEARS}):
-      raise ContractError(
-        f"ptq: shuffle_stats cannot change {told}, because a linear has no neighbour; "
-        "use the control scope."
-      )
     return LinearPasses(
       measure=table.unit(hooks["measure_linear"]),
       solve=table.unit(hooks["solve_linear"]),
@@ -255,7 +190,7 @@ class CandidateProgram(Program):
     """Returns each block's own statistics or, under a control, its neighbour's."""
     if hook not in self._now.shuffled:
       return stats
-    return jax.tree.map(lambda a: jnp.roll(a, 1, axis=0), stats)
+    return neighbours(hook, stats)
 
   def shape(
     self, weight: jax.Array, inputs: LinearInputs

@@ -37,6 +37,20 @@ def map_units(function: Function, *items: Any) -> list[np.ndarray]:
   return [np.asarray(a) for a in execution.block_on_cpu(_map_units(function, items))]
 
 
+def neighbours(place: str, stats: Any) -> Any:
+  """Returns stacked statistics of units with each unit's replaced by its neighbour's.
+
+  Raises:
+    ContractError: There is one unit only; the message names the hook.
+  """
+  if (units := len(jax.tree.leaves(stats)[0])) < 2:
+    raise ContractError(
+      f"{place}: shuffle_stats tells a unit its neighbour's statistics, got {units} "
+      "unit; use another control."
+    )
+  return jax.tree.map(lambda a: jnp.roll(a, 1, axis=0), stats)
+
+
 def require_finite(place: str, *arrays: np.ndarray) -> None:
   """Rejects NaN and infinity in the results of a hook.
 

@@ -17,7 +17,7 @@ from mxjax.discovery.core.task import Artifacts, Call, ContractError
 from mxjax.discovery.sandbox import artifact, frames, tracing
 from mxjax.discovery.tasks.ptq import candidate, interface, payload
 from mxjax.discovery.tasks.ptq.options import PtqOptions
-from mxjax.discovery.tasks.ptq.structure import order
+from mxjax.discovery.tasks.ptq.structure import interventions, order
 from mxjax.evaluation.measures import fitness
 from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.perplexity import perplexity
@@ -75,8 +75,8 @@ class Fit:
       parent = call.intervention.get("parent")
       if not parent or parent["plan"]["arrange"] == "off":
         return {}
-    behaviour = candidate.behaviours(call)
-    return order.choose(self._model, self._channels, behaviour, artifacts)
+    at = interventions.behaviours(call)
+    return order.choose(self._model, self._channels, at, artifacts)
 
   @functools.cached_property
   def _channels(self) -> list[dict[str, dict[str, np.ndarray]]]:
@@ -101,23 +101,39 @@ def _mapped(
   return output, inputs
 
 
+@functools.partial(jax.jit, static_argnames="rules")
+def _rounded(rounding: Any, mapped: jax.Array, rules: mxfp4.Rules) -> jax.Array:
+  return rounding.round(mapped, rules)
+
+
+def rounded(leaf: QuantizedLinear, mapped: jax.Array) -> jax.Array:
+  """Returns the A4 values of a linear's mapped inputs, `[blocks, 32, n]`, float32.
+
+  This is a separate program too: linears of one width share it, so a rule that a
+  candidate brings is compiled once for a width and not once for a linear.
+  """
+  return execution.block_on_cpu(_rounded(leaf.rounding, mapped, leaf.rules))
+
+
 @jax.jit
 def operator_errors(
-  leaves: Mapping[str, QuantizedLinear], folded: Any, inputs: Mapping[str, jax.Array]
-) -> tuple[dict[str, dict[str, jax.Array]], dict[str, jax.Array]]:
-  """Returns relative squared errors of a layer's linears, and the rounded activations.
+  weights: Mapping[str, mxfp4.MXTensor],
+  folded: Any,
+  inputs: Mapping[str, jax.Array],
+  activations: Mapping[str, jax.Array],
+) -> dict[str, dict[str, jax.Array]]:
+  """Returns relative squared errors of a layer's linears.
 
-  `total` is the operator error, `activation` the error when only activations are
-  rounded, and `weight` the error when only weights are. `contaminated` is the fraction
-  of blocks with an outlier.
+  `inputs` are mapped and `activations` what they are rounded to. `total` is the
+  operator error, `activation` the error when only activations are rounded, and `weight`
+  the error when only weights are. `contaminated` is the fraction of blocks with an
+  outlier.
   """
-  errors, activations = {}, {}
-  for path, leaf in leaves.items():
-    mapped = inputs[path]
-    rounded = leaf.rounding.round(mapped, leaf.rules)
-    activations[path] = rounded
+  errors = {}
+  for path, weight in weights.items():
+    mapped, rounded = inputs[path], activations[path]
     product = lambda a, b: jnp.einsum("bin,bim->nm", a, b, precision=precision.HIGHEST)
-    coded = mxfp4.to_blocks(mxfp4.decode(leaf.weight, jnp.float32))
+    coded = mxfp4.to_blocks(mxfp4.decode(weight, jnp.float32))
     exact = product(mapped, folded[path])
     size = jnp.square(exact).sum()
     share = lambda y, exact=exact, size=size: jnp.square(y - exact).sum() / size
@@ -130,7 +146,7 @@ def operator_errors(
       "weight": share(product(mapped, coded)),
       "contaminated": is_outlier.mean(dtype=jnp.float32),
     }
-  return errors, activations
+  return errors
 
 
 @jax.jit
@@ -242,8 +258,10 @@ class Measure:
       hidden, inputs = execution.block_on_cpu(
         _mapped(model, float_params[name], maps, hidden)
       )
-      errors, activations = execution.block_on_cpu(
-        operator_errors(leaves, folded, inputs)
+      activations = {p: rounded(leaf, inputs[p]) for p, leaf in leaves.items()}
+      weights = {path: leaf.weight for path, leaf in leaves.items()}
+      errors = execution.block_on_cpu(
+        operator_errors(weights, folded, inputs, activations)
       )
       for path, values in errors.items():
         result[f"{name}/{path}"] = {k: float(v) for k, v in values.items()}

@@ -86,8 +86,9 @@ class Proxy:
         folded = execution.block_on_cpu(phases.fold_weight(weight, at))
         mapped = measured if at is None else at.apply(measured)
         # One name for all linears, so that those of one shape share what is compiled.
-        cut = ({"cut": leaf}, {"cut": folded}, {"cut": mapped})
-        errors.append(execution.block_on_cpu(phases.operator_errors(*cut))[0]["cut"])
+        operands = (leaf.weight, folded, mapped, phases.rounded(leaf, mapped))
+        found = phases.operator_errors(*({"cut": each} for each in operands))
+        errors.append(execution.block_on_cpu(found)["cut"])
     values = {
       f"proxy_{kind}": float(np.mean([float(e[key]) for e in errors]))
       for kind, key in (("error", "total"), ("act", "activation"), ("weight", "weight"))

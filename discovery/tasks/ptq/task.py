@@ -19,12 +19,12 @@ from mxjax.discovery.core import identity
 from mxjax.discovery.core.interface import Interface
 from mxjax.discovery.core.residual import Residual
 from mxjax.discovery.core.task import Session
-from mxjax.discovery.tasks.ptq.candidate import INTERVENTIONS
 from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES, GRAMMAR
 from mxjax.discovery.tasks.ptq.interface import INTERFACE, REGIMES, RESIDUALS
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.phases import Fit, Measure
 from mxjax.discovery.tasks.ptq.proxy import PROXY, Proxy
+from mxjax.discovery.tasks.ptq.structure.interventions import INTERVENTIONS
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.numerics.contract import PAPER_CONTRACT
 

@@ -69,6 +69,16 @@ def test_the_ledger_adds_up_to_the_budget(finished):
   assert [e["call"] for e in events if e["event"] == "mark"] == [10, 20, 30]
 
 
+def test_a_run_that_ends_early_keeps_its_champion_to_the_last_mark(executor, tmp_path):
+  running = run(tmp_path, executor, searching.Scripted())
+  events = store.read_events(tmp_path)
+  assert running.ledger.spent == 1
+  marks = [(e["call"], e["champion"]) for e in events if e["event"] == "mark"]
+  assert marks == [(at, running.programs.best.id) for at in (10, 20, 30)]
+  assert events[-1]["event"] == "closed"
+  assert events[-1]["reason"].startswith("proposer: ")
+
+
 def test_every_packet_is_registered_before_its_first_call(finished):
   _, folder = finished
   registered = {}

@@ -10,12 +10,16 @@ import numpy as np
 from mxjax.discovery.tasks.ptq.candidate_codes import (
   Function,
   map_units,
+  neighbours,
   require_finite,
 )
 from mxjax.discovery.tasks.ptq.interface import SUMS
 from mxjax.layers.linear import add_bias, linear
 from mxjax.methods.recovery_fits import AttentionFit, MlpFit, Sample
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
+
+UNCORRECTED = (0.0, 0.0, 0.0, 1.0)
+"""Gate shift, gate scale, up scale and the unit of the shift of an MLP as it is."""
 
 
 def _solved(place: str, function: Function, sums: jax.Array) -> np.ndarray:
@@ -30,11 +34,14 @@ def _solved(place: str, function: Function, sums: jax.Array) -> np.ndarray:
 class HookAttentionFit(AttentionFit):
   """Attention recovery: a head's sums, `sum_`, and two coefficients from them, `fit`.
 
-  `sum_` is the batched hook.
+  `sum_` is the batched hook. With `is_shuffled`, the coefficients of a head come from
+  the sums of its neighbour. Fits with one `sum_` are equal, because what is compiled
+  depends on nothing else.
   """
 
   sum_: Function
-  fit: Function
+  fit: Function = dataclasses.field(compare=False)
+  is_shuffled: bool = dataclasses.field(default=False, compare=False)
 
   def prepare(self, float_layer: Any, float_taps: Any, sequences: int) -> Any:
     """Returns no constants, and zero sums for every head."""
@@ -50,6 +57,8 @@ class HookAttentionFit(AttentionFit):
 
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
     """See `RecoveryFit.solve`."""
+    if self.is_shuffled:
+      moments = neighbours("recover_value", moments)
     pairs = _solved("recover_value", self.fit, moments)
     fit = value_recovery.ValueRecovery(
       jnp.asarray(pairs[:, 0], jnp.float32), jnp.asarray(pairs[:, 1], jnp.float32)
@@ -59,10 +68,17 @@ class HookAttentionFit(AttentionFit):
 
 @dataclasses.dataclass(frozen=True)
 class HookMlpFit(MlpFit):
-  """MLP recovery: a layer's sums, `sum_`, and four coefficients from them, `fit`."""
+  """MLP recovery: a layer's sums, `sum_`, and four coefficients from them, `fit`.
+
+  With `is_shuffled`, the coefficients of a layer come from the sums of the layer before
+  it, and the first layer, whose fit nothing precedes, is not corrected. One fit serves
+  one model. Fits with one `sum_` are equal, as those of heads.
+  """
 
   sum_: Function
-  fit: Function
+  fit: Function = dataclasses.field(compare=False)
+  is_shuffled: bool = dataclasses.field(default=False, compare=False)
+  seen: list[jax.Array] = dataclasses.field(default_factory=list, compare=False)
 
   def prepare(self, float_layer: Any, float_taps: Any, sequences: int) -> Any:
     """Returns no constants, and zero sums."""
@@ -82,6 +98,15 @@ class HookMlpFit(MlpFit):
 
   def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
     """See `RecoveryFit.solve`."""
-    theta = _solved("recover_mlp", self.fit, moments[None])[0]
+    theta, told = np.array(UNCORRECTED), self._told(moments)
+    if told is not None:
+      theta = _solved("recover_mlp", self.fit, told[None])[0]
     leaf = mlp_recovery.MlpRecovery(*(jnp.asarray(each, jnp.float32) for each in theta))
     return leaf, {"theta": theta.tolist()}
+
+  def _told(self, moments: jax.Array) -> jax.Array | None:
+    """Returns a layer's sums or, under a control, those of the layer before."""
+    if not self.is_shuffled:
+      return moments
+    self.seen.append(moments)
+    return self.seen[-2] if len(self.seen) > 1 else None

@@ -15,9 +15,9 @@ import numpy as np
 
 from mxjax.calibration import streams
 from mxjax.discovery.core.task import Artifacts, ContractError
-from mxjax.discovery.tasks.ptq.candidate import Behaviour
 from mxjax.discovery.tasks.ptq.candidate_codes import Function, require_finite
 from mxjax.discovery.tasks.ptq.payload import Operands, Place
+from mxjax.discovery.tasks.ptq.structure.interventions import Behaviour
 from mxjax.numerics import precision
 
 PARTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {

@@ -10,13 +10,12 @@ from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.discovery.core import candidate_source, identity, store
 from mxjax.discovery.core.candidate_source import admit
-from mxjax.discovery.core.task import Call, ContractError, Outcome, Status
+from mxjax.discovery.core.task import Call, Outcome, Status
 from mxjax.discovery.sandbox import frames, tracing
 from mxjax.discovery.sandbox.artifact import ArtifactTable
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks.ptq import (
-  candidate,
   candidate_codes,
   edit_templates,
   interface,
@@ -416,8 +415,3 @@ def test_the_transfer_model_is_another_task_that_knows_neither():
     assert other.transfer() is None is other.holdout()
     assert other.target == "kl"
   assert ptq.PtqTask(**OPTIONS).transfer() is None
-
-
-def test_an_unknown_intervention_is_a_contract_error():
-  with pytest.raises(ContractError, match="unknown intervention"):
-    candidate.behaviours(Call({}, {}, {"kind": "magic"}))

@@ -10,14 +10,12 @@ import pytest
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.discovery.core import candidate_source
-from mxjax.discovery.core.task import Call, ContractError, Status
+from mxjax.discovery.core.task import ContractError, Status
 from mxjax.discovery.sandbox import tracing
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks.ptq import candidate_passes, edit_templates, programs
 from mxjax.discovery.tasks.ptq import task as ptq
-from mxjax.discovery.tasks.ptq.candidate import CandidateProgram
 from mxjax.discovery.tasks.ptq.candidate_passes import LinearPasses
-from mxjax.discovery.tasks.ptq.phases import default_identities
 from mxjax.discovery.tasks.ptq.structure.fits import HookAttentionFit, HookMlpFit
 from mxjax.methods.recovery_fits import ATTENTION, MLP, Sample
 from mxjax.numerics.realization import gptq
@@ -198,19 +196,6 @@ def test_what_a_pass_may_not_do_is_refused_before_it_runs(name):
 def test_what_a_pass_may_not_give_is_a_contract_error(float64, code, message):
   with pytest.raises(ContractError, match=message):
     linear_passes(HEADER + code).codes(*operands())
-
-
-def test_a_control_cannot_tell_a_linear_of_a_neighbour():
-  change = {"kind": "shuffle_stats", "hooks": ["solve_linear"]}
-  result = traced(HEADER)
-  call = Call(
-    result.computation, candidate_source.admit(HEADER, INTERFACE).plan, change
-  )
-  paths = [(0, "self_attn", "q_proj")]
-  program = CandidateProgram(call, executor().artifacts, paths, default_identities())
-  weight, inputs, at = operands()
-  with pytest.raises(ContractError, match="use the control scope"):
-    program.quantize_weight(weight, inputs, at)
 
 
 def test_data_of_a_size_that_was_not_traced_is_named(float64):
