@@ -13,7 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.exported import register_dataclass
 from mxjax.numerics.implementations import Implementation
-from mxjax.numerics.precision import float32_sums
+from mxjax.numerics.precision import float32_sums, rounded
 from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
 from mxjax.numerics.shaping.input_maps import InputMap
 from mxjax.pallas_kernels import lowering
@@ -118,7 +118,7 @@ def _products(
     outputs = [_by_xla(array, weight, implementation) for weight in weights]
   result = []
   for y, weight in zip(outputs, weights, strict=True):
-    scaled = y if weight.gain is None else y * weight.gain.astype(y.dtype)
+    scaled = y if weight.gain is None else rounded(y * weight.gain.astype(y.dtype))
     result.append(scaled.reshape(*x.shape[:-1], weight.shape[0]))
   return result
 
@@ -179,7 +179,7 @@ def _by_xla(
   dtype = _operand_dtype(x, weight)
   operand = quantized_inputs(x, weight, implementation).astype(dtype)
   decoded = mxfp4.decode(weight.weight, dtype, weight.rules)
-  return float32_sums(decoded, operand).T.astype(x.dtype)
+  return rounded(float32_sums(decoded, operand).T.astype(x.dtype))
 
 
 def _by_kernels(
