@@ -81,10 +81,11 @@ def weight_of_loop(found, span):
   return sum("GMMA" in op for op in operations) / len(operations), len(operations)
 
 
-def count(ptx, folder, per_thread, passes=1):
+def count(ptx, folder, per_thread, passes=1, loops_alike=1):
   """Instructions a value by kind, of `passes` through the loop in the whole kernel.
 
-  What is outside the loop runs once. Branches that are skipped count as if taken.
+  What is outside the loop runs once. Branches that are skipped count as if taken. With
+  several linears in a program the kernel has as many loops that are alike.
   """
   cubin = folder / "kernel.cubin"
   tool = compile_kernels.toolkit() / "bin" / "ptxas"
@@ -106,7 +107,8 @@ def count(ptx, folder, per_thread, passes=1):
   )
   return {
     "instructions": total / per_thread,
-    "of the whole kernel": (whole + (passes - 1) * total) / (passes * per_thread),
+    "of the whole kernel": (whole / loops_alike + (passes - 1) * total)
+    / (passes * per_thread),
     "on integer units": (total - multiply - elsewhere) / per_thread,
     "waits for products": sum(op.startswith("WARPGROUP.DEPBAR") for op in found),
     "counted": f"{'loop' if loops else 'kernel'} of {total}, {per_thread} values",
@@ -142,7 +144,10 @@ def disassembler():
 
 
 def cases():
-  """Name: launch, arguments, values a thread of one pass, passes, bytes a value."""
+  """Name: launch, arguments, values a thread and pass, passes and loops, bytes a value.
+
+  Of several linears that share a launch, x is read once.
+  """
   import jax.numpy as jnp
 
   from mxjax.pallas_kernels import mxfp4_decode, mxfp4_encode
@@ -154,20 +159,23 @@ def cases():
   packed = 17 / 32
   result = {}
 
-  def add(name, values, threads, size, passes=1):
-    result[name] = (*known[name], values / threads, passes, size)
+  def add(name, values, threads, size, passes=1, loops=1):
+    result[name] = (*known[name], values / threads, (passes, loops), size)
 
   for name, size in (("float32", 4), ("bfloat16", 2)):
     values, threads = mxfp4_encode.BLOCKS * 32, mxfp4_encode.WARPS * 32
     add(f"encode {name}", values, threads, size + packed)
   values, threads = mxfp4_decode.BLOCKS * 32, mxfp4_decode.WARPS * 32
   add("decode to bfloat16", values, threads, 2 + packed)
-  tile = one_code.Tile.of(2048, jnp.bfloat16)
-  refine = lambda name, size: add(
-    name, tile.rows * 32, tile.warps * 32, size, tile.repeats
-  )
+
+  def refine(name, size, linears=1):
+    tile = one_code.Tile.of(2048, jnp.bfloat16, linears)
+    add(name, tile.rows * 32, tile.warps * 32, size, tile.repeats, linears)
+
   for name, size in (("codes", packed), ("values", 2), ("float8", 33 / 32)):
     refine(f"one code, split, {name}", 2 + size)
+  refine("one code, split, values, 3 linears", 2 + 2 / 3, 3)
+  refine("one code, split, float8, 2 linears", 33 / 32 + 1, 2)
   refine("one code, split, values, of a gated product", 6)
   refine("nearest, split, values", 4)
   for name, rows, shape in (
@@ -205,7 +213,7 @@ def mosaic_cases(packed):
     yield f"Mosaic {name}, 2048 rows", values, 128, packed, passes
 
 
-def rows_of_a_token(run, folder, only):
+def rows_of_a_token(run, folder, again):
   """What the refinements of a token take: a program is a row of a block and a linear.
 
   `cycles at least` is what all of a launch's instructions take to start, for inputs of
@@ -220,9 +228,9 @@ def rows_of_a_token(run, folder, only):
     ("planes, 1 row, of a gated product", 1),
     ("planes, 1 row, of attention", 1),
   ):
-    if only not in name:
-      continue
     launch, *arguments = known[f"one code, {name}"]
+    if not again(f"one code, {name}"):
+      continue
     instructions = count(run(launch, *arguments)[0][0], folder, 1)["instructions"]
     cycles = 128 * linears * 32 * warps * instructions / STARTED / MULTIPROCESSORS
     result[name] = {"instructions": instructions, "cycles at least": round(cycles)}
@@ -302,11 +310,15 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--out", default="benchmarks/results/gpu_counts.json")
   parser.add_argument(
-    "--only", default="", help="count again what has this in its name"
+    "--only",
+    nargs="+",
+    default=[""],
+    help="count again what has one of these in its name, or `launches`",
   )
   options = parser.parse_args()
   out = pathlib.Path(options.out)
-  stored = json.loads(out.read_text()) if options.only else {}
+  again = lambda name: any(part in name for part in options.only)
+  stored = {} if again("") else json.loads(out.read_text())
   if why_not := compile_kernels.obstacle():
     sys.exit(f"nothing was compiled: {why_not}")
   rate = MULTIPROCESSORS * CLOCK
@@ -315,10 +327,10 @@ def main():
     folder = pathlib.Path(folder)
     run = compile_kernels.compiler(folder)
     for name, (launch, *arguments, per_thread, passes, size) in cases().items():
-      if options.only not in name:
+      if not again(name):
         continue
       ptx = run(launch, *arguments)[0][0]
-      result = count(ptx, folder, per_thread, passes)
+      result = count(ptx, folder, per_thread, *passes)
       result |= waves(launch, arguments, compile_kernels.assemble(ptx, folder))
       values = rate * min(
         STARTED / result["of the whole kernel"], INTEGER / result["on integer units"]
@@ -332,9 +344,9 @@ def main():
         f"{result['on integer units']:5.2f} on integer units, "
         f"{values:.3g} values/s, {result['memory rate at most']:.2f} of the memory's"
       )
-    of_a_token = rows_of_a_token(run, folder, options.only)
+    of_a_token = rows_of_a_token(run, folder, again)
     layers = "launches of a Qwen3-8B-shaped layer"
-    of_a_layer = stored[layers] if options.only else launches(run)
+    of_a_layer = launches(run) if again("launches") else stored[layers]
   document = {
     "command": "python benchmarks/gpu_counts.py",
     "date": datetime.date.today().isoformat(),

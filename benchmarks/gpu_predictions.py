@@ -81,10 +81,12 @@ def forward(shape, kind, counts):
   parts.append(times(layers, fast if "fastest" in kind else slow))
   if "BF16" not in kind:
     q = shape.heads * shape.head_dim
-    name = "one code, split, float8" if "float8" in kind else "one code, split, values"
-    # q, k, v, gate and up each refine the layer's inputs, o the attention's.
-    values = TOKENS * (5 * shape.hidden + q)
-    parts.append(times(layers, refinement(kernels, name, values)))
+    alone = "one code, split, float8" if "float8" in kind else "one code, split, values"
+    linears = "2 linears" if "float8" in kind else "3 linears"
+    # q, k and v, and gate and up, refine the layer's inputs, o the attention's.
+    for name, width in ((f"{alone}, {linears}", 5 * shape.hidden), (alone, q)):
+      of_inputs = refinement(kernels, name, TOKENS * width)
+      parts.append(times(layers, of_inputs))
     gated = "one code, split, values, of a gated product"
     of_down = refinement(kernels, gated, TOKENS * shape.intermediate)
     parts.append(times(layers, of_down))

@@ -13,7 +13,10 @@ Both sides read the same rows. The harness uses its own task files, with only th
 set replaced by a local file, and a torch model of the same weights, both in float32 or
 with `--dtype bfloat16` both in bfloat16. Written are, for each task, the rate at which
 the chosen answers agree, the largest difference of a log-likelihood, and every
-disagreement with its reason.
+disagreement with its reason; in bfloat16 also how far each side is from mxjax in
+float32. The harness takes the log-softmax in float32 here (its option
+`softmax_dtype`). By default (`--softmax default`) it rounds each token's and their sum
+to bfloat16: of a total of some tens of nats, eight bits.
 """
 
 import json
@@ -66,20 +69,31 @@ class Twins:
     self.torch = transformers.AutoModelForCausalLM.from_pretrained(
       folder, dtype=getattr(torch, dtype)
     )
-    self.torch_tokenizer = transformers.PreTrainedTokenizerFast(
-      tokenizer_file=str(folder / "tokenizer.json"),
-      eos_token="<|im_end|>",
-      pad_token="<|im_end|>",
-    )
+    self.torch_tokenizer = load_tokenizer(folder)
 
-  def harness(self, batch_size):
+  def harness(self, batch_size, softmax="float32"):
     """The torch side as a language model of the harness."""
-    return HFLM(
-      pretrained=self.torch,
-      tokenizer=self.torch_tokenizer,
-      batch_size=batch_size,
-      device="cpu",
-    )
+    return as_harness(self.torch, self.torch_tokenizer, batch_size, softmax)
+
+
+def load_tokenizer(folder):
+  """The tokenizer of a folder of ours, for the harness."""
+  return transformers.PreTrainedTokenizerFast(
+    tokenizer_file=str(folder / "tokenizer.json"),
+    eos_token="<|im_end|>",
+    pad_token="<|im_end|>",
+  )
+
+
+def as_harness(model, tokenizer, batch_size, softmax="float32"):
+  """A torch model as a language model of the harness; `softmax` None is its default."""
+  return HFLM(
+    pretrained=model,
+    tokenizer=tokenizer,
+    batch_size=batch_size,
+    device="cpu",
+    softmax_dtype=softmax,
+  )
 
 
 def harness_rows(name):
@@ -169,46 +183,69 @@ def compare(task, items, ours, theirs):
   }
 
 
+def distances(sides, exact):
+  """Root mean square and largest distance of log-likelihoods from those in float32."""
+  gaps = {side: np.concatenate(found) - exact for side, found in sides.items()}
+  return {
+    side: {"rms": float((gap**2).mean() ** 0.5), "largest": float(np.abs(gap).max())}
+    for side, gap in gaps.items()
+  }
+
+
 def table(report):
   """The table of docs/guides/evaluate.md."""
   head = ["task", "items", "agreement", "accuracy, mxjax / harness"]
   head += ["largest difference of a log-likelihood"]
-  lines = [
-    [
-      name,
-      f"{found['items']} of {found['official_items']:,}",
-      f"{100 * found['agreement']:.1f} %",
-      f"{100 * found['accuracy_mxjax']:.1f} / {100 * found['accuracy_harness']:.1f}",
-      f"{found['largest_log_likelihood_difference']:.1e}",
-    ]
-    for name, found in report["tasks"].items()
-  ]
+  is_narrow = report["dtype"] == "bfloat16"
+  if is_narrow:
+    head += ["rms distance from float32, mxjax / harness"]
+  lines = []
+  for name, found in report["tasks"].items():
+    accuracies = [found[f"accuracy_{side}"] for side in ("mxjax", "harness")]
+    line = [name, f"{found['items']} of {found['official_items']:,}"]
+    line += [f"{100 * found['agreement']:.1f} %"]
+    line += [" / ".join(f"{100 * value:.1f}" for value in accuracies)]
+    line += [f"{found['largest_log_likelihood_difference']:.1e}"]
+    if is_narrow:
+      line += [" / ".join(f"{gap['rms']:.3f}" for gap in found["distances"].values())]
+    lines.append(line)
   return common.markdown(head, lines)
+
+
+def ours(dtype, tokenizer, name, items):
+  """Rows of mxjax in a precision."""
+  model, params = models.from_pretrained(dtype=dtype)
+  longest = model.config.max_positions
+  task = tasks.TASKS[name]
+  return multiple_choice.evaluate(
+    model, params, tokenizer, task, items, max_length=longest
+  )[1]
 
 
 def main():
   parser = common.parser(__doc__)
   parser.add_argument("--items", type=int, default=200, help="of each task, the first")
   parser.add_argument("--dtype", default="float32", help="arithmetic of both sides")
+  parser.add_argument("--softmax", default="float32", help="of the harness, or default")
   parser.add_argument("--tasks", default=",".join(tasks.TASKS))
   options = parser.parse_args()
-  report = common.stamp(*PACKAGES) | {"dtype": options.dtype, "tasks": {}}
+  softmax = None if options.softmax == "default" else options.softmax
+  report = common.stamp(*PACKAGES) | {"dtype": options.dtype}
+  report |= {"softmax": options.softmax, "tasks": {}}
   names = options.tasks.split(",")
   with tempfile.TemporaryDirectory() as scratch:
     folder = pathlib.Path(scratch)
     twins = Twins(folder, options.dtype)
-    theirs = run_harness(folder, names, options.items, twins.harness(8))
+    theirs = run_harness(folder, names, options.items, twins.harness(8, softmax))
   for name in names:
     items = tasks.load_items(name, limit=options.items)
-    _, rows = multiple_choice.evaluate(
-      twins.model,
-      twins.params,
-      twins.tokenizer,
-      tasks.TASKS[name],
-      items,
-      max_length=twins.model.config.max_positions,
-    )
+    rows = ours(options.dtype, twins.tokenizer, name, items)
     found = compare(tasks.TASKS[name], items, rows, theirs[name])
+    if options.dtype == "bfloat16":
+      wide = ours("float32", twins.tokenizer, name, items)
+      own, exact = ([row["log_likelihoods"] for row in some] for some in (rows, wide))
+      sides = {"mxjax": own, "harness": theirs[name]}
+      found["distances"] = distances(sides, np.concatenate(exact))
     report["tasks"][name] = found
     print(name, found["agreement"], flush=True)
   common.write(options.out, report, table(report))

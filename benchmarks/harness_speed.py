@@ -7,7 +7,8 @@ sides are to share:
 
 Both sides are language models of the harness and score the same requests of the same
 float32 weights, tokenization included; only `loglikelihood` is timed. Sides alternate:
-a first round compiles and warms up, the rest are timed, and the median counts. The
+a first round compiles and warms up, the rest are timed, and the median counts, of
+processor seconds: other programs on the core do not count. The
 harness's model keeps its defaults (requests sorted by length, one forward pass for
 one-token continuations of a context) with the faster of the batch sizes given.
 """
@@ -37,7 +38,7 @@ def instances(name, count):
 
 
 def measure(sides, name, options):
-  """Seconds of each side by round, and the largest difference of a log-likelihood."""
+  """Processor seconds by side and round; the largest difference of a log-likelihood."""
   requests, scores = instances(name, options.items), {}
 
   def call(side):
@@ -47,7 +48,7 @@ def measure(sides, name, options):
   calls = {side: lambda side=side: call(side) for side in sides}
   for warm_up in calls.values():
     warm_up()
-  seconds, _ = common.in_turns(calls, options.rounds)
+  wall, seconds = common.in_turns(calls, options.rounds)
   medians = common.medians(seconds)
   rates = {side: options.items / spent for side, spent in medians.items()}
   best = max((side for side in sides if side != "mxjax"), key=rates.get)
@@ -55,7 +56,8 @@ def measure(sides, name, options):
   return {
     "items": options.items,
     "requests": len(requests),
-    "seconds": seconds,
+    "processor_seconds": seconds,
+    "wall_seconds": wall,
     "items_a_second": rates,
     "harness_side": best,
     "ratio": rates["mxjax"] / rates[best],
@@ -90,7 +92,7 @@ def main():
   report["tasks"] = {}
   with tempfile.TemporaryDirectory() as scratch:
     twins = harness_agreement.Twins(pathlib.Path(scratch))
-    sides = {"mxjax": MxjaxLM(pretrained=scratch)}
+    sides = {"mxjax": MxjaxLM(pretrained=scratch, dtype="float32")}
     for size in map(int, options.batch_sizes.split(",")):
       sides[f"lm-eval, batch {size}"] = twins.harness(size)
     for name in options.tasks.split(","):

@@ -1,7 +1,7 @@
 """Rotary embedding and attention as plain functions, independent of flax.
 
 Sums and softmax run in float32 whatever the dtype of the operands; products run at full
-precision.
+precision. In bfloat16, results are rounded where transformers rounds them.
 """
 
 import functools
@@ -15,11 +15,14 @@ import numpy as np
 from mxjax.models.config import RopeScaling
 from mxjax.numerics import implementations, precision
 from mxjax.numerics.implementations import Implementation
+from mxjax.numerics.precision import rounded
 from mxjax.pallas_kernels.attention import cached_attention as attention
 from mxjax.pallas_kernels.attention.shares import Attended
 
 QUERY_CHUNK = 256
 """Queries per chunk: bounds the score array to `QUERY_CHUNK * length`."""
+TREE_CHUNK = 64
+"""Queries per chunk where sequences branch, whose rows are short."""
 
 
 def inverse_frequencies(
@@ -77,12 +80,15 @@ def rotary(
   `[head_dim / 2]` in radians per token; positions count from `start` (int32 if an
   array), or are `start` where that is `[batch, length]`, each below `length`.
   """
-  tables = _rotations(frequencies, x.shape[1], start)
-  cos, sin = (a if a.ndim == 4 else a[None, None] for a in tables)
-  first, second = jnp.split(_positions_last(x).astype(jnp.float32), 2, axis=2)
-  turned = [first * cos - second * sin, second * cos + first * sin]
-  joined = jnp.concatenate(turned, axis=2).astype(x.dtype)
-  return joined.transpose(0, 3, 1, 2)
+  tables = (a.astype(x.dtype) for a in _rotations(frequencies, x.shape[1], start))
+  cos, sin = (rounded(jnp.asarray(a if a.ndim == 4 else a[None, None])) for a in tables)
+  first, second = jnp.split(_positions_last(x), 2, axis=2)
+  product = lambda left, right: rounded(left * right)
+  turned = [
+    rounded(product(first, cos) - product(second, sin)),
+    rounded(product(second, cos) + product(first, sin)),
+  ]
+  return jnp.concatenate(turned, axis=2).transpose(0, 3, 1, 2)
 
 
 def _positions_last(x: jax.Array) -> jax.Array:
@@ -134,7 +140,7 @@ def causal_attention(
   *,
   window: int | None = None,
   tree: Tree | None = None,
-  query_chunk: int = QUERY_CHUNK,
+  query_chunk: int | None = None,
 ) -> jax.Array:
   """Computes causal grouped-query softmax attention.
 
@@ -149,12 +155,14 @@ def causal_attention(
     values: Same shape as `keys`.
     window: Tokens that a query attends to, itself included; None for the whole past.
     tree: Where sequences branch; None if each row is one sequence.
-    query_chunk: Queries per chunk; does not affect the result.
+    query_chunk: Queries per chunk, by default `TREE_CHUNK` in a tree and `QUERY_CHUNK`
+      elsewhere; does not affect the result.
 
   Returns:
     Outputs, `[batch, length, heads * head_dim]`, in the dtype of `values`.
   """
   length = queries.shape[1]
+  query_chunk = query_chunk or (TREE_CHUNK if tree else QUERY_CHUNK)
   queries, keys, values = _by_group(queries, keys, values)
   chunks = []
   for start in range(0, length, query_chunk):
@@ -278,11 +286,11 @@ def _attend(queries: jax.Array, parts: list[Part]) -> jax.Array:
   outputs = sum(
     jnp.einsum(
       "bkgts,bkds->bkgtd",
-      weight.astype(values.dtype),
+      rounded(weight.astype(values.dtype)),
       values,
       precision=precision.HIGHEST,
       preferred_element_type=jnp.float32,
     )
     for weight, (_, values, _) in zip(weights, parts, strict=True)
   )
-  return (outputs / total).astype(parts[0][1].dtype)
+  return rounded(jnp.divide(outputs, total).astype(parts[0][1].dtype))

@@ -15,6 +15,7 @@ from mxjax.layers.linear import add_bias, linear, linear_many, take_rows
 from mxjax.models import functional
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import attention_norms, layer_linears, layer_norms
+from mxjax.numerics.precision import rounded
 from mxjax.pallas_kernels import recovery as recovery_kernels
 from mxjax.pallas_kernels.refinement import fused_inputs
 
@@ -225,9 +226,9 @@ class DecoderLayer(nn.Module):
     norms = [getattr(self, name) for name in layer_norms(self.config)]
     for norm, block in zip(norms, (self.self_attn, self.mlp), strict=True):
       if self.config.is_post_norm:
-        hidden = hidden + norm(block(hidden))
+        hidden = rounded(hidden + norm(block(hidden)))
       else:
-        hidden = hidden + block(norm.defer(hidden))
+        hidden = rounded(hidden + block(norm.defer(hidden)))
     return hidden
 
 

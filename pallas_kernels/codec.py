@@ -59,33 +59,6 @@ def nearest_index(size: jax.Array) -> jax.Array:
   return (jnp.minimum(largest, (254 + 7) << 22) >> 22) - 254
 
 
-def nearest_value(x: jax.Array) -> jax.Array:
-  """Rounds float32 x to legal values, ties to even multiples; inf to 6.
-
-  Adding and subtracting 1.5 * 2^22 times the power of two of x rounds to the local
-  quantum, half of that power, or that of 1 below 1.
-  """
-  x = jnp.clip(x, -6.0, 6.0)
-  power = from_bits(bits(jnp.maximum(jnp.abs(x), 1.0)) & _EXPONENT)
-  rounder = power * (1.5 * 2.0**22)
-  return (x + rounder) - rounder
-
-
-def neighbours(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the legal values around a size, toward zero and away, and their middle.
-
-  `size` is nonnegative float32; from 6 up the values are 4 and 6. In the order inner,
-  middle, outer. From 1 up a legal value has one bit of mantissa, and so has one plus a
-  legal value below 1.
-  """
-  size = jnp.minimum(size, 5.0)
-  offset = jnp.where(size < 1.0, 1.0, 0.0)
-  inner = bits(size + offset) & -(1 << 22)
-  parts = inner, inner | (1 << 21), inner + (1 << 22)
-  inner, middle, outer = (from_bits(part) - offset for part in parts)
-  return inner, middle, outer
-
-
 def magnitude_index(
   magnitude: jax.Array, exponent: jax.Array, *, has_subnormals: bool
 ) -> jax.Array:
@@ -126,38 +99,14 @@ def encode(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]
   return index, exponent
 
 
-def encode_values(x: jax.Array, *, has_subnormals: bool) -> tuple[jax.Array, jax.Array]:
-  """Encodes like `encode`, to values, which take fewer instructions than codes.
-
-  They are in units of the scale, float32 `[rows, 32]`, with unsigned zeros.
-  """
-  upper = from_bits(bits(x) & UPPER)
-  # Maximum on bits: a GPU's float maximum drops NaN, and the block would go unmarked.
-  exponent = block_exponent(jnp.max(bits(x) & UPPER_HALF, axis=1))[:, None]
-
-  def normal() -> jax.Array:
-    # The upper half has 8 significant bits, so a factor of 1 + 2^-10 rounds ties to the
-    # larger magnitude and moves no other value across a boundary.
-    factor = bits(inverse_scale_of(exponent)) | (1 << 13)
-    return nearest_value(upper * from_bits(factor))
-
-  def tiny() -> jax.Array:
-    index = magnitude_index(bits(x) & UPPER_HALF, exponent, has_subnormals=False)
-    return copy_sign(magnitude(index), x)
-
-  if has_subnormals:
-    return normal(), exponent
-  return lax.cond(jnp.min(exponent) < _SMALLEST_FAST, tiny, normal), exponent
-
-
 def with_sign(index: jax.Array, x: jax.Array) -> jax.Array:
   """Returns int32 codes 0..15 from magnitude indices and the signs of float32 x."""
   return index | ((bits(x) >> 28) & 8)
 
 
-def code_of(value: jax.Array, x: jax.Array) -> jax.Array:
-  """Returns int32 codes of legal float32 values, with the signs of float32 x."""
-  return with_sign(nearest_index(jnp.abs(value)), x)
+def code_of(value: jax.Array) -> jax.Array:
+  """Returns int32 codes of legal float32 values, zeros of both signs included."""
+  return with_sign(nearest_index(jnp.abs(value)), value)
 
 
 def copy_sign(magnitude: jax.Array, x: jax.Array) -> jax.Array:

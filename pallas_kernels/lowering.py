@@ -146,6 +146,15 @@ def by_ptx(
   return result
 
 
+def computed_once(x: jax.Array) -> jax.Array:
+  """Returns x, an operand of several products, so that Triton computes it once.
+
+  Triton moves the change to an operand's layout up to the loads for the first product
+  only, and so computes all between twice; a maximum over one value stops it.
+  """
+  return jnp.max(x[..., None], axis=x.ndim)
+
+
 def dot_float32(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
   """Multiplies float32 tiles on FP32 units: the default would round to TF32."""
   precision = lax.DotAlgorithmPreset.F32_F32_F32

@@ -20,70 +20,20 @@ from jax import lax
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.native import encode as native_encode
-from mxjax.pallas_kernels import codec, lowering
+from mxjax.pallas_kernels import codec, lowering, pairs
 from mxjax.pallas_kernels.mosaic import encode as mosaic
 
 BLOCKS, WARPS = 256, 4
 """Blocks per program, and the warps that share them."""
 
 
-def pair_ptx() -> str:
-  """Returns PTX from two bfloat16 and the duplicated factor 2^-e to a byte of codes.
-
-  With an additional factor of 2^-126, the legal values below 1 fall on subnormals and
-  all legal values are 2^6 apart in the bits, so adding half of that and truncating
-  rounds ties up. Four mantissa bits are as decisive as seven and keep the products
-  exact where it matters. The sign ends up above the three magnitude bits; a product
-  with 2^12 + 1 joins the two codes.
-  """
-  return """{
-  .reg .b32 size, other;
-  and.b32 size, $1, 0x7FF87FF8;
-  mul.rn.bf16x2 size, size, $2;
-  mov.b32 other, 0x00800080;
-  mul.rn.bf16x2 size, size, other;
-  mov.b32 other, 0x00200020;
-  add.u16x2 size, size, other;
-  mov.b32 other, 0x01FF01FF;
-  min.u16x2 size, size, other;
-  and.b32 size, size, 0x01C001C0;
-  shr.b32 other, $1, 6;
-  and.b32 other, other, 0x02000200;
-  or.b32 size, size, other;
-  mul.lo.u32 size, size, 4097;
-  shr.b32 $0, size, 18;
-}"""
-
-
-def encode_pairs(word: jax.Array, factor: jax.Array, *, interpret: bool) -> jax.Array:
-  """Encodes pairs of bfloat16 to bytes of nearest codes.
-
-  `word` is int32 with the even column's bits in the lower half, and `factor` has the
-  bits of the bfloat16 2^-e in both halves. Returns int32 with the even column's code in
-  bits 0 to 3 and the odd one in bits 4 to 7.
-  """
-
-  def meaning(word: jax.Array, factor: jax.Array) -> jax.Array:
-    exponent = mxfp4.SCALE_BIAS - ((factor >> 7) & 255)
-    index = functools.partial(codec.magnitude_index, has_subnormals=False)
-    even, odd = (
-      codec.with_sign(index(codec.bits(half), exponent), half)
-      for half in (codec.from_bits(word << 16), codec.from_bits(word & codec.UPPER))
-    )
-    return even | (odd << 4)
-
-  return lowering.by_ptx(pair_ptx(), meaning, word, factor, interpret=interpret)
-
-
 def _encode_words(word: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
   """Encodes pairs of bfloat16: int32 bytes `[n, 16]` and exponents `[n, 1]`."""
-  size = word & 0x7FFF7FFF
-  # The upper half of a word determines the exponent, whatever is in the lower half.
-  largest = jnp.maximum(jnp.max(size, axis=1), jnp.max(size << 16, axis=1))
-  exponent = codec.block_exponent(largest)[:, None]
-  factor = (codec.bits(codec.inverse_scale_of(exponent)) >> 16) * 0x10001
-  factor = jnp.broadcast_to(factor, word.shape)
-  return encode_pairs(word, factor, interpret=interpret), exponent
+  exponent = codec.block_exponent(pairs.largest(word))[:, None]
+  factor = jnp.broadcast_to(pairs.factor_words(exponent), word.shape)
+  how = {"interpret": interpret}
+  code = lowering.by_ptx(pairs.CODES_PTX, pairs.nearest_codes, word, factor, **how)
+  return code, exponent
 
 
 def _encode_kernel(

@@ -50,6 +50,10 @@ BLOCK_SCALED = r"tcgen05\.mma\.\S*(kind::mxf4\w*\.block_scale\.scale_vec::2X)"
 """Products of FP4 with an E8M0 scale for every 32 columns."""
 FLOAT8 = "__cublas$lt$matmul$f8"
 """The library's product of float8, which XLA must find in what we write."""
+REGISTERS = 168
+"""Of a thread, at most, where three programs of four warps run at once."""
+EXPONENTIALS = 16
+"""Of a program's thread: one for each of its values of a gated product."""
 MATRIX = (r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k\d+)\.f32\.(\w+)", r"mma\.sync")
 
 
@@ -90,6 +94,8 @@ def prepare():
   """Sets what XLA reads from the environment; before jax is imported."""
   os.environ |= {
     "JAX_PLATFORMS": "cpu",
+    # Else every trace that a compiler keeps is looked up in its library, for seconds.
+    "LLVM_DISABLE_SYMBOLIZATION": "1",
     "PATH": f"{toolkit() / 'bin'}{os.pathsep}{os.environ['PATH']}",
     "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={toolkit()} --xla_gpu_autotune_level=0 "
     # Without a GPU nothing can be timed, and the library's product is what is meant.
@@ -203,6 +209,7 @@ def compile_all(selected, dump):
     seconds = time.perf_counter() - start
     if name.startswith("float8 product") and FLOAT8 not in program:
       results.append({"error": f"{FLOAT8} is not in the program"})
+    results += [{"error": fault} for fault in slow(name, results, found)]
     if architecture == BLACKWELL and not any(r.get("block scaled") for r in results):
       results.append({"error": "no block-scaled product of FP4"})
     for result in results or [{"error": "no PTX of ours was dumped"}]:
@@ -214,6 +221,17 @@ def compile_all(selected, dump):
       )
       faults += [name] if bad else []
   return faults
+
+
+def slow(name, results, found):
+  """What makes a refinement slow without a spill."""
+  if "3 linears" in name or "2 linears" in name:
+    if "split" in name and "planes" not in name:
+      if max(r.get("registers", 0) for r in results) > REGISTERS:
+        yield f"more than {REGISTERS} registers"
+  if "of a gated product" in name:
+    if max(path.read_text().count("ex2.approx") for path in found) > EXPONENTIALS:
+      yield "SiLU is computed more than once"
 
 
 def describe(result):

@@ -30,7 +30,7 @@ def packed(n, d):
 
 def refinement_cases():
   def refine(x, *tables, form, linears=1):
-    tile = one_code.Tile.of(x.shape[0], x.dtype)
+    tile = one_code.Tile.of(x.shape[0], x.dtype, linears)
     launch = functools.partial(one_code.launch, tile=tile, form=form)
     return launch, x, [one_code.Tables(*tables)] * linears
 
@@ -50,11 +50,16 @@ def refinement_cases():
     "one code, float32, codes": codes(wide, *tables),
     "one code, float32, planes, 1 row": by_plane(rows(1), *tables),
     "one code, split, planes, 48 rows": by_plane(rows(48), *tables),
+    "one code, split, planes, 48 rows, 3 linears": three(rows(48), *tables),
     "one code, split, values, of a gated product": values(gated(2048), *tables),
     "one code, planes, 1 row, normalized, 3 linears": three(normalized, *tables),
     "one code, planes, 1 row, of a gated product": by_plane(gated(1), *tables),
     "one code, planes, 1 row, of attention": by_plane(attended, *tables),
     "one code, float32, planes, 16 rows, 3 linears": three(rows(16), *tables),
+    "one code, split, values, 3 linears": values(narrow, *tables, linears=3),
+    "one code, split, float8, 2 linears": refine(
+      narrow, *tables, form="float8", linears=2
+    ),
     "nearest, split, values": values(narrow, tables[0], None, None),
     "one code, split, float8": refine(narrow, *tables, form="float8"),
   }

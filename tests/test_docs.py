@@ -81,6 +81,7 @@ REGISTERS = {
     "one code, split, values",
     "one code, split, float8",
   ),
+  "one code, split, values, 3 linears": ("one code, split, values, 3 linears",),
   "one code, split, planes, 48 rows": ("one code, split, planes, 48 rows",),
   "one code, 1 row / normalized, for 3 linears": (
     "one code, float32, planes, 1 row",

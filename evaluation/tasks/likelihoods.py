@@ -32,8 +32,10 @@ BATCH_TOKENS = 1024
 """Tokens per device call, padding included."""
 GROUP = 32
 """Batches run through a layer while it is resident."""
-HEAD_CHUNK = 128
-"""Tokens predicted per call of the output head."""
+HEAD_CHUNK = 512
+"""Most tokens predicted per call of the output head."""
+HEAD_STEP = 128
+"""The last call's tokens are padded to a multiple of this."""
 
 
 class Request(NamedTuple):
@@ -54,6 +56,25 @@ class Score(NamedTuple):
   is_greedy: bool
 
 
+def _common(ids: np.ndarray, others: np.ndarray) -> int:
+  """Returns the length of the prefix that two requests have in common."""
+  both = min(len(ids), len(others))
+  differs = np.flatnonzero(ids[:both] != others[:both])
+  return int(differs[0]) if differs.size else both
+
+
+class _Family(NamedTuple):
+  """Requests that share most of their ids, such as the choices of an item.
+
+  Attributes:
+    tokens: How many they have together, what is shared once.
+    members: Their numbers, in the order of their ids.
+  """
+
+  tokens: int
+  members: list[int]
+
+
 class _Row:
   """A row that is being filled with requests in the order of their ids."""
 
@@ -65,17 +86,17 @@ class _Row:
     self.predictors: dict[int, np.ndarray] = {}
     self._ids = self._path = np.zeros(0, np.int32)
 
-  def add(self, member: int, ids: np.ndarray, predicted: int) -> bool:
-    """Adds a request, of whose ids the last `predicted` predict; False if too long.
+  def has_room(self, tokens: int, ids: np.ndarray) -> bool:
+    """Whether a family of so many tokens fits, of which `ids` are the first."""
+    return self.size + tokens - _common(ids, self._ids) <= len(self.tokens)
+
+  def add(self, member: int, ids: np.ndarray, predicted: int) -> None:
+    """Adds a request, of whose ids the last `predicted` predict.
 
     The prefix in common with the request before is not added again.
     """
-    both = min(len(ids), len(self._ids))
-    differs = np.flatnonzero(ids[:both] != self._ids[:both])
-    common = int(differs[0]) if differs.size else both
+    common = _common(ids, self._ids)
     stop = self.size + len(ids) - common
-    if stop > len(self.tokens):
-      return False
     own = np.arange(self.size, stop, dtype=np.int32)
     self._path = np.concatenate([self._path[:common], own])
     self.tokens[own], self.positions[own] = ids[common:], np.arange(common, len(ids))
@@ -83,7 +104,6 @@ class _Row:
     self.ends[self._path] = stop
     self._ids, self.size = ids, stop
     self.predictors[member] = self._path[len(ids) - predicted :]
-    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +121,7 @@ class _Batch:
   @classmethod
   def of(cls, rows: Sequence[_Row]) -> "_Batch":
     """Stacks rows, without columns that are padding in all of them."""
-    width = -(-max(row.size for row in rows) // LENGTH_STEP) * LENGTH_STEP
+    width = _padded(max(row.size for row in rows))
     stack = lambda name: np.stack([getattr(row, name)[:width] for row in rows])
     predictors = {
       member: index * width + path
@@ -111,84 +131,124 @@ class _Batch:
     return cls(stack("tokens"), Tree(stack("positions"), stack("ends")), predictors)
 
 
+def _padded(size: int) -> int:
+  return -(-size // LENGTH_STEP) * LENGTH_STEP
+
+
+def _families(
+  requests: Sequence[Request], inputs: Sequence[np.ndarray], is_shared: bool
+) -> Iterator[tuple[int, _Family]]:
+  """Yields each family and the length of its row; one request each if not shared."""
+  length, family, before = 0, _Family(0, []), np.zeros(0, np.int32)
+  # The prefix in common with any request before is that with the one just before.
+  for member in sorted(range(len(requests)), key=lambda m: inputs[m].tolist()):
+    ids = inputs[member]
+    tokens = family.tokens + len(ids) - _common(ids, before)
+    is_near = 2 * _common(ids, before) >= len(ids)
+    before = ids
+    if is_shared and is_near and tokens <= length:
+      family = _Family(tokens, [*family.members, member])
+      continue
+    if family.members:
+      yield length, family
+    length, family = _padded(len(ids)), _Family(len(ids), [member])
+    if is_shared:
+      length = max(ROW, 1 << (len(ids) - 1).bit_length())
+  if family.members:
+    yield length, family
+
+
 def _rows(
   requests: Sequence[Request], longest: int, is_shared: bool
 ) -> dict[int, list[_Row]]:
-  """Packs requests into rows, by the length of the rows; one a row if not shared."""
+  """Packs requests into rows, by the length of the rows; one a row if not shared.
+
+  A family joins the one before, whose prompt may begin alike, else fills up the first
+  row with room.
+  """
   inputs = [request.inputs(longest) for request in requests]
-  # The prefix in common with any request before is that with the one just before.
-  order = sorted(range(len(requests)), key=lambda member: inputs[member].tolist())
   rows: dict[int, list[_Row]] = {}
-  for member in order:
-    ids, predicted = inputs[member], len(requests[member].continuation)
-    if predicted > longest:
-      raise ValueError(
-        f"likelihoods: a continuation of {predicted} tokens does not fit into the "
-        f"model's {longest} positions; use a model with more."
-      )
-    length = -(-len(ids) // LENGTH_STEP) * LENGTH_STEP
-    if is_shared:
-      length = max(ROW, 1 << (len(ids) - 1).bit_length())
-    filled = rows.setdefault(length, [])
-    if not (filled and is_shared and filled[-1].add(member, ids, predicted)):
-      filled.append(_Row(length))
-      filled[-1].add(member, ids, predicted)
+  last: dict[int, _Row] = {}
+  for length, (tokens, members) in _families(requests, inputs, is_shared):
+    known, row = rows.setdefault(length, []), last.get(length)
+    if row and not row.has_room(tokens, inputs[members[0]]):
+      row = next((other for other in known if other.size + tokens <= length), None)
+    if row is None or not is_shared:
+      row = _Row(length)
+      known.append(row)
+    for member in members:
+      row.add(member, inputs[member], len(requests[member].continuation))
+    last[length] = row
   return rows
 
 
 def _batches(
   requests: Sequence[Request], longest: int, is_shared: bool
 ) -> Iterator[_Batch]:
-  """Batches the rows of each length; the last batch may have fewer."""
+  """Batches rows of one length; rows less than half as full begin another batch."""
   for length, rows in sorted(_rows(requests, longest, is_shared).items()):
     count = max(1, BATCH_TOKENS // length)
-    for start in range(0, len(rows), count):
-      yield _Batch.of(rows[start : start + count])
+    batch: list[_Row] = []
+    for row in sorted(rows, key=lambda row: -row.size):
+      if batch and (len(batch) == count or 2 * row.size < batch[0].size):
+        yield _Batch.of(batch)
+        batch = []
+      batch.append(row)
+    yield _Batch.of(batch)
 
 
 @execution.jit(static_argnames="model")
 def _predict(
-  model: CausalLanguageModel,
-  params: Params,
-  hidden: jax.Array,
-  predictors: jax.Array,
-  targets: jax.Array,
+  model: CausalLanguageModel, params: Params, states: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the log-likelihood of each target, `[C]`, and whether it is likeliest."""
-  states = hidden.reshape(-1, hidden.shape[-1])[predictors]
   logits = model.logits(params, states[None])[0]
   wanted = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+  # Of equal logits the first is likeliest. XLA:CPU's argmax takes three times as long.
+  top = logits.max(-1)
+  is_before = jnp.arange(logits.shape[1])[None] < targets[:, None]
+  is_second = ((logits == top[:, None]) & is_before).any(-1)
   likelihoods = wanted - jax.nn.logsumexp(logits, axis=-1)
-  return likelihoods, logits.argmax(-1) == targets
+  return likelihoods, (wanted == top) & ~is_second
 
 
-def _score_batch(
+def _score_group(
   model: CausalLanguageModel,
   params: Params,
-  batch: _Batch,
-  hidden: jax.Array,
+  batches: Sequence[_Batch],
+  hiddens: Sequence[jax.Array],
   requests: Sequence[Request],
 ) -> dict[int, Score]:
-  """Scores the requests of a batch from what leaves the last layer."""
-  members = list(batch.predictors)
-  predictors = np.concatenate([batch.predictors[member] for member in members])
-  targets = np.concatenate([requests[member].continuation for member in members])
-  parts = []
-  for start in range(0, len(targets), HEAD_CHUNK):
-    some = slice(start, start + HEAD_CHUNK)
-    padding = 0, max(0, start + HEAD_CHUNK - len(targets))
-    pair = (np.pad(a[some], padding) for a in (predictors, targets))
-    parts.append(_predict(model, params, hidden, *pair))
-  joined = (np.concatenate(part)[: len(targets)] for part in zip(*parts, strict=True))
-  likelihoods, is_likeliest = joined
-  sizes = [len(batch.predictors[member]) for member in members]
-  ends = np.cumsum(sizes)
+  """Scores the requests of batches from what leaves the last layer.
+
+  What several choices predict after the same tokens is predicted once.
+  """
+  states, targets, places, count = [], [], {}, 0
+  for batch, hidden in zip(batches, hiddens, strict=True):
+    members = list(batch.predictors)
+    nodes = np.concatenate([batch.predictors[member] for member in members])
+    wanted = np.concatenate([requests[member].continuation for member in members])
+    pairs, index = np.unique(np.stack([nodes, wanted]), axis=1, return_inverse=True)
+    states.append(np.asarray(hidden).reshape(-1, hidden.shape[-1])[pairs[0]])
+    targets.append(pairs[1].astype(np.int32))
+    ends = np.cumsum([len(batch.predictors[member]) for member in members])
+    places |= zip(members, np.split(count + index.ravel(), ends[:-1]), strict=True)
+    count += pairs.shape[1]
+  padding = 0, -count % HEAD_STEP
+  inputs = np.pad(np.concatenate(states), (padding, (0, 0)))
+  wanted = np.pad(np.concatenate(targets), padding)
+  parts = [
+    _predict(
+      model, params, inputs[start : start + HEAD_CHUNK], wanted[start:][:HEAD_CHUNK]
+    )
+    for start in range(0, len(wanted), HEAD_CHUNK)
+  ]
+  likelihoods, is_likeliest = map(np.concatenate, zip(*parts, strict=True))
   return {
     member: Score(
-      float(likelihoods[end - size : end].sum(dtype=np.float64)),
-      bool(is_likeliest[end - size : end].all()),
+      float(likelihoods[place].sum(dtype=np.float64)), bool(is_likeliest[place].all())
     )
-    for member, size, end in zip(members, sizes, ends, strict=True)
+    for member, place in places.items()
   }
 
 
@@ -208,6 +268,12 @@ def score(
   Raises:
     ValueError: A continuation alone is longer than `max_length`.
   """
+  for request in requests:
+    if len(request.continuation) > max_length:
+      raise ValueError(
+        f"likelihoods: a continuation of {len(request.continuation)} tokens does not "
+        f"fit into the model's {max_length} positions; use a model with more."
+      )
   outer = streams.outer_params(model, params)
   is_shared = isinstance(model, CausalLM)
   batches = list(_batches(requests, max_length, is_shared))
@@ -217,8 +283,7 @@ def score(
     tokens = [jnp.asarray(batch.tokens) for batch in group]
     trees = [batch.tree for batch in group] if is_shared else None
     hiddens = streams.final_hiddens(model, params, tokens, trees=trees)
-    for batch, hidden in zip(group, hiddens, strict=True):
-      scores |= _score_batch(model, outer, batch, hidden, requests)
+    scores |= _score_group(model, outer, group, hiddens, requests)
     if on_progress:
       on_progress(len(scores), len(requests))
   return [scores[index] for index in range(len(requests))]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mxjax.layers.quantized_linear import QuantizedLinear, quantized_products
 from mxjax.numerics import implementations, mxfp4, straight_through
 from mxjax.numerics.implementations import Implementation
-from mxjax.numerics.precision import HIGHEST
+from mxjax.numerics.precision import HIGHEST, rounded
 from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.refinement import fused_inputs
 
@@ -240,13 +240,13 @@ def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
   """Adds a bias, if any, to products `[..., out_features]`, in their dtype."""
   if bias is None:
     return y
-  return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias.shape)
+  return rounded(y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias.shape))
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
   """Computes `x @ weight.T` feature-major; see `elementwise.gated_product`."""
   rows = x.reshape(-1, x.shape[-1])
-  y = jnp.einsum("nd,md->mn", rows, weight, precision=HIGHEST).T
+  y = rounded(jnp.einsum("nd,md->mn", rows, weight, precision=HIGHEST)).T
   return y.reshape(*x.shape[:-1], weight.shape[0])
 
 

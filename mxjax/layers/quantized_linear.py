@@ -13,7 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.exported import register_dataclass
 from mxjax.numerics.implementations import Implementation
-from mxjax.numerics.precision import float32_sums
+from mxjax.numerics.precision import float32_sums, rounded
 from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
 from mxjax.numerics.shaping.input_maps import InputMap
 from mxjax.pallas_kernels import lowering
@@ -22,6 +22,7 @@ from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.products.float8_matmul import float8_matmul
 from mxjax.pallas_kernels.refinement import fused_inputs
 from mxjax.pallas_kernels.refinement.a4_operands import a4_operands
+from mxjax.pallas_kernels.refinement.one_code import Form
 
 
 @register_dataclass
@@ -117,7 +118,7 @@ def _products(
     outputs = [_by_xla(array, weight, implementation) for weight in weights]
   result = []
   for y, weight in zip(outputs, weights, strict=True):
-    scaled = y if weight.gain is None else y * weight.gain.astype(y.dtype)
+    scaled = y if weight.gain is None else rounded(y * weight.gain.astype(y.dtype))
     result.append(scaled.reshape(*x.shape[:-1], weight.shape[0]))
   return result
 
@@ -178,7 +179,7 @@ def _by_xla(
   dtype = _operand_dtype(x, weight)
   operand = quantized_inputs(x, weight, implementation).astype(dtype)
   decoded = mxfp4.decode(weight.weight, dtype, weight.rules)
-  return float32_sums(decoded, operand).T.astype(x.dtype)
+  return rounded(float32_sums(decoded, operand).T.astype(x.dtype))
 
 
 def _by_kernels(
@@ -194,11 +195,18 @@ def _by_kernels(
   if rows.shape[0] < matmul.LIBRARY_ROWS:
     operands = a4_operands(rows, operators, "planes", resolved)
     return matmul.matmul_each(operands, [w.weight for w in weights], **how)
+  forms: list[Form] = [
+    "values" if weight.float8_scale is None else "float8" for weight in weights
+  ]
+  made: dict[int, Any] = {}
+  # Linears whose operands have one form share a pass over the inputs.
+  for form in sorted(set(forms)):
+    places = [place for place, wanted in enumerate(forms) if wanted == form]
+    some = [operators[place] for place in places]
+    made |= zip(places, a4_operands(rows, some, form, resolved), strict=True)
   outputs = []
-  for weight, operator in zip(weights, operators, strict=True):
-    scale = weight.float8_scale
-    form = "values" if scale is None else "float8"
-    [operand] = a4_operands(rows, [operator], form, resolved)
+  for place, weight in enumerate(weights):
+    operand, scale = made[place], weight.float8_scale
     if scale is None:
       outputs.append(matmul.matmul(operand, weight.weight, **how))
     else:

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from mxjax.numerics.precision import rounded
+
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
   r"""Divides rows `[..., d]` by their root mean square and multiplies by `weight`.
@@ -15,13 +17,18 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
   """
   wide = x.astype(jnp.float32)
   mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-  normal = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
-  return normal * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + weight.shape)
+  normal = rounded((wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype))
+  scale = weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + weight.shape)
+  return rounded(normal * scale)
 
 
 def gated_product(gate: jax.Array, up: jax.Array) -> jax.Array:
-  """Computes `silu(gate) * up` for `[..., hidden]` arrays of one shape and dtype."""
+  """Computes `silu(gate) * up` for `[..., hidden]` arrays of one shape and dtype.
+
+  The silu is in float32, rounded to the dtype before the product.
+  """
   # Feature-major, the layout that linears produce and consume: fusing a transpose with
   # the exponential would cost XLA:CPU its vector instructions.
   rows, columns = (a.reshape(-1, a.shape[-1]).T for a in (gate, up))
-  return (jax.nn.silu(rows) * columns).T.reshape(gate.shape)
+  passed = rounded(jax.nn.silu(rows.astype(jnp.float32)).astype(gate.dtype))
+  return rounded(passed * columns).T.reshape(gate.shape)

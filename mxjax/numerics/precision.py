@@ -39,6 +39,18 @@ def require_float64(place: str, *arrays: jax.Array) -> None:
       )
 
 
+def rounded(x: jax.Array) -> jax.Array:
+  """Rounds a bfloat16 result where transformers does; float32 is returned as it is.
+
+  XLA computes neighbouring bfloat16 operations in float32 and leaves out the rounding
+  between them, unless it is an operation of its own.
+  """
+  if x.dtype != jnp.bfloat16:
+    return x
+  wide = jax.lax.reduce_precision(x.astype(jnp.float32), 8, 7)
+  return wide.astype(x.dtype)
+
+
 def float32_sums(left: jax.Array, right: jax.Array) -> jax.Array:
   """Multiplies `[m, d]` by `[d, n]`, both bfloat16 or float32, with float32 sums."""
   if left.dtype == jnp.bfloat16:

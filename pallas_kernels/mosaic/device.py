@@ -13,7 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu
+
+from mxjax.numerics import mxfp4
+from mxjax.pallas_kernels import codec, pairs
 
 gpu: Any = mosaic_gpu
 """The API, untyped: it differs between versions of jax."""
@@ -86,6 +90,33 @@ def by_ptx(
   return emit(*operands)
 
 
+def on_pairs(
+  ptx: str, meaning: Callable[..., jax.Array], *operands: jax.Array, **how: Any
+) -> jax.Array:
+  """Runs PTX of `pairs.py` by `by_ptx`, on elements `[64, 32]` and words `[64, 16]`."""
+  is_whole = [operand.shape[1] == mxfp4.BLOCK_SIZE for operand in operands]
+  words = words_layout()
+  layouts = [gpu.Layout.WGMMA if whole else words for whole in is_whole]
+  return by_ptx(ptx, meaning, *operands, layouts=layouts, **how)
+
+
+def words(x: jax.Array, *, interpret: bool) -> jax.Array:
+  """Views bfloat16 `[n, 32]` as words `[n, 16]`; no register changes."""
+  cast = lambda x: lax.bitcast_convert_type(x.reshape(len(x), -1, 2), jnp.int32)
+  how = {"layout": words_layout(), "interpret": interpret}
+  return on_pairs("mov.b32 $0, $1;", cast, x, **how)
+
+
+def block_exponents(x: jax.Array, *, interpret: bool) -> jax.Array:
+  """Returns the exponents of blocks, int32 `[n]`, from bfloat16 `[n, 32]`.
+
+  Two magnitudes are compared at once, and NaN wins.
+  """
+  how = {"layout": gpu.Layout.WGMMA, "interpret": interpret}
+  size = on_pairs(pairs.SIZE_PTX, jnp.abs, x, **how)
+  return codec.block_exponent(codec.bits(jnp.max(size, axis=1).astype(jnp.float32)))
+
+
 def _map_registers(ptx: str, arrays: Sequence[Any], result: Any) -> Any:
   """Emits the inline assembly of `by_ptx`."""
   from jax.experimental.mosaic import gpu as mgpu
@@ -94,7 +125,7 @@ def _map_registers(ptx: str, arrays: Sequence[Any], result: Any) -> Any:
 
   integer, utils = ir.IntegerType.get_signless, mgpu.utils
 
-  def words(register: Any) -> list[Any]:
+  def parts(register: Any) -> list[Any]:
     bits = utils.bitwidth(register.type)
     if bits < 32:
       return [arith.extui(integer(32), utils.bitcast(register, integer(bits)))]
@@ -107,7 +138,7 @@ def _map_registers(ptx: str, arrays: Sequence[Any], result: Any) -> Any:
   registers = np.empty(layout.registers_shape(result.shape), object)
   sources = zip(*(array.registers.flat for array in arrays), strict=True)
   for place, source in zip(np.ndindex(registers.shape), sources, strict=True):
-    operands = [word for register in source for word in words(register)]
+    operands = [word for register in source for word in parts(register)]
     constraints = ",".join(["=r", *("r" for _ in operands)])
     word: Any = llvm.inline_asm(integer(32), operands, ptx, constraints)
     word = word if bits == 32 else arith.trunci(integer(bits), word)

@@ -18,10 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mxjax.numerics import mxfp4
-from mxjax.pallas_kernels import codec
-from mxjax.pallas_kernels.mosaic import device, pairs
+from mxjax.pallas_kernels import codec, pairs
+from mxjax.pallas_kernels.mosaic import device
 from mxjax.pallas_kernels.mosaic.device import gpu
 from mxjax.pallas_kernels.products import float8
+from mxjax.pallas_kernels.refinement import tile
 
 ROWS, BLOCKS, TERMS = 64, 2, 3
 """Rows of a tile, blocks of a program, and bfloat16 terms of a float32 table."""
@@ -30,34 +31,6 @@ AT_ONCE = 3 * device.MULTIPROCESSORS
 _BLOCK = mxfp4.BLOCK_SIZE
 _PACKED = _BLOCK * (_BLOCK + 1) // 2
 _PAIR = _BLOCK // 2
-
-
-def best_change(
-  nearest: jax.Array,
-  slope: jax.Array,
-  curvature: jax.Array,
-  half: jax.Array,
-  reciprocal: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-  """Computes `tile.best_change` with fewer instructions, float32 `[n, 32]`.
-
-  `half` is half the curvature and `reciprocal` one over it, finite.
-
-  The score and, where it is negative, the value are the same; a zero may be negative.
-  """
-  optimum = nearest - slope * reciprocal
-  sign = codec.bits(optimum) & codec.SIGN
-  size = jnp.minimum(jnp.abs(optimum), 5.0)
-  offset = jnp.where(size < 1.0, 1.0, 0.0)
-  inner = codec.bits(size + offset) & -(1 << 22)
-  middle = codec.from_bits(inner | (1 << 21)) - offset
-  middle = codec.from_bits(codec.bits(middle) | sign)
-  rises = slope + (middle - nearest) * curvature
-  is_outer = codec.from_bits(codec.bits(rises) ^ sign) < 0
-  value = codec.from_bits(jnp.where(is_outer, inner + (1 << 22), inner)) - offset
-  value = codec.from_bits(codec.bits(value) | sign)
-  delta = value - nearest
-  return delta * (slope + delta * half), value
 
 
 def _is_changed(score: jax.Array, place: jax.Array) -> jax.Array:
@@ -98,14 +71,15 @@ class _Work:
 
   def start(self, step: jax.Array) -> jax.Array:
     """Returns a tile's first row; the last tile overlaps, and writes the same."""
-    tile = lax.axis_index("part") * self.repeats + step
-    return jnp.minimum(tile * ROWS, self.rows - ROWS)
+    index = lax.axis_index("part") * self.repeats + step
+    return jnp.minimum(index * ROWS, self.rows - ROWS)
 
 
 def _narrow(x: jax.Array, work: _Work) -> jax.Array:
   """Cuts float32 to bfloat16."""
   cut = lambda x: codec.from_bits(codec.bits(x) & codec.UPPER).astype(jnp.bfloat16)
-  return pairs.run(pairs.UPPER_PTX, cut, gpu.Layout.WGMMA, x, interpret=work.interpret)
+  how = {"layout": gpu.Layout.WGMMA, "interpret": work.interpret}
+  return device.on_pairs(pairs.UPPER_PTX, cut, x, **how)
 
 
 def _terms(table: jax.Array, work: _Work) -> list[jax.Array]:
@@ -161,9 +135,7 @@ def _prepare(refs: dict[str, Any], scratch: Any, work: _Work) -> None:
     place = _triangle(diagonal, diagonal, pair * BLOCKS + b)
     curvature = device.take(refs["gram"], place, layout=layout, **how)
     curvature = curvature.astype(jnp.float32)
-    # A slope of 0 times infinity would be NaN.
-    reciprocal = jnp.minimum(1.0 / curvature, jnp.finfo(jnp.float32).max)
-    for i, row in enumerate((curvature, 0.5 * curvature, reciprocal)):
+    for i, row in enumerate(tile.parabolas(curvature)):
       scratch["curvature"][b, i] = row
 
 
@@ -222,39 +194,27 @@ def _realize(
   x: Any, block: int, scratch: Any, work: _Work
 ) -> tuple[jax.Array, jax.Array]:
   """Realizes a tile: bfloat16 values in units of the scale, and exponents `[64]`."""
-  how = {"interpret": work.interpret}
   products = _products(x, block, scratch, work) if work.has_map or work.has_gram else []
-  if work.has_map:
-    words = pairs.run(
-      pairs.UPPER_PTX, pairs.upper_words, device.words_layout(), products[0], **how
-    )
-  else:
-    words = gpu.load(x, layout=gpu.Layout.WGMMA)
-    cast = lambda x: pairs.upper_words(x.astype(jnp.float32))
-    words = pairs.run("mov.b32 $0, $1;", cast, device.words_layout(), words, **how)
-  size = words & 0x7FFF7FFF
-  # The upper half of a word determines the exponent, whatever is in the lower half.
-  largest = jnp.maximum(jnp.max(size, axis=1), jnp.max(size << 16, axis=1))
-  exponent = codec.block_exponent(largest)
-  inverse = codec.inverse_scale_of(exponent)
-  factor = lax.shift_right_logical(codec.bits(inverse), jnp.int32(16)) * 0x10001
-  nearest = pairs.run(
-    pairs.NEAREST_PTX,
-    pairs.nearest_values,
-    gpu.Layout.WGMMA,
-    words,
-    _by_row(factor, _PAIR),
-    **how,
+  is_mapped = work.has_map
+  half = (
+    _narrow(products[0], work) if is_mapped else gpu.load(x, layout=gpu.Layout.WGMMA)
+  )
+  exponent = device.block_exponents(half, interpret=work.interpret)
+  words = device.words(half, interpret=work.interpret)
+  factor = _by_row(pairs.factor_words(exponent), _PAIR)
+  how = {"layout": gpu.Layout.WGMMA, "interpret": work.interpret}
+  nearest = device.on_pairs(
+    pairs.NEAREST_PTX, pairs.nearest_values, words, factor, **how
   )
   if not work.has_gram:
     return nearest, exponent
-  slope = _pulled(nearest, block, scratch, work) - products[-1] * _by_row(inverse)
+  inverse = _by_row(codec.inverse_scale_of(exponent))
+  slope = _pulled(nearest, block, scratch, work) - products[-1] * inverse
   before = nearest.astype(jnp.float32)
   layout = gpu.Layout.WGMMA.reduce(0)
   rows = (gpu.load(scratch["curvature"].at[block, i], layout=layout) for i in range(3))
-  score, value = best_change(before, slope, *map(_by_column, rows))
-  # A newly chosen zero is +0, code 0.
-  result = jnp.where(_is_changed(score, _iota(1)), value + 0.0, before)
+  score, value = tile.best_change(before, slope, *map(_by_column, rows))
+  result = jnp.where(_is_changed(score, _iota(1)), value, before)
   return _narrow(result, work), exponent
 
 
@@ -264,9 +224,8 @@ def _outputs(
   """Returns a tile in the form that is asked for, and its scale bytes."""
   byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8)
   if work.form == "codes":
-    layout = device.words_layout()
-    how = {"interpret": work.interpret}
-    return pairs.run(pairs.CODES_PTX, pairs.packed_codes, layout, values, **how), byte
+    how = {"layout": device.words_layout(), "interpret": work.interpret}
+    return device.on_pairs(pairs.PACKED_PTX, pairs.packed_codes, values, **how), byte
   if work.form == "values":
     return values * _by_row(codec.scale_of(exponent).astype(jnp.bfloat16)), None
   scale = codec.scale_of(exponent)

@@ -195,6 +195,8 @@ def _product_tile(
   """Returns a tile of the product, in the arithmetic of its reference."""
   gate, up = (lowering.load(ref.at[here, :], mask) for ref in (refs.gate, refs.up))
   if refs.recovery is not None:
-    return recovery.corrected_product(gate, up, refs.recovery, interpret)
-  passed = recovery.silu(gate.astype(jnp.float32), interpret)
-  return passed.astype(gate.dtype) * up
+    product = recovery.corrected_product(gate, up, refs.recovery, interpret)
+  else:
+    passed = recovery.silu(gate.astype(jnp.float32), interpret)
+    product = passed.astype(gate.dtype) * up
+  return lowering.computed_once(product)

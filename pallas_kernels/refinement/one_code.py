@@ -22,11 +22,10 @@ from mxjax.pallas_kernels import codec, lowering
 from mxjax.pallas_kernels.mosaic import refinement as mosaic
 from mxjax.pallas_kernels.products import float8, planes
 from mxjax.pallas_kernels.refinement import fused_inputs
-from mxjax.pallas_kernels.refinement.tile import Tables, load_tables, realize
+from mxjax.pallas_kernels.refinement.tile import Loaded, Tables, load_tables, realize
 
 FEW_ROWS = 32
-"""Rows up to which products stay on FP32 units and linears share a launch. With more
-rows, choosing between tables takes registers that tiles in flight need."""
+"""Rows up to which products stay on FP32 units."""
 _BLOCK = mxfp4.BLOCK_SIZE
 
 
@@ -40,14 +39,19 @@ class Tile:
   split: bool
 
   @classmethod
-  def of(cls, rows: int, dtype: jax.typing.DTypeLike) -> "Tile":
-    """Returns the tile for `rows` inputs; splitting does not pay off for few rows."""
+  def of(cls, rows: int, dtype: jax.typing.DTypeLike, linears: int = 1) -> "Tile":
+    """Returns the tile for `rows` inputs of `linears` that share a launch.
+
+    Splitting does not pay off for few rows.
+    """
     if rows <= fused_inputs.SINGLE_ROWS:
       return cls(1, 1, 4, split=False)
     if rows <= FEW_ROWS:
       return cls(16, 1, 4, split=False)
     # Every program prepares its tables, so with many rows it processes several tiles.
-    repeats = 8 if rows >= 512 else 1
+    # 2,048 rows of 4,096 features are one wave of four programs a multiprocessor, and
+    # of three where a program takes several linears.
+    repeats = (8 if linears == 1 else 11) if rows >= 512 else 1
     if jnp.dtype(dtype) == jnp.bfloat16:
       return cls(64, repeats, 4, split=True)
     return cls(32, repeats, 4, split=False)
@@ -68,26 +72,35 @@ def _kernel(
   form: Form,
   interpret: bool,
 ) -> None:
-  linear, rows, size = lowering.program_id(2), shape[0], tile.rows
-  loaded = lowering.switch(
-    linear, [functools.partial(load_tables, refs, tile.split) for refs in tables]
-  )
+  load = [functools.partial(load_tables, refs, tile.split) for refs in tables]
   make = fused_inputs.tiles(x_refs, shape[1], interpret)
-  first = lowering.program_id(1) * size * tile.repeats
-  is_cut = rows % (size * tile.repeats) != 0
-  how = {"split": tile.split, "decoded": form != "codes", "interpret": interpret}
+  part, linear, size = lowering.program_id(1), lowering.program_id(2), tile.rows
+  first = part * size * tile.repeats
+  is_cut = shape[0] % size != 0
+  stop = jnp.minimum(tile.repeats, -(-shape[0] // size) - part * tile.repeats)
 
-  def run(step: jax.Array, carry: None) -> None:
-    start = step * size
-    offset = lax.iota(jnp.int32, size)
-    mask = first + start + offset < rows if is_cut else None
-    here = lowering.columns(start, size)
-    result = realize(make(here, mask), loaded, **how)
-    write = functools.partial(_write, form, *result, here, mask)
-    lowering.switch(linear, [functools.partial(write, refs) for refs in out_refs])
-    return carry
+  def refine_tiles(loaded: Loaded, targets: Sequence[Any]) -> None:
+    def run(step: jax.Array, carry: None) -> None:
+      start = step * size
+      offset = lax.iota(jnp.int32, size)
+      mask = first + start + offset < shape[0] if is_cut else None
+      here = lowering.columns(start, size)
+      result = realize(make(here, mask), loaded, split=tile.split, interpret=interpret)
+      write = functools.partial(_write, form, *result, here, mask)
+      branches = [functools.partial(write, refs) for refs in targets]
+      lowering.switch(linear, branches)
+      return carry
 
-  lax.fori_loop(0, tile.repeats, run, None)
+    lax.fori_loop(0, stop, run, None)
+
+  if not tile.split:
+    refine_tiles(lowering.switch(linear, load), out_refs)
+    return
+  # One linear after the other, while the tiles of x stay in the cache: to walk over the
+  # tiles once, or to choose between tables at run time, takes the registers of a third
+  # program.
+  for each, refs in zip(load, out_refs, strict=True):
+    refine_tiles(each(), [refs])
 
 
 def _write(
@@ -102,7 +115,8 @@ def _write(
   if form in ("codes", "float8"):
     byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8).reshape(result.shape[0])
     is_packed = form == "codes"
-    first = codec.pack(result) if is_packed else float8.of_values(result, exponent)
+    pack = lambda values: codec.pack(codec.code_of(values))
+    first = pack(result) if is_packed else float8.of_values(result, exponent)
     for ref, part in zip(jax.tree.leaves(refs), (first, byte), strict=True):
       lowering.store(ref.at[here], part, mask)
     return
@@ -164,7 +178,7 @@ def launch(
     fused_inputs.operands(x),
     tuple(tables),
     name="one_code" if tables[0].gram is not None else "transform_encode",
-    grid=(blocks, -(-rows // size), len(tables)),
+    grid=(blocks, -(-rows // size), 1 if tile.split else len(tables)),
     in_specs=[fused_inputs.specs(x, size), jax.tree.map(_table_spec, tuple(tables))],
     out_specs=[spec] * len(tables),
     out_shape=[result] * len(tables),
@@ -195,11 +209,22 @@ def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
   return values if form == "values" else planes.split(values)
 
 
-def _by_mosaic(x: jax.Array, tables: Tables, form: Form, interpret: bool) -> Refined:
-  parts = mosaic.launch(x, tables, form=form, interpret=interpret)
+def _by_mosaic(
+  x: jax.Array, tables: Sequence[Tables], form: Form, interpret: bool
+) -> list[Refined]:
+  # Several linears in a program take the registers of a third program at once.
+  results = [mosaic.launch(x, t, form=form, interpret=interpret) for t in tables]
   if form == "values":
-    return parts[0]
-  return mxfp4.MXTensor(*parts) if form == "codes" else float8.Float8Inputs(*parts)
+    return [values for [values] in results]
+  kind = mxfp4.MXTensor if form == "codes" else float8.Float8Inputs
+  return [kind(*parts) for parts in results]
+
+
+def _by_triton(
+  x: fused_inputs.Input, tables: Sequence[Tables], form: Form, interpret: bool
+) -> list[Refined]:
+  tile = Tile.of(x.shape[0], x.dtype, len(tables))
+  return launch(x, tables, tile=tile, form=form, interpret=interpret)
 
 
 def refine_for(
@@ -211,9 +236,9 @@ def refine_for(
 ) -> list[Refined]:
   """Maps and encodes the inputs of several linears, refining one code of each block.
 
-  With few rows, linears whose tables have one structure share a launch. See `refine`
-  for the arguments. Returns `[n, d]` in `form` for each linear. Paper: Eq.
-  hires-code-score.
+  Linears whose tables have one structure share a launch, but those of more than
+  `FEW_ROWS` rows in float32. See `refine` for the arguments. Returns `[n, d]` in `form`
+  for each linear. Paper: Eq. hires-code-score.
 
   Raises:
     ValueError: The width is not a multiple of 32, gram comes without cross, or gram is
@@ -234,15 +259,14 @@ def refine_for(
   if implementation == "xla":
     rows = fused_inputs.as_array(x)
     return [_reference(rows, each, form) for each in tables]
+  run, made, shares = _by_triton, fused_inputs.for_kernel(x), x.dtype == jnp.bfloat16
   if lowering.backend() == "mosaic":
-    rows, interpret = fused_inputs.as_array(x), implementation == "interpret"
-    return [_by_mosaic(rows, each, form, interpret) for each in tables]
-  is_alike = len(set(map(jax.tree.structure, tables))) == 1
-  together = is_alike and x.shape[0] <= FEW_ROWS
-  made, tile = fused_inputs.for_kernel(x), Tile.of(x.shape[0], x.dtype)
-  how = {"tile": tile, "form": form, "interpret": implementation == "interpret"}
-  launches = [tables] if together else [[each] for each in tables]
-  return [result for some in launches for result in launch(made, some, **how)]
+    run, made = _by_mosaic, fused_inputs.as_array(x)
+  shares |= x.shape[0] <= FEW_ROWS
+  shares &= len(set(map(jax.tree.structure, tables))) == 1
+  groups = [tables] if shares else [[each] for each in tables]
+  interpret = implementation == "interpret"
+  return [result for some in groups for result in run(made, some, form, interpret)]
 
 
 def _check_tables(tables: Tables, width: int) -> None:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mxjax.numerics import mxfp4
-from mxjax.pallas_kernels import codec, lowering
+from mxjax.pallas_kernels import codec, lowering, pairs
 
 _BLOCK = mxfp4.BLOCK_SIZE
 
@@ -97,29 +97,45 @@ def load_tables(refs: Tables, split: bool) -> Loaded:
   return Loaded(mapping, form(gram), form(mismatch), curvature)
 
 
+def parabolas(curvature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns float32 curvatures, half of them, and one over them, finite.
+
+  A slope of 0 times infinity would be NaN.
+  """
+  reciprocal = jnp.minimum(1.0 / curvature, jnp.finfo(jnp.float32).max)
+  return curvature, 0.5 * curvature, reciprocal
+
+
 def best_change(
-  nearest: jax.Array, slope: jax.Array, curvature: jax.Array
+  nearest: jax.Array,
+  slope: jax.Array,
+  curvature: jax.Array,
+  half: jax.Array,
+  reciprocal: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """Finds the legal value nearest to the optimum of a coordinate's parabola.
 
   `nearest` (element values) and `slope` (in units of the scale) are float32
-  `[rows, 32]`; `curvature` is float32 `[1, 32]`. Returns scores and values,
-  `[rows, 32]` each.
+  `[rows, 32]`, and the rest is what `parabolas` returns, of shapes that broadcast.
+  Returns scores and values, `[rows, 32]` each, zeros positive.
   """
-  # A slope of 0 times infinity would be NaN.
-  reciprocal = jnp.minimum(1.0 / curvature, jnp.finfo(jnp.float32).max)
   optimum = nearest - slope * reciprocal
+  sign = codec.bits(optimum) & codec.SIGN
+  # From 1 up a legal value has one bit of mantissa, and so has one plus a legal value
+  # below 1. Above 6 the values around the optimum are 4 and 6.
+  size = jnp.minimum(jnp.abs(optimum), 5.0)
+  offset = jnp.where(size < 1.0, 1.0, 0.0)
+  inner = (codec.bits(size + offset) & -(1 << 22)) | sign
+  offset = codec.from_bits(codec.bits(offset) | sign)
+  middle = codec.from_bits(inner | (1 << 21)) - offset
   # The quotient only says between which values the optimum lies; which is nearer, the
   # slope at their middle does, in one rounding. At a tie it is 0, and the value toward
   # zero has the lower code.
-  inner, middle, outer = codec.neighbours(jnp.abs(optimum))
-  middle = codec.copy_sign(middle, optimum)
   rises = slope + (middle - nearest) * curvature
-  is_outer = jnp.where(optimum < 0, rises > 0, rises < 0)
-  value = jnp.where(is_outer, outer, inner)
-  value = jnp.where(optimum < 0, 0.0 - value, value)
+  is_outer = codec.from_bits(codec.bits(rises) ^ sign) < 0
+  value = codec.from_bits(jnp.where(is_outer, inner + (1 << 22), inner)) - offset
   delta = value - nearest
-  return delta * (slope + delta * (0.5 * curvature)), value
+  return delta * (slope + delta * half), value
 
 
 def _is_changed(score: jax.Array) -> jax.Array:
@@ -127,7 +143,23 @@ def _is_changed(score: jax.Array) -> jax.Array:
   lowest = jnp.min(score, axis=1)[:, None]
   place = lax.broadcasted_iota(jnp.int32, score.shape, 1)
   ties = jnp.where(score == lowest, place, _BLOCK)
-  return (place == jnp.min(ties, axis=1)[:, None]) & (lowest < 0)
+  first = jnp.where(lowest < 0, jnp.min(ties, axis=1)[:, None], _BLOCK)
+  return place == first
+
+
+def _nearest(mapped: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+  """Encodes a float32 tile `[rows, 32]`: bfloat16 values in units of the scale.
+
+  Returns the exponents `[rows, 1]` too. No boundary between two codes has more than
+  three significant bits, so the upper halves are sufficient, two to a register.
+  """
+  # Maximum on bits: a GPU's float maximum drops NaN, and the block would go unmarked.
+  largest = jnp.max(codec.bits(mapped) & codec.UPPER_HALF, axis=1)
+  exponent = codec.block_exponent(largest)[:, None]
+  factor = jnp.broadcast_to(pairs.upper(codec.inverse_scale_of(exponent)), mapped.shape)
+  half, how = pairs.upper(mapped), {"interpret": interpret}
+  nearest = lowering.by_ptx(pairs.NEAREST_PTX, pairs.nearest, half, factor, **how)
+  return nearest, exponent
 
 
 def _split_dot(x: jax.Array, table: tuple[jax.Array, ...]) -> jax.Array:
@@ -150,30 +182,28 @@ def _sum_of_products(*pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def realize(
-  x: jax.Array, t: Loaded, *, split: bool, decoded: bool, interpret: bool
+  x: jax.Array, t: Loaded, *, split: bool, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
   """Maps, encodes and refines a tile `[rows, 32]` with loaded tables `t`.
 
-  Returns values in units of the scale if `decoded`, else int32 codes; and the
-  exponents.
+  Returns values in units of the scale, float32, and the exponents. A zero that was
+  rounded keeps its sign, and one that was chosen is positive.
   """
   if split:
     mapped = x.astype(jnp.float32) if t.matrix is None else _split_dot(x, t.matrix)
   else:
     x = x.astype(jnp.float32)
     mapped = x if t.matrix is None else _sum_of_products((x, t.matrix))
-  nearest, exponent = codec.encode_values(mapped, has_subnormals=not interpret)
-  result = nearest if decoded else codec.code_of(nearest, mapped)
+  narrow, exponent = _nearest(mapped, interpret=interpret)
+  nearest = narrow.astype(jnp.float32)
   if t.gram is None:
-    return result, exponent
+    return nearest, exponent
   inverse = codec.inverse_scale_of(exponent)
   if split:
-    slope = _split_dot(nearest.astype(jnp.bfloat16), t.gram)
+    slope = _split_dot(narrow, t.gram)
     slope -= _split_dot(x, t.mismatch) * inverse
   else:
     scaled = mapped * inverse
     slope = _sum_of_products((nearest - scaled, t.gram), (-scaled, t.mismatch))
-  score, value = best_change(nearest, slope, t.curvature)
-  # Zeros here are unsigned, so they get code 0, the lowest code of that value.
-  changed = value if decoded else codec.code_of(value, value)
-  return jnp.where(_is_changed(score), changed, result), exponent
+  score, value = best_change(nearest, slope, *parabolas(t.curvature))
+  return jnp.where(_is_changed(score), value, nearest), exponent

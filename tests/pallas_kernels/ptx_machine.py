@@ -141,6 +141,8 @@ FUNCTIONS = {
   "mul.rn.f16x2": _halves(np.multiply, F16),
   "mul.rn.f16": _halves(np.multiply, F16),
   "neg.f32": lambda a: a ^ np.uint32(1 << 31),
+  # The sign of the first and the magnitude of the second.
+  "copysign.f32": lambda a, b: a & np.uint32(1 << 31) | b & np.uint32((1 << 31) - 1),
   "abs.f32": lambda a: a & np.uint32((1 << 31) - 1),
   "ex2.approx.ftz.f32": _float32(
     lambda a: np.where(np.exp2(a) < 2.0**-126, 0, np.exp2(a))

@@ -1,12 +1,10 @@
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import mxfp4_encode
-from tests.pallas_kernels import ptx_machine
 
 encode = jax.jit(mxfp4_encode.encode, static_argnames=("rules", "implementation"))
 
@@ -58,27 +56,3 @@ def test_an_explicit_choice_never_falls_back():
   np.testing.assert_array_equal(
     mxfp4_encode.encode(x, other).codes, mxfp4.encode(x, other).codes
   )
-
-
-@pytest.mark.parametrize("exponent", [-127, -126, -90, -1, 0, 3, 125])
-def test_ptx_of_every_pair_is_what_the_reference_encodes(exponent):
-  halves = np.arange(1 << 16, dtype=np.uint16)
-  halves = halves[(halves & 0x7FFF) < 0x7F80]
-  values = halves.view(ml_dtypes.bfloat16).astype(np.float64)
-  # No larger value is in a block of this exponent.
-  halves = halves[np.abs(values) < 2.0 ** (exponent + 3)]
-  rng = np.random.default_rng(0)
-  pairs = np.stack([halves, rng.permutation(halves)], axis=1)
-  word = np.ascontiguousarray(pairs).view(np.uint32)[:, 0]
-  factor = np.full(word.shape, ((127 - exponent) << 7) * 0x10001, np.uint32)
-  got = ptx_machine.run(mxfp4_encode.pair_ptx(), word, factor)
-
-  pairs = pairs.view(ml_dtypes.bfloat16).astype(np.float64)
-  boundaries = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-  size = np.abs(pairs) / 2.0**exponent
-  code = np.searchsorted(boundaries, size, side="right") + 8 * np.signbit(pairs)
-  np.testing.assert_array_equal(got, code[:, 0] | (code[:, 1] << 4))
-  plain = mxfp4_encode.encode_pairs(
-    jnp.asarray(word.view(np.int32)), jnp.asarray(factor.view(np.int32)), interpret=True
-  )
-  np.testing.assert_array_equal(plain, got)

@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.pallas_kernels import ptx_emulator
+from tests.pallas_kernels import ptx_emulator, ptx_machine
 
 
 def kernel(body, parameters=2, threads=32):
@@ -168,3 +168,9 @@ def test_matrices_of_a_warp_are_loaded_multiplied_and_stored(is_transposed):
   row, column = lane // 4 + 8 * (register // 2), 2 * (lane % 4) + register % 2
   want = 1 + a.astype(np.float32) @ b.astype(np.float32)
   np.testing.assert_array_equal(got, want[row, column])
+
+
+def test_a_sign_is_copied_to_the_magnitude_of_the_second():
+  sign, value = np.float32([[-3, 3, -0.0, 0.0], [2, -2, 0.5, -0.5]]).view(np.uint32)
+  got = ptx_machine.evaluate("copysign.f32", [sign, value]).view(np.float32)
+  np.testing.assert_array_equal(got, np.float32([-2, 2, -0.5, 0.5]))

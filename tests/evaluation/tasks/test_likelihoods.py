@@ -42,6 +42,7 @@ def small_rows(monkeypatch):
   monkeypatch.setattr(likelihoods, "BATCH_TOKENS", 64)
   monkeypatch.setattr(likelihoods, "GROUP", 2)
   monkeypatch.setattr(likelihoods, "HEAD_CHUNK", 8)
+  monkeypatch.setattr(likelihoods, "HEAD_STEP", 4)
 
 
 def alone(run, request):
@@ -120,6 +121,51 @@ def test_a_shared_prefix_is_run_once():
   count = lambda batches: sum((batch.tokens != 0).sum() for batch in batches)
   assert count(likelihoods._batches(given, 512, is_shared=True)) == 100 + 8 * 3
   assert count(likelihoods._batches(given, 512, is_shared=False)) == 8 * 103
+
+
+def shapes(given):
+  return [b.tokens.shape for b in likelihoods._batches(given, 512, is_shared=True)]
+
+
+def test_a_family_fills_up_a_row_before_the_last(small_rows):
+  sizes = {1: 18, 2: 30, 3: 10}
+  given = [Request(np.full(n, first, np.int32), draw(1)) for first, n in sizes.items()]
+  assert shapes(given) == [(2, 32)]
+
+
+def test_a_row_of_little_is_not_padded_to_full_ones():
+  sizes = {1: 250, 2: 249, 3: 40}
+  given = [Request(np.full(n, first, np.int32), draw(1)) for first, n in sizes.items()]
+  assert shapes(given) == [(2, 256), (1, 64)]
+
+
+def test_what_choices_predict_alike_is_predicted_once(monkeypatch):
+  model, params = made()
+  predict, counts = likelihoods._predict, []
+  counting = lambda *given: counts.append(len(given[-1])) or predict(*given)
+  monkeypatch.setattr(likelihoods, "_predict", counting)
+  monkeypatch.setattr(likelihoods, "HEAD_STEP", 1)
+  prompt, alike = draw(9), draw(5)
+  given = [Request(prompt, np.append(alike, np.int32(end))) for end in (3, 4)]
+  likelihoods.score(model, params, given, max_length=64)
+  assert counts == [5 + 2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ties:
+  """A head whose logits are its params."""
+
+  def logits(self, params, hidden):
+    return params[None]
+
+
+def test_of_equal_logits_the_first_is_the_likeliest():
+  logits = jax.numpy.asarray([[0.0, 2.0, 1.0, 2.0]] * 3)
+  targets = np.asarray([1, 2, 3], np.int32)
+  found, is_likeliest = likelihoods._predict(Ties(), logits, logits, targets)
+  assert is_likeliest.tolist() == [True, False, False]
+  total = np.log(np.exp([0.0, 2.0, 1.0, 2.0]).sum())
+  np.testing.assert_allclose(found, np.asarray([2.0, 1.0, 2.0]) - total, rtol=1e-6)
 
 
 def test_nothing_is_asked_of_no_requests(tiny_model, tiny_params):

@@ -89,6 +89,16 @@ def test_linears_of_one_input_are_those_of_one_each(kinds):
       np.testing.assert_allclose(y, alone, rtol=2**-7, atol=1e-5)
 
 
+def test_linears_of_many_rows_share_a_pass_by_the_form_of_their_operands():
+  x, weights = draw((300, 64), jnp.bfloat16), [leaf("hires", seed=i) for i in range(3)]
+  weights[1] = packed(weights[1], tables=False, products="float8")
+  side_by_side = functools.partial(linear_many, implementation="interpret")
+  text = str(jax.make_jaxpr(side_by_side)(x, weights))
+  assert text.count("name=mxjax_one_code") == 2
+  for y, weight in zip(jax.jit(side_by_side)(x, weights), weights, strict=True):
+    np.testing.assert_array_equal(y, run(x, weight, implementation="interpret"))
+
+
 @pytest.mark.parametrize("rows", [3, 300])
 def test_float8_products_are_asked_for_and_take_many_rows(rows):
   x, weight = draw((rows, 64), jnp.bfloat16), leaf("hires")

@@ -15,6 +15,11 @@ from mxjax.pallas_kernels.refinement import one_code as kernel
 refine = jax.jit(kernel.refine, static_argnames=("form", "implementation"))
 
 
+@jax.jit
+def best_change(nearest, slope, curvature):
+  return tile.best_change(nearest, slope, *tile.parabolas(curvature))
+
+
 @functools.cache
 def problem(rows=70, blocks=3, seed=0):
   """Heavy-tailed inputs, well-conditioned maps, weights with a real mismatch."""
@@ -85,8 +90,7 @@ def test_two_candidates_are_as_good_as_fifteen_on_a_grid_full_of_ties():
   nearest, slope, curvature, scale = (
     jnp.asarray(a.reshape(1, -1), jnp.float32) for a in np.meshgrid(*axes)
   )
-  best = jax.jit(tile.best_change)
-  score, got = best(nearest, slope / scale, curvature)
+  score, got = best_change(nearest, slope / scale, curvature)
   want, value = one_code.best_code(nearest, scale, slope, curvature)
   np.testing.assert_array_equal(2 * scale**2 * score, want)
   # Where nothing improves, no code is changed and any will do.
@@ -108,7 +112,7 @@ def test_the_least_difference_of_two_scores_decides(sign):
   towards = [np.nextafter(middle, np.float32(to)) for to in (0, 1)]
   slope = -sign * jnp.asarray([[middle, *towards] + [0] * 29], jnp.float32)
   zero, one = jnp.zeros((1, 32)), jnp.ones((1, 32))
-  _, value = jax.jit(tile.best_change)(zero, slope, one)
+  _, value = best_change(zero, slope, one)
   np.testing.assert_array_equal(value[0, :3], [0, 0, sign * 0.5])
 
 
@@ -138,7 +142,9 @@ def test_decoded_output_is_the_decoded_codes(rows):
     form = functools.partial(refine, x, *tables, implementation=implementation)
     codes, values, by_plane = (form(form=f) for f in ("codes", "values", "planes"))
     assert values.dtype == by_plane.values.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(values, mxfp4.decode(codes, jnp.bfloat16))
+    decoded = mxfp4.decode(codes, jnp.bfloat16)
+    np.testing.assert_array_equal(values, decoded)
+    np.testing.assert_array_equal(jnp.signbit(values), jnp.signbit(decoded))
     np.testing.assert_array_equal(by_plane.whole(), values)
 
 
@@ -174,19 +180,50 @@ def test_tables_that_do_not_belong_together_are_refused():
     kernel.refine(x.astype(jnp.float16), implementation="interpret")
 
 
-@pytest.mark.parametrize("form", ["codes", "planes"])
-def test_linears_of_one_input_share_a_launch(form):
+def launches(function, *arguments):
+  """Kernels that a function starts."""
+  equations = jax.make_jaxpr(function)(*arguments).eqns
+  return sum(each.primitive.name == "pallas_call" for each in equations)
+
+
+@pytest.mark.parametrize(
+  ("form", "rows", "dtype", "count"),
+  [
+    ("codes", 9, jnp.bfloat16, 1),
+    ("planes", 9, jnp.float32, 1),
+    ("values", 70, jnp.bfloat16, 1),
+    ("float8", 70, jnp.bfloat16, 1),
+    ("codes", 70, jnp.float32, 2),
+  ],
+)
+def test_linears_of_one_input_share_a_launch(form, rows, dtype, count):
   x, *first = problem()
   _, *second = problem(seed=3)
-  x = x[:9].astype(jnp.bfloat16)
+  x = x[:rows].astype(dtype)
   tables = [kernel.Tables(*first), kernel.Tables(*second)]
   how = {"form": form, "implementation": "interpret"}
-  together = jax.jit(functools.partial(kernel.refine_for, **how))(x, tables)
+  run = functools.partial(kernel.refine_for, **how)
+  assert launches(run, x, tables) == count
+  together = jax.jit(run)(x, tables)
   apart = [refine(x, t.matrix, t.gram, t.cross, **how) for t in tables]
-  jax.tree.map(np.testing.assert_array_equal, together, apart)
+  as_bits = lambda tree: [np.asarray(a).view(np.uint8) for a in jax.tree.leaves(tree)]
+  jax.tree.map(np.testing.assert_array_equal, as_bits(together), as_bits(apart))
   assert not all(
-    jnp.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, apart), strict=True)
+    np.array_equal(*pair) for pair in zip(*map(as_bits, apart), strict=True)
   )
+
+
+def test_a_program_walks_over_its_tiles_for_every_linear():
+  x, *first = problem(rows=180)
+  _, *second = problem(seed=3)
+  tables = [kernel.Tables(*first), kernel.Tables(*second)]
+  run = functools.partial(kernel.launch, x.astype(jnp.bfloat16), tables, form="values")
+  # Three tiles, the last one cut: one by one, or two and one.
+  alone, walked = (
+    run(tile=kernel.Tile(64, repeats, 4, split=True), interpret=True)
+    for repeats in (1, 2)
+  )
+  jax.tree.map(np.testing.assert_array_equal, walked, alone)
 
 
 def test_linears_with_other_tables_take_their_own_launch():
@@ -266,8 +303,10 @@ def test_values_are_those_of_the_codes_for_every_upper_half():
   block = np.concatenate([every, np.full((len(every), 1), 4.0, np.float32)], axis=1)
   for exponent in (0, -100, 100):
     x = jnp.asarray(np.ldexp(block, exponent).astype(np.float32))
-    got, same = jax.jit(functools.partial(codec.encode_values, has_subnormals=True))(x)
+    got, same = jax.jit(functools.partial(tile._nearest, interpret=True))(x)
     index, shared = jax.jit(functools.partial(codec.encode, has_subnormals=True))(x)
     np.testing.assert_array_equal(same, shared)
     assert (np.asarray(same) == exponent).all()
-    np.testing.assert_array_equal(got, codec.copy_sign(codec.magnitude(index), x))
+    want = codec.copy_sign(codec.magnitude(index), x)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(jnp.signbit(got), jnp.signbit(want))

@@ -3,7 +3,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mxjax.pallas_kernels.mosaic import pairs
+from mxjax.pallas_kernels import codec, pairs
 from tests.pallas_kernels import ptx_machine
 
 BOUNDARIES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
@@ -21,8 +21,8 @@ def twice(result):
   return result.view(ml_dtypes.bfloat16).astype(np.float64).reshape(-1, 2)
 
 
-@pytest.mark.parametrize("exponent", [-127, -126, -90, 0, 3, 125])
-def test_ptx_rounds_every_pair_to_the_nearest_values(exponent):
+@pytest.mark.parametrize("exponent", [-127, -126, -90, -1, 0, 3, 125])
+def test_ptx_encodes_every_pair_to_the_nearest_values(exponent):
   halves = np.arange(1 << 16, dtype=np.uint16)
   halves = halves[(halves & 0x7FFF) < 0x7F80]
   values = halves.view(ml_dtypes.bfloat16).astype(np.float64)
@@ -32,14 +32,29 @@ def test_ptx_rounds_every_pair_to_the_nearest_values(exponent):
   x = np.stack([halves, shuffled], axis=1)
   word, seen = registers(x)
   factor = np.full(word.shape, ((127 - exponent) << 7) * 0x10001, np.uint32)
-  got = ptx_machine.run(pairs.NEAREST_PTX, word, factor)
+  same = jnp.asarray(factor.view(np.int32))[:, None]
   x = x.view(ml_dtypes.bfloat16).astype(np.float64)
   index = np.searchsorted(BOUNDARIES, np.abs(x) / 2.0**exponent, side="right")
   want = np.copysign(MAGNITUDES[index], x)
-  np.testing.assert_array_equal(twice(got), want)
-  assert (np.signbit(twice(got)) == np.signbit(x)).all()
-  plain = pairs.nearest_values(seen, jnp.asarray(factor.view(np.int32))[:, None])
-  np.testing.assert_array_equal(np.asarray(plain, np.float64), want)
+  got = twice(ptx_machine.run(pairs.NEAREST_PTX, word, factor))
+  plain = np.asarray(pairs.nearest_values(seen, same), np.float64)
+  for values in (got, plain):
+    np.testing.assert_array_equal(values, want)
+    np.testing.assert_array_equal(np.signbit(values), np.signbit(x))
+  code = index + 8 * np.signbit(x)
+  byte = code[:, 0] | (code[:, 1] << 4)
+  np.testing.assert_array_equal(ptx_machine.run(pairs.CODES_PTX, word, factor), byte)
+  np.testing.assert_array_equal(pairs.nearest_codes(seen, same)[:, 0], byte)
+
+
+def test_the_larger_of_a_row_and_its_factor_are_found_in_either_half():
+  for column in (0, 1, 31):
+    x = np.full((1, 32), 2.0**-126, np.float32)
+    x[0, column] = -3 * 2.0**100
+    word = pairs.upper_words(jnp.asarray(x))
+    exponent = codec.block_exponent(pairs.largest(word))
+    np.testing.assert_array_equal(exponent, [99])
+    np.testing.assert_array_equal(pairs.factor_words(exponent), [28 << 7 | 28 << 23])
 
 
 def test_ptx_packs_every_pair_of_values():
@@ -47,7 +62,7 @@ def test_ptx_packs_every_pair_of_values():
   values = np.copysign(MAGNITUDES[codes & 7], np.where(codes > 7, -1.0, 1.0))
   word, _ = registers(values.astype(ml_dtypes.bfloat16).view(np.uint16))
   want = codes[:, 0] | codes[:, 1] << 4
-  np.testing.assert_array_equal(ptx_machine.run(pairs.CODES_PTX, word) & 255, want)
+  np.testing.assert_array_equal(ptx_machine.run(pairs.PACKED_PTX, word), want)
   plain = pairs.packed_codes(jnp.asarray(values, jnp.bfloat16))
   np.testing.assert_array_equal(plain[:, 0], want)
 
