@@ -124,7 +124,7 @@ def best_change(
   # From 1 up a legal value has one bit of mantissa, and so has one plus a legal value
   # below 1. Above 6 the values around the optimum are 4 and 6.
   size = jnp.minimum(jnp.abs(optimum), 5.0)
-  offset = jnp.where(size < 1.0, 1.0, 0.0)
+  offset = jnp.where(size < 1.0, jnp.float32(1.0), jnp.float32(0.0))
   inner = (codec.bits(size + offset) & -(1 << 22)) | sign
   offset = codec.from_bits(codec.bits(offset) | sign)
   middle = codec.from_bits(inner | (1 << 21)) - offset
