@@ -78,14 +78,15 @@ WITHOUT_EMITTERS = ("ptq/test_programs.py",)
 PLAIN = ("xla_cpu_use_fusion_emitters", False)
 """An option of XLA with which small programs compile in half of the time.
 
-XLA reads its flags once in a process, so it joins the options of each program.
+XLA reads its flags once in a process, so it joins the options of each program. JAX 0.11
+no longer has it.
 """
 
 
 def compile_options(*arguments, **options):
   """JAX's options of a program, and `PLAIN` unless the test is of users' programs."""
   made = jax_compile_options(*arguments, **options)
-  if not with_emitters:
+  if not with_emitters and jax.__version_info__ < (0, 11):
     made.env_option_overrides = [*made.env_option_overrides, PLAIN]
   return made
 
