@@ -18,7 +18,6 @@ UPPER = -(1 << 16)
 UPPER_HALF = 0x7FFF0000
 """The same mask without the sign."""
 NAN = 0x7FC00000
-_EXPONENT = 0xFF << 23
 _SMALLEST_FAST = -124
 """From this exponent up no subnormal reaches a nonzero code."""
 

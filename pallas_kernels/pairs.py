@@ -69,12 +69,6 @@ def upper(x: jax.Array) -> jax.Array:
   return lax.shift_right_logical(codec.bits(x), jnp.int32(16)).astype(jnp.int16)
 
 
-def upper_words(x: jax.Array) -> jax.Array:
-  """Returns the upper halves of float32 `[n, 32]`, two to a word `[n, 16]`."""
-  even, odd = jnp.moveaxis(upper(x).reshape(x.shape[0], -1, 2), -1, 0)
-  return (even.astype(jnp.int32) & 0xFFFF) | (odd.astype(jnp.int32) << 16)
-
-
 def halves(word: jax.Array) -> jax.Array:
   """Returns the halves of words `[n, m]`, int16 `[n, 2 m]`."""
   pair = jnp.stack([word, word >> 16], axis=-1)
