@@ -180,6 +180,17 @@ def test_hires_balances_a_wide_layer_by_both_readings(vectors, float64, by):
   )
 
 
+def test_a_block_without_weights_has_no_loss(vectors, float64):
+  """Its signal is zero, which divides its losses (Eq. serb-realized-loss)."""
+  x, w = (mxfp4.to_blocks(jnp.asarray(vectors[f"jb_layer/{k}"])) for k in ("X", "W"))
+  inputs = LinearInputs([x[None]])
+  identity = jnp.broadcast_to(jnp.eye(32, dtype=jnp.float64), (3, 32, 32))
+  balance.balanced(w.at[0].set(0), inputs, inputs.moment(), identity)
+  full, _, same = inputs.record["balance_losses"]
+  assert full[0] == same[0] == 0
+  assert all(loss > 0 for loss in full[1:])
+
+
 def test_the_largest_step_that_does_not_raise_the_loss_is_accepted(float64):
   losses = np.random.default_rng(0).uniform(size=(3, 500))
   steps = dyadic_balance.accept(jnp.asarray(losses))
