@@ -49,14 +49,13 @@ def _weight_moments(weight: jax.Array) -> jax.Array:
 
 @jax.jit
 def _chart(moment: jax.Array, weight_moment: jax.Array) -> tuple[jax.Array, ...]:
-  """Computes P_ref, R_H P_ref in float32 and R_H P_ref^-T, `[blocks, 32, 32]`.
+  """Computes P_ref, R_H P_ref and R_H P_ref^-T, float64 `[blocks, 32, 32]`.
 
-  The first and the last are float64.
+  No result is converted in here: with that, this program hung on two busy cores.
   """
   chart = reference_chart.reference_chart(moment, weight_moment)
   rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, jnp.float64)[None]
-  rotated = (rotation @ chart).astype(jnp.float32)
-  return chart, rotated, rotation @ jnp.linalg.inv(chart).mT
+  return chart, rotation @ chart, rotation @ jnp.linalg.inv(chart).mT
 
 
 @execution.jit(static_argnames="rules")
@@ -100,7 +99,7 @@ def _prepare_anchor(
   chart, rotated, rotated_inverse = execution.call_in_batches(_chart, moment, used)
   folds = _weight_folds(moments, rotated_inverse)
   crosses = _weight_crosses(weight, rotated_inverse, rules)
-  return _Anchor(chart, rotated, folds, crosses)
+  return _Anchor(chart, rotated.astype(jnp.float32), folds, crosses)
 
 
 def _anchor_step(
