@@ -25,8 +25,9 @@ FLOAT8 = 0.55, 0.70
 """Of 1,979 TFLOP/s: products with exact sums."""
 LAUNCH = 1.5e-6, 2.5e-6
 """Seconds by which a dependent launch in a graph delays the next."""
-ATTENTION = 4.0, 8.0
-"""Times that the library's attention takes of cuDNN's, which runs at half of TENSOR."""
+ATTENTION = 1.2, 2.0
+"""Times that the kernel of whole sequences takes of cuDNN's, which runs at half of
+TENSOR: what flash attention in Triton takes elsewhere. Its counts allow less."""
 BUILD_MINUTES = 2.3, 4.5
 """An estimate of stages and compilation, with nothing counted behind its upper end."""
 PEAK, PEAK8, MEMORY = 989e12, 1979e12, 4.8e12
@@ -66,6 +67,46 @@ def refinement(kernels, name, values):
   return inverse(values, ISSUE, kernels[name]["values a second at most"])
 
 
+def product(rows, name, counts):
+  """Seconds of a product with a weight `[12288, 4096]`, as `gpu_sections.products`.
+
+  None for the kernel at numbers of rows for which nothing was counted.
+  """
+  m, d = 12288, 4096
+  slower = lambda *ranges: tuple(map(max, *ranges))
+  moved = lambda of_weight: inverse(
+    of_weight * m * d + 2 * rows * (m + d), COPY, MEMORY
+  )
+  many = inverse(2 * rows * m * d, TENSOR, PEAK)
+  plain = sums(slower(moved(2), many), LAUNCH)
+  if name == "bf16 weight":
+    return plain
+  if name == "float8":
+    narrow = inverse(2 * rows * m * d, FLOAT8, PEAK8)
+    decode = inverse((17 / 32 + 1) * m * d, COPY, MEMORY)
+    return sums(slower(moved(1), narrow), decode, times(2, LAUNCH))
+  if name == "xla":
+    return sums(plain, inverse((17 / 32 + 2) * m * d, COPY, MEMORY), LAUNCH)
+  kernel = counts["kernels"].get(
+    f"matmul bfloat16 x packed, {rows} row" + "s" * (rows > 1)
+  )
+  if kernel is None:
+    return None
+  # A program decodes the weights of its tile for its own 128 rows.
+  values = m * d * -(-rows // 128)
+  issued = inverse(values, ISSUE, kernel["values a second at most"])
+  # Decoding hides behind the products before it, or not at all.
+  hidden, beside = slower(issued, many), sums(issued, many)
+  return sums(slower(moved(17 / 32), (hidden[0], beside[1])), LAUNCH)
+
+
+def attention(shape):
+  """Seconds of a layer's attention of 2,048 tokens, by what computes it."""
+  fast = inverse(shape.attention_flop(TOKENS), times(0.5, TENSOR), PEAK)
+  ours = tuple(a * b for a, b in zip(ATTENTION, fast, strict=True))
+  return {"cudnn": fast, "pallas": ours}
+
+
 def forward(shape, kind, counts):
   """Seconds of the logits of 2,048 tokens."""
   kernels, layers = counts["kernels"], shape.layers
@@ -76,9 +117,8 @@ def forward(shape, kind, counts):
     times(layers * launches, LAUNCH),
     inverse(2 * TOKENS * shape.hidden * shape.vocabulary, TENSOR, PEAK),
   ]
-  fast = inverse(shape.attention_flop(TOKENS), times(0.5, TENSOR), PEAK)
-  slow = tuple(a * b for a, b in zip(ATTENTION, fast, strict=True))
-  parts.append(times(layers, fast if "fastest" in kind else slow))
+  of = attention(shape)
+  parts.append(times(layers, of["cudnn" if "fastest" in kind else "pallas"]))
   if "BF16" not in kind:
     q = shape.heads * shape.head_dim
     alone = "one code, split, float8" if "float8" in kind else "one code, split, values"
@@ -141,6 +181,17 @@ def predictions(counts):
     stored = kind.partition(", fastest")[0]
     seconds = forward(shape, kind, counts | _launches(counts, kind, stored))
     result[f"prefill {kind}"] = {"ms": span(*times(1e3, seconds))}
+  result["packed products"] = {
+    f"{rows} rows, {name}": {"ms": span(*times(1e3, seconds))}
+    for rows in (1, 4, 16, 64, 256, 2048)
+    for name in ("bf16 weight", "pallas", "xla", "float8")
+    if (rows >= 256 or name != "float8") and (seconds := product(rows, name, counts))
+  }
+  result["attention of a prefill"] = {
+    f"{name}, ms": span(*times(1e3, each)) for name, each in attention(shape).items()
+  }
+  large = forward(gpu_models.QWEN3_32B, "HiRes", counts)
+  result["prefill 32B"] = {"ms": span(*times(1e3, large))}
   for kind in ("BF16", "HiRes", "HiRes, int8 head"):
     result[f"decode {kind}"] = {"ms": span(*times(1e3, token(shape, kind, counts)))}
   return result
