@@ -131,9 +131,9 @@ def mosaic_cases():
   narrow, square = array((2048, 4096), b16), array((128, 32, 32), f32)
   tables = square, array((128, 528), f32), square
 
-  def refine(*tables, form):
+  def refine(*tables, form, linears=1):
     launch = functools.partial(refinement.launch, form=form)
-    return launch, narrow, one_code.Tables(*tables)
+    return launch, narrow, [one_code.Tables(*tables)] * linears
 
   to_float8, to_packed, native = (
     functools.partial(product, dtype=b16)
@@ -146,6 +146,7 @@ def mosaic_cases():
   }
   return one_code_cases | {
     "Mosaic one code without a map, values": refine(None, *tables[1:], form="values"),
+    "Mosaic one code, values, 3 linears": refine(*tables, form="values", linears=3),
     "Mosaic nearest, values": refine(square, None, None, form="values"),
     "Mosaic float8 product, 2048 rows": (to_float8, eight, wide, scalar),
     "Mosaic bfloat16 x packed, 2048 rows": (to_packed, narrow, wide),
