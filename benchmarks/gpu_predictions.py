@@ -2,9 +2,10 @@
 
   python benchmarks/gpu_predictions.py
 
-Reads `results/gpu_counts.json` and writes ranges to `results/gpu_predictions.json`, by
-section and name; `gpu.py` puts each range beside its measurement. The assumptions are
-below: shares of the peak rates of an H200 that kernels of their kind reach elsewhere.
+Reads `gpu_counts.json` and `gpu_programs.json` of `results` and writes ranges to
+`gpu_predictions.json` there, by section and name; `gpu.py` puts each range beside its
+measurement. The assumptions are below: shares of the peak rates of an H200 that kernels
+of their kind reach elsewhere.
 """
 
 import json
@@ -28,9 +29,13 @@ LAUNCH = 1.5e-6, 2.5e-6
 ATTENTION = 1.2, 2.0
 """Times that the kernel of whole sequences takes of cuDNN's, which runs at half of
 TENSOR: what flash attention in Triton takes elsewhere. Its counts allow less."""
-BUILD_MINUTES = 2.3, 4.5
-"""An estimate of stages and compilation, with nothing counted behind its upper end."""
-PEAK, PEAK8, MEMORY = 989e12, 1979e12, 4.8e12
+WIDE = 0.5, 0.8
+"""Of 67 TFLOP/s: products in float32 without TF32, and in float64 on tensor cores."""
+UNCOUNTED, COMPILATION = (20, 50), (60, 150)
+"""Seconds of a build of 8B: eigenvalues, wide Cholesky factors, GPTQ, probes and work
+of the host; and the compilation of its programs. Estimates, with nothing counted."""
+SEQUENCES, LAYERS = 128, gpu_models.QWEN3_8B.layers
+PEAK, PEAK8, PEAK_WIDE, MEMORY = 989e12, 1979e12, 67e12, 4.8e12
 TOKENS, POSITIONS = 2048, 2048
 
 
@@ -155,7 +160,35 @@ def token(shape, kind, counts):
   return sums(*parts)
 
 
-def predictions(counts):
+def call(counted):
+  """Seconds of a counted function: its products hide behind its memory, or do not."""
+  parts = [inverse(counted["bytes"], COPY, MEMORY)]
+  for name, amount in counted.items():
+    if name.endswith("operations of products"):
+      is_narrow = name.startswith("bf16")
+      how = (TENSOR, PEAK) if is_narrow else (WIDE, PEAK_WIDE)
+      parts.append(inverse(amount, *how))
+  together = max(low for low, _ in parts), sum(high for _, high in parts)
+  return sums(together, times(counted["launches"], LAUNCH))
+
+
+def built_layer(functions):
+  """Seconds of a layer of the 8B build."""
+  calls = {"capture": 1, "attention recovery": 1, "mlp recovery": 1}
+  # q, k and v share their inputs, and so do gate and up; down's are wider.
+  for steps, linears in (
+    (("Hessian", "moments"), 3),
+    (("anchor", "errors", "trials", "half step"), 6),
+  ):
+    for step in steps:
+      calls |= {f"{step}, width 4096": linears, f"{step}, width 12288": 1}
+  of_sequences = [times(n * SEQUENCES, call(functions[f])) for f, n in calls.items()]
+  # Full step, half step and identity, as if all linears were as large as gate.
+  trials = times(3 * 7, call(functions["a trial"]))
+  return sums(*of_sequences, trials, times(1 / LAYERS, UNCOUNTED))
+
+
+def predictions(counts, functions):
   """Ranges by section and name."""
   kernels, shape = counts["kernels"], gpu_models.QWEN3_8B
   known = {
@@ -192,12 +225,16 @@ def predictions(counts):
   }
   large = forward(gpu_models.QWEN3_32B, "HiRes", counts)
   result["prefill 32B"] = {"ms": span(*times(1e3, large))}
+  result["build 8B"] = {
+    "seconds": span(*times(2, built_layer(functions))),
+    "compilation_seconds": list(COMPILATION),
+  }
   for kind in ("BF16", "HiRes", "HiRes, int8 head"):
     result[f"decode {kind}"] = {"ms": span(*times(1e3, token(shape, kind, counts)))}
   return result
 
 
-def goals(predicted):
+def goals(predicted, functions):
   """Ranges of what `gpu.py` compares with goals.
 
   Both sides of a ratio depend on the same shares of peaks, so their ends go together.
@@ -205,13 +242,14 @@ def goals(predicted):
   ms = lambda name: predicted[name]["ms"]
   over = lambda a, b: span(*(x / y for x, y in zip(ms(a), ms(b), strict=True)))
   baseline, float8 = "prefill BF16, fastest attention", "HiRes, float8 products"
+  minutes = times(1 / 60, sums(times(LAYERS, built_layer(functions)), COMPILATION))
   encode = predicted["memory-bound kernels"]["share_of_copy"]
   return {
     "encode, share of copy bandwidth": encode["encode float32"],
     "HiRes forward, times BF16": over("prefill HiRes", baseline),
     "HiRes forward, float8 products, times BF16": over(f"prefill {float8}", baseline),
     "HiRes decode, times BF16 tokens a second": over("decode BF16", "decode HiRes"),
-    "8B build, minutes": list(BUILD_MINUTES),
+    "8B build, minutes": span(*minutes),
   }
 
 
@@ -223,12 +261,18 @@ def _launches(counts, kind, stored):
 def main():
   """Writes and prints the result."""
   counts = json.loads((HERE / "results" / "gpu_counts.json").read_text())
-  predicted = predictions(counts)
+  programs = json.loads((HERE / "results" / "gpu_programs.json").read_text())
+  functions = programs["functions"]
+  predicted = predictions(counts, functions)
   document = {
     "command": "python benchmarks/gpu_predictions.py",
-    "from": {"gpu_counts.json": counts["date"], "versions": counts["versions"]},
+    "from": {
+      "gpu_counts.json": counts["date"],
+      "gpu_programs.json": programs["date"],
+      "versions": counts["versions"],
+    },
     "for": "one NVIDIA H200; nothing was run",
-    "goals": goals(predicted),
+    "goals": goals(predicted, functions),
     "predicted": predicted,
   }
   text = json.dumps(document, indent=1)

@@ -148,6 +148,21 @@ def test_no_scores_are_in_the_program_of_a_bfloat16_layer_for_a_gpu(
   assert largest(program) >= scores / 2
 
 
+def test_a_prompt_and_a_token_beside_a_cache_have_kernels_of_their_own(on_a_gpu):
+  model, array = CausalLM(config(dtype="bfloat16")), jax.ShapeDtypeStruct
+  ids = array((1, 4), jnp.int32)
+  params = jax.eval_shape(model.init, jax.random.key(0), ids)["params"]["layers_0"]
+  cache = jax.eval_shape(lambda: model.empty_cache(1, 128))
+  for tokens, kernel in ((100, "prefill"), (1, "cached")):
+    hidden = array((1, tokens, model.config.hidden_size), jnp.bfloat16)
+    traced = jax.jit(model.layer_with_cache).trace(
+      params, cache, hidden, array((), jnp.int32)
+    )
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    names = {n for n in ("prefill", "cached") if f"mxjax_{n}_attention" in program}
+    assert names == {kernel}
+
+
 def test_float32_and_branches_take_the_reference_on_a_gpu(on_a_gpu):
   assert "prefill" not in lowered_layer(config(dtype="float32"), 64)
   at = np.arange(64, dtype=np.int32)[None]
