@@ -7,6 +7,7 @@ for bit where the arithmetic is the same, by the objective reached where it is n
 
 import functools
 
+import gpu_attention
 import gpu_models
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ import numpy as np
 
 from mxjax.layers.linear import linear_many
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.models import functional
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq, one_code
 from mxjax.numerics.realization.activation_quantizers import OneCode
@@ -267,74 +267,6 @@ def check_recovery(rng, how, size):
   return {"relative_error": worst, "passed": worst <= 2.0**-6}
 
 
-def exact_attention(queries, keys, values, start, window):
-  """The definition in float64: `[1, new, heads * head_dim]`."""
-  queries, keys, values = (
-    np.asarray(a.astype(jnp.float32), np.float64)[0] for a in (queries, keys, values)
-  )
-  new, heads, head_dim = queries.shape
-  group, result = heads // keys.shape[1], np.zeros(queries.shape)
-  for token, head in np.ndindex(new, heads):
-    stop = start + token + 1
-    seen = slice(0 if window is None else max(0, stop - window), stop), head // group
-    scores = keys[seen] @ queries[token, head] * head_dim**-0.5
-    weights = np.exp(scores - scores.max())
-    result[token, head] = weights @ values[seen] / weights.sum()
-  return result.reshape(1, new, -1)
-
-
-def attention_errors(rng, how, dtype, positions, new, window, head_dim):
-  """Largest errors against the reference and float64, of the largest output.
-
-  NaN if the cache after it is not the one before with the new tokens in it.
-  """
-  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) * 2, dtype)
-  queries = draw(1, new, 8, head_dim)
-  every = [draw(1, positions, 2, head_dim) for _ in range(2)]
-
-  @functools.partial(jax.jit, static_argnames="implementation")
-  def attend(newest, past, start, implementation):
-    outputs, filled = functional.cached_attention(
-      queries, *newest, past, start, window=window, implementation=implementation
-    )
-    return fused_inputs.as_array(outputs), filled
-
-  def run(start, behind, implementation):
-    """With a cache that holds one value from the new tokens on."""
-    newest = [a[:, start : start + new] for a in every]
-    past = tuple(a.at[:, start:].set(behind) for a in every)
-    got, filled = attend(newest, past, jnp.int32(start), implementation)
-    for after, whole, before in zip(filled, every, past, strict=True):
-      want = before.at[:, : start + new].set(whole[:, : start + new])
-      same = jnp.array_equal(after, want, equal_nan=True)
-      got = jnp.where(same, got, jnp.nan)
-    return np.asarray(got.astype(jnp.float32), np.float64)
-
-  errors = []
-  for start in (0, int(rng.integers(1, positions - new)), positions - new):
-    got = run(start, np.nan, how)
-    exact = exact_attention(queries, *every, start, window)
-    wanted = np.stack([run(start, 0.0, "xla"), exact])
-    errors.append(np.abs(got - wanted).max((1, 2, 3)) / np.abs(exact).max())
-  return np.max(errors, axis=0)
-
-
-def check_attention(rng, how, size):
-  """One token and five, over NaN where the cache holds nothing yet."""
-  positions, head_dim = (size + 37, 16) if size < 64 else (2 * size + 37, 128)
-  errors = {}
-  for dtype, bound in ((jnp.float32, 1e-5), (jnp.bfloat16, 2.0**-6)):
-    worst = [
-      attention_errors(rng, how, dtype, positions, new, window, head_dim)
-      for new, window in ((1, None), (5, None), (5, 30))
-    ]
-    of_xla, of_exact = (np.max(worst, axis=0) / bound).tolist()
-    errors[jnp.dtype(dtype).name] = {"of xla": of_xla, "of float64": of_exact}
-  # A NaN is not at most anything.
-  passed = all(e <= 1 for pair in errors.values() for e in pair.values())
-  return {"error_in_bounds": errors, "passed": passed}
-
-
 def check_layer(rng, how, size):
   """A whole HiRes layer by all kernels: many tokens, and one beside a cache of them."""
   shape = gpu_models.Shape("small", 128, 160, 1, 4, 2, 32, 61)
@@ -348,7 +280,7 @@ def check_layer(rng, how, size):
   errors = {}
   for name, arguments in cases.items():
     got, want = (
-      jax.jit(functools.partial(gpu_models.forward_layer, shape, "xla", i, layer))(
+      jax.jit(functools.partial(gpu_models.forward_layer, shape, None, i, layer))(
         *arguments
       )
       for i in (how, "xla")
@@ -375,7 +307,8 @@ CHECKS = {
   "float8 product": check_float8_product,
   "GPTQ": check_gptq,
   "recovery": check_recovery,
-  "attention": check_attention,
+  "attention": gpu_attention.check_cached,
+  "prefill attention": gpu_attention.check_prefill,
   "layer": check_layer,
   "Mosaic forms": check_mosaic,
 }

@@ -151,6 +151,7 @@ def cases():
   import jax.numpy as jnp
 
   from mxjax.pallas_kernels import mxfp4_decode, mxfp4_encode
+  from mxjax.pallas_kernels.attention import prefill
   from mxjax.pallas_kernels.mosaic import device
   from mxjax.pallas_kernels.products import matmul
   from mxjax.pallas_kernels.refinement import one_code
@@ -188,6 +189,10 @@ def cases():
     values = tile.outputs * tile.columns
     passes = shape[1] // (tile.columns * tile.splits)
     add(f"matmul {name}", values, tile.warps * 32, packed, passes)
+  tile = prefill.Tile.of(128, compile_kernels.KIND)
+  # Values are scores, of a program with half of the keys.
+  passes = 1024 // tile.chunk
+  add("attention, 2048 tokens", tile.rows * tile.chunk, tile.warps * 32, 0, passes)
   if not device.obstacle():
     for case in mosaic_cases(packed):
       add(*case)
@@ -249,7 +254,7 @@ def launches(run):
   shape, tokens = gpu_models.QWEN3_8B, 16
   row = lambda n: jax.ShapeDtypeStruct((1, n, shape.hidden), jnp.bfloat16)
   token_layer = jax.jit(functools.partial(gpu_models.forward_layer, shape, None, None))
-  many_layer = jax.jit(functools.partial(gpu_models.forward_layer, shape, "xla", None))
+  many_layer = jax.jit(functools.partial(gpu_models.forward_layer, shape, None, None))
 
   def token(layers, caches, hidden):
     def step(index, state):
@@ -281,17 +286,17 @@ def launches(run):
         else leaf
         for name, leaf in layer.items()
       }
-    layers = [layer] * 4
+    layers = [layer] * 5
     uses = {"2048 tokens": (prefill, layers, row(POSITIONS))}
     if "float8" not in kind:  # Few rows are not multiplied so.
-      uses["one token"] = token, layers, [cache] * 4, row(1)
+      uses["one token"] = token, layers, [cache] * 5, row(1)
     result[kind] = {}
     for name, (function, *lists, hidden) in uses.items():
-      # From the third layer on XLA computes apart what all layers share.
-      three, four = (
-        started(run(function, *(each[:n] for each in lists), hidden)[1]) for n in (3, 4)
+      # From the fourth layer on XLA computes apart what all layers share.
+      four, five = (
+        started(run(function, *(each[:n] for each in lists), hidden)[1]) for n in (4, 5)
       )
-      result[kind][name] = four - three
+      result[kind][name] = five - four
     print(f"{kind}: launches of a layer {result[kind]}", flush=True)
   return result
 

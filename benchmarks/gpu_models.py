@@ -140,7 +140,11 @@ def fastest_attention():
 def forward_layer(
   shape, attention, implementation, params, hidden, cache=None, start=0
 ):
-  """One decoder layer on `[1, T, d]`; with a cache, on the token at `start`."""
+  """One decoder layer on `[1, T, d]`; with a cache, on the token at `start`.
+
+  `attention` is an implementation of `jax.nn.dot_product_attention`, or None for the
+  library's own.
+  """
   multiply = functools.partial(linear_many, implementation=implementation)
   frequencies = functional.inverse_frequencies(shape.head_dim, 1e6)
   by_head = (*hidden.shape[:2], -1, shape.head_dim)
@@ -153,7 +157,9 @@ def forward_layer(
     v = recovery.recover_values(
       v, params["value_recovery"], implementation=implementation
     )
-  if cache is None:
+  if cache is None and attention is None:
+    out = functional.causal_attention(q, k, v, implementation=implementation)
+  elif cache is None:
     out = jax.nn.dot_product_attention(
       q, k, v, is_causal=True, implementation=attention
     ).reshape(*hidden.shape[:2], -1)

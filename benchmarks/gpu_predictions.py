@@ -2,9 +2,10 @@
 
   python benchmarks/gpu_predictions.py
 
-Reads `results/gpu_counts.json` and writes ranges to `results/gpu_predictions.json`, by
-section and name; `gpu.py` puts each range beside its measurement. The assumptions are
-below: shares of the peak rates of an H200 that kernels of their kind reach elsewhere.
+Reads `gpu_counts.json` and `gpu_programs.json` of `results` and writes ranges to
+`gpu_predictions.json` there, by section and name; `gpu.py` puts each range beside its
+measurement. The assumptions are below: shares of the peak rates of an H200 that kernels
+of their kind reach elsewhere.
 """
 
 import json
@@ -25,11 +26,16 @@ FLOAT8 = 0.55, 0.70
 """Of 1,979 TFLOP/s: products with exact sums."""
 LAUNCH = 1.5e-6, 2.5e-6
 """Seconds by which a dependent launch in a graph delays the next."""
-ATTENTION = 4.0, 8.0
-"""Times that the library's attention takes of cuDNN's, which runs at half of TENSOR."""
-BUILD_MINUTES = 2.3, 4.5
-"""An estimate of stages and compilation, with nothing counted behind its upper end."""
-PEAK, PEAK8, MEMORY = 989e12, 1979e12, 4.8e12
+ATTENTION = 1.2, 2.0
+"""Times that the kernel of whole sequences takes of cuDNN's, which runs at half of
+TENSOR: what flash attention in Triton takes elsewhere. Its counts allow less."""
+WIDE = 0.5, 0.8
+"""Of 67 TFLOP/s: products in float32 without TF32, and in float64 on tensor cores."""
+UNCOUNTED, COMPILATION = (20, 50), (60, 150)
+"""Seconds of a build of 8B: eigenvalues, wide Cholesky factors, GPTQ, probes and work
+of the host; and the compilation of its programs. Estimates, with nothing counted."""
+SEQUENCES, LAYERS = 128, gpu_models.QWEN3_8B.layers
+PEAK, PEAK8, PEAK_WIDE, MEMORY = 989e12, 1979e12, 67e12, 4.8e12
 TOKENS, POSITIONS = 2048, 2048
 
 
@@ -66,6 +72,46 @@ def refinement(kernels, name, values):
   return inverse(values, ISSUE, kernels[name]["values a second at most"])
 
 
+def product(rows, name, counts):
+  """Seconds of a product with a weight `[12288, 4096]`, as `gpu_sections.products`.
+
+  None for the kernel at numbers of rows for which nothing was counted.
+  """
+  m, d = 12288, 4096
+  slower = lambda *ranges: tuple(map(max, *ranges))
+  moved = lambda of_weight: inverse(
+    of_weight * m * d + 2 * rows * (m + d), COPY, MEMORY
+  )
+  many = inverse(2 * rows * m * d, TENSOR, PEAK)
+  plain = sums(slower(moved(2), many), LAUNCH)
+  if name == "bf16 weight":
+    return plain
+  if name == "float8":
+    narrow = inverse(2 * rows * m * d, FLOAT8, PEAK8)
+    decode = inverse((17 / 32 + 1) * m * d, COPY, MEMORY)
+    return sums(slower(moved(1), narrow), decode, times(2, LAUNCH))
+  if name == "xla":
+    return sums(plain, inverse((17 / 32 + 2) * m * d, COPY, MEMORY), LAUNCH)
+  kernel = counts["kernels"].get(
+    f"matmul bfloat16 x packed, {rows} row" + "s" * (rows > 1)
+  )
+  if kernel is None:
+    return None
+  # A program decodes the weights of its tile for its own 128 rows.
+  values = m * d * -(-rows // 128)
+  issued = inverse(values, ISSUE, kernel["values a second at most"])
+  # Decoding hides behind the products before it, or not at all.
+  hidden, beside = slower(issued, many), sums(issued, many)
+  return sums(slower(moved(17 / 32), (hidden[0], beside[1])), LAUNCH)
+
+
+def attention(shape):
+  """Seconds of a layer's attention of 2,048 tokens, by what computes it."""
+  fast = inverse(shape.attention_flop(TOKENS), times(0.5, TENSOR), PEAK)
+  ours = tuple(a * b for a, b in zip(ATTENTION, fast, strict=True))
+  return {"cudnn": fast, "pallas": ours}
+
+
 def forward(shape, kind, counts):
   """Seconds of the logits of 2,048 tokens."""
   kernels, layers = counts["kernels"], shape.layers
@@ -76,9 +122,8 @@ def forward(shape, kind, counts):
     times(layers * launches, LAUNCH),
     inverse(2 * TOKENS * shape.hidden * shape.vocabulary, TENSOR, PEAK),
   ]
-  fast = inverse(shape.attention_flop(TOKENS), times(0.5, TENSOR), PEAK)
-  slow = tuple(a * b for a, b in zip(ATTENTION, fast, strict=True))
-  parts.append(times(layers, fast if "fastest" in kind else slow))
+  of = attention(shape)
+  parts.append(times(layers, of["cudnn" if "fastest" in kind else "pallas"]))
   if "BF16" not in kind:
     q = shape.heads * shape.head_dim
     alone = "one code, split, float8" if "float8" in kind else "one code, split, values"
@@ -115,7 +160,35 @@ def token(shape, kind, counts):
   return sums(*parts)
 
 
-def predictions(counts):
+def call(counted):
+  """Seconds of a counted function: its products hide behind its memory, or do not."""
+  parts = [inverse(counted["bytes"], COPY, MEMORY)]
+  for name, amount in counted.items():
+    if name.endswith("operations of products"):
+      is_narrow = name.startswith("bf16")
+      how = (TENSOR, PEAK) if is_narrow else (WIDE, PEAK_WIDE)
+      parts.append(inverse(amount, *how))
+  together = max(low for low, _ in parts), sum(high for _, high in parts)
+  return sums(together, times(counted["launches"], LAUNCH))
+
+
+def built_layer(functions):
+  """Seconds of a layer of the 8B build."""
+  calls = {"capture": 1, "attention recovery": 1, "mlp recovery": 1}
+  # q, k and v share their inputs, and so do gate and up; down's are wider.
+  for steps, linears in (
+    (("Hessian", "moments"), 3),
+    (("anchor", "errors", "trials", "half step"), 6),
+  ):
+    for step in steps:
+      calls |= {f"{step}, width 4096": linears, f"{step}, width 12288": 1}
+  of_sequences = [times(n * SEQUENCES, call(functions[f])) for f, n in calls.items()]
+  # Full step, half step and identity, as if all linears were as large as gate.
+  trials = times(3 * 7, call(functions["a trial"]))
+  return sums(*of_sequences, trials, times(1 / LAYERS, UNCOUNTED))
+
+
+def predictions(counts, functions):
   """Ranges by section and name."""
   kernels, shape = counts["kernels"], gpu_models.QWEN3_8B
   known = {
@@ -141,12 +214,27 @@ def predictions(counts):
     stored = kind.partition(", fastest")[0]
     seconds = forward(shape, kind, counts | _launches(counts, kind, stored))
     result[f"prefill {kind}"] = {"ms": span(*times(1e3, seconds))}
+  result["packed products"] = {
+    f"{rows} rows, {name}": {"ms": span(*times(1e3, seconds))}
+    for rows in (1, 4, 16, 64, 256, 2048)
+    for name in ("bf16 weight", "pallas", "xla", "float8")
+    if (rows >= 256 or name != "float8") and (seconds := product(rows, name, counts))
+  }
+  result["attention of a prefill"] = {
+    f"{name}, ms": span(*times(1e3, each)) for name, each in attention(shape).items()
+  }
+  large = forward(gpu_models.QWEN3_32B, "HiRes", counts)
+  result["prefill 32B"] = {"ms": span(*times(1e3, large))}
+  result["build 8B"] = {
+    "seconds": span(*times(2, built_layer(functions))),
+    "compilation_seconds": list(COMPILATION),
+  }
   for kind in ("BF16", "HiRes", "HiRes, int8 head"):
     result[f"decode {kind}"] = {"ms": span(*times(1e3, token(shape, kind, counts)))}
   return result
 
 
-def goals(predicted):
+def goals(predicted, functions):
   """Ranges of what `gpu.py` compares with goals.
 
   Both sides of a ratio depend on the same shares of peaks, so their ends go together.
@@ -154,13 +242,14 @@ def goals(predicted):
   ms = lambda name: predicted[name]["ms"]
   over = lambda a, b: span(*(x / y for x, y in zip(ms(a), ms(b), strict=True)))
   baseline, float8 = "prefill BF16, fastest attention", "HiRes, float8 products"
+  minutes = times(1 / 60, sums(times(LAYERS, built_layer(functions)), COMPILATION))
   encode = predicted["memory-bound kernels"]["share_of_copy"]
   return {
     "encode, share of copy bandwidth": encode["encode float32"],
     "HiRes forward, times BF16": over("prefill HiRes", baseline),
     "HiRes forward, float8 products, times BF16": over(f"prefill {float8}", baseline),
     "HiRes decode, times BF16 tokens a second": over("decode BF16", "decode HiRes"),
-    "8B build, minutes": list(BUILD_MINUTES),
+    "8B build, minutes": span(*minutes),
   }
 
 
@@ -172,12 +261,18 @@ def _launches(counts, kind, stored):
 def main():
   """Writes and prints the result."""
   counts = json.loads((HERE / "results" / "gpu_counts.json").read_text())
-  predicted = predictions(counts)
+  programs = json.loads((HERE / "results" / "gpu_programs.json").read_text())
+  functions = programs["functions"]
+  predicted = predictions(counts, functions)
   document = {
     "command": "python benchmarks/gpu_predictions.py",
-    "from": {"gpu_counts.json": counts["date"], "versions": counts["versions"]},
+    "from": {
+      "gpu_counts.json": counts["date"],
+      "gpu_programs.json": programs["date"],
+      "versions": counts["versions"],
+    },
     "for": "one NVIDIA H200; nothing was run",
-    "goals": goals(predicted),
+    "goals": goals(predicted, functions),
     "predicted": predicted,
   }
   text = json.dumps(document, indent=1)

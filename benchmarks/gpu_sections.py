@@ -26,6 +26,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 # An unpacked checkout is enough: nothing needs to be installed.
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import gpu_attention
 import gpu_checks
 import gpu_models
 import gpu_torch
@@ -258,6 +259,7 @@ def sections(bench):
     **checks,
     "memory-bound kernels": memory,
     "packed products": lambda: products(bench),
+    "attention of a prefill": lambda: gpu_attention.time_prefill(bench, eight),
     "torch's baselines": lambda: gpu_torch.baselines(bench, eight),
     **of_models,
     "build 8B": build_8b,

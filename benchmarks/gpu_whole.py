@@ -71,6 +71,8 @@ def prefill(bench, shape, kind):
   }
   if kind == BASELINE:
     result["attention"] = ": ".join(gpu_models.fastest_attention())
+  else:
+    result["attention"] = CausalLM(gpu_models.config_of(shape)).attention["sequences"]
   if "BF16" not in kind:
     baseline, result["baseline"] = best(bench, "prefill", shape)
     result["/ BF16"] = result["ms"] / baseline

@@ -84,6 +84,11 @@ class Subject:
     """The model's compute dtype; None if it does not tell."""
     return getattr(getattr(self.model, "config", None), "dtype", None)
 
+  @property
+  def attention(self) -> dict[str, str] | None:
+    """What computes the model's attention here; None if it does not tell."""
+    return getattr(self.model, "attention", None)
+
   def float_perplexities(self, on_window: OnWindow | None = None) -> dict[str, float]:
     """Measures unperturbed perplexity of the float model on every test."""
     results = self._perplexities(self.params, 1, on_window)
@@ -189,7 +194,11 @@ def run_method(
     "size": sizes.size_report(result.params),
     "arithmetic": subject.dtype
     and arithmetic.arithmetic(
-      result.params, subject.dtype, record["program"], record["layers"]
+      result.params,
+      subject.dtype,
+      record["program"],
+      record["layers"],
+      subject.attention,
     ),
     "record": record,
   }

@@ -6,7 +6,7 @@ precision. In bfloat16, results are rounded where transformers rounds them.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from mxjax.numerics import implementations, precision
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import rounded
 from mxjax.pallas_kernels.attention import cached_attention as attention
+from mxjax.pallas_kernels.attention import prefill
 from mxjax.pallas_kernels.attention.shares import Attended
 
 QUERY_CHUNK = 256
@@ -141,12 +142,14 @@ def causal_attention(
   window: int | None = None,
   tree: Tree | None = None,
   query_chunk: int | None = None,
+  implementation: Implementation | None = None,
 ) -> jax.Array:
   """Computes causal grouped-query softmax attention.
 
   Each chunk of queries reads only the keys from the start of its first query's window
   to its own end: the `length x length` scores never exist at once, and nearly half of
-  the products are saved, more with a window.
+  the products are saved, more with a window. On a GPU `prefill` keeps them out of
+  memory altogether; where a gradient is taken, the reference runs forward and backward.
 
   Args:
     queries: `[batch, length, heads, head_dim]`, rotated.
@@ -157,10 +160,17 @@ def causal_attention(
     tree: Where sequences branch; None if each row is one sequence.
     query_chunk: Queries per chunk, by default `TREE_CHUNK` in a tree and `QUERY_CHUNK`
       elsewhere; does not affect the result.
+    implementation: See `implementations.choose`; `prefill.obstacle` has the rule.
 
   Returns:
     Outputs, `[batch, length, heads * head_dim]`, in the dtype of `values`.
+
+  Raises:
+    NotImplementedError: A kernel was requested and cannot run.
   """
+  lowered = _choose(queries, keys, values, tree, implementation)
+  if lowered != "xla":
+    return _fused(queries, keys, values, window, lowered == "interpret")
   length = queries.shape[1]
   query_chunk = query_chunk or (TREE_CHUNK if tree else QUERY_CHUNK)
   queries, keys, values = _by_group(queries, keys, values)
@@ -184,6 +194,60 @@ def causal_attention(
     ]
     chunks.append(_attend(queries[..., start:stop], parts))
   return _by_position(chunks)
+
+
+def _choose(
+  queries: Any,
+  keys: Any,
+  values: Any,
+  tree: Tree | None = None,
+  implementation: Implementation | None = None,
+) -> Implementation:
+  obstacle = prefill.obstacle(queries, keys, values)
+  if tree is not None:
+    obstacle = "sequences branch"
+  return implementations.choose("causal_attention", implementation, pallas=obstacle)
+
+
+def attention_chosen(dtype: str, head_dim: int) -> dict[str, str]:
+  """Names what computes attention on this machine, for a model's record.
+
+  Returns:
+    `sequences`: `xla`, `pallas`, or `cudnn` for whole sequences, see `prefill.library`;
+    `branching`: `xla`, always, where sequences branch or a gradient is taken.
+  """
+  like = jax.ShapeDtypeStruct((1, 1, 1, head_dim), dtype)
+  chosen = _choose(like, like, like)
+  return {
+    "sequences": prefill.library() if chosen == "pallas" else chosen,
+    "branching": "xla",
+  }
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _fused(
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  window: int | None,
+  interpret: bool,
+) -> jax.Array:
+  return prefill.attend(queries, keys, values, window=window, interpret=interpret)
+
+
+def _fused_forward(
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  window: int | None,
+  interpret: bool,
+) -> tuple[jax.Array, Any]:
+  del interpret
+  reference = functools.partial(causal_attention, window=window, implementation="xla")
+  return jax.vjp(reference, queries, keys, values)
+
+
+_fused.defvjp(_fused_forward, lambda window, interpret, back, given: back(given))
 
 
 def _is_ancestor(
@@ -223,7 +287,8 @@ def cached_attention(
     start: Position of the first query, int32.
     window: Newest keys that a query attends to, itself included; None for all.
     query_chunk: Queries per chunk; does not affect the result.
-    implementation: See `implementations.choose`; a kernel takes a few new tokens only.
+    implementation: See `implementations.choose`; there is a kernel for a few new tokens
+      and, in bfloat16, one for many.
 
   Returns:
     Outputs, `[batch, new, heads * head_dim]`, in the dtype of `values` (with a kernel,
@@ -234,15 +299,20 @@ def cached_attention(
   """
   keys, values = (a.astype(past[0].dtype) for a in (keys, values))
   obstacle = attention.obstacle(queries, keys, values, past)
+  # Many tokens, such as a prompt, take the kernel of whole sequences.
+  many = obstacle is not None and prefill.kernel_obstacle(queries, *past) is None
+  obstacle = None if many else obstacle
   lowered = implementations.choose("cached_attention", implementation, pallas=obstacle)
-  if lowered != "xla":
-    operands = queries, keys, values, past, start
-    return attention.launch(*operands, window=window, interpret=lowered == "interpret")
+  how: Any = {"window": window, "interpret": lowered == "interpret"}
+  if lowered != "xla" and not many:
+    return attention.launch(queries, keys, values, past, start, **how)
   # Unsigned start indices: for signed ones JAX launches a kernel to wrap negatives.
   zero = jnp.zeros((), jnp.uint32)
   place = zero, start.astype(jnp.uint32), zero, zero
   put = jax.lax.dynamic_update_slice
   filled = put(past[0], keys, place), put(past[1], values, place)
+  if lowered != "xla":
+    return prefill.launch(queries, *filled, start, **how), filled
   new, before = queries.shape[1], np.arange(past[0].shape[1], dtype=np.int32)[None, :]
   grouped = _by_group(queries, *filled)
   chunks = []

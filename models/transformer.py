@@ -270,6 +270,11 @@ class CausalLM(nn.Module):
     return self.config.num_layers
 
   @property
+  def attention(self) -> dict[str, str]:
+    """What computes attention on this machine: see `functional.attention_chosen`."""
+    return functional.attention_chosen(self.config.dtype, self.config.head_dim)
+
+  @property
   def projection_taps(self) -> dict[tuple[str, str], str]:
     """See `PROJECTION_TAPS`."""
     return PROJECTION_TAPS

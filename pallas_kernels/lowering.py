@@ -45,6 +45,12 @@ def obstacle(mosaic: str | None = "it has no Mosaic form") -> str | None:
   return mosaic if backend() == "mosaic" else None
 
 
+def device_kind() -> str:
+  """Returns the name of the device that computations target, such as `NVIDIA H200`."""
+  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+  return (jax.devices()[0] if device is None else device).device_kind
+
+
 def launch(
   kernel: Callable[..., None],
   *operands: jax.Array,

@@ -28,6 +28,8 @@ sys.path[0] = str(ROOT)
 
 SKIPPED = 77
 ARCHITECTURE = "sm_90a"
+KIND = "NVIDIA H200"
+"""What XLA calls this device."""
 TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152

@@ -69,12 +69,19 @@ def instead_of_a_gpu(launch):
   from mxjax.numerics import implementations
   from mxjax.pallas_kernels import lowering
 
-  before = lowering.launch, implementations.target_platform
-  lowering.launch, implementations.target_platform = launch, lambda: "gpu"
+  changes = (
+    (lowering, "launch", launch),
+    (lowering, "device_kind", lambda: compile_kernels.KIND),
+    (implementations, "target_platform", lambda: "gpu"),
+  )
+  before = [getattr(place, name) for place, name, _ in changes]
+  for place, name, value in changes:
+    setattr(place, name, value)
   try:
     yield
   finally:
-    lowering.launch, implementations.target_platform = before
+    for (place, name, _), value in zip(changes, before, strict=True):
+      setattr(place, name, value)
 
 
 def main():

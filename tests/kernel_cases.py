@@ -9,7 +9,7 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.pallas_kernels import gptq, mxfp4_decode, mxfp4_encode, recovery
-from mxjax.pallas_kernels.attention import cached_attention
+from mxjax.pallas_kernels.attention import cached_attention, prefill
 from mxjax.pallas_kernels.mosaic import blackwell, device, encode, products, refinement
 from mxjax.pallas_kernels.products import float8, float8_matmul, matmul, planes
 from mxjax.pallas_kernels.refinement import fused_inputs, one_code
@@ -72,7 +72,16 @@ def attention_cases():
     newest, past = [tokens(new, 8)] * 2, (tokens(positions, 8),) * 2
     return launch, tokens(new, 32), *newest, past, array((), jnp.int32)
 
+  def whole(head_dim, **options):
+    tokens = lambda heads: array((1, 2048, heads, head_dim), b16)
+    launch = functools.partial(prefill.launch, **options)
+    return launch, tokens(32), tokens(8), tokens(8)
+
   return {
+    "attention, 2048 tokens": whole(128),
+    "attention, 2048 tokens, window": whole(128, window=1000),
+    "attention, 2048 tokens, 256 coordinates": whole(256, window=1000),
+    "attention, 2048 tokens, 64 coordinates": whole(64),
     "attention, 1 token, bfloat16": attend(1, b16),
     "attention, 16 tokens, bfloat16, window": attend(16, b16, window=1000),
     "attention, 1 token, float32": attend(1, f32, positions=2000),
@@ -122,9 +131,9 @@ def mosaic_cases():
   narrow, square = array((2048, 4096), b16), array((128, 32, 32), f32)
   tables = square, array((128, 528), f32), square
 
-  def refine(*tables, form):
+  def refine(*tables, form, linears=1):
     launch = functools.partial(refinement.launch, form=form)
-    return launch, narrow, one_code.Tables(*tables)
+    return launch, narrow, [one_code.Tables(*tables)] * linears
 
   to_float8, to_packed, native = (
     functools.partial(product, dtype=b16)
@@ -137,6 +146,7 @@ def mosaic_cases():
   }
   return one_code_cases | {
     "Mosaic one code without a map, values": refine(None, *tables[1:], form="values"),
+    "Mosaic one code, values, 3 linears": refine(*tables, form="values", linears=3),
     "Mosaic nearest, values": refine(square, None, None, form="values"),
     "Mosaic float8 product, 2048 rows": (to_float8, eight, wide, scalar),
     "Mosaic bfloat16 x packed, 2048 rows": (to_packed, narrow, wide),

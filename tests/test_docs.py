@@ -95,6 +95,10 @@ REGISTERS = {
     "attention, 1 token, bfloat16",
     "attention, 16 tokens, bfloat16, window",
   ),
+  "attention, 2048 tokens / with a window": (
+    "attention, 2048 tokens",
+    "attention, 2048 tokens, window",
+  ),
   "matmul bfloat16 x packed, 2048 rows / 1 row": (
     "matmul bfloat16 x packed, 2048 rows",
     "matmul bfloat16 x packed, 1 row",

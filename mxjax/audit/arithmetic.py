@@ -11,8 +11,8 @@ from mxjax.audit.sizes import typed_nodes
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
 
-BUILD = "hessian_products"
-"""The entry that the stored model alone does not tell."""
+BUILD, ATTENTION = "hessian_products", "attention"
+"""The entries that the stored model alone does not tell."""
 
 
 def _rounded_to(node: Any, dtype: str) -> str:
@@ -29,6 +29,7 @@ def arithmetic(
   dtype: str,
   program: Mapping[str, Any] | None,
   layers: Sequence[Mapping[str, Any]] = (),
+  attention: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
   """Names the dtypes that the paper's section on arithmetic names; JSON-ready.
 
@@ -37,6 +38,7 @@ def arithmetic(
     dtype: The model's compute dtype.
     program: `Program.describe()`, or None.
     layers: Those of the run's record, if it is at hand.
+    attention: What computed it in the run, `CausalLM.attention`; None if unknown.
 
   Returns:
     `model`; `staged`, of activations kept between calibration passes; `maps`, `tables`
@@ -44,7 +46,7 @@ def arithmetic(
     lists of the dtypes stored, without those that the model lacks; `products`, float8
     if a GPU multiplies many rows of any linear so; `recovery_rounded`,
     by kind of correction that the model has, the dtype its float32 result is rounded
-    to; and with `layers` `hessian_products`.
+    to; with `layers` `hessian_products`; and `attention`.
   """
   staged = (program or {}).get("options", {}).get("staged", dtype)
   stored, rounded = collections.defaultdict(set), {}
@@ -68,4 +70,5 @@ def arithmetic(
     "staged": staged,
     **{name: sorted(found) for name, found in sorted(stored.items()) if found},
     **({"recovery_rounded": rounded} if rounded else {}),
+    **({ATTENTION: dict(attention)} if attention else {}),
   }

@@ -164,10 +164,11 @@ def _check_arithmetic(
   if not stated:
     return
   found = arithmetic.arithmetic(params, dtype, manifest["program"])
+  elsewhere = {arithmetic.BUILD, arithmetic.ATTENTION}
   audit.faults += [
     f"arithmetic: the manifest states {name} as {stated.get(name)}, the model has "
     f"{found.get(name)}."
-    for name in sorted((stated.keys() | found) - {arithmetic.BUILD})
+    for name in sorted((stated.keys() | found) - elsewhere)
     if stated.get(name) != found.get(name)
   ]
 

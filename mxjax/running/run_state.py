@@ -53,7 +53,7 @@ def _identity(
   }
 
 
-def _environment(placement: Placement) -> dict[str, Any]:
+def _environment(placement: Placement, model: Any) -> dict[str, Any]:
   """Returns what may perturb a run's output and is reported on resume, JSON-ready."""
   device = jax.devices()[0]
   return {
@@ -62,6 +62,7 @@ def _environment(placement: Placement) -> dict[str, Any]:
     "platform": device.platform,
     "device": device.device_kind,
     "mesh": placement.describe(),
+    "attention": getattr(model, "attention", None),
   }
 
 
@@ -122,7 +123,7 @@ class RunState:
     if folder:
       identity = _identity(params, calib, program, contract)
       processes.check_same("model, data and options", identity, placement.mesh)
-      resumed = folder.begin(identity, _environment(placement))
+      resumed = folder.begin(identity, _environment(placement, calib.model))
       finished = folder.finished
     if finished:
       before = finished[-1]["clock"]

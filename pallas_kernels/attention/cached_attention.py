@@ -12,13 +12,14 @@ before the window are skipped, so a half-empty cache takes half the time.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from mxjax.pallas_kernels import lowering
+from mxjax.pallas_kernels.attention.running import Running
 from mxjax.pallas_kernels.attention.shares import Attended
 
 
@@ -81,39 +82,6 @@ def obstacle(
   return lowering.obstacle()
 
 
-class _Running(NamedTuple):
-  """Running state of each row: weighted values, largest score, and sum of weights."""
-
-  sums: jax.Array
-  top: jax.Array
-  total: jax.Array
-
-  @classmethod
-  def none(cls, rows: int, head_dim: int) -> "_Running":
-    """Returns the state before any key."""
-    return cls(
-      jnp.zeros((rows, head_dim), jnp.float32),
-      jnp.full((rows,), -jnp.inf, jnp.float32),
-      jnp.zeros((rows,), jnp.float32),
-    )
-
-  def with_keys(
-    self, queries: jax.Array, keys: jax.Array, values: jax.Array, is_seen: jax.Array
-  ) -> "_Running":
-    """Adds keys and values `[s, head_dim]`; `is_seen` is bool `[rows, s]`."""
-    dtype, scale = values.dtype, queries.shape[1] ** -0.5
-    dot = lowering.dot_float32 if dtype == jnp.float32 else lowering.dot_bfloat16
-    scores = dot(queries, keys, transpose_b=True)
-    scores = jnp.where(is_seen, scores, -jnp.inf)
-    higher = jnp.maximum(self.top, jnp.max(scores, axis=1))
-    # A row that has seen no key yet would compute infinity minus infinity: NaN.
-    origin = jnp.where(higher == -jnp.inf, 0.0, higher)
-    weights = jnp.exp((scores - origin[:, None]) * scale)
-    decay = jnp.exp((self.top - origin) * scale)
-    sums = decay[:, None] * self.sums + dot(weights.astype(dtype), values)
-    return _Running(sums, higher, decay * self.total + jnp.sum(weights, axis=1))
-
-
 def _kernel(
   start_ref: Any,
   queries_ref: Any,
@@ -126,6 +94,7 @@ def _kernel(
   tile: Tile,
   positions: int,
   window: int | None,
+  interpret: bool,
 ) -> None:
   new, group, head_dim = queries_ref.shape
   row = lax.iota(jnp.int32, tile.rows)
@@ -147,13 +116,14 @@ def _kernel(
       is_seen &= position[None, :] > newest_seen - window
     return is_seen
 
-  def add(step: jax.Array, running: _Running) -> _Running:
+  def add(step: jax.Array, running: Running) -> Running:
     here = lowering.columns(step * tile.chunk, tile.chunk)
     position = step * tile.chunk + lax.iota(jnp.int32, tile.chunk)
     # Zero-fill values that no query sees, because even zero times NaN is NaN.
     exists = (position >= first) & (position < start)
     keys, values = (lowering.load(ref.at[here, :], exists) for ref in past_refs)
-    return running.with_keys(queries, keys, values, seen(position, exists))
+    is_seen = seen(position, exists)
+    return running.with_keys(queries, keys, values, is_seen, interpret=interpret)
 
   place = lax.iota(jnp.int32, tile.new)
   exists = (place < new) & (split == 0)
@@ -162,8 +132,9 @@ def _kernel(
   here = lowering.columns(start, tile.new)
   for ref, values in zip(filled_refs, newest, strict=True):
     lowering.store(ref.at[here, :], values, exists & (start + place < positions))
-  running = _Running.none(tile.rows, head_dim)
-  running = running.with_keys(queries, *newest, seen(start + place, exists))
+  running = Running.none(tile.rows, head_dim)
+  is_seen = seen(start + place, exists)
+  running = running.with_keys(queries, *newest, is_seen, interpret=interpret)
   running = lax.fori_loop(bound(split), bound(split + 1), add, running)
   for ref, value in zip((sums_ref, tops_ref, totals_ref), running, strict=True):
     lowering.store(ref, value, row < new * group)
@@ -195,9 +166,9 @@ def launch(
   tile = Tile.of(queries, past[0]) if tile is None else tile
   # One array, because XLA writes it in one launch.
   newest = jnp.concatenate([queries, keys, values], axis=2)
-  positions = past[0].shape[1]
+  sizes = {"positions": past[0].shape[1], "window": window}
   *shares, filled_keys, filled_values = lowering.launch(
-    functools.partial(_kernel, tile=tile, positions=positions, window=window),
+    functools.partial(_kernel, tile=tile, interpret=interpret, **sizes),
     jnp.asarray(start, jnp.int32).reshape(1),
     newest,
     (newest, newest),

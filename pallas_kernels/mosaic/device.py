@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu
 
 from mxjax.numerics import mxfp4
-from mxjax.pallas_kernels import codec, pairs
+from mxjax.pallas_kernels import codec, lowering, pairs
 
 gpu: Any = mosaic_gpu
 """The API, untyped: it differs between versions of jax."""
@@ -35,9 +35,7 @@ def obstacle() -> str | None:
 
 def is_blackwell() -> bool:
   """Returns whether computations target a GPU of Blackwell's generation."""
-  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-  kind = jax.devices()[0].device_kind if device is None else device.device_kind
-  return re.search(r"\bG?B[123]00\b", kind) is not None
+  return re.search(r"\bG?B[123]00\b", lowering.device_kind()) is not None
 
 
 def hopper_obstacle() -> str | None:

@@ -1,15 +1,16 @@
 """Map, A4 encode and one-code refinement of many rows, in Mosaic GPU.
 
 The split arithmetic of `refinement/tile.py`, with its exact ties. A program, one warp
-group, takes two blocks of 32 features and walks over tiles of 64 rows; TMA brings the
-next tile while this one is computed. The three bfloat16 terms of a table lie side by
-side along K, so that a tile waits for its products twice: once for U x and M x, once
-for G q.
+group, takes two blocks of 32 features of one linear and walks over tiles of 64 rows;
+TMA brings the next tile while this one is computed. The three bfloat16 terms of a table
+lie side by side along K, so that a tile waits for its products twice: once for U x and
+M x, once for G q.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -233,7 +234,24 @@ def _outputs(
   return (values.astype(jnp.float32) * factor).astype(float8.FORM), byte
 
 
-def _kernel(refs: dict[str, Any], scratch: Any, work: _Work) -> None:
+def _of_linear(run: Callable[[Any], None], each: Sequence[Any]) -> None:
+  """Runs with what the program's linear has of its own."""
+  for index, own in enumerate(each):
+    is_mine = lax.axis_index("linear") == index
+    pl.when(is_mine)(functools.partial(run, own))
+
+
+def _write(
+  made: Any, byte: jax.Array | None, rows: Any, block: Any, refs: dict[str, Any]
+) -> None:
+  """Writes a tile of a block from shared memory, and its scale bytes."""
+  if byte is not None:
+    refs["scales"][rows, block] = byte
+  columns = pl.ds(block * made.shape[1], made.shape[1])
+  gpu.copy_smem_to_gmem(made, refs["out"].at[rows, columns])
+
+
+def _kernel(x: Any, each: Sequence[dict[str, Any]], scratch: Any, work: _Work) -> None:
   pair = lax.axis_index("pair")
   count = jnp.minimum(work.repeats, work.tiles - lax.axis_index("part") * work.repeats)
 
@@ -241,11 +259,11 @@ def _kernel(refs: dict[str, Any], scratch: Any, work: _Work) -> None:
     slot, rows = lax.rem(step, 2), pl.ds(work.start(step), ROWS)
     for block in range(BLOCKS):
       columns = pl.ds((pair * BLOCKS + block) * _BLOCK, _BLOCK)
-      source, target = refs["x"].at[rows, columns], scratch["x"].at[slot, block]
+      source, target = x.at[rows, columns], scratch["x"].at[slot, block]
       gpu.copy_gmem_to_smem(source, target, scratch["arrived"].at[slot])
 
   fetch(jnp.int32(0))
-  _prepare(refs, scratch, work)
+  _of_linear(lambda refs: _prepare(refs, scratch, work), each)
   gpu.commit_smem()
 
   def run(step: jax.Array, carry: None) -> None:
@@ -258,16 +276,13 @@ def _kernel(refs: dict[str, Any], scratch: Any, work: _Work) -> None:
 
     gpu.wait_smem_to_gmem(0, wait_read_only=True)
     for block in range(BLOCKS):
-      x = scratch["x"].at[slot, block]
-      result, byte = _outputs(*_realize(x, block, scratch, work), work)
+      part = scratch["x"].at[slot, block]
+      result, byte = _outputs(*_realize(part, block, scratch, work), work)
       scratch["out"][block] = result
       index = pair * BLOCKS + block
-      if byte is not None:
-        refs["scales"][rows, index] = byte
       gpu.commit_smem()
-      size = result.shape[1]
-      columns = pl.ds(index * size, size)
-      gpu.copy_smem_to_gmem(scratch["out"].at[block], refs["out"].at[rows, columns])
+      write = functools.partial(_write, scratch["out"].at[block], byte, rows, index)
+      _of_linear(write, each)
     return carry
 
   lax.fori_loop(0, count, run, None)
@@ -286,31 +301,28 @@ def obstacle(x: Any, form: str) -> str | None:
 
 
 def launch(
-  x: jax.Array, tables: Any, *, form: str, interpret: bool = False
-) -> list[jax.Array]:
-  """Runs the kernel on bfloat16 `[n, d]`; `tables` is a `tile.Tables`.
+  x: jax.Array, tables: Sequence[Any], *, form: str, interpret: bool = False
+) -> list[tuple[jax.Array, ...]]:
+  """Runs the kernel on bfloat16 `[n, d]` for linears that share these inputs.
 
-  Returns the values, bfloat16 `[n, d]`, or codes and scales, or float8 and scales.
+  `tables` has a `tile.Tables` for each linear, all of one structure. Linears have
+  programs of their own: several in one would take the registers of a third at once.
+
+  Returns, for each, the values, bfloat16 `[n, d]`, or codes and scales, or float8 and
+  scales.
   """
   rows, width = x.shape
-  blocks = width // _BLOCK
-  tiles = -(-rows // ROWS)
-  parts = max(1, min(tiles, AT_ONCE * BLOCKS // blocks))
+  blocks, tiles = width // _BLOCK, -(-rows // ROWS)
+  pairs_of_all = len(tables) * blocks // BLOCKS
   work = _Work(
     rows,
-    -(-tiles // parts),
-    tables.matrix is not None,
-    tables.gram is not None,
+    -(-tiles // max(1, min(tiles, AT_ONCE // pairs_of_all))),
+    tables[0].matrix is not None,
+    tables[0].gram is not None,
     form,
     interpret,
   )
-  inputs = {"x": x}
-  if work.has_map:
-    matrix = jnp.broadcast_to(tables.matrix, (blocks, _BLOCK, _BLOCK))
-    inputs["matrix"] = matrix.reshape(width, _BLOCK)
-  if work.has_gram:
-    inputs["gram"] = tables.gram.reshape(-1)
-    inputs["cross"] = tables.cross.reshape(width, _BLOCK)
+  inputs = [_inputs(each, width, work) for each in tables]
   array = jax.ShapeDtypeStruct
   share, dtype = {
     "codes": (2, jnp.uint8),
@@ -320,20 +332,37 @@ def launch(
   outputs = {"out": array((rows, width // share), dtype)}
   if form != "values":
     outputs["scales"] = array((rows, blocks), jnp.uint8)
-  names = [*inputs, *outputs]
 
   def mxjax_one_code(*refs: Any, **scratch: Any) -> None:
-    _kernel(dict(zip(names, refs, strict=True)), scratch, work)
+    rest, each = iter(refs[1:]), [{} for _ in tables]
+    for names in (inputs[0], outputs):
+      for one in each:
+        one |= {name: next(rest) for name in names}
+    _kernel(refs[0], each, scratch, work)
 
   call = gpu.kernel(
     mxjax_one_code,
-    out_type=tuple(outputs.values()),
+    out_type=tuple(outputs.values()) * len(tables),
     scratch_types=_scratch(work, share, dtype),
-    grid=(blocks // BLOCKS, -(-tiles // work.repeats)),
-    grid_names=("pair", "part"),
+    grid=(blocks // BLOCKS, -(-tiles // work.repeats), len(tables)),
+    grid_names=("pair", "part", "linear"),
     interpret=device.mode(interpret),
   )
-  return list(call(*inputs.values()))
+  made = call(x, *(array for one in inputs for array in one.values()))
+  count = len(outputs)
+  return [made[i : i + count] for i in range(0, len(made), count)]
+
+
+def _inputs(tables: Any, width: int, work: _Work) -> dict[str, jax.Array]:
+  """Returns the tables of a linear as the kernel reads them."""
+  inputs = {}
+  if work.has_map:
+    shape = width // _BLOCK, _BLOCK, _BLOCK
+    inputs["matrix"] = jnp.broadcast_to(tables.matrix, shape).reshape(width, _BLOCK)
+  if work.has_gram:
+    inputs["gram"] = tables.gram.reshape(-1)
+    inputs["cross"] = tables.cross.reshape(width, _BLOCK)
+  return inputs
 
 
 def _scratch(work: _Work, share: int, dtype: Any) -> dict[str, Any]:

@@ -212,8 +212,7 @@ def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
 def _by_mosaic(
   x: jax.Array, tables: Sequence[Tables], form: Form, interpret: bool
 ) -> list[Refined]:
-  # Several linears in a program take the registers of a third program at once.
-  results = [mosaic.launch(x, t, form=form, interpret=interpret) for t in tables]
+  results = mosaic.launch(x, tables, form=form, interpret=interpret)
   if form == "values":
     return [values for [values] in results]
   kind = mxfp4.MXTensor if form == "codes" else float8.Float8Inputs

@@ -295,15 +295,25 @@ class Block:
         right[:, 2 * (lane % 4) + 8 * i + half, lane // 4] = pairs[:, :, i, half]
     self.add_product(out, self.left(a) @ right, c)
 
-  def tile(self, descriptor, rows):
-    """A tile `[rows, 16]` of bfloat16 in shared memory, rows of contiguous columns."""
+  def tile(self, descriptor, rows, is_transposed=False):
+    """A tile `[rows, 16]` of bfloat16 in shared memory.
+
+    Contiguous there are columns of a row, or rows of a column if it is transposed.
+    """
     if (descriptor != descriptor[0]).any():
       raise NotImplementedError("a descriptor that threads do not share")
     word = int(descriptor[0])
     first, leading, stride = (((word >> n) & 0x3FFF) << 4 for n in (0, 16, 32))
     width = {0: 16, 1: 128, 2: 64, 3: 32}[word >> 62]
     row, column = np.arange(rows)[:, None], 2 * np.arange(16)[None, :]
-    if width == 16:
+    if is_transposed:
+      if width == 16:
+        raise NotImplementedError("a transposed tile that is not swizzled")
+      side = width // 2
+      address = first + row // side * leading + 2 * (row % side)
+      address = address + column // 16 * stride + column % 16 // 2 * width
+      address ^= (address >> 7 & (width // 16 - 1)) << 4
+    elif width == 16:
       address = first + row // 8 * stride + row % 8 * 16
       address = address + column // 16 * leading + column % 16
     else:
@@ -315,10 +325,13 @@ class Block:
   def wgmma(self, columns, operands):
     """A product m64 of each four warps; sums in the registers that are named first."""
     out, a, b, is_added, scale_a, scale_b, *transposed = operands
-    if (scale_a, scale_b) != ("1", "1") or "1" in transposed or self.threads % 128:
+    # Of an operand in registers nothing says whether it is.
+    left_too = "1" in transposed[:-1]
+    if (scale_a, scale_b) != ("1", "1") or left_too or self.threads % 128:
       raise NotImplementedError("such a wgmma")
     by_group = lambda name: self.value(name, 64).reshape(-1, 128)
-    right = np.stack([self.tile(d, columns).T for d in by_group(b)])
+    is_turned = transposed[-1] == "1"
+    right = np.stack([self.tile(d, columns, is_turned).T for d in by_group(b)])
     if a.startswith("{"):
       left = self.left(self.names(a)).reshape(len(right), 64, 16)
     else:

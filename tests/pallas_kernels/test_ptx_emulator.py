@@ -102,17 +102,28 @@ def swizzled(matrix, width):
   return (address ^ ((address >> 7 & (width // 16 - 1)) << 4)) // 2
 
 
+def columns_first(matrix, width):
+  """Like `swizzled` of a matrix whose rows are contiguous, as many as fit a width."""
+  row, column = np.indices(matrix.shape)
+  address = row // (width // 2) * 16 * width + 2 * (row % (width // 2))
+  address += column * width
+  return (address ^ ((address >> 7 & (width // 16 - 1)) << 4)) // 2
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize(("width", "mode"), [(128, 1), (64, 2), (32, 3)])
-def test_a_product_of_a_warp_group_is_that_of_its_tiles(width, mode):
+def test_a_product_of_a_warp_group_is_that_of_its_tiles(width, mode, is_transposed):
   """Both operands from shared memory, put there as the tensor copy engine does."""
   rng = np.random.default_rng(mode)
   draw = lambda *shape: rng.integers(-8, 9, shape).astype(ml_dtypes.bfloat16)
   a, b = draw(64, 16), draw(32, 16)
   shared = np.zeros(16384 // 2, ml_dtypes.bfloat16)
   shared[swizzled(a, width)] = a
-  shared[8192 // 2 + swizzled(b, width)] = b
-  stride = 8 * width >> 4
-  words = [at >> 4 | stride << 32 | mode << 62 for at in (0, 8192)]
+  lies = columns_first if is_transposed else swizzled
+  shared[8192 // 2 + lies(b, width)] = b
+  # Eight columns further, and past the contiguous rows of a transposed operand.
+  stride, leading = 8 * width >> 4, 16 * width >> 4
+  words = [at >> 4 | leading << 16 | stride << 32 | mode << 62 for at in (0, 8192)]
   body = own("%rd0", 128)
   for i in range(8):
     # A thread copies 128 bytes, 16 at a time.
@@ -121,9 +132,10 @@ def test_a_product_of_a_warp_group_is_that_of_its_tiles(width, mode):
     body += f"st.shared.v4.b32 [%rd7 + {16 * i}], {{%r1, %r2, %r3, %r4}};\n"
   sums = ", ".join(f"%r{20 + i}" for i in range(16))
   body += f"mov.b64 %rd5, {words[0]};\nmov.b64 %rd6, {words[1]};\n"
+  turn = int(is_transposed)
   name = "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16"
-  body += f"{name} {{{sums}}}, %rd5, %rd6, 0, 1, 1, 0, 0;\n"
-  body += f"mov.pred %p1, -1;\n{name} {{{sums}}}, %rd5, %rd6, %p1, 1, 1, 0, 0;\n"
+  body += f"{name} {{{sums}}}, %rd5, %rd6, 0, 1, 1, 0, {turn};\n"
+  body += f"mov.pred %p1, -1;\n{name} {{{sums}}}, %rd5, %rd6, %p1, 1, 1, 0, {turn};\n"
   body += own("%rd1", 64)
   body += "".join(f"st.global.b32 [%rd9 + {4 * i}], %r{20 + i};\n" for i in range(16))
   out = np.zeros((128, 16), np.float32)

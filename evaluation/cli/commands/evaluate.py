@@ -105,6 +105,7 @@ def _evaluate_perplexity(options: argparse.Namespace, storage: dict[str, Any]) -
     "checkpoint": str(options.source or arguments.DEFAULT_MODEL),
     "storage": arguments.split(options.storage or ""),
     **measured,
+    "attention": subject.attention,
     "made_by": settings.made_by(options),
     "size": sizes.size_report(quantized),
   }
@@ -190,7 +191,7 @@ def _task_subject(
       "program": program,
       "arithmetic": (manifest["extra"] or {}).get("arithmetic"),
     }
-  facts["dtype"] = subject[0].config.dtype
+  facts |= {"dtype": subject[0].config.dtype, "attention": subject[0].attention}
   if options.name:
     facts["model"] = options.name
   if storage:

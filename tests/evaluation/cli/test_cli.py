@@ -190,6 +190,7 @@ def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refuse
     assert manifest["model_config"]["dtype"] == dtype == rows[-1]["dtype"]
     stated = manifest["extra"]["arithmetic"]
     assert stated["model"] == stated["staged"] == dtype
+    assert stated["attention"] == {"sequences": "xla", "branching": "xla"}
     page = (tmp_path / dtype / "report.html").read_text()
     assert f"model: {dtype}; staged: {dtype}; unquantized:" in page
   narrow, wide = (row["perplexity"]["text"]["mean"] for row in rows)
@@ -201,6 +202,7 @@ def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refuse
   words = ["--data", folder / "text.txt", *WINDOWS]
   again = mxjax("evaluate", out, *words)
   assert (again["dtype"], again["perplexity"]) == ("bfloat16", rows[0]["perplexity"])
+  assert again["attention"] == {"sequences": "xla", "branching": "xla"}
   told = refused("evaluate", out, *words, "--dtype", "float32")
   assert "expected --dtype bfloat16, that of its build, got float32" in told
   for option, mean in (([], exact[0]), (["--dtype", "float32"], exact[1])):

@@ -69,11 +69,12 @@ def test_the_stated_arithmetic_is_that_of_the_model(
 ):
   program = {"name": "by hand", "options": {"staged": "float16"}}
   layers = [{"linears": {"q": {"hessian_products": "float32"}, "k": {}}}]
-  stated = arithmetic.arithmetic(params, dtype, program, layers)
+  attention = {"sequences": "pallas", "branching": "xla"}
+  stated = arithmetic.arithmetic(params, dtype, program, layers, attention)
   assert stated == {
     **{"model": dtype, "staged": "float16", "hessian_products": ["float32"]},
     **{"maps": ["float32"], "tables": ["float32"], "unquantized": ["bfloat16"]},
-    **{"recovery": ["float32"]},
+    **{"recovery": ["float32"], "attention": attention},
     "recovery_rounded": {"attention": dtype, "mlp": dtype},
   }
   config = dataclasses.replace(tiny_config, dtype=dtype)

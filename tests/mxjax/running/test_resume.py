@@ -57,6 +57,17 @@ def undisturbed(tiny_params, calib, tmp_path_factory):
   return run(tiny_params, calib, folder), folder
 
 
+def test_a_resume_beside_other_attention_says_so(
+  tiny_params, calib, undisturbed, tmp_path, monkeypatch
+):
+  folder = shutil.copytree(undisturbed[1], tmp_path / "run")
+  before = calib.model.attention
+  other = {"sequences": "pallas", "branching": "xla"}
+  monkeypatch.setattr(CausalLM, "attention", other)
+  record = run(tiny_params, calib, folder, resume=True).record
+  assert record.resumed[-1]["changed"] == {"attention": [before, other]}
+
+
 @contextlib.contextmanager
 def watched(at_event):
   """Calls back with number and name at every durable event, where a SIGKILL may be."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mxjax.numerics.realization import one_code
-from mxjax.pallas_kernels.mosaic import device
+from mxjax.pallas_kernels.mosaic import device, refinement
 from mxjax.pallas_kernels.refinement import one_code as kernel
 from tests.pallas_kernels.refinement.test_one_code import objective, problem
 
@@ -53,6 +53,19 @@ def test_the_kernel_reaches_the_objective_of_the_reference():
 
 @interpreted
 @pytest.mark.slow
+def test_linears_of_a_shared_launch_have_their_own_tables():
+  x, *_ = problem(blocks=2)
+  x = x.astype(jnp.bfloat16)
+  tables = [kernel.Tables(*problem(blocks=2, seed=seed)[1:]) for seed in (1, 2)]
+  how = {"form": "float8", "implementation": "interpret"}
+  together = kernel.refine_for(x, tables, **how)
+  alone = [kernel.refine_for(x, [each], **how)[0] for each in tables]
+  jax.tree.map(np.testing.assert_array_equal, together, alone)
+  assert (np.asarray(alone[0].values) != np.asarray(alone[1].values)).any()
+
+
+@interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["values", "float8"])
 def test_without_tables_it_is_the_encoder(form):
   x, *_ = problem(blocks=2)
@@ -64,6 +77,23 @@ def test_without_tables_it_is_the_encoder(form):
     got, want = got.decoded(), want.decoded()
   np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (got, want)))
   assert np.isnan(np.asarray(got, np.float32)[1, :32]).all()
+
+
+def test_linears_of_one_input_share_a_launch(monkeypatch):
+  x, launched = jnp.ones((64, 64), jnp.bfloat16), []
+
+  def launch(x, tables, **how):
+    launched.append(len(tables))
+    return [(x,) for _ in tables]
+
+  monkeypatch.setattr(refinement, "obstacle", lambda x, form: None)
+  monkeypatch.setattr(refinement, "launch", launch)
+  tables = [kernel.Tables(*problem(blocks=2)[1:]), kernel.Tables(None, None, None)]
+  how = {"form": "values", "implementation": "interpret"}
+  for together, want in ((tables[:1] * 3, [3]), (tables, [1, 1])):
+    launched.clear()
+    made = kernel.refine_for(x, together, **how)
+    assert (launched, len(made)) == (want, len(together))
 
 
 def test_what_it_cannot_take_is_refused_in_one_sentence():
