@@ -30,21 +30,22 @@ VECTORS_SHA256 = "cbc62b5727d2e9fca4b696f6213a0a4028f0a746c7f92cac4f768b88ae5345
 LONGEST_FIRST = (
   "ptq/test_programs.py",
   "devices/test_mesh.py",
-  "running/test_toy_network.py",
   "methods/test_baselines.py",
-  "sandbox/test_sandbox.py",
   "methods/test_scale_distillation.py",
+  "sandbox/test_sandbox.py",
   "loading/test_trained.py",
-  "examples/test_examples.py",
+  "calibration/test_flax_model.py",
   "ptq/test_ptq.py",
-  "running/test_pipeline.py",
-  "families/test_families.py",
   "reproduce/test_driver.py",
+  "running/test_pipeline.py",
+  "examples/test_examples.py",
   "cli/test_distributed.py",
   "cli/test_cli.py",
+  "layers/test_quantized_linear.py",
+  "families/test_families.py",
   "search/test_search.py",
   "search/test_runs.py",
-  "calibration/test_flax_model.py",
+  "running/test_toy_network.py",
 )
 """Files that a run starts with, so that no worker ends with a long one alone."""
 

@@ -11,7 +11,6 @@ from mxjax.pallas_kernels.products import planes
 from mxjax.pallas_kernels.products.matmul import Tile, matmul
 from tests.pallas_kernels.operands import exact
 
-
 run = jax.jit(matmul, static_argnames="implementation")
 
 
