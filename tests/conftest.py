@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import threading
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from jax._src import compiler
+from jax._src.interpreters import mlir
 
 from mxjax.devices import execution
 from mxjax.numerics import precision
@@ -28,21 +30,22 @@ VECTORS_SHA256 = "cbc62b5727d2e9fca4b696f6213a0a4028f0a746c7f92cac4f768b88ae5345
 LONGEST_FIRST = (
   "ptq/test_programs.py",
   "devices/test_mesh.py",
-  "running/test_toy_network.py",
   "methods/test_baselines.py",
-  "sandbox/test_sandbox.py",
   "methods/test_scale_distillation.py",
+  "sandbox/test_sandbox.py",
   "loading/test_trained.py",
-  "examples/test_examples.py",
+  "calibration/test_flax_model.py",
   "ptq/test_ptq.py",
-  "running/test_pipeline.py",
-  "families/test_families.py",
   "reproduce/test_driver.py",
+  "running/test_pipeline.py",
+  "examples/test_examples.py",
   "cli/test_distributed.py",
   "cli/test_cli.py",
+  "layers/test_quantized_linear.py",
+  "families/test_families.py",
   "search/test_search.py",
   "search/test_runs.py",
-  "calibration/test_flax_model.py",
+  "running/test_toy_network.py",
 )
 """Files that a run starts with, so that no worker ends with a long one alone."""
 
@@ -55,16 +58,14 @@ OPTIMIZED = (
   "realization/test_one_code.py",
   "loading/test_gguf.py",
   "running/test_chunks.py",
-  "running/test_toy_network.py",
   "ptq/test_programs.py",
 )
 """Tests whose programs are compiled as users compile them.
 
-They hold results to exact bits, to those of another shape or device, or all of HiRes to
-an oracle, where the instructions that the compiler chooses may matter; one computes for
-longer than it compiles. All others, whose margins are wider or whose two sides are
-compiled alike, do with few of LLVM's passes, in three fifths of the time: most of a run
-is compiling.
+They hold results to exact bits or to those of another shape or device, where the
+instructions that the compiler chooses may matter; one computes for longer than it
+compiles. All others, whose margins are wider or whose two sides are compiled alike, do
+with few of LLVM's passes, in three fifths of the time: most of a run is compiling.
 """
 
 
@@ -75,19 +76,26 @@ def matches(path, parts):
 WITHOUT_EMITTERS = ("ptq/test_programs.py",)
 """Optimized tests whose two sides are compiled alike, so that `PLAIN` serves."""
 
-PLAIN = ("xla_cpu_use_fusion_emitters", False)
-"""An option of XLA with which small programs compile in half of the time.
+PLAIN = "--xla_cpu_use_fusion_emitters=false"
+"""A flag of XLA with which small programs compile in half of the time.
 
-XLA reads its flags once in a process, so it joins the options of each program. JAX 0.11
-no longer has it.
+XLA reads its flags once in a process, and processes that tests start inherit them, so
+that they find what this one compiled. JAX 0.11 no longer has the flag.
 """
+
+# A worker of pytest-xdist inherits the flag, too.
+FLAGS = os.environ.get("XLA_FLAGS", "").replace(PLAIN, "").strip()
+HAS_FLAG = jax.__version_info__ < (0, 11)
+WITH_PLAIN = f"{FLAGS} {PLAIN}".strip() if HAS_FLAG else FLAGS
+os.environ["XLA_FLAGS"] = WITH_PLAIN
 
 
 def compile_options(*arguments, **options):
-  """JAX's options of a program, and `PLAIN` unless the test is of users' programs."""
+  """JAX's options of a program, with emitters if the test is of users' programs."""
   made = jax_compile_options(*arguments, **options)
-  if not with_emitters and jax.__version_info__ < (0, 11):
-    made.env_option_overrides = [*made.env_option_overrides, PLAIN]
+  if with_emitters and HAS_FLAG:
+    own = ("xla_cpu_use_fusion_emitters", True)
+    made.env_option_overrides = [*made.env_option_overrides, own]
   return made
 
 
@@ -104,6 +112,7 @@ def optimize(wanted, emitters):
     jax.config.update("jax_disable_most_optimizations", not wanted)
     with_emitters = emitters
   os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not wanted))
+  os.environ["XLA_FLAGS"] = FLAGS if emitters else WITH_PLAIN
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -113,11 +122,41 @@ def pytest_runtest_setup(item):
   optimize(wanted, emitters=wanted and not matches(item.path, WITHOUT_EMITTERS))
 
 
+LOWERINGS = 100
+"""Programs that a thread lowers in one MLIR context: it keeps their constants."""
+
+
+def ir_context():
+  """The MLIR context of this thread, renewed now and then.
+
+  JAX makes one for each program, which takes half of the lowering of a small one.
+  """
+  uses = getattr(lowering, "uses", 0)
+  if uses % LOWERINGS == 0:
+    lowering.context = jax_ir_context()
+  lowering.uses = uses + 1
+  return lowering.context
+
+
+jax_ir_context, lowering = mlir.make_ir_context, threading.local()
+mlir.make_ir_context = ir_context
+
+
 def pytest_configure(config):
   jax.config.update("jax_numpy_dtype_promotion", "strict")
   jax.config.update("jax_numpy_rank_promotion", "raise")
   share_compiled_programs(config)
   keep_folders_in_memory()
+
+
+def pytest_collection_finish():
+  """Looks for cyclic garbage less often, and never among what importing made.
+
+  Tracing makes millions of objects, few of which are garbage of this kind.
+  """
+  gc.collect()
+  gc.freeze()
+  gc.set_threshold(50_000, 20, 20)
 
 
 def keep_folders_in_memory():

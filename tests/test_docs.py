@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+from mxjax.discovery.tasks.ptq import edit_templates
+
 ROOT = pathlib.Path(__file__).parent.parent
 DOCUMENTS = sorted(
   [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
@@ -111,6 +113,16 @@ REGISTERS = {
 
 def result(name):
   return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def test_every_edit_is_shown_with_its_first_parameters():
+  edits = {"useful": edit_templates.USEFUL, "decoy": edit_templates.DECOYS}
+  expected = {"(initial program)": None} | {
+    card.label(dict(card.params[0])): kind for kind in edits for card in edits[kind]
+  }
+  cards = result("edit_cards")["cards"]
+  shown = {label: row.get("kind") for label, row in cards.items()}
+  assert shown == expected, "run python benchmarks/edit_cards.py"
 
 
 def registers():

@@ -95,3 +95,9 @@ def gguf_path():
     return embedded.gguf_path()
   except FileNotFoundError as error:
     pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def embedded_tokenizer(gguf_path):
+  """The tokenizer of that file, whose reading takes seconds."""
+  return models.load_tokenizer(gguf_path)

@@ -20,8 +20,8 @@ IDS = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer(gguf_path):
-  return models.load_tokenizer(gguf_path)
+def tokenizer(embedded_tokenizer):
+  return embedded_tokenizer
 
 
 @pytest.fixture

@@ -28,6 +28,11 @@ def log(folder):
   return (folder / "log.jsonl").read_bytes()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiling_of_workers():
+  """As users' workers: those of a process of its own are held to the same bytes."""
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   folder = tmp_path_factory.mktemp("runs") / "run"

@@ -23,16 +23,24 @@ from mxjax.pallas_kernels.refinement.fused_inputs import Normalized
 run = jax.jit(linear, static_argnames="implementation")
 
 
+@jax.jit
+def tables(weight):
+  """Those of `OneCode` for a weight that is rounded to nearest."""
+  blocks = mxfp4.to_blocks(weight)
+  gram, cross = one_code.tables(blocks, mxfp4.round_blocks(blocks))
+  return one_code.pack_symmetric(gram), cross
+
+
+decode = jax.jit(mxfp4.decode, static_argnames="dtype")
+
+
 def leaf(kind, features=64, outputs=48, seed=0):
   """A quantized linear with one of the maps and roundings."""
   rng = np.random.default_rng(seed)
   weight = jnp.asarray(rng.standard_normal((outputs, features)), jnp.float32)
   blocks = features // 32
   matrix = np.linalg.qr(rng.standard_normal((blocks, 32, 32)))[0]
-  gram, cross = one_code.tables(
-    mxfp4.to_blocks(weight), mxfp4.round_blocks(mxfp4.to_blocks(weight))
-  )
-  rule = OneCode(one_code.pack_symmetric(gram), cross)
+  rule = OneCode(*tables(weight))
   input_map, rounding = {
     "rtn": (None, Nearest()),
     "brq": (Hadamard(32), Nearest()),
@@ -51,8 +59,8 @@ def packed(weight, **options):
 
 
 def draw(shape, dtype=jnp.float32):
-  x = jax.random.t(jax.random.key(1), 4.0, shape, jnp.float32)
-  return x.astype(dtype)
+  x = np.random.default_rng(1).standard_t(4, shape).astype(np.float32)
+  return jnp.asarray(x.astype(dtype))
 
 
 @pytest.mark.parametrize("kind", ["rtn", "brq", "wide", "signed", "wush", "hires"])
@@ -182,7 +190,7 @@ def test_an_explicit_choice_never_falls_back():
 
 def test_a_packed_weight_alone_is_used_as_it_is():
   x, weight = draw((2, 3, 64), jnp.bfloat16), leaf("rtn").weight
-  decoded = np.asarray(mxfp4.decode(weight, jnp.float32), np.float64)
+  decoded = np.asarray(decode(weight, dtype=jnp.float32), np.float64)
   want = np.asarray(x, np.float64) @ decoded.T
   for how in ("xla", "interpret"):
     got = run(x, weight, implementation=how)
@@ -193,7 +201,7 @@ def test_rows_of_a_packed_table():
   table = leaf("rtn").weight
   index = jnp.asarray([[3, 47], [0, 48]], jnp.int32)
   got = np.asarray(take_rows(table, index), np.float32)
-  want = np.asarray(mxfp4.decode(table, jnp.float32))
+  want = np.asarray(decode(table, dtype=jnp.float32))
   np.testing.assert_array_equal(got[0], want[[3, 47]])
   np.testing.assert_array_equal(got[1, 0], want[0])
   assert np.isnan(got[1, 1]).all()
@@ -280,7 +288,7 @@ def test_gradients_at_the_input_are_straight_through(kind):
   x, back = draw((48, 64)), draw((48, 48))[::-1]
   weight = dataclasses.replace(leaf(kind), gain=jnp.float32(2))
   gradient = jax.jit(jax.grad(lambda x: jnp.vdot(linear(x, weight), back)))(x)
-  decoded = np.asarray(mxfp4.decode(weight.weight, jnp.float32), float)
+  decoded = np.asarray(decode(weight.weight, dtype=jnp.float32), float)
   # U' W' d: the map's columns are the images of the unit vectors.
   identity = jnp.eye(64)
   mapped = mxfp4.to_blocks(identity)
@@ -302,7 +310,7 @@ def test_gradients_pass_deferred_inputs_and_add_over_linears():
 
   def gradients(run):
     loss = lambda *parts: sum(y.sum() for y in run(Normalized(*parts, 1e-6)))
-    return jax.grad(loss, argnums=(0, 1))(rows, norm)
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))(rows, norm)
 
   deferred, whole = map(gradients, (deferred, alone))
   for got, want in zip(deferred, whole, strict=True):

@@ -13,6 +13,12 @@ from mxjax.numerics import mxfp4, native, precision
 from mxjax.numerics.native import encode as native_encode
 from mxjax.pallas_kernels.mxfp4_encode import encode
 
+decode = jax.jit(mxfp4.decode, static_argnums=(1, 2))
+unpack, to_blocks, from_blocks = map(
+  jax.jit, (mxfp4.unpack, mxfp4.to_blocks, mxfp4.from_blocks)
+)
+round_blocks = jax.jit(mxfp4.round_blocks, static_argnums=1)
+
 F = fractions.Fraction
 GRID = [F(0), F(1, 2), F(1), F(3, 2), F(2), F(3), F(4), F(6)]
 RULES = [
@@ -98,8 +104,8 @@ ENCODERS = [(rules, "xla") for rules in RULES] + [
 def test_encode_equals_exact_rationals(rules, implementation):
   rows = adversarial_rows()
   tensor = encode(rows, rules, implementation=implementation)
-  codes = np.asarray(mxfp4.unpack(tensor.codes))
-  decoded = np.asarray(mxfp4.decode(tensor, jnp.float32, rules))
+  codes = np.asarray(unpack(tensor.codes))
+  decoded = np.asarray(decode(tensor, jnp.float32, rules))
   for row, got, scale, values in zip(rows, codes, tensor.scales, decoded, strict=True):
     expected, exponent, factor = exact_block(row, rules)
     assert int(scale[0]) - 127 == exponent
@@ -120,7 +126,7 @@ def test_encode_equals_exact_rationals(rules, implementation):
 def test_encode_equals_exact_rationals_on_any_finite_row(row):
   tensor = mxfp4.encode(np.asarray(row, np.float32))
   expected, exponent, _ = exact_block(row, mxfp4.PAPER_RULES)
-  assert np.asarray(mxfp4.unpack(tensor.codes)).tolist() == expected
+  assert np.asarray(unpack(tensor.codes)).tolist() == expected
   assert int(tensor.scales[0]) == exponent + 127
 
 
@@ -130,12 +136,10 @@ CASES = "gauss heavy outlier bf16 zeros ties pow2 range denormal denormal_ties"
 @pytest.mark.parametrize("case", CASES.split())
 def test_golden_encodings(vectors, case):
   tensor = mxfp4.encode(vectors[f"enc/{case}/x"])
-  np.testing.assert_array_equal(
-    mxfp4.unpack(tensor.codes), vectors[f"enc/{case}/codes"]
-  )
+  np.testing.assert_array_equal(unpack(tensor.codes), vectors[f"enc/{case}/codes"])
   np.testing.assert_array_equal(tensor.scales, vectors[f"enc/{case}/exps"])
   for dtype in (jnp.float32, jnp.bfloat16):
-    decoded = np.asarray(mxfp4.decode(tensor, dtype)).astype(np.float64)
+    decoded = np.asarray(decode(tensor, dtype)).astype(np.float64)
     expected = vectors[f"enc/{case}/decoded"]
     np.testing.assert_array_equal(decoded, expected)
     np.testing.assert_array_equal(np.signbit(decoded), np.signbit(expected))
@@ -143,16 +147,16 @@ def test_golden_encodings(vectors, case):
 
 def test_golden_float64_clips_the_exponent_at_both_ends(vectors, float64):
   tensor = mxfp4.encode(jnp.asarray(vectors["enc/wide/x_f64"]))
-  np.testing.assert_array_equal(mxfp4.unpack(tensor.codes), vectors["enc/wide/codes"])
+  np.testing.assert_array_equal(unpack(tensor.codes), vectors["enc/wide/codes"])
   np.testing.assert_array_equal(tensor.scales, vectors["enc/wide/exps"])
 
 
 def test_fake_quantizer_equals_decode_of_encode():
   x = np.random.default_rng(1).standard_t(1.5, (40, 96)).astype(np.float32)
-  blocks = mxfp4.to_blocks(jnp.asarray(x))
+  blocks = to_blocks(jnp.asarray(x))
   for rules in RULES:
-    fake = mxfp4.from_blocks(mxfp4.round_blocks(blocks, rules))
-    real = mxfp4.decode(mxfp4.encode(x, rules), jnp.float32, rules)
+    fake = from_blocks(round_blocks(blocks, rules))
+    real = decode(mxfp4.encode(x, rules), jnp.float32, rules)
     if rules.scale_rule == "mx43":
       np.testing.assert_allclose(fake, real, rtol=3e-7)
     else:
@@ -168,7 +172,7 @@ def test_encode_of_decode_is_the_identity():
     mxfp4.pack(jnp.asarray(codes)),
     jnp.asarray(rng.integers(3, 250, (50, 2)), jnp.uint8),
   )
-  again = mxfp4.encode(mxfp4.decode(tensor, jnp.float32))
+  again = mxfp4.encode(decode(tensor, jnp.float32))
   jax.tree.map(np.testing.assert_array_equal, again, tensor)
 
 
@@ -239,9 +243,9 @@ def test_values_that_are_not_finite_are_refused_by_name(value):
   for traced in (functools.partial(encode, implementation="interpret"), mxfp4.encode):
     tensor = jax.jit(traced)(x)
     np.testing.assert_array_equal(tensor.scales, marked)
-  assert np.isnan(np.asarray(mxfp4.decode(tensor, jnp.float32))[2, 32:]).all()
-  blocks = mxfp4.round_blocks(mxfp4.to_blocks(jnp.asarray(x)))
-  assert np.isnan(np.asarray(mxfp4.from_blocks(blocks))[2, 32:]).all()
+  assert np.isnan(np.asarray(decode(tensor, jnp.float32))[2, 32:]).all()
+  blocks = round_blocks(to_blocks(jnp.asarray(x)))
+  assert np.isnan(np.asarray(from_blocks(blocks))[2, 32:]).all()
   with pytest.raises(ValueError, match="255"):
     mxfp4.check_legal(tensor)
 
@@ -283,7 +287,7 @@ def test_require_float64_names_the_caller():
 
 @pytest.mark.parametrize("encoder", [mxfp4.encode, encode])
 def test_the_codes_have_no_gradient_and_say_so(encoder):
-  decoded = lambda x: mxfp4.decode(encoder(x), jnp.float32).sum()
+  decoded = lambda x: decode(encoder(x), jnp.float32).sum()
   x = jnp.linspace(-3, 3, 64).reshape(2, 32)
   with pytest.raises(TypeError, match="codes are integers without a gradient"):
     jax.jit(jax.grad(decoded))(x)

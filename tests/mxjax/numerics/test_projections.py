@@ -1,5 +1,6 @@
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +29,16 @@ ROWS = [
 ]
 
 
+# Compiled once for a length, and not for each example.
+project, bisect = (
+  jax.jit(function)
+  for function in (
+    projections.project_zero_sum_box,
+    projections.project_zero_sum_box_bisection,
+  )
+)
+
+
 @hypothesis.given(st.one_of(*ROWS), st.floats(0.01, 4.0))
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_projection_is_feasible_and_optimal(row, bound):
@@ -35,8 +46,8 @@ def test_projection_is_feasible_and_optimal(row, bound):
 
   with precision.float64_scope():
     x = jnp.asarray(np.asarray(row, np.float64))
-    z = np.asarray(projections.project_zero_sum_box(x, bound))
-    slow = projections.project_zero_sum_box_bisection(x, bound)
+    z = np.asarray(project(x, bound))
+    slow = bisect(x, bound)
     np.testing.assert_allclose(z, slow, atol=1e-9)
     assert abs(z.sum()) < 1e-9
     assert np.abs(z).max() <= bound + 1e-12
@@ -44,7 +55,7 @@ def test_projection_is_feasible_and_optimal(row, bound):
     rng = np.random.default_rng(0)
     for _ in range(5):
       w = rng.uniform(-bound, bound, len(row))
-      w = np.asarray(projections.project_zero_sum_box(jnp.asarray(w), bound))
+      w = np.asarray(project(jnp.asarray(w), bound))
       assert (np.asarray(x) - z) @ (w - z) <= 1e-7
 
 

@@ -15,7 +15,7 @@ import mxjax
 
 ELSEWHERE = """
 import json, os, pathlib, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import mxjax

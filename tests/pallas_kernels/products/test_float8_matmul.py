@@ -15,6 +15,7 @@ from tests.pallas_kernels.operands import packed as tensor
 product = jax.jit(
   float8_matmul.float8_matmul, static_argnames=("dtype", "implementation")
 )
+of_tensor = jax.jit(float8.of_tensor)
 BIAS = mxfp4.SCALE_BIAS
 
 
@@ -23,7 +24,7 @@ def test_every_code_at_every_scale_is_held():
   bytes_ = np.append(np.arange(3, 253), mxfp4.NOT_FINITE).astype(np.uint8)
   codes = np.tile(np.arange(16), (len(bytes_), 2))
   every = mxfp4.MXTensor(mxfp4.pack(jnp.asarray(codes)), jnp.asarray(bytes_[:, None]))
-  narrow, want = jax.jit(float8.of_tensor)(every), mxfp4.decode(every, jnp.float32)
+  narrow, want = of_tensor(every), mxfp4.decode(every, jnp.float32)
   outside = np.asarray(float8.is_outside(float8.exponents(every.scales)))[:, 0]
   assert (bytes_[~outside] == np.arange(BIAS - 15, BIAS + 14)).all()
   np.testing.assert_array_equal(narrow.decoded().astype(jnp.float32), want)
@@ -44,7 +45,7 @@ def test_the_refinement_kernel_writes_them(rows):
   x = jnp.asarray(rng.standard_normal((rows, 96)) * scale, jnp.bfloat16)
   x = x.at[1, :32].set(0)
   refine = functools.partial(one_code.refine, x, form="float8")
-  want = float8.of_tensor(mxfp4.encode(x))
+  want = of_tensor(mxfp4.encode(x))
   for implementation in ("interpret", "xla"):
     got = refine(implementation=implementation)
     np.testing.assert_array_equal(got.scales, want.scales)
@@ -64,7 +65,7 @@ def test_rows_outside_the_range_are_taken_in_bfloat16(shape, implementation):
   weight = tensor(outputs, width, -20, -6, seed=2)
   unit, fits = mxfp4_decode.float8_range(weight)
   assert fits
-  inputs = float8.of_tensor(x)
+  inputs = of_tensor(x)
   got = np.asarray(product(inputs, weight, unit, implementation=implementation))
   want, bound = exact(x, weight)
   assert got.dtype == np.float32 and (np.abs(got - want) <= bound).all()
@@ -78,7 +79,7 @@ def test_rows_outside_the_range_are_taken_in_bfloat16(shape, implementation):
 def test_mending_touches_no_other_row():
   x = tensor(130, 64, -3, 3)
   weight = tensor(96, 64, -8, -6, seed=2)
-  inputs = float8.of_tensor(x)
+  inputs = of_tensor(x)
   marked = jnp.full((130, 96), 7.0)
   mend = functools.partial(float8_matmul.mend, interpret=True)
   np.testing.assert_array_equal(mend(marked, inputs, weight), marked)

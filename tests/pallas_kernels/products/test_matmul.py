@@ -11,6 +11,8 @@ from mxjax.pallas_kernels.products import planes
 from mxjax.pallas_kernels.products.matmul import Tile, matmul
 from tests.pallas_kernels.operands import exact
 
+run = jax.jit(matmul, static_argnames="implementation")
+
 
 @functools.partial(jax.jit, static_argnames="tile")
 def launch(x, weight, tile):
@@ -40,12 +42,10 @@ def check(got, *operands):
 def test_the_kernel_equals_exact_products_summed(rows, outputs, width, is_packed):
   x, weight = problem(rows, outputs, width)
   operand = x if is_packed else mxfp4.decode(x, jnp.bfloat16)
-  got = jax.jit(matmul, static_argnames="implementation")(
-    operand, weight, implementation="interpret"
-  )
+  got = run(operand, weight, implementation="interpret")
   assert got.shape == (rows, outputs) and got.dtype == jnp.float32
   check(got, x, weight)
-  check(matmul(operand, weight, implementation="xla"), x, weight)
+  check(run(operand, weight, implementation="xla"), x, weight)
 
 
 def test_splitting_the_columns_changes_only_the_order_of_sums():
@@ -74,7 +74,7 @@ def test_every_code_at_every_scale_decodes_exactly():
 def test_a_block_marked_not_finite_gives_nan():
   x, weight = problem(3, 32, 64)
   broken = mxfp4.MXTensor(x.codes, x.scales.at[1, 0].set(mxfp4.NOT_FINITE))
-  got = np.asarray(matmul(broken, weight, implementation="interpret"))
+  got = np.asarray(run(broken, weight, implementation="interpret"))
   assert np.isnan(got[1]).all() and np.isfinite(got[[0, 2]]).all()
 
 

@@ -1,3 +1,4 @@
+import functools
 import re
 
 import jax
@@ -20,6 +21,7 @@ def operands(vectors, name):
   return [jnp.asarray(vectors[name + k].T[None]) for k in ("X", "W")]
 
 
+@jax.jit
 def risks_of(x, w):
   n = x.shape[-1]
   moment, tiles = reference_chart.block_moment, dyadic_balance.subgroup_moments
@@ -29,38 +31,40 @@ def risks_of(x, w):
   )
 
 
+@functools.partial(jax.jit, static_argnames="kind")
+def rounded_trial(x, w, u, kind):
+  """Rounded and exact operands of a trial, with its own codes."""
+  scale = dyadic_balance.diagonal(u)[..., None]
+  xs = (x.astype(jnp.float64) * scale).astype(jnp.float32)
+  ws = (w.astype(jnp.float64) / scale).astype(jnp.float32)
+  if kind == "gptq":
+    moment = reference_chart.block_moment(xs) / x.shape[-1]
+    upper = gptq.factor(moment.astype(jnp.float32)).upper
+    w_hat = gptq.reconstruct_local(ws, upper).decoded
+    gram, cross = one_code.tables(ws, w_hat)
+    return one_code.refined_blocks(xs, gram, cross), w_hat, xs, ws
+  return mxfp4.round_blocks(xs), mxfp4.round_blocks(ws), xs, ws
+
+
 def losses_by_definition(x, w, steps, kind):
   """J_b from the n x m outputs, each trial with its own codes."""
   losses = []
   for u in steps:
-    scale = dyadic_balance.diagonal(u)[..., None]
-    xs = (x.astype(jnp.float64) * scale).astype(jnp.float32)
-    ws = (w.astype(jnp.float64) / scale).astype(jnp.float32)
-    if kind == "gptq":
-      moment = reference_chart.block_moment(xs) / x.shape[-1]
-      upper = gptq.factor(moment.astype(jnp.float32)).upper
-      w_hat = gptq.reconstruct_local(ws, upper).decoded
-      gram, cross = one_code.tables(ws, w_hat)
-      x_hat = one_code.refined_blocks(xs, gram, cross)
-    else:
-      w_hat, x_hat = mxfp4.round_blocks(ws), mxfp4.round_blocks(xs)
-    wide = [np.asarray(a[0], np.float64) for a in (x_hat, w_hat, xs, ws)]
+    wide = [np.asarray(a[0], np.float64) for a in rounded_trial(x, w, u, kind)]
     exact = wide[2].T @ wide[3]
     error = wide[0].T @ wide[1] - exact
     losses.append((error**2).sum() / (exact**2).sum())
-    pair = [jnp.asarray(a)[None] for a in wide]
-    e = pair[0] - pair[2]
-    gap = pair[1] - pair[3]
-    gram = lambda a, b: jnp.einsum("bin,bjn->bij", a, b)
-    trace = lambda *grams: (grams[0] * grams[1]).sum((-2, -1))
+    e, gap = wide[0] - wide[2], wide[1] - wide[3]
+    gram = lambda a, b: a @ b.T
+    trace = lambda *grams: (grams[0] * grams[1]).sum()
     # The module's formula of the numerator, from 32 x 32 moments alone.
     numerator = (
-      trace(gram(pair[1], pair[1]), gram(e, e))
-      + 2 * trace(gram(pair[1], gap), gram(e, pair[2]))
-      + trace(gram(gap, gap), gram(pair[2], pair[2]))
+      trace(gram(wide[1], wide[1]), gram(e, e))
+      + 2 * trace(gram(wide[1], gap), gram(e, wide[2]))
+      + trace(gram(gap, gap), gram(wide[2], wide[2]))
     )
-    traced = numerator / trace(gram(pair[3], pair[3]), gram(pair[2], pair[2]))
-    np.testing.assert_allclose(traced[0], losses[-1], rtol=1e-9)
+    traced = numerator / trace(gram(wide[3], wide[3]), gram(wide[2], wide[2]))
+    np.testing.assert_allclose(traced, losses[-1], rtol=1e-9)
   return np.asarray(losses)
 
 
@@ -92,6 +96,7 @@ def test_golden_losses_and_acceptance(vectors, float64, case):
   assert float(accepted[0]) == float(vectors[name + "accept"])
 
 
+@jax.jit
 def trial_losses(x, w, transform, steps):
   """J_b as the pipeline computes it: prepared trials and refinement scores."""
   n = x.shape[-1]
@@ -120,7 +125,7 @@ def test_fast_path_equals_the_definition(vectors, float64, case):
   u = jnp.asarray(vectors[name + "u"])[None]
   steps = [u * s for s in dyadic_balance.STEPS]
   identity = jnp.eye(32, dtype=jnp.float64)[None]
-  fast = trial_losses(x, w, identity, steps)
+  fast = np.asarray(trial_losses(x, w, identity, steps))
   np.testing.assert_allclose(fast[:, 0], vectors[name + "J"], rtol=1e-3)
   exact = losses_by_definition(x, w, steps, "gptq")
   np.testing.assert_allclose(fast[:, 0], exact, rtol=1e-5)
@@ -131,18 +136,20 @@ def test_golden_balance_after_shaping(vectors, float64, case):
   name = f"shape/{case}/"
   x, w = operands(vectors, name)
   transform = jnp.asarray(vectors[name + "T"])[None]
-  mapped = (transform @ x.astype(jnp.float64)).astype(jnp.float32)
-  folded = jnp.linalg.solve(transform.mT, w.astype(jnp.float64)).astype(jnp.float32)
+  exact = [np.asarray(a, np.float64) for a in (transform, x, w)]
+  mapped = (exact[0] @ exact[1]).astype(np.float32)
+  folded = np.linalg.solve(exact[0].mT, exact[2]).astype(np.float32)
   r_a, r_w = risks_of(mapped, folded)
   np.testing.assert_allclose(r_a[0], vectors[name + "risk_A"], rtol=2e-3)
   np.testing.assert_allclose(r_w[0], vectors[name + "risk_W"], rtol=2e-3)
   u = jnp.asarray(vectors[name + "u"])[None]
-  losses = trial_losses(x, w, transform, [u * s for s in dyadic_balance.STEPS])[:, 0]
+  steps = [u * s for s in dyadic_balance.STEPS]
+  losses = np.asarray(trial_losses(x, w, transform, steps))[:, 0]
   expected = vectors[name + "J_gptq"]
   np.testing.assert_allclose(losses, expected, rtol=2e-3)
   margins = np.abs(expected[:2] - expected[2]) / expected[2]
   if margins.min() > 2e-3:
-    accepted = dyadic_balance.accept(losses[:, None])
+    accepted = dyadic_balance.accept(jnp.asarray(losses)[:, None])
     assert float(accepted[0]) == float(vectors[name + "accept_gptq"])
 
 
