@@ -8,7 +8,7 @@ Run it before a change that must not move a bit, and after it:
 Codes and scales of every linear are one checksum each, everything else of the params
 (maps, rounding tables, recovery) another, and logits on unseen tokens a third. Methods
 that learn take a few steps. Checksums of floats hold for one machine and one version of
-JAX; `--against` says which linears differ.
+JAX; `--against` says which linears differ, and writes a result only to an `--out`.
 """
 
 import hashlib
@@ -99,7 +99,8 @@ def main():
   options = parser.parse_args()
   entries = run(options.only)
   result = {**common.stamp(), "tokens": [SEQUENCES, LENGTH], "entries": entries}
-  common.write(options.out, result)
+  if not options.against or options.out != parser.get_default("out"):
+    common.write(options.out, result)
   if not options.against:
     return 0
   before = json.loads(options.against.read_text())["entries"]

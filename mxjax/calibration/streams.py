@@ -25,6 +25,7 @@ from mxjax.devices.placement import (
   Sharing,
 )
 from mxjax.layers.linear import Perturbed
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 
 Chunks = list[jax.Array]
@@ -224,6 +225,25 @@ def _layer(
   return placement.call(model.layer, layer, hidden, *tree, sharing=EVALUATION)
 
 
+def _runs_alone(layer: Params) -> bool:
+  """Whether a linear of the layer has an A4 rule that is a program of its own."""
+  is_linear = lambda node: isinstance(node, QuantizedLinear)
+  nodes = jax.tree.leaves(layer, is_leaf=is_linear)
+  return any(is_linear(node) and node.rounding.runs_alone for node in nodes)
+
+
+def _layer_by_operations(
+  model: CausalLanguageModel,
+  layer: Params,
+  hidden: jax.Array,
+  placement: Placement,
+  *tree: Any,
+) -> jax.Array:
+  """Runs a layer as `_layer` does, but compiles each operation by itself."""
+  del placement
+  return execution.block_on_cpu(model.layer(layer, hidden, *tree))
+
+
 def final_hiddens(
   model: CausalLanguageModel,
   params: Params,
@@ -243,8 +263,9 @@ def final_hiddens(
   branches = [(tree,) for tree in trees] if trees else [()] * len(hidden)
   for index in range(model.num_layers):
     layer = placement.shard_rows(params[model.layer_name(index)])
+    run = _layer_by_operations if _runs_alone(layer) and not placement.mesh else _layer
     hidden = [
-      _layer(model, layer, states, placement, *tree)
+      run(model, layer, states, placement, *tree)
       for states, tree in zip(hidden, branches, strict=True)
     ]
   return hidden

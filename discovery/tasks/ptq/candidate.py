@@ -18,10 +18,12 @@ from mxjax.devices import execution
 from mxjax.discovery.core.task import Artifacts, Call, ContractError
 from mxjax.discovery.tasks.ptq.candidate_codes import (
   Function,
+  checked,
   conjugated,
   decoded,
   diagonal_blocks,
   encode_groups,
+  encoded,
   inverses,
   legal,
   map_units,
@@ -68,9 +70,18 @@ class HookRounding(ActivationQuantizer):
   cross: jax.Array
   function: Function = dataclasses.field(metadata={"static": True})
 
+  runs_alone = True
+
   def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """Returns decoded A4 values of mapped inputs `[blocks, 32, n]`, float32."""
+    """Returns decoded A4 values of mapped inputs `[blocks, 32, n]`, float32.
+
+    Within a traced function, as in recovery fits, the hook becomes a part of it.
+    """
     del rules
+    if not isinstance(blocks, jax.core.Tracer):
+      operands = encoded(self.function, blocks, *self.tables())
+      value, is_legal = execution.block_on_cpu(checked(*operands, blocks))
+      return execution.block_on_cpu(_or_nan(value, is_legal))
 
     def one(item: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
       block, gram, cross = item
@@ -83,6 +94,12 @@ class HookRounding(ActivationQuantizer):
   def tables(self) -> tuple[jax.Array, jax.Array]:
     """Returns the two tables of the hook."""
     return self.gram, self.cross
+
+
+@jax.jit
+def _or_nan(value: jax.Array, is_legal: jax.Array) -> jax.Array:
+  """Replaces the values `[blocks, 32, n]` of illegal payloads `[blocks, n]` by NaN."""
+  return jnp.where(is_legal[:, None], value, jnp.float32(jnp.nan))
 
 
 def activation_rule(
@@ -267,8 +284,8 @@ class CandidateProgram(Program):
     hook = self._now.hooks["encode_weight"]
     if hook == self._defaults["encode_weight"] and plan != "full":
       return gptq.round_to_nearest(weight, inputs.rules)
-    eye = jnp.broadcast_to(jnp.eye(32, dtype=jnp.float32), (weight.shape[0], 32, 32))
-    upper, curvature, inverse = eye[0], eye, eye
+    curvature = jnp.broadcast_to(jnp.eye(32, dtype=jnp.float32), (len(weight), 32, 32))
+    upper = inverse = None
     if plan != "none":
       hessian = execution.block_on_cpu(conjugated(inputs.hessian(), input_map))
       factor = execution.block_on_cpu(
@@ -281,15 +298,10 @@ class CandidateProgram(Program):
       upper = curvature
       curvature = execution.block_on_cpu(diagonal_blocks(upper))
       inverse = execution.block_on_cpu(inverses(curvature))
-    codes, exponent, value, is_legal = execution.block_on_cpu(
-      encode_groups(
-        self._artifacts.batched(hook),
-        weight,
-        self._told("encode_weight", curvature),
-        upper,
-        inverse,
-        full=plan == "full",
-      )
+    told = self._told("encode_weight", curvature)
+    encode = self._artifacts.batched(hook)
+    codes, exponent, value, is_legal = encode_groups(
+      encode, weight, told, upper, inverse
     )
     require_legal(is_legal)
     return gptq.Reconstruction(codes, exponent, value)

@@ -26,15 +26,69 @@ to choose.
 Function = Callable[..., tuple[jax.Array, ...]]
 
 
+UNITS, ROWS = 16, 128
+"""Units that a program of a hook takes at once, and rows of a unit of an encoder.
+
+These are fixed, so that each hook is compiled once, for linears of every shape and
+sequences of every length: compiling is most of what a candidate costs.
+"""
+
+
 @functools.partial(jax.jit, static_argnames="function")
-def _map_units(function: Function, items: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-  """Runs a hook unit by unit, so that small LAPACK calls never run in parallel."""
-  return jax.lax.map(lambda arguments: function(*arguments), items)
+def _run_units(
+  function: Function, count: jax.Array, items: tuple[Any, ...]
+) -> list[jax.Array]:
+  """Runs a hook on the first `count` of `UNITS` units; the other results are zero.
+
+  One unit after another, so that small LAPACK calls never run in parallel.
+  """
+
+  def one(index: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(function(*jax.tree.map(lambda a: a[index], items)))
+
+  def put(index: jax.Array, results: list[jax.Array]) -> list[jax.Array]:
+    return [a.at[index].set(r) for a, r in zip(results, one(index), strict=True)]
+
+  like = jax.eval_shape(one, count)
+  results = [jnp.zeros((UNITS, *each.shape), each.dtype) for each in like]
+  return jax.lax.fori_loop(0, count, put, results)
+
+
+def _filled(array: np.ndarray, size: int, axis: int) -> np.ndarray:
+  """Appends zeros along an axis up to a multiple of `size`."""
+  widths = [(0, 0)] * array.ndim
+  widths[axis] = 0, -array.shape[axis] % size
+  return np.pad(array, widths)
 
 
 def map_units(function: Function, *items: Any) -> list[np.ndarray]:
   """Returns the hook's results on stacked units, as host arrays."""
-  return [np.asarray(a) for a in execution.block_on_cpu(_map_units(function, items))]
+  arrays = jax.tree.map(np.asarray, items)
+  total, parts = len(jax.tree.leaves(arrays)[0]), []
+  for start in range(0, total, UNITS):
+    some = jax.tree.map(lambda a: a[start : start + UNITS], arrays)  # noqa: B023
+    count = min(UNITS, total - start)
+    filled = jax.tree.map(lambda a: _filled(a, UNITS, 0), some)
+    results = execution.block_on_cpu(_run_units(function, np.int32(count), filled))
+    parts.append([np.asarray(result)[:count] for result in results])
+  return [np.concatenate(each) for each in zip(*parts, strict=True)]
+
+
+def encoded(
+  function: Function, blocks: jax.Array, *tables: jax.Array
+) -> tuple[np.ndarray, np.ndarray]:
+  """Runs a batched encoder on the columns of float32 blocks `[blocks, 32, n]`.
+
+  `tables` are what the encoder is told of each block, `[blocks, 32, 32]`. Returns codes
+  uint8 `[blocks, 32, n]` and exponents int32 `[blocks, n]`, as host arrays.
+  """
+  count, size, columns = blocks.shape
+  rows = _filled(np.asarray(blocks).swapaxes(1, 2), ROWS, 1)
+  each = rows.shape[1] // ROWS
+  told = (np.repeat(np.asarray(table), each, axis=0) for table in tables)
+  codes, exponent = map_units(function, rows.reshape(-1, ROWS, size), *told)
+  codes = codes.reshape(count, -1, size)[:, :columns].swapaxes(1, 2)
+  return codes, exponent.reshape(count, -1)[:, :columns]
 
 
 def neighbours(place: str, stats: Any) -> Any:
@@ -81,49 +135,70 @@ def decoded(codes: jax.Array, exponent: jax.Array) -> jax.Array:
   return sign * value * float_bits.power_of_two(exponent)[..., None, :]
 
 
-@functools.partial(jax.jit, static_argnames=("function", "full"))
+@jax.jit
+def checked(
+  codes: jax.Array, exponent: jax.Array, blocks: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns decoded values `[..., 32, n]` and legality `[..., n]` of encoded blocks."""
+  return decoded(codes, exponent), legal(codes, exponent, blocks)
+
+
+@jax.jit
+def _target(
+  weight: jax.Array, upper: jax.Array, errors: jax.Array, index: jax.Array
+) -> jax.Array:
+  """Returns a block's weights `[32, rows]`, less the errors of the blocks before."""
+  size = weight.shape[0]
+  columns = jax.lax.dynamic_slice_in_dim(upper, index * size, size, axis=1)
+  return weight - jnp.einsum("di,dm->im", columns, errors, precision=HIGHEST)
+
+
+@jax.jit
+def _with_error(
+  errors: jax.Array, inverse: jax.Array, error: jax.Array, index: jax.Array
+) -> jax.Array:
+  """Adds a block's error `[32, rows]` to those of all columns `[d, rows]`.
+
+  U is upper triangular: the errors e of the columns solve e U = w - q.
+  """
+  found = jnp.einsum("ij,im->jm", inverse, error, precision=HIGHEST)
+  start = index * error.shape[0]
+  return jax.lax.dynamic_update_slice_in_dim(errors, found, start, axis=0)
+
+
 def encode_groups(
   function: Function,
   weight: jax.Array,
   curvature: jax.Array,
-  upper: jax.Array,
-  inverse: jax.Array,
-  *,
-  full: bool,
+  upper: jax.Array | None,
+  inverse: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Encodes blocks in order; with `full`, each absorbs the errors of earlier blocks.
+  """Encodes blocks in order; given U, each absorbs the errors of earlier blocks.
 
   Args:
     function: The batched hook.
     weight: `[blocks, 32, rows]`.
     curvature: Curvature passed to the hook for each block, `[blocks, 32, 32]`.
-    upper: U of GPTQ, `[d, d]`; without `full`, any `[32, d]` array.
-    inverse: Inverse of each diagonal block of U, `[blocks, 32, 32]`.
-    full: Whether errors propagate.
+    upper: U of GPTQ, `[d, d]`, or None if errors do not propagate.
+    inverse: Inverse of each diagonal block of U, `[blocks, 32, 32]`, or None.
 
   Returns:
     Codes, exponents, decoded values, and legality `[blocks, rows]`.
   """
+  if upper is None or inverse is None:
+    codes, exponent = encoded(function, weight, curvature)
+    return codes, exponent, *execution.block_on_cpu(checked(codes, exponent, weight))
   blocks, size, rows = weight.shape
-
-  def group(errors: jax.Array, item: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
-    index, target, told, solve = item
-    if full:
-      start = index * size
-      columns = jax.lax.dynamic_slice_in_dim(upper, start, size, axis=1)
-      target -= jnp.einsum("di,dm->im", columns, errors, precision=HIGHEST)
-    codes, exponent = function(target.T, told)
-    codes = codes.T
-    value = decoded(codes, exponent)
-    if full:
-      # U is upper triangular: the errors e of the columns solve e U = w - q.
-      error = jnp.einsum("ij,im->jm", solve, target - value, precision=HIGHEST)
-      errors = jax.lax.dynamic_update_slice_in_dim(errors, error, index * size, axis=0)
-    return errors, (codes, exponent, value, legal(codes, exponent, target))
-
-  errors = jnp.zeros((blocks * size if full else 1, rows), weight.dtype)
-  order = jnp.arange(blocks, dtype=jnp.int32)
-  return jax.lax.scan(group, errors, (order, weight, curvature, inverse))[1]
+  errors, results = jnp.zeros((blocks * size, rows), weight.dtype), []
+  for index in map(np.int32, range(blocks)):
+    target = execution.block_on_cpu(_target(weight[index], upper, errors, index))
+    codes, exponent = encoded(function, target[None], curvature[index][None])
+    value, is_legal = execution.block_on_cpu(checked(codes[0], exponent[0], target))
+    errors = execution.block_on_cpu(
+      _with_error(errors, inverse[index], target - value, index)
+    )
+    results.append((codes[0], exponent[0], value, is_legal))
+  return tuple(jnp.stack(each) for each in zip(*results, strict=True))
 
 
 @jax.jit

@@ -19,7 +19,9 @@ from mxjax.discovery.core.task import ContractError
 from mxjax.discovery.tasks.ptq.candidate_codes import (
   EXPONENT_SLACK,
   Function,
+  checked,
   decoded,
+  encoded,
   legal,
   map_units,
   require_finite,
@@ -224,15 +226,17 @@ class Passes:
       require_map("solve", state[:, 0])
       # The runtime applies the map in float32, so the codes have to fit that one.
       chosen = jnp.asarray(state[0, 0].astype(np.float32).astype(np.float64))
-      plane = execution.block_on_cpu(_plane(goal.factor, chosen))
-      codes, native, is_legal = execution.block_on_cpu(
-        _encoded(encode, target, chosen, *plane)
-      )
+      upper, inverse = execution.block_on_cpu(_plane(goal.factor, chosen))
+      exact = execution.block_on_cpu(_in_map(inverse, target))
+      codes, exponent = encoded(encode, exact[None], upper[None])
+      codes, exponent = codes[0], exponent[0]
+      value, is_legal = execution.block_on_cpu(checked(codes, exponent, exact))
       require_legal(is_legal)
+      native = execution.block_on_cpu(_native(chosen, value))
       start = index * size
       residual = residual.at[start : start + size].set(wide[index] - native)
       maps.append(chosen)
-      results.append(codes)
+      results.append(gptq.Reconstruction(codes, exponent, value))
     together = lambda *leaves: jnp.stack(leaves[::-1])
     return Reached(together(*maps), jax.tree.map(together, *results))
 
@@ -358,25 +362,18 @@ def _compensated(factor: jax.Array, value: jax.Array) -> jax.Array:
 @jax.jit
 def _plane(factor: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns R of the block's loss in the coordinates of its map, and T^-T."""
-  return jnp.linalg.qr(factor @ chosen.mT)[1], jnp.linalg.inv(chosen).mT
+  upper = jnp.linalg.qr(factor @ chosen.mT)[1]
+  return upper.astype(jnp.float32), jnp.linalg.inv(chosen).mT
 
 
-@functools.partial(jax.jit, static_argnames="encode")
-def _encoded(
-  encode: Function,
-  target: jax.Array,
-  chosen: jax.Array,
-  upper: jax.Array,
-  inverse: jax.Array,
-) -> tuple[gptq.Reconstruction, jax.Array, jax.Array]:
-  """Encodes a block in the coordinates of its map.
-
-  Returns the codes, their native values `[32, rows]`, and whether they are legal.
-  """
+@jax.jit
+def _in_map(inverse: jax.Array, target: jax.Array) -> jax.Array:
+  """Returns a block's weights `[32, rows]` in the coordinates of its map, float32."""
   exact = jnp.einsum("ij,jm->im", inverse, target, precision=HIGHEST)
-  narrow = exact.astype(jnp.float32)
-  codes, exponent = encode(narrow.T, upper.astype(jnp.float32))
-  value = decoded(codes.T, exponent)
-  native = jnp.einsum("ji,jm->im", chosen, value.astype(jnp.float64), precision=HIGHEST)
-  is_legal = legal(codes.T, exponent, narrow)
-  return gptq.Reconstruction(codes.T, exponent, value), native, is_legal
+  return exact.astype(jnp.float32)
+
+
+@jax.jit
+def _native(chosen: jax.Array, value: jax.Array) -> jax.Array:
+  """Returns decoded weights `[32, rows]` in native coordinates, float64."""
+  return jnp.einsum("ji,jm->im", chosen, value.astype(jnp.float64), precision=HIGHEST)

@@ -109,9 +109,11 @@ def _rounded(rounding: Any, mapped: jax.Array, rules: mxfp4.Rules) -> jax.Array:
 def rounded(leaf: QuantizedLinear, mapped: jax.Array) -> jax.Array:
   """Returns the A4 values of a linear's mapped inputs, `[blocks, 32, n]`, float32.
 
-  This is a separate program too: linears of one width share it, so a rule that a
-  candidate brings is compiled once for a width and not once for a linear.
+  This is a separate program too, which linears of one width share, unless the rule
+  brings its own for all widths, as that of a candidate does.
   """
+  if leaf.rounding.runs_alone:
+    return leaf.rounding.round(mapped, leaf.rules)
   return execution.block_on_cpu(_rounded(leaf.rounding, mapped, leaf.rules))
 
 

@@ -44,9 +44,13 @@ class ActivationQuantizer:
     edits: How many codes of a block may differ from the nearest ones; None for any.
     feature: Name and description of what an export format must support, or None if the
       rule stores nothing besides the codes.
+    runs_alone: Whether evaluation runs layers with this rule operation by operation, so
+      that the rule is compiled once and not in every layer: for rules that are used for
+      a few calls and take longer to compile.
   """
 
   is_legal: ClassVar[bool] = True
+  runs_alone: ClassVar[bool] = False
   edits: ClassVar[int | None] = None
   feature: ClassVar[tuple[str, str] | None] = None
 

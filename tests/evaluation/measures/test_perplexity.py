@@ -9,7 +9,9 @@ import mxjax
 from mxjax.evaluation.measures.operator_error import operator_error, operator_errors
 from mxjax.evaluation.measures.perplexity import perplexity, perturbed, window_losses
 from mxjax.layers.linear import linear
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import CausalLM
+from mxjax.numerics.realization.activation_quantizers import Nearest
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,35 @@ def test_operator_error_equals_the_definition(setting):
   assert errors["layers_0/mlp/up_proj"] == pytest.approx(expected, rel=1e-4)
   mean = operator_error(model, params, quantized, tokens[:1])
   assert mean == pytest.approx(np.mean(list(errors.values())))
+
+
+SEEN = []
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Alone(Nearest):
+  runs_alone = True
+
+  def round_mapped(self, blocks, rules):
+    SEEN.append(isinstance(blocks, jax.core.Tracer))
+    return super().round_mapped(blocks, rules)
+
+
+def test_a_rule_that_runs_alone_is_a_part_of_no_layers_program(setting):
+  model, _, tokens, quantized = setting
+  is_linear = lambda node: isinstance(node, QuantizedLinear)
+  alone = jax.tree.map(
+    lambda n: dataclasses.replace(n, rounding=Alone()) if is_linear(n) else n,
+    quantized,
+    is_leaf=is_linear,
+  )
+  SEEN.clear()
+  losses = window_losses(model, alone, tokens)
+  assert SEEN == [False] * (2 * 7 * len(tokens))
+  # Whatever compiles them, codes near an edge may fall to the other side.
+  expected = window_losses(model, quantized, tokens)
+  np.testing.assert_allclose(losses, expected, rtol=2e-3)
 
 
 def test_windows_too_short_are_refused(setting):

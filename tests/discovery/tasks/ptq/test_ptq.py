@@ -170,7 +170,7 @@ def test_error_propagation_between_blocks_is_gptqs():
   diagonal = candidate_codes.diagonal_blocks(upper)
   function = hook("encode_weight", template("gptq").edit(SOURCE, {}))
   codes, exponent, value, is_legal = candidate_codes.encode_groups(
-    function, weight, diagonal, upper, candidate_codes.inverses(diagonal), full=True
+    function, weight, diagonal, upper, candidate_codes.inverses(diagonal)
   )
   expected = gptq.reconstruct(weight, upper)
   assert bool(is_legal.all())

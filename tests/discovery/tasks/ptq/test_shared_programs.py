@@ -8,7 +8,13 @@ import pytest
 from mxjax.discovery.core import candidate_source
 from mxjax.discovery.core.task import Call, Status
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from mxjax.discovery.tasks.ptq import candidate, edit_templates, payload, phases
+from mxjax.discovery.tasks.ptq import (
+  candidate,
+  candidate_codes,
+  edit_templates,
+  payload,
+  phases,
+)
 from mxjax.discovery.tasks.ptq import task as ptq
 from mxjax.methods.program import fold
 from mxjax.numerics import mxfp4
@@ -16,8 +22,6 @@ from mxjax.numerics import mxfp4
 TASK = ptq.PtqTask(model="random:0", calibration=[8, 32], windows=[2, 32])
 INTERFACE = TASK.interface
 SOURCE = INTERFACE.default_source()
-WIDTHS = 2
-"""Different widths of the inputs of linears: 64 and 96."""
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +38,65 @@ def edited(executor, name, params=None):
   return Call(traced.computation, plan, {}).active(INTERFACE)
 
 
-def test_an_activation_rule_is_compiled_once_for_a_width(executor):
+@pytest.mark.parametrize(
+  ("name", "params"),
+  [
+    ("one-code", [{"rounds": 1}, {"rounds": 2}]),
+    ("gptq", [{}]),
+    ("value-affine", [{}]),
+  ],
+)
+def test_a_hook_is_compiled_once_whatever_it_runs_on(executor, name, params):
+  fit, measure = TASK.open("fit"), TASK.open("measure")
+  counts = []
+  candidate_codes._run_units.clear_cache()  # Other tests run the same hooks.
+  for each in params:
+    call = edited(executor, name, each)
+    before = candidate_codes._run_units._cache_size()
+    _, operands = fit.run(call, executor.artifacts, b"")
+    measure.run(call, executor.artifacts, operands)
+    counts.append(candidate_codes._run_units._cache_size() - before)
+  assert counts == [1] * len(params)
+
+
+def test_the_errors_of_another_rule_are_compiled_already(executor):
   fit, measure = TASK.open("fit"), TASK.open("measure")
   counts = []
   phases.operator_errors.clear_cache()  # Other tests have models of these widths.
   for rounds in (1, 2):
     call = edited(executor, "one-code", {"rounds": rounds})
     _, operands = fit.run(call, executor.artifacts, b"")
-    before = phases._rounded._cache_size(), phases.operator_errors._cache_size()
+    before = phases.operator_errors._cache_size()
     measure.run(call, executor.artifacts, operands)
-    after = phases._rounded._cache_size(), phases.operator_errors._cache_size()
-    counts.append(np.subtract(after, before).tolist())
-  # Two layers of seven linears each; the second rule finds the errors compiled.
-  assert counts == [[WIDTHS, 1], [WIDTHS, 0]]
+    counts.append(phases.operator_errors._cache_size() - before)
+  assert counts == [1, 0]
+
+
+@pytest.mark.parametrize("units", [1, 16, 21])
+def test_any_number_of_units_have_their_own_results(units):
+  rng = np.random.default_rng(0)
+  rows, scale = rng.normal(size=(units, 3, 4)), rng.normal(size=units)
+  function = lambda row, by: (row * by, row.sum() + by)
+  products, sums = candidate_codes.map_units(
+    function, rows.astype(np.float32), scale.astype(np.float32)
+  )
+  np.testing.assert_allclose(products, rows * scale[:, None, None], rtol=1e-6)
+  np.testing.assert_allclose(sums, rows.sum((1, 2)) + scale, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [1, 40, 128, 300])
+def test_an_encoder_sees_every_column_with_the_tables_of_its_block(executor, columns):
+  rng = np.random.default_rng(columns)
+  narrow = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  blocks, gram, cross = narrow(3, 32, columns), narrow(3, 32, 32), narrow(3, 32, 32)
+  gram = gram @ gram.mT
+  call = edited(executor, "one-code", {"rounds": 1})
+  function = executor.artifacts.batched(call.computation["encode_act"])
+  codes, exponent = candidate_codes.encoded(function, blocks, gram, cross)
+  for index in range(3):
+    expected = function(blocks[index].T, gram[index], cross[index])
+    np.testing.assert_array_equal(codes[index].T, expected[0])
+    np.testing.assert_array_equal(exponent[index], expected[1])
 
 
 def test_errors_in_one_program_or_in_two_are_the_same_bits(executor):
