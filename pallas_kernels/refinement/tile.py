@@ -184,8 +184,8 @@ def _split_dot(x: jax.Array, terms: jax.Array) -> jax.Array:
   return lowering.dot_bfloat16(copies, terms, transpose_b=True)
 
 
-def _map_and_pull(x: jax.Array, t: Loaded) -> tuple[jax.Array, jax.Array | None]:
-  """Returns U x and, where a code is refined, M x, float32 `[rows, 32]`."""
+def _map_and_pull(x: jax.Array, t: Loaded) -> tuple[jax.Array, Any]:
+  """Returns U x, and M x or None without G; float32 `[rows, 32]`."""
   if t.matrix is None:
     pull = None if t.gram is None else _split_dot(x, t.mismatch)
     return x.astype(jnp.float32), pull
