@@ -54,6 +54,8 @@ FLOAT8 = "__cublas$lt$matmul$f8"
 """The library's product of float8, which XLA must find in what we write."""
 REGISTERS = 168
 """Of a thread, at most, where three programs of four warps run at once."""
+WAITS = {"one code, split": 2, "nearest, split": 1}
+"""For products of a tile, by form of Triton's refinement and for each linear."""
 EXPONENTIALS = {"split": 16, "1 row": 1}
 """Of a thread, by form: one for each of its values of a gated product."""
 MATRIX = (r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k\d+)\.f32\.(\w+)", r"mma\.sync")
@@ -231,6 +233,12 @@ def slow(name, results, found):
     if "split" in name and "planes" not in name:
       if max(r.get("registers", 0) for r in results) > REGISTERS:
         yield f"more than {REGISTERS} registers"
+  linears = re.search(r"(\d) linears", name)
+  waits = sum(path.read_text().count("wgmma.wait_group") for path in found)
+  for form, of_a_tile in WAITS.items():
+    wanted = of_a_tile * int(linears[1] if linears else 1)
+    if form in name and waits != wanted:
+      yield f"waits for products {waits} times instead of {wanted}"
   if "of a gated product" in name:
     once = next(count for form, count in EXPONENTIALS.items() if form in name)
     if max(path.read_text().count("ex2.approx") for path in found) > once:

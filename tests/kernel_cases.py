@@ -52,6 +52,9 @@ def refinement_cases():
     "one code, split, planes, 48 rows": by_plane(rows(48), *tables),
     "one code, split, planes, 48 rows, 3 linears": three(rows(48), *tables),
     "one code, split, values, of a gated product": values(gated(2048), *tables),
+    "one code, split, values, of a gated product without a map": values(
+      gated(2048), None, *tables[1:]
+    ),
     "one code, planes, 1 row, normalized, 3 linears": three(normalized, *tables),
     "one code, planes, 1 row, of a gated product": by_plane(gated(1), *tables),
     "one code, planes, 1 row, of attention": by_plane(attended, *tables),

@@ -153,13 +153,14 @@ def specs(x: Input, rows: int) -> Any:
 
 
 def tiles(
-  refs: Any, width: int, interpret: bool
+  refs: Any, width: int, *, is_used_once: bool, interpret: bool
 ) -> Callable[[Any, jax.Array | None], jax.Array]:
   """Returns a function that computes tiles `[rows, 32]` of this program's block.
 
   `refs` are the kernel's references for `operands(x)` and `specs`, and `width` is the
-  width d of x; `interpret` is that of `lowering.by_ptx`. The function takes a slice of
-  the program's rows and their mask.
+  width d of x; `is_used_once` says that a tile is an operand of one product only, and
+  `interpret` is that of `lowering.by_ptx`. The function takes a slice of the program's
+  rows and their mask.
   """
   match refs:
     case Normalized():
@@ -172,7 +173,9 @@ def tiles(
       outputs = shares.combine(refs)
       return lambda here, mask: outputs[None, :]
     case GatedProduct():
-      return functools.partial(_product_tile, refs, interpret)
+      make = functools.partial(_product_tile, refs, interpret)
+      once = lowering.computed_once
+      return make if is_used_once else lambda here, mask: once(make(here, mask))
     case _:
       return lambda here, mask: lowering.load(refs.at[here, :], mask)
 
@@ -195,8 +198,6 @@ def _product_tile(
   """Returns a tile of the product, in the arithmetic of its reference."""
   gate, up = (lowering.load(ref.at[here, :], mask) for ref in (refs.gate, refs.up))
   if refs.recovery is not None:
-    product = recovery.corrected_product(gate, up, refs.recovery, interpret)
-  else:
-    passed = recovery.silu(gate.astype(jnp.float32), interpret)
-    product = passed.astype(gate.dtype) * up
-  return lowering.computed_once(product)
+    return recovery.corrected_product(gate, up, refs.recovery, interpret)
+  passed = recovery.silu(gate.astype(jnp.float32), interpret)
+  return passed.astype(gate.dtype) * up

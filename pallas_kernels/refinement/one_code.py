@@ -73,7 +73,9 @@ def _kernel(
   interpret: bool,
 ) -> None:
   load = [functools.partial(load_tables, refs, tile.split) for refs in tables]
-  make = fused_inputs.tiles(x_refs, shape[1], interpret)
+  is_used_once = tile.split and tables[0].matrix is not None
+  how = {"is_used_once": is_used_once, "interpret": interpret}
+  make = fused_inputs.tiles(x_refs, shape[1], **how)
   part, linear, size = lowering.program_id(1), lowering.program_id(2), tile.rows
   first = part * size * tile.repeats
   is_cut = shape[0] % size != 0

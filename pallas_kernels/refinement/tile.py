@@ -10,7 +10,8 @@ No product is rounded to TF32. There are two arithmetics:
 - `split`: x is bfloat16 and q / scale has two bits, so both are exact in bfloat16; each
   float32 table is the sum of three bfloat16 tables, smallest first. With M = (G + K) U
   the slope is scale * G (q / scale) - M x: every product on the tensor cores is exact
-  and only float32 sums round.
+  and only float32 sums round. Triton waits for each product, so the terms of a table
+  lie side by side along K, and U above M: two waits a tile.
 
 The best of a coordinate's fifteen candidates is the legal value nearest to the optimum.
 Its score, in units of the squared scale and in Horner's form, with d the change, is
@@ -33,6 +34,8 @@ from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import codec, lowering, pairs
 
 _BLOCK = mxfp4.BLOCK_SIZE
+_TERMS = 4
+"""Terms that lie side by side: three, and zeros, as sizes are powers of two."""
 
 
 @jax.tree_util.register_dataclass
@@ -52,12 +55,13 @@ class Tables:
 
 
 class Loaded(NamedTuple):
-  """A block's tables in registers, each three bfloat16 terms if products are split."""
+  """A block's tables in registers, each `joined_terms` of it if products are split."""
 
   matrix: Any
+  """U; in split form above M, if both are there."""
   gram: Any
   mismatch: Any
-  """K, or M = (G + K) U in split form."""
+  """K; in split form M = (G + K) U, if there is no U."""
   curvature: Any
   """The diagonal of G, float32 `[1, 32]`."""
 
@@ -70,17 +74,25 @@ def split3(table: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   return (rest - second.astype(jnp.float32)).astype(jnp.bfloat16), second, first
 
 
+def joined_terms(table: jax.Array) -> jax.Array:
+  """Returns the terms of a float32 table `[n, 32]`, smallest first, `[n, 4 * 32]`."""
+  small, middle, large = split3(table)
+  zeros = jnp.zeros_like(small)
+  halves = [jnp.stack(pair, axis=-1) for pair in ((zeros, middle), (small, large))]
+  terms = jnp.stack(halves, axis=-1).transpose(0, 2, 3, 1)
+  return terms.reshape(-1, _TERMS * _BLOCK)
+
+
 def load_tables(refs: Tables, split: bool) -> Loaded:
   """Reads and prepares a program's tables once, without a separate launch.
 
   G's entries are gathered from the packed triangle of `one_code.pack_symmetric`, most
   of them twice.
   """
-  form = split3 if split else lambda table: table
   load = lambda ref: None if ref is None else ref[...].astype(jnp.float32)
   matrix, cross = load(refs.matrix), load(refs.cross)
-  mapping = None if matrix is None else form(matrix)
   if refs.gram is None:
+    mapping = joined_terms(matrix) if split and matrix is not None else matrix
     return Loaded(mapping, None, None, None)
   place = lambda low, high: (low * (2 * _BLOCK - 1 - low) >> 1) + high
   row, column = (lax.broadcasted_iota(jnp.int32, (_BLOCK, _BLOCK), i) for i in (0, 1))
@@ -89,12 +101,15 @@ def load_tables(refs: Tables, split: bool) -> Loaded:
     refs.gram[place(jnp.minimum(i, j), jnp.maximum(i, j))].astype(jnp.float32)
     for i, j in ((row, column), (diagonal, diagonal))
   )
-  mismatch = cross
-  if split:
-    mismatch = gram + cross
-    if matrix is not None:
-      mismatch = lowering.dot_float32(mismatch, matrix)
-  return Loaded(mapping, form(gram), form(mismatch), curvature)
+  if not split:
+    return Loaded(matrix, gram, cross, curvature)
+  mismatch = gram + cross
+  if matrix is None:
+    return Loaded(None, joined_terms(gram), joined_terms(mismatch), curvature)
+  mismatch = lowering.dot_float32(mismatch, matrix)
+  both = jnp.stack([matrix, mismatch], axis=-1).transpose(2, 0, 1)
+  both = joined_terms(both.reshape(2 * _BLOCK, _BLOCK))
+  return Loaded(both, joined_terms(gram), None, curvature)
 
 
 def parabolas(curvature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -162,12 +177,23 @@ def _nearest(mapped: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Arra
   return nearest, exponent
 
 
-def _split_dot(x: jax.Array, table: tuple[jax.Array, ...]) -> jax.Array:
-  """Computes X table^T with the table in three terms."""
-  total = lowering.dot_bfloat16(x, table[0], transpose_b=True)
-  for term in table[1:]:
-    total += lowering.dot_bfloat16(x, term, transpose_b=True)
-  return total
+def _split_dot(x: jax.Array, terms: jax.Array) -> jax.Array:
+  """Computes X table^T with the `joined_terms` of the table, in one product."""
+  copies = jnp.broadcast_to(x[:, None, :], (x.shape[0], _TERMS, _BLOCK))
+  copies = copies.reshape(x.shape[0], _TERMS * _BLOCK)
+  return lowering.dot_bfloat16(copies, terms, transpose_b=True)
+
+
+def _map_and_pull(x: jax.Array, t: Loaded) -> tuple[jax.Array, Any]:
+  """Returns U x, and M x or None without G; float32 `[rows, 32]`."""
+  if t.matrix is None:
+    pull = None if t.gram is None else _split_dot(x, t.mismatch)
+    return x.astype(jnp.float32), pull
+  both = _split_dot(x, t.matrix)
+  if t.gram is None:
+    return both, None
+  mapped, pull = lax.split(both, (_BLOCK, _BLOCK), axis=1)
+  return mapped, pull
 
 
 def _sum_of_products(*pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -190,7 +216,7 @@ def realize(
   rounded keeps its sign, and one that was chosen is positive.
   """
   if split:
-    mapped = x.astype(jnp.float32) if t.matrix is None else _split_dot(x, t.matrix)
+    mapped, pull = _map_and_pull(x, t)
   else:
     x = x.astype(jnp.float32)
     mapped = x if t.matrix is None else _sum_of_products((x, t.matrix))
@@ -200,8 +226,7 @@ def realize(
     return nearest, exponent
   inverse = codec.inverse_scale_of(exponent)
   if split:
-    slope = _split_dot(narrow, t.gram)
-    slope -= _split_dot(x, t.mismatch) * inverse
+    slope = _split_dot(narrow, t.gram) - pull * inverse
   else:
     scaled = mapped * inverse
     slope = _sum_of_products((nearest - scaled, t.gram), (-scaled, t.mismatch))

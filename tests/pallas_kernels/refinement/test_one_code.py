@@ -163,10 +163,23 @@ def test_one_map_serves_all_blocks():
   np.testing.assert_array_equal(shared.codes, spread.codes)
 
 
-def test_three_terms_hold_a_float32_table():
-  _, matrix, *_ = problem()
-  small, middle, large = (t.astype(jnp.float32) for t in tile.split3(matrix))
+def test_three_terms_hold_a_float32_table_smallest_first():
+  _, [matrix, *_], *_ = problem()
+  terms = tile.joined_terms(matrix).astype(jnp.float32).reshape(32, 4, 32)
+  zeros, small, middle, large = jnp.moveaxis(terms, 1, 0)
+  assert not zeros.any()
+  assert 0 < 2**7 * jnp.abs(small).max() < jnp.abs(middle).max()
   np.testing.assert_array_equal((small + middle) + large, matrix)
+
+
+def test_no_map_is_the_map_of_ones():
+  x, _, *tables = problem()
+  x = x.astype(jnp.bfloat16)
+  ones = jnp.tile(jnp.eye(32), (3, 1, 1))
+  codes = [
+    refine(x, m, *tables, implementation="interpret").codes for m in (None, ones)
+  ]
+  assert (np.asarray(codes[0]) != np.asarray(codes[1])).mean() < 1e-3
 
 
 def test_tables_that_do_not_belong_together_are_refused():
