@@ -30,6 +30,7 @@ VECTORS_SHA256 = "cbc62b5727d2e9fca4b696f6213a0a4028f0a746c7f92cac4f768b88ae5345
 LONGEST_FIRST = (
   "ptq/test_programs.py",
   "devices/test_mesh.py",
+  "running/test_toy_network.py",
   "methods/test_baselines.py",
   "methods/test_scale_distillation.py",
   "sandbox/test_sandbox.py",
@@ -45,7 +46,6 @@ LONGEST_FIRST = (
   "families/test_families.py",
   "search/test_search.py",
   "search/test_runs.py",
-  "running/test_toy_network.py",
 )
 """Files that a run starts with, so that no worker ends with a long one alone."""
 
@@ -58,14 +58,16 @@ OPTIMIZED = (
   "realization/test_one_code.py",
   "loading/test_gguf.py",
   "running/test_chunks.py",
+  "running/test_toy_network.py",
   "ptq/test_programs.py",
 )
 """Tests whose programs are compiled as users compile them.
 
-They hold results to exact bits or to those of another shape or device, where the
-instructions that the compiler chooses may matter; one computes for longer than it
-compiles. All others, whose margins are wider or whose two sides are compiled alike, do
-with few of LLVM's passes, in three fifths of the time: most of a run is compiling.
+They hold results to exact bits, to those of another shape or device, or all of HiRes to
+an oracle, where the instructions that the compiler chooses may matter; one computes for
+longer than it compiles. All others, whose margins are wider or whose two sides are
+compiled alike, do with few of LLVM's passes, in three fifths of the time: most of a run
+is compiling.
 """
 
 
