@@ -6,7 +6,7 @@
   python benchmarks/baselines.py rules llama
   python benchmarks/baselines.py next llama qwen3
   python benchmarks/baselines.py stages
-  python benchmarks/baselines.py tables --part methods|ablations|details
+  python benchmarks/baselines.py tables --part methods|ablations|details|costs
   python benchmarks/baselines.py smollm2 [--methods NAMES]
   python benchmarks/baselines.py next-smollm2 [--draws 1 2 3]
 
@@ -50,10 +50,12 @@ ABLATIONS = (
 PARTS = {
   "methods": "main,raw,references,aggregates",
   "ablations": "stages,discrete,progression,components,recovery",
-  "details": "geometry,rules,local,edits,rule-cost,fresh,encoding,storage,cost",
+  "details": "geometry,rules,local,edits,fresh,encoding,storage",
+  "costs": "rule-cost,cost",
 }
 """The paper's tables of one calibration draw, a result each: whole methods, what the
-parts of HiRes are worth on tasks, and what they do to linears, memory and time."""
+parts of HiRes are worth on tasks, what they do to linears and memory, and the times,
+which want a machine without other work from the first build on."""
 RULES = ("floor", "even", "rceil")
 CHECKS = (
   "rtn+rceil,focus,focus:batch=4:epochs=8,gptq,spinquant:steps=0,spinquant,torq,"
