@@ -99,6 +99,22 @@ def test_an_encoder_sees_every_column_with_the_tables_of_its_block(executor, col
     np.testing.assert_array_equal(exponent[index], expected[1])
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_illegal_payloads_of_activations_are_nan_and_only_they(traced):
+  def function(rows, gram, cross):
+    codes = jnp.where(rows > 2, 200, 7).astype(jnp.uint8)
+    return codes, mxfp4.block_exponent(rows.T)
+
+  blocks = jnp.ones((2, 32, 5), jnp.float32).at[1, 3, 4].set(3)
+  table = jnp.zeros((2, 32, 32), jnp.float32)
+  rule = candidate.HookRounding(table, table, function)
+  run = lambda x: rule.round(x, mxfp4.PAPER_RULES)
+  values = (jax.jit(run) if traced else run)(blocks)
+  expected = np.zeros((2, 32, 5), bool)
+  expected[1, :, 4] = True
+  np.testing.assert_array_equal(np.isnan(values), expected)
+
+
 def test_errors_in_one_program_or_in_two_are_the_same_bits(executor):
   call = edited(executor, "one-code", {"rounds": 2})
   _, operands = TASK.open("fit").run(call, executor.artifacts, b"")
