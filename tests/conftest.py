@@ -59,7 +59,7 @@ OPTIMIZED = (
   "loading/test_gguf.py",
   "running/test_chunks.py",
   "running/test_toy_network.py",
-  "ptq/test_programs.py",
+  "ptq/test_programs.py::test_a_method_as_a_program_is_the_librarys[hires-in_process]",
 )
 """Tests whose programs are compiled as users compile them.
 
@@ -71,8 +71,8 @@ is compiling.
 """
 
 
-def matches(path, parts):
-  return any(part in path.as_posix() for part in parts)
+def matches(item, parts):
+  return any(part in item.nodeid for part in parts)
 
 
 WITHOUT_EMITTERS = ("ptq/test_programs.py",)
@@ -120,8 +120,8 @@ def optimize(wanted, emitters):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
   """Before any fixture of the test compiles something."""
-  wanted = matches(item.path, OPTIMIZED)
-  optimize(wanted, emitters=wanted and not matches(item.path, WITHOUT_EMITTERS))
+  wanted = matches(item, OPTIMIZED)
+  optimize(wanted, emitters=wanted and not matches(item, WITHOUT_EMITTERS))
 
 
 LOWERINGS = 100
@@ -189,13 +189,14 @@ def share_compiled_programs(config):
 def pytest_collection_modifyitems(items):
   """A worker takes whole files (`--dist loadfile`), in this order.
 
-  Optimized files are together, so that a worker drops its programs once.
+  Files with optimized tests are together, so that a worker rarely drops its programs.
   """
+  optimized = {part.split("::")[0] for part in OPTIMIZED}
 
   def rank(item):
     path = item.path.as_posix()
     ranks = (i for i, end in enumerate(LONGEST_FIRST) if path.endswith(end))
-    return not matches(item.path, OPTIMIZED), next(ranks, len(LONGEST_FIRST))
+    return not matches(item, optimized), next(ranks, len(LONGEST_FIRST))
 
   items.sort(key=rank)
 
