@@ -67,7 +67,11 @@ EXPECTED = {
 }
 REAL = {
   "payoff-real-noisy": {
-    "task": {"windows": [2, 64], "holdout_windows": [16, 128]},
+    "task": {
+      "windows": [4, 64],
+      "holdout_windows": [64, 128],
+      "other_windows": [64, 64],
+    },
     "proposer": {"kind": "expressions"},
     "config": {"screen": 1.0, "proposals_per_call": 4, "revise_retired": False},
   },
