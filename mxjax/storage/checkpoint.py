@@ -66,8 +66,8 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
   file = pathlib.Path(path) / MANIFEST
   if not file.is_file():
     raise FileNotFoundError(
-      f"read_manifest: expected {file}, got no such file; name a folder written by "
-      "save_checkpoint."
+      f"checkpoint: expected {file}, got no such file; name a folder written by "
+      "`mxjax quantize` or save_checkpoint."
     )
   version = "format_version", FORMAT_VERSION
   what = "the manifest of a checkpoint"
