@@ -17,6 +17,7 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.gptq import reconstruct
 from mxjax.methods.hires import balance
+from mxjax.methods.options import Count, Share
 from mxjax.methods.program import Program, Realized
 from mxjax.methods.recovery_fits import ATTENTION, MLP, RecoveryFit
 from mxjax.numerics import mxfp4
@@ -171,6 +172,9 @@ class HiRes(Program):
       (`layer`), read from column slices (reading A11).
     scales: Source of GPTQ's exponents (reading A12).
     damping: Relative damping of GPTQ.
+
+  Trials of the balance do not follow the last options: they encode with GPTQ of fresh
+  exponents and damping .01 and the full rule, as the frozen quantizer does.
   """
 
   name: str = "hires"
@@ -181,7 +185,7 @@ class HiRes(Program):
   rounding: ActivationRule = "full"
   balance_by: balance.BalanceBy = "block"
   scales: gptq.ScaleSource = "fresh"
-  damping: float = gptq.DAMPING
+  damping: Share = gptq.DAMPING
   descent = 0  # No field: only HiResDescent has this option.
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> input_maps.BlockDense:
@@ -235,7 +239,7 @@ class HiResDescent(HiRes):
 
   name: str = "hires-descent"
   scales: gptq.ScaleSource = "searched"
-  descent: int = 3
+  descent: Count = 3
 
 
 HIRES_DESCENT = HiResDescent()
