@@ -162,6 +162,9 @@ def activation_rule(
 class HiRes(Program):
   """The frozen three-stage quantizer; each option is one row of an ablation.
 
+  Whatever `weights`, `rounding`, `scales` and `damping` are, trials of the balance
+  encode as the frozen quantizer does: GPTQ of fresh exponents, damping .01, full rule.
+
   Attributes:
     use_interaction: Fit K; off means G = I.
     use_balance: Try D; off means D = I.
@@ -172,9 +175,6 @@ class HiRes(Program):
       (`layer`), read from column slices (reading A11).
     scales: Source of GPTQ's exponents (reading A12).
     damping: Relative damping of GPTQ.
-
-  Trials of the balance do not follow the last options: they encode with GPTQ of fresh
-  exponents and damping .01 and the full rule, as the frozen quantizer does.
   """
 
   name: str = "hires"
