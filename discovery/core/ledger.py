@@ -85,18 +85,19 @@ class Ledger:
   @property
   def overspent(self) -> str:
     """The proposer's budget that is used up, with its sum, or an empty string."""
-    return self.overspent_with({})
-
-  def overspent_with(self, usage: Mapping[str, int]) -> str:
-    """Returns `overspent` as it would be after one more use of the proposer."""
-    used = self.proposer + Counter(usage)
-    tokens = used["input_tokens"] + used["output_tokens"]
-    dollars = used["micro_dollars"] / 1e6
+    tokens = self.proposer["input_tokens"] + self.proposer["output_tokens"]
+    dollars = self.proposer["micro_dollars"] / 1e6
     if self._max_tokens is not None and tokens >= self._max_tokens:
       return f"max-tokens: {tokens} of {self._max_tokens}"
     if self._max_cost is not None and dollars >= self._max_cost:
       return f"max-cost: {dollars:.6f} of {self._max_cost:.6f} dollars"
     return ""
+
+  def overspends(self, usage: Mapping[str, int]) -> bool:
+    """Returns whether one more use of the proposer uses its budget up."""
+    after = Ledger(self.budget, max_tokens=self._max_tokens, max_cost=self._max_cost)
+    after.proposer = self.proposer + Counter(usage)
+    return bool(after.overspent)
 
   def left_for(self, kind: str) -> int:
     """Calls of a kind that are neither charged nor reserved."""

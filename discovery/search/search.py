@@ -226,7 +226,7 @@ class Search:
       stagnation=max(0, len(self.history.experiments) - self._improved),
       compiles=self._config.compile_verdicts,
       restarts=self._config.parents == "initial",
-      overspends=lambda usage: bool(self.ledger.overspent_with(usage)),
+      overspends=self.ledger.overspends,
     )
 
   # Freeze and execute.

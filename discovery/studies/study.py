@@ -266,8 +266,9 @@ class Folder:
   def _screening(
     self, options: runs.RunOptions, task: task_.Task
   ) -> JailedExecutor | LocalExecutor | None:
-    is_screened = options.search.screen is not None
-    return self.executor(runs.proxy_of(task)) if is_screened else None
+    if options.search.screen is not None:
+      return self.executor(runs.proxy_of(task))
+    return None
 
   def landmarks(self, seed: int) -> dict[str, float]:
     """Returns held-out targets: the initial program, the ideal and the gates.
