@@ -41,7 +41,10 @@ def symbols(task: Task, parent: Record, outcome: Outcome) -> dict[str, Symbol]:
 
 
 def skip_pointless(task: Task, history: History, attempt: Attempt) -> None:
-  """Skips controls that separate no explanations left by the primary run."""
+  """Skips controls that separate no explanations left by the primary run.
+
+  A candidate that executes as its parent has its verdict without any.
+  """
   if attempt.packet.policy == "minimal":
     attempt.skipped = _pointless(task, attempt)
   if attempt.skipped:
@@ -54,6 +57,8 @@ def _pointless(task: Task, attempt: Attempt) -> frozenset[str]:
   registered = {c.name for c in packet.conditions if c.kind == "control"}
   if not registered:
     return frozenset()
+  if packet.conditions[0].exec_id == attempt.parent.exec_id:
+    return frozenset(registered)
   seen = symbols(task, attempt.parent, attempt.outcome)
   left = [e for e in packet.explanations if consistent(e.predicts(PRIMARY), seen)]
   allowed = [c for c in attempt.proposal.controls if c.name in registered]
