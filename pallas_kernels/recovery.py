@@ -181,7 +181,8 @@ def _choose(
     obstacle = f"it takes float32 or bfloat16, got {first.dtype}"
   elif not first.size:
     obstacle = f"there is nothing to do in shape {first.shape}"
-  obstacle = obstacle or lowering.obstacle()
+  flat = jax.ShapeDtypeStruct((first.size,), first.dtype)
+  obstacle = obstacle or lowering.unaddressed(flat) or lowering.obstacle()
   slower = ("pallas",) if first.size < FUSED_VALUES else ()
   return implementations.choose(place, implementation, pallas=obstacle, slower=slower)
 
