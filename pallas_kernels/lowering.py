@@ -109,6 +109,19 @@ def launch(
   return call(*operands)
 
 
+def with_reference(
+  kernel: Callable[..., T], reference: Callable[..., T], *operands: Any
+) -> T:
+  """Returns `kernel(*operands)`; for a gradient, the reference runs there and back.
+
+  A compiled kernel has no gradient. Neither function may capture traced arrays.
+  """
+  run = jax.custom_vjp(kernel)
+  run.defvjp(lambda *given: jax.vjp(reference, *given), lambda back, given: back(given))
+  result: Any = run(*operands)
+  return result
+
+
 def tail_mask(rows: int, tile: int, index: jax.Array) -> jax.Array | None:
   """Returns which of the `tile` rows of a tile exist; None if all tiles are full.
 

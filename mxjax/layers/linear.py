@@ -41,8 +41,8 @@ class Int8Matrix:
 
   def take_rows(self, index: jax.Array) -> jax.Array:
     """Looks up rows as float32; see `take_rows`."""
-    codes = jnp.take(self.codes, index, axis=0, mode="clip").astype(jnp.float32)
-    return codes * jnp.take(self.scales, index, axis=0, mode="fill")[..., None]
+    codes = _rows(self.codes, index).astype(jnp.float32)
+    return codes * _rows(self.scales, index)[..., None]
 
 
 @jax.tree_util.register_dataclass
