@@ -12,10 +12,13 @@ import dataclasses
 import gc
 import hashlib
 import os
+import pathlib
+import sys
 
 DEVICES = 8
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 import common
 import jax
@@ -26,25 +29,22 @@ from mxjax.calibration.calibration import Calibration
 from mxjax.devices import mesh as meshes
 from mxjax.devices.placement import Placement
 from mxjax.methods import recovery_fits
-from mxjax.models import CausalLM, ModelConfig
+from mxjax.models import CausalLM
 from mxjax.running import pipeline
+from tests import tiny
 
 SHAPES = (None, (2, 1), (8, 1), (4, 2), (1, 8))
 TOKENS = (16, 128)
 PROGRAM = dataclasses.replace(
   methods.RTN, name="rtn+recovery", recover=(recovery_fits.ATTENTION, recovery_fits.MLP)
 )
-CONFIG = ModelConfig(
+CONFIG = tiny.config(
   vocab_size=1024,
   hidden_size=256,
   intermediate_size=768,
-  num_layers=2,
   num_heads=8,
   num_kv_heads=4,
   head_dim=32,
-  norm_eps=1e-5,
-  tie_embeddings=True,
-  rope_theta=1e4,
   max_positions=TOKENS[1],
 )
 

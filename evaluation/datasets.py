@@ -44,14 +44,21 @@ def load_tokens(
 
   Raises:
     FileNotFoundError: The file does not exist.
-    ValueError: There is too little text, an array has the wrong shape, or the sampling
-      is unknown.
+    ValueError: There is too little text, an array has the wrong shape, a size is too
+      small, or the sampling is unknown.
     ConnectionError: Hub data was requested without a network.
   """
   place = f"{split} data" + (f" {source}" if source else "")
   if sampling not in (None, *SAMPLINGS):
     raise ValueError(
       f"{place}: expected a sampling of {', '.join(SAMPLINGS)}, got {sampling}."
+    )
+  # A window of one token predicts nothing.
+  least = 2 if split == "test" else 1
+  if length < least or (count is not None and count < 1):
+    raise ValueError(
+      f"{place}: expected at least one window of at least {least} tokens, got {count} "
+      f"of {length}; ask for more."
     )
   if source not in (None, *HUB_SETS) and not pathlib.Path(source).is_file():
     raise FileNotFoundError(

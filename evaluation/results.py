@@ -184,7 +184,7 @@ def references(results: Sequence[Result]) -> dict[str, Result]:
         raise ValueError(
           f"results: {result.source} and {exact.source} measured {task} on different "
           "tokens, so a damage would mean nothing; evaluate both with the same "
-          "--items, --windows and data."
+          "--items, --task-windows and data."
         )
       if theirs.get("dtype") != ours.get("dtype"):
         raise ValueError(

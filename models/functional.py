@@ -16,6 +16,7 @@ from mxjax.models.config import RopeScaling
 from mxjax.numerics import implementations, precision
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import rounded
+from mxjax.pallas_kernels import lowering
 from mxjax.pallas_kernels.attention import cached_attention as attention
 from mxjax.pallas_kernels.attention import prefill
 from mxjax.pallas_kernels.attention.shares import Attended
@@ -114,8 +115,8 @@ def _by_group(
 def _by_position(chunks: list[jax.Array]) -> jax.Array:
   """Joins output chunks `[b, k, g, t, d]` into `[batch, length, features]`."""
   features = jnp.concatenate(chunks, axis=3).transpose(0, 1, 2, 4, 3)
-  batch, *_, length = features.shape
-  return features.reshape(batch, -1, length).transpose(0, 2, 1)
+  batch, *sizes, length = features.shape
+  return features.reshape(batch, math.prod(sizes), length).transpose(0, 2, 1)
 
 
 class Tree(NamedTuple):
@@ -168,9 +169,12 @@ def causal_attention(
   Raises:
     NotImplementedError: A kernel was requested and cannot run.
   """
-  lowered = _choose(queries, keys, values, tree, implementation)
-  if lowered != "xla":
-    return _fused(queries, keys, values, window, lowered == "interpret")
+  chosen = _choose(queries, keys, values, tree, implementation)
+  if chosen != "xla":
+    how: Any = {"window": window, "interpret": chosen == "interpret"}
+    kernel = functools.partial(prefill.attend, **how)
+    reference = functools.partial(causal_attention, window=window, implementation="xla")
+    return lowering.with_reference(kernel, reference, queries, keys, values)
   length = queries.shape[1]
   query_chunk = query_chunk or (TREE_CHUNK if tree else QUERY_CHUNK)
   queries, keys, values = _by_group(queries, keys, values)
@@ -224,32 +228,6 @@ def attention_chosen(dtype: str, head_dim: int) -> dict[str, str]:
   }
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _fused(
-  queries: jax.Array,
-  keys: jax.Array,
-  values: jax.Array,
-  window: int | None,
-  interpret: bool,
-) -> jax.Array:
-  return prefill.attend(queries, keys, values, window=window, interpret=interpret)
-
-
-def _fused_forward(
-  queries: jax.Array,
-  keys: jax.Array,
-  values: jax.Array,
-  window: int | None,
-  interpret: bool,
-) -> tuple[jax.Array, Any]:
-  del interpret
-  reference = functools.partial(causal_attention, window=window, implementation="xla")
-  return jax.vjp(reference, queries, keys, values)
-
-
-_fused.defvjp(_fused_forward, lambda window, interpret, back, given: back(given))
-
-
 def _is_ancestor(
   tree: Tree, window: int | None, queries: np.ndarray, keys: np.ndarray
 ) -> jax.Array:
@@ -283,7 +261,8 @@ def cached_attention(
     queries: `[batch, new, heads, head_dim]`, rotated, at the positions from `start`.
     keys: Keys of the same tokens, `[batch, new, kv_heads, head_dim]`, rotated.
     values: Values of the same tokens, same shape as `keys`.
-    past: The cache, with room for the new tokens; entries from `start` on are ignored.
+    past: The cache, with room for the new tokens. What is from `start` on must be
+      finite, and has no influence.
     start: Position of the first query, int32.
     window: Newest keys that a query attends to, itself included; None for all.
     query_chunk: Queries per chunk; does not affect the result.

@@ -353,7 +353,7 @@ def check_arguments(
     f"tokens of shape [batch >= 1, length >= 1], got {tokens.shape}": is_empty,
     f"max_new_tokens >= 0, got {max_new_tokens}": max_new_tokens < 0,
     f"at most {limit} positions, got {length}": length > limit,
-    f"temperature >= 0, got {temperature}": temperature < 0,
+    f"temperature >= 0, got {temperature}": not temperature >= 0,
     f"top_k >= 1, got {top_k}": top_k is not None and top_k < 1,
     f"0 < top_p <= 1, got {top_p}": top_p is not None and not 0 < top_p <= 1,
     "a random key above temperature 0, got none": temperature > 0 and key is None,

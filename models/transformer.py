@@ -155,11 +155,12 @@ class Attention(nn.Module):
   def _project(self, x: fused_inputs.Input) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns rotated queries, rotated keys, and values: `[B, T, heads, head_dim]`."""
     config = self.config
-    by_head = (*x.shape[:2], -1, config.head_dim)
+    head_dim = config.head_dim
+    by_head = lambda y: y.reshape(*y.shape[:2], y.shape[2] // head_dim, head_dim)
     queries, keys, values = _side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
     if config.qk_norm == "projection":
       queries, keys = self.q_norm(queries), self.k_norm(keys)
-    queries, keys = queries.reshape(by_head), keys.reshape(by_head)
+    queries, keys = by_head(queries), by_head(keys)
     if config.qk_norm == "head":
       queries, keys = self.q_norm(queries), self.k_norm(keys)
     frequencies = functional.inverse_frequencies(
@@ -169,7 +170,7 @@ class Attention(nn.Module):
     start = tree.positions if tree else self.get_variable(CACHE, "start", 0)
     queries = functional.rotary(queries, frequencies, start)
     keys = functional.rotary(keys, frequencies, start)
-    return queries, keys, values.reshape(by_head)
+    return queries, keys, by_head(values)
 
   def _attend(self, queries: jax.Array, keys: jax.Array, values: jax.Array) -> Any:
     """Attends to the past, using the cache if there is one: `[B, T, features]`."""

@@ -4,15 +4,18 @@ Only this file knows the backend, besides the folder `mosaic`. Compiler paramete
 always explicit, because the default backend differs between JAX versions.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+
+T = TypeVar("T")
 
 BlockSpec = pl.BlockSpec
 program_id = pl.program_id
@@ -45,6 +48,21 @@ def obstacle(mosaic: str | None = "it has no Mosaic form") -> str | None:
   return mosaic if backend() == "mosaic" else None
 
 
+def unaddressed(*arrays: Any) -> str | None:
+  """Returns why a kernel of Triton cannot address arrays of these shapes, or None.
+
+  On an axis, places of blocks are 32-bit. So are those of elements in arrays of up to 4
+  GiB, and jax (0.10, 0.11) extends them by their sign: bytes from 2 GiB on would be
+  looked for before the array.
+  """
+  for a in arrays:
+    size = math.prod(a.shape)
+    is_signed = a.dtype.itemsize == 1 and 2**31 < size <= 2**32
+    if is_signed or max(a.shape, default=0) >= 2**31:
+      return f"places in {a.dtype}{list(a.shape)} do not fit its 32 bits"
+  return None
+
+
 def device_kind() -> str:
   """Returns the name of the device that computations target, such as `NVIDIA H200`."""
   device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
@@ -68,7 +86,15 @@ def launch(
 
   `in_place` maps operand numbers, counted over all arrays, to outputs that reuse the
   operand's memory.
+
+  Raises:
+    NotImplementedError: An array has the sizes that `unaddressed` names.
   """
+  if obstacle := unaddressed(*jax.tree.leaves((operands, out_shape))):
+    raise NotImplementedError(
+      f"pallas_kernels.{name}: cannot run because {obstacle}; pass fewer rows at once, "
+      "or implementation='xla'."
+    )
   call = pl.pallas_call(
     kernel,
     grid=grid,
@@ -81,6 +107,19 @@ def launch(
     compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
   )
   return call(*operands)
+
+
+def with_reference(
+  kernel: Callable[..., T], reference: Callable[..., T], *operands: Any
+) -> T:
+  """Returns `kernel(*operands)`; for a gradient, the reference runs there and back.
+
+  A compiled kernel has no gradient. Neither function may capture traced arrays.
+  """
+  run = jax.custom_vjp(kernel)
+  run.defvjp(lambda *given: jax.vjp(reference, *given), lambda back, given: back(given))
+  result: Any = run(*operands)
+  return result
 
 
 def tail_mask(rows: int, tile: int, index: jax.Array) -> jax.Array | None:

@@ -192,6 +192,8 @@ def _choose(
   place: str, implementation: Implementation | None, tensor: mxfp4.MXTensor
 ) -> Implementation:
   obstacle = None if tensor.codes.size else f"there is nothing in {tensor.shape}"
+  blocks = tensor.scales.size, mxfp4.BLOCK_SIZE // 2
+  obstacle = obstacle or lowering.unaddressed(jax.ShapeDtypeStruct(blocks, jnp.uint8))
   obstacle = obstacle or lowering.obstacle()
   return implementations.choose(place, implementation, pallas=obstacle)
 

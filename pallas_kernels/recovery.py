@@ -181,7 +181,8 @@ def _choose(
     obstacle = f"it takes float32 or bfloat16, got {first.dtype}"
   elif not first.size:
     obstacle = f"there is nothing to do in shape {first.shape}"
-  obstacle = obstacle or lowering.obstacle()
+  flat = jax.ShapeDtypeStruct((first.size,), first.dtype)
+  obstacle = obstacle or lowering.unaddressed(flat) or lowering.obstacle()
   slower = ("pallas",) if first.size < FUSED_VALUES else ()
   return implementations.choose(place, implementation, pallas=obstacle, slower=slower)
 
@@ -203,7 +204,8 @@ def gated_product(
   implementation = _choose(implementation, place, gate, up)
   if implementation == "xla":
     return mlp_recovery.apply(gate, up, recovery)
-  return launch_product(gate, up, recovery, interpret=implementation == "interpret")
+  kernel = functools.partial(launch_product, interpret=implementation == "interpret")
+  return lowering.with_reference(kernel, mlp_recovery.apply, gate, up, recovery)
 
 
 def recover_values(
@@ -222,9 +224,17 @@ def recover_values(
   place = "pallas_kernels.recover_values"
   implementation = _choose(implementation, place, values)
   if implementation == "xla":
-    wide = values.astype(jnp.float32)
-    if bias is not None:
-      shape = (1,) * (values.ndim - 2) + values.shape[-2:]
-      wide = wide + bias.astype(jnp.float32).reshape(shape)
-    return value_recovery.apply(wide, recovery).astype(values.dtype)
-  return launch_values(values, recovery, bias, interpret=implementation == "interpret")
+    return _recovered(values, recovery, bias)
+  kernel = functools.partial(launch_values, interpret=implementation == "interpret")
+  return lowering.with_reference(kernel, _recovered, values, recovery, bias)
+
+
+def _recovered(
+  values: jax.Array, recovery: value_recovery.ValueRecovery, bias: jax.Array | None
+) -> jax.Array:
+  """Computes `recover_values` with the reference functions."""
+  wide = values.astype(jnp.float32)
+  if bias is not None:
+    shape = (1,) * (values.ndim - 2) + values.shape[-2:]
+    wide = wide + bias.astype(jnp.float32).reshape(shape)
+  return value_recovery.apply(wide, recovery).astype(values.dtype)

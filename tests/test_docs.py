@@ -160,6 +160,32 @@ def instructions():
   }
 
 
+PROGRAMS = {
+  "a float layer with its inputs captured": ("capture",),
+  "Hessian of width 4,096 / 12,288": ("Hessian, width 4096", "Hessian, width 12288"),
+  "two trials of the balance, width 12,288": ("trials, width 12288",),
+  "half step of all blocks, width 12,288": ("half step, width 12288",),
+  "attention / MLP recovery": ("attention recovery", "mlp recovery"),
+}
+"""The functions of a row of the table of a build, by their names in the result file."""
+
+
+def programs():
+  functions = result("gpu_programs")["functions"]
+  of = lambda names, read: " / ".join(read(functions[name]) for name in names)
+  product = lambda f: next(key for key in f if key.endswith("operations of products"))
+  kind = {"bf16": "bfloat16", "f32": "float32"}
+  return {
+    row: [
+      of(names, lambda f: str(f["launches"])),
+      of(names, lambda f: f"{f['bytes'] / 1e9:.2g}"),
+      of(names, lambda f: f"{f[product(f)] / 1e12:.2g}")
+      + f" T in {kind[product(functions[names[0]]).split()[0]]}",
+    ]
+    for row, names in PROGRAMS.items()
+  }
+
+
 def mesh_memory():
   size = lambda value: "-" if value is None else f"{value / 1e6:.1f}"
   name = lambda mesh: (
@@ -203,6 +229,11 @@ def shown_rows(document, head, label_cells=1):
       "results/runtime.md",
       "| kernel | instructions | on integer units | bound / memory rate |",
       *(1, instructions),
+    ),
+    (
+      "results/runtime.md",
+      "| function | launches | GB | operations of products |",
+      *(1, programs),
     ),
     (
       "guides/devices.md",

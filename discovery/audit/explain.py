@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mxjax.discovery.core import candidate_source
-from mxjax.discovery.core.store import read_events
+from mxjax.discovery.core.store import begun_events
 from mxjax.evaluation.cli.console import printable
 
 Event = dict[str, Any]
@@ -97,7 +97,7 @@ def find(folder: pathlib.Path, program: str) -> list[Story]:
   """
   named = [
     s
-    for s in stories(folder, read_events(folder))
+    for s in stories(folder, begun_events(folder))
     if s.packet["packet"]["program"].startswith(program)
   ]
   names = {s.packet["packet"]["program"] for s in named}

@@ -10,7 +10,7 @@ from mxjax.discovery.audit import explain, programs
 from mxjax.discovery.audit.explain import Story
 from mxjax.discovery.audit.status import proposer_use
 from mxjax.discovery.core.ledger import KINDS
-from mxjax.discovery.core.store import read_events
+from mxjax.discovery.core.store import begun_events
 from mxjax.discovery.core.verdict import Verdict
 from mxjax.discovery.search import heldout
 from mxjax.evaluation.report import html as report_html
@@ -47,7 +47,7 @@ def write(folder: pathlib.Path) -> pathlib.Path:
 
 def page(folder: pathlib.Path) -> str:
   """Returns the HTML of the report."""
-  events = read_events(folder)
+  events = begun_events(folder)
   told = explain.stories(folder, events)
   first = events[0]
   title = f"Discovery on {first['task']['task']}, seed {first['config']['seed']}"

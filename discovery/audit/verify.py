@@ -1,14 +1,15 @@
 """Verifies a run: recomputes every hash and executes some conditions again."""
 
 import dataclasses
+import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core import task as task_
-from mxjax.discovery.core.candidate_source import admit
-from mxjax.discovery.core.store import Store, read_events
+from mxjax.discovery.core.candidate_source import admit, with_functions
+from mxjax.discovery.core.store import Store, begun_events
 from mxjax.discovery.core.task import Call
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
@@ -42,7 +43,7 @@ def verify(folder: pathlib.Path, calls: int = 3, seed: int = 0) -> Verification:
   Raises:
     ValueError: The hash chain of the log is broken.
   """
-  events = read_events(folder)
+  events = begun_events(folder)
   packets = {e["id"]: e for e in events if e["event"] == "packet"}
   outcomes = [e for e in events if e["event"] == "outcome"]
   options = runs.read_options(folder)
@@ -77,6 +78,19 @@ def verify(folder: pathlib.Path, calls: int = 3, seed: int = 0) -> Verification:
   )
 
 
+def _controls(
+  folder: pathlib.Path, task: task_.Task, program: str, name: str
+) -> Iterator[str]:
+  """Yields the sources of a program's controls of a name that are programs too."""
+  for path in sorted((folder / "proposals").glob("*.json")):
+    proposal = json.loads(path.read_text())
+    for control in proposal.get("controls", ()):
+      code = control["intervention"].get("code")
+      if control["name"] == name and code is not None:
+        if admit(proposal["source"], task.interface).id == program:
+          yield with_functions(proposal["source"], code)
+
+
 def _execute(
   folder: pathlib.Path,
   options: runs.RunOptions,
@@ -94,6 +108,9 @@ def _execute(
     for program in filter(None, (packet["parent"], packet["program"])):
       # Preparing a program stores the artifacts that the call executes.
       evaluator.prepare((folder / "programs" / f"{program}.py").read_text())
+    if event["kind"] == "control":
+      for source in _controls(folder, task, packet["program"], event["condition"]):
+        evaluator.prepare(source)
     conditions = {c["name"]: c for c in packet["conditions"]}
     calls.append(Call(**conditions[event["condition"]]["call"]))
   measured: dict[int, Mapping[str, float]] = {}

@@ -20,7 +20,7 @@ from mxjax.discovery.cli.options import run_options
 from mxjax.discovery.core import edit_templates
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.proposal import OutageError
-from mxjax.discovery.core.store import read_events
+from mxjax.discovery.core.store import begun_events
 from mxjax.discovery.proposers import weighted
 from mxjax.discovery.sandbox import jail, supervisor
 from mxjax.discovery.search import runs
@@ -144,7 +144,7 @@ def _search(folder: pathlib.Path, options: argparse.Namespace) -> None:
     ) from error
   path = report.write(folder)
   say(f"champion {champion.id[:12]}, found at call {champion.call}")
-  ledger = read_events(folder)[-1]["ledger"]
+  ledger = begun_events(folder)[-1]["ledger"]
   say(f"ledger: {ledger}")
   if paid := ledger["proposer"].get("micro_dollars"):
     say(f"the proposer's tokens cost {paid / 1e6:.2f} dollars at the given prices")
@@ -175,7 +175,7 @@ def write_report(options: argparse.Namespace) -> None:
 def explain_program(options: argparse.Namespace) -> None:
   """Implements `mxjax discover explain`."""
   folder = pathlib.Path(options.folder)
-  margins_ = read_events(folder)[0]["margins"]
+  margins_ = begun_events(folder)[0]["margins"]
   for story in explain.find(folder, options.program):
     print(explain.text(story, margins_))
 

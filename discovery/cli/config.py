@@ -99,8 +99,10 @@ def _option(path: str, name: str, value: Any, action: argparse.Action) -> list[s
       return [f"--{'' if value else 'no-'}{name}"]
   elif action.metavar == "JSON":
     expected = "a table, an array of tables or JSON text"
-    if isinstance(value, dict | list | str):
-      return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    if isinstance(value, str):
+      return [f"--{name}={value}"]
+    if isinstance(value, dict | list):
+      return [f"--{name}={_json(path, name, value)}"]
   elif action.nargs is not None:
     expected = "an array"
     if isinstance(value, list):
@@ -108,6 +110,14 @@ def _option(path: str, name: str, value: Any, action: argparse.Action) -> list[s
   elif isinstance(value, int | float | str) and not isinstance(value, bool):
     return [f"--{name}={value}"]
   raise ValueError(f"{path}: {name}: expected {expected}, got {value!r}.")
+
+
+def _json(path: str, name: str, value: Any) -> str:
+  try:
+    return json.dumps(value, allow_nan=False)
+  except (TypeError, ValueError) as error:
+    # TOML has dates, times and infinities, which JSON does not.
+    raise ValueError(f"{path}: {name}: {error}; write it as text.") from None
 
 
 def text(resolved: Mapping[str, Any]) -> str:

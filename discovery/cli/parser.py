@@ -38,7 +38,7 @@ FLAG = argparse.BooleanOptionalAction
 
 
 def amount(text: str) -> float:
-  """Returns a number of dollars.
+  """Returns a number of dollars, or of seconds.
 
   Raises:
     ValueError: It is negative or not finite.
@@ -46,6 +46,17 @@ def amount(text: str) -> float:
   if not 0 <= (value := float(text)) < float("inf"):
     raise ValueError
   return value
+
+
+def at_least(least: int) -> Callable[[str], int]:
+  """Returns a type of whole numbers for `add_argument`."""
+
+  def count(text: str) -> int:
+    if (value := int(text)) < least:
+      raise argparse.ArgumentTypeError(f"expected at least {least}, got {text}")
+    return value
+
+  return count
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,7 +110,7 @@ def register(commands: Any) -> None:
   status.add_argument("folder", metavar="DIR", help="folder of a run")
   status.add_argument(
     "--follow",
-    type=float,
+    type=amount,
     nargs="?",
     const=2.0,
     metavar="SECONDS",
@@ -112,7 +123,9 @@ def register(commands: Any) -> None:
     "verify", "compute every hash again, and run some programs again", "verify_run"
   )
   verify.add_argument("folder", metavar="DIR", help="folder of a run")
-  verify.add_argument("--calls", type=int, default=3, metavar="K", help="programs")
+  verify.add_argument(
+    "--calls", type=at_least(0), default=3, metavar="K", help="programs"
+  )
   doctor = verb("doctor", "what this machine can do", "doctor")
   doctor.add_argument("--endpoint", metavar="URL", help="ask this endpoint, too")
   study = verb(
@@ -143,7 +156,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     "--max-tokens",
-    type=int,
+    type=at_least(1),
     metavar="N",
     help="end the run after the answer with which the proposer has used N, in and out",
   )
@@ -154,7 +167,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
-  add("--workers", type=int, default=1, metavar="N", help="processes")
+  add("--workers", type=at_least(1), default=1, metavar="N", help="processes")
   add("--ray", action=FLAG, help="workers on a Ray cluster")
   add(
     "--compiled",
@@ -181,14 +194,16 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--transfer-model", metavar="MODEL", help=told)
   told = "compute dtype of the models of the ptq task; float32 when omitted"
   arguments.add(parser, "--dtype", help=told)
-  add("--budget", type=int, default=240, metavar="CALLS", help="of the evaluator")
+  add(
+    "--budget", type=at_least(1), default=240, metavar="CALLS", help="of the evaluator"
+  )
   add("--seed", type=int, default=0, help="of every random choice")
   add("--arm", default="quantforge", choices=sorted(ARMS), help="which search")
   told = "the program to begin from: a file, or gptq, wush or hires for the ptq task"
   add("--start", default="", metavar="PROGRAM", help=told)
   told = "revise programs whose own change a verdict retired, by taking it back"
   add("--revise-retired", action=FLAG, default=True, help=told)
-  add("--width", type=int, default=1, help="proposals made from one state")
+  add("--width", type=at_least(1), default=1, help="proposals made from one state")
   add(
     "--screen",
     type=float,
@@ -198,7 +213,7 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   )
   add(
     "--proposals-per-call",
-    type=int,
+    type=at_least(1),
     default=6,
     metavar="N",
     help="after N proposals for each call of the budget the run ends",

@@ -9,10 +9,11 @@ from typing import Any
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.sandbox.jail import LEVELS
 from mxjax.discovery.search import runs
+from mxjax.discovery.search.settings import SearchConfig
 from mxjax.discovery.studies import figures, study, tables
 from mxjax.evaluation.cli.console import say
 
-SHARED = ("screen", "start", "proposals_per_call")
+SHARED = ("screen", "start", "proposals_per_call", "revise_retired")
 """Fields of `SearchConfig` that the command line sets for all arms of a study."""
 
 
@@ -22,8 +23,14 @@ def options(
   """Builds the options of a study folder, from those of a run on the task `spec`.
 
   Raises:
-    ValueError: The sandbox is off for a proposer other than `embedded`.
+    ValueError: The sandbox is off for a proposer other than `embedded`; or an option is
+      set that a study does not have.
   """
+  if (parsed.arm, parsed.width) != ("quantforge", 1):
+    raise ValueError(
+      "study: a study has its own arms, of one proposal from each state; leave out "
+      f"--arm {parsed.arm} and --width {parsed.width}."
+    )
   proposer = run.proposer
   if proposer["kind"] != "embedded" and parsed.sandbox == "off":
     raise ValueError(
@@ -39,7 +46,11 @@ def options(
     gate_at=parsed.gate_at,
     is_allocated=parsed.paper_allocation,
     is_sequential=parsed.our_accounting,
-    config={name: run.config[name] for name in SHARED if name in run.config},
+    config={
+      name: value
+      for name, value in run.config.items()
+      if name in SHARED and value != getattr(SearchConfig, name)
+    },
     expects=parsed.expects,
     sandbox=parsed.sandbox,
     proposer=proposer,

@@ -3,7 +3,7 @@
 import hashlib
 import importlib.resources
 import json
-import math
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.resources.abc import Traversable
 from typing import Any, TypeVar
@@ -50,7 +50,8 @@ def shuffled(options: Sequence[T], *address: Any) -> list[T]:
 def finite(value: float) -> bool:
   """Returns whether a value is a finite number; booleans do not count as numbers."""
   is_number = isinstance(value, float | int) and not isinstance(value, bool)
-  return is_number and math.isfinite(value)
+  # Written so that an integer too long for a float is none either.
+  return is_number and abs(value) <= sys.float_info.max
 
 
 def source_digest(*packages: str) -> str:

@@ -93,6 +93,12 @@ class Ledger:
       return f"max-cost: {dollars:.6f} of {self._max_cost:.6f} dollars"
     return ""
 
+  def overspends(self, usage: Mapping[str, int]) -> bool:
+    """Returns whether one more use of the proposer uses its budget up."""
+    after = Ledger(self.budget, max_tokens=self._max_tokens, max_cost=self._max_cost)
+    after.proposer = self.proposer + Counter(usage)
+    return bool(after.overspent)
+
   def left_for(self, kind: str) -> int:
     """Calls of a kind that are neither charged nor reserved."""
     if self._allocation is None:

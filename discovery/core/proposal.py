@@ -140,6 +140,7 @@ class Context:
     stagnation: Packets since the best program last improved.
     compiles: Whether verdicts become demands; otherwise they are reflected on freely.
     restarts: Whether every proposal revises the initial program, as in best-of-N.
+    overspends: Whether a use, like that of `Proposal`, ends the proposer's budget.
   """
 
   seed: int
@@ -155,6 +156,7 @@ class Context:
   stagnation: int
   compiles: bool = True
   restarts: bool = False
+  overspends: Callable[[Mapping[str, int]], bool] = lambda usage: False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

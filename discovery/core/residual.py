@@ -54,11 +54,11 @@ class Control:
 
   def __post_init__(self) -> None:
     """Rejects a reserved name or a cost that the ledger cannot charge."""
-    if (
-      self.name in (PRIMARY, "probe") or not isinstance(self.cost, int) or self.cost < 1
-    ):
+    # Probes are named after the demand that they check.
+    is_taken = self.name == PRIMARY or self.name.startswith("probe")
+    if is_taken or not isinstance(self.cost, int) or self.cost < 1:
       raise ValueError(
-        f"Control {self.name!r}: expected a name other than {PRIMARY!r} and 'probe' "
+        f"Control {self.name!r}: expected a name other than {PRIMARY!r} and 'probe...' "
         f"and an integer cost of at least 1, got cost {self.cost!r}; mend the proposal."
       )
 

@@ -7,12 +7,13 @@ of workers, and so does a run that was killed and resumed. Results that cost som
 identity as soon as they are known; a resumed run reads them instead of paying again.
 """
 
+import fcntl
 import json
 import os
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from mxjax.discovery.core import identity
 from mxjax.storage import atomic_io
@@ -26,16 +27,20 @@ class ReplayError(RuntimeError):
 
 
 class Store:
-  """A run folder. Events are in its log, not in memory."""
+  """A run folder. Events are in its log, not in memory, and one process writes it."""
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
-    """Opens a folder that is new or has a log to replay."""
+    """Opens a folder that is new or has a log to replay.
+
+    Raises:
+      BlockingIOError: Another process has its log open.
+    """
     self.path = pathlib.Path(path)
     self.path.mkdir(parents=True, exist_ok=True)
     self._count, self._last = 0, ""
+    self._file: TextIO | None = None
     self._left = self._read_log()
     self._next = next(self._left, None)
-    self._file = None
 
   @property
   def replaying(self) -> bool:
@@ -47,11 +52,25 @@ class Store:
     path = self.path / "log.jsonl"
     if not path.exists():
       return iter(())
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-      atomic_io.write_durably(path, whole)
+    file, data = self._opened(), path.read_bytes()
+    if (whole := data.rfind(b"\n") + 1) < len(data):
+      file.truncate(whole)
     return _lines(path)
+
+  def _opened(self) -> TextIO:
+    """Returns the log, locked: a second writer would break its chain."""
+    if self._file is None:
+      file = (self.path / "log.jsonl").open("a", encoding="utf-8")
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError as error:
+        file.close()
+        raise BlockingIOError(
+          f"discover: another process is at work in {self.path}; wait until it has "
+          "ended, or end it."
+        ) from error
+      self._file = file
+    return self._file
 
   def emit(self, event_name: str, /, **fields: Any) -> dict[str, Any]:
     """Appends an event durably, or checks it against the log while replaying.
@@ -73,11 +92,12 @@ class Store:
         )
       self._next = next(self._left, None)
     else:
-      if self._file is None:
-        self._file = (self.path / "log.jsonl").open("a", encoding="utf-8")
-      self._file.write(line + "\n")
-      self._file.flush()
-      os.fsync(self._file.fileno())
+      file = self._opened()
+      if not number and file.tell():
+        raise ReplayError(f"{self.path}: another process began its log; resume again.")
+      file.write(line + "\n")
+      file.flush()
+      os.fsync(file.fileno())
     self._count, self._last = number + 1, event["hash"]
     # The JSON round trip makes a run and its replay hold identical values.
     return json.loads(line)
@@ -106,7 +126,7 @@ class Store:
     atomic_io.write_durably(self.path / folder / name, data)
 
   def close(self) -> None:
-    """Closes the log file."""
+    """Closes the log, which another process may open then."""
     if self._file is not None:
       self._file.close()
       self._file = None
@@ -124,9 +144,19 @@ def _with_shared_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   return {sys.intern(key): value for key, value in pairs}
 
 
-def _with_shared_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  """Returns a dict whose keys are one string in all events, for half of the memory."""
-  return {sys.intern(key): value for key, value in pairs}
+def begun_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """Returns all events of a run that has begun; see `read_events`.
+
+  Raises:
+    ValueError: There is no event yet, or no log.
+  """
+  has_log = (pathlib.Path(path) / "log.jsonl").exists()
+  if not (events := read_events(path) if has_log else []):
+    raise ValueError(
+      f"discover: expected the log of a run in {path}, got no event; name the folder "
+      "of a run, or try again once it has begun."
+    )
+  return events
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

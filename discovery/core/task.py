@@ -9,6 +9,7 @@ files of `discovery.tasks.two_files`. `path` beside `task` is the folder of the 
 import dataclasses
 import enum
 import importlib
+import inspect
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -230,6 +231,11 @@ class _Located:
 
   def _located(self, task: "Task | None") -> "Task | None":
     return None if task is None else _Located(task, self._path)
+
+
+def module_file(task: Task) -> str:
+  """Returns the file that defines the class of a task."""
+  return inspect.getfile(type(task._task if isinstance(task, _Located) else task))
 
 
 WORLDS: Mapping[str, str] = {

@@ -25,6 +25,8 @@ from mxjax.discovery.core.proposal import OutageError
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 MAX_REPLY_BYTES = 16 << 20
+MAX_TOKENS = 1 << 40
+"""Of one reply, so that a price of it is a number."""
 PROBE_SECONDS = 10.0
 SECRET_LENGTH = 8
 """Keys shorter than this, such as the `EMPTY` of a local server, are not cut out."""
@@ -40,8 +42,8 @@ class Reply(pydantic.BaseModel, extra="forbid", strict=True):
   text: str
   model: str
   finish_reason: str
-  input_tokens: int = pydantic.Field(ge=0)
-  output_tokens: int = pydantic.Field(ge=0)
+  input_tokens: int = pydantic.Field(ge=0, le=MAX_TOKENS)
+  output_tokens: int = pydantic.Field(ge=0, le=MAX_TOKENS)
   attempts: int = 1
 
 
@@ -322,7 +324,11 @@ class Cassette:
     self._scope = {"scope": scope} if scope else {}
     self._replies: dict[str, Reply] = {}
     if self._path.exists():
-      for line in self._path.read_text().splitlines():
+      *whole, torn = self._path.read_bytes().split(b"\n")
+      if torn and mode == "record":
+        # The recorder was killed while it wrote; the run folder may hold the reply.
+        os.truncate(self._path, self._path.stat().st_size - len(torn))
+      for line in whole:
         entry = json.loads(line)
         self._replies[entry["request"]] = Reply(**entry["reply"])
     elif mode == "replay":

@@ -53,7 +53,7 @@ class Answer(pydantic.BaseModel, extra="forbid", strict=True):
 
 def _json_of(text: str) -> str:
   """Extracts the JSON object of a reply: all of it, or the inside of its code fence."""
-  if "```" not in text:
+  if "```" not in text or text.lstrip().startswith("{"):
     return text
   inside = text.split("```")[1]
   return inside.removeprefix("json").strip()
@@ -90,6 +90,8 @@ class LlmProposer:
   def propose(self, context: Context) -> Proposal:
     """See `Proposer.propose`; an answer that is not admitted gets one repair turn.
 
+    There is none once the answer has used up the run's tokens or money.
+
     Raises:
       OutageError: The client has no answer, or too many in a row were unusable.
     """
@@ -113,6 +115,8 @@ class LlmProposer:
         return proposal
       except ValueError as error:
         complaint = str(error)[:2000]
+        if context.overspends(usage):
+          break
         repair = [
           {"role": "assistant", "content": reply.text},
           {"role": "user", "content": f"That was not accepted: {complaint} Repair it."},

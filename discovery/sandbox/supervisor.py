@@ -16,7 +16,7 @@ from typing import Any
 
 import mxjax
 from mxjax.discovery.core.task import Status
-from mxjax.discovery.sandbox import frames, jail
+from mxjax.discovery.sandbox import answers, frames, jail
 
 HERE = pathlib.Path(__file__).resolve().parent
 LIBRARY = pathlib.Path(mxjax.__file__).resolve().parent.parent
@@ -69,24 +69,6 @@ class WorkerError(RuntimeError):
     self.status = status
 
 
-def strict_json(data: bytes) -> Any:
-  """Parses JSON without NaN, infinities or repeated keys.
-
-  Raises:
-    ValueError: The data is not such JSON; the message names the fault.
-  """
-
-  def distinct(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(items)) != len(items):
-      raise ValueError(f"repeated keys in {[key for key, _ in items]}")
-    return dict(items)
-
-  def refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-  return json.loads(data, object_pairs_hook=distinct, parse_constant=refuse)
-
-
 class Worker:
   """A worker process that answers framed requests."""
 
@@ -103,10 +85,13 @@ class Worker:
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=self._errors,
+      bufsize=0,
       env=_clean_environment(),
       cwd="/",
       start_new_session=True,
     )
+    assert self._process.stdin is not None
+    os.set_blocking(self._process.stdin.fileno(), False)
     self._receive(time.monotonic() + START_SECONDS)
 
   def ask(self, request: bytes, seconds: float | None = None) -> list[bytes]:
@@ -116,14 +101,21 @@ class Worker:
       WorkerError: There was no answer in time; the worker has been killed.
       ValueError: The lengths of the answer's parts do not add up.
     """
-    assert self._process.stdin is not None
     deadline = time.monotonic() + (seconds or self._limits.seconds)
     try:
-      self._process.stdin.write(frames.frame(request))
-      self._process.stdin.flush()
+      self._write(frames.frame(request), deadline)
     except BrokenPipeError:
       self._fail(Status.CRASHED, "the worker is gone")
     return self._receive(deadline)
+
+  def _write(self, data: bytes, deadline: float) -> None:
+    assert self._process.stdin is not None
+    fd, left = self._process.stdin.fileno(), memoryview(data)
+    while left:
+      wait = deadline - time.monotonic()
+      if wait <= 0 or not select.select([], [fd], [], wait)[1]:
+        self._fail(Status.TIMEOUT, "the request was not read before the deadline")
+      left = left[os.write(fd, left) :]
 
   def _receive(self, deadline: float) -> list[bytes]:
     length = frames.length_of(self._read(8, deadline))
@@ -324,15 +316,15 @@ class RunWorker:
   ) -> tuple[dict[str, Any], bytes]:
     try:
       head, payload = self._start().ask(frames.pack(parts), seconds)
-      answer = strict_json(head)
+      answer = answers.parse(head)
     except WorkerError:
       self.close()
       raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       self.close()
       raise WorkerError(Status.NOT_FINITE, f"the evaluator sent {error}") from error
     if answer["status"] != Status.OK:
-      raise WorkerError(Status(answer["status"]), answer["detail"])
+      raise WorkerError(answer["status"], answer["detail"])
     return answer, payload
 
   def gate(
@@ -347,8 +339,14 @@ class RunWorker:
     blobs = [hooks[spec["name"]] for spec in specs]
     seconds = min(GATE_SECONDS, self._limits.seconds)
     answer, _ = self._ask([json.dumps(request).encode(), *blobs], seconds)
-    names = [spec["name"] for spec in specs]
-    return dict(zip(names, answer["computation"], strict=True))
+    names, found = [spec["name"] for spec in specs], answer.get("computation")
+    # The identities become names of files.
+    if not isinstance(found, list) or [*map(answers.is_identity, found)] != [
+      True
+    ] * len(names):
+      self.close()
+      raise WorkerError(Status.REFUSED, f"the gate sent identities {found!r:.200}")
+    return dict(zip(names, found, strict=True))
 
   def run(
     self,

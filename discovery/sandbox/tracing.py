@@ -115,13 +115,16 @@ def trace(source: str, hooks: list[dict[str, Any]]) -> list[TracedHook]:
   """Executes candidate source and exports its hooks, in the order of `hooks`.
 
   Call this only in a jail or with trusted source. `hooks` is `Interface.to_list()`;
-  hooks that the source does not define are left out.
+  hooks that the source does not define are left out. Each hook has a module of its own:
+  a hook that another one changed by being traced would depend on more than its key
+  (`candidate_source.hook_keys`) holds.
   """
-  namespace: dict[str, Any] = {"__name__": "candidate"}
-  with tracing_scope():
-    exec(compile(source, "<candidate>", "exec", dont_inherit=True), namespace)  # noqa: S102
-  return [
-    trace_hook(namespace[spec["name"]], spec)
-    for spec in hooks
-    if callable(namespace.get(spec["name"]))
-  ]
+  code = compile(source, "<candidate>", "exec", dont_inherit=True)
+  traced = []
+  for spec in hooks:
+    namespace: dict[str, Any] = {"__name__": "candidate"}
+    with tracing_scope():
+      exec(code, namespace)  # noqa: S102
+    if callable(hook := namespace.get(spec["name"])):
+      traced.append(trace_hook(hook, spec))
+  return traced

@@ -21,7 +21,7 @@ from mxjax.discovery.core.packet import Condition
 from mxjax.discovery.core.residual import PRIMARY
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Call, Outcome, Status, Task
-from mxjax.discovery.sandbox.executor import Executor
+from mxjax.discovery.sandbox.executor import Executor, Traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ class CachedEvaluator:
     return self._traced(admitted, self._completed(admitted))
 
   def _traced(self, admitted: CandidateSource, completed: str) -> Prepared:
-    traced = self._executor.trace(completed)
+    traced = self._trace(completed)
     prepared = Prepared(
       admitted.id, admitted.source, traced.status, traced.detail, admitted
     )
@@ -166,6 +166,22 @@ class CachedEvaluator:
       }
     call = Call(computation, admitted.plan, {}).active(self.task.interface)
     return dataclasses.replace(prepared, computation=computation, call=call)
+
+  def _trace(self, completed: str) -> Traced:
+    """Traces a source; one that failed stays so, with its first detail.
+
+    Errors name addresses, and time limits depend on the machine, so a resumed run could
+    not repeat its log.
+    """
+    key = identity.digest([self.fingerprint, completed])
+    if (failed := self._store.get("failures", key)) is not None:
+      return Traced(Status(failed["status"]), detail=failed["detail"])
+    traced = self._executor.trace(completed)
+    if traced.status != Status.OK:
+      self._store.put(
+        "failures", key, {"status": traced.status, "detail": traced.detail}
+      )
+    return traced
 
   def _completed(self, admitted: CandidateSource) -> str:
     """Returns the source with defaults added for hooks that it does not define."""

@@ -5,6 +5,7 @@ never loads, and writes into a sibling folder that the search never opens. The r
 unseals the scores only after the run is closed.
 """
 
+import os
 import pathlib
 import sys
 import time
@@ -25,13 +26,17 @@ def sealed_folder(folder: pathlib.Path) -> pathlib.Path:
   return folder.with_name(folder.name + ".heldout")
 
 
-def follow(folder: pathlib.Path) -> None:
-  """Scores the champion of every mark until the run is closed."""
+def follow(folder: pathlib.Path, run: int | None = None) -> None:
+  """Scores the champion of every mark until the run is closed.
+
+  `run` is the process that started this one: when it is gone, the log gets no end until
+  somebody resumes the run, which starts another scorer.
+  """
   options = runs.read_options(folder)
   holdout = task_.load(options.task).holdout()
   if holdout is None:
     return
-  store = Store(sealed_folder(folder))
+  store = _waited_for(sealed_folder(folder))
   executor = runs.make_executor(holdout, store, options.sandbox)
   evaluator = CachedEvaluator(holdout, executor, store)
   scored = 0
@@ -39,12 +44,21 @@ def follow(folder: pathlib.Path) -> None:
     while True:
       events = read_events(folder) if (folder / "log.jsonl").exists() else []
       scored = _score_marks(evaluator, store, folder, events, scored)
-      if _is_closed(events):
+      if _is_closed(events) or run not in (None, os.getppid()):
         return
       time.sleep(POLL_SECONDS)
   finally:
     executor.close()
     store.close()
+
+
+def _waited_for(sealed: pathlib.Path) -> Store:
+  """Opens the folder once the scorer of a killed run has noticed its end."""
+  while True:
+    try:
+      return Store(sealed)
+    except BlockingIOError:
+      time.sleep(POLL_SECONDS)
 
 
 def score_closed(
@@ -105,4 +119,4 @@ def _score(evaluator: CachedEvaluator, source: str) -> tuple[Status, float | Non
 
 
 if __name__ == "__main__":
-  follow(pathlib.Path(sys.argv[1]))
+  follow(pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:]))

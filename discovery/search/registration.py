@@ -1,7 +1,7 @@
 """Turns a proposal into a frozen packet with selected controls and priced calls."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from mxjax.discovery.core import identity
@@ -213,7 +213,8 @@ def freeze(
   which stay owed, then without both.
 
   Raises:
-    ValueError: The allowed controls cannot separate the explanations.
+    ValueError: The allowed controls cannot separate the explanations, or there is only
+      one, or one predicts what is not measured.
   """
   first = alone(prepared, selection.parent.id, evaluator)
   residual = selection.residual(proposal) if config.policy != "none" else None
@@ -284,6 +285,7 @@ def _question(
 ) -> tuple[Condition, ...]:
   """Returns the conditions of the selected controls, and of the parent under one."""
   accounts, address = proposal.explanations, (seed, *selection.address)
+  _check_accounts(accounts, evaluator.task.margins)
   conditions = []
   for control in controls.select(policy, accounts, proposal.controls, *address):
     if control.intervention.get("kind") == OTHER_TEXT:
@@ -293,6 +295,28 @@ def _question(
     call = _controlled(control, selection.parent, prepared, evaluator)
     conditions.append(evaluator.condition(control.name, "control", call, control.cost))
   return tuple(conditions)
+
+
+def _check_accounts(
+  accounts: Sequence[Explanation], margins: Mapping[str, float]
+) -> None:
+  """Refuses a question that no run could answer.
+
+  Without a competitor, whatever happens supports the focal account. What has no margin
+  has no symbol, so a prediction of it separates accounts on paper only.
+  """
+  if len(accounts) == 1:
+    raise ValueError(
+      f"explanations: expected a focal account and a competitor, got "
+      f"{accounts[0].name!r} alone; register what else would explain the outcome."
+    )
+  for account in accounts:
+    rows = account.predictions.values()
+    if unknown := sorted({name for row in rows for name in row} - set(margins)):
+      raise ValueError(
+        f"explanations: {account.name} predicts {', '.join(unknown)}, which no margin "
+        f"is registered for; predict some of {', '.join(margins)}."
+      )
 
 
 def _probes(

@@ -43,7 +43,10 @@ def symbols(
 
 
 def skip_pointless(task: Task, history: History, attempt: Attempt) -> None:
-  """Skips controls that separate no explanations left by what has run."""
+  """Skips controls that separate no explanations left by what has run.
+
+  A candidate that executes as its parent has its verdict without any.
+  """
   if attempt.packet.policy != "minimal":
     return
   if new := _pointless(task, attempt) - attempt.skipped:
@@ -57,6 +60,8 @@ def _pointless(task: Task, attempt: Attempt) -> frozenset[str]:
   waiting = registered - attempt.outcomes.keys()
   if not waiting:
     return frozenset()
+  if packet.conditions[0].exec_id == attempt.parent.exec_id:
+    return frozenset(registered)
   seen = observed(task, attempt)
   left = [
     account

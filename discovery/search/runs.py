@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.edit_templates import EditTemplate
-from mxjax.discovery.core.proposal import OutageError, Proposer, Record
+from mxjax.discovery.core.proposal import Proposer, Record
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.proposers import weighted
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
@@ -177,19 +178,18 @@ def run(
   """
   options = read_options(folder)
   task = task_.load(options.task)
-  scorer = start_holdout(folder) if options.holdout == "during" else None
   store = Store(folder)
-  executors = [
-    make_executor(
-      each, store, options.sandbox, workers=workers, ray=ray, compiled=compiled
-    )
-    for each in task_.with_transfer(task)
-  ]
-  screening = _screening(options, task, executors[0], store)
+  scorer = start_holdout(folder) if options.holdout == "during" else None
+  executors: list[LocalExecutor | JailedExecutor] = []
+  screening = None
   try:
+    how = {"workers": workers, "ray": ray, "compiled": compiled}
+    for each in task_.with_transfer(task):
+      executors.append(make_executor(each, store, options.sandbox, **how))
+    screening = _screening(options, task, executors[0], store)
     search = make_search(options, task, executors, store, screening=screening)
     champion = search.run(on_event)
-  except OutageError:
+  except BaseException:
     # The scorer would wait for the end of the log.
     if scorer is not None:
       scorer.terminate()
@@ -298,4 +298,4 @@ def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
 def start_holdout(folder: pathlib.Path) -> "subprocess.Popen[bytes]":
   """Starts the held-out scorer in another process, which only reads the log."""
   command = [sys.executable, "-m", "mxjax.discovery.search.heldout", str(folder)]
-  return subprocess.Popen(command)
+  return subprocess.Popen([*command, str(os.getpid())])

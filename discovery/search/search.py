@@ -70,7 +70,7 @@ class Search:
     """
     self.history.on_event = on_event
     self.begin()
-    while not (reason := self._over()):
+    while not (reason := self.ended):
       try:
         self.round()
       except OutageError:
@@ -98,8 +98,9 @@ class Search:
     left = min(self.ledger.left, self.ledger.left_for("candidate"))
     return left <= 0 or bool(self.ledger.overspent)
 
-  def _over(self) -> str:
-    """Returns which budget ends the run now, or an empty string."""
+  @property
+  def ended(self) -> str:
+    """The budget that ends the run now, or an empty string."""
     if self.is_spent:
       return self.ledger.overspent or "budget"
     most = self._config.budget * self._config.proposals_per_call
@@ -146,7 +147,13 @@ class Search:
       if self.is_spent:
         break
       # Select a program and its residuals; propose an intervention and explanations.
-      selection, proposal = self._propose((self._round, position))
+      try:
+        selection, proposal = self._propose((self._round, position))
+      except ProposerError as error:
+        if isinstance(error, OutageError) or not attempts:
+          raise
+        # What is registered runs; the next round meets the end again.
+        break
       # Compile the cheapest controls that separate the explanations; freeze the packet.
       if (attempt := self._freeze(selection, proposal)) is not None:
         attempts.append(attempt)
@@ -222,6 +229,7 @@ class Search:
       stagnation=max(0, len(self.history.experiments) - self._improved),
       compiles=self._config.compile_verdicts,
       restarts=self._config.parents == "initial",
+      overspends=self.ledger.overspends,
     )
 
   # Freeze and execute.
@@ -252,13 +260,8 @@ class Search:
       return refuse("duplicate", "everything in it ran before")
     self.ledger.reserve(self.ledger.price(packet.conditions))
     self._store.put_bytes("programs", f"{prepared.id}.py", proposal.source.encode())
-    self.history.emit(
-      "packet",
-      id=packet.hash,
-      label=proposal.label,
-      note=proposal.note,
-      packet=packet.to_dict(),
-    )
+    words = {"label": proposal.label, "note": proposal.note}
+    self.history.emit("packet", id=packet.hash, **words, packet=packet.to_dict())
     if left_out := registration.left_out(selection, proposal, attempt, self._config):
       self.history.emit("reduced", packet=packet.hash, left_out=left_out)
     return attempt
@@ -358,13 +361,9 @@ class Search:
     met = {}
     for demand in attempt.demands:
       check = resolution.check(self._evaluator, attempt, demand)
-      self.history.emit(
-        "check",
-        packet=attempt.packet.hash,
-        response_to=demand.packet,
-        response=demand.response,
-        **dataclasses.asdict(check),
-      )
+      about = {"response_to": demand.packet, "response": demand.response}
+      fields = {"packet": attempt.packet.hash, **about, **dataclasses.asdict(check)}
+      self.history.emit("check", **fields)
       met[demand.packet] = check.implemented
     return met
 

@@ -1,7 +1,6 @@
 """Studies: arms over paired seeds, frozen before they start, resumable at any point."""
 
 import dataclasses
-import inspect
 import json
 import math
 import pathlib
@@ -119,11 +118,16 @@ class StudyOptions:
   )
 
   def __post_init__(self) -> None:
-    """Rejects seeds that were tuned on, and runs without a held-out mark."""
+    """Rejects seeds that repeat or were tuned on, and runs without a held-out mark."""
     if self.budget < (least := SearchConfig.mark_every):
       raise ValueError(
         f"study: expected at least {least} calls, after which a champion is first "
         f"scored on held-out data, got {self.budget}; raise the budget."
+      )
+    if len(set(self.seeds)) < len(self.seeds):
+      raise ValueError(
+        f"study: expected distinct seeds, got {list(self.seeds)}; a repeated one would "
+        "count twice in every statistic."
       )
     if shared := sorted(set(self.seeds) & set(self.tuning_seeds)):
       raise ValueError(f"study: seeds {shared} were tuned on; compare on others.")
@@ -158,11 +162,13 @@ def frozen(options: StudyOptions) -> dict[str, Any]:
   """Returns everything by which a comparison could be tuned, with its hash.
 
   This is what scores (the evaluator's contract and sources, the task's own module),
-  what selects, registers, resolves, compiles and prompts (all of discovery), and what
-  the prompt is cut with (the tokenizer).
+  what selects, registers, resolves, compiles and prompts (all of discovery), what the
+  prompt is cut with (the tokenizer), and what proposes: its name holds the hash of a
+  grammar or of a cassette.
   """
   task = task_.load(options.spec(options.seeds[0]))
   tokenizer = options.proposer.get("tokenizer")
+  proposer = runs.make_proposer(options.run("quantforge", options.seeds[0]), task)
   content = {
     "options": json.loads(json.dumps(dataclasses.asdict(options))),
     "cards": edit_templates.fingerprint(task.edit_templates),
@@ -171,10 +177,11 @@ def frozen(options: StudyOptions) -> dict[str, Any]:
     "as_in_paper": dict(AS_IN_PAPER),
     "sources": identity.source_digest("mxjax.discovery", "mxjax.evaluation.measures"),
     "contract": identity.digest(dict(task.contract)),
-    "task": identity.digest(pathlib.Path(inspect.getfile(type(task))).read_bytes()),
+    "task": identity.digest(pathlib.Path(task_.module_file(task)).read_bytes()),
     "tokenizer": identity.digest(pathlib.Path(tokenizer).read_bytes())
     if tokenizer
     else None,
+    "proposer": proposer.name,
     "versions": {"jax": jax.__version__, "python": platform.python_version()},
   }
   content = json.loads(json.dumps(content))
@@ -249,14 +256,19 @@ class Folder:
       runs.write_options(folder, options)
     if not runs.is_closed(folder):
       executors = [self.executor(each) for each in task_.with_transfer(task)]
-      store, screening = Store(folder), None
-      if options.search.screen is not None:
-        screening = self.executor(runs.proxy_of(task))
+      store, screening = Store(folder), self._screening(options, task)
       runs.make_search(options, task, executors, store, self._archive, screening).run()
     hidden = task.holdout()
     if hidden is not None:
       heldout.score_closed(folder, hidden, self.executor(hidden), self._archive)
     return run_summary.summarize(folder, task)
+
+  def _screening(
+    self, options: runs.RunOptions, task: task_.Task
+  ) -> JailedExecutor | LocalExecutor | None:
+    if options.search.screen is not None:
+      return self.executor(runs.proxy_of(task))
+    return None
 
   def landmarks(self, seed: int) -> dict[str, float]:
     """Returns held-out targets: the initial program, the ideal and the gates.
@@ -290,6 +302,7 @@ class Folder:
       task,
       [self.executor(each) for each in task_.with_transfer(task)],
       self.evaluator(task, "replay"),
+      self._screening(options, task),
     )
     return [dataclasses.asdict(transition) for transition in transitions]
 

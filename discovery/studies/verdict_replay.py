@@ -77,21 +77,23 @@ def replay(
   task: Task,
   executors: Sequence[Executor],
   evaluator: CachedEvaluator,
+  screening: Executor | None = None,
 ) -> list[Transition]:
   """Replays the first six eligible transitions of a finished run.
 
-  The run folder stays unchanged; `options` and `task` are those of the run. The
-  transitions are in the order of evaluator calls.
+  The run folder stays unchanged; `options` and `task` are those of the run, and
+  `screening` executes the task's proxy if the run has a screen. The transitions are in
+  the order of evaluator calls.
   """
   store = Store(folder)
-  search = runs.make_search(options, task, executors, store)
+  search = runs.make_search(options, task, executors, store, screening=screening)
   events: list[dict[str, Any]] = []
   search.history.on_event = events.append
   proposer = runs.make_proposer(options, task)
   transitions: list[Transition] = []
   search.begin()
   try:
-    while len(transitions) < PER_TRAJECTORY and not search.is_spent and store.replaying:
+    while len(transitions) < PER_TRAJECTORY and not search.ended and store.replaying:
       events.clear()
       search.round()
       verdict = next((e for e in events if e["event"] == "verdict"), None)

@@ -7,7 +7,7 @@ import argparse
 import csv
 import difflib
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from mxjax import methods
@@ -34,6 +34,30 @@ STORAGE = {
   "it rounds",
 }
 """Values of `--storage`, and what each costs."""
+
+
+def whole(least: int) -> Callable[[str], int]:
+  """Returns what reads a whole number of at least `least` for `argparse`."""
+
+  def read(text: str) -> int:
+    try:
+      number = int(text)
+    except ValueError:
+      number = None
+    if number is None or number < least:
+      raise argparse.ArgumentTypeError(
+        f"expected a whole number of at least {least}, got {text!r}; correct it."
+      )
+    return number
+
+  return read
+
+
+def whole_list(text: str) -> list[int]:
+  """Reads a comma list of seeds for `argparse`."""
+  return [whole(0)(part) for part in split(text)]
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
   "model": dict(
     nargs="?",
@@ -49,7 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     f".gguf file or a hub id; the embedded {DEFAULT_MODEL} when omitted",
   ),
   "--max-new-tokens": dict(
-    type=int, default=32, metavar="N", help="most tokens to make"
+    type=whole(1), default=32, metavar="N", help="most tokens to make"
   ),
   "--temperature": dict(
     type=float,
@@ -57,7 +81,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     metavar="X",
     help="divides the logits; 0 takes the likeliest token",
   ),
-  "--top-k": dict(type=int, metavar="K", help="only the K likeliest tokens"),
+  "--top-k": dict(type=whole(1), metavar="K", help="only the K likeliest tokens"),
   "--top-p": dict(
     type=float,
     metavar="P",
@@ -72,9 +96,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "--out": dict(required=True, metavar="DIR", help="a new folder"),
   "--json": dict(action="store_true", help="print JSON for machines"),
   "--calib": dict(metavar="DATA", help=DATA_HELP),
-  "--sequences": dict(type=int, default=128, metavar="N", help="texts to calibrate on"),
-  "--length": dict(type=int, default=2048, metavar="T", help="tokens each"),
-  "--seed": dict(type=int, default=0, metavar="S", help="of the sample"),
+  "--sequences": dict(
+    type=whole(1), default=128, metavar="N", help="texts to calibrate on"
+  ),
+  "--length": dict(type=whole(1), default=2048, metavar="T", help="tokens each"),
+  "--seed": dict(type=whole(0), default=0, metavar="S", help="of the sample"),
   "--sampling": dict(
     choices=text_sources.SAMPLINGS,
     help="consecutive windows of the joined text; or the field's C4 sample (random "
@@ -82,12 +108,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "WikiText-2 sample (random offsets of the text), the default for wikitext2",
   ),
   "--data": dict(metavar="DATA", help=f"{DATA_HELP}; several sets with commas between"),
-  "--windows": dict(type=int, default=8, metavar="N", help="windows of each set"),
+  "--windows": dict(type=whole(1), default=8, metavar="N", help="windows of each set"),
   "--window-length": dict(
-    type=int, default=2048, metavar="T", help="tokens in a window"
+    type=whole(2), default=2048, metavar="T", help="tokens in a window"
   ),
   "--replicates": dict(
-    type=int,
+    type=whole(1),
     default=1,
     metavar="R",
     help="runs with the embedding perturbed by 1e-6: strict-A4 perplexity of small "
@@ -102,7 +128,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     action="store_true",
     help="also compare every prediction with the float model's: KL and flips",
   ),
-  "--chunk": dict(type=int, default=1, help="sequences in a device call"),
+  "--chunk": dict(
+    type=whole(1), default=1, metavar="N", help="sequences in a device call"
+  ),
   "--on-disk": dict(
     action=argparse.BooleanOptionalAction,
     help="read each layer when it is needed instead of loading the model; by default "
@@ -186,7 +214,15 @@ def storage(text: str | None) -> dict[str, Any]:
 
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
-  """Returns the arguments of `speaking.speak` for the options of `SAMPLING`."""
+  """Returns the arguments of `speaking.speak` for the options of `SAMPLING`.
+
+  Raises:
+    ValueError: A text to stop at is empty, and would be found at once.
+  """
+  if "" in options.stop:
+    raise ValueError(
+      "generate: expected --stop with some text, got none; leave it out."
+    )
   names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
   return {name: getattr(options, name) for name in names} | {"stops": options.stop}
 

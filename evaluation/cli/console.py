@@ -27,8 +27,11 @@ def printable(text: str, kept: str = "\n\t") -> str:
 
 
 def say(text: str) -> None:
-  """Prints a sentence without markup, escaped by `printable`."""
-  STDOUT.print(printable(text), markup=False, highlight=False)
+  """Prints a sentence without markup, escaped by `printable`.
+
+  No line is broken, or a long path could be neither copied nor read by a program.
+  """
+  STDOUT.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def print_table(table: Table) -> None:

@@ -86,7 +86,7 @@ def test_subject(
     ValueError: Two sets of test windows have the same name.
   """
   tests: dict[str, np.ndarray] = {}
-  for source in options.data.split(",") if options.data else [None]:
+  for source in arguments.split(options.data or "") or [None]:
     name = pathlib.Path(source).stem if source else "embedded test"
     if name in tests:
       raise ValueError(

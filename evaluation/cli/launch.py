@@ -1,6 +1,7 @@
 """Runs a parsed command, prints errors as one line, and returns the exit code."""
 
 import argparse
+import os
 import sys
 
 from mxjax.devices import execution, processes
@@ -39,15 +40,31 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
   try:
-    return options.run(options) or 0
+    code = options.run(options) or 0
+    sys.stdout.flush()
+    return code
   except KeyboardInterrupt as error:
     _report(options, "stopped", str(error) or "interrupted")
     return 130
+  except BrokenPipeError:
+    # Whoever read the output has enough; what is still to be flushed goes nowhere.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
   except MENDABLE as error:
     if options.distributed and processes.lost_message(error):
       raise
-    _report(options, "error", str(error))
+    _report(options, "error", _sentence(error))
     return 2
+
+
+def _sentence(error: Exception) -> str:
+  """Returns an error's text; of the system's own errors, with expectation and mend."""
+  if not (isinstance(error, OSError) and error.errno and error.strerror):
+    return str(error)
+  return (
+    f"{error.filename or 'output'}: expected to read or write here, got "
+    f"{error.strerror!r}; check the path, its permissions and the room on the disk."
+  )
 
 
 def _report(options: argparse.Namespace, event: str, message: str) -> None:
@@ -59,4 +76,6 @@ def _report(options: argparse.Namespace, event: str, message: str) -> None:
   else:
     from mxjax.evaluation.cli.console import printable
 
-    print(printable(f"mxjax {options.command}: {message}"), file=sys.stderr)
+    # Errors of the library name their place, which may be the command.
+    text = message.removeprefix(f"{options.command}: ")
+    print(printable(f"mxjax {options.command}: {text}"), file=sys.stderr)

@@ -1,9 +1,12 @@
 """The command line: `mxjax plan | quantize | evaluate | compare | reproduce | ...`."""
 
 import argparse
+import contextlib
 import importlib
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mxjax.evaluation.cli import arguments
@@ -53,12 +56,26 @@ def build_parser(extend: Extend | None = None) -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None, extend: Extend | None = None) -> int:
   """Runs a command; errors that a user can fix become one line and exit code 2."""
   words = list(sys.argv[1:] if words is None else words)
-  options = build_parser(extend).parse_args(words)
-  options.arguments = words
-  # Imported late: this imports JAX, which help must not wait for.
-  from mxjax.evaluation.cli import launch
+  with _dying_quietly():
+    options = build_parser(extend).parse_args(words)
+    options.arguments = words
+    # Imported late: this imports JAX, which help must not wait for.
+    from mxjax.evaluation.cli import launch
 
   return launch.run(options)
+
+
+@contextlib.contextmanager
+def _dying_quietly() -> Iterator[None]:
+  """Lets Ctrl-C end the process at once: an interrupted import prints a traceback."""
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

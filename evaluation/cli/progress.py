@@ -139,7 +139,9 @@ def teller(form: str) -> Callable[[str], None]:
     return lambda text: None
   if form == "json":
     return lambda text: emit("message", text=text)
-  return lambda text: console.STDERR.print(text, markup=False, highlight=False)
+  return lambda text: console.STDERR.print(
+    console.printable(text), markup=False, highlight=False, soft_wrap=True
+  )
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from mxjax import methods, models
 from mxjax.audit import plan
 from mxjax.devices import mesh as meshes
+from mxjax.evaluation.cli import arguments
 from mxjax.evaluation.report import numbers
 
 LEARNING = ("torq", "batquant", "spinquant", "focus")
@@ -127,7 +128,7 @@ def announcement(
     f"{text(options.data)}, {options.replicates} replicate(s)",
     f"expected memory: up to {memory}, layers {'on disk' if on_disk else 'in memory'}",
   ]
-  tests = (options.data or "").count(",") + 1
+  tests = len(arguments.split(options.data or "")) or 1
   tokens = tests * options.windows * options.window_length * options.replicates
   seconds = expected_seconds(planned, names, mesh, tokens) if names else None
   if seconds:

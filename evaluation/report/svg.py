@@ -18,6 +18,8 @@ from mxjax.evaluation.report.numbers import number, share
 Format = Callable[[float], str]
 WIDTH = 340
 """Of every chart, in pixels."""
+COLORS = 8
+"""Of the palette."""
 
 
 class Series(NamedTuple):

@@ -33,8 +33,12 @@ class Table(NamedTuple):
 
 
 def markdown_rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """Returns head and rows in Markdown, without a trailing line break."""
-  lines = [head, ["---"] * len(head), *rows]
+  """Returns head and rows in Markdown, without a trailing line break.
+
+  Whatever a cell says stays in it: bars are escaped, line breaks become spaces.
+  """
+  text = lambda cell: " ".join(cell.replace("|", "\\|").splitlines())
+  lines = [map(text, head), ["---"] * len(head), *(map(text, row) for row in rows)]
   return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

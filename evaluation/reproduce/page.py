@@ -29,7 +29,8 @@ def damage_chart(results: Sequence[Result], model: str) -> str:
     bars += [(QUANTITIES[task].head.rstrip("↓↑"), [])] if measured else []
     for result in measured:
       value = 100 * fitness.damage(task, result.scores[task], exact)
-      bars.append((result.method, [svg.Part(task, value, shown.index(result))]))
+      color = shown.index(result) % svg.COLORS
+      bars.append((result.method, [svg.Part(task, value, color)]))
   if not bars:
     return ""
   return figure(

@@ -7,6 +7,7 @@ from typing import Any
 from mxjax import models
 from mxjax.calibration.calibration import Params, token_fingerprint
 from mxjax.evaluation import datasets
+from mxjax.evaluation.cli import arguments
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.evaluation.tasks import multiple_choice, tasks
 
@@ -22,15 +23,12 @@ def parse_names(text: str) -> list[str]:
   Raises:
     ValueError: A name is unknown, or there is none.
   """
-  names = {name.strip() for name in text.split(",") if name.strip()}
-  if names == {"all"}:
-    return list(tasks.SEVEN)
-  if unknown := sorted(names - set(tasks.SEVEN)) or not names:
-    raise ValueError(
-      f"evaluate: expected --tasks all or some of {', '.join(tasks.SEVEN)}, got "
-      f"{unknown if names else 'none'}; correct the names."
-    )
-  return [task for task in tasks.SEVEN if task in names]
+  names = arguments.split(text)
+  for name in names:
+    arguments.check("task", name, ("all", *tasks.SEVEN))
+  if not names:
+    raise ValueError("evaluate: expected names of tasks, or all, got none; name some.")
+  return [task for task in tasks.SEVEN if {task, "all"} & {*names}]
 
 
 def run(

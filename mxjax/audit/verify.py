@@ -87,9 +87,7 @@ def verify(path: str | os.PathLike[str], *, seed: int = 0) -> Audit:
       audit.faults.append(str(error))
     else:
       audit.counts["arrays"] = len(manifest["arrays"])
-      built = ModelConfig.from_dict(config)
-      _check_params(params, built, contract, audit, seed)
-      _check_arithmetic(params, built.dtype, manifest, audit)
+      _check_model(params, config, contract, manifest, audit, seed)
   if outer != folder:
     _check_output_folder(outer, manifest, audit)
   return audit
@@ -112,6 +110,27 @@ def _read_contract(manifest: Mapping[str, Any], audit: Audit) -> Contract | None
   return None
 
 
+def _check_model(
+  params: Mapping[str, Any],
+  config: Mapping[str, Any],
+  contract: Contract,
+  manifest: Mapping[str, Any],
+  audit: Audit,
+  seed: int,
+) -> None:
+  """Checks params against the model that their config builds."""
+  try:
+    built = ModelConfig.from_dict(dict(config))
+  except (TypeError, ValueError) as error:
+    audit.faults.append(
+      f"model config: expected that of a model of mxjax.models, got another ({error}); "
+      "a model of your own cannot be audited beyond its files."
+    )
+    return
+  _check_params(params, built, contract, audit, seed)
+  _check_arithmetic(params, built.dtype, manifest, audit)
+
+
 def _check_params(
   params: Mapping[str, Any],
   config: ModelConfig,
@@ -121,6 +140,9 @@ def _check_params(
 ) -> None:
   """Checks coverage, every linear, every other tensor, and recovery."""
   nodes = dict(walk(params))
+  if "lm_head" in params:
+    # Rotated models have their own head, whatever their config ties.
+    config = dataclasses.replace(config, tie_embeddings=False)
   shapes = {"/".join(path): shape for path, shape in parameter_shapes(config).items()}
   linears = 0
   for name, shape in shapes.items():

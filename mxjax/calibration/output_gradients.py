@@ -126,12 +126,12 @@ class OutputGradients:
     """Frees the gradients at the output of a layer."""
     self._remove(f"leaving-{index}")
 
-  def is_complete(self, layers: int, chunks: int) -> bool:
-    """Whether the folder has the gradients of all layers, in chunks of this number."""
+  def is_complete(self, layers: int, chunks: list[int]) -> bool:
+    """Whether the folder has the gradients of all layers, in chunks of these sizes."""
     return (
       self._folder is not None
       and all(self._file(f"leaving-{index}").is_file() for index in range(layers))
-      and len(self.leaving(0)) == chunks
+      and [len(part) for part in self.leaving(0)] == chunks
     )
 
   def compute(
@@ -149,7 +149,9 @@ class OutputGradients:
     """
     model, wait = calib.model, execution.block_on_cpu
     count = model.num_layers
-    if self.is_complete(count, -(-len(calib.tokens) // chunk)):
+    sequences = len(calib.tokens)
+    sizes = [min(chunk, sequences - first) for first in range(0, sequences, chunk)]
+    if self.is_complete(count, sizes):
       return self
     hidden = streams.embed(model, params, calib.tokens, chunk, placement)
     for index in range(count):

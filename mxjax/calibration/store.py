@@ -2,10 +2,11 @@
 
 The store holds the hidden states entering every layer and the reductions of every
 linear input, so a later run need not rerun the float layers. The key hashes the content
-of params and tokens: one store can hold several models and calibration sets.
+of params, config and tokens: one store can hold several models and calibration sets.
 """
 
 import hashlib
+import json
 import os
 import pathlib
 from typing import Any
@@ -72,12 +73,14 @@ class CalibrationStore:
   ) -> None:
     """Derives the folder from the content of params and tokens; writes nothing.
 
-    `root` has one subfolder for each content key, which includes the compute dtype and
-    that in which activations are `staged`.
+    `root` has one subfolder for each content key, which includes the model's config, if
+    that has `to_dict`, and the dtype in which activations are `staged`.
     """
+    # Equal weights compute other states with another rotary base, epsilon or dtype.
     config = getattr(calib.model, "config", None)
-    dtype = getattr(config, "dtype", "")
-    parts = [FORMAT, params_digest(params), calib.fingerprint, dtype]
+    to_dict = getattr(config, "to_dict", dict)
+    described = json.dumps(to_dict(), sort_keys=True)
+    parts = [FORMAT, params_digest(params), calib.fingerprint, described]
     if staged != "compute":
       parts.append(staged)
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()

@@ -38,18 +38,19 @@ def sizes(text: str) -> dict[str, int]:
   """Parses sizes such as `data=4,model=2`; an axis left out has size 1.
 
   Raises:
-    ValueError: The text names other axes, or no sizes.
+    ValueError: The text names other axes, one of them twice, or no sizes.
   """
-  axes: dict[str, int] = dict.fromkeys(AXES, 1)
+  axes: dict[str, int] = {}
   for part in text.split(","):
-    name, _, number = part.partition("=")
-    if name.strip() not in axes or not number.strip().isdecimal() or int(number) < 1:
+    name, number = (side.strip() for side in part.partition("=")[::2])
+    is_new = name in AXES and name not in axes
+    if not (is_new and number.isdecimal() and int(number) > 0):
       raise ValueError(
-        f"mesh: expected sizes such as data=4,model=2, got {text!r}; the axes are "
-        "data and model."
+        f"mesh: expected sizes such as data=4,model=2, got {text!r}; name each of the "
+        "axes data and model once at most."
       )
-    axes[name.strip()] = int(number)
-  return axes
+    axes[name] = int(number)
+  return {**dict.fromkeys(AXES, 1), **axes}
 
 
 def normalize(mesh: Mesh | None) -> Mesh | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mxjax.layers.linear import Int8Matrix
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -80,9 +81,9 @@ def pack_for_inference(
     result = _choose_products(result, products)
   for name in ("embed_tokens", "lm_head") if embeddings else ():
     weight = result[name]["weight"] if name in result else None
-    if isinstance(weight, jax.Array):
+    if isinstance(weight, jax.Array | np.ndarray):
       pack = int8_matrix if embeddings == "int8" else encode
-      result[name] = {**result[name], "weight": pack(weight)}
+      result[name] = {**result[name], "weight": pack(jnp.asarray(weight))}
   return result
 
 

@@ -11,6 +11,7 @@ from mxjax.layers.quantized_linear import QuantizedLinear, quantized_products
 from mxjax.numerics import implementations, mxfp4, straight_through
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST, rounded
+from mxjax.pallas_kernels import lowering
 from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.refinement import fused_inputs
 
@@ -41,8 +42,8 @@ class Int8Matrix:
 
   def take_rows(self, index: jax.Array) -> jax.Array:
     """Looks up rows as float32; see `take_rows`."""
-    codes = jnp.take(self.codes, index, axis=0, mode="clip").astype(jnp.float32)
-    return codes * jnp.take(self.scales, index, axis=0, mode="fill")[..., None]
+    codes = _rows(self.codes, index).astype(jnp.float32)
+    return codes * _rows(self.scales, index)[..., None]
 
 
 @jax.tree_util.register_dataclass
@@ -256,25 +257,36 @@ def _weight_only(
   obstacle = None
   if x.dtype != jnp.bfloat16:
     obstacle = f"a packed weight alone takes bfloat16 inputs, got {x.dtype}"
+  reference = lambda x, weight: _product(x, mxfp4.decode(weight, x.dtype))
   if implementations.choose("linear", implementation, pallas=obstacle) == "xla":
-    return _product(x, mxfp4.decode(weight, x.dtype))
-  rows = x.reshape(-1, x.shape[-1])
-  y = matmul.matmul(rows, weight, dtype=x.dtype, implementation=implementation)
-  return y.reshape(*x.shape[:-1], weight.shape[0])
+    return reference(x, weight)
+
+  def kernel(x: jax.Array, weight: mxfp4.MXTensor) -> jax.Array:
+    rows = x.reshape(-1, x.shape[-1])
+    y = matmul.matmul(rows, weight, dtype=x.dtype, implementation=implementation)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+  return lowering.with_reference(kernel, reference, x, weight)
 
 
 def take_rows(weight: Stored | RowSharded, index: jax.Array) -> jax.Array:
-  """Looks up rows of an embedding `[rows, d]`; an out-of-range index gives NaN rows.
+  """Looks up rows of an embedding `[rows, d]`; an index that no row has gives NaN.
 
-  `index` is int32 of any shape. The result `[..., d]` is bfloat16 (exact) from a packed
-  tensor, float32 from an int8 matrix, otherwise in the dtype of the array.
+  `index` is int32 of any shape; nothing counts from the end. The result `[..., d]` is
+  bfloat16 (exact) from a packed tensor, float32 from an int8 matrix, otherwise in the
+  dtype of the array.
   """
   if isinstance(weight, Int8Matrix | RowSharded):
     return weight.take_rows(index)
-  fill = lambda a, **value: jnp.take(a, index, axis=0, mode="fill", **value)
   if not isinstance(weight, mxfp4.MXTensor):
-    return fill(weight)
+    return _rows(weight, index)
   # A filled scale byte decodes to NaN.
-  codes = fill(weight.codes, fill_value=0)
-  scales = fill(weight.scales, fill_value=mxfp4.NOT_FINITE)
+  codes = _rows(weight.codes, index, fill_value=0)
+  scales = _rows(weight.scales, index, fill_value=mxfp4.NOT_FINITE)
   return mxfp4.decode(mxfp4.MXTensor(codes, scales))
+
+
+def _rows(a: jax.Array, index: jax.Array, **fill: Any) -> jax.Array:
+  """Looks up rows; those that do not exist, negative ones too, are filled."""
+  rows = jnp.asarray(a).at[index]
+  return rows.get(mode="fill", wrap_negative_indices=False, **fill)

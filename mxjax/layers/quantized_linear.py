@@ -21,7 +21,7 @@ from mxjax.pallas_kernels.mosaic import refinement
 from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.products.float8_matmul import float8_matmul
 from mxjax.pallas_kernels.refinement import fused_inputs
-from mxjax.pallas_kernels.refinement.a4_operands import a4_operands
+from mxjax.pallas_kernels.refinement.a4_operands import a4_operands, map_outside
 from mxjax.pallas_kernels.refinement.one_code import Form
 
 
@@ -215,11 +215,11 @@ def _by_kernels(
 
 
 def _operand_dtype(x: jax.Array, weight: QuantizedLinear) -> jax.typing.DTypeLike:
-  """Returns the narrowest dtype in which both operands are exact.
+  """Returns the dtype of both operands; sums are in float32 either way.
 
-  Legal values have two significant bits, so bfloat16 products are exact, with sums in
-  float32 either way. Two cases are not exact in bfloat16: `mx43` scales (a third of a
-  power of two) and inputs that are not rounded.
+  Legal values have two significant bits, so they are exact in bfloat16. Two cases are
+  not: `mx43` scales (a third of a power of two) and inputs that are not rounded. They
+  take the dtype of `x`, so a bfloat16 model rounds them to it.
   """
   is_legal = weight.rounding.is_legal
   return jnp.bfloat16 if is_legal and weight.rules.scale_rule != "mx43" else x.dtype
@@ -236,4 +236,8 @@ def _obstacle(x: fused_inputs.Input, weight: QuantizedLinear) -> str | None:
   if not math.prod(x.shape):
     return f"there are no inputs in shape {x.shape}"
   is_few = math.prod(x.shape[:-1]) < matmul.LIBRARY_ROWS
-  return lowering.obstacle(refinement.obstacle(x, "planes" if is_few else "values"))
+  given: Any = x
+  if map_outside(weight.input_map):
+    given = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+  form = "planes" if is_few else "values"
+  return lowering.obstacle(refinement.obstacle(given, form))

@@ -8,7 +8,7 @@ import difflib
 import importlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from mxjax.methods import program
@@ -73,11 +73,12 @@ def __getattr__(name: str) -> "program.Program":
 def base_name(method: str) -> str:
   """Returns the registered name in a method with options, `+r` and `+tune`."""
   name = method.partition("+tune")[0].partition(":")[0]
-  return name if name in METHODS else name.removesuffix("+r")
+  plain = name.removesuffix("+r")
+  return name if name in METHODS or plain.endswith("+r") else plain
 
 
 def get(method: "str | program.Program") -> "program.Program":
-  """Looks a program up by name; a `Program` is returned unchanged.
+  """Looks a program up by name; a `Program` is checked and returned unchanged.
 
   `method` may carry options, such as `gptq:scales=static:order=activation`, among them
   `recover`, whose value `recovery_fits.parse` reads: `hires:recover=attention`. After
@@ -86,10 +87,11 @@ def get(method: "str | program.Program") -> "program.Program":
   The program is then named by the whole text.
 
   Raises:
-    ValueError: The name or an option is unknown, or a value has the wrong type.
+    ValueError: The name or an option is unknown, an option is given twice, or a value
+      has the wrong type or is out of bounds; or a recovery fit occurs twice.
   """
   if not isinstance(method, str):
-    return method
+    return _checked(method)
   base, tuned, tuning = method.partition("+tune")
   text, *settings = base.split(":")
   name = base_name(text)
@@ -107,13 +109,37 @@ def get(method: "str | program.Program") -> "program.Program":
     tune = program.tune or _load("scale_distillation.ScaleDistillation")()
     tune = _with_options("+tune", tune, tuning.split(":")[1:])
     program = dataclasses.replace(program, tune=tune)
-  return program if method == name else dataclasses.replace(program, name=method)
+  return _checked(
+    program if method == name else dataclasses.replace(program, name=method)
+  )
+
+
+def _checked(program: "program.Program") -> "program.Program":
+  from mxjax.methods import options
+
+  options.check(program.name, program)
+  if program.tune is not None:
+    options.check(f"the tuning of {program.name}", program.tune)
+  fits = [fit.name for fit in program.recover]
+  if len({*fits}) < len(fits):
+    raise ValueError(
+      f"methods: expected each recovery fit of {program.name} once, got "
+      f"{' and '.join(fits)}; a later one would take the place of the first, so leave "
+      "one out."
+    )
+  return program
 
 
 def _with_options(place: str, options: Any, texts: Sequence[str]) -> Any:
   """Returns a dataclass of options with some of them set; `place` is for messages."""
-  changes = dict(_option(place, options, text) for text in texts)
-  return dataclasses.replace(options, **changes)
+  pairs = [_option(place, options, text) for text in texts]
+  keys = [key for key, _ in pairs]
+  if twice := sorted({key for key in keys if keys.count(key) > 1}):
+    raise ValueError(
+      f"methods: expected each option of {place} once, got {', '.join(twice)} more "
+      "often; leave one out."
+    )
+  return dataclasses.replace(options, **dict(pairs))
 
 
 def _option(place: str, program: Any, text: str) -> tuple[str, Any]:
@@ -133,15 +159,14 @@ def _option(place: str, program: Any, text: str) -> tuple[str, Any]:
     return key, recovery_fits.parse(value)
   import pydantic
 
-  hint, current = typing.get_type_hints(type(program))[key], getattr(program, key)
-  choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+  from mxjax.methods import options
+
+  hint = typing.get_type_hints(type(program), include_extras=True)[key]
   adapter = pydantic.TypeAdapter(hint)
   try:
-    if choices:
+    if options.choices(hint):
       return key, adapter.validate_python(value)
     return key, adapter.validate_json(value, strict=True)
   except pydantic.ValidationError as error:
-    raise ValueError(
-      f"methods: option {key} of {place} cannot be {value!r}; its default is "
-      f"{current!r}" + (f" of {', '.join(map(str, choices))}." if choices else ".")
-    ) from error
+    current = getattr(program, key)
+    raise options.refusal(place, key, value, current, hint, error) from error

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
+from mxjax.methods.options import Share
 from mxjax.methods.program import Program, Realized
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import code_descent, gptq
@@ -118,7 +119,7 @@ class Gptq(Program):
   """
 
   name: str = "gptq"
-  damping: float = gptq.DAMPING
+  damping: Share = gptq.DAMPING
   scales: gptq.ScaleSource = "fresh"
   order: Order = "natural"
 

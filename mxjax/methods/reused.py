@@ -42,9 +42,10 @@ class Reused(Program):
 def build_key(program: Program) -> str | None:
   """Returns a key that determines a program's linears: equal keys, equal linears.
 
-  Returns None if the program rewrites the float model, so that no build can be reused.
+  Returns None if no build can be reused: the program rewrites the float model, or tunes
+  the linears with its recovery installed.
   """
-  if type(program).prepare is not Program.prepare:
+  if type(program).prepare is not Program.prepare or program.tune is not None:
     return None
   plain = dataclasses.replace(program, name="", recover=(), recovery_by="model")
   return f"{type(program).__name__} {plain}"

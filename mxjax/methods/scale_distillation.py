@@ -30,6 +30,7 @@ from mxjax.calibration.calibration import (
 )
 from mxjax.layers.linear import ScaledInputs
 from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.methods.options import Count, Positive, Share
 from mxjax.numerics.shaping import input_maps
 
 
@@ -127,12 +128,12 @@ class ScaleDistillation:
     seed: Of the order of the chunks.
   """
 
-  epochs: int = 3
-  length: int = 1024
-  rate: float = 3e-3
-  shared_rate: float = 4e-3
-  warmup: int = 5
-  seed: int = 0
+  epochs: Count = 3
+  length: Positive = 1024
+  rate: Share = 3e-3
+  shared_rate: Share = 4e-3
+  warmup: Count = 5
+  seed: Count = 0
 
   def initial(self, layers: list[Params], model: CausalLanguageModel) -> list[Any]:
     """Returns zero steps for every layer: `linears` by path, `taps` by name."""

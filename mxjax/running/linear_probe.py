@@ -36,14 +36,18 @@ ROUNDING_NAMES = {
 def _relative_error(
   x: jax.Array, weight: jax.Array, operand: jax.Array, decoded: jax.Array
 ) -> jax.Array:
-  """Computes ||X^ W^' - X W'||^2 / ||X W'||^2; all but the last axis are features."""
+  """Computes ||X^ W^' - X W'||^2 / ||X W'||^2; all but the last axis are features.
+
+  Where X W' is zero, as of a dead linear, the numerator alone.
+  """
   x, weight, operand, decoded = (
     array.reshape(-1, array.shape[-1]) for array in (x, weight, operand, decoded)
   )
   dot = lambda a, b: jnp.einsum("dn,dm->nm", a, b, precision=HIGHEST)
   exact = dot(x, weight)
   error = dot(operand, decoded) - exact
-  return jnp.square(error).sum() / jnp.square(exact).sum()
+  signal = jnp.square(exact).sum()
+  return jnp.square(error).sum() / jnp.where(signal > 0, signal, 1.0)
 
 
 def local_objectives(

@@ -79,7 +79,7 @@ class Trajectories:
       )
     else:
       entering = lambda _, **more: Activations.embed(params, calib, **options, **more)
-    return cls(
+    trajectories = cls(
       program,
       entering("float", store=store),
       [entering(name) for name in _fit_names(program)],
@@ -87,11 +87,18 @@ class Trajectories:
       gradients.compute(params, calib, **of_whole) if gradients else None,
       keep_gradients=store is not None,
     )
+    for finished in range(trajectories.float_model.index):
+      trajectories.release_gradients(finished)
+    return trajectories
+
+  def release_gradients(self, index: int) -> None:
+    """Frees the gradients at the output of a finished layer, unless they are kept."""
+    if self.output_gradients and not self.keep_gradients:
+      self.output_gradients.release(index)
 
   def leave_layer(self, *, is_last: bool) -> None:
     """Moves the float trajectory past its layer and frees that layer's gradients."""
-    if self.output_gradients and not self.keep_gradients:
-      self.output_gradients.release(self.float_model.index)
+    self.release_gradients(self.float_model.index)
     if not is_last:
       self.float_model.leave()
 

@@ -66,8 +66,8 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
   file = pathlib.Path(path) / MANIFEST
   if not file.is_file():
     raise FileNotFoundError(
-      f"read_manifest: expected {file}, got no such file; name a folder written by "
-      "save_checkpoint."
+      f"checkpoint: expected {file}, got no such file; name a folder written by "
+      "`mxjax quantize` or save_checkpoint."
     )
   version = "format_version", FORMAT_VERSION
   what = "the manifest of a checkpoint"
@@ -120,7 +120,7 @@ def _check_files(
     )
 
 
-def _check_rules(params: Mapping[str, Any], contract: Contract) -> None:
+def _check_rules(place: str, params: Mapping[str, Any], contract: Contract) -> None:
   wrong = [
     f"{path} has {node.rules}"
     for path, node in tree_io.walk(params)
@@ -128,7 +128,7 @@ def _check_rules(params: Mapping[str, Any], contract: Contract) -> None:
   ]
   if wrong:
     raise ValueError(
-      f"save_checkpoint: expected linears under the contract's {contract.rules}, got "
+      f"{place}: expected linears under the contract's {contract.rules}, got "
       f"{len(wrong)} others: {'; '.join(wrong[:3])}; pass the contract they were "
       "quantized under."
     )
@@ -185,7 +185,7 @@ def save_checkpoint(
     ValueError: A leaf was quantized under other rules than the contract's.
   """
   to_dict = getattr(model_config, "to_dict", None)
-  _check_rules(params, contract)
+  _check_rules("save_checkpoint", params, contract)
   nodes, arrays = tree_io.pack(params)
   token = processes.from_leader(secrets.randbits(31))
   if not processes.is_leader():
@@ -296,11 +296,13 @@ def restore_checkpoint(
     if damaged := tree_io.changed_arrays(entries, arrays):
       raise ValueError(
         f"restore_checkpoint: {len(damaged)} of {len(arrays)} arrays in {folder} do "
-        f"not have the SHA-256 that {MANIFEST} states: {', '.join(damaged)}; copy the "
-        "checkpoint again, or quantize anew."
+        f"not have the shape and SHA-256 that {MANIFEST} states: {', '.join(damaged)}; "
+        "copy the checkpoint again, or quantize anew."
       )
   with refusing(folder / MANIFEST, "nodes and arrays of a checkpoint", MEND):
-    return tree_io.unpack(manifest["nodes"], arrays), manifest["model_config"]
+    params = tree_io.unpack(manifest["nodes"], arrays)
+  _check_rules("restore_checkpoint", params, contract)
+  return params, manifest["model_config"]
 
 
 def load(

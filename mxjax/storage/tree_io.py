@@ -196,11 +196,16 @@ def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def changed_arrays(entries: Mapping[str, Any], arrays: Mapping[str, Any]) -> list[str]:
-  """Lists paths of `describe_arrays` whose array is absent or has other values."""
+  """Lists paths of `describe_arrays` whose array is absent or another.
+
+  The shape counts, because other shapes can have the same bytes.
+  """
   return [
     path
     for path, entry in entries.items()
-    if path not in arrays or array_sha256(arrays[path]) != entry["sha256"]
+    if path not in arrays
+    or list(arrays[path].shape) != entry["shape"]
+    or array_sha256(arrays[path]) != entry["sha256"]
   ]
 
 

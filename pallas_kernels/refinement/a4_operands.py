@@ -31,7 +31,7 @@ def a4_operands(
   how = {"form": form, "implementation": implementation}
   refine = functools.partial(one_code.refine_for, **how)
   tables = [_tables(*operator) for operator in operators]
-  outside = [_map_outside(input_map) for input_map, _ in operators]
+  outside = [map_outside(input_map) for input_map, _ in operators]
   if not any(outside):
     return refine(x, tables)
   rows = fused_inputs.as_array(x)
@@ -42,8 +42,8 @@ def a4_operands(
   ]
 
 
-def _map_outside(input_map: InputMap | None) -> InputMap | None:
-  """Returns the map if XLA must apply it before the kernel, else None."""
+def map_outside(input_map: InputMap | None) -> InputMap | None:
+  """Returns the map if XLA must apply it, in float32, before the kernel; else None."""
   is_inside = input_map is None or input_map.block_matrices() is not None
   return None if is_inside else input_map
 

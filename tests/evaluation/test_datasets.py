@@ -82,6 +82,14 @@ def test_too_little_text_and_missing_files_are_named(text):
     load("nowhere.txt")
 
 
+@pytest.mark.parametrize(
+  "sizes", [{"count": 0}, {"count": -1}, {"length": 0}, {"length": 1}]
+)
+def test_windows_that_hold_nothing_are_refused(text, sizes):
+  with pytest.raises(ValueError, match="at least one window of at least 2 tokens"):
+    load(text("a" * 40), **sizes)
+
+
 def test_seeds_choose_other_windows_in_a_fixed_order(text):
   path = text("abcdefghijklmnopqrstuvwxyz" * 10)
   first = load(path, seed=3)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mxjax import models
-from mxjax.models import transformer
+from mxjax.models import generation, transformer
 from mxjax.models.parameters import parameter_shapes
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
@@ -87,9 +87,21 @@ def test_a_float64_scope_around_a_layer_changes_nothing(tiny, float64):
 
 def test_token_ids_outside_the_vocabulary_are_not_clipped(tiny):
   model, params, _ = tiny
-  hidden = model.embed(params, jnp.array([[5, model.config.vocab_size]], jnp.int32))
+  ids = jnp.array([[5, model.config.vocab_size, -1, -2]], jnp.int32)
+  hidden = model.embed(params, ids)
   assert bool(jnp.isfinite(hidden[0, 0]).all())
-  assert bool(jnp.isnan(hidden[0, 1]).all())
+  assert bool(jnp.isnan(hidden[0, 1:]).all())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_sequences_have_no_logits(dtype, tiny):
+  config = dataclasses.replace(tiny[0].config, dtype=dtype)
+  model = transformer.CausalLM(config)
+  logits = model.apply({"params": tiny[1]}, jnp.zeros((0, 5), jnp.int32))
+  assert logits.shape == (0, 5, config.vocab_size)
+  cache = generation.empty_cache(model, 0, 8)
+  some = jnp.zeros((0, 3), jnp.int32)
+  assert generation.next_logits(model, tiny[1], cache, some)[0].shape[0] == 0
 
 
 def test_a_missing_leaf_is_an_error(tiny):

@@ -44,6 +44,22 @@ def test_the_values_equal_the_reference_to_one_rounding(has_bias):
   np.testing.assert_allclose(np.asarray(got, np.float64), by_hand, 0.01, 0.01)
 
 
+@pytest.mark.parametrize("name", ["gated_product", "recover_values"])
+def test_a_gradient_is_that_of_the_reference(name):
+  """A model with recovery is tuned by its gradients, on a GPU too."""
+  values, bias = draw((2, 3, 3, 32), jnp.bfloat16), draw((96,), jnp.bfloat16, seed=2)
+  run, operands = {
+    "gated_product": (recovery.gated_product, (values, values[::-1], MLP)),
+    "recover_values": (recovery.recover_values, (values, VALUES, bias)),
+  }[name]
+
+  def gradient(how):
+    loss = lambda *a: jnp.square(run(*a, implementation=how).astype(jnp.float32)).sum()
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*operands)
+
+  jax.tree.map(np.testing.assert_array_equal, gradient("interpret"), gradient("xla"))
+
+
 def test_operands_that_disagree_are_refused():
   gate = jnp.ones((2, 32))
   with pytest.raises(NotImplementedError, match="agree in shape and dtype"):

@@ -2,7 +2,8 @@
 
 import argparse
 import pathlib
-from typing import Any
+import typing
+from typing import Any, cast
 
 from mxjax import methods
 from mxjax.evaluation.cli import arguments
@@ -50,7 +51,15 @@ def run(options: argparse.Namespace) -> None:
     selected |= dict.fromkeys(groups.get(name, (name,)))
   for name in selected:
     arguments.check_method(name)
-  rules = [mxfp4.Rules(scale_rule=rule) for rule in options.scale_rules.split(",")]
+  rules = []
+  for rule in arguments.split(options.scale_rules):
+    arguments.check("scale rule", rule, typing.get_args(mxfp4.ScaleRule))
+    rules.append(mxfp4.Rules(scale_rule=cast(mxfp4.ScaleRule, rule)))
+  if not (selected and rules):
+    raise ValueError(
+      "compare: expected at least one name in --methods and --scale-rules, got none; "
+      "name one, or leave the option out."
+    )
   contracts = {
     "" if rule == mxfp4.PAPER_RULES else f"[{rule.scale_rule}]": Contract(rules=rule)
     for rule in rules

@@ -6,8 +6,27 @@ import json
 import pathlib
 from typing import Any
 
+from mxjax import methods
 from mxjax.evaluation.cli import arguments
 from mxjax.evaluation.tasks import tasks
+
+OF_TASKS = ("items", "task_source", "wikitext2", "c4", "task_windows", "name", "out")
+OF_PERPLEXITY = (
+  "model",
+  "data",
+  "windows",
+  "replicates",
+  "operator_error",
+  "agreement",
+)
+"""Options that only `--tasks` reads, and those that it does not."""
+ROTATING = ("spinquant",)
+"""Methods whose linears have other coordinates than those of the float model."""
+SHAPE = (
+  *("vocab_size", "hidden_size", "intermediate_size", "num_layers"),
+  *("num_heads", "num_kv_heads", "head_dim"),
+)
+"""Fields of a config in which a quantized model equals its float model."""
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -26,6 +45,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   arguments.add(parser, "--json")
   _add_tasks(parser.add_argument_group("tasks"))
   arguments.add(parser, "--compiled")
+  unset = {name: parser.get_default(name) for name in (*OF_TASKS, *OF_PERPLEXITY)}
+  parser.set_defaults(unset=unset)
   return parser
 
 
@@ -33,7 +54,8 @@ def _add_tasks(group: Any) -> None:
   add = group.add_argument
   names = ", ".join(tasks.SEVEN)
   add("--tasks", metavar="NAMES", help=f"all, or a comma list of {names}")
-  add("--items", type=int, metavar="N", help="first items only")
+  whole = arguments.whole(1)
+  add("--items", type=whole, metavar="N", help="first items only")
   add(
     "--task-source",
     choices=("embedded", "hub"),
@@ -44,7 +66,7 @@ def _add_tasks(group: Any) -> None:
   add("--c4", metavar="DATA", help="instead of the hub's; embedded, or a file")
   add(
     "--task-windows",
-    type=int,
+    type=whole,
     metavar="N",
     help="first windows of wikitext2 and c4; all of one and 256 of the other when "
     "omitted",
@@ -65,6 +87,14 @@ def run(options: argparse.Namespace) -> None:
         f"evaluate: expected --mesh without {flag}, got both; {flag} works on one "
         "device, so leave --mesh out."
       )
+  ignored = OF_PERPLEXITY if options.tasks else OF_TASKS
+  given = [name for name in ignored if getattr(options, name) != options.unset[name]]
+  if given:
+    names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    raise ValueError(
+      f"evaluate: expected {'no --tasks' if options.tasks else '--tasks'} beside "
+      f"{names}, got {'some' if options.tasks else 'none'}; correct the options."
+    )
   storage = arguments.storage(options.storage)
   if options.tasks:
     _evaluate_tasks(options, storage)
@@ -95,6 +125,7 @@ def _evaluate_perplexity(options: argparse.Namespace, storage: dict[str, Any]) -
   )
   params: Any = {}
   if is_compared:
+    _check_float_model(options, model.config)
     _, params = models.from_pretrained(options.model)
   subject = inputs.test_subject(options, model, params, tokenizer, mesh)
   with console.task_bars() as bars:
@@ -123,6 +154,38 @@ def _evaluate_perplexity(options: argparse.Namespace, storage: dict[str, Any]) -
       f"{row['agreement']['flips']:.2%} of predictions flipped"
     )
   console.say(f"size: {numbers.size(row['size']['total'])}")
+
+
+def _check_float_model(options: argparse.Namespace, config: Any) -> None:
+  """Rejects a comparison with another model than the one that was quantized.
+
+  Raises:
+    ValueError: The float model is not named, or has another shape, or the linears are
+      not comparable with its.
+  """
+  from mxjax import models
+  from mxjax.evaluation.cli import inputs
+  from mxjax.storage import checkpoint
+
+  manifest = checkpoint.read_manifest(inputs.checkpoint_folder(options.source))
+  name = (manifest["calibration"] or {}).get("model") or arguments.DEFAULT_MODEL
+  place = f"evaluate: expected --model with the float model of {options.source}"
+  if options.model is None and name != arguments.DEFAULT_MODEL:
+    raise ValueError(f"{place}, whose name is {name}, got none; add it.")
+  exact = models.load_config(options.model, dtype=config.dtype)
+  differs = [key for key in SHAPE if getattr(exact, key) != getattr(config, key)]
+  if differs:
+    raise ValueError(
+      f"{place}, got {inputs.model_name(options)} of another {', '.join(differs)}; "
+      "name the model that was quantized."
+    )
+  method = methods.base_name((manifest["program"] or {}).get("name", ""))
+  if options.operator_error and method in ROTATING:
+    raise ValueError(
+      f"evaluate: expected --operator-error of linears in the float model's "
+      f"coordinates, got those of {method}, which rotates them; read the "
+      "operator_error that `quantize --operator-error` writes to result.json."
+    )
 
 
 def _evaluate_tasks(options: argparse.Namespace, storage: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """`mxjax export`: writes a quantized model in the format of another program."""
 
 import argparse
+import pathlib
 from typing import Any
 
 from mxjax import methods
@@ -78,14 +79,28 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   group = parser.add_argument_group("measuring")
   arguments.add(group, "--data", help="the embedded text when omitted")
   told = "0 measures nothing, where nothing is dropped"
-  arguments.add(group, "--windows", help=told)
+  arguments.add(group, "--windows", type=arguments.whole(0), help=told)
   arguments.add(group, "--window-length")
   arguments.add(parser, "--json")
   return parser
 
 
 def run(options: argparse.Namespace) -> None:
-  """Writes the model in the format, after measuring what it lost."""
+  """Writes the model in the format, after measuring what it lost.
+
+  Raises:
+    FileNotFoundError: The float model's folder does not exist.
+    ValueError: The largest file has no size.
+  """
+  if options.model is not None and not pathlib.Path(options.model).is_dir():
+    raise FileNotFoundError(
+      f"export: expected --model with the folder of the float model, got "
+      f"{options.model}, which is none; correct the path."
+    )
+  if not 0 < options.shard_gb < float("inf"):
+    raise ValueError(
+      f"export: expected --shard-gb above 0, got {options.shard_gb}; correct it."
+    )
   from mxjax.evaluation.cli import exporting
 
   exporting.run(options)

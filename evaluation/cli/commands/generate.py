@@ -19,7 +19,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   chat.add_argument("--system", metavar="TEXT", help="a first message with the rules")
   _add_speaking(chat, **{"--max-new-tokens": 512, "--temperature": 0.7, "--top-p": 0.9})
   told = "most tokens of a conversation, which set the cache's memory"
-  chat.add_argument("--context", type=int, default=2048, metavar="T", help=told)
+  chat.add_argument(
+    "--context", type=arguments.whole(2), default=2048, metavar="T", help=told
+  )
   chat.set_defaults(run=run_chat)
 
   parser = commands.add_parser("generate", help="continue a prompt")

@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   )
   add(
     "--save-every",
-    type=int,
+    type=arguments.whole(1),
     metavar="LAYERS",
     help="write the hidden states that a killed run goes on from after so many layers; "
     "a kill costs no more than these (every layer, or up to 8 where they exceed 1 GiB)",

@@ -34,7 +34,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   told = "print tables of these results of `evaluate --tasks` instead; may be repeated"
   add("--results", metavar="PLACE", action="append", default=[], help=told)
   add("--plan", action="store_true", help="print what it would take, and start nothing")
-  add("--seeds", metavar="LIST", help="calibration draws instead of the paper's")
+  told = "calibration draws instead of the paper's"
+  add("--seeds", type=arguments.whole_list, metavar="LIST", help=told)
   told = (
     f"comma list of what to leave out: tasks, {', '.join((*SEVEN, *MEASURES))}, or "
     "rows by their labels, in double quotes where they hold a comma"
@@ -55,7 +56,8 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
   arguments.add(parser, "--dtype")
   group = parser.add_argument_group("evaluation")
   add = group.add_argument
-  add("--items", type=int, metavar="N", help="first items of each task only")
+  whole = arguments.whole(1)
+  add("--items", type=whole, metavar="N", help="first items of each task only")
   told = "first windows of wikitext2 and c4 only"
   arguments.add(group, "--windows", default=None, help=told)
   arguments.add(group, "--window-length")
@@ -63,7 +65,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
   add("--wikitext2", metavar="DATA", help="instead of the hub's; embedded, or a file")
   add("--c4", metavar="DATA", help="instead of the hub's; embedded, or a file")
   told = "sequences for local errors, which calibration did not see"
-  add("--local-sequences", type=int, metavar="N", default=512, help=told)
+  add("--local-sequences", type=whole, metavar="N", default=512, help=told)
   arguments.add(group, "--replicates", "--operator-error", "--agreement")
 
 
@@ -78,7 +80,6 @@ def _check(options: argparse.Namespace) -> None:
   for name in options.tables:
     arguments.check("table", name, TABLES)
   options.models = arguments.split(options.models or "")
-  options.seeds = [int(seed) for seed in arguments.split(options.seeds or "")] or None
   options.without = [
     each
     for name in arguments.split(options.without or "")

@@ -30,6 +30,7 @@ from mxjax.calibration import gradients
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.gptq import Gptq
+from mxjax.methods.options import Count, Positive
 from mxjax.methods.program import Realized
 from mxjax.numerics import mxfp4, straight_through
 from mxjax.numerics.precision import HIGHEST
@@ -138,9 +139,9 @@ class BatQuant(Gptq):
   """
 
   name: str = "batquant"
-  steps: int = 160
-  batch: int = 4
-  tokens: int | None = None
+  steps: Count = 160
+  batch: Positive = 4
+  tokens: Positive | None = None
   clip_logit: float = 4.0
 
   def shape_group(

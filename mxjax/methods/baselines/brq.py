@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.methods.gptq import Gptq
+from mxjax.methods.options import Positive
 from mxjax.numerics import mxfp4
 from mxjax.numerics.shaping import input_maps
 
@@ -34,7 +35,7 @@ class BlockRotation(Gptq):
   """
 
   name: str = "brq"
-  sizes: tuple[int, ...] = (mxfp4.BLOCK_SIZE,)
+  sizes: tuple[Positive, ...] = (mxfp4.BLOCK_SIZE,)
   signs: int | None = None
   shared: bool = True
 

@@ -30,6 +30,7 @@ from mxjax.calibration.calibration import (
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.layers.linear import StraightThrough
+from mxjax.methods.options import Count, Positive
 from mxjax.methods.program import Prepared, Program, Realized
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import Contract
@@ -119,9 +120,9 @@ class Focus(Program):
   """
 
   name: str = "focus"
-  epochs: int = 1
-  batch: int = 32
-  top: int = TOP_TOKENS
+  epochs: Count = 1
+  batch: Positive = 32
+  top: Positive = TOP_TOKENS
   divisor_logit: float = learned_scales.DIVISOR_LOGIT
 
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:

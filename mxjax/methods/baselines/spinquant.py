@@ -35,6 +35,7 @@ from mxjax.calibration.streams import outer_params
 from mxjax.devices import execution
 from mxjax.layers.linear import StraightThrough
 from mxjax.methods.gptq import Gptq
+from mxjax.methods.options import Count, Positive, Share
 from mxjax.methods.program import Prepared
 from mxjax.numerics import precision, straight_through
 from mxjax.numerics.contract import Contract
@@ -189,10 +190,10 @@ class SpinQuant(Gptq):
   """
 
   name: str = "spinquant"
-  steps: int = 100
-  batch: int = 8
-  rate: float = 1.5
-  seed: int = 0
+  steps: Count = 100
+  batch: Positive = 8
+  rate: Share = 1.5
+  seed: Count = 0
 
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
     """See `Program.prepare`; learns the rotations and fuses them."""

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.gptq import Gptq
+from mxjax.methods.options import Positive
 from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.shaping import input_maps, two_level
@@ -36,7 +37,7 @@ class Torq(Gptq):
   """Two-level rotation + GPTQ; the inner rotation is fitted to `rows` block rows."""
 
   name: str = "torq"
-  rows: int = 8192
+  rows: Positive = 8192
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> input_maps.TwoLevel:
     """See `Program.shape`."""

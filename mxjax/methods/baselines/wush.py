@@ -25,6 +25,7 @@ from mxjax.devices import execution
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.gptq import not_definite
 from mxjax.methods.hires.hires import ActivationRule, activation_rule
+from mxjax.methods.options import Share
 from mxjax.methods.program import Program, fold, pack
 from mxjax.methods.recovery_fits import ATTENTION, MLP
 from mxjax.numerics import mxfp4
@@ -97,7 +98,7 @@ class Wush(Program):
   basis: nearest_plane.Basis = "wush"
   rounding: ActivationRule = "nearest"
   transform_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-  damping: float = gptq.DAMPING
+  damping: Share = gptq.DAMPING
 
   def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
     """See `Program.quantize_linear`."""

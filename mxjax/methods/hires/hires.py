@@ -17,6 +17,7 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.gptq import reconstruct
 from mxjax.methods.hires import balance
+from mxjax.methods.options import Count, Share
 from mxjax.methods.program import Program, Realized
 from mxjax.methods.recovery_fits import ATTENTION, MLP, RecoveryFit
 from mxjax.numerics import mxfp4
@@ -161,6 +162,9 @@ def activation_rule(
 class HiRes(Program):
   """The frozen three-stage quantizer; each option is one row of an ablation.
 
+  Whatever `weights`, `rounding`, `scales` and `damping` are, trials of the balance
+  encode as the frozen quantizer does: GPTQ of fresh exponents, damping .01, full rule.
+
   Attributes:
     use_interaction: Fit K; off means G = I.
     use_balance: Try D; off means D = I.
@@ -181,7 +185,7 @@ class HiRes(Program):
   rounding: ActivationRule = "full"
   balance_by: balance.BalanceBy = "block"
   scales: gptq.ScaleSource = "fresh"
-  damping: float = gptq.DAMPING
+  damping: Share = gptq.DAMPING
   descent = 0  # No field: only HiResDescent has this option.
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> input_maps.BlockDense:
@@ -235,7 +239,7 @@ class HiResDescent(HiRes):
 
   name: str = "hires-descent"
   scales: gptq.ScaleSource = "searched"
-  descent: int = 3
+  descent: Count = 3
 
 
 HIRES_DESCENT = HiResDescent()

@@ -211,13 +211,15 @@ def linearized_errors(
   """Computes the product's weighted relative squared error before and after correction.
 
   The error after correction with `theta`, float64 `[3]`, is a first-order prediction.
-  Both are float64 scalars relative to E[omega m^2], means over cells.
+  Both are float64 scalars relative to E[omega m^2], means over cells; if all products
+  are zero, absolute.
   """
   gram, target = normal_equations(sums, deviation)
   before = sums.error_square / sums.count
   change = jnp.einsum("i,cij,j->c", theta, gram, theta)
   after = before - 2.0 * jnp.einsum("ci,i->c", target, theta) + change
-  total = (sums.product_square / sums.count).sum()
+  energy = (sums.product_square / sums.count).sum()
+  total = jnp.where(energy > 0, energy, 1.0)
   return before.sum() / total, after.sum() / total
 
 

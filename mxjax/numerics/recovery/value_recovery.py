@@ -87,9 +87,11 @@ def solve(sums: ValueMoments) -> ValueRecovery:
 def errors(sums: ValueMoments, recovery: ValueRecovery) -> tuple[jax.Array, jax.Array]:
   """Computes the relative squared error of values before and after a correction.
 
-  Both are float64 scalars, ||v - v*||^2 / ||v*||^2 over all heads.
+  Both are float64 scalars, ||v - v*||^2 / ||v*||^2 over all heads; if all targets are
+  zero, the numerators alone.
   """
-  total = sums.target_square.sum()
+  energy = sums.target_square.sum()
+  total = jnp.where(energy > 0, energy, 1.0)
   before = sums.value_square - 2.0 * sums.product + sums.target_square
   a, b = recovery.scale, recovery.offset
   after = (

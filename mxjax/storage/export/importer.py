@@ -117,8 +117,15 @@ def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
   packed = [name for name in tensors if name.endswith(".weight_packed")]
   for module in (name.removesuffix(".weight_packed") for name in packed):
     tensor = _take_packed(str(folder), module, tensors)
-    leaf = QuantizedLinear(tensor, maps.get(module), rounding)
+    leaf = QuantizedLinear(tensor, maps.pop(module, None), rounding)
+    _check_map(str(folder), module, leaf)
     leaves[params_path(f"{module}.weight")] = leaf
+  if maps:
+    raise ValueError(
+      f"{folder}: expected transforms at quantized linears of the folder only, got "
+      f"some at {', '.join([*maps][:3])}; without them it would compute another "
+      "function, so correct the names in its config.json."
+    )
   leaves |= {params_path(name): tensor for name, tensor in tensors.items()}
   if config.tie_embeddings:
     leaves.pop(("lm_head", "weight"), None)
@@ -127,6 +134,15 @@ def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
   for path in parameters.parameter_shapes(config):
     parameters.insert(params, path, leaves[path])
   return Imported(params, config, rounding.is_legal)
+
+
+def _check_map(place: str, module: str, leaf: QuantizedLinear) -> None:
+  if isinstance(leaf.input_map, Hadamard) and leaf.shape[1] % leaf.input_map.size:
+    raise ValueError(
+      f"{place}: expected a transform whose head_dim divides the {leaf.shape[1]} "
+      f"inputs of {module}, got {leaf.input_map.size}; write the size of its "
+      "blocks there."
+    )
 
 
 def _take_packed(
@@ -139,6 +155,10 @@ def _take_packed(
     raise ValueError(
       f"{place}: expected {module}.weight_scale beside its weight_packed, got none; "
       "download the checkpoint again."
+    )
+  if f"{module}.weight" in tensors:
+    raise ValueError(
+      f"{place}: expected {module} packed or plain, got both; leave one out."
     )
   tensor = mxfp4.MXTensor(codes, scales)
   mxfp4.check_legal(tensor, f"{place}: {module}")

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from mxjax.discovery.cli import config, options, parser
+from mxjax.discovery.cli import config, options, parser, study
 from mxjax.discovery.search import runs
 from mxjax.discovery.tasks.ptq import programs
 from mxjax.evaluation.cli import parser as cli
@@ -138,3 +138,56 @@ def test_a_search_says_in_which_dtype_it_computes(tmp_path):
   )
   assert made("--dtype", "bfloat16").task["dtype"] == "bfloat16"
   assert runs.task_.load(made().task).spec["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("value", ["2020-01-01", "nan", "{deep = [inf]}"])
+def test_values_that_json_lacks_are_told_by_their_option(tmp_path, value, capsys):
+  with pytest.raises(SystemExit):
+    parsed(tmp_path, "plan", text=f"[task-options]\nseed = {value}\n")
+  assert "run.toml: task-options: " in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+  "words",
+  [
+    ["run", "--out", "x", "--width", "0"],
+    ["run", "--out", "x", "--budget", "0"],
+    ["run", "--out", "x", "--proposals-per-call", "-1"],
+    ["run", "--out", "x", "--max-tokens", "-1"],
+    ["resume", "x", "--workers", "0"],
+    ["verify", "x", "--calls", "-1"],
+    ["status", "x", "--follow=-1"],
+  ],
+)
+def test_numbers_that_make_no_sense_are_refused(words, capsys):
+  # Without a proposal in any round, a run would never end.
+  with pytest.raises(SystemExit):
+    cli.build_parser(parser.register).parse_args(["discover", *words])
+  assert f"argument {words[-2] if len(words) > 3 else '--follow'}" in (
+    capsys.readouterr().err
+  )
+
+
+@pytest.mark.parametrize("log", [None, b"", b'{"n":0'])
+@pytest.mark.parametrize("verb", ["report", "verify", "explain"])
+def test_a_run_without_an_event_is_told(tmp_path, capsys, verb, log):
+  if log is not None:
+    (tmp_path / "log.jsonl").write_bytes(log)
+  more = ["ab"] if verb == "explain" else []
+  assert parser.main(["discover", verb, str(tmp_path), *more]) == 2
+  assert "got no event" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_study_refuses_what_it_would_ignore(tmp_path, capsys):
+  words = ["discover", "study", "matched", "--task", "world", "--plan"]
+  words += ["--out", str(tmp_path / "s"), "--arm", "score", "--width", "2"]
+  assert parser.main(words) == 2
+  assert "leave out --arm score and --width 2" in " ".join(
+    capsys.readouterr().err.split()
+  )
+  built = cli.build_parser(parser.register)
+  asked = [*words[:-4], "--no-revise-retired"]
+  for given, expected in ((asked, {"revise_retired": False}), (words[:-4], {})):
+    read = built.parse_args(given)
+    run = options.run_options(read)
+    assert dict(study.options(read, run.task, run).config) == expected

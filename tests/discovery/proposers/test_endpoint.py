@@ -369,3 +369,39 @@ def test_a_model_that_answers_junk_stops_the_run(server, tmp_path, capsys):
   assert "no proposals" in capsys.readouterr().err
   assert len(server.requests) == 1 + 2 * llm.UNUSABLE_IN_A_ROW
   assert not runs.is_closed(tmp_path / "run")
+
+
+def test_the_answer_that_passes_the_budget_is_the_last(server, tmp_path):
+  # Another turn, to repair it, would be an answer more.
+  server.replies = [http(chat("no proposal", prompt_tokens=90, completion_tokens=10))]
+  assert discover(server, tmp_path / "run", "run", "--max-tokens", "100") == 0
+  assert store.read_events(tmp_path / "run")[-1]["reason"].startswith("max-tokens: 100")
+  # The first one asked whether the endpoint answers.
+  assert len(server.requests) == 2
+  assert discover(server, tmp_path / "more", "run", "--max-tokens", "101") == 0
+  assert len(server.requests) == 2 + 1 + 2
+
+
+def test_no_reply_takes_more_tokens_than_there_are(server):
+  server.replies = [http(chat(prompt_tokens=10**400))]
+  with pytest.raises(OutageError, match="no chat completion"):
+    client(server).complete(ASK)
+
+
+def test_a_fence_within_a_program_is_no_fence_of_the_answer():
+  text = json.dumps({"source": "# ```\nx = 1\n# ```", "label": "fenced"})
+  for whole in (text, f"Here it is:\n```json\n{text.replace('```', '~~~')}\n```\n"):
+    assert json.loads(llm._json_of(whole))["label"] == "fenced"
+
+
+def test_a_cassette_whose_recorder_was_killed_goes_on(server, tmp_path):
+  path = tmp_path / "tape.jsonl"
+  endpoint.Cassette(path, "record", client(server)).complete(ASK)
+  whole = path.read_bytes()
+  path.write_bytes(whole + whole[:40])
+  other = {"messages": []}
+  assert endpoint.Cassette(path, "replay").complete(ASK).text == "yes"
+  endpoint.Cassette(path, "record", client(server)).complete(other)
+  replayed = endpoint.Cassette(path, "replay")
+  assert [replayed.complete(request).text for request in (ASK, other)] == ["yes"] * 2
+  assert len(server.requests) == 2

@@ -6,6 +6,7 @@ import tomllib
 
 import pytest
 
+from mxjax.discovery.audit import verify
 from mxjax.discovery.core import candidate_source, store
 from mxjax.discovery.core.proposal import Proposal
 from mxjax.discovery.core.residual import PRIMARY, Control, Explanation
@@ -14,7 +15,7 @@ from mxjax.discovery.proposers.expressions import experiment, source, variation
 from mxjax.discovery.proposers.expressions.grammar import Grammar, Node
 from mxjax.discovery.proposers.expressions.proposer import PREFIX, ExpressionProposer
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
-from mxjax.discovery.search import controls
+from mxjax.discovery.search import controls, runs
 from mxjax.discovery.tasks import world
 from mxjax.discovery.tasks.ptq.edit_templates import GRAMMAR
 from mxjax.discovery.tasks.ptq.interface import INTERFACE
@@ -310,3 +311,17 @@ def test_what_lowers_to_a_program_that_ran_costs_nothing(tmp_path):
   refused = [e for e in store.read_events(tmp_path) if e["event"] == "refused"]
   assert [(e["label"], e["status"]) for e in refused] == [("the same", "duplicate")]
   assert running.ledger.spent == 2
+
+
+def test_a_control_that_is_a_program_is_verified_like_any_other(tmp_path):
+  task = world.World(seed=5)
+  code = "def attention(x):\n  return x + 2\n"
+  control = Control("other", {"kind": "program", "code": code})
+  proposer = searching.Scripted(asked(edited("x + 1"), control))
+  folder = tmp_path / "run"
+  config = {"budget": 3, "sequential": False}
+  options = runs.RunOptions(task=task.spec, config=config, sandbox="off", holdout="off")
+  runs.write_options(folder, options)
+  run(folder, task, proposer, **config)
+  audit = verify.verify(folder, 9)
+  assert (audit.executed, audit.complaints) == (3, ())

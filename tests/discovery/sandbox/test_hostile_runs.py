@@ -148,7 +148,7 @@ def test_a_proposal_holds_only_what_the_log_can(fields):
     Proposal(**{"source": "", "label": "", **fields})
 
 
-@pytest.mark.parametrize("name", ["primary", "probe"])
+@pytest.mark.parametrize("name", ["primary", "probe", "probe 0123456789ab"])
 def test_a_control_takes_no_name_of_another_condition(name):
   with pytest.raises(ValueError, match="name other than"):
     Control(name, {})

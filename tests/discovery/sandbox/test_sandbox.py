@@ -19,7 +19,7 @@ import pytest
 from mxjax.discovery.core import candidate_source, store
 from mxjax.discovery.core.proposal import Proposal, ProposerError
 from mxjax.discovery.core.task import Outcome, Status
-from mxjax.discovery.sandbox import jail, supervisor
+from mxjax.discovery.sandbox import answers, jail, supervisor
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
 from mxjax.discovery.search import search
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
@@ -337,7 +337,7 @@ def test_26_to_28_43_44_are_rejected_before_anything_runs(code):
 )
 def test_35_replies_are_read_strictly(text):
   with pytest.raises(ValueError):
-    supervisor.strict_json(text)
+    answers.strict_json(text)
 
 
 @pytest.mark.parametrize("value", [True, float("nan"), float("inf"), "1", None])

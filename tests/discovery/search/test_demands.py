@@ -289,7 +289,7 @@ APART = tuple(
     (TWO, (BROKEN,), {}, False),
     (APART, (BROKEN, WORKING), {B: "-x"}, True),
     (APART, (BROKEN, WORKING), {A: "x + 0.25 * jnp.tanh(3 * x)"}, False),
-    (TWO[:1], (), {B: "-x"}, False),
+    ((), (), {B: "-x"}, False),
   ],
   ids=["new control", "the same", "with more", "another edit", "no question"],
 )
@@ -356,12 +356,13 @@ def test_controls_wait_for_the_primary_run_and_go_if_it_left_nothing(
 @pytest.mark.parametrize("is_new", [True, False])
 def test_where_no_account_is_left_a_new_one_is_demanded(conduct, is_new):
   wrong = Explanation("wrong", "", {"primary": {"loss": "up"}})
-  told = {"residual": f"excess_{A}", "declared": (A,), "explanations": (wrong,)}
+  worse = Explanation("worse", "", {"primary": {"loss": "same"}})
+  told = {"residual": f"excess_{A}", "declared": (A,), "explanations": (wrong, worse)}
   name = next(op for op, kind in TASK.truth[A].items() if kind == "mechanism")
   other = dataclasses.replace(wrong, name="right") if is_new else wrong
   _, events, _ = conduct(
     proposal({A: operation(name)}, **told),
-    proposal({A: operation(name, 1.0)}, **{**told, "explanations": (other,)}),
+    proposal({A: operation(name, 1.0)}, **{**told, "explanations": (other, worse)}),
     parents="initial",
   )
   assert of(events, "verdict")[0]["reason"] == "none_left"
@@ -462,7 +463,7 @@ def test_a_candidate_whose_rollback_fails_never_enters_the_frontier(conduct):
   running, events, contexts = conduct(
     first,
     lambda context: dataclasses.replace(
-      second(context), explanations=told["explanations"][:1]
+      second(context), explanations=told["explanations"][::5]
     ),
     last,
     task=Fragile(seed=3),
@@ -490,3 +491,48 @@ def test_a_candidate_whose_rollback_fails_never_enters_the_frontier(conduct):
 def test_a_residual_names_a_computation_and_not_a_string():
   with pytest.raises(ValueError, match="tuple of hooks"):
     Residual("p", "loss", 1.0, 0.5, "attention")
+
+
+# What is no question.
+
+
+VACUOUS = Explanation("vacuous", "", {})
+ELSEWHERE = tuple(
+  Explanation(name, "", {"primary": {"phase of the moon": symbol}})
+  for name, symbol in (("new", "down"), ("full", "up"))
+)
+
+
+@pytest.mark.parametrize(
+  ("accounts", "why"),
+  [
+    ((VACUOUS,), "'vacuous' alone"),
+    (ELSEWHERE, "new predicts phase of the moon"),
+  ],
+)
+def test_a_question_that_no_run_answers_is_refused(conduct, accounts, why):
+  name = next(op for op, kind in TASK.truth[A].items() if kind == "mechanism")
+  told = {"residual": f"excess_{A}", "declared": (A,), "explanations": accounts}
+  running, events, _ = conduct(proposal({A: operation(name)}, **told))
+  (refused,) = of(events, "refused")
+  assert (refused["status"], why in refused["detail"]) == ("indistinguishable", True)
+  assert not of(events, "verdict")
+  assert running.ledger.spent == 1
+
+
+def test_an_edit_that_changes_nothing_pays_for_no_control(conduct):
+  said = lambda name, symbol: Explanation(
+    name, "", {"primary": {"loss": "same"}, "permute": {"loss": symbol}}
+  )
+  running, events, _ = conduct(
+    lambda context: Proposal(
+      source=context.parent.source + "UNUSED = 1\n",
+      label="nothing",
+      residual=f"excess_{A}",
+      explanations=(said("one", "down"), said("two", "up")),
+      controls=(WORKING,),
+    )
+  )
+  assert of(events, "verdict")[0]["reason"] == "parent_equivalent"
+  assert of(events, "skipped")[0]["controls"] == ["permute"]
+  assert running.ledger.spent == 1

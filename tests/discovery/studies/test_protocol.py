@@ -199,7 +199,7 @@ def test_the_frozen_hash_moves_with_task_tokenizer_and_sources(tmp_path, monkeyp
   hashes.append(study.frozen(options)["hash"])
   module = tmp_path / "mine.py"
   module.write_text("")
-  monkeypatch.setattr(study.inspect, "getfile", lambda kind: str(module))
+  monkeypatch.setattr(study.task_.inspect, "getfile", lambda kind: str(module))
   hashes.append(study.frozen(options)["hash"])
   original = study.identity._python_files
 

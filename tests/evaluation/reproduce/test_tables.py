@@ -7,7 +7,9 @@ import pytest
 
 from mxjax.evaluation import results
 from mxjax.evaluation.measures import fitness
-from mxjax.evaluation.reproduce import tables
+from mxjax.evaluation.report import html
+from mxjax.evaluation.report.tables import Table
+from mxjax.evaluation.reproduce import page, tables
 from mxjax.evaluation.reproduce.declared import TABLES
 from mxjax.evaluation.reproduce.quantities import QUANTITIES, Measured
 from tests.evaluation.paper import COLUMNS, PAPER
@@ -197,6 +199,20 @@ def test_tasks_of_two_files_are_joined(tmp_path):
   save(tmp_path / "b", ROW, model="Q", method="RTN", drop=others)
   (joined,) = results.read([str(tmp_path)])
   assert set(joined.scores) == set(fitness.TASKS)
+
+
+def test_a_chart_of_ten_methods_has_colors_of_the_palette():
+  tasks = {"piqa": {"score": 0.5, "token_sha256": "", "dtype": "float32"}}
+  names = [results.FLOAT, *map(str, range(10))]
+  found = [results.Result("m", name, None, tasks, "") for name in names]
+  used = {int(c) for c in re.findall(r'class="c(\d+)"', page.damage_chart(found, "m"))}
+  style = html.STYLE.read_text()
+  assert len(used) > 1 and all(f".c{color} {{" in style for color in used)
+
+
+def test_a_cell_of_a_markdown_table_stays_one_cell():
+  table = Table("t", ("Model", "Row"), [["a|b", "two\nlines"]])
+  assert table.markdown().splitlines()[-1] == r"| a\|b | two lines |"
 
 
 def test_another_file_is_refused(tmp_path, refused):

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from mxjax.audit import arithmetic, verify, verify_linears
+from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT
-from mxjax.numerics.realization.activation_quantizers import Clipped, Unrounded
+from mxjax.numerics.realization.activation_quantizers import Clipped, Nearest, Unrounded
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping import input_maps
 from mxjax.storage import checkpoint, sealed
@@ -199,6 +200,29 @@ def test_a_manifest_whose_contract_is_not_its_hash(saved):
 def test_no_checkpoint_there(tmp_path):
   with pytest.raises(FileNotFoundError, match="mxjax.json, got no such file"):
     verify.verify(tmp_path)
+
+
+@pytest.mark.parametrize("scale_rule", ["even", "rceil", "mx43"])
+def test_linears_of_other_rules_are_sound_too(tiny_params, scale_rule):
+  rules, rng = mxfp4.Rules(scale_rule=scale_rule), np.random.default_rng(0)
+  weight = mxfp4.encode(tiny_params["layers_0"]["mlp"]["up_proj"]["weight"], rules)
+  leaf = QuantizedLinear(weight, None, Nearest(), rules=rules)
+  assert [*verify_linears.faults(leaf, rng)] == []
+
+
+def test_a_head_of_its_own_is_no_fault_beside_a_tied_config(
+  params, tiny_config, tmp_path
+):
+  assert tiny_config.tie_embeddings
+  own = {**params, "lm_head": {"weight": 2 * params["embed_tokens"]["weight"]}}
+  path = checkpoint.save_checkpoint(tmp_path / "out", own, tiny_config)
+  assert verify.verify(path).faults == []
+
+
+def test_a_model_of_your_own_is_a_fault_and_no_crash(params, tmp_path):
+  path = checkpoint.save_checkpoint(tmp_path / "out", params, {"width": 64})
+  (fault,) = verify.verify(path).faults
+  assert fault.startswith("model config: expected that of a model of mxjax.models")
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-20, 2.0**90])

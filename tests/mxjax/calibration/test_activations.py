@@ -156,3 +156,15 @@ def test_an_overflow_of_the_float_model_names_the_layer(tiny_params, calib):
   activations = Activations.embed(tiny_params, calib, chunk=1)
   with pytest.raises(FloatingPointError, match="hidden values leaving layers_0 are"):
     activations.observe(layer, PAPER_CONTRACT)
+
+
+def test_a_store_keeps_models_of_equal_weights_apart(
+  tiny_params, tiny_config, tiny_tokens, tmp_path
+):
+  places = set()
+  for changes in ({}, {"rope_theta": 5e5}, {"norm_eps": 1e-3}, {"dtype": "bfloat16"}):
+    model = CausalLM(dataclasses.replace(tiny_config, **changes))
+    places.add(
+      CalibrationStore(tmp_path, tiny_params, Calibration(model, tiny_tokens)).path
+    )
+  assert len(places) == 4

@@ -1,5 +1,7 @@
 """Output gradients and Fisher weights against whole-model differentiation."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +65,13 @@ def test_files_chunks_and_memory_give_the_same_bits(tiny_params, calib, tmp_path
   assert [file.name for file in (tmp_path / "gradients").iterdir()] == [
     "leaving-1.safetensors"
   ]
+
+
+def test_stored_gradients_serve_no_chunks_of_other_sizes(tiny_params, calib, tmp_path):
+  calib = dataclasses.replace(calib, tokens=np.tile(calib.tokens, (2, 1))[:5])
+  for chunk, sizes in ((3, [3, 2]), (4, [4, 1])):
+    made = OutputGradients(tmp_path).compute(tiny_params, calib, chunk=chunk)
+    assert [len(part) for part in made.leaving(0)] == sizes
 
 
 def test_a_linear_sees_the_gradient_at_its_own_output(tiny_model, tiny_params, calib):

@@ -142,6 +142,7 @@ def test_normalize_orders_and_completes_the_axes():
     ("model=0", "expected sizes such as data=4,model=2, got 'model=0'"),
     ("rows=2", "expected sizes such as data=4,model=2, got 'rows=2'"),
     ("data", "expected sizes such as data=4,model=2, got 'data'"),
+    ("data=1,data=1", "got 'data=1,data=1'; name each of the axes .* once"),
   ],
 )
 def test_sizes_that_do_not_fit_are_refused(word, message):

@@ -195,6 +195,11 @@ def test_a_packed_weight_alone_is_used_as_it_is():
   for how in ("xla", "interpret"):
     got = run(x, weight, implementation=how)
     np.testing.assert_allclose(np.asarray(got, np.float64), want, 1e-2, 0.05)
+  gradient = lambda how: jax.jit(
+    jax.grad(lambda x: linear(x, weight, implementation=how).astype(jnp.float32).sum())
+  )(x)
+  # A kernel takes that of the reference.
+  np.testing.assert_array_equal(gradient("interpret"), gradient("xla"))
 
 
 def test_rows_of_a_packed_table():
@@ -262,7 +267,11 @@ def test_an_int8_matrix_is_close_in_both_its_uses():
   index = jnp.asarray([95, 0, 7], jnp.int32)
   rows = np.asarray(take_rows(bytes_, index), np.float64)
   assert (np.abs(rows - exact[[95, 0, 7]]) <= half_step[[95, 0, 7], None]).all()
-  assert np.isnan(np.asarray(take_rows(bytes_, jnp.asarray([96], jnp.int32)))).all()
+  none = jnp.asarray([96, -1, -96], jnp.int32)
+  for stored in (bytes_, table, packed(table, embeddings="mxfp4")):
+    assert np.isnan(np.asarray(take_rows(stored, none), np.float32)).all()
+  on_host = packed(np.asarray(table), embeddings="int8")
+  jax.tree.map(np.testing.assert_array_equal, on_host, bytes_)
   got, want = np.asarray(linear(x, bytes_)), np.asarray(x, np.float64) @ exact.T
   bound = np.abs(np.asarray(x)).sum(1)[:, None] * half_step[None] + 1e-4
   assert (np.abs(got - want) <= bound).all()

@@ -248,24 +248,6 @@ def test_layerwise_gradients_are_those_of_the_whole_model(
   )
 
 
-@pytest.mark.parametrize(
-  ("text", "message"),
-  [
-    ("gptq:scales=stale", "cannot be 'stale'.*fresh, lagged, static"),
-    ("gptq:colour=red", "no option 'colour=red'; write one of damping"),
-    ("gptq:order=activation", "need scales='static'"),
-    ("batquant:steps=many", "its default is 160"),
-    ("hires:use_balance=0", "its default is True"),
-    ("hires:recover=head", "unknown recovery 'head'; write none, or attention"),
-    ("hires:recover=mlp-late", "-parent or -unrounded"),
-    ("quip+r", "unknown method 'quip\\+r'"),
-  ],
-)
-def test_a_wrong_option_is_explained(text, message):
-  with pytest.raises(ValueError, match=message):
-    methods.get(text)
-
-
 @pytest.mark.parametrize("name", list(methods.METHODS))
 def test_every_description_is_strict_json(name):
   described = methods.get(name).describe()

@@ -98,3 +98,14 @@ def test_zero_coefficients_change_nothing():
   np.testing.assert_allclose(
     mlp_recovery.apply(g, u, recovery), jax.nn.silu(g) * u, rtol=1e-6
   )
+
+
+def test_errors_of_zero_targets_are_absolute_and_finite(float64):
+  zeros = jnp.zeros((8, 2, 4))
+  sums = value_recovery.moments(zeros + 0.5, zeros)
+  before, after = value_recovery.errors(sums, value_recovery.solve(sums))
+  assert (float(before), float(after)) == (16.0, 16.0)
+  hidden = jnp.zeros((32, 4, 8))
+  cells = mlp_recovery.cell_moments(*[hidden] * 4, weights=jnp.ones(32))
+  errors = mlp_recovery.linearized_errors(cells, jnp.float64(1), jnp.zeros(3))
+  assert tuple(map(float, errors)) == (0.0, 0.0)

@@ -55,6 +55,8 @@ def test_only_equal_linears_have_equal_build_keys(name, other, is_equal):
   first, second = (reused.build_key(methods.get(each)) for each in (name, other))
   assert (first == second) == is_equal
   assert reused.build_key(methods.FOCUS) is None
+  # Tuned with one recovery installed, and so none of a program with another.
+  assert reused.build_key(methods.get("rtn+r+tune")) is None
 
 
 def test_fits_before_encoding_see_unrounded_inputs(tiny_model, tiny_params):

@@ -57,6 +57,14 @@ def undisturbed(tiny_params, calib, tmp_path_factory):
   return run(tiny_params, calib, folder), folder
 
 
+def test_a_resumed_run_leaves_no_gradients(tiny_params, calib, tmp_path):
+  program, folder = methods.get("rtn:weighting=fisher"), tmp_path / "run"
+  with pytest.raises(pipeline.Stopped):
+    run(tiny_params, calib, folder, program, stop=lambda: True)
+  run(tiny_params, calib, folder, program, resume=True)
+  assert not [*(folder / "gradients").iterdir()]
+
+
 def test_a_resume_beside_other_attention_says_so(
   tiny_params, calib, undisturbed, tmp_path, monkeypatch
 ):

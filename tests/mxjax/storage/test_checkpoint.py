@@ -227,6 +227,20 @@ def test_a_damaged_manifest_is_one_sentence(saved, harm, message):
     checkpoint.restore_checkpoint(saved)
 
 
+def test_a_shape_or_rules_that_are_not_the_stored_ones_are_named(saved):
+  manifest = checkpoint.read_manifest(saved)
+  path = next(name for name in manifest["arrays"] if name.endswith("/codes"))
+  linear, arrays = path.removesuffix("/weight/codes"), manifest["arrays"]
+  turned = {**arrays[path], "shape": arrays[path]["shape"][::-1]}
+  edit(saved, arrays={**arrays, path: turned})
+  with pytest.raises(ValueError, match=f"do not have the shape .* {path}"):
+    checkpoint.restore_checkpoint(saved)
+  manifest["nodes"][linear]["static"]["rules"]["scale_rule"] = "even"
+  edit(saved, arrays=arrays, nodes=manifest["nodes"])
+  with pytest.raises(ValueError, match=f"1 others: {linear} has Rules"):
+    checkpoint.restore_checkpoint(saved)
+
+
 def test_what_is_absent_or_unknown_is_named(saved, tmp_path):
   with pytest.raises(FileNotFoundError, match="expected .*mxjax.json, got no such"):
     checkpoint.read_manifest(tmp_path)

@@ -10,6 +10,7 @@ from mxjax.models import functional
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
+from mxjax.numerics.shaping.input_maps import Hadamard
 from mxjax.pallas_kernels import gptq, mxfp4_decode, mxfp4_encode, recovery
 from mxjax.pallas_kernels.mosaic import device
 
@@ -52,6 +53,10 @@ def test_a_linear_says_what_its_kernel_cannot_take(monkeypatch):
   for rows, why in ((2, "64 rows or more"), (64, "does not write planes")):
     with pytest.raises(NotImplementedError, match=why):
       run(jnp.ones((rows, 64), jnp.bfloat16), weight)
+  # XLA applies this map before the kernel, in float32.
+  weight = QuantizedLinear(tensor(), Hadamard(64), Nearest())
+  with pytest.raises(NotImplementedError, match=r"^linear: .*got float32\[256, 64\]"):
+    run(jnp.ones((256, 64), jnp.bfloat16), weight)
 
 
 def test_a_choice_that_cannot_run_is_refused_in_one_sentence(monkeypatch):

@@ -60,6 +60,16 @@ def set_in(tree, path, value):
       "random-matrix",
       "type hadamard .* got hadamard_32",
     ),
+    (
+      "transform_config/config_groups/hadamard_32/head_dim",
+      64,
+      "head_dim divides the 96 inputs of model.layers.0.mlp.down_proj, got 64",
+    ),
+    (
+      "transform_config/config_groups/hadamard_32/apply",
+      [{"targets": ["layers.0.mlp.down_proj"], "location": "input"}],
+      "at quantized linears of the folder only, got some at layers.0.mlp.down_proj",
+    ),
   ],
 )
 def test_other_schemes_are_refused_by_name(hadamard, compressed, path, value, message):
@@ -84,6 +94,7 @@ def test_damaged_tensors_are_named(rtn, compressed, tensors_in):
     ({scale: good[scale].at[0, 0].set(255)}, f"{name}: 1 scale bytes are 255"),
     ({"model.norm.weight": None}, "norm.weight is missing"),
     ({"model.extra.weight": jnp.ones(3)}, "extra.weight is unexpected"),
+    ({f"{name}.weight": jnp.ones((96, 64))}, f"{name} packed or plain, got both"),
   ):
     tensors = {k: v for k, v in (good | change).items() if v is not None}
     save_file(tensors, out / weights.SINGLE_FILE)

@@ -1,0 +1,165 @@
+"""What a stranger does wrong: every answer is one sentence, told before any work."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from mxjax.evaluation.cli import console, harness, parser
+from mxjax.storage import checkpoint
+from tests import tiny
+
+ROOT = pathlib.Path(__file__).parents[3]
+SIZES = ("--windows", "2", "--window-length", "32")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+  """A model, one of another depth, and what RTN made of the first."""
+  path = tmp_path_factory.mktemp("home")
+  for name, layers in (("model", 1), ("other", 2)):
+    (path / name).mkdir()
+    tiny.save_folder(path / name, num_layers=layers)
+  words = ["quantize", path / "model", "--method", "rtn", "--out", path / "run"]
+  text = path / "model" / "text.txt"
+  words += ["--calib", text, "--data", text, "--sequences", 2, "--length", 32, *SIZES]
+  assert parser.main(list(map(str, words))) == 0
+  return path
+
+
+@pytest.fixture
+def place(home, monkeypatch):
+  monkeypatch.chdir(home)
+  return home
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    ("quantize model --out new --sequences 0", "whole number of at least 1, got '0'"),
+    ("quantize model --out new --windows -1", "whole number of at least 1, got '-1'"),
+    ("quantize model --out new --window-length 1", "of at least 2, got '1'"),
+    ("quantize model --out new --replicates 0", "of at least 1, got '0'"),
+    ("quantize model --out new --chunk 0", "of at least 1, got '0'"),
+    ("quantize model --out new --seed -1", "of at least 0, got '-1'"),
+    ("quantize model --out new --save-every x", "of at least 1, got 'x'"),
+    ("evaluate run --tasks c4 --task-windows 0", "of at least 1, got '0'"),
+    ("generate run --prompt a --top-k 0", "of at least 1, got '0'"),
+    ("reproduce main --models model --plan --seeds 0,x", "of at least 0, got 'x'"),
+  ],
+)
+def test_a_size_out_of_range_is_refused_at_once(words, message, place, capsys):
+  with pytest.raises(SystemExit) as stop:
+    parser.main(words.split())
+  assert stop.value.code == 2
+  assert message in capsys.readouterr().err
+  assert not (place / "new").exists()
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    ("evaluate run --out results", "expected --tasks beside --out"),
+    ("evaluate run --items 3 --name a", "expected --tasks beside --items, --name"),
+    ("evaluate run --tasks c4 --windows 2", "expected no --tasks beside --windows"),
+    ("evaluate run --tasks c4 --agreement", "expected no --tasks beside --agreement"),
+    ("evaluate run --tasks piqaa", "did you mean piqa?"),
+    ("evaluate run --operator-error", "whose name is model, got none; add it."),
+    ("evaluate run --agreement --model other", "got other of another num_layers;"),
+    ("export run --format dequant --out new --model absent", "got absent"),
+    ("export run --format dequant --out new --shard-gb 0", "above 0, got 0.0"),
+    ("compare model --out new --methods ,", "expected at least one name"),
+    ("compare model --out new --scale-rules flor", "did you mean floor?"),
+    ("generate run --prompt a --temperature nan", "temperature >= 0, got nan"),
+    ("verify absent", "name a folder written by `mxjax quantize`"),
+    ("verify run/result.json", "got no such file"),
+  ],
+)
+def test_what_cannot_be_meant_is_refused(words, message, place, refused):
+  line = refused(*words.split(), *(SIZES if "--model other" in words else ()))
+  command = words.split()[0]
+  assert message in line
+  assert line.startswith(f"mxjax {command}: ") and line.count(f"{command}: ") == 1
+  assert not (place / "new").exists()
+
+
+def test_an_empty_text_to_stop_at_is_refused(place, refused):
+  words = ["generate", "run", "--prompt", "a", "--stop", ""]
+  assert "expected --stop with some text" in refused(*words)
+
+
+def test_operator_error_of_a_rotated_model_is_refused(place, refused, monkeypatch):
+  """Its linears have other coordinates than the float model's."""
+  read = checkpoint.read_manifest
+  rotated = lambda path: read(path) | {"program": {"name": "spinquant:steps=0"}}
+  monkeypatch.setattr(checkpoint, "read_manifest", rotated)
+  words = ["evaluate", "run", "--model", "model", *SIZES]
+  assert "spinquant, which rotates them" in refused(*words, "--operator-error")
+
+
+def test_sets_of_test_data_may_be_written_as_people_do(place, mxjax):
+  (place / "b.txt").write_text(tiny.TEXT)
+  (row,) = [mxjax("evaluate", "run", "--data", "model/text.txt, b.txt", *SIZES)]
+  assert list(row["perplexity"]) == ["text", "b"]
+
+
+def test_a_path_is_never_broken_into_lines(capsys):
+  path = "folder/" * 30
+  console.say(f"wrote {path}")
+  assert capsys.readouterr().out == f"wrote {path}\n"
+
+
+def test_errors_of_the_system_say_what_to_do(place, refused):
+  words = ["export", "run", "--format", "safetensors", "--windows", "0"]
+  line = refused(*words, "--out", "model/text.txt/new")
+  assert line.startswith("mxjax export: model/text.txt: expected to read or write")
+  assert line.endswith("check the path, its permissions and the room on the disk.")
+  assert "Errno" not in line
+
+
+def run(program, **options):
+  words = [sys.executable, "-c", program]
+  env = os.environ | {"PYTHONPATH": str(ROOT)}
+  return subprocess.run(words, cwd=ROOT, env=env, check=False, **options)
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+  """As in `mxjax plan | head -1`."""
+  read, write = os.pipe()
+  os.close(read)
+  program = """
+import argparse
+from mxjax.evaluation.cli import launch
+
+options = argparse.Namespace(command="x", log="bars", distributed=False, run=print)
+raise SystemExit(launch._run(options))
+"""
+  done = run(program, stdout=write, stderr=subprocess.PIPE)
+  os.close(write)
+  assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_an_interrupt_while_libraries_load_prints_no_traceback():
+  program = """
+import os, signal, sys
+
+class Interrupt:
+  def find_spec(self, name, *_):
+    if name == "mxjax.evaluation.cli.launch":
+      os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from mxjax.evaluation.cli import parser
+parser.main(["verify", "absent"])
+"""
+  done = run(program, capture_output=True)
+  assert (done.returncode, done.stderr) == (-2, b"")
+
+
+def test_the_harness_says_how_it_is_installed(capsys, monkeypatch):
+  monkeypatch.setitem(sys.modules, "lm_eval", None)
+  monkeypatch.delitem(sys.modules, "mxjax.evaluation.tasks.harness", raising=False)
+  assert harness.main() == 2
+  assert "run `pip install 'mxjax[harness]'`" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""Options of methods that cannot be: in a name, and of a program."""
+
+import dataclasses
+
+import pytest
+
+from mxjax import methods
+from mxjax.methods.scale_distillation import ScaleDistillation
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("gptq:scales=stale", "cannot be 'stale'.*fresh, lagged, static"),
+    ("gptq:colour=red", "no option 'colour=red'; write one of damping"),
+    ("gptq:order=activation", "need scales='static'"),
+    ("batquant:steps=many", "its default is 160"),
+    ("hires:use_balance=0", "should be a valid boolean; its default is true"),
+    ("hires:use_balance=True", "as in JSON; its default is true"),
+    ("gptq:damping=-1", "greater than or equal to 0; its default is 0.01"),
+    ("wush:damping=NaN", "a finite number"),
+    ("spinquant:batch=0", "greater than or equal to 1; its default is 8"),
+    ("hires+tune:length=0", "greater than or equal to 1"),
+    ("brq:sizes=[0]", r"its default is \[32\]"),
+    ("gptq:damping=0.1:damping=0.2", "each option of gptq once, got damping"),
+    ("hires:recover=mlp+mlp-parent", "each recovery fit .* once, got mlp and mlp"),
+    ("wush+r+r", "unknown method"),
+    ("hires:recover=head", "unknown recovery 'head'; write none, or attention"),
+    ("hires:recover=mlp-late", "-parent or -unrounded"),
+    ("quip+r", "unknown method 'quip\\+r'"),
+  ],
+)
+def test_a_wrong_option_is_explained(text, message):
+  with pytest.raises(ValueError, match=message):
+    methods.get(text)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"rounding": "nearset"}, "one of full, sensitivity, nearest; its default is full"),
+    ({"recovery_by": "layers"}, "one of model, layer"),
+    ({"damping": -0.01}, "option damping of hires cannot be -0.01"),
+    ({"tune": ScaleDistillation(length=0)}, "length of the tuning of hires"),
+  ],
+)
+def test_a_program_with_a_wrong_option_is_explained(changes, message):
+  program = dataclasses.replace(methods.HIRES, **changes)
+  with pytest.raises(ValueError, match=message):
+    methods.get(program)

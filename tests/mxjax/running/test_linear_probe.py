@@ -1,0 +1,28 @@
+"""Records of linears that are not like others."""
+
+import math
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization.activation_quantizers import Nearest
+from mxjax.running.linear_probe import linear_record
+
+
+@pytest.mark.parametrize("zero", ["weight", "inputs"])
+def test_a_linear_without_outputs_has_no_errors(zero):
+  """The journal holds records as JSON, which has no NaN."""
+  draw = np.random.default_rng(0).standard_normal
+  scale = lambda name: float(zero != name)
+  weight = jnp.asarray(scale("weight") * draw((48, 64)), jnp.float32)
+  x = jnp.asarray(scale("inputs") * draw((7, 64)), jnp.float32)
+  inputs = types.SimpleNamespace(record={}, probe=lambda count: mxfp4.to_blocks(x))
+  leaf = QuantizedLinear(mxfp4.encode(weight), None, Nearest())
+  record = linear_record(weight, leaf, inputs)
+  numbers = {name: value for name, value in record.items() if type(value) is float}
+  assert all(map(math.isfinite, numbers.values())), numbers
+  assert record["error_final"] == record["error_rtn"] == 0
