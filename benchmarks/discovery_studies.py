@@ -41,8 +41,10 @@ from mxjax.models.loading import embedded
 
 PTQ = {"calibration": [8, 64], "windows": [16, 128]}
 SEEDS, PAYOFF_SEEDS = tuple(range(301, 309)), tuple(range(201, 209))
+STOPPED = "payoff-real-stopped"
+"""An earlier plan of the noisy regime, stopped after two seeds; only its result."""
 NOISY_SEEDS = tuple(range(211, 219))
-"""Of the noisy regime of the real evaluator, where an earlier plan used some of 201 on."""
+"""Of the noisy regime of the real evaluator, whose earlier plan used some of 201 on."""
 WORLDS = {
   "world": "world",
   "payoff-noisy": "noisy-world",
@@ -159,7 +161,7 @@ def conduct(options):
 
 
 def write_tables():
-  for world in ("ptq", *WORLDS, *REAL):
+  for world in ("ptq", *WORLDS, *REAL, STOPPED):
     path = results_of(world)
     studies = json.loads(path.read_text())["studies"] if path.exists() else {}
     for name, result in studies.items():
