@@ -41,6 +41,10 @@ from mxjax.models.loading import embedded
 
 PTQ = {"calibration": [8, 64], "windows": [16, 128]}
 SEEDS, PAYOFF_SEEDS = tuple(range(301, 309)), tuple(range(201, 209))
+STOPPED = "payoff-real-stopped"
+"""An earlier plan of the noisy regime, stopped after two seeds; only its result."""
+NOISY_SEEDS = tuple(range(211, 219))
+"""Of the noisy regime of the real evaluator, whose earlier plan used some of 201 on."""
 WORLDS = {
   "world": "world",
   "payoff-noisy": "noisy-world",
@@ -55,9 +59,9 @@ EXPECTED = {
   "bring nothing; QuantForge is not behind any other arm by more than noise: the 95 % "
   "interval of each paired difference holds zero or lies below it.",
   "payoff-real-noisy": "more than a million programs, most of them bad, and a score of "
-  "128 tokens, so that many gains are luck of the text; the model of another family is "
-  "scored on 2,048. Controls are paid where a primary run leaves accounts undecided, "
-  "and tell a mechanism from luck. QuantForge ends lower on held-out data than "
+  "256 tokens, so that many gains are luck of the text; the model of another family is "
+  "scored on 8,192. A control on 4,096 other tokens tells a gain from luck, and others "
+  "are paid only where it holds. QuantForge ends lower on held-out data than "
   "Score-only, TextMem, ReflectMem, uniform random draws and shuffled verdicts in at "
   "least six of eight seeds.",
   "payoff-real-plain": "24 edits with 32 settings, and a divergence over 2,048 tokens "
@@ -67,7 +71,11 @@ EXPECTED = {
 }
 REAL = {
   "payoff-real-noisy": {
-    "task": {"windows": [2, 64], "holdout_windows": [16, 128]},
+    "task": {
+      "windows": [4, 64],
+      "holdout_windows": [64, 128],
+      "other_windows": [64, 64],
+    },
     "proposer": {"kind": "expressions"},
     "config": {"screen": 1.0, "proposals_per_call": 4, "revise_retired": False},
   },
@@ -153,7 +161,7 @@ def conduct(options):
 
 
 def write_tables():
-  for world in ("ptq", *WORLDS, *REAL):
+  for world in ("ptq", *WORLDS, *REAL, STOPPED):
     path = results_of(world)
     studies = json.loads(path.read_text())["studies"] if path.exists() else {}
     for name, result in studies.items():
@@ -174,9 +182,8 @@ def main():
   options = parser.parse_args()
   if options.world == "tables":
     return write_tables()
-  options.seeds = options.seeds or (
-    PAYOFF_SEEDS if options.world in EXPECTED else SEEDS
-  )
+  own = {**dict.fromkeys(EXPECTED, PAYOFF_SEEDS), "payoff-real-noisy": NOISY_SEEDS}
+  options.seeds = options.seeds or own.get(options.world, SEEDS)
   options.budget = options.budget or (60 if options.world in REAL else 240)
   options.out = options.out or f"runs/studies_{options.world}"
   if options.world in REAL:

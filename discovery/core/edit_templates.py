@@ -11,7 +11,21 @@ from typing import Any
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.candidate_source import with_functions, with_plan
-from mxjax.discovery.core.residual import PRIMARY, Control, Explanation, disagree
+from mxjax.discovery.core.residual import (
+  OTHER_TEXT,
+  PRIMARY,
+  Control,
+  Explanation,
+  Predicted,
+  Symbol,
+  disagree,
+)
+
+LUCK: tuple[tuple[str, str, Symbol], ...] = (
+  ("luck", "the text of the score happens to suit the edit", "same"),
+  ("overfit", "the text of the score gains and others lose", "up"),
+)
+"""Accounts of a gain that no other text shows: name, statement, and what it shows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +73,32 @@ class EditTemplate:
       if not any(disagree(first, other.predicts(PRIMARY)) for other in kept):
         kept.append(account)
     return dataclasses.replace(self, explanations=tuple(kept))
+
+  def with_luck(self, target: str) -> "EditTemplate":
+    """Returns the edit with two more accounts, which say that a gain is luck.
+
+    They agree with the focal account on the primary run. Every account of a gain
+    predicts one on another text, too; the new ones do not.
+    """
+    focal = self.explanations[0].predicts(PRIMARY)
+    gains: Predicted = {OTHER_TEXT: "down"}
+    accounts = [
+      dataclasses.replace(e, predictions={**e.predictions, OTHER_TEXT: gains})
+      if e.predicts(PRIMARY).get(target) == "down"
+      else e
+      for e in self.explanations
+    ]
+    for name, told, moves in LUCK:
+      predictions: dict[str, Predicted] = {
+        PRIMARY: focal,
+        OTHER_TEXT: {OTHER_TEXT: moves},
+      }
+      accounts.append(Explanation(name, told, predictions))
+    told = "the candidate and its parent are scored on text that no primary run sees"
+    control = Control(OTHER_TEXT, {"kind": OTHER_TEXT}, 1, told)
+    return dataclasses.replace(
+      self, explanations=tuple(accounts), controls=(*self.controls, control)
+    )
 
   def label(self, params: Mapping[str, Any]) -> str:
     """Returns the name of the edit with its parameters."""

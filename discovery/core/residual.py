@@ -13,6 +13,12 @@ Symbol = Literal["down", "same", "up"]
 SYMBOLS: tuple[Symbol, ...] = ("down", "same", "up")
 PRIMARY = "primary"
 """Name of the condition in which the candidate runs unchanged."""
+OTHER_TEXT = "other_text"
+"""Kind of the control that scores the candidate on text that no primary run sees.
+
+Its observable has the same name. The parent runs under it as well, and is what the
+candidate is compared with.
+"""
 
 Predicted = Mapping[str, Symbol]
 """Predicted direction of observables from the parent; omitted ones are unpredicted."""

@@ -4,8 +4,9 @@ A task may have a second model, on which a gain must hold before it is built upo
 """
 
 import dataclasses
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.ledger import Ledger
@@ -23,6 +24,10 @@ TRANSFER = "transfer"
 class ExecutableFrontier:
   """The best distinct programs by measured performance, whatever their explanation.
 
+  A program that a control scored on another text counts as what it shows there. One
+  that none did counts as the last of its ancestors that was: a gain that was not tested
+  is no gain yet. Without such controls, all count as their score.
+
   `records` holds the retained programs, best first.
   """
 
@@ -30,6 +35,8 @@ class ExecutableFrontier:
     """Retains at most `size` programs with the lowest `target`."""
     self._target = target
     self._size = size
+    self._tested: dict[str, float] = {}
+    self._parents: dict[str, str] = {}
     self.records: list[Record] = []
 
   @property
@@ -37,8 +44,23 @@ class ExecutableFrontier:
     """The best program; among equals, the earliest."""
     return self.records[0]
 
+  def test(self, shown: Mapping[str, float]) -> None:
+    """Learns what programs show on another text."""
+    self._tested |= shown
+    self.records = self._ranked(self.records)
+
+  def rank(self, record: Record) -> tuple[float, bool, float, int]:
+    """Returns what programs are sorted by; the lowest is the best."""
+    tested = record.id
+    while tested and tested not in self._tested:
+      tested = self._parents.get(tested, "")
+    credit = self._tested.get(tested, math.inf)
+    is_own = record.id in self._tested
+    return credit, not is_own, record.values[self._target], record.call
+
   def retain(self, record: Record) -> bool:
     """Retains a program if it is new and among the best; returns whether it did."""
+    self._parents.setdefault(record.id, record.parent)
     if any(known.exec_id == record.exec_id for known in self.records):
       return False
     self.records = self._ranked([*self.records, record])[: self._size]
@@ -63,7 +85,7 @@ class ExecutableFrontier:
     return list({record.id: record for record in ordered}.values())
 
   def _ranked(self, records: Iterable[Record]) -> list[Record]:
-    return sorted(records, key=lambda r: (r.values[self._target], r.call))
+    return sorted(records, key=self.rank)
 
 
 class Transfer:

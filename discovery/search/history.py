@@ -1,16 +1,17 @@
 """History of a run: events for the log, experiments for the proposer, and marks."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mxjax.discovery.core import candidate_source, verdict
 from mxjax.discovery.core.ledger import Ledger
-from mxjax.discovery.core.packet import Condition
+from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import Experiment, Proposal, Record
 from mxjax.discovery.core.residual import Explanation, Symbol
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Outcome, Task
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.search.registration import Attempt
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -23,13 +24,15 @@ class History:
     proxies: The last proxy of each program relative to its parent's.
   """
 
-  def __init__(self, store: Store, task: Task, mark_every: int) -> None:
-    """Starts empty."""
+  def __init__(
+    self, store: Store, task: Task, mark_every: int, rank: Callable[[Record], Any]
+  ) -> None:
+    """Starts empty; the champion has the lowest `rank`."""
     self.experiments: list[Experiment] = []
     self.proxies: dict[str, float | None] = {}
     self.on_event: OnEvent | None = None
     self._store, self._task, self._every = store, task, mark_every
-    self._marked = 0
+    self._marked, self._rank = 0, rank
     # Edits share their accounts, which a long run would hold thousands of times.
     self._accounts: dict[str, tuple[Explanation, ...]] = {}
 
@@ -38,6 +41,18 @@ class History:
     event = self._store.emit(name, **fields)
     if self.on_event:
       self.on_event(event)
+
+  def run(
+    self,
+    evaluator: CachedEvaluator,
+    ledger: Ledger,
+    conditions: Sequence[tuple[Packet, Condition]],
+  ) -> list[Outcome]:
+    """Runs conditions in parallel and books them in the order of the packets."""
+    outcomes = evaluator.run([condition for _, condition in conditions])
+    for (packet, condition), outcome in zip(conditions, outcomes, strict=True):
+      self.book(ledger, packet.hash, condition, outcome)
+    return outcomes
 
   def book(
     self, ledger: Ledger, packet: str, condition: Condition, outcome: Outcome
@@ -122,6 +137,8 @@ class History:
   def mark(self, spent: int, records: Iterable[Record]) -> None:
     """Logs the champion at every multiple of `mark_every` calls that was passed.
 
+    It has the lowest rank of the programs that had run by then.
+
     When a run ends, `spent` is its whole budget: one that ends early is compared with
     the others, at each of their marks, by the champion that it had.
     """
@@ -130,5 +147,5 @@ class History:
     while self._marked + self._every <= spent:
       self._marked += self._every
       known = [r for r in measured if r.call <= self._marked]
-      best = min(known, key=lambda r: (r.values[target], r.call))
+      best = min(known, key=self._rank)
       self.emit("mark", call=self._marked, champion=best.id, value=best.values[target])

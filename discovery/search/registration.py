@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.candidate_source import with_functions
@@ -9,6 +10,7 @@ from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import Demand, Proposal, Record
 from mxjax.discovery.core.residual import (
+  OTHER_TEXT,
   PRIMARY,
   SYMBOLS,
   Control,
@@ -21,6 +23,17 @@ from mxjax.discovery.core.verdict import Response
 from mxjax.discovery.search import checkers, controls
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator, Prepared
 from mxjax.discovery.search.settings import SearchConfig
+
+Stage = Literal["primary", "test", "other"]
+"""When a condition runs: candidates, then other texts, then controls and probes."""
+LATER: tuple[Stage, ...] = ("test", "other")
+
+
+def _stage(condition: Condition) -> Stage:
+  if condition.name == PRIMARY:
+    return "primary"
+  is_test = condition.call.intervention.get("kind") == OTHER_TEXT
+  return "test" if is_test else "other"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +104,27 @@ class Attempt:
     before = self.parent.values
     return {k: v - before[k] for k, v in self.outcome.values.items() if k in before}
 
-  def conditions(self, *, primary: bool) -> list[Condition]:
-    """Returns the primary condition, or the other conditions that are to run."""
-    return [
-      c
-      for c in self.packet.conditions
-      if (c.name == PRIMARY) == primary and c.name not in self.skipped
-    ]
+  @property
+  def of_parents(self) -> set[str]:
+    """Names of the conditions in which the parent runs under a control."""
+    names = {condition.name for condition in self.packet.conditions}
+    return names & {of_parent(name) for name in names}
+
+  @property
+  def tested(self) -> dict[str, float]:
+    """What the parent and the candidate show on another text, if they ran on it."""
+    shown = {}
+    for condition in self.conditions("test"):
+      is_parent = condition.name in self.of_parents
+      program = self.packet.parent if is_parent else self.packet.program
+      if self.outcomes[condition.name].status == Status.OK:
+        shown[program] = self.outcomes[condition.name].values[OTHER_TEXT]
+    return shown
+
+  def conditions(self, stage: Stage) -> list[Condition]:
+    """Returns the conditions of a stage that are to run."""
+    mine = lambda c: c.name not in self.skipped and _stage(c) == stage
+    return [c for c in self.packet.conditions if mine(c)]
 
 
 def corrupted(
@@ -135,6 +162,11 @@ def alone(prepared: Prepared, parent: str, evaluator: CachedEvaluator) -> Packet
 def probe_name(demand: Demand) -> str:
   """Returns the name of the condition that probes a demand."""
   return f"probe {demand.packet[:12]}"
+
+
+def of_parent(control: str) -> str:
+  """Returns the name of the condition in which the parent runs under a control."""
+  return f"{control} of the parent"
 
 
 def probed(demand: Demand, candidate: Call, parent: Call) -> Call:
@@ -251,11 +283,15 @@ def _question(
   seed: int,
   evaluator: CachedEvaluator,
 ) -> tuple[Condition, ...]:
-  """Returns the conditions of the selected controls."""
+  """Returns the conditions of the selected controls, and of the parent under one."""
   accounts, address = proposal.explanations, (seed, *selection.address)
   _check_accounts(accounts, evaluator.task.margins)
   conditions = []
   for control in controls.select(policy, accounts, proposal.controls, *address):
+    if control.intervention.get("kind") == OTHER_TEXT:
+      before = selection.parent.full_call._replace(intervention=control.intervention)
+      name = of_parent(control.name)
+      conditions.append(evaluator.condition(name, "control", before, control.cost))
     call = _controlled(control, selection.parent, prepared, evaluator)
     conditions.append(evaluator.condition(control.name, "control", call, control.cost))
   return tuple(conditions)

@@ -4,10 +4,10 @@ Paper: Appendix "Controlled Experiments and Program Updates", Eq. residual-compi
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from mxjax.discovery.core import verdict
-from mxjax.discovery.core.proposal import Demand, Record
+from mxjax.discovery.core.proposal import Demand
 from mxjax.discovery.core.residual import (
   PRIMARY,
   Residual,
@@ -31,48 +31,62 @@ Its question then stays unresolved; an intervention that is forbidden stays forb
 """
 
 
-def symbols(task: Task, parent: Record, outcome: Outcome) -> dict[str, Symbol]:
-  """Returns the symbol of every observable with a margin, relative to the parent."""
+def symbols(
+  task: Task, before: Mapping[str, float], outcome: Outcome
+) -> dict[str, Symbol]:
+  """Returns the symbol of every observable with a margin, relative to `before`."""
   return {
-    name: symbol(outcome.values[name] - parent.values[name], margin)
+    name: symbol(outcome.values[name] - before[name], margin)
     for name, margin in task.margins.items()
-    if name in outcome.values and name in parent.values
+    if name in outcome.values and name in before
   }
 
 
 def skip_pointless(task: Task, history: History, attempt: Attempt) -> None:
-  """Skips controls that separate no explanations left by the primary run.
+  """Skips controls that separate no explanations left by what has run.
 
   A candidate that executes as its parent has its verdict without any.
   """
-  if attempt.packet.policy == "minimal":
-    attempt.skipped = _pointless(task, attempt)
-  if attempt.skipped:
-    names = sorted(attempt.skipped)
-    history.emit("skipped", packet=attempt.packet.hash, controls=names)
+  if attempt.packet.policy != "minimal":
+    return
+  if new := _pointless(task, attempt) - attempt.skipped:
+    attempt.skipped |= new
+    history.emit("skipped", packet=attempt.packet.hash, controls=sorted(new))
 
 
 def _pointless(task: Task, attempt: Attempt) -> frozenset[str]:
   packet = attempt.packet
   registered = {c.name for c in packet.conditions if c.kind == "control"}
-  if not registered:
+  waiting = registered - attempt.outcomes.keys()
+  if not waiting:
     return frozenset()
   if packet.conditions[0].exec_id == attempt.parent.exec_id:
     return frozenset(registered)
-  seen = symbols(task, attempt.parent, attempt.outcome)
-  left = [e for e in packet.explanations if consistent(e.predicts(PRIMARY), seen)]
+  seen = observed(task, attempt)
+  left = [
+    account
+    for account in packet.explanations
+    if all(consistent(account.predicts(name), seen[name]) for name in seen)
+  ]
   allowed = [c for c in attempt.proposal.controls if c.name in registered]
-  return frozenset(registered - {c.name for c in controls.minimal(left, allowed)})
+  needed = {control.name for control in controls.minimal(left, allowed)}
+  return frozenset(waiting - needed - {registration.of_parent(name) for name in needed})
 
 
 def observed(task: Task, attempt: Attempt) -> dict[str, dict[str, Symbol]]:
-  """Returns the symbols of every condition that succeeded, except probes."""
+  """Returns the symbols of every condition of the candidate that succeeded, but probes.
+
+  They are relative to the parent's primary run, and to what it shows under the same
+  control where it ran under that as well.
+  """
   probes = {c.name for c in attempt.packet.conditions if c.kind == "probe"}
-  return {
-    name: symbols(task, attempt.parent, outcome)
-    for name, outcome in attempt.outcomes.items()
-    if name not in probes and outcome.status == Status.OK
-  }
+  seen = {}
+  for name, outcome in attempt.outcomes.items():
+    if name not in probes | attempt.of_parents and outcome.status == Status.OK:
+      again = attempt.outcomes.get(registration.of_parent(name))
+      before = {**attempt.parent.values, **(again.values if again else {})}
+      seen[name] = symbols(task, before, outcome)
+  return seen
 
 
 def _is_equivalent(attempt: Attempt, seen: dict[str, Symbol]) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxjax.discovery.core import task as task_
+from mxjax.discovery.core.edit_templates import EditTemplate
 from mxjax.discovery.core.proposal import Proposer, Record
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.proposers import weighted
@@ -95,10 +96,14 @@ def make_proposer(
   settings = dict(options.proposer)
   kind = settings.pop("kind")
   is_contested = settings.pop("contested", False)
+
+  def amended(template: EditTemplate) -> EditTemplate:
+    if getattr(task, "tests_luck", False):
+      template = template.with_luck(task.target)
+    return template.contested() if is_contested else template
+
   if kind in ("embedded", "expressions"):
-    templates = task.edit_templates
-    if is_contested:
-      templates = [template.contested() for template in templates]
+    templates = [amended(template) for template in task.edit_templates]
     if kind == "embedded":
       return EmbeddedProposer(templates, task.target)
     if (grammar := getattr(task, "grammar", None)) is None:
@@ -107,7 +112,7 @@ def make_proposer(
         "proposer, such as embedded."
       )
     hooks, target = task.interface, task.target
-    return ExpressionProposer(grammar, hooks, templates, target, contested=is_contested)
+    return ExpressionProposer(grammar, hooks, templates, target, amended=amended)
   if kind == "human":
     seconds = settings.get("seconds", 86_400.0)
     return HumanProposer(settings["folder"], task, seconds=seconds)

@@ -6,11 +6,12 @@ holds never changes a score.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from mxjax.discovery.core import identity, verdict
-from mxjax.discovery.core.packet import Condition, Packet
+from mxjax.discovery.core.packet import Packet
 from mxjax.discovery.core.proposal import (
   Context,
   Evidence,
@@ -52,7 +53,9 @@ class Search:
     self.ledger = config.ledger()
     self.programs = frontier.ExecutableFrontier(self._task.target, config.frontier)
     self.residuals = frontier.ResidualFrontier()
-    self.history = History(store, self._task, config.mark_every)
+    rank = self.programs.rank
+    self.history = History(store, self._task, config.mark_every, rank)
+    self._run = functools.partial(self.history.run, evaluator, self.ledger)
     self._screen = Screen(proxy, config.screen, self.history.proxies)
     self._records: dict[str, Record] = {}
     self._findings: list[verdict.Finding] = []
@@ -264,26 +267,22 @@ class Search:
     return attempt
 
   def _execute(self, attempts: list[Attempt]) -> None:
-    """Runs all primaries, then the other conditions of the packets that succeeded."""
-    self._run_conditions(attempts, primary=True)
+    """Runs all primaries; where they succeed, other texts, then other conditions."""
+    self._run_conditions(attempts, "primary")
     alive = [a for a in attempts if a.outcome.status == Status.OK]
-    if self._config.sequential:
-      for attempt in alive:
-        resolution.skip_pointless(self._task, self.history, attempt)
-    self._run_conditions(alive, primary=False)
+    for stage in registration.LATER:
+      if self._config.sequential:
+        for attempt in alive:
+          resolution.skip_pointless(self._task, self.history, attempt)
+      self._run_conditions(alive, stage)
+    for attempt in alive:
+      self.programs.test(attempt.tested)
 
-  def _run_conditions(self, attempts: list[Attempt], *, primary: bool) -> None:
-    pairs = [(a, c) for a in attempts for c in a.conditions(primary=primary)]
+  def _run_conditions(self, attempts: list[Attempt], stage: registration.Stage) -> None:
+    pairs = [(a, c) for a in attempts for c in a.conditions(stage)]
     outcomes = self._run([(attempt.packet, c) for attempt, c in pairs])
     for (attempt, condition), outcome in zip(pairs, outcomes, strict=True):
       attempt.outcomes[condition.name] = outcome
-
-  def _run(self, conditions: list[tuple[Packet, Condition]]) -> list[Outcome]:
-    """Runs conditions in parallel and books them in the order of the packets."""
-    outcomes = self._evaluator.run([condition for _, condition in conditions])
-    for (packet, condition), outcome in zip(conditions, outcomes, strict=True):
-      self.history.book(self.ledger, packet.hash, condition, outcome)
-    return outcomes
 
   # Retain, resolve, verify, compile.
 

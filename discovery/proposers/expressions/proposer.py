@@ -7,7 +7,7 @@ earlier ones.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.edit_templates import EditTemplate, fingerprint, id_of
@@ -55,13 +55,13 @@ class ExpressionProposer:
     templates: Sequence[EditTemplate],
     target: str,
     *,
-    contested: bool = False,
+    amended: Callable[[EditTemplate], EditTemplate] = lambda template: template,
   ) -> None:
     """Takes a task's grammar and interface, its cards, and the observable to lower.
 
-    `contested` registers only the accounts that a control must tell apart.
+    `amended` changes the registered accounts and controls of every tree.
     """
-    self._contested = contested
+    self._amended = amended
     self._grammar, self._interface, self._target = grammar, interface, target
     self._cards = EmbeddedProposer(templates, target)
     frozen = identity.digest([fingerprint(templates), grammar.fingerprint])
@@ -164,8 +164,7 @@ class ExpressionProposer:
       first.after,
       variation.changed(first.before, first.after),
     )
-    if self._contested:
-      template = template.contested()
+    template = self._amended(template)
     return Proposal(
       source=text,
       label="+".join(edit.label for edit in edits),

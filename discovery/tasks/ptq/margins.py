@@ -4,8 +4,9 @@ Two effects blur the target. Strict-A4 perplexity is chaotic: perturbed replicat
 one program differ. A small text is also a sample: the damage by the initial program
 differs from window to window, and a change below the standard error of its mean cannot
 be told from the choice of windows. The larger effect sets the registered margin.
-Operator errors have no such noise; their margin is a small fraction of the initial
-program's value.
+With the control `other_text`, luck of the text is an account of its own, and the margin
+is the smallest gain that this control can confirm. Operator errors have no such noise;
+their margin is a small fraction of the initial program's value.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mxjax.discovery.core import candidate_source
+from mxjax.discovery.core.residual import OTHER_TEXT
 from mxjax.discovery.core.task import Artifacts, Call, Status
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.tasks.ptq import candidate, payload, phases, programs
@@ -27,6 +29,8 @@ REPLICATES = 4
 SPREADS = 2.0
 """The margin in standard deviations of the difference of two programs."""
 OPERATOR_SHARE = 0.01
+PAIRED = "gptq"
+"""The program that the initial one is compared with."""
 
 
 def calibrated(spec: Mapping[str, Any], start: str = "") -> dict[str, Any]:
@@ -51,6 +55,8 @@ def calibrated(spec: Mapping[str, Any], start: str = "") -> dict[str, Any]:
   # Two programs, each a mean over the task's replicates.
   chaos = deviation * (2.0 / task.options.replicates) ** 0.5
   # All are in nats a token, or relative losses of about that size.
+  if task.tests_luck:
+    errors |= _paired_errors(task, operands, rounding)
   margins |= {name: max(SPREADS * chaos, error) for name, error in errors.items()}
   return {**task.spec, "margins": margins, "initial": initial}
 
@@ -96,3 +102,29 @@ def _noise(
     for name, values in samples.items()
   }
   return float(np.std(np.log(measured.values), ddof=1)), errors
+
+
+def _paired_errors(
+  task: PtqTask, operands: bytes, rounding: Callable[[Any, Any], ActivationQuantizer]
+) -> dict[str, float]:
+  """Measures how far the difference of two programs depends on the text.
+
+  They are the initial one and GPTQ. Returns the standard error of its mean over the
+  windows of the control `other_text`, which is the margin of the objective as well: a
+  gain is worth that control if the control can confirm it.
+  """
+  options = task.options
+  model, params = options.load()
+  call, artifacts = _initial(task, PAIRED)
+  _, others = phases.Fit(options).run(call, artifacts, b"")
+  tokens = options.tokens("other")
+  losses = []
+  for each in (operands, others):
+    quantized = payload.to_params(payload.from_bytes(each), params, model, rounding)
+    if options.objective == "kl":
+      losses.append(agreement(model, params, quantized, tokens).divergence.mean(-1))
+    else:
+      losses.append(perplexity(model, quantized, tokens).window_losses)
+  difference = np.subtract(*losses)
+  error = float(np.std(difference, ddof=1) / len(difference) ** 0.5)
+  return {OTHER_TEXT: error, options.objective: error}

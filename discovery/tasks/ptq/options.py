@@ -47,6 +47,8 @@ class PtqOptions:
     calibration: `[sequences, length]` of the calibration windows.
     windows: `[windows, length]` of the evaluation text.
     holdout_windows: The same on the held-out model; None for those of the search.
+    other_windows: `[windows, length]`, from the end of the evaluation text, of the
+      control `other_text`; None: no such control.
     text: A text file for both splits; None for the embedded text.
     test_text: A separate file for the evaluation split.
     module_layers: `[first, end]`, without the end, of the layers whose modules
@@ -82,6 +84,7 @@ class PtqOptions:
   calibration: Sequence[int] = (8, 128)
   windows: Sequence[int] = (4, 128)
   holdout_windows: Sequence[int] | None = None
+  other_windows: Sequence[int] | None = None
   text: str | None = None
   test_text: str | None = None
   second_text: str | None = None
@@ -153,17 +156,25 @@ class PtqOptions:
   def tokens(self, phase: str) -> np.ndarray:
     """Returns the token windows of a phase, int32 `[windows, length]`.
 
-    Beside the phases, `second` names the windows of the second text. The proxy has
-    those of the calibration.
+    Beside the phases, `second` names the windows of the second text, and `other` those
+    of the control `other_text`. The proxy has those of the calibration.
+
+    Raises:
+      ValueError: The other windows would be among those of the measurement.
     """
-    is_fit = phase in ("fit", "proxy")
+    is_fit, is_other = phase in ("fit", "proxy"), phase == "other"
     shape = self.calibration if is_fit else self.windows
+    if is_other:
+      assert self.other_windows is not None
+      shape = self.other_windows
     seed = self.seed if is_fit else 0
     if self.is_random:
       generator = np.random.default_rng([seed, not is_fit])
-      drawn = (shape[0] * (2 if phase == "second" else 1), shape[1])
+      drawn = (shape[0] * (2 if phase == "second" else 3 if is_other else 1), shape[1])
       ids = generator.integers(0, VOCABULARY, drawn).astype(np.int32)
       return ids[-shape[0] :]
+    if is_other:
+      return self._last_windows(shape)
     return datasets.load_tokens(
       self._text(phase),
       models.load_tokenizer(self.model),
@@ -172,6 +183,25 @@ class PtqOptions:
       split="calibration" if is_fit else "test",
       seed=seed,
     )
+
+  def _last_windows(self, shape: Sequence[int]) -> np.ndarray:
+    """Returns the last windows of the evaluation text, far from those of any score."""
+    every = datasets.load_tokens(
+      self._text("measure"),
+      models.load_tokenizer(self.model),
+      count=None,
+      length=shape[1],
+      split="test",
+      seed=0,
+    )
+    scored = max(np.prod(w) for w in (self.windows, self.holdout_windows) if w)
+    if every.size - np.prod(shape) < scored:
+      raise ValueError(
+        f"ptq: expected an evaluation text of at least {scored + np.prod(shape)} "
+        f"tokens, so that other_windows are none of a score, got {every.size}; use "
+        "fewer windows or a longer text."
+      )
+    return every[-shape[0] :]
 
   def _text(self, phase: str) -> str | None:
     own = {"measure": self.test_text, "second": self.second_text}

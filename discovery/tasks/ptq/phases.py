@@ -13,6 +13,7 @@ from mxjax.calibration import streams
 from mxjax.calibration.calibration import targets
 from mxjax.devices import execution
 from mxjax.discovery.core import identity
+from mxjax.discovery.core.residual import OTHER_TEXT
 from mxjax.discovery.core.task import Artifacts, Call, ContractError
 from mxjax.discovery.sandbox import artifact, frames, tracing
 from mxjax.discovery.tasks.ptq import candidate, interface, payload
@@ -168,6 +169,7 @@ class Measure:
     self._replicates, self._objective = options.replicates, options.objective
     self._module_layers = options.module_layers
     self._second = options.tokens("second") if options.objective == "fit3" else None
+    self._other = options.tokens("other") if options.other_windows else None
 
   def run(
     self, call: Call, artifacts: Artifacts, before: bytes
@@ -184,6 +186,8 @@ class Measure:
     operands = payload.from_bytes(before)
     exact = order.arranged(self._params, model, operands)
     params = payload.to_params(operands, exact, model, rounding)
+    if call.intervention.get("kind") == OTHER_TEXT:
+      return self._on_other_text(params), b""
     errors, rounded = self._operator_errors(params, exact)
     first, end = self._module_layers or (0, model.num_layers)
     modules = {model.layer_name(index) for index in range(first, end)}
@@ -215,12 +219,26 @@ class Measure:
       name = model.layer_name(index)
       of_layer = [e["total"] for p, e in errors.items() if p.startswith(f"{name}/")]
       values[f"layer_{index}"] = float(np.mean(of_layer))
-    if bad := [name for name, value in values.items() if not np.isfinite(value)]:
-      raise FloatingPointError(
-        f"ptq: {bad} are not finite: the candidate's codes or coefficients overflow, "
-        "or an activation payload is not legal."
+    return {
+      "values": _finite(values),
+      "outputs": {"encode_act": rounded} if hook else {},
+    }, b""
+
+  def _on_other_text(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a call measures under the control `other_text`: the objective."""
+    if self._other is None or self._objective == "fit3":
+      raise ContractError(
+        "ptq: the control other_text needs the option other_windows, and an objective "
+        "on one text; use another control."
       )
-    return {"values": values, "outputs": {"encode_act": rounded} if hook else {}}, b""
+    if self._objective == "kl":
+      compared = agreement(self._model, self._params, params, self._other)
+      value = float(np.mean(compared.divergence, dtype=np.float64))
+    else:
+      count = self._replicates
+      measured = perplexity(self._model, params, self._other, replicates=count)
+      value = float(np.mean(np.log(measured.values)))
+    return {"values": _finite({OTHER_TEXT: value}), "outputs": {}}
 
   def _distance(self, params: Mapping[str, Any], ppl: float) -> float:
     """Returns the objective `kl` or `fit3`; `ppl` is the perplexity of the text."""
@@ -271,6 +289,16 @@ class Measure:
         bare = np.asarray(activations[path]) + np.float32(0)
         digests.append([f"{name}/{path}", identity.digest(bare.tobytes())])
     return result, identity.digest(digests)[:16]
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+  """Returns the values; raises `FloatingPointError` if one is not finite."""
+  if bad := [name for name, value in values.items() if not np.isfinite(value)]:
+    raise FloatingPointError(
+      f"ptq: {bad} are not finite: the candidate's codes or coefficients overflow, or "
+      "an activation payload is not legal."
+    )
+  return values
 
 
 def _activation_hook(call: Call) -> str | None:

@@ -83,6 +83,11 @@ class PtqTask:
     return dataclasses.replace(left, sizes=self.options.sizes)
 
   @property
+  def tests_luck(self) -> bool:
+    """Whether there is a control that scores on another text."""
+    return self.options.other_windows is not None
+
+  @property
   def phases(self) -> Sequence[str]:
     """The two phases, or that of the proxy alone."""
     return ("proxy",) if self.options.proxy else ("fit", "measure")
@@ -109,6 +114,8 @@ class PtqTask:
     second = {}
     if self.target == "fit3":
       second["second"] = token_fingerprint(self.options.tokens("second"))
+    if self.options.other_windows:
+      second["other"] = token_fingerprint(self.options.tokens("other"))
     weights = [
       [jax.tree_util.keystr(path), identity.digest(np.asarray(leaf).tobytes())]
       for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -158,7 +165,7 @@ class PtqTask:
     others: dict[str, Any] = {
       f"{name}{end}": None for name in OTHERS for end in ("", "_layers")
     }
-    others["holdout_windows"] = None
+    others["holdout_windows"] = others["other_windows"] = None
     if which == "holdout":
       others["windows"] = options["holdout_windows"] or options["windows"]
     return PtqTask(**{**options, **others, "model": model, "layers": layers})

@@ -60,7 +60,7 @@ def evaluated(tmp_path_factory):
 def test_a_control_tells_a_right_gain_from_a_lucky_one(evaluated, kind, verdict):
   template, outcomes = evaluated(TASK, *next(edits(kind)))
   seen = {
-    name: symbols(TASK, outcomes["parent"], outcome)
+    name: symbols(TASK, outcomes["parent"].values, outcome)
     for name, outcome in outcomes.items()
     if name != "parent"
   }
@@ -79,7 +79,7 @@ def test_only_a_right_gain_carries_over(evaluated):
   for kind, symbol in (("right", "down"), ("lucky", "same")):
     held = TASK.holdout()
     _, outcomes = evaluated(held, *next(edits(kind)))
-    seen = symbols(held, outcomes["parent"], outcomes["primary"])
+    seen = symbols(held, outcomes["parent"].values, outcomes["primary"])
     assert seen["loss"] == symbol, kind
 
 

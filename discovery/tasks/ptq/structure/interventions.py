@@ -42,6 +42,8 @@ INTERVENTIONS: Mapping[str, str] = {
   "random_map": "the map is replaced by a fixed random rotation",
   "scope": "{part: even|odd|attention|mlp}: the edit in some linears only",
   "dose": "{factor}: the balance scaled",
+  "other_text": "the candidate is scored on windows that no primary run sees, its "
+  "parent as well, if the task has other_windows",
   "permute": "{part: mlp|values}: these channels in a fixed random order, in all "
   "layers or those of {layers: [first, end]}, without the end",
 }
@@ -92,6 +94,8 @@ def behaviours(call: Call) -> Callable[[int, str], Behaviour]:
       behaviour = dataclasses.replace(behaviour, random_map=True)
     case {"kind": "dose", "factor": factor}:
       behaviour = dataclasses.replace(behaviour, dose=float(factor))
+    case {"kind": "other_text"}:
+      pass
     case {"kind": "permute", "part": "mlp" | "values" as part, **rest}:
       permuted = dataclasses.replace(behaviour, permuted=part)
       first, end = rest.get("layers", (0, np.inf))

@@ -1,0 +1,151 @@
+"""Luck of the score's text as an account: its control, and what programs count as."""
+
+import dataclasses
+
+import pytest
+
+from mxjax.discovery.core import store
+from mxjax.discovery.core.residual import OTHER_TEXT, PRIMARY
+from mxjax.discovery.proposers.embedded import EmbeddedProposer
+from mxjax.discovery.search import controls, frontier, runs
+from mxjax.discovery.tasks import noisy_world
+from tests.discovery import searching
+
+MARGINS = noisy_world.NoisyWorld.margins
+OF_PARENT = f"{OTHER_TEXT} of the parent"
+
+
+class OtherText(noisy_world.NoisyWorld):
+  """The world, and another text, on which its lucky edits gain nothing."""
+
+  tests_luck = True
+  margins = {**MARGINS, OTHER_TEXT: MARGINS["loss"]}
+
+  def run(self, call, artifacts, before):
+    if call.intervention.get("kind") != OTHER_TEXT:
+      return super().run(call, artifacts, before)
+    shown, _ = self.holdout().run(call._replace(intervention={}), artifacts, before)
+    return {"values": {OTHER_TEXT: shown["values"]["loss"]}, "outputs": {}}, b""
+
+
+TASK = OtherText(seed=3)
+
+
+def edit(kind, sites=TASK.sites):
+  """Proposes an edit of a kind at the first of these sites that has one."""
+
+  def propose(context):
+    for template in TASK.edit_templates:
+      site, idea = template.id.split("-")
+      effects = TASK.effects[site][int(idea)]
+      wanted = [p for p in template.params if effects[p["variant"]] == kind]
+      if site in sites and wanted:
+        only = dataclasses.replace(template.with_luck("loss"), params=tuple(wanted))
+        return EmbeddedProposer([only], "loss").propose(context)
+    raise AssertionError(f"no {kind} edit at {sites}")
+
+  return propose
+
+
+def run(folder, *script, **config):
+  options = {"seed": 3, "budget": 20, "mark_every": 10, "checker": "none", **config}
+  running = searching.run(folder, TASK, searching.Scripted(*script), **options)
+  events = store.read_events(folder)
+  return running, {
+    name: [e for e in events if e["event"] == name]
+    for name in ("outcome", "verdict", "skipped", "program", "mark")
+  }
+
+
+def test_a_lucky_gain_is_found_out_and_counts_for_nothing(tmp_path):
+  running, events = run(tmp_path, edit("lucky"))
+  (verdict,) = events["verdict"]
+  assert verdict["observed"][PRIMARY]["loss"] == "down"
+  assert verdict["observed"][OTHER_TEXT] == {OTHER_TEXT: "same"}
+  assert verdict["survivors"] == ["luck"]
+  assert verdict["verdict"] == "target_only"
+  assert OF_PARENT not in verdict["observed"]
+  # Nothing is asked any more of a gain that is none.
+  assert [e["condition"] for e in events["outcome"]] == [
+    PRIMARY,
+    PRIMARY,
+    OF_PARENT,
+    OTHER_TEXT,
+  ]
+  assert events["skipped"][-1]["controls"]
+  initial, lucky = (e["program"] for e in events["program"])
+  shown = [e["values"].get(OTHER_TEXT) for e in events["outcome"]]
+  credit = lambda program: running.programs.rank(running.record(program))[0]
+  assert [credit(initial), credit(lucky)] == shown[2:]
+  best = initial if shown[2] < shown[3] else lucky
+  assert {e["champion"] for e in events["mark"]} == {best}
+
+
+def test_a_gain_that_holds_is_asked_why_and_counts(tmp_path):
+  running, events = run(tmp_path, edit("right"))
+  (verdict,) = events["verdict"]
+  assert verdict["observed"][OTHER_TEXT] == {OTHER_TEXT: "down"}
+  assert verdict["verdict"] == "supported"
+  assert {"luck", "overfit", "lucky", "drift"} <= verdict["excluded"].keys()
+  assert running.programs.best.id == events["program"][-1]["program"]
+
+
+def test_what_leaves_the_score_as_it_is_needs_no_other_text(tmp_path):
+  _, events = run(tmp_path, edit("idle"))
+  assert [e["condition"] for e in events["outcome"]] == [PRIMARY, PRIMARY]
+
+
+def test_a_parent_is_scored_on_the_other_text_once(tmp_path):
+  script = edit("lucky"), edit("right")
+  _, events = run(tmp_path, *script, parents="initial")
+  charged = [e["charged"] for e in events["outcome"] if e["condition"] == OF_PARENT]
+  assert charged == [1, 0]
+
+
+def record(template, program, parent, loss, call):
+  return dataclasses.replace(
+    template,
+    id=program,
+    parent=parent,
+    values={"loss": loss},
+    exec_id=program,
+    call=call,
+  )
+
+
+def test_an_untested_program_counts_as_its_last_tested_ancestor(tmp_path):
+  running, _ = run(tmp_path)
+  first = running.programs.best
+  programs = frontier.ExecutableFrontier("loss", 8)
+  for each in (("a", "", 3.0, 1), ("b", "a", 2.0, 2), ("c", "b", 1.0, 3)):
+    programs.retain(record(first, *each))
+  assert [r.id for r in programs.records] == ["c", "b", "a"], "by score without tests"
+  programs.test({"a": 3.5, "b": 3.2})
+  assert [r.id for r in programs.records] == ["b", "c", "a"]
+  programs.test({"b": 3.9})
+  assert [r.id for r in programs.records] == ["a", "b", "c"]
+  programs.retain(record(first, "d", "a", 0.5, 4))
+  assert [r.id for r in programs.records] == ["a", "d", "b", "c"]
+
+
+def test_the_accounts_of_every_gain_are_told_apart_from_luck():
+  for plain in TASK.edit_templates[:8]:
+    template = plain.with_luck("loss")
+    added = {e.name for e in template.explanations} - {
+      e.name for e in plain.explanations
+    }
+    assert added == {"luck", "overfit"}
+    chosen = controls.minimal(template.explanations, template.controls)
+    assert OTHER_TEXT in {control.name for control in chosen}
+    assert added <= {e.name for e in template.contested().explanations}
+
+
+@pytest.mark.parametrize("task", [TASK, noisy_world.NoisyWorld(seed=3)])
+def test_proposals_hold_luck_if_the_task_can_test_it(task):
+  proposer = {"kind": "embedded"}
+  options = runs.RunOptions(task=dict(task.spec), config={}, proposer=proposer)
+  made = runs.make_proposer(options, task)
+  templates = task.edit_templates
+  if task is TASK:
+    templates = [template.with_luck("loss") for template in templates]
+  assert made.name == EmbeddedProposer(templates, "loss").name
