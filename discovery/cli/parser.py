@@ -48,17 +48,6 @@ def amount(text: str) -> float:
   return value
 
 
-def at_least(least: int) -> Callable[[str], int]:
-  """Returns a type of whole numbers for `add_argument`."""
-
-  def count(text: str) -> int:
-    if (value := int(text)) < least:
-      raise argparse.ArgumentTypeError(f"expected at least {least}, got {text}")
-    return value
-
-  return count
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the `mxjax` command."""
   return cli.main(arguments, extend=register)
@@ -124,7 +113,7 @@ def register(commands: Any) -> None:
   )
   verify.add_argument("folder", metavar="DIR", help="folder of a run")
   verify.add_argument(
-    "--calls", type=at_least(0), default=3, metavar="K", help="programs"
+    "--calls", type=arguments.whole(0), default=3, metavar="K", help="programs"
   )
   doctor = verb("doctor", "what this machine can do", "doctor")
   doctor.add_argument("--endpoint", metavar="URL", help="ask this endpoint, too")
@@ -156,7 +145,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     "--max-tokens",
-    type=at_least(1),
+    type=arguments.whole(1),
     metavar="N",
     help="end the run after the answer with which the proposer has used N, in and out",
   )
@@ -167,7 +156,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
-  add("--workers", type=at_least(1), default=1, metavar="N", help="processes")
+  add("--workers", type=arguments.whole(1), default=1, metavar="N", help="processes")
   add("--ray", action=FLAG, help="workers on a Ray cluster")
   add(
     "--compiled",
@@ -195,7 +184,11 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   told = "compute dtype of the models of the ptq task; float32 when omitted"
   arguments.add(parser, "--dtype", help=told)
   add(
-    "--budget", type=at_least(1), default=240, metavar="CALLS", help="of the evaluator"
+    "--budget",
+    type=arguments.whole(1),
+    default=240,
+    metavar="CALLS",
+    help="of the evaluator",
   )
   add("--seed", type=int, default=0, help="of every random choice")
   add("--arm", default="quantforge", choices=sorted(ARMS), help="which search")
@@ -203,7 +196,9 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--start", default="", metavar="PROGRAM", help=told)
   told = "revise programs whose own change a verdict retired, by taking it back"
   add("--revise-retired", action=FLAG, default=True, help=told)
-  add("--width", type=at_least(1), default=1, help="proposals made from one state")
+  add(
+    "--width", type=arguments.whole(1), default=1, help="proposals made from one state"
+  )
   add(
     "--screen",
     type=float,
@@ -213,7 +208,7 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   )
   add(
     "--proposals-per-call",
-    type=at_least(1),
+    type=arguments.whole(1),
     default=6,
     metavar="N",
     help="after N proposals for each call of the budget the run ends",

@@ -68,7 +68,8 @@ def _pointless(task: Task, attempt: Attempt) -> frozenset[str]:
     for account in packet.explanations
     if all(consistent(account.predicts(name), seen[name]) for name in seen)
   ]
-  allowed = [c for c in attempt.proposal.controls if c.name in registered]
+  running = registered - attempt.skipped
+  allowed = [c for c in attempt.proposal.controls if c.name in running]
   needed = {control.name for control in controls.minimal(left, allowed)}
   return frozenset(waiting - needed - {registration.of_parent(name) for name in needed})
 

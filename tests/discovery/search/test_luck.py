@@ -1,13 +1,20 @@
 """Luck of the score's text as an account: its control, and what programs count as."""
 
 import dataclasses
+import types
 
 import pytest
 
 from mxjax.discovery.core import store
-from mxjax.discovery.core.residual import OTHER_TEXT, PRIMARY
+from mxjax.discovery.core.residual import (
+  OTHER_TEXT,
+  PRIMARY,
+  Control,
+  Explanation,
+)
+from mxjax.discovery.core.task import Status
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
-from mxjax.discovery.search import controls, frontier, runs
+from mxjax.discovery.search import controls, frontier, resolution, runs
 from mxjax.discovery.tasks import noisy_world
 from tests.discovery import searching
 
@@ -149,3 +156,48 @@ def test_proposals_hold_luck_if_the_task_can_test_it(task):
   if task is TASK:
     templates = [template.with_luck("loss") for template in templates]
   assert made.name == EmbeddedProposer(templates, "loss").name
+
+
+def test_a_skipped_control_is_not_what_a_later_stage_counts_on():
+  down, same = {"loss": "down"}, {"loss": "same"}
+  moves = {
+    "x": {PRIMARY: down, "a": down, "c": down},
+    "y": {PRIMARY: down, "a": same, "b": down, "c": same},
+    "z": {PRIMARY: down, "b": same, "c": same},
+    "w": {
+      PRIMARY: {"other": "up"},
+      "a": same,
+      "b": {"loss": "up"},
+      "c": {"loss": "up"},
+    },
+  }
+  accounts = [Explanation(name, name, rows) for name, rows in moves.items()]
+  every = [Control(name, {"kind": name}) for name in "abc"]
+  condition = lambda name, kind: types.SimpleNamespace(
+    name=name, kind=kind, exec_id=name
+  )
+  packet = types.SimpleNamespace(
+    policy="minimal",
+    hash="",
+    explanations=accounts,
+    conditions=[
+      condition(PRIMARY, "candidate"),
+      *(condition(n, "control") for n in "abc"),
+    ],
+  )
+  outcome = lambda **values: types.SimpleNamespace(status=Status.OK, values=values)
+  attempt = types.SimpleNamespace(
+    packet=packet,
+    proposal=types.SimpleNamespace(controls=every),
+    parent=types.SimpleNamespace(exec_id="", values={"loss": 1.0, "other": 1.0}),
+    of_parents=set(),
+    outcomes={PRIMARY: outcome(loss=0.0, other=1.0)},
+    skipped=frozenset(),
+  )
+  task = types.SimpleNamespace(margins={"loss": 0.1, "other": 0.1})
+  history = types.SimpleNamespace(emit=lambda name, **fields: None)
+  resolution.skip_pointless(task, history, attempt)
+  assert attempt.skipped == {"a"}
+  attempt.outcomes["b"] = outcome(loss=0.0, other=1.0)
+  resolution.skip_pointless(task, history, attempt)
+  assert attempt.skipped == {"a"}, "only c is left to tell x from y"
