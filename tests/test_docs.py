@@ -62,6 +62,15 @@ def test_the_figure_is_that_of_the_result_files():
   assert figure.draw() == figure.FIGURE.read_text(), f"run python {path.name}"
 
 
+def test_the_readme_shows_what_its_example_printed():
+  shown = re.search(
+    r"```python\n.*?```\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+  )
+  result = ROOT / "benchmarks" / "results" / "readme_example.json"
+  assert shown is not None
+  assert shown[1].splitlines() == json.loads(result.read_text())["prints"]
+
+
 def test_the_imports_of_the_readme_work():
   code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
   assert code is not None

@@ -169,7 +169,7 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
-  add = parser.add_argument
+  add, whole = parser.add_argument, arguments.whole(1)
   add(
     "--task",
     default="ptq",
@@ -183,22 +183,14 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--transfer-model", metavar="MODEL", help=told)
   told = "compute dtype of the models of the ptq task; float32 when omitted"
   arguments.add(parser, "--dtype", help=told)
-  add(
-    "--budget",
-    type=arguments.whole(1),
-    default=240,
-    metavar="CALLS",
-    help="of the evaluator",
-  )
+  add("--budget", type=whole, default=240, metavar="CALLS", help="of the evaluator")
   add("--seed", type=int, default=0, help="of every random choice")
   add("--arm", default="quantforge", choices=sorted(ARMS), help="which search")
   told = "the program to begin from: a file, or gptq, wush or hires for the ptq task"
   add("--start", default="", metavar="PROGRAM", help=told)
   told = "revise programs whose own change a verdict retired, by taking it back"
   add("--revise-retired", action=FLAG, default=True, help=told)
-  add(
-    "--width", type=arguments.whole(1), default=1, help="proposals made from one state"
-  )
+  add("--width", type=whole, default=1, help="proposals made from one state")
   add(
     "--screen",
     type=float,
@@ -208,7 +200,7 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   )
   add(
     "--proposals-per-call",
-    type=arguments.whole(1),
+    type=whole,
     default=6,
     metavar="N",
     help="after N proposals for each call of the budget the run ends",
