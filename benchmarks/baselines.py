@@ -5,14 +5,14 @@
   python benchmarks/baselines.py reproduce llama
   python benchmarks/baselines.py rules llama
   python benchmarks/baselines.py next llama qwen3
-  python benchmarks/baselines.py stages
-  python benchmarks/baselines.py tables --part methods|ablations|details|costs
+  python benchmarks/baselines.py tables [llama qwen3 mistral olmo2] --part PART
   python benchmarks/baselines.py smollm2 [--methods NAMES]
   python benchmarks/baselines.py next-smollm2 [--draws 1 2 3]
 
 `compare`, `checks` (variants of methods whose rank differs from the paper's),
-`reproduce`, `next` (hires-descent and each of its changes), `stages` and `tables` call
-the product's own commands, as a person would. `rules` runs the controls under each
+`reproduce`, `next` (hires-descent and each of its changes) and `tables` (a part of the
+paper's tables, see PARTS; of SmolLM2-135M if no family is named) call the product's own
+commands, as a person would. `rules` runs the controls under each
 scale rule, to see how much of what recovery repairs is the floor rule's shrinkage of
 block maxima. `smollm2` runs the methods on the fixed token ids of DATA: 8 x 2048
 calibration tokens of C4, 8 windows of WikiText-2 and 4 of C4 that calibration did not
@@ -51,11 +51,14 @@ PARTS = {
   "methods": "main,raw,references,aggregates",
   "ablations": "stages,discrete,progression,components,recovery",
   "details": "geometry,rules,local,edits,fresh,encoding,storage",
+  "seeds": "seeds,components-seeds,recovery-seeds,encoding-seeds",
   "costs": "rule-cost,cost",
 }
-"""The paper's tables of one calibration draw, a result each: whole methods, what the
-parts of HiRes are worth on tasks, what they do to linears and memory, and the times,
-which want a machine without other work from the first build on."""
+"""The paper's tables, a result each: whole methods, what the parts of HiRes are worth
+on tasks, what they do to linears and memory, what several calibration draws tell of
+them, and the times, which want a machine without other work from the first build on."""
+DRAWN = ("ablations", "details")
+"""Parts that the trained models have of all draws; learned baselines take too long."""
 RULES = ("floor", "even", "rceil")
 CHECKS = (
   "rtn+rceil,focus,focus:batch=4:epochs=8,gptq,spinquant:steps=0,spinquant,torq,"
@@ -65,10 +68,11 @@ SMOLLM2 = (
   "rtn,gptq,brq,hires,wush,mr-gptq,torq,focus,wush+r,batquant:tokens=256:steps=40,"
   "spinquant:batch=1:steps=10,spinquant:steps=0"
 )
-SHAPES = (
-  *("--dtype", "float32", "--sequences", SEQUENCES, "--length", LENGTH),
+SMALL = (
+  *("--sequences", SEQUENCES, "--length", LENGTH),
   *("--windows", SEQUENCES, "--window-length", LENGTH),
 )
+SHAPES = "--dtype", "float32", *SMALL
 WITHOUT_TASKS = (
   *("--without", "tasks", "--wikitext2", "embedded"),
   *("--replicates", REPLICATES),
@@ -186,27 +190,32 @@ def task_words(options):
   return "--items", 100, "--task-source", "embedded", "--wikitext2", text
 
 
-def stages(options, made):
-  """Stages of all families, on the first items and windows of Fit-3's tasks."""
-  c4 = options.data.resolve() / common.C4
-  words = (*task_words(options), "--c4", c4)
-  reproduced("stages", FAMILIES, options, made, "stages", *words)
-
-
 def tables(options, made):
-  """The paper's tables of SmolLM2-135M in the paper's BF16, of calibration draw 0.
+  """A part of the paper's tables in the paper's BF16, all on one set of builds.
 
-  Its calibration is rows 0 to 7 of the reference protocol.
+  Draw 0 of SmolLM2-135M is rows 0 to 7 of the reference protocol. The trained models
+  are calibrated on embedded text, with three perturbed replicates and windows of both
+  texts as short as those they were trained on.
   """
-  calibration, unseen = common.split_c4(options.data, RUNS.resolve() / "c4")
-  words = [PARTS[options.part], "--models", "SmolLM2-135M", "--dtype", "bfloat16"]
-  words += ["--seeds", 0, "--calib", calibration, "--sampling", "windows"]
-  words += ["--sequences", 8, "--length", 2048, *task_words(options), "--c4", unseen]
-  words += ["--windows", 8, "--window-length", 2048]
-  words += ["--local-sequences", 16, "--operator-error"]
+  words = [PARTS[options.part], "--dtype", "bfloat16", *task_words(options)]
+  words += ["--local-sequences", SEQUENCES, "--operator-error"]
   words += ["--without", options.without] if options.without else []
-  name = f"tables_smollm2_{options.part}"
-  collected(name, RUNS / "tables_smollm2", options, made, words)
+  is_repeated = options.part == "seeds" or (options.families and options.part in DRAWN)
+  words += ["--seeds", options.seeds or (SEEDS if is_repeated else "0")]
+  if options.families:
+    folders = ",".join(f"models/trained/{family}" for family in options.families)
+    words += ["--models", folders, "--calib", "embedded"]
+    words += ["--c4", options.data.resolve() / common.C4, *SMALL, "--agreement"]
+    words += ["--replicates", REPLICATES]
+    name = "tables_trained"
+  else:
+    calibration, unseen = common.split_c4(options.data, RUNS.resolve() / "c4")
+    words += ["--models", "SmolLM2-135M", "--c4", unseen]
+    words += ["--calib", calibration, "--sampling", "windows"]
+    words += ["--sequences", 8, "--length", 2048, "--windows", 8]
+    words += ["--window-length", 2048]
+    name = "tables_smollm2"
+  collected(f"{name}_{options.part}", RUNS / name, options, made, words)
 
 
 def smollm2(options, made):
@@ -327,7 +336,6 @@ BY_FAMILY = {
 WHOLE = {
   "smollm2": smollm2,
   "next-smollm2": next_smollm2,
-  "stages": stages,
   "tables": tables,
 }
 
@@ -340,6 +348,7 @@ def main():
   parser.add_argument("--methods", default=SMOLLM2, help="of smollm2")
   parser.add_argument("--part", choices=PARTS, default="ablations", help="of tables")
   parser.add_argument("--without", help="columns or rows of tables, by name")
+  parser.add_argument("--seeds", help="draws of tables, 0 or 0,3,5 if omitted")
   options = parser.parse_args()
   made = common.stamp()
   if options.what in WHOLE:

@@ -84,10 +84,19 @@ def needs(declared: Declared, extra: Sequence[str] = ()) -> set[str]:
   return {need for each in named for need in each}
 
 
-def without(declared: Declared, left_out: Iterable[str]) -> Declared:
-  """Returns the table without rows of these labels and columns of these jobs."""
+def selected(
+  declared: Declared, left_out: Iterable[str], instead: Mapping[str, str]
+) -> Declared:
+  """Returns the table without rows of these labels and columns of these jobs.
+
+  `instead` has methods by the labels of rows that are of another method.
+  """
   absent = {*left_out}
-  rows = {label: row for label, row in declared.rows.items() if label not in absent}
+  rows = {
+    label: instead.get(label, row)
+    for label, row in declared.rows.items()
+    if label not in absent
+  }
   kept = [name for name in declared.columns if not {*QUANTITIES[name].needs} & absent]
   return declared._replace(rows=rows, columns=tuple(kept))
 

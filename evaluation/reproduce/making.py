@@ -23,9 +23,12 @@ from mxjax.evaluation.results import Result
 
 
 def _declared(options: argparse.Namespace) -> dict[str, Declared]:
-  """Returns the tables by name without what is left out; none without a column."""
+  """Returns the tables by name as the options select; none without a column."""
   extra = settings.extra_columns(options)
-  found = {n: cells.without(TABLES[n], options.without) for n in options.tables}
+  found = {
+    name: cells.selected(TABLES[name], options.without, options.instead)
+    for name in options.tables
+  }
   is_kept = lambda table: table.columns or (extra and not table.is_by_model)
   return {name: table for name, table in found.items() if is_kept(table)}
 

@@ -106,6 +106,11 @@ def reduced(whole: Declared, needs: set[str], options: argparse.Namespace) -> li
   absent = (cells.needs(whole) - needs) | whole.rows.keys()
   if left_out := [name for name in options.without if name in absent]:
     found.append(f"without {', '.join(left_out)}")
+  found += [
+    f"{label} as {method}"
+    for label, method in options.instead.items()
+    if label in whole.rows and label not in options.without
+  ]
   return found
 
 

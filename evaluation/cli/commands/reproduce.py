@@ -6,6 +6,7 @@ import io
 import json
 import pathlib
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from mxjax.evaluation.cli import arguments
@@ -41,6 +42,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     "rows by their labels, in double quotes where they hold a comma"
   )
   add("--without", metavar="NAMES", help=told)
+  told = "make a row of this method, such as one of fewer steps; may be repeated"
+  add("--instead", metavar="ROW=METHOD", action="append", default=[], help=told)
   told = "share hidden states and Hessians between builds, on disk"
   add("--store", action=argparse.BooleanOptionalAction, default=True, help=told)
   _add_settings(parser)
@@ -85,9 +88,10 @@ def _check(options: argparse.Namespace) -> None:
     for name in arguments.split(options.without or "")
     for each in (SEVEN if name == "tasks" else [name])
   ]
+  labels = dict.fromkeys(label for t in options.tables for label in TABLES[t].rows)
   for name in options.without:
-    labels = dict.fromkeys(label for t in options.tables for label in TABLES[t].rows)
     arguments.check("measure or row", name, (*SEVEN, *MEASURES, *labels))
+  options.instead = dict(_instead(text, labels) for text in options.instead)
   short = [pathlib.Path(model).name for model in options.models]
   if len(set(short)) < len(short):
     raise ValueError(
@@ -101,6 +105,24 @@ def _check(options: argparse.Namespace) -> None:
     )
   if options.models and not (options.out or options.plan):
     raise ValueError("reproduce: expected --out for what is built, got none; add it.")
+
+
+def _instead(text: str, labels: Iterable[str]) -> tuple[str, str]:
+  """Splits ROW=METHOD, where the row's label may hold an equals sign itself.
+
+  Raises:
+    ValueError: No row of a method has this label, or the method is unknown.
+  """
+  label = next((name for name in labels if text.startswith(f"{name}=")), None)
+  if label is None:
+    arguments.check("row", text.split("=")[0], labels)
+    raise ValueError(
+      f"reproduce: expected --instead ROW=METHOD, got {text!r}; name a method, such as "
+      f"{text}=spinquant:steps=10."
+    )
+  method = text.removeprefix(f"{label}=")
+  arguments.check_method(method)
+  return label, method
 
 
 def run(options: argparse.Namespace) -> int:

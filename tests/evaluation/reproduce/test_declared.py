@@ -5,6 +5,7 @@ import pytest
 from mxjax import methods
 from mxjax.evaluation.cli import parser
 from mxjax.evaluation.cli.arguments import DEFAULT_MODEL
+from mxjax.evaluation.cli.commands import reproduce
 from mxjax.evaluation.reproduce import cells, paper, settings
 from mxjax.evaluation.reproduce.cells import Build
 from mxjax.evaluation.reproduce.declared import TABLES
@@ -140,6 +141,7 @@ def test_builds_and_evaluations_get_the_dtype_and_titles_say_it():
     words = [] if dtype is None else ["--dtype", dtype]
     options = parser.build_parser().parse_args(["reproduce", "main", *words])
     options.models, options.seeds, options.without = models, (), ()
+    options.instead = {}
     for passed in (settings.quantize_words, settings.evaluate_words):
       made = passed(options)
       assert made[-2:] == words if dtype else "--dtype" not in made
@@ -152,6 +154,33 @@ def test_builds_and_evaluations_get_the_dtype_and_titles_say_it():
 
 def test_the_paper_keeps_a_row_that_is_left_out_of_ours():
   whole = TABLES["main"]
-  cut = cells.without(whole, ["BATQuant+GPTQ"])
+  cut = cells.selected(whole, ["BATQuant+GPTQ"], {})
   assert "BATQuant+GPTQ" not in cut.rows
   assert {row.label for row in paper.printed(cut)} == {*whole.rows}
+
+
+def test_a_row_can_be_of_another_method_and_the_title_says_so():
+  words = ["reproduce", "main,components", "--plan", "--models", "a"]
+  fewer = "SpinQuant+GPTQ=spinquant:steps=10"
+  options = parser.build_parser().parse_args([*words, "--instead", fewer])
+  options.instead += ["K=0, D=I=rtn"]
+  reproduce._check(options)
+  rows = lambda name: {
+    *cells.selected(TABLES[name], options.without, options.instead).rows.values()
+  }
+  replaced = rows("main") ^ {*TABLES["main"].rows.values()}
+  assert replaced == {"spinquant", "spinquant:steps=10"}
+  assert "rtn" in rows("components")
+  said = lambda name: settings.reduced(TABLES[name], set(), options)
+  assert "SpinQuant+GPTQ as spinquant:steps=10" in said("main")
+  assert "K=0, D=I as rtn" in said("components")
+  assert not any(" as " in each for each in said("fresh"))
+
+
+@pytest.mark.parametrize(
+  "text", ["SpinQuant+GPTQ", "SpinQuant=rtn", "HiRes=hirez", "RTN=rtn:steps=10", "RTN="]
+)
+def test_another_method_of_a_row_that_does_not_fit_is_an_error(text):
+  words = ["reproduce", "main", "--plan", "--models", "a", "--instead", text]
+  with pytest.raises(ValueError):
+    reproduce._check(parser.build_parser().parse_args(words))
