@@ -65,8 +65,18 @@ def measure(sides, name, options):
   }
 
 
+def whole(found):
+  """Items a second of all tasks together, by side, each side with its best batches."""
+  seconds = {"mxjax": 0.0, "lm-eval": 0.0}
+  for task in found:
+    for side, name in zip(seconds, ("mxjax", task["harness_side"]), strict=True):
+      seconds[side] += task["items"] / task["items_a_second"][name]
+  items = sum(task["items"] for task in found)
+  return items, {side: items / spent for side, spent in seconds.items()}
+
+
 def table(report):
-  """One row a task."""
+  """One row a task, and one of all."""
   head = ["task", "items", "mxjax, items/s", "lm-eval, items/s", "ratio"]
   head += ["largest difference of a log-likelihood"]
   lines = []
@@ -75,6 +85,10 @@ def table(report):
     speeds = [f"{rates[side]:.2f}" for side in ("mxjax", found["harness_side"])]
     lines.append([name, str(found["items"]), *speeds, f"{found['ratio']:.1f}"])
     lines[-1].append(f"{found['largest_log_likelihood_difference']:.1e}")
+  items, rates = whole(report["tasks"].values())
+  speeds = [f"{rate:.2f}" for rate in rates.values()]
+  ratio = rates["mxjax"] / rates["lm-eval"]
+  lines.append(["all of them", str(items), *speeds, f"{ratio:.1f}", ""])
   return common.markdown(head, lines)
 
 

@@ -152,6 +152,21 @@ def test_builds_and_evaluations_get_the_dtype_and_titles_say_it():
   assert told[None] - told["bfloat16"] == of_one
 
 
+@pytest.mark.parametrize(
+  ("words", "windows"),
+  [
+    ((), 1),
+    (("--operator-error",), 1),
+    (("--agreement",), 4),
+    (("--replicates", "2"), 4),
+  ],
+)
+def test_a_build_is_tested_on_as_many_windows_as_its_columns_read(words, windows):
+  words = ["reproduce", "main", "--windows", "4", *words]
+  made = settings.quantize_words(parser.build_parser().parse_args(words))
+  assert made[made.index("--windows") + 1] == str(windows)
+
+
 def test_the_paper_keeps_a_row_that_is_left_out_of_ours():
   whole = TABLES["main"]
   cut = cells.selected(whole, ["BATQuant+GPTQ"], {})
