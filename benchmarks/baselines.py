@@ -5,14 +5,15 @@
   python benchmarks/baselines.py reproduce llama
   python benchmarks/baselines.py rules llama
   python benchmarks/baselines.py next llama qwen3
+  python benchmarks/baselines.py stages
   python benchmarks/baselines.py tables [llama qwen3 mistral olmo2] --part PART
   python benchmarks/baselines.py smollm2 [--methods NAMES]
   python benchmarks/baselines.py next-smollm2 [--draws 1 2 3]
 
 `compare`, `checks` (variants of methods whose rank differs from the paper's),
-`reproduce`, `next` (hires-descent and each of its changes) and `tables` (a part of the
-paper's tables, see PARTS; of SmolLM2-135M if no family is named) call the product's own
-commands, as a person would. `rules` runs the controls under each
+`reproduce`, `next` (hires-descent and each of its changes), `stages` and `tables` (a
+part of the paper's tables, see PARTS; of SmolLM2-135M if no family is named) call the
+product's own commands, as a person would. `rules` runs the controls under each
 scale rule, to see how much of what recovery repairs is the floor rule's shrinkage of
 block maxima. `smollm2` runs the methods on the fixed token ids of DATA: 8 x 2048
 calibration tokens of C4, 8 windows of WikiText-2 and 4 of C4 that calibration did not
@@ -190,6 +191,13 @@ def task_words(options):
   return "--items", 100, "--task-source", "embedded", "--wikitext2", text
 
 
+def stages(options, made):
+  """Stages of all families, on the first items and windows of Fit-3's tasks."""
+  c4 = options.data.resolve() / common.C4
+  words = (*task_words(options), "--c4", c4)
+  reproduced("stages", FAMILIES, options, made, "stages", *words)
+
+
 def tables(options, made):
   """A part of the paper's tables in the paper's BF16, all on one set of builds.
 
@@ -336,6 +344,7 @@ BY_FAMILY = {
 WHOLE = {
   "smollm2": smollm2,
   "next-smollm2": next_smollm2,
+  "stages": stages,
   "tables": tables,
 }
 

@@ -17,11 +17,17 @@ def make(data: int | None = None, model: int = 1) -> Mesh:
   `data` is by default the number of devices over `model`.
 
   Raises:
-    ValueError: The product of the sizes does not fit the number of devices.
+    ValueError: The product of the sizes does not fit the number of devices, or `model`
+      alone does not divide it.
   """
   devices = jax.devices()
   if data is None and model > 0:
-    data = len(devices) // model
+    data, idle = divmod(len(devices), model)
+    if data and idle:
+      raise ValueError(
+        f"mesh: expected a size of model that divides {len(devices)} devices, got "
+        f"{model}; also name data, as in data={data}, to leave {idle} of them idle."
+      )
   wanted = (data or 0) * model
   # One process may use a subset of the devices; several processes must use all.
   possible = wanted == len(devices) or jax.process_count() == 1

@@ -188,6 +188,16 @@ class HiRes(Program):
   damping: Share = gptq.DAMPING
   descent = 0  # No field: only HiResDescent has this option.
 
+  def __post_init__(self) -> None:
+    unused = {"scales": "fresh", "damping": gptq.DAMPING, "descent": 0}
+    has = {name: getattr(self, name) for name in unused}
+    ignored = [f"{name}={has[name]}" for name in unused if has[name] != unused[name]]
+    if self.weights == "rtn" and ignored:
+      raise ValueError(
+        f"{self.name}: weights=rtn rounds to nearest and would ignore "
+        f"{', '.join(ignored)}; use weights=gptq, or the method hires."
+      )
+
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> input_maps.BlockDense:
     """Stage I: finds T from chart and interaction, then D from three trials."""
     moment = inputs.moment()

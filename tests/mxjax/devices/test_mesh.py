@@ -150,6 +150,16 @@ def test_sizes_that_do_not_fit_are_refused(word, message):
     meshes.make(**meshes.sizes(word))
 
 
+def test_no_device_is_left_idle_unasked(monkeypatch):
+  monkeypatch.setattr(jax, "devices", lambda: [object()] * 8)
+  with pytest.raises(
+    ValueError, match="got 3; also name data, as in data=2, to leave 2"
+  ):
+    meshes.make(model=3)
+  with pytest.raises(ValueError, match="expected data x model devices out of 8"):
+    meshes.make(model=9)
+
+
 def test_other_axes_are_refused():
   mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("tensor",))
   with pytest.raises(ValueError, match="expected the axes data and model"):

@@ -28,6 +28,8 @@ from mxjax.methods.scale_distillation import ScaleDistillation
     ("hires:recover=head", "unknown recovery 'head'; write none, or attention"),
     ("hires:recover=mlp-late", "-parent or -unrounded"),
     ("quip+r", "unknown method 'quip\\+r'"),
+    ("hires-descent:weights=rtn", "would ignore scales=searched, descent=3; use weig"),
+    ("hires:weights=rtn:damping=0.1", "would ignore damping=0.1; use weights=gptq"),
   ],
 )
 def test_a_wrong_option_is_explained(text, message):
