@@ -205,13 +205,14 @@ def tables(options, made):
   are calibrated on embedded text, with three perturbed replicates and windows of both
   texts as short as those they were trained on.
   """
+  families = [name for name in options.families if name != "smollm2"]
   words = [PARTS[options.part], "--dtype", "bfloat16", *task_words(options)]
   words += ["--local-sequences", SEQUENCES, "--operator-error"]
   words += ["--without", options.without] if options.without else []
-  is_repeated = options.part == "seeds" or (options.families and options.part in DRAWN)
+  is_repeated = options.part == "seeds" or (families and options.part in DRAWN)
   words += ["--seeds", options.seeds or (SEEDS if is_repeated else "0")]
-  if options.families:
-    folders = ",".join(f"models/trained/{family}" for family in options.families)
+  if families:
+    folders = ",".join(f"models/trained/{family}" for family in families)
     words += ["--models", folders, "--calib", "embedded"]
     words += ["--c4", options.data.resolve() / common.C4, *SMALL, "--agreement"]
     words += ["--replicates", REPLICATES]
