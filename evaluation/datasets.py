@@ -29,7 +29,8 @@ def load_tokens(
     source: None for the embedded text, `c4` or `wikitext2` for hub data, or a path:
       `.npy` holds token ids `[n, length]` used as they are, `.jsonl` (or `.json`,
       possibly `.gz`) has a `text` in each line, anything else is plain text.
-    tokenizer: Gives `encode` and `prefix_ids`; used for text.
+    tokenizer: Gives `encode` and `prefix_ids`, with which text begins, be it of the hub
+      or of a file.
     count: Number of windows; None takes all of an array, or all that `windows` cuts.
     length: Tokens per window.
     split: `calibration` or `test`: the part of hub data or embedded text to use.
@@ -75,7 +76,7 @@ def load_tokens(
   if sampling == "documents":
     return _document_windows(documents, tokenizer, count or 0, length, seed or 0, place)
   text = separator.join(documents)
-  ids = _with_prefix(tokenizer, text) if source in HUB_SETS else tokenizer.encode(text)
+  ids = _with_prefix(tokenizer, text)
   if sampling == "offsets":
     return _offset_windows(ids, count or 0, length, seed or 0, place)
   available = len(ids) // length

@@ -16,6 +16,10 @@ class Letters:
     return np.asarray([ord(c) % 50 for c in text], np.int32)
 
 
+class WithBos(Letters):
+  prefix_ids = (49,)
+
+
 def load(source, **options):
   defaults = {"count": 2, "length": 8, "split": "test"}
   return datasets.load_tokens(str(source), Letters(), **(defaults | options))
@@ -165,9 +169,6 @@ def test_c4_test_joins_validation_documents_by_spaces(hub_copy):
 
 @pytest.mark.filterwarnings("default")
 def test_wikitext_joins_rows_by_blank_lines_and_begins_with_the_prefix(hub_copy):
-  class WithBos(Letters):
-    prefix_ids = (49,)
-
   got = datasets.load_tokens("wikitext2", WithBos(), count=1, length=16, split="test")
   text = "\n\n = Title = \n\n\n test "
   assert got[0, 0] == 49
@@ -179,6 +180,15 @@ def test_wikitext_joins_rows_by_blank_lines_and_begins_with_the_prefix(hub_copy)
   for window in sample:
     start = draws.randint(0, len(ids) - 9)
     np.testing.assert_array_equal(window, ids[start : start + 8])
+
+
+def test_a_file_gives_the_tokens_of_the_hub(hub_copy, text):
+  rows = text_sources.hub_rows(*text_sources.WIKITEXT, "test")
+  file = text("\n\n".join(row["text"] for row in rows))
+  read = lambda source: datasets.load_tokens(
+    source, WithBos(), count=1, length=16, split="test"
+  )
+  np.testing.assert_array_equal(read(str(file)), read("wikitext2"))
 
 
 def test_a_file_can_be_sampled_like_c4(tmp_path):
