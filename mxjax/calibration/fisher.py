@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.devices import execution
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.shaping import reference_chart
 
@@ -76,6 +77,31 @@ def _moment_step(
 def _mixed(weight: jax.Array, total: jax.Array, squares: jax.Array) -> jax.Array:
   uniform = reference_chart.block_moment(weight) / weight.shape[-1]
   return (1 - SHARE) * uniform + SHARE * total / squares
+
+
+def _gram_step(
+  carry: jax.Array, gradients: jax.Array, index: jax.Array, rules: mxfp4.Rules
+) -> jax.Array:
+  """Adds a sequence's sum of g g'."""
+  del index, rules
+  rows = gradients.astype(jnp.float32)
+  return carry + jnp.einsum("tm,tn->mn", rows, rows, precision=precision.HIGHEST)
+
+
+@jax.jit
+def _mixed_gram(total: jax.Array) -> jax.Array:
+  identity = jnp.eye(len(total), dtype=total.dtype)
+  return (1 - SHARE) * identity + SHARE * len(total) * total / jnp.trace(total)
+
+
+def gradient_moment(inputs: LinearInputs) -> jax.Array:
+  """Computes .3 I + .7 m sum_t g_t g_t' / sum_t |g_t|^2, float32 `[m, m]`.
+
+  Its diagonal has mean 1: without correlations it treats all m outputs alike.
+  """
+  width = inputs.gradients[0].shape[-1]
+  start = execution.zeros(jax.ShapeDtypeStruct((width, width), jnp.float32))
+  return execution.block_on_cpu(_mixed_gram(inputs.reduce_gradients(_gram_step, start)))
 
 
 def output_moment(weight: jax.Array, inputs: LinearInputs) -> jax.Array:

@@ -19,7 +19,7 @@ from mxjax.devices import execution
 from mxjax.methods.options import Share
 from mxjax.methods.program import Program, Realized
 from mxjax.numerics import mxfp4
-from mxjax.numerics.realization import code_descent, gptq
+from mxjax.numerics.realization import code_descent, gptq, two_sided
 from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.numerics.shaping.input_maps import InputMap
 from mxjax.pallas_kernels import gptq as gptq_kernel
@@ -46,12 +46,15 @@ def reconstruct(
   *,
   order: Order = "natural",
   descent: int = 0,
+  output_moment: jax.Array | None = None,
 ) -> gptq.Reconstruction:
   """Runs GPTQ in the coordinates of a map, from the shared raw Hessian.
 
   `weight` is folded, float32 `[blocks, 32, out_features]`; `inputs` are in native
   coordinates. `damping` is the first relative damping tried; the one that succeeds goes
-  into `inputs.record`. `descent` counts passes of `code_descent` afterwards.
+  into `inputs.record`. `descent` counts passes of `code_descent` afterwards. With the
+  moment of output gradients, float32 `[rows, rows]`, rows compensate each other, in
+  natural order; see `two_sided`.
 
   Raises:
     ValueError: No damping tried made the Hessian positive definite.
@@ -66,15 +69,40 @@ def reconstruct(
   execution.trim_malloc(raw.nbytes)
   factor = execution.block_on_cpu(gptq.factor(ordered, damping=damping))
   # Free what the solve does not read before it allocates.
-  curvature = hessian if descent else None
+  curvature = hessian if descent or output_moment is not None else None
   del hessian, ordered
   used = float(factor.damping)
   if used != used:
     raise not_definite(inputs, damping)
   inputs.record["damping"] = used
+  if output_moment is not None:
+    return _two_sided(
+      *(weight, factor.upper, output_moment, curvature, jnp.float32(used)),
+      *(inputs.rules, scales, descent),
+    )
   solve = _SolveRows(inputs.rules, scales, descent)
   operands = factor.upper, columns, curvature, jnp.float32(used)
   return inputs.placement.call_by_row(solve, weight, *operands)
+
+
+def _two_sided(
+  weight: jax.Array,
+  upper: jax.Array,
+  moment: jax.Array,
+  hessian: jax.Array | None,
+  damping: jax.Array,
+  rules: mxfp4.Rules,
+  scales: gptq.ScaleSource,
+  descent: int,
+) -> gptq.Reconstruction:
+  """Computes the codes of all rows together, on one device."""
+  assert hessian is not None
+  of_rows = execution.block_on_cpu(gptq.factor(moment)).upper
+  coupled = execution.block_on_cpu(two_sided.coupling(of_rows))
+  found = two_sided.reconstruct(
+    *(weight, upper, coupled, hessian, damping, rules), scales=scales, passes=descent
+  )
+  return execution.block_on_cpu(found)
 
 
 @dataclasses.dataclass(frozen=True)

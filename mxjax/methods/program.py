@@ -116,8 +116,9 @@ class Program:
       field.name: getattr(self, field.name) for field in dataclasses.fields(self)
     }
     del options["name"], options["recover"], options["tune"]
-    if self.staged == "compute":
-      del options["staged"]  # Older runs and rows do not name it.
+    for name, plain in (("staged", "compute"), ("two_sided", False)):
+      if options.get(name) == plain:
+        del options[name]  # Older runs and rows do not name it.
     for name, value in options.items():
       if isinstance(value, float) and not math.isfinite(value):
         options[name] = str(value)  # For strict JSON.

@@ -186,10 +186,17 @@ class HiRes(Program):
   balance_by: balance.BalanceBy = "block"
   scales: gptq.ScaleSource = "fresh"
   damping: Share = gptq.DAMPING
-  descent = 0  # No field: only HiResDescent has this option.
+  descent = 0  # No fields: only HiResDescent has these options.
+  two_sided = False
 
   def __post_init__(self) -> None:
+    if self.two_sided and self.weighting != "fisher":
+      raise ValueError(
+        f"{self.name}: two_sided=true needs the gradients of weighting=fisher, got "
+        f"weighting={self.weighting}; give both."
+      )
     unused = {"scales": "fresh", "damping": gptq.DAMPING, "descent": 0}
+    unused["two_sided"] = False
     has = {name: getattr(self, name) for name in unused}
     ignored = [f"{name}={has[name]}" for name in unused if has[name] != unused[name]]
     if self.weights == "rtn" and ignored:
@@ -226,8 +233,11 @@ class HiRes(Program):
     if self.weights == "rtn":
       result = gptq.round_to_nearest(weight, inputs.rules)
     else:
+      moment = fisher.gradient_moment(inputs) if self.two_sided else None
       result = reconstruct(
-        weight, inputs, input_map, self.damping, self.scales, descent=self.descent
+        *(weight, inputs, input_map, self.damping, self.scales),
+        descent=self.descent,
+        output_moment=moment,
       )
     return Realized(result, activation_rule(weight, result.decoded, self.rounding))
 
@@ -245,11 +255,18 @@ class HiResDescent(HiRes):
   descent revisit all codes on the same objective, now knowing the errors of all other
   columns. Both cost only quantization time. Not in the paper: see
   `docs/results/hires_descent.md` for gains and rejected ideas.
+
+  Attributes:
+    descent: Passes of coordinate descent.
+    two_sided: Compensate errors of output rows in later rows, too, by the second moment
+      of output gradients; see `two_sided` of the numerics. Needs `weighting="fisher"`,
+      and each group of rows waits for the one before.
   """
 
   name: str = "hires-descent"
   scales: gptq.ScaleSource = "searched"
   descent: Count = 3
+  two_sided: bool = False
 
 
 HIRES_DESCENT = HiResDescent()

@@ -134,6 +134,13 @@ def test_the_output_moment_follows_its_definition(float64):
     np.testing.assert_allclose(found[b], expected, rtol=1e-4, atol=1e-6)
 
 
+def test_the_gradient_moment_follows_its_definition():
+  inputs, _, gradients = inputs_of(np.random.default_rng(3))
+  rows = np.concatenate(gradients).astype(np.float64).reshape(-1, 5)
+  expected = 0.3 * np.eye(5) + 0.7 * 5 * rows.T @ rows / np.square(rows).sum()
+  np.testing.assert_allclose(fisher.gradient_moment(inputs), expected, rtol=1e-5)
+
+
 def test_a_linear_without_influence_is_refused():
   inputs, _, gradients = inputs_of(np.random.default_rng(2))
   dead = inputs.for_linear("dead", None, [jnp.zeros_like(g) for g in gradients])

@@ -29,6 +29,12 @@ from mxjax.methods.scale_distillation import ScaleDistillation
     ("hires:recover=mlp-late", "-parent or -unrounded"),
     ("quip+r", "unknown method 'quip\\+r'"),
     ("hires-descent:weights=rtn", "would ignore scales=searched, descent=3; use weig"),
+    (
+      "hires-descent:two_sided=true",
+      "needs the gradients of weighting=fisher, got wei",
+    ),
+    ("hires:two_sided=true", "no option 'two_sided=true'"),
+    ("hires-next:weights=rtn:two_sided=true", "would ignore .*two_sided=True"),
     ("hires:weights=rtn:damping=0.1", "would ignore damping=0.1; use weights=gptq"),
   ],
 )

@@ -1,0 +1,114 @@
+r"""GPTQ along both axes: errors of output rows are compensated in the rows after them.
+
+GPTQ minimizes `tr(D H D')`, D = W - W^, where every output row is alone. With the
+second moment B of the gradients at the outputs, the predictions lose nearer to
+
+.. math::
+  \operatorname{tr}(B\, D\, H\, D^\top)
+
+so rows that matter together can make up for each other. Once a group g of rows is
+rounded, the rows after it do best around targets moved by GPTQ's own compensation,
+
+.. math::
+  W_{>} \leftarrow W_{>} - (A_{gg}^{-1} A_{g>})^\top (W_g - \hat W_g), \qquad
+  B^{-1} = A^\top A .
+
+Inside a group rows are rounded as if they were alone. Not in the paper; YAQA (arXiv
+2505.22988) rounds by the same objective.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.numerics import mxfp4
+from mxjax.numerics.precision import HIGHEST
+from mxjax.numerics.realization import code_descent, gptq
+
+GROUP = 8
+"""Rows rounded at once. Larger groups lose what their rows could compensate."""
+
+
+def group_size(rows: int) -> int:
+  """Returns the rows of a group: the largest power of two up to `GROUP` that fits."""
+  return math.gcd(rows, GROUP)
+
+
+@jax.jit
+def coupling(upper: jax.Array) -> jax.Array:
+  """Computes what an error in one row takes off the targets of later groups.
+
+  `upper` is A of B's `gptq.factor`, `[rows, rows]`. Returns A_gg^{-1} A_{g>} of every
+  group g as the rows of one matrix, `[rows, rows]`, zero up to the group itself.
+  """
+  rows = upper.shape[0]
+  size = group_size(rows)
+  by_group = upper.reshape(rows // size, size, rows)
+  index = jnp.arange(rows, dtype=jnp.int32).reshape(-1, size)
+  own = jnp.take_along_axis(by_group, index[:, None, :], axis=2)
+  solved = jax.lax.linalg.triangular_solve(own, by_group, left_side=True, lower=False)
+  is_later = jnp.arange(rows, dtype=jnp.int32)[None] > index[:, -1:]
+  return jnp.where(is_later[:, None], solved, 0).reshape(rows, rows)
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "scales", "passes"))
+def reconstruct(
+  weight: jax.Array,
+  upper: jax.Array,
+  coupled: jax.Array,
+  hessian: jax.Array,
+  damping: jax.Array | float,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+  *,
+  scales: gptq.ScaleSource = "fresh",
+  passes: int = 0,
+) -> gptq.Reconstruction:
+  """Rounds a linear group by group of rows, each by GPTQ and coordinate descent.
+
+  Args:
+    weight: `[blocks, 32, rows]`, feature-major, float32 or float64.
+    upper: U from `gptq.factor` of the inputs' Hessian, `[d, d]` with d = 32 * blocks.
+    coupled: From `coupling`, `[rows, rows]`.
+    hessian: X'X / n, `[d, d]`, for `passes` of `code_descent.descend`.
+    damping: Relative damping of `hessian` in these passes.
+    rules: Codec rules.
+    scales: See `gptq.reconstruct`.
+    passes: Passes of coordinate descent over a group, around its moved targets.
+  """
+  rows = weight.shape[-1]
+  size = group_size(rows)
+
+  def group(
+    targets: jax.Array, first: jax.Array
+  ) -> tuple[jax.Array, gptq.Reconstruction]:
+    mine = jax.lax.dynamic_slice_in_dim(targets, first, size, axis=-1)
+    result = gptq.reconstruct(mine, upper, rules, scales=scales)
+    if passes:
+      result = code_descent.descend(
+        mine, result, hessian, damping, rules, passes=passes
+      )
+    onto = jax.lax.dynamic_slice_in_dim(coupled, first, size, axis=0)
+    error = mine - result.decoded
+    moved = jnp.einsum("bir,rm->bim", error, onto, precision=HIGHEST)
+    return targets - moved, result
+
+  starts = jnp.arange(0, rows, size, dtype=jnp.int32)
+  _, results = jax.lax.scan(group, weight, starts)
+  join = lambda a: jnp.moveaxis(a, 0, -2).reshape(*a.shape[1:-1], rows)
+  return gptq.Reconstruction(*map(join, results))
+
+
+@jax.jit
+def loss(
+  weight: jax.Array, decoded: jax.Array, hessian: jax.Array, moment: jax.Array
+) -> jax.Array:
+  """Computes tr(B D H D'), a scalar.
+
+  `weight` and `decoded` are `[blocks, 32, rows]`, `hessian` `[d, d]`, `moment` is B,
+  `[rows, rows]`.
+  """
+  error = (weight - decoded).reshape(-1, weight.shape[-1])
+  pulled = jnp.einsum("de,em->dm", hessian, error, precision=HIGHEST)
+  return jnp.einsum("dm,mn,dn->", pulled, moment, error, precision=HIGHEST)

@@ -1,0 +1,56 @@
+"""Options of hires-descent and hires-next in a whole build of a linear."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mxjax import methods
+from mxjax.calibration import fisher
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.methods.program import fold
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization import two_sided
+
+ROWS = 64
+ONE_SIDED = dataclasses.replace(methods.HIRES_NEXT, recover=(), tune=None)
+
+
+@pytest.fixture(scope="module")
+def linear():
+  """A weight `[64, 64]`, and inputs with gradients of rank 3 at its outputs."""
+  rng = np.random.default_rng(0)
+  weight = jnp.asarray(rng.standard_normal((ROWS, 64)), jnp.float32)
+  draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  mixing, directions = draw(64, 64), draw(3, ROWS)
+  chunks, gradients = [], []
+  for _ in range(2):
+    chunks.append(mxfp4.to_blocks(jnp.asarray(draw(128, 64) @ mixing))[None])
+    noise = 0.1 * draw(128, ROWS)
+    gradients.append(jnp.asarray(draw(128, 3) @ directions + noise)[None])
+  inputs = LinearInputs(chunks).for_linear("one", None, gradients)
+  return weight, fisher.weighted(inputs)
+
+
+def joint_loss(linear, program):
+  """tr(B D H D') in the coordinates of the map that the program finds."""
+  weight, inputs = linear
+  blocks = mxfp4.weight_blocks(weight)
+  input_map = program.shape(blocks, inputs)
+  folded = fold(blocks, input_map)
+  result = program.quantize_weight(folded, inputs, input_map).weight
+  hessian = input_map.conjugate(inputs.hessian())
+  moment = fisher.gradient_moment(inputs)
+  return float(two_sided.loss(folded, result.decoded, hessian, moment))
+
+
+def test_two_sided_rounding_lowers_the_loss_over_outputs(linear, float64):
+  both = dataclasses.replace(ONE_SIDED, two_sided=True)
+  assert joint_loss(linear, both) < 0.8 * joint_loss(linear, ONE_SIDED)
+
+
+def test_the_record_of_a_program_names_it_only_where_it_is_used():
+  both = dataclasses.replace(ONE_SIDED, two_sided=True)
+  assert "two_sided" not in ONE_SIDED.describe()["options"]
+  assert both.describe()["options"]["two_sided"] is True
