@@ -19,7 +19,7 @@ from mxjax.devices.mesh import DATA
 from mxjax.devices.placement import EVALUATION, ONE_DEVICE, Placement
 
 PERTURBATION = 1e-6
-"""Relative change of the embedding rows in a replicate."""
+"""Relative change of the embedding rows in a replicate in float32."""
 HEAD_CHUNK = 512
 WINDOWS_TOGETHER = 16
 """Windows run through a layer while it is resident; does not affect results."""
@@ -29,8 +29,8 @@ WINDOWS_TOGETHER = 16
 class Perplexity:
   """Perplexity of one model on one set of windows.
 
-  Strict-A4 perplexity of small models is chaotic at the 1 % level: even a relative
-  change of the embedding by 1e-6 moves it. Replicates measure that spread; a smaller
+  Strict-A4 perplexity of small models is chaotic at the 1 % level: even a rounding
+  error of the embedding moves it. Replicates measure that spread; a smaller
   difference is a tie.
 
   Attributes:
@@ -127,11 +127,22 @@ def window_losses(
   return np.asarray(losses)
 
 
-def perturbed(params: Params, seed: int) -> Params:
-  """Multiplies the embedding rows by 1 + 1e-6 N(0, 1) in float32."""
+def perturbed(params: Params, seed: int, dtype: Any = jnp.float32) -> Params:
+  """Moves the embedding of a model that computes in `dtype` by a rounding error.
+
+  In float32 its rows are multiplied by 1 + 1e-6 N(0, 1). That would round away in
+  bfloat16, where one random entry of each row goes to its neighbour away from zero.
+  """
   weight = jnp.asarray(params["embed_tokens"]["weight"], jnp.float32)
-  noise = jax.random.normal(jax.random.key(seed), (weight.shape[0], 1), jnp.float32)
-  changed = weight * (1.0 + PERTURBATION * noise)
+  key, (rows, width) = jax.random.key(seed), weight.shape
+  if dtype == jnp.bfloat16:
+    entry = jax.random.randint(key, (rows, 1), 0, width, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(weight.astype(jnp.bfloat16), jnp.uint16)
+    bits += (jnp.arange(width, dtype=jnp.int32)[None] == entry).astype(jnp.uint16)
+    changed = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+  else:
+    noise = jax.random.normal(key, (rows, 1), jnp.float32)
+    changed = weight * (1.0 + PERTURBATION * noise)
   # Not a dict of both: that would read every layer of params on disk.
   maps: list[Any] = [{"embed_tokens": {"weight": changed}}, params]
   return collections.ChainMap(*maps)
@@ -164,8 +175,11 @@ def perplexity(
     )
   runs, placement = [], Placement.of(mesh)
   options = {"on_window": on_window, "placement": placement}
+  outer = streams.outer_params(model, params)
+  embedded = jax.eval_shape(model.embed, outer, jnp.asarray(tokens[:1]))
+  dtype = jax.tree.leaves(embedded)[0].dtype
   for seed in range(replicates):
-    used = perturbed(placement.on_primary(params), seed) if seed else params
+    used = perturbed(placement.on_primary(params), seed, dtype) if seed else params
     runs.append(window_losses(model, used, tokens, **options))
   return Perplexity(
     values=tuple(float(np.exp(losses.mean())) for losses in runs),

@@ -53,6 +53,20 @@ def test_replicates_perturb_the_embedding_only_slightly(setting):
   assert 0 < relative < 1e-5
 
 
+def test_replicates_of_a_bfloat16_model_differ_too(setting):
+  model, params, tokens, quantized = setting
+  narrow = CausalLM(dataclasses.replace(model.config, dtype="bfloat16"))
+  values = perplexity(narrow, quantized, tokens, replicates=3).values
+  assert len(set(values)) == 3
+  original = np.asarray(params["embed_tokens"]["weight"], np.float32)
+  changed = perturbed(params, 1, jnp.bfloat16)["embed_tokens"]["weight"]
+  assert changed.dtype == jnp.bfloat16
+  moved = np.asarray(changed, np.float32) - original
+  assert ((moved != 0).sum(1) == 1).all()
+  ratio = np.abs(np.asarray(changed, np.float32) / original)[moved != 0]
+  assert (ratio > 1).all() and (ratio <= 1 + 2**-7).all()
+
+
 def test_operator_error_equals_the_definition(setting):
   model, params, tokens, quantized = setting
   errors = operator_errors(model, params, quantized, tokens[:1])
