@@ -195,10 +195,11 @@ class HiRes(Program):
         f"{self.name}: two_sided=true needs the gradients of weighting=fisher, got "
         f"weighting={self.weighting}; give both."
       )
-    unused = {"scales": "fresh", "damping": gptq.DAMPING, "descent": 0}
-    unused["two_sided"] = False
-    has = {name: getattr(self, name) for name in unused}
-    ignored = [f"{name}={has[name]}" for name in unused if has[name] != unused[name]]
+    has = {"scales": self.scales, "damping": self.damping}
+    has |= {"descent": self.descent, "two_sided": self.two_sided}
+    unused = ("fresh", gptq.DAMPING, 0, False)
+    given = zip(has.items(), unused, strict=True)
+    ignored = [f"{name}={value}" for (name, value), none in given if value != none]
     if self.weights == "rtn" and ignored:
       raise ValueError(
         f"{self.name}: weights=rtn rounds to nearest and would ignore "
