@@ -76,7 +76,7 @@ def load_tokens(
   if sampling == "documents":
     return _document_windows(documents, tokenizer, count or 0, length, seed or 0, place)
   text = separator.join(documents)
-  ids = _with_prefix(tokenizer, text)
+  ids = _with_prefix(tokenizer, text, place)
   if sampling == "offsets":
     return _offset_windows(ids, count or 0, length, seed or 0, place)
   available = len(ids) // length
@@ -89,9 +89,9 @@ def load_tokens(
   return windows(ids, available, length, place)[order[:count]]
 
 
-def _with_prefix(tokenizer: Tokenizer, text: str) -> np.ndarray:
+def _with_prefix(tokenizer: Tokenizer, text: str, place: str) -> np.ndarray:
   prefix = np.asarray(tokenizer.prefix_ids, np.int32)
-  return np.concatenate([prefix, tokenizer.encode(text)])
+  return np.concatenate([prefix, token_ids(tokenizer.encode(text), place)])
 
 
 def _document_windows(
@@ -115,7 +115,7 @@ def _document_windows(
   while len(sample) < count:
     index = draws.randint(0, len(documents) - 1) if documents else 0
     if documents and index not in encoded:
-      encoded[index] = _with_prefix(tokenizer, documents[index])
+      encoded[index] = _with_prefix(tokenizer, documents[index], place)
     if len(encoded) == len(documents) and all(
       len(ids) <= length for ids in encoded.values()
     ):
