@@ -1,12 +1,13 @@
 r"""GPTQ along both axes: errors of output rows are compensated in the rows after them.
 
-GPTQ minimizes `tr(D H D')`, D = W - W^, where every output row is alone. With the
-second moment B of the gradients at the outputs, the predictions lose nearer to
+GPTQ minimizes `tr(D H D')`, D = W - W^, where every output row is alone. What the
+predictions lose is closer to a form that also has B, the second moment of the gradients
+at the outputs,
 
 .. math::
   \operatorname{tr}(B\, D\, H\, D^\top)
 
-so rows that matter together can make up for each other. Once a group g of rows is
+so that rows that matter together can make up for each other. Once a group g of rows is
 rounded, the rows after it do best around targets moved by GPTQ's own compensation,
 
 .. math::
