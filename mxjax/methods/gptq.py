@@ -61,7 +61,7 @@ def reconstruct(
   """
   raw = inputs.hessian()
   execution.trim_malloc(raw.nbytes)
-  hessian = _conjugated(raw, input_map)
+  hessian = conjugated(raw, input_map)
   columns, ordered = None, hessian
   if order == "activation":
     columns = gptq.descending_curvature(hessian)
@@ -135,7 +135,8 @@ class _SolveRows:
 
 
 @execution.jit()
-def _conjugated(hessian: jax.Array, input_map: InputMap | None) -> jax.Array:
+def conjugated(hessian: jax.Array, input_map: InputMap | None) -> jax.Array:
+  """Returns a raw Hessian `[d, d]` in the coordinates of a map."""
   return hessian if input_map is None else input_map.conjugate(hessian)
 
 

@@ -17,14 +17,19 @@ from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import Contract
 from mxjax.numerics.realization import activation_quantizers, gptq
+from mxjax.numerics.shaping import input_maps
 from mxjax.numerics.shaping.input_maps import InputMap
 
 
 class Realized(NamedTuple):
-  """Legal codes in the installed coordinates, and the dynamic A4 rule."""
+  """Legal codes in the installed coordinates, and the dynamic A4 rule.
+
+  `correction`, `[blocks, 32, 32]`, multiplies mapped inputs if it is given.
+  """
 
   weight: gptq.Reconstruction
   rounding: activation_quantizers.ActivationQuantizer
+  correction: jax.Array | None = None
 
 
 class Prepared(NamedTuple):
@@ -107,7 +112,9 @@ class Program:
     blocks = mxfp4.weight_blocks(weight)
     input_map = self.shape(blocks, inputs)
     folded = fold(blocks, input_map)
-    codes, rounding = self.quantize_weight(folded, inputs, input_map)
+    codes, rounding, correction = self.quantize_weight(folded, inputs, input_map)
+    if correction is not None:
+      input_map = input_maps.followed(input_map, correction)
     return QuantizedLinear(pack(codes), input_map, rounding, rules=inputs.rules)
 
   def describe(self) -> Mapping[str, Any]:
@@ -116,7 +123,8 @@ class Program:
       field.name: getattr(self, field.name) for field in dataclasses.fields(self)
     }
     del options["name"], options["recover"], options["tune"]
-    for name, plain in (("staged", "compute"), ("two_sided", False)):
+    plain_options = {"staged": "compute", "two_sided": False, "refit_maps": False}
+    for name, plain in plain_options.items():
       if options.get(name) == plain:
         del options[name]  # Older runs and rows do not name it.
     for name, value in options.items():

@@ -16,7 +16,7 @@ from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.gptq import reconstruct
-from mxjax.methods.hires import balance
+from mxjax.methods.hires import balance, refit
 from mxjax.methods.options import Count, Share
 from mxjax.methods.program import Program, Realized
 from mxjax.methods.recovery_fits import ATTENTION, MLP, RecoveryFit
@@ -188,6 +188,7 @@ class HiRes(Program):
   damping: Share = gptq.DAMPING
   descent = 0  # No fields: only HiResDescent has these options.
   two_sided = False
+  refit_maps = False
 
   def __post_init__(self) -> None:
     if self.two_sided and self.weighting != "fisher":
@@ -240,7 +241,14 @@ class HiRes(Program):
         descent=self.descent,
         output_moment=moment,
       )
-    return Realized(result, activation_rule(weight, result.decoded, self.rounding))
+    rounding = activation_rule(weight, result.decoded, self.rounding)
+    if not self.refit_maps:
+      return Realized(result, rounding)
+    correction, cross = refit.refitted(weight, result.decoded, inputs, input_map)
+    if self.rounding == "full":
+      assert isinstance(rounding, OneCode)
+      rounding = dataclasses.replace(rounding, cross=cross)
+    return Realized(result, rounding, correction)
 
 
 HIRES = HiRes()
@@ -262,12 +270,15 @@ class HiResDescent(HiRes):
     two_sided: Compensate errors of output rows in later rows, too, by the second moment
       of output gradients; see `two_sided` of the numerics. Needs `weighting="fisher"`,
       and each group of rows waits for the one before.
+    refit_maps: Refit the maps to the rounded weights by least squares; see `map_refit`
+      of the numerics.
   """
 
   name: str = "hires-descent"
   scales: gptq.ScaleSource = "searched"
   descent: Count = 3
   two_sided: bool = False
+  refit_maps: bool = False
 
 
 HIRES_DESCENT = HiResDescent()

@@ -128,6 +128,25 @@ def scaled(input_map: InputMap | None, factor: jax.Array) -> BlockDense:
   return BlockDense(scaled_matrix.astype(matrix.dtype))
 
 
+def followed(input_map: InputMap | None, matrix: jax.Array) -> BlockDense:
+  """Returns the map that applies another and then a matrix, `[blocks, 32, 32]`.
+
+  The result has the dtype of the matrix.
+
+  Raises:
+    ValueError: The map is not one matrix for each block, or for all of them.
+  """
+  if input_map is None:
+    return BlockDense(matrix)
+  first = input_map.dense_blocks()
+  if first is None:
+    raise ValueError(
+      "input_maps.followed: expected a map of single blocks, got "
+      f"{type(input_map).__name__}, which mixes blocks; do not refit it."
+    )
+  return BlockDense(block_products(matrix, first.astype(matrix.dtype)))
+
+
 @register
 @dataclasses.dataclass(frozen=True)
 class Hadamard(InputMap):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from mxjax import methods
 from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.layers.linear import linear as apply_linear
 from mxjax.methods.program import fold
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import two_sided
@@ -18,8 +20,8 @@ ONE_SIDED = dataclasses.replace(methods.HIRES_NEXT, recover=(), tune=None)
 
 
 @pytest.fixture(scope="module")
-def linear():
-  """A weight `[64, 64]`, and inputs with gradients of rank 3 at its outputs."""
+def calibrated():
+  """A weight `[64, 64]`, inputs with gradients of rank 3 at its outputs, their rows."""
   rng = np.random.default_rng(0)
   weight = jnp.asarray(rng.standard_normal((ROWS, 64)), jnp.float32)
   draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
@@ -30,7 +32,13 @@ def linear():
     noise = 0.1 * draw(128, ROWS)
     gradients.append(jnp.asarray(draw(128, 3) @ directions + noise)[None])
   inputs = LinearInputs(chunks).for_linear("one", None, gradients)
-  return weight, fisher.weighted(inputs)
+  rows = jnp.concatenate([mxfp4.from_blocks(chunk[0]) for chunk in chunks])
+  return weight, fisher.weighted(inputs), rows
+
+
+@pytest.fixture(scope="module")
+def linear(calibrated):
+  return calibrated[:2]
 
 
 def joint_loss(linear, program):
@@ -54,3 +62,37 @@ def test_the_record_of_a_program_names_it_only_where_it_is_used():
   both = dataclasses.replace(ONE_SIDED, two_sided=True)
   assert "two_sided" not in ONE_SIDED.describe()["options"]
   assert both.describe()["options"]["two_sided"] is True
+
+
+REFIT = dataclasses.replace(ONE_SIDED, refit_maps=True)
+
+
+def realized(calibrated, program):
+  """The leaf, its operator error on the calibration inputs, and its record."""
+  weight, inputs, x = calibrated
+  inputs.record.clear()
+  leaf = program.quantize_linear(weight, inputs)
+  exact = x @ weight.T
+  error = jnp.square(apply_linear(x, leaf) - exact).sum() / jnp.square(exact).sum()
+  return leaf, float(error), dict(inputs.record)
+
+
+def test_refitted_maps_lower_the_error_of_the_outputs(calibrated, float64):
+  before, error, _ = realized(calibrated, ONE_SIDED)
+  after, refitted, record = realized(calibrated, REFIT)
+  np.testing.assert_array_equal(after.weight.codes, before.weight.codes)
+  assert refitted < 0.97 * error
+  assert record["refit_errors"][1] < 0.9 * record["refit_errors"][0]
+
+
+@pytest.mark.parametrize("rule", ["nearest", "sensitivity"])
+def test_refitted_maps_leave_the_other_rules_alone(calibrated, float64, rule):
+  plain, changed = (
+    dataclasses.replace(program, rounding=rule) for program in (ONE_SIDED, REFIT)
+  )
+  before, after = (realized(calibrated, program)[0] for program in (plain, changed))
+  for ours, theirs in zip(
+    jax.tree.leaves(after.rounding), jax.tree.leaves(before.rounding), strict=True
+  ):
+    np.testing.assert_array_equal(ours, theirs)
+  assert np.abs(after.input_map.matrix - before.input_map.matrix).max() > 1e-3
