@@ -53,13 +53,12 @@ def own_moments(hessian: jax.Array) -> jax.Array:
 
 @jax.jit
 def damped_inverses(moments: jax.Array) -> jax.Array:
-  """Inverts moments `[blocks, 32, 32]` with damping; that of a zero moment is zero."""
+  """Inverts moments `[blocks, 32, 32]` with damping; a zero moment gives I."""
   size = moments.shape[-1]
   mean = jnp.trace(moments, axis1=-2, axis2=-1)[:, None, None] / size
-  is_live = mean > 0
-  shift = jnp.where(is_live, DAMPING * mean, 1)
-  inverses = jnp.linalg.inv(moments + shift * jnp.eye(size, dtype=moments.dtype)[None])
-  return jnp.where(is_live, inverses, 0)
+  shift = jnp.where(mean > 0, DAMPING * mean, 1)
+  identity = jnp.eye(size, dtype=moments.dtype)[None]
+  return jnp.linalg.inv(moments + shift * identity)
 
 
 @jax.jit

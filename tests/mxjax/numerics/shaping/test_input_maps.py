@@ -76,3 +76,14 @@ def test_the_product_is_preserved_in_float32_under_jit(name):
   exact = jnp.einsum("bin,bim->nm", x, w)
   error = jnp.sqrt(jnp.square(product - exact).mean() / jnp.square(exact).mean())
   assert float(error) < 1e-5
+
+
+def test_a_matrix_follows_a_map(float64):
+  rng = np.random.default_rng(0)
+  matrix, first, x = (jnp.asarray(rng.standard_normal((2, 32, 32))) for _ in range(3))
+  both = input_maps.followed(input_maps.BlockDense(first), matrix)
+  np.testing.assert_allclose(both.apply(x), matrix @ (first @ x), rtol=1e-12)
+  np.testing.assert_array_equal(input_maps.followed(None, matrix).matrix, matrix)
+  wide = input_maps.Hadamard(64)
+  with pytest.raises(ValueError, match="Hadamard, which mixes blocks"):
+    input_maps.followed(wide, matrix)
