@@ -6,19 +6,25 @@ Two rules keep XLA:CPU (jaxlib 0.10.2) from hanging with every pool thread idle:
 2. No LAPACK call (eigh, Cholesky, LU, triangular solve) shares a jitted function with
    a matrix product large enough to run in parallel before it. A function of both, 18
    blocks of 32 by 576, hung within 50 calls in each of three tries on two busy
-   cores; split, 250 whole linears of that size finished.
+   cores; split, 250 whole linears of that size finished. Nor do two batches of LAPACK
+   calls run side by side in one function; see `numerics.lapack`.
+
+Small matrices have a third: `one_lapack_thread`.
 """
 
+import contextlib
 import ctypes
 import functools
+import importlib
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import threadpoolctl
 
 T = TypeVar("T")
 
@@ -100,6 +106,31 @@ def block_on_cpu(tree: T) -> T:
   return tree
 
 
+@functools.cache
+def _blas() -> threadpoolctl.ThreadpoolController:
+  """Returns the BLAS libraries of this process.
+
+  JAX takes LAPACK from SciPy, which it loads only once it needs it.
+  """
+  importlib.import_module("scipy.linalg.cython_lapack")
+  return threadpoolctl.ThreadpoolController().select(user_api="blas")
+
+
+@contextlib.contextmanager
+def one_lapack_thread() -> Iterator[None]:
+  """Runs LAPACK without threads of its own inside the `with` block, on CPU.
+
+  For batches of 32 x 32 matrices, whose bits stay the same. The threads of OpenBLAS
+  wait for each other in loops: where other work takes the cores, a batch may take a
+  hundred times longer (`benchmarks/lapack_threads.py`).
+  """
+  if jax.default_backend() != "cpu":
+    yield
+    return
+  with _blas().limit(limits=1):
+    yield
+
+
 def jit(**options: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:
   """Decorates as `jax.jit` with these options; calls wait as `block_on_cpu` does."""
 
@@ -140,10 +171,11 @@ def call_in_batches(function: Callable[..., T], *arrays: jax.Array) -> T:
   """
   blocks = arrays[0].shape[0]
   size = -(-blocks // -(-blocks // BLOCKS_AT_ONCE))
-  parts = [
-    block_on_cpu(function(*(array[start : start + size] for array in arrays)))
-    for start in range(0, blocks, size)
-  ]
+  with one_lapack_thread():
+    parts = [
+      block_on_cpu(function(*(array[start : start + size] for array in arrays)))
+      for start in range(0, blocks, size)
+    ]
   if len(parts) == 1:
     return parts[0]
   return block_on_cpu(jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))

@@ -111,7 +111,8 @@ class Program:
     """
     blocks = mxfp4.weight_blocks(weight)
     input_map = self.shape(blocks, inputs)
-    folded = fold(blocks, input_map)
+    with execution.one_lapack_thread():
+      folded = fold(blocks, input_map)
     codes, rounding, correction = self.quantize_weight(folded, inputs, input_map)
     if correction is not None:
       input_map = input_maps.followed(input_map, correction)
@@ -124,6 +125,7 @@ class Program:
     }
     del options["name"], options["recover"], options["tune"]
     plain_options = {"staged": "compute", "two_sided": False, "refit_maps": False}
+    plain_options |= {"changes": 0, "rounds_up": False}
     for name, plain in plain_options.items():
       if options.get(name) == plain:
         del options[name]  # Older runs and rows do not name it.

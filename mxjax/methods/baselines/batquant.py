@@ -32,7 +32,7 @@ from mxjax.devices import execution
 from mxjax.methods.gptq import Gptq
 from mxjax.methods.options import Count, Positive
 from mxjax.methods.program import Realized
-from mxjax.numerics import mxfp4, straight_through
+from mxjax.numerics import lapack, mxfp4, straight_through
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization.activation_quantizers import Clipped, clip_blocks
 from mxjax.numerics.shaping import input_maps
@@ -68,8 +68,9 @@ class Operators(NamedTuple):
 @execution.jit()
 def _operators(learnable: Learnable) -> Operators:
   """Inverts the small factors, apart from the products (rule 2 of `execution`)."""
+  shared = jnp.linalg.inv(learnable.shared)
   return Operators(
-    learnable, jnp.linalg.inv(learnable.shared), jnp.linalg.inv(learnable.private)
+    learnable, shared, jnp.linalg.inv(lapack.after(learnable.private, shared))
   )
 
 

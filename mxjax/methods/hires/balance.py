@@ -220,7 +220,8 @@ def balanced(
   def trial(scale: jax.Array) -> dyadic_balance.Trial:
     if balance_by == "layer":
       return _layer_trial(folded, mapped_moment, transform, scale, inputs)
-    upper = execution.block_on_cpu(dyadic_balance.trial_factor(mapped_moment, scale))
+    with execution.one_lapack_thread():
+      upper = execution.block_on_cpu(dyadic_balance.trial_factor(mapped_moment, scale))
     return execution.block_on_cpu(
       dyadic_balance.prepare_trial(folded, mapped_moment, scale, upper, inputs.rules)
     )

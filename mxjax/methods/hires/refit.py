@@ -41,12 +41,9 @@ def refitted(
   make of exact inputs, over the outputs, before and after.
   """
   hessian = conjugated(inputs.hessian(), input_map)
+  moments = _gram(decoded), execution.block_on_cpu(map_refit.own_moments(hessian))
   inverses = [
-    execution.block_on_cpu(map_refit.damped_inverses(moments))
-    for moments in (
-      _gram(decoded),
-      execution.block_on_cpu(map_refit.own_moments(hessian)),
-    )
+    execution.call_in_batches(map_refit.damped_inverses, one) for one in moments
   ]
   found = execution.block_on_cpu(map_refit.refit(weight, decoded, hessian, *inverses))
   errors = _losses(weight, decoded, found.correction, hessian)

@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mxjax.numerics import precision, projections
+from mxjax.numerics import lapack, precision, projections
 from mxjax.numerics.block_batches import map_block_batches
 
 RIDGE, RIDGE_FLOOR = 0.01, 2.0**-30
@@ -85,9 +85,8 @@ def reference_chart(
   n, B = W^T W / m. Paper: Eq. hires-reference-chart.
   """
   precision.require_float64("reference_chart", activation_moment, weight_moment)
-  inverse = jnp.linalg.inv(ridge(weight_moment))
-  middle = 0.5 * (
-    normalize_determinant(ridge(activation_moment)) + normalize_determinant(inverse)
-  )
+  first = normalize_determinant(ridge(activation_moment))
+  inverse = jnp.linalg.inv(lapack.after(ridge(weight_moment), first))
+  middle = 0.5 * (first + normalize_determinant(inverse))
   eigenvalues, eigenvectors = jnp.linalg.eigh(0.5 * (middle + middle.mT))
   return spectral_cap(-0.5 * jnp.log(eigenvalues), eigenvectors, max_condition)

@@ -1,5 +1,6 @@
 """Functions of blocks called a few blocks at a time; room for large arrays."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -81,3 +82,56 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
   assert first[0] == second[0]
   assert first[1:] == ["False", "True"]
   assert second[1:] == ["True", "False"]
+
+
+THREADS = """
+import jax, jax.numpy as jnp, threadpoolctl
+from mxjax.devices import execution
+from mxjax.methods import program
+from mxjax.numerics import mxfp4
+from mxjax.numerics.shaping.input_maps import BlockDense
+
+identity = jnp.eye(32)[None]
+
+def threads():
+  return {one["num_threads"] for one in threadpoolctl.threadpool_info()}
+
+seen = []
+
+def noted(blocks):
+  jax.block_until_ready(jnp.linalg.inv(identity))  # Now SciPy's library is there.
+  seen.append(threads())
+  return blocks
+
+class Noted(BlockDense):
+  def fold(self, blocks):
+    return noted(blocks)
+
+jax.tree_util.register_dataclass(Noted)
+execution.call_in_batches(noted, identity)
+
+class Program(program.Program):
+  def shape(self, weight, inputs):
+    return Noted(identity)
+
+  def quantize_weight(self, weight, inputs, input_map):
+    assert threads() == {2}, "threads are not back"
+    raise StopIteration
+
+try:
+  Program().quantize_linear(jnp.ones((32, 32)), None)
+except StopIteration:
+  print(seen)
+"""
+
+
+def test_small_matrices_are_decomposed_without_threads():
+  environment = os.environ | {"OPENBLAS_NUM_THREADS": "2"}
+  done = subprocess.run(
+    [sys.executable, "-c", THREADS],
+    env=environment,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.stdout.strip() == "[{1}, {1}]", done.stderr

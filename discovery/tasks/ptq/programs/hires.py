@@ -140,8 +140,11 @@ def solve_chart(input_sums, weight_sums, state):
   mean = lambda sums: (sums[0] + sums[1]) / (sums[2] + sums[3])
   inputs, weights = mean(input_sums), mean(weight_sums)
   ridge = lambda m: m + (0.01 * jnp.trace(m) / 32 + 2.0**-30) * jnp.eye(32)
-  inverse = jnp.linalg.inv(ridge(weights))
-  middle = 0.5 * (unit_volume(ridge(inputs)) + unit_volume(inverse))
+  first = unit_volume(ridge(inputs))
+  # Two decompositions at once can hang on two cores; see `mxjax.numerics.lapack`.
+  later = jnp.where(jnp.sum(first) == 2.0**126, jnp.nan, ridge(weights))
+  inverse = jnp.linalg.inv(later)
+  middle = 0.5 * (first + unit_volume(inverse))
   values, vectors = jnp.linalg.eigh(0.5 * (middle + middle.T))
   spectrum = capped(-0.5 * jnp.log(values), 0.5 * jnp.log(jnp.float64(8)))
   chart = (vectors * jnp.exp(spectrum)) @ vectors.T
