@@ -26,7 +26,7 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 KERNELS = (
-  *("encode", "one code", "matmul", "linears of one input", "decode"),
+  *("encode", "one code", "few codes", "matmul", "linears of one input", "decode"),
   *("float8 product", "GPTQ", "recovery", "attention", "prefill attention", "layer"),
   "Mosaic forms",
 )

@@ -130,6 +130,30 @@ def check_refinement(rng, how, size):
   }
 
 
+def check_few_codes(rng, how, size):
+  """Several changes without K_Q; of equal ones the order of sums decides."""
+  shares, gaps = {}, {}
+  for dtype in (jnp.float32, jnp.bfloat16):
+    for rows, changes in ((1, 3), (5, 2), (size + 3, 2), (size + 3, 4)):
+      x = activations(rng, rows, 96, dtype)
+      matrix, gram, cross = tables(rng, 3)
+      options = {"changes": changes, "rounds_up": True}
+      refine = jax.jit(
+        refinement_kernel.refine, static_argnames=("implementation", *options)
+      )
+      got = refine(x, matrix, gram, implementation=how, **options)
+      want = refine(x, matrix, gram, implementation="xla", **options)
+      (reached, scale), (reference, _) = (
+        objective(tensor, x, matrix, gram, 0 * cross) for tensor in (got, want)
+      )
+      name = f"{jnp.dtype(dtype).name}, {rows} rows, {changes} changes"
+      shares[name], wrong_scales = differing(got, want)
+      gaps[name] = float((reached - reference).sum() / reference.sum())
+      assert not wrong_scales, f"{name}: {wrong_scales} scales differ"
+  passed = max(shares.values()) < 6e-3 and max(map(abs, gaps.values())) < 1e-3
+  return {"codes_differing": shares, "objective_gap": gaps, "passed": bool(passed)}
+
+
 def check_matmul(rng, how, size):
   errors = {}
   for rows in (1, 16, size + 3):
@@ -301,6 +325,7 @@ def check_mosaic(rng, how, size):
 CHECKS = {
   "encode": check_encode,
   "one code": check_refinement,
+  "few codes": check_few_codes,
   "matmul": check_matmul,
   "linears of one input": check_linears,
   "decode": check_decode,

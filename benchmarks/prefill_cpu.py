@@ -22,10 +22,16 @@ from mxjax import models
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import one_code
-from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode
+from mxjax.numerics.realization.activation_quantizers import (
+  FewCodes,
+  Nearest,
+  OneCode,
+)
 from mxjax.numerics.shaping.input_maps import BlockDense
 
-KINDS = ("nearest", "nearest with maps", "one code")
+CHANGES = {"one code, no K": 1, "two codes": 2, "four codes": 4}
+"""Rules of a few codes, without K_Q."""
+KINDS = ("nearest", "nearest with maps", "one code", *CHANGES)
 
 
 @functools.partial(jax.jit, static_argnames="kind")
@@ -37,9 +43,11 @@ def quantized(weight, matrix, kind):
   blocks = jnp.einsum("bij,bjn->bin", matrix, blocks, precision="highest")
   packed = mxfp4.encode(mxfp4.from_blocks(blocks))
   rounding = Nearest()
-  if kind == "one code":
+  if kind not in KINDS[:2]:
     gram, cross = one_code.tables(blocks, mxfp4.round_blocks(blocks))
-    rounding = OneCode(one_code.pack_symmetric(gram), cross)
+    gram = one_code.pack_symmetric(gram)
+    changes = CHANGES.get(kind)
+    rounding = FewCodes(gram, changes) if changes else OneCode(gram, cross)
   return QuantizedLinear(packed, BlockDense(matrix), rounding)
 
 

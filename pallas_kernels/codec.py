@@ -32,13 +32,16 @@ def from_bits(x: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(x, jnp.float32)
 
 
-def block_exponent(largest: jax.Array) -> jax.Array:
+def block_exponent(largest: jax.Array, *, rounds_up: bool = False) -> jax.Array:
   """Returns the shared exponent from the int32 bits of a block's largest magnitude.
 
-  The result is int32 in [-127, 125], or 128 for inf and NaN.
+  The result is int32 in [-127, 125], or to 126 if exponents round up as under the scale
+  rule `even`, or 128 for inf and NaN.
   """
   field = largest >> 23
-  exponent = jnp.maximum(field - 129, -127)
+  # From mantissa 1.75 up, the carry reaches the exponent.
+  rounded = (largest + (1 << 21)) >> 23 if rounds_up else field
+  exponent = jnp.maximum(rounded - 129, -127)
   return jnp.where(field == 255, 128, exponent)
 
 

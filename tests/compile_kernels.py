@@ -54,7 +54,7 @@ FLOAT8 = "__cublas$lt$matmul$f8"
 """The library's product of float8, which XLA must find in what we write."""
 REGISTERS = 168
 """Of a thread, at most, where three programs of four warps run at once."""
-WAITS = {"one code, split": 2, "nearest, split": 1}
+WAITS = {"one code, split": 2, "two codes, split": 3, "nearest, split": 1}
 """For products of a tile, by form of Triton's refinement and for each linear."""
 EXPONENTIALS = {"split": 16, "1 row": 1}
 """Of a thread, by form: one for each of its values of a gated product."""

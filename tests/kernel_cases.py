@@ -44,6 +44,7 @@ def refinement_cases():
   wide, narrow = array((2048, 4096), f32), array((2048, 4096), b16)
   rows = lambda n: array((n, 4096), b16)
   three = functools.partial(by_plane, linears=3)
+  few = square, array((128, 528), b16), None, 2, True
   return {
     "one code, split, codes": codes(narrow, *tables),
     "one code, split, values": values(narrow, *tables),
@@ -63,6 +64,9 @@ def refinement_cases():
     "one code, split, float8, 2 linears": refine(
       narrow, *tables, form="float8", linears=2
     ),
+    "two codes, split, values": values(narrow, *few),
+    "two codes, float32, planes, 1 row": by_plane(rows(1), *few),
+    "two codes, float32, planes, 16 rows, 3 linears": three(rows(16), *few),
     "nearest, split, values": values(narrow, tables[0], None, None),
     "one code, split, float8": refine(narrow, *tables, form="float8"),
   }
@@ -150,6 +154,9 @@ def mosaic_cases():
   return one_code_cases | {
     "Mosaic one code without a map, values": refine(None, *tables[1:], form="values"),
     "Mosaic one code, values, 3 linears": refine(*tables, form="values", linears=3),
+    "Mosaic two codes, values": refine(
+      square, array((128, 528), b16), None, 2, True, form="values"
+    ),
     "Mosaic nearest, values": refine(square, None, None, form="values"),
     "Mosaic float8 product, 2048 rows": (to_float8, eight, wide, scalar),
     "Mosaic bfloat16 x packed, 2048 rows": (to_packed, narrow, wide),

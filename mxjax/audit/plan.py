@@ -168,6 +168,7 @@ def _loaded(config: ModelConfig, sizes: dict[str, int]) -> dict[str, int]:
   return {
     "as quantized": sizes["packed_total"],
     "bfloat16 tables": tables,
+    "hires-next, bfloat16 tables": tables - sizes["blocks"] * CROSS_BYTES // 2,
     # A code for each value, and one float32 scale a row or one E8M0 byte a block.
     "bfloat16 tables, int8 embeddings": narrower(d + 4),
     "bfloat16 tables, MXFP4 embeddings": narrower(d // 2 + d // mxfp4.BLOCK_SIZE),

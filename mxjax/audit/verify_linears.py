@@ -51,21 +51,24 @@ def illegal_blocks(operand: np.ndarray) -> int:
   return int((~legal).sum())
 
 
-def _nearest(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _nearest(x: np.ndarray, *, rounds_up: bool) -> tuple[np.ndarray, np.ndarray]:
   """Rounds blocks `[blocks, 32, n]` to nearest A4 values under the paper's rules.
 
-  Also returns where another code is equally near within `NEAR_TIE`.
+  Or, if exponents round up, under the scale rule `even`. Also returns where another
+  code is equally near within `NEAR_TIE`.
   """
   largest = np.abs(x).max(1, keepdims=True)
-  exponent = np.frexp(np.where(largest > 0, largest, 1.0))[1] - 1
+  turn = 0.875 if rounds_up else 1.0  # The mantissa, from .5 up, of the next exponent.
+  mantissa, exponent = np.frexp(np.where(largest > 0, largest, 1.0))
+  exponent += (mantissa >= turn) - 1
   scale = np.ldexp(1.0, np.maximum(exponent - 2, -127))
   units = np.abs(x) / scale
   middles = (GRID[1:] + GRID[:-1]) / 2
   index = np.searchsorted(middles, units, side="right")
   near = np.abs(units[..., None] - middles).min(-1) < NEAR_TIE
-  # A largest value near a power of two may get the next scale in float32.
-  mantissa = np.frexp(np.where(largest > 0, largest, 1.0))[0]
-  edge = (mantissa < 0.5 + NEAR_TIE) | (mantissa > 1 - NEAR_TIE)
+  # A largest value near the edge of two exponents may get the other one in float32.
+  edge = np.abs(mantissa - turn) < NEAR_TIE
+  edge |= (mantissa < 0.5 + NEAR_TIE) & (not rounds_up)
   return np.sign(x) * GRID[index] * scale, near | edge
 
 
@@ -126,14 +129,15 @@ def _operand_faults(
   if bad := illegal_blocks(legal):
     yield f"{bad} blocks of its A4 operand are not E2M1 under a power-of-two scale"
     return
-  allowed = leaf.rounding.edits
+  allowed, rules = leaf.rounding.edits, leaf.rounding.scale_rules(leaf.rules)
   if allowed is None or leaf.rules != mxfp4.PAPER_RULES:
     return
   blocks = x.T.reshape(-1, BLOCK, len(x))
   if leaf.input_map is not None:
     with precision.float64_scope():
       blocks = np.asarray(leaf.input_map.apply(jnp.asarray(blocks, jnp.float64)))
-  nearest, either = _nearest(np.asarray(blocks, np.float64))
+  rounds_up = rules.scale_rule == "even"
+  nearest, either = _nearest(np.asarray(blocks, np.float64), rounds_up=rounds_up)
   edits = ((operand != nearest) & ~either).sum(1)
   if bad := int((edits > allowed).sum()):
     yield (

@@ -15,6 +15,7 @@ from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization import one_code
 from mxjax.numerics.realization.activation_quantizers import (
   Clipped,
+  FewCodes,
   Nearest,
   OneCode,
   Unrounded,
@@ -28,6 +29,7 @@ LOCAL_OBJECTIVES = ("local_sensitivity", "local_mismatch")
 ROUNDING_NAMES = {
   Nearest: "nearest",
   OneCode: "one-code",
+  FewCodes: "few codes",
   Clipped: "clipped",
   Unrounded: "none",
 }
@@ -80,15 +82,17 @@ def local_objectives(
 def _probe(
   x: jax.Array, weight: jax.Array, folded: jax.Array, leaf: QuantizedLinear
 ) -> dict[str, jax.Array]:
-  rules = leaf.rules
+  rules, of_inputs = leaf.rules, leaf.rounding.scale_rules(leaf.rules)
   rounded = lambda blocks: mxfp4.round_blocks(blocks, rules)
   mapped = x if leaf.input_map is None else leaf.input_map.apply(x)
-  nearest = rounded(mapped)
+  nearest = mxfp4.round_blocks(mapped, of_inputs)
   decoded = mxfp4.decode(leaf.weight, jnp.float32, rules).T
   one = jnp.float32(1)
   result = {
     "error_rtn": _relative_error(x, weight, rounded(x), rounded(weight)),
-    "error_mapped_rtn": _relative_error(mapped, folded, nearest, rounded(folded)),
+    "error_mapped_rtn": _relative_error(
+      *(mapped, folded, rounded(mapped), rounded(folded))
+    ),
     "error_mapped_nearest": _relative_error(mapped, folded, nearest, decoded),
     "edit_rate": jnp.float32(0),
     **dict.fromkeys(LOCAL_OBJECTIVES, one),
@@ -109,7 +113,7 @@ def _probe(
       result[name] = a / jnp.where(b > 0, b, 1.0)
   if leaf.rounding.edits:
     result["edit_rate"] = (operand != nearest).any(-2).mean(dtype=jnp.float32)
-  exponent = mxfp4.block_exponent(mapped, rules)
+  exponent = mxfp4.block_exponent(mapped, of_inputs)
   limit = 6.0 * mxfp4.scale_of(exponent, rules)[..., None, :]
   result["saturated_activations"] = (jnp.abs(mapped) > limit).mean(dtype=jnp.float32)
   codes = mxfp4.unpack(leaf.weight.codes) & jnp.uint8(7)

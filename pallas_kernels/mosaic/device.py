@@ -105,14 +105,17 @@ def words(x: jax.Array, *, interpret: bool) -> jax.Array:
   return on_pairs("mov.b32 $0, $1;", cast, x, **how)
 
 
-def block_exponents(x: jax.Array, *, interpret: bool) -> jax.Array:
+def block_exponents(
+  x: jax.Array, *, rounds_up: bool = False, interpret: bool
+) -> jax.Array:
   """Returns the exponents of blocks, int32 `[n]`, from bfloat16 `[n, 32]`.
 
   Two magnitudes are compared at once, and NaN wins.
   """
   how = {"layout": gpu.Layout.WGMMA, "interpret": interpret}
   size = on_pairs(pairs.SIZE_PTX, jnp.abs, x, **how)
-  return codec.block_exponent(codec.bits(jnp.max(size, axis=1).astype(jnp.float32)))
+  largest = codec.bits(jnp.max(size, axis=1).astype(jnp.float32))
+  return codec.block_exponent(largest, rounds_up=rounds_up)
 
 
 def _map_registers(ptx: str, arrays: Sequence[Any], result: Any) -> Any:

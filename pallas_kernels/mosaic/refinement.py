@@ -63,6 +63,9 @@ class _Work:
   repeats: int
   has_map: bool
   has_gram: bool
+  has_cross: bool
+  changes: int
+  rounds_up: bool
   form: str
   interpret: bool
 
@@ -125,7 +128,7 @@ def _prepare(refs: dict[str, Any], scratch: Any, work: _Work) -> None:
   gram = device.take(refs["gram"], place, layout=gpu.Layout.WGMMA, **how)
   gram = gram.astype(jnp.float32)
   _store_terms(scratch["gram"], _terms(gram, work))
-  mismatch = gram + load("cross")
+  mismatch = gram + load("cross") if work.has_cross else gram
   if work.has_map:
     gpu.commit_smem()
     mismatch = _mapped(_terms(mismatch, work), scratch, work, row < _BLOCK)
@@ -191,6 +194,12 @@ def _pulled(nearest: jax.Array, block: int, scratch: Any, work: _Work) -> jax.Ar
   return pl.run_scoped(run, gpu.ACC((ROWS, _BLOCK), jnp.float32))
 
 
+def _changed(before: jax.Array, slope: jax.Array, curves: Any) -> jax.Array:
+  """Returns a tile after the best change of each row; see `tile.best_change`."""
+  score, value = tile.best_change(before, slope, *curves)
+  return jnp.where(_is_changed(score, _iota(1)), value, before)
+
+
 def _realize(
   x: Any, block: int, scratch: Any, work: _Work
 ) -> tuple[jax.Array, jax.Array]:
@@ -200,7 +209,8 @@ def _realize(
   half = (
     _narrow(products[0], work) if is_mapped else gpu.load(x, layout=gpu.Layout.WGMMA)
   )
-  exponent = device.block_exponents(half, interpret=work.interpret)
+  how = {"rounds_up": work.rounds_up, "interpret": work.interpret}
+  exponent = device.block_exponents(half, **how)
   words = device.words(half, interpret=work.interpret)
   factor = _by_row(pairs.factor_words(exponent), _PAIR)
   how = {"layout": gpu.Layout.WGMMA, "interpret": work.interpret}
@@ -214,9 +224,12 @@ def _realize(
   before = nearest.astype(jnp.float32)
   layout = gpu.Layout.WGMMA.reduce(0)
   rows = (gpu.load(scratch["curvature"].at[block, i], layout=layout) for i in range(3))
-  score, value = tile.best_change(before, slope, *map(_by_column, rows))
-  result = jnp.where(_is_changed(score, _iota(1)), value, before)
-  return _narrow(result, work), exponent
+  curves = [_by_column(row) for row in rows]
+  changed = _changed(before, slope, curves)
+  for _ in range(work.changes - 1):
+    slope += _pulled(_narrow(changed - before, work), block, scratch, work)
+    before, changed = changed, _changed(changed, slope, curves)
+  return _narrow(changed, work), exponent
 
 
 def _outputs(
@@ -319,6 +332,9 @@ def launch(
     -(-tiles // max(1, min(tiles, AT_ONCE // pairs_of_all))),
     tables[0].matrix is not None,
     tables[0].gram is not None,
+    tables[0].cross is not None,
+    tables[0].changes,
+    tables[0].rounds_up,
     form,
     interpret,
   )
@@ -361,6 +377,7 @@ def _inputs(tables: Any, width: int, work: _Work) -> dict[str, jax.Array]:
     inputs["matrix"] = jnp.broadcast_to(tables.matrix, shape).reshape(width, _BLOCK)
   if work.has_gram:
     inputs["gram"] = tables.gram.reshape(-1)
+  if work.has_cross:
     inputs["cross"] = tables.cross.reshape(width, _BLOCK)
   return inputs
 

@@ -8,7 +8,10 @@ import jax.numpy as jnp
 
 from mxjax.numerics import mxfp4
 from mxjax.numerics.implementations import Implementation
-from mxjax.numerics.realization.activation_quantizers import ActivationQuantizer
+from mxjax.numerics.realization.activation_quantizers import (
+  ActivationQuantizer,
+  KernelTables,
+)
 from mxjax.numerics.shaping.input_maps import InputMap
 from mxjax.pallas_kernels.refinement import fused_inputs, one_code
 from mxjax.pallas_kernels.refinement.one_code import Form, Tables
@@ -52,4 +55,4 @@ def _tables(input_map: InputMap | None, rounding: ActivationQuantizer) -> Tables
   matrices = None if input_map is None else input_map.block_matrices()
   if matrices is not None:
     matrices = matrices.astype(jnp.float32)
-  return Tables(matrices, *(rounding.kernel_tables() or (None, None)))
+  return Tables(matrices, *(rounding.kernel_tables() or KernelTables()))

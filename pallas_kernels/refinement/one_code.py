@@ -17,7 +17,7 @@ from jax import lax
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST
-from mxjax.numerics.realization import one_code
+from mxjax.numerics.realization import few_codes, one_code
 from mxjax.pallas_kernels import codec, lowering
 from mxjax.pallas_kernels.mosaic import refinement as mosaic
 from mxjax.pallas_kernels.products import float8, planes
@@ -198,17 +198,26 @@ def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
   if tables.gram is None:
     tensor = mxfp4.encode(mxfp4.from_blocks(blocks))
   else:
-    gram = one_code.unpack_symmetric(tables.gram).astype(jnp.float32)
-    refined = one_code.refine(blocks, gram, tables.cross.astype(jnp.float32))
-    elements = mxfp4.from_blocks(refined.elements)
+    refined, exponent = _refined(blocks, tables)
+    elements = mxfp4.from_blocks(refined)
     codes = mxfp4.nearest_codes(elements, jnp.zeros((1, 1), jnp.int32))
-    tensor = mxfp4.pack_tensor(codes, refined.exponent.T)
+    tensor = mxfp4.pack_tensor(codes, exponent.T)
   if form == "codes":
     return tensor
   if form == "float8":
     return float8.of_tensor(tensor)
   values = mxfp4.decode(tensor, jnp.bfloat16)
   return values if form == "values" else planes.split(values)
+
+
+def _refined(blocks: jax.Array, tables: Tables) -> tuple[jax.Array, jax.Array]:
+  """Returns elements and exponents by the reference of the rule with these tables."""
+  gram = one_code.unpack_symmetric(tables.gram).astype(jnp.float32)
+  if tables.cross is None:
+    rules = few_codes.scale_rules(mxfp4.PAPER_RULES, tables.rounds_up)
+    return few_codes.refine(blocks, gram, rules, changes=tables.changes)
+  refined = one_code.refine(blocks, gram, tables.cross.astype(jnp.float32))
+  return refined.elements, refined.exponent
 
 
 def _by_mosaic(
@@ -235,15 +244,15 @@ def refine_for(
   form: Form = "codes",
   implementation: Implementation | None = None,
 ) -> list[Refined]:
-  """Maps and encodes the inputs of several linears, refining one code of each block.
+  """Maps and encodes the inputs of several linears, refining codes of each block.
 
   Linears whose tables have one structure share a launch, but those of more than
   `FEW_ROWS` rows in float32. See `refine` for the arguments. Returns `[n, d]` in `form`
   for each linear. Paper: Eq. hires-code-score.
 
   Raises:
-    ValueError: The width is not a multiple of 32, gram comes without cross, or gram is
-      not packed.
+    ValueError: The width is not a multiple of 32, gram is not packed, cross comes
+      without gram, or several changes or rounded exponents with cross.
   """
   mxfp4.check_width("pallas_kernels.refine", x.shape[-1])
   for each in tables:
@@ -271,11 +280,19 @@ def refine_for(
 
 
 def _check_tables(tables: Tables, width: int) -> None:
-  if (tables.gram is None) != (tables.cross is None):
+  if tables.gram is None and tables.cross is not None:
     raise ValueError(
-      "pallas_kernels.refine: expected both gram and cross or neither, got one; pass "
-      "both tables of the A4 rule."
+      "pallas_kernels.refine: expected gram beside cross, got cross alone; pass both "
+      "tables of the A4 rule."
     )
+  if tables.changes != 1 or tables.rounds_up:
+    if tables.gram is None or tables.cross is not None:
+      raise ValueError(
+        "pallas_kernels.refine: expected gram alone for a rule of "
+        f"{tables.changes} changes and rounds_up={tables.rounds_up}, got gram "
+        f"{tables.gram is not None} and cross {tables.cross is not None}; only the "
+        "rule FewCodes has these, and it has no cross."
+      )
   packed = width // _BLOCK, _BLOCK * (_BLOCK + 1) // 2
   if tables.gram is not None and tables.gram.shape != packed:
     raise ValueError(
@@ -290,6 +307,8 @@ def refine(
   gram: jax.Array | None = None,
   cross: jax.Array | None = None,
   *,
+  changes: int = 1,
+  rounds_up: bool = False,
   form: Form = "codes",
   implementation: Implementation | None = None,
 ) -> Refined:
@@ -301,9 +320,11 @@ def refine(
       shared by all blocks, or None.
     gram: G_Q, packed as in `OneCode`, `[d/32, 528]`, float32 or bfloat16, or None for
       nearest rounding.
-    cross: K_Q, `[d/32, 32, 32]`, float32 or bfloat16, or None with `gram`.
+    cross: K_Q, `[d/32, 32, 32]`, float32 or bfloat16, or None for zero.
+    changes: The most codes of a block that change, 1 with `cross`.
+    rounds_up: Whether exponents are those of the scale rule `even`; not with `cross`.
     form: Form of the result, `[n, d]`; values are exact in bfloat16.
     implementation: See `implementations.choose`.
   """
-  tables = Tables(matrix, gram, cross)
+  tables = Tables(matrix, gram, cross, changes, rounds_up)
   return refine_for(x, [tables], form=form, implementation=implementation)[0]

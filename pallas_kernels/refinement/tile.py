@@ -4,6 +4,9 @@ With `x` the raw inputs of a block of 32 features, U the map, G and K the tables
 
   y = U x,  q = nearest(y),  slope = G (q - y) - K y,  one code changed where it helps.
 
+Rules that change several codes take the best one and add G times what it moved to the
+slope, which is exact in bfloat16 as well, before they look for the next.
+
 No product is rounded to TF32. There are two arithmetics:
 
 - `float32`: the products above on FP32 units.
@@ -24,7 +27,7 @@ them.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,29 +44,42 @@ _TERMS = 4
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tables:
-  """The stored tables of a linear, float32 or bfloat16.
+  """The stored tables of a linear, float32 or bfloat16, and how its rule uses them.
 
   Attributes:
     matrix: The map U, `[blocks or 1, 32, 32]`, or None for no map.
     gram: G, packed upper triangle `[blocks, 528]`, or None for nearest rounding.
-    cross: K, `[blocks, 32, 32]`, or None.
+    cross: K, `[blocks, 32, 32]`, or None for zero.
+    changes: The most codes of a block that change (static).
+    rounds_up: Whether exponents are those of the scale rule `even` (static).
   """
 
   matrix: Any
   gram: Any
   cross: Any
+  changes: int = dataclasses.field(default=1, metadata={"static": True})
+  rounds_up: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-class Loaded(NamedTuple):
-  """A block's tables in registers, each `joined_terms` of it if products are split."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+  """A block's tables in registers, each `joined_terms` of it if products are split.
+
+  Attributes:
+    matrix: U; in split form above M, if both are there.
+    gram: G.
+    mismatch: K or None; in split form M = (G + K) U, if there is no U.
+    curvature: The diagonal of G, float32 `[1, 32]`.
+    changes, rounds_up: Those of `Tables` (static).
+  """
 
   matrix: Any
-  """U; in split form above M, if both are there."""
   gram: Any
   mismatch: Any
-  """K; in split form M = (G + K) U, if there is no U."""
   curvature: Any
-  """The diagonal of G, float32 `[1, 32]`."""
+  changes: int = dataclasses.field(metadata={"static": True})
+  rounds_up: bool = dataclasses.field(metadata={"static": True})
 
 
 def split3(table: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -91,9 +107,10 @@ def load_tables(refs: Tables, split: bool) -> Loaded:
   """
   load = lambda ref: None if ref is None else ref[...].astype(jnp.float32)
   matrix, cross = load(refs.matrix), load(refs.cross)
+  how = refs.changes, refs.rounds_up
   if refs.gram is None:
     mapping = joined_terms(matrix) if split and matrix is not None else matrix
-    return Loaded(mapping, None, None, None)
+    return Loaded(mapping, None, None, None, *how)
   place = lambda low, high: (low * (2 * _BLOCK - 1 - low) >> 1) + high
   row, column = (lax.broadcasted_iota(jnp.int32, (_BLOCK, _BLOCK), i) for i in (0, 1))
   diagonal = lax.broadcasted_iota(jnp.int32, (1, _BLOCK), 1)
@@ -102,14 +119,14 @@ def load_tables(refs: Tables, split: bool) -> Loaded:
     for i, j in ((row, column), (diagonal, diagonal))
   )
   if not split:
-    return Loaded(matrix, gram, cross, curvature)
-  mismatch = gram + cross
+    return Loaded(matrix, gram, cross, curvature, *how)
+  mismatch = gram if cross is None else gram + cross
   if matrix is None:
-    return Loaded(None, joined_terms(gram), joined_terms(mismatch), curvature)
+    return Loaded(None, joined_terms(gram), joined_terms(mismatch), curvature, *how)
   mismatch = lowering.dot_float32(mismatch, matrix)
   both = jnp.stack([matrix, mismatch], axis=-1).transpose(2, 0, 1)
   both = joined_terms(both.reshape(2 * _BLOCK, _BLOCK))
-  return Loaded(both, joined_terms(gram), None, curvature)
+  return Loaded(both, joined_terms(gram), None, curvature, *how)
 
 
 def parabolas(curvature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -162,7 +179,15 @@ def _is_changed(score: jax.Array) -> jax.Array:
   return place == first
 
 
-def _nearest(mapped: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def _changed(nearest: jax.Array, slope: jax.Array, curves: Any) -> jax.Array:
+  """Returns a tile after the best change of each row; see `best_change`."""
+  score, value = best_change(nearest, slope, *curves)
+  return jnp.where(_is_changed(score), value, nearest)
+
+
+def _nearest(
+  mapped: jax.Array, *, rounds_up: bool = False, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
   """Encodes a float32 tile `[rows, 32]`: bfloat16 values in units of the scale.
 
   Returns the exponents `[rows, 1]` too. No boundary between two codes has more than
@@ -170,7 +195,7 @@ def _nearest(mapped: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Arra
   """
   # Maximum on bits: a GPU's float maximum drops NaN, and the block would go unmarked.
   largest = jnp.max(codec.bits(mapped) & codec.UPPER_HALF, axis=1)
-  exponent = codec.block_exponent(largest)[:, None]
+  exponent = codec.block_exponent(largest, rounds_up=rounds_up)[:, None]
   factor = jnp.broadcast_to(pairs.upper(codec.inverse_scale_of(exponent)), mapped.shape)
   half, how = pairs.upper(mapped), {"interpret": interpret}
   nearest = lowering.by_ptx(pairs.NEAREST_PTX, pairs.nearest, half, factor, **how)
@@ -220,7 +245,7 @@ def realize(
   else:
     x = x.astype(jnp.float32)
     mapped = x if t.matrix is None else _sum_of_products((x, t.matrix))
-  narrow, exponent = _nearest(mapped, interpret=interpret)
+  narrow, exponent = _nearest(mapped, rounds_up=t.rounds_up, interpret=interpret)
   nearest = narrow.astype(jnp.float32)
   if t.gram is None:
     return nearest, exponent
@@ -229,6 +254,16 @@ def realize(
     slope = _split_dot(narrow, t.gram) - pull * inverse
   else:
     scaled = mapped * inverse
-    slope = _sum_of_products((nearest - scaled, t.gram), (-scaled, t.mismatch))
-  score, value = best_change(nearest, slope, *parabolas(t.curvature))
-  return jnp.where(_is_changed(score), value, nearest), exponent
+    parts = [(nearest - scaled, t.gram)]
+    parts += [] if t.mismatch is None else [(-scaled, t.mismatch)]
+    slope = _sum_of_products(*parts)
+  curves = parabolas(t.curvature)
+  changed = _changed(nearest, slope, curves)
+  for _ in range(t.changes - 1):
+    moved = changed - nearest
+    if split:
+      slope += _split_dot(moved.astype(jnp.bfloat16), t.gram)
+    else:
+      slope += _sum_of_products((moved, t.gram))
+    nearest, changed = changed, _changed(changed, slope, curves)
+  return changed, exponent

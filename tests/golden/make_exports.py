@@ -59,6 +59,11 @@ def operators(rng):
       "refine_gram": gram[:, rows, columns],
       "refine_cross": 0.1 * rng.standard_normal((BLOCKS, 32, 32)),
     },
+    "few codes": {
+      "input_blocks": near(BLOCKS, 32, 32),
+      "refine_gram": gram[:, rows, columns],
+      "refine_how": np.array([3, 1]),
+    },
     "clipped": {
       "input_blocks": near(BLOCKS, 32, 32),
       "clip_low": np.array([0.8, 0.9]),

@@ -22,7 +22,11 @@ from mxjax.methods.program import Program, Realized
 from mxjax.methods.recovery_fits import ATTENTION, MLP, RecoveryFit
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq, one_code
-from mxjax.numerics.realization.activation_quantizers import Nearest, OneCode
+from mxjax.numerics.realization.activation_quantizers import (
+  FewCodes,
+  Nearest,
+  OneCode,
+)
 from mxjax.numerics.shaping import input_maps, local_interaction, reference_chart
 
 
@@ -189,12 +193,24 @@ class HiRes(Program):
   descent = 0  # No fields: only HiResDescent has these options.
   two_sided = False
   refit_maps = False
+  changes = 0
+  rounds_up = False
 
   def __post_init__(self) -> None:
     if self.two_sided and self.weighting != "fisher":
       raise ValueError(
         f"{self.name}: two_sided=true needs the gradients of weighting=fisher, got "
         f"weighting={self.weighting}; give both."
+      )
+    if self.changes and self.rounding != "full":
+      raise ValueError(
+        f"{self.name}: changes={self.changes} refines activations and would ignore "
+        f"rounding={self.rounding}; leave one of them out."
+      )
+    if self.rounds_up and not self.changes:
+      raise ValueError(
+        f"{self.name}: rounds_up=true is an option of the rule of a few codes, got "
+        "changes=0; give changes=1 or more."
       )
     has = {"scales": self.scales, "damping": self.damping}
     has |= {"descent": self.descent, "two_sided": self.two_sided}
@@ -242,11 +258,13 @@ class HiRes(Program):
         output_moment=moment,
       )
     rounding = activation_rule(weight, result.decoded, self.rounding)
+    if self.changes:
+      assert isinstance(rounding, OneCode)
+      rounding = FewCodes(rounding.gram, self.changes, self.rounds_up)
     if not self.refit_maps:
       return Realized(result, rounding)
     correction, cross = refit.refitted(weight, result.decoded, inputs, input_map)
-    if self.rounding == "full":
-      assert isinstance(rounding, OneCode)
+    if isinstance(rounding, OneCode) and self.rounding == "full":
       rounding = dataclasses.replace(rounding, cross=cross)
     return Realized(result, rounding, correction)
 
@@ -272,6 +290,10 @@ class HiResDescent(HiRes):
       and each group of rows waits for the one before.
     refit_maps: Refit the maps to the rounded weights by least squares; see `map_refit`
       of the numerics.
+    changes: Codes of an activation block that may change, by G_Q alone, which goes with
+      refitted maps; see `few_codes` of the numerics. With 0, the one-code rule.
+    rounds_up: Whether exponents of activation blocks round up from 7 scales; needs
+      `changes`.
   """
 
   name: str = "hires-descent"
@@ -279,6 +301,8 @@ class HiResDescent(HiRes):
   descent: Count = 3
   two_sided: bool = False
   refit_maps: bool = False
+  changes: Count = 0
+  rounds_up: bool = False
 
 
 HIRES_DESCENT = HiResDescent()

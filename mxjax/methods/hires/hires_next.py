@@ -1,15 +1,20 @@
 """HiRes for the model's predictions instead of each layer's outputs.
 
-Three changes, none of which costs anything at run time: moments and the Hessian weight
-tokens and outputs by the Fisher information (`mxjax.calibration.fisher`), codes are
-those of `hires-descent`, and scale distillation (`mxjax.methods.scale_distillation`)
-moves the input maps after recovery is fitted. Not in the paper: see
-`docs/results/hires_next.md`.
+Four changes. Moments and the Hessian weight tokens and outputs by the Fisher
+information (`mxjax.calibration.fisher`); codes are those of `hires-descent`, and the
+maps are refitted to them (`map_refit` of the numerics), after which the activations'
+rule needs no K_Q and changes up to two codes of a block (`few_codes`); scale
+distillation (`mxjax.methods.scale_distillation`) moves the input maps after recovery is
+fitted. Not in the paper: see `docs/results/hires_next.md`.
 """
 
 from mxjax.methods.hires.hires import HiResDescent
 from mxjax.methods.scale_distillation import ScaleDistillation
 
 HIRES_NEXT = HiResDescent(
-  name="hires-next", weighting="fisher", tune=ScaleDistillation()
+  name="hires-next",
+  weighting="fisher",
+  refit_maps=True,
+  changes=2,
+  tune=ScaleDistillation(),
 )

@@ -10,7 +10,7 @@ map `[blocks, 32, 32]`; all float32, n at least `LANES`.
 
 import itertools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -31,9 +31,9 @@ from mxjax.numerics.native.values import (
   where,
 )
 
-_BLOCK = 32
-_TABLE_BYTES = 4 * _BLOCK * _BLOCK
-_TILE_BYTES = _BLOCK * VECTOR_BYTES
+BLOCK = 32
+TABLE_BYTES = 4 * BLOCK * BLOCK
+TILE_BYTES = BLOCK * VECTOR_BYTES
 _ROWS_AT_ONCE = 4
 """Rows of a product that share each load; their sums take eight registers."""
 _STRIP = 8 * LANES
@@ -50,7 +50,7 @@ mantissa bit."""
 _NAN = 0x7FC00000
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
   """Addresses of tile buffers in first-level cache, 32 vectors each."""
 
   x: Value
@@ -60,11 +60,12 @@ class _Tile(NamedTuple):
   mismatch: Value
 
 
-def _row(address: Value, index: Value) -> Value:
+def row_at(address: Value, index: Value) -> Value:
+  """Returns the address of a row of a tile buffer."""
   return address.after(index * VECTOR_BYTES)
 
 
-def _write_product(module: ir.Module) -> ir.Function:
+def write_product(module: ir.Module) -> ir.Function:
   """Emits M X for a table M `[32, 32]` and a tile X, summing in column order."""
   takes = ir.FunctionType(ir.VoidType(), [POINTER] * 3)
   function = ir.Function(module, takes, "block_product")
@@ -73,35 +74,36 @@ def _write_product(module: ir.Module) -> ir.Function:
 
   def rows(first: Value) -> list[Value]:
     sums = [constant(code, FLOATS, 0.0)] * _ROWS_AT_ONCE
-    begin = table.after(first * (4 * _BLOCK))
-    for k in range(_BLOCK):
+    begin = table.after(first * (4 * BLOCK))
+    for k in range(BLOCK):
       x = tile.after(k * VECTOR_BYTES).load(FLOATS, 64)
       for r in range(_ROWS_AT_ONCE):
-        factor = begin.after(4 * (_BLOCK * r + k)).load(F32).spread()
+        factor = begin.after(4 * (BLOCK * r + k)).load(F32).spread()
         sums[r] = factor.call("fma", x, sums[r])
     for r, total in enumerate(sums):
-      _row(product, first).after(r * VECTOR_BYTES).store(total, align=64)
+      row_at(product, first).after(r * VECTOR_BYTES).store(total, align=64)
     return []
 
-  repeat(constant(code, I64, 0), _BLOCK, rows, step=_ROWS_AT_ONCE)
+  repeat(constant(code, I64, 0), BLOCK, rows, step=_ROWS_AT_ONCE)
   code.ret_void()
   return function
 
 
-def _scales(largest: Value) -> tuple[Value, Value, Value]:
+def _scales(largest: Value, carry: int) -> tuple[Value, Value, Value]:
   """Computes `mxfp4.block_exponent`, `scale_of` and the shifts for values' bits.
 
-  Takes the bits of the largest magnitude. Returns the exponent in the exponent field,
-  the shift for a converted subnormal mantissa in the same field, and 2^e.
+  Takes the bits of the largest magnitude, and what the scale rule adds to them. Returns
+  the exponent in the exponent field, the shift for a converted subnormal mantissa in
+  the same field, and 2^e.
   """
-  field = largest >> _MANTISSA
+  field = (largest + carry) >> _MANTISSA
   exponent = (field - (_BIAS + 2)).call("smax", -_BIAS)
   low = exponent.call("smin", -100) + 149
   normal = (exponent + _BIAS) << _MANTISSA
   subnormal = constant(normal.code, INTS, 1 << (_MANTISSA - 1))
   scale = where(exponent.equals(-_BIAS), subnormal, normal)
   nan = constant(normal.code, INTS, _NAN)
-  scale = where(field.equals(255), nan, scale)
+  scale = where((largest >> _MANTISSA).equals(255), nan, scale)
   return exponent << _MANTISSA, low << _MANTISSA, scale.floats()
 
 
@@ -129,7 +131,7 @@ def _grid_neighbours(target: Value) -> tuple[Value, Value]:
   return signed, outer.call("copysign", target)
 
 
-def _best_code(
+def best_code(
   nearest: Value, scale: Value, slope: Value, curvature: Value
 ) -> tuple[Value, Value]:
   """Computes `one_code.best_code`."""
@@ -144,40 +146,43 @@ def _best_code(
   return best, value
 
 
-def _read(
-  tile: _Tile, x: Value, stride: Value, matrix: Value | None, product: ir.Function
+def read_tile(
+  tile: Tile, x: Value, stride: Value, matrix: Value | None, product: ir.Function
 ) -> None:
   """Loads a tile of inputs into cache and applies the block's map, if any."""
   to = tile.x if matrix is None else tile.pulled
 
   def row(i: Value) -> list[Value]:
-    _row(to, i).store(x.after(i * stride).load(FLOATS), align=64)
+    row_at(to, i).store(x.after(i * stride).load(FLOATS), align=64)
     return []
 
-  repeat(constant(x.code, I64, 0), _BLOCK, row)
+  repeat(constant(x.code, I64, 0), BLOCK, row)
   if matrix is not None:
     x.code.call(product, [v.raw for v in (matrix, to, tile.x)])
 
 
-def _encode(tile: _Tile) -> Value:
-  """Fills the nearest elements and their differences from x; returns the scales."""
+def encode_tile(tile: Tile, carry: int = 0) -> Value:
+  """Fills the nearest elements and their differences from x; returns the scales.
+
+  `carry` is that of the scale rule in `native.encode.SCALE_RULES`.
+  """
   code = tile.x.code
   zero = constant(code, I64, 0)
 
   def larger(i: Value, largest: Value) -> list[Value]:
-    return [largest.call("smax", _row(tile.x, i).load(INTS, 64) & _SIZE)]
+    return [largest.call("smax", row_at(tile.x, i).load(INTS, 64) & _SIZE)]
 
-  (largest,) = repeat(zero, _BLOCK, larger, constant(code, INTS, 0))
-  shift, low_shift, scale = _scales(largest)
+  (largest,) = repeat(zero, BLOCK, larger, constant(code, INTS, 0))
+  shift, low_shift, scale = _scales(largest, carry)
 
   def row(i: Value) -> list[Value]:
-    x = _row(tile.x, i).load(FLOATS, 64)
+    x = row_at(tile.x, i).load(FLOATS, 64)
     nearest = _nearest(x, shift, low_shift)
-    _row(tile.nearest, i).store(nearest, align=64)
-    _row(tile.difference, i).store(nearest * scale - x, align=64)
+    row_at(tile.nearest, i).store(nearest, align=64)
+    row_at(tile.difference, i).store(nearest * scale - x, align=64)
     return []
 
-  repeat(zero, _BLOCK, row)
+  repeat(zero, BLOCK, row)
   return scale
 
 
@@ -191,7 +196,7 @@ class _Best(NamedTuple):
 
 
 def _refine(
-  tile: _Tile, gram: Value, cross: Value, scale: Value, product: ir.Function
+  tile: Tile, gram: Value, cross: Value, scale: Value, product: ir.Function
 ) -> _Best:
   """Finds the lowest score over all coordinates, the first in case of ties."""
   code = scale.code
@@ -200,13 +205,13 @@ def _refine(
 
   def row(i: Value, *before: Value) -> list[Value]:
     best = _Best(*before)
-    mismatch = _row(tile.mismatch, i).load(FLOATS, 64)
-    slope = _row(tile.pulled, i).load(FLOATS, 64) - mismatch
-    curvature = gram.after(i * (4 * (_BLOCK + 1))).load(F32).spread()
-    nearest = _row(tile.nearest, i).load(FLOATS, 64)
-    score, value = _best_code(nearest, scale, slope, curvature)
+    mismatch = row_at(tile.mismatch, i).load(FLOATS, 64)
+    slope = row_at(tile.pulled, i).load(FLOATS, 64) - mismatch
+    curvature = gram.after(i * (4 * (BLOCK + 1))).load(F32).spread()
+    nearest = row_at(tile.nearest, i).load(FLOATS, 64)
+    score, value = best_code(nearest, scale, slope, curvature)
     is_best = score < best.score
-    difference = _row(tile.difference, i).load(FLOATS, 64)
+    difference = row_at(tile.difference, i).load(FLOATS, 64)
     return [
       where(is_best, score, best.score),
       where(is_best, i.narrow().spread(), best.coordinate),
@@ -217,23 +222,23 @@ def _refine(
   number = lambda kind, value: constant(code, kind, value)
   nothing = number(FLOATS, 0.0)
   start = number(FLOATS, float("inf")), number(INTS, 0), nothing, nothing
-  return _Best(*repeat(number(I64, 0), _BLOCK, row, *start))
+  return _Best(*repeat(number(I64, 0), BLOCK, row, *start))
 
 
 def _write_decoded(
-  tile: _Tile, scale: Value, best: _Best, to: Value, stride: Value
+  tile: Tile, scale: Value, best: _Best, to: Value, stride: Value
 ) -> None:
   """Stores the refined blocks of `one_code.refined_blocks`."""
   none = constant(scale.code, INTS, -1)
   changed = where(best.score < 0.0, best.coordinate, none)
 
   def row(i: Value) -> list[Value]:
-    nearest = _row(tile.nearest, i).load(FLOATS, 64)
+    nearest = row_at(tile.nearest, i).load(FLOATS, 64)
     element = where(changed.equals(i.narrow().spread()), best.value, nearest)
     to.after(i * stride).store(element * scale)
     return []
 
-  repeat(constant(scale.code, I64, 0), _BLOCK, row)
+  repeat(constant(scale.code, I64, 0), BLOCK, row)
 
 
 def _write_tile(
@@ -244,9 +249,9 @@ def _write_tile(
   function = ir.Function(module, takes, f"{name}.tile")
   code = ir.IRBuilder(function.append_basic_block("entry"))
   x, gram, cross, matrix, to, cache, stride = (Value(code, a) for a in function.args)
-  tile = _Tile(*(cache.after(i * _TILE_BYTES) for i in range(len(_Tile._fields))))
-  _read(tile, x, stride, matrix if maps else None, product)
-  scale = _encode(tile)
+  tile = Tile(*(cache.after(i * TILE_BYTES) for i in range(len(Tile._fields))))
+  read_tile(tile, x, stride, matrix if maps else None, product)
+  scale = encode_tile(tile)
   best = _refine(tile, gram, cross, scale, product)
   if decodes:
     _write_decoded(tile, scale, best, to, stride)
@@ -256,7 +261,7 @@ def _write_tile(
   return function
 
 
-def _parts(frame: Value) -> Value:
+def parts(frame: Value) -> Value:
   """Returns the number of parts: the strips of tokens of all blocks."""
   return dimension(frame, 0, 0) * _strips(frame)
 
@@ -265,20 +270,28 @@ def _strips(frame: Value) -> Value:
   return (dimension(frame, 0, 2) + (_STRIP - 1)) / _STRIP
 
 
-def _part(tile: ir.Function, *, maps: bool, decodes: bool) -> Part:
-  """Returns the emitter for one strip of one block."""
+def part(
+  tile: ir.Function, tables: Sequence[int | None], *, decodes: bool = True
+) -> Part:
+  """Returns the emitter for one strip of one block.
+
+  `tables` has the operand of each table that `tile` takes, or None for no table.
+  """
 
   def write(frame: Value, index: Value) -> None:
     code = frame.code
-    cache = room(code, len(_Tile._fields) * _TILE_BYTES)
+    cache = room(code, len(Tile._fields) * TILE_BYTES)
     tokens, strips = dimension(frame, 0, 2), _strips(frame)
     block, strip = index / strips, index % strips
     x, to = operand(frame, 0), result(frame, 0)
-    tables = [operand(frame, i).after(block * _TABLE_BYTES) for i in range(1, 3 + maps)]
-    tables += [Value(code, ir.Constant(POINTER, None))] * (not maps)
+    none = Value(code, ir.Constant(POINTER, None))
+    of_block = [
+      none if i is None else operand(frame, i).after(block * TABLE_BYTES)
+      for i in tables
+    ]
     row_bytes = tokens * 4
-    x_block = x.after(block * row_bytes * _BLOCK)
-    to_block = to.after(block * row_bytes * (_BLOCK if decodes else 1))
+    x_block = x.after(block * row_bytes * BLOCK)
+    to_block = to.after(block * row_bytes * (BLOCK if decodes else 1))
     # The last tile starts early enough to be full, so it repeats some tokens.
     last = tokens - LANES
     first = strip * _STRIP
@@ -286,7 +299,7 @@ def _part(tile: ir.Function, *, maps: bool, decodes: bool) -> Part:
 
     def one(start: Value) -> list[Value]:
       at = where(start < last, start, last) * 4
-      addresses = x_block.after(at), *tables, to_block.after(at), cache
+      addresses = x_block.after(at), *of_block, to_block.after(at), cache
       code.call(tile, [v.raw for v in (*addresses, row_bytes)])
       return []
 
@@ -304,10 +317,11 @@ def kernels(
   names a kernel from the keywords `maps` and `decodes`.
   """
   module = ir.Module("refinement")
-  product = _write_product(module)
+  product = write_product(module)
   written = {}
   for maps, decodes in itertools.product((False, True), repeat=2):
     name = kernel_name(maps=maps, decodes=decodes)
     tile = _write_tile(module, name, product, maps=maps, decodes=decodes)
-    written[name] = _parts, _part(tile, maps=maps, decodes=decodes)
+    tables = 1, 2, 3 if maps else None
+    written[name] = parts, part(tile, tables, decodes=decodes)
   return module, written

@@ -5,7 +5,7 @@ is saved in checkpoints, exported and audited.
 """
 
 import dataclasses
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.exported import register_dataclass
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import block_products
-from mxjax.numerics.realization import one_code
+from mxjax.numerics.realization import few_codes, one_code
 
 RULES: dict[str, type] = {}
 """Every registered A4 rule, by its name in checkpoints."""
@@ -36,12 +36,29 @@ def register(cls: type[Rule]) -> type[Rule]:
   return register_dataclass(cls)
 
 
+class KernelTables(NamedTuple):
+  """What `pallas_kernels.refinement` needs of a rule; without G_Q, nearest codes.
+
+  Attributes:
+    gram: G_Q, packed, or None.
+    cross: K_Q, or None for zero.
+    changes: Codes of a block that may change.
+    rounds_up: Whether exponents are those of `few_codes.scale_rules`.
+  """
+
+  gram: jax.Array | None = None
+  cross: jax.Array | None = None
+  changes: int = 1
+  rounds_up: bool = False
+
+
 class ActivationQuantizer:
   """Base class of dynamic A4 rules: dataclasses whose fields are their stored arrays.
 
   Attributes:
     is_legal: Whether the results are legal A4.
-    edits: How many codes of a block may differ from the nearest ones; None for any.
+    edits: How many codes of a block may differ from the nearest ones under
+      `scale_rules`; None for any.
     feature: Name and description of what an export format must support, or None if the
       rule stores nothing besides the codes.
     runs_alone: Whether evaluation runs layers with this rule operation by operation, so
@@ -51,8 +68,16 @@ class ActivationQuantizer:
 
   is_legal: ClassVar[bool] = True
   runs_alone: ClassVar[bool] = False
-  edits: ClassVar[int | None] = None
   feature: ClassVar[tuple[str, str] | None] = None
+
+  @property
+  def edits(self) -> int | None:
+    """See the class."""
+    return None
+
+  def scale_rules(self, rules: mxfp4.Rules) -> mxfp4.Rules:
+    """Returns the rules by which inputs are encoded, where `rules` are the linear's."""
+    return rules
 
   def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
     """Rounds float32 inputs `[blocks, 32, n]` in the coordinates of the input map.
@@ -78,15 +103,12 @@ class ActivationQuantizer:
     mapped = blocks if matrix is None else block_products(matrix, blocks)
     return self.round_mapped(mapped, rules)
 
-  def tables(self) -> tuple[jax.Array, jax.Array] | None:
+  def tables(self) -> tuple[jax.Array, jax.Array | None] | None:
     """Returns G_Q and K_Q as float32 `[blocks, 32, 32]`, or None without tables."""
     return None
 
-  def kernel_tables(self) -> tuple[jax.Array | None, jax.Array | None] | None:
-    """Returns the packed G_Q and the K_Q that `pallas_kernels.refinement` reads.
-
-    `(None, None)` means nearest codes, None that the kernel does not support the rule.
-    """
+  def kernel_tables(self) -> KernelTables | None:
+    """Returns what the kernels need, or None if they do not support the rule."""
     return None
 
   def narrowed(self) -> Self:
@@ -99,15 +121,18 @@ class ActivationQuantizer:
 class Nearest(ActivationQuantizer):
   """Dynamic A4 by the nearest code."""
 
-  edits = 0
+  @property
+  def edits(self) -> int:
+    """See `ActivationQuantizer.edits`."""
+    return 0
 
   def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
     """See `ActivationQuantizer.round_mapped`."""
     return mxfp4.round_blocks(blocks, rules)
 
-  def kernel_tables(self) -> tuple[None, None]:
+  def kernel_tables(self) -> KernelTables:
     """See `ActivationQuantizer.kernel_tables`."""
-    return None, None
+    return KernelTables()
 
 
 @register
@@ -124,8 +149,12 @@ class OneCode(ActivationQuantizer):
   gram: jax.Array
   cross: jax.Array
 
-  edits = 1
-  feature = "refinement", "one-code tables of the activations"
+  feature = "refinement", "tables that refine codes of the activations"
+
+  @property
+  def edits(self) -> int:
+    """See `ActivationQuantizer.edits`."""
+    return 1
 
   def round(
     self,
@@ -145,13 +174,69 @@ class OneCode(ActivationQuantizer):
     gram = one_code.unpack_symmetric(self.gram).astype(jnp.float32)
     return gram, self.cross.astype(jnp.float32)
 
-  def kernel_tables(self) -> tuple[jax.Array, jax.Array]:
+  def kernel_tables(self) -> KernelTables:
     """See `ActivationQuantizer.kernel_tables`."""
-    return self.gram, self.cross
+    return KernelTables(self.gram, self.cross)
 
   def narrowed(self) -> "OneCode":
     """Returns bfloat16 tables, which suffice to rank candidates."""
     return OneCode(self.gram.astype(jnp.bfloat16), self.cross.astype(jnp.bfloat16))
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class FewCodes(ActivationQuantizer):
+  """Dynamic A4 that changes a few codes of each block, one at a time; see `few_codes`.
+
+  Attributes:
+    gram: G_Q, as in `OneCode`.
+    changes: The most codes that change, at least 1 (static).
+    rounds_up: Whether exponents round up from 7 scales, as under the rule `even`,
+      where the linear's rule is `floor` (static).
+  """
+
+  gram: jax.Array
+  changes: int = dataclasses.field(default=1, metadata={"static": True})
+  rounds_up: bool = dataclasses.field(default=False, metadata={"static": True})
+
+  feature = OneCode.feature
+
+  @property
+  def edits(self) -> int:
+    """See `ActivationQuantizer.edits`."""
+    return self.changes
+
+  def scale_rules(self, rules: mxfp4.Rules) -> mxfp4.Rules:
+    """See `ActivationQuantizer.scale_rules`."""
+    return few_codes.scale_rules(rules, self.rounds_up)
+
+  def round(
+    self,
+    blocks: jax.Array,
+    rules: mxfp4.Rules,
+    *,
+    matrix: jax.Array | None = None,
+    implementation: Implementation | None = None,
+  ) -> jax.Array:
+    """See `ActivationQuantizer.round` and `few_codes.refined_blocks`."""
+    return few_codes.refined_blocks(
+      *(blocks, self.tables()[0], self.scale_rules(rules)),
+      changes=self.changes,
+      matrix=matrix,
+      implementation=implementation,
+    )
+
+  def tables(self) -> tuple[jax.Array, None]:
+    """See `ActivationQuantizer.tables`."""
+    return one_code.unpack_symmetric(self.gram).astype(jnp.float32), None
+
+  def kernel_tables(self) -> KernelTables:
+    """See `ActivationQuantizer.kernel_tables`."""
+    return KernelTables(self.gram, None, self.changes, self.rounds_up)
+
+  def narrowed(self) -> "FewCodes":
+    """Returns bfloat16 tables, which suffice to rank candidates."""
+    return dataclasses.replace(self, gram=self.gram.astype(jnp.bfloat16))
 
 
 @register

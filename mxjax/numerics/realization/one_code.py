@@ -128,6 +128,19 @@ def best_code(
   return score, jnp.where(is_better, outer, inner)
 
 
+def best_change(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Finds the change with the lowest score, the first coordinate in case of ties.
+
+  `scores` is `[blocks, 32, n]`. Returns the lowest, `[blocks, n]`, and where it is
+  taken, which is nowhere in a block without a negative score.
+  """
+  score = scores.min(-2)
+  coordinate = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 2)
+  ties = jnp.where(scores == score[..., None, :], coordinate, mxfp4.BLOCK_SIZE)
+  is_best = coordinate == ties.min(-2, keepdims=True)
+  return score, is_best & (score < 0)[..., None, :]
+
+
 @functools.partial(jax.jit, static_argnames="rules")
 def refine(
   x: jax.Array,
@@ -149,11 +162,7 @@ def refine(
   curvature = jnp.diagonal(gram, axis1=-2, axis2=-1)[..., None]
   slope = pulled - mismatch
   scores, values = best_code(nearest, scale, slope, curvature)
-  score = scores.min(-2)
-  coordinate = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 2)
-  ties = jnp.where(scores == score[..., None, :], coordinate, mxfp4.BLOCK_SIZE)
-  is_best = coordinate == ties.min(-2, keepdims=True)
-  accept = is_best & (score < 0)[..., None, :]
+  score, accept = best_change(scores)
   return Refined(
     elements=jnp.where(accept, values, nearest),
     exponent=exponent,

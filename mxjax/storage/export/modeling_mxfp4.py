@@ -3,7 +3,7 @@
   model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
 Every quantized linear maps its inputs, rounds each block of 32 to MXFP4 (E2M1 elements,
-one E8M0 scale), improves at most one code of a block, and multiplies by the decoded
+one E8M0 scale), improves one or a few codes of a block, and multiplies by the decoded
 weight. This is the model's arithmetic in plain torch, on any device; it is not fast.
 This file needs torch and transformers only.
 """
@@ -26,14 +26,20 @@ def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
   return torch.ldexp(elements, exponents)
 
 
-def nearest(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def nearest(
+  blocks: torch.Tensor, rounds_up: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
   """Rounds float32 `[..., 32]` to element values and their scale `[..., 1]`.
 
-  The scale is two binary orders below that of the largest magnitude; ties go to the
-  larger magnitude. A block with inf or NaN becomes NaN.
+  The scale is two binary orders below that of the largest magnitude, or one if the
+  magnitude rounds up to the next power of two; ties go to the larger magnitude. A block
+  with inf or NaN becomes NaN.
   """
   largest = blocks.abs().amax(-1, keepdim=True)
-  exponent = (torch.frexp(largest).exponent - 3).clamp(-127, 127)
+  mantissa, exponent = torch.frexp(largest)
+  if rounds_up:
+    exponent = exponent + (mantissa >= 0.875)
+  exponent = (exponent - 3).clamp(-127, 127)
   scaled = torch.ldexp(blocks.abs(), -exponent)
   edges = torch.tensor(MIDPOINTS, device=blocks.device)
   grid = torch.tensor(MAGNITUDES, device=blocks.device)
@@ -44,19 +50,41 @@ def nearest(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def refine(
-  x: torch.Tensor, gram: torch.Tensor, cross: torch.Tensor
+  x: torch.Tensor,
+  gram: torch.Tensor,
+  cross: torch.Tensor | None,
+  changes: int = 1,
+  rounds_up: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-  """Rounds blocks `[n, blocks, 32]`, and changes one code of each where this helps.
+  """Rounds blocks `[n, blocks, 32]`, and changes codes of each where this helps.
 
   Changing coordinate i from q_0 to c changes the squared output error of the block by
   2 delta [G d - K x]_i + delta^2 G_ii, with delta = c - q_0 and d = q_0 - x. `gram` (G)
-  and `cross` (K) are `[blocks, 32, 32]`. The largest decrease wins; at ties the lowest
-  coordinate, then the value toward zero.
+  and `cross` (K, zero if None) are `[blocks, 32, 32]`. The largest decrease wins; at
+  ties the lowest coordinate, then the value toward zero. Further changes know of those
+  before them.
   """
-  values, scale = nearest(x)
+  values, scale = nearest(x, rounds_up)
   product = lambda table, rows: torch.einsum("bij,nbj->nbi", table, rows)
-  slope = product(gram, values * scale - x) - product(cross, x)
+  slope = product(gram, values * scale - x)
+  if cross is not None:
+    slope = slope - product(cross, x)
   curvature = gram.diagonal(dim1=-2, dim2=-1)
+  for turn in range(changes):
+    chosen = changed(values, scale, slope, curvature)
+    if turn + 1 < changes:
+      slope = slope + product(gram, (chosen - values) * scale)
+    values = chosen
+  return values, scale
+
+
+def changed(
+  values: torch.Tensor,
+  scale: torch.Tensor,
+  slope: torch.Tensor,
+  curvature: torch.Tensor,
+) -> torch.Tensor:
+  """Returns the values after the best change of one code of each block."""
   # The score is a parabola in c, so its minimum over the grid is beside its vertex.
   vertex = torch.where(slope == 0, values, values - slope / (curvature * scale))
   size = vertex.abs()
@@ -75,7 +103,7 @@ def refine(
   place = best.argmin(-1, keepdim=True)
   is_better = best.gather(-1, place) < 0
   chosen = torch.where(is_better, candidate.gather(-1, place), values.gather(-1, place))
-  return values.scatter(-1, place, chosen), scale
+  return values.scatter(-1, place, chosen)
 
 
 class MXFP4Linear(nn.Module):
@@ -83,7 +111,8 @@ class MXFP4Linear(nn.Module):
 
   Buffers: `weight_packed`, `weight_scale`; the input map as `input_signs` `[in]`,
   `input_mix` `[blocks, blocks]` over blocks and `input_blocks` `[blocks or 1, 32, 32]`
-  inside them; `refine_gram` (upper triangles, `[blocks, 528]`) and `refine_cross`;
+  inside them; `refine_gram` (upper triangles, `[blocks, 528]`), with `refine_cross` or
+  with `refine_how`, the number of changes and whether exponents round up;
   `clip_low` and `clip_high` `[blocks]`; `bias`; `output_scale` and `output_shift`
   `[out]`, which apply last.
   """
@@ -120,7 +149,11 @@ class MXFP4Linear(nn.Module):
     gram = blocks.new_zeros(self.refine_gram.shape[0], BLOCK, BLOCK)
     gram[:, rows, columns] = self.refine_gram.float()
     gram[:, columns, rows] = self.refine_gram.float()
-    values, scale = refine(blocks, gram, self.refine_cross.float())
+    if "refine_cross" in self._buffers:
+      values, scale = refine(blocks, gram, self.refine_cross.float())
+    else:
+      changes, rounds_up = map(int, self.refine_how.tolist())
+      values, scale = refine(blocks, gram, None, changes, bool(rounds_up))
     return values * scale
 
   def forward(self, x: torch.Tensor) -> torch.Tensor:

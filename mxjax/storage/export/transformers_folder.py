@@ -19,7 +19,12 @@ from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models.families import FAMILIES
 from mxjax.models.loading.weights import tensor_name
 from mxjax.numerics import mxfp4
-from mxjax.numerics.realization.activation_quantizers import Clipped, Nearest, OneCode
+from mxjax.numerics.realization.activation_quantizers import (
+  Clipped,
+  FewCodes,
+  Nearest,
+  OneCode,
+)
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping import input_maps
@@ -66,6 +71,8 @@ def _rule_tensors(leaf: QuantizedLinear) -> dict[str, jax.Array]:
       return {}
     case OneCode(gram=gram, cross=cross):
       return {"refine_gram": gram, "refine_cross": cross}
+    case FewCodes(gram=gram, changes=changes, rounds_up=rounds_up):
+      return {"refine_gram": gram, "refine_how": jnp.array([changes, int(rounds_up)])}
     case Clipped(low=low, high=high):
       return {"clip_low": low, "clip_high": high}
   raise ValueError(f"the A4 rule {type(leaf.rounding).__name__}")

@@ -12,6 +12,7 @@ from mxjax.calibration import streams
 from mxjax.layers.inference_packing import pack_for_inference
 from mxjax.models import CausalLM, families
 from mxjax.numerics.realization import gptq
+from mxjax.numerics.realization.activation_quantizers import FewCodes, OneCode
 from tests import tiny
 from tests.conftest import GOLDEN
 from tests.evaluation.paper import PAPER
@@ -74,6 +75,15 @@ def test_the_packed_layout_is_what_a_run_stores(tiny_config, tiny_hires):
   }.items():
     packed = pack_for_inference(tiny_hires.params, **options)
     assert planned.loaded.pop(label) == sizes.size_report(packed)["total"]
+  packed = pack_for_inference(
+    jax.tree.map(
+      lambda node: FewCodes(node.gram, 2) if isinstance(node, OneCode) else node,
+      tiny_hires.params,
+      is_leaf=lambda node: isinstance(node, OneCode),
+    )
+  )
+  without_cross = planned.loaded.pop("hires-next, bfloat16 tables")
+  assert without_cross == sizes.size_report(packed)["total"]
   assert not planned.loaded
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,12 @@ from mxjax.audit import arithmetic, verify, verify_linears
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT
-from mxjax.numerics.realization.activation_quantizers import Clipped, Nearest, Unrounded
+from mxjax.numerics.realization.activation_quantizers import (
+  Clipped,
+  FewCodes,
+  Nearest,
+  Unrounded,
+)
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping import input_maps
 from mxjax.storage import checkpoint, sealed
@@ -139,6 +145,37 @@ def test_operands_that_are_not_the_rule(params, monkeypatch, before, after, mess
   assert any(message in fault for fault in faults)
 
 
+@pytest.mark.parametrize("rounds_up", [False, True])
+def test_a_few_codes_differ_from_the_nearest_under_their_own_exponents(
+  params, rounds_up
+):
+  leaf = at(params, Q)
+  rule = FewCodes(leaf.rounding.gram, 2, rounds_up)
+  faults = lambda rule: [
+    *verify_linears.faults(
+      dataclasses.replace(leaf, rounding=rule), np.random.default_rng(0)
+    )
+  ]
+  assert not faults(rule)
+
+  class Understated(FewCodes):
+    edits = 1
+
+  class Floored(FewCodes):
+    def scale_rules(self, rules):
+      return rules
+
+    def round(self, *args, **kwargs):
+      return FewCodes.round(rule, *args, **kwargs)
+
+  for wrong, named in ((Understated, 1), (Floored, 2)):
+    jax.tree_util.register_dataclass(wrong)
+    found = faults(wrong(rule.gram, 2, rounds_up))
+    message = f"differ from the nearest codes in more than {named} places"
+    is_wrong = wrong is Understated or rounds_up
+    assert any(message in fault for fault in found) == is_wrong
+
+
 def test_clipped_operands_are_legal_but_not_nearest(params):
   shares = jnp.full((3,), 0.5, jnp.float32)
   clipped = dataclasses.replace(at(params, DOWN), rounding=Clipped(shares, shares))
@@ -235,10 +272,13 @@ def test_the_auditors_decoder_is_the_format(scale):
 
 def test_the_auditors_nearest_codes_are_the_rule():
   x = np.random.default_rng(1).standard_normal((4, 32, 50)).astype(np.float32)
-  ours, either = verify_linears._nearest(x.astype(np.float64))
-  theirs = np.asarray(mxfp4.round_blocks(jnp.asarray(x)))
-  assert either.mean() < 0.01
-  np.testing.assert_array_equal(ours[~either], theirs[~either])
+  for rule in ("even", "floor"):
+    how = {"rounds_up": rule == "even"}
+    ours, either = verify_linears._nearest(x.astype(np.float64), **how)
+    rules = mxfp4.Rules(scale_rule=rule)
+    theirs = np.asarray(mxfp4.round_blocks(jnp.asarray(x), rules))
+    assert either.mean() < 0.01
+    np.testing.assert_array_equal(ours[~either], theirs[~either])
   assert verify_linears.illegal_blocks(theirs.astype(np.float64)) == 0
   theirs = theirs.astype(np.float64)
   theirs[2, 7, 9] = 5.0 * np.abs(theirs[2, :, 9]).max() / 6

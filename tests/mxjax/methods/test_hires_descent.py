@@ -16,7 +16,9 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import two_sided
 
 ROWS = 64
-ONE_SIDED = dataclasses.replace(methods.HIRES_NEXT, recover=(), tune=None)
+ONE_SIDED = dataclasses.replace(
+  methods.HIRES_NEXT, recover=(), tune=None, refit_maps=False, changes=0
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +60,9 @@ def test_two_sided_rounding_lowers_the_loss_over_outputs(linear, float64):
   assert joint_loss(linear, both) < 0.8 * joint_loss(linear, ONE_SIDED)
 
 
-@pytest.mark.parametrize("option", ["two_sided", "refit_maps"])
+@pytest.mark.parametrize("option", ["two_sided", "refit_maps", "rounds_up"])
 def test_the_record_of_a_program_names_it_only_where_it_is_used(option):
-  changed = dataclasses.replace(ONE_SIDED, **{option: True})
+  changed = dataclasses.replace(ONE_SIDED, changes=2, **{option: True})
   assert option not in ONE_SIDED.describe()["options"]
   assert changed.describe()["options"][option] is True
 
@@ -87,6 +89,21 @@ def test_refitted_maps_lower_the_error_of_the_outputs(calibrated, float64):
   assert crosses[0] < 0.1 * crosses[1]
   assert refitted < 0.97 * error
   assert record["refit_errors"][1] < 0.9 * record["refit_errors"][0]
+
+
+def test_the_rule_of_a_few_codes_lowers_the_error_of_the_outputs(calibrated, float64):
+  few = dataclasses.replace(REFIT, changes=4)
+  up = dataclasses.replace(few, rounds_up=True)
+  leaves, errors, records = zip(
+    *(realized(calibrated, program) for program in (REFIT, few, up)), strict=True
+  )
+  for leaf, record in zip(leaves[1:], records[1:], strict=True):
+    np.testing.assert_array_equal(leaf.weight.codes, leaves[0].weight.codes)
+    np.testing.assert_array_equal(leaf.input_map.matrix, leaves[0].input_map.matrix)
+    assert record == records[0]
+  assert errors[1] < 0.98 * errors[0] and errors[2] < 0.98 * errors[1]
+  assert [leaf.rounding.changes for leaf in leaves[1:]] == [4, 4]
+  assert [leaf.rounding.rounds_up for leaf in leaves[1:]] == [False, True]
 
 
 @pytest.mark.parametrize("rule", ["nearest", "sensitivity"])

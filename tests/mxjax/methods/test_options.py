@@ -33,6 +33,8 @@ from mxjax.methods.scale_distillation import ScaleDistillation
       "hires-descent:two_sided=true",
       "needs the gradients of weighting=fisher, got wei",
     ),
+    ("hires-descent:rounds_up=true", "got changes=0; give changes=1 or more"),
+    ("hires-next:changes=2:rounding=nearest", "would ignore rounding=nearest"),
     ("hires:two_sided=true", "no option 'two_sided=true'"),
     ("hires-next:weights=rtn:two_sided=true", "would ignore .*two_sided=True"),
     ("hires:weights=rtn:damping=0.1", "would ignore damping=0.1; use weights=gptq"),

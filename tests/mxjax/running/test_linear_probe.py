@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
-from mxjax.numerics.realization.activation_quantizers import Nearest
+from mxjax.numerics.realization import one_code
+from mxjax.numerics.realization.activation_quantizers import FewCodes, Nearest
 from mxjax.running.linear_probe import linear_record
 
 
@@ -26,3 +28,22 @@ def test_a_linear_without_outputs_has_no_errors(zero):
   numbers = {name: value for name, value in record.items() if type(value) is float}
   assert all(map(math.isfinite, numbers.values())), numbers
   assert record["error_final"] == record["error_rtn"] == 0
+
+
+def test_edits_are_counted_from_the_nearest_codes_of_the_rules_own_exponents():
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.standard_normal((2, 1, 32, 128)), jnp.float32)
+  weight = jnp.eye(32)
+  rule = FewCodes(one_code.pack_symmetric(jnp.eye(32)[None]), 2, rounds_up=True)
+  leaf = QuantizedLinear(mxfp4.encode(weight), None, rule)
+  record = linear_record(weight, leaf, LinearInputs([x]))
+  # Where outputs are inputs the nearest codes are the best.
+  assert record["edit_rate"] == 0
+  assert record["error_final"] == record["error_mapped_nearest"]
+  assert record["error_final"] < record["error_rtn"]
+  assert record["rounding"] == "few codes"
+  floor = QuantizedLinear(leaf.weight, None, Nearest())
+  assert (
+    record["saturated_activations"]
+    < 0.5 * (linear_record(weight, floor, LinearInputs([x]))["saturated_activations"])
+  )

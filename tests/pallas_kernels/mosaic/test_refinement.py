@@ -13,7 +13,9 @@ from tests.pallas_kernels.refinement.test_one_code import objective, problem
 interpreted = pytest.mark.skipif(
   device.obstacle() is not None, reason=str(device.obstacle())
 )
-refine = jax.jit(kernel.refine, static_argnames=("form", "implementation"))
+refine = jax.jit(
+  kernel.refine, static_argnames=("form", "implementation", "changes", "rounds_up")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +51,22 @@ def test_the_kernel_reaches_the_objective_of_the_reference():
   # Products that differ in the last bit may choose between codes as good as equal.
   assert (np.abs(reached - reference) <= 1e-5 * scale).all()
   np.testing.assert_array_equal(got.scales, want.scales)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("is_mapped", [True, False], ids=["mapped", "alone"])
+def test_several_changes_are_exact_where_arithmetic_is(is_mapped):
+  rng = np.random.default_rng(1)
+  x = jnp.asarray(rng.integers(-15, 16, (70, 64)) / 2.0, jnp.bfloat16)
+  permutation = np.stack([np.eye(32)[rng.permutation(32)] for _ in range(2)])
+  matrix = jnp.asarray(permutation, jnp.float32) if is_mapped else None
+  draw = lambda: jnp.asarray(rng.integers(-2, 3, (2, 32, 4)), jnp.float32)
+  gram = one_code.pack_symmetric(one_code.tables(draw(), draw())[0])
+  how = {"changes": 3, "rounds_up": True}
+  want = refine(x, matrix, gram, implementation="xla", **how)
+  got = refine(x, matrix, gram, implementation="interpret", **how)
+  jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @interpreted

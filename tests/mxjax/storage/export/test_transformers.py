@@ -15,6 +15,7 @@ from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import (
   Clipped,
+  FewCodes,
   Nearest,
   OneCode,
   Unrounded,
@@ -36,6 +37,10 @@ def operator(kind, of):
     case "refined":
       rule = OneCode(of["refine_gram"], of["refine_cross"])
       return input_maps.BlockDense(of["input_blocks"]), rule
+    case "few codes":
+      changes, rounds_up = of["refine_how"].astype(int).tolist()
+      rule = FewCodes(of["refine_gram"], changes, bool(rounds_up))
+      return input_maps.BlockDense(of["input_blocks"]), rule
     case "clipped":
       rule = Clipped(of["clip_low"], of["clip_high"])
       return input_maps.BlockDense(of["input_blocks"]), rule
@@ -47,7 +52,7 @@ def operator(kind, of):
 
 
 @pytest.mark.parametrize(
-  "kind", ["plain", "refined", "clipped", "hadamard", "two-level"]
+  "kind", ["plain", "refined", "few codes", "clipped", "hadamard", "two-level"]
 )
 def test_the_folders_code_computes_our_linears(golden, kind):
   prefix = f"strict/{kind}/"
