@@ -121,8 +121,8 @@ def one_lapack_thread() -> Iterator[None]:
   """Runs LAPACK without threads of its own inside the `with` block, on CPU.
 
   For batches of 32 x 32 matrices, whose bits stay the same. The threads of OpenBLAS
-  wait for each other in loops: where other work takes the cores, a batch may take a
-  hundred times longer (`benchmarks/lapack_threads.py`).
+  wait for each other in loops: where other work took the cores, inverses of 48 blocks
+  took twenty times longer (`benchmarks/lapack_threads.py`).
   """
   if jax.default_backend() != "cpu":
     yield
