@@ -162,6 +162,13 @@ def activation_rule(
   return OneCode(one_code.pack_symmetric(gram), cross)
 
 
+@execution.jit(static_argnames=("changes", "rounds_up"))
+def few_codes_rule(decoded: jax.Array, changes: int, rounds_up: bool) -> FewCodes:
+  """Builds the rule of a few codes for weights as in `activation_rule`."""
+  gram, _ = one_code.tables(decoded, decoded)
+  return FewCodes(one_code.pack_symmetric(gram), changes, rounds_up)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiRes(Program):
   """The frozen three-stage quantizer; each option is one row of an ablation.
@@ -257,10 +264,10 @@ class HiRes(Program):
         descent=self.descent,
         output_moment=moment,
       )
-    rounding = activation_rule(weight, result.decoded, self.rounding)
     if self.changes:
-      assert isinstance(rounding, OneCode)
-      rounding = FewCodes(rounding.gram, self.changes, self.rounds_up)
+      rounding = few_codes_rule(result.decoded, self.changes, self.rounds_up)
+    else:
+      rounding = activation_rule(weight, result.decoded, self.rounding)
     if not self.refit_maps:
       return Realized(result, rounding)
     correction, cross = refit.refitted(weight, result.decoded, inputs, input_map)

@@ -193,6 +193,9 @@ class FewCodes(ActivationQuantizer):
     changes: The most codes that change, at least 1 (static).
     rounds_up: Whether exponents round up from 7 scales, as under the rule `even`,
       where the linear's rule is `floor` (static).
+
+  Raises:
+    ValueError: `changes` is less than 1.
   """
 
   gram: jax.Array
@@ -200,6 +203,14 @@ class FewCodes(ActivationQuantizer):
   rounds_up: bool = dataclasses.field(default=False, metadata={"static": True})
 
   feature = OneCode.feature
+
+  def __post_init__(self) -> None:
+    """Checks the number of changes."""
+    if self.changes < 1:
+      raise ValueError(
+        f"FewCodes: expected changes of at least 1, got {self.changes}; use Nearest to "
+        "change no code."
+      )
 
   @property
   def edits(self) -> int:

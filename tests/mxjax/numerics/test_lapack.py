@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mxjax.discovery.tasks.ptq.programs import hires as evolved
 from mxjax.methods.baselines import batquant
 from mxjax.methods.hires import hires
 from mxjax.numerics import lapack
@@ -46,6 +47,16 @@ def moments(blocks, dtype):
 def test_decompositions_of_blocks_wait_for_each_other(float64, function, count, least):
   calls, free = calls_and_free_pairs(function, *[moments(48, jnp.float64)] * count)
   assert len(calls) >= least
+  assert not free
+
+
+def test_decompositions_of_the_evolved_hires_wait_for_each_other(float64):
+  sums = jax.ShapeDtypeStruct((18, 4, 32, 32), jnp.float64)
+  solve = lambda x, w: jax.vmap(lambda x, w: evolved.solve_chart(x, w, None))(x, w)
+  # Programs are written for JAX as it comes.
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    calls, free = calls_and_free_pairs(solve, sums, sums)
+  assert len(calls) >= 7
   assert not free
 
 

@@ -122,6 +122,12 @@ def test_what_is_not_finite_marks_its_block():
   same_bits(np.nan_to_num(got), np.nan_to_num(want))
 
 
+@pytest.mark.parametrize("changes", [0, -1])
+def test_a_rule_that_changes_no_code_is_refused(changes):
+  with pytest.raises(ValueError, match=f"at least 1, got {changes}; use Nearest"):
+    FewCodes(jnp.zeros((1, 528)), changes)
+
+
 def test_the_rule_takes_the_kernel_in_a_jitted_function():
   x, gram, _ = problem()
   rule = FewCodes(one_code.pack_symmetric(gram), 2, True)
