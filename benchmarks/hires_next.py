@@ -36,6 +36,8 @@ HERE = pathlib.Path(__file__).parent / "results"
 LENGTH, CHUNK = 2048, 256
 SMALL, WINDOWS = 512, 16
 REFERENCE, PAPER = "hires I + II", "hires"
+WITHOUT_BOTH = ":use_interaction=false:use_balance=false"
+"""Options of `hires-next` that tables show as `, K = 0, D = I`."""
 hires = functools.partial(dataclasses.replace, methods.HIRES)
 following = functools.partial(dataclasses.replace, methods.HIRES_NEXT)
 ROWS = {
@@ -129,6 +131,11 @@ def paired(row, reference):
   return difference.mean(), difference.std(ddof=1) / len(difference) ** 0.5
 
 
+def label(name):
+  """How tables name a row."""
+  return name.replace(WITHOUT_BOTH, ", K = 0, D = I")
+
+
 def tables(rows):
   """Markdown tables, one for each draw."""
   head = ["row"]
@@ -141,7 +148,7 @@ def tables(rows):
     here = {row["name"]: row for row in rows if row["draw"] == draw}
     lines = []
     for name, row in here.items():
-      cells = [name]
+      cells = [label(name)]
       for text in row["texts"]:
         ours, base = row["texts"][text], here[REFERENCE]["texts"][text]
         cells.append(f"{np.mean(ours['kl']):.4f}")
@@ -174,7 +181,7 @@ def over_draws(rows):
     same = [row for row in rows if row["name"] == name and row["draw"] in base]
     if len(same) < 2:
       continue
-    cells = [name, f"{len(same)}"]
+    cells = [label(name), f"{len(same)}"]
     for text in same[0]["texts"]:
       of = lambda row, key, text=text: np.mean(row["texts"][text][key])
       kl = [of(row, "kl") for row in same]

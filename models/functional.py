@@ -329,7 +329,9 @@ def _attend(queries: jax.Array, parts: list[Part]) -> jax.Array:
       mask = is_seen if is_seen.ndim == 5 else is_seen[None, None, None]
       product = jnp.where(mask, product, -jnp.inf)
     scores.append(product)
-  top = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
+  # Whatever is subtracted cancels, so its gradient is zero.
+  fixed = [jax.lax.stop_gradient(s) for s in scores]
+  top = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in fixed])
   weights = [jnp.exp((s - top) * scale) for s in scores]
   total = sum(w.sum(-1, keepdims=True) for w in weights)
   outputs = sum(

@@ -15,7 +15,7 @@ from mxjax.calibration import linear_inputs, streams
 from mxjax.devices import execution, totals
 from mxjax.devices.placement import ONE_DEVICE
 from mxjax.methods import recovery_fits
-from mxjax.methods.hires import balance, hires
+from mxjax.methods.hires import balance, interaction
 from mxjax.models import CausalLM, ModelConfig
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq
@@ -82,7 +82,7 @@ def of_width(width):
   return {
     "Hessian": step(linear_inputs._hessian_step, init=hessian, dtype=None),
     "moments": step(linear_inputs._fold_moment_step, init=folds),
-    "anchor": sums(hires._anchor_step, chunk, folds, square()),
+    "anchor": sums(interaction._anchor_step, chunk, folds, square()),
     "errors": sums(balance._error_step, chunk, tiles, square()),
     "trials": sums(balance._trial_step, chunk, array((2, blocks), f64), *two),
     "half step": sums(

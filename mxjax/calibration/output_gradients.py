@@ -45,17 +45,18 @@ def _of_final_hidden(
     length = states.shape[0]
     positions = jnp.arange(length, dtype=jnp.int32)
 
-    def losses(states: jax.Array, positions: jax.Array) -> jax.Array:
-      scores = jax.nn.log_softmax(model.logits(outer, states[None])[0])
-      keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(positions)
-      labels = jax.vmap(jax.random.categorical)(keys, jax.lax.stop_gradient(scores))
-      return -jnp.take_along_axis(scores, labels[:, None], -1)[:, 0]
+    def chunk(parts: tuple[jax.Array, jax.Array]) -> jax.Array:
+      head = lambda states: model.logits(outer, states[None])[0]
+      logits, pull = jax.vjp(head, parts[0])
+      scores = jax.nn.log_softmax(logits)
+      keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(parts[1])
+      labels = jax.vmap(jax.random.categorical)(keys, scores)
+      # The gradient at the logits; differentiating would compute them once more.
+      rows = jnp.arange(len(labels), dtype=jnp.int32)
+      [gradient] = pull(jnp.exp(scores).at[rows, labels].add(-1))
+      return gradient
 
-    ones = jnp.ones(length, jnp.float32)
-    mean = lambda states: gradients.chunked_mean(
-      losses, length, states, positions, weights=ones
-    )
-    return jax.grad(lambda states: length * mean(states))(states)
+    return gradients.by_chunk(chunk, length, states, positions)
 
   def run(outer: Params, hidden: jax.Array, places: jax.Array) -> jax.Array:
     return jax.lax.map(lambda item: one(outer, *item), (hidden, places))

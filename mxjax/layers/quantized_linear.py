@@ -92,7 +92,8 @@ def quantized_products(
 
   The backward pass takes the A4 rule for the identity: the gradient at `x` is the sum
   of U' W' d over the linears, with W decoded and d the gradient at the output, in
-  bfloat16 products with float32 sums. The linears' arrays get no gradient.
+  products of `implementations.exact_products` with float32 sums. The linears' arrays
+  get no gradient.
   """
   outputs: Any = _products(x, weights, implementation)
   return outputs
@@ -153,8 +154,9 @@ def _input_gradient(weight: QuantizedLinear, cotangent: jax.Array) -> jax.Array:
   rows = cotangent.reshape(-1, cotangent.shape[-1])
   if weight.gain is not None:
     rows = rows * weight.gain.astype(rows.dtype)
-  decoded = mxfp4.decode(weight.weight, jnp.bfloat16, weight.rules)
-  mapped = float32_sums(_moved(decoded.T), _moved(rows.astype(jnp.bfloat16).T))
+  dtype = implementations.exact_products()
+  decoded = mxfp4.decode(weight.weight, dtype, weight.rules)
+  mapped = float32_sums(_moved(decoded.T), _moved(rows.astype(dtype).T))
   blocks = mapped.reshape(-1, mxfp4.BLOCK_SIZE, mapped.shape[-1])
   if weight.input_map is not None:
     [blocks] = jax.linear_transpose(weight.input_map.apply, blocks)(blocks)
@@ -168,7 +170,8 @@ def _moved(transposed: jax.Array) -> jax.Array:
   XLA:CPU (jaxlib 0.10.2) multiplies transposed matrices in float32, at half the speed;
   `benchmarks/backward_cpu.py` has both sides.
   """
-  if implementations.target_platform() != "cpu":
+  is_on_cpu = implementations.target_platform() == "cpu"
+  if transposed.dtype != jnp.bfloat16 or not is_on_cpu:
     return transposed
   return with_layout_constraint(transposed, Layout((0, 1)))
 
@@ -217,12 +220,12 @@ def _by_kernels(
 def _operand_dtype(x: jax.Array, weight: QuantizedLinear) -> jax.typing.DTypeLike:
   """Returns the dtype of both operands; sums are in float32 either way.
 
-  Legal values have two significant bits, so they are exact in bfloat16. Two cases are
-  not: `mx43` scales (a third of a power of two) and inputs that are not rounded. They
-  take the dtype of `x`, so a bfloat16 model rounds them to it.
+  Legal values have two significant bits, so they are exact in either dtype. Two cases
+  are not: `mx43` scales (a third of a power of two) and inputs that are not rounded.
+  They take the dtype of `x`, so a bfloat16 model rounds them to it.
   """
-  is_legal = weight.rounding.is_legal
-  return jnp.bfloat16 if is_legal and weight.rules.scale_rule != "mx43" else x.dtype
+  is_legal = weight.rounding.is_legal and weight.rules.scale_rule != "mx43"
+  return implementations.exact_products() if is_legal else x.dtype
 
 
 def _obstacle(x: fused_inputs.Input, weight: QuantizedLinear) -> str | None:

@@ -4,11 +4,14 @@ XLA references define every operation. The choice of a kernel depends only on th
 platform, shapes and dtypes and is made before anything is launched: no fallback.
 """
 
+import functools
+import pathlib
 from collections.abc import Collection
 from typing import Literal, get_args
 
 import jax
 import jax.core
+import jax.numpy as jnp
 
 Implementation = Literal["xla", "native", "pallas", "interpret"]
 """`xla` is the reference; `native` is a kernel in this CPU's vector instructions;
@@ -35,6 +38,29 @@ def platform_of(x: jax.Array) -> str:
     return target_platform()
   platform = next(iter(x.devices())).platform
   return "gpu" if platform in ("gpu", "cuda") else platform
+
+
+@functools.cache
+def has_bfloat16_products() -> bool:
+  """Whether this machine's CPU multiplies bfloat16 by instructions of its own.
+
+  False, too, where the system does not list them in `/proc/cpuinfo`.
+  """
+  file = pathlib.Path("/proc/cpuinfo")
+  words = set(file.read_text().split()) if file.is_file() else set()
+  return bool(words & {"avx512_bf16", "amx_bf16"})
+
+
+def exact_products() -> jax.typing.DTypeLike:
+  """Returns the dtype in which products of legal MXFP4 values are fastest.
+
+  They are exact in bfloat16 and float32 alike. XLA:CPU (jaxlib 0.10.2) takes 1.6 times
+  as long in bfloat16 where the processor has no instructions for it
+  (`benchmarks/tuning_cpu.py`).
+  """
+  if target_platform() == "cpu" and not has_bfloat16_products():
+    return jnp.float32
+  return jnp.bfloat16
 
 
 def choose(

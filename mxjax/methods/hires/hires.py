@@ -6,7 +6,7 @@ is Stage II (GPTQ and one-code refinement), `recover` is Stage III.
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from mxjax.calibration import fisher
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.gptq import reconstruct
-from mxjax.methods.hires import balance, refit
+from mxjax.methods.hires import balance, interaction, refit
 from mxjax.methods.options import Count, Share
 from mxjax.methods.program import Program, Realized
 from mxjax.methods.recovery_fits import ATTENTION, MLP, RecoveryFit
@@ -28,19 +28,6 @@ from mxjax.numerics.realization.activation_quantizers import (
   OneCode,
 )
 from mxjax.numerics.shaping import input_maps, local_interaction, reference_chart
-
-
-class _Anchor(NamedTuple):
-  """Constants of the anchor pass; `[blocks, 32, 32]`, with a leading axis of folds.
-
-  `chart` is P_ref, float64; `rotated` is R_H P_ref, float32, which maps native to
-  anchor coordinates; the weight folds are C_W and K_W by fold, float64.
-  """
-
-  chart: jax.Array
-  rotated: jax.Array
-  weight_folds: jax.Array
-  weight_cross_folds: jax.Array
 
 
 @execution.jit()
@@ -63,77 +50,11 @@ def _chart(moment: jax.Array, weight_moment: jax.Array) -> tuple[jax.Array, ...]
   return chart, rotation @ chart, rotation @ jnp.linalg.inv(chart).mT
 
 
-@execution.jit(static_argnames="rules")
-def _weight_crosses(
-  weight: jax.Array, rotated_inverse: jax.Array, rules: mxfp4.Rules
-) -> jax.Array:
-  """Computes K_W of even and odd rows, float64 `[2, blocks, 32, 32]`."""
-  crosses = []
-  for fold in (0, 1):
-    part = weight[..., fold::2]
-    error = local_interaction.rotated_error_moment(
-      part, rotated_inverse.astype(jnp.float32), rules
-    )
-    crosses.append(local_interaction.unrotate(error).mT / max(part.shape[-1], 1))
-  return jnp.stack(crosses)
-
-
-@execution.jit()
-def _weight_folds(weight_moments: jax.Array, rotated_inverse: jax.Array) -> jax.Array:
-  """Computes C_W by fold: the raw moments in the reference chart."""
-  mapped = rotated_inverse[None] @ weight_moments @ rotated_inverse.mT[None]
-  return local_interaction.unrotate(mapped)
-
-
-def _prepare_anchor(
-  weight: jax.Array, moment: jax.Array, rules: mxfp4.Rules, used: jax.Array | None
-) -> _Anchor:
-  """Computes the chart and the weight side of the anchor encoding.
-
-  `used` is the weight moment of the chart, by default W'W / m.
-
-  It is split into several jitted steps by rule 2 of `mxjax.devices.execution`.
-  """
-  rows = weight.shape[-1]
-  moments = _weight_moments(weight)
-  even, odd = rows - rows // 2, rows // 2
-  if used is None:
-    # On the host: a compiled sum of products may contract and round once less.
-    first, second = np.asarray(moments)
-    used = jnp.asarray((first * even + second * odd) / rows)
-  chart, rotated, rotated_inverse = execution.call_in_batches(_chart, moment, used)
-  folds = _weight_folds(moments, rotated_inverse)
-  crosses = _weight_crosses(weight, rotated_inverse, rules)
-  return _Anchor(chart, rotated.astype(jnp.float32), folds, crosses)
-
-
-def _anchor_step(
-  carry: jax.Array, blocks: jax.Array, index: jax.Array, rules: mxfp4.Rules, to: Any
-) -> jax.Array:
-  """Adds a sequence's rotated error-signal moment to its fold (parity, A6)."""
-  moment = local_interaction.rotated_error_moment(blocks, to, rules)
-  return carry.at[index % 2].add(moment)
-
-
-@execution.jit(static_argnames="use_interaction")
-def _pairs(
-  anchor: _Anchor,
-  activation_folds: jax.Array,
-  errors: jax.Array,
-  counts: jax.Array,
-  use_interaction: bool,
-) -> jax.Array:
-  """Solves K of every block, or returns zeros without `use_interaction`."""
-  chart = anchor.chart
-  crosses = local_interaction.unrotate(errors / counts[:, None, None, None])
-  statistics = local_interaction.AnchorStatistics(
-    activation=chart[None] @ activation_folds @ chart.mT[None],
-    weight=anchor.weight_folds,
-    activation_cross=crosses,
-    weight_cross=anchor.weight_cross_folds,
-  )
-  pairs = local_interaction.solve_pairs(statistics).interaction
-  return pairs if use_interaction else jnp.zeros_like(pairs)
+def _mean_moment(folds: jax.Array, rows: int) -> jax.Array:
+  """Computes W'W / m over all rows."""
+  # On the host: a compiled sum of products may contract and round once less.
+  even, odd = np.asarray(folds)
+  return jnp.asarray((even * (rows - rows // 2) + odd * (rows // 2)) / rows)
 
 
 @jax.jit
@@ -232,18 +153,18 @@ class HiRes(Program):
 
   def shape(self, weight: jax.Array, inputs: LinearInputs) -> input_maps.BlockDense:
     """Stage I: finds T from chart and interaction, then D from three trials."""
-    moment = inputs.moment()
-    used = (
-      None if inputs.token_weights is None else fisher.output_moment(weight, inputs)
-    )
-    anchor = _prepare_anchor(weight, moment, inputs.rules, used)
-    (start,) = execution.float64_zeros((2, *moment.shape))
-    errors = inputs.reduce(_anchor_step, start, anchor.rotated)
-    counts = np.maximum(np.asarray(inputs.fold_tokens, np.float64), 1.0)
-    folds = inputs.fold_moments()
-    pairs = _pairs(anchor, folds, errors, counts, self.use_interaction)
+    moment, folds = inputs.moment(), _weight_moments(weight)
+    if inputs.token_weights is None:
+      used = _mean_moment(folds, weight.shape[-1])
+    else:
+      used = fisher.output_moment(weight, inputs)
+    # In several jitted steps by rule 2 of `mxjax.devices.execution`.
+    charts = execution.call_in_batches(_chart, moment, used)
+    pairs = jnp.zeros_like(moment)
+    if self.use_interaction:
+      pairs = interaction.fitted(weight, inputs, folds, *charts)
     transform = execution.call_in_batches(
-      local_interaction.shaping_transform, anchor.chart, pairs
+      local_interaction.shaping_transform, charts[0], pairs
     )
     norms = execution.call_in_batches(spectral_norm, pairs)
     inputs.record["interaction_spectral_norm"] = norms.tolist()

@@ -9,7 +9,7 @@ import pytest
 
 from mxjax.layers.linear import linear
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest, Unrounded
 
 
@@ -17,15 +17,30 @@ def draw(shape):
   return jax.random.t(jax.random.key(1), 4.0, shape, jnp.float32)
 
 
-def test_the_backward_pass_multiplies_in_bfloat16_on_cpus():
+def operands(call, *args):
+  """The lowered program's part with its one product."""
+  parts = jax.jit(call).lower(*args).compile().as_text().split("\n\n")
+  [product] = [part for part in parts if " dot(" in part]
+  return product
+
+
+@pytest.mark.parametrize("has_instructions", [False, True])
+def test_products_are_in_bfloat16_where_cpus_have_instructions(
+  has_instructions, monkeypatch
+):
   """XLA:CPU multiplies transposed matrices in float32 unless they are moved."""
+  has = lambda: has_instructions
+  monkeypatch.setattr(implementations, "has_bfloat16_products", has)
   weight = QuantizedLinear(mxfp4.encode(draw((48, 64))), None, Nearest())
+  # Functions of their own, so that neither case uses what the other compiled.
+  forward = lambda x, weight: linear(x, weight)
   back = lambda x, weight, y: jax.vjp(lambda x: linear(x, weight), x)[1](y)
-  lowered = jax.jit(back).lower(draw((40, 64)), weight, draw((40, 48)))
-  computations = lowered.compile().as_text().split("\n\n")
-  [product] = [text for text in computations if " dot(" in text]
-  assert "bf16[64,48]" in product
-  assert "bf16[48,40]" in product
+  product = operands(forward, draw((40, 64)), weight)
+  assert ("bf16[48,64]" in product) == has_instructions
+  assert ("bf16[64,40]" in product) == has_instructions
+  product = operands(back, draw((40, 64)), weight, draw((40, 48)))
+  assert ("bf16[64,48]" in product) == has_instructions
+  assert ("bf16[48,40]" in product) == has_instructions
 
 
 @pytest.mark.parametrize("outputs", [1, 48])

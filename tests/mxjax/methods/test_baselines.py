@@ -15,14 +15,12 @@ import mxjax
 from mxjax import methods
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Calibration
-from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.evaluation.cli.commands import export as command
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.methods.baselines import focus, spinquant
-from mxjax.numerics import mxfp4, precision
+from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.numerics.realization.activation_quantizers import OneCode
-from mxjax.numerics.shaping import local_interaction
 from mxjax.running import pipeline
 from mxjax.storage import checkpoint
 from mxjax.storage.export import compressed_tensors, dequant, transformers_folder
@@ -334,28 +332,3 @@ def test_a_newcomer_is_one_line_and_is_none_of_the_papers_ten():
 def test_an_unknown_constant_is_an_attribute_error():
   with pytest.raises(AttributeError, match="no attribute 'AWQ'"):
     methods.AWQ  # noqa: B018
-
-
-def test_the_recorded_norm_of_k_is_its_spectral_norm(monkeypatch):
-  """The paper bounds the spectral norm; the Frobenius norm is larger."""
-  interactions = []
-  original = local_interaction.shaping_transform
-
-  def spy(chart, interaction):
-    interactions.append(np.asarray(interaction))
-    return original(chart, interaction)
-
-  monkeypatch.setattr(local_interaction, "shaping_transform", spy)
-  rng = np.random.default_rng(0)
-  draw = lambda n: jnp.asarray(rng.standard_normal((n, 64)), jnp.float32)
-  # Both folds are the same, so that the threshold leaves something of K.
-  inputs = LinearInputs([jnp.stack([mxfp4.to_blocks(draw(96))] * 2)])
-  weight = mxfp4.to_blocks(jnp.repeat(draw(40), 2, axis=0))
-  program = dataclasses.replace(methods.HIRES, use_balance=False)
-  with precision.float64_scope():
-    program.shape(weight, inputs)
-  (interaction,) = interactions
-  recorded = np.asarray(inputs.record["interaction_spectral_norm"])
-  np.testing.assert_allclose(recorded, np.linalg.norm(interaction, 2, (1, 2)))
-  assert (recorded < np.linalg.norm(interaction, axis=(1, 2))).all()
-  assert (recorded <= local_interaction.RADIUS).all()
