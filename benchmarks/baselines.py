@@ -54,10 +54,12 @@ PARTS = {
   "details": "geometry,rules,local,edits,fresh,encoding,storage",
   "seeds": "seeds,components-seeds,recovery-seeds,encoding-seeds",
   "costs": "rule-cost,cost",
+  "predictions": "predictions",
 }
 """The paper's tables, a result each: whole methods, what the parts of HiRes are worth
 on tasks, what they do to linears and memory, what several calibration draws tell of
-them, and the times, which want a machine without other work from the first build on."""
+them, the times, which want a machine without other work from the first build on, and
+hires-next."""
 DRAWN = ("ablations", "details")
 """Parts that the trained models have of all draws; learned baselines take too long."""
 RULES = ("floor", "even", "rceil")
@@ -188,7 +190,7 @@ def next_(family, options, made):
 def task_words(options):
   """Tasks and texts of the options of `mxjax reproduce`."""
   text = options.data.resolve() / common.WIKITEXT
-  return "--items", 100, "--task-source", "embedded", "--wikitext2", text
+  return "--items", options.items, "--task-source", "embedded", "--wikitext2", text
 
 
 def stages(options, made):
@@ -357,6 +359,7 @@ def main():
   parser.add_argument("--draws", type=int, nargs="+", default=[1, 2, 3])
   parser.add_argument("--methods", default=SMOLLM2, help="of smollm2")
   parser.add_argument("--part", choices=PARTS, default="ablations", help="of tables")
+  parser.add_argument("--items", type=int, default=100, help="of each task of tables")
   parser.add_argument("--without", help="columns or rows of tables, by name")
   parser.add_argument("--seeds", help="draws of tables, 0 or 0,3,5 if omitted")
   options = parser.parse_args()

@@ -296,6 +296,19 @@ TABLES: Mapping[str, Declared] = {
     draws=DRAWS,
     reference="full HiRes",
   ),
+  "predictions": Declared(
+    "",
+    "Quantizing for the model's predictions",
+    {
+      FLOAT: FLOAT,
+      "WUSH, Fisher-weighted, tuned": "wush:weighting=fisher+tune",
+      "hires-next": "hires-next",
+      "HiRes": "hires",
+    },
+    FIT7,
+    draws=DRAWS,
+    reference="HiRes",
+  ),
   "controls": Declared(
     "",
     "Controls of recovery",
