@@ -52,7 +52,7 @@ def products(tokens):
 
 
 def steps(tokens):
-  """A call for each way of the backward pass; both return the same bits."""
+  """A call for each way of the backward pass; both return the same to rounding."""
   model, params = models.from_pretrained()
   quantized = prefill_cpu.quantize(params, "two codes")
   ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens))
@@ -68,7 +68,10 @@ def steps(tokens):
       gradients.gradients(made, quantized, None, own, examples).own
     )
 
-  jax.tree.map(np.testing.assert_array_equal, run(PredictionDivergence), run(Rerun))
+  for kept, again in zip(
+    *(jax.tree.leaves(run(way)) for way in (PredictionDivergence, Rerun)), strict=True
+  ):
+    np.testing.assert_allclose(kept, again, rtol=1e-3, atol=1e-5 * np.abs(again).max())
   ways = {"kept": PredictionDivergence, "computed again": Rerun}
   return {name: functools.partial(run, objective) for name, objective in ways.items()}
 
