@@ -86,7 +86,7 @@ def _forward_keeping(
 ) -> tuple[jax.Array, Any]:
   """Runs a layer; the second result is a pytree that `_pull` differentiates."""
   run = jax.checkpoint(
-    lambda *learned: objective.layer(*learned, layer),
+    lambda shared, own, hidden: objective.layer(shared, own, hidden, layer),
     policy=jax.checkpoint_policies.save_only_these_names(*objective.kept),
   )
   return jax.vjp(run, shared, own, hidden)
