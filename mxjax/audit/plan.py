@@ -124,14 +124,15 @@ def plan(
 def _prediction_flops(config: ModelConfig, weights: int, tokens: int) -> int:
   """Counts the products of gradients and scale distillation.
 
-  The backward pass of gradients reruns each layer; that of distillation has the outputs
-  of its linears, and each chunk of the head is differentiated where it is computed.
+  The backward pass reruns each layer; a chunk of the head is differentiated where it is
+  computed.
   """
   head, epochs = config.vocab_size * config.hidden_size, ScaleDistillation().epochs
   # Forward; for every layer forward and back; the same to the linears' outputs.
-  gradients = 5 * weights + 3 * head
-  # The float model once; in each epoch forward and back, with the teacher's head.
-  distillation = (1 + 2 * epochs) * weights + 3 * epochs * head
+  gradients = 5 * weights + 2 * head
+  # The float model once; in each epoch forward, forward again and back, and the head
+  # forward, back and of the teacher.
+  distillation = (1 + 3 * epochs) * weights + 3 * epochs * head
   return 2 * tokens * (gradients + distillation)
 
 

@@ -1,14 +1,11 @@
 """Gradients through the whole model, one decoder layer at a time.
 
 The backward pass reruns and differentiates each layer from the hidden states entering
-it. One compiled function serves all layers, and memory holds the activations of one,
-and of all layers what an objective keeps instead of computing it again.
+it. One compiled function serves all layers, and memory holds the activations of one.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +31,10 @@ class Objective:
   """A loss of learned parameters; hashable, so that it can be a static argument.
 
   `shared` is learned once for the model, `own` once for each layer; both are pytrees.
-  `kept` names values of a layer, by `jax.ad_checkpoint.checkpoint_name`, that stay in
-  memory until the backward pass.
   """
 
   model: CausalLanguageModel
   rules: mxfp4.Rules
-  kept: ClassVar[tuple[str, ...]] = ()
 
   def embed(self, shared: Any, outer: Params, ids: jax.Array) -> jax.Array:
     """Embeds int32 tokens `[1, T]` into hidden states `[1, T, d]`."""
@@ -81,23 +75,6 @@ def _backward(
 
 
 @execution.jit(static_argnames="objective")
-def _forward_keeping(
-  objective: Objective, shared: Any, own: Any, hidden: jax.Array, layer: Params
-) -> tuple[jax.Array, Any]:
-  """Runs a layer; the second result is a pytree that `_pull` differentiates."""
-  run = jax.checkpoint(
-    lambda shared, own, hidden: objective.layer(shared, own, hidden, layer),
-    policy=jax.checkpoint_policies.save_only_these_names(*objective.kept),
-  )
-  return jax.vjp(run, shared, own, hidden)
-
-
-@execution.jit()
-def _pull(pull: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-  return pull(cotangent)
-
-
-@execution.jit(static_argnames="objective")
 def _loss_gradient(objective: Objective, *args: Any) -> Any:
   return jax.value_and_grad(objective.loss, argnums=(0, 1))(*args)
 
@@ -115,20 +92,16 @@ def _of_sequence(
   example: Example,
 ) -> Gradients:
   hidden = _forward(objective, "embed", shared, outer, example.ids)
-  pulls: list[Callable[[jax.Array], tuple[Any, ...]]] = []
+  entering = []
   for layer, learned in zip(layers, own, strict=True):
-    arrays = shared, learned, hidden
-    if objective.kept:
-      hidden, kept = _forward_keeping(objective, *arrays, layer)
-      pulls.append(functools.partial(_pull, kept))
-      continue
-    rerun = functools.partial(_backward, objective, "layer", 3)
-    pulls.append(lambda at, rerun=rerun, rest=(*arrays, layer): rerun(at, *rest))
-    hidden = _forward(objective, "layer", *arrays, layer)
+    entering.append(hidden)
+    hidden = _forward(objective, "layer", shared, learned, hidden, layer)
   loss, (total, cotangent) = _loss_gradient(objective, shared, hidden, outer, example)
   gradients: list[Any] = []
-  while pulls:
-    more, gradient, cotangent = pulls.pop()(cotangent)
+  for layer, learned, before in reversed(list(zip(layers, own, entering, strict=True))):
+    more, gradient, cotangent = _backward(
+      objective, "layer", 3, cotangent, shared, learned, before, layer
+    )
     total = _add(total, more)
     gradients.append(gradient)
   (more,) = _backward(objective, "embed", 1, cotangent, shared, outer, example.ids)

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from mxjax.layers.quantized_linear import QuantizedLinear, quantized_products
 from mxjax.numerics import implementations, mxfp4, straight_through
@@ -66,10 +65,6 @@ class StraightThrough:
     return linear(straight_through.round_rows(x, self.rules), self.weight)
 
 
-STRICT_OUTPUT = "strict output"
-"""What a rematerialization policy may keep: the outputs of `ScaledInputs`."""
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScaledInputs:
@@ -87,8 +82,7 @@ class ScaledInputs:
 
   def linear(self, x: jax.Array) -> jax.Array:
     """Multiplies the scaled inputs by the quantized weight; see `linear`."""
-    y = linear(_scaled(x, self.factor), self.quantized)
-    return checkpoint_name(y, STRICT_OUTPUT)
+    return linear(_scaled(x, self.factor), self.quantized)
 
 
 @jax.custom_vjp

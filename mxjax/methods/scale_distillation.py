@@ -28,7 +28,7 @@ from mxjax.calibration.calibration import (
   Params,
   replace_weights,
 )
-from mxjax.layers.linear import STRICT_OUTPUT, ScaledInputs
+from mxjax.layers.linear import ScaledInputs
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.options import Count, Positive, Share
 from mxjax.numerics.shaping import input_maps
@@ -59,8 +59,6 @@ def _factors(own: Any, model: CausalLanguageModel) -> dict[tuple[str, str], jax.
 @dataclasses.dataclass(frozen=True)
 class PredictionDivergence(gradients.Objective):
   """The divergence of a quantized model's predictions from the float model's."""
-
-  kept = (STRICT_OUTPUT,)
 
   def layer(self, shared: Any, own: Any, hidden: jax.Array, layer: Params) -> jax.Array:
     """Runs the strict layer with scaled inputs."""
@@ -120,8 +118,6 @@ class ScaleDistillation:
   """Options of scale distillation: Adam over random chunks of the calibration set.
 
   The rates rise over the first steps, without which they diverge, and fall to zero.
-  A step keeps the outputs of all linears for its backward pass: 2.8 GB for 1,024 tokens
-  of an 8B model in bfloat16, in proportion to `length`.
 
   Attributes:
     epochs: Passes over the calibration tokens.

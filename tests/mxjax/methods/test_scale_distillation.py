@@ -195,34 +195,6 @@ def test_the_gradient_of_the_divergence_is_that_of_its_definition(
   np.testing.assert_allclose(found[1], expected[1], atol=1e-5 * size)
 
 
-def test_a_step_rounds_inputs_once(whole, tiny_model, tiny_params, tiny_tokens):
-  """Outputs of the linears stay in memory for the backward pass, to the same result."""
-
-  class Rerun(scale_distillation.PredictionDivergence):
-    kept = ()
-
-  ids = jnp.asarray(tiny_tokens[:1, :16])
-  [teacher] = streams.final_hiddens(tiny_model, tiny_params, [ids])
-  layers = [whole.params[tiny_model.layer_name(i)] for i in range(2)]
-  own = ScaleDistillation().initial(layers, tiny_model)
-  found = [
-    gradients.gradients(
-      objective(tiny_model, mxfp4.PAPER_RULES),
-      *(whole.params, None, own, [gradients.Example(ids, teacher)]),
-    )
-    for objective in (scale_distillation.PredictionDivergence, Rerun)
-  ]
-  assert found[0].loss == found[1].loss
-  for kept, again in zip(*map(jax.tree.leaves, found), strict=True):
-    np.testing.assert_allclose(kept, again, rtol=1e-3, atol=1e-5 * np.abs(again).max())
-  objective = scale_distillation.PredictionDivergence(tiny_model, mxfp4.PAPER_RULES)
-  hidden = rows(16, 64)[None]
-  _, pull = gradients._forward_keeping(objective, None, own[0], hidden, layers[0])
-  rounds = lambda run, *args: " floor " in str(jax.make_jaxpr(run)(*args))
-  assert rounds(lambda x: objective.layer(None, own[0], x, layers[0]), hidden)
-  assert not rounds(gradients._pull, pull, hidden)
-
-
 def test_the_record_has_every_step(whole, tiny_model):
   record = whole.record.to_dict()["tuning"]
   assert len(record["divergence"]) == len(record["order"]) == 8
