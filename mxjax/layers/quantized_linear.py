@@ -92,7 +92,7 @@ def quantized_products(
 
   The backward pass takes the A4 rule for the identity: the gradient at `x` is the sum
   of U' W' d over the linears, with W decoded and d the gradient at the output, in
-  products of `implementations.exact_products` with float32 sums. The linears' arrays
+  products of `implementations.product_dtype` with float32 sums. The linears' arrays
   get no gradient.
   """
   outputs: Any = _products(x, weights, implementation)
@@ -154,7 +154,7 @@ def _input_gradient(weight: QuantizedLinear, cotangent: jax.Array) -> jax.Array:
   rows = cotangent.reshape(-1, cotangent.shape[-1])
   if weight.gain is not None:
     rows = rows * weight.gain.astype(rows.dtype)
-  dtype = implementations.exact_products()
+  dtype = implementations.product_dtype()
   decoded = mxfp4.decode(weight.weight, dtype, weight.rules)
   mapped = float32_sums(_moved(decoded.T), _moved(rows.astype(dtype).T))
   blocks = mapped.reshape(-1, mxfp4.BLOCK_SIZE, mapped.shape[-1])
@@ -167,8 +167,8 @@ def _input_gradient(weight: QuantizedLinear, cotangent: jax.Array) -> jax.Array:
 def _moved(transposed: jax.Array) -> jax.Array:
   """Moves a transposed bfloat16 matrix in memory, on a CPU.
 
-  XLA:CPU (jaxlib 0.10.2) multiplies transposed matrices in float32, at half the speed;
-  `benchmarks/backward_cpu.py` has both sides.
+  Where a CPU has instructions for bfloat16, XLA (jaxlib 0.10.2) multiplies transposed
+  matrices in float32 all the same; `benchmarks/backward_cpu.py` has both sides.
   """
   is_on_cpu = implementations.target_platform() == "cpu"
   if transposed.dtype != jnp.bfloat16 or not is_on_cpu:
@@ -225,7 +225,7 @@ def _operand_dtype(x: jax.Array, weight: QuantizedLinear) -> jax.typing.DTypeLik
   They take the dtype of `x`, so a bfloat16 model rounds them to it.
   """
   is_legal = weight.rounding.is_legal and weight.rules.scale_rule != "mx43"
-  return implementations.exact_products() if is_legal else x.dtype
+  return implementations.product_dtype() if is_legal else x.dtype
 
 
 def _obstacle(x: fused_inputs.Input, weight: QuantizedLinear) -> str | None:

@@ -18,6 +18,9 @@ Implementation = Literal["xla", "native", "pallas", "interpret"]
 `pallas` is a compiled kernel for NVIDIA GPUs; `interpret` runs the Pallas kernel
 operation by operation on any platform, for tests."""
 
+CPU_FACTS = pathlib.Path("/proc/cpuinfo")
+"""Where Linux lists the instructions of the processor."""
+
 _FASTEST: dict[str, Implementation] = {"cpu": "native", "gpu": "pallas"}
 
 
@@ -41,22 +44,21 @@ def platform_of(x: jax.Array) -> str:
 
 
 @functools.cache
-def has_bfloat16_products() -> bool:
+def has_bfloat16_products(file: pathlib.Path = CPU_FACTS) -> bool:
   """Whether this machine's CPU multiplies bfloat16 by instructions of its own.
 
-  False, too, where the system does not list them in `/proc/cpuinfo`.
+  `file` lists them; where there is none, False.
   """
-  file = pathlib.Path("/proc/cpuinfo")
   words = set(file.read_text().split()) if file.is_file() else set()
   return bool(words & {"avx512_bf16", "amx_bf16"})
 
 
-def exact_products() -> jax.typing.DTypeLike:
-  """Returns the dtype in which products of legal MXFP4 values are fastest.
+def product_dtype() -> jax.typing.DTypeLike:
+  """Returns the dtype in which a strict linear is multiplied fastest.
 
-  They are exact in bfloat16 and float32 alike. XLA:CPU (jaxlib 0.10.2) takes 1.6 times
-  as long in bfloat16 where the processor has no instructions for it
-  (`benchmarks/tuning_cpu.py`).
+  Legal MXFP4 values are exact in bfloat16 and in float32; sums are in float32. XLA:CPU
+  (jaxlib 0.10.2) is slower in bfloat16 where the processor has no instructions for it
+  (`benchmarks/products_cpu.py`).
   """
   if target_platform() == "cpu" and not has_bfloat16_products():
     return jnp.float32

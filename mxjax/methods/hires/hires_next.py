@@ -5,8 +5,7 @@ information (`mxjax.calibration.fisher`); codes are those of `hires-descent`, an
 maps are refitted to them (`map_refit` of the numerics), after which the activations'
 rule needs no K_Q and changes up to two codes of a block (`few_codes`); scale
 distillation (`mxjax.methods.scale_distillation`) moves the input maps after recovery is
-fitted. Not in the
-paper: see `docs/results/hires_next.md`.
+fitted. Not in the paper: see `docs/results/hires_next.md`.
 """
 
 from mxjax.methods.hires.hires import HiResDescent

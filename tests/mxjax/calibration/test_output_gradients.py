@@ -12,6 +12,7 @@ from mxjax.calibration.activations import Activations
 from mxjax.calibration.calibration import Calibration
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.calibration.output_gradients import OutputGradients
+from mxjax.devices.placement import ONE_DEVICE
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT
 
@@ -50,6 +51,16 @@ def test_gradients_are_those_of_the_whole_model(tiny_model, tiny_params, calib):
   size = jnp.abs(expected).max()
   assert size > 0
   assert jnp.abs(found - expected).max() < 1e-4 * size
+
+
+def test_the_head_draws_labels_and_goes_back_at_once(tiny_model, tiny_params):
+  """Differentiating the loss would compute the scores and draw the labels again."""
+  hidden, places = jnp.ones((1, 8, 64)), jnp.arange(1)
+  run = lambda hidden: output_gradients._of_final_hidden(
+    tiny_model, tiny_params, hidden, places, ONE_DEVICE
+  )
+  program = str(jax.make_jaxpr(run)(hidden))
+  assert program.count("random_bits") == 1
 
 
 def test_files_chunks_and_memory_give_the_same_bits(tiny_params, calib, tmp_path):

@@ -43,9 +43,20 @@ def test_products_are_in_bfloat16_where_cpus_have_instructions(
   assert ("bf16[48,40]" in product) == has_instructions
 
 
+@pytest.mark.parametrize(
+  ("flags", "has"),
+  [("avx2 avx512_bf16", 1), ("amx_bf16", 1), ("avx512f", 0), (None, 0)],
+)
+def test_the_processors_instructions_decide(flags, has, tmp_path):
+  file = tmp_path / "cpuinfo"
+  if flags is not None:
+    file.write_text(f"processor : 0\nflags : fpu {flags} sse\n")
+  assert implementations.has_bfloat16_products(file) == has
+
+
 @pytest.mark.parametrize("outputs", [1, 48])
 @pytest.mark.parametrize("rule", ["floor", "mx43"])
-def test_the_reference_sums_exact_products_in_float32(rule, outputs):
+def test_the_reference_sums_product_dtype_in_float32(rule, outputs):
   rules = mxfp4.Rules(scale_rule=rule)
   rng = np.random.default_rng(2)
   dense = jnp.asarray(rng.standard_normal((outputs, 96)), jnp.float32)
