@@ -239,10 +239,12 @@ def check(what: str, name: str, known: Iterable[str]) -> None:
   """Rejects an unknown name.
 
   Raises:
-    ValueError: The name is unknown; lists the known names and suggests a close one.
+    ValueError: The name is unknown; lists the known names, as `split` reads them, and
+      suggests a close one.
   """
   known = tuple(known)
   if name not in known:
+    known = tuple(f'"{each}"' if "," in each else each for each in known)
     raise ValueError(
       f"unknown {what} {name!r}{suggestion(name, known) or ';'} use one of "
       f"{', '.join(known)}."

@@ -301,7 +301,7 @@ TABLES: Mapping[str, Declared] = {
     "Quantizing for the model's predictions",
     {
       FLOAT: FLOAT,
-      "WUSH, Fisher-weighted, tuned": "wush:weighting=fisher+tune",
+      "tuned WUSH with Fisher weights": "wush:weighting=fisher+tune",
       "hires-next": "hires-next",
       "HiRes": "hires",
     },

@@ -234,6 +234,7 @@ def test_the_plan_counts_what_is_left_and_starts_nothing(model, made, tmp_path, 
     (["stages", "--models", "x/a,y/a", "--out", "o"], "models of different names"),
     (["stages", "--models", "a", "--without", "locl"], "did you mean local?"),
     (["all", "--models", "a", "--without", '"K=0, D=I"'], "expected --out for what"),
+    (["all", "--models", "a", "--without", "K"], ' "K=0, D=I",'),
   ],
 )
 def test_mistakes_are_one_line(options, message, refused):
