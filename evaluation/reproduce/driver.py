@@ -121,11 +121,13 @@ def run(
   work: Work,
   jobs: Sequence[Job],
   on_job: Callable[[Job, int], None],
+  on_failure: Callable[[str], None],
 ) -> dict[Build, str]:
   """Does the jobs that are not done; returns what failed, by build.
 
   A failed build costs its own other jobs, which are not tried, and a failed task or
-  measure only itself. `on_job` is called with each job to do and its place in `jobs`.
+  measure only itself. `on_job` is called with each job to do and its place in `jobs`,
+  `on_failure` with why the last one failed.
 
   Raises:
     ValueError: Two calibration draws have the same tokens.
@@ -149,6 +151,7 @@ def run(
         work.perform(job, builds)
     except FAILING as error:
       told = f"{job.what}: {' '.join(str(error).split()) or type(error).__name__}"
+      on_failure(told)
       failures[job.build] = "; ".join(filter(None, (failures.get(job.build), told)))
       if job.what == BUILD:
         unbuilt.add(job.build)

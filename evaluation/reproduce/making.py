@@ -120,7 +120,7 @@ def make(
     tell(f"[{number + 1}/{len(jobs)}] {job}{about}")
 
   try:
-    return driver.run(work, jobs, on_job)
+    return driver.run(work, jobs, on_job, lambda why: tell(f"failed: {why}"))
   except KeyboardInterrupt as error:
     again = progress.resume_command(options.arguments).removesuffix(" --resume")
     raise KeyboardInterrupt(

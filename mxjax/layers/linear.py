@@ -70,7 +70,9 @@ class StraightThrough:
 class ScaledInputs:
   """A strict linear for learning the scales of its inputs; never a result.
 
-  The forward pass is that of `quantized`, bit for bit, and so is the gradient.
+  With factors of one the forward pass is that of `quantized`, bit for bit. Inputs are
+  scaled in float32, as an input map scales them: steps of bfloat16 are as large as what
+  is learned.
 
   Attributes:
     quantized: The linear, whose arrays get no gradient.
@@ -82,7 +84,8 @@ class ScaledInputs:
 
   def linear(self, x: jax.Array) -> jax.Array:
     """Multiplies the scaled inputs by the quantized weight; see `linear`."""
-    return linear(_scaled(x, self.factor), self.quantized)
+    wide = linear(_scaled(x.astype(jnp.float32), self.factor), self.quantized)
+    return rounded(wide.astype(x.dtype))
 
 
 @jax.custom_vjp

@@ -109,7 +109,11 @@ def _divergence_and_gradient(
 
 _divergence.defvjp(
   _divergence_and_gradient,
-  lambda model, gradient, cotangent: (cotangent * gradient, None, None),
+  lambda model, gradient, cotangent: (
+    cotangent.astype(gradient.dtype) * gradient,
+    None,
+    None,
+  ),
 )
 
 

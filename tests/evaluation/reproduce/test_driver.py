@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mxjax.evaluation import study
+from mxjax.evaluation.cli import parser
 from mxjax.evaluation.reproduce import cells, driver
 from mxjax.evaluation.reproduce.declared import TABLES, Declared
 from tests import tiny
@@ -181,9 +182,13 @@ def test_a_failing_cell_costs_itself_and_is_tried_again(
   command = words(model, out, "--seeds", "0")
   with monkeypatch.context() as patch:
     patch.setattr(study, "run_method", failing)
-    told = mxjax(*command, code=1)
+    assert parser.main([*map(str, command), "--json"]) == 1
+  printed, said = capsys.readouterr()
+  told = json.loads(printed.splitlines()[-1])
   message = "build: layers_1: not finite"
   assert list(told["failures"].values()) == [message]
+  # At once, hours before the tables perhaps.
+  assert said.index(f"failed: {message}") < said.index("tables.md")
   row = next(r for r in told["tables"][0]["rows"] if r[1] == "gain")
   assert set(row[3:]) == {"failed"}
   build = f"rtn+gain of {model.name}, seed 0"

@@ -57,6 +57,15 @@ def test_the_forward_pass_is_the_strict_one_bit_for_bit(leaf):
   )
 
 
+def test_inputs_in_bfloat16_are_scaled_in_float32(leaf):
+  """As the map will scale them: a factor may be less than a step of bfloat16."""
+  x, factor = rows(6, 64).astype(jnp.bfloat16), 1 + 1e-3 * rows(1, 64, seed=1)[0]
+  ours = linear(x, ScaledInputs(leaf, factor))
+  wide = linear(x.astype(jnp.float32) * factor[None], leaf)
+  np.testing.assert_array_equal(ours, wide.astype(jnp.bfloat16))
+  assert (ours != linear(x, leaf)).any()
+
+
 def test_the_backward_pass_takes_a4_for_the_identity(leaf):
   x, cotangent = rows(6, 64), rows(6, 96, seed=2)
   run = lambda x, factor: linear(x, ScaledInputs(leaf, factor))
@@ -193,6 +202,17 @@ def test_the_gradient_of_the_divergence_is_that_of_its_definition(
   assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-5)
   size = np.abs(expected[1]).max()
   np.testing.assert_allclose(found[1], expected[1], atol=1e-5 * size)
+
+
+def test_a_bfloat16_model_is_tuned(tiny_params, tiny_tokens):
+  model = models.CausalLM(tiny.config(dtype="bfloat16"))
+  params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny_params)
+  program = methods.get("rtn+tune:epochs=12:length=32")
+  built = pipeline.quantize_with_record(
+    params, Calibration(model, tiny_tokens[:2]), program, check=False, probe=False
+  )
+  divergence = np.asarray(built.record.tuning["divergence"])
+  assert divergence[-4:].mean() < 0.9 * divergence[:4].mean()
 
 
 def test_the_record_has_every_step(whole, tiny_model):
