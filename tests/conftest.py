@@ -61,24 +61,19 @@ OPTIMIZED = (
   "loading/test_gguf.py",
   "running/test_chunks.py",
   "running/test_toy_network.py",
-  "ptq/test_programs.py::test_a_method_as_a_program_is_the_librarys[hires-in_process]",
 )
 """Tests whose programs are compiled as users compile them.
 
 They hold results to exact bits, to those of another shape or device, or all of HiRes to
-an oracle, where the instructions that the compiler chooses may matter; one computes for
-longer than it compiles. All others, whose margins are wider or whose two sides are
-compiled alike, do with few of LLVM's passes, in three fifths of the time: most of a run
-is compiling.
+an oracle, where the instructions that the compiler chooses may matter. All others,
+whose margins are wider or whose two sides are compiled alike, do with few of LLVM's
+passes, in three fifths of the time: most of a run is compiling.
 """
 
 
 def matches(item, parts):
   return any(part in item.nodeid for part in parts)
 
-
-WITHOUT_EMITTERS = ("ptq/test_programs.py",)
-"""Optimized tests whose two sides are compiled alike, so that `PLAIN` serves."""
 
 PLAIN = "--xla_cpu_use_fusion_emitters=false"
 """A flag of XLA with which small programs compile in half of the time.
@@ -97,33 +92,29 @@ os.environ["XLA_FLAGS"] = WITH_PLAIN
 def compile_options(*arguments, **options):
   """JAX's options of a program, with emitters if the test is of users' programs."""
   made = jax_compile_options(*arguments, **options)
-  if with_emitters and HAS_FLAG:
+  if HAS_FLAG and not jax.config.read("jax_disable_most_optimizations"):
     own = ("xla_cpu_use_fusion_emitters", True)
     made.env_option_overrides = [*made.env_option_overrides, own]
   return made
 
 
-jax_compile_options, with_emitters = compiler.get_compile_options, True
+jax_compile_options = compiler.get_compile_options
 compiler.get_compile_options = compile_options
 
 
-def optimize(wanted, emitters):
+def optimize(wanted):
   """Sets how this process and those that tests start compile from now on."""
-  global with_emitters
-  before = not jax.config.read("jax_disable_most_optimizations"), with_emitters
-  if before != (wanted, emitters):
+  if jax.config.read("jax_disable_most_optimizations") == wanted:
     jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", not wanted)
-    with_emitters = emitters
   os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not wanted))
-  os.environ["XLA_FLAGS"] = FLAGS if emitters else WITH_PLAIN
+  os.environ["XLA_FLAGS"] = FLAGS if wanted else WITH_PLAIN
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
   """Before any fixture of the test compiles something."""
-  wanted = matches(item, OPTIMIZED)
-  optimize(wanted, emitters=wanted and not matches(item, WITHOUT_EMITTERS))
+  optimize(matches(item, OPTIMIZED))
 
 
 LOWERINGS = 100
@@ -193,12 +184,11 @@ def pytest_collection_modifyitems(items):
 
   Files with optimized tests are together, so that a worker rarely drops its programs.
   """
-  optimized = {part.split("::")[0] for part in OPTIMIZED}
 
   def rank(item):
     path = item.path.as_posix()
     ranks = (i for i, end in enumerate(LONGEST_FIRST) if path.endswith(end))
-    return not matches(item, optimized), next(ranks, len(LONGEST_FIRST))
+    return not matches(item, OPTIMIZED), next(ranks, len(LONGEST_FIRST))
 
   items.sort(key=rank)
 
