@@ -56,7 +56,7 @@ def test_the_processors_instructions_decide(flags, has, tmp_path):
 
 @pytest.mark.parametrize("outputs", [1, 48])
 @pytest.mark.parametrize("rule", ["floor", "mx43"])
-def test_the_reference_sums_product_dtype_in_float32(rule, outputs):
+def test_the_reference_sums_exact_products_in_float32(rule, outputs):
   rules = mxfp4.Rules(scale_rule=rule)
   rng = np.random.default_rng(2)
   dense = jnp.asarray(rng.standard_normal((outputs, 96)), jnp.float32)
