@@ -7,10 +7,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from mxjax.layers.quantized_linear import QuantizedLinear, quantized_products
+from mxjax.layers.quantized_linear import (
+  QuantizedLinear,
+  input_gradient,
+  quantized_products,
+)
 from mxjax.numerics import implementations, mxfp4, straight_through
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST, rounded
+from mxjax.numerics.shaping import input_maps
 from mxjax.pallas_kernels import lowering
 from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.refinement import fused_inputs
@@ -70,41 +75,55 @@ class StraightThrough:
 class ScaledInputs:
   """A strict linear for learning the scales of its inputs; never a result.
 
-  With factors of one the forward pass is that of `quantized`, bit for bit. Inputs are
-  scaled in float32, as an input map scales them: steps of bfloat16 are as large as what
-  is learned.
+  The forward pass folds the factors into the input map and so is that of the linear
+  with the scales installed, bit for bit, by the same kernels.
 
   Attributes:
     quantized: The linear, whose arrays get no gradient.
-    factor: Factors on the inputs before the input map, `[in_features]`.
+    factor: Factors on the inputs before the input map, float32 `[in_features]`.
   """
 
   quantized: QuantizedLinear
   factor: jax.Array
 
+  def installed(self) -> QuantizedLinear:
+    """Returns the linear with the factors folded into its input map."""
+    scaled = input_maps.scaled(self.quantized.input_map, self.factor)
+    return dataclasses.replace(self.quantized, input_map=scaled)
+
   def linear(self, x: jax.Array) -> jax.Array:
     """Multiplies the scaled inputs by the quantized weight; see `linear`."""
-    wide = linear(_scaled(x.astype(jnp.float32), self.factor), self.quantized)
-    return rounded(wide.astype(x.dtype))
+    return _scaled_linear(x, self.factor, self.quantized)
 
 
 @jax.custom_vjp
-def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-  """Multiplies the last axis of `x` by a factor each."""
-  return x * factor.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+def _scaled_linear(
+  x: jax.Array, factor: jax.Array, quantized: QuantizedLinear
+) -> jax.Array:
+  return linear(x, ScaledInputs(quantized, factor).installed())
 
 
 def _scaled_backward(
-  saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  x, factor = saved
-  products = (x * cotangent).reshape(-1, x.shape[-1]).astype(factor.dtype)
+  saved: tuple[jax.Array, jax.Array, QuantizedLinear], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+  x, factor, quantized = saved
+  # In float32 for a bfloat16 model too, whose steps are as large as what is learned.
+  at_scaled = input_gradient(quantized, cotangent.astype(jnp.float32))
+  products = (x.astype(jnp.float32) * at_scaled).reshape(-1, x.shape[-1])
   # A product with ones: XLA:CPU sums columns ten times slower.
-  sums = jnp.dot(jnp.ones(len(products), factor.dtype), products, precision=HIGHEST)
-  return _scaled(cotangent, factor), sums
+  ones = jnp.ones(len(products), products.dtype)
+  sums = jnp.dot(ones, products, precision=HIGHEST)
+  gradient = at_scaled * factor.reshape((1,) * (x.ndim - 1) + (-1,))
+  return gradient.astype(x.dtype), sums, None
 
 
-_scaled.defvjp(lambda x, factor: (_scaled(x, factor), (x, factor)), _scaled_backward)
+_scaled_linear.defvjp(
+  lambda x, factor, quantized: (
+    _scaled_linear(x, factor, quantized),
+    (x, factor, quantized),
+  ),
+  _scaled_backward,
+)
 
 
 @jax.tree_util.register_dataclass

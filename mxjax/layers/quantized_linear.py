@@ -138,7 +138,7 @@ def _backward(
 ) -> tuple[Any, None]:
   del implementation
   deferred, weights = saved
-  parts = map(_input_gradient, weights, cotangents)
+  parts = map(input_gradient, weights, cotangents)
   gradient = functools.reduce(jnp.add, parts)
   if deferred is None:
     return gradient, None
@@ -149,8 +149,12 @@ def _backward(
 _products.defvjp(_forward, _backward)
 
 
-def _input_gradient(weight: QuantizedLinear, cotangent: jax.Array) -> jax.Array:
-  """Computes U' W' d, without the A4 rule between the two."""
+def input_gradient(weight: QuantizedLinear, cotangent: jax.Array) -> jax.Array:
+  """Computes U' W' d, without the A4 rule between the two.
+
+  `cotangent` is d at the output, `[..., out_features]`; the result,
+  `[..., in_features]`, has its dtype. Products are as in `quantized_products`.
+  """
   rows = cotangent.reshape(-1, cotangent.shape[-1])
   if weight.gain is not None:
     rows = rows * weight.gain.astype(rows.dtype)

@@ -31,7 +31,6 @@ from mxjax.calibration.calibration import (
 from mxjax.layers.linear import ScaledInputs
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.options import Count, Positive, Share
-from mxjax.numerics.shaping import input_maps
 
 
 def _quantized(layer: Params, model: CausalLanguageModel) -> dict[tuple[str, str], Any]:
@@ -181,17 +180,16 @@ def check(layer: Params, model: CausalLanguageModel) -> None:
   """
   for (block, name), leaf in _quantized(layer, model).items():
     try:
-      input_maps.scaled(leaf.input_map, jnp.ones(leaf.shape[1]))
+      ScaledInputs(leaf, jnp.ones(leaf.shape[1])).installed()
     except ValueError as error:
       raise ValueError(f"{block}/{name}: {error}") from error
 
 
 def install(layer: Params, own: Any, model: CausalLanguageModel) -> dict[str, Any]:
   """Folds a layer's factors into the maps of its quantized linears."""
-  leaves, new = _quantized(layer, model), {}
-  for path, factor in _factors(own, model).items():
-    leaf = leaves[path]
-    new[path] = dataclasses.replace(
-      leaf, input_map=input_maps.scaled(leaf.input_map, factor)
-    )
+  leaves = _quantized(layer, model)
+  new = {
+    path: ScaledInputs(leaves[path], factor).installed()
+    for path, factor in _factors(own, model).items()
+  }
   return replace_weights(layer, new)

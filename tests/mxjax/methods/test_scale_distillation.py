@@ -50,32 +50,28 @@ def rows(count, width, seed=0):
   )
 
 
-def test_the_forward_pass_is_the_strict_one_bit_for_bit(leaf):
-  x, factor = rows(6, 64), 1 + 0.01 * rows(1, 64, seed=1)[0]
-  np.testing.assert_array_equal(
-    linear(x, ScaledInputs(leaf, factor)), linear(x * factor[None], leaf)
-  )
-
-
-def test_inputs_in_bfloat16_are_scaled_in_float32(leaf):
-  """As the map will scale them: a factor may be less than a step of bfloat16."""
-  x, factor = rows(6, 64).astype(jnp.bfloat16), 1 + 1e-3 * rows(1, 64, seed=1)[0]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_forward_pass_scales_the_inputs_of_the_strict_one(leaf, dtype):
+  """By the map, in float32: a factor may be less than a step of bfloat16."""
+  x, factor = rows(256, 64).astype(dtype), 1 + 1e-3 * rows(1, 64, seed=1)[0]
+  matrix = leaf.input_map.matrix * factor.reshape(2, 1, 32)
+  scaled = dataclasses.replace(leaf, input_map=input_maps.BlockDense(matrix))
   ours = linear(x, ScaledInputs(leaf, factor))
-  wide = linear(x.astype(jnp.float32) * factor[None], leaf)
-  np.testing.assert_array_equal(ours, wide.astype(jnp.bfloat16))
+  np.testing.assert_array_equal(ours, linear(x, scaled))
   assert (ours != linear(x, leaf)).any()
 
 
 def test_the_backward_pass_takes_a4_for_the_identity(leaf):
   x, cotangent = rows(6, 64), rows(6, 96, seed=2)
   run = lambda x, factor: linear(x, ScaledInputs(leaf, factor))
-  dx, dfactor = jax.vjp(run, x, jnp.ones(64))[1](cotangent)
+  factor = 1 + 0.1 * rows(1, 64, seed=1)[0]
+  dx, dfactor = jax.vjp(run, x, factor)[1](cotangent)
   decoded = np.asarray(mxfp4.decode(leaf.weight, jnp.float32), np.float64)
   maps = np.asarray(leaf.input_map.matrix, np.float64)
   mapped = (np.asarray(cotangent, np.float64) @ decoded).reshape(6, 2, 32)
   expected = np.einsum("bij,nbi->nbj", maps, mapped).reshape(6, 64)
   size = np.abs(expected).max()
-  np.testing.assert_allclose(dx, expected, atol=0.01 * size)
+  np.testing.assert_allclose(dx, expected * np.asarray(factor), atol=0.01 * size)
   np.testing.assert_allclose(
     dfactor, (expected * np.asarray(x)).sum(0), atol=0.05 * size
   )
@@ -98,8 +94,7 @@ def test_installed_factors_compute_what_was_learned(
   steps, shared = learned["linears"]["mlp/gate_proj"], learned["taps"]["gate_up_input"]
   factor = (1 + steps) * (1 + shared)
   expected = linear(x, ScaledInputs(old, factor))
-  close = jnp.abs(linear(x, leaf) - expected) < 1e-3 * jnp.abs(expected).max()
-  assert close.mean() > 0.9
+  np.testing.assert_array_equal(linear(x, leaf), expected)
   np.testing.assert_array_equal(leaf.weight.codes, old.weight.codes)
 
 
