@@ -55,12 +55,13 @@ PARTS = {
   "seeds": "seeds,components-seeds,recovery-seeds,encoding-seeds",
   "costs": "rule-cost,cost",
   "predictions": "predictions",
+  "readings": "readings",
 }
 """The paper's tables, a result each: whole methods, what the parts of HiRes are worth
 on tasks, what they do to linears and memory, what several calibration draws tell of
-them, the times, which want a machine without other work from the first build on, and
-hires-next."""
-DRAWN = ("ablations", "details")
+them, the times, which want a machine without other work from the first build on,
+hires-next, and what the paper leaves open."""
+DRAWN = ("ablations", "details", "readings")
 """Parts that the trained models have of all draws; learned baselines take too long."""
 RULES = ("floor", "even", "rceil")
 CHECKS = (
@@ -211,6 +212,8 @@ def tables(options, made):
   words = [PARTS[options.part], "--dtype", "bfloat16", *task_words(options)]
   words += ["--local-sequences", SEQUENCES, "--operator-error"]
   words += ["--without", options.without] if options.without else []
+  for row in options.instead:
+    words += ["--instead", row]
   is_repeated = options.part == "seeds" or (families and options.part in DRAWN)
   words += ["--seeds", options.seeds or (SEEDS if is_repeated else "0")]
   if families:
@@ -361,6 +364,7 @@ def main():
   parser.add_argument("--part", choices=PARTS, default="ablations", help="of tables")
   parser.add_argument("--items", type=int, default=100, help="of each task of tables")
   parser.add_argument("--without", help="columns or rows of tables, by name")
+  parser.add_argument("--instead", action="append", default=[], metavar="ROW=METHOD")
   parser.add_argument("--seeds", help="draws of tables, 0 or 0,3,5 if omitted")
   options = parser.parse_args()
   made = common.stamp()
