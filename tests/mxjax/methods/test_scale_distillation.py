@@ -17,7 +17,7 @@ from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods import scale_distillation
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.models.loading import embedded
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.shaping import input_maps
 from mxjax.running import pipeline, tuning
 from tests import tiny
@@ -59,6 +59,15 @@ def test_the_forward_pass_scales_the_inputs_of_the_strict_one(leaf, dtype):
   ours = linear(x, ScaledInputs(leaf, factor))
   np.testing.assert_array_equal(ours, linear(x, scaled))
   assert (ours != linear(x, leaf)).any()
+
+
+def test_on_a_gpu_learning_runs_the_kernels_of_the_strict_linear(leaf, monkeypatch):
+  monkeypatch.setattr(implementations, "target_platform", lambda: "gpu")
+  x = jnp.ones((64, 64), jnp.bfloat16)
+  traced = lambda weight: str(jax.make_jaxpr(lambda x: linear(x, weight))(x))
+  kernels = traced(leaf).count("pallas_call")
+  assert kernels
+  assert traced(ScaledInputs(leaf, jnp.ones(64))).count("pallas_call") == kernels
 
 
 def test_the_backward_pass_takes_a4_for_the_identity(leaf):
