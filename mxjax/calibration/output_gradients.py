@@ -12,6 +12,7 @@ tokens.
 
 import functools
 import pathlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -142,11 +143,13 @@ class OutputGradients:
     *,
     chunk: int = 1,
     placement: Placement = ONE_DEVICE,
+    announce: Callable[[int, int], None] = lambda step, steps: None,
   ) -> "OutputGradients":
     """Runs the float model forward and backward and keeps the gradients.
 
     Until a layer is differentiated, the hidden states entering it are kept in the same
-    place. What is in the folder already is used.
+    place. What is in the folder already is used. `announce` gets the number of layers
+    that were passed, forward or backward, and that of all.
     """
     model, wait = calib.model, execution.block_on_cpu
     count = model.num_layers
@@ -156,6 +159,7 @@ class OutputGradients:
       return self
     hidden = streams.embed(model, params, calib.tokens, chunk, placement)
     for index in range(count):
+      announce(index, 2 * count)
       self._put(f"entering-{index}", [jnp.array(part, copy=True) for part in hidden])
       hidden = streams.advance(
         model, params[model.layer_name(index)], hidden, placement
@@ -168,6 +172,7 @@ class OutputGradients:
       arrays = outer, part, placement.put_sequences(places)
       gradient.append(wait(_of_final_hidden(model, *arrays, placement)))
     for index in reversed(range(count)):
+      announce(2 * count - 1 - index, 2 * count)
       self._put(f"leaving-{index}", gradient)
       if index:
         layer = placement.shard_rows(params[model.layer_name(index)])

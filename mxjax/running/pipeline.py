@@ -24,11 +24,12 @@ from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.running import entrance
 from mxjax.running.layer_quantization import check_params, quantize_layer
 from mxjax.running.progress import (
-  BEFORE_TUNING,
   LayerStages,
   OnProgress,
   Stopped,
+  announce_gradients,
   announce_tuning,
+  share_of_layers,
 )
 from mxjax.running.progress import Progress as Progress
 from mxjax.running.recovery import recover
@@ -87,6 +88,8 @@ def quantize_with_record(
         chunk=chunk,
         placement=placement,
         store=shared,
+        clock=run.record.clock,
+        announce=announce_gradients(on_progress, count),
       )
       run.save_after(save_every, trajectories)
       for index in range(run.finished, count):
@@ -116,8 +119,8 @@ def _quantize_next(
   float_layer = run.params[name]
   largest = 4 * max(leaf.size for leaf in jax.tree.leaves(float_layer))
   place, steps = (index, model.num_layers), 2 + len(program.recover)
-  share = BEFORE_TUNING if program.tune else 1.0
-  stages = LayerStages(run.record.clock, on_progress, place, steps, largest, share)
+  clock, share = run.record.clock, share_of_layers(program)
+  stages = LayerStages(clock, on_progress, place, steps, largest, share)
   # Rerun calibration: capture the inputs of each target linear.
   with stages.stage("calibration", 0):
     inputs = trajectories.observe(float_layer, contract)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from mxjax.devices import execution
+from mxjax.methods.program import Program
 from mxjax.running.run_record import StageClock
 
 
@@ -26,6 +27,29 @@ OnProgress = Callable[[Progress], None]
 
 BEFORE_TUNING = 0.5
 """Share of a run before the tuning, if the program tunes."""
+DIFFERENTIATING = 0.1
+"""Share of a run in which the float model is differentiated, where a program asks."""
+OUTPUT_GRADIENTS = "output gradients"
+"""The stage of differentiating the float model."""
+
+
+def share_of_layers(program: Program) -> tuple[float, float]:
+  """Returns where in a run the layers begin and where they end, from 0 to 1."""
+  first = DIFFERENTIATING if program.weighting == "fisher" else 0.0
+  return first, BEFORE_TUNING if program.tune else 1.0
+
+
+def announce_gradients(
+  on_progress: OnProgress | None, layers: int
+) -> Callable[[int, int], None]:
+  """Returns what tells the caller the steps of differentiating the float model."""
+
+  def announce(step: int, steps: int) -> None:
+    if on_progress:
+      label = f"{OUTPUT_GRADIENTS} {step}/{steps}"
+      on_progress(Progress(0, layers, label, DIFFERENTIATING * step / steps))
+
+  return announce
 
 
 def announce_tuning(
@@ -57,7 +81,7 @@ class LayerStages:
   """Announces and times the stages of one layer, trimming memory before each.
 
   `place` is the layer's index and the number of layers, `steps` its number of stages,
-  `largest` the bytes of its largest array, `share` that of all layers in the run.
+  `largest` the bytes of its largest array, `share` that of `share_of_layers`.
   """
 
   clock: StageClock
@@ -65,13 +89,14 @@ class LayerStages:
   place: tuple[int, int]
   steps: int
   largest: int
-  share: float = 1.0
+  share: tuple[float, float] = (0.0, 1.0)
 
   def announce(self, label: str, step: int = 1) -> None:
     """Reports the current work within a stage to the caller."""
     if self.on_progress:
       index, layers = self.place
-      fraction = self.share * (index + step / self.steps) / layers
+      first, last = self.share
+      fraction = first + (last - first) * (index + step / self.steps) / layers
       self.on_progress(Progress(index, layers, label, fraction))
 
   @contextlib.contextmanager

@@ -6,7 +6,7 @@ that one, so each fit has its own trajectory and all of them share one pass.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,8 @@ from mxjax.calibration.store import CalibrationStore
 from mxjax.devices.placement import Placement
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import Contract
+from mxjax.running.progress import OUTPUT_GRADIENTS
+from mxjax.running.run_record import StageClock
 from mxjax.storage.run_folder import RunFolder
 
 
@@ -61,14 +63,22 @@ class Trajectories:
     chunk: int,
     placement: Placement,
     store: CalibrationStore | None,
+    clock: StageClock,
+    announce: Callable[[int, int], None] = lambda step, steps: None,
   ) -> "Trajectories":
-    """Starts all trajectories before the first layer, or where a killed run stopped."""
+    """Starts all trajectories before the first layer, or where a killed run stopped.
+
+    If the program needs output gradients, the float model is differentiated, which is
+    timed by `clock` and told to `announce` as `OutputGradients.compute` does.
+    """
     options: dict[str, Any] = {"chunk": chunk, "placement": placement}
-    of_whole, gradients = dict(options), None
-    options["staged"] = program.staged
+    gradients = None
     if program.weighting == "fisher":
       on_disk = (store or folder) if placement.mesh is None else None
-      gradients = OutputGradients(on_disk.path / "gradients" if on_disk else None)
+      with clock.stage(OUTPUT_GRADIENTS):
+        gradients = OutputGradients(on_disk.path / "gradients" if on_disk else None)
+        gradients.compute(params, calib, **options, announce=announce)
+    options["staged"] = program.staged
     if folder and folder.finished:
       saved = folder.read_streams(chunk, placement.put_sequences)
       options["index"] = len(folder.finished)
@@ -84,7 +94,7 @@ class Trajectories:
       entering("float", store=store),
       [entering(name) for name in _fit_names(program)],
       entering("upstream") if program.upstream == "quantized" else None,
-      gradients.compute(params, calib, **of_whole) if gradients else None,
+      gradients,
       keep_gradients=store is not None,
     )
     for finished in range(trajectories.float_model.index):

@@ -280,6 +280,26 @@ def test_each_finished_layer_is_on_disk_with_its_checksum(quantize, tmp_path):
   assert not list(tmp_path.rglob("*.partial"))
 
 
+def test_differentiating_the_float_model_is_told_and_timed(
+  tiny_params, model, tiny_tokens
+):
+  seen = []
+  result = pipeline.quantize_with_record(
+    *(tiny_params, Calibration(model, tiny_tokens[:2]), "rtn:weighting=fisher"),
+    on_progress=seen.append,
+    check=False,
+    probe=False,
+  )
+  labels = [p.stage for p in seen]
+  assert labels[:5] == [*(f"output gradients {i}/4" for i in range(4)), "calibration"]
+  fractions = [p.fraction for p in seen]
+  assert fractions == sorted(fractions)
+  assert fractions[3] < fractions[4] == pytest.approx(0.1)
+  seconds = result.record.clock.seconds
+  assert seconds["output gradients"] > 0
+  assert list(seconds).index("output gradients") < list(seconds).index("calibration")
+
+
 def test_ablations_are_programs(quantize, model, tiny_tokens):
   plain = dataclasses.replace(
     methods.HIRES,

@@ -21,6 +21,7 @@ from mxjax.methods import recovery_fits
 from mxjax.methods.program import Prepared
 from mxjax.models import CausalLM
 from mxjax.running import pipeline, run_state
+from mxjax.running.run_record import StageClock
 from mxjax.running.trajectories import Trajectories
 from mxjax.storage import atomic_io, journal
 from tests.mxjax.quantized import damage
@@ -191,7 +192,11 @@ def test_how_often_hidden_states_are_written_depends_on_their_size(deep, tmp_pat
   sizes = (0, 1, 2**30, 2**30 + 1, 3 * 2**31, 2**40)
   assert [run_state.save_every(size) for size in sizes] == [1, 1, 1, 2, 6, 8]
   trajectories = Trajectories.begin(
-    *(PROGRAM, *deep, None), chunk=2, placement=placement.ONE_DEVICE, store=None
+    *(PROGRAM, *deep, None),
+    chunk=2,
+    placement=placement.ONE_DEVICE,
+    store=None,
+    clock=StageClock(),
   )
   hidden = trajectories.float_model.hidden
   assert trajectories.nbytes() == 3 * sum(part.nbytes for part in hidden)
