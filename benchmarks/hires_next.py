@@ -1,7 +1,7 @@
 """hires-next, its parts and its controls, over calibration draws.
 
   python benchmarks/hires_next.py --data ../shared/data [--draws 1 2 3] [--rows ROW ...]
-    [--model models/trained/llama]
+    [--model models/trained/llama] [--runs DIR]
 
 Calibration is 8 rows of C4 tokens a draw: rows 0 to 7, 8 to 15 and 16 to 23 of the
 documents in the file, of 2,048 tokens for SmolLM2-135M and of 512 for a small trained
@@ -9,7 +9,8 @@ model. Test windows of the same length, 8 each (16 for a small model), are the f
 WikiText-2 and rows 40 and on of the C4 documents, which no draw reads. KL is from
 the float model, in nats a token; differences of log perplexity and of KL from `hires I
 + II` on the same draw are paired by window, with their standard error. The result file
-is rewritten after every row; rows already in it are kept.
+is rewritten after every row; rows already in it are kept. With `--runs` each build
+writes a run folder, as `mxjax quantize` does, and keeps its gradients there.
 """
 
 import argparse
@@ -200,6 +201,7 @@ def main():
   parser.add_argument("--model", help="a folder; SmolLM2-135M if omitted")
   parser.add_argument("--out", type=pathlib.Path, help="results/hires_next*.json")
   parser.add_argument("--compiled", help="a folder of compiled programs to keep")
+  parser.add_argument("--runs", type=pathlib.Path, help="a folder of run folders")
   options = parser.parse_args()
   if options.out is None:
     name = f"_{pathlib.Path(options.model).name}" if options.model else ""
@@ -217,9 +219,13 @@ def main():
       if any((row["draw"], row["name"]) == (draw, name) for row in rows):
         continue
       program = ROWS.get(name) or methods.get(name)
+      run_dir = options.runs and options.runs / f"draw-{draw}-{len(rows)}"
       start = time.perf_counter()
       built = pipeline.quantize_with_record(
-        params, Calibration(model, draws[draw]), program, check=False, probe=False
+        *(params, Calibration(model, draws[draw]), program),
+        run_dir=run_dir,
+        check=False,
+        probe=False,
       )
       row = {
         "draw": draw,
@@ -227,6 +233,8 @@ def main():
         "build_seconds": time.perf_counter() - start,
         "stage_seconds": built.record.clock.seconds,
         "peak_bytes": peak_memory_bytes(),
+        "stage_peak_bytes": built.record.clock.peak_bytes,
+        "has_run_folder": run_dir is not None,
         "tuning": built.record.tuning,
         "date": made["date"],
         "texts": {

@@ -78,11 +78,8 @@ def quantize_with_record(
     run = RunState(params, calib, program, contract, placement, folder, into)
     count = calib.model.num_layers
     if run.finished < count:
-      shared = (
-        None
-        if store is None
-        else CalibrationStore(*(store, run.params, calib, program.staged))
-      )
+      measured = run.params, calib, program.staged
+      shared = None if store is None else CalibrationStore(store, *measured)
       trajectories = Trajectories.begin(
         *(program, run.params, calib, folder),
         chunk=chunk,
