@@ -102,8 +102,10 @@ def test_installed_factors_compute_what_was_learned(
   x = rows(5, 64, seed=3)
   steps, shared = learned["linears"]["mlp/gate_proj"], learned["taps"]["gate_up_input"]
   factor = (1 + steps) * (1 + shared)
-  expected = linear(x, ScaledInputs(old, factor))
-  np.testing.assert_array_equal(linear(x, leaf), expected)
+  np.testing.assert_array_equal(linear(x, leaf), linear(x, ScaledInputs(old, factor)))
+  expected = linear(x * factor[None], old)
+  close = jnp.abs(linear(x, leaf) - expected) < 1e-3 * jnp.abs(expected).max()
+  assert close.mean() > 0.9
   np.testing.assert_array_equal(leaf.weight.codes, old.weight.codes)
 
 
