@@ -21,11 +21,16 @@ from mxjax.discovery.core.residual import (
   disagree,
 )
 
-LUCK: tuple[tuple[str, str, Symbol], ...] = (
-  ("luck", "the text of the score happens to suit the edit", "same"),
-  ("overfit", "the text of the score gains and others lose", "up"),
+LUCK: tuple[tuple[str, str, Symbol, Symbol], ...] = (
+  ("luck", "the text of the score happens to suit the edit", "down", "same"),
+  ("overfit", "the text of the score gains and others lose", "down", "up"),
+  ("unlucky", "the text of the score happens not to suit it", "same", "down"),
+  ("unfit", "the text of the score loses and others gain", "up", "down"),
 )
-"""Accounts of a gain that no other text shows: name, statement, and what it shows."""
+"""Accounts by which the score's text is not like others.
+
+Each has a name, a statement, how the score moves, and how it moves on other text.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,23 +80,24 @@ class EditTemplate:
     return dataclasses.replace(self, explanations=tuple(kept))
 
   def with_luck(self, target: str) -> "EditTemplate":
-    """Returns the edit with two more accounts, which say that a gain is luck.
+    """Returns the edit with more accounts, which say that the score's text misleads.
 
-    They agree with the focal account on the primary run. Every account of a gain
-    predicts one on another text, too; the new ones do not.
+    A gain may be luck, and a loss may hide a gain where the residual fell. Luck of a
+    gain says nothing of the residual. Every other account predicts on another text what
+    it predicts of the score.
     """
-    focal = self.explanations[0].predicts(PRIMARY)
-    gains: Predicted = {OTHER_TEXT: "down"}
-    accounts = [
-      dataclasses.replace(e, predictions={**e.predictions, OTHER_TEXT: gains})
-      if e.predicts(PRIMARY).get(target) == "down"
-      else e
-      for e in self.explanations
-    ]
-    for name, told, moves in LUCK:
+
+    def everywhere(account: Explanation) -> Explanation:
+      moves = account.predicts(PRIMARY).get(target)
+      shown: dict[str, Predicted] = {OTHER_TEXT: {OTHER_TEXT: moves}} if moves else {}
+      return dataclasses.replace(account, predictions={**account.predictions, **shown})
+
+    accounts = [everywhere(account) for account in self.explanations]
+    for name, told, scored, shown in LUCK:
+      fallen: Predicted = {} if scored == "down" else {self.residual: "down"}
       predictions: dict[str, Predicted] = {
-        PRIMARY: focal,
-        OTHER_TEXT: {OTHER_TEXT: moves},
+        PRIMARY: {target: scored, **fallen},
+        OTHER_TEXT: {OTHER_TEXT: shown},
       }
       accounts.append(Explanation(name, told, predictions))
     told = "the candidate and its parent are scored on text that no primary run sees"

@@ -54,7 +54,9 @@ class Screen:
   """The free proxy of a task, which every arm reads alike.
 
   It is measured in the same jail, from the data of the calibration phase alone, and its
-  outcomes are stored with the run, so a resumed run decides alike.
+  outcomes are stored with the run, so a resumed run decides alike. A program that the
+  proxy cannot tell from one that has run, and that is the same in all that the proxy
+  does not see, would say nothing new.
   """
 
   def __init__(
@@ -70,6 +72,13 @@ class Screen:
     """
     self._evaluator, self._most, self._ratios = evaluator, most, ratios
     self._values: dict[str, float] = {}
+    self._keys: dict[str, str] = {}
+    self._executed: dict[str, str] = {}
+
+  def executed(self, program: str) -> None:
+    """Learns that a program has run."""
+    if key := self._keys.get(program):
+      self._executed.setdefault(key, program)
 
   def check(self, prepared: Prepared, parent: str, emit: Callable[..., None]) -> str:
     """Measures and logs the proxy; returns why it is not worth a call, if so."""
@@ -84,9 +93,22 @@ class Screen:
     emit("proxy", program=prepared.id, parent=parent, ratio=ratio, **ended.to_dict())
     if ratio is None:
       return f"its proxy ended {ended.status}: {ended.detail}"
+    self._keys[prepared.id] = self._key(prepared, ended)
+    known = self._executed.get(self._keys[prepared.id], prepared.id)
+    if known != prepared.id:
+      return f"its proxy cannot tell it from {known[:12]}, which ran"
     if ratio <= self._most:
       return ""
     return f"its proxy is {ratio:.4g} of its parent's, at most {self._most}"
+
+  def _key(self, prepared: Prepared, ended: Outcome) -> str:
+    """Returns what programs share that are one to the proxy; empty if unknown."""
+    assert self._evaluator is not None
+    task, call = self._evaluator.task, prepared.full_call
+    if not hasattr(task, "unseen"):
+      return ""
+    unseen = task.unseen(call)  # pyright: ignore[reportAttributeAccessIssue]
+    return identity.digest([dict(ended.values), unseen._asdict()])
 
 
 PREPARED = 512

@@ -319,6 +319,7 @@ class Search:
     before = self.programs.best.id if self.programs.records else ""
     is_retained = is_accepted and self.programs.retain(record)
     self._records.setdefault(record.id, record)
+    self._screen.executed(record.id)
     opened = self.residuals.open(self._task.residuals(record.id, record.values))
     if self.programs.best.id != before:
       self._improved = len(self.history.experiments) + 1

@@ -22,6 +22,12 @@ from mxjax.discovery.tasks.ptq.options import PROXY_BLOCKS, PtqOptions
 from mxjax.numerics import mxfp4, precision
 
 PROXY = "proxy_error"
+SEES = frozenset(
+  ("transform", "balance", "encode_weight", "encode_act", "curvature", "tables")
+)
+"""Hooks and plan keys that shape what is measured."""
+WITH_GRADIENTS = frozenset(("encode_act", "tables"))
+"""Those that output gradients do not reach."""
 LINEARS = ("q_proj", "o_proj", "up_proj", "down_proj")
 ROWS = 64
 

@@ -18,12 +18,12 @@ from mxjax.calibration.calibration import token_fingerprint
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.interface import Interface
 from mxjax.discovery.core.residual import Residual
-from mxjax.discovery.core.task import Session
+from mxjax.discovery.core.task import Call, Session
 from mxjax.discovery.tasks.ptq.edit_templates import EDIT_TEMPLATES, GRAMMAR
 from mxjax.discovery.tasks.ptq.interface import INTERFACE, REGIMES, RESIDUALS
 from mxjax.discovery.tasks.ptq.options import PtqOptions
 from mxjax.discovery.tasks.ptq.phases import Fit, Measure
-from mxjax.discovery.tasks.ptq.proxy import PROXY, Proxy
+from mxjax.discovery.tasks.ptq.proxy import PROXY, SEES, WITH_GRADIENTS, Proxy
 from mxjax.discovery.tasks.ptq.structure.interventions import INTERVENTIONS
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.numerics.contract import PAPER_CONTRACT
@@ -141,6 +141,16 @@ class PtqTask:
   def proxy(self) -> "PtqTask":
     """Returns the task whose calls measure a few blocks only; see `Proxy`."""
     return PtqTask(**{**dataclasses.asdict(self.options), "proxy": True})
+
+  def unseen(self, call: Call) -> Call:
+    """Returns the part of a program that its proxy does not see.
+
+    The proxy goes without output gradients, so where a program asks for them, it does
+    not see what they reach either.
+    """
+    active = call.active(self.interface)
+    seen = WITH_GRADIENTS if call.plan["gradients"] else SEES
+    return active.part({*active.computation, *active.plan} - seen)
 
   def ideal(self) -> float:
     """Returns the objective of the float model."""

@@ -11,6 +11,7 @@ from mxjax.discovery.core.residual import (
   PRIMARY,
   Control,
   Explanation,
+  consistent,
 )
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
@@ -141,10 +142,42 @@ def test_the_accounts_of_every_gain_are_told_apart_from_luck():
     added = {e.name for e in template.explanations} - {
       e.name for e in plain.explanations
     }
-    assert added == {"luck", "overfit"}
+    assert added == {"luck", "overfit", "unlucky", "unfit"}
     chosen = controls.minimal(template.explanations, template.controls)
     assert OTHER_TEXT in {control.name for control in chosen}
-    assert added <= {e.name for e in template.contested().explanations}
+    left = {e.name for e in template.contested().explanations}
+    assert added & left == {"luck", "overfit"}
+
+
+def needed(account, **seen):
+  """Names the controls that what a primary run shows leaves worth running."""
+  plain = TASK.edit_templates[0]
+  template = plain.with_luck("loss")
+  names = {"loss": "loss", "residual": plain.residual}
+  observed = {names[name]: moves for name, moves in seen.items()}
+  left = [e for e in template.explanations if consistent(e.predicts(PRIMARY), observed)]
+  assert account in {e.name for e in left}
+  return {c.name for c in controls.minimal(left, template.controls)}
+
+
+def test_a_gain_is_tested_whatever_becomes_of_its_residual():
+  assert OTHER_TEXT in needed("luck", loss="down", residual="down")
+  assert OTHER_TEXT in needed("overfit", loss="down", residual="same")
+  assert OTHER_TEXT in needed("overfit", loss="down", residual="up")
+
+
+def test_a_score_that_did_not_follow_its_residual_is_tested():
+  assert needed("unfit", loss="up", residual="down") == {OTHER_TEXT}
+  assert not needed("harm", loss="up", residual="same")
+
+
+def test_other_text_contradicts_an_account_that_believes_the_score():
+  template = TASK.edit_templates[0].with_luck("loss")
+  shows = {e.name: e.predicts(OTHER_TEXT) for e in template.explanations}
+  told = {name: row.get(OTHER_TEXT) for name, row in shows.items()}
+  assert told["unlucky"] == told["unfit"] == "down"
+  assert (told["luck"], told["overfit"]) == ("same", "up")
+  assert told["right"] == told["lucky"] == told["drift"] == "down"
 
 
 @pytest.mark.parametrize("task", [TASK, noisy_world.NoisyWorld(seed=3)])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mxjax.discovery.core import candidate_source, store
+from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.proposal import Proposal, strip
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.proposers import prompt
@@ -42,8 +43,24 @@ def changed(code):
 CODES = ("x * 9", "x + 0.001 * x[::-1]", "x / (x - x)", "x * 9 + 0")
 
 
-def run(folder, **config):
-  task, proposer = Screened(seed=5), searching.Scripted(*map(changed, CODES))
+class Blind(Screened):
+  """A world whose proxy is coarse, and does not see one site."""
+
+  def proxy(self):
+    return Blind(self._seed, self._transfer + 1)
+
+  def run(self, call, artifacts, before):
+    shown, after = super().run(call, artifacts, before)
+    if self._transfer:
+      shown["values"] = {name: round(v, 1) for name, v in shown["values"].items()}
+    return shown, after
+
+  def unseen(self, call):
+    return call.part(["mlp"])
+
+
+def run(folder, codes=CODES, world_=Screened, **config):
+  task, proposer = world_(seed=5), searching.Scripted(*map(changed, codes))
   executor, measuring = LocalExecutor(task), searching.Counting(task.proxy())
   measuring.artifacts, measuring._hooks = executor.artifacts, executor._hooks
   config |= {"budget": 9, "parents": "initial"}
@@ -71,6 +88,53 @@ def test_what_the_proxy_finds_worse_costs_no_call(screened):
   assert refused["x * 9"]["status"] == "screened"
   assert "not_finite" in refused["x / (x - x)"]["detail"]
   assert running.ledger.spent == len(events["outcome"]) < ran == 5
+
+
+def test_what_the_proxy_cannot_tell_from_a_program_that_ran_costs_no_call(
+  tmp_path, monkeypatch
+):
+  small = "x * 9"
+  codes = (small, f"{small} + 0", "x + 0", small)
+  running, _, events, _ = run(tmp_path / "a", codes, Blind, screen=9.0)
+  ran = [event["program"] for event in events["program"]]
+  assert [e["label"] for e in events["refused"]] == [f"{small} + 0", "x + 0", small]
+  told = [e["detail"] for e in events["refused"]]
+  assert told[:2] == [
+    f"its proxy cannot tell it from {program[:12]}, which ran"
+    for program in (ran[1], ran[0])
+  ]
+  assert "cannot tell" not in told[2], "the same program is no other one"
+  assert running.ledger.spent == 2
+  # A task that does not say what its proxy misses has no such programs.
+  monkeypatch.delattr(Blind, "unseen")
+  running, _, events, _ = run(tmp_path / "b", codes, Blind, screen=9.0)
+  assert running.ledger.spent == 4
+
+
+def test_what_the_proxy_does_not_see_makes_another_program(tmp_path):
+  code = "def mlp(x):\n  return x + 0\n"
+  other = lambda told: Proposal(
+    source=candidate_source.with_functions(told.parent.source, code), label="unseen"
+  )
+  task, proposer = Blind(seed=5), searching.Scripted(other)
+  executor, measuring = LocalExecutor(task), LocalExecutor(task.proxy())
+  measuring.artifacts, measuring._hooks = executor.artifacts, executor._hooks
+  config = {"budget": 9, "screen": 1.5}
+  running = searching.run(tmp_path, task, proposer, executor, measuring, **config)
+  assert running.ledger.spent == 2
+
+
+def test_the_proxy_does_not_see_recovery_arrangements_and_gradients():
+  task = PtqTask(**PTQ)
+  plan = {**INTERFACE.default_plan, "transform": "measured", "attention": True}
+  call = task_.Call({hook.name: hook.name for hook in INTERFACE.hooks}, plan, {})
+  unseen = task.unseen(call)
+  assert {"measure_value", "recover_value"} <= unseen.computation.keys()
+  assert not {"transform", "encode_weight", "encode_act"} & unseen.computation.keys()
+  assert {"arrange", "attention", "mlp"} <= unseen.plan.keys()
+  assert "curvature" not in unseen.plan
+  with_gradients = call._replace(plan={**plan, "gradients": True})
+  assert "transform" in task.unseen(with_gradients).computation
 
 
 def test_every_arm_but_a_blind_one_reads_the_proxy(screened):
