@@ -12,6 +12,7 @@ from typing import Any
 from mxjax.discovery.core import identity
 from mxjax.discovery.core.candidate_source import with_functions, with_plan
 from mxjax.discovery.core.residual import (
+  LUCK,
   OTHER_TEXT,
   PRIMARY,
   Control,
@@ -21,15 +22,23 @@ from mxjax.discovery.core.residual import (
   disagree,
 )
 
-LUCK: tuple[tuple[str, str, Symbol, Symbol], ...] = (
-  ("luck", "the text of the score happens to suit the edit", "down", "same"),
-  ("overfit", "the text of the score gains and others lose", "down", "up"),
-  ("unlucky", "the text of the score happens not to suit it", "same", "down"),
-  ("unfit", "the text of the score loses and others gain", "up", "down"),
+MISLED: tuple[tuple[str, str, Symbol, Symbol | None, Symbol], ...] = (
+  (LUCK, "the score's text happens to suit the edit", "down", None, "same"),
+  ("overfit", "the score's text gains and others lose", "down", "down", "up"),
+  ("overfit aside", "the same, beside the residual", "down", "same", "up"),
+  ("unlucky", "the score's text happens not to suit it", "same", "down", "down"),
+  ("unlucky aside", "the same, beside the residual", "same", "same", "down"),
+  ("veiled", "the score's text hides a loss", "same", "down", "up"),
+  ("unfit", "the score's text loses and others gain", "up", "down", "down"),
+  ("unfit aside", "the same, beside the residual", "up", "same", "down"),
+  ("spared", "the score's text loses and others do not", "up", "down", "same"),
+  ("spared aside", "the same, beside the residual", "up", "same", "same"),
 )
 """Accounts by which the score's text is not like others.
 
-Each has a name, a statement, how the score moves, and how it moves on other text.
+Each has a name, a statement, how the score moves, how the residual does if that is
+said, and how the score moves on other text. Where a score gains and its residual rises,
+no account is left but luck, so nothing is asked.
 """
 
 
@@ -82,9 +91,9 @@ class EditTemplate:
   def with_luck(self, target: str) -> "EditTemplate":
     """Returns the edit with more accounts, which say that the score's text misleads.
 
-    A gain may be luck, and a loss may hide a gain where the residual fell. Luck of a
-    gain says nothing of the residual. Every other account predicts on another text what
-    it predicts of the score.
+    A gain may be luck, and a loss may hide a gain unless the residual rose. Luck says
+    nothing of the residual. Every other account predicts on another text what it
+    predicts of the score.
     """
 
     def everywhere(account: Explanation) -> Explanation:
@@ -93,10 +102,10 @@ class EditTemplate:
       return dataclasses.replace(account, predictions={**account.predictions, **shown})
 
     accounts = [everywhere(account) for account in self.explanations]
-    for name, told, scored, shown in LUCK:
-      fallen: Predicted = {} if scored == "down" else {self.residual: "down"}
+    for name, told, scored, moves, shown in MISLED:
+      said: Predicted = {self.residual: moves} if moves else {}
       predictions: dict[str, Predicted] = {
-        PRIMARY: {target: scored, **fallen},
+        PRIMARY: {target: scored, **said},
         OTHER_TEXT: {OTHER_TEXT: shown},
       }
       accounts.append(Explanation(name, told, predictions))

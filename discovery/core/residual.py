@@ -20,6 +20,9 @@ Its observable has the same name. The parent runs under it as well, and is what 
 candidate is compared with.
 """
 
+LUCK = "luck"
+"""Name of the account by which a gain is luck of the score's text."""
+
 Predicted = Mapping[str, Symbol]
 """Predicted direction of observables from the parent; omitted ones are unpredicted."""
 

@@ -143,7 +143,10 @@ class Task(Protocol):
   """A search problem.
 
   It may also have a `grammar` for `--proposer expressions`, and a method `proxy`, for
-  `--screen`, that returns the task of a cheap stand-in for its target.
+  `--screen`, that returns the task of a cheap stand-in for its target. The latter may
+  have a method `unseen(call)`, the part of a program that the stand-in does not see:
+  with it, a program that is the same in that part and measures the same as one that ran
+  is refused.
   """
 
   @property

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from mxjax.discovery.core.residual import (
+  LUCK,
+  OTHER_TEXT,
   PRIMARY,
   Explanation,
   Predicted,
@@ -144,7 +146,8 @@ def resolve(
   """Compares registered predictions with observations.
 
   The focal explanation comes first. `observed` holds symbols by condition and
-  observable, relative to the parent; `decide` describes the flags.
+  observable, relative to the parent; `decide` describes the flags. Where a control
+  scored another text, a gain is one there; what only luck explains is none.
   """
   focal = explanations[0]
   order = sorted(observed, key=lambda name: name != PRIMARY)
@@ -158,13 +161,14 @@ def resolve(
   else:
     survivors = "focal" if left[0] == focal.name else "competitor"
   primary = observed.get(PRIMARY, {})
+  scored = observed.get(OTHER_TEXT, {}).get(OTHER_TEXT, primary.get(target))
   signature: Predicted = {
     k: s for k, s in focal.predicts(PRIMARY).items() if k != target
   }
   verdict, reason = decide(
     is_safe=is_safe,
     is_equivalent=is_equivalent,
-    gains=primary.get(target) == "down",
+    gains=scored == "down" and left != [LUCK],
     shows_signature=bool(signature) and consistent(signature, primary),
     survivors=survivors,
   )

@@ -16,11 +16,13 @@ from mxjax.discovery.core.edit_templates import EditTemplate, fingerprint, id_of
 from mxjax.discovery.core.proposal import (
   Context,
   Demand,
+  Evidence,
   ExhaustedError,
   Experiment,
   Proposal,
   ProposerError,
 )
+from mxjax.discovery.core.residual import OTHER_TEXT, Symbol
 from mxjax.discovery.core.verdict import Response, Verdict
 
 NAME = "embedded-v1"
@@ -46,9 +48,11 @@ class _Past:
   Attributes:
     trials: Experiments by label.
     changes: Changes of the target by template.
-    gains: Whether the experiments that ran gained, by family.
+    gains: Whether the experiments that ran gained, by family: on another text, if a
+      control asked it and the arm may know.
     supported: Families with a gain for the reason that the edit gave.
-    refuted: Families with a gain for another reason.
+    refuted: Families with a gain for another reason, where no control tells whether
+      the gain is luck: one that is not is worth having for whatever reason.
     best: The best gain, at least 1e-9.
   """
 
@@ -57,7 +61,9 @@ class _Past:
     history: Sequence[Experiment],
     target: str,
     templates: Mapping[str, EditTemplate],
+    evidence: Evidence,
   ) -> None:
+    self._evidence = evidence
     self.trials: dict[str, list[Experiment]] = defaultdict(list)
     self.changes: dict[str, list[float]] = defaultdict(list)
     self.gains: dict[str, list[bool]] = defaultdict(list)
@@ -68,15 +74,27 @@ class _Past:
       template = id_of(experiment.label)
       change = experiment.changes.get(target, 0.0)
       self.trials[experiment.label].append(experiment)
-      self.changes[template].append(change)
-      self.best = max(self.best, -change)
+      if not self._shown(experiment):
+        self.changes[template].append(change)
+        self.best = max(self.best, -change)
       family = getattr(templates.get(template), "family", "")
       if experiment.status == "ok":
-        self.gains[family].append(experiment.gain)
+        self.gains[family].append(self.gained(experiment))
       if experiment.verdict == Verdict.SUPPORTED:
         self.supported.add(family)
-      elif experiment.verdict == Verdict.TARGET_ONLY:
+      elif experiment.verdict == Verdict.TARGET_ONLY and not _tests_luck(experiment):
         self.refuted.add(family)
+
+  def _shown(self, experiment: Experiment) -> Symbol | None:
+    """Returns how another text moved, if a control asked it and the arm may know."""
+    if self._evidence != "verdict":
+      return None
+    return experiment.observed.get(OTHER_TEXT, {}).get(OTHER_TEXT)
+
+  def gained(self, experiment: Experiment) -> bool:
+    """Whether an experiment gained: on another text, if a control asked it."""
+    shown = self._shown(experiment)
+    return experiment.gain if shown is None else shown == "down"
 
 
 class EmbeddedProposer:
@@ -90,7 +108,7 @@ class EmbeddedProposer:
 
   def propose(self, context: Context) -> Proposal:
     """See `Proposer.propose`."""
-    past = _Past(context.history, self._target, self._by_id)
+    past = _Past(context.history, self._target, self._by_id, context.evidence)
     options = self._options(context, past)
     if context.evidence == "none":
       return self._blind(options, context)
@@ -209,7 +227,7 @@ class EmbeddedProposer:
 def _score(option: _Option, context: Context, past: _Past) -> float:
   """Adds prior, optimism and the terms that the arm's evidence allows."""
   prior = identity.draw(context.seed, option.label, "prior")
-  wins = sum(e.gain for e in option.trials)
+  wins = sum(map(past.gained, option.trials))
   score = 0.05 * prior + OPTIMISM / (1 + len(option.trials))
   score += 0.3 * (wins - (len(option.trials) - wins))
   if context.evidence in ("text", "reflect", "verdict"):
@@ -221,7 +239,7 @@ def _score(option: _Option, context: Context, past: _Past) -> float:
     if siblings := past.gains.get(option.template.family):
       score += 0.2 * (2 * sum(siblings) / len(siblings) - 1)
     score -= 0.5 * any(
-      not e.gain and e.parent == context.parent.id for e in option.trials
+      not past.gained(e) and e.parent == context.parent.id for e in option.trials
     )
   if context.evidence == "verdict":
     # An idea that a control bore out goes first, one that it unmasked goes last.
@@ -229,6 +247,11 @@ def _score(option: _Option, context: Context, past: _Past) -> float:
     score += (family in past.supported) - (family in past.refuted)
   where = (context.seed, *context.address, option.label, "explore")
   return score + 0.1 * identity.draw(*where)
+
+
+def _tests_luck(experiment: Experiment) -> bool:
+  """Whether some account of an experiment says what another text will show."""
+  return any(OTHER_TEXT in account.predictions for account in experiment.explanations)
 
 
 def _asked(context: Context) -> Demand | None:

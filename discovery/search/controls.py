@@ -12,7 +12,7 @@ from mxjax.discovery.core import identity
 from mxjax.discovery.core.residual import PRIMARY, Control, Explanation, disagree
 
 Policy = Literal["minimal", "random", "all", "none"]
-MAX_EXPLANATIONS = 12
+MAX_EXPLANATIONS = 16
 MAX_CONTROLS = 64
 
 
@@ -40,7 +40,7 @@ def minimal(
   Raises:
     IndistinguishableError: Even all controls together leave some pairs unseparated; the
       message names them.
-    ValueError: More than 12 explanations or 64 controls, or a repeated name.
+    ValueError: More than 16 explanations or 64 controls, or a repeated name.
   """
   _check_sizes(explanations, controls)
   everything = (1 << (len(explanations) * (len(explanations) - 1) // 2)) - 1

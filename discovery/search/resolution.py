@@ -6,9 +6,10 @@ Paper: Appendix "Controlled Experiments and Program Updates", Eq. residual-compi
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from mxjax.discovery.core import verdict
+from mxjax.discovery.core import identity, verdict
 from mxjax.discovery.core.proposal import Demand
 from mxjax.discovery.core.residual import (
+  OTHER_TEXT,
   PRIMARY,
   Residual,
   Symbol,
@@ -45,7 +46,7 @@ def symbols(
 def skip_pointless(task: Task, history: History, attempt: Attempt) -> None:
   """Skips controls that separate no explanations left by what has run.
 
-  A candidate that executes as its parent has its verdict without any.
+  A candidate that executes or comes out as its parent has its verdict without any.
   """
   if attempt.packet.policy != "minimal":
     return
@@ -60,9 +61,9 @@ def _pointless(task: Task, attempt: Attempt) -> frozenset[str]:
   waiting = registered - attempt.outcomes.keys()
   if not waiting:
     return frozenset()
-  if packet.conditions[0].exec_id == attempt.parent.exec_id:
-    return frozenset(registered)
   seen = observed(task, attempt)
+  if _is_equivalent(attempt, seen.get(PRIMARY, {})):
+    return frozenset(registered)
   left = [
     account
     for account in packet.explanations
@@ -88,6 +89,25 @@ def observed(task: Task, attempt: Attempt) -> dict[str, dict[str, Symbol]]:
       before = {**attempt.parent.values, **(again.values if again else {})}
       seen[name] = symbols(task, before, outcome)
   return seen
+
+
+def shuffle_tests(attempts: Iterable[Attempt], changes: list[float], seed: int) -> None:
+  """Placebo: another text shows of a candidate a change drawn from all so far.
+
+  `changes` holds what it showed of earlier ones beside their parents, and receives what
+  it shows of these.
+  """
+  for attempt in attempts:
+    ids, tested = (attempt.packet.parent, attempt.packet.program), attempt.tested
+    if tested.keys() == {*ids}:
+      before, after = (tested[program] for program in ids)
+      changes.append(after - before)
+      drawn = identity.pick(changes, seed, len(changes), "shuffled test")
+      shown = {OTHER_TEXT: before + drawn}
+      names = {c.name for c in attempt.conditions("test")} - attempt.of_parents
+      for name in names:
+        outcome = attempt.outcomes[name]
+        attempt.outcomes[name] = dataclasses.replace(outcome, values=shown)
 
 
 def _is_equivalent(attempt: Attempt, seen: dict[str, Symbol]) -> bool:

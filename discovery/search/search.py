@@ -46,9 +46,8 @@ class Search:
     proxy: CachedEvaluator | None = None,
   ) -> None:
     """Sets up a run; `transfer` judges improvements, `proxy` measures for a screen."""
-    self._transfer = transfer
     self._config, self._evaluator = config, evaluator
-    self._proposer, self._store = proposer, store
+    self._proposer, self._store, self._transfer = proposer, store, transfer
     self._task = evaluator.task
     self.ledger = config.ledger()
     self.programs = frontier.ExecutableFrontier(self._task.target, config.frontier)
@@ -59,6 +58,7 @@ class Search:
     self._screen = Screen(proxy, config.screen, self.history.proxies)
     self._records: dict[str, Record] = {}
     self._findings: list[verdict.Finding] = []
+    self._shown: list[float] = []
     self._exhausted: set[str] = set()
     self._round = self._proposals = self._improved = 0
 
@@ -95,8 +95,8 @@ class Search:
   @property
   def is_spent(self) -> bool:
     """Whether nothing is left for a candidate: no call, or no token or money."""
-    left = min(self.ledger.left, self.ledger.left_for("candidate"))
-    return left <= 0 or bool(self.ledger.overspent)
+    ledger = self.ledger
+    return min(ledger.left, ledger.left_for("candidate")) <= 0 or bool(ledger.overspent)
 
   @property
   def ended(self) -> str:
@@ -154,7 +154,7 @@ class Search:
           raise
         # What is registered runs; the next round meets the end again.
         break
-      # Compile the cheapest controls that separate the explanations; freeze the packet.
+      # Compile the cheapest controls that separate them; freeze the packet.
       if (attempt := self._freeze(selection, proposal)) is not None:
         attempts.append(attempt)
     self._round += 1
@@ -169,8 +169,6 @@ class Search:
       self._compile(attempt, record, finding, checks)
       self.history.mark(self.ledger.spent, self._records.values())
     self.ledger.release()
-
-  # Select and propose.
 
   def _propose(self, address: tuple[int, int]) -> tuple[Selection, Proposal]:
     """Returns the first parent with something left to propose, and the proposal.
@@ -275,6 +273,8 @@ class Search:
         for attempt in alive:
           resolution.skip_pointless(self._task, self.history, attempt)
       self._run_conditions(alive, stage)
+      if self._config.shuffled_verdicts and stage == "test":
+        resolution.shuffle_tests(alive, self._shown, self._config.seed)
     for attempt in alive:
       self.programs.test(attempt.tested)
 

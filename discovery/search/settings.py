@@ -28,7 +28,8 @@ class SearchConfig:
     sequential: Whether to skip registered controls that separate no two explanations
       left by the primary run. The paper runs them all.
     parents: `frontier`, or `initial`: every proposal revises the initial program.
-    shuffled_verdicts: Placebo: replaces each finding by one drawn from all so far.
+    shuffled_verdicts: Placebo: replaces each finding by one drawn from all so far, and
+      likewise what a control shows on another text, which decides what a gain counts.
     allocation: Calls for each of `ledger.KINDS`, or None: any kind may use the budget.
     corruption: Placebo: rate at which predicted symbols are redrawn.
     revise_retired: Whether a program whose own change a verdict retired is revised

@@ -3,15 +3,17 @@
 import dataclasses
 import itertools
 import tomllib
+import types
 
 import pytest
 
 from mxjax.discovery.audit import verify
 from mxjax.discovery.core import candidate_source, store
-from mxjax.discovery.core.proposal import Proposal
-from mxjax.discovery.core.residual import PRIMARY, Control, Explanation
+from mxjax.discovery.core.proposal import Experiment, Proposal
+from mxjax.discovery.core.residual import OTHER_TEXT, PRIMARY, Control, Explanation
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.proposers.expressions import experiment, source, variation
+from mxjax.discovery.proposers.expressions import proposer as proposer_
 from mxjax.discovery.proposers.expressions.grammar import Grammar, Node
 from mxjax.discovery.proposers.expressions.proposer import PREFIX, ExpressionProposer
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
@@ -325,3 +327,14 @@ def test_a_control_that_is_a_program_is_verified_like_any_other(tmp_path):
   run(folder, task, proposer, **config)
   audit = verify.verify(folder, 9)
   assert (audit.executed, audit.complaints) == (3, ())
+
+
+def test_what_another_text_shows_stands_in_the_place_of_the_score():
+  def worth(shown, evidence):
+    told = {OTHER_TEXT: {OTHER_TEXT: shown}}
+    past = Experiment("a", "b", "tree:x", "", "ok", {}, gain=True, observed=told)
+    return proposer_._worth(past, types.SimpleNamespace(evidence=evidence))
+
+  symbols = ("down", "same", "up")
+  assert [worth(shown, "verdict") for shown in symbols] == [1.0, 0.0, -1.0]
+  assert {worth(shown, "reflect") for shown in symbols} == {1.0}

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from mxjax.discovery.core.proposal import Context, Experiment, ProposerError, Record
-from mxjax.discovery.proposers import endpoint, human, llm, prompt
+from mxjax.discovery.core.residual import OTHER_TEXT
+from mxjax.discovery.proposers import embedded, endpoint, human, llm, prompt
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
 from mxjax.discovery.tasks import world
 from tests.discovery import searching
@@ -208,3 +209,15 @@ def test_the_embedded_proposer_repeats_itself_exactly():
   ]
   told = context(history)
   assert proposer.propose(told) == proposer.propose(told)
+
+
+def test_what_another_text_shows_stands_in_the_place_of_a_gain():
+  def gained(shown, evidence):
+    observed = {OTHER_TEXT: {OTHER_TEXT: shown}}
+    past = dataclasses.replace(experiment(1, gain=True), observed=observed)
+    read = embedded._Past([past], "loss", {}, evidence)
+    return read.gained(past), read.gains[""], read.best > 0.05
+
+  assert gained("down", "verdict") == (True, [True], False)
+  assert gained("same", "verdict") == gained("up", "verdict") == (False, [False], False)
+  assert gained("same", "reflect") == (True, [True], True)

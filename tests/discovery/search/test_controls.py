@@ -122,7 +122,7 @@ def test_a_control_costs_at_least_one_call(cost):
 
 
 def test_sizes_beyond_exact_search_are_refused():
-  many = [Explanation(f"e{i}", "", {PRIMARY: {"x": "up"}}) for i in range(13)]
+  many = [Explanation(f"e{i}", "", {PRIMARY: {"x": "up"}}) for i in range(17)]
   with pytest.raises(ValueError, match="at most"):
     controls.minimal(many, [])
   twice = [Control("c", {}), Control("c", {})]

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from mxjax.discovery.core import store
+from mxjax.discovery.core.edit_templates import MISLED
 from mxjax.discovery.core.residual import (
   OTHER_TEXT,
   PRIMARY,
@@ -71,7 +72,7 @@ def test_a_lucky_gain_is_found_out_and_counts_for_nothing(tmp_path):
   assert verdict["observed"][PRIMARY]["loss"] == "down"
   assert verdict["observed"][OTHER_TEXT] == {OTHER_TEXT: "same"}
   assert verdict["survivors"] == ["luck"]
-  assert verdict["verdict"] == "target_only"
+  assert verdict["verdict"] == "mediator_only", "a gain is one on the other text"
   assert OF_PARENT not in verdict["observed"]
   # Nothing is asked any more of a gain that is none.
   assert [e["condition"] for e in events["outcome"]] == [
@@ -98,9 +99,36 @@ def test_a_gain_that_holds_is_asked_why_and_counts(tmp_path):
   assert running.programs.best.id == events["program"][-1]["program"]
 
 
-def test_what_leaves_the_score_as_it_is_needs_no_other_text(tmp_path):
-  _, events = run(tmp_path, edit("idle"))
+def test_what_comes_out_as_its_parent_needs_no_other_text(tmp_path):
+  again = lambda told: dataclasses.replace(
+    edit("idle")(told), source=told.parent.source + "\n# as it was\n"
+  )
+  _, events = run(tmp_path, again)
   assert [e["condition"] for e in events["outcome"]] == [PRIMARY, PRIMARY]
+  assert [e["verdict"] for e in events["verdict"]] == ["no_effect"]
+
+
+def test_a_change_that_the_score_does_not_show_is_asked_of_the_other_text(tmp_path):
+  _, events = run(tmp_path, edit("idle"))
+  assert [e["condition"] for e in events["outcome"]][2:] == [OF_PARENT, OTHER_TEXT]
+
+
+def test_shuffled_verdicts_shuffle_what_another_text_shows(tmp_path):
+  script = edit("lucky"), edit("right"), edit("lucky", TASK.sites[6:])
+  config = {"parents": "initial", "shuffled_verdicts": True}
+  running, events = run(tmp_path, *script, **config)
+  shown = [e["values"] for e in events["outcome"] if e["condition"] == OTHER_TEXT]
+  before = next(
+    e["values"][OTHER_TEXT] for e in events["outcome"] if e["condition"] == OF_PARENT
+  )
+  changes = [values[OTHER_TEXT] - before for values in shown]
+  assert len({round(change, 6) for change in changes}) == len(changes) == 3
+  believed = [
+    running.programs._tested[e["program"]] - before for e in events["program"][1:]
+  ]
+  assert believed[0] == pytest.approx(changes[0])
+  assert all(min(abs(b - c) for c in changes) < 1e-9 for b in believed)
+  assert believed != pytest.approx(changes)
 
 
 def test_a_parent_is_scored_on_the_other_text_once(tmp_path):
@@ -142,17 +170,21 @@ def test_the_accounts_of_every_gain_are_told_apart_from_luck():
     added = {e.name for e in template.explanations} - {
       e.name for e in plain.explanations
     }
-    assert added == {"luck", "overfit", "unlucky", "unfit"}
+    assert added == {account[0] for account in MISLED}
     chosen = controls.minimal(template.explanations, template.controls)
     assert OTHER_TEXT in {control.name for control in chosen}
     left = {e.name for e in template.contested().explanations}
     assert added & left == {"luck", "overfit"}
 
 
-def needed(account, **seen):
+EXCESS = TASK.edit_templates[0].residual
+
+
+def needed(account, *more, **seen):
   """Names the controls that what a primary run shows leaves worth running."""
   plain = TASK.edit_templates[0]
-  template = plain.with_luck("loss")
+  every = (*plain.explanations, *more)
+  template = dataclasses.replace(plain, explanations=every).with_luck("loss")
   names = {"loss": "loss", "residual": plain.residual}
   observed = {names[name]: moves for name, moves in seen.items()}
   left = [e for e in template.explanations if consistent(e.predicts(PRIMARY), observed)]
@@ -160,22 +192,24 @@ def needed(account, **seen):
   return {c.name for c in controls.minimal(left, template.controls)}
 
 
-def test_a_gain_is_tested_whatever_becomes_of_its_residual():
+def test_a_gain_that_some_account_but_luck_expects_is_tested():
+  elsewhere = Explanation("aside", "", {PRIMARY: {"loss": "down", EXCESS: "same"}})
   assert OTHER_TEXT in needed("luck", loss="down", residual="down")
-  assert OTHER_TEXT in needed("overfit", loss="down", residual="same")
-  assert OTHER_TEXT in needed("overfit", loss="down", residual="up")
+  assert needed("luck", elsewhere, loss="down", residual="same") == {OTHER_TEXT}
+  assert not needed("luck", elsewhere, loss="down", residual="up")
 
 
 def test_a_score_that_did_not_follow_its_residual_is_tested():
   assert needed("unfit", loss="up", residual="down") == {OTHER_TEXT}
-  assert not needed("harm", loss="up", residual="same")
+  assert needed("unfit aside", loss="up", residual="same") == {OTHER_TEXT}
+  assert not needed("harm", loss="up", residual="up")
 
 
 def test_other_text_contradicts_an_account_that_believes_the_score():
   template = TASK.edit_templates[0].with_luck("loss")
   shows = {e.name: e.predicts(OTHER_TEXT) for e in template.explanations}
   told = {name: row.get(OTHER_TEXT) for name, row in shows.items()}
-  assert told["unlucky"] == told["unfit"] == "down"
+  assert told["unlucky"] == told["unfit"] == told["unfit aside"] == "down"
   assert (told["luck"], told["overfit"]) == ("same", "up")
   assert told["right"] == told["lucky"] == told["drift"] == "down"
 
@@ -218,19 +252,24 @@ def test_a_skipped_control_is_not_what_a_later_stage_counts_on():
       *(condition(n, "control") for n in "abc"),
     ],
   )
-  outcome = lambda **values: types.SimpleNamespace(status=Status.OK, values=values)
+  primary = types.SimpleNamespace(
+    status=Status.OK, values={"loss": 0.0, "other": 1.0}, outputs={}
+  )
   attempt = types.SimpleNamespace(
     packet=packet,
+    outcome=primary,
     proposal=types.SimpleNamespace(controls=every),
-    parent=types.SimpleNamespace(exec_id="", values={"loss": 1.0, "other": 1.0}),
+    parent=types.SimpleNamespace(
+      exec_id="", values={"loss": 1.0, "other": 1.0}, outputs={}
+    ),
     of_parents=set(),
-    outcomes={PRIMARY: outcome(loss=0.0, other=1.0)},
+    outcomes={PRIMARY: primary},
     skipped=frozenset(),
   )
   task = types.SimpleNamespace(margins={"loss": 0.1, "other": 0.1})
   history = types.SimpleNamespace(emit=lambda name, **fields: None)
   resolution.skip_pointless(task, history, attempt)
   assert attempt.skipped == {"a"}
-  attempt.outcomes["b"] = outcome(loss=0.0, other=1.0)
+  attempt.outcomes["b"] = primary
   resolution.skip_pointless(task, history, attempt)
   assert attempt.skipped == {"a"}, "only c is left to tell x from y"
