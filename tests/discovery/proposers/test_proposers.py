@@ -6,7 +6,8 @@ import json
 import pytest
 
 from mxjax.discovery.core.proposal import Context, Experiment, ProposerError, Record
-from mxjax.discovery.core.residual import OTHER_TEXT
+from mxjax.discovery.core.residual import OTHER_TEXT, Explanation
+from mxjax.discovery.core.verdict import Verdict
 from mxjax.discovery.proposers import embedded, endpoint, human, llm, prompt
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
 from mxjax.discovery.tasks import world
@@ -221,3 +222,15 @@ def test_what_another_text_shows_stands_in_the_place_of_a_gain():
   assert gained("down", "verdict") == (True, [True], False)
   assert gained("same", "verdict") == gained("up", "verdict") == (False, [False], False)
   assert gained("same", "reflect") == (True, [True], True)
+
+
+def test_a_gain_that_is_no_luck_does_not_speak_against_its_family():
+  def refuted(predictions):
+    account = Explanation("focal", "", predictions)
+    past = dataclasses.replace(
+      experiment(1, gain=True), verdict=Verdict.TARGET_ONLY, explanations=(account,)
+    )
+    return embedded._Past([past], "loss", {}, "verdict").refuted
+
+  assert refuted({"primary": {"loss": "down"}}) == {""}
+  assert refuted({OTHER_TEXT: {OTHER_TEXT: "down"}}) == set()

@@ -15,6 +15,7 @@ from mxjax.discovery.core.residual import (
   consistent,
 )
 from mxjax.discovery.core.task import Status
+from mxjax.discovery.core.verdict import resolve
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
 from mxjax.discovery.search import controls, frontier, resolution, runs
 from mxjax.discovery.tasks import noisy_world
@@ -106,6 +107,15 @@ def test_what_comes_out_as_its_parent_needs_no_other_text(tmp_path):
   _, events = run(tmp_path, again)
   assert [e["condition"] for e in events["outcome"]] == [PRIMARY, PRIMARY]
   assert [e["verdict"] for e in events["verdict"]] == ["no_effect"]
+
+
+def test_a_gain_that_only_luck_explains_is_none():
+  template = TASK.edit_templates[0].with_luck("loss")
+  seen = {PRIMARY: {"loss": "down", EXCESS: "up"}}
+  told = {"is_safe": True, "is_equivalent": False}
+  finding = resolve(template.explanations, seen, "loss", **told)
+  assert finding.survivors == ("luck",)
+  assert finding.verdict == "no_effect"
 
 
 def test_a_change_that_the_score_does_not_show_is_asked_of_the_other_text(tmp_path):
