@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from mxjax.discovery.core import store
+from mxjax.discovery.core import candidate_source, store
 from mxjax.discovery.core.edit_templates import MISLED
 from mxjax.discovery.core.residual import (
   OTHER_TEXT,
@@ -101,12 +101,30 @@ def test_a_gain_that_holds_is_asked_why_and_counts(tmp_path):
 
 
 def test_what_comes_out_as_its_parent_needs_no_other_text(tmp_path):
-  again = lambda told: dataclasses.replace(
-    edit("idle")(told), source=told.parent.source + "\n# as it was\n"
-  )
+  code = f"def {TASK.sites[0]}(x):\n  return x + 0 * x\n"
+
+  def again(told):
+    source = candidate_source.with_functions(told.parent.source, code)
+    return dataclasses.replace(edit("idle")(told), source=source)
+
   _, events = run(tmp_path, again)
   assert [e["condition"] for e in events["outcome"]] == [PRIMARY, PRIMARY]
+  first, second = (e["exec_id"] for e in events["outcome"])
+  assert first != second, "they lower to different programs"
   assert [e["verdict"] for e in events["verdict"]] == ["no_effect"]
+
+
+def test_a_gain_is_one_on_the_other_text():
+  template = TASK.edit_templates[0].with_luck("loss")
+
+  def verdict(scored, shown):
+    seen = {PRIMARY: {"loss": scored, EXCESS: "down"}, OTHER_TEXT: {OTHER_TEXT: shown}}
+    told = {"is_safe": True, "is_equivalent": False}
+    finding = resolve(template.explanations, seen, "loss", **told)
+    return *finding.survivors, finding.verdict
+
+  assert verdict("down", "up") == ("overfit", "mediator_only")
+  assert verdict("up", "down") == ("unfit", "target_only")
 
 
 def test_a_gain_that_only_luck_explains_is_none():
