@@ -90,7 +90,7 @@ proposals came from one, did not take the change back, and were used up long bef
 calls.
 """
 # An earlier plan, of trees with a free proxy and a held-out model of another family,
-# began seeds 211 and 215. Where the proxy leads, a score's luck costs little.
+# began seeds 211 and 215.
 TUNED = (1, 2, 3, 11, 12, 21, 22, 211, 215, 900, 901, 902, 903)
 TUNED_IN_WORLDS = (31, 32, 33, 101, 102)
 
@@ -121,10 +121,13 @@ def results_of(world):
 
 @contextlib.contextmanager
 def locked(path):
-  """Holds a file for one of several processes that add to it."""
-  with open(path.with_suffix(".lock"), "w") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
+  """Holds a file's folder for one of several processes that add to the file."""
+  folder = os.open(path.parent, os.O_RDONLY)
+  try:
+    fcntl.flock(folder, fcntl.LOCK_EX)
     yield
+  finally:
+    os.close(folder)
 
 
 def read(path, frozen):
@@ -140,11 +143,8 @@ def measured(held, name, seeds, options):
   start = time.perf_counter()
   tell = lambda line: print(line, flush=True)
   results = study.conduct(held, name, tell, seeds=seeds)
-  made = held.options
   return {
-    "command": f"python benchmarks/discovery_studies.py {options.world} {name} "
-    f"--seeds {' '.join(map(str, made.seeds))} --budget {made.budget}"
-    + (f" --only {' '.join(map(str, options.only))}" if options.only else ""),
+    "command": command(held.options, options.world, name, results["seeds"]),
     "date": datetime.date.today().isoformat(),
     "cpu": common.cpu(),
     "versions": {
@@ -157,7 +157,15 @@ def measured(held, name, seeds, options):
   }
 
 
-def merged(before, record):
+def command(made, world, name, seeds):
+  """Returns what gives the results of these seeds."""
+  listed = lambda numbers: " ".join(map(str, numbers))
+  only = "" if tuple(seeds) == made.seeds else f" --only {listed(seeds)}"
+  told = f"--seeds {listed(made.seeds)} --budget {made.budget}"
+  return f"python benchmarks/discovery_studies.py {world} {name} {told}{only}"
+
+
+def merged(before, record, made, world):
   """Returns the record with the seeds that an earlier one holds beside its own."""
   if before is None:
     return record
@@ -170,13 +178,10 @@ def merged(before, record):
     "landmarks": by_seed(old["landmarks"], new["landmarks"]),
     "runs": {arm: by_seed(old["runs"][arm], runs) for arm, runs in new["runs"].items()},
   }
-  command = record["command"].partition(" --only")[0]
   seconds = before["seconds_of_this_call"] + record["seconds_of_this_call"]
-  if len(seeds) < len(PAYOFF_SEEDS):
-    command += f" --only {' '.join(map(str, seeds))}"
   return {
     **record,
-    "command": command,
+    "command": command(made, world, new["study"], seeds),
     "seconds_of_this_call": seconds,
     "results": results,
   }
@@ -209,7 +214,9 @@ def conduct(options):
       with locked(result):
         written = read(result, held.frozen)
         before = written["studies"].get(name)
-        written["studies"][name] = merged(before, record) if is_payoff else record
+        if is_payoff:
+          record = merged(before, record, made, options.world)
+        written["studies"][name] = record
         # One line a run keeps the file readable and its differences small.
         text = re.sub(r"\n {5,}", " ", json.dumps(written, indent=1))
         result.write_text(placeless(text, made.task) + "\n")

@@ -5,7 +5,13 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
-from mxjax.discovery.core.residual import Control, Explanation, Residual, Symbol
+from mxjax.discovery.core.residual import (
+  OTHER_TEXT,
+  Control,
+  Explanation,
+  Residual,
+  Symbol,
+)
 from mxjax.discovery.core.store import Store
 from mxjax.discovery.core.task import Call
 from mxjax.discovery.core.verdict import FORBIDDING
@@ -88,6 +94,11 @@ class Experiment:
   survivors: tuple[str, ...] = ()
   implemented: bool | None = None
   transfers: bool | None = None
+
+  @property
+  def shown(self) -> Symbol | None:
+    """How another text moved, if a control asked it and the arm may know."""
+    return self.observed.get(OTHER_TEXT, {}).get(OTHER_TEXT)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,13 +16,12 @@ from mxjax.discovery.core.edit_templates import EditTemplate, fingerprint, id_of
 from mxjax.discovery.core.proposal import (
   Context,
   Demand,
-  Evidence,
   ExhaustedError,
   Experiment,
   Proposal,
   ProposerError,
 )
-from mxjax.discovery.core.residual import OTHER_TEXT, Symbol
+from mxjax.discovery.core.residual import OTHER_TEXT
 from mxjax.discovery.core.verdict import Response, Verdict
 
 NAME = "embedded-v1"
@@ -61,9 +60,7 @@ class _Past:
     history: Sequence[Experiment],
     target: str,
     templates: Mapping[str, EditTemplate],
-    evidence: Evidence,
   ) -> None:
-    self._evidence = evidence
     self.trials: dict[str, list[Experiment]] = defaultdict(list)
     self.changes: dict[str, list[float]] = defaultdict(list)
     self.gains: dict[str, list[bool]] = defaultdict(list)
@@ -74,27 +71,16 @@ class _Past:
       template = id_of(experiment.label)
       change = experiment.changes.get(target, 0.0)
       self.trials[experiment.label].append(experiment)
-      if not self._shown(experiment):
+      if not experiment.shown:
         self.changes[template].append(change)
         self.best = max(self.best, -change)
       family = getattr(templates.get(template), "family", "")
       if experiment.status == "ok":
-        self.gains[family].append(self.gained(experiment))
+        self.gains[family].append(_gained(experiment))
       if experiment.verdict == Verdict.SUPPORTED:
         self.supported.add(family)
       elif experiment.verdict == Verdict.TARGET_ONLY and not _tests_luck(experiment):
         self.refuted.add(family)
-
-  def _shown(self, experiment: Experiment) -> Symbol | None:
-    """Returns how another text moved, if a control asked it and the arm may know."""
-    if self._evidence != "verdict":
-      return None
-    return experiment.observed.get(OTHER_TEXT, {}).get(OTHER_TEXT)
-
-  def gained(self, experiment: Experiment) -> bool:
-    """Whether an experiment gained: on another text, if a control asked it."""
-    shown = self._shown(experiment)
-    return experiment.gain if shown is None else shown == "down"
 
 
 class EmbeddedProposer:
@@ -108,7 +94,7 @@ class EmbeddedProposer:
 
   def propose(self, context: Context) -> Proposal:
     """See `Proposer.propose`."""
-    past = _Past(context.history, self._target, self._by_id, context.evidence)
+    past = _Past(context.history, self._target, self._by_id)
     options = self._options(context, past)
     if context.evidence == "none":
       return self._blind(options, context)
@@ -227,7 +213,7 @@ class EmbeddedProposer:
 def _score(option: _Option, context: Context, past: _Past) -> float:
   """Adds prior, optimism and the terms that the arm's evidence allows."""
   prior = identity.draw(context.seed, option.label, "prior")
-  wins = sum(map(past.gained, option.trials))
+  wins = sum(map(_gained, option.trials))
   score = 0.05 * prior + OPTIMISM / (1 + len(option.trials))
   score += 0.3 * (wins - (len(option.trials) - wins))
   if context.evidence in ("text", "reflect", "verdict"):
@@ -239,7 +225,7 @@ def _score(option: _Option, context: Context, past: _Past) -> float:
     if siblings := past.gains.get(option.template.family):
       score += 0.2 * (2 * sum(siblings) / len(siblings) - 1)
     score -= 0.5 * any(
-      not past.gained(e) and e.parent == context.parent.id for e in option.trials
+      not _gained(e) and e.parent == context.parent.id for e in option.trials
     )
   if context.evidence == "verdict":
     # An idea that a control bore out goes first, one that it unmasked goes last.
@@ -247,6 +233,11 @@ def _score(option: _Option, context: Context, past: _Past) -> float:
     score += (family in past.supported) - (family in past.refuted)
   where = (context.seed, *context.address, option.label, "explore")
   return score + 0.1 * identity.draw(*where)
+
+
+def _gained(experiment: Experiment) -> bool:
+  """Whether an experiment gained: on another text, if a control asked it."""
+  return experiment.gain if experiment.shown is None else experiment.shown == "down"
 
 
 def _tests_luck(experiment: Experiment) -> bool:

@@ -22,6 +22,8 @@ class History:
 
   Attributes:
     proxies: The last proxy of each program relative to its parent's.
+    shown: What another text showed of candidates beside their parents, in order; only
+      the placebo that shuffles verdicts keeps it.
   """
 
   def __init__(
@@ -30,6 +32,7 @@ class History:
     """Starts empty; the champion has the lowest `rank`."""
     self.experiments: list[Experiment] = []
     self.proxies: dict[str, float | None] = {}
+    self.shown: list[float] = []
     self.on_event: OnEvent | None = None
     self._store, self._task, self._every = store, task, mark_every
     self._marked, self._rank = 0, rank

@@ -91,18 +91,15 @@ def observed(task: Task, attempt: Attempt) -> dict[str, dict[str, Symbol]]:
   return seen
 
 
-def shuffle_tests(attempts: Iterable[Attempt], changes: list[float], seed: int) -> None:
-  """Placebo: another text shows of a candidate a change drawn from all so far.
-
-  `changes` holds what it showed of earlier ones beside their parents, and receives what
-  it shows of these.
-  """
+def shuffle_tests(attempts: Iterable[Attempt], history: History, seed: int) -> None:
+  """Placebo: another text shows of a candidate a change drawn from all so far."""
   for attempt in attempts:
     ids, tested = (attempt.packet.parent, attempt.packet.program), attempt.tested
     if tested.keys() == {*ids}:
       before, after = (tested[program] for program in ids)
-      changes.append(after - before)
-      drawn = identity.pick(changes, seed, len(changes), "shuffled test")
+      history.shown.append(after - before)
+      where = (seed, len(history.shown), "shuffled test")
+      drawn = identity.pick(history.shown, *where)
       shown = {OTHER_TEXT: before + drawn}
       names = {c.name for c in attempt.conditions("test")} - attempt.of_parents
       for name in names:

@@ -58,7 +58,6 @@ class Search:
     self._screen = Screen(proxy, config.screen, self.history.proxies)
     self._records: dict[str, Record] = {}
     self._findings: list[verdict.Finding] = []
-    self._shown: list[float] = []
     self._exhausted: set[str] = set()
     self._round = self._proposals = self._improved = 0
 
@@ -95,8 +94,8 @@ class Search:
   @property
   def is_spent(self) -> bool:
     """Whether nothing is left for a candidate: no call, or no token or money."""
-    ledger = self.ledger
-    return min(ledger.left, ledger.left_for("candidate")) <= 0 or bool(ledger.overspent)
+    left = min(self.ledger.left, self.ledger.left_for("candidate"))
+    return left <= 0 or bool(self.ledger.overspent)
 
   @property
   def ended(self) -> str:
@@ -154,7 +153,7 @@ class Search:
           raise
         # What is registered runs; the next round meets the end again.
         break
-      # Compile the cheapest controls that separate them; freeze the packet.
+      # Compile the cheapest controls that separate the explanations; freeze the packet.
       if (attempt := self._freeze(selection, proposal)) is not None:
         attempts.append(attempt)
     self._round += 1
@@ -169,6 +168,8 @@ class Search:
       self._compile(attempt, record, finding, checks)
       self.history.mark(self.ledger.spent, self._records.values())
     self.ledger.release()
+
+  # Select and propose.
 
   def _propose(self, address: tuple[int, int]) -> tuple[Selection, Proposal]:
     """Returns the first parent with something left to propose, and the proposal.
@@ -274,7 +275,7 @@ class Search:
           resolution.skip_pointless(self._task, self.history, attempt)
       self._run_conditions(alive, stage)
       if self._config.shuffled_verdicts and stage == "test":
-        resolution.shuffle_tests(alive, self._shown, self._config.seed)
+        resolution.shuffle_tests(alive, self.history, self._config.seed)
     for attempt in alive:
       self.programs.test(attempt.tested)
 

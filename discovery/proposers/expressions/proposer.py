@@ -19,7 +19,6 @@ from mxjax.discovery.core.proposal import (
   Experiment,
   Proposal,
 )
-from mxjax.discovery.core.residual import OTHER_TEXT
 from mxjax.discovery.core.verdict import Response, Verdict
 from mxjax.discovery.proposers.embedded import EmbeddedProposer
 from mxjax.discovery.proposers.expressions import experiment, source, variation
@@ -204,9 +203,9 @@ def _values(context: Context) -> dict[tuple[str, str], list[float]]:
 
 def _worth(past: Experiment, context: Context) -> float:
   worth = 1.0 if past.gain else -1.0
-  if context.evidence == "verdict" and (shown := past.observed.get(OTHER_TEXT)):
+  if past.shown:
     # What a control shows on another text stands in the place of the score.
-    worth = {"down": 1.0, "same": 0.0, "up": -1.0}[shown[OTHER_TEXT]]
+    worth = {"down": 1.0, "same": 0.0, "up": -1.0}[past.shown]
   if past.proxy is not None:
     # A tenth less is as good as a gain; a program that is much worse is no worse yet.
     worth = worth / 2 + min(max(10 * (1 - past.proxy), -1.0), 1.0)

@@ -9,7 +9,7 @@ import pytest
 
 from mxjax.discovery.audit import verify
 from mxjax.discovery.core import candidate_source, store
-from mxjax.discovery.core.proposal import Experiment, Proposal
+from mxjax.discovery.core.proposal import Experiment, Proposal, strip
 from mxjax.discovery.core.residual import OTHER_TEXT, PRIMARY, Control, Explanation
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.proposers.expressions import experiment, source, variation
@@ -333,6 +333,7 @@ def test_what_another_text_shows_stands_in_the_place_of_the_score():
   def worth(shown, evidence):
     told = {OTHER_TEXT: {OTHER_TEXT: shown}}
     past = Experiment("a", "b", "tree:x", "", "ok", {}, gain=True, observed=told)
+    past = strip(past, evidence)
     return proposer_._worth(past, types.SimpleNamespace(evidence=evidence))
 
   symbols = ("down", "same", "up")

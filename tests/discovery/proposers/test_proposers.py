@@ -5,7 +5,13 @@ import json
 
 import pytest
 
-from mxjax.discovery.core.proposal import Context, Experiment, ProposerError, Record
+from mxjax.discovery.core.proposal import (
+  Context,
+  Experiment,
+  ProposerError,
+  Record,
+  strip,
+)
 from mxjax.discovery.core.residual import OTHER_TEXT, Explanation
 from mxjax.discovery.core.verdict import Verdict
 from mxjax.discovery.proposers import embedded, endpoint, human, llm, prompt
@@ -216,8 +222,9 @@ def test_what_another_text_shows_stands_in_the_place_of_a_gain():
   def gained(shown, evidence):
     observed = {OTHER_TEXT: {OTHER_TEXT: shown}}
     past = dataclasses.replace(experiment(1, gain=True), observed=observed)
-    read = embedded._Past([past], "loss", {}, evidence)
-    return read.gained(past), read.gains[""], read.best > 0.05
+    past = strip(past, evidence)
+    read = embedded._Past([past], "loss", {})
+    return embedded._gained(past), read.gains[""], read.best > 0.05
 
   assert gained("down", "verdict") == (True, [True], False)
   assert gained("same", "verdict") == gained("up", "verdict") == (False, [False], False)
@@ -230,7 +237,7 @@ def test_a_gain_that_is_no_luck_does_not_speak_against_its_family():
     past = dataclasses.replace(
       experiment(1, gain=True), verdict=Verdict.TARGET_ONLY, explanations=(account,)
     )
-    return embedded._Past([past], "loss", {}, "verdict").refuted
+    return embedded._Past([past], "loss", {}).refuted
 
   assert refuted({"primary": {"loss": "down"}}) == {""}
   assert refuted({OTHER_TEXT: {OTHER_TEXT: "down"}}) == set()

@@ -126,7 +126,7 @@ def test_an_idea_goes_first_or_last_by_its_verdict(verdict, family, tmp_path):
     context = dataclasses.replace(
       running.context(selection, "verdict"), history=(history(told),)
     )
-    past = embedded._Past(context.history, "loss", proposer._by_id, context.evidence)
+    past = embedded._Past(context.history, "loss", proposer._by_id)
     seen.append(embedded._score(option, context, past))
   kept.close()
   assert seen[1] - seen[0] == pytest.approx(family)
