@@ -53,15 +53,16 @@ PARTS = {
   "ablations": "stages,discrete,progression,components,recovery",
   "details": "geometry,rules,local,edits,fresh,encoding,storage",
   "seeds": "seeds",
-  "parts-seeds": "components-seeds,recovery-seeds,encoding-seeds",
+  "components-seeds": "components-seeds",
+  "recovery-seeds": "recovery-seeds,encoding-seeds",
   "costs": "rule-cost,cost",
   "predictions": "predictions",
   "readings": "readings",
 }
 """The paper's tables, a result each: whole methods, what the parts of HiRes are worth
 on tasks, what they do to linears and memory, what several calibration draws tell of
-HiRes and WUSH, and of the parts, the times, which want a machine without other work
-from the first build on, hires-next, and what the paper leaves open."""
+HiRes and WUSH, of K and D, and of recovery, the times, which want a machine without
+other work from the first build on, hires-next, and what the paper leaves open."""
 DRAWN = ("ablations", "details", "readings")
 """Parts that the trained models have of all draws; learned baselines take too long."""
 RULES = ("floor", "even", "rceil")

@@ -75,26 +75,30 @@ def matches(item, parts):
   return any(part in item.nodeid for part in parts)
 
 
-PLAIN = "--xla_cpu_use_fusion_emitters=false"
-"""A flag of XLA with which small programs compile in half of the time.
+USERS = {
+  "xla_cpu_use_fusion_emitters": True,
+  "xla_cpu_parallel_codegen_split_count": 32,
+}
+"""XLA's defaults of two flags without which small programs compile in half of the time.
 
-XLA reads its flags once in a process, and processes that tests start inherit them, so
-that they find what this one compiled. JAX 0.11 no longer has the flag.
+One splits a program for several threads, which costs more than a small one gains. XLA
+reads its flags once in a process, and processes that tests start inherit them, so that
+they find what this one compiled. JAX 0.11 no longer has the first.
 """
+PLAIN = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
-# A worker of pytest-xdist inherits the flag, too.
+# A worker of pytest-xdist inherits the flags, too.
 FLAGS = os.environ.get("XLA_FLAGS", "").replace(PLAIN, "").strip()
-HAS_FLAG = jax.__version_info__ < (0, 11)
-WITH_PLAIN = f"{FLAGS} {PLAIN}".strip() if HAS_FLAG else FLAGS
+HAS_FLAGS = jax.__version_info__ < (0, 11)
+WITH_PLAIN = f"{FLAGS} {PLAIN}".strip() if HAS_FLAGS else FLAGS
 os.environ["XLA_FLAGS"] = WITH_PLAIN
 
 
 def compile_options(*arguments, **options):
-  """JAX's options of a program, with emitters if the test is of users' programs."""
+  """JAX's options of a program, with users' flags if the test is of their programs."""
   made = jax_compile_options(*arguments, **options)
-  if HAS_FLAG and not jax.config.read("jax_disable_most_optimizations"):
-    own = ("xla_cpu_use_fusion_emitters", True)
-    made.env_option_overrides = [*made.env_option_overrides, own]
+  if HAS_FLAGS and not jax.config.read("jax_disable_most_optimizations"):
+    made.env_option_overrides = [*made.env_option_overrides, *USERS.items()]
   return made
 
 
