@@ -163,10 +163,11 @@ class Search:
       record = self._retain(attempt)
       # Resolve the residual and verify the required response.
       finding = self._resolve(attempt)
-      checks = self._verify(attempt)
+      checks = resolution.verify(self._evaluator, self.history, attempt)
       # Open the next intervention space: the responses that later programs owe.
       self._compile(attempt, record, finding, checks)
-      self.history.mark(self.ledger.spent, self._records.values())
+    # A mark holds for all that had run by then, so it waits for the whole round.
+    self.history.mark(self.ledger.spent, self._records.values())
     self.ledger.release()
 
   # Select and propose.
@@ -285,7 +286,7 @@ class Search:
     for (attempt, condition), outcome in zip(pairs, outcomes, strict=True):
       attempt.outcomes[condition.name] = outcome
 
-  # Retain, resolve, verify, compile.
+  # Retain, resolve, compile.
 
   def _retain(self, attempt: Attempt) -> Record | None:
     """Records a safe candidate and offers it to the frontier."""
@@ -357,17 +358,6 @@ class Search:
       **dataclasses.asdict(finding),
     )
     return finding
-
-  def _verify(self, attempt: Attempt) -> dict[str, bool]:
-    """Returns by packet whether each demand reached the executed computation."""
-    met = {}
-    for demand in attempt.demands:
-      check = resolution.check(self._evaluator, attempt, demand)
-      about = {"response_to": demand.packet, "response": demand.response}
-      fields = {"packet": attempt.packet.hash, **about, **dataclasses.asdict(check)}
-      self.history.emit("check", **fields)
-      met[demand.packet] = check.implemented
-    return met
 
   def _compile(
     self,
