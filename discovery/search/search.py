@@ -320,7 +320,10 @@ class Search:
     self._store.put_bytes("programs", f"{prepared.id}.py", prepared.source.encode())
     before = self.programs.best.id if self.programs.records else ""
     is_retained = is_accepted and self.programs.retain(record)
-    self._records.setdefault(record.id, record)
+    known = self._records.setdefault(record.id, record)
+    if is_accepted and not known.is_accepted:
+      # The step from this parent improved both models, that from another did not.
+      self._records[record.id] = record
     self._screen.executed(record.id)
     opened = self.residuals.open(self._task.residuals(record.id, record.values))
     if self.programs.best.id != before:
