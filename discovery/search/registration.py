@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from mxjax.discovery.core import identity
-from mxjax.discovery.core.candidate_source import with_functions
+from mxjax.discovery.core.candidate_source import RejectedError, with_functions
 from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import Demand, Proposal, Record
@@ -356,8 +356,15 @@ def _controlled(
     ValueError: The control's program does not trace, or is the candidate or its parent.
   """
   own, intervention = prepared.full_call, dict(control.intervention)
+  if not intervention:
+    raise ValueError(
+      f"control {control.name}: expected an intervention, got none; name one."
+    )
   if intervention.get("kind") == "program":
-    source = with_functions(prepared.source, intervention["code"])
+    try:
+      source = with_functions(prepared.source, str(intervention.get("code", "")))
+    except RejectedError as error:
+      raise ValueError(f"control {control.name}: {error}") from error
     other = evaluator.prepare(source)
     same = {c.exec_id for c in _identities(evaluator, own, parent.full_call)}
     if other.call is None or _identities(evaluator, other.call)[0].exec_id in same:

@@ -59,6 +59,7 @@ class Search:
     self._records: dict[str, Record] = {}
     self._findings: list[verdict.Finding] = []
     self._exhausted: set[str] = set()
+    self._registered: set[str] = set()
     self._round = self._proposals = self._improved = 0
 
   def run(self, on_event: Callable[[dict[str, Any]], None] | None = None) -> Record:
@@ -256,8 +257,10 @@ class Search:
     except ValueError as error:
       return refuse("indistinguishable", str(error))
     packet = attempt.packet
-    if all(self.ledger.ran(c.exec_id) for c in packet.conditions):
+    is_old = all(self.ledger.ran(c.exec_id) for c in packet.conditions)
+    if is_old or packet.hash in self._registered:
       return refuse("duplicate", "everything in it ran before")
+    self._registered.add(packet.hash)
     self.ledger.reserve(self.ledger.price(packet.conditions))
     self._store.put_bytes("programs", f"{prepared.id}.py", proposal.source.encode())
     words = {"label": proposal.label, "note": proposal.note}
