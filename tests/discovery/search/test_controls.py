@@ -128,3 +128,17 @@ def test_sizes_beyond_exact_search_are_refused():
   twice = [Control("c", {}), Control("c", {})]
   with pytest.raises(ValueError, match="distinct"):
     controls.minimal(many[:2], twice)
+
+
+def test_a_question_that_would_fill_the_memory_is_refused():
+  """A model may register controls that separate a pair each: 2**n sets of them."""
+  pairs = [*itertools.combinations(range(7), 2)][:18]
+  predicted = lambda number: {
+    f"c{n}": {"x": "down" if number == pair[0] else "up"}
+    for n, pair in enumerate(pairs)
+    if number in pair
+  }
+  accounts = [Explanation(f"e{i}", "", predicted(i)) for i in range(7)]
+  allowed = [Control(f"c{n}", {"kind": "c"}) for n in range(len(pairs))]
+  with pytest.raises(ValueError, match="at most 65536 sets"):
+    controls.minimal(accounts, allowed)
