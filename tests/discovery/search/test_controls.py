@@ -121,6 +121,13 @@ def test_a_control_costs_at_least_one_call(cost):
     Control("c", {}, cost)
 
 
+@pytest.mark.parametrize("name", ["primary", "probe 1", "text of the parent"])
+def test_a_control_is_not_named_like_a_condition_of_ours(name):
+  # The outcome of one would take the place of the other's.
+  with pytest.raises(ValueError, match="expected a name other than"):
+    Control(name, {"kind": "text"})
+
+
 def test_sizes_beyond_exact_search_are_refused():
   many = [Explanation(f"e{i}", "", {PRIMARY: {"x": "up"}}) for i in range(17)]
   with pytest.raises(ValueError, match="at most"):
