@@ -56,7 +56,8 @@ def _story(
 ) -> Story:
   first = lambda kind: next((e for e in events if e["event"] == kind), None)
   body = packet["packet"]
-  skipped = first("skipped")
+  # Controls are skipped before either of the later stages of a round.
+  skipped = [name for e in events if e["event"] == "skipped" for name in e["controls"]]
   diff = candidate_source.diff(
     source(folder, body["parent"]),
     source(folder, body["program"]),
@@ -65,7 +66,7 @@ def _story(
   return Story(
     packet,
     tuple(e for e in events if e["event"] == "outcome"),
-    tuple(skipped["controls"]) if skipped else (),
+    tuple(skipped),
     first("verdict"),
     tuple(e for e in events if e["event"] == "check"),
     programs.get(body["program"]),

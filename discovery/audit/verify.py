@@ -59,23 +59,37 @@ def verify(folder: pathlib.Path, calls: int = 3, seed: int = 0) -> Verification:
     for event in outcomes
     if event["n"] <= packets[event["packet"]]["n"]
   ]
-  complaints += [
-    f"{path.name} is not the program of that identity"
-    for path in sources
-    if admit(path.read_text(), task.interface).id != path.stem
-  ]
+  broken = [path.stem for path in sources if not _is_program(path, task)]
+  complaints += [f"{name}.py is not the program of that identity" for name in broken]
+  named = {name for event in packets.values() for name in _programs(event)}
+  absent = named - {path.stem for path in sources}
+  complaints += [f"program {name[:12]} is not there" for name in sorted(absent)]
   charged, last = sum(e["charged"] for e in outcomes), events[-1]
   if last["event"] == "closed" and last["ledger"]["total"] != charged:
     complaints.append(f"the ledger says {last['ledger']['total']}, not {charged}")
   # Values on the transfer model are in no event.
   fine = [e for e in outcomes if e["status"] == "ok" and e["condition"] != TRANSFER]
   fine = [e for e in fine if e["kind"] != "probe"]
+  lost = absent | {*broken}
+  fine = [e for e in fine if not lost & _programs(packets[e["packet"]])]
   again = identity.shuffled(fine, seed, "verify")[:calls]
   if again:
     complaints += _execute(folder, options, task, packets, again)
   return Verification(
     len(events), len(packets), len(sources), charged, len(again), tuple(complaints)
   )
+
+
+def _is_program(path: pathlib.Path, task: task_.Task) -> bool:
+  try:
+    return admit(path.read_text(), task.interface).id == path.stem
+  except ValueError:
+    return False
+
+
+def _programs(event: Mapping[str, Any]) -> set[str]:
+  """Returns the program of a packet and its parent, if it has one."""
+  return {event["packet"]["program"], event["packet"]["parent"]} - {""}
 
 
 def _controls(

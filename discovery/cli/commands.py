@@ -17,14 +17,13 @@ from mxjax.discovery.audit import status as progress
 from mxjax.discovery.cli import config
 from mxjax.discovery.cli import study as studies
 from mxjax.discovery.cli.options import run_options
-from mxjax.discovery.core import edit_templates
+from mxjax.discovery.core import candidate_source, edit_templates
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.core.proposal import OutageError
 from mxjax.discovery.core.store import begun_events
 from mxjax.discovery.proposers import weighted
 from mxjax.discovery.sandbox import jail, supervisor
 from mxjax.discovery.search import runs
-from mxjax.discovery.search.search import SearchConfig
 from mxjax.discovery.studies.tables import Table
 from mxjax.discovery.tasks.ptq import margins, programs
 from mxjax.evaluation.cli.console import STDOUT, printable, say
@@ -41,6 +40,25 @@ def _with_margins(spec: dict[str, Any], start: str = "") -> dict[str, Any]:
     return spec
   say("measuring margins and thresholds of this contract, once")
   return dict(margins.calibrated(spec, start if start in programs.NAMES else ""))
+
+
+def _fitting(run_: runs.RunOptions) -> task_.Task:
+  """Returns the task of a run, before anything is written or paid for.
+
+  Raises:
+    ValueError: The task, budgets, proposer or initial program do not go together.
+  """
+  task, settings = task_.load(run_.task), run_.search
+  settings.ledger()
+  runs.make_proposer(run_, task)
+  if settings.screen is not None:
+    runs.proxy_of(task)
+  if settings.start:
+    try:
+      candidate_source.admit(settings.start, task.interface)
+    except candidate_source.RejectedError as error:
+      raise ValueError(f"discover: --start: {error}") from error
+  return task
 
 
 def study(options: argparse.Namespace) -> None:
@@ -67,7 +85,7 @@ def studied(options: argparse.Namespace) -> list[Table]:
 def plan(options: argparse.Namespace) -> None:
   """Implements `mxjax discover plan`, which measures two calls."""
   run_ = run_options(options)
-  task, config = task_.load(run_.task), SearchConfig(**run_.config)
+  task, config = _fitting(run_), run_.search
   deck = edit_templates.fingerprint(task.edit_templates)[:12]
   proposals = config.budget * config.proposals_per_call
   held_out = "nothing is scored on held-out data"
@@ -92,7 +110,7 @@ def plan(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> None:
   """Implements `mxjax discover run`."""
   run_, folder = run_options(options), pathlib.Path(options.out)
-  task_.load(run_.task)  # Before anything is written.
+  _fitting(run_)
   _probe(run_)
   spec = _with_margins(dict(run_.task), options.start)
   runs.write_options(folder, dataclasses.replace(run_, task=spec))

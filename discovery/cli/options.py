@@ -3,6 +3,7 @@
 import argparse
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from mxjax.discovery.core import task as task_
@@ -11,6 +12,16 @@ from mxjax.discovery.search import runs
 from mxjax.discovery.search.settings import SearchConfig
 from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER
 from mxjax.discovery.tasks.ptq import programs
+
+LLM = ("llm", "cassette")
+PROPOSERS: Mapping[str, tuple[str, ...]] = {
+  **dict.fromkeys(("endpoint", "endpoint_model", "endpoints", "prices"), LLM),
+  **dict.fromkeys(("reasoning_effort", "cassette", "tokenizer"), LLM),
+  **dict.fromkeys(("max_tokens", "max_cost"), LLM),
+  "answers": ("human",),
+  "contested_accounts": ("embedded", "expressions"),
+}
+"""Options that some proposers alone have, and which those are."""
 
 
 def run_options(options: argparse.Namespace) -> runs.RunOptions:
@@ -28,7 +39,13 @@ def run_options(options: argparse.Namespace) -> runs.RunOptions:
     "transfer": options.transfer_model,
     "dtype": options.dtype,
   }
-  spec |= {name: value for name, value in named.items() if value}
+  given = {name: value for name, value in named.items() if value}
+  if given and options.task in task_.WORLDS:
+    raise ValueError(
+      f"discover: expected no model or dtype for --task {options.task}, got "
+      f"{', '.join(map(str, given.values()))}; leave it out, or use --task ptq."
+    )
+  spec |= given
   config = {
     "seed": options.seed,
     "budget": options.budget,
@@ -79,15 +96,23 @@ def _proposer(options: argparse.Namespace) -> dict[str, Any]:
   """Returns the settings of the proposer.
 
   Raises:
-    ValueError: `llm` lacks its endpoint or model, or prices for a budget in dollars.
+    ValueError: What the proposer needs is absent, or what it would ignore is given.
   """
+  for name, kinds in PROPOSERS.items():
+    if getattr(options, name) and options.proposer not in kinds:
+      raise ValueError(
+        f"discover: --{name.replace('_', '-')} is for --proposer {' or '.join(kinds)}, "
+        f"got {options.proposer}; leave it out."
+      )
   proposer: dict[str, Any] = {"kind": options.proposer}
   if options.contested_accounts:
     proposer["contested"] = True
   if options.proposer == "human":
     proposer["folder"] = options.answers or "answers"
-  if options.proposer not in ("llm", "cassette"):
+  if options.proposer not in LLM:
     return proposer
+  if options.proposer == "cassette" and not options.cassette:
+    raise ValueError("discover: cassette needs --cassette, the file to replay.")
   single = {
     "base_url": options.endpoint,
     "model": options.endpoint_model,

@@ -38,7 +38,7 @@ FLAG = argparse.BooleanOptionalAction
 
 
 def amount(text: str) -> float:
-  """Returns a number of dollars, or of seconds.
+  """Returns a number of dollars or of seconds, or a share.
 
   Raises:
     ValueError: It is negative or not finite.
@@ -193,7 +193,7 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
   add("--width", type=whole, default=1, help="proposals made from one state")
   add(
     "--screen",
-    type=float,
+    type=amount,
     metavar="RATIO",
     help="measure the task's free proxy, and refuse candidates whose proxy is above "
     "RATIO of their parent's",
@@ -291,13 +291,13 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
   )
   add(
     "--gate",
-    type=float,
+    type=amount,
     default=0.7,
     help="share of the way from the initial program to the ideal, held out",
   )
   add(
     "--gate-at",
-    type=float,
+    type=amount,
     metavar="TARGET",
     help="a held-out target that counts as success beside the share",
   )

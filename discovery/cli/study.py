@@ -16,6 +16,15 @@ from mxjax.evaluation.cli.console import say
 SHARED = ("screen", "start", "proposals_per_call", "revise_retired")
 """Fields of `SearchConfig` that the command line sets for all arms of a study."""
 
+OWN: Mapping[str, Any] = {
+  "arm": "quantforge",
+  "width": 1,
+  "seed": 0,
+  "as_in_paper": False,
+  "holdout": "after",
+}
+"""Options of a run that a study sets itself, as they are if nobody gave them."""
+
 
 def options(
   parsed: argparse.Namespace, spec: Mapping[str, Any], run: runs.RunOptions
@@ -26,10 +35,14 @@ def options(
     ValueError: The sandbox is off for a proposer other than `embedded`; or an option is
       set that a study does not have.
   """
-  if (parsed.arm, parsed.width) != ("quantforge", 1):
+  if given := [
+    f"--{name.replace('_', '-')}" + f" {value}" * (value is not True)
+    for name, default in OWN.items()
+    if (value := getattr(parsed, name)) != default
+  ]:
     raise ValueError(
-      "study: a study has its own arms, of one proposal from each state; leave out "
-      f"--arm {parsed.arm} and --width {parsed.width}."
+      "study: a study has its own arms, of one proposal from each state, seeds, "
+      f"accounting and held-out marks; leave out {' and '.join(given)}."
     )
   proposer = run.proposer
   if proposer["kind"] != "embedded" and parsed.sandbox == "off":

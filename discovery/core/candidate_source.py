@@ -75,8 +75,7 @@ def admit(source: str, interface: Interface) -> CandidateSource:
   try:
     if (size := len(source.encode())) > MAX_BYTES:
       raise RejectedError(f"program: at most {MAX_BYTES} bytes, got {size}.")
-    tree = ast.parse(source)
-    _check_depth(tree)
+    tree = _parsed(source)
     compile(tree, "<candidate>", "exec", dont_inherit=True)
   except RejectedError:
     raise
@@ -105,6 +104,20 @@ def admit(source: str, interface: Interface) -> CandidateSource:
   _check_signatures(tree, interface)
   known = {name: text for name, text in hooks.items() if name in interface.names}
   return CandidateSource(source, plan, known)
+
+
+def _parsed(source: str) -> ast.Module:
+  """Returns the syntax tree of a source.
+
+  Raises:
+    RejectedError: It does not parse, or is nested too deep.
+  """
+  try:
+    tree = ast.parse(source)
+  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    raise RejectedError(f"program: does not parse: {error}.") from error
+  _check_depth(tree)
+  return tree
 
 
 def _check_depth(tree: ast.AST) -> None:
@@ -246,8 +259,11 @@ def with_functions(source: str, code: str, *, replace: bool = True) -> str:
 
   Without `replace`, only names that `source` does not define are added. New functions
   and constants go before the first function; imports are merged.
+
+  Raises:
+    RejectedError: A source does not parse, or is nested too deep.
   """
-  tree, new = ast.parse(source), ast.parse(code)
+  tree, new = _parsed(source), _parsed(code)
   position = {_name(node): i for i, node in enumerate(tree.body) if _name(node)}
   added = []
   for node in new.body:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
+from mxjax.discovery.core import identity
 from mxjax.discovery.core.residual import (
   OTHER_TEXT,
   Control,
@@ -261,6 +262,8 @@ def answer(store: Store, key: str, ask: Callable[[], Proposal]) -> Proposal:
     except ExhaustedError as error:
       stored = {"exhausted": str(error)}
     store.put("proposals", key, stored)
+    # As a resumed run reads it, so that both send a proposer the same prompts.
+    stored = json.loads(identity.canonical(stored))
   if "exhausted" in stored:
     raise ExhaustedError(stored["exhausted"])
   return Proposal.from_dict(stored)

@@ -20,6 +20,9 @@ Its observable has the same name. The parent runs under it as well, and is what 
 candidate is compared with.
 """
 
+OF_PARENT = " of the parent"
+"""Ends the name of the condition in which the parent runs under a control."""
+
 LUCK = "luck"
 """Name of the account by which a gain is luck of the score's text."""
 
@@ -57,12 +60,15 @@ class Control:
 
   def __post_init__(self) -> None:
     """Rejects a reserved name or a cost that the ledger cannot charge."""
-    # Probes are named after the demand that they check.
+    # Probes are named after the demand that they check, and the run of a parent under
+    # a control after that control.
     is_taken = self.name == PRIMARY or self.name.startswith("probe")
+    is_taken = is_taken or self.name.endswith(OF_PARENT)
     if is_taken or not isinstance(self.cost, int) or self.cost < 1:
       raise ValueError(
-        f"Control {self.name!r}: expected a name other than {PRIMARY!r} and 'probe...' "
-        f"and an integer cost of at least 1, got cost {self.cost!r}; mend the proposal."
+        f"Control {self.name!r}: expected a name other than {PRIMARY!r}, 'probe...' "
+        f"and '...{OF_PARENT}', and an integer cost of at least 1, got cost "
+        f"{self.cost!r}; mend the proposal."
       )
 
 

@@ -22,7 +22,7 @@ FORMAT = 2
 """Of the log; its first event says it. Logs of version 0.1 had none."""
 
 
-class ReplayError(RuntimeError):
+class ReplayError(ValueError):
   """Raised when a resumed run decides differently from its log."""
 
 
@@ -170,10 +170,13 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """
   events: list[dict[str, Any]] = []
   for line in _lines(pathlib.Path(path) / "log.jsonl"):
-    event = json.loads(line, object_pairs_hook=_with_shared_keys)
-    body = {key: value for key, value in event.items() if key != "hash"}
+    try:
+      event = json.loads(line, object_pairs_hook=_with_shared_keys)
+      body = {key: value for key, value in event.items() if key != "hash"}
+    except (ValueError, AttributeError):
+      event = body = {}
     previous = events[-1]["hash"] if events else ""
-    if event["hash"] != identity.digest(body) or event["previous"] != previous:
+    if event.get("hash") != identity.digest(body) or event["previous"] != previous:
       raise ValueError(
         f"{path}: the hash chain of log.jsonl breaks at event {len(events)}; the log "
         "was changed after it was written."

@@ -252,7 +252,7 @@ def load(spec: Mapping[str, Any]) -> Task:
   """Builds a task from its specification.
 
   Raises:
-    ValueError: The task is unknown, or its module or function is not found.
+    ValueError: The task or an option of it is unknown, or its module is not found.
   """
   options = dict(spec)
   name: str = options.pop("task")
@@ -278,6 +278,12 @@ def load(spec: Mapping[str, Any]) -> Task:
     raise ValueError(
       f"task: expected {function} in a module {module}, got: {error}; run in the "
       "folder of the module, or install its package."
+    ) from error
+  try:
+    inspect.signature(make).bind(**options)
+  except TypeError as error:
+    raise ValueError(
+      f"task: {name}: {error}; its options are {inspect.signature(make)}."
     ) from error
   task = make(**options)
   return task if path is None else _Located(task, path)

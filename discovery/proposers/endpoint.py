@@ -30,6 +30,8 @@ MAX_TOKENS = 1 << 40
 PROBE_SECONDS = 10.0
 SECRET_LENGTH = 8
 """Keys shorter than this, such as the `EMPTY` of a local server, are not cut out."""
+BEGINNING = b'{"reply": '
+"""Of a line of a cassette, by which one that was being written is known."""
 LOG = logging.getLogger(__name__)
 
 
@@ -319,20 +321,36 @@ class Cassette:
 
     Raises:
       FileNotFoundError: There is no file to replay.
+      ValueError: It is no cassette.
     """
     self._path, self._mode, self._client = pathlib.Path(path), mode, client
     self._scope = {"scope": scope} if scope else {}
     self._replies: dict[str, Reply] = {}
     if self._path.exists():
-      *whole, torn = self._path.read_bytes().split(b"\n")
-      if torn and mode == "record":
-        # The recorder was killed while it wrote; the run folder may hold the reply.
-        os.truncate(self._path, self._path.stat().st_size - len(torn))
-      for line in whole:
-        entry = json.loads(line)
-        self._replies[entry["request"]] = Reply(**entry["reply"])
+      self._read()
     elif mode == "replay":
       raise FileNotFoundError(f"cassette: there is no {path} to replay.")
+
+  def _read(self) -> None:
+    *whole, torn = self._path.read_bytes().split(b"\n")
+    for number, line in enumerate(whole, 1):
+      try:
+        entry = json.loads(line)
+        self._replies[entry["request"]] = Reply(**entry["reply"])
+      except (ValueError, KeyError, TypeError):
+        raise self._no_cassette(number, line) from None
+    begins = min(len(torn), len(BEGINNING))
+    if torn[:begins] != BEGINNING[:begins]:
+      raise self._no_cassette(len(whole) + 1, torn)
+    if torn and self._mode == "record":
+      # The recorder was killed while it wrote; the run folder may hold the reply.
+      os.truncate(self._path, self._path.stat().st_size - len(torn))
+
+  def _no_cassette(self, number: int, line: bytes) -> ValueError:
+    return ValueError(
+      f"cassette: {self._path}: expected a recorded reply in line {number}, got "
+      f"{_shown(line)}; name a file that --cassette recorded, or a new one."
+    )
 
   @property
   def name(self) -> str:

@@ -4,6 +4,8 @@ import json
 import pathlib
 import time
 
+import pydantic
+
 from mxjax.discovery.core.proposal import Context, OutageError, Proposal
 from mxjax.discovery.core.task import Task
 from mxjax.discovery.proposers import prompt
@@ -29,7 +31,11 @@ class HumanProposer:
     self._seconds, self._poll = seconds, poll
 
   def propose(self, context: Context) -> Proposal:
-    """See `Proposer.propose`."""
+    """See `Proposer.propose`.
+
+    Raises:
+      OutageError: There is no answer in time, or the file holds none.
+    """
     name = "-".join(map(str, context.address))
     self._folder.mkdir(parents=True, exist_ok=True)
     system, user = prompt.messages(context, self._task)
@@ -42,8 +48,23 @@ class HumanProposer:
       if time.monotonic() > end:
         raise OutageError(f"human: no {path} within {self._seconds:g} s")
       time.sleep(self._poll)
+    try:
+      return self._read(path).proposal({"calls": 1})
+    except ValueError as error:
+      told = str(error)
+      if isinstance(error, pydantic.ValidationError):
+        first = error.errors()[0]
+        told = f"{'.'.join(map(str, first['loc'])) or 'answer'}: {first['msg']}"
+      raise OutageError(
+        f"human: {path}: expected a JSON object with source and label, got: {told}; "
+        "mend the file."
+      ) from error
+
+  def _read(self, path: pathlib.Path) -> Answer:
+    """Returns the answer in a file, with the source that it may name beside it."""
     values = json.loads(path.read_text())
-    beside = self._folder / str(values.get("source", ""))
-    if values.get("source", "").endswith(".py") and beside.is_file():
-      values["source"] = beside.read_text()
-    return Answer.model_validate(values).proposal({"calls": 1})
+    if isinstance(values, dict) and isinstance(source := values.get("source"), str):
+      beside = self._folder / source
+      if source.endswith(".py") and beside.is_file():
+        values["source"] = beside.read_text()
+    return Answer.model_validate(values)

@@ -125,7 +125,7 @@ class JailedExecutor:
     folder `compiled`.
 
     Raises:
-      WorkerError: This machine cannot provide the level.
+      LevelError: This machine cannot provide the level.
     """
     self._store = store
     self._specs = {spec["name"]: spec for spec in task.interface.to_list()}

@@ -69,6 +69,10 @@ class WorkerError(RuntimeError):
     self.status = status
 
 
+class LevelError(WorkerError, ValueError):
+  """Raised for a level of the sandbox that this machine cannot provide."""
+
+
 class Worker:
   """A worker process that answers framed requests."""
 
@@ -191,14 +195,14 @@ class Tracer:
     """Starts the supervisor and tests the jail.
 
     Raises:
-      WorkerError: This machine cannot provide the level.
+      LevelError: This machine cannot provide the level.
     """
     self._level, self._limits = level, limits
     self._worker: Worker | None = None
     outcome, reply = self._job({"probe": True})
     if reply[:1] != b"F":
       self.close()
-      raise WorkerError(
+      raise LevelError(
         Status.CRASHED,
         f"sandbox: level {level} cannot be had here: "
         f"{reply[1:].decode(errors='replace')} {outcome['output'][-300:]} Install or "

@@ -14,6 +14,8 @@ from mxjax.discovery.core.residual import PRIMARY, Control, Explanation, disagre
 Policy = Literal["minimal", "random", "all", "none"]
 MAX_EXPLANATIONS = 16
 MAX_CONTROLS = 64
+MAX_SETS = 1 << 16
+"""Largest table; 64 controls that separate a pair each would fill one of 2**64."""
 
 
 class IndistinguishableError(ValueError):
@@ -40,7 +42,8 @@ def minimal(
   Raises:
     IndistinguishableError: Even all controls together leave some pairs unseparated; the
       message names them.
-    ValueError: More than 16 explanations or 64 controls, or a repeated name.
+    ValueError: More than 16 explanations or 64 controls, a repeated name, or more sets
+      of separated pairs than the table holds.
   """
   _check_sizes(explanations, controls)
   everything = (1 << (len(explanations) * (len(explanations) - 1) // 2)) - 1
@@ -53,6 +56,11 @@ def minimal(
       offer = (cost + control.cost, count + 1, (*names, control.name))
       if reached != mask and offer < best.get(reached, (offer[0] + 1, 0, ())):
         best[reached] = offer
+    if len(best) > MAX_SETS:
+      raise ValueError(
+        f"controls: expected at most {MAX_SETS} sets of pairs that controls separate, "
+        f"got more by {control.name}; register fewer controls or explanations."
+      )
   if everything not in best:
     raise IndistinguishableError(_complaint(explanations, controls, everything))
   names = best[everything][2]

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from mxjax.discovery.core import identity
-from mxjax.discovery.core.candidate_source import with_functions
+from mxjax.discovery.core.candidate_source import RejectedError, with_functions
 from mxjax.discovery.core.ledger import Ledger
 from mxjax.discovery.core.packet import Condition, Packet
 from mxjax.discovery.core.proposal import Demand, Proposal, Record
 from mxjax.discovery.core.residual import (
+  OF_PARENT,
   OTHER_TEXT,
   PRIMARY,
   SYMBOLS,
@@ -166,7 +167,7 @@ def probe_name(demand: Demand) -> str:
 
 def of_parent(control: str) -> str:
   """Returns the name of the condition in which the parent runs under a control."""
-  return f"{control} of the parent"
+  return control + OF_PARENT
 
 
 def probed(demand: Demand, candidate: Call, parent: Call) -> Call:
@@ -356,13 +357,19 @@ def _controlled(
     ValueError: The control's program does not trace, or is the candidate or its parent.
   """
   own, intervention = prepared.full_call, dict(control.intervention)
+  told = f"control {control.name}"
+  if not intervention:
+    raise ValueError(f"{told}: expected an intervention, got none; name one.")
   if intervention.get("kind") == "program":
-    source = with_functions(prepared.source, intervention["code"])
+    try:
+      source = with_functions(prepared.source, str(intervention.get("code", "")))
+    except RejectedError as error:
+      raise ValueError(f"{told}: {error}") from error
     other = evaluator.prepare(source)
     same = {c.exec_id for c in _identities(evaluator, own, parent.full_call)}
     if other.call is None or _identities(evaluator, other.call)[0].exec_id in same:
       raise ValueError(
-        f"control {control.name}: expected a program that is neither the candidate nor "
+        f"{told}: expected a program that is neither the candidate nor "
         f"its parent, got {other.detail or 'one that executes the same'}."
       )
     return other.full_call

@@ -153,6 +153,20 @@ def check(evaluator: CachedEvaluator, attempt: Attempt, demand: Demand) -> Check
   return _changed(evaluator, attempt, demand, checker)
 
 
+def verify(
+  evaluator: CachedEvaluator, history: History, attempt: Attempt
+) -> dict[str, bool]:
+  """Checks and logs whether each demand reached the executed computation, by packet."""
+  met = {}
+  for demand in attempt.demands:
+    made = check(evaluator, attempt, demand)
+    about = {"response_to": demand.packet, "response": demand.response}
+    fields = {"packet": attempt.packet.hash, **about, **dataclasses.asdict(made)}
+    history.emit("check", **fields)
+    met[demand.packet] = made.implemented
+  return met
+
+
 def _changed(
   evaluator: CachedEvaluator,
   attempt: Attempt,

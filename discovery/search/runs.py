@@ -71,11 +71,20 @@ def read_options(folder: pathlib.Path) -> RunOptions:
 
   Raises:
     FileNotFoundError: The folder is not a run folder.
+    ValueError: Its options were changed, or are those of another version.
   """
   path = folder / "run.json"
   if not path.exists():
     raise FileNotFoundError(f"discover: {folder} is no run: it has no run.json.")
-  return RunOptions(**json.loads(path.read_text()))
+  try:
+    options = RunOptions(**json.loads(path.read_text()))
+    options.search.to_dict()
+  except (ValueError, TypeError) as error:
+    raise ValueError(
+      f"discover: {path}: expected the options of a run, got: {error}; read it with "
+      "the version of mxjax that wrote it."
+    ) from error
+  return options
 
 
 def is_closed(folder: pathlib.Path) -> bool:
@@ -174,7 +183,7 @@ def run(
 
   Raises:
     OutageError: The proposer gave no answer; the run can be resumed.
-    RuntimeError: The held-out scorer failed.
+    ValueError: The held-out scorer failed.
   """
   options = read_options(folder)
   task = task_.load(options.task)
@@ -202,7 +211,7 @@ def run(
   if options.holdout == "after":
     scorer = start_holdout(folder)
   if scorer is not None and scorer.wait() != 0:
-    raise RuntimeError(
+    raise ValueError(
       f"discover: the held-out scorer of {folder} ended with {scorer.returncode}; run "
       f"`python -m mxjax.discovery.search.heldout {folder}` to see why."
     )
@@ -265,7 +274,7 @@ def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
   shares what was compiled.
 
   Raises:
-    RuntimeError: The task's own default program does not run.
+    ValueError: The task's own default program does not run.
   """
   outcomes: list[task_.Outcome] = []
   seconds: list[float] = []
@@ -288,7 +297,7 @@ def measure_calls(task: task_.Task, sandbox: str) -> list[float]:
       executor.close()
       store.close()
   if ended.status != task_.Status.OK:
-    raise RuntimeError(
+    raise ValueError(
       f"discover: the default program of {dict(task.spec)} ended with {ended.status}: "
       f"{ended.detail}; mend the task before a run."
     )

@@ -59,6 +59,7 @@ class Search:
     self._records: dict[str, Record] = {}
     self._findings: list[verdict.Finding] = []
     self._exhausted: set[str] = set()
+    self._registered: set[str] = set()
     self._round = self._proposals = self._improved = 0
 
   def run(self, on_event: Callable[[dict[str, Any]], None] | None = None) -> Record:
@@ -163,10 +164,11 @@ class Search:
       record = self._retain(attempt)
       # Resolve the residual and verify the required response.
       finding = self._resolve(attempt)
-      checks = self._verify(attempt)
+      checks = resolution.verify(self._evaluator, self.history, attempt)
       # Open the next intervention space: the responses that later programs owe.
       self._compile(attempt, record, finding, checks)
-      self.history.mark(self.ledger.spent, self._records.values())
+    # A mark holds for all that had run by then, so it waits for the whole round.
+    self.history.mark(self.ledger.spent, self._records.values())
     self.ledger.release()
 
   # Select and propose.
@@ -255,8 +257,10 @@ class Search:
     except ValueError as error:
       return refuse("indistinguishable", str(error))
     packet = attempt.packet
-    if all(self.ledger.ran(c.exec_id) for c in packet.conditions):
+    is_old = all(self.ledger.ran(c.exec_id) for c in packet.conditions)
+    if is_old or packet.hash in self._registered:
       return refuse("duplicate", "everything in it ran before")
+    self._registered.add(packet.hash)
     self.ledger.reserve(self.ledger.price(packet.conditions))
     self._store.put_bytes("programs", f"{prepared.id}.py", proposal.source.encode())
     words = {"label": proposal.label, "note": proposal.note}
@@ -285,7 +289,7 @@ class Search:
     for (attempt, condition), outcome in zip(pairs, outcomes, strict=True):
       attempt.outcomes[condition.name] = outcome
 
-  # Retain, resolve, verify, compile.
+  # Retain, resolve, compile.
 
   def _retain(self, attempt: Attempt) -> Record | None:
     """Records a safe candidate and offers it to the frontier."""
@@ -319,7 +323,10 @@ class Search:
     self._store.put_bytes("programs", f"{prepared.id}.py", prepared.source.encode())
     before = self.programs.best.id if self.programs.records else ""
     is_retained = is_accepted and self.programs.retain(record)
-    self._records.setdefault(record.id, record)
+    known = self._records.setdefault(record.id, record)
+    if is_accepted and not known.is_accepted:
+      # The step from this parent improved both models, that from another did not.
+      self._records[record.id] = record
     self._screen.executed(record.id)
     opened = self.residuals.open(self._task.residuals(record.id, record.values))
     if self.programs.best.id != before:
@@ -357,17 +364,6 @@ class Search:
       **dataclasses.asdict(finding),
     )
     return finding
-
-  def _verify(self, attempt: Attempt) -> dict[str, bool]:
-    """Returns by packet whether each demand reached the executed computation."""
-    met = {}
-    for demand in attempt.demands:
-      check = resolution.check(self._evaluator, attempt, demand)
-      about = {"response_to": demand.packet, "response": demand.response}
-      fields = {"packet": attempt.packet.hash, **about, **dataclasses.asdict(check)}
-      self.history.emit("check", **fields)
-      met[demand.packet] = check.implemented
-    return met
 
   def _compile(
     self,

@@ -124,6 +124,11 @@ class StudyOptions:
         f"study: expected at least {least} calls, after which a champion is first "
         f"scored on held-out data, got {self.budget}; raise the budget."
       )
+    if self.is_allocated and self.budget != (whole := sum(ARMS["quantforge"].calls)):
+      raise ValueError(
+        f"study: the paper divides {whole} calls, got {self.budget}; leave out "
+        "--paper-allocation, or --budget."
+      )
     if len(set(self.seeds)) < len(self.seeds):
       raise ValueError(
         f"study: expected distinct seeds, got {list(self.seeds)}; a repeated one would "

@@ -24,3 +24,15 @@ def test_explain_escapes_what_a_model_wrote():
   assert "\n+\tx = 1\n" in text
   lines = [line for line in text.splitlines() if line.startswith("verdict: supp")]
   assert len(lines) == 1  # of the difference, whose lines are the program's
+
+
+def test_explain_tells_all_controls_that_were_skipped(tmp_path):
+  """Some go before another text is asked, others after it has answered."""
+  body = {"program": "p", "parent": "", "residual": None, "response_to": []}
+  events = [
+    {"event": "packet", "id": "x", "n": 1, "packet": {**body, "explanations": []}},
+    {"event": "skipped", "packet": "x", "controls": ["permute"]},
+    {"event": "skipped", "packet": "x", "controls": ["dose"]},
+  ]
+  (story,) = explain.stories(tmp_path, events)
+  assert "run: permute, dose" in explain.text(story, {})

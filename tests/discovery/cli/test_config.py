@@ -154,6 +154,8 @@ def test_values_that_json_lacks_are_told_by_their_option(tmp_path, value, capsys
     ["run", "--out", "x", "--budget", "0"],
     ["run", "--out", "x", "--proposals-per-call", "-1"],
     ["run", "--out", "x", "--max-tokens", "-1"],
+    ["run", "--out", "x", "--screen", "nan"],
+    ["study", "matched", "--out=x", "--gate", "nan"],
     ["resume", "x", "--workers", "0"],
     ["verify", "x", "--calls", "-1"],
     ["status", "x", "--follow=-1"],
@@ -185,9 +187,47 @@ def test_a_study_refuses_what_it_would_ignore(tmp_path, capsys):
   assert "leave out --arm score and --width 2" in " ".join(
     capsys.readouterr().err.split()
   )
+  for given in (["--seed", "5"], ["--holdout", "off"], ["--as-in-paper"]):
+    assert parser.main([*words[:-4], *given]) == 2
+    assert f"leave out {' '.join(given)}" in " ".join(capsys.readouterr().err.split())
+  allocated = [*words[:-4], "--paper-allocation", "--budget", "60"]
+  assert parser.main(allocated) == 2
+  assert "divides 240 calls, got 60" in " ".join(capsys.readouterr().err.split())
   built = cli.build_parser(parser.register)
   asked = [*words[:-4], "--no-revise-retired"]
   for given, expected in ((asked, {"revise_retired": False}), (words[:-4], {})):
     read = built.parse_args(given)
     run = options.run_options(read)
     assert dict(study.options(read, run.task, run).config) == expected
+
+
+@pytest.mark.parametrize(
+  ("words", "told"),
+  [
+    (["--model", "x"], "no model or dtype for --task world, got x"),
+    (["--transfer-model", "x"], "no model or dtype"),
+    (["--paper-allocation", "--budget", "100"], "allocation of 100 calls"),
+    (["--screen", "1"], "has no proxy; leave out --screen"),
+    (["--start", "hires"], "--start: program: PLAN"),
+    (["--proposer", "expressions"], "has no grammar"),
+    (["--proposer", "magic"], "unknown proposer 'magic'"),
+    (["--proposer", "cassette"], "cassette needs --cassette"),
+    (["--endpoint", "http://x"], "--endpoint is for --proposer llm or cassette"),
+    (["--max-tokens", "5"], "--max-tokens is for --proposer llm or cassette"),
+    (["--answers", "a"], "--answers is for --proposer human"),
+    (
+      ["--contested-accounts", "--proposer", "human"],
+      "--contested-accounts is for --proposer embedded or expressions",
+    ),
+  ],
+)
+@pytest.mark.parametrize("verb", ["run", "plan"])
+def test_what_does_not_go_together_is_told_before_anything(
+  tmp_path, capsys, monkeypatch, words, told, verb
+):
+  monkeypatch.chdir(tmp_path)
+  more = ["--out", "run"] if verb == "run" else []
+  given = ["discover", verb, "--task", "world", "--sandbox", "off", *more, *words]
+  assert parser.main(given) == 2
+  assert told in " ".join(capsys.readouterr().err.split())
+  assert not [*tmp_path.iterdir()]

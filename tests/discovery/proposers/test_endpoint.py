@@ -405,3 +405,17 @@ def test_a_cassette_whose_recorder_was_killed_goes_on(server, tmp_path):
   replayed = endpoint.Cassette(path, "replay")
   assert [replayed.complete(request).text for request in (ASK, other)] == ["yes"] * 2
   assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+  "text",
+  ["x\n", "{}\n{", "[]\n", "5\n", '{"request": "a", "reply": {}}\n', "my notes"],
+)
+@pytest.mark.parametrize("mode", ["record", "replay"])
+def test_a_file_that_is_no_cassette_is_told_and_left_alone(tmp_path, text, mode):
+  path = tmp_path / "notes.txt"
+  path.write_text(text)
+  with pytest.raises(ValueError, match=r"notes\.txt: .* in line 1, got") as caught:
+    endpoint.Cassette(path, mode)
+  assert "\n" not in str(caught.value)
+  assert path.read_text() == text

@@ -8,6 +8,7 @@ import pytest
 from mxjax.discovery.core.proposal import (
   Context,
   Experiment,
+  OutageError,
   ProposerError,
   Record,
   strip,
@@ -206,6 +207,30 @@ def test_a_person_answers_through_files(tmp_path):
     human.HumanProposer(tmp_path, TASK, seconds=0.05, poll=0.01).propose(
       context(address=(3, 0))
     )
+
+
+@pytest.mark.parametrize(
+  ("text", "told"),
+  [
+    ("", "Expecting value"),
+    ("[]", "answer: "),
+    ('{"label": "by hand"}', "source: Field required"),
+    ('{"source": 5, "label": ""}', "source: "),
+    ('{"source": "", "label": "", "controls": [{"name": "primary"}]}', "controls.0."),
+    (
+      '{"source": "", "label": "", "controls": [{"name": "a", "cost": 0, '
+      '"intervention": {}}]}',
+      "cost of at least 1",
+    ),
+  ],
+)
+def test_an_answer_that_is_none_stops_the_run_in_a_sentence(tmp_path, text, told):
+  (tmp_path / "answer-0-0.json").write_text(text)
+  queue = human.HumanProposer(tmp_path, TASK, seconds=1, poll=0.01)
+  with pytest.raises(OutageError, match=r"answer-0-0\.json: expected") as caught:
+    queue.propose(context())
+  assert told in str(caught.value)
+  assert "\n" not in str(caught.value)
 
 
 def test_the_embedded_proposer_repeats_itself_exactly():

@@ -24,6 +24,7 @@ from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
 from mxjax.discovery.search import search
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks import world
+from mxjax.evaluation.cli.launch import MENDABLE
 
 TASK = world.World(seed=3)
 SPEC = TASK.interface.hook("geometry").to_dict()
@@ -489,8 +490,10 @@ def test_a_level_that_cannot_be_had_is_an_error_not_a_weaker_jail(monkeypatch):
     original(self, script, argument, limits)
 
   monkeypatch.setattr(supervisor.Worker, "__init__", without)
-  with pytest.raises(supervisor.WorkerError, match="cannot be had"):
+  with pytest.raises(supervisor.WorkerError, match="cannot be had") as caught:
     supervisor.Tracer("impossible", LIMITS)
+  # A user can choose another level: the command line says so, without a traceback.
+  assert isinstance(caught.value, MENDABLE)
 
 
 def test_a_killed_supervisor_takes_its_jobs_along(tmp_path):

@@ -121,6 +121,13 @@ def test_a_control_costs_at_least_one_call(cost):
     Control("c", {}, cost)
 
 
+@pytest.mark.parametrize("name", ["primary", "probe 1", "text of the parent"])
+def test_a_control_is_not_named_like_a_condition_of_ours(name):
+  # The outcome of one would take the place of the other's.
+  with pytest.raises(ValueError, match="expected a name other than"):
+    Control(name, {"kind": "text"})
+
+
 def test_sizes_beyond_exact_search_are_refused():
   many = [Explanation(f"e{i}", "", {PRIMARY: {"x": "up"}}) for i in range(17)]
   with pytest.raises(ValueError, match="at most"):
@@ -128,3 +135,17 @@ def test_sizes_beyond_exact_search_are_refused():
   twice = [Control("c", {}), Control("c", {})]
   with pytest.raises(ValueError, match="distinct"):
     controls.minimal(many[:2], twice)
+
+
+def test_a_question_that_would_fill_the_memory_is_refused():
+  """A model may register controls that separate a pair each: 2**n sets of them."""
+  pairs = [*itertools.combinations(range(7), 2)][:18]
+  predicted = lambda number: {
+    f"c{n}": {"x": "down" if number == pair[0] else "up"}
+    for n, pair in enumerate(pairs)
+    if number in pair
+  }
+  accounts = [Explanation(f"e{i}", "", predicted(i)) for i in range(7)]
+  allowed = [Control(f"c{n}", {"kind": "c"}) for n in range(len(pairs))]
+  with pytest.raises(ValueError, match="at most 65536 sets"):
+    controls.minimal(accounts, allowed)

@@ -536,3 +536,43 @@ def test_an_edit_that_changes_nothing_pays_for_no_control(conduct):
   assert of(events, "verdict")[0]["reason"] == "parent_equivalent"
   assert of(events, "skipped")[0]["controls"] == ["permute"]
   assert running.ledger.spent == 1
+
+
+@pytest.mark.parametrize(
+  "intervention",
+  [
+    {"kind": "program"},
+    {"kind": "program", "code": 5},
+    {"kind": "program", "code": "def attention(x:"},
+    {"kind": "program", "code": "def attention(x):\n  return " + "-" * 3000 + "x\n"},
+    {"kind": "program", "code": "\0"},
+    {},
+  ],
+  ids=["without code", "a number", "torn", "deep", "null", "nothing"],
+)
+def test_a_control_that_is_none_is_refused_before_any_call(conduct, intervention):
+  """What a model writes must neither end a run nor pass for an experiment."""
+  name = next(op for op, kind in TASK.truth[A].items() if kind == "mechanism")
+  told = {"residual": f"excess_{A}", "declared": (A,), "explanations": TWO}
+  control = Control("broken", intervention)
+  running, events, _ = conduct(
+    proposal({A: operation(name)}, controls=(control,), **told)
+  )
+  (refused,) = of(events, "refused")
+  assert (refused["status"], "control broken" in refused["detail"]) == (
+    "indistinguishable",
+    True,
+  )
+  assert running.ledger.spent == 1
+
+
+def test_an_experiment_that_ran_is_not_registered_again(conduct):
+  """Also if a control of it was not needed, and so never ran."""
+  name = next(op for op, kind in TASK.truth[A].items() if kind == "mediator")
+  again = proposal({A: operation(name)}, **card(A, name))
+  running, events, _ = conduct(again, again, parents="initial", frontier=8)
+  assert of(events, "skipped")
+  hashes = [event["id"] for event in of(events, "packet")]
+  assert len(hashes) == len(set(hashes)) == 2
+  assert [e["status"] for e in of(events, "refused")] == ["duplicate"]
+  assert running.ledger.spent == 2

@@ -6,7 +6,9 @@ import pytest
 
 from mxjax.discovery.core import store
 from mxjax.discovery.core.candidate_source import with_functions
-from mxjax.discovery.core.proposal import Proposal, ProposerError
+from mxjax.discovery.core.proposal import OutageError, Proposal, ProposerError
+from mxjax.discovery.proposers import prompt
+from mxjax.discovery.proposers.embedded import EmbeddedProposer
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import heldout, runs
 from mxjax.discovery.tasks import world
@@ -19,6 +21,32 @@ def run(folder, proposer, **config):
   # As a process of its own, which traces anew with functions at other addresses.
   options = {"seed": 5, "budget": 30, **config}
   return searching.run(folder, TASK, proposer, LocalExecutor(TASK), **options)
+
+
+def test_a_resumed_run_sends_a_model_the_same_prompts(tmp_path):
+  """Predictions are told in an order, which a stored proposal must not change."""
+
+  def edit(context):
+    asked = {r.observable for r in context.residuals}
+    cards = [card for card in TASK.edit_templates if card.residual in asked]
+    told = EmbeddedProposer(cards, TASK.target).propose(context)
+    # As a model wrote it: the primary run first.
+    assert list(told.explanations[0].predictions)[0] == "primary"
+    return told
+
+  def prompts(proposer):
+    return [prompt.messages(context, TASK) for context in proposer.contexts]
+
+  whole = searching.Scripted(*[edit] * 4, at_end=ProposerError)
+  run(tmp_path / "whole", whole)
+  begun = searching.Scripted(edit, edit, at_end=OutageError)
+  with pytest.raises(OutageError):
+    run(tmp_path / "run", begun)
+  resumed = searching.Scripted(edit, edit, at_end=ProposerError)
+  run(tmp_path / "run", resumed)
+  assert " predicts primary: " in prompts(resumed)[0][1]["content"]
+  assert prompts(resumed) == prompts(whole)[2:]
+  assert searching.log(tmp_path / "run") == searching.log(tmp_path / "whole")
 
 
 NAMES_AN_ADDRESS = """

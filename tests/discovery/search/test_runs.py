@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,6 +175,57 @@ def test_verify_executes_again_and_notices_a_change(finished, tmp_path, capsys):
   finally:
     path.write_text(text)
   assert any("not the program" in complaint for complaint in found.complaints)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+  """A run that is verified and resumed without workers."""
+  folder = tmp_path_factory.mktemp("runs") / "quick"
+  assert parser.main(start(folder, "--sandbox", "off")) == 0
+  return folder
+
+
+@pytest.mark.parametrize("harm", ["torn", "gone"])
+def test_verify_names_a_program_that_is_lost(quick, tmp_path, harm):
+  copied = shutil.copytree(quick, tmp_path / "run")
+  path = max((copied / "programs").glob("*.py"))
+  path.write_text("def (") if harm == "torn" else path.unlink()
+  found = verify.verify(copied, calls=100)
+  (complaint,) = found.complaints
+  assert path.stem[:12] in complaint
+  assert 0 < found.executed < found.ledger
+
+
+RUN_FILE = "run.json: expected the options of a run, got"
+
+
+@pytest.mark.parametrize(
+  ("name", "before", "after", "verb", "told"),
+  [
+    ("log.jsonl", '"n":3,', '"n":x,', "report", "breaks at event 3"),
+    ("log.jsonl", '"n":3,', '"n":x,', "resume", "event 3 was .* the same version"),
+    ("run.json", "{", "", "status", RUN_FILE),
+    ("run.json", '"budget"', '"calls"', "resume", RUN_FILE),
+    ("run.json", '"budget": 10', '"budget": 9', "resume", "event 0 was .* the same"),
+    ("run.json", '"seed": 3', '"sea": 3', "verify", RUN_FILE),
+  ],
+)
+def test_a_folder_that_was_changed_is_told_in_a_sentence(
+  quick, tmp_path, capsys, name, before, after, verb, told
+):
+  copied = shutil.copytree(quick, tmp_path / "run")
+  text = (copied / name).read_text()
+  (copied / name).write_text(text.replace(before, after))
+  assert parser.main(["discover", verb, str(copied)]) == 2
+  assert re.search(told, " ".join(capsys.readouterr().err.split()))
+
+
+def test_an_option_that_a_task_does_not_know_is_told(tmp_path, capsys):
+  words = start(tmp_path / "run", "--task-options", '{"sea": 3}')
+  assert parser.main(words) == 2
+  told = " ".join(capsys.readouterr().err.split())
+  assert "task: world: got an unexpected keyword argument 'sea'; its options" in told
+  assert not (tmp_path / "run").exists()
 
 
 def test_the_held_out_scorer_is_another_process_and_stays_sealed(finished, tmp_path):

@@ -302,3 +302,14 @@ def test_a_reused_call_releases_nothing():
   assert ledger.price([condition]).total() == 0
   ledger.settle("second", condition, "ok")
   assert ledger.left == 8
+
+
+def test_a_mark_has_the_best_of_all_that_had_run_by_then(tmp_path, executor):
+  run(tmp_path, executor, width=8, mark_every=1, policy="none", checker="none")
+  events = store.read_events(tmp_path)
+  programs = [event for event in events if event["event"] == "program"]
+  marks = [event for event in events if event["event"] == "mark"]
+  assert [mark["call"] for mark in marks] == [*range(1, BUDGET + 1)]
+  for mark in marks:
+    known = [p["value"] for p in programs if p["call"] <= mark["call"]]
+    assert mark["value"] == min(known), mark

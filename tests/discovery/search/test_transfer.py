@@ -8,10 +8,18 @@ import pytest
 from mxjax.discovery.audit import status, verify
 from mxjax.discovery.core import store
 from mxjax.discovery.core import task as task_
-from mxjax.discovery.core.proposal import Experiment, strip
+from mxjax.discovery.core.proposal import (
+  Experiment,
+  Proposal,
+  ProposerError,
+  strip,
+)
 from mxjax.discovery.proposers import prompt
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
 from mxjax.discovery.search import runs
+from mxjax.discovery.search.cached_evaluator import CachedEvaluator
+from mxjax.discovery.search.frontier import Transfer
+from mxjax.discovery.search.search import Search, SearchConfig
 from mxjax.discovery.tasks import world
 
 BUDGET = 60
@@ -167,3 +175,51 @@ def test_proposers_are_told_whether_a_gain_transfers_and_no_more():
   assert "transfer not accepted" in prompt.entry_text(entry)
   for evidence, expected in {"none": None, "score": False, "verdict": False}.items():
     assert strip(entry, evidence).transfers is expected
+
+
+def test_a_step_refused_from_one_parent_may_be_taken_from_another(
+  tasks, executors, tmp_path
+):
+  cards = {card.id: card for card in tasks[0].edit_templates}
+
+  def gaining(site):
+    kinds = tasks[0].truth[site].items()
+    name = next(op for op, kind in kinds if kind in ("mechanism", "capacity"))
+    return cards[f"{site}-{name}"]
+
+  right, wrong = gaining("attention"), gaining("weights")
+  first = tasks[0].interface.default_source()
+  one = right.edit(first, {"amplitude": 0.5})
+  both = wrong.edit(one, {"amplitude": 0.5})
+  asked = {"explanations": right.explanations, "controls": right.controls}
+  steps = [
+    (first, Proposal(source=one, label="one")),
+    (one, Proposal(source=both, label="both")),
+    (first, Proposal(source=both, label="b", residual=right.residual, **asked)),
+  ]
+
+  class Stepping:
+    name = "stepping"
+
+    def propose(self, context):
+      if not steps:
+        raise ProposerError("no step is left")
+      is_next = context.parent.source == steps[0][0]
+      # An edit without effect waits for the parent of the next step.
+      idle = Proposal(source=context.parent.source, label="idle")
+      return steps.pop(0)[1] if is_next else idle
+
+  kept = store.Store(tmp_path)
+  evaluators = [
+    CachedEvaluator(task, executor, kept)
+    for task, executor in zip(tasks, executors, strict=True)
+  ]
+  config = SearchConfig(seed=5, budget=BUDGET, mark_every=BUDGET)
+  transfer = Transfer(evaluators[1])
+  running = Search(config, evaluators[0], Stepping(), kept, transfer)
+  running.run()
+  judged = [e["accepted"] for e in events(tmp_path, "transfer")]
+  assert judged == [True, False, True]
+  (mark,) = events(tmp_path, "mark")
+  assert mark["champion"] == running.programs.best.id
+  assert running.record(running.programs.best.id).is_accepted

@@ -175,3 +175,12 @@ def test_a_missing_module_leaves_nothing(tmp_path, monkeypatch, capsys):
   assert parser.main(run) == 2
   assert "expected Task in a module nomod" in capsys.readouterr().err
   assert not (tmp_path / "out").exists()
+
+
+def test_a_default_program_that_does_not_run_is_one_sentence(folder, capsys):
+  text = EVALUATE.replace("  rows =", "  raise ValueError('no rows')\n  rows =")
+  (folder / "evaluate.py").write_text(text)
+  words = ["discover", "plan", "--task", str(folder), "--sandbox", "off"]
+  assert parser.main(words) == 2
+  told = " ".join(capsys.readouterr().err.split())
+  assert "no rows; mend the task before a run" in told

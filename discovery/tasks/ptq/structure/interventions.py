@@ -100,10 +100,11 @@ def behaviours(call: Call) -> Callable[[int, str], Behaviour]:
       permuted = dataclasses.replace(behaviour, permuted=part)
       first, end = rest.get("layers", (0, np.inf))
       return lambda layer, block: permuted if first <= layer < end else behaviour
-    case {"kind": kind}:
+    case change if change:
+      # Whatever it lacks: unchanged, the candidate would pass for its own control.
       raise ContractError(
-        f"ptq: unknown intervention {kind!r}, or one without its values; use one of "
-        f"{dict(INTERVENTIONS)}."
+        f"ptq: unknown intervention {change.get('kind')!r}, or one without its values; "
+        f"use one of {dict(INTERVENTIONS)}."
       )
   return lambda layer, block: behaviour
 

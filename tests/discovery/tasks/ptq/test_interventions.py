@@ -131,6 +131,7 @@ def test_a_scope_cannot_divide_an_edit_of_a_recovery():
   assert scoped(edited)(1, "mlp").hooks == edited.computation
 
 
-def test_an_unknown_intervention_is_a_contract_error():
+@pytest.mark.parametrize("change", [{"kind": "magic"}, {"part": "even"}])
+def test_an_unknown_intervention_is_a_contract_error(change):
   with pytest.raises(ContractError, match="unknown intervention"):
-    behaviours(Call({}, {}, {"kind": "magic"}))
+    behaviours(Call({}, {}, change))
