@@ -14,6 +14,7 @@ from mxjax.devices import execution
 from mxjax.evaluation.cli import parser, settings
 from mxjax.models import Tokenizer
 from mxjax.models.loading import embedded
+from mxjax.storage import run_journal
 from tests import tiny
 
 WINDOWS = ("--windows", "2", "--window-length", "32")
@@ -178,6 +179,26 @@ def test_layers_on_disk_give_the_same_bits(folder, tmp_path, mxjax):
   assert rows[0]["perplexity"] == rows[1]["perplexity"]
   # The scratch folder is gone.
   assert sorted(p.name for p in tmp_path.iterdir()) == ["no-on-disk", "on-disk"]
+
+
+def test_a_tuned_run_is_sound_though_tuning_gives_it_maps(
+  folder, tmp_path, mxjax, monkeypatch
+):
+  out = tmp_path / "out"
+  tune = ("--method", "rtn+tune:epochs=1")
+  mxjax("quantize", *arguments(folder, out, *tune))
+  assert mxjax("verify", out)["faults"] == []
+  read = run_journal.read_events
+
+  def with_another_rule(place):
+    events, torn = read(place)
+    events[1]["nodes"]["mlp/up_proj/weight"]["children"]["rounding"]["type"] = "OneCode"
+    return events, torn
+
+  monkeypatch.setattr(run_journal, "read_events", with_another_rule)
+  assert mxjax("verify", out, code=1)["faults"] == [
+    "layers_0/mlp/up_proj/weight is of another type in the checkpoint than in run/."
+  ]
 
 
 def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refused):
