@@ -201,6 +201,18 @@ def test_a_tuned_run_is_sound_though_tuning_gives_it_maps(
   ]
 
 
+def test_a_finished_run_keeps_the_time_that_came_after_its_layers(
+  folder, tmp_path, mxjax
+):
+  words = arguments(folder, tmp_path / "out", "--method", "rtn")
+  clock = lambda: json.loads((tmp_path / "out/result.json").read_text())[0]["record"]
+  mxjax("quantize", *words)
+  before = clock()["clock"]["seconds"]
+  (row,) = mxjax("quantize", *words, "--resume")
+  assert clock()["clock"]["seconds"]["sanity gate"] == before["sanity gate"] > 0
+  assert row["seconds"] >= sum(before.values())
+
+
 def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refused):
   out, rows = tmp_path / "bfloat16", []
   # Of a folder, bfloat16 is the default.
