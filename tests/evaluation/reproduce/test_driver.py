@@ -111,6 +111,26 @@ def test_linears_of_another_method_or_draw_are_refused(made, model, tmp_path, re
   assert "got rtn on other tokens" in said
 
 
+def test_linears_of_another_model_are_refused(made, model, tmp_path, refused):
+  """Of the same shape and tokenizer, such as a tuned variant of a model."""
+  place = made / model.name / "rtn-seed0" / "build"
+  other = shutil.copytree(model, tmp_path / "other")
+  weights = other / "model.safetensors"
+  weights.write_bytes(weights.read_bytes()[:-1] + b"\x3c")
+  text = model / "text.txt"
+  data = ("--calib", text, "--data", text, "--sequences", 2, "--length", 32)
+  sizes = ("--windows", 2, "--window-length", 32, "--out", tmp_path / "new")
+  words = ("--method", "rtn+r", *data, *sizes, "--linears")
+  said = refused("quantize", other, *words, place)
+  assert "got rtn on the same tokens and other weights" in said
+  said = refused("quantize", model, *words, place, "--dtype", "float32")
+  assert "on the same tokens and other weights" in said
+  # A checkpoint alone does not tell what it was made of.
+  alone = shutil.copytree(place / "checkpoint", tmp_path / "alone")
+  assert "got " in (said := refused("quantize", model, *words, alone))
+  assert said.endswith("alone, which has none; leave the option out.")
+
+
 def test_a_finished_reproduction_runs_nothing_again(made, model, mxjax, monkeypatch):
   monkeypatch.setattr(driver.Work, "perform", None)
   before = (made / "tables.md").read_text()
