@@ -78,6 +78,12 @@ def test_a_float_model_is_evaluated_and_continues_text(folder, mxjax, refused):
   stopped = mxjax(*generate, "--seed", 1, "--stop", rest[2:4])
   assert stopped["text"] == "the cat" + rest[: rest.index(rest[2:4])]
   assert stopped["end"] == "stop string"
+  # No token is made, or counted, beyond the one that completes it.
+  made = stopped["tokens"]
+  only = lambda n: mxjax(*generate, "--seed", 1, "--max-new-tokens", n)["text"]
+  assert rest[2:4] in only(made) and rest[2:4] not in only(made - 1)
+  last = ("--stop", rest[2:4], "--max-new-tokens", made)
+  assert mxjax(*generate, "--seed", 1, *last)["end"] == "stop string"
 
 
 @pytest.fixture
