@@ -88,9 +88,7 @@ def run(options: argparse.Namespace) -> None:
         "device, so leave --mesh out."
       )
   ignored = OF_PERPLEXITY if options.tasks else OF_TASKS
-  given = [name for name in ignored if getattr(options, name) != options.unset[name]]
-  if given:
-    names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+  if names := arguments.given(options, *ignored):
     raise ValueError(
       f"evaluate: expected {'no --tasks' if options.tasks else '--tasks'} beside "
       f"{names}, got {'some' if options.tasks else 'none'}; correct the options."

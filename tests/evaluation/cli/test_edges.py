@@ -73,6 +73,15 @@ def test_a_size_out_of_range_is_refused_at_once(words, message, place, capsys):
     ("compare model --out new --methods ,", "expected at least one name"),
     ("compare model --out new --scale-rules flor", "did you mean floor?"),
     ("generate run --prompt a --temperature nan", "temperature >= 0, got nan"),
+    ("generate run --prompt a --seed 4294967296", "expected a --seed below 4294967296"),
+    (
+      "generate run --prompt a --top-p 0.5",
+      "--temperature above 0 beside --top-p, got",
+    ),
+    (
+      "chat run --temperature 0 --top-k 3 --top-p 0.5",
+      "beside --top-k, --top-p, got 0",
+    ),
     ("verify absent", "name a folder written by `mxjax quantize`"),
     ("verify run/result.json", "got no such file"),
   ],
