@@ -113,6 +113,11 @@ def _evaluate_perplexity(options: argparse.Namespace, storage: dict[str, Any]) -
       f"model, got {options.source or arguments.DEFAULT_MODEL}, which is one; leave "
       "--operator-error and --agreement out."
     )
+  if options.model is not None and not is_compared:
+    raise ValueError(
+      "evaluate: expected --operator-error or --agreement beside --model, got none, so "
+      f"{options.model} would not be read; add one, or leave --model out."
+    )
   mesh = inputs.mesh_of(options)
   progress.teller(options.log)(
     f"loading {options.source or arguments.DEFAULT_MODEL}; then {options.windows} x "

@@ -66,6 +66,7 @@ def test_a_size_out_of_range_is_refused_at_once(words, message, place, capsys):
     ("evaluate run --tasks c4 --windows 2", "expected no --tasks beside --windows"),
     ("evaluate run --tasks c4 --agreement", "expected no --tasks beside --agreement"),
     ("evaluate run --tasks piqaa", "did you mean piqa?"),
+    ("evaluate run --model model", "expected --operator-error or --agreement beside"),
     ("evaluate run --operator-error", "whose name is model, got none; add it."),
     ("evaluate run --agreement --model other", "got other of another num_layers;"),
     ("export run --format dequant --out new --model absent", "got absent"),
