@@ -71,6 +71,10 @@ def test_a_size_out_of_range_is_refused_at_once(words, message, place, capsys):
     ("evaluate run --agreement --model other", "got other of another num_layers;"),
     ("export run --format dequant --out new --model absent", "got absent"),
     ("export run --format dequant --out new --shard-gb 0", "above 0, got 0.0"),
+    (
+      "export run --format transformers --out new --dtype float32",
+      "expected --dtype beside --format dequant, got transformers",
+    ),
     ("compare model --out new --methods ,", "expected at least one name"),
     ("compare model --out new --scale-rules flor", "did you mean floor?"),
     ("generate run --prompt a --temperature nan", "temperature >= 0, got nan"),
