@@ -133,6 +133,11 @@ def test_errors_of_the_system_say_what_to_do(place, refused):
   assert "Errno" not in line
 
 
+def test_compiled_programs_cannot_be_kept_in_a_file(place, refused):
+  words = ["generate", "run", "--prompt", "a", "--compiled", "model/text.txt"]
+  assert "model/text.txt: expected to read or write here" in refused(*words)
+
+
 def run(program, **options):
   words = [sys.executable, "-c", program]
   env = os.environ | {"PYTHONPATH": str(ROOT)}
