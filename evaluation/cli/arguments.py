@@ -6,6 +6,7 @@ Help must not wait for JAX, so nothing here imports it.
 import argparse
 import csv
 import difflib
+import os
 import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -238,6 +239,11 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     )
   names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
   return {name: getattr(options, name) for name in names} | {"stops": options.stop}
+
+
+def short_name(model: str) -> str:
+  """Returns the last part of a model's path or hub id, also of `.` and `..`."""
+  return os.path.basename(os.path.abspath(model))
 
 
 def given(options: argparse.Namespace, *names: str) -> str:

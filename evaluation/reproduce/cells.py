@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mxjax import methods
-from mxjax.evaluation.cli.arguments import DEFAULT_MODEL
+from mxjax.evaluation.cli.arguments import DEFAULT_MODEL, short_name
 from mxjax.evaluation.reproduce.declared import Declared
 from mxjax.evaluation.reproduce.quantities import QUANTITIES, Measured
 from mxjax.evaluation.reproduce.tables import Key
@@ -42,7 +42,7 @@ class Build(NamedTuple):
   @property
   def name(self) -> str:
     """The model's name in results."""
-    return pathlib.Path(self.model).name
+    return short_name(self.model)
 
   def folder(self, out: pathlib.Path) -> pathlib.Path:
     """Returns the folder of its jobs."""

@@ -3,7 +3,6 @@
 import argparse
 import functools
 import json
-import pathlib
 from typing import Any
 
 from mxjax import methods
@@ -243,7 +242,7 @@ def _task_subject(
   subject = inputs.restore(source, storage=storage, dtype=options.dtype)
   facts: dict[str, Any]
   if not inputs.is_checkpoint(source):
-    name = pathlib.Path(source).name if source else arguments.DEFAULT_MODEL
+    name = arguments.short_name(source) if source else arguments.DEFAULT_MODEL
     facts = {"model": name, "method": results.FLOAT, "seed": None}
   else:
     folder = inputs.checkpoint_folder(source)

@@ -213,7 +213,7 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
     row["record"]["calibration"] |= {
       "seed": options.seed,
       "data": options.calib or "embedded",
-      "model": pathlib.Path(model_name).name,
+      "model": arguments.short_name(model_name),
     }
     steps = study.evaluation_steps(begin("float model"), subject.model.num_layers)
     row["float_perplexity"] = subject.float_perplexities(steps)

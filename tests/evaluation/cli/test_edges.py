@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from mxjax.evaluation.cli import console, harness, parser
+from mxjax.evaluation.reproduce import cells
 from mxjax.storage import checkpoint
 from tests import tiny
 
@@ -117,6 +118,21 @@ def test_sets_of_test_data_may_be_written_as_people_do(place, mxjax):
   (place / "b.txt").write_text(tiny.TEXT)
   (row,) = [mxjax("evaluate", "run", "--data", "model/text.txt, b.txt", *SIZES)]
   assert list(row["perplexity"]) == ["text", "b"]
+
+
+def test_the_folder_where_one_stands_has_a_name(place, mxjax, monkeypatch, tmp_path):
+  monkeypatch.chdir("model")
+  words = ["quantize", ".", "--method", "rtn", "--out", tmp_path / "out", *SIZES]
+  words += ["--calib", "text.txt", "--data", "text.txt"]
+  mxjax(*words, "--sequences", 2, "--length", 32)
+  manifest = checkpoint.read_manifest(tmp_path / "out/checkpoint")
+  assert manifest["calibration"]["model"] == "model"
+  assert "<h1>rtn on model</h1>" in (tmp_path / "out/report.html").read_text()
+  planned = mxjax("reproduce", "main", "--models", ".", "--plan", "--calib", "text.txt")
+  assert planned["rows"][0][0] == "model"
+  monkeypatch.chdir(tmp_path / "out/run")
+  build = cells.Build("..", "rtn", 0)
+  assert build.folder(tmp_path) == tmp_path / "out/rtn-seed0"
 
 
 def test_a_path_is_never_broken_into_lines(capsys):
