@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -139,6 +140,13 @@ def test_a_path_is_never_broken_into_lines(capsys):
   path = "folder/" * 30
   console.say(f"wrote {path}")
   assert capsys.readouterr().out == f"wrote {path}\n"
+
+
+def test_the_name_of_a_file_does_not_act_on_the_terminal(place, mxjax, tmp_path):
+  folder = shutil.copytree("run", tmp_path / "run")
+  (folder / "checkpoint/a\x1b[2J").write_text("")
+  told = mxjax("verify", folder, as_json=False, code=1)
+  assert "file a\\x1b[2J is not in mxjax.json." in told.splitlines()
 
 
 def test_errors_of_the_system_say_what_to_do(place, refused):
