@@ -1,6 +1,5 @@
 """Cells of tables and the jobs that fill them; each job ends in a file of its own."""
 
-import json
 import pathlib
 import re
 import shutil
@@ -175,7 +174,9 @@ def measured(build: Build, out: pathlib.Path) -> dict[str, Any]:
     )
   for what in MEASURES:
     if Job(build, what).is_done(out):
-      facts[what] = json.loads(Job(build, what).place(out).read_text())
+      mend = "remove it to measure again"
+      place = Job(build, what).place(out)
+      facts[what] = read_json(place, dict[str, Any], "a measure", mend=mend)
   return facts
 
 
