@@ -46,7 +46,7 @@ def load_tokens(
   Raises:
     FileNotFoundError: The file does not exist.
     ValueError: There is too little text, an array has the wrong shape, a size is too
-      small, or the sampling is unknown.
+      small, or the sampling is unknown or of an array.
     ConnectionError: Hub data was requested without a network.
   """
   place = f"{split} data" + (f" {source}" if source else "")
@@ -66,6 +66,11 @@ def load_tokens(
       f"{place} is neither a file nor one of {', '.join(HUB_SETS)}; check the path."
     )
   if source is not None and source.endswith(".npy"):
+    if sampling not in (None, "windows"):
+      raise ValueError(
+        f"{place}: expected no sampling of token ids, which are used as they are, got "
+        f"{sampling}; leave it out, or give text."
+      )
     return _array_windows(_array(source), count, length, place)
   if sampling is None:
     is_sampled = split == "calibration" and source in HUB_SETS

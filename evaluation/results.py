@@ -84,14 +84,18 @@ def decisions(task: str, values: Mapping[str, Any]) -> np.ndarray | None:
   `values` are those of `Result.tasks`. These are losses in nats a token for a
   perplexity, else 1 for a right and 0 for a wrong decision; None if they were not kept.
   """
+  path = pathlib.Path(values["file"])
+  mend = "evaluate the task again"
   if "window_losses" in values:
-    return np.asarray(values["window_losses"], np.float64)
-  path = pathlib.Path(values["file"]).parent / "items" / f"{task}.jsonl"
+    with refusing(path, f"the losses of {task} by window", mend):
+      return np.asarray(values["window_losses"], np.float64)
+  path = path.parent / "items" / f"{task}.jsonl"
   if not path.is_file():
     return None
   kind = "prediction_norm" if TASKS[task].is_normalized else "prediction"
-  rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-  return np.asarray([row[kind] == row["gold"] for row in rows], np.float64)
+  with refusing(path, f"a decision on an item of {task} in each line", mend):
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return np.asarray([row[kind] == row["gold"] for row in rows], np.float64)
 
 
 def _files(places: Iterable[str]) -> list[pathlib.Path]:

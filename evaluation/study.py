@@ -1,6 +1,7 @@
 """Quantizes and measures models: one method, or several on the same tokens."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -22,6 +23,7 @@ from mxjax.calibration.calibration import (
   Params,
   token_fingerprint,
 )
+from mxjax.calibration.store import params_digest
 from mxjax.devices.placement import Placement
 from mxjax.evaluation.measures.agreement import agreement
 from mxjax.evaluation.measures.operator_error import operator_error
@@ -205,14 +207,24 @@ def run_method(
   return row, result.params
 
 
+def _identity(subject: Subject) -> str:
+  """Returns the SHA-256 of a model's config and weights, hex; reads all of them."""
+  config = getattr(subject.model, "config", None)
+  fields = {} if config is None else config.to_dict()
+  # The dtype has a name of its own among what differs.
+  text = json.dumps([fields | {"dtype": None}, params_digest(subject.params)])
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
 def read_row(
   file: pathlib.Path,
   subject: Subject,
   tokens: np.ndarray,
   program: Program,
   contract: Contract,
+  identity: str,
 ) -> dict[str, Any] | None:
-  """Reads a finished row; None if there is no file.
+  """Reads a finished row of a model of this `_identity`; None if there is no file.
 
   Raises:
     ValueError: It was made under other settings; the message says which, and what to
@@ -235,6 +247,8 @@ def read_row(
       "replicates": replicates - {subject.replicates} != set(),
       "operator error": subject.with_operator_error and row["operator_error"] is None,
       "agreement": subject.with_agreement and row["agreement"] is None,
+      # Rows once did not say it.
+      "model": row.get("model_sha256", identity) != identity,
     }
   if differing := [name for name, is_other in differs.items() if is_other]:
     raise ValueError(
@@ -281,13 +295,16 @@ def compare(
     evaluation_steps(follow, subject.model.num_layers) if follow else None
   )
   path = pathlib.Path(folder) if folder is not None else None
+  identity = _identity(subject) if path else None
   rows, last = [], None
   for program, (mark, contract) in itertools.product(
     programs, (contracts or {"": PAPER_CONTRACT}).items()
   ):
     label = f"{program.name} {mark}".strip()
     file = path / ROWS / f"{label.replace(' ', '-')}.json" if path else None
-    row = read_row(file, subject, tokens, program, contract) if file else None
+    row = None
+    if file and identity:
+      row = read_row(file, subject, tokens, program, contract, identity)
     if row is None:
       try:
         row, last = run_method(
@@ -300,7 +317,9 @@ def compare(
         )
       except (ValueError, FloatingPointError, MemoryError, JaxRuntimeError) as error:
         row = {"error": str(error)}
-      row |= {"method": label, "float_perplexity": float_perplexity, **(facts or {})}
+      row |= {"method": label, "float_perplexity": float_perplexity}
+      row |= {"model_sha256": identity} if identity else {}
+      row |= facts or {}
       if file and "error" not in row:
         write_row(file, row)
     rows.append(row)

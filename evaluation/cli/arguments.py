@@ -6,6 +6,7 @@ Help must not wait for JAX, so nothing here imports it.
 import argparse
 import csv
 import difflib
+import os
 import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -171,6 +172,8 @@ SAMPLING = (
   "--stop",
   "--seed",
 )
+SEEDS = 2**32
+"""Seeds of a sample; JAX takes others for one of these, or for none."""
 EVALUATION = (*WINDOWS, "--replicates", "--operator-error", "--agreement")
 
 
@@ -217,14 +220,36 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
   """Returns the arguments of `speaking.speak` for the options of `SAMPLING`.
 
   Raises:
-    ValueError: A text to stop at is empty, and would be found at once.
+    ValueError: A text to stop at is empty, and would be found at once; a seed that
+      another one stands for; options that would be ignored.
   """
   if "" in options.stop:
     raise ValueError(
-      "generate: expected --stop with some text, got none; leave it out."
+      f"{options.command}: expected --stop with some text, got none; leave it out."
+    )
+  if options.seed >= SEEDS:
+    raise ValueError(
+      f"{options.command}: expected a --seed below {SEEDS}, got {options.seed}; choose "
+      "another."
+    )
+  if options.temperature == 0 and (ignored := given(options, "top_k", "top_p")):
+    raise ValueError(
+      f"{options.command}: expected --temperature above 0 beside {ignored}, got 0, "
+      "which takes the likeliest token; correct the options."
     )
   names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
   return {name: getattr(options, name) for name in names} | {"stops": options.stop}
+
+
+def short_name(model: str) -> str:
+  """Returns the last part of a model's path or hub id, also of `.` and `..`."""
+  return os.path.basename(os.path.abspath(model))
+
+
+def given(options: argparse.Namespace, *names: str) -> str:
+  """Lists those of the options whose value is not that of `options.unset`."""
+  is_given = lambda name: getattr(options, name) != options.unset[name]
+  return ", ".join(f"--{name.replace('_', '-')}" for name in names if is_given(name))
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -19,7 +19,11 @@ def run(options: argparse.Namespace) -> int:
   """
   execution.keep_freed_memory()
   if options.compiled_kept:
-    execution.keep_compiled(options.compiled_kept)
+    try:
+      execution.keep_compiled(options.compiled_kept)
+    except OSError as error:
+      _report(options, "error", _sentence(error))
+      return 2
   if not options.distributed:
     return _run(options)
   if not processes.is_supervised():

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxjax import models
-from mxjax.evaluation.cli import console, inputs
+from mxjax.evaluation.cli import arguments, console, inputs
 from mxjax.evaluation.report import page
 from mxjax.storage import atomic_io, checkpoint, sealed
 
@@ -78,7 +78,7 @@ def finish(
 
   The report's title is `what` and the last part of the model's name or path.
   """
-  title = f"{what} {pathlib.PurePath(model).name}"
+  title = f"{what} {arguments.short_name(model)}"
   with atomic_io.explaining(folder):
     atomic_io.write_json(folder / "result.json", rows, indent=1)
     subtitle = f"{model}, strict MXFP4 W4A4"

@@ -18,6 +18,7 @@ from mxjax.evaluation import study
 from mxjax.evaluation.cli import console
 from mxjax.evaluation.report import numbers
 from mxjax.running import pipeline
+from mxjax.running.progress import TUNING
 
 LEFT = "{task.fields[left]}"
 Begin = Callable[[str], pipeline.OnProgress]
@@ -106,8 +107,9 @@ class Stopper:
     """Wraps the callback so that the stopper learns when a layer begins."""
 
     def update(now: pipeline.Progress) -> None:
-      # A perplexity is measured again in less time than waiting for it would take.
-      self._in_layer = not now.stage.startswith(study.EVALUATING)
+      # A perplexity is measured again in less time than waiting for it would take, and
+      # so is a step of tuning, after which nobody asks whether to stop.
+      self._in_layer = not now.stage.startswith((study.EVALUATING, TUNING))
       on_progress(now)
 
     return update

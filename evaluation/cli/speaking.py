@@ -43,29 +43,28 @@ def speak(
   ends = {tokenizer.eos_id, *cache.model.config.eos_ids} - {None}
   began = time.perf_counter()
   times: list[float] = []
+  # What the stream does not finish, a stop string does.
+  end = "stop string"
 
   def timed() -> Iterator[int]:
+    nonlocal end
     options = dict(max_new_tokens=max_new_tokens, eos_ids=ends, **sampling)
     for token in stream(cache, ids, key=jax.random.key(seed), **options):
       times.append(time.perf_counter() - began)
       yield token
+    end = "end of text"
 
   pieces: list[str] = []
-  tokens = timed()
-  end = "end of text"
   try:
-    for piece in text_pieces(tokens, tokenizer.decode, stops):
+    for piece in text_pieces(timed(), tokenizer.decode, stops):
       pieces.append(piece)
       show(piece)
   except KeyboardInterrupt:
     end = "interrupted"
   else:
-    # What the stream did not finish, a stop string did.
-    if next(tokens, None) is not None:
-      end = "stop string"
-    elif len(times) == max_new_tokens:
+    if end != "stop string" and len(times) == max_new_tokens:
       end = f"{max_new_tokens} new tokens"
-    elif len(times) == cache.limit - len(ids):
+    elif end != "stop string" and len(times) == cache.limit - len(ids):
       end = f"context of {cache.limit} tokens full"
   rest = times[-1] - times[0] if times else 0.0
   return {

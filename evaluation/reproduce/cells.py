@@ -1,6 +1,5 @@
 """Cells of tables and the jobs that fill them; each job ends in a file of its own."""
 
-import json
 import pathlib
 import re
 import shutil
@@ -8,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mxjax import methods
-from mxjax.evaluation.cli.arguments import DEFAULT_MODEL
+from mxjax.evaluation.cli.arguments import DEFAULT_MODEL, short_name
 from mxjax.evaluation.reproduce.declared import Declared
 from mxjax.evaluation.reproduce.quantities import QUANTITIES, Measured
 from mxjax.evaluation.reproduce.tables import Key
@@ -42,7 +41,7 @@ class Build(NamedTuple):
   @property
   def name(self) -> str:
     """The model's name in results."""
-    return pathlib.Path(self.model).name
+    return short_name(self.model)
 
   def folder(self, out: pathlib.Path) -> pathlib.Path:
     """Returns the folder of its jobs."""
@@ -175,7 +174,9 @@ def measured(build: Build, out: pathlib.Path) -> dict[str, Any]:
     )
   for what in MEASURES:
     if Job(build, what).is_done(out):
-      facts[what] = json.loads(Job(build, what).place(out).read_text())
+      mend = "remove it to measure again"
+      place = Job(build, what).place(out)
+      facts[what] = read_json(place, dict[str, Any], "a measure", mend=mend)
   return facts
 
 

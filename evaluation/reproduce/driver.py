@@ -11,6 +11,7 @@ from jax.errors import JaxRuntimeError
 from mxjax.evaluation.reproduce import cells
 from mxjax.evaluation.reproduce.cells import BUILD, MEASURES, Build, Job
 from mxjax.evaluation.results import FLOAT
+from mxjax.intake.reading import read_json
 from mxjax.storage import atomic_io
 
 SETTINGS = "settings.json"
@@ -92,7 +93,8 @@ def check_settings(out: pathlib.Path, settings: Mapping[str, Any]) -> None:
     atomic_io.create_output(out)
     atomic_io.write_json(path, given, indent=1)
     return
-  there = json.loads(path.read_text(encoding="utf-8"))
+  what, mend = "the settings of a reproduction", "name another --out"
+  there = read_json(path, dict[str, Any], what, mend=mend)
   for name in {**there, **given}:
     if there.get(name) != given.get(name):
       raise ValueError(

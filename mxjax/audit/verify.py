@@ -258,11 +258,26 @@ def _check_run_folder(
   listed = run_events.listed_files(events)
   audit.faults += [f"run/{text}." for text in damaged_files(folder, listed)]
   layers = run_events.finished_layers(events)
+  is_tuned = run_events.last(events, "tuned") is not None
   for one in layers:
     for path, node in one["nodes"].items():
-      if manifest["nodes"].get(f"{one['name']}/{path}") != node:
+      saved = manifest["nodes"].get(f"{one['name']}/{path}")
+      if _type(saved, is_tuned) != _type(node, is_tuned):
         audit.faults.append(
           f"{one['name']}/{path} is of another type in the checkpoint than in run/."
         )
   audit.counts["layers of the run"] = len(layers)
   return {f"run/{name}" for name in listed}
+
+
+def _type(node: Any, is_tuned: bool) -> Any:
+  """Returns a node's description; of a tuned linear, what tuning leaves as it was.
+
+  Learned factors fold into the input map, which may get another type, or be the first.
+  """
+  if not is_tuned or not node or node["type"] != QuantizedLinear.__name__:
+    return node
+  children = {
+    name: one for name, one in node["children"].items() if name != "input_map"
+  }
+  return {**node, "children": children}

@@ -31,6 +31,8 @@ DIFFERENTIATING = 0.1
 """Share of a run in which the float model is differentiated, where a program asks."""
 OUTPUT_GRADIENTS = "output gradients"
 """The stage of differentiating the float model."""
+TUNING = "scale distillation"
+"""How the stages of tuning begin, each of which leaves its step on disk."""
 
 
 def share_of_layers(program: Program) -> tuple[float, float]:
@@ -59,7 +61,7 @@ def announce_tuning(
 
   def announce(step: int, steps: int, divergence: float | None) -> None:
     if on_progress:
-      label = f"scale distillation {step}/{steps}"
+      label = f"{TUNING} {step}/{steps}"
       if divergence is not None:
         label += f", KL {divergence:.4f}"
       fraction = BEFORE_TUNING + (1 - BEFORE_TUNING) * step / steps

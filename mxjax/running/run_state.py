@@ -2,7 +2,7 @@
 
 import dataclasses
 import platform
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from mxjax.numerics.contract import Contract
 from mxjax.running import sanity
 from mxjax.running.run_record import QuantizationRecord, StageClock
 from mxjax.running.trajectories import Trajectories
+from mxjax.storage.run_events import Event
 from mxjax.storage.run_folder import RunFolder
 
 
@@ -84,6 +85,19 @@ def _prepare(
   return prepared
 
 
+def _clock(folder: RunFolder, finished: Sequence[Event]) -> StageClock:
+  """Returns the time that earlier processes took for what is not done again."""
+  if not finished:
+    return StageClock()
+  before = finished[-1]["clock"]
+  seconds = dict(before["seconds"])
+  if ended := folder.event("finished"):
+    seconds = dict(ended["seconds"])
+  elif steps := [one for one in folder.events if one["event"] == "tuned"]:
+    seconds["tuning"] = sum(one.get("seconds") or 0.0 for one in steps)
+  return StageClock(seconds, dict(before["peak_bytes"]))
+
+
 SAVED_BYTES_A_LAYER = 2**30
 """Hidden states that a run writes for each layer on average, at most, by default."""
 MOST_LAYERS_AGAIN = 8
@@ -125,9 +139,7 @@ class RunState:
       processes.check_same("model, data and options", identity, placement.mesh)
       resumed = folder.begin(identity, _environment(placement, calib.model))
       finished = folder.finished
-    if finished:
-      before = finished[-1]["clock"]
-      clock = StageClock(dict(before["seconds"]), dict(before["peak_bytes"]))
+      clock = _clock(folder, finished)
     with clock.stage("preparation"):
       prepared = _prepare(folder, program, params, calib, contract)
     self.params, self.learned = prepared.params, prepared.learned

@@ -5,6 +5,7 @@ to the same bits.
 """
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,6 +87,7 @@ def distill_scales(
     losses = saved.losses
   if len(losses) < len(order):
     announce(len(losses), len(order), None)
+    start = time.perf_counter()
     teachers = streams.final_hiddens(model, float_params, chunks)
     examples = list(zip(chunks, teachers, strict=True))
     objective = PredictionDivergence(model, PAPER_RULES)
@@ -103,7 +105,8 @@ def distill_scales(
       )
       losses.append(result.loss)
       if folder:
-        folder.write_tuning(_named((learned, state)), losses)
+        before, start = start, time.perf_counter()
+        folder.write_tuning(_named((learned, state)), losses, start - before)
       announce(len(losses), len(order), result.loss)
   return learned, {"divergence": losses, "order": order, **_moved(learned)}
 

@@ -60,10 +60,13 @@ class _Layer(pydantic.BaseModel):
 class _Tuned(pydantic.BaseModel):
   files: Annotated[_Files, pydantic.Field(min_length=1, max_length=1)]
   loss: float
+  #: That the step took; older runs did not say it.
+  seconds: float | None = None
 
 
 class _Finished(pydantic.BaseModel):
   sanity: dict[str, Any] | None
+  seconds: dict[str, float]
 
 
 _KINDS: dict[str, type[pydantic.BaseModel]] = {

@@ -132,16 +132,22 @@ class RunFolder(RunJournal):
       (self.path / file).unlink()
 
   def write_tuning(
-    self, arrays: Mapping[str, jax.Array], losses: Sequence[float]
+    self,
+    arrays: Mapping[str, jax.Array],
+    losses: Sequence[float],
+    seconds: float | None = None,
   ) -> None:
-    """Writes the state of tuning durably, in place of that of the step before."""
+    """Writes the state of tuning durably, in place of that of the step before.
+
+    `seconds` are those of the last step.
+    """
     if self._journal is None:
       return
     before = self.event("tuned")
     file = f"tuning/{len(losses)}.safetensors"
     with self.explaining():
       digest = atomic_io.write_arrays(self.path / file, arrays)
-    self.journal("tuned", files={file: digest}, loss=losses[-1])
+    self.journal("tuned", files={file: digest}, loss=losses[-1], seconds=seconds)
     for old in before["files"] if before else ():
       (self.path / old).unlink()
 

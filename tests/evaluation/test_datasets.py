@@ -47,6 +47,10 @@ def test_arrays_are_used_exactly(tmp_path):
   np.testing.assert_array_equal(load(path), array[:2, :8])
   with pytest.raises(ValueError, match=r"\[5, 8\], got \(4, 10\)"):
     load(path, count=5)
+  for sampling in ("documents", "offsets"):
+    with pytest.raises(ValueError, match=f"no sampling of token ids, .* {sampling};"):
+      load(path, sampling=sampling)
+  np.testing.assert_array_equal(load(path, sampling="windows"), array[:2, :8])
 
 
 def test_text_and_jsonl(text):

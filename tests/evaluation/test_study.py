@@ -5,9 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from mxjax import models
 from mxjax.evaluation import study
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
+from tests import tiny
 
 
 def draw(seed):
@@ -60,10 +62,20 @@ def test_rules_are_marked_and_rows_of_other_tokens_are_refused(subject, tmp_path
   [
     ({"replicates": 3}, "other replicates"),
     ({"tests": {"text": draw(8)}}, "other tests"),
+    ({"model": models.CausalLM(tiny.config(rope_theta=5e5))}, "other model; name"),
   ],
 )
 def test_rows_of_other_measurements_are_refused(subject, tmp_path, change, message):
   study.compare(subject, draw(0), ("rtn",), folder=tmp_path)
   other = dataclasses.replace(subject, **change)
   with pytest.raises(ValueError, match=message):
+    study.compare(other, draw(0), ("rtn",), folder=tmp_path)
+
+
+def test_rows_of_other_weights_are_refused(subject, tmp_path):
+  """Such as those of a tuned variant, in the folder of the first comparison."""
+  study.compare(subject, draw(0), ("rtn",), folder=tmp_path)
+  norm = {"weight": 2 * subject.params["norm"]["weight"]}
+  other = dataclasses.replace(subject, params={**subject.params, "norm": norm})
+  with pytest.raises(ValueError, match="made with other model; name another --out"):
     study.compare(other, draw(0), ("rtn",), folder=tmp_path)

@@ -3,7 +3,6 @@
 import argparse
 import functools
 import json
-import pathlib
 from typing import Any
 
 from mxjax import methods
@@ -88,9 +87,7 @@ def run(options: argparse.Namespace) -> None:
         "device, so leave --mesh out."
       )
   ignored = OF_PERPLEXITY if options.tasks else OF_TASKS
-  given = [name for name in ignored if getattr(options, name) != options.unset[name]]
-  if given:
-    names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+  if names := arguments.given(options, *ignored):
     raise ValueError(
       f"evaluate: expected {'no --tasks' if options.tasks else '--tasks'} beside "
       f"{names}, got {'some' if options.tasks else 'none'}; correct the options."
@@ -114,6 +111,11 @@ def _evaluate_perplexity(options: argparse.Namespace, storage: dict[str, Any]) -
       f"evaluate: expected a folder written by `quantize` to compare with the float "
       f"model, got {options.source or arguments.DEFAULT_MODEL}, which is one; leave "
       "--operator-error and --agreement out."
+    )
+  if options.model is not None and not is_compared:
+    raise ValueError(
+      "evaluate: expected --operator-error or --agreement beside --model, got none, so "
+      f"{options.model} would not be read; add one, or leave --model out."
     )
   mesh = inputs.mesh_of(options)
   progress.teller(options.log)(
@@ -240,7 +242,7 @@ def _task_subject(
   subject = inputs.restore(source, storage=storage, dtype=options.dtype)
   facts: dict[str, Any]
   if not inputs.is_checkpoint(source):
-    name = pathlib.Path(source).name if source else arguments.DEFAULT_MODEL
+    name = arguments.short_name(source) if source else arguments.DEFAULT_MODEL
     facts = {"model": name, "method": results.FLOAT, "seed": None}
   else:
     folder = inputs.checkpoint_folder(source)

@@ -82,6 +82,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   arguments.add(group, "--windows", type=arguments.whole(0), help=told)
   arguments.add(group, "--window-length")
   arguments.add(parser, "--json")
+  parser.set_defaults(unset={"dtype": parser.get_default("dtype")})
   return parser
 
 
@@ -90,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
 
   Raises:
     FileNotFoundError: The float model's folder does not exist.
-    ValueError: The largest file has no size.
+    ValueError: The largest file has no size, or options would be ignored.
   """
   if options.model is not None and not pathlib.Path(options.model).is_dir():
     raise FileNotFoundError(
@@ -100,6 +101,11 @@ def run(options: argparse.Namespace) -> None:
   if not 0 < options.shard_gb < float("inf"):
     raise ValueError(
       f"export: expected --shard-gb above 0, got {options.shard_gb}; correct it."
+    )
+  if options.format != "dequant" and arguments.given(options, "dtype"):
+    raise ValueError(
+      f"export: expected --dtype beside --format dequant, got {options.format}, which "
+      "writes what the checkpoint has; leave it out."
     )
   from mxjax.evaluation.cli import exporting
 

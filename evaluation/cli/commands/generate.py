@@ -36,6 +36,8 @@ def _add_speaking(parser: argparse.ArgumentParser, **defaults: Any) -> None:
   group = parser.add_argument_group("sampling")
   arguments.add(group, *arguments.SAMPLING)
   parser.set_defaults(**{k[2:].replace("-", "_"): v for k, v in defaults.items()})
+  unset = {name: parser.get_default(name) for name in ("top_k", "top_p")}
+  parser.set_defaults(unset=unset)
   arguments.add(parser, "--storage", "--dtype", "--compiled")
 
 

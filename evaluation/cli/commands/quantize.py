@@ -65,8 +65,8 @@ def _add_sharing(group: Any) -> None:
   add(
     "--linears",
     metavar="DIR",
-    help="take the linears from a folder that `quantize` wrote on the same tokens, by "
-    "a method that differs only in recovery; bits do not change",
+    help="take the linears from a folder that `quantize` wrote on the same model and "
+    "tokens, by a method that differs only in recovery; bits do not change",
   )
   add(
     "--no-check",
@@ -128,31 +128,44 @@ def run(options: argparse.Namespace) -> None:
   outputs.print_rows([row], folder, as_json=options.json)
 
 
-def _program(options: argparse.Namespace, tokens: Any) -> Any:
+def _program(options: argparse.Namespace, subject: Any, tokens: Any) -> Any:
   """Returns the program to run, which may take its linears from another build.
 
   Raises:
-    ValueError: That build has other tokens, or differs in more than recovery.
+    FileNotFoundError: That build's folder has no run, which alone tells its weights.
+    ValueError: That build has other weights or tokens, or more differs than recovery.
   """
   from mxjax import methods
   from mxjax.calibration.calibration import token_fingerprint
+  from mxjax.calibration.store import params_digest
   from mxjax.evaluation.cli import inputs
   from mxjax.methods import reused
-  from mxjax.storage import checkpoint
+  from mxjax.storage import checkpoint, run_journal
 
   program = methods.get(options.method)
   if not options.linears:
     return program
   folder = inputs.checkpoint_folder(options.linears)
-  manifest = checkpoint.read_manifest(folder)
-  theirs, key = manifest["program"]["name"], reused.build_key(program)
-  tokens_differ = manifest["calibration"]["fingerprint"] != token_fingerprint(tokens)
-  if key is None or tokens_differ or reused.build_key(methods.get(theirs)) != key:
+  made = checkpoint.read_manifest(folder)["program"]
+  run = folder.parent / RUN
+  is_run = (run / run_journal.JOURNAL).is_file()
+  if not (events := run_journal.read_events(run)[0] if is_run else []):
+    raise FileNotFoundError(
+      f"quantize: expected --linears with a folder that `quantize` wrote, its {RUN}/ "
+      f"included, got {options.linears}, which has none; leave the option out."
+    )
+  start, theirs, key = events[0], made["name"], reused.build_key(program)
+  tokens_differ = start["calibration"]["fingerprint"] != token_fingerprint(tokens)
+  model_differs = start["model"] != subject.model.config.to_dict()
+  model_differs = model_differs or start["weights"] != params_digest(subject.params)
+  is_other = tokens_differ or model_differs or key is None
+  if is_other or reused.build_key(methods.get(theirs)) != key:
+    told = lambda differs: "other" if differs else "the same"
     raise ValueError(
       f"quantize: expected --linears of a build that differs from {options.method} "
-      f"only in recovery, on the same tokens, got {theirs} on "
-      f"{'other' if tokens_differ else 'the same'} tokens in {options.linears}; leave "
-      "the option out."
+      f"only in recovery, on the same tokens and weights, got {theirs} on "
+      f"{told(tokens_differ)} tokens and {told(model_differs)} weights in "
+      f"{options.linears}; leave the option out."
     )
   return reused.reuse(program, checkpoint.load(folder)[1])
 
@@ -166,7 +179,7 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
   from mxjax.storage import checkpoint, layer_store, run_folder
 
   tokenizer, subject, tokens = prepared
-  program = _program(options, tokens)
+  program = _program(options, subject, tokens)
   is_leader = processes.is_leader()
   is_on_disk = isinstance(subject.params, models.LazyParams)
   tell = progress.teller(options.log)
@@ -200,7 +213,7 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
     row["record"]["calibration"] |= {
       "seed": options.seed,
       "data": options.calib or "embedded",
-      "model": pathlib.Path(model_name).name,
+      "model": arguments.short_name(model_name),
     }
     steps = study.evaluation_steps(begin("float model"), subject.model.num_layers)
     row["float_perplexity"] = subject.float_perplexities(steps)

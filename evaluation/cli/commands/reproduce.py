@@ -92,7 +92,7 @@ def _check(options: argparse.Namespace) -> None:
   for name in options.without:
     arguments.check("measure or row", name, (*SEVEN, *MEASURES, *labels))
   options.instead = dict(_instead(text, labels) for text in options.instead)
-  short = [pathlib.Path(model).name for model in options.models]
+  short = [arguments.short_name(model) for model in options.models]
   if len(set(short)) < len(short):
     raise ValueError(
       f"reproduce: expected models of different names, got {', '.join(short)}; rename "

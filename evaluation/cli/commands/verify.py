@@ -30,8 +30,7 @@ def run(options: argparse.Namespace) -> int:
   if options.json:
     print(json.dumps(audit.to_dict()))
   else:
-    for fault in audit.faults:
-      print(fault)
-    for line in audit.lines():
+    # Faults name files, and whoever made the folder named them.
+    for line in (*audit.faults, *audit.lines()):
       console.say(line)
   return 1 if audit.faults else 0

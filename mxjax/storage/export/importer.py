@@ -128,12 +128,25 @@ def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
     )
   leaves |= {params_path(name): tensor for name, tensor in tensors.items()}
   if config.tie_embeddings:
-    leaves.pop(("lm_head", "weight"), None)
+    _drop_tied_head(folder, leaves)
   _check_leaves(folder, leaves, config)
   params: dict[str, Any] = {}
   for path in parameters.parameter_shapes(config):
     parameters.insert(params, path, leaves[path])
   return Imported(params, config, rounding.is_legal)
+
+
+def _drop_tied_head(folder: pathlib.Path, leaves: dict[parameters.Path, Any]) -> None:
+  """Removes a head that is the embedding once more; rejects any other."""
+  head = leaves.pop(("lm_head", "weight"), None)
+  embedding = leaves.get(("embed_tokens", "weight"))
+  if head is None or embedding is None:
+    return
+  if isinstance(head, QuantizedLinear) or not np.array_equal(head, embedding):
+    raise ValueError(
+      f"{folder}: expected lm_head.weight to equal the embedding because "
+      "tie_word_embeddings is true, got another; set it to false in config.json."
+    )
 
 
 def _check_map(place: str, module: str, leaf: QuantizedLinear) -> None:

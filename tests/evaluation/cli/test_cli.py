@@ -14,6 +14,7 @@ from mxjax.devices import execution
 from mxjax.evaluation.cli import parser, settings
 from mxjax.models import Tokenizer
 from mxjax.models.loading import embedded
+from mxjax.storage import run_journal
 from tests import tiny
 
 WINDOWS = ("--windows", "2", "--window-length", "32")
@@ -77,6 +78,12 @@ def test_a_float_model_is_evaluated_and_continues_text(folder, mxjax, refused):
   stopped = mxjax(*generate, "--seed", 1, "--stop", rest[2:4])
   assert stopped["text"] == "the cat" + rest[: rest.index(rest[2:4])]
   assert stopped["end"] == "stop string"
+  # No token is made, or counted, beyond the one that completes it.
+  made = stopped["tokens"]
+  only = lambda n: mxjax(*generate, "--seed", 1, "--max-new-tokens", n)["text"]
+  assert rest[2:4] in only(made) and rest[2:4] not in only(made - 1)
+  last = ("--stop", rest[2:4], "--max-new-tokens", made)
+  assert mxjax(*generate, "--seed", 1, *last)["end"] == "stop string"
 
 
 @pytest.fixture
@@ -178,6 +185,38 @@ def test_layers_on_disk_give_the_same_bits(folder, tmp_path, mxjax):
   assert rows[0]["perplexity"] == rows[1]["perplexity"]
   # The scratch folder is gone.
   assert sorted(p.name for p in tmp_path.iterdir()) == ["no-on-disk", "on-disk"]
+
+
+def test_a_tuned_run_is_sound_though_tuning_gives_it_maps(
+  folder, tmp_path, mxjax, monkeypatch
+):
+  out = tmp_path / "out"
+  tune = ("--method", "rtn+tune:epochs=1")
+  mxjax("quantize", *arguments(folder, out, *tune))
+  assert mxjax("verify", out)["faults"] == []
+  read = run_journal.read_events
+
+  def with_another_rule(place):
+    events, torn = read(place)
+    events[1]["nodes"]["mlp/up_proj/weight"]["children"]["rounding"]["type"] = "OneCode"
+    return events, torn
+
+  monkeypatch.setattr(run_journal, "read_events", with_another_rule)
+  assert mxjax("verify", out, code=1)["faults"] == [
+    "layers_0/mlp/up_proj/weight is of another type in the checkpoint than in run/."
+  ]
+
+
+def test_a_finished_run_keeps_the_time_that_came_after_its_layers(
+  folder, tmp_path, mxjax
+):
+  words = arguments(folder, tmp_path / "out", "--method", "rtn")
+  clock = lambda: json.loads((tmp_path / "out/result.json").read_text())[0]["record"]
+  mxjax("quantize", *words)
+  before = clock()["clock"]["seconds"]
+  (row,) = mxjax("quantize", *words, "--resume")
+  assert clock()["clock"]["seconds"]["sanity gate"] == before["sanity gate"] > 0
+  assert row["seconds"] >= sum(before.values())
 
 
 def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refused):

@@ -2,12 +2,14 @@
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from mxjax.evaluation.cli import console, harness, parser
+from mxjax.evaluation.reproduce import cells
 from mxjax.storage import checkpoint
 from tests import tiny
 
@@ -66,13 +68,27 @@ def test_a_size_out_of_range_is_refused_at_once(words, message, place, capsys):
     ("evaluate run --tasks c4 --windows 2", "expected no --tasks beside --windows"),
     ("evaluate run --tasks c4 --agreement", "expected no --tasks beside --agreement"),
     ("evaluate run --tasks piqaa", "did you mean piqa?"),
+    ("evaluate run --model model", "expected --operator-error or --agreement beside"),
     ("evaluate run --operator-error", "whose name is model, got none; add it."),
     ("evaluate run --agreement --model other", "got other of another num_layers;"),
     ("export run --format dequant --out new --model absent", "got absent"),
     ("export run --format dequant --out new --shard-gb 0", "above 0, got 0.0"),
+    (
+      "export run --format transformers --out new --dtype float32",
+      "expected --dtype beside --format dequant, got transformers",
+    ),
     ("compare model --out new --methods ,", "expected at least one name"),
     ("compare model --out new --scale-rules flor", "did you mean floor?"),
     ("generate run --prompt a --temperature nan", "temperature >= 0, got nan"),
+    ("generate run --prompt a --seed 4294967296", "expected a --seed below 4294967296"),
+    (
+      "generate run --prompt a --top-p 0.5",
+      "--temperature above 0 beside --top-p, got",
+    ),
+    (
+      "chat run --temperature 0 --top-k 3 --top-p 0.5",
+      "beside --top-k, --top-p, got 0",
+    ),
     ("verify absent", "name a folder written by `mxjax quantize`"),
     ("verify run/result.json", "got no such file"),
   ],
@@ -105,10 +121,32 @@ def test_sets_of_test_data_may_be_written_as_people_do(place, mxjax):
   assert list(row["perplexity"]) == ["text", "b"]
 
 
+def test_the_folder_where_one_stands_has_a_name(place, mxjax, monkeypatch, tmp_path):
+  monkeypatch.chdir("model")
+  words = ["quantize", ".", "--method", "rtn", "--out", tmp_path / "out", *SIZES]
+  words += ["--calib", "text.txt", "--data", "text.txt"]
+  mxjax(*words, "--sequences", 2, "--length", 32)
+  manifest = checkpoint.read_manifest(tmp_path / "out/checkpoint")
+  assert manifest["calibration"]["model"] == "model"
+  assert "<h1>rtn on model</h1>" in (tmp_path / "out/report.html").read_text()
+  planned = mxjax("reproduce", "main", "--models", ".", "--plan", "--calib", "text.txt")
+  assert planned["rows"][0][0] == "model"
+  monkeypatch.chdir(tmp_path / "out/run")
+  build = cells.Build("..", "rtn", 0)
+  assert build.folder(tmp_path) == tmp_path / "out/rtn-seed0"
+
+
 def test_a_path_is_never_broken_into_lines(capsys):
   path = "folder/" * 30
   console.say(f"wrote {path}")
   assert capsys.readouterr().out == f"wrote {path}\n"
+
+
+def test_the_name_of_a_file_does_not_act_on_the_terminal(place, mxjax, tmp_path):
+  folder = shutil.copytree("run", tmp_path / "run")
+  (folder / "checkpoint/a\x1b[2J").write_text("")
+  told = mxjax("verify", folder, as_json=False, code=1)
+  assert "file a\\x1b[2J is not in mxjax.json." in told.splitlines()
 
 
 def test_errors_of_the_system_say_what_to_do(place, refused):
@@ -117,6 +155,11 @@ def test_errors_of_the_system_say_what_to_do(place, refused):
   assert line.startswith("mxjax export: model/text.txt: expected to read or write")
   assert line.endswith("check the path, its permissions and the room on the disk.")
   assert "Errno" not in line
+
+
+def test_compiled_programs_cannot_be_kept_in_a_file(place, refused):
+  words = ["generate", "run", "--prompt", "a", "--compiled", "model/text.txt"]
+  assert "model/text.txt: expected to read or write here" in refused(*words)
 
 
 def run(program, **options):

@@ -17,6 +17,7 @@ from rich.console import Console
 from mxjax.audit import plan
 from mxjax.evaluation.cli import console, launch, parser, progress, settings
 from mxjax.running import pipeline
+from mxjax.running.progress import announce_tuning
 from mxjax.storage import checkpoint
 from tests import tiny
 from tests.evaluation.cli import square
@@ -60,6 +61,16 @@ class TestStopper:
     assert not stop()
     with pytest.raises(KeyboardInterrupt):
       stop.ask(signal.SIGINT, None)
+
+  def test_a_run_that_tunes_does_not_go_on_to_its_end(self):
+    """Its layers are on disk and so is every step: nothing is lost, or waited for."""
+    stop, follow, said, _ = self.make()
+    follow(self.NOW)
+    assert not stop()
+    announce_tuning(follow, 2)(3, 8, 0.125)
+    with pytest.raises(KeyboardInterrupt):
+      stop.ask(signal.SIGTERM, None)
+    assert not said
 
   def test_handlers_are_put_back(self):
     before = signal.getsignal(signal.SIGINT)

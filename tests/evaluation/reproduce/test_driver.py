@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from mxjax.evaluation import study
+from mxjax.evaluation import results, study
 from mxjax.evaluation.cli import parser
 from mxjax.evaluation.reproduce import cells, driver
 from mxjax.evaluation.reproduce.declared import TABLES, Declared
@@ -111,6 +111,26 @@ def test_linears_of_another_method_or_draw_are_refused(made, model, tmp_path, re
   assert "got rtn on other tokens" in said
 
 
+def test_linears_of_another_model_are_refused(made, model, tmp_path, refused):
+  """Of the same shape and tokenizer, such as a tuned variant of a model."""
+  place = made / model.name / "rtn-seed0" / "build"
+  other = shutil.copytree(model, tmp_path / "other")
+  weights = other / "model.safetensors"
+  weights.write_bytes(weights.read_bytes()[:-1] + b"\x3c")
+  text = model / "text.txt"
+  data = ("--calib", text, "--data", text, "--sequences", 2, "--length", 32)
+  sizes = ("--windows", 2, "--window-length", 32, "--out", tmp_path / "new")
+  words = ("--method", "rtn+r", *data, *sizes, "--linears")
+  said = refused("quantize", other, *words, place)
+  assert "got rtn on the same tokens and other weights" in said
+  said = refused("quantize", model, *words, place, "--dtype", "float32")
+  assert "on the same tokens and other weights" in said
+  # A checkpoint alone does not tell what it was made of.
+  alone = shutil.copytree(place / "checkpoint", tmp_path / "alone")
+  assert "got " in (said := refused("quantize", model, *words, alone))
+  assert said.endswith("alone, which has none; leave the option out.")
+
+
 def test_a_finished_reproduction_runs_nothing_again(made, model, mxjax, monkeypatch):
   monkeypatch.setattr(driver.Work, "perform", None)
   before = (made / "tables.md").read_text()
@@ -118,6 +138,25 @@ def test_a_finished_reproduction_runs_nothing_again(made, model, mxjax, monkeypa
   more = mxjax(*words(model, made, "--seeds", "3"))["tables"]
   assert "1 of 2 calibration draws" in more[0]["title"]
   mxjax(*words(model, made), as_json=False)
+
+
+def test_damaged_files_are_named_with_what_to_do(tmp_path):
+  (tmp_path / "settings.json").write_text('{"quantize": ')
+  with pytest.raises(ValueError, match=r"settings.json: expected the settings of a r"):
+    driver.check_settings(tmp_path, {})
+  build = cells.Build("m", "rtn", 0)
+  place = cells.Job(build, "local").place(tmp_path)
+  place.parent.mkdir(parents=True)
+  place.write_text("{")
+  with pytest.raises(ValueError, match=r"local.json: expected a measure, .* again."):
+    cells.measured(build, tmp_path)
+  (tmp_path / "items").mkdir()
+  (tmp_path / "items/piqa.jsonl").write_text('{"gold": 1}\n')
+  values = {"file": str(tmp_path / "evaluation.json")}
+  with pytest.raises(ValueError, match=r"piqa.jsonl: expected a decision on an item"):
+    results.decisions("piqa", values)
+  with pytest.raises(ValueError, match=r"evaluation.json: expected the losses of c4"):
+    results.decisions("c4", values | {"window_losses": ["high"]})
 
 
 def test_other_settings_are_refused(made, model, tmp_path, refused):

@@ -20,6 +20,7 @@ from mxjax.models.loading import embedded
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.shaping import input_maps
 from mxjax.running import pipeline, tuning
+from mxjax.storage import run_journal
 from tests import tiny
 
 TUNED = methods.get("hires+tune:epochs=1:length=16")
@@ -255,6 +256,11 @@ def test_a_killed_tuning_goes_on_to_the_same_bits(
   ):
     np.testing.assert_array_equal(ours, theirs)
   assert len(list((tmp_path / "run" / "tuning").iterdir())) == 1
+  # The time is that of all processes.
+  events = run_journal.read_events(tmp_path / "run")[0]
+  steps = [one["seconds"] for one in events if one["event"] == "tuned"]
+  assert len(steps) == 8 and min(steps) > 0
+  assert resumed.record.clock.seconds["tuning"] >= sum(steps)
 
 
 def test_damage_to_the_state_of_tuning_is_found(tiny_params, calib, tmp_path):

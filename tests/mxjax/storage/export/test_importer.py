@@ -95,6 +95,8 @@ def test_damaged_tensors_are_named(rtn, compressed, tensors_in):
     ({"model.norm.weight": None}, "norm.weight is missing"),
     ({"model.extra.weight": jnp.ones(3)}, "extra.weight is unexpected"),
     ({f"{name}.weight": jnp.ones((96, 64))}, f"{name} packed or plain, got both"),
+    # Left out, it would be the embedding in its place.
+    ({"lm_head.weight": jnp.ones((61, 64))}, "lm_head.weight to equal the embedding"),
   ):
     tensors = {k: v for k, v in (good | change).items() if v is not None}
     save_file(tensors, out / weights.SINGLE_FILE)
