@@ -88,6 +88,7 @@ def selected(
 ) -> Declared:
   """Returns the table without rows of these labels and columns of these jobs.
 
+  A table of seven tasks that keeps those of Fit-3 has that in the place of Fit-7.
   `instead` has methods by the labels of rows that are of another method.
   """
   absent = {*left_out}
@@ -96,7 +97,10 @@ def selected(
     for label, row in declared.rows.items()
     if label not in absent
   }
-  kept = [name for name in declared.columns if not {*QUANTITIES[name].needs} & absent]
+  is_left = lambda name: not {*QUANTITIES[name].needs} & absent
+  kept = [name for name in declared.columns if is_left(name)]
+  if "fit7" in declared.columns and not is_left("fit7") and is_left("fit3"):
+    kept.append("fit3")
   return declared._replace(rows=rows, columns=tuple(kept))
 
 

@@ -59,7 +59,9 @@ def build(
   note = " ".join([source, *[NO_TIME] * untimed, *dict.fromkeys(failures)])
   built = [form(declared, cells, extra, whole)._replace(note=note)]
   if declared.reference:
-    names = dict.fromkeys([*declared.columns[-1:], *extra])
+    # Comparisons call less better, so that accuracies have none.
+    falling = [name for name in declared.columns if QUANTITIES[name].head.endswith("↓")]
+    names = dict.fromkeys([*falling[-1:], *extra])
     built += [_differences(declared, cells, name, title) for name in names]
   return [table for table in built if table.rows]
 

@@ -174,6 +174,14 @@ def test_the_paper_keeps_a_row_that_is_left_out_of_ours():
   assert {row.label for row in paper.printed(cut)} == {*whole.rows}
 
 
+def test_fewer_tasks_than_seven_leave_fit_3():
+  columns = lambda name, *absent: cells.selected(TABLES[name], absent, {}).columns
+  assert columns("seeds", "piqa")[-2:] == ("winogrande", "fit3")
+  assert columns("seeds")[-1] == "fit7"
+  assert "fit3" not in columns("seeds", "c4")
+  assert columns("fresh", "piqa").count("fit3") == 1
+
+
 def test_a_row_can_be_of_another_method_and_the_title_says_so():
   words = ["reproduce", "main,components", "--plan", "--models", "a"]
   fewer = "SpinQuant+GPTQ=spinquant:steps=10"

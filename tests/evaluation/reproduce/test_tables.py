@@ -264,6 +264,20 @@ def test_failed_cells_say_so_beside_what_was_measured():
   assert tables.build(declared, {("m", "HiRes", 0): Measured()}) == []
 
 
+def test_differences_are_of_what_is_better_when_it_falls():
+  scores = lambda c4, arc: {"c4": {"score": c4}, "arc_challenge": {"score": arc}}
+  found = {
+    ("m", label, seed): Measured(scores(*pair), scores(9.0, 0.5))
+    for label, pair in {"Both": (10.0, 0.3), "None": (11.0, 0.2)}.items()
+    for seed in (0, 3)
+  }
+  left = TABLES["recovery-seeds"]._replace(columns=("c4", "arc_challenge"))
+  whole, differences = tables.build(left, found)
+  assert whole.head[-1] == "ARC-C↑"
+  assert differences.title.endswith("differences of C4↓")
+  assert differences.rows[0][3].endswith("worse")
+
+
 def test_columns_of_models_average_several_draws():
   cell = lambda fit: Measured({"x": {"score": fit}}, {})
   quantity = QUANTITIES["fit7"]._replace(of_scores=lambda scores, _: scores["x"])
