@@ -183,6 +183,18 @@ def tile(
   return gpu.SMEM((*leading, rows, columns), dtype, transforms=transforms)
 
 
+def in_eights(x: jax.Array) -> jax.Array:
+  """Appends rows of zeros to `[..., n, d]` up to a multiple of 8.
+
+  The copy engine addresses tiles of 8 rows, so that every start must be a multiple.
+  """
+  extra = -x.shape[-2] % 8
+  none = ((0, 0, 0),)
+  return lax.pad(
+    x, jnp.zeros((), x.dtype), none * (x.ndim - 2) + ((0, extra, 0), *none)
+  )
+
+
 def multiply(acc: Any, a: jax.Array, b: Any, stage: Any) -> None:
   """Starts `acc += a @ b` with a in registers and b in shared memory.
 

@@ -308,8 +308,8 @@ def obstacle(x: Any, form: str) -> str | None:
   if math.prod(x.shape[:-1]) < ROWS or x.shape[-1] % unit or x.dtype != jnp.bfloat16:
     wanted = f"bfloat16, {ROWS} rows or more, and widths in multiples of {unit}"
     return f"its Mosaic form takes {wanted}, got {x.dtype}{list(x.shape)}"
-  if form == "planes":
-    return "its Mosaic form does not write planes, which few rows need"
+  if form in ("planes", "int8"):
+    return f"its Mosaic form does not write {form}, which few rows need"
   return device.hopper_obstacle()
 
 
@@ -324,12 +324,12 @@ def launch(
   Returns, for each, the values, bfloat16 `[n, d]`, or codes and scales, or float8 and
   scales.
   """
+  wanted, x = len(x), device.in_eights(x)
   rows, width = x.shape
   blocks, tiles = width // _BLOCK, -(-rows // ROWS)
-  pairs_of_all = len(tables) * blocks // BLOCKS
   work = _Work(
     rows,
-    -(-tiles // max(1, min(tiles, AT_ONCE // pairs_of_all))),
+    -(-tiles // max(1, min(tiles, AT_ONCE * BLOCKS // (len(tables) * blocks)))),
     tables[0].matrix is not None,
     tables[0].gram is not None,
     tables[0].cross is not None,
@@ -365,7 +365,7 @@ def launch(
     interpret=device.mode(interpret),
   )
   made = call(x, *(array for one in inputs for array in one.values()))
-  count = len(outputs)
+  count, made = len(outputs), tuple(array[:wanted] for array in made)
   return [made[i : i + count] for i in range(0, len(made), count)]
 
 

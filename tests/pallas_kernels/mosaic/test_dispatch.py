@@ -71,3 +71,10 @@ def test_a_choice_that_cannot_run_is_refused_in_one_sentence(monkeypatch):
   monkeypatch.setenv("MXJAX_PALLAS_BACKEND", "cuda")
   with pytest.raises(ValueError, match="triton or mosaic, got 'cuda'"):
     encode(jnp.ones((256, 32), jnp.bfloat16))
+
+
+def test_rows_are_filled_up_to_the_tiles_of_the_copy_engine():
+  for rows, filled in ((8, 8), (577, 584), (580, 584)):
+    got = device.in_eights(jnp.ones((3, rows, 32)))
+    assert got.shape == (3, filled, 32)
+    assert got.sum() == 3 * rows * 32 and not got[:, rows:].any()
