@@ -16,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 T = TypeVar("T")
+MULTIPROCESSORS = 132
+"""Multiprocessors of an H200."""
 
 BlockSpec = pl.BlockSpec
 program_id = pl.program_id
@@ -130,6 +132,18 @@ def tail_mask(rows: int, tile: int, index: jax.Array) -> jax.Array | None:
   if rows % tile == 0:
     return None
   return index * tile + lax.iota(jnp.int32, tile) < rows
+
+
+def shares(tiles: int, steps: int, *, at_once: int = 4) -> int:
+  """Returns how many programs best share the steps of each of `tiles` output tiles.
+
+  Up to `at_once` programs a multiprocessor, as many as possible. An equal number for
+  each matters first, because the launch waits for the last program.
+  """
+  fit = [n for n in range(1, steps + 1) if steps % n == 0]
+  fit = [n for n in fit if n * tiles <= at_once * MULTIPROCESSORS] or [1]
+  rounds = lambda n: -(-n * tiles // MULTIPROCESSORS)
+  return max(fit, key=lambda n: (n * tiles / rounds(n), n))
 
 
 def switch(index: jax.Array, branches: Sequence[Callable[[], Any]]) -> Any:

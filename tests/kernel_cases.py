@@ -11,7 +11,14 @@ from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.pallas_kernels import gptq, mxfp4_decode, mxfp4_encode, recovery
 from mxjax.pallas_kernels.attention import cached_attention, prefill
 from mxjax.pallas_kernels.mosaic import blackwell, device, encode, products, refinement
-from mxjax.pallas_kernels.products import float8, float8_matmul, matmul, planes
+from mxjax.pallas_kernels.products import (
+  float8,
+  float8_matmul,
+  int8,
+  int8_matmul,
+  matmul,
+  planes,
+)
 from mxjax.pallas_kernels.refinement import fused_inputs, one_code
 
 f32, b16, u8 = jnp.float32, jnp.bfloat16, jnp.uint8
@@ -36,8 +43,9 @@ def refinement_cases():
 
   square = array((128, 32, 32), f32)
   tables = square, array((128, 528), f32), square
-  codes, values, by_plane = (
-    functools.partial(refine, form=form) for form in ("codes", "values", "planes")
+  codes, values, by_plane, integers = (
+    functools.partial(refine, form=form)
+    for form in ("codes", "values", "planes", "int8")
   )
   gated = lambda n: fused_inputs.GatedProduct(*[array((n, 4096), b16)] * 2, recovered)
   normalized = fused_inputs.Normalized(array((1, 4096), b16), array((4096,), b16), 1e-6)
@@ -49,23 +57,25 @@ def refinement_cases():
     "one code, split, codes": codes(narrow, *tables),
     "one code, split, values": values(narrow, *tables),
     "one code, float32, codes": codes(wide, *tables),
-    "one code, float32, planes, 1 row": by_plane(rows(1), *tables),
+    "one code, float32, int8, 1 row": integers(rows(1), *tables),
     "one code, split, planes, 48 rows": by_plane(rows(48), *tables),
     "one code, split, planes, 48 rows, 3 linears": three(rows(48), *tables),
     "one code, split, values, of a gated product": values(gated(2048), *tables),
     "one code, split, values, of a gated product without a map": values(
       gated(2048), None, *tables[1:]
     ),
-    "one code, planes, 1 row, normalized, 3 linears": three(normalized, *tables),
-    "one code, planes, 1 row, of a gated product": by_plane(gated(1), *tables),
-    "one code, planes, 1 row, of attention": by_plane(attended, *tables),
+    "one code, int8, 1 row, normalized, 3 linears": integers(
+      normalized, *tables, linears=3
+    ),
+    "one code, int8, 1 row, of a gated product": integers(gated(1), *tables),
+    "one code, int8, 1 row, of attention": integers(attended, *tables),
     "one code, float32, planes, 16 rows, 3 linears": three(rows(16), *tables),
     "one code, split, values, 3 linears": values(narrow, *tables, linears=3),
     "one code, split, float8, 2 linears": refine(
       narrow, *tables, form="float8", linears=2
     ),
     "two codes, split, values": values(narrow, *few),
-    "two codes, float32, planes, 1 row": by_plane(rows(1), *few),
+    "two codes, float32, int8, 1 row": integers(rows(1), *few),
     "two codes, float32, planes, 16 rows, 3 linears": three(rows(16), *few),
     "nearest, split, values": values(narrow, tables[0], None, None),
     "one code, split, float8": refine(narrow, *tables, form="float8"),
@@ -99,6 +109,11 @@ def attention_cases():
 
 def product_cases():
   dense = lambda n, d: planes.Planes(array((4, n, d // 4), b16))
+  whole = lambda n, d: int8.Int8Inputs(array((n, d), jnp.int8), array((n, d // 32), u8))
+
+  def integers(x, *weights):
+    launch = functools.partial(int8_matmul.launch, dtype=b16)
+    return launch, [x] * len(weights), list(weights)
 
   def product(x, *weights):
     launch = functools.partial(matmul.launch, dtype=b16)
@@ -114,6 +129,9 @@ def product_cases():
     "matmul packed x packed, 2048 rows": product(packed(2048, 4096), square),
     "matmul bfloat16 x packed, 1 row": product(one_row, square),
     "matmul packed x packed, 16 rows": product(packed(16, 4096), wide),
+    "int8 x packed, 1 row": integers(whole(1, 4096), wide),
+    "int8 x packed, 1 row, 3 linears": integers(whole(1, 4096), square, flat, flat),
+    "int8 x packed, 4 rows": integers(whole(4, 576), packed(1536, 576)),
     "matmul bfloat16 x packed, 1 row, 3 linears": product(one_row, square, flat, flat),
     "matmul bfloat16 x packed, 48 rows": product(dense(48, 576), packed(1536, 576)),
   }
@@ -158,6 +176,12 @@ def mosaic_cases():
       square, array((128, 528), b16), None, 2, True, form="values"
     ),
     "Mosaic nearest, values": refine(square, None, None, form="values"),
+    "Mosaic one code, codes, 579 rows": (
+      functools.partial(refinement.launch, form="codes"),
+      array((579, 4096), b16),
+      [one_code.Tables(*tables)],
+    ),
+    "Mosaic bfloat16 x packed, 579 rows": (to_packed, array((579, 4096), b16), wide),
     "Mosaic float8 product, 2048 rows": (to_float8, eight, wide, scalar),
     "Mosaic bfloat16 x packed, 2048 rows": (to_packed, narrow, wide),
     "Mosaic encode bfloat16": (encode.encode, narrow),

@@ -200,7 +200,7 @@ def _by_kernels(
   how = {"dtype": rows.dtype, "implementation": implementation}
   operators = [(w.input_map, w.rounding) for w in weights]
   if rows.shape[0] < matmul.LIBRARY_ROWS:
-    operands = a4_operands(rows, operators, "planes", resolved)
+    operands = a4_operands(rows, operators, _form_of(rows.shape[0]), resolved)
     return matmul.matmul_each(operands, [w.weight for w in weights], **how)
   forms: list[Form] = [
     "values" if weight.float8_scale is None else "float8" for weight in weights
@@ -242,9 +242,15 @@ def _obstacle(x: fused_inputs.Input, weight: QuantizedLinear) -> str | None:
     return f"kernels take float32 or bfloat16 inputs, got {x.dtype}"
   if not math.prod(x.shape):
     return f"there are no inputs in shape {x.shape}"
-  is_few = math.prod(x.shape[:-1]) < matmul.LIBRARY_ROWS
   given: Any = x
   if map_outside(weight.input_map):
     given = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-  form = "planes" if is_few else "values"
+  form = _form_of(math.prod(x.shape[:-1]))
   return lowering.obstacle(refinement.obstacle(given, form))
+
+
+def _form_of(rows: int) -> Form:
+  """Returns the form of inputs that the product of so many rows reads."""
+  if rows <= fused_inputs.SINGLE_ROWS:
+    return "int8"
+  return "planes" if rows < matmul.LIBRARY_ROWS else "values"

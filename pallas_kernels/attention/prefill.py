@@ -46,7 +46,7 @@ class Tile:
     if re.search(r"\bG?[HB]\d00\b", device_kind) is None:
       return cls(128, 64, 8, 2) if head_dim <= 128 else cls(64, 32, 8, 2)
     # With more keys, scores beside 256 coordinates would spill.
-    return cls(128, 128, 8, 2) if head_dim <= 128 else cls(128, 32, 8, 3)
+    return cls(128, 64 if head_dim <= 128 else 32, 8, 3)
 
   def shared_bytes(self, head_dim: int) -> int:
     """Returns the shared memory of a program: queries, and steps in flight."""
@@ -109,7 +109,7 @@ def attend(
 ) -> jax.Array:
   """Attends to whole sequences by the kernel of `library`; see `launch`.
 
-  cuDNN's has never run for this project, and what it cannot do it raises itself.
+  What cuDNN's cannot do it raises itself.
   """
   if interpret or library() == "pallas":
     return launch(queries, keys, values, window=window, interpret=interpret)

@@ -26,12 +26,11 @@ from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
 from mxjax.pallas_kernels.mosaic import products
-from mxjax.pallas_kernels.products import planes
+from mxjax.pallas_kernels.products import int8_matmul, planes
+from mxjax.pallas_kernels.products.int8 import Int8Inputs
 
 LIBRARY_ROWS = 256
 """Rows of x from which None selects decoding once and the library's product."""
-_MULTIPROCESSORS = 132
-"""Multiprocessors of an H200."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +54,7 @@ class Tile:
     if rows > 64:
       return cls(128, 128, 64, warps=8)
     columns = max(64, math.gcd(width, 256))
-    tiles = -(-outputs // 64)
-    steps = -(-width // columns)
-    # Use up to four programs per multiprocessor, as many as possible. An equal number
-    # for each matters first, because the launch waits for the last program.
-    fit = [n for n in range(1, steps + 1) if steps % n == 0]
-    fit = [n for n in fit if n * tiles <= 4 * _MULTIPROCESSORS] or [1]
-    rounds = lambda n: -(-n * tiles // _MULTIPROCESSORS)
-    splits = max(fit, key=lambda n: (n * tiles / rounds(n), n))
+    splits = lowering.shares(-(-outputs // 64), -(-width // columns))
     few = 8 if rows <= 8 else 16
     return cls(few if rows <= 16 else 64, 64, columns, splits)
 
@@ -172,7 +164,7 @@ def _output_tile(
 
 
 Operand = planes.Planes | mxfp4.MXTensor
-Input = jax.Array | Operand
+Input = jax.Array | Operand | Int8Inputs
 
 
 def _operands(x: Operand, weight: mxfp4.MXTensor) -> tuple[Any, jax.Array, jax.Array]:
@@ -253,6 +245,8 @@ def _library(
     x = decode(x)
   elif isinstance(x, planes.Planes):
     x = x.whole()
+  elif isinstance(x, Int8Inputs):
+    x = x.decoded()
   # A GPU's library sums in float32 and writes the requested dtype; XLA on a CPU might
   # also sum in that dtype.
   wanted = jnp.float32 if implementation == "xla" else dtype
@@ -294,7 +288,7 @@ def matmul_each(
 
   Args:
     inputs: Each x `[n, d]`: bfloat16 (else TypeError), by planes (the kernel's layout),
-      or packed; all of one kind and shape.
+      packed, or integers of a few rows; all of one kind and shape.
     weights: Packed, each `[m, d]`, by the paper's scale rule; other widths are a
       ValueError.
     dtype: Dtype of the results.
@@ -321,5 +315,9 @@ def matmul_each(
   if resolved == "xla" or (implementation is None and rows >= LIBRARY_ROWS):
     pairs = zip(inputs, weights, strict=True)
     return [_library(x, weight, dtype, resolved) for x, weight in pairs]
-  operands = [planes.split(x) if isinstance(x, jax.Array) else x for x in inputs]
-  return launch(operands, weights, dtype=dtype, interpret=resolved == "interpret")
+  how = {"dtype": dtype, "interpret": resolved == "interpret"}
+  integers = [x for x in inputs if isinstance(x, Int8Inputs)]
+  if integers:
+    return int8_matmul.launch(integers, weights, **how)
+  operands: Any = [planes.split(x) if isinstance(x, jax.Array) else x for x in inputs]
+  return launch(operands, weights, **how)

@@ -20,7 +20,7 @@ from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization import few_codes, one_code
 from mxjax.pallas_kernels import codec, lowering
 from mxjax.pallas_kernels.mosaic import refinement as mosaic
-from mxjax.pallas_kernels.products import float8, planes
+from mxjax.pallas_kernels.products import float8, int8, planes
 from mxjax.pallas_kernels.refinement import fused_inputs
 from mxjax.pallas_kernels.refinement.tile import Loaded, Tables, load_tables, realize
 
@@ -31,12 +31,16 @@ _BLOCK = mxfp4.BLOCK_SIZE
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """Rows at once, tiles per program, warps, and whether products are split."""
+  """Rows at once, tiles per program, warps, and whether products are split.
+
+  `stages` less one tiles are being loaded while one is processed.
+  """
 
   rows: int
   repeats: int
   warps: int
   split: bool
+  stages: int = 1
 
   @classmethod
   def of(cls, rows: int, dtype: jax.typing.DTypeLike, linears: int = 1) -> "Tile":
@@ -53,14 +57,24 @@ class Tile:
     # of three where a program takes several linears.
     repeats = (8 if linears == 1 else 11) if rows >= 512 else 1
     if jnp.dtype(dtype) == jnp.bfloat16:
-      return cls(64, repeats, 4, split=True)
+      return cls(64, repeats, 4, split=True, stages=3)
     return cls(32, repeats, 4, split=False)
 
 
-Form = Literal["codes", "values", "planes", "float8"]
+Form = Literal["codes", "values", "planes", "float8", "int8"]
 """Form of the result: packed codes, bfloat16 values, those values as `planes.Planes`,
-or `float8.Float8Inputs`."""
-Refined = jax.Array | mxfp4.MXTensor | planes.Planes | float8.Float8Inputs
+`float8.Float8Inputs` or `int8.Int8Inputs`."""
+Refined = (
+  jax.Array | mxfp4.MXTensor | planes.Planes | float8.Float8Inputs | int8.Int8Inputs
+)
+
+
+_PAIRS: dict[str, Any] = {
+  "codes": mxfp4.MXTensor,
+  "float8": float8.Float8Inputs,
+  "int8": int8.Int8Inputs,
+}
+"""What holds the elements and scales of a form that has both."""
 
 
 def _kernel(
@@ -72,11 +86,13 @@ def _kernel(
   form: Form,
   interpret: bool,
 ) -> None:
+  part, linear, size = lowering.program_id(1), lowering.program_id(2), tile.rows
   load = [functools.partial(load_tables, refs, tile.split) for refs in tables]
+  # On their way while the norm of a single row is computed.
+  loaded = None if tile.split else lowering.switch(linear, load)
   is_used_once = tile.split and tables[0].matrix is not None
   how = {"is_used_once": is_used_once, "interpret": interpret}
   make = fused_inputs.tiles(x_refs, shape[1], **how)
-  part, linear, size = lowering.program_id(1), lowering.program_id(2), tile.rows
   first = part * size * tile.repeats
   is_cut = shape[0] % size != 0
   stop = jnp.minimum(tile.repeats, -(-shape[0] // size) - part * tile.repeats)
@@ -96,7 +112,7 @@ def _kernel(
     lax.fori_loop(0, stop, run, None)
 
   if not tile.split:
-    refine_tiles(lowering.switch(linear, load), out_refs)
+    refine_tiles(loaded, out_refs)
     return
   # One linear after the other, while the tiles of x stay in the cache: to walk over the
   # tiles once, or to choose between tables at run time, takes the registers of a third
@@ -114,11 +130,14 @@ def _write(
   refs: Any,
 ) -> None:
   """Writes a tile to the references of its linear's output; see `_output`."""
-  if form in ("codes", "float8"):
+  if form in ("codes", "float8", "int8"):
     byte = (exponent + mxfp4.SCALE_BIAS).astype(jnp.uint8).reshape(result.shape[0])
-    is_packed = form == "codes"
-    pack = lambda values: codec.pack(codec.code_of(values))
-    first = pack(result) if is_packed else float8.of_values(result, exponent)
+    if form == "codes":
+      first = codec.pack(codec.code_of(result))
+    elif form == "float8":
+      first = float8.of_values(result, exponent)
+    else:
+      first = int8.of_values(result)
     for ref, part in zip(jax.tree.leaves(refs), (first, byte), strict=True):
       lowering.store(ref.at[here], part, mask)
     return
@@ -150,13 +169,14 @@ def _output(rows: int, width: int, size: int, form: Form) -> tuple[Any, Any]:
   share, dtype = {
     "codes": (2, jnp.uint8),
     "float8": (1, float8.FORM),
+    "int8": (1, jnp.int8),
     "values": (1, jnp.bfloat16),
   }[form]
   values = spec((size, _BLOCK // share), by_tile), array((rows, width // share), dtype)
   if form == "values":
     return values
   scales = spec((size, None), by_tile), array((rows, width // _BLOCK), jnp.uint8)
-  kind = mxfp4.MXTensor if form == "codes" else float8.Float8Inputs
+  kind = _PAIRS[form]
   return kind(values[0], scales[0]), kind(values[1], scales[1])
 
 
@@ -185,6 +205,7 @@ def launch(
     out_specs=[spec] * len(tables),
     out_shape=[result] * len(tables),
     warps=tile.warps,
+    stages=tile.stages,
     interpret=interpret,
   )
 
@@ -206,6 +227,8 @@ def _reference(x: jax.Array, tables: Tables, form: Form) -> Refined:
     return tensor
   if form == "float8":
     return float8.of_tensor(tensor)
+  if form == "int8":
+    return int8.of_tensor(tensor)
   values = mxfp4.decode(tensor, jnp.bfloat16)
   return values if form == "values" else planes.split(values)
 
@@ -226,8 +249,7 @@ def _by_mosaic(
   results = mosaic.launch(x, tables, form=form, interpret=interpret)
   if form == "values":
     return [values for [values] in results]
-  kind = mxfp4.MXTensor if form == "codes" else float8.Float8Inputs
-  return [kind(*parts) for parts in results]
+  return [_PAIRS[form](*parts) for parts in results]
 
 
 def _by_triton(

@@ -88,6 +88,12 @@ def _permute(a, b, selector):
   return result
 
 
+def _byte_products(a, b, total):
+  signed = lambda x: x.view(np.int8).reshape(len(x), 4).astype(np.int32)
+  sums = (signed(a) * signed(b)).sum(-1, dtype=np.int32)
+  return (sums + total.view(np.int32)).view(np.uint32)
+
+
 def _shift(a, n, left, signed=False):
   size = a.dtype.itemsize * 8
   amount = np.minimum(n.astype(np.uint64), np.uint64(size))
@@ -152,6 +158,8 @@ FUNCTIONS = {
   ),
   "rsqrt.approx.f32": _float32(lambda a: 1 / np.sqrt(a)),
   "cvt.sat.f32.f32": _float32(lambda a: np.fmin(np.fmax(a, 0), 1)),
+  "cvt.rn.f32.s32": lambda a: a.view(np.int32).astype(np.float32).view(np.uint32),
+  "cvt.rzi.s16.f32": lambda a: a.view(np.float32).astype(np.int16).view(np.uint16),
   "cvt.f32.bf16": lambda a: a.astype(np.uint32) << np.uint32(16),
   "cvt.f32.f16": lambda a: floats(a, F16).astype(np.float32).view(np.uint32),
   "cvt.rn.bf16.f32": _narrow(BF16),
@@ -161,6 +169,7 @@ FUNCTIONS = {
   "cvt.rn.satfinite.e5m2x2.f32": _pack_float8(ml_dtypes.float8_e5m2),
   "cvt.rn.satfinite.e4m3x2.f16x2": _float8_of_halves,
   "prmt.b32": _permute,
+  "dp4a.s32.s32": _byte_products,
   "add.u16x2": lambda a, b: (a.view(np.uint16) + b.view(np.uint16)).view(np.uint32),
   "min.u16x2": lambda a, b: np.minimum(a.view(np.uint16), b.view(np.uint16)).view(
     np.uint32
