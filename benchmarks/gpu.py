@@ -14,6 +14,7 @@ passed their check; parts 2 and 3 read the checks of `gpu_part1.json`.
 import argparse
 import concurrent.futures
 import datetime
+import itertools
 import json
 import math
 import os
@@ -33,11 +34,17 @@ KERNELS = (
 WHOLE = (
   *("prefill BF16, fastest attention", "prefill BF16", "prefill HiRes"),
   *("prefill HiRes, float8 products", "decode BF16", "decode HiRes"),
+  "decode HiRes, int8 head",
 )
-"""Whole models, the baselines first; compiled side by side before anything is timed."""
+"""Whole models, the baselines first."""
+TILES = (
+  *("tiles of encode and decode", "tiles of refinement", "tiles of products"),
+  *("tiles of integer products", "Mosaic forms"),
+)
 PART_SECONDS = 540
-TOGETHER = 6
-"""Sections that only check or compile and so run at once, on a core or two each."""
+TOGETHER, AT_ONCE = ("check", "tiles"), 7
+"""Sections that run at once by the first word of their names: checks, which time
+nothing, and tiles, whose measurements wait for each other."""
 PARTS = {
   1: {
     "device": 60,
@@ -46,15 +53,21 @@ PARTS = {
     "memory-bound kernels": 150,
     "packed products": 150,
     "attention of a prefill": 90,
+    **dict.fromkeys(TILES, 90),
   },
   2: {
     "device": 60,
     "ceilings": 60,
-    **{f"compile {name}": 300 for name in WHOLE},
     "torch's baselines": 90,
-    **dict.fromkeys((*WHOLE, "decode HiRes, int8 head"), 120),
+    **dict.fromkeys(WHOLE, 120),
   },
-  3: {"device": 60, "ceilings": 60, "build 8B": 360, "prefill 32B": 240},
+  3: {
+    "device": 60,
+    "ceilings": 60,
+    "build 8B": 360,
+    "trained model": 150,
+    "prefill 32B": 120,
+  },
 }
 """Sections of each part in order, with their largest seconds."""
 FORWARD = (
@@ -120,12 +133,9 @@ class Part:
     sections = dict(PARTS[self.number])
     if self.options.only:
       sections = {k: v for k, v in sections.items() if k in self.options.only}
-    together = [name for name in sections if name.startswith(("check ", "compile "))]
-    waiting = list(sections)
-    while waiting:
-      count = len(together) if waiting[0] in together else 1
-      batch, waiting = waiting[:count], waiting[count:]
-      with concurrent.futures.ThreadPoolExecutor(TOGETHER) as pool:
+    alone = lambda name: name if name.split()[0] not in TOGETHER else name.split()[0]
+    for _, batch in itertools.groupby(sections, alone):
+      with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         for name, entry, text in pool.map(
           lambda name: self.section(name, sections[name]), batch
         ):

@@ -12,7 +12,7 @@ from mxjax.models import functional
 from mxjax.pallas_kernels.attention import prefill
 from mxjax.pallas_kernels.refinement import fused_inputs
 
-TILES = ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))
+TILES = ((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2))
 """Queries, keys, warps and stages to try; the first is the kernel's own choice."""
 
 

@@ -5,9 +5,15 @@ Python, so many of them form one program; and its operands rotate through more m
 than the second-level cache holds, because a model's weights do not stay there either.
 """
 
+import collections
 import concurrent.futures
+import contextlib
+import fcntl
 import json
+import pathlib
+import re
 import statistics
+import tempfile
 import time
 
 import jax
@@ -59,17 +65,29 @@ class Bench:
     self.warm([(run, sets) for run, sets, _ in programs.values()])
     return self.measure(programs)
 
-  def measure(self, programs):
+  @contextlib.contextmanager
+  def alone(self):
+    """Holds back the measurements of other sections that run at the same time."""
+    place = pathlib.Path(tempfile.gettempdir()) / "mxjax-gpu-measures"
+    with place.open("a") as file:
+      fcntl.flock(file, fcntl.LOCK_EX)
+      yield
+
+  def measure(self, programs, batches=5):
     """Milliseconds of programs `name: (function, arguments, calls in it)`.
 
     All are timed, and then all again: the result has both medians and how far they are
     apart. `host_bound` says that the host took as long to start a program as the device
     to run it, so that the time is no device's.
     """
-    rounds = [
-      {name: self.once(run, *sets) for name, (run, sets, _) in programs.items()}
-      for _ in range(2)
-    ]
+    with self.alone():
+      rounds = [
+        {
+          name: self.once(run, *sets, batches=batches)
+          for name, (run, sets, _) in programs.items()
+        }
+        for _ in range(2)
+      ]
     results = {}
     for name, (_, _, count) in programs.items():
       runs = [each[name][0] / count for each in rounds]
@@ -102,3 +120,48 @@ class Bench:
       started.append((called - start) / count / times[-1])
       del result
     return statistics.median(times), statistics.median(started)
+
+  def device_times(self, function, *arguments):
+    """Milliseconds of one call's kernels by name, numbers behind a name left out.
+
+    `busy_ms` is their sum, `span_ms` the time from the first to the end of the last.
+    Where the profiler gives nothing, the result says why.
+    """
+    if self.smoke:
+      return {}
+    jax.block_until_ready(function(*arguments))
+    try:
+      with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+          jax.block_until_ready(function(*arguments))
+        [file] = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(file)).planes
+        return of_kernels(
+          event
+          for plane in planes
+          if plane.name.startswith("/device:GPU")
+          for line in plane.lines
+          if line.name.startswith("Stream")
+          for event in line.events
+        )
+    except Exception as error:  # A profile is beside the point of a section.
+      return {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def of_kernels(events):
+  """Sums of a profile's events; see `Bench.device_times`."""
+  total, count = collections.Counter(), collections.Counter()
+  first, last = float("inf"), 0.0
+  for event in events:
+    name = re.sub(r"[._]\d+$", "", event.name)[:80]
+    total[name] += event.duration_ns / 1e6
+    count[name] += 1
+    first = min(first, event.start_ns)
+    last = max(last, event.start_ns + event.duration_ns)
+  kernels = {name: [round(ms, 4), count[name]] for name, ms in total.most_common(40)}
+  return {
+    "busy_ms": sum(total.values()),
+    "span_ms": (last - first) / 1e6,
+    "events": sum(count.values()),
+    "kernels": kernels,
+  }

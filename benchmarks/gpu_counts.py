@@ -153,7 +153,7 @@ def cases():
   from mxjax.pallas_kernels import mxfp4_decode, mxfp4_encode
   from mxjax.pallas_kernels.attention import prefill
   from mxjax.pallas_kernels.mosaic import device
-  from mxjax.pallas_kernels.products import matmul
+  from mxjax.pallas_kernels.products import int8_matmul, matmul
   from mxjax.pallas_kernels.refinement import one_code
 
   known = kernel_cases.cases()
@@ -189,6 +189,10 @@ def cases():
     values = tile.outputs * tile.columns
     passes = shape[1] // (tile.columns * tile.splits)
     add(f"matmul {name}", values, tile.warps * 32, packed, passes)
+  tile = int8_matmul.Tile.of([12288], 4096)
+  values = tile.outputs * tile.blocks * 32
+  passes = 4096 // (tile.blocks * 32 * tile.splits)
+  add("int8 x packed, 1 row", values, tile.warps * 32, packed, passes)
   tile = prefill.Tile.of(128, compile_kernels.KIND)
   # Values are scores, of a program with half of the keys.
   passes = 1024 // tile.chunk
@@ -228,10 +232,10 @@ def rows_of_a_token(run, folder, again):
 
   warps, known, result = Tile.of(1, "bfloat16").warps, kernel_cases.cases(), {}
   for name, linears in (
-    ("float32, planes, 1 row", 1),
-    ("planes, 1 row, normalized, 3 linears", 3),
-    ("planes, 1 row, of a gated product", 1),
-    ("planes, 1 row, of attention", 1),
+    ("float32, int8, 1 row", 1),
+    ("int8, 1 row, normalized, 3 linears", 3),
+    ("int8, 1 row, of a gated product", 1),
+    ("int8, 1 row, of attention", 1),
   ):
     launch, *arguments = known[f"one code, {name}"]
     if not again(f"one code, {name}"):

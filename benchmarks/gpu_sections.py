@@ -14,6 +14,7 @@ import os
 import pathlib
 import secrets
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +31,8 @@ import gpu_attention
 import gpu_checks
 import gpu_models
 import gpu_torch
+import gpu_trained
+import gpu_tuning
 import gpu_whole
 from gpu_bench import Bench
 
@@ -54,7 +57,20 @@ def device(bench):
     "platform": first.platform,
     "load": os.getloadavg()[0],
     "versions": {name: importlib.metadata.version(name) for name in packages},
+    "state": state_of_card(),
   }
+
+
+def state_of_card():
+  """What the driver says of the card, or None."""
+  query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+  try:
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv"]
+    return subprocess.run(
+      command, capture_output=True, text=True, check=True, timeout=20
+    ).stdout.strip()
+  except (OSError, subprocess.SubprocessError):
+    return None
 
 
 def check(bench, name):
@@ -66,17 +82,25 @@ def check(bench, name):
 
 
 def ceilings(bench):
-  """Copy bandwidth (read and written) and the rate of a square bfloat16 product."""
+  """Copy bandwidth (read and written) and the rate of a square bfloat16 product.
+
+  The bandwidth is that of the faster of two: XLA's negation, and the driver's copy.
+  """
   n = bench.size(1 << 29, 1 << 12)
-  # Negation reads and writes everything once and cannot be optimized away.
   x = jnp.ones(n, jnp.bfloat16)
   side = bench.size(8192, 64)
   keys = jax.random.split(jax.random.key(0), 2)
   a, b = (jax.random.normal(key, (side, side), jnp.bfloat16) for key in keys)
-  calls = {"copy": (lambda x: -x, (x,)), "gemm": (lambda a, b: a @ b, (a, b))}
+  calls = {
+    # Negation reads and writes everything once and cannot be optimized away.
+    "negation": (lambda x: -x, (x,)),
+    "copy": (jnp.copy, (x,)),
+    "gemm": (lambda a, b: a @ b, (a, b)),
+  }
   results = bench.measure_kernels(calls)
+  fastest = min(results[name]["ms"] for name in ("negation", "copy"))
   return {
-    "copy_GBps": 4 * n / results["copy"]["ms"] / 1e6,
+    "copy_GBps": 4 * n / fastest / 1e6,
     "bf16_TFLOPs": 2 * side**3 / results["gemm"]["ms"] / 1e9,
     **results,
   }
@@ -241,10 +265,6 @@ def sections(bench):
     for kind in kinds:
       place = f"{name} {kind}"
       of_models[place] = functools.partial(whole, run, kind, goals.get(place))
-      if "int8" not in kind:
-        of_models[f"compile {place}"] = functools.partial(
-          gpu_whole.compile_whole, bench, eight, name, kind
-        )
 
   def build_8b():
     result = build(bench, eight, key)
@@ -261,7 +281,12 @@ def sections(bench):
     "packed products": lambda: products(bench),
     "attention of a prefill": lambda: gpu_attention.time_prefill(bench, eight),
     "torch's baselines": lambda: gpu_torch.baselines(bench, eight),
+    **{
+      name: functools.partial(gpu_tuning.section, bench, name)
+      for name in gpu_tuning.SECTIONS
+    },
     **of_models,
+    "trained model": gpu_trained.section,
     "build 8B": build_8b,
     "prefill 32B": lambda: gpu_whole.prefill(bench, large, "HiRes"),
   }

@@ -1,6 +1,5 @@
 """Whole random models in one program, as users run them, beside BF16 baselines."""
 
-import dataclasses
 import functools
 import time
 
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.layers.inference_packing import pack_for_inference
-from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import CausalLM, generation
 
 BASELINE = "BF16, fastest attention"
@@ -59,6 +57,7 @@ def prefill(bench, shape, kind):
   jax.block_until_ready(run(*arguments))
   first = time.perf_counter() - start
   result = bench.measure({kind: (run, arguments, 1)})[kind]
+  result["device"] = bench.device_times(run, *arguments)
   tokens = bench.size(2048, 16)
   flop = shape.layers * (shape.linear_flop(tokens) + shape.attention_flop(tokens))
   flop += 2 * tokens * shape.hidden * shape.vocabulary
@@ -81,8 +80,23 @@ def prefill(bench, shape, kind):
 
 def decoding(bench):
   """Prompt, tokens to generate, and tokens of a program."""
-  prompt, count = bench.size((1792, 257), (4, 5))
+  prompt, count = bench.size((1920, 129), (4, 5))
   return prompt, count, bench.size(generation.TOKENS_AT_ONCE, 2)
+
+
+def of_a_token(fewer, more, tokens):
+  """Kernels of a token: those of a longer run less those of a shorter one."""
+  if "kernels" not in fewer or "kernels" not in more:
+    return more
+  kernels = {}
+  for name, (ms, count) in more["kernels"].items():
+    less_ms, less = fewer["kernels"].get(name, (0.0, 0))
+    if count > less:
+      kernels[name] = [round((ms - less_ms) / tokens, 5), (count - less) / tokens]
+  each = lambda name: (more[name] - fewer[name]) / tokens
+  return {name: each(name) for name in ("busy_ms", "span_ms", "events")} | {
+    "kernels": kernels
+  }
 
 
 def decode(bench, shape, kind):
@@ -100,7 +114,7 @@ def decode(bench, shape, kind):
   how = {"use_cache": True, "tokens_at_once": at_once}
   run = lambda n: generation.generate(model, params, ids, max_new_tokens=n, **how)
   jax.block_until_ready(run(few))
-  times = bench.measure({n: (run, (n,), 1) for n in (few, count)})
+  times = bench.measure({n: (run, (n,), 1) for n in (few, count)}, batches=3)
   taken = [
     (all_ms - few_ms) / (count - few)
     for few_ms, all_ms in zip(
@@ -115,43 +129,10 @@ def decode(bench, shape, kind):
     "prompt_and_one_program_ms": times[few]["ms"],
   }
   result["tokens_per_second"] = 1e3 / result["ms"]
+  result["device"] = of_a_token(
+    *(bench.device_times(run, n) for n in (few, count)), count - few
+  )
   if "BF16" not in kind:
     baseline, result["baseline"] = best(bench, "decode", shape)
     result["/ BF16"] = baseline / result["ms"]
   return result
-
-
-def is_quantized(node):
-  """Whether a node of the params is a quantized linear."""
-  return isinstance(node, QuantizedLinear)
-
-
-def in_float8(node):
-  """A linear as `pack_for_inference` leaves it, of which packing needs the weights."""
-  unit = jax.ShapeDtypeStruct((), jnp.float32)
-  return dataclasses.replace(node, float8_scale=unit) if is_quantized(node) else node
-
-
-def compile_whole(bench, shape, name, kind):
-  """Compiles a whole model for later sections, beside others, without its weights."""
-  start = time.perf_counter()
-  if name == "prefill":
-    run, make = whole_model(bench, shape, kind.partition(", float8")[0])
-    arguments = jax.eval_shape(make)
-    if "float8" in kind:
-      arguments = jax.tree.map(in_float8, arguments, is_leaf=is_quantized)
-    run.lower(*arguments).compile()
-  else:
-    prompt, count, at_once = decoding(bench)
-    model = CausalLM(gpu_models.config_of(shape))
-    params = lambda: gpu_models.random_model(jax.random.key(7), shape, kind)[1]
-    state = lambda: generation._Decoding(
-      generation._cache_of(model, 1, prompt + count - 1),
-      jnp.zeros(1, jnp.int32),
-      jnp.zeros(1, bool),
-      jnp.zeros((), jnp.int32),
-    )
-    abstract = map(jax.eval_shape, (params, state))
-    how = generation._How(0.0, None, None, None, None)
-    generation._run_tokens.lower(model, *abstract, how, at_once, None).compile()
-  return {"compilation_seconds": time.perf_counter() - start}
