@@ -81,43 +81,6 @@ def test_the_imports_of_the_readme_work():
 
 
 RESULTS = ROOT / "benchmarks" / "results"
-REGISTERS = {
-  "encode float32 / bfloat16": ("encode float32", "encode bfloat16"),
-  "decode to bfloat16 / float8": (
-    "decode to bfloat16",
-    "float8 product, 2048 rows: mxfp4_decode_float8",
-  ),
-  "one code, split, codes / values / float8": (
-    "one code, split, codes",
-    "one code, split, values",
-    "one code, split, float8",
-  ),
-  "one code, split, values, 3 linears": ("one code, split, values, 3 linears",),
-  "one code, split, planes, 48 rows": ("one code, split, planes, 48 rows",),
-  "one code, 1 row / normalized, for 3 linears": (
-    "one code, float32, planes, 1 row",
-    "one code, planes, 1 row, normalized, 3 linears",
-  ),
-  "map and nearest, split": ("nearest, split, values",),
-  "GPTQ group": ("GPTQ group of 32 columns",),
-  "attention, 1 token / 16 tokens": (
-    "attention, 1 token, bfloat16",
-    "attention, 16 tokens, bfloat16, window",
-  ),
-  "attention, 2048 tokens / with a window": (
-    "attention, 2048 tokens",
-    "attention, 2048 tokens, window",
-  ),
-  "matmul bfloat16 x packed, 2048 rows / 1 row": (
-    "matmul bfloat16 x packed, 2048 rows",
-    "matmul bfloat16 x packed, 1 row",
-  ),
-  "matmul packed x packed, 2048 rows / 16 rows": (
-    "matmul packed x packed, 2048 rows",
-    "matmul packed x packed, 16 rows",
-  ),
-}
-"""The kernels of a row of the table of registers, by their names in the result file."""
 
 
 def result(name):
@@ -132,12 +95,6 @@ def test_every_edit_is_shown_with_its_first_parameters():
   cards = result("edit_cards")["cards"]
   shown = {label: row.get("kind") for label, row in cards.items()}
   assert shown == expected, "run python benchmarks/edit_cards.py"
-
-
-def registers():
-  text = (RESULTS / "kernels_sm90a.txt").read_text()
-  used = dict(re.findall(r"^ok   (.+?) +(\d+) registers", text, re.MULTILINE))
-  return {row: [" / ".join(used[k] for k in names)] for row, names in REGISTERS.items()}
 
 
 def prefill():
@@ -233,7 +190,6 @@ def shown_rows(document, head, label_cells=1):
       "| or MXFP4 embeddings |",
       *(1, packed_memory),
     ),
-    ("results/runtime.md", "| kernel | registers |", 1, registers),
     (
       "results/runtime.md",
       "| kernel | instructions | on integer units | bound / memory rate |",
