@@ -6,7 +6,8 @@ is Stage II (GPTQ and one-code refinement), `recover` is Stage III.
 """
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.gptq import reconstruct
 from mxjax.methods.hires import balance, interaction, refit
-from mxjax.methods.options import Count, Share
+from mxjax.methods.options import Count, Factor, Share
 from mxjax.methods.program import Program, Realized
 from mxjax.methods.recovery_fits import ATTENTION, MLP, RecoveryFit
 from mxjax.numerics import mxfp4
@@ -39,13 +40,22 @@ def _weight_moments(weight: jax.Array) -> jax.Array:
   )
 
 
-@jax.jit
-def _chart(moment: jax.Array, weight_moment: jax.Array) -> tuple[jax.Array, ...]:
+Chart = Literal["reference", "geometric"]
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "max_condition"))
+def _charts(
+  moment: jax.Array, weight_moment: jax.Array, *, kind: Chart, max_condition: float
+) -> tuple[jax.Array, ...]:
   """Computes P_ref, R_H P_ref and R_H P_ref^-T, float64 `[blocks, 32, 32]`.
 
   No result is converted in here: with that, this program hung on two busy cores.
   """
-  chart = reference_chart.reference_chart(moment, weight_moment)
+  kinds = {
+    "reference": reference_chart.reference_chart,
+    "geometric": reference_chart.geometric_chart,
+  }
+  chart = kinds[kind](moment, weight_moment, max_condition=max_condition)
   rotation = input_maps.hadamard(mxfp4.BLOCK_SIZE, jnp.float64)[None]
   return chart, rotation @ chart, rotation @ jnp.linalg.inv(chart).mT
 
@@ -123,6 +133,8 @@ class HiRes(Program):
   refit_maps = False
   changes = 0
   rounds_up = False
+  chart = "reference"
+  max_condition = reference_chart.MAX_CONDITION
 
   def __post_init__(self) -> None:
     if self.two_sided and self.weighting != "fisher":
@@ -159,7 +171,11 @@ class HiRes(Program):
     else:
       used = fisher.output_moment(weight, inputs)
     # In several jitted steps by rule 2 of `mxjax.devices.execution`.
-    charts = execution.call_in_batches(_chart, moment, used)
+    how: dict[str, Any] = {
+      "kind": self.chart,
+      "max_condition": float(self.max_condition),
+    }
+    charts = execution.call_in_batches(functools.partial(_charts, **how), moment, used)
     pairs = jnp.zeros_like(moment)
     if self.use_interaction:
       pairs = interaction.fitted(weight, inputs, folds, *charts)
@@ -222,6 +238,9 @@ class HiResDescent(HiRes):
       refitted maps; see `few_codes` of the numerics. With 0, the one-code rule.
     rounds_up: Whether exponents of activation blocks round up from 7 scales; needs
       `changes`.
+    chart: The paper's `reference` chart, or the `geometric` mean of both moments; see
+      `reference_chart` of the numerics.
+    max_condition: The chart's largest condition number, 8 in the paper.
   """
 
   name: str = "hires-descent"
@@ -231,6 +250,8 @@ class HiResDescent(HiRes):
   refit_maps: bool = False
   changes: Count = 0
   rounds_up: bool = False
+  chart: Chart = "reference"
+  max_condition: Factor = reference_chart.MAX_CONDITION
 
 
 HIRES_DESCENT = HiResDescent()

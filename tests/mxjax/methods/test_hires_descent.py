@@ -67,6 +67,22 @@ def test_the_record_of_a_program_names_it_only_where_it_is_used(option):
   assert changed.describe()["options"][option] is True
 
 
+def test_charts_and_their_cap_are_options(linear, float64):
+  weight, inputs = linear
+  blocks, plain = mxfp4.weight_blocks(weight), {"use_interaction": False}
+  plain |= {"use_balance": False}
+  make = lambda **options: np.asarray(
+    dataclasses.replace(ONE_SIDED, **plain, **options).shape(blocks, inputs).matrix
+  )
+  paper, capped = make(), make(max_condition=1.5)
+  geometric, both = make(chart="geometric"), make(chart="geometric", max_condition=1.5)
+  conditions = [np.linalg.cond(m.astype(float)).max() for m in (capped, both)]
+  assert max(conditions) <= 1.5001 < np.linalg.cond(paper.astype(float)).max()
+  for one, other in ((paper, geometric), (paper, capped), (capped, both)):
+    assert np.abs(one - other).max() > 1e-4
+  np.testing.assert_array_equal(make(max_condition=8), paper)
+
+
 REFIT = dataclasses.replace(ONE_SIDED, refit_maps=True)
 
 

@@ -40,7 +40,8 @@ def moments(blocks, dtype):
 @pytest.mark.parametrize(
   ("function", "count", "least"),
   [
-    (hires._chart, 2, 7),
+    (functools.partial(hires._charts, kind="reference", max_condition=8.0), 2, 7),
+    (functools.partial(hires._charts, kind="geometric", max_condition=8.0), 2, 7),
     (local_interaction.shaping_transform, 2, 1),
   ],
 )

@@ -127,6 +127,41 @@ def test_golden_spectral_cap(vectors, float64):
     np.testing.assert_allclose(jnp.linalg.det(got), 1.0, rtol=1e-9)
 
 
+def spent(chart, a, b):
+  """What scales spend on activations times what they spend on weights, by block."""
+  back = jnp.linalg.inv(chart)
+  trace = lambda product: jnp.trace(product, axis1=-2, axis2=-1)
+  return trace(chart @ a @ chart.mT) * trace(back.mT @ b @ back)
+
+
+def test_the_geometric_chart_spends_least(float64):
+  rng = np.random.default_rng(0)
+  # Outliers make the moments lean to different sides.
+  sides = np.exp(rng.standard_normal((2, 6, 32, 1)) * 1.5)
+  x, w = rng.standard_normal((2, 6, 32, 200)) * sides
+  a, b = (
+    reference_chart.ridge(reference_chart.block_moment(jnp.asarray(m)) / 200)
+    for m in (x, w)
+  )
+  # The ridge is added again inside: none of what follows depends on it.
+  chart = reference_chart.geometric_chart(a, b, 1e9)
+  a, b = map(reference_chart.ridge, (a, b))
+  roots = jnp.sqrt(jnp.linalg.eigvals(a @ b).real).sum(-1)
+  np.testing.assert_allclose(spent(chart, a, b), roots**2, rtol=1e-9)
+  np.testing.assert_allclose(jnp.linalg.det(chart), 1.0, rtol=1e-9)
+  np.testing.assert_allclose(chart, chart.mT, atol=1e-12)
+  paper = reference_chart.reference_chart(a, b, 1e9)
+  assert (spent(paper, a, b) > 1.01 * spent(chart, a, b)).all()
+
+
+def test_the_geometric_chart_is_capped(float64):
+  a = jnp.diag(jnp.exp(jnp.linspace(-3.0, 3.0, 32)))[None]
+  chart = reference_chart.geometric_chart(a, jnp.linalg.inv(a))
+  assert float(jnp.linalg.cond(chart)[0]) <= reference_chart.MAX_CONDITION * (1 + 1e-9)
+  wide = reference_chart.geometric_chart(a, jnp.linalg.inv(a), 32.0)
+  assert 8.1 < float(jnp.linalg.cond(wide)[0]) <= 32 * (1 + 1e-9)
+
+
 def test_hadamard_refuses_other_sizes():
   with pytest.raises(ValueError, match="power of two, got 48"):
     input_maps.hadamard(48)
@@ -136,6 +171,8 @@ def test_solvers_refuse_float32():
   moment = jnp.eye(32, dtype=jnp.float32)[None]
   with pytest.raises(TypeError, match="reference_chart: expected float64"):
     reference_chart.reference_chart(moment, moment)
+  with pytest.raises(TypeError, match="geometric_chart: expected float64"):
+    reference_chart.geometric_chart(moment, moment)
 
 
 def test_block_layout_round_trips():
