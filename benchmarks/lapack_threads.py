@@ -49,7 +49,9 @@ def functions():
   x = rng.standard_normal((2, BLOCKS, 32, 64))
   first, second = (jnp.asarray(part @ part.mT / 64) for part in x)
   return {
-    "HiRes' chart": functools.partial(hires._chart, first, second),
+    "HiRes' chart": functools.partial(
+      hires._charts, first, second, kind="reference", max_condition=8.0
+    ),
     "inverses of a refit": functools.partial(
       map_refit.damped_inverses, first.astype(jnp.float32)
     ),

@@ -8,7 +8,7 @@ CALLS, SECONDS = 600, 90
 """A program that waits for ever did so within 200 calls, of 3 ms each."""
 
 CHARTS = f"""
-import jax.numpy as jnp, numpy as np
+import functools, jax.numpy as jnp, numpy as np
 from mxjax.devices import execution
 from mxjax.methods.hires import hires
 from mxjax.numerics import precision
@@ -16,8 +16,10 @@ from mxjax.numerics import precision
 with precision.float64_scope():
   x = np.random.default_rng(0).standard_normal((2, 18, 32, 80))
   moments = [jnp.asarray(part @ part.mT) for part in jnp.asarray(x)]
-  for _ in range({CALLS}):
-    execution.call_in_batches(hires._chart, *moments)
+  for kind in ("reference", "geometric"):
+    charts = functools.partial(hires._charts, kind=kind, max_condition=8.0)
+    for _ in range({CALLS}):
+      execution.call_in_batches(charts, *moments)
 """
 
 
