@@ -22,6 +22,7 @@ from jax import lax
 from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import codec, lowering
 from mxjax.pallas_kernels.products.int8 import UNIT, Int8Inputs
+from mxjax.pallas_kernels.products.output_tiles import OutputTiles
 
 WORDS = mxfp4.BLOCK_SIZE // 8
 """32-bit words of a block's codes; its integers take twice as many."""
@@ -54,7 +55,7 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class _Work(OutputTiles):
   """Static properties of a launch."""
 
   tile: Tile
@@ -62,14 +63,6 @@ class _Work:
   width: int
   outputs: tuple[int, ...]
   interpret: bool
-
-  def tiles(self, linear: int) -> int:
-    """Returns the number of output tiles of one linear."""
-    return -(-self.outputs[linear] // self.tile.outputs)
-
-  def first(self, linear: int) -> int:
-    """Returns the index of the linear's first tile among those of all linears."""
-    return sum(map(self.tiles, range(linear)))
 
   @property
   def steps(self) -> int:
@@ -163,12 +156,11 @@ def _opaque_table(read: jax.Array, tile: Tile) -> jax.Array:
 
 def _kernel(operands: Any, *out_refs: Any, work: _Work) -> None:
   index, split = lowering.program_id(0), lowering.program_id(1)
-  count = len(work.outputs)
-  linear = sum((index >= work.first(i)).astype(jnp.int32) for i in range(1, count))
   branch = lambda i: functools.partial(
     _output_tile, *operands[i], out_refs[i], (index, split), i, work
   )
-  lowering.switch(linear, list(map(branch, range(count))))
+  branches = list(map(branch, range(len(work.outputs))))
+  lowering.switch(work.linear_of(index), branches)
 
 
 def _output_tile(
@@ -248,8 +240,7 @@ def _specs(linear: int, work: _Work) -> tuple[Any, Any, lowering.BlockSpec]:
   blocks = work.steps * tile.blocks
   sizes = lambda *words: [blocks * count for count in words]
   x = tuple(spec((work.rows, n), lambda i, j: (0, 0)) for n in sizes(2 * WORDS, 1))
-  # Programs of other linears do not read this block, but its index must be valid.
-  here = lambda i: jnp.clip(i - work.first(linear), 0, work.tiles(linear) - 1)
+  here = functools.partial(work.own, linear)
   weight = tuple(
     spec((tile.outputs, n), lambda i, j: (here(i), 0)) for n in sizes(WORDS, 1)
   )

@@ -28,6 +28,7 @@ from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
 from mxjax.pallas_kernels.mosaic import products
 from mxjax.pallas_kernels.products import int8_matmul, planes
 from mxjax.pallas_kernels.products.int8 import Int8Inputs
+from mxjax.pallas_kernels.products.output_tiles import OutputTiles
 
 LIBRARY_ROWS = 256
 """Rows of x from which None selects decoding once and the library's product."""
@@ -60,7 +61,7 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class _Work(OutputTiles):
   """Static properties of a launch: shapes, packing and tile sizes.
 
   `rows` counts those of every x, `width` the columns of every operand, `outputs` the
@@ -73,14 +74,6 @@ class _Work:
   outputs: tuple[int, ...]
   is_packed: bool
   interpret: bool
-
-  def tiles(self, linear: int) -> int:
-    """Returns the number of output tiles of one linear."""
-    return -(-self.outputs[linear] // self.tile.outputs)
-
-  def first(self, linear: int) -> int:
-    """Returns the index of the linear's first tile among those of all linears."""
-    return sum(map(self.tiles, range(linear)))
 
   @property
   def covered(self) -> int:
@@ -102,12 +95,11 @@ class _Work:
 
 def _matmul_kernel(operands: Any, *out_refs: Any, work: _Work) -> None:
   place = tuple(map(lowering.program_id, range(3)))
-  count = len(work.outputs)
-  linear = sum((place[1] >= work.first(i)).astype(jnp.int32) for i in range(1, count))
   branch = lambda i: functools.partial(
     _output_tile, *operands[i], out_refs[i], i, place, work
   )
-  lowering.switch(linear, list(map(branch, range(count))))
+  branches = list(map(branch, range(len(work.outputs))))
+  lowering.switch(work.linear_of(place[1]), branches)
 
 
 def _packed_planes(
@@ -187,8 +179,7 @@ def _specs(linear: int, work: _Work) -> tuple[Any, Any, lowering.BlockSpec]:
       spec((None, tile.rows, size), lambda i, j, k, position=position: (position, i, 0))
       for position in range(planes.COUNT)
     )
-  # Programs of other linears do not read this block, but its index must be valid.
-  here = lambda j: jnp.clip(j - work.first(linear), 0, work.tiles(linear) - 1)
+  here = functools.partial(work.own, linear)
   weight = tuple(
     spec((tile.outputs, n), lambda i, j, k: (here(j), 0)) for n in (size, blocks)
   )
