@@ -39,6 +39,8 @@ SMALL, WINDOWS = 512, 16
 REFERENCE, PAPER = "hires I + II", "hires"
 WITHOUT_BOTH = ":use_interaction=false:use_balance=false"
 """Options of `hires-next` that tables show as `, K = 0, D = I`."""
+OLDER = ":chart=reference:max_condition=8:damping=0.01"
+"""Options that it had before the geometric chart, which tables show as `, older`."""
 hires = functools.partial(dataclasses.replace, methods.HIRES)
 following = functools.partial(dataclasses.replace, methods.HIRES_NEXT)
 ROWS = {
@@ -134,7 +136,7 @@ def paired(row, reference):
 
 def label(name):
   """How tables name a row."""
-  return name.replace(WITHOUT_BOTH, ", K = 0, D = I")
+  return name.replace(WITHOUT_BOTH, ", K = 0, D = I").replace(OLDER, ", older")
 
 
 def tables(rows):

@@ -1,11 +1,13 @@
 """HiRes for the model's predictions instead of each layer's outputs.
 
-Four changes. Moments and the Hessian weight tokens and outputs by the Fisher
-information (`mxjax.calibration.fisher`); codes are those of `hires-descent`, and the
-maps are refitted to them (`map_refit` of the numerics), after which the activations'
-rule needs no K_Q and changes up to two codes of a block (`few_codes`); scale
-distillation (`mxjax.methods.scale_distillation`) moves the input maps after recovery is
-fitted. Not in the paper: see `docs/results/hires_next.md`.
+Moments and the Hessian weight tokens and outputs by the Fisher information
+(`mxjax.calibration.fisher`), which leaves fewer tokens that count; GPTQ therefore damps
+the Hessian ten times as much. The chart is the geometric mean of both moments. Codes
+are those of `hires-descent`, and the maps are refitted to them (`map_refit` of the
+numerics), after which the activations' rule needs no K_Q and changes up to two codes of
+a block (`few_codes`); scale distillation (`mxjax.methods.scale_distillation`) moves the
+input maps after recovery is fitted. Not in the paper: see
+`docs/results/hires_next.md`.
 """
 
 from mxjax.methods.hires.hires import HiResDescent
@@ -14,6 +16,9 @@ from mxjax.methods.scale_distillation import ScaleDistillation
 HIRES_NEXT = HiResDescent(
   name="hires-next",
   weighting="fisher",
+  chart="geometric",
+  max_condition=32.0,
+  damping=0.1,
   refit_maps=True,
   changes=2,
   tune=ScaleDistillation(),

@@ -16,9 +16,16 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import two_sided
 
 ROWS = 64
-ONE_SIDED = dataclasses.replace(
-  methods.HIRES_NEXT, recover=(), tune=None, refit_maps=False, changes=0
-)
+ONE_SIDED = methods.get("hires-descent:weighting=fisher:recover=none")
+
+
+def test_hires_next_is_hires_descent_with_the_options_of_the_documents():
+  documented = (
+    "hires-descent:weighting=fisher:chart=geometric:max_condition=32:damping=0.1"
+    ":refit_maps=true:changes=2+tune"
+  )
+  named = dataclasses.replace(methods.get(documented), name="hires-next")
+  assert named == methods.HIRES_NEXT
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +101,15 @@ def realized(calibrated, program):
   exact = x @ weight.T
   error = jnp.square(apply_linear(x, leaf) - exact).sum() / jnp.square(exact).sum()
   return leaf, float(error), dict(inputs.record)
+
+
+def test_the_hessian_is_damped_as_much_as_asked(calibrated, float64):
+  plain, damped = ONE_SIDED, dataclasses.replace(ONE_SIDED, damping=0.1)
+  leaves, _, records = zip(
+    *(realized(calibrated, program) for program in (plain, damped)), strict=True
+  )
+  assert [record["damping"] for record in records] == pytest.approx([0.01, 0.1])
+  assert (leaves[0].weight.codes != leaves[1].weight.codes).any()
 
 
 def test_refitted_maps_lower_the_error_of_the_outputs(calibrated, float64):
