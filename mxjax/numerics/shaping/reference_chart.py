@@ -99,7 +99,7 @@ def geometric_chart(
   weight_moment: jax.Array,
   max_condition: float = MAX_CONDITION,
 ) -> jax.Array:
-  r"""Computes the chart C of each block that the cap alone keeps from the best.
+  r"""Computes the geometric chart C of each block, symmetric with determinant 1.
 
   .. math::
     C^\top C = A^{-1} \# B = L^{-\top} (L^\top B L)^{1/2} L^{-1}, \qquad A = L L^\top
