@@ -9,6 +9,8 @@ of the run. Runs differ in clocks and in code, so a ratio is of one run only.
 import json
 import pathlib
 
+import gpu_models
+
 HERE = pathlib.Path(__file__).resolve().parent / "results"
 SHOWN = 0.1
 """Milliseconds of a kernel in a forward from which it has a row."""
@@ -42,7 +44,8 @@ def goals():
     ("HiRes forward, float8 products, times BF16"),
   )
   decode = "HiRes decode, times BF16 tokens a second"
-  one, two, three = (read(f"{run}_models") for run in (1, 2, 3))
+  build = "8B build, minutes"
+  one, two, three, four = (read(f"{run}_models") for run in (1, 2, 3, 4))
   ratio = lambda models, kind: (
     models[f"prefill {kind}"]["ms"] / three["prefill BF16"]["ms"]
   )
@@ -59,10 +62,11 @@ def goals():
       one["prefill HiRes, float8 products"]["/ BF16"],
       ratio(read("3_float8"), "HiRes, float8 products"),
     ),
-    decode: (two["decode HiRes"]["/ BF16"], None),
+    decode: (two["decode HiRes"]["/ BF16"], four["decode HiRes"]["/ BF16"]),
+    build: (None, read("4_build")["build 8B"]["model_minutes"]),
   }
-  bounds = {encode: "0.80", prefill: "1.10", eight: "1.00", decode: "2.5"}
-  show = lambda value: "not timed" if value is None else f"{value:.3f}"
+  bounds = {encode: "0.80", prefill: "1.10", eight: "1.00", decode: "2.5", build: "5.0"}
+  show = lambda value: "stopped" if value is None else f"{value:.3f}"
   return table(
     ["goal", "bound", "predicted", "before tuning", "after"],
     [
@@ -81,11 +85,13 @@ def forwards():
     ("prefill BF16", ("1_models", "3_models")),
     ("prefill HiRes", ("1_models", "3_models")),
     ("prefill HiRes, float8 products", ("1_models", "3_float8")),
-    ("decode BF16", ("2_models", None)),
-    ("decode HiRes", ("2_models", None)),
+    ("decode BF16", ("2_models", "4_models")),
+    ("decode HiRes", ("2_models", "4_models")),
+    ("decode HiRes, int8 head", (None, "4_models")),
   ):
     times = [f"{read(f)[name]['ms']:.2f}" if f else "" for f in files]
-    rows.append([name, span(predicted[name]["ms"]), *times])
+    ends = span(predicted[name]["ms"]) if name in predicted else ""
+    rows.append([name, ends, *times])
   for kind in ("prefill", "decode"):
     [entry] = (e for n, e in torch.items() if n.startswith(kind))
     rows.append([f"{kind} BF16 by torch", "", "", f"{entry['ms']:.2f}"])
@@ -96,7 +102,7 @@ def forwards():
 
 def kernels():
   """Where the time of a forward goes: milliseconds, and launches."""
-  last, decoding = read("3_models"), read("2_models")
+  last, decoding = read("3_models"), read("4_models")
   kinds = {
     "prefill BF16": last["prefill BF16"],
     "prefill HiRes": last["prefill HiRes"],
@@ -126,6 +132,7 @@ def group(name):
     ("one_code", "map, encode and refinement"),
     ("mxfp4_decode", "weights decoded"),
     ("mxfp4_matmul", "packed products"),
+    ("mxfp4_int8_matmul", "packed products"),
     ("attention", "attention"),
   ):
     if part in name:
@@ -133,8 +140,55 @@ def group(name):
   return "norms, rotary positions, sums and the rest"
 
 
+def builds():
+  """Minutes of a build of 36 layers, from two: the first in a process, and the next."""
+  titles, rows = ["build of Qwen3-8B's shapes, minutes", "first", "programs kept"], {}
+  for name in ("4_build", "4_build_again"):
+    entry = read(name)["build 8B"]
+    layers = gpu_models.QWEN3_8B.layers
+    parts = {
+      f"{stage}, of all layers": seconds * layers / 2
+      for stage, seconds in entry["stage_seconds"].items()
+      if stage != "preparation"
+    }
+    saves = layers / entry["layers_between_saves"]
+    parts["hidden states written"] = entry["writing_seconds"] * saves
+    parts["compilation"] = entry["first_run_seconds"] - entry["seconds"]
+    for part, seconds in parts.items():
+      rows.setdefault(part, []).append(f"{seconds / 60:.2f}")
+    rows.setdefault("sum", []).append(f"{entry['model_minutes']:.2f}")
+  order = [*(part for part in rows if part != "sum"), "sum"]
+  return table(titles, [[part, *rows[part]] for part in order])
+
+
+def mosaic():
+  """Triton's forms and Mosaic's, in milliseconds; the runs are not the same."""
+  of_run = read("4_tiles")["Mosaic forms"]["times"]
+  products = read("1_kernels")["packed products"]
+  refined = read("2_kernels")["tiles of refinement"]["times"]
+  # Two sections time the refinement as the library has it since: three stages.
+  pairs = {
+    f"one code, {name}": (refined[f"{name}, stages 3"], of_run[f"{name}, Mosaic"])
+    for name in ("1 linear, values", "3 linears, values", "gated product, values")
+  }
+  for rows in (64, 256, 2048):
+    pairs[f"packed product, {rows} rows"] = (
+      products[f"{rows} rows, pallas"],
+      of_run[f"{rows} rows, packed product, Mosaic"],
+    )
+  for rows in (256, 2048):
+    pairs[f"float8 product, {rows} rows"] = (
+      products[f"{rows} rows, float8"],
+      of_run[f"{rows} rows, float8 product, Mosaic"],
+    )
+  return table(
+    ["kernel, ms", "Triton", "Mosaic"],
+    [[name, *(f"{each['ms']:.3f}" for each in pair)] for name, pair in pairs.items()],
+  )
+
+
 def main():
-  text = "\n".join((goals(), forwards(), kernels()))
+  text = "\n".join((goals(), forwards(), kernels(), builds(), mosaic()))
   (HERE / "gpu_measured.md").write_text(text)
   print(text)
 

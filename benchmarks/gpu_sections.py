@@ -7,6 +7,7 @@ sections. Times are those of `gpu_bench.Bench.measure`.
 """
 
 import argparse
+import faulthandler
 import functools
 import importlib.metadata
 import json
@@ -194,9 +195,12 @@ def build(bench, shape, key):
 
   def quantize(folder=None):
     start = time.perf_counter()
+    # A build that is stopped at its limit leaves at least where its time went.
+    told = lambda at: print(f"{time.perf_counter() - start:7.2f} s, {at}", flush=True)
     result = pipeline.quantize_with_record(
       *(params, Calibration(model, tokens), methods.HIRES),
       check=False,
+      on_progress=told,
       run_dir=folder,
       save_every=1 if folder else None,
     )
@@ -318,6 +322,8 @@ def main():
     sys.exit("gpu: no GPU; --smoke runs the sections interpreted on a CPU.")
   if options.compiled:
     execution.keep_compiled(options.compiled)
+  # Where a section is that a limit will stop.
+  faulthandler.dump_traceback_later(45, repeat=True, exit=False)
   bench = Bench(options.smoke, options.earlier)
   result = sections(bench)[options.name]()
   print(json.dumps(result, indent=1), flush=True)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.models import softmax_attention
 from mxjax.models.config import RopeScaling
 from mxjax.numerics import implementations, precision
 from mxjax.numerics.implementations import Implementation
@@ -84,7 +85,8 @@ def rotary(
   """
   tables = (a.astype(x.dtype) for a in _rotations(frequencies, x.shape[1], start))
   cos, sin = (rounded(jnp.asarray(a if a.ndim == 4 else a[None, None])) for a in tables)
-  first, second = jnp.split(_positions_last(x), 2, axis=2)
+  whole = precision.own_gradient(_positions_last(x))
+  first, second = jnp.split(whole, 2, axis=2)
   product = lambda left, right: rounded(left * right)
   turned = [
     rounded(product(first, cos) - product(second, sin)),
@@ -177,7 +179,15 @@ def causal_attention(
     return lowering.with_reference(kernel, reference, queries, keys, values)
   length = queries.shape[1]
   query_chunk = query_chunk or (TREE_CHUNK if tree else QUERY_CHUNK)
-  queries, keys, values = _by_group(queries, keys, values)
+  grouped = _by_group(queries, keys, values)
+  chunks = _chunks(length, query_chunk, window, tree)
+  return _by_position(softmax_attention.attend_chunks(*grouped, chunks))
+
+
+def _chunks(
+  length: int, query_chunk: int, window: int | None, tree: Tree | None
+) -> list[softmax_attention.Chunk]:
+  """Cuts queries into chunks, and what each reads into what needs a mask and the rest."""
   chunks = []
   for start in range(0, length, query_chunk):
     stop = min(start + query_chunk, length)
@@ -191,13 +201,13 @@ def causal_attention(
       masks = [_is_ancestor(tree, window, positions, keys) for keys in (past, own)]
     elif window is not None:
       masks = [past > positions - window, masks[1] & (own > positions - window)]
-    parts = [
-      (keys[..., low:high], values[..., low:high], mask)
+    spans = [
+      softmax_attention.Span(low, high, mask)
       for low, high, mask in ((first, start, masks[0]), (start, stop, masks[1]))
       if high > low
     ]
-    chunks.append(_attend(queries[..., start:stop], parts))
-  return _by_position(chunks)
+    chunks.append(softmax_attention.Chunk(start, stop, spans))
+  return chunks
 
 
 def _choose(
@@ -301,47 +311,6 @@ def cached_attention(
     is_seen = before <= positions
     if window is not None:
       is_seen &= before > positions - window
-    chunks.append(_attend(grouped[0][..., first:stop], [(*grouped[1:], is_seen)]))
+    parts = [(*grouped[1:], is_seen)]
+    chunks.append(softmax_attention.attend(grouped[0][..., first:stop], parts))
   return _by_position(chunks), filled
-
-
-Part = tuple[jax.Array, jax.Array, jax.Array | np.ndarray | None]
-"""Keys and values `[b, k, d, s]`, and the attention mask or None: bool `[t, s]`, or
-`[b, 1, 1, t, s]`."""
-
-
-def _attend(queries: jax.Array, parts: list[Part]) -> jax.Array:
-  """Softmax attention of `[b, k, g, d, t]` over the keys of all parts together.
-
-  Divides by the sum of the weights last: an output has fewer elements than its weights.
-  """
-  scale = queries.shape[3] ** -0.5
-  scores = []
-  for keys, _, is_seen in parts:
-    product = jnp.einsum(
-      "bkgdt,bkds->bkgts",
-      queries,
-      keys,
-      precision=precision.HIGHEST,
-      preferred_element_type=jnp.float32,
-    )
-    if is_seen is not None:
-      mask = is_seen if is_seen.ndim == 5 else is_seen[None, None, None]
-      product = jnp.where(mask, product, -jnp.inf)
-    scores.append(product)
-  # Whatever is subtracted cancels, so its gradient is zero.
-  fixed = [jax.lax.stop_gradient(s) for s in scores]
-  top = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in fixed])
-  weights = [jnp.exp((s - top) * scale) for s in scores]
-  total = sum(w.sum(-1, keepdims=True) for w in weights)
-  outputs = sum(
-    jnp.einsum(
-      "bkgts,bkds->bkgtd",
-      rounded(weight.astype(values.dtype)),
-      values,
-      precision=precision.HIGHEST,
-      preferred_element_type=jnp.float32,
-    )
-    for weight, (_, values, _) in zip(weights, parts, strict=True)
-  )
-  return rounded(jnp.divide(outputs, total).astype(parts[0][1].dtype))

@@ -45,6 +45,13 @@ copies of all weights of a layer: at width 2048 a layer's pass then takes three 
 the temporaries. A layer of SmolLM2 takes as long either way. XLA:GPU would copy the
 weights of q, k and v into one matrix in every call."""
 
+WITHOUT_TRIALS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+"""Compiler options for functions of many products that run for milliseconds in all.
+
+XLA:GPU tries many programs for each product: of the report's measurements of a linear
+that took 15 seconds a shape, half of the compilation of a build of Qwen3-8B's shapes.
+"""
+
 # Parameters of glibc's mallopt, <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 

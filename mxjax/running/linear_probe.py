@@ -1,5 +1,6 @@
 """Errors and rates of one quantized linear, measured on a few calibration tokens."""
 
+import functools
 from typing import Any
 
 import jax
@@ -78,7 +79,7 @@ def local_objectives(
   return sensitivity, sensitivity + mismatch
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=execution.WITHOUT_TRIALS)
 def _probe(
   x: jax.Array, weight: jax.Array, folded: jax.Array, leaf: QuantizedLinear
 ) -> dict[str, jax.Array]:
