@@ -65,7 +65,7 @@ PARTS = {
     "device": 60,
     "ceilings": 60,
     "build 8B": 360,
-    "trained model": 150,
+    "trained model": 270,
     "prefill 32B": 120,
   },
 }

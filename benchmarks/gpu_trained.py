@@ -22,7 +22,9 @@ FOLDER = pathlib.Path(__file__).resolve().parents[1] / "models" / "trained" / "q
 METHODS = "hires", "hires-next"
 SEQUENCES, LENGTH, WINDOWS = 16, 256, 64
 CLOSE = 0.02
-"""Relative difference of the mean KL to the float model that passes."""
+"""How far the mean KL to the float model may lie above the CPU's, relative to it.
+
+Below it may lie: two builds whose sums have another order differ by about as much."""
 
 
 def build(tokens, windows):
@@ -64,7 +66,7 @@ def section():
       "KL difference": float(off.mean()),
       "standard error": float(off.std(ddof=1) / len(off) ** 0.5),
     }
-    passed &= bool(abs(off.mean()) <= CLOSE * wanted.mean())
+    passed &= bool(off.mean() <= CLOSE * wanted.mean())
   return {**results, "passed": passed}
 
 

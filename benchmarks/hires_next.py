@@ -38,11 +38,16 @@ LENGTH, CHUNK = 2048, 256
 SMALL, WINDOWS = 512, 16
 REFERENCE, PAPER = "hires I + II", "hires"
 WITHOUT_BOTH = ":use_interaction=false:use_balance=false"
-"""Options of `hires-next` that tables show as `, K = 0, D = I`."""
 OLDER = ":chart=reference:max_condition=8:damping=0.01"
-"""Options that it had before the geometric chart, which tables show as `, older`."""
+"""Options of `hires-next` before the geometric chart."""
+LABELS = {
+  WITHOUT_BOTH: ", K = 0, D = I",
+  OLDER: ", older",
+  ":two_sided=false": ", one-sided",
+  ":recover=attention+mlp": ", recovery",
+}
+"""How tables show options of `hires-next`."""
 hires = functools.partial(dataclasses.replace, methods.HIRES)
-following = functools.partial(dataclasses.replace, methods.HIRES_NEXT)
 ROWS = {
   REFERENCE: hires(recover=()),
   PAPER: methods.HIRES,
@@ -52,7 +57,6 @@ ROWS = {
   ),
   "tuned": hires(recover=(), tune=ScaleDistillation()),
   "fisher, tuned": hires(recover=(), weighting="fisher", tune=ScaleDistillation()),
-  "hires-next without recovery": following(recover=()),
   "hires-next": methods.HIRES_NEXT,
   "rtn": methods.get("rtn"),
   "rtn, tuned": methods.get("rtn+tune"),
@@ -136,7 +140,9 @@ def paired(row, reference):
 
 def label(name):
   """How tables name a row."""
-  return name.replace(WITHOUT_BOTH, ", K = 0, D = I").replace(OLDER, ", older")
+  for options, short in LABELS.items():
+    name = name.replace(options, short)
+  return name
 
 
 def tables(rows):

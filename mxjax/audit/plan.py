@@ -117,19 +117,24 @@ def plan(
     # Hessian, fold moments, anchor errors, errors after T, balance trials.
     reductions=5,
     forward_flops=2 * sizes["target_weights"] * tokens * (1 + RECOVERY_FITS),
-    prediction_flops=_prediction_flops(config, sizes["target_weights"], tokens),
+    prediction_flops=_prediction_flops(config, linears, tokens),
   )
 
 
-def _prediction_flops(config: ModelConfig, weights: int, tokens: int) -> int:
+def _prediction_flops(
+  config: ModelConfig, linears: list[tuple[int, int]], tokens: int
+) -> int:
   """Counts the products of gradients and scale distillation.
 
   The backward pass reruns each layer; a chunk of the head is differentiated where it is
   computed.
   """
   head, epochs = config.vocab_size * config.hidden_size, ScaleDistillation().epochs
-  # Forward; for every layer forward and back; the same to the linears' outputs.
-  gradients = 5 * weights + 2 * head
+  weights = config.num_layers * sum(rows * width for rows, width in linears)
+  # Forward; for every layer forward and back; back to the linears' outputs. W'g of
+  # every linear, the moment of its gradients, and a Hessian of its own.
+  moments = sum(rows**2 + width**2 for rows, width in linears) // 2
+  gradients = 5 * weights + 2 * head + config.num_layers * moments
   # The float model once; in each epoch forward, forward again and back, and the head
   # forward, back and of the teacher.
   distillation = (1 + 3 * epochs) * weights + 3 * epochs * head

@@ -127,24 +127,25 @@ class Activations:
     layer = placement.shard_rows(self._layer)
     # Hooks run with 64-bit types enabled; the model does not.
     with jax.enable_x64(False):
-      # Before `capture`, which donates the hidden states.
-      if self._cotangents is not None:
-        differentiate = functools.partial(streams.capture_gradients, model, layer)
-        self._gradients = [
-          execution.block_on_cpu(differentiate(*pair, self._targets, placement))
+      if self._cotangents is None:
+        capture = functools.partial(streams.capture, model, layer)
+        arguments = [(chunk,) for chunk in self.hidden]
+      else:
+        capture = functools.partial(streams.capture_with_gradients, model, layer)
+        arguments = [
+          (*pair, self._targets)
           for pair in zip(self.hidden, self._cotangents, strict=True)
         ]
       outputs = [
-        execution.block_on_cpu(
-          streams.capture(model, layer, chunk, *self._wanted, placement, self._staged)
-        )
-        for chunk in self.hidden
+        execution.block_on_cpu(capture(*each, *self._wanted, placement, self._staged))
+        for each in arguments
       ]
       # `capture` donated the buffers.
       self._hidden = None
-      self._leaving = [output for output, _ in outputs]
+      self._leaving = [output for output, *_ in outputs]
       streams.check_finite(self._leaving, model.layer_name(self.index))
-      self._taps = [taps for _, taps in outputs]
+      self._taps = [taps for _, taps, *_ in outputs]
+      self._gradients = [more[0] for _, _, *more in outputs if more]
       if self._staged != "compute":
         streams.check_staged(self._taps, model.layer_name(self.index))
     if self._store is not None:

@@ -17,8 +17,9 @@ by gradients as well.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.calibration.linear_inputs import HESSIAN_TILE, LinearInputs, mirrored
 from mxjax.devices import execution
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.shaping import reference_chart
@@ -82,14 +83,20 @@ def _mixed(weight: jax.Array, total: jax.Array, squares: jax.Array) -> jax.Array
 def _gram_step(
   carry: jax.Array, gradients: jax.Array, index: jax.Array, rules: mxfp4.Rules
 ) -> jax.Array:
-  """Adds a sequence's sum of g g'."""
+  """Adds a sequence's sum of g g', only the tiles on and above the diagonal."""
   del index, rules
   rows = gradients.astype(jnp.float32)
-  return carry + jnp.einsum("tm,tn->mn", rows, rows, precision=precision.HIGHEST)
+  for start in range(0, len(carry), HESSIAN_TILE):
+    tile = rows[:, start : start + HESSIAN_TILE], rows[:, start:]
+    product = jnp.einsum("tm,tn->mn", *tile, precision=precision.HIGHEST)
+    carry = carry.at[start : start + HESSIAN_TILE, start:].add(product)
+  return carry
 
 
 @jax.jit
-def _mixed_gram(total: jax.Array) -> jax.Array:
+def _mixed_gram(upper: jax.Array, places: jax.Array) -> jax.Array:
+  """Mirrors the upper triangle, see `linear_inputs.mirrored`, and mixes in ones."""
+  total = mirrored(upper, places)
   identity = jnp.eye(len(total), dtype=total.dtype)
   return (1 - SHARE) * identity + SHARE * len(total) * total / jnp.trace(total)
 
@@ -101,7 +108,9 @@ def gradient_moment(inputs: LinearInputs) -> jax.Array:
   """
   width = inputs.gradients[0].shape[-1]
   start = execution.zeros(jax.ShapeDtypeStruct((width, width), jnp.float32))
-  return execution.block_on_cpu(_mixed_gram(inputs.reduce_gradients(_gram_step, start)))
+  upper = inputs.reduce_gradients(_gram_step, start)
+  places = np.arange(width, dtype=np.int32)
+  return execution.block_on_cpu(_mixed_gram(upper, places))
 
 
 def output_moment(weight: jax.Array, inputs: LinearInputs) -> jax.Array:

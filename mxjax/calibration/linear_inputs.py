@@ -73,14 +73,19 @@ def _weighted(
   return blocks * jnp.sqrt(weights[index])[None, None]
 
 
-@jax.jit
-def _mirrored_mean(upper: jax.Array, places: jax.Array, tokens: jax.Array) -> jax.Array:
-  """Mirrors the upper triangle of a sum into a symmetric mean over tokens `[d, d]`.
+def mirrored(upper: jax.Array, places: jax.Array) -> jax.Array:
+  """Mirrors the upper triangle of a matrix `[d, d]`.
 
   `places` are 0 to d - 1, int32. Created in here, they would make XLA:CPU compile this
   for minutes, on 400 MB, where d is a power of two.
   """
-  return jnp.where(places[:, None] <= places[None, :], upper, upper.T) / tokens
+  return jnp.where(places[:, None] <= places[None, :], upper, upper.T)
+
+
+@jax.jit
+def _mirrored_mean(upper: jax.Array, places: jax.Array, tokens: jax.Array) -> jax.Array:
+  """Mirrors the upper triangle of a sum into a symmetric mean over tokens `[d, d]`."""
+  return mirrored(upper, places) / tokens
 
 
 @jax.jit

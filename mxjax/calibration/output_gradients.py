@@ -29,6 +29,28 @@ from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.storage.atomic_io import read_checked, write_checked
 
 LABEL_SEED = 0
+GROUP = 256
+"""Words whose probabilities are summed before one of them is drawn."""
+
+
+def draw_labels(keys: jax.Array, likely: jax.Array) -> jax.Array:
+  """Draws a word of each row of probabilities `[n, words]`; int32 `[n]`.
+
+  One uniform number of each row's key is looked up in the sums of groups of words, and
+  then in those of one group: random numbers for all words take as long as the logits.
+  """
+  rows, words = likely.shape
+  grouped = jnp.pad(likely, ((0, 0), (0, -words % GROUP))).reshape(rows, -1, GROUP)
+  ends = jnp.cumsum(grouped.sum(-1), -1)
+  uniform = jax.vmap(lambda key: jax.random.uniform(key, dtype=likely.dtype))(keys)
+  sought = (uniform * ends[:, -1])[:, None]
+  # Rounding may leave nothing above what is sought.
+  place = lambda sums, above: jnp.minimum((sums <= above).sum(-1), sums.shape[-1] - 1)
+  group = place(ends, sought)
+  one = jnp.take_along_axis(grouped, group[:, None, None], 1)[:, 0]
+  before = jnp.take_along_axis(ends, group[:, None], 1) - one.sum(-1, keepdims=True)
+  word = place(jnp.cumsum(one, -1), sought - before)
+  return jnp.minimum(group * GROUP + word, words - 1).astype(jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "placement"))
@@ -49,12 +71,12 @@ def _of_final_hidden(
     def chunk(parts: tuple[jax.Array, jax.Array]) -> jax.Array:
       head = lambda states: model.logits(outer, states[None])[0]
       logits, pull = jax.vjp(head, parts[0])
-      scores = jax.nn.log_softmax(logits)
+      likely = jax.nn.softmax(logits)
       keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(parts[1])
-      labels = jax.vmap(jax.random.categorical)(keys, scores)
+      labels = draw_labels(keys, likely)
       # The gradient at the logits; differentiating would compute them once more.
       rows = jnp.arange(len(labels), dtype=jnp.int32)
-      [gradient] = pull(jnp.exp(scores).at[rows, labels].add(-1))
+      [gradient] = pull(likely.at[rows, labels].add(-1))
       return gradient
 
     return gradients.by_chunk(chunk, length, states, positions)

@@ -61,22 +61,52 @@ def test_attention_does_not_look_ahead(qkv):
   assert not np.allclose(before[:, 6:], changed[:, 6:])
 
 
-def test_the_gradient_of_attention_is_that_of_softmax(qkv):
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("query_chunk", [4, 5, 512])
+def test_the_gradient_of_attention_is_that_of_softmax(qkv, query_chunk, window):
   """It searches no row for the maximum that every score of the row is reduced by."""
 
   def dense(queries, keys, values):
     keys, values = (jnp.repeat(a, 3, axis=2) for a in (keys, values))
     scores = jnp.einsum("bthd,bshd->bhts", queries, keys) / 8**0.5
-    seen = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)[None]
+    seen = (distance >= 0) & (distance < (window or LENGTH))
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhts,bshd->bthd", weights, values).reshape(2, LENGTH, -1)
 
   back = lambda attention: lambda *qkv: jax.vjp(attention, *qkv)[1](attention(*qkv))
-  chunked = functools.partial(functional.causal_attention, query_chunk=4)
+  how = {"query_chunk": query_chunk, "window": window}
+  chunked = functools.partial(functional.causal_attention, **how)
   found, expected = back(chunked)(*qkv), back(dense)(*qkv)
   for ours, theirs in zip(found, expected, strict=True):
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
   assert " = eq " not in str(jax.make_jaxpr(back(chunked))(*qkv))
+
+
+def test_the_gradient_of_attention_in_bfloat16_is_near_that_in_float32(qkv):
+  back = lambda *qkv: jax.vjp(functional.causal_attention, *qkv)[1](
+    functional.causal_attention(*qkv)
+  )
+  narrow = [a.astype(jnp.bfloat16) for a in qkv]
+  wide = [a.astype(jnp.float32) for a in narrow]
+  for ours, theirs in zip(back(*narrow), back(*wide), strict=True):
+    assert ours.dtype == jnp.bfloat16
+    gap = jnp.abs(ours.astype(jnp.float32) - theirs).max()
+    assert gap < 0.02 * jnp.abs(theirs).max()
+
+
+def test_branching_attention_has_a_gradient(qkv):
+  """A row that does not branch is a tree, too."""
+  line = np.arange(LENGTH, dtype=np.int32)
+  positions = np.broadcast_to(line, (2, LENGTH))
+  tree = functional.Tree(positions, np.full((2, LENGTH), LENGTH, np.int32))
+  run = lambda tree: lambda *qkv: functional.causal_attention(*qkv, tree=tree)
+  loss = lambda tree: lambda *qkv: jnp.square(run(tree)(*qkv)).sum()
+  traced = jax.jit(lambda tree, *qkv: jax.grad(loss(tree), (0, 1, 2))(*qkv))
+  for ours, theirs in zip(
+    traced(tree, *qkv), jax.grad(loss(None), (0, 1, 2))(*qkv), strict=True
+  ):
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 def test_bfloat16_attention_has_float32_softmax(qkv):

@@ -28,13 +28,20 @@ from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization import code_descent, gptq
 
-GROUP = 8
-"""Rows rounded at once. Larger groups lose what their rows could compensate."""
+GROUP = 16
+"""Rows rounded at once. Larger groups lose what their rows could compensate: a
+thousandth of the objective at 32 of 1,536 rows, a hundredth at 64."""
+MANY_GROUPS = 32
+"""Groups, one after the other, from which they grow with the rows of a linear."""
 
 
 def group_size(rows: int) -> int:
-  """Returns the rows of a group: the largest power of two up to `GROUP` that fits."""
-  return math.gcd(rows, GROUP)
+  """Returns the rows of a group: a power of two that divides `rows`.
+
+  It is the largest up to `GROUP`, or up to `rows / MANY_GROUPS` where that is more.
+  """
+  most = max(GROUP, rows // MANY_GROUPS)
+  return math.gcd(rows, 1 << (most.bit_length() - 1))
 
 
 @jax.jit

@@ -24,12 +24,28 @@ def calib(tiny_model, tiny_tokens):
 
 def sampled(model, params, tokens, place):
   """The labels that the library draws for a sequence."""
-  scores = jax.nn.log_softmax(model.apply({"params": params}, tokens[None])[0])
+  likely = jax.nn.softmax(model.apply({"params": params}, tokens[None])[0])
   key = jax.random.fold_in(jax.random.key(output_gradients.LABEL_SEED), place)
   keys = [jax.random.fold_in(key, position) for position in range(len(tokens))]
-  return jnp.stack(
-    [jax.random.categorical(k, row) for k, row in zip(keys, scores, strict=True)]
-  )
+  return output_gradients.draw_labels(jnp.stack(keys), likely)
+
+
+@pytest.mark.parametrize("words", [1, 61, 256, 700])
+def test_labels_are_drawn_by_their_probabilities(words):
+  """Where a uniform number falls among the sums of all words before each."""
+  keys = jax.random.split(jax.random.key(1), 4000)
+  scores = 2 * jax.random.normal(jax.random.key(2), (words,))
+  likely = jax.nn.softmax(scores).at[words // 2 + 1 :: 3].set(0)
+  labels = output_gradients.draw_labels(keys, jnp.tile(likely, (4000, 1)))
+  assert labels.dtype == jnp.int32
+  ends = np.cumsum(np.asarray(likely, np.float64))
+  uniform = np.asarray([jax.random.uniform(key) for key in keys], np.float64)
+  expected = np.searchsorted(ends, uniform * ends[-1], side="right")
+  assert (np.asarray(labels) != expected).mean() < 1e-3
+  assert (np.asarray(likely)[labels] > 0).all()
+  share = np.bincount(labels, minlength=words) / len(keys)
+  wanted = np.asarray(likely / likely.sum())
+  assert (np.abs(share - wanted) <= 5 * np.sqrt(wanted / len(keys)) + 1e-3).all()
 
 
 def test_gradients_are_those_of_the_whole_model(tiny_model, tiny_params, calib):
@@ -95,6 +111,13 @@ def test_a_linear_sees_the_gradient_at_its_own_output(tiny_model, tiny_params, c
     np.testing.assert_array_equal(chunk["down_proj"], expected)
     assert chunk["k_proj"].shape == (1, 32, 32)
     assert float(jnp.abs(chunk["k_proj"]).max()) > 0
+  # The layer runs once for both, and to the same bits.
+  plain = Activations.embed(tiny_params, calib, chunk=1)
+  plain.observe(tiny_params["layers_0"], PAPER_CONTRACT)
+  jax.tree.map(np.testing.assert_array_equal, activations.taps, plain.taps)
+  for each in (activations, plain):
+    each.leave()
+  jax.tree.map(np.testing.assert_array_equal, activations.hidden, plain.hidden)
 
 
 def inputs_of(rng, sequences=3, blocks=2, length=8, rows=5):
@@ -146,10 +169,12 @@ def test_the_output_moment_follows_its_definition(float64):
 
 
 def test_the_gradient_moment_follows_its_definition():
-  inputs, _, gradients = inputs_of(np.random.default_rng(3))
-  rows = np.concatenate(gradients).astype(np.float64).reshape(-1, 5)
-  expected = 0.3 * np.eye(5) + 0.7 * 5 * rows.T @ rows / np.square(rows).sum()
-  np.testing.assert_allclose(fisher.gradient_moment(inputs), expected, rtol=1e-5)
+  """Wider than a tile of the sums."""
+  inputs, _, gradients = inputs_of(np.random.default_rng(3), rows=200)
+  rows = np.concatenate(gradients).astype(np.float64).reshape(-1, 200)
+  expected = 0.3 * np.eye(200) + 0.7 * 200 * rows.T @ rows / np.square(rows).sum()
+  found = fisher.gradient_moment(inputs)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_linear_without_influence_is_refused():

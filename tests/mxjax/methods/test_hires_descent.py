@@ -22,7 +22,7 @@ ONE_SIDED = methods.get("hires-descent:weighting=fisher:recover=none")
 def test_hires_next_is_hires_descent_with_the_options_of_the_documents():
   documented = (
     "hires-descent:weighting=fisher:chart=geometric:max_condition=32:damping=0.1"
-    ":refit_maps=true:changes=2+tune"
+    ":refit_maps=true:changes=2:two_sided=true:recover=none+tune"
   )
   named = dataclasses.replace(methods.get(documented), name="hires-next")
   assert named == methods.HIRES_NEXT

@@ -6,7 +6,7 @@ import pytest
 
 from mxjax.numerics.realization import code_descent, gptq, two_sided
 
-ROWS = 24
+ROWS, SIZE = 48, 16
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
@@ -20,7 +20,7 @@ def second_moment(rng, width, rank):
 
 @pytest.fixture
 def problem(float64):
-  """Weights `[2, 32, 24]`, Hessian of the inputs, moment of the gradients, float64."""
+  """Weights `[2, 32, 48]`, Hessian of the inputs, moment of the gradients, float64."""
   rng = np.random.default_rng(0)
   weight = rng.standard_normal((2, 32, ROWS))
   return weight, second_moment(rng, 64, 20), second_moment(rng, ROWS, 6)
@@ -44,13 +44,13 @@ def oracle(weight, hessian, moment):
   """Groups of rows around conditional optima, each column by column, from inverses."""
   targets, decoded = weight.reshape(64, -1), np.zeros((64, weight.shape[-1]))
   hessian, moment = damped(hessian), damped(moment)
-  for first in range(0, targets.shape[1], two_sided.GROUP):
-    rows = slice(first, first + two_sided.GROUP)
+  for first in range(0, targets.shape[1], SIZE):
+    rows = slice(first, first + SIZE)
     # Given the errors of all rows before, this group's best ones minimize the loss.
     later = slice(first, None)
     pull = np.linalg.solve(moment[later, later], moment[later, :first])
     error = (targets - decoded)[:, :first]
-    moved = targets[:, rows] + (error @ pull.T)[:, : two_sided.GROUP]
+    moved = targets[:, rows] + (error @ pull.T)[:, :SIZE]
     work = moved.copy()
     for j in range(64):
       if j % 32 == 0:
@@ -109,6 +109,8 @@ def test_the_loss_is_a_trace(problem):
   np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("rows", "size"), [(576, 8), (12, 4), (9, 1)])
+@pytest.mark.parametrize(
+  ("rows", "size"), [(576, 16), (24, 8), (9, 1), (1536, 32), (12288, 256)]
+)
 def test_groups_divide_the_rows(rows, size):
   assert two_sided.group_size(rows) == size
