@@ -187,7 +187,7 @@ def causal_attention(
 def _chunks(
   length: int, query_chunk: int, window: int | None, tree: Tree | None
 ) -> list[softmax_attention.Chunk]:
-  """Cuts queries into chunks, and what each reads into what needs a mask and the rest."""
+  """Cuts queries into chunks, and their keys into those with a mask and the rest."""
   chunks = []
   for start in range(0, length, query_chunk):
     stop = min(start + query_chunk, length)

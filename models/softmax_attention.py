@@ -3,10 +3,10 @@
 Arrays are feature-major: queries `[b, k, g, d, t]` for k key-value heads that g query
 heads read, keys and values `[b, k, d, s]`.
 
-Differentiated by JAX, a layer of 2,048 tokens takes XLA:CPU (jaxlib 0.10.2) 1.7 times as long: the
-weights `[g t, s]` are transposed in memory for half of the products, and every chunk of
-queries is padded to the length of the sequence. Here each product reads the weights as
-they lie, and smaller operands are transposed.
+Differentiated by JAX, a layer of 2,048 tokens takes XLA:CPU (jaxlib 0.10.2) 1.7 times
+as long: the weights `[g t, s]` are transposed in memory for half of the products, and
+every chunk of queries is padded to the length of the sequence. Here each product reads
+the weights as they lie, and smaller operands are transposed.
 """
 
 import functools
@@ -47,6 +47,10 @@ class _Weighted(NamedTuple):
   outputs: jax.Array
   weights: list[jax.Array]
   total: jax.Array
+
+
+_Saved = tuple[jax.Array, jax.Array, jax.Array, list[_Weighted]]
+"""Queries, keys, values, and what became of each chunk."""
 
 
 def _weighted(queries: jax.Array, parts: Sequence[Part]) -> _Weighted:
@@ -97,15 +101,13 @@ def _parts(keys: jax.Array, values: jax.Array, chunk: Chunk) -> list[Part]:
 def attend_chunks(
   queries: jax.Array, keys: jax.Array, values: jax.Array, chunks: Sequence[Chunk]
 ) -> list[jax.Array]:
-  """Attends chunk by chunk; returns `[b, k, g, t, d]` of each, in the dtype of `values`.
+  """Attends chunk by chunk; returns `[b, k, g, t, d]` of each, as `values`.
 
   The masks are constants of the program, or arrays that have no gradient.
   """
 
   @jax.custom_vjp
-  def run(
-    queries: jax.Array, keys: jax.Array, values: jax.Array
-  ) -> list[jax.Array]:
+  def run(queries: jax.Array, keys: jax.Array, values: jax.Array) -> list[jax.Array]:
     return [made.outputs for made in each(queries, keys, values)]
 
   def each(
@@ -115,7 +117,9 @@ def attend_chunks(
       own = queries[..., chunk.start : chunk.stop]
       yield _weighted(own, _parts(keys, values, chunk))
 
-  def forward(queries: jax.Array, keys: jax.Array, values: jax.Array):
+  def forward(
+    queries: jax.Array, keys: jax.Array, values: jax.Array
+  ) -> tuple[list[jax.Array], _Saved]:
     made = list(each(queries, keys, values))
     return [one.outputs for one in made], (queries, keys, values, made)
 
@@ -135,7 +139,7 @@ def _product(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _backward(
-  chunks: Sequence[Chunk], saved, cotangents: list[jax.Array]
+  chunks: Sequence[Chunk], saved: _Saved, cotangents: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the gradients at queries, keys and values, in their dtypes."""
   queries, keys, values, made = saved
