@@ -4,7 +4,7 @@
 
 Both sides differentiate one layer of SmolLM2-135M by its hidden states, as the Fisher
 pass does, in one process, in turns. "by JAX" differentiates the same forward pass
-operation by operation, rotary positions too.
+operation by operation.
 """
 
 import common
@@ -14,19 +14,17 @@ import jax.numpy as jnp
 from mxjax import models
 from mxjax.devices import execution
 from mxjax.models import softmax_attention
-from mxjax.numerics import precision
 
 INDEX = 3
 
 
 def by_jax(queries, keys, values, chunks):
   """What `softmax_attention.attend_chunks` computes, for JAX to differentiate."""
-  parts = lambda chunk: [
-    (keys[..., low:high], values[..., low:high], mask)
-    for low, high, mask in chunk.spans
-  ]
   return [
-    softmax_attention.attend(queries[..., chunk.start : chunk.stop], parts(chunk))
+    softmax_attention.attend(
+      queries[..., chunk.start : chunk.stop],
+      softmax_attention._parts(keys, values, chunk),
+    )
     for chunk in chunks
   ]
 
@@ -50,12 +48,10 @@ def main():
   own = jax.jit(lambda *args: back(*args))
   first = own(layer, hidden, cotangent)
   # Replaced while the other side is traced.
-  kept = softmax_attention.attend_chunks, precision.own_gradient
-  softmax_attention.attend_chunks = by_jax
-  precision.own_gradient = lambda x: x
+  kept, softmax_attention.attend_chunks = softmax_attention.attend_chunks, by_jax
   other = jax.jit(lambda *args: back(*args))
   second = other(layer, hidden, cotangent)
-  softmax_attention.attend_chunks, precision.own_gradient = kept
+  softmax_attention.attend_chunks = kept
   gap = float(jnp.abs(first - second).max() / jnp.abs(second).max())
   sides = {"own": own, "by JAX": other}
   calls = {

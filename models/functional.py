@@ -14,7 +14,7 @@ import numpy as np
 
 from mxjax.models import softmax_attention
 from mxjax.models.config import RopeScaling
-from mxjax.numerics import implementations, precision
+from mxjax.numerics import implementations
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import rounded
 from mxjax.pallas_kernels import lowering
@@ -85,8 +85,7 @@ def rotary(
   """
   tables = (a.astype(x.dtype) for a in _rotations(frequencies, x.shape[1], start))
   cos, sin = (rounded(jnp.asarray(a if a.ndim == 4 else a[None, None])) for a in tables)
-  whole = precision.own_gradient(_positions_last(x))
-  first, second = jnp.split(whole, 2, axis=2)
+  first, second = jnp.split(_positions_last(x), 2, axis=2)
   product = lambda left, right: rounded(left * right)
   turned = [
     rounded(product(first, cos) - product(second, sin)),

@@ -65,22 +65,6 @@ def float32_sums(left: jax.Array, right: jax.Array) -> jax.Array:
   return product
 
 
-@jax.custom_vjp
-def own_gradient(x: jax.Array) -> jax.Array:
-  """Returns `x`; its gradient is computed in full before anything reads it.
-
-  XLA:CPU (jaxlib 0.10.2) otherwise joins what computes a gradient with the transpose
-  that a product asks for, and walks over memory in the transpose's order.
-  """
-  return x
-
-
-own_gradient.defvjp(
-  lambda x: (x, None),
-  lambda _, gradient: (jax.lax.optimization_barrier(gradient),),
-)
-
-
 def block_products(matrices: jax.Array, blocks: jax.Array) -> jax.Array:
   """Multiplies `[blocks, 32, n]` by `[blocks, 32, 32]` matrices at full precision."""
   rows = matrices.shape[-2]
