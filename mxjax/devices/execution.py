@@ -48,8 +48,9 @@ weights of q, k and v into one matrix in every call."""
 WITHOUT_TRIALS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 """Compiler options for functions of many products that run for milliseconds in all.
 
-XLA:GPU tries many programs for each product: of the report's measurements of a linear
-that took 15 seconds a shape, half of the compilation of a build of Qwen3-8B's shapes.
+XLA:GPU tries many programs for each product: for the report's measurements of a linear
+that was nearly half of the compilation of a build of Qwen3-8B's shapes
+(`benchmarks/results/gpu/h200_4_compilations.json`).
 """
 
 # Parameters of glibc's mallopt, <malloc.h>.

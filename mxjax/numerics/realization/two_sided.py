@@ -29,8 +29,7 @@ from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization import code_descent, gptq
 
 GROUP = 16
-"""Rows rounded at once. Larger groups lose what their rows could compensate: a
-thousandth of the objective at 32 of 1,536 rows, a hundredth at 64."""
+"""Rows rounded at once. Larger groups lose what their rows could compensate."""
 MANY_GROUPS = 32
 """Groups, one after the other, from which they grow with the rows of a linear."""
 
