@@ -45,6 +45,7 @@ LABELS = {
   OLDER: ", older",
   ":two_sided=false": ", one-sided",
   ":recover=attention+mlp": ", recovery",
+  "+tune:epochs=3:length=1024": ", three passes",
 }
 """How tables show options of `hires-next`."""
 hires = functools.partial(dataclasses.replace, methods.HIRES)

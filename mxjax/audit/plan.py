@@ -12,6 +12,7 @@ import dataclasses
 import math
 from typing import Any
 
+from mxjax.calibration.output_gradients import differentiated
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import parameter_shapes
@@ -126,15 +127,18 @@ def _prediction_flops(
 ) -> int:
   """Counts the products of gradients and scale distillation.
 
-  The backward pass reruns each layer; a chunk of the head is differentiated where it is
-  computed.
+  Half of the tokens are differentiated. The backward pass reruns each layer, which
+  distillation saves where a step's outputs of linears fit in memory; a chunk of the
+  head is differentiated where it is computed.
   """
   head, epochs = config.vocab_size * config.hidden_size, ScaleDistillation().epochs
   weights = config.num_layers * sum(rows * width for rows, width in linears)
-  # Forward; for every layer forward and back; back to the linears' outputs. W'g of
-  # every linear, the moment of its gradients, and a Hessian of its own.
-  moments = sum(rows**2 + width**2 for rows, width in linears) // 2
-  gradients = 5 * weights + 2 * head + config.num_layers * moments
+  # Forward; for every layer forward and back; forward and back to the linears' outputs;
+  # W'g of every linear, and the moment of its gradients.
+  moments = lambda place: config.num_layers * sum(pair[place] ** 2 for pair in linears)
+  first_halves = 6 * weights + 2 * head + moments(0) // 2
+  # A Hessian for each linear.
+  gradients = first_halves // 2 + moments(1) // 2
   # The float model once; in each epoch forward, forward again and back, and the head
   # forward, back and of the teacher.
   distillation = (1 + 3 * epochs) * weights + 3 * epochs * head
@@ -222,7 +226,8 @@ class RunArrays:
 
   def gradients(self) -> int:
     """Gradients at the output of one layer, or the hidden states entering it."""
-    return self.tokens * self.config.hidden_size * self.itemsize
+    tokens = self.tokens // self.length * differentiated(self.length)
+    return tokens * self.config.hidden_size * self.itemsize
 
   def inputs(self) -> int:
     """Captured inputs of a layer's linears."""

@@ -106,7 +106,8 @@ class Activations:
 
     `contract` names the target linears, whose inputs are captured; `plain` names other
     taps, captured without reshaping. With `cotangents`, the gradients at the layer's
-    output, those at the outputs of its target linears are captured too.
+    output for the first tokens of each sequence, those at the outputs of its target
+    linears are captured too.
     """
     taps = self.calib.model.projection_taps
     blocked = sorted({taps[path] for path in targets(self.calib.model, contract)})
@@ -127,25 +128,21 @@ class Activations:
     layer = placement.shard_rows(self._layer)
     # Hooks run with 64-bit types enabled; the model does not.
     with jax.enable_x64(False):
-      if self._cotangents is None:
-        capture = functools.partial(streams.capture, model, layer)
-        arguments = [(chunk,) for chunk in self.hidden]
-      else:
-        capture = functools.partial(streams.capture_with_gradients, model, layer)
-        arguments = [
-          (*pair, self._targets)
+      if self._cotangents is not None:
+        self._gradients = [
+          streams.linear_gradients(model, layer, *pair, self._targets, placement)
           for pair in zip(self.hidden, self._cotangents, strict=True)
         ]
+      capture = functools.partial(streams.capture, model, layer)
       outputs = [
-        execution.block_on_cpu(capture(*each, *self._wanted, placement, self._staged))
-        for each in arguments
+        execution.block_on_cpu(capture(chunk, *self._wanted, placement, self._staged))
+        for chunk in self.hidden
       ]
       # `capture` donated the buffers.
       self._hidden = None
-      self._leaving = [output for output, *_ in outputs]
+      self._leaving = [output for output, _ in outputs]
       streams.check_finite(self._leaving, model.layer_name(self.index))
-      self._taps = [taps for _, taps, *_ in outputs]
-      self._gradients = [more[0] for _, _, *more in outputs if more]
+      self._taps = [taps for _, taps in outputs]
       if self._staged != "compute":
         streams.check_staged(self._taps, model.layer_name(self.index))
     if self._store is not None:

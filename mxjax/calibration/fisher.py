@@ -5,7 +5,8 @@ With g_t the gradient at the linear's output for token t, a token counts by
 .. math::
   \omega_t = (1 - a) + a \, w_t, \qquad w_t \propto \min(\|g_t\|^2 / \bar{w},\ 20),
 
-both normalized to mean 1, and the second moment of what its outputs are used for is
+both normalized to mean 1, or by 1 if it was not differentiated. The second moment of
+what its outputs are used for is
 
 .. math::
   B^F_b = \sum_t (W^\top g_t)_b (W^\top g_t)_b^\top \Big/ \sum_t \|g_t\|^2 .
@@ -22,7 +23,6 @@ import numpy as np
 from mxjax.calibration.linear_inputs import HESSIAN_TILE, LinearInputs, mirrored
 from mxjax.devices import execution
 from mxjax.numerics import mxfp4, precision
-from mxjax.numerics.shaping import reference_chart
 
 SHARE = 0.7
 """The share a of the Fisher weights beside uniform ones."""
@@ -57,27 +57,9 @@ def weighted(inputs: LinearInputs) -> LinearInputs:
       f"{squares.size} tokens; its outputs have no influence on the predictions, so "
       "quantize it with weighting=uniform."
     )
-  return inputs.weighted(_token_weights(squares))
-
-
-def _moment_step(
-  carry: jax.Array,
-  gradients: jax.Array,
-  index: jax.Array,
-  rules: mxfp4.Rules,
-  weight: jax.Array,
-) -> jax.Array:
-  """Adds a sequence's sum of W'g g'W by block."""
-  del index, rules
-  rows = gradients.astype(jnp.float32)
-  blocks = jnp.einsum("bim,tm->bit", weight, rows, precision=precision.HIGHEST)
-  return carry + reference_chart.block_moment(blocks)
-
-
-@jax.jit
-def _mixed(weight: jax.Array, total: jax.Array, squares: jax.Array) -> jax.Array:
-  uniform = reference_chart.block_moment(weight) / weight.shape[-1]
-  return (1 - SHARE) * uniform + SHARE * total / squares
+  weights = _token_weights(squares)
+  others = inputs.length - weights.shape[1]
+  return inputs.weighted(jnp.pad(weights, ((0, 0), (0, others)), constant_values=1))
 
 
 def _gram_step(
@@ -102,24 +84,37 @@ def _mixed_gram(upper: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def gradient_moment(inputs: LinearInputs) -> jax.Array:
-  """Computes .3 I + .7 m sum_t g_t g_t' / sum_t |g_t|^2, float32 `[m, m]`.
+  """Computes B = .3 I + .7 m sum_t g_t g_t' / sum_t |g_t|^2, float32 `[m, m]`.
 
   Its diagonal has mean 1: without correlations it treats all m outputs alike.
   """
-  width = inputs.gradients[0].shape[-1]
-  start = execution.zeros(jax.ShapeDtypeStruct((width, width), jnp.float32))
-  upper = inputs.reduce_gradients(_gram_step, start)
-  places = np.arange(width, dtype=np.int32)
-  return execution.block_on_cpu(_mixed_gram(upper, places))
+
+  def compute() -> jax.Array:
+    width = inputs.gradients[0].shape[-1]
+    start = execution.zeros(jax.ShapeDtypeStruct((width, width), jnp.float32))
+    upper = inputs.reduce_gradients(_gram_step, start)
+    places = np.arange(width, dtype=np.int32)
+    return execution.block_on_cpu(_mixed_gram(upper, places))
+
+  # A view that is not weighted shares its cache with other linears.
+  is_own = inputs.token_weights is not None
+  return inputs.cached("gradient_moment", compute) if is_own else compute()
+
+
+@execution.jit()
+def _used(weight: jax.Array, moment: jax.Array) -> jax.Array:
+  product = lambda text, *operands: jnp.einsum(
+    text, *operands, precision=precision.HIGHEST
+  )
+  pulled = product("bim,mn->bin", weight, moment)
+  used = product("bin,bjn->bij", pulled, weight) / weight.shape[-1]
+  return (used + used.mT).astype(jnp.float64) / 2
 
 
 def output_moment(weight: jax.Array, inputs: LinearInputs) -> jax.Array:
-  """Computes .3 W'W / m + .7 B^F of every block, float64 `[blocks, 32, 32]`.
+  """Computes .3 W'W / m + .7 B^F = W'B W / m, float64 `[blocks, 32, 32]`.
 
-  `weight` is feature-major, float32 `[blocks, 32, out_features]`.
+  `weight` is feature-major, float32 `[blocks, 32, out_features]`; B is that of
+  `gradient_moment`.
   """
-  zeros = jnp.zeros((inputs.blocks, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE), jnp.float64)
-  total = inputs.reduce_gradients(_moment_step, zeros, weight)
-  parts = [inputs.placement.to_primary(_square_norms(g)) for g in inputs.gradients]
-  squares = jnp.concatenate(parts).astype(jnp.float64).sum()
-  return _mixed(weight, total, squares)
+  return _used(weight, gradient_moment(inputs))

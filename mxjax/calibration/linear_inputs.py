@@ -120,8 +120,9 @@ class LinearInputs:
     record: Entries that hooks add to this linear's part of the report.
     learned: What `Program.prepare` learned for this linear, or None.
     group: What `Program.shape_group` returned for the linears on this tensor.
-    gradients: Chunks `[sequences, T, out_features]` of gradients at this linear's
-      output, if `Program.needs_gradients`; else empty.
+    gradients: Chunks `[sequences, n, out_features]` of gradients at this linear's
+      output for the first n tokens of each sequence, if `Program.weighting` is
+      `fisher`; else empty.
     token_weights: Weights of tokens in `hessian` and `moment`, float32 `[sequences, T]`
       of mean 1; None for equal ones.
     placement: Where the activations lie; hooks get arrays on the primary device.
@@ -226,7 +227,7 @@ class LinearInputs:
     return self._sum(self._chunks, step, init, args, jnp.float32)
 
   def reduce_gradients(self, step: Step, init: Any, *args: Any) -> Any:
-    """Like `reduce`, over `gradients`: a step gets `[T, out_features]`."""
+    """Like `reduce`, over `gradients`: a step gets `[n, out_features]`."""
     return self._sum(self.gradients, step, init, args, None)
 
   def _sum(

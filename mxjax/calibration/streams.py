@@ -5,7 +5,7 @@ not depend on the chunk size.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -100,75 +100,56 @@ def capture(
   def run(layer: Params, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     def one(sequence: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
       output, taps = model.layer_with_taps(layer, _one(sequence))
-      return _only(output), _kept(taps, blocked, plain, staged)
+      kept = {t: mxfp4.to_blocks(taps[t][0]) for t in blocked}
+      kept |= {t: taps[t][0] for t in plain}
+      if staged != "compute":
+        kept = {t: array.astype(staged) for t, array in kept.items()}
+      return _only(output), kept
 
     return jax.lax.map(one, hidden)
 
   return placement.call(run, layer, hidden)
 
 
-_Captured = tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]
-"""A layer's output, its taps, and the gradients at the outputs of its linears."""
-
-
-def _kept(
-  taps: Mapping[str, jax.Array],
-  blocked: tuple[str, ...],
-  plain: tuple[str, ...],
-  staged: str,
-) -> dict[str, jax.Array]:
-  """Returns taps of one sequence as `capture` does."""
-  kept = {t: mxfp4.to_blocks(taps[t][0]) for t in blocked}
-  kept |= {t: taps[t][0] for t in plain}
-  if staged != "compute":
-    kept = {t: array.astype(staged) for t, array in kept.items()}
-  return kept
-
-
-@functools.partial(
-  jax.jit,
-  static_argnames=("model", "targets", "blocked", "plain", "placement", "staged"),
-  donate_argnames="hidden",
+@execution.jit(
+  static_argnames=("model", "targets", "placement"),
   compiler_options=execution.FEW_TEMPORARIES,
 )
-def capture_with_gradients(
+def linear_gradients(
   model: CausalLanguageModel,
   layer: Params,
   hidden: jax.Array,
   cotangent: jax.Array,
   targets: tuple[tuple[str, str, int], ...],
-  blocked: tuple[str, ...],
-  plain: tuple[str, ...],
   placement: Placement = ONE_DEVICE,
-  staged: str = "compute",
-) -> _Captured:
-  """Does what `capture` does, and differentiates by the outputs of the linears.
+) -> dict[str, jax.Array]:
+  """Takes gradients at a layer's output to the outputs of its linears.
 
-  `cotangent` is the gradient at the layer's output, `[sequences, T, d]`; `targets` are
-  (block, name, out_features). Returns output, taps, and the gradient of each target by
-  its name, such as `q_proj`, `[sequences, T, out_features]`, in the compute dtype.
+  `cotangent`, `[sequences, n, d]`, belongs to the first n tokens of `hidden`,
+  `[sequences, T, d]`; `targets` are (block, name, out_features). Returns the gradient
+  of each by its name, `[sequences, n, out_features]`, in the compute dtype.
   """
 
-  def run(layer: Params, hidden: jax.Array, cotangent: jax.Array) -> _Captured:
-    def one(item: tuple[jax.Array, jax.Array]) -> _Captured:
+  def run(
+    layer: Params, hidden: jax.Array, cotangent: jax.Array
+  ) -> dict[str, jax.Array]:
+    def one(item: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
       states, gradient = item
 
-      def perturbed(steps: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+      def perturbed(steps: dict[str, jax.Array]) -> jax.Array:
         leaves = {
           (block, name): Perturbed(layer[block][name]["weight"], steps[name])
           for block, name, _ in targets
         }
-        return model.layer_with_taps(replace_weights(layer, leaves), states[None])
+        return model.layer(replace_weights(layer, leaves), states[None])
 
       zeros = {
         name: jnp.zeros((states.shape[0], out_features), states.dtype)
         for _, name, out_features in targets
       }
-      output, pull, taps = jax.vjp(perturbed, zeros, has_aux=True)
-      [at_outputs] = pull(gradient[None])
-      return output[0], _kept(taps, blocked, plain, staged), at_outputs
+      return jax.vjp(perturbed, zeros)[1](gradient[None])[0]
 
-    return jax.lax.map(one, (hidden, cotangent))
+    return jax.lax.map(one, (hidden[:, : cotangent.shape[1]], cotangent))
 
   return placement.call(run, layer, hidden, cotangent)
 

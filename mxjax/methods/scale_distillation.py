@@ -69,6 +69,10 @@ class PredictionDivergence(gradients.Objective):
     }
     return self.model.layer(replace_weights(layer, scaled), hidden)
 
+  def kept_features(self, layer: Params) -> int:
+    """Returns the outputs of all quantized linears, which cost most to compute."""
+    return sum(leaf.shape[0] for leaf in _quantized(layer, self.model).values())
+
   def loss(
     self, shared: Any, hidden: jax.Array, outer: Params, example: gradients.Example
   ) -> jax.Array:
@@ -131,8 +135,8 @@ class ScaleDistillation:
     seed: Of the order of the chunks.
   """
 
-  epochs: Count = 3
-  length: Positive = 1024
+  epochs: Count = 2
+  length: Positive = 512
   rate: Share = 3e-3
   shared_rate: Share = 4e-3
   warmup: Count = 5

@@ -49,9 +49,12 @@ def test_labels_are_drawn_by_their_probabilities(words):
 
 
 def test_gradients_are_those_of_the_whole_model(tiny_model, tiny_params, calib):
-  """A bias on a linear's output, as one would differentiate by hand."""
+  """A bias on a linear's output, as one would differentiate by hand.
+
+  Of the first half of a sequence, whose tokens see nothing of the second.
+  """
   index, place = 0, 1
-  tokens = jnp.asarray(calib.tokens[place])
+  tokens = jnp.asarray(calib.tokens[place, :16])
   labels = sampled(tiny_model, tiny_params, tokens, place)
 
   def loss(step):
@@ -95,10 +98,12 @@ def test_files_chunks_and_memory_give_the_same_bits(tiny_params, calib, tmp_path
 
 
 def test_stored_gradients_serve_no_chunks_of_other_sizes(tiny_params, calib, tmp_path):
-  calib = dataclasses.replace(calib, tokens=np.tile(calib.tokens, (2, 1))[:5])
-  for chunk, sizes in ((3, [3, 2]), (4, [4, 1])):
-    made = OutputGradients(tmp_path).compute(tiny_params, calib, chunk=chunk)
-    assert [len(part) for part in made.leaving(0)] == sizes
+  tokens = np.tile(calib.tokens, (2, 1))[:5]
+  for chunk, length, sizes in ((3, 32, [3, 2]), (4, 32, [4, 1]), (4, 24, [4, 1])):
+    cut = dataclasses.replace(calib, tokens=tokens[:, :length])
+    made = OutputGradients(tmp_path).compute(tiny_params, cut, chunk=chunk)
+    shapes = [part.shape[:2] for part in made.leaving(0)]
+    assert shapes == [(size, length // 2) for size in sizes]
 
 
 def test_a_linear_sees_the_gradient_at_its_own_output(tiny_model, tiny_params, calib):
@@ -109,9 +114,9 @@ def test_a_linear_sees_the_gradient_at_its_own_output(tiny_model, tiny_params, c
   seen = activations.gradients()
   for chunk, expected in zip(seen, leaving, strict=True):
     np.testing.assert_array_equal(chunk["down_proj"], expected)
-    assert chunk["k_proj"].shape == (1, 32, 32)
+    assert chunk["k_proj"].shape == (1, 16, 32)
     assert float(jnp.abs(chunk["k_proj"]).max()) > 0
-  # The layer runs once for both, and to the same bits.
+  # What is captured does not depend on whether the layer is differentiated.
   plain = Activations.embed(tiny_params, calib, chunk=1)
   plain.observe(tiny_params["layers_0"], PAPER_CONTRACT)
   jax.tree.map(np.testing.assert_array_equal, activations.taps, plain.taps)
@@ -150,6 +155,19 @@ def test_token_weights_and_moments_follow_their_definition(float64):
   # The view that it came from still counts tokens equally.
   plain = np.einsum("sti,stj->ij", x, x) / 24
   np.testing.assert_allclose(inputs.hessian(), plain, rtol=1e-4, atol=1e-6)
+
+
+def test_a_token_without_a_gradient_weighs_one():
+  inputs, _, gradients = inputs_of(np.random.default_rng(0))
+  halves = [part[:, :4] for part in gradients]
+  of_whole, of_halves = (
+    fisher.weighted(inputs.for_linear("one", None, parts)).token_weights
+    for parts in (gradients, halves)
+  )
+  assert of_whole.shape == of_halves.shape == (3, 8)
+  assert (of_halves[:, 4:] == 1).all()
+  np.testing.assert_allclose(of_halves[:, :4].mean(), 1, rtol=1e-6)
+  assert (of_halves[:, :4] != 1).all()
 
 
 def test_the_output_moment_follows_its_definition(float64):
