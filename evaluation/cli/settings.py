@@ -24,6 +24,8 @@ LEARNING = ("torq", "batquant", "spinquant", "focus")
 """Methods whose searches the plan does not count."""
 STARTING, STARTING_FIT = 10.0, 15.0
 """Seconds to compile the programs of a method, and those of each of its fits."""
+STARTING_TWO_SIDED = 60.0
+"""What two-sided programs add, whatever the tokens: programs, and rows in groups."""
 REDUCING = 2.0
 """Time of a run over that of its model passes: with Hessians, moments and solves."""
 PACKAGES = ("mxjax", "jax", "jaxlib", "flax", "numpy", "transformers")
@@ -94,6 +96,8 @@ def expected_seconds(
     work = REDUCING * one_pass * (1 + len(program.recover)) + flops
     if program.tune or program.weighting != "uniform":
       work += planned.prediction_flops
+    if getattr(program, "two_sided", False):
+      seconds += STARTING_TWO_SIDED
     seconds += STARTING + STARTING_FIT * len(program.recover) + work / rate
   return seconds
 

@@ -174,9 +174,12 @@ def chunked_mean(
   return (losses * weights).sum() / weights.sum()
 
 
-def by_chunk(run: Any, length: int, *arrays: jax.Array) -> Any:
-  """Maps chunks of arrays `[length, ...]`, one tuple each, and joins the results."""
-  chunk = min(HEAD_CHUNK, length)
+def by_chunk(run: Any, length: int, *arrays: jax.Array, most: int = HEAD_CHUNK) -> Any:
+  """Maps chunks of arrays `[length, ...]`, one tuple each, and joins the results.
+
+  A chunk has `most` positions or fewer.
+  """
+  chunk = min(most, length)
   padding = -length % chunk
   pad = lambda a: jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1))
   split = lambda a: pad(a).reshape(-1, chunk, *a.shape[1:])

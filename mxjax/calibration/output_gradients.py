@@ -28,6 +28,8 @@ from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.storage.atomic_io import read_checked, write_checked
 
 LABEL_SEED = 0
+POSITIONS = 128
+"""Positions whose probabilities are in memory at once, in several arrays."""
 GROUP = 256
 """Words whose probabilities are summed before one of them is drawn."""
 
@@ -87,7 +89,7 @@ def _of_final_hidden(
       [gradient] = pull(likely.at[rows, labels].add(-1))
       return gradient
 
-    return gradients.by_chunk(chunk, length, states, positions)
+    return gradients.by_chunk(chunk, length, states, positions, most=POSITIONS)
 
   def run(outer: Params, hidden: jax.Array, places: jax.Array) -> jax.Array:
     return jax.lax.map(lambda item: one(outer, *item), (hidden, places))

@@ -10,7 +10,7 @@ import jax
 from mxjax.calibration.calibration import Calibration, Params
 from mxjax.calibration.store import params_digest
 from mxjax.calibration.streams import outer_params
-from mxjax.devices import processes
+from mxjax.devices import execution, processes
 from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.methods import scale_distillation
 from mxjax.methods.program import Prepared, Program
@@ -222,6 +222,8 @@ class RunState:
     from mxjax.running import tuning
 
     quantized = self._placement.on_primary(self.result)
+    # What the layers' passes freed has other sizes than what the steps allocate.
+    execution.trim_malloc(execution.LARGE_BYTES)
     with self.record.clock.stage("tuning"):
       learned, record = tuning.distill_scales(
         *(self._program.tune, self._placement.on_primary(self.params), quantized),
