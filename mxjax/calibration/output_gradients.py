@@ -37,8 +37,7 @@ GROUP = 256
 def differentiated(length: int) -> int:
   """Returns how many tokens of a sequence are differentiated: the first half of them.
 
-  Attention over half the tokens takes a quarter of the time, and what is rounded by
-  these gradients predicts as well as by those of whole sequences.
+  Attention over half the tokens takes a quarter of the time.
   """
   return -(-length // 2)
 

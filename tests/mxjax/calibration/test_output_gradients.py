@@ -195,6 +195,16 @@ def test_the_gradient_moment_follows_its_definition():
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_linears_on_one_tensor_have_gradient_moments_of_their_own():
+  """Their views share a cache until tokens are weighted."""
+  inputs, _, gradients = inputs_of(np.random.default_rng(4))
+  other = inputs.for_linear("other", None, [part[..., ::-1] for part in gradients])
+  for view in (lambda one: one, fisher.weighted):
+    first, second = (fisher.gradient_moment(view(one)) for one in (inputs, other))
+    np.testing.assert_allclose(second, first[::-1, ::-1], rtol=1e-5, atol=1e-5)
+    assert not np.allclose(first, second)
+
+
 def test_a_linear_without_influence_is_refused():
   inputs, _, gradients = inputs_of(np.random.default_rng(2))
   dead = inputs.for_linear("dead", None, [jnp.zeros_like(g) for g in gradients])
