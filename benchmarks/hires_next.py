@@ -45,7 +45,8 @@ LABELS = {
   OLDER: ", older",
   ":two_sided=false": ", one-sided",
   ":recover=attention+mlp": ", recovery",
-  "+tune:epochs=3:length=1024": ", three passes",
+  "+tune:epochs=3:length=1024:label_weight=0": ", three passes, no labels",
+  "+tune:label_weight=0": ", no labels",
 }
 """How tables show options of `hires-next`."""
 hires = functools.partial(dataclasses.replace, methods.HIRES)

@@ -19,15 +19,21 @@ from mxjax.numerics import mxfp4
 
 HEAD_CHUNK = 512
 """Positions whose logits are in memory at once."""
+FEW_POSITIONS = 64
+"""As many where there are several arrays of that size; it takes as long."""
 KEPT_BYTES = 2**29
 """Bytes of outputs of linears that layers keep from their forward pass at most."""
 
 
 class Example(NamedTuple):
-  """Tokens of a sequence, int32 `[1, T]`, and the float model's last hidden states."""
+  """Tokens of a sequence, int32 `[1, T]`, and the float model's last hidden states.
+
+  `label_weight` is a float32 scalar for objectives that also learn the tokens.
+  """
 
   ids: jax.Array
   teacher: jax.Array | None = None
+  label_weight: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +66,16 @@ class Objective:
     """Computes the mean loss of a sequence, a scalar."""
     raise NotImplementedError
 
+  def loss_and_shown(self, *args: Any) -> tuple[jax.Array, jax.Array]:
+    """Computes the loss, which is differentiated, and what is told of it."""
+    loss = self.loss(*args)
+    return loss, loss
+
 
 class Gradients(NamedTuple):
-  """A loss, averaged over sequences, and its gradients."""
+  """The gradients of a loss, and what the objective tells of it; means of sequences."""
 
-  loss: float
+  shown: float
   shared: Any
   own: list[Any]
 
@@ -98,7 +109,8 @@ def _backward(
 
 @execution.jit(static_argnames="objective")
 def _loss_gradient(objective: Objective, *args: Any) -> Any:
-  return jax.value_and_grad(objective.loss, argnums=(0, 1))(*args)
+  differentiate = jax.grad(objective.loss_and_shown, argnums=(0, 1), has_aux=True)
+  return differentiate(*args)
 
 
 def _add(left: Any, right: Any) -> Any:
@@ -129,14 +141,14 @@ def _of_sequence(
         objective, "layer", 3, cotangent, *args
       )
       passes.append(again)
-  loss, (total, cotangent) = _loss_gradient(objective, shared, hidden, outer, example)
+  (total, cotangent), shown = _loss_gradient(objective, shared, hidden, outer, example)
   gradients: list[Any] = []
   for back in reversed(passes):
     more, gradient, cotangent = back(cotangent)
     total = _add(total, more)
     gradients.append(gradient)
   (more,) = _backward(objective, "embed", 1, cotangent, shared, outer, example.ids)
-  return Gradients(float(loss), _add(total, more), gradients[::-1])
+  return Gradients(float(shown), _add(total, more), gradients[::-1])
 
 
 def gradients(
@@ -146,7 +158,7 @@ def gradients(
   own: list[Any],
   examples: list[Example],
 ) -> Gradients:
-  """Computes the mean loss of some sequences, one after the other, and its gradients.
+  """Differentiates the mean loss of some sequences, one after the other.
 
   `params` are constants. `own` holds one pytree for each layer, all equal in structure.
   """
@@ -155,7 +167,7 @@ def gradients(
   total, sums = 0.0, None
   for example in examples:
     one = _of_sequence(objective, outer, layers, shared, own, example)
-    total += one.loss
+    total += one.shown
     sums = _add(sums, (one.shared, one.own))
   mean = jax.tree.map(lambda leaf: leaf / len(examples), sums)
   return Gradients(total / len(examples), *mean)

@@ -120,8 +120,8 @@ class LinearInputs:
     record: Entries that hooks add to this linear's part of the report.
     learned: What `Program.prepare` learned for this linear, or None.
     group: What `Program.shape_group` returned for the linears on this tensor.
-    gradients: Chunks `[sequences, n, out_features]` of gradients at this linear's
-      output for the first n tokens of each sequence, if `Program.weighting` is
+    gradients: bfloat16 chunks `[sequences, n, out_features]` of gradients at this
+      linear's output for the first n tokens of each sequence, if `Program.weighting` is
       `fisher`; else empty.
     token_weights: Weights of tokens in `hessian` and `moment`, float32 `[sequences, T]`
       of mean 1; None for equal ones.

@@ -28,8 +28,8 @@ from mxjax.devices.placement import ONE_DEVICE, Placement
 from mxjax.storage.atomic_io import read_checked, write_checked
 
 LABEL_SEED = 0
-POSITIONS = 128
-"""Positions whose probabilities are in memory at once, in several arrays."""
+STORED = jnp.bfloat16
+"""What gradients are kept in: token weights and moments need no more bits."""
 GROUP = 256
 """Words whose probabilities are summed before one of them is drawn."""
 
@@ -88,7 +88,8 @@ def _of_final_hidden(
       [gradient] = pull(likely.at[rows, labels].add(-1))
       return gradient
 
-    return gradients.by_chunk(chunk, length, states, positions, most=POSITIONS)
+    most = gradients.FEW_POSITIONS
+    return gradients.by_chunk(chunk, length, states, positions, most=most)
 
   def run(outer: Params, hidden: jax.Array, places: jax.Array) -> jax.Array:
     return jax.lax.map(lambda item: one(outer, *item), (hidden, places))
@@ -151,7 +152,7 @@ class OutputGradients:
   def leaving(self, index: int) -> Chunks:
     """Returns the gradients at the output of a layer, chunks of `[sequences, n, d]`.
 
-    They have the dtype of the hidden states; n is `differentiated`.
+    They are bfloat16, which halves what is kept; n is `differentiated`.
     """
     return self._get(f"leaving-{index}")
 
@@ -165,6 +166,8 @@ class OutputGradients:
       self._folder is not None
       and all(self._file(f"leaving-{index}").is_file() for index in range(layers))
       and [part.shape[:2] for part in self.leaving(0)] == chunks
+      # Releases before this dtype may have filled a shared store.
+      and self.leaving(0)[0].dtype == STORED
     )
 
   def compute(
@@ -204,7 +207,7 @@ class OutputGradients:
       gradient.append(wait(_of_final_hidden(model, *arrays, placement)))
     for index in reversed(range(count)):
       announce(2 * count - 1 - index, 2 * count)
-      self._put(f"leaving-{index}", gradient)
+      self._put(f"leaving-{index}", [part.astype(STORED) for part in gradient])
       if index:
         layer = placement.shard_rows(params[model.layer_name(index)])
         gradient = [

@@ -127,7 +127,7 @@ def linear_gradients(
 
   `cotangent`, `[sequences, n, d]`, belongs to the first n tokens of `hidden`,
   `[sequences, T, d]`; `targets` are (block, name, out_features). Returns the gradient
-  of each by its name, `[sequences, n, out_features]`, in the compute dtype.
+  of each by its name, `[sequences, n, out_features]`, in the dtype of `cotangent`.
   """
 
   def run(
@@ -147,7 +147,8 @@ def linear_gradients(
         name: jnp.zeros((states.shape[0], out_features), states.dtype)
         for _, name, out_features in targets
       }
-      return jax.vjp(perturbed, zeros)[1](gradient[None])[0]
+      [found] = jax.vjp(perturbed, zeros)[1](gradient[None].astype(states.dtype))
+      return {name: each.astype(gradient.dtype) for name, each in found.items()}
 
     return jax.lax.map(one, (hidden[:, : cotangent.shape[1]], cotangent))
 

@@ -9,6 +9,8 @@ import pydantic
 
 Share = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 """A finite number of at least 0, such as a damping or a learning rate."""
+Fraction = Annotated[float, pydantic.Field(ge=0, le=1, allow_inf_nan=False)]
+"""A part of a whole, from 0 to 1."""
 Factor = Annotated[float, pydantic.Field(ge=1, allow_inf_nan=False)]
 """A finite number of at least 1, such as a condition number."""
 Count = Annotated[int, pydantic.Field(ge=0)]

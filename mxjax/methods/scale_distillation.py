@@ -7,11 +7,14 @@ fold into the input maps, U = U_0 diag(f), so the result has the form and the co
 the program's own.
 
 .. math::
-  \min_f \ \frac1n \sum_t \operatorname{KL}\bigl(p_{\text{float}}(\cdot \mid x_{\le t})
-    \,\|\, p_f(\cdot \mid x_{\le t})\bigr)
+  \min_f \ \frac1n \sum_t \Bigl[ (1 - \lambda) \operatorname{KL}\bigl(
+    p_{\text{float}}(\cdot \mid x_{\le t}) \,\|\, p_f(\cdot \mid x_{\le t})\bigr)
+    - \lambda \log p_f(x_{t+1} \mid x_{\le t}) \Bigr]
 
 The forward pass is the strict model; the backward pass takes the A4 rule for the
-identity. Not in the paper; see `docs/results/hires_next.md`.
+identity. The weight of the tokens that follow, lambda, takes some percent off the
+perplexity of other text and adds about as much to its divergence, or less. Not in the
+paper; see `docs/results/hires_next.md`.
 """
 
 import dataclasses
@@ -30,7 +33,10 @@ from mxjax.calibration.calibration import (
 )
 from mxjax.layers.linear import ScaledInputs
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.methods.options import Count, Positive, Share
+from mxjax.methods.options import Count, Fraction, Positive, Share
+
+LABELS_BY_NAT = 1.5
+"""Weight of the tokens that follow for each nat of divergence."""
 
 
 def _quantized(layer: Params, model: CausalLanguageModel) -> dict[tuple[str, str], Any]:
@@ -73,49 +79,78 @@ class PredictionDivergence(gradients.Objective):
     """Returns the outputs of all quantized linears, which cost most to compute."""
     return sum(leaf.shape[0] for leaf in _quantized(layer, self.model).values())
 
-  def loss(
+  def loss_and_shown(
     self, shared: Any, hidden: jax.Array, outer: Params, example: gradients.Example
-  ) -> jax.Array:
-    """Computes the mean over tokens of KL(float || quantized), over the vocabulary."""
+  ) -> tuple[jax.Array, jax.Array]:
+    """Computes the mean loss, and the part KL(float || quantized) of it, over tokens.
+
+    A sequence's last token is followed by none, so only its divergence counts.
+    """
     del shared
-    assert example.teacher is not None
-    return _divergence(self.model, hidden[0], example.teacher[0], outer)
+    assert example.teacher is not None and example.label_weight is not None
+    arrays = hidden[0], example.teacher[0], example.ids[0], example.label_weight
+    both: Any = _loss(self.model, *arrays, outer)
+    loss, divergence = both
+    return loss, jax.lax.stop_gradient(divergence)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _divergence(
-  model: CausalLanguageModel, states: jax.Array, targets: jax.Array, outer: Params
-) -> jax.Array:
-  """Computes the mean divergence of last hidden states `[T, d]` from the teacher's."""
-  return _divergence_and_gradient(model, states, targets, outer)[0]
-
-
-def _divergence_and_gradient(
-  model: CausalLanguageModel, states: jax.Array, targets: jax.Array, outer: Params
+def _loss(
+  model: CausalLanguageModel,
+  states: jax.Array,
+  targets: jax.Array,
+  ids: jax.Array,
+  label_weight: jax.Array,
+  outer: Params,
 ) -> tuple[jax.Array, jax.Array]:
-  """Also computes its gradient at the states, from the same logits.
+  """Computes loss and divergence of last hidden states `[T, d]` from the teacher's."""
+  return _with_gradient(model, states, targets, ids, label_weight, outer)[0]
 
-  At the student's logits it is the difference of the two distributions.
+
+def _with_gradient(
+  model: CausalLanguageModel,
+  states: jax.Array,
+  targets: jax.Array,
+  ids: jax.Array,
+  label_weight: jax.Array,
+  outer: Params,
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+  """Also computes the loss's gradient at the states, from the same logits.
+
+  At the student's logits it is the difference of the student's distribution from the
+  one that it is to learn: the float model's, mixed with the token that follows.
   """
   head = lambda hidden: model.logits(outer, hidden[None])[0]
+  count = len(states)
+  weights = jnp.full(count, label_weight).at[-1].set(0)
 
-  def chunk(parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    mine, pull = jax.vjp(head, parts[0])
-    student, target = jax.nn.log_softmax(mine), jax.nn.log_softmax(head(parts[1]))
-    likely = jnp.exp(target)
-    [gradient] = pull(jnp.exp(student) - likely)
-    return (likely * (target - student)).sum(-1), gradient
+  def chunk(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    own, float_states, labels, weight = parts
+    mine, pull = jax.vjp(head, own)
+    student, target = jax.nn.log_softmax(mine), jax.nn.log_softmax(head(float_states))
+    likely, weight = jnp.exp(target), weight.astype(target.dtype)[:, None]
+    # By comparison: a scatter would write the probabilities to memory once more.
+    words = jnp.arange(mine.shape[-1], dtype=labels.dtype)
+    is_next = words[None] == labels[:, None]
+    wanted = (1 - weight) * likely + jnp.where(is_next, weight, 0)
+    [gradient] = pull(jnp.exp(student) - wanted)
+    divergence = (likely * (target - student)).sum(-1)
+    surprise = -jnp.where(is_next, student, 0).sum(-1)
+    loss = divergence + weight[:, 0] * (surprise - divergence)
+    return loss, divergence, gradient
 
-  losses, at_states = gradients.by_chunk(chunk, len(states), states, targets)
-  return losses.mean(), at_states / len(states)
+  arrays = states, targets, jnp.roll(ids, -1), weights
+  losses, divergences, at_states = gradients.by_chunk(
+    chunk, count, *arrays, most=gradients.FEW_POSITIONS
+  )
+  return (losses.mean(), divergences.mean()), at_states / count
 
 
-_divergence.defvjp(
-  _divergence_and_gradient,
-  lambda model, gradient, cotangent: (
-    cotangent.astype(gradient.dtype) * gradient,
-    None,
-    None,
+_loss.defvjp(
+  _with_gradient,
+  lambda model, gradient, cotangents: (
+    cotangents[0].astype(gradient.dtype) * gradient,
+    *(None, None, None, None),
   ),
 )
 
@@ -132,6 +167,8 @@ class ScaleDistillation:
     rate: Adam's rate for the factors of a linear.
     shared_rate: Adam's rate for the factors that several linears share.
     warmup: Steps until the rates are whole.
+    label_weight: The most that the tokens that follow weigh beside the divergence.
+      They weigh `LABELS_BY_NAT` of its mean over the steps so far where that is less.
     seed: Of the order of the chunks.
   """
 
@@ -140,6 +177,7 @@ class ScaleDistillation:
   rate: Share = 3e-3
   shared_rate: Share = 4e-3
   warmup: Count = 5
+  label_weight: Fraction = 0.3
   seed: Count = 0
 
   def initial(self, layers: list[Params], model: CausalLanguageModel) -> list[Any]:
@@ -169,6 +207,15 @@ class ScaleDistillation:
     size = tokens.shape[1] // parts
     rows = tokens[:, : parts * size].reshape(-1, 1, size)
     return [jnp.asarray(row) for row in rows]
+
+  def weight_of_labels(self, divergences: list[float]) -> float:
+    """Returns the lambda of the next step, after steps of these divergences.
+
+    The nearer the quantized model is already, the more the labels' noise would add to
+    its divergence.
+    """
+    so_far = float(np.mean(divergences)) if divergences else 0.0
+    return min(self.label_weight, LABELS_BY_NAT * so_far)
 
   def order(self, count: int) -> list[int]:
     """Returns the chunk of each step: every epoch a new permutation."""

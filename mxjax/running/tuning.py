@@ -92,22 +92,22 @@ def distill_scales(
     examples = list(zip(chunks, teachers, strict=True))
     objective = PredictionDivergence(model, PAPER_RULES)
     for chunk in order[len(losses) :]:
-      result = gradients.gradients(
-        objective, quantized, None, learned, [gradients.Example(*examples[chunk])]
-      )
-      if not np.isfinite(result.loss):
+      weight = np.float32(options.weight_of_labels(losses))
+      example = gradients.Example(*examples[chunk], jnp.asarray(weight))
+      result = gradients.gradients(objective, quantized, None, learned, [example])
+      if not np.isfinite(result.shown):
         raise FloatingPointError(
-          f"scale distillation: expected a finite divergence, got {result.loss} at "
+          f"scale distillation: expected a finite divergence, got {result.shown} at "
           f"step {len(losses) + 1} of {len(order)}; lower the rate, such as rate=0.001."
         )
       learned, state = execution.block_on_cpu(
         _update(options, len(order), learned, state, result.own)
       )
-      losses.append(result.loss)
+      losses.append(result.shown)
       if folder:
         before, start = start, time.perf_counter()
         folder.write_tuning(_named((learned, state)), losses, start - before)
-      announce(len(losses), len(order), result.loss)
+      announce(len(losses), len(order), result.shown)
   return learned, {"divergence": losses, "order": order, **_moved(learned)}
 
 

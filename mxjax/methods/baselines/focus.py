@@ -143,7 +143,7 @@ class Focus(Program):
       examples = [gradients.Example(*pair) for pair in zip(rows, teachers, strict=True)]
       result = gradients.gradients(objective, params, None, own, examples)
       own, state = _update(own, state, result.own)
-      losses.append(result.loss)
+      losses.append(result.shown)
     learned = {
       f"{model.layer_name(index)}/{path}": scales
       for index, layer in enumerate(own)

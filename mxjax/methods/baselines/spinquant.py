@@ -231,7 +231,7 @@ class SpinQuant(Gptq):
       ]
       shared, own = jax.tree.unflatten(treedef, matrices)
       result = gradients.gradients(objective, params, shared, own, examples)
-      losses.append(result.loss)
+      losses.append(result.shown)
       rate = jnp.float32(self.rate * (1 - step / self.steps))
       slopes = jax.tree.leaves((result.shared, result.own))
       for place, slope in enumerate(slopes):

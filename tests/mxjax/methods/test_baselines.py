@@ -239,7 +239,7 @@ def test_layerwise_gradients_are_those_of_the_whole_model(
 
   loss, expected = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(shared, own)
   got = gradients.gradients(objective, params, shared, own, [example])
-  assert got.loss == pytest.approx(float(loss), rel=1e-5)
+  assert got.shown == pytest.approx(float(loss), rel=1e-5)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3 * float(jnp.abs(b).max())),
     *((got.shared, got.own), expected),

@@ -149,7 +149,7 @@ def test_maps_that_mix_blocks_are_refused():
 
 
 def test_predictions_of_a_trained_model_come_closer():
-  """On the text of the tuning and, by less, on other text."""
+  """On the text of the tuning and, by less, on other text; labels lower perplexity."""
   folder = embedded.trained_folder("llama")
   model, params = models.from_pretrained(folder)
   tokenizer = models.load_tokenizer(folder)
@@ -159,56 +159,78 @@ def test_predictions_of_a_trained_model_come_closer():
   calib, unseen = Calibration(model, load("calibration", 32)), load("test", 16)
   apply = jax.jit(model.apply)
   quantized = mxjax.quantize(params, calib, "brq", check=False, probe=False)
-  learned, _ = tuning.distill_scales(
-    *(ScaleDistillation(length=128), params, quantized, calib, None), lambda *_: None
-  )
-  layers = [f"layers_{index}" for index in range(len(learned))]
-  tuned = quantized | {
-    name: tuning.installed(quantized[name], own, calib)
-    for name, own in zip(layers, learned, strict=True)
-  }
+
+  def tuned(label_weight):
+    options = ScaleDistillation(length=128, label_weight=label_weight)
+    run = options, params, quantized, calib, None
+    learned, _ = tuning.distill_scales(*run, lambda *_: None)
+    layers = [f"layers_{index}" for index in range(len(learned))]
+    return quantized | {
+      name: tuning.installed(quantized[name], own, calib)
+      for name, own in zip(layers, learned, strict=True)
+    }
 
   # Texts of one shape share what is compiled.
   texts = [unseen, *np.split(calib.tokens, 2)]
   logs = lambda p: [jax.nn.log_softmax(apply({"params": p}, text)) for text in texts]
   exact = logs(params)
 
-  def divergences(found):
-    """On unseen text, and on that of the tuning."""
+  def measured(found):
+    """Divergence and surprise, each on unseen text and on that of the tuning."""
     each = [
-      float((jnp.exp(own) * (own - scores)).sum(-1).mean())
-      for own, scores in zip(exact, logs(found), strict=True)
+      (
+        float((jnp.exp(own) * (own - scores)).sum(-1).mean()),
+        float(-np.take_along_axis(scores[:, :-1], text[:, 1:, None], -1).mean()),
+      )
+      for own, scores, text in zip(exact, logs(found), texts, strict=True)
     ]
-    return each[0], np.mean(each[1:])
+    return each[0], np.mean(each[1:], 0)
 
-  before, after = divergences(quantized), divergences(tuned)
-  assert after[0] < 0.98 * before[0]
-  assert after[1] < 0.93 * before[1]
+  before, alone, labels = map(measured, (quantized, tuned(0.0), tuned(0.3)))
+  assert alone[0][0] < 0.98 * before[0][0]
+  assert alone[1][0] < 0.93 * before[1][0]
+  # In nats a token; the divergence falls all the same.
+  assert labels[0][1] < alone[0][1] - 0.005
+  assert labels[1][1] < alone[1][1] - 0.01
+  assert labels[0][0] < before[0][0]
 
 
-def test_the_gradient_of_the_divergence_is_that_of_its_definition(
-  tiny_model, tiny_params
+@pytest.mark.parametrize("label_weight", [0.0, 0.25])
+def test_the_gradient_of_the_loss_is_that_of_its_definition(
+  label_weight, tiny_model, tiny_params
 ):
   """Over several chunks of the head, of which the last is not full."""
   outer = streams.outer_params(tiny_model, tiny_params)
-  states, teacher = rows(1100, 64), rows(1100, 64, seed=3)
+  states, teacher = rows(150, 64), rows(150, 64, seed=3)
+  ids = np.random.default_rng(4).integers(
+    0, tiny_model.config.vocab_size, (1, 150), np.int32
+  )
   objective = scale_distillation.PredictionDivergence(tiny_model, mxfp4.PAPER_RULES)
-  example = gradients.Example(jnp.zeros((1, 1100), jnp.int32), teacher[None])
+  example = gradients.Example(
+    jnp.asarray(ids), teacher[None], jnp.float32(label_weight)
+  )
 
   def defined(hidden):
-    logs = [
-      jax.nn.log_softmax(tiny_model.logits(outer, h)) for h in (teacher[None], hidden)
-    ]
-    return (jnp.exp(logs[0]) * (logs[0] - logs[1])).sum(-1).mean()
+    """The loss and the divergence; the last token is followed by none."""
+    target, student = (
+      jax.nn.log_softmax(tiny_model.logits(outer, h))[0]
+      for h in (teacher[None], hidden)
+    )
+    divergence = (jnp.exp(target) * (target - student)).sum(-1)
+    follows = -student[np.arange(149), ids[0, 1:]]
+    loss = (1 - label_weight) * divergence[:-1] + label_weight * follows
+    return (loss.sum() + divergence[-1]) / 150, divergence.mean()
 
-  ours = lambda hidden: objective.loss(None, hidden, outer, example)
+  ours = lambda hidden: objective.loss_and_shown(None, hidden, outer, example)
   found, expected = (
-    jax.value_and_grad(lambda h, run=run: 3 * run(h))(states[None])
+    jax.value_and_grad(lambda h, run=run: 3 * run(h)[0])(states[None])
     for run in (ours, defined)
   )
   assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-5)
   size = np.abs(expected[1]).max()
   np.testing.assert_allclose(found[1], expected[1], atol=1e-5 * size)
+  told = [float(run(states[None])[1]) for run in (ours, defined)]
+  assert told[0] == pytest.approx(told[1], rel=1e-5)
 
 
 def test_a_bfloat16_model_is_tuned(tiny_params, tiny_tokens):
@@ -220,6 +242,33 @@ def test_a_bfloat16_model_is_tuned(tiny_params, tiny_tokens):
   )
   divergence = np.asarray(built.record.tuning["divergence"])
   assert divergence[-4:].mean() < 0.9 * divergence[:4].mean()
+
+
+def test_labels_are_learned_beside_the_divergence(
+  tiny_model, tiny_params, calib, monkeypatch
+):
+  """They weigh by the mean divergence so far, and what is told is the divergence."""
+  quantized = mxjax.quantize(tiny_params, calib, "rtn", check=False, probe=False)
+  taken, seen = gradients.gradients, []
+
+  def recording(*args):
+    seen.append(float(args[-1][0].label_weight))
+    return taken(*args)
+
+  monkeypatch.setattr(gradients, "gradients", recording)
+  told = {}
+  for most in (0.0, 1e-4, 1.0):
+    seen.clear()
+    options = ScaleDistillation(epochs=2, length=32, label_weight=most)
+    run = options, tiny_params, quantized, calib, None
+    told[most] = tuning.distill_scales(*run, lambda *_: None)[1]["divergence"]
+    means = [0, *(np.mean(told[most][:n]) for n in range(1, len(seen)))]
+    expected = np.minimum(most, 1.5 * np.asarray(means))
+    np.testing.assert_allclose(seen, expected, rtol=1e-6)
+  assert len(seen) == 8 and 1e-4 < min(seen[1:]) < max(seen) < 1
+  # The first step has no divergence to weigh by.
+  assert told[0.0][:2] == told[1.0][:2]
+  assert told[0.0][-1] != told[1.0][-1]
 
 
 def test_the_record_has_every_step(whole, tiny_model):
