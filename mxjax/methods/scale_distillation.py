@@ -12,9 +12,9 @@ the program's own.
     - \lambda \log p_f(x_{t+1} \mid x_{\le t}) \Bigr]
 
 The forward pass is the strict model; the backward pass takes the A4 rule for the
-identity. The weight of the tokens that follow, lambda, takes some percent off the
-perplexity of other text and adds about as much to its divergence, or less. Not in the
-paper; see `docs/results/hires_next.md`.
+identity. Learning the tokens that follow, by the weight lambda, takes 1 to 3 % off the
+perplexity of other text and adds as much to its divergence. Not in the paper; see
+`docs/results/hires_next.md`.
 """
 
 import dataclasses
