@@ -87,9 +87,7 @@ class PredictionDivergence(gradients.Objective):
     A sequence's last token is followed by none, so only its divergence counts.
     """
     del shared
-    assert example.teacher is not None and example.label_weight is not None
-    arrays = hidden[0], example.teacher[0], example.ids[0], example.label_weight
-    both: Any = _loss(self.model, *arrays, outer)
+    both: Any = _loss(self.model, hidden[0], example, outer)
     loss, divergence = both
     return loss, jax.lax.stop_gradient(divergence)
 
@@ -98,21 +96,17 @@ class PredictionDivergence(gradients.Objective):
 def _loss(
   model: CausalLanguageModel,
   states: jax.Array,
-  targets: jax.Array,
-  ids: jax.Array,
-  label_weight: jax.Array,
+  example: gradients.Example,
   outer: Params,
 ) -> tuple[jax.Array, jax.Array]:
   """Computes loss and divergence of last hidden states `[T, d]` from the teacher's."""
-  return _with_gradient(model, states, targets, ids, label_weight, outer)[0]
+  return _with_gradient(model, states, example, outer)[0]
 
 
 def _with_gradient(
   model: CausalLanguageModel,
   states: jax.Array,
-  targets: jax.Array,
-  ids: jax.Array,
-  label_weight: jax.Array,
+  example: gradients.Example,
   outer: Params,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
   """Also computes the loss's gradient at the states, from the same logits.
@@ -120,9 +114,10 @@ def _with_gradient(
   At the student's logits it is the difference of the student's distribution from the
   one that it is to learn: the float model's, mixed with the token that follows.
   """
+  assert example.teacher is not None and example.label_weight is not None
   head = lambda hidden: model.logits(outer, hidden[None])[0]
   count = len(states)
-  weights = jnp.full(count, label_weight).at[-1].set(0)
+  weights = jnp.full(count, example.label_weight).at[-1].set(0)
 
   def chunk(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     own, float_states, labels, weight = parts
@@ -139,7 +134,7 @@ def _with_gradient(
     loss = divergence + weight[:, 0] * (surprise - divergence)
     return loss, divergence, gradient
 
-  arrays = states, targets, jnp.roll(ids, -1), weights
+  arrays = states, example.teacher[0], jnp.roll(example.ids[0], -1), weights
   losses, divergences, at_states = gradients.by_chunk(
     chunk, count, *arrays, most=gradients.FEW_POSITIONS
   )
@@ -150,7 +145,7 @@ _loss.defvjp(
   _with_gradient,
   lambda model, gradient, cotangents: (
     cotangents[0].astype(gradient.dtype) * gradient,
-    *(None, None, None, None),
+    *(None, None),
   ),
 )
 

@@ -82,6 +82,11 @@ def test_the_head_draws_labels_and_goes_back_at_once(tiny_model, tiny_params):
   )
   program = str(jax.make_jaxpr(run)(hidden))
   assert program.count("random_bits") == 1
+  # Of more positions, it holds the probabilities of a few at once.
+  program = str(jax.make_jaxpr(run)(jnp.ones((1, 150, 64))))
+  words = tiny_model.config.vocab_size
+  assert f"[64,{words}]" in program
+  assert f"150,{words}]" not in program
 
 
 def test_files_chunks_and_memory_give_the_same_bits(tiny_params, calib, tmp_path):

@@ -73,3 +73,14 @@ def test_the_backward_pass_computes_no_kept_output_again(
   )
   # A product of each of the seven linears; their maps are other operations.
   assert whole - kept >= 7
+
+
+def test_logits_of_few_positions_are_in_memory_at_once(tiny_model, tiny_params):
+  objective = scale_distillation.PredictionDivergence(tiny_model, mxfp4.PAPER_RULES)
+  outer = streams.outer_params(tiny_model, tiny_params)
+  hidden, ids = jnp.ones((1, 150, 64)), jnp.zeros((1, 150), jnp.int32)
+  example = gradients.Example(ids, hidden, jnp.float32(0.1))
+  run = lambda hidden: gradients._loss_gradient(objective, None, hidden, outer, example)
+  program, words = str(jax.make_jaxpr(run)(hidden)), tiny_model.config.vocab_size
+  assert f"[64,{words}]" in program
+  assert f"150,{words}]" not in program
