@@ -89,32 +89,46 @@ def write_product(module: ir.Module) -> ir.Function:
   return function
 
 
-def _scales(largest: Value, carry: int) -> tuple[Value, Value, Value]:
-  """Computes `mxfp4.block_exponent`, `scale_of` and the shifts for values' bits.
+def block_exponent(largest: Value, carry: int) -> Value:
+  """Computes `mxfp4.block_exponent` of finite blocks.
 
-  Takes the bits of the largest magnitude, and what the scale rule adds to them. Returns
-  the exponent in the exponent field, the shift for a converted subnormal mantissa in
-  the same field, and 2^e.
+  Takes the bits of the largest magnitude, and what the scale rule adds to them.
   """
   field = (largest + carry) >> _MANTISSA
-  exponent = (field - (_BIAS + 2)).call("smax", -_BIAS)
+  return (field - (_BIAS + 2)).call("smax", -_BIAS)
+
+
+def scales(exponent: Value) -> tuple[Value, Value, Value]:
+  """Computes what `nearest_element` and decoding need at exponents from -127 to 127.
+
+  Returns the exponent in the exponent field, the shift for a converted subnormal
+  mantissa in the same field, and 2^e, see `mxfp4.scale_of`.
+  """
   low = exponent.call("smin", -100) + 149
   normal = (exponent + _BIAS) << _MANTISSA
-  subnormal = constant(normal.code, INTS, 1 << (_MANTISSA - 1))
+  subnormal = normal.same(1 << (_MANTISSA - 1))
   scale = where(exponent.equals(-_BIAS), subnormal, normal)
-  nan = constant(normal.code, INTS, _NAN)
-  scale = where((largest >> _MANTISSA).equals(255), nan, scale)
   return exponent << _MANTISSA, low << _MANTISSA, scale.floats()
 
 
-def _nearest(x: Value, shift: Value, low_shift: Value) -> Value:
+def _scales(largest: Value, carry: int) -> tuple[Value, Value, Value]:
+  """Computes `scales` of blocks from the bits of their largest magnitude.
+
+  2^e is NaN where that is not finite.
+  """
+  shift, low_shift, scale = scales(block_exponent(largest, carry))
+  nan = largest.same(_NAN).floats()
+  return shift, low_shift, where((largest >> _MANTISSA).equals(255), nan, scale)
+
+
+def nearest_element(x: Value, shift: Value, low_shift: Value) -> Value:
   """Rounds x to element values on its bits, like `mxfp4.round_elements`."""
   size = x.bits() & _SIZE
   mantissa = size.rounded_to_float().bits() - low_shift
   scaled = where(size < (1 << _MANTISSA), mantissa, size - shift)
   from_one = ((scaled + _HALF_A_STEP) & _WHOLE_STEPS).call("smin", _SIX)
-  half = where(scaled >= _QUARTER, constant(x.code, INTS, _HALF), 0)
-  below = where(scaled >= _THREE_QUARTERS, constant(x.code, INTS, _ONE), half)
+  half = where(scaled >= _QUARTER, scaled.same(_HALF), 0)
+  below = where(scaled >= _THREE_QUARTERS, scaled.same(_ONE), half)
   magnitude = where(scaled >= _ONE, from_one, below)
   return (magnitude | (x.bits() & _SIGN)).floats()
 
@@ -177,9 +191,9 @@ def encode_tile(tile: Tile, carry: int = 0) -> Value:
 
   def row(i: Value) -> list[Value]:
     x = row_at(tile.x, i).load(FLOATS, 64)
-    nearest = _nearest(x, shift, low_shift)
-    row_at(tile.nearest, i).store(nearest, align=64)
-    row_at(tile.difference, i).store(nearest * scale - x, align=64)
+    element = nearest_element(x, shift, low_shift)
+    row_at(tile.nearest, i).store(element, align=64)
+    row_at(tile.difference, i).store(element * scale - x, align=64)
     return []
 
   repeat(zero, BLOCK, row)

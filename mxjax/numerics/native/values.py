@@ -95,28 +95,37 @@ class Value:
     """Reinterprets the bits as another type of the same size."""
     return self.of(self.code.bitcast(self.raw, kind))
 
+  def same(self, number: float) -> "Value":
+    """Returns a constant of this value's type."""
+    return constant(self.code, self.raw.type, number)
+
+  def _vector(self, kind: ir.Type) -> ir.Type:
+    return ir.VectorType(kind, self.raw.type.count)
+
   def bits(self) -> "Value":
-    """Returns the bits of floats."""
-    return self.reinterpreted(INTS)
+    """Returns the bits of a vector of floats."""
+    return self.reinterpreted(self._vector(I32))
 
   def floats(self) -> "Value":
     """Returns the floats with these bits."""
-    return self.reinterpreted(FLOATS)
+    return self.reinterpreted(self._vector(F32))
 
   def rounded_to_float(self) -> "Value":
-    """Converts integers to floats."""
-    return self.of(self.code.sitofp(self.raw, FLOATS))
+    """Converts a vector of integers to floats."""
+    return self.of(self.code.sitofp(self.raw, self._vector(F32)))
 
   def signed_shift(self, places: int) -> "Value":
     """Shifts integers right, keeping the sign."""
     return self.of(self.code.ashr(self.raw, self.like(places)))
 
-  def spread(self) -> "Value":
+  def spread(self, lanes: int = LANES) -> "Value":
     """Broadcasts a number to every lane."""
-    kind = ir.VectorType(self.raw.type, LANES)
+    kind, places = ir.VectorType(self.raw.type, lanes), ir.VectorType(I32, lanes)
     none = ir.Constant(kind, ir.Undefined)
     one = self.code.insert_element(none, self.raw, ir.Constant(I32, 0))
-    return self.of(self.code.shuffle_vector(one, none, ir.Constant(INTS, [0] * LANES)))
+    return self.of(
+      self.code.shuffle_vector(one, none, ir.Constant(places, [0] * lanes))
+    )
 
   def narrow(self, kind: ir.Type = I32) -> "Value":
     """Truncates integers to a narrower type."""

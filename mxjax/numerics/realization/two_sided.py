@@ -24,7 +24,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mxjax.numerics import mxfp4
+from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.implementations import Implementation
+from mxjax.numerics.native import row_rounding
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization import code_descent, gptq
 
@@ -60,7 +62,39 @@ def coupling(upper: jax.Array) -> jax.Array:
   return jnp.where(is_later[:, None], solved, 0).reshape(rows, rows)
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "scales", "passes"))
+def round_rows(
+  weight: jax.Array,
+  upper: jax.Array,
+  hessian: jax.Array,
+  damping: jax.Array | float,
+  rules: mxfp4.Rules = mxfp4.PAPER_RULES,
+  *,
+  scales: gptq.ScaleSource = "fresh",
+  passes: int = 0,
+  implementation: Implementation | None = None,
+) -> gptq.Reconstruction:
+  """Rounds rows `[blocks, 32, rows]`, each alone, by GPTQ and coordinate descent.
+
+  Arguments are those of `reconstruct`. `implementation` is `native` or `xla`, which
+  differ in the order of sums; None selects `native` on a CPU where it can run.
+  """
+  obstacle = row_rounding.obstacle(weight, scales, rules.scale_rule, rules.tie_rule)
+  place = "two-sided rounding"
+  if implementations.choose(place, implementation, native=obstacle) == "native":
+    shift = damping * jnp.trace(hessian) / hessian.shape[0]
+    found = row_rounding.rounded(weight, upper, hessian, shift, passes)
+    return gptq.Reconstruction(*found)
+  result = gptq.reconstruct(weight, upper, rules, scales=scales)
+  if passes:
+    result = code_descent.descend(
+      weight, result, hessian, damping, rules, passes=passes
+    )
+  return result
+
+
+@functools.partial(
+  jax.jit, static_argnames=("rules", "scales", "passes", "implementation")
+)
 def reconstruct(
   weight: jax.Array,
   upper: jax.Array,
@@ -71,6 +105,7 @@ def reconstruct(
   *,
   scales: gptq.ScaleSource = "fresh",
   passes: int = 0,
+  implementation: Implementation | None = None,
 ) -> gptq.Reconstruction:
   """Rounds a linear group by group of rows, each by GPTQ and coordinate descent.
 
@@ -83,6 +118,7 @@ def reconstruct(
     rules: Codec rules.
     scales: See `gptq.reconstruct`.
     passes: Passes of coordinate descent over a group, around its moved targets.
+    implementation: See `round_rows`.
   """
   rows = weight.shape[-1]
   size = group_size(rows)
@@ -91,11 +127,8 @@ def reconstruct(
     targets: jax.Array, first: jax.Array
   ) -> tuple[jax.Array, gptq.Reconstruction]:
     mine = jax.lax.dynamic_slice_in_dim(targets, first, size, axis=-1)
-    result = gptq.reconstruct(mine, upper, rules, scales=scales)
-    if passes:
-      result = code_descent.descend(
-        mine, result, hessian, damping, rules, passes=passes
-      )
+    how = {"scales": scales, "passes": passes, "implementation": implementation}
+    result = round_rows(mine, upper, hessian, damping, rules, **how)
     onto = jax.lax.dynamic_slice_in_dim(coupled, first, size, axis=0)
     error = mine - result.decoded
     moved = jnp.einsum("bir,rm->bim", error, onto, precision=HIGHEST)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import code_descent, gptq, two_sided
 
 ROWS, SIZE = 48, 16
@@ -114,3 +115,84 @@ def test_the_loss_is_a_trace(problem):
 )
 def test_groups_divide_the_rows(rows, size):
   assert two_sided.group_size(rows) == size
+
+
+def exact_problem(blocks, rows, size=1.0):
+  """Weights, U and H, float32, whose sums and quotients are exact in any order."""
+  rng = np.random.default_rng(blocks)
+  width = 32 * blocks
+  sparse = lambda values: (
+    rng.choice(values, (width, width)) * (rng.random((width, width)) < 8 / width)
+  )
+  largest = rng.integers(64, 128, (blocks, 1, rows))
+  weight = np.round(rng.uniform(-largest, largest, (blocks, 32, rows))) / 16 * size
+  upper = np.diag(rng.choice([0.5, 1, 2], width)) + np.triu(sparse([-1, 0, 0, 1]), 1)
+  inputs = sparse([-1, 0, 0, 1])
+  hessian = inputs @ inputs.T + 2 * np.eye(width)
+  hessian[5] = hessian[:, 5] = 0  # A feature that no input excites.
+  return tuple(jnp.asarray(a, jnp.float32) for a in (weight, upper, hessian))
+
+
+@pytest.mark.parametrize("passes", [0, 1, 3])
+@pytest.mark.parametrize(
+  ("blocks", "rows", "size"),
+  [(1, 8, 1), (3, 16, 1), (6, 40, 2.0**40), (2, 16, 2.0**-50)],
+)
+def test_the_cpu_kernel_has_the_bits_of_exact_sums(blocks, rows, size, passes):
+  weight, upper, hessian = exact_problem(blocks, rows, size)
+  # A power of two of the trace keeps the damped diagonal exact.
+  damping = jnp.float32(0.25 * 32 * blocks / float(jnp.trace(hessian)))
+  found = [
+    two_sided.round_rows(
+      *(weight, upper, hessian, damping),
+      scales="searched",
+      passes=passes,
+      implementation=implementation,
+    )
+    for implementation in ("native", "xla")
+  ]
+  for ours, theirs in zip(*found, strict=True):
+    np.testing.assert_array_equal(ours, theirs)
+    assert ours.dtype == theirs.dtype
+  starts = two_sided.round_rows(weight, upper, hessian, damping, scales="searched")
+  has_moved = (np.asarray(starts.codes) != np.asarray(found[0].codes)).any()
+  assert has_moved == (passes > 0)
+  # The search took both of its exponents.
+  raised = np.asarray(found[0].exponent) - np.asarray(
+    gptq.reconstruct(weight, upper).exponent
+  )
+  assert {0, 1} <= set(raised[0].tolist())
+
+
+def test_the_cpu_kernel_ends_at_the_same_loss(problem):
+  weight, hessian, moment = (jnp.asarray(a, jnp.float32) for a in problem)
+  upper = gptq.factor(hessian, damping=0.1).upper
+  coupled = two_sided.coupling(gptq.factor(moment).upper)
+  found = [
+    two_sided.reconstruct(
+      *(weight, upper, coupled, hessian, jnp.float32(0.1)),
+      scales="searched",
+      passes=3,
+      implementation=implementation,
+    )
+    for implementation in ("native", "xla", None)
+  ]
+  losses = [float(two_sided.loss(weight, f.decoded, hessian, moment)) for f in found]
+  np.testing.assert_allclose(losses[0], losses[1], rtol=0.02)
+  np.testing.assert_array_equal(found[2].codes, found[0].codes)
+
+
+@pytest.mark.parametrize(
+  ("change", "reason"),
+  [
+    ({"scales": "fresh"}, "searches exponents"),
+    ({"rules": mxfp4.Rules(tie_rule="even")}, "ties away from zero"),
+    ({"weight": np.zeros((2, 32, 12), np.float32)}, "n in 8s"),
+    ({"weight": np.zeros((2, 32, 8))}, "float32"),
+  ],
+)
+def test_the_cpu_kernel_refuses_what_it_does_not_know(float64, change, reason):
+  how = {"weight": np.zeros((2, 32, 8), np.float32), "scales": "searched", **change}
+  weight, rest = jnp.asarray(how.pop("weight")), jnp.eye(64, dtype=jnp.float32)
+  with pytest.raises(NotImplementedError, match=reason):
+    two_sided.round_rows(weight, rest, rest, 0.1, implementation="native", **how)
