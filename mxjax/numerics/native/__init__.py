@@ -2,8 +2,9 @@
 
 XLA:CPU makes one pass over memory for each product or reduction of a function. These
 kernels take a tile through the whole function in registers and first-level cache, with
-the same bits as their XLA references. They need `llvmlite`, which is slow to load, so
-the modules that import it are loaded when a kernel first runs.
+the same bits as their XLA references, unless a module says otherwise. They need
+`llvmlite`, which is slow to load, so the modules that import it are loaded when a
+kernel first runs.
 """
 
 import functools
