@@ -177,10 +177,8 @@ def _write_gptq(module: ir.Module, name: str) -> ir.Function:
     start = constant(code, _INTS, 0)
     (largest,) = repeat(_zero(code), BLOCK, compensate, start, step=_AT_ONCE)
     floor = block_exponent(largest, 0)
-    tries = [
-      _Try(elements, errors_of, (floor + step).call("smin", 127))
-      for step, (elements, errors_of) in enumerate(buffers)
-    ]
+    # At most 126, since a float32 is below 2^128.
+    tries = [_Try(*both, floor + step) for step, both in enumerate(buffers)]
     table = columns.after(first * width)
     low, high = (_round_block(target, table, width, one) for one in tries)
     is_higher = high < low
