@@ -127,9 +127,8 @@ def _prediction_flops(
 ) -> int:
   """Counts the products of gradients and scale distillation.
 
-  Half of the tokens are differentiated. The backward pass reruns each layer, which
-  distillation saves where a step's outputs of linears fit in memory; a chunk of the
-  head is differentiated where it is computed.
+  Half of the tokens are differentiated. The backward pass reruns each layer; a chunk of
+  the head is differentiated where it is computed.
   """
   head, epochs = config.vocab_size * config.hidden_size, ScaleDistillation().epochs
   weights = config.num_layers * sum(rows * width for rows, width in linears)

@@ -1,11 +1,10 @@
 """Gradients through the whole model, one decoder layer at a time.
 
 The backward pass reruns and differentiates each layer from the hidden states entering
-it, but for what an objective keeps. One compiled function serves all layers.
+it. One compiled function serves all layers.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,15 +13,12 @@ import jax.numpy as jnp
 from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.calibration.streams import outer_params
 from mxjax.devices import execution
-from mxjax.layers.linear import OUTPUT
 from mxjax.numerics import mxfp4
 
 HEAD_CHUNK = 512
 """Positions whose logits are in memory at once."""
 FEW_POSITIONS = 64
 """As many where there are several arrays of that size; it takes as long."""
-KEPT_BYTES = 2**29
-"""Bytes of outputs of linears that layers keep from their forward pass at most."""
 
 
 class Example(NamedTuple):
@@ -55,11 +51,6 @@ class Objective:
     """Runs one layer, `[1, T, d]` to `[1, T, d]`."""
     raise NotImplementedError
 
-  def kept_features(self, layer: Params) -> int:
-    """Returns how many outputs of linears a layer keeps of each token."""
-    del layer
-    return 0
-
   def loss(
     self, shared: Any, hidden: jax.Array, outer: Params, example: Example
   ) -> jax.Array:
@@ -83,19 +74,6 @@ class Gradients(NamedTuple):
 @execution.jit(static_argnames=("objective", "part"))
 def _forward(objective: Objective, part: str, *args: Any) -> jax.Array:
   return getattr(objective, part)(*args)
-
-
-@execution.jit(static_argnames="objective")
-def _forward_keeping(objective: Objective, *args: Any) -> tuple[jax.Array, Any]:
-  """Runs a layer; also returns its backward pass, with its linears' outputs."""
-  run = lambda *learned: objective.layer(*learned, *args[3:])
-  policy = jax.checkpoint_policies.save_only_these_names(OUTPUT)
-  return jax.vjp(jax.checkpoint(run, policy=policy, prevent_cse=False), *args[:3])
-
-
-@execution.jit()
-def _pull(back: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-  return back(cotangent)
 
 
 @execution.jit(static_argnames=("objective", "part", "learned"))
@@ -126,25 +104,15 @@ def _of_sequence(
   example: Example,
 ) -> Gradients:
   hidden = _forward(objective, "embed", shared, outer, example.ids)
-  passes, room = [], KEPT_BYTES
+  entering = []
   for layer, learned in zip(layers, own, strict=True):
-    args = shared, learned, hidden, layer
-    tokens = hidden.size // hidden.shape[-1]
-    size = objective.kept_features(layer) * tokens * hidden.dtype.itemsize
-    if 0 < size <= room:
-      room -= size
-      hidden, back = _forward_keeping(objective, *args)
-      passes.append(functools.partial(_pull, back))
-    else:
-      hidden = _forward(objective, "layer", *args)
-      again = lambda cotangent, args=args: _backward(
-        objective, "layer", 3, cotangent, *args
-      )
-      passes.append(again)
+    entering.append(hidden)
+    hidden = _forward(objective, "layer", shared, learned, hidden, layer)
   (total, cotangent), shown = _loss_gradient(objective, shared, hidden, outer, example)
   gradients: list[Any] = []
-  for back in reversed(passes):
-    more, gradient, cotangent = back(cotangent)
+  for layer, learned in zip(reversed(layers), reversed(own), strict=True):
+    args = shared, learned, entering.pop(), layer
+    more, gradient, cotangent = _backward(objective, "layer", 3, cotangent, *args)
     total = _add(total, more)
     gradients.append(gradient)
   (more,) = _backward(objective, "embed", 1, cotangent, shared, outer, example.ids)

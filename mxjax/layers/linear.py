@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from mxjax.layers.quantized_linear import (
   QuantizedLinear,
@@ -20,9 +19,6 @@ from mxjax.numerics.shaping import input_maps
 from mxjax.pallas_kernels import lowering
 from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.refinement import fused_inputs
-
-OUTPUT = "output of a linear"
-"""Name of the outputs of `ScaledInputs`, for policies of `jax.checkpoint`."""
 
 
 @jax.tree_util.register_dataclass
@@ -97,7 +93,7 @@ class ScaledInputs:
 
   def linear(self, x: jax.Array) -> jax.Array:
     """Multiplies the scaled inputs by the quantized weight; see `linear`."""
-    return checkpoint_name(_scaled_linear(x, self.factor, self.quantized), OUTPUT)
+    return _scaled_linear(x, self.factor, self.quantized)
 
 
 @jax.custom_vjp

@@ -75,10 +75,6 @@ class PredictionDivergence(gradients.Objective):
     }
     return self.model.layer(replace_weights(layer, scaled), hidden)
 
-  def kept_features(self, layer: Params) -> int:
-    """Returns the outputs of all quantized linears, which cost most to compute."""
-    return sum(leaf.shape[0] for leaf in _quantized(layer, self.model).values())
-
   def loss_and_shown(
     self, shared: Any, hidden: jax.Array, outer: Params, example: gradients.Example
   ) -> tuple[jax.Array, jax.Array]:

@@ -24,17 +24,16 @@ from mxjax.storage.run_folder import RunFolder
 
 
 def _optimizer(options: ScaleDistillation, steps: int) -> optax.GradientTransformation:
-  """Returns Adam with warm-up and a linear decay to zero over `steps`."""
+  """Returns Adam for a layer, with warm-up and a linear decay to zero over `steps`."""
 
   def adam(rate: float) -> optax.GradientTransformation:
     rise = lambda step: jnp.minimum(1, (step + 1) / options.warmup)
     schedule = lambda step: rate * rise(step) * (1 - step / steps)
     return optax.adam(schedule, b1=0.9, b2=0.95)
 
-  labels = lambda learned: [
-    {part: jax.tree.map(lambda _, label=part: label, layer[part]) for part in layer}
-    for layer in learned
-  ]
+  labels = lambda layer: {
+    part: jax.tree.map(lambda _, label=part: label, layer[part]) for part in layer
+  }
   rates: Any = {"linears": adam(options.rate), "taps": adam(options.shared_rate)}
   return optax.multi_transform(rates, labels)
 
@@ -43,6 +42,7 @@ def _optimizer(options: ScaleDistillation, steps: int) -> optax.GradientTransfor
 def _update(
   options: ScaleDistillation, steps: int, learned: Any, state: Any, gradient: Any
 ) -> tuple[Any, Any]:
+  """Moves what a layer has learned; compiled once for all layers of a structure."""
   with jax.numpy_dtype_promotion("standard"):  # Optax mixes its counter with floats.
     updates, state = _optimizer(options, steps).update(gradient, state, learned)
   return optax.apply_updates(learned, updates), state
@@ -80,7 +80,7 @@ def distill_scales(
   order = options.order(len(chunks))
   layers = [quantized[model.layer_name(i)] for i in range(model.num_layers)]
   learned: Any = options.initial(layers, model)
-  state: Any = _optimizer(options, len(order)).init(learned)
+  state: Any = [_optimizer(options, len(order)).init(layer) for layer in learned]
   losses: list[float] = []
   if folder and (saved := folder.read_tuning()):
     learned, state = _restored((learned, state), saved.arrays)
@@ -100,9 +100,12 @@ def distill_scales(
           f"scale distillation: expected a finite divergence, got {result.shown} at "
           f"step {len(losses) + 1} of {len(order)}; lower the rate, such as rate=0.001."
         )
-      learned, state = execution.block_on_cpu(
-        _update(options, len(order), learned, state, result.own)
-      )
+      update = functools.partial(_update, options, len(order))
+      moved = [
+        execution.block_on_cpu(update(*of_layer))
+        for of_layer in zip(learned, state, result.own, strict=True)
+      ]
+      learned, state = ([layer[part] for layer in moved] for part in (0, 1))
       losses.append(result.shown)
       if folder:
         before, start = start, time.perf_counter()

@@ -13,7 +13,8 @@ from mxjax.storage.journal import Journal, parse
 from mxjax.storage.run_events import FOLDERS, Event
 
 JOURNAL = "journal.jsonl"
-VERSION = 1
+VERSION = 2
+"""Of the layout of a run folder; a run in a folder of another is not resumed."""
 
 
 def read_events(folder: pathlib.Path) -> tuple[list[Event], int]:
