@@ -39,13 +39,26 @@ def _optimizer(options: ScaleDistillation, steps: int) -> optax.GradientTransfor
 
 
 @functools.partial(jax.jit, static_argnames=("options", "steps"))
-def _update(
+def _update_layer(
   options: ScaleDistillation, steps: int, learned: Any, state: Any, gradient: Any
 ) -> tuple[Any, Any]:
-  """Moves what a layer has learned; compiled once for all layers of a structure."""
   with jax.numpy_dtype_promotion("standard"):  # Optax mixes its counter with floats.
     updates, state = _optimizer(options, steps).update(gradient, state, learned)
   return optax.apply_updates(learned, updates), state
+
+
+def _update(
+  options: ScaleDistillation, steps: int, *trees: list[Any]
+) -> tuple[list[Any], list[Any]]:
+  """Moves what all layers have learned, each by the same compiled function.
+
+  `trees` are what they have learned, the optimizer's states and the gradients.
+  """
+  updated = [
+    execution.block_on_cpu(_update_layer(options, steps, *of_layer))
+    for of_layer in zip(*trees, strict=True)
+  ]
+  return [learned for learned, _ in updated], [state for _, state in updated]
 
 
 def _restored(like: Any, arrays: Mapping[str, np.ndarray]) -> Any:
@@ -100,12 +113,7 @@ def distill_scales(
           f"scale distillation: expected a finite divergence, got {result.shown} at "
           f"step {len(losses) + 1} of {len(order)}; lower the rate, such as rate=0.001."
         )
-      update = functools.partial(_update, options, len(order))
-      moved = [
-        execution.block_on_cpu(update(*of_layer))
-        for of_layer in zip(learned, state, result.own, strict=True)
-      ]
-      learned, state = ([layer[part] for layer in moved] for part in (0, 1))
+      learned, state = _update(options, len(order), learned, state, result.own)
       losses.append(result.shown)
       if folder:
         before, start = start, time.perf_counter()

@@ -23,7 +23,7 @@ from mxjax.models import CausalLM
 from mxjax.running import pipeline, run_state
 from mxjax.running.run_record import StageClock
 from mxjax.running.trajectories import Trajectories
-from mxjax.storage import atomic_io, journal
+from mxjax.storage import atomic_io, journal, run_journal
 from tests.mxjax.quantized import damage
 
 # A stream of hidden states for each of three purposes, and little to compile.
@@ -246,6 +246,15 @@ def test_damage_is_refused_before_any_work(tiny_params, calib, undisturbed, tmp_
   again = run(tiny_params, calib, folder, resume=True, chunk=2)
   assert bits(again.params) == bits(undisturbed[0].params)
   assert [one["layer"] for one in again.record.resumed] == [1]
+
+
+def test_a_folder_of_another_layout_is_refused(
+  tiny_params, calib, undisturbed, monkeypatch
+):
+  now = run_journal.VERSION
+  monkeypatch.setattr(run_journal, "VERSION", now + 1)
+  with pytest.raises(ValueError, match=f"has version {now}, not {now + 1}; resume"):
+    run(tiny_params, calib, undisturbed[1], resume=True)
 
 
 def test_other_tokens_options_and_weights_are_refused(
