@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -45,7 +46,7 @@ def command():
       skip = not skip and "=" not in word
       continue
     words.append(pathlib.Path(word).name if word.startswith("/") else word)
-  return " ".join(words)
+  return shlex.join(words)
 
 
 def cpu():
