@@ -12,8 +12,8 @@ the program's own.
     - \lambda \log p_f(x_{t+1} \mid x_{\le t}) \Bigr]
 
 The forward pass is the strict model; the backward pass takes the A4 rule for the
-identity. Learning the tokens that follow, by the weight lambda, takes 2 to 4 % off the
-perplexity of other text and adds 4 to 6 % to its divergence. Not in the paper; see
+identity. Learning the tokens that follow, by the weight lambda, takes 3 to 4 % off the
+perplexity of other text and adds 3 to 6 % to its divergence. Not in the paper; see
 `docs/results/hires_next.md`.
 """
 
