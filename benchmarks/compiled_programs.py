@@ -28,7 +28,7 @@ import gpu_models
 from mxjax import methods
 from mxjax.calibration.calibration import Calibration
 from mxjax.models import CausalLM
-from mxjax.running import pipeline
+from mxjax.run.quantize import run
 
 SMALL = gpu_models.Shape("a 64th of Qwen3-8B", 64, 192, 1, 4, 1, 16, 61)
 
@@ -56,9 +56,7 @@ def count(folder):
   logging.getLogger("jax").propagate = False
   jax.config.update("jax_log_compiles", True)
   calib = Calibration(model, tokens)
-  pipeline.quantize_with_record(
-    params, calib, methods.HIRES, check=False, run_dir=folder
-  )
+  run(params, calib, methods.HIRES, check=False, run_dir=folder)
   return counted.names
 
 

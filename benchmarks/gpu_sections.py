@@ -181,7 +181,8 @@ def build(bench, shape, key):
   """
   from mxjax import methods
   from mxjax.calibration.calibration import Calibration
-  from mxjax.running import pipeline, run_state
+  from mxjax.run import run_state
+  from mxjax.run.quantize import run
 
   sequences, length = bench.size((128, 2048), (2, 16))
   config = gpu_models.config_of(shape, layers=2)
@@ -197,7 +198,7 @@ def build(bench, shape, key):
     start = time.perf_counter()
     # A build that is stopped at its limit leaves at least where its time went.
     told = lambda at: print(f"{time.perf_counter() - start:7.2f} s, {at}", flush=True)
-    result = pipeline.quantize_with_record(
+    result = run(
       *(params, Calibration(model, tokens), methods.HIRES),
       check=False,
       on_progress=told,

@@ -30,8 +30,8 @@ from mxjax.calibration import streams
 from mxjax.calibration.calibration import Calibration
 from mxjax.devices import execution
 from mxjax.methods.scale_distillation import ScaleDistillation
-from mxjax.running import pipeline
-from mxjax.running.run_record import peak_memory_bytes
+from mxjax.run.quantize import run
+from mxjax.run.record import peak_memory_bytes
 
 HERE = pathlib.Path(__file__).parent / "results"
 LENGTH, CHUNK = 2048, 256
@@ -231,7 +231,7 @@ def main():
       program = ROWS.get(name) or methods.get(name)
       run_dir = options.runs and options.runs / f"draw-{draw}-{len(rows)}"
       start = time.perf_counter()
-      built = pipeline.quantize_with_record(
+      built = run(
         *(params, Calibration(model, draws[draw]), program),
         run_dir=run_dir,
         check=False,

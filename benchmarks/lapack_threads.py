@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.devices import execution
-from mxjax.methods.hires import hires
+from mxjax.methods.hires import stage1
 from mxjax.numerics import precision
 from mxjax.numerics.realization import map_refit
+from mxjax.numerics.shaping import reference_chart
 
 BLOCKS = 48
 
@@ -50,7 +51,11 @@ def functions():
   first, second = (jnp.asarray(part @ part.mT / 64) for part in x)
   return {
     "HiRes' chart": functools.partial(
-      hires._charts, first, second, kind="reference", max_condition=8.0
+      stage1._charts,
+      first,
+      second,
+      chart=reference_chart.reference_chart,
+      max_condition=8.0,
     ),
     "inverses of a refit": functools.partial(
       map_refit.damped_inverses, first.astype(jnp.float32)

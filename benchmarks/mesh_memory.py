@@ -28,15 +28,15 @@ from mxjax import methods
 from mxjax.calibration.calibration import Calibration
 from mxjax.devices import mesh as meshes
 from mxjax.devices.placement import Placement
-from mxjax.methods import recovery_fits
+from mxjax.methods.hires import stage3
 from mxjax.models import CausalLM
-from mxjax.running import pipeline
+from mxjax.run.quantize import run
 from tests import tiny
 
 SHAPES = (None, (2, 1), (8, 1), (4, 2), (1, 8))
 TOKENS = (16, 128)
 PROGRAM = dataclasses.replace(
-  methods.RTN, name="rtn+recovery", recover=(recovery_fits.ATTENTION, recovery_fits.MLP)
+  methods.RTN, name="rtn+recovery", recover=(stage3.ATTENTION, stage3.MLP)
 )
 CONFIG = tiny.config(
   vocab_size=1024,
@@ -81,7 +81,7 @@ def measure(model, params, tokens, shape):
     before = peaks.get(now.stage, [0] * DEVICES)
     peaks[now.stage] = [max(a, b) for a, b in zip(before, held(), strict=True)]
 
-  result = pipeline.quantize_with_record(
+  result = run(
     on_mesh,
     Calibration(model, tokens),
     PROGRAM,

@@ -61,7 +61,7 @@ import dataclasses, json, pathlib, sys, tempfile
 import numpy as np
 from mxjax import methods, models
 from mxjax.devices import execution
-from mxjax.running import pipeline
+from mxjax.run.quantize import run
 from mxjax.storage import layer_store
 from mxjax.calibration.calibration import Calibration
 folder, case = json.loads(sys.argv[1])
@@ -80,7 +80,7 @@ shape = case["sequences"], case["length"]
 tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape)
 with tempfile.TemporaryDirectory() as scratch:
   store = None if not case["on_disk"] else layer_store.LayerStore(pathlib.Path(scratch))
-  result = pipeline.quantize_with_record(
+  result = run(
     params, Calibration(model, tokens), methods.get("hires"),
     into=store, chunk=case["chunk"], check=False,
   )

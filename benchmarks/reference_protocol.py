@@ -21,9 +21,10 @@ from mxjax.devices import execution
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.methods.hires.hires import HiRes
+from mxjax.methods.program import Shaping
 from mxjax.numerics.shaping import input_maps
-from mxjax.running import pipeline
-from mxjax.running.run_record import peak_memory_bytes
+from mxjax.run.quantize import run
+from mxjax.run.record import peak_memory_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class RotatedOneCode(HiRes):
   def shape(self, weight, inputs):
     """See `Program.shape`."""
     del weight, inputs
-    return input_maps.Hadamard()
+    return Shaping(input_maps.Hadamard())
 
 
 VARIANTS = {
@@ -42,7 +43,6 @@ VARIANTS = {
   "hires I + II, D = I": {"use_balance": False},
   "hires I + II, K = 0": {"use_interaction": False},
   "hires I + II, K = 0, D = I": {"use_interaction": False, "use_balance": False},
-  "hires I + II, layer-level J_b": {"balance_by": "layer"},
 }
 BUILDS = {
   **methods.METHODS,
@@ -108,9 +108,7 @@ def main():
   for name in options.builds:
     made, start = common.stamp(), time.perf_counter()
     program = BUILDS.get(name) or methods.get(name)
-    built = pipeline.quantize_with_record(
-      params, Calibration(model, calib), program, check=False
-    )
+    built = run(params, Calibration(model, calib), program, check=False)
     entry = {
       **made,
       "build_seconds": time.perf_counter() - start,

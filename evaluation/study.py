@@ -31,7 +31,8 @@ from mxjax.evaluation.measures.perplexity import Perplexity, perplexity
 from mxjax.intake.reading import parse_json, read_bytes, refusing
 from mxjax.methods.program import Program
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
-from mxjax.running import pipeline
+from mxjax.run import progress
+from mxjax.run.quantize import run
 from mxjax.storage import atomic_io
 
 ROWS = "rows"
@@ -46,14 +47,14 @@ OnWindow = Callable[[int, int], None]
 
 
 def evaluation_steps(
-  on_progress: pipeline.OnProgress, layers: int, begin: float = 0.0
+  on_progress: progress.OnProgress, layers: int, begin: float = 0.0
 ) -> OnWindow:
   """Returns what reports test windows as `Progress` from the fraction `begin` to 1."""
 
   def step(done: int, total: int) -> None:
     stage = f"{EVALUATING}, window {done}/{total}"
     fraction = begin + (1 - begin) * done / total
-    on_progress(pipeline.Progress(layers - 1, layers, stage, fraction))
+    on_progress(progress.Progress(layers - 1, layers, stage, fraction))
 
   return step
 
@@ -153,13 +154,13 @@ def run_method(
   tokens: np.ndarray,
   method: str | Program,
   *,
-  on_progress: pipeline.OnProgress | None = None,
+  on_progress: progress.OnProgress | None = None,
   **options: Any,
 ) -> tuple[dict[str, Any], Params]:
   """Quantizes with one method and measures the result.
 
   Calibration tokens are int32 `[sequences, length]`; `on_progress` follows both, and
-  its last fraction is 1; `options` are those of `pipeline.quantize_with_record`.
+  its last fraction is 1; `options` are those of `mxjax.run.quantize.run`.
 
   Returns:
     A JSON-ready row (`method`, `perplexity`, `operator_error`, `size`,
@@ -172,7 +173,7 @@ def run_method(
   share = before / (before + after)
   follow = on_progress or (lambda now: None)
   start = time.perf_counter()
-  result = pipeline.quantize_with_record(
+  result = run(
     subject.params,
     Calibration(subject.model, tokens),
     program,
@@ -198,7 +199,6 @@ def run_method(
     and arithmetic.arithmetic(
       result.params,
       subject.dtype,
-      record["program"],
       record["layers"],
       subject.attention,
     ),
@@ -271,7 +271,7 @@ def compare(
   *,
   folder: str | os.PathLike[str] | None = None,
   contracts: Mapping[str, Contract] | None = None,
-  on_method: Callable[[str], pipeline.OnProgress | None] | None = None,
+  on_method: Callable[[str], progress.OnProgress | None] | None = None,
   facts: Mapping[str, Any] | None = None,
 ) -> tuple[list[dict[str, Any]], Params | None]:
   """Runs several methods in order on the same calibration tokens.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import mxjax
 from mxjax.methods import GPTQ, get
 from mxjax.methods.gptq import Gptq
+from mxjax.methods.program import Shaping
 from mxjax.numerics import mxfp4
 from mxjax.numerics.shaping.input_maps import Hadamard
 
@@ -27,8 +28,8 @@ class BestSigns(Gptq):
     draw = lambda seed: jax.random.rademacher(jax.random.key(seed), (width,), jnp.int8)
     maps = [Hadamard(32, draw(seed)) for seed in range(self.tries)]
     errors = [float(self.error(m.fold(weight), inputs.rules)) for m in maps]
-    inputs.record["best_seed"] = errors.index(min(errors))  # goes into the report
-    return maps[errors.index(min(errors))]
+    best = errors.index(min(errors))
+    return Shaping(maps[best], {"best_seed": best})  # the record goes into the report
 
   def error(self, folded, rules):
     return jnp.square(mxfp4.round_blocks(folded, rules) - folded).sum()

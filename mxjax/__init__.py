@@ -23,7 +23,7 @@ if TYPE_CHECKING:
   from mxjax.numerics.contract import PAPER_CONTRACT, Contract
   from mxjax.numerics.mxfp4 import MXTensor, Rules, decode
   from mxjax.pallas_kernels.mxfp4_encode import encode
-  from mxjax.running.pipeline import quantize
+  from mxjax.run.quantize import quantize
   from mxjax.storage.checkpoint import load, restore_checkpoint, save_checkpoint
 
 __all__ = [
@@ -65,7 +65,7 @@ _MODULES = {
   "load": "storage.checkpoint",
   "load_tokenizer": "models",
   "pack_for_inference": "layers.inference_packing",
-  "quantize": "running.pipeline",
+  "quantize": "run.quantize",
   "restore_checkpoint": "storage.checkpoint",
   "save_checkpoint": "storage.checkpoint",
 }

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from mxjax.calibration import linear_inputs, streams
 from mxjax.devices import execution, totals
 from mxjax.devices.placement import ONE_DEVICE
-from mxjax.methods import recovery_fits
-from mxjax.methods.hires import balance, interaction
+from mxjax.methods.hires import stage1, stage3
 from mxjax.models import CausalLM, ModelConfig
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq
 from mxjax.numerics.shaping import dyadic_balance
-from mxjax.running import recovery
+from mxjax.run import recover
 from tests import compile_kernels, hlo
 
 LENGTH, LARGE = 2048, 1 << 20
@@ -82,12 +81,10 @@ def of_width(width):
   return {
     "Hessian": step(linear_inputs._hessian_step, init=hessian, dtype=None),
     "moments": step(linear_inputs._fold_moment_step, init=folds),
-    "anchor": sums(interaction._anchor_step, chunk, folds, square()),
-    "errors": sums(balance._error_step, chunk, tiles, square()),
-    "trials": sums(balance._trial_step, chunk, array((2, blocks), f64), *two),
-    "half step": sums(
-      balance._listed_step, chunk, array((blocks,), f64), *listed, *one
-    ),
+    "anchor": sums(stage1._anchor_step, chunk, folds, square()),
+    "errors": sums(stage1._error_step, chunk, tiles, square()),
+    "trials": sums(stage1._trial_step, chunk, array((2, blocks), f64), *two),
+    "half step": sums(stage1._listed_step, chunk, array((blocks,), f64), *listed, *one),
   }
 
 
@@ -113,8 +110,8 @@ def recoveries():
   quantized = jax.eval_shape(_quantized, float_params)
   result = {}
   for fit, taps in (
-    (recovery_fits.ATTENTION, {"value": array((1, LENGTH, 8, 128), b16)}),
-    (recovery_fits.MLP, {}),
+    (stage3.ATTENTION, {"value": array((1, LENGTH, 8, 128), b16)}),
+    (stage3.MLP, {}),
   ):
     prepare = functools.partial(fit.prepare, sequences=128)
     with jax.enable_x64(True):
@@ -122,7 +119,7 @@ def recoveries():
 
     def measure(layers, moments, hidden, taps, first, constants, fit=fit):
       return totals._add_chunk.__wrapped__(
-        *(recovery._measure_sequence, (MODEL, fit), ONE_DEVICE, None, layers),
+        *(recover._measure_sequence, (MODEL, fit), ONE_DEVICE, None, layers),
         *(moments, hidden, taps, first, (constants,)),
       )
 

@@ -163,7 +163,7 @@ assert not jax.config.jax_enable_x64
 
 def test_importing_every_floor_leaves_64_bit_mode_off():
   program = """
-import jax, mxjax.running.pipeline, mxjax.methods, mxjax.models
+import jax, mxjax.run.quantize, mxjax.methods, mxjax.models
 assert not jax.config.jax_enable_x64
 """
   done = run("-c", program)

@@ -17,11 +17,11 @@ from rich.progress import Progress as Display
 from mxjax.evaluation import study
 from mxjax.evaluation.cli import console
 from mxjax.evaluation.report import numbers
-from mxjax.running import pipeline
-from mxjax.running.progress import TUNING
+from mxjax.run import progress
+from mxjax.run.progress import TUNING
 
 LEFT = "{task.fields[left]}"
-Begin = Callable[[str], pipeline.OnProgress]
+Begin = Callable[[str], progress.OnProgress]
 
 
 def emit(event: str, **values: Any) -> None:
@@ -58,12 +58,12 @@ def progress(form: str) -> Iterator[Begin]:
     yield _begin_events if form == "json" else lambda method: lambda now: None
 
 
-def _begin_bar(shown: Display, method: str) -> pipeline.OnProgress:
+def _begin_bar(shown: Display, method: str) -> progress.OnProgress:
   task = shown.add_task("starting", total=1.0, method=method, left="")
   clock = Clock()
   first: int | None = None
 
-  def update(now: pipeline.Progress) -> None:
+  def update(now: progress.Progress) -> None:
     nonlocal first
     first = now.layer if first is None else first
     text = now.stage
@@ -78,10 +78,10 @@ def _begin_bar(shown: Display, method: str) -> pipeline.OnProgress:
   return update
 
 
-def _begin_events(method: str) -> pipeline.OnProgress:
+def _begin_events(method: str) -> progress.OnProgress:
   clock = Clock()
 
-  def update(now: pipeline.Progress) -> None:
+  def update(now: progress.Progress) -> None:
     spent, left = clock.update(now.fraction)
     emit(
       "progress",
@@ -103,10 +103,10 @@ class Stopper:
   def __init__(self, tell: Callable[[str], None]) -> None:
     self._tell, self._asked, self._in_layer = tell, False, False
 
-  def follow(self, on_progress: pipeline.OnProgress) -> pipeline.OnProgress:
+  def follow(self, on_progress: progress.OnProgress) -> progress.OnProgress:
     """Wraps the callback so that the stopper learns when a layer begins."""
 
-    def update(now: pipeline.Progress) -> None:
+    def update(now: progress.Progress) -> None:
       # A perplexity is measured again in less time than waiting for it would take, and
       # so is a step of tuning, after which nobody asks whether to stop.
       self._in_layer = not now.stage.startswith((study.EVALUATING, TUNING))

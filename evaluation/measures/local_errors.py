@@ -18,7 +18,7 @@ from mxjax.devices import execution
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.program import fold
 from mxjax.numerics import mxfp4, precision
-from mxjax.running.linear_probe import LOCAL_OBJECTIVES, local_objectives
+from mxjax.run.record import LOCAL_OBJECTIVES, local_objectives
 
 
 def _rule_sums(

@@ -268,26 +268,11 @@ TABLES: Mapping[str, Declared] = {
     ("forward_ms", "build_minutes"),
     ("full_cost",),
   ),
-  "readings": Declared(
-    "",
-    "Readings that the paper leaves open",
-    {
-      "layer-level J_b (A11)": "hires:balance_by=layer",
-      "static scales (A12)": "hires:scales=static",
-      "float16-staged activations (A15)": "hires:staged=float16",
-      "layer-by-layer recovery (A16)": "hires:recovery_by=layer",
-      "quantized upstream (A22)": "hires:upstream=quantized",
-      "full HiRes": "hires",
-    },
-    FIT3,
-    draws=DRAWS,
-    reference="full HiRes",
-  ),
   "next": Declared(
     "",
     "Searched exponents and descent",
     {
-      "searched weight exponents": "hires:scales=searched",
+      "searched weight exponents": "hires-descent:descent=0",
       "descent": "hires-descent:scales=fresh",
       "hires-descent": "hires-descent",
       "full HiRes": "hires",

@@ -27,7 +27,6 @@ def _rounded_to(node: Any, dtype: str) -> str:
 def arithmetic(
   params: Mapping[str, Any],
   dtype: str,
-  program: Mapping[str, Any] | None,
   layers: Sequence[Mapping[str, Any]] = (),
   attention: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -36,19 +35,17 @@ def arithmetic(
   Args:
     params: Quantized params, possibly on disk.
     dtype: The model's compute dtype.
-    program: `Program.describe()`, or None.
     layers: Those of the run's record, if it is at hand.
     attention: What computed it in the run, `CausalLM.attention`; None if unknown.
 
   Returns:
-    `model`; `staged`, of activations kept between calibration passes; `maps`, `tables`
+    `model`; `maps`, `tables`
     (of activation rounding), `gains`, `recovery` (coefficients) and `unquantized`,
     lists of the dtypes stored, without those that the model lacks; `products`, float8
     if a GPU multiplies many rows of any linear so; `recovery_rounded`,
     by kind of correction that the model has, the dtype its float32 result is rounded
     to; with `layers` `hessian_products`; and `attention`.
   """
-  staged = (program or {}).get("options", {}).get("staged", dtype)
   stored, rounded = collections.defaultdict(set), {}
   for node in typed_nodes(params):
     if isinstance(node, QuantizedLinear):
@@ -67,7 +64,6 @@ def arithmetic(
   stored[BUILD] = {linear[BUILD] for linear in linears if BUILD in linear}
   return {
     "model": str(jnp.dtype(dtype)),
-    "staged": staged,
     **{name: sorted(found) for name, found in sorted(stored.items()) if found},
     **({"recovery_rounded": rounded} if rounded else {}),
     **({ATTENTION: dict(attention)} if attention else {}),

@@ -20,7 +20,8 @@ from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.numerics.recovery import mlp_recovery
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
-from mxjax.storage import checkpoint, run_events, run_journal, sealed
+from mxjax.run import folder as run_folder
+from mxjax.storage import checkpoint, sealed
 from mxjax.storage.atomic_io import damaged_files, file_names
 from mxjax.storage.tree_io import walk
 
@@ -185,7 +186,7 @@ def _check_arithmetic(
   stated = (manifest["extra"] or {}).get("arithmetic")
   if not stated:
     return
-  found = arithmetic.arithmetic(params, dtype, manifest["program"])
+  found = arithmetic.arithmetic(params, dtype)
   elsewhere = {arithmetic.BUILD, arithmetic.ATTENTION}
   audit.faults += [
     f"arithmetic: the manifest states {name} as {stated.get(name)}, the model has "
@@ -231,7 +232,7 @@ def _check_output_folder(
 ) -> None:
   """Checks what is beside the checkpoint: the run, the results, and nothing else."""
   vouched = {f"checkpoint/{one}" for one in (*manifest["files"], checkpoint.MANIFEST)}
-  if (folder / "run" / run_journal.JOURNAL).is_file():
+  if (folder / "run" / run_folder.STATE).is_file():
     vouched |= _check_run_folder(folder / "run", manifest, audit)
   # `mxjax import` writes a checkpoint alone, which vouches for itself.
   if {*file_names(folder)} - vouched:
@@ -241,32 +242,29 @@ def _check_output_folder(
 def _check_run_folder(
   folder: pathlib.Path, manifest: Mapping[str, Any], audit: Audit
 ) -> set[str]:
-  """Checks the journal, its files, and that the checkpoint has the same types.
+  """Checks the run's state, its files, and that the checkpoint has the same types.
 
-  Returns the files that the journal vouches for.
+  Returns the files that the state vouches for.
   """
   try:
-    events, torn_bytes = run_journal.read_events(folder)
+    state = run_folder.read_state(folder)
   except ValueError as error:
     audit.faults.append(str(error))
     return set()
-  if torn_bytes:
-    audit.faults.append(f"run/{run_journal.JOURNAL} ends in an incomplete line.")
-  if not run_events.last(events, "finished"):
-    text = f"run/{run_journal.JOURNAL} does not say that the run finished."
+  if not state["end"]:
+    text = f"run/{run_folder.STATE} does not say that the run finished."
     audit.faults.append(text)
-  listed = run_events.listed_files(events)
+  listed = run_folder.listed_files(state)
   audit.faults += [f"run/{text}." for text in damaged_files(folder, listed)]
-  layers = run_events.finished_layers(events)
-  is_tuned = run_events.last(events, "tuned") is not None
-  for one in layers:
+  is_tuned = state["tuning"] is not None
+  for one in state["layers"]:
     for path, node in one["nodes"].items():
       saved = manifest["nodes"].get(f"{one['name']}/{path}")
       if _type(saved, is_tuned) != _type(node, is_tuned):
         audit.faults.append(
           f"{one['name']}/{path} is of another type in the checkpoint than in run/."
         )
-  audit.counts["layers of the run"] = len(layers)
+  audit.counts["layers of the run"] = len(state["layers"])
   return {f"run/{name}" for name in listed}
 
 

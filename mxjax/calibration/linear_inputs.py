@@ -117,7 +117,6 @@ class LinearInputs:
 
   Attributes:
     name: The linear's name, such as `q_proj`; empty for a view that several share.
-    record: Entries that hooks add to this linear's part of the report.
     learned: What `Program.prepare` learned for this linear, or None.
     group: What `Program.shape_group` returned for the linears on this tensor.
     gradients: bfloat16 chunks `[sequences, n, out_features]` of gradients at this
@@ -152,7 +151,6 @@ class LinearInputs:
     self.name = ""
     self.learned: Any = None
     self.group: Any = None
-    self.record: dict[str, Any] = {}
     self.gradients: Sequence[jax.Array] = ()
     self.token_weights: jax.Array | None = None
     if extent is None:
@@ -166,12 +164,23 @@ class LinearInputs:
     return self._source() if callable(self._source) else self._source
 
   def for_linear(
-    self, name: str = "", learned: Any = None, gradients: Sequence[jax.Array] = ()
+    self,
+    name: str = "",
+    *,
+    learned: Any = None,
+    group: Any = None,
+    gradients: Sequence[jax.Array] = (),
   ) -> "LinearInputs":
-    """Returns a view for one linear on this tensor: same cache, a copied record."""
+    """Returns a view for one linear on this tensor, which shares its reductions."""
     view = copy.copy(self)
-    view.name, view.learned, view.record = name, learned, dict(self.record)
+    view.name, view.learned, view.group = name, learned, group
     view.gradients = gradients
+    return view
+
+  def in_group(self, group: Any) -> "LinearInputs":
+    """Returns a view that hooks see with another `group`."""
+    view = copy.copy(self)
+    view.group = group
     return view
 
   def weighted(self, token_weights: jax.Array) -> "LinearInputs":
@@ -260,8 +269,8 @@ class LinearInputs:
     """Returns the raw Hessian X'X / n, float32 `[d, d]`, cached.
 
     On a GPU it is multiplied in bfloat16 where the inputs are bfloat16 without weights.
-    Those products are exact, and sums are float32 in another order; `record` says
-    which ran.
+    Those products are exact, and sums are float32 in another order;
+    `hessian_products` says which ran.
     """
     width = self.blocks * mxfp4.BLOCK_SIZE
 
@@ -271,12 +280,18 @@ class LinearInputs:
       places = np.arange(width, dtype=np.int32)
       return _mirrored_mean(total, places, np.float32(self.tokens))
 
-    is_narrow = self._is_narrow()
-    self.record["hessian_products"] = "bfloat16" if is_narrow else "float32"
-    if not is_narrow:
+    if not self._is_narrow():
       return self.cached("hessian", compute)
     # A name of its own, because a store may serve a CPU too.
     return self.cached("hessian_bfloat16", lambda: compute(None))
+
+  @property
+  def hessian_products(self) -> str | None:
+    """Dtype of the operands of the Hessian's products; None if no hook has read it."""
+    for name, dtype in (("hessian", "float32"), ("hessian_bfloat16", "bfloat16")):
+      if name in self._cache:
+        return dtype
+    return None
 
   def _is_narrow(self) -> bool:
     """Whether the Hessian's products are in bfloat16."""

@@ -69,20 +69,17 @@ class CalibrationStore:
     root: str | os.PathLike[str],
     params: Params,
     calib: Calibration,
-    staged: str = "compute",
   ) -> None:
     """Derives the folder from the content of params and tokens; writes nothing.
 
     `root` has one subfolder for each content key, which includes the model's config, if
-    that has `to_dict`, and the dtype in which activations are `staged`.
+    that has `to_dict`.
     """
     # Equal weights compute other states with another rotary base, epsilon or dtype.
     config = getattr(calib.model, "config", None)
     to_dict = getattr(config, "to_dict", dict)
     described = json.dumps(to_dict(), sort_keys=True)
     parts = [FORMAT, params_digest(params), calib.fingerprint, described]
-    if staged != "compute":
-      parts.append(staged)
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()
     self.path = pathlib.Path(root) / key[:16]
 

@@ -77,7 +77,7 @@ def embed(
 
 @functools.partial(
   jax.jit,
-  static_argnames=("model", "blocked", "plain", "placement", "staged"),
+  static_argnames=("model", "blocked", "plain", "placement"),
   donate_argnames="hidden",
   compiler_options=execution.FEW_TEMPORARIES,
 )
@@ -88,13 +88,12 @@ def capture(
   blocked: tuple[str, ...],
   plain: tuple[str, ...],
   placement: Placement = ONE_DEVICE,
-  staged: str = "compute",
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Runs a chunk through a float layer and returns its output and taps.
 
   `hidden`, `[sequences, T, d]`, is donated. `blocked` taps are returned feature-major,
-  `[sequences, blocks, 32, T]`; `plain` taps unchanged, `[sequences, T, ...]`.
-  Taps are rounded to the dtype `staged`, or keep their own with `compute`.
+  `[sequences, blocks, 32, T]`; `plain` taps unchanged, `[sequences, T, ...]`; all in
+  the dtype of the computation.
   """
 
   def run(layer: Params, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -102,8 +101,6 @@ def capture(
       output, taps = model.layer_with_taps(layer, _one(sequence))
       kept = {t: mxfp4.to_blocks(taps[t][0]) for t in blocked}
       kept |= {t: taps[t][0] for t in plain}
-      if staged != "compute":
-        kept = {t: array.astype(staged) for t, array in kept.items()}
       return _only(output), kept
 
     return jax.lax.map(one, hidden)
@@ -199,18 +196,6 @@ def check_finite(hidden: Chunks, place: str) -> None:
       "calibration tokens; the float model itself overflows there, so check its "
       "weights and its compute dtype."
     )
-
-
-def check_staged(taps: Sequence[dict[str, jax.Array]], place: str) -> None:
-  """Raises FloatingPointError if captured activations of `place` are not finite."""
-  for name in taps[0]:
-    if bad := sum(int((~jnp.isfinite(chunk[name])).sum()) for chunk in taps):
-      dtype = taps[0][name].dtype
-      raise FloatingPointError(
-        f"quantize: {bad} of {sum(chunk[name].size for chunk in taps)} captured values "
-        f"of {place}/{name} are beyond {dtype}, whose largest is "
-        f"{float(jnp.finfo(dtype).max):g}; leave the option staged={dtype} out."
-      )
 
 
 @execution.jit(static_argnames=("model", "placement"))

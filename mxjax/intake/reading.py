@@ -111,7 +111,12 @@ def parse_json(data: bytes, kind: type[T]) -> T:
 
 
 def read_json(
-  path: pathlib.Path, kind: type[T], expected: str, *, mend: str = AGAIN
+  path: pathlib.Path,
+  kind: type[T],
+  expected: str,
+  *,
+  mend: str = AGAIN,
+  limit: int = JSON_BYTES,
 ) -> T:
   """Reads a JSON file of the structure `kind`; see `parse_json` and `refusing`.
 
@@ -120,7 +125,7 @@ def read_json(
     ValueError: It is too large, no JSON, or of another structure.
   """
   with refusing(path, expected, mend):
-    return parse_json(read_bytes(path, mend=mend), kind)
+    return parse_json(read_bytes(path, limit=limit, mend=mend), kind)
 
 
 def read_text(path: pathlib.Path) -> bytes:

@@ -27,8 +27,8 @@ _REGISTERED = {
   "focus": "baselines.focus.FOCUS",
   "wush+r": "baselines.wush.WUSH_R",
   "hires": "hires.hires.HIRES",
-  "hires-descent": "hires.hires.HIRES_DESCENT",
-  "hires-next": "hires.hires_next.HIRES_NEXT",
+  "hires-descent": "hires.next.HIRES_DESCENT",
+  "hires-next": "hires.next.HIRES_NEXT",
   "rtn+gain": "baselines.rtn_gain.RTN_GAIN",
   "rtn+rceil": "baselines.focus.RTN_RCEIL",
 }
@@ -81,7 +81,7 @@ def get(method: "str | program.Program") -> "program.Program":
   """Looks a program up by name; a `Program` is checked and returned unchanged.
 
   `method` may carry options, such as `gptq:scales=static:order=activation`, among them
-  `recover`, whose value `recovery_fits.parse` reads: `hires:recover=attention`. After
+  `recover`, whose value `stage3.parse` reads: `hires:recover=attention`. After
   the name, `+r` adds HiRes' recovery to any method. It may end in `+tune` for scale
   distillation, with options of its own, such as `hires:weighting=fisher+tune:epochs=2`.
   The program is then named by the whole text.
@@ -154,9 +154,9 @@ def _option(place: str, program: Any, text: str) -> tuple[str, Any]:
       f"{', '.join(sorted(fields))} as option=value."
     )
   if key == "recover":
-    from mxjax.methods import recovery_fits
+    from mxjax.methods.hires import stage3
 
-    return key, recovery_fits.parse(value)
+    return key, stage3.parse(value)
   import pydantic
 
   from mxjax.methods import options

@@ -9,15 +9,16 @@ here. Unlike the original, dead inputs are not zeroed; damping handles them.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.options import Share
-from mxjax.methods.program import Program, Realized
+from mxjax.methods.program import Program, Realization
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import code_descent, gptq, two_sided
 from mxjax.numerics.realization.activation_quantizers import Nearest
@@ -47,14 +48,14 @@ def reconstruct(
   order: Order = "natural",
   descent: int = 0,
   output_moment: jax.Array | None = None,
-) -> gptq.Reconstruction:
+) -> tuple[gptq.Reconstruction, dict[str, Any]]:
   """Runs GPTQ in the coordinates of a map, from the shared raw Hessian.
 
   `weight` is folded, float32 `[blocks, 32, out_features]`; `inputs` are in native
-  coordinates. `damping` is the first relative damping tried; the one that succeeds goes
-  into `inputs.record`. `descent` counts passes of `code_descent` afterwards. With the
-  moment of output gradients, float32 `[rows, rows]`, rows compensate each other, in
-  natural order; see `two_sided`.
+  coordinates. `damping` is the first relative damping tried; the one that succeeds is
+  in the record, which is returned beside the codes. `descent` counts passes of
+  `code_descent` afterwards. With the moment of output gradients, float32
+  `[rows, rows]`, rows compensate each other, in natural order; see `two_sided`.
 
   Raises:
     ValueError: No damping tried made the Hessian positive definite.
@@ -74,15 +75,22 @@ def reconstruct(
   used = float(factor.damping)
   if used != used:
     raise not_definite(inputs, damping)
-  inputs.record["damping"] = used
+  record = {"damping": used}
   if output_moment is not None:
-    return _two_sided(
-      *(weight, factor.upper, output_moment, curvature, jnp.float32(used)),
-      *(inputs.rules, scales, descent),
+    codes = _two_sided(
+      weight=weight,
+      upper=factor.upper,
+      moment=output_moment,
+      hessian=curvature,
+      damping=jnp.float32(used),
+      rules=inputs.rules,
+      scales=scales,
+      descent=descent,
     )
+    return codes, record
   solve = _SolveRows(inputs.rules, scales, descent)
   operands = factor.upper, columns, curvature, jnp.float32(used)
-  return inputs.placement.call_by_row(solve, weight, *operands)
+  return inputs.placement.call_by_row(solve, weight, *operands), record
 
 
 def _two_sided(
@@ -100,7 +108,7 @@ def _two_sided(
   of_rows = execution.block_on_cpu(gptq.factor(moment)).upper
   coupled = execution.block_on_cpu(two_sided.coupling(of_rows))
   found = two_sided.reconstruct(
-    *(weight, upper, coupled, hessian, damping, rules), scales=scales, passes=descent
+    weight, upper, coupled, hessian, damping, rules, scales=scales, passes=descent
   )
   return execution.block_on_cpu(found)
 
@@ -160,14 +168,14 @@ class Gptq(Program):
         "moment to find its scale."
       )
 
+  @override
   def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
-  ) -> Realized:
-    """See `Program.quantize_weight`."""
-    result = reconstruct(
+  ) -> Realization:
+    codes, record = reconstruct(
       weight, inputs, input_map, self.damping, self.scales, order=self.order
     )
-    return Realized(result, Nearest())
+    return Realization(codes, Nearest(), record=record)
 
 
 GPTQ = Gptq()

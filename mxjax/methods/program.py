@@ -12,7 +12,7 @@ from mxjax.calibration.calibration import Calibration, Params
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.methods.recovery_fits import RecoveryFit
+from mxjax.methods.recovery import RecoveryFit
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import Contract
@@ -20,9 +20,19 @@ from mxjax.numerics.realization import activation_quantizers, gptq
 from mxjax.numerics.shaping import input_maps
 from mxjax.numerics.shaping.input_maps import InputMap
 
+Record = Mapping[str, Any]
+"""What a hook tells of its work for the report: JSON-ready values by name."""
 
-class Realized(NamedTuple):
-  """Legal codes in the installed coordinates, and the dynamic A4 rule.
+
+class Shaping(NamedTuple):
+  """Result of `shape`: the input map, or None for native coordinates."""
+
+  input_map: InputMap | None
+  record: Record = {}
+
+
+class Realization(NamedTuple):
+  """Result of `quantize_weight`: legal codes in the map's coordinates and the A4 rule.
 
   `correction`, `[blocks, 32, 32]`, multiplies mapped inputs if it is given.
   """
@@ -30,6 +40,14 @@ class Realized(NamedTuple):
   weight: gptq.Reconstruction
   rounding: activation_quantizers.ActivationQuantizer
   correction: jax.Array | None = None
+  record: Record = {}
+
+
+class LinearResult(NamedTuple):
+  """Result of `quantize_linear`: the leaf that replaces a weight, and all records."""
+
+  leaf: QuantizedLinear
+  record: Record = {}
 
 
 class Prepared(NamedTuple):
@@ -51,24 +69,14 @@ class Program:
   Attributes:
     name: The name in results.
     recover: Recovery fits in order, each measured on the state left by the one before.
-    upstream: Whether hooks see the inputs of the float model (reading A22) or those
-      that the layers quantized so far produce.
-    recovery_by: With `model`, each fit covers the whole model before the next begins
-      (reading A16); with `layer`, all fits of a layer finish before the next layer.
     weighting: Whether tokens count equally in the moments that hooks see, or by their
       Fisher information, for which the model is differentiated once; see `fisher`.
-    staged: Dtype in which captured activations, the inputs of linears and what recovery
-      fits take from the float model, are kept between passes (reading A15): that of
-      the computation, or float16, whose overflow is refused.
     tune: Scale distillation after everything else, or None.
   """
 
   name: str = "rtn"
   recover: tuple[RecoveryFit, ...] = ()
-  upstream: Literal["float", "quantized"] = "float"
-  recovery_by: Literal["model", "layer"] = "model"
   weighting: Literal["uniform", "fisher"] = "uniform"
-  staged: Literal["compute", "float16"] = "compute"
   tune: ScaleDistillation | None = None
 
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
@@ -84,17 +92,17 @@ class Program:
     """
     del weights, inputs
 
-  def shape(self, weight: jax.Array, inputs: LinearInputs) -> InputMap | None:
-    """Chooses the input map of one linear, or None for native coordinates.
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
+    """Chooses the input map of one linear, or none for native coordinates.
 
     `weight` is feature-major, float32 `[blocks, 32, out_features]`.
     """
     del weight, inputs
-    return None
+    return Shaping(None)
 
   def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
-  ) -> Realized:
+  ) -> Realization:
     """Chooses legal W4 codes and the A4 rule in the installed coordinates.
 
     `weight` is folded, float32 `[blocks, 32, out_features]`; `inputs` are in native
@@ -102,36 +110,34 @@ class Program:
     """
     del input_map
     codes = gptq.round_to_nearest(weight, inputs.rules)
-    return Realized(codes, activation_quantizers.Nearest())
+    return Realization(codes, activation_quantizers.Nearest())
 
-  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
+  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> LinearResult:
     """Runs `shape`, folds, and runs `quantize_weight`; override it to interleave them.
 
-    `weight` is `[out_features, in_features]`; the returned leaf replaces it.
+    `weight` is `[out_features, in_features]`; the leaf of the result replaces it.
     """
     blocks = mxfp4.weight_blocks(weight)
-    input_map = self.shape(blocks, inputs)
+    input_map, of_shape = self.shape(blocks, inputs)
     with execution.one_lapack_thread():
       folded = fold(blocks, input_map)
-    codes, rounding, correction = self.quantize_weight(folded, inputs, input_map)
-    if correction is not None:
-      input_map = input_maps.followed(input_map, correction)
-    return QuantizedLinear(pack(codes), input_map, rounding, rules=inputs.rules)
+    made = self.quantize_weight(folded, inputs, input_map)
+    if made.correction is not None:
+      input_map = input_maps.followed(input_map, made.correction)
+    leaf = QuantizedLinear(
+      pack(made.weight), input_map, made.rounding, rules=inputs.rules
+    )
+    return LinearResult(leaf, {**of_shape, **made.record})
 
   def describe(self) -> Mapping[str, Any]:
     """Returns name and options, JSON-ready, for results and checkpoints."""
+    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     options = {
-      field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+      # Strict JSON has no infinity.
+      name: str(value) if isinstance(value, float) and math.isinf(value) else value
+      for name, value in fields.items()
+      if name not in ("name", "recover", "tune")
     }
-    del options["name"], options["recover"], options["tune"]
-    plain_options = {"staged": "compute", "two_sided": False, "refit_maps": False}
-    plain_options |= {"changes": 0, "rounds_up": False}
-    for name, plain in plain_options.items():
-      if options.get(name) == plain:
-        del options[name]  # Older runs and rows do not name it.
-    for name, value in options.items():
-      if isinstance(value, float) and not math.isfinite(value):
-        options[name] = str(value)  # For strict JSON.
     if self.tune is not None:
       options["tune"] = dataclasses.asdict(self.tune)
     recover = [fit.label for fit in self.recover]

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from typing_extensions import override
 
 from mxjax.calibration.calibration import Calibration, Params
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.methods.program import RTN, Prepared, Program
-from mxjax.methods.recovery_fits import is_quantized
+from mxjax.methods.program import RTN, LinearResult, Prepared, Program
+from mxjax.methods.recovery import is_quantized
 from mxjax.numerics.contract import Contract
 
 
@@ -24,16 +25,18 @@ class Reused(Program):
   program: Program = RTN
   leaves: Mapping[str, QuantizedLinear] = dataclasses.field(default_factory=dict)
 
+  @override
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
-    """See `Program.prepare`."""
     del calib, contract
     return Prepared(params, learned=self.leaves)
 
-  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
-    """See `Program.quantize_linear`; returns the finished linear."""
+  @override
+  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> LinearResult:
+    """Returns the finished linear."""
     del weight
-    return inputs.learned
+    return LinearResult(inputs.learned)
 
+  @override
   def describe(self) -> Mapping[str, Any]:
     """Describes the program that made the linears."""
     return self.program.describe()
@@ -47,7 +50,7 @@ def build_key(program: Program) -> str | None:
   """
   if type(program).prepare is not Program.prepare or program.tune is not None:
     return None
-  plain = dataclasses.replace(program, name="", recover=(), recovery_by="model")
+  plain = dataclasses.replace(program, name="", recover=())
   return f"{type(program).__name__} {plain}"
 
 
@@ -60,8 +63,6 @@ def reuse(program: Program, params: Params) -> Reused:
   return Reused(
     name=program.name,
     recover=program.recover,
-    recovery_by=program.recovery_by,
-    staged=program.staged,
     program=program,
     leaves=leaves,
   )

@@ -1,1 +1,1 @@
-"""Files: checkpoints, the run folder with its journal, exports to other formats."""
+"""Files: checkpoints and exports to other formats."""

@@ -8,12 +8,12 @@ from typing import Annotated, Any, TypeVar
 
 import pydantic
 
-from mxjax.intake.reading import read_json, refusing
+from mxjax.intake.reading import JSON_BYTES, read_json, refusing
 from mxjax.storage import atomic_io
 
 OUTPUTS = "mxjax_files.json"
 """Lists what a finished command wrote beside and above its checkpoint and its run."""
-LISTED = ("result.json", "report.html", "checkpoint/mxjax.json", "run/journal.jsonl")
+LISTED = ("result.json", "report.html", "checkpoint/mxjax.json", "run/state.json")
 """The files of an output folder that nothing else in it has a digest of."""
 
 
@@ -49,11 +49,15 @@ class Sealed(pydantic.BaseModel):
 T = TypeVar("T", bound=pydantic.BaseModel)
 
 
+def canonical(values: Any) -> str:
+  """Returns the one JSON text of values that digests are of."""
+  return json.dumps(values, sort_keys=True, separators=(",", ":"))
+
+
 def digest(values: Mapping[str, Any]) -> str:
   """Computes the SHA-256 of values' canonical JSON without their own digest."""
   content = {key: value for key, value in values.items() if key != "digest"}
-  text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-  return hashlib.sha256(text.encode()).hexdigest()
+  return hashlib.sha256(canonical(content).encode()).hexdigest()
 
 
 def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
@@ -63,6 +67,13 @@ def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
   atomic_io.write_json(path, {**read, "digest": digest(read)}, indent=1)
 
 
+def write_texts(path: pathlib.Path, texts: Mapping[str, str]) -> None:
+  """Writes what `write` does, of values whose `canonical` texts are at hand."""
+  content = ",".join(f"{canonical(key)}:{texts[key]}" for key in sorted(texts))
+  own = hashlib.sha256(f"{{{content}}}".encode()).hexdigest()
+  atomic_io.write_durably(path, f'{{"digest":"{own}",{content}}}\n'.encode())
+
+
 def read(
   path: pathlib.Path,
   expected: str,
@@ -70,14 +81,17 @@ def read(
   *,
   kind: type[T] = Sealed,
   version: tuple[str, int] | None = None,
+  limit: int = JSON_BYTES,
 ) -> dict[str, Any]:
   """Reads a sealed file of the structure `kind`; `version` is a field and its value.
+
+  It has at most `limit` bytes.
 
   Raises:
     FileNotFoundError: There is none.
     ValueError: It is damaged or of another version.
   """
-  values = read_json(path, dict[str, Any], expected, mend=mend)
+  values = read_json(path, dict[str, Any], expected, mend=mend, limit=limit)
   if version and values.get(version[0]) != version[1]:
     raise ValueError(
       f"{path}: expected format version {version[1]}, got "

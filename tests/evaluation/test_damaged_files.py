@@ -4,7 +4,6 @@ DAMAGED_FILES sets how many; the default takes seconds.
 """
 
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -24,8 +23,8 @@ from mxjax.evaluation import datasets, results
 from mxjax.evaluation.cli.launch import MENDABLE
 from mxjax.models.families import to_hf_config
 from mxjax.models.loading import weights
+from mxjax.run.folder import RunFolder
 from mxjax.storage import checkpoint, export, sealed
-from mxjax.storage.run_folder import RunFolder
 from tests import tiny
 from tests.mxjax import quantized
 
@@ -123,22 +122,6 @@ def resealed(rng, data):
   return dumped(values)
 
 
-def rechained(rng, data):
-  """A journal with another event, whose checksums fit."""
-  lines = [json.loads(line) for line in data.splitlines()]
-  rng.choice(lines).pop("chain")
-  number = rng.randrange(len(lines))
-  lines[number] = other_json(rng, lines[number])
-  chain, whole = "", b""
-  for line in lines:
-    if isinstance(line, dict):
-      line.pop("chain", None)
-    rest = dumped(line)[1:]
-    chain = hashlib.sha256(chain.encode() + rest).hexdigest()
-    whole += b'{"chain": "' + chain.encode() + b'", ' + rest + b"\n"
-  return whole
-
-
 def in_gzip(rng, data):
   if rng.random() < 0.1:
     return gzip.compress(bytes(200 * 2**20), 9)
@@ -228,8 +211,8 @@ def read_tokens(name):
 def read_run(folder):
   with RunFolder(folder, resume=True) as run:
     run.begin({"weights": "ab"}, {"jax": "1"})
-    for event in run.finished:
-      run.read_layer(event)
+    for layer in run.finished:
+      run.read_layer(layer)
     if run.finished:
       run.read_streams(2)
     run.read_prepared()
@@ -315,8 +298,8 @@ def originals(tiny_config, tiny_params, tmp_path_factory):
     rows = {"float": [jnp.ones((2, 3, 4))]}
     layer = params["layers_0"]
     opened.write_layer("layers_0", layer, {"v": 1}, streams=rows, clock=clock)
-    opened.write_tuning({"s": jnp.ones(2)}, [0.5])
-  kinds["journal"] = run, "journal.jsonl", read_run, [in_lines, rechained, rechained]
+    opened.write_tuning({"s": jnp.ones(2)}, [0.5], 1.0)
+  kinds["run"] = run, "state.json", read_run, [in_json, resealed, resealed]
   kinds["layer"] = run, "layers/layers_0.safetensors", read_run, [in_header]
   scored = folder("scored")
   task = {"score": 5.5, "items": 2, "official_items": 9, "token_sha256": "ab"}

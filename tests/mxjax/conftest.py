@@ -4,7 +4,7 @@ import pytest
 
 from mxjax import methods
 from mxjax.calibration.calibration import Calibration
-from mxjax.running import pipeline
+from mxjax.run.quantize import run
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +15,4 @@ def tiny_calib(tiny_model, tiny_tokens):
 @pytest.fixture(scope="session")
 def tiny_hires(tiny_params, tiny_calib):
   """The result of HiRes, with its record."""
-  return pipeline.quantize_with_record(
-    tiny_params, tiny_calib, methods.HIRES, check=False
-  )
+  return run(tiny_params, tiny_calib, methods.HIRES, check=False)

@@ -41,8 +41,15 @@ from mxjax.discovery.tasks.ptq.candidate_passes import (
 from mxjax.discovery.tasks.ptq.structure.fits import HookAttentionFit, HookMlpFit
 from mxjax.discovery.tasks.ptq.structure.interventions import RECOVERY, behaviours
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.methods.program import Program, Realized, fold, pack
-from mxjax.methods.recovery_fits import RecoveryFit
+from mxjax.methods.program import (
+  LinearResult,
+  Program,
+  Realization,
+  Shaping,
+  fold,
+  pack,
+)
+from mxjax.methods.recovery import RecoveryFit
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq, one_code
 from mxjax.numerics.realization.activation_quantizers import (
@@ -156,12 +163,12 @@ class CandidateProgram(Program):
     """Returns the names only; the packet identifies the program that runs."""
     return {"name": self.name, "recover": [f.name for f in self.recover], "options": {}}
 
-  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
+  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> LinearResult:
     """See `Program.quantize_linear`; tracks the position in the pipeline."""
     layer, block, _ = next(self._paths)
     self._now = self._behaviour(layer, block)
     if self._now.plan["transform"] == "reached":
-      return self._reached(weight, inputs)
+      return LinearResult(self._reached(weight, inputs))
     return super().quantize_linear(weight, inputs)
 
   def _reached(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
@@ -209,13 +216,11 @@ class CandidateProgram(Program):
       return stats
     return neighbours(hook, stats)
 
-  def shape(
-    self, weight: jax.Array, inputs: LinearInputs
-  ) -> input_maps.InputMap | None:
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
     """Returns the candidate's map and balance."""
     plan = self._now.plan
     if plan["transform"] == "off" and plan["balance"] == "off":
-      return None
+      return Shaping(None)
     transform = jnp.broadcast_to(
       jnp.eye(mxfp4.BLOCK_SIZE, dtype=jnp.float64), (weight.shape[0], 32, 32)
     )
@@ -226,7 +231,7 @@ class CandidateProgram(Program):
       at = transform if plan["balance"] == "measured" else native
       stats = measure_stats(weight, inputs, at)
       transform = self._balance(stats)[..., None] * transform
-    return input_maps.BlockDense(transform.astype(jnp.float32))
+    return Shaping(input_maps.BlockDense(transform.astype(jnp.float32)))
 
   def _transform(
     self, weight: jax.Array, inputs: LinearInputs, native: jax.Array
@@ -255,10 +260,10 @@ class CandidateProgram(Program):
 
   def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
-  ) -> Realized:
+  ) -> Realization:
     """Returns the candidate's codes, and its activation rule with tables from them."""
     result = self._encode(weight, inputs, input_map)
-    return Realized(result, self._rounding(weight, result))
+    return Realization(result, self._rounding(weight, result))
 
   def _rounding(
     self, weight: jax.Array, result: gptq.Reconstruction

@@ -25,7 +25,7 @@ from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.contract import PAPER_CONTRACT
-from mxjax.running import pipeline
+from mxjax.run.quantize import run
 
 OUTLIER_RATIO = 32
 """A block is contaminated if its largest magnitude over its median exceeds this."""
@@ -64,9 +64,7 @@ class Fit:
     orders = self._orders(call, artifacts)
     params = order.arranged(self._params, self._model, orders)
     program = candidate.CandidateProgram(call, artifacts, self._paths, self._defaults)
-    result = pipeline.quantize_with_record(
-      params, self._calibration, program, check=False, probe=False
-    )
+    result = run(params, self._calibration, program, check=False, probe=False)
     operands = {**payload.of_params(result.params, self._model), **orders}
     return {"outputs": payload.digests(operands)}, payload.to_bytes(operands)
 

@@ -40,7 +40,7 @@ EVALUATOR_PACKAGES = (
   "mxjax.devices",
   "mxjax.calibration",
   "mxjax.methods",
-  "mxjax.running",
+  "mxjax.run",
   "mxjax.evaluation.measures",
   "mxjax.discovery.sandbox",
   "mxjax.discovery.tasks",

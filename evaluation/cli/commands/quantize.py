@@ -9,7 +9,7 @@ from typing import Any
 from mxjax.evaluation.cli import arguments
 
 RUN = "run"
-"""Name of the subfolder with a run's journal and finished layers."""
+"""Name of the subfolder with a run's state and finished layers."""
 PASSED_ON = ("store", "check", "chunk", "save_every")
 """Options that `quantize` of the library has too."""
 
@@ -18,9 +18,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   """Adds the command and its options."""
   parser = commands.add_parser(
     "quantize",
-    help="quantize a model; writes a checkpoint, a journal and report.html",
+    help="quantize a model; writes a checkpoint, its run and report.html",
     description="Quantizes every decoder linear of MODEL and writes OUT/checkpoint "
-    "(Orbax), OUT/run (journal and finished layers), OUT/result.json and "
+    "(Orbax), OUT/run (finished layers, to go on from), OUT/result.json and "
     "OUT/report.html.",
   )
   arguments.add(parser, "model")
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
   from mxjax.devices import processes
   from mxjax.evaluation.cli import inputs, outputs, progress
   from mxjax.evaluation.cli.commands import export
-  from mxjax.running import pipeline
+  from mxjax.run.progress import Stopped
   from mxjax.storage import atomic_io
 
   arguments.check_method(options.method)
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> None:
     tell(f"a model of {options.method} can be exported as {formats}")
   try:
     row = _quantize(options, folder, prepared)
-  except (KeyboardInterrupt, pipeline.Stopped) as error:
+  except (KeyboardInterrupt, Stopped) as error:
     raise KeyboardInterrupt(
       f"{str(error) or 'interrupted'}; finished layers are in {folder / RUN}; go on "
       f"with: {progress.resume_command(options.arguments)}"
@@ -140,7 +140,8 @@ def _program(options: argparse.Namespace, subject: Any, tokens: Any) -> Any:
   from mxjax.calibration.store import params_digest
   from mxjax.evaluation.cli import inputs
   from mxjax.methods import reused
-  from mxjax.storage import checkpoint, run_journal
+  from mxjax.run import folder as run_folder
+  from mxjax.storage import checkpoint
 
   program = methods.get(options.method)
   if not options.linears:
@@ -148,13 +149,13 @@ def _program(options: argparse.Namespace, subject: Any, tokens: Any) -> Any:
   folder = inputs.checkpoint_folder(options.linears)
   made = checkpoint.read_manifest(folder)["program"]
   run = folder.parent / RUN
-  is_run = (run / run_journal.JOURNAL).is_file()
-  if not (events := run_journal.read_events(run)[0] if is_run else []):
+  if not (run / run_folder.STATE).is_file():
     raise FileNotFoundError(
       f"quantize: expected --linears with a folder that `quantize` wrote, its {RUN}/ "
       f"included, got {options.linears}, which has none; leave the option out."
     )
-  start, theirs, key = events[0], made["name"], reused.build_key(program)
+  start = run_folder.read_state(run)["identity"]
+  theirs, key = made["name"], reused.build_key(program)
   tokens_differ = start["calibration"]["fingerprint"] != token_fingerprint(tokens)
   model_differs = start["model"] != subject.model.config.to_dict()
   model_differs = model_differs or start["weights"] != params_digest(subject.params)
@@ -176,7 +177,8 @@ def _quantize(options: argparse.Namespace, folder: pathlib.Path, prepared: Any) 
   from mxjax.devices import processes
   from mxjax.evaluation import study
   from mxjax.evaluation.cli import inputs, outputs, progress, settings
-  from mxjax.storage import checkpoint, layer_store, run_folder
+  from mxjax.run import folder as run_folder
+  from mxjax.storage import checkpoint, layer_store
 
   tokenizer, subject, tokens = prepared
   program = _program(options, subject, tokens)

@@ -25,13 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from typing_extensions import override
 
 from mxjax.calibration import gradients
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.gptq import Gptq
 from mxjax.methods.options import Count, Positive
-from mxjax.methods.program import Realized
+from mxjax.methods.program import Realization, Shaping
 from mxjax.numerics import lapack, mxfp4, straight_through
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization.activation_quantizers import Clipped, clip_blocks
@@ -55,6 +56,13 @@ class Learnable(NamedTuple):
   private: jax.Array
   inputs: jax.Array
   weights: dict[str, jax.Array]
+
+
+class Trained(NamedTuple):
+  """What linears that read one tensor share, and the record of its training."""
+
+  learnable: Learnable
+  record: Mapping[str, Any]
 
 
 class Operators(NamedTuple):
@@ -145,10 +153,11 @@ class BatQuant(Gptq):
   tokens: Positive | None = None
   clip_logit: float = 4.0
 
+  @override
   def shape_group(
     self, weights: Mapping[str, jax.Array], inputs: LinearInputs
-  ) -> Learnable:
-    """See `Program.shape_group`; trains the map and the shares."""
+  ) -> Trained:
+    """Trains the map and the shares."""
     clips = lambda *shape: jnp.full((2, *shape), self.clip_logit, jnp.float32)
     with jax.enable_x64(False):
       learnable: Any = Learnable(
@@ -168,13 +177,13 @@ class BatQuant(Gptq):
         learnable, state = _update(learnable, state, gradient, self.steps)
         first, last = (float(loss) if step == 0 else first), float(loss)
       condition = _condition(learnable)
-    inputs.record |= {"learning_losses": [first, last], "map_condition": condition}
     if not condition <= MAX_CONDITION:
       raise ValueError(
         f"{self.name}: the learned map has condition number {condition:.3g}, expected "
         f"at most {MAX_CONDITION:g}; train fewer steps or on more tokens."
       )
-    return learnable
+    record = {"learning_losses": [first, last], "map_condition": condition}
+    return Trained(learnable, record)
 
   def _batch(self, inputs: LinearInputs, batch: list[int]) -> jax.Array:
     count = min(self.tokens or inputs.length, inputs.length)
@@ -182,19 +191,22 @@ class BatQuant(Gptq):
     parts = [inputs.sequence(index)[..., places] for index in batch]
     return jnp.concatenate(parts, axis=-1)
 
-  def shape(self, weight: jax.Array, inputs: LinearInputs) -> input_maps.Kronecker:
-    """See `Program.shape`."""
+  @override
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
     del weight
-    return input_maps.Kronecker(inputs.group.shared, inputs.group.private)
+    learned, record = inputs.group
+    return Shaping(input_maps.Kronecker(learned.shared, learned.private), record)
 
+  @override
   def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: input_maps.InputMap | None
-  ) -> Realized:
-    """See `Program.quantize_weight`; clips the folded weights, then runs GPTQ."""
-    low, high = jax.nn.sigmoid(inputs.group.weights[inputs.name])
+  ) -> Realization:
+    """Clips the folded weights, then runs GPTQ."""
+    learned = inputs.group.learnable
+    low, high = jax.nn.sigmoid(learned.weights[inputs.name])
     clipped = execution.block_on_cpu(clip_blocks(weight, low, high))
-    codes = super().quantize_weight(clipped, inputs, input_map).weight
-    return Realized(codes, Clipped(*jax.nn.sigmoid(inputs.group.inputs)))
+    made = super().quantize_weight(clipped, inputs, input_map)
+    return made._replace(rounding=Clipped(*jax.nn.sigmoid(learned.inputs)))
 
 
 def _condition(learnable: Learnable) -> float:

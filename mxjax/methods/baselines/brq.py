@@ -15,10 +15,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.methods.gptq import Gptq
 from mxjax.methods.options import Positive
+from mxjax.methods.program import Shaping
 from mxjax.numerics import mxfp4
 from mxjax.numerics.shaping import input_maps
 
@@ -39,8 +41,9 @@ class BlockRotation(Gptq):
   signs: int | None = None
   shared: bool = True
 
-  def shape(self, weight: jax.Array, inputs: LinearInputs) -> input_maps.Hadamard:
-    """See `Program.shape`."""
+  @override
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
+    del inputs
     width = weight.shape[0] * mxfp4.BLOCK_SIZE
     size = next((size for size in self.sizes if width % size == 0), None)
     if size is None:
@@ -48,12 +51,13 @@ class BlockRotation(Gptq):
         f"{self.name}: no Hadamard of {self.sizes} divides the width {width}; add "
         f"{mxfp4.BLOCK_SIZE} to sizes."
       )
-    inputs.record["hadamard_size"] = size
+    record = {"hadamard_size": size}
     if self.signs is None:
-      return input_maps.Hadamard(size)
+      return Shaping(input_maps.Hadamard(size), record)
     drawn = size if self.shared else width
     signs = jax.random.rademacher(jax.random.key(self.signs), (drawn,), jnp.int8)
-    return input_maps.Hadamard(size, jnp.tile(signs, width // drawn))
+    signed = input_maps.Hadamard(size, jnp.tile(signs, width // drawn))
+    return Shaping(signed, record)
 
 
 BRQ = BlockRotation()

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from typing_extensions import override
 
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import (
@@ -31,7 +32,7 @@ from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.layers.linear import StraightThrough
 from mxjax.methods.options import Count, Positive
-from mxjax.methods.program import Prepared, Program, Realized
+from mxjax.methods.program import Prepared, Program, Realization
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import Contract
 from mxjax.numerics.realization import learned_scales
@@ -125,8 +126,9 @@ class Focus(Program):
   top: Positive = TOP_TOKENS
   divisor_logit: float = learned_scales.DIVISOR_LOGIT
 
+  @override
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
-    """See `Program.prepare`; learns the scales, and keeps the params."""
+    """Learns the scales, and keeps the params."""
     model = calib.model
     own: Any = [
       self._initial(params[model.layer_name(index)], model, contract)
@@ -162,14 +164,16 @@ class Focus(Program):
       scales[f"{block}/{name}"] = first
     return scales
 
+  @override
   def quantize_weight(
     self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
-  ) -> Realized:
-    """See `Program.quantize_weight`; encodes with the learned scales."""
+  ) -> Realization:
+    """Encodes with the learned scales."""
     del input_map
     factor = inputs.learned.factor
-    inputs.record["learned_factor"] = [float(factor.min()), float(factor.max())]
-    return Realized(_round(weight, inputs.learned, inputs.rules), Nearest())
+    record = {"learned_factor": [float(factor.min()), float(factor.max())]}
+    codes = _round(weight, inputs.learned, inputs.rules)
+    return Realization(codes, Nearest(), record=record)
 
 
 FOCUS = Focus()

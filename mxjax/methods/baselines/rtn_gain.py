@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
-from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.methods.program import Program
+from mxjax.methods.program import LinearResult, Program
 from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.realization import gptq
@@ -40,15 +39,17 @@ class RtnGain(Program):
 
   name: str = "rtn+gain"
 
-  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
+  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> LinearResult:
     """See `Program.quantize_linear`."""
-    leaf = super().quantize_linear(weight, inputs)
+    leaf, record = super().quantize_linear(weight, inputs)
     blocks = mxfp4.weight_blocks(weight)
     rounded = execution.block_on_cpu(gptq.round_to_nearest(blocks, inputs.rules))
     zeros = jnp.zeros(2, jnp.float64)
     product, square = inputs.reduce(_gain_step, zeros, blocks, rounded.decoded)
     gain = jnp.where(square > 0, product / jnp.where(square > 0, square, 1.0), 1.0)
-    return dataclasses.replace(leaf, gain=gain.astype(jnp.float32))
+    return LinearResult(
+      dataclasses.replace(leaf, gain=gain.astype(jnp.float32)), record
+    )
 
 
 RTN_GAIN = RtnGain()

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 from mxjax.calibration import gradients
 from mxjax.calibration.calibration import (
@@ -195,8 +196,9 @@ class SpinQuant(Gptq):
   rate: Share = 1.5
   seed: Count = 0
 
+  @override
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
-    """See `Program.prepare`; learns the rotations and fuses them."""
+    """Learns the rotations and fuses them."""
     model, first = calib.model, params[calib.model.layer_name(0)]
     rotated, head = recipe(first), _head_dim(model, params)
     width = first["self_attn"]["v_proj"]["weight"].shape[-1]

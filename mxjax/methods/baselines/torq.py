@@ -13,14 +13,17 @@ close to RTN's, so expect no more.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.methods.gptq import Gptq
 from mxjax.methods.options import Positive
+from mxjax.methods.program import Shaping
 from mxjax.numerics import mxfp4
 from mxjax.numerics.precision import HIGHEST
 from mxjax.numerics.shaping import input_maps, two_level
@@ -39,27 +42,32 @@ class Torq(Gptq):
   name: str = "torq"
   rows: Positive = 8192
 
-  def shape(self, weight: jax.Array, inputs: LinearInputs) -> input_maps.TwoLevel:
-    """See `Program.shape`."""
+  @override
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
+    """Fits both rotations once for the linears that read one tensor.
+
+    The first of these linears has the record of the fit.
+    """
     del weight
+    record: dict[str, Any] = {}
 
     def inter() -> jax.Array:
       covariance = execution.block_on_cpu(two_level.block_covariance(inputs.hessian()))
       rotation, deviation = execution.block_on_cpu(two_level.equalize(covariance))
-      inputs.record["energy_deviation"] = float(deviation)
+      record["energy_deviation"] = float(deviation)
       return rotation.astype(jnp.float32)
 
     def intra() -> jax.Array:
       sample = inputs.sample(max(1, self.rows // inputs.blocks))
       rotation, losses = two_level.even_out(_pooled(sample, across), inputs.rules)
-      inputs.record["occupancy_losses"] = losses
+      record["occupancy_losses"] = losses
       return jnp.asarray(rotation, jnp.float32)
 
     # The rotations depend on the encoder's rules, so the cache key includes them.
     rules = f"{inputs.rules.scale_rule}_{inputs.rules.tie_rule}_{self.rows}"
     across = inputs.cached("torq_inter", inter)
     within = inputs.cached(f"torq_intra_{rules}", intra)
-    return input_maps.TwoLevel(across, within)
+    return Shaping(input_maps.TwoLevel(across, within), record)
 
 
 TORQ = Torq()

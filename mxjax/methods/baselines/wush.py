@@ -19,22 +19,25 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.gptq import not_definite
-from mxjax.methods.hires.hires import ActivationRule, activation_rule
+from mxjax.methods.hires.stage2 import ActivationRule, activation_rule
+from mxjax.methods.hires.stage3 import ATTENTION, MLP
 from mxjax.methods.options import Share
-from mxjax.methods.program import Program, fold, pack
-from mxjax.methods.recovery_fits import ATTENTION, MLP
+from mxjax.methods.program import LinearResult, Program, fold, pack
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import gptq
 from mxjax.numerics.shaping import input_maps, nearest_plane
 
 
-def damped_factor(inputs: LinearInputs, damping: float = gptq.DAMPING) -> jax.Array:
-  """Returns R of the damped Hessian, float64 `[d, d]`, upper triangular.
+def damped_factor(
+  inputs: LinearInputs, damping: float = gptq.DAMPING
+) -> tuple[jax.Array, float]:
+  """Returns R of the damped Hessian, float64 `[d, d]`, upper triangular, and damping.
 
   Raises:
     ValueError: No damping tried made the Hessian positive definite.
@@ -46,8 +49,7 @@ def damped_factor(inputs: LinearInputs, damping: float = gptq.DAMPING) -> jax.Ar
       nearest_plane.upper_cholesky(hessian, jnp.float64(used))
     )
     if bool(jnp.isfinite(factor).all()):
-      inputs.record["damping"] = used
-      return factor
+      return factor, used
   raise not_definite(inputs, damping)
 
 
@@ -100,17 +102,18 @@ class Wush(Program):
   transform_dtype: Literal["bfloat16", "float32"] = "bfloat16"
   damping: Share = gptq.DAMPING
 
-  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> QuantizedLinear:
-    """See `Program.quantize_linear`."""
+  @override
+  def quantize_linear(self, weight: jax.Array, inputs: LinearInputs) -> LinearResult:
     blocks = mxfp4.weight_blocks(weight)
-    factor = damped_factor(inputs, self.damping)
+    factor, damping = damped_factor(inputs, self.damping)
     result, transforms = round_blocks(
       blocks, factor, inputs.rules, self.basis, jnp.dtype(self.transform_dtype)
     )
     input_map = input_maps.BlockDense(transforms)
     decoded = result.decoded.astype(jnp.float32)
     rounding = activation_rule(fold(blocks, input_map), decoded, self.rounding)
-    return QuantizedLinear(pack(result), input_map, rounding, rules=inputs.rules)
+    leaf = QuantizedLinear(pack(result), input_map, rounding, rules=inputs.rules)
+    return LinearResult(leaf, {"damping": damping})
 
 
 WUSH = Wush()

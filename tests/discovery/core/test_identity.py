@@ -42,7 +42,7 @@ def test_a_package_without_sources_is_refused(package):
   "file",
   [
     "mxjax.numerics/realization/one_code.py",
-    "mxjax.running/pipeline.py",
+    "mxjax.run/quantize.py",
     "mxjax.methods/hires/hires.py",
     "mxjax.pallas_kernels/gptq.py",
     "mxjax.discovery.tasks/ptq/phases.py",

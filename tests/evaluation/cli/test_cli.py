@@ -14,7 +14,7 @@ from mxjax.devices import execution
 from mxjax.evaluation.cli import parser, settings
 from mxjax.models import Tokenizer
 from mxjax.models.loading import embedded
-from mxjax.storage import run_journal
+from mxjax.run import folder as run_folder
 from tests import tiny
 
 WINDOWS = ("--windows", "2", "--window-length", "32")
@@ -38,7 +38,7 @@ def test_quantize_evaluate_generate(folder, tmp_path, mxjax):
   (row,) = mxjax("quantize", *arguments(folder, out, "--method", "gptq", *measures))
   assert row["method"] == "gptq"
   assert f"<h1>gptq on {folder.name}</h1>" in (out / "report.html").read_text()
-  assert (out / "run" / "journal.jsonl").is_file()
+  assert (out / "run" / "state.json").is_file()
 
   evaluate = ["evaluate", out, "--data", folder / "text.txt", *WINDOWS, *measures]
   evaluate += ["--model", folder]
@@ -175,7 +175,7 @@ def test_layers_on_disk_give_the_same_bits(folder, tmp_path, mxjax):
   rows, manifests = [], []
   for flag in ("--on-disk", "--no-on-disk"):
     out = tmp_path / flag.strip("-")
-    method = ("--method", "gptq:staged=float16")
+    method = ("--method", "gptq")
     rows += mxjax("quantize", *arguments(folder, out, *method, flag))
     assert mxjax("verify", out)["faults"] == []
     manifests.append(json.loads((out / "checkpoint/mxjax.json").read_text()))
@@ -194,14 +194,15 @@ def test_a_tuned_run_is_sound_though_tuning_gives_it_maps(
   tune = ("--method", "rtn+tune:epochs=1")
   mxjax("quantize", *arguments(folder, out, *tune))
   assert mxjax("verify", out)["faults"] == []
-  read = run_journal.read_events
+  read = run_folder.read_state
 
   def with_another_rule(place):
-    events, torn = read(place)
-    events[1]["nodes"]["mlp/up_proj/weight"]["children"]["rounding"]["type"] = "OneCode"
-    return events, torn
+    state = read(place)
+    nodes = state["layers"][0]["nodes"]
+    nodes["mlp/up_proj/weight"]["children"]["rounding"]["type"] = "OneCode"
+    return state
 
-  monkeypatch.setattr(run_journal, "read_events", with_another_rule)
+  monkeypatch.setattr(run_folder, "read_state", with_another_rule)
   assert mxjax("verify", out, code=1)["faults"] == [
     "layers_0/mlp/up_proj/weight is of another type in the checkpoint than in run/."
   ]
@@ -228,10 +229,10 @@ def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refuse
     manifest = json.loads((tmp_path / dtype / "checkpoint/mxjax.json").read_text())
     assert manifest["model_config"]["dtype"] == dtype == rows[-1]["dtype"]
     stated = manifest["extra"]["arithmetic"]
-    assert stated["model"] == stated["staged"] == dtype
+    assert stated["model"] == dtype
     assert stated["attention"] == {"sequences": "xla", "branching": "xla"}
     page = (tmp_path / dtype / "report.html").read_text()
-    assert f"model: {dtype}; staged: {dtype}; unquantized:" in page
+    assert f"model: {dtype}; unquantized:" in page
   narrow, wide = (row["perplexity"]["text"]["mean"] for row in rows)
   assert narrow != wide
   assert narrow == pytest.approx(wide, rel=0.05)

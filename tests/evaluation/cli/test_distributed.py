@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 # gets past the start of a layer: layers here take less time than a look at the log.
 HELD = """
 import pathlib, time
-from mxjax.running import layer_quantization
+from mxjax.run import layer_quantization
 
 quantize_layer = layer_quantization.quantize_layer
 

@@ -8,8 +8,8 @@ import string
 import pytest
 
 from mxjax.audit import verify
+from mxjax.run.folder import RunFolder
 from mxjax.storage import export
-from mxjax.storage.run_folder import RunFolder
 from tests.evaluation.cli import square
 
 CLASSES = (string.ascii_letters, string.digits, '"{}[]:,', string.whitespace)
@@ -115,7 +115,7 @@ def test_verify_notices_what_came(folder, bytes_only, place):
 def test_verify_notices_what_went(folder, bytes_only):
   out = folder("out")
   shutil.rmtree(out / "run")
-  assert any("journal.jsonl is missing" in fault for fault in verify.verify(out).faults)
+  assert any("state.json is missing" in fault for fault in verify.verify(out).faults)
   (out / "mxjax_files.json").unlink()
   (fault,) = verify.verify(out).faults
   assert "mxjax_files.json" in fault and "--resume" in fault

@@ -17,13 +17,13 @@ import sys, numpy as np, mxjax
 from mxjax import models
 from mxjax.calibration.calibration import Calibration
 from mxjax.devices import execution
-from mxjax.running import pipeline
+from mxjax.run.quantize import run
 
 model_folder, caches, out, method = sys.argv[1:]
 execution.keep_compiled(caches + "/compiled")
 model, params = models.from_pretrained(model_folder)
 calib = Calibration(model, np.load(model_folder + "/ids.npy"))
-pipeline.quantize_with_record(
+run(
   params, calib, method, check=False, run_dir=out, store=caches + "/statistics"
 )
 """

@@ -8,7 +8,7 @@ from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation.measures.cost import running_cost
 from mxjax.evaluation.measures.local_errors import local_errors
 from mxjax.numerics import mxfp4
-from mxjax.running.pipeline import quantize
+from mxjax.run.quantize import quantize
 
 RULES = ("nearest", "sensitivity", "full")
 

@@ -191,7 +191,7 @@ def test_a_kill_costs_the_job_in_work_alone(model, made, tmp_path, mxjax):
   )
   third = out / model.name / "rtn+gain-seed0" / "build" / "run"
   deadline = time.monotonic() + 200
-  while not (third / "journal.jsonl").is_file() and time.monotonic() < deadline:
+  while not (third / "state.json").is_file() and time.monotonic() < deadline:
     assert process.poll() is None
     time.sleep(0.02)
   process.send_signal(signal.SIGKILL)

@@ -11,7 +11,7 @@ from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import CausalLM
-from mxjax.running import pipeline
+from mxjax.run.quantize import run
 from tests import tiny
 
 SPECIAL = {
@@ -49,7 +49,7 @@ def quantized(request):
   family = request.param
   model = CausalLM(tiny.config(family=family, **SPECIAL[family]))
   params = loud_params(model)
-  result = pipeline.quantize_with_record(
+  result = run(
     params, Calibration(model, TOKENS), methods.HIRES, check=False, probe=False
   )
   return model, params, result

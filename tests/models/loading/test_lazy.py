@@ -9,7 +9,7 @@ from mxjax import methods, models
 from mxjax.calibration.calibration import Calibration
 from mxjax.models.families import to_hf_config
 from mxjax.models.loading import weights
-from mxjax.running import pipeline
+from mxjax.run.quantize import run
 from mxjax.storage import layer_store
 from tests import tiny
 
@@ -71,7 +71,7 @@ def live_bytes():
 def peak_while_quantizing(model, params, store):
   """Largest sum of live arrays at any step, above what lived before."""
   before, sizes = live_bytes(), []
-  result = pipeline.quantize_with_record(
+  result = run(
     params,
     Calibration(model, TOKENS),
     methods.get("rtn"),

@@ -74,12 +74,11 @@ def test_a_sound_checkpoint_has_no_faults(saved):
 def test_the_stated_arithmetic_is_that_of_the_model(
   params, tiny_config, tmp_path, dtype
 ):
-  program = {"name": "by hand", "options": {"staged": "float16"}}
   layers = [{"linears": {"q": {"hessian_products": "float32"}, "k": {}}}]
   attention = {"sequences": "pallas", "branching": "xla"}
-  stated = arithmetic.arithmetic(params, dtype, program, layers, attention)
+  stated = arithmetic.arithmetic(params, dtype, layers, attention)
   assert stated == {
-    **{"model": dtype, "staged": "float16", "hessian_products": ["float32"]},
+    **{"model": dtype, "hessian_products": ["float32"]},
     **{"maps": ["float32"], "tables": ["float32"], "unquantized": ["bfloat16"]},
     **{"recovery": ["float32"], "attention": attention},
     "recovery_rounded": {"attention": dtype, "mlp": dtype},
@@ -89,15 +88,15 @@ def test_the_stated_arithmetic_is_that_of_the_model(
     ("sound", {}, []),
     (
       "other",
-      {"staged": dtype},
+      {"maps": ["float16"]},
       [
-        f"arithmetic: the manifest states staged as {dtype}, the model has float16.",
+        "arithmetic: the manifest states maps as ['float16'], the model has "
+        "['float32'].",
       ],
     ),
   ):
     extra = {"arithmetic": stated | change}
-    facts = {"program": program, "extra": extra}
-    saved = checkpoint.save_checkpoint(tmp_path / name, params, config, **facts)
+    saved = checkpoint.save_checkpoint(tmp_path / name, params, config, extra=extra)
     assert verify.verify(saved).faults == faults
 
 

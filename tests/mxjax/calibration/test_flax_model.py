@@ -14,8 +14,8 @@ import mxjax
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
-from mxjax.running.pipeline import quantize_with_record
-from mxjax.running.progress import Stopped
+from mxjax.run.progress import Stopped
+from mxjax.run.quantize import run
 from tests.mxjax.quantized import assert_same
 
 LAYERS = r"layers[_/]\d"
@@ -198,16 +198,6 @@ def test_methods_see_the_inputs_of_every_linear(own, batch):
     assert read[next(path for path in read if path.endswith(name))] == "query"
 
 
-def test_quantized_layers_show_the_next_what_they_put_out(own, batch):
-  moments = {}
-  for upstream in ("float", "quantized"):
-    program = Watching(upstream=upstream)
-    quantized(own, batch, program, layers=LAYERS)
-    moments[upstream] = [moment for _, _, moment in program.seen]
-  same = [np.array_equal(*pair) for pair in zip(*moments.values(), strict=True)]
-  assert same == [True] * 6 + [False] * 6
-
-
 def test_a_checkpoint_restores_the_params_of_the_module(own, whole, tmp_path):
   mxjax.save_checkpoint(tmp_path / "own", whole("rtn"), {})
   params, _ = mxjax.restore_checkpoint(tmp_path / "own")
@@ -228,7 +218,7 @@ def test_hires_runs_without_recovery_and_says_so(linen, batch):
   params = module.init(jax.random.key(2), batch)["params"]
   calib = mxjax.Calibration(mxjax.FlaxModel(module=module, **options), batch)
   with pytest.warns(UserWarning, match="no recovery of attention or mlp"):
-    result = quantize_with_record(params, calib, "hires")
+    result = run(params, calib, "hires")
   assert set(leaves(result.params)) == {"layers_0/up", "layers_1/up"}
   notes = result.record.preparation
   assert notes["recovery_left_out"] == ["attention", "mlp"]
@@ -369,13 +359,7 @@ class Recurrent(nn.Module):
     (Recurrent(), {}, "the inputs of dense, which do not leave a transformation"),
     (Encoder(), {"method": "spinquant"}, "spinquant learns on or rewrites a decoder"),
     (Encoder(), {"method": "gptq+tune"}, "differentiates the predictions"),
-    (Encoder(), {"method": "gptq:upstream=quantized"}, "which FlaxModel.layers"),
     (Encoder(), {"store": "here"}, "no store beside a FlaxModel"),
-    (
-      Encoder(),
-      {"rules": {".*/up": "rtn", ".*": "gptq:upstream=quantized"}, "layers": LAYERS},
-      "one value of `upstream`",
-    ),
   ],
 )
 def test_what_is_missing_is_said_at_the_door(linen, module, options, message):

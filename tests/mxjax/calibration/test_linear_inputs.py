@@ -31,7 +31,7 @@ def test_on_a_cpu_the_captured_dtype_does_not_move_a_bit(float64):
     got, want = read(narrow), read(wide)
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got, want)
-  assert narrow.record == {"hessian_products": "float32"}
+  assert narrow.hessian_products == "float32"
 
 
 def test_on_a_gpu_bfloat16_inputs_are_multiplied_as_they_are(on_gpu):
@@ -41,7 +41,7 @@ def test_on_a_gpu_bfloat16_inputs_are_multiplied_as_they_are(on_gpu):
   # Products are exact; a sum of 120 terms rounds at most 120 times.
   bound = 120 * 2.0**-24 * (np.abs(x) @ np.abs(x).T / x.shape[1])
   assert (np.abs(inputs.hessian() - want) <= bound).all()
-  assert inputs.record == {"hessian_products": "bfloat16"}
+  assert inputs.hessian_products == "bfloat16"
   twin = inputs.for_linear("k_proj")
   assert twin.hessian() is inputs.hessian()
   step = lambda carry, blocks: linear_inputs._hessian_step(
@@ -59,4 +59,4 @@ def test_inputs_that_bfloat16_cannot_hold_keep_float32_products(on_gpu):
     again = LinearInputs([jnp.asarray(c, jnp.float32) for c in inputs._chunks])
     again.token_weights = inputs.token_weights
     np.testing.assert_array_equal(inputs.hessian(), again.hessian())
-    assert inputs.record == {"hessian_products": "float32"}
+    assert inputs.hessian_products == "float32"

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 
 from mxjax.calibration import fisher, output_gradients
-from mxjax.calibration.activations import Activations
 from mxjax.calibration.calibration import Calibration
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.calibration.output_gradients import OutputGradients
 from mxjax.devices.placement import ONE_DEVICE
 from mxjax.numerics import mxfp4
-from mxjax.numerics.contract import PAPER_CONTRACT
 
 
 @pytest.fixture(scope="module")
@@ -125,26 +123,6 @@ def test_stored_gradients_of_another_dtype_are_computed_anew(
   assert found[0].dtype == jnp.bfloat16
 
 
-def test_a_linear_sees_the_gradient_at_its_own_output(tiny_model, tiny_params, calib):
-  """down_proj ends the layer, so its gradient is that of the layer's output."""
-  leaving = OutputGradients().compute(tiny_params, calib).leaving(0)
-  activations = Activations.embed(tiny_params, calib, chunk=1)
-  activations.observe(tiny_params["layers_0"], PAPER_CONTRACT, (), leaving)
-  seen = activations.gradients()
-  for chunk, expected in zip(seen, leaving, strict=True):
-    assert chunk["down_proj"].dtype == expected.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(chunk["down_proj"], expected)
-    assert chunk["k_proj"].shape == (1, 16, 32)
-    assert float(jnp.abs(chunk["k_proj"]).max()) > 0
-  # What is captured does not depend on whether the layer is differentiated.
-  plain = Activations.embed(tiny_params, calib, chunk=1)
-  plain.observe(tiny_params["layers_0"], PAPER_CONTRACT)
-  jax.tree.map(np.testing.assert_array_equal, activations.taps, plain.taps)
-  for each in (activations, plain):
-    each.leave()
-  jax.tree.map(np.testing.assert_array_equal, activations.hidden, plain.hidden)
-
-
 def inputs_of(rng, sequences=3, blocks=2, length=8, rows=5):
   chunks = [
     jnp.asarray(rng.standard_normal((1, blocks, 32, length)), jnp.float32)
@@ -155,7 +133,7 @@ def inputs_of(rng, sequences=3, blocks=2, length=8, rows=5):
     for _ in range(sequences)
   ]
   gradients[1] = gradients[1].at[0, 3].mul(100.0)
-  return LinearInputs(chunks).for_linear("one", None, gradients), chunks, gradients
+  return LinearInputs(chunks).for_linear("one", gradients=gradients), chunks, gradients
 
 
 def test_token_weights_and_moments_follow_their_definition(float64):
@@ -181,7 +159,7 @@ def test_a_token_without_a_gradient_weighs_one():
   inputs, _, gradients = inputs_of(np.random.default_rng(0))
   halves = [part[:, :4] for part in gradients]
   of_whole, of_halves = (
-    fisher.weighted(inputs.for_linear("one", None, parts)).token_weights
+    fisher.weighted(inputs.for_linear("one", gradients=parts)).token_weights
     for parts in (gradients, halves)
   )
   assert of_whole.shape == of_halves.shape == (3, 8)
@@ -218,7 +196,7 @@ def test_the_gradient_moment_follows_its_definition():
 def test_linears_on_one_tensor_have_gradient_moments_of_their_own():
   """Their views share a cache until tokens are weighted."""
   inputs, _, gradients = inputs_of(np.random.default_rng(4))
-  other = inputs.for_linear("other", None, [part[..., ::-1] for part in gradients])
+  other = inputs.for_linear("other", gradients=[part[..., ::-1] for part in gradients])
   for view in (lambda one: one, fisher.weighted):
     first, second = (fisher.gradient_moment(view(one)) for one in (inputs, other))
     np.testing.assert_allclose(second, first[::-1, ::-1], rtol=1e-5, atol=1e-5)
@@ -227,6 +205,6 @@ def test_linears_on_one_tensor_have_gradient_moments_of_their_own():
 
 def test_a_linear_without_influence_is_refused():
   inputs, _, gradients = inputs_of(np.random.default_rng(2))
-  dead = inputs.for_linear("dead", None, [jnp.zeros_like(g) for g in gradients])
+  dead = inputs.for_linear("dead", gradients=[jnp.zeros_like(g) for g in gradients])
   with pytest.raises(ValueError, match="no influence on the predictions"):
     fisher.weighted(dead)

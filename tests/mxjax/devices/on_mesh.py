@@ -24,19 +24,19 @@ from mxjax.devices import mesh as meshes
 from mxjax.devices.placement import Placement
 from mxjax.devices.totals import Totals
 from mxjax.evaluation.measures.perplexity import perplexity
-from mxjax.methods import recovery_fits
+from mxjax.methods.hires import stage3
 from mxjax.models import CausalLM, ModelConfig
-from mxjax.running import pipeline
+from mxjax.run import progress
+from mxjax.run.quantize import run
 from mxjax.storage import checkpoint
 
 EVALUATED_ON = ((2, 2), (1, 8))
-# Both recovery fits, output gradients, and layers that depend on the quantized ones.
+# Both recovery fits and output gradients.
 LIGHT = dataclasses.replace(
   methods.GPTQ,
   name="light",
-  upstream="quantized",
   weighting="fisher",
-  recover=(recovery_fits.ATTENTION, recovery_fits.MLP),
+  recover=(stage3.ATTENTION, stage3.MLP),
 )
 
 
@@ -64,7 +64,7 @@ def quantized(model, params, tokens):
 
   def digest(program, shape=None, chunk=1):
     mesh = meshes.make(*shape) if shape else None
-    result = pipeline.quantize_with_record(
+    result = run(
       params, calib, program, check=False, probe=False, mesh=mesh, chunk=chunk
     )
     assert result.record.mesh == Placement(mesh).describe()
@@ -82,11 +82,9 @@ def resumed(model, params, tokens, folder):
     mxjax.quantize(
       params, calib, LIGHT, mesh=meshes.make(8, 1), stop=lambda: True, **options
     )
-  except pipeline.Stopped:
+  except progress.Stopped:
     pass
-  result = pipeline.quantize_with_record(
-    params, calib, LIGHT, mesh=meshes.make(1, 8), resume=True, **options
-  )
+  result = run(params, calib, LIGHT, mesh=meshes.make(1, 8), resume=True, **options)
   return {"bits": bits(result.params), "changed": result.record.resumed[0]["changed"]}
 
 

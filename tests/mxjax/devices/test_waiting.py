@@ -10,14 +10,15 @@ CALLS, SECONDS = 600, 90
 CHARTS = f"""
 import functools, jax.numpy as jnp, numpy as np
 from mxjax.devices import execution
-from mxjax.methods.hires import hires
+from mxjax.methods.hires import stage1
 from mxjax.numerics import precision
+from mxjax.numerics.shaping import reference_chart
 
 with precision.float64_scope():
   x = np.random.default_rng(0).standard_normal((2, 18, 32, 80))
   moments = [jnp.asarray(part @ part.mT) for part in jnp.asarray(x)]
-  for kind in ("reference", "geometric"):
-    charts = functools.partial(hires._charts, kind=kind, max_condition=8.0)
+  for chart in (reference_chart.reference_chart, reference_chart.geometric_chart):
+    charts = functools.partial(stage1._charts, chart=chart, max_condition=8.0)
     for _ in range({CALLS}):
       execution.call_in_batches(charts, *moments)
 """

@@ -168,7 +168,7 @@ def test_float8_is_the_default_where_its_products_pass(
     assert f"multiplied in {chosen} on this this device" in str(told[0].message)
   weight = result["layer"]["q"]["weight"]
   assert (weight.float8_scale is not None) == (chosen == "float8")
-  named = arithmetic.arithmetic(result, "bfloat16", None).get("products")
+  named = arithmetic.arithmetic(result, "bfloat16").get("products")
   assert named == (["float8"] if chosen == "float8" else None)
 
 

@@ -21,7 +21,7 @@ from mxjax.methods.baselines import focus, spinquant
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.numerics.realization.activation_quantizers import OneCode
-from mxjax.running import pipeline
+from mxjax.run.quantize import run
 from mxjax.storage import checkpoint
 from mxjax.storage.export import compressed_tensors, dequant, transformers_folder
 from tests.mxjax.quantized import assert_same
@@ -57,9 +57,7 @@ def build(tiny_params, calib):
     key = str(method), contract.rules
     if key not in made:
       program, options = methods.get(method), dict(check=False, probe=False)
-      made[key] = pipeline.quantize_with_record(
-        tiny_params, calib, program, contract=contract, **options
-      )
+      made[key] = run(tiny_params, calib, program, contract=contract, **options)
     return made[key]
 
   return build

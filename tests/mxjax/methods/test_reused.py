@@ -8,9 +8,10 @@ import pytest
 from mxjax import methods
 from mxjax.calibration.calibration import Calibration
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.methods import recovery_fits, reused
+from mxjax.methods import recovery, reused
+from mxjax.methods.hires import stage3
 from mxjax.numerics.realization.activation_quantizers import Unrounded
-from mxjax.running.pipeline import quantize_with_record
+from mxjax.run.quantize import run
 
 
 def draw(seed):
@@ -19,7 +20,7 @@ def draw(seed):
 
 def built(model, params, program, **changes):
   program = dataclasses.replace(program, **changes)
-  return quantize_with_record(params, Calibration(model, draw(0)), program, check=False)
+  return run(params, Calibration(model, draw(0)), program, check=False)
 
 
 def test_a_reused_build_is_the_program_itself(tiny_model, tiny_params):
@@ -40,12 +41,10 @@ def test_a_reused_build_is_the_program_itself(tiny_model, tiny_params):
   [
     ("hires", "hires:recover=none", True),
     ("hires", "hires:recover=attention+mlp-parent", True),
-    ("hires", "hires:recovery_by=layer", True),
     ("rtn", "rtn+r", True),
     ("hires", "hires:use_balance=false", False),
     ("hires", "hires:rounding=nearest", False),
-    ("hires", "hires:upstream=quantized", False),
-    ("hires", "hires:staged=float16", False),
+    ("hires", "hires:weighting=fisher", False),
     ("wush", "wush+r", False),
     ("rtn", "rtn+gain", False),
     ("rtn", "gptq", False),
@@ -64,7 +63,7 @@ def test_fits_before_encoding_see_unrounded_inputs(tiny_model, tiny_params):
   early, late = (
     built(tiny_model, tiny_params, methods.RTN, name=name, recover=recover)
     for name, recover in (
-      ("early", recovery_fits.parse("attention-unrounded+mlp-unrounded")),
+      ("early", stage3.parse("attention-unrounded+mlp-unrounded")),
       ("late", methods.HIRES.recover),
     )
   )
@@ -73,7 +72,7 @@ def test_fits_before_encoding_see_unrounded_inputs(tiny_model, tiny_params):
   leaf = early.params["layers_0"]["mlp"]["up_proj"]["weight"]
   assert isinstance(leaf, QuantizedLinear)
   assert not isinstance(leaf.rounding, Unrounded)
-  changed = recovery_fits.unrounded(early.params["layers_0"])
+  changed = recovery.unrounded(early.params["layers_0"])
   assert isinstance(changed["mlp"]["up_proj"]["weight"].rounding, Unrounded)
 
 

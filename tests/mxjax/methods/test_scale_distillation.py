@@ -18,12 +18,25 @@ from mxjax.methods import scale_distillation
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.models.loading import embedded
 from mxjax.numerics import implementations, mxfp4
+from mxjax.numerics.contract import PAPER_CONTRACT
 from mxjax.numerics.shaping import input_maps
-from mxjax.running import pipeline, tuning
-from mxjax.storage import run_journal
+from mxjax.run import tune
+from mxjax.run.folder import read_state
+from mxjax.run.progress import Report
+from mxjax.run.quantize import run
+from mxjax.run.record import StageClock
+from mxjax.run.setup import Setup
 from tests import tiny
 
 TUNED = methods.get("hires+tune:epochs=1:length=16")
+
+
+def distilled(options, params, quantized, calib):
+  """The tuned layers of a quantized model, and the record."""
+  program = dataclasses.replace(methods.RTN, tune=options)
+  setup = Setup(params, calib, program, PAPER_CONTRACT)
+  report = Report(program, setup.model.num_layers, StageClock())
+  return tune.distill_scales(setup, quantized, None, report)
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +53,7 @@ def leaf(tiny_params, calib):
 @pytest.fixture(scope="module")
 def whole(tiny_params, calib):
   """An uninterrupted run."""
-  return pipeline.quantize_with_record(
-    tiny_params, calib, TUNED, check=False, probe=False
-  )
+  return run(tiny_params, calib, TUNED, check=False, probe=False)
 
 
 def rows(count, width, seed=0):
@@ -162,13 +173,7 @@ def test_predictions_of_a_trained_model_come_closer():
 
   def tuned(label_weight):
     options = ScaleDistillation(length=128, label_weight=label_weight)
-    run = options, params, quantized, calib, None
-    learned, _ = tuning.distill_scales(*run, lambda *_: None)
-    layers = [f"layers_{index}" for index in range(len(learned))]
-    return quantized | {
-      name: tuning.installed(quantized[name], own, calib)
-      for name, own in zip(layers, learned, strict=True)
-    }
+    return quantized | distilled(options, params, quantized, calib)[0]
 
   # Texts of one shape share what is compiled.
   texts = [unseen, *np.split(calib.tokens, 2)]
@@ -238,7 +243,7 @@ def test_a_bfloat16_model_is_tuned(tiny_params, tiny_tokens):
   model = models.CausalLM(tiny.config(dtype="bfloat16"))
   params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny_params)
   program = methods.get("rtn+tune:epochs=12:length=32")
-  built = pipeline.quantize_with_record(
+  built = run(
     params, Calibration(model, tiny_tokens[:2]), program, check=False, probe=False
   )
   divergence = np.asarray(built.record.tuning["divergence"])
@@ -261,8 +266,8 @@ def test_labels_are_learned_beside_the_divergence(
   for most in (0.0, 1e-4, 1.0):
     seen.clear()
     options = ScaleDistillation(epochs=2, length=32, label_weight=most)
-    run = options, tiny_params, quantized, calib, None
-    told[most] = tuning.distill_scales(*run, lambda *_: None)[1]["divergence"]
+    _, record = distilled(options, tiny_params, quantized, calib)
+    told[most] = record["divergence"]
     means = [0, *(np.mean(told[most][:n]) for n in range(1, len(seen)))]
     expected = np.minimum(most, 2.25 * np.asarray(means))
     np.testing.assert_allclose(seen, expected, rtol=1e-6)
@@ -297,9 +302,7 @@ def test_a_killed_tuning_goes_on_to_the_same_bits(
   options = {"check": False, "probe": False, "run_dir": tmp_path / "run"}
   with pytest.raises(Killed):
     mxjax.quantize(tiny_params, calib, TUNED, on_progress=kill, **options)
-  resumed = pipeline.quantize_with_record(
-    tiny_params, calib, TUNED, resume=True, **options
-  )
+  resumed = run(tiny_params, calib, TUNED, resume=True, **options)
   assert resumed.record.tuning == whole.record.tuning
   for ours, theirs in zip(
     jax.tree.leaves(resumed.params), jax.tree.leaves(whole.params), strict=True
@@ -307,8 +310,7 @@ def test_a_killed_tuning_goes_on_to_the_same_bits(
     np.testing.assert_array_equal(ours, theirs)
   assert len(list((tmp_path / "run" / "tuning").iterdir())) == 1
   # The time is that of all processes.
-  events = run_journal.read_events(tmp_path / "run")[0]
-  steps = [one["seconds"] for one in events if one["event"] == "tuned"]
+  steps = read_state(tmp_path / "run")["tuning"]["seconds"]
   assert len(steps) == 8 and min(steps) > 0
   assert resumed.record.clock.seconds["tuning"] >= sum(steps)
 

@@ -10,9 +10,9 @@ import pytest
 
 from mxjax.discovery.tasks.ptq.programs import hires as evolved
 from mxjax.methods.baselines import batquant
-from mxjax.methods.hires import hires
+from mxjax.methods.hires import stage1
 from mxjax.numerics import lapack
-from mxjax.numerics.shaping import local_interaction
+from mxjax.numerics.shaping import local_interaction, reference_chart
 from tests import hlo
 
 
@@ -37,11 +37,14 @@ def moments(blocks, dtype):
   return jax.ShapeDtypeStruct((blocks, 32, 32), dtype)
 
 
+CHARTS = functools.partial(stage1._charts, max_condition=8.0)
+
+
 @pytest.mark.parametrize(
   ("function", "count", "least"),
   [
-    (functools.partial(hires._charts, kind="reference", max_condition=8.0), 2, 7),
-    (functools.partial(hires._charts, kind="geometric", max_condition=8.0), 2, 7),
+    (functools.partial(CHARTS, chart=reference_chart.reference_chart), 2, 7),
+    (functools.partial(CHARTS, chart=reference_chart.geometric_chart), 2, 7),
     (local_interaction.shaping_transform, 2, 1),
   ],
 )

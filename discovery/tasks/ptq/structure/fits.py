@@ -15,7 +15,8 @@ from mxjax.discovery.tasks.ptq.candidate_codes import (
 )
 from mxjax.discovery.tasks.ptq.interface import SUMS
 from mxjax.layers.linear import add_bias, linear
-from mxjax.methods.recovery_fits import AttentionFit, MlpFit, Sample
+from mxjax.methods.hires.stage3 import AttentionFit, MlpFit
+from mxjax.methods.recovery import Sample
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
 
 UNCORRECTED = (0.0, 0.0, 0.0, 1.0)

@@ -327,7 +327,7 @@ def test_programs_are_told_what_output_gradients_weight(float64):
     narrow(weight), view, jnp.asarray(transform)
   )
   plain = stats(inputs)
-  view = inputs.for_linear("q_proj", None, [narrow(gradients)])
+  view = inputs.for_linear("q_proj", gradients=[narrow(gradients)])
   weighted = stats(fisher.weighted(view))
   for name in ("activation", "weight"):
     np.testing.assert_array_equal(plain[name], plain[f"{name}_fisher"])

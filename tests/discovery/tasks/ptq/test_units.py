@@ -17,7 +17,8 @@ from mxjax.discovery.tasks.ptq import candidate_passes, edit_templates, programs
 from mxjax.discovery.tasks.ptq import task as ptq
 from mxjax.discovery.tasks.ptq.candidate_passes import LinearPasses
 from mxjax.discovery.tasks.ptq.structure.fits import HookAttentionFit, HookMlpFit
-from mxjax.methods.recovery_fits import ATTENTION, MLP, Sample
+from mxjax.methods.hires.stage3 import ATTENTION, MLP
+from mxjax.methods.recovery import Sample
 from mxjax.numerics.realization import gptq
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
 from mxjax.numerics.shaping.input_maps import BlockDense

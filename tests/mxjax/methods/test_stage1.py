@@ -7,7 +7,7 @@ import numpy as np
 
 from mxjax import methods
 from mxjax.calibration.linear_inputs import LinearInputs
-from mxjax.methods.hires import interaction
+from mxjax.methods.hires import stage1
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.shaping import local_interaction
 
@@ -29,9 +29,9 @@ def test_the_recorded_norm_of_k_is_its_spectral_norm(monkeypatch):
   weight = mxfp4.to_blocks(jnp.repeat(draw(40), 2, axis=0))
   program = dataclasses.replace(methods.HIRES, use_balance=False)
   with precision.float64_scope():
-    program.shape(weight, inputs)
+    record = program.shape(weight, inputs).record
   (interaction,) = interactions
-  recorded = np.asarray(inputs.record["interaction_spectral_norm"])
+  recorded = np.asarray(record["interaction_spectral_norm"])
   np.testing.assert_allclose(recorded, np.linalg.norm(interaction, 2, (1, 2)))
   assert (recorded < np.linalg.norm(interaction, axis=(1, 2))).all()
   assert (recorded <= local_interaction.RADIUS).all()
@@ -39,11 +39,11 @@ def test_the_recorded_norm_of_k_is_its_spectral_norm(monkeypatch):
 
 
 def test_without_k_the_pass_that_it_needs_does_not_run(monkeypatch):
-  monkeypatch.setattr(interaction, "fitted", None)
+  monkeypatch.setattr(stage1, "interaction", None)
   inputs = LinearInputs([jnp.ones((1, 2, 32, 8))])
   weight = mxfp4.to_blocks(jnp.ones((5, 64)))
   program = dataclasses.replace(methods.HIRES, use_balance=False, use_interaction=False)
   with precision.float64_scope():
-    input_map = program.shape(weight, inputs)
+    input_map, record = program.shape(weight, inputs)
   assert jnp.isfinite(input_map.matrix).all()
-  assert not np.any(inputs.record["interaction_spectral_norm"])
+  assert not np.any(record["interaction_spectral_norm"])

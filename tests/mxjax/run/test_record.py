@@ -12,7 +12,7 @@ from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import one_code
 from mxjax.numerics.realization.activation_quantizers import FewCodes, Nearest
-from mxjax.running.linear_probe import linear_record
+from mxjax.run.record import linear_record
 
 
 @pytest.mark.parametrize("zero", ["weight", "inputs"])

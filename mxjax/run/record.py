@@ -1,12 +1,22 @@
-"""Errors and rates of one quantized linear, measured on a few calibration tokens."""
+"""The record of a run: what each linear's codes cost, what each stage took.
 
+The errors and rates of a linear are measured on a few calibration tokens.
+"""
+
+import dataclasses
 import functools
-from typing import Any
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.calibration.calibration import Params
 from mxjax.calibration.linear_inputs import LinearInputs
 from mxjax.devices import execution
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -34,6 +44,71 @@ ROUNDING_NAMES = {
   Clipped: "clipped",
   Unrounded: "none",
 }
+
+
+def peak_memory_bytes() -> int:
+  """Returns the peak resident memory of this process so far."""
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclasses.dataclass
+class StageClock:
+  """Wall seconds and peak memory by stage, of all processes of a resumed run."""
+
+  seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+  peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+  @contextmanager
+  def stage(self, name: str) -> Iterator[None]:
+    """Adds the time of the `with` block to a stage."""
+    start = time.perf_counter()
+    yield
+    spent = time.perf_counter() - start
+    self.seconds[name] = self.seconds.get(name, 0.0) + spent
+    peak = self.peak_bytes.get(name, 0)
+    self.peak_bytes[name] = max(peak, peak_memory_bytes())
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationRecord:
+  """The measurements that a report shows, JSON-ready through `to_dict`."""
+
+  program: dict[str, Any]
+  contract_hash: str
+  calibration: dict[str, Any]  #: Fingerprint and shape of the calibration tokens.
+  layers: list[dict[str, Any]]  #: By layer: `linears` by path, `recovery` by fit.
+  clock: StageClock
+  #: The sanity gate's comparison, or None if it was not run.
+  sanity: dict[str, Any] | None = None
+  #: What `Program.prepare` recorded.
+  preparation: dict[str, Any] = dataclasses.field(default_factory=dict)
+  #: One entry for every resume of a killed run: finished layers (`layer`), unfinished
+  #: files that were `discarded`, and the mesh if it has `changed`.
+  resumed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  #: Layers after which hidden states were written, so that a kill costs no more than
+  #: these; None without a run folder, or if no layer was left to do.
+  save_every: int | None = None
+  #: Sizes of the axes and number of processes, or None for one device.
+  mesh: dict[str, int] | None = None
+  #: Divergence of every step of scale distillation, and how far the factors of each
+  #: layer moved.
+  tuning: dict[str, Any] | None = None
+
+  def to_dict(self) -> dict[str, Any]:
+    """Converts the record to nested dicts that JSON can represent."""
+    return dataclasses.asdict(self)
+
+
+class Result(NamedTuple):
+  """Quantized params, the run's record, and the float params that were quantized.
+
+  `reference` are the given params unless the program rewrote them.
+  """
+
+  params: MutableMapping[str, Any]
+  record: QuantizationRecord
+  reference: Params
 
 
 def _relative_error(
@@ -130,19 +205,28 @@ def _histogram(exponents: np.ndarray) -> dict[str, int]:
 
 
 def linear_record(
-  weight: jax.Array, leaf: QuantizedLinear, inputs: LinearInputs, *, probe: bool = True
+  weight: jax.Array,
+  leaf: QuantizedLinear,
+  inputs: LinearInputs,
+  told: Mapping[str, Any] = {},
+  *,
+  probe: bool = True,
 ) -> dict[str, Any]:
   """Describes one quantized linear and measures it on a few calibration tokens.
 
-  `weight` is the float weight `[out_features, in_features]` that `leaf` replaces.
+  `weight` is the float weight `[out_features, in_features]` that `leaf` replaces, and
+  `told` is what the program's hooks recorded.
 
   Returns:
-    `inputs.record`, shape, names of map and rounding, and with `probe`: relative
-    squared output errors (`error_rtn` in native coordinates, `error_mapped_rtn` after
-    the map, `error_mapped_nearest` with the final weights, `error_final` with the final
-    A4 rule), edit rate, exponent histograms, saturation rates.
+    `told`, the dtype of the Hessian's products if there was one, shape, names of map
+    and rounding, and with `probe`: relative squared output errors (`error_rtn` in
+    native coordinates, `error_mapped_rtn` after the map, `error_mapped_nearest` with
+    the final weights, `error_final` with the final A4 rule), edit rate, exponent
+    histograms, saturation rates.
   """
-  record: dict[str, Any] = dict(inputs.record)
+  record: dict[str, Any] = dict(told)
+  if inputs.hessian_products:
+    record["hessian_products"] = inputs.hessian_products
   record["shape"] = list(weight.shape)
   record["map"] = type(leaf.input_map).__name__ if leaf.input_map else "none"
   rule = type(leaf.rounding)

@@ -8,7 +8,7 @@ import pytest
 
 import mxjax
 from mxjax.audit import verify
-from mxjax.methods.program import Program, Realized
+from mxjax.methods.program import Program, Realization, Shaping
 from mxjax.models import CausalLM
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import activation_quantizers, gptq
@@ -60,11 +60,11 @@ def registered():
 
 class Toy(Program):
   def shape(self, weight, inputs):
-    return Reversed()
+    return Shaping(Reversed())
 
   def quantize_weight(self, weight, inputs, input_map):
     codes = gptq.round_to_nearest(weight, inputs.rules)
-    return Realized(codes, Damped(jnp.full(len(weight), 0.75, jnp.float32)))
+    return Realization(codes, Damped(jnp.full(len(weight), 0.75, jnp.float32)))
 
 
 def test_they_are_quantized_restored_run_and_audited(

@@ -6,7 +6,7 @@ to the same bits.
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,12 +15,14 @@ import numpy as np
 import optax
 
 from mxjax.calibration import gradients, streams
-from mxjax.calibration.calibration import Calibration, Params
+from mxjax.calibration.calibration import Params
 from mxjax.devices import execution
 from mxjax.methods import scale_distillation
 from mxjax.methods.scale_distillation import PredictionDivergence, ScaleDistillation
 from mxjax.numerics.mxfp4 import PAPER_RULES
-from mxjax.storage.run_folder import RunFolder
+from mxjax.run.folder import RunFolder
+from mxjax.run.progress import Report
+from mxjax.run.setup import Setup
 
 
 def _optimizer(options: ScaleDistillation, steps: int) -> optax.GradientTransformation:
@@ -72,36 +74,37 @@ def _named(tree: Any) -> dict[str, jax.Array]:
 
 
 def distill_scales(
-  options: ScaleDistillation,
-  float_params: Params,
-  quantized: Params,
-  calib: Calibration,
-  folder: RunFolder | None,
-  announce: Callable[[int, int, float | None], None],
-) -> tuple[list[Any], dict[str, Any]]:
-  """Learns the input scales of all quantized linears.
+  setup: Setup, quantized: Params, folder: RunFolder | None, report: Report
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Learns the input scales of all quantized linears, and folds them into their maps.
 
-  `announce` gets the number of finished steps, that of all steps, and the divergence of
-  the last one. Returns what `scale_distillation.install` takes for each layer, and the
-  record.
+  Args:
+    setup: The run's setup, whose program has options of scale distillation.
+    quantized: The quantized model, on the primary device.
+    folder: Where every step is written, or None.
+    report: Is told of every step and its divergence.
+
+  Returns:
+    The layers with their factors installed, by name, and the record.
 
   Raises:
     FloatingPointError: The divergence is not finite.
   """
-  model = calib.model
-  chunks = options.chunks(calib.tokens)
+  options, model = setup.program.tune, setup.model
+  assert options is not None
+  chunks = options.chunks(setup.calib.tokens)
   order = options.order(len(chunks))
-  layers = [quantized[model.layer_name(i)] for i in range(model.num_layers)]
-  learned: Any = options.initial(layers, model)
+  layers = {name: quantized[name] for name in setup.layers}
+  learned: Any = options.initial(list(layers.values()), model)
   state: Any = [_optimizer(options, len(order)).init(layer) for layer in learned]
   losses: list[float] = []
   if folder and (saved := folder.read_tuning()):
     learned, state = _restored((learned, state), saved.arrays)
     losses = saved.losses
   if len(losses) < len(order):
-    announce(len(losses), len(order), None)
+    report.tuning(len(losses), len(order), None)
     start = time.perf_counter()
-    teachers = streams.final_hiddens(model, float_params, chunks)
+    teachers = streams.final_hiddens(model, setup.params, chunks)
     examples = list(zip(chunks, teachers, strict=True))
     objective = PredictionDivergence(model, PAPER_RULES)
     for chunk in order[len(losses) :]:
@@ -118,8 +121,12 @@ def distill_scales(
       if folder:
         before, start = start, time.perf_counter()
         folder.write_tuning(_named((learned, state)), losses, start - before)
-      announce(len(losses), len(order), result.shown)
-  return learned, {"divergence": losses, "order": order, **_moved(learned)}
+      report.tuning(len(losses), len(order), result.shown)
+  tuned = {
+    name: scale_distillation.install(layer, own, model)
+    for (name, layer), own in zip(layers.items(), learned, strict=True)
+  }
+  return tuned, {"divergence": losses, "order": order, **_moved(learned)}
 
 
 def _moved(learned: list[Any]) -> dict[str, Any]:
@@ -130,8 +137,3 @@ def _moved(learned: list[Any]) -> dict[str, Any]:
   )
   changes = [(squares(layer) / max(size(layer), 1)) ** 0.5 for layer in learned]
   return {"parameters": sum(map(size, learned)), "change_by_layer": changes}
-
-
-def installed(layer: Params, learned: Any, calib: Calibration) -> dict[str, Any]:
-  """Returns a layer with its learned factors folded into the input maps."""
-  return scale_distillation.install(layer, learned, calib.model)

@@ -1,7 +1,6 @@
 """`quantize` end to end: bits, order of measurements, records and refusals."""
 
 import dataclasses
-import hashlib
 import inspect
 import json
 
@@ -13,14 +12,18 @@ import pytest
 import mxjax
 from mxjax import methods
 from mxjax.calibration import streams
-from mxjax.calibration.activations import Activations
 from mxjax.calibration.calibration import Calibration
 from mxjax.evaluation.measures.operator_error import operator_error, operator_errors
-from mxjax.methods import recovery_fits
+from mxjax.methods.hires import stage3
+from mxjax.methods.program import LinearResult
 from mxjax.models import CausalLM
 from mxjax.numerics import mxfp4, precision
-from mxjax.numerics.realization import gptq
-from mxjax.running import pipeline, recovery
+from mxjax.numerics.contract import PAPER_CONTRACT
+from mxjax.run import folder
+from mxjax.run.quantize import run
+from mxjax.run.recover import measure
+from mxjax.run.setup import Setup
+from mxjax.storage import atomic_io
 from tests.mxjax.quantized import assert_same, at, replaced, without
 from tests.tiny import leaves_of
 
@@ -81,9 +84,9 @@ def entering(model, layer_with_taps, tiny_tokens):
 
 
 def test_the_two_entrances_take_the_same_arguments():
-  taken = (mxjax.quantize, pipeline.quantize_with_record)
-  first, second = (inspect.signature(one).parameters for one in taken)
-  assert first == second
+  first, second = (inspect.signature(one) for one in (mxjax.quantize, run))
+  assert first.parameters == second.parameters
+  assert first.return_annotation != second.return_annotation
 
 
 def test_params_outside_the_layers_are_found_by_the_models_own_names(model, params):
@@ -148,44 +151,6 @@ def test_a_store_keeps_other_tokens_apart(quantize, model, tiny_tokens, tmp_path
   assert len(list(store.iterdir())) == 2
 
 
-def test_quantized_upstream_shows_hooks_what_earlier_layers_pass_on(
-  quantize, by_method, params, layer_with_taps, entering
-):
-  ours = quantize(dataclasses.replace(methods.GPTQ, upstream="quantized"))
-  plain = by_method("gptq")
-  assert_same(ours["layers_0"], plain["layers_0"])
-  # Layer 1 by hand: the float layer on the outputs of the quantized layer 0.
-  _, taps = layer_with_taps(params["layers_1"], entering(ours)[1])
-  x = np.asarray(taps["down_input"], np.float64).reshape(-1, 96)
-  hessian = jnp.asarray(x.T @ x / len(x), jnp.float32)
-  path = "layers_1/mlp/down_proj/weight"
-  blocks = mxfp4.to_blocks(at(params, path).astype(jnp.float32))
-  expected = gptq.reconstruct(blocks, gptq.factor(hessian).upper).tensor().codes
-  got, theirs = (np.asarray(at(tree, path).weight.codes) for tree in (ours, plain))
-  assert (got == np.asarray(expected)).mean() > 0.98
-  assert (got != theirs).mean() > 0.02
-
-
-def test_recovery_layer_by_layer_sees_corrected_layers(
-  quantize, params, hires, layer_with_taps, entering
-):
-  """The first layer's attention fit is the same; later ones see other inputs."""
-  ours = quantize(dataclasses.replace(methods.HIRES, recovery_by="layer"))
-  for index, same in ((0, True), (1, False)):
-    scales = (at(tree, f"layers_{index}/{VALUES}").scale for tree in (ours, hires))
-    assert np.allclose(*scales, atol=1e-6) == same
-  # By hand: layer 1's attention fit on the whole of layer 0, MLP recovery included.
-  parent = without(without(ours, MLP), VALUES)
-  _, taps = layer_with_taps(parent["layers_1"], entering(ours)[1])
-  _, float_taps = layer_with_taps(params["layers_1"], entering(params)[1])
-  x, y = (np.asarray(t["value"], np.float64) for t in (taps, float_taps))
-  leaf = at(ours, f"layers_1/{VALUES}")
-  for head in range(x.shape[2]):
-    slope, offset = np.polyfit(x[:, :, head].ravel(), y[:, :, head].ravel(), 1)
-    np.testing.assert_allclose(leaf.scale[head], slope, atol=2e-5)
-    np.testing.assert_allclose(leaf.offset[head], offset, atol=2e-5)
-
-
 def test_hires_beats_the_methods_it_builds_on(model, params, hires, by_method):
   test = np.random.default_rng(2).integers(0, 61, (1, 64)).astype(np.int32)
   error = lambda quantized: operator_error(model, params, quantized, test)
@@ -206,11 +171,12 @@ def test_recovery_in_one_pass_equals_separate_passes(
   model, params, tiny_calib, hires, layer_with_taps, entering
 ):
   """Attention on the Stage-II model, MLP on the attention-corrected one."""
+  setup = Setup.of(params, tiny_calib, methods.HIRES, PAPER_CONTRACT)
   attention_only = without(hires, MLP)
   float_entering, sequences = entering(params), range(len(tiny_calib.tokens))
   for fit, state, path in (
-    (recovery_fits.ATTENTION, without(attention_only, VALUES), VALUES),
-    (recovery_fits.MLP, attention_only, MLP),
+    (stage3.ATTENTION, without(attention_only, VALUES), VALUES),
+    (stage3.MLP, attention_only, MLP),
   ):
     hidden = entering(state)
     for index, name in enumerate(("layers_0", "layers_1")):
@@ -218,30 +184,11 @@ def test_recovery_in_one_pass_equals_separate_passes(
       with precision.float64_scope():
         stream = [hidden[index][s : s + 1] for s in sequences]
         taps = [{"value": values[s : s + 1]} for s in sequences]
-        activations = Activations(tiny_calib, stream, chunk=1)
-        moments = recovery.measure(fit, state[name], params[name], activations, taps)
+        moments, _ = measure(setup, fit, state[name], params[name], stream, taps)
         leaf, _ = fit.solve(moments)
       expected = jax.tree.leaves(at(hires[name], path))
       for got, one in zip(jax.tree.leaves(leaf), expected, strict=True):
         np.testing.assert_allclose(got, one, atol=2e-5)
-
-
-def test_a_build_on_staged_activations_resumes_to_its_own_bits(quantize, tmp_path):
-  method = "gptq:staged=float16"
-  with pytest.raises(pipeline.Stopped):
-    quantize(method, run_dir=tmp_path / "run", stop=lambda: True)
-  plain = quantize("gptq")
-  with pytest.raises(ValueError, match="staged"):
-    quantize("gptq", run_dir=tmp_path / "run", resume=True)
-  resumed = quantize(method, run_dir=tmp_path / "run", resume=True)
-  alone = quantize(method, store=tmp_path / "store")
-  assert_same(resumed, alone)
-  codes = lambda params: [np.asarray(leaf.weight.codes) for leaf in leaves_of(params)]
-  pairs = list(zip(codes(resumed), codes(plain), strict=True))
-  differing = sum(int((a != b).sum()) for a, b in pairs)
-  assert 0 < differing < 0.1 * sum(a.size for a, _ in pairs)
-  # The statistics of a store are not taken over from the other dtype.
-  assert_same(quantize("gptq", store=tmp_path / "store"), plain)
 
 
 def test_the_record_says_what_happened(tiny_hires):
@@ -265,26 +212,34 @@ def test_the_record_says_what_happened(tiny_hires):
 
 
 def test_each_finished_layer_is_on_disk_with_its_checksum(quantize, tmp_path):
+  quantize("rtn", run_dir=tmp_path)
+  state = folder.read_state(tmp_path)
+  assert [one["name"] for one in state["layers"]] == ["layers_0", "layers_1"]
+  listed = folder.listed_files(state)
+  assert len(listed) == 3 and not atomic_io.damaged_files(tmp_path, listed)
+  assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_progress_rises_and_ends_in_the_last_layer(quantize):
   seen = []
-  quantize("rtn", run_dir=tmp_path, on_progress=seen.append)
-  journal = (tmp_path / "journal.jsonl").read_text().splitlines()
-  lines = [json.loads(line) for line in journal]
-  assert [x["event"] for x in lines] == ["start", "layer", "layer", "finished"]
-  for line in lines[1:3]:
-    file = f"layers/{line['name']}.safetensors"
-    digest = hashlib.sha256((tmp_path / file).read_bytes()).hexdigest()
-    assert line["files"] == {file: digest}
+  quantize("hires", on_progress=seen.append)
   fractions = [p.fraction for p in seen]
   assert fractions == sorted(fractions)
   assert seen[-1].layer == 1
-  assert not list(tmp_path.rglob("*.partial"))
+  stages = [p.stage for p in seen if p.layer == 0 and not p.stage.endswith("_proj")]
+  assert stages == [
+    "calibration",
+    "quantization",
+    "attention recovery",
+    "mlp recovery",
+  ]
 
 
 def test_differentiating_the_float_model_is_told_and_timed(
   tiny_params, model, tiny_tokens
 ):
   seen = []
-  result = pipeline.quantize_with_record(
+  result = run(
     *(tiny_params, Calibration(model, tiny_tokens[:2]), "rtn:weighting=fisher"),
     on_progress=seen.append,
     check=False,
@@ -386,10 +341,10 @@ class TestBadInputs:
   def test_a_collapsed_model_fails_loudly(self, params, tiny_calib):
     class Broken(mxjax.Program):
       def quantize_linear(self, weight, inputs):
-        leaf = super().quantize_linear(weight, inputs)
+        leaf, record = super().quantize_linear(weight, inputs)
         codes = jnp.full_like(leaf.weight.codes, 0x77)
         broken = dataclasses.replace(leaf.weight, codes=codes)
-        return dataclasses.replace(leaf, weight=broken)
+        return LinearResult(dataclasses.replace(leaf, weight=broken), record)
 
     with pytest.raises(FloatingPointError, match="broken collapsed"):
       mxjax.quantize(params, tiny_calib, Broken(name="broken"))

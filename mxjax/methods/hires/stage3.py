@@ -1,14 +1,15 @@
-"""Recovery fits as the pipeline runs them: prepare, measure, solve, install.
+"""Stage III of HiRes: structural recovery of attention values and gated MLPs.
 
-The numerics are in `value_recovery` and `mlp_recovery`. A fit's result for a layer
-depends only on that layer and those before it, so all fits can run in one pass over the
-layers, each on its own trajectory, with the results of separate passes.
+Paper: Section HiRes, "Structural Recovery", and the third part of Algorithm hiresmx.
+Attention is fitted first (Eq. attention-recovery-fit), installed, and the MLP is then
+measured on the layer that results (Eq. conditional-stage). Moments are summed over the
+calibration sequences; the solves are in `value_recovery` and `mlp_recovery` of the
+numerics.
 """
 
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,91 +18,8 @@ import numpy as np
 from mxjax.calibration.calibration import Params
 from mxjax.devices import execution
 from mxjax.layers.linear import add_bias, linear
-from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.numerics.realization.activation_quantizers import Unrounded
+from mxjax.methods.recovery import RecoveryFit, Sample, State, Taps
 from mxjax.numerics.recovery import mlp_recovery, value_recovery
-
-Taps = Mapping[str, jax.Array]
-State = Literal["current", "parent", "unrounded"]
-
-
-class Sample(NamedTuple):
-  """What `measure` reads: one sequence's taps, with leading axis 1, and its `index`.
-
-  `float_taps` come from the float trajectory, `constants` from `prepare`.
-  """
-
-  constants: Any
-  float_layer: Params
-  taps: Taps
-  float_taps: Taps
-  index: jax.Array
-
-
-def is_quantized(node: Any) -> bool:
-  """Whether a node of a layer's params is a quantized linear."""
-  return isinstance(node, QuantizedLinear)
-
-
-def unrounded(layer: Params) -> Params:
-  """Returns a quantized layer whose inputs are no longer rounded to A4."""
-  change = lambda node: (
-    dataclasses.replace(node, rounding=Unrounded()) if is_quantized(node) else node
-  )
-  return jax.tree.map(change, layer, is_leaf=is_quantized)
-
-
-class RecoveryFit:
-  """One recovery fit; hashable by identity, so that it can be a static argument.
-
-  `name` is the name in results; `measure` needs `taps` of the layer and `float_taps` of
-  the float trajectory; the coefficients are installed as `leaf` beside the projections
-  of `block`.
-  """
-
-  name: str = ""
-  taps: tuple[str, ...] = ()
-  float_taps: tuple[str, ...] = ()
-  block: str = ""
-  leaf: str = ""
-  on: State = "current"
-
-  def __init__(self, on: State = "current") -> None:
-    """Sets the state of the layer that the fit is measured on.
-
-    It is the layer with every earlier fit installed, `current`, the paper's conditional
-    order; the `parent`, without any fit; or `unrounded`: the current one without A4.
-    """
-    self.on = on
-
-  @property
-  def label(self) -> str:
-    """The name, with the state if it is not the paper's; see `named`."""
-    return self.name if self.on == "current" else f"{self.name}-{self.on}"
-
-  def state(self, layer: Params, parent: Params) -> Params:
-    """Returns the layer to measure on, from the current one and its parent."""
-    if self.on == "unrounded":
-      return unrounded(layer)
-    return parent if self.on == "parent" else layer
-
-  def prepare(
-    self, float_layer: Params, float_taps: Taps, sequences: int
-  ) -> tuple[Any, Any]:
-    """Returns constants of the layer and zero moments; call it in a float64 scope."""
-    raise NotImplementedError
-
-  def measure(self, moments: Any, sample: Sample) -> Any:
-    """Adds one sequence to the moments; traced."""
-    raise NotImplementedError
-
-  def solve(self, moments: Any) -> tuple[Any, dict[str, Any]]:
-    """Solves for the coefficients and returns them with their report entries."""
-    raise NotImplementedError
-
-  def install(self, layer: Params, leaf: Any) -> dict[str, Any]:
-    """Returns the layer's params with the coefficients beside its projections."""
-    return {**layer, self.block: {**layer[self.block], self.leaf: leaf}}
 
 
 @jax.jit

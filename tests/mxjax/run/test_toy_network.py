@@ -14,7 +14,7 @@ from mxjax.calibration import streams
 from mxjax.calibration.calibration import Calibration
 from mxjax.models import CausalLM, RopeScaling
 from mxjax.numerics import mxfp4
-from mxjax.running import pipeline
+from mxjax.run.quantize import run
 from tests import tiny
 from tests.mxjax.quantized import without
 
@@ -65,7 +65,7 @@ def network(vectors):
 @pytest.fixture(scope="module")
 def quantized(network):
   model, params, tokens = network
-  return pipeline.quantize_with_record(
+  return run(
     params, Calibration(model, tokens), methods.HIRES, check=False, probe=False
   )
 

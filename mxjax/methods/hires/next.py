@@ -1,0 +1,200 @@
+"""The quantizers past the paper: the stages of HiRes with other choices inside them.
+
+`hires-descent` changes how weights are quantized. Exponents of weight blocks are
+searched: the floor rule clips values between 6 and 8 times the scale, and a block's
+compensated errors decide whether that costs more than the coarser codes of the next
+exponent. After GPTQ, passes of coordinate descent revisit all codes on the same
+objective, now knowing the errors of all other columns. See
+`docs/results/hires_descent.md` for gains and rejected ideas.
+
+`hires-next` quantizes for the model's predictions instead of each layer's outputs.
+Moments and the Hessian weight tokens and outputs by the Fisher information
+(`mxjax.calibration.fisher`), which leaves fewer tokens that count; GPTQ therefore damps
+the Hessian ten times as much, and compensates along both axes (`two_sided`). The chart
+is the geometric mean of both moments. The maps are refitted to the rounded weights
+(`map_refit` of the numerics), after which the activations' rule needs no K_Q and
+changes up to two codes of a block (`few_codes`). Scale distillation moves the input
+maps at the end; after it, recovery brings nothing and is left out. See
+`docs/results/hires_next.md`.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.calibration import fisher
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.devices import execution
+from mxjax.methods.gptq import conjugated, reconstruct
+from mxjax.methods.hires import stage1, stage2
+from mxjax.methods.hires.stage3 import ATTENTION, MLP
+from mxjax.methods.options import Count, Factor, Share
+from mxjax.methods.program import Program, Realization, Shaping
+from mxjax.methods.recovery import RecoveryFit
+from mxjax.methods.scale_distillation import ScaleDistillation
+from mxjax.numerics.realization import gptq, map_refit, one_code
+from mxjax.numerics.realization.activation_quantizers import FewCodes, OneCode
+from mxjax.numerics.shaping import reference_chart
+from mxjax.numerics.shaping.input_maps import InputMap
+
+CHARTS = {
+  "reference": reference_chart.reference_chart,
+  "geometric": reference_chart.geometric_chart,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiResNext(Program):
+  """HiRes with searched exponents and descent, and with what else these options add.
+
+  Attributes:
+    use_interaction: Fit K; off means G = I.
+    use_balance: Try D; off means D = I.
+    chart: The paper's `reference` chart, or the `geometric` mean of both moments; see
+      `reference_chart` of the numerics.
+    max_condition: The chart's largest condition number, 8 in the paper.
+    rounding: The A4 rule, as in `HiRes`, where `changes` is 0.
+    scales: Where GPTQ takes the exponents of weight blocks from.
+    damping: Relative damping of GPTQ.
+    descent: Passes of coordinate descent.
+    two_sided: Compensate errors of output rows in later rows, too, by the second moment
+      of output gradients; see `two_sided` of the numerics. Needs `weighting="fisher"`,
+      and each group of rows waits for the one before.
+    refit_maps: Refit the maps to the rounded weights by least squares; see `map_refit`
+      of the numerics.
+    changes: Codes of an activation block that may change, by G_Q alone, which goes with
+      refitted maps; see `few_codes` of the numerics. With 0, the one-code rule.
+    rounds_up: Whether exponents of activation blocks round up from 7 scales; needs
+      `changes`.
+  """
+
+  name: str = "hires-descent"
+  recover: tuple[RecoveryFit, ...] = (ATTENTION, MLP)
+  use_interaction: bool = True
+  use_balance: bool = True
+  chart: Literal["reference", "geometric"] = "reference"
+  max_condition: Factor = reference_chart.MAX_CONDITION
+  rounding: stage2.ActivationRule = "full"
+  scales: gptq.ScaleSource = "searched"
+  damping: Share = gptq.DAMPING
+  descent: Count = 3
+  two_sided: bool = False
+  refit_maps: bool = False
+  changes: Count = 0
+  rounds_up: bool = False
+
+  def __post_init__(self) -> None:
+    if self.two_sided and self.weighting != "fisher":
+      raise ValueError(
+        f"{self.name}: two_sided=true needs the gradients of weighting=fisher, got "
+        f"weighting={self.weighting}; give both."
+      )
+    if self.changes and self.rounding != "full":
+      raise ValueError(
+        f"{self.name}: changes={self.changes} refines activations and would ignore "
+        f"rounding={self.rounding}; leave one of them out."
+      )
+    if self.rounds_up and not self.changes:
+      raise ValueError(
+        f"{self.name}: rounds_up=true is an option of the rule of a few codes, got "
+        "changes=0; give changes=1 or more."
+      )
+
+  def shape(self, weight: jax.Array, inputs: LinearInputs) -> Shaping:
+    """Stage I with the chart of the options."""
+    return stage1.shape(
+      weight,
+      inputs,
+      use_interaction=self.use_interaction,
+      use_balance=self.use_balance,
+      chart=CHARTS[self.chart],
+      max_condition=self.max_condition,
+    )
+
+  def quantize_weight(
+    self, weight: jax.Array, inputs: LinearInputs, input_map: InputMap | None
+  ) -> Realization:
+    """Stage II with searched exponents and descent, and the maps refitted after it."""
+    codes, record = reconstruct(
+      weight,
+      inputs,
+      input_map,
+      self.damping,
+      self.scales,
+      descent=self.descent,
+      output_moment=fisher.gradient_moment(inputs) if self.two_sided else None,
+    )
+    if self.changes:
+      rounding = few_codes_rule(codes.decoded, self.changes, self.rounds_up)
+    else:
+      rounding = stage2.activation_rule(weight, codes.decoded, self.rounding)
+    if not self.refit_maps:
+      return Realization(codes, rounding, record=record)
+    refit, errors = refitted(weight, codes.decoded, inputs, input_map)
+    if isinstance(rounding, OneCode) and self.rounding == "full":
+      rounding = dataclasses.replace(rounding, cross=refit.cross)
+    record |= {"refit_errors": errors}
+    return Realization(codes, rounding, refit.correction, record)
+
+
+@execution.jit(static_argnames=("changes", "rounds_up"))
+def few_codes_rule(decoded: jax.Array, changes: int, rounds_up: bool) -> FewCodes:
+  """Builds the rule of a few codes for weights as in `stage2.activation_rule`."""
+  gram, _ = one_code.tables(decoded, decoded)
+  return FewCodes(one_code.pack_symmetric(gram), changes, rounds_up)
+
+
+def refitted(
+  weight: jax.Array,
+  decoded: jax.Array,
+  inputs: LinearInputs,
+  input_map: InputMap | None,
+) -> tuple[map_refit.Refit, list[float]]:
+  """Refits the map of a linear whose weights are rounded.
+
+  `weight` is folded and `decoded` its W4 values, float32 `[blocks, 32, rows]`. Also
+  returns the error of the outputs that the rounded weights make of exact inputs, over
+  the outputs, before and after.
+  """
+  hessian = conjugated(inputs.hessian(), input_map)
+  moments = _gram(decoded), execution.block_on_cpu(map_refit.own_moments(hessian))
+  inverses = [
+    execution.call_in_batches(map_refit.damped_inverses, one) for one in moments
+  ]
+  found = execution.block_on_cpu(map_refit.refit(weight, decoded, hessian, *inverses))
+  errors: Any = _losses(weight, decoded, found.correction, hessian)
+  return found, errors.tolist()
+
+
+@execution.jit()
+def _gram(decoded: jax.Array) -> jax.Array:
+  return reference_chart.block_moment(decoded).astype(decoded.dtype)
+
+
+@execution.jit()
+def _losses(
+  weight: jax.Array, decoded: jax.Array, correction: jax.Array, hessian: jax.Array
+) -> jax.Array:
+  """Computes the relative errors of the outputs without and with the correction."""
+  after = map_refit.effective(decoded, correction)
+  loss = lambda weights: gptq.reconstruction_loss(weight, weights, hessian)
+  signal = loss(jnp.zeros_like(weight))
+  found = jnp.stack([loss(decoded), loss(after)])
+  return jnp.where(signal > 0, found / signal, 0)
+
+
+HIRES_DESCENT = HiResNext()
+HIRES_NEXT = HiResNext(
+  name="hires-next",
+  weighting="fisher",
+  chart="geometric",
+  max_condition=32.0,
+  damping=0.1,
+  refit_maps=True,
+  changes=2,
+  two_sided=True,
+  recover=(),
+  tune=ScaleDistillation(),
+)

@@ -1,0 +1,1 @@
+"""Algorithm 1: a quantizer runs over a model, layer by layer."""

@@ -1,0 +1,262 @@
+"""The calibration set on its way through the layers: what enters, what linears read.
+
+The float model has one trajectory. Each recovery fit has another, because it is
+measured on the model with all earlier fits installed and no later ones
+(Eq. conditional-stage); what it finds for a layer depends only on the layers up to that
+one, so all trajectories share one pass over the layers.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mxjax.calibration import fisher, streams
+from mxjax.calibration.calibration import Params
+from mxjax.calibration.linear_inputs import LinearInputs
+from mxjax.calibration.output_gradients import OutputGradients
+from mxjax.calibration.store import CalibrationStore
+from mxjax.calibration.streams import Chunks
+from mxjax.devices import execution
+from mxjax.methods.program import Program
+from mxjax.run.folder import RunFolder
+from mxjax.run.progress import OUTPUT_GRADIENTS, Report
+from mxjax.run.setup import Setup
+
+
+class Captured:
+  """What a float layer shows on the calibration set.
+
+  With a store the layer runs only if a hook needs activations that no stored statistic
+  covers, or if the inputs of the next layer are not stored yet; otherwise at once.
+
+  Attributes:
+    views: The inputs of the target linears by tap; linears on one tensor share a view.
+  """
+
+  def __init__(
+    self, setup: Setup, trajectories: "Trajectories", float_layer: Params
+  ) -> None:
+    """Captures the layer that the trajectories enter; what enters it is donated."""
+    self._setup, self._trajectories = setup, trajectories
+    self._layer, self._index = float_layer, trajectories.index
+    self._name = setup.layers[self._index]
+    taps = setup.model.projection_taps
+    self._read = tuple(sorted({taps[path] for path in setup.targets}))
+    plain = {name for fit in setup.program.recover for name in fit.float_taps}
+    self._plain = tuple(sorted(plain))
+    self._taps: list[dict[str, jax.Array]] | None = None
+    self._gradients: list[dict[str, jax.Array]] = []
+    self._leaving: Chunks | None = None
+    if trajectories.store is None:
+      self._run()
+    self.views = self._shared_views()
+
+  def _run(self) -> list[dict[str, jax.Array]]:
+    if self._taps is not None:
+      return self._taps
+    setup, trajectories = self._setup, self._trajectories
+    model, placement = setup.model, setup.placement
+    layer, hidden = placement.shard_rows(self._layer), trajectories.entering()
+    # Hooks run with 64-bit types enabled; the model does not.
+    with jax.enable_x64(False):
+      if trajectories.gradients is not None:
+        rows = tuple(
+          (block, name, self._layer[block][name]["weight"].shape[0])
+          for block, name in setup.targets
+        )
+        leaving = trajectories.gradients.leaving(self._index)
+        self._gradients = [
+          streams.linear_gradients(model, layer, states, part, rows, placement)
+          for states, part in zip(hidden, leaving, strict=True)
+        ]
+      capture = functools.partial(streams.capture, model, layer)
+      outputs = [
+        execution.block_on_cpu(capture(chunk, self._read, self._plain, placement))
+        for chunk in hidden
+      ]
+      self._leaving = [output for output, _ in outputs]
+      streams.check_finite(self._leaving, self._name)
+      self._taps = [taps for _, taps in outputs]
+    if trajectories.store is not None:
+      trajectories.store.put_hidden(self._index + 1, self._leaving)
+    return self._taps
+
+  @property
+  def taps(self) -> list[dict[str, jax.Array]]:
+    """What recovery fits take from the float model, one dict for each chunk."""
+    return self._run()
+
+  def leaving(self) -> Chunks | None:
+    """Returns the hidden states leaving the layer; None if only the store has them."""
+    store = self._trajectories.store
+    if store is not None and not store.has_hidden(self._index + 1):
+      self._run()
+    return self._leaving
+
+  def release_inputs(self) -> None:
+    """Frees what linears read, and their gradients, but keeps what fits take."""
+    self._gradients, self.views = [], {}
+    if self._taps is not None:
+      self._taps = [{name: part[name] for name in self._plain} for part in self._taps]
+
+  def inputs(self, block: str, name: str, group: Any) -> LinearInputs:
+    """Returns what the hooks of one linear see; `group` is that of its tap.
+
+    Raises:
+      ValueError: All gradients of the linear are zero, if tokens are weighted by them.
+    """
+    setup = self._setup
+    view = self.views[setup.model.projection_taps[block, name]]
+    learned = setup.learned.get(f"{self._name}/{block}/{name}")
+    if setup.program.weighting == "uniform":
+      return view.for_linear(name, learned=learned, group=group)
+    self._run()
+    gradients = [chunk[name] for chunk in self._gradients]
+    return fisher.weighted(
+      view.for_linear(name, learned=learned, group=group, gradients=gradients)
+    )
+
+  def _shared_views(self) -> dict[str, LinearInputs]:
+    """Returns the inputs of the layer's linears by tap."""
+    setup, store = self._setup, self._trajectories.store
+    views: dict[str, LinearInputs] = {}
+    for block, name in setup.targets:
+      tap = setup.model.projection_taps[block, name]
+      width = self._layer[block][name]["weight"].shape[-1]
+      # Reading the shape would run the layer, which a store may make unnecessary.
+      length = setup.calib.tokens.shape[1] if store else self._run()[0][tap].shape[-1]
+      views[tap] = LinearInputs(
+        lambda tap=tap: [chunk[tap] for chunk in self._run()],
+        setup.contract.rules,
+        extent=(setup.calib.count, width // setup.contract.block_size, length),
+        cache=store.reductions(self._index, tap) if store else None,
+        placement=setup.placement,
+      )
+    return views
+
+
+def fit_names(program: Program) -> list[str]:
+  """Returns the names of the trajectories of the recovery fits, in order."""
+  return [f"recovery{place}-{fit.name}" for place, fit in enumerate(program.recover)]
+
+
+class Trajectories:
+  """Hidden states entering the next layer, of every model that a program measures.
+
+  Attributes:
+    index: The layer that they enter.
+    fits: The states that each recovery fit is measured on, in order.
+    gradients: Output gradients of every layer, if the program needs them.
+    store: Statistics of the float model shared with other runs, or None.
+  """
+
+  def __init__(
+    self,
+    setup: Setup,
+    index: int,
+    entering: Chunks | None,
+    fits: list[Chunks],
+    *,
+    gradients: OutputGradients | None = None,
+    store: CalibrationStore | None = None,
+  ) -> None:
+    """Starts before layer `index`; the store has what enters the float one if None."""
+    self._setup, self._entering = setup, entering
+    self.index, self.fits = index, fits
+    self.gradients, self.store = gradients, store
+
+  @classmethod
+  def begin(
+    cls, setup: Setup, folder: RunFolder | None, report: Report
+  ) -> "Trajectories":
+    """Starts before the first layer, or where a killed run stopped.
+
+    If the program needs output gradients, the float model is differentiated, once for
+    all layers.
+    """
+    params, calib, placement = setup.params, setup.calib, setup.placement
+    store = None
+    if setup.store is not None:
+      store = CalibrationStore(setup.store, params, calib)
+    gradients = None
+    if setup.program.weighting == "fisher":
+      on_disk = (store or folder) if placement.mesh is None else None
+      with report.clock.stage(OUTPUT_GRADIENTS):
+        gradients = OutputGradients(on_disk.path / "gradients" if on_disk else None)
+        gradients.compute(
+          params,
+          calib,
+          chunk=setup.chunk,
+          placement=placement,
+          announce=report.differentiating,
+        )
+    names = ["float", *fit_names(setup.program)]
+    index = len(folder.finished) if folder else 0
+    if folder and index:
+      saved = folder.read_streams(setup.chunk, placement.put_sequences)
+      entering, *fits = [_joined(saved, name) for name in names]
+    else:
+      entering, *fits = [
+        streams.embed(setup.model, params, calib.tokens, setup.chunk, placement)
+        for _ in names
+      ]
+    begun = cls(setup, index, entering, fits, gradients=gradients, store=store)
+    for finished in range(index):
+      begun._release_gradients(finished)
+    return begun
+
+  def entering(self) -> Chunks:
+    """Hands out what enters the float layer, whose buffers its run donates."""
+    hidden, self._entering = self._entering, None
+    if hidden is None:
+      assert self.store is not None
+      return self.store.hidden(self.index, self._setup.chunk)
+    return hidden
+
+  def leave(self, captured: Captured) -> None:
+    """Moves the float trajectory past a layer and frees that layer's gradients."""
+    self._release_gradients(self.index)
+    if self.index + 1 < self._setup.model.num_layers:
+      self._entering = captured.leaving()
+    self.index += 1
+
+  def _release_gradients(self, index: int) -> None:
+    """Frees the gradients at the output of a layer; a store keeps them for others."""
+    if self.gradients and self.store is None:
+      self.gradients.release(index)
+
+  def _named(self) -> dict[str, Chunks]:
+    if self._entering is None:
+      self._entering = self.entering()
+    names = fit_names(self._setup.program)
+    return {"float": self._entering, **dict(zip(names, self.fits, strict=True))}
+
+  def nbytes(self) -> int:
+    """Bytes of all hidden states entering the next layer."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(self._named()))
+
+  def to_host(self) -> Mapping[str, Sequence[jax.Array | np.ndarray]]:
+    """Returns all hidden states entering the next layer, by their name on disk."""
+    placement, found = self._setup.placement, {}
+    for name, chunks in self._named().items():
+      if placement.mesh is not None:
+        # No process holds a whole chunk, so every process fetches it.
+        chunks = [np.asarray(placement.to_primary(chunk)) for chunk in chunks]
+      if isinstance(chunks[0], list):  # A Flax module's: one stream for each array.
+        parts = zip(*chunks, strict=True)
+        found |= {f"{name}.{place}": part for place, part in enumerate(parts)}
+      else:
+        found[name] = chunks
+    return found
+
+
+def _joined(saved: Mapping[str, Sequence[Any]], name: str) -> Chunks:
+  """Returns the chunks of a trajectory, whose arrays may be streams of their own."""
+  if name in saved:
+    return list(saved[name])
+  parts = [saved[f"{name}.{i}"] for i in range(len(saved)) if f"{name}.{i}" in saved]
+  joined: Any = [list(chunk) for chunk in zip(*parts, strict=True)]
+  return joined

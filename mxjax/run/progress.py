@@ -1,0 +1,100 @@
+"""What a run tells its caller while it works, and how a stopped run ends."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from mxjax.devices import execution
+from mxjax.methods.program import Program
+from mxjax.run.record import StageClock
+
+
+class Progress(NamedTuple):
+  """Position of a run: current layer, number of layers, current stage or linear.
+
+  `fraction` is the finished share of the whole run.
+  """
+
+  layer: int
+  layers: int
+  stage: str
+  fraction: float
+
+
+OnProgress = Callable[[Progress], None]
+
+
+BEFORE_TUNING = 0.5
+"""Share of a run before the tuning, if the program tunes."""
+DIFFERENTIATING = 0.1
+"""Share of a run in which the float model is differentiated, where a program asks."""
+OUTPUT_GRADIENTS = "output gradients"
+"""The stage of differentiating the float model."""
+TUNING = "scale distillation"
+"""How the stages of tuning begin, each of which leaves its step on disk."""
+
+
+class Stopped(Exception):
+  """Raised when a run stops on request, after `layer` of `layers` are finished."""
+
+  def __init__(self, layer: int, layers: int) -> None:
+    super().__init__(f"stopped after layer {layer} of {layers}")
+    self.layer, self.layers = layer, layers
+
+
+@dataclasses.dataclass
+class Report:
+  """Times the stages of a run, and tells its caller of each one.
+
+  A layer has two stages, calibration and quantization, and one for each recovery fit.
+  """
+
+  program: Program
+  layers: int
+  clock: StageClock
+  on_progress: OnProgress | None = None
+  _layer: int = -1
+  _step: int = 0
+  _largest: int = 0
+
+  def _tell(self, label: str, fraction: float, layer: int) -> None:
+    if self.on_progress:
+      self.on_progress(Progress(layer, self.layers, label, fraction))
+
+  def begin_layer(self, index: int, largest: int) -> None:
+    """Begins a layer, whose largest array has so many bytes."""
+    self._layer, self._step, self._largest = index, -1, largest
+
+  @contextlib.contextmanager
+  def stage(self, label: str) -> Iterator[None]:
+    """Announces and times the next stage of the layer, the work of the `with` block.
+
+    Freed memory is given back first, because a stage's arrays have other sizes than
+    those of the one before.
+    """
+    self._step += 1
+    self.within(label)
+    execution.trim_malloc(self._largest)
+    with self.clock.stage(label):
+      yield
+
+  def within(self, label: str) -> None:
+    """Tells of the work within a stage, such as the linear that is quantized."""
+    first = DIFFERENTIATING if self.program.weighting == "fisher" else 0.0
+    last = BEFORE_TUNING if self.program.tune else 1.0
+    done = self._layer + max(self._step, 0) / (2 + len(self.program.recover))
+    self._tell(label, first + (last - first) * done / self.layers, self._layer)
+
+  def differentiating(self, step: int, steps: int) -> None:
+    """Tells how many passes of layers of the float model are differentiated."""
+    label = f"{OUTPUT_GRADIENTS} {step}/{steps}"
+    self._tell(label, DIFFERENTIATING * step / steps, 0)
+
+  def tuning(self, step: int, steps: int, divergence: float | None) -> None:
+    """Tells the finished steps of tuning, and the last one's divergence in nats."""
+    label = f"{TUNING} {step}/{steps}"
+    if divergence is not None:
+      label += f", KL {divergence:.4f}"
+    fraction = BEFORE_TUNING + (1 - BEFORE_TUNING) * step / steps
+    self._tell(label, fraction, self.layers - 1)

@@ -1,0 +1,318 @@
+"""Who is quantized, on what, and how: one frozen value, made once and checked once."""
+
+import dataclasses
+import functools
+import os
+import warnings
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from mxjax import methods
+from mxjax.calibration import streams
+from mxjax.calibration.calibration import (
+  Calibration,
+  CausalLanguageModel,
+  Params,
+  targets,
+)
+from mxjax.calibration.store import params_digest
+from mxjax.devices.placement import ONE_DEVICE, Placement
+from mxjax.methods.by_rule import ByRule
+from mxjax.methods.program import Program
+from mxjax.numerics.contract import Contract
+
+MEMBERS = (
+  "num_layers",
+  "projection_taps",
+  "layer_name",
+  "embed",
+  "layer",
+  "layer_with_taps",
+  "logits",
+)
+"""What a `CausalLanguageModel` must have."""
+
+
+@runtime_checkable
+class AnyModule(Protocol):
+  """A module of any kind, such as a `FlaxModel`, whose linears are found by tracing."""
+
+  def bound_to(self, params: Params, inputs: Any) -> Any:
+    """Returns the module with its linears and layers found."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+  """All that a run reads and never changes.
+
+  Attributes:
+    params: The float model of this run, which `Program.prepare` may have rewritten;
+      reading a key brings its arrays to the primary device.
+    calib: The model and its calibration tokens.
+    program: The quantizer.
+    contract: The number format and the target linears.
+    placement: The devices.
+    chunk: Sequences that go through a layer together.
+    probe: Whether each linear is measured for the record.
+    store: The folder of statistics that runs on the same model and tokens share.
+    learned: What `Program.prepare` learned, by path of a linear.
+    preparation: The record of `Program.prepare`, and notes about a module of any kind.
+    own: Params of a module of any kind as its author has them; else None.
+  """
+
+  params: Params
+  calib: Calibration
+  program: Program
+  contract: Contract
+  placement: Placement = ONE_DEVICE
+  chunk: int = 1
+  probe: bool = True
+  store: str | os.PathLike[str] | None = None
+  learned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  preparation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  own: Params | None = None
+
+  @classmethod
+  def of(
+    cls,
+    params: Params,
+    calib: Calibration,
+    method: str | Program,
+    contract: Contract,
+    *,
+    chunk: int = 1,
+    mesh: Mesh | None = None,
+    probe: bool = True,
+    store: str | os.PathLike[str] | None = None,
+    into: Any = None,
+  ) -> "Setup":
+    """Checks everything that can be checked before any work.
+
+    For a `FlaxModel` it finds the linears and rearranges the params. `into` is only
+    checked; the others are the fields.
+
+    Raises:
+      TypeError: The model lacks members of `CausalLanguageModel`.
+      ValueError: The method is unknown; the model lacks a target or what a recovery fit
+        reads; a weight cannot be quantized; sequences do not divide over the mesh; or
+        options exclude each other.
+    """
+    if mesh is not None and store is not None:
+      raise ValueError(
+        "quantize: expected a store or a mesh, got both; what a store holds was "
+        "computed by one device, so leave one of them out."
+      )
+    placement, program = Placement.of(mesh), methods.get(method)
+    setup = cls(params, calib, program, contract, placement, probe=probe, store=store)
+    if isinstance(calib.model, AnyModule):
+      options = {"store": store, "into": into, "mesh": mesh}
+      if given := [name for name, value in options.items() if value is not None]:
+        raise ValueError(
+          f"quantize: expected no {' or '.join(given)} beside a FlaxModel, got one; "
+          "only models with the members of CausalLanguageModel take it, so leave it "
+          "out."
+        )
+      setup = _with_linears_found(setup, calib.model)
+    else:
+      _check_model(setup)
+    on_primary = placement.on_primary(setup.params)
+    chunk = placement.chunk_size(calib.count, chunk)
+    setup = dataclasses.replace(setup, params=on_primary, chunk=chunk)
+    _check_targets(setup)
+    _check_weights(setup)
+    return setup
+
+  @property
+  def model(self) -> CausalLanguageModel:
+    """The model, used only to measure."""
+    return self.calib.model
+
+  @functools.cached_property
+  def layers(self) -> list[str]:
+    """The keys of the decoder layers in the params, in order."""
+    return [self.model.layer_name(index) for index in range(self.model.num_layers)]
+
+  @functools.cached_property
+  def targets(self) -> list[tuple[str, str]]:
+    """The target linears of a layer as (block, name), in forward order."""
+    return targets(self.model, self.contract)
+
+  @property
+  def outer(self) -> dict[str, Any]:
+    """The params outside the layers: embedding, final norm, head."""
+    return streams.outer_params(self.model, self.params)
+
+  def identity(self) -> dict[str, Any]:
+    """Returns what determines the result and must be equal to resume a run.
+
+    It is JSON-ready, and reads every weight.
+    """
+    config = getattr(self.model, "config", None)
+    return {
+      "program": dict(self.program.describe()),
+      "contract": self.contract.hash,
+      "calibration": self.data(),
+      "model": None if config is None else config.to_dict(),
+      "weights": params_digest(self.params),
+    }
+
+  def data(self) -> dict[str, Any]:
+    """Describes the calibration tokens, JSON-ready."""
+    return {"fingerprint": self.calib.fingerprint, "shape": self.calib.shape}
+
+  def prepared(self, folder: Any | None) -> "Setup":
+    """Returns the setup after `Program.prepare`.
+
+    A run folder keeps what was prepared, so that a resumed run reads it.
+    """
+    if folder and (saved := folder.read_prepared()):
+      rewritten, learned, record = saved
+    else:
+      made = self.program.prepare(self.params, self.calib, self.contract)
+      learned, record = made.learned, dict(made.record)
+      rewritten = None if made.params is self.params else made.params
+      if folder and (rewritten is not None or learned):
+        folder.write_prepared(rewritten, learned, record)
+    return dataclasses.replace(
+      self,
+      params=self.params if rewritten is None else self.placement.on_primary(rewritten),
+      learned=learned,
+      preparation={**self.preparation, **record},
+    )
+
+  def joined(self, quantized: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Returns quantized params as their author has them."""
+    model: Any = self.model
+    return quantized if self.own is None else model.join(quantized)
+
+  @property
+  def reference(self) -> Params:
+    """The float params to compare with, as their author has them."""
+    return self.params if self.own is None else self.own
+
+
+def _check_model(setup: Setup) -> None:
+  """Checks that a model has what the pipeline and the program's recovery read."""
+  model: Any = setup.model
+  if missing := [name for name in MEMBERS if not hasattr(model, name)]:
+    raise TypeError(
+      f"quantize: expected the members of CausalLanguageModel, got a "
+      f"{type(model).__name__} without {', '.join(missing)}; wrap a Flax module of "
+      "your own as mxjax.FlaxModel(module=...), or give the model these members."
+    )
+  program = setup.program
+  if not program.recover:
+    return
+  layer, outer = setup.params[model.layer_name(0)], setup.outer
+  run = lambda ids: model.layer_with_taps(layer, model.embed(outer, ids))[1]
+  found = set(jax.eval_shape(run, jax.ShapeDtypeStruct((1, 4), "int32")))
+  lacking = []
+  for fit in program.recover:
+    lacks = [f"the tap {tap}" for tap in fit.taps if tap not in found]
+    lacks += [f"the block {fit.block}"] if fit.block and fit.block not in layer else []
+    lacking += [f"{fit.name} lacks {' and '.join(lacks)}"] if lacks else []
+  if lacking:
+    raise ValueError(
+      f"quantize: expected in every layer what the recovery of {program.name} reads "
+      f"({', '.join(fit.name for fit in program.recover)}), got taps "
+      f"{', '.join(sorted(found))}: {'; '.join(lacking)}; add it, or pass "
+      "dataclasses.replace(program, recover=...) with the fits that the model has."
+    )
+
+
+def _check_targets(setup: Setup) -> None:
+  """Checks that the model has every projection that the contract names, and one."""
+  model, contract = setup.model, setup.contract
+  names = list(dict.fromkeys(name for _, name in model.projection_taps))
+  missing = [name for name in contract.targets if name not in names]
+  if missing or not contract.targets or not model.num_layers:
+    raise ValueError(
+      f"quantize: expected each of Contract.targets ({', '.join(contract.targets)}) "
+      f"among the projections of the model's {model.num_layers} layers "
+      f"({', '.join(names) or 'none'}), got no {', '.join(missing) or 'target'}; pass "
+      "contract=mxjax.Contract(targets=...) with the projections to quantize."
+    )
+
+
+def _check_weights(setup: Setup) -> None:
+  """Checks every target weight and reports all problems at once."""
+  complaints, size = [], setup.contract.block_size
+  for layer_name in setup.layers:
+    layer = setup.params[layer_name]
+    for block, name in setup.targets:
+      weight = layer[block][name]["weight"]
+      path = f"{layer_name}/{block}/{name}"
+      if not isinstance(weight, (jax.Array, np.ndarray)):
+        complaints.append(f"{path} is already quantized")
+        continue
+      if weight.shape[-1] % size:
+        complaints.append(f"{path} has input width {weight.shape[-1]}")
+      if bad := int(streams.count_not_finite(weight)):
+        complaints.append(f"{path} has {bad} NaN or inf of {weight.size} weights")
+  if complaints:
+    raise ValueError(
+      f"quantize: every target needs a float weight, finite, with an input width that "
+      f"is a multiple of {size}; {'; '.join(complaints)}; mend the checkpoint or leave "
+      "these projections out of Contract.targets."
+    )
+
+
+def _with_linears_found(setup: Setup, model: AnyModule) -> Setup:
+  """Returns the setup of a module whose linears and layers are found by tracing."""
+  bound = model.bound_to(setup.params, setup.calib.tokens)
+  program, unfit = _program_of_rules(bound, setup.program)
+  if unfit:
+    warnings.warn(
+      f"quantize: no recovery of {' or '.join(unfit)} is fitted, because it needs the "
+      "values and gates of a decoder, which a FlaxModel does not name; the rest of the "
+      "method is done.",
+      stacklevel=5,
+    )
+  names = tuple(name for _, name in bound.projection_taps)
+  return dataclasses.replace(
+    setup,
+    params=bound.split(setup.params),
+    calib=dataclasses.replace(setup.calib, model=bound),
+    program=program,
+    contract=dataclasses.replace(setup.contract, targets=names),
+    preparation={"linears_left": bound.plan.left, "recovery_left_out": unfit},
+    own=setup.params,
+  )
+
+
+def _program_of_rules(bound: Any, default: Program) -> tuple[Program, list[str]]:
+  """Returns the program of all rules, and the recovery fits that are left out."""
+  by_method: dict[Any, Program] = {}
+  keys = {}
+  for name, method in bound.methods.items():
+    keys[name] = key = method if isinstance(method, str | bool) else id(method)
+    if key not in by_method:
+      by_method[key] = default if isinstance(method, bool) else methods.get(method)
+  programs = list(by_method.values())
+  for program in programs:
+    obstacle = None
+    if type(program).prepare is not Program.prepare:
+      obstacle = "learns on or rewrites a decoder before it quantizes"
+    elif program.tune is not None or program.weighting != "uniform":
+      obstacle = (
+        "differentiates the predictions of tokens (`+tune`, `weighting=fisher`)"
+      )
+    if obstacle:
+      raise ValueError(
+        f"quantize: the method {program.name} {obstacle}, expected one that needs only "
+        "the inputs of each linear of a FlaxModel; choose another, such as gptq or "
+        "hires."
+      )
+  unfit = sorted({fit.name for program in programs for fit in program.recover})
+  kept = [dataclasses.replace(program, recover=()) for program in programs]
+  if len(kept) == 1:
+    return kept[0], unfit
+  order = {key: place for place, key in enumerate(by_method)}
+  choice = {name: order[key] for name, key in keys.items()}
+  name = " and ".join(program.name for program in kept)
+  return ByRule(name=name, programs=kept, choice=choice), unfit
