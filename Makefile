@@ -48,7 +48,6 @@ $(CUDA_PLUGIN)/.installed: $(VENV)/.installed
 
 kernels: $(CUDA_PLUGIN)/.installed
 	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/compile_kernels.py
-	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/compile_kernels.py Blackwell
 	PYTHONPATH=$(CUDA_PLUGIN) $(VENV)/bin/python tests/execute_kernels.py
 
 # The peers' dependencies (torch) never enter the library's own environment.

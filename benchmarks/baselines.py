@@ -67,7 +67,7 @@ DRAWN = ("ablations", "details", "readings")
 """Parts that the trained models have of all draws; learned baselines take too long."""
 RULES = ("floor", "even", "rceil")
 CHECKS = (
-  "rtn+rceil,focus,focus:batch=4:epochs=8,gptq,spinquant:steps=0,spinquant,torq,"
+  "focus:epochs=0:divisor_logit=Infinity,focus,focus:batch=4:epochs=8,gptq,spinquant:steps=0,spinquant,torq,"
   "mr-gptq,brq,wush,wush+r,hires"
 )
 SMOLLM2 = (
@@ -282,10 +282,9 @@ def next_smollm2(options, made):
 
 
 def gain_of(row):
-  """Mean factor that a row's repair puts on outputs: of linears, or of values."""
+  """Mean factor that a row's recovery puts on values; None without recovery."""
   gains = []
   for layer in row["record"]["layers"]:
-    gains += [one["gain"] for one in layer["linears"].values() if "gain" in one]
     gains += layer["recovery"].get("attention", {}).get("scale", [])
   return float(np.mean(gains)) if gains else None
 
@@ -315,7 +314,7 @@ def rules(family, options, made):
   if failed := [row for row in rows if "error" in row]:
     raise SystemExit(f"{failed[0]['method']}: {failed[0]['error']}")
   found = {row["method"]: row for row in rows}
-  plain = {"rtn+gain": "rtn", "rtn+r": "rtn", "hires": "hires:recover=none"}
+  plain = {"rtn+r": "rtn", "hires": "hires:recover=none"}
   repairs = {
     f"{name} [{rule}]": f"{plain[name]} [{rule}]" for rule in RULES for name in plain
   }

@@ -83,7 +83,7 @@ def unrounded(params):
 
 def decoded(params):
   return {
-    tensor_name(path): mxfp4.decode(leaf.weight, jnp.bfloat16, leaf.rules)
+    tensor_name(path): mxfp4.decode(leaf.weight)
     for path, leaf in features.nodes(params)
     if is_quantized(leaf)
   }

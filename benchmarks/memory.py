@@ -39,7 +39,6 @@ STORAGES = {
   "as quantized": {"tables": False},
   "bfloat16 tables": {"tables": True},
   "bfloat16 tables, int8 embeddings": {"tables": True, "embeddings": "int8"},
-  "bfloat16 tables, MXFP4 embeddings": {"tables": True, "embeddings": "mxfp4"},
 }
 
 
@@ -125,7 +124,6 @@ def main():
   for name, variant in {
     "float": params,
     "float, int8 embeddings": pack_for_inference(params, embeddings="int8"),
-    "float, MXFP4 embeddings": pack_for_inference(params, embeddings="mxfp4"),
     "one code": hires,
     "one code, bfloat16 tables": pack_for_inference(hires),
   }.items():

@@ -1,11 +1,11 @@
-"""What 32B, 70B and 405B take: memory by stage, bytes moved, time.
+"""What 32B, 70B and 405B take: memory, bytes moved, time.
 
   python benchmarks/scale_plan.py
 
-Memory is that of `mxjax plan` on a mesh. Operations are counted: products of the model
-passes, raw Hessians, GPTQ, its factors. Rates are those of the HiRes row of
-benchmarks/results/reference_protocol.json, operations of SmolLM2-135M by the seconds of
-its stages; nothing is measured here.
+Memory is what a run on a mesh holds at once, by the rule of thumb of `mxjax plan`.
+Operations are counted: products of the model passes, raw Hessians, GPTQ, its factors.
+Rates are those of the HiRes row of benchmarks/results/reference_protocol.json,
+operations of SmolLM2-135M by the seconds of its stages; nothing is measured here.
 """
 
 import json
@@ -120,7 +120,7 @@ def row(name, data, model, rates):
     "parameters": planned.parameters,
     "bf16": planned.bf16,
     "packed": planned.packed_total,
-    "first_device_bytes": planned.memory,
+    "first_device_bytes": planned.memory | {"all": sum(planned.memory.values())},
     "operations": counted,
     "bytes_moved": moved(config, data, model),
     "hours_at_measured_rates_one_machine": seconds / 3600,

@@ -173,7 +173,7 @@ def causal_attention(
   chosen = _choose(queries, keys, values, tree, implementation)
   if chosen != "xla":
     how: Any = {"window": window, "interpret": chosen == "interpret"}
-    kernel = functools.partial(prefill.attend, **how)
+    kernel = functools.partial(prefill.launch, **how)
     reference = functools.partial(causal_attention, window=window, implementation="xla")
     return lowering.with_reference(kernel, reference, queries, keys, values)
   length = queries.shape[1]
@@ -226,15 +226,11 @@ def attention_chosen(dtype: str, head_dim: int) -> dict[str, str]:
   """Names what computes attention on this machine, for a model's record.
 
   Returns:
-    `sequences`: `xla`, `pallas`, or `cudnn` for whole sequences, see `prefill.library`;
-    `branching`: `xla`, always, where sequences branch or a gradient is taken.
+    `sequences`: `xla`, or `pallas` for the kernel of whole sequences; `branching`:
+    `xla`, always, where sequences branch or a gradient is taken.
   """
   like = jax.ShapeDtypeStruct((1, 1, 1, head_dim), dtype)
-  chosen = _choose(like, like, like)
-  return {
-    "sequences": prefill.library() if chosen == "pallas" else chosen,
-    "branching": "xla",
-  }
+  return {"sequences": _choose(like, like, like), "branching": "xla"}
 
 
 def _is_ancestor(
@@ -288,7 +284,7 @@ def cached_attention(
   keys, values = (a.astype(past[0].dtype) for a in (keys, values))
   obstacle = attention.obstacle(queries, keys, values, past)
   # Many tokens, such as a prompt, take the kernel of whole sequences.
-  many = obstacle is not None and prefill.kernel_obstacle(queries, *past) is None
+  many = obstacle is not None and prefill.obstacle(queries, *past) is None
   obstacle = None if many else obstacle
   lowered = implementations.choose("cached_attention", implementation, pallas=obstacle)
   how: Any = {"window": window, "interpret": lowered == "interpret"}

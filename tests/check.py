@@ -23,7 +23,6 @@ CHECKS = {
   # Compiles every kernel for a GPU that need not be there, if `make kernels` or the
   # environment has what that takes; it says so where it does not.
   "kernels": ("python", "tests/compile_kernels.py"),
-  "kernels for Blackwell": ("python", "tests/compile_kernels.py", "Blackwell"),
 }
 SKIPPED = 77
 CUDA_PLUGIN = ROOT / ".cuda-plugin"

@@ -4,8 +4,7 @@ XLA's GPU compiler runs on any machine if it is told what device to compile for.
 is shown is what `ptxas` says of the code that would run: registers, spills, and which
 matrix instructions are used. A spill, TF32 where float32 was meant, or products that
 `ptxas` makes wait for each other, is a failure, and so are faults of whole functions;
-see `hot_functions.py`. The argument "Blackwell" compiles the kernels for sm_100a, which
-others leave out.
+see `hot_functions.py`.
 
 Needs the CUDA plugin of the installed jax (two wheels, no CUDA libraries) and `ptxas`
 with `libdevice` from a CUDA toolkit. Without them it says so and ends with code 77.
@@ -47,9 +46,6 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
-BLACKWELL = "sm_100a"
-BLOCK_SCALED = r"tcgen05\.mma\.\S*(kind::mxf4\w*\.block_scale\.scale_vec::2X)"
-"""Products of FP4 with an E8M0 scale for every 32 columns."""
 FLOAT8 = "__cublas$lt$matmul$f8"
 """The library's product of float8, which XLA must find in what we write."""
 REGISTERS = 168
@@ -107,10 +103,10 @@ def prepare():
   }
 
 
-def assemble(ptx, folder, architecture=ARCHITECTURE):
+def assemble(ptx, folder):
   """Registers, spilled bytes and matrix instructions of one PTX file."""
   cubin = folder / "kernel.cubin"
-  command = [toolkit() / "bin" / "ptxas", f"-arch={architecture}", "-v"]
+  command = [toolkit() / "bin" / "ptxas", f"-arch={ARCHITECTURE}", "-v"]
   done = subprocess.run(
     [*map(str, command), "-o", str(cubin), str(ptx)],
     capture_output=True,
@@ -126,27 +122,12 @@ def assemble(ptx, folder, architecture=ARCHITECTURE):
     "registers": max(numbers(r"Used (\d+) registers")),
     "spills": sum(numbers(r"(\d+) bytes spill")),
     "wgmma": wgmma,
-    "block scaled": sorted(set(re.findall(BLOCK_SCALED, text))),
     "serialized": "wgmma.mma_async instructions are serialized" in done.stderr,
     "mma.sync": len(re.findall(MATRIX[1], text)),
     "entry": re.findall(r"\.entry\s+mxjax_(\w+)", text)[0],
     "tf32": "tf32" in text,
     "fma": text.count("fma.rn.f32"),
   }
-
-
-def described(architecture):
-  """What XLA is told of the device."""
-  if architecture == ARCHITECTURE:
-    return TARGET
-  blackwell = TARGET.replace("major: 9 minor: 0 }", "major: 10 minor: 0 }")
-  blackwell = blackwell.replace("core_count: 132", "core_count: 148")
-  return blackwell.replace("H200", "B200")
-
-
-def architecture_of(name):
-  """What a kernel is compiled for. A process compiles for one architecture."""
-  return BLACKWELL if "Blackwell" in name else ARCHITECTURE
 
 
 def entries(dump):
@@ -158,24 +139,24 @@ def entries(dump):
   ]
 
 
-def target(architecture=ARCHITECTURE):
+def target():
   """A mesh of the GPU that is not there, and what places abstract arrays on it."""
   import jax
   from jax.experimental import topologies
 
   topology = topologies.get_topology_desc(
-    platform="cuda", target_config=described(architecture), topology="1x1x1"
+    platform="cuda", target_config=TARGET, topology="1x1x1"
   )
   mesh = topologies.make_mesh(topology, (1,), ("x",))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   return mesh, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
 
-def compiler(dump, architecture=ARCHITECTURE):
+def compiler(dump):
   """A function that compiles for the GPU: our kernels' PTX files, and the program."""
   import jax
 
-  mesh, place = target(architecture)
+  mesh, place = target()
   # Mosaic GPU writes what it compiles to a folder of its own choice.
   os.environ |= {"MOSAIC_GPU_DUMP_TO": str(dump), "MOSAIC_GPU_DUMP_PTX": "1"}
 
@@ -197,25 +178,18 @@ def compile_all(selected, dump):
   # JAX must not be loaded before `prepare`.
   from tests import kernel_cases
 
-  architecture = architecture_of(selected)
-  chosen = {
-    name: case
-    for name, case in kernel_cases.cases().items()
-    if selected in name and architecture_of(name) == architecture
-  }
+  chosen = {n: case for n, case in kernel_cases.cases().items() if selected in n}
   if not chosen:
     print("nothing to compile with this jax")
-  run, faults = compiler(dump, architecture), []
+  run, faults = compiler(dump), []
   for name, (function, *arguments) in chosen.items():
     start = time.perf_counter()
     found, program = run(function, *arguments)
-    results = [assemble(path, dump, architecture) for path in found]
+    results = [assemble(path, dump) for path in found]
     seconds = time.perf_counter() - start
     if name.startswith("float8 product") and FLOAT8 not in program:
       results.append({"error": f"{FLOAT8} is not in the program"})
     results += [{"error": fault} for fault in slow(name, results, found)]
-    if architecture == BLACKWELL and not any(r.get("block scaled") for r in results):
-      results.append({"error": "no block-scaled product of FP4"})
     for result in results or [{"error": "no PTX of ours was dumped"}]:
       shown = f"{name}: {result.get('entry')}" if len(results) > 1 else name
       wrong = ("error", "spills", "tf32", "serialized")
@@ -250,7 +224,7 @@ def describe(result):
   if "error" in result:
     return result["error"]
   words = [f"{result['registers']:3d} registers, {result['spills']} B spilled"]
-  words += result["wgmma"] + result["block scaled"]
+  words += result["wgmma"]
   words += [f"{result['mma.sync']} mma.sync"] if result["mma.sync"] else []
   words += [f"{result['fma']} fma"] if result["fma"] else []
   words += ["TF32"] if result["tf32"] else []
@@ -268,14 +242,12 @@ def main():
     prepare()
     import jax
 
-    selected = sys.argv[1] if len(sys.argv) > 1 else ""
-    architecture = architecture_of(selected)
-    print(f"jax {jax.__version__}, {architecture}")
-    faults = compile_all(selected, pathlib.Path(folder))
-    if architecture == ARCHITECTURE:
-      from tests import hot_functions
+    from tests import hot_functions
 
-      faults += [name for name, _, wrong in hot_functions.check(selected) if wrong]
+    selected = sys.argv[1] if len(sys.argv) > 1 else ""
+    print(f"jax {jax.__version__}, {ARCHITECTURE}")
+    faults = compile_all(selected, pathlib.Path(folder))
+    faults += [name for name, _, wrong in hot_functions.check(selected) if wrong]
   print(f"at fault: {', '.join(faults)}" if faults else "no spills, waits or copies")
   return 1 if faults else 0
 

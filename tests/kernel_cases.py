@@ -10,7 +10,7 @@ from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.pallas_kernels import gptq, mxfp4_decode, mxfp4_encode, recovery
 from mxjax.pallas_kernels.attention import cached_attention, prefill
-from mxjax.pallas_kernels.mosaic import blackwell, device, encode, products, refinement
+from mxjax.pallas_kernels.mosaic import device, encode, products, refinement
 from mxjax.pallas_kernels.products import (
   float8,
   float8_matmul,
@@ -160,9 +160,9 @@ def mosaic_cases():
     launch = functools.partial(refinement.launch, form=form)
     return launch, narrow, [one_code.Tables(*tables)] * linears
 
-  to_float8, to_packed, native = (
+  to_float8, to_packed = (
     functools.partial(product, dtype=b16)
-    for product in (products.float8_product, products.packed_product, blackwell.product)
+    for product in (products.float8_product, products.packed_product)
   )
   eight, wide = array((2048, 4096), float8.FORM), packed(12288, 4096)
   one_code_cases = {
@@ -185,7 +185,6 @@ def mosaic_cases():
     "Mosaic float8 product, 2048 rows": (to_float8, eight, wide, scalar),
     "Mosaic bfloat16 x packed, 2048 rows": (to_packed, narrow, wide),
     "Mosaic encode bfloat16": (encode.encode, narrow),
-    "Mosaic packed x packed, Blackwell": (native, packed(2048, 4096), wide),
   }
 
 

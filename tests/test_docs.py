@@ -106,8 +106,10 @@ def prefill():
 
 
 def packed_memory():
+  tables = "bfloat16 tables"
+  storages = ("as quantized", tables, f"{tables}, int8 embeddings")
   return {
-    name: [f"{size['to_bf16']:.3f}" for size in sizes.values()]
+    name: [f"{sizes[storage]['to_bf16']:.3f}" for storage in storages]
     for name, sizes in result("memory")["sizes"].items()
   }
 
@@ -163,10 +165,10 @@ def mesh_memory():
 
 
 def large_models():
-  stages = ("calibration", "quantization", "attention recovery", "mlp recovery")
+  parts = ("calibration stream", "captured inputs", "Hessians", "workspace", "all")
   return {
     f"{row['model']}, data={row['mesh']['data']}, model={row['mesh']['model']}": [
-      f"{row['first_device_bytes'][stage] / 1e9:.1f}" for stage in stages
+      f"{row['first_device_bytes'][part] / 1e9:.1f}" for part in parts
     ]
     for row in result("scale_plan")["rows"]
   }
@@ -186,8 +188,7 @@ def shown_rows(document, head, label_cells=1):
     ("results/runtime.md", "| forward | time | CPU time |", 1, prefill),
     (
       "results/runtime.md",
-      "| | as quantized | bfloat16 tables | and int8 embeddings "
-      "| or MXFP4 embeddings |",
+      "| | as quantized | bfloat16 tables | and int8 embeddings |",
       *(1, packed_memory),
     ),
     (
@@ -207,7 +208,7 @@ def shown_rows(document, head, label_cells=1):
     ),
     (
       "guides/devices.md",
-      "| model | mesh | calibration | quantization | attention | MLP |",
+      "| model | mesh | stream | inputs | Hessians | workspace | all |",
       *(2, large_models),
     ),
   ],

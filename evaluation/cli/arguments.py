@@ -29,8 +29,6 @@ STORAGE = {
   "otherwise",
   "int8-embeddings": "embedding and untied head in int8, one scale a row; changes the "
   "model, perplexity of SmolLM2-135M from 30.24 to 30.29",
-  "mxfp4-embeddings": "embedding and untied head in MXFP4; the same perplexity rises "
-  "to 41.88",
   "float8-products": "a GPU multiplies many rows in float8, exact products whose sums "
   "it rounds",
 }
@@ -196,22 +194,16 @@ def storage(text: str | None) -> dict[str, Any]:
   The dict is empty if the option is absent; then nothing is packed.
 
   Raises:
-    ValueError: A name is unknown, or two kinds of embeddings are given.
+    ValueError: A name is unknown.
   """
   requested = split(text or "")
   for name in requested:
     check("storage", name, STORAGE)
-  kinds = [name.partition("-")[0] for name in requested if name.endswith("embeddings")]
-  if len(set(kinds)) > 1:
-    raise ValueError(
-      "storage: expected one kind of embeddings, got int8-embeddings and "
-      "mxfp4-embeddings; leave one out."
-    )
   if not requested:
     return {}
   return {
     "tables": "bfloat16-tables" in requested,
-    "embeddings": kinds[0] if kinds else None,
+    "embeddings": "int8" if "int8-embeddings" in requested else None,
     "products": "float8" if "float8-products" in requested else None,
   }
 

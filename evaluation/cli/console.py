@@ -168,7 +168,8 @@ def plan_tables(planned: plan.Plan, name: str, seconds: float | None) -> list[Ta
     "embedding, norms, head, biases": planned.rest,
     "packed layout (ours)": planned.packed_total,
   }
-  memory = {f"peak memory, {at}": size for at, size in planned.memory.items()}
+  memory = {f"memory, {part}": size for part, size in planned.memory.items()}
+  memory["peak memory, by a rule of thumb"] = planned.peak
   disk = {f"disk, {place}": size for place, size in planned.disk.items()}
   written = lambda sizes: [[what, numbers.size(size)] for what, size in sizes.items()]
   ratio = f"{planned.bf16 / planned.packed_total:.2f} x smaller"
@@ -184,7 +185,12 @@ def plan_tables(planned: plan.Plan, name: str, seconds: float | None) -> list[Ta
     ["products that hires-next adds", f"{planned.prediction_flops:.3g} FLOP"],
     *([["time on this machine, about", numbers.about(seconds)]] if seconds else []),
   ]
-  storage = [*written(sizes), ["packed against bfloat16", ratio]]
+  bits = f"{planned.bits_per_weight:.3f}"
+  storage = [
+    *written(sizes),
+    ["packed against bfloat16", ratio],
+    ["bits a quantized weight, scales and auxiliary included", bits],
+  ]
   place = "on disk" if planned.on_disk else "in memory"
   return [
     Table(f"{name}: storage", ("what", "size"), storage),

@@ -116,12 +116,11 @@ def announcement(
     config,
     sequences=options.sequences,
     length=options.length,
-    chunk=getattr(options, "chunk", 1),
     on_disk=on_disk,
     **(meshes.sizes(mesh) if mesh else {}),
   )
   text = lambda data: data or "embedded text"
-  memory = numbers.size(max(planned.memory.values()))
+  memory = numbers.size(planned.peak)
   lines = [
     f"method: {', '.join(names)}" if names else "",
     f"arithmetic: {config.dtype}",
@@ -130,7 +129,7 @@ def announcement(
     f"seed {options.seed}",
     f"test: {options.windows} x {options.window_length:,} tokens of "
     f"{text(options.data)}, {options.replicates} replicate(s)",
-    f"expected memory: up to {memory}, layers {'on disk' if on_disk else 'in memory'}",
+    f"expected memory: about {memory}, layers {'on disk' if on_disk else 'in memory'}",
   ]
   tests = len(arguments.split(options.data or "")) or 1
   tokens = tests * options.windows * options.window_length * options.replicates

@@ -30,7 +30,7 @@ def _rule_sums(
   mapped = blocks if leaf.input_map is None else leaf.input_map.apply(blocks)
   nearest = mxfp4.round_blocks(mapped, leaf.rules)
   operand = leaf.rounding.round(mapped, leaf.rules)
-  decoded = mxfp4.decode(leaf.weight, jnp.float32, leaf.rules).T.reshape(folded.shape)
+  decoded = mxfp4.decode(leaf.weight, jnp.float32).T.reshape(folded.shape)
   ours, plain = (
     local_objectives(mapped, rounded, folded, decoded) for rounded in (operand, nearest)
   )

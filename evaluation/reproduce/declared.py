@@ -298,7 +298,6 @@ TABLES: Mapping[str, Declared] = {
     "",
     "Controls of recovery",
     {
-      "RTN + one gain": "rtn+gain",
       "RTN + recovery": "rtn+r",
       "HiRes without recovery": _NO_RECOVERY,
       "HiRes": "hires",

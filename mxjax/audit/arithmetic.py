@@ -39,8 +39,7 @@ def arithmetic(
     attention: What computed it in the run, `CausalLM.attention`; None if unknown.
 
   Returns:
-    `model`; `maps`, `tables`
-    (of activation rounding), `gains`, `recovery` (coefficients) and `unquantized`,
+    `model`; `maps`, `tables` (of activation rounding), `recovery` (coefficients) and `unquantized`,
     lists of the dtypes stored, without those that the model lacks; `products`, float8
     if a GPU multiplies many rows of any linear so; `recovery_rounded`,
     by kind of correction that the model has, the dtype its float32 result is rounded
@@ -49,7 +48,7 @@ def arithmetic(
   stored, rounded = collections.defaultdict(set), {}
   for node in typed_nodes(params):
     if isinstance(node, QuantizedLinear):
-      parts = {"maps": node.input_map, "tables": node.rounding, "gains": node.gain}
+      parts = {"maps": node.input_map, "tables": node.rounding}
       if node.float8_scale is not None:
         stored["products"].add("float8")
     elif isinstance(node, (value_recovery.ValueRecovery, mlp_recovery.MlpRecovery)):

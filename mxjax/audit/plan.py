@@ -1,9 +1,9 @@
 """Memory, disk and work of quantizing a model, from its config alone.
 
-Counts are exact. Memory is the resident memory of a process on CPU: the arrays held in
-each stage, the temporaries of the largest compiled function as XLA:CPU states them
-(`lower(...).compile().memory_analysis()`), and the process itself.
-`benchmarks/plan_memory.py` compares the plan with runs.
+Counts and sizes are exact. Peak memory is a rule of thumb for a process on CPU: the
+arrays that a run holds at once, a workspace, the process itself, and an eighth on top;
+or, where layers stay on disk, the packed model that is gathered to be saved.
+`benchmarks/plan_memory.py` compares the rule with runs.
 
 Paper: Persistent storage (Appendix, Computational and Storage Costs).
 """
@@ -30,11 +30,9 @@ BLOCK_BYTES = MAP_BYTES + GRAM_BYTES + CROSS_BYTES
 PROCESS_BYTES = 700 * 10**6
 """Python, JAX and some 200 compiled programs of a HiRes run on CPU: a process that
 quantized a layer with 5 MB of arrays peaked at 0.71 GB (`plan_memory.py floor`)."""
-PASS_BYTES = 7 * 10**6
-"""Growth of a layer pass's compiled program with every QUERIES_AT_ONCE positions, over
-which attention is unrolled: two of SmolLM2-135M grow by 94 MB from 256 to 2,048."""
-QUERIES_AT_ONCE = 256
-"""As in the attention of `models.functional`."""
+WORKSPACE_ARRAYS = 8
+"""Float32 copies of the largest array of a step that are alive at once, about: of a
+Hessian while it is factored, of a weight, or of one sequence's activations."""
 RECOVERY_FITS = 2
 """Streams of hidden states beside the float one: attention and MLP."""
 
@@ -54,8 +52,10 @@ class Plan:
   scales: int  #: E8M0 bytes of the targets.
   rest: int  #: Unquantized params in bfloat16: embedding, norms, head and biases.
   packed_total: int  #: Our layout: codes, scales, auxiliary and rest.
+  bits_per_weight: float  #: Of the target linears, scales and auxiliary included.
   loaded: dict[str, int]  #: As quantized, and by option of `layers.inference_packing`.
-  memory: dict[str, int]  #: Peak resident bytes by stage, without evaluation.
+  memory: dict[str, int]  #: Bytes that a run holds at once, without evaluation.
+  peak: int  #: Peak resident bytes, by a rule of thumb.
   on_disk: bool  #: Whether `memory` assumes that layers and results stay on disk.
   disk: dict[str, int]  #: Written: checkpoint, run folder, scratch of layers on disk.
   model_passes: int  #: Passes of the calibration set through every layer.
@@ -73,13 +73,12 @@ def plan(
   *,
   sequences: int = 128,
   length: int = 2048,
-  chunk: int = 1,
   contract: Contract = PAPER_CONTRACT,
   data: int = 1,
   model: int = 1,
   on_disk: bool = True,
 ) -> Plan:
-  """Plans a HiRes run on `sequences` of `length` tokens, `chunk` in a device call.
+  """Plans a HiRes run on `sequences` of `length` tokens.
 
   `data` and `model` are mesh axis sizes; memory is that of the first device of a
   process, which also runs unsharded solves. With `on_disk`, float layers are read on
@@ -101,18 +100,33 @@ def plan(
     )
   sizes = _sizes(config, linears, contract.block_size)
   tokens, layers_packed = sequences * length, sizes["packed_total"] - sizes["rest"]
-  run = RunArrays(config, linears, tokens // (data * model), length, chunk)
+  memory = _memory(
+    config,
+    linears,
+    sizes,
+    tokens=tokens // (data * model),
+    length=length,
+    devices=data * model,
+    model=model,
+    on_disk=on_disk,
+  )
+  # An eighth is what allocators keep. Saving the checkpoint gathers the packed model.
+  held, saving = sum(memory.values()) * 9 // 8, 2 * sizes["packed_total"]
+  positions = sequences // (data * model) * differentiated(length)
+  gradients = positions * config.hidden_size * _itemsize(config)
   return Plan(
     **sizes,
+    bits_per_weight=8 * layers_packed / sizes["target_weights"],
     dtype=config.dtype,
     loaded=_loaded(config, sizes),
-    memory=_memory(run, sizes, devices=data * model, model=model, on_disk=on_disk),
+    memory=memory,
+    peak=max(held, PROCESS_BYTES + saving),
     on_disk=on_disk,
     disk={
       "checkpoint": sizes["packed_total"],
       "run folder": layers_packed,
       "scratch, layers on disk": layers_packed,
-      "scratch, gradients of hires-next": config.num_layers * run.gradients(),
+      "scratch, gradients of hires-next": config.num_layers * gradients,
     },
     model_passes=1 + RECOVERY_FITS,
     # Hessian, fold moments, anchor errors, errors after T, balance trials.
@@ -174,156 +188,58 @@ def _loaded(config: ModelConfig, sizes: dict[str, int]) -> dict[str, int]:
   """Computes bytes of a loaded HiRes model under each `inference_packing` option."""
   tables = sizes["packed_total"] - sizes["blocks"] * (GRAM_BYTES + CROSS_BYTES) // 2
   d, copies = config.hidden_size, 1 if config.tie_embeddings else 2
-  narrower = lambda row: tables - copies * config.vocab_size * (2 * d - row)
   return {
     "as quantized": sizes["packed_total"],
     "bfloat16 tables": tables,
     "hires-next, bfloat16 tables": tables - sizes["blocks"] * CROSS_BYTES // 2,
-    # A code for each value, and one float32 scale a row or one E8M0 byte a block.
-    "bfloat16 tables, int8 embeddings": narrower(d + 4),
-    "bfloat16 tables, MXFP4 embeddings": narrower(d // 2 + d // mxfp4.BLOCK_SIZE),
+    # In each row a byte for every value and one float32 scale, not two bytes a value.
+    "bfloat16 tables, int8 embeddings": tables - copies * config.vocab_size * (d - 4),
   }
 
 
-@dataclasses.dataclass(frozen=True)
-class RunArrays:
-  """Sizes in bytes of a run's arrays and temporaries.
-
-  `linears` are `(out_features, in_features)` of a layer's targets, `tokens` those of
-  one device, `length` those of a sequence, `chunk` the sequences in a device call.
-  """
-
-  config: ModelConfig
-  linears: list[tuple[int, int]]
-  tokens: int
-  length: int
-  chunk: int
-
-  @property
-  def itemsize(self) -> int:
-    """Bytes of a number in the compute dtype."""
-    return {"float32": 4, "bfloat16": 2}[self.config.dtype]
-
-  @property
-  def layer_weights(self) -> int:
-    """Number of target weights in a layer."""
-    return sum(rows * width for rows, width in self.linears)
-
-  @property
-  def tap_widths(self) -> tuple[int, ...]:
-    """Widths of the four tensors that the linears of a layer read."""
-    d, queries = self.config.hidden_size, self.config.num_heads * self.config.head_dim
-    return d, queries, d, self.config.intermediate_size
-
-  def programs(self) -> int:
-    """Growth of a layer's compiled passes with the sequence length."""
-    return (1 + RECOVERY_FITS) * PASS_BYTES * (self.length // QUERIES_AT_ONCE)
-
-  def streams(self) -> int:
-    """Hidden states of the float model and of each recovery fit."""
-    return (1 + RECOVERY_FITS) * self.tokens * self.config.hidden_size * self.itemsize
-
-  def gradients(self) -> int:
-    """Gradients at the output of one layer, or the hidden states entering it."""
-    tokens = self.tokens // self.length * differentiated(self.length)
-    return tokens * self.config.hidden_size * self.itemsize
-
-  def inputs(self) -> int:
-    """Captured inputs of a layer's linears."""
-    return self.itemsize * self.tokens * sum(self.tap_widths)
-
-  def values(self) -> int:
-    """A layer's captured values, the targets of attention's fit."""
-    return self.tokens * self.config.num_kv_heads * self.config.head_dim * self.itemsize
-
-  def hessians(self) -> int:
-    """The raw Hessians of a layer, kept until it is finished."""
-    return 4 * sum(width**2 for width in self.tap_widths)
-
-  def capturing(self) -> int:
-    """Temporaries of a float layer's pass over a sequence."""
-    config, length = self.config, self.length
-    d, hidden = config.hidden_size, config.intermediate_size
-    largest = max(rows * width for rows, width in self.linears)
-    queries = min(length, QUERIES_AT_ONCE)
-    return self._in_loop(4) + max(
-      # A float32 product: its copy of the weight, input and output.
-      4 * largest + 4 * length * (d + hidden),
-      # Gate, up and their product in float32; XLA keeps narrow ones beside them.
-      (12 if self.itemsize == 4 else 16) * length * hidden,
-      # Scores and their exponentials beside the queries.
-      8 * config.num_heads * queries * length + 4 * length * d,
-    )
-
-  def remeasuring(self) -> int:
-    """Temporaries of a quantized layer's pass over a sequence, for attention's fit."""
-    # The input of down_proj during code refinement: five float32 arrays of its shape,
-    # and gate and up.
-    refining = 23 * self.length * self.config.intermediate_size
-    return self._in_loop(6) + max(refining, self.capturing() - self._in_loop(4))
-
-  def fitting(self) -> int:
-    """Same for the MLP's fit, with five columns of its equations in float64."""
-    columns = 40 * self.length * self.config.intermediate_size
-    return max(self.remeasuring(), self._in_loop(6) + columns)
-
-  def _in_loop(self, each: int) -> int:
-    """What XLA hoists out of the loop over the sequences of a chunk, if there is one.
-
-    These are the layer's weights as products take them, `each` bytes a weight: float32
-    and, in a quantized layer, a decoding step.
-    """
-    return each * self.layer_weights if self.chunk > 1 else 0
-
-  def solving(self, devices: int) -> int:
-    """The largest step of quantizing one linear, over all linears of a layer."""
-    return max(self._solving(rows, width, devices) for rows, width in self.linears)
-
-  def _solving(self, rows: int, width: int, devices: int) -> int:
-    weights, square, inputs = rows * width, width**2, self.length * width
-    # Bytes for each weight: the float32 copy in blocks is 4, after folding 8.
-    steps = [
-      # The conjugated Hessian, its damped and reversed copies, the factor, the solve.
-      8 * weights + 30 * square,
-      # Columns in order: the factor and the Hessian beside codes and errors.
-      17 * weights + 8 * square,
-      # A trial of the balance: folded in float64, scaled, decoded, their errors.
-      25 * weights,
-      # The report's probe, with outputs of its tokens.
-      24 * weights + 4 * 256 * (8 * width + 4 * rows),
-      # A sequence encoded in trial coordinates: mapped, rounded, scored.
-      4 * weights + 26 * inputs,
-    ]
-    if devices > 1:
-      # A Hessian's contribution and the arriving shares of a total.
-      steps.append(2 * 4 * square)
-    return max(steps)
+def _itemsize(config: ModelConfig) -> int:
+  """Returns the bytes of a number in the compute dtype."""
+  return {"float32": 4, "bfloat16": 2}[config.dtype]
 
 
 def _memory(
-  run: RunArrays, sizes: dict[str, int], *, devices: int, model: int, on_disk: bool
+  config: ModelConfig,
+  linears: list[tuple[int, int]],
+  sizes: dict[str, int],
+  *,
+  tokens: int,
+  length: int,
+  devices: int,
+  model: int,
+  on_disk: bool,
 ) -> dict[str, int]:
-  """Computes the peak resident bytes of every stage."""
-  rest, packed_total = sizes["rest"], sizes["packed_total"]
-  layer = 2 * run.layer_weights
-  process = PROCESS_BYTES + run.programs()
-  base = process + run.streams() + run.values()
+  """Computes the bytes of what a run holds at once; `tokens` are one device's."""
+  d, hidden = config.hidden_size, config.intermediate_size
+  # Of the four tensors that the linears of a layer read.
+  widths = (d, config.num_heads * config.head_dim, d, hidden)
+  values = config.num_kv_heads * config.head_dim
+  rest, packed = sizes["rest"], sizes["packed_total"] - sizes["rest"]
+  layer = 2 * sizes["target_weights"] // config.num_layers
   if on_disk:
-    layer_packed = (packed_total - rest) // run.config.num_layers
-    base += rest + layer + layer_packed
+    weights = rest + layer + packed // config.num_layers
   else:
-    base += 2 * sizes["target_weights"] + packed_total
+    weights = 2 * sizes["target_weights"] + rest + packed
   if devices > 1:
     # The rows that lie on the mesh, and a layer gathered from all of them.
-    base += (rest + layer) // model + (layer if model > 1 else 0)
-  # Capturing reads a layer on disk once more than quantizing it.
-  again = layer if on_disk else 0
-  # Recovery holds neither the inputs of the linears nor their Hessians.
-  measured = base + run.inputs()
+    weights += (rest + layer) // model + (layer if model > 1 else 0)
+  largest = max(
+    max(width**2 for width in widths),
+    max(rows * width for rows, width in linears),
+    length * hidden,
+  )
+  feature = tokens * _itemsize(config)
   return {
-    "calibration": measured + again + run.capturing(),
-    "quantization": measured + run.hessians() + run.solving(devices),
-    "attention recovery": base + run.remeasuring(),
-    "mlp recovery": base + run.fitting(),
-    "saving": process + 2 * packed_total,
+    "process": PROCESS_BYTES,
+    "weights": weights,
+    # The float model's hidden states, and those of each recovery fit.
+    "calibration stream": (1 + RECOVERY_FITS) * feature * d,
+    # Of one layer: what the linears read, and the values that attention's fit aims at.
+    "captured inputs": feature * (sum(widths) + values),
+    "Hessians": 4 * sum(width**2 for width in widths),
+    "workspace": 4 * WORKSPACE_ARRAYS * largest,
   }

@@ -8,11 +8,10 @@ import jax
 
 from mxjax.layers.linear import Int8Matrix
 from mxjax.layers.quantized_linear import QuantizedLinear
-from mxjax.numerics.mxfp4 import MXTensor
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 
-_NODES = (QuantizedLinear, MXTensor, Int8Matrix, ValueRecovery, MlpRecovery)
+_NODES = (QuantizedLinear, Int8Matrix, ValueRecovery, MlpRecovery)
 
 
 def _bytes(tree: Any) -> int:
@@ -45,7 +44,7 @@ def size_report(params: Mapping[str, Any]) -> dict[str, Any]:
       linears["codes"] += _bytes(node.weight.codes)
       linears["scales"] += _bytes(node.weight.scales)
       linears["maps"] += _bytes(node.input_map)
-      linears["rounding"] += _bytes((node.rounding, node.gain, node.float8_scale))
+      linears["rounding"] += _bytes((node.rounding, node.float8_scale))
     elif isinstance(node, (ValueRecovery, MlpRecovery)):
       recovery += _bytes(node)
     else:

@@ -144,6 +144,8 @@ def call(
   for keys, child in list(nnx.iter_modules(merged)):
     path = "/".join(map(str, keys))
     if type(child) in _NNX or path in also:
+      # nnx (flax 0.12) has no interceptors as linen has, and a stand-in in a module's
+      # place would lack what its parent reads of it. This copy is ours alone.
       child.__class__ = _watched(type(child))
       paths[id(child)] = path
   token = _WATCHED.set((visit, paths))

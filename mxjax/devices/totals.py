@@ -137,8 +137,16 @@ class Totals:
     if not first and self._placement.mesh is None:
       self._totals = _beside(self._totals, (params, consumed, sequences, args))
     self._totals, outputs = _add_chunk(
-      *(step, static, self._placement, self._layout, params, self._totals),
-      *(consumed, sequences, first, args),
+      step,
+      static,
+      self._placement,
+      self._layout,
+      params,
+      self._totals,
+      consumed,
+      sequences,
+      first,
+      args,
     )
     self._first += jax.tree.leaves((consumed, sequences))[0].shape[0]
     return outputs

@@ -21,7 +21,6 @@ from mxjax.pallas_kernels.mxfp4_encode import encode
 from mxjax.pallas_kernels.products import float8
 from mxjax.pallas_kernels.products.float8_matmul import float8_matmul
 
-Embeddings = Literal["int8", "mxfp4"]
 Products = Literal["bfloat16", "float8", "fastest"]
 FLOAT8_ERROR = 2.0**-9
 """Largest error of a float8 product, relative to its norm, with which it is taken: a
@@ -32,7 +31,7 @@ def pack_for_inference(
   params: Mapping[str, Any],
   *,
   tables: bool = True,
-  embeddings: Embeddings | None = None,
+  embeddings: Literal["int8"] | None = None,
   products: Products | None = "fastest",
 ) -> dict[str, Any]:
   """Returns params that need less memory or time and run through the same calls.
@@ -43,8 +42,8 @@ def pack_for_inference(
       them. They only rank candidate codes: every A4 operand stays legal, and only
       near-ties can change.
     embeddings: Storage of the embedding and of an untied head: `int8` (8 bits, one
-      float32 scale per row), `mxfp4` (4.25 bits), or None for no change. This changes
-      the model; docs/concepts/kernels.md has the cost.
+      float32 scale per row), or None for no change. This changes the model;
+      docs/guides/quantize.md has the cost.
     products: Dtype in which a GPU multiplies many rows of a quantized linear:
       `bfloat16`, `float8` (weights decoded to one byte with one scale per tensor), or
       None for no change. Products are exact in both; the GPU rounds float8 sums. A
@@ -65,11 +64,11 @@ def pack_for_inference(
     2048
   """
   for name, got, kinds in (
-    ("embeddings", embeddings, Embeddings),
-    ("products", products, Products),
+    ("embeddings", embeddings, ("int8",)),
+    ("products", products, get_args(Products)),
   ):
-    if got not in (None, *get_args(kinds)):
-      known = " or ".join(map(repr, get_args(kinds)))
+    if got not in (None, *kinds):
+      known = " or ".join(map(repr, kinds))
       raise ValueError(
         f"pack_for_inference: {name} must be None, {known}, got {got!r}."
       )
@@ -82,8 +81,7 @@ def pack_for_inference(
   for name in ("embed_tokens", "lm_head") if embeddings else ():
     weight = result[name]["weight"] if name in result else None
     if isinstance(weight, jax.Array | np.ndarray):
-      pack = int8_matrix if embeddings == "int8" else encode
-      result[name] = {**result[name], "weight": pack(jnp.asarray(weight))}
+      result[name] = {**result[name], "weight": int8_matrix(jnp.asarray(weight))}
   return result
 
 

@@ -12,12 +12,10 @@ from mxjax.layers.quantized_linear import (
   input_gradient,
   quantized_products,
 )
-from mxjax.numerics import implementations, mxfp4, straight_through
+from mxjax.numerics import mxfp4, straight_through
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST, rounded
 from mxjax.numerics.shaping import input_maps
-from mxjax.pallas_kernels import lowering
-from mxjax.pallas_kernels.products import matmul
 from mxjax.pallas_kernels.refinement import fused_inputs
 
 
@@ -186,7 +184,7 @@ class RowSharded:
     return jnp.take_along_axis(of_devices, source, axis=0)[0]
 
 
-Stored = jax.Array | mxfp4.MXTensor | Int8Matrix
+Stored = jax.Array | Int8Matrix
 Weight = (
   Stored | QuantizedLinear | StraightThrough | ScaledInputs | Perturbed | RowSharded
 )
@@ -199,7 +197,7 @@ def map_rows(
   """Applies `by_row` to arrays with one row per output and `whole` to the rest."""
   match weight:
     case QuantizedLinear():
-      names = ("input_map", "rounding", "gain", "float8_scale")
+      names = ("input_map", "rounding", "float8_scale")
       others = {name: jax.tree.map(whole, getattr(weight, name)) for name in names}
       packed = map_rows(by_row, whole, weight.weight)
       return dataclasses.replace(weight, weight=packed, **others)
@@ -217,9 +215,9 @@ def linear(
   Args:
     x: Inputs, `[..., in_features]`, float32 or bfloat16, or deferred inputs.
     weight: `[out_features, in_features]`. Only a `QuantizedLinear` or `StraightThrough`
-      rounds its inputs; an array, packed tensor or int8 matrix does not.
-    implementation: For packed and quantized weights, see `implementations.choose`;
-      `native` applies to the rounding of inputs only.
+      rounds its inputs; an array or int8 matrix does not.
+    implementation: For quantized weights, see `implementations.choose`; `native`
+      applies to the rounding of inputs only.
 
   Returns:
     Outputs, `[..., out_features]`, in the dtype of `x`. The gradient of a quantized
@@ -234,8 +232,6 @@ def linear(
     return quantized_products(x, [weight], implementation)[0]
   x = fused_inputs.as_array(x)
   match weight:
-    case mxfp4.MXTensor():
-      return _weight_only(x, weight, implementation)
     case Int8Matrix() | StraightThrough() | ScaledInputs() | Perturbed() | RowSharded():
       return weight.linear(x)
     case _:
@@ -273,42 +269,18 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
   return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _weight_only(
-  x: jax.Array, weight: mxfp4.MXTensor, implementation: Implementation | None
-) -> jax.Array:
-  obstacle = None
-  if x.dtype != jnp.bfloat16:
-    obstacle = f"a packed weight alone takes bfloat16 inputs, got {x.dtype}"
-  reference = lambda x, weight: _product(x, mxfp4.decode(weight, x.dtype))
-  if implementations.choose("linear", implementation, pallas=obstacle) == "xla":
-    return reference(x, weight)
-
-  def kernel(x: jax.Array, weight: mxfp4.MXTensor) -> jax.Array:
-    rows = x.reshape(-1, x.shape[-1])
-    y = matmul.matmul(rows, weight, dtype=x.dtype, implementation=implementation)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
-
-  return lowering.with_reference(kernel, reference, x, weight)
-
-
 def take_rows(weight: Stored | RowSharded, index: jax.Array) -> jax.Array:
   """Looks up rows of an embedding `[rows, d]`; an index that no row has gives NaN.
 
   `index` is int32 of any shape; nothing counts from the end. The result `[..., d]` is
-  bfloat16 (exact) from a packed tensor, float32 from an int8 matrix, otherwise in the
-  dtype of the array.
+  float32 from an int8 matrix, otherwise in the dtype of the array.
   """
   if isinstance(weight, Int8Matrix | RowSharded):
     return weight.take_rows(index)
-  if not isinstance(weight, mxfp4.MXTensor):
-    return _rows(weight, index)
-  # A filled scale byte decodes to NaN.
-  codes = _rows(weight.codes, index, fill_value=0)
-  scales = _rows(weight.scales, index, fill_value=mxfp4.NOT_FINITE)
-  return mxfp4.decode(mxfp4.MXTensor(codes, scales))
+  return _rows(weight, index)
 
 
-def _rows(a: jax.Array, index: jax.Array, **fill: Any) -> jax.Array:
+def _rows(a: jax.Array, index: jax.Array) -> jax.Array:
   """Looks up rows; those that do not exist, negative ones too, are filled."""
   rows = jnp.asarray(a).at[index]
-  return rows.get(mode="fill", wrap_negative_indices=False, **fill)
+  return rows.get(mode="fill", wrap_negative_indices=False)

@@ -34,8 +34,6 @@ class QuantizedLinear:
     weight: Packed weights in the coordinates of `input_map`.
     input_map: The online map of the inputs, or None.
     rounding: The dynamic A4 rule.
-    gain: Factor on the outputs (float32 scalar), or None; only the control method
-      `rtn_gain` sets it.
     rules: Scale and tie rules of both operands (static).
     float8_scale: Scale of the weight's float8 copy (float32 scalar), or None unless
       float8 products are enabled; see `pack_for_inference`. Reset it to None when you
@@ -45,7 +43,6 @@ class QuantizedLinear:
   weight: mxfp4.MXTensor
   input_map: InputMap | None
   rounding: ActivationQuantizer
-  gain: jax.Array | None = None
   rules: mxfp4.Rules = dataclasses.field(
     default=mxfp4.PAPER_RULES, metadata={"static": True}
   )
@@ -117,11 +114,10 @@ def _products(
   else:
     array = fused_inputs.as_array(x)
     outputs = [_by_xla(array, weight, implementation) for weight in weights]
-  result = []
-  for y, weight in zip(outputs, weights, strict=True):
-    scaled = y if weight.gain is None else rounded(y * weight.gain.astype(y.dtype))
-    result.append(scaled.reshape(*x.shape[:-1], weight.shape[0]))
-  return result
+  return [
+    y.reshape(*x.shape[:-1], weight.shape[0])
+    for y, weight in zip(outputs, weights, strict=True)
+  ]
 
 
 def _forward(
@@ -156,10 +152,8 @@ def input_gradient(weight: QuantizedLinear, cotangent: jax.Array) -> jax.Array:
   `[..., in_features]`, has its dtype. Products are as in `quantized_products`.
   """
   rows = cotangent.reshape(-1, cotangent.shape[-1])
-  if weight.gain is not None:
-    rows = rows * weight.gain.astype(rows.dtype)
   dtype = implementations.product_dtype()
-  decoded = mxfp4.decode(weight.weight, dtype, weight.rules)
+  decoded = mxfp4.decode(weight.weight, dtype)
   mapped = float32_sums(_moved(decoded.T), _moved(rows.astype(dtype).T))
   blocks = mapped.reshape(-1, mxfp4.BLOCK_SIZE, mapped.shape[-1])
   if weight.input_map is not None:
@@ -183,9 +177,11 @@ def _moved(transposed: jax.Array) -> jax.Array:
 def _by_xla(
   x: jax.Array, weight: QuantizedLinear, implementation: Implementation | None
 ) -> jax.Array:
-  dtype = _operand_dtype(x, weight)
+  # Legal values have two significant bits, so they are exact in either dtype. Inputs
+  # that are not rounded are not: they take the dtype of `x`. Sums are in float32.
+  dtype = implementations.product_dtype() if weight.rounding.is_legal else x.dtype
   operand = quantized_inputs(x, weight, implementation).astype(dtype)
-  decoded = mxfp4.decode(weight.weight, dtype, weight.rules)
+  decoded = mxfp4.decode(weight.weight, dtype)
   return rounded(float32_sums(decoded, operand).T.astype(x.dtype))
 
 
@@ -219,17 +215,6 @@ def _by_kernels(
     else:
       outputs.append(float8_matmul(operand, weight.weight, scale, **how))
   return outputs
-
-
-def _operand_dtype(x: jax.Array, weight: QuantizedLinear) -> jax.typing.DTypeLike:
-  """Returns the dtype of both operands; sums are in float32 either way.
-
-  Legal values have two significant bits, so they are exact in either dtype. Two cases
-  are not: `mx43` scales (a third of a power of two) and inputs that are not rounded.
-  They take the dtype of `x`, so a bfloat16 model rounds them to it.
-  """
-  is_legal = weight.rounding.is_legal and weight.rules.scale_rule != "mx43"
-  return implementations.product_dtype() if is_legal else x.dtype
 
 
 def _obstacle(x: fused_inputs.Input, weight: QuantizedLinear) -> str | None:

@@ -29,8 +29,6 @@ _REGISTERED = {
   "hires": "hires.hires.HIRES",
   "hires-descent": "hires.next.HIRES_DESCENT",
   "hires-next": "hires.next.HIRES_NEXT",
-  "rtn+gain": "baselines.rtn_gain.RTN_GAIN",
-  "rtn+rceil": "baselines.focus.RTN_RCEIL",
 }
 
 PAPER_METHODS = (

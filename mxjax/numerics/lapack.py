@@ -1,10 +1,14 @@
 """The order of LAPACK calls inside a jitted function.
 
-XLA:CPU of jaxlib 0.10 cuts a batch of LAPACK calls into tasks for its pool of threads
-and keeps one thread of the pool waiting for them. Two batches that do not depend on
-each other may take both threads of two cores, and none is left to run the tasks: the
-program hangs. Seen in HiRes' chart, whose determinant of one moment and inverse of the
-other were such batches.
+XLA:CPU cuts a batch of LAPACK calls into tasks for its pool of threads and keeps one
+thread of the pool waiting for them. Two batches that do not depend on each other may
+take both threads of two cores, and none is left to run the tasks: the program hangs.
+Seen with jaxlib 0.10.2 in HiRes' chart, whose determinant of one moment and inverse of
+the other were such batches.
+
+The first jaxlib whose batches keep no thread of the pool while they wait ends the need
+for `after`. No issue of jax that we found reports the hang; jax-ml/jax#36927 and #39292
+tell of the same batches, slower since jaxlib 0.10.0 and crashing on many cores.
 """
 
 import jax

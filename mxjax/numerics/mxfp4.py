@@ -36,7 +36,7 @@ SCALE_BIAS = 127
 NOT_FINITE = 255
 """The E8M0 byte of a block with inf or NaN; never legal in a payload."""
 
-ScaleRule = Literal["floor", "even", "rceil", "mx43"]
+ScaleRule = Literal["floor", "even", "rceil"]
 TieRule = Literal["away", "even"]
 
 
@@ -47,7 +47,7 @@ class Rules:
   Attributes:
     scale_rule: With block maximum a, E = floor(log2 a) and mantissa a / 2^E: `floor`
       (the paper, OCP) uses 2^(E-2); `even` uses 2^(E-1) from mantissa 1.75 up; `rceil`
-      uses 2^ceil(log2(a / 6)) and never clips; `mx43` stores E and decodes with 2^E/3.
+      uses 2^ceil(log2(a / 6)) and never clips.
     tie_rule: `away` (the paper) rounds a tie to the larger magnitude, `even` to the
       code with the even index.
   """
@@ -115,10 +115,9 @@ def _thresholds(rules: Rules, dtype: np.dtype) -> tuple[np.floating, ...]:
   """Returns the smallest scaled magnitudes in `dtype` that reach codes 1 to 7."""
   dtype = np.dtype(dtype)
   values = [fractions.Fraction(m) for m in MAGNITUDES]
-  divisor = 3 if rules.scale_rule == "mx43" else 1
   result = []
   for index in range(7):
-    middle = (values[index] + values[index + 1]) / 2 / divisor
+    middle = (values[index] + values[index + 1]) / 2
     nearest = dtype.type(float(middle))
     strictly_above = rules.tie_rule == "even" and index % 2 == 0
     exact = fractions.Fraction(float(nearest))
@@ -152,7 +151,7 @@ def magnitude_index(
   """Returns the int32 magnitude index 0..7 of each value at an exponent, saturating.
 
   `x` is float32 or float64; `exponent` is int32, of the same rank and broadcastable.
-  `rules` decides ties and, for `mx43`, the factor 1/3 of the scale.
+  `rules` decides ties.
   """
   scaled = _scaled_bits(x, exponent)
   index = jnp.zeros(x.shape, jnp.int32)
@@ -185,10 +184,9 @@ def round_elements(
   return jnp.copysign(magnitude(magnitude_index(x, exponent, rules)), x)
 
 
-def scale_of(exponent: jax.Array, rules: Rules = PAPER_RULES) -> jax.Array:
+def scale_of(exponent: jax.Array) -> jax.Array:
   """Returns the float32 factor that decodes elements at an exponent."""
-  scale = float_bits.power_of_two(exponent)
-  return scale / 3.0 if rules.scale_rule == "mx43" else scale
+  return float_bits.power_of_two(exponent)
 
 
 def round_blocks(x: jax.Array, rules: Rules = PAPER_RULES) -> jax.Array:
@@ -197,7 +195,7 @@ def round_blocks(x: jax.Array, rules: Rules = PAPER_RULES) -> jax.Array:
   The 32 values of a block lie on axis -2.
   """
   exponent = block_exponent(x, rules)[..., None, :]
-  return round_elements(x, exponent, rules) * scale_of(exponent, rules)
+  return round_elements(x, exponent, rules) * scale_of(exponent)
 
 
 def to_blocks(x: jax.Array) -> jax.Array:
@@ -311,17 +309,12 @@ def encode(x: jax.Array, rules: Rules = PAPER_RULES) -> MXTensor:
   return tensor
 
 
-def decode(
-  tensor: MXTensor,
-  dtype: jax.typing.DTypeLike = jnp.bfloat16,
-  rules: Rules = PAPER_RULES,
-) -> jax.Array:
-  """Decodes to `[..., d]`, exactly except for `mx43`.
+def decode(tensor: MXTensor, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.Array:
+  """Decodes to `[..., d]`, exactly.
 
-  `dtype` is bfloat16 or float32; both hold every MXFP4 value. Of `rules` only `mx43`
-  matters: it divides by three, rounded once in float32. Signed zeros are kept, and
-  scale bytes of 255 give NaN. The rules `even` and `rceil` can round maxima above 2^127
-  up to 2^128, which is inf.
+  `dtype` is bfloat16 or float32; both hold every MXFP4 value. Signed zeros are kept,
+  and scale bytes of 255 give NaN. The rules `even` and `rceil` can round maxima above
+  2^127 up to 2^128, which is inf.
   """
   codes = unpack(tensor.codes).astype(jnp.int32)
   blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK_SIZE)
@@ -335,8 +328,6 @@ def decode(
   magnitude_bits = jnp.where(index == 0, 0, magnitude_bits)
   magnitude_bits = jnp.where(exponent > 127, jnp.int32(0x7FC00000), magnitude_bits)
   bits = (magnitude_bits | ((blocks >> 3) << 31)).reshape(codes.shape)
-  if rules.scale_rule == "mx43":
-    return (lax.bitcast_convert_type(bits, jnp.float32) / 3.0).astype(dtype)
   if jnp.dtype(dtype) == jnp.bfloat16:
     # Truncation is exact here and, unlike a conversion, keeps subnormals.
     upper = lax.shift_right_logical(bits, jnp.int32(16)).astype(jnp.uint16)

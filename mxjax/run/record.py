@@ -162,7 +162,7 @@ def _probe(
   rounded = lambda blocks: mxfp4.round_blocks(blocks, rules)
   mapped = x if leaf.input_map is None else leaf.input_map.apply(x)
   nearest = mxfp4.round_blocks(mapped, of_inputs)
-  decoded = mxfp4.decode(leaf.weight, jnp.float32, rules).T
+  decoded = mxfp4.decode(leaf.weight, jnp.float32).T
   one = jnp.float32(1)
   result = {
     "error_rtn": _relative_error(x, weight, rounded(x), rounded(weight)),
@@ -174,12 +174,10 @@ def _probe(
     **dict.fromkeys(LOCAL_OBJECTIVES, one),
   }
   result["error_final"] = result["error_mapped_nearest"]
-  gain = one if leaf.gain is None else leaf.gain
   is_nearest = leaf.rounding.edits == 0
   operand = nearest if is_nearest else leaf.rounding.round(mapped, rules)
-  if not is_nearest or leaf.gain is not None:
-    result["error_final"] = _relative_error(mapped, folded, operand, gain * decoded)
   if not is_nearest:
+    result["error_final"] = _relative_error(mapped, folded, operand, decoded)
     blocks = decoded.reshape(folded.shape)
     ours, theirs = (
       local_objectives(mapped, rounded, folded, blocks)
@@ -190,7 +188,7 @@ def _probe(
   if leaf.rounding.edits:
     result["edit_rate"] = (operand != nearest).any(-2).mean(dtype=jnp.float32)
   exponent = mxfp4.block_exponent(mapped, of_inputs)
-  limit = 6.0 * mxfp4.scale_of(exponent, rules)[..., None, :]
+  limit = 6.0 * mxfp4.scale_of(exponent)[..., None, :]
   result["saturated_activations"] = (jnp.abs(mapped) > limit).mean(dtype=jnp.float32)
   codes = mxfp4.unpack(leaf.weight.codes) & jnp.uint8(7)
   result["top_code_weights"] = (codes == 7).mean(dtype=jnp.float32)
@@ -232,8 +230,6 @@ def linear_record(
   rule = type(leaf.rounding)
   # A rule from outside the library, such as a candidate's, is named by its class.
   record["rounding"] = ROUNDING_NAMES.get(rule, rule.__name__)
-  if leaf.gain is not None:
-    record["gain"] = float(leaf.gain)
   if not probe:
     return record
   blocks = mxfp4.weight_blocks(weight)

@@ -29,7 +29,7 @@ from mxjax.numerics.contract import PAPER_CONTRACT, Contract
 from mxjax.storage import atomic_io, sealed, tree_io
 from mxjax.storage.checkpoint_arrays import load_arrays, save_arrays
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "mxjax.json"
 ARRAYS = "arrays"
 TOKENIZER = "tokenizer"

@@ -11,7 +11,6 @@ queries see whole have no mask. Tiles of late queries see most keys and start fi
 
 import dataclasses
 import functools
-import os
 import re
 from typing import Any
 
@@ -53,76 +52,19 @@ class Tile:
     return 2 * head_dim * (self.rows + 2 * self.stages * self.chunk)
 
 
-def library() -> str:
-  """Returns what attends to many tokens on a GPU: `pallas`, `cudnn` or `xla`.
-
-  `pallas` is the kernel of this file, the default. The environment variable
-  MXJAX_ATTENTION says it, read when a model is traced.
-
-  Raises:
-    ValueError: It names another.
-  """
-  name, known = os.environ.get("MXJAX_ATTENTION", "pallas"), ("pallas", "cudnn", "xla")
-  if name not in known:
-    raise ValueError(f"MXJAX_ATTENTION must be {' or '.join(known)}, got {name!r}.")
-  return name
-
-
 def obstacle(queries: jax.Array, keys: jax.Array, values: jax.Array) -> str | None:
-  """Returns why no kernel can attend to these whole sequences, or None.
+  """Returns why the kernel cannot attend to these whole sequences, or None.
 
   Lengths do not matter, so it is the same for all calls of a model.
   """
-  if library() != "cudnn":
-    return kernel_obstacle(queries, keys, values)
-  if (head_dim := keys.shape[-1]) % 8 or head_dim > 256:
-    return f"head_dim must be a multiple of 8 up to 256, got {head_dim}"
-  return _not_bfloat16(queries, keys, values)
-
-
-def kernel_obstacle(
-  queries: jax.Array, keys: jax.Array, values: jax.Array
-) -> str | None:
-  """Returns why the kernel of this file cannot take these arguments, or None."""
-  if library() != "pallas":
-    return f"MXJAX_ATTENTION says {library()}"
   if (head_dim := keys.shape[-1]) not in (16, 32, 64, 128, 256):
     return f"head_dim must be a power of two from 16 to 256, got {head_dim}"
-  return _not_bfloat16(queries, keys, values) or lowering.obstacle()
-
-
-def _not_bfloat16(*operands: jax.Array) -> str | None:
+  operands = queries, keys, values
   if any(a.dtype != jnp.bfloat16 for a in operands):
     return f"operands must be bfloat16, got {', '.join(str(a.dtype) for a in operands)}"
   if any(0 in a.shape for a in operands):
     return f"there is nothing to do in shapes {[a.shape for a in operands]}"
-  return None
-
-
-def attend(
-  queries: jax.Array,
-  keys: jax.Array,
-  values: jax.Array,
-  *,
-  window: int | None,
-  interpret: bool,
-) -> jax.Array:
-  """Attends to whole sequences by the kernel of `library`; see `launch`.
-
-  What cuDNN's cannot do it raises itself.
-  """
-  if interpret or library() == "pallas":
-    return launch(queries, keys, values, window=window, interpret=interpret)
-  near = None if window is None else (window - 1, 0)
-  outputs = jax.nn.dot_product_attention(
-    queries,
-    keys,
-    values,
-    is_causal=True,
-    local_window_size=near,
-    implementation="cudnn",
-  )
-  return outputs.reshape(*queries.shape[:2], -1)
+  return lowering.obstacle()
 
 
 def _kernel(
@@ -193,7 +135,7 @@ def launch(
   tile: Tile | None = None,
   interpret: bool = False,
 ) -> jax.Array:
-  """Runs the kernel on arguments for which `kernel_obstacle` returns None.
+  """Runs the kernel on arguments for which `obstacle` returns None.
 
   `queries` is `[batch, new, heads, head_dim]`, at positions from `start`, int32, on;
   `keys` and `values` are `[batch, positions, kv_heads, head_dim]`, of which those after

@@ -33,14 +33,9 @@ def obstacle() -> str | None:
   return f"Mosaic GPU kernels need jax 0.11 or newer, got {jax.__version__}"
 
 
-def is_blackwell() -> bool:
-  """Returns whether computations target a GPU of Blackwell's generation."""
-  return re.search(r"\bG?B[123]00\b", lowering.device_kind()) is not None
-
-
 def hopper_obstacle() -> str | None:
   """Returns why no kernel with Hopper's matrix instructions can be made, or None."""
-  if is_blackwell():
+  if re.search(r"\bG?B[123]00\b", lowering.device_kind()):
     return "its Mosaic form uses matrix instructions that only Hopper has"
   return obstacle()
 

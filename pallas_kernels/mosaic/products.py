@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from mxjax.numerics import mxfp4
 from mxjax.pallas_kernels import codec
-from mxjax.pallas_kernels.mosaic import blackwell, device, weights
+from mxjax.pallas_kernels.mosaic import device, weights
 from mxjax.pallas_kernels.mosaic.device import gpu
 
 OUTPUTS, GROUPS, COLUMNS, STAGES = 64, 2, 128, 4
@@ -198,17 +198,10 @@ def _scratch(work: _Work, x: Any, dtype: jax.typing.DTypeLike) -> dict[str, Any]
 def obstacle(x: Any, weight: mxfp4.MXTensor) -> str | None:
   """Returns why the kernels cannot multiply x `[n, d]` by W `[m, d]`, or None."""
   (rows, width), outputs = x.shape, weight.shape[0]
-  if is_native(x):
-    return blackwell.obstacle(rows, width, outputs)
   if rows < ROWS or width % COLUMNS or outputs % _ACROSS:
     wanted = f"{ROWS} rows or more, widths of {COLUMNS} and outputs of {_ACROSS} each"
     return f"its Mosaic form takes {wanted}, got {[rows, width, outputs]}"
   return device.hopper_obstacle()
-
-
-def is_native(x: Any) -> bool:
-  """Returns whether the tensor cores take the inputs as they are."""
-  return isinstance(x, mxfp4.MXTensor) and device.is_blackwell()
 
 
 def _launch(
@@ -283,11 +276,9 @@ def packed_product(
 ) -> jax.Array:
   """Multiplies bfloat16 or packed x `[n, d]` by a packed weight `[m, d]`.
 
-  XLA decodes packed x, except on Blackwell.
+  XLA decodes packed x.
   """
   if isinstance(x, mxfp4.MXTensor):
-    if is_native(x):
-      return blackwell.product(x, weight, dtype=dtype)
     x = mxfp4.decode(x, jnp.bfloat16)
   how = {"decode": weights.as_bfloat16, "dtype": dtype, "interpret": interpret}
   one = jnp.float32(1)

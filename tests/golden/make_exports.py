@@ -10,10 +10,9 @@ Run it in an environment of its own, so that torch is no dependency of the proje
 `compressed/*`: random codes and scale bytes, and the bits of the bfloat16 weight that
 compressed-tensors decompresses them to; `encoded/*`: a bfloat16 weight and the packed
 tensors that the library compresses it to; `activations/*`: float32 rows and what its
-dynamic MXFP4 makes of them; `experts/*`: blocks and scales as gpt-oss has them, and
-the bits of what transformers decodes, `[E, columns, rows]`; `scheme`: the library's own
-JSON of its MXFP4 preset. `strict/*`: buffers of linears of every kind, inputs, and the
-outputs of the code that a transformers folder carries, whose SHA-256 is `strict/code`.
+dynamic MXFP4 makes of them; `scheme`: the library's own JSON of its MXFP4 preset.
+`strict/*`: buffers of linears of every kind, inputs, and the outputs of the code that a
+transformers folder carries, whose SHA-256 is `strict/code`.
 """
 
 import hashlib
@@ -31,7 +30,6 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 OUT = pathlib.Path(__file__).parent / "exports.npz"
 CODE = pathlib.Path(__file__).parents[2] / "mxjax/storage/export/modeling_mxfp4.py"
@@ -153,13 +151,9 @@ def main():
   arrays["activations/rows"] = rows
   arrays["activations/rounded"] = fake_quantize(x, scales, zero, arguments).numpy()
 
-  blocks = rng.integers(0, 256, (2, 6, 2, 16), dtype=np.uint8)
-  scales = rng.integers(100, 140, (2, 6, 2), dtype=np.uint8)
-  decoded = convert_moe_packed_tensors(
-    torch.from_numpy(blocks), torch.from_numpy(scales)
-  )
-  arrays["experts/blocks"], arrays["experts/scales"] = blocks, scales
-  arrays["experts/decoded_bits"] = bits(decoded)
+  # Draws of no use but to leave those of `strict` as the stored file has them.
+  rng.integers(0, 256, (2, 6, 2, 16), dtype=np.uint8)
+  rng.integers(100, 140, (2, 6, 2), dtype=np.uint8)
 
   config = QuantizationConfig(
     config_groups={

@@ -9,14 +9,13 @@ from mxjax.evaluation.cli import arguments
 
 FORMATS = ("compressed-tensors", "dequant", "safetensors", "transformers")
 FEATURES = (
-  *("maps", "refinement", "clipping", "value-recovery", "mlp-recovery", "gains"),
-  *("rules", "recovery"),
+  *("maps", "refinement", "clipping", "value-recovery", "mlp-recovery", "recovery"),
 )
 """`FEATURES` and `GROUPS` of `storage.export.features`, which imports JAX; a test
 compares."""
 
 
-COMPRESSED = ("rtn", "gptq", "spinquant", "focus", "rtn+rceil")
+COMPRESSED = ("rtn", "gptq", "spinquant", "focus")
 """Methods whose models compressed-tensors holds as they are."""
 TRANSFORMED = ("mr-gptq", "brq")
 """Methods whose models it holds with --transforms."""
@@ -25,8 +24,6 @@ TRANSFORMED = ("mr-gptq", "brq")
 def formats(method: str) -> tuple[str, ...]:
   """Returns the formats that can hold a model of a method, given with its options."""
   name, tuned = methods.base_name(method), "+tune" in method
-  if name == "rtn+gain":
-    return ("dequant", "safetensors")
   # Both add to a linear what compressed-tensors has no place for.
   is_recovered = method.startswith(f"{name}+r") or "recover=" in method
   is_plain = name in (*COMPRESSED, *TRANSFORMED) and not (tuned or is_recovered)

@@ -12,13 +12,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
   parser = commands.add_parser(
     "plan",
     help="what quantizing a model will take, from its config alone",
-    description="Prints parameters, blocks, storage, memory by stage, disk and passes "
-    "of HiRes on MODEL; reads no weights. Memory is what a process on CPU has "
-    "resident: Python, JAX and compiled programs, the model or the layer in work, "
-    "hidden states, captured inputs, Hessians and the temporaries of compiled "
-    "functions. Evaluating the quantized model afterwards is not in it.",
+    description="Prints parameters, blocks, storage, memory, disk and passes of HiRes "
+    "on MODEL; reads no weights. Memory is a rule of thumb for a process on CPU: "
+    "Python, JAX and compiled programs, the model or the layer in work, hidden "
+    "states, captured inputs, Hessians and a workspace, and an eighth on top. "
+    "Evaluating the quantized model afterwards is not in it.",
   )
-  arguments.add(parser, "model", "--sequences", "--length", "--chunk", "--on-disk")
+  arguments.add(parser, "model", "--sequences", "--length", "--on-disk")
   arguments.add(parser, "--dtype")
   mesh_help = "memory of one of several devices: data=4,model=2"
   arguments.add(parser, "--mesh", help=mesh_help)
@@ -38,7 +38,6 @@ def run(options: argparse.Namespace) -> None:
     config,
     sequences=options.sequences,
     length=options.length,
-    chunk=options.chunk,
     on_disk=inputs.stays_on_disk(options, config),
     **(meshes.sizes(options.mesh) if options.mesh else {}),
   )

@@ -12,7 +12,6 @@ is four steps, so compare with RTN under rceil before crediting the learning.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -177,5 +176,3 @@ class Focus(Program):
 
 
 FOCUS = Focus()
-RTN_RCEIL = Focus(name="rtn+rceil", epochs=0, divisor_logit=math.inf)
-"""The control for FOCUS: its weight scales with nothing learned."""

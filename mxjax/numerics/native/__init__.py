@@ -13,6 +13,9 @@ import os
 
 LANES = 32
 """Numbers in a vector: two AVX-512 registers, so that their latencies overlap."""
+ROWS = 8
+"""Rows that a part of the rounding of rows takes: one AVX register, so that a small
+group of linears has work for two threads."""
 
 
 @functools.cache

@@ -10,23 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.numerics import native
+from mxjax.numerics.native import ROWS
 from mxjax.numerics.native.refinement import BLOCK_SIZE, machine_obstacle
 
-ROWS = 8
-"""Rows of a part: one AVX register, so that a small group has work for two threads."""
 
-
-def obstacle(
-  weight: jax.Array, scales: str, scale_rule: str, tie_rule: str
-) -> str | None:
+def obstacle(weight: jax.Array, scales: str, tie_rule: str) -> str | None:
   """Returns why the kernel cannot take rows `[blocks, 32, n]`, or None."""
   if scales != "searched":
     return f"it searches exponents, got scales={scales!r}"
-  if tie_rule != "away" or scale_rule == "mx43":
-    return (
-      "it knows powers of two with ties away from zero, got the scale rule "
-      f"{scale_rule} with ties {tie_rule}"
-    )
+  if tie_rule != "away":
+    return f"it sends ties away from zero, got tie_rule={tie_rule!r}"
   if weight.dtype != jnp.float32:
     return f"it takes float32, got {weight.dtype}"
   if weight.ndim != 3 or weight.shape[1] != BLOCK_SIZE or weight.shape[2] % ROWS:

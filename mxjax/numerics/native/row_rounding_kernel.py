@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from mxjax.numerics.native import ROWS
 from mxjax.numerics.native.custom_call import Count, Part, dimension, operand, result
 from mxjax.numerics.native.refinement_kernel import (
   BLOCK,
@@ -20,7 +21,6 @@ from mxjax.numerics.native.refinement_kernel import (
   nearest_element,
   scales,
 )
-from mxjax.numerics.native.row_rounding import ROWS
 from mxjax.numerics.native.values import (
   F32,
   I8,
@@ -187,11 +187,13 @@ def _write_gptq(module: ir.Module, name: str) -> ir.Function:
     place.floats(place.exponent, index).store(chosen)
 
     def keep(i: Value) -> list[Value]:
-      pick = lambda of: where(
-        is_higher, *(_at(of(one), i).load(_FLOATS, 32) for one in reversed(tries))
-      )
-      element = pick(lambda one: one.elements)
-      _at(errors, first + i).store(pick(lambda one: one.errors), align=32)
+      def chosen_row(addresses: list[Value]) -> Value:
+        first_try, second_try = (_at(a, i).load(_FLOATS, 32) for a in addresses)
+        return where(is_higher, second_try, first_try)
+
+      element = chosen_row([one.elements for one in tries])
+      error = chosen_row([one.errors for one in tries])
+      _at(errors, first + i).store(error, align=32)
       place.bytes(place.codes, first + i).store(_code_of(element), align=1)
       place.floats(place.decoded, first + i).store(element * scale)
       return []

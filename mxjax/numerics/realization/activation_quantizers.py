@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.exported import register_dataclass
@@ -72,7 +73,7 @@ class ActivationQuantizer:
 
   @property
   def edits(self) -> int | None:
-    """See the class."""
+    """How many codes of a block may differ; see the class."""
     return None
 
   def scale_rules(self, rules: mxfp4.Rules) -> mxfp4.Rules:
@@ -122,16 +123,16 @@ class Nearest(ActivationQuantizer):
   """Dynamic A4 by the nearest code."""
 
   @property
+  @override
   def edits(self) -> int:
-    """See `ActivationQuantizer.edits`."""
     return 0
 
+  @override
   def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """See `ActivationQuantizer.round_mapped`."""
     return mxfp4.round_blocks(blocks, rules)
 
+  @override
   def kernel_tables(self) -> KernelTables:
-    """See `ActivationQuantizer.kernel_tables`."""
     return KernelTables()
 
 
@@ -152,10 +153,11 @@ class OneCode(ActivationQuantizer):
   feature = "refinement", "tables that refine codes of the activations"
 
   @property
+  @override
   def edits(self) -> int:
-    """See `ActivationQuantizer.edits`."""
     return 1
 
+  @override
   def round(
     self,
     blocks: jax.Array,
@@ -164,18 +166,17 @@ class OneCode(ActivationQuantizer):
     matrix: jax.Array | None = None,
     implementation: Implementation | None = None,
   ) -> jax.Array:
-    """See `ActivationQuantizer.round` and `one_code.refined_blocks`."""
     return one_code.refined_blocks(
       blocks, *self.tables(), rules, matrix=matrix, implementation=implementation
     )
 
+  @override
   def tables(self) -> tuple[jax.Array, jax.Array]:
-    """See `ActivationQuantizer.tables`."""
     gram = one_code.unpack_symmetric(self.gram).astype(jnp.float32)
     return gram, self.cross.astype(jnp.float32)
 
+  @override
   def kernel_tables(self) -> KernelTables:
-    """See `ActivationQuantizer.kernel_tables`."""
     return KernelTables(self.gram, self.cross)
 
   def narrowed(self) -> "OneCode":
@@ -213,14 +214,15 @@ class FewCodes(ActivationQuantizer):
       )
 
   @property
+  @override
   def edits(self) -> int:
-    """See `ActivationQuantizer.edits`."""
     return self.changes
 
+  @override
   def scale_rules(self, rules: mxfp4.Rules) -> mxfp4.Rules:
-    """See `ActivationQuantizer.scale_rules`."""
     return few_codes.scale_rules(rules, self.rounds_up)
 
+  @override
   def round(
     self,
     blocks: jax.Array,
@@ -229,20 +231,21 @@ class FewCodes(ActivationQuantizer):
     matrix: jax.Array | None = None,
     implementation: Implementation | None = None,
   ) -> jax.Array:
-    """See `ActivationQuantizer.round` and `few_codes.refined_blocks`."""
     return few_codes.refined_blocks(
-      *(blocks, self.tables()[0], self.scale_rules(rules)),
+      blocks,
+      self.tables()[0],
+      self.scale_rules(rules),
       changes=self.changes,
       matrix=matrix,
       implementation=implementation,
     )
 
+  @override
   def tables(self) -> tuple[jax.Array, None]:
-    """See `ActivationQuantizer.tables`."""
     return one_code.unpack_symmetric(self.gram).astype(jnp.float32), None
 
+  @override
   def kernel_tables(self) -> KernelTables:
-    """See `ActivationQuantizer.kernel_tables`."""
     return KernelTables(self.gram, None, self.changes, self.rounds_up)
 
   def narrowed(self) -> "FewCodes":
@@ -265,8 +268,8 @@ class Clipped(ActivationQuantizer):
 
   feature = "clipping", "learned clipping of the activations"
 
+  @override
   def round_mapped(self, blocks: jax.Array, rules: mxfp4.Rules) -> jax.Array:
-    """See `ActivationQuantizer.round_mapped`."""
     return mxfp4.round_blocks(clip_blocks(blocks, self.low, self.high), rules)
 
 

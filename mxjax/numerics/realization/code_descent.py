@@ -74,7 +74,7 @@ def _descend_group(
   rules: mxfp4.Rules,
 ) -> tuple[jax.Array, jax.Array]:
   """Passes once over a group's 32 columns; `slope` is D H, `tile` their tile of H."""
-  scale = mxfp4.scale_of(exponent, rules).astype(decoded.dtype)
+  scale = mxfp4.scale_of(exponent).astype(decoded.dtype)
 
   def column(j: jax.Array, state: Any) -> Any:
     codes, decoded, slope = state

@@ -48,7 +48,7 @@ def refine(
   elements in units of the scale, float32 as `x`, and exponents, int32 `[blocks, n]`.
   """
   exponent = mxfp4.block_exponent(x, rules)
-  scale = mxfp4.scale_of(exponent, rules)[..., None, :]
+  scale = mxfp4.scale_of(exponent)[..., None, :]
   elements = mxfp4.round_elements(x, exponent[..., None, :], rules)
   slope = block_products(gram, elements * scale - x)
   curvature = jnp.diagonal(gram, axis1=-2, axis2=-1)[..., None]
@@ -104,4 +104,4 @@ def reference(
   rules = mxfp4.Rules(scale_rule=scale_rule, tie_rule=tie_rule)
   mapped = x if matrix is None else block_products(matrix, x)
   elements, exponent = refine(mapped, gram, rules, changes=changes)
-  return elements * mxfp4.scale_of(exponent, rules)[..., None, :]
+  return elements * mxfp4.scale_of(exponent)[..., None, :]

@@ -133,7 +133,7 @@ def _round_group(
     frozen = exponent
     if by_column:
       frozen = jax.lax.dynamic_index_in_dim(exponent, j, axis=-2, keepdims=False)
-    scale = mxfp4.scale_of(frozen, rules).astype(weight.dtype)
+    scale = mxfp4.scale_of(frozen).astype(weight.dtype)
     code, value = round_value(target, frozen, scale, rules)
     error = (target - value) / pivot
     put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, j, -2)
@@ -148,10 +148,6 @@ def _round_searched(
   weight: jax.Array, upper: jax.Array, rules: mxfp4.Rules
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """Like `_round_group` at the best candidate exponent; also returns that exponent."""
-  if rules.scale_rule == "mx43":
-    raise ValueError(
-      "gptq: searched exponents are powers of two, got scale rule mx43; use fresh ones."
-    )
   floor = mxfp4.block_exponent(weight, dataclasses.replace(rules, scale_rule="floor"))
   exponents = [jnp.minimum(floor + step, mxfp4.SCALE_BIAS) for step in SEARCHED]
   tries = [_round_group(weight, upper, exponent, rules) for exponent in exponents]
@@ -273,7 +269,7 @@ def round_to_nearest(
 ) -> Reconstruction:
   """Rounds weights `[blocks, 32, rows]` to nearest, as a `Reconstruction`."""
   exponent = mxfp4.block_exponent(weight, rules)
-  scale = mxfp4.scale_of(exponent, rules)[..., None, :].astype(weight.dtype)
+  scale = mxfp4.scale_of(exponent)[..., None, :].astype(weight.dtype)
   codes, decoded = round_value(weight, exponent[..., None, :], scale, rules)
   return Reconstruction(codes, exponent, decoded)
 

@@ -153,7 +153,7 @@ def refine(
   `x`, `gram` (G_Q) and `cross` (K_Q) are float32, the tables `[blocks, 32, 32]`.
   """
   exponent = mxfp4.block_exponent(x, rules)
-  scale = mxfp4.scale_of(exponent, rules)[..., None, :].astype(x.dtype)
+  scale = mxfp4.scale_of(exponent)[..., None, :].astype(x.dtype)
   index = mxfp4.magnitude_index(x, exponent[..., None, :], rules)
   nearest = jnp.copysign(mxfp4.magnitude(index).astype(x.dtype), x)
   difference = nearest * scale - x
@@ -216,7 +216,7 @@ def reference(
   if not decodes:
     gain = jnp.where(result.score < 0, result.score, jnp.float32(0))
     return result.nearest_objective + gain
-  scale = mxfp4.scale_of(result.exponent, rules)[..., None, :].astype(x.dtype)
+  scale = mxfp4.scale_of(result.exponent)[..., None, :].astype(x.dtype)
   return result.elements * scale
 
 

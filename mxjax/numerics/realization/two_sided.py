@@ -78,7 +78,7 @@ def round_rows(
   Arguments are those of `reconstruct`. `implementation` is `native` or `xla`, which
   differ in the order of sums; None selects `native` on a CPU where it can run.
   """
-  obstacle = row_rounding.obstacle(weight, scales, rules.scale_rule, rules.tie_rule)
+  obstacle = row_rounding.obstacle(weight, scales, rules.tie_rule)
   place = "two-sided rounding"
   if implementations.choose(place, implementation, native=obstacle) == "native":
     shift = damping * jnp.trace(hessian) / hessian.shape[0]

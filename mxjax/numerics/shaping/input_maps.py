@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
 from mxjax.numerics import mxfp4
 from mxjax.numerics.exported import register_dataclass
@@ -85,8 +86,8 @@ class BlockDense(InputMap):
 
   matrix: jax.Array
 
+  @override
   def apply(self, blocks: jax.Array) -> jax.Array:
-    """See `InputMap.apply`."""
     return block_products(self.matrix.astype(blocks.dtype), blocks)
 
   def fold(self, blocks: jax.Array) -> jax.Array:
@@ -94,8 +95,8 @@ class BlockDense(InputMap):
     inverse = jnp.linalg.inv(self.matrix.astype(blocks.dtype).mT)
     return jnp.einsum("bij,bjm->bim", inverse, blocks, precision=HIGHEST)
 
+  @override
   def conjugate(self, hessian: jax.Array) -> jax.Array:
-    """See `InputMap.conjugate`."""
     blocks = self.matrix.shape[0]
     matrix = self.matrix.astype(hessian.dtype)
     tiles = hessian.reshape(blocks, mxfp4.BLOCK_SIZE, blocks, mxfp4.BLOCK_SIZE)
@@ -103,8 +104,8 @@ class BlockDense(InputMap):
     both = jnp.einsum("aibk,blk->aibl", left, matrix, precision=HIGHEST)
     return both.reshape(hessian.shape)
 
+  @override
   def block_matrices(self) -> jax.Array:
-    """See `InputMap.block_matrices`."""
     return self.matrix
 
 
@@ -166,8 +167,8 @@ class Hadamard(InputMap):
     signs = self.signs.astype(rows.dtype)
     return rows * signs.reshape((-1,) + (1,) * (rows.ndim - 1))
 
+  @override
   def apply(self, blocks: jax.Array) -> jax.Array:
-    """See `InputMap.apply`."""
     rows = self._signed(blocks.reshape(-1, blocks.shape[-1]))
     groups = rows.reshape(-1, self.size, blocks.shape[-1])
     matrix = hadamard(self.size, blocks.dtype)
@@ -178,8 +179,8 @@ class Hadamard(InputMap):
     """Applies the map, because it is orthogonal."""
     return self.apply(blocks)
 
+  @override
   def conjugate(self, hessian: jax.Array) -> jax.Array:
-    """See `InputMap.conjugate`."""
     width = hessian.shape[0]
     matrix = hadamard(self.size, hessian.dtype)
     signed = self._signed(self._signed(hessian).T)
@@ -187,14 +188,14 @@ class Hadamard(InputMap):
     both = jnp.einsum("ij,ajbk,lk->aibl", matrix, tiles, matrix, precision=HIGHEST)
     return both.reshape(hessian.shape)
 
+  @override
   def block_matrices(self) -> jax.Array | None:
-    """See `InputMap.block_matrices`."""
     is_block = self.hadamard_size == mxfp4.BLOCK_SIZE
     return hadamard(self.size)[None] if is_block else None
 
   @property
+  @override
   def hadamard_size(self) -> int | None:
-    """See `InputMap.hadamard_size`."""
     return self.size if self.signs is None else None
 
 
@@ -222,8 +223,8 @@ class Kronecker(InputMap):
     tiles = jnp.einsum("lj,biln->bijn", shared, tiles, precision=HIGHEST)
     return tiles.reshape(blocks.shape)
 
+  @override
   def apply(self, blocks: jax.Array) -> jax.Array:
-    """See `InputMap.apply`."""
     dtype = blocks.dtype
     return self._mix(self.shared.astype(dtype), self.private.astype(dtype), blocks)
 
@@ -238,12 +239,12 @@ class Kronecker(InputMap):
     product = jnp.einsum("bki,lj->bijkl", private, shared)
     return BlockDense(product.reshape(-1, mxfp4.BLOCK_SIZE, mxfp4.BLOCK_SIZE))
 
+  @override
   def dense_blocks(self) -> jax.Array:
-    """See `InputMap.dense_blocks`."""
     return self.dense().matrix
 
+  @override
   def conjugate(self, hessian: jax.Array) -> jax.Array:
-    """See `InputMap.conjugate`."""
     return self.dense(hessian.dtype).conjugate(hessian)
 
 
@@ -260,8 +261,8 @@ class TwoLevel(InputMap):
   inter: jax.Array
   intra: jax.Array
 
+  @override
   def apply(self, blocks: jax.Array) -> jax.Array:
-    """See `InputMap.apply`."""
     inter, intra = self.inter.astype(blocks.dtype), self.intra.astype(blocks.dtype)
     mixed = jnp.einsum("ab,akn->bkn", inter, blocks, precision=HIGHEST)
     return jnp.einsum("kj,bkn->bjn", intra, mixed, precision=HIGHEST)

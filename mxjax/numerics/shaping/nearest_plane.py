@@ -142,7 +142,7 @@ def round_block(
   rotated = jnp.einsum("ji,jm->im", lattice.rotation, value, precision=HIGHEST)
   exact = jnp.einsum("ij,jm->im", lattice.inverse, rotated, precision=HIGHEST)
   exponent = mxfp4.block_exponent(exact, rules)
-  scale = mxfp4.scale_of(exponent, rules).astype(jnp.float64)
+  scale = mxfp4.scale_of(exponent).astype(jnp.float64)
 
   def coordinate(step: jax.Array, state: Any) -> Any:
     rotated, codes, decoded = state

@@ -179,7 +179,7 @@ def _scaled(rows: jax.Array, rotation: jax.Array, rules: mxfp4.Rules) -> jax.Arr
   """Returns rotated rows in units of their own block scale, float32 `[32, n]`."""
   turned = jnp.einsum("kj,kn->jn", rotation, rows, precision=HIGHEST)
   exponent = mxfp4.block_exponent(turned, rules)
-  return turned / mxfp4.scale_of(exponent, rules)[None, :]
+  return turned / mxfp4.scale_of(exponent)[None, :]
 
 
 _best_angles = jax.jit(jax.vmap(best_angle))

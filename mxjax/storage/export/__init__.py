@@ -8,11 +8,7 @@ from mxjax.storage.export.compressed_tensors import write_compressed_tensors
 from mxjax.storage.export.dequant import write_dequant
 from mxjax.storage.export.features import FEATURES, drop, features_of
 from mxjax.storage.export.folder import Companions, Source
-from mxjax.storage.export.importer import (
-  Imported,
-  read_compressed_tensors,
-  read_gpt_oss_experts,
-)
+from mxjax.storage.export.importer import Imported, read_compressed_tensors
 from mxjax.storage.export.state import read_state, write_state
 from mxjax.storage.export.transformers_folder import write_transformers
 
@@ -24,7 +20,6 @@ __all__ = [
   "drop",
   "features_of",
   "read_compressed_tensors",
-  "read_gpt_oss_experts",
   "read_state",
   "write_compressed_tensors",
   "write_dequant",

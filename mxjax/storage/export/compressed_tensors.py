@@ -160,10 +160,6 @@ def to_tensors(params: Mapping[str, Any]) -> dict[str, jax.Array]:
         mxfp4.check_legal(weight, f"export: {name}")
         tensors[f"{name}_packed"] = weight.codes
         tensors[f"{name}_scale"] = weight.scales
-      case mxfp4.MXTensor():
-        # The format packs only linears; bfloat16 holds a packed embedding or head
-        # exactly.
-        tensors[name] = mxfp4.decode(node)
       case _:
         tensors[name] = node
   return tensors

@@ -22,7 +22,7 @@ from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models.config import ModelConfig
 from mxjax.models.families import FAMILIES
 from mxjax.models.loading.weights import tensor_name
-from mxjax.numerics import mxfp4, precision
+from mxjax.numerics import precision
 from mxjax.numerics.recovery.mlp_recovery import MlpRecovery
 from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.storage.export import features, folder
@@ -46,15 +46,6 @@ def check(params: Mapping[str, Any], config: ModelConfig) -> None:
   """Raises a ValueError if a recovery needs a bias that the family lacks."""
   place = f"{FORMAT} of the family {config.family}"
   features.refuse(place, cannot_hold(params, config))
-
-
-def _wide(leaf: Any) -> jax.Array:
-  """Converts a weight or bias to float64, including maps and gains."""
-  if isinstance(leaf, QuantizedLinear):
-    return features.effective_weight(leaf)
-  if isinstance(leaf, mxfp4.MXTensor):
-    leaf = mxfp4.decode(leaf, jnp.float32)
-  return leaf.astype(jnp.float64)
 
 
 def _scale_linear(linear: dict[str, Any], scale: jax.Array, offset: jax.Array) -> None:
@@ -87,14 +78,19 @@ _FOLDS = {"value_recovery": _fold_values, "mlp_recovery": _fold_mlp}
 def _effective_block(
   block: Mapping[str, Any], add_bias: bool, dtype: jax.typing.DTypeLike
 ) -> tuple[dict[str, Any], float]:
-  """Folds maps, gains and recovery into the linears and casts them to `dtype`.
+  """Folds maps and recovery into the linears and casts them to `dtype`.
 
   With `add_bias` all linears get a bias. Also returns their largest relative error.
   """
   result = {key: node for key, node in block.items() if key not in _FOLDS}
   linears = [part for part in result if part.endswith("_proj")]
   for part in linears:
-    result[part] = {key: _wide(leaf) for key, leaf in block[part].items()}
+    result[part] = {
+      key: features.effective_weight(leaf)
+      if isinstance(leaf, QuantizedLinear)
+      else leaf.astype(jnp.float64)
+      for key, leaf in block[part].items()
+    }
   for key, fold in _FOLDS.items():
     if (recovery := block.get(key)) is not None:
       fold(result, recovery)
@@ -133,10 +129,7 @@ def effective_params(
   largest = 0.0
   for key, value in params.items():
     if not key.startswith("layers_"):
-      result[key] = {
-        name: mxfp4.decode(leaf) if isinstance(leaf, mxfp4.MXTensor) else leaf
-        for name, leaf in value.items()
-      }
+      result[key] = value
       continue
     result[key] = dict(value)
     for name, add_bias in biased.items():
@@ -168,7 +161,7 @@ def write_dequant(
   params, config, error = effective_params(source.params, source.config, dtype)
   plain = dataclasses.replace(source, params=params, config=config)
   values = folder.hf_values(plain, companions)
-  foldable = ("maps", "gains", "value-recovery", "mlp-recovery")
+  foldable = ("maps", "value-recovery", "mlp-recovery")
   return folder.write_folder(
     out,
     FORMAT,

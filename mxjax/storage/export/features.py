@@ -1,7 +1,6 @@
 """Features of a quantized model beyond codes and scales, and how to drop them."""
 
 import dataclasses
-import functools
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -24,8 +23,6 @@ FEATURES = ChainMap(
   {
     "value-recovery": "scale and offset of the value heads",
     "mlp-recovery": "scalars of the gated MLPs",
-    "gains": "output gains of single linears",
-    "rules": "a scale with a factor of 1/3",
   },
   activation_quantizers.FEATURES,
   {"maps": "online input maps"},
@@ -52,10 +49,6 @@ def _features(node: Any) -> Iterator[str]:
         yield "maps"
       if node.rounding.feature is not None:
         yield node.rounding.feature[0]
-      if node.gain is not None:
-        yield "gains"
-      if node.rules.scale_rule == "mx43":
-        yield "rules"
 
 
 def features_of(params: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -102,12 +95,10 @@ def refuse(
   )
 
 
-@functools.partial(jax.jit, static_argnames="rules")
-def _effective(
-  weight: mxfp4.MXTensor, input_map: InputMap | None, rules: mxfp4.Rules
-) -> jax.Array:
+@jax.jit
+def _effective(weight: mxfp4.MXTensor, input_map: InputMap | None) -> jax.Array:
   """Computes decode(W) T, float64: the matrix that multiplies native inputs."""
-  decoded = mxfp4.decode(weight, jnp.float32, rules).astype(jnp.float64)
+  decoded = mxfp4.decode(weight, jnp.float32).astype(jnp.float64)
   if input_map is None:
     return decoded
   blocks = mxfp4.to_blocks(decoded)
@@ -119,38 +110,27 @@ def _effective(
 def effective_weight(leaf: QuantizedLinear) -> jax.Array:
   """Computes W~ T, which acts on unrounded native inputs like map and codes.
 
-  It is float64 `[out_features, in_features]` and contains the gain, if there is one.
+  It is float64 `[out_features, in_features]`.
   """
   with precision.float64_scope():
-    weight = execution.block_on_cpu(_effective(leaf.weight, leaf.input_map, leaf.rules))
-    return weight if leaf.gain is None else weight * leaf.gain.astype(jnp.float64)
+    return execution.block_on_cpu(_effective(leaf.weight, leaf.input_map))
 
 
 def _without(leaf: QuantizedLinear, names: Collection[str]) -> QuantizedLinear:
-  rounding, rules, weight = leaf.rounding, leaf.rules, leaf.weight
-  if rounding.feature is not None and rounding.feature[0] in names:
-    rounding = Nearest()
-  if "rules" in names and rules.scale_rule == "mx43":
-    rules = mxfp4.PAPER_RULES
-  input_map = None if "maps" in names else leaf.input_map
-  is_unmapped = input_map is not leaf.input_map
-  if is_unmapped or rules != leaf.rules:
-    # The gain stays separate and is not encoded with the weight.
-    mapped = leaf.input_map if is_unmapped else None
-    native = effective_weight(dataclasses.replace(leaf, gain=None, input_map=mapped))
-    weight = encode(native.astype(jnp.float32), rules)
-  gain = None if "gains" in names else leaf.gain
-  return dataclasses.replace(
-    leaf, weight=weight, input_map=input_map, rounding=rounding, gain=gain, rules=rules
-  )
+  feature = leaf.rounding.feature
+  if feature is not None and feature[0] in names:
+    leaf = dataclasses.replace(leaf, rounding=Nearest())
+  if leaf.input_map is None or "maps" not in names:
+    return leaf
+  native = encode(effective_weight(leaf).astype(jnp.float32), leaf.rules)
+  return dataclasses.replace(leaf, weight=native, input_map=None)
 
 
 def drop(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
   """Returns new params without the given features, which are names of `FEATURES`.
 
   Codes change only where necessary: weights that lose their map are brought to native
-  coordinates and rounded to nearest, which undoes what a reconstruction gained; so are
-  weights whose scale had a factor.
+  coordinates and rounded to nearest, which undoes what a reconstruction gained.
 
   Raises:
     ValueError: Tables or clipping shares stay without the maps whose coordinates they

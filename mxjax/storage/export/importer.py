@@ -1,6 +1,5 @@
-"""Readers of other programs' MXFP4 checkpoints, for evaluation here."""
+"""Reads other programs' MXFP4 checkpoints, for evaluation here."""
 
-import math
 import os
 import pathlib
 from collections.abc import Mapping
@@ -21,8 +20,6 @@ from mxjax.numerics.shaping.input_maps import Hadamard
 from mxjax.storage.export.compressed_tensors import FORMAT, METHOD
 from mxjax.storage.export.folder import check_folder, read_tensors
 
-EXPERT_BLOCK_BYTES = 16
-"""Bytes of the 32 codes of a block in gpt-oss, low nibble first."""
 _HADAMARDS = {2**exponent for exponent in range(5, 17)}
 
 
@@ -199,78 +196,3 @@ def _check_leaves(
       f"{folder}: expected quantized weights of {', '.join(TARGETS)} only, got also "
       f"{', '.join(outside)}; such a model cannot be run here."
     )
-
-
-class Experts(NamedTuple):
-  """The experts of one gpt-oss layer; biases may be None.
-
-  `gate` and `up` are the even and odd rows of the fused tensor, packed
-  `[experts, intermediate, hidden]`, with biases `[experts, intermediate]`; `down` is
-  packed `[experts, hidden, intermediate]`, with bias `[experts, hidden]`.
-  """
-
-  gate: mxfp4.MXTensor
-  up: mxfp4.MXTensor
-  down: mxfp4.MXTensor
-  gate_bias: jax.Array | None
-  up_bias: jax.Array | None
-  down_bias: jax.Array | None
-
-
-def _expert_tensor(
-  place: str, name: str, tensors: Mapping[str, jax.Array]
-) -> mxfp4.MXTensor:
-  """Joins blocks `[E, rows, blocks, 16]` and scales `[E, rows, blocks]`."""
-  blocks, scales = tensors.get(f"{name}_blocks"), tensors.get(f"{name}_scales")
-  if blocks is None or scales is None:
-    raise ValueError(
-      f"{place}: expected {name}_blocks and {name}_scales, got one alone; download "
-      "the checkpoint again."
-    )
-  if blocks.shape != (*scales.shape, EXPERT_BLOCK_BYTES):
-    raise ValueError(
-      f"{place}: expected {name}_blocks of shape {(*scales.shape, EXPERT_BLOCK_BYTES)} "
-      f"beside its scales, got {blocks.shape}; it is of another layout."
-    )
-  width = math.prod(blocks.shape[-2:])
-  tensor = mxfp4.MXTensor(blocks.reshape(*blocks.shape[:-2], width), scales)
-  mxfp4.check_legal(tensor, f"{place}: {name}")
-  return tensor
-
-
-def read_gpt_oss_experts(folder: str | os.PathLike[str]) -> dict[str, Experts]:
-  """Reads the MXFP4 experts of a gpt-oss folder, bit for bit, by layer.
-
-  The folder holds safetensors, single or sharded. There is no gpt-oss model here: use
-  this to inspect or decode weights. A name is such as `model.layers.0.mlp.experts`.
-
-  Raises:
-    FileNotFoundError: A file is absent.
-    ValueError: There are none, or a tensor is missing, illegal or mis-shaped.
-  """
-  place, tensors = str(folder), read_tensors(pathlib.Path(folder))
-  parts = (key.rpartition(".") for key in tensors)
-  blocks = ("gate_up_proj_blocks", "down_proj_blocks")
-  names = sorted({name for name, _, part in parts if part in blocks})
-  if not names:
-    raise ValueError(
-      f"{place}: expected tensors like model.layers.0.mlp.experts.gate_up_proj_blocks, "
-      "got none; this is no gpt-oss checkpoint in MXFP4."
-    )
-  return {name: _experts(place, name, tensors) for name in names}
-
-
-def _experts(place: str, name: str, tensors: Mapping[str, jax.Array]) -> Experts:
-  fused = _expert_tensor(place, f"{name}.gate_up_proj", tensors)
-  bias = tensors.get(f"{name}.gate_up_proj_bias")
-  part = lambda start: mxfp4.MXTensor(
-    fused.codes[:, start::2], fused.scales[:, start::2]
-  )
-  return Experts(
-    gate=part(0),
-    up=part(1),
-    down=_expert_tensor(place, f"{name}.down_proj", tensors),
-    gate_bias=None if bias is None else bias[:, 0::2],
-    up_bias=None if bias is None else bias[:, 1::2],
-    down_bias=tensors.get(f"{name}.down_proj_bias"),
-  )

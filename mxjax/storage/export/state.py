@@ -22,7 +22,7 @@ from mxjax.storage.export.folder import (
 from mxjax.storage.tree_io import describe_arrays, pack, unpack
 
 FORMAT = "mxjax-safetensors"
-VERSION = 1
+VERSION = 2
 STATE = "mxjax_state.json"
 
 

@@ -39,9 +39,11 @@ def _hadamard_tensors(hadamard: Hadamard, blocks: int) -> dict[str, jax.Array]:
   """Splits H of a group, over blocks and inside them: H_64 = H_2 (x) H_32."""
   inside = min(hadamard.size, mxfp4.BLOCK_SIZE)
   across = hadamard.size // inside
-  repeated = lambda size, copies: jnp.kron(
-    jnp.eye(copies, dtype=jnp.float32), input_maps.hadamard(size)
-  )
+
+  def repeated(size: int, copies: int) -> jax.Array:
+    identity = jnp.eye(copies, dtype=jnp.float32)
+    return jnp.kron(identity, input_maps.hadamard(size))
+
   tensors = {"input_blocks": repeated(inside, mxfp4.BLOCK_SIZE // inside)[None]}
   if across > 1:
     tensors["input_mix"] = repeated(across, blocks // across)
@@ -84,8 +86,6 @@ def linear_tensors(leaf: QuantizedLinear, place: str) -> dict[str, jax.Array]:
   Raises:
     ValueError: The linear has a map or rules that the module does not know.
   """
-  if leaf.gain is not None:
-    features.refuse(FORMAT, {"gains": [place]})
   try:
     if leaf.rules != mxfp4.PAPER_RULES:
       raise ValueError(f"{leaf.rules}")
@@ -151,8 +151,6 @@ def to_tensors(
           buffers[key] = jnp.broadcast_to(value, (node.shape[0],))
         linears[module] = {k: [list(a.shape), str(a.dtype)] for k, a in buffers.items()}
         tensors |= {f"{module}.{key}": array for key, array in buffers.items()}
-      case mxfp4.MXTensor():
-        tensors[name] = mxfp4.decode(node)  # Exact in bfloat16.
       case jax.Array():
         tensors[name] = node
   if corrected:

@@ -163,7 +163,6 @@ def test_chat_needs_a_template_and_a_message(folder, chat_folder, refused, monke
   ("extra", "message"),
   [
     (["--storage", "int8"], "unknown storage 'int8'; did you mean int8-embeddings?"),
-    (["--storage", "int8-embeddings,mxfp4-embeddings"], "one kind of embeddings"),
     (["--storage", "float8-products", "--mesh", "data=1"], "--mesh without --storage"),
   ],
 )
@@ -284,9 +283,9 @@ def test_compare_marks_rules_and_resumes(folder, tmp_path, mxjax, refused):
   both = ("--data", f"{folder / 'text.txt'},{folder / 'other.txt'}")
   first = mxjax("compare", *arguments(folder, out, "--methods", "rtn", *both))
   assert list(first[0]["perplexity"]) == ["text", "other"]
-  more = ("--methods", "rtn,rtn+rceil", "--scale-rules", "floor,even")
+  more = ("--methods", "rtn,gptq", "--scale-rules", "floor,even")
   rows = mxjax("compare", *arguments(folder, out, *more, *both))
-  names = ["rtn", "rtn [even]", "rtn+rceil", "rtn+rceil [even]"]
+  names = ["rtn", "rtn [even]", "gptq", "gptq [even]"]
   assert [row["method"] for row in rows] == names
   assert rows[0] == first[0]
   command = ["compare", *arguments(folder, out, *more, *both)]

@@ -96,7 +96,7 @@ def test_transforms_and_own_state_lose_nothing(saved, tmp_path, mxjax):
   ("form", "extra", "message"),
   [
     ("safetensors", ["--drop", "maps"], "holds everything"),
-    ("dequant", ["--drop", "gains"], "expected --drop of what the model has (maps)"),
+    ("dequant", ["--drop", "clipping"], "expected --drop of what the model has (maps)"),
     ("dequant", ["--transforms"], "is for --format compressed-tensors"),
     ("dequant", ["--drop", "beauty"], "got beauty"),
   ],

@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 TABLE = Declared(
   "",
   "Paths",
-  {"none": "rtn", "both": "rtn+r", "gain": "rtn+gain"},
+  {"none": "rtn", "both": "rtn+r", "gptq": "gptq"},
   ("wikitext2", "codes_per_block", "operator_error"),
   draws=(0, 3),
   reference="none",
@@ -84,7 +84,7 @@ def test_rows_that_differ_in_recovery_share_linears(made, model):
 
   assert "--linears" not in built_by("rtn", 3) and "--store" in built_by("rtn", 3)
   assert re.search(r"--linears \S+/rtn-seed3/build", built_by("rtn+r", 3))
-  assert "--linears" not in built_by("rtn+gain", 3)
+  assert "--linears" not in built_by("gptq", 3)
 
 
 def test_shared_linears_give_the_build_itself(made, model, tmp_path, mxjax):
@@ -189,7 +189,7 @@ def test_a_kill_costs_the_job_in_work_alone(model, made, tmp_path, mxjax):
     stdout=subprocess.DEVNULL,
     stderr=subprocess.DEVNULL,
   )
-  third = out / model.name / "rtn+gain-seed0" / "build" / "run"
+  third = out / model.name / "gptq-seed0" / "build" / "run"
   deadline = time.monotonic() + 200
   while not (third / "state.json").is_file() and time.monotonic() < deadline:
     assert process.poll() is None
@@ -213,7 +213,7 @@ def test_a_failing_cell_costs_itself_and_is_tried_again(
 
   def failing(subject, tokens, method, **options):
     calls.append(method.name)
-    if method.name == "rtn+gain":
+    if method.name == "gptq":
       raise FloatingPointError("layers_1: not\nfinite")
     return real(subject, tokens, method, **options)
 
@@ -228,11 +228,11 @@ def test_a_failing_cell_costs_itself_and_is_tried_again(
   assert list(told["failures"].values()) == [message]
   # At once, hours before the tables perhaps.
   assert said.index(f"failed: {message}") < said.index("tables.md")
-  row = next(r for r in told["tables"][0]["rows"] if r[1] == "gain")
+  row = next(r for r in told["tables"][0]["rows"] if r[1] == "gptq")
   assert set(row[3:]) == {"failed"}
-  build = f"rtn+gain of {model.name}, seed 0"
+  build = f"gptq of {model.name}, seed 0"
   assert f"{build}: {message}" in told["tables"][0]["note"]
-  assert calls == ["rtn", "rtn+r", "rtn+gain"]
+  assert calls == ["rtn", "rtn+r", "gptq"]
   again = mxjax(*command)
   assert again["failures"] == {}
   assert "failed" not in str(again["tables"])
@@ -240,10 +240,10 @@ def test_a_failing_cell_costs_itself_and_is_tried_again(
 
 def test_rows_can_be_left_out(model, made, tmp_path, mxjax):
   out = shutil.copytree(made, tmp_path / "out")
-  table, *_ = mxjax(*words(model, out, "--without", "gain"))["tables"]
+  table, *_ = mxjax(*words(model, out, "--without", "gptq"))["tables"]
   assert [row[1] for row in table["rows"]] == ["none", "both"] * 2
-  assert "without gain" in table["title"]
-  plan = mxjax(*words(model, tmp_path / "new", "--without", "gain", "--plan"))
+  assert "without gptq" in table["title"]
+  plan = mxjax(*words(model, tmp_path / "new", "--without", "gptq", "--plan"))
   assert plan["rows"][0][1] == "4 (2 with linears of their own)"
 
 

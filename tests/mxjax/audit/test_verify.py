@@ -238,7 +238,7 @@ def test_no_checkpoint_there(tmp_path):
     verify.verify(tmp_path)
 
 
-@pytest.mark.parametrize("scale_rule", ["even", "rceil", "mx43"])
+@pytest.mark.parametrize("scale_rule", ["even", "rceil"])
 def test_linears_of_other_rules_are_sound_too(tiny_params, scale_rule):
   rules, rng = mxfp4.Rules(scale_rule=scale_rule), np.random.default_rng(0)
   weight = mxfp4.encode(tiny_params["layers_0"]["mlp"]["up_proj"]["weight"], rules)

@@ -141,7 +141,7 @@ def test_batquant_learns(build):
 
 
 def test_focus_without_learning_is_rtn_with_rceil_weights(build, tiny_params):
-  unlearned = build("rtn+rceil")
+  unlearned = build("focus:epochs=0:divisor_logit=Infinity")
   rules = mxfp4.Rules(scale_rule="rceil")
   for layer in ("layers_0", "layers_1"):
     weight = tiny_params[layer]["mlp"]["up_proj"]["weight"]

@@ -13,7 +13,7 @@ from mxjax.numerics import mxfp4, native, precision
 from mxjax.numerics.native import encode as native_encode
 from mxjax.pallas_kernels.mxfp4_encode import encode
 
-decode = jax.jit(mxfp4.decode, static_argnums=(1, 2))
+decode = jax.jit(mxfp4.decode, static_argnums=1)
 unpack, to_blocks, from_blocks = map(
   jax.jit, (mxfp4.unpack, mxfp4.to_blocks, mxfp4.from_blocks)
 )
@@ -23,7 +23,7 @@ F = fractions.Fraction
 GRID = [F(0), F(1, 2), F(1), F(3, 2), F(2), F(3), F(4), F(6)]
 RULES = [
   mxfp4.Rules(scale_rule=scale, tie_rule=tie)
-  for scale in ("floor", "even", "rceil", "mx43")
+  for scale in ("floor", "even", "rceil")
   for tie in ("away", "even")
 ]
 
@@ -51,10 +51,9 @@ def exact_block(values, rules):
       "floor": e - 2,
       "even": e - 1 if mantissa >= F(7, 4) else e - 2,
       "rceil": e - 2 if mantissa <= F(3, 2) else e - 1,
-      "mx43": e,
     }[rules.scale_rule]
     exponent = min(max(exponent, -127), 127)
-  factor = F(2) ** exponent / (3 if rules.scale_rule == "mx43" else 1)
+  factor = F(2) ** exponent
   codes = []
   for value, magnitude in zip(values, magnitudes, strict=True):
     scaled = magnitude / factor
@@ -94,9 +93,7 @@ def adversarial_rows():
 
 
 ENCODERS = [(rules, "xla") for rules in RULES] + [
-  (rules, "native")
-  for rules in RULES
-  if rules.scale_rule != "mx43" and rules.tie_rule == "away"
+  (rules, "native") for rules in RULES if rules.tie_rule == "away"
 ]
 
 
@@ -105,13 +102,13 @@ def test_encode_equals_exact_rationals(rules, implementation):
   rows = adversarial_rows()
   tensor = encode(rows, rules, implementation=implementation)
   codes = np.asarray(unpack(tensor.codes))
-  decoded = np.asarray(decode(tensor, jnp.float32, rules))
+  decoded = np.asarray(decode(tensor, jnp.float32))
   for row, got, scale, values in zip(rows, codes, tensor.scales, decoded, strict=True):
     expected, exponent, factor = exact_block(row, rules)
     assert int(scale[0]) - 127 == exponent
     assert got.tolist() == expected
     representable = exponent <= 125  # 4 * 2^126 is beyond float32
-    if rules.scale_rule != "mx43" and representable:
+    if representable:
       exact = [GRID[c & 7] * factor * (-1 if c & 8 else 1) for c in expected]
       assert [F(float(v)) for v in values] == exact
       assert np.signbit(values).tolist() == [bool(c & 8) for c in expected]
@@ -156,11 +153,8 @@ def test_fake_quantizer_equals_decode_of_encode():
   blocks = to_blocks(jnp.asarray(x))
   for rules in RULES:
     fake = from_blocks(round_blocks(blocks, rules))
-    real = decode(mxfp4.encode(x, rules), jnp.float32, rules)
-    if rules.scale_rule == "mx43":
-      np.testing.assert_allclose(fake, real, rtol=3e-7)
-    else:
-      np.testing.assert_array_equal(fake, real)
+    real = decode(mxfp4.encode(x, rules), jnp.float32)
+    np.testing.assert_array_equal(fake, real)
 
 
 def test_encode_of_decode_is_the_identity():

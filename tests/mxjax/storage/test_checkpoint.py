@@ -88,7 +88,7 @@ def test_the_same_params_make_the_same_files(params, stored, tmp_path):
 
 def test_manifest_says_what_was_saved(stored):
   manifest = checkpoint.read_manifest(stored)
-  assert manifest["format_version"] == 1
+  assert manifest["format_version"] == 2
   assert Contract.from_dict(manifest["contract"]) == PAPER_CONTRACT
   assert manifest["calibration"] == {"fingerprint": "ab" * 32, "shape": [2, 12]}
   assert manifest["program"] == {"name": "by hand"}
@@ -217,7 +217,7 @@ def test_every_damaged_file_is_named(saved, how):
       "does not match its digest",
     ),
     (lambda _: "[]", "should be an object"),
-    (lambda _: '{"format_version": 1}', "contract Field required"),
+    (lambda _: '{"format_version": 2}', "contract Field required"),
   ],
 )
 def test_a_damaged_manifest_is_one_sentence(saved, harm, message):
@@ -245,9 +245,9 @@ def test_what_is_absent_or_unknown_is_named(saved, tmp_path):
   with pytest.raises(FileNotFoundError, match="expected .*mxjax.json, got no such"):
     checkpoint.read_manifest(tmp_path)
   edit(saved, format_version=7)
-  with pytest.raises(ValueError, match="expected format version 1, got 7"):
+  with pytest.raises(ValueError, match="expected format version 2, got 7"):
     checkpoint.read_manifest(saved)
-  edit(saved, format_version=1, nodes={"a": {"type": "Kite", "static": {}}})
+  edit(saved, format_version=2, nodes={"a": {"type": "Kite", "static": {}}})
   with pytest.raises(ValueError, match="a has the type 'Kite'"):
     checkpoint.restore_checkpoint(saved)
   (saved / "arrays").rename(saved / "elsewhere")

@@ -106,10 +106,3 @@ def test_searched_exponents_lower_the_loss_of_gptq(problem):
   assert not np.array_equal(found.exponent, start.exponent)
   loss = lambda result: gptq.reconstruction_loss(weight, result.decoded, hessian)
   assert loss(found) < loss(start)
-
-
-def test_searched_exponents_need_powers_of_two(problem):
-  weight, _, factor, _ = problem
-  thirds = mxfp4.Rules(scale_rule="mx43")
-  with pytest.raises(ValueError, match="mx43"):
-    gptq.reconstruct(weight, factor.upper, thirds, scales="searched")
