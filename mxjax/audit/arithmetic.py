@@ -39,7 +39,8 @@ def arithmetic(
     attention: What computed it in the run, `CausalLM.attention`; None if unknown.
 
   Returns:
-    `model`; `maps`, `tables` (of activation rounding), `recovery` (coefficients) and `unquantized`,
+    `model`; `maps`, `tables` (of activation rounding), `recovery` (coefficients) and
+    `unquantized`,
     lists of the dtypes stored, without those that the model lacks; `products`, float8
     if a GPU multiplies many rows of any linear so; `recovery_rounded`,
     by kind of correction that the model has, the dtype its float32 result is rounded

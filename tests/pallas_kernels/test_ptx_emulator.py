@@ -69,11 +69,11 @@ def test_threads_that_are_off_neither_read_nor_write():
   np.testing.assert_array_equal(got, [*range(16), *[7] * 16])
 
 
-@pytest.mark.parametrize(("length", "offset"), [(31, 0), (32, 4), (32, -4), (64, 2)])
-def test_an_address_outside_or_not_aligned_is_an_error(length, offset):
-  body = own("%rd0", 4) + f"ld.global.b32 %r3, [%rd9 + {offset}];"
-  with pytest.raises(IndexError, match="an address"):
-    ptx_emulator.launch(kernel(body, 1), (1, 1, 1), [np.zeros(length, np.int32)])
+def test_an_address_outside_or_not_aligned_is_an_error():
+  for length, offset in ((31, 0), (32, 4), (32, -4), (64, 2)):
+    body = own("%rd0", 4) + f"ld.global.b32 %r3, [%rd9 + {offset}];"
+    with pytest.raises(IndexError, match="an address"):
+      ptx_emulator.launch(kernel(body, 1), (1, 1, 1), [np.zeros(length, np.int32)])
 
 
 def test_a_branch_that_threads_do_not_share_is_refused():

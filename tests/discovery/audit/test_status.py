@@ -1,5 +1,6 @@
 """What a second terminal sees of a run: before, while, after, and after a kill."""
 
+import itertools
 import threading
 import time
 
@@ -72,13 +73,12 @@ def test_it_tells_what_the_search_holds_and_only_reads(searched, capsys):
   assert "tokens" not in told
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"charged":1,"eve'])
-def test_it_works_at_every_event_and_with_a_torn_one(searched, tmp_path, torn):
+def test_it_works_at_every_event_and_with_a_torn_one(searched, tmp_path):
   folder, _ = searched
   (tmp_path / "run.json").write_bytes((folder / "run.json").read_bytes())
   assert status.read(tmp_path) == (f"{tmp_path}: begun, no event yet", False)
   lines = (folder / "log.jsonl").read_bytes().splitlines(keepends=True)
-  for count in range(len(lines)):
+  for count, torn in itertools.product(range(len(lines)), (b"", b'{"charged":1,"e')):
     (tmp_path / "log.jsonl").write_bytes(b"".join(lines[:count]) + torn)
     told, is_closed = status.read(tmp_path)
     assert not is_closed

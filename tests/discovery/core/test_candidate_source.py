@@ -1,5 +1,7 @@
 """Admission by syntax, source edits, and identities of lowered programs."""
 
+import functools
+
 import pytest
 
 from mxjax.discovery.core import candidate_source
@@ -7,6 +9,7 @@ from mxjax.discovery.core.interface import Aval, Hook, Interface
 from mxjax.discovery.core.task import Status
 from mxjax.discovery.sandbox import artifact, frames, jail, supervisor, tracing
 from mxjax.discovery.tasks import world
+from tests import refusals
 
 ROW = Aval("float32", (32,))
 RTN = """
@@ -90,38 +93,45 @@ def test_comments_layout_and_docstrings_do_not_enter_the_source_identity():
   assert other.id != one.id
 
 
-@pytest.mark.parametrize(
-  "code",
-  [
-    "import os",
-    "from jax import ffi",
-    "from jax.numpy import *",
-    "import jax.experimental.io_callback",
-    "x = __import__('os')",
-    "x = getattr(jax, 'ffi')",
-    "x = ().__class__.__base__.__subclasses__()",
-    "jnp.sum = None",
-    "def f(x):\n  global y\n  y = x",
-    "class A:\n  pass",
-    "x = open('/etc/passwd')",
-    "def f(x):\n  return jax.pure_callback(f, x, x)",
-    "def f(x):\n  jax.debug.print('x')",
-    "def f(x):\n  return jax.config.update('jax_enable_x64', False)",
-    "print('hello')",
-    "while True:\n  pass",
-    "def f(x):\n  try:\n    return x\n  except ValueError:\n    return x",
-    "def f(x):\n  return jnp.load('weights.npy')",
-    "def encode(y):\n  return y",
-    "PLAN = {'stage': 'sideways'}",
-    "PLAN = {'count': True}",
-    "PLAN = dict(stage='on')",
-    "def broken(:",
-    "x = 1" + " + 1" * 40_000,
-  ],
-)
-def test_source_outside_the_policy_is_rejected_with_a_reason(code):
-  with pytest.raises(candidate_source.RejectedError, match="program: "):
-    candidate_source.admit(f"{HEADER}\n{code}\n", INTERFACE)
+OUTSIDE = [
+  "import os",
+  "from jax import ffi",
+  "from jax.numpy import *",
+  "import jax.experimental.io_callback",
+  "x = __import__('os')",
+  "x = getattr(jax, 'ffi')",
+  "x = ().__class__.__base__.__subclasses__()",
+  "jnp.sum = None",
+  "def f(x):\n  global y\n  y = x",
+  "class A:\n  pass",
+  "x = open('/etc/passwd')",
+  "def f(x):\n  return jax.pure_callback(f, x, x)",
+  "def f(x):\n  jax.debug.print('x')",
+  "def f(x):\n  return jax.config.update('jax_enable_x64', False)",
+  "print('hello')",
+  "while True:\n  pass",
+  "def f(x):\n  try:\n    return x\n  except ValueError:\n    return x",
+  "def f(x):\n  return jnp.load('weights.npy')",
+  "def encode(y):\n  return y",
+  "PLAN = {'stage': 'sideways'}",
+  "PLAN = {'count': True}",
+  "PLAN = dict(stage='on')",
+  "def broken(:",
+  "x = 1" + " + 1" * 40_000,
+]
+
+
+def test_source_outside_the_policy_is_rejected_with_a_reason():
+  refusals.check(
+    [
+      (
+        functools.partial(candidate_source.admit, f"{HEADER}\n{code}\n", INTERFACE),
+        "program: ",
+      )
+      for code in OUTSIDE
+    ],
+    candidate_source.RejectedError,
+  )
 
 
 def test_edits_replace_functions_and_plan_values_and_nothing_else():

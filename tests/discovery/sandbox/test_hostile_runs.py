@@ -1,5 +1,6 @@
 """Whatever a candidate is, it costs at most its own call: random and chosen faults."""
 
+import functools
 import importlib.util
 import math
 import os
@@ -14,6 +15,7 @@ from mxjax.discovery.core.task import Call, Status
 from mxjax.discovery.sandbox import jail, supervisor, trace_worker
 from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
 from mxjax.discovery.tasks import world
+from tests import refusals
 
 SCRIPT = pathlib.Path(__file__).parents[3] / "benchmarks" / "hostile_programs.py"
 TASK = world.World(seed=3)
@@ -104,18 +106,25 @@ BINDINGS = [
   "from math import floor as geometry",
   "import math as geometry",
 ]
-CHOKING = {
-  "depth": "x = " + "+".join(["1"] * 800),
-  "integer": "x = 0x" + "f" * 50_000,
-  "surrogate": "x = '\ud800'",
-  "null": "x = '\0'",
-}
+CHOKING = [
+  "x = " + "+".join(["1"] * 800),
+  "x = 0x" + "f" * 50_000,
+  "x = '\ud800'",
+  "x = '\0'",
+]
 
 
-@pytest.mark.parametrize("code", [*BINDINGS, *CHOKING.values()])
-def test_odd_text_is_rejected_in_a_sentence(code):
-  with pytest.raises(candidate_source.RejectedError, match="program: "):
-    candidate_source.admit(HEADER + code, TASK.interface)
+def test_odd_text_is_rejected_in_a_sentence():
+  refusals.check(
+    [
+      (
+        functools.partial(candidate_source.admit, HEADER + code, TASK.interface),
+        "program: ",
+      )
+      for code in (*BINDINGS, *CHOKING)
+    ],
+    candidate_source.RejectedError,
+  )
 
 
 def test_what_is_admitted_can_be_printed_and_identified():
@@ -134,24 +143,24 @@ def test_a_hook_that_is_no_function_is_no_error_of_the_executor():
   assert keys["mlp"] != other["mlp"]
 
 
-@pytest.mark.parametrize(
-  "fields",
-  [
+def test_a_proposal_holds_only_what_the_log_can():
+  wrong = [
     {"controls": (Control("c", {"factor": math.nan}),)},
     {"controls": (Control("c", {"deep": [{"x": -math.inf}]}),)},
     {"label": "\ud800"},
     {"note": "\udfff"},
-  ],
-)
-def test_a_proposal_holds_only_what_the_log_can(fields):
-  with pytest.raises(ValueError):
-    Proposal(**{"source": "", "label": "", **fields})
-
-
-@pytest.mark.parametrize("name", ["primary", "probe", "probe 0123456789ab"])
-def test_a_control_takes_no_name_of_another_condition(name):
-  with pytest.raises(ValueError, match="name other than"):
-    Control(name, {})
+  ]
+  # The names of other conditions are not a control's.
+  names = ("primary", "probe", "probe 0123456789ab")
+  refusals.check(
+    [
+      *(
+        (functools.partial(Proposal, **{"source": "", "label": "", **fields}),)
+        for fields in wrong
+      ),
+      *((functools.partial(Control, name, {}), "name other than") for name in names),
+    ]
+  )
 
 
 def test_a_control_without_a_parent_is_an_outcome_not_an_error(tmp_path):

@@ -5,8 +5,10 @@ admission policy on purpose: the isolation must hold without it.
 """
 
 import dataclasses
+import functools
 import glob
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -25,6 +27,7 @@ from mxjax.discovery.search import search
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks import world
 from mxjax.evaluation.cli.launch import MENDABLE
+from tests import refusals
 
 TASK = world.World(seed=3)
 SPEC = TASK.interface.hook("geometry").to_dict()
@@ -313,9 +316,8 @@ def test_the_isolation_in_force_is_stated(tracer):
   assert bool(tracer.features["namespaces"]) == (tracer.level == "strict")
 
 
-@pytest.mark.parametrize(
-  "code",
-  [
+def test_26_to_28_43_44_are_rejected_before_anything_runs():
+  codes = [
     "import os\n",  # 26
     "x = __import__('os')\n",  # 26
     "x = getattr(jnp, 'load')\n",  # 26
@@ -325,35 +327,30 @@ def test_the_isolation_in_force_is_stated(tracer):
     "jnp.sum = None\n",  # 43
     "def geometry(x):\n  return jax.pure_callback(f, x, x)\n",  # 44
     "def geometry(x):\n  return jax.ffi.ffi_call('f', x)(x)\n",  # 44
-  ],
-)
-def test_26_to_28_43_44_are_rejected_before_anything_runs(code):
-  with pytest.raises(candidate_source.RejectedError):
-    candidate_source.admit(HEADER + code, TASK.interface)
+  ]
+  refusals.check(
+    [
+      (functools.partial(candidate_source.admit, HEADER + code, TASK.interface),)
+      for code in codes
+    ],
+    candidate_source.RejectedError,
+  )
 
 
-@pytest.mark.parametrize(
-  "text",
-  [b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 1, "a": 2}', b'{"a": -Infinity}'],
-)
-def test_35_replies_are_read_strictly(text):
-  with pytest.raises(ValueError):
-    answers.strict_json(text)
-
-
-@pytest.mark.parametrize("value", [True, float("nan"), float("inf"), "1", None])
-def test_35_only_finite_numbers_are_measurements(value):
-  values = {"status": "ok", "values": {"loss": value}, "outputs": {}, "detail": ""}
-  with pytest.raises(ValueError, match="finite"):
-    Outcome.from_dict(values)
-
-
-def test_35_a_failure_cannot_carry_a_score():
-  for status, values in (("timeout", {"loss": 0.0}), ("ok", {})):
-    with pytest.raises(ValueError, match="exactly when"):
-      Outcome.from_dict(
-        {"status": status, "values": values, "outputs": {}, "detail": ""}
-      )
+def test_35_replies_are_read_strictly_and_hold_finite_numbers_or_a_failure():
+  outcome = lambda **fields: functools.partial(
+    Outcome.from_dict, {"outputs": {}, "detail": "", **fields}
+  )
+  texts = (b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 1, "a": 2}', b'{"a": -Infinity}')
+  values = (True, math.nan, math.inf, "1", None)
+  refusals.check(
+    [
+      *((functools.partial(answers.strict_json, text),) for text in texts),
+      *((outcome(status="ok", values={"loss": v}), "finite") for v in values),
+      (outcome(status="timeout", values={"loss": 0.0}), "exactly when"),
+      (outcome(status="ok", values={}), "exactly when"),
+    ]
+  )
 
 
 class Scripted:

@@ -9,6 +9,7 @@ import pytest
 
 from mxjax.evaluation.report import numbers, svg
 from mxjax.evaluation.report import page as report
+from tests import refusals
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 PATHS = ("self_attn/q_proj", "mlp/down_proj")
@@ -121,26 +122,26 @@ def written(runs, tmp_path, **names):
   return path.read_text(encoding="utf-8")
 
 
-EXPECTED = (
-  "A title; its line; Summary; Perplexity; 21.5 ± 0.25; 18.75; 0.0123; 1.025 KiB; "
-  "2.344 KiB; 2.29×; 5.04; Final error by layer; Error by layer; q_proj; down_proj; "
-  "native, nearest; mapped, final weights; Balance steps accepted; identity; "
-  "Edit rate; Interaction norm; bound 1/8; Exponents of weight blocks; "
-  "Exponents of activation blocks; Activations beyond the top code; "
-  "Weights at the top code; Value scale a; Value offset b; "
-  "Error of the value outputs; MLP coefficients; Error of the gated product; Damping; "
-  "0.1 (not the default); 2 of 6 linears needed another damping; "
-  "layers_1/mlp/down_proj; Time by stage; 5 min; Peak memory; 1.5 GiB; Sanity gate; "
-  f"2.75; 87.5%; Provenance; {'c0ffee' * 10}; {'beef' * 16}; 2 × 256; "
-  "model: bfloat16; maps: bfloat16 and float32; recovery rounded: mlp bfloat16"
-)
-
-
-def test_all_sections_and_numbers_are_there(tmp_path):
+def test_all_numbers_are_there(tmp_path):
+  """Of the verdict, of what is unusual, and of what made the model."""
   source = written([run()], tmp_path)
   page = Page(source)
-  for expected in EXPECTED.split("; "):
-    assert expected in page.text, expected
+  numbers = {
+    "perplexity": ("21.5 ± 0.25", "18.75"),
+    "operator error": ("0.0123",),
+    "size": ("1.025 KiB", "2.344 KiB", "2.29×", "5.04"),
+    "damping": ("0.1 (not the default)", "layers_1/mlp/down_proj"),
+    "cost": ("5 min", "1.5 GiB"),
+    "sanity": ("2.75", "87.5%"),
+    "provenance": ("c0ffee" * 10, "beef" * 16, "2 × 256", "bfloat16"),
+  }
+  missing = [
+    (part, text)
+    for part, texts in numbers.items()
+    for text in texts
+    if text not in page.text
+  ]
+  assert not missing
   assert page.tags.count("svg") == 3 + 2 + 3 + 4 + 5 + 2
 
 
@@ -244,13 +245,13 @@ def test_steps_hold_a_value_until_the_next_and_dots_have_no_line():
   assert not dots.findall("polyline") and len(dots.findall("circle")) == 2
 
 
-@pytest.mark.parametrize("values", [(0.0105, 0.0119), (0.021, 0.049), (1e-6, 1.0)])
-def test_a_log_axis_says_so_and_has_several_ticks(values):
-  series = svg.Series("a", list(enumerate(values)), 0)
-  logarithmic, plain = chart(series, log=True), chart(series)
-  assert "logarithmic axis" in words_of(logarithmic)
-  assert "logarithmic axis" not in words_of(plain)
-  assert len(logarithmic.findall("line[@class='tick']")) >= 2
+def test_a_log_axis_says_so_and_has_several_ticks():
+  for values in ((0.0105, 0.0119), (0.021, 0.049), (1e-6, 1.0)):
+    series = svg.Series("a", list(enumerate(values)), 0)
+    logarithmic, plain = chart(series, log=True), chart(series)
+    assert "logarithmic axis" in words_of(logarithmic)
+    assert "logarithmic axis" not in words_of(plain)
+    assert len(logarithmic.findall("line[@class='tick']")) >= 2
 
 
 def test_bars_have_names_totals_and_only_measured_whiskers():
@@ -370,33 +371,35 @@ def test_the_report_survives_json_and_takes_a_folder(tmp_path):
 
 
 def test_runs_that_cannot_be_shown_are_named(tmp_path):
-  with pytest.raises(ValueError, match="at least one run"):
-    report.write_report(tmp_path / "r.html", [], title="t", subtitle="s")
-  with pytest.raises(ValueError, match=r"run 0 \(rtn\) .* got no perplexity, .*record"):
-    report.write_report(
-      tmp_path / "r.html", [{"method": "rtn"}], title="t", subtitle="s"
-    )
+  write = lambda runs: (
+    lambda: report.write_report(tmp_path / "r.html", runs, title="t", subtitle="s")
+  )
+  refusals.check(
+    [
+      (write([]), "at least one run"),
+      (write([{"method": "rtn"}]), "run 0 (rtn)", "perplexity", "record"),
+    ]
+  )
 
 
-@pytest.mark.parametrize(
-  ("form", "value", "expected"),
-  [
-    *[(numbers.number, 0, "0"), (numbers.number, 12.3456, "12.35")],
-    *[(numbers.number, 0.00012, "1.2e-4"), (numbers.number, -3e7, "-3e7")],
-    *[(numbers.number, 1e-3, "0.001"), (numbers.size, 0, "0 B")],
-    *[(numbers.size, 1023, "1023 B"), (numbers.size, 1024, "1 KiB")],
-    (numbers.size, 1536 * 2**20, "1.5 GiB"),
-  ],
-)
-def test_numbers_have_four_digits_and_sizes_binary_units(form, value, expected):
-  assert form(value) == expected
+def test_numbers_have_four_digits_and_sizes_binary_units():
+  for value, expected in (
+    *((0, "0"), (12.3456, "12.35"), (0.00012, "1.2e-4")),
+    *((-3e7, "-3e7"), (1e-3, "0.001")),
+  ):
+    assert numbers.number(value) == expected
+  for value, expected in (
+    *((0, "0 B"), (1023, "1023 B"), (1024, "1 KiB")),
+    (1536 * 2**20, "1.5 GiB"),
+  ):
+    assert numbers.size(value) == expected
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 17), (0.13, 0.14), (5, 5)])
-def test_ticks_are_round_and_inside(low, high):
-  ticks = svg.linear_ticks(low, high)
-  assert 1 <= len(ticks) <= 7
-  assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+def test_ticks_are_round_and_inside():
+  for low, high in ((0, 1), (-3, 17), (0.13, 0.14), (5, 5)):
+    ticks = svg.linear_ticks(low, high)
+    assert 1 <= len(ticks) <= 7
+    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
 
 
 def test_log_ticks_are_inside():

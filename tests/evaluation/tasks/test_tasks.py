@@ -2,6 +2,7 @@ import pytest
 
 from mxjax.evaluation.measures import fitness
 from mxjax.evaluation.tasks import tasks
+from tests import refusals
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +72,16 @@ def test_wikihow_marks_are_dropped():
   assert clean(" How to [title] Go [step] on.  Then ") == "How to. Go on. Then"
 
 
-@pytest.mark.parametrize(
-  ("name", "options", "error", "message"),
-  [
-    ("boolq", {}, ValueError, "got boolq from embedded"),
-    ("piqa", {"source": "disk"}, ValueError, "from disk"),
-    ("piqa", {"limit": 0}, ValueError, "at least one item, got limit 0"),
-    ("piqa", {"source": "hub"}, ConnectionError, "cannot be reached"),
-  ],
-)
-def test_mistakes_are_named(name, options, error, message):
-  with pytest.raises(error, match=message):
-    tasks.load_items(name, **options)
+def test_mistakes_are_named():
+  load = lambda name, **options: lambda: tasks.load_items(name, **options)
+  refusals.check(
+    [
+      (load("boolq"), "boolq", "embedded"),
+      (load("piqa", source="disk"), "disk"),
+      (load("piqa", limit=0), "limit 0"),
+    ]
+  )
+  refusals.check([(load("piqa", source="hub"), "cannot be reached")], ConnectionError)
 
 
 def test_a_short_split_is_refused(monkeypatch):

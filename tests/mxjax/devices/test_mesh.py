@@ -21,7 +21,7 @@ from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Nearest
 from mxjax.storage import checkpoint, checkpoint_arrays
-from tests import tiny
+from tests import refusals, tiny
 
 MARGIN = 1e-6
 """Relative: products of few rows may be formed in another order by the backend."""
@@ -135,35 +135,25 @@ def test_normalize_orders_and_completes_the_axes():
     assert mesh.axis_names == ("data", "model")
 
 
-@pytest.mark.parametrize(
-  ("word", "message"),
-  [
-    ("data=3,model=5", "expected data x model devices out of"),
-    ("model=0", "expected sizes such as data=4,model=2, got 'model=0'"),
-    ("rows=2", "expected sizes such as data=4,model=2, got 'rows=2'"),
-    ("data", "expected sizes such as data=4,model=2, got 'data'"),
-    ("data=1,data=1", "got 'data=1,data=1'; name each of the axes .* once"),
-  ],
-)
-def test_sizes_that_do_not_fit_are_refused(word, message):
-  with pytest.raises(ValueError, match=message):
-    meshes.make(**meshes.sizes(word))
-
-
-def test_no_device_is_left_idle_unasked(monkeypatch):
+def test_meshes_that_do_not_fit_are_refused(monkeypatch):
+  make = lambda word: lambda: meshes.make(**meshes.sizes(word))
+  other = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("tensor",))
+  refusals.check(
+    [
+      (make("data=3,model=5"), "data x model devices"),
+      *((make(word), repr(word)) for word in ("model=0", "rows=2", "data")),
+      (make("data=1,data=1"), "data=1,data=1", "once"),
+      (lambda: meshes.normalize(other), "the axes data and model"),
+    ]
+  )
+  # No device is left idle unasked.
   monkeypatch.setattr(jax, "devices", lambda: [object()] * 8)
-  with pytest.raises(
-    ValueError, match="got 3; also name data, as in data=2, to leave 2"
-  ):
-    meshes.make(model=3)
-  with pytest.raises(ValueError, match="expected data x model devices out of 8"):
-    meshes.make(model=9)
-
-
-def test_other_axes_are_refused():
-  mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("tensor",))
-  with pytest.raises(ValueError, match="expected the axes data and model"):
-    meshes.normalize(mesh)
+  refusals.check(
+    [
+      (lambda: meshes.make(model=3), "got 3", "data=2", "idle"),
+      (lambda: meshes.make(model=9), "devices out of 8"),
+    ]
+  )
 
 
 def test_sequences_must_divide_over_the_devices():

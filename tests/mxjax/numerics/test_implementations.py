@@ -1,49 +1,48 @@
+import functools
+
 import jax
 import jax.numpy as jnp
-import pytest
 
 import mxjax
 from mxjax.numerics import implementations
 from mxjax.numerics.implementations import choose
 from mxjax.pallas_kernels import mxfp4_encode
+from tests import refusals
 
 OPERATION = {"native": None, "pallas": None}
 
 
-@pytest.mark.parametrize(
-  ("platform", "kernel"), [("cpu", "native"), ("gpu", "pallas"), ("tpu", "xla")]
-)
-def test_none_takes_the_platforms_kernel_where_it_can_and_should(platform, kernel):
-  assert choose("op", None, platform=platform, **OPERATION) == kernel
-  assert choose("op", None, platform=platform) == "xla"
-  assert choose("op", None, platform=platform, slower=(kernel,), **OPERATION) == "xla"
+def test_none_takes_the_platforms_kernel_where_it_can_and_should():
+  for platform, kernel in (("cpu", "native"), ("gpu", "pallas"), ("tpu", "xla")):
+    asked = functools.partial(choose, "op", None, platform=platform)
+    assert asked(**OPERATION) == kernel
+    assert asked() == asked(slower=(kernel,), **OPERATION) == "xla"
 
 
-@pytest.mark.parametrize(
-  ("implementation", "platform"),
-  [("native", "cpu"), ("pallas", "gpu"), ("interpret", "cpu"), ("interpret", "gpu")],
-)
-def test_an_explicit_choice_is_taken_or_refused(implementation, platform):
-  args = "op", implementation
-  # Even where None would pass it over.
-  chosen = choose(*args, platform=platform, slower=(implementation,), **OPERATION)
-  assert chosen == implementation
-  for obstacles in ({}, {"native": "of a reason", "pallas": "of a reason"}):
-    with pytest.raises(NotImplementedError, match="op: implementation='"):
-      choose(*args, platform=platform, **obstacles)
+EXPLICIT = [("native", "cpu"), ("pallas", "gpu"), ("interpret", "cpu")]
+EXPLICIT += [("interpret", "gpu")]
 
 
-def test_kernels_of_another_platform_are_refused():
-  with pytest.raises(NotImplementedError, match="is gpu and native kernels need a CPU"):
-    choose("op", "native", platform="gpu", **OPERATION)
-  with pytest.raises(NotImplementedError, match="is cpu and compiled kernels need an"):
-    choose("op", "pallas", platform="cpu", **OPERATION)
-
-
-def test_an_unknown_name_is_refused():
-  known = "'xla', 'native', 'pallas', 'interpret', got 'cuda'"
-  with pytest.raises(ValueError, match=f"op: implementation must be None, {known}"):
-    choose("op", "cuda")
+def test_an_explicit_choice_is_taken_or_refused():
+  for implementation, platform in EXPLICIT:
+    # Even where None would pass it over.
+    how = {"platform": platform, "slower": (implementation,)}
+    assert choose("op", implementation, **how, **OPERATION) == implementation
+  call = lambda *which, **how: lambda: choose("op", *which, **how)
+  refusals.check(
+    [
+      *(
+        (call(name, platform=platform, **obstacles), f"op: implementation='{name}'")
+        for name, platform in EXPLICIT
+        for obstacles in ({}, {"native": "of a reason", "pallas": "of a reason"})
+      ),
+      (call("native", platform="gpu", **OPERATION), "gpu", "a CPU"),
+      (call("pallas", platform="cpu", **OPERATION), "cpu", "compiled kernels"),
+    ],
+    NotImplementedError,
+  )
+  names = "'xla', 'native', 'pallas', 'interpret'"
+  refusals.check([(call("cuda"), names, "'cuda'")])
 
 
 def test_the_public_encoder_takes_the_pallas_kernel_on_a_gpu(monkeypatch):

@@ -13,6 +13,7 @@ from mxjax.numerics.recovery.value_recovery import ValueRecovery
 from mxjax.numerics.shaping.input_maps import Hadamard
 from mxjax.pallas_kernels import gptq, mxfp4_decode, mxfp4_encode, recovery
 from mxjax.pallas_kernels.mosaic import device
+from tests import refusals
 
 
 def attend(**how):
@@ -29,21 +30,26 @@ def tensor():
   return mxfp4.encode(jnp.ones((64, 64)))
 
 
-TRITON_ONLY = {
-  "attention": attend,
-  "recovery": recover,
-  "decode": lambda **how: mxfp4_decode.decode(tensor(), **how),
-  "GPTQ": lambda **how: gptq.reconstruct(jnp.ones((1, 32, 4)), jnp.eye(32), **how),
-}
+TRITON_ONLY = [
+  attend,
+  recover,
+  lambda **how: mxfp4_decode.decode(tensor(), **how),
+  lambda **how: gptq.reconstruct(jnp.ones((1, 32, 4)), jnp.eye(32), **how),
+]
 
 
-@pytest.mark.parametrize("name", TRITON_ONLY)
-def test_a_kernel_without_a_mosaic_form_says_so(name, monkeypatch):
+def test_a_kernel_without_a_mosaic_form_says_so(monkeypatch):
   monkeypatch.setenv("MXJAX_PALLAS_BACKEND", "mosaic")
-  with pytest.raises(NotImplementedError, match="it has no Mosaic form"):
-    TRITON_ONLY[name](implementation="interpret")
+  refusals.check(
+    [
+      (functools.partial(call, implementation="interpret"), "it has no Mosaic form")
+      for call in TRITON_ONLY
+    ],
+    NotImplementedError,
+  )
   # None takes the reference instead.
-  jax.block_until_ready(TRITON_ONLY[name]())
+  for call in TRITON_ONLY:
+    jax.block_until_ready(call())
 
 
 def test_a_linear_says_what_its_kernel_cannot_take(monkeypatch):

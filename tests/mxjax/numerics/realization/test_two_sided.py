@@ -6,6 +6,7 @@ import pytest
 
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization import code_descent, gptq, two_sided
+from tests import refusals
 
 ROWS, SIZE = 48, 16
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -182,17 +183,19 @@ def test_the_cpu_kernel_ends_at_the_same_loss(problem):
   np.testing.assert_array_equal(found[2].codes, found[0].codes)
 
 
-@pytest.mark.parametrize(
-  ("change", "reason"),
-  [
-    ({"scales": "fresh"}, "searches exponents"),
-    ({"rules": mxfp4.Rules(tie_rule="even")}, "ties away from zero"),
-    ({"weight": np.zeros((2, 32, 12), np.float32)}, "n in 8s"),
-    ({"weight": np.zeros((2, 32, 8))}, "float32"),
-  ],
-)
-def test_the_cpu_kernel_refuses_what_it_does_not_know(float64, change, reason):
-  how = {"weight": np.zeros((2, 32, 8), np.float32), "scales": "searched", **change}
-  weight, rest = jnp.asarray(how.pop("weight")), jnp.eye(64, dtype=jnp.float32)
-  with pytest.raises(NotImplementedError, match=reason):
-    two_sided.round_rows(weight, rest, rest, 0.1, implementation="native", **how)
+def test_the_cpu_kernel_refuses_what_it_does_not_know(float64):
+  weight, rest = np.zeros((2, 32, 8), np.float32), jnp.eye(64, dtype=jnp.float32)
+
+  def call(weight=weight, scales="searched", **rules):
+    how = {"scales": scales, **rules, "implementation": "native"}
+    return lambda: two_sided.round_rows(jnp.asarray(weight), rest, rest, 0.1, **how)
+
+  refusals.check(
+    [
+      (call(scales="fresh"), "searches exponents"),
+      (call(rules=mxfp4.Rules(tie_rule="even")), "ties away from zero"),
+      (call(np.zeros((2, 32, 12), np.float32)), "n in 8s"),
+      (call(weight.astype(float)), "float32"),
+    ],
+    NotImplementedError,
+  )

@@ -23,6 +23,7 @@ from mxjax.numerics.realization.activation_quantizers import (
 from mxjax.numerics.shaping import input_maps
 from mxjax.storage import export
 from mxjax.storage.export import transformers_folder
+from tests import refusals
 from tests.mxjax.quantized import MIXED, at, model, replaced
 from tests.mxjax.storage.export.conftest import DOWN
 
@@ -119,22 +120,22 @@ def test_a_folder_has_every_buffer_that_its_config_names(
   assert "modeling_mxfp4.py" in manifest["files"]
 
 
-@pytest.mark.parametrize(
-  "change, message",
-  [
-    ({"rules": mxfp4.Rules(scale_rule="even")}, "down_proj has Rules.*--format safe"),
-    ({"rounding": Unrounded()}, "down_proj has the A4 rule Unrounded"),
-  ],
-)
-def test_what_the_code_does_not_know_is_refused(rtn, source, tmp_path, change, message):
-  params = replaced(rtn, DOWN, dataclasses.replace(at(rtn, DOWN), **change))
-  with pytest.raises(ValueError, match=message):
-    export.write_transformers(tmp_path / "out", source(params))
-  assert not (tmp_path / "out").exists()
-
-
-def test_recovery_needs_a_quantized_linear(hires, tiny_params, source, tmp_path):
+def test_what_the_code_does_not_know_is_refused(
+  rtn, hires, tiny_params, source, tmp_path
+):
+  write = lambda params: (
+    lambda: export.write_transformers(tmp_path / "out", source(params))
+  )
+  odd = lambda **change: write(
+    replaced(rtn, DOWN, dataclasses.replace(at(rtn, DOWN), **change))
+  )
   path = "layers_0/mlp/up_proj"
-  params = replaced(hires, path, at(tiny_params, path))
-  with pytest.raises(ValueError, match="up_proj is recovered but not quantized"):
-    export.write_transformers(tmp_path / "out", source(params))
+  bare = replaced(hires, path, at(tiny_params, path))
+  refusals.check(
+    [
+      (odd(rules=mxfp4.Rules(scale_rule="even")), "down_proj", "Rules", "--format"),
+      (odd(rounding=Unrounded()), "down_proj", "A4 rule Unrounded"),
+      (write(bare), "up_proj", "not quantized"),
+    ]
+  )
+  assert not (tmp_path / "out").exists()
