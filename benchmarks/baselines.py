@@ -30,10 +30,12 @@ import common
 import numpy as np
 
 from mxjax import models
-from mxjax.evaluation import datasets, study
+from mxjax.evaluation import datasets
 from mxjax.evaluation.cli import parser as cli
 from mxjax.evaluation.measures.statistics import compare as compare_draws
-from mxjax.evaluation.reproduce.declared import TABLES
+from mxjax.evaluation.subjects import Subject
+from mxjax.evaluation.tables.comparing import compare as compare_methods
+from mxjax.evaluation.tables.declared import TABLES
 from mxjax.models.loading import embedded
 from mxjax.numerics import mxfp4
 from mxjax.numerics.contract import PAPER_CONTRACT, Contract
@@ -238,10 +240,10 @@ def smollm2(options, made):
   """The methods on the reference token ids."""
   c4, wikitext = common.smollm2_ids(options.data)
   tests = {"WikiText-2": wikitext, "C4": c4[8:12]}
-  subject = study.Subject(*models.from_pretrained(), tests, replicates=REPLICATES)
+  subject = Subject(*models.from_pretrained(), tests, replicates=REPLICATES)
   folder = RUNS / "compare-smollm2"
   names = options.methods.split(",")
-  rows, _ = study.compare(subject, c4[:8], names, folder=folder, on_method=print)
+  rows, _ = compare_methods(subject, c4[:8], names, folder=folder, on_method=print)
   head = ["method", *tests, "operator error", "build, s"]
   cells = lambda row: [
     *perplexity_cells(row),
@@ -257,11 +259,11 @@ def next_smollm2(options, made):
   ids, wikitext = (side[:, :1024] for side in common.smollm2_ids(options.data))
   tests = {"WikiText-2": wikitext[:4], "C4": ids[12:16]}
   loaded = models.from_pretrained()
-  subject = study.Subject(*loaded, tests, replicates=2, with_agreement=True)
+  subject = Subject(*loaded, tests, replicates=2, with_agreement=True)
   rows = {"hires-descent": [], "hires": []}
   for draw in options.draws:
     folder, calibration = RUNS / f"next-smollm2-{draw}", ids[4 * (draw - 1) : 4 * draw]
-    found, _ = study.compare(
+    found, _ = compare_methods(
       subject, calibration, list(rows), folder=folder, on_method=print
     )
     for row in found:
@@ -298,7 +300,7 @@ def trained(family):
   )
   tests, loaded = {"passages": load("test")}, models.from_pretrained(folder)
   options = {"replicates": REPLICATES, "with_agreement": True}
-  return study.Subject(*loaded, tests, **options), load("calibration")
+  return Subject(*loaded, tests, **options), load("calibration")
 
 
 def rules(family, options, made):
@@ -308,7 +310,7 @@ def rules(family, options, made):
   }
   assert contracts["[floor]"].hash == PAPER_CONTRACT.hash
   programs, folder = list(TABLES["controls"].rows.values()), RUNS / f"rules-{family}"
-  rows, _ = study.compare(
+  rows, _ = compare_methods(
     *trained(family), programs, folder=folder, contracts=contracts
   )
   if failed := [row for row in rows if "error" in row]:

@@ -39,6 +39,7 @@ import scipy
 from mxjax.discovery.cli import study as study_cli
 from mxjax.discovery.studies import study, tables
 from mxjax.discovery.tasks.ptq import margins
+from mxjax.evaluation.report.tables import markdown
 from mxjax.models.loading import embedded
 
 PTQ = {"calibration": [8, 64], "windows": [16, 128]}
@@ -229,8 +230,10 @@ def write_tables():
     studies = json.loads(path.read_text())["studies"] if path.exists() else {}
     for name, result in studies.items():
       told = f"`{result['command']}`, {result['date']}, {path.name}."
-      body = [told, *(table.markdown() for table in tables.tables(result["results"]))]
-      path.with_name(f"{path.stem}_{name}.md").write_text("\n\n".join(body) + "\n")
+      found = markdown(tables.tables(result["results"]))
+      # No headings: the pages that include a file have their own.
+      text = re.sub(r"(?m)^## (.*)$", r"**\1**", found)
+      path.with_name(f"{path.stem}_{name}.md").write_text(f"{told}\n\n{text}")
 
 
 def main():

@@ -39,7 +39,7 @@ LONGEST_FIRST = (
   "loading/test_trained.py",
   "calibration/test_flax_model.py",
   "ptq/test_ptq.py",
-  "reproduce/test_driver.py",
+  "tables/test_reproducing.py",
   "running/test_pipeline.py",
   "examples/test_examples.py",
   "cli/test_distributed.py",

@@ -24,22 +24,10 @@ from mxjax.discovery.core.store import begun_events
 from mxjax.discovery.proposers import weighted
 from mxjax.discovery.sandbox import jail, supervisor
 from mxjax.discovery.search import runs
-from mxjax.discovery.studies.tables import Table
-from mxjax.discovery.tasks.ptq import margins, programs
+from mxjax.discovery.studies.reproducing import begun_task
+from mxjax.discovery.tasks.ptq import margins
 from mxjax.evaluation.cli.console import STDOUT, printable, say
 from mxjax.storage import atomic_io
-
-
-def _with_margins(spec: dict[str, Any], start: str = "") -> dict[str, Any]:
-  """Adds the margins of a `ptq` task, which are measured once per contract.
-
-  They are those of `start`, if that is a program of the library: a file's source would
-  run outside the jail.
-  """
-  if spec["task"] != "ptq" or "margins" in spec:
-    return spec
-  say("measuring margins and thresholds of this contract, once")
-  return dict(margins.calibrated(spec, start if start in programs.NAMES else ""))
 
 
 def _fitting(run_: runs.RunOptions) -> task_.Task:
@@ -63,11 +51,6 @@ def _fitting(run_: runs.RunOptions) -> task_.Task:
 
 def study(options: argparse.Namespace) -> None:
   """Implements `mxjax discover study`."""
-  studied(options)
-
-
-def studied(options: argparse.Namespace) -> list[Table]:
-  """Runs, resumes or plans a study; returns its tables, or none of a plan."""
   run_ = run_options(options)
   spec = dict(run_.task)
   if spec["task"] in task_.WORLDS:
@@ -76,10 +59,9 @@ def studied(options: argparse.Namespace) -> list[Table]:
   folder = pathlib.Path(options.out)
   if options.plan:
     studies.plan(options.name, studies.options(options, spec, run_))
-    return []
-  spec = studies.begun_task(folder) or _with_margins(spec, options.start)
-  settings = studies.options(options, spec, run_)
-  return studies.conduct(options.name, folder, settings)
+    return
+  spec = begun_task(folder) or margins.completed(spec, options.start, tell=say)
+  studies.conduct(options.name, folder, studies.options(options, spec, run_))
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -112,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
   run_, folder = run_options(options), pathlib.Path(options.out)
   _fitting(run_)
   _probe(run_)
-  spec = _with_margins(dict(run_.task), options.start)
+  spec = margins.completed(run_.task, options.start, tell=say)
   runs.write_options(folder, dataclasses.replace(run_, task=spec))
   resolved = config.text(options.resolved).encode()
   atomic_io.write_durably(folder / "config.toml", resolved)

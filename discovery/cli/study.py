@@ -1,7 +1,6 @@
 """`mxjax discover study`: plans, runs and resumes the paper's discovery studies."""
 
 import argparse
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +9,9 @@ from mxjax.discovery.core import task as task_
 from mxjax.discovery.sandbox.jail import LEVELS
 from mxjax.discovery.search import runs
 from mxjax.discovery.search.settings import SearchConfig
-from mxjax.discovery.studies import figures, study, tables
+from mxjax.discovery.studies import reproducing, study
 from mxjax.evaluation.cli.console import say
+from mxjax.evaluation.report.tables import markdown
 
 SHARED = ("screen", "start", "proposals_per_call", "revise_retired")
 """Fields of `SearchConfig` that the command line sets for all arms of a study."""
@@ -70,17 +70,6 @@ def options(
   )
 
 
-def begun_task(folder: pathlib.Path) -> dict[str, Any] | None:
-  """Returns the frozen task of an existing study folder, or None.
-
-  Reusing it avoids measuring the task's margins again.
-  """
-  frozen = folder / "frozen.json"
-  if not frozen.exists():
-    return None
-  return json.loads(frozen.read_text())["options"]["task"]
-
-
 def measured(task: task_.Task, sandbox: str, calls: int) -> str:
   """Runs the default program twice and says what a number of calls would take."""
   first, later = runs.measure_calls(task, sandbox)
@@ -107,20 +96,11 @@ def plan(name: str, settings: study.StudyOptions) -> None:
   say("A computation that another run paid for is charged and not repeated.")
 
 
-def conduct(
-  name: str, folder: pathlib.Path, settings: study.StudyOptions
-) -> list[tables.Table]:
-  """Runs or resumes a study; prints its tables and returns them."""
+def conduct(name: str, folder: pathlib.Path, settings: study.StudyOptions) -> None:
+  """Runs or resumes a study, and prints its tables."""
   study_folder = study.Folder(folder, settings)
   say(f"frozen: {study_folder.frozen['hash']}")
   try:
-    results = study.conduct(study_folder, name, say)
+    print(markdown(reproducing.made(study_folder, name, say)))
   finally:
     study_folder.close()
-  made = tables.tables(results)
-  text = "\n\n".join(table.markdown() for table in made)
-  (folder / f"{name}.md").write_text(text + "\n")
-  if name == "matched":
-    (folder / "anytime.html").write_text(figures.anytime(results), encoding="utf-8")
-  print(text)
-  return made

@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mxjax.discovery.studies import paired
 from mxjax.discovery.studies.arms import ARMS
+from mxjax.evaluation.measures.statistics import compare_seeds
 
 NONE = "---"
 Column = Callable[[str], str]
@@ -108,7 +108,7 @@ class Results:
     if len(self.seeds) < 2:
       (one,), (other,) = self.finals(first), self.finals(second)
       return f"{pair}: {one - other:+.4f} in one seed."
-    compared = paired.compare(self.finals(first), self.finals(second))
+    compared = compare_seeds(self.finals(first), self.finals(second))
     (low, high), exact = compared.t_interval, compared.exact_interval
     return (
       f"{pair}: mean {compared.mean:+.4f}, SD {compared.deviation:.4f}, 95 % t "

@@ -1,14 +1,15 @@
 """Formats study results as the paper's tables, beside the paper's numbers."""
 
-import dataclasses
 import importlib.resources
 import json
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mxjax.discovery.studies import checker_cases, paired
+from mxjax.discovery.studies import checker_cases
 from mxjax.discovery.studies.results import NONE, Column, Results, title
+from mxjax.evaluation.measures.statistics import share_interval
+from mxjax.evaluation.report.tables import Table
 
 Rows = Sequence[Sequence[str]]
 PAPER: Mapping[str, Rows] = json.loads(
@@ -21,35 +22,18 @@ Paper: Section "Discovery results" and its appendix.
 CALLS = (40, 80, 120, 160, 200, 240)
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-  """A table of results, as printed, with notes below it.
-
-  `paper` has the rows of the paper's table, with a header of their own, or is empty.
-  """
-
-  title: str
-  header: Sequence[str]
-  rows: Rows
-  paper: Rows = ()
-  notes: Sequence[str] = ()
-
-  def markdown(self) -> str:
-    """Returns the table, the paper's table and the notes in Markdown."""
-    parts = [f"**{self.title}**", _grid(self.header, self.rows)]
-    if self.paper:
-      parts += ["The paper's, with a language model on Qwen3-4B and Llama-3.1-8B:"]
-      parts += [_grid(self.paper[0], self.paper[1:])]
-    return "\n\n".join([*parts, *self.notes])
-
-
-def _grid(header: Sequence[str], rows: Rows) -> str:
-  lines = [header, ["---"] * len(header), *rows]
-  return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+PAPER_NOTE = "The paper's, with a language model on Qwen3-4B and Llama-3.1-8B."
+WHOLE = 240, 8
+"""Calls of a run, and paired seeds, in the paper."""
+Beside = tuple[Table, Rows]
+"""A table of ours, and the rows of the paper's, head first; empty if it has none."""
 
 
 def tables(values: Mapping[str, Any]) -> list[Table]:
-  """Builds all tables of a study's results."""
+  """Builds all tables of a study's results, each followed by the paper's.
+
+  The title of a table says what the study has less of than the paper's.
+  """
   build = {
     "matched": _matched,
     "compilation": _compilation,
@@ -61,7 +45,24 @@ def tables(values: Mapping[str, Any]) -> list[Table]:
     "payoff": _placebos,
     "payoff-real": _placebos,
   }[values["study"]]
-  return build(Results(values))
+  found: list[Table] = []
+  for own, printed in build(Results(values)):
+    found.append(own._replace(title=own.title + _reduced(values)))
+    if printed:
+      found.append(Table(f"{own.title}: paper", printed[0], printed[1:], PAPER_NOTE))
+  return found
+
+
+def _reduced(values: Mapping[str, Any]) -> str:
+  """Returns what the title says of a study with fewer calls or seeds than the paper."""
+  if values["study"].startswith("payoff"):
+    return ""
+  have = {"calls": values["budget"], "seeds": len(values["seeds"])}
+  whole = dict(zip(have, WHOLE, strict=True))
+  parts = [
+    f"{n} of {whole[what]} {what}" for what, n in have.items() if n < whole[what]
+  ]
+  return f" (reduced: {', '.join(parts)})" if parts else ""
 
 
 def _by_arm(
@@ -70,12 +71,12 @@ def _by_arm(
   columns: Mapping[str, Column],
   paper: Rows = (),
   notes: Sequence[str] = (),
-) -> Table:
+) -> Beside:
   rows = [[title(arm), *(read(arm) for read in columns.values())] for arm in arms]
-  return Table(name, ["Arm", *columns], rows, paper, notes)
+  return Table(name, ["Arm", *columns], rows, "\n\n".join(notes)), paper
 
 
-def _by_seed(results: Results, paper: str, others: Sequence[str]) -> Table:
+def _by_seed(results: Results, paper: str, others: Sequence[str]) -> Beside:
   """Lists held-out targets by seed and compares QuantForge with `others`."""
   rows = [
     [title(arm), *(f"{value:.3f}" for value in results.finals(arm))]
@@ -83,10 +84,11 @@ def _by_seed(results: Results, paper: str, others: Sequence[str]) -> Table:
   ]
   notes = [results.difference("quantforge", other) for other in others]
   header = ["Arm / seed", *map(str, results.seeds)]
-  return Table("Held-out target by seed", header, rows, PAPER[paper], notes)
+  table = Table("Held-out target by seed", header, rows, "\n\n".join(notes))
+  return table, PAPER[paper]
 
 
-def _matched(results: Results) -> list[Table]:
+def _matched(results: Results) -> list[Beside]:
   columns = {
     "Median": results.median,
     "Gate": results.gate,
@@ -109,10 +111,12 @@ def _matched(results: Results) -> list[Table]:
       columns,
       PAPER["search_endpoints"],
     ),
-    Table(
-      "Threshold crossings",
-      ["Arm", "Seed", "Held-out", "Generation index", "Confirmation call"],
-      records,
+    (
+      Table(
+        "Threshold crossings",
+        ["Arm", "Seed", "Held-out", "Generation index", "Confirmation call"],
+        records,
+      ),
       PAPER["threshold_records"],
     ),
     _by_seed(results, "framework_seeds", results.arms[:3]),
@@ -120,7 +124,7 @@ def _matched(results: Results) -> list[Table]:
   ]
 
 
-def _anytime(results: Results) -> Table:
+def _anytime(results: Results) -> Beside:
   def at(call: int) -> Column:
     def read(arm: str) -> str:
       marks = [m for run in results.runs(arm) for m in run["marks"] if m[0] == call]
@@ -133,7 +137,7 @@ def _anytime(results: Results) -> Table:
   return _by_arm(name, results.arms, columns, PAPER["anytime_values"])
 
 
-def _compilation(results: Results) -> list[Table]:
+def _compilation(results: Results) -> list[Beside]:
   kinds = {
     "New candidates": results.calls("candidate"),
     "Controls": results.calls("control"),
@@ -152,16 +156,18 @@ def _compilation(results: Results) -> list[Table]:
   return [
     _by_arm("Calls by kind, mean over seeds", arms, kinds, PAPER["compilation_budget"]),
     _by_seed(results, "compilation_seeds", arms[1:]),
-    Table(
-      "Outcomes",
-      ["Metric", *map(title, arms)],
-      [[name, *map(read, arms)] for name, read in metrics.items()],
+    (
+      Table(
+        "Outcomes",
+        ["Metric", *map(title, arms)],
+        [[name, *map(read, arms)] for name, read in metrics.items()],
+      ),
       PAPER["compilation_summary"],
     ),
   ]
 
 
-def _controls(results: Results) -> list[Table]:
+def _controls(results: Results) -> list[Beside]:
   explicit = lambda arm: results.mean(arm, lambda run: run["explicit"])
   calls = lambda arm: results.mean(arm, lambda run: run["ledger"]["control"])
   columns = {
@@ -187,17 +193,17 @@ def _controls(results: Results) -> list[Table]:
   ]
   header = ["Policy", *columns]
   return [
-    Table("Control selection", header, rows, PAPER["control_selection"]),
+    (Table("Control selection", header, rows), PAPER["control_selection"]),
     _by_seed(results, "control_selection_seeds", results.arms[1:]),
   ]
 
 
-def _checkers(results: Results) -> list[Table]:
+def _checkers(results: Results) -> list[Beside]:
   cases = results.values["cases"]
   arms = {"probe": "quantforge", "layer_output": "layer-output"}
 
   def share(count: int, total: int) -> str:
-    low, high = paired.share_interval(count, total)
+    low, high = share_interval(count, total)
     return f"{count}/{total} [{low:.2f}, {high:.2f}]"
 
   def row(checker: str) -> list[str]:
@@ -217,23 +223,21 @@ def _checkers(results: Results) -> list[Table]:
   for checker in checker_cases.CHECKERS:
     wrong = [c["name"] for c in cases if c["accepted"][checker] != c["is_real"]]
     notes.append(f"Misjudged by {checker}: {'; '.join(wrong) or 'none'}.")
-  return [
-    Table(
-      "Checkers on the injected cases, with exact 95 % intervals, and in the search",
-      [
-        "Checker",
-        "False accepts",
-        "False rejects",
-        "Extra calls",
-        "New candidates",
-        "Median",
-        "Gate",
-      ],
-      [row(checker) for checker in checker_cases.CHECKERS],
-      PAPER["implementation_checkers"],
-      notes,
-    )
-  ]
+  table = Table(
+    "Checkers on the injected cases, with exact 95 % intervals, and in the search",
+    [
+      "Checker",
+      "False accepts",
+      "False rejects",
+      "Extra calls",
+      "New candidates",
+      "Median",
+      "Gate",
+    ],
+    [row(checker) for checker in checker_cases.CHECKERS],
+    "\n\n".join(notes),
+  )
+  return [(table, PAPER["implementation_checkers"])]
 
 
 SIDES = {"free": "Free reflection", "constrained": "Verdict-constrained"}
@@ -260,7 +264,7 @@ def _mean_change(transitions: Sequence[Any], side: str) -> str:
   return f"{statistics.fmean(values):+.4f}" if values else NONE
 
 
-def _replay(results: Results) -> list[Table]:
+def _replay(results: Results) -> list[Beside]:
   by_seed = results.values["replay"]
   every = [t for transitions in by_seed.values() for t in transitions]
   shares = lambda transitions, key: [_share(transitions, s, key) for s in SIDES]
@@ -274,38 +278,44 @@ def _replay(results: Results) -> list[Table]:
   )
   gains = [c - f for c, f in zip(constrained, free, strict=True)]
   return [
-    Table(
-      f"Successors of {len(every)} replayed transitions",
-      ["Metric", *SIDES.values()],
-      [
-        ["Improving successors", *shares(every, "improves")],
-        ["Mean visible change", *(_mean_change(every, side) for side in SIDES)],
-        ["Probe-confirmed implementation", *shares(every, "implemented")],
-        ["Repeated refuted mechanism", *shares(every, "repeats")],
-      ],
+    (
+      Table(
+        f"Successors of {len(every)} replayed transitions",
+        ["Metric", *SIDES.values()],
+        [
+          ["Improving successors", *shares(every, "improves")],
+          ["Mean visible change", *(_mean_change(every, side) for side in SIDES)],
+          ["Probe-confirmed implementation", *shares(every, "implemented")],
+          ["Repeated refuted mechanism", *shares(every, "repeats")],
+        ],
+        TRANSITION,
+      ),
       PAPER["verdict_replay"],
-      [TRANSITION],
     ),
-    Table(
-      "Improving successors by what became of the focal explanation",
-      ["Focal explanation", "Count", *SIDES.values()],
-      [[focal, str(len(ts)), *shares(ts, "improves")] for focal, ts in by_focal],
+    (
+      Table(
+        "Improving successors by what became of the focal explanation",
+        ["Focal explanation", "Count", *SIDES.values()],
+        [[focal, str(len(ts)), *shares(ts, "improves")] for focal, ts in by_focal],
+      ),
       PAPER["verdict_replay_types"],
     ),
-    Table(
-      "Improving successors by trajectory",
-      ["Condition / seed", *by_seed],
-      [
-        ["Free reflection", *map(str, free)],
-        ["Verdict-constrained", *map(str, constrained)],
-        ["Paired difference", *(f"{gain:+d}" for gain in gains)],
-      ],
+    (
+      Table(
+        "Improving successors by trajectory",
+        ["Condition / seed", *by_seed],
+        [
+          ["Free reflection", *map(str, free)],
+          ["Verdict-constrained", *map(str, constrained)],
+          ["Paired difference", *(f"{gain:+d}" for gain in gains)],
+        ],
+      ),
       PAPER["verdict_replay_seeds"],
     ),
   ]
 
 
-def _regimes(results: Results) -> list[Table]:
+def _regimes(results: Results) -> list[Beside]:
   audits = [list(results.values["audit"][arm].values()) for arm in results.arms]
   regimes = list(audits[0][0]["executed"])
   count = lambda read: [f"{sum(map(read, a))}/{len(results.seeds)}" for a in audits]
@@ -315,10 +325,10 @@ def _regimes(results: Results) -> list[Table]:
   rows += [["Each stage pays on those before it", *count(lambda a: a["ordered"])]]
   header = ["Regime", *map(title, results.arms)]
   name = "Regimes that final champions execute"
-  return [Table(name, header, rows, PAPER["regime_audit"])]
+  return [(Table(name, header, rows), PAPER["regime_audit"])]
 
 
-def _placebos(results: Results) -> list[Table]:
+def _placebos(results: Results) -> list[Beside]:
   proposals = lambda run: run["ledger"]["proposer"]["calls"]
   columns = {
     "Median": results.median,
@@ -336,7 +346,7 @@ def _placebos(results: Results) -> list[Table]:
   return [table, *_truth(results)]
 
 
-def _truth(results: Results) -> list[Table]:
+def _truth(results: Results) -> list[Beside]:
   """Compares verdicts with the truth, if the task has a known truth."""
 
   def rightly(kind: str) -> Column:

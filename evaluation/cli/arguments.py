@@ -6,16 +6,15 @@ Help must not wait for JAX, so nothing here imports it.
 import argparse
 import csv
 import difflib
-import os
 import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from mxjax import methods
 from mxjax.evaluation import text_sources
+from mxjax.evaluation.names import DEFAULT_MODEL as DEFAULT_MODEL
+from mxjax.evaluation.names import short_name as short_name
 
-DEFAULT_MODEL = "SmolLM2-135M"
-"""Name of the embedded model."""
 METHOD_HELP = (
   f"one of {', '.join(methods.METHODS)}, with options as in gptq:scales=static; "
   "weighting=fisher, and +tune at the end, go with any"
@@ -231,11 +230,6 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     )
   names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
   return {name: getattr(options, name) for name in names} | {"stops": options.stop}
-
-
-def short_name(model: str) -> str:
-  """Returns the last part of a model's path or hub id, also of `.` and `..`."""
-  return os.path.basename(os.path.abspath(model))
 
 
 def given(options: argparse.Namespace, *names: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.progress import Progress as Display
 
-from mxjax.evaluation import study
+from mxjax.evaluation import subjects
 from mxjax.evaluation.cli import console
 from mxjax.evaluation.report import numbers
 from mxjax.run import progress
@@ -67,7 +67,7 @@ def _begin_bar(shown: Display, method: str) -> progress.OnProgress:
     nonlocal first
     first = now.layer if first is None else first
     text = now.stage
-    if not text.startswith(study.EVALUATING):
+    if not text.startswith(subjects.EVALUATING):
       # Later layers have the shapes of the first, whose programs are compiled.
       compiling = ", compiling" if now.layer == first else ""
       text = f"layer {now.layer + 1}/{now.layers}: {text}{compiling}"
@@ -109,7 +109,7 @@ class Stopper:
     def update(now: progress.Progress) -> None:
       # A perplexity is measured again in less time than waiting for it would take, and
       # so is a step of tuning, after which nobody asks whether to stop.
-      self._in_layer = not now.stage.startswith((study.EVALUATING, TUNING))
+      self._in_layer = not now.stage.startswith((subjects.EVALUATING, TUNING))
       on_progress(now)
 
     return update

@@ -12,7 +12,7 @@ from mxjax.evaluation.report.html import table
 class Table(NamedTuple):
   """A table of text cells; an empty cell means that there is no result.
 
-  `note` is a sentence below the table, or empty.
+  `note` is the text below the table, or empty; blank lines divide its paragraphs.
   """
 
   title: str
@@ -28,7 +28,8 @@ class Table(NamedTuple):
   def html(self) -> str:
     """Returns heading, table and note in HTML, everything escaped."""
     cells = [[html.escape(cell) for cell in row] for row in self.rows]
-    note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
+    paragraphs = html.escape(self.note).split("\n\n") if self.note else []
+    note = "".join(f"<p>{paragraph}</p>" for paragraph in paragraphs)
     return f"<h2>{html.escape(self.title)}</h2>{table(self.head, cells)}{note}"
 
 

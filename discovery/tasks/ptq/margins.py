@@ -33,6 +33,20 @@ PAIRED = "gptq"
 """The program that the initial one is compared with."""
 
 
+def completed(
+  spec: Mapping[str, Any], start: str = "", *, tell: Callable[[str], Any]
+) -> dict[str, Any]:
+  """Returns the specification of any task, a `ptq` one with its measured margins.
+
+  They are those of `start`, if that is a program of the library: a file's source would
+  run outside the jail. `tell` gets a sentence before they are measured.
+  """
+  if spec["task"] != "ptq" or "margins" in spec:
+    return dict(spec)
+  tell("measuring margins and thresholds of this contract, once")
+  return calibrated(spec, start if start in programs.NAMES else "")
+
+
 def calibrated(spec: Mapping[str, Any], start: str = "") -> dict[str, Any]:
   """Returns the specification completed with measured `margins` and `initial`.
 

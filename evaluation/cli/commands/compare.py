@@ -40,8 +40,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> None:
   """Runs the methods without a finished row, and reports all of them."""
-  from mxjax.evaluation import study
-  from mxjax.evaluation.cli import inputs, outputs, progress, settings
+  from mxjax.evaluation.cli import inputs, outputs, progress
+  from mxjax.evaluation.provenance import made_by
+  from mxjax.evaluation.tables import comparing, settings
   from mxjax.numerics import mxfp4
   from mxjax.numerics.contract import Contract
 
@@ -65,16 +66,17 @@ def run(options: argparse.Namespace) -> None:
     for rule in rules
   }
   folder = pathlib.Path(options.out)
-  outputs.check_resumable(folder, study.ROWS, study.STORE)
-  _, subject, tokens = inputs.prepare(options, selected)
-  places = {"folder": folder, "contracts": contracts}
-  facts = {"made_by": settings.made_by(options)}
+  settings.check_folder(folder)
+  prepared = inputs.prepare(options, selected)
   with progress.progress("bars") as begin:
-    rows, _ = study.compare(
-      subject, tokens, selected, on_method=begin, facts=facts, **places
+    rows, _ = comparing.compare(
+      prepared.subject,
+      prepared.tokens,
+      selected,
+      folder=folder,
+      contracts=contracts,
+      on_method=begin,
+      facts={"made_by": made_by(options.arguments)},
     )
-  folder.mkdir(parents=True, exist_ok=True)
-  if not any("error" in row for row in rows):
-    study.clear_store(folder)
-  outputs.finish(folder, rows, "Comparison on", inputs.model_name(options))
+  outputs.finish(folder, rows, "Comparison on", prepared.name)
   outputs.print_rows(rows, folder, as_json=options.json)

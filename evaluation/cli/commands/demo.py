@@ -29,33 +29,28 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> None:
   """Compares methods, writes the report and a checkpoint, and generates text."""
-  from mxjax.evaluation import study
-  from mxjax.evaluation.cli import (
-    console,
-    inputs,
-    outputs,
-    progress,
-    settings,
-    speaking,
-  )
+  from mxjax.evaluation.cli import console, inputs, outputs, progress, speaking
+  from mxjax.evaluation.provenance import made_by
+  from mxjax.evaluation.tables import comparing
   from mxjax.models.streaming import PrefixCache
 
   folder = outputs.fresh_folder(pathlib.Path(options.out))
-  tokenizer, subject, tokens = inputs.prepare(options, METHODS)
-  facts = {"made_by": settings.made_by(options)}
+  prepared = inputs.prepare(options, METHODS)
+  facts = {"made_by": made_by(options.arguments)}
   with progress.progress("bars") as begin:
-    rows, quantized = study.compare(
-      subject, tokens, METHODS, on_method=begin, facts=facts
+    rows, quantized = comparing.compare(
+      prepared.subject, prepared.tokens, METHODS, on_method=begin, facts=facts
     )
   folder.mkdir(parents=True, exist_ok=True)
   if quantized is not None:
     row = [row for row in rows if "error" not in row][-1]
     facts = {key: row["record"][key] for key in ("calibration", "program")}
-    outputs.save_checkpoint(folder, quantized, subject.model.config, tokenizer, **facts)
+    config, tokenizer = prepared.subject.model.config, prepared.tokenizer
+    outputs.save_checkpoint(folder, quantized, config, tokenizer, **facts)
   outputs.finish(folder, rows, "mxjax demo:", "SmolLM2-135M")
   outputs.print_rows(rows, folder)
   if quantized is not None:
-    cache = PrefixCache(subject.model, quantized, 256)
-    ids = tokenizer.encode(PROMPT)
-    said = speaking.speak(cache, tokenizer, ids, max_new_tokens=24)["text"]
+    cache = PrefixCache(prepared.subject.model, quantized, 256)
+    ids = prepared.tokenizer.encode(PROMPT)
+    said = speaking.speak(cache, prepared.tokenizer, ids, max_new_tokens=24)["text"]
     console.say(f"{row['method']} says: {PROMPT + said!r}")

@@ -31,19 +31,20 @@ def run(options: argparse.Namespace) -> None:
   from mxjax import models
   from mxjax.audit import plan
   from mxjax.devices import mesh as meshes
-  from mxjax.evaluation.cli import console, inputs, settings
+  from mxjax.evaluation import estimates, subjects
+  from mxjax.evaluation.cli import console, inputs
 
   config = models.load_config(options.model, dtype=options.dtype)
   planned = plan.plan(
     config,
     sequences=options.sequences,
     length=options.length,
-    on_disk=inputs.stays_on_disk(options, config),
+    on_disk=subjects.stays_on_disk(config, options.on_disk),
     **(meshes.sizes(options.mesh) if options.mesh else {}),
   )
   if options.json:
     print(json.dumps(planned.to_dict()))
     return
-  seconds = settings.expected_seconds(planned, ["hires"], options.mesh)
+  seconds = estimates.expected_seconds(planned, ["hires"], options.mesh)
   for table in console.plan_tables(planned, inputs.model_name(options), seconds):
     console.print_table(table)

@@ -1,8 +1,6 @@
 """`mxjax reproduce`: makes tables of the paper, from builds to printed numbers."""
 
 import argparse
-import contextlib
-import io
 import json
 import pathlib
 import sys
@@ -10,10 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from mxjax.evaluation.cli import arguments
-from mxjax.evaluation.reproduce.declared import TABLES
+from mxjax.evaluation.tables.declared import MEASURES, TABLES
 from mxjax.evaluation.tasks.tasks import SEVEN
-
-MEASURES = ("local", "cost")
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -125,25 +121,65 @@ def _instead(text: str, labels: Iterable[str]) -> tuple[str, str]:
   return label, method
 
 
+def requested(options: argparse.Namespace) -> Any:
+  """Returns the `reproducing.Request` of options that `_check` has parsed."""
+  from mxjax.evaluation.evaluating import TaskData
+  from mxjax.evaluation.subjects import CalibrationSample
+  from mxjax.evaluation.tables.reproducing import Request
+  from mxjax.evaluation.tables.settings import Settings
+
+  return Request(
+    tables=options.tables,
+    models=options.models,
+    seeds=options.seeds,
+    without=options.without,
+    instead=options.instead,
+    settings=Settings(
+      sample=CalibrationSample(
+        source=options.calib,
+        sequences=options.sequences,
+        length=options.length,
+        sampling=options.sampling,
+      ),
+      tasks=TaskData(
+        items=options.items,
+        item_source=options.task_source,
+        wikitext2=options.wikitext2,
+        c4=options.c4,
+        windows=options.windows,
+        window_length=options.window_length,
+      ),
+      replicates=options.replicates,
+      operator_error=options.operator_error,
+      agreement=options.agreement,
+      local_sequences=options.local_sequences,
+      dtype=options.dtype,
+    ),
+  )
+
+
 def run(options: argparse.Namespace) -> int:
   """Makes the tables; returns 1 if a cell failed."""
   from mxjax.evaluation import results
-  from mxjax.evaluation.reproduce import making, page
+  from mxjax.evaluation.tables import page, reproducing
 
   _check(options)
+  request = requested(options)
+  out = pathlib.Path(options.out) if options.out else None
+  failures = {}
   if options.results:
     found = results.read(options.results)
-    results.references(found)
-    made, failures = making.tables_of(options, found), {}
+    made = reproducing.tables_of(request, found)
   else:
-    planned = making.planned(options)
+    planned, seconds = reproducing.planned(request, out)
     if options.plan:
-      _print_plan(options, *planned)
+      _print_plan(options, planned, seconds)
       return 0
-    failures = making.make(options, _call, planned[0])
-    made, found = making.tables_made(options, failures)
-  if options.out:
-    for path in page.write(pathlib.Path(options.out), made, found):
+    assert out
+    failures = _make(options, request, out, planned)
+    made, found = reproducing.tables_made(request, out, failures)
+  if out:
+    for path in page.write(out, made, found):
       print(path, file=sys.stderr)
   if options.json:
     told = {str(build): message for build, message in failures.items()}
@@ -164,11 +200,32 @@ def _print_plan(options: argparse.Namespace, table: Any, seconds: Any) -> None:
     console.print_table(table)
 
 
-def _call(words: list[str]) -> None:
-  """Runs another command in this process, without what it prints on stdout."""
-  from mxjax.evaluation.cli import parser
+def _make(
+  options: argparse.Namespace, request: Any, out: pathlib.Path, planned: Any
+) -> Any:
+  """Does the jobs, after a sentence on each model; returns what failed, by build.
 
-  options = parser.build_parser().parse_args(words)
-  options.arguments = words
-  with contextlib.redirect_stdout(io.StringIO()):
-    options.run(options)
+  Raises:
+    KeyboardInterrupt: It was stopped; the message says how to go on.
+  """
+  from mxjax.evaluation.cli import progress, watching
+  from mxjax.evaluation.tables import reproducing
+  from mxjax.run import progress
+
+  tell = progress.teller(options.log)
+  for row in planned.rows:
+    parts = zip(planned.head[1:], row[1:], strict=True)
+    tell(f"{row[0]}: {'; '.join(f'{head}: {cell}' for head, cell in parts)}")
+  try:
+    return reproducing.make(
+      request,
+      out,
+      keeps_store=options.store,
+      command=options.arguments,
+      watch=watching.Terminal(options.log, request.jobs, out),
+    )
+  except (KeyboardInterrupt, progress.Stopped) as error:
+    again = progress.resume_command(options.arguments).removesuffix(" --resume")
+    raise KeyboardInterrupt(
+      f"stopped; finished jobs are in {out}; go on with: {again}"
+    ) from error

@@ -1,11 +1,8 @@
 """Discovery tables from `mxjax reproduce`, in the synthetic world."""
 
-import argparse
-
-import pytest
-
 from mxjax.discovery.cli import parser, reproducing
-from mxjax.evaluation.cli import parser as cli
+from mxjax.discovery.studies import study
+from mxjax.discovery.studies.reproducing import planned
 
 WORDS = ["--studied", "world", "--study-calls", "20", "--study-seeds", "101,102"]
 
@@ -15,10 +12,8 @@ def main(*words):
 
 
 def test_the_names_are_those_of_the_papers_studies():
-  from mxjax.discovery.studies.study import STUDIES
-
-  assert {*parser.STUDIES} == {*STUDIES}
-  assert {*parser.PAPER_STUDIES} == {*STUDIES} - {"payoff", "payoff-real"}
+  assert {*parser.STUDIES} == {*study.STUDIES}
+  assert {*parser.PAPER_STUDIES} == {*study.STUDIES} - {"payoff", "payoff-real"}
 
 
 def test_a_study_becomes_tables_beside_the_papers_and_a_picture(tmp_path, capsys):
@@ -39,7 +34,7 @@ def test_a_study_becomes_tables_beside_the_papers_and_a_picture(tmp_path, capsys
 def test_all_holds_the_studies_if_it_is_said_what_they_search(tmp_path, monkeypatch):
   asked = []
   monkeypatch.setattr(
-    reproducing, "_tables", lambda name, options: asked.append(name) or []
+    reproducing, "_studies", lambda names, options: asked.append(names) or 0
   )
   monkeypatch.setattr(
     reproducing.reproduce, "run", lambda options: asked.append(options.tables) or 0
@@ -47,34 +42,38 @@ def test_all_holds_the_studies_if_it_is_said_what_they_search(tmp_path, monkeypa
   main("all", "--models", "x", "--out", str(tmp_path))
   assert asked == ["all"]
   main("all", "--models", "x", "--out", str(tmp_path), "--studied", "a,b")
-  assert asked[1:] == [*parser.PAPER_STUDIES, "all"]
+  assert asked[1:] == [[*parser.PAPER_STUDIES], "all"]
   main("stages,replay,edits", "--out", str(tmp_path), "--studied", "world")
-  assert asked[-2:] == ["replay", "stages,edits"]
+  assert asked[-2:] == [["replay"], "stages,edits"]
 
 
-@pytest.mark.parametrize(
-  ("words", "match"),
-  [
-    (["matched", "--out", "x"], "expected --studied for a discovery table"),
-    (
-      ["matched", "--out", "x", "--studied", "world", "--study-calls", "19"],
-      "expected at least 20 calls",
-    ),
-    (["matched", "--studied", "world"], "expected --out for the studies"),
-    (
-      ["matched", "--out", "x", "--studied", "one"],
-      "expected --studied world or MODEL",
-    ),
-  ],
-)
-def test_what_is_not_said_is_asked_for(capsys, words, match):
-  assert main(*words) == 2
-  assert match in capsys.readouterr().err
+def test_a_failing_study_costs_itself(tmp_path, monkeypatch, capsys):
+  conduct = study.conduct
+
+  def failing(folder, name, tell):
+    if name == "controls":
+      raise FloatingPointError("no control\nis left")
+    return conduct(folder, name, tell)
+
+  monkeypatch.setattr(study, "conduct", failing)
+  assert main("controls,matched", "--out", str(tmp_path), *WORDS) == 1
+  assert "failed, controls: no control is left" in capsys.readouterr().err
+  assert "## Threshold crossings" in (tmp_path / "discovery/tables.md").read_text()
+
+
+def test_what_is_not_said_is_asked_for(capsys, tmp_path):
+  out = ("matched", "--out", str(tmp_path / "new"))
+  for words, message in (
+    (out, "expected --studied world or MODEL,HELDOUT for a discovery table, got none"),
+    ((*out, "--studied", "one"), "for a discovery table, got one; name the model"),
+    ((*out, "--studied", "world", "--study-calls", "19"), "expected at least 20 calls"),
+    (("matched", "--studied", "world"), "expected --out for the studies"),
+  ):
+    assert main(*words) == 2
+    assert message in capsys.readouterr().err
+  assert not (tmp_path / "new").exists()
 
 
 def test_a_study_of_two_models_is_the_ptq_task_on_them():
-  built = cli.build_parser(parser.register)
-  words = ["discover", "study", "matched", "--out", "x", *reproducing._task("a, b")]
-  parsed = built.parse_args(words)
-  assert (parsed.task, parsed.model, parsed.holdout_model) == ("ptq", "a", "b")
-  assert isinstance(parsed, argparse.Namespace)
+  task = planned(["a", "b"], 240, None).task
+  assert task == {"task": "ptq", "model": "a", "holdout": "b"}

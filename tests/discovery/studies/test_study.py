@@ -10,11 +10,12 @@ from mxjax.discovery.cli import parser
 from mxjax.discovery.core import store
 from mxjax.discovery.core.candidate_source import admit
 from mxjax.discovery.search import checkers
-from mxjax.discovery.studies import checker_cases, figures, paired, study, tables
+from mxjax.discovery.studies import checker_cases, figures, study, tables
 from mxjax.discovery.studies.arms import ARMS
 from mxjax.discovery.studies.results import Results
 from mxjax.discovery.studies.tables import PAPER
 from mxjax.discovery.tasks import synthetic, world
+from mxjax.evaluation.measures.statistics import compare_seeds, share_interval
 
 BUDGET = 20
 TASK = world.World(seed=3)
@@ -26,7 +27,7 @@ def column(table, name):
 
 
 def test_the_paired_t_interval_is_the_papers():
-  found = paired.compare(
+  found = compare_seeds(
     column("framework_seeds", "QuantForge"), column("framework_seeds", "ReflectMem")
   )
   assert found.mean == pytest.approx(-0.25)
@@ -36,7 +37,7 @@ def test_the_paired_t_interval_is_the_papers():
 
 def test_the_compilation_pairs_are_the_papers():
   rows = [[float(v) for v in row[1:]] for row in PAPER["compilation_seeds"][1:3]]
-  found = paired.compare(*rows)
+  found = compare_seeds(*rows)
   assert found.mean == pytest.approx(-0.275)
   assert found.deviation == pytest.approx(0.111, abs=5e-4)
   assert found.t_interval == pytest.approx((-0.368, -0.182), abs=5e-4)
@@ -47,16 +48,14 @@ def test_the_compilation_pairs_are_the_papers():
 
 def test_the_signed_rank_interval_covers_what_it_says():
   generator = np.random.default_rng(0)
-  found = [
-    paired.compare(generator.standard_normal(8), np.zeros(8)) for _ in range(400)
-  ]
+  found = [compare_seeds(generator.standard_normal(8), np.zeros(8)) for _ in range(400)]
   covered = np.mean([f.exact_interval[0] <= 0 <= f.exact_interval[1] for f in found])
   assert found[0].exact_coverage == pytest.approx(1 - 10 / 256)
   assert covered == pytest.approx(found[0].exact_coverage, abs=0.03)
 
 
 def test_no_false_accept_in_twenty_has_the_papers_upper_limit():
-  low, high = paired.share_interval(0, 20)
+  low, high = share_interval(0, 20)
   assert low == 0
   assert high == pytest.approx(0.17, abs=0.005)
 

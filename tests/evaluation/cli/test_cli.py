@@ -11,7 +11,8 @@ import pytest
 from mxjax import models
 from mxjax.audit import plan
 from mxjax.devices import execution
-from mxjax.evaluation.cli import parser, settings
+from mxjax.evaluation import estimates
+from mxjax.evaluation.cli import parser
 from mxjax.models import Tokenizer
 from mxjax.models.loading import embedded
 from mxjax.run import folder as run_folder
@@ -252,7 +253,8 @@ def test_the_compute_dtype_is_that_of_the_option(folder, tmp_path, mxjax, refuse
   assert 'run has model dtype "float32", not "bfloat16"; resume with' in told
   both = ["compare", *arguments(folder, tmp_path / "both", "--methods", "rtn")]
   assert mxjax(*both)[0]["dtype"] == "bfloat16"
-  assert "made with other dtype" in refused(*both, "--dtype", "float32")
+  told = refused(*both, "--dtype", "float32")
+  assert "made with dtype float32, got dtype bfloat16; name another --out" in told
 
 
 def test_plan_reads_the_config_alone(folder, tmp_path, mxjax):
@@ -268,7 +270,7 @@ def test_plan_reads_the_config_alone(folder, tmp_path, mxjax):
 def test_a_plan_is_for_the_dtype_of_the_run(folder, mxjax, monkeypatch, dtype):
   timed = []
   rate = lambda dtype: timed.append(dtype) or 1e9
-  monkeypatch.setattr(settings, "products_a_second", rate)
+  monkeypatch.setattr(estimates, "products_a_second", rate)
   words = ["plan", folder, *(["--dtype", dtype] if dtype == "float32" else [])]
   config = models.load_config(folder, dtype=dtype)
   expected = plan.plan(config, on_disk=False).to_dict()
@@ -289,7 +291,9 @@ def test_compare_marks_rules_and_resumes(folder, tmp_path, mxjax, refused):
   assert [row["method"] for row in rows] == names
   assert rows[0] == first[0]
   command = ["compare", *arguments(folder, out, *more, *both)]
-  assert "made with other agreement" in refused(*command, "--agreement")
+  assert "made with agreement True, got agreement False;" in refused(
+    *command, "--agreement"
+  )
   assert not (out / "store").exists()
   assert "rtn [even]" in (out / "report.html").read_text()
   assert json.loads((out / "result.json").read_text())[0]["record"]["layers"]

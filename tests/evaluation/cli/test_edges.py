@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mxjax.evaluation.cli import console, harness, parser
-from mxjax.evaluation.reproduce import cells
+from mxjax.evaluation.tables import jobs
 from mxjax.storage import checkpoint
 from tests import tiny
 
@@ -132,7 +132,7 @@ def test_the_folder_where_one_stands_has_a_name(place, mxjax, monkeypatch, tmp_p
   planned = mxjax("reproduce", "main", "--models", ".", "--plan", "--calib", "text.txt")
   assert planned["rows"][0][0] == "model"
   monkeypatch.chdir(tmp_path / "out/run")
-  build = cells.Build("..", "rtn", 0)
+  build = jobs.Build("..", "rtn", 0)
   assert build.folder(tmp_path) == tmp_path / "out/rtn-seed0"
 
 

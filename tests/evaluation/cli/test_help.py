@@ -10,8 +10,7 @@ import pytest
 from mxjax import methods
 from mxjax.discovery.cli import parser
 from mxjax.discovery.studies import study
-from mxjax.evaluation.cli.commands import export, reproduce
-from mxjax.evaluation.reproduce import cells
+from mxjax.evaluation.cli.commands import export
 from mxjax.storage.export import features
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -48,7 +47,6 @@ for words in (["--help"], ["--version"], *helps, ["discover", "study", "--help"]
 
 
 def test_names_in_help_are_those_of_the_registries():
-  assert reproduce.MEASURES == cells.MEASURES
   assert export.FEATURES == (*features.FEATURES, *features.GROUPS)
   assert tuple(parser.STUDIES) == tuple(sorted(study.STUDIES))
 

@@ -16,9 +16,8 @@ from rich.console import Console
 
 from mxjax import methods
 from mxjax.audit import plan
-from mxjax.evaluation.cli import console, launch, parser, progress, settings
-from mxjax.run.progress import Progress, Report
-from mxjax.run.record import StageClock
+from mxjax.evaluation import estimates
+from mxjax.evaluation.cli import console, launch, parser, progress
 from mxjax.storage import checkpoint
 from tests import tiny
 from tests.evaluation.cli import square
@@ -163,10 +162,10 @@ def test_the_expected_time_is_within_a_factor_of_two(case):
     head_dim=64,
   )
   planned = plan.plan(config, sequences=sequences, length=length)
-  expect = lambda *names: settings.expected_seconds(planned, names, None, 256, 104e9)
+  expect = lambda *names: estimates.expected_seconds(planned, names, None, 256, 104e9)
   assert 0.5 < expect(method) / MEASURED[case] < 2
   assert expect(method, "hires-next") > 2 * expect(method)
-  assert settings.expected_seconds(planned, [method], "data=2") is None
+  assert estimates.expected_seconds(planned, [method], "data=2") is None
 
 
 def test_tables_fit_a_terminal_of_80_columns(monkeypatch):

@@ -1,6 +1,6 @@
 """The summaries reproduce the paper's tables from its own raw rows.
 
-`evaluation/reproduce/paper.json` holds the printed cells as strings. A printed number
+`evaluation/tables/paper.json` holds the printed cells as strings. A printed number
 stands for all values that round to it, so a summary is reproduced when its printed
 value meets the range that the printed inputs allow: no tolerance is chosen.
 """

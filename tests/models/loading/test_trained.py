@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mxjax.evaluation import datasets, study
+from mxjax.evaluation import datasets
+from mxjax.evaluation.builds import run_method
 from mxjax.evaluation.measures.perplexity import perplexity
+from mxjax.evaluation.subjects import Subject
 from mxjax.models import families, from_pretrained, load_tokenizer
 from mxjax.models.loading import embedded
 
@@ -71,10 +73,8 @@ def test_unseen_text_is_far_below_unigrams(trained):
 def test_hires_is_below_rtn(trained):
   """One model with pre-norm, one with post-norm; docs/results/methods.md has all."""
   _, model, params, test, calibration = trained
-  subject = study.Subject(model, params, {"test": test})
-  run = lambda name: study.run_method(
-    subject, calibration, name, check=False, probe=False
-  )[0]
+  subject = Subject(model, params, {"test": test})
+  run = lambda name: run_method(subject, calibration, name, check=False, probe=False)[0]
   rows = run("rtn"), run("hires")
   rtn, hires = (row["perplexity"]["test"]["mean"] for row in rows)
   exact = perplexity(model, params, test).mean

@@ -5,8 +5,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from mxjax.evaluation.reproduce.declared import Declared
-from mxjax.evaluation.reproduce.quantities import QUANTITIES
+from mxjax.evaluation.tables.declared import Declared
+from mxjax.evaluation.tables.quantities import QUANTITIES
 
 PAPER: Mapping[str, Any] = json.loads(
   (importlib.resources.files(str(__package__)) / "paper.json").read_text("utf-8")

@@ -1,13 +1,17 @@
 """What a reproduction will take: builds, passes, hours and disk, before it starts."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mxjax.audit.plan import Plan
+from mxjax.evaluation.estimates import expected_seconds, products_a_second
 from mxjax.evaluation.report import numbers
 from mxjax.evaluation.report.tables import Table
-from mxjax.evaluation.reproduce.cells import BUILD, MEASURES, Build, Job, linears_key
 from mxjax.evaluation.results import FLOAT
+from mxjax.evaluation.tables.declared import MEASURES
+from mxjax.evaluation.tables.jobs import BUILD, Build, Job, linears_key
+from mxjax.evaluation.tables.settings import Settings
 from mxjax.evaluation.tasks.tasks import PERPLEXITIES, TASKS
 
 ITEM_TOKENS = {
@@ -22,35 +26,22 @@ TEST_WINDOWS = {"wikitext2": 148, "c4": 256}
 """Windows of 2,048 tokens in a whole test, about."""
 
 
-class Sizes(NamedTuple):
-  """Options that decide how much is measured; None is all."""
-
-  items: int | None
-  windows: int | None
-  window_length: int
-  local_sequences: int
-  length: int
-
-  def tokens(self, what: str) -> int:
-    """Returns the tokens that pass through a model in a task or measure."""
-    if what in PERPLEXITIES:
-      return (self.windows or TEST_WINDOWS[what]) * self.window_length
-    if what in TASKS:
-      count = min(self.items or TASKS[what].items, TASKS[what].items)
-      return count * ITEM_TOKENS[what]
-    # Local errors run both models; costs are a few dozen forwards.
-    return {"local": 2 * self.local_sequences, "cost": 40}.get(what, 0) * self.length
-
-
-Seconds = Callable[[Plan, Sequence[str], int], float | None]
-"""Estimates the time of methods and of test tokens; None where nothing tells."""
+def job_tokens(what: str, settings: Settings) -> int:
+  """Returns the tokens that pass through a model in a task or measure."""
+  tasks, length = settings.tasks, settings.sample.length
+  if what in PERPLEXITIES:
+    return (tasks.windows or TEST_WINDOWS[what]) * tasks.window_length
+  if what in TASKS:
+    count = min(tasks.items or TASKS[what].items, TASKS[what].items)
+    return count * ITEM_TOKENS[what]
+  # Local errors run both models; costs are a few dozen forwards.
+  return {"local": 2 * settings.local_sequences, "cost": 40}.get(what, 0) * length
 
 
 def plan_table(
   todo: Sequence[Job],
   planned: Mapping[str, Plan],
-  sizes: Sizes,
-  seconds: Seconds,
+  settings: Settings,
   timed: frozenset[Build] = frozenset(),
 ) -> tuple[Table, float | None]:
   """Plans the jobs that are left, by model; also returns the expected seconds.
@@ -60,6 +51,7 @@ def plan_table(
   """
   rows, total = [], 0.0
   is_known = True
+  rate = functools.cache(products_a_second)
   for model, plan in planned.items():
     jobs = [job for job in todo if job.build.model == model]
     builds = [job.build for job in jobs if job.what == BUILD]
@@ -68,9 +60,10 @@ def plan_table(
       key = None if build in timed else linears_key(build)
       own.setdefault(build if key is None else (key, build.seed), build)
     evaluated = [job for job in jobs if job.what not in (BUILD, *MEASURES)]
-    tokens = sum(sizes.tokens(job.what) for job in jobs)
-    spent = seconds(plan, [build.method for build in builds], 0)
-    tested = seconds(plan, [], tokens)
+    tokens = sum(job_tokens(job.what, settings) for job in jobs)
+    seconds = functools.partial(expected_seconds, plan, rate=rate(plan.dtype))
+    spent = seconds([build.method for build in builds])
+    tested = seconds([], test_tokens=tokens)
     is_known = is_known and spent is not None and tested is not None
     total += (spent or 0.0) + (tested or 0.0)
     disk = len(builds) * (plan.disk["checkpoint"] + plan.disk["run folder"])

@@ -7,8 +7,8 @@ from mxjax.evaluation.measures import fitness
 from mxjax.evaluation.report import svg, tables
 from mxjax.evaluation.report.html import document, figure
 from mxjax.evaluation.report.tables import Table
-from mxjax.evaluation.reproduce.quantities import QUANTITIES
 from mxjax.evaluation.results import FLOAT, Result, references
+from mxjax.evaluation.tables.quantities import QUANTITIES
 from mxjax.storage import atomic_io
 
 

@@ -9,9 +9,9 @@ from mxjax.evaluation import results
 from mxjax.evaluation.measures import fitness
 from mxjax.evaluation.report import html
 from mxjax.evaluation.report.tables import Table
-from mxjax.evaluation.reproduce import page, tables
-from mxjax.evaluation.reproduce.declared import TABLES
-from mxjax.evaluation.reproduce.quantities import QUANTITIES, Measured
+from mxjax.evaluation.tables import page, rendering
+from mxjax.evaluation.tables.declared import TABLES
+from mxjax.evaluation.tables.quantities import QUANTITIES, Measured
 from tests.evaluation.paper import COLUMNS, PAPER
 
 
@@ -257,11 +257,11 @@ def test_intervals_come_from_the_same_items_of_both_models(tmp_path):
 def test_failed_cells_say_so_beside_what_was_measured():
   declared = TABLES["edits"]
   cell = Measured(facts={"local": {"codes_per_block": 0.5}}, failure="build: no memory")
-  (table,) = tables.build(declared, {("m", "HiRes", 0): cell}, reduced=["2 windows"])
+  (table,) = rendering.build(declared, {("m", "HiRes", 0): cell}, reduced=["2 windows"])
   assert table.title == f"{declared.title} (reduced: 2 windows)"
   assert table.rows[0] == ["m", "HiRes", "0.50", "failed"]
   assert "build: no memory" in table.note
-  assert tables.build(declared, {("m", "HiRes", 0): Measured()}) == []
+  assert rendering.build(declared, {("m", "HiRes", 0): Measured()}) == []
 
 
 def test_differences_are_of_what_is_better_when_it_falls():
@@ -272,7 +272,7 @@ def test_differences_are_of_what_is_better_when_it_falls():
     for seed in (0, 3)
   }
   left = TABLES["recovery-seeds"]._replace(columns=("c4", "arc_challenge"))
-  whole, differences = tables.build(left, found)
+  whole, differences = rendering.build(left, found)
   assert whole.head[-1] == "ARC-C↑"
   assert differences.title.endswith("differences of C4↓")
   assert differences.rows[0][3].endswith("worse")
@@ -284,7 +284,18 @@ def test_columns_of_models_average_several_draws():
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(QUANTITIES, "fit7", quantity)
     found = {("m", "RTN", 0): cell(0.2), ("m", "RTN", 3): cell(0.3)}
-    (table,) = tables.build(TABLES["main"], found)
+    (table,) = rendering.build(TABLES["main"], found)
   row = dict(zip(table.head, table.rows[0], strict=True))
   assert row["m"] == "0.250000 ± 0.070711"
   assert row["Mean"] == "0.25000" and row["Qwen-8B (paper)"] == ".1666"
+
+
+def test_the_time_of_a_build_that_took_over_work_is_none():
+  build = lambda **row: Measured(facts={"build": row})
+  minutes = QUANTITIES["build_minutes"]
+  assert minutes.values(build(seconds=120.0, shared_with=[])) == [2.0]
+  assert minutes.values(build(seconds=120.0, shared_with=["store"])) == []
+  assert minutes.values(build(seconds=120.0)) == []
+  cells = {("m", "HiRes", 0): build(seconds=120.0, shared_with=["store"])}
+  table, *_ = rendering.build(TABLES["cost"], cells)
+  assert rendering.NO_TIME in table.note

@@ -1,4 +1,4 @@
-"""The driver end to end on a tiny model: kills, failures, reduced tables, plans."""
+"""Reproductions end to end on a tiny model: kills, failures, reduced tables, plans."""
 
 import json
 import os
@@ -13,10 +13,11 @@ import time
 import numpy as np
 import pytest
 
-from mxjax.evaluation import results, study
+from mxjax.evaluation import builds, results
 from mxjax.evaluation.cli import parser
-from mxjax.evaluation.reproduce import cells, driver
-from mxjax.evaluation.reproduce.declared import TABLES, Declared
+from mxjax.evaluation.tables import jobs, settings
+from mxjax.evaluation.tables.declared import TABLES, Declared
+from mxjax.evaluation.tables.jobs import Build, Job
 from tests import tiny
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -78,13 +79,14 @@ def test_the_table_has_every_cell_and_its_differences(made, model):
 
 
 def test_rows_that_differ_in_recovery_share_linears(made, model):
-  def built_by(method, seed):
-    facts = cells.measured(cells.Build(str(model), method, seed), made)
-    return facts["build"]["made_by"]["command"]
+  def row(method, seed):
+    return jobs.measured(Build(str(model), method, seed), made)["build"]
 
-  assert "--linears" not in built_by("rtn", 3) and "--store" in built_by("rtn", 3)
-  assert re.search(r"--linears \S+/rtn-seed3/build", built_by("rtn+r", 3))
-  assert "--linears" not in built_by("gptq", 3)
+  store = [str(made / "store")]
+  assert row("rtn", 3)["shared_with"] == row("gptq", 3)["shared_with"] == store
+  linears = made / model.name / "rtn-seed3" / "build"
+  assert row("rtn+r", 3)["shared_with"] == [str(linears)]
+  assert row("rtn", 3)["made_by"]["command"].startswith("mxjax reproduce ")
 
 
 def test_shared_linears_give_the_build_itself(made, model, tmp_path, mxjax):
@@ -93,7 +95,7 @@ def test_shared_linears_give_the_build_itself(made, model, tmp_path, mxjax):
   sizes = ("--windows", 1, "--window-length", 32)
   out = tmp_path / "alone"
   (alone,) = mxjax("quantize", model, "--method", "rtn+r", "--out", out, *data, *sizes)
-  shared = cells.measured(cells.Build(str(model), "rtn+r", 0), made)["build"]
+  shared = jobs.measured(Build(str(model), "rtn+r", 0), made)["build"]
   assert alone["perplexity"] == shared["perplexity"]
   assert mxjax("verify", made / model.name / "rtn+r-seed0" / "build")["faults"] == []
 
@@ -132,7 +134,7 @@ def test_linears_of_another_model_are_refused(made, model, tmp_path, refused):
 
 
 def test_a_finished_reproduction_runs_nothing_again(made, model, mxjax, monkeypatch):
-  monkeypatch.setattr(driver.Work, "perform", None)
+  monkeypatch.setattr(jobs.Reproduction, "perform", None)
   before = (made / "tables.md").read_text()
   assert mxjax(*words(model, made), as_json=False) == before
   more = mxjax(*words(model, made, "--seeds", "3"))["tables"]
@@ -142,14 +144,14 @@ def test_a_finished_reproduction_runs_nothing_again(made, model, mxjax, monkeypa
 
 def test_damaged_files_are_named_with_what_to_do(tmp_path):
   (tmp_path / "settings.json").write_text('{"quantize": ')
-  with pytest.raises(ValueError, match=r"settings.json: expected the settings of a r"):
-    driver.check_settings(tmp_path, {})
-  build = cells.Build("m", "rtn", 0)
-  place = cells.Job(build, "local").place(tmp_path)
+  with pytest.raises(ValueError, match=r"settings.json: expected settings of tables"):
+    settings.keep_to(tmp_path, {})
+  build = Build("m", "rtn", 0)
+  place = Job(build, "local").place(tmp_path)
   place.parent.mkdir(parents=True)
   place.write_text("{")
   with pytest.raises(ValueError, match=r"local.json: expected a measure, .* again."):
-    cells.measured(build, tmp_path)
+    jobs.measured(build, tmp_path)
   (tmp_path / "items").mkdir()
   (tmp_path / "items/piqa.jsonl").write_text('{"gold": 1}\n')
   values = {"file": str(tmp_path / "evaluation.json")}
@@ -159,17 +161,15 @@ def test_damaged_files_are_named_with_what_to_do(tmp_path):
     results.decisions("c4", values | {"window_losses": ["high"]})
 
 
-def test_other_settings_are_refused(made, model, tmp_path, refused):
-  changes = {"evaluate": ("--windows", 1), "quantize": ("--dtype", "float32")}
-  for command, changed in changes.items():
+def test_other_settings_are_refused(made, model, refused):
+  for changed, differs in (
+    (("--windows", 1), "tasks windows 1, got tasks windows 2;"),
+    (("--dtype", "float32"), "dtype float32, got dtype none;"),
+    (("--length", 16), "calibration length 16, got calibration length 32;"),
+    (("--local-sequences", 3), "local sequences 3, got local sequences 2;"),
+  ):
     said = refused(*words(model, made, *changed))
-    assert f"was made with {command}" in said and "name another --out" in said
-  # A folder of a time when every model computed in float32.
-  old = json.loads((made / "settings.json").read_text())
-  del old["default dtype"]
-  (tmp_path / "settings.json").write_text(json.dumps(old))
-  said = refused(*words(model, tmp_path))
-  assert "was made with default dtype None, got bfloat16 of folders" in said
+    assert f"expected what was made with {differs} name another --out" in said
 
 
 @pytest.mark.slow
@@ -178,8 +178,8 @@ def test_a_kill_costs_the_job_in_work_alone(model, made, tmp_path, mxjax):
   out = tmp_path / "out"
   program = (
     "import sys; from mxjax.evaluation.cli import parser;"
-    "from mxjax.evaluation.reproduce.declared import TABLES;"
-    "from tests.evaluation.reproduce.test_driver import TABLE;"
+    "from mxjax.evaluation.tables.declared import TABLES;"
+    "from tests.evaluation.tables.test_reproducing import TABLE;"
     "TABLES['discrete'] = TABLE; sys.exit(parser.main(sys.argv[1:]))"
   )
   process = subprocess.Popen(
@@ -209,7 +209,7 @@ def test_a_kill_costs_the_job_in_work_alone(model, made, tmp_path, mxjax):
 def test_a_failing_cell_costs_itself_and_is_tried_again(
   model, made, tmp_path, mxjax, monkeypatch, capsys
 ):
-  real, calls = study.run_method, []
+  real, calls = builds.run_method, []
 
   def failing(subject, tokens, method, **options):
     calls.append(method.name)
@@ -220,7 +220,7 @@ def test_a_failing_cell_costs_itself_and_is_tried_again(
   out = tmp_path / "out"
   command = words(model, out, "--seeds", "0")
   with monkeypatch.context() as patch:
-    patch.setattr(study, "run_method", failing)
+    patch.setattr(builds, "run_method", failing)
     assert parser.main([*map(str, command), "--json"]) == 1
   printed, said = capsys.readouterr()
   told = json.loads(printed.splitlines()[-1])
@@ -251,7 +251,7 @@ def test_equal_draws_are_refused(model, tmp_path, refused):
   np.save(tmp_path / "ids.npy", np.arange(4 * 32, dtype=np.int32).reshape(4, 32) % 60)
   options = words(model, tmp_path / "out", "--without", "tasks,local")
   said = refused(*options, "--calib", tmp_path / "ids.npy")
-  assert "seeds 0 and 3 drew the same calibration tokens" in said
+  assert "got the same for seeds 0 and 3" in said
 
 
 def test_the_plan_counts_what_is_left_and_starts_nothing(model, made, tmp_path, mxjax):
@@ -269,17 +269,15 @@ def test_the_plan_counts_what_is_left_and_starts_nothing(model, made, tmp_path, 
   assert left["note"].startswith("0 jobs are left")
 
 
-@pytest.mark.parametrize(
-  ("options", "message"),
-  [
+def test_mistakes_are_one_line(refused):
+  of_a = ("--models", "a")
+  for words, message in (
     (["stages"], "expected --models to build, or --results to read, got none"),
-    (["stage", "--models", "a"], "did you mean stages?"),
-    (["stages", "--models", "a"], "expected --out for what is built"),
+    (["stage", *of_a], "did you mean stages?"),
+    (["stages", *of_a], "expected --out for what is built"),
     (["stages", "--models", "x/a,y/a", "--out", "o"], "models of different names"),
-    (["stages", "--models", "a", "--without", "locl"], "did you mean local?"),
-    (["all", "--models", "a", "--without", '"K=0, D=I"'], "expected --out for what"),
-    (["all", "--models", "a", "--without", "K"], ' "K=0, D=I",'),
-  ],
-)
-def test_mistakes_are_one_line(options, message, refused):
-  assert message in refused("reproduce", *options)
+    (["stages", *of_a, "--without", "locl"], "did you mean local?"),
+    (["all", *of_a, "--without", '"K=0, D=I"'], "expected --out for what"),
+    (["all", *of_a, "--without", "K"], ' "K=0, D=I",'),
+  ):
+    assert message in refused("reproduce", *words)

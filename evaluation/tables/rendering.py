@@ -8,9 +8,9 @@ import numpy as np
 from mxjax.evaluation.measures import fitness
 from mxjax.evaluation.measures.statistics import Comparison, compare
 from mxjax.evaluation.report.tables import Table
-from mxjax.evaluation.reproduce import paper
-from mxjax.evaluation.reproduce.declared import Declared
-from mxjax.evaluation.reproduce.quantities import QUANTITIES, Measured, Quantity
+from mxjax.evaluation.tables import paper
+from mxjax.evaluation.tables.declared import Declared
+from mxjax.evaluation.tables.quantities import QUANTITIES, Measured, Quantity
 
 Key = tuple[str, str, int | None]
 """Model, label of the row, and calibration seed."""

@@ -12,6 +12,8 @@ from mxjax.evaluation.tasks.tasks import FLOAT, SEVEN
 THREE = ("wikitext2", "c4", "arc_challenge")
 FIT3 = (*THREE, "fit3")
 FIT7 = (*SEVEN, "fit7")
+MEASURES = ("local", "cost")
+"""What columns need of a build beside its row and the tasks."""
 DRAWS = (0, 3, 5)
 """Calibration seeds of the paper's multi-seed tables."""
 

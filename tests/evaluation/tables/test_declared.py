@@ -6,11 +6,14 @@ from mxjax import methods
 from mxjax.evaluation.cli import parser
 from mxjax.evaluation.cli.arguments import DEFAULT_MODEL
 from mxjax.evaluation.cli.commands import reproduce
-from mxjax.evaluation.reproduce import cells, paper, settings
-from mxjax.evaluation.reproduce.cells import Build
-from mxjax.evaluation.reproduce.declared import TABLES
-from mxjax.evaluation.reproduce.quantities import QUANTITIES
+from mxjax.evaluation.evaluating import TaskData
 from mxjax.evaluation.results import FLOAT
+from mxjax.evaluation.tables import cells, jobs, paper
+from mxjax.evaluation.tables.declared import TABLES
+from mxjax.evaluation.tables.jobs import Build, Job
+from mxjax.evaluation.tables.quantities import QUANTITIES
+from mxjax.evaluation.tables.reproducing import Request
+from mxjax.evaluation.tables.settings import Settings
 from tests.conftest import GOLDEN
 
 EXCERPT = (GOLDEN / "paper_excerpt.tex").read_text()
@@ -42,9 +45,9 @@ COUNTS = {
 """Rows in the paper, or cells of tables whose columns are models."""
 
 
-@pytest.mark.parametrize("method", sorted(METHODS - {FLOAT}))
-def test_every_row_is_a_method(method):
-  assert methods.get(method).name == method
+def test_every_row_is_a_method():
+  for method in METHODS - {FLOAT}:
+    assert methods.get(method).name == method
 
 
 def test_every_method_has_a_folder_of_its_own(tmp_path):
@@ -116,55 +119,44 @@ def test_a_spot_of_each_new_table():
 
 
 def test_jobs_stand_once_and_builds_before_what_needs_them():
-  jobs = cells.jobs([TABLES["stages"], TABLES["recovery"]], ["a", "b"], draws=None)
-  assert len(set(jobs)) == len(jobs)
+  todo = jobs.jobs([TABLES["stages"], TABLES["recovery"]], ["a", "b"], draws=None)
+  assert len(set(todo)) == len(todo)
   # BF16; four stages, of which recovery shares two, and its other three.
-  assert len({job.build for job in jobs}) == 2 * (1 + 4 + 3)
-  for index, job in enumerate(jobs):
+  assert len({job.build for job in todo}) == 2 * (1 + 4 + 3)
+  for index, job in enumerate(todo):
     if job.build.method != FLOAT and job.what != "build":
-      assert cells.Job(job.build, "build") in jobs[:index]
+      assert Job(job.build, "build") in todo[:index]
 
 
 def test_draws_replace_those_of_the_paper():
   drawn = lambda name, draws: (
-    {job.build.seed for job in cells.jobs([TABLES[name]], ["a"], draws=draws)} - {None}
+    {job.build.seed for job in jobs.jobs([TABLES[name]], ["a"], draws=draws)} - {None}
   )
   assert drawn("fresh", None) == {0, 3, 5}
   assert drawn("fresh", [1, 2]) == drawn("stages", [1, 2]) == {1, 2}
   assert drawn("stages", None) == {0}
 
 
-def test_builds_and_evaluations_get_the_dtype_and_titles_say_it():
-  told = {}
-  models = ["a", DEFAULT_MODEL]
-  for dtype in ("bfloat16", "float32", None):
-    words = [] if dtype is None else ["--dtype", dtype]
-    options = parser.build_parser().parse_args(["reproduce", "main", *words])
-    options.models, options.seeds, options.without = models, (), ()
-    options.instead = {}
-    for passed in (settings.quantize_words, settings.evaluate_words):
-      made = passed(options)
-      assert made[-2:] == words if dtype else "--dtype" not in made
-    told[dtype] = set(settings.reduced(TABLES["main"], set(), options))
+def test_titles_say_the_dtype_where_it_is_not_the_papers():
+  told = {
+    dtype: set(
+      Request(
+        tables=["main"], models=["a", DEFAULT_MODEL], settings=Settings(dtype=dtype)
+      ).reduced("main")
+    )
+    for dtype in ("bfloat16", "float32", None)
+  }
   assert told["float32"] - told["bfloat16"] == {"float32 arithmetic"}
   # By default each model has its own.
   of_one = {f"float32 arithmetic of {DEFAULT_MODEL}"}
   assert told[None] - told["bfloat16"] == of_one
 
 
-@pytest.mark.parametrize(
-  ("words", "windows"),
-  [
-    ((), 1),
-    (("--operator-error",), 1),
-    (("--agreement",), 4),
-    (("--replicates", "2"), 4),
-  ],
-)
-def test_a_build_is_tested_on_as_many_windows_as_its_columns_read(words, windows):
-  words = ["reproduce", "main", "--windows", "4", *words]
-  made = settings.quantize_words(parser.build_parser().parse_args(words))
-  assert made[made.index("--windows") + 1] == str(windows)
+def test_a_build_is_tested_on_as_many_windows_as_its_columns_read():
+  tasks = TaskData(windows=4)
+  windows = lambda **given: Settings(tasks=tasks, **given).evaluation.windows
+  assert windows() == windows(operator_error=True) == 1
+  assert windows(agreement=True) == windows(replicates=2) == 4
 
 
 def test_the_paper_keeps_a_row_that_is_left_out_of_ours():
@@ -188,22 +180,20 @@ def test_a_row_can_be_of_another_method_and_the_title_says_so():
   options = parser.build_parser().parse_args([*words, "--instead", fewer])
   options.instead += ["K=0, D=I=rtn"]
   reproduce._check(options)
-  rows = lambda name: {
-    *cells.selected(TABLES[name], options.without, options.instead).rows.values()
-  }
+  request = reproduce.requested(options)
+  rows = lambda name: {*request.declared[name].rows.values()}
   replaced = rows("main") ^ {*TABLES["main"].rows.values()}
   assert replaced == {"spinquant", "spinquant:steps=10"}
   assert "rtn" in rows("components")
-  said = lambda name: settings.reduced(TABLES[name], set(), options)
+  said = request.reduced
   assert "SpinQuant+GPTQ as spinquant:steps=10" in said("main")
   assert "K=0, D=I as rtn" in said("components")
   assert not any(" as " in each for each in said("fresh"))
 
 
-@pytest.mark.parametrize(
-  "text", ["SpinQuant+GPTQ", "SpinQuant=rtn", "HiRes=hirez", "RTN=rtn:steps=10", "RTN="]
-)
-def test_another_method_of_a_row_that_does_not_fit_is_an_error(text):
-  words = ["reproduce", "main", "--plan", "--models", "a", "--instead", text]
-  with pytest.raises(ValueError):
-    reproduce._check(parser.build_parser().parse_args(words))
+def test_another_method_of_a_row_that_does_not_fit_is_an_error():
+  wrong = ("SpinQuant+GPTQ", "SpinQuant=rtn", "HiRes=hirez", "RTN=rtn:steps=10", "RTN=")
+  for text in wrong:
+    words = ["reproduce", "main", "--plan", "--models", "a", "--instead", text]
+    with pytest.raises(ValueError):
+      reproduce._check(parser.build_parser().parse_args(words))

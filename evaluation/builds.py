@@ -1,0 +1,316 @@
+"""Quantizes and measures a model: in memory, or in a folder that survives a kill."""
+
+import contextlib
+import dataclasses
+import pathlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mxjax import methods, models
+from mxjax.audit import arithmetic, sizes
+from mxjax.calibration.calibration import Calibration, Params, token_fingerprint
+from mxjax.calibration.store import params_digest
+from mxjax.devices import processes
+from mxjax.evaluation import names
+from mxjax.evaluation.provenance import made_by
+from mxjax.evaluation.report import page
+from mxjax.evaluation.subjects import (
+  Prepared,
+  Subject,
+  checkpoint_folder,
+  evaluation_steps,
+)
+from mxjax.methods import reused
+from mxjax.methods.program import Program
+from mxjax.run import folder as run_folder
+from mxjax.run import progress, quantize
+from mxjax.storage import atomic_io, checkpoint, layer_store, sealed
+
+RUN = "run"
+"""Name of the subfolder with a run's state and finished layers."""
+Begin = Callable[[str], progress.OnProgress]
+"""Begins to follow a method, given its name."""
+
+
+def run_method(
+  subject: Subject,
+  tokens: np.ndarray,
+  method: str | Program,
+  *,
+  on_progress: progress.OnProgress | None = None,
+  **options: Any,
+) -> tuple[dict[str, Any], Params]:
+  """Quantizes with one method and measures the result.
+
+  Calibration tokens are int32 `[sequences, length]`; `on_progress` follows both, and
+  its last fraction is 1; `options` are those of `mxjax.run.quantize.run`.
+
+  Returns:
+    A JSON-ready row (`method`, `perplexity`, `operator_error`, `size`,
+    `arithmetic`, `seconds`, `record`), and the quantized params.
+  """
+  program = methods.get(method)
+  # Tokens that pass through the model before the evaluation, and in it.
+  before = np.size(tokens) * (1 + len(program.recover))
+  after = subject.replicates * sum(map(np.size, subject.tests.values()))
+  share = before / (before + after)
+  follow = on_progress or (lambda now: None)
+  start = time.perf_counter()
+  result = quantize.run(
+    subject.params,
+    Calibration(subject.model, tokens),
+    program,
+    mesh=subject.mesh,
+    on_progress=lambda now: follow(now._replace(fraction=share * now.fraction)),
+    **options,
+  )
+  seconds = time.perf_counter() - start
+  if result.record.resumed:
+    # Includes the time of interrupted processes.
+    seconds = sum(result.record.clock.seconds.values())
+  record = result.record.to_dict()
+  row = {
+    "method": program.name,
+    "seconds": seconds,
+    **subject.measure(
+      result.params,
+      result.reference,
+      evaluation_steps(follow, subject.model.num_layers, share),
+    ),
+    "size": sizes.size_report(result.params),
+    "arithmetic": subject.dtype
+    and arithmetic.arithmetic(
+      result.params,
+      subject.dtype,
+      record["layers"],
+      subject.attention,
+    ),
+    "record": record,
+  }
+  return row, result.params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+  """How a build runs; none of these changes a bit of the model.
+
+  Attributes:
+    chunk: Sequences in a device call.
+    save_every: Layers after which the hidden states are written, to go on from after a
+      kill; None decides by their size.
+    check: Whether a model that collapsed is an error.
+    store: Folder with the float model's hidden states and Hessians, which builds on the
+      same model and tokens share.
+    linears: Folder of a finished build whose linears are taken; it differs only in
+      recovery.
+  """
+
+  chunk: int = 1
+  save_every: int | None = None
+  check: bool = True
+  store: pathlib.Path | None = None
+  linears: pathlib.Path | None = None
+
+
+def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
+  """Rejects a folder that has something in it, unless that is a run to be resumed.
+
+  Raises:
+    FileExistsError: It has.
+  """
+  if processes.is_leader() and not (resume and (folder / RUN).is_dir()):
+    atomic_io.check_output(folder)
+
+
+def build(
+  prepared: Prepared,
+  method: str,
+  folder: pathlib.Path,
+  options: BuildOptions = BuildOptions(),
+  *,
+  resume: bool = False,
+  command: Sequence[str] = (),
+  begin: Begin = lambda name: lambda now: None,
+  stop: Callable[[], bool] | None = None,
+  tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+  """Quantizes in a run folder, measures, and writes checkpoint, result and report.
+
+  The folder gets `run/`, with which a killed build is resumed, `checkpoint/`,
+  `result.json`, `report.html`, and last the list of these that `verify` checks. Of
+  several processes that build together, only the first writes.
+
+  Args:
+    prepared: The model and what it is calibrated and tested on.
+    method: What `methods.get` takes.
+    folder: A new folder, or with `resume` that of an unfinished build.
+    options: How it runs.
+    resume: Whether to continue a run in the folder, if there is one.
+    command: Words of the command that asked for it, for the result.
+    begin: Begins to follow the method, then the float model.
+    stop: Asked after each layer whether to stop.
+    tell: Gets sentences on what happens.
+
+  Returns:
+    The row of `run_method`, with `float_perplexity`, `made_by`, `layers_on_disk`, and
+    `shared_with`: the folders whose work it took over, which its seconds do not count.
+
+  Raises:
+    FileExistsError: The folder has something in it.
+    ValueError: Linears are of a build that does not fit.
+    progress.Stopped: `stop` asked for it.
+  """
+  check_folder(folder, resume=resume)
+  subject = prepared.subject
+  program = _program(prepared, method, options)
+  is_leader = processes.is_leader()
+  is_on_disk = isinstance(subject.params, models.LazyParams)
+  with contextlib.ExitStack() as stack:
+    run = stack.enter_context(
+      run_folder.open_run(folder / RUN, resume=resume, mesh=subject.mesh)
+    )
+    if is_leader:
+      remove_unfinished(folder)
+    into: Any = {}
+    if is_on_disk:
+      # Inside the run folder, so that the leftovers of a killed process are removed.
+      place = run.path if is_leader else None
+      scratch = tempfile.TemporaryDirectory(dir=place, prefix="scratch-")
+      into = layer_store.LayerStore(pathlib.Path(stack.enter_context(scratch)))
+    for name in run.discarded:
+      tell(f"resume: discarded {name}, whose work is done again")
+    row, quantized = run_method(
+      subject,
+      prepared.tokens,
+      program,
+      run_dir=run,
+      store=options.store,
+      check=options.check,
+      chunk=options.chunk,
+      save_every=options.save_every,
+      on_progress=begin(method),
+      stop=stop,
+      into=into,
+    )
+    row["record"]["calibration"] |= {
+      "seed": prepared.sample.seed,
+      "data": prepared.sample.source or "embedded",
+      "model": names.short_name(prepared.name),
+    }
+    steps = evaluation_steps(begin("float model"), subject.model.num_layers)
+    row["float_perplexity"] = subject.float_perplexities(steps)
+    shared = filter(None, (options.store, options.linears))
+    row |= {
+      "layers_on_disk": is_on_disk,
+      "shared_with": list(map(str, shared)),
+      "made_by": made_by(command),
+    }
+    if not (folder / checkpoint.CHECKPOINT).exists():
+      save_checkpoint(
+        folder,
+        quantized,
+        subject.model.config,
+        prepared.tokenizer,
+        calibration=row["record"]["calibration"],
+        program=row["record"]["program"],
+        extra={"arithmetic": row["arithmetic"]},
+      )
+    elif is_leader:
+      checkpoint.check_saved(folder / checkpoint.CHECKPOINT, quantized)
+    if is_leader:
+      finish(folder, [row], f"{method} on", prepared.name)
+    processes.wait_for_all(subject.mesh)
+  return row
+
+
+def _program(prepared: Prepared, method: str, options: BuildOptions) -> Program:
+  """Returns the program to run, which may take its linears from another build.
+
+  Raises:
+    FileNotFoundError: That build's folder has no run, which alone tells its weights.
+    ValueError: That build has other weights or tokens, or more differs than recovery.
+  """
+  program, subject = methods.get(method), prepared.subject
+  if not options.linears:
+    return program
+  folder = checkpoint_folder(options.linears)
+  made = checkpoint.read_manifest(folder)["program"]
+  run = folder.parent / RUN
+  if not (run / run_folder.STATE).is_file():
+    raise FileNotFoundError(
+      f"quantize: expected --linears with a folder that `quantize` wrote, its {RUN}/ "
+      f"included, got {options.linears}, which has none; leave the option out."
+    )
+  start = run_folder.read_state(run)["identity"]
+  theirs, key = made["name"], reused.build_key(program)
+  tokens = token_fingerprint(prepared.tokens)
+  tokens_differ = start["calibration"]["fingerprint"] != tokens
+  model_differs = start["model"] != subject.model.config.to_dict()
+  model_differs = model_differs or start["weights"] != params_digest(subject.params)
+  is_other = tokens_differ or model_differs or key is None
+  if is_other or reused.build_key(methods.get(theirs)) != key:
+    told = lambda differs: "other" if differs else "the same"
+    raise ValueError(
+      f"quantize: expected --linears of a build that differs from {method} "
+      f"only in recovery, on the same tokens and weights, got {theirs} on "
+      f"{told(tokens_differ)} tokens and {told(model_differs)} weights in "
+      f"{options.linears}; leave the option out."
+    )
+  return reused.reuse(program, checkpoint.load(folder)[1])
+
+
+def save_checkpoint(
+  folder: pathlib.Path,
+  params: Params,
+  config: models.ModelConfig,
+  tokenizer: models.Tokenizer,
+  **facts: Any,
+) -> None:
+  """Writes a checkpoint and its tokenizer; `facts` are passed to `save_checkpoint`."""
+  folder.mkdir(parents=True, exist_ok=True)
+  # On the disk of the result: the system's own place for such files may be full.
+  scratch = tempfile.TemporaryDirectory(
+    dir=folder, prefix=f"tokenizer{atomic_io.PARTIAL}-"
+  )
+  with atomic_io.explaining(folder), scratch as place:
+    tokenizer.save(pathlib.Path(place))
+    checkpoint.save_checkpoint(
+      folder / checkpoint.CHECKPOINT,
+      params,
+      config,
+      tokenizer_files=sorted(pathlib.Path(place).iterdir()),
+      **facts,
+    )
+
+
+def remove_unfinished(folder: pathlib.Path) -> None:
+  """Removes the unfinished files of a process that was killed while saving.
+
+  The list of what it once finished goes too: the run that goes on writes a new one.
+  """
+  (folder / sealed.OUTPUTS).unlink(missing_ok=True)
+  for place in folder.glob(f"*{atomic_io.PARTIAL}*"):
+    if place.is_dir():
+      shutil.rmtree(place)
+    else:
+      place.unlink()
+
+
+def finish(
+  folder: pathlib.Path, rows: Sequence[Mapping[str, Any]], what: str, model: str
+) -> None:
+  """Writes result.json, report.html, and the list of files that `verify` checks.
+
+  The report's title is `what` and the last part of the model's name or path.
+  """
+  title = f"{what} {names.short_name(model)}"
+  with atomic_io.explaining(folder):
+    atomic_io.write_json(folder / "result.json", rows, indent=1)
+    subtitle = f"{model}, strict MXFP4 W4A4"
+    page.write_report(folder / "report.html", rows, title=title, subtitle=subtitle)
+    sealed.write_outputs(folder)

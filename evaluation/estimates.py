@@ -1,0 +1,62 @@
+"""How long methods and evaluations take on this machine, about."""
+
+import time
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+
+from mxjax import methods
+from mxjax.audit import plan
+
+LEARNING = ("torq", "batquant", "spinquant", "focus")
+"""Methods whose searches the plan does not count."""
+STARTING, STARTING_FIT = 10.0, 15.0
+"""Seconds to compile the programs of a method, and those of each of its fits."""
+STARTING_TWO_SIDED = 60.0
+"""What two-sided programs add, whatever the tokens: programs, and rows in groups."""
+REDUCING = 2.0
+"""Time of a run over that of its model passes: with Hessians, moments and solves."""
+
+
+def products_a_second(dtype: str) -> float:
+  """Measures products on the first device, in FLOP/s, within half a second."""
+  matrix = jnp.ones((1024, 1024), dtype)
+  run = jax.jit(lambda a: a @ a)
+  jax.block_until_ready(run(matrix))
+  seconds = []
+  for _ in range(5):
+    start = time.perf_counter()
+    jax.block_until_ready(run(matrix))
+    seconds.append(time.perf_counter() - start)
+  return 2 * 1024**3 / min(seconds)
+
+
+def expected_seconds(
+  planned: plan.Plan,
+  names: Iterable[str],
+  mesh: str | None = None,
+  test_tokens: int = 0,
+  rate: float | None = None,
+) -> float | None:
+  """Estimates the wall time of methods and their evaluation on one CPU.
+
+  `planned` is for the calibration set; `rate` in FLOP/s is measured if absent. Searches
+  of `LEARNING` methods are not in it. None on a mesh or another device, where no run
+  has been timed. On SmolLM2-135M it is within a factor of two.
+  """
+  if mesh or jax.default_backend() != "cpu":
+    return None
+  rate = rate or products_a_second(planned.dtype)
+  one_pass = planned.forward_flops / planned.model_passes
+  flops = 2.0 * planned.target_weights * test_tokens
+  seconds = flops / rate
+  for name in names:
+    program = methods.get(name)
+    work = REDUCING * one_pass * (1 + len(program.recover)) + flops
+    if program.tune or program.weighting != "uniform":
+      work += planned.prediction_flops
+    if getattr(program, "two_sided", False):
+      seconds += STARTING_TWO_SIDED
+    seconds += STARTING + STARTING_FIT * len(program.recover) + work / rate
+  return seconds

@@ -1,0 +1,1 @@
+"""Tables of models and methods: rows are declared, and one runner makes their cells."""
