@@ -30,8 +30,8 @@ import common
 import numpy as np
 
 from mxjax import models
+from mxjax.cli import main as cli
 from mxjax.evaluation import datasets
-from mxjax.evaluation.cli import parser as cli
 from mxjax.evaluation.measures.statistics import compare as compare_draws
 from mxjax.evaluation.subjects import Subject
 from mxjax.evaluation.tables.comparing import compare as compare_methods

@@ -36,7 +36,7 @@ import common
 import jax
 import scipy
 
-from mxjax.discovery.cli import study as study_cli
+from mxjax.cli.discover import study as study_cli
 from mxjax.discovery.studies import study, tables
 from mxjax.discovery.tasks.ptq import margins
 from mxjax.evaluation.report.tables import markdown

@@ -29,16 +29,15 @@ import numpy as np
 from safetensors.flax import save_file
 
 from mxjax import models
+from mxjax.cli import main as cli
 from mxjax.evaluation import datasets
-from mxjax.evaluation.cli import exporting
-from mxjax.evaluation.cli import parser as cli
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models.loading.weights import tensor_name
 from mxjax.numerics import mxfp4
 from mxjax.numerics.realization.activation_quantizers import Unrounded
 from mxjax.storage import checkpoint, export
-from mxjax.storage.export import dequant, features
+from mxjax.storage.export import compressed_tensors, dequant, features
 
 TEXT = "The steam engine of 1712 pumped water: 12 strokes a minute.\n"
 EXPORTS = {
@@ -101,7 +100,7 @@ def ours(form, params, config, tokens, options):
     return result
   if form == "compressed-tensors":
     result["activations_as_compressed_tensors"] = of(
-      model, exporting.runtime_params(params)
+      model, compressed_tensors.runtime_params(params)
     )
     return result
   dtype = options[options.index("--dtype") + 1] if "--dtype" in options else "bfloat16"

@@ -26,7 +26,7 @@ import numpy as np
 import transformers
 
 from mxjax import models
-from mxjax.evaluation.cli import parser as cli
+from mxjax.cli import main as cli
 from mxjax.evaluation.measures.perplexity import perturbed
 from mxjax.evaluation.tasks import multiple_choice, tasks
 from mxjax.storage import checkpoint

@@ -1,1 +1,1 @@
-"""Perplexity, operator error, tasks, reports, and the command line."""
+"""Perplexity, operator error, tasks, tables of results, and reports."""

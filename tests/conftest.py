@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import json
 import os
 import pathlib
 import shutil
@@ -19,6 +20,7 @@ import pytest
 from jax._src import compiler
 from jax._src.interpreters import mlir
 
+from mxjax.cli.main import main
 from mxjax.devices import execution
 from mxjax.numerics import precision
 from tests import tiny
@@ -283,3 +285,30 @@ def tiny_params(tiny_model):
 @pytest.fixture(scope="session")
 def tiny_tokens():
   return np.random.default_rng(1).integers(0, 61, (5, 32)).astype(np.int32)
+
+
+@pytest.fixture
+def mxjax(capsys):
+  """Runs a command; returns the JSON of its last printed line, or all that it said."""
+
+  def run(*words, as_json=True, code=0):
+    capsys.readouterr()
+    assert main([*map(str, words), *["--json"] * as_json]) == code
+    printed = capsys.readouterr().out
+    return json.loads(printed.strip().splitlines()[-1]) if as_json else printed
+
+  return run
+
+
+@pytest.fixture
+def refused(capsys):
+  """Runs a command that must fail; returns its one line."""
+
+  def run(*words):
+    capsys.readouterr()
+    assert main(list(map(str, words))) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error.splitlines()[-1]
+
+  return run

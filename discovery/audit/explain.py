@@ -7,7 +7,7 @@ from typing import Any
 
 from mxjax.discovery.core import candidate_source
 from mxjax.discovery.core.store import begun_events
-from mxjax.evaluation.cli.console import printable
+from mxjax.intake.texts import printable
 
 Event = dict[str, Any]
 

@@ -9,7 +9,7 @@ from typing import Any
 from mxjax.discovery.audit import explain
 from mxjax.discovery.audit.explain import Story
 from mxjax.discovery.core import candidate_source
-from mxjax.evaluation.cli.console import printable
+from mxjax.intake.texts import printable
 
 MAX_DIFF_LINES = 60
 """Shown of each difference in the tree, which may hold thousands."""

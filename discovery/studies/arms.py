@@ -1,4 +1,7 @@
-"""Arms of the paper's comparisons, its ablations, and our own placebos."""
+"""Arms of the paper's comparisons, its ablations, our own placebos; and the studies.
+
+Nothing here imports an array library, so that the command line's help is instant.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -70,3 +73,58 @@ ARMS: Mapping[str, Arm] = {
   ),
 }
 """Arms by the name used in options."""
+
+MATCHED = ("score", "text", "reflect", "quantforge")
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """A research question: the arms to run over all seeds, and an extra measurement.
+
+  Studies in one folder share runs. `extra` is `replay`, `cases`, `regimes` or empty.
+  """
+
+  title: str
+  arms: tuple[str, ...]
+  extra: str = ""
+
+
+STUDIES: Mapping[str, Study] = {
+  "matched": Study("Matched-budget comparison", MATCHED),
+  "compilation": Study("Residual compilation", ("quantforge", "no-compile")),
+  "controls": Study(
+    "Control selection", ("quantforge", "random-controls", "all-controls")
+  ),
+  "checkers": Study(
+    "Implementation checkers",
+    ("no-compile", "source", "quantforge", "layer-output", "lowered"),
+    "cases",
+  ),
+  "replay": Study("Verdict replay", ("quantforge",), "replay"),
+  "regimes": Study("Regime audit", MATCHED, "regimes"),
+  "payoff": Study(
+    "Where experiments pay",
+    ("quantforge", "score", "text", "reflect", "uniform", "shuffled", "no-compile"),
+  ),
+  "payoff-real": Study(
+    "Where experiments pay, real evaluator",
+    ("quantforge", "score", "text", "reflect", "uniform", "shuffled"),
+  ),
+  "placebos": Study(
+    "Placebos",
+    (
+      "quantforge",
+      "thrifty",
+      "uniform",
+      "best-of-n",
+      "shuffled",
+      "corrupted-20",
+      "corrupted-50",
+    ),
+  ),
+}
+"""Studies by the name that `mxjax discover study` takes."""
+PAPER_STUDIES = tuple(sorted(name for name in STUDIES if not name.startswith("payoff")))
+"""Those whose tables are in the paper."""
+PAPER_CALLS = 240
+"""Evaluator calls of a run in the paper."""

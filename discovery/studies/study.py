@@ -24,60 +24,10 @@ from mxjax.discovery.studies import (
   run_summary,
   verdict_replay,
 )
-from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER
+from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER, STUDIES
 from mxjax.storage import atomic_io
 
 Told = Callable[[str], None]
-MATCHED = ("score", "text", "reflect", "quantforge")
-
-
-@dataclasses.dataclass(frozen=True)
-class Study:
-  """A research question: the arms to run over all seeds, and an extra measurement.
-
-  Studies in one folder share runs. `extra` is `replay`, `cases`, `regimes` or empty.
-  """
-
-  title: str
-  arms: tuple[str, ...]
-  extra: str = ""
-
-
-STUDIES: Mapping[str, Study] = {
-  "matched": Study("Matched-budget comparison", MATCHED),
-  "compilation": Study("Residual compilation", ("quantforge", "no-compile")),
-  "controls": Study(
-    "Control selection", ("quantforge", "random-controls", "all-controls")
-  ),
-  "checkers": Study(
-    "Implementation checkers",
-    ("no-compile", "source", "quantforge", "layer-output", "lowered"),
-    "cases",
-  ),
-  "replay": Study("Verdict replay", ("quantforge",), "replay"),
-  "regimes": Study("Regime audit", MATCHED, "regimes"),
-  "payoff": Study(
-    "Where experiments pay",
-    ("quantforge", "score", "text", "reflect", "uniform", "shuffled", "no-compile"),
-  ),
-  "payoff-real": Study(
-    "Where experiments pay, real evaluator",
-    ("quantforge", "score", "text", "reflect", "uniform", "shuffled"),
-  ),
-  "placebos": Study(
-    "Placebos",
-    (
-      "quantforge",
-      "thrifty",
-      "uniform",
-      "best-of-n",
-      "shuffled",
-      "corrupted-20",
-      "corrupted-50",
-    ),
-  ),
-}
-"""Studies by the name that `mxjax discover study` takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

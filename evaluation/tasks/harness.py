@@ -22,7 +22,7 @@ from lm_eval.api.registry import (  # pyright: ignore[reportMissingImports]
 )
 
 from mxjax import models
-from mxjax.evaluation.cli import inputs
+from mxjax.evaluation import subjects
 from mxjax.evaluation.tasks import likelihoods, multiple_choice
 
 MAX_NEW_TOKENS = 256
@@ -64,7 +64,7 @@ class MxjaxLM(LM):
         f"max_length, got {', '.join(unknown) or 'both models'}; correct --model_args."
       )
     source = checkpoint or pretrained
-    self.model, self.params, self.tokenizer = inputs.restore(source, dtype=dtype)
+    self.model, self.params, self.tokenizer = subjects.restore(source, dtype=dtype)
     self.max_length = int(max_length or self.model.config.max_positions)
 
   @property

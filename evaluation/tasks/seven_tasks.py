@@ -7,9 +7,9 @@ from typing import Any
 from mxjax import models
 from mxjax.calibration.calibration import Params, token_fingerprint
 from mxjax.evaluation import datasets
-from mxjax.evaluation.cli import arguments
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.evaluation.tasks import multiple_choice, tasks
+from mxjax.intake.texts import check, split
 
 EMBEDDED = "embedded"
 """Stands for the embedded text among texts to use."""
@@ -23,9 +23,9 @@ def parse_names(text: str) -> list[str]:
   Raises:
     ValueError: A name is unknown, or there is none.
   """
-  names = arguments.split(text)
+  names = split(text)
   for name in names:
-    arguments.check("task", name, ("all", *tasks.SEVEN))
+    check("task", name, ("all", *tasks.SEVEN))
   if not names:
     raise ValueError("evaluate: expected names of tasks, or all, got none; name some.")
   return [task for task in tasks.SEVEN if {task, "all"} & {*names}]

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,8 @@ class Program:
   recover: tuple[RecoveryFit, ...] = ()
   weighting: Literal["uniform", "fisher"] = "uniform"
   tune: ScaleDistillation | None = None
+  rotates_model: ClassVar[bool] = False
+  """Whether `prepare` gives linears other coordinates than the float model's."""
 
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:
     """Rewrites the float model, keeping its function, or learns; runs first."""

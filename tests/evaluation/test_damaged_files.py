@@ -19,8 +19,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from mxjax import models
+from mxjax.cli.main import MENDABLE
 from mxjax.evaluation import datasets, results
-from mxjax.evaluation.cli.launch import MENDABLE
 from mxjax.models.families import to_hf_config
 from mxjax.models.loading import weights
 from mxjax.run.folder import RunFolder

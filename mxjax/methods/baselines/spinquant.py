@@ -18,7 +18,7 @@ signs, or as random orthogonal matrices for sizes without a known Hadamard.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +195,8 @@ class SpinQuant(Gptq):
   batch: Positive = 8
   rate: Share = 1.5
   seed: Count = 0
+
+  rotates_model: ClassVar[bool] = True
 
   @override
   def prepare(self, params: Params, calib: Calibration, contract: Contract) -> Prepared:

@@ -7,6 +7,7 @@ rule for activations: a runtime uses its own and computes other codes than the f
 rule here.
 """
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping
@@ -206,4 +207,17 @@ def write_compressed_tensors(
       "transforms": sorted(hadamards),
     },
     shard_bytes=shard_bytes,
+  )
+
+
+def runtime_params(params: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns params with activations rounded as the compressed-tensors library does."""
+
+  def swap(node: Any) -> Any:
+    if isinstance(node, QuantizedLinear):
+      return dataclasses.replace(node, rules=RUNTIME_RULES)
+    return node
+
+  return jax.tree.map(
+    swap, dict(params), is_leaf=lambda node: isinstance(node, QuantizedLinear)
   )

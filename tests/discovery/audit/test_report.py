@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from mxjax.cli.main import main
 from mxjax.discovery.audit import explain, programs, report
-from mxjax.discovery.cli import parser
 from mxjax.discovery.core import candidate_source, store
 from mxjax.evaluation.report.html import STYLE
 from tests.discovery.proposers.test_endpoint import TASK, Server, chat, http
@@ -53,7 +53,7 @@ def test_what_a_model_wrote_is_text_in_the_report(evil):
 
 def test_orders_of_a_model_reach_no_terminal_and_stop_nothing(evil, capsys):
   for words in (["status", str(evil)], ["report", str(evil)]):
-    assert parser.main(["discover", *words]) == 0
+    assert main(["discover", *words]) == 0
   shown = capsys.readouterr().out
   assert "ignore the rules" in shown.replace("\n", " ")
   assert not [c for c in shown if not c.isprintable() and c != "\n"]
@@ -94,7 +94,7 @@ def test_a_run_without_a_program_has_no_report_yet(evil, tmp_path, capsys):
     lines = (evil / name).read_text().splitlines(keepends=True)
     lines = lines[:2] if name == "log.jsonl" else lines
     (tmp_path / name).write_text("".join(lines))
-  assert parser.main(["discover", "report", str(tmp_path)]) == 2
+  assert main(["discover", "report", str(tmp_path)]) == 2
   assert "no measured program yet" in capsys.readouterr().err
 
 

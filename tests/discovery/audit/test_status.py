@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from mxjax.cli.main import main
 from mxjax.discovery.audit import status
-from mxjax.discovery.cli import parser
 from mxjax.discovery.core import store
 from mxjax.discovery.core import task as task_
 from mxjax.discovery.search import runs
@@ -34,7 +34,7 @@ def searched(tmp_path_factory):
 
 
 def shown(capsys, folder, *words):
-  assert parser.main(["discover", "status", str(folder), *words]) == 0
+  assert main(["discover", "status", str(folder), *words]) == 0
   return " ".join(capsys.readouterr().out.split())
 
 
@@ -129,5 +129,5 @@ def test_it_tells_tokens_money_and_who_answered(tmp_path, capsys, monkeypatch):
 
 
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path, capsys):
-  assert parser.main(["discover", "status", str(tmp_path)]) == 2
+  assert main(["discover", "status", str(tmp_path)]) == 2
   assert "is no run" in capsys.readouterr().err

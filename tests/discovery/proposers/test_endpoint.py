@@ -13,7 +13,7 @@ import urllib.parse
 
 import pytest
 
-from mxjax.discovery.cli import parser
+from mxjax.cli.main import main
 from mxjax.discovery.core import store
 from mxjax.discovery.core.proposal import OutageError
 from mxjax.discovery.proposers import endpoint, llm
@@ -305,7 +305,7 @@ def discover(server, folder, *more):
     words += ["--task", "world", "--seed", "3", "--budget", "5", "--sandbox", "off"]
     words += ["--proposer", "llm", "--endpoint", server.url, "--endpoint-model", "m"]
     words += ["--holdout", "off", "--out", str(folder)]
-  return parser.main(words)
+  return main(words)
 
 
 def edits():

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mxjax.discovery.cli import parser
+from mxjax.cli.main import main
 from mxjax.discovery.core import store
 from mxjax.discovery.core.proposal import OutageError, Proposal
 from mxjax.discovery.proposers import endpoint, weighted
@@ -43,7 +43,7 @@ def answers(number):
 def discover(servers, folder, *words, deadline=20.0, **options):
   """Starts a run of a file with these endpoints, or resumes the folder's run."""
   if folder.exists():
-    return parser.main(["discover", "resume", str(folder)])
+    return main(["discover", "resume", str(folder)])
   given = {"task": "world", "seed": 3, "budget": 6, "proposer": "llm", **options}
   lines = [f"{name} = {json.dumps(value)}" for name, value in given.items()]
   for server, weight in zip(servers, (1, 2), strict=False):
@@ -54,7 +54,7 @@ def discover(servers, folder, *words, deadline=20.0, **options):
   file = folder.with_suffix(".toml")
   file.write_text("\n".join(lines))
   start = ["discover", "run", "--config", str(file), "--out", str(folder)]
-  return parser.main([*start, "--sandbox", "off", "--holdout", "off", *words])
+  return main([*start, "--sandbox", "off", "--holdout", "off", *words])
 
 
 def log(folder):
@@ -260,7 +260,7 @@ def test_runs_without_budgets_and_weights_have_the_log_they_had(servers, tmp_pat
 )
 def test_incomplete_endpoints_are_one_sentence(tmp_path, capsys, words, match):
   start = ["discover", "run", "--task", "world", "--proposer", "llm"]
-  assert parser.main([*start, "--out", str(tmp_path / "run"), *words]) == 2
+  assert main([*start, "--out", str(tmp_path / "run"), *words]) == 2
   told = capsys.readouterr().err
   assert match in told
   assert len(told.splitlines()) == 1
@@ -269,5 +269,5 @@ def test_incomplete_endpoints_are_one_sentence(tmp_path, capsys, words, match):
 
 def test_a_budget_in_dollars_is_a_number(capsys):
   with pytest.raises(SystemExit):
-    parser.main(["discover", "run", "--out", "x", "--max-cost", "nan"])
+    main(["discover", "run", "--out", "x", "--max-cost", "nan"])
   assert "--max-cost: invalid amount value: 'nan'" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mxjax.discovery.cli import parser
+from mxjax.cli.main import main
 
 ray = pytest.importorskip("ray", reason="the optional extra `ray` is not installed")
 
@@ -14,7 +14,7 @@ def test_a_ray_cluster_does_not_change_the_trajectory(tmp_path):
     folder = tmp_path / name
     arguments = ["discover", "run", "--task", "world", "--seed", "3", "--budget", "5"]
     more = [*more, "--holdout", "off", "--out", str(folder)]
-    assert parser.main([*arguments, *more]) == 0
+    assert main([*arguments, *more]) == 0
     logs.append((folder / "log.jsonl").read_bytes())
   ray.shutdown()
   assert logs[0] == logs[1]

@@ -18,6 +18,7 @@ import tempfile
 import numpy as np
 import pytest
 
+from mxjax.cli.main import MENDABLE
 from mxjax.discovery.core import candidate_source, store
 from mxjax.discovery.core.proposal import Proposal, ProposerError
 from mxjax.discovery.core.task import Outcome, Status
@@ -26,7 +27,6 @@ from mxjax.discovery.sandbox.jailed_executor import JailedExecutor
 from mxjax.discovery.search import search
 from mxjax.discovery.search.cached_evaluator import CachedEvaluator
 from mxjax.discovery.tasks import world
-from mxjax.evaluation.cli.launch import MENDABLE
 from tests import refusals
 
 TASK = world.World(seed=3)

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from mxjax.cli.main import main
 from mxjax.discovery.audit import explain, report, verify
-from mxjax.discovery.cli import parser
 from mxjax.discovery.core import store
 from mxjax.discovery.core.verdict import Verdict
 from mxjax.discovery.search import heldout, runs
@@ -37,13 +37,13 @@ def compiling_of_workers():
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   folder = tmp_path_factory.mktemp("runs") / "run"
-  assert parser.main(start(folder, "--sandbox", "strict")) == 0
+  assert main(start(folder, "--sandbox", "strict")) == 0
   return folder
 
 
 def test_plan_tells_the_cost_and_starts_nothing(capsys, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  assert parser.main(["discover", "plan", "--task", "world", "--budget", "24"]) == 0
+  assert main(["discover", "plan", "--task", "world", "--budget", "24"]) == 0
   shown = capsys.readouterr().out
   assert "pays 24 evaluator calls" in shown
   assert "hash" in shown
@@ -55,7 +55,7 @@ def test_plan_tells_the_cost_and_starts_nothing(capsys, tmp_path, monkeypatch):
 
 def test_workers_do_not_change_the_trajectory(finished, tmp_path):
   folder = tmp_path / "two"
-  assert parser.main(start(folder, "--sandbox", "strict", "--workers", "2")) == 0
+  assert main(start(folder, "--sandbox", "strict", "--workers", "2")) == 0
   assert log(folder) == log(finished)
 
 
@@ -65,7 +65,7 @@ def test_shared_compiled_programs_change_nothing(finished, tmp_path):
   for name in ("fills", "finds"):
     folder = tmp_path / name
     options = ["--sandbox", "strict", "--compiled", str(shared)]
-    assert parser.main(start(folder, *options)) == 0
+    assert main(start(folder, *options)) == 0
     assert log(folder) == log(finished)
     counts.append(len(list(shared.iterdir())))
   assert counts[0] > 0
@@ -74,7 +74,7 @@ def test_shared_compiled_programs_change_nothing(finished, tmp_path):
 
 def test_compiled_programs_are_not_shared_where_they_cannot_be(tmp_path, capsys):
   options = ["--sandbox", "off", "--compiled", str(tmp_path / "compiled")]
-  assert parser.main(start(tmp_path / "run", *options)) != 0
+  assert main(start(tmp_path / "run", *options)) != 0
   assert "--compiled is for jailed workers" in capsys.readouterr().err
   assert not (tmp_path / "run" / "log.jsonl").exists()
 
@@ -82,7 +82,7 @@ def test_compiled_programs_are_not_shared_where_they_cannot_be(tmp_path, capsys)
 def test_a_killed_process_resumes_to_the_same_bytes(finished, tmp_path):
   folder = tmp_path / "killed"
   environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-  command = [sys.executable, "-m", "mxjax.discovery.cli.parser"]
+  command = [sys.executable, "-m", "mxjax"]
   process = subprocess.Popen(
     [*command, *start(folder, "--sandbox", "strict")],
     env=environment,
@@ -95,14 +95,14 @@ def test_a_killed_process_resumes_to_the_same_bytes(finished, tmp_path):
   process.wait()
   paid = {p: p.stat().st_mtime_ns for p in folder.glob("outcomes/*.json")}
   assert paid
-  assert parser.main(["discover", "resume", str(folder)]) == 0
+  assert main(["discover", "resume", str(folder)]) == 0
   assert log(folder) == log(finished)
   # What was paid for before the kill was not measured again.
   assert all(p.stat().st_mtime_ns == stamp for p, stamp in paid.items())
 
 
 def test_the_report_is_one_file_without_scripts(finished):
-  assert parser.main(["discover", "report", str(finished)]) == 0
+  assert main(["discover", "report", str(finished)]) == 0
   page = (finished / "report.html").read_text()
   assert "<script" not in page
   assert "http://" not in page.replace("http://www.w3.org", "")
@@ -157,15 +157,15 @@ def test_explain_tells_packet_prediction_and_change(finished, capsys):
     s for s in explain.stories(finished, store.read_events(finished)) if s.verdict
   )
   program = story.packet["packet"]["program"]
-  assert parser.main(["discover", "explain", str(finished), program[:12]]) == 0
+  assert main(["discover", "explain", str(finished), program[:12]]) == 0
   shown = capsys.readouterr().out
   for part in ("packet", "residual", "primary", "verdict", "+++"):
     assert part in shown
-  assert parser.main(["discover", "explain", str(finished), "nothing"]) == 2
+  assert main(["discover", "explain", str(finished), "nothing"]) == 2
 
 
 def test_verify_executes_again_and_notices_a_change(finished, tmp_path, capsys):
-  assert parser.main(["discover", "verify", str(finished), "--calls", "2"]) == 0
+  assert main(["discover", "verify", str(finished), "--calls", "2"]) == 0
   assert "everything holds" in capsys.readouterr().out
   path = next((finished / "programs").glob("*.py"))
   text = path.read_text()
@@ -181,7 +181,7 @@ def test_verify_executes_again_and_notices_a_change(finished, tmp_path, capsys):
 def quick(tmp_path_factory):
   """A run that is verified and resumed without workers."""
   folder = tmp_path_factory.mktemp("runs") / "quick"
-  assert parser.main(start(folder, "--sandbox", "off")) == 0
+  assert main(start(folder, "--sandbox", "off")) == 0
   return folder
 
 
@@ -216,13 +216,13 @@ def test_a_folder_that_was_changed_is_told_in_a_sentence(
   copied = shutil.copytree(quick, tmp_path / "run")
   text = (copied / name).read_text()
   (copied / name).write_text(text.replace(before, after))
-  assert parser.main(["discover", verb, str(copied)]) == 2
+  assert main(["discover", verb, str(copied)]) == 2
   assert re.search(told, " ".join(capsys.readouterr().err.split()))
 
 
 def test_an_option_that_a_task_does_not_know_is_told(tmp_path, capsys):
   words = start(tmp_path / "run", "--task-options", '{"sea": 3}')
-  assert parser.main(words) == 2
+  assert main(words) == 2
   told = " ".join(capsys.readouterr().err.split())
   assert "task: world: got an unexpected keyword argument 'sea'; its options" in told
   assert not (tmp_path / "run").exists()
@@ -256,7 +256,7 @@ def test_the_held_out_scorer_is_another_process_and_stays_sealed(finished, tmp_p
 
 
 def test_a_run_never_overwrites_a_folder(finished, capsys):
-  assert parser.main(start(finished)) == 2
+  assert main(start(finished)) == 2
   assert "discover" in capsys.readouterr().err
 
 

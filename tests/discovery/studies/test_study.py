@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from mxjax.discovery.cli import parser
+from mxjax.cli.main import main
 from mxjax.discovery.core import store
 from mxjax.discovery.core.candidate_source import admit
 from mxjax.discovery.search import checkers
@@ -161,7 +161,7 @@ def test_best_of_n_always_revises_the_initial_program(folder):
 def test_plan_tells_calls_and_starts_nothing(capsys, tmp_path):
   place = tmp_path / "study"
   arguments = ["discover", "study", "matched", "--task", "world", "--plan"]
-  assert parser.main([*arguments, "--out", str(place)]) == 0
+  assert main([*arguments, "--out", str(place)]) == 0
   assert "7680 evaluator calls" in capsys.readouterr().out
   assert not place.exists()
 

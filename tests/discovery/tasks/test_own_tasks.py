@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from mxjax.cli.main import main
 from mxjax.discovery.audit import verify
-from mxjax.discovery.cli import parser
 from mxjax.discovery.core import store, task
 from mxjax.discovery.core.task import Call, ContractError
 from mxjax.discovery.sandbox.local_executor import LocalExecutor
@@ -86,7 +86,7 @@ def values(executor, call):
 def test_two_files_run_in_the_strict_jail(folder, tmp_path, capsys):
   out = tmp_path / "run"
   arguments = ["discover", "run", "--task", str(folder), "--out", str(out)]
-  assert parser.main([*arguments, "--budget", "4"]) == 0
+  assert main([*arguments, "--budget", "4"]) == 0
   events = store.read_events(out)
   outcomes = [e["values"]["loss"] for e in events if e["event"] == "outcome"]
   # The initial program, and gains of a half and of two: 1 + 2, .5 + 2, 2 + 2.
@@ -139,7 +139,7 @@ def test_what_the_files_lack_is_said(folder, tmp_path, capsys, file, old, new, m
   with pytest.raises(ValueError, match=message):
     task.load({"task": str(folder)})
   out = tmp_path / "run"
-  assert parser.main(["discover", "run", "--task", str(folder), "--out", str(out)]) == 2
+  assert main(["discover", "run", "--task", str(folder), "--out", str(out)]) == 2
   assert not out.exists()
 
 
@@ -160,7 +160,7 @@ def test_observables_of_margins_must_be_returned(folder):
 def test_a_module_in_the_current_folder_is_found_by_all_processes(tmp_path):
   source = (EXAMPLES / "own_discovery_task.py").read_text()
   (tmp_path / "mymod.py").write_text(source)
-  command = [sys.executable, "-P", "-m", "mxjax.discovery.cli.parser", "discover"]
+  command = [sys.executable, "-P", "-m", "mxjax", "discover"]
   run = [*command, "run", "--task", "mymod:Denoise", "--budget", "3", "--out", "out"]
   subprocess.run(run, cwd=tmp_path, check=True, capture_output=True)
   spec = json.loads((tmp_path / "out" / "run.json").read_text())["task"]
@@ -172,7 +172,7 @@ def test_a_module_in_the_current_folder_is_found_by_all_processes(tmp_path):
 def test_a_missing_module_leaves_nothing(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   run = ["discover", "run", "--task", "nomod:Task", "--out", "out"]
-  assert parser.main(run) == 2
+  assert main(run) == 2
   assert "expected Task in a module nomod" in capsys.readouterr().err
   assert not (tmp_path / "out").exists()
 
@@ -181,6 +181,6 @@ def test_a_default_program_that_does_not_run_is_one_sentence(folder, capsys):
   text = EVALUATE.replace("  rows =", "  raise ValueError('no rows')\n  rows =")
   (folder / "evaluate.py").write_text(text)
   words = ["discover", "plan", "--task", str(folder), "--sandbox", "off"]
-  assert parser.main(words) == 2
+  assert main(words) == 2
   told = " ".join(capsys.readouterr().err.split())
   assert "no rows; mend the task before a run" in told

@@ -3,10 +3,10 @@
 import pytest
 
 from mxjax import methods
-from mxjax.evaluation.cli import parser
-from mxjax.evaluation.cli.arguments import DEFAULT_MODEL
-from mxjax.evaluation.cli.commands import reproduce
+from mxjax.cli import reproduce
+from mxjax.cli.main import build_parser
 from mxjax.evaluation.evaluating import TaskData
+from mxjax.evaluation.names import DEFAULT_MODEL
 from mxjax.evaluation.results import FLOAT
 from mxjax.evaluation.tables import cells, jobs, paper
 from mxjax.evaluation.tables.declared import TABLES
@@ -177,7 +177,7 @@ def test_fewer_tasks_than_seven_leave_fit_3():
 def test_a_row_can_be_of_another_method_and_the_title_says_so():
   words = ["reproduce", "main,components", "--plan", "--models", "a"]
   fewer = "SpinQuant+GPTQ=spinquant:steps=10"
-  options = parser.build_parser().parse_args([*words, "--instead", fewer])
+  options = build_parser().parse_args([*words, "--instead", fewer])
   options.instead += ["K=0, D=I=rtn"]
   reproduce._check(options)
   request = reproduce.requested(options)
@@ -196,4 +196,4 @@ def test_another_method_of_a_row_that_does_not_fit_is_an_error():
   for text in wrong:
     words = ["reproduce", "main", "--plan", "--models", "a", "--instead", text]
     with pytest.raises(ValueError):
-      reproduce._check(parser.build_parser().parse_args(words))
+      reproduce._check(build_parser().parse_args(words))

@@ -13,8 +13,8 @@ import time
 import numpy as np
 import pytest
 
+from mxjax.cli.main import main
 from mxjax.evaluation import builds, results
-from mxjax.evaluation.cli import parser
 from mxjax.evaluation.tables import jobs, settings
 from mxjax.evaluation.tables.declared import TABLES, Declared
 from mxjax.evaluation.tables.jobs import Build, Job
@@ -52,12 +52,12 @@ def words(model, out, *extra, tables="discrete"):
 @pytest.fixture(scope="module")
 def made(model, tmp_path_factory):
   """A finished reproduction: its folder."""
-  from mxjax.evaluation.cli import parser
+  from mxjax.cli.main import main
 
   out = tmp_path_factory.mktemp("made") / "out"
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(TABLES, "discrete", TABLE)
-    assert parser.main(list(map(str, words(model, out)))) == 0
+    assert main(list(map(str, words(model, out)))) == 0
   return out
 
 
@@ -177,10 +177,10 @@ def test_a_kill_costs_the_job_in_work_alone(model, made, tmp_path, mxjax):
   """A real process, killed while its third build runs; the table is the same."""
   out = tmp_path / "out"
   program = (
-    "import sys; from mxjax.evaluation.cli import parser;"
+    "import sys; from mxjax.cli.main import main;"
     "from mxjax.evaluation.tables.declared import TABLES;"
     "from tests.evaluation.tables.test_reproducing import TABLE;"
-    "TABLES['discrete'] = TABLE; sys.exit(parser.main(sys.argv[1:]))"
+    "TABLES['discrete'] = TABLE; sys.exit(main(sys.argv[1:]))"
   )
   process = subprocess.Popen(
     [sys.executable, "-c", program, *map(str, words(model, out))],
@@ -221,7 +221,7 @@ def test_a_failing_cell_costs_itself_and_is_tried_again(
   command = words(model, out, "--seeds", "0")
   with monkeypatch.context() as patch:
     patch.setattr(builds, "run_method", failing)
-    assert parser.main([*map(str, command), "--json"]) == 1
+    assert main([*map(str, command), "--json"]) == 1
   printed, said = capsys.readouterr()
   told = json.loads(printed.splitlines()[-1])
   message = "build: layers_1: not finite"

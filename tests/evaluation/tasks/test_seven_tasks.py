@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from mxjax.cli.main import main
 from mxjax.evaluation import text_sources
-from mxjax.evaluation.cli import parser
 from mxjax.evaluation.tasks import seven_tasks
 from mxjax.models.loading import embedded
 
@@ -35,7 +35,7 @@ def evaluated(tmp_path_factory):
   exact = ("evaluate", SOURCE, *tail, *float32, "--out", folder / "results/float")
   ours = ("evaluate", folder / "rtn", *tail, "--out", folder / "results/rtn")
   for words in (quantize, exact, ours):
-    assert parser.main(list(map(str, words))) == 0
+    assert main(list(map(str, words))) == 0
   read = lambda name: json.loads(
     (folder / "results" / name / "evaluation.json").read_text()
   )

@@ -15,7 +15,7 @@ import mxjax
 from mxjax import methods
 from mxjax.calibration import gradients, streams
 from mxjax.calibration.calibration import Calibration
-from mxjax.evaluation.cli.commands import export as command
+from mxjax.cli import export as command
 from mxjax.evaluation.measures.operator_error import operator_error
 from mxjax.methods.baselines import focus, spinquant
 from mxjax.numerics import mxfp4

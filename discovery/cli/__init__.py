@@ -1,1 +1,0 @@
-"""`mxjax discover`."""

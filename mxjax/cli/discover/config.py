@@ -1,0 +1,132 @@
+"""One TOML file with the options of a run, under the names of the command line.
+
+Its options become words before those of the command line, so both are read and checked
+by the same parser, and the command line wins. An example::
+
+    task = "world"
+    proposer = "llm"
+    max-tokens = 2_000_000  # in and out
+    max-cost = 5.0          # dollars
+
+    [task-options]
+    seed = 3
+
+    [[endpoints]]
+    url = "http://localhost:8000/v1"
+    model = "small"
+    weight = 3              # asked for three of four proposals
+    prices = [0.0, 0.0]     # dollars a million tokens, in and out
+
+    [[endpoints]]
+    url = "https://example.org/v1"
+    model = "large"
+    prices = [2.0, 8.0]
+    deadline = 120          # seconds for a request with its retries
+    key-variable = "KEY"    # environment variable of its key
+"""
+
+import argparse
+import json
+import pathlib
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from mxjax.cli import options as shared
+from mxjax.intake import texts
+
+UNSET = ("help", "config")
+
+
+class Parser(shared.Parser):
+  """A parser that reads the file of its option `--config`, if it has that option.
+
+  The parsed options hold `resolved`, the value of every option by its name.
+
+  Attributes:
+    holder: The parser whose options the file may hold; those that this one does not
+      have are left alone.
+  """
+
+  holder: "Parser | None" = None
+
+  def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    """Parses like `options.Parser`, with the words of the file first."""
+    if "--config" not in self._option_string_actions:
+      return super().parse_known_args(args, namespace)
+    finder = argparse.ArgumentParser(add_help=False)
+    finder.add_argument("--config", nargs="?")
+    path = finder.parse_known_args(args)[0].config
+    try:
+      before = self._words(path) if path else []
+    except (ValueError, OSError) as error:
+      self.error(str(error))
+    options, rest = super().parse_known_args([*before, *(args or ())], namespace)
+    options.resolved = {
+      name: getattr(options, action.dest) for name, action in self.named().items()
+    }
+    return options, rest
+
+  def named(self) -> dict[str, argparse.Action]:
+    """Returns the options that a file may hold, by name."""
+    mine = (action for action in self._actions if action.dest not in UNSET)
+    return {action.option_strings[0][2:]: action for action in mine}
+
+  def _words(self, path: str) -> list[str]:
+    try:
+      table = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+      raise ValueError(f"{path}: expected TOML in UTF-8: {error}.") from None
+    known, mine, words = (self.holder or self).named(), self.named(), []
+    for name, value in table.items():
+      if name not in known:
+        near = texts.suggestion(name, known)
+        raise ValueError(f"{path}: unknown option {name!r}{near or '.'}")
+      if name in mine:
+        words += _option(path, name, value, mine[name])
+    return words
+
+
+def _option(path: str, name: str, value: Any, action: argparse.Action) -> list[str]:
+  """Returns the words for one option.
+
+  Raises:
+    ValueError: The value is of another kind than the option's.
+  """
+  expected = "a number or text"
+  if action.nargs == 0:
+    expected = "true or false"
+    if isinstance(value, bool):
+      return [f"--{'' if value else 'no-'}{name}"]
+  elif action.metavar == "JSON":
+    expected = "a table, an array of tables or JSON text"
+    if isinstance(value, str):
+      return [f"--{name}={value}"]
+    if isinstance(value, dict | list):
+      return [f"--{name}={_json(path, name, value)}"]
+  elif action.nargs is not None:
+    expected = "an array"
+    if isinstance(value, list):
+      return [f"--{name}", *map(str, value)]
+  elif isinstance(value, int | float | str) and not isinstance(value, bool):
+    return [f"--{name}={value}"]
+  raise ValueError(f"{path}: {name}: expected {expected}, got {value!r}.")
+
+
+def _json(path: str, name: str, value: Any) -> str:
+  try:
+    return json.dumps(value, allow_nan=False)
+  except (TypeError, ValueError) as error:
+    # TOML has dates, times and infinities, which JSON does not.
+    raise ValueError(f"{path}: {name}: {error}; write it as text.") from None
+
+
+def text(resolved: Mapping[str, Any]) -> str:
+  """Returns options as a file that `--config` reads; those without a value are out."""
+  lines = []
+  for name, value in resolved.items():
+    if value is not None:
+      # A JSON text, number or array of these is TOML, but for one control character.
+      written = json.dumps(value, ensure_ascii=False, default=str)
+      lines.append(f"{name} = {written}\n".replace("\x7f", r"\u007f"))
+  return "".join(lines)

@@ -1,0 +1,97 @@
+"""`mxjax discover report | status | explain | verify`: what reads a run's folder."""
+
+import argparse
+import pathlib
+import time
+from typing import Any
+
+from mxjax.cli import options as shared
+
+
+def add_parser(verbs: Any) -> None:
+  """Adds the four verbs and their options."""
+
+  def verb(name: str, told: str, run: Any) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=told, description=told)
+    parser.add_argument("folder", metavar="DIR", help="folder of a run")
+    parser.set_defaults(run=run)
+    return parser
+
+  verb("report", "write DIR/report.html", report)
+  follow = verb("status", "how far a run is, also while it goes on", status)
+  follow.add_argument(
+    "--follow",
+    type=shared.amount,
+    nargs="?",
+    const=2.0,
+    metavar="SECONDS",
+    help="look again every 2 s, or so many, until the run has ended",
+  )
+  story = verb("explain", "why a program exists", explain)
+  story.add_argument("program", metavar="PROGRAM", help="start of its identity")
+  told = "compute every hash again, and run some programs again"
+  audit = verb("verify", told, verify)
+  audit.add_argument(
+    "--calls", type=shared.whole(0), default=3, metavar="K", help="programs"
+  )
+
+
+def report(options: argparse.Namespace) -> None:
+  """Writes the report."""
+  from mxjax.cli.output import say
+  from mxjax.discovery.audit import report as pages
+
+  say(f"report: {pages.write(pathlib.Path(options.folder))}")
+
+
+def status(options: argparse.Namespace) -> None:
+  """Prints how far a run is, once or until it has ended; only reads."""
+  from rich import live
+  from rich.text import Text
+
+  from mxjax.cli.output import STDOUT, say
+  from mxjax.discovery.audit import status as progress
+  from mxjax.intake.texts import printable
+
+  folder = pathlib.Path(options.folder)
+  text, is_closed = progress.read(folder)
+  if not options.follow:
+    say(text)
+    return
+  with live.Live(console=STDOUT, auto_refresh=False) as shown:
+    while True:
+      shown.update(Text(printable(text)), refresh=True)
+      if is_closed:
+        return
+      time.sleep(options.follow)
+      text, is_closed = progress.read(folder)
+
+
+def explain(options: argparse.Namespace) -> None:
+  """Prints why a program exists."""
+  from mxjax.discovery.audit import explain as stories
+  from mxjax.discovery.core.store import begun_events
+
+  folder = pathlib.Path(options.folder)
+  margins = begun_events(folder)[0]["margins"]
+  for story in stories.find(folder, options.program):
+    print(stories.text(story, margins))
+
+
+def verify(options: argparse.Namespace) -> None:
+  """Audits a run.
+
+  Raises:
+    ValueError: Checks failed; the message lists all of them.
+  """
+  from mxjax.cli.output import say
+  from mxjax.discovery.audit import verify as audits
+
+  audit = audits.verify(pathlib.Path(options.folder), options.calls)
+  say(
+    f"{audit.events} events, {audit.packets} packets, {audit.programs} programs, "
+    f"{audit.ledger} calls charged, {audit.executed} executed again"
+  )
+  if audit.complaints:
+    raise ValueError("verify: " + "; ".join(audit.complaints))
+  say("everything holds")

@@ -1,0 +1,239 @@
+"""What options of `mxjax discover` name: a run, a study, and what they will cost."""
+
+import argparse
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from mxjax.discovery.core import task as tasks
+from mxjax.discovery.proposers import weighted
+from mxjax.discovery.sandbox.jail import LEVELS
+from mxjax.discovery.search import runs
+from mxjax.discovery.search.settings import SearchConfig
+from mxjax.discovery.studies.arms import ARMS, AS_IN_PAPER
+from mxjax.discovery.studies.study import StudyOptions
+from mxjax.discovery.tasks.ptq import programs
+
+LLM = ("llm", "cassette")
+PROPOSERS: Mapping[str, tuple[str, ...]] = {
+  **dict.fromkeys(("endpoint", "endpoint_model", "endpoints", "prices"), LLM),
+  **dict.fromkeys(("reasoning_effort", "cassette", "tokenizer"), LLM),
+  **dict.fromkeys(("max_tokens", "max_cost"), LLM),
+  "answers": ("human",),
+  "contested_accounts": ("embedded", "expressions"),
+}
+"""Options that some proposers alone have, and which those are."""
+OF_ALL_ARMS = ("screen", "start", "proposals_per_call", "revise_retired")
+"""Fields of `SearchConfig` that the command line sets for all arms of a study."""
+
+OWN_OF_STUDY: Mapping[str, Any] = {
+  "arm": "quantforge",
+  "width": 1,
+  "seed": 0,
+  "as_in_paper": False,
+  "holdout": "after",
+}
+"""Options of a run that a study sets itself, as they are if nobody gave them."""
+
+
+def run_options(options: argparse.Namespace) -> runs.RunOptions:
+  """Builds the options of a run folder.
+
+  Raises:
+    ValueError: What was chosen is not complete.
+  """
+  spec = {**_task(options.task), **_task_options(options.task_options)}
+  if options.task in tasks.WORLDS:
+    spec.setdefault("seed", options.seed)
+  named = {
+    "model": options.model,
+    "holdout": options.holdout_model,
+    "transfer": options.transfer_model,
+    "dtype": options.dtype,
+  }
+  given = {name: value for name, value in named.items() if value}
+  if given and options.task in tasks.WORLDS:
+    raise ValueError(
+      f"discover: expected no model or dtype for --task {options.task}, got "
+      f"{', '.join(map(str, given.values()))}; leave it out, or use --task ptq."
+    )
+  spec |= given
+  config = {
+    "seed": options.seed,
+    "budget": options.budget,
+    "width": options.width,
+    "revise_retired": options.revise_retired,
+    **ARMS[options.arm].changes,
+  }
+  if options.as_in_paper:
+    config |= AS_IN_PAPER
+  if options.paper_allocation:
+    config["allocation"] = ARMS[options.arm].allocation
+  if options.proposals_per_call != SearchConfig.proposals_per_call:
+    config["proposals_per_call"] = options.proposals_per_call
+  if options.start:
+    config["start"] = _program(options.start)
+  for name in ("max_tokens", "max_cost", "screen"):
+    if getattr(options, name) is not None:
+      config[name] = getattr(options, name)
+  return runs.RunOptions(
+    task=spec,
+    config=config,
+    sandbox=options.sandbox,
+    proposer=_proposer(options),
+    holdout=options.holdout,
+  )
+
+
+def _task_options(text: str) -> dict[str, Any]:
+  """Returns the JSON object of `--task-options`.
+
+  Raises:
+    ValueError: The text is no JSON object.
+  """
+  try:
+    values = json.loads(text)
+  except ValueError as error:
+    values = error
+  if not isinstance(values, dict):
+    told = f"{text[:80]!r}" + (f": {values}" if isinstance(values, ValueError) else "")
+    raise ValueError(
+      f"discover: expected a JSON object in --task-options, got {told}; write one in "
+      """single quotes, such as '{"objective": "kl"}'."""
+    )
+  return values
+
+
+def _proposer(options: argparse.Namespace) -> dict[str, Any]:
+  """Returns the settings of the proposer.
+
+  Raises:
+    ValueError: What the proposer needs is absent, or what it would ignore is given.
+  """
+  for name, kinds in PROPOSERS.items():
+    if getattr(options, name) and options.proposer not in kinds:
+      raise ValueError(
+        f"discover: --{name.replace('_', '-')} is for --proposer {' or '.join(kinds)}, "
+        f"got {options.proposer}; leave it out."
+      )
+  proposer: dict[str, Any] = {"kind": options.proposer}
+  if options.contested_accounts:
+    proposer["contested"] = True
+  if options.proposer == "human":
+    proposer["folder"] = options.answers or "answers"
+  if options.proposer not in LLM:
+    return proposer
+  if options.proposer == "cassette" and not options.cassette:
+    raise ValueError("discover: cassette needs --cassette, the file to replay.")
+  single = {
+    "base_url": options.endpoint,
+    "model": options.endpoint_model,
+    "prices": options.prices,
+  }
+  single = {name: value for name, value in single.items() if value is not None}
+  if options.endpoints:
+    if single:
+      raise ValueError(
+        "discover: --endpoints has each address, model and prices; leave out "
+        "--endpoint, --endpoint-model and --prices."
+      )
+    proposer["endpoints"] = weighted.endpoints(options.endpoints)
+  elif options.proposer == "llm" and not {"base_url", "model"} <= single.keys():
+    raise ValueError(
+      "discover: llm needs --endpoint and --endpoint-model, or --endpoints."
+    )
+  proposer |= single
+  priced = [one.get("prices") for one in proposer.get("endpoints", [proposer])]
+  if options.max_cost is not None and not all(priced):
+    raise ValueError("discover: --max-cost needs the prices of every endpoint.")
+  return proposer | {
+    "cassette": options.cassette,
+    "tokenizer": options.tokenizer,
+    "effort": options.reasoning_effort,
+  }
+
+
+def _program(name: str) -> str:
+  """Returns the source of a file, or of a program of the ptq task.
+
+  Raises:
+    ValueError: There is neither.
+  """
+  path = pathlib.Path(name)
+  if path.is_file():
+    return path.read_text()
+  if name not in programs.NAMES:
+    raise ValueError(
+      f"discover: --start: expected a file, {', '.join(programs.NAMES)}, got {name!r}."
+    )
+  return programs.source(name)
+
+
+def _task(name: str) -> dict[str, Any]:
+  """Returns the beginning of a task's specification, with the folder of its module."""
+  if pathlib.Path(name).is_dir():
+    return {"task": str(pathlib.Path(name).resolve())}
+  module, _, function = name.partition(":")
+  here = pathlib.Path.cwd()
+  package = module.partition(".")[0]
+  is_here = any((here / file).exists() for file in (f"{package}.py", package))
+  # The command's own sys.path does not have the current folder.
+  if function and is_here:
+    return {"task": name, "path": str(here)}
+  return {"task": name}
+
+
+def study_options(
+  parsed: argparse.Namespace, spec: Mapping[str, Any], run: runs.RunOptions
+) -> StudyOptions:
+  """Builds the options of a study folder, from those of a run on the task `spec`.
+
+  Raises:
+    ValueError: The sandbox is off for a proposer other than `embedded`; or an option is
+      set that a study does not have.
+  """
+  if given := [
+    f"--{name.replace('_', '-')}" + f" {value}" * (value is not True)
+    for name, default in OWN_OF_STUDY.items()
+    if (value := getattr(parsed, name)) != default
+  ]:
+    raise ValueError(
+      "study: a study has its own arms, of one proposal from each state, seeds, "
+      f"accounting and held-out marks; leave out {' and '.join(given)}."
+    )
+  proposer = run.proposer
+  if proposer["kind"] != "embedded" and parsed.sandbox == "off":
+    raise ValueError(
+      f"study: programs of {proposer['kind']} run in a sandbox; use --sandbox "
+      f"{LEVELS[0]}."
+    )
+  return StudyOptions(
+    task=spec,
+    seeds=tuple(parsed.seeds),
+    tuning_seeds=tuple(parsed.tuned_on),
+    budget=parsed.budget,
+    gate=parsed.gate,
+    gate_at=parsed.gate_at,
+    is_allocated=parsed.paper_allocation,
+    is_sequential=parsed.our_accounting,
+    config={
+      name: value
+      for name, value in run.config.items()
+      if name in OF_ALL_ARMS and value != getattr(SearchConfig, name)
+    },
+    expects=parsed.expects,
+    sandbox=parsed.sandbox,
+    proposer=proposer,
+  )
+
+
+def measured(task: tasks.Task, sandbox: str, calls: int) -> str:
+  """Runs the default program twice and says what a number of calls would take."""
+  first, later = runs.measure_calls(task, sandbox)
+  low, high = (calls * seconds / 3600 for seconds in sorted((first, later)))
+  return (
+    f"A call of the default program took {first:.1f} s with start and compilation, and "
+    f"{later:.1f} s again (sandbox {sandbox}); {calls} calls on one worker take "
+    f"{low:.2f} to {high:.2f} h, depending on how many programs are new."
+  )

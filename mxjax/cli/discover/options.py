@@ -1,0 +1,144 @@
+"""Options of a run and of a study of `mxjax discover`."""
+
+import argparse
+import pathlib
+
+from mxjax.cli import options as shared
+from mxjax.discovery.sandbox import jail
+from mxjax.discovery.studies.arms import ARMS
+
+FLAG = argparse.BooleanOptionalAction
+"""So that the command line can take back what a file of options says."""
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+  """Adds the file of options, and limits of what the proposer may use."""
+  parser.add_argument(
+    "--config",
+    metavar="FILE",
+    help="a TOML file with options of `run` under their names here; options of the "
+    "command line win",
+  )
+  parser.add_argument(
+    "--max-tokens",
+    type=shared.whole(1),
+    metavar="N",
+    help="end the run after the answer with which the proposer has used N, in and out",
+  )
+  parser.add_argument(
+    "--max-cost",
+    type=shared.amount,
+    metavar="DOLLARS",
+    help="the same at the given prices",
+  )
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+  """Adds what executes candidates; a run may be resumed with other workers."""
+  add = parser.add_argument
+  add("--workers", type=shared.whole(1), default=1, metavar="N", help="processes")
+  add("--ray", action=FLAG, help="workers on a Ray cluster")
+  add(
+    "--compiled",
+    metavar="DIR",
+    type=pathlib.Path,
+    help="where jailed workers share compiled programs, also with later runs; they "
+    "may write there",
+  )
+  parser.set_defaults(ray=False)
+
+
+def add_task(parser: argparse.ArgumentParser) -> None:
+  """Adds what is searched and how."""
+  add, whole = parser.add_argument, shared.whole(1)
+  add(
+    "--task",
+    default="ptq",
+    help="ptq, world, noisy-world, package.module:function, or a folder with "
+    "initial.py and evaluate.py",
+  )
+  add("--task-options", default="{}", metavar="JSON", help="options of the task")
+  add("--model", metavar="MODEL", help="visible model of the ptq task")
+  add("--holdout-model", metavar="MODEL", help="held-out model of the ptq task")
+  told = "model of the ptq task on which a gain must hold to be built upon"
+  add("--transfer-model", metavar="MODEL", help=told)
+  told = "compute dtype of the models of the ptq task; float32 when omitted"
+  shared.add(parser, "--dtype", help=told)
+  add("--budget", type=whole, default=240, metavar="CALLS", help="of the evaluator")
+  add("--seed", type=int, default=0, help="of every random choice")
+  add("--arm", default="quantforge", choices=sorted(ARMS), help="which search")
+  told = "the program to begin from: a file, or gptq, wush or hires for the ptq task"
+  add("--start", default="", metavar="PROGRAM", help=told)
+  told = "revise programs whose own change a verdict retired, by taking it back"
+  add("--revise-retired", action=FLAG, default=True, help=told)
+  add("--width", type=whole, default=1, help="proposals made from one state")
+  add(
+    "--screen",
+    type=shared.amount,
+    metavar="RATIO",
+    help="measure the task's free proxy, and refuse candidates whose proxy is above "
+    "RATIO of their parent's",
+  )
+  add(
+    "--proposals-per-call",
+    type=whole,
+    default=6,
+    metavar="N",
+    help="after N proposals for each call of the budget the run ends",
+  )
+  add(
+    "--as-in-paper",
+    action=FLAG,
+    help="run every registered control, and charge repeated executions",
+  )
+  add(
+    "--paper-allocation",
+    action=FLAG,
+    help="divide the 240 calls among candidates, controls and probes as the paper does",
+  )
+  told = "how candidates are jailed"
+  add("--sandbox", default="strict", choices=jail.LEVELS, help=told)
+  add(
+    "--holdout",
+    default="after",
+    choices=("after", "during", "off"),
+    help="when champions are measured on held-out data",
+  )
+  _add_proposer(parser)
+  flags = ("as_in_paper", "paper_allocation", "contested_accounts")
+  parser.set_defaults(**dict.fromkeys(flags, False))
+
+
+def _add_proposer(parser: argparse.ArgumentParser) -> None:
+  add = parser.add_argument
+  add(
+    "--proposer",
+    default="embedded",
+    metavar="KIND",
+    help="embedded, expressions, llm, cassette or human",
+  )
+  add("--endpoint", metavar="URL", help="OpenAI-compatible base URL")
+  add("--endpoint-model", metavar="NAME", help="the model to ask there")
+  add(
+    "--endpoints",
+    metavar="JSON",
+    help="several instead: a list of objects with url and model, and if need be "
+    "weight, prices, deadline in seconds (600) and key-variable, the environment "
+    "variable of its key",
+  )
+  add(
+    "--prices",
+    type=shared.amount,
+    nargs=2,
+    metavar=("IN", "OUT"),
+    help="dollars a million tokens, to count what llm costs",
+  )
+  add("--reasoning-effort", metavar="LEVEL", help="asked of the model, such as high")
+  add(
+    "--contested-accounts",
+    action=FLAG,
+    help="embedded edits register only accounts that a control must tell apart",
+  )
+  add("--cassette", metavar="FILE", help="record to it (llm) or replay it (cassette)")
+  add("--tokenizer", metavar="FILE", help="tokenizer.json for exact budgets")
+  add("--answers", metavar="DIR", help="folder of the human queue")

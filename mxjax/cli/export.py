@@ -1,0 +1,251 @@
+"""`mxjax export`: writes a quantized model in the format of another program."""
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+from mxjax import methods
+from mxjax.cli import options as shared
+
+if TYPE_CHECKING:
+  import numpy as np
+
+  from mxjax.calibration.calibration import Params
+  from mxjax.storage.export import Source
+
+FORMATS = ("compressed-tensors", "dequant", "safetensors", "transformers")
+COMPRESSED = ("rtn", "gptq", "spinquant", "focus")
+"""Methods whose models compressed-tensors holds as they are."""
+TRANSFORMED = ("mr-gptq", "brq")
+"""Methods whose models it holds with --transforms."""
+
+
+def formats(method: str) -> tuple[str, ...]:
+  """Returns the formats that can hold a model of a method, given with its options."""
+  name, tuned = methods.base_name(method), "+tune" in method
+  # Both add to a linear what compressed-tensors has no place for.
+  is_recovered = method.startswith(f"{name}+r") or "recover=" in method
+  is_plain = name in (*COMPRESSED, *TRANSFORMED) and not (tuned or is_recovered)
+  return FORMATS if is_plain else FORMATS[1:]
+
+
+def add_parser(commands: Any) -> None:
+  """Adds the command and its options."""
+  parser = commands.add_parser(
+    "export",
+    help="write a quantized model for other programs",
+    description="Writes a folder of `quantize` in another format. What the format "
+    "cannot hold is refused by name; --drop leaves it out, and then the model is "
+    "measured again before it is written, with the result in "
+    "OUT/mxjax_export.json.",
+  )
+  shared.add(parser, "checkpoint")
+  add = parser.add_argument
+  add(
+    "--format",
+    required=True,
+    choices=FORMATS,
+    help="compressed-tensors for vLLM and its like, where the activation rule is the "
+    f"runtime's, for {', '.join(COMPRESSED)}, and {' and '.join(TRANSFORMED)} with "
+    "--transforms; dequant, a plain folder of effective weights whose activations are "
+    "not rounded; safetensors, all of our own state; transformers, everything, and "
+    "torch code that runs the strict model, slowly",
+  )
+  shared.add(parser, "--out")
+  add(
+    "--drop",
+    metavar="NAMES",
+    help="comma list of what to leave out, by the names that a refusal gives, such as "
+    "maps,refinement",
+  )
+  add(
+    "--transforms",
+    action="store_true",
+    help="keep Hadamards without signs as transform_config; a runtime that ignores it "
+    "computes nonsense",
+  )
+  add(
+    "--model",
+    metavar="FOLDER",
+    help="the folder of the float model: its config.json, generation config and "
+    "tokenizer files are taken",
+  )
+  add(
+    "--dtype",
+    default="bfloat16",
+    choices=("bfloat16", "float32"),
+    help="of the linears of dequant",
+  )
+  add("--shard-gb", type=float, default=5.0, metavar="GB", help="largest file")
+  group = parser.add_argument_group("measuring")
+  shared.add(group, "--data", help="the embedded text when omitted")
+  told = "0 measures nothing, where nothing is dropped"
+  shared.add(group, "--windows", type=shared.whole(0), help=told)
+  shared.add(group, "--window-length")
+  shared.add(parser, "--json")
+  parser.set_defaults(run=run, unset={"dtype": parser.get_default("dtype")})
+
+
+def run(options: argparse.Namespace) -> None:
+  """Writes the model in the format, after measuring what it lost, and says so.
+
+  Raises:
+    FileNotFoundError: The float model's folder does not exist.
+    ValueError: The largest file has no size, options would be ignored, something
+      dropped would not be measured, or the format cannot hold the model.
+  """
+  if options.model is not None and not pathlib.Path(options.model).is_dir():
+    raise FileNotFoundError(
+      f"export: expected --model with the folder of the float model, got "
+      f"{options.model}, which is none; correct the path."
+    )
+  if not 0 < options.shard_gb < float("inf"):
+    raise ValueError(
+      f"export: expected --shard-gb above 0, got {options.shard_gb}; correct it."
+    )
+  if options.format != "dequant" and shared.given(options, "dtype"):
+    raise ValueError(
+      f"export: expected --dtype beside --format dequant, got {options.format}, which "
+      "writes what the checkpoint has; leave it out."
+    )
+  import jax.numpy as jnp
+  import numpy as np
+
+  from mxjax import models
+  from mxjax.calibration.calibration import token_fingerprint
+  from mxjax.cli import inputs, output
+  from mxjax.evaluation import subjects
+  from mxjax.storage import atomic_io, checkpoint, export
+  from mxjax.storage.export import features
+  from mxjax.storage.export.folder import MANIFEST
+
+  out = atomic_io.check_output(options.out)
+  dropped = features.parse(options.drop)
+  folder = subjects.checkpoint_folder(options.checkpoint)
+  source = _open(folder)
+  # Features that the format cannot hold are rejected before anything is measured.
+  params = _check(options, dropped, source)
+  record: dict[str, Any] = {"dropped": list(dropped)}
+  if options.windows:
+    tokenizer = models.Tokenizer.from_folder(folder / checkpoint.TOKENIZER)
+    tokens = inputs.test_windows(options, options.data, tokenizer)
+    record["evaluation"] = {
+      "data": options.data or "embedded test",
+      "perplexity": _measure(options, bool(dropped), source, params, tokens),
+      "windows": list(np.shape(tokens)),
+      "tokens": token_fingerprint(tokens),
+    }
+  elif dropped:
+    raise ValueError(
+      "export: a model that lost something is measured before it is written, got "
+      "--windows 0; give it windows to be measured on."
+    )
+  writers = {
+    "compressed-tensors": functools.partial(
+      export.write_compressed_tensors, transforms=options.transforms
+    ),
+    "dequant": functools.partial(export.write_dequant, dtype=jnp.dtype(options.dtype)),
+    "safetensors": export.write_state,
+    "transformers": export.write_transformers,
+  }
+  writers[options.format](
+    out,
+    dataclasses.replace(source, params=params, record=record),
+    export.Companions(
+      folder / checkpoint.TOKENIZER,
+      pathlib.Path(options.model) if options.model else None,
+    ),
+    shard_bytes=int(options.shard_gb * 1e9),
+  )
+  manifest = json.loads((out / MANIFEST).read_text())
+  if options.json:
+    print(json.dumps(manifest))
+    return
+  for name, value in record.get("evaluation", {}).get("perplexity", {}).items():
+    output.say(f"perplexity, {name}: {value:.4f}")
+  output.say(f"activations: {manifest['activations']}")
+  output.say(f"wrote {options.format}: {out}")
+
+
+def _open(folder: pathlib.Path) -> "Source":
+  """Opens a checkpoint under its own contract, with the metadata of an export."""
+  from mxjax import models
+  from mxjax.numerics.contract import Contract
+  from mxjax.storage import checkpoint
+  from mxjax.storage.export import Source
+
+  manifest = checkpoint.read_manifest(folder)
+  contract = Contract.from_dict(manifest["contract"])
+  params, config = checkpoint.restore_checkpoint(folder, contract=contract)
+  keys = ("digest", "contract", "contract_hash", "program", "calibration", "extra")
+  facts = {key: manifest.get(key) for key in keys}
+  return Source(params, models.ModelConfig.from_dict(config), facts=facts)
+
+
+def _check(
+  options: argparse.Namespace, dropped: tuple[str, ...], source: "Source"
+) -> dict[str, Any]:
+  """Drops features and checks that the format can hold the remaining params."""
+  from mxjax.storage.export import (
+    compressed_tensors,
+    dequant,
+    features,
+    transformers_folder,
+  )
+
+  present = features.features_of(source.params)
+  if absent := [name for name in dropped if name not in present]:
+    raise ValueError(
+      f"export: expected --drop of what the model has ({', '.join(present) or 'no'}), "
+      f"got {', '.join(absent)}; leave these names out."
+    )
+  if dropped and options.format == "safetensors":
+    raise ValueError(
+      "export: --format safetensors holds everything, so there is nothing to --drop; "
+      "leave it out."
+    )
+  if options.transforms and options.format != "compressed-tensors":
+    raise ValueError(
+      "export: --transforms is for --format compressed-tensors; leave it out."
+    )
+  params = features.drop(source.params, dropped)
+  if options.format == "compressed-tensors":
+    compressed_tensors.check(params, transforms=options.transforms)
+  elif options.format == "dequant":
+    dequant.check(params, source.config)
+  elif options.format == "transformers":
+    transformers_folder.to_tensors(params)
+  return params
+
+
+def _measure(
+  options: argparse.Namespace,
+  is_changed: bool,
+  source: "Source",
+  params: "Params",
+  tokens: "np.ndarray",
+) -> dict[str, float]:
+  """Measures perplexity of the checkpoint and of the exported model."""
+  import jax.numpy as jnp
+
+  from mxjax import models
+  from mxjax.evaluation.measures.perplexity import perplexity
+  from mxjax.storage.export import compressed_tensors, dequant
+
+  def measure(params: "Params", config: models.ModelConfig = source.config) -> float:
+    return perplexity(models.CausalLM(config), params, tokens).mean
+
+  measured = {"checkpoint": measure(source.params)}
+  if is_changed:
+    measured["with what was dropped left out"] = measure(params)
+  if options.format == "dequant":
+    dtype = jnp.dtype(options.dtype)
+    effective, config, _ = dequant.effective_params(params, source.config, dtype)
+    measured["exported, activations not rounded"] = measure(effective, config)
+  if options.format == "compressed-tensors":
+    name = "exported, activations as compressed-tensors rounds them"
+    measured[name] = measure(compressed_tensors.runtime_params(params))
+  return measured

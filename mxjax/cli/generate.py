@@ -1,0 +1,217 @@
+"""`mxjax generate`: continues a prompt; and what `chat` and `demo` share with it."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mxjax.cli import options as shared
+
+if TYPE_CHECKING:
+  import numpy as np
+
+  from mxjax.models import Tokenizer
+  from mxjax.models.streaming import PrefixCache
+
+SEEDS = 2**32
+"""Seeds of a sample; JAX takes others for one of these, or for none."""
+
+
+def add_parser(commands: Any) -> None:
+  """Adds the command and its options."""
+  parser = commands.add_parser("generate", help="continue a prompt")
+  shared.add(parser, "source")
+  parser.add_argument("--prompt", required=True, help="the text to continue")
+  add_sampling(parser)
+  shared.add(parser, "--json")
+  parser.set_defaults(run=run)
+
+
+def add_sampling(
+  parser: argparse.ArgumentParser,
+  max_new_tokens: int = 32,
+  temperature: float = 0.0,
+  top_p: float | None = None,
+) -> None:
+  """Adds the options of text that is made, with their defaults, and of its model."""
+  group = parser.add_argument_group("sampling")
+  add = group.add_argument
+  add(
+    "--max-new-tokens",
+    type=shared.whole(1),
+    default=max_new_tokens,
+    metavar="N",
+    help="most tokens to make",
+  )
+  add(
+    "--temperature",
+    type=float,
+    default=temperature,
+    metavar="X",
+    help="divides the logits; 0 takes the likeliest token",
+  )
+  add("--top-k", type=shared.whole(1), metavar="K", help="only the K likeliest tokens")
+  add(
+    "--top-p",
+    type=float,
+    default=top_p,
+    metavar="P",
+    help="only the likeliest tokens that reach probability P together",
+  )
+  add(
+    "--stop",
+    action="append",
+    default=[],
+    metavar="TEXT",
+    help="end before this text; may be repeated",
+  )
+  shared.add(group, "--seed")
+  shared.add(parser, "--storage", "--dtype", "--compiled")
+  parser.set_defaults(unset={"top_k": None, "top_p": top_p})
+
+
+def sampling(options: argparse.Namespace) -> dict[str, Any]:
+  """Returns the arguments of `speak` for the options of `add_sampling`.
+
+  Raises:
+    ValueError: A text to stop at is empty, and would be found at once; a seed that
+      another one stands for; options that would be ignored.
+  """
+  command = options.command
+  if "" in options.stop:
+    raise ValueError(
+      f"{command}: expected --stop with some text, got none; leave it out."
+    )
+  if options.seed >= SEEDS:
+    raise ValueError(
+      f"{command}: expected a --seed below {SEEDS}, got {options.seed}; choose another."
+    )
+  if options.temperature == 0 and (ignored := shared.given(options, "top_k", "top_p")):
+    raise ValueError(
+      f"{command}: expected --temperature above 0 beside {ignored}, got 0, which takes "
+      "the likeliest token; correct the options."
+    )
+  return {
+    "max_new_tokens": options.max_new_tokens,
+    "temperature": options.temperature,
+    "top_k": options.top_k,
+    "top_p": options.top_p,
+    "stops": options.stop,
+    "seed": options.seed,
+  }
+
+
+def run(options: argparse.Namespace) -> None:
+  """Prints the prompt and its continuation, as JSON or piece by piece."""
+  import numpy as np
+
+  from mxjax.evaluation import subjects
+  from mxjax.models.streaming import PrefixCache
+
+  storage, arguments = shared.storage(options.storage), sampling(options)
+  model, params, tokenizer = subjects.restore(
+    options.source, storage=storage, dtype=options.dtype
+  )
+  ids = tokenizer.encode(options.prompt)
+  ids = np.concatenate([np.asarray(tokenizer.prefix_ids, np.int32), ids])
+  # The cache needs no more room than this text.
+  cache = PrefixCache(model, params, len(ids) + options.max_new_tokens + 1)
+  if options.json:
+    facts = speak(cache, tokenizer, ids, **arguments)
+    print(json.dumps(facts | {"text": options.prompt + facts["text"]}))
+    return
+  print(options.prompt, end="", flush=True)
+  speak_aloud(cache, tokenizer, ids, **arguments)
+
+
+def speak_aloud(
+  cache: "PrefixCache", tokenizer: "Tokenizer", ids: "np.ndarray", **arguments: Any
+) -> str:
+  """Prints a continuation as it is made, its speed on stderr; returns the text."""
+  facts = speak(
+    cache,
+    tokenizer,
+    ids,
+    show=lambda piece: print(piece, end="", flush=True),
+    **arguments,
+  )
+  print()
+  parts = [f"{facts['tokens']} tokens"]
+  if facts["tokens_per_second"]:
+    parts.append(f"{facts['tokens_per_second']:.1f} tokens/s")
+  if facts["tokens"]:
+    parts.append(f"first after {facts['first_token_seconds']:.1f} s")
+  print(f"[{', '.join([*parts, facts['end']])}]", file=sys.stderr)
+  return facts["text"]
+
+
+def speak(
+  cache: "PrefixCache",
+  tokenizer: "Tokenizer",
+  ids: "np.ndarray",
+  *,
+  max_new_tokens: int,
+  stops: Sequence[str] = (),
+  seed: int = 0,
+  show: Callable[[str], object] = lambda piece: None,
+  **sampling: Any,
+) -> dict[str, Any]:
+  """Continues a prompt, int32 `[T]`, and shows each piece of text when it is known.
+
+  `sampling` goes to `models.streaming.stream`. An interruption ends the text.
+
+  Returns:
+    JSON-ready: `text`, `tokens`, `seconds`, `first_token_seconds` (with the prompt and
+    whatever had to be compiled), `tokens_per_second` after the first token, and `end`.
+
+  Raises:
+    ValueError: The prompt is empty or too long, or an option is out of range.
+  """
+  import jax
+
+  from mxjax.models.streaming import stream, text_pieces
+
+  if not len(ids):
+    raise ValueError("generate: the prompt is empty; give at least one word.")
+  began = time.perf_counter()
+  times: list[float] = []
+  # What the stream does not finish, a stop string does.
+  end = "stop string"
+
+  def timed() -> Iterator[int]:
+    nonlocal end
+    for token in stream(
+      cache,
+      ids,
+      max_new_tokens=max_new_tokens,
+      key=jax.random.key(seed),
+      eos_ids={tokenizer.eos_id, *cache.model.config.eos_ids} - {None},
+      **sampling,
+    ):
+      times.append(time.perf_counter() - began)
+      yield token
+    if len(times) == max_new_tokens:
+      end = f"{max_new_tokens} new tokens"
+    elif len(times) == cache.limit - len(ids):
+      end = f"context of {cache.limit} tokens full"
+    else:
+      end = "end of text"
+
+  pieces: list[str] = []
+  try:
+    for piece in text_pieces(timed(), tokenizer.decode, stops):
+      pieces.append(piece)
+      show(piece)
+  except KeyboardInterrupt:
+    end = "interrupted"
+  rest = times[-1] - times[0] if times else 0.0
+  return {
+    "text": "".join(pieces),
+    "tokens": len(times),
+    "seconds": round(time.perf_counter() - began, 3),
+    "first_token_seconds": round(times[0], 3) if times else None,
+    "tokens_per_second": round((len(times) - 1) / rest, 2) if rest else None,
+    "end": end,
+  }

@@ -1,0 +1,143 @@
+"""What options name: devices, models, tokens; and what a command is about to do."""
+
+import argparse
+from collections.abc import Iterable
+
+import numpy as np
+from jax.sharding import Mesh
+
+from mxjax import methods, models
+from mxjax.audit import plan
+from mxjax.cli import output
+from mxjax.devices import mesh as meshes
+from mxjax.devices import processes
+from mxjax.evaluation import datasets, estimates, subjects
+from mxjax.evaluation.names import DEFAULT_MODEL
+from mxjax.evaluation.report import numbers
+from mxjax.evaluation.subjects import CalibrationSample, Evaluation, Prepared
+from mxjax.intake import texts
+
+
+def mesh_of(options: argparse.Namespace) -> Mesh | None:
+  """Joins the other processes, if any, and returns the mesh that the options name.
+
+  Raises:
+    ValueError: A process was named without `--distributed`, or a size does not fit.
+  """
+  joins = ("coordinator", "processes", "process")
+  named = [f"--{name}" for name in joins if getattr(options, name, None) is not None]
+  if options.distributed:
+    processes.connect(options.coordinator, options.processes, options.process)
+  elif named:
+    raise ValueError(
+      f"devices: expected --distributed beside {', '.join(named)}, got none; add it, "
+      "or leave these out."
+    )
+  if options.mesh is not None:
+    return meshes.make(**meshes.sizes(options.mesh))
+  return meshes.make() if options.distributed else None
+
+
+def model_name(options: argparse.Namespace) -> str:
+  """Returns MODEL as given, or the name of the embedded model."""
+  return options.model or DEFAULT_MODEL
+
+
+def sample(options: argparse.Namespace) -> CalibrationSample:
+  """Returns the calibration sample that the options name."""
+  return CalibrationSample(
+    source=options.calib,
+    sequences=options.sequences,
+    length=options.length,
+    seed=options.seed,
+    sampling=options.sampling,
+  )
+
+
+def evaluation(options: argparse.Namespace) -> Evaluation:
+  """Returns the tests and measures that the options name."""
+  return Evaluation(
+    sources=tuple(texts.split(options.data or "")) or (None,),
+    windows=options.windows,
+    window_length=options.window_length,
+    replicates=options.replicates,
+    operator_error=options.operator_error,
+    agreement=options.agreement,
+  )
+
+
+def test_windows(
+  options: argparse.Namespace, source: str | None, tokenizer: models.Tokenizer
+) -> np.ndarray:
+  """Loads the test windows of one source, int32 `[windows, window_length]`."""
+  return datasets.load_tokens(
+    source,
+    tokenizer,
+    count=options.windows,
+    length=options.window_length,
+    split="test",
+  )
+
+
+def prepare(
+  options: argparse.Namespace, names: Iterable[str] = (), mesh: Mesh | None = None
+) -> Prepared:
+  """Loads what a quantizing command needs, for `mesh`, as the options name it.
+
+  First it says what the methods `names` are about to take.
+  """
+  tell = output.teller(options.log if processes.is_leader() else "none")
+  tell(f"loading {model_name(options)}")
+  config = models.load_config(options.model, dtype=options.dtype)
+  on_disk = subjects.stays_on_disk(config, options.on_disk)
+  for line in _announcement(options, config, names, on_disk=on_disk):
+    tell(line)
+  return subjects.prepare(
+    options.model,
+    sample(options),
+    evaluation(options),
+    dtype=options.dtype,
+    on_disk=on_disk,
+    mesh=mesh,
+  )
+
+
+def _announcement(
+  options: argparse.Namespace,
+  config: models.ModelConfig,
+  names: Iterable[str],
+  *,
+  on_disk: bool,
+) -> list[str]:
+  """Returns sentences on settings, defaults included, and what they will take."""
+  names = tuple(names)
+  mesh = getattr(options, "mesh", None)
+  axes = meshes.sizes(mesh) if mesh else {}
+  planned = plan.plan(
+    config,
+    sequences=options.sequences,
+    length=options.length,
+    on_disk=on_disk,
+    data=axes.get("data", 1),
+    model=axes.get("model", 1),
+  )
+  text = lambda data: data or "embedded text"
+  memory = numbers.size(planned.peak)
+  lines = [
+    f"method: {', '.join(names)}" if names else "",
+    f"arithmetic: {config.dtype}",
+    f"calibration: {options.sequences} x {options.length:,} tokens of "
+    f"{text(options.calib)}, "
+    f"seed {options.seed}",
+    f"test: {options.windows} x {options.window_length:,} tokens of "
+    f"{text(options.data)}, {options.replicates} replicate(s)",
+    f"expected memory: about {memory}, layers {'on disk' if on_disk else 'in memory'}",
+  ]
+  tests = len(texts.split(options.data or "")) or 1
+  tokens = tests * options.windows * options.window_length * options.replicates
+  seconds = estimates.expected_seconds(planned, names, mesh, tokens) if names else None
+  if seconds:
+    learns = any(methods.base_name(name) in estimates.LEARNING for name in names)
+    about = "more than" if learns else "about"
+    lines.append(f"expected time: {about} {numbers.about(seconds)}")
+  return [line for line in lines if line]

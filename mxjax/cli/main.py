@@ -1,0 +1,164 @@
+"""The command line: one parser of all commands, and what runs them."""
+
+import argparse
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mxjax.cli import options as shared
+from mxjax.intake import texts
+
+COMMANDS = (
+  "plan",
+  "quantize",
+  "verify",
+  "evaluate",
+  "compare",
+  "reproduce",
+  "generate",
+  "chat",
+  "demo",
+  "export",
+  "import_",
+  "discover",
+)
+"""Modules of this package, in the order of the help text.
+
+Each has `add_parser`, which defines the options and sets `run`, a function of them.
+They import JAX only inside `run`, so that help is instant.
+"""
+MENDABLE = (ValueError, TypeError, OSError, NotImplementedError, FloatingPointError)
+"""Errors that users can fix; others are bugs of ours and show a traceback."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+  """Runs a command; errors that a user can fix become one line and exit code 2."""
+  words = list(sys.argv[1:] if words is None else words)
+  with _dying_quietly():
+    options = build_parser().parse_args(words)
+    options.arguments = words
+    # Imported late: this imports JAX, which help must not wait for.
+    importlib.import_module("mxjax.devices.processes")
+  return _launch(options)
+
+
+def build_parser() -> argparse.ArgumentParser:
+  """Builds the parser of all commands."""
+  parser = shared.Parser(
+    prog="mxjax",
+    description="Strict MXFP4 W4A4 post-training quantization of decoder LLMs in JAX.",
+    epilog="Example: mxjax quantize --sequences 8 --out runs/smollm2; "
+    "mxjax generate runs/smollm2 --prompt 'The moon is'",
+  )
+  parser.set_defaults(distributed=False, compiled_kept=None, log="bars")
+  parser.add_argument("--version", nargs=0, action=_Version, help="print the version")
+  commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+  for name in COMMANDS:
+    importlib.import_module(f"mxjax.cli.{name}").add_parser(commands)
+  return parser
+
+
+class _Version(argparse.Action):
+  """Prints the version, which is looked up only on request."""
+
+  def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    from importlib import metadata
+
+    try:
+      version = metadata.version("mxjax")
+    except metadata.PackageNotFoundError:
+      version = "(a checkout that is not installed)"
+    print(f"mxjax {version}")
+    parser.exit()
+
+
+@contextlib.contextmanager
+def _dying_quietly() -> Iterator[None]:
+  """Lets Ctrl-C end the process at once: an interrupted import prints a traceback."""
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, before)
+
+
+def _launch(options: argparse.Namespace) -> int:
+  """Runs a parsed command; a distributed process runs it in a supervised child."""
+  from mxjax.devices import execution, processes
+
+  execution.keep_freed_memory()
+  if options.compiled_kept:
+    try:
+      execution.keep_compiled(options.compiled_kept)
+    except OSError as error:
+      _report(options, "error", _sentence(error))
+      return 2
+  if not options.distributed:
+    return _run(options)
+  if not processes.is_supervised():
+    command = [sys.executable, "-P", "-m", "mxjax", *options.arguments]
+    return processes.supervise(command)
+  try:
+    code = _run(options)
+  except Exception as error:
+    if (message := processes.lost_message(error)) is None:
+      sys.excepthook(type(error), error, error.__traceback__)
+      processes.leave(1)
+    _report(options, "error", message)
+    processes.leave(processes.LOST)
+  if code:
+    # On a normal exit JAX would wait for the other processes, and they for this one.
+    processes.leave(code)
+  return code
+
+
+def _run(options: argparse.Namespace) -> int:
+  """Runs a command in this process; returns its exit code."""
+  from mxjax.devices import processes
+
+  try:
+    code = options.run(options) or 0
+    sys.stdout.flush()
+    return code
+  except KeyboardInterrupt as error:
+    _report(options, "stopped", str(error) or "interrupted")
+    return 130
+  except BrokenPipeError:
+    # Whoever read the output has enough; what is still to be flushed goes nowhere.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+  except MENDABLE as error:
+    if options.distributed and processes.lost_message(error):
+      raise
+    _report(options, "error", _sentence(error))
+    return 2
+
+
+def _sentence(error: Exception) -> str:
+  """Returns an error's text; of the system's own errors, with expectation and mend."""
+  if not (isinstance(error, OSError) and error.errno and error.strerror):
+    return str(error)
+  return (
+    f"{error.filename or 'output'}: expected to read or write here, got "
+    f"{error.strerror!r}; check the path, its permissions and the room on the disk."
+  )
+
+
+def _report(options: argparse.Namespace, event: str, message: str) -> None:
+  """Says on stderr how a command ended, as an event with `--log json`."""
+  if options.log == "json":
+    from mxjax.cli import output
+
+    output.emit(event, message=message)
+  else:
+    # Errors of the library name their place, which may be the command.
+    text = message.removeprefix(f"{options.command}: ")
+    print(texts.printable(f"mxjax {options.command}: {text}"), file=sys.stderr)

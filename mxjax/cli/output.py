@@ -1,0 +1,220 @@
+"""What commands print: sentences and tables on stdout, progress on stderr."""
+
+import contextlib
+import functools
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich import progress as rich_progress
+from rich import table as rich_table
+from rich.console import Console
+
+from mxjax.evaluation.estimates import Clock
+from mxjax.evaluation.report import numbers
+from mxjax.evaluation.report.tables import Table
+from mxjax.evaluation.subjects import EVALUATING
+from mxjax.intake import texts
+from mxjax.run.progress import OnProgress, Progress
+
+STDERR = Console(stderr=True)
+STDOUT = Console()
+Begin = Callable[[str], OnProgress]
+"""Starts the display of a method's progress."""
+
+
+def say(text: str) -> None:
+  """Prints a sentence without markup, escaped by `texts.printable`.
+
+  No line is broken, or a long path could be neither copied nor read by a program.
+  """
+  STDOUT.print(texts.printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def print_table(table: Table) -> None:
+  """Prints a table with its first column left-aligned and the others right-aligned."""
+  printed = rich_table.Table(
+    title=table.title, box=None, pad_edge=False, padding=(0, 2, 0, 0)
+  )
+  first, *others = table.head
+  printed.add_column(first, overflow="fold", min_width=8)
+  for head in others:
+    # Numbers are never broken, so that of narrow terminals only names are.
+    printed.add_column(head.replace(" ", "\n"), justify="right", no_wrap=True)
+  for row in table.rows:
+    printed.add_row(*row)
+  STDOUT.print(printed)
+  if table.note:
+    say(table.note)
+
+
+def task_table(result: dict[str, Any]) -> Table:
+  """Builds the table that `evaluate --tasks` prints."""
+  rows = []
+  for name, task in result["tasks"].items():
+    count, seconds = str(task["items"]), f"{task['seconds']:.0f}"
+    if "standard_error" in task:
+      score = f"{100 * task['score']:.2f} %"
+      error = f"{100 * task['standard_error']:.2f}"
+      rows.append([name, score, error, f"{count} / {task['official_items']}", seconds])
+    else:
+      rows.append([name, f"{task['score']:.3f}", "", f"{count} windows", seconds])
+  title = f"{result['method']} on {result['model']}"
+  return Table(title, ("task", "score", "±", "of", "seconds"), rows)
+
+
+def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
+  """Builds the final table of `compare` and `demo`, with a column a measure asked for.
+
+  Its short names and few digits leave room for three tests in 80 columns.
+  """
+  good = [row for row in rows if "error" not in row]
+  cells = [_cells(row) for row in good]
+  heads = [
+    head
+    for head in (cells[0] if cells else ())
+    if any(each[head] is not None for each in cells)
+  ]
+  body = []
+  if good:
+    exact = {f"ppl {k}": f"{v:.2f}" for k, v in good[0]["float_perplexity"].items()}
+    exact |= {"KL": "0", "flips": "0", "bits a weight": "16"}
+    exact["size, MiB"] = f"{good[0]['size']['bf16_total'] / 2**20:.4g}"
+    body.append(["BF16", *(exact.get(head, "-") for head in heads)])
+  for row in rows:
+    if "error" in row:
+      body.append([row["method"], "failed", *[""] * (len(heads) - 1)])
+    else:
+      shown = _cells(row)
+      body.append([row["method"], *(shown[head] or "-" for head in heads)])
+  note = "; ".join(f"{row['method']}: {row['error']}" for row in rows if "error" in row)
+  return Table("strict MXFP4 W4A4", ("method", *heads), body, note)
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str | None]:
+  """Returns the cells of a method by the head of their column; None: not measured."""
+  cells: dict[str, str | None] = {}
+  for name, result in row["perplexity"].items():
+    spread = f" ± {result['spread'] / 2:.2f}" if len(result["values"]) > 1 else ""
+    cells[f"ppl {name}"] = f"{result['mean']:.2f}{spread}"
+  error, compared = row["operator_error"], row.get("agreement")
+  return {
+    **cells,
+    "operator error": None if error is None else f"{error:.4f}",
+    "KL": f"{compared['kl_mean']:.4f}" if compared else None,
+    "flips": f"{compared['flips']:.2%}" if compared else None,
+    "bits a weight": f"{row['size']['quantized_linears']['bits_per_weight']:.2f}",
+    "size, MiB": f"{row['size']['total'] / 2**20:.4g}",
+    "build, s": f"{row['seconds']:.3g}",
+  }
+
+
+def print_rows(
+  rows: Sequence[dict[str, Any]], folder: pathlib.Path, *, as_json: bool = False
+) -> None:
+  """Prints rows as a table, or as JSON without the per-layer record."""
+  if as_json:
+    print(json.dumps([{k: v for k, v in row.items() if k != "record"} for row in rows]))
+    return
+  print_table(comparison_table(rows))
+  say(f"report: {folder / 'report.html'}")
+
+
+def emit(event: str, **values: Any) -> None:
+  """Prints one event as a JSON line on stderr."""
+  line = {"event": event, "time": round(time.time(), 3), **values}
+  print(json.dumps(line), file=sys.stderr, flush=True)
+
+
+def teller(form: str) -> Callable[[str], None]:
+  """Returns a function that prints sentences on stderr, as events for form `json`.
+
+  For form `none` it prints nothing.
+  """
+  if form == "none":
+    return lambda text: None
+  if form == "json":
+    return lambda text: emit("message", text=text)
+  return lambda text: STDERR.print(
+    texts.printable(text), markup=False, highlight=False, soft_wrap=True
+  )
+
+
+@contextlib.contextmanager
+def progress(form: str) -> Iterator[Begin]:
+  """Yields a function that starts a display: `bars`, events (`json`) or `none`."""
+  if form == "bars":
+    left = "{task.fields[left]}"
+    with _bars("{task.fields[method]}", "{task.description}", left) as shown:
+      yield functools.partial(_begin_bar, shown)
+  else:
+    yield _begin_events if form == "json" else lambda method: lambda now: None
+
+
+@contextlib.contextmanager
+def task_bars() -> Iterator[Callable[[str, int, int], None]]:
+  """Shows a bar per task with counts and elapsed time."""
+  with _bars("{task.description}", "{task.completed}/{task.total}", "") as shown:
+    known: dict[str, rich_progress.TaskID] = {}
+
+    def update(name: str, done: int, total: int) -> None:
+      if name not in known:
+        known[name] = shown.add_task(name, total=total)
+      shown.update(known[name], completed=done)
+
+    yield update
+
+
+def _bars(name: str, state: str, left: str) -> rich_progress.Progress:
+  """Returns a display of bars; the texts are templates of a task's fields."""
+  return rich_progress.Progress(
+    rich_progress.TextColumn(name),
+    rich_progress.BarColumn(bar_width=16),
+    rich_progress.TaskProgressColumn(),
+    rich_progress.TextColumn(state),
+    rich_progress.TimeElapsedColumn(),
+    rich_progress.TextColumn(left),
+    console=STDERR,
+  )
+
+
+def _begin_bar(shown: rich_progress.Progress, method: str) -> OnProgress:
+  task = shown.add_task("starting", total=1.0, method=method, left="")
+  clock = Clock()
+  first: int | None = None
+
+  def update(now: Progress) -> None:
+    nonlocal first
+    first = now.layer if first is None else first
+    text = now.stage
+    if not text.startswith(EVALUATING):
+      # Later layers have the shapes of the first, whose programs are compiled.
+      compiling = ", compiling" if now.layer == first else ""
+      text = f"layer {now.layer + 1}/{now.layers}: {text}{compiling}"
+    _, left = clock.update(now.fraction)
+    about = f"{numbers.about(left)} left" if left else ""
+    shown.update(task, completed=now.fraction, description=text, left=about)
+
+  return update
+
+
+def _begin_events(method: str) -> OnProgress:
+  clock = Clock()
+
+  def update(now: Progress) -> None:
+    spent, left = clock.update(now.fraction)
+    emit(
+      "progress",
+      method=method,
+      layer=now.layer,
+      layers=now.layers,
+      stage=now.stage,
+      fraction=round(now.fraction, 6),
+      seconds=round(spent, 3),
+      seconds_left=None if left is None else round(left, 3),
+    )
+
+  return update

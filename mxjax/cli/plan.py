@@ -1,0 +1,105 @@
+"""`mxjax plan`: estimates the cost of quantizing a model from its config alone."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from mxjax.cli import options as shared
+
+if TYPE_CHECKING:
+  from mxjax.audit.plan import Plan
+  from mxjax.evaluation.report.tables import Table
+
+
+def add_parser(commands: Any) -> None:
+  """Adds the command and its options."""
+  parser = commands.add_parser(
+    "plan",
+    help="what quantizing a model will take, from its config alone",
+    description="Prints parameters, blocks, storage, memory, disk and passes of HiRes "
+    "on MODEL; reads no weights. Memory is a rule of thumb for a process on CPU: "
+    "Python, JAX and compiled programs, the model or the layer in work, hidden "
+    "states, captured inputs, Hessians and a workspace, and an eighth on top. "
+    "Evaluating the quantized model afterwards is not in it.",
+  )
+  shared.add(parser, "model", "--sequences", "--length", "--on-disk")
+  shared.add(parser, "--dtype")
+  told = "memory of one of several devices: data=4,model=2"
+  shared.add(parser, "--mesh", help=told)
+  shared.add(parser, "--json")
+  parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+  """Prints the plan."""
+  from mxjax import models
+  from mxjax.audit import plan
+  from mxjax.cli import inputs, output
+  from mxjax.devices import mesh as meshes
+  from mxjax.evaluation.estimates import expected_seconds
+  from mxjax.evaluation.subjects import stays_on_disk
+
+  config = models.load_config(options.model, dtype=options.dtype)
+  axes = meshes.sizes(options.mesh) if options.mesh else {}
+  planned = plan.plan(
+    config,
+    sequences=options.sequences,
+    length=options.length,
+    on_disk=stays_on_disk(config, options.on_disk),
+    data=axes.get("data", 1),
+    model=axes.get("model", 1),
+  )
+  if options.json:
+    print(json.dumps(planned.to_dict()))
+    return
+  seconds = expected_seconds(planned, ["hires"], options.mesh)
+  for table in _tables(planned, inputs.model_name(options), seconds):
+    output.print_table(table)
+
+
+def _tables(planned: "Plan", name: str, seconds: float | None) -> "list[Table]":
+  """Builds the tables: storage, the loaded model, then the work.
+
+  `seconds` are those of a HiRes run here, or None if nothing tells.
+  """
+  from mxjax.evaluation.report import numbers
+  from mxjax.evaluation.report.tables import Table
+
+  sizes = {
+    f"parameters, {planned.parameters / 1e9:.3f} G, in bfloat16": planned.bf16,
+    f"auxiliary, {planned.blocks:,} input blocks": planned.auxiliary,
+    "decoded layout (the paper's): bfloat16 + auxiliary": planned.decoded_total,
+    "packed codes": planned.codes,
+    "packed scales": planned.scales,
+    "embedding, norms, head, biases": planned.rest,
+    "packed layout (ours)": planned.packed_total,
+  }
+  memory = {f"memory, {part}": size for part, size in planned.memory.items()}
+  memory["peak memory, by a rule of thumb"] = planned.peak
+  disk = {f"disk, {place}": size for place, size in planned.disk.items()}
+  written = lambda sizes: [[what, numbers.size(size)] for what, size in sizes.items()]
+  ratio = f"{planned.bf16 / planned.packed_total:.2f} x smaller"
+  loaded = [
+    [label, numbers.size(size), f"{size / planned.bf16:.3f}"]
+    for label, size in planned.loaded.items()
+  ]
+  work = [
+    *written(memory | disk),
+    ["passes through the model", str(planned.model_passes)],
+    ["passes over each linear's inputs", str(planned.reductions)],
+    ["products of the model passes", f"{planned.forward_flops:.3g} FLOP"],
+    ["products that hires-next adds", f"{planned.prediction_flops:.3g} FLOP"],
+    *([["time on this machine, about", numbers.about(seconds)]] if seconds else []),
+  ]
+  bits = f"{planned.bits_per_weight:.3f}"
+  storage = [
+    *written(sizes),
+    ["packed against bfloat16", ratio],
+    ["bits a quantized weight, scales and auxiliary included", bits],
+  ]
+  place = "on disk" if planned.on_disk else "in memory"
+  return [
+    Table(f"{name}: storage", ("what", "size"), storage),
+    Table("loaded and packed, HiRes", ("storage", "memory", "to bfloat16"), loaded),
+    Table(f"a run in {planned.dtype}, layers {place}", ("what", "amount"), work),
+  ]

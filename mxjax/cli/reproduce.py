@@ -1,0 +1,261 @@
+"""`mxjax reproduce`: makes tables of the paper, from builds to printed numbers."""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from mxjax.cli import options as shared
+from mxjax.discovery.studies.arms import PAPER_CALLS, PAPER_STUDIES
+from mxjax.evaluation.names import DEFAULT_MODEL, short_name
+from mxjax.evaluation.tables.declared import MEASURES, TABLES
+from mxjax.evaluation.tasks.tasks import SEVEN
+from mxjax.intake import texts
+
+
+def add_parser(commands: Any) -> None:
+  """Adds the command and its options."""
+  parser = commands.add_parser(
+    "reproduce",
+    help="the paper's tables: builds, evaluates, and prints them beside the paper's",
+    description="Builds what the tables need by `quantize`, evaluates it by "
+    "`evaluate`, and writes OUT/tables.md, tables.csv and tables.html beside the "
+    "paper's numbers. The same command goes on where a killed one was. Settings are "
+    "the paper's by default; a reduced table says so in its title.",
+  )
+  add = parser.add_argument
+  add("tables", metavar="TABLES", help=f"comma list of {', '.join(TABLES)}, or all")
+  told = f"comma list of folders or hub ids; {DEFAULT_MODEL} is embedded"
+  add("--models", metavar="NAMES", help=told)
+  told = "folder of all builds and tables, new or of an earlier reproduction"
+  shared.add(parser, "--out", required=False, help=told)
+  told = "print tables of these results of `evaluate --tasks` instead; may be repeated"
+  add("--results", metavar="PLACE", action="append", default=[], help=told)
+  add("--plan", action="store_true", help="print what it would take, and start nothing")
+  told = "calibration draws instead of the paper's"
+  add("--seeds", type=shared.whole_list, metavar="LIST", help=told)
+  told = (
+    f"comma list of what to leave out: tasks, {', '.join((*SEVEN, *MEASURES))}, or "
+    "rows by their labels, in double quotes where they hold a comma"
+  )
+  add("--without", metavar="NAMES", help=told)
+  told = "make a row of this method, such as one of fewer steps; may be repeated"
+  add("--instead", metavar="ROW=METHOD", action="append", default=[], help=told)
+  told = "share hidden states and Hessians between builds, on disk"
+  add("--store", action=argparse.BooleanOptionalAction, default=True, help=told)
+  _add_settings(parser)
+  _add_studies(
+    parser.add_argument_group(
+      "discovery tables", f"TABLES may also hold {', '.join(PAPER_STUDIES)}."
+    )
+  )
+  shared.add(parser, "--json", "--compiled")
+  parser.set_defaults(run=run)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+  """Adds what is passed on to `quantize` and `evaluate`."""
+  group = parser.add_argument_group("calibration")
+  shared.add(group, "--calib", default="c4", help="embedded, or as of `quantize`")
+  shared.add(group, "--sequences", "--length", "--sampling")
+  shared.add(parser, "--dtype")
+  group = parser.add_argument_group("evaluation")
+  add = group.add_argument
+  whole = shared.whole(1)
+  add("--items", type=whole, metavar="N", help="first items of each task only")
+  told = "first windows of wikitext2 and c4 only"
+  shared.add(group, "--windows", default=None, help=told)
+  shared.add(group, "--window-length")
+  add("--task-source", choices=("embedded", "hub"), default="hub", help="of items")
+  add("--wikitext2", metavar="DATA", help="instead of the hub's; embedded, or a file")
+  add("--c4", metavar="DATA", help="instead of the hub's; embedded, or a file")
+  told = "sequences for local errors, which calibration did not see"
+  add("--local-sequences", type=whole, metavar="N", default=512, help=told)
+  shared.add(group, "--replicates", "--operator-error", "--agreement")
+
+
+def _add_studies(group: Any) -> None:
+  """Adds what the tables of discovery studies need."""
+  add = group.add_argument
+  told = "what is searched: world, or MODEL,HELDOUT; then all holds the studies, too"
+  add("--studied", metavar="TASK", help=told)
+  add(
+    "--study-calls",
+    type=int,
+    default=PAPER_CALLS,
+    metavar="N",
+    help="evaluator calls of each run of a study",
+  )
+  add("--study-seeds", metavar="LIST", help="comma list of seeds; default: 101 to 108")
+
+
+def _check(options: argparse.Namespace) -> None:
+  """Parses lists in place.
+
+  Raises:
+    ValueError: A name is unknown, models share a name, or what to do is not said.
+  """
+  names = texts.split(options.tables)
+  options.tables = list(TABLES) if names == ["all"] else names
+  for name in options.tables:
+    texts.check("table", name, TABLES)
+  options.models = texts.split(options.models or "")
+  options.without = [
+    each
+    for name in texts.split(options.without or "")
+    for each in (SEVEN if name == "tasks" else [name])
+  ]
+  labels = dict.fromkeys(label for t in options.tables for label in TABLES[t].rows)
+  for name in options.without:
+    texts.check("measure or row", name, (*SEVEN, *MEASURES, *labels))
+  options.instead = dict(_instead(text, labels) for text in options.instead)
+  short = [short_name(model) for model in options.models]
+  if len(set(short)) < len(short):
+    raise ValueError(
+      f"reproduce: expected models of different names, got {', '.join(short)}; rename "
+      "a folder."
+    )
+  if bool(options.models) == bool(options.results):
+    raise ValueError(
+      "reproduce: expected --models to build, or --results to read, got "
+      f"{'both' if options.models else 'none'}; give one of them."
+    )
+  if options.models and not (options.out or options.plan):
+    raise ValueError("reproduce: expected --out for what is built, got none; add it.")
+
+
+def _instead(text: str, labels: Iterable[str]) -> tuple[str, str]:
+  """Splits ROW=METHOD, where the row's label may hold an equals sign itself.
+
+  Raises:
+    ValueError: No row of a method has this label, or the method is unknown.
+  """
+  label = next((name for name in labels if text.startswith(f"{name}=")), None)
+  if label is None:
+    texts.check("row", text.split("=")[0], labels)
+    raise ValueError(
+      f"reproduce: expected --instead ROW=METHOD, got {text!r}; name a method, such as "
+      f"{text}=spinquant:steps=10."
+    )
+  method = text.removeprefix(f"{label}=")
+  shared.check_method(method)
+  return label, method
+
+
+def requested(options: argparse.Namespace) -> Any:
+  """Returns the `reproducing.Request` of options that `_check` has parsed."""
+  from mxjax.evaluation.evaluating import TaskData
+  from mxjax.evaluation.subjects import CalibrationSample
+  from mxjax.evaluation.tables.reproducing import Request
+  from mxjax.evaluation.tables.settings import Settings
+
+  return Request(
+    tables=options.tables,
+    models=options.models,
+    seeds=options.seeds,
+    without=options.without,
+    instead=options.instead,
+    settings=Settings(
+      sample=CalibrationSample(
+        source=options.calib,
+        sequences=options.sequences,
+        length=options.length,
+        sampling=options.sampling,
+      ),
+      tasks=TaskData(
+        items=options.items,
+        item_source=options.task_source,
+        wikitext2=options.wikitext2,
+        c4=options.c4,
+        windows=options.windows,
+        window_length=options.window_length,
+      ),
+      replicates=options.replicates,
+      operator_error=options.operator_error,
+      agreement=options.agreement,
+      local_sequences=options.local_sequences,
+      dtype=options.dtype,
+    ),
+  )
+
+
+def run(options: argparse.Namespace) -> int:
+  """Makes tables of builds, of discovery studies or of both; 1 if a cell failed."""
+  from mxjax.cli import reproducing
+
+  return reproducing.run(options)
+
+
+def run_builds(options: argparse.Namespace) -> int:
+  """Makes the tables of builds; returns 1 if a cell failed."""
+  from mxjax.evaluation import results
+  from mxjax.evaluation.tables import page, reproducing
+
+  _check(options)
+  request = requested(options)
+  out = pathlib.Path(options.out) if options.out else None
+  failures = {}
+  if options.results:
+    found = results.read(options.results)
+    made = reproducing.tables_of(request, found)
+  else:
+    planned, seconds = reproducing.planned(request, out)
+    if options.plan:
+      _print_plan(options, planned, seconds)
+      return 0
+    assert out
+    failures = _make(options, request, out, planned)
+    made, found = reproducing.tables_made(request, out, failures)
+  if out:
+    for path in page.write(out, made, found):
+      print(path, file=sys.stderr)
+  if options.json:
+    told = {str(build): message for build, message in failures.items()}
+    print(json.dumps({"tables": [t._asdict() for t in made], "failures": told}))
+  else:
+    print("\n".join(table.markdown() for table in made), end="")
+  for build, message in failures.items():
+    print(f"mxjax reproduce: failed, {build}: {message}", file=sys.stderr)
+  return int(bool(failures))
+
+
+def _print_plan(options: argparse.Namespace, table: Any, seconds: Any) -> None:
+  from mxjax.cli import output
+
+  if options.json:
+    print(json.dumps({**table._asdict(), "seconds": seconds}))
+  else:
+    output.print_table(table)
+
+
+def _make(
+  options: argparse.Namespace, request: Any, out: pathlib.Path, planned: Any
+) -> Any:
+  """Does the jobs, after a sentence on each model; returns what failed, by build.
+
+  Raises:
+    KeyboardInterrupt: It was stopped; the message says how to go on.
+  """
+  from mxjax.cli import output, stopping, watching
+  from mxjax.evaluation.tables import reproducing
+  from mxjax.run.progress import Stopped
+
+  tell = output.teller(options.log)
+  for row in planned.rows:
+    parts = zip(planned.head[1:], row[1:], strict=True)
+    tell(f"{row[0]}: {'; '.join(f'{head}: {cell}' for head, cell in parts)}")
+  try:
+    return reproducing.make(
+      request,
+      out,
+      keeps_store=options.store,
+      command=options.arguments,
+      watch=watching.Terminal(options.log, request.jobs, out),
+    )
+  except (KeyboardInterrupt, Stopped) as error:
+    again = stopping.resume_command(options.arguments).removesuffix(" --resume")
+    raise KeyboardInterrupt(
+      f"stopped; finished jobs are in {out}; go on with: {again}"
+    ) from error

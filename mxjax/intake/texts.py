@@ -1,0 +1,50 @@
+"""Text that people or files wrote: lists of names, and what a terminal may show.
+
+Nothing here imports an array library, so that the command line's help is instant.
+"""
+
+import csv
+import difflib
+from collections.abc import Iterable
+
+
+def split(text: str) -> list[str]:
+  """Splits a comma-separated list of names and drops empty ones.
+
+  A name that holds a comma itself stands in double quotes.
+  """
+  names = next(csv.reader([text], skipinitialspace=True), [])
+  return [name.strip() for name in names if name.strip()]
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+  """Returns `; did you mean X?` for a name close to a known one, otherwise ""."""
+  known = list(known)
+  longer = [candidate for candidate in known if candidate.startswith(name)]
+  close = longer or difflib.get_close_matches(name, known, n=1)
+  return f"; did you mean {close[0]}?" if close else ""
+
+
+def check(what: str, name: str, known: Iterable[str]) -> None:
+  """Rejects an unknown name.
+
+  Raises:
+    ValueError: The name is unknown; lists the known names, as `split` reads them, and
+      suggests a close one.
+  """
+  known = tuple(known)
+  if name not in known:
+    known = tuple(f'"{each}"' if "," in each else each for each in known)
+    raise ValueError(
+      f"unknown {what} {name!r}{suggestion(name, known) or ';'} use one of "
+      f"{', '.join(known)}."
+    )
+
+
+def printable(text: str, kept: str = "\n\t") -> str:
+  """Returns text with everything escaped that a terminal could act on.
+
+  Names and notes come from models and files. `kept` are the control characters that
+  stay.
+  """
+  return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)

@@ -1,0 +1,209 @@
+"""One file for a run: what it may hold, what wins, and what the folder keeps of it."""
+
+import json
+import pathlib
+import textwrap
+
+import pytest
+
+from mxjax.cli.discover import config, inputs
+from mxjax.cli.main import build_parser, main
+from mxjax.discovery.search import runs
+from mxjax.discovery.tasks.ptq import programs
+
+BENCHMARKS = pathlib.Path(__file__).parents[3] / "benchmarks"
+FILE = """
+task = "world"
+task-options = {frontier_note = "é\\u0001", nested = [1, 2.5]}
+seed = 3
+budget = 4
+sandbox = "off"
+holdout = "off"
+proposer = "llm"
+prices = [1, 2.5]
+as-in-paper = true
+ray = true
+out = "from-file"
+"""
+
+
+def parsed(tmp_path, verb, *words, text=FILE):
+  (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+  built = build_parser()
+  path = str(tmp_path / "run.toml")
+  return built.parse_args(["discover", verb, *words, "--config", path])
+
+
+def test_the_file_is_read_like_the_command_line_and_the_command_line_wins(tmp_path):
+  read = parsed(tmp_path, "run", "--budget", "9", "--no-ray", "--out=here")
+  assert (read.task, read.seed, read.prices) == ("world", 3, [1.0, 2.5])
+  assert json.loads(read.task_options)["nested"] == [1, 2.5]
+  assert read.as_in_paper is True
+  assert (read.budget, read.ray, read.out) == (9, False, "here")
+  # `plan` has no folder and no workers: it takes what it knows.
+  assert parsed(tmp_path, "plan").budget == 4
+
+
+def test_the_example_is_a_file_of_options(tmp_path):
+  text = textwrap.dedent((config.__doc__ or "").partition("::\n")[2])
+  made = inputs.run_options(parsed(tmp_path, "run", "--out", "x", text=text))
+  assert (made.task["seed"], made.config["max_cost"]) == (3, 5.0)
+  assert [one["weight"] for one in made.proposer["endpoints"]] == [3.0, 1.0]
+
+
+@pytest.mark.parametrize("start", ["gptq", "hires"])
+def test_a_committed_search_can_be_run(tmp_path, start):
+  text = (BENCHMARKS / f"search_{start}.toml").read_text()
+  made = inputs.run_options(parsed(tmp_path, "run", "--out", "x", text=text))
+  assert made.config["start"] == programs.source(start)
+  assert made.config["budget"] * made.config["proposals_per_call"] >= 2000
+  task = runs.task_.load(made.task)
+  assert task.target == "kl"
+  assert task.holdout().options.model != task.options.model
+  runs.make_proposer(made, task)
+  with pytest.raises(ValueError, match="expected a file, gptq"):
+    inputs.run_options(parsed(tmp_path, "run", "--out=x", "--start=none", text=text))
+
+
+def test_what_a_folder_keeps_is_a_file_of_the_same_options(tmp_path):
+  read = parsed(tmp_path, "run", "--model=a\x7f\"'\\\U0001f600\t", "--width=2")
+  again = parsed(tmp_path, "run", text=config.text(read.resolved))
+  assert again.resolved == read.resolved
+  assert again.model == read.model
+  assert {"out", "width", "compiled"} <= set(again.resolved)
+
+
+NO_OPTIONS = [
+  ("budgets = 3", "unknown option 'budgets'; did you mean budget?"),
+  ("task_options = 3", "did you mean task-options?"),
+  ("config = 'x'", "unknown option 'config'"),
+  ("no-ray = true", "unknown option 'no-ray'"),
+  ("ray = 1", "ray: expected true or false, got 1"),
+  ("seed = true", "seed: expected a number or text, got True"),
+  ("seed = [1]", "seed: expected a number or text"),
+  ("seed = 1.5", "argument --seed: invalid int value: '1.5'"),
+  ("prices = 3", "prices: expected an array"),
+  ("prices = [3]", "argument --prices: expected 2 arguments"),
+  ("task-options = 3", "task-options: expected a table"),
+  ("model = {a = 1}", "model: expected a number or text"),
+  ("sandbox = 'strikt'", "did you mean strict?"),
+  ("seed = ", "run.toml: expected TOML in UTF-8"),
+  # JSON has no dates and no infinities.
+  ("[task-options]\nseed = 2020-01-01\n", "run.toml: task-options: "),
+  ("[task-options]\nseed = nan\n", "run.toml: task-options: "),
+  ("[task-options]\nseed = {deep = [inf]}\n", "run.toml: task-options: "),
+]
+
+
+def test_what_is_no_option_is_refused(tmp_path, refuses):
+  cases = []
+  for number, (text, told) in enumerate(NO_OPTIONS):
+    folder = tmp_path / str(number)
+    folder.mkdir()
+    (folder / "run.toml").write_text(text)
+    words = ["discover", "run", "--out", "x", "--config", folder / "run.toml"]
+    cases.append((words, told))
+  refuses(cases)
+
+
+def test_a_run_from_its_own_file_is_the_same_run(tmp_path):
+  (tmp_path / "run.toml").write_text(
+    'task = "world"\nbudget = 3\nsandbox = "off"\nholdout = "off"\n'
+  )
+  one, two = tmp_path / "one", tmp_path / "two"
+  start = ["discover", "run", "--config"]
+  words = [str(tmp_path / "run.toml"), "--seed", "5", "--out", str(one)]
+  assert main([*start, *words]) == 0
+  assert runs.read_options(one).config["seed"] == 5
+  assert main([*start, str(one / "config.toml"), "--out", str(two)]) == 0
+  for name in ("run.json", "log.jsonl"):
+    assert (one / name).read_bytes() == (two / name).read_bytes()
+
+
+def test_a_search_says_in_which_dtype_it_computes(tmp_path):
+  text = 'task = "ptq"\nmodel = "random:0"\n'
+  made = lambda *words: inputs.run_options(
+    parsed(tmp_path, "run", "--out", "x", *words, text=text)
+  )
+  assert made("--dtype", "bfloat16").task["dtype"] == "bfloat16"
+  assert runs.task_.load(made().task).spec["dtype"] == "float32"
+
+
+REFUSED = [
+  # Without a proposal in any round, a run would never end.
+  ("run --out x --width 0", "argument --width"),
+  ("run --out x --budget 0", "argument --budget"),
+  ("run --out x --proposals-per-call -1", "argument --proposals-per-call"),
+  ("run --out x --max-tokens -1", "argument --max-tokens"),
+  ("run --out x --screen nan", "argument --screen"),
+  ("run --out x --config /no/such.toml", "/no/such.toml"),
+  ("run --out x --config", "expected one argument"),
+  ("run --out x --task-options {objective:kl}", "expected a JSON object in --task-"),
+  ("run --out x --task-options [1]", "expected a JSON object in --task-options"),
+  ("run --out x --task-options=", "expected a JSON object in --task-options"),
+  ("study matched --out=x --gate nan", "argument --gate"),
+  ("resume x --workers 0", "argument --workers"),
+  ("verify x --calls -1", "argument --calls"),
+  ("status x --follow=-1", "argument --follow"),
+  ("report absent", "got no event"),
+  ("report empty", "got no event"),
+  ("report torn", "got no event"),
+  ("verify empty", "got no event"),
+  ("explain torn ab", "got no event"),
+]
+TOGETHER = [
+  ("--model x", "no model or dtype for --task world, got x"),
+  ("--transfer-model x", "no model or dtype"),
+  ("--paper-allocation --budget 100", "allocation of 100 calls"),
+  ("--screen 1", "has no proxy; leave out --screen"),
+  ("--start hires", "--start: program: PLAN"),
+  ("--proposer expressions", "has no grammar"),
+  ("--proposer magic", "unknown proposer 'magic'"),
+  ("--proposer cassette", "cassette needs --cassette"),
+  ("--endpoint http://x", "--endpoint is for --proposer llm or cassette"),
+  ("--max-tokens 5", "--max-tokens is for --proposer llm or cassette"),
+  ("--answers a", "--answers is for --proposer human"),
+  (
+    "--contested-accounts --proposer human",
+    "--contested-accounts is for --proposer embedded or expressions",
+  ),
+]
+"""Options that do not go together, of `run` and of `plan`."""
+OF_STUDIES = [
+  ("--arm score --width 2", "leave out --arm score and --width 2"),
+  ("--seed 5", "leave out --seed 5"),
+  ("--holdout off", "leave out --holdout off"),
+  ("--as-in-paper", "leave out --as-in-paper"),
+  ("--paper-allocation --budget 60", "divides 240 calls, got 60"),
+]
+
+
+def test_what_cannot_be_meant_is_told_before_anything(tmp_path, refuses, monkeypatch):
+  for name, log in (("empty", b""), ("torn", b'{"n":0')):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "log.jsonl").write_bytes(log)
+  monkeypatch.chdir(tmp_path)
+  world = "--task world --sandbox off"
+  refuses(
+    [
+      *((f"discover {words}", told) for words, told in REFUSED),
+      *((f"discover run --out new {world} {w}", told) for w, told in TOGETHER),
+      *((f"discover plan {world} {w}", told) for w, told in TOGETHER),
+      *(
+        (f"discover study matched --task world --plan --out s {w}", told)
+        for w, told in OF_STUDIES
+      ),
+    ]
+  )
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "torn"]
+
+
+@pytest.mark.parametrize(
+  ("words", "expected"),
+  [(["--no-revise-retired"], {"revise_retired": False}), ([], {})],
+)
+def test_a_study_keeps_what_all_its_arms_change(words, expected):
+  study = ["discover", "study", "matched", "--task", "world", "--out", "s", *words]
+  read = build_parser().parse_args(study)
+  run = inputs.run_options(read)
+  assert dict(inputs.study_options(read, run.task, run).config) == expected

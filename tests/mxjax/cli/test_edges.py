@@ -1,0 +1,237 @@
+"""What a stranger does wrong: every answer is one sentence, told before any work."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from mxjax.cli import lm_eval, output
+from mxjax.cli.main import main
+from mxjax.evaluation.tables import jobs
+from mxjax.storage import checkpoint
+from tests import tiny
+
+ROOT = pathlib.Path(__file__).parents[3]
+SIZES = ("--windows", "2", "--window-length", "32")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+  """A model, one of another depth, and what RTN made of the first."""
+  path = tmp_path_factory.mktemp("home")
+  for name, layers in (("model", 1), ("other", 2)):
+    (path / name).mkdir()
+    tiny.save_folder(path / name, num_layers=layers)
+  words = ["quantize", path / "model", "--method", "rtn", "--out", path / "run"]
+  text = path / "model" / "text.txt"
+  words += ["--calib", text, "--data", text, "--sequences", 2, "--length", 32, *SIZES]
+  assert main(list(map(str, words))) == 0
+  return path
+
+
+@pytest.fixture
+def place(home, monkeypatch):
+  monkeypatch.chdir(home)
+  return home
+
+
+REFUSED = {
+  "quantize": [
+    ("--sequences 0", "whole number of at least 1, got '0'"),
+    ("--windows -1", "whole number of at least 1, got '-1'"),
+    ("--window-length 1", "of at least 2, got '1'"),
+    ("--replicates 0", "of at least 1, got '0'"),
+    ("--chunk 0", "of at least 1, got '0'"),
+    ("--seed -1", "of at least 0, got '-1'"),
+    ("--save-every x", "of at least 1, got 'x'"),
+    ("--metod rtn", "--metod; did you mean --method?"),
+    ("--sampling window", "did you mean windows?"),
+    ("--method awq", "unknown method 'awq'"),
+    ("--method gtpq:scales=static", "did you mean gptq?"),
+    ("--method gptq:scale=static", "did you mean scales?"),
+    ("--calib absent.txt", "absent.txt is neither a file nor one of"),
+    ("--calib model/text.txt --sequences 500", "need 16000 tokens"),
+    ("--processes 2", "expected --distributed beside --processes"),
+  ],
+  "evaluate": [
+    ("run --out results", "expected --tasks beside --out"),
+    ("run --items 3 --name a", "expected --tasks beside --items, --name"),
+    ("run --tasks c4 --windows 2", "expected no --tasks beside --windows"),
+    ("run --tasks c4 --agreement", "expected no --tasks beside --agreement"),
+    ("run --tasks c4 --task-windows 0", "of at least 1, got '0'"),
+    ("run --tasks piqaa", "did you mean piqa?"),
+    ("run --model model", "expected --operator-error or --agreement beside"),
+    ("run --operator-error", "whose name is model, got none; add it."),
+    (
+      "run --agreement --model other --windows 2 --window-length 32",
+      "got other of another num_layers;",
+    ),
+    ("model --agreement", "expected a folder written by `quantize` to compare"),
+    ("run --storage int8", "unknown storage 'int8'; did you mean int8-embeddings?"),
+    (
+      "run --storage int8-embeddings,mxfp4-embeddings",
+      "expected one kind of embeddings",
+    ),
+    ("run --storage float8-products --mesh data=1", "--mesh without --storage"),
+  ],
+  "export": [
+    ("run --format dequant --model absent", "got absent"),
+    ("run --format dequant --shard-gb 0", "above 0, got 0.0"),
+    (
+      "run --format transformers --dtype float32",
+      "expected --dtype beside --format dequant, got transformers",
+    ),
+    ("run --format safetensors --drop maps", "expected --drop of what the model has"),
+    ("run --format dequant --transforms", "is for --format compressed-tensors"),
+    ("run --format dequant --drop beauty", "got beauty"),
+  ],
+  "compare": [
+    ("model --methods ,", "expected at least one name"),
+    ("model --methods rtn,hire", "did you mean hires?"),
+    ("model --scale-rules flor", "did you mean floor?"),
+  ],
+  "reproduce": [
+    ("main --models model --plan --seeds 0,x", "of at least 0, got 'x'"),
+    ("stage", "did you mean stages?"),
+  ],
+  "generate": [
+    ("run --prompt a --top-k 0", "of at least 1, got '0'"),
+    ("run --prompt a --temperature nan", "temperature >= 0, got nan"),
+    ("run --prompt a --seed 4294967296", "expected a --seed below 4294967296"),
+    ("run --prompt a --top-p 0.5", "--temperature above 0 beside --top-p, got"),
+    ("run --prompt a --stop=", "expected --stop with some text"),
+    ("run --prompt a --compiled model/text.txt", "expected to read or write here"),
+  ],
+  "chat": [
+    ("run --temperature 0 --top-k 3 --top-p 0.5", "beside --top-k, --top-p, got 0"),
+    ("run", "expected a tokenizer with a chat template"),
+  ],
+  "verify": [
+    ("absent", "name a folder written by `mxjax quantize`"),
+    ("run/result.json", "got no such file"),
+  ],
+}
+"""The words of a command that cannot be meant, and a part of the answer."""
+FIXED = {
+  "quantize": "model --out new --length 32",
+  "export": "--out new",
+  "compare": "--out new",
+  "reproduce": "--out new",
+}
+"""Words that all of a command's are given with."""
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_what_cannot_be_meant_is_refused(command, place, refuses):
+  fixed = FIXED.get(command, "")
+  refuses((f"{command} {words} {fixed}", text) for words, text in REFUSED[command])
+  assert not (place / "new").exists()
+
+
+def test_a_misspelled_command_is_answered_with_the_near_one(refuses):
+  refuses(
+    [
+      ("quantise", "did you mean quantize?"),
+      ("discover run --seeed 1", "--seeed; did you mean --seed?"),
+    ]
+  )
+
+
+def test_operator_error_of_a_rotated_model_is_refused(place, refused, monkeypatch):
+  """Its linears have other coordinates than the float model's."""
+  read = checkpoint.read_manifest
+  rotated = lambda path: read(path) | {"program": {"name": "spinquant:steps=0"}}
+  monkeypatch.setattr(checkpoint, "read_manifest", rotated)
+  words = ["evaluate", "run", "--model", "model", *SIZES]
+  assert "spinquant, which rotates them" in refused(*words, "--operator-error")
+
+
+def test_sets_of_test_data_may_be_written_as_people_do(place, mxjax):
+  (place / "b.txt").write_text(tiny.TEXT)
+  (row,) = [mxjax("evaluate", "run", "--data", "model/text.txt, b.txt", *SIZES)]
+  assert list(row["perplexity"]) == ["text", "b"]
+
+
+def test_the_folder_where_one_stands_has_a_name(place, mxjax, monkeypatch, tmp_path):
+  monkeypatch.chdir("model")
+  words = ["quantize", ".", "--method", "rtn", "--out", tmp_path / "out", *SIZES]
+  words += ["--calib", "text.txt", "--data", "text.txt"]
+  mxjax(*words, "--sequences", 2, "--length", 32)
+  manifest = checkpoint.read_manifest(tmp_path / "out/checkpoint")
+  assert manifest["calibration"]["model"] == "model"
+  assert "<h1>rtn on model</h1>" in (tmp_path / "out/report.html").read_text()
+  planned = mxjax("reproduce", "main", "--models", ".", "--plan", "--calib", "text.txt")
+  assert planned["rows"][0][0] == "model"
+  monkeypatch.chdir(tmp_path / "out/run")
+  build = jobs.Build("..", "rtn", 0)
+  assert build.folder(tmp_path) == tmp_path / "out/rtn-seed0"
+
+
+def test_a_path_is_never_broken_into_lines(capsys):
+  path = "folder/" * 30
+  output.say(f"wrote {path}")
+  assert capsys.readouterr().out == f"wrote {path}\n"
+
+
+def test_the_name_of_a_file_does_not_act_on_the_terminal(place, mxjax, tmp_path):
+  folder = shutil.copytree("run", tmp_path / "run")
+  (folder / "checkpoint/a\x1b[2J").write_text("")
+  told = mxjax("verify", folder, as_json=False, code=1)
+  assert "file a\\x1b[2J is not in mxjax.json." in told.splitlines()
+
+
+def test_errors_of_the_system_say_what_to_do(place, refused):
+  words = ["export", "run", "--format", "safetensors", "--windows", "0"]
+  line = refused(*words, "--out", "model/text.txt/new")
+  assert line.startswith("mxjax export: model/text.txt: expected to read or write")
+  assert line.endswith("check the path, its permissions and the room on the disk.")
+  assert "Errno" not in line
+
+
+def run(program, **options):
+  words = [sys.executable, "-c", program]
+  env = os.environ | {"PYTHONPATH": str(ROOT)}
+  return subprocess.run(words, cwd=ROOT, env=env, check=False, **options)
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+  """As in `mxjax plan | head -1`."""
+  read, write = os.pipe()
+  os.close(read)
+  program = """
+import argparse
+from mxjax.cli import main
+
+options = argparse.Namespace(command="x", log="bars", distributed=False, run=print)
+raise SystemExit(main._run(options))
+"""
+  done = run(program, stdout=write, stderr=subprocess.PIPE)
+  os.close(write)
+  assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_an_interrupt_while_libraries_load_prints_no_traceback():
+  program = """
+import os, signal, sys
+
+class Interrupt:
+  def find_spec(self, name, *_):
+    if name == "mxjax.devices.processes":
+      os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from mxjax.cli.main import main
+main(["verify", "absent"])
+"""
+  done = run(program, capture_output=True)
+  assert (done.returncode, done.stderr) == (-2, b"")
+
+
+def test_the_harness_says_how_it_is_installed(capsys, monkeypatch):
+  monkeypatch.setitem(sys.modules, "lm_eval", None)
+  monkeypatch.delitem(sys.modules, "mxjax.evaluation.tasks.harness", raising=False)
+  assert lm_eval.main() == 2
+  assert "run `pip install 'mxjax[harness]'`" in capsys.readouterr().err

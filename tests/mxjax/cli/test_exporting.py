@@ -1,0 +1,108 @@
+"""`mxjax export` and `mxjax import` on a checkpoint made by hand."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from mxjax.layers.quantized_linear import QuantizedLinear
+from mxjax.numerics import mxfp4
+from mxjax.numerics.realization.activation_quantizers import Nearest
+from mxjax.numerics.shaping import input_maps
+from mxjax.storage import checkpoint, export
+from tests import tiny
+
+WINDOWS = ("--windows", "2", "--window-length", "32")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tiny_params, tiny_config):
+  """A checkpoint with Hadamards on its down projections, and its tokenizer."""
+  folder = tmp_path_factory.mktemp("quantized")
+  tiny.save_tokenizer(folder, 61)
+
+  def quantized(path, leaf):
+    name = jax.tree_util.keystr(path)
+    if "_proj" not in name:
+      return leaf
+    map_ = input_maps.Hadamard(32) if "down" in name else None
+    return QuantizedLinear(mxfp4.encode(leaf), map_, Nearest())
+
+  params = jax.tree_util.tree_map_with_path(quantized, tiny_params)
+  checkpoint.save_checkpoint(
+    folder / "checkpoint",
+    params,
+    tiny_config,
+    program={"name": "by hand"},
+    tokenizer_files=[folder / "tokenizer.json"],
+  )
+  return folder, params
+
+
+def command(saved, out, form, *extra):
+  data = ("--data", saved[0] / "text.txt", *WINDOWS)
+  return ["export", saved[0], "--format", form, "--out", out, *data, *extra]
+
+
+def test_what_is_dropped_is_measured_and_said(saved, tmp_path, mxjax, refused):
+  out = tmp_path / "out"
+  export_ = command(saved, out, "compressed-tensors")
+  error = refused(*export_)
+  assert "cannot hold maps" in error and "--drop maps" in error
+  error = refused(*export_, "--drop", "maps", "--windows", 0)
+  assert "measured before it is written" in error
+  assert not out.exists()
+
+  manifest = mxjax(*export_, "--drop", "maps")
+  assert manifest == json.loads((out / "mxjax_export.json").read_text())
+  assert manifest["dropped"] == ["maps"]
+  assert manifest["source"]["program"] == {"name": "by hand"}
+  measured = manifest["evaluation"]["perplexity"]
+  assert set(measured) == {
+    "checkpoint",
+    "with what was dropped left out",
+    "exported, activations as compressed-tensors rounds them",
+  }
+  assert len(set(measured.values())) == 3
+
+  # The import measures as the export said: our rule on the same codes.
+  words = ("import", out, "--out", tmp_path / "in", "--dtype", "float32")
+  assert "arithmetic: float32" in mxjax(*words, as_json=False)
+  again = mxjax("evaluate", tmp_path / "in", "--data", saved[0] / "text.txt", *WINDOWS)
+  mean = again["perplexity"]["text"]["mean"]
+  assert mean == measured["with what was dropped left out"]
+
+
+def test_transforms_and_own_state_lose_nothing(saved, tmp_path, mxjax):
+  first, second = tmp_path / "transforms", tmp_path / "state"
+  extra = ("--windows", 0)
+  transforms = command(saved, first, "compressed-tensors", "--transforms", *extra)
+  assert mxjax(*transforms)["transforms"] == ["hadamard_32"]
+  mxjax(*command(saved, second, "safetensors", *extra))
+  for params in (
+    export.read_compressed_tensors(first).params,
+    export.read_state(second)[0],
+  ):
+    assert jax.tree.structure(params) == jax.tree.structure(saved[1])
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(saved[1]), strict=True):
+      assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+  assert (first / "tokenizer.json").is_file()
+  settings = json.loads((first / "generation_config.json").read_text())
+  assert isinstance(settings, dict)
+
+
+def test_what_the_format_has_or_the_model_lacks_is_not_dropped(
+  saved, tmp_path, refuses
+):
+  out = tmp_path / "out"
+  refuses(
+    [
+      (command(saved, out, "safetensors", "--drop", "maps"), "holds everything"),
+      (
+        command(saved, out, "dequant", "--drop", "gains"),
+        "expected --drop of what the model has (maps)",
+      ),
+    ]
+  )
+  assert not out.exists()
