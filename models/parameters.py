@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.errors import ValueRefusal
 from mxjax.models.config import ModelConfig
 
 Path = tuple[str, ...]
@@ -100,10 +101,11 @@ def check_shapes(
     if path in stored and stored[path].shape != shape
   ]
   if problems:
-    raise ValueError(
-      f"{source}: expected the {len(expected)} tensors its config implies, got "
-      f"{len(stored)}: {'; '.join(problems)}; use the config that belongs to these "
-      "weights."
+    raise ValueRefusal(
+      source,
+      expected=f"the {len(expected)} tensors its config implies",
+      got=f"{len(stored)}: {'; '.join(problems)}",
+      mend="use the config that belongs to these weights",
     )
 
 
@@ -118,9 +120,11 @@ def check_finite(values: Mapping[str, jax.Array], source: str) -> None:
     f"{n} has {count} of {values[n].size}" for n, count in counts.items() if count
   ]
   if broken:
-    raise ValueError(
-      f"{source}: expected finite weights, got NaN or inf: {'; '.join(broken)}; "
-      "download the checkpoint again or repair those tensors."
+    raise ValueRefusal(
+      source,
+      expected="finite weights",
+      got=f"NaN or inf: {'; '.join(broken)}",
+      mend="download the checkpoint again or repair those tensors",
     )
 
 

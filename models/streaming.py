@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.errors import ValueRefusal
 from mxjax.models import generation
 from mxjax.models.transformer import CausalLM
 
@@ -95,9 +96,12 @@ def stream(
   """
   room = cache.limit - len(ids)
   if room < 1:
-    raise ValueError(
-      f"generate: expected a prompt of less than {cache.limit} tokens, the context of "
-      f"the model here, got {len(ids)}; shorten it, or start another conversation."
+    raise ValueRefusal(
+      "generate",
+      expected=f"a prompt of less than {cache.limit} tokens, the context of the "
+      "model here",
+      got=len(ids),
+      mend="shorten it, or start another conversation",
     )
   generation.check_arguments(
     cache.model,

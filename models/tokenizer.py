@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pydantic
 
+from mxjax.errors import NotImplementedRefusal
 from mxjax.intake.reading import read_bytes, read_json, refusing
 from mxjax.intake.token_ids import token_ids
 from mxjax.models.loading import gguf, hub
@@ -144,10 +145,11 @@ class Tokenizer:
     get = functools.partial(gguf.field, reader)
     model, pre = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre")
     if model != "gpt2" or pre not in PRE_TOKENIZERS:
-      raise NotImplementedError(
-        f"{path}: expected a gpt2 tokenizer with pre-tokenizer "
-        f"{', '.join(PRE_TOKENIZERS)}, got {model} with {pre}; load the tokenizer from "
-        "the model's Hugging Face folder."
+      raise NotImplementedRefusal(
+        path,
+        expected=f"a gpt2 tokenizer with pre-tokenizer {', '.join(PRE_TOKENIZERS)}",
+        got=f"{model} with {pre}",
+        mend="load the tokenizer from the model's Hugging Face folder",
       )
     tokens, merges = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.merges")
     types = get("tokenizer.ggml.token_type")

@@ -12,41 +12,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from mxjax.calibration.calibration import Calibration
-  from mxjax.calibration.flax_calls import apply
-  from mxjax.calibration.flax_model import FlaxModel
-  from mxjax.layers.inference_packing import pack_for_inference
-  from mxjax.layers.linear import linear
-  from mxjax.layers.quantized_linear import QuantizedLinear
-  from mxjax.methods.program import Program
-  from mxjax.models import from_pretrained, load_tokenizer
-  from mxjax.numerics.contract import PAPER_CONTRACT, Contract
-  from mxjax.numerics.mxfp4 import MXTensor, Rules, decode
-  from mxjax.pallas_kernels.mxfp4_encode import encode
-  from mxjax.run.quantize import quantize
-  from mxjax.storage.checkpoint import load, restore_checkpoint, save_checkpoint
-
-__all__ = [
-  "PAPER_CONTRACT",
-  "Calibration",
-  "Contract",
-  "FlaxModel",
-  "MXTensor",
-  "Program",
-  "QuantizedLinear",
-  "Rules",
-  "apply",
-  "decode",
-  "encode",
-  "from_pretrained",
-  "linear",
-  "load",
-  "load_tokenizer",
-  "pack_for_inference",
-  "quantize",
-  "restore_checkpoint",
-  "save_checkpoint",
-]
+  from mxjax.calibration.calibration import Calibration as Calibration
+  from mxjax.calibration.flax_calls import apply as apply
+  from mxjax.calibration.flax_model import FlaxModel as FlaxModel
+  from mxjax.errors import Refusal as Refusal
+  from mxjax.layers.inference_packing import pack_for_inference as pack_for_inference
+  from mxjax.layers.linear import linear as linear
+  from mxjax.layers.quantized_linear import QuantizedLinear as QuantizedLinear
+  from mxjax.methods.program import Program as Program
+  from mxjax.models import from_pretrained as from_pretrained
+  from mxjax.models import load_tokenizer as load_tokenizer
+  from mxjax.numerics.contract import PAPER_CONTRACT as PAPER_CONTRACT
+  from mxjax.numerics.contract import Contract as Contract
+  from mxjax.numerics.mxfp4 import MXTensor as MXTensor
+  from mxjax.numerics.mxfp4 import Rules as Rules
+  from mxjax.numerics.mxfp4 import decode as decode
+  from mxjax.pallas_kernels.mxfp4_encode import encode as encode
+  from mxjax.run.quantize import quantize as quantize
+  from mxjax.storage.checkpoint import load as load
+  from mxjax.storage.checkpoint import restore_checkpoint as restore_checkpoint
+  from mxjax.storage.checkpoint import save_checkpoint as save_checkpoint
 
 _MODULES = {
   "PAPER_CONTRACT": "numerics.contract",
@@ -56,6 +41,7 @@ _MODULES = {
   "MXTensor": "numerics.mxfp4",
   "Program": "methods.program",
   "QuantizedLinear": "layers.quantized_linear",
+  "Refusal": "errors",
   "Rules": "numerics.mxfp4",
   "apply": "calibration.flax_calls",
   "decode": "numerics.mxfp4",
@@ -70,6 +56,8 @@ _MODULES = {
   "save_checkpoint": "storage.checkpoint",
 }
 """The module that defines each public name."""
+
+__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def _version() -> str:

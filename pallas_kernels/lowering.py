@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from mxjax.errors import NotImplementedRefusal, ValueRefusal
+
 T = TypeVar("T")
 MULTIPROCESSORS = 132
 """Multiprocessors of an H200."""
@@ -37,7 +39,9 @@ def backend() -> str:
   """
   name = os.environ.get("MXJAX_PALLAS_BACKEND", "triton")
   if name not in ("triton", "mosaic"):
-    raise ValueError(f"MXJAX_PALLAS_BACKEND must be triton or mosaic, got {name!r}.")
+    raise ValueRefusal(
+      "MXJAX_PALLAS_BACKEND", expected="triton or mosaic", got=repr(name)
+    )
   return name
 
 
@@ -93,9 +97,11 @@ def launch(
     NotImplementedError: An array has the sizes that `unaddressed` names.
   """
   if obstacle := unaddressed(*jax.tree.leaves((operands, out_shape))):
-    raise NotImplementedError(
-      f"pallas_kernels.{name}: cannot run because {obstacle}; pass fewer rows at once, "
-      "or implementation='xla'."
+    raise NotImplementedRefusal(
+      f"pallas_kernels.{name}",
+      expected="arrays that its kernel can address",
+      got=f"larger ones: {obstacle}",
+      mend="pass fewer rows at once, or implementation='xla'",
     )
   call = pl.pallas_call(
     kernel,

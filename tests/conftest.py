@@ -81,11 +81,14 @@ USERS = {
   "xla_cpu_use_fusion_emitters": True,
   "xla_cpu_parallel_codegen_split_count": 32,
 }
-"""XLA's defaults of two flags without which small programs compile in half of the time.
+"""XLA's defaults of two flags without which small programs compile faster.
 
 One splits a program for several threads, which costs more than a small one gains. XLA
 reads its flags once in a process, and processes that tests start inherit them, so that
 they find what this one compiled. JAX 0.11 no longer has the first.
+
+The 565 programs of two test files took 10.5 CPU seconds without these two and 17.0 with
+them, nothing being cached. A whole run compiles more than ten thousand programs.
 """
 PLAIN = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
@@ -97,7 +100,10 @@ os.environ["XLA_FLAGS"] = WITH_PLAIN
 
 
 def compile_options(*arguments, **options):
-  """JAX's options of a program, with users' flags if the test is of their programs."""
+  """JAX's options of a program, with users' flags if the test is of their programs.
+
+  JAX has no setting for this that a process could change after its first program.
+  """
   made = jax_compile_options(*arguments, **options)
   if HAS_FLAGS and not jax.config.read("jax_disable_most_optimizations"):
     made.env_option_overrides = [*made.env_option_overrides, *USERS.items()]
@@ -130,7 +136,9 @@ LOWERINGS = 100
 def ir_context():
   """The MLIR context of this thread, renewed now and then.
 
-  JAX makes one for each program, which takes half of the lowering of a small one.
+  JAX makes one for each program, which takes half of the lowering of a small one: the
+  same 565 took 10.5 CPU seconds with this and 13.5 without. Every test process lowers
+  its programs anew, whatever the cache of compiled ones holds.
   """
   uses = getattr(lowering, "uses", 0)
   if uses % LOWERINGS == 0:

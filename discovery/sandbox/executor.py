@@ -11,8 +11,10 @@ from mxjax.discovery.core.task import (
   RefusedError,
   Status,
 )
+from mxjax.errors import Refusal
 
 MEMORY_SIGNS = ("RESOURCE_EXHAUSTED", "ut of memory", "bad_alloc")
+"""How XLA and C++ tell a lack of memory, for which they have no class or number."""
 OnDone = Callable[[int, Outcome, float], None]
 """Receives the position of a call, its outcome and its duration in seconds."""
 Phase = Callable[[bytes], tuple[dict[str, Any], bytes]]
@@ -82,7 +84,9 @@ def status_of(error: BaseException) -> tuple[Status, str]:
       return Status.CONTRACT, detail
     if isinstance(cause, FloatingPointError):
       return Status.NOT_FINITE, detail
-    if isinstance(cause, MemoryError) or any(s in str(cause) for s in MEMORY_SIGNS):
+    is_foreign = not isinstance(cause, Refusal)
+    has_sign = is_foreign and any(sign in str(cause) for sign in MEMORY_SIGNS)
+    if isinstance(cause, MemoryError) or has_sign:
       return Status.MEMORY, detail
     cause = cause.__cause__
   return Status.CRASHED, detail

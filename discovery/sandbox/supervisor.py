@@ -23,6 +23,7 @@ LIBRARY = pathlib.Path(mxjax.__file__).resolve().parent.parent
 """Folder that contains the package `mxjax`, from which workers import it."""
 START_SECONDS = 120.0
 MEMORY_SIGNS = ("MemoryError", "RESOURCE_EXHAUSTED", "bad_alloc", "Unable to allocate")
+"""What workers print for lack of memory before they die, which is all they leave."""
 CPU_SIGNALS = (signal.SIGXCPU, signal.SIGKILL)
 """Signals by which the kernel ends a process that has used up its CPU limit."""
 # The CPU limit ends loops; the wall-clock limit ends only processes that sleep, so a

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation.tasks.tasks import ACCURACIES, PERPLEXITIES
 from mxjax.evaluation.tasks.tasks import SEVEN as TASKS
 
@@ -28,9 +29,11 @@ def damage(task: str, score: float, reference: float) -> float:
     ValueError: The task is unknown, or the reference is not positive.
   """
   if task not in TASKS or not reference > 0:
-    raise ValueError(
-      f"damage: expected a task of {', '.join(TASKS)} with a positive float score, got "
-      f"{task} with {reference}; check the result of the float model."
+    raise ValueRefusal(
+      "damage",
+      expected=f"a task of {', '.join(TASKS)} with a positive float score",
+      got=f"{task} with {reference}",
+      mend="check the result of the float model",
     )
   ratio = score / reference
   return ratio - 1.0 if task in PERPLEXITIES else 1.0 - ratio
@@ -39,9 +42,11 @@ def damage(task: str, score: float, reference: float) -> float:
 def _check_complete(place: str, tasks: Sequence[str], *sides: Scores) -> None:
   missing = [task for task in tasks if not all(task in side for side in sides)]
   if missing:
-    raise ValueError(
-      f"{place}: expected results of {', '.join(tasks)}, got none of "
-      f"{', '.join(missing)}; evaluate these tasks first."
+    raise ValueRefusal(
+      place,
+      expected=f"results of {', '.join(tasks)}",
+      got=f"none of {', '.join(missing)}",
+      mend="evaluate these tasks first",
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params, model_ids
 from mxjax.devices import execution
+from mxjax.errors import ValueRefusal
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.methods.program import fold
 from mxjax.numerics import mxfp4, precision
@@ -110,9 +111,11 @@ def local_errors(
     layers = params[name], quantized[name]
     folded = _folded(model, *layers)
     if not folded:
-      raise ValueError(
-        f"local_errors: expected quantized linears in {name}, got none; give the "
-        "params that `quantize` returned."
+      raise ValueRefusal(
+        "local_errors",
+        expected=f"quantized linears in {name}",
+        got="none",
+        mend="give the params that `quantize` returned",
       )
     for row, state in enumerate(hidden):
       output, error, found = execution.block_on_cpu(

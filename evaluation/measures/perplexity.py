@@ -17,6 +17,7 @@ from mxjax.calibration.calibration import CausalLanguageModel, Params, model_ids
 from mxjax.devices import execution
 from mxjax.devices.mesh import DATA
 from mxjax.devices.placement import EVALUATION, ONE_DEVICE, Placement
+from mxjax.errors import ValueRefusal
 
 PERTURBATION = 1e-6
 """Relative change of the embedding rows in a replicate in float32."""
@@ -169,9 +170,11 @@ def perplexity(
   """
   tokens = np.asarray(tokens)
   if replicates < 1 or tokens.ndim != 2 or tokens.shape[1] < 2:
-    raise ValueError(
-      "perplexity: expected at least one replicate and windows [n, length >= 2], got "
-      f"{replicates=} and shape {tokens.shape}; cut the text into windows first."
+    raise ValueRefusal(
+      "perplexity",
+      expected="at least one replicate and windows [n, length >= 2]",
+      got=f"replicates={replicates!r} and shape {tokens.shape}",
+      mend="cut the text into windows first",
     )
   runs, placement = [], Placement.of(mesh)
   options = {"on_window": on_window, "placement": placement}

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
+from mxjax.errors import ValueRefusal
+
 CONFIDENCE = 0.95
 MAX_EXACT = 16
 """Largest number of pairs for which all sign patterns are enumerated."""
@@ -37,9 +39,11 @@ def paired_interval(
     ValueError: There are fewer than two pairs, or the counts differ.
   """
   if len(first) != len(second) or len(first) < 2:
-    raise ValueError(
-      "paired_interval: expected at least two pairs, got "
-      f"{len(first)} and {len(second)} values; give both sides the same seeds."
+    raise ValueRefusal(
+      "paired_interval",
+      expected="at least two pairs",
+      got=f"{len(first)} and {len(second)} values",
+      mend="give both sides the same seeds",
     )
   differences = np.subtract(first, second).astype(np.float64)
   if critical is None:

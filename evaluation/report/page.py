@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation.report.html import document, glossary
 from mxjax.evaluation.report.run import run_section
 from mxjax.evaluation.report.summary import summary
@@ -37,17 +38,21 @@ _KEYS = ("method", "perplexity", "float_perplexity", "operator_error", "record")
 
 def _check(runs: Sequence[Run]) -> None:
   if not runs:
-    raise ValueError(
-      "write_report: expected at least one run, got none; quantize with some method "
-      "first."
+    raise ValueRefusal(
+      "write_report",
+      expected="at least one run",
+      got="none",
+      mend="quantize with some method first",
     )
   for index, run in enumerate(runs):
     missing = [key for key in _KEYS if key not in run]
     if missing and "error" not in run:
-      raise ValueError(
-        f"write_report: run {index} ({run.get('method', 'without a method')}) must "
-        f"have {', '.join(_KEYS)}, got no {', '.join(missing)}; pass the dict that the "
-        "evaluation wrote."
+      raise ValueRefusal(
+        "write_report",
+        expected=f"{', '.join(_KEYS)} in run {index} "
+        f"({run.get('method', 'without a method')})",
+        got=f"no {', '.join(missing)}",
+        mend="pass the dict that the evaluation wrote",
       )
 
 

@@ -55,11 +55,15 @@ def cost(clock: Mapping[str, Any]) -> str:
   """Shows wall time and peak memory by stage."""
   stages = (
     (
-      *("Time by stage", "seconds", numbers.seconds),
+      "Time by stage",
+      "seconds",
+      numbers.seconds,
       "Wall clock, compilation included.",
     ),
     (
-      *("Peak memory", "peak_bytes", numbers.size),
+      "Peak memory",
+      "peak_bytes",
+      numbers.size,
       "Largest resident memory of the process when the stage last ended.",
     ),
   )

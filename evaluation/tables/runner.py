@@ -9,8 +9,13 @@ from typing import Any, Generic, TypeVar
 from jax.errors import JaxRuntimeError
 
 FAILING = (
-  *(ValueError, TypeError, OSError, NotImplementedError, FloatingPointError),
-  *(MemoryError, JaxRuntimeError),
+  ValueError,
+  TypeError,
+  OSError,
+  NotImplementedError,
+  FloatingPointError,
+  MemoryError,
+  JaxRuntimeError,
 )
 """Errors that cost their own job; others are bugs and end the run."""
 J = TypeVar("J", bound=Hashable)

@@ -22,6 +22,7 @@ from lm_eval.api.registry import (  # pyright: ignore[reportMissingImports]
 )
 
 from mxjax import models
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation import subjects
 from mxjax.evaluation.tasks import likelihoods, multiple_choice
 
@@ -59,9 +60,11 @@ class MxjaxLM(LM):
     super().__init__()
     del batch_size, device
     if unknown or (checkpoint and pretrained):
-      raise ValueError(
-        "mxjax-lm-eval: expected model_args checkpoint or pretrained, dtype and "
-        f"max_length, got {', '.join(unknown) or 'both models'}; correct --model_args."
+      raise ValueRefusal(
+        "mxjax-lm-eval",
+        expected="model_args checkpoint or pretrained, dtype and max_length",
+        got=", ".join(unknown) or "both models",
+        mend="correct --model_args",
       )
     source = checkpoint or pretrained
     self.model, self.params, self.tokenizer = subjects.restore(source, dtype=dtype)

@@ -21,6 +21,7 @@ import numpy as np
 from mxjax.calibration import streams
 from mxjax.calibration.calibration import CausalLanguageModel, Params
 from mxjax.devices import execution
+from mxjax.errors import ValueRefusal
 from mxjax.models.functional import Tree
 from mxjax.models.transformer import CausalLM
 
@@ -270,9 +271,11 @@ def score(
   """
   for request in requests:
     if len(request.continuation) > max_length:
-      raise ValueError(
-        f"likelihoods: a continuation of {len(request.continuation)} tokens does not "
-        f"fit into the model's {max_length} positions; use a model with more."
+      raise ValueRefusal(
+        "likelihoods",
+        expected=f"continuations that fit into the model's {max_length} positions",
+        got=f"one of {len(request.continuation)} tokens",
+        mend="use a model with more",
       )
   outer = streams.outer_params(model, params)
   is_shared = isinstance(model, CausalLM)

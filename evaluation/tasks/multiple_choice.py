@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mxjax.calibration.calibration import CausalLanguageModel, Params
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation.tasks.likelihoods import Request, Score, score
 from mxjax.evaluation.tasks.tasks import Item, Task
 from mxjax.models.tokenizer import Tokenizer
@@ -32,9 +33,11 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Reques
     before = np.asarray([tokenizer.eos_id], np.int32)
     whole = np.concatenate([before, whole])
   if not len(before) or len(whole) <= len(before):
-    raise ValueError(
-      f"encode_pair: expected a continuation of at least one token after a context, "
-      f"got {continuation!r} after {context!r}; both must have text."
+    raise ValueRefusal(
+      "encode_pair",
+      expected="a continuation of at least one token after a context",
+      got=f"{continuation!r} after {context!r}",
+      mend="both must have text",
     )
   return Request(whole[: len(before)], whole[len(before) :])
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from mxjax import models
 from mxjax.calibration.calibration import Params, token_fingerprint
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation import datasets
 from mxjax.evaluation.measures.perplexity import perplexity
 from mxjax.evaluation.tasks import multiple_choice, tasks
@@ -27,7 +28,9 @@ def parse_names(text: str) -> list[str]:
   for name in names:
     check("task", name, ("all", *tasks.SEVEN))
   if not names:
-    raise ValueError("evaluate: expected names of tasks, or all, got none; name some.")
+    raise ValueRefusal(
+      "evaluate", expected="names of tasks, or all", got="none", mend="name some"
+    )
   return [task for task in tasks.SEVEN if {task, "all"} & {*names}]
 
 

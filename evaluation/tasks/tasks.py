@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from mxjax.errors import ValueRefusal
 from mxjax.evaluation import text_sources
 
 Row = Mapping[str, Any]
@@ -178,20 +179,24 @@ def load_items(
       of the official size.
   """
   if name not in TASKS or source not in ("embedded", "hub"):
-    raise ValueError(
-      f"tasks: expected a task of {', '.join(TASKS)} from embedded or hub, got {name} "
-      f"from {source}; correct --tasks or --task-source."
+    raise ValueRefusal(
+      "tasks",
+      expected=f"a task of {', '.join(TASKS)} from embedded or hub",
+      got=f"{name} from {source}",
+      mend="correct --tasks or --task-source",
     )
   if limit is not None and limit < 1:
-    raise ValueError(f"tasks: expected at least one item, got limit {limit}.")
+    raise ValueRefusal("tasks", expected="at least one item", got=f"limit {limit}")
   task = TASKS[name]
   if source == "embedded":
     rows = embedded_rows(text_sources.embedded_file(task.embedded))
   else:
     rows = text_sources.hub_rows(*task.hub)
   if len(rows) != task.items:
-    raise ValueError(
-      f"tasks: expected {task.items} items of {name}, got {len(rows)} from {source}; "
-      "its results would not be comparable, so use the official split."
+    raise ValueRefusal(
+      "tasks",
+      expected=f"{task.items} items of {name}",
+      got=f"{len(rows)} from {source}",
+      mend="its results would not be comparable, so use the official split",
     )
   return [task.parse(row, number) for number, row in enumerate(rows[:limit])]

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mxjax.errors import NotImplementedRefusal
 from mxjax.models.config import ModelConfig
 from mxjax.models.families.decoders import FAMILIES
 
@@ -24,9 +25,11 @@ def from_hf_config(values: Mapping[str, Any], *, dtype: str = "float32") -> Mode
   for name in names:
     if name in known:
       return known[name].read(values, dtype=dtype)
-  raise NotImplementedError(
-    f"config.json: expected an architecture of {', '.join(ARCHITECTURES)}, got "
-    f"{', '.join(map(str, names))}; choose a model of a supported architecture."
+  raise NotImplementedRefusal(
+    "config.json",
+    expected=f"an architecture of {', '.join(ARCHITECTURES)}",
+    got=", ".join(map(str, names)),
+    mend="choose a model of a supported architecture",
   )
 
 
@@ -37,9 +40,11 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     NotImplementedError: The family's config format cannot express this model.
   """
   if config.family not in FAMILIES:
-    raise NotImplementedError(
-      f"config.json: expected a family of {', '.join(FAMILIES)}, got {config.family}; "
-      "write its config by hand."
+    raise NotImplementedRefusal(
+      "config.json",
+      expected=f"a family of {', '.join(FAMILIES)}",
+      got=config.family,
+      mend="write its config by hand",
     )
   values = FAMILIES[config.family].write(config)
   check_reads_back(values, config)
@@ -60,8 +65,10 @@ def check_reads_back(values: Mapping[str, Any], config: ModelConfig) -> None:
     if getattr(read, field.name) != getattr(config, field.name)
   ]
   if differing:
-    raise NotImplementedError(
-      f"config.json: a {config.family} config cannot describe this model: "
-      f"{'; '.join(differing)}; use --format safetensors, or the config.json of the "
-      "model that was quantized."
+    raise NotImplementedRefusal(
+      "config.json",
+      expected=f"a model that a {config.family} config can describe",
+      got="; ".join(differing),
+      mend="use --format safetensors, or the config.json of the model that was "
+      "quantized",
     )

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from mxjax.errors import NotImplementedRefusal, ValueRefusal
 from mxjax.models.config import SIZES, ModelConfig, RopeScaling, size_fault
 
 NAMES = {
@@ -152,8 +153,11 @@ def get(values: Mapping[str, Any], key: str, default: Any) -> Any:
 def require(values: Mapping[str, Any], key: str) -> Any:
   """Returns a field that has no default."""
   if values.get(key) is None:
-    raise ValueError(
-      f"config.json: expected a field {key}, got none; use the config of the model."
+    raise ValueRefusal(
+      "config.json",
+      expected=f"a field {key}",
+      got="none",
+      mend="use the config of the model",
     )
   return values[key]
 
@@ -163,8 +167,11 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
   for field, name in NAMES.items():
     if field in SIZES and values.get(name) is not None:
       if fault := size_fault(field, values[name]):
-        raise ValueError(
-          f"config.json: expected {fault} as {name}; use the config of the model."
+        raise ValueRefusal(
+          "config.json",
+          expected=f"{fault[0]} as {name}",
+          got=fault[1],
+          mend="use the config of the model",
         )
 
 
@@ -178,19 +185,21 @@ def _refuse_unread(
     if not (name in known or name.startswith("_") or value is None or value is False)
   ]
   if unread:
-    raise NotImplementedError(
-      f"config.json: expected only fields that the {family} family reads or that "
-      f"change no logit, got {', '.join(unread)}; remove them if they change nothing, "
-      "or choose another checkpoint."
+    raise NotImplementedRefusal(
+      "config.json",
+      expected=f"only fields that the {family} family reads or that change no logit",
+      got=", ".join(unread),
+      mend="remove them if they change nothing, or choose another checkpoint",
     )
 
 
 def refuse_mixed_layers(kinds: set[str]) -> None:
   """Raises NotImplementedError for layers that differ in their attention type."""
-  raise NotImplementedError(
-    "config.json: expected layer_types of one kind that fits sliding_window, got "
-    f"{', '.join(sorted(map(str, kinds)))}; choose a checkpoint whose layers all "
-    "attend alike."
+  raise NotImplementedRefusal(
+    "config.json",
+    expected="layer_types of one kind that fits sliding_window",
+    got=", ".join(sorted(map(str, kinds))),
+    mend="choose a checkpoint whose layers all attend alike",
   )
 
 
@@ -207,9 +216,11 @@ def _check_features(values: Mapping[str, Any]) -> None:
     "already quantized weights": values.get("quantization_config"),
   }
   if found := [text for text, is_present in unsupported.items() if is_present]:
-    raise NotImplementedError(
-      "config.json: expected silu and unquantized weights, got "
-      f"{', '.join(found)}; choose another checkpoint."
+    raise NotImplementedRefusal(
+      "config.json",
+      expected="silu and unquantized weights",
+      got=", ".join(found),
+      mend="choose another checkpoint",
     )
 
 
@@ -222,9 +233,11 @@ def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     rope, "partial_rotary_factor", get(values, "partial_rotary_factor", 1.0)
   )
   if kind not in ("default", "llama3") or partial != 1.0:
-    raise NotImplementedError(
-      "config.json: expected rope type default or llama3 on all of the head, got type "
-      f"{kind} on the fraction {partial}; choose another checkpoint."
+    raise NotImplementedRefusal(
+      "config.json",
+      expected="rope type default or llama3 on all of the head",
+      got=f"type {kind} on the fraction {partial}",
+      mend="choose another checkpoint",
     )
   if kind == "default":
     return theta, None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.errors import NotImplementedRefusal, ValueRefusal
 from mxjax.intake.reading import refusing
 from mxjax.models.config import ModelConfig
 from mxjax.models.loading.lazy import LazyParams
@@ -108,9 +109,11 @@ def read_config(
 
   def require(key: str) -> Any:
     if (value := field(reader, key)) is None:
-      raise ValueError(
-        f"GGUF file: expected the metadata key {key}, got none; use a file converted "
-        "by llama.cpp."
+      raise ValueRefusal(
+        "GGUF file",
+        expected=f"the metadata key {key}",
+        got="none",
+        mend="use a file converted by llama.cpp",
       )
     return value
 
@@ -142,15 +145,19 @@ def read_config(
 def _check_supported(reader: "GGUFReader", tensors: dict[str, "ReaderTensor"]) -> None:
   architecture = field(reader, "general.architecture")
   if architecture not in ARCHITECTURES:
-    raise NotImplementedError(
-      f"GGUF file: expected an architecture of {', '.join(ARCHITECTURES)}, got "
-      f"{architecture}; choose a model of a supported architecture."
+    raise NotImplementedRefusal(
+      "GGUF file",
+      expected=f"an architecture of {', '.join(ARCHITECTURES)}",
+      got=architecture,
+      mend="choose a model of a supported architecture",
     )
   scaling = field(reader, "llama.rope.scaling.type", "none")
   if scaling != "none" or "rope_freqs.weight" in tensors:
-    raise NotImplementedError(
-      f"GGUF file: expected no rotary scaling, got {scaling} or rope_freqs.weight; "
-      "load the Hugging Face folder of this model."
+    raise NotImplementedRefusal(
+      "GGUF file",
+      expected="no rotary scaling",
+      got=f"{scaling} or rope_freqs.weight",
+      mend="load the Hugging Face folder of this model",
     )
 
 

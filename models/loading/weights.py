@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pydantic
 
+from mxjax.errors import ValueRefusal
 from mxjax.intake.reading import read_json, refusing
 from mxjax.models import families
 from mxjax.models.config import ModelConfig
@@ -63,9 +64,11 @@ def open_tensors(path: pathlib.Path) -> "safetensors.safe_open":
     with path.open("rb") as file:
       end = 8 + int.from_bytes(file.read(8), "little")
     if end > size:
-      raise ValueError(
-        f"{path}: expected {end} bytes by its header, got {size}; the file is "
-        "truncated or no safetensors file, download it again."
+      raise ValueRefusal(
+        path,
+        expected=f"{end} bytes by its header",
+        got=size,
+        mend="the file is truncated or no safetensors file, download it again",
       )
     return safetensors.safe_open(path, framework="numpy")
 

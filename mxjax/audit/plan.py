@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 from mxjax.calibration.output_gradients import differentiated
+from mxjax.errors import ValueRefusal
 from mxjax.methods.scale_distillation import ScaleDistillation
 from mxjax.models.config import ModelConfig
 from mxjax.models.parameters import parameter_shapes
@@ -93,10 +94,12 @@ def plan(
     if path[0] == "layers_0" and path[-1] == "weight" and path[-2] in contract.targets
   ]
   if odd := sorted({width for _, width in linears if width % contract.block_size}):
-    raise ValueError(
-      f"plan: every target needs an input width that is a multiple of "
-      f"{contract.block_size}, got {', '.join(map(str, odd))}; this model cannot be "
-      "quantized under the contract."
+    raise ValueRefusal(
+      "plan",
+      expected="input widths of all targets that are multiples of "
+      f"{contract.block_size}",
+      got=", ".join(map(str, odd)),
+      mend="choose another model, or leave them out of the contract",
     )
   sizes = _sizes(config, linears, contract.block_size)
   tokens, layers_packed = sequences * length, sizes["packed_total"] - sizes["rest"]

@@ -182,7 +182,7 @@ def _check_params(
 def _check_arithmetic(
   params: Mapping[str, Any], dtype: str, manifest: Mapping[str, Any], audit: Audit
 ) -> None:
-  """Compares the stated arithmetic, which older checkpoints lack, with what is here."""
+  """Compares the arithmetic that a checkpoint states, if it does, with what is here."""
   stated = (manifest["extra"] or {}).get("arithmetic")
   if not stated:
     return

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from mxjax.errors import ValueRefusal
 from mxjax.intake.token_ids import token_ids
 from mxjax.numerics.contract import Contract
 
@@ -106,14 +107,18 @@ class Calibration:
       return self._take_any()
     tokens = model_ids(self.model, self.tokens, "Calibration", self.vocab_size)
     if tokens.size == 0 or tokens.ndim != 2:
-      raise ValueError(
-        "Calibration: expected token ids [sequences, length], got shape "
-        f"{tokens.shape}; pass at least one full sequence, such as 128 of 2048 tokens."
+      raise ValueRefusal(
+        "Calibration",
+        expected="token ids [sequences, length]",
+        got=f"shape {tokens.shape}",
+        mend="pass at least one full sequence, such as 128 of 2048 tokens",
       )
     if tokens.shape[1] < 4:
-      raise ValueError(
-        f"Calibration: sequences of {tokens.shape[1]} tokens are too short, at least 4 "
-        "are needed for the four quarters of the MLP fit; use longer sequences."
+      raise ValueRefusal(
+        "Calibration",
+        expected="sequences of at least 4 tokens, for the four quarters of the MLP fit",
+        got=tokens.shape[1],
+        mend="use longer sequences",
       )
     object.__setattr__(self, "tokens", tokens)
     return None
@@ -123,9 +128,11 @@ class Calibration:
     inputs = jax.tree.map(np.asarray, self.tokens)
     shapes = [leaf.shape for leaf in jax.tree.leaves(inputs)]
     if len({shape[:1] for shape in shapes}) != 1 or not all(map(math.prod, shapes)):
-      raise ValueError(
-        "Calibration: expected arrays with examples on their first axis, equally many "
-        f"and at least one, got the shapes {shapes}."
+      raise ValueRefusal(
+        "Calibration",
+        expected="arrays with examples on their first axis, equally many and at "
+        "least one",
+        got=f"the shapes {shapes}",
       )
     object.__setattr__(self, "tokens", inputs)
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from mxjax.calibration.linear_inputs import HESSIAN_TILE, LinearInputs, mirrored
 from mxjax.devices import execution
+from mxjax.errors import ValueRefusal
 from mxjax.numerics import mxfp4, precision
 
 SHARE = 0.7
@@ -52,10 +53,12 @@ def weighted(inputs: LinearInputs) -> LinearInputs:
   ]
   squares = jnp.concatenate(parts)
   if not float(squares.sum()) > 0:
-    raise ValueError(
-      "fisher: expected gradients at the linear's output, got zeros for all "
-      f"{squares.size} tokens; its outputs have no influence on the predictions, so "
-      "quantize it with weighting=uniform."
+    raise ValueRefusal(
+      "fisher",
+      expected="gradients at the linear's output",
+      got=f"zeros for all {squares.size} tokens",
+      mend="its outputs have no influence on the predictions, so quantize it with "
+      "weighting=uniform",
     )
   weights = _token_weights(squares)
   others = inputs.length - weights.shape[1]

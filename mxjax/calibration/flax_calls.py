@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
+from mxjax.errors import ValueRefusal
 from mxjax.layers.linear import add_bias, linear
 
 Visit = Callable[[str, Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -219,9 +220,10 @@ def apply(module: Any, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> 
   if not isinstance(module, nn.Module):
     return call(module, params, run, args, kwargs, visit=quantized)
   if "params" not in params:
-    raise ValueError(
-      "mxjax.apply: expected the variables of a linen module, {'params': ...}, as for "
-      f"module.apply, got a dict of {', '.join(map(str, params)) or 'nothing'}."
+    raise ValueRefusal(
+      "mxjax.apply",
+      expected="the variables of a linen module, {'params': ...}, as for module.apply",
+      got=f"a dict of {', '.join(map(str, params)) or 'nothing'}",
     )
   others = {name: tree for name, tree in params.items() if name != "params"}
   method = kwargs.pop("method", "__call__")

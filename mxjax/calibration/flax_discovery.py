@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from mxjax.calibration import flax_calls
+from mxjax.errors import ValueRefusal
 
 
 class Found(NamedTuple):
@@ -90,39 +91,43 @@ def _trace(
 def _check_chain(layers: list[LayerCall], pattern: str, dense: list[Found]) -> None:
   if not layers:
     named = ", ".join(one.path for one in dense) or "none"
-    raise ValueError(
-      f"quantize: expected layers whose path matches {pattern!r}, got none; the dense "
-      f"layers of the module are {named}."
+    raise ValueRefusal(
+      "quantize",
+      expected=f"layers whose path matches {pattern!r}",
+      got="none",
+      mend=f"the dense layers of the module are {named}",
     )
   first = layers[0]
   if not flax_calls.is_array(first.output):
-    raise ValueError(
-      f"quantize: expected an array from {first.path}, got {type(first.output)}; a "
-      "layer must return what the next one takes, or leave `layers` out."
+    raise ValueRefusal(
+      "quantize",
+      expected=f"an array from {first.path}",
+      got=type(first.output),
+      mend="a layer must return what the next one takes, or leave `layers` out",
     )
   paths = [one.path for one in layers]
   for before, after in zip(layers, layers[1:], strict=False):
     others = lambda call: jax.tree.leaves((call.args[1:], call.kwargs))
     same = zip(others(first), others(after), strict=False)
-    complaint = None
+    wrong = None
     if paths.count(after.path) > 1:
-      complaint = "one call, got several"
+      wrong = "one call", "several"
     elif not after.args or after.args[0] is not before.output:
-      complaint = (
-        f"the output of {before.path} as its first argument, got another value"
-      )
+      wrong = f"the output of {before.path} as its first argument", "another value"
     elif _structure(after) != _structure(first) or not all(
       a is b or (not flax_calls.is_array(a) and a == b) for a, b in same
     ):
-      complaint = f"the other arguments of {first.path}, got others"
+      wrong = f"the other arguments of {first.path}", "others"
     elif _has_state(after.module):
-      complaint = "params alone, got other state, which differs from layer to layer"
+      wrong = "params alone", "other state, which differs from layer to layer"
     elif not _alike(first.module, after.module):
-      complaint = f"a module that equals {first.path} but for params, got another"
-    if complaint:
-      raise ValueError(
-        f"quantize: layers must form a chain; expected for {after.path} {complaint}; "
-        "use a module without nn.remat around its layers, or leave `layers` out."
+      wrong = f"a module that equals {first.path} but for params", "another"
+    if wrong:
+      raise ValueRefusal(
+        "quantize",
+        expected=f"layers that form a chain, so for {after.path} {wrong[0]}",
+        got=wrong[1],
+        mend="use a module without nn.remat around its layers, or leave `layers` out",
       )
 
 
@@ -170,10 +175,12 @@ def plan(
   parts = [_inside(prefix, dense, rules, rule_of) for prefix in prefixes]
   for prefix, part in zip(prefixes, parts, strict=True):
     if _methods(part) != _methods(parts[0]):
-      raise ValueError(
-        f"quantize: expected the rules to take the same linears in every layer, got "
-        f"{sorted(parts[0])} in {prefixes[0]} and {sorted(part)} in {prefix}, or other "
-        "methods for them; write one rule for all, or leave `layers` out."
+      raise ValueRefusal(
+        "quantize",
+        expected="the rules to take the same linears in every layer",
+        got=f"{sorted(parts[0])} in {prefixes[0]} and {sorted(part)} in {prefix}, or "
+        "other methods for them",
+        mend="write one rule for all, or leave `layers` out",
       )
   taken = {prefix + name for prefix in prefixes for name in parts[0]}
   useless = [
@@ -183,11 +190,13 @@ def plan(
   ]
   if useless or not taken:
     named = ", ".join(one.path for one in dense) or "none"
-    raise ValueError(
-      f"quantize: expected every rule to take a dense layer, got none for "
-      f"{', '.join(map(repr, useless)) or 'any'}; the module calls {named}"
-      + (f", and only what lies in its {len(calls)} layers counts" if layers else "")
-      + "; rules are regular expressions over whole paths."
+    inside = f", and only what lies in its {len(calls)} layers counts" if layers else ""
+    raise ValueRefusal(
+      "quantize",
+      expected="every rule to take a dense layer",
+      got=f"none for {', '.join(map(repr, useless)) or 'any'}",
+      mend=f"the module calls {named}{inside}, and rules are regular expressions over "
+      "whole paths",
     )
   left = [one.path for one in dense if one.path not in taken]
   if not calls:

@@ -19,6 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mxjax.calibration import flax_calls, flax_discovery
 from mxjax.calibration.calibration import Params
+from mxjax.errors import ValueRefusal
 
 LINEARS, REST, WHOLE = "linears", "rest", "module"
 
@@ -76,9 +77,11 @@ class FlaxModel:
     example = jax.tree.map(lambda a: a[:1], inputs)
     params = unfreeze(meta.unbox(params))
     if self.layers and self.state:
-      raise ValueError(
-        "FlaxModel: expected no state beside layers, got the collections "
-        f"{', '.join(self.state)}; leave `layers` out to take the module as a whole."
+      raise ValueRefusal(
+        "FlaxModel",
+        expected="no state beside layers",
+        got=f"the collections {', '.join(self.state)}",
+        mend="leave `layers` out to take the module as a whole",
       )
     plan = flax_discovery.plan(
       self.run, params, example, self.rules, self.layers, self._modules()
@@ -154,9 +157,11 @@ class BoundModule:
         wanted = self.plan.linears[path].kernel
         if kernel is None or kernel.shape != wanted:
           got = "none" if kernel is None else f"one of shape {kernel.shape}"
-          raise ValueError(
-            f"quantize: expected a kernel {wanted} for {start}{name} in the params, "
-            f"got {got}; unroll layers whose params nn.scan or nn.vmap stacks."
+          raise ValueRefusal(
+            "quantize",
+            expected=f"a kernel {wanted} for {start}{name} in the params",
+            got=got,
+            mend="unroll layers whose params nn.scan or nn.vmap stacks",
           )
         rows = kernel.shape[: self.plan.linears[path].axes]
         linears[name] = {"weight": kernel.reshape(math.prod(rows), -1).T}
@@ -244,9 +249,12 @@ class BoundModule:
     taps = set(self.projection_taps.values())
     rows = {path.replace("/", "."): array[None] for path, array in inputs.items()}
     if missing := sorted(taps - set(rows)):
-      raise ValueError(
-        f"quantize: expected the inputs of {', '.join(missing)}, which do not leave a "
-        "transformation such as nn.scan; unroll it, or leave them by a rule with None."
+      raise ValueRefusal(
+        "quantize",
+        expected=f"the inputs of {', '.join(missing)} outside of transformations "
+        "such as nn.scan",
+        got="none",
+        mend="unroll it, or leave them by a rule with None",
       )
     return hidden, {name: rows[name] for name in taps}
 

@@ -24,6 +24,7 @@ from mxjax.devices.placement import (
   Placement,
   Sharing,
 )
+from mxjax.errors import FloatingPointRefusal
 from mxjax.layers.linear import Perturbed
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
@@ -191,10 +192,12 @@ def check_finite(hidden: Chunks, place: str) -> None:
   bad = sum(int(count_not_finite(leaf)) for leaf in leaves)
   if bad:
     total = sum(leaf.size for leaf in leaves)
-    raise FloatingPointError(
-      f"quantize: {bad} of {total} hidden values leaving {place} are NaN or inf on the "
-      "calibration tokens; the float model itself overflows there, so check its "
-      "weights and its compute dtype."
+    raise FloatingPointRefusal(
+      f"quantize: {place}",
+      expected="finite hidden values leaving it on the calibration tokens",
+      got=f"{bad} of {total} that are NaN or inf",
+      mend="the float model itself overflows there, so check its weights and its "
+      "compute dtype",
     )
 
 

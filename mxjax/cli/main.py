@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mxjax.cli import options as shared
+from mxjax.errors import OSRefusal, Refusal
 from mxjax.intake import texts
 
 COMMANDS = (
@@ -99,7 +100,7 @@ def _launch(options: argparse.Namespace) -> int:
     try:
       execution.keep_compiled(options.compiled_kept)
     except OSError as error:
-      _report(options, "error", _sentence(error))
+      _report(options, "error", _sentence(error, options.command))
       return 2
   if not options.distributed:
     return _run(options)
@@ -138,18 +139,27 @@ def _run(options: argparse.Namespace) -> int:
   except MENDABLE as error:
     if options.distributed and processes.lost_message(error):
       raise
-    _report(options, "error", _sentence(error))
+    _report(options, "error", _sentence(error, options.command))
     return 2
 
 
-def _sentence(error: Exception) -> str:
-  """Returns an error's text; of the system's own errors, with expectation and mend."""
-  if not (isinstance(error, OSError) and error.errno and error.strerror):
-    return str(error)
-  return (
-    f"{error.filename or 'output'}: expected to read or write here, got "
-    f"{error.strerror!r}; check the path, its permissions and the room on the disk."
-  )
+def _sentence(error: Exception, command: str) -> str:
+  """Returns an error's text; of the system's own errors, with expectation and mend.
+
+  Of a place that begins with the command, which is printed anyway, the rest is told.
+  """
+  if isinstance(error, OSError) and error.errno and error.strerror:
+    error = OSRefusal(
+      error.filename or "output",
+      expected="to read or write here",
+      got=repr(error.strerror),
+      mend="check the path, its permissions and the room on the disk",
+    )
+  if not isinstance(error, Refusal):
+    return str(error).removeprefix(f"{command}: ")
+  if error.place == command:
+    return error.complaint
+  return str(error.at(error.place.removeprefix(f"{command}: ")))
 
 
 def _report(options: argparse.Namespace, event: str, message: str) -> None:
@@ -159,6 +169,4 @@ def _report(options: argparse.Namespace, event: str, message: str) -> None:
 
     output.emit(event, message=message)
   else:
-    # Errors of the library name their place, which may be the command.
-    text = message.removeprefix(f"{options.command}: ")
-    print(texts.printable(f"mxjax {options.command}: {text}"), file=sys.stderr)
+    print(texts.printable(f"mxjax {options.command}: {message}"), file=sys.stderr)

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from mxjax.errors import ValueRefusal
+
 DATA, MODEL = "data", "model"
 AXES = (DATA, MODEL)
 
@@ -24,18 +26,22 @@ def make(data: int | None = None, model: int = 1) -> Mesh:
   if data is None and model > 0:
     data, idle = divmod(len(devices), model)
     if data and idle:
-      raise ValueError(
-        f"mesh: expected a size of model that divides {len(devices)} devices, got "
-        f"{model}; also name data, as in data={data}, to leave {idle} of them idle."
+      raise ValueRefusal(
+        "mesh",
+        expected=f"a size of model that divides {len(devices)} devices",
+        got=model,
+        mend=f"also name data, as in data={data}, to leave {idle} of them idle",
       )
   wanted = (data or 0) * model
   # One process may use a subset of the devices; several processes must use all.
   possible = wanted == len(devices) or jax.process_count() == 1
   if not (0 < wanted <= len(devices) and possible and model > 0):
-    raise ValueError(
-      f"mesh: expected data x model devices out of {len(devices)}, got "
-      f"data={data}, model={model}; name sizes whose product is the number of devices, "
-      "or on CPU set XLA_FLAGS=--xla_force_host_platform_device_count."
+    raise ValueRefusal(
+      "mesh",
+      expected=f"data x model devices out of {len(devices)}",
+      got=f"data={data}, model={model}",
+      mend="name sizes whose product is the number of devices, or on CPU set "
+      "XLA_FLAGS=--xla_force_host_platform_device_count",
     )
   return Mesh(np.asarray(devices[:wanted]).reshape(data or 0, model), AXES)
 
@@ -51,9 +57,11 @@ def sizes(text: str) -> dict[str, int]:
     name, number = (side.strip() for side in part.partition("=")[::2])
     is_new = name in AXES and name not in axes
     if not (is_new and number.isdecimal() and int(number) > 0):
-      raise ValueError(
-        f"mesh: expected sizes such as data=4,model=2, got {text!r}; name each of the "
-        "axes data and model once at most."
+      raise ValueRefusal(
+        "mesh",
+        expected="sizes such as data=4,model=2",
+        got=repr(text),
+        mend="name each of the axes data and model once at most",
       )
     axes[name] = int(number)
   return {**dict.fromkeys(AXES, 1), **axes}
@@ -68,9 +76,11 @@ def normalize(mesh: Mesh | None) -> Mesh | None:
   if mesh is None:
     return None
   if not mesh.axis_names or set(mesh.axis_names) - set(AXES):
-    raise ValueError(
-      f"mesh: expected the axes data and model, or one of them, got "
-      f"{mesh.axis_names}; rename them: jax.sharding.Mesh(devices, ('data', 'model'))."
+    raise ValueRefusal(
+      "mesh",
+      expected="the axes data and model, or one of them",
+      got=mesh.axis_names,
+      mend="rename them: jax.sharding.Mesh(devices, ('data', 'model'))",
     )
   names = list(mesh.axis_names)
   devices = mesh.devices

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from mxjax.devices import execution
 from mxjax.devices.mesh import AXES, DATA, MODEL, alias, map_weights, normalize
+from mxjax.errors import ValueRefusal
 from mxjax.layers.linear import RowSharded, map_rows
 
 T = TypeVar("T")
@@ -75,15 +76,19 @@ class Placement:
     if self.mesh is None:
       return chunk
     if chunk != 1:
-      raise ValueError(
-        f"mesh: expected chunk 1 beside a mesh, got {chunk}; every device takes one "
-        "sequence at a time, so leave chunk out."
+      raise ValueRefusal(
+        "mesh",
+        expected="chunk 1 beside a mesh",
+        got=chunk,
+        mend="every device takes one sequence at a time, so leave chunk out",
       )
     if sequences % self.mesh.size:
-      raise ValueError(
-        f"mesh: expected a number of calibration sequences that divides over "
-        f"{self.mesh.size} devices, got {sequences}; pass a multiple of "
-        f"{self.mesh.size}, or name a smaller mesh."
+      raise ValueRefusal(
+        "mesh",
+        expected="a number of calibration sequences that divides over "
+        f"{self.mesh.size} devices",
+        got=sequences,
+        mend=f"pass a multiple of {self.mesh.size}, or name a smaller mesh",
       )
     return self.mesh.size
 

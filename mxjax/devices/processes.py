@@ -20,6 +20,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from mxjax.errors import Refusal, ValueRefusal
+
 LOST = 3
 """Exit code of a process whose job lost another process."""
 _PIPE = "MXJAX_SUPERVISOR_PIPE"
@@ -91,10 +93,12 @@ def connect(
   try:
     jax.distributed.initialize(coordinator, processes, process)
   except (RuntimeError, ValueError) as error:
-    raise ValueError(
-      f"distributed: expected to join {processes or 'the'} processes at "
-      f"{coordinator or 'the coordinator of the cluster'}, got: {error}; pass "
-      "--coordinator HOST:PORT, --processes N and --process I on every one."
+    raise ValueRefusal(
+      "distributed",
+      expected=f"to join {processes or 'the'} processes at "
+      f"{coordinator or 'the coordinator of the cluster'}",
+      got=f"an error: {error}",
+      mend="pass --coordinator HOST:PORT, --processes N and --process I on every one",
     ) from error
 
 
@@ -152,15 +156,20 @@ def check_same(what: str, tree: Any, mesh: Mesh | None) -> None:
   all_digests = _gathered(mine)
   differing = [i for i, one in enumerate(all_digests) if (one != all_digests[0]).any()]
   if differing:
-    raise ValueError(
-      f"distributed: expected the same {what} in every process, got others in "
-      f"{', '.join(map(str, differing))} than in process 0; start all processes with "
-      "the same arguments, files, versions and kind of machine."
+    raise ValueRefusal(
+      "distributed",
+      expected=f"the same {what} in every process",
+      got=f"others in {', '.join(map(str, differing))} than in process 0",
+      mend="start all processes with the same arguments, files, versions and kind of "
+      "machine",
     )
 
 
 def lost_message(error: BaseException) -> str | None:
   """Returns the message for an error caused by another process's end, else None."""
+  if isinstance(error, Refusal):
+    return None
+  # Gloo, NCCL and XLA's coordination service raise RuntimeErrors without a number.
   text = str(error).lower()
   return LOST_MESSAGE if any(sign in text for sign in _SIGNS) else None
 

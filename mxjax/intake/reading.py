@@ -1,7 +1,7 @@
 """The one way in for files that others wrote.
 
 Sizes are bounded before anything is read, structure is checked by pydantic or by the
-format's own library, and whatever goes wrong becomes one sentence that names the file.
+format's own library, and whatever goes wrong becomes a `Refusal` that names the file.
 """
 
 import contextlib
@@ -14,6 +14,14 @@ from typing import Any, TypeVar
 
 import pydantic
 
+from mxjax.errors import (
+  FileNotFoundRefusal,
+  NotImplementedRefusal,
+  OSRefusal,
+  Refusal,
+  ValueRefusal,
+)
+
 JSON_BYTES = 64 * 2**20
 """Largest JSON file that is read; tokenizers of 256,000 tokens take 35 MB."""
 TEXT_BYTES = 2**30
@@ -22,7 +30,11 @@ UNPACKED = 2**20, 200
 """What a gzip file may unpack to: so many bytes, and so many for each of its own."""
 AGAIN = "download the file again, or copy it from where it is intact"
 
-_KINDS = FileNotFoundError, OSError, NotImplementedError
+_KINDS = {
+  FileNotFoundError: FileNotFoundRefusal,
+  OSError: OSRefusal,
+  NotImplementedError: NotImplementedRefusal,
+}
 
 T = TypeVar("T")
 
@@ -43,35 +55,33 @@ def _describe(error: BaseException) -> str:
 def refusing(
   path: str | os.PathLike[str], expected: str, mend: str = AGAIN
 ) -> Iterator[None]:
-  """Makes one sentence of whatever reading the file `path` raises.
+  """Makes a `Refusal` that names the file `path` of whatever reading it raises.
 
-  Whole sentences that name the file pass; those that begin with another place get the
-  file instead; all other errors are described after `expected`, before `mend`.
+  A `Refusal` whose place names the file passes, and so does one of a file that cannot
+  be opened; others get the file as their place. All other errors are described after
+  `expected`, before `mend`.
 
   Raises:
     NotImplementedError: What the file asks for is not supported.
     OSError: The file cannot be opened.
+    TypeError: It holds values of another type.
     ValueError: All else.
   """
   try:
     yield
   except (KeyboardInterrupt, SystemExit, GeneratorExit, pydantic.PydanticUserError):
     raise
+  except Refusal as error:
+    if isinstance(error, OSError) or str(path) in error.place:
+      raise
+    raise error.at(path) from error
   # Libraries in Rust panic with what is no Exception.
   except BaseException as error:
-    text, place = str(error), str(path)
-    kind = next((one for one in _KINDS if isinstance(error, one)), ValueError)
-    # Sentences of ours have all parts; they may begin with another place.
-    rest = text.partition(": expected ")[2]
-    is_ours = ", got " in rest and "; " in rest
-    if (is_ours and isinstance(error, OSError)) or ("; " in text and place in text):
-      raise
-    if is_ours:
-      raise kind(f"{place}: expected {rest}") from error
+    kinds = (new for old, new in _KINDS.items() if isinstance(error, old))
     is_file = os.path.isfile(path)
     size = f"{os.path.getsize(path)} bytes that do" if is_file else "what does"
-    raise kind(
-      f"{place}: expected {expected}, got {size} not read ({_describe(error)}); {mend}."
+    raise next(kinds, ValueRefusal)(
+      path, expected, got=f"{size} not read ({_describe(error)})", mend=mend
     ) from error
 
 
@@ -85,11 +95,11 @@ def read_bytes(
     ValueError: It is larger.
   """
   if not path.is_file():
-    raise FileNotFoundError(
-      f"{path.parent}: expected a file {path.name}, got none; {mend}."
+    raise FileNotFoundRefusal(
+      path.parent, expected=f"a file {path.name}", got="none", mend=mend
     )
   if (size := path.stat().st_size) > limit:
-    raise ValueError(f"{path}: expected at most {limit} bytes, got {size}; {mend}.")
+    raise ValueRefusal(path, expected=f"at most {limit} bytes", got=size, mend=mend)
   return path.read_bytes()
 
 
@@ -143,8 +153,10 @@ def read_text(path: pathlib.Path) -> bytes:
     with gzip.open(path) as file:
       data = file.read(limit + 1)
     if len(data) > limit:
-      raise ValueError(
-        f"{path}: expected at most {limit} bytes when unpacked, got more; take a part "
-        "of it, or unpack it first."
+      raise ValueRefusal(
+        path,
+        expected=f"at most {limit} bytes when unpacked",
+        got="more",
+        mend="take a part of it, or unpack it first",
       )
     return data

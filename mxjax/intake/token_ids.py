@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from mxjax.errors import TypeRefusal, ValueRefusal
+
 LARGEST = np.iinfo(np.int32).max
 
 
@@ -19,21 +21,28 @@ def token_ids(ids: Any, place: str, *, vocabulary: int | None = None) -> np.ndar
   try:
     array = np.asarray(ids)
   except ValueError as error:
-    raise ValueError(
-      f"{place}: expected token ids in rows of equal length, got others ({error}); cut "
-      "them to one length."
+    raise ValueRefusal(
+      place,
+      expected="token ids in rows of equal length",
+      got=f"others ({error})",
+      mend="cut them to one length",
     ) from error
   # By kind: numpy counts durations among the integers.
   if array.dtype.kind not in "iu":
-    raise TypeError(
-      f"{place}: expected integer token ids, got {array.dtype}; tokenize text, or "
-      "write the ids as integers."
+    raise TypeRefusal(
+      place,
+      expected="integer token ids",
+      got=array.dtype,
+      mend="tokenize text, or write the ids as integers",
     )
   limit = vocabulary or LARGEST + 1
   if (bad := (array < 0) | (array >= limit)).any():
     first = tuple(map(int, np.argwhere(bad)[0]))
-    raise ValueError(
-      f"{place}: {int(bad.sum())} token ids are outside the vocabulary of {limit}, the "
-      f"first is {array[first]} at {list(first)}; use the model's own tokenizer."
+    raise ValueRefusal(
+      place,
+      expected=f"token ids from 0 to {limit - 1}",
+      got=f"{int(bad.sum())} outside the vocabulary of {limit}, the first is "
+      f"{array[first]} at {list(first)}",
+      mend="use the model's own tokenizer",
     )
   return np.ascontiguousarray(array, np.int32)

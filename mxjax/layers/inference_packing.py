@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.errors import ValueRefusal
 from mxjax.layers.linear import Int8Matrix
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
@@ -69,8 +70,8 @@ def pack_for_inference(
   ):
     if got not in (None, *kinds):
       known = " or ".join(map(repr, kinds))
-      raise ValueError(
-        f"pack_for_inference: {name} must be None, {known}, got {got!r}."
+      raise ValueRefusal(
+        "pack_for_inference", expected=f"{name} None or {known}", got=repr(got)
       )
   narrow = lambda _, leaf: dataclasses.replace(leaf, rounding=leaf.rounding.narrowed())
   result = dict(_map_linears(narrow, params) if tables else params)

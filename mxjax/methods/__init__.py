@@ -32,7 +32,15 @@ _REGISTERED = {
 }
 
 PAPER_METHODS = (
-  *("rtn", "gptq", "mr-gptq", "brq", "wush", "torq", "batquant", "spinquant", "focus"),
+  "rtn",
+  "gptq",
+  "mr-gptq",
+  "brq",
+  "wush",
+  "torq",
+  "batquant",
+  "spinquant",
+  "focus",
   "hires",
 )
 """The ten rows of the paper's comparison, HiRes last."""

@@ -141,7 +141,8 @@ _loss.defvjp(
   _with_gradient,
   lambda model, gradient, cotangents: (
     cotangents[0].astype(gradient.dtype) * gradient,
-    *(None, None),
+    None,
+    None,
   ),
 )
 

@@ -13,6 +13,8 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from mxjax.errors import NotImplementedRefusal, ValueRefusal
+
 Implementation = Literal["xla", "native", "pallas", "interpret"]
 """`xla` is the reference; `native` is a kernel in this CPU's vector instructions;
 `pallas` is a compiled kernel for NVIDIA GPUs; `interpret` runs the Pallas kernel
@@ -92,9 +94,10 @@ def choose(
   """
   known = get_args(Implementation)
   if implementation not in (None, *known):
-    raise ValueError(
-      f"{place}: implementation must be None, {', '.join(map(repr, known))}, got "
-      f"{implementation!r}."
+    raise ValueRefusal(
+      place,
+      expected=f"implementation None or one of {', '.join(map(repr, known))}",
+      got=repr(implementation),
     )
   platform = target_platform() if platform is None else platform
   obstacles = {"xla": None, "native": native, "pallas": pallas, "interpret": pallas}
@@ -111,8 +114,10 @@ def choose(
   if obstacle is None and platform != needed:
     obstacle = f"the platform is {platform} and {why}"
   if obstacle is not None:
-    raise NotImplementedError(
-      f"{place}: implementation={implementation!r} cannot run because {obstacle}; "
-      "pass implementation='xla' or None."
+    raise NotImplementedRefusal(
+      place,
+      expected=f"a call that implementation={implementation!r} can run",
+      got=f"an obstacle: {obstacle}",
+      mend="pass implementation='xla' or None",
     )
   return implementation

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mxjax.errors import TypeRefusal, ValueRefusal
 from mxjax.numerics import float_bits
 from mxjax.numerics.exported import register_dataclass
 
@@ -60,7 +61,7 @@ class Rules:
     for name, kind in (("scale_rule", ScaleRule), ("tie_rule", TieRule)):
       got, known = getattr(self, name), get_args(kind)
       if got not in known:
-        raise ValueError(f"mxfp4.Rules: {name} must be one of {known}, got {got!r}.")
+        raise ValueRefusal("mxfp4.Rules", expected=f"{name} of {known}", got=repr(got))
 
 
 PAPER_RULES = Rules()
@@ -222,10 +223,12 @@ def from_blocks(blocks: jax.Array) -> jax.Array:
 def check_width(place: str, features: int) -> None:
   """Raises ValueError, naming the place, if a width is not a multiple of 32."""
   if features % BLOCK_SIZE or features == 0:
-    raise ValueError(
-      f"{place}: the last axis must be a positive multiple of {BLOCK_SIZE}, got "
-      f"{features}; leave this projection in floating point or pad it yourself, "
-      "because padding changes the model's function under rounding."
+    raise ValueRefusal(
+      place,
+      expected=f"a last axis that is a positive multiple of {BLOCK_SIZE}",
+      got=features,
+      mend="leave this projection in floating point or pad it yourself, because "
+      "padding changes the model's function under rounding",
     )
 
 
@@ -262,10 +265,13 @@ def _no_gradient(x: jax.Array) -> jax.Array:
 
 @_no_gradient.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
-  raise TypeError(
-    "mxfp4.encode: expected an input that is not differentiated, got one that is; "
-    "codes are integers without a gradient, so round with mxjax.numerics."
-    "straight_through.round_rows, or call encode on jax.lax.stop_gradient(x)."
+  raise TypeRefusal(
+    "mxfp4.encode",
+    expected="an input that is not differentiated",
+    got="one that is",
+    mend="codes are integers without a gradient, so round with "
+    "mxjax.numerics.straight_through.round_rows, or call encode on "
+    "jax.lax.stop_gradient(x)",
   )
 
 
@@ -277,7 +283,7 @@ def without_gradient(x: jax.Array) -> jax.Array:
 def check_encodable(x: jax.Array) -> None:
   """Checks that `x` is floating point (TypeError) and in blocks of 32 (ValueError)."""
   if not jnp.issubdtype(x.dtype, jnp.floating):
-    raise TypeError(f"mxfp4.encode: expected a floating-point array, got {x.dtype}.")
+    raise TypeRefusal("mxfp4.encode", expected="a floating-point array", got=x.dtype)
   check_width("mxfp4.encode", x.shape[-1])
 
 
@@ -287,10 +293,12 @@ def check_finite(x: jax.Array, encoded: MXTensor) -> None:
     return
   if bad := int((np.asarray(encoded.scales) == NOT_FINITE).sum()):
     values = np.asarray(x).astype(np.float64)
-    raise ValueError(
-      f"mxfp4.encode: expected finite values, got {np.isnan(values).sum()} NaN and "
-      f"{np.isinf(values).sum()} inf in {bad} blocks of shape {x.shape}; find the "
-      "operation that produced them, because MXFP4 has no code for them."
+    raise ValueRefusal(
+      "mxfp4.encode",
+      expected="finite values",
+      got=f"{np.isnan(values).sum()} NaN and {np.isinf(values).sum()} inf in {bad} "
+      f"blocks of shape {x.shape}",
+      mend="find the operation that produced them, because MXFP4 has no code for them",
     )
 
 
@@ -344,16 +352,20 @@ def check_legal(tensor: MXTensor, place: str = "mxfp4.check_legal") -> None:
   for name in ("codes", "scales"):
     leaf = getattr(tensor, name)
     if leaf.dtype != jnp.uint8:
-      raise TypeError(f"{place}: expected uint8 {name}, got {leaf.dtype}.")
+      raise TypeRefusal(place, expected=f"uint8 {name}", got=leaf.dtype)
   check_width(place, tensor.shape[-1])
   expected = (*tensor.shape[:-1], tensor.shape[-1] // BLOCK_SIZE)
   if tensor.scales.shape != expected:
-    raise ValueError(
-      f"{place}: codes of logical shape {tensor.shape} need scales of shape "
-      f"{expected}, got {tensor.scales.shape}; the payload is damaged."
+    raise ValueRefusal(
+      place,
+      expected=f"scales of shape {expected} for codes of logical shape {tensor.shape}",
+      got=tensor.scales.shape,
+      mend="load it again, because the payload is damaged",
     )
   if bad := int((np.asarray(tensor.scales) == NOT_FINITE).sum()):
-    raise ValueError(
-      f"{place}: {bad} scale bytes are 255, which E8M0 reserves for NaN; the encoded "
-      "array had inf or NaN there."
+    raise ValueRefusal(
+      place,
+      expected="no scale bytes of 255, which E8M0 reserves for NaN",
+      got=f"{bad} of them",
+      mend="encode it again from an array without inf or NaN",
     )

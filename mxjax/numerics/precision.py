@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
+from mxjax.errors import TypeRefusal
 from mxjax.numerics import implementations
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -33,9 +34,12 @@ def require_float64(place: str, *arrays: jax.Array) -> None:
   """
   for array in arrays:
     if array.dtype != jnp.float64:
-      raise TypeError(
-        f"{place}: expected float64 operands, got {array.dtype}; call it inside "
-        "`mxjax.numerics.precision.float64_scope()` with float64 arrays."
+      raise TypeRefusal(
+        place,
+        expected="float64 operands",
+        got=array.dtype,
+        mend="call it inside `mxjax.numerics.precision.float64_scope()` with float64 "
+        "arrays",
       )
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mxjax import errors
 from mxjax.calibration.calibration import Params, replace_weights
 from mxjax.devices import execution, processes
 from mxjax.methods import scale_distillation
@@ -55,11 +56,9 @@ def quantize_layer(
       weight = jnp.asarray(float_layer[block][linear]["weight"])
       execution.trim_malloc(4 * weight.size)
       group = groups[setup.model.projection_taps[block, linear]]
-      try:
+      with errors.within(f"{name}/{block}/{linear}"):
         inputs = captured.inputs(block, linear, group)
         leaf, told = program.quantize_linear(weight, inputs)
-      except ValueError as error:
-        raise ValueError(f"{name}/{block}/{linear}: {error}") from error
       leaves[block, linear] = execution.block_on_cpu(leaf)
       path = f"{block}/{linear}"
       linears[path] = linear_record(weight, leaf, inputs, told, probe=setup.probe)
@@ -103,8 +102,6 @@ def _shape_groups(
       for block, linear in setup.targets
       if setup.model.projection_taps[block, linear] == tap
     }
-    try:
+    with errors.within(f"{name}/{tap}"):
       groups[tap] = setup.program.shape_group(weights, view)
-    except ValueError as error:
-      raise ValueError(f"{name}/{tap}: {error}") from error
   return groups

@@ -107,7 +107,9 @@ def _run_in(
   if folder:
     identity = setup.identity()
     processes.check_same("model, data and options", identity, placement.mesh)
-    resumed = folder.begin(identity, environment(placement, setup.model))
+    here = environment(placement, setup.model)
+    processes.check_same("versions, flags and device", here, placement.mesh)
+    resumed = folder.begin(identity, here)
     clock = StageClock(**folder.clock)
   report = Report(setup.program, count, clock, on_progress)
   with clock.stage("preparation"):

@@ -167,7 +167,7 @@ def _probe(
   result = {
     "error_rtn": _relative_error(x, weight, rounded(x), rounded(weight)),
     "error_mapped_rtn": _relative_error(
-      *(mapped, folded, rounded(mapped), rounded(folded))
+      mapped, folded, rounded(mapped), rounded(folded)
     ),
     "error_mapped_nearest": _relative_error(mapped, folded, nearest, decoded),
     "edit_rate": jnp.float32(0),

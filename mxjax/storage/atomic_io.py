@@ -18,6 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from mxjax.errors import (
+  FileExistsRefusal,
+  OSRefusal,
+  Refusal,
+  TypeRefusal,
+  ValueRefusal,
+)
 from mxjax.intake.reading import refusing
 
 PARTIAL = ".partial"
@@ -39,9 +46,12 @@ def check_output(path: str | os.PathLike[str]) -> pathlib.Path:
   """
   folder = pathlib.Path(path)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-    raise FileExistsError(
-      f"output: {folder} exists and is not an empty folder; name another --out or "
-      "remove it yourself, because results are never overwritten."
+    raise FileExistsRefusal(
+      f"output: {folder}",
+      expected="a new folder or an empty one",
+      got="one that is neither",
+      mend="name another --out or remove it yourself, because results are never "
+      "overwritten",
     )
   return folder
 
@@ -70,7 +80,6 @@ _REFUSALS = {
 }
 _BLOCK = 4096
 """Bytes that the smallest file takes on a disk."""
-_FULL, _REFUSED = "No space left on device", "cannot take more"
 
 
 @contextlib.contextmanager
@@ -79,24 +88,30 @@ def explaining(
   place: str = "output",
   mend: str = "repeat the command, with --resume if it has that",
 ) -> Iterator[None]:
-  """Says in one sentence that `path` cannot be written: full, read-only, forbidden.
+  """Says that `path` cannot be written: full, read-only, forbidden.
 
   Libraries that write files report a full disk in long texts of their own.
 
   Raises:
-    OSError: In place of theirs.
+    OSError: In place of theirs, with the number of the system.
   """
   try:
     yield
+  except Refusal:
+    raise
   except Exception as error:
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and _FULL in str(error):
+    # Orbax and tensorstore report a full disk by the system's text, without its number.
+    if number is None and os.strerror(errno.ENOSPC) in str(error):
       number = errno.ENOSPC
-    if number not in _REFUSALS or _REFUSED in str(error):
+    if number not in _REFUSALS:
       raise
-    raise OSError(
-      f"{place}: {path} {_REFUSED} ({os.strerror(number)}); {_REFUSALS[number]}, then "
-      f"{mend}."
+    raise OSRefusal(
+      f"{place}: {path}",
+      expected="a place to write to",
+      got=f"one that cannot take more ({os.strerror(number)})",
+      mend=f"{_REFUSALS[number]}, then {mend}",
+      errno=number,
     ) from error
 
 
@@ -108,9 +123,12 @@ def check_room(folder: pathlib.Path, arrays: Iterable[Any], files: int) -> None:
   """
   need = sum(array.nbytes + files * _BLOCK for array in arrays)
   if (free := shutil.disk_usage(folder).free) < need:
-    raise OSError(
-      f"output: {folder} {_REFUSED}: expected {need} bytes free, got {free}; make "
-      "room, then repeat the command, with --resume if it has that."
+    raise OSRefusal(
+      f"output: {folder}",
+      expected=f"{need} bytes free",
+      got=free,
+      mend="make room, then repeat the command, with --resume if it has that",
+      errno=errno.ENOSPC,
     )
 
 
@@ -247,9 +265,11 @@ def write_arrays(
   for name in names:
     dtype = str(arrays[name].dtype)
     if dtype not in _DTYPES:
-      raise TypeError(
-        f"write_arrays: {name} of {path} is {dtype}, expected one of "
-        f"{', '.join(_DTYPES)}; convert it first."
+      raise TypeRefusal(
+        f"write_arrays: {path}",
+        expected=f"arrays of {', '.join(_DTYPES)}",
+        got=f"{name} of {dtype}",
+        mend="convert it first",
       )
     end = offset + arrays[name].size * arrays[name].dtype.itemsize
     header[name] = {
@@ -308,7 +328,7 @@ def read_checked(path: pathlib.Path) -> dict[str, np.ndarray]:
       arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
       stated = (file.metadata() or {}).get("crc32")
     if (found := _checksum(arrays)) != stated:
-      raise ValueError(
-        f"{path}: expected the checksum {stated}, got {found}; {REMAKE}."
+      raise ValueRefusal(
+        path, expected=f"the checksum {stated}", got=found, mend=REMAKE
       )
   return arrays

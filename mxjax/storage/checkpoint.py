@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from mxjax.devices import mesh as meshes
 from mxjax.devices import processes
+from mxjax.errors import FileNotFoundRefusal, ValueRefusal
 from mxjax.intake.reading import refusing
 from mxjax.layers.linear import map_rows
 from mxjax.layers.quantized_linear import QuantizedLinear
@@ -65,9 +66,11 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
   """
   file = pathlib.Path(path) / MANIFEST
   if not file.is_file():
-    raise FileNotFoundError(
-      f"checkpoint: expected {file}, got no such file; name a folder written by "
-      "`mxjax quantize` or save_checkpoint."
+    raise FileNotFoundRefusal(
+      "checkpoint",
+      expected=f"{file}",
+      got="no such file",
+      mend="name a folder written by `mxjax quantize` or save_checkpoint",
     )
   version = "format_version", FORMAT_VERSION
   what = "the manifest of a checkpoint"
@@ -96,11 +99,12 @@ def _check_contract(
     for key in sorted(ours | theirs)
     if ours.get(key) != theirs.get(key)
   ]
-  raise ValueError(
-    f"restore_checkpoint: {place} was quantized under contract "
-    f"{manifest['contract_hash']}, expected {contract.hash}: {'; '.join(differing)}; "
-    "its results are not comparable, so pass its own contract to use it, "
-    "contract=Contract.from_dict(read_manifest(path)['contract'])."
+  raise ValueRefusal(
+    f"restore_checkpoint: {place}",
+    expected=f"a model quantized under contract {contract.hash}",
+    got=f"one under {manifest['contract_hash']}: {'; '.join(differing)}",
+    mend="its results are not comparable, so pass its own contract to use it, "
+    "contract=Contract.from_dict(read_manifest(path)['contract'])",
   )
 
 
@@ -108,15 +112,18 @@ def _check_files(
   folder: pathlib.Path, entries: Mapping[str, Any], *, verify: bool
 ) -> None:
   if not (folder / ARRAYS).is_dir():
-    raise FileNotFoundError(
-      f"restore_checkpoint: expected the arrays in {folder / ARRAYS}, got no such "
-      "folder; copy the whole checkpoint, not mxjax.json alone."
+    raise FileNotFoundRefusal(
+      "restore_checkpoint",
+      expected=f"the arrays in {folder / ARRAYS}",
+      got="no such folder",
+      mend="copy the whole checkpoint, not mxjax.json alone",
     )
   if damage := atomic_io.damaged_files(folder, entries, verify=verify):
-    raise ValueError(
-      f"restore_checkpoint: expected in {folder} the {len(entries)} files that "
-      f"{MANIFEST} lists, got damage: {'; '.join(damage)}; copy the checkpoint again, "
-      "or quantize anew."
+    raise ValueRefusal(
+      f"restore_checkpoint: {folder}",
+      expected=f"the {len(entries)} files that {MANIFEST} lists",
+      got=f"damage: {'; '.join(damage)}",
+      mend="copy the checkpoint again, or quantize anew",
     )
 
 
@@ -127,10 +134,11 @@ def _check_rules(place: str, params: Mapping[str, Any], contract: Contract) -> N
     if isinstance(node, QuantizedLinear) and node.rules != contract.rules
   ]
   if wrong:
-    raise ValueError(
-      f"{place}: expected linears under the contract's {contract.rules}, got "
-      f"{len(wrong)} others: {'; '.join(wrong[:3])}; pass the contract they were "
-      "quantized under."
+    raise ValueRefusal(
+      place,
+      expected=f"linears under the contract's {contract.rules}",
+      got=f"{len(wrong)} others: {'; '.join(wrong[:3])}",
+      mend="pass the contract they were quantized under",
     )
 
 
@@ -225,9 +233,11 @@ def check_saved(path: str | os.PathLike[str], params: Mapping[str, Any]) -> None
   if nodes != manifest["nodes"]:
     differing.append("the types of nodes")
   if differing:
-    raise ValueError(
-      f"check_saved: {folder} is the checkpoint of another result, it differs in "
-      f"{', '.join(differing[:5])}; move it away, or name another --out."
+    raise ValueRefusal(
+      f"check_saved: {folder}",
+      expected="the checkpoint of this result",
+      got=f"another, which differs in {', '.join(differing[:5])}",
+      mend="move it away, or name another --out",
     )
 
 
@@ -294,10 +304,11 @@ def restore_checkpoint(
       if arrays[path].is_fully_addressable
     }
     if damaged := tree_io.changed_arrays(entries, arrays):
-      raise ValueError(
-        f"restore_checkpoint: {len(damaged)} of {len(arrays)} arrays in {folder} do "
-        f"not have the shape and SHA-256 that {MANIFEST} states: {', '.join(damaged)}; "
-        "copy the checkpoint again, or quantize anew."
+      raise ValueRefusal(
+        f"restore_checkpoint: {folder}",
+        expected=f"arrays with the shape and SHA-256 that {MANIFEST} states",
+        got=f"others in {len(damaged)} of {len(arrays)}: {', '.join(damaged)}",
+        mend="copy the checkpoint again, or quantize anew",
       )
   with refusing(folder / MANIFEST, "nodes and arrays of a checkpoint", MEND):
     params = tree_io.unpack(manifest["nodes"], arrays)
@@ -331,7 +342,9 @@ def load(
   try:
     return CausalLM(ModelConfig.from_dict(config)), params
   except (TypeError, ValueError) as error:
-    raise ValueError(
-      f"load: expected in {folder} the config of a model of mxjax.models, got another "
-      f"({error}); restore_checkpoint(path) returns the params for a model of your own."
+    raise ValueRefusal(
+      f"load: {folder}",
+      expected="the config of a model of mxjax.models",
+      got=f"another ({error})",
+      mend="restore_checkpoint(path) returns the params for a model of your own",
     ) from error

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.devices import processes
+from mxjax.errors import ValueRefusal
 from mxjax.storage.tree_io import at, nested
 
 CHUNK_BYTES = 4 * 2**20
@@ -84,10 +85,11 @@ def load_arrays(
       arrays |= _load(folder, batch)
     except (KeyError, OSError, TypeError, ValueError) as error:
       first = str(error).strip().splitlines()[:1]
-      raise ValueError(
-        f"restore_checkpoint: the arrays in {folder} are not the {len(abstract)} that "
-        "the checkpoint's manifest lists, or are damaged: "
-        f"{''.join(first)[:300]}; copy the checkpoint again, or quantize anew."
+      raise ValueRefusal(
+        f"restore_checkpoint: {folder}",
+        expected=f"the {len(abstract)} arrays that the checkpoint's manifest lists",
+        got=f"others or damaged ones: {''.join(first)[:300]}",
+        mend="copy the checkpoint again, or quantize anew",
       ) from error
     # Orbax leaves the host copies of arrays in reference cycles. Python collects cycles
     # by object count, not bytes, so they would pile up.

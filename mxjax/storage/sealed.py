@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import pydantic
 
+from mxjax.errors import ValueRefusal
 from mxjax.intake.reading import JSON_BYTES, read_json, refusing
 from mxjax.storage import atomic_io
 
@@ -93,16 +94,17 @@ def read(
   """
   values = read_json(path, dict[str, Any], expected, mend=mend, limit=limit)
   if version and values.get(version[0]) != version[1]:
-    raise ValueError(
-      f"{path}: expected format version {version[1]}, got "
-      f"{values.get(version[0])!r}; use the mxjax version that wrote it."
+    raise ValueRefusal(
+      path,
+      expected=f"format version {version[1]}",
+      got=repr(values.get(version[0])),
+      mend="use the mxjax version that wrote it",
     )
   with refusing(path, expected, mend):
     kind.model_validate(values, strict=True)
   if digest(values) != values["digest"]:
-    raise ValueError(
-      f"{path}: expected {expected}, got content that does not match its digest; "
-      f"{mend}."
+    raise ValueRefusal(
+      path, expected=expected, got="content that does not match its digest", mend=mend
     )
   return values
 

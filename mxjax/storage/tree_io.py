@@ -18,6 +18,7 @@ import numpy as np
 import pydantic
 
 from mxjax.devices import mesh as meshes
+from mxjax.errors import TypeRefusal, ValueRefusal
 from mxjax.intake.reading import refusing
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4
@@ -42,9 +43,11 @@ def walk(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     return
   for key, value in tree.items():
     if not isinstance(key, str) or not key or "/" in key:
-      raise TypeError(
-        f"save_checkpoint: keys of params must be names without a slash, got {key!r} "
-        f"under {path or 'the root'}; rename it."
+      raise TypeRefusal(
+        f"save_checkpoint: {path or 'the root'}",
+        expected="keys that are names without a slash",
+        got=repr(key),
+        mend="rename it",
       )
     yield from walk(value, f"{path}/{key}" if path else key)
 
@@ -58,17 +61,21 @@ def _describe(node: Any, path: str, arrays: dict[str, Any]) -> dict[str, Any]:
   if isinstance(node, (jax.Array, np.ndarray)):
     array = jnp.asarray(node)
     if array.dtype != node.dtype:
-      raise TypeError(
-        f"save_checkpoint: {path} is {node.dtype}, which JAX holds only in 64-bit "
-        f"mode; convert it to {array.dtype} first."
+      raise TypeRefusal(
+        f"save_checkpoint: {path}",
+        expected="a dtype that JAX holds without 64-bit mode",
+        got=node.dtype,
+        mend=f"convert it to {array.dtype} first",
       )
     arrays[path] = array
     return {"type": "array"}
   name = type(node).__name__
   if TYPES.get(name) is not type(node):
-    raise TypeError(
-      f"save_checkpoint: {path} is a {name}, expected an array or one of "
-      f"{', '.join(sorted(TYPES))}; convert it to one of these."
+    raise TypeRefusal(
+      f"save_checkpoint: {path}",
+      expected=f"an array or one of {', '.join(sorted(TYPES))}",
+      got=f"a {name}",
+      mend="convert it to one of these",
     )
   static, children = {}, {}
   for field in dataclasses.fields(node):
@@ -92,9 +99,11 @@ def _rebuild(entry: dict[str, Any], path: str, arrays: Mapping[str, Any]) -> Any
   if kind == "array":
     return arrays[path]
   if kind not in TYPES:
-    raise ValueError(
-      f"restore_checkpoint: {path} has the type {kind!r}, expected one of "
-      f"{', '.join(sorted(TYPES))}; use the mxjax version that wrote it."
+    raise ValueRefusal(
+      "restore_checkpoint",
+      expected=f"{path} of a type of {', '.join(sorted(TYPES))}",
+      got=repr(kind),
+      mend="use the mxjax version that wrote it",
     )
   static = dict(entry["static"])
   if "rules" in static:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mxjax.errors import ValueRefusal
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST
@@ -206,9 +207,10 @@ def float8_matmul(
   ValueError if the widths differ.
   """
   if x.shape[-1] != weight.shape[-1]:
-    raise ValueError(
-      "pallas_kernels.float8_matmul: expected x [n, d] and weight [m, d], got "
-      f"{x.shape} and {weight.shape}."
+    raise ValueRefusal(
+      "pallas_kernels.float8_matmul",
+      expected="x [n, d] and weight [m, d]",
+      got=f"{x.shape} and {weight.shape}",
     )
   obstacle = None if x.shape[0] else "x has no rows"
   obstacle = obstacle or lowering.obstacle(products.obstacle(x, weight))

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mxjax.errors import TypeRefusal, ValueRefusal
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.pallas_kernels import codec, lowering, mxfp4_decode
@@ -247,13 +248,14 @@ def _library(
 
 def _check(x: Input, weight: mxfp4.MXTensor) -> None:
   if isinstance(x, jax.Array) and x.dtype != jnp.bfloat16:
-    raise TypeError(
-      f"pallas_kernels.matmul: x must be bfloat16 or packed, got {x.dtype}."
+    raise TypeRefusal(
+      "pallas_kernels.matmul", expected="x in bfloat16 or packed", got=x.dtype
     )
   if x.shape[-1] != weight.shape[-1] or len(x.shape) != 2 or len(weight.shape) != 2:
-    raise ValueError(
-      "pallas_kernels.matmul: expected x [n, d] and weight [m, d], got "
-      f"{x.shape} and {weight.shape}."
+    raise ValueRefusal(
+      "pallas_kernels.matmul",
+      expected="x [n, d] and weight [m, d]",
+      got=f"{x.shape} and {weight.shape}",
     )
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mxjax.errors import ValueRefusal
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.implementations import Implementation
 from mxjax.numerics.precision import HIGHEST
@@ -303,23 +304,28 @@ def refine_for(
 
 def _check_tables(tables: Tables, width: int) -> None:
   if tables.gram is None and tables.cross is not None:
-    raise ValueError(
-      "pallas_kernels.refine: expected gram beside cross, got cross alone; pass both "
-      "tables of the A4 rule."
+    raise ValueRefusal(
+      "pallas_kernels.refine",
+      expected="gram beside cross",
+      got="cross alone",
+      mend="pass both tables of the A4 rule",
     )
   if tables.changes != 1 or tables.rounds_up:
     if tables.gram is None or tables.cross is not None:
-      raise ValueError(
-        "pallas_kernels.refine: expected gram alone for a rule of "
-        f"{tables.changes} changes and rounds_up={tables.rounds_up}, got gram "
-        f"{tables.gram is not None} and cross {tables.cross is not None}; only the "
-        "rule FewCodes has these, and it has no cross."
+      raise ValueRefusal(
+        "pallas_kernels.refine",
+        expected=f"gram alone for a rule of {tables.changes} changes and "
+        f"rounds_up={tables.rounds_up}",
+        got=f"gram {tables.gram is not None} and cross {tables.cross is not None}",
+        mend="only the rule FewCodes has these, and it has no cross",
       )
   packed = width // _BLOCK, _BLOCK * (_BLOCK + 1) // 2
   if tables.gram is not None and tables.gram.shape != packed:
-    raise ValueError(
-      f"pallas_kernels.refine: gram must be packed, of shape {packed}, got "
-      f"{tables.gram.shape}; see one_code.pack_symmetric."
+    raise ValueRefusal(
+      "pallas_kernels.refine",
+      expected=f"gram packed, of shape {packed}",
+      got=tables.gram.shape,
+      mend="see one_code.pack_symmetric",
     )
 
 

@@ -84,7 +84,7 @@ def test_a_line_that_is_no_text_is_told_by_its_number(text, line):
 
 
 def test_too_little_text_and_missing_files_are_named(text):
-  with pytest.raises(ValueError, match="need 16 tokens, got 5"):
+  with pytest.raises(ValueError, match="expected 16 tokens for 2 windows of 8, got 5"):
     load(text("short"))
   with pytest.raises(FileNotFoundError, match="c4, wikitext2"):
     load("nowhere.txt")

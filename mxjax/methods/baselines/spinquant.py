@@ -98,7 +98,8 @@ def rotate_layer(layer: Params, r1: jax.Array | None, r2: jax.Array) -> dict[str
     axes, x.reshape(shape), r2, precision=HIGHEST
   ).reshape(x.shape)
   change(
-    *("self_attn", "v_proj"),
+    "self_attn",
+    "v_proj",
     lambda w: turn("kid,ij->kjd", w, -1, head, w.shape[-1]),
     lambda b: turn("ij,jk->ik", b, -1, head),
   )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
+from mxjax.errors import ValueRefusal
 from mxjax.numerics import implementations, mxfp4
 from mxjax.numerics.exported import register_dataclass
 from mxjax.numerics.implementations import Implementation
@@ -29,9 +30,11 @@ Rule = TypeVar("Rule", bound="ActivationQuantizer")
 def register(cls: type[Rule]) -> type[Rule]:
   """Registers a dataclass as a pytree and as an A4 rule that checkpoints may hold."""
   if RULES.setdefault(cls.__name__, cls) is not cls:
-    raise ValueError(
-      f"activation_quantizers.register: {cls.__name__} names {RULES[cls.__name__]} "
-      "already; give the new rule another name."
+    raise ValueRefusal(
+      "activation_quantizers.register",
+      expected="a name that no rule has",
+      got=f"{cls.__name__}, which names {RULES[cls.__name__]}",
+      mend="give the new rule another name",
     )
   FEATURES.update([cls.feature] if cls.feature else [])
   return register_dataclass(cls)
@@ -208,9 +211,11 @@ class FewCodes(ActivationQuantizer):
   def __post_init__(self) -> None:
     """Checks the number of changes."""
     if self.changes < 1:
-      raise ValueError(
-        f"FewCodes: expected changes of at least 1, got {self.changes}; use Nearest to "
-        "change no code."
+      raise ValueRefusal(
+        "FewCodes",
+        expected="changes of at least 1",
+        got=self.changes,
+        mend="use Nearest to change no code",
       )
 
   @property

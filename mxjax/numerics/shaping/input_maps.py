@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
+from mxjax.errors import ValueRefusal
 from mxjax.numerics import mxfp4
 from mxjax.numerics.exported import register_dataclass
 from mxjax.numerics.precision import HIGHEST, block_products
@@ -26,9 +27,11 @@ Map = TypeVar("Map")
 def register(cls: type[Map]) -> type[Map]:
   """Registers a dataclass as a pytree and as an input map that checkpoints may hold."""
   if MAPS.setdefault(cls.__name__, cls) is not cls:
-    raise ValueError(
-      f"input_maps.register: {cls.__name__} names {MAPS[cls.__name__]} already; give "
-      "the new map another name."
+    raise ValueRefusal(
+      "input_maps.register",
+      expected="a name that no map has",
+      got=f"{cls.__name__}, which names {MAPS[cls.__name__]}",
+      mend="give the new map another name",
     )
   return register_dataclass(cls)
 
@@ -69,9 +72,11 @@ class InputMap:
 def hadamard(size: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
   """Returns R_H, the normalized, symmetric Sylvester-Hadamard matrix `[size, size]`."""
   if size < 1 or size & (size - 1):
-    raise ValueError(
-      f"input_maps.hadamard: size must be a power of two, got {size}; use 32, 64 or "
-      "128."
+    raise ValueRefusal(
+      "input_maps.hadamard",
+      expected="a size that is a power of two",
+      got=size,
+      mend="use 32, 64 or 128",
     )
   return jnp.asarray(orthogonal.hadamard_any(size), dtype)
 
@@ -120,10 +125,11 @@ def scaled(input_map: InputMap | None, factor: jax.Array) -> BlockDense:
   size = mxfp4.BLOCK_SIZE
   matrix = jnp.eye(size)[None] if input_map is None else input_map.dense_blocks()
   if matrix is None:
-    raise ValueError(
-      "input_maps.scaled: expected a map of single blocks, got "
-      f"{type(input_map).__name__}, which mixes blocks; leave out +tune, because "
-      "scales cannot be folded into it."
+    raise ValueRefusal(
+      "input_maps.scaled",
+      expected="a map of single blocks",
+      got=f"{type(input_map).__name__}, which mixes blocks",
+      mend="leave out +tune, because scales cannot be folded into it",
     )
   scaled_matrix = matrix.astype(jnp.float32) * factor.reshape(-1, 1, size)
   return BlockDense(scaled_matrix.astype(matrix.dtype))
@@ -141,9 +147,11 @@ def followed(input_map: InputMap | None, matrix: jax.Array) -> BlockDense:
     return BlockDense(matrix)
   first = input_map.dense_blocks()
   if first is None:
-    raise ValueError(
-      "input_maps.followed: expected a map of single blocks, got "
-      f"{type(input_map).__name__}, which mixes blocks; do not refit it."
+    raise ValueRefusal(
+      "input_maps.followed",
+      expected="a map of single blocks",
+      got=f"{type(input_map).__name__}, which mixes blocks",
+      mend="do not refit it",
     )
   return BlockDense(block_products(matrix, first.astype(matrix.dtype)))
 

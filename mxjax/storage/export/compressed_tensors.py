@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from mxjax.errors import ValueRefusal
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models.loading.weights import tensor_name
 from mxjax.numerics import mxfp4
@@ -28,7 +29,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears that runtimes fuse: all quantized and transformed alike, or none."""
 _TRANSFORMS_MEND = (
   "Hadamards without signs can also stay, by --transforms, for a runtime that applies "
-  "transform_config."
+  "transform_config"
 )
 
 
@@ -55,9 +56,12 @@ def _check_fused(linears: Mapping[str, Any]) -> None:
     for group in FUSED:
       kinds = {part: kind(linears.get(f"{block}.{part}")) for part in group}
       if len(set(kinds.values())) > 1:
-        raise ValueError(
-          f"export: runtimes join {', '.join(group)} of {block}, which must be "
-          f"quantized alike, got {kinds}; quantize them alike, or use --format dequant."
+        raise ValueRefusal(
+          "export",
+          expected=f"{', '.join(group)} of {block}, which runtimes join, to be "
+          "quantized alike",
+          got=kinds,
+          mend="quantize them alike, or use --format dequant",
         )
 
 
@@ -77,15 +81,19 @@ def quantization_config(linears: Mapping[str, Any]) -> dict[str, Any]:
   """Builds the JSON-ready `quantization_config` from weights by module name."""
   quantized = {k: v for k, v in linears.items() if isinstance(v, QuantizedLinear)}
   if not quantized:
-    raise ValueError(
-      "export: expected a model with quantized linears, got none; a float model is "
-      "saved by models.weights.save_folder."
+    raise ValueRefusal(
+      "export",
+      expected="a model with quantized linears",
+      got="none",
+      mend="a float model is saved by models.weights.save_folder",
     )
   weight_only = {not leaf.rounding.is_legal for leaf in quantized.values()}
   if len(weight_only) > 1:
-    raise ValueError(
-      "export: compressed-tensors has one scheme for all linears here, got linears "
-      "whose inputs are rounded beside some whose inputs are not; make them alike."
+    raise ValueRefusal(
+      "export",
+      expected="one scheme for all linears, as compressed-tensors has it here",
+      got="linears whose inputs are rounded beside some whose inputs are not",
+      mend="make them alike",
     )
   # The runtime has a Linear head even if the embedding is tied to it.
   ignored = ["lm_head", *(k for k in linears if k not in quantized and k != "lm_head")]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.devices import execution
+from mxjax.errors import ValueRefusal
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.numerics import mxfp4, precision
 from mxjax.numerics.realization import activation_quantizers
@@ -65,9 +66,11 @@ def parse(text: str | None) -> tuple[str, ...]:
   names = [name.strip() for name in (text or "").split(",") if name.strip()]
   members = [one for name in names for one in GROUPS.get(name, (name,))]
   if unknown := [name for name in members if name not in FEATURES]:
-    raise ValueError(
-      f"export: expected --drop of {', '.join([*FEATURES, *GROUPS])}, got "
-      f"{', '.join(unknown)}; use these names."
+    raise ValueRefusal(
+      "export",
+      expected=f"--drop of {', '.join([*FEATURES, *GROUPS])}",
+      got=", ".join(unknown),
+      mend="use these names",
     )
   return tuple(dict.fromkeys(members))
 
@@ -87,11 +90,13 @@ def refuse(
     f"{name} ({FEATURES[name]}) in {len(paths)} places, first {min(paths)}"
     for name, paths in features.items()
   )
-  others = "".join(f" {mends[name]}" for name in features if mends and name in mends)
-  raise ValueError(
-    f"export: {form} cannot hold {listed}; use --format safetensors, which holds "
-    f"everything, or leave them out by --drop {','.join(features)}, which changes the "
-    f"model and measures it again.{others}"
+  ways = [
+    "use --format safetensors, which holds everything, or leave them out by --drop "
+    f"{','.join(features)}, which changes the model and measures it again"
+  ]
+  ways += [mends[name] for name in features if mends and name in mends]
+  raise ValueRefusal(
+    "export", expected=f"what {form} can hold", got=listed, mend="; ".join(ways)
   )
 
 
@@ -139,9 +144,12 @@ def drop(params: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
   present = features_of(params)
   bound = [name for name in activation_quantizers.FEATURES if name in present]
   if "maps" in names and (staying := [name for name in bound if name not in names]):
-    raise ValueError(
-      f"export: {', '.join(staying)} is measured in the coordinates of the maps, so "
-      f"maps cannot be dropped alone; drop {','.join(['maps', *staying])} together."
+    raise ValueRefusal(
+      "export",
+      expected=f"maps to be dropped with {', '.join(staying)}, measured in their "
+      "coordinates",
+      got="maps alone",
+      mend=f"drop {','.join(['maps', *staying])} together",
     )
   kept: dict[str, Any] = {}
   for path, node in walk(params):

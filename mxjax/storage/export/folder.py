@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.errors import OSRefusal, ValueRefusal
 from mxjax.intake.reading import read_json, refusing
 from mxjax.models.config import ModelConfig
 from mxjax.models.families import check_reads_back, to_hf_config
@@ -125,9 +126,11 @@ def _write_tensors(
   for key, name in places.items():
     read, expected = files[name].get_tensor(key), np.asarray(tensors[key])
     if read.dtype != expected.dtype or read.tobytes() != expected.tobytes():
-      raise OSError(
-        f"export: {key} in {folder / name} does not read back as it was written; "
-        "check the disk and export again."
+      raise OSRefusal(
+        f"export: {folder / name}",
+        expected=f"{key} to read back as it was written",
+        got="other values",
+        mend="check the disk and export again",
       )
 
 
@@ -155,10 +158,11 @@ def read_tensors(folder: pathlib.Path) -> dict[str, jax.Array]:
     return tensors
   weight_map = weights.read_index(folder)
   if absent := sorted(weight_map.keys() - tensors.keys()):
-    raise ValueError(
-      f"{folder}: expected the {len(weight_map)} tensors of "
-      f"{weights.INDEX_FILE}, got none of {', '.join(absent[:5])}; download the shards "
-      "again."
+    raise ValueRefusal(
+      folder,
+      expected=f"the {len(weight_map)} tensors of {weights.INDEX_FILE}",
+      got=f"none of {', '.join(absent[:5])}",
+      mend="download the shards again",
     )
   return tensors
 
@@ -184,9 +188,11 @@ def check_folder(folder: pathlib.Path, *, is_ours: bool) -> None:
     if ".safetensors" in name and name not in files
   ]
   if damage:
-    raise ValueError(
-      f"{folder}: expected the {len(files)} files that {MANIFEST} lists, got damage: "
-      f"{'; '.join(damage)}; {mend}."
+    raise ValueRefusal(
+      folder,
+      expected=f"the {len(files)} files that {MANIFEST} lists",
+      got=f"damage: {'; '.join(damage)}",
+      mend=mend,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mxjax.errors import ValueRefusal
 from mxjax.intake.reading import refusing
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models import families, parameters
@@ -56,9 +57,11 @@ def _check_scheme(place: str, scheme: Mapping[str, Any]) -> dict[str, Any]:
     if got != (4, "float", mxfp4.BLOCK_SIZE, True):
       wrong.append(f"input_activations {got}, not dynamic MXFP4")
   if wrong:
-    raise ValueError(
-      f"{place}: expected a {METHOD} folder of {FORMAT}, got {'; '.join(wrong)}; "
-      "convert it, or evaluate it where it came from."
+    raise ValueRefusal(
+      place,
+      expected=f"a {METHOD} folder of {FORMAT}",
+      got="; ".join(wrong),
+      mend="convert it, or evaluate it where it came from",
     )
   return group
 
@@ -74,14 +77,19 @@ def _read_maps(place: str, scheme: Mapping[str, Any]) -> dict[str, Hadamard]:
       "re:" in target or target == "Linear" for a in online for target in a["targets"]
     )
     if not (plain and exact and all(a["location"] == "input" for a in online)):
-      raise ValueError(
-        f"{place}: expected transforms of the type hadamard at inputs of modules named "
-        f"one by one, got {name}: {group}; such a model cannot be run here."
+      raise ValueRefusal(
+        place,
+        expected="transforms of the type hadamard at inputs of modules named one by "
+        "one",
+        got=f"{name}: {group}",
+        mend="evaluate it where it came from",
       )
     if group.get("head_dim") not in _HADAMARDS:
-      raise ValueError(
-        f"{place}: expected head_dim, a power of two, in the transform {name}, got "
-        f"{group.get('head_dim')}; write the size of its blocks there."
+      raise ValueRefusal(
+        place,
+        expected=f"head_dim, a power of two, in the transform {name}",
+        got=group.get("head_dim"),
+        mend="write the size of its blocks there",
       )
     targets = [target for a in online for target in a["targets"]]
     by_module |= dict.fromkeys(targets, Hadamard(group["head_dim"]))
@@ -118,10 +126,12 @@ def read_compressed_tensors(folder: str | os.PathLike[str]) -> Imported:
     _check_map(str(folder), module, leaf)
     leaves[params_path(f"{module}.weight")] = leaf
   if maps:
-    raise ValueError(
-      f"{folder}: expected transforms at quantized linears of the folder only, got "
-      f"some at {', '.join([*maps][:3])}; without them it would compute another "
-      "function, so correct the names in its config.json."
+    raise ValueRefusal(
+      folder,
+      expected="transforms at quantized linears of the folder only",
+      got=f"some at {', '.join([*maps][:3])}",
+      mend="without them it would compute another function, so correct the names in "
+      "its config.json",
     )
   leaves |= {params_path(name): tensor for name, tensor in tensors.items()}
   if config.tie_embeddings:
@@ -140,18 +150,23 @@ def _drop_tied_head(folder: pathlib.Path, leaves: dict[parameters.Path, Any]) ->
   if head is None or embedding is None:
     return
   if isinstance(head, QuantizedLinear) or not np.array_equal(head, embedding):
-    raise ValueError(
-      f"{folder}: expected lm_head.weight to equal the embedding because "
-      "tie_word_embeddings is true, got another; set it to false in config.json."
+    raise ValueRefusal(
+      folder,
+      expected="lm_head.weight to equal the embedding because tie_word_embeddings is "
+      "true",
+      got="another",
+      mend="set it to false in config.json",
     )
 
 
 def _check_map(place: str, module: str, leaf: QuantizedLinear) -> None:
   if isinstance(leaf.input_map, Hadamard) and leaf.shape[1] % leaf.input_map.size:
-    raise ValueError(
-      f"{place}: expected a transform whose head_dim divides the {leaf.shape[1]} "
-      f"inputs of {module}, got {leaf.input_map.size}; write the size of its "
-      "blocks there."
+    raise ValueRefusal(
+      place,
+      expected=f"a transform whose head_dim divides the {leaf.shape[1]} inputs of "
+      f"{module}",
+      got=leaf.input_map.size,
+      mend="write the size of its blocks there",
     )
 
 
@@ -162,13 +177,15 @@ def _take_packed(
   codes = tensors.pop(f"{module}.weight_packed")
   scales = tensors.pop(f"{module}.weight_scale", None)
   if scales is None:
-    raise ValueError(
-      f"{place}: expected {module}.weight_scale beside its weight_packed, got none; "
-      "download the checkpoint again."
+    raise ValueRefusal(
+      place,
+      expected=f"{module}.weight_scale beside its weight_packed",
+      got="none",
+      mend="download the checkpoint again",
     )
   if f"{module}.weight" in tensors:
-    raise ValueError(
-      f"{place}: expected {module} packed or plain, got both; leave one out."
+    raise ValueRefusal(
+      place, expected=f"{module} packed or plain", got="both", mend="leave one out"
     )
   tensor = mxfp4.MXTensor(codes, scales)
   mxfp4.check_legal(tensor, f"{place}: {module}")
@@ -192,7 +209,9 @@ def _check_leaves(
     if isinstance(leaf, QuantizedLinear) and path[-2] not in TARGETS
   ]
   if outside:
-    raise ValueError(
-      f"{folder}: expected quantized weights of {', '.join(TARGETS)} only, got also "
-      f"{', '.join(outside)}; such a model cannot be run here."
+    raise ValueRefusal(
+      folder,
+      expected=f"quantized weights of {', '.join(TARGETS)} only",
+      got=f"also {', '.join(outside)}",
+      mend="evaluate it where it came from",
     )

@@ -9,6 +9,7 @@ import os
 import pathlib
 from typing import Any
 
+from mxjax.errors import ValueRefusal
 from mxjax.intake.reading import read_json, refusing
 from mxjax.storage.export.folder import (
   NO_COMPANIONS,
@@ -74,9 +75,11 @@ def read_state(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
   mend = "point to a folder written by `mxjax export --format safetensors`"
   state = read_json(file, dict[str, Any], "the state of an export", mend=mend)
   if (kind := (state.get("format"), state.get("version"))) != (FORMAT, VERSION):
-    raise ValueError(
-      f"{file}: expected {FORMAT} of version {VERSION}, got {kind}; use the mxjax "
-      "version that wrote it."
+    raise ValueRefusal(
+      file,
+      expected=f"{FORMAT} of version {VERSION}",
+      got=kind,
+      mend="use the mxjax version that wrote it",
     )
   check_folder(pathlib.Path(folder), is_ours=True)
   arrays = read_tensors(pathlib.Path(folder))

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mxjax.errors import ValueRefusal
 from mxjax.layers.quantized_linear import QuantizedLinear
 from mxjax.models.families import FAMILIES
 from mxjax.models.loading.weights import tensor_name
@@ -52,7 +53,18 @@ def _hadamard_tensors(hadamard: Hadamard, blocks: int) -> dict[str, jax.Array]:
   return tensors
 
 
-def _map_tensors(input_map: InputMap | None, blocks: int) -> dict[str, jax.Array]:
+def _unheld(place: str, what: object) -> ValueRefusal:
+  return ValueRefusal(
+    f"export: {place}",
+    expected=f"what {FORMAT} can hold",
+    got=what,
+    mend="use --format safetensors, which holds everything",
+  )
+
+
+def _map_tensors(
+  input_map: InputMap | None, blocks: int, place: str
+) -> dict[str, jax.Array]:
   """Returns a map as signs, a mix of blocks, and a matrix for each block."""
   match input_map:
     case None:
@@ -63,11 +75,11 @@ def _map_tensors(input_map: InputMap | None, blocks: int) -> dict[str, jax.Array
       return {"input_mix": inter, "input_blocks": intra.T[None]}
   matrix = input_map.dense_blocks()
   if matrix is None:
-    raise ValueError(f"the input map {type(input_map).__name__}")
+    raise _unheld(place, f"the input map {type(input_map).__name__}")
   return {"input_blocks": matrix}
 
 
-def _rule_tensors(leaf: QuantizedLinear) -> dict[str, jax.Array]:
+def _rule_tensors(leaf: QuantizedLinear, place: str) -> dict[str, jax.Array]:
   match leaf.rounding:
     case Nearest():
       return {}
@@ -77,7 +89,7 @@ def _rule_tensors(leaf: QuantizedLinear) -> dict[str, jax.Array]:
       return {"refine_gram": gram, "refine_how": jnp.array([changes, int(rounds_up)])}
     case Clipped(low=low, high=high):
       return {"clip_low": low, "clip_high": high}
-  raise ValueError(f"the A4 rule {type(leaf.rounding).__name__}")
+  raise _unheld(place, f"the A4 rule {type(leaf.rounding).__name__}")
 
 
 def linear_tensors(leaf: QuantizedLinear, place: str) -> dict[str, jax.Array]:
@@ -86,16 +98,11 @@ def linear_tensors(leaf: QuantizedLinear, place: str) -> dict[str, jax.Array]:
   Raises:
     ValueError: The linear has a map or rules that the module does not know.
   """
-  try:
-    if leaf.rules != mxfp4.PAPER_RULES:
-      raise ValueError(f"{leaf.rules}")
-    operator = _map_tensors(leaf.input_map, leaf.shape[1] // mxfp4.BLOCK_SIZE)
-    operator |= _rule_tensors(leaf)
-  except ValueError as error:
-    raise ValueError(
-      f"export: {place} has {error}, which {FORMAT} cannot hold; use --format "
-      "safetensors, which holds everything."
-    ) from error
+  if leaf.rules != mxfp4.PAPER_RULES:
+    raise _unheld(place, leaf.rules)
+  blocks = leaf.shape[1] // mxfp4.BLOCK_SIZE
+  operator = _map_tensors(leaf.input_map, blocks, place)
+  operator |= _rule_tensors(leaf, place)
   mxfp4.check_legal(leaf.weight, f"export: {place}")
   return {
     "weight_packed": leaf.weight.codes,
@@ -154,9 +161,12 @@ def to_tensors(
       case jax.Array():
         tensors[name] = node
   if corrected:
-    raise ValueError(
-      f"export: {tensor_name(min(corrected))} is recovered but not quantized, which "
-      f"{FORMAT} cannot hold; use --format safetensors, or --drop recovery."
+    raise ValueRefusal(
+      "export",
+      expected=f"only quantized linears to be recovered, since {FORMAT} holds no "
+      "others",
+      got=tensor_name(min(corrected)),
+      mend="use --format safetensors, or --drop recovery",
     )
   return tensors, linears
 

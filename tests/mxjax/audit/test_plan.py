@@ -102,7 +102,7 @@ def test_more_calibration_takes_more_memory_and_work_only():
 
 
 def test_a_width_that_no_block_divides_is_refused(tiny_config):
-  with pytest.raises(ValueError, match="multiple of 32, got 80"):
+  with pytest.raises(ValueError, match="multiples of 32, got 80"):
     plan.plan(dataclasses.replace(tiny_config, intermediate_size=80))
 
 

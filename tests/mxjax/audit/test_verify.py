@@ -104,7 +104,7 @@ def test_illegal_payloads(params, leaf_fault):
   weight = at(params, Q).weight
   scales = dataclasses.replace(weight, scales=weight.scales.at[3, 1].set(255))
   codes = dataclasses.replace(weight, codes=weight.codes.astype(jnp.int32))
-  begin = "layers_0/self_attn/q_proj/weight: payload: 1 scale bytes"
+  begin = "layers_0/self_attn/q_proj/weight: payload: expected no scale bytes"
   assert leaf_fault(Q, weight=scales).startswith(begin)
   assert "expected uint8 codes" in leaf_fault(Q, weight=codes)
   unrounded = leaf_fault(Q, rounding=Unrounded())

@@ -18,17 +18,17 @@ pytestmark = pytest.mark.slow
 # gets past the start of a layer: layers here take less time than a look at the log.
 HELD = """
 import pathlib, time
-from mxjax.run import layer_quantization
+from mxjax.run import quantize
 
-quantize_layer = layer_quantization.quantize_layer
+quantize_layer = quantize.quantize_layer
 
-def held(*args, **options):
-  if {layer!r} in args:
+def held(setup, trajectories, report):
+  if setup.layers[trajectories.index] == {layer!r}:
     pathlib.Path({sign!r}).touch()
     time.sleep(600)
-  return quantize_layer(*args, **options)
+  return quantize_layer(setup, trajectories, report)
 
-layer_quantization.quantize_layer = held
+quantize.quantize_layer = held
 """
 
 

@@ -43,7 +43,7 @@ def test_one_sentence_each_and_then_the_same_bits(disk, tmp_path, mxjax, monkeyp
   place, remount = disk
   model, out = square.write(tmp_path / "model"), place / "out"
   full = said(square.quantize(model, out, "rtn", "--resume"), out)
-  assert "cannot take more: expected " in full and "bytes free, got " in full
+  assert "bytes free, got " in full
   assert (out / "run/layers/layers_2.safetensors").is_file()
   assert remount("ro")
   text = said(square.quantize(model, out, "rtn", "--resume"), out)

@@ -291,7 +291,7 @@ class TestBadInputs:
       (np.zeros((0, 32), np.int32), ValueError, r"got shape \(0, 32\)"),
       (np.full((1, 8), 61), ValueError, "the vocabulary of 61, the first is 61"),
       (np.full((1, 8), -1), ValueError, "the first is -1"),
-      (np.zeros((1, 3), np.int32), ValueError, "too short"),
+      (np.zeros((1, 3), np.int32), ValueError, "of at least 4 tokens"),
       (np.zeros((1, 8)), TypeError, "float64"),
     ],
   )

@@ -162,10 +162,10 @@ def test_a_failed_save_leaves_nothing(tmp_path, existed):
 @pytest.mark.parametrize(
   ("tree", "message"),
   [
-    ({"a": 1.0}, "save_checkpoint: a is a float"),
-    ({"a": {"b": [jnp.zeros(2)]}}, "save_checkpoint: a/b is a list"),
-    ({"a": np.zeros(2, np.float64)}, "save_checkpoint: a is float64"),
-    ({"a": {"b/c": jnp.zeros(2)}}, "'b/c' under a"),
+    ({"a": 1.0}, "save_checkpoint: a: .* got a float"),
+    ({"a": {"b": [jnp.zeros(2)]}}, "save_checkpoint: a/b: .* got a list"),
+    ({"a": np.zeros(2, np.float64)}, "save_checkpoint: a: .* got float64"),
+    ({"a": {"b/c": jnp.zeros(2)}}, "save_checkpoint: a: .* got 'b/c'"),
   ],
 )
 def test_what_no_checkpoint_can_hold_is_named(tree, message, tmp_path):
@@ -185,7 +185,7 @@ def test_arrays_that_changed_are_named(params, stored, tmp_path):
   second = checkpoint.save_checkpoint(tmp_path / "second", changed, CONFIG)
   files = checkpoint.read_manifest(second)["files"]
   edit(second, **(checkpoint.read_manifest(stored) | {"files": files}))
-  with pytest.raises(ValueError, match=f"1 of .* SHA-256 .*: {NAME};"):
+  with pytest.raises(ValueError, match=f"SHA-256 .* in 1 of .*: {NAME};"):
     checkpoint.restore_checkpoint(second)
   checkpoint.restore_checkpoint(second, verify=False)
 
@@ -233,7 +233,7 @@ def test_a_shape_or_rules_that_are_not_the_stored_ones_are_named(saved):
   linear, arrays = path.removesuffix("/weight/codes"), manifest["arrays"]
   turned = {**arrays[path], "shape": arrays[path]["shape"][::-1]}
   edit(saved, arrays={**arrays, path: turned})
-  with pytest.raises(ValueError, match=f"do not have the shape .* {path}"):
+  with pytest.raises(ValueError, match=f"with the shape .* {path}"):
     checkpoint.restore_checkpoint(saved)
   manifest["nodes"][linear]["static"]["rules"]["scale_rule"] = "even"
   edit(saved, arrays=arrays, nodes=manifest["nodes"])
@@ -248,7 +248,7 @@ def test_what_is_absent_or_unknown_is_named(saved, tmp_path):
   with pytest.raises(ValueError, match="expected format version 2, got 7"):
     checkpoint.read_manifest(saved)
   edit(saved, format_version=2, nodes={"a": {"type": "Kite", "static": {}}})
-  with pytest.raises(ValueError, match="a has the type 'Kite'"):
+  with pytest.raises(ValueError, match="expected a of a type .* got 'Kite'"):
     checkpoint.restore_checkpoint(saved)
   (saved / "arrays").rename(saved / "elsewhere")
   with pytest.raises(FileNotFoundError, match="arrays, got no such folder"):

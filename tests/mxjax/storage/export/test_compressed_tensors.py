@@ -87,7 +87,7 @@ def test_a_linear_left_in_float_is_ignored_by_name(rtn, tiny_params, compressed)
 
 def test_fused_linears_must_be_quantized_alike(rtn, tiny_params, compressed, tmp_path):
   up = "layers_0/mlp/up_proj"
-  with pytest.raises(ValueError, match="join gate_proj, up_proj of model.layers.0.mlp"):
+  with pytest.raises(ValueError, match="gate_proj, up_proj of model.layers.0.mlp"):
     compressed(replaced(rtn, up, at(tiny_params, up)))
   assert list(tmp_path.iterdir()) == []
 
@@ -102,9 +102,7 @@ def test_weights_alone_are_a_scheme_without_activations(rtn, unrounded, compress
 
 
 def test_shared_hadamards_are_kept_only_on_request(hadamard, compressed):
-  with pytest.raises(
-    ValueError, match=r"cannot hold maps .* in 14 places.*--transforms"
-  ):
+  with pytest.raises(ValueError, match=r"got maps .* in 14 places.*--transforms"):
     compressed(hadamard)
   out, scheme = compressed(hadamard, transforms=True)
   groups = scheme["transform_config"]["config_groups"]
